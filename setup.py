@@ -24,6 +24,6 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["megatron_lce", "megatron_lce.*"]),
     package_data={"megatron_lce": ["py.typed"]},
-    install_requires=["torch>=2.8"],
+    install_requires=["torch>=2.9"],
     extras_require=extras,
 )

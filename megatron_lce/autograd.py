@@ -1,0 +1,387 @@
+"""The one autograd function: the order of launches and collectives, and what is saved between them."""
+
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import Work
+
+from megatron_lce import collectives
+from megatron_lce.outputs import LinearCrossEntropyOutput, Options, WeightGradSink
+from megatron_lce.products import full_fp32, product
+from megatron_lce.slabs import cut, plan_blocks
+from megatron_lce.softmax_stats import LN_2, LOG2_E, SoftmaxStats, empty_stats, unpack
+
+# A log-sum-exp under which every probability is zero: how an ignored row gets a zero gradient.
+_LSE_OF_IGNORED_ROW = 1e30
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Per-token logprobs, entropy and lse over a vocab-sharded weight.
+
+    hidden  replicated, or sharded along the sequence  -> its gradient is summed over the group
+    weight  this rank's shard                          -> its gradient is complete on this rank
+    Saves a few floats a token, and what `logits_cache_bytes` allows, instead of N x V logits; backward recomputes the
+    logits slab by slab.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,  # [N, H], under sequence parallel [N / tp, H]
+        weight: Tensor,  # [V_local, H]
+        labels: Tensor,  # [N] int64 global ids
+        temperature: Tensor | float,  # [N] if a tensor
+        options: Options,
+        backend: ModuleType,
+        grad_enabled: bool,
+    ) -> tuple[Tensor | None, ...]:
+        device_type = hidden.device.type
+        with torch.autocast(device_type, enabled=False), full_fp32():
+            rows = _prepare_rows(labels, temperature, options)
+            num_tokens = labels.shape[0]
+            cached = 0
+            if grad_enabled:
+                cached = backend.cache_columns(
+                    num_tokens, options.num_columns, hidden.dtype, options.logits_cache_bytes
+                )
+            cache = backend.LogitsCache.allocate(num_tokens, cached, hidden) if cached else None
+            stats = unpack(
+                _stats_over_group(hidden, weight, rows, options, backend, cache), options.entropy, options.telemetry
+            )
+            finished = _finish(stats, rows, options)
+        ctx.set_materialize_grads(False)
+        if grad_enabled:
+            ctx.save_for_backward(hidden, weight, *rows, *finished.saved)
+            ctx.options, ctx.backend, ctx.cache, ctx.cached_columns = options, backend, cache, cached
+        outputs = finished.outputs
+        ctx.mark_non_differentiable(*(t for t in outputs[3:] if t is not None))
+        return tuple(outputs)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(
+        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, grad_lse: Tensor | None, *_: None
+    ):
+        if ctx.cached_columns and ctx.cache is None:
+            raise RuntimeError(
+                "a second backward through linear_cross_entropy needs logits_cache_bytes=0: "
+                "the first one turned the kept logits into gradients in place"
+            )
+        hidden, weight, labels, row_scale, row_factor, *saved = ctx.saved_tensors
+        rows = _Rows(labels, row_scale, row_factor)
+        cache, ctx.cache = ctx.cache, None
+        with torch.autocast(hidden.device.type, enabled=False), full_fp32():
+            terms = _row_terms(rows, _Saved(*saved), grad_logprobs, grad_entropy, grad_lse, ctx.options)
+            grad_hidden, grad_weight = _head_gradients(
+                hidden,
+                weight,
+                rows,
+                terms,
+                ctx.options,
+                ctx.backend,
+                cache,
+                entropy=grad_entropy is not None,
+                needs_hidden=ctx.needs_input_grad[0],
+                needs_weight=ctx.needs_input_grad[1],
+            )
+        return grad_hidden, grad_weight, None, None, None, None, None
+
+
+def linear_cross_entropy_autograd(
+    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: Tensor | float, options: Options, backend: ModuleType
+) -> LinearCrossEntropyOutput:
+    """Apply the function to flattened inputs: hidden [N, H], labels [N]; outputs [N]."""
+    grad_enabled = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    return LinearCrossEntropyOutput(
+        *_LinearCrossEntropy.apply(hidden, weight, labels, temperature, options, backend, grad_enabled)
+    )
+
+
+class _Rows(NamedTuple):
+    """What each token brings, [N] each."""
+
+    labels: Tensor  # int32, local to this shard; -1: owned by another rank, by none, or ignored
+    scale: Tensor  # fp32 factor from products (or their tanh) to base-2 logits; NaN where the temperature is unusable
+    factor: Tensor  # fp32 ln 2; 0 where the row is ignored, NaN where it is broken
+
+
+class _Saved(NamedTuple):
+    """What backward needs of the forward's results, [N] each, in base 2."""
+
+    lse: Tensor
+    label_logprob: Tensor
+    entropy: Tensor | None = None
+
+
+class _Finished(NamedTuple):
+    outputs: LinearCrossEntropyOutput
+    saved: _Saved
+
+
+def _prepare_rows(labels: Tensor, temperature: Tensor | float, options: Options) -> _Rows:
+    local = labels - options.vocab_start
+    ignored = labels == options.ignore_index
+    owned = (local >= 0) & (local < options.num_columns) & ~ignored
+    scale = LOG2_E * (options.logits_scale if options.softcap is None else options.softcap)
+    if isinstance(temperature, Tensor):
+        temperature = temperature.float()
+        usable = (temperature > 0) & temperature.isfinite()
+        row_scale = torch.where(ignored, 1.0, torch.where(usable, scale / temperature, torch.nan))
+        factor = torch.where(usable, LN_2, torch.nan)
+    else:
+        row_scale = labels.new_full(labels.shape, scale / temperature, dtype=torch.float32)
+        factor = torch.full_like(row_scale, LN_2)
+    return _Rows(torch.where(owned, local, -1).int(), row_scale, torch.where(ignored, 0.0, factor))
+
+
+def _stats_over_group(
+    hidden: Tensor, weight: Tensor, rows: _Rows, options: Options, backend: ModuleType, cache: Any
+) -> Tensor:
+    """Packed statistics of the whole vocabulary, the same bits on every rank."""
+    num_tokens = rows.labels.shape[0]
+    if num_tokens == 0:
+        return empty_stats(0, options.entropy, options.telemetry, hidden.device)
+    if options.sequence_parallel:
+        hidden = collectives.gather_rows(hidden, options.tp_group)
+    if options.num_columns == 0:
+        packed = empty_stats(num_tokens, options.entropy, options.telemetry, hidden.device)
+    else:
+        packed = backend.softmax_stats(
+            hidden,
+            weight[: options.num_columns],
+            rows.labels,
+            rows.scale,
+            softcap_scale=_softcap_scale(options),
+            entropy=options.entropy,
+            telemetry=options.telemetry,
+            vocab_start=options.vocab_start,
+            workspace_bytes=options.workspace_bytes,
+            cache=cache,
+        )
+    if options.tp_group is not None:
+        packed = collectives.stack_over_group(packed, options.tp_group)
+        packed = backend.merge_stats(packed, options.entropy, options.telemetry)
+    return packed
+
+
+def _finish(stats: SoftmaxStats, rows: _Rows, options: Options) -> _Finished:
+    """Statistics in base 2 to outputs in nats: 0 in ignored rows, NaN in broken ones."""
+    ignored = rows.factor == 0
+    # No rank owns the label where it is -inf on all of them.
+    factor = torch.where(stats.label_logit == -torch.inf, torch.nan, rows.factor)
+
+    def in_nats(value: Tensor) -> Tensor:
+        return torch.where(ignored, 0.0, value * factor)
+
+    log2_sum = stats.sum_exp.log2()
+    lse = stats.max_logit + log2_sum
+    label_logprob = (stats.label_logit - stats.max_logit) - log2_sum
+    entropy = None if stats.sum_exp_logit is None else log2_sum - stats.sum_exp_logit / stats.sum_exp
+    outputs = LinearCrossEntropyOutput(
+        in_nats(label_logprob), None if entropy is None else in_nats(entropy), in_nats(lse)
+    )
+    if options.telemetry:
+        outputs = outputs._replace(
+            max_logit=in_nats(stats.max_logit),
+            min_logit=in_nats(stats.min_logit),
+            argmax=torch.where(ignored, 0, stats.argmax).long(),
+        )
+    return _Finished(outputs, _Saved(lse, label_logprob) if entropy is None else _Saved(lse, label_logprob, entropy))
+
+
+def _row_terms(
+    rows: _Rows,
+    saved: _Saved,
+    grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
+    grad_lse: Tensor | None,
+    options: Options,
+) -> Tensor:
+    """The numbers of each token from which its gradient of any logit follows: [5, N] fp32.
+
+    With p = 2^t, t = log2 p, and each output's own upstream gradient g,
+
+        dz = g_logprobs (1[label] - p) + g_lse p - g_entropy p (ln p + entropy)
+           = p (p_term - entropy_term t) + 1[label] label_term
+
+    Rows: lse (base 2), p_term, entropy_term, label_term, label_logprob (base 2). The terms carry the factor from
+    logits to products, d logit / d product.
+    """
+    ignored = rows.factor == 0
+    factor = torch.where(saved.label_logprob == -torch.inf, torch.nan, rows.factor) * rows.scale
+    if options.softcap is not None:
+        factor = factor * (options.logits_scale / options.softcap)
+    zero = torch.zeros_like(factor)
+    label_term = zero if grad_logprobs is None else grad_logprobs.reshape(-1).float()
+    p_term = -label_term if grad_lse is None else grad_lse.reshape(-1).float() - label_term
+    entropy_term = zero
+    if grad_entropy is not None:
+        grad_entropy = grad_entropy.reshape(-1).float() * LN_2
+        p_term = p_term - grad_entropy * saved.entropy
+        entropy_term = grad_entropy
+    terms = torch.stack([p_term, entropy_term, label_term]) * factor
+    terms = torch.where(ignored, 0.0, terms)
+    lse = torch.where(ignored, _LSE_OF_IGNORED_ROW, saved.lse)
+    return torch.cat([lse[None], terms, saved.label_logprob[None]])
+
+
+def _head_gradients(
+    hidden: Tensor,
+    weight: Tensor,
+    rows: _Rows,
+    terms: Tensor,
+    options: Options,
+    backend: ModuleType,
+    cache: Any,
+    *,
+    entropy: bool,
+    needs_hidden: bool,
+    needs_weight: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Both gradients, slab by slab. The sum over the group runs under the last product of the weight's gradient."""
+    num_tokens = rows.labels.shape[0]
+    weight_grad = _WeightGrad(weight, options) if needs_weight else None
+    if num_tokens == 0:
+        if weight_grad is not None and weight_grad.sink is None:
+            weight_grad.grad.zero_()
+        return (torch.zeros_like(hidden) if needs_hidden else None), (weight_grad.finish() if weight_grad else None)
+    if options.sequence_parallel:
+        hidden = collectives.gather_rows(hidden, options.tp_group)
+    grad_hidden = hidden.new_empty(hidden.shape, dtype=torch.float32) if needs_hidden else None
+    reduction = None
+    if options.num_columns == 0 and grad_hidden is not None:
+        reduction = _start_reduction(grad_hidden.zero_(), hidden.dtype, options)
+    bytes_per_column = weight_grad.bytes_per_column() if weight_grad is not None else 0
+    for slab in _grad_logits_slabs(hidden, weight, rows, terms, options, backend, cache, entropy, bytes_per_column):
+        if grad_hidden is not None:
+            product(slab.grad, weight[slab.columns], grad_hidden[slab.tokens], accumulate=slab.columns.start > 0)
+            if slab.is_last:
+                reduction = _start_reduction(grad_hidden, hidden.dtype, options)
+        if weight_grad is not None:
+            weight_grad.add(slab, hidden[slab.tokens])
+    del cache
+    reduced = None
+    if reduction is not None:
+        reduced, work = reduction
+        if work is not None:
+            work.wait()
+    return reduced, (weight_grad.finish() if weight_grad is not None else None)
+
+
+class _Slab(NamedTuple):
+    columns: slice
+    tokens: slice
+    grad: Tensor  # [tokens, columns] gradient of the products, in hidden's dtype
+    first_tokens: bool  # no block of these columns went before
+    last_tokens: bool  # none follows
+    is_last: bool  # of all
+
+
+def _grad_logits_slabs(
+    hidden: Tensor,
+    weight: Tensor,
+    rows: _Rows,
+    terms: Tensor,
+    options: Options,
+    backend: ModuleType,
+    cache: Any,
+    entropy: bool,
+    bytes_per_column: int,
+) -> Iterator[_Slab]:
+    """Gradients of the logits, the kept columns first (in place), then the others in one reused buffer."""
+    num_tokens, num_columns = rows.labels.shape[0], options.num_columns
+    softcap_scale = _softcap_scale(options)
+    first = 0
+    if cache is not None:
+        first = cache.exp.shape[1]
+        backend.grad_logits_from_cache(
+            cache, rows.labels, rows.scale, terms, softcap=softcap_scale is not None, entropy=entropy
+        )
+        yield _Slab(slice(0, first), slice(0, num_tokens), cache.exp, True, True, first == num_columns)
+        cache.free()
+    if first == num_columns:
+        return
+    item = hidden.dtype.itemsize
+    blocks = plan_blocks(
+        num_tokens,
+        num_columns - first,
+        options.workspace_bytes,
+        bytes_per_logit=backend.grad_logits_bytes(hidden.dtype),
+        bytes_per_column_if_tokens_are_cut=bytes_per_column,
+    )
+    buffer = hidden.new_empty(blocks.tokens * _row_stride(blocks.columns, item))
+    for offset in cut(num_columns - first, blocks.columns):
+        columns = slice(first + offset.start, first + offset.stop)
+        width = columns.stop - columns.start
+        stride = _row_stride(width, item)
+        for tokens in cut(num_tokens, blocks.tokens):
+            length = tokens.stop - tokens.start
+            grad = buffer[: length * stride].view(length, stride)[:, :width]
+            backend.grad_logits(
+                hidden[tokens],
+                weight[columns],
+                rows.labels[tokens] - columns.start,
+                rows.scale[tokens],
+                terms[:4, tokens],
+                grad,
+                softcap_scale=softcap_scale,
+                entropy=entropy,
+            )
+            last_tokens = tokens.stop == num_tokens
+            is_last = last_tokens and columns.stop == num_columns
+            yield _Slab(columns, tokens, grad, tokens.start == 0, last_tokens, is_last)
+
+
+class _WeightGrad:
+    """This shard's weight gradient: a tensor of weight's dtype, or added into a sink's fp32 buffer."""
+
+    def __init__(self, weight: Tensor, options: Options) -> None:
+        self.sink: WeightGradSink | None = options.weight_grad_sink
+        if self.sink is None:
+            self.grad = torch.empty_like(weight)
+            self.grad[options.num_columns :].zero_()  # padding
+        else:
+            self.grad = self.sink.buffer()
+        self.slab: Tensor | None = None
+
+    def bytes_per_column(self) -> int:
+        """fp32 accumulator of a slab whose tokens come in several blocks; none where `grad` itself is fp32."""
+        return 0 if self.grad.dtype == torch.float32 else 4 * self.grad.shape[1]
+
+    def add(self, slab: _Slab, hidden: Tensor) -> None:
+        grad = self.grad[slab.columns]
+        one_product = slab.first_tokens and slab.last_tokens
+        if one_product or grad.dtype == torch.float32:
+            product(slab.grad.T, hidden, grad, accumulate=self.sink is not None or not slab.first_tokens)
+            return
+        if self.slab is None:
+            self.slab = torch.empty_like(grad, dtype=torch.float32)
+        partial = self.slab[: grad.shape[0]]
+        product(slab.grad.T, hidden, partial, accumulate=not slab.first_tokens)
+        if slab.last_tokens:
+            grad.copy_(partial)
+
+    def finish(self) -> Tensor | None:
+        return self.grad if self.sink is None else self.sink.finish()
+
+
+def _start_reduction(grad_hidden: Tensor, dtype: torch.dtype, options: Options) -> tuple[Tensor, Work | None]:
+    grad_hidden = grad_hidden.to(dtype)
+    if options.tp_group is None or not options.reduce_grad_hidden:
+        return grad_hidden, None
+    if options.sequence_parallel:
+        return collectives.start_reduce_scatter(grad_hidden, options.tp_group)
+    return collectives.start_all_reduce(grad_hidden, options.tp_group)
+
+
+def _softcap_scale(options: Options) -> float | None:
+    return None if options.softcap is None else options.logits_scale / options.softcap
+
+
+def _row_stride(columns: int, itemsize: int) -> int:
+    """Elements between rows of a slab: 16-byte aligned, as tensor-memory accesses want it."""
+    step = 16 // itemsize
+    return -(-columns // step) * step

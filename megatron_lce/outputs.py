@@ -1,0 +1,57 @@
+"""What `linear_cross_entropy` takes and returns, as types."""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+Backend = Literal["auto", "triton", "torch", "reference"]
+
+
+class LinearCrossEntropyOutput(NamedTuple):
+    """Per-token results, each of the labels' shape; `None` where it was not asked for.
+
+    logprobs    fp32, log p(label), never positive
+    entropy     fp32, in nats
+    lse         fp32, log-sum-exp of the logits
+    max_logit   fp32, largest logit over the valid columns; no gradient
+    min_logit   fp32, smallest logit over the valid columns; no gradient
+    argmax      int64, global vocabulary id of the largest logit, the lowest on ties; no gradient
+    """
+
+    logprobs: Tensor
+    entropy: Tensor | None
+    lse: Tensor
+    max_logit: Tensor | None = None
+    min_logit: Tensor | None = None
+    argmax: Tensor | None = None
+
+
+class WeightGradSink(Protocol):
+    """Where a caller wants the weight's gradient added instead of returned (Megatron's `main_grad`)."""
+
+    def buffer(self) -> Tensor:
+        """The fp32 [V_local, H] tensor that each slab's gradient is added to."""
+
+    def finish(self) -> Tensor | None:
+        """Called once, after the last addition; what autograd then receives as the weight's gradient."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """The validated keywords of one call. Equal on every rank but for `vocab_start` and `num_columns`."""
+
+    tp_group: ProcessGroup | None  # None where there is nothing to communicate with
+    sequence_parallel: bool
+    logits_scale: float
+    softcap: float | None
+    ignore_index: int
+    vocab_start: int  # global id of this shard's first column
+    num_columns: int  # this shard's columns that are vocabulary; those behind them are padding
+    entropy: bool
+    telemetry: bool
+    logits_cache_bytes: int
+    workspace_bytes: int
+    reduce_grad_hidden: bool
+    weight_grad_sink: WeightGradSink | None = None

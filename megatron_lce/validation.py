@@ -1,0 +1,117 @@
+"""What every backend requires of its inputs, and the messages when it is not so."""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_labels(labels: Tensor, vocab_size: int, ignore_index: int = -100) -> None:
+    """Raise `ValueError` if any label is neither in `[0, vocab_size)` nor `ignore_index`.
+
+    `linear_cross_entropy` turns such rows into NaN without looking, because looking synchronises with the device;
+    this does look.
+
+    Args:
+        labels: int64 tensor of any shape.
+        vocab_size: number of vocabulary ids.
+        ignore_index: the label of rows to be skipped.
+    """
+    bad = ((labels < 0) | (labels >= vocab_size)) & (labels != ignore_index)
+    count = int(bad.sum())
+    if count:
+        position = tuple(int(i) for i in bad.nonzero()[0])
+        raise ValueError(
+            f"labels must lie in [0, {vocab_size}) or equal ignore_index ({ignore_index}), got {count} that do not; "
+            f"the first is {int(labels[position])} at {position}"
+        )
+
+
+def check_tensors(hidden: Tensor, weight: Tensor, labels: Tensor, sequence_shards: int) -> None:
+    """Check the three tensors of a head. `sequence_shards`: ranks that `hidden`'s first dimension is cut over."""
+    for name, tensor in (("hidden", hidden), ("weight", weight), ("labels", labels)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    check_head("hidden", hidden, "weight", weight)
+    if labels.dtype != torch.int64:
+        raise TypeError(f"labels must be int64, got {labels.dtype}")
+    if labels.device != hidden.device:
+        raise ValueError(f"labels must be on hidden's device, {hidden.device}, got {labels.device}")
+    expected = labels_shape(hidden, sequence_shards)
+    if tuple(labels.shape) != expected:
+        shards = f" gathered over {sequence_shards} sequence-parallel ranks" if sequence_shards > 1 else ""
+        raise ValueError(
+            f"labels must have hidden's shape without H{shards}, {expected}, got {tuple(labels.shape)} "
+            f"for hidden {tuple(hidden.shape)}"
+        )
+
+
+def check_head(hidden_name: str, hidden: Tensor, weight_name: str, weight: Tensor) -> None:
+    """Check that `hidden` [..., H] and `weight` [V_local, H] belong together."""
+    if hidden.dtype not in DTYPES:
+        raise TypeError(f"{hidden_name} must be float32, bfloat16 or float16, got {hidden.dtype}")
+    if weight.dtype != hidden.dtype:
+        raise TypeError(f"{weight_name} must have {hidden_name}'s dtype, {hidden.dtype}, got {weight.dtype}")
+    if weight.device != hidden.device:
+        raise ValueError(f"{weight_name} must be on {hidden_name}'s device, {hidden.device}, got {weight.device}")
+    if hidden.dim() < 1:
+        raise ValueError(f"{hidden_name} must be [..., H], got a scalar")
+    if weight.dim() != 2:
+        raise ValueError(f"{weight_name} must be [V_local, H], got {tuple(weight.shape)}")
+    if weight.shape[0] == 0:
+        raise ValueError(f"{weight_name} must hold at least one row of the vocabulary, got {tuple(weight.shape)}")
+    if hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"{hidden_name} and {weight_name} must agree on H, got {tuple(hidden.shape)} and {tuple(weight.shape)}"
+        )
+    if hidden.shape[-1] == 0:
+        raise ValueError(f"{hidden_name} must have H of at least 1, got {tuple(hidden.shape)}")
+
+
+def labels_shape(hidden: Tensor, sequence_shards: int) -> tuple[int, ...]:
+    """The shape that labels must have for this hidden."""
+    shape = tuple(hidden.shape[:-1])
+    if sequence_shards > 1:
+        if not shape:
+            raise ValueError("hidden must be [s/tp, ..., H] under sequence_parallel, got one dimension")
+        shape = (shape[0] * sequence_shards, *shape[1:])
+    return shape
+
+
+def check_temperature(temperature: float | Tensor, labels: Tensor) -> None:
+    if isinstance(temperature, Tensor):
+        if not temperature.is_floating_point():
+            raise TypeError(f"temperature must be a float or a floating tensor, got a tensor of {temperature.dtype}")
+        if temperature.shape != labels.shape:
+            raise ValueError(
+                f"temperature must be a float or have labels' shape, {tuple(labels.shape)}, "
+                f"got {tuple(temperature.shape)}"
+            )
+        if temperature.device != labels.device:
+            raise ValueError(f"temperature must be on labels' device, {labels.device}, got {temperature.device}")
+        if temperature.requires_grad:
+            raise ValueError("temperature must not require grad: it gets no gradient; got requires_grad=True")
+    else:
+        check_number("temperature", temperature, positive=True)
+
+
+def check_number(name: str, value: object, *, positive: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a float, got {type(value).__name__}")
+    if not math.isfinite(value) or (positive and value <= 0):
+        raise ValueError(f"{name} must be {'positive and ' if positive else ''}finite, got {value}")
+
+
+def check_integer(name: str, value: object, *, minimum: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    if minimum is not None and value < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, got {value}")
+
+
+def check_group(tp_group: ProcessGroup | None) -> None:
+    if tp_group is not None and not isinstance(tp_group, ProcessGroup):
+        raise TypeError(f"tp_group must be a torch.distributed.ProcessGroup or None, got {type(tp_group).__name__}")

@@ -1,0 +1,82 @@
+"""What the programs here share: the process group, and a report of what was compared that decides the exit code."""
+
+import argparse
+import gc
+import os
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `scripts`, when started by hand from anywhere
+
+
+class Report:
+    """Compares tensors on every rank, prints on rank 0, and remembers whether anything failed anywhere."""
+
+    def __init__(self) -> None:
+        self.compared = 0
+        self.failures: list[str] = []
+
+    def compare(self, name: str, actual: Tensor, expected: Tensor, allowed: float, *, relative: bool = True) -> None:
+        """Error of `actual` against `expected`, norm over norm (or the largest difference), NaN counting as failure."""
+        if actual.shape != expected.shape:
+            self.check(name, False, f"shape {tuple(actual.shape)}, expected {tuple(expected.shape)}")
+            return
+        difference = actual.double() - expected.double()
+        if relative:
+            error = float(difference.norm() / expected.double().norm().clamp_min(1e-30))
+        else:
+            error = float(difference.abs().max()) if difference.numel() else 0.0
+        self.check(name, error <= allowed, f"error {error:.2e}, allowed {allowed:.1e}")
+
+    def check(self, name: str, passed: bool, detail: str = "") -> None:
+        """Record one check. The verdict is shared, so that every rank reports a failure seen on any of them."""
+        verdict = torch.tensor([not passed], dtype=torch.int32, device=_device_of_group())
+        dist.all_reduce(verdict)
+        failed = int(verdict)
+        self.compared += 1
+        if failed:
+            self.failures.append(name)
+            if not passed:
+                print(f"FAILED on rank {dist.get_rank()}: {name}: {detail}", flush=True)
+        elif dist.get_rank() == 0:
+            print(f"ok      {name}: {detail}", flush=True)
+
+
+def parse_device() -> torch.device:
+    """`--device cpu|cuda` from the command line; by default cuda where there is one."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(parser.parse_args().device)
+
+
+def main(program: Callable[[torch.device, Report], None]) -> None:
+    """Start the process group, run `program(device, report)`, and exit non-zero if a comparison failed."""
+    device = parse_device()
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        timeout=timedelta(seconds=120),
+        device_id=device if device.type == "cuda" else None,
+    )
+    report = Report()
+    program(device, report)
+    if dist.get_rank() == 0:
+        print(f"{report.compared} compared, {len(report.failures)} failed on {dist.get_world_size()} ranks", flush=True)
+    gc.collect()  # a live autograd graph holds the group, and gloo aborts when it outlives the process
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.exit(1 if report.failures else 0)
+
+
+def _device_of_group() -> str:
+    return "cuda" if dist.get_backend() == "nccl" else "cpu"
