@@ -15,6 +15,7 @@ import os
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import torch
 from megatron.core import parallel_state
@@ -56,17 +57,17 @@ def cpu_patches():
     """Lets Megatron-core run on a CPU, for as long as the context is open and in the thread that opened it.
 
     - `torch.cuda.current_device()` answers the CPU: sequence parallel, RoPE, MTP and DDP allocate there.
+    - `torch.cuda.current_stream()` likewise: DDP of megatron-core 0.19 asks for it and does nothing with it.
     - `"cuda"` literals mean the CPU: the schedules, the optimizer and gradient clipping.
 
     Everything else Megatron needs for a CPU is configuration, see `build_gpt` and `initialize`.
     """
-    current_device = torch.cuda.current_device
-    torch.cuda.current_device = lambda: torch.device("cpu")
-    try:
-        with _CudaMeansCpu():
-            yield
-    finally:
-        torch.cuda.current_device = current_device
+    cpu = torch.device("cpu")
+    with (
+        mock.patch.multiple(torch.cuda, current_device=lambda: cpu, current_stream=torch.cpu.current_stream),
+        _CudaMeansCpu(),
+    ):
+        yield
 
 
 def initialize(
