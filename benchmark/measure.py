@@ -1,0 +1,156 @@
+"""Time, extra peak memory and error of one head; and the cuBLAS products it is held against."""
+
+import gc
+import itertools
+import time
+from collections.abc import Callable
+from statistics import median
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmark.providers import Head
+from benchmark.shapes import Inputs, Shape
+
+MIB = 2**20
+ORACLE_TOKENS = 512  # fp64 logits of this many tokens at a time
+
+
+def run_step(head: Head, inputs: Inputs, mode: str) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """One call as `mode` describes it: the outputs, and the gradients of hidden and weight (none for `fwd`)."""
+    if mode == "fwd":
+        with torch.no_grad():
+            return head(inputs.hidden, inputs.weight, inputs.labels, mode), ()
+    outputs = head(inputs.hidden, inputs.weight, inputs.labels, mode)
+    upstream = None if mode == "sft" else (inputs.grad_logprobs, inputs.grad_entropy)[: len(outputs)]
+    return outputs, torch.autograd.grad(outputs, (inputs.hidden, inputs.weight), upstream)
+
+
+def free_memory(device: torch.device) -> None:
+    """Gives back what the last provider left behind: compiled code, garbage, cached blocks."""
+    torch.compiler.reset()  # also keeps torch.compile from reaching its limit of recompilations over many shapes
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def time_ms(call: Callable[[], object], device: torch.device, budget_ms: float) -> list[float]:
+    """Times of single calls, in ms: at least 5, at most 50, about `budget_ms` together. The caller warms up.
+
+    On a GPU all calls are enqueued back to back between device events, so that launching one runs under the other.
+    """
+    repeats = min(50, max(5, round(budget_ms / _once_ms(call, device))))
+    if device.type != "cuda":
+        return [_once_ms(call, device) for _ in range(repeats)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    events[0].record()
+    for event in events[1:]:
+        call()
+        event.record()
+    torch.cuda.synchronize(device)
+    return [start.elapsed_time(end) for start, end in itertools.pairwise(events)]
+
+
+def _once_ms(call: Callable[[], object], device: torch.device) -> float:
+    _synchronize(device)
+    start = time.perf_counter()
+    call()
+    _synchronize(device)
+    return (time.perf_counter() - start) * 1e3
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def peak_mib(call: Callable[[], object], device: torch.device) -> float | None:
+    """Peak of allocated memory during the call over what was allocated before, results included; None on a CPU."""
+    if device.type != "cuda":
+        call()
+        return None
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    results = call()
+    torch.cuda.synchronize(device)
+    peak = (torch.cuda.max_memory_allocated(device) - before) / MIB
+    del results
+    return peak
+
+
+def measure_step(head: Head, inputs: Inputs, mode: str, device: torch.device, budget_ms: float) -> dict:
+    """Median time after warm-up, and extra peak memory with the gradients in it."""
+
+    def step() -> object:
+        return run_step(head, inputs, mode)
+
+    first_call_ms = _once_ms(step, device)  # compiles
+    peak = peak_mib(step, device)
+    times = time_ms(step, device, budget_ms)
+    return {
+        "first_call_s": first_call_ms / 1e3,
+        "time_ms": median(times),
+        "fastest_ms": min(times),
+        "slowest_ms": max(times),
+        "repeats": len(times),
+        "peak_mib": peak,
+        "gradients_mib": 0.0 if mode == "fwd" else (inputs.hidden.nbytes + inputs.weight.nbytes) / MIB,
+    }
+
+
+def measure_products(shape: Shape, inputs: Inputs, device: torch.device, budget_ms: float) -> dict:
+    """Times of the three plain products by torch.mm: logits, hidden's gradient, weight's gradient."""
+    hidden, weight = inputs.hidden.detach(), inputs.weight.detach()
+    grad_logits = torch.empty(shape.tokens, shape.vocab, dtype=hidden.dtype, device=device).normal_()
+    grad_hidden, grad_weight = torch.empty_like(hidden), torch.empty_like(weight)
+    products = {
+        "grad_hidden_ms": lambda: torch.mm(grad_logits, weight, out=grad_hidden),
+        "grad_weight_ms": lambda: torch.mm(grad_logits.T, hidden, out=grad_weight),
+        "logits_ms": lambda: torch.mm(hidden, weight.T, out=grad_logits),  # last: it overwrites grad_logits
+    }
+    record: dict = {}
+    for name, product in products.items():
+        product()
+        record[name] = time_ms(product, device, budget_ms)
+    return record
+
+
+def oracle(inputs: Inputs) -> dict[str, Tensor]:
+    """Outputs and gradients of the modes by plain autograd in fp64, `ORACLE_TOKENS` tokens at a time."""
+    hidden, weight = (x.detach().double() for x in (inputs.hidden, inputs.weight))
+    totals: dict[str, Tensor] = {f"grad_weight.{mode}": torch.zeros_like(weight) for mode in ("rl", "logprob", "sft")}
+    parts: dict[str, list[Tensor]] = {}
+    for rows in torch.arange(len(hidden), device=hidden.device).split(ORACLE_TOKENS):
+        x, w = hidden[rows].requires_grad_(), weight.detach().requires_grad_()
+        log_softmax = F.log_softmax(x @ w.T, -1)
+        logprobs = log_softmax.gather(-1, inputs.labels[rows, None]).squeeze(-1)
+        entropy = -(log_softmax.exp() * log_softmax).sum(-1)
+        scalars = {
+            "logprob": inputs.grad_logprobs[rows].double() @ logprobs,
+            "rl": inputs.grad_logprobs[rows].double() @ logprobs + inputs.grad_entropy[rows].double() @ entropy,
+            "sft": -logprobs.sum() / len(hidden),
+        }
+        chunk = {"logprobs": logprobs.detach(), "entropy": entropy.detach()}
+        for mode, scalar in scalars.items():
+            chunk[f"grad_hidden.{mode}"], grad_weight = torch.autograd.grad(scalar, (x, w), retain_graph=True)
+            totals[f"grad_weight.{mode}"] += grad_weight
+        for name, value in chunk.items():
+            parts.setdefault(name, []).append(value)
+    return totals | {name: torch.cat(values) for name, values in parts.items()}
+
+
+def measure_error(head: Head, inputs: Inputs, mode: str, expected: dict[str, Tensor]) -> dict:
+    """Largest error of the outputs, and relative error ||out - ref|| / ||ref|| of the gradients, against `oracle`."""
+    outputs, gradients = run_step(head, inputs, mode)
+    names = ("loss",) if mode == "sft" else ("logprobs", "entropy")
+    references = expected | {"loss": -expected["logprobs"].mean()}
+    record = {
+        f"{name}_max_error": (output.double() - references[name]).abs().max().item()
+        for name, output in zip(names, outputs, strict=False)
+    }
+    for name, gradient in zip(("grad_hidden", "grad_weight"), gradients, strict=False):
+        reference = references[f"{name}.{mode}"]
+        record[f"{name}_relative_error"] = ((gradient.double() - reference).norm() / reference.norm()).item()
+    return record

@@ -1,0 +1,210 @@
+"""The heads that are compared: ours and its peers, each behind one small adapter.
+
+A head is called as `head(hidden, weight, labels, mode)` and returns what the mode is about:
+
+    fwd      logprobs, entropy         no gradient
+    rl       logprobs, entropy         a random upstream gradient per token on each
+    logprob  logprobs                  a random upstream gradient per token
+    sft      mean of -logprobs         scalar
+
+Peers are imported when they are asked for and only then; one that is not installed is reported, never dropped.
+"""
+
+import importlib
+import importlib.util
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import megatron_lce
+
+MODES = ("fwd", "rl", "logprob", "sft")
+
+Head = Callable[[Tensor, Tensor, Tensor, str], tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True)
+class Provider:
+    """One head: how to load it, and what it can and cannot do.
+
+    modes         the modes it supports
+    missing       why it does not support the others
+    holds_logits  whether it keeps a tensor of N x V elements
+    package       the distribution whose version is reported; None: torch alone
+    """
+
+    name: str
+    load: Callable[[], Head]
+    modes: tuple[str, ...] = MODES
+    missing: str = ""
+    holds_logits: bool = False
+    package: str | None = None
+
+
+def ours(cache_fraction: float) -> Callable[[], Head]:
+    """Our head with a logits cache of this fraction of N x V elements (and, at 1, of all that goes with them)."""
+
+    def head(hidden: Tensor, weight: Tensor, labels: Tensor, mode: str) -> tuple[Tensor, ...]:
+        out = megatron_lce.linear_cross_entropy(
+            hidden,
+            weight,
+            labels,
+            entropy=mode in ("fwd", "rl"),
+            logits_cache_bytes=cache_bytes(len(labels), len(weight), cache_fraction),
+        )
+        return _as_mode(mode, out.logprobs, out.entropy)
+
+    return lambda: head
+
+
+def cache_bytes(tokens: int, vocab: int, fraction: float) -> int:
+    """`logits_cache_bytes` for a fraction of the 16-bit logits; for the whole, half as much again for its maxima."""
+    return int(2 * tokens * vocab * (1.5 if fraction == 1 else fraction))
+
+
+def _as_mode(mode: str, logprobs: Tensor, entropy: Tensor | None) -> tuple[Tensor, ...]:
+    if mode == "sft":
+        return (-logprobs.mean(),)
+    return (logprobs,) if entropy is None else (logprobs, entropy)
+
+
+def _eager_head(hidden: Tensor, weight: Tensor, labels: Tensor, mode: str) -> tuple[Tensor, ...]:
+    logits = (hidden @ weight.T).float()
+    if mode == "sft":
+        return (F.cross_entropy(logits, labels),)
+    log_softmax = logits.log_softmax(-1)
+    logprobs = log_softmax.gather(-1, labels[:, None]).squeeze(-1)
+    if mode == "logprob":
+        return (logprobs,)
+    return logprobs, -(log_softmax.exp() * log_softmax).sum(-1)
+
+
+def _load_compile() -> Head:
+    return torch.compile(_eager_head, dynamic=False)
+
+
+def _load_megatron() -> Head:
+    from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
+
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group(
+            "nccl" if torch.cuda.is_available() else "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+        )
+
+    def head(hidden: Tensor, weight: Tensor, labels: Tensor, mode: str) -> tuple[Tensor, ...]:
+        logits = hidden @ weight.T
+        losses = fused_vocab_parallel_cross_entropy(logits, labels, torch.distributed.group.WORLD)
+        return _as_mode(mode, -losses, None)
+
+    return head
+
+
+def _load_liger() -> Head:
+    from liger_kernel.ops import LigerFusedLinearCrossEntropyFunction
+
+    def head(hidden: Tensor, weight: Tensor, labels: Tensor, mode: str) -> tuple[Tensor, ...]:
+        reduction = "mean" if mode == "sft" else "none"
+        # bias, class weights, ignore_index, z-loss, label smoothing: all off
+        out = LigerFusedLinearCrossEntropyFunction.apply(hidden, weight, labels, None, None, -100, 0.0, 0.0, reduction)
+        return (out[0],) if mode == "sft" else (-out[0],)
+
+    return head
+
+
+def _load_liger_scaled() -> Head:
+    # Named directly: the public dispatcher falls back to plain torch, silently, where this kernel cannot run.
+    from liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90 import LigerFusedScaledCrossEntropySM90Function
+
+    def head(hidden: Tensor, weight: Tensor, labels: Tensor, mode: str) -> tuple[Tensor, ...]:
+        entropy = mode in ("fwd", "rl")
+        out = LigerFusedScaledCrossEntropySM90Function.apply(hidden, weight, labels, 1.0, -100, 1, entropy)
+        losses, entropies = out if entropy else (out, None)  # entropy comes in bf16
+        return _as_mode(mode, -losses, entropies.float() if entropy else None)
+
+    return head
+
+
+def _load_cut_cross_entropy() -> Head:
+    from cut_cross_entropy import linear_cross_entropy
+
+    def head(hidden: Tensor, weight: Tensor, labels: Tensor, mode: str) -> tuple[Tensor, ...]:
+        if mode == "sft":
+            return (linear_cross_entropy(hidden, weight, labels, reduction="mean"),)
+        return (-linear_cross_entropy(hidden, weight, labels, reduction="none"),)
+
+    return head
+
+
+def _load_quack() -> Head:
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+    def head(hidden: Tensor, weight: Tensor, labels: Tensor, mode: str) -> tuple[Tensor, ...]:
+        # tuned=False: its default tiles instead of a search of minutes for each shape
+        return (chunked_linear_cross_entropy(hidden, weight, labels, chunk_size=4096, reduction="mean", tuned=False),)
+
+    return head
+
+
+def load_verl_kernel() -> Callable[..., tuple[Tensor, Tensor]]:
+    """verl's `linear_cross_entropy(hidden, weight, labels, temperature, reduction, group) -> (logprobs, entropy)`.
+
+    `import verl` pulls in Ray and more; the kernel's modules need only each other, so `verl` and `verl.utils` are
+    entered into `sys.modules` as bare packages that point at the installed folders.
+    """
+    spec = importlib.util.find_spec("verl")
+    if spec is None or not spec.submodule_search_locations:
+        raise ModuleNotFoundError("No module named 'verl'")
+    folder = spec.submodule_search_locations[0]
+    for name, path in (("verl", folder), ("verl.utils", f"{folder}/utils")):
+        package = types.ModuleType(name)
+        package.__path__ = [path]
+        sys.modules.setdefault(name, package)
+    return importlib.import_module("verl.utils.kernel.linear_cross_entropy").linear_cross_entropy
+
+
+def _load_verl() -> Head:
+    kernel = load_verl_kernel()
+
+    def head(hidden: Tensor, weight: Tensor, labels: Tensor, mode: str) -> tuple[Tensor, ...]:
+        logprobs, entropy = kernel(hidden, weight, labels, 1.0, "none", None)
+        return _as_mode(mode, logprobs, entropy if mode in ("fwd", "rl") else None)
+
+    return head
+
+
+_GRADIENT = ("rl", "logprob", "sft")
+_NO_ENTROPY = {"modes": ("logprob", "sft"), "missing": "gives no entropy"}
+
+PROVIDERS = {
+    provider.name: provider
+    for provider in (
+        Provider("ours", ours(0)),
+        Provider("ours-cached", ours(1), _GRADIENT, "a cache is kept for backward only", holds_logits=True),
+        Provider("eager", lambda: _eager_head, holds_logits=True),
+        Provider("compile", _load_compile, holds_logits=True),
+        Provider("megatron", _load_megatron, **_NO_ENTROPY, holds_logits=True, package="megatron-core"),
+        Provider("liger", _load_liger, **_NO_ENTROPY, package="liger-kernel"),
+        Provider("verl", _load_verl, package="verl"),
+        Provider("cce", _load_cut_cross_entropy, **_NO_ENTROPY, package="cut-cross-entropy"),
+        Provider("liger-sm90", _load_liger_scaled, package="liger-kernel"),
+        Provider("quack", _load_quack, ("sft",), "gives the mean loss only", package="quack-kernels"),
+    )
+}
+
+
+def select_providers(names: str) -> list[Provider]:
+    """Comma-separated names; `all` is every provider, `ours` is ours without and with a cache of everything."""
+    selected: list[Provider] = []
+    for name in names.split(","):
+        group = {"all": list(PROVIDERS), "ours": ["ours", "ours-cached"]}.get(name, [name])
+        for member in group:
+            if member not in PROVIDERS:
+                raise ValueError(f"a provider must be one of {', '.join(PROVIDERS)} or all, got {member!r}")
+            if PROVIDERS[member] not in selected:
+                selected.append(PROVIDERS[member])
+    return selected

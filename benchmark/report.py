@@ -1,0 +1,206 @@
+"""Tables and pictures of a benchmark's JSON: `python -m benchmark.report results.json --pictures folder`."""
+
+import argparse
+import json
+from pathlib import Path
+from statistics import median
+
+from rich.console import Console
+from rich.table import Table
+
+SECTIONS = ("providers", "products", "times", "errors", "cache", "memory")
+
+
+def products_ms(document: dict, shape: str) -> tuple[float, float, float] | None:
+    """Median cuBLAS times of one shape in this run: logits, hidden's gradient, weight's gradient."""
+    records = [record for record in document["products"] if record["shape"] == shape and record["status"] == "ok"]
+    if not records:
+        return None
+    names = ("logits_ms", "grad_hidden_ms", "grad_weight_ms")
+    logits, grad_hidden, grad_weight = (median(ms for record in records for ms in record[name]) for name in names)
+    return logits, grad_hidden, grad_weight
+
+
+def add_ratios(document: dict) -> None:
+    """Adds to every time its ratio to the products the mode cannot do without.
+
+    over_products             F for mode `fwd`, else F + dX + dW
+    over_products_recomputed  2F + dX + dW: what a head must do that keeps no logits for its backward
+    """
+    for record in document["times"] + document["cache"]:
+        products = products_ms(document, record["shape"])
+        if record["status"] != "ok" or products is None:
+            continue
+        if record["mode"] == "fwd":
+            record["over_products"] = record["time_ms"] / products[0]
+        else:
+            record["over_products"] = record["time_ms"] / sum(products)
+            record["over_products_recomputed"] = record["time_ms"] / (products[0] + sum(products))
+
+
+def one_line(section: str, record: dict) -> str:
+    values = (f"{key}={_text(value)}" for key, value in record.items() if not isinstance(value, list))
+    return f"{section}: " + " ".join(values)
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 10 else f"{value:,.1f}"
+    return str(value)
+
+
+def print_tables(document: dict, console: Console | None = None) -> None:
+    """Every section as a table; what was not measured stands there with its reason."""
+    console = console or Console(width=150)
+    environment = document["environment"]
+    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
+    console.print(f"{environment['device']}, {document['dtype']}, {versions}, {environment['date']}")
+    for record in document["providers"]:
+        if record["status"] != "ok":
+            console.print(f"{record['provider']}: {record['status']}: {record.get('reason', '')}", markup=False)
+    for shape in dict.fromkeys(record["shape"] for record in document["times"]):
+        products = products_ms(document, shape)
+        title = f"{shape}: no cuBLAS times"
+        if products:
+            title = f"{shape}: cuBLAS F {products[0]:.2f} ms, dX {products[1]:.2f} ms, dW {products[2]:.2f} ms"
+        columns = ("time_ms", "over_products", "over_products_recomputed", "peak_mib", "gradients_mib", "first_call_s")
+        records = [record for record in document["times"] if record["shape"] == shape]
+        _print_table(console, title, ("mode", "provider"), columns, sorted(records, key=lambda x: x["mode"]))
+    errors = [key for record in document["errors"] for key in record if key.endswith("_error")]
+    _print_table(
+        console, "error against fp64", ("shape", "provider", "mode"), dict.fromkeys(errors), document["errors"]
+    )
+    columns = ("time_ms", "over_products", "over_products_recomputed", "peak_mib")
+    keys = ("shape", "mode", "fraction", "logits_cache_bytes")
+    _print_table(console, "ours over logits_cache_bytes", keys, columns, document["cache"])
+    keys = ("shape", "tokens", "mode", "provider")
+    _print_table(console, "memory over tokens", keys, ("peak_mib", "gradients_mib"), document["memory"])
+
+
+def _print_table(console: Console, title: str, keys: tuple, columns: tuple | dict, records: list[dict]) -> None:
+    if not records:
+        return
+    table = Table(title=title, title_justify="left")
+    for name in (*keys, *columns):
+        table.add_column(name, justify="left" if name in keys else "right")
+    all_measured = all(record["status"] == "ok" for record in records)
+    if not all_measured:
+        table.add_column("not measured", overflow="fold")
+    for record in records:
+        cells = [_text(record.get(name)) for name in (*keys, *columns)]
+        if not all_measured:
+            cells.append("" if record["status"] == "ok" else f"{record['status']}: {record.get('reason', '')}"[:120])
+        table.add_row(*cells)
+    console.print(table)
+
+
+def draw_pictures(document: dict, folder: Path) -> list[Path]:
+    """Time bars with the cuBLAS limit, memory over tokens, time over cache budget: those there are records for."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = []
+    for mode in dict.fromkeys(record["mode"] for record in document["times"]):
+        drawn.append(_draw_times(document, mode, folder / f"time_{mode}.png"))
+    if document["cache"]:
+        drawn.append(_draw_cache(document, folder / "cache.png"))
+    if document["memory"]:
+        drawn.append(_draw_memory(document, folder / "memory.png"))
+    return drawn
+
+
+def _caption(document: dict) -> str:
+    environment = document["environment"]
+    dtype = document["dtype"].removeprefix("torch.")
+    return f"{environment['device']}, {dtype}, torch {environment['versions']['torch']}, {environment['date'][:10]}"
+
+
+def _draw_times(document: dict, mode: str, path: Path) -> Path:
+    from matplotlib import pyplot
+
+    measured = [record for record in document["times"] if record["mode"] == mode and record["status"] == "ok"]
+    shapes = list(dict.fromkeys(record["shape"] for record in measured))
+    figure, axes = pyplot.subplots(1, max(1, len(shapes)), figsize=(5 * max(1, len(shapes)), 3.5), squeeze=False)
+    for axis, shape in zip(axes[0], shapes, strict=False):
+        records = sorted((r for r in measured if r["shape"] == shape), key=lambda r: r["time_ms"], reverse=True)
+        names = [record["provider"] for record in records]
+        colors = ["tab:green" if name.startswith("ours") else "tab:gray" for name in names]
+        bars = axis.barh(names, [record["time_ms"] for record in records], color=colors)
+        axis.bar_label(bars, fmt="%.1f", padding=2, fontsize=8)
+        axis.margins(x=0.15)
+        if products := products_ms(document, shape):
+            if mode == "fwd":
+                axis.axvline(products[0], color="black", linestyle="--", label="cuBLAS F")
+            else:
+                axis.axvline(sum(products), color="black", linestyle="--", label="cuBLAS F+dX+dW")
+                axis.axvline(products[0] + sum(products), color="black", linestyle=":", label="cuBLAS 2F+dX+dW")
+            axis.legend(fontsize=7)
+        axis.set_title(f"{mode} at {shape}", fontsize=10)
+        axis.set_xlabel("ms, lower is better")
+    return _save(figure, document, path)
+
+
+def _draw_cache(document: dict, path: Path) -> Path:
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(6, 4))
+    measured = [record for record in document["cache"] if record["status"] == "ok"]
+    for mode in dict.fromkeys(record["mode"] for record in measured):
+        records = [record for record in measured if record["mode"] == mode]
+        budgets = [record["logits_cache_bytes"] / 2**30 for record in records]
+        axis.plot(budgets, [record["time_ms"] for record in records], marker="o", label=mode)
+    shape = document["cache"][0]["shape"]
+    if products := products_ms(document, shape):
+        axis.axhline(sum(products), color="black", linestyle="--", label="cuBLAS F+dX+dW")
+        axis.axhline(products[0] + sum(products), color="black", linestyle=":", label="cuBLAS 2F+dX+dW")
+    axis.set(title=f"forward and backward at {shape}", xlabel="logits_cache_bytes, GiB", ylabel="ms", ylim=(0, None))
+    axis.legend()
+    return _save(figure, document, path)
+
+
+def _draw_memory(document: dict, path: Path) -> Path:
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(7, 4.5))
+    measured = [r for r in document["memory"] if r["status"] == "ok" and r["peak_mib"] is not None]
+    for provider in dict.fromkeys(record["provider"] for record in measured):
+        records = [record for record in measured if record["provider"] == provider]
+        over_gradients = [(record["peak_mib"] - record["gradients_mib"]) / 1024 for record in records]
+        width = 2.5 if provider.startswith("ours") else 1.2
+        label = f"{provider} ({records[0]['mode']})"
+        axis.plot([record["tokens"] for record in records], over_gradients, marker="o", linewidth=width, label=label)
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("symlog", linthresh=0.25)
+    axis.set(title=f"at the head of {document['memory'][0]['shape']}", xlabel="tokens")
+    axis.set_ylabel("GiB of extra memory over the gradients")
+    if measured:
+        axis.legend(fontsize=7)
+    return _save(figure, document, path)
+
+
+def _save(figure, document: dict, path: Path) -> Path:
+    from matplotlib import pyplot
+
+    figure.text(0.01, 0.01, _caption(document), fontsize=6, color="gray")
+    figure.tight_layout(rect=(0, 0.03, 1, 1))
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+    return path
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmark.report", description=__doc__.splitlines()[0])
+    parser.add_argument("results", type=Path, help="JSON written by benchmark.run")
+    parser.add_argument("--pictures", type=Path, help="folder for the pictures")
+    arguments = parser.parse_args(argv)
+    document = json.loads(arguments.results.read_text())
+    print_tables(document)
+    if arguments.pictures:
+        draw_pictures(document, arguments.pictures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""Problem sizes and the random inputs every provider gets."""
+
+import re
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Shape:
+    """N tokens, H hidden, V vocabulary columns."""
+
+    name: str
+    tokens: int
+    hidden: int
+    vocab: int
+
+    @property
+    def logits(self) -> int:
+        """Elements of the logits that a materialising head holds."""
+        return self.tokens * self.vocab
+
+
+NAMED_SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("S1", 8192, 4096, 151936),  # a 7-8B model's head with Qwen's vocabulary
+        Shape("S2", 16384, 2048, 131072),  # a 1-2B model's head, where everything but the products weighs more
+        Shape("S3", 16384, 4096, 18992),  # one rank of S1's head at a tensor-parallel size of 8
+    )
+}
+
+
+def parse_shape(text: str) -> Shape:
+    """`S1`, `S2`, `S3`, or `NxHxV` in plain numbers."""
+    if text in NAMED_SHAPES:
+        return NAMED_SHAPES[text]
+    if not re.fullmatch(r"\d+x\d+x\d+", text):
+        raise ValueError(
+            f"a shape must be one of {', '.join(NAMED_SHAPES)} or tokens x hidden x vocab such as "
+            f"8192x4096x151936, got {text!r}"
+        )
+    return Shape(text, *(int(number) for number in text.split("x")))
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One problem. hidden and weight require grad; the upstream gradients are those of modes `rl` and `logprob`."""
+
+    hidden: Tensor  # [N, H]
+    weight: Tensor  # [V, H]
+    labels: Tensor  # [N] int64
+    grad_logprobs: Tensor  # [N] fp32
+    grad_entropy: Tensor  # [N] fp32
+
+
+def make_inputs(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Inputs:
+    """Normal random inputs whose logits have a standard deviation of 2."""
+    generator = torch.Generator(device).manual_seed(seed)
+    normal = {"generator": generator, "device": device}
+    hidden = torch.randn(shape.tokens, shape.hidden, dtype=dtype, **normal)
+    weight = torch.randn(shape.vocab, shape.hidden, dtype=dtype, **normal).mul_(2 * shape.hidden**-0.5)
+    return Inputs(
+        hidden.requires_grad_(),
+        weight.requires_grad_(),
+        torch.randint(shape.vocab, (shape.tokens,), **normal),
+        torch.randn(shape.tokens, **normal),
+        torch.randn(shape.tokens, **normal),
+    )

@@ -1,0 +1,178 @@
+"""The benchmark on a CPU at tiny shapes: that its numbers are what they claim to be, and that nothing is dropped."""
+
+import json
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from benchmark import measure, providers, report, run
+from benchmark.shapes import Shape, make_inputs, parse_shape
+
+CPU = torch.device("cpu")
+SHAPE = Shape("tiny", 12, 8, 40)
+
+
+@pytest.fixture
+def inputs():
+    return make_inputs(SHAPE, torch.float64, CPU)
+
+
+def wrong_head(hidden, weight, labels, mode):
+    outputs = providers._eager_head(hidden, weight, labels, mode)
+    return tuple(1.01 * output for output in outputs)
+
+
+def failing_head(hidden, weight, labels, mode):
+    raise RuntimeError("no such kernel")
+
+
+def test_shapes_are_named_or_spelled_out():
+    assert parse_shape("S1") == Shape("S1", 8192, 4096, 151936)
+    assert parse_shape("3x4x5") == Shape("3x4x5", 3, 4, 5)
+    with pytest.raises(ValueError, match=r"a shape must be one of S1, S2, S3 or .* got '3x4'"):
+        parse_shape("3x4")
+
+
+def test_inputs_are_the_same_for_every_provider_and_logits_have_the_stated_spread():
+    first, second = (make_inputs(Shape("", 64, 128, 256), torch.float32, CPU) for _ in range(2))
+    assert torch.equal(first.hidden, second.hidden)
+    assert torch.equal(first.labels, second.labels)
+    assert (first.hidden @ first.weight.T).std().item() == pytest.approx(2, rel=0.05)
+
+
+def test_oracle_equals_autograd_over_whole_logits(inputs, monkeypatch):
+    monkeypatch.setattr(measure, "ORACLE_TOKENS", 5)
+    expected = measure.oracle(inputs)
+    for mode in ("rl", "logprob", "sft"):
+        outputs, (grad_hidden, grad_weight) = measure.run_step(providers._eager_head, inputs, mode)
+        torch.testing.assert_close(grad_hidden.double(), expected[f"grad_hidden.{mode}"], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(grad_weight.double(), expected[f"grad_weight.{mode}"], rtol=1e-5, atol=1e-6)
+        if mode != "sft":
+            torch.testing.assert_close(outputs[0].double(), expected["logprobs"], rtol=1e-5, atol=1e-5)
+
+
+def test_error_sees_a_head_that_is_one_percent_off(inputs):
+    expected = measure.oracle(inputs)
+    right = measure.measure_error(providers._eager_head, inputs, "rl", expected)
+    wrong = measure.measure_error(wrong_head, inputs, "rl", expected)
+    assert max(right.values()) < 1e-5
+    assert wrong["grad_hidden_relative_error"] == pytest.approx(0.01, rel=1e-3)
+    assert wrong["grad_weight_relative_error"] == pytest.approx(0.01, rel=1e-3)
+    assert wrong["logprobs_max_error"] == pytest.approx(0.01 * expected["logprobs"].abs().max().item(), rel=1e-3)
+
+
+def test_our_head_matches_the_oracle_in_every_mode():
+    inputs = make_inputs(SHAPE, torch.float32, CPU)
+    expected = measure.oracle(inputs)
+    for fraction in (0, 0.5, 1):
+        for mode in ("rl", "logprob", "sft"):
+            errors = measure.measure_error(providers.ours(fraction)(), inputs, mode, expected)
+            assert max(errors.values()) < 1e-5, (fraction, mode, errors)
+
+
+def test_sft_is_the_mean_of_the_negative_logprobs(inputs):
+    (loss,), _ = measure.run_step(providers.ours(0)(), make_inputs(SHAPE, torch.float32, CPU), "sft")
+    reference = make_inputs(SHAPE, torch.float32, CPU)
+    torch.testing.assert_close(loss, F.cross_entropy(reference.hidden @ reference.weight.T, reference.labels))
+
+
+def test_times_count_repeats_and_the_call(monkeypatch):
+    calls = []
+    clock = iter(range(10_000))
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: next(clock) / 1e3)  # every call takes one millisecond
+    times = measure.time_ms(lambda: calls.append(1), CPU, budget_ms=7)
+    assert times == pytest.approx([1.0] * 7)
+    assert len(calls) == 8  # one to learn how long a call takes
+
+
+def test_ratios_are_to_the_products_of_the_same_shape():
+    document = {"products": [], "times": [], "cache": []}
+    for logits_ms in (1.0, 3.0):  # before and after the providers
+        document["products"].append(
+            {"shape": "a", "status": "ok", "logits_ms": [logits_ms], "grad_hidden_ms": [3.0], "grad_weight_ms": [5.0]}
+        )
+    document["times"] = [
+        {"shape": "a", "status": "ok", "mode": "fwd", "time_ms": 4.0},
+        {"shape": "a", "status": "ok", "mode": "rl", "time_ms": 24.0},
+        {"shape": "b", "status": "ok", "mode": "rl", "time_ms": 24.0},
+    ]
+    report.add_ratios(document)
+    forward, step, elsewhere = document["times"]
+    assert forward["over_products"] == pytest.approx(2.0)
+    assert step["over_products"] == pytest.approx(2.4)
+    assert step["over_products_recomputed"] == pytest.approx(2.0)
+    assert "over_products" not in elsewhere
+
+
+def test_a_run_records_what_failed_and_what_is_missing_and_goes_on(tmp_path, monkeypatch, capsys):
+    def absent():
+        raise ModuleNotFoundError("No module named 'peer'")
+
+    heads = {
+        "eager": providers.PROVIDERS["eager"],
+        "failing": providers.Provider("failing", lambda: failing_head),
+        "absent": providers.Provider("absent", absent),
+        "mean-only": providers.Provider("mean-only", lambda: providers._eager_head, ("sft",), "gives the mean only"),
+        "ours": providers.PROVIDERS["ours"],
+    }
+    monkeypatch.setattr(providers, "PROVIDERS", heads)
+    output = tmp_path / "results" / "run.json"
+    arguments = "--device cpu --dtype fp32 --shapes 8x8x24 --providers all --modes fwd,rl --error-shape 6x8x16"
+    arguments += f" --budget-ms 1 --cache-fractions 0,1 --memory-tokens 4,8 --output {output}"
+    document = run.main([*arguments.split(), "--pictures", str(tmp_path)])
+
+    assert json.loads(output.read_text()) == document
+    loaded = {record["provider"]: record["status"] for record in document["providers"]}
+    assert loaded == {name: "not installed" if name == "absent" else "ok" for name in heads}
+    status = {(record["provider"], record["mode"]): record for record in document["times"]}
+    assert status["failing", "rl"]["reason"] == "RuntimeError: no such kernel"
+    assert status["mean-only", "rl"] | {"shape": ""} == {
+        "provider": "mean-only", "mode": "rl", "shape": "", "status": "unsupported", "reason": "gives the mean only",
+    }  # fmt: skip
+    assert status["ours", "rl"]["time_ms"] > 0
+    assert status["ours", "rl"]["over_products"] > status["ours", "rl"]["over_products_recomputed"] > 0
+    assert {record["provider"] for record in document["errors"] if record["status"] == "ok"} == {
+        "eager", "mean-only", "ours",
+    }  # fmt: skip
+    assert [record["fraction"] for record in document["cache"]] == [0, 1]
+    assert {record["tokens"] for record in document["memory"]} == {4, 8}
+    printed = capsys.readouterr().out
+    assert "absent: not installed: No module named 'peer'" in printed
+    assert "no such kernel" in printed
+    pictures = {"time_fwd.png", "time_rl.png", "cache.png", "memory.png"}
+    assert {path.name for path in tmp_path.glob("*.png")} == pictures
+
+
+def test_unknown_names_are_refused(capsys):
+    for arguments in ("--providers peer", "--shapes S9", "--modes forward"):
+        with pytest.raises(SystemExit):
+            run.parse_arguments(arguments.split())
+        assert "must be one of" in capsys.readouterr().err
+
+
+def test_megatron_and_our_head_agree():
+    pytest.importorskip("megatron.core")
+    inputs = make_inputs(SHAPE, torch.float32, CPU)
+    with torch.compiler.set_stance("force_eager"):
+        outputs, _ = measure.run_step(providers.PROVIDERS["megatron"].load(), inputs, "logprob")
+    torch.testing.assert_close(outputs[0], measure.run_step(providers.ours(0)(), inputs, "logprob")[0][0])
+    torch.distributed.destroy_process_group()
+
+
+def test_verl_kernel_is_found_without_importing_verl(tmp_path, monkeypatch):
+    kernel = tmp_path / "verl" / "utils" / "kernel"
+    kernel.mkdir(parents=True)
+    (tmp_path / "verl" / "__init__.py").write_text("raise ImportError('ray')\n")
+    (tmp_path / "verl" / "utils" / "__init__.py").write_text("raise ImportError('ray')\n")
+    (kernel / "__init__.py").write_text("")
+    (kernel / "linear_cross_entropy.py").write_text("from verl.utils.device import linear_cross_entropy\n")
+    (tmp_path / "verl" / "utils" / "device.py").write_text("linear_cross_entropy = 'kernel'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    modules = dict(sys.modules)
+    try:
+        assert providers.load_verl_kernel() == "kernel"
+    finally:
+        for name in set(sys.modules) - set(modules):
+            del sys.modules[name]
