@@ -1,0 +1,159 @@
+"""`enable_fused_linear_ce`: a Megatron model's own loss, computed without its logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from megatron_lce.integration.support import (
+    NO_HEAD,
+    find_language_model,
+    head_reasons,
+    loss_reasons,
+    warn_on_one_rank,
+)
+from megatron_lce.integration.uncomputed_logits import HeadCall, UncomputedLogits
+from megatron_lce.outputs import Backend
+
+if TYPE_CHECKING:
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+
+class FusedLinearCE:
+    """The handle of `enable_fused_linear_ce`.
+
+    Attributes:
+        enabled: whether the model's loss is computed fused now.
+        reasons: why it is not; empty when it was enabled.
+    """
+
+    def __init__(self, reasons: tuple[str, ...], fused: _FusedLoss | None = None):
+        self.reasons = reasons
+        self._fused = fused
+
+    @property
+    def enabled(self) -> bool:
+        return self._fused is not None and _installed(self._fused.language_model) is self._fused
+
+    def remove(self) -> None:
+        """Gives the model its own loss back. Nothing happens where this handle is not, or no longer, in force."""
+        if self._fused is not None and self.enabled:
+            _uninstall(self._fused.language_model)
+
+
+def enable_fused_linear_ce(
+    model: nn.Module | Sequence[nn.Module],
+    use_fused_linear_ce: bool = True,
+    on_unsupported: Literal["fallback", "raise"] = "fallback",
+    *,
+    logits_cache_bytes: int = 0,
+    workspace_bytes: int = 512 * 2**20,
+    vocab_size: int | None = None,
+    softcap: float | None = None,
+    backend: Backend = "auto",
+) -> FusedLinearCE:
+    """From now on `model(..., labels=labels)` computes its loss, and its MTP losses, without logits.
+
+    The loss is [b, s] per token, fp32, as Megatron returns it, in training, in eval and under no_grad. Negative
+    labels, which Megatron lets pass under a loss mask, are ignored rows: loss 0, no gradient. Without labels the
+    model returns Megatron's logits as before. With `gradient_accumulation_fusion` the head's weight gradient goes
+    straight into `main_grad`. Of several calls on one model the last decides.
+
+    Args:
+        model: a megatron-core GPTModel, MambaModel or HybridModel in any nesting of DistributedDataParallel,
+            Float16Module and VLM wrappers, or the list of virtual pipeline chunks that Megatron's schedules take.
+        use_fused_linear_ce: the flag; False gives the model its own loss back.
+        on_unsupported: what to do with a head that cannot be fused: "fallback" leaves Megatron's own path, with one
+            warning on one rank; "raise" raises. A pipeline stage without a head does neither.
+        logits_cache_bytes, workspace_bytes, vocab_size, softcap, backend: as in `megatron_lce.linear_cross_entropy`.
+
+    Returns:
+        A handle: `enabled`, `reasons`, `remove()`. The decision is made here, once, from what all ranks share.
+
+    Raises:
+        TypeError: `model` is nothing of Megatron's.
+        ValueError: `on_unsupported` is neither, `model` holds several heads, or the head is unsupported ("raise").
+    """
+    if on_unsupported not in ("fallback", "raise"):
+        raise ValueError(f"on_unsupported must be 'fallback' or 'raise', got {on_unsupported!r}")
+    language_model = find_language_model(model)
+    if language_model is None:
+        return FusedLinearCE((NO_HEAD,))
+    _uninstall(language_model)
+    if not use_fused_linear_ce:
+        return FusedLinearCE(("use_fused_linear_ce is False",))
+    reasons = (*head_reasons(language_model), *loss_reasons(language_model))
+    if reasons:
+        message = f"fused linear cross-entropy is not used: {'; '.join(reasons)}"
+        if on_unsupported == "raise":
+            raise ValueError(message)
+        warn_on_one_rank(message)
+        return FusedLinearCE(reasons)
+    fused = _FusedLoss(
+        language_model,
+        logits_cache_bytes=logits_cache_bytes,
+        workspace_bytes=workspace_bytes,
+        vocab_size=vocab_size,
+        softcap=softcap,
+        backend=backend,
+    )
+    fused.head.forward = fused.forward
+    language_model.compute_language_model_loss = fused.compute_language_model_loss
+    return FusedLinearCE((), fused)
+
+
+class _FusedLoss:
+    """The two methods that an enabled model runs in place of its own."""
+
+    def __init__(self, language_model: LanguageModule, **options: Any):
+        self.language_model = language_model
+        self.head: ColumnParallelLinear = language_model.output_layer
+        self._options = options
+        self._warned: set[str] = set()
+
+    def forward(
+        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """In place of the output layer's forward. Gathered logits are for sampling, never for a loss."""
+        head = self.head
+        if runtime_gather_output:
+            return type(head).forward(head, input_, weight, runtime_gather_output)
+        return UncomputedLogits(HeadCall.of(head, input_, weight), self._compute_logits), None
+
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """In place of LanguageModule's, for the main loss and for MTP's: labels [b, s] to loss [b, s]."""
+        if not isinstance(logits, UncomputedLogits):
+            self._warn_once("the logits were computed before the loss, by runtime_gather_output or by code in between")
+            return type(self.language_model).compute_language_model_loss(self.language_model, labels, logits)
+        # MTP's acceptance metrics read the largest logit after the loss, in training.
+        telemetry = self.language_model.training and bool(self.language_model.config.mtp_num_layers)
+        return logits.compute_loss(labels, telemetry=telemetry, **self._options)
+
+    def _compute_logits(self, logits: UncomputedLogits) -> Tensor:
+        if self.language_model.training and torch.is_grad_enabled():
+            self._warn_once("the model was asked for logits with their gradient: labels=None in training")
+        head, call = self.head, logits.call
+        computed, _ = type(head).forward(head, call.hidden, call.weight)
+        return computed if call.logits_scale == 1.0 else computed * call.logits_scale
+
+    def _warn_once(self, reason: str) -> None:
+        if reason not in self._warned:
+            self._warned.add(reason)
+            warn_on_one_rank(f"fused linear cross-entropy is enabled but was not used: {reason}")
+
+
+def _installed(language_model: LanguageModule) -> _FusedLoss | None:
+    method = vars(language_model).get("compute_language_model_loss")
+    owner = getattr(method, "__self__", None)
+    return owner if isinstance(owner, _FusedLoss) else None
+
+
+def _uninstall(language_model: LanguageModule) -> None:
+    fused = _installed(language_model)
+    if fused is not None:
+        del language_model.compute_language_model_loss
+        del fused.head.forward

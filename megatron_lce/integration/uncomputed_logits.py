@@ -1,0 +1,140 @@
+"""What an output layer returns in place of logits, and the fused loss of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.utils._pytree import tree_map
+
+from megatron_lce.api import _linear_cross_entropy
+from megatron_lce.integration.main_grad import main_grad_sink
+from megatron_lce.outputs import LinearCrossEntropyOutput
+
+if TYPE_CHECKING:
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+IGNORE_INDEX = -100
+_SCALE = {Tensor.mul, torch.mul}
+_MAX = {Tensor.max, torch.max}
+_ARGMAX = {Tensor.argmax, torch.argmax}
+# What asks about logits without needing them.
+_METADATA = {Tensor.size, Tensor.dim, *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device"))}
+
+
+@dataclass(frozen=True)
+class HeadCall:
+    """One call of a model's output layer: all that its logits are made of."""
+
+    hidden: Tensor  # [s, b, H], under sequence parallel this rank's [s/tp, b, H]
+    weight: Tensor  # [V/tp, H]
+    tp_group: ProcessGroup
+    sequence_parallel: bool
+    gradient_accumulation_fusion: bool
+    logits_scale: float = 1.0
+
+    @classmethod
+    def of(cls, head: ColumnParallelLinear, hidden: Tensor, weight: Tensor | None) -> HeadCall:
+        """The call of a ColumnParallelLinear; `weight` is the tied embedding's, or None for the head's own."""
+        return cls(
+            hidden=hidden,
+            weight=head.weight if weight is None else weight,
+            tp_group=head.tp_group,
+            sequence_parallel=head.sequence_parallel,
+            gradient_accumulation_fusion=head.gradient_accumulation_fusion,
+        )
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """(b, s): the shape of labels as Megatron passes them."""
+        shards = self.tp_group.size() if self.sequence_parallel else 1
+        return self.hidden.shape[1], self.hidden.shape[0] * shards
+
+    def linear_cross_entropy(
+        self, labels: Tensor, temperature: float | Tensor = 1.0, logits_scale: float = 1.0, **keywords: Any
+    ) -> LinearCrossEntropyOutput:
+        """`megatron_lce.linear_cross_entropy` of this call; labels, a tensor of temperatures and outputs are [b, s]."""
+        for name, argument in (("labels", labels), ("temperature", temperature)):
+            if isinstance(argument, Tensor) and tuple(argument.shape) != self.tokens:
+                raise ValueError(f"{name} must be [b, s], {self.tokens} for this hidden, got {tuple(argument.shape)}")
+        if isinstance(temperature, Tensor):
+            temperature = _swap(temperature)
+        output = _linear_cross_entropy(
+            self.hidden,
+            self.weight,
+            _swap(labels),
+            tp_group=self.tp_group,
+            sequence_parallel=self.sequence_parallel,
+            temperature=temperature,
+            logits_scale=logits_scale * self.logits_scale,
+            weight_grad_sink=main_grad_sink(self.weight, self.gradient_accumulation_fusion),
+            **keywords,
+        )
+        return output._replace(**{name: _swap(part) for name, part in output._asdict().items() if part is not None})
+
+
+def _swap(per_token: Tensor) -> Tensor:
+    return per_token.transpose(0, 1).contiguous()
+
+
+class UncomputedLogits(Tensor):
+    """The logits [s, b, V/tp] of one head call, as a tensor without storage.
+
+    Between Megatron's output layer and its loss only MuP's scaling happens, which is kept as a number. Whatever else
+    is done with these logits computes them: a model asked for logits gives logits.
+    """
+
+    call: HeadCall
+    largest: tuple[Tensor, Tensor] | None  # over the vocabulary and its id, [s, b], once a loss with telemetry is done
+    _compute: Callable[[UncomputedLogits], Tensor]
+
+    @staticmethod
+    def __new__(cls, call: HeadCall, compute: Callable[[UncomputedLogits], Tensor]):
+        batch, sequence = call.tokens
+        shape = (sequence, batch, call.weight.shape[0])
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=call.hidden.dtype, device=call.hidden.device)
+
+    def __init__(self, call: HeadCall, compute: Callable[[UncomputedLogits], Tensor]):
+        self.call, self.largest, self._compute = call, None, compute
+
+    def compute_loss(self, labels: Tensor, telemetry: bool, **options: Any) -> Tensor:
+        """Cross-entropy [b, s] of labels [b, s], fp32; negative labels are ignored rows."""
+        labels = labels.masked_fill(labels < 0, IGNORE_INDEX)
+        out = self.call.linear_cross_entropy(
+            labels, ignore_index=IGNORE_INDEX, entropy=False, telemetry=telemetry, **options
+        )
+        if out.max_logit is not None and out.argmax is not None:
+            self.largest = _swap(out.max_logit), _swap(out.argmax)
+        return -out.logprobs
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func in _SCALE and not kwargs and isinstance(args[0], cls) and isinstance(args[1], int | float):
+            call = replace(args[0].call, logits_scale=args[0].call.logits_scale * args[1])
+            return cls(call, args[0]._compute)
+        # Megatron's acceptance metrics ask which token the MTP head would have chosen, after its loss.
+        if func in _MAX | _ARGMAX and isinstance(args[0], cls) and args[0].largest is not None:
+            return args[0]._local_max() if func in _MAX else args[0].largest[1]
+        args, kwargs = tree_map(lambda x: x._compute(x) if isinstance(x, cls) else x, (args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
+        raise NotImplementedError(f"{func} reached logits that were not computed")
+
+    def _local_max(self) -> tuple[Tensor, Tensor]:
+        """Value and local id of this shard's largest logit [s, b]; -inf where another shard has the largest."""
+        assert self.largest is not None
+        value, argmax = self.largest
+        columns = self.call.weight.shape[0]
+        local = argmax - self.call.tp_group.rank() * columns
+        owned = (local >= 0) & (local < columns)
+        return value.masked_fill(~owned, -torch.inf), local.masked_fill(~owned, 0)
