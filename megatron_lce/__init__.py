@@ -1,6 +1,7 @@
 """Fused linear cross-entropy for Megatron-LM: the loss of a vocab-sharded head without its logits."""
 
 from megatron_lce.api import linear_cross_entropy
+from megatron_lce.integration import capture_lm_head, enable_fused_linear_ce
 from megatron_lce.validation import check_labels
 
-__all__ = ["check_labels", "linear_cross_entropy"]
+__all__ = ["capture_lm_head", "check_labels", "enable_fused_linear_ce", "linear_cross_entropy"]
