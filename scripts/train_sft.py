@@ -1,0 +1,85 @@
+"""Supervised fine-tuning of a small Megatron GPT on the standard library's functions, with the fused head on or off.
+
+    torchrun --nproc-per-node 2 -m scripts.train_sft --tp 2 --sequence-parallel
+
+The flag is the only difference between the two runs: `megatron_lce.enable_fused_linear_ce` below.
+"""
+
+import argparse
+from functools import partial
+from pathlib import Path
+
+import torch
+from megatron.core import parallel_state
+
+import megatron_lce
+from scripts import megatron_runtime, sft_data, training
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = training.argument_parser(__doc__)
+    parser.add_argument("--vocab-size", type=int, default=8192, help="of the tokenizer and the model")
+    parser.add_argument("--padded-vocab-size", type=int, help="of the model where it is larger than the tokenizer's")
+    parser.add_argument("--row-length", type=int, default=1024, help="tokens of a packed row")
+    parser.add_argument("--num-microbatches", type=int, default=1, help="packed rows a step on each data-parallel rank")
+    parser.add_argument("--report", default="sft.json", help="name of the report in --out")
+    return parser.parse_args()
+
+
+def forward_step(batches, model: torch.nn.Module, device: torch.device):
+    """Megatron's forward step: the per-token loss and the function that masks and sums it."""
+    batch: sft_data.PackedBatch = next(batches).to(device)
+    loss = model(
+        batch.tokens, batch.position_ids, None, labels=batch.labels, packed_seq_params=batch.packed_seq_params()
+    )  # [1, T]
+    return loss, partial(masked_loss, batch.loss_mask)
+
+
+def masked_loss(loss_mask: torch.Tensor, loss: torch.Tensor):
+    """(summed loss, tokens that count, what to report); Megatron divides by the tokens of every rank."""
+    total, count = (loss.float() * loss_mask).sum(), loss_mask.sum()
+    return total, count.int(), (total.detach(), count)
+
+
+def work(args: argparse.Namespace, device: torch.device) -> None:
+    if torch.distributed.get_rank() == 0:
+        sft_data.prepare(args.out, args.vocab_size)
+    torch.distributed.barrier()
+    examples_path = sft_data.prepare(args.out, args.vocab_size)
+    examples, pad_id = sft_data.load_examples(examples_path, args.seed)
+    replica = parallel_state.get_data_parallel_rank()
+    replicas = parallel_state.get_data_parallel_world_size()
+    batches = sft_data.packed_batches(examples[replica::replicas], pad_id, args.row_length)
+
+    options = training.gpt_options(args, vocab_size=args.padded_vocab_size or args.vocab_size)
+    model = megatron_runtime.build_gpt(options, device=device, ddp=True)
+    optimizer = megatron_runtime.build_optimizer([model], options.dtype, args.lr)
+    handle = megatron_lce.enable_fused_linear_ce(
+        model, use_fused_linear_ce=args.use_fused_linear_ce, workspace_bytes=int(args.workspace_mib * 2**20)
+    )
+
+    peak_before = training.peak_mib(device)
+    timer = training.StepTimer(device)
+    losses = []
+    bar = training.progress(args.steps, f"SFT, fused head {'on' if handle.enabled else 'off'}")
+    for _ in bar:
+        with timer:
+            reports = training.train_step(
+                model, optimizer, partial(forward_step, device=device), batches, args.num_microbatches
+            )
+        total, count = (torch.stack(column).sum() for column in zip(*reports, strict=True))
+        losses.append(training.data_parallel_mean(total, count))
+        bar.set_postfix(loss=f"{losses[-1]:.4f}", refresh=False)
+    training.write_report(
+        Path(args.out) / args.report,
+        args,
+        device,
+        timer,
+        peak_before,
+        losses=losses,
+        fused={"enabled": handle.enabled, "reasons": list(handle.reasons)},
+    )
+
+
+if __name__ == "__main__":
+    training.run(work, parse_arguments())
