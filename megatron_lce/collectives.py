@@ -15,9 +15,7 @@ def group_rank(group: ProcessGroup | None) -> int:
 
 def stack_over_group(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """[...] on each rank -> [tp, ...], ranks in order, the same bits on every rank."""
-    out = tensor.new_empty(group_size(group), *tensor.shape)
-    dist.all_gather_into_tensor(out, tensor.contiguous(), group=group)
-    return out
+    return gather_rows(tensor, group).view(group_size(group), *tensor.shape)  # gloo gathers along dim 0 only
 
 
 def gather_rows(shard: Tensor, group: ProcessGroup) -> Tensor:
