@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmark.providers import Head
-from benchmark.shapes import Inputs, Shape
+from benchmark.shapes import Inputs
 
 MIB = 2**20
 ORACLE_TOKENS = 512  # fp64 logits of this many tokens at a time
@@ -35,12 +35,11 @@ def free_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def time_ms(call: Callable[[], object], device: torch.device, budget_ms: float) -> list[float]:
-    """Times of single calls, in ms: at least 5, at most 50, about `budget_ms` together. The caller warms up.
+def time_ms(call: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
+    """Times of single calls, in ms, after a warm-up that the caller did.
 
     On a GPU all calls are enqueued back to back between device events, so that launching one runs under the other.
     """
-    repeats = min(50, max(5, round(budget_ms / _once_ms(call, device))))
     if device.type != "cuda":
         return [_once_ms(call, device) for _ in range(repeats)]
     events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
@@ -50,6 +49,11 @@ def time_ms(call: Callable[[], object], device: torch.device, budget_ms: float) 
         event.record()
     torch.cuda.synchronize(device)
     return [start.elapsed_time(end) for start, end in itertools.pairwise(events)]
+
+
+def repeats_within(call: Callable[[], object], device: torch.device, budget_ms: float) -> int:
+    """How many calls fit in `budget_ms`, at least 5 and at most 50."""
+    return min(50, max(5, round(budget_ms / _once_ms(call, device))))
 
 
 def _once_ms(call: Callable[[], object], device: torch.device) -> float:
@@ -80,15 +84,16 @@ def peak_mib(call: Callable[[], object], device: torch.device) -> float | None:
     return peak
 
 
-def measure_step(head: Head, inputs: Inputs, mode: str, device: torch.device, budget_ms: float) -> dict:
-    """Median time after warm-up, and extra peak memory with the gradients in it."""
+def measure_call(
+    call: Callable[[], object], device: torch.device, *, budget_ms: float = 0.0, repeats: int | None = None
+) -> dict:
+    """Median time after warm-up, and extra peak memory with the results in it.
 
-    def step() -> object:
-        return run_step(head, inputs, mode)
-
-    first_call_ms = _once_ms(step, device)  # compiles
-    peak = peak_mib(step, device)
-    times = time_ms(step, device, budget_ms)
+    Ranks that communicate in `call` must give `repeats`: what fits in a budget differs between them.
+    """
+    first_call_ms = _once_ms(call, device)  # compiles
+    peak = peak_mib(call, device)
+    times = time_ms(call, device, repeats or repeats_within(call, device, budget_ms))
     return {
         "first_call_s": first_call_ms / 1e3,
         "time_ms": median(times),
@@ -96,14 +101,20 @@ def measure_step(head: Head, inputs: Inputs, mode: str, device: torch.device, bu
         "slowest_ms": max(times),
         "repeats": len(times),
         "peak_mib": peak,
-        "gradients_mib": 0.0 if mode == "fwd" else (inputs.hidden.nbytes + inputs.weight.nbytes) / MIB,
     }
 
 
-def measure_products(shape: Shape, inputs: Inputs, device: torch.device, budget_ms: float) -> dict:
+def gradients_mib(inputs: Inputs, mode: str) -> float:
+    """What the gradients of a mode occupy: the part of its peak memory that no head can spare."""
+    return 0.0 if mode == "fwd" else (inputs.hidden.nbytes + inputs.weight.nbytes) / MIB
+
+
+def measure_products(
+    inputs: Inputs, device: torch.device, *, budget_ms: float = 0.0, repeats: int | None = None
+) -> dict:
     """Times of the three plain products by torch.mm: logits, hidden's gradient, weight's gradient."""
     hidden, weight = inputs.hidden.detach(), inputs.weight.detach()
-    grad_logits = torch.empty(shape.tokens, shape.vocab, dtype=hidden.dtype, device=device).normal_()
+    grad_logits = torch.empty(len(hidden), len(weight), dtype=hidden.dtype, device=device).normal_()
     grad_hidden, grad_weight = torch.empty_like(hidden), torch.empty_like(weight)
     products = {
         "grad_hidden_ms": lambda: torch.mm(grad_logits, weight, out=grad_hidden),
@@ -113,7 +124,7 @@ def measure_products(shape: Shape, inputs: Inputs, device: torch.device, budget_
     record: dict = {}
     for name, product in products.items():
         product()
-        record[name] = time_ms(product, device, budget_ms)
+        record[name] = time_ms(product, device, repeats or repeats_within(product, device, budget_ms))
     return record
 
 

@@ -2,18 +2,19 @@
 
 import argparse
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
 
 from rich.console import Console
 from rich.table import Table
 
-SECTIONS = ("providers", "products", "times", "errors", "cache", "memory")
-
 
 def products_ms(document: dict, shape: str) -> tuple[float, float, float] | None:
     """Median cuBLAS times of one shape in this run: logits, hidden's gradient, weight's gradient."""
-    records = [record for record in document["products"] if record["shape"] == shape and record["status"] == "ok"]
+    records = [
+        record for record in document.get("products", []) if record["shape"] == shape and record["status"] == "ok"
+    ]
     if not records:
         return None
     names = ("logits_ms", "grad_hidden_ms", "grad_weight_ms")
@@ -27,7 +28,7 @@ def add_ratios(document: dict) -> None:
     over_products             F for mode `fwd`, else F + dX + dW
     over_products_recomputed  2F + dX + dW: what a head must do that keeps no logits for its backward
     """
-    for record in document["times"] + document["cache"]:
+    for record in document.get("times", []) + document.get("cache", []):
         products = products_ms(document, record["shape"])
         if record["status"] != "ok" or products is None:
             continue
@@ -57,29 +58,30 @@ def print_tables(document: dict, console: Console | None = None) -> None:
     environment = document["environment"]
     versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
     console.print(f"{environment['device']}, {document['dtype']}, {versions}, {environment['date']}")
-    for record in document["providers"]:
+    for record in document.get("providers", []):
         if record["status"] != "ok":
             console.print(f"{record['provider']}: {record['status']}: {record.get('reason', '')}", markup=False)
-    for shape in dict.fromkeys(record["shape"] for record in document["times"]):
+    times = document.get("times", [])
+    for shape in dict.fromkeys(record["shape"] for record in times):
         products = products_ms(document, shape)
         title = f"{shape}: no cuBLAS times"
         if products:
             title = f"{shape}: cuBLAS F {products[0]:.2f} ms, dX {products[1]:.2f} ms, dW {products[2]:.2f} ms"
         columns = ("time_ms", "over_products", "over_products_recomputed", "peak_mib", "gradients_mib", "first_call_s")
-        records = [record for record in document["times"] if record["shape"] == shape]
-        _print_table(console, title, ("mode", "provider"), columns, sorted(records, key=lambda x: x["mode"]))
-    errors = [key for record in document["errors"] for key in record if key.endswith("_error")]
-    _print_table(
-        console, "error against fp64", ("shape", "provider", "mode"), dict.fromkeys(errors), document["errors"]
-    )
+        records = [record for record in times if record["shape"] == shape]
+        print_table(console, title, ("mode", "provider"), columns, sorted(records, key=lambda x: x["mode"]))
+    errors = document.get("errors", [])
+    columns = dict.fromkeys(key for record in errors for key in record if key.endswith("_error"))
+    print_table(console, "error against fp64", ("shape", "provider", "mode"), columns, errors)
     columns = ("time_ms", "over_products", "over_products_recomputed", "peak_mib")
     keys = ("shape", "mode", "fraction", "logits_cache_bytes")
-    _print_table(console, "ours over logits_cache_bytes", keys, columns, document["cache"])
+    print_table(console, "ours over logits_cache_bytes", keys, columns, document.get("cache", []))
     keys = ("shape", "tokens", "mode", "provider")
-    _print_table(console, "memory over tokens", keys, ("peak_mib", "gradients_mib"), document["memory"])
+    print_table(console, "memory over tokens", keys, ("peak_mib", "gradients_mib"), document.get("memory", []))
 
 
-def _print_table(console: Console, title: str, keys: tuple, columns: tuple | dict, records: list[dict]) -> None:
+def print_table(console: Console, title: str, keys: Iterable, columns: Iterable, records: list[dict]) -> None:
+    """One row a record: its keys, its columns, and why it has none where it was not measured."""
     if not records:
         return
     table = Table(title=title, title_justify="left")
@@ -103,11 +105,11 @@ def draw_pictures(document: dict, folder: Path) -> list[Path]:
     matplotlib.use("Agg")
     folder.mkdir(parents=True, exist_ok=True)
     drawn = []
-    for mode in dict.fromkeys(record["mode"] for record in document["times"]):
+    for mode in dict.fromkeys(record["mode"] for record in document.get("times", [])):
         drawn.append(_draw_times(document, mode, folder / f"time_{mode}.png"))
-    if document["cache"]:
+    if document.get("cache"):
         drawn.append(_draw_cache(document, folder / "cache.png"))
-    if document["memory"]:
+    if document.get("memory"):
         drawn.append(_draw_memory(document, folder / "memory.png"))
     return drawn
 
@@ -123,12 +125,14 @@ def _draw_times(document: dict, mode: str, path: Path) -> Path:
 
     measured = [record for record in document["times"] if record["mode"] == mode and record["status"] == "ok"]
     shapes = list(dict.fromkeys(record["shape"] for record in measured))
+    holding = {record["provider"] for record in document["providers"] if record["holds_logits"]}
     figure, axes = pyplot.subplots(1, max(1, len(shapes)), figsize=(5 * max(1, len(shapes)), 3.5), squeeze=False)
     for axis, shape in zip(axes[0], shapes, strict=False):
         records = sorted((r for r in measured if r["shape"] == shape), key=lambda r: r["time_ms"], reverse=True)
         names = [record["provider"] for record in records]
         colors = ["tab:green" if name.startswith("ours") else "tab:gray" for name in names]
-        bars = axis.barh(names, [record["time_ms"] for record in records], color=colors)
+        hatches = ["//" if name in holding else "" for name in names]
+        bars = axis.barh(names, [record["time_ms"] for record in records], color=colors, hatch=hatches)
         axis.bar_label(bars, fmt="%.1f", padding=2, fontsize=8)
         axis.margins(x=0.15)
         if products := products_ms(document, shape):
@@ -139,7 +143,7 @@ def _draw_times(document: dict, mode: str, path: Path) -> Path:
                 axis.axvline(products[0] + sum(products), color="black", linestyle=":", label="cuBLAS 2F+dX+dW")
             axis.legend(fontsize=7)
         axis.set_title(f"{mode} at {shape}", fontsize=10)
-        axis.set_xlabel("ms, lower is better")
+        axis.set_xlabel("ms, lower is better; hatched: holds an N x V tensor", fontsize=8)
     return _save(figure, document, path)
 
 

@@ -6,162 +6,106 @@ cannot do, is not installed or fails at is a result too and stands in both.
 
 import argparse
 import contextlib
-import importlib.metadata
-import json
+import functools
 import sys
-from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from benchmark import measure, report
 from benchmark.providers import MODES, PROVIDERS, Head, Provider, cache_bytes, ours, select_providers
+from benchmark.results import Results
 from benchmark.shapes import Inputs, Shape, make_inputs, parse_shape
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-PACKAGES = ("megatron-lce", "torch", "triton", "nvidia-cutlass-dsl")
 
 
 class Run:
-    """The document that grows, and the one way in which measurements enter it."""
+    """The heads that could be loaded, and the measurements over them."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, budget_ms: float, output: Path, command: list[str]):
-        self.device, self.dtype, self.budget_ms, self.output = device, dtype, budget_ms, output
-        self.heads: dict[str, Head] = {}
-        self.document: dict[str, Any] = {"environment": environment(device), "command": command, "dtype": str(dtype)}
-        self.document |= {section: [] for section in report.SECTIONS}
-
-    def save(self) -> None:
-        report.add_ratios(self.document)
-        self.output.write_text(json.dumps(self.document, indent=1) + "\n")
-
-    def load(self, providers: list[Provider]) -> None:
-        """Imports every provider, the missing ones with their reason."""
+    def __init__(self, results: Results, providers: list[Provider], dtype: torch.dtype, budget_ms: float):
+        self.results, self.device, self.dtype, self.budget_ms = results, results.device, dtype, budget_ms
+        self.heads: list[tuple[Provider, Head]] = []
         for provider in providers:
-            record = {"provider": provider.name, "holds_logits": provider.holds_logits}
-
-            def load(provider: Provider = provider) -> dict:
-                self.heads[provider.name] = provider.load()
-                return {"version": importlib.metadata.version(provider.package) if provider.package else None}
-
-            self.attempt("providers", record, load)
-
-    def attempt(self, section: str, record: dict, measurement: Callable[[], dict]) -> None:
-        """Adds the record with what `measurement` returns, or with why there is nothing."""
-        try:
-            record |= {"status": "ok"} | measurement()
-        except torch.OutOfMemoryError:
-            record |= {"status": "out of memory"}
-        except ImportError as error:
-            record |= {"status": "not installed", "reason": str(error)}
-        except Exception as error:  # foreign code may raise anything: its failure is a result, and the others still run
-            record |= {"status": "failed", "reason": f"{type(error).__name__}: {error}"[:500]}
-        self.document[section].append(record)
-        self.save()
-        print(report.one_line(section, record), file=sys.stderr, flush=True)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # raises, and ends the run, where the failure took the device along
-
-    def attempt_mode(
-        self, section: str, provider: Provider, mode: str, record: dict, measurement: Callable[[Head], dict]
-    ) -> None:
-        """`attempt` with the provider's head, unless it is known that it has none for this mode."""
-        record = {"provider": provider.name, "mode": mode} | record
-        if provider.name not in self.heads:
-            return  # the document's `providers` says why
-        if mode in provider.modes:
-            self.attempt(section, record, lambda: measurement(self.heads[provider.name]))
-        else:
-            self.document[section].append(record | {"status": "unsupported", "reason": provider.missing})
+            head = results.load(provider.name, provider.load, provider.package, holds_logits=provider.holds_logits)
+            if head is not None:
+                self.heads.append((provider, head))
 
     @contextlib.contextmanager
     def inputs(self, shape: Shape) -> Iterator[Inputs]:
         measure.free_memory(self.device)
         yield make_inputs(shape, self.dtype, self.device)
 
+    def _measure_step(self, head: Head, inputs: Inputs, mode: str) -> dict:
+        def step() -> object:
+            return measure.run_step(head, inputs, mode)
 
-def environment(device: torch.device) -> dict:
-    """Where and with what the numbers were taken."""
-    versions = {}
-    for package in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
-        "cuda": torch.version.cuda,
-        "python": sys.version.split()[0],
-        "versions": versions,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
+        record = measure.measure_call(step, self.device, budget_ms=self.budget_ms)
+        return record | {"gradients_mib": measure.gradients_mib(inputs, mode)}
+
+    def times(self, shape: Shape, modes: list[str]) -> None:
+        """Every head in every mode, between two measurements of the products."""
+        with self.inputs(shape) as inputs:
+
+            def products() -> dict:
+                return measure.measure_products(inputs, self.device, budget_ms=self.budget_ms)
+
+            self.results.attempt("products", {"shape": shape.name}, products)
+            for provider, head in self.heads:
+                measure.free_memory(self.device)
+                for mode in modes:
+                    record = {"shape": shape.name, "mode": mode, "provider": provider.name}
+                    if mode in provider.modes:
+                        step = functools.partial(self._measure_step, head, inputs, mode)
+                        self.results.attempt("times", record, step)
+                    else:
+                        self.results.unsupported("times", record, provider.missing)
+            measure.free_memory(self.device)
+            self.results.attempt("products", {"shape": shape.name}, products)  # again: clocks fall as the GPU warms
+
+    def errors(self, shape: Shape) -> None:
+        """Every head against fp64, in the first mode with gradients that it supports."""
+        with self.inputs(shape) as inputs:
+            expected = measure.oracle(inputs)
+            for provider, head in self.heads:
+                mode = _gradient_mode(provider)
+                record = {"shape": shape.name, "provider": provider.name, "mode": mode}
+                error = functools.partial(measure.measure_error, head, inputs, mode, expected)
+                self.results.attempt("errors", record, error)
+
+    def cache_budgets(self, shape: Shape, fractions: list[float], modes: list[str]) -> None:
+        """Time and memory of ours over `logits_cache_bytes`."""
+        with self.inputs(shape) as inputs:
+            for fraction in fractions:
+                budget = cache_bytes(shape.tokens, shape.vocab, fraction)
+                for mode in modes:
+                    record = {"shape": shape.name, "mode": mode, "fraction": fraction, "logits_cache_bytes": budget}
+                    step = functools.partial(self._measure_step, ours(fraction)(), inputs, mode)
+                    self.results.attempt("cache", record, step)
+
+    def memory(self, shape: Shape, tokens: list[int]) -> None:
+        """Extra peak memory over the number of tokens at the shape's H and V, in the first mode with gradients."""
+        for count in tokens:
+            with self.inputs(replace(shape, tokens=count)) as inputs:
+                for provider, head in self.heads:
+                    measure.free_memory(self.device)
+                    mode = _gradient_mode(provider)
+                    record = {"shape": shape.name, "tokens": count, "mode": mode, "provider": provider.name}
+                    self.results.attempt("memory", record, functools.partial(self._peak, head, inputs, mode))
+
+    def _peak(self, head: Head, inputs: Inputs, mode: str) -> dict:
+        def step() -> object:
+            return measure.run_step(head, inputs, mode)
+
+        step()  # compiles
+        peak = measure.peak_mib(step, self.device)
+        return {"peak_mib": peak, "gradients_mib": measure.gradients_mib(inputs, mode)}
 
 
-def times(run: Run, shape: Shape, providers: list[Provider], modes: list[str]) -> None:
-    """Every provider in every mode, between two measurements of the products."""
-    with run.inputs(shape) as inputs:
-
-        def products() -> dict:
-            return measure.measure_products(shape, inputs, run.device, run.budget_ms)
-
-        run.attempt("products", {"shape": shape.name}, products)
-        for provider in providers:
-            measure.free_memory(run.device)
-            for mode in modes:
-
-                def step(head: Head, mode: str = mode) -> dict:
-                    return measure.measure_step(head, inputs, mode, run.device, run.budget_ms)
-
-                run.attempt_mode("times", provider, mode, {"shape": shape.name}, step)
-        measure.free_memory(run.device)
-        run.attempt("products", {"shape": shape.name}, products)  # again: clocks fall as the GPU warms
-
-
-def errors(run: Run, shape: Shape, providers: list[Provider]) -> None:
-    """Every provider against fp64, in the first mode with gradients that it supports."""
-    with run.inputs(shape) as inputs:
-        expected = measure.oracle(inputs)
-        for provider in providers:
-            mode = next(mode for mode in provider.modes if mode != "fwd")
-
-            def error(head: Head, mode: str = mode) -> dict:
-                return measure.measure_error(head, inputs, mode, expected)
-
-            run.attempt_mode("errors", provider, mode, {"shape": shape.name}, error)
-
-
-def cache_budgets(run: Run, shape: Shape, fractions: list[float], modes: list[str]) -> None:
-    """Time and memory of ours over `logits_cache_bytes`."""
-    with run.inputs(shape) as inputs:
-        for fraction in fractions:
-            head = ours(fraction)()
-            budget = cache_bytes(shape.tokens, shape.vocab, fraction)
-            for mode in modes:
-                record = {"shape": shape.name, "mode": mode, "fraction": fraction, "logits_cache_bytes": budget}
-
-                def step(head: Head = head, mode: str = mode) -> dict:
-                    return measure.measure_step(head, inputs, mode, run.device, run.budget_ms)
-
-                run.attempt("cache", record, step)
-
-
-def memory(run: Run, shape: Shape, tokens: list[int], providers: list[Provider]) -> None:
-    """Extra peak memory over the number of tokens at the shape's H and V, in the first mode with gradients."""
-    for count in tokens:
-        with run.inputs(Shape(f"{count}x{shape.hidden}x{shape.vocab}", count, shape.hidden, shape.vocab)) as inputs:
-            for provider in providers:
-                mode = next(mode for mode in provider.modes if mode != "fwd")
-                measure.free_memory(run.device)
-
-                def peak(head: Head, mode: str = mode, inputs: Inputs = inputs) -> dict:
-                    def step() -> object:
-                        return measure.run_step(head, inputs, mode)
-
-                    step()
-                    gradients_mib = (inputs.hidden.nbytes + inputs.weight.nbytes) / measure.MIB
-                    return {"peak_mib": measure.peak_mib(step, run.device), "gradients_mib": gradients_mib}
-
-                run.attempt_mode("memory", provider, mode, {"shape": shape.name, "tokens": count}, peak)
+def _gradient_mode(provider: Provider) -> str:
+    return next(mode for mode in provider.modes if mode != "fwd")
 
 
 def numbers(text: str) -> list[str]:
@@ -204,27 +148,24 @@ def main(argv: list[str] | None = None) -> dict:
     """Runs what the arguments ask for and returns the document that was written."""
     argv = sys.argv[1:] if argv is None else argv
     arguments = parse_arguments(argv)
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    device = torch.device(arguments.device)
-    run = Run(device, DTYPES[arguments.dtype], arguments.budget_ms, arguments.output, argv)
-    run.load(arguments.providers)
+    dtype = DTYPES[arguments.dtype]
+    results = Results(torch.device(arguments.device), dtype, arguments.output, {"command": argv})
+    run = Run(results, arguments.providers, dtype, arguments.budget_ms)
     for shape in arguments.shapes:
-        times(run, shape, arguments.providers, arguments.modes)
+        run.times(shape, arguments.modes)
     if arguments.error_shape:
-        errors(run, arguments.error_shape, arguments.providers)
-    if arguments.cache_fractions:
-        fractions = [float(text) for text in numbers(arguments.cache_fractions)]
-        cache_budgets(run, arguments.shapes[0], fractions, [mode for mode in arguments.modes if mode in ("rl", "sft")])
-    if arguments.memory_tokens:  # last: where a peer overruns an index, it takes the device with it
-        tokens = [int(text) for text in numbers(arguments.memory_tokens)]
-        memory(run, arguments.shapes[0], tokens, arguments.providers)
-    run.save()
+        run.errors(arguments.error_shape)
+    if fractions := [float(text) for text in numbers(arguments.cache_fractions)]:
+        run.cache_budgets(arguments.shapes[0], fractions, [mode for mode in arguments.modes if mode in ("rl", "sft")])
+    if tokens := [int(text) for text in numbers(arguments.memory_tokens)]:
+        run.memory(arguments.shapes[0], tokens)  # last: where a peer overruns an index, it takes the device with it
+    results.save()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-    report.print_tables(run.document)
+    report.print_tables(results.document)
     if arguments.pictures:
-        report.draw_pictures(run.document, arguments.pictures)
-    return run.document
+        report.draw_pictures(results.document, arguments.pictures)
+    return results.document
 
 
 if __name__ == "__main__":

@@ -82,9 +82,10 @@ def test_times_count_repeats_and_the_call(monkeypatch):
     calls = []
     clock = iter(range(10_000))
     monkeypatch.setattr(measure.time, "perf_counter", lambda: next(clock) / 1e3)  # every call takes one millisecond
-    times = measure.time_ms(lambda: calls.append(1), CPU, budget_ms=7)
-    assert times == pytest.approx([1.0] * 7)
-    assert len(calls) == 8  # one to learn how long a call takes
+    times = measure.measure_call(lambda: calls.append(1), CPU, budget_ms=7)
+    assert times["time_ms"] == pytest.approx(1.0)
+    assert times["repeats"] == 7
+    assert len(calls) == 10  # one that compiles, one for the memory, one to learn how long a call takes
 
 
 def test_ratios_are_to_the_products_of_the_same_shape():

@@ -1,0 +1,81 @@
+"""The JSON document that a benchmark's measurements go into, one by one."""
+
+import contextlib
+import importlib.metadata
+import json
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmark import report
+
+PACKAGES = ("megatron-lce", "megatron-core", "torch", "triton", "nvidia-cutlass-dsl")
+
+
+class Results:
+    """A document that grows, written after every measurement; `path` None: never written (a rank that only helps)."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, path: Path | None, settings: dict):
+        self.device = device
+        self.path = path
+        self.document: dict[str, Any] = {"environment": environment(device), "dtype": str(dtype), "settings": settings}
+        if path:
+            path.parent.mkdir(parents=True, exist_ok=True)
+
+    def section(self, name: str) -> list[dict]:
+        return self.document.setdefault(name, [])
+
+    def save(self) -> None:
+        report.add_ratios(self.document)
+        if self.path:
+            self.path.write_text(json.dumps(self.document, indent=1) + "\n")
+
+    def attempt(self, section: str, record: dict, measurement: Callable[[], dict]) -> None:
+        """Adds the record with what `measurement` returns, or with why there is nothing."""
+        try:
+            record |= {"status": "ok"} | measurement()
+        except torch.OutOfMemoryError:
+            record |= {"status": "out of memory"}
+        except ImportError as error:
+            record |= {"status": "not installed", "reason": str(error)}
+        except Exception as error:  # foreign code may raise anything: its failure is a result, and the others still run
+            record |= {"status": "failed", "reason": f"{type(error).__name__}: {error}"[:500]}
+        self.section(section).append(record)
+        self.save()
+        if self.path:
+            print(report.one_line(section, record), file=sys.stderr, flush=True)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # raises, and ends the run, where the failure took the device along
+
+    def unsupported(self, section: str, record: dict, reason: str) -> None:
+        self.section(section).append(record | {"status": "unsupported", "reason": reason})
+
+    def load(self, provider: str, load: Callable[[], Any], package: str | None, **properties: Any) -> Any:
+        """What `load` imports and returns; None, and the reason in the document, where it cannot."""
+        loaded = []
+
+        def measurement() -> dict:
+            loaded.append(load())
+            return {"version": importlib.metadata.version(package) if package else None}
+
+        self.attempt("providers", {"provider": provider, **properties}, measurement)
+        return loaded[0] if loaded else None
+
+
+def environment(device: torch.device) -> dict:
+    """Where and with what the numbers were taken."""
+    versions = {}
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        "cuda": torch.version.cuda,
+        "python": sys.version.split()[0],
+        "versions": versions,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
