@@ -1,7 +1,14 @@
 """The head's weight gradient added straight into Megatron's fp32 `main_grad` (`gradient_accumulation_fusion`)."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from megatron.core.tensor_parallel import ColumnParallelLinear
 
 
 class MainGradSink:
@@ -29,13 +36,15 @@ class MainGradSink:
         return dummy(weight, requires_grad=False)
 
 
-def main_grad_sink(weight: Tensor, gradient_accumulation_fusion: bool) -> MainGradSink | None:
-    """A sink where Megatron's own head would accumulate into an fp32 `main_grad`, else None.
+def main_grad_sink(weight: Tensor, head: ColumnParallelLinear) -> MainGradSink | None:
+    """A sink for the weight that `head` is called with, where its gradient can go into an fp32 `main_grad`; else None.
 
-    A `main_grad` of another dtype (DDP without `grad_reduce_in_fp32`) is left to DDP's hook, which adds the returned
-    gradient to it: slabs are accumulated in fp32 only.
+    Without one the gradient is returned, and DDP's hook adds it. That is so for a `main_grad` of another dtype
+    (slabs are accumulated in fp32 only), and for an embedding's weight without `zero_out_wgrad`: its own gradient
+    would be dropped with the dummy. Megatron leaves that mark out with tied embeddings, MTP and pipeline parallelism.
     """
     main_grad = getattr(weight, "main_grad", None)
-    if not gradient_accumulation_fusion or not weight.requires_grad or main_grad is None:
+    if not head.gradient_accumulation_fusion or not weight.requires_grad or main_grad is None:
         return None
-    return MainGradSink(weight) if main_grad.dtype == torch.float32 else None
+    alone = weight is head.weight or getattr(weight, "zero_out_wgrad", False)
+    return MainGradSink(weight) if alone and main_grad.dtype == torch.float32 else None

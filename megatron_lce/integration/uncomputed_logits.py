@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_map
 
 from megatron_lce.api import _linear_cross_entropy
-from megatron_lce.integration.main_grad import main_grad_sink
+from megatron_lce.integration.main_grad import MainGradSink, main_grad_sink
 from megatron_lce.outputs import LinearCrossEntropyOutput
 
 if TYPE_CHECKING:
@@ -34,18 +34,19 @@ class HeadCall:
     weight: Tensor  # [V/tp, H]
     tp_group: ProcessGroup
     sequence_parallel: bool
-    gradient_accumulation_fusion: bool
+    weight_grad_sink: MainGradSink | None
     logits_scale: float = 1.0
 
     @classmethod
     def of(cls, head: ColumnParallelLinear, hidden: Tensor, weight: Tensor | None) -> HeadCall:
         """The call of a ColumnParallelLinear; `weight` is the tied embedding's, or None for the head's own."""
+        weight = head.weight if weight is None else weight
         return cls(
             hidden=hidden,
-            weight=head.weight if weight is None else weight,
+            weight=weight,
             tp_group=head.tp_group,
             sequence_parallel=head.sequence_parallel,
-            gradient_accumulation_fusion=head.gradient_accumulation_fusion,
+            weight_grad_sink=main_grad_sink(weight, head),
         )
 
     @property
@@ -71,7 +72,7 @@ class HeadCall:
             sequence_parallel=self.sequence_parallel,
             temperature=temperature,
             logits_scale=logits_scale * self.logits_scale,
-            weight_grad_sink=main_grad_sink(self.weight, self.gradient_accumulation_fusion),
+            weight_grad_sink=self.weight_grad_sink,
             **keywords,
         )
         return output._replace(**{name: _swap(part) for name, part in output._asdict().items() if part is not None})

@@ -1,0 +1,181 @@
+"""Megatron models in every layout, and one training step of each whose gradients can be compared."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor, nn
+
+from megatron_lce.integration.support import find_language_model
+from scripts import megatron_runtime
+
+VOCAB_SIZE, SEQUENCE, BATCH, MICROBATCHES = 96, 16, 2, 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One combination of what a Megatron user may have switched on; TP is 2 throughout."""
+
+    tied: bool = False
+    sequence_parallel: bool = False
+    mtp: bool = False
+    pipeline: bool = False  # PP 2
+    main_grad: bool = False  # gradient_accumulation_fusion on the head
+    virtual_pipeline: bool = False
+    overlap: bool = False  # overlapped gradient reduction and parameter gather, distributed optimizer's buffers
+    dtype: torch.dtype = torch.float32
+    config: tuple[tuple[str, Any], ...] = ()  # further TransformerConfig fields
+
+    @property
+    def name(self) -> str:
+        flags = ("sequence_parallel", "mtp", "pipeline", "main_grad", "virtual_pipeline", "overlap")
+        words = ["tied" if self.tied else "untied", *(flag for flag in flags if getattr(self, flag))]
+        words += [str(self.dtype).removeprefix("torch.")] if self.dtype != torch.float32 else []
+        return " ".join([*words, *(f"{key}={value}" for key, value in self.config)])
+
+    @property
+    def ranks(self) -> int:
+        return 4 if self.pipeline else 2
+
+    @property
+    def head_accumulates(self) -> bool:
+        """Whether the head may add its gradient to main_grad: not to an embedding that Megatron did not mark for it."""
+        return self.main_grad and not (self.tied and self.mtp and self.pipeline)
+
+
+FACTORS = ("tied", "sequence_parallel", "mtp", "pipeline", "main_grad")
+
+
+def all_combinations() -> list[Case]:
+    return [
+        Case(**dict(zip(FACTORS, values, strict=True)))
+        for values in itertools.product((False, True), repeat=len(FACTORS))
+    ]
+
+
+def pairwise_combinations() -> list[Case]:
+    """Six cases in which each two factors meet in all four ways: none set, and all but one set for each one."""
+    return [Case(), *(Case(**{factor: factor != left_out for factor in FACTORS}) for left_out in FACTORS)]
+
+
+def lay_out(case: Case) -> None:
+    """Megatron's process groups for a case, in a world that is already initialized."""
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(2, 2 if case.pipeline else 1, 2 if case.virtual_pipeline else None)
+
+
+def build(case: Case, device: torch.device) -> list[nn.Module]:
+    """The case's model chunks in DistributedDataParallel with fp32 gradients."""
+    options = megatron_runtime.GptOptions(
+        num_layers=4 if case.virtual_pipeline else 2,
+        hidden_size=32,
+        vocab_size=VOCAB_SIZE,
+        tied=case.tied,
+        mtp_layers=1 if case.mtp else 0,
+        sequence_parallel=case.sequence_parallel,
+        dtype=case.dtype,
+        config=dict(case.config),
+    )
+    overlap = {"overlap_grad_reduce": case.overlap, "use_distributed_optimizer": case.overlap}
+    chunks = megatron_runtime.build_gpt_chunks(options, device=device, ddp=True, ddp_config=overlap)
+    for chunk in chunks:
+        chunk.config.finalize_model_grads_func = finalize_model_grads
+        if case.overlap:
+            chunk.config.no_sync_func = chunk.no_sync
+    return chunks
+
+
+def has_head(chunks: list[nn.Module]) -> bool:
+    return find_language_model(chunks) is not None
+
+
+def set_main_grad_fusion(chunks: list[nn.Module]) -> None:
+    """Megatron refuses the setting at construction for want of Apex; on the built head only our path reads it."""
+    if has_head(chunks):
+        find_language_model(chunks).output_layer.gradient_accumulation_fusion = True
+
+
+def grad_added_to_main_grad(chunks: list[nn.Module]) -> bool:
+    """Whether any weight of this rank was accumulated into main_grad by its own layer; the local layers do not."""
+    return any(parameter.grad_added_to_main_grad for chunk in chunks for parameter in chunk.parameters())
+
+
+def in_fp32(case: Case) -> Case:
+    return dataclasses.replace(case, dtype=torch.float32)
+
+
+def copy_weights(source: list[nn.Module], target: list[nn.Module]) -> None:
+    """Weights of the same model in another dtype, so with other wrappers around it."""
+    for source_chunk, target_chunk in zip(source, target, strict=True):
+        parameters = zip(source_chunk.parameters(), target_chunk.parameters(), strict=True)
+        for source_parameter, target_parameter in parameters:
+            target_parameter.data.copy_(source_parameter.data)
+
+
+def microbatches(device: torch.device) -> list[dict[str, Tensor]]:
+    """Random tokens, different on each data-parallel rank; masked positions hold negative labels."""
+    generator = torch.Generator().manual_seed(parallel_state.get_data_parallel_rank())
+    shape = (MICROBATCHES, BATCH, SEQUENCE)
+    labels = torch.randint(0, VOCAB_SIZE, shape, generator=generator)
+    loss_mask = (torch.rand(shape, generator=generator) > 0.25).float()
+    labels = torch.where(loss_mask.bool(), labels, torch.randint(-100, 0, shape, generator=generator))
+    tokens = torch.randint(0, VOCAB_SIZE, shape, generator=generator)
+    positions = torch.arange(SEQUENCE).expand(shape)
+    parts = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, "positions": positions}
+    return [{name: part[i].to(device) for name, part in parts.items()} for i in range(MICROBATCHES)]
+
+
+def train_step(chunks: list[nn.Module], forward_step: Any, batches: list[dict[str, Tensor]]) -> list[Tensor]:
+    """Megatron's forward-backward schedule over the microbatches; gradients are left in `main_grad`.
+
+    Returns each microbatch's per-token losses on the last stage, an empty list on others.
+    """
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    results = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=[iter(batches) for _ in chunks] if len(chunks) > 1 else iter(batches),
+        model=chunks if len(chunks) > 1 else chunks[0],
+        num_microbatches=MICROBATCHES,
+        seq_length=SEQUENCE,
+        micro_batch_size=BATCH,
+        forward_only=False,
+    )
+    return [result["losses"] for result in results]
+
+
+def forward_step(data_iterator: Iterator[dict[str, Tensor]], model: nn.Module):
+    """As in Megatron's pretrain_gpt: the model returns its loss per token, [b, s]."""
+    batch = next(data_iterator)
+    output = model(batch["tokens"], batch["positions"], None, labels=batch["labels"], **_mtp_arguments(model, batch))
+    return output, lambda losses: masked_mean(losses, batch["loss_mask"])
+
+
+def _mtp_arguments(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {"loss_mask": batch["loss_mask"]} if model.config.mtp_num_layers else {}
+
+
+def masked_mean(losses: Tensor, loss_mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    # where, not a product: the native path's loss of a negative label is no matter, and ours is 0
+    kept = torch.where(loss_mask.bool(), losses.float(), 0.0)
+    return kept.sum() / loss_mask.sum(), {"losses": kept.detach()}
+
+
+def gradients(chunks: list[nn.Module]) -> dict[str, Tensor]:
+    """Every parameter's accumulated gradient, by name without wrappers; parameters of all chunks together."""
+    return {
+        f"{index}.{name.removeprefix('module.').removeprefix('module.')}": parameter.main_grad.detach().clone()
+        for index, chunk in enumerate(chunks)
+        for name, parameter in chunk.named_parameters()
+    }
+
+
+def finished_gradients(chunks: list[nn.Module]) -> dict[str, Tensor]:
+    """The same after a plain backward, with the reductions that Megatron's schedules would end with."""
+    finalize_model_grads(chunks)
+    return gradients(chunks)

@@ -1,0 +1,166 @@
+"""Megatron models at TP=2 with the fused head on and off: losses, logits and every parameter's gradient.
+
+    torchrun --nproc-per-node 4 torchrun_tests/run_megatron.py --device cpu [--combinations all]
+
+On 4 ranks, cases without pipeline parallelism have two data-parallel replicas; on 2, those with it are left out.
+"""
+
+import argparse
+import sys
+
+import harness
+import megatron_cases as cases
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_lce import capture_lm_head, enable_fused_linear_ce
+from scripts import megatron_runtime
+
+ALLOWED = 1e-5  # relative, per parameter, fp32
+TEMPERATURE = 0.7
+
+FURTHER_CASES = [
+    cases.Case(tied=True, pipeline=True, virtual_pipeline=True),
+    cases.Case(sequence_parallel=True, main_grad=True, overlap=True),
+    cases.Case(tied=True, mtp=True, main_grad=True, overlap=True),
+]
+BF16_CASES = [
+    cases.Case(dtype=torch.bfloat16),
+    cases.Case(tied=True, sequence_parallel=True, main_grad=True, dtype=torch.bfloat16),
+]
+
+
+def train(case: cases.Case, device: torch.device, *, fused: bool, like: list[nn.Module] | None = None):
+    """One step over several microbatches: (losses, gradients, the model's chunks)."""
+    chunks = cases.build(case, device)
+    if like is not None:
+        cases.copy_weights(like, chunks)
+    handle = enable_fused_linear_ce(chunks, use_fused_linear_ce=fused)
+    if fused and case.main_grad:
+        cases.set_main_grad_fusion(chunks)
+    losses = cases.train_step(chunks, cases.forward_step, cases.microbatches(device))
+    assert handle.enabled == (fused and cases.has_head(chunks)), handle.reasons
+    assert cases.grad_added_to_main_grad(chunks) == (handle.enabled and case.head_accumulates), case
+    return losses, cases.gradients(chunks), chunks
+
+
+def check_training(case: cases.Case, device: torch.device, report: harness.Report) -> None:
+    """The flag on against off: the loss of every token and the accumulated gradient of every parameter."""
+    losses, expected, _ = train(case, device, fused=False)
+    fused_losses, actual, _ = train(case, device, fused=True)
+    compare_all(report, f"{case.name}: losses", dict(enumerate(fused_losses)), dict(enumerate(losses)))
+    compare_all(report, f"{case.name}: gradients", actual, expected)
+
+
+def check_bf16(case: cases.Case, device: torch.device, report: harness.Report) -> None:
+    """In bf16: our error against an fp32 run of the same weights, beside Megatron's own."""
+    _, native, chunks = train(case, device, fused=False)
+    _, fused, _ = train(case, device, fused=True)
+    _, exact, _ = train(cases.in_fp32(case), device, fused=False, like=chunks)
+    ratios = {
+        name: relative_error(fused[name], expected) / relative_error(native[name], expected)
+        for name, expected in exact.items()
+    }
+    worst = max(ratios, key=ratios.__getitem__)
+    detail = f"{len(ratios)} tensors, worst {worst}: {ratios[worst]:.2f} times Megatron's error, allowed 1.5"
+    report.check(f"{case.name}: gradients", ratios[worst] <= 1.5, detail)
+
+
+def compare_all(report: harness.Report, name: str, actual: dict, expected: dict) -> None:
+    """One line for a whole set of tensors: the worst of them on any rank. Stages hold different ones."""
+    assert actual.keys() == expected.keys()
+    errors = {str(key): relative_error(actual[key], expected[key]) for key in expected}
+    everywhere: list[dict[str, float]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everywhere, errors)
+    worst, error = max((pair for rank in everywhere for pair in rank.items()), key=lambda pair: pair[1])
+    count = sum(map(len, everywhere))
+    report.check(name, error <= ALLOWED, f"{count} tensors, worst {worst}: error {error:.1e}, allowed {ALLOWED:.0e}")
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Norm over norm; infinite for NaN, and for anything but zeros where zeros are expected."""
+    difference, scale = float((actual.double() - expected.double()).norm()), float(expected.double().norm())
+    if difference == 0:
+        return 0.0
+    return difference / scale if difference < float("inf") and scale > 0 else float("inf")
+
+
+def check_capture(case: cases.Case, device: torch.device, report: harness.Report) -> None:
+    """The captured head against log_softmax of Megatron's gathered logits, through logprobs and entropy."""
+    batch = cases.microbatches(device)[0]
+    labels = batch["labels"].clamp(min=0)
+    inputs = (batch["tokens"], batch["positions"], None)
+
+    def backward(chunks: list[nn.Module], logprobs: Tensor, entropy: Tensor) -> dict[str, Tensor]:
+        ((logprobs * torch.cos(labels.float())).sum() + (entropy * torch.sin(labels.float())).sum()).backward()
+        return cases.finished_gradients(chunks)
+
+    chunks = cases.build(case, device)
+    logits = chunks[0](*inputs, runtime_gather_output=True).float() / TEMPERATURE
+    logprobs = torch.log_softmax(logits, -1)
+    entropy = -(logprobs.exp() * logprobs).sum(-1)
+    logprobs = logprobs.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    expected = backward(chunks, logprobs, entropy)
+
+    chunks = cases.build(case, device)
+    with capture_lm_head(chunks) as head:
+        returned = chunks[0](*inputs)
+    report.check(f"{case.name}: capture returns no logits", returned.numel() == 0, str(tuple(returned.shape)))
+    out = head.linear_cross_entropy(labels, temperature=TEMPERATURE)
+    report.compare(f"{case.name}: captured logprobs", out.logprobs, logprobs, ALLOWED)
+    report.compare(f"{case.name}: captured entropy", out.entropy, entropy, ALLOWED)
+    compare_all(report, f"{case.name}: gradients", backward(chunks, out.logprobs, out.entropy), expected)
+
+
+def check_logits(case: cases.Case, device: torch.device, report: harness.Report) -> None:
+    """Without labels an enabled model gives Megatron's logits, bit for bit, gathered where that is asked for."""
+    batch = cases.microbatches(device)[0]
+    inputs = (batch["tokens"], batch["positions"], None)
+    (model,) = cases.build(case, device)
+    model.eval()
+    with torch.no_grad():
+        expected = [model(*inputs, runtime_gather_output=gather) for gather in (None, True)]
+        native = model(*inputs, labels=batch["labels"])
+        enable_fused_linear_ce(model)
+        actual = [model(*inputs, runtime_gather_output=gather) for gather in (None, True)]
+        fused = model(*inputs, labels=batch["labels"])
+    for name, ours, theirs in zip(("sharded", "gathered"), actual, expected, strict=True):
+        report.check(f"{case.name}: {name} logits", torch.equal(ours, theirs), str(tuple(ours.shape)))
+    mask = batch["loss_mask"].bool()
+    report.compare(f"{case.name}: loss in eval", fused[mask], native[mask], ALLOWED)
+    report.check(f"{case.name}: negative labels are ignored rows", bool((fused[~mask] == 0).all()))
+
+
+def run(device: torch.device, report: harness.Report, combinations: str) -> None:
+    world = dist.get_world_size()
+    training = cases.all_combinations() if combinations == "all" else cases.pairwise_combinations()
+    for check, chosen in (
+        (check_training, training + FURTHER_CASES),
+        (check_bf16, BF16_CASES),
+        (check_capture, [cases.Case(), cases.Case(tied=True, sequence_parallel=True)]),
+        (check_logits, [cases.Case(), cases.Case(tied=True, sequence_parallel=True)]),
+    ):
+        for case in chosen:
+            if case.ranks <= world:
+                cases.lay_out(case)
+                check(case, device, report)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--combinations", choices=("pairwise", "all"), default="pairwise")
+    arguments = parser.parse_args()
+    device = megatron_runtime.initialize(2, device=arguments.device)
+    torch.set_num_threads(1)
+    report = harness.Report()
+    run(device, report, arguments.combinations)
+    if dist.get_rank() == 0:
+        print(f"{report.compared} compared, {len(report.failures)} failed on {dist.get_world_size()} ranks", flush=True)
+    megatron_runtime.teardown()
+    sys.exit(1 if report.failures else 0)
+
+
+if __name__ == "__main__":
+    main()
