@@ -52,15 +52,20 @@ def _text(value: object) -> str:
     return str(value)
 
 
+def print_header(document: dict, console: Console) -> None:
+    """Where the numbers were taken, and which providers are missing."""
+    environment = document["environment"]
+    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
+    console.print(f"{environment['device']}, {document['dtype']}, {versions}, {environment['date']}", highlight=False)
+    missing = [record for record in document.get("providers", []) if record["status"] != "ok"]
+    for line in dict.fromkeys(f"{x['provider']}: {x['status']}: {x.get('reason', '')}" for x in missing):
+        console.print(line, markup=False, highlight=False)
+
+
 def print_tables(document: dict, console: Console | None = None) -> None:
     """Every section as a table; what was not measured stands there with its reason."""
     console = console or Console(width=150)
-    environment = document["environment"]
-    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
-    console.print(f"{environment['device']}, {document['dtype']}, {versions}, {environment['date']}")
-    for record in document.get("providers", []):
-        if record["status"] != "ok":
-            console.print(f"{record['provider']}: {record['status']}: {record.get('reason', '')}", markup=False)
+    print_header(document, console)
     times = document.get("times", [])
     for shape in dict.fromkeys(record["shape"] for record in times):
         products = products_ms(document, shape)

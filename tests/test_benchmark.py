@@ -1,6 +1,8 @@
 """The benchmark on a CPU at tiny shapes: that its numbers are what they claim to be, and that nothing is dropped."""
 
 import json
+import os
+import subprocess
 import sys
 
 import pytest
@@ -177,3 +179,26 @@ def test_verl_kernel_is_found_without_importing_verl(tmp_path, monkeypatch):
     finally:
         for name in set(sys.modules) - set(modules):
             del sys.modules[name]
+
+
+@pytest.mark.torchrun
+def test_heads_under_tensor_parallelism_agree(tmp_path):
+    pytest.importorskip("megatron.core")
+    output = tmp_path / "head_tp.json"
+    arguments = "--device cpu --dtype fp32 --tokens 6,12 --hidden 8 --vocab 40 --heads ours,ours-cached,megatron,verl"
+    torchrun("benchmark.head_tp", 2, f"{arguments} --output {output}")
+    times = json.loads(output.read_text())["times"]
+    measured = {(record["tp"], record["tokens"], record["provider"], record["mode"]) for record in times}
+    assert len(measured) == len(times) == 2 * 2 * 5
+    for record in times:
+        assert record["status"] == "ok"
+        assert record["over_products"] > 0
+        assert record["logprobs_difference"] < 1e-5
+        # Megatron's fused cross-entropy rounds its gradient to bf16, whatever the dtype
+        assert record["grad_hidden_difference"] < (2**-8 if record["provider"] == "megatron" else 1e-5)
+
+
+def torchrun(module, ranks, arguments):
+    command = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", module, *arguments.split()]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+    subprocess.run([sys.executable, "-m", *command], check=True, env=environment, timeout=300)

@@ -1,0 +1,221 @@
+"""The head alone under tensor parallelism, communication included: `torchrun --nproc-per-node 4 -m benchmark.head_tp`.
+
+Each tensor-parallel size is measured in groups of that many processes, which run at the same time. Beside ours stand
+verl's kernel and Megatron's native path (a column-parallel linear layer and its fused vocab-parallel cross-entropy),
+and cuBLAS on one rank's shard. hidden is replicated; every head leaves its gradient summed over the group.
+"""
+
+import argparse
+import functools
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+import megatron_lce
+from benchmark import measure, report
+from benchmark.providers import Head, cache_bytes, load_verl_kernel
+from benchmark.results import Results
+from benchmark.run import DTYPES
+from benchmark.shapes import Inputs, Shape, make_inputs
+
+REPEATS = 10
+
+
+class _SumGradient(torch.autograd.Function):
+    """Identity whose gradient is summed over the group: what verl's kernel leaves to its caller."""
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx, grad_hidden: Tensor) -> tuple[Tensor, None]:
+        dist.all_reduce(grad_hidden, group=ctx.group)
+        return grad_hidden, None
+
+
+def ours(group: ProcessGroup, fraction: float) -> Head:
+    def head(hidden: Tensor, weight: Tensor, labels: Tensor, mode: str) -> tuple[Tensor, ...]:
+        out = megatron_lce.linear_cross_entropy(
+            hidden,
+            weight,
+            labels,
+            tp_group=group,
+            entropy=mode == "rl",
+            logits_cache_bytes=cache_bytes(len(labels), len(weight), fraction),
+        )
+        return (out.logprobs, out.entropy) if mode == "rl" else (out.logprobs,)
+
+    return head
+
+
+def verl(group: ProcessGroup) -> Head:
+    kernel = load_verl_kernel()
+
+    def head(hidden: Tensor, weight: Tensor, labels: Tensor, mode: str) -> tuple[Tensor, ...]:
+        outputs = kernel(_SumGradient.apply(hidden, group), weight, labels, 1.0, "none", group)
+        return tuple(outputs) if mode == "rl" else tuple(outputs[:1])
+
+    return head
+
+
+def megatron(group: ProcessGroup) -> Head:
+    from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
+    from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
+
+    def head(hidden: Tensor, weight: Tensor, labels: Tensor, mode: str) -> tuple[Tensor, ...]:
+        logits = linear_with_grad_accumulation_and_async_allreduce(
+            input=hidden,
+            weight=weight,
+            bias=None,
+            gradient_accumulation_fusion=False,
+            allreduce_dgrad=group.size() > 1,
+            sequence_parallel=False,
+            tp_group=group,
+        )
+        return (-fused_vocab_parallel_cross_entropy(logits, labels, group),)
+
+    return head
+
+
+HEADS: dict[str, tuple[Callable[[ProcessGroup], Head], tuple[str, ...], str | None]] = {
+    "ours": (functools.partial(ours, fraction=0), ("rl", "logprob"), None),
+    "ours-cached": (functools.partial(ours, fraction=1), ("rl", "logprob"), None),
+    "verl": (verl, ("rl",), "verl"),
+    "megatron": (megatron, ("logprob",), "megatron-core"),
+}
+
+
+def shard_inputs(shape: Shape, group: ProcessGroup, dtype: torch.dtype, device: torch.device) -> Inputs:
+    """Inputs of one rank: the same hidden, labels and upstream gradients on all, its own shard of the weight."""
+    local = replace(shape, vocab=shape.vocab // group.size())
+    inputs = make_inputs(local, dtype, device)
+    generator = torch.Generator(device).manual_seed(1)
+    labels = torch.randint(shape.vocab, (shape.tokens,), generator=generator, device=device)
+    weight = make_inputs(replace(local, tokens=1), dtype, device, seed=2 + group.rank()).weight
+    return replace(inputs, labels=labels, weight=weight)
+
+
+def slowest_rank(record: dict, group: ProcessGroup) -> dict:
+    """The record with its times and memory replaced by the largest of the group."""
+    names = [name for name, value in record.items() if isinstance(value, float)]
+    values = torch.tensor([record[name] for name in names], dtype=torch.float64)
+    gathered: list = [None] * group.size()
+    dist.all_gather_object(gathered, values, group=group)
+    return record | dict(zip(names, torch.stack(gathered).amax(0).tolist(), strict=True))
+
+
+def measure_head(head: Head, inputs: Inputs, mode: str, group: ProcessGroup, reference: dict, device) -> dict:
+    """Times of the slowest rank, and how far outputs and hidden's gradient are from the first head's of this mode."""
+
+    def step() -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        return measure.run_step(head, inputs, mode)
+
+    record = slowest_rank(measure.measure_call(step, device, repeats=REPEATS), group)
+    (logprobs, *_), (grad_hidden, _) = step()
+    first_logprobs, first_grad_hidden = reference.setdefault(mode, (logprobs.detach(), grad_hidden))
+    record["logprobs_difference"] = (logprobs - first_logprobs).abs().max().item()
+    record["grad_hidden_difference"] = ((grad_hidden - first_grad_hidden).norm() / first_grad_hidden.norm()).item()
+    return record | {"gradients_mib": measure.gradients_mib(inputs, mode)}
+
+
+def load_heads(results: Results, names: list[str], group: ProcessGroup) -> dict[str, Head]:
+    """The heads that are installed, bound to the group."""
+    loaded = {}
+    for name in names:
+        load, _, package = HEADS[name]
+        loaded[name] = results.load(name, functools.partial(load, group), package, tp=group.size())
+    return {name: head for name, head in loaded.items() if head is not None}
+
+
+def measure_heads(
+    results: Results, shape: Shape, group: ProcessGroup, heads: dict[str, Head], dtype: torch.dtype
+) -> None:
+    """All heads at one tensor-parallel size and one number of tokens."""
+    device = results.device
+    measure.free_memory(device)
+    inputs = shard_inputs(shape, group, dtype, device)
+    name = f"tp{group.size()} {shape.name}"
+    dist.barrier()
+    results.attempt("products", {"shape": name}, lambda: measure.measure_products(inputs, device, repeats=REPEATS))
+    gradient = torch.zeros_like(inputs.hidden)
+    all_reduce = functools.partial(dist.all_reduce, gradient, group=group)
+    results.attempt(
+        "all_reduce",
+        {"shape": name, "tp": group.size(), "mib": gradient.nbytes / measure.MIB},
+        lambda: slowest_rank(measure.measure_call(all_reduce, device, repeats=REPEATS), group),
+    )
+    reference: dict = {}
+    for head_name, head in heads.items():
+        for mode in HEADS[head_name][1]:
+            measure.free_memory(device)
+            dist.barrier()
+            record = {"shape": name, "tp": group.size(), "tokens": shape.tokens, "mode": mode, "provider": head_name}
+            measurement = functools.partial(measure_head, head, inputs, mode, group, reference, device)
+            results.attempt("times", record, measurement)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmark.head_tp", description=__doc__.splitlines()[0])
+    parser.add_argument("--tp", help="tensor-parallel sizes (default: the powers of two up to the number of processes)")
+    parser.add_argument("--tokens", default="16384,8192", help="token counts (default: %(default)s)")
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--vocab", type=int, default=151936, help="of all ranks together")
+    parser.add_argument("--heads", default=",".join(HEADS), help="default: %(default)s")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--output", type=Path, default=Path("head_tp.json"))
+    arguments = parser.parse_args()
+    device = torch.device("cpu")
+    if arguments.device == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(minutes=5))
+    path = arguments.output if dist.get_rank() == 0 else None
+    results = Results(device, DTYPES[arguments.dtype], path, {"command": sys.argv[1:], "ranks": dist.get_world_size()})
+    ranks = dist.get_world_size()
+    sizes = (
+        [int(text) for text in arguments.tp.split(",")] if arguments.tp else [2**i for i in range(ranks.bit_length())]
+    )
+    for tp in sizes:
+        if ranks % tp or arguments.vocab % tp:
+            raise ValueError(f"--tp must divide {ranks} processes and {arguments.vocab} columns, got {tp}")
+        group, _ = dist.new_subgroups(group_size=tp)
+        heads = load_heads(results, arguments.heads.split(","), group)
+        for tokens in (int(text) for text in arguments.tokens.split(",")):
+            shape = Shape(f"{tokens}x{arguments.hidden}x{arguments.vocab}", tokens, arguments.hidden, arguments.vocab)
+            measure_heads(results, shape, group, heads, DTYPES[arguments.dtype])
+        del heads
+    if path:
+        print_table(results.document)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def print_table(document: dict) -> None:
+    """Every head's times beside the products of one rank's shard, and the all-reduce of hidden's gradient."""
+    console = Console(width=170)
+    report.print_header(document, console)
+    for record in document["products"]:
+        if products := report.products_ms(document, record["shape"]):
+            reductions = [other["time_ms"] for other in document["all_reduce"] if other["shape"] == record["shape"]]
+            text = "F {:.2f}, dX {:.2f}, dW {:.2f}, all-reduce {:.2f} ms".format(*products, *reductions)
+            console.print(f"{record['shape']} on one rank: {text}")
+    columns = ("time_ms", "over_products", "over_products_recomputed", "peak_mib", "gradients_mib")
+    differences = ("logprobs_difference", "grad_hidden_difference")
+    keys = ("shape", "mode", "provider")
+    report.print_table(console, "head under tensor parallelism", keys, (*columns, *differences), document["times"])
+
+
+if __name__ == "__main__":
+    main()
