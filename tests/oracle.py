@@ -1,0 +1,182 @@
+"""What results are held against: the fp64 oracle, and the error that eager PyTorch makes on the same inputs."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_lce.outputs import LinearCrossEntropyOutput
+from megatron_lce.reference import reference_linear_cross_entropy
+
+# An error within this many times that of eager PyTorch is rounding; a wrong formula is orders of magnitude larger.
+TIMES_EAGER_FP32 = 4.0
+TIMES_EAGER_16_BIT = 2.0
+
+# Triton's interpreter truncates fp32 -> bf16 where a GPU rounds: on average half a bf16 step towards zero, which a
+# product does not average out.
+INTERPRETER_TRUNCATION = 2.0**-8
+
+_EPS_FP32 = torch.finfo(torch.float32).eps
+
+
+class Upstream(NamedTuple):
+    """Upstream gradients of the three differentiable outputs; None: the output takes no part in the loss."""
+
+    logprobs: Tensor | None = None
+    entropy: Tensor | None = None
+    lse: Tensor | None = None
+
+
+class Result(NamedTuple):
+    outputs: LinearCrossEntropyOutput
+    grad_hidden: Tensor | None
+    grad_weight: Tensor | None
+
+
+class Comparison(NamedTuple):
+    name: str
+    error: float
+    allowed: float
+
+
+def random_upstream(shape: tuple[int, ...], generator: torch.Generator, entropy: bool = True) -> Upstream:
+    """A gradient of its own for each token and output."""
+    logprobs, entropies, lse = torch.randn(3, *shape, generator=generator).unbind()
+    return Upstream(logprobs, entropies if entropy else None, lse)
+
+
+def evaluate(
+    function: Callable[..., LinearCrossEntropyOutput],
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    upstream: Upstream,
+    **keywords: Any,
+) -> Result:
+    """Outputs of `function` and the gradients that `upstream` gives through them."""
+    hidden = hidden.detach().clone().requires_grad_()
+    weight = weight.detach().clone().requires_grad_()
+    outputs = function(hidden, weight, labels, **keywords)
+    pairs = [(o, g) for o, g in zip(outputs[:3], upstream, strict=True) if o is not None and g is not None]
+    torch.autograd.backward([o for o, _ in pairs], [g.to(o) for o, g in pairs])
+    detached = LinearCrossEntropyOutput(*(None if o is None else o.detach() for o in outputs))
+    return Result(detached, hidden.grad, weight.grad)
+
+
+def oracle(hidden: Tensor, weight: Tensor, labels: Tensor, upstream: Upstream, **keywords: Any) -> Result:
+    """`reference_linear_cross_entropy` in fp64 for inputs of any leading shape, with telemetry."""
+    return evaluate(
+        _any_shape(reference_linear_cross_entropy), hidden.double(), weight.double(), labels, upstream, **keywords
+    )
+
+
+def comparisons(
+    actual: Result,
+    expected: Result,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    upstream: Upstream,
+    *,
+    interpreted: bool = False,
+    weight_rows: slice = slice(None),
+    hidden_rows: slice = slice(None),
+    **keywords: Any,
+) -> Iterator[Comparison]:
+    """Each result's error beside what is allowed.
+
+    Outputs: largest difference, allowed a multiple of what eager PyTorch makes in fp32 on these inputs, whatever their
+    dtype. Gradients: norm of the difference over the norm, allowed a multiple of what eager makes in the inputs' dtype.
+    `weight_rows`, `hidden_rows`: the part of the oracle's gradients that `actual` holds.
+    """
+    in_fp32 = evaluate(
+        _any_shape(eager_linear_cross_entropy), hidden.float(), weight.float(), labels, upstream, **keywords
+    )
+    same_dtype = evaluate(_any_shape(eager_linear_cross_entropy), hidden, weight, labels, upstream, **keywords)
+    extremes = [t.nan_to_num().abs().max() for t in expected.outputs[2:5] if t is not None and t.numel()]
+    largest_logit = max([1.0, *map(float, extremes)])
+    for name, value, exact, eager in zip(
+        LinearCrossEntropyOutput._fields, actual.outputs, expected.outputs, in_fp32.outputs, strict=True
+    ):
+        if value is None:
+            continue
+        if name == "argmax":
+            yield Comparison(name, float((value != exact).sum()), 0.0)
+            continue
+        # Where eager happens to be exact: a rounding of the products and one of their base-2 form.
+        floor = 2 * _EPS_FP32 * largest_logit
+        eager_error = 0.0 if eager is None else largest_error(eager, exact)
+        yield Comparison(name, largest_error(value, exact), TIMES_EAGER_FP32 * max(eager_error, floor))
+    times = TIMES_EAGER_FP32 if hidden.dtype == torch.float32 else TIMES_EAGER_16_BIT
+    for name, part in (("grad_hidden", hidden_rows), ("grad_weight", weight_rows)):
+        value, exact, eager = (getattr(result, name) for result in (actual, expected, same_dtype))
+        if value is None:
+            continue
+        # Where eager happens to be exact: rounding of the result, and of the logits that p = exp(z - lse) is made of.
+        floor = max(torch.finfo(hidden.dtype).eps, _EPS_FP32 * largest_logit) / 4
+        allowed = times * max(relative_error(eager, exact), floor)
+        if interpreted and hidden.dtype == torch.bfloat16:
+            allowed += INTERPRETER_TRUNCATION
+        yield Comparison(name, relative_error(value, exact[part]), allowed)
+
+
+def largest_error(actual: Tensor, expected: Tensor) -> float:
+    """Largest difference; infinite where one is NaN and the other is not, or where shapes differ."""
+    if actual.shape != expected.shape or not torch.equal(actual.isnan(), expected.isnan()):
+        return float("inf")
+    difference = (actual.double() - expected.double())[~expected.isnan()]
+    return float(difference.abs().max()) if difference.numel() else 0.0
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Norm of the difference over the norm; infinite where NaN or shape disagree, huge where 0 is expected."""
+    if actual.shape != expected.shape or not torch.equal(actual.isnan(), expected.isnan()):
+        return float("inf")
+    valid = ~expected.isnan()
+    difference = float((actual.double() - expected.double())[valid].norm())
+    return difference / max(float(expected[valid].double().norm()), 1e-300) if difference else 0.0
+
+
+def eager_linear_cross_entropy(
+    hidden: Tensor,  # [N, H]
+    weight: Tensor,  # [V, H]
+    labels: Tensor,  # [N]
+    temperature: float | Tensor = 1.0,
+    *,
+    logits_scale: float = 1.0,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+    vocab_size: int | None = None,
+    entropy: bool = True,
+    telemetry: bool = False,
+) -> LinearCrossEntropyOutput:
+    """What a user writes in eager PyTorch: logits in the inputs' dtype, an fp32 softmax over them."""
+    logits = (hidden @ weight[:vocab_size].T).float() * logits_scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    logits = logits / (temperature[:, None] if isinstance(temperature, Tensor) else temperature)
+    known = (labels >= 0) & (labels < logits.shape[1])
+    kept = torch.where(labels == ignore_index, 0.0, torch.where(known, 1.0, torch.nan))
+    all_logprobs = logits.log_softmax(dim=-1)
+    logprobs = all_logprobs.gather(1, torch.where(known, labels, 0)[:, None])[:, 0]
+    row_entropy = -(all_logprobs.exp() * all_logprobs).sum(dim=-1) if entropy else None
+    outputs = [logprobs, row_entropy, logits.logsumexp(dim=-1)]
+    if telemetry:
+        outputs += [logits.detach().amax(dim=-1), logits.detach().amin(dim=-1)]
+    outputs = [None if o is None else o * kept for o in outputs]
+    if telemetry:
+        outputs.append(logits.argmax(dim=-1))
+    return LinearCrossEntropyOutput(*outputs)
+
+
+def _any_shape(function: Callable[..., LinearCrossEntropyOutput]) -> Callable[..., LinearCrossEntropyOutput]:
+    """`function` of hidden [N, H] and labels [N], for hidden [..., H] and labels [...]."""
+
+    def call(hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float | Tensor = 1.0, **keywords: Any):
+        if isinstance(temperature, Tensor):
+            temperature = temperature.reshape(-1)
+        flat = function(hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), temperature, **keywords)
+        return LinearCrossEntropyOutput(*(None if o is None else o.reshape(labels.shape) for o in flat))
+
+    return call

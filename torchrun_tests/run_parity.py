@@ -1,0 +1,276 @@
+"""The operation over any number of ranks against the single-rank fp64 oracle.
+
+    torchrun --nproc-per-node 2 torchrun_tests/run_parity.py --device cuda|cpu
+
+Every rank builds the same whole problem, keeps its own part, and compares outputs and both gradients with the oracle's
+for the whole. Allowed errors are multiples of what eager PyTorch makes on the same inputs (`tests/oracle.py`).
+"""
+
+import importlib.util
+import itertools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from harness import Report, main
+from torch.distributed import ProcessGroup
+
+import megatron_lce
+from tests.oracle import Result, Upstream, comparisons, evaluate, oracle, random_upstream
+
+HIDDEN_SIZE = 24
+SEQUENCE = 12  # divisible by 1, 2, 3 and 4 ranks
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem; functions take the number of ranks."""
+
+    name: str
+    shape: tuple[int, ...] = (SEQUENCE, 1)  # of labels
+    shards: Callable[[int], list[int]] = lambda ranks: [20] * ranks
+    vocab_size: Callable[[int], int] | None = None
+    hidden_size: int = HIDDEN_SIZE
+    dtype: torch.dtype = torch.float32
+    sequence_parallel: bool = False
+    pass_vocab_start: bool = False
+    workspace_bytes: int = 2**29
+    change: Callable[["Problem"], None] | None = None  # edits the problem in place
+    keywords: dict[str, Any] = field(default_factory=dict)
+
+
+class Problem:
+    """The whole problem, equal on every rank, and where its shards lie."""
+
+    def __init__(self, case: Case, ranks: int, device: torch.device) -> None:
+        generator = torch.Generator().manual_seed(1234)
+        sizes = case.shards(ranks)
+        self.starts = [0, *itertools.accumulate(sizes)]
+        vocabulary = self.starts[-1]
+        self.vocab_size = case.vocab_size(ranks) if case.vocab_size else None
+        hidden = torch.randn(*case.shape, case.hidden_size, generator=generator)
+        weight = torch.randn(vocabulary, case.hidden_size, generator=generator) * 0.5
+        self.hidden = hidden.to(device, case.dtype)
+        self.weight = weight.to(device, case.dtype)
+        self.labels = torch.randint(self.vocab_size or vocabulary, case.shape, generator=generator).to(device)
+        upstream = random_upstream(case.shape, generator, entropy=case.keywords.get("entropy", True))
+        self.upstream = Upstream(*(None if u is None else u.to(device) for u in upstream))
+        self.keywords: dict[str, Any] = {}
+        if case.change is not None:
+            case.change(self)
+
+
+def first_columns(problem: Problem) -> None:
+    """Every label is the first column of a shard: the next rank's labels lie just past this one's last tile."""
+    starts = torch.tensor(problem.starts[:-1], device=problem.labels.device)
+    problem.labels = starts.repeat(problem.labels.numel())[: problem.labels.numel()].view_as(problem.labels)
+
+
+def very_negative(problem: Problem) -> None:
+    problem.hidden[..., 0] = 100.0
+    problem.weight[:, 0] = -100.0
+
+
+def ignore_some(problem: Problem) -> None:
+    problem.labels[::3] = -100
+
+
+def ignore_all(problem: Problem) -> None:
+    problem.labels.fill_(-100)
+
+
+def token_temperature(problem: Problem) -> None:
+    ramp = torch.linspace(0.5, 2.0, problem.labels.numel(), device=problem.labels.device)
+    problem.keywords["temperature"] = ramp.view_as(problem.labels)
+
+
+def unusable_temperature(problem: Problem) -> None:
+    token_temperature(problem)
+    problem.keywords["temperature"].view(-1)[:3] = torch.tensor([0.0, -1.0, float("nan")])
+
+
+def unowned_labels(problem: Problem) -> None:
+    end = problem.vocab_size or problem.starts[-1]
+    problem.labels.view(-1)[:4] = torch.tensor([-1, end, problem.starts[-1], 2**40])
+
+
+def tied_maxima(problem: Problem) -> None:
+    """Two shards' first rows are equal and the largest by far."""
+    for start in problem.starts[:-1]:
+        problem.weight[start] = 3.0
+    problem.hidden.abs_()
+
+
+def uneven(ranks: int) -> list[int]:
+    return [13 + 9 * (rank % 2) + rank for rank in range(ranks)]
+
+
+BF16 = torch.bfloat16
+CASES = [
+    Case("even shards"),
+    Case("even shards, b=3", shape=(SEQUENCE, 3)),
+    Case("one dimension of tokens", shape=(7,)),
+    Case("uneven shards", shape=(SEQUENCE, 3), shards=uneven, pass_vocab_start=True, change=ignore_some),
+    Case("labels in the next rank's first column", shards=uneven, pass_vocab_start=True, change=first_columns),
+    Case("labels in the next rank's first column, whole tiles", shards=lambda n: [256] * n, change=first_columns),
+    Case("padded columns", vocab_size=lambda ranks: 20 * ranks - 3),
+    Case("a shard that is all padding", vocab_size=lambda ranks: max(20 * (ranks - 1) - 3, 5)),
+    Case("a shard that is all padding, sequence parallel", vocab_size=lambda n: 5, sequence_parallel=True),
+    Case("all logits near -10000", change=very_negative),
+    Case("some rows ignored", change=ignore_some),
+    Case("all rows ignored", change=ignore_all),
+    Case("sequence parallel", sequence_parallel=True),
+    Case("sequence parallel, b=3", shape=(SEQUENCE, 3), sequence_parallel=True, change=ignore_some),
+    Case("sequence parallel, uneven", shards=uneven, pass_vocab_start=True, sequence_parallel=True),
+    Case("temperature per token", shape=(SEQUENCE, 3), change=token_temperature),
+    Case("temperature per token, sequence parallel", change=token_temperature, sequence_parallel=True),
+    Case("unusable temperatures", change=unusable_temperature),
+    Case("softcap, logits_scale, temperature", keywords={"softcap": 3.0, "logits_scale": 0.7, "temperature": 1.6}),
+    Case("without entropy", keywords={"entropy": False}),
+    Case("telemetry", keywords={"telemetry": True}),
+    Case("telemetry, tied maxima across ranks", keywords={"telemetry": True}, change=tied_maxima),
+    Case("unowned labels", change=unowned_labels),
+    Case("unowned labels, sequence parallel, padding", change=unowned_labels, vocab_size=lambda n: 5 * n),
+    Case("no tokens", shape=(0, 3)),
+    Case("no tokens, sequence parallel", shape=(0, 3), sequence_parallel=True),
+    Case("one token, H=1, V_local=1", shape=(1,), hidden_size=1, shards=lambda ranks: [1] * ranks),
+    Case("blocks of tokens", shape=(144,), shards=lambda n: [600] * n, workspace_bytes=2**16),
+    Case("blocks of tokens, bf16", shape=(144,), shards=lambda n: [600] * n, workspace_bytes=2**16, dtype=BF16),
+    Case("bf16", dtype=BF16),
+    Case("bf16, sequence parallel", shape=(SEQUENCE, 3), dtype=BF16, sequence_parallel=True),
+    Case("bf16, uneven, b=3", shape=(SEQUENCE, 3), dtype=BF16, shards=uneven, pass_vocab_start=True),
+    Case("fp16", dtype=torch.float16),
+]
+
+
+def run_case(case: Case, backend: str, group: ProcessGroup, device: torch.device, report: Report) -> None:
+    """Outputs and gradients of this rank's part against the oracle's for the whole."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    problem = Problem(case, ranks, device)
+    keywords = {**case.keywords, **problem.keywords}
+    shard = slice(problem.starts[rank], problem.starts[rank + 1])
+    rows = sequence_shard(case, rank, ranks)
+    actual = evaluate(
+        megatron_lce.linear_cross_entropy,
+        problem.hidden[rows],
+        problem.weight[shard],
+        problem.labels,
+        problem.upstream,
+        tp_group=group,
+        sequence_parallel=case.sequence_parallel,
+        vocab_start=shard.start if case.pass_vocab_start else None,
+        vocab_size=problem.vocab_size,
+        backend=backend,
+        workspace_bytes=case.workspace_bytes,
+        **keywords,
+    )
+    inputs = (problem.hidden, problem.weight, problem.labels, problem.upstream)
+    options = {"vocab_size": problem.vocab_size, **keywords}
+    name = f"{backend}: {case.name}"
+    results = comparisons(
+        actual,
+        oracle(*inputs, **options),
+        *inputs,
+        interpreted=backend == "triton" and device.type == "cpu",
+        hidden_rows=rows,
+        weight_rows=shard,
+        **options,
+    )
+    for result in results:
+        report.check(f"{name}: {result.name}", *verdict(result.error, result.allowed))
+    check_same_bits(name, actual, case, group, report)
+
+
+def verdict(error: float, allowed: float) -> tuple[bool, str]:
+    return error <= allowed, f"error {error:.2e}, allowed {allowed:.1e}"
+
+
+def sequence_shard(case: Case, rank: int, ranks: int) -> slice:
+    if not case.sequence_parallel:
+        return slice(None)
+    length = case.shape[0] // ranks
+    return slice(rank * length, (rank + 1) * length)
+
+
+def check_same_bits(name: str, actual: Result, case: Case, group: ProcessGroup, report: Report) -> None:
+    """Every rank of the group holds the same outputs, and hidden gradient where that is whole."""
+    tensors = [t.double() for t in actual.outputs if t is not None]
+    if not case.sequence_parallel:
+        tensors.append(actual.grad_hidden.double())
+    mine = torch.cat([t.reshape(-1).nan_to_num(nan=12345.0) for t in tensors])
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, mine, group=group)
+    different = sum(int((other != mine).sum()) for other in everyone)
+    report.check(f"{name}: same bits on every rank", different == 0, f"{different} numbers differ")
+
+
+def run_partial_gradients(backend: str, group: ProcessGroup, device: torch.device, report: Report) -> None:
+    """With reduce_grad_hidden=False each rank's hidden gradient is a partial sum; the caller's sum is the gradient."""
+    case = Case("reduce_grad_hidden=False")
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    problem = Problem(case, ranks, device)
+    shard = slice(problem.starts[rank], problem.starts[rank + 1])
+    inputs = (problem.hidden, problem.weight, problem.labels, problem.upstream)
+    actual = evaluate(
+        megatron_lce.linear_cross_entropy,
+        problem.hidden,
+        problem.weight[shard],
+        problem.labels,
+        problem.upstream,
+        tp_group=group,
+        reduce_grad_hidden=False,
+        backend=backend,
+    )
+    dist.all_reduce(actual.grad_hidden, group=group)
+    for result in comparisons(actual, oracle(*inputs), *inputs, weight_rows=shard):
+        report.check(f"{backend}: {case.name}: {result.name}", *verdict(result.error, result.allowed))
+
+
+def run_no_grad(backend: str, group: ProcessGroup, device: torch.device, report: Report) -> None:
+    """A pass without gradient returns the bits of a pass with: a fresh policy's ratio is exactly 1."""
+    rank = dist.get_rank(group)
+    for dtype in (torch.float32, BF16):
+        problem = Problem(Case("", dtype=dtype), dist.get_world_size(group), device)
+        weight = problem.weight[problem.starts[rank] : problem.starts[rank + 1]].clone().requires_grad_()
+        keywords = {"tp_group": group, "backend": backend}
+        trained = megatron_lce.linear_cross_entropy(problem.hidden, weight, problem.labels, **keywords)
+        with torch.no_grad():
+            old = megatron_lce.linear_cross_entropy(problem.hidden, weight, problem.labels, entropy=False, **keywords)
+        ratio = (trained.logprobs.detach() - old.logprobs).exp()
+        report.check(f"{backend}: no_grad, {dtype}: ratio is 1", bool((ratio == 1).all()), f"{ratio.max():.9f} at most")
+
+
+def subgroups() -> tuple[ProcessGroup, int]:
+    """This rank's group when the world is cut into pairs (a last odd rank, or a world of 2, into groups of one)."""
+    world = dist.get_world_size()
+    size = 2 if world > 2 else 1
+    members = [list(range(first, min(first + size, world))) for first in range(0, world, size)]
+    groups = [dist.new_group(ranks) for ranks in members]
+    return groups[dist.get_rank() // size], size
+
+
+def available_backends(device: torch.device) -> list[str]:
+    if importlib.util.find_spec("triton") is None or importlib.util.find_spec("megatron_lce.kernels.backend") is None:
+        return ["torch"]
+    return ["torch", "triton"]
+
+
+def program(device: torch.device, report: Report) -> None:
+    if device.type == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported
+    world = dist.group.WORLD
+    subgroup, _ = subgroups()
+    for backend in available_backends(device):
+        for case in CASES:
+            run_case(case, backend, world, device, report)
+        run_partial_gradients(backend, world, device, report)
+        run_no_grad(backend, world, device, report)
+        for case in (Case("tp_group is a part of the world"), Case("a part of the world, bf16", dtype=BF16)):
+            run_case(case, backend, subgroup, device, report)
+
+
+if __name__ == "__main__":
+    main(program)
