@@ -1,0 +1,245 @@
+"""GRPO of a small Megatron GPT on a task with a verifiable reward, with the fused head on or off.
+
+    torchrun --nproc-per-node 2 -m scripts.train_grpo --tp 2 --sequence-parallel
+
+The model sorts digits character by character. A short supervised warm-up teaches it the format; from then on it learns
+from nothing but the rewards of what it samples. The two heads meet in `policy_outputs`: everything else is the same.
+"""
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+
+import megatron_lce
+from scripts import materialised_head, megatron_runtime, rl_losses, training
+from scripts.rollout import sample
+from scripts.sorting_task import EOS, PAD, VOCAB_SIZE, SortingTask
+
+IGNORED = -100
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = training.argument_parser(__doc__, steps=80, hidden_size=64)
+    parser.add_argument("--digits", type=int, default=5)
+    parser.add_argument("--padded-vocab-size", type=int, default=64, help="of the model; the task has 13 characters")
+    parser.add_argument("--warm-up-steps", type=int, default=40, help="supervised steps before GRPO")
+    parser.add_argument("--warm-up-lr", type=float, default=3e-3)
+    parser.add_argument("--prompts", type=int, default=16, help="prompts a step on each data-parallel rank")
+    parser.add_argument("--samples", type=int, default=8, help="samples of each prompt")
+    parser.add_argument("--updates", type=int, default=2, help="optimizer steps on the samples of one step")
+    parser.add_argument("--num-microbatches", type=int, default=1, help="of each optimizer step")
+    parser.add_argument("--temperature", type=float, default=0.8)
+    parser.add_argument("--level", choices=("token", "sequence"), default="token", help="of the clipped ratio")
+    parser.add_argument("--clip-low", type=float, default=0.2)
+    parser.add_argument("--clip-high", type=float, default=0.28)
+    parser.add_argument("--kl-weight", type=float, default=0.01)
+    parser.add_argument("--entropy-weight", type=float, default=0.001)
+    parser.add_argument("--report", default="grpo.json", help="name of the report in --out")
+    return parser.parse_args()
+
+
+@dataclass
+class Batch:
+    """Whole sequences of S = prompt + completion tokens, shifted: position t predicts token t + 1. All [B, S]."""
+
+    tokens: Tensor  # int64
+    labels: Tensor  # int64, IGNORED where the policy chose nothing
+    mask: Tensor  # float32
+    advantages: Tensor | None = None  # [B] float32
+    old_logprobs: Tensor | None = None  # float32
+    reference_logprobs: Tensor | None = None  # float32
+
+    @classmethod
+    def of(cls, prompts: Tensor, completions: Tensor, completion_mask: Tensor, **further: Tensor) -> "Batch":
+        tokens = torch.cat([prompts, completions], dim=1)
+        mask = shifted(completion_mask, tokens.shape[1])
+        labels = torch.where(mask > 0, tokens.roll(-1, 1), IGNORED)
+        return cls(tokens, labels, mask, **further)
+
+    def split(self, parts: int) -> list["Batch"]:
+        """Equal parts along B."""
+        columns = {name: tensor.chunk(parts) for name, tensor in vars(self).items() if tensor is not None}
+        return [Batch(**{name: chunks[part] for name, chunks in columns.items()}) for part in range(parts)]
+
+
+def shifted(completion_values: Tensor, length: int) -> Tensor:
+    """[B, completion] to [B, length]: each value at the position that predicts its token, 0 elsewhere."""
+    before = length - completion_values.shape[1] - 1
+    return torch.nn.functional.pad(completion_values, (before, 1))
+
+
+def policy_outputs(model: torch.nn.Module, batch: Batch, args: argparse.Namespace) -> tuple[Tensor, Tensor]:
+    """(logprobs, entropy) [B, S] fp32 of the labels at the policy's temperature, by the fused head or without it."""
+    positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).expand_as(batch.tokens)
+    if not args.use_fused_linear_ce:
+        logits = model(batch.tokens, positions, None)  # [B, S, V / tp]
+        return materialised_head.logprobs_and_entropy(logits, batch.labels, args.temperature, VOCAB_SIZE, IGNORED)
+    with megatron_lce.capture_lm_head(model) as head:
+        model(batch.tokens, positions, None)
+    out = head.linear_cross_entropy(
+        batch.labels,
+        temperature=args.temperature,
+        ignore_index=IGNORED,
+        vocab_size=VOCAB_SIZE,
+        workspace_bytes=int(args.workspace_mib * 2**20),
+    )
+    return out.logprobs, out.entropy
+
+
+@torch.no_grad()
+def fixed_logprobs(model: torch.nn.Module, batch: Batch, args: argparse.Namespace) -> Tensor:
+    """Old or reference logprobs [B, S], a microbatch at a time so that memory is that of a training microbatch."""
+    parts = batch.split(args.updates * args.num_microbatches)
+    return torch.cat([policy_outputs(model, part, args)[0] for part in parts])
+
+
+def warm_up_step(batches: Iterator[Batch], model: torch.nn.Module, args: argparse.Namespace):
+    """Megatron's forward step for the supervised warm-up: minus the answer's logprobs."""
+    batch = next(batches)
+    logprobs, _ = policy_outputs(model, batch, args)
+
+    def loss(logprobs: Tensor):
+        total, count = -(logprobs * batch.mask).sum(), batch.mask.sum()
+        return total, count.int(), (total.detach(), count)
+
+    return logprobs, loss
+
+
+def grpo_step(batches: Iterator[Batch], model: torch.nn.Module, args: argparse.Namespace):
+    """Megatron's forward step for GRPO: Megatron sums `total` and `count` over microbatches and ranks and divides."""
+    batch = next(batches)
+    logprobs, entropy = policy_outputs(model, batch, args)
+
+    def loss(logprobs: Tensor):
+        result = rl_losses.policy_loss(
+            logprobs,
+            entropy,
+            batch.old_logprobs,
+            batch.reference_logprobs,
+            batch.advantages,
+            batch.mask,
+            level=args.level,
+            clip_low=args.clip_low,
+            clip_high=args.clip_high,
+            kl_weight=args.kl_weight,
+            entropy_weight=args.entropy_weight,
+        )
+        report = [result.total.detach(), result.count, result.clipped, result.kl, result.entropy, result.tokens]
+        return result.total, result.count.int(), torch.stack(report)
+
+    return logprobs, loss
+
+
+class Trainer:
+    """Policy, frozen reference, optimizer and the generators that make a run repeatable."""
+
+    def __init__(self, args: argparse.Namespace, device: torch.device):
+        self.args, self.device = args, device
+        self.task = SortingTask(args.digits)
+        options = training.gpt_options(args, vocab_size=args.padded_vocab_size)
+        self.policy = megatron_runtime.build_gpt(options, device=device, ddp=True)
+        self.reference = megatron_runtime.build_gpt(options, device=device).requires_grad_(False)
+        self.dtype = options.dtype
+        seed = args.seed + 1000 * parallel_state.get_data_parallel_rank()
+        self.prompt_generator = torch.Generator().manual_seed(seed)
+        self.sampling_generator = torch.Generator(device).manual_seed(seed)
+
+    def warm_up(self) -> list[float]:
+        """Supervised steps on right answers; leaves the reference equal to the policy. Returns the losses."""
+        args, losses = self.args, []
+        optimizer = megatron_runtime.build_optimizer([self.policy], self.dtype, args.warm_up_lr)
+        bar = training.progress(args.warm_up_steps, "supervised warm-up")
+        for _ in bar:
+            prompts = self.task.prompts(args.prompts * args.samples, self.prompt_generator).to(self.device)
+            answers = self.task.answers(prompts)
+            batches = Batch.of(prompts, answers, torch.ones_like(answers, dtype=torch.float32))
+            parts = batches.split(args.num_microbatches)
+            reports = training.train_step(
+                self.policy, optimizer, partial(warm_up_step, args=args), iter(parts), len(parts)
+            )
+            total, count = (torch.stack(column).sum() for column in zip(*reports, strict=True))
+            losses.append(training.data_parallel_mean(total, count))
+            bar.set_postfix(loss=f"{losses[-1]:.4f}", refresh=False)
+        for frozen, trained in zip(self.reference.parameters(), self.policy.parameters(), strict=True):
+            frozen.data.copy_(trained.data)
+        return losses
+
+    def roll_out(self) -> tuple[Batch, dict[str, float]]:
+        """Samples, rewards and the logprobs that stay fixed while this step's updates run."""
+        args, task = self.args, self.task
+        prompts = task.prompts(args.prompts, self.prompt_generator).to(self.device)
+        prompts = prompts.repeat_interleave(args.samples, dim=0)
+        completions, sampler_logprobs, mask = sample(
+            self.policy,
+            prompts,
+            task.answer_length,
+            temperature=args.temperature,
+            vocab_size=VOCAB_SIZE,
+            eos=EOS,
+            pad=PAD,
+            generator=self.sampling_generator,
+        )
+        rewards = task.rewards(prompts, completions)
+        advantages = rl_losses.group_advantages(rewards.view(args.prompts, args.samples)).flatten()
+        batch = Batch.of(prompts, completions, mask, advantages=advantages)
+        batch.old_logprobs = fixed_logprobs(self.policy, batch, args)
+        batch.reference_logprobs = fixed_logprobs(self.reference, batch, args)
+        gap = rl_losses.logprob_gap(batch.old_logprobs, shifted(sampler_logprobs, batch.tokens.shape[1]), batch.mask)
+        return batch, self._measures(rewards, gap)
+
+    def _measures(self, rewards: Tensor, gap: dict[str, Tensor]) -> dict[str, float]:
+        count = torch.tensor(float(len(rewards)), device=self.device)
+        largest = gap["largest"].clone()
+        torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
+        return {
+            "reward": training.data_parallel_mean(rewards.sum(), count),
+            "all_right": training.data_parallel_mean((rewards == 1).sum(), count),
+            "trainer_sampler_mean_difference": training.data_parallel_mean(gap["absolute"], gap["tokens"]),
+            "trainer_sampler_largest_difference": float(largest),
+            "trainer_sampler_kl": training.data_parallel_mean(gap["kl"], gap["tokens"]),
+        }
+
+    def update(self, optimizer, batch: Batch) -> dict[str, float]:
+        """The step's optimizer updates, each on its share of the samples."""
+        args, reports = self.args, []
+        order = torch.randperm(len(batch.tokens), generator=self.prompt_generator).to(self.device)
+        batch = Batch(**{name: tensor[order] for name, tensor in vars(batch).items()})
+        for share in batch.split(args.updates):
+            parts = share.split(args.num_microbatches)
+            reports += training.train_step(
+                self.policy, optimizer, partial(grpo_step, args=args), iter(parts), len(parts)
+            )
+        total, count, clipped, kl, entropy, tokens = torch.stack(reports).sum(0)
+        return {
+            "loss": training.data_parallel_mean(total, count),
+            "clipped": training.data_parallel_mean(clipped, count),
+            "kl": training.data_parallel_mean(kl, tokens),
+            "entropy": training.data_parallel_mean(entropy, tokens),
+        }
+
+
+def work(args: argparse.Namespace, device: torch.device) -> None:
+    trainer = Trainer(args, device)
+    warm_up_losses = trainer.warm_up()
+    optimizer = megatron_runtime.build_optimizer([trainer.policy], trainer.dtype, args.lr)
+    peak_before = training.peak_mib(device)
+    timer = training.StepTimer(device)
+    steps = []
+    bar = training.progress(args.steps, f"GRPO, fused head {'on' if args.use_fused_linear_ce else 'off'}")
+    for _ in bar:
+        with timer:
+            batch, measures = trainer.roll_out()
+            steps.append({**measures, **trainer.update(optimizer, batch)})
+        bar.set_postfix(reward=f"{steps[-1]['reward']:.3f}", refresh=False)
+    training.write_report(
+        args.out / args.report, args, device, timer, peak_before, warm_up_losses=warm_up_losses, steps=steps
+    )
+
+
+if __name__ == "__main__":
+    training.run(work, parse_arguments())
