@@ -44,9 +44,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             num_tokens = labels.shape[0]
             cached = 0
             if grad_enabled:
-                cached = backend.cache_columns(
-                    num_tokens, options.num_columns, hidden.dtype, options.logits_cache_bytes
-                )
+                cached = backend.cache_columns(num_tokens, options.num_columns, hidden, options.logits_cache_bytes)
             cache = backend.LogitsCache.allocate(num_tokens, cached, hidden) if cached else None
             stats = unpack(
                 _stats_over_group(hidden, weight, rows, options, backend, cache), options.entropy, options.telemetry
@@ -309,8 +307,8 @@ def _grad_logits_slabs(
         num_tokens,
         num_columns - first,
         options.workspace_bytes,
-        bytes_per_logit=backend.grad_logits_bytes(hidden.dtype),
-        bytes_per_column_if_tokens_are_cut=bytes_per_column,
+        backend.grad_logits_bytes(hidden, weight),
+        per_column_if_tokens_are_cut=bytes_per_column,
     )
     buffer = hidden.new_empty(blocks.tokens * _row_stride(blocks.columns, item))
     for offset in cut(num_columns - first, blocks.columns):
@@ -323,10 +321,11 @@ def _grad_logits_slabs(
             backend.grad_logits(
                 hidden[tokens],
                 weight[columns],
-                rows.labels[tokens] - columns.start,
+                rows.labels[tokens],
                 rows.scale[tokens],
-                terms[:4, tokens],
+                terms[:, tokens],
                 grad,
+                first_column=columns.start,
                 softcap_scale=softcap_scale,
                 entropy=entropy,
             )

@@ -14,15 +14,21 @@ class Blocks(NamedTuple):
     columns: int
 
 
+class BlockBytes(NamedTuple):
+    """What a block of `tokens` x `columns` takes."""
+
+    per_logit: int
+    per_token: int = 0
+    per_column: int = 0
+
+
 def plan_blocks(
     num_tokens: int,
     num_columns: int,
     workspace_bytes: int,
+    block_bytes: BlockBytes,
     *,
-    bytes_per_logit: int,
-    bytes_per_token: int = 0,
-    bytes_per_column: int = 0,
-    bytes_per_column_if_tokens_are_cut: int = 0,
+    per_column_if_tokens_are_cut: int = 0,
     preferred_columns: int = 16384,
 ) -> Blocks:
     """The widest blocks within `workspace_bytes`.
@@ -33,22 +39,22 @@ def plan_blocks(
     Raises:
         ValueError: not even the smallest block fits.
     """
+    per_logit, per_token, per_column = block_bytes
     preferred = min(preferred_columns, round_up(num_columns, COLUMN_STEP))
-    per_token = bytes_per_token + preferred * bytes_per_logit
-    if num_tokens * per_token + preferred * bytes_per_column <= workspace_bytes:
-        room = workspace_bytes - num_tokens * bytes_per_token
-        widest = room // (num_tokens * bytes_per_logit + bytes_per_column) if bytes_per_logit else num_columns
-        return Blocks(num_tokens, _even(num_columns, max(widest, preferred), COLUMN_STEP))
+    if num_tokens * (per_token + preferred * per_logit) + preferred * per_column <= workspace_bytes:
+        room = workspace_bytes - num_tokens * per_token
+        column_bytes = num_tokens * per_logit + per_column
+        return Blocks(num_tokens, _even(num_columns, room // column_bytes if column_bytes else num_columns, COLUMN_STEP))
 
-    bytes_per_column += bytes_per_column_if_tokens_are_cut
+    per_column += per_column_if_tokens_are_cut
     columns = preferred
     while True:
-        room = workspace_bytes - columns * bytes_per_column
-        tokens = room // (bytes_per_token + columns * bytes_per_logit)
+        room = workspace_bytes - columns * per_column
+        tokens = room // (per_token + columns * per_logit)
         if tokens >= min(num_tokens, columns // 2, 8192) or (columns <= COLUMN_STEP and tokens >= 1):
             break
         if columns <= COLUMN_STEP:
-            smallest = COLUMN_STEP * (bytes_per_column + bytes_per_logit) + bytes_per_token
+            smallest = COLUMN_STEP * (per_column + per_logit) + per_token
             raise ValueError(f"workspace_bytes must be at least {smallest} for this head, got {workspace_bytes}")
         columns = max(COLUMN_STEP, columns // 2 // COLUMN_STEP * COLUMN_STEP)
     return Blocks(_even(num_tokens, tokens, MIN_TOKENS), _even(num_columns, columns, COLUMN_STEP))

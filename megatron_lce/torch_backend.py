@@ -4,20 +4,20 @@ import torch
 from torch import Tensor
 
 from megatron_lce.products import product
-from megatron_lce.slabs import cut, plan_blocks
+from megatron_lce.slabs import BlockBytes, cut, plan_blocks
 from megatron_lce.softmax_stats import empty_stats, merge_stats, packed_rows, unpack
 
 __all__ = ["cache_columns", "grad_logits", "grad_logits_bytes", "merge_stats", "softmax_stats"]
 
 
-def cache_columns(num_tokens: int, num_columns: int, dtype: torch.dtype, logits_cache_bytes: int) -> int:
+def cache_columns(num_tokens: int, num_columns: int, hidden: Tensor, logits_cache_bytes: int) -> int:
     """Nothing is kept: where this backend runs, a cache is not what saves time."""
     return 0
 
 
-def grad_logits_bytes(dtype: torch.dtype) -> int:
-    """Bytes that `grad_logits` needs for each logit of its slab, its output included."""
-    return 3 * 4 + dtype.itemsize
+def grad_logits_bytes(hidden: Tensor, weight: Tensor) -> BlockBytes:
+    """What `grad_logits` takes for its intermediates, its output, and fp32 copies of its inputs."""
+    return BlockBytes(3 * 4 + hidden.element_size(), _upcast_row_bytes(hidden), _upcast_row_bytes(weight))
 
 
 def softmax_stats(
@@ -35,14 +35,11 @@ def softmax_stats(
 ) -> Tensor:
     """Packed softmax statistics [K, N] of V columns, see `megatron_lce.softmax_stats`."""
     num_tokens, num_columns = hidden.shape[0], weight.shape[0]
-    upcast = 4 * hidden.shape[1] if hidden.device.type == "cpu" and hidden.dtype != torch.float32 else 0
     blocks = plan_blocks(
         num_tokens,
         num_columns,
         workspace_bytes,
-        bytes_per_logit=2 * 4,
-        bytes_per_token=upcast,
-        bytes_per_column=upcast,
+        BlockBytes(2 * 4, _upcast_row_bytes(hidden), _upcast_row_bytes(weight)),
         preferred_columns=4096,
     )
     packed = hidden.new_empty(packed_rows(entropy, telemetry), num_tokens, dtype=torch.float32)
@@ -59,16 +56,17 @@ def softmax_stats(
 def grad_logits(
     hidden: Tensor,  # [N, H]
     weight: Tensor,  # [C, H], the slab
-    labels: Tensor,  # [N] int32 ids into the slab's rows; outside [0, C): not in this slab
+    labels: Tensor,  # [N] int32 ids; the slab's rows are first_column and up
     row_scale: Tensor,  # [N] fp32
-    row_terms: Tensor,  # [4, N] fp32, see `megatron_lce.autograd`
+    row_terms: Tensor,  # [5, N] fp32, see `megatron_lce.autograd`
     out: Tensor,  # [N, C] of hidden's dtype
     *,
+    first_column: int,
     softcap_scale: float | None,
     entropy: bool,
 ) -> None:
     """Gradient of one slab of the products `hidden @ weight.T`."""
-    lse, p_term, entropy_term, label_term = row_terms.unbind()
+    lse, p_term, entropy_term, label_term, _ = row_terms.unbind()
     logits = logits_base2(hidden, weight, row_scale, softcap_scale)
     tanh_squared = (logits / row_scale[:, None]).square_() if softcap_scale is not None else None
     log_p = logits.sub_(lse[:, None])
@@ -77,6 +75,7 @@ def grad_logits(
         grad.mul_(log_p.mul_(-entropy_term[:, None]).add_(p_term[:, None]))
     else:
         grad.mul_(p_term[:, None])
+    labels = labels - first_column
     in_slab = (labels >= 0) & (labels < weight.shape[0])
     column = torch.where(in_slab, labels, 0).long()[:, None]
     grad.scatter_(1, column, grad.gather(1, column) + torch.where(in_slab, label_term, 0.0)[:, None])
@@ -92,6 +91,10 @@ def logits_base2(hidden: Tensor, weight: Tensor, row_scale: Tensor, softcap_scal
     if softcap_scale is not None:
         logits.mul_(softcap_scale).tanh_()
     return logits.mul_(row_scale[:, None])
+
+
+def _upcast_row_bytes(matrix: Tensor) -> int:
+    return 4 * matrix.shape[1] if matrix.device.type == "cpu" and matrix.dtype != torch.float32 else 0
 
 
 def _slab_stats(logits: Tensor, labels: Tensor, entropy: bool, telemetry: bool, first_id: int) -> Tensor:

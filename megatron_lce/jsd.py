@@ -1,0 +1,178 @@
+"""Distillation: the generalised Jensen-Shannon divergence of two vocab-sharded LM heads, without their logits.
+
+With p_s = softmax(z_s / T) of the student, p_t of the teacher and m = beta p_t + (1 - beta) p_s, one token's loss is
+
+    0 < beta < 1    beta KL(p_t || m) + (1 - beta) KL(p_s || m)
+    beta = 0        KL(p_t || p_s), forward KL
+    beta = 1        KL(p_s || p_t), reverse KL
+
+(Agarwal et al., On-Policy Distillation of Language Models, 2024, section 2; the ends are that paper's convention, not the
+limits of the middle, which are zero.) A gradient reaches the student only. With L the loss and y = z_s / T,
+
+    dL/dp_s = (1 - beta) (log(p_s / m) + 1) - (beta p_t + (1 - beta) p_s) (1 - beta) / m = (1 - beta) log(p_s / m)
+    dL/dy   = p_s (dL/dp_s - sum of p_s dL/dp_s) = (1 - beta) p_s (log(p_s / m) - KL(p_s || m))
+
+and at the ends, by the same steps,
+
+    beta = 0        dL/dy = p_s - p_t
+    beta = 1        dL/dy = p_s (log(p_s / p_t) - KL(p_s || p_t))
+
+The gradient of a logit needs the row's whole KL first, so for 0 < beta < 1 there are three passes over both heads'
+products: softmax statistics (one exchange over the group gives both log-sum-exps), the two sums over the vocabulary
+(one exchange), and the gradient, slab by slab. The ends take two: their KL follows from statistics that a single pass
+accumulates, see `megatron_lce.jsd_stats`.
+
+Underflow: log2 p = z log2 e - lse is finite for any logit, and each probability multiplies a logarithm. log m is taken of
+an m held above the smallest normal number; where m is below it, p_s and p_t are zero, and zero times a finite number is
+what such a term is worth. Where student and teacher have equal logits log(p_s / m) is a rounding of zero, and so is the
+gradient.
+"""
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_lce import collectives, torch_backend, torch_jsd, validation
+from megatron_lce.api import load_backend, owned_columns
+from megatron_lce.jsd_autograd import linear_jsd_autograd
+from megatron_lce.jsd_stats import Head
+from megatron_lce.outputs import Backend, Options
+
+
+def linear_jsd(
+    student_hidden: Tensor,  # [..., H_student]
+    student_weight: Tensor,  # [V_local, H_student]
+    teacher_hidden: Tensor,  # [..., H_teacher]
+    teacher_weight: Tensor,  # [V_local, H_teacher]
+    *,
+    labels: Tensor | None = None,
+    beta: float = 0.5,
+    temperature: float | Tensor = 1.0,
+    tp_group: ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    ignore_index: int = -100,
+    vocab_start: int | None = None,
+    vocab_size: int | None = None,
+    workspace_bytes: int = 512 * 2**20,
+    backend: Backend = "auto",
+) -> Tensor:
+    """Per-token generalised Jensen-Shannon divergence of a student's and a teacher's LM head, without their logits.
+
+    `beta KL(p_t || m) + (1 - beta) KL(p_s || m)` with `m = beta p_t + (1 - beta) p_s` for 0 < beta < 1; forward KL,
+    `KL(p_t || p_s)`, for beta = 0 and reverse KL, `KL(p_s || p_t)`, for beta = 1 (Agarwal et al. 2024). Both softmaxes
+    are taken at `temperature`. Gradients of the student shrink with its square: a caller who wants them comparable
+    across temperatures multiplies the loss by temperature**2 (Hinton et al. 2015), which is not done here.
+
+    Args:
+        student_hidden: [..., H_student], fp32, bf16 or fp16; under `sequence_parallel` this rank's [s / tp, ..., H].
+        student_weight: [V_local, H_student] of its dtype, this rank's rows of the vocabulary.
+        teacher_hidden: [..., H_teacher] for the same tokens; its size and dtype may be others. It gets no gradient.
+        teacher_weight: [V_local, H_teacher] of its dtype, the same rows of the same vocabulary. It gets no gradient.
+        labels: int64, one a token (under `sequence_parallel` the full [s, ...]); only tells which rows are ignored.
+            `None`: no row is.
+        beta: weight of the teacher in the mixture, in [0, 1].
+        temperature: a positive float, or a floating tensor, one a token, without gradient; a row whose temperature is
+            not positive and finite is NaN.
+        tp_group: the ranks that the vocabulary is sharded over; `None`: the weights are whole.
+        sequence_parallel: both hiddens are sharded along their first dimension; they are gathered inside and the
+            student's gradient is reduce-scattered. Nothing to do on a single rank.
+        ignore_index: rows with this label have loss 0 and no gradient.
+        vocab_start: first global id of this shard; `None`: rank * V_local, all shards being equal.
+        vocab_size: true size of the vocabulary; columns at or past it are padding. `None`: every column counts.
+        workspace_bytes: most that transient buffers take, for any number of tokens. Beside it backward holds an fp32
+            accumulator of the student hidden's gradient (4 N H bytes) and, under `sequence_parallel`, the gathered
+            hiddens.
+        backend: "triton", "torch", or "auto": triton on a GPU that Triton supports, torch elsewhere. A named backend
+            that cannot run raises.
+
+    Returns:
+        The loss of each token in nats: fp32, [...] (under `sequence_parallel` [s, ...]), the same bits on every rank.
+        Its upstream gradient, one number a token, must be equal on every rank of the group.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described; the message names it, what it must be and what it was.
+    """
+    validation.check_group(tp_group)
+    ranks = collectives.group_size(tp_group)
+    sequence_parallel = sequence_parallel and ranks > 1
+    shape = _check_heads(
+        student_hidden, student_weight, teacher_hidden, teacher_weight, ranks if sequence_parallel else 1
+    )
+    validation.check_integer("ignore_index", ignore_index)
+    if labels is None:
+        labels = torch.full(shape, 1 if ignore_index == 0 else 0, device=student_hidden.device)
+    validation.check_labels_of("student_hidden", student_hidden, labels, ranks if sequence_parallel else 1)
+    validation.check_temperature(temperature, labels)
+    validation.check_number("beta", beta)
+    if not 0 <= beta <= 1:
+        raise ValueError(f"beta must lie in [0, 1], got {beta}")
+    validation.check_integer("workspace_bytes", workspace_bytes, minimum=0)
+    first, num_columns = owned_columns(student_weight, tp_group, vocab_start, vocab_size)
+    options = Options(
+        tp_group=tp_group if ranks > 1 else None,
+        sequence_parallel=sequence_parallel,
+        logits_scale=1.0,
+        softcap=None,
+        ignore_index=ignore_index,
+        vocab_start=first,
+        num_columns=num_columns,
+        entropy=False,
+        telemetry=False,
+        logits_cache_bytes=0,
+        workspace_bytes=workspace_bytes,
+        reduce_grad_hidden=True,
+    )
+    flat_temperature = temperature.reshape(-1) if isinstance(temperature, Tensor) else float(temperature)
+    loss = linear_jsd_autograd(
+        Head(student_hidden.reshape(-1, student_hidden.shape[-1]), student_weight.contiguous()),
+        Head(teacher_hidden.detach().reshape(-1, teacher_hidden.shape[-1]), teacher_weight.detach().contiguous()),
+        labels.reshape(-1),
+        flat_temperature,
+        float(beta),
+        options,
+        _load_primitives(backend, student_hidden.device),
+    )
+    return loss.reshape(shape)
+
+
+def _check_heads(
+    student_hidden: Tensor, student_weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, sequence_shards: int
+) -> tuple[int, ...]:
+    """Check that both heads are whole, see the same tokens and hold the same rows of a vocabulary; the loss's shape."""
+    for name, tensor in (
+        ("student_hidden", student_hidden),
+        ("student_weight", student_weight),
+        ("teacher_hidden", teacher_hidden),
+        ("teacher_weight", teacher_weight),
+    ):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    validation.check_head("student_hidden", student_hidden, "student_weight", student_weight)
+    validation.check_head("teacher_hidden", teacher_hidden, "teacher_weight", teacher_weight)
+    if teacher_hidden.device != student_hidden.device:
+        raise ValueError(
+            f"teacher_hidden must be on student_hidden's device, {student_hidden.device}, got {teacher_hidden.device}"
+        )
+    if teacher_hidden.shape[:-1] != student_hidden.shape[:-1]:
+        raise ValueError(
+            "teacher_hidden must have student_hidden's shape but for H, "
+            f"{tuple(student_hidden.shape)}, got {tuple(teacher_hidden.shape)}"
+        )
+    if teacher_weight.shape[0] != student_weight.shape[0]:
+        raise ValueError(
+            "teacher_weight must hold as many rows of the vocabulary as student_weight, "
+            f"{student_weight.shape[0]}, got {teacher_weight.shape[0]}"
+        )
+    return validation.labels_shape(student_hidden, sequence_shards, name="student_hidden")
+
+
+def _load_primitives(backend: Backend, device: torch.device) -> ModuleType:
+    if backend == "reference":
+        raise ValueError("backend must be 'auto', 'triton' or 'torch' for linear_jsd, got 'reference'")
+    if load_backend(backend, device) is torch_backend:
+        return torch_jsd
+    from megatron_lce.kernels import jsd as triton_jsd
+
+    return triton_jsd

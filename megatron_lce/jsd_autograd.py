@@ -1,0 +1,216 @@
+"""The autograd function of `megatron_lce.jsd`: the order of its passes and collectives, and what is saved between them."""
+
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_lce import collectives
+from megatron_lce.autograd import LSE_OF_IGNORED_ROW, Rows, Slab, computed_slabs, head_gradients, prepare_rows
+from megatron_lce.jsd_stats import Head, RowTerms, empty_kl_stats, unpack_kl
+from megatron_lce.outputs import Options
+from megatron_lce.products import full_fp32
+from megatron_lce.slabs import BlockBytes, plan_blocks, smallest_workspace
+from megatron_lce.softmax_stats import LN_2, empty_stats, unpack
+
+
+class _LinearJsd(torch.autograd.Function):
+    """Per-token divergence of two heads over a vocab-sharded weight each.
+
+    student hidden  replicated, or sharded along the sequence  -> its gradient is summed over the group
+    student weight  this rank's shard                          -> its gradient is complete on this rank
+    teacher         as the student's                           -> no gradient
+    Saves 5 floats a token; backward recomputes both heads' logits slab by slab.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        student_hidden: Tensor,  # [N, H_s], under sequence parallel [N / tp, H_s]
+        student_weight: Tensor,  # [V_local, H_s]
+        teacher_hidden: Tensor,  # [N, H_t], under sequence parallel [N / tp, H_t]
+        teacher_weight: Tensor,  # [V_local, H_t]
+        labels: Tensor,  # [N] int64
+        temperature: Tensor | float,  # [N] if a tensor
+        beta: float,
+        options: Options,
+        backend: ModuleType,
+    ) -> Tensor:
+        student, teacher = Head(student_hidden, student_weight), Head(teacher_hidden, teacher_weight)
+        with torch.autocast(student_hidden.device.type, enabled=False), full_fp32():
+            _check_workspace(student, teacher, options, backend)
+            rows = prepare_rows(labels, temperature, options)
+            found = _diverge(student, teacher, rows, beta, options, backend)
+            # Rounding may carry a divergence past its bounds; the clamp passes NaN.
+            loss = torch.where(rows.factor == 0, 0.0, found.loss.clamp(min=0.0) * rows.factor)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*student, *teacher, *rows, *found)
+        ctx.beta, ctx.options, ctx.backend = beta, options, backend
+        return loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor | None):
+        no_gradient = (None,) * 7
+        if grad_loss is None:
+            return None, None, *no_gradient
+        tensors = ctx.saved_tensors
+        student, teacher, rows, found = Head(*tensors[:2]), Head(*tensors[2:4]), Rows(*tensors[4:7]), _Found(*tensors[7:])
+        beta, options, backend = ctx.beta, ctx.options, ctx.backend
+        with torch.autocast(grad_loss.device.type, enabled=False), full_fp32():
+            terms = _row_terms(rows, found, grad_loss.float(), beta)
+            if options.sequence_parallel and grad_loss.numel():
+                teacher = teacher._replace(hidden=collectives.gather_rows(teacher.hidden, options.tp_group))
+
+            def slabs(hidden: Tensor, bytes_per_column: int) -> Iterator[Slab]:
+                whole = student._replace(hidden=hidden)
+                blocks = plan_blocks(
+                    hidden.shape[0],
+                    options.num_columns,
+                    options.workspace_bytes,
+                    backend.grad_logits_bytes(whole, teacher),
+                    per_column_if_tokens_are_cut=bytes_per_column,
+                )
+
+                def compute(tokens: slice, columns: slice, grad: Tensor) -> None:
+                    parts = (head.block(tokens, columns) for head in (whole, teacher))
+                    backend.grad_logits(*parts, terms[:, tokens], grad, beta=beta)
+
+                return computed_slabs(hidden, slice(0, options.num_columns), blocks, compute)
+
+            gradients = head_gradients(
+                *student,
+                grad_loss.shape[0],
+                options,
+                slabs,
+                needs_hidden=ctx.needs_input_grad[0],
+                needs_weight=ctx.needs_input_grad[1],
+            )
+        return *gradients, *no_gradient
+
+
+def linear_jsd_autograd(
+    student: Head,
+    teacher: Head,
+    labels: Tensor,  # [N]
+    temperature: Tensor | float,
+    beta: float,
+    options: Options,
+    backend: ModuleType,
+) -> Tensor:
+    """The loss [N] of flattened inputs."""
+    return _LinearJsd.apply(*student, *teacher, labels, temperature, beta, options, backend)
+
+
+class _Found(NamedTuple):
+    """What forward finds out about each token, [N] fp32, base 2, the same bits on every rank."""
+
+    loss: Tensor
+    student_lse: Tensor
+    teacher_lse: Tensor
+    student_kl: Tensor  # KL(p_student || m); at beta = 1, KL(p_student || p_teacher); at beta = 0 of no use
+
+
+def _diverge(
+    student: Head, teacher: Head, rows: Rows, beta: float, options: Options, backend: ModuleType
+) -> _Found:
+    if rows.scale.shape[0] == 0:
+        return _Found(*rows.scale.new_empty(4, 0))
+    if options.sequence_parallel:
+        student, teacher = (
+            head._replace(hidden=collectives.gather_rows(head.hidden, options.tp_group)) for head in (student, teacher)
+        )
+    student, teacher = (head._replace(weight=head.weight[: options.num_columns]) for head in (student, teacher))
+    if beta in (0, 1):
+        return _diverge_at_end(student, teacher, rows, beta, options, backend)
+    student_lse, teacher_lse = _log_sum_exps(student, teacher, rows, options, backend)
+    terms = torch.stack([rows.scale, student_lse, teacher_lse])
+    if options.num_columns == 0:
+        sums = terms.new_zeros(2, terms.shape[1])
+    else:
+        sums = backend.divergence(student, teacher, terms, beta=beta, workspace_bytes=options.workspace_bytes)
+    if options.tp_group is not None:
+        sums = backend.sum_parts(collectives.stack_over_group(sums, options.tp_group))
+    return _Found(sums[0], student_lse, teacher_lse, sums[1])
+
+
+def _diverge_at_end(
+    student: Head, teacher: Head, rows: Rows, beta: float, options: Options, backend: ModuleType
+) -> _Found:
+    """KL(p || q), p being the teacher's for beta = 0 and the student's for beta = 1."""
+    p, q = (teacher, student) if beta == 0 else (student, teacher)
+    if options.num_columns == 0:
+        packed = empty_kl_stats(rows.scale.shape[0], rows.scale.device)
+    else:
+        packed = backend.kl_stats(p, q, rows.scale, workspace_bytes=options.workspace_bytes)
+    if options.tp_group is not None:
+        packed = backend.merge_kl_stats(collectives.stack_over_group(packed, options.tp_group))
+    stats = unpack_kl(packed)
+    lse = (stats.lse_q(), stats.lse_p()) if beta == 0 else (stats.lse_p(), stats.lse_q())
+    return _Found(stats.kl(), *lse, stats.kl())
+
+
+def _log_sum_exps(
+    student: Head, teacher: Head, rows: Rows, options: Options, backend: ModuleType
+) -> tuple[Tensor, Tensor]:
+    """Base-2 log-sum-exp of both heads over the group's whole vocabulary, [N] each, by one collective."""
+    num_tokens = rows.scale.shape[0]
+    if options.num_columns == 0:
+        packed = empty_stats(2 * num_tokens, False, False, rows.scale.device)
+    else:
+        packed = torch.cat([_softmax_stats(head, rows, options, backend) for head in (student, teacher)], dim=1)
+    if options.tp_group is not None:
+        packed = backend.merge_stats(collectives.stack_over_group(packed, options.tp_group), False, False)
+    stats = unpack(packed, False, False)
+    student_lse, teacher_lse = (stats.max_logit + stats.sum_exp.log2()).split(num_tokens)
+    return student_lse, teacher_lse
+
+
+def _softmax_stats(head: Head, rows: Rows, options: Options, backend: ModuleType) -> Tensor:
+    return backend.softmax_stats(
+        *head,
+        rows.labels,
+        rows.scale,
+        softcap_scale=None,
+        entropy=False,
+        telemetry=False,
+        vocab_start=options.vocab_start,
+        workspace_bytes=options.workspace_bytes,
+    )
+
+
+def _row_terms(rows: Rows, found: _Found, grad_loss: Tensor, beta: float) -> Tensor:
+    """`RowTerms`, packed. The coefficient carries upstream, 1 / temperature and the logarithms' way back to nats."""
+    ignored = rows.factor == 0
+    # At beta = 0 the gradient has no logarithm, otherwise one in base 2: factor is the ln 2 that makes up for it, and
+    # the 1 / log2 e that row_scale holds beside 1 / temperature.
+    coefficient = grad_loss * rows.factor * rows.scale
+    if beta > 0:
+        coefficient = coefficient * LN_2
+    if beta < 1:
+        coefficient = coefficient * (1 - beta)
+    return torch.stack(
+        RowTerms(
+            scale=rows.scale,
+            student_lse=torch.where(ignored, LSE_OF_IGNORED_ROW, found.student_lse),
+            teacher_lse=torch.where(ignored, LSE_OF_IGNORED_ROW, found.teacher_lse),
+            student_kl=torch.where(ignored, 0.0, found.student_kl),
+            coefficient=torch.where(ignored, 0.0, coefficient),
+        )
+    )
+
+
+def _check_workspace(student: Head, teacher: Head, options: Options, backend: ModuleType) -> None:
+    """Every pass, backward's too, must find room for its smallest block before the first one runs."""
+    # The fp32 accumulator of a weight-gradient slab whose tokens come in blocks.
+    accumulator = 0 if student.weight.dtype == torch.float32 else 4 * student.weight.shape[1]
+    passes: list[tuple[BlockBytes, int]] = [
+        (backend.stats_bytes(student, teacher), 0),
+        (backend.divergence_bytes(student, teacher), 0),
+        (backend.grad_logits_bytes(student, teacher), accumulator),
+    ]
+    smallest = max(smallest_workspace(block_bytes, further) for block_bytes, further in passes)
+    if options.workspace_bytes < smallest:
+        raise ValueError(f"workspace_bytes must be at least {smallest} for these heads, got {options.workspace_bytes}")

@@ -1,0 +1,15 @@
+"""The Triton backend: the primitives of this package, under the names that every backend has."""
+
+from megatron_lce.kernels.grad_logits import grad_logits, grad_logits_bytes, grad_logits_from_cache
+from megatron_lce.kernels.merge_stats import merge_stats
+from megatron_lce.kernels.softmax_stats import LogitsCache, cache_columns, softmax_stats
+
+__all__ = [
+    "LogitsCache",
+    "cache_columns",
+    "grad_logits",
+    "grad_logits_bytes",
+    "grad_logits_from_cache",
+    "merge_stats",
+    "softmax_stats",
+]

@@ -1,0 +1,79 @@
+"""What the kernels share: which tile a program works on, its products, and the logits made of them."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from megatron_lce.slabs import round_up
+
+MASKED_LOGIT = tl.constexpr(-1e38)  # finite, so that 0 * (masked - max) is 0 and not NaN
+
+
+@triton.jit
+def tile_position(tile, num_row_blocks, num_column_tiles, GROUP_N: tl.constexpr):
+    """Row block and column tile: groups of GROUP_N row blocks walk the columns together."""
+    tiles_in_group = GROUP_N * num_column_tiles
+    group = tile // tiles_in_group
+    first_row_block = group * GROUP_N
+    row_blocks = min(num_row_blocks - first_row_block, GROUP_N)
+    within = tile - group * tiles_in_group
+    return first_row_block + within % row_blocks, within // row_blocks
+
+
+@triton.jit
+def tile_products(
+    hidden_desc,  # [N, H]
+    weight_desc,  # [V, H]
+    row,
+    column,
+    H,
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """hidden[row:] @ weight[column:].T in fp32; rows and columns past the end are zero."""
+    products = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
+    for h in range(0, H, BLOCK_H):
+        hidden = hidden_desc.load([row, h])  # [BLOCK_N, BLOCK_H]
+        weight = weight_desc.load([column, h])  # [BLOCK_V, BLOCK_H]
+        if UPCAST:
+            hidden = hidden.to(tl.float32)
+            weight = weight.to(tl.float32)
+        products = tl.dot(hidden, weight.T, products, input_precision="ieee")
+    return products
+
+
+@triton.jit
+def tanh(x):
+    """To 1e-7 absolute, and exact at infinity."""
+    return 1.0 - 2.0 / (tl.exp2(x * 2.8853900817779268) + 1.0)
+
+
+def aligned(matrix: Tensor) -> Tensor:
+    """The matrix [m, k], copied to rows that start at 16 bytes if its own do not: descriptors need that."""
+    step = 16 // matrix.element_size()
+    if is_aligned(matrix):
+        return matrix
+    copy = matrix.new_empty(matrix.shape[0], round_up(matrix.shape[1], step))[:, : matrix.shape[1]]
+    return copy.copy_(matrix)
+
+
+def is_aligned(matrix: Tensor) -> bool:
+    step = 16 // matrix.element_size()
+    return matrix.stride(1) == 1 and matrix.stride(0) % step == 0 and matrix.data_ptr() % 16 == 0
+
+
+def copied_row_bytes(matrix: Tensor) -> int:
+    """Bytes a row of `aligned(matrix)` takes: 0 where nothing is copied."""
+    return 0 if is_aligned(matrix) else round_up(matrix.shape[1] * matrix.element_size(), 16)
+
+
+def descriptor(matrix: Tensor, block_rows: int, block_columns: int) -> TensorDescriptor:
+    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [block_rows, block_columns])
+
+
+def upcasts(dtype: torch.dtype, interpreting: bool) -> bool:
+    return interpreting and dtype != torch.float32

@@ -1,0 +1,51 @@
+"""The tile table, each row with where it was measured; what a launch needs to know of a device."""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+
+
+class Tiles(NamedTuple):
+    """One program's tile of logits, [block_n, block_v], summed over H in steps of block_h."""
+
+    block_n: int
+    block_v: int
+    block_h: int
+    num_warps: int
+    num_stages: int
+
+
+HOPPER_16_BIT = Tiles(128, 256, 64, num_warps=8, num_stages=3)
+GENERIC_16_BIT = Tiles(128, 128, 32, num_warps=8, num_stages=3)  # within the 99 KiB of shared memory of Ada
+FP32 = Tiles(64, 64, 32, num_warps=4, num_stages=2)  # full fp32 products run on CUDA cores, not on tensor cores
+
+GROUP_N = 8  # row blocks that walk the vocabulary together, so that a weight tile is read from L2 by all of them
+
+
+def choose_tiles(dtype: torch.dtype, device: torch.device) -> Tiles:
+    """Depends on dtype and device alone: the reductions, and so the bits, of a token are the same in every call."""
+    if dtype == torch.float32:
+        return FP32
+    if device.type == "cpu" or _capability(device) == (9, 0):
+        return HOPPER_16_BIT
+    return GENERIC_16_BIT
+
+
+@lru_cache
+def num_programs(device: torch.device) -> int:
+    """Programs of a persistent grid: one a multiprocessor."""
+    if device.type == "cpu":
+        return 2
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def interpreting() -> bool:
+    """Triton's interpreter computes bf16 products wrongly; kernels upcast for it."""
+    return triton.knobs.runtime.interpret
+
+
+@lru_cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device) if torch.version.hip is None else (0, 0)

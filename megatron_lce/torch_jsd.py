@@ -1,0 +1,136 @@
+"""The primitives of `megatron_lce.jsd` in plain torch, one slab of both heads' logits at a time."""
+
+import torch
+from torch import Tensor
+
+from megatron_lce.jsd_stats import KL_ROWS, Head, RowTerms, empty_kl_stats, merge_kl_stats
+from megatron_lce.slabs import BlockBytes, Blocks, cut, plan_blocks
+from megatron_lce.torch_backend import logits_base2, merge_stats, softmax_stats, upcast_row_bytes
+
+__all__ = [
+    "divergence",
+    "divergence_bytes",
+    "grad_logits",
+    "grad_logits_bytes",
+    "kl_stats",
+    "merge_kl_stats",
+    "merge_stats",
+    "softmax_stats",
+    "stats_bytes",
+    "sum_parts",
+]
+
+
+# Under this a probability counts as zero: m is held above it, so that 0 * log(p / m) is 0 where both underflow.
+_TINY = torch.finfo(torch.float32).tiny
+
+
+def stats_bytes(student: Head, teacher: Head) -> BlockBytes:
+    """What `kl_stats` takes for its intermediates; more than the softmax statistics of either head do."""
+    return _block_bytes(3 * 4, student, teacher)
+
+
+def divergence_bytes(student: Head, teacher: Head) -> BlockBytes:
+    return _block_bytes(5 * 4, student, teacher)
+
+
+def grad_logits_bytes(student: Head, teacher: Head) -> BlockBytes:
+    """What `grad_logits` takes for its intermediates and its output."""
+    return _block_bytes(3 * 4 + student.hidden.element_size(), student, teacher)
+
+
+def kl_stats(p: Head, q: Head, row_scale: Tensor, *, workspace_bytes: int) -> Tensor:
+    """Packed statistics [5, N] of V columns, see `megatron_lce.jsd_stats`."""
+    num_tokens = row_scale.shape[0]
+    packed = row_scale.new_empty(KL_ROWS, num_tokens)
+    blocks = _plan(p, workspace_bytes, stats_bytes(p, q))
+    for tokens in cut(num_tokens, blocks.tokens):
+        merged = empty_kl_stats(tokens.stop - tokens.start, row_scale.device)
+        for columns in cut(p.weight.shape[0], blocks.columns):
+            p_logits, q_logits = (
+                logits_base2(*head.block(tokens, columns), row_scale[tokens], None) for head in (p, q)
+            )
+            merged = merge_kl_stats(torch.stack([merged, _slab_kl_stats(p_logits, q_logits)]))
+        packed[:, tokens] = merged
+    return packed
+
+
+def divergence(student: Head, teacher: Head, terms: Tensor, *, beta: float, workspace_bytes: int) -> Tensor:
+    """[2, N] base-2 sums over V columns: the divergence for 0 < beta < 1, and KL(p_student || m).
+
+    terms: the first three rows of `RowTerms`.
+    """
+    num_tokens = terms.shape[1]
+    sums = terms.new_zeros(2, num_tokens)
+    blocks = _plan(student, workspace_bytes, divergence_bytes(student, teacher))
+    for tokens in cut(num_tokens, blocks.tokens):
+        for columns in cut(student.weight.shape[0], blocks.columns):
+            log_ps, log_pt = _log_probabilities(student, teacher, terms[:, tokens], tokens, columns)
+            ps, pt = log_ps.exp2(), log_pt.exp2()
+            log_m = torch.mul(pt, beta).add_(ps, alpha=1 - beta).clamp_min_(_TINY).log2_()
+            kl_s = log_ps.sub_(log_m).mul_(ps)
+            kl_t = log_pt.sub_(log_m).mul_(pt)
+            sums[1, tokens] += kl_s.sum(dim=1)
+            sums[0, tokens] += kl_s.mul_(1 - beta).add_(kl_t, alpha=beta).sum(dim=1)
+    return sums
+
+
+def grad_logits(
+    student: Head,  # of one slab
+    teacher: Head,
+    terms: Tensor,  # [5, N] fp32, `RowTerms`
+    out: Tensor,  # [N, C] of the student's dtype
+    *,
+    beta: float,
+) -> None:
+    """Gradient of one slab of the student's products."""
+    rows = RowTerms(*terms)
+    everything = slice(None)
+    log_ps, log_pt = _log_probabilities(student, teacher, terms[:3], everything, everything)
+    if beta == 0:
+        grad = log_ps.exp2_().sub_(log_pt.exp2_())
+    else:
+        ps = log_ps.exp2()
+        log_m = log_pt
+        if beta < 1:
+            log_m = log_pt.exp2_().mul_(beta).add_(ps, alpha=1 - beta).clamp_min_(_TINY).log2_()
+        grad = log_ps.sub_(log_m).sub_(rows.student_kl[:, None]).mul_(ps)
+    out.copy_(grad.mul_(rows.coefficient[:, None]))
+
+
+def sum_parts(parts: Tensor) -> Tensor:
+    """[S, K, N] -> [K, N]."""
+    return parts.sum(dim=0)
+
+
+def _log_probabilities(
+    student: Head, teacher: Head, terms: Tensor, tokens: slice, columns: slice
+) -> tuple[Tensor, Tensor]:
+    """log2 p of student and teacher, [N, C] each."""
+    scale, student_lse, teacher_lse = terms
+    log_ps = logits_base2(*student.block(tokens, columns), scale, None).sub_(student_lse[:, None])
+    log_pt = logits_base2(*teacher.block(tokens, columns), scale, None).sub_(teacher_lse[:, None])
+    return log_ps, log_pt
+
+
+def _slab_kl_stats(p_logits: Tensor, q_logits: Tensor) -> Tensor:
+    """Packed statistics of one slab of logits [N, C], which are overwritten."""
+    max_p, max_q = p_logits.amax(dim=1), q_logits.amax(dim=1)
+    p_logits.sub_(max_p[:, None])
+    q_logits.sub_(max_q[:, None])
+    gap = p_logits - q_logits
+    exp_p = p_logits.exp2_()
+    return torch.stack(
+        [max_p, exp_p.sum(dim=1), max_q, q_logits.exp2_().sum(dim=1), gap.mul_(exp_p).sum(dim=1)]
+    )
+
+
+def _plan(head: Head, workspace_bytes: int, block_bytes: BlockBytes) -> Blocks:
+    return plan_blocks(*(m.shape[0] for m in head), workspace_bytes, block_bytes, preferred_columns=4096)
+
+
+def _block_bytes(per_logit: int, student: Head, teacher: Head) -> BlockBytes:
+    """One head's inputs are copied to fp32 at a time, where they are."""
+    per_token = max(upcast_row_bytes(head.hidden) for head in (student, teacher))
+    per_column = max(upcast_row_bytes(head.weight) for head in (student, teacher))
+    return BlockBytes(per_logit, per_token, per_column)
