@@ -126,17 +126,12 @@ def _linear_cross_entropy(
     if softcap is not None:
         validation.check_number("softcap", softcap, positive=True)
     validation.check_integer("ignore_index", ignore_index)
-    if vocab_start is not None:
-        validation.check_integer("vocab_start", vocab_start, minimum=0)
-    if vocab_size is not None:
-        validation.check_integer("vocab_size", vocab_size, minimum=1)
+    first, num_columns = owned_columns(weight, tp_group, vocab_start, vocab_size)
     validation.check_integer("logits_cache_bytes", logits_cache_bytes, minimum=0)
     validation.check_integer("workspace_bytes", workspace_bytes, minimum=0)
     if sequence_parallel and not reduce_grad_hidden:
         raise ValueError("reduce_grad_hidden must be True with sequence_parallel, got False")
 
-    first = collectives.group_rank(tp_group) * weight.shape[0] if vocab_start is None else vocab_start
-    num_columns = weight.shape[0] if vocab_size is None else min(max(vocab_size - first, 0), weight.shape[0])
     options = Options(
         tp_group=tp_group if ranks > 1 else None,
         sequence_parallel=sequence_parallel,
@@ -163,6 +158,19 @@ def _linear_cross_entropy(
             flat_hidden, weight.contiguous(), flat_labels, flat_temperature, options, primitives
         )
     return LinearCrossEntropyOutput(*(None if output is None else output.reshape(labels.shape) for output in flat))
+
+
+def owned_columns(
+    weight: Tensor, tp_group: ProcessGroup | None, vocab_start: int | None, vocab_size: int | None
+) -> tuple[int, int]:
+    """The first global id of this rank's shard, and how many of its columns are vocabulary and not padding."""
+    if vocab_start is not None:
+        validation.check_integer("vocab_start", vocab_start, minimum=0)
+    if vocab_size is not None:
+        validation.check_integer("vocab_size", vocab_size, minimum=1)
+    first = collectives.group_rank(tp_group) * weight.shape[0] if vocab_start is None else vocab_start
+    num_columns = weight.shape[0] if vocab_size is None else min(max(vocab_size - first, 0), weight.shape[0])
+    return first, num_columns
 
 
 def load_backend(backend: Backend, device: torch.device) -> ModuleType:

@@ -36,17 +36,7 @@ def check_tensors(hidden: Tensor, weight: Tensor, labels: Tensor, sequence_shard
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
     check_head("hidden", hidden, "weight", weight)
-    if labels.dtype != torch.int64:
-        raise TypeError(f"labels must be int64, got {labels.dtype}")
-    if labels.device != hidden.device:
-        raise ValueError(f"labels must be on hidden's device, {hidden.device}, got {labels.device}")
-    expected = labels_shape(hidden, sequence_shards)
-    if tuple(labels.shape) != expected:
-        shards = f" gathered over {sequence_shards} sequence-parallel ranks" if sequence_shards > 1 else ""
-        raise ValueError(
-            f"labels must have hidden's shape without H{shards}, {expected}, got {tuple(labels.shape)} "
-            f"for hidden {tuple(hidden.shape)}"
-        )
+    check_labels_of("hidden", hidden, labels, sequence_shards)
 
 
 def check_head(hidden_name: str, hidden: Tensor, weight_name: str, weight: Tensor) -> None:
@@ -71,12 +61,27 @@ def check_head(hidden_name: str, hidden: Tensor, weight_name: str, weight: Tenso
         raise ValueError(f"{hidden_name} must have H of at least 1, got {tuple(hidden.shape)}")
 
 
-def labels_shape(hidden: Tensor, sequence_shards: int) -> tuple[int, ...]:
+def check_labels_of(hidden_name: str, hidden: Tensor, labels: Tensor, sequence_shards: int) -> None:
+    """Check that `labels` holds one id for each token of `hidden`."""
+    if labels.dtype != torch.int64:
+        raise TypeError(f"labels must be int64, got {labels.dtype}")
+    if labels.device != hidden.device:
+        raise ValueError(f"labels must be on {hidden_name}'s device, {hidden.device}, got {labels.device}")
+    expected = labels_shape(hidden_name, hidden, sequence_shards)
+    if tuple(labels.shape) != expected:
+        shards = f" gathered over {sequence_shards} sequence-parallel ranks" if sequence_shards > 1 else ""
+        raise ValueError(
+            f"labels must have {hidden_name}'s shape without H{shards}, {expected}, got {tuple(labels.shape)} "
+            f"for {hidden_name} {tuple(hidden.shape)}"
+        )
+
+
+def labels_shape(hidden_name: str, hidden: Tensor, sequence_shards: int) -> tuple[int, ...]:
     """The shape that labels must have for this hidden."""
     shape = tuple(hidden.shape[:-1])
     if sequence_shards > 1:
         if not shape:
-            raise ValueError("hidden must be [s/tp, ..., H] under sequence_parallel, got one dimension")
+            raise ValueError(f"{hidden_name} must be [s/tp, ..., H] under sequence_parallel, got one dimension")
         shape = (shape[0] * sequence_shards, *shape[1:])
     return shape
 
