@@ -1,6 +1,6 @@
 """The one autograd function: the order of launches and collectives, and what is saved between them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -11,11 +11,11 @@ from torch.distributed import Work
 from megatron_lce import collectives
 from megatron_lce.outputs import LinearCrossEntropyOutput, Options, WeightGradSink
 from megatron_lce.products import full_fp32, product
-from megatron_lce.slabs import cut, plan_blocks
+from megatron_lce.slabs import Blocks, cut, plan_blocks
 from megatron_lce.softmax_stats import LN_2, LOG2_E, SoftmaxStats, empty_stats, unpack
 
 # A log-sum-exp under which every probability is zero: how an ignored row gets a zero gradient.
-_LSE_OF_IGNORED_ROW = 1e30
+LSE_OF_IGNORED_ROW = 1e30
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -40,7 +40,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         device_type = hidden.device.type
         with torch.autocast(device_type, enabled=False), full_fp32():
-            rows = _prepare_rows(labels, temperature, options)
+            rows = prepare_rows(labels, temperature, options)
             num_tokens = labels.shape[0]
             cached = 0
             if grad_enabled:
@@ -69,19 +69,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 "the first one turned the kept logits into gradients in place"
             )
         hidden, weight, labels, row_scale, row_factor, *saved = ctx.saved_tensors
-        rows = _Rows(labels, row_scale, row_factor)
+        rows = Rows(labels, row_scale, row_factor)
         cache, ctx.cache = ctx.cache, None
         with torch.autocast(hidden.device.type, enabled=False), full_fp32():
             terms = _row_terms(rows, _Saved(*saved), grad_logprobs, grad_entropy, grad_lse, ctx.options)
-            grad_hidden, grad_weight = _head_gradients(
+            entropy = grad_entropy is not None
+
+            def slabs(hidden: Tensor, bytes_per_column: int) -> Iterator[Slab]:
+                return _grad_logits_slabs(
+                    hidden, weight, rows, terms, ctx.options, ctx.backend, cache, entropy, bytes_per_column
+                )
+
+            grad_hidden, grad_weight = head_gradients(
                 hidden,
                 weight,
-                rows,
-                terms,
+                labels.shape[0],
                 ctx.options,
-                ctx.backend,
-                cache,
-                entropy=grad_entropy is not None,
+                slabs,
                 needs_hidden=ctx.needs_input_grad[0],
                 needs_weight=ctx.needs_input_grad[1],
             )
@@ -98,7 +102,7 @@ def linear_cross_entropy_autograd(
     )
 
 
-class _Rows(NamedTuple):
+class Rows(NamedTuple):
     """What each token brings, [N] each."""
 
     labels: Tensor  # int32, local to this shard; -1: owned by another rank, by none, or ignored
@@ -119,7 +123,7 @@ class _Finished(NamedTuple):
     saved: _Saved
 
 
-def _prepare_rows(labels: Tensor, temperature: Tensor | float, options: Options) -> _Rows:
+def prepare_rows(labels: Tensor, temperature: Tensor | float, options: Options) -> Rows:
     local = labels - options.vocab_start
     ignored = labels == options.ignore_index
     owned = (local >= 0) & (local < options.num_columns) & ~ignored
@@ -132,11 +136,11 @@ def _prepare_rows(labels: Tensor, temperature: Tensor | float, options: Options)
     else:
         row_scale = labels.new_full(labels.shape, scale / temperature, dtype=torch.float32)
         factor = torch.full_like(row_scale, LN_2)
-    return _Rows(torch.where(owned, local, -1).int(), row_scale, torch.where(ignored, 0.0, factor))
+    return Rows(torch.where(owned, local, -1).int(), row_scale, torch.where(ignored, 0.0, factor))
 
 
 def _stats_over_group(
-    hidden: Tensor, weight: Tensor, rows: _Rows, options: Options, backend: ModuleType, cache: Any
+    hidden: Tensor, weight: Tensor, rows: Rows, options: Options, backend: ModuleType, cache: Any
 ) -> Tensor:
     """Packed statistics of the whole vocabulary, the same bits on every rank."""
     num_tokens = rows.labels.shape[0]
@@ -165,7 +169,7 @@ def _stats_over_group(
     return packed
 
 
-def _finish(stats: SoftmaxStats, rows: _Rows, options: Options) -> _Finished:
+def _finish(stats: SoftmaxStats, rows: Rows, options: Options) -> _Finished:
     """Statistics in base 2 to outputs in nats: 0 in ignored rows, NaN in broken ones."""
     ignored = rows.factor == 0
     # No rank owns the label where it is -inf on all of them.
@@ -191,7 +195,7 @@ def _finish(stats: SoftmaxStats, rows: _Rows, options: Options) -> _Finished:
 
 
 def _row_terms(
-    rows: _Rows,
+    rows: Rows,
     saved: _Saved,
     grad_logprobs: Tensor | None,
     grad_entropy: Tensor | None,
@@ -222,25 +226,25 @@ def _row_terms(
         entropy_term = grad_entropy
     terms = torch.stack([p_term, entropy_term, label_term]) * factor
     terms = torch.where(ignored, 0.0, terms)
-    lse = torch.where(ignored, _LSE_OF_IGNORED_ROW, saved.lse)
+    lse = torch.where(ignored, LSE_OF_IGNORED_ROW, saved.lse)
     return torch.cat([lse[None], terms, saved.label_logprob[None]])
 
 
-def _head_gradients(
+def head_gradients(
     hidden: Tensor,
     weight: Tensor,
-    rows: _Rows,
-    terms: Tensor,
+    num_tokens: int,
     options: Options,
-    backend: ModuleType,
-    cache: Any,
+    slabs: Callable[[Tensor, int], Iterator["Slab"]],
     *,
-    entropy: bool,
     needs_hidden: bool,
     needs_weight: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Both gradients, slab by slab. The sum over the group runs under the last product of the weight's gradient."""
-    num_tokens = rows.labels.shape[0]
+    """Both gradients, slab by slab. The sum over the group runs under the last product of the weight's gradient.
+
+    `slabs(hidden, bytes_per_column)` yields the gradient of every logit: of the gathered hidden, where a slab's column
+    takes that many bytes of the workspace if its tokens come in several blocks.
+    """
     weight_grad = _WeightGrad(weight, options) if needs_weight else None
     if num_tokens == 0:
         if weight_grad is not None and weight_grad.sink is None:
@@ -253,14 +257,13 @@ def _head_gradients(
     if options.num_columns == 0 and grad_hidden is not None:
         reduction = _start_reduction(grad_hidden.zero_(), hidden.dtype, options)
     bytes_per_column = weight_grad.bytes_per_column() if weight_grad is not None else 0
-    for slab in _grad_logits_slabs(hidden, weight, rows, terms, options, backend, cache, entropy, bytes_per_column):
+    for slab in slabs(hidden, bytes_per_column):
         if grad_hidden is not None:
             product(slab.grad, weight[slab.columns], grad_hidden[slab.tokens], accumulate=slab.columns.start > 0)
             if slab.is_last:
                 reduction = _start_reduction(grad_hidden, hidden.dtype, options)
         if weight_grad is not None:
             weight_grad.add(slab, hidden[slab.tokens])
-    del cache
     reduced = None
     if reduction is not None:
         reduced, work = reduction
@@ -269,7 +272,7 @@ def _head_gradients(
     return reduced, (weight_grad.finish() if weight_grad is not None else None)
 
 
-class _Slab(NamedTuple):
+class Slab(NamedTuple):
     columns: slice
     tokens: slice
     grad: Tensor  # [tokens, columns] gradient of the products, in hidden's dtype
@@ -281,14 +284,14 @@ class _Slab(NamedTuple):
 def _grad_logits_slabs(
     hidden: Tensor,
     weight: Tensor,
-    rows: _Rows,
+    rows: Rows,
     terms: Tensor,
     options: Options,
     backend: ModuleType,
     cache: Any,
     entropy: bool,
     bytes_per_column: int,
-) -> Iterator[_Slab]:
+) -> Iterator[Slab]:
     """Gradients of the logits, the kept columns first (in place), then the others in one reused buffer."""
     num_tokens, num_columns = rows.labels.shape[0], options.num_columns
     softcap_scale = _softcap_scale(options)
@@ -298,11 +301,10 @@ def _grad_logits_slabs(
         backend.grad_logits_from_cache(
             cache, rows.labels, rows.scale, terms, softcap=softcap_scale is not None, entropy=entropy
         )
-        yield _Slab(slice(0, first), slice(0, num_tokens), cache.exp, True, True, first == num_columns)
+        yield Slab(slice(0, first), slice(0, num_tokens), cache.exp, True, True, first == num_columns)
         cache.free()
     if first == num_columns:
         return
-    item = hidden.dtype.itemsize
     blocks = plan_blocks(
         num_tokens,
         num_columns - first,
@@ -310,28 +312,40 @@ def _grad_logits_slabs(
         backend.grad_logits_bytes(hidden, weight),
         per_column_if_tokens_are_cut=bytes_per_column,
     )
+
+    def compute(tokens: slice, columns: slice, grad: Tensor) -> None:
+        backend.grad_logits(
+            hidden[tokens],
+            weight[columns],
+            rows.labels[tokens],
+            rows.scale[tokens],
+            terms[:, tokens],
+            grad,
+            first_column=columns.start,
+            softcap_scale=softcap_scale,
+            entropy=entropy,
+        )
+
+    yield from computed_slabs(hidden, slice(first, num_columns), blocks, compute)
+
+
+def computed_slabs(
+    hidden: Tensor, all_columns: slice, blocks: Blocks, compute: Callable[[slice, slice, Tensor], None]
+) -> Iterator[Slab]:
+    """Slabs that `compute(tokens, columns, grad)` fills, all in one reused buffer."""
+    num_tokens, item = hidden.shape[0], hidden.dtype.itemsize
     buffer = hidden.new_empty(blocks.tokens * _row_stride(blocks.columns, item))
-    for offset in cut(num_columns - first, blocks.columns):
-        columns = slice(first + offset.start, first + offset.stop)
+    for offset in cut(all_columns.stop - all_columns.start, blocks.columns):
+        columns = slice(all_columns.start + offset.start, all_columns.start + offset.stop)
         width = columns.stop - columns.start
         stride = _row_stride(width, item)
         for tokens in cut(num_tokens, blocks.tokens):
             length = tokens.stop - tokens.start
             grad = buffer[: length * stride].view(length, stride)[:, :width]
-            backend.grad_logits(
-                hidden[tokens],
-                weight[columns],
-                rows.labels[tokens],
-                rows.scale[tokens],
-                terms[:, tokens],
-                grad,
-                first_column=columns.start,
-                softcap_scale=softcap_scale,
-                entropy=entropy,
-            )
+            compute(tokens, columns, grad)
             last_tokens = tokens.stop == num_tokens
-            is_last = last_tokens and columns.stop == num_columns
-            yield _Slab(columns, tokens, grad, tokens.start == 0, last_tokens, is_last)
+            is_last = last_tokens and columns.stop == all_columns.stop
+            yield Slab(columns, tokens, grad, tokens.start == 0, last_tokens, is_last)
 
 
 class _WeightGrad:
@@ -350,7 +364,7 @@ class _WeightGrad:
         """fp32 accumulator of a slab whose tokens come in several blocks; none where `grad` itself is fp32."""
         return 0 if self.grad.dtype == torch.float32 else 4 * self.grad.shape[1]
 
-    def add(self, slab: _Slab, hidden: Tensor) -> None:
+    def add(self, slab: Slab, hidden: Tensor) -> None:
         grad = self.grad[slab.columns]
         one_product = slab.first_tokens and slab.last_tokens
         if one_product or grad.dtype == torch.float32:

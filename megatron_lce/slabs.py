@@ -44,7 +44,9 @@ def plan_blocks(
     if num_tokens * (per_token + preferred * per_logit) + preferred * per_column <= workspace_bytes:
         room = workspace_bytes - num_tokens * per_token
         column_bytes = num_tokens * per_logit + per_column
-        return Blocks(num_tokens, _even(num_columns, room // column_bytes if column_bytes else num_columns, COLUMN_STEP))
+        return Blocks(
+            num_tokens, _even(num_columns, room // column_bytes if column_bytes else num_columns, COLUMN_STEP)
+        )
 
     per_column += per_column_if_tokens_are_cut
     columns = preferred
@@ -54,10 +56,15 @@ def plan_blocks(
         if tokens >= min(num_tokens, columns // 2, 8192) or (columns <= COLUMN_STEP and tokens >= 1):
             break
         if columns <= COLUMN_STEP:
-            smallest = COLUMN_STEP * (per_column + per_logit) + per_token
+            smallest = smallest_workspace(BlockBytes(per_logit, per_token, per_column))
             raise ValueError(f"workspace_bytes must be at least {smallest} for this head, got {workspace_bytes}")
         columns = max(COLUMN_STEP, columns // 2 // COLUMN_STEP * COLUMN_STEP)
     return Blocks(_even(num_tokens, tokens, MIN_TOKENS), _even(num_columns, columns, COLUMN_STEP))
+
+
+def smallest_workspace(block_bytes: BlockBytes) -> int:
+    """Bytes of the smallest block: one token of `COLUMN_STEP` columns."""
+    return COLUMN_STEP * (block_bytes.per_column + block_bytes.per_logit) + block_bytes.per_token
 
 
 def cut(length: int, step: int) -> Iterator[slice]:

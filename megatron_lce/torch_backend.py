@@ -17,7 +17,7 @@ def cache_columns(num_tokens: int, num_columns: int, hidden: Tensor, logits_cach
 
 def grad_logits_bytes(hidden: Tensor, weight: Tensor) -> BlockBytes:
     """What `grad_logits` takes for its intermediates, its output, and fp32 copies of its inputs."""
-    return BlockBytes(3 * 4 + hidden.element_size(), _upcast_row_bytes(hidden), _upcast_row_bytes(weight))
+    return BlockBytes(3 * 4 + hidden.element_size(), upcast_row_bytes(hidden), upcast_row_bytes(weight))
 
 
 def softmax_stats(
@@ -39,7 +39,7 @@ def softmax_stats(
         num_tokens,
         num_columns,
         workspace_bytes,
-        BlockBytes(2 * 4, _upcast_row_bytes(hidden), _upcast_row_bytes(weight)),
+        BlockBytes(2 * 4, upcast_row_bytes(hidden), upcast_row_bytes(weight)),
         preferred_columns=4096,
     )
     packed = hidden.new_empty(packed_rows(entropy, telemetry), num_tokens, dtype=torch.float32)
@@ -93,7 +93,8 @@ def logits_base2(hidden: Tensor, weight: Tensor, row_scale: Tensor, softcap_scal
     return logits.mul_(row_scale[:, None])
 
 
-def _upcast_row_bytes(matrix: Tensor) -> int:
+def upcast_row_bytes(matrix: Tensor) -> int:
+    """Bytes of a row's fp32 copy, where products need one."""
     return 4 * matrix.shape[1] if matrix.device.type == "cpu" and matrix.dtype != torch.float32 else 0
 
 
