@@ -106,22 +106,13 @@ def shard_inputs(shape: Shape, group: ProcessGroup, dtype: torch.dtype, device: 
     return replace(inputs, labels=labels, weight=weight)
 
 
-def slowest_rank(record: dict, group: ProcessGroup) -> dict:
-    """The record with its times and memory replaced by the largest of the group."""
-    names = [name for name, value in record.items() if isinstance(value, float)]
-    values = torch.tensor([record[name] for name in names], dtype=torch.float64)
-    gathered: list = [None] * group.size()
-    dist.all_gather_object(gathered, values, group=group)
-    return record | dict(zip(names, torch.stack(gathered).amax(0).tolist(), strict=True))
-
-
 def measure_head(head: Head, inputs: Inputs, mode: str, group: ProcessGroup, reference: dict, device) -> dict:
     """Times of the slowest rank, and how far outputs and hidden's gradient are from the first head's of this mode."""
 
     def step() -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         return measure.run_step(head, inputs, mode)
 
-    record = slowest_rank(measure.measure_call(step, device, repeats=REPEATS), group)
+    record = measure.slowest_rank(measure.measure_call(step, device, repeats=REPEATS), group)
     (logprobs, *_), (grad_hidden, _) = step()
     first_logprobs, first_grad_hidden = reference.setdefault(mode, (logprobs.detach(), grad_hidden))
     record["logprobs_difference"] = (logprobs - first_logprobs).abs().max().item()
@@ -153,7 +144,7 @@ def measure_heads(
     results.attempt(
         "all_reduce",
         {"shape": name, "tp": group.size(), "mib": gradient.nbytes / measure.MIB},
-        lambda: slowest_rank(measure.measure_call(all_reduce, device, repeats=REPEATS), group),
+        lambda: measure.slowest_rank(measure.measure_call(all_reduce, device, repeats=REPEATS), group),
     )
     reference: dict = {}
     for head_name, head in heads.items():

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from statistics import median
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -102,6 +103,14 @@ def measure_call(
         "repeats": len(times),
         "peak_mib": peak,
     }
+
+
+def slowest_rank(record: dict, group: dist.ProcessGroup | None = None) -> dict:
+    """The record with every float in it replaced by the largest of the group's ranks: times, memory, errors."""
+    names = [name for name, value in record.items() if isinstance(value, float)]
+    gathered: list = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, torch.tensor([record[name] for name in names], dtype=torch.float64), group=group)
+    return record | dict(zip(names, torch.stack(gathered).amax(0).tolist(), strict=True))
 
 
 def gradients_mib(inputs: Inputs, mode: str) -> float:

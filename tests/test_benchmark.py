@@ -202,3 +202,23 @@ def torchrun(module, ranks, arguments):
     command = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", module, *arguments.split()]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
     subprocess.run([sys.executable, "-m", *command], check=True, env=environment, timeout=300)
+
+
+@pytest.mark.torchrun
+@pytest.mark.parametrize(("layout", "dtype"), [("--tp 2", "bf16"), ("--tp 1 --pp 2", "fp32")])
+def test_whole_step_agrees_with_the_flag_on_and_off(tmp_path, layout, dtype):
+    pytest.importorskip("megatron.core")
+    output = tmp_path / "megatron_step.json"
+    sizes = "--tokens 32 --sequence-length 16 --layers 2 --hidden 32 --heads 4 --vocab 96"
+    torchrun("benchmark.megatron_step", 2, f"{layout} {sizes} --dtype {dtype} --device cpu --output {output}")
+    steps = {record["variant"]: record for record in json.loads(output.read_text())["steps"]}
+    assert set(steps) == {"native", "native-fused", "ours", "ours-cached"}
+    for record in steps.values():
+        assert record["status"] == "ok"
+        assert record["time_ms"] > 0
+        assert record["loss"] == pytest.approx(steps["native"]["loss"], rel=2**-8)
+    for variant in ("ours", "ours-cached"):
+        if dtype == "fp32":
+            assert steps[variant]["gradient_relative_error"] < 1e-5
+        else:
+            assert steps[variant]["over_native_error"] < 1.5

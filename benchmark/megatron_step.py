@@ -1,0 +1,207 @@
+"""A whole training step of a Megatron GPT, flag on and off: `torchrun --nproc-per-node 2 -m benchmark.megatron_step`.
+
+Forward and backward by Megatron's schedule, DDP with fp32 gradients, no optimizer step: time, peak memory over the
+resting state (weights, gradient buffers, data), losses, and every parameter's gradient against an fp32 run of the same
+weights. One model serves all variants, so they share its weights to the bit.
+"""
+
+import argparse
+import functools
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
+from rich.console import Console
+from torch import Tensor, nn
+
+import megatron_lce
+from benchmark import measure, report
+from benchmark.providers import cache_bytes
+from benchmark.results import Results
+from benchmark.run import DTYPES
+from megatron_lce.integration.enable import FusedLinearCE
+from scripts import megatron_runtime
+
+VARIANTS = ("native", "native-fused", "ours", "ours-cached")
+REPEATS = 8
+
+
+def build(args: argparse.Namespace, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """The GPT, its matrices drawn on the device: filling V x H on every CPU rank takes minutes."""
+    options = megatron_runtime.GptOptions(
+        num_layers=args.layers,
+        hidden_size=args.hidden,
+        num_heads=args.heads,
+        vocab_size=args.vocab,
+        max_sequence_length=args.sequence_length,
+        sequence_parallel=args.tp > 1,
+        dtype=dtype,
+        config={"use_cpu_initialization": False, "perform_initialization": False},
+    )
+    model = megatron_runtime.build_gpt(options, device=device, ddp=True)
+    generator = torch.Generator(device).manual_seed(1 + dist.get_rank())
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=0.02, generator=generator)
+    return model
+
+
+def make_batches(args: argparse.Namespace, tokens: int, device: torch.device) -> list[dict[str, Tensor]]:
+    """One microbatch of `tokens` random tokens for every pipeline stage; the same on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (tokens // args.sequence_length, args.sequence_length)
+    return [
+        {
+            "input_ids": torch.randint(args.vocab, shape, generator=generator).to(device),
+            "position_ids": torch.arange(args.sequence_length, device=device).expand(shape),
+            "labels": torch.randint(args.vocab, shape, generator=generator).to(device),
+        }
+        for _ in range(args.pp)
+    ]
+
+
+def forward_step(batches: Any, model: nn.Module) -> tuple[Tensor, Any]:
+    losses = model(**next(batches), attention_mask=None)
+    return losses, lambda losses: (losses.float().mean(), {"losses": losses.detach()})
+
+
+def step(model: nn.Module, batches: list[dict[str, Tensor]]) -> list[dict]:
+    """Forward and backward of every microbatch; gradients are added to `main_grad`."""
+    micro_batch_size, sequence_length = batches[0]["labels"].shape
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter(batches),
+        model=model,
+        num_microbatches=len(batches),
+        seq_length=sequence_length,
+        micro_batch_size=micro_batch_size,
+        forward_only=False,
+    )
+
+
+def losses_and_gradients(model: nn.Module, batches: list[dict[str, Tensor]]) -> tuple[Tensor | None, list[Tensor]]:
+    """Per-token losses (None but on the last stage) and every parameter's fp32 gradient, from one step."""
+    model.zero_grad_buffer()
+    records = step(model, batches)
+    losses = torch.stack([record["losses"] for record in records]) if records else None
+    return losses, [parameter.main_grad.clone() for parameter in model.parameters()]
+
+
+def choose(model: nn.Module, variant: str, tokens: int, args: argparse.Namespace) -> FusedLinearCE:
+    """Puts the variant's loss in force."""
+    get_model_config(model).cross_entropy_loss_fusion = variant == "native-fused"
+    handle = megatron_lce.enable_fused_linear_ce(
+        model,
+        use_fused_linear_ce=variant.startswith("ours"),
+        on_unsupported="raise",
+        logits_cache_bytes=cache_bytes(tokens, args.vocab // args.tp, 1 if variant == "ours-cached" else 0),
+    )
+    assert handle.enabled == (variant.startswith("ours") and parallel_state.is_pipeline_last_stage()), handle.reasons
+    return handle
+
+
+def relative_errors(gradients: list[Tensor], exact: list[Tensor]) -> list[float]:
+    pairs = zip(gradients, exact, strict=True)
+    return [((gradient - reference).norm() / reference.norm()).item() for gradient, reference in pairs]
+
+
+def errors(model: nn.Module, batches: list[dict[str, Tensor]], exact: tuple, native_errors: list[float]) -> dict:
+    """Losses and gradients against the fp32 run: the worst token, the worst parameter, and that over native's error."""
+    losses, gradients = losses_and_gradients(model, batches)
+    exact_losses, exact_gradients = exact
+    record = {"loss": 0.0, "loss_max_error": 0.0}  # of a stage without a head
+    if losses is not None:
+        record = {"loss": losses.mean().item(), "loss_max_error": (losses - exact_losses).abs().max().item()}
+    relative = relative_errors(gradients, exact_gradients)
+    record["gradient_relative_error"] = max(relative)
+    if all(native_errors):  # in fp32 native is the exact run itself
+        record["over_native_error"] = max(error / native for error, native in zip(relative, native_errors, strict=True))
+    return record
+
+
+def measure_variant(
+    model: nn.Module, batches: list[dict[str, Tensor]], exact: tuple, native_errors: list[float], device: torch.device
+) -> dict:
+    record = errors(model, batches, exact, native_errors)
+    measure.free_memory(device)
+    record |= measure.measure_call(functools.partial(step, model, batches), device, repeats=REPEATS)
+    return measure.slowest_rank(record)
+
+
+def work(args: argparse.Namespace, device: torch.device) -> None:
+    """All variants at every number of tokens. Everything built here is gone when it returns."""
+    dtype = DTYPES[args.dtype]
+    path = args.output if dist.get_rank() == dist.get_world_size() - 1 else None
+    results = Results(device, dtype, path, {"command": sys.argv[1:], "ranks": dist.get_world_size()})
+    model = build(args, dtype, device)
+    for tokens in args.tokens:
+        batches = make_batches(args, tokens, device)
+        exact = exact_run(args, model, batches, device)
+        choose(model, "native", tokens, args)
+        native_errors = relative_errors(losses_and_gradients(model, batches)[1], exact[1])
+        for variant in VARIANTS:
+            handle = choose(model, variant, tokens, args)
+            record = {"tp": args.tp, "pp": args.pp, "tokens": tokens, "variant": variant}
+            measurement = functools.partial(measure_variant, model, batches, exact, native_errors, device)
+            results.attempt("steps", record, measurement)
+            handle.remove()
+    if path:
+        print_table(results.document)
+
+
+def exact_run(args: argparse.Namespace, model: nn.Module, batches: list[dict[str, Tensor]], device) -> tuple:
+    """Losses and gradients of the same weights in fp32, by Megatron's unfused path."""
+    exact_model = build(args, torch.float32, device)
+    with torch.no_grad():
+        for exact_parameter, parameter in zip(exact_model.parameters(), model.parameters(), strict=True):
+            exact_parameter.copy_(parameter)
+    exact = losses_and_gradients(exact_model, batches)
+    del exact_model
+    measure.free_memory(device)
+    return exact
+
+
+def print_table(document: dict) -> None:
+    console = Console(width=170)
+    report.print_header(document, console)
+    keys = ("tp", "pp", "tokens", "variant")
+    columns = ("time_ms", "fastest_ms", "peak_mib", "loss", "loss_max_error", "gradient_relative_error")
+    title = "forward and backward of a GPT: slowest rank, peak memory over the resting state"
+    report.print_table(console, title, keys, (*columns, "over_native_error"), document["steps"])
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmark.megatron_step", description=__doc__.splitlines()[0])
+    parser.add_argument("--tp", type=int, default=2, help="sequence parallel from 2 on (default: %(default)s)")
+    parser.add_argument("--pp", type=int, default=1, help="also the number of microbatches (default: %(default)s)")
+    parser.add_argument("--tokens", default="8192,16384", help="of a microbatch (default: %(default)s)")
+    parser.add_argument("--sequence-length", type=int, default=4096)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--vocab", type=int, default=151936)
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
+    parser.add_argument("--output", type=Path, default=Path("megatron_step.json"))
+    args = parser.parse_args()
+    args.tokens = [int(text) for text in args.tokens.split(",")]
+    for tokens in args.tokens:
+        if tokens % args.sequence_length:
+            parser.error(f"--tokens must be multiples of --sequence-length {args.sequence_length}, got {tokens}")
+    return args
+
+
+def main() -> None:
+    args = parse_arguments()
+    device = megatron_runtime.initialize(args.tp, args.pp, device=args.device)
+    work(args, device)
+    megatron_runtime.teardown()
+
+
+if __name__ == "__main__":
+    main()
