@@ -25,7 +25,7 @@ def k3_kl(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     Unbiased over the policy's own samples and never negative.
     """
     difference = reference_logprobs - logprobs
-    return difference.exp() - 1 - difference
+    return difference.expm1() - difference
 
 
 def sequence_mean(values: Tensor, mask: Tensor) -> Tensor:

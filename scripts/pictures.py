@@ -1,0 +1,51 @@
+"""Pictures of training runs, from their JSON reports."""
+
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt  # the backend is chosen first: no display is needed
+
+_OFF, _ON, _OTHER = "#6b7280", "#2563eb", "#d97706"
+
+
+def draw_sft(path: Path, off: list[float], on: list[float], allowed: float) -> None:
+    """Loss per step of both runs, and below how far they are apart."""
+    figure, (loss, difference) = plt.subplots(
+        2, 1, figsize=(8, 6), sharex=True, height_ratios=(2, 1), layout="constrained"
+    )
+    steps = range(1, len(off) + 1)
+    loss.plot(steps, off, color=_OFF, linewidth=4, alpha=0.6, label="use_fused_linear_ce off")
+    loss.plot(steps, on, color=_ON, linewidth=1.5, linestyle="--", label="use_fused_linear_ce on")
+    loss.set(title="SFT on the standard library, TP=2, fp32, one seed", ylabel="loss per token")
+    loss.legend()
+    differences = [abs(a - b) for a, b in zip(off, on, strict=True)]
+    # An exact 0 has no place on a log axis: it is drawn at the smallest difference a float of this size can have.
+    difference.semilogy(steps, [max(value, 1e-8) for value in differences], ".", color=_ON, label="|on - off|")
+    difference.axhline(allowed, color=_OTHER, linestyle=":", label=f"allowed: {allowed:.0e}")
+    difference.set(xlabel="optimizer step", ylabel="difference in loss", ylim=(5e-9, allowed * 10))
+    difference.legend(loc="center right")
+    for axes in (loss, difference):
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def draw_grpo(path: Path, steps: list[dict[str, float]]) -> None:
+    """Reward and entropy per step."""
+    figure, (reward, entropy) = plt.subplots(
+        2, 1, figsize=(8, 6), sharex=True, height_ratios=(2, 1), layout="constrained"
+    )
+    numbers = range(1, len(steps) + 1)
+    reward.plot(numbers, [step["reward"] for step in steps], color=_ON, label="mean reward (share of right positions)")
+    reward.plot(numbers, [step["all_right"] for step in steps], color=_OTHER, label="share of answers wholly right")
+    reward.set(title="GRPO on sorting digits, TP=2, use_fused_linear_ce on", ylabel="over the step's samples")
+    reward.set_ylim(0, 1)
+    reward.legend(loc="upper left")
+    entropy.plot(numbers, [step["entropy"] for step in steps], color=_OFF)
+    entropy.set(xlabel="GRPO step", ylabel="entropy per token (nats)", ylim=(0, None))
+    for axes in (reward, entropy):
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
