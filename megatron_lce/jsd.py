@@ -6,8 +6,8 @@ With p_s = softmax(z_s / T) of the student, p_t of the teacher and m = beta p_t 
     beta = 0        KL(p_t || p_s), forward KL
     beta = 1        KL(p_s || p_t), reverse KL
 
-(Agarwal et al., On-Policy Distillation of Language Models, 2024, section 2; the ends are that paper's convention, not the
-limits of the middle, which are zero.) A gradient reaches the student only. With L the loss and y = z_s / T,
+(Agarwal et al., On-Policy Distillation of Language Models, 2024, section 2; the ends are that paper's convention, not
+the limits of the middle, which are zero.) A gradient reaches the student only. With L the loss and y = z_s / T,
 
     dL/dp_s = (1 - beta) (log(p_s / m) + 1) - (beta p_t + (1 - beta) p_s) (1 - beta) / m = (1 - beta) log(p_s / m)
     dL/dy   = p_s (dL/dp_s - sum of p_s dL/dp_s) = (1 - beta) p_s (log(p_s / m) - KL(p_s || m))
@@ -22,10 +22,10 @@ products: softmax statistics (one exchange over the group gives both log-sum-exp
 (one exchange), and the gradient, slab by slab. The ends take two: their KL follows from statistics that a single pass
 accumulates, see `megatron_lce.jsd_stats`.
 
-Underflow: log2 p = z log2 e - lse is finite for any logit, and each probability multiplies a logarithm. log m is taken of
-an m held above the smallest normal number; where m is below it, p_s and p_t are zero, and zero times a finite number is
-what such a term is worth. Where student and teacher have equal logits log(p_s / m) is a rounding of zero, and so is the
-gradient.
+Underflow: log2 p = z log2 e - lse is finite for any logit, and each probability multiplies a logarithm. log m is taken
+of an m held above the smallest normal number; where m is below it, p_s and p_t are zero, and zero times a finite number
+is what such a term is worth. Where student and teacher have equal logits, log(p_s / m) is a rounding of zero and so is
+the gradient.
 """
 
 from types import ModuleType
@@ -165,7 +165,7 @@ def _check_heads(
             "teacher_weight must hold as many rows of the vocabulary as student_weight, "
             f"{student_weight.shape[0]}, got {teacher_weight.shape[0]}"
         )
-    return validation.labels_shape(student_hidden, sequence_shards, name="student_hidden")
+    return validation.labels_shape("student_hidden", student_hidden, sequence_shards)
 
 
 def _load_primitives(backend: Backend, device: torch.device) -> ModuleType:

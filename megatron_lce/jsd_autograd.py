@@ -1,5 +1,6 @@
-"""The autograd function of `megatron_lce.jsd`: the order of its passes and collectives, and what is saved between them."""
+"""The autograd function of `megatron_lce.jsd`: the order of its passes and collectives, and what is saved of them."""
 
+import math
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ from megatron_lce.autograd import LSE_OF_IGNORED_ROW, Rows, Slab, computed_slabs
 from megatron_lce.jsd_stats import Head, RowTerms, empty_kl_stats, unpack_kl
 from megatron_lce.outputs import Options
 from megatron_lce.products import full_fp32
-from megatron_lce.slabs import BlockBytes, plan_blocks, smallest_workspace
+from megatron_lce.slabs import plan_blocks, smallest_workspace
 from megatron_lce.softmax_stats import LN_2, empty_stats, unpack
 
 
@@ -22,7 +23,7 @@ class _LinearJsd(torch.autograd.Function):
     student hidden  replicated, or sharded along the sequence  -> its gradient is summed over the group
     student weight  this rank's shard                          -> its gradient is complete on this rank
     teacher         as the student's                           -> no gradient
-    Saves 5 floats a token; backward recomputes both heads' logits slab by slab.
+    Saves 8 floats a token; backward recomputes both heads' logits slab by slab.
     """
 
     @staticmethod
@@ -43,8 +44,9 @@ class _LinearJsd(torch.autograd.Function):
             _check_workspace(student, teacher, options, backend)
             rows = prepare_rows(labels, temperature, options)
             found = _diverge(student, teacher, rows, beta, options, backend)
-            # Rounding may carry a divergence past its bounds; the clamp passes NaN.
-            loss = torch.where(rows.factor == 0, 0.0, found.loss.clamp(min=0.0) * rows.factor)
+            # Rounding may carry a divergence past its bounds; a clamp passes NaN.
+            loss = found.loss.clamp(0.0, _largest_divergence(beta)) * rows.factor
+            loss = torch.where(rows.factor == 0, 0.0, loss)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*student, *teacher, *rows, *found)
         ctx.beta, ctx.options, ctx.backend = beta, options, backend
@@ -57,7 +59,12 @@ class _LinearJsd(torch.autograd.Function):
         if grad_loss is None:
             return None, None, *no_gradient
         tensors = ctx.saved_tensors
-        student, teacher, rows, found = Head(*tensors[:2]), Head(*tensors[2:4]), Rows(*tensors[4:7]), _Found(*tensors[7:])
+        student, teacher, rows, found = (
+            Head(*tensors[:2]),
+            Head(*tensors[2:4]),
+            Rows(*tensors[4:7]),
+            _Found(*tensors[7:]),
+        )
         beta, options, backend = ctx.beta, ctx.options, ctx.backend
         with torch.autocast(grad_loss.device.type, enabled=False), full_fp32():
             terms = _row_terms(rows, found, grad_loss.float(), beta)
@@ -108,16 +115,16 @@ class _Found(NamedTuple):
     """What forward finds out about each token, [N] fp32, base 2, the same bits on every rank."""
 
     loss: Tensor
-    student_lse: Tensor
-    teacher_lse: Tensor
+    student_max: Tensor
+    student_log_sum: Tensor
+    teacher_max: Tensor
+    teacher_log_sum: Tensor
     student_kl: Tensor  # KL(p_student || m); at beta = 1, KL(p_student || p_teacher); at beta = 0 of no use
 
 
-def _diverge(
-    student: Head, teacher: Head, rows: Rows, beta: float, options: Options, backend: ModuleType
-) -> _Found:
+def _diverge(student: Head, teacher: Head, rows: Rows, beta: float, options: Options, backend: ModuleType) -> _Found:
     if rows.scale.shape[0] == 0:
-        return _Found(*rows.scale.new_empty(4, 0))
+        return _Found(*rows.scale.new_empty(6, 0))
     if options.sequence_parallel:
         student, teacher = (
             head._replace(hidden=collectives.gather_rows(head.hidden, options.tp_group)) for head in (student, teacher)
@@ -125,15 +132,15 @@ def _diverge(
     student, teacher = (head._replace(weight=head.weight[: options.num_columns]) for head in (student, teacher))
     if beta in (0, 1):
         return _diverge_at_end(student, teacher, rows, beta, options, backend)
-    student_lse, teacher_lse = _log_sum_exps(student, teacher, rows, options, backend)
-    terms = torch.stack([rows.scale, student_lse, teacher_lse])
+    log_sum_exps = _log_sum_exps(student, teacher, rows, options, backend)
+    terms = torch.stack([rows.scale, *log_sum_exps])
     if options.num_columns == 0:
         sums = terms.new_zeros(2, terms.shape[1])
     else:
         sums = backend.divergence(student, teacher, terms, beta=beta, workspace_bytes=options.workspace_bytes)
     if options.tp_group is not None:
         sums = backend.sum_parts(collectives.stack_over_group(sums, options.tp_group))
-    return _Found(sums[0], student_lse, teacher_lse, sums[1])
+    return _Found(sums[0], *log_sum_exps, sums[1])
 
 
 def _diverge_at_end(
@@ -148,14 +155,15 @@ def _diverge_at_end(
     if options.tp_group is not None:
         packed = backend.merge_kl_stats(collectives.stack_over_group(packed, options.tp_group))
     stats = unpack_kl(packed)
-    lse = (stats.lse_q(), stats.lse_p()) if beta == 0 else (stats.lse_p(), stats.lse_q())
-    return _Found(stats.kl(), *lse, stats.kl())
+    p_terms, q_terms = (stats.max_p, stats.sum_p.log2()), (stats.max_q, stats.sum_q.log2())
+    log_sum_exps = (*q_terms, *p_terms) if beta == 0 else (*p_terms, *q_terms)
+    return _Found(stats.kl(), *log_sum_exps, stats.kl())
 
 
 def _log_sum_exps(
     student: Head, teacher: Head, rows: Rows, options: Options, backend: ModuleType
-) -> tuple[Tensor, Tensor]:
-    """Base-2 log-sum-exp of both heads over the group's whole vocabulary, [N] each, by one collective."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Largest logit and log of the sum over the group's whole vocabulary, of student and teacher, by one collective."""
     num_tokens = rows.scale.shape[0]
     if options.num_columns == 0:
         packed = empty_stats(2 * num_tokens, False, False, rows.scale.device)
@@ -164,8 +172,9 @@ def _log_sum_exps(
     if options.tp_group is not None:
         packed = backend.merge_stats(collectives.stack_over_group(packed, options.tp_group), False, False)
     stats = unpack(packed, False, False)
-    student_lse, teacher_lse = (stats.max_logit + stats.sum_exp.log2()).split(num_tokens)
-    return student_lse, teacher_lse
+    student_max, teacher_max = stats.max_logit.split(num_tokens)
+    student_log_sum, teacher_log_sum = stats.sum_exp.log2().split(num_tokens)
+    return student_max, student_log_sum, teacher_max, teacher_log_sum
 
 
 def _softmax_stats(head: Head, rows: Rows, options: Options, backend: ModuleType) -> Tensor:
@@ -181,6 +190,11 @@ def _softmax_stats(head: Head, rows: Rows, options: Options, backend: ModuleType
     )
 
 
+def _largest_divergence(beta: float) -> float:
+    """In base 2: that of two distributions with nothing in common."""
+    return math.inf if beta in (0, 1) else -beta * math.log2(beta) - (1 - beta) * math.log2(1 - beta)
+
+
 def _row_terms(rows: Rows, found: _Found, grad_loss: Tensor, beta: float) -> Tensor:
     """`RowTerms`, packed. The coefficient carries upstream, 1 / temperature and the logarithms' way back to nats."""
     ignored = rows.factor == 0
@@ -194,8 +208,10 @@ def _row_terms(rows: Rows, found: _Found, grad_loss: Tensor, beta: float) -> Ten
     return torch.stack(
         RowTerms(
             scale=rows.scale,
-            student_lse=torch.where(ignored, LSE_OF_IGNORED_ROW, found.student_lse),
-            teacher_lse=torch.where(ignored, LSE_OF_IGNORED_ROW, found.teacher_lse),
+            student_max=found.student_max,
+            student_log_sum=torch.where(ignored, LSE_OF_IGNORED_ROW, found.student_log_sum),
+            teacher_max=found.teacher_max,
+            teacher_log_sum=torch.where(ignored, LSE_OF_IGNORED_ROW, found.teacher_log_sum),
             student_kl=torch.where(ignored, 0.0, found.student_kl),
             coefficient=torch.where(ignored, 0.0, coefficient),
         )
@@ -206,11 +222,12 @@ def _check_workspace(student: Head, teacher: Head, options: Options, backend: Mo
     """Every pass, backward's too, must find room for its smallest block before the first one runs."""
     # The fp32 accumulator of a weight-gradient slab whose tokens come in blocks.
     accumulator = 0 if student.weight.dtype == torch.float32 else 4 * student.weight.shape[1]
-    passes: list[tuple[BlockBytes, int]] = [
-        (backend.stats_bytes(student, teacher), 0),
-        (backend.divergence_bytes(student, teacher), 0),
-        (backend.grad_logits_bytes(student, teacher), accumulator),
-    ]
-    smallest = max(smallest_workspace(block_bytes, further) for block_bytes, further in passes)
+    backward = backend.grad_logits_bytes(student, teacher)
+    passes = (
+        backend.stats_bytes(student, teacher),
+        backend.divergence_bytes(student, teacher),
+        backward._replace(per_column=backward.per_column + accumulator),
+    )
+    smallest = max(smallest_workspace(block_bytes) for block_bytes in passes)
     if options.workspace_bytes < smallest:
         raise ValueError(f"workspace_bytes must be at least {smallest} for these heads, got {options.workspace_bytes}")

@@ -1,6 +1,7 @@
 """What the two heads' primitives share, and the statistics of two softmaxes p and q from which KL(p || q) follows.
 
-Over part of the vocabulary, all logits are in base 2, as in `megatron_lce.softmax_stats`. With m_p and m_q the largest ones,
+All logits are in base 2, as in `megatron_lce.softmax_stats`. Over part of the vocabulary, with m_p and m_q the largest
+ones,
 
     sum_p  sum of 2^(z_p - m_p)
     sum_q  sum of 2^(z_q - m_q)
@@ -8,8 +9,8 @@ Over part of the vocabulary, all logits are in base 2, as in `megatron_lce.softm
 
     KL(p || q) = sum of p (log2 p - log2 q) = gap / sum_p + log2(sum_q / sum_p)
 
-Where p is far from q the gap's terms have one sign; where it is close they are small; where it is equal they are zero and
-so is the result. A term whose 2^(z_p - m_p) underflows is 0 times a finite number.
+Where p is far from q the gap's terms have one sign; where it is close they are small; where it is equal they are zero
+and so is the result. A term whose 2^(z_p - m_p) underflows is 0 times a finite number.
 """
 
 from typing import NamedTuple
@@ -31,11 +32,16 @@ class Head(NamedTuple):
 
 
 class RowTerms(NamedTuple):
-    """What each token brings to the divergence (the first three) and to its gradient: rows of [5, N] fp32."""
+    """What each token brings to the divergence (the first five) and to its gradient: rows of [7, N] fp32.
 
-    scale: Tensor  # factor from products to base-2 logits
-    student_lse: Tensor  # base 2
-    teacher_lse: Tensor  # base 2
+    A log-sum-exp comes in two parts, so that log2 p = (z - max) - log_sum keeps its last digits however large z is.
+    """
+
+    scale: Tensor  # factor from products to base-2 logits z
+    student_max: Tensor
+    student_log_sum: Tensor  # log2 of the sum of 2^(z - max)
+    teacher_max: Tensor
+    teacher_log_sum: Tensor
     student_kl: Tensor  # KL(p_student || m), beta = 1: KL(p_student || p_teacher); base 2
     coefficient: Tensor  # what the gradient of a product is a multiple of
 
@@ -48,12 +54,6 @@ class KlStats(NamedTuple):
     max_q: Tensor
     sum_q: Tensor
     gap: Tensor
-
-    def lse_p(self) -> Tensor:
-        return self.max_p + self.sum_p.log2()
-
-    def lse_q(self) -> Tensor:
-        return self.max_q + self.sum_q.log2()
 
     def kl(self) -> Tensor:
         """KL(p || q) in base 2."""

@@ -58,7 +58,7 @@ def kl_stats(p: Head, q: Head, row_scale: Tensor, *, workspace_bytes: int) -> Te
 def divergence(student: Head, teacher: Head, terms: Tensor, *, beta: float, workspace_bytes: int) -> Tensor:
     """[2, N] base-2 sums over V columns: the divergence for 0 < beta < 1, and KL(p_student || m).
 
-    terms: the first three rows of `RowTerms`.
+    terms: the first five rows of `RowTerms`.
     """
     num_tokens = terms.shape[1]
     sums = terms.new_zeros(2, num_tokens)
@@ -78,7 +78,7 @@ def divergence(student: Head, teacher: Head, terms: Tensor, *, beta: float, work
 def grad_logits(
     student: Head,  # of one slab
     teacher: Head,
-    terms: Tensor,  # [5, N] fp32, `RowTerms`
+    terms: Tensor,  # [7, N] fp32, `RowTerms`
     out: Tensor,  # [N, C] of the student's dtype
     *,
     beta: float,
@@ -86,7 +86,7 @@ def grad_logits(
     """Gradient of one slab of the student's products."""
     rows = RowTerms(*terms)
     everything = slice(None)
-    log_ps, log_pt = _log_probabilities(student, teacher, terms[:3], everything, everything)
+    log_ps, log_pt = _log_probabilities(student, teacher, terms[:5], everything, everything)
     if beta == 0:
         grad = log_ps.exp2_().sub_(log_pt.exp2_())
     else:
@@ -107,10 +107,10 @@ def _log_probabilities(
     student: Head, teacher: Head, terms: Tensor, tokens: slice, columns: slice
 ) -> tuple[Tensor, Tensor]:
     """log2 p of student and teacher, [N, C] each."""
-    scale, student_lse, teacher_lse = terms
-    log_ps = logits_base2(*student.block(tokens, columns), scale, None).sub_(student_lse[:, None])
-    log_pt = logits_base2(*teacher.block(tokens, columns), scale, None).sub_(teacher_lse[:, None])
-    return log_ps, log_pt
+    scale, student_max, student_log_sum, teacher_max, teacher_log_sum = terms.unsqueeze(2)
+    log_ps = logits_base2(*student.block(tokens, columns), scale[:, 0], None)
+    log_pt = logits_base2(*teacher.block(tokens, columns), scale[:, 0], None)
+    return log_ps.sub_(student_max).sub_(student_log_sum), log_pt.sub_(teacher_max).sub_(teacher_log_sum)
 
 
 def _slab_kl_stats(p_logits: Tensor, q_logits: Tensor) -> Tensor:
@@ -120,9 +120,7 @@ def _slab_kl_stats(p_logits: Tensor, q_logits: Tensor) -> Tensor:
     q_logits.sub_(max_q[:, None])
     gap = p_logits - q_logits
     exp_p = p_logits.exp2_()
-    return torch.stack(
-        [max_p, exp_p.sum(dim=1), max_q, q_logits.exp2_().sum(dim=1), gap.mul_(exp_p).sum(dim=1)]
-    )
+    return torch.stack([max_p, exp_p.sum(dim=1), max_q, q_logits.exp2_().sum(dim=1), gap.mul_(exp_p).sum(dim=1)])
 
 
 def _plan(head: Head, workspace_bytes: int, block_bytes: BlockBytes) -> Blocks:

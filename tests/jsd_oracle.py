@@ -1,0 +1,119 @@
+"""What `linear_jsd` is held against: the divergence of materialised logits in fp64, and eager PyTorch's own error."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tests.oracle import (
+    INTERPRETER_TRUNCATION,
+    TIMES_EAGER_16_BIT,
+    TIMES_EAGER_FP32,
+    Comparison,
+    largest_error,
+    relative_error,
+)
+
+
+class JsdInputs(NamedTuple):
+    """Both heads, and the upstream gradient of each token's loss."""
+
+    student_hidden: Tensor  # [..., H_s]
+    student_weight: Tensor  # [V, H_s]
+    teacher_hidden: Tensor  # [..., H_t]
+    teacher_weight: Tensor  # [V, H_t]
+    upstream: Tensor  # [...]
+
+    def to(self, dtype: torch.dtype) -> "JsdInputs":
+        return JsdInputs(*(t.to(dtype) for t in self[:4]), self.upstream)
+
+
+class JsdResult(NamedTuple):
+    loss: Tensor
+    grad_hidden: Tensor
+    grad_weight: Tensor
+
+
+def evaluate_jsd(function: Callable[..., Tensor], inputs: JsdInputs, **keywords: Any) -> JsdResult:
+    """Loss of `function` and the student's gradients that `upstream` gives through it."""
+    hidden = inputs.student_hidden.detach().clone().requires_grad_()
+    weight = inputs.student_weight.detach().clone().requires_grad_()
+    loss = function(hidden, weight, *inputs[2:4], **keywords)
+    loss.backward(inputs.upstream.to(loss))
+    return JsdResult(loss.detach(), hidden.grad, weight.grad)
+
+
+def materialised_jsd(
+    student_hidden: Tensor,
+    student_weight: Tensor,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    *,
+    labels: Tensor | None = None,
+    beta: float = 0.5,
+    temperature: float | Tensor = 1.0,
+    ignore_index: int = -100,
+    vocab_size: int | None = None,
+) -> Tensor:
+    """What a user writes in eager PyTorch: logits in the inputs' dtypes, softmaxes in fp32 (fp64 if the inputs are)."""
+    if isinstance(temperature, Tensor):
+        temperature = torch.where(temperature > 0, temperature, torch.nan)[..., None]
+    heads = ((student_hidden, student_weight), (teacher_hidden, teacher_weight))
+    logits = [hidden @ weight[:vocab_size].T for hidden, weight in heads]
+    log_s, log_t = (((z if z.dtype == torch.float64 else z.float()) / temperature).log_softmax(dim=-1) for z in logits)
+
+    def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+        return (log_p.exp() * (log_p - log_q)).sum(dim=-1)
+
+    if beta == 0:
+        loss = kl(log_t, log_s)
+    elif beta == 1:
+        loss = kl(log_s, log_t)
+    else:
+        log_weights = torch.tensor([beta, 1 - beta], dtype=torch.float64, device=log_s.device).log().to(log_s)
+        log_m = torch.logaddexp(log_t + log_weights[0], log_s + log_weights[1])
+        loss = beta * kl(log_t, log_m) + (1 - beta) * kl(log_s, log_m)
+    return loss if labels is None else loss.where(labels != ignore_index, 0.0)
+
+
+def jsd_comparisons(
+    actual: JsdResult,
+    inputs: JsdInputs,
+    *,
+    interpreted: bool = False,
+    hidden_rows: slice = slice(None),
+    weight_rows: slice = slice(None),
+    **keywords: Any,
+) -> Iterator[Comparison]:
+    """Each result's error beside what is allowed.
+
+    Loss: largest difference, allowed a multiple of what eager PyTorch makes in fp32 on these inputs, whatever their
+    dtype. Gradients: norm of the difference over the norm, allowed a multiple of what eager makes in the student's
+    dtype.
+    `weight_rows`, `hidden_rows`: the part of the oracle's gradients that `actual` holds.
+    """
+    expected = evaluate_jsd(materialised_jsd, inputs.to(torch.float64), **keywords)
+    in_fp32 = evaluate_jsd(materialised_jsd, inputs.to(torch.float32), **keywords)
+    dtype = inputs.student_hidden.dtype
+    same_dtype = in_fp32 if dtype == torch.float32 else evaluate_jsd(materialised_jsd, inputs, **keywords)
+    # Where eager happens to be exact: a rounding of the products and one of their base-2 form. The gradient holds their
+    # difference too, and is rounded itself.
+    floor = 2 * torch.finfo(torch.float32).eps * _largest_logit(inputs, keywords.get("temperature", 1.0))
+    eager_error = largest_error(in_fp32.loss, expected.loss)
+    yield Comparison("loss", largest_error(actual.loss, expected.loss), TIMES_EAGER_FP32 * max(eager_error, floor))
+    times = TIMES_EAGER_FP32 if dtype == torch.float32 else TIMES_EAGER_16_BIT
+    for name, part in (("grad_hidden", hidden_rows), ("grad_weight", weight_rows)):
+        value, exact, eager = (getattr(result, name) for result in (actual, expected, same_dtype))
+        allowed = times * max(relative_error(eager, exact), floor, torch.finfo(dtype).eps / 4)
+        if interpreted and dtype == torch.bfloat16:
+            allowed += INTERPRETER_TRUNCATION
+        yield Comparison(name, relative_error(value, exact[part]), allowed)
+
+
+def _largest_logit(inputs: JsdInputs, temperature: float | Tensor) -> float:
+    hidden_weight = ((inputs.student_hidden, inputs.student_weight), (inputs.teacher_hidden, inputs.teacher_weight))
+    if isinstance(temperature, Tensor):
+        temperature = temperature[..., None]
+    logits = [(hidden.double() @ weight.double().T) / temperature for hidden, weight in hidden_weight]
+    return max([1.0, *(float(z[z.isfinite()].abs().max()) for z in logits if z.numel())])

@@ -1,0 +1,281 @@
+"""`linear_jsd` against the fp64 divergence of materialised logits; its ends, its bounds and its errors."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_lce.jsd import linear_jsd
+from tests.jsd_oracle import JsdInputs, evaluate_jsd, jsd_comparisons, materialised_jsd
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+BETAS = [0, 0.1, 0.5, 0.9, 1]
+
+SHAPES = [  # tokens, H of student and teacher, V_local
+    (1, 1, 1, 1),
+    (5, 1, 3, 2),
+    (3, 64, 8, 1),
+    (7, 33, 20, 101),
+    (130, 17, 24, 257),
+    (64, 64, 128, 256),
+    ((2, 3), 12, 40, 70),
+    ((5, 2, 3), 16, 16, 300),
+]
+
+
+def make_inputs(tokens, student_size, teacher_size, columns, device, dtype=FP32, teacher_dtype=None, logit_std=2.0):
+    """Normal hidden and weight of either head, whose products have a standard deviation of `logit_std`."""
+    shape = (tokens,) if isinstance(tokens, int) else tokens
+    generator = torch.Generator().manual_seed(0)
+    heads = []
+    for size, its_dtype in ((student_size, dtype), (teacher_size, teacher_dtype or dtype)):
+        hidden = torch.randn(*shape, size, generator=generator)
+        weight = torch.randn(columns, size, generator=generator) * (logit_std / size**0.5)
+        heads += [hidden.to(device, its_dtype), weight.to(device, its_dtype)]
+    return JsdInputs(*heads, torch.randn(shape, generator=generator).to(device))
+
+
+def check(backend, inputs, **keywords):
+    """Run, assert that loss and gradients are within their budget of the oracle's, and return them."""
+    workspace = {"workspace_bytes": keywords.pop("workspace_bytes")} if "workspace_bytes" in keywords else {}
+    actual = evaluate_jsd(linear_jsd, inputs, backend=backend, **workspace, **keywords)
+    interpreted = backend == "triton" and inputs.student_hidden.device.type == "cpu"
+    for name, error, allowed in jsd_comparisons(actual, inputs, interpreted=interpreted, **keywords):
+        assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.1e}"
+    return actual
+
+
+def test_oracle_is_the_definition():
+    """The materialised form against torch's own KL divergence, so that the oracle is not this project's word alone."""
+    inputs = make_inputs(9, 8, 12, 50, torch.device("cpu")).to(torch.float64)
+    p_s, p_t = ((hidden @ weight.T / 2).softmax(-1) for hidden, weight in (inputs[:2], inputs[2:4]))
+    m = 0.3 * p_t + 0.7 * p_s
+
+    def kl(p, q):
+        return F.kl_div(q.log(), p, reduction="none").sum(-1)
+
+    for beta, expected in ((0.3, 0.3 * kl(p_t, m) + 0.7 * kl(p_s, m)), (0, kl(p_t, p_s)), (1, kl(p_s, p_t))):
+        torch.testing.assert_close(materialised_jsd(*inputs[:4], beta=beta, temperature=2.0), expected)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("beta", [0, 0.5, 1])
+def test_loss_and_gradients_match_the_oracle(beta, shape, dtype, backend, device):
+    result = check(backend, make_inputs(*shape, device, dtype), beta=beta)
+    assert result.loss.dtype == FP32
+    assert result.grad_hidden.dtype == result.grad_weight.dtype == dtype
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 4.0])
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("beta", BETAS)
+def test_betas_and_temperatures_match_the_oracle(beta, dtype, temperature, backend, device):
+    check(backend, make_inputs(33, 24, 40, 300, device, dtype), beta=beta, temperature=temperature)
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_heads_of_different_dtypes(beta, backend, device):
+    check(backend, make_inputs(9, 24, 40, 70, device, BF16, FP32), beta=beta)
+    check(backend, make_inputs(9, 24, 40, 70, device, FP32, FP16), beta=beta)
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_temperature_per_token_ignored_rows_and_padding(beta, backend, device):
+    inputs = make_inputs((11, 3), 24, 16, 70, device)
+    labels = torch.arange(33, device=device).view(11, 3) % 5
+    temperature = torch.linspace(0.5, 4.0, 33, device=device).view(11, 3)
+    keywords = {"labels": labels, "ignore_index": 3, "vocab_size": 37, "temperature": temperature}
+    result = check(backend, inputs, beta=beta, **keywords)
+    assert (result.loss[labels == 3] == 0).all()
+    assert (result.grad_hidden[labels == 3] == 0).all()
+    assert (result.grad_weight[37:] == 0).all()
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_unusable_temperatures_make_their_rows_nan_and_no_other(beta, backend, device):
+    inputs = make_inputs(8, 24, 16, 70, device)
+    temperature = torch.ones(8, device=device)
+    temperature[:4] = torch.tensor([0.0, -1.0, math.nan, math.inf])
+    labels = torch.tensor([-100, 5, 5, 5, 5, 5, 5, 5], device=device)
+    result = evaluate_jsd(linear_jsd, inputs, beta=beta, temperature=temperature, labels=labels, backend=backend)
+    assert result.loss.isnan().tolist() == [False, True, True, True, False, False, False, False]
+    assert result.loss[0] == 0
+    assert result.grad_hidden[1:4].isnan().all()
+    assert not result.grad_hidden[[0, 4, 5, 6, 7]].isnan().any()
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("beta", BETAS)
+def test_gradient_vanishes_where_student_equals_teacher(beta, dtype, backend, device):
+    inputs = make_inputs(17, 24, 24, 300, device, dtype)
+    typical = evaluate_jsd(linear_jsd, inputs, beta=beta, backend=backend)
+    equal = inputs._replace(teacher_hidden=inputs.student_hidden, teacher_weight=inputs.student_weight)
+    result = evaluate_jsd(linear_jsd, equal, beta=beta, backend=backend)
+    assert result.loss.abs().max() <= 1e-6
+    for name in ("grad_hidden", "grad_weight"):
+        assert getattr(result, name).norm() <= 1e-5 * getattr(typical, name).norm(), name
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_probabilities_that_underflow_on_either_side(beta, backend, device):
+    """Logits of +-1000: each head's mass is on columns that are impossible to the other, or on the same one."""
+    inputs = make_inputs(16, 8, 8, 300, device, logit_std=300.0)
+    same = inputs._replace(teacher_hidden=inputs.student_hidden * 2, teacher_weight=inputs.student_weight)
+    for problem in (inputs, same):
+        result = check(backend, problem, beta=beta)
+        assert result.loss.isfinite().all()
+        assert result.grad_hidden.isfinite().all()
+        assert result.grad_weight.isfinite().all()
+
+
+@pytest.mark.parametrize("beta", [0.1, 0.5, 0.9])
+def test_loss_stays_within_its_bounds(beta, backend, device):
+    """Zero where the heads agree, the entropy of (beta, 1 - beta) where they have nothing in common."""
+    apart = make_inputs(64, 8, 8, 300, device, logit_std=300.0)
+    near = make_inputs(64, 8, 8, 300, device)
+    near = near._replace(teacher_hidden=near.student_hidden * 1.0001, teacher_weight=near.student_weight)
+    largest = torch.tensor(-beta * math.log(beta) - (1 - beta) * math.log(1 - beta))
+    losses = torch.cat([linear_jsd(*i[:4], beta=beta, backend=backend) for i in (apart, near)])
+    assert losses.min() >= 0
+    assert losses.max() <= largest * (1 + 2 * torch.finfo(FP32).eps)
+    assert losses.max() >= 0.999 * largest
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_very_negative_logits(beta, backend, device):
+    inputs = make_inputs(8, 8, 8, 70, device)
+    for hidden, weight in (inputs[:2], inputs[2:4]):
+        hidden[:, 0], weight[:, 0] = 100.0, -100.0
+    check(backend, inputs, beta=beta)
+
+
+@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_no_tokens(beta, dtype, backend, device):
+    inputs = make_inputs((0, 3), 24, 16, 70, device, dtype)
+    result = evaluate_jsd(linear_jsd, inputs, beta=beta, backend=backend)
+    assert result.loss.shape == (0, 3)
+    assert result.grad_hidden.shape == (0, 3, 24)
+    assert (result.grad_weight == 0).all()
+
+
+def test_teacher_gets_no_gradient(backend, device):
+    inputs = JsdInputs(*(t.requires_grad_() for t in make_inputs(5, 8, 12, 20, device)[:4]), None)
+    linear_jsd(*inputs[:4], backend=backend).sum().backward()
+    assert inputs.student_weight.grad is not None
+    assert inputs.teacher_hidden.grad is None
+    assert inputs.teacher_weight.grad is None
+
+
+def test_a_loss_that_takes_no_part_gives_no_gradient_and_no_error(backend, device):
+    inputs = make_inputs(5, 8, 12, 20, device)
+    inputs.student_hidden.requires_grad_()
+    loss = linear_jsd(*inputs[:4], backend=backend)
+    (loss.detach().sum() + inputs.student_hidden.sum()).backward()
+    assert (inputs.student_hidden.grad == 1).all()
+
+
+def test_gradient_of_one_side_alone(backend, device):
+    inputs = make_inputs(9, 24, 16, 70, device)
+    both = evaluate_jsd(linear_jsd, inputs, backend=backend)
+    for index, expected in ((0, both.grad_hidden), (1, both.grad_weight)):
+        tensors = [t.clone() for t in inputs[:4]]
+        tensors[index].requires_grad_()
+        linear_jsd(*tensors, backend=backend).backward(inputs.upstream)
+        assert torch.equal(tensors[index].grad, expected)
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_same_bits_from_run_to_run_and_within_autocast(beta, backend, device):
+    inputs = make_inputs(33, 24, 16, 300, device)
+    first = evaluate_jsd(linear_jsd, inputs, beta=beta, backend=backend)
+    with torch.autocast(device.type, dtype=BF16):
+        second = evaluate_jsd(linear_jsd, inputs, beta=beta, backend=backend)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_a_tokens_loss_depends_on_no_other_token(beta, device):
+    inputs = make_inputs(200, 24, 16, 600, device, BF16)
+    whole = linear_jsd(*inputs[:4], beta=beta, backend="triton")
+    for rows in (slice(0, 1), slice(150, 200), slice(5, 140)):
+        part = [inputs.student_hidden[rows], inputs.student_weight, inputs.teacher_hidden[rows], inputs.teacher_weight]
+        assert torch.equal(linear_jsd(*part, beta=beta, backend="triton"), whole[rows])
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("beta", [0, 0.5, 1])
+def test_the_smallest_workspace_is_named_and_works(beta, dtype, backend, device):
+    inputs = make_inputs(70, 24, 40, 600, device, dtype)
+    with pytest.raises(ValueError, match=r"workspace_bytes must be at least \d+ for these heads, got 1$") as error:
+        linear_jsd(*inputs[:4], beta=beta, backend=backend, workspace_bytes=1)
+    smallest = int(str(error.value).split("at least ")[1].split()[0])
+    check(backend, inputs, beta=beta, workspace_bytes=smallest)
+    check(backend, inputs, beta=beta, workspace_bytes=3 * smallest)
+    with pytest.raises(ValueError, match=f"workspace_bytes must be at least {smallest} .* got {smallest - 1}"):
+        linear_jsd(*inputs[:4], beta=beta, backend=backend, workspace_bytes=smallest - 1)
+
+
+def wrong(**changes):
+    """Valid arguments with some of them replaced."""
+    inputs = make_inputs((4, 2), 8, 12, 20, torch.device("cpu"))
+    arguments = {**dict(zip(JsdInputs._fields[:4], inputs[:4], strict=True)), "backend": "torch"}
+    return {**arguments, **{name: change(inputs) if callable(change) else change for name, change in changes.items()}}
+
+
+ERRORS = [
+    (TypeError, {"student_hidden": None}, r"student_hidden must be a torch.Tensor, got NoneType"),
+    (TypeError, {"teacher_weight": [1]}, r"teacher_weight must be a torch.Tensor, got list"),
+    (
+        TypeError,
+        {"student_weight": lambda i: i.student_weight.half()},
+        r"student_weight must have student_hidden's dtype",
+    ),
+    (
+        TypeError,
+        {"teacher_hidden": lambda i: i.teacher_hidden.double()},
+        r"teacher_hidden must be float32, bfloat16 or",
+    ),
+    (ValueError, {"teacher_weight": lambda i: i.student_weight}, r"teacher_hidden and teacher_weight must agree on H"),
+    (
+        ValueError,
+        {"teacher_weight": lambda i: i.teacher_weight[:9]},
+        r"teacher_weight must hold as many rows .* 20, got 9",
+    ),
+    (
+        ValueError,
+        {"teacher_hidden": lambda i: i.teacher_hidden[:3]},
+        r"teacher_hidden must have student_hidden's shape but",
+    ),
+    (
+        ValueError,
+        {"labels": torch.zeros(4, dtype=torch.int64)},
+        r"labels must have student_hidden's shape without H, \(4, 2\)",
+    ),
+    (TypeError, {"labels": torch.zeros(4, 2)}, r"labels must be int64, got torch.float32"),
+    (ValueError, {"beta": 1.5}, r"beta must lie in \[0, 1\], got 1.5"),
+    (ValueError, {"beta": -0.1}, r"beta must lie in \[0, 1\], got -0.1"),
+    (ValueError, {"beta": math.nan}, r"beta must be finite, got nan"),
+    (TypeError, {"beta": "0.5"}, r"beta must be a float, got str"),
+    (ValueError, {"temperature": 0.0}, r"temperature must be positive and finite, got 0.0"),
+    (ValueError, {"temperature": torch.ones(3)}, r"temperature must be a float or have labels' shape, \(4, 2\)"),
+    (ValueError, {"temperature": torch.ones(4, 2, requires_grad=True)}, r"temperature must not require grad"),
+    (TypeError, {"ignore_index": 1.0}, r"ignore_index must be an int, got float"),
+    (ValueError, {"vocab_start": -1}, r"vocab_start must be at least 0, got -1"),
+    (ValueError, {"vocab_size": 0}, r"vocab_size must be at least 1, got 0"),
+    (TypeError, {"workspace_bytes": 1e9}, r"workspace_bytes must be an int, got float"),
+    (TypeError, {"tp_group": 3}, r"tp_group must be a torch.distributed.ProcessGroup or None, got int"),
+    (
+        ValueError,
+        {"backend": "reference"},
+        r"backend must be 'auto', 'triton' or 'torch' for linear_jsd, got 'reference'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "changes", "message"), ERRORS, ids=[message[:50] for *_, message in ERRORS])
+def test_errors_name_the_argument(kind, changes, message):
+    with pytest.raises(kind, match=message):
+        linear_jsd(**wrong(**changes))
