@@ -9,12 +9,15 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from torch import Tensor, nn
 
+from megatron_lce import capture_lm_head
 from megatron_lce.integration.support import find_language_model
 from scripts import megatron_runtime
 
-VOCAB_SIZE, SEQUENCE, BATCH, MICROBATCHES = 96, 16, 2, 4
+# A vocabulary so small that an untrained model's guess is right now and then.
+VOCAB_SIZE, SEQUENCE, BATCH, MICROBATCHES = 24, 16, 2, 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,9 +72,8 @@ def lay_out(case: Case) -> None:
     parallel_state.initialize_model_parallel(2, 2 if case.pipeline else 1, 2 if case.virtual_pipeline else None)
 
 
-def build(case: Case, device: torch.device) -> list[nn.Module]:
-    """The case's model chunks in DistributedDataParallel with fp32 gradients."""
-    options = megatron_runtime.GptOptions(
+def gpt_options(case: Case) -> megatron_runtime.GptOptions:
+    return megatron_runtime.GptOptions(
         num_layers=4 if case.virtual_pipeline else 2,
         hidden_size=32,
         vocab_size=VOCAB_SIZE,
@@ -79,10 +81,14 @@ def build(case: Case, device: torch.device) -> list[nn.Module]:
         mtp_layers=1 if case.mtp else 0,
         sequence_parallel=case.sequence_parallel,
         dtype=case.dtype,
-        config=dict(case.config),
+        config={**({"mtp_loss_scaling_factor": 0.1} if case.mtp else {}), **dict(case.config)},
     )
-    overlap = {"overlap_grad_reduce": case.overlap, "use_distributed_optimizer": case.overlap}
-    chunks = megatron_runtime.build_gpt_chunks(options, device=device, ddp=True, ddp_config=overlap)
+
+
+def build(case: Case, device: torch.device) -> list[nn.Module]:
+    """The case's model chunks in DistributedDataParallel with fp32 gradients."""
+    overlap = dict.fromkeys(("overlap_grad_reduce", "overlap_param_gather", "use_distributed_optimizer"), case.overlap)
+    chunks = megatron_runtime.build_gpt_chunks(gpt_options(case), device=device, ddp=True, ddp_config=overlap)
     for chunk in chunks:
         chunk.config.finalize_model_grads_func = finalize_model_grads
         if case.overlap:
@@ -130,13 +136,15 @@ def microbatches(device: torch.device) -> list[dict[str, Tensor]]:
     return [{name: part[i].to(device) for name, part in parts.items()} for i in range(MICROBATCHES)]
 
 
-def train_step(chunks: list[nn.Module], forward_step: Any, batches: list[dict[str, Tensor]]) -> list[Tensor]:
+def train_step(chunks: list[nn.Module], forward_step: Any, batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Megatron's forward-backward schedule over the microbatches; gradients are left in `main_grad`.
 
-    Returns each microbatch's per-token losses on the last stage, an empty list on others.
+    Returns on the last stage each microbatch's losses per token and what Megatron logs of its MTP heads: their losses
+    and, from 0.19, how often their first guess was right.
     """
     for chunk in chunks:
         chunk.zero_grad_buffer()
+    MTPLossLoggingHelper.tracker.clear()
     results = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=[iter(batches) for _ in chunks] if len(chunks) > 1 else iter(batches),
@@ -146,7 +154,9 @@ def train_step(chunks: list[nn.Module], forward_step: Any, batches: list[dict[st
         micro_batch_size=BATCH,
         forward_only=False,
     )
-    return [result["losses"] for result in results]
+    logged = {name: value.clone() for name, value in MTPLossLoggingHelper.tracker.items() if isinstance(value, Tensor)}
+    assert logged.get("correct_values", torch.ones(1)).all(), "no guess was right: the comparison would be empty"
+    return {f"microbatch {index}": result["losses"] for index, result in enumerate(results)} | logged
 
 
 def forward_step(data_iterator: Iterator[dict[str, Tensor]], model: nn.Module):
@@ -156,8 +166,22 @@ def forward_step(data_iterator: Iterator[dict[str, Tensor]], model: nn.Module):
     return output, lambda losses: masked_mean(losses, batch["loss_mask"])
 
 
-def _mtp_arguments(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {"loss_mask": batch["loss_mask"]} if model.config.mtp_num_layers else {}
+def captured_forward_step(data_iterator: Iterator[dict[str, Tensor]], model: nn.Module):
+    """The same loss from the captured head, as an RL step takes its logprobs; stages without a head capture nothing."""
+    batch = next(data_iterator)
+    with capture_lm_head(model) as head:
+        output = model(batch["tokens"], batch["positions"], None, **_mtp_arguments(model, batch, labels=True))
+
+    def loss(_: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        labels = batch["labels"].clamp(min=0)
+        return masked_mean(-head.linear_cross_entropy(labels, entropy=False).logprobs, batch["loss_mask"])
+
+    return output, loss
+
+
+def _mtp_arguments(model: nn.Module, batch: dict[str, Tensor], labels: bool = False) -> dict[str, Tensor]:
+    names = ("loss_mask", "labels") if labels else ("loss_mask",)
+    return {name: batch[name] for name in names} if model.config.mtp_num_layers else {}
 
 
 def masked_mean(losses: Tensor, loss_mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

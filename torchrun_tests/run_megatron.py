@@ -10,8 +10,10 @@ import sys
 
 import harness
 import megatron_cases as cases
+import megatron_models as models
 import torch
 import torch.distributed as dist
+from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from megatron_lce import capture_lm_head, enable_fused_linear_ce
@@ -25,6 +27,12 @@ FURTHER_CASES = [
     cases.Case(sequence_parallel=True, main_grad=True, overlap=True),
     cases.Case(tied=True, mtp=True, main_grad=True, overlap=True),
 ]
+if "use_mup" in TransformerConfig.__dataclass_fields__:  # from 0.17
+    FURTHER_CASES.append(cases.Case(mtp=True, config=(("use_mup", True), ("mup_base_hidden_size", 16))))
+CAPTURED_CASES = [
+    cases.Case(mtp=True),
+    cases.Case(tied=True, sequence_parallel=True, pipeline=True, virtual_pipeline=True),
+]
 BF16_CASES = [
     cases.Case(dtype=torch.bfloat16),
     cases.Case(tied=True, sequence_parallel=True, main_grad=True, dtype=torch.bfloat16),
@@ -32,7 +40,7 @@ BF16_CASES = [
 
 
 def train(case: cases.Case, device: torch.device, *, fused: bool, like: list[nn.Module] | None = None):
-    """One step over several microbatches: (losses, gradients, the model's chunks)."""
+    """A step over several microbatches, two with an optimizer between them: (losses, gradients, the model's chunks)."""
     chunks = cases.build(case, device)
     if like is not None:
         cases.copy_weights(like, chunks)
@@ -40,6 +48,10 @@ def train(case: cases.Case, device: torch.device, *, fused: bool, like: list[nn.
     if fused and case.main_grad:
         cases.set_main_grad_fusion(chunks)
     losses = cases.train_step(chunks, cases.forward_step, cases.microbatches(device))
+    if case.overlap:
+        optimizer = megatron_runtime.build_optimizer(chunks, use_distributed_optimizer=True)
+        optimizer.step()
+        losses = cases.train_step(chunks, cases.forward_step, cases.microbatches(device))
     assert handle.enabled == (fused and cases.has_head(chunks)), handle.reasons
     assert cases.grad_added_to_main_grad(chunks) == (handle.enabled and case.head_accumulates), case
     return losses, cases.gradients(chunks), chunks
@@ -49,8 +61,17 @@ def check_training(case: cases.Case, device: torch.device, report: harness.Repor
     """The flag on against off: the loss of every token and the accumulated gradient of every parameter."""
     losses, expected, _ = train(case, device, fused=False)
     fused_losses, actual, _ = train(case, device, fused=True)
-    compare_all(report, f"{case.name}: losses", dict(enumerate(fused_losses)), dict(enumerate(losses)))
+    compare_all(report, f"{case.name}: losses", fused_losses, losses)
     compare_all(report, f"{case.name}: gradients", actual, expected)
+
+
+def check_captured_training(case: cases.Case, device: torch.device, report: harness.Report) -> None:
+    """The same loss through `capture_lm_head`, in Megatron's schedule."""
+    losses, expected, _ = train(case, device, fused=False)
+    chunks = cases.build(case, device)
+    captured = cases.train_step(chunks, cases.captured_forward_step, cases.microbatches(device))
+    compare_all(report, f"{case.name}: captured, losses", captured, losses)
+    compare_all(report, f"{case.name}: captured, gradients", cases.gradients(chunks), expected)
 
 
 def check_bf16(case: cases.Case, device: torch.device, report: harness.Report) -> None:
@@ -84,6 +105,24 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     if difference == 0:
         return 0.0
     return difference / scale if difference < float("inf") and scale > 0 else float("inf")
+
+
+def check_other_models(case: cases.Case, device: torch.device, report: harness.Report) -> None:
+    """Flag on against off for a hybrid model and, without sequence parallel, for LLaVA around a GPTModel."""
+    kinds = [("hybrid", models.hybrid_model, models.text_loss)]
+    kinds += [] if case.sequence_parallel else [("LLaVA", models.llava_model, models.image_loss)]
+    batch = cases.microbatches(device)[0]
+    for kind, build, loss_of in kinds:
+        found = []
+        for fused in (False, True):
+            model = build(cases.gpt_options(case)).to(device)
+            handle = enable_fused_linear_ce(model, use_fused_linear_ce=fused)
+            assert handle.enabled == fused, handle.reasons
+            losses = loss_of(model, batch)
+            losses.sum().backward()
+            gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+            found.append({"losses": losses.detach(), **gradients})
+        compare_all(report, f"{kind} {case.name}: losses and gradients", found[1], found[0])
 
 
 def check_capture(case: cases.Case, device: torch.device, report: harness.Report) -> None:
@@ -137,6 +176,8 @@ def run(device: torch.device, report: harness.Report, combinations: str) -> None
     training = cases.all_combinations() if combinations == "all" else cases.pairwise_combinations()
     for check, chosen in (
         (check_training, training + FURTHER_CASES),
+        (check_captured_training, CAPTURED_CASES),
+        (check_other_models, [cases.Case(), cases.Case(tied=True, sequence_parallel=True)]),
         (check_bf16, BF16_CASES),
         (check_capture, [cases.Case(), cases.Case(tied=True, sequence_parallel=True)]),
         (check_logits, [cases.Case(), cases.Case(tied=True, sequence_parallel=True)]),
