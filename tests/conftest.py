@@ -1,0 +1,47 @@
+"""What every test runs under: deterministic torch, uninitialised memory full of NaN, and a device."""
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with it
+
+torch.use_deterministic_algorithms(True)
+torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+def pytest_configure(config):
+    # The interpreter computes in numpy, which warns of the NaN and infinities that some tests are about.
+    config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton.runtime.interpreter")
+
+
+def pytest_collection_modifyitems(items):
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def device():
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(params=["torch", "triton"])
+def backend(request):
+    """Every backend that shares the autograd function; Triton natively on a GPU, interpreted on a CPU."""
+    if request.param == "triton":
+        pytest.importorskip("triton")
+    return request.param
+
+
+@pytest.fixture
+def usual_torch():
+    """Without deterministic mode, whose fills of uninitialised memory and checks are no part of what is measured."""
+    torch.use_deterministic_algorithms(False)
+    yield
+    torch.use_deterministic_algorithms(True)
