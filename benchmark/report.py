@@ -105,9 +105,6 @@ def print_table(console: Console, title: str, keys: Iterable, columns: Iterable,
 
 def draw_pictures(document: dict, folder: Path) -> list[Path]:
     """Time bars with the cuBLAS limit, memory over tokens, time over cache budget: those there are records for."""
-    import matplotlib
-
-    matplotlib.use("Agg")
     folder.mkdir(parents=True, exist_ok=True)
     drawn = []
     for mode in dict.fromkeys(record["mode"] for record in document.get("times", [])):
@@ -133,23 +130,30 @@ def _draw_times(document: dict, mode: str, path: Path) -> Path:
     holding = {record["provider"] for record in document["providers"] if record["holds_logits"]}
     figure, axes = pyplot.subplots(1, max(1, len(shapes)), figsize=(5 * max(1, len(shapes)), 3.5), squeeze=False)
     for axis, shape in zip(axes[0], shapes, strict=False):
-        records = sorted((r for r in measured if r["shape"] == shape), key=lambda r: r["time_ms"], reverse=True)
-        names = [record["provider"] for record in records]
-        colors = ["tab:green" if name.startswith("ours") else "tab:gray" for name in names]
-        hatches = ["//" if name in holding else "" for name in names]
-        bars = axis.barh(names, [record["time_ms"] for record in records], color=colors, hatch=hatches)
-        axis.bar_label(bars, fmt="%.1f", padding=2, fontsize=8)
-        axis.margins(x=0.15)
+        limits = []
         if products := products_ms(document, shape):
+            limits = [(sum(products), "--", "cuBLAS F+dX+dW"), (products[0] + sum(products), ":", "cuBLAS 2F+dX+dW")]
             if mode == "fwd":
-                axis.axvline(products[0], color="black", linestyle="--", label="cuBLAS F")
-            else:
-                axis.axvline(sum(products), color="black", linestyle="--", label="cuBLAS F+dX+dW")
-                axis.axvline(products[0] + sum(products), color="black", linestyle=":", label="cuBLAS 2F+dX+dW")
-            axis.legend(fontsize=7)
+                limits = [(products[0], "--", "cuBLAS F")]
+        draw_bars(axis, [record for record in measured if record["shape"] == shape], limits, holding)
         axis.set_title(f"{mode} at {shape}", fontsize=10)
         axis.set_xlabel("ms, lower is better; hatched: holds an N x V tensor", fontsize=8)
-    return _save(figure, document, path)
+    return save_figure(figure, document, path)
+
+
+def draw_bars(axis, records: list[dict], limits: list[tuple[float, str, str]], hatched: set[str]) -> None:
+    """One bar a provider, the fastest on top, and a vertical line for each (ms, line style, label) of `limits`."""
+    records = sorted(records, key=lambda record: record["time_ms"], reverse=True)
+    names = [record["provider"] for record in records]
+    colors = ["tab:green" if name.startswith("ours") else "tab:gray" for name in names]
+    hatches = ["//" if name in hatched else "" for name in names]
+    bars = axis.barh(names, [record["time_ms"] for record in records], color=colors, hatch=hatches, edgecolor="white")
+    axis.bar_label(bars, fmt="%.1f", padding=2, fontsize=8)
+    axis.margins(x=0.15)
+    for limit, style, label in limits:
+        axis.axvline(limit, color="black", linestyle=style, label=label)
+    if limits:
+        axis.legend(fontsize=7)
 
 
 def _draw_cache(document: dict, path: Path) -> Path:
@@ -167,7 +171,7 @@ def _draw_cache(document: dict, path: Path) -> Path:
         axis.axhline(products[0] + sum(products), color="black", linestyle=":", label="cuBLAS 2F+dX+dW")
     axis.set(title=f"forward and backward at {shape}", xlabel="logits_cache_bytes, GiB", ylabel="ms", ylim=(0, None))
     axis.legend()
-    return _save(figure, document, path)
+    return save_figure(figure, document, path)
 
 
 def _draw_memory(document: dict, path: Path) -> Path:
@@ -187,10 +191,11 @@ def _draw_memory(document: dict, path: Path) -> Path:
     axis.set_ylabel("GiB of extra memory over the gradients")
     if measured:
         axis.legend(fontsize=7)
-    return _save(figure, document, path)
+    return save_figure(figure, document, path)
 
 
-def _save(figure, document: dict, path: Path) -> Path:
+def save_figure(figure, document: dict, path: Path) -> Path:
+    """Writes the picture with a line on where its numbers were taken."""
     from matplotlib import pyplot
 
     figure.text(0.01, 0.01, _caption(document), fontsize=6, color="gray")

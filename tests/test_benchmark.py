@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmark import measure, providers, report, run
+from benchmark import measure, providers, report, run, run_jsd
 from benchmark.shapes import Shape, make_inputs, parse_shape
 
 CPU = torch.device("cpu")
@@ -222,3 +222,32 @@ def test_whole_step_agrees_with_the_flag_on_and_off(tmp_path, layout, dtype):
             assert steps[variant]["gradient_relative_error"] < 1e-5
         else:
             assert steps[variant]["over_native_error"] < 1.5
+
+
+def test_materialised_jsd_is_the_mean_of_its_definition():
+    heads = run_jsd.make_heads(5, 8, 12, 20, torch.float64, CPU)
+    student, teacher = ((x.hidden @ x.weight.T).softmax(-1) for x in (heads.student, heads.teacher))
+    for beta in (0.0, 0.1, 0.5, 1.0):
+        mixture = beta * teacher + (1 - beta) * student
+        divergences = (teacher * (teacher / mixture).log()).sum(-1), (student * (student / mixture).log()).sum(-1)
+        # at the ends one of the divergences is from a distribution to itself: what is left is forward and reverse KL
+        weights = {0: (1, 0), 1: (0, 1)}.get(beta, (beta, 1 - beta))
+        expected = weights[0] * divergences[0] + weights[1] * divergences[1]
+        torch.testing.assert_close(run_jsd.materialised(*heads.tensors(), beta), expected.mean())
+
+
+def test_jsd_run_measures_against_the_products_its_beta_needs(tmp_path):
+    output = tmp_path / "jsd.json"
+    arguments = "--device cpu --dtype fp32 --shape 6x8x4x24 --error-shape 5x8x4x16 --providers eager --budget-ms 1"
+    document = run_jsd.main([*arguments.split(), "--output", str(output), "--picture", str(tmp_path / "jsd.png")])
+    assert json.loads(output.read_text()) == document
+    assert [record["beta"] for record in document["jsd"]] == [0.5, 0, 1]
+    assert all(record["over_products"] > 0 for record in document["jsd"])
+    # two more logits products between the ends
+    products = [{"status": "ok", "student_logits_ms": [1.0], "teacher_logits_ms": [2.0]}]
+    products[0] |= {"grad_hidden_ms": [4.0], "grad_weight_ms": [8.0]}
+    limits = [run_jsd.limit_ms({"jsd_products": products}, beta) for beta in (0, 0.5, 1)]
+    assert limits == [18, 21, 18]
+    for record in document["jsd_errors"]:
+        assert max(value for value in record.values() if isinstance(value, float) and value != record["beta"]) < 1e-5
+    assert (tmp_path / "jsd.png").exists()
