@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from megatron_lce import collectives
-from megatron_lce.autograd import LSE_OF_IGNORED_ROW, Rows, Slab, computed_slabs, head_gradients, prepare_rows
+from megatron_lce.autograd import Slab, computed_slabs, head_gradients
 from megatron_lce.jsd_stats import Head, RowTerms, empty_kl_stats, unpack_kl
 from megatron_lce.outputs import Options
 from megatron_lce.products import full_fp32
+from megatron_lce.rows import LSE_OF_IGNORED_ROW, Rows, prepare_rows
 from megatron_lce.slabs import plan_blocks, smallest_workspace
 from megatron_lce.softmax_stats import LN_2, empty_stats, unpack
 
@@ -68,24 +69,13 @@ class _LinearJsd(torch.autograd.Function):
         beta, options, backend = ctx.beta, ctx.options, ctx.backend
         with torch.autocast(grad_loss.device.type, enabled=False), full_fp32():
             terms = _row_terms(rows, found, grad_loss.float(), beta)
-            if options.sequence_parallel and grad_loss.numel():
-                teacher = teacher._replace(hidden=collectives.gather_rows(teacher.hidden, options.tp_group))
+            if grad_loss.shape[0] > 0:
+                # Before anything that a rank without columns leaves out: ranks must agree on the order of collectives.
+                teacher = _gathered(teacher, options)
 
             def slabs(hidden: Tensor, bytes_per_column: int) -> Iterator[Slab]:
                 whole = student._replace(hidden=hidden)
-                blocks = plan_blocks(
-                    hidden.shape[0],
-                    options.num_columns,
-                    options.workspace_bytes,
-                    backend.grad_logits_bytes(whole, teacher),
-                    per_column_if_tokens_are_cut=bytes_per_column,
-                )
-
-                def compute(tokens: slice, columns: slice, grad: Tensor) -> None:
-                    parts = (head.block(tokens, columns) for head in (whole, teacher))
-                    backend.grad_logits(*parts, terms[:, tokens], grad, beta=beta)
-
-                return computed_slabs(hidden, slice(0, options.num_columns), blocks, compute)
+                return _grad_logits_slabs(whole, teacher, terms, beta, options, backend, bytes_per_column)
 
             gradients = head_gradients(
                 *student,
@@ -125,11 +115,10 @@ class _Found(NamedTuple):
 def _diverge(student: Head, teacher: Head, rows: Rows, beta: float, options: Options, backend: ModuleType) -> _Found:
     if rows.scale.shape[0] == 0:
         return _Found(*rows.scale.new_empty(6, 0))
-    if options.sequence_parallel:
-        student, teacher = (
-            head._replace(hidden=collectives.gather_rows(head.hidden, options.tp_group)) for head in (student, teacher)
-        )
-    student, teacher = (head._replace(weight=head.weight[: options.num_columns]) for head in (student, teacher))
+    student, teacher = (
+        head._replace(weight=head.weight[: options.num_columns])
+        for head in (_gathered(student, options), _gathered(teacher, options))
+    )
     if beta in (0, 1):
         return _diverge_at_end(student, teacher, rows, beta, options, backend)
     log_sum_exps = _log_sum_exps(student, teacher, rows, options, backend)
@@ -188,6 +177,41 @@ def _softmax_stats(head: Head, rows: Rows, options: Options, backend: ModuleType
         vocab_start=options.vocab_start,
         workspace_bytes=options.workspace_bytes,
     )
+
+
+def _grad_logits_slabs(
+    student: Head,
+    teacher: Head,
+    terms: Tensor,  # [7, N]
+    beta: float,
+    options: Options,
+    backend: ModuleType,
+    bytes_per_column: int,
+) -> Iterator[Slab]:
+    """Gradients of the student's logits, slab by slab; both hiddens are gathered."""
+    if options.num_columns == 0:
+        return
+    blocks = plan_blocks(
+        terms.shape[1],
+        options.num_columns,
+        options.workspace_bytes,
+        backend.grad_logits_bytes(student, teacher),
+        per_column_if_tokens_are_cut=bytes_per_column,
+    )
+
+    def compute(tokens: slice, columns: slice, grad: Tensor) -> None:
+        parts = (head.block(tokens, columns) for head in (student, teacher))
+        backend.grad_logits(*parts, terms[:, tokens], grad, beta=beta)
+
+    yield from computed_slabs(student.hidden, slice(0, options.num_columns), blocks, compute)
+
+
+def _gathered(head: Head, options: Options) -> Head:
+    """The head with every token's hidden."""
+    if not options.sequence_parallel:
+        return head
+    assert options.tp_group is not None
+    return head._replace(hidden=collectives.gather_rows(head.hidden, options.tp_group))
 
 
 def _largest_divergence(beta: float) -> float:

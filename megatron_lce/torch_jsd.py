@@ -124,7 +124,8 @@ def _slab_kl_stats(p_logits: Tensor, q_logits: Tensor) -> Tensor:
 
 
 def _plan(head: Head, workspace_bytes: int, block_bytes: BlockBytes) -> Blocks:
-    return plan_blocks(*(m.shape[0] for m in head), workspace_bytes, block_bytes, preferred_columns=4096)
+    num_tokens, num_columns = head.hidden.shape[0], head.weight.shape[0]
+    return plan_blocks(num_tokens, num_columns, workspace_bytes, block_bytes, preferred_columns=4096)
 
 
 def _block_bytes(per_logit: int, student: Head, teacher: Head) -> BlockBytes:

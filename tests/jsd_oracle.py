@@ -57,8 +57,12 @@ def materialised_jsd(
     vocab_size: int | None = None,
 ) -> Tensor:
     """What a user writes in eager PyTorch: logits in the inputs' dtypes, softmaxes in fp32 (fp64 if the inputs are)."""
+    ignored = (
+        torch.zeros((), dtype=torch.bool, device=student_hidden.device) if labels is None else labels == ignore_index
+    )
     if isinstance(temperature, Tensor):
-        temperature = torch.where(temperature > 0, temperature, torch.nan)[..., None]
+        usable = (temperature > 0) & temperature.isfinite()
+        temperature = torch.where(ignored, 1.0, torch.where(usable, temperature, torch.nan))[..., None]
     heads = ((student_hidden, student_weight), (teacher_hidden, teacher_weight))
     logits = [hidden @ weight[:vocab_size].T for hidden, weight in heads]
     log_s, log_t = (((z if z.dtype == torch.float64 else z.float()) / temperature).log_softmax(dim=-1) for z in logits)
@@ -74,7 +78,7 @@ def materialised_jsd(
         log_weights = torch.tensor([beta, 1 - beta], dtype=torch.float64, device=log_s.device).log().to(log_s)
         log_m = torch.logaddexp(log_t + log_weights[0], log_s + log_weights[1])
         loss = beta * kl(log_t, log_m) + (1 - beta) * kl(log_s, log_m)
-    return loss if labels is None else loss.where(labels != ignore_index, 0.0)
+    return torch.where(ignored, 0.0, loss)
 
 
 def jsd_comparisons(

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_lce.jsd import linear_jsd
+from megatron_lce import linear_jsd
 from tests.jsd_oracle import JsdInputs, evaluate_jsd, jsd_comparisons, materialised_jsd
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
