@@ -1,0 +1,327 @@
+"""The autograd function: upstream gradients, what is computed for whom, and which bits depend on what."""
+
+import pytest
+import torch
+
+import megatron_lce
+from tests.oracle import Upstream
+from tests.problems import Problem, make_problem
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+OUTPUTS = ("logprobs", "entropy", "lse")
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("used", [("logprobs",), ("entropy",), ("lse",), ("logprobs", "entropy"), ("entropy", "lse")])
+def test_upstream_of_some_outputs(used, dtype, backend, device):
+    problem = make_problem(17, 24, 70, device, dtype)
+    upstream = Upstream(**{name: getattr(problem.upstream, name) for name in used})
+    problem._replace(upstream=upstream).check(backend, temperature=0.7)
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_upstream_that_is_zero_almost_everywhere(name, backend, device):
+    """A gradient for one token: what another token's rows get must be exactly nothing."""
+    problem = make_problem(17, 24, 70, device)
+    one_hot = torch.zeros(17, device=device)
+    one_hot[5] = 3.0
+    result = problem._replace(upstream=Upstream(**{name: one_hot})).check(backend)
+    assert result.grad_hidden.any(dim=1).nonzero().flatten().tolist() == [5]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_expanded_upstream(reduction, backend, device):
+    """What `mean().backward()` passes is one number expanded over the tokens."""
+    problem = make_problem((5, 3), 24, 70, device)
+    hidden = problem.hidden.clone().requires_grad_()
+    out = megatron_lce.linear_cross_entropy(hidden, problem.weight, problem.labels, backend=backend)
+    getattr(-out.logprobs, reduction)().backward()
+    scale = -1 / 15 if reduction == "mean" else -1.0
+    dense = problem._replace(upstream=Upstream(torch.full((5, 3), scale, device=device))).check(backend)
+    torch.testing.assert_close(hidden.grad, dense.grad_hidden, rtol=1e-6, atol=1e-8)
+
+
+def test_mean_loss_is_torchs_cross_entropy(backend, device):
+    problem = make_problem(40, 24, 70, device)
+    problem.labels[::7] = -100
+    hidden, weight = (t.double().requires_grad_() for t in (problem.hidden, problem.weight))
+    loss = torch.nn.functional.cross_entropy(hidden @ weight.T, problem.labels)
+    loss.backward()
+    kept = problem.labels != -100
+    upstream = Upstream(torch.where(kept, -1.0, 0.0) / kept.sum())
+    result = problem._replace(upstream=upstream).run(backend)
+    torch.testing.assert_close(-result.outputs.logprobs.sum() / kept.sum(), loss.float(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(result.grad_hidden, hidden.grad.float(), rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(result.grad_weight, weight.grad.float(), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_a_frozen_input_gets_no_gradient_and_changes_none(frozen, dtype, backend, device):
+    problem = make_problem(17, 24, 70, device, dtype)
+    both = problem.run(backend)
+    inputs = {"hidden": problem.hidden.clone(), "weight": problem.weight.clone()}
+    (trained,) = {"hidden", "weight"} - {frozen}
+    inputs[trained].requires_grad_()
+    out = megatron_lce.linear_cross_entropy(**inputs, labels=problem.labels, backend=backend)
+    torch.autograd.backward(list(out[:3]), list(problem.upstream))
+    assert inputs[frozen].grad is None
+    assert torch.equal(inputs[trained].grad, getattr(both, f"grad_{trained}"))
+
+
+def test_no_output_requires_grad_where_no_input_does(backend, device):
+    problem = make_problem(4, 8, 20, device)
+    hidden = problem.hidden.clone().requires_grad_()
+    with torch.no_grad():
+        outputs = [megatron_lce.linear_cross_entropy(hidden, *problem[1:3], telemetry=True, backend=backend)]
+    outputs.append(megatron_lce.linear_cross_entropy(*problem[:3], telemetry=True, backend=backend))
+    assert not any(o.requires_grad for out in outputs for o in out)
+
+
+def test_telemetry_has_no_gradient(backend, device):
+    problem = make_problem(4, 8, 20, device)
+    hidden = problem.hidden.clone().requires_grad_()
+    out = megatron_lce.linear_cross_entropy(hidden, *problem[1:3], telemetry=True, backend=backend)
+    assert [o.requires_grad for o in out] == [True, True, True, False, False, False]
+
+
+def test_saves_no_logits(backend, device):
+    """What a call keeps alive for backward beside its inputs is a few floats a token."""
+    problem = make_problem(64, 8, 600, device)
+    saved = []
+    hidden, weight = problem.hidden.requires_grad_(), problem.weight.requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        megatron_lce.linear_cross_entropy(hidden, weight, problem.labels, backend=backend)
+    others = [t for t in saved if t.data_ptr() not in (hidden.data_ptr(), weight.data_ptr())]
+    assert sum(t.numel() for t in others) <= 8 * 64
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_autocast_is_off_inside(dtype, backend, device):
+    problem = make_problem(17, 24, 70, device)
+    plain = problem.run(backend)
+    with torch.autocast(device.type, dtype=dtype):
+        inside = problem.run(backend)
+    for name in ("logprobs", "entropy", "lse"):
+        assert torch.equal(getattr(inside.outputs, name), getattr(plain.outputs, name))
+    assert torch.equal(inside.grad_hidden, plain.grad_hidden)
+    assert torch.equal(inside.grad_weight, plain.grad_weight)
+
+
+@pytest.mark.parametrize("precision", ["high", "medium"])
+def test_reduced_fp32_precision_changes_nothing(precision, backend, device):
+    problem = make_problem(64, 128, 300, device)
+    plain = problem.run(backend)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        reduced = problem.run(backend)
+        assert torch.get_float32_matmul_precision() == precision
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert all_equal(plain, reduced)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_the_same_bits_from_run_to_run(dtype, backend, device):
+    problem = make_problem(70, 24, 600, device, dtype)
+    first = problem.run(backend, telemetry=True)
+    for _ in range(2):
+        assert all_equal(first, problem.run(backend, telemetry=True))
+
+
+def all_equal(one, other):
+    outputs = zip(one.outputs, other.outputs, strict=True)
+    gradients = ((one.grad_hidden, other.grad_hidden), (one.grad_weight, other.grad_weight))
+    return all(a is b if a is None else torch.equal(a, b) for a, b in (*outputs, *gradients))
+
+
+def test_a_second_backward_without_a_cache(backend, device):
+    problem = make_problem(17, 24, 70, device)
+    hidden = problem.hidden.clone().requires_grad_()
+    out = megatron_lce.linear_cross_entropy(hidden, *problem[1:3], backend=backend)
+    (first,) = torch.autograd.grad(out.logprobs.sum(), hidden, retain_graph=True)
+    (second,) = torch.autograd.grad(out.logprobs.sum(), hidden)
+    assert torch.equal(first, second)
+
+
+def test_double_backward_is_refused(backend, device):
+    problem = make_problem(4, 8, 20, device)
+    hidden = problem.hidden.clone().requires_grad_()
+    out = megatron_lce.linear_cross_entropy(hidden, *problem[1:3], backend=backend)
+    (grad,) = torch.autograd.grad((out.logprobs**2).sum(), hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_inputs_changed_in_place_before_backward_are_noticed(backend, device):
+    problem = make_problem(4, 8, 20, device)
+    weight = problem.weight.clone().requires_grad_()
+    out = megatron_lce.linear_cross_entropy(problem.hidden, weight, problem.labels, backend=backend)
+    with torch.no_grad():
+        weight.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.logprobs.sum().backward()
+
+
+# What the triton backend promises of bits.
+
+
+def outputs_without_gradient(problem, rows=slice(None), **keywords):
+    hidden, labels = problem.hidden[rows], problem.labels[rows]
+    with torch.no_grad():
+        return megatron_lce.linear_cross_entropy(hidden, problem.weight, labels, backend="triton", **keywords)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("rows", [slice(0, 1), slice(149, 150), slice(3, 70), slice(64, 150, 2)], ids=str)
+def test_a_tokens_bits_do_not_depend_on_the_other_tokens(rows, dtype, device):
+    pytest.importorskip("triton")
+    problem = make_problem(150, 72, 600, device, dtype)
+    everyone = outputs_without_gradient(problem, telemetry=True)
+    some = outputs_without_gradient(problem, rows, telemetry=True)
+    assert all(torch.equal(a[rows], b) for a, b in zip(everyone, some, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_logprobs_keep_their_bits_whatever_else_is_asked(softcap, dtype, device):
+    """The ratio of a policy to itself is exactly 1."""
+    pytest.importorskip("triton")
+    problem = make_problem(70, 72, 600, device, dtype)
+    plain = outputs_without_gradient(problem, softcap=softcap)
+    asked = [
+        {"entropy": False},
+        {"telemetry": True},
+        {"entropy": False, "telemetry": True},
+        {"logits_cache_bytes": 70 * 256 * 3},
+        {"logits_cache_bytes": 2**30, "telemetry": True},
+    ]
+    weight = problem.weight.clone().requires_grad_()
+    for keywords in asked:
+        out = megatron_lce.linear_cross_entropy(
+            problem.hidden, weight, problem.labels, softcap=softcap, backend="triton", **keywords
+        )
+        assert torch.equal(out.logprobs, plain.logprobs), keywords
+        assert torch.equal(out.lse, plain.lse), keywords
+
+
+# The cache: 16-bit inputs on the triton backend.
+
+CACHE_BYTES = [1, 300 * 256 * 2, 2 * 300 * 256 * 3, 2**30]
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("options", [{}, {"softcap": 4.0, "temperature": 0.5}, {"vocab_size": 590}], ids=str)
+@pytest.mark.parametrize("logits_cache_bytes", CACHE_BYTES)
+def test_a_cache_meets_the_same_budget(logits_cache_bytes, options, dtype, device):
+    pytest.importorskip("triton")
+    problem = make_problem(300, 24, 600, device, dtype)
+    problem = problem._replace(labels=problem.labels % 590)
+    problem.labels[::9] = -100
+    problem.check("triton", only_here={"logits_cache_bytes": logits_cache_bytes}, **options)
+
+
+@pytest.mark.parametrize("logits_cache_bytes", CACHE_BYTES[1:])
+def test_a_cache_on_peaked_rows(logits_cache_bytes, device):
+    """p(label) > 0.99: 1 - p must come from the exact logprob, not from a 16-bit exponential."""
+    pytest.importorskip("triton")
+    problem = make_problem(300, 32, 600, device, BF16)
+    problem.hidden.copy_(8.0 * problem.weight[problem.labels] + 0.1 * problem.hidden)
+    out = outputs_without_gradient(problem)
+    assert (out.logprobs > -0.01).float().mean() > 0.9
+    upstream = Upstream(problem.upstream.logprobs)
+    problem._replace(upstream=upstream).check("triton", only_here={"logits_cache_bytes": logits_cache_bytes})
+
+
+def test_a_second_backward_through_a_cache_raises(device):
+    pytest.importorskip("triton")
+    problem = make_problem(17, 24, 600, device, BF16)
+    hidden = problem.hidden.clone().requires_grad_()
+    out = megatron_lce.linear_cross_entropy(hidden, *problem[1:3], logits_cache_bytes=2**20, backend="triton")
+    out.logprobs.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="second backward through linear_cross_entropy needs logits_cache_bytes=0"):
+        out.logprobs.sum().backward()
+
+
+def test_fp32_keeps_nothing(device):
+    pytest.importorskip("triton")
+    problem = make_problem(17, 24, 600, device)
+    hidden = problem.hidden.clone().requires_grad_()
+    out = megatron_lce.linear_cross_entropy(hidden, *problem[1:3], logits_cache_bytes=2**20, backend="triton")
+    out.logprobs.sum().backward(retain_graph=True)
+    out.logprobs.sum().backward()
+
+
+# What only a GPU can show.
+
+BIG = {"tokens": 4096, "hidden_size": 512, "columns": 50257}
+
+
+def big_problem(device, dtype) -> Problem:
+    return make_problem(BIG["tokens"], BIG["hidden_size"], BIG["columns"], device, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("usual_torch")
+@pytest.mark.parametrize("logits_cache_bytes", [0, 2**26])
+@pytest.mark.parametrize("workspace_bytes", [2**24, 2**27])
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_memory_stays_within_what_the_caller_set(dtype, workspace_bytes, logits_cache_bytes, backend, device):
+    problem = big_problem(device, dtype)
+    hidden, weight = problem.hidden.requires_grad_(), problem.weight.requires_grad_()
+    keywords = {"workspace_bytes": workspace_bytes, "logits_cache_bytes": logits_cache_bytes, "backend": backend}
+    per_token = 64 * BIG["tokens"]  # outputs, statistics of the whole row, row terms: a few floats a token
+
+    def step():
+        base = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        out = megatron_lce.linear_cross_entropy(hidden, weight, problem.labels, **keywords)
+        forward_peak = torch.cuda.max_memory_allocated() - base
+        torch.cuda.reset_peak_memory_stats()
+        torch.autograd.backward(list(out[:3]), list(problem.upstream))
+        return forward_peak, torch.cuda.max_memory_allocated() - base
+
+    step()  # cuBLAS allocates its workspace on first use
+    hidden.grad = weight.grad = None
+    forward_peak, backward_peak = step()
+    cache = logits_cache_bytes if dtype == BF16 and backend == "triton" else 0
+    gradients = (hidden.numel() + weight.numel()) * dtype.itemsize
+    accumulator = 4 * hidden.numel()
+    assert forward_peak <= workspace_bytes + cache + 2 * per_token
+    assert backward_peak <= workspace_bytes + cache + gradients + accumulator + 2 * per_token
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("usual_torch")
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0, "telemetry": True}, {"logits_cache_bytes": 2**24}], ids=str)
+def test_no_host_synchronisation(options, backend, device):
+    problem = make_problem(512, 128, 5003, device, BF16)
+    temperature = torch.rand(512, device=device) + 0.5
+    keywords = {"temperature": temperature, "backend": backend, **options}
+    hidden, weight = problem.hidden.requires_grad_(), problem.weight.requires_grad_()
+
+    def step():
+        out = megatron_lce.linear_cross_entropy(hidden, weight, problem.labels, **keywords)
+        torch.autograd.backward(list(out[:3]), list(problem.upstream))
+
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_tf32_changes_nothing_on_gpu(backend, device):
+    problem = make_problem(512, 512, 4096, device)
+    plain = problem.run(backend)
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        assert all_equal(plain, problem.run(backend))
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
