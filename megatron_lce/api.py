@@ -157,7 +157,7 @@ def _linear_cross_entropy(
         flat = linear_cross_entropy_autograd(
             flat_hidden, weight.contiguous(), flat_labels, flat_temperature, options, primitives
         )
-    return LinearCrossEntropyOutput(*(None if output is None else output.reshape(labels.shape) for output in flat))
+    return LinearCrossEntropyOutput(*(None if output is None else output.view(labels.shape) for output in flat))  # type: ignore[arg-type]
 
 
 def owned_columns(

@@ -11,11 +11,9 @@ from torch.distributed import Work
 from megatron_lce import collectives
 from megatron_lce.outputs import LinearCrossEntropyOutput, Options, WeightGradSink
 from megatron_lce.products import full_fp32, product
+from megatron_lce.rows import Rows, Saved, softcap_scale
 from megatron_lce.slabs import Blocks, cut, plan_blocks
-from megatron_lce.softmax_stats import LN_2, LOG2_E, SoftmaxStats, empty_stats, unpack
-
-# A log-sum-exp under which every probability is zero: how an ignored row gets a zero gradient.
-LSE_OF_IGNORED_ROW = 1e30
+from megatron_lce.softmax_stats import empty_stats
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -40,21 +38,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         device_type = hidden.device.type
         with torch.autocast(device_type, enabled=False), full_fp32():
-            rows = prepare_rows(labels, temperature, options)
+            rows = backend.prepare_rows(labels, temperature, options)
             num_tokens = labels.shape[0]
             cached = 0
             if grad_enabled:
                 cached = backend.cache_columns(num_tokens, options.num_columns, hidden, options.logits_cache_bytes)
             cache = backend.LogitsCache.allocate(num_tokens, cached, hidden) if cached else None
-            stats = unpack(
-                _stats_over_group(hidden, weight, rows, options, backend, cache), options.entropy, options.telemetry
-            )
-            finished = _finish(stats, rows, options)
+            packed = _stats_over_group(hidden, weight, rows, options, backend, cache)
+            outputs, saved = backend.finish(packed, rows, options)
         ctx.set_materialize_grads(False)
         if grad_enabled:
-            ctx.save_for_backward(hidden, weight, *rows, *finished.saved)
+            ctx.save_for_backward(hidden, weight, *rows, *saved)
             ctx.options, ctx.backend, ctx.cache, ctx.cached_columns = options, backend, cache, cached
-        outputs = finished.outputs
         ctx.mark_non_differentiable(*(t for t in outputs[3:] if t is not None))
         return tuple(outputs)
 
@@ -71,20 +66,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden, weight, labels, row_scale, row_factor, *saved = ctx.saved_tensors
         rows = Rows(labels, row_scale, row_factor)
         cache, ctx.cache = ctx.cache, None
+        options, backend = ctx.options, ctx.backend
         with torch.autocast(hidden.device.type, enabled=False), full_fp32():
-            terms = _row_terms(rows, _Saved(*saved), grad_logprobs, grad_entropy, grad_lse, ctx.options)
+            terms = backend.row_terms(rows, Saved(*saved), grad_logprobs, grad_entropy, grad_lse, options)
             entropy = grad_entropy is not None
 
             def slabs(hidden: Tensor, bytes_per_column: int) -> Iterator[Slab]:
                 return _grad_logits_slabs(
-                    hidden, weight, rows, terms, ctx.options, ctx.backend, cache, entropy, bytes_per_column
+                    hidden, weight, rows, terms, options, backend, cache, entropy, bytes_per_column
                 )
 
             grad_hidden, grad_weight = head_gradients(
                 hidden,
                 weight,
                 labels.shape[0],
-                ctx.options,
+                options,
                 slabs,
                 needs_hidden=ctx.needs_input_grad[0],
                 needs_weight=ctx.needs_input_grad[1],
@@ -102,43 +98,6 @@ def linear_cross_entropy_autograd(
     )
 
 
-class Rows(NamedTuple):
-    """What each token brings, [N] each."""
-
-    labels: Tensor  # int32, local to this shard; -1: owned by another rank, by none, or ignored
-    scale: Tensor  # fp32 factor from products (or their tanh) to base-2 logits; NaN where the temperature is unusable
-    factor: Tensor  # fp32 ln 2; 0 where the row is ignored, NaN where it is broken
-
-
-class _Saved(NamedTuple):
-    """What backward needs of the forward's results, [N] each, in base 2."""
-
-    lse: Tensor
-    label_logprob: Tensor
-    entropy: Tensor | None = None
-
-
-class _Finished(NamedTuple):
-    outputs: LinearCrossEntropyOutput
-    saved: _Saved
-
-
-def prepare_rows(labels: Tensor, temperature: Tensor | float, options: Options) -> Rows:
-    local = labels - options.vocab_start
-    ignored = labels == options.ignore_index
-    owned = (local >= 0) & (local < options.num_columns) & ~ignored
-    scale = LOG2_E * (options.logits_scale if options.softcap is None else options.softcap)
-    if isinstance(temperature, Tensor):
-        temperature = temperature.float()
-        usable = (temperature > 0) & temperature.isfinite()
-        row_scale = torch.where(ignored, 1.0, torch.where(usable, scale / temperature, torch.nan))
-        factor = torch.where(usable, LN_2, torch.nan)
-    else:
-        row_scale = labels.new_full(labels.shape, scale / temperature, dtype=torch.float32)
-        factor = torch.full_like(row_scale, LN_2)
-    return Rows(torch.where(owned, local, -1).int(), row_scale, torch.where(ignored, 0.0, factor))
-
-
 def _stats_over_group(
     hidden: Tensor, weight: Tensor, rows: Rows, options: Options, backend: ModuleType, cache: Any
 ) -> Tensor:
@@ -146,7 +105,7 @@ def _stats_over_group(
     num_tokens = rows.labels.shape[0]
     if num_tokens == 0:
         return empty_stats(0, options.entropy, options.telemetry, hidden.device)
-    if options.sequence_parallel:
+    if options.sequence_parallel and options.tp_group is not None:
         hidden = collectives.gather_rows(hidden, options.tp_group)
     if options.num_columns == 0:
         packed = empty_stats(num_tokens, options.entropy, options.telemetry, hidden.device)
@@ -156,7 +115,7 @@ def _stats_over_group(
             weight[: options.num_columns],
             rows.labels,
             rows.scale,
-            softcap_scale=_softcap_scale(options),
+            softcap_scale=softcap_scale(options),
             entropy=options.entropy,
             telemetry=options.telemetry,
             vocab_start=options.vocab_start,
@@ -167,67 +126,6 @@ def _stats_over_group(
         packed = collectives.stack_over_group(packed, options.tp_group)
         packed = backend.merge_stats(packed, options.entropy, options.telemetry)
     return packed
-
-
-def _finish(stats: SoftmaxStats, rows: Rows, options: Options) -> _Finished:
-    """Statistics in base 2 to outputs in nats: 0 in ignored rows, NaN in broken ones."""
-    ignored = rows.factor == 0
-    # No rank owns the label where it is -inf on all of them.
-    factor = torch.where(stats.label_logit == -torch.inf, torch.nan, rows.factor)
-
-    def in_nats(value: Tensor) -> Tensor:
-        return torch.where(ignored, 0.0, value * factor)
-
-    log2_sum = stats.sum_exp.log2()
-    lse = stats.max_logit + log2_sum
-    label_logprob = (stats.label_logit - stats.max_logit) - log2_sum
-    entropy = None if stats.sum_exp_logit is None else log2_sum - stats.sum_exp_logit / stats.sum_exp
-    outputs = LinearCrossEntropyOutput(
-        in_nats(label_logprob), None if entropy is None else in_nats(entropy), in_nats(lse)
-    )
-    if options.telemetry:
-        outputs = outputs._replace(
-            max_logit=in_nats(stats.max_logit),
-            min_logit=in_nats(stats.min_logit),
-            argmax=torch.where(ignored, 0, stats.argmax).long(),
-        )
-    return _Finished(outputs, _Saved(lse, label_logprob) if entropy is None else _Saved(lse, label_logprob, entropy))
-
-
-def _row_terms(
-    rows: Rows,
-    saved: _Saved,
-    grad_logprobs: Tensor | None,
-    grad_entropy: Tensor | None,
-    grad_lse: Tensor | None,
-    options: Options,
-) -> Tensor:
-    """The numbers of each token from which its gradient of any logit follows: [5, N] fp32.
-
-    With p = 2^t, t = log2 p, and each output's own upstream gradient g,
-
-        dz = g_logprobs (1[label] - p) + g_lse p - g_entropy p (ln p + entropy)
-           = p (p_term - entropy_term t) + 1[label] label_term
-
-    Rows: lse (base 2), p_term, entropy_term, label_term, label_logprob (base 2). The terms carry the factor from
-    logits to products, d logit / d product.
-    """
-    ignored = rows.factor == 0
-    factor = torch.where(saved.label_logprob == -torch.inf, torch.nan, rows.factor) * rows.scale
-    if options.softcap is not None:
-        factor = factor * (options.logits_scale / options.softcap)
-    zero = torch.zeros_like(factor)
-    label_term = zero if grad_logprobs is None else grad_logprobs.reshape(-1).float()
-    p_term = -label_term if grad_lse is None else grad_lse.reshape(-1).float() - label_term
-    entropy_term = zero
-    if grad_entropy is not None:
-        grad_entropy = grad_entropy.reshape(-1).float() * LN_2
-        p_term = p_term - grad_entropy * saved.entropy
-        entropy_term = grad_entropy
-    terms = torch.stack([p_term, entropy_term, label_term]) * factor
-    terms = torch.where(ignored, 0.0, terms)
-    lse = torch.where(ignored, LSE_OF_IGNORED_ROW, saved.lse)
-    return torch.cat([lse[None], terms, saved.label_logprob[None]])
 
 
 def head_gradients(
@@ -250,15 +148,18 @@ def head_gradients(
         if weight_grad is not None and weight_grad.sink is None:
             weight_grad.grad.zero_()
         return (torch.zeros_like(hidden) if needs_hidden else None), (weight_grad.finish() if weight_grad else None)
-    if options.sequence_parallel:
+    if options.sequence_parallel and options.tp_group is not None:
         hidden = collectives.gather_rows(hidden, options.tp_group)
-    grad_hidden = hidden.new_empty(hidden.shape, dtype=torch.float32) if needs_hidden else None
+    grad_hidden = None
     reduction = None
-    if options.num_columns == 0 and grad_hidden is not None:
-        reduction = _start_reduction(grad_hidden.zero_(), hidden.dtype, options)
+    if options.num_columns == 0 and needs_hidden:
+        reduction = _start_reduction(torch.zeros_like(hidden), hidden.dtype, options)
     bytes_per_column = weight_grad.bytes_per_column() if weight_grad is not None else 0
     for slab in slabs(hidden, bytes_per_column):
-        if grad_hidden is not None:
+        if needs_hidden:
+            if grad_hidden is None:
+                one_sum = slab.columns == slice(0, options.num_columns)  # the product's own accumulator is enough
+                grad_hidden = torch.empty_like(hidden, dtype=hidden.dtype if one_sum else torch.float32)
             product(slab.grad, weight[slab.columns], grad_hidden[slab.tokens], accumulate=slab.columns.start > 0)
             if slab.is_last:
                 reduction = _start_reduction(grad_hidden, hidden.dtype, options)
@@ -294,12 +195,12 @@ def _grad_logits_slabs(
 ) -> Iterator[Slab]:
     """Gradients of the logits, the kept columns first (in place), then the others in one reused buffer."""
     num_tokens, num_columns = rows.labels.shape[0], options.num_columns
-    softcap_scale = _softcap_scale(options)
+    scale = softcap_scale(options)
     first = 0
     if cache is not None:
         first = cache.exp.shape[1]
         backend.grad_logits_from_cache(
-            cache, rows.labels, rows.scale, terms, softcap=softcap_scale is not None, entropy=entropy
+            cache, rows.labels, rows.scale, terms, softcap=scale is not None, entropy=entropy
         )
         yield Slab(slice(0, first), slice(0, num_tokens), cache.exp, True, True, first == num_columns)
         cache.free()
@@ -322,7 +223,7 @@ def _grad_logits_slabs(
             terms[:, tokens],
             grad,
             first_column=columns.start,
-            softcap_scale=softcap_scale,
+            softcap_scale=scale,
             entropy=entropy,
         )
 
@@ -388,10 +289,6 @@ def _start_reduction(grad_hidden: Tensor, dtype: torch.dtype, options: Options) 
     if options.sequence_parallel:
         return collectives.start_reduce_scatter(grad_hidden, options.tp_group)
     return collectives.start_all_reduce(grad_hidden, options.tp_group)
-
-
-def _softcap_scale(options: Options) -> float | None:
-    return None if options.softcap is None else options.logits_scale / options.softcap
 
 
 def _row_stride(columns: int, itemsize: int) -> int:

@@ -43,7 +43,7 @@ class Options:
     """The validated keywords of one call. Equal on every rank but for `vocab_start` and `num_columns`."""
 
     tp_group: ProcessGroup | None  # None where there is nothing to communicate with
-    sequence_parallel: bool
+    sequence_parallel: bool  # only ever with a group
     logits_scale: float
     softcap: float | None
     ignore_index: int

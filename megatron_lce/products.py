@@ -10,7 +10,7 @@ from torch import Tensor
 @contextlib.contextmanager
 def full_fp32() -> Iterator[None]:
     """Products of fp32 matrices in full fp32 inside, whatever TF32 setting the user trains with."""
-    settings = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    settings = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
     before = [setting.fp32_precision for setting in settings]
     for setting in settings:
         setting.fp32_precision = "ieee"

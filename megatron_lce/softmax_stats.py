@@ -50,7 +50,7 @@ def empty_stats(num_tokens: int, entropy: bool, telemetry: bool, device: torch.d
     stats = unpack(packed, entropy, telemetry)
     stats.max_logit.fill_(-torch.inf)
     stats.label_logit.fill_(-torch.inf)
-    if telemetry:
+    if stats.min_logit is not None and stats.argmax is not None:
         stats.min_logit.fill_(torch.inf)
         stats.argmax.fill_(torch.inf)
     return packed
@@ -63,10 +63,10 @@ def merge_stats(packed: Tensor, entropy: bool, telemetry: bool) -> Tensor:
     shift = (parts.max_logit - max_logit).nan_to_num(nan=-torch.inf, neginf=-torch.inf)  # an empty part has weight 0
     scale = torch.exp2(shift)
     rows = [max_logit, (scale * parts.sum_exp).sum(dim=0), parts.label_logit.amax(dim=0)]
-    if entropy:
+    if parts.sum_exp_logit is not None:
         finite_shift = torch.where(scale > 0, shift, 0.0)
         rows.append((scale * (parts.sum_exp_logit + parts.sum_exp * finite_shift)).sum(dim=0))
-    if telemetry:
+    if parts.min_logit is not None and parts.argmax is not None:
         is_max = parts.max_logit == max_logit
         rows.append(parts.min_logit.amin(dim=0))
         rows.append(torch.where(is_max, parts.argmax, torch.inf).amin(dim=0))

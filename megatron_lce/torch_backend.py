@@ -4,10 +4,20 @@ import torch
 from torch import Tensor
 
 from megatron_lce.products import product
+from megatron_lce.rows import finish, prepare_rows, row_terms
 from megatron_lce.slabs import BlockBytes, cut, plan_blocks
 from megatron_lce.softmax_stats import empty_stats, merge_stats, packed_rows, unpack
 
-__all__ = ["cache_columns", "grad_logits", "grad_logits_bytes", "merge_stats", "softmax_stats"]
+__all__ = [
+    "cache_columns",
+    "finish",
+    "grad_logits",
+    "grad_logits_bytes",
+    "merge_stats",
+    "prepare_rows",
+    "row_terms",
+    "softmax_stats",
+]
 
 
 def cache_columns(num_tokens: int, num_columns: int, hidden: Tensor, logits_cache_bytes: int) -> int:
@@ -58,7 +68,7 @@ def grad_logits(
     weight: Tensor,  # [C, H], the slab
     labels: Tensor,  # [N] int32 ids; the slab's rows are first_column and up
     row_scale: Tensor,  # [N] fp32
-    row_terms: Tensor,  # [5, N] fp32, see `megatron_lce.autograd`
+    row_terms: Tensor,  # [5, N] fp32, see `megatron_lce.rows.row_terms`
     out: Tensor,  # [N, C] of hidden's dtype
     *,
     first_column: int,
@@ -107,12 +117,12 @@ def _slab_stats(logits: Tensor, labels: Tensor, entropy: bool, telemetry: bool, 
     stats.label_logit.copy_(torch.where(in_slab, label_logit, -torch.inf))
     max_logit, argmax = logits.max(dim=1)
     stats.max_logit.copy_(max_logit)
-    if telemetry:
+    if stats.min_logit is not None and stats.argmax is not None:
         stats.min_logit.copy_(logits.amin(dim=1))
         stats.argmax.copy_(argmax + first_id)
     shifted = logits.sub_(max_logit[:, None])
     exp = shifted.exp2()
     stats.sum_exp.copy_(exp.sum(dim=1))
-    if entropy:
+    if stats.sum_exp_logit is not None:
         stats.sum_exp_logit.copy_(exp.mul_(shifted).sum(dim=1))
     return packed

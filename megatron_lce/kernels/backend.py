@@ -2,14 +2,18 @@
 
 from megatron_lce.kernels.grad_logits import grad_logits, grad_logits_bytes, grad_logits_from_cache
 from megatron_lce.kernels.merge_stats import merge_stats
+from megatron_lce.kernels.rows import finish, prepare_rows, row_terms
 from megatron_lce.kernels.softmax_stats import LogitsCache, cache_columns, softmax_stats
 
 __all__ = [
     "LogitsCache",
     "cache_columns",
+    "finish",
     "grad_logits",
     "grad_logits_bytes",
     "grad_logits_from_cache",
     "merge_stats",
+    "prepare_rows",
+    "row_terms",
     "softmax_stats",
 ]

@@ -1,4 +1,4 @@
-"""Second primitive: the gradient of one slab of logits, in the hidden's dtype; recomputed, or from kept exponentials."""
+"""Second primitive: the gradient of one slab of logits, in hidden's dtype; recomputed, or from kept exponentials."""
 
 import triton
 import triton.language as tl
@@ -28,7 +28,7 @@ def grad_logits(
     weight: Tensor,  # [C, H], the slab
     labels: Tensor,  # [N] int32 ids; the slab's rows are first_column and up
     row_scale: Tensor,  # [N] fp32
-    row_terms: Tensor,  # [5, N] fp32: lse, p_term, entropy_term, label_term, label_logprob; see megatron_lce.autograd
+    row_terms: Tensor,  # [5, N] fp32, see `megatron_lce.rows.row_terms`
     out: Tensor,  # [N, C] of hidden's dtype
     *,
     first_column: int,
@@ -127,12 +127,13 @@ def _grad_logits_kernel(
         rows = row + tl.arange(0, BLOCK_N)
         row_mask = rows < N
         label = tl.load(label_ptr + rows, mask=row_mask, other=-1) - first_column
+
+        logits = tile_products(hidden_desc, weight_desc, row, column, H, BLOCK_N, BLOCK_V, BLOCK_H, UPCAST)
+        # Loaded after the products: held across them, these spill the accumulator's registers.
         row_scale = tl.load(row_scale_ptr + rows, mask=row_mask, other=0.0)
         lse = tl.load(terms_ptr + rows, mask=row_mask, other=0.0)
         p_term = tl.load(terms_ptr + terms_stride + rows, mask=row_mask, other=0.0)
         label_term = tl.load(terms_ptr + 3 * terms_stride + rows, mask=row_mask, other=0.0)
-
-        logits = tile_products(hidden_desc, weight_desc, row, column, H, BLOCK_N, BLOCK_V, BLOCK_H, UPCAST)
         if SOFTCAP:
             logits = tanh(logits * softcap_scale)
             slope = 1.0 - logits * logits
@@ -150,7 +151,7 @@ def _grad_logits_kernel(
         out_desc.store([row, column], grad.to(out_desc.dtype))
 
 
-@triton.jit(do_not_specialize=["N", "C", "exp_stride"])
+@triton.jit(do_not_specialize=["N", "C"])
 def _grad_from_exp_kernel(
     exp_ptr,  # [N, C] in: exp(z - tile_max), out: the gradient; rows exp_stride apart
     tile_max_ptr,  # [tiles, N] fp32

@@ -11,7 +11,7 @@ def merge_stats(
     telemetry: bool,
     out: Tensor | None = None,  # [K, N] fp32
 ) -> Tensor:
-    """[S, K, N] of S disjoint sets of columns -> [K, N] of their union; the formulas of `megatron_lce.softmax_stats`."""
+    """[S, K, N] of S disjoint sets of columns -> [K, N] of their union, see `megatron_lce.softmax_stats`."""
     num_splits, num_rows, num_tokens = packed.shape
     if out is None:
         out = packed.new_empty(num_rows, num_tokens)

@@ -22,6 +22,8 @@ from megatron_lce.kernels.tile_products import (
 from megatron_lce.slabs import BlockBytes, cut, plan_blocks, round_up
 from megatron_lce.softmax_stats import packed_rows
 
+CACHE_ROW_STEP = 16  # elements: rows start where Triton knows that 16-byte accesses are aligned
+
 
 class LogitsCache:
     """exp(z - m) of the first columns in the inputs' dtype, and m, the largest logit of each row of each tile.
@@ -35,7 +37,7 @@ class LogitsCache:
 
     @classmethod
     def allocate(cls, num_tokens: int, num_columns: int, hidden: Tensor) -> Self:
-        stride = round_up(num_columns, 16 // hidden.element_size())
+        stride = round_up(num_columns, CACHE_ROW_STEP)
         block_v = tiles.choose_tiles(hidden.dtype, hidden.device).block_v
         exp = hidden.new_empty(num_tokens, stride)[:, :num_columns]
         return cls(exp, hidden.new_empty(triton.cdiv(num_columns, block_v), num_tokens, dtype=torch.float32))
@@ -49,7 +51,7 @@ def cache_columns(num_tokens: int, num_columns: int, hidden: Tensor, logits_cach
     if hidden.dtype == torch.float32 or num_tokens == 0:
         return 0
     block_v = tiles.choose_tiles(hidden.dtype, hidden.device).block_v
-    row_bytes = round_up(num_columns * hidden.element_size(), 16) + 4 * triton.cdiv(num_columns, block_v)
+    row_bytes = round_up(num_columns, CACHE_ROW_STEP) * hidden.element_size() + 4 * triton.cdiv(num_columns, block_v)
     if num_tokens * row_bytes <= logits_cache_bytes:
         return num_columns
     return logits_cache_bytes // (num_tokens * (block_v * hidden.element_size() + 4)) * block_v
