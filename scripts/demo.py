@@ -26,12 +26,13 @@ ALLOWED_DIFFERENCE = 1e-4
 REQUIRED_RISE = 0.1  # of the mean reward, from the first to the last tenth of the steps
 RANKS = 2
 VOCAB_SIZE = 16384
+ROW_LENGTH = 4096
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("demo_out"))
-    parser.add_argument("--sft-steps", type=int, default=50)
+    parser.add_argument("--sft-steps", type=int, default=40)
     parser.add_argument("--grpo-steps", type=int, default=80)
     return parser.parse_args()
 
@@ -60,7 +61,7 @@ def reward_ends(steps: list[dict[str, float]], measure: str = "reward") -> tuple
 
 
 def sft_table(off: dict[str, Any], on: dict[str, Any]) -> Table:
-    table = Table(title=f"SFT, {VOCAB_SIZE} tokens in the vocabulary, TP={RANKS}, sequence parallel, fp32")
+    table = Table(title=f"SFT: TP={RANKS}, fp32, {ROW_LENGTH} tokens a step, vocabulary {VOCAB_SIZE}")
     for column in ("", "flag off", "flag on", "difference"):
         table.add_column(column, justify="left" if not column else "right")
     steps = len(off["losses"])
@@ -75,13 +76,13 @@ def sft_table(off: dict[str, Any], on: dict[str, Any]) -> Table:
         table.add_row(f"peak MiB, rank {rank}", f"{a['peak_mib']:.0f}", f"{b['peak_mib']:.0f}", f"{saved:.0f}")
     before = (f"{max(rank['peak_before_training_mib'] for rank in run['ranks']):.0f}" for run in (off, on))
     table.add_row("  of it before training", *before, "")
-    table.caption = f"peak memory: {off['memory_is']}; time: {off['time_per_step_is']}"
+    table.caption = f"memory: {off['memory_is']}\ntime: {off['time_per_step_is']}"
     return table
 
 
 def grpo_table(grpo: dict[str, Any]) -> Table:
     steps = grpo["steps"]
-    table = Table(title=f"GRPO with the fused head, sorting {grpo['config']['digits']} digits, {len(steps)} steps")
+    table = Table(title=f"GRPO with the flag on: sorting {grpo['config']['digits']} digits, {len(steps)} steps")
     for column in ("", "first tenth", "last tenth"):
         table.add_column(column, justify="left" if not column else "right")
     names = {
@@ -106,7 +107,7 @@ def main() -> int:
     console = Console()
     console.print("Tokenizer and examples from the standard library ...")
     sft_data.prepare(args.out, VOCAB_SIZE)
-    sft_options = ["--vocab-size", str(VOCAB_SIZE), "--row-length", "2048", "--steps", str(args.sft_steps)]
+    sft_options = ["--vocab-size", str(VOCAB_SIZE), "--row-length", str(ROW_LENGTH), "--steps", str(args.sft_steps)]
     off = train("train_sft", args.out, "sft_off.json", *sft_options, "--no-use-fused-linear-ce")
     on = train("train_sft", args.out, "sft_on.json", *sft_options, "--use-fused-linear-ce", "--workspace-mib", "16")
     grpo = train("train_grpo", args.out, "grpo.json", "--steps", str(args.grpo_steps))

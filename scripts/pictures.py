@@ -21,11 +21,11 @@ def draw_sft(path: Path, off: list[float], on: list[float], allowed: float) -> N
     loss.set(title="SFT on the standard library, TP=2, fp32, one seed", ylabel="loss per token")
     loss.legend()
     differences = [abs(a - b) for a, b in zip(off, on, strict=True)]
-    # An exact 0 has no place on a log axis: it is drawn at the smallest difference a float of this size can have.
-    difference.semilogy(steps, [max(value, 1e-8) for value in differences], ".", color=_ON, label="|on - off|")
+    difference.plot(steps, differences, ".", color=_ON, label="|on - off|")
     difference.axhline(allowed, color=_OTHER, linestyle=":", label=f"allowed: {allowed:.0e}")
-    difference.set(xlabel="optimizer step", ylabel="difference in loss", ylim=(5e-9, allowed * 10))
-    difference.legend(loc="center right")
+    difference.set_yscale("symlog", linthresh=1e-7)  # logarithmic above, and a place for an exact 0
+    difference.set(xlabel="optimizer step", ylabel="difference in loss", ylim=(-2e-8, 20 * allowed))
+    difference.legend(loc="upper right", ncols=2)
     for axes in (loss, difference):
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
