@@ -1,0 +1,56 @@
+"""A Megatron world of one rank for the integration's tests, and what they ask of a model in it."""
+
+import contextlib
+import gc
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from scripts import megatron_runtime
+
+# No other dimension of the model is VOCAB_SIZE, and no other tensor has as many elements as its logits.
+VOCAB_SIZE, SEQUENCE, BATCH = 104, 9, 3
+
+
+@contextlib.contextmanager
+def world() -> Iterator[torch.device]:
+    """Process groups of one rank; the device to build models on."""
+    device = megatron_runtime.initialize(1)
+    yield device
+    gc.collect()
+    megatron_runtime.teardown()
+
+
+def options(**settings: object) -> megatron_runtime.GptOptions:
+    return megatron_runtime.GptOptions(hidden_size=32, vocab_size=VOCAB_SIZE, **settings)
+
+
+def inputs(device: torch.device) -> tuple[tuple[Tensor, Tensor, None], Tensor]:
+    """((tokens, positions, no mask), labels), each [b, s]."""
+    generator = torch.Generator().manual_seed(0)
+    tokens, labels = torch.randint(0, VOCAB_SIZE, (2, BATCH, SEQUENCE), generator=generator).to(device)
+    return (tokens, torch.arange(SEQUENCE, device=device).expand(BATCH, -1), None), labels
+
+
+def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    """Every parameter's gradient of a loss; the model is left without gradients."""
+    loss.backward()
+    found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    model.zero_grad()
+    return found
+
+
+class LogitsSpy(TorchDispatchMode):
+    """Counts the operations, forward and backward, that give a tensor as large as the logits or as wide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.numel() == BATCH * SEQUENCE * VOCAB_SIZE:
+            self.seen.append(f"{func} {tuple(result.shape)}")
+        return result

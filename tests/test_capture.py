@@ -1,0 +1,190 @@
+"""`capture_lm_head` on one rank; what needs several is in torchrun_tests/run_megatron.py."""
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core")
+
+from megatron.core.models.gpt import GPTModel
+
+from megatron_lce import capture_lm_head, enable_fused_linear_ce
+from scripts import megatron_runtime
+from tests import megatron_world
+from tests.megatron_world import BATCH, SEQUENCE, VOCAB_SIZE
+
+
+@pytest.fixture(scope="module")
+def device():
+    with megatron_world.world() as device:
+        yield device
+
+
+@pytest.fixture(params=["untied", "tied"])
+def model(request, device):
+    return megatron_runtime.build_gpt(megatron_world.options(tied=request.param == "tied"), device=device)
+
+
+def test_hidden_is_the_very_tensor_and_weight_the_parameter(model, device):
+    tensors, _ = megatron_world.inputs(device)
+    given = []
+    model.output_layer.register_forward_pre_hook(lambda module, args: given.append(args[0]))
+    with capture_lm_head(model) as head:
+        model(*tensors)
+    assert head.hidden is given[0]
+    assert tuple(head.hidden.shape) == (SEQUENCE, BATCH, 32)
+    tied = model.share_embeddings_and_output_weights
+    assert head.weight is (model.embedding.word_embeddings.weight if tied else model.output_layer.weight)
+    assert head.tp_group.size() == 1
+    assert head.sequence_parallel is False
+
+
+def test_no_logits_are_made(model, device):
+    tensors, _ = megatron_world.inputs(device)
+    with megatron_world.LogitsSpy() as spy:
+        model(*tensors)
+    assert spy.seen, "the spy must see Megatron's own logits"
+    with megatron_world.LogitsSpy() as spy, capture_lm_head(model):
+        returned = model(*tensors)
+    assert spy.seen == []
+    assert tuple(returned.shape) == (BATCH, SEQUENCE, 0)
+
+
+def test_outputs_are_those_of_the_models_logits(model, device):
+    tensors, labels = megatron_world.inputs(device)
+    temperature = torch.linspace(0.5, 2, labels.numel(), device=device).view_as(labels)
+    with capture_lm_head(model) as head:
+        model(*tensors)
+    out = head.linear_cross_entropy(labels, temperature=temperature, telemetry=True, backend="torch")
+    logits = model(*tensors).double() / temperature.double().unsqueeze(-1)
+    logprobs = torch.log_softmax(logits, -1)
+    entropy = -(logprobs.exp() * logprobs).sum(-1)
+    picked = logprobs.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    torch.testing.assert_close(out.logprobs.double(), picked, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(out.entropy.double(), entropy, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(out.lse.double(), logits.logsumexp(-1), rtol=1e-5, atol=1e-6)
+    assert torch.equal(out.argmax, logits.argmax(-1))
+
+    upstream = torch.cos(torch.arange(labels.numel(), device=device)).view_as(labels)
+    actual = megatron_world.gradients(model, (out.logprobs * upstream + out.entropy).sum())
+    expected = megatron_world.gradients(model, (picked * upstream + entropy).sum())
+    assert actual.keys() == expected.keys()
+    for name, gradient in expected.items():
+        error = (actual[name] - gradient).norm() / gradient.norm()
+        assert error < 1e-5, f"{name}: {error}"
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_an_exception_leaves_the_model_as_it_was(model, device, enabled):
+    tensors, labels = megatron_world.inputs(device)
+    handle = enable_fused_linear_ce(model, use_fused_linear_ce=enabled, backend="torch")
+    before = [dict(vars(module)) for module in (model, model.output_layer)]
+    expected = model(*tensors, labels=labels)
+    heads = []
+
+    def interrupted():
+        with capture_lm_head(model) as head:
+            heads.append(head)
+            model(*tensors)
+            raise KeyError("from the caller")
+
+    with pytest.raises(KeyError, match="from the caller"):
+        interrupted()
+    assert [dict(vars(module)) for module in (model, model.output_layer)] == before
+    assert torch.equal(model(*tensors, labels=labels), expected)
+    assert handle.enabled == enabled
+    assert heads[0].linear_cross_entropy(labels, backend="torch").logprobs.shape == labels.shape
+
+
+def test_an_exception_in_the_forward_pass_leaves_the_model_as_it_was(model, device):
+    tensors, _ = megatron_world.inputs(device)
+    before = dict(vars(model.output_layer))
+
+    def fail(module, args):
+        raise RuntimeError("from a hook")
+
+    hook = model.output_layer.register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="from a hook"), capture_lm_head(model):
+        model(*tensors)
+    hook.remove()
+    assert dict(vars(model.output_layer)) == before
+    assert model(*tensors).shape == (BATCH, SEQUENCE, VOCAB_SIZE)
+
+
+def test_the_last_of_several_passes_is_kept(model, device):
+    (tokens, positions, mask), labels = megatron_world.inputs(device)
+    with capture_lm_head(model) as head:
+        model(tokens, positions, mask)
+        model(tokens[:1], positions[:1], mask)
+    assert head.linear_cross_entropy(labels[:1], backend="torch").logprobs.shape == (1, SEQUENCE)
+
+
+def test_through_ddp_and_float16_module(device):
+    settings = megatron_world.options(tied=True, dtype=torch.bfloat16)
+    model = megatron_runtime.build_gpt(settings, device=device, ddp=True)
+    tensors, labels = megatron_world.inputs(device)
+    with capture_lm_head([model]) as head:
+        model(*tensors)
+    out = head.linear_cross_entropy(labels, backend="torch")
+    assert head.hidden.dtype == head.weight.dtype == torch.bfloat16
+    expected = torch.log_softmax(head.hidden.float() @ head.weight.float().T, -1)
+    picked = expected.gather(-1, labels.T.unsqueeze(-1)).squeeze(-1).T
+    torch.testing.assert_close(out.logprobs, picked, rtol=1e-5, atol=1e-5)
+
+
+def test_mtp_losses_are_made_and_the_main_one_is_not(device):
+    model = megatron_runtime.build_gpt(
+        megatron_world.options(mtp_layers=2, config={"mtp_loss_scaling_factor": 0.1}), device=device
+    )
+    tensors, labels = megatron_world.inputs(device)
+    expected = megatron_world.gradients(model, model(*tensors, labels=labels).sum())
+    with capture_lm_head(model) as head:
+        returned = model(*tensors, labels=labels)
+    assert returned.numel() == 0
+    actual = megatron_world.gradients(model, -head.linear_cross_entropy(labels, backend="torch").logprobs.sum())
+    assert actual.keys() == expected.keys()
+    for name, gradient in expected.items():
+        error = (actual[name] - gradient).norm() / gradient.norm()
+        assert error < 1e-5, f"{name}: {error}"
+
+
+def test_a_stage_without_a_head(device):
+    config = megatron_runtime.transformer_config(megatron_world.options())
+    stage = GPTModel(
+        config=config,
+        transformer_layer_spec=megatron_runtime.gpt_block_spec(config),
+        vocab_size=VOCAB_SIZE,
+        max_sequence_length=SEQUENCE,
+        post_process=False,
+        position_embedding_type="rope",
+    ).to(device)
+    tensors, labels = megatron_world.inputs(device)
+    with capture_lm_head(stage) as head:
+        returned = stage(*tensors)
+    assert tuple(returned.shape) == (SEQUENCE, BATCH, 32)
+    assert head.hidden is None
+    assert head.weight is None
+    with pytest.raises(RuntimeError, match="nothing was captured: this pipeline stage has no LM head"):
+        head.linear_cross_entropy(labels)
+
+
+def test_errors(model, device):
+    tensors, labels = megatron_world.inputs(device)
+    with capture_lm_head(model) as head:
+        pass
+    with pytest.raises(RuntimeError, match="nothing was captured: no forward pass has reached the head"):
+        head.linear_cross_entropy(labels)
+    with capture_lm_head(model) as head:
+        model(*tensors)
+    with pytest.raises(TypeError, match="sequence_parallel, vocab_start must not be given"):
+        head.linear_cross_entropy(labels, vocab_start=0, sequence_parallel=False)
+    with pytest.raises(ValueError, match=r"labels must be \[b, s\], \(3, 9\) for this hidden, got \(9, 3\)"):
+        head.linear_cross_entropy(labels.T)
+    with pytest.raises(ValueError, match=r"temperature must be \[b, s\], \(3, 9\) for this hidden, got \(3,\)"):
+        head.linear_cross_entropy(labels, temperature=torch.ones(3, device=device))
+    with pytest.raises(TypeError, match="model must be or hold a megatron-core language model, got Linear"):
+        capture_lm_head(torch.nn.Linear(2, 2)).__enter__()
+    with pytest.raises(ValueError, match=r"model must hold one LM head, got 2 \(GPTModel, GPTModel\)"):
+        capture_lm_head([model, model]).__enter__()
+    model.output_layer = torch.nn.Linear(32, 1)
+    with pytest.raises(ValueError, match="the LM head cannot be captured: output_layer is a Linear, not"):
+        capture_lm_head(model).__enter__()
