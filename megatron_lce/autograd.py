@@ -1,6 +1,6 @@
 """The one autograd function: the order of launches and collectives, and what is saved between them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from megatron_lce import collectives
 from megatron_lce.outputs import LinearCrossEntropyOutput, Options, WeightGradSink
 from megatron_lce.products import full_fp32, product
 from megatron_lce.rows import Rows, Saved, softcap_scale
-from megatron_lce.slabs import Blocks, cut, plan_blocks
+from megatron_lce.slabs import Blocks, cut, plan_blocks, smallest_workspace
 from megatron_lce.softmax_stats import empty_stats
 
 
@@ -37,6 +37,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_enabled: bool,
     ) -> tuple[Tensor | None, ...]:
         device_type = hidden.device.type
+        _check_workspace(hidden, weight, options, backend, ctx.needs_input_grad if grad_enabled else None)
         with torch.autocast(device_type, enabled=False), full_fp32():
             rows = backend.prepare_rows(labels, temperature, options)
             num_tokens = labels.shape[0]
@@ -96,6 +97,24 @@ def linear_cross_entropy_autograd(
     return LinearCrossEntropyOutput(
         *_LinearCrossEntropy.apply(hidden, weight, labels, temperature, options, backend, grad_enabled)
     )
+
+
+def _check_workspace(
+    hidden: Tensor, weight: Tensor, options: Options, backend: ModuleType, needs_grad: Sequence[bool] | None
+) -> None:
+    """The smallest block of every pass must find room before the first one runs; `needs_grad`: None without backward.
+
+    Asked of the whole shard, padding included, so that ranks with equal shards agree.
+    """
+    smallest = smallest_workspace(backend.softmax_stats_bytes(hidden, weight, options.entropy, options.telemetry))
+    if needs_grad is not None:
+        backward = backend.grad_logits_bytes(hidden, weight)
+        if needs_grad[1] and weight.dtype != torch.float32 and options.weight_grad_sink is None:
+            # the fp32 accumulator of a slab whose tokens come in blocks
+            backward = backward._replace(per_column=backward.per_column + 4 * weight.shape[1])
+        smallest = max(smallest, smallest_workspace(backward))
+    if options.workspace_bytes < smallest:
+        raise ValueError(f"workspace_bytes must be at least {smallest} for this head, got {options.workspace_bytes}")
 
 
 def _stats_over_group(

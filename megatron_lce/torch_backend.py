@@ -17,6 +17,7 @@ __all__ = [
     "prepare_rows",
     "row_terms",
     "softmax_stats",
+    "softmax_stats_bytes",
 ]
 
 
@@ -28,6 +29,11 @@ def cache_columns(num_tokens: int, num_columns: int, hidden: Tensor, logits_cach
 def grad_logits_bytes(hidden: Tensor, weight: Tensor) -> BlockBytes:
     """What `grad_logits` takes for its intermediates, its output, and fp32 copies of its inputs."""
     return BlockBytes(3 * 4 + hidden.element_size(), upcast_row_bytes(hidden), upcast_row_bytes(weight))
+
+
+def softmax_stats_bytes(hidden: Tensor, weight: Tensor, entropy: bool, telemetry: bool) -> BlockBytes:
+    """What `softmax_stats` takes for a slab of logits, their exponentials, and fp32 copies of its inputs."""
+    return BlockBytes(2 * 4, upcast_row_bytes(hidden), upcast_row_bytes(weight))
 
 
 def softmax_stats(
@@ -49,7 +55,7 @@ def softmax_stats(
         num_tokens,
         num_columns,
         workspace_bytes,
-        BlockBytes(2 * 4, upcast_row_bytes(hidden), upcast_row_bytes(weight)),
+        softmax_stats_bytes(hidden, weight, entropy, telemetry),
         preferred_columns=4096,
     )
     packed = hidden.new_empty(packed_rows(entropy, telemetry), num_tokens, dtype=torch.float32)

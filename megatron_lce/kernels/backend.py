@@ -3,7 +3,7 @@
 from megatron_lce.kernels.grad_logits import grad_logits, grad_logits_bytes, grad_logits_from_cache
 from megatron_lce.kernels.merge_stats import merge_stats
 from megatron_lce.kernels.rows import finish, prepare_rows, row_terms
-from megatron_lce.kernels.softmax_stats import LogitsCache, cache_columns, softmax_stats
+from megatron_lce.kernels.softmax_stats import LogitsCache, cache_columns, softmax_stats, softmax_stats_bytes
 
 __all__ = [
     "LogitsCache",
@@ -16,4 +16,5 @@ __all__ = [
     "prepare_rows",
     "row_terms",
     "softmax_stats",
+    "softmax_stats_bytes",
 ]

@@ -57,6 +57,13 @@ def cache_columns(num_tokens: int, num_columns: int, hidden: Tensor, logits_cach
     return logits_cache_bytes // (num_tokens * (block_v * hidden.element_size() + 4)) * block_v
 
 
+def softmax_stats_bytes(hidden: Tensor, weight: Tensor, entropy: bool, telemetry: bool) -> BlockBytes:
+    """What `softmax_stats` takes for the statistics of every split and its copies of unaligned inputs."""
+    num_splits = triton.cdiv(weight.shape[0], tiles.choose_tiles(hidden.dtype, hidden.device).block_v)
+    split_bytes = num_splits * packed_rows(entropy, telemetry) * 4
+    return BlockBytes(0, split_bytes + copied_row_bytes(hidden), copied_row_bytes(weight))
+
+
 def softmax_stats(
     hidden: Tensor,  # [N, H]
     weight: Tensor,  # [V, H]
@@ -79,7 +86,7 @@ def softmax_stats(
         num_tokens,
         num_columns,
         workspace_bytes,
-        BlockBytes(0, num_splits * rows * 4 + copied_row_bytes(hidden), copied_row_bytes(weight)),
+        softmax_stats_bytes(hidden, weight, entropy, telemetry),
     )
     kept = 0 if cache is None else cache.exp.shape[1]
     ranges = [(columns, True) for columns in cut(kept, blocks.columns)]

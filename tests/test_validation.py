@@ -1,0 +1,158 @@
+"""Every message names the argument, what it must be and what it was; `check_labels`."""
+
+import math
+
+import pytest
+import torch
+
+import megatron_lce
+from megatron_lce import validation
+from tests.problems import make_problem
+
+TOKENS, HIDDEN_SIZE, COLUMNS = 4, 8, 20
+
+
+def inputs(**overrides):
+    generator = torch.Generator().manual_seed(0)
+    arguments = {
+        "hidden": torch.randn(TOKENS, HIDDEN_SIZE, generator=generator),
+        "weight": torch.randn(COLUMNS, HIDDEN_SIZE, generator=generator),
+        "labels": torch.randint(COLUMNS, (TOKENS,), generator=generator),
+        "backend": "torch",
+    }
+    return arguments | overrides
+
+
+def zeros(*shape, **keywords):
+    return torch.zeros(*shape, **keywords)
+
+
+LONG = {"dtype": torch.int64}
+# What is passed, the error, and what its message must hold: the name, what it must be, what it was.
+BAD = [
+    ({"hidden": [1.0]}, TypeError, "hidden", "must be a torch.Tensor", "list"),
+    ({"weight": None}, TypeError, "weight", "must be a torch.Tensor", "NoneType"),
+    ({"labels": 3}, TypeError, "labels", "must be a torch.Tensor", "int"),
+    ({"hidden": zeros(4, 8).double()}, TypeError, "hidden", "float32, bfloat16 or float16", "float64"),
+    ({"hidden": zeros(4, 8).long()}, TypeError, "hidden", "float32, bfloat16 or float16", "int64"),
+    ({"weight": zeros(20, 8).half()}, TypeError, "weight", "hidden's dtype, torch.float32", "float16"),
+    ({"weight": zeros(20, 8, device="meta")}, ValueError, "weight", "hidden's device, cpu", "meta"),
+    ({"hidden": torch.tensor(1.0)}, ValueError, "hidden", "must be [..., H]", "scalar"),
+    ({"weight": zeros(8)}, ValueError, "weight", "must be [V_local, H]", "(8,)"),
+    ({"weight": zeros(2, 10, 8)}, ValueError, "weight", "must be [V_local, H]", "(2, 10, 8)"),
+    ({"weight": zeros(0, 8)}, ValueError, "weight", "at least one row of the vocabulary", "(0, 8)"),
+    ({"weight": zeros(20, 7)}, ValueError, "hidden and weight", "must agree on H", "(4, 8) and (20, 7)"),
+    ({"hidden": zeros(4, 0), "weight": zeros(20, 0)}, ValueError, "hidden", "H of at least 1", "(4, 0)"),
+    ({"labels": zeros(4, dtype=torch.int32)}, TypeError, "labels", "must be int64", "int32"),
+    ({"labels": zeros(4)}, TypeError, "labels", "must be int64", "float32"),
+    ({"labels": zeros(4, device="meta", **LONG)}, ValueError, "labels", "hidden's device, cpu", "meta"),
+    ({"labels": zeros(5, **LONG)}, ValueError, "labels", "hidden's shape without H, (4,)", "(5,)"),
+    ({"labels": zeros(2, 2, **LONG)}, ValueError, "labels", "hidden's shape without H, (4,)", "(2, 2)"),
+    ({"temperature": 0.0}, ValueError, "temperature", "positive and finite", "0.0"),
+    ({"temperature": -2}, ValueError, "temperature", "positive and finite", "-2"),
+    ({"temperature": math.nan}, ValueError, "temperature", "positive and finite", "nan"),
+    ({"temperature": math.inf}, ValueError, "temperature", "positive and finite", "inf"),
+    ({"temperature": "1"}, TypeError, "temperature", "must be a float", "str"),
+    ({"temperature": True}, TypeError, "temperature", "must be a float", "bool"),
+    ({"temperature": None}, TypeError, "temperature", "must be a float", "NoneType"),
+    ({"temperature": zeros(4, **LONG)}, TypeError, "temperature", "a float or a floating tensor", "int64"),
+    ({"temperature": zeros(3)}, ValueError, "temperature", "labels' shape, (4,)", "(3,)"),
+    ({"temperature": zeros(4, 1)}, ValueError, "temperature", "labels' shape, (4,)", "(4, 1)"),
+    ({"temperature": zeros(4, device="meta")}, ValueError, "temperature", "labels' device, cpu", "meta"),
+    ({"temperature": zeros(4, requires_grad=True)}, ValueError, "temperature", "not require grad", "True"),
+    ({"logits_scale": math.inf}, ValueError, "logits_scale", "finite", "inf"),
+    ({"logits_scale": zeros(1)}, TypeError, "logits_scale", "must be a float", "Tensor"),
+    ({"softcap": 0.0}, ValueError, "softcap", "positive and finite", "0.0"),
+    ({"softcap": -30.0}, ValueError, "softcap", "positive and finite", "-30.0"),
+    ({"softcap": "30"}, TypeError, "softcap", "must be a float", "str"),
+    ({"ignore_index": -100.0}, TypeError, "ignore_index", "must be an int", "float"),
+    ({"ignore_index": None}, TypeError, "ignore_index", "must be an int", "NoneType"),
+    ({"vocab_start": -1}, ValueError, "vocab_start", "at least 0", "-1"),
+    ({"vocab_start": 0.0}, TypeError, "vocab_start", "must be an int", "float"),
+    ({"vocab_size": 0}, ValueError, "vocab_size", "at least 1", "0"),
+    ({"vocab_size": True}, TypeError, "vocab_size", "must be an int", "bool"),
+    ({"logits_cache_bytes": -1}, ValueError, "logits_cache_bytes", "at least 0", "-1"),
+    ({"logits_cache_bytes": 1e9}, TypeError, "logits_cache_bytes", "must be an int", "float"),
+    ({"workspace_bytes": -1}, ValueError, "workspace_bytes", "at least 0", "-1"),
+    ({"workspace_bytes": 2.0**29}, TypeError, "workspace_bytes", "must be an int", "float"),
+    ({"tp_group": "tp"}, TypeError, "tp_group", "ProcessGroup or None", "str"),
+    ({"backend": "cuda"}, ValueError, "backend", "'auto', 'triton', 'torch' or 'reference'", "'cuda'"),
+    ({"backend": "reference", "vocab_start": 5}, ValueError, "vocab_start", "0 for backend='reference'", "5"),
+]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "error", "name", "required", "given"),
+    BAD,
+    ids=[f"{row[2]}-{row[4]}".replace(" ", "_") for row in BAD],
+)
+def test_message(overrides, error, name, required, given):
+    with pytest.raises(error) as raised:
+        megatron_lce.linear_cross_entropy(**inputs(**overrides))
+    message = str(raised.value)
+    assert message.startswith(name)
+    assert required in message
+    assert given in message.split("got")[1]
+
+
+def test_labels_under_sequence_parallel_are_the_whole_sequence():
+    hidden, weight = zeros(3, 2, 8), zeros(20, 8)
+    validation.check_tensors(hidden, weight, zeros(12, 2, **LONG), 4)
+    expected = r"labels must have hidden's shape without H gathered over 4 sequence-parallel ranks, \(12, 2\), "
+    with pytest.raises(ValueError, match=expected + r"got \(3, 2\) for hidden \(3, 2, 8\)"):
+        validation.check_tensors(hidden, weight, zeros(3, 2, **LONG), 4)
+
+
+def test_sequence_parallel_needs_a_sequence():
+    with pytest.raises(ValueError, match=r"hidden must be \[s/tp, \.\.\., H\] under sequence_parallel, got one dim"):
+        validation.check_tensors(zeros(8), zeros(20, 8), zeros((), **LONG), 2)
+
+
+def test_triton_that_is_not_installed(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="backend must be one that can run here, got 'triton', but triton is not"):
+        megatron_lce.linear_cross_entropy(**inputs(backend="triton"))
+
+
+def test_triton_on_cpu_tensors_without_its_interpreter(monkeypatch):
+    triton = pytest.importorskip("triton")
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    with pytest.raises(ValueError, match=r"got 'triton', but CPU tensors need Triton's interpreter \(TRITON_INTERP"):
+        megatron_lce.linear_cross_entropy(**inputs(backend="triton"))
+    assert megatron_lce.linear_cross_entropy(**inputs(backend="auto")).logprobs.isfinite().all()
+
+
+def test_triton_on_a_device_it_does_not_know():
+    arguments = {name: tensor.to("meta") for name, tensor in inputs().items() if name != "backend"}
+    pytest.importorskip("triton")
+    with pytest.raises(ValueError, match="got 'triton', but Triton does not run on device type 'meta'"):
+        megatron_lce.linear_cross_entropy(**arguments, backend="triton")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tokens", [3, 20])
+def test_a_workspace_that_is_too_small_names_the_smallest_that_works(tokens, dtype, backend, device):
+    problem = make_problem(tokens, 24, 600, device, dtype)
+    with pytest.raises(ValueError, match=r"workspace_bytes must be at least \d+ .* got 1$") as raised:
+        problem.run(backend, workspace_bytes=1)
+    smallest = int(str(raised.value).split("at least ")[1].split()[0])
+    problem.check(backend, only_here={"workspace_bytes": smallest})
+    with pytest.raises(ValueError, match=f"workspace_bytes must be at least {smallest} "):
+        problem.run(backend, workspace_bytes=smallest - 1)
+
+
+def test_check_labels_passes_valid_and_ignored_ones(device):
+    megatron_lce.check_labels(torch.tensor([[0, 9], [-100, 5]], device=device), 10)
+    megatron_lce.check_labels(torch.tensor([0, 9, -1], device=device), 10, ignore_index=-1)
+    megatron_lce.check_labels(torch.empty(0, dtype=torch.int64, device=device), 10)
+
+
+def test_check_labels_counts_and_shows_the_first_offender(device):
+    labels = torch.tensor([[0, 9, -100], [5, 10, 3], [-1, 2, 77]], device=device)
+    expected = (
+        r"labels must lie in \[0, 10\) or equal ignore_index \(-100\), got 3 that do not; the first is 10 at \(1, 1\)"
+    )
+    with pytest.raises(ValueError, match=expected):
+        megatron_lce.check_labels(labels, 10)
+    with pytest.raises(ValueError, match=r"ignore_index \(-1\), got 3 that do not; the first is -100 at \(0, 2\)"):
+        megatron_lce.check_labels(labels, 10, ignore_index=-1)
