@@ -7,6 +7,7 @@ On 4 ranks, cases without pipeline parallelism have two data-parallel replicas; 
 
 import argparse
 import sys
+import warnings
 
 import harness
 import megatron_cases as cases
@@ -17,6 +18,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from megatron_lce import capture_lm_head, enable_fused_linear_ce
+from megatron_lce.integration.support import find_language_model
 from scripts import megatron_runtime
 
 ALLOWED = 1e-5  # relative, per parameter, fp32
@@ -171,6 +173,24 @@ def check_logits(case: cases.Case, device: torch.device, report: harness.Report)
     report.check(f"{case.name}: negative labels are ignored rows", bool((fused[~mask] == 0).all()))
 
 
+def check_fallback(case: cases.Case, device: torch.device, report: harness.Report) -> None:
+    """A head that cannot be fused: all ranks decide alike, and one of those that hold it warns."""
+    chunks = cases.build(case, device)
+    if cases.has_head(chunks):
+        find_language_model(chunks).output_layer.gather_output = True
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        handle = enable_fused_linear_ce(chunks)
+    everywhere: list[tuple[tuple[str, ...], int]] = [((), 0)] * dist.get_world_size()
+    dist.all_gather_object(everywhere, (handle.reasons, sum("is not used" in str(one.message) for one in told)))
+    reasons = {reasons for reasons, _ in everywhere}
+    expected = {("output_layer gathers its output (parallel_output=False)",)}
+    expected |= {("this pipeline stage has no LM head",)} if case.pipeline else set()
+    report.check(f"{case.name}: fallback, same reasons", not handle.enabled and reasons == expected, str(reasons))
+    warned = sum(count for _, count in everywhere)
+    report.check(f"{case.name}: fallback, one warning", warned == 1, f"{warned} on {len(everywhere)} ranks")
+
+
 def run(device: torch.device, report: harness.Report, combinations: str) -> None:
     world = dist.get_world_size()
     training = cases.all_combinations() if combinations == "all" else cases.pairwise_combinations()
@@ -181,6 +201,7 @@ def run(device: torch.device, report: harness.Report, combinations: str) -> None
         (check_bf16, BF16_CASES),
         (check_capture, [cases.Case(), cases.Case(tied=True, sequence_parallel=True)]),
         (check_logits, [cases.Case(), cases.Case(tied=True, sequence_parallel=True)]),
+        (check_fallback, [cases.Case(), cases.Case(pipeline=True)]),
     ):
         for case in chosen:
             if case.ranks <= world:
