@@ -1,0 +1,112 @@
+"""What stands between the programs and Megatron: patches, attention, sampling and the head without fusion."""
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core")
+
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from scripts import materialised_head, megatron_runtime, sorting_task
+from scripts.megatron_layers import SdpaAttention
+from scripts.rollout import sample
+
+
+@pytest.fixture(scope="module")
+def megatron():
+    """parallel_state of one rank."""
+    device = megatron_runtime.initialize(device="cpu")
+    yield device
+    megatron_runtime.teardown()
+
+
+def test_the_patches_are_undone():
+    before = torch.cuda.current_device
+    with megatron_runtime.cpu_patches():
+        assert torch.zeros(1, device="cuda").device.type == "cpu"
+        assert torch.zeros(1).to("cuda").device.type == torch.zeros(1).cuda().device.type == "cpu"
+        assert torch.zeros(1, dtype=torch.bfloat16).type() == "torch.cuda.BFloat16Tensor"
+    assert torch.cuda.current_device is before
+    assert torch.zeros(1).type() == "torch.FloatTensor"
+
+
+def test_one_seed_gives_one_model(megatron):
+    options = megatron_runtime.GptOptions(num_layers=1, seed=5)
+    first, second = megatron_runtime.build_gpt(options), megatron_runtime.build_gpt(options)
+    for (name, a), b in zip(first.named_parameters(), second.parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_packed_sequences_do_not_see_each_other(megatron):
+    config = megatron_runtime.transformer_config(megatron_runtime.GptOptions(num_query_groups=2))
+    attention = SdpaAttention(config, layer_number=1)
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(7, heads, 16, generator=generator) for heads in (4, 2, 2))
+    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=torch.tensor([0, 3, 7], dtype=torch.int32))
+    together = attention(query, key, value, None, packed_seq_params=packed)
+    apart = [
+        attention(*(tensor[part].unsqueeze(1) for tensor in (query, key, value)))[:, 0]
+        for part in (slice(0, 3), slice(3, 7))
+    ]
+    torch.testing.assert_close(together, torch.cat(apart))
+
+
+def test_a_mask_that_is_causal_equals_no_mask(megatron):
+    attention = SdpaAttention(megatron_runtime.transformer_config(megatron_runtime.GptOptions()), layer_number=1)
+    query, key, value = (torch.randn(5, 2, 4, 16, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    masked_out = torch.ones(5, 5, dtype=torch.bool).triu(1)[None, None]
+    torch.testing.assert_close(attention(query, key, value, masked_out), attention(query, key, value))
+
+
+def test_materialised_logprobs_and_entropy_are_those_of_a_softmax(megatron):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 3, 8, generator=generator).requires_grad_()
+    exact = logits.detach().double().requires_grad_()
+    labels = torch.tensor([[0, 5, -100], [2, 1, 4]])
+    upstream = torch.randn(2, 2, 3, generator=generator)
+    logprobs, entropy = materialised_head.logprobs_and_entropy(logits, labels, temperature=0.7, vocab_size=6)
+    (logprobs * upstream[0] + entropy * upstream[1]).sum().backward()
+    all_logprobs = (exact[..., :6] / 0.7).log_softmax(-1)
+    kept = labels >= 0
+    expected_logprobs = all_logprobs.gather(-1, labels.clamp(min=0)[..., None])[..., 0] * kept
+    expected_entropy = -(all_logprobs.exp() * all_logprobs).sum(-1) * kept
+    (expected_logprobs * upstream[0] + expected_entropy * upstream[1]).sum().backward()
+    torch.testing.assert_close(logprobs.double(), expected_logprobs, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(entropy.double(), expected_entropy, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(logits.grad.double(), exact.grad, rtol=1e-5, atol=1e-6)
+
+
+class _Countdown(torch.nn.Module):
+    """Certain that the digit after d is d - 1, and after 0 the end of text; mildly in favour of padding columns."""
+
+    def forward(self, tokens, positions, attention_mask):
+        following = torch.where(tokens == 0, sorting_task.EOS, (tokens - 1).clamp(min=0))
+        logits = torch.nn.functional.one_hot(following, 16) * 50.0
+        logits[..., sorting_task.VOCAB_SIZE :] = 99.0
+        return logits
+
+
+def test_sampling_stops_at_the_end_of_text_and_leaves_padded_columns_alone(megatron):
+    tokens, logprobs, mask = sample(
+        _Countdown(),
+        torch.tensor([[9, 1], [9, 3]]),
+        4,
+        temperature=0.5,
+        vocab_size=sorting_task.VOCAB_SIZE,
+        eos=sorting_task.EOS,
+        pad=sorting_task.PAD,
+        generator=torch.Generator().manual_seed(0),
+    )
+    eos, pad = sorting_task.EOS, sorting_task.PAD
+    assert tokens.tolist() == [[0, eos, pad, pad], [2, 1, 0, eos]]
+    assert mask.tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]]
+    torch.testing.assert_close(logprobs, torch.zeros(2, 4))
+
+
+def test_rewards_are_the_share_of_right_positions():
+    task = sorting_task.SortingTask(digits=3)
+    prompts = torch.tensor([[3, 1, 2, sorting_task.EQUALS]]).repeat(3, 1)
+    eos, pad = sorting_task.EOS, sorting_task.PAD
+    completions = torch.tensor([[1, 2, 3, eos], [1, 3, 2, eos], [eos, pad, pad, pad]])
+    assert task.rewards(prompts, completions).tolist() == [1.0, 0.5, 0.0]
+    assert task.answers(prompts)[0].tolist() == [1, 2, 3, eos]

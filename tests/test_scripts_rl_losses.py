@@ -1,0 +1,106 @@
+"""The losses of GRPO and GSPO against loops over tokens, and what their gradients must do."""
+
+import math
+
+import pytest
+import torch
+
+from scripts import rl_losses
+
+
+@pytest.fixture
+def case():
+    """Three sequences of four tokens, the last one half masked, all double."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (3, 4)
+    old = -torch.rand(shape, generator=generator, dtype=torch.float64)
+    return {
+        "logprobs": (old + 0.5 * torch.randn(shape, generator=generator, dtype=torch.float64)).requires_grad_(),
+        "entropy": torch.rand(shape, generator=generator, dtype=torch.float64).requires_grad_(),
+        "old_logprobs": old,
+        "reference_logprobs": -torch.rand(shape, generator=generator, dtype=torch.float64),
+        "advantages": torch.tensor([1.0, -0.5, 2.0], dtype=torch.float64),
+        "mask": torch.tensor([[1, 1, 1, 1], [0, 1, 1, 0], [0, 0, 0, 0]], dtype=torch.float64),
+    }
+
+
+def surrogate(ratio: float, advantage: float) -> float:
+    return min(ratio * advantage, min(max(ratio, 0.8), 1.28) * advantage)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_policy_loss_is_the_sum_of_its_formula(case, level):
+    result = rl_losses.policy_loss(**case, level=level, clip_low=0.2, clip_high=0.28, kl_weight=0.3, entropy_weight=0.1)
+    total, units = 0.0, 0
+    for row in range(3):
+        columns = [column for column in range(4) if case["mask"][row, column]]
+        gap = {c: float(case["logprobs"][row, c] - case["old_logprobs"][row, c]) for c in columns}
+        advantage = float(case["advantages"][row])
+        penalty = {}
+        for c in columns:
+            d = float(case["reference_logprobs"][row, c] - case["logprobs"][row, c])
+            penalty[c] = 0.3 * (math.exp(d) - 1 - d) - 0.1 * float(case["entropy"][row, c])
+        if level == "token":
+            total += sum(penalty[c] - surrogate(math.exp(gap[c]), advantage) for c in columns)
+            units += len(columns)
+        elif columns:
+            ratio = math.exp(sum(gap.values()) / len(columns))
+            total += sum(penalty.values()) / len(columns) - surrogate(ratio, advantage)
+            units += 1
+    assert float(result.total) == pytest.approx(total, rel=1e-12)
+    assert float(result.count) == units
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_masked_tokens_get_no_gradient(case, level):
+    result = rl_losses.policy_loss(**case, level=level, kl_weight=0.3, entropy_weight=0.1)
+    result.total.backward()
+    for tensor in (case["logprobs"], case["entropy"]):
+        assert torch.all(tensor.grad[case["mask"] == 0] == 0)
+    assert torch.all(case["entropy"].grad[case["mask"] == 1] < 0), "more entropy must lower the loss"
+
+
+def test_a_fresh_policy_has_the_policy_gradient_and_clips_nothing(case):
+    case["logprobs"] = case["old_logprobs"].clone().requires_grad_()
+    result = rl_losses.policy_loss(**case)
+    result.total.backward()
+    torch.testing.assert_close(case["logprobs"].grad, -case["advantages"][:, None] * case["mask"])
+    assert result.clipped == 0
+
+
+def test_a_ratio_past_the_clip_stops_learning_only_in_the_direction_of_its_advantage():
+    logprobs = torch.tensor([[1.0, -1.0], [1.0, -1.0]], requires_grad=True)  # ratios e and 1/e
+    zeros, ones = torch.zeros(2, 2), torch.ones(2, 2)
+    result = rl_losses.policy_loss(logprobs, zeros, zeros, zeros, torch.tensor([1.0, -1.0]), ones)
+    result.total.backward()
+    stopped = logprobs.grad == 0
+    assert stopped.tolist() == [[True, False], [False, True]]
+    assert result.clipped == 2
+
+
+def test_k3_estimates_the_divergence():
+    generator = torch.Generator().manual_seed(1)
+    policy, reference = (torch.randn(8, generator=generator, dtype=torch.float64).log_softmax(0) for _ in range(2))
+    # Averaged over the policy's own distribution the estimate is exact: E[p_ref / p - 1] = 0.
+    expected = (policy.exp() * (policy - reference)).sum()
+    estimate = (policy.exp() * rl_losses.k3_kl(policy, reference)).sum()
+    torch.testing.assert_close(estimate, expected)
+    assert torch.all(rl_losses.k3_kl(policy, reference) >= 0)
+
+
+def test_group_advantages_compare_samples_of_one_prompt_alone():
+    advantages = rl_losses.group_advantages(torch.tensor([[0.0, 1.0], [5.0, 5.0]]))
+    assert advantages[0, 1] == -advantages[0, 0] > 0.5
+    assert advantages[1].tolist() == [0.0, 0.0]
+
+
+def test_logprob_gap_counts_sampled_tokens_alone():
+    trainer, sampler = torch.tensor([[-1.0, -2.0, -9.0]]), torch.tensor([[-1.0, -2.5, -1.0]])
+    gap = rl_losses.logprob_gap(trainer, sampler, torch.tensor([[1.0, 1.0, 0.0]]))
+    assert (gap["absolute"], gap["largest"], gap["tokens"]) == (0.5, 0.5, 2)
+    assert float(gap["kl"]) == pytest.approx(math.exp(0.5) - 1 - 0.5)
+
+
+def test_an_unknown_level_is_named(case):
+    with pytest.raises(ValueError, match="level must be 'token' or 'sequence', got 'word'"):
+        rl_losses.policy_loss(**case, level="word")

@@ -1,0 +1,62 @@
+"""Prompt and completion pairs, and what packing must keep apart."""
+
+import pytest
+import torch
+
+pytest.importorskip("tokenizers")
+pytest.importorskip("megatron.core")
+
+from scripts import sft_data
+from scripts.sft_data import Example
+
+SOURCE = '''
+class Greeter:
+    def greet(self, name):
+        """Greets."""
+        text = "hello " + name
+        return text
+
+    def silent(self):
+        return None
+
+def one_line(): """Only a docstring."""
+'''
+
+
+def test_function_pairs_split_after_the_docstring():
+    pairs = sft_data.function_pairs(SOURCE)
+    assert pairs == [('def greet(self, name):\n    """Greets."""\n', '    text = "hello " + name\n    return text\n')]
+
+
+def test_source_that_does_not_parse_has_no_pairs():
+    assert sft_data.function_pairs("def broken(:") == []
+
+
+def test_packing_shifts_within_each_example_and_masks_prompts_and_padding():
+    batch = sft_data.pack([Example([10, 11, 12, 13], 2), Example([20, 21, 22], 1)], pad_id=0, row_length=7)
+    assert batch.tokens.tolist() == [[10, 11, 12, 20, 21, 0, 0]]
+    assert batch.labels.tolist() == [[11, 12, 13, 21, 22, 0, 0]]
+    assert batch.loss_mask.tolist() == [[0, 1, 1, 1, 1, 0, 0]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1, 0, 1]]
+    assert batch.cu_seqlens.tolist() == [0, 3, 5, 7]
+
+
+def test_packed_rows_hold_every_example_and_cut_only_the_ones_longer_than_a_row():
+    examples = [Example(list(range(start, start + length)), 1) for start, length in ((100, 4), (200, 4), (300, 99))]
+    rows = sft_data.packed_batches(examples, 0, row_length=7)
+    first, second = next(rows), next(rows)
+    assert first.tokens.tolist() == [[100, 101, 102, 200, 201, 202, 0]]
+    assert second.tokens.tolist() == [list(range(300, 307))]
+    assert second.labels.tolist() == [list(range(301, 308))]
+    assert next(rows).tokens[0, :3].tolist() == [100, 101, 102], "the examples come again"
+
+
+def test_the_tokenizer_gives_the_text_back():
+    tokenizer = sft_data.train_tokenizer([SOURCE] * 3, vocab_size=300)
+    assert tokenizer.decode(tokenizer.encode(SOURCE).ids) == SOURCE
+    assert {sft_data.PAD, sft_data.EOS} <= tokenizer.get_vocab().keys()
+
+
+def test_batches_move_whole():
+    batch = sft_data.pack([Example([1, 2, 3], 1)], 0, 4).to(torch.device("meta"))
+    assert all(tensor.is_meta for tensor in vars(batch).values())

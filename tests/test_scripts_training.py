@@ -1,0 +1,101 @@
+"""The training programs at TP=2 with the flag on and off, and the mean over data-parallel ranks.
+
+Started by torchrun, this file is the program that takes one data-parallel step and saves the weights.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core")
+ROOT = Path(__file__).resolve().parent.parent
+pytestmark = pytest.mark.torchrun
+
+
+def torchrun(ranks: int, *command: str) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([*launcher, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def both(program: str, out: Path, *options: str) -> list[dict]:
+    """Reports of the program with the flag off and on."""
+    reports = []
+    for flag in ("no-use", "use"):
+        name = f"{flag}.json"
+        options_of_run = ("--tp", "2", "--device", "cpu", f"--{flag}-fused-linear-ce", "--out", str(out))
+        torchrun(2, "-m", f"scripts.{program}", *options_of_run, "--report", name, *options)
+        reports.append(json.loads((out / name).read_text()))
+    return reports
+
+
+def test_sft_is_the_same_with_the_flag_on(tmp_path):
+    options = (
+        "--sequence-parallel",
+        "--steps",
+        "6",
+        "--vocab-size",
+        "512",
+        "--row-length",
+        "256",
+        "--hidden-size",
+        "64",
+    )
+    off, on = both("train_sft", tmp_path, *options, "--num-microbatches", "2")
+    assert (off["fused"]["enabled"], on["fused"]["enabled"]) == (False, True)
+    assert on["losses"] == pytest.approx(off["losses"], abs=1e-5)
+    assert on["losses"][-1] < on["losses"][0] - 0.1
+    assert on["time_per_step_ms"] > 0
+    assert [rank["peak_mib"] > 100 for rank in on["ranks"]] == [True, True]
+
+
+def test_grpo_is_the_same_with_the_flag_on(tmp_path):
+    options = ("--steps", "2", "--warm-up-steps", "5", "--prompts", "4", "--samples", "4", "--digits", "3", "--tied")
+    off, on = both("train_grpo", tmp_path, *options, "--updates", "2", "--level", "sequence", "--num-microbatches", "2")
+    assert on["warm_up_losses"] == pytest.approx(off["warm_up_losses"], abs=1e-5)
+    for with_flag, without in zip(on["steps"], off["steps"], strict=True):
+        for measure in ("reward", "loss", "entropy", "kl"):
+            assert with_flag[measure] == pytest.approx(without[measure], abs=1e-4), measure
+        assert with_flag["trainer_sampler_largest_difference"] < 1e-4
+
+
+def test_the_mean_is_over_all_tokens_of_all_data_parallel_ranks(tmp_path):
+    """Two ranks with a microbatch each do what one rank does with both, though the masks hold 1 token and 9."""
+    weights = []
+    for ranks in (1, 2):
+        path = tmp_path / f"{ranks}.pt"
+        torchrun(ranks, __file__, str(path))
+        weights.append(torch.load(path))
+    torch.testing.assert_close(weights[1], weights[0], rtol=1e-5, atol=1e-6)
+
+
+def _one_step(device: torch.device, path: str) -> None:
+    from megatron.core import parallel_state
+
+    from scripts import megatron_runtime, train_sft, training
+    from scripts.sft_data import Example, pack
+
+    options = megatron_runtime.GptOptions(num_layers=1, vocab_size=32, config={"calculate_per_token_loss": True})
+    model = megatron_runtime.build_gpt(options, device=device, ddp=True)
+    optimizer = megatron_runtime.build_optimizer(
+        [model], clip_grad=0.0, adam_eps=1.0
+    )  # so that a gradient's size counts
+    rows = [pack([Example(list(range(1, 12)), prompt)], 0, 12) for prompt in (10, 2)]
+    mine = rows[parallel_state.get_data_parallel_rank() :: parallel_state.get_data_parallel_world_size()]
+    training.train_step(model, optimizer, partial(train_sft.forward_step, device=device), iter(mine), len(mine))
+    if torch.distributed.get_rank() == 0:
+        torch.save({name: parameter.detach().cpu() for name, parameter in model.named_parameters()}, path)
+
+
+if __name__ == "__main__":
+    from scripts import megatron_runtime
+
+    _one_step(megatron_runtime.initialize(device="cpu"), sys.argv[1])
+    megatron_runtime.teardown()
