@@ -1,6 +1,7 @@
 """`linear_cross_entropy`: validate, choose a backend, call."""
 
 import importlib.util
+from functools import lru_cache
 from types import ModuleType
 
 import torch
@@ -191,7 +192,7 @@ def load_backend(backend: Backend, device: torch.device) -> ModuleType:
 
 def _triton_obstacle(device: torch.device) -> str | None:
     """Why Triton cannot run on tensors of this device; None if it can."""
-    if importlib.util.find_spec("triton") is None:
+    if not _triton_installed():
         return "triton is not installed"
     if device.type == "cuda":
         if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
@@ -202,6 +203,11 @@ def _triton_obstacle(device: torch.device) -> str | None:
 
         return None if triton.knobs.runtime.interpret else "CPU tensors need Triton's interpreter (TRITON_INTERPRET=1)"
     return f"Triton does not run on device type {device.type!r}"
+
+
+@lru_cache
+def _triton_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def _reference(

@@ -85,7 +85,6 @@ def grad_logits_from_cache(
         row_scale,
         row_terms,
         num_tokens,
-        num_columns,
         cache.exp.stride(0),
         ENTROPY=entropy,
         SOFTCAP=softcap,
@@ -151,15 +150,14 @@ def _grad_logits_kernel(
         out_desc.store([row, column], grad.to(out_desc.dtype))
 
 
-@triton.jit(do_not_specialize=["N", "C"])
+@triton.jit(do_not_specialize=["N"])
 def _grad_from_exp_kernel(
-    exp_ptr,  # [N, C] in: exp(z - tile_max), out: the gradient; rows exp_stride apart
+    exp_ptr,  # [N, exp_stride] in: exp(z - tile_max), out: the gradient; its first columns count
     tile_max_ptr,  # [tiles, N] fp32
     label_ptr,  # [N] int32
     row_scale_ptr,  # [N] fp32
     terms_ptr,  # [5, N] fp32
     N,
-    C,
     exp_stride,
     ENTROPY: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -171,28 +169,27 @@ def _grad_from_exp_kernel(
     rows = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     columns = column_tile * BLOCK_V + tl.arange(0, BLOCK_V)
     row_mask = rows < N
-    mask = row_mask[:, None] & (columns < C)[None, :]
+    # Up to the end of a row's storage, not to its last column: a bound that Triton knows to be a multiple of 16.
+    mask = row_mask[:, None] & (columns < exp_stride)[None, :]
     label = tl.load(label_ptr + rows, mask=row_mask, other=-1)
     lse = tl.load(terms_ptr + rows, mask=row_mask, other=0.0)
     p_term = tl.load(terms_ptr + N + rows, mask=row_mask, other=0.0)
+    entropy_term = tl.load(terms_ptr + 2 * N + rows, mask=row_mask, other=0.0)
     label_term = tl.load(terms_ptr + 3 * N + rows, mask=row_mask, other=0.0)
     label_log_p = tl.load(terms_ptr + 4 * N + rows, mask=row_mask, other=0.0)
-    tile_max = tl.load(tile_max_ptr + column_tile.to(tl.int64) * N + rows, mask=row_mask, other=0.0)
+    shift = tl.load(tile_max_ptr + column_tile.to(tl.int64) * N + rows, mask=row_mask, other=0.0) - lse
+    label_grad = tl.exp2(label_log_p) * (p_term - entropy_term * label_log_p) + label_term
 
     exp_ptrs = exp_ptr + rows.to(tl.int64)[:, None] * exp_stride + columns[None, :]
     exp = tl.load(exp_ptrs, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_N, BLOCK_V]
-    is_label = columns[None, :] == label[:, None]
-    p = tl.where(is_label, tl.exp2(label_log_p)[:, None], exp * tl.exp2(tile_max - lse)[:, None])
-    grad = p * p_term[:, None]
+    grad = exp * tl.exp2(shift)[:, None]
     if ENTROPY or SOFTCAP:
-        log_p = tl.log2(tl.maximum(exp, 1e-37)) + (tile_max - lse)[:, None]
-        log_p = tl.where(is_label, label_log_p[:, None], log_p)
-    if ENTROPY:
-        entropy_term = tl.load(terms_ptr + 2 * N + rows, mask=row_mask, other=0.0)
-        grad = grad - p * (entropy_term[:, None] * log_p)
-    grad = tl.where(is_label, grad + label_term[:, None], grad)
+        log_p = tl.log2(tl.maximum(exp, 1e-37)) + shift[:, None]
+    grad = grad * (p_term[:, None] - entropy_term[:, None] * log_p) if ENTROPY else grad * p_term[:, None]
+    is_label = columns[None, :] == label[:, None]
+    grad = tl.where(is_label, label_grad[:, None], grad)
     if SOFTCAP:
         row_scale = tl.load(row_scale_ptr + rows, mask=row_mask, other=1.0)
-        capped = (log_p + lse[:, None]) / row_scale[:, None]
+        capped = (tl.where(is_label, label_log_p[:, None], log_p) + lse[:, None]) / row_scale[:, None]
         grad = grad * (1.0 - capped * capped)
     tl.store(exp_ptrs, grad.to(exp_ptr.dtype.element_ty), mask=mask)

@@ -56,6 +56,7 @@ def finish(packed: Tensor, rows: Rows, options: Options) -> Finished:
         ENTROPY=entropy,
         TELEMETRY=telemetry,
         BLOCK_N=BLOCK_N,
+        enable_fp_fusion=False,  # the same bits with and without the optional outputs
     )
     return Finished(LinearCrossEntropyOutput(*outputs), Saved(*saved))  # type: ignore[arg-type]
 
