@@ -148,12 +148,14 @@ def draw_bars(axis, records: list[dict], limits: list[tuple[float, str, str]], h
     colors = ["tab:green" if name.startswith("ours") else "tab:gray" for name in names]
     hatches = ["//" if name in hatched else "" for name in names]
     bars = axis.barh(names, [record["time_ms"] for record in records], color=colors, hatch=hatches, edgecolor="white")
-    axis.bar_label(bars, fmt="%.1f", padding=2, fontsize=8)
+    axis.bar_label(
+        bars, fmt="%.1f", padding=3, fontsize=8, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+    )
     axis.margins(x=0.15)
     for limit, style, label in limits:
         axis.axvline(limit, color="black", linestyle=style, label=label)
     if limits:
-        axis.legend(fontsize=7)
+        axis.legend(fontsize=7, loc="upper right")
 
 
 def _draw_cache(document: dict, path: Path) -> Path:
@@ -186,11 +188,14 @@ def _draw_memory(document: dict, path: Path) -> Path:
         label = f"{provider} ({records[0]['mode']})"
         axis.plot([record["tokens"] for record in records], over_gradients, marker="o", linewidth=width, label=label)
     axis.set_xscale("log", base=2)
-    axis.set_yscale("symlog", linthresh=0.25)
+    axis.xaxis.set_major_formatter(lambda tokens, _: f"{tokens / 1024:g}k")
+    axis.set_yscale("symlog", linthresh=0.25)  # a logarithm down to 256 MiB, linear from there to 0
+    axis.yaxis.set_major_formatter(lambda gib, _: f"{gib:g}")
+    axis.set_ylim(bottom=0)
     axis.set(title=f"at the head of {document['memory'][0]['shape']}", xlabel="tokens")
     axis.set_ylabel("GiB of extra memory over the gradients")
     if measured:
-        axis.legend(fontsize=7)
+        axis.legend(fontsize=7, loc="upper left")
     return save_figure(figure, document, path)
 
 
