@@ -40,10 +40,10 @@ class Results:
             record |= {"status": "ok"} | measurement()
         except torch.OutOfMemoryError:
             record |= {"status": "out of memory"}
-        except ImportError as error:
-            record |= {"status": "not installed", "reason": str(error)}
         except Exception as error:  # foreign code may raise anything: its failure is a result, and the others still run
-            record |= {"status": "failed", "reason": f"{type(error).__name__}: {error}"[:500]}
+            absent = section == "providers" and isinstance(error, ImportError)
+            reason = str(error) if absent else f"{type(error).__name__}: {error}"
+            record |= {"status": "not installed" if absent else "failed", "reason": reason[:500]}
         self.section(section).append(record)
         self.save()
         if self.path:
