@@ -178,7 +178,7 @@ def load_backend(backend: Backend, device: torch.device) -> ModuleType:
     """The module that supplies the primitives. Depends on configuration and hardware alone, not on the data."""
     if backend not in ("auto", "triton", "torch"):
         raise ValueError(f"backend must be 'auto', 'triton', 'torch' or 'reference', got {backend!r}")
-    if backend == "torch":
+    if backend == "torch" or (backend == "auto" and device.type != "cuda"):
         return torch_backend
     obstacle = _triton_obstacle(device)
     if obstacle is None:
