@@ -16,9 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from harness import Report, main
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import megatron_lce
+from megatron_lce import compat
+from megatron_lce.outputs import LinearCrossEntropyOutput
 from tests.oracle import Result, Upstream, comparisons, evaluate, oracle, random_upstream
 
 HIDDEN_SIZE = 24
@@ -229,6 +232,53 @@ def run_partial_gradients(backend: str, group: ProcessGroup, device: torch.devic
         report.check(f"{backend}: {case.name}: {result.name}", *verdict(result.error, result.allowed))
 
 
+def run_compat(group: ProcessGroup, device: torch.device, report: Report) -> None:
+    """AReaL's call sums hidden's gradient over the group, verl's leaves that to its caller."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    problem = Problem(Case(""), ranks, device)
+    shard = slice(problem.starts[rank], problem.starts[rank + 1])
+    upstream = problem.upstream._replace(lse=None)
+    inputs = (problem.hidden, problem.weight, problem.labels, upstream)
+    for name in ("areal_linear_cross_entropy", "verl_linear_cross_entropy"):
+        call = getattr(compat, name)
+
+        def outputs(hidden: Tensor, weight: Tensor, labels: Tensor, call: Any = call) -> LinearCrossEntropyOutput:
+            logprobs, entropy = call(hidden, weight, labels, dist_process_group=group)
+            return LinearCrossEntropyOutput(logprobs.view_as(labels), entropy.view_as(labels), None)
+
+        actual = evaluate(outputs, problem.hidden, problem.weight[shard], problem.labels, upstream)
+        if call is compat.verl_linear_cross_entropy:
+            dist.all_reduce(actual.grad_hidden, group=group)
+        for result in comparisons(actual, oracle(*inputs), *inputs, weight_rows=shard):
+            report.check(f"compat.{name}: {result.name}", *verdict(result.error, result.allowed))
+
+
+def run_errors(group: ProcessGroup, device: torch.device, report: Report) -> None:
+    """What cannot be over several ranks is refused, on all of them alike, before any of them communicates."""
+    if dist.get_world_size(group) == 1:
+        return
+    problem = Problem(Case(""), dist.get_world_size(group), device)
+    shard = problem.hidden[: SEQUENCE // dist.get_world_size(group)]
+    refused = [
+        ({"backend": "reference"}, "tp_group must have one rank for backend='reference', got a larger group"),
+        (
+            {"sequence_parallel": True, "reduce_grad_hidden": False},
+            "reduce_grad_hidden must be True with sequence_parallel, got False",
+        ),
+        ({"sequence_parallel": True, "hidden": problem.hidden}, "labels must have hidden's shape without H gathered"),
+        ({"workspace_bytes": 30}, "workspace_bytes must be at least "),
+    ]
+    for keywords, expected in refused:
+        hidden = shard if keywords.get("sequence_parallel") else problem.hidden
+        inputs = {"hidden": hidden, "weight": problem.weight[:20], "labels": problem.labels}
+        try:
+            megatron_lce.linear_cross_entropy(**inputs | keywords, tp_group=group)
+            message = "no error"
+        except ValueError as error:
+            message = str(error)
+        report.check(f"refused: {', '.join(keywords)}", message.startswith(expected), message)
+
+
 def run_no_grad(backend: str, group: ProcessGroup, device: torch.device, report: Report) -> None:
     """A pass without gradient returns the bits of a pass with: a fresh policy's ratio is exactly 1."""
     rank = dist.get_rank(group)
@@ -263,6 +313,9 @@ def program(device: torch.device, report: Report) -> None:
         os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported
     world = dist.group.WORLD
     subgroup, _ = subgroups()
+    run_errors(world, device, report)
+    run_compat(world, device, report)
+    run_compat(subgroup, device, report)
     for backend in available_backends(device):
         for case in CASES:
             run_case(case, backend, world, device, report)

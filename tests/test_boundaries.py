@@ -1,0 +1,138 @@
+"""Who may import whom, what the package never does, and that it imports with neither triton nor megatron-core."""
+
+import ast
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parent.parent / "megatron_lce"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+CORE = [path for path in MODULES if "integration" not in path.parts and path.name != "__init__.py"]
+
+
+def name_of(path):
+    return str(path.relative_to(PACKAGE))
+
+
+def imports(path):
+    """Full dotted names of everything a file imports, wherever in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} imports relatively"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def is_from(name, packages):
+    return any(name == package or name.startswith(package + ".") for package in packages)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_the_package_imports_nothing_that_is_not_installed_with_it(path):
+    outside = ("tests", "torchrun_tests", "scripts", "benchmark", "conftest", "harness")
+    assert not [name for name in imports(path) if is_from(name, outside)]
+
+
+@pytest.mark.parametrize("path", CORE, ids=name_of)
+def test_the_core_knows_no_integration(path):
+    assert not [name for name in imports(path) if is_from(name, ("megatron", "megatron_lce.integration"))]
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.glob("kernels/*.py")), ids=name_of)
+def test_kernels_know_torch_triton_and_plans_only(path):
+    allowed = ("torch", "triton", "megatron_lce.kernels", "megatron_lce.slabs", "megatron_lce.softmax_stats")
+    allowed += ("megatron_lce.outputs", "megatron_lce.rows", "megatron_lce.jsd_stats", *sys.stdlib_module_names)
+    assert not [name for name in imports(path) if not is_from(name, allowed)]
+    assert not [name for name in imports(path) if is_from(name, ("torch.distributed",))]
+
+
+def test_the_reference_shares_no_code_with_the_backends():
+    allowed = ("torch", "megatron_lce.outputs", *sys.stdlib_module_names)
+    assert not [name for name in imports(PACKAGE / "reference.py") if not is_from(name, allowed)]
+
+
+@pytest.mark.parametrize("path", [path for path in CORE if path.name != "collectives.py"], ids=name_of)
+def test_collectives_hold_the_only_distributed_calls(path):
+    types = {"torch.distributed.ProcessGroup", "torch.distributed.Work"}
+    assert not [name for name in imports(path) - types if is_from(name, ("torch.distributed",))]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_no_environment_variables_and_no_broad_excepts(path):
+    assert not [name for name in imports(path) if is_from(name, ("os",))]
+    handlers = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ExceptHandler)]
+    for handler in handlers:
+        assert handler.type is not None
+        assert "Exception" not in ast.unparse(handler.type).split(".")
+
+
+@pytest.mark.parametrize("path", CORE, ids=name_of)
+def test_no_host_synchronisation_by_name(path):
+    """`check_labels` may look at the device's data; nothing else may."""
+    functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
+    calls = {
+        node.func.attr
+        for function in functions
+        if function.name != "check_labels"
+        for node in ast.walk(function)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    }
+    assert not calls & {"item", "cpu", "tolist", "numpy", "nonzero", "synchronize"}
+
+
+def test_every_folder_of_code_is_a_package():
+    """What setup.py's find_packages needs, and the marker that ships the types."""
+    assert all((path.parent / "__init__.py").exists() for path in MODULES)
+    assert (PACKAGE / "py.typed").exists()
+
+
+def run(program):
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=PACKAGE.parent, timeout=300, check=False)
+
+
+def test_works_with_neither_triton_nor_megatron():
+    """Every package imports, the operation runs, and what needs the missing ones says so."""
+    result = run("""
+        import importlib, sys
+        sys.modules["triton"] = sys.modules["megatron"] = None  # as if not installed
+        import torch
+        import megatron_lce
+        for name in ("kernels", "integration", "compat", "jsd"):
+            importlib.import_module(f"megatron_lce.{name}")
+        hidden = torch.randn(3, 8, requires_grad=True)
+        weight, labels = torch.randn(20, 8), torch.tensor([0, 5, 19])
+        out = megatron_lce.linear_cross_entropy(hidden, weight, labels)
+        out.logprobs.sum().backward()
+        assert hidden.grad.isfinite().all()
+        try:
+            megatron_lce.linear_cross_entropy(hidden, weight, labels, backend="triton")
+        except ValueError as error:
+            assert "triton is not installed" in str(error), error
+        else:
+            raise AssertionError("backend='triton' ran")
+        try:
+            with megatron_lce.capture_lm_head(torch.nn.Linear(2, 2)):
+                pass
+        except ImportError as error:
+            assert "megatron" in str(error), error
+        else:
+            raise AssertionError("capture_lm_head ran")
+    """)
+    assert result.returncode == 0, result.stderr
+
+
+def test_importing_the_package_imports_neither_triton_kernels_nor_megatron():
+    result = run("""
+        import sys
+        import megatron_lce
+        assert "megatron" not in sys.modules
+        assert not [name for name in sys.modules if name.startswith("megatron_lce.kernels.")]
+    """)
+    assert result.returncode == 0, result.stderr

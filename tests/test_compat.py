@@ -1,0 +1,181 @@
+"""Other projects' calls: the same results from the same arguments, and reasons where they cannot be had."""
+
+import inspect
+
+import pytest
+import torch
+
+from megatron_lce import compat
+from tests.oracle import Upstream
+from tests.problems import make_problem
+
+FP32, BF16 = torch.float32, torch.bfloat16
+PROJECTS = {"areal": compat.areal_linear_cross_entropy, "verl": compat.verl_linear_cross_entropy}
+
+
+def logits_of(problem, temperature=1.0):
+    hidden = problem.hidden.double().reshape(-1, problem.hidden.shape[-1])
+    if isinstance(temperature, torch.Tensor):
+        temperature = temperature.reshape(-1, 1)
+    return hidden @ problem.weight.double().T / temperature
+
+
+@pytest.fixture(params=PROJECTS)
+def project(request):
+    return PROJECTS[request.param]
+
+
+def test_the_calls_have_one_signature(project):
+    names = ["hidden", "weight", "labels", "temperature", "reduction", "dist_process_group"]
+    parameters = inspect.signature(project).parameters
+    assert list(parameters) == names
+    assert [p.default for p in list(parameters.values())[3:]] == [1.0, "none", None]
+    assert all(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters.values())
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+def test_logprobs_and_entropy(reduction, temperature, project, device):
+    problem = make_problem((3, 5), 24, 70, device)
+    logprobs, entropy = project(*problem[:3], temperature, reduction, None)
+    distribution = torch.distributions.Categorical(logits=logits_of(problem, temperature))
+    expected = distribution.log_prob(problem.labels.reshape(-1)), distribution.entropy()
+    if reduction != "none":
+        expected = [getattr(value, reduction)() for value in expected]
+    assert logprobs.shape == entropy.shape == expected[0].shape
+    torch.testing.assert_close(logprobs, expected[0].float(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropy, expected[1].float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+def test_gradients(reduction, project, device):
+    problem = make_problem(15, 24, 70, device)
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        hidden, weight = (t.detach().clone().to(dtype).requires_grad_() for t in problem[:2])
+        if dtype == torch.float32:
+            logprobs, entropy = project(hidden, weight, problem.labels, 0.7, reduction)
+        else:
+            distribution = torch.distributions.Categorical(logits=hidden @ weight.T / 0.7)
+            logprobs, entropy = distribution.log_prob(problem.labels), distribution.entropy()
+            if reduction != "none":
+                logprobs, entropy = getattr(logprobs, reduction)(), getattr(entropy, reduction)()
+        upstream = problem.upstream if reduction == "none" else (torch.tensor(2.0), torch.tensor(-0.5))
+        torch.autograd.backward([logprobs, entropy], [u.to(logprobs) for u in upstream[:2]])
+        results.append((hidden.grad.float(), weight.grad.float()))
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_shapes_as_megatron_workers_pass_them(project, device):
+    """hidden [s, 1, H] beside labels [1, s], and a temperature per token."""
+    problem = make_problem((7, 1), 24, 70, device)
+    temperature = torch.linspace(0.5, 2.0, 7, device=device)
+    flat, _ = project(problem.hidden[:, 0], problem.weight, problem.labels[:, 0], temperature)
+    megatron, _ = project(problem.hidden, problem.weight, problem.labels.T, temperature[None])
+    assert torch.equal(flat, megatron)
+
+
+def test_labels_in_another_order_are_refused(project, device):
+    problem = make_problem((7, 2), 24, 70, device)
+    with pytest.raises(ValueError, match=r"labels must have hidden's order of rows, \(7, 2\), got \(2, 7\)"):
+        project(problem.hidden, problem.weight, problem.labels.T)
+    with pytest.raises(ValueError, match=r"labels must have hidden's order of rows, \(7, 2\), got \(13,\)"):
+        project(problem.hidden, problem.weight, problem.labels.reshape(-1)[1:])
+
+
+@pytest.mark.parametrize("label", [-1, -100, -7])
+def test_negative_labels_are_ignored_rows(label, project, device):
+    problem = make_problem(7, 24, 70, device)
+    labels = problem.labels.int()
+    labels[2] = label
+    logprobs, entropy = project(problem.hidden, problem.weight, labels)
+    assert logprobs.eq(0).nonzero().flatten().tolist() == entropy.eq(0).nonzero().flatten().tolist() == [2]
+
+
+def test_unknown_reduction(project, device):
+    with pytest.raises(ValueError, match="reduction must be 'none', 'sum' or 'mean', got 'avg'"):
+        project(*make_problem(7, 24, 70, device)[:3], 1.0, "avg")
+
+
+# torch.nn.functional.linear_cross_entropy
+
+torch_lce = getattr(torch.nn.functional, "linear_cross_entropy", None)
+needs_torch_lce = pytest.mark.skipif(torch_lce is None, reason="this torch has no linear_cross_entropy")
+
+
+@needs_torch_lce
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("ignored", ["none", "some", "all"])
+@pytest.mark.parametrize("ignore_index", [-100, 3, None])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("shape", [(9,), ()], ids=str)
+def test_equals_torch(shape, reduction, ignore_index, ignored, dtype, device):
+    problem = make_problem(shape, 24, 31, device, dtype)
+    target = torch.where(problem.labels == 3, 4, problem.labels)
+    if ignored != "none":
+        rows = slice(None) if ignored == "all" or not shape else slice(0, 4)
+        target[(rows if shape else ...)] = -100 if ignore_index is None else ignore_index
+    keywords = {"reduction": reduction, "ignore_index": ignore_index}
+    results = []
+    for function in (compat.torch_linear_cross_entropy, torch_lce):
+        hidden, weight = (t.detach().clone().requires_grad_() for t in problem[:2])
+        loss = function(hidden, weight, target, **keywords)
+        loss.backward(torch.ones_like(loss) * 1.5)
+        results.append((loss.detach(), hidden.grad, weight.grad))
+    actual, expected = results
+    assert actual[0].dtype == expected[0].dtype == dtype
+    # torch's own logits and gradients of them are rounded to the inputs' dtype; ours are not
+    tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype == FP32 else {"rtol": 4e-2, "atol": 4e-2}
+    torch.testing.assert_close(actual[0], expected[0], equal_nan=True, **tolerance)
+    if not expected[0].isnan().any():
+        torch.testing.assert_close(actual[1:], expected[1:], **tolerance)
+
+
+def test_mean_in_bf16_is_rounded_once(device):
+    problem = make_problem(9, 24, 31, device, BF16)
+    exact = torch.nn.functional.cross_entropy(logits_of(problem), problem.labels)
+    assert compat.torch_linear_cross_entropy(*problem[:3]) == exact.to(BF16)
+
+
+def test_torch_gradients_match_the_oracle(device):
+    problem = make_problem(9, 24, 31, device)
+    problem = problem._replace(upstream=Upstream(problem.upstream.logprobs))
+    expected = problem.check("torch")
+    hidden, weight = (t.detach().clone().requires_grad_() for t in problem[:2])
+    loss = compat.torch_linear_cross_entropy(hidden, weight, problem.labels, reduction="none")
+    loss.backward(-problem.upstream.logprobs)
+    torch.testing.assert_close(hidden.grad, expected.grad_hidden, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(weight.grad, expected.grad_weight, rtol=1e-5, atol=1e-6)
+
+
+UNSUPPORTED = [
+    ({"linear_bias": torch.zeros(31)}, "linear_bias must be None: the fused head has no bias"),
+    ({"weight": torch.ones(31)}, "weight must be None: class weights are not supported; with reduction='none' mul"),
+    ({"label_smoothing": 0.1}, "label_smoothing must be 0: .* got 0.1"),
+    ({"options": object()}, "options must be None: chunks of the batch .* has workspace_bytes"),
+    ({"target": torch.rand(9, 31)}, "target must be class ids: probabilities are not supported, got torch.float32"),
+    ({"linear_weight": torch.rand(31, 2, 24)}, r"linear_weight must be \[V, H\]: .* got \(31, 2, 24\)"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "reason"), UNSUPPORTED, ids=[next(iter(row[0])) for row in UNSUPPORTED])
+def test_what_torch_has_and_this_has_not(overrides, reason, device):
+    problem = make_problem(9, 24, 31, device)
+    arguments = {"input": problem.hidden, "linear_weight": problem.weight, "target": problem.labels}
+    with pytest.raises(NotImplementedError, match=reason):
+        compat.torch_linear_cross_entropy(**arguments | overrides)
+
+
+def test_torch_reduction_and_unknown_keywords(device):
+    problem = make_problem(9, 24, 31, device)
+    with pytest.raises(ValueError, match="reduction must be 'none', 'sum' or 'mean', got 'max'"):
+        compat.torch_linear_cross_entropy(*problem[:3], reduction="max")
+    with pytest.raises(TypeError, match="size_average"):
+        compat.torch_linear_cross_entropy(*problem[:3], size_average=True)
+
+
+@needs_torch_lce
+def test_every_keyword_of_torch_is_known():
+    ours = inspect.signature(compat.torch_linear_cross_entropy).parameters
+    assert set(inspect.signature(torch_lce).parameters) <= set(ours)
