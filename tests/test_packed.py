@@ -1,0 +1,158 @@
+"""Labels within each sequence and never across two; the cut over context-parallel ranks as Megatron makes it."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import megatron_lce
+from megatron_lce.integration.packed import context_parallel_shard, shift_labels
+from tests.problems import make_problem
+
+IGNORED = -100
+
+
+def bounds_of(lengths, device="cpu"):
+    return torch.tensor([0, *lengths], device=device).cumsum(0).int()
+
+
+def shifted_one_by_one(sequences):
+    """The definition, a sequence at a time, in Python."""
+    return [[*sequence[1:], IGNORED] if sequence else [] for sequence in sequences]
+
+
+def flat(lists):
+    return [value for values in lists for value in values]
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=7), st.integers(0, 5))
+def test_packed_sequences_shift_one_by_one(lengths, rest):
+    total = sum(lengths) + rest
+    tokens = list(range(1, total + 1))
+    bounds = bounds_of(lengths).tolist()
+    sequences = [tokens[a:b] for a, b in itertools.pairwise(bounds)]
+    labels = shift_labels(torch.tensor([tokens], dtype=torch.int64), cu_seqlens=bounds_of(lengths))
+    assert labels.tolist() == [flat(shifted_one_by_one(sequences)) + [IGNORED] * rest]
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 4)), min_size=1, max_size=6))
+def test_sequences_padded_at_their_ends(pairs):
+    lengths, padding = zip(*pairs, strict=True)
+    sequences = [list(range(10 * i + 1, 10 * i + 1 + n)) for i, n in enumerate(lengths)]
+    padded = [sequence + [0] * pad for sequence, pad in zip(sequences, padding, strict=True)]
+    expected = [s + [IGNORED] * pad for s, pad in zip(shifted_one_by_one(sequences), padding, strict=True)]
+    labels = shift_labels(
+        torch.tensor([flat(padded)], dtype=torch.int64),
+        cu_seqlens=bounds_of(lengths),
+        cu_seqlens_padded=bounds_of([len(p) for p in padded]),
+    )
+    assert labels.tolist() == [flat(expected)]
+
+
+def test_a_row_a_sequence(device):
+    tokens = torch.tensor([[1, 2, 3], [4, 5, 6]], device=device)
+    assert shift_labels(tokens).tolist() == [[2, 3, IGNORED], [5, 6, IGNORED]]
+    assert shift_labels(tokens, ignore_index=-1).tolist() == [[2, 3, -1], [5, 6, -1]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32], ids=str)
+def test_left_and_right_padding(dtype, device):
+    tokens = torch.tensor([[0, 0, 1, 2, 3], [4, 5, 6, 0, 0], [0, 7, 8, 0, 0], [0, 0, 0, 0, 0]], device=device)
+    labels = shift_labels(tokens, mask=(tokens != 0).to(dtype))
+    no = IGNORED
+    assert labels.tolist() == [[no, no, 2, 3, no], [5, 6, no, no, no], [no, 8, no, no, no], [no] * 5]
+
+
+def test_packed_logprobs_are_those_of_each_sequence_alone(backend, device):
+    """What the labels are for: a packed batch trains as its sequences do, and their borders not at all."""
+    lengths = [5, 1, 9, 4]
+    problem = make_problem((1, sum(lengths)), 24, 70, device)
+    labels = shift_labels(problem.labels, cu_seqlens=bounds_of(lengths, device))
+    packed = megatron_lce.linear_cross_entropy(problem.hidden, problem.weight, labels, backend=backend)
+    ends = bounds_of(lengths).tolist()
+    for start, end in itertools.pairwise(ends):
+        hidden, tokens = problem.hidden[0, start : end - 1], problem.labels[0, start + 1 : end]
+        alone = megatron_lce.linear_cross_entropy(hidden, problem.weight, tokens, backend=backend)
+        torch.testing.assert_close(packed.logprobs[0, start : end - 1], alone.logprobs, rtol=1e-6, atol=1e-6)
+        assert packed.logprobs[0, end - 1] == 0
+
+
+# Context parallel
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+def test_every_rank_has_its_own_tokens(cp_size, device):
+    tensor = torch.arange(3 * 16 * 2, device=device).view(3, 16, 2)
+    shards = [context_parallel_shard(tensor, cp_size, rank) for rank in range(cp_size)]
+    assert all(shard.shape == (3, 16 // cp_size, 2) for shard in shards)
+    assert torch.equal(torch.cat(shards, dim=1).sort(dim=1).values, tensor)
+
+
+@pytest.mark.parametrize("cp_size", [2, 3])
+def test_cut_as_megatron_cuts(cp_size, monkeypatch, device):
+    megatron_utils = pytest.importorskip("megatron.core.utils")
+    tokens = torch.arange(2 * 24, device=device).view(2, 24)
+    state = megatron_utils.parallel_state
+    monkeypatch.setattr(state, "get_context_parallel_world_size", lambda: cp_size)
+    for rank in range(cp_size):
+        monkeypatch.setattr(state, "get_context_parallel_rank", lambda rank=rank: rank)
+        expected = megatron_utils.get_batch_on_this_cp_rank({"labels": tokens})["labels"]
+        assert torch.equal(context_parallel_shard(tokens, cp_size, rank), expected)
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=5), st.integers(1, 4))
+def test_packed_sequences_are_cut_one_by_one(chunks, cp_size):
+    lengths = [2 * cp_size * chunk for chunk in chunks]
+    tensor = torch.arange(sum(lengths))[None]
+    bounds = bounds_of(lengths)
+    for rank in range(cp_size):
+        shard = context_parallel_shard(tensor, cp_size, rank, cu_seqlens_padded=bounds)
+        pieces = [context_parallel_shard(piece, cp_size, rank) for piece in tensor.split(lengths, dim=1)]
+        assert torch.equal(shard, torch.cat(pieces, dim=1))
+
+
+def test_labels_are_shifted_before_they_are_cut(backend, device):
+    """Rank by rank, logprobs of the tokens it has; together those of the whole batch."""
+    lengths, cp_size = [8, 16], 2
+    bounds = bounds_of(lengths, device)
+    problem = make_problem((1, 24), 24, 70, device)
+    labels = shift_labels(problem.labels, cu_seqlens=bounds)
+    whole = megatron_lce.linear_cross_entropy(problem.hidden, problem.weight, labels, backend=backend).logprobs
+    for rank in range(cp_size):
+        hidden, own, expected = (
+            context_parallel_shard(t, cp_size, rank, cu_seqlens_padded=bounds) for t in (problem.hidden, labels, whole)
+        )
+        logprobs = megatron_lce.linear_cross_entropy(hidden, problem.weight, own, backend=backend).logprobs
+        torch.testing.assert_close(logprobs, expected, rtol=1e-6, atol=1e-6)
+
+
+TOKENS = torch.zeros(1, 8, dtype=torch.int64)
+TWO_ROWS = torch.zeros(2, 8, dtype=torch.int64)
+BOUNDS = torch.tensor([0, 3, 8])
+BAD = [
+    (shift_labels, (TOKENS[0],), {}, ValueError, r"tokens must be \[b, s\] or \[1, total\], got \(8,\)"),
+    (shift_labels, (TOKENS.int(),), {}, TypeError, "tokens must be int64, got torch.int32"),
+    (shift_labels, (TOKENS,), {"mask": TOKENS[0]}, ValueError, r"mask must have tokens' shape, \(1, 8\), got \(8,\)"),
+    (shift_labels, (TOKENS,), {"cu_seqlens_padded": BOUNDS}, ValueError, "cu_seqlens must be given with .* got None"),
+    (shift_labels, (TWO_ROWS,), {"cu_seqlens": BOUNDS}, ValueError, r"must lie in one row, .* got \(2, 8\)"),
+    (shift_labels, (TOKENS,), {"cu_seqlens": BOUNDS[:1]}, ValueError, r"cu_seqlens must be .* got torch.int64 \(1,\)"),
+    (shift_labels, (TOKENS,), {"cu_seqlens": BOUNDS.float()}, ValueError, "cu_seqlens must be integers"),
+    (
+        shift_labels,
+        (TOKENS,),
+        {"cu_seqlens": BOUNDS, "cu_seqlens_padded": BOUNDS[:2]},
+        ValueError,
+        "cu_seqlens_padded must have as many bounds as cu_seqlens, 3, got 2",
+    ),
+    (context_parallel_shard, (TOKENS, 2, 2), {}, ValueError, r"cp_rank must be in \[0, 2\), got 2"),
+    (context_parallel_shard, (TOKENS, 3, 0), {}, ValueError, r"s a multiple of 6, got \(1, 8\)"),
+    (context_parallel_shard, (TOKENS[0], 2, 0), {}, ValueError, r"tensor must be \[b, s, ...\]"),
+]
+
+
+@pytest.mark.parametrize(("function", "arguments", "keywords", "error", "message"), BAD, ids=range(len(BAD)))
+def test_messages(function, arguments, keywords, error, message):
+    with pytest.raises(error, match=message):
+        function(*arguments, **keywords)
