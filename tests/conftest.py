@@ -2,6 +2,7 @@
 
 import os
 
+import hypothesis
 import pytest
 import torch
 
@@ -11,6 +12,10 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is determi
 
 torch.use_deterministic_algorithms(True)
 torch.utils.deterministic.fill_uninitialized_memory = True
+
+# The same examples in every run, and no limit on the time of one: machines that run tests are busy.
+hypothesis.settings.register_profile("suite", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("suite")
 
 
 def pytest_configure(config):
