@@ -42,8 +42,13 @@ class Case:
         return " ".join([*words, *(f"{key}={value}" for key, value in self.config)])
 
     @property
+    def layout(self) -> tuple[int, int, int | None]:
+        """Tensor, pipeline and virtual pipeline parallel sizes."""
+        return 2, 2 if self.pipeline else 1, 2 if self.virtual_pipeline else None
+
+    @property
     def ranks(self) -> int:
-        return 4 if self.pipeline else 2
+        return self.layout[0] * self.layout[1]
 
     @property
     def head_accumulates(self) -> bool:
@@ -64,12 +69,6 @@ def all_combinations() -> list[Case]:
 def pairwise_combinations() -> list[Case]:
     """Six cases in which each two factors meet in all four ways: none set, and all but one set for each one."""
     return [Case(), *(Case(**{factor: factor != left_out for factor in FACTORS}) for left_out in FACTORS)]
-
-
-def lay_out(case: Case) -> None:
-    """Megatron's process groups for a case, in a world that is already initialized."""
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(2, 2 if case.pipeline else 1, 2 if case.virtual_pipeline else None)
 
 
 def gpt_options(case: Case) -> megatron_runtime.GptOptions:

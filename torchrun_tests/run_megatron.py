@@ -6,14 +6,17 @@ On 4 ranks, cases without pipeline parallelism have two data-parallel replicas; 
 """
 
 import argparse
+import os
 import sys
 import warnings
+from collections.abc import Callable
 
 import harness
 import megatron_cases as cases
 import megatron_models as models
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
@@ -191,22 +194,19 @@ def check_fallback(case: cases.Case, device: torch.device, report: harness.Repor
     report.check(f"{case.name}: fallback, one warning", warned == 1, f"{warned} on {len(everywhere)} ranks")
 
 
-def run(device: torch.device, report: harness.Report, combinations: str) -> None:
-    world = dist.get_world_size()
+def checks(combinations: str) -> list[tuple[Callable, cases.Case]]:
     training = cases.all_combinations() if combinations == "all" else cases.pairwise_combinations()
-    for check, chosen in (
+    plain = [cases.Case(), cases.Case(tied=True, sequence_parallel=True)]
+    groups = (
         (check_training, training + FURTHER_CASES),
         (check_captured_training, CAPTURED_CASES),
-        (check_other_models, [cases.Case(), cases.Case(tied=True, sequence_parallel=True)]),
+        (check_other_models, plain),
         (check_bf16, BF16_CASES),
-        (check_capture, [cases.Case(), cases.Case(tied=True, sequence_parallel=True)]),
-        (check_logits, [cases.Case(), cases.Case(tied=True, sequence_parallel=True)]),
+        (check_capture, plain),
+        (check_logits, plain),
         (check_fallback, [cases.Case(), cases.Case(pipeline=True)]),
-    ):
-        for case in chosen:
-            if case.ranks <= world:
-                cases.lay_out(case)
-                check(case, device, report)
+    )
+    return [(check, case) for check, chosen in groups for case in chosen]
 
 
 def main() -> None:
@@ -214,10 +214,17 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--combinations", choices=("pairwise", "all"), default="pairwise")
     arguments = parser.parse_args()
-    device = megatron_runtime.initialize(2, device=arguments.device)
     torch.set_num_threads(1)
     report = harness.Report()
-    run(device, report, arguments.combinations)
+    runnable = [pair for pair in checks(arguments.combinations) if pair[1].ranks <= int(os.environ["WORLD_SIZE"])]
+    device = megatron_runtime.initialize(2, device=arguments.device)
+    # Layout by layout, few changes: Megatron never destroys its process groups, and each one's gloo threads stay.
+    for layout in sorted({case.layout for _, case in runnable}, key=str):
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(*layout)
+        for check, case in runnable:
+            if case.layout == layout:
+                check(case, device, report)
     if dist.get_rank() == 0:
         print(f"{report.compared} compared, {len(report.failures)} failed on {dist.get_world_size()} ranks", flush=True)
     megatron_runtime.teardown()
