@@ -103,7 +103,9 @@ def grad_logits(
 def logits_base2(hidden: Tensor, weight: Tensor, row_scale: Tensor, softcap_scale: float | None) -> Tensor:
     """`row_scale * hidden @ weight.T`, or `row_scale * tanh(softcap_scale * hidden @ weight.T)`: [N, C] in fp32."""
     logits = hidden.new_empty(hidden.shape[0], weight.shape[0], dtype=torch.float32)
-    product(hidden, weight.T, logits, accumulate=False)
+    # Sums of sums in fp32: one running sum over a long H would lose what full fp32 products are asked for.
+    for part in cut(hidden.shape[1], 256 if hidden.dtype == torch.float32 else hidden.shape[1]):
+        product(hidden[:, part], weight[:, part].T, logits, accumulate=part.start > 0)
     if softcap_scale is not None:
         logits.mul_(softcap_scale).tanh_()
     return logits.mul_(row_scale[:, None])

@@ -21,6 +21,7 @@ def merge_stats(
         out,
         num_splits,
         num_tokens,
+        num_rows * num_tokens,
         out.stride(0),
         ENTROPY=entropy,
         TELEMETRY=telemetry,
@@ -31,12 +32,14 @@ def merge_stats(
     return out
 
 
-@triton.jit(do_not_specialize=["S", "N", "out_stride"])
+# `split_stride` is an argument and not K * N, whose divisors would choose the layout, and with it the order of the sums.
+@triton.jit(do_not_specialize=["S", "N", "split_stride", "out_stride"])
 def _merge_stats_kernel(
     stats_ptr,  # [S, K, N]
     out_ptr,  # [K, N], rows out_stride apart
     S,
     N,
+    split_stride,
     out_stride,
     ENTROPY: tl.constexpr,
     TELEMETRY: tl.constexpr,
@@ -53,7 +56,7 @@ def _merge_stats_kernel(
     for start in range(0, S, BLOCK_S):
         splits = start + tl.arange(0, BLOCK_S)
         mask = (splits < S)[:, None] & token_mask[None, :]
-        part = stats_ptr + splits.to(tl.int64)[:, None] * (K * N) + tokens[None, :]  # [BLOCK_S, BLOCK_N]
+        part = stats_ptr + splits.to(tl.int64)[:, None] * split_stride + tokens[None, :]  # [BLOCK_S, BLOCK_N]
         split_max = tl.load(part, mask, other=float("-inf"))
         max_logit = tl.maximum(max_logit, tl.max(split_max, 0))
         label_logit = tl.maximum(label_logit, tl.max(tl.load(part + 2 * N, mask, other=float("-inf")), 0))
@@ -66,7 +69,7 @@ def _merge_stats_kernel(
     for start in range(0, S, BLOCK_S):
         splits = start + tl.arange(0, BLOCK_S)
         mask = (splits < S)[:, None] & token_mask[None, :]
-        part = stats_ptr + splits.to(tl.int64)[:, None] * (K * N) + tokens[None, :]
+        part = stats_ptr + splits.to(tl.int64)[:, None] * split_stride + tokens[None, :]
         split_max = tl.load(part, mask, other=float("-inf"))
         split_sum = tl.load(part + N, mask, other=0.0)
         shift = tl.where(split_max == float("-inf"), float("-inf"), split_max - max_logit[None, :])

@@ -23,7 +23,7 @@ def prepare_rows(labels: Tensor, temperature: Tensor | float, options: Options) 
         torch.empty_like(labels, dtype=torch.float32),
     )
     _prepare_rows_kernel[(triton.cdiv(num_tokens, BLOCK_N),)](
-        labels,
+        labels.contiguous(),
         temperature.contiguous() if isinstance(temperature, Tensor) else None,
         *rows,
         num_tokens,

@@ -94,10 +94,13 @@ def softmax_stats(
         (slice(kept + columns.start, kept + columns.stop), False) for columns in cut(num_columns - kept, blocks.columns)
     ]
     packed = hidden.new_empty(rows, num_tokens, dtype=torch.float32)
+    buffer = hidden.new_empty(num_splits * rows * blocks.tokens, dtype=torch.float32)
     for tokens in cut(num_tokens, blocks.tokens):
+        block = slab = None  # a copy's memory goes before the next one is made
         block = aligned(hidden[tokens])
-        splits = hidden.new_empty(num_splits, rows, block.shape[0], dtype=torch.float32)
+        splits = buffer[: num_splits * rows * block.shape[0]].view(num_splits, rows, block.shape[0])
         for columns, keep in ranges:
+            slab = None
             slab = aligned(weight[columns])
             exp = cache.exp[tokens, columns] if keep and cache is not None else None
             num_tiles = triton.cdiv(block.shape[0], tile.block_n) * triton.cdiv(slab.shape[0], tile.block_v)

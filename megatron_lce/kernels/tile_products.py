@@ -8,6 +8,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_lce.slabs import round_up
 
+FP32_SUM = tl.constexpr(256)
 MASKED_LOGIT = tl.constexpr(-1e38)  # finite, so that 0 * (masked - max) is 0 and not NaN
 
 
@@ -36,13 +37,23 @@ def tile_products(
 ):
     """hidden[row:] @ weight[column:].T in fp32; rows and columns past the end are zero."""
     products = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
+    if hidden_desc.dtype == tl.float32:
+        # Sums of sums: one running sum over a long H would lose what full fp32 products are asked for.
+        for start in range(0, H, FP32_SUM):
+            partial = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
+            for h in range(start, min(start + FP32_SUM, H), BLOCK_H):
+                hidden = hidden_desc.load([row, h])
+                weight = weight_desc.load([column, h])
+                partial = tl.dot(hidden, weight.T, partial, input_precision="ieee")
+            products += partial
+        return products
     for h in range(0, H, BLOCK_H):
         hidden = hidden_desc.load([row, h])  # [BLOCK_N, BLOCK_H]
         weight = weight_desc.load([column, h])  # [BLOCK_V, BLOCK_H]
         if UPCAST:
             hidden = hidden.to(tl.float32)
             weight = weight.to(tl.float32)
-        products = tl.dot(hidden, weight.T, products, input_precision="ieee")
+        products = tl.dot(hidden, weight.T, products)
     return products
 
 
@@ -57,8 +68,10 @@ def aligned(matrix: Tensor) -> Tensor:
     step = 16 // matrix.element_size()
     if is_aligned(matrix):
         return matrix
-    copy = matrix.new_empty(matrix.shape[0], round_up(matrix.shape[1], step))[:, : matrix.shape[1]]
-    return copy.copy_(matrix)
+    columns = matrix.shape[1]
+    copy = matrix.new_empty(matrix.shape[0], round_up(columns, step))
+    copy[:, columns:].zero_()
+    return copy[:, :columns].copy_(matrix)
 
 
 def is_aligned(matrix: Tensor) -> bool:

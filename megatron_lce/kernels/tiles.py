@@ -19,7 +19,7 @@ class Tiles(NamedTuple):
 
 HOPPER_16_BIT = Tiles(128, 256, 64, num_warps=8, num_stages=3)
 GENERIC_16_BIT = Tiles(128, 128, 32, num_warps=8, num_stages=3)  # within the 99 KiB of shared memory of Ada
-FP32 = Tiles(64, 64, 32, num_warps=4, num_stages=2)  # full fp32 products run on CUDA cores, not on tensor cores
+FP32 = Tiles(64, 64, 32, num_warps=8, num_stages=2)  # full fp32 products run on CUDA cores, not on tensor cores
 
 GROUP_N = 8  # row blocks that walk the vocabulary together, so that a weight tile is read from L2 by all of them
 
