@@ -32,7 +32,7 @@ def merge_stats(
     return out
 
 
-# `split_stride` is an argument and not K * N, whose divisors would choose the layout, and with it the order of the sums.
+# `split_stride` is an argument and not K * N, whose divisors would choose the layout, and with it the order of a sum.
 @triton.jit(do_not_specialize=["S", "N", "split_stride", "out_stride"])
 def _merge_stats_kernel(
     stats_ptr,  # [S, K, N]
