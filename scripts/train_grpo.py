@@ -29,7 +29,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--padded-vocab-size", type=int, default=64, help="of the model; the task has 13 characters")
     parser.add_argument("--warm-up-steps", type=int, default=20, help="supervised steps before GRPO")
     parser.add_argument("--warm-up-lr", type=float, default=3e-3)
-    parser.add_argument("--prompts", type=int, default=32, help="prompts a step on each data-parallel rank")
+    parser.add_argument("--prompts", type=int, default=16, help="prompts a step on each data-parallel rank")
     parser.add_argument("--samples", type=int, default=16, help="samples of each prompt")
     parser.add_argument("--updates", type=int, default=4, help="optimizer steps on the samples of one step")
     parser.add_argument("--num-microbatches", type=int, default=1, help="of each optimizer step")
