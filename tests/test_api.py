@@ -143,6 +143,14 @@ def test_all_rows_ignored(backend, device):
     assert not result.grad_weight.any()
 
 
+def test_an_ignored_row_may_have_any_logits(backend, device):
+    """Its gradient is 0, not 0 times an overflow."""
+    problem = make_problem(17, 24, 70, device, logit_std=2000.0)
+    problem.labels[::2] = -100
+    result = problem.check(backend)
+    assert not result.grad_hidden[::2].any()
+
+
 def test_an_ignored_row_needs_no_valid_temperature(backend, device):
     problem = make_problem(6, 24, 70, device)
     problem.labels[2:4] = -100

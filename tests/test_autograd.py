@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import megatron_lce
-from tests.oracle import Upstream
+from megatron_lce import torch_backend
+from tests.oracle import Upstream, oracle, relative_error
 from tests.problems import Problem, make_problem
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -53,6 +54,42 @@ def test_mean_loss_is_torchs_cross_entropy(backend, device):
     torch.testing.assert_close(-result.outputs.logprobs.sum() / kept.sum(), loss.float(), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(result.grad_hidden, hidden.grad.float(), rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(result.grad_weight, weight.grad.float(), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("used", OUTPUTS)
+def test_entropy_costs_nothing_where_it_is_not_used(used, monkeypatch, device):
+    """Neither in forward when it is not asked for, nor in backward when no gradient comes through it."""
+    asked = []
+    for name in ("softmax_stats", "grad_logits"):
+        primitive = getattr(torch_backend, name)
+
+        def spy(*arguments, primitive=primitive, **keywords):
+            asked.append(keywords["entropy"])
+            return primitive(*arguments, **keywords)
+
+        monkeypatch.setattr(torch_backend, name, spy)
+    problem = make_problem(4, 8, 20, device)
+    problem = problem._replace(upstream=Upstream(**{used: getattr(problem.upstream, used)}))
+    problem.run("torch")
+    assert asked == [True, used == "entropy"]
+    if used != "entropy":
+        asked.clear()
+        problem.run("torch", entropy=False)
+        assert asked == [False, False]
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_sums_over_slabs_and_blocks_are_fp32(dtype, backend, device):
+    """Cut into many slabs and blocks of tokens, both gradients are as exact as in one piece."""
+    problem = make_problem(128, 16, 2048, device, dtype, logit_std=0.5)
+    upstream = Upstream(torch.ones(128, device=device))
+    problem.hidden.abs_()
+    problem = problem._replace(upstream=upstream, labels=problem.labels % 8)
+    expected = oracle(*problem)
+    whole, cut = problem.run(backend), problem.run(backend, workspace_bytes=60_000)
+    for name in ("grad_hidden", "grad_weight"):
+        in_one_piece = relative_error(getattr(whole, name), getattr(expected, name))
+        assert relative_error(getattr(cut, name), getattr(expected, name)) <= 1.1 * in_one_piece, name
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
