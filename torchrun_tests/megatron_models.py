@@ -24,14 +24,16 @@ def hybrid_model(options: megatron_runtime.GptOptions) -> nn.Module:
         from megatron.core.models.hybrid.hybrid_model import HybridModel as Model
 
         spec_name, pattern_name = "hybrid_stack_spec", "hybrid_layer_pattern"
+        mtp = {"mtp_block_spec": megatron_layers.mtp_block_spec(config)} if options.mtp_layers else {}
     else:
         from megatron.core.models.mamba.mamba_model import MambaModel as Model
         from megatron.core.ssm.mamba_block import MambaStack as Stack
         from megatron.core.ssm.mamba_block import MambaStackSubmodules as Submodules
 
-        spec_name, pattern_name = "mamba_stack_spec", "hybrid_override_pattern"
+        spec_name, pattern_name, mtp = "mamba_stack_spec", "hybrid_override_pattern", {}
     # The final norm of the stack is TransformerEngine's.
-    spec = ModuleSpec(Stack, params={"post_layer_norm": False}, submodules=Submodules(attention_layer=layer))
+    submodules = Submodules(attention_layer=layer, **mtp)
+    spec = ModuleSpec(Stack, params={"post_layer_norm": False}, submodules=submodules)
     torch.manual_seed(options.seed)
     return Model(
         config=config,
@@ -39,7 +41,7 @@ def hybrid_model(options: megatron_runtime.GptOptions) -> nn.Module:
         max_sequence_length=options.max_sequence_length,
         share_embeddings_and_output_weights=options.tied,
         position_embedding_type="rope",
-        **{spec_name: spec, pattern_name: "*" * options.num_layers},
+        **{spec_name: spec, pattern_name: "*" * options.num_layers + "/*" * options.mtp_layers},
     )
 
 
@@ -71,7 +73,8 @@ def llava_model(options: megatron_runtime.GptOptions) -> LLaVAModel:
 
 def text_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Loss per token [b, s], zero where masked."""
-    losses = model(batch["tokens"], batch["positions"], None, labels=batch["labels"])
+    mtp = {"loss_mask": batch["loss_mask"]} if model.config.mtp_num_layers else {}
+    losses = model(batch["tokens"], batch["positions"], None, labels=batch["labels"], **mtp)
     return torch.where(batch["loss_mask"].bool(), losses, 0.0)
 
 

@@ -6,6 +6,7 @@ On 4 ranks, cases without pipeline parallelism have two data-parallel replicas; 
 """
 
 import argparse
+import importlib.util
 import os
 import sys
 import warnings
@@ -32,8 +33,14 @@ FURTHER_CASES = [
     cases.Case(sequence_parallel=True, main_grad=True, overlap=True),
     cases.Case(tied=True, mtp=True, main_grad=True, overlap=True),
 ]
-if "use_mup" in TransformerConfig.__dataclass_fields__:  # from 0.17
+OTHER_MODEL_CASES = [cases.Case(), cases.Case(tied=True, sequence_parallel=True)]
+SETTINGS = TransformerConfig.__dataclass_fields__
+if "use_mup" in SETTINGS:  # from 0.17
     FURTHER_CASES.append(cases.Case(mtp=True, config=(("use_mup", True), ("mup_base_hidden_size", 16))))
+if "mtp_detach_heads" in SETTINGS:  # from 0.19
+    FURTHER_CASES.append(cases.Case(mtp=True, main_grad=True, config=(("mtp_detach_heads", True),)))
+if importlib.util.find_spec("megatron.core.models.hybrid") is not None:  # from 0.18, the first with MTP
+    OTHER_MODEL_CASES.append(cases.Case(tied=True, mtp=True))
 CAPTURED_CASES = [
     cases.Case(mtp=True),
     cases.Case(tied=True, sequence_parallel=True, pipeline=True, virtual_pipeline=True),
@@ -113,9 +120,9 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 
 def check_other_models(case: cases.Case, device: torch.device, report: harness.Report) -> None:
-    """Flag on against off for a hybrid model and, without sequence parallel, for LLaVA around a GPTModel."""
+    """Flag on against off for a hybrid model and, where it has what the case asks for, for LLaVA around a GPTModel."""
     kinds = [("hybrid", models.hybrid_model, models.text_loss)]
-    kinds += [] if case.sequence_parallel else [("LLaVA", models.llava_model, models.image_loss)]
+    kinds += [] if case.sequence_parallel or case.mtp else [("LLaVA", models.llava_model, models.image_loss)]
     batch = cases.microbatches(device)[0]
     for kind, build, loss_of in kinds:
         found = []
@@ -200,7 +207,7 @@ def checks(combinations: str) -> list[tuple[Callable, cases.Case]]:
     groups = (
         (check_training, training + FURTHER_CASES),
         (check_captured_training, CAPTURED_CASES),
-        (check_other_models, plain),
+        (check_other_models, OTHER_MODEL_CASES),
         (check_bf16, BF16_CASES),
         (check_capture, plain),
         (check_logits, plain),
