@@ -218,6 +218,18 @@ def foreign_forward(model):
     model.output_layer.forward = lambda *_, **__: None
 
 
+def foreign_loss(model):
+    model.compute_language_model_loss = lambda *_: None
+
+
+def no_grad_reduce(model):
+    model.output_layer.disable_grad_reduce = True
+
+
+def generalized_tensor_parallel(model):
+    model.output_layer.gtp_remat_size = 2
+
+
 def own_loss(model):
     class Smoothed(type(model)):
         def compute_language_model_loss(self, labels, logits):
@@ -239,6 +251,9 @@ UNSUPPORTED = {
     config_logger: "config_logger_dir is set",
     output_hook: "output_layer has forward or backward hooks, which expect logits",
     foreign_forward: "output_layer.forward was replaced by another library",
+    foreign_loss: "compute_language_model_loss was replaced by another library",
+    no_grad_reduce: "output_layer has disable_grad_reduce set",
+    generalized_tensor_parallel: "output_layer is sharded by generalized tensor parallelism",
     own_loss: "Smoothed has its own compute_language_model_loss",
 }
 
