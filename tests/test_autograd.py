@@ -263,12 +263,18 @@ def test_a_cache_meets_the_same_budget(logits_cache_bytes, options, dtype, devic
 def test_a_cache_on_peaked_rows(logits_cache_bytes, device):
     """p(label) > 0.99: 1 - p must come from the exact logprob, not from a 16-bit exponential."""
     pytest.importorskip("triton")
-    problem = make_problem(100, 32, 600, device, BF16)
-    problem.hidden.copy_(8.0 * problem.weight[problem.labels] + 0.1 * problem.hidden)
-    out = outputs_without_gradient(problem)
-    assert (out.logprobs > -0.01).float().mean() > 0.9
-    upstream = Upstream(problem.upstream.logprobs)
-    problem._replace(upstream=upstream).check("triton", only_here={"logits_cache_bytes": logits_cache_bytes})
+    problem = make_problem(100, 32, 600, device, BF16, logit_std=1.0)
+    problem.labels.fill_(5)
+    problem.weight[:, 0] = 0.0
+    problem.weight[5] = torch.nn.functional.one_hot(torch.tensor(0), 32)
+    problem.hidden[:, 0] = torch.linspace(12.0, 15.0, 100)  # the label's logit
+    problem = problem._replace(upstream=Upstream(problem.upstream.logprobs))
+    result = problem.check("triton", only_here={"logits_cache_bytes": logits_cache_bytes})
+    p = result.outputs.logprobs.exp()
+    assert (p > 0.98).all()
+    assert (p < 0.9999).all()
+    bf16_step = 2.0**-7
+    assert relative_error(result.grad_weight[5], oracle(*problem).grad_weight[5]) <= bf16_step
 
 
 def test_a_second_backward_through_a_cache_raises(device):
