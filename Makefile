@@ -24,6 +24,24 @@ lint: $(INSTALLED)
 test: lint
 	$(BIN)/python -m pytest
 
+# megatron-core beside the pinned one, unpacked for PYTHONPATH: pip refuses 0.17 and newer on Python 3.11, which runs them.
+MEGATRON_VERSIONS := 0.14.0 0.19.2
+MEGATRON := $(VENV)/megatron
+MATRIX_TESTS := tests/test_capture.py tests/test_enable.py $(wildcard tests/test_integration_*.py)
+MATRIX_PROGRAM := -m torch.distributed.run --standalone --nproc-per-node 4 torchrun_tests/run_megatron.py --device cpu --combinations all
+
+$(MEGATRON)/%/megatron: $(INSTALLED)
+	$(BIN)/python -m pip download --quiet --no-deps --python-version 3.12 --only-binary=:all: \
+		--dest $(MEGATRON)/wheels megatron-core==$*
+	$(BIN)/python -m zipfile -e $(MEGATRON)/wheels/megatron_core-$*-*.whl $(@D)
+
+test-matrix: $(INSTALLED) $(MEGATRON_VERSIONS:%=$(MEGATRON)/%/megatron)
+	set -e; for path in "" $(MEGATRON_VERSIONS:%=$(MEGATRON)/%); do \
+		PYTHONPATH=$$path $(BIN)/python -c 'import megatron.core; print("megatron-core", megatron.core.__version__)'; \
+		PYTHONPATH=$$path $(BIN)/python -m pytest $(MATRIX_TESTS); \
+		PYTHONPATH=$$path $(BIN)/python $(MATRIX_PROGRAM); \
+	done
+
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmark.run
 

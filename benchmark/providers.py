@@ -10,6 +10,7 @@ A head is called as `head(hidden, weight, labels, mode)` and returns what the mo
 Peers are imported when they are asked for and only then; one that is not installed is reported, never dropped.
 """
 
+import functools
 import importlib
 import importlib.util
 import sys
@@ -150,6 +151,7 @@ def _load_quack() -> Head:
     return head
 
 
+@functools.cache
 def load_verl_kernel() -> Callable[..., tuple[Tensor, Tensor]]:
     """verl's `linear_cross_entropy(hidden, weight, labels, temperature, reduction, group) -> (logprobs, entropy)`.
 
