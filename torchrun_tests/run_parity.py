@@ -41,6 +41,7 @@ class Case:
     sequence_parallel: bool = False
     pass_vocab_start: bool = False
     workspace_bytes: int = 2**29
+    logits_cache_bytes: int = 0
     change: Callable[["Problem"], None] | None = None  # edits the problem in place
     keywords: dict[str, Any] = field(default_factory=dict)
 
@@ -146,6 +147,8 @@ CASES = [
     Case("bf16, sequence parallel", shape=(SEQUENCE, 3), dtype=BF16, sequence_parallel=True),
     Case("bf16, uneven, b=3", shape=(SEQUENCE, 3), dtype=BF16, shards=uneven, pass_vocab_start=True),
     Case("fp16", dtype=torch.float16),
+    Case("a cache of one tile", shards=lambda n: [600] * n, logits_cache_bytes=12 * 256 * 3, dtype=BF16),
+    Case("everything cached", shards=uneven, pass_vocab_start=True, logits_cache_bytes=2**20, dtype=BF16),
 ]
 
 
@@ -168,6 +171,7 @@ def run_case(case: Case, backend: str, group: ProcessGroup, device: torch.device
         vocab_size=problem.vocab_size,
         backend=backend,
         workspace_bytes=case.workspace_bytes,
+        logits_cache_bytes=case.logits_cache_bytes,
         **keywords,
     )
     inputs = (problem.hidden, problem.weight, problem.labels, problem.upstream)
