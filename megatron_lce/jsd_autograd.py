@@ -126,7 +126,8 @@ def _diverge(student: Head, teacher: Head, rows: Rows, beta: float, options: Opt
     if options.num_columns == 0:
         sums = terms.new_zeros(2, terms.shape[1])
     else:
-        sums = backend.divergence(student, teacher, terms, beta=beta, workspace_bytes=options.workspace_bytes)
+        scratch, room = _scratch_and_room(student, teacher, options, backend)
+        sums = backend.divergence(student, teacher, terms, beta=beta, scratch=scratch, workspace_bytes=room)
     if options.tp_group is not None:
         sums = backend.sum_parts(collectives.stack_over_group(sums, options.tp_group))
     return _Found(sums[0], *log_sum_exps, sums[1])
@@ -140,7 +141,8 @@ def _diverge_at_end(
     if options.num_columns == 0:
         packed = empty_kl_stats(rows.scale.shape[0], rows.scale.device)
     else:
-        packed = backend.kl_stats(p, q, rows.scale, workspace_bytes=options.workspace_bytes)
+        scratch, room = _scratch_and_room(student, teacher, options, backend)
+        packed = backend.kl_stats(p, q, rows.scale, scratch=scratch, workspace_bytes=room)
     if options.tp_group is not None:
         packed = backend.merge_kl_stats(collectives.stack_over_group(packed, options.tp_group))
     stats = unpack_kl(packed)
@@ -191,17 +193,18 @@ def _grad_logits_slabs(
     """Gradients of the student's logits, slab by slab; both hiddens are gathered."""
     if options.num_columns == 0:
         return
+    scratch, room = _scratch_and_room(student, teacher, options, backend)
     blocks = plan_blocks(
         terms.shape[1],
         options.num_columns,
-        options.workspace_bytes,
+        room,
         backend.grad_logits_bytes(student, teacher),
         per_column_if_tokens_are_cut=bytes_per_column,
     )
 
     def compute(tokens: slice, columns: slice, grad: Tensor) -> None:
         parts = (head.block(tokens, columns) for head in (student, teacher))
-        backend.grad_logits(*parts, terms[:, tokens], grad, beta=beta)
+        backend.grad_logits(*parts, terms[:, tokens], grad, beta=beta, scratch=scratch)
 
     yield from computed_slabs(student.hidden, slice(0, options.num_columns), blocks, compute)
 
@@ -244,6 +247,21 @@ def _row_terms(rows: Rows, found: _Found, grad_loss: Tensor, beta: float) -> Ten
 
 def _check_workspace(student: Head, teacher: Head, options: Options, backend: ModuleType) -> None:
     """Every pass, backward's too, must find room for its smallest block before the first one runs."""
+    smallest = backend.scratch_bytes(student, teacher) + _smallest_blocks(student, teacher, backend)
+    if options.workspace_bytes < smallest:
+        raise ValueError(f"workspace_bytes must be at least {smallest} for these heads, got {options.workspace_bytes}")
+
+
+def _scratch_and_room(student: Head, teacher: Head, options: Options, backend: ModuleType) -> tuple[Tensor, int]:
+    """The kernels' scratch, at most a quarter of the workspace where that is enough, and the bytes left for blocks."""
+    spare = options.workspace_bytes - _smallest_blocks(student, teacher, backend)
+    most = max(backend.scratch_bytes(student, teacher), min(spare, options.workspace_bytes // 4))
+    scratch = backend.new_scratch(student, teacher, most)
+    return scratch, options.workspace_bytes - scratch.nbytes
+
+
+def _smallest_blocks(student: Head, teacher: Head, backend: ModuleType) -> int:
+    """Bytes of the largest of the passes' smallest blocks."""
     # The fp32 accumulator of a weight-gradient slab whose tokens come in blocks.
     accumulator = 0 if student.weight.dtype == torch.float32 else 4 * student.weight.shape[1]
     backward = backend.grad_logits_bytes(student, teacher)
@@ -252,6 +270,4 @@ def _check_workspace(student: Head, teacher: Head, options: Options, backend: Mo
         backend.divergence_bytes(student, teacher),
         backward._replace(per_column=backward.per_column + accumulator),
     )
-    smallest = max(smallest_workspace(block_bytes) for block_bytes in passes)
-    if options.workspace_bytes < smallest:
-        raise ValueError(f"workspace_bytes must be at least {smallest} for these heads, got {options.workspace_bytes}")
+    return max(smallest_workspace(block_bytes) for block_bytes in passes)

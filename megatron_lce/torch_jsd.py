@@ -15,6 +15,8 @@ __all__ = [
     "kl_stats",
     "merge_kl_stats",
     "merge_stats",
+    "new_scratch",
+    "scratch_bytes",
     "softmax_stats",
     "stats_bytes",
     "sum_parts",
@@ -23,6 +25,15 @@ __all__ = [
 
 # Under this a probability counts as zero: m is held above it, so that 0 * log(p / m) is 0 where both underflow.
 _TINY = torch.finfo(torch.float32).tiny
+
+
+def scratch_bytes(student: Head, teacher: Head) -> int:
+    """Nothing: both heads' logits are in the slab."""
+    return 0
+
+
+def new_scratch(student: Head, teacher: Head, most_bytes: int) -> Tensor:
+    return student.hidden.new_empty(0, dtype=torch.float32)
 
 
 def stats_bytes(student: Head, teacher: Head) -> BlockBytes:
@@ -39,7 +50,7 @@ def grad_logits_bytes(student: Head, teacher: Head) -> BlockBytes:
     return _block_bytes(3 * 4 + student.hidden.element_size(), student, teacher)
 
 
-def kl_stats(p: Head, q: Head, row_scale: Tensor, *, workspace_bytes: int) -> Tensor:
+def kl_stats(p: Head, q: Head, row_scale: Tensor, *, scratch: Tensor, workspace_bytes: int) -> Tensor:
     """Packed statistics [5, N] of V columns, see `megatron_lce.jsd_stats`."""
     num_tokens = row_scale.shape[0]
     packed = row_scale.new_empty(KL_ROWS, num_tokens)
@@ -55,7 +66,9 @@ def kl_stats(p: Head, q: Head, row_scale: Tensor, *, workspace_bytes: int) -> Te
     return packed
 
 
-def divergence(student: Head, teacher: Head, terms: Tensor, *, beta: float, workspace_bytes: int) -> Tensor:
+def divergence(
+    student: Head, teacher: Head, terms: Tensor, *, beta: float, scratch: Tensor, workspace_bytes: int
+) -> Tensor:
     """[2, N] base-2 sums over V columns: the divergence for 0 < beta < 1, and KL(p_student || m).
 
     terms: the first five rows of `RowTerms`.
@@ -82,6 +95,7 @@ def grad_logits(
     out: Tensor,  # [N, C] of the student's dtype
     *,
     beta: float,
+    scratch: Tensor,
 ) -> None:
     """Gradient of one slab of the student's products."""
     rows = RowTerms(*terms)

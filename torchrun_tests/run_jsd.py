@@ -1,0 +1,156 @@
+"""`linear_jsd` over any number of ranks against the fp64 divergence of the whole problem.
+
+    torchrun --nproc-per-node 2 torchrun_tests/run_jsd.py --device cuda|cpu
+
+Every rank builds the same two whole heads, keeps its own part, and compares loss and the student's gradients with the
+oracle's for the whole (`tests/jsd_oracle.py`).
+"""
+
+import importlib.util
+import itertools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from harness import Report, main
+from torch import Tensor
+
+from megatron_lce import linear_jsd
+from tests.jsd_oracle import JsdInputs, JsdResult, evaluate_jsd, jsd_comparisons
+
+SEQUENCE = 12  # divisible by 1, 2, 3 and 4 ranks
+BETAS = (0, 0.3, 1)
+BF16 = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem; functions take the number of ranks."""
+
+    name: str
+    shape: tuple[int, ...] = (SEQUENCE, 2)
+    shards: Callable[[int], list[int]] = lambda ranks: [20] * ranks
+    vocab_size: Callable[[int], int] | None = None
+    dtypes: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.float32)  # student's, teacher's
+    sequence_parallel: bool = False
+    workspace_bytes: int = 2**29
+    ignore_every: int | None = None
+    token_temperature: bool = False
+    nan_rows: int = 0  # rows whose temperature is unusable
+    keywords: dict[str, Any] = field(default_factory=dict)
+
+
+def uneven(ranks: int) -> list[int]:
+    return [13 + 9 * (rank % 2) + rank for rank in range(ranks)]
+
+
+CASES = [
+    Case("even shards"),
+    Case("uneven shards", shards=uneven),
+    Case("shards wider than a kernel's tile", shards=lambda ranks: [300] * ranks),
+    Case("padded columns", vocab_size=lambda ranks: 20 * ranks - 3),
+    Case("a shard that is all padding", vocab_size=lambda ranks: max(20 * (ranks - 1) - 3, 5)),
+    Case("shards that are all padding, sequence parallel", vocab_size=lambda ranks: 5, sequence_parallel=True),
+    Case("some rows ignored", ignore_every=3),
+    Case("all rows ignored", ignore_every=1),
+    Case("temperature", keywords={"temperature": 2.5}),
+    Case("temperature per token", token_temperature=True),
+    Case("NaN rows", token_temperature=True, nan_rows=5, ignore_every=4),
+    Case("sequence parallel", sequence_parallel=True),
+    Case("sequence parallel, uneven, ignored", shards=uneven, sequence_parallel=True, ignore_every=3),
+    Case("sequence parallel, NaN rows", sequence_parallel=True, token_temperature=True, nan_rows=5),
+    Case("no tokens", shape=(0, 3)),
+    Case("no tokens, sequence parallel", shape=(0, 3), sequence_parallel=True),
+    Case("blocks of tokens", shape=(144,), shards=lambda ranks: [600] * ranks, workspace_bytes=2**18),
+    Case("bf16", dtypes=(BF16, BF16)),
+    Case("bf16, sequence parallel", dtypes=(BF16, BF16), sequence_parallel=True),
+    Case("bf16, blocks of tokens", (144,), lambda n: [600] * n, dtypes=(BF16, BF16), workspace_bytes=2**18),
+    Case("fp32 student, bf16 teacher", dtypes=(torch.float32, BF16)),
+]
+
+
+class Problem:
+    """The whole problem, equal on every rank, and where its shards lie."""
+
+    def __init__(self, case: Case, ranks: int, device: torch.device) -> None:
+        generator = torch.Generator().manual_seed(1234)
+        self.starts = [0, *itertools.accumulate(case.shards(ranks))]
+        heads: list[Tensor] = []
+        for hidden_size, dtype in zip((24, 40), case.dtypes, strict=True):
+            hidden = torch.randn(*case.shape, hidden_size, generator=generator)
+            weight = torch.randn(self.starts[-1], hidden_size, generator=generator) * (2 / hidden_size**0.5)
+            heads += [hidden.to(device, dtype), weight.to(device, dtype)]
+        self.inputs = JsdInputs(*heads, torch.randn(case.shape, generator=generator).to(device))
+        count = self.inputs.upstream.numel()
+        labels = torch.zeros(count, dtype=torch.int64, device=device)
+        if case.ignore_every is not None:
+            labels[:: case.ignore_every] = -100
+        self.keywords: dict[str, Any] = {"labels": labels.view(case.shape), **case.keywords}
+        if case.token_temperature:
+            temperature = torch.linspace(0.5, 2.0, count, device=device)
+            temperature[: case.nan_rows] = -1.0
+            self.keywords["temperature"] = temperature.view(case.shape)
+        if case.vocab_size is not None:
+            self.keywords["vocab_size"] = case.vocab_size(ranks)
+
+
+def run_case(case: Case, beta: float, backend: str, device: torch.device, report: Report) -> None:
+    """Loss and gradients of this rank's part against the oracle's for the whole."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    problem = Problem(case, ranks, device)
+    shard = slice(problem.starts[rank], problem.starts[rank + 1])
+    length = case.shape[0] // ranks
+    rows = slice(rank * length, (rank + 1) * length) if case.sequence_parallel else slice(None)
+    whole = problem.inputs
+    mine = whole._replace(
+        student_hidden=whole.student_hidden[rows],
+        student_weight=whole.student_weight[shard],
+        teacher_hidden=whole.teacher_hidden[rows],
+        teacher_weight=whole.teacher_weight[shard],
+    )
+    actual = evaluate_jsd(
+        linear_jsd,
+        mine,
+        beta=beta,
+        tp_group=dist.group.WORLD,
+        sequence_parallel=case.sequence_parallel,
+        vocab_start=shard.start if case.shards is uneven else None,
+        workspace_bytes=case.workspace_bytes,
+        backend=backend,
+        **problem.keywords,
+    )
+    name = f"{backend}: beta {beta}: {case.name}"
+    interpreted = backend == "triton" and device.type == "cpu"
+    parts = {"hidden_rows": rows, "weight_rows": shard}
+    for result in jsd_comparisons(actual, whole, interpreted=interpreted, beta=beta, **parts, **problem.keywords):
+        passed = result.error <= result.allowed
+        report.check(f"{name}: {result.name}", passed, f"error {result.error:.2e}, allowed {result.allowed:.1e}")
+    check_same_bits(name, actual, case, report)
+
+
+def check_same_bits(name: str, actual: JsdResult, case: Case, report: Report) -> None:
+    """Every rank holds the same loss, and hidden gradient where that is whole."""
+    tensors = [actual.loss] if case.sequence_parallel else [actual.loss, actual.grad_hidden]
+    mine = torch.cat([t.double().reshape(-1).nan_to_num(nan=12345.0) for t in tensors])
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    different = sum(int((other != mine).sum()) for other in everyone)
+    report.check(f"{name}: same bits on every rank", different == 0, f"{different} numbers differ")
+
+
+def available_backends() -> list[str]:
+    return ["torch"] if importlib.util.find_spec("triton") is None else ["torch", "triton"]
+
+
+def program(device: torch.device, report: Report) -> None:
+    if device.type == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported
+    for backend, case, beta in itertools.product(available_backends(), CASES, BETAS):
+        run_case(case, beta, backend, device, report)
+
+
+if __name__ == "__main__":
+    main(program)
