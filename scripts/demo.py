@@ -50,7 +50,9 @@ def train(program: str, out: Path, report: str, *options: str) -> dict[str, Any]
 
 
 def largest_difference(off: dict[str, Any], on: dict[str, Any]) -> float:
-    return max(abs(a - b) for a, b in zip(off["losses"], on["losses"], strict=True))
+    """Over every step; NaN where a loss is, which Python's own max would pass over."""
+    losses = torch.tensor([off["losses"], on["losses"]], dtype=torch.float64)
+    return float((losses[0] - losses[1]).abs().max())
 
 
 def reward_ends(steps: list[dict[str, float]], measure: str = "reward") -> tuple[float, float]:

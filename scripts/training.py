@@ -1,7 +1,6 @@
 """What the training programs share: their common arguments, the loop around Megatron's schedule, and the report."""
 
 import argparse
-import importlib.metadata
 import json
 import platform
 import resource
@@ -11,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import megatron.core
 import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -162,12 +162,9 @@ def write_report(
 
 def versions(device: torch.device) -> dict[str, str]:
     """What the run ran on."""
-    import megatron.core  # its own version: the distribution's may be another when it is put on the path
-
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "megatron-core": megatron.core.__version__,
-        "megatron-lce": importlib.metadata.version("megatron-lce"),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
     }

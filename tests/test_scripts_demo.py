@@ -1,0 +1,66 @@
+"""What the demonstration makes of the reports: its verdict, its report and its pictures."""
+
+import json
+
+import pytest
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("rich")
+pytest.importorskip("megatron.core")
+
+from scripts import demo
+
+
+def sft_report(losses: list[float], enabled: bool) -> dict:
+    return {
+        "losses": losses,
+        "fused": {"enabled": enabled, "reasons": []},
+        "time_per_step_ms": 10.0,
+        "time_per_step_is": "median",
+        "memory_is": "resident set",
+        "ranks": [{"peak_mib": 700.0, "peak_before_training_mib": 500.0}] * 2,
+    }
+
+
+def grpo_report(rewards: list[float]) -> dict:
+    names = ("all_right", "entropy", "kl", "trainer_sampler_largest_difference")
+    steps = [{"reward": reward, **dict.fromkeys(names, 0.5)} for reward in rewards]
+    return {**sft_report([], True), "config": {"digits": 5}, "steps": steps}
+
+
+def run_demo(monkeypatch, tmp_path, *, on: list[float], rewards: list[float], enabled: bool = True) -> tuple[int, dict]:
+    reports = {
+        "sft_off.json": sft_report([5.0, 4.0, 3.0], False),
+        "sft_on.json": sft_report(on, enabled),
+        "grpo.json": grpo_report(rewards),
+    }
+    monkeypatch.setattr(demo, "train", lambda program, out, report, *options: reports[report])
+    monkeypatch.setattr(demo.sft_data, "prepare", lambda folder, vocab_size: folder)
+    monkeypatch.setattr("sys.argv", ["demo", "--out", str(tmp_path)])
+    code = demo.main()
+    return code, json.loads((tmp_path / "report.json").read_text())
+
+
+def test_runs_that_agree_and_a_reward_that_rises_pass(monkeypatch, tmp_path, capsys):
+    code, report = run_demo(monkeypatch, tmp_path, on=[5.0, 4.00005, 3.0], rewards=[0.2, 0.4, 0.6])
+    assert code == 0
+    assert report["largest_loss_difference"] == pytest.approx(5e-5)
+    assert (report["reward_first_tenth"], report["reward_last_tenth"], report["failures"]) == (0.2, 0.6, [])
+    assert "5.0e-05" in capsys.readouterr().out
+    assert (tmp_path / "sft.png").stat().st_size > 1000 < (tmp_path / "grpo.png").stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"on": [5.0, 4.0002, 3.0]}, "the losses differ by 2.0e-04"),
+        ({"on": [5.0, float("nan"), 3.0]}, "the losses differ by nan"),
+        ({"rewards": [0.4, 0.4, 0.45]}, "the reward went from 0.400 to 0.450"),
+        ({"enabled": False}, "the fused head was not enabled"),
+    ],
+)
+def test_what_must_not_pass_fails(monkeypatch, tmp_path, changes, message):
+    given = {"on": [5.0, 4.0, 3.0], "rewards": [0.2, 0.4, 0.6], **changes}
+    code, report = run_demo(monkeypatch, tmp_path, **given)
+    assert code == 1
+    assert report["failures"][0].startswith(message)
