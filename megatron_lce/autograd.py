@@ -184,6 +184,7 @@ def head_gradients(
                 reduction = _start_reduction(grad_hidden, hidden.dtype, options)
         if weight_grad is not None:
             weight_grad.add(slab, hidden[slab.tokens])
+        del slab  # its memory goes before the next buffer, or a sink's placeholder, comes
     reduced = None
     if reduction is not None:
         reduced, work = reduction
@@ -227,7 +228,7 @@ def _grad_logits_slabs(
         return
     blocks = plan_blocks(
         num_tokens,
-        num_columns - first,
+        _row_stride(num_columns - first, hidden.dtype.itemsize),
         options.workspace_bytes,
         backend.grad_logits_bytes(hidden, weight),
         per_column_if_tokens_are_cut=bytes_per_column,
