@@ -5,6 +5,7 @@ import torch
 
 import megatron_lce
 from megatron_lce import torch_backend
+from megatron_lce.autograd import computed_slabs
 from tests.oracle import Upstream, oracle, relative_error
 from tests.problems import Problem, make_problem
 
@@ -294,6 +295,23 @@ def test_fp32_keeps_nothing(device):
     out = megatron_lce.linear_cross_entropy(hidden, *problem[1:3], logits_cache_bytes=2**20, backend="triton")
     out.logprobs.sum().backward(retain_graph=True)
     out.logprobs.sum().backward()
+
+
+def test_the_slab_fits_the_workspace_with_its_rows_aligned(monkeypatch, device):
+    """A cap that all logits just fill has no room for the ends of odd rows."""
+    pytest.importorskip("triton")
+    buffers = []
+
+    def spy(hidden, columns, blocks, compute):
+        for slab in computed_slabs(hidden, columns, blocks, compute):
+            buffers.append(slab.grad.untyped_storage().nbytes())
+            yield slab
+
+    monkeypatch.setattr("megatron_lce.autograd.computed_slabs", spy)
+    tokens, columns = 4, 16401
+    workspace_bytes = tokens * columns * BF16.itemsize
+    make_problem(tokens, 8, columns, device, BF16).run("triton", workspace_bytes=workspace_bytes)
+    assert max(buffers) <= workspace_bytes
 
 
 # What only a GPU can show.
