@@ -228,7 +228,7 @@ def _grad_logits_slabs(
         return
     blocks = plan_blocks(
         num_tokens,
-        _row_stride(num_columns - first, hidden.dtype.itemsize),
+        row_stride(num_columns - first, hidden.dtype.itemsize),
         options.workspace_bytes,
         backend.grad_logits_bytes(hidden, weight),
         per_column_if_tokens_are_cut=bytes_per_column,
@@ -255,11 +255,11 @@ def computed_slabs(
 ) -> Iterator[Slab]:
     """Slabs that `compute(tokens, columns, grad)` fills, all in one reused buffer."""
     num_tokens, item = hidden.shape[0], hidden.dtype.itemsize
-    buffer = hidden.new_empty(blocks.tokens * _row_stride(blocks.columns, item))
+    buffer = hidden.new_empty(blocks.tokens * row_stride(blocks.columns, item))
     for offset in cut(all_columns.stop - all_columns.start, blocks.columns):
         columns = slice(all_columns.start + offset.start, all_columns.start + offset.stop)
         width = columns.stop - columns.start
-        stride = _row_stride(width, item)
+        stride = row_stride(width, item)
         for tokens in cut(num_tokens, blocks.tokens):
             length = tokens.stop - tokens.start
             grad = buffer[: length * stride].view(length, stride)[:, :width]
@@ -311,7 +311,7 @@ def _start_reduction(grad_hidden: Tensor, dtype: torch.dtype, options: Options) 
     return collectives.start_all_reduce(grad_hidden, options.tp_group)
 
 
-def _row_stride(columns: int, itemsize: int) -> int:
+def row_stride(columns: int, itemsize: int) -> int:
     """Elements between rows of a slab: 16-byte aligned, as tensor-memory accesses want it."""
     step = 16 // itemsize
     return -(-columns // step) * step

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_lce import collectives
-from megatron_lce.autograd import Slab, computed_slabs, head_gradients
+from megatron_lce.autograd import Slab, computed_slabs, head_gradients, row_stride
 from megatron_lce.jsd_stats import Head, RowTerms, empty_kl_stats, unpack_kl
 from megatron_lce.outputs import Options
 from megatron_lce.products import full_fp32
@@ -196,7 +196,7 @@ def _grad_logits_slabs(
     scratch, room = _scratch_and_room(student, teacher, options, backend)
     blocks = plan_blocks(
         terms.shape[1],
-        options.num_columns,
+        row_stride(options.num_columns, student.hidden.dtype.itemsize),
         room,
         backend.grad_logits_bytes(student, teacher),
         per_column_if_tokens_are_cut=bytes_per_column,

@@ -279,3 +279,57 @@ ERRORS = [
 def test_errors_name_the_argument(kind, changes, message):
     with pytest.raises(kind, match=message):
         linear_jsd(**wrong(**changes))
+
+
+# What only a GPU can show.
+
+
+def gpu_step(inputs, **keywords):
+    """Peak bytes over the resting state of forward, and of backward with the gradients it leaves."""
+    hidden, weight = inputs.student_hidden.requires_grad_(), inputs.student_weight.requires_grad_()
+    hidden.grad = weight.grad = None
+    base = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    loss = linear_jsd(*inputs[:4], **keywords)
+    forward_peak = torch.cuda.max_memory_allocated() - base
+    torch.cuda.reset_peak_memory_stats()
+    loss.backward(inputs.upstream)
+    return forward_peak, torch.cuda.max_memory_allocated() - base
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("usual_torch")
+@pytest.mark.parametrize("workspace_bytes", [2**24, 2**27])
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("beta", [0, 0.5, 1])
+def test_memory_stays_within_what_the_caller_set(beta, dtype, workspace_bytes, backend, device):
+    inputs = make_inputs(4096, 512, 768, 50257, device, dtype)
+    keywords = {"beta": beta, "workspace_bytes": workspace_bytes, "backend": backend}
+    gpu_step(inputs, **keywords)  # cuBLAS allocates its workspace on first use
+    forward_peak, backward_peak = gpu_step(inputs, **keywords)
+    per_token = 192 * 4096  # both heads' statistics and their merge, row terms: a few dozen floats a token
+    hidden, weight = inputs.student_hidden, inputs.student_weight
+    gradients = hidden.nbytes + weight.nbytes + 4 * hidden.numel()
+    assert forward_peak <= workspace_bytes + per_token
+    assert backward_peak <= workspace_bytes + gradients + per_token
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("usual_torch")
+@pytest.mark.parametrize("beta", [0, 0.5, 1])
+def test_no_host_synchronisation(beta, backend, device):
+    inputs = make_inputs(512, 128, 256, 5003, device, BF16)
+    gpu_step(inputs, beta=beta, backend=backend)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        gpu_step(inputs, beta=beta, backend=backend)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtypes", [(FP32, FP32), (BF16, BF16), (BF16, FP32)], ids=str)
+@pytest.mark.parametrize("beta", BETAS)
+def test_a_large_problem_matches_the_oracle(beta, dtypes, backend, device):
+    """Many tiles, so that a tile that reads another's scratch is seen; H and V odd."""
+    check(backend, make_inputs(1000, 513, 770, 20011, device, *dtypes), beta=beta)

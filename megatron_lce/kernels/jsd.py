@@ -126,8 +126,10 @@ def _reduce_tiles(
     num_tiles = triton.cdiv(num_columns, block_v)
     blocks = plan_blocks(num_tokens, num_columns, workspace_bytes, _tile_rows_bytes(num_rows, first, second))
     reduced = terms.new_empty(num_rows, num_tokens)
+    buffer = terms.new_empty(num_tiles * num_rows * blocks.tokens)
     for tokens in cut(num_tokens, blocks.tokens):
-        parts = terms.new_empty(num_tiles, num_rows, tokens.stop - tokens.start)
+        length = tokens.stop - tokens.start
+        parts = buffer[: num_tiles * num_rows * length].view(num_tiles, num_rows, length)
         for columns in cut(num_columns, blocks.columns):
             out = parts[columns.start // block_v :]
             blocks_of = (first.block(tokens, columns), second.block(tokens, columns))

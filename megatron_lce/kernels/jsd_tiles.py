@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from megatron_lce.kernels.tile_products import MASKED_LOGIT
+from megatron_lce.kernels.tile_products import FP32_SUM, MASKED_LOGIT
 
 _SMALLEST_NORMAL = tl.constexpr(1.1754943508222875e-38)  # under this a probability counts as zero
 
@@ -24,6 +24,18 @@ def two_half_products(
     HALF: tl.constexpr = BLOCK_V // 2
     left = tl.zeros((BLOCK_N, HALF), dtype=tl.float32)
     right = tl.zeros((BLOCK_N, HALF), dtype=tl.float32)
+    if hidden_desc.dtype == tl.float32:
+        # Sums of sums, as in `tile_products`.
+        for start in range(0, H, FP32_SUM):
+            left_part = tl.zeros((BLOCK_N, HALF), dtype=tl.float32)
+            right_part = tl.zeros((BLOCK_N, HALF), dtype=tl.float32)
+            for h in range(start, min(start + FP32_SUM, H), BLOCK_H):
+                hidden = hidden_desc.load([row, h])
+                left_part = tl.dot(hidden, weight_desc.load([column, h]).T, left_part, input_precision="ieee")
+                right_part = tl.dot(hidden, weight_desc.load([column + HALF, h]).T, right_part, input_precision="ieee")
+            left += left_part
+            right += right_part
+        return _halves(left) + _halves(right)
     for h in range(0, H, BLOCK_H):
         hidden = hidden_desc.load([row, h])  # [BLOCK_N, BLOCK_H]
         left_weight = weight_desc.load([column, h])  # [HALF, BLOCK_H]
@@ -32,8 +44,8 @@ def two_half_products(
             hidden = hidden.to(tl.float32)
             left_weight = left_weight.to(tl.float32)
             right_weight = right_weight.to(tl.float32)
-        left = tl.dot(hidden, left_weight.T, left, input_precision="ieee")
-        right = tl.dot(hidden, right_weight.T, right, input_precision="ieee")
+        left = tl.dot(hidden, left_weight.T, left)
+        right = tl.dot(hidden, right_weight.T, right)
     return _halves(left) + _halves(right)
 
 
