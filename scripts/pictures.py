@@ -49,3 +49,21 @@ def draw_grpo(path: Path, steps: list[dict[str, float]]) -> None:
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def draw_distill(
+    path: Path, losses: list[float], student: list[tuple[int, float]], teacher_cross_entropy: float
+) -> None:
+    """Divergence per step, and below the student's held-out cross-entropy beside the teacher's."""
+    figure, (divergence, entropy) = plt.subplots(2, 1, figsize=(8, 6), sharex=True, layout="constrained")
+    divergence.plot(range(1, len(losses) + 1), losses, color=_ON)
+    divergence.set(title="Distillation of the SFT model into a smaller one", ylabel="divergence per token (nats)")
+    divergence.set_ylim(0, None)
+    entropy.plot(*zip(*student, strict=True), "o-", color=_ON, label="student, distilled")
+    entropy.axhline(teacher_cross_entropy, color=_OTHER, linestyle="--", label="teacher")
+    entropy.set(xlabel="optimizer step", ylabel="held-out cross-entropy (nats)")
+    entropy.legend()
+    for axes in (divergence, entropy):
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

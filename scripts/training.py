@@ -54,6 +54,10 @@ def run(work: Callable[[argparse.Namespace, torch.device], None], args: argparse
     megatron_runtime.teardown()
 
 
+def dtype(args: argparse.Namespace) -> torch.dtype:
+    return _DTYPES[args.dtype]
+
+
 def gpt_options(args: argparse.Namespace, **further: Any) -> megatron_runtime.GptOptions:
     """The model the arguments describe. Losses are summed and divided by the number of tokens of all ranks."""
     return megatron_runtime.GptOptions(
@@ -62,7 +66,7 @@ def gpt_options(args: argparse.Namespace, **further: Any) -> megatron_runtime.Gp
         num_heads=args.num_heads,
         tied=args.tied,
         sequence_parallel=args.sequence_parallel,
-        dtype=_DTYPES[args.dtype],
+        dtype=dtype(args),
         seed=args.seed,
         config={"calculate_per_token_loss": True},
         **further,

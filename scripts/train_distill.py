@@ -1,0 +1,232 @@
+"""Distilling the supervised demo's model into a smaller one: generalised Jensen-Shannon divergence at TP=2.
+
+    torchrun --nproc-per-node 2 -m scripts.train_distill --tp 2 --sequence-parallel
+
+First the teacher is trained as train_sft trains it, then it is frozen and a student of fewer layers and a smaller
+hidden size learns its next-token distributions, through Megatron's schedule. With the flag, `megatron_lce.linear_jsd`
+takes both models' captured heads; without it, both models' logits are materialised. Everything else is the same.
+"""
+
+import argparse
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+import megatron_lce
+from scripts import megatron_runtime, pictures, sft_data, train_sft, training
+from scripts.sft_data import PackedBatch
+
+IGNORED = -100
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = training.argument_parser(__doc__, steps=150, lr=3e-3)
+    parser.add_argument("--vocab-size", type=int, default=8192, help="of the tokenizer and both models")
+    parser.add_argument("--row-length", type=int, default=1024, help="tokens of a packed row")
+    parser.add_argument("--num-microbatches", type=int, default=1, help="packed rows a step on each data-parallel rank")
+    parser.add_argument("--teacher-steps", type=int, default=100, help="supervised steps of the teacher")
+    parser.add_argument("--teacher-lr", type=float, default=2e-3)
+    parser.add_argument("--student-num-layers", type=int, default=1)
+    parser.add_argument("--student-hidden-size", type=int, default=64)
+    parser.add_argument("--beta", type=float, default=0.5, help="0: forward KL, 1: reverse KL, between: JSD")
+    parser.add_argument("--temperature", type=float, default=1.0, help="of both softmaxes")
+    parser.add_argument(
+        "--held-out-rows", type=int, default=8, help="packed rows that the cross-entropies are taken on"
+    )
+    parser.add_argument("--report", default="distill.json", help="name of the report in --out")
+    return parser.parse_args()
+
+
+def divergence(
+    student: torch.nn.Module, teacher: torch.nn.Module, batch: PackedBatch, args: argparse.Namespace
+) -> Tensor:
+    """fp32 divergence of each token's next-token distributions, [1, T]; 0 where the loss mask is."""
+    inputs = (batch.tokens, batch.position_ids, None)
+    packed = batch.packed_seq_params()
+    if not args.use_fused_linear_ce:
+        with torch.no_grad():
+            teacher_logits = teacher(*inputs, packed_seq_params=packed)
+        student_logits = student(*inputs, packed_seq_params=packed)  # [1, T, V / tp]
+        return materialised_jsd(student_logits, teacher_logits, args.beta, args.temperature) * batch.loss_mask
+    with torch.no_grad(), megatron_lce.capture_lm_head(teacher) as teacher_head:
+        teacher(*inputs, packed_seq_params=packed)
+    with megatron_lce.capture_lm_head(student) as student_head:
+        student(*inputs, packed_seq_params=packed)
+    labels = torch.where(batch.loss_mask > 0, batch.labels, IGNORED)
+    return megatron_lce.linear_jsd(
+        student_head.hidden,  # [T, 1, H], under sequence parallel [T / tp, 1, H]
+        student_head.weight,
+        teacher_head.hidden,
+        teacher_head.weight,
+        labels=labels.T,
+        beta=args.beta,
+        temperature=args.temperature,
+        tp_group=student_head.tp_group,
+        sequence_parallel=student_head.sequence_parallel,
+        ignore_index=IGNORED,
+        workspace_bytes=int(args.workspace_mib * 2**20),
+    ).T
+
+
+def materialised_jsd(student_logits: Tensor, teacher_logits: Tensor, beta: float, temperature: float) -> Tensor:
+    """The same from vocab-parallel logits [..., V / tp], as a training program does it without `linear_jsd`: [...]."""
+    log_s, log_t = (vocab_parallel_log_softmax(z.float() / temperature) for z in (student_logits, teacher_logits))
+
+    def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+        return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+    if beta == 0:
+        local = kl(log_t, log_s)
+    elif beta == 1:
+        local = kl(log_s, log_t)
+    else:
+        weights = torch.tensor([beta, 1 - beta], device=log_s.device).log()
+        log_m = torch.logaddexp(log_t + weights[0], log_s + weights[1])
+        local = beta * kl(log_t, log_m) + (1 - beta) * kl(log_s, log_m)
+    return reduce_from_tensor_model_parallel_region(local)
+
+
+def vocab_parallel_log_softmax(logits: Tensor) -> Tensor:
+    """log p of this rank's columns, [..., V / tp]; the row's normaliser collects the gradients of every rank."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    largest = logits.detach().amax(-1, keepdim=True)
+    torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group=group)
+    shifted = logits - largest
+    total = reduce_from_tensor_model_parallel_region(shifted.exp().sum(-1, keepdim=True))
+    return shifted - copy_to_tensor_model_parallel_region(total.log())
+
+
+def distill_step(
+    batches: Iterator[PackedBatch],
+    student: torch.nn.Module,
+    teacher: torch.nn.Module,
+    args: argparse.Namespace,
+    device: torch.device,
+):
+    """Megatron's forward step for distillation; the factor makes up for gradients that shrink with temperature**2."""
+    batch = next(batches).to(device)
+    loss = args.temperature**2 * divergence(student, teacher, batch, args)
+    return loss, partial(train_sft.masked_loss, batch.loss_mask)
+
+
+class Trainer:
+    """One model, its optimizer and what its steps measured."""
+
+    def __init__(self, title: str, model: torch.nn.Module, lr: float, steps: int, args: argparse.Namespace):
+        self.model, self.steps, self.args = model, steps, args
+        self.optimizer = megatron_runtime.build_optimizer([model], training.dtype(args), lr)
+        self.timer = training.StepTimer(next(model.parameters()).device)
+        self.losses: list[float] = []
+        self.cross_entropies: list[tuple[int, float]] = []  # (steps done, held-out mean in nats)
+        self.bar = training.progress(steps, title)
+
+    def run(self, forward_step: Callable, batches: Iterator[PackedBatch], held_out: list[PackedBatch]) -> None:
+        """All steps through Megatron's schedule; the held-out cross-entropy at the start and ten times on the way."""
+        every = max(1, self.steps // 10)
+        for step in self.bar:
+            if step % every == 0:
+                self.cross_entropies.append((step, cross_entropy(self.model, held_out)))
+            with self.timer:
+                reports = training.train_step(
+                    self.model, self.optimizer, forward_step, batches, self.args.num_microbatches
+                )
+            total, count = (torch.stack(column).sum() for column in zip(*reports, strict=True))
+            self.losses.append(training.data_parallel_mean(total, count))
+            self.bar.set_postfix(loss=f"{self.losses[-1]:.4f}", refresh=False)
+        self.cross_entropies.append((self.steps, cross_entropy(self.model, held_out)))
+
+
+@torch.no_grad()
+def cross_entropy(model: torch.nn.Module, rows: list[PackedBatch]) -> float:
+    """Mean over the rows' completion tokens, in nats."""
+    totals = []
+    for row in rows:
+        loss = model(row.tokens, row.position_ids, None, labels=row.labels, packed_seq_params=row.packed_seq_params())
+        totals.append(torch.stack([(loss.float() * row.loss_mask).sum(), row.loss_mask.sum()]))
+    return training.data_parallel_mean(*torch.stack(totals).sum(0))
+
+
+def load_batches(args: argparse.Namespace, device: torch.device) -> tuple[Iterator[PackedBatch], list[PackedBatch]]:
+    """Endless packed rows for this data-parallel rank, and the rows that no step sees."""
+    if torch.distributed.get_rank() == 0:
+        sft_data.prepare(args.out, args.vocab_size)
+    torch.distributed.barrier()
+    examples, pad_id = sft_data.load_examples(sft_data.prepare(args.out, args.vocab_size), args.seed)
+    tenth = len(examples) // 10
+    held_out = sft_data.packed_batches(examples[:tenth], pad_id, args.row_length)
+    replica, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    batches = sft_data.packed_batches(examples[tenth + replica :: replicas], pad_id, args.row_length)
+    return batches, [row.to(device) for row in islice(held_out, args.held_out_rows)]
+
+
+def work(args: argparse.Namespace, device: torch.device) -> None:
+    batches, held_out = load_batches(args, device)
+    options = training.gpt_options(args, vocab_size=args.vocab_size)
+    teacher = megatron_runtime.build_gpt(options, device=device, ddp=True)
+    student_options = replace(options, num_layers=args.student_num_layers, hidden_size=args.student_hidden_size)
+    student = megatron_runtime.build_gpt(student_options, device=device, ddp=True)
+    for model in (teacher, student):
+        megatron_lce.enable_fused_linear_ce(model, use_fused_linear_ce=args.use_fused_linear_ce)
+
+    taught = Trainer("teacher, supervised", teacher, args.teacher_lr, args.teacher_steps, args)
+    taught.run(partial(train_sft.forward_step, device=device), batches, held_out)
+    teacher.requires_grad_(False)
+    peak_before = training.peak_mib(device)
+    distilled = Trainer("student, distilled", student, args.lr, args.steps, args)
+    distilled.run(partial(distill_step, teacher=teacher, args=args, device=device), batches, held_out)
+
+    sizes = {"teacher": parameters(teacher), "student": parameters(student)}
+    training.write_report(
+        args.out / args.report,
+        args,
+        device,
+        distilled.timer,
+        peak_before,
+        parameters_per_rank=sizes,
+        losses=distilled.losses,
+        student_cross_entropies=distilled.cross_entropies,
+        teacher_losses=taught.losses,
+        teacher_cross_entropies=taught.cross_entropies,
+    )
+    if torch.distributed.get_rank() == 0:
+        picture = (args.out / args.report).with_suffix(".png")
+        pictures.draw_distill(picture, distilled.losses, distilled.cross_entropies, taught.cross_entropies[-1][1])
+        Console().print(summary(taught, distilled, sizes, args))
+        print(f"{args.out / args.report}, {picture}")
+
+
+def parameters(model: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def summary(taught: Trainer, distilled: Trainer, sizes: dict[str, int], args: argparse.Namespace) -> Table:
+    head = "linear_jsd" if args.use_fused_linear_ce else "materialised logits"
+    table = Table(title=f"Distillation by {head}: beta {args.beta}, temperature {args.temperature}, TP={args.tp}")
+    for column in ("", "before", "after"):
+        table.add_column(column, justify="left" if not column else "right")
+    tenth = max(1, len(distilled.losses) // 10)
+    ends = (sum(part) / tenth for part in (distilled.losses[:tenth], distilled.losses[-tenth:]))
+    table.add_row("divergence, first and last tenth of the steps", *(f"{loss:.4f}" for loss in ends))
+    for name, trainer in (("student", distilled), ("teacher", taught)):
+        values = (trainer.cross_entropies[0][1], trainer.cross_entropies[-1][1])
+        table.add_row(f"held-out cross-entropy, {name}", *(f"{value:.4f}" for value in values))
+    table.add_section()
+    for name, size in sizes.items():
+        table.add_row(f"parameters of a rank, {name}", "", f"{size:,}")
+    table.add_row("ms per step", "", f"{distilled.timer.median_ms() or float('nan'):.0f}")
+    return table
+
+
+if __name__ == "__main__":
+    training.run(work, parse_arguments())

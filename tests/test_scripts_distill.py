@@ -1,0 +1,21 @@
+"""The distillation program at TP=2 with `linear_jsd` and with materialised logits."""
+
+import pytest
+
+pytest.importorskip("megatron.core")
+pytest.importorskip("rich")
+
+from tests.test_scripts_training import both
+
+pytestmark = pytest.mark.torchrun
+
+
+def test_distillation_is_the_same_with_the_flag_on(tmp_path):
+    options = ("--beta", "0.3", "--temperature", "2", "--sequence-parallel")
+    sizes = ("--vocab-size", "512", "--row-length", "256", "--hidden-size", "64", "--student-hidden-size", "32")
+    off, on = both("train_distill", tmp_path, "--teacher-steps", "6", "--steps", "8", *sizes, *options)
+    assert on["teacher_losses"] == pytest.approx(off["teacher_losses"], abs=1e-5)
+    assert on["losses"] == pytest.approx(off["losses"], abs=1e-5)
+    assert on["losses"][-1] < 0.9 * on["losses"][0]
+    assert on["student_cross_entropies"][-1][1] < on["student_cross_entropies"][0][1]
+    assert (tmp_path / "use.png").stat().st_size > 10_000
