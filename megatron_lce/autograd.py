@@ -1,18 +1,18 @@
 """The one autograd function: the order of launches and collectives, and what is saved between them."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import Work
 
 from megatron_lce import collectives
-from megatron_lce.outputs import LinearCrossEntropyOutput, Options, WeightGradSink
-from megatron_lce.products import full_fp32, product
+from megatron_lce.head_gradients import Slab, computed_slabs, head_gradients, kept_slabs
+from megatron_lce.outputs import LinearCrossEntropyOutput, Options
+from megatron_lce.products import copied_row_bytes, full_fp32, row_stride
 from megatron_lce.rows import Rows, Saved, softcap_scale
-from megatron_lce.slabs import Blocks, cut, plan_blocks, smallest_workspace
+from megatron_lce.slabs import BlockBytes, plan_blocks, smallest_workspace
 from megatron_lce.softmax_stats import empty_stats
 
 
@@ -147,61 +147,6 @@ def _stats_over_group(
     return packed
 
 
-def head_gradients(
-    hidden: Tensor,
-    weight: Tensor,
-    num_tokens: int,
-    options: Options,
-    slabs: Callable[[Tensor, int], Iterator["Slab"]],
-    *,
-    needs_hidden: bool,
-    needs_weight: bool,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Both gradients, slab by slab. The sum over the group runs under the last product of the weight's gradient.
-
-    `slabs(hidden, bytes_per_column)` yields the gradient of every logit: of the gathered hidden, where a slab's column
-    takes that many bytes of the workspace if its tokens come in several blocks.
-    """
-    weight_grad = _WeightGrad(weight, options) if needs_weight else None
-    if num_tokens == 0:
-        if weight_grad is not None and weight_grad.sink is None:
-            weight_grad.grad.zero_()
-        return (torch.zeros_like(hidden) if needs_hidden else None), (weight_grad.finish() if weight_grad else None)
-    if options.sequence_parallel and options.tp_group is not None:
-        hidden = collectives.gather_rows(hidden, options.tp_group)
-    grad_hidden = None
-    reduction = None
-    if options.num_columns == 0 and needs_hidden:
-        reduction = _start_reduction(torch.zeros_like(hidden), hidden.dtype, options)
-    bytes_per_column = weight_grad.bytes_per_column() if weight_grad is not None else 0
-    for slab in slabs(hidden, bytes_per_column):
-        if needs_hidden:
-            if grad_hidden is None:
-                one_sum = slab.columns == slice(0, options.num_columns)  # the product's own accumulator is enough
-                grad_hidden = torch.empty_like(hidden, dtype=hidden.dtype if one_sum else torch.float32)
-            product(slab.grad, weight[slab.columns], grad_hidden[slab.tokens], accumulate=slab.columns.start > 0)
-            if slab.is_last:
-                reduction = _start_reduction(grad_hidden, hidden.dtype, options)
-        if weight_grad is not None:
-            weight_grad.add(slab, hidden[slab.tokens])
-        del slab  # its memory goes before the next buffer, or a sink's placeholder, comes
-    reduced = None
-    if reduction is not None:
-        reduced, work = reduction
-        if work is not None:
-            work.wait()
-    return reduced, (weight_grad.finish() if weight_grad is not None else None)
-
-
-class Slab(NamedTuple):
-    columns: slice
-    tokens: slice
-    grad: Tensor  # [tokens, columns] gradient of the products, in hidden's dtype
-    first_tokens: bool  # no block of these columns went before
-    last_tokens: bool  # none follows
-    is_last: bool  # of all
-
-
 def _grad_logits_slabs(
     hidden: Tensor,
     weight: Tensor,
@@ -222,7 +167,11 @@ def _grad_logits_slabs(
         backend.grad_logits_from_cache(
             cache, rows.labels, rows.scale, terms, softcap=scale is not None, entropy=entropy
         )
-        yield Slab(slice(0, first), slice(0, num_tokens), cache.exp, True, True, first == num_columns)
+        copies = BlockBytes(0, copied_row_bytes(hidden), copied_row_bytes(weight))  # else one slab of everything
+        blocks = plan_blocks(
+            num_tokens, first, options.workspace_bytes, copies, per_column_if_tokens_are_cut=bytes_per_column
+        )
+        yield from kept_slabs(cache.exp, num_columns, blocks)
         cache.free()
     if first == num_columns:
         return
@@ -248,70 +197,3 @@ def _grad_logits_slabs(
         )
 
     yield from computed_slabs(hidden, slice(first, num_columns), blocks, compute)
-
-
-def computed_slabs(
-    hidden: Tensor, all_columns: slice, blocks: Blocks, compute: Callable[[slice, slice, Tensor], None]
-) -> Iterator[Slab]:
-    """Slabs that `compute(tokens, columns, grad)` fills, all in one reused buffer."""
-    num_tokens, item = hidden.shape[0], hidden.dtype.itemsize
-    buffer = hidden.new_empty(blocks.tokens * row_stride(blocks.columns, item))
-    for offset in cut(all_columns.stop - all_columns.start, blocks.columns):
-        columns = slice(all_columns.start + offset.start, all_columns.start + offset.stop)
-        width = columns.stop - columns.start
-        stride = row_stride(width, item)
-        for tokens in cut(num_tokens, blocks.tokens):
-            length = tokens.stop - tokens.start
-            grad = buffer[: length * stride].view(length, stride)[:, :width]
-            compute(tokens, columns, grad)
-            last_tokens = tokens.stop == num_tokens
-            is_last = last_tokens and columns.stop == all_columns.stop
-            yield Slab(columns, tokens, grad, tokens.start == 0, last_tokens, is_last)
-
-
-class _WeightGrad:
-    """This shard's weight gradient: a tensor of weight's dtype, or added into a sink's fp32 buffer."""
-
-    def __init__(self, weight: Tensor, options: Options) -> None:
-        self.sink: WeightGradSink | None = options.weight_grad_sink
-        if self.sink is None:
-            self.grad = torch.empty_like(weight)
-            self.grad[options.num_columns :].zero_()  # padding
-        else:
-            self.grad = self.sink.buffer()
-        self.slab: Tensor | None = None
-
-    def bytes_per_column(self) -> int:
-        """fp32 accumulator of a slab whose tokens come in several blocks; none where `grad` itself is fp32."""
-        return 0 if self.grad.dtype == torch.float32 else 4 * self.grad.shape[1]
-
-    def add(self, slab: Slab, hidden: Tensor) -> None:
-        grad = self.grad[slab.columns]
-        one_product = slab.first_tokens and slab.last_tokens
-        if one_product or grad.dtype == torch.float32:
-            product(slab.grad.T, hidden, grad, accumulate=self.sink is not None or not slab.first_tokens)
-            return
-        if self.slab is None:
-            self.slab = torch.empty_like(grad, dtype=torch.float32)
-        partial = self.slab[: grad.shape[0]]
-        product(slab.grad.T, hidden, partial, accumulate=not slab.first_tokens)
-        if slab.last_tokens:
-            grad.copy_(partial)
-
-    def finish(self) -> Tensor | None:
-        return self.grad if self.sink is None else self.sink.finish()
-
-
-def _start_reduction(grad_hidden: Tensor, dtype: torch.dtype, options: Options) -> tuple[Tensor, Work | None]:
-    grad_hidden = grad_hidden.to(dtype)
-    if options.tp_group is None or not options.reduce_grad_hidden:
-        return grad_hidden, None
-    if options.sequence_parallel:
-        return collectives.start_reduce_scatter(grad_hidden, options.tp_group)
-    return collectives.start_all_reduce(grad_hidden, options.tp_group)
-
-
-def row_stride(columns: int, itemsize: int) -> int:
-    """Elements between rows of a slab: 16-byte aligned, as tensor-memory accesses want it."""
-    step = 16 // itemsize
-    return -(-columns // step) * step

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from megatron_lce import collectives
-from megatron_lce.autograd import Slab, computed_slabs, head_gradients, row_stride
+from megatron_lce.head_gradients import Slab, computed_slabs, head_gradients
 from megatron_lce.jsd_stats import Head, RowTerms, empty_kl_stats, unpack_kl
 from megatron_lce.outputs import Options
-from megatron_lce.products import full_fp32
+from megatron_lce.products import full_fp32, row_stride
 from megatron_lce.rows import LSE_OF_IGNORED_ROW, Rows, prepare_rows
 from megatron_lce.slabs import plan_blocks, smallest_workspace
 from megatron_lce.softmax_stats import LN_2, empty_stats, unpack

@@ -1,4 +1,7 @@
-"""The two plain matrix products of backward, accumulated in fp32."""
+"""The two plain matrix products of backward, accumulated in fp32, and matrices laid out so that they are fast.
+
+Both cuBLAS and tensor-memory descriptors want rows that start at 16 bytes.
+"""
 
 import contextlib
 from collections.abc import Iterator
@@ -37,3 +40,32 @@ def product(
         torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
     else:
         torch.mm(a, b, out_dtype=out.dtype, out=out)
+
+
+def row_stride(columns: int, itemsize: int) -> int:
+    """Elements from row to row, so that each starts at 16 bytes."""
+    step = 16 // itemsize
+    return -(-columns // step) * step
+
+
+def is_aligned(matrix: Tensor) -> bool:
+    stride, item = matrix.stride(0), matrix.element_size()
+    return matrix.stride(1) == 1 and stride == row_stride(stride, item) and matrix.data_ptr() % 16 == 0
+
+
+def aligned(matrix: Tensor) -> Tensor:
+    """The matrix [m, k], copied to aligned rows if its own are not."""
+    return matrix if is_aligned(matrix) else new_aligned(matrix, matrix.dtype).copy_(matrix)
+
+
+def copied_row_bytes(matrix: Tensor) -> int:
+    """Bytes a row of `aligned(matrix)` takes: 0 where nothing is copied."""
+    return 0 if is_aligned(matrix) else row_stride(matrix.shape[1], matrix.element_size()) * matrix.element_size()
+
+
+def new_aligned(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+    """An uninitialised matrix of this one's shape with aligned rows; what lies between them is 0, for descriptors."""
+    columns = matrix.shape[1]
+    storage = matrix.new_empty(matrix.shape[0], row_stride(columns, dtype.itemsize), dtype=dtype)
+    storage[:, columns:].zero_()
+    return storage[:, :columns]

@@ -67,10 +67,10 @@ def smallest_workspace(block_bytes: BlockBytes) -> int:
     return COLUMN_STEP * (block_bytes.per_column + block_bytes.per_logit) + block_bytes.per_token
 
 
-def cut(length: int, step: int) -> Iterator[slice]:
-    """`[0, length)` in slices of `step`."""
-    for start in range(0, length, step):
-        yield slice(start, min(start + step, length))
+def cut(stop: int, step: int, start: int = 0) -> Iterator[slice]:
+    """`[start, stop)` in slices of `step`."""
+    for first in range(start, stop, step):
+        yield slice(first, min(first + step, stop))
 
 
 def round_up(value: int, step: int) -> int:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from megatron_lce.products import product
+from megatron_lce.products import copied_row_bytes, product
 from megatron_lce.rows import finish, prepare_rows, row_terms
 from megatron_lce.slabs import BlockBytes, cut, plan_blocks
 from megatron_lce.softmax_stats import empty_stats, merge_stats, packed_rows, unpack
@@ -28,7 +28,9 @@ def cache_columns(num_tokens: int, num_columns: int, hidden: Tensor, logits_cach
 
 def grad_logits_bytes(hidden: Tensor, weight: Tensor) -> BlockBytes:
     """What `grad_logits` takes for its intermediates, its output, and fp32 copies of its inputs."""
-    return BlockBytes(3 * 4 + hidden.element_size(), upcast_row_bytes(hidden), upcast_row_bytes(weight))
+    per_token = max(upcast_row_bytes(hidden), copied_row_bytes(hidden))
+    per_column = max(upcast_row_bytes(weight), copied_row_bytes(weight))
+    return BlockBytes(3 * 4 + hidden.element_size(), per_token, per_column)
 
 
 def softmax_stats_bytes(hidden: Tensor, weight: Tensor, entropy: bool, telemetry: bool) -> BlockBytes:

@@ -5,7 +5,7 @@ import torch
 
 import megatron_lce
 from megatron_lce import torch_backend
-from megatron_lce.autograd import computed_slabs
+from megatron_lce.head_gradients import computed_slabs
 from tests.oracle import Upstream, oracle, relative_error
 from tests.problems import Problem, make_problem
 

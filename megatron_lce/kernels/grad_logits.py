@@ -7,14 +7,13 @@ from torch import Tensor
 from megatron_lce.kernels import tiles
 from megatron_lce.kernels.softmax_stats import LogitsCache
 from megatron_lce.kernels.tile_products import (
-    aligned,
-    copied_row_bytes,
     descriptor,
     tanh,
     tile_position,
     tile_products,
     upcasts,
 )
+from megatron_lce.products import aligned, copied_row_bytes
 from megatron_lce.slabs import BlockBytes
 
 

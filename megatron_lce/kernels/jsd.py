@@ -29,7 +29,8 @@ from megatron_lce.kernels.jsd_tiles import (
 )
 from megatron_lce.kernels.merge_stats import merge_stats
 from megatron_lce.kernels.softmax_stats import softmax_stats
-from megatron_lce.kernels.tile_products import aligned, copied_row_bytes, descriptor, tile_position
+from megatron_lce.kernels.tile_products import descriptor, tile_position
+from megatron_lce.products import aligned, copied_row_bytes
 from megatron_lce.slabs import BlockBytes, cut, plan_blocks
 
 __all__ = [

@@ -11,14 +11,13 @@ from megatron_lce.kernels import tiles
 from megatron_lce.kernels.merge_stats import merge_stats
 from megatron_lce.kernels.tile_products import (
     MASKED_LOGIT,
-    aligned,
-    copied_row_bytes,
     descriptor,
     tanh,
     tile_position,
     tile_products,
     upcasts,
 )
+from megatron_lce.products import aligned, copied_row_bytes
 from megatron_lce.slabs import BlockBytes, cut, plan_blocks, round_up
 from megatron_lce.softmax_stats import packed_rows
 

@@ -6,8 +6,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from megatron_lce.slabs import round_up
-
 FP32_SUM = tl.constexpr(256)
 MASKED_LOGIT = tl.constexpr(-1e38)  # finite, so that 0 * (masked - max) is 0 and not NaN
 
@@ -61,27 +59,6 @@ def tile_products(
 def tanh(x):
     """To 1e-7 absolute, and exact at infinity."""
     return 1.0 - 2.0 / (tl.exp2(x * 2.8853900817779268) + 1.0)
-
-
-def aligned(matrix: Tensor) -> Tensor:
-    """The matrix [m, k], copied to rows that start at 16 bytes if its own do not: descriptors need that."""
-    step = 16 // matrix.element_size()
-    if is_aligned(matrix):
-        return matrix
-    columns = matrix.shape[1]
-    copy = matrix.new_empty(matrix.shape[0], round_up(columns, step))
-    copy[:, columns:].zero_()
-    return copy[:, :columns].copy_(matrix)
-
-
-def is_aligned(matrix: Tensor) -> bool:
-    step = 16 // matrix.element_size()
-    return matrix.stride(1) == 1 and matrix.stride(0) % step == 0 and matrix.data_ptr() % 16 == 0
-
-
-def copied_row_bytes(matrix: Tensor) -> int:
-    """Bytes a row of `aligned(matrix)` takes: 0 where nothing is copied."""
-    return 0 if is_aligned(matrix) else round_up(matrix.shape[1] * matrix.element_size(), 16)
 
 
 def descriptor(matrix: Tensor, block_rows: int, block_columns: int) -> TensorDescriptor:

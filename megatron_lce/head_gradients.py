@@ -1,0 +1,145 @@
+"""Gradients of logits to gradients of hidden and weight: products, with the sum over the group under the last one."""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import Work
+
+from megatron_lce import collectives
+from megatron_lce.outputs import Options, WeightGradSink
+from megatron_lce.products import aligned, is_aligned, new_aligned, product, row_stride
+from megatron_lce.slabs import Blocks, cut
+
+
+class Slab(NamedTuple):
+    columns: slice
+    tokens: slice
+    grad: Tensor  # [tokens, columns] gradient of the products, in hidden's dtype
+    first_tokens: bool  # no block of these columns went before
+    last_tokens: bool  # none follows
+    is_last: bool  # of all
+
+
+def head_gradients(
+    hidden: Tensor,
+    weight: Tensor,
+    num_tokens: int,
+    options: Options,
+    slabs: Callable[[Tensor, int], Iterator["Slab"]],
+    *,
+    needs_hidden: bool,
+    needs_weight: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Both gradients, slab by slab. The sum over the group runs under the last product of the weight's gradient.
+
+    `slabs(hidden, bytes_per_column)` yields the gradient of every logit: of the gathered hidden, where a slab's column
+    takes that many bytes of the workspace if its tokens come in several blocks.
+    """
+    weight_grad = _WeightGrad(weight, options) if needs_weight else None
+    if num_tokens == 0:
+        if weight_grad is not None and weight_grad.sink is None:
+            weight_grad.grad.zero_()
+        return (torch.zeros_like(hidden) if needs_hidden else None), (weight_grad.finish() if weight_grad else None)
+    if options.sequence_parallel and options.tp_group is not None:
+        hidden = collectives.gather_rows(hidden, options.tp_group)
+    grad_hidden = None
+    reduction = None
+    if options.num_columns == 0 and needs_hidden:
+        reduction = _start_reduction(torch.zeros_like(hidden), hidden.dtype, options)
+    bytes_per_column = weight_grad.bytes_per_column() if weight_grad is not None else 0
+    for slab in slabs(hidden, bytes_per_column):
+        if needs_hidden:
+            if grad_hidden is None:
+                one_sum = slab.columns == slice(0, options.num_columns)  # the product's own accumulator is enough
+                grad_hidden = new_aligned(hidden, hidden.dtype if one_sum else torch.float32)
+            accumulate = slab.columns.start > 0
+            product(slab.grad, aligned(weight[slab.columns]), grad_hidden[slab.tokens], accumulate=accumulate)
+            if slab.is_last:
+                reduction = _start_reduction(grad_hidden, hidden.dtype, options)
+        if weight_grad is not None:
+            weight_grad.add(slab, aligned(hidden[slab.tokens]))
+        del slab  # its memory goes before the next buffer, or a sink's placeholder, comes
+    reduced = None
+    if reduction is not None:
+        reduced, work = reduction
+        if work is not None:
+            work.wait()
+    return reduced, (weight_grad.finish() if weight_grad is not None else None)
+
+
+def computed_slabs(
+    hidden: Tensor, all_columns: slice, blocks: Blocks, compute: Callable[[slice, slice, Tensor], None]
+) -> Iterator[Slab]:
+    """Slabs that `compute(tokens, columns, grad)` fills, all in one reused buffer."""
+    item = hidden.dtype.itemsize
+    buffer = hidden.new_empty(blocks.tokens * row_stride(blocks.columns, item))
+    for columns in cut(all_columns.stop, blocks.columns, start=all_columns.start):
+        width = columns.stop - columns.start
+        stride = row_stride(width, item)
+        for tokens in cut(hidden.shape[0], blocks.tokens):
+            length = tokens.stop - tokens.start
+            grad = buffer[: length * stride].view(length, stride)[:, :width]
+            compute(tokens, columns, grad)
+            yield _slab(columns, tokens, grad, hidden.shape[0], all_columns.stop)
+
+
+def kept_slabs(grad: Tensor, num_columns: int, blocks: Blocks) -> Iterator[Slab]:
+    """Slabs of a gradient [N, C] that is there already: of the first C of `num_columns`."""
+    num_tokens, kept_columns = grad.shape
+    for columns in cut(kept_columns, blocks.columns):
+        for tokens in cut(num_tokens, blocks.tokens):
+            yield _slab(columns, tokens, grad[tokens, columns], num_tokens, num_columns)
+
+
+def _slab(columns: slice, tokens: slice, grad: Tensor, num_tokens: int, num_columns: int) -> Slab:
+    last_tokens = tokens.stop == num_tokens
+    return Slab(columns, tokens, grad, tokens.start == 0, last_tokens, last_tokens and columns.stop == num_columns)
+
+
+class _WeightGrad:
+    """This shard's weight gradient: a tensor of weight's dtype, or added into a sink's fp32 buffer."""
+
+    def __init__(self, weight: Tensor, options: Options) -> None:
+        self.sink: WeightGradSink | None = options.weight_grad_sink
+        if self.sink is None:
+            self.grad = torch.empty_like(weight)
+            self.grad[options.num_columns :].zero_()  # padding
+        else:
+            self.grad = self.sink.buffer()
+        self.slab: Tensor | None = None
+
+    def bytes_per_column(self) -> int:
+        """fp32 accumulator of a slab whose tokens come in several blocks; none where `grad` itself is fp32."""
+        return 0 if self.grad.dtype == torch.float32 else 4 * row_stride(self.grad.shape[1], 4)
+
+    def add(self, slab: Slab, hidden: Tensor) -> None:
+        grad = self.grad[slab.columns]
+        one_product = slab.first_tokens and slab.last_tokens
+        if grad.dtype == torch.float32 or (one_product and is_aligned(grad)):
+            product(slab.grad.T, hidden, grad, accumulate=self.sink is not None or not slab.first_tokens)
+            return
+        if one_product:
+            copy = new_aligned(grad, grad.dtype)
+            product(slab.grad.T, hidden, copy, accumulate=False)
+            grad.copy_(copy)
+            return
+        if self.slab is None:
+            self.slab = new_aligned(grad, torch.float32)
+        partial = self.slab[: grad.shape[0]]
+        product(slab.grad.T, hidden, partial, accumulate=not slab.first_tokens)
+        if slab.last_tokens:
+            grad.copy_(partial)
+
+    def finish(self) -> Tensor | None:
+        return self.grad if self.sink is None else self.sink.finish()
+
+
+def _start_reduction(grad_hidden: Tensor, dtype: torch.dtype, options: Options) -> tuple[Tensor, Work | None]:
+    grad_hidden = grad_hidden.to(dtype).contiguous()
+    if options.tp_group is None or not options.reduce_grad_hidden:
+        return grad_hidden, None
+    if options.sequence_parallel:
+        return collectives.start_reduce_scatter(grad_hidden, options.tp_group)
+    return collectives.start_all_reduce(grad_hidden, options.tp_group)
