@@ -64,8 +64,8 @@ def ours(cache_fraction: float) -> Callable[[], Head]:
 
 
 def cache_bytes(tokens: int, vocab: int, fraction: float) -> int:
-    """`logits_cache_bytes` for a fraction of the 16-bit logits; for the whole, half as much again for its maxima."""
-    return int(2 * tokens * vocab * (1.5 if fraction == 1 else fraction))
+    """`logits_cache_bytes` for a fraction of the 16-bit logits; for the whole, with room for what goes with them."""
+    return int(2 * tokens * (vocab * 1.02 + 64 if fraction == 1 else vocab * fraction))
 
 
 def _as_mode(mode: str, logprobs: Tensor, entropy: Tensor | None) -> tuple[Tensor, ...]:
