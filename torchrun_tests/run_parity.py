@@ -272,7 +272,7 @@ def run_errors(group: ProcessGroup, device: torch.device, report: Report) -> Non
             "reduce_grad_hidden must be True with sequence_parallel, got False",
         ),
         ({"sequence_parallel": True, "hidden": problem.hidden}, "labels must have hidden's shape without H gathered"),
-        ({"workspace_bytes": 30}, "workspace_bytes must be at least "),
+        ({"workspace_bytes": 8}, "workspace_bytes must be at least "),
     ]
     for keywords, expected in refused:
         hidden = shard if keywords.get("sequence_parallel") else problem.hidden
