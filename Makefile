@@ -16,6 +16,10 @@ $(INSTALLED): setup.py pyproject.toml constraints.txt
 demo: $(INSTALLED)
 	$(BIN)/python -m scripts.demo
 
+demo-distill: $(INSTALLED)
+	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 -m scripts.train_distill --tp 2 --sequence-parallel \
+		--device $$($(BIN)/python -c 'import torch; print("cuda" if torch.cuda.device_count() > 1 else "cpu")')
+
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

@@ -1,3 +1,5 @@
+from pathlib import Path
+
 from setuptools import find_packages, setup
 
 extras = {
@@ -18,7 +20,7 @@ setup(
     name="megatron-lce",
     version="0.1.0",
     description="Fused linear cross-entropy for Megatron-LM: the loss of a vocab-sharded head without its logits",
-    long_description=open("README.md", encoding="utf-8").read(),
+    long_description=Path("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.11",

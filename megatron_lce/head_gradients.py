@@ -9,7 +9,7 @@ from torch.distributed import Work
 
 from megatron_lce import collectives
 from megatron_lce.outputs import Options, WeightGradSink
-from megatron_lce.products import aligned, is_aligned, new_aligned, product, row_stride
+from megatron_lce.products import aligned, product, row_stride
 from megatron_lce.slabs import Blocks, cut
 
 
@@ -53,13 +53,15 @@ def head_gradients(
         if needs_hidden:
             if grad_hidden is None:
                 one_sum = slab.columns == slice(0, options.num_columns)  # the product's own accumulator is enough
-                grad_hidden = new_aligned(hidden, hidden.dtype if one_sum else torch.float32)
-            accumulate = slab.columns.start > 0
-            product(slab.grad, aligned(weight[slab.columns]), grad_hidden[slab.tokens], accumulate=accumulate)
+                width = _for_products(weight[:1]).shape[1]
+                grad_hidden = hidden.new_empty(num_tokens, width, dtype=hidden.dtype if one_sum else torch.float32)
+            weight_slab = _for_products(weight[slab.columns])
+            product(slab.grad, weight_slab, grad_hidden[slab.tokens], accumulate=slab.columns.start > 0)
+            del weight_slab
             if slab.is_last:
-                reduction = _start_reduction(grad_hidden, hidden.dtype, options)
+                reduction = _start_reduction(grad_hidden[:, : hidden.shape[1]], hidden.dtype, options)
         if weight_grad is not None:
-            weight_grad.add(slab, aligned(hidden[slab.tokens]))
+            weight_grad.add(slab, _for_products(hidden[slab.tokens]))
         del slab  # its memory goes before the next buffer, or a sink's placeholder, comes
     reduced = None
     if reduction is not None:
@@ -108,32 +110,36 @@ class _WeightGrad:
             self.grad[options.num_columns :].zero_()  # padding
         else:
             self.grad = self.sink.buffer()
-        self.slab: Tensor | None = None
+        self.partial: Tensor | None = None  # of one slab, where its gradient cannot be written in place
 
     def bytes_per_column(self) -> int:
         """fp32 accumulator of a slab whose tokens come in several blocks; none where `grad` itself is fp32."""
-        return 0 if self.grad.dtype == torch.float32 else 4 * row_stride(self.grad.shape[1], 4)
+        return 0 if self.grad.dtype == torch.float32 else 4 * row_stride(self.grad.shape[1], 2)
 
     def add(self, slab: Slab, hidden: Tensor) -> None:
         grad = self.grad[slab.columns]
         one_product = slab.first_tokens and slab.last_tokens
-        if grad.dtype == torch.float32 or (one_product and is_aligned(grad)):
+        padded = hidden.shape[1] > grad.shape[1]
+        if not padded and (one_product or grad.dtype == torch.float32):
             product(slab.grad.T, hidden, grad, accumulate=self.sink is not None or not slab.first_tokens)
             return
-        if one_product:
-            copy = new_aligned(grad, grad.dtype)
-            product(slab.grad.T, hidden, copy, accumulate=False)
-            grad.copy_(copy)
-            return
-        if self.slab is None:
-            self.slab = new_aligned(grad, torch.float32)
-        partial = self.slab[: grad.shape[0]]
-        product(slab.grad.T, hidden, partial, accumulate=not slab.first_tokens)
+        if self.partial is None or slab.first_tokens:
+            self.partial = None  # the last slab's memory goes first
+            dtype = grad.dtype if one_product else torch.float32
+            self.partial = hidden.new_empty(grad.shape[0], hidden.shape[1], dtype=dtype)
+        product(slab.grad.T, hidden, self.partial, accumulate=not slab.first_tokens)
         if slab.last_tokens:
-            grad.copy_(partial)
+            partial = self.partial[:, : grad.shape[1]]
+            grad.copy_(partial) if self.sink is None else grad.add_(partial)
+            self.partial = None
 
     def finish(self) -> Tensor | None:
         return self.grad if self.sink is None else self.sink.finish()
+
+
+def _for_products(matrix: Tensor) -> Tensor:
+    """16-bit rows as `aligned` lays them out, up to 7 columns wider: with an odd H cuBLAS takes five times as long."""
+    return matrix if matrix.dtype == torch.float32 else aligned(matrix)
 
 
 def _start_reduction(grad_hidden: Tensor, dtype: torch.dtype, options: Options) -> tuple[Tensor, Work | None]:
