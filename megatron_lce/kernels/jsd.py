@@ -21,7 +21,7 @@ from megatron_lce.kernels.jsd_tiles import (
     kept_piece,
     load_row,
     log_mixture,
-    log_probabilities,
+    log_probability,
     masked,
     shift_logits,
     tile_logits,
@@ -275,28 +275,27 @@ def _divergence_kernel(
         row_block, column_tile = tile_position(tile, num_row_blocks, num_column_tiles, GROUP_N)
         row = row_block * BLOCK_N
         column = column_tile * BLOCK_V
-        rows = row + tl.arange(0, BLOCK_N)
-        row_mask = rows < N
         pieces = two_half_products(
             student_hidden_desc, student_weight_desc, row, column, H_S, UPCAST, BLOCK_N, BLOCK_V, BLOCK_H
         )
-        log_ps = log_probabilities(pieces, terms_ptr, terms_stride, 1, rows, row_mask)
-        keep(scratch_ptr, log_ps, BLOCK_N, BLOCK_V)
+        keep(scratch_ptr, pieces, BLOCK_N, BLOCK_V)
         pieces = two_half_products(
             teacher_hidden_desc, teacher_weight_desc, row, column, H_T, UPCAST, BLOCK_N, BLOCK_V, BLOCK_H
         )
-        log_pt = log_probabilities(pieces, terms_ptr, terms_stride, 3, rows, row_mask)
+        rows = row + tl.arange(0, BLOCK_N)
+        row_mask = rows < N
         loss = tl.zeros((BLOCK_N,), tl.float32)
         student_kl = tl.zeros((BLOCK_N,), tl.float32)
         for i in tl.static_range(4):
             first_column = column + i * QUARTER
-            piece_log_ps = masked(kept_piece(scratch_ptr, i, BLOCK_N, BLOCK_V), first_column, V)
-            piece_log_pt = masked(log_pt[i], first_column, V)
-            ps = tl.exp2(piece_log_ps)
-            pt = tl.exp2(piece_log_pt)
+            kept = kept_piece(scratch_ptr, i, BLOCK_N, BLOCK_V)
+            log_ps = masked(log_probability(kept, terms_ptr, terms_stride, 1, rows, row_mask), first_column, V)
+            log_pt = masked(log_probability(pieces[i], terms_ptr, terms_stride, 3, rows, row_mask), first_column, V)
+            ps = tl.exp2(log_ps)
+            pt = tl.exp2(log_pt)
             log_m = log_mixture(ps, pt, beta)
-            kl_s = ps * (piece_log_ps - log_m)
-            kl_t = pt * (piece_log_pt - log_m)
+            kl_s = ps * (log_ps - log_m)
+            kl_t = pt * (log_pt - log_m)
             student_kl += tl.sum(kl_s, 1)
             loss += tl.sum(beta * kl_t + (1 - beta) * kl_s, 1)
         sums = sums_ptr + column_tile.to(tl.int64) * (2 * N) + rows
@@ -335,26 +334,26 @@ def _grad_logits_kernel(
         row_block, column_tile = tile_position(tile, num_row_blocks, num_column_tiles, GROUP_N)
         row = row_block * BLOCK_N
         column = column_tile * BLOCK_V
-        rows = row + tl.arange(0, BLOCK_N)
-        row_mask = rows < N
         pieces = two_half_products(
             student_hidden_desc, student_weight_desc, row, column, H_S, UPCAST, BLOCK_N, BLOCK_V, BLOCK_H
         )
-        log_ps = log_probabilities(pieces, terms_ptr, terms_stride, 1, rows, row_mask)
-        keep(scratch_ptr, log_ps, BLOCK_N, BLOCK_V)
+        keep(scratch_ptr, pieces, BLOCK_N, BLOCK_V)
         pieces = two_half_products(
             teacher_hidden_desc, teacher_weight_desc, row, column, H_T, UPCAST, BLOCK_N, BLOCK_V, BLOCK_H
         )
-        log_pt = log_probabilities(pieces, terms_ptr, terms_stride, 3, rows, row_mask)
+        rows = row + tl.arange(0, BLOCK_N)
+        row_mask = rows < N
         student_kl = load_row(terms_ptr, terms_stride, 5, rows, row_mask)
         coefficient = load_row(terms_ptr, terms_stride, 6, rows, row_mask)
         for i in tl.static_range(4):
-            piece_log_ps = kept_piece(scratch_ptr, i, BLOCK_N, BLOCK_V)
-            ps = tl.exp2(piece_log_ps)
+            kept = kept_piece(scratch_ptr, i, BLOCK_N, BLOCK_V)
+            log_ps = log_probability(kept, terms_ptr, terms_stride, 1, rows, row_mask)
+            log_pt = log_probability(pieces[i], terms_ptr, terms_stride, 3, rows, row_mask)
+            ps = tl.exp2(log_ps)
             if FORWARD_KL:
-                grad = ps - tl.exp2(log_pt[i])
+                grad = ps - tl.exp2(log_pt)
             elif REVERSE_KL:
-                grad = ps * (piece_log_ps - log_pt[i] - student_kl)
+                grad = ps * (log_ps - log_pt - student_kl)
             else:
-                grad = ps * (piece_log_ps - log_mixture(ps, tl.exp2(log_pt[i]), beta) - student_kl)
+                grad = ps * (log_ps - log_mixture(ps, tl.exp2(log_pt), beta) - student_kl)
             out_desc.store([row, column + i * QUARTER], (grad * coefficient).to(out_desc.dtype))

@@ -119,17 +119,12 @@ def shift_logits(logits):
 
 
 @triton.jit
-def log_probabilities(pieces, terms_ptr, terms_stride, term: tl.constexpr, rows, row_mask):
-    """log2 p of one head, in the same four pieces; its largest logit and log of the sum are the terms from `term`."""
+def log_probability(products, terms_ptr, terms_stride, term: tl.constexpr, rows, row_mask):
+    """log2 p of one head, whose largest logit and log of the sum are the terms from `term`."""
     scale = load_row(terms_ptr, terms_stride, 0, rows, row_mask)
     max_logit = load_row(terms_ptr, terms_stride, term, rows, row_mask)
     log_sum = load_row(terms_ptr, terms_stride, term + 1, rows, row_mask)
-    return (
-        pieces[0] * scale - max_logit - log_sum,
-        pieces[1] * scale - max_logit - log_sum,
-        pieces[2] * scale - max_logit - log_sum,
-        pieces[3] * scale - max_logit - log_sum,
-    )
+    return products * scale - max_logit - log_sum
 
 
 @triton.jit
