@@ -195,7 +195,7 @@ def _draw_memory(document: dict, path: Path) -> Path:
     axis.set(title=f"at the head of {document['memory'][0]['shape']}", xlabel="tokens")
     axis.set_ylabel("GiB of extra memory over the gradients")
     if measured:
-        axis.legend(fontsize=7, loc="upper left")
+        axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5))
     return save_figure(figure, document, path)
 
 

@@ -220,6 +220,7 @@ def draw_picture(document: dict, path: Path) -> None:
         limit = limit_ms(document, beta)
         report.draw_bars(axis, records, [(limit, "--", "cuBLAS")] if limit else [], set())
         axis.set_title(f"linear JSD, beta {beta:g}", fontsize=10)
+        axis.set_xlabel("ms, lower is better; compile and eager hold N x V tensors", fontsize=8)
     report.save_figure(figure, document, path)
 
 
