@@ -110,17 +110,17 @@ class _WeightGrad:
             self.grad[options.num_columns :].zero_()  # padding
         else:
             self.grad = self.sink.buffer()
+        self.padded = _for_products(weight[:1]).shape[1] > weight.shape[1]
         self.partial: Tensor | None = None  # of one slab, where its gradient cannot be written in place
 
     def bytes_per_column(self) -> int:
-        """fp32 accumulator of a slab whose tokens come in several blocks; none where `grad` itself is fp32."""
-        return 0 if self.grad.dtype == torch.float32 else 4 * row_stride(self.grad.shape[1], 2)
+        """fp32 accumulator of a slab whose tokens come in several blocks; none where `grad` itself can be it."""
+        return 0 if self.grad.dtype == torch.float32 and not self.padded else 4 * row_stride(self.grad.shape[1], 2)
 
     def add(self, slab: Slab, hidden: Tensor) -> None:
         grad = self.grad[slab.columns]
         one_product = slab.first_tokens and slab.last_tokens
-        padded = hidden.shape[1] > grad.shape[1]
-        if not padded and (one_product or grad.dtype == torch.float32):
+        if not self.padded and (one_product or grad.dtype == torch.float32):
             product(slab.grad.T, hidden, grad, accumulate=self.sink is not None or not slab.first_tokens)
             return
         if self.partial is None or slab.first_tokens:
