@@ -1,0 +1,41 @@
+"""The weight gradient's destinations: returned, or added to a sink; whole slabs and blocks of tokens; odd H."""
+
+import pytest
+import torch
+
+from megatron_lce.api import _linear_cross_entropy
+from tests.oracle import evaluate
+from tests.problems import make_problem
+
+
+class Sink:
+    """An fp32 buffer that holds something already, as Megatron's `main_grad` does from the second microbatch on."""
+
+    def __init__(self, weight):
+        self.start = torch.randn(weight.shape, generator=torch.Generator().manual_seed(5)).to(weight.device)
+        self.grad = self.start.clone()
+        self.finished = 0
+
+    def buffer(self):
+        return self.grad
+
+    def finish(self):
+        self.finished += 1
+
+
+@pytest.mark.parametrize("logits_cache_bytes", [0, 2**30])
+@pytest.mark.parametrize("workspace_bytes", [150 * 2**10, 2**29])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("hidden_size", [16, 13])
+def test_a_sink_gets_what_would_be_returned(hidden_size, dtype, workspace_bytes, logits_cache_bytes, backend, device):
+    problem = make_problem(300, hidden_size, 601, device, dtype)
+    keywords = {"backend": backend, "workspace_bytes": workspace_bytes, "logits_cache_bytes": logits_cache_bytes}
+    returned = evaluate(_linear_cross_entropy, *problem, **keywords)
+    sink = Sink(problem.weight)
+    added = evaluate(_linear_cross_entropy, *problem, **keywords, weight_grad_sink=sink)
+    assert sink.finished == 1
+    assert added.grad_weight is None
+    assert torch.equal(added.grad_hidden, returned.grad_hidden)
+    # The sink keeps the fp32 sum, which the returned gradient rounds to its own dtype; the addition rounds in fp32.
+    tolerance = {"rtol": torch.finfo(dtype).eps, "atol": 2e-6}
+    torch.testing.assert_close(sink.grad - sink.start, returned.grad_weight.float(), **tolerance)
