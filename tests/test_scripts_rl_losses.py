@@ -34,7 +34,7 @@ def test_policy_loss_is_the_sum_of_its_formula(case, level):
     total, units = 0.0, 0
     for row in range(3):
         columns = [column for column in range(4) if case["mask"][row, column]]
-        gap = {c: float(case["logprobs"][row, c] - case["old_logprobs"][row, c]) for c in columns}
+        gap = {c: float((case["logprobs"] - case["old_logprobs"])[row, c].detach()) for c in columns}
         advantage = float(case["advantages"][row])
         penalty = {}
         for c in columns:
