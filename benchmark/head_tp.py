@@ -27,7 +27,7 @@ from benchmark.results import Results
 from benchmark.run import DTYPES
 from benchmark.shapes import Inputs, Shape, make_inputs
 
-REPEATS = 10
+REPEATS = 5  # in a round
 
 
 class _SumGradient(torch.autograd.Function):
@@ -106,18 +106,14 @@ def shard_inputs(shape: Shape, group: ProcessGroup, dtype: torch.dtype, device: 
     return replace(inputs, labels=labels, weight=weight)
 
 
-def measure_head(head: Head, inputs: Inputs, mode: str, group: ProcessGroup, reference: dict, device) -> dict:
-    """Times of the slowest rank, and how far outputs and hidden's gradient are from the first head's of this mode."""
-
-    def step() -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        return measure.run_step(head, inputs, mode)
-
-    record = measure.slowest_rank(measure.measure_call(step, device, repeats=REPEATS), group)
-    (logprobs, *_), (grad_hidden, _) = step()
+def compare(head: Head, inputs: Inputs, mode: str, reference: dict) -> dict:
+    """How far outputs and hidden's gradient are from the first head's of this mode."""
+    (logprobs, *_), (grad_hidden, _) = measure.run_step(head, inputs, mode)
     first_logprobs, first_grad_hidden = reference.setdefault(mode, (logprobs.detach(), grad_hidden))
-    record["logprobs_difference"] = (logprobs - first_logprobs).abs().max().item()
-    record["grad_hidden_difference"] = ((grad_hidden - first_grad_hidden).norm() / first_grad_hidden.norm()).item()
-    return record | {"gradients_mib": measure.gradients_mib(inputs, mode)}
+    return {
+        "logprobs_difference": (logprobs - first_logprobs).abs().max().item(),
+        "grad_hidden_difference": ((grad_hidden - first_grad_hidden).norm() / first_grad_hidden.norm()).item(),
+    }
 
 
 def load_heads(results: Results, names: list[str], group: ProcessGroup) -> dict[str, Head]:
@@ -132,28 +128,42 @@ def load_heads(results: Results, names: list[str], group: ProcessGroup) -> dict[
 def measure_heads(
     results: Results, shape: Shape, group: ProcessGroup, heads: dict[str, Head], dtype: torch.dtype
 ) -> None:
-    """All heads at one tensor-parallel size and one number of tokens."""
+    """All heads at one tensor-parallel size and one number of tokens: they take turns with the products."""
     device = results.device
     measure.free_memory(device)
     inputs = shard_inputs(shape, group, dtype, device)
     name = f"tp{group.size()} {shape.name}"
-    dist.barrier()
-    results.attempt("products", {"shape": name}, lambda: measure.measure_products(inputs, device, repeats=REPEATS))
     gradient = torch.zeros_like(inputs.hidden)
     all_reduce = functools.partial(dist.all_reduce, gradient, group=group)
+    size = {"shape": name, "tp": group.size()}
+    dist.barrier()
     results.attempt(
         "all_reduce",
-        {"shape": name, "tp": group.size(), "mib": gradient.nbytes / measure.MIB},
+        size | {"mib": gradient.nbytes / measure.MIB},
         lambda: measure.slowest_rank(measure.measure_call(all_reduce, device, repeats=REPEATS), group),
     )
-    reference: dict = {}
+
+    def products() -> None:
+        dist.barrier()
+        results.attempt("products", {"shape": name}, lambda: measure.measure_products(inputs, device, repeats=REPEATS))
+
+    turns = []
     for head_name, head in heads.items():
         for mode in HEADS[head_name][1]:
-            measure.free_memory(device)
-            dist.barrier()
-            record = {"shape": name, "tp": group.size(), "tokens": shape.tokens, "mode": mode, "provider": head_name}
-            measurement = functools.partial(measure_head, head, inputs, mode, group, reference, device)
-            results.attempt("times", record, measurement)
+            record = size | {"tokens": shape.tokens, "mode": mode, "provider": head_name}
+            record |= {"gradients_mib": measure.gradients_mib(inputs, mode)}
+            turns.append((record, measure.Timed(functools.partial(measure.run_step, head, inputs, mode), device)))
+    results.take_turns("times", turns, products, repeats=REPEATS)
+    reference: dict = {}
+    for record, _ in turns:
+        results.complete(
+            "times",
+            record,
+            lambda record=record: (
+                measure.slowest_rank(record, group)
+                | compare(heads[record["provider"]], inputs, record["mode"], reference)
+            ),
+        )
 
 
 def main() -> None:

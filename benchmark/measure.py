@@ -53,8 +53,8 @@ def time_ms(call: Callable[[], object], device: torch.device, repeats: int) -> l
 
 
 def repeats_within(call: Callable[[], object], device: torch.device, budget_ms: float) -> int:
-    """How many calls fit in `budget_ms`, at least 5 and at most 50."""
-    return min(50, max(5, round(budget_ms / _once_ms(call, device))))
+    """How many calls fit in `budget_ms`, at least 3 and at most 50."""
+    return min(50, max(3, round(budget_ms / _once_ms(call, device))))
 
 
 def _once_ms(call: Callable[[], object], device: torch.device) -> float:
@@ -85,24 +85,37 @@ def peak_mib(call: Callable[[], object], device: torch.device) -> float | None:
     return peak
 
 
+class Timed:
+    """The record of one call: first its compilation and memory, then times of as many rounds as are asked for."""
+
+    def __init__(self, call: Callable[[], object], device: torch.device) -> None:
+        self.call, self.device = call, device
+        self.times_ms: list[float] = []
+
+    def warm_up(self) -> dict:
+        """Time of the first call, and extra peak memory of the second with the results in it."""
+        return {"first_call_s": _once_ms(self.call, self.device) / 1e3, "peak_mib": peak_mib(self.call, self.device)}
+
+    def round(self, *, budget_ms: float = 0.0, repeats: int | None = None) -> dict:
+        """Times of all rounds up to this one.
+
+        Ranks that communicate in the call must give `repeats`: what fits in a budget differs between them.
+        """
+        self.times_ms += time_ms(self.call, self.device, repeats or repeats_within(self.call, self.device, budget_ms))
+        return {
+            "time_ms": median(self.times_ms),
+            "fastest_ms": min(self.times_ms),
+            "slowest_ms": max(self.times_ms),
+            "repeats": len(self.times_ms),
+        }
+
+
 def measure_call(
     call: Callable[[], object], device: torch.device, *, budget_ms: float = 0.0, repeats: int | None = None
 ) -> dict:
-    """Median time after warm-up, and extra peak memory with the results in it.
-
-    Ranks that communicate in `call` must give `repeats`: what fits in a budget differs between them.
-    """
-    first_call_ms = _once_ms(call, device)  # compiles
-    peak = peak_mib(call, device)
-    times = time_ms(call, device, repeats or repeats_within(call, device, budget_ms))
-    return {
-        "first_call_s": first_call_ms / 1e3,
-        "time_ms": median(times),
-        "fastest_ms": min(times),
-        "slowest_ms": max(times),
-        "repeats": len(times),
-        "peak_mib": peak,
-    }
+    """Median time after warm-up, and extra peak memory, of a call that is compared with no other."""
+    timed = Timed(call, device)
+    return timed.warm_up() | timed.round(budget_ms=budget_ms, repeats=repeats)
 
 
 def slowest_rank(record: dict, group: dist.ProcessGroup | None = None) -> dict:

@@ -8,6 +8,7 @@ weights. One model serves all variants, so they share its weights to the bit.
 import argparse
 import functools
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from megatron_lce.integration.enable import FusedLinearCE
 from scripts import megatron_runtime
 
 VARIANTS = ("native", "native-fused", "ours", "ours-main-grad", "ours-cached")
-REPEATS = 8
+REPEATS = 4  # in a round
 
 
 def build(args: argparse.Namespace, dtype: torch.dtype, device: torch.device) -> nn.Module:
@@ -128,13 +129,26 @@ def errors(model: nn.Module, batches: list[dict[str, Tensor]], exact: tuple, nat
     return record
 
 
-def measure_variant(
-    model: nn.Module, batches: list[dict[str, Tensor]], exact: tuple, native_errors: list[float], device: torch.device
-) -> dict:
-    record = errors(model, batches, exact, native_errors)
-    measure.free_memory(device)
-    record |= measure.measure_call(functools.partial(step, model, batches), device, repeats=REPEATS)
-    return measure.slowest_rank(record)
+class Variant(measure.Timed):
+    """One variant's step. The variants share one model, so each puts itself in force before it is measured."""
+
+    def __init__(
+        self, choose_it: Callable[[], FusedLinearCE], call: Callable[[], Any], errors: Callable[[], dict], device
+    ) -> None:
+        super().__init__(call, device)
+        self.choose_it, self.errors = choose_it, errors
+
+    def warm_up(self) -> dict:
+        handle = self.choose_it()
+        record = self.errors() | super().warm_up()
+        handle.remove()
+        return record
+
+    def round(self, *, budget_ms: float = 0.0, repeats: int | None = None) -> dict:
+        handle = self.choose_it()
+        record = super().round(budget_ms=budget_ms, repeats=repeats)
+        handle.remove()
+        return record
 
 
 def work(args: argparse.Namespace, device: torch.device) -> None:
@@ -148,12 +162,19 @@ def work(args: argparse.Namespace, device: torch.device) -> None:
         exact = exact_run(args, model, batches, device)
         choose(model, "native", tokens, args)
         native_errors = relative_errors(losses_and_gradients(model, batches)[1], exact[1])
-        for variant in VARIANTS:
-            handle = choose(model, variant, tokens, args)
-            record = {"tp": args.tp, "pp": args.pp, "tokens": tokens, "variant": variant}
-            measurement = functools.partial(measure_variant, model, batches, exact, native_errors, device)
-            results.attempt("steps", record, measurement)
-            handle.remove()
+        measure.free_memory(device)
+        take_step = functools.partial(step, model, batches)
+        find_errors = functools.partial(errors, model, batches, exact, native_errors)
+        turns = [
+            (
+                {"tp": args.tp, "pp": args.pp, "tokens": tokens, "variant": variant},
+                Variant(functools.partial(choose, model, variant, tokens, args), take_step, find_errors, device),
+            )
+            for variant in VARIANTS
+        ]
+        results.take_turns("steps", turns, dist.barrier, repeats=REPEATS)
+        for record, _ in turns:
+            results.complete("steps", record, lambda record=record: measure.slowest_rank(record))
     if path:
         print_table(results.document)
 

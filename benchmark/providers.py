@@ -93,9 +93,7 @@ def _load_megatron() -> Head:
     from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
 
     if not torch.distributed.is_initialized():
-        torch.distributed.init_process_group(
-            "nccl" if torch.cuda.is_available() else "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
-        )
+        torch.distributed.init_process_group(store=torch.distributed.HashStore(), rank=0, world_size=1)
 
     def head(hidden: Tensor, weight: Tensor, labels: Tensor, mode: str) -> tuple[Tensor, ...]:
         logits = hidden @ weight.T

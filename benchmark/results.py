@@ -6,13 +6,16 @@ import json
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmark import report
+from benchmark.measure import Timed
 
+ROUNDS = 3  # of calls that take turns
 PACKAGES = ("megatron-lce", "megatron-core", "torch", "triton", "nvidia-cutlass-dsl")
 
 
@@ -36,20 +39,57 @@ class Results:
 
     def attempt(self, section: str, record: dict, measurement: Callable[[], dict]) -> None:
         """Adds the record with what `measurement` returns, or with why there is nothing."""
+        self.section(section).append(record)
+        self._update(section, record, measurement)
+        self._print(section, record)
+
+    def take_turns(
+        self, section: str, turns: list[tuple[dict, Timed]], start_round: Callable[[], None], **repeats: Any
+    ) -> None:
+        """Adds the records with the times of their calls, measured in rounds: clocks fall as a GPU warms.
+
+        `start_round()` is the place for the yardstick, which is then taken at the same clocks.
+        """
+        records = [record for record, _ in turns]
+        for record in records:
+            record["status"] = "not reached"  # by a run that is stopped
+        self.section(section).extend(records)
+
+        def warm_up(timed: Timed) -> dict:
+            return timed.warm_up() | {"status": "not reached"}
+
+        turns = [(x, timed) for x, timed in turns if self._update(section, x, partial(warm_up, timed))]
+        for _ in range(ROUNDS):
+            start_round()
+            turns = [(x, timed) for x, timed in turns if self._update(section, x, partial(timed.round, **repeats))]
+        for record in records:
+            self._print(section, record)
+
+    def complete(self, section: str, record: dict, measurement: Callable[[], dict]) -> None:
+        """Adds to a record that has a result what is measured after it."""
+        if record["status"] == "ok":
+            self._update(section, record, measurement)
+
+    def _update(self, section: str, record: dict, measurement: Callable[[], dict]) -> bool:
+        """Whether the measurement went well; the document has its result either way."""
+        succeeded = False
         try:
             record |= {"status": "ok"} | measurement()
+            succeeded = True
         except torch.OutOfMemoryError:
             record |= {"status": "out of memory"}
         except Exception as error:  # foreign code may raise anything: its failure is a result, and the others still run
             absent = section == "providers" and isinstance(error, ImportError)
             reason = str(error) if absent else f"{type(error).__name__}: {error}"
             record |= {"status": "not installed" if absent else "failed", "reason": reason[:500]}
-        self.section(section).append(record)
         self.save()
-        if self.path:
-            print(report.one_line(section, record), file=sys.stderr, flush=True)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # raises, and ends the run, where the failure took the device along
+        return succeeded
+
+    def _print(self, section: str, record: dict) -> None:
+        if self.path:
+            print(report.one_line(section, record), file=sys.stderr, flush=True)
 
     def unsupported(self, section: str, record: dict, reason: str) -> None:
         self.section(section).append(record | {"status": "unsupported", "reason": reason})

@@ -46,24 +46,26 @@ class Run:
         return record | {"gradients_mib": measure.gradients_mib(inputs, mode)}
 
     def times(self, shape: Shape, modes: list[str]) -> None:
-        """Every head in every mode, between two measurements of the products."""
+        """In each mode all heads take turns with the products."""
         with self.inputs(shape) as inputs:
-
-            def products() -> dict:
-                return measure.measure_products(inputs, self.device, budget_ms=self.budget_ms)
-
-            self.results.attempt("products", {"shape": shape.name}, products)
-            for provider, head in self.heads:
+            products = functools.partial(measure.measure_products, inputs, self.device, budget_ms=self.budget_ms)
+            for mode in modes:
                 measure.free_memory(self.device)
-                for mode in modes:
+                turns = []
+                for provider, head in self.heads:
                     record = {"shape": shape.name, "mode": mode, "provider": provider.name}
                     if mode in provider.modes:
-                        step = functools.partial(self._measure_step, head, inputs, mode)
-                        self.results.attempt("times", record, step)
+                        record |= {"gradients_mib": measure.gradients_mib(inputs, mode)}
+                        step = functools.partial(measure.run_step, head, inputs, mode)
+                        turns.append((record, measure.Timed(step, self.device)))
                     else:
                         self.results.unsupported("times", record, provider.missing)
-            measure.free_memory(self.device)
-            self.results.attempt("products", {"shape": shape.name}, products)  # again: clocks fall as the GPU warms
+                self.results.take_turns(
+                    "times",
+                    turns,
+                    lambda: self.results.attempt("products", {"shape": shape.name}, products),
+                    budget_ms=self.budget_ms,
+                )
 
     def errors(self, shape: Shape) -> None:
         """Every head against fp64, in the first mode with gradients that it supports."""

@@ -124,28 +124,30 @@ def limit_ms(document: dict, beta: float) -> float | None:
 
 def measure_products(heads: Heads, device: torch.device, budget_ms: float) -> dict:
     student = measure.measure_products(heads.student, device, budget_ms=budget_ms)
-    measure.free_memory(device)
     teacher = measure.measure_products(heads.teacher, device, budget_ms=budget_ms)
-    measure.free_memory(device)
     student["student_logits_ms"] = student.pop("logits_ms")
     return student | {"teacher_logits_ms": teacher["logits_ms"]}
 
 
 def times(results: Results, losses: dict[str, Loss], arguments: argparse.Namespace, dtype: torch.dtype) -> None:
-    """Every provider at every beta, between two measurements of the products."""
-    device = results.device
+    """At each beta all providers take turns with the products."""
+    device, budget_ms = results.device, arguments.budget_ms
     heads = make_heads(*arguments.shape, dtype, device)
-    products = functools.partial(measure_products, heads, device, arguments.budget_ms)
-    results.attempt("jsd_products", {"shape": _text(arguments.shape)}, products)
+    measure_them = functools.partial(measure_products, heads, device, budget_ms)
+    shape = {"shape": _text(arguments.shape)}
     gradients_mib = measure.gradients_mib(heads.student, "sft")
     for beta in arguments.betas:
-        for name, loss in losses.items():
-            measure.free_memory(device)
-            record = {"shape": _text(arguments.shape), "beta": beta, "provider": name, "gradients_mib": gradients_mib}
-            call = functools.partial(step, loss, heads.tensors(), beta)
-            measurement = functools.partial(measure.measure_call, call, device, budget_ms=arguments.budget_ms)
-            results.attempt("jsd", record, measurement)
-    results.attempt("jsd_products", {"shape": _text(arguments.shape)}, products)  # again: clocks fall as the GPU warms
+        measure.free_memory(device)
+        turns = [
+            (
+                shape | {"beta": beta, "provider": name, "gradients_mib": gradients_mib},
+                measure.Timed(functools.partial(step, loss, heads.tensors(), beta), device),
+            )
+            for name, loss in losses.items()
+        ]
+        results.take_turns(
+            "jsd", turns, lambda: results.attempt("jsd_products", dict(shape), measure_them), budget_ms=budget_ms
+        )
 
 
 def _text(shape: list[int]) -> str:
