@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_lce import collectives
+from megatron_lce.collectives import Pending
 from megatron_lce.head_gradients import Slab, computed_slabs, head_gradients, kept_slabs
 from megatron_lce.outputs import LinearCrossEntropyOutput, Options
 from megatron_lce.products import copied_row_bytes, full_fp32, row_stride
@@ -72,7 +73,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             terms = backend.row_terms(rows, Saved(*saved), grad_logprobs, grad_entropy, grad_lse, options)
             entropy = grad_entropy is not None
 
-            def slabs(hidden: Tensor, bytes_per_column: int) -> Iterator[Slab]:
+            def slabs(hidden: Pending, bytes_per_column: int) -> Iterator[Slab]:
                 return _grad_logits_slabs(
                     hidden, weight, rows, terms, options, backend, cache, entropy, bytes_per_column
                 )
@@ -148,7 +149,7 @@ def _stats_over_group(
 
 
 def _grad_logits_slabs(
-    hidden: Tensor,
+    hidden: Pending,
     weight: Tensor,
     rows: Rows,
     terms: Tensor,
@@ -167,7 +168,7 @@ def _grad_logits_slabs(
         backend.grad_logits_from_cache(
             cache, rows.labels, rows.scale, terms, softcap=scale is not None, entropy=entropy
         )
-        copies = BlockBytes(0, copied_row_bytes(hidden), copied_row_bytes(weight))  # else one slab of everything
+        copies = BlockBytes(0, copied_row_bytes(hidden.tensor), copied_row_bytes(weight))  # else one slab of everything
         blocks = plan_blocks(
             num_tokens, first, options.workspace_bytes, copies, per_column_if_tokens_are_cut=bytes_per_column
         )
@@ -177,15 +178,15 @@ def _grad_logits_slabs(
         return
     blocks = plan_blocks(
         num_tokens,
-        row_stride(num_columns - first, hidden.dtype.itemsize),
+        row_stride(num_columns - first, hidden.tensor.dtype.itemsize),
         options.workspace_bytes,
-        backend.grad_logits_bytes(hidden, weight),
+        backend.grad_logits_bytes(hidden.tensor, weight),
         per_column_if_tokens_are_cut=bytes_per_column,
     )
 
     def compute(tokens: slice, columns: slice, grad: Tensor) -> None:
         backend.grad_logits(
-            hidden[tokens],
+            hidden.wait()[tokens],
             weight[columns],
             rows.labels[tokens],
             rows.scale[tokens],
@@ -196,4 +197,4 @@ def _grad_logits_slabs(
             entropy=entropy,
         )
 
-    yield from computed_slabs(hidden, slice(first, num_columns), blocks, compute)
+    yield from computed_slabs(hidden.tensor, slice(first, num_columns), blocks, compute)

@@ -1,8 +1,22 @@
 """The only torch.distributed calls. Every rank of the group makes the same ones in the same order."""
 
+from typing import NamedTuple
+
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
+
+
+class Pending(NamedTuple):
+    """A tensor that a collective may still be filling: `wait()` before reading it, as often as is convenient."""
+
+    tensor: Tensor
+    work: Work | None = None
+
+    def wait(self) -> Tensor:
+        if self.work is not None:
+            self.work.wait()
+        return self.tensor
 
 
 def group_size(group: ProcessGroup | None) -> int:
@@ -20,17 +34,20 @@ def stack_over_group(tensor: Tensor, group: ProcessGroup) -> Tensor:
 
 def gather_rows(shard: Tensor, group: ProcessGroup) -> Tensor:
     """[n / tp, H] on each rank -> [n, H], ranks in order."""
+    return start_gather_rows(shard, group).wait()
+
+
+def start_gather_rows(shard: Tensor, group: ProcessGroup) -> Pending:
     out = shard.new_empty(shard.shape[0] * group_size(group), *shard.shape[1:])
-    dist.all_gather_into_tensor(out, shard.contiguous(), group=group)
-    return out
+    return Pending(out, dist.all_gather_into_tensor(out, shard.contiguous(), group=group, async_op=True))
 
 
-def start_all_reduce(tensor: Tensor, group: ProcessGroup) -> tuple[Tensor, Work]:
-    """Sum over the group in place; read the tensor after `wait()`."""
-    return tensor, dist.all_reduce(tensor, group=group, async_op=True)
+def start_all_reduce(tensor: Tensor, group: ProcessGroup) -> Pending:
+    """Sum over the group, in place."""
+    return Pending(tensor, dist.all_reduce(tensor, group=group, async_op=True))
 
 
-def start_reduce_scatter(tensor: Tensor, group: ProcessGroup) -> tuple[Tensor, Work]:
-    """[n, H] -> this rank's rows [n / tp, H] of the sum over the group; read them after `wait()`."""
+def start_reduce_scatter(tensor: Tensor, group: ProcessGroup) -> Pending:
+    """[n, H] -> this rank's rows [n / tp, H] of the sum over the group."""
     out = tensor.new_empty(tensor.shape[0] // group_size(group), *tensor.shape[1:])
-    return out, dist.reduce_scatter_tensor(out, tensor, group=group, async_op=True)
+    return Pending(out, dist.reduce_scatter_tensor(out, tensor, group=group, async_op=True))

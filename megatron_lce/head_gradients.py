@@ -5,12 +5,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import Work
 
 from megatron_lce import collectives
+from megatron_lce.collectives import Pending
 from megatron_lce.outputs import Options, WeightGradSink
 from megatron_lce.products import aligned, product, row_stride
-from megatron_lce.slabs import Blocks, cut
+from megatron_lce.slabs import Blocks, cut, cut_columns
 
 
 class Slab(NamedTuple):
@@ -27,29 +27,30 @@ def head_gradients(
     weight: Tensor,
     num_tokens: int,
     options: Options,
-    slabs: Callable[[Tensor, int], Iterator["Slab"]],
+    slabs: Callable[[Pending, int], Iterator["Slab"]],
     *,
     needs_hidden: bool,
     needs_weight: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Both gradients, slab by slab. The sum over the group runs under the last product of the weight's gradient.
 
-    `slabs(hidden, bytes_per_column)` yields the gradient of every logit: of the gathered hidden, where a slab's column
-    takes that many bytes of the workspace if its tokens come in several blocks.
+    `slabs(hidden, bytes_per_column)` yields the gradient of every logit: of the gathered hidden, which is waited for
+    where it is first read, and where a slab's column takes that many bytes of the workspace if its tokens come in
+    several blocks.
     """
     weight_grad = _WeightGrad(weight, options) if needs_weight else None
     if num_tokens == 0:
         if weight_grad is not None and weight_grad.sink is None:
             weight_grad.grad.zero_()
         return (torch.zeros_like(hidden) if needs_hidden else None), (weight_grad.finish() if weight_grad else None)
+    gathered = Pending(hidden)
     if options.sequence_parallel and options.tp_group is not None:
-        hidden = collectives.gather_rows(hidden, options.tp_group)
-    grad_hidden = None
-    reduction = None
+        gathered = collectives.start_gather_rows(hidden, options.tp_group)
+    grad_hidden = reduced = None
     if options.num_columns == 0 and needs_hidden:
-        reduction = _start_reduction(torch.zeros_like(hidden), hidden.dtype, options)
+        reduced = _start_reduction(torch.zeros_like(gathered.tensor), options)
     bytes_per_column = weight_grad.bytes_per_column() if weight_grad is not None else 0
-    for slab in slabs(hidden, bytes_per_column):
+    for slab in slabs(gathered, bytes_per_column):
         if needs_hidden:
             if grad_hidden is None:
                 one_sum = slab.columns == slice(0, options.num_columns)  # the product's own accumulator is enough
@@ -59,16 +60,16 @@ def head_gradients(
             product(slab.grad, weight_slab, grad_hidden[slab.tokens], accumulate=slab.columns.start > 0)
             del weight_slab
             if slab.is_last:
-                reduction = _start_reduction(grad_hidden[:, : hidden.shape[1]], hidden.dtype, options)
+                grad_hidden = grad_hidden[:, : hidden.shape[1]].to(hidden.dtype).contiguous()
+                reduced = _start_reduction(grad_hidden, options)
         if weight_grad is not None:
-            weight_grad.add(slab, _for_products(hidden[slab.tokens]))
+            weight_grad.add(slab, _for_products(gathered.wait()[slab.tokens]))
         del slab  # its memory goes before the next buffer, or a sink's placeholder, comes
-    reduced = None
-    if reduction is not None:
-        reduced, work = reduction
-        if work is not None:
-            work.wait()
-    return reduced, (weight_grad.finish() if weight_grad is not None else None)
+    gathered.wait()  # also where nothing read it: its memory must not go to others before it is filled
+    return (
+        None if reduced is None else reduced.wait(),
+        None if weight_grad is None else weight_grad.finish(),
+    )
 
 
 def computed_slabs(
@@ -77,7 +78,7 @@ def computed_slabs(
     """Slabs that `compute(tokens, columns, grad)` fills, all in one reused buffer."""
     item = hidden.dtype.itemsize
     buffer = hidden.new_empty(blocks.tokens * row_stride(blocks.columns, item))
-    for columns in cut(all_columns.stop, blocks.columns, start=all_columns.start):
+    for columns in cut_columns(all_columns.stop, blocks.columns, start=all_columns.start):
         width = columns.stop - columns.start
         stride = row_stride(width, item)
         for tokens in cut(hidden.shape[0], blocks.tokens):
@@ -90,7 +91,7 @@ def computed_slabs(
 def kept_slabs(grad: Tensor, num_columns: int, blocks: Blocks) -> Iterator[Slab]:
     """Slabs of a gradient [N, C] that is there already: of the first C of `num_columns`."""
     num_tokens, kept_columns = grad.shape
-    for columns in cut(kept_columns, blocks.columns):
+    for columns in cut_columns(kept_columns, blocks.columns):
         for tokens in cut(num_tokens, blocks.tokens):
             yield _slab(columns, tokens, grad[tokens, columns], num_tokens, num_columns)
 
@@ -142,10 +143,9 @@ def _for_products(matrix: Tensor) -> Tensor:
     return matrix if matrix.dtype == torch.float32 else aligned(matrix)
 
 
-def _start_reduction(grad_hidden: Tensor, dtype: torch.dtype, options: Options) -> tuple[Tensor, Work | None]:
-    grad_hidden = grad_hidden.to(dtype).contiguous()
+def _start_reduction(grad_hidden: Tensor, options: Options) -> Pending:
     if options.tp_group is None or not options.reduce_grad_hidden:
-        return grad_hidden, None
+        return Pending(grad_hidden)
     if options.sequence_parallel:
         return collectives.start_reduce_scatter(grad_hidden, options.tp_group)
     return collectives.start_all_reduce(grad_hidden, options.tp_group)

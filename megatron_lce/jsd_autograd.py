@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_lce import collectives
+from megatron_lce.collectives import Pending
 from megatron_lce.head_gradients import Slab, computed_slabs, head_gradients
 from megatron_lce.jsd_stats import Head, RowTerms, empty_kl_stats, unpack_kl
 from megatron_lce.outputs import Options
@@ -73,8 +74,8 @@ class _LinearJsd(torch.autograd.Function):
                 # Before anything that a rank without columns leaves out: ranks must agree on the order of collectives.
                 teacher = _gathered(teacher, options)
 
-            def slabs(hidden: Tensor, bytes_per_column: int) -> Iterator[Slab]:
-                whole = student._replace(hidden=hidden)
+            def slabs(hidden: Pending, bytes_per_column: int) -> Iterator[Slab]:
+                whole = student._replace(hidden=hidden.wait())
                 return _grad_logits_slabs(whole, teacher, terms, beta, options, backend, bytes_per_column)
 
             gradients = head_gradients(

@@ -69,7 +69,7 @@ def test_entropy_costs_nothing_where_it_is_not_used(used, monkeypatch, device):
             return primitive(*arguments, **keywords)
 
         monkeypatch.setattr(torch_backend, name, spy)
-    problem = make_problem(4, 8, 20, device)
+    problem = make_problem(4, 8, 24, device)
     problem = problem._replace(upstream=Upstream(**{used: getattr(problem.upstream, used)}))
     problem.run("torch")
     assert asked == [True, used == "entropy"]

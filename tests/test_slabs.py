@@ -6,7 +6,17 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from megatron_lce.slabs import COLUMN_STEP, MIN_TOKENS, BlockBytes, cut, plan_blocks, round_up
+from megatron_lce.slabs import (
+    ALIGNED_COLUMNS,
+    COLUMN_STEP,
+    ENOUGH_LOGITS,
+    MIN_TOKENS,
+    BlockBytes,
+    cut,
+    cut_columns,
+    plan_blocks,
+    round_up,
+)
 
 TOKENS = st.integers(1, 200_000)
 COLUMNS = st.integers(1, 300_000)
@@ -48,12 +58,21 @@ def test_a_plan_stays_within_its_budget_and_fits_the_problem(num_tokens, num_col
 
 
 @given(TOKENS, COLUMNS, BLOCK_BYTES)
-def test_a_larger_budget_never_makes_more_blocks_of_tokens(num_tokens, num_columns, block_bytes):
+def test_with_room_for_everything_no_block_cuts_tokens(num_tokens, num_columns, block_bytes):
     smallest = smallest_budget(num_tokens, num_columns, block_bytes, 0)
     whole = num_tokens * num_columns * block_bytes.per_logit
     whole += num_tokens * block_bytes.per_token + num_columns * block_bytes.per_column
-    everything = plan_blocks(num_tokens, num_columns, max(whole, smallest) * 512, block_bytes)
-    assert everything == (num_tokens, num_columns)
+    blocks = plan_blocks(num_tokens, num_columns, max(whole, smallest) * 512, block_bytes)
+    assert blocks.tokens == num_tokens
+    assert blocks.columns == num_columns or blocks.columns >= 16384 / 2
+
+
+def test_slabs_are_no_wider_than_gains_anything():
+    """What a slab does not need is the model's: 8,192 tokens of a quarter gigabyte a slab, whatever the budget is."""
+    blocks = plan_blocks(8192, 75_968, 2**29, BlockBytes(2))
+    assert blocks.tokens == 8192
+    assert blocks.tokens * blocks.columns <= ENOUGH_LOGITS
+    assert plan_blocks(1024, 75_968, 2**29, BlockBytes(2)) == (1024, 75_968)
 
 
 @given(st.integers(0, 5000), st.integers(1, 700))
@@ -61,6 +80,15 @@ def test_cut_covers_everything_once(length, step):
     pieces = list(cut(length, step))
     assert [i for piece in pieces for i in range(piece.start, piece.stop)] == list(range(length))
     assert all(0 < piece.stop - piece.start <= step for piece in pieces)
+
+
+@given(st.integers(0, 5000), st.integers(1, 5), st.integers(0, 64))
+def test_an_odd_end_of_the_columns_is_a_slab_of_its_own(stop, tiles, start):
+    pieces = list(cut_columns(stop, tiles * COLUMN_STEP, start))
+    assert [i for piece in pieces for i in range(piece.start, piece.stop)] == list(range(start, stop))
+    odd = [piece for piece in pieces if (piece.stop - piece.start) % ALIGNED_COLUMNS]
+    assert odd in ([], pieces[-1:])
+    assert all(piece.stop - piece.start < ALIGNED_COLUMNS for piece in odd)
 
 
 def test_slabs_are_cut_evenly():

@@ -148,6 +148,7 @@ CASES = [
     Case("bf16, uneven, b=3", shape=(SEQUENCE, 3), dtype=BF16, shards=uneven, pass_vocab_start=True),
     Case("fp16", dtype=torch.float16),
     Case("a cache of one tile", shards=lambda n: [600] * n, logits_cache_bytes=12 * 256 * 3, dtype=BF16),
+    Case("sequence parallel, cached", dtype=BF16, sequence_parallel=True, logits_cache_bytes=2**20),
     Case("everything cached", shards=uneven, pass_vocab_start=True, logits_cache_bytes=2**20, dtype=BF16),
 ]
 

@@ -77,8 +77,9 @@ def grad_logits_from_cache(
     """Turn the kept exponentials into the gradient of their products, in place."""
     num_tokens, num_columns = cache.exp.shape
     block_v = tiles.choose_tiles(cache.exp.dtype, cache.exp.device).block_v
-    block_n = 16
-    _grad_from_exp_kernel[(triton.cdiv(num_columns, block_v), triton.cdiv(num_tokens, block_n))](
+    block_n = 4
+    num_column_tiles = triton.cdiv(num_columns, block_v)
+    _grad_from_exp_kernel[(num_column_tiles * triton.cdiv(num_tokens, block_n),)](
         cache.exp,
         cache.tile_max,
         labels,
@@ -86,11 +87,12 @@ def grad_logits_from_cache(
         row_terms,
         num_tokens,
         cache.exp.stride(0),
+        num_column_tiles,
         ENTROPY=entropy,
         SOFTCAP=softcap,
         BLOCK_N=block_n,
         BLOCK_V=block_v,
-        num_warps=4,
+        num_warps=1,
     )
 
 
@@ -163,7 +165,7 @@ def _log2_of_16_bit(x):
     return (bits.to(tl.float32) * 1.1920928955078125e-07 - 127.0) + (fraction - fraction * fraction) * correction
 
 
-@triton.jit(do_not_specialize=["N"])
+@triton.jit(do_not_specialize=["N", "num_column_tiles"])
 def _grad_from_exp_kernel(
     exp_ptr,  # [N, exp_stride] in: exp(z - tile_max), out: the gradient; its first columns count
     tile_max_ptr,  # [tiles, N] fp32
@@ -172,14 +174,15 @@ def _grad_from_exp_kernel(
     terms_ptr,  # [5, N] fp32
     N,
     exp_stride,
+    num_column_tiles,
     ENTROPY: tl.constexpr,
     SOFTCAP: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
     """The same gradient from the kept exponentials; the label's own column from its exact logprob."""
-    column_tile = tl.program_id(0)
-    rows = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    column_tile = tl.program_id(0) % num_column_tiles
+    rows = tl.program_id(0) // num_column_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
     columns = column_tile * BLOCK_V + tl.arange(0, BLOCK_V)
     row_mask = rows < N
     # Up to the end of a row's storage, not to its last column: a bound that Triton knows to be a multiple of 16.
