@@ -93,7 +93,8 @@ def _load_megatron() -> Head:
     from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
 
     if not torch.distributed.is_initialized():
-        torch.distributed.init_process_group(store=torch.distributed.HashStore(), rank=0, world_size=1)
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
 
     def head(hidden: Tensor, weight: Tensor, labels: Tensor, mode: str) -> tuple[Tensor, ...]:
         logits = hidden @ weight.T

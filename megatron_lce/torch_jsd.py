@@ -58,10 +58,8 @@ def kl_stats(p: Head, q: Head, row_scale: Tensor, *, scratch: Tensor, workspace_
     for tokens in cut(num_tokens, blocks.tokens):
         merged = empty_kl_stats(tokens.stop - tokens.start, row_scale.device)
         for columns in cut(p.weight.shape[0], blocks.columns):
-            p_logits, q_logits = (
-                logits_base2(*head.block(tokens, columns), row_scale[tokens], None) for head in (p, q)
-            )
-            merged = merge_kl_stats(torch.stack([merged, _slab_kl_stats(p_logits, q_logits)]))
+            slab = _slab_kl_stats(p.block(tokens, columns), q.block(tokens, columns), row_scale[tokens])
+            merged = merge_kl_stats(torch.stack([merged, slab]))
         packed[:, tokens] = merged
     return packed
 
@@ -78,13 +76,8 @@ def divergence(
     blocks = _plan(student, workspace_bytes, divergence_bytes(student, teacher))
     for tokens in cut(num_tokens, blocks.tokens):
         for columns in cut(student.weight.shape[0], blocks.columns):
-            log_ps, log_pt = _log_probabilities(student, teacher, terms[:, tokens], tokens, columns)
-            ps, pt = log_ps.exp2(), log_pt.exp2()
-            log_m = torch.mul(pt, beta).add_(ps, alpha=1 - beta).clamp_min_(_TINY).log2_()
-            kl_s = log_ps.sub_(log_m).mul_(ps)
-            kl_t = log_pt.sub_(log_m).mul_(pt)
-            sums[1, tokens] += kl_s.sum(dim=1)
-            sums[0, tokens] += kl_s.mul_(1 - beta).add_(kl_t, alpha=beta).sum(dim=1)
+            parts = (student.block(tokens, columns), teacher.block(tokens, columns))
+            sums[:, tokens] += _slab_divergence(*parts, terms[:, tokens], beta)
     return sums
 
 
@@ -99,8 +92,7 @@ def grad_logits(
 ) -> None:
     """Gradient of one slab of the student's products."""
     rows = RowTerms(*terms)
-    everything = slice(None)
-    log_ps, log_pt = _log_probabilities(student, teacher, terms[:5], everything, everything)
+    log_ps, log_pt = _log_probabilities(student, teacher, terms[:5])
     if beta == 0:
         grad = log_ps.exp2_().sub_(log_pt.exp2_())
     else:
@@ -117,18 +109,30 @@ def sum_parts(parts: Tensor) -> Tensor:
     return parts.sum(dim=0)
 
 
-def _log_probabilities(
-    student: Head, teacher: Head, terms: Tensor, tokens: slice, columns: slice
-) -> tuple[Tensor, Tensor]:
+def _log_probabilities(student: Head, teacher: Head, terms: Tensor) -> tuple[Tensor, Tensor]:
     """log2 p of student and teacher, [N, C] each."""
     scale, student_max, student_log_sum, teacher_max, teacher_log_sum = terms.unsqueeze(2)
-    log_ps = logits_base2(*student.block(tokens, columns), scale[:, 0], None)
-    log_pt = logits_base2(*teacher.block(tokens, columns), scale[:, 0], None)
+    log_ps, log_pt = (logits_base2(*head, scale[:, 0], None) for head in (student, teacher))
     return log_ps.sub_(student_max).sub_(student_log_sum), log_pt.sub_(teacher_max).sub_(teacher_log_sum)
 
 
-def _slab_kl_stats(p_logits: Tensor, q_logits: Tensor) -> Tensor:
-    """Packed statistics of one slab of logits [N, C], which are overwritten."""
+# A slab's tensors are the locals of a function of its own, so that they are gone before the next slab's come.
+
+
+def _slab_divergence(student: Head, teacher: Head, terms: Tensor, beta: float) -> Tensor:
+    """[2, N]: `divergence` of one slab."""
+    log_ps, log_pt = _log_probabilities(student, teacher, terms)
+    ps, pt = log_ps.exp2(), log_pt.exp2()
+    log_m = torch.mul(pt, beta).add_(ps, alpha=1 - beta).clamp_min_(_TINY).log2_()
+    kl_s = log_ps.sub_(log_m).mul_(ps)
+    kl_t = log_pt.sub_(log_m).mul_(pt)
+    student_kl = kl_s.sum(dim=1)
+    return torch.stack([kl_s.mul_(1 - beta).add_(kl_t, alpha=beta).sum(dim=1), student_kl])
+
+
+def _slab_kl_stats(p: Head, q: Head, row_scale: Tensor) -> Tensor:
+    """[5, N]: packed statistics of one slab."""
+    p_logits, q_logits = (logits_base2(*head, row_scale, None) for head in (p, q))
     max_p, max_q = p_logits.amax(dim=1), q_logits.amax(dim=1)
     p_logits.sub_(max_p[:, None])
     q_logits.sub_(max_q[:, None])

@@ -49,6 +49,15 @@ def materialised_jsd(
     student_weight: Tensor,
     teacher_hidden: Tensor,
     teacher_weight: Tensor,
+    **keywords: Any,
+) -> Tensor:
+    """What a user writes in eager PyTorch: logits in the inputs' dtypes, softmaxes in fp32 (fp64 if the inputs are)."""
+    return jsd_of_logits(student_hidden @ student_weight.T, teacher_hidden @ teacher_weight.T, **keywords)
+
+
+def jsd_of_logits(
+    student: Tensor,  # [..., V]
+    teacher: Tensor,  # [..., V]
     *,
     labels: Tensor | None = None,
     beta: float = 0.5,
@@ -56,15 +65,11 @@ def materialised_jsd(
     ignore_index: int = -100,
     vocab_size: int | None = None,
 ) -> Tensor:
-    """What a user writes in eager PyTorch: logits in the inputs' dtypes, softmaxes in fp32 (fp64 if the inputs are)."""
-    ignored = (
-        torch.zeros((), dtype=torch.bool, device=student_hidden.device) if labels is None else labels == ignore_index
-    )
+    ignored = torch.zeros((), dtype=torch.bool, device=student.device) if labels is None else labels == ignore_index
     if isinstance(temperature, Tensor):
         usable = (temperature > 0) & temperature.isfinite()
         temperature = torch.where(ignored, 1.0, torch.where(usable, temperature, torch.nan))[..., None]
-    heads = ((student_hidden, student_weight), (teacher_hidden, teacher_weight))
-    logits = [hidden @ weight[:vocab_size].T for hidden, weight in heads]
+    logits = [z[..., :vocab_size] for z in (student, teacher)]
     log_s, log_t = (((z if z.dtype == torch.float64 else z.float()) / temperature).log_softmax(dim=-1) for z in logits)
 
     def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -104,7 +109,9 @@ def jsd_comparisons(
     # Where eager happens to be exact: a rounding of the products and one of their base-2 form. The gradient holds their
     # difference too, and is rounded itself.
     floor = 2 * torch.finfo(torch.float32).eps * _largest_logit(inputs, keywords.get("temperature", 1.0))
-    eager_error = largest_error(in_fp32.loss, expected.loss)
+    eager_error = max(
+        largest_error(in_fp32.loss, expected.loss), *_errors_of_16_bit_products(inputs, expected.loss, keywords), 0.0
+    )
     yield Comparison("loss", largest_error(actual.loss, expected.loss), TIMES_EAGER_FP32 * max(eager_error, floor))
     times = TIMES_EAGER_FP32 if dtype == torch.float32 else TIMES_EAGER_16_BIT
     for name, part in (("grad_hidden", hidden_rows), ("grad_weight", weight_rows)):
@@ -113,6 +120,15 @@ def jsd_comparisons(
         if interpreted and dtype == torch.bfloat16:
             allowed += INTERPRETER_TRUNCATION
         yield Comparison(name, relative_error(value, exact[part]), allowed)
+
+
+def _errors_of_16_bit_products(inputs: JsdInputs, exact: Tensor, keywords: dict[str, Any]) -> Iterator[float]:
+    """What follows from tensor cores alone, which add products of 16-bit inputs with less than fp32's care."""
+    heads = (inputs[:2], inputs[2:4])
+    if exact.device.type == "cuda" and all(hidden.dtype != torch.float32 for hidden, _ in heads):
+        flat = (torch.mm(hidden.flatten(0, -2), weight.T, out_dtype=torch.float32) for hidden, weight in heads)
+        logits = (products.double().view(*exact.shape, -1) for products in flat)
+        yield largest_error(jsd_of_logits(*logits, **keywords), exact)
 
 
 def _largest_logit(inputs: JsdInputs, temperature: float | Tensor) -> float:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from megatron_lce import linear_jsd
 from tests.jsd_oracle import JsdInputs, evaluate_jsd, jsd_comparisons, materialised_jsd
+from tests.live_bytes import peak_live_bytes
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 BETAS = [0, 0.1, 0.5, 0.9, 1]
@@ -216,6 +217,20 @@ def test_the_smallest_workspace_is_named_and_works(beta, dtype, backend, device)
     check(backend, inputs, beta=beta, workspace_bytes=3 * smallest)
     with pytest.raises(ValueError, match=f"workspace_bytes must be at least {smallest} .* got {smallest - 1}"):
         linear_jsd(*inputs[:4], beta=beta, backend=backend, workspace_bytes=smallest - 1)
+
+
+@pytest.mark.parametrize("workspace_bytes", [2**18, 2**20])
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("beta", [0, 0.5, 1])
+def test_torch_slabs_are_gone_before_the_next_ones_come(beta, dtype, workspace_bytes):
+    inputs = make_inputs(600, 32, 48, 2300, torch.device("cpu"), dtype)
+    hidden, weight = inputs.student_hidden.requires_grad_(), inputs.student_weight.requires_grad_()
+    keywords = {"beta": beta, "workspace_bytes": workspace_bytes, "backend": "torch"}
+    per_token = 192 * 600  # statistics and row terms: a few dozen floats a token
+    forward_peak, loss = peak_live_bytes(lambda: linear_jsd(*inputs[:4], **keywords))
+    backward_peak, _ = peak_live_bytes(lambda: loss.backward(inputs.upstream))
+    assert forward_peak <= workspace_bytes + per_token
+    assert backward_peak <= workspace_bytes + hidden.nbytes + weight.nbytes + 4 * hidden.numel() + per_token
 
 
 def wrong(**changes):

@@ -175,6 +175,7 @@ def _launch(
         GROUP_N=tiles.GROUP_N,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        enable_fp_fusion=False,  # z - max must be 0 at the largest logit, however large it is
     )
 
 
@@ -297,7 +298,7 @@ def _divergence_kernel(
             kl_s = ps * (log_ps - log_m)
             kl_t = pt * (log_pt - log_m)
             student_kl += tl.sum(kl_s, 1)
-            loss += tl.sum(beta * kl_t + (1 - beta) * kl_s, 1)
+            loss += tl.sum(tl.fma(beta, kl_t, (1 - beta) * kl_s), 1)
         sums = sums_ptr + column_tile.to(tl.int64) * (2 * N) + rows
         tl.store(sums, loss, row_mask)
         tl.store(sums + N, student_kl, row_mask)

@@ -130,4 +130,4 @@ def log_probability(products, terms_ptr, terms_stride, term: tl.constexpr, rows,
 @triton.jit
 def log_mixture(ps, pt, beta):
     """log2 m, held where 0 * log(p / m) is 0 if p_s and p_t underflow."""
-    return tl.log2(tl.maximum(beta * pt + (1 - beta) * ps, _SMALLEST_NORMAL))
+    return tl.log2(tl.maximum(tl.fma(beta, pt, (1 - beta) * ps), _SMALLEST_NORMAL))

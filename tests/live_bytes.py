@@ -1,0 +1,41 @@
+"""How much memory a call takes on a CPU, where no allocator tells."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+def peak_live_bytes(call: Callable[[], Any]) -> tuple[int, Any]:
+    """Most bytes that storages made during the call held at once, and what it returned.
+
+    What an operation of torch takes and gives back by itself is not seen.
+    """
+    with _LiveStorages() as live:
+        result = call()
+    return live.peak, result
+
+
+class _LiveStorages(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        given = {storage._cdata for storage in _storages((args, kwargs))}
+        self.alive = {key: (ref, size) for key, (ref, size) in self.alive.items() if not ref.expired()}
+        for storage in _storages(out):
+            if storage._cdata not in given and storage._cdata not in self.alive:
+                self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.peak = max(self.peak, sum(size for _, size in self.alive.values()))
+        return out
+
+
+def _storages(tree: Any) -> list[torch.UntypedStorage]:
+    return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
