@@ -99,10 +99,10 @@ def test_cut_as_megatron_cuts(cp_size, monkeypatch, device):
     cut = megatron_utils.get_batch_on_this_cp_rank
     if "is_hybrid_cp" in inspect.signature(cut).parameters:  # newer versions
         cut = functools.partial(cut, is_hybrid_cp=False)
-    state = megatron_utils.parallel_state
-    monkeypatch.setattr(state, "get_context_parallel_world_size", lambda: cp_size)
     for rank in range(cp_size):
-        monkeypatch.setattr(state, "get_context_parallel_rank", lambda rank=rank: rank)
+        for place, prefix in ((megatron_utils.parallel_state, "get_context_parallel_"), (torch.distributed, "get_")):
+            monkeypatch.setattr(place, f"{prefix}world_size", lambda group=None: cp_size)
+            monkeypatch.setattr(place, f"{prefix}rank", lambda group=None, rank=rank: rank)
         expected = cut({"labels": tokens})["labels"]
         assert torch.equal(context_parallel_shard(tokens, cp_size, rank), expected)
 

@@ -124,7 +124,7 @@ def softmax_stats(
                 BLOCK_N=tile.block_n,
                 BLOCK_V=tile.block_v,
                 BLOCK_H=tile.block_h,
-                GROUP_N=tiles.GROUP_N,
+                GROUP_N=tiles.stats_group(hidden.shape[1]),
                 num_warps=tile.num_warps,
                 num_stages=tile.num_stages,
                 enable_fp_fusion=False,
