@@ -106,8 +106,8 @@ def grad_logits(
     """Gradient of one slab of the student's products."""
     tile = _choose_tiles(student, teacher)
     out_desc = descriptor(out, tile.block_n, tile.block_v // 4)
-    ends = {"FORWARD_KL": beta == 0, "REVERSE_KL": beta == 1}
-    _launch(_grad_logits_kernel, student, teacher, terms, scratch, out_desc, beta, **ends)
+    constexprs = {"FORWARD_KL": beta == 0, "REVERSE_KL": beta == 1, "GROUP_N": tiles.GROUP_N}
+    _launch(_grad_logits_kernel, student, teacher, terms, scratch, out_desc, beta, **constexprs)
 
 
 def _reduce_tiles(
@@ -126,6 +126,7 @@ def _reduce_tiles(
     block_v = _choose_tiles(first, second).block_v
     num_tiles = triton.cdiv(num_columns, block_v)
     blocks = plan_blocks(num_tokens, num_columns, workspace_bytes, _tile_rows_bytes(num_rows, first, second))
+    group = tiles.stats_group(first.hidden.shape[1] + second.hidden.shape[1])
     reduced = terms.new_empty(num_rows, num_tokens)
     buffer = terms.new_empty(num_tiles * num_rows * blocks.tokens)
     for tokens in cut(num_tokens, blocks.tokens):
@@ -134,7 +135,7 @@ def _reduce_tiles(
         for columns in cut(num_columns, blocks.columns):
             out = parts[columns.start // block_v :]
             blocks_of = (first.block(tokens, columns), second.block(tokens, columns))
-            _launch(kernel, *blocks_of, terms[:, tokens], scratch, out, *further)
+            _launch(kernel, *blocks_of, terms[:, tokens], scratch, out, *further, GROUP_N=group)
         merge(parts, out=reduced[:, tokens])
     return reduced
 
@@ -147,7 +148,7 @@ def _launch(
     scratch: Tensor,
     out: Any,
     *further: float,
-    **constexprs: bool,
+    **constexprs: int,
 ) -> None:
     tile = _choose_tiles(first, second)
     num_tokens, num_columns = first.hidden.shape[0], first.weight.shape[0]
@@ -172,7 +173,6 @@ def _launch(
         BLOCK_N=tile.block_n,
         BLOCK_V=tile.block_v,
         BLOCK_H=tile.block_h,
-        GROUP_N=tiles.GROUP_N,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         enable_fp_fusion=False,  # z - max must be 0 at the largest logit, however large it is
