@@ -27,7 +27,7 @@ from benchmark.results import Results
 from benchmark.run import DTYPES
 from benchmark.shapes import Inputs, Shape, make_inputs
 
-REPEATS = 5  # in a round
+REPEATS = 3  # in a round
 
 
 class _SumGradient(torch.autograd.Function):

@@ -29,7 +29,7 @@ from megatron_lce.integration.enable import FusedLinearCE
 from scripts import megatron_runtime
 
 VARIANTS = ("native", "native-fused", "ours", "ours-main-grad", "ours-cached")
-REPEATS = 4  # in a round
+REPEATS = 3  # in a round
 
 
 def build(args: argparse.Namespace, dtype: torch.dtype, device: torch.device) -> nn.Module:

@@ -144,8 +144,11 @@ def _load_quack() -> Head:
     from quack.linear_cross_entropy import chunked_linear_cross_entropy
 
     def head(hidden: Tensor, weight: Tensor, labels: Tensor, mode: str) -> tuple[Tensor, ...]:
+        chunk_size = 8192 if hidden.shape[1] == 4096 else 4096  # it refuses chunks as long as hidden is wide
         # tuned=False: its default tiles instead of a search of minutes for each shape
-        return (chunked_linear_cross_entropy(hidden, weight, labels, chunk_size=4096, reduction="mean", tuned=False),)
+        return (
+            chunked_linear_cross_entropy(hidden, weight, labels, chunk_size=chunk_size, reduction="mean", tuned=False),
+        )
 
     return head
 

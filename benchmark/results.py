@@ -15,7 +15,7 @@ import torch
 from benchmark import report
 from benchmark.measure import Timed
 
-ROUNDS = 3  # of calls that take turns
+ROUNDS = 4  # of calls that take turns
 PACKAGES = ("megatron-lce", "megatron-core", "torch", "triton", "nvidia-cutlass-dsl")
 
 
@@ -48,7 +48,8 @@ class Results:
     ) -> None:
         """Adds the records with the times of their calls, measured in rounds: clocks fall as a GPU warms.
 
-        `start_round()` is the place for the yardstick, which is then taken at the same clocks.
+        Every other round goes backwards, so that nobody always follows the same neighbour. `start_round()` is the
+        place for the yardstick, which is then taken at the same clocks.
         """
         records = [record for record, _ in turns]
         for record in records:
@@ -61,7 +62,9 @@ class Results:
         turns = [(x, timed) for x, timed in turns if self._update(section, x, partial(warm_up, timed))]
         for _ in range(ROUNDS):
             start_round()
-            turns = [(x, timed) for x, timed in turns if self._update(section, x, partial(timed.round, **repeats))]
+            turns = [(x, timed) for x, timed in turns if self._update(section, x, partial(timed.round, **repeats))][
+                ::-1
+            ]
         for record in records:
             self._print(section, record)
 

@@ -21,7 +21,7 @@ from megatron_lce.products import aligned, copied_row_bytes
 from megatron_lce.slabs import BlockBytes, cut, plan_blocks, round_up
 from megatron_lce.softmax_stats import packed_rows
 
-CACHE_ROW_STEP = 16  # elements: rows start where Triton knows that 16-byte accesses are aligned
+CACHE_ROW_STEP = 64  # elements: rows start at cache lines, and where Triton knows that 16-byte accesses are aligned
 
 
 class LogitsCache:
