@@ -155,7 +155,7 @@ def draw_bars(axis, records: list[dict], limits: list[tuple[float, str, str]], h
     for limit, style, label in limits:
         axis.axvline(limit, color="black", linestyle=style, label=label)
     if limits:
-        axis.legend(fontsize=7, loc="upper right")
+        axis.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.22), ncol=2, frameon=False)
 
 
 def _draw_cache(document: dict, path: Path) -> Path:
