@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -116,6 +117,13 @@ def compare(head: Head, inputs: Inputs, mode: str, reference: dict) -> dict:
     }
 
 
+def measure_slowest_products(inputs: Inputs, group: ProcessGroup, device: torch.device) -> dict:
+    """The products of the group's slowest rank: collectives make every head wait for that one."""
+    gathered: list = [None] * group.size()
+    dist.all_gather_object(gathered, measure.measure_products(inputs, device, repeats=REPEATS), group=group)
+    return max(gathered, key=lambda products: sum(median(times) for times in products.values()))
+
+
 def load_heads(results: Results, names: list[str], group: ProcessGroup) -> dict[str, Head]:
     """The heads that are installed, bound to the group."""
     loaded = {}
@@ -145,7 +153,7 @@ def measure_heads(
 
     def products() -> None:
         dist.barrier()
-        results.attempt("products", {"shape": name}, lambda: measure.measure_products(inputs, device, repeats=REPEATS))
+        results.attempt("products", {"shape": name}, lambda: measure_slowest_products(inputs, group, device))
 
     turns = []
     for head_name, head in heads.items():

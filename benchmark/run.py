@@ -123,7 +123,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--modes", default=",".join(MODES), help="comma-separated (default: %(default)s)")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--budget-ms", type=float, default=300.0, help="time for the repeats of one measurement")
+    parser.add_argument("--budget-ms", type=float, default=300.0, help="time of a head's repeats in each round")
     parser.add_argument(
         "--error-shape", default="2048x1024x32768", help="shape of the comparison with fp64; '' for none"
     )

@@ -162,7 +162,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--providers", default=",".join(PROVIDERS), help="default: %(default)s")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--budget-ms", type=float, default=500.0, help="time for the repeats of one measurement")
+    parser.add_argument("--budget-ms", type=float, default=500.0, help="time of a head's repeats in each round")
     parser.add_argument("--output", type=Path, default=Path("jsd.json"))
     parser.add_argument("--picture", type=Path)
     arguments = parser.parse_args(argv)

@@ -35,8 +35,8 @@ def plan_blocks(
 ) -> Blocks:
     """The widest blocks within `workspace_bytes` that still gain from their width.
 
-    All tokens at once if that leaves slabs of `preferred_columns`; else tokens are cut too, since a product wants both
-    of its dimensions wide. Depends on nothing but its arguments.
+    All tokens at once if that leaves slabs of `preferred_columns`, and then as many slabs as are that wide; else tokens
+    are cut too, since a product wants both of its dimensions wide. Depends on nothing but its arguments.
 
     Raises:
         ValueError: not even the smallest block fits.
@@ -48,7 +48,8 @@ def plan_blocks(
         if column_bytes := num_tokens * per_logit + per_column:
             columns = (workspace_bytes - num_tokens * per_token) // column_bytes
         if per_logit:
-            columns = min(columns, max(preferred, ENOUGH_LOGITS // num_tokens))
+            num_slabs = max(1, num_columns // max(preferred, ENOUGH_LOGITS // num_tokens))  # each of them wide enough
+            columns = min(columns, round_up(-(-num_columns // num_slabs), COLUMN_STEP))
         return Blocks(num_tokens, _even(num_columns, columns, COLUMN_STEP))
 
     per_column += per_column_if_tokens_are_cut

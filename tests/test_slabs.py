@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from megatron_lce.slabs import (
     ALIGNED_COLUMNS,
     COLUMN_STEP,
-    ENOUGH_LOGITS,
     MIN_TOKENS,
     BlockBytes,
     cut,
@@ -67,12 +66,18 @@ def test_with_room_for_everything_no_block_cuts_tokens(num_tokens, num_columns, 
     assert blocks.columns == num_columns or blocks.columns >= 16384 / 2
 
 
-def test_slabs_are_no_wider_than_gains_anything():
-    """What a slab does not need is the model's: 8,192 tokens of a quarter gigabyte a slab, whatever the budget is."""
-    blocks = plan_blocks(8192, 75_968, 2**29, BlockBytes(2))
-    assert blocks.tokens == 8192
-    assert blocks.tokens * blocks.columns <= ENOUGH_LOGITS
-    assert plan_blocks(1024, 75_968, 2**29, BlockBytes(2)) == (1024, 75_968)
+@pytest.mark.parametrize(
+    ("num_tokens", "num_columns", "expected"),
+    [
+        (8192, 151_936, 16_896),  # 9 slabs and not the 5 that fit: the rest of the workspace is the model's
+        (8192, 37_984, 19_200),
+        (8192, 18_992, 18_992),  # one product, not two narrow ones
+        (16_384, 18_992, 9_728),  # more does not fit
+        (1024, 75_968, 75_968),
+    ],
+)
+def test_slabs_are_wide_and_no_wider_than_gains_anything(num_tokens, num_columns, expected):
+    assert plan_blocks(num_tokens, num_columns, 2**29, BlockBytes(2)) == (num_tokens, expected)
 
 
 @given(st.integers(0, 5000), st.integers(1, 700))
