@@ -28,7 +28,7 @@ from benchmark.run import DTYPES
 from megatron_lce.integration.enable import FusedLinearCE
 from scripts import megatron_runtime
 
-VARIANTS = ("native", "native-fused", "ours", "ours-main-grad", "ours-cached")
+VARIANTS = ("native", "native-fused", "ours", "ours-main-grad", "ours-main-grad-512-mib", "ours-cached")
 REPEATS = 3  # in a round
 
 
@@ -99,12 +99,13 @@ def choose(model: nn.Module, variant: str, tokens: int, args: argparse.Namespace
     head = getattr(unwrap_model(model), "output_layer", None)
     if head is not None:
         # Megatron refuses the setting at construction without Apex, whose kernel our head does not need.
-        head.gradient_accumulation_fusion = variant == "ours-main-grad"
+        head.gradient_accumulation_fusion = variant.startswith("ours-main-grad")
+    everything = cache_bytes(tokens, args.vocab // args.tp, 1)
     handle = megatron_lce.enable_fused_linear_ce(
         model,
         use_fused_linear_ce=variant.startswith("ours"),
         on_unsupported="raise",
-        logits_cache_bytes=cache_bytes(tokens, args.vocab // args.tp, 1 if variant == "ours-cached" else 0),
+        logits_cache_bytes={"ours-cached": everything, "ours-main-grad-512-mib": 512 * measure.MIB}.get(variant, 0),
     )
     assert handle.enabled == (variant.startswith("ours") and parallel_state.is_pipeline_last_stage()), handle.reasons
     return handle

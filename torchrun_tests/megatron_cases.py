@@ -32,6 +32,7 @@ class Case:
     virtual_pipeline: bool = False
     overlap: bool = False  # overlapped gradient reduction and parameter gather, distributed optimizer's buffers
     dtype: torch.dtype = torch.float32
+    hidden_size: int = 32
     config: tuple[tuple[str, Any], ...] = ()  # further TransformerConfig fields
 
     @property
@@ -74,7 +75,7 @@ def pairwise_combinations() -> list[Case]:
 def gpt_options(case: Case) -> megatron_runtime.GptOptions:
     return megatron_runtime.GptOptions(
         num_layers=4 if case.virtual_pipeline else 2,
-        hidden_size=32,
+        hidden_size=case.hidden_size,
         vocab_size=VOCAB_SIZE,
         tied=case.tied,
         mtp_layers=1 if case.mtp else 0,
@@ -108,6 +109,11 @@ def set_main_grad_fusion(chunks: list[nn.Module]) -> None:
 def grad_added_to_main_grad(chunks: list[nn.Module]) -> bool:
     """Whether any weight of this rank was accumulated into main_grad by its own layer; the local layers do not."""
     return any(parameter.grad_added_to_main_grad for chunk in chunks for parameter in chunk.parameters())
+
+
+def in_bf16(case: Case) -> Case:
+    """Wider as well: the ratio of two rounding errors of 32 numbers is mostly noise."""
+    return dataclasses.replace(case, dtype=torch.bfloat16, hidden_size=128)
 
 
 def in_fp32(case: Case) -> Case:
