@@ -9,6 +9,10 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+# All but cuDNN's, which takes longer to plan for a length it has not met than a whole step does.
+NO_PLAN_PER_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class RMSNorm(torch.nn.Module):
@@ -51,7 +55,8 @@ class SdpaAttention(torch.nn.Module):
         if packed_seq_params is not None:
             lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
             parts = zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)
-            return torch.cat([self._attend(*(x.unsqueeze(1) for x in part), None).squeeze(1) for part in parts])
+            with sdpa_kernel(NO_PLAN_PER_LENGTH):
+                return torch.cat([self._attend(*(x.unsqueeze(1) for x in part), None).squeeze(1) for part in parts])
         return self._attend(query, key, value, attention_mask)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None) -> Tensor:
