@@ -191,10 +191,10 @@ def _draw_memory(document: dict, path: Path) -> Path:
     axis.xaxis.set_major_formatter(lambda tokens, _: f"{tokens / 1024:g}k")
     axis.set_yscale("symlog", linthresh=0.25)  # a logarithm down to 256 MiB, linear from there to 0
     axis.yaxis.set_major_formatter(lambda gib, _: f"{gib:g}")
-    axis.set_ylim(bottom=0)
     axis.set(title=f"at the head of {document['memory'][0]['shape']}", xlabel="tokens")
     axis.set_ylabel("GiB of extra memory over the gradients")
     if measured:
+        axis.set_ylim(0, 2 * axis.dataLim.y1)
         axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5))
     return save_figure(figure, document, path)
 

@@ -8,7 +8,7 @@ import argparse
 import contextlib
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,34 +38,32 @@ class Run:
         measure.free_memory(self.device)
         yield make_inputs(shape, self.dtype, self.device)
 
-    def _measure_step(self, head: Head, inputs: Inputs, mode: str) -> dict:
-        def step() -> object:
-            return measure.run_step(head, inputs, mode)
-
-        record = measure.measure_call(step, self.device, budget_ms=self.budget_ms)
-        return record | {"gradients_mib": measure.gradients_mib(inputs, mode)}
+    def _take_turns(
+        self, section: str, shape: Shape, inputs: Inputs, steps: list[tuple[dict, Callable[[], object]]]
+    ) -> None:
+        """The steps take turns with each other and with the products."""
+        products = functools.partial(measure.measure_products, inputs, self.device, budget_ms=self.budget_ms)
+        self.results.take_turns(
+            section,
+            [(record, measure.Timed(step, self.device)) for record, step in steps],
+            lambda: self.results.attempt("products", {"shape": shape.name}, products),
+            budget_ms=self.budget_ms,
+        )
 
     def times(self, shape: Shape, modes: list[str]) -> None:
-        """In each mode all heads take turns with the products."""
+        """Every head that has the mode, mode by mode."""
         with self.inputs(shape) as inputs:
-            products = functools.partial(measure.measure_products, inputs, self.device, budget_ms=self.budget_ms)
             for mode in modes:
                 measure.free_memory(self.device)
-                turns = []
+                steps = []
                 for provider, head in self.heads:
                     record = {"shape": shape.name, "mode": mode, "provider": provider.name}
                     if mode in provider.modes:
                         record |= {"gradients_mib": measure.gradients_mib(inputs, mode)}
-                        step = functools.partial(measure.run_step, head, inputs, mode)
-                        turns.append((record, measure.Timed(step, self.device)))
+                        steps.append((record, functools.partial(measure.run_step, head, inputs, mode)))
                     else:
                         self.results.unsupported("times", record, provider.missing)
-                self.results.take_turns(
-                    "times",
-                    turns,
-                    lambda: self.results.attempt("products", {"shape": shape.name}, products),
-                    budget_ms=self.budget_ms,
-                )
+                self._take_turns("times", shape, inputs, steps)
 
     def errors(self, shape: Shape) -> None:
         """Every head against fp64, in the first mode with gradients that it supports."""
@@ -80,12 +78,14 @@ class Run:
     def cache_budgets(self, shape: Shape, fractions: list[float], modes: list[str]) -> None:
         """Time and memory of ours over `logits_cache_bytes`."""
         with self.inputs(shape) as inputs:
+            steps = []
             for fraction in fractions:
                 budget = cache_bytes(shape.tokens, shape.vocab, fraction)
                 for mode in modes:
                     record = {"shape": shape.name, "mode": mode, "fraction": fraction, "logits_cache_bytes": budget}
-                    step = functools.partial(self._measure_step, ours(fraction)(), inputs, mode)
-                    self.results.attempt("cache", record, step)
+                    record |= {"gradients_mib": measure.gradients_mib(inputs, mode)}
+                    steps.append((record, functools.partial(measure.run_step, ours(fraction)(), inputs, mode)))
+            self._take_turns("cache", shape, inputs, steps)
 
     def memory(self, shape: Shape, tokens: list[int]) -> None:
         """Extra peak memory over the number of tokens at the shape's H and V, in the first mode with gradients."""
