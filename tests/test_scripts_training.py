@@ -38,18 +38,9 @@ def both(program: str, out: Path, *options: str) -> list[dict]:
 
 
 def test_sft_is_the_same_with_the_flag_on(tmp_path):
-    options = (
-        "--sequence-parallel",
-        "--steps",
-        "6",
-        "--vocab-size",
-        "512",
-        "--row-length",
-        "256",
-        "--hidden-size",
-        "64",
-    )
-    off, on = both("train_sft", tmp_path, *options, "--num-microbatches", "2")
+    # Every Python's standard library is another text: steps so large that the loss falls on any of them.
+    options = "--sequence-parallel --steps 6 --lr 3e-3 --vocab-size 512 --row-length 256 --hidden-size 64"
+    off, on = both("train_sft", tmp_path, *options.split(), "--num-microbatches", "2")
     assert (off["fused"]["enabled"], on["fused"]["enabled"]) == (False, True)
     assert on["losses"] == pytest.approx(off["losses"], abs=1e-5)
     assert on["losses"][-1] < on["losses"][0] - 0.1
