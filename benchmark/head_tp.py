@@ -29,6 +29,7 @@ from benchmark.run import DTYPES
 from benchmark.shapes import Inputs, Shape, make_inputs
 
 REPEATS = 3  # in a round
+SHORT_US = 10  # kernels that the printed profile leaves out
 
 
 class _SumGradient(torch.autograd.Function):
@@ -172,6 +173,10 @@ def measure_heads(
                 | compare(heads[record["provider"]], inputs, record["mode"], reference)
             ),
         )
+    for record, timed in turns:  # where a head that is over the limit spends its time
+        if record["provider"].startswith("ours") and record["mode"] == "rl" and record["status"] == "ok":
+            key = {"shape": name, "mode": "rl", "provider": record["provider"]}
+            results.attempt("profiles", key, lambda timed=timed: {"kernels": measure.kernels(timed.call, device)})
 
 
 def main() -> None:
@@ -224,6 +229,14 @@ def print_table(document: dict) -> None:
     differences = ("logprobs_difference", "grad_hidden_difference")
     keys = ("shape", "mode", "provider")
     report.print_table(console, "head under tensor parallelism", keys, (*columns, *differences), document["times"])
+    for record in document["profiles"]:
+        title = f"{record['shape']}, {record['provider']}: rank 0's kernels of one {record['mode']} step"
+        longest = [
+            kernel | {"name": kernel["name"][:60], "status": "ok"}
+            for kernel in record.get("kernels", [])
+            if kernel["us"] >= SHORT_US
+        ]
+        report.print_table(console, title, ("name",), ("start_us", "us"), longest)
 
 
 if __name__ == "__main__":

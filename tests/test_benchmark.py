@@ -197,6 +197,8 @@ def test_heads_under_tensor_parallelism_agree(tmp_path):
         assert record["logprobs_difference"] < 1e-5
         # Megatron's fused cross-entropy rounds its gradient to bf16, whatever the dtype
         assert record["grad_hidden_difference"] < (2**-8 if record["provider"] == "megatron" else 1e-5)
+    profiles = json.loads(output.read_text())["profiles"]
+    assert [record["status"] for record in profiles] == ["ok"] * 8
 
 
 def torchrun(module, ranks, arguments):
