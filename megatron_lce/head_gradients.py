@@ -49,8 +49,7 @@ def head_gradients(
     grad_hidden = reduced = None
     if options.num_columns == 0 and needs_hidden:
         reduced = _start_reduction(torch.zeros_like(gathered.tensor), options)
-    bytes_per_column = weight_grad.bytes_per_column() if weight_grad is not None else 0
-    for slab in slabs(gathered, bytes_per_column):
+    for slab in slabs(gathered, accumulator_row_bytes(weight, options) if needs_weight else 0):
         if needs_hidden:
             if grad_hidden is None:
                 one_sum = slab.columns == slice(0, options.num_columns)  # the product's own accumulator is enough
@@ -111,12 +110,8 @@ class _WeightGrad:
             self.grad[options.num_columns :].zero_()  # padding
         else:
             self.grad = self.sink.buffer()
-        self.padded = _for_products(weight[:1]).shape[1] > weight.shape[1]
+        self.padded = _padded(weight)
         self.partial: Tensor | None = None  # of one slab, where its gradient cannot be written in place
-
-    def bytes_per_column(self) -> int:
-        """fp32 accumulator of a slab whose tokens come in several blocks; none where `grad` itself can be it."""
-        return 0 if self.grad.dtype == torch.float32 and not self.padded else 4 * row_stride(self.grad.shape[1], 2)
 
     def add(self, slab: Slab, hidden: Tensor) -> None:
         grad = self.grad[slab.columns]
@@ -136,6 +131,17 @@ class _WeightGrad:
 
     def finish(self) -> Tensor | None:
         return self.grad if self.sink is None else self.sink.finish()
+
+
+def accumulator_row_bytes(weight: Tensor, options: Options) -> int:
+    """Bytes of a column in the fp32 sum over blocks of tokens; 0 where the gradient's own tensor can be that sum."""
+    fp32 = weight.dtype == torch.float32 or options.weight_grad_sink is not None
+    return 0 if fp32 and not _padded(weight) else 4 * row_stride(weight.shape[1], weight.element_size())
+
+
+def _padded(weight: Tensor) -> bool:
+    """Whether products with the contiguous weight are wider than its rows."""
+    return weight.dtype != torch.float32 and row_stride(weight.shape[1], weight.element_size()) > weight.shape[1]
 
 
 def _for_products(matrix: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_lce import collectives
 from megatron_lce.collectives import Pending
-from megatron_lce.head_gradients import Slab, computed_slabs, head_gradients
+from megatron_lce.head_gradients import Slab, accumulator_row_bytes, computed_slabs, head_gradients
 from megatron_lce.jsd_stats import Head, RowTerms, empty_kl_stats, unpack_kl
 from megatron_lce.outputs import Options
 from megatron_lce.products import full_fp32, row_stride
@@ -248,23 +248,22 @@ def _row_terms(rows: Rows, found: _Found, grad_loss: Tensor, beta: float) -> Ten
 
 def _check_workspace(student: Head, teacher: Head, options: Options, backend: ModuleType) -> None:
     """Every pass, backward's too, must find room for its smallest block before the first one runs."""
-    smallest = backend.scratch_bytes(student, teacher) + _smallest_blocks(student, teacher, backend)
+    smallest = backend.scratch_bytes(student, teacher) + _smallest_blocks(student, teacher, options, backend)
     if options.workspace_bytes < smallest:
         raise ValueError(f"workspace_bytes must be at least {smallest} for these heads, got {options.workspace_bytes}")
 
 
 def _scratch_and_room(student: Head, teacher: Head, options: Options, backend: ModuleType) -> tuple[Tensor, int]:
     """The kernels' scratch, at most a quarter of the workspace where that is enough, and the bytes left for blocks."""
-    spare = options.workspace_bytes - _smallest_blocks(student, teacher, backend)
+    spare = options.workspace_bytes - _smallest_blocks(student, teacher, options, backend)
     most = max(backend.scratch_bytes(student, teacher), min(spare, options.workspace_bytes // 4))
     scratch = backend.new_scratch(student, teacher, most)
     return scratch, options.workspace_bytes - scratch.nbytes
 
 
-def _smallest_blocks(student: Head, teacher: Head, backend: ModuleType) -> int:
+def _smallest_blocks(student: Head, teacher: Head, options: Options, backend: ModuleType) -> int:
     """Bytes of the largest of the passes' smallest blocks."""
-    # The fp32 accumulator of a weight-gradient slab whose tokens come in blocks.
-    accumulator = 0 if student.weight.dtype == torch.float32 else 4 * student.weight.shape[1]
+    accumulator = accumulator_row_bytes(student.weight, options)
     backward = backend.grad_logits_bytes(student, teacher)
     passes = (
         backend.stats_bytes(student, teacher),

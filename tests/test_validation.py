@@ -130,9 +130,9 @@ def test_triton_on_a_device_it_does_not_know():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("tokens", [3, 20])
-def test_a_workspace_that_is_too_small_names_the_smallest_that_works(tokens, dtype, backend, device):
-    problem = make_problem(tokens, 24, 600, device, dtype)
+@pytest.mark.parametrize(("tokens", "hidden_size"), [(3, 24), (20, 24), (20, 21)])
+def test_a_workspace_that_is_too_small_names_the_smallest_that_works(tokens, hidden_size, dtype, backend, device):
+    problem = make_problem(tokens, hidden_size, 600, device, dtype)
     with pytest.raises(ValueError, match=r"workspace_bytes must be at least \d+ .* got 1$") as raised:
         problem.run(backend, workspace_bytes=1)
     smallest = int(str(raised.value).split("at least ")[1].split()[0])
