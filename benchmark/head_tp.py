@@ -229,7 +229,7 @@ def print_table(document: dict) -> None:
     differences = ("logprobs_difference", "grad_hidden_difference")
     keys = ("shape", "mode", "provider")
     report.print_table(console, "head under tensor parallelism", keys, (*columns, *differences), document["times"])
-    for record in document["profiles"]:
+    for record in document.get("profiles", []):
         title = f"{record['shape']}, {record['provider']}: rank 0's kernels of one {record['mode']} step"
         longest = [
             kernel | {"name": kernel["name"][:60], "status": "ok"}

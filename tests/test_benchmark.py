@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmark import measure, providers, report, run, run_jsd
+from benchmark import head_tp, measure, providers, report, results, run, run_jsd
 from benchmark.shapes import Shape, make_inputs, parse_shape
 
 CPU = torch.device("cpu")
@@ -179,6 +179,12 @@ def test_verl_kernel_is_found_without_importing_verl(tmp_path, monkeypatch):
     finally:
         for name in set(sys.modules) - set(modules):
             del sys.modules[name]
+
+
+def test_a_run_of_other_heads_alone_has_no_profiles_to_print(capsys):
+    document = {"environment": results.environment(CPU), "dtype": "torch.float32", "products": [], "times": []}
+    head_tp.print_table(document)
+    assert capsys.readouterr().out.startswith("CPU, torch.float32")
 
 
 @pytest.mark.torchrun
