@@ -244,59 +244,6 @@ def test_logprobs_keep_their_bits_whatever_else_is_asked(softcap, dtype, device)
         assert torch.equal(out.lse, plain.lse), keywords
 
 
-# The cache: 16-bit inputs on the triton backend.
-
-CACHE_BYTES = [1, 100 * 256 * 3, 2 * 100 * 256 * 3, 2**30]  # columns kept: none, one tile, two, all
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-@pytest.mark.parametrize("options", [{}, {"softcap": 4.0, "temperature": 0.5}, {"vocab_size": 590}], ids=str)
-@pytest.mark.parametrize("logits_cache_bytes", CACHE_BYTES)
-def test_a_cache_meets_the_same_budget(logits_cache_bytes, options, dtype, device):
-    pytest.importorskip("triton")
-    problem = make_problem(100, 24, 600, device, dtype)
-    problem = problem._replace(labels=problem.labels % 590)
-    problem.labels[::9] = -100
-    problem.check("triton", only_here={"logits_cache_bytes": logits_cache_bytes}, **options)
-
-
-@pytest.mark.parametrize("logits_cache_bytes", CACHE_BYTES[1:])
-def test_a_cache_on_peaked_rows(logits_cache_bytes, device):
-    """p(label) > 0.99: 1 - p must come from the exact logprob, not from a 16-bit exponential."""
-    pytest.importorskip("triton")
-    problem = make_problem(100, 32, 600, device, BF16, logit_std=1.0)
-    problem.labels.fill_(5)
-    problem.weight[:, 0] = 0.0
-    problem.weight[5] = torch.nn.functional.one_hot(torch.tensor(0), 32)
-    problem.hidden[:, 0] = torch.linspace(12.0, 15.0, 100)  # the label's logit
-    problem = problem._replace(upstream=Upstream(problem.upstream.logprobs))
-    result = problem.check("triton", only_here={"logits_cache_bytes": logits_cache_bytes})
-    p = result.outputs.logprobs.exp()
-    assert (p > 0.98).all()
-    assert (p < 0.9999).all()
-    bf16_step = 2.0**-7
-    assert relative_error(result.grad_weight[5], oracle(*problem).grad_weight[5]) <= bf16_step
-
-
-def test_a_second_backward_through_a_cache_raises(device):
-    pytest.importorskip("triton")
-    problem = make_problem(17, 24, 600, device, BF16)
-    hidden = problem.hidden.clone().requires_grad_()
-    out = megatron_lce.linear_cross_entropy(hidden, *problem[1:3], logits_cache_bytes=2**20, backend="triton")
-    out.logprobs.sum().backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="second backward through linear_cross_entropy needs logits_cache_bytes=0"):
-        out.logprobs.sum().backward()
-
-
-def test_fp32_keeps_nothing(device):
-    pytest.importorskip("triton")
-    problem = make_problem(17, 24, 600, device)
-    hidden = problem.hidden.clone().requires_grad_()
-    out = megatron_lce.linear_cross_entropy(hidden, *problem[1:3], logits_cache_bytes=2**20, backend="triton")
-    out.logprobs.sum().backward(retain_graph=True)
-    out.logprobs.sum().backward()
-
-
 def test_the_slab_fits_the_workspace_with_its_rows_aligned(monkeypatch, device):
     """A cap that all logits just fill has no room for the ends of odd rows."""
     pytest.importorskip("triton")
