@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_lce import collectives
 from megatron_lce.collectives import Pending
-from megatron_lce.head_gradients import Slab, accumulator_row_bytes, computed_slabs, head_gradients, kept_slabs
+from megatron_lce.head_gradients import Slab, accumulator_bytes_per_column, computed_slabs, head_gradients, kept_slabs
 from megatron_lce.outputs import LinearCrossEntropyOutput, Options
 from megatron_lce.products import copied_row_bytes, full_fp32, row_stride
 from megatron_lce.rows import Rows, Saved, softcap_scale
@@ -111,7 +111,7 @@ def _check_workspace(
     if needs_grad is not None:
         backward = backend.grad_logits_bytes(hidden, weight)
         if needs_grad[1]:
-            backward = backward._replace(per_column=backward.per_column + accumulator_row_bytes(weight, options))
+            backward = backward._replace(per_column=backward.per_column + accumulator_bytes_per_column(weight, options))
         smallest = max(smallest, smallest_workspace(backward))
     if options.workspace_bytes < smallest:
         raise ValueError(f"workspace_bytes must be at least {smallest} for this head, got {options.workspace_bytes}")

@@ -49,7 +49,7 @@ def head_gradients(
     grad_hidden = reduced = None
     if options.num_columns == 0 and needs_hidden:
         reduced = _start_reduction(torch.zeros_like(gathered.tensor), options)
-    for slab in slabs(gathered, accumulator_row_bytes(weight, options) if needs_weight else 0):
+    for slab in slabs(gathered, accumulator_bytes_per_column(weight, options) if needs_weight else 0):
         if needs_hidden:
             if grad_hidden is None:
                 one_sum = slab.columns == slice(0, options.num_columns)  # the product's own accumulator is enough
@@ -133,7 +133,7 @@ class _WeightGrad:
         return self.grad if self.sink is None else self.sink.finish()
 
 
-def accumulator_row_bytes(weight: Tensor, options: Options) -> int:
+def accumulator_bytes_per_column(weight: Tensor, options: Options) -> int:
     """Bytes of a column in the fp32 sum over blocks of tokens; 0 where the gradient's own tensor can be that sum."""
     fp32 = weight.dtype == torch.float32 or options.weight_grad_sink is not None
     return 0 if fp32 and not _padded(weight) else 4 * row_stride(weight.shape[1], weight.element_size())

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_lce import collectives
 from megatron_lce.collectives import Pending
-from megatron_lce.head_gradients import Slab, accumulator_row_bytes, computed_slabs, head_gradients
+from megatron_lce.head_gradients import Slab, accumulator_bytes_per_column, computed_slabs, head_gradients
 from megatron_lce.jsd_stats import Head, RowTerms, empty_kl_stats, unpack_kl
 from megatron_lce.outputs import Options
 from megatron_lce.products import full_fp32, row_stride
@@ -263,7 +263,7 @@ def _scratch_and_room(student: Head, teacher: Head, options: Options, backend: M
 
 def _smallest_blocks(student: Head, teacher: Head, options: Options, backend: ModuleType) -> int:
     """Bytes of the largest of the passes' smallest blocks."""
-    accumulator = accumulator_row_bytes(student.weight, options)
+    accumulator = accumulator_bytes_per_column(student.weight, options)
     backward = backend.grad_logits_bytes(student, teacher)
     passes = (
         backend.stats_bytes(student, teacher),

@@ -113,8 +113,10 @@ def worst_of_all_ranks(values: dict[str, float]) -> tuple[int, str, float]:
 
 
 def error_ratio(error: float, native: float) -> float:
-    """Our error over Megatron's own, which is 0 for a weight without a gradient, as it must be for us then."""
-    return error / native if native > 0 else float("inf") if error > 0 else 0.0
+    """Our error over Megatron's own. Where Megatron's is 0, at a weight without a gradient, ours must be."""
+    if native == 0:
+        return 0.0 if error == 0 else float("inf")
+    return error / native
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
