@@ -28,7 +28,7 @@ from benchmark.results import Results
 from benchmark.run import DTYPES
 from benchmark.shapes import Inputs, Shape, make_inputs
 
-REPEATS = 3  # in a round
+TURN_MS = 150  # what a round of the three products takes: in a short one a GPU that has just waited is at higher clocks
 SHORT_US = 10  # kernels that the printed profile leaves out
 
 
@@ -118,11 +118,15 @@ def compare(head: Head, inputs: Inputs, mode: str, reference: dict) -> dict:
     }
 
 
-def measure_slowest_products(inputs: Inputs, group: ProcessGroup, device: torch.device) -> dict:
+def measure_slowest_products(inputs: Inputs, group: ProcessGroup, device: torch.device, repeats: int = 3) -> dict:
     """The products of the group's slowest rank: collectives make every head wait for that one."""
     gathered: list = [None] * group.size()
-    dist.all_gather_object(gathered, measure.measure_products(inputs, device, repeats=REPEATS), group=group)
-    return max(gathered, key=lambda products: sum(median(times) for times in products.values()))
+    dist.all_gather_object(gathered, measure.measure_products(inputs, device, repeats=repeats), group=group)
+    return max(gathered, key=_sum_ms)
+
+
+def _sum_ms(products: dict) -> float:
+    return sum(median(times) for times in products.values())
 
 
 def load_heads(results: Results, names: list[str], group: ProcessGroup) -> dict[str, Head]:
@@ -145,16 +149,17 @@ def measure_heads(
     gradient = torch.zeros_like(inputs.hidden)
     all_reduce = functools.partial(dist.all_reduce, gradient, group=group)
     size = {"shape": name, "tp": group.size()}
+    repeats = measure.repeats_within(TURN_MS, _sum_ms(measure_slowest_products(inputs, group, device)))
     dist.barrier()
     results.attempt(
         "all_reduce",
         size | {"mib": gradient.nbytes / measure.MIB},
-        lambda: measure.slowest_rank(measure.measure_call(all_reduce, device, repeats=REPEATS), group),
+        lambda: measure.slowest_rank(measure.measure_call(all_reduce, device, repeats=repeats), group),
     )
 
     def products() -> None:
         dist.barrier()
-        results.attempt("products", {"shape": name}, lambda: measure_slowest_products(inputs, group, device))
+        results.attempt("products", {"shape": name}, lambda: measure_slowest_products(inputs, group, device, repeats))
 
     turns = []
     for head_name, head in heads.items():
@@ -162,7 +167,7 @@ def measure_heads(
             record = size | {"tokens": shape.tokens, "mode": mode, "provider": head_name}
             record |= {"gradients_mib": measure.gradients_mib(inputs, mode)}
             turns.append((record, measure.Timed(functools.partial(measure.run_step, head, inputs, mode), device)))
-    results.take_turns("times", turns, products, repeats=REPEATS)
+    results.take_turns("times", turns, products, repeats=repeats)
     reference: dict = {}
     for record, _ in turns:
         results.complete(

@@ -52,9 +52,9 @@ def time_ms(call: Callable[[], object], device: torch.device, repeats: int) -> l
     return [start.elapsed_time(end) for start, end in itertools.pairwise(events)]
 
 
-def repeats_within(call: Callable[[], object], device: torch.device, budget_ms: float) -> int:
-    """How many calls fit in `budget_ms`, at least 3 and at most 50."""
-    return min(50, max(3, round(budget_ms / _once_ms(call, device))))
+def repeats_within(budget_ms: float, once_ms: float) -> int:
+    """How many calls of `once_ms` fit in `budget_ms`, at least 3 and at most 50."""
+    return min(50, max(3, round(budget_ms / once_ms)))
 
 
 def _once_ms(call: Callable[[], object], device: torch.device) -> float:
@@ -101,7 +101,8 @@ class Timed:
 
         Ranks that communicate in the call must give `repeats`: what fits in a budget differs between them.
         """
-        self.times_ms += time_ms(self.call, self.device, repeats or repeats_within(self.call, self.device, budget_ms))
+        repeats = repeats or repeats_within(budget_ms, _once_ms(self.call, self.device))
+        self.times_ms += time_ms(self.call, self.device, repeats)
         return {
             "time_ms": median(self.times_ms),
             "fastest_ms": min(self.times_ms),
@@ -166,7 +167,7 @@ def measure_products(
     record: dict = {}
     for name, product in products.items():
         product()
-        record[name] = time_ms(product, device, repeats or repeats_within(product, device, budget_ms))
+        record[name] = time_ms(product, device, repeats or repeats_within(budget_ms, _once_ms(product, device)))
     return record
 
 
