@@ -225,10 +225,9 @@ def print_table(document: dict) -> None:
     """Every head's times beside the products of one rank's shard, and the all-reduce of hidden's gradient."""
     console = Console(width=170)
     report.print_header(document, console)
-    for record in document["products"]:
-        if products := report.products_ms(document, record["shape"]):
-            reductions = [other["time_ms"] for other in document["all_reduce"] if other["shape"] == record["shape"]]
-            text = "F {:.2f}, dX {:.2f}, dW {:.2f}, all-reduce {:.2f} ms".format(*products, *reductions)
+    for record in document["all_reduce"]:
+        if record["status"] == "ok" and (products := report.products_ms(document, record["shape"])):
+            text = "F {:.2f}, dX {:.2f}, dW {:.2f}, all-reduce {:.2f} ms".format(*products, record["time_ms"])
             console.print(f"{record['shape']} on one rank: {text}")
     columns = ("time_ms", "over_products", "over_products_recomputed", "peak_mib", "gradients_mib")
     differences = ("logprobs_difference", "grad_hidden_difference")

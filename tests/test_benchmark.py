@@ -181,10 +181,14 @@ def test_verl_kernel_is_found_without_importing_verl(tmp_path, monkeypatch):
             del sys.modules[name]
 
 
-def test_a_run_of_other_heads_alone_has_no_profiles_to_print(capsys):
-    document = {"environment": results.environment(CPU), "dtype": "torch.float32", "products": [], "times": []}
-    head_tp.print_table(document)
-    assert capsys.readouterr().out.startswith("CPU, torch.float32")
+def test_table_under_tensor_parallelism_names_products_once(capsys):
+    products = {"shape": "tp2", "status": "ok", "logits_ms": [1.0], "grad_hidden_ms": [2.0], "grad_weight_ms": [3.0]}
+    reduction = {"shape": "tp2", "status": "ok", "time_ms": 0.5}
+    document = {"environment": results.environment(CPU), "dtype": "torch.float32", "times": []}
+    head_tp.print_table(document | {"products": [products] * 4, "all_reduce": [reduction]})
+    header, *lines = capsys.readouterr().out.splitlines()
+    assert header.startswith("CPU, torch.float32")
+    assert lines == ["tp2 on one rank: F 1.00, dX 2.00, dW 3.00, all-reduce 0.50 ms"]
 
 
 @pytest.mark.torchrun
