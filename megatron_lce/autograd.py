@@ -65,8 +65,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 "a second backward through linear_cross_entropy needs logits_cache_bytes=0: "
                 "the first one turned the kept logits into gradients in place"
             )
-        hidden, weight, labels, row_scale, row_factor, *saved = ctx.saved_tensors
-        rows = Rows(labels, row_scale, row_factor)
+        hidden, weight, labels, row_scale, to_nats, *saved = ctx.saved_tensors
+        rows = Rows(labels, row_scale, to_nats)
         cache, ctx.cache = ctx.cache, None
         options, backend = ctx.options, ctx.backend
         with torch.autocast(hidden.device.type, enabled=False), full_fp32():

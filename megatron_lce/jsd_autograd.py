@@ -25,7 +25,7 @@ class _LinearJsd(torch.autograd.Function):
     student hidden  replicated, or sharded along the sequence  -> its gradient is summed over the group
     student weight  this rank's shard                          -> its gradient is complete on this rank
     teacher         as the student's                           -> no gradient
-    Saves 8 floats a token; backward recomputes both heads' logits slab by slab.
+    Saves 7 floats a token; backward recomputes both heads' logits slab by slab.
     """
 
     @staticmethod
@@ -45,12 +45,12 @@ class _LinearJsd(torch.autograd.Function):
         with torch.autocast(student_hidden.device.type, enabled=False), full_fp32():
             _check_workspace(student, teacher, options, backend)
             rows = prepare_rows(labels, temperature, options)
-            found = _diverge(student, teacher, rows, beta, options, backend)
+            divergence, found = _diverge(student, teacher, rows, beta, options, backend)
             # Rounding may carry a divergence past its bounds; a clamp passes NaN.
-            loss = found.loss.clamp(0.0, _largest_divergence(beta)) * rows.factor
-            loss = torch.where(rows.factor == 0, 0.0, loss)
+            loss = divergence.clamp(0.0, _largest_divergence(beta)) * rows.to_nats
+            loss = torch.where(rows.to_nats == 0, 0.0, loss)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*student, *teacher, *rows, *found)
+        ctx.save_for_backward(*student, *teacher, rows.scale, rows.to_nats, *found)
         ctx.beta, ctx.options, ctx.backend = beta, options, backend
         return loss
 
@@ -61,15 +61,11 @@ class _LinearJsd(torch.autograd.Function):
         if grad_loss is None:
             return None, None, *no_gradient
         tensors = ctx.saved_tensors
-        student, teacher, rows, found = (
-            Head(*tensors[:2]),
-            Head(*tensors[2:4]),
-            Rows(*tensors[4:7]),
-            _Found(*tensors[7:]),
-        )
+        student, teacher = Head(*tensors[:2]), Head(*tensors[2:4])
+        row_scale, to_nats, *found = tensors[4:]
         beta, options, backend = ctx.beta, ctx.options, ctx.backend
         with torch.autocast(grad_loss.device.type, enabled=False), full_fp32():
-            terms = _row_terms(rows, found, grad_loss.float(), beta)
+            terms = _row_terms(row_scale, to_nats, _Found(*found), grad_loss.float(), beta)
             if grad_loss.shape[0] > 0:
                 # Before anything that a rank without columns leaves out: ranks must agree on the order of collectives.
                 teacher = _gathered(teacher, options)
@@ -103,9 +99,8 @@ def linear_jsd_autograd(
 
 
 class _Found(NamedTuple):
-    """What forward finds out about each token, [N] fp32, base 2, the same bits on every rank."""
+    """What forward finds out about each token for its backward, [N] fp32, base 2, the same bits on every rank."""
 
-    loss: Tensor
     student_max: Tensor
     student_log_sum: Tensor
     teacher_max: Tensor
@@ -113,9 +108,13 @@ class _Found(NamedTuple):
     student_kl: Tensor  # KL(p_student || m); at beta = 1, KL(p_student || p_teacher); at beta = 0 of no use
 
 
-def _diverge(student: Head, teacher: Head, rows: Rows, beta: float, options: Options, backend: ModuleType) -> _Found:
+def _diverge(
+    student: Head, teacher: Head, rows: Rows, beta: float, options: Options, backend: ModuleType
+) -> tuple[Tensor, _Found]:
+    """The divergence of each token, [N] in base 2, and what backward needs beside it."""
     if rows.scale.shape[0] == 0:
-        return _Found(*rows.scale.new_empty(6, 0))
+        empty = rows.scale
+        return empty, _Found(*(empty,) * 5)
     student, teacher = (
         head._replace(weight=head.weight[: options.num_columns])
         for head in (_gathered(student, options), _gathered(teacher, options))
@@ -131,12 +130,12 @@ def _diverge(student: Head, teacher: Head, rows: Rows, beta: float, options: Opt
         sums = backend.divergence(student, teacher, terms, beta=beta, scratch=scratch, workspace_bytes=room)
     if options.tp_group is not None:
         sums = backend.sum_parts(collectives.stack_over_group(sums, options.tp_group))
-    return _Found(sums[0], *log_sum_exps, sums[1])
+    return sums[0], _Found(*log_sum_exps, sums[1])
 
 
 def _diverge_at_end(
     student: Head, teacher: Head, rows: Rows, beta: float, options: Options, backend: ModuleType
-) -> _Found:
+) -> tuple[Tensor, _Found]:
     """KL(p || q), p being the teacher's for beta = 0 and the student's for beta = 1."""
     p, q = (teacher, student) if beta == 0 else (student, teacher)
     if options.num_columns == 0:
@@ -149,7 +148,8 @@ def _diverge_at_end(
     stats = unpack_kl(packed)
     p_terms, q_terms = (stats.max_p, stats.sum_p.log2()), (stats.max_q, stats.sum_q.log2())
     log_sum_exps = (*q_terms, *p_terms) if beta == 0 else (*p_terms, *q_terms)
-    return _Found(stats.kl(), *log_sum_exps, stats.kl())
+    divergence = stats.kl()
+    return divergence, _Found(*log_sum_exps, divergence)
 
 
 def _log_sum_exps(
@@ -223,19 +223,17 @@ def _largest_divergence(beta: float) -> float:
     return math.inf if beta in (0, 1) else -beta * math.log2(beta) - (1 - beta) * math.log2(1 - beta)
 
 
-def _row_terms(rows: Rows, found: _Found, grad_loss: Tensor, beta: float) -> Tensor:
+def _row_terms(row_scale: Tensor, to_nats: Tensor, found: _Found, grad_loss: Tensor, beta: float) -> Tensor:
     """`RowTerms`, packed. The coefficient carries upstream, 1 / temperature and the logarithms' way back to nats."""
-    ignored = rows.factor == 0
-    # At beta = 0 the gradient has no logarithm, otherwise one in base 2: factor is the ln 2 that makes up for it, and
-    # the 1 / log2 e that row_scale holds beside 1 / temperature.
-    coefficient = grad_loss * rows.factor * rows.scale
-    if beta > 0:
+    ignored = to_nats == 0
+    coefficient = grad_loss * to_nats * row_scale  # grad_loss / temperature: row_scale is log2 e / temperature
+    if beta > 0:  # the gradient has a logarithm, in base 2
         coefficient = coefficient * LN_2
     if beta < 1:
         coefficient = coefficient * (1 - beta)
     return torch.stack(
         RowTerms(
-            scale=rows.scale,
+            scale=row_scale,
             student_max=found.student_max,
             student_log_sum=torch.where(ignored, LSE_OF_IGNORED_ROW, found.student_log_sum),
             teacher_max=found.teacher_max,

@@ -20,7 +20,7 @@ class Rows(NamedTuple):
 
     labels: Tensor  # int32, local to this shard; -1: owned by another rank, by none, or ignored
     scale: Tensor  # fp32 factor from products (or their tanh) to base-2 logits; NaN where the temperature is unusable
-    factor: Tensor  # fp32 ln 2; 0 where the row is ignored, NaN where it is broken
+    to_nats: Tensor  # fp32 ln 2; 0 where the row is ignored, NaN where it is broken
 
 
 class Saved(NamedTuple):
@@ -46,6 +46,12 @@ def softcap_scale(options: Options) -> float | None:
     return None if options.softcap is None else options.logits_scale / options.softcap
 
 
+def inner_factor(options: Options) -> float:
+    """What `Rows.scale` leaves out of d logit / d product: the factor inside the softcap's tanh."""
+    scale = softcap_scale(options)
+    return 1.0 if scale is None else scale
+
+
 def prepare_rows(labels: Tensor, temperature: Tensor | float, options: Options) -> Rows:
     """int64 global labels [N] and their temperature -> what the primitives read of each row."""
     local = labels - options.vocab_start
@@ -55,22 +61,22 @@ def prepare_rows(labels: Tensor, temperature: Tensor | float, options: Options) 
         temperature = temperature.float()
         usable = (temperature > 0) & temperature.isfinite()
         scale = torch.where(ignored, 1.0, torch.where(usable, logits_factor(options) / temperature, torch.nan))
-        factor = torch.where(usable, LN_2, torch.nan)
+        to_nats = torch.where(usable, LN_2, torch.nan)
     else:
         scale = labels.new_full(labels.shape, logits_factor(options) / temperature, dtype=torch.float32)
-        factor = torch.full_like(scale, LN_2)
-    return Rows(torch.where(owned, local, -1).int(), scale, torch.where(ignored, 0.0, factor))
+        to_nats = torch.full_like(scale, LN_2)
+    return Rows(torch.where(owned, local, -1).int(), scale, torch.where(ignored, 0.0, to_nats))
 
 
 def finish(packed: Tensor, rows: Rows, options: Options) -> Finished:
     """Packed statistics [K, N] of the whole vocabulary to outputs in nats: 0 in ignored rows, NaN in broken ones."""
     stats = unpack(packed, options.entropy, options.telemetry)
-    ignored = rows.factor == 0
+    ignored = rows.to_nats == 0
     # No rank owns the label where it is -inf on all of them.
-    factor = torch.where(stats.label_logit == -torch.inf, torch.nan, rows.factor)
+    to_nats = torch.where(stats.label_logit == -torch.inf, torch.nan, rows.to_nats)
 
     def in_nats(value: Tensor) -> Tensor:
-        return torch.where(ignored, 0.0, value * factor)
+        return torch.where(ignored, 0.0, value * to_nats)
 
     log2_sum = stats.sum_exp.log2()
     lse = stats.max_logit + log2_sum
@@ -106,9 +112,9 @@ def row_terms(
     Rows: lse (base 2), p_term, entropy_term, label_term, label_logprob (base 2). The terms carry the factor from
     logits to products, d logit / d product.
     """
-    ignored = rows.factor == 0
-    factor = torch.where(saved.label_logprob == -torch.inf, torch.nan, rows.factor) * rows.scale
-    factor = factor * (softcap_scale(options) or 1.0)
+    ignored = rows.to_nats == 0
+    factor = torch.where(saved.label_logprob == -torch.inf, torch.nan, rows.to_nats) * rows.scale
+    factor = factor * inner_factor(options)
     zero = torch.zeros_like(factor)
     label_term = zero if grad_logprobs is None else grad_logprobs
     p_term = (zero if grad_lse is None else grad_lse) - label_term

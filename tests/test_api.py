@@ -46,6 +46,8 @@ OPTIONS = [
     {"temperature": 4},
     {"logits_scale": 0.25},
     {"logits_scale": -1.5},
+    {"logits_scale": 0.0},
+    {"logits_scale": 0.0, "softcap": 5.0},
     {"softcap": 2.0},
     {"softcap": 30.0, "temperature": 0.7, "logits_scale": 3.0},
     {"entropy": False},

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_lce.outputs import LinearCrossEntropyOutput, Options
-from megatron_lce.rows import LSE_OF_IGNORED_ROW, Finished, Rows, Saved, logits_factor, softcap_scale
+from megatron_lce.rows import LSE_OF_IGNORED_ROW, Finished, Rows, Saved, inner_factor, logits_factor
 from megatron_lce.softmax_stats import LN_2
 
 BLOCK_N = 128
@@ -49,7 +49,7 @@ def finish(packed: Tensor, rows: Rows, options: Options) -> Finished:
     saved = (new(True), new(True), new(entropy))
     _finish_kernel[(triton.cdiv(num_tokens, BLOCK_N),)](
         packed,
-        rows.factor,
+        rows.to_nats,
         *outputs,
         *saved,
         num_tokens,
@@ -75,13 +75,13 @@ def row_terms(
     upstream = (grad_logprobs, grad_entropy, grad_lse)
     _row_terms_kernel[(triton.cdiv(num_tokens, BLOCK_N),)](
         rows.scale,
-        rows.factor,
+        rows.to_nats,
         *saved,
         *upstream,
         *(0 if grad is None else grad.stride(0) for grad in upstream),
         terms,
         num_tokens,
-        softcap_scale(options) or 1.0,
+        inner_factor(options),
         BLOCK_N=BLOCK_N,
     )
     return terms
@@ -93,7 +93,7 @@ def _prepare_rows_kernel(
     temperature_ptr,  # [N], or None
     local_label_ptr,  # [N] int32 out
     scale_ptr,  # [N] fp32 out
-    factor_ptr,  # [N] fp32 out
+    to_nats_ptr,  # [N] fp32 out
     N,
     temperature,  # where there is no temperature_ptr
     logits_factor,
@@ -110,26 +110,26 @@ def _prepare_rows_kernel(
     owned = (local >= 0) & (local < num_columns) & (label != ignore_index)
     tl.store(local_label_ptr + rows, tl.where(owned, local, -1).to(tl.int32), mask=mask)
     scale = tl.full((BLOCK_N,), logits_factor, tl.float32) / temperature
-    factor = tl.full((BLOCK_N,), _LN_2, tl.float32)
+    to_nats = tl.full((BLOCK_N,), _LN_2, tl.float32)
     if temperature_ptr is not None:
         row_temperature = tl.load(temperature_ptr + rows, mask=mask, other=1.0).to(tl.float32)
         usable = (row_temperature > 0) & (row_temperature < float("inf"))
         scale = tl.where(ignored, 1.0, tl.where(usable, logits_factor / row_temperature, float("nan")))
-        factor = tl.where(usable, factor, float("nan"))
+        to_nats = tl.where(usable, to_nats, float("nan"))
     tl.store(scale_ptr + rows, scale, mask=mask)
-    tl.store(factor_ptr + rows, tl.where(ignored, 0.0, factor), mask=mask)
+    tl.store(to_nats_ptr + rows, tl.where(ignored, 0.0, to_nats), mask=mask)
 
 
 @triton.jit
-def _in_nats(value, factor):
+def _in_nats(value, to_nats):
     """Base 2 to nats; 0 in ignored rows, whatever they hold; NaN in broken ones."""
-    return tl.where(factor == 0, 0.0, value * factor)
+    return tl.where(to_nats == 0, 0.0, value * to_nats)
 
 
 @triton.jit(do_not_specialize=["N"])
 def _finish_kernel(
     stats_ptr,  # [K, N] packed
-    factor_ptr,  # [N]
+    to_nats_ptr,  # [N]
     logprobs_ptr,  # [N] out, as all that follow; None where not wanted
     entropy_ptr,
     lse_ptr,
@@ -151,33 +151,33 @@ def _finish_kernel(
     max_logit = tl.load(stats, mask=mask, other=0.0)
     sum_exp = tl.load(stats + N, mask=mask, other=1.0)
     label_logit = tl.load(stats + 2 * N, mask=mask, other=0.0)
-    factor = tl.load(factor_ptr + rows, mask=mask, other=0.0)
+    to_nats = tl.load(to_nats_ptr + rows, mask=mask, other=0.0)
     # No rank owns the label where it is -inf on all of them.
-    factor = tl.where((label_logit == float("-inf")) & (factor != 0), float("nan"), factor)
+    to_nats = tl.where((label_logit == float("-inf")) & (to_nats != 0), float("nan"), to_nats)
     log2_sum = tl.log2(sum_exp)
     log2_sum = tl.where(log2_sum < 0, 0.0, log2_sum)  # the sum is at least 1; no rounding may say otherwise
     lse = max_logit + log2_sum
     label_logprob = (label_logit - max_logit) - log2_sum
     tl.store(saved_lse_ptr + rows, lse, mask=mask)
     tl.store(saved_label_logprob_ptr + rows, label_logprob, mask=mask)
-    tl.store(lse_ptr + rows, _in_nats(lse, factor), mask=mask)
-    tl.store(logprobs_ptr + rows, _in_nats(label_logprob, factor), mask=mask)
+    tl.store(lse_ptr + rows, _in_nats(lse, to_nats), mask=mask)
+    tl.store(logprobs_ptr + rows, _in_nats(label_logprob, to_nats), mask=mask)
     if ENTROPY:
         entropy = log2_sum - tl.load(stats + 3 * N, mask=mask, other=0.0) / sum_exp
         tl.store(saved_entropy_ptr + rows, entropy, mask=mask)
-        tl.store(entropy_ptr + rows, _in_nats(entropy, factor), mask=mask)
+        tl.store(entropy_ptr + rows, _in_nats(entropy, to_nats), mask=mask)
     if TELEMETRY:
         min_logit = tl.load(stats + (K - 2) * N, mask=mask, other=0.0)
         argmax = tl.load(stats + (K - 1) * N, mask=mask, other=0.0)
-        tl.store(max_logit_ptr + rows, _in_nats(max_logit, factor), mask=mask)
-        tl.store(min_logit_ptr + rows, _in_nats(min_logit, factor), mask=mask)
-        tl.store(argmax_ptr + rows, tl.where(factor == 0, 0.0, argmax).to(tl.int64), mask=mask)
+        tl.store(max_logit_ptr + rows, _in_nats(max_logit, to_nats), mask=mask)
+        tl.store(min_logit_ptr + rows, _in_nats(min_logit, to_nats), mask=mask)
+        tl.store(argmax_ptr + rows, tl.where(to_nats == 0, 0.0, argmax).to(tl.int64), mask=mask)
 
 
-@triton.jit(do_not_specialize=["N", "grad_logprobs_stride", "grad_entropy_stride", "grad_lse_stride", "softcap_scale"])
+@triton.jit(do_not_specialize=["N", "grad_logprobs_stride", "grad_entropy_stride", "grad_lse_stride", "inner_factor"])
 def _row_terms_kernel(
     scale_ptr,  # [N] fp32, as all that follow
-    factor_ptr,
+    to_nats_ptr,
     saved_lse_ptr,
     saved_label_logprob_ptr,
     saved_entropy_ptr,  # or None
@@ -189,16 +189,16 @@ def _row_terms_kernel(
     grad_lse_stride,
     terms_ptr,  # [5, N] out
     N,
-    softcap_scale,
+    inner_factor,
     BLOCK_N: tl.constexpr,
 ):
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = rows < N
-    factor = tl.load(factor_ptr + rows, mask=mask, other=0.0)
-    ignored = factor == 0
+    to_nats = tl.load(to_nats_ptr + rows, mask=mask, other=0.0)
+    ignored = to_nats == 0
     label_logprob = tl.load(saved_label_logprob_ptr + rows, mask=mask, other=0.0)
-    factor = tl.where(label_logprob == float("-inf"), float("nan"), factor)
-    factor *= tl.load(scale_ptr + rows, mask=mask, other=0.0) * softcap_scale
+    factor = tl.where(label_logprob == float("-inf"), float("nan"), to_nats)
+    factor *= tl.load(scale_ptr + rows, mask=mask, other=0.0) * inner_factor
     label_term = tl.zeros((BLOCK_N,), tl.float32)
     if grad_logprobs_ptr is not None:
         label_term = tl.load(grad_logprobs_ptr + rows.to(tl.int64) * grad_logprobs_stride, mask=mask, other=0.0)
