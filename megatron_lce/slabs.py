@@ -6,6 +6,7 @@ from typing import NamedTuple
 MIN_TOKENS = 128  # a kernel's row block
 COLUMN_STEP = 256  # slabs are whole kernel tiles wide, so that rows of a slab stay aligned
 ENOUGH_LOGITS = 2**27  # of one block: larger ones gain nothing (8192 x 4096 x 151936 on an H200: 59.4 ms from here on)
+ENOUGH_TOKENS = 8192  # of one block, and half its columns are enough too: the products' other dimension is then wide
 ALIGNED_COLUMNS = 8  # cuBLAS takes five times as long for a slab whose width is no multiple of this
 
 
@@ -41,29 +42,46 @@ def plan_blocks(
     Raises:
         ValueError: not even the smallest block fits.
     """
-    per_logit, per_token, per_column = block_bytes
     preferred = min(preferred_columns, round_up(num_columns, COLUMN_STEP))
-    if num_tokens * (per_token + preferred * per_logit) + preferred * per_column <= workspace_bytes:
-        columns = num_columns
-        if column_bytes := num_tokens * per_logit + per_column:
-            columns = (workspace_bytes - num_tokens * per_token) // column_bytes
-        if per_logit:
-            num_slabs = max(1, num_columns // max(preferred, ENOUGH_LOGITS // num_tokens))  # each of them wide enough
-            columns = min(columns, round_up(-(-num_columns // num_slabs), COLUMN_STEP))
-        return Blocks(num_tokens, _even(num_columns, columns, COLUMN_STEP))
+    taken = (
+        num_tokens * (block_bytes.per_token + preferred * block_bytes.per_logit) + preferred * block_bytes.per_column
+    )
+    if taken <= workspace_bytes:
+        return Blocks(
+            num_tokens, _columns_of_all_tokens(num_tokens, num_columns, workspace_bytes, block_bytes, preferred)
+        )
+    cut_bytes = block_bytes._replace(per_column=block_bytes.per_column + per_column_if_tokens_are_cut)
+    return _blocks_of_cut_tokens(num_tokens, num_columns, workspace_bytes, cut_bytes, preferred)
 
-    per_column += per_column_if_tokens_are_cut
+
+def _columns_of_all_tokens(
+    num_tokens: int, num_columns: int, workspace_bytes: int, block_bytes: BlockBytes, preferred: int
+) -> int:
+    """The width of slabs that hold every token: as many slabs as are `preferred` wide, and of `ENOUGH_LOGITS`."""
+    per_logit, per_token, per_column = block_bytes
+    columns = num_columns
+    if column_bytes := num_tokens * per_logit + per_column:  # a pass may take nothing for a column
+        columns = (workspace_bytes - num_tokens * per_token) // column_bytes
+    if per_logit:
+        num_slabs = max(1, num_columns // max(preferred, ENOUGH_LOGITS // num_tokens))
+        columns = min(columns, round_up(-(-num_columns // num_slabs), COLUMN_STEP))
+    return _even(num_columns, columns, COLUMN_STEP)
+
+
+def _blocks_of_cut_tokens(
+    num_tokens: int, num_columns: int, workspace_bytes: int, block_bytes: BlockBytes, preferred: int
+) -> Blocks:
+    """Blocks of some tokens: narrower ones until there is room for enough tokens of them."""
+    per_logit, per_token, per_column = block_bytes
     columns = preferred
     while True:
-        room = workspace_bytes - columns * per_column
-        tokens = room // (per_token + columns * per_logit)
-        if tokens >= min(num_tokens, columns // 2, 8192) or (columns <= COLUMN_STEP and tokens >= 1):
-            break
+        tokens = (workspace_bytes - columns * per_column) // (per_token + columns * per_logit)
+        if tokens >= min(num_tokens, columns // 2, ENOUGH_TOKENS) or (columns <= COLUMN_STEP and tokens >= 1):
+            return Blocks(_even(num_tokens, tokens, MIN_TOKENS), _even(num_columns, columns, COLUMN_STEP))
         if columns <= COLUMN_STEP:
-            smallest = smallest_workspace(BlockBytes(per_logit, per_token, per_column))
+            smallest = smallest_workspace(block_bytes)
             raise ValueError(f"workspace_bytes must be at least {smallest} for this head, got {workspace_bytes}")
         columns = max(COLUMN_STEP, columns // 2 // COLUMN_STEP * COLUMN_STEP)
-    return Blocks(_even(num_tokens, tokens, MIN_TOKENS), _even(num_columns, columns, COLUMN_STEP))
 
 
 def smallest_workspace(block_bytes: BlockBytes) -> int:

@@ -79,8 +79,16 @@ def grad_logits_bytes(student: Head, teacher: Head) -> BlockBytes:
 
 def kl_stats(p: Head, q: Head, row_scale: Tensor, *, scratch: Tensor, workspace_bytes: int) -> Tensor:
     """Packed statistics [5, N] of V columns, see `megatron_lce.jsd_stats`."""
-    launch = (_kl_stats_kernel, merge_kl_stats, KL_ROWS)
-    return _reduce_tiles(*launch, q, p, row_scale[None], scratch=scratch, workspace_bytes=workspace_bytes)
+    return _reduce_tiles(
+        q,
+        p,
+        row_scale[None],
+        kernel=_kl_stats_kernel,
+        merge=merge_kl_stats,
+        num_rows=KL_ROWS,
+        scratch=scratch,
+        workspace_bytes=workspace_bytes,
+    )
 
 
 def divergence(
@@ -90,8 +98,17 @@ def divergence(
 
     terms: the first five rows of `RowTerms`.
     """
-    launch = (_divergence_kernel, sum_parts, 2)
-    return _reduce_tiles(*launch, student, teacher, terms, beta, scratch=scratch, workspace_bytes=workspace_bytes)
+    return _reduce_tiles(
+        student,
+        teacher,
+        terms,
+        beta,
+        kernel=_divergence_kernel,
+        merge=sum_parts,
+        num_rows=2,
+        scratch=scratch,
+        workspace_bytes=workspace_bytes,
+    )
 
 
 def grad_logits(
@@ -111,13 +128,13 @@ def grad_logits(
 
 
 def _reduce_tiles(
-    kernel: triton.JITFunction,
-    merge: Callable[..., Tensor],
-    num_rows: int,
     first: Head,
     second: Head,
     terms: Tensor,  # [..., N]
     *further: float,
+    kernel: triton.JITFunction,
+    merge: Callable[..., Tensor],
+    num_rows: int,
     scratch: Tensor,
     workspace_bytes: int,
 ) -> Tensor:
@@ -179,22 +196,22 @@ def _launch(
     )
 
 
-def _choose_tiles(student: Head, teacher: Head) -> tiles.Tiles:
+def _choose_tiles(first: Head, second: Head) -> tiles.Tiles:
     """One tile for both heads: that of fp32 if either is."""
-    dtypes = (student.hidden.dtype, teacher.hidden.dtype)
-    dtype = torch.float32 if torch.float32 in dtypes else student.hidden.dtype
-    return tiles.choose_tiles(dtype, student.hidden.device)
+    dtypes = (first.hidden.dtype, second.hidden.dtype)
+    dtype = torch.float32 if torch.float32 in dtypes else first.hidden.dtype
+    return tiles.choose_tiles(dtype, first.hidden.device)
 
 
-def _tile_rows_bytes(num_rows: int, student: Head, teacher: Head) -> BlockBytes:
-    num_tiles = triton.cdiv(student.weight.shape[0], _choose_tiles(student, teacher).block_v)
-    per_token, per_column = _copied_bytes(student, teacher)
+def _tile_rows_bytes(num_rows: int, first: Head, second: Head) -> BlockBytes:
+    num_tiles = triton.cdiv(first.weight.shape[0], _choose_tiles(first, second).block_v)
+    per_token, per_column = _copied_bytes(first, second)
     return BlockBytes(0, num_tiles * num_rows * 4 + per_token, per_column)
 
 
-def _copied_bytes(student: Head, teacher: Head) -> tuple[int, int]:
+def _copied_bytes(first: Head, second: Head) -> tuple[int, int]:
     """Bytes a token and a column take in copies of unaligned inputs."""
-    heads = (student, teacher)
+    heads = (first, second)
     return sum(copied_row_bytes(head.hidden) for head in heads), sum(copied_row_bytes(head.weight) for head in heads)
 
 
