@@ -202,11 +202,10 @@ PROVIDERS = {
 
 
 def select_providers(names: str) -> list[Provider]:
-    """Comma-separated names; `all` is every provider, `ours` is ours without and with a cache of everything."""
+    """Comma-separated names; `all` is every provider."""
     selected: list[Provider] = []
     for name in names.split(","):
-        group = {"all": list(PROVIDERS), "ours": ["ours", "ours-cached"]}.get(name, [name])
-        for member in group:
+        for member in PROVIDERS if name == "all" else [name]:
             if member not in PROVIDERS:
                 raise ValueError(f"a provider must be one of {', '.join(PROVIDERS)} or all, got {member!r}")
             if PROVIDERS[member] not in selected:

@@ -20,6 +20,7 @@ from benchmark.results import Results
 from benchmark.shapes import Inputs, Shape, make_inputs, parse_shape
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DEFAULT_SHAPES = {"cuda": ("S1", "2048x1024x32768"), "cpu": ("64x128x1000", "64x128x1000")}  # times, errors
 
 
 class Run:
@@ -116,16 +117,17 @@ def numbers(text: str) -> list[str]:
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmark.run", description=__doc__.splitlines()[0])
-    parser.add_argument("--shapes", default="S1", help="comma-separated: S1, S2, S3 or NxHxV (default: %(default)s)")
+    parser.add_argument("--shapes", help="comma-separated: S1, S2, S3 or NxHxV (default: S1, on a CPU 64x128x1000)")
     parser.add_argument(
-        "--providers", default="ours,eager,compile", help=f"comma-separated: all, {', '.join(PROVIDERS)}"
+        "--providers", default="ours,ours-cached,eager,compile", help=f"comma-separated: all, {', '.join(PROVIDERS)}"
     )
     parser.add_argument("--modes", default=",".join(MODES), help="comma-separated (default: %(default)s)")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--budget-ms", type=float, default=300.0, help="time of a head's repeats in each round")
     parser.add_argument(
-        "--error-shape", default="2048x1024x32768", help="shape of the comparison with fp64; '' for none"
+        "--error-shape",
+        help="shape of the comparison with fp64; '' for none (default: 2048x1024x32768, on a CPU 64x128x1000)",
     )
     parser.add_argument(
         "--cache-fractions", default="", help="budgets as parts of the 16-bit logits, e.g. 0,0.25,0.5,1"
@@ -134,9 +136,12 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=Path("benchmark.json"))
     parser.add_argument("--pictures", type=Path, help="folder for the pictures")
     arguments = parser.parse_args(argv)
+    shapes, error_shape = DEFAULT_SHAPES[arguments.device]
+    shapes = shapes if arguments.shapes is None else arguments.shapes
+    error_shape = error_shape if arguments.error_shape is None else arguments.error_shape
     try:
-        arguments.shapes = [parse_shape(text) for text in numbers(arguments.shapes)]
-        arguments.error_shape = parse_shape(arguments.error_shape) if arguments.error_shape else None
+        arguments.shapes = [parse_shape(text) for text in numbers(shapes)]
+        arguments.error_shape = parse_shape(error_shape) if error_shape else None
         arguments.providers = select_providers(arguments.providers)
     except ValueError as error:
         parser.error(str(error))
