@@ -74,7 +74,6 @@ def initialize(
     tensor_parallel: int = 1,
     pipeline_parallel: int = 1,
     virtual_pipeline_parallel: int | None = None,
-    context_parallel: int = 1,
     *,
     seed: int = 1234,
     device: str | None = None,
@@ -100,9 +99,7 @@ def initialize(
     else:
         store = torch.distributed.HashStore()
         torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
-    parallel_state.initialize_model_parallel(
-        tensor_parallel, pipeline_parallel, virtual_pipeline_parallel, context_parallel_size=context_parallel
-    )
+    parallel_state.initialize_model_parallel(tensor_parallel, pipeline_parallel, virtual_pipeline_parallel)
     # The tracker for inference keeps no CUDA generator states, which a CPU does not have and a model without dropout
     # does not need.
     model_parallel_cuda_manual_seed(seed, inference_rng_tracker=True)
@@ -136,7 +133,6 @@ class GptOptions:
     num_query_groups: int | None = None
     vocab_size: int = 128  # of the embedding and the head; must divide by the tensor-parallel size
     max_sequence_length: int = 128
-    position_embedding: str = "rope"  # or "learned_absolute"
     tied: bool = False
     mtp_layers: int = 0
     sequence_parallel: bool = False
@@ -197,7 +193,7 @@ def build_gpt(
         pre_process=parallel_state.is_pipeline_first_stage(**stage),
         post_process=parallel_state.is_pipeline_last_stage(**stage),
         share_embeddings_and_output_weights=options.tied,
-        position_embedding_type=options.position_embedding,
+        position_embedding_type="rope",
         mtp_block_spec=mtp_block_spec(config, vp_stage) if options.mtp_layers else None,
         vp_stage=vp_stage,
     ).to(device)

@@ -16,7 +16,6 @@ from itertools import islice
 import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import (
-    copy_to_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
 )
 from rich.console import Console
@@ -25,6 +24,7 @@ from torch import Tensor
 
 import megatron_lce
 from scripts import megatron_runtime, pictures, sft_data, train_sft, training
+from scripts.materialised_head import vocab_parallel_log_softmax
 from scripts.sft_data import PackedBatch
 
 IGNORED = -100
@@ -97,16 +97,6 @@ def materialised_jsd(student_logits: Tensor, teacher_logits: Tensor, beta: float
     return reduce_from_tensor_model_parallel_region(local)
 
 
-def vocab_parallel_log_softmax(logits: Tensor) -> Tensor:
-    """log p of this rank's columns, [..., V / tp]; the row's normaliser collects the gradients of every rank."""
-    group = parallel_state.get_tensor_model_parallel_group()
-    largest = logits.detach().amax(-1, keepdim=True)
-    torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group=group)
-    shifted = logits - largest
-    total = reduce_from_tensor_model_parallel_region(shifted.exp().sum(-1, keepdim=True))
-    return shifted - copy_to_tensor_model_parallel_region(total.log())
-
-
 def distill_step(
     batches: Iterator[PackedBatch],
     student: torch.nn.Module,
@@ -159,10 +149,7 @@ def cross_entropy(model: torch.nn.Module, rows: list[PackedBatch]) -> float:
 
 def load_batches(args: argparse.Namespace, device: torch.device) -> tuple[Iterator[PackedBatch], list[PackedBatch]]:
     """Endless packed rows for this data-parallel rank, and the rows that no step sees."""
-    if torch.distributed.get_rank() == 0:
-        sft_data.prepare(args.out, args.vocab_size)
-    torch.distributed.barrier()
-    examples, pad_id = sft_data.load_examples(sft_data.prepare(args.out, args.vocab_size), args.seed)
+    examples, pad_id = training.load_examples(args)
     tenth = len(examples) // 10
     held_out = sft_data.packed_batches(examples[:tenth], pad_id, args.row_length)
     replica, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()

@@ -42,11 +42,7 @@ def masked_loss(loss_mask: torch.Tensor, loss: torch.Tensor):
 
 
 def work(args: argparse.Namespace, device: torch.device) -> None:
-    if torch.distributed.get_rank() == 0:
-        sft_data.prepare(args.out, args.vocab_size)
-    torch.distributed.barrier()
-    examples_path = sft_data.prepare(args.out, args.vocab_size)
-    examples, pad_id = sft_data.load_examples(examples_path, args.seed)
+    examples, pad_id = training.load_examples(args)
     replica = parallel_state.get_data_parallel_rank()
     replicas = parallel_state.get_data_parallel_world_size()
     batches = sft_data.packed_batches(examples[replica::replicas], pad_id, args.row_length)

@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from tqdm import tqdm
 
-from scripts import megatron_runtime
+from scripts import megatron_runtime, sft_data
 
 WARM_UP_STEPS = 3  # left out of the time per step: first allocations, first kernels, first collectives
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -140,6 +140,14 @@ def peak_mib(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) / 2**20
     unit = 2**20 if sys.platform == "darwin" else 2**10
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+
+
+def load_examples(args: argparse.Namespace) -> tuple[list[sft_data.Example], int]:
+    """The shuffled examples, prepared by rank 0 for all, and the padding token."""
+    if torch.distributed.get_rank() == 0:
+        sft_data.prepare(args.out, args.vocab_size)
+    torch.distributed.barrier()
+    return sft_data.load_examples(sft_data.prepare(args.out, args.vocab_size), args.seed)
 
 
 def write_report(

@@ -6,7 +6,6 @@ Every rank builds the same two whole heads, keeps its own part, and compares los
 oracle's for the whole (`tests/jsd_oracle.py`).
 """
 
-import importlib.util
 import itertools
 import os
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import Report, main
+from harness import Report, available_backends, main
 from torch import Tensor
 
 from megatron_lce import linear_jsd
@@ -139,10 +138,6 @@ def check_same_bits(name: str, actual: JsdResult, case: Case, report: Report) ->
     dist.all_gather(everyone, mine)
     different = sum(int((other != mine).sum()) for other in everyone)
     report.check(f"{name}: same bits on every rank", different == 0, f"{different} numbers differ")
-
-
-def available_backends() -> list[str]:
-    return ["torch"] if importlib.util.find_spec("triton") is None else ["torch", "triton"]
 
 
 def program(device: torch.device, report: Report) -> None:

@@ -6,7 +6,6 @@ Every rank builds the same whole problem, keeps its own part, and compares outpu
 for the whole. Allowed errors are multiples of what eager PyTorch makes on the same inputs (`tests/oracle.py`).
 """
 
-import importlib.util
 import itertools
 import os
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import Report, main
+from harness import Report, available_backends, main
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -300,30 +299,24 @@ def run_no_grad(backend: str, group: ProcessGroup, device: torch.device, report:
         report.check(f"{backend}: no_grad, {dtype}: ratio is 1", bool((ratio == 1).all()), f"{ratio.max():.9f} at most")
 
 
-def subgroups() -> tuple[ProcessGroup, int]:
+def subgroup_of_this_rank() -> ProcessGroup:
     """This rank's group when the world is cut into pairs (a last odd rank, or a world of 2, into groups of one)."""
     world = dist.get_world_size()
     size = 2 if world > 2 else 1
     members = [list(range(first, min(first + size, world))) for first in range(0, world, size)]
     groups = [dist.new_group(ranks) for ranks in members]
-    return groups[dist.get_rank() // size], size
-
-
-def available_backends(device: torch.device) -> list[str]:
-    if importlib.util.find_spec("triton") is None or importlib.util.find_spec("megatron_lce.kernels.backend") is None:
-        return ["torch"]
-    return ["torch", "triton"]
+    return groups[dist.get_rank() // size]
 
 
 def program(device: torch.device, report: Report) -> None:
     if device.type == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported
     world = dist.group.WORLD
-    subgroup, _ = subgroups()
+    subgroup = subgroup_of_this_rank()
     run_errors(world, device, report)
     run_compat(world, device, report)
     run_compat(subgroup, device, report)
-    for backend in available_backends(device):
+    for backend in available_backends():
         for case in CASES:
             run_case(case, backend, world, device, report)
         run_partial_gradients(backend, world, device, report)
