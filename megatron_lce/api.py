@@ -62,10 +62,11 @@ def linear_cross_entropy(
         entropy: False: `entropy` is None and costs nothing.
         telemetry: True: `max_logit`, `min_logit` and `argmax` are filled; they have no gradient.
         logits_cache_bytes: most that this call keeps from forward to spare backward recomputation; nothing is kept of
-            fp32 inputs, and a second backward raises where something was. What is kept has 16 bits, which shows in the
-            entropy's gradient of rows whose logits differ by less than about 0.3.
+            fp32 inputs, nor by the torch backend, and a second backward raises where something was. What is kept has 16
+            bits, which shows in the entropy's gradient of rows whose logits differ by less than about 0.3.
         workspace_bytes: most that transient buffers take, for any number of tokens. Beside it backward holds an fp32
-            accumulator of hidden's gradient (4 N H bytes) and, under `sequence_parallel`, the gathered hidden.
+            accumulator of hidden's gradient (4 N H bytes) and, under `sequence_parallel`, both passes the gathered
+            hidden.
         reduce_grad_hidden: False: hidden's gradient stays this rank's partial sum.
         backend: "triton", "torch", "reference" (one rank, materialised logits), or "auto": triton on a GPU that
             Triton supports, torch elsewhere. A named backend that cannot run raises.
@@ -120,17 +121,27 @@ def _linear_cross_entropy(
 ) -> LinearCrossEntropyOutput:
     """`linear_cross_entropy` with a place for the weight's gradient, for integrations."""
     validation.check_group(tp_group)
+    for name, flag in (
+        ("sequence_parallel", sequence_parallel),
+        ("entropy", entropy),
+        ("telemetry", telemetry),
+        ("reduce_grad_hidden", reduce_grad_hidden),
+    ):
+        validation.check_flag(name, flag)
     ranks = collectives.group_size(tp_group)
     sequence_parallel = sequence_parallel and ranks > 1
     validation.check_tensors(hidden, weight, labels, ranks if sequence_parallel else 1)
     validation.check_temperature(temperature, labels)
     validation.check_number("logits_scale", logits_scale)
-    if softcap is not None:
-        validation.check_number("softcap", softcap, positive=True)
     validation.check_integer("ignore_index", ignore_index)
+    validation.check_options(
+        vocab_size=vocab_size,
+        softcap=softcap,
+        logits_cache_bytes=logits_cache_bytes,
+        workspace_bytes=workspace_bytes,
+        backend=backend,
+    )
     first, num_columns = owned_columns(weight, tp_group, vocab_start, vocab_size)
-    validation.check_integer("logits_cache_bytes", logits_cache_bytes, minimum=0)
-    validation.check_integer("workspace_bytes", workspace_bytes, minimum=0)
     if sequence_parallel and not reduce_grad_hidden:
         raise ValueError("reduce_grad_hidden must be True with sequence_parallel, got False")
 
@@ -168,8 +179,6 @@ def owned_columns(
     """The first global id of this rank's shard, and how many of its columns are vocabulary and not padding."""
     if vocab_start is not None:
         validation.check_integer("vocab_start", vocab_start, minimum=0)
-    if vocab_size is not None:
-        validation.check_integer("vocab_size", vocab_size, minimum=1)
     first = collectives.group_rank(tp_group) * weight.shape[0] if vocab_start is None else vocab_start
     num_columns = weight.shape[0] if vocab_size is None else min(max(vocab_size - first, 0), weight.shape[0])
     return first, num_columns
@@ -177,8 +186,6 @@ def owned_columns(
 
 def load_backend(backend: Backend, device: torch.device) -> ModuleType:
     """The module that supplies the primitives. Depends on configuration and hardware alone, not on the data."""
-    if backend not in ("auto", "triton", "torch"):
-        raise ValueError(f"backend must be 'auto', 'triton', 'torch' or 'reference', got {backend!r}")
     if backend == "torch" or (backend == "auto" and device.type != "cuda"):
         return torch_backend
     obstacle = _triton_obstacle(device)

@@ -95,6 +95,7 @@ def linear_jsd(
         TypeError, ValueError: an argument is not as described; the message names it, what it must be and what it was.
     """
     validation.check_group(tp_group)
+    validation.check_flag("sequence_parallel", sequence_parallel)
     ranks = collectives.group_size(tp_group)
     sequence_parallel = sequence_parallel and ranks > 1
     shape = _check_heads(
@@ -108,7 +109,9 @@ def linear_jsd(
     validation.check_number("beta", beta)
     if not 0 <= beta <= 1:
         raise ValueError(f"beta must lie in [0, 1], got {beta}")
-    validation.check_integer("workspace_bytes", workspace_bytes, minimum=0)
+    validation.check_options(
+        vocab_size=vocab_size, softcap=None, logits_cache_bytes=0, workspace_bytes=workspace_bytes, backend=backend
+    )
     first, num_columns = owned_columns(student_weight, tp_group, vocab_start, vocab_size)
     options = Options(
         tp_group=tp_group if ranks > 1 else None,
@@ -147,8 +150,7 @@ def _check_heads(
         ("teacher_hidden", teacher_hidden),
         ("teacher_weight", teacher_weight),
     ):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        validation.check_tensor(name, tensor)
     validation.check_head("student_hidden", student_hidden, "student_weight", student_weight)
     validation.check_head("teacher_hidden", teacher_hidden, "teacher_weight", teacher_weight)
     if teacher_hidden.device != student_hidden.device:

@@ -1,10 +1,13 @@
 """What every backend requires of its inputs, and the messages when it is not so."""
 
 import math
+from typing import get_args
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+from megatron_lce.outputs import Backend
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -19,7 +22,14 @@ def check_labels(labels: Tensor, vocab_size: int, ignore_index: int = -100) -> N
         labels: int64 tensor of any shape.
         vocab_size: number of vocabulary ids.
         ignore_index: the label of rows to be skipped.
+
+    Raises:
+        ValueError: with the number of such labels, and the first one and its place.
+        TypeError: an argument is not as described.
     """
+    check_label_tensor(labels)
+    check_integer("vocab_size", vocab_size)
+    check_integer("ignore_index", ignore_index)
     bad = ((labels < 0) | (labels >= vocab_size)) & (labels != ignore_index)
     count = int(bad.sum())
     if count:
@@ -33,10 +43,20 @@ def check_labels(labels: Tensor, vocab_size: int, ignore_index: int = -100) -> N
 def check_tensors(hidden: Tensor, weight: Tensor, labels: Tensor, sequence_shards: int) -> None:
     """Check the three tensors of a head. `sequence_shards`: ranks that `hidden`'s first dimension is cut over."""
     for name, tensor in (("hidden", hidden), ("weight", weight), ("labels", labels)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        check_tensor(name, tensor)
     check_head("hidden", hidden, "weight", weight)
     check_labels_of("hidden", hidden, labels, sequence_shards)
+
+
+def check_tensor(name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+
+
+def check_label_tensor(labels: Tensor) -> None:
+    check_tensor("labels", labels)
+    if labels.dtype != torch.int64:
+        raise TypeError(f"labels must be int64, got {labels.dtype}")
 
 
 def check_head(hidden_name: str, hidden: Tensor, weight_name: str, weight: Tensor) -> None:
@@ -63,8 +83,7 @@ def check_head(hidden_name: str, hidden: Tensor, weight_name: str, weight: Tenso
 
 def check_labels_of(hidden_name: str, hidden: Tensor, labels: Tensor, sequence_shards: int) -> None:
     """Check that `labels` holds one id for each token of `hidden`."""
-    if labels.dtype != torch.int64:
-        raise TypeError(f"labels must be int64, got {labels.dtype}")
+    check_label_tensor(labels)
     if labels.device != hidden.device:
         raise ValueError(f"labels must be on {hidden_name}'s device, {hidden.device}, got {labels.device}")
     expected = labels_shape(hidden_name, hidden, sequence_shards)
@@ -101,6 +120,25 @@ def check_temperature(temperature: float | Tensor, labels: Tensor) -> None:
             raise ValueError("temperature must not require grad: it gets no gradient; got requires_grad=True")
     else:
         check_number("temperature", temperature, positive=True)
+
+
+def check_options(
+    *, vocab_size: int | None, softcap: float | None, logits_cache_bytes: int, workspace_bytes: int, backend: Backend
+) -> None:
+    """Check the keywords that can be given before there is a call to make."""
+    if vocab_size is not None:
+        check_integer("vocab_size", vocab_size, minimum=1)
+    if softcap is not None:
+        check_number("softcap", softcap, positive=True)
+    check_integer("logits_cache_bytes", logits_cache_bytes, minimum=0)
+    check_integer("workspace_bytes", workspace_bytes, minimum=0)
+    if backend not in get_args(Backend):
+        raise ValueError(f"backend must be 'auto', 'triton', 'torch' or 'reference', got {backend!r}")
+
+
+def check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
 
 
 def check_number(name: str, value: object, *, positive: bool = False) -> None:

@@ -177,6 +177,8 @@ def test_errors(model, device):
         model(*tensors)
     with pytest.raises(TypeError, match="sequence_parallel, vocab_start must not be given"):
         head.linear_cross_entropy(labels, vocab_start=0, sequence_parallel=False)
+    with pytest.raises(TypeError, match=r"labels must be a torch.Tensor, got list"):
+        head.linear_cross_entropy([1])
     with pytest.raises(ValueError, match=r"labels must be \[b, s\], \(3, 9\) for this hidden, got \(9, 3\)"):
         head.linear_cross_entropy(labels.T)
     with pytest.raises(ValueError, match=r"temperature must be \[b, s\], \(3, 9\) for this hidden, got \(3,\)"):

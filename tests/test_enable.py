@@ -36,6 +36,9 @@ def enable(model, **settings):
     return enable_fused_linear_ce(model, backend="torch", **settings)
 
 
+NOT_IN_FORCE = ("it was removed, or a later call decided otherwise",)
+
+
 def state(model):
     return [dict(vars(module)) for module in (model, model.output_layer)]
 
@@ -137,17 +140,64 @@ def test_enabling_twice_removing_and_enabling_again(model):
     first = enable(model)
     second = enable(model, vocab_size=100)
     assert (first.enabled, second.enabled) == (False, True)
+    assert (first.reasons, second.reasons) == (NOT_IN_FORCE, ())
     first.remove()
     assert second.enabled
     second.remove()
     second.remove()
-    assert not second.enabled
+    assert (second.enabled, second.reasons) == (False, NOT_IN_FORCE)
     assert state(model) == before
     third = enable(model)
     assert third.enabled
     off = enable_fused_linear_ce(model, use_fused_linear_ce=False)
     assert (third.enabled, off.enabled, off.reasons) == (False, False, ("use_fused_linear_ce is False",))
     assert state(model) == before
+
+
+def test_the_flag_off_asks_nothing_of_the_model(untied):
+    before = state(untied)
+    handle = enable(untied)
+    for model in (nn.Linear(2, 2), [untied, untied]):
+        off = enable_fused_linear_ce(model, use_fused_linear_ce=False, on_unsupported="raise")
+        assert (off.enabled, off.reasons) == (False, ("use_fused_linear_ce is False",))
+    assert not handle.enabled
+    assert state(untied) == before
+
+
+def change_logits(model, change):
+    """Code of a user's between head and loss."""
+    forward = model.output_layer.forward
+
+    def changed(*arguments, **keywords):
+        logits, bias = forward(*arguments, **keywords)
+        replaced = change(logits)
+        return (replaced if isinstance(replaced, torch.Tensor) else logits), bias
+
+    model.output_layer.forward = changed
+
+
+HALVES = {
+    "out of place": lambda logits: torch.div(input=logits, other=2),
+    "div_": lambda logits: logits.div_(2.0),
+    "augmented": lambda logits: logits.__itruediv__(2),
+    "setitem": lambda logits: logits.__setitem__(..., logits / 2),
+    "hook": lambda logits: (logits.div_(4.0), logits.register_hook(lambda grad: 3 * grad), logits.mul_(2.0)),
+}
+
+
+@pytest.mark.parametrize("halve", HALVES)
+def test_a_change_between_head_and_loss_is_right_and_told(untied, device, halve):
+    tensors, labels = megatron_world.inputs(device)
+    change_logits(untied, HALVES[halve])
+    expected = untied(*tensors, labels=labels)
+    expected_gradients = megatron_world.gradients(untied, expected.sum())
+    del untied.output_layer.forward
+    enable(untied)
+    change_logits(untied, HALVES[halve])
+    with pytest.warns(UserWarning, match="enabled but was not used: the logits were computed before the loss"):
+        loss = untied(*tensors, labels=labels)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(megatron_world.gradients(untied, loss.sum()), expected_gradients)
 
 
 class LoraLinear(nn.Module):
@@ -310,3 +360,18 @@ def test_errors(untied):
         enable([untied, untied])
     with pytest.raises(TypeError, match="temperature"):
         enable(untied, temperature=2.0)
+    for option, value, message in (
+        ("softcap", -3.0, "softcap must be positive and finite, got -3.0"),
+        ("workspace_bytes", -1, "workspace_bytes must be at least 0, got -1"),
+        ("logits_cache_bytes", "2GiB", "logits_cache_bytes must be an int, got str"),
+        ("vocab_size", 0, "vocab_size must be at least 1, got 0"),
+        ("backend", "tritom", "backend must be 'auto', 'triton', 'torch' or 'reference', got 'tritom'"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            enable_fused_linear_ce(untied, **{option: value})
+
+
+def test_a_fallback_tells_which_options_are_lost(untied):
+    bias(untied)
+    with pytest.warns(UserWarning, match="not used: output_layer has a bias; not applied: softcap, vocab_size"):
+        enable(untied, vocab_size=96, softcap=30.0)

@@ -75,6 +75,10 @@ BAD = [
     ({"logits_cache_bytes": 1e9}, TypeError, "logits_cache_bytes", "must be an int", "float"),
     ({"workspace_bytes": -1}, ValueError, "workspace_bytes", "at least 0", "-1"),
     ({"workspace_bytes": 2.0**29}, TypeError, "workspace_bytes", "must be an int", "float"),
+    ({"entropy": 0.01}, TypeError, "entropy", "must be a bool", "float"),
+    ({"telemetry": 2}, TypeError, "telemetry", "must be a bool", "int"),
+    ({"sequence_parallel": "yes"}, TypeError, "sequence_parallel", "must be a bool", "str"),
+    ({"reduce_grad_hidden": None}, TypeError, "reduce_grad_hidden", "must be a bool", "NoneType"),
     ({"tp_group": "tp"}, TypeError, "tp_group", "ProcessGroup or None", "str"),
     ({"backend": "cuda"}, ValueError, "backend", "'auto', 'triton', 'torch' or 'reference'", "'cuda'"),
     ({"backend": "reference", "vocab_start": 5}, ValueError, "vocab_start", "0 for backend='reference'", "5"),
@@ -156,3 +160,12 @@ def test_check_labels_counts_and_shows_the_first_offender(device):
         megatron_lce.check_labels(labels, 10)
     with pytest.raises(ValueError, match=r"ignore_index \(-1\), got 3 that do not; the first is -100 at \(0, 2\)"):
         megatron_lce.check_labels(labels, 10, ignore_index=-1)
+
+
+def test_check_labels_names_what_is_no_label():
+    with pytest.raises(TypeError, match=r"labels must be a torch.Tensor, got list"):
+        megatron_lce.check_labels([1, 2], 3)
+    with pytest.raises(TypeError, match=r"labels must be int64, got torch.float32"):
+        megatron_lce.check_labels(torch.tensor([0.5, torch.nan]), 3)
+    with pytest.raises(TypeError, match=r"vocab_size must be an int, got float"):
+        megatron_lce.check_labels(torch.tensor([1]), 3.0)

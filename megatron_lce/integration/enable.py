@@ -13,10 +13,12 @@ from megatron_lce.integration.support import (
     find_language_model,
     head_reasons,
     loss_reasons,
+    modules_of,
     warn_on_one_rank,
 )
 from megatron_lce.integration.uncomputed_logits import HeadCall, UncomputedLogits
 from megatron_lce.outputs import Backend
+from megatron_lce.validation import check_options
 
 if TYPE_CHECKING:
     from megatron.core.models.common.language_module.language_module import LanguageModule
@@ -28,12 +30,18 @@ class FusedLinearCE:
 
     Attributes:
         enabled: whether the model's loss is computed fused now.
-        reasons: why it is not; empty when it was enabled.
+        reasons: why it is not; empty when it is.
     """
 
     def __init__(self, reasons: tuple[str, ...], fused: _FusedLoss | None = None):
-        self.reasons = reasons
+        self._reasons = reasons
         self._fused = fused
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        if self._fused is None or self.enabled:
+            return self._reasons
+        return ("it was removed, or a later call decided otherwise",)
 
     @property
     def enabled(self) -> bool:
@@ -70,37 +78,42 @@ def enable_fused_linear_ce(
         on_unsupported: what to do with a head that cannot be fused: "fallback" leaves Megatron's own path, with one
             warning on one rank; "raise" raises. A pipeline stage without a head does neither.
         logits_cache_bytes, workspace_bytes, vocab_size, softcap, backend: as in `megatron_lce.linear_cross_entropy`.
+            `vocab_size` and `softcap` change the fused loss only: logits returned without labels have neither, and a
+            head that is left to Megatron has neither, which the warning says.
 
     Returns:
         A handle: `enabled`, `reasons`, `remove()`. The decision is made here, once, from what all ranks share.
 
     Raises:
-        TypeError: `model` is nothing of Megatron's.
-        ValueError: `on_unsupported` is neither, `model` holds several heads, or the head is unsupported ("raise").
+        TypeError: `model` is nothing of Megatron's, or an option is of the wrong type.
+        ValueError: `on_unsupported` is neither, an option is out of its range, `model` holds several heads, or the head
+            is unsupported ("raise").
     """
     if on_unsupported not in ("fallback", "raise"):
         raise ValueError(f"on_unsupported must be 'fallback' or 'raise', got {on_unsupported!r}")
+    options: dict[str, Any] = {
+        "logits_cache_bytes": logits_cache_bytes,
+        "workspace_bytes": workspace_bytes,
+        "vocab_size": vocab_size,
+        "softcap": softcap,
+        "backend": backend,
+    }
+    check_options(**options)
+    for module in modules_of(model):
+        _uninstall(module)
+    if not use_fused_linear_ce:
+        return FusedLinearCE(("use_fused_linear_ce is False",))
     language_model = find_language_model(model)
     if language_model is None:
         return FusedLinearCE((NO_HEAD,))
-    _uninstall(language_model)
-    if not use_fused_linear_ce:
-        return FusedLinearCE(("use_fused_linear_ce is False",))
     reasons = (*head_reasons(language_model), *loss_reasons(language_model))
     if reasons:
         message = f"fused linear cross-entropy is not used: {'; '.join(reasons)}"
         if on_unsupported == "raise":
             raise ValueError(message)
-        warn_on_one_rank(message)
+        warn_on_one_rank(message + _not_applied(options))
         return FusedLinearCE(reasons)
-    fused = _FusedLoss(
-        language_model,
-        logits_cache_bytes=logits_cache_bytes,
-        workspace_bytes=workspace_bytes,
-        vocab_size=vocab_size,
-        softcap=softcap,
-        backend=backend,
-    )
+    fused = _FusedLoss(language_model, options)
     fused.head.forward = fused.forward
     language_model.compute_language_model_loss = fused.compute_language_model_loss
     return FusedLinearCE((), fused)
@@ -109,7 +122,7 @@ def enable_fused_linear_ce(
 class _FusedLoss:
     """The two methods that an enabled model runs in place of its own."""
 
-    def __init__(self, language_model: LanguageModule, **options: Any):
+    def __init__(self, language_model: LanguageModule, options: dict[str, Any]):
         self.language_model = language_model
         self.head: ColumnParallelLinear = language_model.output_layer
         self._options = options
@@ -126,8 +139,11 @@ class _FusedLoss:
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """In place of LanguageModule's, for the main loss and for MTP's: labels [b, s] to loss [b, s]."""
+        if isinstance(logits, UncomputedLogits) and logits.changed is not None:
+            logits = logits.changed
         if not isinstance(logits, UncomputedLogits):
-            self._warn_once("the logits were computed before the loss, by runtime_gather_output or by code in between")
+            reason = "the logits were computed before the loss, by runtime_gather_output or by code in between"
+            self._warn_once(reason + _not_applied(self._options))
             return type(self.language_model).compute_language_model_loss(self.language_model, labels, logits)
         # MTP's acceptance metrics read the largest logit after the loss, in training.
         telemetry = self.language_model.training and bool(self.language_model.config.mtp_num_layers)
@@ -146,14 +162,20 @@ class _FusedLoss:
             warn_on_one_rank(f"fused linear cross-entropy is enabled but was not used: {reason}")
 
 
-def _installed(language_model: LanguageModule) -> _FusedLoss | None:
-    method = vars(language_model).get("compute_language_model_loss")
+def _not_applied(options: dict[str, Any]) -> str:
+    """The end of a warning: which options would have changed the loss itself."""
+    lost = [name for name in ("softcap", "vocab_size") if options[name] is not None]
+    return f"; not applied: {', '.join(lost)}" if lost else ""
+
+
+def _installed(module: nn.Module) -> _FusedLoss | None:
+    method = vars(module).get("compute_language_model_loss")
     owner = getattr(method, "__self__", None)
     return owner if isinstance(owner, _FusedLoss) else None
 
 
-def _uninstall(language_model: LanguageModule) -> None:
-    fused = _installed(language_model)
+def _uninstall(module: nn.Module) -> None:
+    fused = _installed(module)
     if fused is not None:
-        del language_model.compute_language_model_loss
+        del module.compute_language_model_loss
         del fused.head.forward

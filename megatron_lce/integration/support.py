@@ -35,16 +35,21 @@ def find_language_model(model: nn.Module | Sequence[nn.Module]) -> LanguageModul
     from megatron.core.models.common.language_module.language_module import LanguageModule
     from megatron.core.transformer.module import MegatronModule
 
-    chunks = [model] if isinstance(model, nn.Module) else list(model)
-    modules = [module for chunk in chunks for module in chunk.modules()]
+    modules = modules_of(model)
     if not any(isinstance(module, MegatronModule) for module in modules):
-        kinds = ", ".join(type(chunk).__name__ for chunk in chunks)
+        kinds = ", ".join(type(chunk).__name__ for chunk in ([model] if isinstance(model, nn.Module) else model))
         raise TypeError(f"model must be or hold a megatron-core language model, got {kinds}")
     owners = [module for module in modules if isinstance(module, LanguageModule) and _makes_logits(module)]
     if len(owners) > 1:
         kinds = ", ".join(type(owner).__name__ for owner in owners)
         raise ValueError(f"model must hold one LM head, got {len(owners)} ({kinds}): pass the language model itself")
     return owners[0] if owners else None
+
+
+def modules_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+    """All modules inside a model or a list of chunks."""
+    chunks = [model] if isinstance(model, nn.Module) else model
+    return [module for chunk in chunks for module in chunk.modules()]
 
 
 def _makes_logits(module: nn.Module) -> bool:

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 from megatron_lce.api import _linear_cross_entropy
 from megatron_lce.integration.main_grad import MainGradSink, main_grad_sink
 from megatron_lce.outputs import LinearCrossEntropyOutput
+from megatron_lce.validation import check_label_tensor
 
 if TYPE_CHECKING:
     from megatron.core.tensor_parallel import ColumnParallelLinear
@@ -45,7 +46,7 @@ class HeadCall:
             hidden=hidden,
             weight=weight,
             tp_group=head.tp_group,
-            sequence_parallel=head.sequence_parallel,
+            sequence_parallel=bool(head.sequence_parallel),
             weight_grad_sink=main_grad_sink(weight, head),
         )
 
@@ -59,6 +60,7 @@ class HeadCall:
         self, labels: Tensor, temperature: float | Tensor = 1.0, logits_scale: float = 1.0, **keywords: Any
     ) -> LinearCrossEntropyOutput:
         """`megatron_lce.linear_cross_entropy` of this call; labels, a tensor of temperatures and outputs are [b, s]."""
+        check_label_tensor(labels)
         for name, argument in (("labels", labels), ("temperature", temperature)):
             if isinstance(argument, Tensor) and tuple(argument.shape) != self.tokens:
                 raise ValueError(f"{name} must be [b, s], {self.tokens} for this hidden, got {tuple(argument.shape)}")
@@ -86,11 +88,13 @@ class UncomputedLogits(Tensor):
     """The logits [s, b, V/tp] of one head call, as a tensor without storage.
 
     Between Megatron's output layer and its loss only MuP's scaling happens, which is kept as a number. Whatever else
-    is done with these logits computes them: a model asked for logits gives logits.
+    is done with these logits computes them: a model asked for logits gives logits. From a change in place on they are
+    what was computed then.
     """
 
     call: HeadCall
     largest: tuple[Tensor, Tensor] | None  # over the vocabulary and its id, [s, b], once a loss with telemetry is done
+    changed: Tensor | None  # what they were computed to, once something has changed them in place
     _compute: Callable[[UncomputedLogits], Tensor]
 
     @staticmethod
@@ -100,7 +104,7 @@ class UncomputedLogits(Tensor):
         return Tensor._make_wrapper_subclass(cls, shape, dtype=call.hidden.dtype, device=call.hidden.device)
 
     def __init__(self, call: HeadCall, compute: Callable[[UncomputedLogits], Tensor]):
-        self.call, self.largest, self._compute = call, None, compute
+        self.call, self.largest, self.changed, self._compute = call, None, None, compute
 
     def compute_loss(self, labels: Tensor, telemetry: bool, **options: Any) -> Tensor:
         """Cross-entropy [b, s] of labels [b, s], fp32; negative labels are ignored rows."""
@@ -118,18 +122,24 @@ class UncomputedLogits(Tensor):
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if func in _SCALE and not kwargs and isinstance(args[0], cls) and isinstance(args[1], int | float):
-            call = replace(args[0].call, logits_scale=args[0].call.logits_scale * args[1])
-            return cls(call, args[0]._compute)
-        # Megatron's acceptance metrics ask which token the MTP head would have chosen, after its loss.
-        if func in _MAX | _ARGMAX and isinstance(args[0], cls) and args[0].largest is not None:
-            return args[0]._local_max() if func in _MAX else args[0].largest[1]
-        args, kwargs = tree_map(lambda x: x._compute(x) if isinstance(x, cls) else x, (args, kwargs))
+        if args and isinstance(args[0], cls) and args[0].changed is None:
+            logits = args[0]
+            if func in _SCALE and not kwargs and isinstance(args[1], int | float):
+                return cls(replace(logits.call, logits_scale=logits.call.logits_scale * args[1]), logits._compute)
+            # Megatron's acceptance metrics ask which token the MTP head would have chosen, after its loss.
+            if func in _MAX | _ARGMAX and logits.largest is not None:
+                return logits._local_max() if func in _MAX else logits.largest[1]
+            if _changes_in_place(func.__name__):
+                logits.changed = logits._compute(logits)
+        args, kwargs = tree_map(lambda x: x._value() if isinstance(x, cls) else x, (args, kwargs))
         return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
         raise NotImplementedError(f"{func} reached logits that were not computed")
+
+    def _value(self) -> Tensor:
+        return self._compute(self) if self.changed is None else self.changed
 
     def _local_max(self) -> tuple[Tensor, Tensor]:
         """Value and local id of this shard's largest logit [s, b]; -inf where another shard has the largest."""
@@ -139,3 +149,7 @@ class UncomputedLogits(Tensor):
         local = argmax - self.call.tp_group.rank() * columns
         owned = (local >= 0) & (local < columns)
         return value.masked_fill(~owned, -torch.inf), local.masked_fill(~owned, 0)
+
+
+def _changes_in_place(name: str) -> bool:
+    return name in ("__setitem__", "register_hook", "retain_grad") or (name.endswith("_") and not name.endswith("__"))
