@@ -7,13 +7,14 @@ import torch
 
 pytest.importorskip("megatron.core")
 
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from torch import nn
 
-from megatron_lce import enable_fused_linear_ce
+from megatron_lce import capture_lm_head, enable_fused_linear_ce
 from scripts import megatron_runtime
 from tests import megatron_world
-from tests.megatron_world import BATCH, SEQUENCE, VOCAB_SIZE
+from tests.megatron_world import VOCAB_SIZE
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +37,7 @@ def enable(model, **settings):
     return enable_fused_linear_ce(model, backend="torch", **settings)
 
 
-NOT_IN_FORCE = ("it was removed, or a later call decided otherwise",)
+NOT_IN_FORCE = ("its methods are not in place: it was removed, replaced, or a capture is open",)
 
 
 def state(model):
@@ -66,7 +67,7 @@ def test_no_logits_are_made_in_forward_or_backward(model, device):
     with megatron_world.LogitsSpy() as spy:
         model(*tensors, labels=labels).sum().backward()
     assert spy.seen, "the spy must see Megatron's own logits"
-    enable(model, workspace_bytes=BATCH * SEQUENCE * VOCAB_SIZE * 4)
+    enable(model, workspace_bytes=megatron_world.SMALL_WORKSPACE)
     with megatron_world.LogitsSpy() as spy:
         model(*tensors, labels=labels).sum().backward()
     assert spy.seen == []
@@ -102,7 +103,7 @@ def test_gradients_of_logits_in_training_are_megatrons_and_said_so_once(untied, 
     tensors, _ = megatron_world.inputs(device)
     expected = megatron_world.gradients(untied, untied(*tensors).square().sum())
     enable(untied)
-    with pytest.warns(UserWarning, match="not used: the model was asked for logits with their gradient"):
+    with pytest.warns(UserWarning, match="not used: the logits were computed in training"):
         logits = untied(*tensors)
     actual = megatron_world.gradients(untied, logits.square().sum())
     assert all(torch.equal(actual[name], gradient) for name, gradient in expected.items())
@@ -122,6 +123,15 @@ def test_negative_labels_are_ignored_rows(untied, device):
         actual = megatron_world.gradients(untied, loss.sum())
         for name, gradient in expected.items():
             torch.testing.assert_close(actual[name], gradient, rtol=1e-5, atol=1e-6)
+
+
+def test_int32_labels_work_as_in_megatron(untied, device):
+    tensors, labels = megatron_world.inputs(device)
+    expected = untied(*tensors, labels=labels.int())
+    enable(untied)
+    torch.testing.assert_close(untied(*tensors, labels=labels.int()), expected)
+    with pytest.raises(TypeError, match=r"labels must be int64, got torch.float32"):
+        untied(*tensors, labels=labels.float())
 
 
 def test_vocab_size_leaves_padding_out(untied, device):
@@ -162,42 +172,6 @@ def test_the_flag_off_asks_nothing_of_the_model(untied):
         assert (off.enabled, off.reasons) == (False, ("use_fused_linear_ce is False",))
     assert not handle.enabled
     assert state(untied) == before
-
-
-def change_logits(model, change):
-    """Code of a user's between head and loss."""
-    forward = model.output_layer.forward
-
-    def changed(*arguments, **keywords):
-        logits, bias = forward(*arguments, **keywords)
-        replaced = change(logits)
-        return (replaced if isinstance(replaced, torch.Tensor) else logits), bias
-
-    model.output_layer.forward = changed
-
-
-HALVES = {
-    "out of place": lambda logits: torch.div(input=logits, other=2),
-    "div_": lambda logits: logits.div_(2.0),
-    "augmented": lambda logits: logits.__itruediv__(2),
-    "setitem": lambda logits: logits.__setitem__(..., logits / 2),
-    "hook": lambda logits: (logits.div_(4.0), logits.register_hook(lambda grad: 3 * grad), logits.mul_(2.0)),
-}
-
-
-@pytest.mark.parametrize("halve", HALVES)
-def test_a_change_between_head_and_loss_is_right_and_told(untied, device, halve):
-    tensors, labels = megatron_world.inputs(device)
-    change_logits(untied, HALVES[halve])
-    expected = untied(*tensors, labels=labels)
-    expected_gradients = megatron_world.gradients(untied, expected.sum())
-    del untied.output_layer.forward
-    enable(untied)
-    change_logits(untied, HALVES[halve])
-    with pytest.warns(UserWarning, match="enabled but was not used: the logits were computed before the loss"):
-        loss = untied(*tensors, labels=labels)
-    torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(megatron_world.gradients(untied, loss.sum()), expected_gradients)
 
 
 class LoraLinear(nn.Module):
@@ -270,6 +244,19 @@ def foreign_loss(model):
     model.compute_language_model_loss = lambda *_: None
 
 
+def patched_loss_of_every_model(model):
+    def smoothed(self, labels, logits):
+        return 0.0 * logits.sum()
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(LanguageModule, "compute_language_model_loss", smoothed)
+    return patch.undo
+
+
+def own_product(model):
+    model.output_layer._forward_impl = lambda **keywords: keywords["input"] @ keywords["weight"].T / 2
+
+
 def no_grad_reduce(model):
     model.output_layer.disable_grad_reduce = True
 
@@ -294,7 +281,7 @@ UNSUPPORTED = {
     bias: "output_layer has a bias",
     fp8_weight: "the head's weight is a Tensor of torch.float8_e4m3fn, not a plain fp32, bf16 or fp16",
     quantized_weight: "the head's weight is a QuantizedTensor of torch.float32, not a plain",
-    fsdp_weight: "the head's weight is managed by Megatron-FSDP",
+    fsdp_weight: "the head's weight is managed by FSDP",
     deferred_weight_gradient: "defer_embedding_wgrad_compute is set",
     config_logger: "config_logger_dir is set",
     output_hook: "output_layer has forward or backward hooks, which expect logits",
@@ -303,21 +290,27 @@ UNSUPPORTED = {
     no_grad_reduce: "output_layer has disable_grad_reduce set",
     generalized_tensor_parallel: "output_layer is sharded by generalized tensor parallelism",
     own_loss: "Smoothed has its own compute_language_model_loss",
+    patched_loss_of_every_model: "LanguageModule.compute_language_model_loss was replaced by another library",
+    own_product: "output_layer's _forward_impl was replaced",
 }
 
 
 @pytest.mark.parametrize(("change", "reason"), UNSUPPORTED.items(), ids=[change.__name__ for change in UNSUPPORTED])
 def test_what_cannot_be_fused_is_told(untied, change, reason):
-    change(untied)
+    undo = change(untied)
     before = state(untied)
-    with pytest.warns(UserWarning, match=f"fused linear cross-entropy is not used: {reason}") as told:
-        handle = enable(untied)
-    assert len(told) == 1
-    assert not handle.enabled
-    assert len(handle.reasons) == 1
-    assert state(untied) == before
-    with pytest.raises(ValueError, match=f"fused linear cross-entropy is not used: {reason}"):
-        enable(untied, on_unsupported="raise")
+    try:
+        with pytest.warns(UserWarning, match=f"fused linear cross-entropy is not used: {reason}") as told:
+            handle = enable(untied)
+        assert len(told) == 1
+        assert not handle.enabled
+        assert len(handle.reasons) == 1
+        assert state(untied) == before
+        with pytest.raises(ValueError, match=f"fused linear cross-entropy is not used: {reason}"):
+            enable(untied, on_unsupported="raise")
+    finally:
+        if undo is not None:
+            undo()
 
 
 def test_fallback_is_megatrons_own_path(untied, device):
@@ -369,6 +362,36 @@ def test_errors(untied):
     ):
         with pytest.raises((TypeError, ValueError), match=message):
             enable_fused_linear_ce(untied, **{option: value})
+
+
+def test_not_while_a_capture_is_open(untied):
+    handle = enable(untied)
+    with capture_lm_head(untied):
+        for change in (handle.remove, lambda: enable(untied), lambda: enable(untied, use_fused_linear_ce=False)):
+            with pytest.raises(RuntimeError, match="capture_lm_head is open on this model"):
+                change()
+    assert handle.enabled
+
+
+def test_a_head_wrapped_by_fsdp_after_enabling_is_megatrons_and_told(untied, device):
+    tensors, labels = megatron_world.inputs(device)
+    expected = untied(*tensors, labels=labels)
+    enable(untied)
+    untied.output_layer.weight.__fsdp_param__ = True
+    with pytest.warns(UserWarning, match="enabled but was not used: the head's weight is managed by FSDP"):
+        loss = untied(*tensors, labels=labels)
+    torch.testing.assert_close(loss, expected)
+
+
+def test_a_loss_replaced_after_enabling_leaves_nothing_behind(untied):
+    before = state(untied)
+    handle = enable(untied)
+    untied.compute_language_model_loss = own = lambda labels, logits: logits
+    assert (handle.enabled, handle.reasons) == (False, NOT_IN_FORCE)
+    handle.remove()
+    assert untied.compute_language_model_loss is own
+    del untied.compute_language_model_loss
+    assert state(untied) == before
 
 
 def test_a_fallback_tells_which_options_are_lost(untied):

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from torch import Tensor, nn
 
+from megatron_lce.integration.capture import CapturedHead
 from megatron_lce.integration.support import (
     NO_HEAD,
     find_language_model,
     head_reasons,
     loss_reasons,
+    managed_weight_reason,
     modules_of,
     warn_on_one_rank,
 )
@@ -41,16 +42,21 @@ class FusedLinearCE:
     def reasons(self) -> tuple[str, ...]:
         if self._fused is None or self.enabled:
             return self._reasons
-        return ("it was removed, or a later call decided otherwise",)
+        return ("its methods are not in place: it was removed, replaced, or a capture is open",)
 
     @property
     def enabled(self) -> bool:
-        return self._fused is not None and _installed(self._fused.language_model) is self._fused
+        return self._fused is not None and self._fused.is_in_place()
 
     def remove(self) -> None:
-        """Gives the model its own loss back. Nothing happens where this handle is not, or no longer, in force."""
-        if self._fused is not None and self.enabled:
-            _uninstall(self._fused.language_model)
+        """Gives the model its own loss back. Nothing happens where this handle is not, or no longer, in force.
+
+        Raises:
+            RuntimeError: a capture of the model is open.
+        """
+        if self._fused is not None:
+            for module in (self._fused.language_model, self._fused.head):
+                _uninstall(module, self._fused)
 
 
 def enable_fused_linear_ce(
@@ -88,6 +94,7 @@ def enable_fused_linear_ce(
         TypeError: `model` is nothing of Megatron's, or an option is of the wrong type.
         ValueError: `on_unsupported` is neither, an option is out of its range, `model` holds several heads, or the head
             is unsupported ("raise").
+        RuntimeError: a capture of the model is open.
     """
     if on_unsupported not in ("fallback", "raise"):
         raise ValueError(f"on_unsupported must be 'fallback' or 'raise', got {on_unsupported!r}")
@@ -114,8 +121,7 @@ def enable_fused_linear_ce(
         warn_on_one_rank(message + _not_applied(options))
         return FusedLinearCE(reasons)
     fused = _FusedLoss(language_model, options)
-    fused.head.forward = fused.forward
-    language_model.compute_language_model_loss = fused.compute_language_model_loss
+    fused.install()
     return FusedLinearCE((), fused)
 
 
@@ -128,6 +134,15 @@ class _FusedLoss:
         self._options = options
         self._warned: set[str] = set()
 
+    def install(self) -> None:
+        self.head.forward = self.forward
+        self.language_model.compute_language_model_loss = self.compute_language_model_loss
+
+    def is_in_place(self) -> bool:
+        return (
+            _owner(self.head, "forward") is self and _owner(self.language_model, "compute_language_model_loss") is self
+        )
+
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, Tensor | None]:
@@ -135,7 +150,11 @@ class _FusedLoss:
         head = self.head
         if runtime_gather_output:
             return type(head).forward(head, input_, weight, runtime_gather_output)
-        return UncomputedLogits(HeadCall.of(head, input_, weight), self._compute_logits), None
+        reason = managed_weight_reason(head, head.weight if weight is None else weight)
+        if reason is not None:  # FSDP was wrapped around the head since
+            self._warn_once(reason)
+            return type(head).forward(head, input_, weight, runtime_gather_output)
+        return UncomputedLogits.in_graph(HeadCall.of(head, input_, weight), self._compute_logits), None
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """In place of LanguageModule's, for the main loss and for MTP's: labels [b, s] to loss [b, s]."""
@@ -150,11 +169,9 @@ class _FusedLoss:
         return logits.compute_loss(labels, telemetry=telemetry, **self._options)
 
     def _compute_logits(self, logits: UncomputedLogits) -> Tensor:
-        if self.language_model.training and torch.is_grad_enabled():
-            self._warn_once("the model was asked for logits with their gradient: labels=None in training")
-        head, call = self.head, logits.call
-        computed, _ = type(head).forward(head, call.hidden, call.weight)
-        return computed if call.logits_scale == 1.0 else computed * call.logits_scale
+        if self.language_model.training and logits.requires_grad:
+            self._warn_once("the logits were computed in training, by labels=None or by code beside the loss")
+        return logits.call.logits()
 
     def _warn_once(self, reason: str) -> None:
         if reason not in self._warned:
@@ -168,14 +185,16 @@ def _not_applied(options: dict[str, Any]) -> str:
     return f"; not applied: {', '.join(lost)}" if lost else ""
 
 
-def _installed(module: nn.Module) -> _FusedLoss | None:
-    method = vars(module).get("compute_language_model_loss")
-    owner = getattr(method, "__self__", None)
-    return owner if isinstance(owner, _FusedLoss) else None
+def _owner(module: nn.Module, method: str) -> object:
+    """What a method belongs to that was put on this instance in place of its class's."""
+    return getattr(vars(module).get(method), "__self__", None)
 
 
-def _uninstall(module: nn.Module) -> None:
-    fused = _installed(module)
-    if fused is not None:
-        del module.compute_language_model_loss
-        del fused.head.forward
+def _uninstall(module: nn.Module, fused: _FusedLoss | None = None) -> None:
+    """Takes off the module what `fused`, or if None any `_FusedLoss`, put on it."""
+    for method in ("compute_language_model_loss", "forward"):
+        owner = _owner(module, method)
+        if isinstance(owner, CapturedHead):
+            raise RuntimeError("capture_lm_head is open on this model: enable and remove before or after it")
+        if isinstance(owner, _FusedLoss) and fused in (None, owner):
+            delattr(module, method)

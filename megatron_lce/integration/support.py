@@ -6,11 +6,12 @@ Everything here is read from configuration, types and shapes, which all ranks sh
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from megatron_lce.validation import DTYPES
 
@@ -67,11 +68,17 @@ def head_reasons(language_model: LanguageModule) -> tuple[str, ...]:
             f"output_layer is a {type(head).__name__}, not megatron-core's ColumnParallelLinear: an adapter, "
             "a critic's head or an fp8 head",
         )
+    vocab_size = getattr(language_model, "vocab_size", None)
     reasons = {
-        "output_layer.forward was replaced by another library": _replaced(head, "forward"),
+        "output_layer.forward was replaced by another library": (
+            _replaced(head, "forward") or _patched(ColumnParallelLinear.forward, ColumnParallelLinear)
+        ),
+        "output_layer's _forward_impl was replaced": (
+            "_forward_impl" in vars(head) or type(head)._forward_impl is not ColumnParallelLinear._forward_impl
+        ),
         "output_layer has forward or backward hooks, which expect logits": _has_output_hooks(head),
-        f"output_layer has {head.output_size} outputs, not the vocabulary's {language_model.vocab_size}: "
-        "a critic's or classifier's head": head.output_size != language_model.vocab_size,
+        f"output_layer has {head.output_size} outputs, not the vocabulary's {vocab_size}: "
+        "a critic's or classifier's head": head.output_size != vocab_size,
         "output_layer has a bias": head.bias is not None,
         "output_layer has disable_grad_reduce set": head.disable_grad_reduce,
         "output_layer is sharded by generalized tensor parallelism": getattr(head, "gtp_remat_size", 1) > 1,
@@ -96,6 +103,9 @@ def loss_reasons(language_model: LanguageModule) -> tuple[str, ...]:
         "compute_language_model_loss was replaced by another library": _replaced(
             language_model, "compute_language_model_loss"
         ),
+        "LanguageModule.compute_language_model_loss was replaced by another library": _patched(
+            LanguageModule.compute_language_model_loss, LanguageModule
+        ),
     }
     return tuple(reason for reason, holds in reasons.items() if holds)
 
@@ -103,12 +113,25 @@ def loss_reasons(language_model: LanguageModule) -> tuple[str, ...]:
 def _weight_reasons(language_model: LanguageModule) -> tuple[str, ...]:
     tied = language_model.share_embeddings_and_output_weights
     weight = language_model.shared_embedding_or_output_weight() if tied else language_model.output_layer.weight
-    if hasattr(weight, "__fsdp_param__"):
-        return ("the head's weight is managed by Megatron-FSDP, which frees it after the output layer's call",)
+    managed = managed_weight_reason(language_model.output_layer, weight)
+    if managed is not None:
+        return (managed,)
     if not isinstance(weight, Tensor) or type(weight.data) is not Tensor or weight.dtype not in DTYPES:
         kind = type(getattr(weight, "data", weight)).__name__
         return (f"the head's weight is a {kind} of {getattr(weight, 'dtype', None)}, not a plain fp32, bf16 or fp16",)
     return ()
+
+
+def managed_weight_reason(head: nn.Module, weight: Tensor | None) -> str | None:
+    """Why the weight is gone when the loss wants it; FSDP may be wrapped around a head that was supported before."""
+    if hasattr(weight, "__fsdp_param__") or isinstance(head, FSDPModule):
+        return "the head's weight is managed by FSDP, which frees it after the output layer's call"
+    return None
+
+
+def _patched(method: Callable, owner: type) -> bool:
+    """Whether another library put this method on Megatron's own class, for every model at once."""
+    return method.__module__ != owner.__module__ or hasattr(method, "__wrapped__")
 
 
 def _replaced(module: nn.Module, method: str) -> bool:

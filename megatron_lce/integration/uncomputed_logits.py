@@ -23,8 +23,15 @@ IGNORE_INDEX = -100
 _SCALE = {Tensor.mul, torch.mul}
 _MAX = {Tensor.max, torch.max}
 _ARGMAX = {Tensor.argmax, torch.argmax}
+_OF_LAST_DIMENSION = [((-1,), {}), ((), {"dim": -1})]
 # What asks about logits without needing them.
-_METADATA = {Tensor.size, Tensor.dim, *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device"))}
+_METADATA = {
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point),
+    *(
+        getattr(Tensor, name).__get__
+        for name in ("shape", "ndim", "dtype", "device", "requires_grad", "is_leaf", "is_cuda", "layout")
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -36,6 +43,7 @@ class HeadCall:
     tp_group: ProcessGroup
     sequence_parallel: bool
     weight_grad_sink: MainGradSink | None
+    head: ColumnParallelLinear
     logits_scale: float = 1.0
 
     @classmethod
@@ -48,6 +56,7 @@ class HeadCall:
             tp_group=head.tp_group,
             sequence_parallel=bool(head.sequence_parallel),
             weight_grad_sink=main_grad_sink(weight, head),
+            head=head,
         )
 
     @property
@@ -79,6 +88,11 @@ class HeadCall:
         )
         return output._replace(**{name: _swap(part) for name, part in output._asdict().items() if part is not None})
 
+    def logits(self) -> Tensor:
+        """[s, b, V/tp] as Megatron computes them."""
+        logits, _ = type(self.head).forward(self.head, self.hidden, self.weight)
+        return logits if self.logits_scale == 1.0 else logits * self.logits_scale
+
 
 def _swap(per_token: Tensor) -> Tensor:
     return per_token.transpose(0, 1).contiguous()
@@ -106,8 +120,15 @@ class UncomputedLogits(Tensor):
     def __init__(self, call: HeadCall, compute: Callable[[UncomputedLogits], Tensor]):
         self.call, self.largest, self.changed, self._compute = call, None, None, compute
 
+    @classmethod
+    def in_graph(cls, call: HeadCall, compute: Callable[[UncomputedLogits], Tensor]) -> UncomputedLogits:
+        """The same, as a result of hidden and weight: what computes with them without gradient still passes it on."""
+        return _HeadOutput.apply(call.hidden, call.weight, call, compute)
+
     def compute_loss(self, labels: Tensor, telemetry: bool, **options: Any) -> Tensor:
-        """Cross-entropy [b, s] of labels [b, s], fp32; negative labels are ignored rows."""
+        """Cross-entropy [b, s] of labels [b, s] of any integer dtype, fp32; negative labels are ignored rows."""
+        if not (labels.is_floating_point() or labels.is_complex()):
+            labels = labels.long()
         labels = labels.masked_fill(labels < 0, IGNORE_INDEX)
         out = self.call.linear_cross_entropy(
             labels, ignore_index=IGNORE_INDEX, entropy=False, telemetry=telemetry, **options
@@ -125,9 +146,10 @@ class UncomputedLogits(Tensor):
         if args and isinstance(args[0], cls) and args[0].changed is None:
             logits = args[0]
             if func in _SCALE and not kwargs and isinstance(args[1], int | float):
-                return cls(replace(logits.call, logits_scale=logits.call.logits_scale * args[1]), logits._compute)
+                call = replace(logits.call, logits_scale=logits.call.logits_scale * args[1])
+                return (cls.in_graph if logits.requires_grad else cls)(call, logits._compute)
             # Megatron's acceptance metrics ask which token the MTP head would have chosen, after its loss.
-            if func in _MAX | _ARGMAX and logits.largest is not None:
+            if logits.largest is not None and (args[1:], kwargs) in _OF_LAST_DIMENSION and func in _MAX | _ARGMAX:
                 return logits._local_max() if func in _MAX else logits.largest[1]
             if _changes_in_place(func.__name__):
                 logits.changed = logits._compute(logits)
@@ -136,7 +158,10 @@ class UncomputedLogits(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
-        raise NotImplementedError(f"{func} reached logits that were not computed")
+        """What comes past `__torch_function__`, from C++: below autograd, whose graph begins at `_HeadOutput`."""
+        with torch.no_grad():
+            args, kwargs = tree_map(lambda x: x._value() if isinstance(x, cls) else x, (args, kwargs or {}))
+        return func(*args, **kwargs)
 
     def _value(self) -> Tensor:
         return self._compute(self) if self.changed is None else self.changed
@@ -149,6 +174,34 @@ class UncomputedLogits(Tensor):
         local = argmax - self.call.tp_group.rank() * columns
         owned = (local >= 0) & (local < columns)
         return value.masked_fill(~owned, -torch.inf), local.masked_fill(~owned, 0)
+
+
+class _HeadOutput(torch.autograd.Function):
+    """Hidden and weight to uncomputed logits, whose gradient, where one arrives, is Megatron's own of this head.
+
+    It arrives from custom autograd functions, which compute with the logits without gradient: a vocab-parallel
+    cross-entropy, a gather, a reentrant checkpoint.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, call: HeadCall, compute: Callable[[UncomputedLogits], Tensor]
+    ) -> UncomputedLogits:
+        ctx.save_for_backward(hidden, weight)
+        ctx.call = call
+        return UncomputedLogits(call, compute)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_logits: Tensor):
+        hidden, weight = ctx.saved_tensors
+        with torch.enable_grad():
+            hidden = hidden.detach().requires_grad_(ctx.needs_input_grad[0])
+            # The weight itself, not a copy: Megatron adds to its main_grad.
+            logits = replace(ctx.call, hidden=hidden, weight=weight).logits()
+            inputs = [x for x, needed in zip((hidden, weight), ctx.needs_input_grad, strict=False) if needed]
+            gradients = iter(torch.autograd.grad(logits, inputs, grad_logits))
+        return *(next(gradients) if needed else None for needed in ctx.needs_input_grad[:2]), None, None
 
 
 def _changes_in_place(name: str) -> bool:

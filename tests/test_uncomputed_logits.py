@@ -1,0 +1,171 @@
+"""Code of a user's that meets an enabled model's logits: it must get their values and their gradients, and be told."""
+
+import warnings
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core")
+
+from megatron.core import tensor_parallel
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron_lce import enable_fused_linear_ce
+from scripts import megatron_runtime
+from tests import megatron_world
+
+TOLD = "fused linear cross-entropy is enabled but was not used: the logits were computed"
+
+
+@pytest.fixture(scope="module")
+def device():
+    with megatron_world.world() as device:
+        yield device
+
+
+@pytest.fixture(params=["untied", "tied"])
+def model(request, device):
+    return megatron_runtime.build_gpt(megatron_world.options(tied=request.param == "tied"), device=device)
+
+
+@pytest.fixture
+def untied(device):
+    return megatron_runtime.build_gpt(megatron_world.options(), device=device)
+
+
+def enable(model, **settings):
+    return enable_fused_linear_ce(model, backend="torch", **settings)
+
+
+def change_logits(model, change):
+    """Code of a user's between head and loss."""
+    forward = model.output_layer.forward
+
+    def changed(*arguments, **keywords):
+        logits, bias = forward(*arguments, **keywords)
+        replaced = change(logits)
+        return (replaced if isinstance(replaced, torch.Tensor) else logits), bias
+
+    model.output_layer.forward = changed
+
+
+HALVES = {
+    "out of place": lambda logits: torch.div(input=logits, other=2),
+    "div_": lambda logits: logits.div_(2.0),
+    "augmented": lambda logits: logits.__itruediv__(2),
+    "setitem": lambda logits: logits.__setitem__(..., logits / 2),
+    "hook": lambda logits: (logits.div_(4.0), logits.register_hook(lambda grad: 3 * grad), logits.mul_(2.0)),
+}
+
+
+@pytest.mark.parametrize("halve", HALVES)
+def test_a_change_between_head_and_loss_is_right_and_told(untied, device, halve):
+    tensors, labels = megatron_world.inputs(device)
+    change_logits(untied, HALVES[halve])
+    expected = untied(*tensors, labels=labels)
+    expected_gradients = megatron_world.gradients(untied, expected.sum())
+    del untied.output_layer.forward
+    enable(untied)
+    change_logits(untied, HALVES[halve])
+    with pytest.warns(UserWarning, match=TOLD):
+        loss = untied(*tensors, labels=labels)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(megatron_world.gradients(untied, loss.sum()), expected_gradients)
+
+
+def cross_entropy(logits, labels):
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.T.flatten(), reduction="none").view_as(labels.T)
+
+
+# What takes logits past `__torch_function__`: a custom autograd function computes without gradient.
+LOSSES = {
+    "vocab-parallel": lambda labels, logits: tensor_parallel.vocab_parallel_cross_entropy(
+        logits, labels.T.contiguous()
+    ),
+    "gathered": lambda labels, logits: cross_entropy(
+        tensor_parallel.gather_from_tensor_model_parallel_region(logits), labels
+    ),
+    "checkpointed": lambda labels, logits: checkpoint(cross_entropy, logits, labels, use_reentrant=True),
+    "recomputed": lambda labels, logits: checkpoint(cross_entropy, logits, labels, use_reentrant=False),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_loss_of_ones_own_gets_every_gradient_and_is_told(model, device, loss, frozen):
+    tensors, labels = megatron_world.inputs(device)
+    if frozen and model.output_layer.weight is not None:
+        model.output_layer.weight.requires_grad_(False)
+    model.compute_language_model_loss = LOSSES[loss]
+    expected = model(*tensors, labels=labels)
+    expected_gradients = megatron_world.gradients(model, expected.sum())
+    del model.compute_language_model_loss
+    enable(model)
+    model.compute_language_model_loss = LOSSES[loss]
+    with pytest.warns(UserWarning, match=TOLD):
+        actual = model(*tensors, labels=labels)
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(megatron_world.gradients(model, actual.sum()), expected_gradients)
+
+
+@pytest.mark.parametrize("hook", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_a_backward_hook_put_on_an_enabled_head_sees_the_gradient_of_logits(untied, device, hook):
+    tensors, labels = megatron_world.inputs(device)
+    untied.compute_language_model_loss = LOSSES["gathered"]  # Megatron's own changes logits in place: no hook bears it
+    expected_gradients = megatron_world.gradients(untied, untied(*tensors, labels=labels).sum())
+    del untied.compute_language_model_loss
+    enable(untied)
+    untied.compute_language_model_loss = LOSSES["gathered"]
+    seen = []
+    getattr(untied.output_layer, hook)(lambda module, *gradients: seen.append(gradients[-1][0]))
+    with pytest.warns(UserWarning, match=TOLD):
+        loss = untied(*tensors, labels=labels)
+    torch.testing.assert_close(megatron_world.gradients(untied, loss.sum()), expected_gradients)
+    assert seen[0].shape == (megatron_world.SEQUENCE, megatron_world.BATCH, megatron_world.VOCAB_SIZE)
+
+
+def test_flops_can_be_counted(untied, device):
+    tensors, labels = megatron_world.inputs(device)
+    expected_gradients = megatron_world.gradients(untied, untied(*tensors, labels=labels).sum())
+    enable(untied)
+    with warnings.catch_warnings(), FlopCounterMode(untied, display=False):
+        warnings.simplefilter("ignore", UserWarning)
+        gradients = megatron_world.gradients(untied, untied(*tensors, labels=labels).sum())
+    torch.testing.assert_close(gradients, expected_gradients)
+
+
+def test_what_a_tensor_is_can_be_asked_without_computing_it(untied, device):
+    tensors, labels = megatron_world.inputs(device)
+    enable(untied, workspace_bytes=megatron_world.SMALL_WORKSPACE)
+    asked = []
+    properties = ("shape", "ndim", "dtype", "device", "requires_grad", "is_leaf", "is_cuda", "layout")
+    methods = ("size", "dim", "numel", "is_floating_point")
+
+    def ask(module, args, output):
+        logits = output[0]
+        asked.append([getattr(logits, name) for name in properties] + [getattr(logits, name)() for name in methods])
+
+    model_hook = nn.modules.module.register_module_forward_hook(
+        lambda module, args, output: ask(module, args, output) if module is untied.output_layer else None
+    )
+    try:
+        with megatron_world.LogitsSpy() as spy:
+            untied(*tensors, labels=labels).sum().backward()
+    finally:
+        model_hook.remove()
+    assert spy.seen == []
+    size = torch.Size((megatron_world.SEQUENCE, megatron_world.BATCH, megatron_world.VOCAB_SIZE))
+    kind = [torch.float32, device, True, False, device.type == "cuda", torch.strided]
+    assert asked == [[size, 3, *kind, size, 3, size.numel(), True]]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_without_gradient_the_logits_need_none(untied, device, training):
+    tensors, labels = megatron_world.inputs(device)
+    untied.train(training)
+    enable(untied)
+    untied.compute_language_model_loss = LOSSES["vocab-parallel"]
+    with torch.no_grad():
+        assert not untied(*tensors, labels=labels).requires_grad
