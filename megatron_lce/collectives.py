@@ -1,6 +1,6 @@
 """The only torch.distributed calls. Every rank of the group makes the same ones in the same order."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -25,6 +25,13 @@ def group_size(group: ProcessGroup | None) -> int:
 
 def group_rank(group: ProcessGroup | None) -> int:
     return 0 if group is None else dist.get_rank(group)
+
+
+def gather_objects(value: Any, group: ProcessGroup) -> list[Any]:
+    """A small picklable value of each rank, ranks in order. Synchronises: not for the hot path."""
+    gathered = [None] * group_size(group)
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered
 
 
 def stack_over_group(tensor: Tensor, group: ProcessGroup) -> Tensor:

@@ -147,6 +147,39 @@ def test_mtp_losses_are_made_and_the_main_one_is_not(device):
         assert error < 1e-5, f"{name}: {error}"
 
 
+def test_mtp_is_counted_anew_after_an_exception(device):
+    model = megatron_runtime.build_gpt(megatron_world.options(mtp_layers=2), device=device)
+    tensors, labels = megatron_world.inputs(device)
+    with capture_lm_head(model) as head:
+        compute_loss = model.compute_language_model_loss
+        model.compute_language_model_loss = lambda labels, logits: compute_loss(labels, logits) / len(heads.pop())
+        heads = [["first"]]
+        with pytest.raises(IndexError):  # between two heads
+            model(*tensors, labels=labels)
+        model.compute_language_model_loss = compute_loss
+        returned = model(*tensors, labels=labels)
+    assert returned.numel() == 0
+    assert head.linear_cross_entropy(labels, backend="torch").logprobs.shape == labels.shape
+
+
+def test_hidden_without_its_graph_is_not_trained_on_silently(model, device):
+    tensors, labels = megatron_world.inputs(device)
+    with torch.no_grad(), capture_lm_head(model) as head:
+        model(*tensors)
+    with pytest.raises(RuntimeError, match="captured without gradient"):
+        head.linear_cross_entropy(labels, backend="torch")
+    with torch.no_grad():
+        assert head.linear_cross_entropy(labels, backend="torch").logprobs.shape == labels.shape
+
+
+def test_captures_are_closed_in_reverse_order(model):
+    first, second = capture_lm_head(model), capture_lm_head(model)
+    first.__enter__()
+    second.__enter__()
+    with pytest.raises(RuntimeError, match="another capture of this model is open"):
+        first.__exit__(None, None, None)
+
+
 def test_a_stage_without_a_head(device):
     config = megatron_runtime.transformer_config(megatron_world.options())
     stage = GPTModel(

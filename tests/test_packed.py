@@ -118,6 +118,14 @@ def test_packed_sequences_are_cut_one_by_one(chunks, cp_size):
         assert torch.equal(shard, torch.cat(pieces, dim=1))
 
 
+def test_what_is_behind_the_last_bound_is_cut_as_a_sequence_of_its_own():
+    tensor = torch.arange(24)[None]
+    for rank in range(2):
+        shard = context_parallel_shard(tensor, 2, rank, cu_seqlens_padded=torch.tensor([0, 4, 12]))
+        whole = context_parallel_shard(tensor, 2, rank, cu_seqlens_padded=torch.tensor([0, 4, 12, 24]))
+        assert torch.equal(shard, whole)
+
+
 def test_labels_are_shifted_before_they_are_cut(backend, device):
     """Rank by rank, logprobs of the tokens it has; together those of the whole batch."""
     lengths, cp_size = [8, 16], 2

@@ -209,6 +209,18 @@ def check_fallback(case: cases.Case, device: torch.device, report: harness.Repor
     report.check(f"{case.name}: fallback, one warning", warned == 1, f"{warned} on {len(everywhere)} ranks")
 
 
+def check_fallback_of_one_rank(case: cases.Case, device: torch.device, report: harness.Report) -> None:
+    """A reason that holds on one rank only, such as a hook that logs, is everybody's."""
+    chunks = cases.build(case, device)
+    if parallel_state.get_tensor_model_parallel_rank() == 0:
+        find_language_model(chunks).output_layer.register_forward_hook(lambda module, args, output: None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        handle = enable_fused_linear_ce(chunks)
+    expected = ("output_layer has forward or backward hooks, which expect logits",)
+    report.check(f"{case.name}: fallback of one rank", handle.reasons == expected, str(handle.reasons))
+
+
 def checks(combinations: str) -> list[tuple[Callable, cases.Case]]:
     training = cases.all_combinations() if combinations == "all" else cases.pairwise_combinations()
     plain = [cases.Case(), cases.Case(tied=True, sequence_parallel=True)]
@@ -219,6 +231,7 @@ def checks(combinations: str) -> list[tuple[Callable, cases.Case]]:
         (check_bf16, [cases.in_bf16(case) for case in training]),
         (check_capture, plain),
         (check_logits, plain),
+        (check_fallback_of_one_rank, [cases.Case()]),
         (check_fallback, [cases.Case(), cases.Case(pipeline=True)]),
     )
     return [(check, case) for check, chosen in groups for case in chosen]

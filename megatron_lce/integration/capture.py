@@ -6,8 +6,10 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.utils.hooks import RemovableHandle
 
 from megatron_lce.integration.support import NO_HEAD, find_language_model, head_reasons
 from megatron_lce.integration.uncomputed_logits import HeadCall, UncomputedLogits
@@ -27,7 +29,8 @@ class CapturedHead:
     def __init__(self, language_model: LanguageModule | None):
         self._language_model = language_model
         self._call: HeadCall | None = None
-        self._mtp_losses_left = self._mtp_layers()
+        self._with_gradient = False
+        self._start_pass()
 
     @property
     def hidden(self) -> Tensor | None:
@@ -63,7 +66,8 @@ class CapturedHead:
             is given.
 
         Raises:
-            RuntimeError: this stage has no head, or no forward pass has reached it.
+            RuntimeError: this stage has no head, or no forward pass has reached it, or the pass kept no graph (under
+                no_grad, or inside a reentrant checkpoint) and gradients are on now.
             TypeError, ValueError: as `megatron_lce.linear_cross_entropy`.
         """
         fixed = {"tp_group", "sequence_parallel", "vocab_start", "reduce_grad_hidden"} & keywords.keys()
@@ -72,7 +76,15 @@ class CapturedHead:
         if self._call is None:
             reason = NO_HEAD if self._language_model is None else "no forward pass has reached the head"
             raise RuntimeError(f"nothing was captured: {reason}")
+        if torch.is_grad_enabled() and not self._with_gradient and self._call.weight.requires_grad:
+            raise RuntimeError(
+                "hidden was captured without gradient, under no_grad or inside a reentrant checkpoint: only the head "
+                "would be trained; capture with gradient, or call linear_cross_entropy under no_grad too"
+            )
         return self._call.linear_cross_entropy(labels, temperature, **keywords)
+
+    def _start_pass(self, *_: Any) -> None:
+        self._mtp_losses_left = self._mtp_layers()
 
     def _forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
@@ -80,6 +92,7 @@ class CapturedHead:
         """In place of ColumnParallelLinear.forward."""
         assert self._language_model is not None
         self._call = HeadCall.of(self._language_model.output_layer, input_, weight)
+        self._with_gradient = torch.is_grad_enabled()
         return UncomputedLogits(self._call, self._capture), None
 
     def _compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
@@ -94,7 +107,7 @@ class CapturedHead:
     def _capture(self, logits: UncomputedLogits) -> Tensor:
         """The main head's logits are wanted: note what they are made of and give [s, b, 0], which is no memory."""
         self._call = logits.call
-        self._mtp_losses_left = self._mtp_layers()
+        self._start_pass()
         batch, sequence = logits.call.tokens
         return logits.call.hidden.new_empty((sequence, batch, 0))
 
@@ -131,10 +144,19 @@ def capture_lm_head(model: nn.Module | Sequence[nn.Module]) -> Iterator[Captured
     if reasons:
         raise ValueError(f"the LM head cannot be captured: {'; '.join(reasons)}")
     with (
+        _removed(language_model.register_forward_pre_hook(head._start_pass)),
         _instance_attribute(language_model.output_layer, "forward", head._forward),
         _instance_attribute(language_model, "compute_language_model_loss", head._compute_language_model_loss),
     ):
         yield head
+
+
+@contextlib.contextmanager
+def _removed(hook: RemovableHandle) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 @contextlib.contextmanager
@@ -145,6 +167,8 @@ def _instance_attribute(module: nn.Module, name: str, value: object) -> Iterator
     try:
         yield
     finally:
+        if vars(module).get(name) is not value:
+            raise RuntimeError("another capture of this model is open: close it first")
         if before is absent:
             delattr(module, name)
         else:

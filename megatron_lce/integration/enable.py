@@ -15,6 +15,7 @@ from megatron_lce.integration.support import (
     loss_reasons,
     managed_weight_reason,
     modules_of,
+    reasons_of_group,
     warn_on_one_rank,
 )
 from megatron_lce.integration.uncomputed_logits import HeadCall, UncomputedLogits
@@ -88,7 +89,8 @@ def enable_fused_linear_ce(
             head that is left to Megatron has neither, which the warning says.
 
     Returns:
-        A handle: `enabled`, `reasons`, `remove()`. The decision is made here, once, from what all ranks share.
+        A handle: `enabled`, `reasons`, `remove()`. The decision is made here, once, and together: all ranks of the
+        head's tensor-parallel group must make this call.
 
     Raises:
         TypeError: `model` is nothing of Megatron's, or an option is of the wrong type.
@@ -113,7 +115,7 @@ def enable_fused_linear_ce(
     language_model = find_language_model(model)
     if language_model is None:
         return FusedLinearCE((NO_HEAD,))
-    reasons = (*head_reasons(language_model), *loss_reasons(language_model))
+    reasons = reasons_of_group(language_model, (*head_reasons(language_model), *loss_reasons(language_model)))
     if reasons:
         message = f"fused linear cross-entropy is not used: {'; '.join(reasons)}"
         if on_unsupported == "raise":

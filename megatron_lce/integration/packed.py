@@ -71,8 +71,8 @@ def context_parallel_shard(
     Args:
         tensor: tokens, labels, masks, positions or outputs, sequences along dimension 1.
         cp_size, cp_rank: of the context-parallel group.
-        cu_seqlens_padded: bounds of packed sequences, the last being `total`, each length a multiple of `2 cp_size`;
-            `None`: a row is one sequence.
+        cu_seqlens_padded: bounds of packed sequences, each length a multiple of `2 cp_size`; what is behind the last
+            one is cut as a sequence of its own. `None`: a row is one sequence.
     """
     chunks = 2 * cp_size
     if not 0 <= cp_rank < cp_size:
@@ -83,7 +83,7 @@ def context_parallel_shard(
         bounds = torch.tensor([0, tensor.shape[1]], device=tensor.device)
     else:
         _check_packed(tensor, cu_seqlens_padded, None)
-        bounds = cu_seqlens_padded
+        bounds = torch.cat([cu_seqlens_padded, cu_seqlens_padded.new_full((1,), tensor.shape[1])])
     local = torch.arange(tensor.shape[1] // cp_size, device=tensor.device)
     sequence = _sequence_of(local, bounds // cp_size)
     start, chunk = bounds[sequence], bounds.diff()[sequence] // chunks

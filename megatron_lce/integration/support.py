@@ -1,6 +1,7 @@
 """Which Megatron heads can be captured and fused, and the reasons why others cannot.
 
-Everything here is read from configuration, types and shapes, which all ranks share, so all ranks decide alike.
+Everything here is read from configuration, types and shapes, which all ranks share, and from hooks and patches, which
+they may not: `reasons_of_group` makes them decide alike.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from megatron_lce import collectives
 from megatron_lce.validation import DTYPES
 
 if TYPE_CHECKING:
@@ -108,6 +110,14 @@ def loss_reasons(language_model: LanguageModule) -> tuple[str, ...]:
         ),
     }
     return tuple(reason for reason, holds in reasons.items() if holds)
+
+
+def reasons_of_group(language_model: LanguageModule, reasons: tuple[str, ...]) -> tuple[str, ...]:
+    """The reasons of every rank that shares the head: a hook, say, may be on one of them only."""
+    group = getattr(language_model.output_layer, "tp_group", None)  # another class of head is so on every rank
+    if group is None or group.size() == 1:
+        return reasons
+    return tuple(dict.fromkeys(reason for of_rank in collectives.gather_objects(reasons, group) for reason in of_rank))
 
 
 def _weight_reasons(language_model: LanguageModule) -> tuple[str, ...]:
