@@ -1,16 +1,18 @@
-# `make demo` and `make test` need Python 3.11+ and nothing else; everything goes into $(VENV).
+# `make demo` and `make test` need Python 3.11+ and nothing else; everything goes into $(VENV), in the versions of
+# constraints.txt. `make CONSTRAINTS= demo` lets pip choose them, for a GPU's torch.
 PYTHON ?= python3
 VENV ?= .venv
+CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: demo demo-distill test lint bench test-matrix clean
 
-$(INSTALLED): setup.py pyproject.toml constraints.txt
+$(INSTALLED): setup.py pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else f"Python 3.11 or newer is needed, this is {sys.version}")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) --editable ".[dev]"
 	touch $@
 
 demo: $(INSTALLED)

@@ -1,6 +1,7 @@
 """The JSON document that a benchmark's measurements go into, one by one."""
 
 import contextlib
+import hashlib
 import importlib.metadata
 import json
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+import megatron_lce
 from benchmark import report
 from benchmark.measure import Timed
 
@@ -109,6 +111,15 @@ class Results:
         return loaded[0] if loaded else None
 
 
+def source_digest() -> str:
+    """Of the package's source files, so that results can be told to be of the same code, or of the code at hand."""
+    digest = hashlib.sha256()
+    package = Path(megatron_lce.__file__).parent
+    for path in sorted(package.rglob("*.py")):
+        digest.update(path.relative_to(package).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
 def environment(device: torch.device) -> dict:
     """Where and with what the numbers were taken."""
     versions = {}
@@ -120,5 +131,6 @@ def environment(device: torch.device) -> dict:
         "cuda": torch.version.cuda,
         "python": sys.version.split()[0],
         "versions": versions,
+        "megatron_lce_source": source_digest(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }

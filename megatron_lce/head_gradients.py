@@ -34,7 +34,7 @@ def head_gradients(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Both gradients, slab by slab. The sum over the group runs under the last product of the weight's gradient.
 
-    `slabs(hidden, bytes_per_column)` yields the gradient of every logit: of the gathered hidden, which is waited for
+    `slabs(hidden, bytes_per_column)` yields the gradient of every product: of the gathered hidden, which is waited for
     where it is first read, and where a slab's column takes that many bytes of the workspace if its tokens come in
     several blocks.
     """

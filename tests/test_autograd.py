@@ -1,11 +1,14 @@
 """The autograd function: upstream gradients, what is computed for whom, and which bits depend on what."""
 
+import contextlib
+
 import pytest
 import torch
 
 import megatron_lce
-from megatron_lce import torch_backend
+from megatron_lce import head_gradients, torch_backend
 from megatron_lce.head_gradients import computed_slabs
+from megatron_lce.products import product
 from tests.oracle import Upstream, oracle, relative_error
 from tests.problems import Problem, make_problem
 
@@ -158,6 +161,33 @@ def test_reduced_fp32_precision_changes_nothing(precision, backend, device):
     finally:
         torch.set_float32_matmul_precision(before)
     assert all_equal(plain, reduced)
+
+
+def test_products_are_in_full_fp32_and_the_settings_are_put_back(backend, device, monkeypatch):
+    """On a CPU a reduced precision may change no bit; so the settings are looked at."""
+    settings = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    problem = make_problem(5, 8, 24, device)
+    seen = []
+
+    def spy(*arguments, **keywords):
+        seen.append([setting.fp32_precision for setting in settings])
+        if interrupt:
+            raise KeyboardInterrupt
+        product(*arguments, **keywords)
+
+    monkeypatch.setattr(head_gradients, "product", spy)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        reduced = [setting.fp32_precision for setting in settings]
+        for interrupt in (False, True):
+            with pytest.raises(KeyboardInterrupt) if interrupt else contextlib.nullcontext():
+                problem.run(backend)
+            assert [setting.fp32_precision for setting in settings] == reduced
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert "ieee" not in reduced
+    assert seen == [["ieee", "ieee"]] * 3  # hidden's and weight's gradient, and the one that was interrupted
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)

@@ -2,13 +2,39 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import megatron_lce
 from tests.oracle import Upstream, oracle, relative_error
 from tests.problems import make_problem
 
 BF16, FP16 = torch.bfloat16, torch.float16
-CACHE_BYTES = [1, 100 * 256 * 3, 2 * 100 * 256 * 3, 2**30]  # columns kept: none, one tile, two, all
+CACHE_BYTES = [1, 100 * (256 * 2 + 4), 2 * 100 * (256 * 2 + 4), 2**30]
+COLUMNS_KEPT = [0, 256, 512, 600]  # of 100 tokens and 600 columns: none, one tile, two, all
+
+
+@pytest.mark.parametrize(("logits_cache_bytes", "columns"), zip(CACHE_BYTES, COLUMNS_KEPT, strict=True))
+def test_a_cache_of_that_many_bytes_is_used(logits_cache_bytes, columns, device, monkeypatch):
+    kernels = pytest.importorskip("megatron_lce.kernels.backend")
+    allocated = []
+    allocate = kernels.LogitsCache.allocate
+    spy = lambda tokens, columns, hidden: allocated.append(columns) or allocate(tokens, columns, hidden)  # noqa: E731
+    monkeypatch.setattr(kernels.LogitsCache, "allocate", spy)
+    make_problem(100, 24, 600, device, BF16).run("triton", logits_cache_bytes=logits_cache_bytes)
+    assert allocated == ([columns] if columns else [])
+
+
+@given(st.integers(1, 3000), st.integers(1, 3000), st.integers(0, 2**24))
+def test_a_cache_takes_no_more_than_it_may(num_tokens, num_columns, logits_cache_bytes):
+    kernels = pytest.importorskip("megatron_lce.kernels.backend")
+    hidden = torch.empty(0, dtype=BF16)
+    columns = kernels.cache_columns(num_tokens, num_columns, hidden, logits_cache_bytes)
+    assert 0 <= columns <= num_columns
+    if columns:
+        cache = kernels.LogitsCache.allocate(num_tokens, columns, hidden)
+        storages = (cache.exp.untyped_storage(), cache.tile_max.untyped_storage())
+        assert sum(storage.nbytes() for storage in storages) <= logits_cache_bytes
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)

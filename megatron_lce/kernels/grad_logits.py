@@ -1,4 +1,7 @@
-"""Second primitive: the gradient of one slab of logits, in hidden's dtype; recomputed, or from kept exponentials."""
+"""Second primitive: the gradient of one slab of logits, in hidden's dtype; recomputed, or from kept exponentials.
+
+Of the raw logits, the products hidden @ weight.T: scale, softcap and temperature are in the row terms and the kernels.
+"""
 
 import triton
 import triton.language as tl
@@ -118,7 +121,7 @@ def _grad_logits_kernel(
     BLOCK_H: tl.constexpr,
     GROUP_N: tl.constexpr,
 ):
-    """p (p_term - entropy_term log2 p) + 1[label] label_term, for each tile of logits."""
+    """p (p_term - entropy_term log2 p) + 1[label] label_term, for each tile; times a softcap's slope 1 - tanh^2."""
     num_row_blocks = tl.cdiv(N, BLOCK_N)
     num_column_tiles = tl.cdiv(C, BLOCK_V)
     for tile in tl.range(tl.program_id(0), num_row_blocks * num_column_tiles, tl.num_programs(0), flatten=True):

@@ -13,7 +13,7 @@ def merge_kl_stats(parts: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def sum_parts(parts: Tensor, out: Tensor | None = None) -> Tensor:
-    """[S, 2, N] -> [2, N], each token's sum in an order of its own."""
+    """[S, 2, N] -> [2, N], a token's sum in one order, whatever the other tokens."""
     return _launch(_sum_parts_kernel, parts, out)
 
 
