@@ -28,7 +28,7 @@ from benchmark.results import Results
 from benchmark.run import DTYPES
 from benchmark.shapes import Inputs, Shape, make_inputs
 
-TURN_MS = 150  # what a round of the three products takes: in a short one a GPU that has just waited is at higher clocks
+TURN_MS = 400  # of a round of the three products: in a short one a GPU that has just waited is at higher clocks
 SHORT_US = 10  # kernels that the printed profile leaves out
 
 
