@@ -148,7 +148,8 @@ def test_mtp_losses_are_made_and_the_main_one_is_not(device):
 
 
 def test_mtp_is_counted_anew_after_an_exception(device):
-    model = megatron_runtime.build_gpt(megatron_world.options(mtp_layers=2), device=device)
+    options = megatron_world.options(mtp_layers=2, config={"mtp_loss_scaling_factor": 0.1})
+    model = megatron_runtime.build_gpt(options, device=device)
     tensors, labels = megatron_world.inputs(device)
     with capture_lm_head(model) as head:
         compute_loss = model.compute_language_model_loss
