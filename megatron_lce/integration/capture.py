@@ -63,11 +63,11 @@ class CapturedHead:
 
         Returns:
             fp32 outputs [b, s]. Padded columns of the vocabulary count, as they do in Megatron, unless `vocab_size`
-            is given.
+            is given. Where the forward pass kept no graph, under no_grad or inside a reentrant checkpoint, the outputs
+            have none.
 
         Raises:
-            RuntimeError: this stage has no head, or no forward pass has reached it, or the pass kept no graph (under
-                no_grad, or inside a reentrant checkpoint) and gradients are on now.
+            RuntimeError: this stage has no head, or no forward pass has reached it.
             TypeError, ValueError: as `megatron_lce.linear_cross_entropy`.
         """
         fixed = {"tp_group", "sequence_parallel", "vocab_start", "reduce_grad_hidden"} & keywords.keys()
@@ -76,12 +76,9 @@ class CapturedHead:
         if self._call is None:
             reason = NO_HEAD if self._language_model is None else "no forward pass has reached the head"
             raise RuntimeError(f"nothing was captured: {reason}")
-        if torch.is_grad_enabled() and not self._with_gradient and self._call.weight.requires_grad:
-            raise RuntimeError(
-                "hidden was captured without gradient, under no_grad or inside a reentrant checkpoint: only the head "
-                "would be trained; capture with gradient, or call linear_cross_entropy under no_grad too"
-            )
-        return self._call.linear_cross_entropy(labels, temperature, **keywords)
+        # A hidden without its graph would train the head alone, silently.
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self._with_gradient):
+            return self._call.linear_cross_entropy(labels, temperature, **keywords)
 
     def _start_pass(self, *_: Any) -> None:
         self._mtp_losses_left = self._mtp_layers()
