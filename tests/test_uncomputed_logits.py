@@ -169,3 +169,42 @@ def test_without_gradient_the_logits_need_none(untied, device, training):
     untied.compute_language_model_loss = LOSSES["vocab-parallel"]
     with torch.no_grad():
         assert not untied(*tensors, labels=labels).requires_grad
+
+
+QUESTIONS = {
+    "max(dim=-1)": lambda logits: logits.max(dim=-1),
+    "max(-1)": lambda logits: torch.max(logits, -1),
+    "max(0)": lambda logits: logits.max(0),
+    "max()": lambda logits: (logits.max(),),
+    "max with another": lambda logits: (torch.max(logits, torch.zeros_like(logits)),),
+    "max(other=)": lambda logits: (torch.max(logits, other=logits.new_zeros(())),),
+    "argmax(-1)": lambda logits: (logits.argmax(-1),),
+    "argmax()": lambda logits: (logits.argmax(),),
+    "argmax(-1, keepdim)": lambda logits: (logits.argmax(-1, keepdim=True),),
+    "difference": lambda logits: (logits - torch.ones_like(logits),),
+}
+
+
+@pytest.mark.filterwarnings("ignore:fused linear cross-entropy is enabled")
+def test_mtp_logits_answer_any_question_after_their_loss(device):
+    """Megatron's acceptance metrics get the largest logit from the loss; other questions must not get it instead."""
+    options = megatron_world.options(mtp_layers=1, config={"mtp_loss_scaling_factor": 0.1})
+    model = megatron_runtime.build_gpt(options, device=device)
+    tensors, labels = megatron_world.inputs(device)
+    enable(model)
+    fused_loss, asked = model.compute_language_model_loss, []
+
+    def ask(labels, logits):
+        loss = fused_loss(labels, logits)
+        expected = logits.clone()
+        for name, question in QUESTIONS.items():
+            for answer, wanted in zip(question(logits), question(expected), strict=True):
+                torch.testing.assert_close(
+                    answer, wanted, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: name + text
+                )
+            asked.append(name)
+        return loss
+
+    model.compute_language_model_loss = ask
+    model(*tensors, labels=labels)
+    assert len(asked) == 2 * len(QUESTIONS)  # MTP's head and the main one

@@ -23,7 +23,6 @@ IGNORE_INDEX = -100
 _SCALE = {Tensor.mul, torch.mul}
 _MAX = {Tensor.max, torch.max}
 _ARGMAX = {Tensor.argmax, torch.argmax}
-_OF_LAST_DIMENSION = [((-1,), {}), ((), {"dim": -1})]
 # What asks about logits without needing them.
 _METADATA = {
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point),
@@ -149,7 +148,7 @@ class UncomputedLogits(Tensor):
                 call = replace(logits.call, logits_scale=logits.call.logits_scale * args[1])
                 return (cls.in_graph if logits.requires_grad else cls)(call, logits._compute)
             # Megatron's acceptance metrics ask which token the MTP head would have chosen, after its loss.
-            if logits.largest is not None and (args[1:], kwargs) in _OF_LAST_DIMENSION and func in _MAX | _ARGMAX:
+            if logits.largest is not None and func in _MAX | _ARGMAX and _over_last_dimension(*args[1:], **kwargs):
                 return logits._local_max() if func in _MAX else logits.largest[1]
             if _changes_in_place(func.__name__):
                 logits.changed = logits._compute(logits)
@@ -202,6 +201,11 @@ class _HeadOutput(torch.autograd.Function):
             inputs = [x for x, needed in zip((hidden, weight), ctx.needs_input_grad, strict=False) if needed]
             gradients = iter(torch.autograd.grad(logits, inputs, grad_logits))
         return *(next(gradients) if needed else None for needed in ctx.needs_input_grad[:2]), None, None
+
+
+def _over_last_dimension(*args: Any, **kwargs: Any) -> bool:
+    dimensions = (*args, *kwargs.values()) if kwargs.keys() <= {"dim"} else ()
+    return len(dimensions) == 1 and isinstance(dimensions[0], int) and dimensions[0] == -1
 
 
 def _changes_in_place(name: str) -> bool:
