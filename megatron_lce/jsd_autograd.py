@@ -25,7 +25,7 @@ class _LinearJsd(torch.autograd.Function):
     student hidden  replicated, or sharded along the sequence  -> its gradient is summed over the group
     student weight  this rank's shard                          -> its gradient is complete on this rank
     teacher         as the student's                           -> no gradient
-    Saves 7 floats a token; backward recomputes both heads' logits slab by slab.
+    Keeps at most 12 floats a token alive; backward recomputes both heads' logits slab by slab.
     """
 
     @staticmethod

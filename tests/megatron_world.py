@@ -5,6 +5,7 @@ import gc
 from collections.abc import Iterator
 
 import torch
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,6 +20,7 @@ SMALL_WORKSPACE = BATCH * SEQUENCE * VOCAB_SIZE * 4
 def world() -> Iterator[torch.device]:
     """Process groups of one rank; the device to build models on."""
     device = megatron_runtime.initialize(1)
+    MTPLossLoggingHelper.tracker.clear()  # Megatron's, of the process: sized for the first model with MTP
     yield device
     gc.collect()
     megatron_runtime.teardown()

@@ -1,5 +1,6 @@
 """Code of a user's that meets an enabled model's logits: it must get their values and their gradients, and be told."""
 
+import contextlib
 import warnings
 
 import pytest
@@ -39,40 +40,29 @@ def enable(model, **settings):
     return enable_fused_linear_ce(model, backend="torch", **settings)
 
 
-def change_logits(model, change):
-    """Code of a user's between head and loss."""
-    forward = model.output_layer.forward
-
-    def changed(*arguments, **keywords):
-        logits, bias = forward(*arguments, **keywords)
-        replaced = change(logits)
-        return (replaced if isinstance(replaced, torch.Tensor) else logits), bias
-
-    model.output_layer.forward = changed
+def masked(logits):
+    with torch.no_grad():
+        logits[..., 100:] = -5.0
 
 
-HALVES = {
+# Code of a user's between head and loss. What returns None has changed the logits themselves.
+CHANGES = {
+    "nothing": lambda logits: None,
     "out of place": lambda logits: torch.div(input=logits, other=2),
-    "div_": lambda logits: logits.div_(2.0),
+    "in place": lambda logits: (logits.div_(2.0), None)[1],
     "augmented": lambda logits: logits.__itruediv__(2),
-    "setitem": lambda logits: logits.__setitem__(..., logits / 2),
-    "hook": lambda logits: (logits.div_(4.0), logits.register_hook(lambda grad: 3 * grad), logits.mul_(2.0)),
+    "through a slice": lambda logits: (logits[..., 100:].fill_(-5.0), None)[1],
+    "through a view": lambda logits: (logits.transpose(0, 1).div_(0.5), None)[1],
+    "assigned": lambda logits: logits.__setitem__((..., slice(100, None)), -5.0),
+    "assigned without gradient": masked,
+    "hook": lambda logits: (logits.register_hook(lambda grad: 3 * grad), None)[1],
+    "hook between": lambda logits: (
+        logits.div_(4.0),
+        logits.register_hook(lambda grad: 3 * grad),
+        logits.mul_(2.0),
+        None,
+    )[3],
 }
-
-
-@pytest.mark.parametrize("halve", HALVES)
-def test_a_change_between_head_and_loss_is_right_and_told(untied, device, halve):
-    tensors, labels = megatron_world.inputs(device)
-    change_logits(untied, HALVES[halve])
-    expected = untied(*tensors, labels=labels)
-    expected_gradients = megatron_world.gradients(untied, expected.sum())
-    del untied.output_layer.forward
-    enable(untied)
-    change_logits(untied, HALVES[halve])
-    with pytest.warns(UserWarning, match=TOLD):
-        loss = untied(*tensors, labels=labels)
-    torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(megatron_world.gradients(untied, loss.sum()), expected_gradients)
 
 
 def cross_entropy(logits, labels):
@@ -90,6 +80,31 @@ LOSSES = {
     "checkpointed": lambda labels, logits: checkpoint(cross_entropy, logits, labels, use_reentrant=True),
     "recomputed": lambda labels, logits: checkpoint(cross_entropy, logits, labels, use_reentrant=False),
 }
+
+
+@pytest.mark.parametrize("loss", [None, *LOSSES], ids=str)
+@pytest.mark.parametrize("change", CHANGES)
+def test_changed_logits_give_the_loss_and_gradients_that_they_give_in_megatron(untied, device, change, loss):
+    tensors, labels = megatron_world.inputs(device)
+
+    def run():
+        own = untied.compute_language_model_loss if loss is None else LOSSES[loss]
+
+        def changed_loss(labels, logits):
+            changed = CHANGES[change](logits)
+            return own(labels, logits if changed is None else changed)
+
+        untied.compute_language_model_loss = changed_loss
+        found = untied(*tensors, labels=labels)
+        return found, megatron_world.gradients(untied, found.sum())
+
+    expected, expected_gradients = run()
+    del untied.compute_language_model_loss
+    enable(untied)
+    with contextlib.nullcontext() if (change, loss) == ("nothing", None) else pytest.warns(UserWarning, match=TOLD):
+        actual, gradients = run()
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(gradients, expected_gradients, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("loss", LOSSES)

@@ -160,8 +160,8 @@ class _FusedLoss:
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """In place of LanguageModule's, for the main loss and for MTP's: labels [b, s] to loss [b, s]."""
-        if isinstance(logits, UncomputedLogits) and logits.changed is not None:
-            logits = logits.changed
+        if isinstance(logits, UncomputedLogits):
+            logits = logits.plain_if_changed()
         if not isinstance(logits, UncomputedLogits):
             reason = "the logits were computed before the loss, by runtime_gather_output or by code in between"
             self._warn_once(reason + _not_applied(self._options))

@@ -23,14 +23,6 @@ IGNORE_INDEX = -100
 _SCALE = {Tensor.mul, torch.mul}
 _MAX = {Tensor.max, torch.max}
 _ARGMAX = {Tensor.argmax, torch.argmax}
-# What asks about logits without needing them.
-_METADATA = {
-    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point),
-    *(
-        getattr(Tensor, name).__get__
-        for name in ("shape", "ndim", "dtype", "device", "requires_grad", "is_leaf", "is_cuda", "layout")
-    ),
-}
 
 
 @dataclass(frozen=True)
@@ -100,15 +92,15 @@ def _swap(per_token: Tensor) -> Tensor:
 class UncomputedLogits(Tensor):
     """The logits [s, b, V/tp] of one head call, as a tensor without storage.
 
-    Between Megatron's output layer and its loss only MuP's scaling happens, which is kept as a number. Whatever else
-    is done with these logits computes them: a model asked for logits gives logits. From a change in place on they are
-    what was computed then.
+    Between Megatron's output layer and its loss only MuP's scaling happens, which is kept as a number. The first
+    operation that needs their values computes them: a model asked for logits gives logits. To autograd they are a
+    result of hidden and weight from the start, so views of them, changes in place and hooks are what they always are.
     """
 
     call: HeadCall
     largest: tuple[Tensor, Tensor] | None  # over the vocabulary and its id, [s, b], once a loss with telemetry is done
-    changed: Tensor | None  # what they were computed to, once something has changed them in place
     _compute: Callable[[UncomputedLogits], Tensor]
+    _computed: Tensor | None
 
     @staticmethod
     def __new__(cls, call: HeadCall, compute: Callable[[UncomputedLogits], Tensor]):
@@ -117,11 +109,11 @@ class UncomputedLogits(Tensor):
         return Tensor._make_wrapper_subclass(cls, shape, dtype=call.hidden.dtype, device=call.hidden.device)
 
     def __init__(self, call: HeadCall, compute: Callable[[UncomputedLogits], Tensor]):
-        self.call, self.largest, self.changed, self._compute = call, None, None, compute
+        self.call, self.largest, self._compute, self._computed = call, None, compute, None
 
     @classmethod
     def in_graph(cls, call: HeadCall, compute: Callable[[UncomputedLogits], Tensor]) -> UncomputedLogits:
-        """The same, as a result of hidden and weight: what computes with them without gradient still passes it on."""
+        """The logits as a result of hidden and weight, where gradients are on."""
         return _HeadOutput.apply(call.hidden, call.weight, call, compute)
 
     def compute_loss(self, labels: Tensor, telemetry: bool, **options: Any) -> Tensor:
@@ -136,34 +128,41 @@ class UncomputedLogits(Tensor):
             self.largest = _swap(out.max_logit), _swap(out.argmax)
         return -out.logprobs
 
+    def plain_if_changed(self) -> Tensor:
+        """Themselves; or, if they were changed in place or given a hook, a plain tensor that has come of them."""
+        with torch._C.DisableTorchFunctionSubclass():
+            changed = self._computed is not None if self.is_inference() else self._version > 0
+            return self.view_as(self) if changed or self._backward_hooks or self.retains_grad else self
+
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        if args and isinstance(args[0], cls) and args[0].changed is None:
-            logits = args[0]
+        if args and isinstance(args[0], cls) and func in _SCALE | _MAX | _ARGMAX:
+            logits = args[0].plain_if_changed()
+            if not isinstance(logits, cls):
+                return func(logits, *args[1:], **kwargs)
             if func in _SCALE and not kwargs and isinstance(args[1], int | float):
                 call = replace(logits.call, logits_scale=logits.call.logits_scale * args[1])
                 return (cls.in_graph if logits.requires_grad else cls)(call, logits._compute)
             # Megatron's acceptance metrics ask which token the MTP head would have chosen, after its loss.
-            if logits.largest is not None and func in _MAX | _ARGMAX and _over_last_dimension(*args[1:], **kwargs):
+            if func not in _SCALE and logits.largest is not None and _over_last_dimension(*args[1:], **kwargs):
                 return logits._local_max() if func in _MAX else logits.largest[1]
-            if _changes_in_place(func.__name__):
-                logits.changed = logits._compute(logits)
-        args, kwargs = tree_map(lambda x: x._value() if isinstance(x, cls) else x, (args, kwargs))
-        return func(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
-        """What comes past `__torch_function__`, from C++: below autograd, whose graph begins at `_HeadOutput`."""
-        with torch.no_grad():
-            args, kwargs = tree_map(lambda x: x._value() if isinstance(x, cls) else x, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        """An operation that needs the values; autograd has taken its note."""
+        plain_args, plain_kwargs = tree_map(lambda x: x._value() if isinstance(x, cls) else x, (args, kwargs or {}))
+        result = func(*plain_args, **plain_kwargs)
+        first = func._schema.arguments[0].alias_info
+        return args[0] if first is not None and first.is_write else result
 
     def _value(self) -> Tensor:
-        return self._compute(self) if self.changed is None else self.changed
+        if self._computed is None:
+            with torch.no_grad():
+                self._computed = self._compute(self)
+        return self._computed
 
     def _local_max(self) -> tuple[Tensor, Tensor]:
         """Value and local id of this shard's largest logit [s, b]; -inf where another shard has the largest."""
@@ -176,10 +175,10 @@ class UncomputedLogits(Tensor):
 
 
 class _HeadOutput(torch.autograd.Function):
-    """Hidden and weight to uncomputed logits, whose gradient, where one arrives, is Megatron's own of this head.
+    """Hidden and weight to uncomputed logits.
 
-    It arrives from custom autograd functions, which compute with the logits without gradient: a vocab-parallel
-    cross-entropy, a gather, a reentrant checkpoint.
+    Where these get a gradient, from any use but the fused loss, it goes on by Megatron's own backward of this head,
+    after its product is made once more.
     """
 
     @staticmethod
@@ -206,7 +205,3 @@ class _HeadOutput(torch.autograd.Function):
 def _over_last_dimension(*args: Any, **kwargs: Any) -> bool:
     dimensions = (*args, *kwargs.values()) if kwargs.keys() <= {"dim"} else ()
     return len(dimensions) == 1 and isinstance(dimensions[0], int) and dimensions[0] == -1
-
-
-def _changes_in_place(name: str) -> bool:
-    return name in ("__setitem__", "register_hook", "retain_grad") or (name.endswith("_") and not name.endswith("__"))
