@@ -58,3 +58,20 @@ class LogitsSpy(TorchDispatchMode):
         if rows == tokens or (tokens / 2 < rows < tokens and VOCAB_SIZE in result.shape):
             self.seen.append(f"{func} {tuple(result.shape)}")
         return result
+
+
+class LoraLinear(nn.Module):
+    """An adapter as PEFT libraries put it around a Megatron linear layer."""
+
+    def __init__(self, to_wrap):
+        super().__init__()
+        self.to_wrap = to_wrap
+        self.delta = nn.Parameter(torch.full_like(to_wrap.weight, 0.1))
+
+    def forward(self, input_, weight=None, runtime_gather_output=None):
+        output, bias = self.to_wrap(input_, weight, runtime_gather_output)
+        return output + input_ @ self.delta.T, bias
+
+
+def lora(model):
+    model.output_layer = LoraLinear(model.output_layer)
