@@ -25,7 +25,7 @@ from benchmark import measure, report
 from benchmark.providers import cache_bytes
 from benchmark.results import Results
 from benchmark.run import DTYPES
-from megatron_lce.integration.enable import FusedLinearCE
+from megatron_lce.megatron_integration.enable import FusedLinearCE
 from scripts import megatron_runtime
 
 VARIANTS = ("native", "native-fused", "ours", "ours-main-grad", "ours-main-grad-512-mib", "ours-cached")

@@ -1,9 +1,9 @@
 """Fused linear cross-entropy for Megatron-LM: the loss of a vocab-sharded head without its logits."""
 
 from megatron_lce import compat
-from megatron_lce.api import linear_cross_entropy
-from megatron_lce.integration import capture_lm_head, enable_fused_linear_ce
+from megatron_lce.core.validation import check_labels
+from megatron_lce.cross_entropy import linear_cross_entropy
 from megatron_lce.jsd import linear_jsd
-from megatron_lce.validation import check_labels
+from megatron_lce.megatron_integration import capture_lm_head, enable_fused_linear_ce
 
 __all__ = ["capture_lm_head", "check_labels", "compat", "enable_fused_linear_ce", "linear_cross_entropy", "linear_jsd"]

@@ -5,7 +5,7 @@ from typing import Literal
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_lce import api
+from megatron_lce import cross_entropy as api
 
 Reduction = Literal["none", "sum", "mean"]
 

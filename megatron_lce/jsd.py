@@ -20,7 +20,7 @@ and at the ends, by the same steps,
 The gradient of a logit needs the row's whole KL first, so for 0 < beta < 1 there are three passes over both heads'
 products: softmax statistics (one exchange over the group gives both log-sum-exps), the two sums over the vocabulary
 (one exchange), and the gradient, slab by slab. The ends take two: their KL follows from statistics that a single pass
-accumulates, see `megatron_lce.jsd_stats`.
+accumulates, see `megatron_lce.core.jsd_stats`.
 
 Underflow: log2 p = z log2 e - lse is finite for any logit, and each probability multiplies a logarithm. log m is taken
 of an m held above the smallest normal number; where m is below it, p_s and p_t are zero, and zero times a finite number
@@ -28,17 +28,16 @@ is what such a term is worth. Where student and teacher have equal logits, log(p
 the gradient.
 """
 
-from types import ModuleType
-
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_lce import collectives, torch_backend, torch_jsd, validation
-from megatron_lce.api import load_backend, owned_columns
-from megatron_lce.jsd_autograd import linear_jsd_autograd
-from megatron_lce.jsd_stats import Head
-from megatron_lce.outputs import Backend, Options
+from megatron_lce.backends.choice import load_jsd_backend
+from megatron_lce.core import collectives, validation
+from megatron_lce.core.jsd_autograd import linear_jsd_autograd
+from megatron_lce.core.jsd_stats import Head
+from megatron_lce.core.options import Backend, Options
+from megatron_lce.cross_entropy import owned_columns
 
 
 def linear_jsd(
@@ -135,7 +134,7 @@ def linear_jsd(
         flat_temperature,
         float(beta),
         options,
-        _load_primitives(backend, student_hidden.device),
+        load_jsd_backend(backend, student_hidden.device),
     )
     return loss.reshape(shape)
 
@@ -168,13 +167,3 @@ def _check_heads(
             f"{student_weight.shape[0]}, got {teacher_weight.shape[0]}"
         )
     return validation.labels_shape("student_hidden", student_hidden, sequence_shards)
-
-
-def _load_primitives(backend: Backend, device: torch.device) -> ModuleType:
-    if backend == "reference":
-        raise ValueError("backend must be 'auto', 'triton' or 'torch' for linear_jsd, got 'reference'")
-    if load_backend(backend, device) is torch_backend:
-        return torch_jsd
-    from megatron_lce.kernels import jsd as triton_jsd
-
-    return triton_jsd

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import megatron_lce
-from megatron_lce import head_gradients, torch_backend
-from megatron_lce.head_gradients import computed_slabs
-from megatron_lce.products import product
+from megatron_lce.backends.torch import cross_entropy as torch_backend
+from megatron_lce.core import head_gradients
+from megatron_lce.core.head_gradients import computed_slabs
+from megatron_lce.core.products import product
 from tests.oracle import Upstream, oracle, relative_error
 from tests.problems import Problem, make_problem
 
@@ -284,7 +285,7 @@ def test_the_slab_fits_the_workspace_with_its_rows_aligned(monkeypatch, device):
             buffers.append(slab.grad.untyped_storage().nbytes())
             yield slab
 
-    monkeypatch.setattr("megatron_lce.autograd.computed_slabs", spy)
+    monkeypatch.setattr("megatron_lce.core.autograd.computed_slabs", spy)
     tokens, columns = 4, 16401
     workspace_bytes = tokens * columns * BF16.itemsize
     make_problem(tokens, 8, columns, device, BF16).run("triton", workspace_bytes=workspace_bytes)

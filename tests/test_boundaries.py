@@ -10,7 +10,8 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "megatron_lce"
 MODULES = sorted(PACKAGE.rglob("*.py"))
-CORE = [path for path in MODULES if "integration" not in path.parts and path.name != "__init__.py"]
+INTEGRATION = PACKAGE / "megatron_integration"
+CORE = [path for path in MODULES if path.parent != INTEGRATION and path.name != "__init__.py"]
 
 
 def name_of(path):
@@ -41,17 +42,23 @@ def test_the_package_imports_nothing_that_is_not_installed_with_it(path):
 
 @pytest.mark.parametrize("path", CORE, ids=name_of)
 def test_the_core_knows_no_integration(path):
-    assert not [name for name in imports(path) if is_from(name, ("megatron", "megatron_lce.integration"))]
+    assert not [name for name in imports(path) if is_from(name, ("megatron", "megatron_lce.megatron_integration"))]
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.glob("kernels/*.py")), ids=name_of)
+@pytest.mark.parametrize("path", sorted(PACKAGE.glob("backends/triton/*.py")), ids=name_of)
 def test_kernels_know_torch_triton_and_plans_only(path):
-    allowed = ("torch", "triton", "megatron_lce.kernels", "megatron_lce.slabs", "megatron_lce.softmax_stats")
+    allowed = (
+        "torch",
+        "triton",
+        "megatron_lce.backends.triton",
+        "megatron_lce.core.blocks",
+        "megatron_lce.core.softmax_stats",
+    )
     allowed += (
-        "megatron_lce.outputs",
-        "megatron_lce.products",
-        "megatron_lce.rows",
-        "megatron_lce.jsd_stats",
+        "megatron_lce.core.options",
+        "megatron_lce.core.products",
+        "megatron_lce.core.rows",
+        "megatron_lce.core.jsd_stats",
         *sys.stdlib_module_names,
     )
     assert not [name for name in imports(path) if not is_from(name, allowed)]
@@ -59,8 +66,8 @@ def test_kernels_know_torch_triton_and_plans_only(path):
 
 
 def test_the_reference_shares_no_code_with_the_backends():
-    allowed = ("torch", "megatron_lce.outputs", *sys.stdlib_module_names)
-    assert not [name for name in imports(PACKAGE / "reference.py") if not is_from(name, allowed)]
+    allowed = ("torch", "megatron_lce.core.options", *sys.stdlib_module_names)
+    assert not [name for name in imports(PACKAGE / "backends" / "reference.py") if not is_from(name, allowed)]
 
 
 @pytest.mark.parametrize("path", [path for path in CORE if path.name != "collectives.py"], ids=name_of)
@@ -110,7 +117,7 @@ def test_works_with_neither_triton_nor_megatron():
         sys.modules["triton"] = sys.modules["megatron"] = None  # as if not installed
         import torch
         import megatron_lce
-        for name in ("kernels", "integration", "compat", "jsd"):
+        for name in ("backends.triton", "megatron_integration", "compat", "jsd"):
             importlib.import_module(f"megatron_lce.{name}")
         hidden = torch.randn(3, 8, requires_grad=True)
         weight, labels = torch.randn(20, 8), torch.tensor([0, 5, 19])
@@ -139,6 +146,6 @@ def test_importing_the_package_imports_neither_triton_kernels_nor_megatron():
         import sys
         import megatron_lce
         assert "megatron" not in sys.modules
-        assert not [name for name in sys.modules if name.startswith("megatron_lce.kernels.")]
+        assert not [name for name in sys.modules if name.startswith("megatron_lce.backends.triton.")]
     """)
     assert result.returncode == 0, result.stderr

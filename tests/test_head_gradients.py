@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_lce.api import _linear_cross_entropy
+from megatron_lce.cross_entropy import _linear_cross_entropy
 from tests.oracle import evaluate
 from tests.problems import make_problem
 

@@ -16,7 +16,7 @@ COLUMNS_KEPT = [0, 256, 512, 600]  # of 100 tokens and 600 columns: none, one ti
 
 @pytest.mark.parametrize(("logits_cache_bytes", "columns"), zip(CACHE_BYTES, COLUMNS_KEPT, strict=True))
 def test_a_cache_of_that_many_bytes_is_used(logits_cache_bytes, columns, device, monkeypatch):
-    kernels = pytest.importorskip("megatron_lce.kernels.backend")
+    kernels = pytest.importorskip("megatron_lce.backends.triton.cross_entropy")
     allocated = []
     allocate = kernels.LogitsCache.allocate
     spy = lambda tokens, columns, hidden: allocated.append(columns) or allocate(tokens, columns, hidden)  # noqa: E731
@@ -27,7 +27,7 @@ def test_a_cache_of_that_many_bytes_is_used(logits_cache_bytes, columns, device,
 
 @given(st.integers(1, 3000), st.integers(1, 3000), st.integers(0, 2**24))
 def test_a_cache_takes_no_more_than_it_may(num_tokens, num_columns, logits_cache_bytes):
-    kernels = pytest.importorskip("megatron_lce.kernels.backend")
+    kernels = pytest.importorskip("megatron_lce.backends.triton.cross_entropy")
     hidden = torch.empty(0, dtype=BF16)
     columns = kernels.cache_columns(num_tokens, num_columns, hidden, logits_cache_bytes)
     assert 0 <= columns <= num_columns

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import megatron_lce
-from megatron_lce.integration.packed import context_parallel_shard, shift_labels
+from megatron_lce.packed import context_parallel_shard, shift_labels
 from tests.problems import make_problem
 
 IGNORED = -100

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from megatron_lce.reference import reference_linear_cross_entropy
+from megatron_lce.backends.reference import reference_linear_cross_entropy
 from tests.oracle import eager_linear_cross_entropy
 from tests.problems import make_problem
 

@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 
-from megatron_lce import softmax_stats
-from megatron_lce.softmax_stats import LOG2_E, empty_stats, packed_rows, unpack
+from megatron_lce.core import softmax_stats
+from megatron_lce.core.softmax_stats import LOG2_E, empty_stats, packed_rows, unpack
 
 TOKENS = 7
 
@@ -15,7 +15,7 @@ TOKENS = 7
 def merge(backend):
     if backend == "torch":
         return softmax_stats.merge_stats
-    from megatron_lce.kernels.merge_stats import merge_stats
+    from megatron_lce.backends.triton.merge_stats import merge_stats
 
     return merge_stats
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import megatron_lce
-from megatron_lce import validation
+from megatron_lce.core import validation
 from tests.problems import make_problem
 
 TOKENS, HIDDEN_SIZE, COLUMNS = 4, 8, 20
@@ -113,7 +113,7 @@ def test_sequence_parallel_needs_a_sequence():
 
 
 def test_triton_that_is_not_installed(monkeypatch):
-    monkeypatch.setattr("megatron_lce.api._triton_installed", lambda: False)
+    monkeypatch.setattr("megatron_lce.backends.choice._triton_installed", lambda: False)
     with pytest.raises(ValueError, match="backend must be one that can run here, got 'triton', but triton is not"):
         megatron_lce.linear_cross_entropy(**inputs(backend="triton"))
 

@@ -13,7 +13,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from torch import Tensor, nn
 
 from megatron_lce import capture_lm_head
-from megatron_lce.integration.support import find_language_model
+from megatron_lce.megatron_integration.support import find_language_model
 from scripts import megatron_runtime
 
 # A vocabulary so small that an untrained model's guess is right now and then.

@@ -22,7 +22,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from megatron_lce import capture_lm_head, enable_fused_linear_ce
-from megatron_lce.integration.support import find_language_model
+from megatron_lce.megatron_integration.support import find_language_model
 from scripts import megatron_runtime
 
 ALLOWED = 1e-5  # relative, per parameter, fp32

@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 
 import megatron_lce
 from megatron_lce import compat
-from megatron_lce.outputs import LinearCrossEntropyOutput
+from megatron_lce.core.options import LinearCrossEntropyOutput
 from tests.oracle import Result, Upstream, comparisons, evaluate, oracle, random_upstream
 
 HIDDEN_SIZE = 24

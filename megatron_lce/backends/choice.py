@@ -1,0 +1,55 @@
+"""Which backend runs."""
+
+import importlib.util
+from functools import lru_cache
+from types import ModuleType
+
+import torch
+
+from megatron_lce.backends.torch import cross_entropy as torch_backend
+from megatron_lce.backends.torch import jsd as torch_jsd
+from megatron_lce.core.options import Backend
+
+
+def load_backend(backend: Backend, device: torch.device) -> ModuleType:
+    """The module that supplies the primitives. Depends on configuration and hardware alone, not on the data."""
+    if backend == "torch" or (backend == "auto" and device.type != "cuda"):
+        return torch_backend
+    obstacle = _triton_obstacle(device)
+    if obstacle is None:
+        from megatron_lce.backends.triton import cross_entropy as triton_backend
+
+        return triton_backend
+    if backend == "triton":
+        raise ValueError(f"backend must be one that can run here, got 'triton', but {obstacle}")
+    return torch_backend
+
+
+def load_jsd_backend(backend: Backend, device: torch.device) -> ModuleType:
+    if backend == "reference":
+        raise ValueError("backend must be 'auto', 'triton' or 'torch' for linear_jsd, got 'reference'")
+    if load_backend(backend, device) is torch_backend:
+        return torch_jsd
+    from megatron_lce.backends.triton import jsd as triton_jsd
+
+    return triton_jsd
+
+
+def _triton_obstacle(device: torch.device) -> str | None:
+    """Why Triton cannot run on tensors of this device; None if it can."""
+    if not _triton_installed():
+        return "triton is not installed"
+    if device.type == "cuda":
+        if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
+            return f"Triton needs compute capability 8.0 or newer, this is {torch.cuda.get_device_capability(device)}"
+        return None
+    if device.type == "cpu":
+        import triton
+
+        return None if triton.knobs.runtime.interpret else "CPU tensors need Triton's interpreter (TRITON_INTERPRET=1)"
+    return f"Triton does not run on device type {device.type!r}"
+
+
+@lru_cache
+def _triton_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None

@@ -1,0 +1,98 @@
+"""Merging what disjoint sets of columns know of two heads' divergence: a rank's tiles, or the ranks of a group."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK_S, _BLOCK_N = 64, 32
+
+
+def merge_kl_stats(parts: Tensor, out: Tensor | None = None) -> Tensor:
+    """[S, 5, N] of S disjoint sets of columns -> [5, N] of their union, see `megatron_lce.core.jsd_stats`."""
+    return _launch(_merge_kl_stats_kernel, parts, out)
+
+
+def sum_parts(parts: Tensor, out: Tensor | None = None) -> Tensor:
+    """[S, 2, N] -> [2, N], a token's sum in one order, whatever the other tokens."""
+    return _launch(_sum_parts_kernel, parts, out)
+
+
+def _launch(kernel: triton.JITFunction, parts: Tensor, out: Tensor | None) -> Tensor:
+    num_parts, num_rows, num_tokens = parts.shape
+    if out is None:
+        out = parts.new_empty(num_rows, num_tokens)
+    kernel[(triton.cdiv(num_tokens, _BLOCK_N),)](
+        parts, out, num_parts, num_tokens, out.stride(0), BLOCK_S=_BLOCK_S, BLOCK_N=_BLOCK_N
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["S", "N", "out_stride"])
+def _sum_parts_kernel(
+    parts_ptr,  # [S, 2, N]
+    out_ptr,  # [2, N], rows out_stride apart
+    S,
+    N,
+    out_stride,
+    BLOCK_S: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    tokens = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    token_mask = tokens < N
+    for row in tl.static_range(2):
+        total = tl.zeros((BLOCK_N,), tl.float32)
+        for start in range(0, S, BLOCK_S):
+            splits = start + tl.arange(0, BLOCK_S)
+            mask = (splits < S)[:, None] & token_mask[None, :]
+            part = parts_ptr + splits.to(tl.int64)[:, None] * (2 * N) + tokens[None, :]  # [BLOCK_S, BLOCK_N]
+            total += tl.sum(tl.load(part + row * N, mask, other=0.0), 0)
+        tl.store(out_ptr + row * out_stride + tokens, total, token_mask)
+
+
+@triton.jit(do_not_specialize=["S", "N", "out_stride"])
+def _merge_kl_stats_kernel(
+    parts_ptr,  # [S, 5, N]
+    out_ptr,  # [5, N], rows out_stride apart
+    S,
+    N,
+    out_stride,
+    BLOCK_S: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """The largest logits first, then the sums relative to them."""
+    tokens = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    token_mask = tokens < N
+    max_p = tl.full((BLOCK_N,), float("-inf"), tl.float32)
+    max_q = tl.full((BLOCK_N,), float("-inf"), tl.float32)
+    for start in range(0, S, BLOCK_S):
+        splits = start + tl.arange(0, BLOCK_S)
+        mask = (splits < S)[:, None] & token_mask[None, :]
+        part = parts_ptr + splits.to(tl.int64)[:, None] * (5 * N) + tokens[None, :]  # [BLOCK_S, BLOCK_N]
+        max_p = tl.maximum(max_p, tl.max(tl.load(part, mask, other=float("-inf")), 0))
+        max_q = tl.maximum(max_q, tl.max(tl.load(part + 2 * N, mask, other=float("-inf")), 0))
+
+    sum_p = tl.zeros((BLOCK_N,), tl.float32)
+    sum_q = tl.zeros((BLOCK_N,), tl.float32)
+    gap = tl.zeros((BLOCK_N,), tl.float32)
+    for start in range(0, S, BLOCK_S):
+        splits = start + tl.arange(0, BLOCK_S)
+        mask = (splits < S)[:, None] & token_mask[None, :]
+        part = parts_ptr + splits.to(tl.int64)[:, None] * (5 * N) + tokens[None, :]
+        split_max_p = tl.load(part, mask, other=float("-inf"))
+        split_max_q = tl.load(part + 2 * N, mask, other=float("-inf"))
+        split_sum_p = tl.load(part + N, mask, other=0.0)
+        empty = split_max_p == float("-inf")
+        shift_p = tl.where(empty, float("-inf"), split_max_p - max_p[None, :])
+        shift_q = tl.where(empty, float("-inf"), split_max_q - max_q[None, :])
+        scale_p = tl.exp2(shift_p)
+        finite_shift = tl.where(scale_p > 0, shift_p - shift_q, 0.0)
+        sum_p += tl.sum(scale_p * split_sum_p, 0)
+        sum_q += tl.sum(tl.exp2(shift_q) * tl.load(part + 3 * N, mask, other=0.0), 0)
+        gap += tl.sum(scale_p * (tl.load(part + 4 * N, mask, other=0.0) + split_sum_p * finite_shift), 0)
+
+    out = out_ptr + tokens
+    tl.store(out, max_p, token_mask)
+    tl.store(out + out_stride, sum_p, token_mask)
+    tl.store(out + 2 * out_stride, max_q, token_mask)
+    tl.store(out + 3 * out_stride, sum_q, token_mask)
+    tl.store(out + 4 * out_stride, gap, token_mask)

@@ -1,0 +1,218 @@
+"""`megatron_lce.core.rows`, one launch a function: at TP=8 a dozen small launches cost as much as a product's slab."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_lce.core.options import LinearCrossEntropyOutput, Options
+from megatron_lce.core.rows import LSE_OF_IGNORED_ROW, Finished, Rows, Saved, inner_factor, logits_factor
+from megatron_lce.core.softmax_stats import LN_2
+
+BLOCK_N = 128
+_LN_2 = tl.constexpr(LN_2)
+_LSE_OF_IGNORED_ROW = tl.constexpr(LSE_OF_IGNORED_ROW)
+
+
+def prepare_rows(labels: Tensor, temperature: Tensor | float, options: Options) -> Rows:
+    """See `megatron_lce.core.rows.prepare_rows`."""
+    num_tokens = labels.shape[0]
+    rows = Rows(
+        torch.empty_like(labels, dtype=torch.int32),
+        torch.empty_like(labels, dtype=torch.float32),
+        torch.empty_like(labels, dtype=torch.float32),
+    )
+    _prepare_rows_kernel[(triton.cdiv(num_tokens, BLOCK_N),)](
+        labels.contiguous(),
+        temperature.contiguous() if isinstance(temperature, Tensor) else None,
+        *rows,
+        num_tokens,
+        1.0 if isinstance(temperature, Tensor) else temperature,
+        logits_factor(options),
+        options.ignore_index,
+        options.vocab_start,
+        options.num_columns,
+        BLOCK_N=BLOCK_N,
+    )
+    return rows
+
+
+def finish(packed: Tensor, rows: Rows, options: Options) -> Finished:
+    """See `megatron_lce.core.rows.finish`."""
+    num_tokens = packed.shape[1]
+
+    def new(wanted: bool, dtype: torch.dtype = torch.float32) -> Tensor | None:
+        return packed.new_empty(num_tokens, dtype=dtype) if wanted else None
+
+    entropy, telemetry = options.entropy, options.telemetry
+    outputs = (new(True), new(entropy), new(True), new(telemetry), new(telemetry), new(telemetry, torch.int64))
+    saved = (new(True), new(True), new(entropy))
+    _finish_kernel[(triton.cdiv(num_tokens, BLOCK_N),)](
+        packed,
+        rows.to_nats,
+        *outputs,
+        *saved,
+        num_tokens,
+        ENTROPY=entropy,
+        TELEMETRY=telemetry,
+        BLOCK_N=BLOCK_N,
+        enable_fp_fusion=False,  # the same bits with and without the optional outputs
+    )
+    return Finished(LinearCrossEntropyOutput(*outputs), Saved(*saved))  # type: ignore[arg-type]
+
+
+def row_terms(
+    rows: Rows,
+    saved: Saved,
+    grad_logprobs: Tensor | None,  # [N] fp32, of any stride
+    grad_entropy: Tensor | None,
+    grad_lse: Tensor | None,
+    options: Options,
+) -> Tensor:
+    """See `megatron_lce.core.rows.row_terms`: [5, N] fp32."""
+    num_tokens = rows.labels.shape[0]
+    terms = rows.scale.new_empty(5, num_tokens)
+    upstream = (grad_logprobs, grad_entropy, grad_lse)
+    _row_terms_kernel[(triton.cdiv(num_tokens, BLOCK_N),)](
+        rows.scale,
+        rows.to_nats,
+        *saved,
+        *upstream,
+        *(0 if grad is None else grad.stride(0) for grad in upstream),
+        terms,
+        num_tokens,
+        inner_factor(options),
+        BLOCK_N=BLOCK_N,
+    )
+    return terms
+
+
+@triton.jit(do_not_specialize=["N", "temperature", "logits_factor", "ignore_index", "vocab_start", "num_columns"])
+def _prepare_rows_kernel(
+    label_ptr,  # [N] int64, global
+    temperature_ptr,  # [N], or None
+    local_label_ptr,  # [N] int32 out
+    scale_ptr,  # [N] fp32 out
+    to_nats_ptr,  # [N] fp32 out
+    N,
+    temperature,  # where there is no temperature_ptr
+    logits_factor,
+    ignore_index,
+    vocab_start,
+    num_columns,
+    BLOCK_N: tl.constexpr,
+):
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = rows < N
+    label = tl.load(label_ptr + rows, mask=mask, other=0)
+    ignored = label == ignore_index
+    local = label - vocab_start
+    owned = (local >= 0) & (local < num_columns) & (label != ignore_index)
+    tl.store(local_label_ptr + rows, tl.where(owned, local, -1).to(tl.int32), mask=mask)
+    scale = tl.full((BLOCK_N,), logits_factor, tl.float32) / temperature
+    to_nats = tl.full((BLOCK_N,), _LN_2, tl.float32)
+    if temperature_ptr is not None:
+        row_temperature = tl.load(temperature_ptr + rows, mask=mask, other=1.0).to(tl.float32)
+        usable = (row_temperature > 0) & (row_temperature < float("inf"))
+        scale = tl.where(ignored, 1.0, tl.where(usable, logits_factor / row_temperature, float("nan")))
+        to_nats = tl.where(usable, to_nats, float("nan"))
+    tl.store(scale_ptr + rows, scale, mask=mask)
+    tl.store(to_nats_ptr + rows, tl.where(ignored, 0.0, to_nats), mask=mask)
+
+
+@triton.jit
+def _in_nats(value, to_nats):
+    """Base 2 to nats; 0 in ignored rows, whatever they hold; NaN in broken ones."""
+    return tl.where(to_nats == 0, 0.0, value * to_nats)
+
+
+@triton.jit(do_not_specialize=["N"])
+def _finish_kernel(
+    stats_ptr,  # [K, N] packed
+    to_nats_ptr,  # [N]
+    logprobs_ptr,  # [N] out, as all that follow; None where not wanted
+    entropy_ptr,
+    lse_ptr,
+    max_logit_ptr,
+    min_logit_ptr,
+    argmax_ptr,  # int64
+    saved_lse_ptr,
+    saved_label_logprob_ptr,
+    saved_entropy_ptr,
+    N,
+    ENTROPY: tl.constexpr,
+    TELEMETRY: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    K: tl.constexpr = 3 + ENTROPY + 2 * TELEMETRY
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = rows < N
+    stats = stats_ptr + rows
+    max_logit = tl.load(stats, mask=mask, other=0.0)
+    sum_exp = tl.load(stats + N, mask=mask, other=1.0)
+    label_logit = tl.load(stats + 2 * N, mask=mask, other=0.0)
+    to_nats = tl.load(to_nats_ptr + rows, mask=mask, other=0.0)
+    # No rank owns the label where it is -inf on all of them.
+    to_nats = tl.where((label_logit == float("-inf")) & (to_nats != 0), float("nan"), to_nats)
+    log2_sum = tl.log2(sum_exp)
+    log2_sum = tl.where(log2_sum < 0, 0.0, log2_sum)  # the sum is at least 1; no rounding may say otherwise
+    lse = max_logit + log2_sum
+    label_logprob = (label_logit - max_logit) - log2_sum
+    tl.store(saved_lse_ptr + rows, lse, mask=mask)
+    tl.store(saved_label_logprob_ptr + rows, label_logprob, mask=mask)
+    tl.store(lse_ptr + rows, _in_nats(lse, to_nats), mask=mask)
+    tl.store(logprobs_ptr + rows, _in_nats(label_logprob, to_nats), mask=mask)
+    if ENTROPY:
+        entropy = log2_sum - tl.load(stats + 3 * N, mask=mask, other=0.0) / sum_exp
+        tl.store(saved_entropy_ptr + rows, entropy, mask=mask)
+        tl.store(entropy_ptr + rows, _in_nats(entropy, to_nats), mask=mask)
+    if TELEMETRY:
+        min_logit = tl.load(stats + (K - 2) * N, mask=mask, other=0.0)
+        argmax = tl.load(stats + (K - 1) * N, mask=mask, other=0.0)
+        tl.store(max_logit_ptr + rows, _in_nats(max_logit, to_nats), mask=mask)
+        tl.store(min_logit_ptr + rows, _in_nats(min_logit, to_nats), mask=mask)
+        tl.store(argmax_ptr + rows, tl.where(to_nats == 0, 0.0, argmax).to(tl.int64), mask=mask)
+
+
+@triton.jit(do_not_specialize=["N", "grad_logprobs_stride", "grad_entropy_stride", "grad_lse_stride", "inner_factor"])
+def _row_terms_kernel(
+    scale_ptr,  # [N] fp32, as all that follow
+    to_nats_ptr,
+    saved_lse_ptr,
+    saved_label_logprob_ptr,
+    saved_entropy_ptr,  # or None
+    grad_logprobs_ptr,  # or None, as the other upstream gradients
+    grad_entropy_ptr,
+    grad_lse_ptr,
+    grad_logprobs_stride,
+    grad_entropy_stride,
+    grad_lse_stride,
+    terms_ptr,  # [5, N] out
+    N,
+    inner_factor,
+    BLOCK_N: tl.constexpr,
+):
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = rows < N
+    to_nats = tl.load(to_nats_ptr + rows, mask=mask, other=0.0)
+    ignored = to_nats == 0
+    label_logprob = tl.load(saved_label_logprob_ptr + rows, mask=mask, other=0.0)
+    factor = tl.where(label_logprob == float("-inf"), float("nan"), to_nats)
+    factor *= tl.load(scale_ptr + rows, mask=mask, other=0.0) * inner_factor
+    label_term = tl.zeros((BLOCK_N,), tl.float32)
+    if grad_logprobs_ptr is not None:
+        label_term = tl.load(grad_logprobs_ptr + rows.to(tl.int64) * grad_logprobs_stride, mask=mask, other=0.0)
+    p_term = -label_term
+    if grad_lse_ptr is not None:
+        p_term += tl.load(grad_lse_ptr + rows.to(tl.int64) * grad_lse_stride, mask=mask, other=0.0)
+    entropy_term = tl.zeros((BLOCK_N,), tl.float32)
+    if grad_entropy_ptr is not None:
+        grad_entropy = tl.load(grad_entropy_ptr + rows.to(tl.int64) * grad_entropy_stride, mask=mask, other=0.0)
+        entropy_term = grad_entropy * _LN_2
+        p_term -= entropy_term * tl.load(saved_entropy_ptr + rows, mask=mask, other=0.0)
+    lse = tl.load(saved_lse_ptr + rows, mask=mask, other=0.0)
+    tl.store(terms_ptr + rows, tl.where(ignored, _LSE_OF_IGNORED_ROW, lse), mask=mask)
+    tl.store(terms_ptr + N + rows, tl.where(ignored, 0.0, p_term * factor), mask=mask)
+    tl.store(terms_ptr + 2 * N + rows, tl.where(ignored, 0.0, entropy_term * factor), mask=mask)
+    tl.store(terms_ptr + 3 * N + rows, tl.where(ignored, 0.0, label_term * factor), mask=mask)
+    tl.store(terms_ptr + 4 * N + rows, label_logprob, mask=mask)

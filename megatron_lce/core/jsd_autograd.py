@@ -1,0 +1,271 @@
+"""The autograd function of `megatron_lce.jsd`: the order of its passes and collectives, and what is saved of them."""
+
+import math
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_lce.core import collectives
+from megatron_lce.core.blocks import plan_blocks, smallest_workspace
+from megatron_lce.core.collectives import Pending
+from megatron_lce.core.head_gradients import Slab, accumulator_bytes_per_column, computed_slabs, head_gradients
+from megatron_lce.core.jsd_stats import Head, RowTerms, empty_kl_stats, unpack_kl
+from megatron_lce.core.options import Options
+from megatron_lce.core.products import full_fp32, row_stride
+from megatron_lce.core.rows import LSE_OF_IGNORED_ROW, Rows, prepare_rows
+from megatron_lce.core.softmax_stats import LN_2, empty_stats, unpack
+
+
+class _LinearJsd(torch.autograd.Function):
+    """Per-token divergence of two heads over a vocab-sharded weight each.
+
+    student hidden  replicated, or sharded along the sequence  -> its gradient is summed over the group
+    student weight  this rank's shard                          -> its gradient is complete on this rank
+    teacher         as the student's                           -> no gradient
+    Keeps at most 12 floats a token alive; backward recomputes both heads' logits slab by slab.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        student_hidden: Tensor,  # [N, H_s], under sequence parallel [N / tp, H_s]
+        student_weight: Tensor,  # [V_local, H_s]
+        teacher_hidden: Tensor,  # [N, H_t], under sequence parallel [N / tp, H_t]
+        teacher_weight: Tensor,  # [V_local, H_t]
+        labels: Tensor,  # [N] int64
+        temperature: Tensor | float,  # [N] if a tensor
+        beta: float,
+        options: Options,
+        backend: ModuleType,
+    ) -> Tensor:
+        student, teacher = Head(student_hidden, student_weight), Head(teacher_hidden, teacher_weight)
+        with torch.autocast(student_hidden.device.type, enabled=False), full_fp32():
+            _check_workspace(student, teacher, options, backend)
+            rows = prepare_rows(labels, temperature, options)
+            divergence, found = _diverge(student, teacher, rows, beta, options, backend)
+            # Rounding may carry a divergence past its bounds; a clamp passes NaN.
+            loss = divergence.clamp(0.0, _largest_divergence(beta)) * rows.to_nats
+            loss = torch.where(rows.to_nats == 0, 0.0, loss)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*student, *teacher, rows.scale, rows.to_nats, *found)
+        ctx.beta, ctx.options, ctx.backend = beta, options, backend
+        return loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor | None):
+        no_gradient = (None,) * 7
+        if grad_loss is None:
+            return None, None, *no_gradient
+        tensors = ctx.saved_tensors
+        student, teacher = Head(*tensors[:2]), Head(*tensors[2:4])
+        row_scale, to_nats, *found = tensors[4:]
+        beta, options, backend = ctx.beta, ctx.options, ctx.backend
+        with torch.autocast(grad_loss.device.type, enabled=False), full_fp32():
+            terms = _row_terms(row_scale, to_nats, _Found(*found), grad_loss.float(), beta)
+            if grad_loss.shape[0] > 0:
+                # Before anything that a rank without columns leaves out: ranks must agree on the order of collectives.
+                teacher = _gathered(teacher, options)
+
+            def slabs(hidden: Pending, bytes_per_column: int) -> Iterator[Slab]:
+                whole = student._replace(hidden=hidden.wait())
+                return _grad_logits_slabs(whole, teacher, terms, beta, options, backend, bytes_per_column)
+
+            gradients = head_gradients(
+                *student,
+                grad_loss.shape[0],
+                options,
+                slabs,
+                needs_hidden=ctx.needs_input_grad[0],
+                needs_weight=ctx.needs_input_grad[1],
+            )
+        return *gradients, *no_gradient
+
+
+def linear_jsd_autograd(
+    student: Head,
+    teacher: Head,
+    labels: Tensor,  # [N]
+    temperature: Tensor | float,
+    beta: float,
+    options: Options,
+    backend: ModuleType,
+) -> Tensor:
+    """The loss [N] of flattened inputs."""
+    return _LinearJsd.apply(*student, *teacher, labels, temperature, beta, options, backend)
+
+
+class _Found(NamedTuple):
+    """What forward finds out about each token for its backward, [N] fp32, base 2, the same bits on every rank."""
+
+    student_max: Tensor
+    student_log_sum: Tensor
+    teacher_max: Tensor
+    teacher_log_sum: Tensor
+    student_kl: Tensor  # KL(p_student || m); at beta = 1, KL(p_student || p_teacher); at beta = 0 of no use
+
+
+def _diverge(
+    student: Head, teacher: Head, rows: Rows, beta: float, options: Options, backend: ModuleType
+) -> tuple[Tensor, _Found]:
+    """The divergence of each token, [N] in base 2, and what backward needs beside it."""
+    if rows.scale.shape[0] == 0:
+        empty = rows.scale
+        return empty, _Found(*(empty,) * 5)
+    student, teacher = (
+        head._replace(weight=head.weight[: options.num_columns])
+        for head in (_gathered(student, options), _gathered(teacher, options))
+    )
+    if beta in (0, 1):
+        return _diverge_at_end(student, teacher, rows, beta, options, backend)
+    log_sum_exps = _log_sum_exps(student, teacher, rows, options, backend)
+    terms = torch.stack([rows.scale, *log_sum_exps])
+    if options.num_columns == 0:
+        sums = terms.new_zeros(2, terms.shape[1])
+    else:
+        scratch, room = _scratch_and_room(student, teacher, options, backend)
+        sums = backend.divergence(student, teacher, terms, beta=beta, scratch=scratch, workspace_bytes=room)
+    if options.tp_group is not None:
+        sums = backend.sum_parts(collectives.stack_over_group(sums, options.tp_group))
+    return sums[0], _Found(*log_sum_exps, sums[1])
+
+
+def _diverge_at_end(
+    student: Head, teacher: Head, rows: Rows, beta: float, options: Options, backend: ModuleType
+) -> tuple[Tensor, _Found]:
+    """KL(p || q), p being the teacher's for beta = 0 and the student's for beta = 1."""
+    p, q = (teacher, student) if beta == 0 else (student, teacher)
+    if options.num_columns == 0:
+        packed = empty_kl_stats(rows.scale.shape[0], rows.scale.device)
+    else:
+        scratch, room = _scratch_and_room(student, teacher, options, backend)
+        packed = backend.kl_stats(p, q, rows.scale, scratch=scratch, workspace_bytes=room)
+    if options.tp_group is not None:
+        packed = backend.merge_kl_stats(collectives.stack_over_group(packed, options.tp_group))
+    stats = unpack_kl(packed)
+    p_terms, q_terms = (stats.max_p, stats.sum_p.log2()), (stats.max_q, stats.sum_q.log2())
+    log_sum_exps = (*q_terms, *p_terms) if beta == 0 else (*p_terms, *q_terms)
+    divergence = stats.kl()
+    return divergence, _Found(*log_sum_exps, divergence)
+
+
+def _log_sum_exps(
+    student: Head, teacher: Head, rows: Rows, options: Options, backend: ModuleType
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Largest logit and log of the sum over the group's whole vocabulary, of student and teacher, by one collective."""
+    num_tokens = rows.scale.shape[0]
+    if options.num_columns == 0:
+        packed = empty_stats(2 * num_tokens, False, False, rows.scale.device)
+    else:
+        packed = torch.cat([_softmax_stats(head, rows, options, backend) for head in (student, teacher)], dim=1)
+    if options.tp_group is not None:
+        packed = backend.merge_stats(collectives.stack_over_group(packed, options.tp_group), False, False)
+    stats = unpack(packed, False, False)
+    student_max, teacher_max = stats.max_logit.split(num_tokens)
+    student_log_sum, teacher_log_sum = stats.sum_exp.log2().split(num_tokens)
+    return student_max, student_log_sum, teacher_max, teacher_log_sum
+
+
+def _softmax_stats(head: Head, rows: Rows, options: Options, backend: ModuleType) -> Tensor:
+    return backend.softmax_stats(
+        *head,
+        rows.labels,
+        rows.scale,
+        softcap_scale=None,
+        entropy=False,
+        telemetry=False,
+        vocab_start=options.vocab_start,
+        workspace_bytes=options.workspace_bytes,
+    )
+
+
+def _grad_logits_slabs(
+    student: Head,
+    teacher: Head,
+    terms: Tensor,  # [7, N]
+    beta: float,
+    options: Options,
+    backend: ModuleType,
+    bytes_per_column: int,
+) -> Iterator[Slab]:
+    """Gradients of the student's logits, slab by slab; both hiddens are gathered."""
+    if options.num_columns == 0:
+        return
+    scratch, room = _scratch_and_room(student, teacher, options, backend)
+    blocks = plan_blocks(
+        terms.shape[1],
+        row_stride(options.num_columns, student.hidden.dtype.itemsize),
+        room,
+        backend.grad_logits_bytes(student, teacher),
+        per_column_if_tokens_are_cut=bytes_per_column,
+    )
+
+    def compute(tokens: slice, columns: slice, grad: Tensor) -> None:
+        parts = (head.block(tokens, columns) for head in (student, teacher))
+        backend.grad_logits(*parts, terms[:, tokens], grad, beta=beta, scratch=scratch)
+
+    yield from computed_slabs(student.hidden, slice(0, options.num_columns), blocks, compute)
+
+
+def _gathered(head: Head, options: Options) -> Head:
+    """The head with every token's hidden."""
+    if not options.sequence_parallel:
+        return head
+    assert options.tp_group is not None
+    return head._replace(hidden=collectives.gather_rows(head.hidden, options.tp_group))
+
+
+def _largest_divergence(beta: float) -> float:
+    """In base 2: that of two distributions with nothing in common."""
+    return math.inf if beta in (0, 1) else -beta * math.log2(beta) - (1 - beta) * math.log2(1 - beta)
+
+
+def _row_terms(row_scale: Tensor, to_nats: Tensor, found: _Found, grad_loss: Tensor, beta: float) -> Tensor:
+    """`RowTerms`, packed. The coefficient carries upstream, 1 / temperature and the logarithms' way back to nats."""
+    ignored = to_nats == 0
+    coefficient = grad_loss * to_nats * row_scale  # grad_loss / temperature: row_scale is log2 e / temperature
+    if beta > 0:  # the gradient has a logarithm, in base 2
+        coefficient = coefficient * LN_2
+    if beta < 1:
+        coefficient = coefficient * (1 - beta)
+    return torch.stack(
+        RowTerms(
+            scale=row_scale,
+            student_max=found.student_max,
+            student_log_sum=torch.where(ignored, LSE_OF_IGNORED_ROW, found.student_log_sum),
+            teacher_max=found.teacher_max,
+            teacher_log_sum=torch.where(ignored, LSE_OF_IGNORED_ROW, found.teacher_log_sum),
+            student_kl=torch.where(ignored, 0.0, found.student_kl),
+            coefficient=torch.where(ignored, 0.0, coefficient),
+        )
+    )
+
+
+def _check_workspace(student: Head, teacher: Head, options: Options, backend: ModuleType) -> None:
+    """Every pass, backward's too, must find room for its smallest block before the first one runs."""
+    smallest = backend.scratch_bytes(student, teacher) + _smallest_blocks(student, teacher, options, backend)
+    if options.workspace_bytes < smallest:
+        raise ValueError(f"workspace_bytes must be at least {smallest} for these heads, got {options.workspace_bytes}")
+
+
+def _scratch_and_room(student: Head, teacher: Head, options: Options, backend: ModuleType) -> tuple[Tensor, int]:
+    """The kernels' scratch, at most a quarter of the workspace where that is enough, and the bytes left for blocks."""
+    spare = options.workspace_bytes - _smallest_blocks(student, teacher, options, backend)
+    most = max(backend.scratch_bytes(student, teacher), min(spare, options.workspace_bytes // 4))
+    scratch = backend.new_scratch(student, teacher, most)
+    return scratch, options.workspace_bytes - scratch.nbytes
+
+
+def _smallest_blocks(student: Head, teacher: Head, options: Options, backend: ModuleType) -> int:
+    """Bytes of the largest of the passes' smallest blocks."""
+    accumulator = accumulator_bytes_per_column(student.weight, options)
+    backward = backend.grad_logits_bytes(student, teacher)
+    passes = (
+        backend.stats_bytes(student, teacher),
+        backend.divergence_bytes(student, teacher),
+        backward._replace(per_column=backward.per_column + accumulator),
+    )
+    return max(smallest_workspace(block_bytes) for block_bytes in passes)

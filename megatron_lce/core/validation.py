@@ -1,0 +1,160 @@
+"""What every backend requires of its inputs, and the messages when it is not so."""
+
+import math
+from typing import get_args
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_lce.core.options import Backend
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_labels(labels: Tensor, vocab_size: int, ignore_index: int = -100) -> None:
+    """Raise `ValueError` if any label is neither in `[0, vocab_size)` nor `ignore_index`.
+
+    `linear_cross_entropy` turns such rows into NaN without looking, because looking synchronises with the device;
+    this does look.
+
+    Args:
+        labels: int64 tensor of any shape.
+        vocab_size: number of vocabulary ids.
+        ignore_index: the label of rows to be skipped.
+
+    Raises:
+        ValueError: with the number of such labels, and the first one and its place.
+        TypeError: an argument is not as described.
+    """
+    check_label_tensor(labels)
+    check_integer("vocab_size", vocab_size)
+    check_integer("ignore_index", ignore_index)
+    bad = ((labels < 0) | (labels >= vocab_size)) & (labels != ignore_index)
+    count = int(bad.sum())
+    if count:
+        position = tuple(int(i) for i in bad.nonzero()[0])
+        raise ValueError(
+            f"labels must lie in [0, {vocab_size}) or equal ignore_index ({ignore_index}), got {count} that do not; "
+            f"the first is {int(labels[position])} at {position}"
+        )
+
+
+def check_tensors(hidden: Tensor, weight: Tensor, labels: Tensor, sequence_shards: int) -> None:
+    """Check the three tensors of a head. `sequence_shards`: ranks that `hidden`'s first dimension is cut over."""
+    for name, tensor in (("hidden", hidden), ("weight", weight), ("labels", labels)):
+        check_tensor(name, tensor)
+    check_head("hidden", hidden, "weight", weight)
+    check_labels_of("hidden", hidden, labels, sequence_shards)
+
+
+def check_tensor(name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+
+
+def check_label_tensor(labels: Tensor) -> None:
+    check_tensor("labels", labels)
+    if labels.dtype != torch.int64:
+        raise TypeError(f"labels must be int64, got {labels.dtype}")
+
+
+def check_head(hidden_name: str, hidden: Tensor, weight_name: str, weight: Tensor) -> None:
+    """Check that `hidden` [..., H] and `weight` [V_local, H] belong together."""
+    if hidden.dtype not in DTYPES:
+        raise TypeError(f"{hidden_name} must be float32, bfloat16 or float16, got {hidden.dtype}")
+    if weight.dtype != hidden.dtype:
+        raise TypeError(f"{weight_name} must have {hidden_name}'s dtype, {hidden.dtype}, got {weight.dtype}")
+    if weight.device != hidden.device:
+        raise ValueError(f"{weight_name} must be on {hidden_name}'s device, {hidden.device}, got {weight.device}")
+    if hidden.dim() < 1:
+        raise ValueError(f"{hidden_name} must be [..., H], got a scalar")
+    if weight.dim() != 2:
+        raise ValueError(f"{weight_name} must be [V_local, H], got {tuple(weight.shape)}")
+    if weight.shape[0] == 0:
+        raise ValueError(f"{weight_name} must hold at least one row of the vocabulary, got {tuple(weight.shape)}")
+    if hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"{hidden_name} and {weight_name} must agree on H, got {tuple(hidden.shape)} and {tuple(weight.shape)}"
+        )
+    if hidden.shape[-1] == 0:
+        raise ValueError(f"{hidden_name} must have H of at least 1, got {tuple(hidden.shape)}")
+
+
+def check_labels_of(hidden_name: str, hidden: Tensor, labels: Tensor, sequence_shards: int) -> None:
+    """Check that `labels` holds one id for each token of `hidden`."""
+    check_label_tensor(labels)
+    if labels.device != hidden.device:
+        raise ValueError(f"labels must be on {hidden_name}'s device, {hidden.device}, got {labels.device}")
+    expected = labels_shape(hidden_name, hidden, sequence_shards)
+    if tuple(labels.shape) != expected:
+        shards = f" gathered over {sequence_shards} sequence-parallel ranks" if sequence_shards > 1 else ""
+        raise ValueError(
+            f"labels must have {hidden_name}'s shape without H{shards}, {expected}, got {tuple(labels.shape)} "
+            f"for {hidden_name} {tuple(hidden.shape)}"
+        )
+
+
+def labels_shape(hidden_name: str, hidden: Tensor, sequence_shards: int) -> tuple[int, ...]:
+    """The shape that labels must have for this hidden."""
+    shape = tuple(hidden.shape[:-1])
+    if sequence_shards > 1:
+        if not shape:
+            raise ValueError(f"{hidden_name} must be [s/tp, ..., H] under sequence_parallel, got one dimension")
+        shape = (shape[0] * sequence_shards, *shape[1:])
+    return shape
+
+
+def check_temperature(temperature: float | Tensor, labels: Tensor) -> None:
+    if isinstance(temperature, Tensor):
+        if not temperature.is_floating_point():
+            raise TypeError(f"temperature must be a float or a floating tensor, got a tensor of {temperature.dtype}")
+        if temperature.shape != labels.shape:
+            raise ValueError(
+                f"temperature must be a float or have labels' shape, {tuple(labels.shape)}, "
+                f"got {tuple(temperature.shape)}"
+            )
+        if temperature.device != labels.device:
+            raise ValueError(f"temperature must be on labels' device, {labels.device}, got {temperature.device}")
+        if temperature.requires_grad:
+            raise ValueError("temperature must not require grad: it gets no gradient; got requires_grad=True")
+    else:
+        check_number("temperature", temperature, positive=True)
+
+
+def check_options(
+    *, vocab_size: int | None, softcap: float | None, logits_cache_bytes: int, workspace_bytes: int, backend: Backend
+) -> None:
+    """Check the keywords that can be given before there is a call to make."""
+    if vocab_size is not None:
+        check_integer("vocab_size", vocab_size, minimum=1)
+    if softcap is not None:
+        check_number("softcap", softcap, positive=True)
+    check_integer("logits_cache_bytes", logits_cache_bytes, minimum=0)
+    check_integer("workspace_bytes", workspace_bytes, minimum=0)
+    if backend not in get_args(Backend):
+        raise ValueError(f"backend must be 'auto', 'triton', 'torch' or 'reference', got {backend!r}")
+
+
+def check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
+
+
+def check_number(name: str, value: object, *, positive: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a float, got {type(value).__name__}")
+    if not math.isfinite(value) or (positive and value <= 0):
+        raise ValueError(f"{name} must be {'positive and ' if positive else ''}finite, got {value}")
+
+
+def check_integer(name: str, value: object, *, minimum: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    if minimum is not None and value < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, got {value}")
+
+
+def check_group(tp_group: ProcessGroup | None) -> None:
+    if tp_group is not None and not isinstance(tp_group, ProcessGroup):
+        raise TypeError(f"tp_group must be a torch.distributed.ProcessGroup or None, got {type(tp_group).__name__}")

@@ -1,0 +1,172 @@
+"""`capture_lm_head`: a Megatron model's hidden states and head weight, instead of its logits."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.utils.hooks import RemovableHandle
+
+from megatron_lce.core.options import LinearCrossEntropyOutput
+from megatron_lce.megatron_integration.support import NO_HEAD, find_language_model, head_reasons
+from megatron_lce.megatron_integration.uncomputed_logits import HeadCall, UncomputedLogits
+
+if TYPE_CHECKING:
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+
+
+class CapturedHead:
+    """What the LM head was given in the last forward pass, and the fused operation on it.
+
+    Nothing is copied: `hidden` is the very tensor that the output layer was called with. On a pipeline stage without
+    a head, and before the forward pass, `hidden` and `weight` are None.
+    """
+
+    def __init__(self, language_model: LanguageModule | None):
+        self._language_model = language_model
+        self._call: HeadCall | None = None
+        self._with_gradient = False
+        self._start_pass()
+
+    @property
+    def hidden(self) -> Tensor | None:
+        """[s, b, H]; under sequence parallel this rank's [s/tp, b, H]."""
+        return None if self._call is None else self._call.hidden
+
+    @property
+    def weight(self) -> Tensor | None:
+        """[V/tp, H], this rank's rows of the vocabulary; the embedding's weight if tied."""
+        return None if self._call is None else self._call.weight
+
+    @property
+    def tp_group(self) -> ProcessGroup | None:
+        return None if self._call is None else self._call.tp_group
+
+    @property
+    def sequence_parallel(self) -> bool:
+        return self._call is not None and self._call.sequence_parallel
+
+    def linear_cross_entropy(
+        self, labels: Tensor, temperature: float | Tensor = 1.0, **keywords: Any
+    ) -> LinearCrossEntropyOutput:
+        """`megatron_lce.linear_cross_entropy` of the captured head.
+
+        Args:
+            labels: [b, s] int64, as Megatron passes them; the full sequence also under sequence parallel.
+            temperature: a positive float, or a floating tensor [b, s].
+            keywords: those of `megatron_lce.linear_cross_entropy` but tp_group, sequence_parallel, vocab_start and
+                reduce_grad_hidden, which the head fixes. `logits_scale` multiplies the model's own (MuP).
+
+        Returns:
+            fp32 outputs [b, s]. Padded columns of the vocabulary count, as they do in Megatron, unless `vocab_size`
+            is given. Where the forward pass kept no graph, under no_grad or inside a reentrant checkpoint, the outputs
+            have none.
+
+        Raises:
+            RuntimeError: this stage has no head, or no forward pass has reached it.
+            TypeError, ValueError: as `megatron_lce.linear_cross_entropy`.
+        """
+        fixed = {"tp_group", "sequence_parallel", "vocab_start", "reduce_grad_hidden"} & keywords.keys()
+        if fixed:
+            raise TypeError(f"{', '.join(sorted(fixed))} must not be given: the captured head fixes them")
+        if self._call is None:
+            reason = NO_HEAD if self._language_model is None else "no forward pass has reached the head"
+            raise RuntimeError(f"nothing was captured: {reason}")
+        # A hidden without its graph would train the head alone, silently.
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self._with_gradient):
+            return self._call.linear_cross_entropy(labels, temperature, **keywords)
+
+    def _start_pass(self, *_: Any) -> None:
+        self._mtp_losses_left = self._mtp_layers()
+
+    def _forward(
+        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, None]:
+        """In place of ColumnParallelLinear.forward."""
+        assert self._language_model is not None
+        self._call = HeadCall.of(self._language_model.output_layer, input_, weight)
+        self._with_gradient = torch.is_grad_enabled()
+        return UncomputedLogits(self._call, self._capture), None
+
+    def _compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """In place of LanguageModule's: the fused loss for MTP's heads, which come first, and none for the main one."""
+        assert self._language_model is not None
+        assert isinstance(logits, UncomputedLogits)
+        if self._mtp_losses_left == 0:
+            return self._capture(logits).transpose(0, 1)
+        self._mtp_losses_left -= 1
+        return logits.compute_loss(labels, telemetry=self._language_model.training)
+
+    def _capture(self, logits: UncomputedLogits) -> Tensor:
+        """The main head's logits are wanted: note what they are made of and give [s, b, 0], which is no memory."""
+        self._call = logits.call
+        self._start_pass()
+        batch, sequence = logits.call.tokens
+        return logits.call.hidden.new_empty((sequence, batch, 0))
+
+    def _mtp_layers(self) -> int:
+        return 0 if self._language_model is None else self._language_model.config.mtp_num_layers or 0
+
+
+@contextlib.contextmanager
+def capture_lm_head(model: nn.Module | Sequence[nn.Module]) -> Iterator[CapturedHead]:
+    """While open, the model's forward pass stops before the logits and leaves what they are made of in the result.
+
+        with capture_lm_head(model) as head:
+            model(input_ids, position_ids, attention_mask)
+        out = head.linear_cross_entropy(labels, temperature=0.7)
+
+    The model returns an empty [b, s, 0] tensor. With MTP, pass the labels: the MTP losses are computed, fused, and
+    take effect on the hidden states as in Megatron; the main loss is left to the caller. Of several forward passes
+    the last is kept. The result stays valid after the context; it holds hidden and its graph alive.
+
+    Args:
+        model: a megatron-core GPTModel, MambaModel or HybridModel in any nesting of DistributedDataParallel,
+            Float16Module and VLM wrappers, or the list of virtual pipeline chunks that Megatron's schedules take.
+
+    Raises:
+        TypeError: `model` is nothing of Megatron's.
+        ValueError: the head is one that hidden and weight do not describe; the message lists the reasons.
+    """
+    language_model = find_language_model(model)
+    head = CapturedHead(language_model)
+    if language_model is None:
+        yield head
+        return
+    reasons = head_reasons(language_model)
+    if reasons:
+        raise ValueError(f"the LM head cannot be captured: {'; '.join(reasons)}")
+    with (
+        _removed(language_model.register_forward_pre_hook(head._start_pass)),
+        _instance_attribute(language_model.output_layer, "forward", head._forward),
+        _instance_attribute(language_model, "compute_language_model_loss", head._compute_language_model_loss),
+    ):
+        yield head
+
+
+@contextlib.contextmanager
+def _removed(hook: RemovableHandle) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@contextlib.contextmanager
+def _instance_attribute(module: nn.Module, name: str, value: object) -> Iterator[None]:
+    absent = object()
+    before = vars(module).get(name, absent)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        if vars(module).get(name) is not value:
+            raise RuntimeError("another capture of this model is open: close it first")
+        if before is absent:
+            delattr(module, name)
+        else:
+            setattr(module, name, before)

@@ -1,0 +1,167 @@
+"""Which Megatron heads can be captured and fused, and the reasons why others cannot.
+
+Everything here is read from configuration, types and shapes, which all ranks share, and from hooks and patches, which
+they may not: `reasons_of_group` makes them decide alike.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from megatron_lce.core import collectives
+from megatron_lce.core.validation import DTYPES
+
+if TYPE_CHECKING:
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+
+NO_HEAD = "this pipeline stage has no LM head"
+_OURS = "megatron_lce.megatron_integration."  # a captured or fused head's own methods
+
+
+def find_language_model(model: nn.Module | Sequence[nn.Module]) -> LanguageModule | None:
+    """The megatron-core language model inside `model` whose output layer makes the logits; None on other stages.
+
+    Args:
+        model: a GPTModel, MambaModel or HybridModel, in any nesting of wrappers (DistributedDataParallel,
+            Float16Module, a VLM), or the list of virtual pipeline chunks that Megatron's schedules take.
+
+    Raises:
+        TypeError: `model` is nothing of Megatron's.
+        ValueError: `model` holds several heads.
+    """
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+    from megatron.core.transformer.module import MegatronModule
+
+    modules = modules_of(model)
+    if not any(isinstance(module, MegatronModule) for module in modules):
+        kinds = ", ".join(type(chunk).__name__ for chunk in ([model] if isinstance(model, nn.Module) else model))
+        raise TypeError(f"model must be or hold a megatron-core language model, got {kinds}")
+    owners = [module for module in modules if isinstance(module, LanguageModule) and _makes_logits(module)]
+    if len(owners) > 1:
+        kinds = ", ".join(type(owner).__name__ for owner in owners)
+        raise ValueError(f"model must hold one LM head, got {len(owners)} ({kinds}): pass the language model itself")
+    return owners[0] if owners else None
+
+
+def modules_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+    """All modules inside a model or a list of chunks."""
+    chunks = [model] if isinstance(model, nn.Module) else model
+    return [module for chunk in chunks for module in chunk.modules()]
+
+
+def _makes_logits(module: nn.Module) -> bool:
+    # HybridModel builds an output layer on MTP stages too; only the post_process stage calls it.
+    return bool(getattr(module, "post_process", False)) and getattr(module, "output_layer", None) is not None
+
+
+def head_reasons(language_model: LanguageModule) -> tuple[str, ...]:
+    """Why `hidden` and the head's weight alone do not determine this model's logits; empty when they do."""
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    head, config = language_model.output_layer, language_model.config
+    if type(head).forward is not ColumnParallelLinear.forward:
+        return (
+            f"output_layer is a {type(head).__name__}, not megatron-core's ColumnParallelLinear: an adapter, "
+            "a critic's head or an fp8 head",
+        )
+    vocab_size = getattr(language_model, "vocab_size", None)
+    reasons = {
+        "output_layer.forward was replaced by another library": (
+            _replaced(head, "forward") or _patched(ColumnParallelLinear.forward, ColumnParallelLinear)
+        ),
+        "output_layer's _forward_impl was replaced": (
+            "_forward_impl" in vars(head) or type(head)._forward_impl is not ColumnParallelLinear._forward_impl
+        ),
+        "output_layer has forward or backward hooks, which expect logits": _has_output_hooks(head),
+        f"output_layer has {head.output_size} outputs, not the vocabulary's {vocab_size}: "
+        "a critic's or classifier's head": head.output_size != vocab_size,
+        "output_layer has a bias": head.bias is not None,
+        "output_layer has disable_grad_reduce set": head.disable_grad_reduce,
+        "output_layer is sharded by generalized tensor parallelism": getattr(head, "gtp_remat_size", 1) > 1,
+        "defer_embedding_wgrad_compute is set": config.defer_embedding_wgrad_compute,
+        "config_logger_dir is set, which writes the logits to disk": bool(getattr(config, "config_logger_dir", "")),
+    }
+    return (*(reason for reason, holds in reasons.items() if holds), *_weight_reasons(language_model))
+
+
+def loss_reasons(language_model: LanguageModule) -> tuple[str, ...]:
+    """Why the loss that this model computes from its logits is not the plain cross-entropy; empty when it is."""
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+
+    kind = type(language_model)
+    reasons = {
+        "output_layer gathers its output (parallel_output=False)": bool(
+            getattr(language_model.output_layer, "gather_output", False)
+        ),
+        f"{kind.__name__} has its own compute_language_model_loss": (
+            kind.compute_language_model_loss is not LanguageModule.compute_language_model_loss
+        ),
+        "compute_language_model_loss was replaced by another library": _replaced(
+            language_model, "compute_language_model_loss"
+        ),
+        "LanguageModule.compute_language_model_loss was replaced by another library": _patched(
+            LanguageModule.compute_language_model_loss, LanguageModule
+        ),
+    }
+    return tuple(reason for reason, holds in reasons.items() if holds)
+
+
+def reasons_of_group(language_model: LanguageModule, reasons: tuple[str, ...]) -> tuple[str, ...]:
+    """The reasons of every rank that shares the head: a hook, say, may be on one of them only."""
+    group = getattr(language_model.output_layer, "tp_group", None)  # another class of head is so on every rank
+    if group is None or group.size() == 1:
+        return reasons
+    return tuple(dict.fromkeys(reason for of_rank in collectives.gather_objects(reasons, group) for reason in of_rank))
+
+
+def _weight_reasons(language_model: LanguageModule) -> tuple[str, ...]:
+    tied = language_model.share_embeddings_and_output_weights
+    weight = language_model.shared_embedding_or_output_weight() if tied else language_model.output_layer.weight
+    managed = managed_weight_reason(language_model.output_layer, weight)
+    if managed is not None:
+        return (managed,)
+    if not isinstance(weight, Tensor) or type(weight.data) is not Tensor or weight.dtype not in DTYPES:
+        kind = type(getattr(weight, "data", weight)).__name__
+        return (f"the head's weight is a {kind} of {getattr(weight, 'dtype', None)}, not a plain fp32, bf16 or fp16",)
+    return ()
+
+
+def managed_weight_reason(head: nn.Module, weight: Tensor | None) -> str | None:
+    """Why the weight is gone when the loss wants it; FSDP may be wrapped around a head that was supported before."""
+    if hasattr(weight, "__fsdp_param__") or isinstance(head, FSDPModule):
+        return "the head's weight is managed by FSDP, which frees it after the output layer's call"
+    return None
+
+
+def _patched(method: Callable, owner: type) -> bool:
+    """Whether another library put this method on Megatron's own class, for every model at once."""
+    return method.__module__ != owner.__module__ or hasattr(method, "__wrapped__")
+
+
+def _replaced(module: nn.Module, method: str) -> bool:
+    replacement = vars(module).get(method)
+    return replacement is not None and not type(getattr(replacement, "__self__", None)).__module__.startswith(_OURS)
+
+
+def _has_output_hooks(head: nn.Module) -> bool:
+    # Forward pre-hooks see the hidden only, and DDP uses them to wait for parameters: they run and are welcome.
+    return bool(head._forward_hooks or head._backward_hooks or head._backward_pre_hooks)
+
+
+def warn_on_one_rank(message: str) -> None:
+    """A UserWarning on the first tensor- and data-parallel rank of the stage that holds the head."""
+    from megatron.core import parallel_state
+
+    if parallel_state.is_initialized():
+        rank = parallel_state.get_tensor_model_parallel_rank()
+        rank += parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    else:
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    if rank == 0:
+        warnings.warn(message, UserWarning, stacklevel=3)

@@ -1,0 +1,122 @@
+"""The primitives of both backends by themselves: any cut of the vocabulary gives the same statistics and gradients."""
+
+import itertools
+
+import pytest
+import torch
+
+from megatron_lce.backends.choice import load_backend
+from megatron_lce.backends.torch import cross_entropy as torch_backend
+from megatron_lce.core.blocks import round_up
+from megatron_lce.core.softmax_stats import LN_2, LOG2_E, unpack
+from tests.problems import make_problem
+
+
+@pytest.fixture
+def primitives(backend, device):
+    return load_backend(backend, device)
+
+
+def local_labels(problem):
+    return problem.labels.int()
+
+
+def stats_of(primitives, problem, columns=slice(None), *, workspace_bytes=2**29, softcap_scale=None):
+    first = columns.start or 0
+    row_scale = torch.full((problem.labels.numel(),), LOG2_E, device=problem.hidden.device)
+    labels = problem.labels - first
+    weight = problem.weight[columns]
+    labels = torch.where((labels >= 0) & (labels < weight.shape[0]), labels, -1).int()
+    return primitives.softmax_stats(
+        problem.hidden,
+        weight,
+        labels,
+        row_scale,
+        softcap_scale=softcap_scale,
+        entropy=True,
+        telemetry=True,
+        vocab_start=first,
+        workspace_bytes=workspace_bytes,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_statistics_are_those_of_the_logits(dtype, primitives, device):
+    problem = make_problem(9, 24, 300, device, dtype)
+    stats = unpack(stats_of(primitives, problem), True, True)
+    logits = problem.hidden.double() @ problem.weight.double().T
+    p = logits.softmax(dim=1)
+    lse = (stats.max_logit + stats.sum_exp.log2()) * LN_2
+    entropy = (stats.sum_exp.log2() - stats.sum_exp_logit / stats.sum_exp) * LN_2
+    torch.testing.assert_close(lse.double(), logits.logsumexp(dim=1), rtol=1e-6, atol=2e-6)
+    torch.testing.assert_close(entropy.double(), -(p * p.log()).sum(dim=1), rtol=1e-5, atol=1e-5)
+    label_logit = logits.gather(1, problem.labels[:, None])[:, 0]
+    torch.testing.assert_close((stats.label_logit * LN_2).double(), label_logit, rtol=1e-6, atol=2e-6)
+    torch.testing.assert_close((stats.min_logit * LN_2).double(), logits.amin(dim=1), rtol=1e-6, atol=2e-6)
+    assert torch.equal(stats.argmax.long(), logits.argmax(dim=1))
+
+
+@pytest.mark.parametrize("cuts", [[0, 600], [0, 256, 600], [0, 1, 599, 600]], ids=str)
+def test_shards_merge_to_the_whole(cuts, primitives, device):
+    problem = make_problem(9, 24, 600, device)
+    shards = [stats_of(primitives, problem, slice(a, b)) for a, b in itertools.pairwise(cuts)]
+    merged = unpack(primitives.merge_stats(torch.stack(shards), True, True), True, True)
+    whole = unpack(stats_of(primitives, problem), True, True)
+    assert torch.equal(merged.argmax, whole.argmax)
+    for name in ("max_logit", "sum_exp", "label_logit", "sum_exp_logit", "min_logit"):
+        torch.testing.assert_close(getattr(merged, name), getattr(whole, name), rtol=1e-5, atol=1e-5)
+
+
+def test_a_small_workspace_changes_no_statistics(primitives, device):
+    problem = make_problem(150, 24, 600, device)
+    wide = unpack(stats_of(primitives, problem), True, True)
+    narrow = unpack(stats_of(primitives, problem, workspace_bytes=2**16), True, True)
+    for one, other in zip(wide, narrow, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("columns", [slice(0, 300), slice(0, 256), slice(256, 300), slice(17, 18)], ids=str)
+@pytest.mark.parametrize("entropy", [True, False])
+def test_gradient_of_a_slab(columns, entropy, dtype, primitives, device):
+    """p (p_term - entropy_term log2 p) + 1[label] label_term, into rows wider than the slab."""
+    problem = make_problem(9, 24, 300, device, dtype)
+    logits = (problem.hidden.double() @ problem.weight.double().T) * LOG2_E
+    lse = logits.exp2().sum(dim=1).log2()
+    p_term, entropy_term, label_term = torch.randn(3, 9, generator=torch.Generator().manual_seed(3)).to(device).unbind()
+    terms = torch.stack([lse.float(), p_term, entropy_term, label_term, torch.zeros_like(p_term)])
+    width = columns.stop - columns.start
+    buffer = torch.full((9, 512), 7.0, device=device, dtype=dtype)
+    primitives.grad_logits(
+        problem.hidden,
+        problem.weight[columns],
+        local_labels(problem),
+        torch.full((9,), LOG2_E, device=device),
+        terms,
+        buffer[:, :width],
+        first_column=columns.start,
+        softcap_scale=None,
+        entropy=entropy,
+    )
+    log_p = logits - lse[:, None]
+    factor = p_term[:, None] - (entropy_term[:, None] * log_p if entropy else 0.0)
+    expected = log_p.exp2() * factor
+    expected += torch.nn.functional.one_hot(problem.labels, 300) * label_term[:, None]
+    tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 2.0**-7, "atol": 1e-6}
+    torch.testing.assert_close(buffer[:, :width].double(), expected[:, columns], **tolerance)
+    # A tensor-memory store ends at 16 bytes: rows of a slab are that much apart, and what lies behind stays untouched.
+    assert (buffer[:, round_up(width, 16 // dtype.itemsize) :] == 7.0).all()
+
+
+def test_torch_keeps_no_cache(device):
+    hidden = torch.zeros(4, 8, dtype=torch.bfloat16, device=device)
+    assert torch_backend.cache_columns(4, 1000, hidden, 2**30) == 0
+
+
+def test_logits_are_fp32_products_of_16_bit_inputs(device):
+    problem = make_problem(9, 256, 40, device, torch.bfloat16)
+    ones = torch.ones(9, device=device)
+    logits = torch_backend.logits_base2(problem.hidden, problem.weight, ones, None)
+    exact = problem.hidden.double() @ problem.weight.double().T
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits.double(), exact, rtol=1e-6, atol=1e-5)
