@@ -1,5 +1,8 @@
 """`linear_cross_entropy`: validate, choose a backend, call."""
 
+from dataclasses import replace
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -7,8 +10,9 @@ from torch.distributed import ProcessGroup
 from megatron_lce.backends.choice import load_backend
 from megatron_lce.backends.reference import reference_linear_cross_entropy
 from megatron_lce.core import collectives, validation
+from megatron_lce.core.agreement import Agreement
 from megatron_lce.core.autograd import linear_cross_entropy_autograd
-from megatron_lce.core.options import Backend, LinearCrossEntropyOutput, Options, WeightGradSink
+from megatron_lce.core.options import WORKSPACE_BYTES, Backend, LinearCrossEntropyOutput, Options, WeightGradSink
 
 
 def linear_cross_entropy(
@@ -26,10 +30,12 @@ def linear_cross_entropy(
     vocab_size: int | None = None,
     entropy: bool = True,
     telemetry: bool = False,
+    skip_ignored: bool | int = False,
     logits_cache_bytes: int = 0,
-    workspace_bytes: int = 512 * 2**20,
+    workspace_bytes: int = WORKSPACE_BYTES,
     reduce_grad_hidden: bool = True,
     backend: Backend = "auto",
+    weight_grad_sink: WeightGradSink | None = None,
 ) -> LinearCrossEntropyOutput:
     """Per-token logprobs, entropy and log-sum-exp of a vocab-sharded LM head, without its logits.
 
@@ -58,15 +64,23 @@ def linear_cross_entropy(
             gradient. `None`: every column counts.
         entropy: False: `entropy` is None and costs nothing.
         telemetry: True: `max_logit`, `min_logit` and `argmax` are filled; they have no gradient.
+        skip_ignored: leave ignored rows out of products, statistics and collectives. True: they are counted on the
+            device, with one synchronisation, and backward leaves out rows whose upstream gradients are all zero too,
+            with one more. An int: how many rows are not ignored, known to the host; nothing is looked at, and every
+            output is NaN where it is not the labels' count. Every rank of the group passes the same. False: all rows
+            are computed.
         logits_cache_bytes: most that this call keeps from forward to spare backward recomputation; nothing is kept of
             fp32 inputs, nor by the torch backend, and a second backward raises where something was. What is kept has 16
             bits, which shows in the entropy's gradient of rows whose logits differ by less than about 0.3.
         workspace_bytes: most that transient buffers take, for any number of tokens. Beside it backward holds an fp32
-            accumulator of hidden's gradient (4 N H bytes) and, under `sequence_parallel`, both passes the gathered
-            hidden.
+            accumulator: of hidden's gradient (4 N H bytes) or, where the shard has fewer columns than there are tokens
+            and 4096 tokens of all its logits fit, of the weight's (4 V_local H bytes; none with a sink). Under
+            `sequence_parallel` both passes hold the gathered hidden, in the latter case of a block of tokens.
         reduce_grad_hidden: False: hidden's gradient stays this rank's partial sum.
         backend: "triton", "torch", "reference" (one rank, materialised logits), or "auto": triton on a GPU that
             Triton supports, torch elsewhere. A named backend that cannot run raises.
+        weight_grad_sink: for integrations: where the weight's gradient is added, instead of being returned; see
+            `megatron_lce.core.options.WeightGradSink`.
 
     Returns:
         fp32 tensors of labels' shape, the same bits on every rank of the group.
@@ -74,100 +88,118 @@ def linear_cross_entropy(
     Raises:
         TypeError, ValueError: an argument is not as described; the message names it, what it must be and what it was.
     """
-    return _linear_cross_entropy(
-        hidden,
-        weight,
-        labels,
-        tp_group=tp_group,
-        sequence_parallel=sequence_parallel,
-        temperature=temperature,
-        logits_scale=logits_scale,
-        softcap=softcap,
-        ignore_index=ignore_index,
-        vocab_start=vocab_start,
-        vocab_size=vocab_size,
-        entropy=entropy,
-        telemetry=telemetry,
-        logits_cache_bytes=logits_cache_bytes,
-        workspace_bytes=workspace_bytes,
-        reduce_grad_hidden=reduce_grad_hidden,
-        backend=backend,
+    call = prepare_call(**locals())
+    if backend == "reference":
+        flat = _reference(call)
+    else:
+        flat = linear_cross_entropy_autograd(*call.inputs, call.options, load_backend(backend, hidden.device))
+    return LinearCrossEntropyOutput(*(None if output is None else output.view(labels.shape) for output in flat))  # type: ignore[arg-type]
+
+
+class Call(NamedTuple):
+    """A validated call, its tokens in one dimension."""
+
+    hidden: Tensor  # [N, H], under sequence parallel [N / tp, H]
+    weight: Tensor  # [V_local, H], contiguous
+    labels: Tensor  # [N]
+    temperature: float | Tensor  # [N] if a tensor
+    options: Options
+
+    @property
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor, float | Tensor]:
+        return self.hidden, self.weight, self.labels, self.temperature
+
+
+def prepare_call(hidden: Tensor, weight: Tensor, labels: Tensor, **keywords: Any) -> Call:
+    """Check the arguments of `linear_cross_entropy`, on every rank of the group at the first call of their kind.
+
+    Raises:
+        TypeError, ValueError: see `linear_cross_entropy`.
+    """
+    tp_group, vocab_start = keywords["tp_group"], keywords["vocab_start"]
+    ranks = validation.check_group(tp_group)
+    options = error = None
+    try:
+        options = _checked_options(hidden, weight, labels, ranks, **keywords)
+    except (TypeError, ValueError) as found:
+        error = found
+    if ranks > 1:
+        agreement = Agreement(
+            tp_group, _describe(hidden, weight, labels, keywords), validation.rows_of(weight), vocab_start
+        )
+        largest_shard = agreement.settle(error)
+        assert options is not None
+        options = replace(options, largest_shard=largest_shard)
+    elif error is not None:
+        raise error
+    assert options is not None
+    temperature = keywords["temperature"]
+    return Call(
+        hidden.reshape(-1, hidden.shape[-1]),
+        weight.contiguous(),
+        labels.reshape(-1),
+        temperature.reshape(-1) if isinstance(temperature, Tensor) else float(temperature),
+        options,
     )
 
 
-def _linear_cross_entropy(
+def _checked_options(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
+    ranks: int,
     *,
-    tp_group: ProcessGroup | None = None,
-    sequence_parallel: bool = False,
-    temperature: float | Tensor = 1.0,
-    logits_scale: float = 1.0,
-    softcap: float | None = None,
-    ignore_index: int = -100,
-    vocab_start: int | None = None,
-    vocab_size: int | None = None,
-    entropy: bool = True,
-    telemetry: bool = False,
-    logits_cache_bytes: int = 0,
-    workspace_bytes: int = 512 * 2**20,
-    reduce_grad_hidden: bool = True,
-    backend: Backend = "auto",
-    weight_grad_sink: WeightGradSink | None = None,
-) -> LinearCrossEntropyOutput:
-    """`linear_cross_entropy` with a place for the weight's gradient, for integrations."""
-    validation.check_group(tp_group)
-    for name, flag in (
-        ("sequence_parallel", sequence_parallel),
-        ("entropy", entropy),
-        ("telemetry", telemetry),
-        ("reduce_grad_hidden", reduce_grad_hidden),
-    ):
-        validation.check_flag(name, flag)
-    ranks = collectives.group_size(tp_group)
+    tp_group: ProcessGroup | None,
+    sequence_parallel: bool,
+    temperature: float | Tensor,
+    vocab_start: int | None,
+    vocab_size: int | None,
+    backend: Backend,
+    **others: Any,  # the fields of `Options` that are taken as they are
+) -> Options:
+    for name in ("entropy", "telemetry", "reduce_grad_hidden"):
+        validation.check_flag(name, others[name])
+    validation.check_flag("sequence_parallel", sequence_parallel)
     sequence_parallel = sequence_parallel and ranks > 1
     validation.check_tensors(hidden, weight, labels, ranks if sequence_parallel else 1)
     validation.check_temperature(temperature, labels)
-    validation.check_number("logits_scale", logits_scale)
-    validation.check_integer("ignore_index", ignore_index)
+    validation.check_number("logits_scale", others["logits_scale"])
+    validation.check_integer("ignore_index", others["ignore_index"])
+    validation.check_skip_ignored(others["skip_ignored"], labels.numel())
     validation.check_options(
         vocab_size=vocab_size,
-        softcap=softcap,
-        logits_cache_bytes=logits_cache_bytes,
-        workspace_bytes=workspace_bytes,
+        softcap=others["softcap"],
+        logits_cache_bytes=others["logits_cache_bytes"],
+        workspace_bytes=others["workspace_bytes"],
         backend=backend,
     )
     first, num_columns = owned_columns(weight, tp_group, vocab_start, vocab_size)
-    if sequence_parallel and not reduce_grad_hidden:
+    if sequence_parallel and not others["reduce_grad_hidden"]:
         raise ValueError("reduce_grad_hidden must be True with sequence_parallel, got False")
-
-    options = Options(
+    if backend == "reference":
+        _check_reference(ranks, first)
+    return Options(
         tp_group=tp_group if ranks > 1 else None,
         sequence_parallel=sequence_parallel,
-        logits_scale=float(logits_scale),
-        softcap=None if softcap is None else float(softcap),
-        ignore_index=ignore_index,
         vocab_start=first,
         num_columns=num_columns,
-        entropy=entropy,
-        telemetry=telemetry,
-        logits_cache_bytes=logits_cache_bytes,
-        workspace_bytes=workspace_bytes,
-        reduce_grad_hidden=reduce_grad_hidden,
-        weight_grad_sink=weight_grad_sink,
+        largest_shard=weight.shape[0],
+        **others,
     )
-    flat_hidden = hidden.reshape(-1, hidden.shape[-1])
-    flat_labels = labels.reshape(-1)
-    flat_temperature = temperature.reshape(-1) if isinstance(temperature, Tensor) else float(temperature)
-    if backend == "reference":
-        flat = _reference(flat_hidden, weight, flat_labels, flat_temperature, options)
-    else:
-        primitives = load_backend(backend, hidden.device)
-        flat = linear_cross_entropy_autograd(
-            flat_hidden, weight.contiguous(), flat_labels, flat_temperature, options, primitives
-        )
-    return LinearCrossEntropyOutput(*(None if output is None else output.view(labels.shape) for output in flat))  # type: ignore[arg-type]
+
+
+def _describe(hidden: Tensor, weight: Tensor, labels: Tensor, keywords: dict[str, Any]) -> dict[str, Any]:
+    """What every rank of a group must call with; values that may change from call to call by their types only."""
+    own = {"tp_group", "vocab_start", "weight_grad_sink"}
+    by_type = {"temperature", "skip_ignored"}
+    return {
+        "hidden": validation.kind_of(hidden),
+        "weight": validation.kind_of(weight),
+        "labels": validation.kind_of(labels[..., None]) if isinstance(labels, Tensor) else type(labels),
+        "grad mode": torch.is_grad_enabled(),
+        **{name: value for name, value in keywords.items() if name not in own | by_type},
+        **{name: type(keywords[name]).__name__ for name in by_type},
+    }
 
 
 def owned_columns(
@@ -181,19 +213,18 @@ def owned_columns(
     return first, num_columns
 
 
-def _reference(
-    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float | Tensor, options: Options
-) -> LinearCrossEntropyOutput:
-    if options.tp_group is not None:
+def _check_reference(ranks: int, vocab_start: int) -> None:
+    if ranks > 1:
         raise ValueError("tp_group must have one rank for backend='reference', got a larger group")
-    if options.vocab_start:
-        raise ValueError(f"vocab_start must be 0 for backend='reference', got {options.vocab_start}")
-    with torch.autocast(hidden.device.type, enabled=False):
+    if vocab_start:
+        raise ValueError(f"vocab_start must be 0 for backend='reference', got {vocab_start}")
+
+
+def _reference(call: Call) -> LinearCrossEntropyOutput:
+    options = call.options
+    with torch.autocast(call.hidden.device.type, enabled=False):
         return reference_linear_cross_entropy(
-            hidden,
-            weight,
-            labels,
-            temperature,
+            *call.inputs,
             logits_scale=options.logits_scale,
             softcap=options.softcap,
             ignore_index=options.ignore_index,

@@ -122,9 +122,12 @@ def linear_jsd(
         num_columns=num_columns,
         entropy=False,
         telemetry=False,
+        largest_shard=student_weight.shape[0],
+        skip_ignored=False,
         logits_cache_bytes=0,
         workspace_bytes=workspace_bytes,
         reduce_grad_hidden=True,
+        weight_grad_sink=None,
     )
     flat_temperature = temperature.reshape(-1) if isinstance(temperature, Tensor) else float(temperature)
     loss = linear_jsd_autograd(

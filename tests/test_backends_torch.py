@@ -1,6 +1,6 @@
 """The primitives of both backends by themselves: any cut of the vocabulary gives the same statistics and gradients."""
 
-import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,17 +8,14 @@ import torch
 from megatron_lce.backends.choice import load_backend
 from megatron_lce.backends.torch import cross_entropy as torch_backend
 from megatron_lce.core.blocks import round_up
-from megatron_lce.core.softmax_stats import LN_2, LOG2_E, unpack
+from megatron_lce.core.rows import Rows, RowTerms
+from megatron_lce.core.softmax_stats import LN_2, LOG2_E, UNIT, unpack_extremes
 from tests.problems import make_problem
 
 
 @pytest.fixture
 def primitives(backend, device):
     return load_backend(backend, device)
-
-
-def local_labels(problem):
-    return problem.labels.int()
 
 
 def stats_of(primitives, problem, columns=slice(None), *, workspace_bytes=2**29, softcap_scale=None):
@@ -40,39 +37,50 @@ def stats_of(primitives, problem, columns=slice(None), *, workspace_bytes=2**29,
     )
 
 
+def merged(primitives, parts):
+    extremes = primitives.merge_extremes(parts, True)
+    return extremes, primitives.sum_chunks(parts, extremes[0], True)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_statistics_are_those_of_the_logits(dtype, primitives, device):
     problem = make_problem(9, 24, 300, device, dtype)
-    stats = unpack(stats_of(primitives, problem), True, True)
+    extremes, sums = merged(primitives, stats_of(primitives, problem))
+    stats = unpack_extremes(extremes, True)
+    sum_exp, sum_exp_logit = sums.double() * UNIT
     logits = problem.hidden.double() @ problem.weight.double().T
     p = logits.softmax(dim=1)
-    lse = (stats.max_logit + stats.sum_exp.log2()) * LN_2
-    entropy = (stats.sum_exp.log2() - stats.sum_exp_logit / stats.sum_exp) * LN_2
-    torch.testing.assert_close(lse.double(), logits.logsumexp(dim=1), rtol=1e-6, atol=2e-6)
-    torch.testing.assert_close(entropy.double(), -(p * p.log()).sum(dim=1), rtol=1e-5, atol=1e-5)
+    lse = (stats.max_logit + sum_exp.log2()) * LN_2
+    entropy = (sum_exp.log2() - sum_exp_logit / sum_exp) * LN_2
+    torch.testing.assert_close(lse, logits.logsumexp(dim=1), rtol=1e-6, atol=2e-6)
+    torch.testing.assert_close(entropy, -(p * p.log()).sum(dim=1), rtol=1e-5, atol=1e-5)
     label_logit = logits.gather(1, problem.labels[:, None])[:, 0]
     torch.testing.assert_close((stats.label_logit * LN_2).double(), label_logit, rtol=1e-6, atol=2e-6)
     torch.testing.assert_close((stats.min_logit * LN_2).double(), logits.amin(dim=1), rtol=1e-6, atol=2e-6)
     assert torch.equal(stats.argmax.long(), logits.argmax(dim=1))
 
 
-@pytest.mark.parametrize("cuts", [[0, 600], [0, 256, 600], [0, 1, 599, 600]], ids=str)
-def test_shards_merge_to_the_whole(cuts, primitives, device):
-    problem = make_problem(9, 24, 600, device)
-    shards = [stats_of(primitives, problem, slice(a, b)) for a, b in itertools.pairwise(cuts)]
-    merged = unpack(primitives.merge_stats(torch.stack(shards), True, True), True, True)
-    whole = unpack(stats_of(primitives, problem), True, True)
-    assert torch.equal(merged.argmax, whole.argmax)
-    for name in ("max_logit", "sum_exp", "label_logit", "sum_exp_logit", "min_logit"):
-        torch.testing.assert_close(getattr(merged, name), getattr(whole, name), rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("cuts", [[128, 472], [256, 344], [384, 128, 88]], ids=str)
+def test_shards_cut_at_whole_chunks_give_the_same_bits(cuts, dtype, primitives, device):
+    """128 columns are a chunk of every backend, wherever in a kernel's tile they come to lie."""
+    problem = make_problem(9, 24, 600, device, dtype)
+    whole_extremes, whole_sums = merged(primitives, stats_of(primitives, problem))
+    starts = [sum(cuts[:i]) for i in range(len(cuts))]
+    shards = [stats_of(primitives, problem, slice(a, a + n)) for a, n in zip(starts, cuts, strict=True)]
+    extremes = primitives.merge_extremes(torch.stack([primitives.merge_extremes(s, True) for s in shards]), True)
+    assert torch.equal(extremes, whole_extremes)
+    assert torch.equal(sum(primitives.sum_chunks(s, extremes[0], True) for s in shards), whole_sums)
 
 
-def test_a_small_workspace_changes_no_statistics(primitives, device):
-    problem = make_problem(150, 24, 600, device)
-    wide = unpack(stats_of(primitives, problem), True, True)
-    narrow = unpack(stats_of(primitives, problem, workspace_bytes=2**16), True, True)
-    for one, other in zip(wide, narrow, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+def test_a_nan_or_infinite_logit_makes_its_chunk_nan(primitives, device):
+    problem = make_problem(9, 24, 300, device)
+    problem.weight[299] = float("inf")
+    problem.hidden.abs_()
+    problem.hidden[4] = float("nan")
+    largest = stats_of(primitives, problem)[:, 0]
+    assert largest[-1].isnan().all()
+    assert largest[0].isnan().nonzero().flatten().tolist() == [4]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -84,14 +92,15 @@ def test_gradient_of_a_slab(columns, entropy, dtype, primitives, device):
     logits = (problem.hidden.double() @ problem.weight.double().T) * LOG2_E
     lse = logits.exp2().sum(dim=1).log2()
     p_term, entropy_term, label_term = torch.randn(3, 9, generator=torch.Generator().manual_seed(3)).to(device).unbind()
-    terms = torch.stack([lse.float(), p_term, entropy_term, label_term, torch.zeros_like(p_term)])
+    largest = logits.amax(dim=1)
+    zero = torch.zeros_like(p_term)
+    terms = torch.stack(RowTerms(largest.float(), (lse - largest).float(), p_term, entropy_term, label_term, zero))
     width = columns.stop - columns.start
     buffer = torch.full((9, 512), 7.0, device=device, dtype=dtype)
     primitives.grad_logits(
         problem.hidden,
         problem.weight[columns],
-        local_labels(problem),
-        torch.full((9,), LOG2_E, device=device),
+        Rows(problem.labels.int(), torch.full((9,), LOG2_E, device=device), zero),
         terms,
         buffer[:, :width],
         first_column=columns.start,
@@ -110,7 +119,7 @@ def test_gradient_of_a_slab(columns, entropy, dtype, primitives, device):
 
 def test_torch_keeps_no_cache(device):
     hidden = torch.zeros(4, 8, dtype=torch.bfloat16, device=device)
-    assert torch_backend.cache_columns(4, 1000, hidden, 2**30) == 0
+    assert torch_backend.new_cache(4, hidden, SimpleNamespace(num_columns=1000, logits_cache_bytes=2**30)) is None
 
 
 def test_logits_are_fp32_products_of_16_bit_inputs(device):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_lce.cross_entropy import _linear_cross_entropy
+from megatron_lce import linear_cross_entropy
 from tests.oracle import evaluate
 from tests.problems import make_problem
 
@@ -30,9 +30,9 @@ class Sink:
 def test_a_sink_gets_what_would_be_returned(hidden_size, dtype, workspace_bytes, logits_cache_bytes, backend, device):
     problem = make_problem(300, hidden_size, 601, device, dtype)
     keywords = {"backend": backend, "workspace_bytes": workspace_bytes, "logits_cache_bytes": logits_cache_bytes}
-    returned = evaluate(_linear_cross_entropy, *problem, **keywords)
+    returned = evaluate(linear_cross_entropy, *problem, **keywords)
     sink = Sink(problem.weight)
-    added = evaluate(_linear_cross_entropy, *problem, **keywords, weight_grad_sink=sink)
+    added = evaluate(linear_cross_entropy, *problem, **keywords, weight_grad_sink=sink)
     assert sink.finished == 1
     assert added.grad_weight is None
     assert torch.equal(added.grad_hidden, returned.grad_hidden)

@@ -51,10 +51,11 @@ def reference_linear_cross_entropy(
     extremes: dict[str, Tensor] = {}
     if telemetry:
         detached = logits.detach()
+        row_is_nan = broken | detached.isnan().any(dim=-1)
         extremes = {
             "max_logit": finish(detached.max(dim=-1).values),
             "min_logit": finish(detached.min(dim=-1).values),
-            "argmax": torch.where(ignored, 0, detached.argmax(dim=-1)),
+            "argmax": torch.where(ignored, 0, torch.where(row_is_nan, -1, detached.argmax(dim=-1))),
         }
     return LinearCrossEntropyOutput(
         finish(logprobs), None if row_entropy is None else finish(row_entropy), finish(lse), **extremes

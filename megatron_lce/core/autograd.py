@@ -1,15 +1,19 @@
 """The one autograd function: the order of launches and collectives, and what is saved between them."""
 
 from collections.abc import Iterator, Sequence
-from types import ModuleType
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_lce.core import collectives
-from megatron_lce.core.blocks import BlockBytes, plan_blocks, smallest_workspace
-from megatron_lce.core.collectives import Pending
+from megatron_lce.core.blocks import (
+    BlockBytes,
+    plan_blocks,
+    smallest_workspace,
+    tokens_per_block,
+)
+from megatron_lce.core.group_stats import stats_over_group
 from megatron_lce.core.head_gradients import (
     Slab,
     accumulator_bytes_per_column,
@@ -18,9 +22,10 @@ from megatron_lce.core.head_gradients import (
     kept_slabs,
 )
 from megatron_lce.core.options import LinearCrossEntropyOutput, Options
-from megatron_lce.core.products import copied_row_bytes, full_fp32, row_stride
+from megatron_lce.core.products import copies_at_most, copies_of, copies_of_shape, full_fp32, slab_row_stride
+from megatron_lce.core.protocols import CrossEntropyBackend, LogitsCache
 from megatron_lce.core.rows import Rows, Saved, softcap_scale
-from megatron_lce.core.softmax_stats import empty_stats
+from megatron_lce.core.tokens import Counted, TokenBlock, Tokens, counted_rows, rows_that_count, spread
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -40,64 +45,81 @@ class _LinearCrossEntropy(torch.autograd.Function):
         labels: Tensor,  # [N] int64 global ids
         temperature: Tensor | float,  # [N] if a tensor
         options: Options,
-        backend: ModuleType,
+        backend: CrossEntropyBackend,
         grad_enabled: bool,
     ) -> tuple[Tensor | None, ...]:
-        device_type = hidden.device.type
-        _check_workspace(hidden, weight, options, backend, ctx.needs_input_grad if grad_enabled else None)
-        with torch.autocast(device_type, enabled=False), full_fp32():
-            rows = backend.prepare_rows(labels, temperature, options)
-            num_tokens = labels.shape[0]
-            cached = 0
-            if grad_enabled:
-                cached = backend.cache_columns(num_tokens, options.num_columns, hidden, options.logits_cache_bytes)
-            cache = backend.LogitsCache.allocate(num_tokens, cached, hidden) if cached else None
-            packed = _stats_over_group(hidden, weight, rows, options, backend, cache)
-            outputs, saved = backend.finish(packed, rows, options)
+        check_workspace(hidden, weight, options, backend, ctx.needs_input_grad if grad_enabled else None)
+        num_tokens = labels.shape[0]
+        with torch.autocast(hidden.device.type, enabled=False), full_fp32():
+            counted = counted_rows(labels, options)
+            tokens = _tokens(hidden, num_tokens, counted.rows, weight, options, backend)
+            order = tokens.order()
+            rows = backend.prepare_rows(_select(labels, order), _select(temperature, order), options)
+            if counted.unless_nan is not None:
+                rows = rows._replace(to_nats=rows.to_nats * counted.unless_nan)
+            cache = backend.new_cache(tokens.num_computed, hidden, options) if grad_enabled else None
+            extremes, sums = stats_over_group(tokens, weight, rows, options, backend, cache)
+            outputs, saved = backend.finish(extremes, sums, rows, options)
+            outputs = spread(outputs, Counted(order, counted.unless_nan), num_tokens)
         ctx.set_materialize_grads(False)
         if grad_enabled:
-            ctx.save_for_backward(hidden, weight, *rows, *saved)
-            ctx.options, ctx.backend, ctx.cache, ctx.cached_columns = options, backend, cache, cached
+            ctx.save_for_backward(hidden, weight, counted.rows, *rows, *saved)
+            ctx.num_tokens, ctx.options, ctx.backend = num_tokens, options, backend
+            ctx.cache, ctx.cached = cache, cache is not None
         ctx.mark_non_differentiable(*(t for t in outputs[3:] if t is not None))
         return tuple(outputs)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(
         ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, grad_lse: Tensor | None, *_: None
-    ):
-        if ctx.cached_columns and ctx.cache is None:
+    ) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError("create_graph must be False: linear_cross_entropy has no double backward")
+        if ctx.cached and ctx.cache is None:
             raise RuntimeError(
                 "a second backward through linear_cross_entropy needs logits_cache_bytes=0: "
                 "the first one turned the kept logits into gradients in place"
             )
-        hidden, weight, labels, row_scale, to_nats, *saved = ctx.saved_tensors
-        rows = Rows(labels, row_scale, to_nats)
-        cache, ctx.cache = ctx.cache, None
+        hidden, weight, counted, *per_row = ctx.saved_tensors
         options, backend = ctx.options, ctx.backend
+        cache, ctx.cache = ctx.cache, None
         with torch.autocast(hidden.device.type, enabled=False), full_fp32():
-            terms = backend.row_terms(rows, Saved(*saved), grad_logprobs, grad_entropy, grad_lse, options)
+            tokens = _tokens(hidden, ctx.num_tokens, counted, weight, options, backend)
+            order = tokens.order()
+            rows, saved = Rows(*per_row[:3]), Saved(*per_row[3:])
+            upstream = tuple(_select(grad, order) for grad in (grad_logprobs, grad_entropy, grad_lse))
+            kept = _rows_with_gradient(upstream, rows, saved, options)
+            if kept is not None:
+                rows, saved = rows.of(kept), saved.of(kept)
+                upstream = tuple(_select(grad, kept) for grad in upstream)
+                cache = cache and cache.select(kept)
+                tokens = _tokens(
+                    hidden, ctx.num_tokens, kept if order is None else order[kept], weight, options, backend
+                )
+            problem = _Backward(weight, rows, backend.row_terms(rows, saved, *upstream, options), options, backend)
             entropy = grad_entropy is not None
 
-            def slabs(hidden: Pending, bytes_per_column: int) -> Iterator[Slab]:
-                return _grad_logits_slabs(
-                    hidden, weight, rows, terms, options, backend, cache, entropy, bytes_per_column
-                )
+            def slabs(block: TokenBlock, bytes_per_column: int) -> Iterator[Slab]:
+                return grad_logits_slabs(problem, block, cache, entropy, bytes_per_column)
 
-            grad_hidden, grad_weight = head_gradients(
-                hidden,
+            gradients = head_gradients(
+                tokens,
                 weight,
-                labels.shape[0],
                 options,
                 slabs,
                 needs_hidden=ctx.needs_input_grad[0],
                 needs_weight=ctx.needs_input_grad[1],
             )
-        return grad_hidden, grad_weight, None, None, None, None, None
+        return *gradients, None, None, None, None, None
 
 
 def linear_cross_entropy_autograd(
-    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: Tensor | float, options: Options, backend: ModuleType
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperature: Tensor | float,
+    options: Options,
+    backend: CrossEntropyBackend,
 ) -> LinearCrossEntropyOutput:
     """Apply the function to flattened inputs: hidden [N, H], labels [N]; outputs [N]."""
     grad_enabled = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
@@ -106,16 +128,20 @@ def linear_cross_entropy_autograd(
     )
 
 
-def _check_workspace(
-    hidden: Tensor, weight: Tensor, options: Options, backend: ModuleType, needs_grad: Sequence[bool] | None
+def check_workspace(
+    hidden: Tensor,
+    weight: Tensor,
+    options: Options,
+    backend: CrossEntropyBackend,
+    needs_grad: Sequence[bool] | None,
 ) -> None:
     """The smallest block of every pass must find room before the first one runs; `needs_grad`: None without backward.
 
-    Asked of the whole shard, padding included, so that ranks with equal shards agree.
+    Asked of the largest shard of the group, as if everything had to be copied, so that ranks agree.
     """
-    smallest = smallest_workspace(backend.softmax_stats_bytes(hidden, weight, options.entropy, options.telemetry))
+    smallest = smallest_workspace(backend.softmax_stats_bytes(hidden, options))
     if needs_grad is not None:
-        backward = backend.grad_logits_bytes(hidden, weight)
+        backward = backend.grad_logits_bytes(hidden, copies_at_most(hidden))
         if needs_grad[1]:
             backward = backward._replace(per_column=backward.per_column + accumulator_bytes_per_column(weight, options))
         smallest = max(smallest, smallest_workspace(backward))
@@ -123,78 +149,75 @@ def _check_workspace(
         raise ValueError(f"workspace_bytes must be at least {smallest} for this head, got {options.workspace_bytes}")
 
 
-def _stats_over_group(
-    hidden: Tensor, weight: Tensor, rows: Rows, options: Options, backend: ModuleType, cache: Any
-) -> Tensor:
-    """Packed statistics of the whole vocabulary, the same bits on every rank."""
-    num_tokens = rows.labels.shape[0]
-    if num_tokens == 0:
-        return empty_stats(0, options.entropy, options.telemetry, hidden.device)
-    if options.sequence_parallel and options.tp_group is not None:
-        hidden = collectives.gather_rows(hidden, options.tp_group)
-    if options.num_columns == 0:
-        packed = empty_stats(num_tokens, options.entropy, options.telemetry, hidden.device)
-    else:
-        packed = backend.softmax_stats(
-            hidden,
-            weight[: options.num_columns],
-            rows.labels,
-            rows.scale,
-            softcap_scale=softcap_scale(options),
-            entropy=options.entropy,
-            telemetry=options.telemetry,
-            vocab_start=options.vocab_start,
-            workspace_bytes=options.workspace_bytes,
-            cache=cache,
-        )
-    if options.tp_group is not None:
-        packed = collectives.stack_over_group(packed, options.tp_group)
-        packed = backend.merge_stats(packed, options.entropy, options.telemetry)
-    return packed
-
-
-def _grad_logits_slabs(
-    hidden: Pending,
+def _tokens(
+    hidden: Tensor,
+    num_tokens: int,
+    counted: Tensor | None,
     weight: Tensor,
-    rows: Rows,
-    terms: Tensor,
     options: Options,
-    backend: ModuleType,
-    cache: Any,
-    entropy: bool,
-    bytes_per_column: int,
-) -> Iterator[Slab]:
-    """Gradients of the logits, the kept columns first (in place), then the others in one reused buffer."""
-    num_tokens, num_columns = rows.labels.shape[0], options.num_columns
-    scale = softcap_scale(options)
-    first = 0
-    if cache is not None:
-        first = cache.exp.shape[1]
-        backend.grad_logits_from_cache(
-            cache, rows.labels, rows.scale, terms, softcap=scale is not None, entropy=entropy
-        )
-        copies = BlockBytes(0, copied_row_bytes(hidden.tensor), copied_row_bytes(weight))  # else one slab of everything
-        blocks = plan_blocks(
-            num_tokens, first, options.workspace_bytes, copies, per_column_if_tokens_are_cut=bytes_per_column
-        )
-        yield from kept_slabs(cache.exp, num_columns, blocks)
-        cache.free()
-    if first == num_columns:
-        return
-    blocks = plan_blocks(
-        num_tokens,
-        row_stride(num_columns - first, hidden.tensor.dtype.itemsize),
-        options.workspace_bytes,
-        backend.grad_logits_bytes(hidden.tensor, weight),
-        per_column_if_tokens_are_cut=bytes_per_column,
+    backend: CrossEntropyBackend,
+) -> Tokens:
+    """The computed rows, in the blocks that backward's outer loop takes."""
+    computed = num_tokens if counted is None else counted.shape[0]
+    block_bytes = backend.grad_logits_bytes(hidden, copies_of_shape(hidden))
+    per_column = block_bytes.per_column + accumulator_bytes_per_column(weight, options)
+    block = tokens_per_block(
+        computed, options.largest_shard, options.workspace_bytes, block_bytes._replace(per_column=per_column)
     )
+    return Tokens(hidden, num_tokens, counted, block, options)
 
-    def compute(tokens: slice, columns: slice, grad: Tensor) -> None:
+
+def _select(per_token: Any, rows: Tensor | None) -> Any:
+    return per_token[rows] if isinstance(per_token, Tensor) and rows is not None else per_token
+
+
+def _rows_with_gradient(upstream: Sequence[Tensor | None], rows: Rows, saved: Saved, options: Options) -> Tensor | None:
+    """Under `skip_ignored=True` the rows whose gradient is not zero; None: all."""
+    if options.skip_ignored is not True or rows.labels.shape[0] == 0:
+        return None
+    # A broken row is NaN whatever its upstream gradient.
+    counts = ~(saved.label_logprob * rows.to_nats).isfinite()
+    for grad in upstream:
+        if grad is not None:
+            counts |= grad != 0
+    return rows_that_count(counts, options)
+
+
+class _Backward(NamedTuple):
+    """What the gradient of any logit of any computed row is made of."""
+
+    weight: Tensor
+    rows: Rows
+    terms: Tensor  # [6, N] fp32, `RowTerms`
+    options: Options
+    backend: CrossEntropyBackend
+
+
+def grad_logits_slabs(
+    problem: "_Backward", block: TokenBlock, cache: LogitsCache | None, entropy: bool, bytes_per_column: int
+) -> Iterator[Slab]:
+    """Gradients of a block's products, the kept columns first, then the others in one reused buffer."""
+    weight, options, backend = problem.weight, problem.options, problem.backend
+    rows, terms = problem.rows.of(block.rows), problem.terms[:, block.rows]
+    hidden, num_tokens, num_columns = block.hidden, rows.labels.shape[0], options.num_columns
+    scale = softcap_scale(options)
+
+    def from_cache(kept: LogitsCache, tokens: slice, columns: slice, grad: Tensor) -> None:
+        backend.grad_logits_from_cache(
+            kept.of(tokens),
+            rows.of(tokens),
+            terms[:, tokens],
+            grad,
+            columns,
+            softcap=scale is not None,
+            entropy=entropy,
+        )
+
+    def computed(tokens: slice, columns: slice, grad: Tensor) -> None:
         backend.grad_logits(
             hidden.wait()[tokens],
             weight[columns],
-            rows.labels[tokens],
-            rows.scale[tokens],
+            rows.of(tokens),
             terms[:, tokens],
             grad,
             first_column=columns.start,
@@ -202,4 +225,32 @@ def _grad_logits_slabs(
             entropy=entropy,
         )
 
-    yield from computed_slabs(hidden.tensor, slice(first, num_columns), blocks, compute)
+    def plan(num_columns: int, block_bytes: BlockBytes) -> Any:
+        return plan_blocks(
+            num_tokens,
+            num_columns,
+            options.workspace_bytes,
+            block_bytes,
+            per_column_if_tokens_are_cut=bytes_per_column,
+        )
+
+    first = 0
+    copies = copies_of(hidden.tensor, weight)
+    grad_bytes = backend.grad_logits_bytes(hidden.tensor, copies)
+    if cache is not None:
+        kept, first = cache.of(block.rows), cache.exp.shape[1]
+        if kept.rows is None:
+            from_cache(kept, slice(0, num_tokens), slice(0, first), kept.exp)
+            yield from kept_slabs(kept.exp, num_columns, plan(first, BlockBytes(0, *copies)))
+        else:
+            every, blocks = slice(0, first), plan(slab_row_stride(first), grad_bytes)
+            compute = partial(from_cache, kept)
+            yield from computed_slabs(hidden.tensor, num_tokens, every, num_columns, blocks, compute)
+            del compute
+        del kept
+        if block.is_last:
+            cache.free()
+    if first < num_columns:
+        blocks = plan(slab_row_stride(num_columns - first), grad_bytes)
+        every = slice(first, num_columns)
+        yield from computed_slabs(hidden.tensor, num_tokens, every, num_columns, blocks, computed)

@@ -1,12 +1,19 @@
-"""How a [tokens, columns] tensor is cut into blocks that fit a budget."""
+"""How a [tokens, columns] tensor is cut into pieces that fit a budget.
+
+A slab is a range of the vocabulary's columns, as wide as the workspace allows; a block is a range of tokens that is
+worked on by itself; a tile is what one program of a kernel computes; a chunk is the columns that statistics are taken
+of; a shard is a rank's part, of the vocabulary or of a sequence.
+"""
 
 from collections.abc import Iterator
 from typing import NamedTuple
 
 MIN_TOKENS = 128  # a kernel's row block
 COLUMN_STEP = 256  # slabs are whole kernel tiles wide, so that rows of a slab stay aligned
+PREFERRED_COLUMNS = 16384  # of a slab
 ENOUGH_LOGITS = 2**27  # of one block: larger ones gain nothing (8192 x 4096 x 151936 on an H200: 59.4 ms from here on)
 ENOUGH_TOKENS = 8192  # of one block, and half its columns are enough too: the products' other dimension is then wide
+WIDE_BLOCK = 4096  # tokens of a block from which on a product that sums over them runs at speed
 ALIGNED_COLUMNS = 8  # cuBLAS takes five times as long for a slab whose width is no multiple of this
 
 
@@ -32,7 +39,7 @@ def plan_blocks(
     block_bytes: BlockBytes,
     *,
     per_column_if_tokens_are_cut: int = 0,
-    preferred_columns: int = 16384,
+    preferred_columns: int = PREFERRED_COLUMNS,
 ) -> Blocks:
     """The widest blocks within `workspace_bytes` that still gain from their width.
 
@@ -82,6 +89,32 @@ def _blocks_of_cut_tokens(
             smallest = smallest_workspace(block_bytes)
             raise ValueError(f"workspace_bytes must be at least {smallest} for this head, got {workspace_bytes}")
         columns = max(COLUMN_STEP, columns // 2 // COLUMN_STEP * COLUMN_STEP)
+
+
+def tokens_per_block(
+    num_tokens: int,
+    largest_shard: int,
+    workspace_bytes: int,
+    block_bytes: BlockBytes,
+) -> int:
+    """How many tokens backward's outer loop takes at once: all of them, with slabs of vocabulary inside, or fewer.
+
+    Slabs inside accumulate hidden's gradient, 4 N H bytes; blocks of tokens outside, each with all columns, accumulate
+    the weight's, 4 V H bytes. What is smaller is also read and written less, as long as the blocks stay wide.
+    """
+    block = (workspace_bytes - largest_shard * block_bytes.per_column) // (
+        block_bytes.per_token + round_up(largest_shard, COLUMN_STEP) * block_bytes.per_logit
+    )
+    if largest_shard >= num_tokens or block < WIDE_BLOCK:
+        return max(num_tokens, 1)
+    return _even(num_tokens, block, MIN_TOKENS)
+
+
+def stats_tokens(num_tokens: int, workspace_bytes: int, block_bytes: BlockBytes) -> int:
+    """How many tokens' statistics are taken at once; a quarter of the workspace is left to copies of columns."""
+    columns = max(COLUMN_STEP, workspace_bytes // 4 // max(block_bytes.per_column, 1))
+    room = workspace_bytes - min(columns, PREFERRED_COLUMNS) * block_bytes.per_column
+    return max(1, _even(num_tokens, room // block_bytes.per_token, MIN_TOKENS))
 
 
 def smallest_workspace(block_bytes: BlockBytes) -> int:

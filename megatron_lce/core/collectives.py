@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
@@ -32,6 +33,18 @@ def gather_objects(value: Any, group: ProcessGroup) -> list[Any]:
     gathered = [None] * group_size(group)
     dist.all_gather_object(gathered, value, group=group)
     return gathered
+
+
+def any_over_group(mask: Tensor, group: ProcessGroup) -> Tensor:
+    """Where the mask is true on any rank."""
+    seen = mask.to(torch.uint8)
+    dist.all_reduce(seen, dist.ReduceOp.MAX, group=group)
+    return seen.bool()
+
+
+def add_over_group(tensor: Tensor, group: ProcessGroup) -> None:
+    """Sum over the group, in place."""
+    dist.all_reduce(tensor, group=group)
 
 
 def stack_over_group(tensor: Tensor, group: ProcessGroup) -> Tensor:

@@ -6,85 +6,72 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_lce.core import collectives
 from megatron_lce.core.blocks import Blocks, cut, cut_columns
-from megatron_lce.core.collectives import Pending
 from megatron_lce.core.options import Options, WeightGradSink
-from megatron_lce.core.products import aligned, product, row_stride
+from megatron_lce.core.products import aligned, product, row_stride, slab_row_stride, with_zeros_behind
+from megatron_lce.core.tokens import TokenBlock, Tokens
 
 
 class Slab(NamedTuple):
     columns: slice
-    tokens: slice
+    tokens: slice  # of the block
     grad: Tensor  # [tokens, columns] gradient of the products, in hidden's dtype
-    first_tokens: bool  # no block of these columns went before
+    first_tokens: bool  # no tokens of the block went before in these columns
     last_tokens: bool  # none follows
-    is_last: bool  # of all
+    is_last: bool  # of the block
 
 
 def head_gradients(
-    hidden: Tensor,
+    tokens: Tokens,
     weight: Tensor,
-    num_tokens: int,
     options: Options,
-    slabs: Callable[[Pending, int], Iterator["Slab"]],
+    slabs: Callable[[TokenBlock, int], Iterator[Slab]],
     *,
     needs_hidden: bool,
     needs_weight: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Both gradients, slab by slab. The sum over the group runs under the last product of the weight's gradient.
+    """Both gradients, block by block and slab by slab. A block's sum over the group runs under its last product.
 
-    `slabs(hidden, bytes_per_column)` yields the gradient of every product: of the gathered hidden, which is waited for
-    where it is first read, and where a slab's column takes that many bytes of the workspace if its tokens come in
-    several blocks.
+    `slabs(block, bytes_per_column)` yields the gradient of every product of a block, where a slab's column takes that
+    many bytes of the workspace if its tokens come in several parts.
     """
-    weight_grad = _WeightGrad(weight, options) if needs_weight else None
-    if num_tokens == 0:
-        if weight_grad is not None and weight_grad.sink is None:
-            weight_grad.grad.zero_()
-        return (torch.zeros_like(hidden) if needs_hidden else None), (weight_grad.finish() if weight_grad else None)
-    gathered = Pending(hidden)
-    if options.sequence_parallel and options.tp_group is not None:
-        gathered = collectives.start_gather_rows(hidden, options.tp_group)
-    grad_hidden = reduced = None
-    if options.num_columns == 0 and needs_hidden:
-        reduced = _start_reduction(torch.zeros_like(gathered.tensor), options)
-    for slab in slabs(gathered, accumulator_bytes_per_column(weight, options) if needs_weight else 0):
-        if needs_hidden:
-            if grad_hidden is None:
-                one_sum = slab.columns == slice(0, options.num_columns)  # the product's own accumulator is enough
-                width = _for_products(weight[:1]).shape[1]
-                grad_hidden = hidden.new_empty(num_tokens, width, dtype=hidden.dtype if one_sum else torch.float32)
-            weight_slab = _for_products(weight[slab.columns])
-            product(slab.grad, weight_slab, grad_hidden[slab.tokens], accumulate=slab.columns.start > 0)
-            del weight_slab
-            if slab.is_last:
-                grad_hidden = grad_hidden[:, : hidden.shape[1]].to(hidden.dtype).contiguous()
-                reduced = _start_reduction(grad_hidden, options)
-        if weight_grad is not None:
-            weight_grad.add(slab, _for_products(gathered.wait()[slab.tokens]))
-        del slab  # its memory goes before the next buffer, or a sink's placeholder, comes
-    gathered.wait()  # also where nothing read it: its memory must not go to others before it is filled
+    weight_grad = _WeightGrad(weight, options, tokens.num_blocks) if needs_weight else None
+    per_column = accumulator_bytes_per_column(weight, options) if needs_weight else 0
+    for block in tokens.blocks() if tokens.num_computed else ():
+        if options.num_columns == 0 and needs_hidden:
+            tokens.grad_rows(block).zero_()
+            tokens.reduce(block)
+        hidden_grad = _HiddenGrad(tokens, block, weight, options) if needs_hidden else None
+        for slab in slabs(block, per_column):
+            if hidden_grad is not None:
+                hidden_grad.add(slab)
+            if weight_grad is not None:
+                weight_grad.add(slab, _for_products(block.hidden.wait()[slab.tokens]), block.is_first)
+            del slab  # its memory goes before the next buffer, or a sink's placeholder, comes
     return (
-        None if reduced is None else reduced.wait(),
+        tokens.grad_hidden() if needs_hidden else None,
         None if weight_grad is None else weight_grad.finish(),
     )
 
 
 def computed_slabs(
-    hidden: Tensor, all_columns: slice, blocks: Blocks, compute: Callable[[slice, slice, Tensor], None]
+    like: Tensor,
+    num_tokens: int,
+    all_columns: slice,
+    num_columns: int,
+    blocks: Blocks,
+    compute: Callable[[slice, slice, Tensor], None],
 ) -> Iterator[Slab]:
-    """Slabs that `compute(tokens, columns, grad)` fills, all in one reused buffer."""
-    item = hidden.dtype.itemsize
-    buffer = hidden.new_empty(blocks.tokens * row_stride(blocks.columns, item))
+    """Slabs of some of `num_columns` that `compute(tokens, columns, grad)` fills, in one buffer of like's dtype."""
+    buffer = like.new_empty(blocks.tokens * slab_row_stride(blocks.columns))
     for columns in cut_columns(all_columns.stop, blocks.columns, start=all_columns.start):
         width = columns.stop - columns.start
-        stride = row_stride(width, item)
-        for tokens in cut(hidden.shape[0], blocks.tokens):
+        stride = slab_row_stride(width)
+        for tokens in cut(num_tokens, blocks.tokens):
             length = tokens.stop - tokens.start
-            grad = buffer[: length * stride].view(length, stride)[:, :width]
+            grad = with_zeros_behind(buffer[: length * stride].view(length, stride), width)
             compute(tokens, columns, grad)
-            yield _slab(columns, tokens, grad, hidden.shape[0], all_columns.stop)
+            yield _slab(columns, tokens, grad, num_tokens, num_columns)
 
 
 def kept_slabs(grad: Tensor, num_columns: int, blocks: Blocks) -> Iterator[Slab]:
@@ -100,41 +87,93 @@ def _slab(columns: slice, tokens: slice, grad: Tensor, num_tokens: int, num_colu
     return Slab(columns, tokens, grad, tokens.start == 0, last_tokens, last_tokens and columns.stop == num_columns)
 
 
+class _HiddenGrad:
+    """A block's gradient of hidden: one product's own sum where a slab holds all columns, else an fp32 accumulator."""
+
+    def __init__(self, tokens: Tokens, block: TokenBlock, weight: Tensor, options: Options) -> None:
+        self._tokens, self._block, self._weight, self._options = tokens, block, weight, options
+        self._sum: Tensor | None = None
+
+    def add(self, slab: Slab) -> None:
+        weight = _for_products(self._weight[slab.columns])
+        if self._sum is None:
+            one_sum = slab.columns == slice(0, self._options.num_columns)
+            self._sum = self._new_sum(weight, one_sum)
+        product(slab.grad, weight, self._sum[slab.tokens], accumulate=slab.columns.start > 0)
+        del weight
+        if slab.is_last:
+            grad = self._tokens.grad_rows(self._block)
+            if grad.data_ptr() != self._sum.data_ptr():
+                grad.copy_(self._sum[:, : grad.shape[1]])
+            self._sum = None
+            self._tokens.reduce(self._block)
+
+    def _new_sum(self, weight: Tensor, one_sum: bool) -> Tensor:
+        grad_dtype = self._weight.dtype
+        if (one_sum or grad_dtype == torch.float32) and weight.shape[1] == self._weight.shape[1]:
+            return self._tokens.grad_rows(self._block)
+        num_rows = self._block.rows.stop - self._block.rows.start
+        return weight.new_empty(num_rows, weight.shape[1], dtype=grad_dtype if one_sum else torch.float32)
+
+
 class _WeightGrad:
     """This shard's weight gradient: a tensor of weight's dtype, or added into a sink's fp32 buffer."""
 
-    def __init__(self, weight: Tensor, options: Options) -> None:
-        self.sink: WeightGradSink | None = options.weight_grad_sink
-        if self.sink is None:
-            self.grad = torch.empty_like(weight)
-            self.grad[options.num_columns :].zero_()  # padding
-        else:
-            self.grad = self.sink.buffer()
-        self.padded = _padded(weight)
-        self.partial: Tensor | None = None  # of one slab, where its gradient cannot be written in place
+    def __init__(self, weight: Tensor, options: Options, num_blocks: int) -> None:
+        self._weight, self._num_columns = weight, options.num_columns
+        self._sink: WeightGradSink | None = options.weight_grad_sink
+        self._padded = _padded(weight)
+        self._one_block = num_blocks <= 1
+        # An fp32 sum over blocks, of rows as wide as the products; the gradient itself, where that is such a sum.
+        sum_over_blocks = self._sink is None and weight.dtype != torch.float32 and not self._one_block
+        width = row_stride(weight.shape[1], weight.element_size())
+        self._sum = weight.new_empty(self._num_columns, width, dtype=torch.float32) if sum_over_blocks else None
+        self._grad: Tensor | None = None
+        if self._sink is not None:
+            self._grad = self._sink.buffer()
+        elif not sum_over_blocks:
+            self._grad = torch.empty_like(weight)
+        self._partial: Tensor | None = None  # of one slab, where its gradient cannot be written in place
+        self._nothing_added = True
 
-    def add(self, slab: Slab, hidden: Tensor) -> None:
-        grad = self.grad[slab.columns]
-        one_product = slab.first_tokens and slab.last_tokens
-        if not self.padded and (one_product or grad.dtype == torch.float32):
-            product(slab.grad.T, hidden, grad, accumulate=self.sink is not None or not slab.first_tokens)
+    def add(self, slab: Slab, hidden: Tensor, first_block: bool) -> None:
+        self._nothing_added = False
+        first = first_block and slab.first_tokens
+        if self._sum is not None:
+            product(slab.grad.T, hidden, self._sum[slab.columns], accumulate=not first)
             return
-        if self.partial is None or slab.first_tokens:
-            self.partial = None  # the last slab's memory goes first
+        assert self._grad is not None
+        grad = self._grad[slab.columns]
+        one_product = self._one_block and slab.first_tokens and slab.last_tokens
+        if not self._padded and (one_product or grad.dtype == torch.float32):
+            product(slab.grad.T, hidden, grad, accumulate=self._sink is not None or not first)
+            return
+        if self._partial is None or slab.first_tokens:
+            self._partial = None  # the last slab's memory goes first
             dtype = grad.dtype if one_product else torch.float32
-            self.partial = hidden.new_empty(grad.shape[0], hidden.shape[1], dtype=dtype)
-        product(slab.grad.T, hidden, self.partial, accumulate=not slab.first_tokens)
+            self._partial = hidden.new_empty(grad.shape[0], hidden.shape[1], dtype=dtype)
+        product(slab.grad.T, hidden, self._partial, accumulate=not slab.first_tokens)
         if slab.last_tokens:
-            partial = self.partial[:, : grad.shape[1]]
-            grad.copy_(partial) if self.sink is None else grad.add_(partial)
-            self.partial = None
+            partial = self._partial[:, : grad.shape[1]]
+            grad.copy_(partial) if self._sink is None else grad.add_(partial)
+            self._partial = None
 
     def finish(self) -> Tensor | None:
-        return self.grad if self.sink is None else self.sink.finish()
+        if self._sink is not None:
+            return self._sink.finish()
+        if self._nothing_added:
+            return torch.zeros_like(self._weight)
+        grad = self._grad
+        if self._sum is not None:
+            grad = torch.empty_like(self._weight)
+            grad[: self._num_columns].copy_(self._sum[:, : grad.shape[1]])
+        assert grad is not None
+        grad[self._num_columns :].zero_()  # padding
+        return grad
 
 
 def accumulator_bytes_per_column(weight: Tensor, options: Options) -> int:
-    """Bytes of a column in the fp32 sum over blocks of tokens; 0 where the gradient's own tensor can be that sum."""
+    """Bytes of a column in the fp32 sum over parts of the tokens; 0 where the gradient's own tensor can be that sum."""
     fp32 = weight.dtype == torch.float32 or options.weight_grad_sink is not None
     return 0 if fp32 and not _padded(weight) else 4 * row_stride(weight.shape[1], weight.element_size())
 
@@ -147,11 +186,3 @@ def _padded(weight: Tensor) -> bool:
 def _for_products(matrix: Tensor) -> Tensor:
     """16-bit rows as `aligned` lays them out, up to 7 columns wider: with an odd H cuBLAS takes five times as long."""
     return matrix if matrix.dtype == torch.float32 else aligned(matrix)
-
-
-def _start_reduction(grad_hidden: Tensor, options: Options) -> Pending:
-    if options.tp_group is None or not options.reduce_grad_hidden:
-        return Pending(grad_hidden)
-    if options.sequence_parallel:
-        return collectives.start_reduce_scatter(grad_hidden, options.tp_group)
-    return collectives.start_all_reduce(grad_hidden, options.tp_group)

@@ -10,13 +10,14 @@ from torch import Tensor
 
 from megatron_lce.core import collectives
 from megatron_lce.core.blocks import plan_blocks, smallest_workspace
-from megatron_lce.core.collectives import Pending
+from megatron_lce.core.group_stats import stats_of_tokens
 from megatron_lce.core.head_gradients import Slab, accumulator_bytes_per_column, computed_slabs, head_gradients
 from megatron_lce.core.jsd_stats import Head, RowTerms, empty_kl_stats, unpack_kl
 from megatron_lce.core.options import Options
-from megatron_lce.core.products import full_fp32, row_stride
-from megatron_lce.core.rows import LSE_OF_IGNORED_ROW, Rows, prepare_rows
-from megatron_lce.core.softmax_stats import LN_2, empty_stats, unpack
+from megatron_lce.core.products import full_fp32, slab_row_stride
+from megatron_lce.core.rows import LOG_SUM_OF_IGNORED_ROW, Rows
+from megatron_lce.core.softmax_stats import LN_2, UNIT
+from megatron_lce.core.tokens import TokenBlock, Tokens
 
 
 class _LinearJsd(torch.autograd.Function):
@@ -44,7 +45,7 @@ class _LinearJsd(torch.autograd.Function):
         student, teacher = Head(student_hidden, student_weight), Head(teacher_hidden, teacher_weight)
         with torch.autocast(student_hidden.device.type, enabled=False), full_fp32():
             _check_workspace(student, teacher, options, backend)
-            rows = prepare_rows(labels, temperature, options)
+            rows = backend.prepare_rows(labels, temperature, options)
             divergence, found = _diverge(student, teacher, rows, beta, options, backend)
             # Rounding may carry a divergence past its bounds; a clamp passes NaN.
             loss = divergence.clamp(0.0, _largest_divergence(beta)) * rows.to_nats
@@ -70,13 +71,14 @@ class _LinearJsd(torch.autograd.Function):
                 # Before anything that a rank without columns leaves out: ranks must agree on the order of collectives.
                 teacher = _gathered(teacher, options)
 
-            def slabs(hidden: Pending, bytes_per_column: int) -> Iterator[Slab]:
-                whole = student._replace(hidden=hidden.wait())
+            def slabs(block: TokenBlock, bytes_per_column: int) -> Iterator[Slab]:
+                whole = student._replace(hidden=block.hidden.wait())
                 return _grad_logits_slabs(whole, teacher, terms, beta, options, backend, bytes_per_column)
 
+            num_tokens = grad_loss.shape[0]
             gradients = head_gradients(
-                *student,
-                grad_loss.shape[0],
+                Tokens(student.hidden, num_tokens, None, max(num_tokens, 1), options),
+                student.weight,
                 options,
                 slabs,
                 needs_hidden=ctx.needs_input_grad[0],
@@ -155,31 +157,12 @@ def _diverge_at_end(
 def _log_sum_exps(
     student: Head, teacher: Head, rows: Rows, options: Options, backend: ModuleType
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Largest logit and log of the sum over the group's whole vocabulary, of student and teacher, by one collective."""
-    num_tokens = rows.scale.shape[0]
-    if options.num_columns == 0:
-        packed = empty_stats(2 * num_tokens, False, False, rows.scale.device)
-    else:
-        packed = torch.cat([_softmax_stats(head, rows, options, backend) for head in (student, teacher)], dim=1)
-    if options.tp_group is not None:
-        packed = backend.merge_stats(collectives.stack_over_group(packed, options.tp_group), False, False)
-    stats = unpack(packed, False, False)
-    student_max, teacher_max = stats.max_logit.split(num_tokens)
-    student_log_sum, teacher_log_sum = stats.sum_exp.log2().split(num_tokens)
-    return student_max, student_log_sum, teacher_max, teacher_log_sum
-
-
-def _softmax_stats(head: Head, rows: Rows, options: Options, backend: ModuleType) -> Tensor:
-    return backend.softmax_stats(
-        *head,
-        rows.labels,
-        rows.scale,
-        softcap_scale=None,
-        entropy=False,
-        telemetry=False,
-        vocab_start=options.vocab_start,
-        workspace_bytes=options.workspace_bytes,
-    )
+    """Largest logit and log of the sum over the group's whole vocabulary, of student and teacher."""
+    found: list[Tensor] = []
+    for head in (student, teacher):
+        extremes, sums = stats_of_tokens(*head, rows, options, backend)
+        found += [extremes[0], (sums[0].float() * UNIT).log2()]
+    return found[0], found[1], found[2], found[3]
 
 
 def _grad_logits_slabs(
@@ -197,7 +180,7 @@ def _grad_logits_slabs(
     scratch, room = _scratch_and_room(student, teacher, options, backend)
     blocks = plan_blocks(
         terms.shape[1],
-        row_stride(options.num_columns, student.hidden.dtype.itemsize),
+        slab_row_stride(options.num_columns),
         room,
         backend.grad_logits_bytes(student, teacher),
         per_column_if_tokens_are_cut=bytes_per_column,
@@ -207,7 +190,8 @@ def _grad_logits_slabs(
         parts = (head.block(tokens, columns) for head in (student, teacher))
         backend.grad_logits(*parts, terms[:, tokens], grad, beta=beta, scratch=scratch)
 
-    yield from computed_slabs(student.hidden, slice(0, options.num_columns), blocks, compute)
+    num_columns = options.num_columns
+    yield from computed_slabs(student.hidden, terms.shape[1], slice(0, num_columns), num_columns, blocks, compute)
 
 
 def _gathered(head: Head, options: Options) -> Head:
@@ -235,9 +219,9 @@ def _row_terms(row_scale: Tensor, to_nats: Tensor, found: _Found, grad_loss: Ten
         RowTerms(
             scale=row_scale,
             student_max=found.student_max,
-            student_log_sum=torch.where(ignored, LSE_OF_IGNORED_ROW, found.student_log_sum),
+            student_log_sum=torch.where(ignored, LOG_SUM_OF_IGNORED_ROW, found.student_log_sum),
             teacher_max=found.teacher_max,
-            teacher_log_sum=torch.where(ignored, LSE_OF_IGNORED_ROW, found.teacher_log_sum),
+            teacher_log_sum=torch.where(ignored, LOG_SUM_OF_IGNORED_ROW, found.teacher_log_sum),
             student_kl=torch.where(ignored, 0.0, found.student_kl),
             coefficient=torch.where(ignored, 0.0, coefficient),
         )

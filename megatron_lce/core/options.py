@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 Backend = Literal["auto", "triton", "torch", "reference"]
+WORKSPACE_BYTES = 512 * 2**20  # the default cap on transient buffers
 
 
 class LinearCrossEntropyOutput(NamedTuple):
@@ -17,7 +18,7 @@ class LinearCrossEntropyOutput(NamedTuple):
     lse         fp32, log-sum-exp of the logits
     max_logit   fp32, largest logit over the valid columns; no gradient
     min_logit   fp32, smallest logit over the valid columns; no gradient
-    argmax      int64, global vocabulary id of the largest logit, the lowest on ties; no gradient
+    argmax      int64, global vocabulary id of the largest logit, the lowest on ties, -1 in NaN rows; no gradient
     """
 
     logprobs: Tensor
@@ -49,9 +50,11 @@ class Options:
     ignore_index: int
     vocab_start: int  # global id of this shard's first column
     num_columns: int  # this shard's columns that are vocabulary; those behind them are padding
+    largest_shard: int  # columns of the group's largest shard, padding included: what ranks plan by together
     entropy: bool
     telemetry: bool
+    skip_ignored: bool | int  # an int: how many rows are not ignored
     logits_cache_bytes: int
     workspace_bytes: int
     reduce_grad_hidden: bool
-    weight_grad_sink: WeightGradSink | None = None
+    weight_grad_sink: WeightGradSink | None

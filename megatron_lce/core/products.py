@@ -4,24 +4,66 @@ Both cuBLAS and tensor-memory descriptors want rows that start at 16 bytes.
 """
 
 import contextlib
+import threading
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+SLAB_ROW_STEP = 64  # elements: rows of slabs and caches start at cache lines, and whole vectors of a CPU fit in a row
+
 
 @contextlib.contextmanager
 def full_fp32() -> Iterator[None]:
-    """Products of fp32 matrices in full fp32 inside, whatever TF32 setting the user trains with."""
-    settings = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
-    before = [setting.fp32_precision for setting in settings]
-    for setting in settings:
-        setting.fp32_precision = "ieee"
+    """Products of fp32 matrices in full fp32 inside, whatever TF32 setting the user trains with.
+
+    torch has that setting for the whole process. It is touched only where it is reduced, by the first thread that
+    comes in, and put back by the last that leaves.
+    """
+    _full_fp32.enter()
     try:
         yield
     finally:
-        for setting, precision in zip(settings, before, strict=True):
-            setting.fp32_precision = precision
+        _full_fp32.leave()
+
+
+class _FullFp32:
+    """What `full_fp32` found, and how many threads are inside."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._found: list[tuple[str, str]] = []
+
+    def enter(self) -> None:
+        with self._lock:
+            if self._inside == 0:
+                self._found = [(backend, found) for backend in ("cuda", "mkldnn") if (found := _reduced(backend))]
+                for backend, _ in self._found:
+                    torch._C._set_fp32_precision_setter(backend, "matmul", "ieee")
+            self._inside += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0:
+                for backend, found in self._found:
+                    torch._C._set_fp32_precision_setter(backend, "matmul", found)
+
+
+def _reduced(backend: str) -> str | None:
+    """The setting of this backend's products if it is less than fp32: "none" where it is inherited from the backend's.
+
+    A setting of its own that is the backend's too cannot be told from an inherited one.
+    """
+    own, inherited = (torch._C._get_fp32_precision_getter(backend, of) for of in ("matmul", "all"))
+    if own in ("none", "ieee"):
+        return None
+    return "none" if own == inherited else own
+
+
+_full_fp32 = _FullFp32()
 
 
 def product(
@@ -32,14 +74,34 @@ def product(
     accumulate: bool,  # True: out += a @ b, False: out = a @ b
 ) -> None:
     """One matrix product into `out`, which keeps the fp32 accumulator of 16-bit inputs when it is fp32 itself."""
+    if a.device.type == "cpu":
+        # No mixed-dtype product there, and a 16-bit one reads what lies behind a row on CPUs with AMX.
+        a, b = a.float(), b.float()
+        if out.dtype != torch.float32:
+            assert not accumulate
+            out.copy_(a @ b)
+            return
     if a.dtype == out.dtype:
         torch.addmm(out, a, b, out=out) if accumulate else torch.mm(a, b, out=out)
-    elif a.device.type == "cpu":  # no mixed-dtype product there
-        torch.addmm(out, a.float(), b.float(), out=out) if accumulate else torch.mm(a.float(), b.float(), out=out)
     elif accumulate:
         torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
     else:
         torch.mm(a, b, out_dtype=out.dtype, out=out)
+
+
+def with_zeros_behind(rows: Tensor, num_columns: int) -> Tensor:
+    """The first columns of each row; the others become zero.
+
+    What lies behind a row must be numbers: some libraries' products read it, as far as they read whole vectors.
+    """
+    if num_columns < rows.shape[1]:
+        rows[:, num_columns:].zero_()
+    return rows[:, :num_columns]
+
+
+def slab_row_stride(columns: int) -> int:
+    """Elements from row to row of a slab or cache."""
+    return -(-columns // SLAB_ROW_STEP) * SLAB_ROW_STEP
 
 
 def row_stride(columns: int, itemsize: int) -> int:
@@ -64,6 +126,33 @@ def aligned(matrix: Tensor) -> Tensor:
     return copy
 
 
+class Copies(NamedTuple):
+    """Bytes that a token's and a column's row take in copies of unaligned inputs."""
+
+    token: int
+    column: int
+
+
+def copies_of(hidden: Tensor, weight: Tensor) -> Copies:
+    """What these need: nothing where they are aligned."""
+    return Copies(copied_row_bytes(hidden), copied_row_bytes(weight))
+
+
+def copies_of_shape(hidden: Tensor) -> Copies:
+    """What any hidden and weight of this width need, however they lie in memory."""
+    row = _row_bytes(hidden)
+    return Copies(0, 0) if row == hidden.shape[1] * hidden.element_size() else Copies(row, row)
+
+
+def copies_at_most(hidden: Tensor) -> Copies:
+    """What a hidden and weight of this width may need, wherever they lie in memory."""
+    return Copies(_row_bytes(hidden), _row_bytes(hidden))
+
+
 def copied_row_bytes(matrix: Tensor) -> int:
     """Bytes a row of `aligned(matrix)` takes: 0 where nothing is copied."""
-    return 0 if is_aligned(matrix) else row_stride(matrix.shape[1], matrix.element_size()) * matrix.element_size()
+    return 0 if is_aligned(matrix) else _row_bytes(matrix)
+
+
+def _row_bytes(matrix: Tensor) -> int:
+    return row_stride(matrix.shape[1], matrix.element_size()) * matrix.element_size()

@@ -1,18 +1,15 @@
-"""What happens to each token by itself, before and after the vocabulary is looked at, in plain torch.
-
-`megatron_lce.backends.triton.rows` has the same three functions as one launch each.
-"""
+"""What a token brings to the operation and takes from it, beside its hidden state: types and factors."""
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from megatron_lce.core.options import LinearCrossEntropyOutput, Options
-from megatron_lce.core.softmax_stats import LN_2, LOG2_E, unpack
+from megatron_lce.core.softmax_stats import LOG2_E
 
-# A log-sum-exp under which every probability is zero: how an ignored row gets a zero gradient.
-LSE_OF_IGNORED_ROW = 1e30
+# A log of the sum under which every probability is zero: how an ignored row gets a zero gradient.
+LOG_SUM_OF_IGNORED_ROW = 1e30
+NUM_TERMS = 6
 
 
 class Rows(NamedTuple):
@@ -22,18 +19,54 @@ class Rows(NamedTuple):
     scale: Tensor  # fp32 factor from products (or their tanh) to base-2 logits; NaN where the temperature is unusable
     to_nats: Tensor  # fp32 ln 2; 0 where the row is ignored, NaN where it is broken
 
+    @property
+    def ignored(self) -> Tensor:
+        return self.to_nats == 0
+
+    def of(self, rows: slice | Tensor) -> "Rows":
+        """Of some of the tokens."""
+        return Rows(*(row[rows] for row in self))
+
 
 class Saved(NamedTuple):
-    """What backward needs of the forward's results, [N] each, in base 2."""
+    """What backward needs of the forward's results, [N] each, in base 2.
 
-    lse: Tensor
+    The log-sum-exp comes in two parts, so that log2 p = (z - max_logit) - log_sum keeps its last digits however large
+    z is.
+    """
+
+    max_logit: Tensor
+    log_sum: Tensor
     label_logprob: Tensor
     entropy: Tensor | None = None
+
+    def of(self, rows: Tensor) -> "Saved":
+        """Of some of the tokens."""
+        return Saved(*(None if row is None else row[rows] for row in self))  # type: ignore[arg-type]
 
 
 class Finished(NamedTuple):
     outputs: LinearCrossEntropyOutput
     saved: Saved
+
+
+class RowTerms(NamedTuple):
+    """The numbers of each token from which its gradient of any logit follows: rows of [6, N] fp32.
+
+    With p = 2^t, t = (z - max_logit) - log_sum, and each output's own upstream gradient g,
+
+        dz = g_logprobs (1[label] - p) + g_lse p - g_entropy p (ln p + entropy)
+           = p (p_term - entropy_term t) + 1[label] label_term
+
+    The three terms carry the factor from logits to products, d logit / d product.
+    """
+
+    max_logit: Tensor
+    log_sum: Tensor
+    p_term: Tensor
+    entropy_term: Tensor
+    label_term: Tensor
+    label_logprob: Tensor  # base 2
 
 
 def logits_factor(options: Options) -> float:
@@ -50,78 +83,3 @@ def inner_factor(options: Options) -> float:
     """What `Rows.scale` leaves out of d logit / d product: the factor inside the softcap's tanh."""
     scale = softcap_scale(options)
     return 1.0 if scale is None else scale
-
-
-def prepare_rows(labels: Tensor, temperature: Tensor | float, options: Options) -> Rows:
-    """int64 global labels [N] and their temperature -> what the primitives read of each row."""
-    local = labels - options.vocab_start
-    ignored = labels == options.ignore_index
-    owned = (local >= 0) & (local < options.num_columns) & ~ignored
-    if isinstance(temperature, Tensor):
-        temperature = temperature.float()
-        usable = (temperature > 0) & temperature.isfinite()
-        scale = torch.where(ignored, 1.0, torch.where(usable, logits_factor(options) / temperature, torch.nan))
-        to_nats = torch.where(usable, LN_2, torch.nan)
-    else:
-        scale = labels.new_full(labels.shape, logits_factor(options) / temperature, dtype=torch.float32)
-        to_nats = torch.full_like(scale, LN_2)
-    return Rows(torch.where(owned, local, -1).int(), scale, torch.where(ignored, 0.0, to_nats))
-
-
-def finish(packed: Tensor, rows: Rows, options: Options) -> Finished:
-    """Packed statistics [K, N] of the whole vocabulary to outputs in nats: 0 in ignored rows, NaN in broken ones."""
-    stats = unpack(packed, options.entropy, options.telemetry)
-    ignored = rows.to_nats == 0
-    # No rank owns the label where it is -inf on all of them.
-    to_nats = torch.where(stats.label_logit == -torch.inf, torch.nan, rows.to_nats)
-
-    def in_nats(value: Tensor) -> Tensor:
-        return torch.where(ignored, 0.0, value * to_nats)
-
-    log2_sum = stats.sum_exp.log2()
-    lse = stats.max_logit + log2_sum
-    label_logprob = (stats.label_logit - stats.max_logit) - log2_sum
-    entropy = None if stats.sum_exp_logit is None else log2_sum - stats.sum_exp_logit / stats.sum_exp
-    outputs = LinearCrossEntropyOutput(
-        in_nats(label_logprob), None if entropy is None else in_nats(entropy), in_nats(lse)
-    )
-    if stats.min_logit is not None and stats.argmax is not None:
-        outputs = outputs._replace(
-            max_logit=in_nats(stats.max_logit),
-            min_logit=in_nats(stats.min_logit),
-            argmax=torch.where(ignored, 0, stats.argmax).long(),
-        )
-    return Finished(outputs, Saved(lse, label_logprob, entropy))
-
-
-def row_terms(
-    rows: Rows,
-    saved: Saved,
-    grad_logprobs: Tensor | None,  # [N] fp32, as every upstream gradient
-    grad_entropy: Tensor | None,
-    grad_lse: Tensor | None,
-    options: Options,
-) -> Tensor:
-    """The numbers of each token from which its gradient of any logit follows: [5, N] fp32.
-
-    With p = 2^t, t = log2 p, and each output's own upstream gradient g,
-
-        dz = g_logprobs (1[label] - p) + g_lse p - g_entropy p (ln p + entropy)
-           = p (p_term - entropy_term t) + 1[label] label_term
-
-    Rows: lse (base 2), p_term, entropy_term, label_term, label_logprob (base 2). The terms carry the factor from
-    logits to products, d logit / d product.
-    """
-    ignored = rows.to_nats == 0
-    factor = torch.where(saved.label_logprob == -torch.inf, torch.nan, rows.to_nats) * rows.scale
-    factor = factor * inner_factor(options)
-    zero = torch.zeros_like(factor)
-    label_term = zero if grad_logprobs is None else grad_logprobs
-    p_term = (zero if grad_lse is None else grad_lse) - label_term
-    entropy_term = zero
-    if grad_entropy is not None and saved.entropy is not None:
-        entropy_term = grad_entropy * LN_2
-        p_term = p_term - entropy_term * saved.entropy
-    terms = torch.where(ignored, 0.0, torch.stack([p_term, entropy_term, label_term]) * factor)
-    lse = torch.where(ignored, LSE_OF_IGNORED_ROW, saved.lse)
-    return torch.cat([lse[None], terms, saved.label_logprob[None]])

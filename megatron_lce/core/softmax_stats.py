@@ -1,12 +1,23 @@
-"""Statistics of a softmax over part of the vocabulary: what one backend, one shard or one split knows of each token.
+"""Statistics of a softmax over part of the vocabulary, and how they are merged without an order of addition.
 
-All logits are in base 2 (z * log2 e), which is what the exponential unit of a GPU computes. With m the largest one,
+All logits are in base 2 (z * log2 e), which is what the exponential unit of a GPU computes. The vocabulary is looked at
+in chunks of at most `CHUNK_COLUMNS` columns; with m the largest logit of a chunk,
 
-    sum_exp        sum of 2^(z - m)                 so that  lse     = m + log2(sum_exp)
-    sum_exp_logit  sum of 2^(z - m) * (z - m)       so that  entropy = log2(sum_exp) - sum_exp_logit / sum_exp
+    sum_exp        sum of 2^(z - m)
+    sum_exp_logit  sum of 2^(z - m) * (z - m)
 
-Nothing cancels: every term of either sum has one sign, and the largest logit contributes exactly 1 to `sum_exp`, so
-that no logprob is ever positive. The rows are packed in one [K, N] fp32 tensor, which is also what ranks exchange.
+and with M the largest of the whole vocabulary,
+
+    S = sum over chunks of 2^(m - M) sum_exp                                 lse = M + log2(S)
+    T = sum over chunks of 2^(m - M) (sum_exp_logit + (m - M) sum_exp)       entropy = log2(S) - T / S
+
+Nothing cancels: every term of either sum has one sign, and the largest logit contributes exactly 1 to S, so that no
+logprob is ever positive. The terms of S and T are rounded to integers, multiples of `UNIT`, and integers have the same
+sum in any order: a token's outputs are the same bits however the vocabulary is cut over ranks, as long as it is cut
+between chunks. Rounding to `UNIT` is an error of 2^-37 a chunk beside a sum of at least 1.
+
+A chunk's numbers are the rows of `parts` [chunks, K, N] fp32: its extremes, then its two sums. A chunk with a NaN
+among its logits has a NaN as its largest.
 """
 
 from typing import NamedTuple
@@ -17,57 +28,45 @@ from torch import Tensor
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 
+CHUNK_COLUMNS = 128
+UNIT = 2.0**-36  # of S and T as integers: 2^63 units are the sums of a vocabulary of 2^27 equal logits
 
-class SoftmaxStats(NamedTuple):
-    """The rows of a packed [..., K, N] tensor, in the order in which they are packed."""
+
+class Extremes(NamedTuple):
+    """The rows of a packed [..., E, N] fp32 tensor, in the order in which they are packed."""
 
     max_logit: Tensor
-    sum_exp: Tensor
     label_logit: Tensor  # -inf where the label is in none of the columns seen
-    sum_exp_logit: Tensor | None = None
     min_logit: Tensor | None = None
     argmax: Tensor | None = None  # a global vocabulary id; fp32 holds it exactly up to 2^24
 
 
+def num_extremes(telemetry: bool) -> int:
+    """E: how many rows of extremes there are."""
+    return 2 + 2 * telemetry
+
+
+def num_sums(entropy: bool) -> int:
+    return 1 + entropy
+
+
 def packed_rows(entropy: bool, telemetry: bool) -> int:
-    """K: how many rows are packed."""
-    return 3 + entropy + 2 * telemetry
+    """K: how many rows a chunk has."""
+    return num_extremes(telemetry) + num_sums(entropy)
 
 
-def unpack(packed: Tensor, entropy: bool, telemetry: bool) -> SoftmaxStats:
-    rows = list(packed.unbind(dim=-2))
-    stats = SoftmaxStats(*rows[:3])
-    if entropy:
-        stats = stats._replace(sum_exp_logit=rows[3])
-    if telemetry:
-        stats = stats._replace(min_logit=rows[-2], argmax=rows[-1])
-    return stats
+def unpack_extremes(packed: Tensor, telemetry: bool) -> Extremes:
+    """Of a [..., E, N] tensor, or of the first rows of a [..., K, N] one."""
+    return Extremes(*packed.unbind(dim=-2)[: num_extremes(telemetry)])
 
 
-def empty_stats(num_tokens: int, entropy: bool, telemetry: bool, device: torch.device) -> Tensor:
-    """Packed [K, N] of no columns at all: the neutral element of a merge."""
-    packed = torch.zeros(packed_rows(entropy, telemetry), num_tokens, device=device)
-    stats = unpack(packed, entropy, telemetry)
-    stats.max_logit.fill_(-torch.inf)
-    stats.label_logit.fill_(-torch.inf)
-    if stats.min_logit is not None and stats.argmax is not None:
-        stats.min_logit.fill_(torch.inf)
-        stats.argmax.fill_(torch.inf)
+def empty_extremes(num_tokens: int, telemetry: bool, device: torch.device) -> Tensor:
+    """Packed [E, N] of no columns at all: what a shard that is all padding brings to a merge."""
+    packed = torch.full((num_extremes(telemetry), num_tokens), -torch.inf, device=device)
+    packed[2:] = torch.inf  # the smallest logit, and the id of the largest
     return packed
 
 
-def merge_stats(packed: Tensor, entropy: bool, telemetry: bool) -> Tensor:
-    """[S, K, N] of S disjoint sets of columns -> [K, N] of their union."""
-    parts = unpack(packed, entropy, telemetry)
-    max_logit = parts.max_logit.amax(dim=0)
-    shift = (parts.max_logit - max_logit).nan_to_num(nan=-torch.inf, neginf=-torch.inf)  # an empty part has weight 0
-    scale = torch.exp2(shift)
-    rows = [max_logit, (scale * parts.sum_exp).sum(dim=0), parts.label_logit.amax(dim=0)]
-    if parts.sum_exp_logit is not None:
-        finite_shift = torch.where(scale > 0, shift, 0.0)
-        rows.append((scale * (parts.sum_exp_logit + parts.sum_exp * finite_shift)).sum(dim=0))
-    if parts.min_logit is not None and parts.argmax is not None:
-        is_max = parts.max_logit == max_logit
-        rows.append(parts.min_logit.amin(dim=0))
-        rows.append(torch.where(is_max, parts.argmax, torch.inf).amin(dim=0))
-    return torch.stack(rows)
+def empty_sums(num_tokens: int, entropy: bool, device: torch.device) -> Tensor:
+    """int64 [1 + entropy, N] of no columns at all."""
+    return torch.zeros(num_sums(entropy), num_tokens, dtype=torch.int64, device=device)

@@ -6,9 +6,12 @@ from typing import get_args
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from megatron_lce.core.options import Backend
 
+# Also 1 over it, and log2 e times it, are numbers that fp32 holds.
+_SMALLEST, _LARGEST = 1e-37, 1e38
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -51,6 +54,10 @@ def check_tensors(hidden: Tensor, weight: Tensor, labels: Tensor, sequence_shard
 def check_tensor(name: str, value: object) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+    if isinstance(value, DTensor):
+        raise TypeError(
+            f"{name} must be this rank's own torch.Tensor, got a DTensor: pass its to_local() and a tp_group"
+        )
 
 
 def check_label_tensor(labels: Tensor) -> None:
@@ -146,6 +153,8 @@ def check_number(name: str, value: object, *, positive: bool = False) -> None:
         raise TypeError(f"{name} must be a float, got {type(value).__name__}")
     if not math.isfinite(value) or (positive and value <= 0):
         raise ValueError(f"{name} must be {'positive and ' if positive else ''}finite, got {value}")
+    if abs(value) > _LARGEST or (positive and value < _SMALLEST):
+        raise ValueError(f"{name} must be a number that fp32 holds, got {value}")
 
 
 def check_integer(name: str, value: object, *, minimum: int | None = None) -> None:
@@ -153,8 +162,32 @@ def check_integer(name: str, value: object, *, minimum: int | None = None) -> No
         raise TypeError(f"{name} must be an int, got {type(value).__name__}")
     if minimum is not None and value < minimum:
         raise ValueError(f"{name} must be at least {minimum}, got {value}")
+    if not -(2**63) <= value < 2**63:
+        raise ValueError(f"{name} must be a number that int64 holds, got {value}")
 
 
-def check_group(tp_group: ProcessGroup | None) -> None:
+def check_group(tp_group: ProcessGroup | None) -> int:
+    """The group's size."""
     if tp_group is not None and not isinstance(tp_group, ProcessGroup):
         raise TypeError(f"tp_group must be a torch.distributed.ProcessGroup or None, got {type(tp_group).__name__}")
+    return 1 if tp_group is None else tp_group.size()
+
+
+def check_skip_ignored(value: bool | int, num_tokens: int) -> None:
+    if isinstance(value, bool):
+        return
+    if not isinstance(value, int):
+        raise TypeError(f"skip_ignored must be a bool or an int, got {type(value).__name__}")
+    if not 0 <= value <= num_tokens:
+        raise ValueError(f"skip_ignored must be a number of the {num_tokens} rows, got {value}")
+
+
+def kind_of(tensor: object) -> str:
+    """A tensor's dtype and last dimension, without its number of rows."""
+    if not isinstance(tensor, Tensor):
+        return type(tensor).__name__
+    return f"{tensor.dtype} [..., {tensor.shape[-1] if tensor.dim() else ''}] on {tensor.device.type}"
+
+
+def rows_of(weight: object) -> int | None:
+    return weight.shape[0] if isinstance(weight, Tensor) and weight.dim() == 2 else None

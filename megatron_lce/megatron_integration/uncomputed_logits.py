@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 from megatron_lce.core.options import LinearCrossEntropyOutput
 from megatron_lce.core.validation import check_label_tensor
-from megatron_lce.cross_entropy import _linear_cross_entropy
+from megatron_lce.cross_entropy import linear_cross_entropy
 from megatron_lce.megatron_integration.main_grad import MainGradSink, main_grad_sink
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class HeadCall:
                 raise ValueError(f"{name} must be [b, s], {self.tokens} for this hidden, got {tuple(argument.shape)}")
         if isinstance(temperature, Tensor):
             temperature = _swap(temperature)
-        output = _linear_cross_entropy(
+        output = linear_cross_entropy(
             self.hidden,
             self.weight,
             _swap(labels),

@@ -1,41 +1,44 @@
-"""The primitives in plain torch, one slab of vocabulary at a time: for CPUs and devices Triton does not know."""
+"""The primitives of `linear_cross_entropy` in plain torch, a slab of vocabulary at a time: for CPUs and any device."""
 
 import torch
 from torch import Tensor
 
-from megatron_lce.core.blocks import BlockBytes, cut, plan_blocks
-from megatron_lce.core.products import copied_row_bytes, product
-from megatron_lce.core.rows import finish, prepare_rows, row_terms
-from megatron_lce.core.softmax_stats import empty_stats, merge_stats, packed_rows, unpack
+from megatron_lce.backends.torch.rows import finish, prepare_rows, row_terms
+from megatron_lce.core.blocks import BlockBytes, cut
+from megatron_lce.core.options import Options
+from megatron_lce.core.products import Copies, product
+from megatron_lce.core.rows import Rows, RowTerms
+from megatron_lce.core.softmax_stats import CHUNK_COLUMNS, UNIT, num_sums, packed_rows, unpack_extremes
 
 __all__ = [
-    "cache_columns",
     "finish",
     "grad_logits",
     "grad_logits_bytes",
-    "merge_stats",
+    "grad_logits_from_cache",
+    "merge_extremes",
+    "new_cache",
     "prepare_rows",
     "row_terms",
     "softmax_stats",
     "softmax_stats_bytes",
+    "sum_chunks",
 ]
 
 
-def cache_columns(num_tokens: int, num_columns: int, hidden: Tensor, logits_cache_bytes: int) -> int:
+def new_cache(num_tokens: int, hidden: Tensor, options: Options) -> None:
     """Nothing is kept: where this backend runs, a cache is not what saves time."""
-    return 0
 
 
-def grad_logits_bytes(hidden: Tensor, weight: Tensor) -> BlockBytes:
-    """What `grad_logits` takes for its intermediates, its output, and fp32 copies of its inputs."""
-    per_token = max(upcast_row_bytes(hidden), copied_row_bytes(hidden))
-    per_column = max(upcast_row_bytes(weight), copied_row_bytes(weight))
-    return BlockBytes(3 * 4 + hidden.element_size(), per_token, per_column)
+def grad_logits_from_cache(*arguments: object, **keywords: object) -> None:
+    raise AssertionError("nothing was kept")
 
 
-def softmax_stats_bytes(hidden: Tensor, weight: Tensor, entropy: bool, telemetry: bool) -> BlockBytes:
-    """What `softmax_stats` takes for a slab of logits, their exponentials, and fp32 copies of its inputs."""
-    return BlockBytes(2 * 4, upcast_row_bytes(hidden), upcast_row_bytes(weight))
+def softmax_stats_bytes(hidden: Tensor, options: Options) -> BlockBytes:
+    """What `softmax_stats` takes: its result, a chunk of logits and exponentials, and fp32 copies of its inputs."""
+    num_chunks = -(-options.largest_shard // CHUNK_COLUMNS)
+    per_token = 4 * (num_chunks * packed_rows(options.entropy, options.telemetry) + 3 * CHUNK_COLUMNS)
+    upcast = upcast_row_bytes(hidden)
+    return BlockBytes(0, per_token + upcast, upcast)
 
 
 def softmax_stats(
@@ -51,32 +54,58 @@ def softmax_stats(
     workspace_bytes: int,
     cache: None = None,
 ) -> Tensor:
-    """Packed softmax statistics [K, N] of V columns, see `megatron_lce.core.softmax_stats`."""
-    num_tokens, num_columns = hidden.shape[0], weight.shape[0]
-    blocks = plan_blocks(
-        num_tokens,
-        num_columns,
-        workspace_bytes,
-        softmax_stats_bytes(hidden, weight, entropy, telemetry),
-        preferred_columns=4096,
-    )
-    packed = hidden.new_empty(packed_rows(entropy, telemetry), num_tokens, dtype=torch.float32)
-    for tokens in cut(num_tokens, blocks.tokens):
-        merged = empty_stats(tokens.stop - tokens.start, entropy, telemetry, hidden.device)
-        for columns in cut(num_columns, blocks.columns):
-            logits = logits_base2(hidden[tokens], weight[columns], row_scale[tokens], softcap_scale)
-            slab = _slab_stats(logits, labels[tokens] - columns.start, entropy, telemetry, vocab_start + columns.start)
-            merged = merge_stats(torch.stack([merged, slab]), entropy, telemetry)
-        packed[:, tokens] = merged
-    return packed
+    """Statistics [chunks, K, N] of V columns, see `megatron_lce.core.softmax_stats`.
+
+    Every chunk is a product of its own: a library's product may add in another order for another width.
+    """
+    chunks = list(cut(weight.shape[0], CHUNK_COLUMNS))
+    parts = hidden.new_empty(len(chunks), packed_rows(entropy, telemetry), hidden.shape[0], dtype=torch.float32)
+    if upcast_row_bytes(hidden):
+        hidden = hidden.float()
+    for part, columns in zip(parts, chunks, strict=True):
+        logits = logits_base2(hidden, weight[columns], row_scale, softcap_scale)
+        _chunk_stats(logits, labels - columns.start, vocab_start + columns.start, entropy, telemetry, out=part)
+    return parts
+
+
+def merge_extremes(parts: Tensor, telemetry: bool) -> Tensor:
+    """[S, E or more, N] of S disjoint sets of columns -> [E, N] of their union."""
+    extremes = unpack_extremes(parts, telemetry)
+    max_logit = extremes.max_logit.amax(dim=0)
+    merged = [max_logit, extremes.label_logit.amax(dim=0)]
+    if extremes.min_logit is not None and extremes.argmax is not None:
+        is_max = extremes.max_logit == max_logit
+        merged += [extremes.min_logit.amin(dim=0), torch.where(is_max, extremes.argmax, torch.inf).amin(dim=0)]
+    return torch.stack(merged)
+
+
+def sum_chunks(parts: Tensor, max_logit: Tensor, entropy: bool) -> Tensor:
+    """The chunks' sums relative to the whole vocabulary's largest logits, as integers [1 + entropy, N] in `UNIT`s.
+
+    Chunk by chunk: an exponential of torch may be rounded another way at another place of a longer tensor.
+    """
+    sums = torch.zeros(num_sums(entropy), parts.shape[2], dtype=torch.int64, device=parts.device)
+    for part in parts:
+        sum_exp = part[-2] if entropy else part[-1]
+        shift = part[0] - max_logit
+        scale = shift.exp2()
+        sums[0] += (scale * sum_exp / UNIT).long()
+        if entropy:
+            terms = scale * (part[-1] + sum_exp * shift)
+            sums[1] += (torch.where(scale > 0, terms, 0.0) / UNIT).long()
+    return sums
+
+
+def grad_logits_bytes(hidden: Tensor, copies: Copies) -> BlockBytes:
+    upcast = upcast_row_bytes(hidden)
+    return BlockBytes(3 * 4 + hidden.element_size(), max(upcast, copies.token), max(upcast, copies.column))
 
 
 def grad_logits(
     hidden: Tensor,  # [N, H]
     weight: Tensor,  # [C, H], the slab
-    labels: Tensor,  # [N] int32 ids; the slab's rows are first_column and up
-    row_scale: Tensor,  # [N] fp32
-    row_terms: Tensor,  # [5, N] fp32, see `megatron_lce.core.rows.row_terms`
+    rows: Rows,  # labels are ids; the slab's rows are first_column and up
+    row_terms: Tensor,  # [6, N] fp32, `RowTerms`
     out: Tensor,  # [N, C] of hidden's dtype
     *,
     first_column: int,
@@ -84,19 +113,19 @@ def grad_logits(
     entropy: bool,
 ) -> None:
     """Gradient of one slab of the products `hidden @ weight.T`."""
-    lse, p_term, entropy_term, label_term, _ = row_terms.unbind()
-    logits = logits_base2(hidden, weight, row_scale, softcap_scale)
-    tanh_squared = (logits / row_scale[:, None]).square_() if softcap_scale is not None else None
-    log_p = logits.sub_(lse[:, None])
+    terms = RowTerms(*row_terms[:, :, None])
+    logits = logits_base2(hidden, weight, rows.scale, softcap_scale)
+    tanh_squared = (logits / rows.scale[:, None]).square_() if softcap_scale is not None else None
+    log_p = logits.sub_(terms.max_logit).sub_(terms.log_sum)
     grad = log_p.exp2()
     if entropy:
-        grad.mul_(log_p.mul_(-entropy_term[:, None]).add_(p_term[:, None]))
+        grad.mul_(log_p.mul_(-terms.entropy_term).add_(terms.p_term))
     else:
-        grad.mul_(p_term[:, None])
-    labels = labels - first_column
+        grad.mul_(terms.p_term)
+    labels = rows.labels - first_column
     in_slab = (labels >= 0) & (labels < weight.shape[0])
     column = torch.where(in_slab, labels, 0).long()[:, None]
-    grad.scatter_(1, column, grad.gather(1, column) + torch.where(in_slab, label_term, 0.0)[:, None])
+    grad.scatter_(1, column, grad.gather(1, column) + torch.where(in_slab[:, None], terms.label_term, 0.0))
     if tanh_squared is not None:
         grad.mul_(tanh_squared.neg_().add_(1.0))
     out.copy_(grad)
@@ -106,7 +135,7 @@ def logits_base2(hidden: Tensor, weight: Tensor, row_scale: Tensor, softcap_scal
     """`row_scale * hidden @ weight.T`, or `row_scale * tanh(softcap_scale * hidden @ weight.T)`: [N, C] in fp32."""
     logits = hidden.new_empty(hidden.shape[0], weight.shape[0], dtype=torch.float32)
     # Sums of sums in fp32: one running sum over a long H would lose what full fp32 products are asked for.
-    for part in cut(hidden.shape[1], 256 if hidden.dtype == torch.float32 else hidden.shape[1]):
+    for part in cut(hidden.shape[1], 256 if weight.dtype == torch.float32 else hidden.shape[1]):
         product(hidden[:, part], weight[:, part].T, logits, accumulate=part.start > 0)
     if softcap_scale is not None:
         logits.mul_(softcap_scale).tanh_()
@@ -118,21 +147,19 @@ def upcast_row_bytes(matrix: Tensor) -> int:
     return 4 * matrix.shape[1] if matrix.device.type == "cpu" and matrix.dtype != torch.float32 else 0
 
 
-def _slab_stats(logits: Tensor, labels: Tensor, entropy: bool, telemetry: bool, first_id: int) -> Tensor:
-    """Packed statistics of one slab of logits [N, C], which is overwritten."""
-    packed = empty_stats(logits.shape[0], entropy, telemetry, logits.device)
-    stats = unpack(packed, entropy, telemetry)
-    in_slab = (labels >= 0) & (labels < logits.shape[1])
-    label_logit = logits.gather(1, torch.where(in_slab, labels, 0).long()[:, None])[:, 0]
-    stats.label_logit.copy_(torch.where(in_slab, label_logit, -torch.inf))
+def _chunk_stats(logits: Tensor, labels: Tensor, first_id: int, entropy: bool, telemetry: bool, *, out: Tensor) -> None:
+    """Statistics [K, N] of one chunk of logits [N, C], which is overwritten."""
+    in_chunk = (labels >= 0) & (labels < logits.shape[1])
+    label_logit = logits.gather(1, torch.where(in_chunk, labels, 0).long()[:, None])[:, 0]
     max_logit, argmax = logits.max(dim=1)
-    stats.max_logit.copy_(max_logit)
-    if stats.min_logit is not None and stats.argmax is not None:
-        stats.min_logit.copy_(logits.amin(dim=1))
-        stats.argmax.copy_(argmax + first_id)
-    shifted = logits.sub_(max_logit[:, None])
+    shifted = logits.sub(max_logit[:, None])
     exp = shifted.exp2()
-    stats.sum_exp.copy_(exp.sum(dim=1))
-    if stats.sum_exp_logit is not None:
-        stats.sum_exp_logit.copy_(exp.mul_(shifted).sum(dim=1))
-    return packed
+    sum_exp = exp.sum(dim=1)
+    max_logit = torch.where(sum_exp.isnan(), sum_exp, max_logit)
+    stats = [max_logit, torch.where(in_chunk, label_logit, -torch.inf)]
+    if telemetry:
+        stats += [logits.amin(dim=1), (argmax + first_id).float()]
+    stats.append(sum_exp)
+    if entropy:
+        stats.append(exp.mul_(shifted).sum(dim=1))
+    torch.stack(stats, out=out)

@@ -3,7 +3,15 @@
 import torch
 from torch import Tensor
 
-from megatron_lce.backends.torch.cross_entropy import logits_base2, merge_stats, softmax_stats, upcast_row_bytes
+from megatron_lce.backends.torch.cross_entropy import (
+    logits_base2,
+    merge_extremes,
+    softmax_stats,
+    softmax_stats_bytes,
+    sum_chunks,
+    upcast_row_bytes,
+)
+from megatron_lce.backends.torch.rows import prepare_rows
 from megatron_lce.core.blocks import BlockBytes, Blocks, cut, plan_blocks
 from megatron_lce.core.jsd_stats import KL_ROWS, Head, RowTerms, empty_kl_stats, merge_kl_stats
 
@@ -13,12 +21,15 @@ __all__ = [
     "grad_logits",
     "grad_logits_bytes",
     "kl_stats",
+    "merge_extremes",
     "merge_kl_stats",
-    "merge_stats",
     "new_scratch",
+    "prepare_rows",
     "scratch_bytes",
     "softmax_stats",
+    "softmax_stats_bytes",
     "stats_bytes",
+    "sum_chunks",
     "sum_parts",
 ]
 

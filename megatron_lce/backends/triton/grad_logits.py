@@ -3,6 +3,7 @@
 Of the raw logits, the products hidden @ weight.T: scale, softcap and temperature are in the row terms and the kernels.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -17,20 +18,20 @@ from megatron_lce.backends.triton.tile_products import (
     upcasts,
 )
 from megatron_lce.core.blocks import BlockBytes
-from megatron_lce.core.products import aligned, copied_row_bytes
+from megatron_lce.core.products import Copies, aligned, slab_row_stride
+from megatron_lce.core.rows import Rows
 
 
-def grad_logits_bytes(hidden: Tensor, weight: Tensor) -> BlockBytes:
+def grad_logits_bytes(hidden: Tensor, copies: Copies) -> BlockBytes:
     """What `grad_logits` takes for its output and its copies of unaligned inputs."""
-    return BlockBytes(hidden.element_size(), copied_row_bytes(hidden), copied_row_bytes(weight))
+    return BlockBytes(hidden.element_size(), *copies)
 
 
 def grad_logits(
     hidden: Tensor,  # [N, H]
     weight: Tensor,  # [C, H], the slab
-    labels: Tensor,  # [N] int32 ids; the slab's rows are first_column and up
-    row_scale: Tensor,  # [N] fp32
-    row_terms: Tensor,  # [5, N] fp32, see `megatron_lce.core.rows.row_terms`
+    rows: Rows,  # labels are ids; the slab's rows are first_column and up
+    row_terms: Tensor,  # [6, N] fp32, `RowTerms`
     out: Tensor,  # [N, C] of hidden's dtype
     *,
     first_column: int,
@@ -45,8 +46,8 @@ def grad_logits(
     _grad_logits_kernel[(min(num_tiles, tiles.num_programs(hidden.device)),)](
         descriptor(hidden, tile.block_n, tile.block_h),
         descriptor(weight, tile.block_v, tile.block_h),
-        labels,
-        row_scale,
+        rows.labels,
+        rows.scale,
         row_terms,
         descriptor(out, tile.block_n, tile.block_v),
         num_tokens,
@@ -64,37 +65,49 @@ def grad_logits(
         GROUP_N=tiles.GROUP_N,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        enable_fp_fusion=softcap_scale is None,  # with it the softcap's registers spill
+        # With it the softcap's registers spill; and fp32 wants z - max to be 0 at the largest z, however large that is.
+        enable_fp_fusion=softcap_scale is None and hidden.dtype != torch.float32,
     )
 
 
 def grad_logits_from_cache(
     cache: LogitsCache,
-    labels: Tensor,  # [N] int32
-    row_scale: Tensor,  # [N] fp32
-    row_terms: Tensor,  # [5, N] fp32
+    rows: Rows,
+    row_terms: Tensor,  # [6, N] fp32
+    out: Tensor,  # [N, columns], rows a multiple of `SLAB_ROW_STEP` apart; `cache.exp` itself: in place
+    columns: slice,
     *,
     softcap: bool,
     entropy: bool,
 ) -> None:
-    """Turn the kept exponentials into the gradient of their products, in place."""
-    num_tokens, num_columns = cache.exp.shape
-    block_v = tiles.choose_tiles(cache.exp.dtype, cache.exp.device).block_v
-    block_n = 4
-    num_column_tiles = triton.cdiv(num_columns, block_v)
-    _grad_from_exp_kernel[(num_column_tiles * triton.cdiv(num_tokens, block_n),)](
+    """The gradient of the kept exponentials' products, and zeros behind its rows."""
+    chunk = tiles.chunk_columns(cache.exp)
+    block_n = 8
+    num_tokens, first_chunk = out.shape[0], columns.start // chunk
+    num_chunks = triton.cdiv(columns.stop, chunk) - first_chunk
+    # To the end of a row's storage, not to its last column: a bound that Triton knows to be a multiple of 16.
+    stop = min(columns.start + slab_row_stride(columns.stop - columns.start), slab_row_stride(cache.exp.shape[1]))
+    _grad_from_exp_kernel[(num_chunks * triton.cdiv(num_tokens, block_n),)](
         cache.exp,
-        cache.tile_max,
-        labels,
-        row_scale,
+        cache.chunk_max,
+        cache.rows,
+        rows.labels,
+        rows.scale,
         row_terms,
+        out,
         num_tokens,
         cache.exp.stride(0),
-        num_column_tiles,
+        cache.chunk_max.stride(0),
+        row_terms.stride(0),
+        out.stride(0),
+        columns.start,
+        stop,
+        first_chunk,
+        num_chunks,
         ENTROPY=entropy,
         SOFTCAP=softcap,
         BLOCK_N=block_n,
-        BLOCK_V=block_v,
+        CHUNK=chunk,
         num_warps=1,
     )
 
@@ -105,7 +118,7 @@ def _grad_logits_kernel(
     weight_desc,  # [C, H]
     label_ptr,  # [N] int32; column + first_column is compared with it
     row_scale_ptr,  # [N] fp32
-    terms_ptr,  # [5, N] fp32, rows terms_stride apart
+    terms_ptr,  # [6, N] fp32, rows terms_stride apart
     out_desc,  # [N, C]
     N,
     C,
@@ -135,16 +148,17 @@ def _grad_logits_kernel(
         logits = tile_products(hidden_desc, weight_desc, row, column, H, BLOCK_N, BLOCK_V, BLOCK_H, UPCAST)
         # Loaded after the products: held across them, these spill the accumulator's registers.
         row_scale = tl.load(row_scale_ptr + rows, mask=row_mask, other=0.0)
-        lse = tl.load(terms_ptr + rows, mask=row_mask, other=0.0)
-        p_term = tl.load(terms_ptr + terms_stride + rows, mask=row_mask, other=0.0)
-        label_term = tl.load(terms_ptr + 3 * terms_stride + rows, mask=row_mask, other=0.0)
+        max_logit = tl.load(terms_ptr + rows, mask=row_mask, other=0.0)
+        log_sum = tl.load(terms_ptr + terms_stride + rows, mask=row_mask, other=0.0)
+        p_term = tl.load(terms_ptr + 2 * terms_stride + rows, mask=row_mask, other=0.0)
+        label_term = tl.load(terms_ptr + 4 * terms_stride + rows, mask=row_mask, other=0.0)
         if SOFTCAP:
             logits = tanh(logits * softcap_scale)
             slope = 1.0 - logits * logits
-        log_p = logits * row_scale[:, None] - lse[:, None]
+        log_p = (logits * row_scale[:, None] - max_logit[:, None]) - log_sum[:, None]
         grad = tl.exp2(log_p)
         if ENTROPY:
-            entropy_term = tl.load(terms_ptr + 2 * terms_stride + rows, mask=row_mask, other=0.0)
+            entropy_term = tl.load(terms_ptr + 3 * terms_stride + rows, mask=row_mask, other=0.0)
             grad = grad * (p_term[:, None] - entropy_term[:, None] * log_p)
         else:
             grad = grad * p_term[:, None]
@@ -168,39 +182,51 @@ def _log2_of_16_bit(x):
     return (bits.to(tl.float32) * 1.1920928955078125e-07 - 127.0) + (fraction - fraction * fraction) * correction
 
 
-@triton.jit(do_not_specialize=["N", "num_column_tiles"])
+@triton.jit(do_not_specialize=["N", "max_stride", "terms_stride", "first_chunk", "num_chunks"])
 def _grad_from_exp_kernel(
-    exp_ptr,  # [N, exp_stride] in: exp(z - tile_max), out: the gradient; its first columns count
-    tile_max_ptr,  # [tiles, N] fp32
+    exp_ptr,  # [*, exp_stride] exp(z - chunk_max)
+    chunk_max_ptr,  # [chunks, *] fp32, rows max_stride apart
+    kept_row_ptr,  # [N] int64, a token's row in both; None: its own number
     label_ptr,  # [N] int32
     row_scale_ptr,  # [N] fp32
-    terms_ptr,  # [5, N] fp32
+    terms_ptr,  # [6, N] fp32, rows terms_stride apart
+    out_ptr,  # [N, out_stride] the gradient of columns [start, stop)
     N,
     exp_stride,
-    num_column_tiles,
+    max_stride,
+    terms_stride,
+    out_stride,
+    start,
+    stop,
+    first_chunk,
+    num_chunks,
     ENTROPY: tl.constexpr,
     SOFTCAP: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
     """The same gradient from the kept exponentials; the label's own column from its exact logprob."""
-    column_tile = tl.program_id(0) % num_column_tiles
-    rows = tl.program_id(0) // num_column_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
-    columns = column_tile * BLOCK_V + tl.arange(0, BLOCK_V)
+    chunk = first_chunk + tl.program_id(0) % num_chunks
+    rows = tl.program_id(0) // num_chunks * BLOCK_N + tl.arange(0, BLOCK_N)
+    columns = chunk * CHUNK + tl.arange(0, CHUNK)
     row_mask = rows < N
-    # Up to the end of a row's storage, not to its last column: a bound that Triton knows to be a multiple of 16.
-    mask = row_mask[:, None] & (columns < exp_stride)[None, :]
+    mask = row_mask[:, None] & ((columns >= start) & (columns < stop))[None, :]
     label = tl.load(label_ptr + rows, mask=row_mask, other=-1)
-    lse = tl.load(terms_ptr + rows, mask=row_mask, other=0.0)
-    p_term = tl.load(terms_ptr + N + rows, mask=row_mask, other=0.0)
-    entropy_term = tl.load(terms_ptr + 2 * N + rows, mask=row_mask, other=0.0)
-    label_term = tl.load(terms_ptr + 3 * N + rows, mask=row_mask, other=0.0)
-    label_log_p = tl.load(terms_ptr + 4 * N + rows, mask=row_mask, other=0.0)
-    shift = tl.load(tile_max_ptr + column_tile.to(tl.int64) * N + rows, mask=row_mask, other=0.0) - lse
+    max_logit = tl.load(terms_ptr + rows, mask=row_mask, other=0.0)
+    log_sum = tl.load(terms_ptr + terms_stride + rows, mask=row_mask, other=0.0)
+    p_term = tl.load(terms_ptr + 2 * terms_stride + rows, mask=row_mask, other=0.0)
+    entropy_term = tl.load(terms_ptr + 3 * terms_stride + rows, mask=row_mask, other=0.0)
+    label_term = tl.load(terms_ptr + 4 * terms_stride + rows, mask=row_mask, other=0.0)
+    label_log_p = tl.load(terms_ptr + 5 * terms_stride + rows, mask=row_mask, other=0.0)
+    kept_rows = rows.to(tl.int64)
+    if kept_row_ptr is not None:
+        kept_rows = tl.load(kept_row_ptr + rows, mask=row_mask, other=0)
+    chunk_max = tl.load(chunk_max_ptr + chunk.to(tl.int64) * max_stride + kept_rows, mask=row_mask, other=0.0)
+    shift = (chunk_max - max_logit) - log_sum
     label_grad = tl.exp2(label_log_p) * (p_term - entropy_term * label_log_p) + label_term
 
-    exp_ptrs = exp_ptr + rows.to(tl.int64)[:, None] * exp_stride + columns[None, :]
-    exp = tl.load(exp_ptrs, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_N, BLOCK_V]
+    exp_ptrs = exp_ptr + kept_rows[:, None] * exp_stride + columns[None, :]
+    exp = tl.load(exp_ptrs, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_N, CHUNK]
     grad = exp * tl.exp2(shift)[:, None]
     if ENTROPY or SOFTCAP:
         log_p = _log2_of_16_bit(exp) + shift[:, None]
@@ -209,6 +235,8 @@ def _grad_from_exp_kernel(
     grad = tl.where(is_label, label_grad[:, None], grad)
     if SOFTCAP:
         row_scale = tl.load(row_scale_ptr + rows, mask=row_mask, other=1.0)
-        capped = (tl.where(is_label, label_log_p[:, None], log_p) + lse[:, None]) / row_scale[:, None]
+        logits = (tl.where(is_label, label_log_p[:, None], log_p) + log_sum[:, None]) + max_logit[:, None]
+        capped = logits / row_scale[:, None]
         grad = grad * (1.0 - capped * capped)
-    tl.store(exp_ptrs, grad.to(exp_ptr.dtype.element_ty), mask=mask)
+    out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * out_stride + (columns - start)[None, :]
+    tl.store(out_ptrs, grad.to(out_ptr.dtype.element_ty), mask=mask)

@@ -26,8 +26,9 @@ from megatron_lce.backends.triton.jsd_tiles import (
     tile_logits,
     two_half_products,
 )
-from megatron_lce.backends.triton.merge_stats import merge_stats
-from megatron_lce.backends.triton.softmax_stats import softmax_stats
+from megatron_lce.backends.triton.merge_stats import merge_extremes, sum_chunks
+from megatron_lce.backends.triton.rows import prepare_rows
+from megatron_lce.backends.triton.softmax_stats import softmax_stats, softmax_stats_bytes
 from megatron_lce.backends.triton.tile_products import descriptor, tile_position
 from megatron_lce.core.blocks import BlockBytes, cut, plan_blocks
 from megatron_lce.core.jsd_stats import KL_ROWS, Head
@@ -39,12 +40,15 @@ __all__ = [
     "grad_logits",
     "grad_logits_bytes",
     "kl_stats",
+    "merge_extremes",
     "merge_kl_stats",
-    "merge_stats",
     "new_scratch",
+    "prepare_rows",
     "scratch_bytes",
     "softmax_stats",
+    "softmax_stats_bytes",
     "stats_bytes",
+    "sum_chunks",
     "sum_parts",
 ]
 

@@ -1,53 +1,71 @@
-"""Merging softmax statistics of disjoint sets of columns: a rank's splits, or the ranks of a group."""
+"""Merging statistics of disjoint sets of columns, see `megatron_lce.core.softmax_stats`: first extremes, then sums."""
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_lce.core.softmax_stats import UNIT, num_extremes, num_sums
 
-def merge_stats(
-    packed: Tensor,  # [S, K, N] fp32
-    entropy: bool,
-    telemetry: bool,
-    out: Tensor | None = None,  # [K, N] fp32
-) -> Tensor:
-    """[S, K, N] of S disjoint sets of columns -> [K, N] of their union, see `megatron_lce.core.softmax_stats`."""
-    num_splits, num_rows, num_tokens = packed.shape
-    if out is None:
-        out = packed.new_empty(num_rows, num_tokens)
-    block_n = 32
-    _merge_stats_kernel[(triton.cdiv(num_tokens, block_n),)](
-        packed,
-        out,
-        num_splits,
+_BLOCK_S, _BLOCK_N = 64, 32
+_UNITS = tl.constexpr(1 / UNIT)
+
+
+def merge_extremes(parts: Tensor, telemetry: bool) -> Tensor:
+    """[S, E or more, N] of S disjoint sets of columns -> [E, N] of their union."""
+    num_parts, num_rows, num_tokens = parts.shape
+    merged = parts.new_empty(num_extremes(telemetry), num_tokens)
+    _merge_extremes_kernel[(triton.cdiv(num_tokens, _BLOCK_N),)](
+        parts,
+        merged,
+        num_parts,
         num_tokens,
         num_rows * num_tokens,
-        out.stride(0),
-        ENTROPY=entropy,
         TELEMETRY=telemetry,
-        BLOCK_S=64,
-        BLOCK_N=block_n,
+        BLOCK_S=_BLOCK_S,
+        BLOCK_N=_BLOCK_N,
+    )
+    return merged
+
+
+def sum_chunks(parts: Tensor, max_logit: Tensor, entropy: bool) -> Tensor:
+    """The chunks' sums relative to the whole vocabulary's largest logits, as integers [1 + entropy, N] in `UNIT`s."""
+    num_chunks, num_rows, num_tokens = parts.shape
+    sums = max_logit.new_empty(num_sums(entropy), num_tokens, dtype=torch.int64)
+    _sum_chunks_kernel[(triton.cdiv(num_tokens, _BLOCK_N),)](
+        parts,
+        max_logit,
+        sums,
+        num_chunks,
+        num_tokens,
+        num_rows * num_tokens,
+        num_rows - num_sums(entropy),
+        ENTROPY=entropy,
+        BLOCK_S=_BLOCK_S,
+        BLOCK_N=_BLOCK_N,
         enable_fp_fusion=False,  # the same bits with and without the optional rows
     )
-    return out
+    return sums
 
 
-# `split_stride` is an argument and not K * N, whose divisors would choose the layout, and with it the order of a sum.
-@triton.jit(do_not_specialize=["S", "N", "split_stride", "out_stride"])
-def _merge_stats_kernel(
-    stats_ptr,  # [S, K, N]
-    out_ptr,  # [K, N], rows out_stride apart
+@triton.jit
+def _largest(running, values):
+    """Over the first dimension; NaN where there is one, which tl.max passes over."""
+    largest = tl.maximum(running, tl.max(values, 0), propagate_nan=tl.PropagateNan.ALL)
+    return tl.where(tl.max((values != values).to(tl.int32), 0) > 0, float("nan"), largest)
+
+
+@triton.jit(do_not_specialize=["S", "N", "part_stride"])
+def _merge_extremes_kernel(
+    parts_ptr,  # [S, >= E, N]
+    out_ptr,  # [E, N]
     S,
     N,
-    split_stride,
-    out_stride,
-    ENTROPY: tl.constexpr,
+    part_stride,
     TELEMETRY: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """The largest logit first, then the sums relative to it, so that no order of splits is preferred."""
-    K: tl.constexpr = 3 + ENTROPY + 2 * TELEMETRY
     tokens = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     token_mask = tokens < N
     max_logit = tl.full((BLOCK_N,), float("-inf"), tl.float32)
@@ -56,40 +74,58 @@ def _merge_stats_kernel(
     for start in range(0, S, BLOCK_S):
         splits = start + tl.arange(0, BLOCK_S)
         mask = (splits < S)[:, None] & token_mask[None, :]
-        part = stats_ptr + splits.to(tl.int64)[:, None] * split_stride + tokens[None, :]  # [BLOCK_S, BLOCK_N]
-        split_max = tl.load(part, mask, other=float("-inf"))
-        max_logit = tl.maximum(max_logit, tl.max(split_max, 0))
-        label_logit = tl.maximum(label_logit, tl.max(tl.load(part + 2 * N, mask, other=float("-inf")), 0))
+        part = parts_ptr + splits.to(tl.int64)[:, None] * part_stride + tokens[None, :]  # [BLOCK_S, BLOCK_N]
+        max_logit = _largest(max_logit, tl.load(part, mask, other=float("-inf")))
+        label_logit = tl.maximum(label_logit, tl.max(tl.load(part + N, mask, other=float("-inf")), 0))
         if TELEMETRY:
-            min_logit = tl.minimum(min_logit, tl.min(tl.load(part + (K - 2) * N, mask, other=float("inf")), 0))
+            min_logit = tl.minimum(min_logit, tl.min(tl.load(part + 2 * N, mask, other=float("inf")), 0))
+    out = out_ptr + tokens
+    tl.store(out, max_logit, token_mask)
+    tl.store(out + N, label_logit, token_mask)
+    if TELEMETRY:
+        argmax = tl.full((BLOCK_N,), float("inf"), tl.float32)
+        for start in range(0, S, BLOCK_S):
+            splits = start + tl.arange(0, BLOCK_S)
+            mask = (splits < S)[:, None] & token_mask[None, :]
+            part = parts_ptr + splits.to(tl.int64)[:, None] * part_stride + tokens[None, :]
+            at_max = tl.load(part, mask, other=float("-inf")) == max_logit[None, :]
+            part_argmax = tl.load(part + 3 * N, mask, other=float("inf"))
+            argmax = tl.minimum(argmax, tl.min(tl.where(at_max, part_argmax, float("inf")), 0))
+        tl.store(out + 2 * N, min_logit, token_mask)
+        tl.store(out + 3 * N, argmax, token_mask)
 
-    sum_exp = tl.zeros((BLOCK_N,), tl.float32)
-    sum_exp_logit = tl.zeros((BLOCK_N,), tl.float32)
-    argmax = tl.full((BLOCK_N,), float("inf"), tl.float32)
+
+@triton.jit(do_not_specialize=["S", "N", "part_stride", "first_sum"])
+def _sum_chunks_kernel(
+    parts_ptr,  # [S, K, N]
+    max_logit_ptr,  # [N] of the whole vocabulary
+    out_ptr,  # [1 + ENTROPY, N] int64
+    S,
+    N,
+    part_stride,
+    first_sum,  # the row of a part where its sums start
+    ENTROPY: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    tokens = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    token_mask = tokens < N
+    max_logit = tl.load(max_logit_ptr + tokens, token_mask, other=0.0)
+    sum_exp = tl.zeros((BLOCK_N,), tl.int64)
+    sum_exp_logit = tl.zeros((BLOCK_N,), tl.int64)
     for start in range(0, S, BLOCK_S):
         splits = start + tl.arange(0, BLOCK_S)
         mask = (splits < S)[:, None] & token_mask[None, :]
-        part = stats_ptr + splits.to(tl.int64)[:, None] * split_stride + tokens[None, :]
-        split_max = tl.load(part, mask, other=float("-inf"))
-        split_sum = tl.load(part + N, mask, other=0.0)
-        shift = tl.where(split_max == float("-inf"), float("-inf"), split_max - max_logit[None, :])
+        part = parts_ptr + splits.to(tl.int64)[:, None] * part_stride + tokens[None, :]
+        shift = tl.load(part, mask, other=float("-inf")) - max_logit[None, :]
         scale = tl.exp2(shift)
-        sum_exp += tl.sum(scale * split_sum, 0)
+        part_sum = tl.load(part + first_sum * N, mask, other=0.0)
+        sum_exp += tl.sum((scale * part_sum * _UNITS).to(tl.int64), 0)
         if ENTROPY:
-            split_sum_exp_logit = tl.load(part + 3 * N, mask, other=0.0)
+            part_sum_exp_logit = tl.load(part + (first_sum + 1) * N, mask, other=0.0)
             finite_shift = tl.where(scale > 0, shift, 0.0)
-            sum_exp_logit += tl.sum(scale * (split_sum_exp_logit + split_sum * finite_shift), 0)
-        if TELEMETRY:
-            split_argmax = tl.load(part + (K - 1) * N, mask, other=float("inf"))
-            at_max = tl.where(split_max == max_logit[None, :], split_argmax, float("inf"))
-            argmax = tl.minimum(argmax, tl.min(at_max, 0))
-
-    out = out_ptr + tokens
-    tl.store(out, max_logit, token_mask)
-    tl.store(out + out_stride, sum_exp, token_mask)
-    tl.store(out + 2 * out_stride, label_logit, token_mask)
+            terms = scale * (part_sum_exp_logit + part_sum * finite_shift)
+            sum_exp_logit += tl.sum((terms * _UNITS).to(tl.int64), 0)
+    tl.store(out_ptr + tokens, sum_exp, token_mask)
     if ENTROPY:
-        tl.store(out + 3 * out_stride, sum_exp_logit, token_mask)
-    if TELEMETRY:
-        tl.store(out + (K - 2) * out_stride, min_logit, token_mask)
-        tl.store(out + (K - 1) * out_stride, argmax, token_mask)
+        tl.store(out_ptr + N + tokens, sum_exp_logit, token_mask)

@@ -1,4 +1,4 @@
-"""`megatron_lce.core.rows`, one launch a function: at TP=8 a dozen small launches cost as much as a product's slab."""
+"""`megatron_lce.backends.torch.rows`, one launch each: at TP=8 a dozen small ones cost as much as a slab's product."""
 
 import torch
 import triton
@@ -6,16 +6,25 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_lce.core.options import LinearCrossEntropyOutput, Options
-from megatron_lce.core.rows import LSE_OF_IGNORED_ROW, Finished, Rows, Saved, inner_factor, logits_factor
-from megatron_lce.core.softmax_stats import LN_2
+from megatron_lce.core.rows import (
+    LOG_SUM_OF_IGNORED_ROW,
+    NUM_TERMS,
+    Finished,
+    Rows,
+    Saved,
+    inner_factor,
+    logits_factor,
+)
+from megatron_lce.core.softmax_stats import LN_2, UNIT
 
 BLOCK_N = 128
 _LN_2 = tl.constexpr(LN_2)
-_LSE_OF_IGNORED_ROW = tl.constexpr(LSE_OF_IGNORED_ROW)
+_UNIT = tl.constexpr(UNIT)
+_LOG_SUM_OF_IGNORED_ROW = tl.constexpr(LOG_SUM_OF_IGNORED_ROW)
 
 
 def prepare_rows(labels: Tensor, temperature: Tensor | float, options: Options) -> Rows:
-    """See `megatron_lce.core.rows.prepare_rows`."""
+    """See `megatron_lce.backends.torch.rows.prepare_rows`."""
     num_tokens = labels.shape[0]
     rows = Rows(
         torch.empty_like(labels, dtype=torch.int32),
@@ -37,18 +46,19 @@ def prepare_rows(labels: Tensor, temperature: Tensor | float, options: Options) 
     return rows
 
 
-def finish(packed: Tensor, rows: Rows, options: Options) -> Finished:
-    """See `megatron_lce.core.rows.finish`."""
-    num_tokens = packed.shape[1]
+def finish(packed_extremes: Tensor, sums: Tensor, rows: Rows, options: Options) -> Finished:
+    """See `megatron_lce.backends.torch.rows.finish`."""
+    num_tokens = sums.shape[1]
 
     def new(wanted: bool, dtype: torch.dtype = torch.float32) -> Tensor | None:
-        return packed.new_empty(num_tokens, dtype=dtype) if wanted else None
+        return packed_extremes.new_empty(num_tokens, dtype=dtype) if wanted else None
 
     entropy, telemetry = options.entropy, options.telemetry
     outputs = (new(True), new(entropy), new(True), new(telemetry), new(telemetry), new(telemetry, torch.int64))
     saved = (new(True), new(True), new(entropy))
     _finish_kernel[(triton.cdiv(num_tokens, BLOCK_N),)](
-        packed,
+        packed_extremes,
+        sums,
         rows.to_nats,
         *outputs,
         *saved,
@@ -58,7 +68,7 @@ def finish(packed: Tensor, rows: Rows, options: Options) -> Finished:
         BLOCK_N=BLOCK_N,
         enable_fp_fusion=False,  # the same bits with and without the optional outputs
     )
-    return Finished(LinearCrossEntropyOutput(*outputs), Saved(*saved))  # type: ignore[arg-type]
+    return Finished(LinearCrossEntropyOutput(*outputs), Saved(packed_extremes[0], *saved))  # type: ignore[arg-type]
 
 
 def row_terms(
@@ -69,9 +79,9 @@ def row_terms(
     grad_lse: Tensor | None,
     options: Options,
 ) -> Tensor:
-    """See `megatron_lce.core.rows.row_terms`: [5, N] fp32."""
+    """See `megatron_lce.backends.torch.rows.row_terms`: [6, N] fp32."""
     num_tokens = rows.labels.shape[0]
-    terms = rows.scale.new_empty(5, num_tokens)
+    terms = rows.scale.new_empty(NUM_TERMS, num_tokens)
     upstream = (grad_logprobs, grad_entropy, grad_lse)
     _row_terms_kernel[(triton.cdiv(num_tokens, BLOCK_N),)](
         rows.scale,
@@ -128,7 +138,8 @@ def _in_nats(value, to_nats):
 
 @triton.jit(do_not_specialize=["N"])
 def _finish_kernel(
-    stats_ptr,  # [K, N] packed
+    extremes_ptr,  # [E, N] packed
+    sums_ptr,  # [1 + ENTROPY, N] int64
     to_nats_ptr,  # [N]
     logprobs_ptr,  # [N] out, as all that follow; None where not wanted
     entropy_ptr,
@@ -136,7 +147,7 @@ def _finish_kernel(
     max_logit_ptr,
     min_logit_ptr,
     argmax_ptr,  # int64
-    saved_lse_ptr,
+    saved_log_sum_ptr,
     saved_label_logprob_ptr,
     saved_entropy_ptr,
     N,
@@ -144,41 +155,43 @@ def _finish_kernel(
     TELEMETRY: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    K: tl.constexpr = 3 + ENTROPY + 2 * TELEMETRY
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = rows < N
-    stats = stats_ptr + rows
-    max_logit = tl.load(stats, mask=mask, other=0.0)
-    sum_exp = tl.load(stats + N, mask=mask, other=1.0)
-    label_logit = tl.load(stats + 2 * N, mask=mask, other=0.0)
+    extremes = extremes_ptr + rows
+    max_logit = tl.load(extremes, mask=mask, other=0.0)
+    label_logit = tl.load(extremes + N, mask=mask, other=0.0)
+    sum_exp = tl.load(sums_ptr + rows, mask=mask, other=1).to(tl.float32) * _UNIT
     to_nats = tl.load(to_nats_ptr + rows, mask=mask, other=0.0)
     # No rank owns the label where it is -inf on all of them.
     to_nats = tl.where((label_logit == float("-inf")) & (to_nats != 0), float("nan"), to_nats)
-    log2_sum = tl.log2(sum_exp)
-    log2_sum = tl.where(log2_sum < 0, 0.0, log2_sum)  # the sum is at least 1; no rounding may say otherwise
-    lse = max_logit + log2_sum
-    label_logprob = (label_logit - max_logit) - log2_sum
-    tl.store(saved_lse_ptr + rows, lse, mask=mask)
+    log_sum = tl.log2(sum_exp)
+    log_sum = tl.where(log_sum < 0, 0.0, log_sum)  # the sum is at least 1; no rounding may say otherwise
+    label_logprob = (label_logit - max_logit) - log_sum
+    tl.store(saved_log_sum_ptr + rows, log_sum, mask=mask)
     tl.store(saved_label_logprob_ptr + rows, label_logprob, mask=mask)
-    tl.store(lse_ptr + rows, _in_nats(lse, to_nats), mask=mask)
+    tl.store(lse_ptr + rows, _in_nats(max_logit + log_sum, to_nats), mask=mask)
     tl.store(logprobs_ptr + rows, _in_nats(label_logprob, to_nats), mask=mask)
     if ENTROPY:
-        entropy = log2_sum - tl.load(stats + 3 * N, mask=mask, other=0.0) / sum_exp
+        sum_exp_logit = tl.load(sums_ptr + N + rows, mask=mask, other=0).to(tl.float32) * _UNIT
+        # The largest logit is NaN where a sum is made of NaN, which integers do not show.
+        entropy = log_sum - sum_exp_logit / sum_exp + max_logit * 0.0
         tl.store(saved_entropy_ptr + rows, entropy, mask=mask)
         tl.store(entropy_ptr + rows, _in_nats(entropy, to_nats), mask=mask)
     if TELEMETRY:
-        min_logit = tl.load(stats + (K - 2) * N, mask=mask, other=0.0)
-        argmax = tl.load(stats + (K - 1) * N, mask=mask, other=0.0)
-        tl.store(max_logit_ptr + rows, _in_nats(max_logit, to_nats), mask=mask)
-        tl.store(min_logit_ptr + rows, _in_nats(min_logit, to_nats), mask=mask)
-        tl.store(argmax_ptr + rows, tl.where(to_nats == 0, 0.0, argmax).to(tl.int64), mask=mask)
+        max_logit = _in_nats(max_logit, to_nats)
+        argmax = tl.load(extremes + 3 * N, mask=mask, other=0.0)
+        argmax = tl.where(to_nats == 0, 0.0, tl.where(max_logit != max_logit, -1.0, argmax))
+        tl.store(max_logit_ptr + rows, max_logit, mask=mask)
+        tl.store(min_logit_ptr + rows, _in_nats(tl.load(extremes + 2 * N, mask=mask, other=0.0), to_nats), mask=mask)
+        tl.store(argmax_ptr + rows, argmax.to(tl.int64), mask=mask)
 
 
 @triton.jit(do_not_specialize=["N", "grad_logprobs_stride", "grad_entropy_stride", "grad_lse_stride", "inner_factor"])
 def _row_terms_kernel(
     scale_ptr,  # [N] fp32, as all that follow
     to_nats_ptr,
-    saved_lse_ptr,
+    saved_max_logit_ptr,
+    saved_log_sum_ptr,
     saved_label_logprob_ptr,
     saved_entropy_ptr,  # or None
     grad_logprobs_ptr,  # or None, as the other upstream gradients
@@ -187,7 +200,7 @@ def _row_terms_kernel(
     grad_logprobs_stride,
     grad_entropy_stride,
     grad_lse_stride,
-    terms_ptr,  # [5, N] out
+    terms_ptr,  # [6, N] out, `RowTerms`
     N,
     inner_factor,
     BLOCK_N: tl.constexpr,
@@ -210,9 +223,11 @@ def _row_terms_kernel(
         grad_entropy = tl.load(grad_entropy_ptr + rows.to(tl.int64) * grad_entropy_stride, mask=mask, other=0.0)
         entropy_term = grad_entropy * _LN_2
         p_term -= entropy_term * tl.load(saved_entropy_ptr + rows, mask=mask, other=0.0)
-    lse = tl.load(saved_lse_ptr + rows, mask=mask, other=0.0)
-    tl.store(terms_ptr + rows, tl.where(ignored, _LSE_OF_IGNORED_ROW, lse), mask=mask)
-    tl.store(terms_ptr + N + rows, tl.where(ignored, 0.0, p_term * factor), mask=mask)
-    tl.store(terms_ptr + 2 * N + rows, tl.where(ignored, 0.0, entropy_term * factor), mask=mask)
-    tl.store(terms_ptr + 3 * N + rows, tl.where(ignored, 0.0, label_term * factor), mask=mask)
-    tl.store(terms_ptr + 4 * N + rows, label_logprob, mask=mask)
+    max_logit = tl.load(saved_max_logit_ptr + rows, mask=mask, other=0.0)
+    log_sum = tl.load(saved_log_sum_ptr + rows, mask=mask, other=0.0)
+    tl.store(terms_ptr + rows, tl.where(ignored, 0.0, max_logit), mask=mask)
+    tl.store(terms_ptr + N + rows, tl.where(ignored, _LOG_SUM_OF_IGNORED_ROW, log_sum), mask=mask)
+    tl.store(terms_ptr + 2 * N + rows, tl.where(ignored, 0.0, p_term * factor), mask=mask)
+    tl.store(terms_ptr + 3 * N + rows, tl.where(ignored, 0.0, entropy_term * factor), mask=mask)
+    tl.store(terms_ptr + 4 * N + rows, tl.where(ignored, 0.0, label_term * factor), mask=mask)
+    tl.store(terms_ptr + 5 * N + rows, label_logprob, mask=mask)

@@ -1,5 +1,6 @@
 """First primitive: softmax statistics of hidden @ weight.T, with the logits in registers only."""
 
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
@@ -8,7 +9,6 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_lce.backends.triton import tiles
-from megatron_lce.backends.triton.merge_stats import merge_stats
 from megatron_lce.backends.triton.tile_products import (
     MASKED_LOGIT,
     descriptor,
@@ -17,50 +17,75 @@ from megatron_lce.backends.triton.tile_products import (
     tile_products,
     upcasts,
 )
-from megatron_lce.core.blocks import BlockBytes, cut, plan_blocks, round_up
-from megatron_lce.core.products import aligned, copied_row_bytes
+from megatron_lce.core.blocks import COLUMN_STEP, BlockBytes, cut
+from megatron_lce.core.options import Options
+from megatron_lce.core.products import (
+    aligned,
+    copied_row_bytes,
+    copies_at_most,
+    slab_row_stride,
+    with_zeros_behind,
+)
 from megatron_lce.core.softmax_stats import packed_rows
 
-CACHE_ROW_STEP = 64  # elements: rows start at cache lines, and where Triton knows that 16-byte accesses are aligned
 
-
+@dataclass
 class LogitsCache:
-    """exp(z - m) of the first columns in the inputs' dtype, and m, the largest logit of each row of each tile.
+    """exp(z - m) of the first columns in the inputs' dtype, and m, the largest logit of each row of each chunk.
 
     Both together stay within the bytes they were asked to. `exp` turns into the gradient in place.
     """
 
-    def __init__(self, exp: Tensor, tile_max: Tensor) -> None:
-        self.exp = exp  # [N, C]
-        self.tile_max = tile_max  # [tiles, N] fp32, base 2
+    exp: Tensor  # [N, C], rows `SLAB_ROW_STEP` apart, zeros behind them
+    chunk_max: Tensor  # [chunks, N] fp32, base 2
+    rows: Tensor | None = None  # [n] which rows count; None: all
 
     @classmethod
     def allocate(cls, num_tokens: int, num_columns: int, hidden: Tensor) -> Self:
-        stride = round_up(num_columns, CACHE_ROW_STEP)
-        block_v = tiles.choose_tiles(hidden.dtype, hidden.device).block_v
-        exp = hidden.new_empty(num_tokens, stride)[:, :num_columns]
-        return cls(exp, hidden.new_empty(triton.cdiv(num_columns, block_v), num_tokens, dtype=torch.float32))
+        exp = with_zeros_behind(hidden.new_empty(num_tokens, slab_row_stride(num_columns)), num_columns)
+        num_chunks = triton.cdiv(num_columns, tiles.chunk_columns(hidden))
+        return cls(exp, hidden.new_empty(num_chunks, num_tokens, dtype=torch.float32))
+
+    def of(self, rows: slice) -> Self:
+        if self.rows is not None:
+            return replace(self, rows=self.rows[rows])
+        return replace(self, exp=self.exp[rows], chunk_max=self.chunk_max[:, rows])
+
+    def select(self, rows: Tensor) -> Self:
+        return replace(self, rows=rows)
 
     def free(self) -> None:
-        del self.exp, self.tile_max
+        del self.exp, self.chunk_max
+
+
+def new_cache(num_tokens: int, hidden: Tensor, options: Options) -> LogitsCache | None:
+    """Room for what `logits_cache_bytes` allows; None: nothing is kept."""
+    columns = cache_columns(num_tokens, options.num_columns, hidden, options.logits_cache_bytes)
+    return LogitsCache.allocate(num_tokens, columns, hidden) if columns else None
 
 
 def cache_columns(num_tokens: int, num_columns: int, hidden: Tensor, logits_cache_bytes: int) -> int:
     """How many columns a cache of that many bytes keeps: all, or a whole number of tiles; none of fp32 inputs."""
     if hidden.dtype == torch.float32 or num_tokens == 0:
         return 0
-    block_v = tiles.choose_tiles(hidden.dtype, hidden.device).block_v
-    row_bytes = round_up(num_columns, CACHE_ROW_STEP) * hidden.element_size() + 4 * triton.cdiv(num_columns, block_v)
-    if num_tokens * row_bytes <= logits_cache_bytes:
+    if num_tokens * kept_row_bytes(hidden, num_columns) <= logits_cache_bytes:
         return num_columns
-    return logits_cache_bytes // (num_tokens * (block_v * hidden.element_size() + 4)) * block_v
+    block_v = tiles.choose_tiles(hidden.dtype, hidden.device).block_v
+    return logits_cache_bytes // (num_tokens * kept_row_bytes(hidden, block_v)) * block_v
 
 
-def softmax_stats_bytes(hidden: Tensor, weight: Tensor, entropy: bool, telemetry: bool) -> BlockBytes:
-    """What `softmax_stats` takes for the statistics of every split and its copies of unaligned inputs."""
-    num_splits = triton.cdiv(weight.shape[0], tiles.choose_tiles(hidden.dtype, hidden.device).block_v)
-    split_bytes = num_splits * packed_rows(entropy, telemetry) * 4
-    return BlockBytes(0, split_bytes + copied_row_bytes(hidden), copied_row_bytes(weight))
+def kept_row_bytes(hidden: Tensor, num_columns: int) -> int:
+    """What a cache of these columns takes for a token."""
+    num_chunks = triton.cdiv(num_columns, tiles.chunk_columns(hidden))
+    return slab_row_stride(num_columns) * hidden.element_size() + 4 * num_chunks
+
+
+def softmax_stats_bytes(hidden: Tensor, options: Options) -> BlockBytes:
+    """What `softmax_stats` takes for its result and its copies of unaligned inputs."""
+    num_chunks = triton.cdiv(options.largest_shard, tiles.chunk_columns(hidden))
+    copies = copies_at_most(hidden)
+    stats_bytes = 4 * num_chunks * packed_rows(options.entropy, options.telemetry)
+    return BlockBytes(0, stats_bytes + copies.token, copies.column)
 
 
 def softmax_stats(
@@ -76,65 +101,55 @@ def softmax_stats(
     workspace_bytes: int,
     cache: LogitsCache | None = None,
 ) -> Tensor:
-    """Packed softmax statistics [K, N] of V columns, see `megatron_lce.core.softmax_stats`. Fills the cache, if any."""
+    """Statistics [chunks, K, N] of V columns, see `megatron_lce.core.softmax_stats`. Fills the cache, if any."""
     num_tokens, num_columns = hidden.shape[0], weight.shape[0]
-    tile = tiles.choose_tiles(hidden.dtype, hidden.device)
+    tile, chunk = tiles.choose_tiles(hidden.dtype, hidden.device), tiles.chunk_columns(hidden)
     rows = packed_rows(entropy, telemetry)
-    num_splits = triton.cdiv(num_columns, tile.block_v)
-    blocks = plan_blocks(
-        num_tokens,
-        num_columns,
-        workspace_bytes,
-        softmax_stats_bytes(hidden, weight, entropy, telemetry),
-    )
+    parts = hidden.new_empty(triton.cdiv(num_columns, chunk), rows, num_tokens, dtype=torch.float32)
+    hidden = aligned(hidden)
+    most = num_columns
+    if row_bytes := copied_row_bytes(weight):
+        room = workspace_bytes - parts.nbytes - num_tokens * copies_at_most(hidden).token
+        most = max(COLUMN_STEP, room // row_bytes // COLUMN_STEP * COLUMN_STEP)
     kept = 0 if cache is None else cache.exp.shape[1]
-    ranges = [(columns, True) for columns in cut(kept, blocks.columns)]
-    ranges += [
-        (slice(kept + columns.start, kept + columns.stop), False) for columns in cut(num_columns - kept, blocks.columns)
+    ranges = [(columns, True) for columns in cut(kept, most)] + [
+        (columns, False) for columns in cut(num_columns, most, start=kept)
     ]
-    packed = hidden.new_empty(rows, num_tokens, dtype=torch.float32)
-    buffer = hidden.new_empty(num_splits * rows * blocks.tokens, dtype=torch.float32)
-    for tokens in cut(num_tokens, blocks.tokens):
-        block = slab = None  # a copy's memory goes before the next one is made
-        block = aligned(hidden[tokens])
-        splits = buffer[: num_splits * rows * block.shape[0]].view(num_splits, rows, block.shape[0])
-        for columns, keep in ranges:
-            slab = None
-            slab = aligned(weight[columns])
-            exp = cache.exp[tokens, columns] if keep and cache is not None else None
-            num_tiles = triton.cdiv(block.shape[0], tile.block_n) * triton.cdiv(slab.shape[0], tile.block_v)
-            _softmax_stats_kernel[(min(num_tiles, tiles.num_programs(hidden.device)),)](
-                descriptor(block, tile.block_n, tile.block_h),
-                descriptor(slab, tile.block_v, tile.block_h),
-                labels[tokens],
-                row_scale[tokens],
-                splits[columns.start // tile.block_v :],
-                None if exp is None else descriptor(exp, tile.block_n, tile.block_v),
-                block.shape[0],
-                slab.shape[0],
-                hidden.shape[1],
-                columns.start,
-                vocab_start,
-                0.0 if softcap_scale is None else softcap_scale,
-                ENTROPY=entropy,
-                TELEMETRY=telemetry,
-                KEEP_EXP=keep,
-                SOFTCAP=softcap_scale is not None,
-                UPCAST=upcasts(hidden.dtype, tiles.interpreting()),
-                BLOCK_N=tile.block_n,
-                BLOCK_V=tile.block_v,
-                BLOCK_H=tile.block_h,
-                GROUP_N=tiles.stats_group(hidden.shape[1]),
-                num_warps=tile.num_warps,
-                num_stages=tile.num_stages,
-                enable_fp_fusion=False,
-            )
-            if keep and cache is not None:
-                first = columns.start // tile.block_v
-                last = triton.cdiv(columns.stop, tile.block_v)
-                cache.tile_max[first:last, tokens] = splits[first:last, 0]
-        merge_stats(splits, entropy, telemetry, out=packed[:, tokens])
-    return packed
+    for columns, keep in ranges:
+        slab = None  # a copy's memory goes before the next one is made
+        slab = aligned(weight[columns])
+        exp = cache.exp[:, columns] if keep and cache is not None else None
+        num_tiles = triton.cdiv(num_tokens, tile.block_n) * triton.cdiv(slab.shape[0], tile.block_v)
+        _softmax_stats_kernel[(min(num_tiles, tiles.num_programs(hidden.device)),)](
+            descriptor(hidden, tile.block_n, tile.block_h),
+            descriptor(slab, tile.block_v, tile.block_h),
+            labels,
+            row_scale,
+            parts[columns.start // chunk :],
+            None if exp is None else descriptor(exp, tile.block_n, tile.block_v),
+            num_tokens,
+            slab.shape[0],
+            hidden.shape[1],
+            columns.start,
+            vocab_start,
+            0.0 if softcap_scale is None else softcap_scale,
+            ENTROPY=entropy,
+            TELEMETRY=telemetry,
+            KEEP_EXP=keep,
+            SOFTCAP=softcap_scale is not None,
+            UPCAST=upcasts(hidden.dtype, tiles.interpreting()),
+            BLOCK_N=tile.block_n,
+            BLOCK_V=tile.block_v,
+            BLOCK_H=tile.block_h,
+            CHUNK=chunk,
+            GROUP_N=tiles.stats_group(hidden.shape[1]),
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+            enable_fp_fusion=False,
+        )
+    if cache is not None:
+        cache.chunk_max.copy_(parts[: cache.chunk_max.shape[0], 0])
+    return parts
 
 
 # fp fusion is off in the launch: logprobs must keep their bits whichever of the constexprs below are set.
@@ -144,7 +159,7 @@ def _softmax_stats_kernel(
     weight_desc,  # [V, H]
     label_ptr,  # [N] int32; column + first_column is compared with it
     row_scale_ptr,  # [N] fp32
-    stats_ptr,  # [S, K, N] fp32 out, one split a tile of columns
+    stats_ptr,  # [chunks, K, N] fp32 out
     exp_desc,  # [N, V] out, if KEEP_EXP
     N,
     V,
@@ -160,10 +175,12 @@ def _softmax_stats_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    CHUNK: tl.constexpr,
     GROUP_N: tl.constexpr,
 ):
     """Statistics of each tile of logits, [BLOCK_N, BLOCK_V], which never leaves the registers (but for its exp)."""
     K: tl.constexpr = 3 + ENTROPY + 2 * TELEMETRY
+    CHUNKS: tl.constexpr = BLOCK_V // CHUNK
     num_row_blocks = tl.cdiv(N, BLOCK_N)
     num_column_tiles = tl.cdiv(V, BLOCK_V)
     for tile in tl.range(tl.program_id(0), num_row_blocks * num_column_tiles, tl.num_programs(0), flatten=True):
@@ -181,24 +198,30 @@ def _softmax_stats_kernel(
         logits = logits * row_scale[:, None]  # [BLOCK_N, BLOCK_V]
 
         columns = column + tl.arange(0, BLOCK_V)
-        stats = stats_ptr + column_tile.to(tl.int64) * (K * N) + rows
+        chunks = tl.arange(0, CHUNKS)
+        stats = stats_ptr + (column_tile * CHUNKS + chunks).to(tl.int64)[None, :] * (K * N) + rows[:, None]
+        mask = row_mask[:, None] & (column + chunks * CHUNK < V)[None, :]  # [BLOCK_N, CHUNKS]
         if TELEMETRY:
-            tl.store(stats + (K - 2) * N, tl.min(tl.where((columns < V)[None, :], logits, float("inf")), 1), row_mask)
+            min_logit = tl.where((columns < V)[None, :], logits, float("inf"))
+            tl.store(stats + 2 * N, tl.min(tl.reshape(min_logit, (BLOCK_N, CHUNKS, CHUNK)), 2), mask)
         if column + BLOCK_V > V:
             logits = tl.where((columns < V)[None, :], logits, MASKED_LOGIT)
-        max_logit = tl.max(logits, 1)  # [BLOCK_N]
         is_label = columns[None, :] == (label - first_column)[:, None]
         label_logit = tl.max(tl.where(is_label, logits, float("-inf")), 1)
-        if TELEMETRY:
-            argmax = tl.argmax(logits, 1) + (column + first_column + vocab_start)
-            tl.store(stats + (K - 1) * N, argmax.to(tl.float32), row_mask)
+        tl.store(stats + N, tl.where(chunks[None, :] == 0, label_logit[:, None], float("-inf")), mask)
 
-        shifted = logits - max_logit[:, None]
+        logits = tl.reshape(logits, (BLOCK_N, CHUNKS, CHUNK))
+        max_logit = tl.max(logits, 2)  # [BLOCK_N, CHUNKS]
+        if TELEMETRY:
+            argmax = tl.argmax(logits, 2) + (column + first_column + vocab_start + chunks * CHUNK)[None, :]
+            tl.store(stats + 3 * N, argmax.to(tl.float32), mask)
+        shifted = logits - max_logit[:, :, None]
         exp = tl.exp2(shifted)
-        tl.store(stats, max_logit, row_mask)
-        tl.store(stats + N, tl.sum(exp, 1), row_mask)
-        tl.store(stats + 2 * N, label_logit, row_mask)
+        sum_exp = tl.sum(exp, 2)
         if ENTROPY:
-            tl.store(stats + 3 * N, tl.sum(exp * shifted, 1), row_mask)
+            tl.store(stats + (K - 1) * N, tl.sum(exp * shifted, 2), mask)
+        tl.store(stats + (K - 1 - ENTROPY) * N, sum_exp, mask)
+        # tl.max passes over a NaN; the sum does not.
+        tl.store(stats, tl.where(sum_exp == sum_exp, max_logit, float("nan")), mask)
         if KEEP_EXP:
-            exp_desc.store([row, column], exp.to(exp_desc.dtype))
+            exp_desc.store([row, column], tl.reshape(exp, (BLOCK_N, BLOCK_V)).to(exp_desc.dtype))

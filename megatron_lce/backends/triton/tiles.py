@@ -6,6 +6,8 @@ from typing import NamedTuple
 import torch
 import triton
 
+from megatron_lce.core.softmax_stats import CHUNK_COLUMNS
+
 
 class Tiles(NamedTuple):
     """One program's tile of logits, [block_n, block_v], summed over H in steps of block_h."""
@@ -31,6 +33,11 @@ def choose_tiles(dtype: torch.dtype, device: torch.device) -> Tiles:
     if device.type == "cpu" or _capability(device) == (9, 0):
         return HOPPER_16_BIT
     return GENERIC_16_BIT
+
+
+def chunk_columns(hidden: torch.Tensor) -> int:
+    """Columns of a chunk of statistics: the same for every tile of a dtype, and a part of `CHUNK_COLUMNS`."""
+    return min(CHUNK_COLUMNS, choose_tiles(hidden.dtype, hidden.device).block_v)
 
 
 def stats_group(hidden_size: int) -> int:

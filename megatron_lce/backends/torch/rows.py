@@ -1,0 +1,94 @@
+"""A token's numbers before and after the vocabulary is looked at, in plain torch.
+
+`megatron_lce.backends.triton.rows` has the same three functions as one launch each.
+"""
+
+import torch
+from torch import Tensor
+
+from megatron_lce.core.options import LinearCrossEntropyOutput, Options
+from megatron_lce.core.rows import (
+    LOG_SUM_OF_IGNORED_ROW,
+    Finished,
+    Rows,
+    RowTerms,
+    Saved,
+    inner_factor,
+    logits_factor,
+)
+from megatron_lce.core.softmax_stats import LN_2, UNIT, unpack_extremes
+
+
+def prepare_rows(labels: Tensor, temperature: Tensor | float, options: Options) -> Rows:
+    """int64 global labels [N] and their temperature -> what the primitives read of each row."""
+    local = labels - options.vocab_start
+    ignored = labels == options.ignore_index
+    owned = (local >= 0) & (local < options.num_columns) & ~ignored
+    if isinstance(temperature, Tensor):
+        temperature = temperature.float()
+        usable = (temperature > 0) & temperature.isfinite()
+        scale = torch.where(ignored, 1.0, torch.where(usable, logits_factor(options) / temperature, torch.nan))
+        to_nats = torch.where(usable, LN_2, torch.nan)
+    else:
+        scale = labels.new_full(labels.shape, logits_factor(options) / temperature, dtype=torch.float32)
+        to_nats = torch.full_like(scale, LN_2)
+    return Rows(torch.where(owned, local, -1).int(), scale, torch.where(ignored, 0.0, to_nats))
+
+
+def finish(packed_extremes: Tensor, sums: Tensor, rows: Rows, options: Options) -> Finished:
+    """The whole vocabulary's [E, N] and [1 + entropy, N] to outputs in nats: 0 in ignored rows, NaN in broken ones."""
+    extremes = unpack_extremes(packed_extremes, options.telemetry)
+    ignored = rows.ignored
+    # No rank owns the label where it is -inf on all of them.
+    to_nats = torch.where(extremes.label_logit == -torch.inf, torch.nan, rows.to_nats)
+
+    def in_nats(value: Tensor) -> Tensor:
+        return torch.where(ignored, 0.0, value * to_nats)
+
+    sum_exp, *sum_exp_logit = (sums.float() * UNIT).unbind()
+    log_sum = sum_exp.log2()
+    label_logprob = (extremes.label_logit - extremes.max_logit) - log_sum
+    # M is NaN where a sum is made of NaN, which integers do not show.
+    entropy = log_sum - sum_exp_logit[0] / sum_exp + extremes.max_logit * 0.0 if sum_exp_logit else None
+    outputs = LinearCrossEntropyOutput(
+        in_nats(label_logprob), None if entropy is None else in_nats(entropy), in_nats(extremes.max_logit + log_sum)
+    )
+    if extremes.min_logit is not None and extremes.argmax is not None:
+        max_logit = in_nats(extremes.max_logit)
+        argmax = torch.where(max_logit.isnan(), -1, torch.where(ignored, 0, extremes.argmax))
+        outputs = outputs._replace(max_logit=max_logit, min_logit=in_nats(extremes.min_logit), argmax=argmax.long())
+    return Finished(outputs, Saved(extremes.max_logit, log_sum, label_logprob, entropy))
+
+
+def row_terms(
+    rows: Rows,
+    saved: Saved,
+    grad_logprobs: Tensor | None,  # [N] fp32, as every upstream gradient
+    grad_entropy: Tensor | None,
+    grad_lse: Tensor | None,
+    options: Options,
+) -> Tensor:
+    """Packed `RowTerms`, [6, N] fp32."""
+    ignored = rows.ignored
+    factor = torch.where(saved.label_logprob == -torch.inf, torch.nan, rows.to_nats) * rows.scale
+    factor = factor * inner_factor(options)
+    zero = torch.zeros_like(factor)
+    label_term = zero if grad_logprobs is None else grad_logprobs
+    p_term = (zero if grad_lse is None else grad_lse) - label_term
+    entropy_term = zero
+    if grad_entropy is not None and saved.entropy is not None:
+        entropy_term = grad_entropy * LN_2
+        p_term = p_term - entropy_term * saved.entropy
+
+    def term(value: Tensor) -> Tensor:
+        return torch.where(ignored, 0.0, value * factor)
+
+    terms = RowTerms(
+        max_logit=torch.where(ignored, 0.0, saved.max_logit),
+        log_sum=torch.where(ignored, LOG_SUM_OF_IGNORED_ROW, saved.log_sum),
+        p_term=term(p_term),
+        entropy_term=term(entropy_term),
+        label_term=term(label_term),
+        label_logprob=saved.label_logprob,
+    )
+    return torch.stack(terms)

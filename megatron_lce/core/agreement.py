@@ -1,0 +1,74 @@
+"""What the ranks of a group must have in common, looked at once for each configuration and remembered."""
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch.distributed import ProcessGroup
+
+from megatron_lce.core import collectives
+
+_Configuration = tuple[tuple[str, str], ...]
+
+# For each group the configurations its ranks have agreed on, and the columns of the largest shard under each.
+_agreed: WeakKeyDictionary[ProcessGroup, dict[tuple[_Configuration, int | None, int | None], int]] = WeakKeyDictionary()
+
+
+class Agreement:
+    """One call's configuration: what it is, and whether the group has agreed on it before.
+
+    Ranks that call with a new configuration exchange it, with what is wrong with it on each of them; all of them raise
+    or none does. That is one gather of small objects, which synchronises; later calls find it here. A rank that
+    leaves a known configuration by itself is not seen: it exchanges, and the others do not.
+    """
+
+    def __init__(
+        self, group: ProcessGroup, shared: dict[str, Any], shard_rows: int | None, vocab_start: int | None
+    ) -> None:
+        self._group, self._shard_rows, self._vocab_start = group, shard_rows, vocab_start
+        self._configuration = tuple((name, repr(value)) for name, value in shared.items())
+
+    def settle(self, error: Exception | None) -> int:
+        """The columns of the group's largest shard. `error`: what validation found on this rank.
+
+        Raises:
+            TypeError, ValueError: on every rank, where any found an error or their configurations differ.
+        """
+        known = _agreed.setdefault(self._group, {})
+        key = (self._configuration, self._shard_rows, self._vocab_start)
+        if key not in known:
+            known[key] = self._exchange(error)
+        elif error is not None:
+            raise error
+        return known[key]
+
+    def _exchange(self, error: Exception | None) -> int:
+        mine = (self._configuration, self._shard_rows, self._vocab_start, None if error is None else str(error))
+        everyone = collectives.gather_objects(mine, self._group)
+        if error is not None:
+            raise error
+        for rank, (*_, message) in enumerate(everyone):
+            if message is not None:
+                raise ValueError(f"rank {rank} of tp_group refuses its arguments: {message}")
+        configurations, shards, starts, _ = zip(*everyone, strict=True)
+        for (name, mine_is), *others in zip(*configurations, strict=True):
+            values = [mine_is, *(value for _, value in others)]
+            if len(set(values)) > 1:
+                raise ValueError(f"{name} must be the same on every rank of tp_group, got {', '.join(values)}")
+        _check_shards(shards, starts)
+        return max(shards)
+
+
+def _check_shards(shards: tuple[int, ...], starts: tuple[int | None, ...]) -> None:
+    if None in starts:
+        if any(start is not None for start in starts):
+            raise ValueError(f"vocab_start must be given on every rank of tp_group or on none, got {list(starts)}")
+        if len(set(shards)) > 1:
+            raise ValueError(f"vocab_start must be given on every rank where shards differ, got rows {list(shards)}")
+        return
+    end = 0
+    for start, rows in sorted(zip(starts, shards, strict=True)):
+        if start is not None and start < end:
+            raise ValueError(
+                f"vocab_start must be where no other rank's shard lies, got {list(starts)} for rows {list(shards)}"
+            )
+        end = (start or 0) + rows

@@ -1,0 +1,92 @@
+"""Statistics of every computed token over the whole vocabulary of a group."""
+
+from torch import Tensor
+
+from megatron_lce.core import collectives
+from megatron_lce.core.blocks import cut, stats_tokens
+from megatron_lce.core.options import Options
+from megatron_lce.core.protocols import CrossEntropyBackend, LogitsCache
+from megatron_lce.core.rows import Rows, softcap_scale
+from megatron_lce.core.softmax_stats import empty_extremes, empty_sums
+from megatron_lce.core.tokens import Tokens
+
+
+def stats_over_group(
+    tokens: Tokens,
+    weight: Tensor,  # [V_local, H]
+    rows: Rows,
+    options: Options,
+    backend: CrossEntropyBackend,
+    cache: LogitsCache | None,
+) -> tuple[Tensor, Tensor]:
+    """Extremes [E, N] and sums [1 + entropy, N] of the whole vocabulary, the same bits on every rank."""
+    extremes = empty_extremes(tokens.num_computed, options.telemetry, weight.device)
+    sums = empty_sums(tokens.num_computed, options.entropy, weight.device)
+    for block in tokens.blocks() if tokens.num_computed else ():
+        here = block.rows
+        cache_here = None if cache is None else cache.of(here)
+        extremes[:, here], sums[:, here] = stats_of_tokens(
+            block.hidden.wait(), weight, rows.of(here), options, backend, cache_here
+        )
+    return extremes, sums
+
+
+def stats_of_tokens(
+    hidden: Tensor,  # [N, H]
+    weight: Tensor,  # [V_local, H]
+    rows: Rows,
+    options: Options,
+    backend: CrossEntropyBackend,
+    cache: LogitsCache | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The same of hidden states that are here, as many at a time as the workspace has room for."""
+    num_tokens = hidden.shape[0]
+    most = stats_tokens(num_tokens, options.workspace_bytes, backend.softmax_stats_bytes(hidden, options))
+    if most >= num_tokens:
+        return _stats_of_part(hidden, weight, rows, options, backend, cache)
+    extremes = empty_extremes(num_tokens, options.telemetry, hidden.device)
+    sums = empty_sums(num_tokens, options.entropy, hidden.device)
+    for part in cut(num_tokens, most):
+        cache_here = None if cache is None else cache.of(part)
+        extremes[:, part], sums[:, part] = _stats_of_part(
+            hidden[part], weight, rows.of(part), options, backend, cache_here
+        )
+    return extremes, sums
+
+
+def _stats_of_part(
+    hidden: Tensor,  # [N, H]
+    weight: Tensor,  # [V_local, H]
+    rows: Rows,
+    options: Options,
+    backend: CrossEntropyBackend,
+    cache: LogitsCache | None,
+) -> tuple[Tensor, Tensor]:
+    """Extremes and sums over the group's vocabulary: one exchange for the largest logits, one for the sums."""
+    num_tokens = hidden.shape[0]
+    parts = None
+    if options.num_columns == 0:
+        extremes = empty_extremes(num_tokens, options.telemetry, hidden.device)
+    else:
+        parts = backend.softmax_stats(
+            hidden,
+            weight[: options.num_columns],
+            rows.labels,
+            rows.scale,
+            softcap_scale=softcap_scale(options),
+            entropy=options.entropy,
+            telemetry=options.telemetry,
+            vocab_start=options.vocab_start,
+            workspace_bytes=options.workspace_bytes,
+            cache=cache,
+        )
+        extremes = backend.merge_extremes(parts, options.telemetry)
+    if options.tp_group is not None:
+        extremes = backend.merge_extremes(collectives.stack_over_group(extremes, options.tp_group), options.telemetry)
+    if parts is None:
+        sums = empty_sums(num_tokens, options.entropy, hidden.device)
+    else:
+        sums = backend.sum_chunks(parts, extremes[0], options.entropy)
+    if options.tp_group is not None:
+        collectives.add_over_group(sums, options.tp_group)
+    return extremes, sums

@@ -1,0 +1,107 @@
+"""What a backend supplies: a module with these functions. Core calls them and knows no more of a backend."""
+
+from typing import Protocol, Self
+
+from torch import Tensor
+
+from megatron_lce.core.blocks import BlockBytes
+from megatron_lce.core.options import Options
+from megatron_lce.core.products import Copies
+from megatron_lce.core.rows import Finished, Rows, Saved
+
+
+class LogitsCache(Protocol):
+    """exp(z - m) of the first columns, kept from forward to become their gradient."""
+
+    @property
+    def exp(self) -> Tensor:
+        """[N, C] of hidden's dtype, zeros behind its rows."""
+
+    @property
+    def rows(self) -> Tensor | None:
+        """Which of the kept rows count; None: all, and the gradient is made in place."""
+
+    def of(self, rows: slice) -> Self:
+        """A view of some of the rows that count."""
+
+    def select(self, rows: Tensor) -> Self:
+        """The same with these rows only."""
+
+    def free(self) -> None: ...
+
+
+class CrossEntropyBackend(Protocol):
+    """The primitives of `linear_cross_entropy`; what they mean is said where core defines their types."""
+
+    def prepare_rows(self, labels: Tensor, temperature: Tensor | float, options: Options) -> Rows: ...
+
+    def new_cache(self, num_tokens: int, hidden: Tensor, options: Options) -> LogitsCache | None:
+        """Room for what `logits_cache_bytes` allows; None: nothing is kept."""
+
+    def softmax_stats_bytes(self, hidden: Tensor, options: Options) -> BlockBytes:
+        """What `softmax_stats` takes at most, for the group's largest shard."""
+
+    def softmax_stats(
+        self,
+        hidden: Tensor,  # [N, H]
+        weight: Tensor,  # [V, H]
+        labels: Tensor,  # [N] int32
+        row_scale: Tensor,  # [N] fp32
+        *,
+        softcap_scale: float | None,
+        entropy: bool,
+        telemetry: bool,
+        vocab_start: int,
+        workspace_bytes: int,
+        cache: LogitsCache | None = None,
+    ) -> Tensor:
+        """[chunks, K, N], see `megatron_lce.core.softmax_stats`. Fills the cache, if any."""
+
+    def merge_extremes(self, parts: Tensor, telemetry: bool) -> Tensor:
+        """[S, E or more, N] of S disjoint sets of columns -> [E, N] of their union."""
+
+    def sum_chunks(self, parts: Tensor, max_logit: Tensor, entropy: bool) -> Tensor:
+        """[chunks, K, N] and the whole vocabulary's largest logits [N] -> int64 [1 + entropy, N], in `UNIT`s."""
+
+    def finish(self, packed_extremes: Tensor, sums: Tensor, rows: Rows, options: Options) -> Finished: ...
+
+    def row_terms(
+        self,
+        rows: Rows,
+        saved: Saved,
+        grad_logprobs: Tensor | None,
+        grad_entropy: Tensor | None,
+        grad_lse: Tensor | None,
+        options: Options,
+    ) -> Tensor:
+        """[6, N], packed `RowTerms`."""
+
+    def grad_logits_bytes(self, hidden: Tensor, copies: Copies) -> BlockBytes:
+        """What `grad_logits` takes for its output, its intermediates and copies of its inputs."""
+
+    def grad_logits(
+        self,
+        hidden: Tensor,  # [N, H]
+        weight: Tensor,  # [C, H]
+        rows: Rows,
+        row_terms: Tensor,  # [6, N]
+        out: Tensor,  # [N, C] of hidden's dtype
+        *,
+        first_column: int,
+        softcap_scale: float | None,
+        entropy: bool,
+    ) -> None:
+        """Gradient of one slab of the products `hidden @ weight.T`."""
+
+    def grad_logits_from_cache(
+        self,
+        cache: LogitsCache,
+        rows: Rows,
+        row_terms: Tensor,  # [6, N]
+        out: Tensor,  # [N, columns], rows a multiple of `SLAB_ROW_STEP` apart; `cache.exp` itself: in place
+        columns: slice,
+        *,
+        softcap: bool,
+        entropy: bool,
+    ) -> None:
+        """The same from the kept exponentials, with zeros behind its rows."""

@@ -1,0 +1,182 @@
+"""Which rows of a call are computed, in what order, and the way of their hidden states and gradients over the group."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_lce.core import collectives
+from megatron_lce.core.blocks import cut
+from megatron_lce.core.collectives import Pending
+from megatron_lce.core.options import LinearCrossEntropyOutput, Options
+
+
+class Counted(NamedTuple):
+    """The rows that take part where ignored ones are skipped."""
+
+    rows: Tensor | None  # int64, ascending; None: every row
+    unless_nan: Tensor | None  # a 1; NaN where the caller's count is not the labels'; None: nothing to check
+
+
+class TokenBlock(NamedTuple):
+    rows: slice  # of the rows that are computed
+    hidden: Pending  # [rows, H]
+    is_first: bool
+    is_last: bool
+
+
+def counted_rows(labels: Tensor, options: Options) -> Counted:
+    """The rows that are not ignored. `skip_ignored=True` looks at the device, once; a number does not."""
+    if options.skip_ignored is False:
+        return Counted(None, None)
+    counts = labels != options.ignore_index
+    if options.skip_ignored is True:
+        if labels.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "skip_ignored must be False or the number of counted rows while a CUDA graph is captured, got True: "
+                "it reads the number from the device"
+            )
+        return Counted(rows_that_count(counts, options), None)
+    count = options.skip_ignored
+    unless_nan = torch.where(counts.sum() == count, 1.0, torch.nan)
+    if count == labels.shape[0]:
+        return Counted(None, unless_nan)
+    if count == 0:
+        return Counted(labels.new_empty(0), unless_nan)
+    wanted = torch.arange(1, count + 1, device=labels.device)
+    rows = torch.searchsorted(counts.cumsum(0), wanted)
+    return Counted(rows.clamp_(max=labels.shape[0] - 1), unless_nan)
+
+
+def rows_that_count(counts: Tensor, options: Options) -> Tensor | None:
+    """Their indices, None if all do. Those that count on any rank count on all of them, so that ranks do not part."""
+    if options.tp_group is not None:
+        counts = collectives.any_over_group(counts, options.tp_group)
+    rows = counts.nonzero().flatten()
+    return None if rows.shape[0] == counts.shape[0] else rows
+
+
+def spread(outputs: LinearCrossEntropyOutput, counted: Counted, num_tokens: int) -> LinearCrossEntropyOutput:
+    """Outputs of the counted rows to outputs of all rows: 0 where a row was skipped."""
+
+    def all_rows(name: str, output: Tensor | None) -> Tensor | None:
+        if output is None or counted.rows is None:
+            return output
+        whole = output.new_zeros(num_tokens)
+        if counted.unless_nan is not None:
+            whole += torch.where(counted.unless_nan.isnan(), -1 if name == "argmax" else torch.nan, 0).to(whole.dtype)
+        return whole.index_copy_(0, counted.rows, output)
+
+    spread_out = [all_rows(name, output) for name, output in outputs._asdict().items()]
+    return LinearCrossEntropyOutput(*spread_out)  # type: ignore[arg-type]
+
+
+class Tokens:
+    """The hidden states of a call's computed rows, block by block, and the same way back for their gradients.
+
+    Under sequence parallel the blocks are made of the same rows of every rank's shard where all rows are computed, so
+    that each is gathered, and its gradient reduce-scattered, by itself; otherwise hidden is gathered whole.
+    """
+
+    def __init__(
+        self,
+        hidden: Tensor,  # [N, H], under sequence parallel [N / tp, H]
+        num_tokens: int,  # N
+        counted: Tensor | None,  # rows that are computed, None: all
+        block_tokens: int,  # most rows of a block
+        options: Options,
+    ) -> None:
+        self._hidden, self._num_tokens, self._counted, self._options = hidden, num_tokens, counted, options
+        self.num_computed = num_tokens if counted is None else counted.shape[0]
+        ranks = num_tokens // hidden.shape[0] if options.sequence_parallel and num_tokens else 1
+        self._block_tokens = max(1, block_tokens // ranks) * ranks
+        self.num_blocks = -(-self.num_computed // self._block_tokens)
+        self._by_shard = ranks > 1 and counted is None and self.num_blocks > 1
+        self._ranks = ranks
+        self._whole: Pending | None = None
+        self._grad: Tensor | None = None
+        self._reductions: list[Pending] = []
+
+    def order(self) -> Tensor | None:
+        """The rows in the order in which blocks hold them; None: as they are."""
+        if not self._by_shard:
+            return self._counted
+        rows = torch.arange(self._num_tokens, device=self._hidden.device).view(self._ranks, -1)
+        return torch.cat([rows[:, part].reshape(-1) for part in self._shard_parts()])
+
+    def blocks(self) -> Iterator[TokenBlock]:
+        """Each block's hidden; the next one's gather runs while a block is worked on."""
+        if self._by_shard:
+            yield from self._blocks_by_shard()
+            return
+        whole = self._start_gather()
+        for rows in cut(self.num_computed, self._block_tokens):
+            yield TokenBlock(rows, self._rows_of(whole, rows), rows.start == 0, rows.stop == self.num_computed)
+        whole.wait()  # also where nothing read it: its memory must not go to others before it is filled
+
+    def grad_rows(self, block: TokenBlock) -> Tensor:
+        """Where the block's gradient [rows, H] goes, in hidden's dtype, before `reduce`."""
+        num_rows, hidden_size = block.rows.stop - block.rows.start, self._hidden.shape[1]
+        if self._by_shard:
+            self._grad = self._hidden.new_empty(num_rows, hidden_size)
+            return self._grad
+        if self._grad is None:
+            self._grad = self._hidden.new_empty(self.num_computed, hidden_size)
+        return self._grad[block.rows]
+
+    def reduce(self, block: TokenBlock) -> None:
+        """Start the sum over the group of what was written to `grad_rows`, where it is summed."""
+        options, grad = self._options, self._grad
+        assert grad is not None
+        if options.tp_group is None or not options.reduce_grad_hidden:
+            return
+        if self._by_shard:
+            self._reductions.append(collectives.start_reduce_scatter(grad, options.tp_group))
+        elif not options.sequence_parallel:
+            self._reductions.append(collectives.start_all_reduce(grad[block.rows], options.tp_group))
+        elif block.rows.stop == self.num_computed:
+            self._reductions.append(collectives.start_reduce_scatter(self._spread(grad), options.tp_group))
+
+    def grad_hidden(self) -> Tensor:
+        """The gradient, of hidden's shape, once every block was reduced."""
+        if self.num_computed == 0:
+            return torch.zeros_like(self._hidden)
+        summed = [reduction.wait() for reduction in self._reductions]
+        if self._options.sequence_parallel:
+            return summed[0] if len(summed) == 1 else torch.cat(summed)
+        assert self._grad is not None
+        return self._spread(self._grad)
+
+    def _spread(self, grad: Tensor) -> Tensor:
+        """[computed, H] -> [N, H], zeros where a row was skipped."""
+        if self._counted is None:
+            return grad
+        return grad.new_zeros(self._num_tokens, grad.shape[1]).index_copy_(0, self._counted, grad)
+
+    def _start_gather(self) -> Pending:
+        if self._ranks == 1:
+            return Pending(self._hidden)
+        assert self._options.tp_group is not None
+        return collectives.start_gather_rows(self._hidden, self._options.tp_group)
+
+    def _rows_of(self, whole: Pending, rows: slice) -> Pending:
+        if self._counted is not None:
+            return Pending(whole.wait().index_select(0, self._counted[rows]))
+        return whole if self.num_blocks == 1 else Pending(whole.wait()[rows])
+
+    def _shard_parts(self) -> Iterator[slice]:
+        return cut(self._hidden.shape[0], self._block_tokens // self._ranks)
+
+    def _blocks_by_shard(self) -> Iterator[TokenBlock]:
+        group = self._options.tp_group
+        assert group is not None
+        parts = list(self._shard_parts())
+        gathering = collectives.start_gather_rows(self._hidden[parts[0]], group)
+        for part, following in zip(parts, [*parts[1:], None], strict=True):
+            gathered = gathering
+            if following is not None:
+                gathering = collectives.start_gather_rows(self._hidden[following], group)
+            rows = slice(part.start * self._ranks, part.stop * self._ranks)
+            yield TokenBlock(rows, gathered, part.start == 0, following is None)
+            gathered.wait()
