@@ -5,5 +5,15 @@ from megatron_lce.core.validation import check_labels
 from megatron_lce.cross_entropy import linear_cross_entropy
 from megatron_lce.jsd import linear_jsd
 from megatron_lce.megatron_integration import capture_lm_head, enable_fused_linear_ce
+from megatron_lce.token_loss import TokenLoss, linear_token_loss
 
-__all__ = ["capture_lm_head", "check_labels", "compat", "enable_fused_linear_ce", "linear_cross_entropy", "linear_jsd"]
+__all__ = [
+    "TokenLoss",
+    "capture_lm_head",
+    "check_labels",
+    "compat",
+    "enable_fused_linear_ce",
+    "linear_cross_entropy",
+    "linear_jsd",
+    "linear_token_loss",
+]

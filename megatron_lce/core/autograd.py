@@ -1,30 +1,22 @@
 """The one autograd function: the order of launches and collectives, and what is saved between them."""
 
 from collections.abc import Iterator, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_lce.core.blocks import (
-    BlockBytes,
-    plan_blocks,
     smallest_workspace,
     tokens_per_block,
 )
 from megatron_lce.core.group_stats import stats_over_group
-from megatron_lce.core.head_gradients import (
-    Slab,
-    accumulator_bytes_per_column,
-    computed_slabs,
-    head_gradients,
-    kept_slabs,
-)
+from megatron_lce.core.head_gradients import Slab, accumulator_bytes_per_column, head_gradients
+from megatron_lce.core.logit_gradients import LogitGradients, grad_logits_slabs
 from megatron_lce.core.options import LinearCrossEntropyOutput, Options
-from megatron_lce.core.products import copies_at_most, copies_of, copies_of_shape, full_fp32, slab_row_stride
-from megatron_lce.core.protocols import CrossEntropyBackend, LogitsCache
-from megatron_lce.core.rows import Rows, Saved, softcap_scale
+from megatron_lce.core.products import copies_at_most, copies_of_shape, full_fp32
+from megatron_lce.core.protocols import CrossEntropyBackend
+from megatron_lce.core.rows import Rows, Saved
 from megatron_lce.core.tokens import Counted, TokenBlock, Tokens, counted_rows, rows_that_count, spread
 
 
@@ -96,7 +88,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 tokens = _tokens(
                     hidden, ctx.num_tokens, kept if order is None else order[kept], weight, options, backend
                 )
-            problem = _Backward(weight, rows, backend.row_terms(rows, saved, *upstream, options), options, backend)
+            problem = LogitGradients(weight, rows, backend.row_terms(rows, saved, *upstream, options), options, backend)
             entropy = grad_entropy is not None
 
             def slabs(block: TokenBlock, bytes_per_column: int) -> Iterator[Slab]:
@@ -181,76 +173,3 @@ def _rows_with_gradient(upstream: Sequence[Tensor | None], rows: Rows, saved: Sa
         if grad is not None:
             counts |= grad != 0
     return rows_that_count(counts, options)
-
-
-class _Backward(NamedTuple):
-    """What the gradient of any logit of any computed row is made of."""
-
-    weight: Tensor
-    rows: Rows
-    terms: Tensor  # [6, N] fp32, `RowTerms`
-    options: Options
-    backend: CrossEntropyBackend
-
-
-def grad_logits_slabs(
-    problem: "_Backward", block: TokenBlock, cache: LogitsCache | None, entropy: bool, bytes_per_column: int
-) -> Iterator[Slab]:
-    """Gradients of a block's products, the kept columns first, then the others in one reused buffer."""
-    weight, options, backend = problem.weight, problem.options, problem.backend
-    rows, terms = problem.rows.of(block.rows), problem.terms[:, block.rows]
-    hidden, num_tokens, num_columns = block.hidden, rows.labels.shape[0], options.num_columns
-    scale = softcap_scale(options)
-
-    def from_cache(kept: LogitsCache, tokens: slice, columns: slice, grad: Tensor) -> None:
-        backend.grad_logits_from_cache(
-            kept.of(tokens),
-            rows.of(tokens),
-            terms[:, tokens],
-            grad,
-            columns,
-            softcap=scale is not None,
-            entropy=entropy,
-        )
-
-    def computed(tokens: slice, columns: slice, grad: Tensor) -> None:
-        backend.grad_logits(
-            hidden.wait()[tokens],
-            weight[columns],
-            rows.of(tokens),
-            terms[:, tokens],
-            grad,
-            first_column=columns.start,
-            softcap_scale=scale,
-            entropy=entropy,
-        )
-
-    def plan(num_columns: int, block_bytes: BlockBytes) -> Any:
-        return plan_blocks(
-            num_tokens,
-            num_columns,
-            options.workspace_bytes,
-            block_bytes,
-            per_column_if_tokens_are_cut=bytes_per_column,
-        )
-
-    first = 0
-    copies = copies_of(hidden.tensor, weight)
-    grad_bytes = backend.grad_logits_bytes(hidden.tensor, copies)
-    if cache is not None:
-        kept, first = cache.of(block.rows), cache.exp.shape[1]
-        if kept.rows is None:
-            from_cache(kept, slice(0, num_tokens), slice(0, first), kept.exp)
-            yield from kept_slabs(kept.exp, num_columns, plan(first, BlockBytes(0, *copies)))
-        else:
-            every, blocks = slice(0, first), plan(slab_row_stride(first), grad_bytes)
-            compute = partial(from_cache, kept)
-            yield from computed_slabs(hidden.tensor, num_tokens, every, num_columns, blocks, compute)
-            del compute
-        del kept
-        if block.is_last:
-            cache.free()
-    if first < num_columns:
-        blocks = plan(slab_row_stride(num_columns - first), grad_bytes)
-        every = slice(first, num_columns)
-        yield from computed_slabs(hidden.tensor, num_tokens, every, num_columns, blocks, computed)

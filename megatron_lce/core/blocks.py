@@ -110,6 +110,12 @@ def tokens_per_block(
     return _even(num_tokens, block, MIN_TOKENS)
 
 
+def kept_tokens(num_tokens: int, room: int, bytes_per_token: int) -> int | None:
+    """How many tokens go all the way at once where their logits are kept; None: too few for it to be worth while."""
+    most = room // bytes_per_token
+    return None if most < min(num_tokens, MIN_TOKENS) else max(1, _even(num_tokens, most, MIN_TOKENS))
+
+
 def stats_tokens(num_tokens: int, workspace_bytes: int, block_bytes: BlockBytes) -> int:
     """How many tokens' statistics are taken at once; a quarter of the workspace is left to copies of columns."""
     columns = max(COLUMN_STEP, workspace_bytes // 4 // max(block_bytes.per_column, 1))

@@ -29,18 +29,17 @@ def head_gradients(
     *,
     needs_hidden: bool,
     needs_weight: bool,
+    weight_sum: bool = False,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Both gradients, block by block and slab by slab. A block's sum over the group runs under its last product.
 
     `slabs(block, bytes_per_column)` yields the gradient of every product of a block, where a slab's column takes that
     many bytes of the workspace if its tokens come in several parts.
+    `weight_sum`: give the weight's gradient as the fp32 sum that it is made of, [num_columns, H or a little more].
     """
-    weight_grad = _WeightGrad(weight, options, tokens.num_blocks) if needs_weight else None
+    weight_grad = _WeightGrad(weight, options, tokens.num_blocks, weight_sum) if needs_weight else None
     per_column = accumulator_bytes_per_column(weight, options) if needs_weight else 0
     for block in tokens.blocks() if tokens.num_computed else ():
-        if options.num_columns == 0 and needs_hidden:
-            tokens.grad_rows(block).zero_()
-            tokens.reduce(block)
         hidden_grad = _HiddenGrad(tokens, block, weight, options) if needs_hidden else None
         for slab in slabs(block, per_column):
             if hidden_grad is not None:
@@ -48,6 +47,9 @@ def head_gradients(
             if weight_grad is not None:
                 weight_grad.add(slab, _for_products(block.hidden.wait()[slab.tokens]), block.is_first)
             del slab  # its memory goes before the next buffer, or a sink's placeholder, comes
+        if options.num_columns == 0 and needs_hidden:
+            tokens.grad_rows(block).zero_()
+            tokens.reduce(block)
     return (
         tokens.grad_hidden() if needs_hidden else None,
         None if weight_grad is None else weight_grad.finish(),
@@ -119,20 +121,18 @@ class _HiddenGrad:
 class _WeightGrad:
     """This shard's weight gradient: a tensor of weight's dtype, or added into a sink's fp32 buffer."""
 
-    def __init__(self, weight: Tensor, options: Options, num_blocks: int) -> None:
-        self._weight, self._num_columns = weight, options.num_columns
+    def __init__(self, weight: Tensor, options: Options, num_blocks: int, as_sum: bool) -> None:
+        self._weight, self._num_columns, self._as_sum = weight, options.num_columns, as_sum
         self._sink: WeightGradSink | None = options.weight_grad_sink
         self._padded = _padded(weight)
         self._one_block = num_blocks <= 1
         # An fp32 sum over blocks, of rows as wide as the products; the gradient itself, where that is such a sum.
-        sum_over_blocks = self._sink is None and weight.dtype != torch.float32 and not self._one_block
+        sum_over_blocks = as_sum or (self._sink is None and weight.dtype != torch.float32 and not self._one_block)
         width = row_stride(weight.shape[1], weight.element_size())
         self._sum = weight.new_empty(self._num_columns, width, dtype=torch.float32) if sum_over_blocks else None
         self._grad: Tensor | None = None
-        if self._sink is not None:
-            self._grad = self._sink.buffer()
-        elif not sum_over_blocks:
-            self._grad = torch.empty_like(weight)
+        if self._sum is None:
+            self._grad = torch.empty_like(weight) if self._sink is None else self._sink.buffer()
         self._partial: Tensor | None = None  # of one slab, where its gradient cannot be written in place
         self._nothing_added = True
 
@@ -159,6 +159,9 @@ class _WeightGrad:
             self._partial = None
 
     def finish(self) -> Tensor | None:
+        if self._as_sum:
+            assert self._sum is not None
+            return self._sum.zero_() if self._nothing_added else self._sum
         if self._sink is not None:
             return self._sink.finish()
         if self._nothing_added:

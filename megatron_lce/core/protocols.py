@@ -38,6 +38,9 @@ class CrossEntropyBackend(Protocol):
     def new_cache(self, num_tokens: int, hidden: Tensor, options: Options) -> LogitsCache | None:
         """Room for what `logits_cache_bytes` allows; None: nothing is kept."""
 
+    def kept_row_bytes(self, hidden: Tensor, num_columns: int) -> int | None:
+        """What a cache of these columns takes for a token; None: nothing can be kept of such inputs."""
+
     def softmax_stats_bytes(self, hidden: Tensor, options: Options) -> BlockBytes:
         """What `softmax_stats` takes at most, for the group's largest shard."""
 

@@ -15,6 +15,7 @@ __all__ = [
     "grad_logits",
     "grad_logits_bytes",
     "grad_logits_from_cache",
+    "kept_row_bytes",
     "merge_extremes",
     "new_cache",
     "prepare_rows",
@@ -27,6 +28,10 @@ __all__ = [
 
 def new_cache(num_tokens: int, hidden: Tensor, options: Options) -> None:
     """Nothing is kept: where this backend runs, a cache is not what saves time."""
+
+
+def kept_row_bytes(hidden: Tensor, num_columns: int) -> None:
+    return None
 
 
 def grad_logits_from_cache(*arguments: object, **keywords: object) -> None:

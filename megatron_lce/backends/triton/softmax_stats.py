@@ -65,17 +65,23 @@ def new_cache(num_tokens: int, hidden: Tensor, options: Options) -> LogitsCache 
 
 
 def cache_columns(num_tokens: int, num_columns: int, hidden: Tensor, logits_cache_bytes: int) -> int:
-    """How many columns a cache of that many bytes keeps: all, or a whole number of tiles; none of fp32 inputs."""
-    if hidden.dtype == torch.float32 or num_tokens == 0:
+    """How many columns a cache of that many bytes keeps: all, or a whole number of tiles."""
+    row_bytes = kept_row_bytes(hidden, num_columns)
+    if row_bytes is None or num_tokens == 0:
         return 0
-    if num_tokens * kept_row_bytes(hidden, num_columns) <= logits_cache_bytes:
+    if num_tokens * row_bytes <= logits_cache_bytes:
         return num_columns
     block_v = tiles.choose_tiles(hidden.dtype, hidden.device).block_v
-    return logits_cache_bytes // (num_tokens * kept_row_bytes(hidden, block_v)) * block_v
+    tile_bytes = num_tokens * _row_bytes(hidden, block_v)
+    return logits_cache_bytes // tile_bytes * block_v
 
 
-def kept_row_bytes(hidden: Tensor, num_columns: int) -> int:
-    """What a cache of these columns takes for a token."""
+def kept_row_bytes(hidden: Tensor, num_columns: int) -> int | None:
+    """What a cache of these columns takes for a token; None: nothing is kept of fp32 inputs."""
+    return None if hidden.dtype == torch.float32 else _row_bytes(hidden, num_columns)
+
+
+def _row_bytes(hidden: Tensor, num_columns: int) -> int:
     num_chunks = triton.cdiv(num_columns, tiles.chunk_columns(hidden))
     return slab_row_stride(num_columns) * hidden.element_size() + 4 * num_chunks
 

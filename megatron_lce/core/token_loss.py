@@ -1,0 +1,251 @@
+"""The autograd function of `megatron_lce.token_loss`: a block of tokens goes all the way to its gradients at once."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_lce.core.blocks import kept_tokens, smallest_workspace
+from megatron_lce.core.group_stats import stats_of_tokens
+from megatron_lce.core.head_gradients import Slab, head_gradients
+from megatron_lce.core.logit_gradients import LogitGradients, grad_logits_slabs
+from megatron_lce.core.options import LinearCrossEntropyOutput, Options
+from megatron_lce.core.products import copies_at_most, full_fp32
+from megatron_lce.core.protocols import CrossEntropyBackend, LogitsCache
+from megatron_lce.core.rows import Rows
+from megatron_lce.core.tokens import Counted, TokenBlock, Tokens, counted_rows, spread
+
+_EVERYTHING = 2**62  # bytes of a cache that holds what there is
+_RESERVE = 20  # of the workspace is this fraction left to statistics beside the kept logits
+
+Metrics = dict[str, Tensor]
+TokenLossFunction = Callable[..., Tensor | tuple[Tensor, Metrics]]
+
+
+class TokenLossPass:
+    """One pass over the tokens: their outputs, losses and metrics, and what their gradients are made of."""
+
+    def __init__(
+        self,
+        hidden: Tensor,  # [N, H], under sequence parallel [N / tp, H]
+        weight: Tensor,  # [V_local, H]
+        labels: Tensor,  # [N]
+        temperature: Tensor | float,  # [N] if a tensor
+        loss: TokenLossFunction,
+        per_token: Sequence[Tensor],  # [N, ...] each
+        options: Options,
+        backend: CrossEntropyBackend,
+        with_gradient: bool,
+    ) -> None:
+        self._weight, self._options, self._backend = weight, options, backend
+        self._loss, self._with_gradient = loss, with_gradient
+        self._num_tokens = labels.shape[0]
+        self._counted = counted_rows(labels, options)
+        computed = self._num_tokens if self._counted.rows is None else self._counted.rows.shape[0]
+        block, self._cache, self._room = self._plan(hidden, computed)
+        self.tokens = Tokens(hidden, self._num_tokens, self._counted.rows, block, options)
+        self._order = self.tokens.order()
+        labels, temperature, *self._per_token = (self._select(x) for x in (labels, temperature, *per_token))
+        self._rows = backend.prepare_rows(labels, temperature, options)
+        if self._counted.unless_nan is not None:
+            self._rows = self._rows._replace(to_nats=self._rows.to_nats * self._counted.unless_nan)
+        self._total = torch.zeros((), device=hidden.device)
+        self._outputs: list[LinearCrossEntropyOutput] = []
+        self._metrics: list[Metrics] = []
+
+    def slabs(self, block: TokenBlock, bytes_per_column: int) -> Iterator[Slab]:
+        """A block's outputs and losses, then the gradients of its logits."""
+        hidden, rows = block.hidden.wait(), self._rows.of(block.rows)
+        cache = None if self._cache is None else self._cache.of(slice(0, hidden.shape[0]))
+        options = replace(self._options, workspace_bytes=self._room)
+        extremes, sums = stats_of_tokens(hidden, self._weight, rows, options, self._backend, cache)
+        outputs, saved = self._backend.finish(extremes, sums, rows, options)
+        upstream = self._losses(outputs, rows, block)
+        if not self._with_gradient:
+            return
+        terms = self._backend.row_terms(rows, saved, *upstream, options)
+        problem = LogitGradients(self._weight, rows, terms, options, self._backend)
+        here = block._replace(rows=slice(0, hidden.shape[0]), is_last=False)
+        yield from grad_logits_slabs(problem, here, cache, upstream[1] is not None, bytes_per_column)
+
+    def run(self) -> None:
+        """The same without gradients."""
+        for block in self.tokens.blocks() if self.tokens.num_computed else ():
+            for _ in self.slabs(block, 0):
+                raise AssertionError("no gradient was asked for")
+
+    def total(self) -> Tensor:
+        """The sum of the losses."""
+        return self._total if self._counted.unless_nan is None else self._total * self._counted.unless_nan
+
+    def results(self) -> tuple[LinearCrossEntropyOutput, Metrics]:
+        """The outputs and metrics of every token: 0 in skipped rows."""
+        counted = Counted(self._order, self._counted.unless_nan)
+        if not self._outputs:
+            self._losses_of_no_token()
+        columns = zip(*self._outputs, strict=True)
+        outputs = LinearCrossEntropyOutput(*(None if parts[0] is None else torch.cat(parts) for parts in columns))  # type: ignore[arg-type]
+        metrics = {name: torch.cat([part[name] for part in self._metrics]) for name in self._metrics[0]}
+        outputs = spread(outputs, counted, self._num_tokens)
+        return outputs, {name: self._spread(metric) for name, metric in metrics.items()}
+
+    def _plan(self, hidden: Tensor, computed: int) -> tuple[int, LogitsCache | None, int]:
+        """Tokens of a block, where their logits are kept, and the bytes left; by what every rank shares."""
+        options, backend = self._options, self._backend
+        if not self._with_gradient:
+            return max(computed, 1), None, options.workspace_bytes
+        bytes_per_token = backend.kept_row_bytes(hidden, options.largest_shard)
+        copies = smallest_workspace(backend.grad_logits_bytes(hidden, copies_at_most(hidden)))
+        reserve = max(
+            options.workspace_bytes // _RESERVE,
+            copies + smallest_workspace(backend.softmax_stats_bytes(hidden, options)),
+        )
+        room = options.workspace_bytes - reserve
+        block = None if bytes_per_token is None else kept_tokens(computed, room, bytes_per_token)
+        if block is None or bytes_per_token is None:
+            return max(computed, 1), None, options.workspace_bytes
+        everything = replace(options, logits_cache_bytes=_EVERYTHING)
+        cache = backend.new_cache(min(block, computed), hidden, everything)
+        return block, cache, options.workspace_bytes - block * bytes_per_token
+
+    def _losses(
+        self, outputs: LinearCrossEntropyOutput, rows: Rows, block: TokenBlock
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Call the caller's loss; the gradient of its sum by logprobs, entropy and lse."""
+        leaves = [None if o is None else o.detach().requires_grad_(self._with_gradient) for o in outputs[:3]]
+        first_block = not self._outputs
+        self._outputs.append(outputs)
+        with torch.set_grad_enabled(self._with_gradient):
+            result = self._loss(
+                outputs._replace(**dict(zip(outputs._fields, leaves, strict=False))),  # type: ignore[arg-type]
+                *(tensor[block.rows] for tensor in self._per_token),
+            )
+            losses, metrics = result if isinstance(result, tuple) else (result, {})
+            check_losses(losses, metrics, outputs.logprobs.shape[0])
+            total = torch.where(rows.ignored, 0.0, losses).sum()
+        self._total += total.detach()
+        self._metrics.append({name: self._unless_ignored(metric, rows) for name, metric in metrics.items()})
+        if not self._with_gradient:
+            return None, None, None
+        wanted = [leaf for leaf in leaves if leaf is not None]
+        if first_block:
+            check_graph(total, wanted)
+        found = iter(torch.autograd.grad(total, wanted, allow_unused=True))
+        upstream = [None if leaf is None else next(found) for leaf in leaves]
+        return upstream[0], upstream[1], upstream[2]
+
+    def _losses_of_no_token(self) -> None:
+        """What the outputs and metrics are called where there is no token to ask."""
+        device = self._weight.device
+        empty = torch.empty(0, device=device)
+        options = self._options
+        outputs = LinearCrossEntropyOutput(empty, empty if options.entropy else None, empty)
+        if options.telemetry:
+            outputs = outputs._replace(max_logit=empty, min_logit=empty, argmax=empty.long())
+        self._outputs.append(outputs)
+        self._metrics.append({})
+
+    @staticmethod
+    def _unless_ignored(metric: Tensor, rows: Rows) -> Tensor:
+        ignored = rows.ignored.view(-1, *(1,) * (metric.dim() - 1))
+        return metric.detach().masked_fill(ignored, 0)
+
+    def _select(self, per_token: Any) -> Any:
+        return per_token[self._order] if isinstance(per_token, Tensor) and self._order is not None else per_token
+
+    def _spread(self, metric: Tensor) -> Tensor:
+        if self._order is None:
+            return metric
+        return metric.new_zeros(self._num_tokens, *metric.shape[1:]).index_copy_(0, self._order, metric)
+
+
+class _LinearTokenLoss(torch.autograd.Function):
+    """The sum over tokens of a loss that is known in forward, where both gradients are made; backward scales them.
+
+    hidden  replicated, or sharded along the sequence  -> its gradient is summed over the group
+    weight  this rank's shard                          -> its gradient is complete on this rank
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, run: TokenLossPass, options: Options) -> Tensor:
+        with torch.autocast(hidden.device.type, enabled=False), full_fp32():
+            grad_hidden, weight_sum = head_gradients(
+                run.tokens,
+                weight,
+                replace(options, weight_grad_sink=None),
+                run.slabs,
+                needs_hidden=ctx.needs_input_grad[0],
+                needs_weight=ctx.needs_input_grad[1],
+                weight_sum=True,
+            )
+        ctx.save_for_backward(weight, grad_hidden, weight_sum)
+        ctx.options = options
+        return run.total()
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError("create_graph must be False: linear_token_loss has no double backward")
+        weight, grad_hidden, weight_sum = ctx.saved_tensors
+        if grad_hidden is not None:
+            grad_hidden = grad_hidden * grad_loss
+        grad_weight = None
+        if weight_sum is not None:
+            num_columns, weight_sum = weight_sum.shape[0], weight_sum[:, : weight.shape[1]]
+            sink = ctx.options.weight_grad_sink
+            if sink is not None:
+                sink.buffer()[:num_columns].addcmul_(weight_sum, grad_loss.float())
+                grad_weight = sink.finish()
+            elif weight_sum.dtype == weight.dtype and weight_sum.shape == weight.shape:
+                grad_weight = weight_sum.mul_(grad_loss)  # the sum is the gradient's own memory
+            else:
+                grad_weight = torch.empty_like(weight)
+                torch.mul(weight_sum, grad_loss, out=grad_weight[:num_columns])
+                grad_weight[num_columns:].zero_()
+        return grad_hidden, grad_weight, None, None
+
+
+def linear_token_loss_autograd(hidden: Tensor, weight: Tensor, run: TokenLossPass, options: Options) -> Tensor:
+    return _LinearTokenLoss.apply(hidden, weight, run, options)
+
+
+def check_losses(losses: Any, metrics: Any, num_tokens: int) -> None:
+    """What the caller's loss must return."""
+    if not isinstance(losses, Tensor):
+        raise TypeError(f"loss must return a tensor [n], or a pair of it and a dict, got {type(losses).__name__}")
+    if losses.shape != (num_tokens,):
+        raise ValueError(
+            f"loss must return one number for each of its {num_tokens} tokens, [n], got {tuple(losses.shape)}: "
+            "the sum is taken outside, and a token's loss must not depend on other tokens"
+        )
+    if losses.dtype != torch.float32:
+        raise TypeError(f"loss must return float32, got {losses.dtype}")
+    if not isinstance(metrics, dict):
+        raise TypeError(f"loss must return a dict of metrics beside its losses, got {type(metrics).__name__}")
+    for name, metric in metrics.items():
+        if not isinstance(metric, Tensor) or metric.shape[:1] != (num_tokens,):
+            raise ValueError(f"metric {name!r} must be a tensor [n, ...] for n = {num_tokens} tokens, got {metric!r}")
+
+
+def check_graph(total: Tensor, outputs: Sequence[Tensor]) -> None:
+    """Only the outputs get a gradient: any other leaf's would be lost."""
+    if not total.requires_grad:
+        raise ValueError(
+            "loss must return losses that depend on the outputs' logprobs, entropy or lse, got one without a graph"
+        )
+    known = {id(output) for output in outputs}
+    nodes, seen = [total.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) not in known:
+            raise ValueError(
+                f"loss must not depend on other tensors that require grad, got one of shape {tuple(leaf.shape)}: "
+                "only hidden and weight get a gradient"
+            )
+        nodes += [following for following, _ in node.next_functions]

@@ -1,0 +1,102 @@
+"""`linear_token_loss`: a loss that is known in forward, so that no logit is computed twice."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_lce.backends.choice import load_backend
+from megatron_lce.core import validation
+from megatron_lce.core.autograd import check_workspace
+from megatron_lce.core.options import LinearCrossEntropyOutput
+from megatron_lce.core.products import full_fp32
+from megatron_lce.core.token_loss import Metrics, TokenLossFunction, TokenLossPass, linear_token_loss_autograd
+from megatron_lce.cross_entropy import linear_cross_entropy, prepare_call
+
+
+class TokenLoss(NamedTuple):
+    """What `linear_token_loss` returns.
+
+    loss     fp32 scalar, the sum over the tokens that are not ignored; backward may be called with any upstream
+    outputs  of every token, of the labels' shape, without gradient
+    metrics  what the caller's loss returned beside its losses, [*labels.shape, ...] each, without gradient; or {}
+    """
+
+    loss: Tensor
+    outputs: LinearCrossEntropyOutput
+    metrics: Metrics
+
+
+def linear_token_loss(
+    hidden: Tensor,  # [..., H]
+    weight: Tensor,  # [V_local, H]
+    labels: Tensor,  # [...]
+    loss: TokenLossFunction,
+    *per_token: Tensor,  # [..., *] each
+    **keywords: Any,
+) -> TokenLoss:
+    """The sum over tokens of a loss of the caller's own, with both gradients made in forward: three products, not four.
+
+        def loss(out, old_logprobs, advantages):
+            ratio = (out.logprobs - old_logprobs).exp()
+            return -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages), {"ratio": ratio}
+
+        result = megatron_lce.linear_token_loss(hidden, weight, labels, loss, old_logprobs, advantages)
+        (result.loss / num_tokens).backward()
+
+    Blocks of tokens go all the way at once: their logits, kept in 16 bits within `workspace_bytes`, their losses, and
+    the gradients of hidden and weight. Beside the workspace there is the fp32 sum of the weight's gradient, 4 V_local H
+    bytes, and nothing that grows with the tokens. fp32 inputs, and workspaces too small for 128 tokens' logits, are
+    computed as by `linear_cross_entropy`.
+
+    Args:
+        hidden, weight, labels: as `linear_cross_entropy` takes them.
+        loss: called with the outputs of n of the tokens, `LinearCrossEntropyOutput` of [n] each, and the same tokens'
+            part of each tensor of `per_token`, [n, ...]; returns their losses, [n] fp32, or a pair of them and a dict
+            of metrics [n, ...]. It must treat each token for itself, since nobody says which tokens meet in a call: no
+            mean or maximum over tokens, no ratio of a sequence, no normalisation by the batch. Compute those first,
+            under no_grad, and pass them per token; or use `linear_cross_entropy`. What it returns for ignored rows is
+            not counted. Only the outputs may require grad in it.
+        per_token: tensors whose leading dimensions are the labels' (under `sequence_parallel` the full [s, ...]).
+        keywords: those of `linear_cross_entropy`, with the same meaning, but logits_cache_bytes. The reference backend
+            is not one of them.
+
+    Raises:
+        TypeError, ValueError: an argument, or what `loss` returns, is not as described.
+    """
+    fixed = {"logits_cache_bytes"} & keywords.keys()
+    unknown = keywords.keys() - (linear_cross_entropy.__kwdefaults__ or {}).keys()
+    if fixed or unknown:
+        raise TypeError(
+            f"{', '.join(sorted(fixed | unknown))} must not be given: linear_token_loss has no such keyword"
+        )
+    keywords = {**(linear_cross_entropy.__kwdefaults__ or {}), **keywords}
+    if keywords["backend"] == "reference":
+        raise ValueError("backend must be 'auto', 'triton' or 'torch' for linear_token_loss, got 'reference'")
+    call = prepare_call(hidden, weight, labels, **keywords)
+    _check_per_token(per_token, labels)
+    needs_grad = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (hidden, weight)]
+    backend = load_backend(keywords["backend"], hidden.device)
+    check_workspace(call.hidden, call.weight, call.options, backend, needs_grad if any(needs_grad) else None)
+    with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False), full_fp32():
+        flat = [tensor.reshape(-1, *tensor.shape[labels.dim() :]) for tensor in per_token]
+        run = TokenLossPass(*call.inputs, loss, flat, call.options, backend, any(needs_grad))
+        if not any(needs_grad):
+            run.run()
+    total = linear_token_loss_autograd(call.hidden, call.weight, run, call.options) if any(needs_grad) else None
+    outputs, metrics = run.results()
+    outputs = LinearCrossEntropyOutput(*(None if o is None else o.view(labels.shape) for o in outputs))  # type: ignore[arg-type]
+    metrics = {name: metric.view(*labels.shape, *metric.shape[1:]) for name, metric in metrics.items()}
+    return TokenLoss(run.total() if total is None else total, outputs, metrics)
+
+
+def _check_per_token(per_token: tuple[Tensor, ...], labels: Tensor) -> None:
+    for index, tensor in enumerate(per_token):
+        name = f"per_token[{index}]"
+        validation.check_tensor(name, tensor)
+        if tensor.shape[: labels.dim()] != labels.shape:
+            raise ValueError(f"{name} must have labels' shape first, {tuple(labels.shape)}, got {tuple(tensor.shape)}")
+        if tensor.device != labels.device:
+            raise ValueError(f"{name} must be on labels' device, {labels.device}, got {tensor.device}")
+        if tensor.requires_grad:
+            raise ValueError(f"{name} must not require grad: it gets no gradient; got requires_grad=True")

@@ -1,0 +1,146 @@
+"""`skip_ignored`: the same outputs and gradients as without, from the rows that count; backward's blocks of tokens."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import megatron_lce
+from megatron_lce.core import autograd, blocks, tokens
+from tests.oracle import Upstream
+from tests.problems import make_problem
+
+FP32, BF16 = torch.float32, torch.bfloat16
+SOME, ALL, NONE, ALL_BUT_ONE = slice(0, None, 3), slice(None), slice(0, 0), slice(1, None)
+
+
+def ignoring(problem, rows):
+    labels = problem.labels.clone()
+    labels.view(-1)[rows] = -100
+    return problem._replace(labels=labels)
+
+
+def skips(labels):
+    return (True, int((labels != -100).sum()))
+
+
+def assert_same_outputs(one, other):
+    assert all(a is b if a is None else torch.equal(a, b) for a, b in zip(one.outputs, other.outputs, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype", "logits_cache_bytes"),
+    [
+        (SOME, FP32, 0),
+        (SOME, BF16, 0),
+        (SOME, BF16, 40 * 300),
+        (SOME, BF16, 2**30),
+        (ALL, BF16, 2**30),
+        (NONE, BF16, 0),
+        (ALL_BUT_ONE, FP32, 0),
+    ],
+    ids=str,
+)
+def test_skipping_changes_no_bit_of_the_outputs(rows, dtype, logits_cache_bytes, backend, device):
+    problem = ignoring(make_problem((10, 3), 24, 300, device, dtype), rows)
+    keywords = {"telemetry": True, "temperature": torch.linspace(0.5, 2.0, 30, device=device).view(10, 3)}
+    computed = problem.run(backend, **keywords)
+    for skip in skips(problem.labels):
+        only_here = {"skip_ignored": skip, "logits_cache_bytes": logits_cache_bytes}
+        skipped = problem.check(backend, only_here=only_here, **keywords)
+        if backend == "triton":
+            assert_same_outputs(skipped, computed)
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=40), st.booleans(), st.integers(0, 3))
+@settings(max_examples=25)
+def test_any_mask(mask, by_count, seed):
+    device = torch.device("cpu")
+    problem = make_problem(len(mask), 8, 30, device, seed=seed)
+    problem = ignoring(problem, ~torch.tensor(mask))
+    problem.check("torch", only_here={"skip_ignored": sum(mask) if by_count else True})
+
+
+@pytest.mark.parametrize("wrong", [-1, 1])
+def test_a_count_that_is_not_the_labels_makes_everything_nan(wrong, backend, device):
+    problem = ignoring(make_problem(12, 8, 30, device), slice(0, 6))
+    result = problem.run(backend, skip_ignored=6 + wrong, telemetry=True)
+    assert all(output.isnan().all() for output in result.outputs[:5])
+    assert (result.outputs.argmax == -1).all()
+    assert result.grad_weight.isnan().any()
+
+
+@pytest.mark.parametrize(("dtype", "logits_cache_bytes"), [(FP32, 0), (BF16, 40 * 300), (BF16, 2**30)], ids=str)
+def test_rows_without_an_upstream_gradient_take_no_part_in_backward(
+    dtype, logits_cache_bytes, backend, device, monkeypatch
+):
+    problem = ignoring(make_problem(40, 24, 601, device, dtype), slice(0, 4))
+    upstream = Upstream(*(grad.clone() for grad in problem.upstream))
+    for grad in upstream:
+        grad[::2] = 0.0
+    upstream.entropy[6] = 1.0  # one of three is enough
+    problem = problem._replace(upstream=upstream)
+    seen = []
+    make_tokens = tokens.Tokens
+
+    def spy(hidden, num_tokens, counted, *others):
+        seen.append(num_tokens if counted is None else counted.shape[0])
+        return make_tokens(hidden, num_tokens, counted, *others)
+
+    monkeypatch.setattr(autograd, "Tokens", spy)
+    problem.check(backend, only_here={"skip_ignored": True, "logits_cache_bytes": logits_cache_bytes})
+    assert seen == [36, 36, 19]  # forward; backward, and what is left of it
+
+
+def test_a_broken_row_stays_nan_without_an_upstream_gradient(backend, device):
+    problem = make_problem(12, 8, 30, device)
+    problem.labels[3] = 1000
+    for grad in problem.upstream:
+        grad[::3] = 0.0
+    result = problem.run(backend, skip_ignored=True)
+    assert result.grad_hidden.isnan().any(dim=1).nonzero().flatten().tolist() == [3]
+
+
+def test_no_gradient_at_all(backend, device):
+    problem = make_problem(12, 8, 30, device)
+    problem = problem._replace(upstream=Upstream(torch.zeros(12, device=device)))
+    result = problem.run(backend, skip_ignored=True)
+    assert not result.grad_hidden.any()
+    assert not result.grad_weight.any()
+
+
+@pytest.mark.parametrize("skip", ["yes", 2.0, None])
+def test_a_wrong_type_is_refused(skip, device):
+    problem = make_problem(4, 8, 20, device)
+    with pytest.raises(TypeError, match="skip_ignored must be a bool or an int, got"):
+        megatron_lce.linear_cross_entropy(*problem[:3], skip_ignored=skip)
+
+
+@pytest.mark.parametrize("skip", [-1, 5])
+def test_a_count_out_of_range_is_refused(skip, device):
+    problem = make_problem(4, 8, 20, device)
+    with pytest.raises(ValueError, match="skip_ignored must be a number of the 4 rows, got"):
+        megatron_lce.linear_cross_entropy(*problem[:3], skip_ignored=skip)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "hidden_size", "skip", "logits_cache_bytes"),
+    [(FP32, 24, False, 0), (BF16, 24, False, 0), (BF16, 13, False, 0), (BF16, 24, True, 2**30)],
+    ids=str,
+)
+def test_blocks_of_tokens_outside(dtype, hidden_size, skip, logits_cache_bytes, backend, device, monkeypatch):
+    """Where the shard has fewer columns than there are tokens, the weight's gradient is what accumulates."""
+    monkeypatch.setattr(blocks, "WIDE_BLOCK", 16)
+    problem = ignoring(make_problem(500, hidden_size, 140, device, dtype), slice(0, None, 9))
+    only_here = {"skip_ignored": skip, "logits_cache_bytes": logits_cache_bytes, "workspace_bytes": 150_000}
+    lengths = []
+    product = autograd.grad_logits_slabs
+
+    def spy(problem, block, *others):
+        lengths.append(block.rows.stop - block.rows.start)
+        return product(problem, block, *others)
+
+    monkeypatch.setattr(autograd, "grad_logits_slabs", spy)
+    problem.check(backend, only_here=only_here)
+    assert len(lengths) > 1
+    assert sum(lengths) == (444 if skip else 500)

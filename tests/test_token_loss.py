@@ -1,0 +1,195 @@
+"""`linear_token_loss` against the fp64 oracle of the same loss, and against `linear_cross_entropy`."""
+
+import pytest
+import torch
+
+import megatron_lce
+from tests.oracle import Result, Upstream, comparisons, oracle
+from tests.problems import make_problem
+
+FP32, BF16 = torch.float32, torch.bfloat16
+
+
+def policy_loss(out, old_logprobs, advantages):
+    """A clipped policy loss with an entropy bonus and a z-loss, and what one would log."""
+    ratio = (out.logprobs - old_logprobs).exp()
+    clipped = torch.min(ratio * advantages, ratio.clamp(0.5, 1.5) * advantages)
+    return -clipped - 0.1 * out.entropy + 0.01 * out.lse.square(), {"ratio": ratio}
+
+
+def nll(out):
+    return -out.logprobs
+
+
+def inputs_of(problem, loss, **keywords):
+    """What the loss takes beside the outputs, and the upstream gradients it gives them in fp64."""
+    exact = oracle(*problem, **keywords).outputs
+    generator = torch.Generator().manual_seed(7)
+    noise, advantages = torch.randn(2, *problem.labels.shape, generator=generator).to(problem.hidden.device)
+    per_token = () if loss is nll else (exact.logprobs.float() + 2 * noise, advantages)
+    leaves = [part.requires_grad_() for part in exact[:3]]
+    losses = loss(exact, *per_token)
+    losses = losses[0] if isinstance(losses, tuple) else losses
+    counted = problem.labels != -100
+    total = losses[counted].sum()
+    grads = torch.autograd.grad(total, leaves, allow_unused=True)
+    return per_token, Upstream(*grads), total.detach()
+
+
+def run(problem, loss, per_token, upstream=1.0, **keywords):
+    hidden, weight = (t.clone().requires_grad_() for t in problem[:2])
+    result = megatron_lce.linear_token_loss(hidden, weight, problem.labels, loss, *per_token, **keywords)
+    (result.loss * upstream).backward()
+    return result, Result(result.outputs, hidden.grad, weight.grad)
+
+
+CASES = [  # dtype, workspace in bytes for 300 tokens x 601 columns, keywords, only here
+    (FP32, 2**29, {}, {}),
+    (FP32, 50_000, {"softcap": 4.0}, {}),
+    (BF16, 2**29, {}, {}),
+    (BF16, 260_000, {"vocab_size": 590}, {}),
+    (BF16, 260_000, {"logits_scale": 0.7}, {"skip_ignored": True}),
+    (BF16, 60_000, {}, {}),
+]
+
+
+@pytest.mark.parametrize("loss", [nll, policy_loss])
+@pytest.mark.parametrize(("dtype", "workspace_bytes", "keywords", "only_here"), CASES, ids=str)
+def test_loss_and_gradients_match_the_oracle(dtype, workspace_bytes, keywords, only_here, loss, backend, device):
+    problem = make_problem((20 if dtype == FP32 else 150, 2), 24, 601, device, dtype)
+    problem = problem._replace(labels=problem.labels % 590)
+    problem.labels[::4] = -100
+    keywords = {**keywords, "temperature": torch.linspace(0.7, 2.0, len(problem.labels) * 2, device=device).view(-1, 2)}
+    per_token, upstream, total = inputs_of(problem, loss, **keywords)
+    problem = problem._replace(upstream=upstream)
+    result, actual = run(
+        problem, loss, per_token, backend=backend, workspace_bytes=workspace_bytes, **keywords, **only_here
+    )
+    torch.testing.assert_close(result.loss.double(), total.double(), rtol=1e-5, atol=1e-3)
+    interpreted = backend == "triton" and device.type == "cpu"
+    expected = oracle(*problem, **keywords)
+    for name, error, allowed in comparisons(actual, expected, *problem, interpreted=interpreted, **keywords):
+        assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.1e}"
+    if loss is policy_loss:
+        assert result.metrics["ratio"].shape == problem.labels.shape
+        assert not result.metrics["ratio"][problem.labels == -100].any()
+
+
+def test_blocks_are_as_wide_as_the_workspace_allows(device, monkeypatch):
+    pytest.importorskip("triton")
+    problem = make_problem(300, 24, 600, device, BF16)
+    seen = []
+    one_token = 640 * 2 + 4 * 5  # 16-bit exponentials of a row, and the largest logit of each 128 columns
+
+    def loss(out):
+        seen.append(out.logprobs.shape[0])
+        return -out.logprobs
+
+    run(problem, loss, (), backend="triton", workspace_bytes=round(140 * one_token / 0.9))
+    assert seen == [128, 128, 44]
+
+
+def test_outputs_are_those_of_linear_cross_entropy(backend, device):
+    problem = make_problem(150, 24, 300, device, BF16)
+    keywords = {"backend": backend, "telemetry": True, "workspace_bytes": 150_000}
+    result, _ = run(problem, nll, (), **keywords)
+    plain = problem.run(backend, telemetry=True).outputs
+    for ours, theirs in zip(result.outputs, plain, strict=True):
+        assert not ours.requires_grad
+        if backend == "triton":
+            assert torch.equal(ours, theirs)
+        else:
+            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_any_upstream_scales_both_gradients(dtype, backend, device):
+    problem = make_problem(30, 24, 300, device, dtype)
+    _, once = run(problem, nll, (), backend=backend)
+    _, scaled = run(problem, nll, (), upstream=-0.25, backend=backend)
+    assert torch.equal(scaled.grad_hidden, once.grad_hidden * -0.25)
+    assert torch.equal(scaled.grad_weight, once.grad_weight * -0.25)
+
+
+def test_without_gradient_only_forward_runs(backend, device):
+    problem = make_problem(30, 24, 300, device, BF16)
+    with torch.no_grad():
+        result = megatron_lce.linear_token_loss(*problem[:3], nll, backend=backend)
+    assert not result.loss.requires_grad
+    trained, _ = run(problem, nll, (), backend=backend)
+    assert torch.equal(result.loss, trained.loss.detach())
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_a_frozen_input_gets_no_gradient(frozen, backend, device):
+    problem = make_problem(30, 24, 300, device, BF16)
+    _, both = run(problem, nll, (), backend=backend)
+    given = {"hidden": problem.hidden.clone(), "weight": problem.weight.clone()}
+    (trained,) = {"hidden", "weight"} - {frozen}
+    given[trained].requires_grad_()
+    megatron_lce.linear_token_loss(**given, labels=problem.labels, loss=nll, backend=backend).loss.backward()
+    assert given[frozen].grad is None
+    assert torch.equal(given[trained].grad, getattr(both, f"grad_{trained}"))
+
+
+@pytest.mark.parametrize("num_tokens", [0, 5])
+@pytest.mark.parametrize("skip", [False, True, 0])
+def test_nothing_that_counts(skip, num_tokens, backend, device):
+    problem = make_problem(num_tokens, 8, 20, device)
+    problem.labels.fill_(-100)
+    result, actual = run(problem, nll, (), backend=backend, skip_ignored=skip)
+    assert result.loss == 0
+    assert result.outputs.logprobs.shape == (num_tokens,)
+    assert not actual.grad_hidden.any()
+    assert not actual.grad_weight.any()
+
+
+def test_what_loss_returns_for_ignored_rows_is_not_counted(backend, device):
+    problem = make_problem(20, 8, 30, device)
+    problem.labels[::2] = -100
+
+    def infinite_where_ignored(out):
+        return -out.logprobs / (out.logprobs != 0)
+
+    result, actual = run(problem, infinite_where_ignored, (), backend=backend)
+    assert result.loss.isfinite()
+    assert actual.grad_hidden.isfinite().all()
+    assert actual.grad_weight.isfinite().all()
+
+
+leaf = torch.ones((), requires_grad=True)
+WRONG = [
+    (lambda out: out.logprobs.sum(), ValueError, r"one number for each of its 5 tokens, \[n\], got \(\)"),
+    (lambda out: out.logprobs.double(), TypeError, "float32, got torch.float64"),
+    (lambda out: 1.0, TypeError, "must return a tensor"),
+    (lambda out: out.logprobs.detach(), ValueError, "without a graph"),
+    (lambda out: out.logprobs * leaf, ValueError, "must not depend on other tensors that require grad"),
+    (lambda out: (out.logprobs, [1]), TypeError, "dict of metrics"),
+    (lambda out: (out.logprobs, {"m": out.logprobs.mean()}), ValueError, "metric 'm' must be a tensor"),
+]
+
+
+@pytest.mark.parametrize(("loss", "error", "message"), WRONG, ids=[message for *_, message in WRONG])
+def test_what_loss_must_return(loss, error, message, device):
+    if device.type != "cpu":
+        pytest.skip("the leaf is on the CPU")
+    problem = make_problem(5, 8, 20, device)
+    with pytest.raises(error, match=message):
+        run(problem, loss, ())
+
+
+@pytest.mark.parametrize(
+    ("per_token", "keywords", "error", "message"),
+    [
+        ((torch.ones(4),), {}, ValueError, r"per_token\[0\] must have labels' shape first, \(5,\), got \(4,\)"),
+        ((1.0,), {}, TypeError, r"per_token\[0\] must be a torch.Tensor"),
+        ((torch.ones(5, requires_grad=True),), {}, ValueError, "must not require grad"),
+        ((), {"logits_cache_bytes": 1}, TypeError, "logits_cache_bytes must not be given"),
+        ((), {"backend": "reference"}, ValueError, "got 'reference'"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments(per_token, keywords, error, message):
+    problem = make_problem(5, 8, 20, torch.device("cpu"))
+    with pytest.raises(error, match=message):
+        run(problem, lambda out, *_: -out.logprobs, per_token, **keywords)
