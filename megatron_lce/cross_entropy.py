@@ -13,6 +13,7 @@ from megatron_lce.core import collectives, validation
 from megatron_lce.core.agreement import Agreement
 from megatron_lce.core.autograd import linear_cross_entropy_autograd
 from megatron_lce.core.options import WORKSPACE_BYTES, Backend, LinearCrossEntropyOutput, Options, WeightGradSink
+from megatron_lce.core.products import laid_out
 
 
 def linear_cross_entropy(
@@ -135,8 +136,8 @@ def prepare_call(hidden: Tensor, weight: Tensor, labels: Tensor, **keywords: Any
     assert options is not None
     temperature = keywords["temperature"]
     return Call(
-        hidden.reshape(-1, hidden.shape[-1]),
-        weight.contiguous(),
+        laid_out(hidden.reshape(-1, hidden.shape[-1])),
+        laid_out(weight.contiguous()),
         labels.reshape(-1),
         temperature.reshape(-1) if isinstance(temperature, Tensor) else float(temperature),
         options,

@@ -14,10 +14,18 @@ from megatron_lce.core.group_stats import stats_over_group
 from megatron_lce.core.head_gradients import Slab, accumulator_bytes_per_column, head_gradients
 from megatron_lce.core.logit_gradients import LogitGradients, grad_logits_slabs
 from megatron_lce.core.options import LinearCrossEntropyOutput, Options
-from megatron_lce.core.products import copies_at_most, copies_of_shape, full_fp32
+from megatron_lce.core.products import copies_of, full_fp32
 from megatron_lce.core.protocols import CrossEntropyBackend
 from megatron_lce.core.rows import Rows, Saved
-from megatron_lce.core.tokens import Counted, TokenBlock, Tokens, counted_rows, rows_that_count, spread
+from megatron_lce.core.tokens import (
+    Counted,
+    TokenBlock,
+    Tokens,
+    counted_rows,
+    rows_that_count,
+    rows_to_compute,
+    spread,
+)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -43,12 +51,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         check_workspace(hidden, weight, options, backend, ctx.needs_input_grad if grad_enabled else None)
         num_tokens = labels.shape[0]
         with torch.autocast(hidden.device.type, enabled=False), full_fp32():
+            # Before the rows are counted, which waits for the device: what follows then starts sooner.
+            rows = backend.prepare_rows(labels, temperature, options)
             counted = counted_rows(labels, options)
             tokens = _tokens(hidden, num_tokens, counted.rows, weight, options, backend)
             order = tokens.order()
-            rows = backend.prepare_rows(_select(labels, order), _select(temperature, order), options)
-            if counted.unless_nan is not None:
-                rows = rows._replace(to_nats=rows.to_nats * counted.unless_nan)
+            rows = rows_to_compute(rows, order, counted)
             cache = backend.new_cache(tokens.num_computed, hidden, options) if grad_enabled else None
             extremes, sums = stats_over_group(tokens, weight, rows, options, backend, cache)
             outputs, saved = backend.finish(extremes, sums, rows, options)
@@ -80,15 +88,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
             order = tokens.order()
             rows, saved = Rows(*per_row[:3]), Saved(*per_row[3:])
             upstream = tuple(_select(grad, order) for grad in (grad_logprobs, grad_entropy, grad_lse))
+            terms = backend.row_terms(rows, saved, *upstream, options)
             kept = _rows_with_gradient(upstream, rows, saved, options)
             if kept is not None:
-                rows, saved = rows.of(kept), saved.of(kept)
-                upstream = tuple(_select(grad, kept) for grad in upstream)
-                cache = cache and cache.select(kept)
-                tokens = _tokens(
-                    hidden, ctx.num_tokens, kept if order is None else order[kept], weight, options, backend
-                )
-            problem = LogitGradients(weight, rows, backend.row_terms(rows, saved, *upstream, options), options, backend)
+                rows, terms, cache = rows.of(kept), terms.index_select(1, kept), cache and cache.select(kept)
+                order = kept if order is None else order[kept]
+                tokens = _tokens(hidden, ctx.num_tokens, order, weight, options, backend)
+            problem = LogitGradients(weight, rows, terms, options, backend)
             entropy = grad_entropy is not None
 
             def slabs(block: TokenBlock, bytes_per_column: int) -> Iterator[Slab]:
@@ -129,11 +135,11 @@ def check_workspace(
 ) -> None:
     """The smallest block of every pass must find room before the first one runs; `needs_grad`: None without backward.
 
-    Asked of the largest shard of the group, as if everything had to be copied, so that ranks agree.
+    Asked of the largest shard of the group, so that ranks agree.
     """
     smallest = smallest_workspace(backend.softmax_stats_bytes(hidden, options))
     if needs_grad is not None:
-        backward = backend.grad_logits_bytes(hidden, copies_at_most(hidden))
+        backward = backend.grad_logits_bytes(hidden, copies_of(hidden))
         if needs_grad[1]:
             backward = backward._replace(per_column=backward.per_column + accumulator_bytes_per_column(weight, options))
         smallest = max(smallest, smallest_workspace(backward))
@@ -151,7 +157,7 @@ def _tokens(
 ) -> Tokens:
     """The computed rows, in the blocks that backward's outer loop takes."""
     computed = num_tokens if counted is None else counted.shape[0]
-    block_bytes = backend.grad_logits_bytes(hidden, copies_of_shape(hidden))
+    block_bytes = backend.grad_logits_bytes(hidden, copies_of(hidden))
     per_column = block_bytes.per_column + accumulator_bytes_per_column(weight, options)
     block = tokens_per_block(
         computed, options.largest_shard, options.workspace_bytes, block_bytes._replace(per_column=per_column)

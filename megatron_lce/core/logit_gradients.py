@@ -67,7 +67,7 @@ def grad_logits_slabs(
         )
 
     first = 0
-    copies = copies_of(hidden.tensor, weight)
+    copies = copies_of(weight)
     grad_bytes = backend.grad_logits_bytes(hidden.tensor, copies)
     if cache is not None:
         kept, first = cache.of(block.rows), cache.exp.shape[1]

@@ -133,20 +133,17 @@ class Copies(NamedTuple):
     column: int
 
 
-def copies_of(hidden: Tensor, weight: Tensor) -> Copies:
-    """What these need: nothing where they are aligned."""
-    return Copies(copied_row_bytes(hidden), copied_row_bytes(weight))
-
-
-def copies_of_shape(hidden: Tensor) -> Copies:
-    """What any hidden and weight of this width need, however they lie in memory."""
+def copies_of(hidden: Tensor) -> Copies:
+    """What a head of this width needs where `laid_out` was asked for both inputs: a matter of H, which ranks share."""
     row = _row_bytes(hidden)
     return Copies(0, 0) if row == hidden.shape[1] * hidden.element_size() else Copies(row, row)
 
 
-def copies_at_most(hidden: Tensor) -> Copies:
-    """What a hidden and weight of this width may need, wherever they lie in memory."""
-    return Copies(_row_bytes(hidden), _row_bytes(hidden))
+def laid_out(matrix: Tensor) -> Tensor:
+    """The matrix; a copy of one that is not aligned although its rows are long enough: a view at an odd place."""
+    return (
+        matrix if is_aligned(matrix) or copies_of(matrix).token else matrix.clone(memory_format=torch.contiguous_format)
+    )
 
 
 def copied_row_bytes(matrix: Tensor) -> int:

@@ -40,10 +40,6 @@ class Saved(NamedTuple):
     label_logprob: Tensor
     entropy: Tensor | None = None
 
-    def of(self, rows: Tensor) -> "Saved":
-        """Of some of the tokens."""
-        return Saved(*(None if row is None else row[rows] for row in self))  # type: ignore[arg-type]
-
 
 class Finished(NamedTuple):
     outputs: LinearCrossEntropyOutput

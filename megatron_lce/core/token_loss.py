@@ -7,18 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lce.core.blocks import kept_tokens, smallest_workspace
+from megatron_lce.core.blocks import COLUMN_STEP, kept_tokens
 from megatron_lce.core.group_stats import stats_of_tokens
 from megatron_lce.core.head_gradients import Slab, head_gradients
 from megatron_lce.core.logit_gradients import LogitGradients, grad_logits_slabs
 from megatron_lce.core.options import LinearCrossEntropyOutput, Options
-from megatron_lce.core.products import copies_at_most, full_fp32
+from megatron_lce.core.products import full_fp32
 from megatron_lce.core.protocols import CrossEntropyBackend, LogitsCache
 from megatron_lce.core.rows import Rows
-from megatron_lce.core.tokens import Counted, TokenBlock, Tokens, counted_rows, spread
+from megatron_lce.core.tokens import Counted, TokenBlock, Tokens, counted_rows, rows_to_compute, spread
 
 _EVERYTHING = 2**62  # bytes of a cache that holds what there is
-_RESERVE = 20  # of the workspace is this fraction left to statistics beside the kept logits
 
 Metrics = dict[str, Tensor]
 TokenLossFunction = Callable[..., Tensor | tuple[Tensor, Metrics]]
@@ -42,15 +41,14 @@ class TokenLossPass:
         self._weight, self._options, self._backend = weight, options, backend
         self._loss, self._with_gradient = loss, with_gradient
         self._num_tokens = labels.shape[0]
+        rows = backend.prepare_rows(labels, temperature, options)
         self._counted = counted_rows(labels, options)
         computed = self._num_tokens if self._counted.rows is None else self._counted.rows.shape[0]
         block, self._cache, self._room = self._plan(hidden, computed)
         self.tokens = Tokens(hidden, self._num_tokens, self._counted.rows, block, options)
         self._order = self.tokens.order()
-        labels, temperature, *self._per_token = (self._select(x) for x in (labels, temperature, *per_token))
-        self._rows = backend.prepare_rows(labels, temperature, options)
-        if self._counted.unless_nan is not None:
-            self._rows = self._rows._replace(to_nats=self._rows.to_nats * self._counted.unless_nan)
+        self._per_token = [tensor if self._order is None else tensor[self._order] for tensor in per_token]
+        self._rows = rows_to_compute(rows, self._order, self._counted)
         self._total = torch.zeros((), device=hidden.device)
         self._outputs: list[LinearCrossEntropyOutput] = []
         self._metrics: list[Metrics] = []
@@ -96,19 +94,17 @@ class TokenLossPass:
         options, backend = self._options, self._backend
         if not self._with_gradient:
             return max(computed, 1), None, options.workspace_bytes
-        bytes_per_token = backend.kept_row_bytes(hidden, options.largest_shard)
-        copies = smallest_workspace(backend.grad_logits_bytes(hidden, copies_at_most(hidden)))
-        reserve = max(
-            options.workspace_bytes // _RESERVE,
-            copies + smallest_workspace(backend.softmax_stats_bytes(hidden, options)),
-        )
-        room = options.workspace_bytes - reserve
-        block = None if bytes_per_token is None else kept_tokens(computed, room, bytes_per_token)
-        if block is None or bytes_per_token is None:
+        kept_bytes = backend.kept_row_bytes(hidden, options.largest_shard)
+        if kept_bytes is None:
+            return max(computed, 1), None, options.workspace_bytes
+        stats_bytes = backend.softmax_stats_bytes(hidden, options)
+        room = options.workspace_bytes - COLUMN_STEP * stats_bytes.per_column
+        block = kept_tokens(computed, room, kept_bytes + stats_bytes.per_token)
+        if block is None:
             return max(computed, 1), None, options.workspace_bytes
         everything = replace(options, logits_cache_bytes=_EVERYTHING)
         cache = backend.new_cache(min(block, computed), hidden, everything)
-        return block, cache, options.workspace_bytes - block * bytes_per_token
+        return block, cache, options.workspace_bytes - block * kept_bytes
 
     def _losses(
         self, outputs: LinearCrossEntropyOutput, rows: Rows, block: TokenBlock
@@ -152,9 +148,6 @@ class TokenLossPass:
         ignored = rows.ignored.view(-1, *(1,) * (metric.dim() - 1))
         return metric.detach().masked_fill(ignored, 0)
 
-    def _select(self, per_token: Any) -> Any:
-        return per_token[self._order] if isinstance(per_token, Tensor) and self._order is not None else per_token
-
     def _spread(self, metric: Tensor) -> Tensor:
         if self._order is None:
             return metric
@@ -181,16 +174,21 @@ class _LinearTokenLoss(torch.autograd.Function):
                 weight_sum=True,
             )
         ctx.save_for_backward(weight, grad_hidden, weight_sum)
-        ctx.options = options
+        ctx.options, ctx.scaled = options, False
         return run.total()
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError("create_graph must be False: linear_token_loss has no double backward")
+        if ctx.scaled:
+            raise RuntimeError(
+                "a second backward through linear_token_loss is not possible: the first scaled its gradients"
+            )
+        ctx.scaled = True
         weight, grad_hidden, weight_sum = ctx.saved_tensors
         if grad_hidden is not None:
-            grad_hidden = grad_hidden * grad_loss
+            grad_hidden.mul_(grad_loss)
         grad_weight = None
         if weight_sum is not None:
             num_columns, weight_sum = weight_sum.shape[0], weight_sum[:, : weight.shape[1]]

@@ -10,6 +10,7 @@ from megatron_lce.core import collectives
 from megatron_lce.core.blocks import cut
 from megatron_lce.core.collectives import Pending
 from megatron_lce.core.options import LinearCrossEntropyOutput, Options
+from megatron_lce.core.rows import Rows
 
 
 class Counted(NamedTuple):
@@ -47,6 +48,13 @@ def counted_rows(labels: Tensor, options: Options) -> Counted:
     wanted = torch.arange(1, count + 1, device=labels.device)
     rows = torch.searchsorted(counts.cumsum(0), wanted)
     return Counted(rows.clamp_(max=labels.shape[0] - 1), unless_nan)
+
+
+def rows_to_compute(rows: Rows, order: Tensor | None, counted: Counted) -> Rows:
+    """Of all rows those that are computed, in their order."""
+    if counted.unless_nan is not None:
+        rows = rows._replace(to_nats=rows.to_nats * counted.unless_nan)
+    return rows if order is None else rows.of(order)
 
 
 def rows_that_count(counts: Tensor, options: Options) -> Tensor | None:

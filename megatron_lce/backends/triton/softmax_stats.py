@@ -22,7 +22,7 @@ from megatron_lce.core.options import Options
 from megatron_lce.core.products import (
     aligned,
     copied_row_bytes,
-    copies_at_most,
+    copies_of,
     slab_row_stride,
     with_zeros_behind,
 )
@@ -89,7 +89,7 @@ def _row_bytes(hidden: Tensor, num_columns: int) -> int:
 def softmax_stats_bytes(hidden: Tensor, options: Options) -> BlockBytes:
     """What `softmax_stats` takes for its result and its copies of unaligned inputs."""
     num_chunks = triton.cdiv(options.largest_shard, tiles.chunk_columns(hidden))
-    copies = copies_at_most(hidden)
+    copies = copies_of(hidden)
     stats_bytes = 4 * num_chunks * packed_rows(options.entropy, options.telemetry)
     return BlockBytes(0, stats_bytes + copies.token, copies.column)
 
@@ -115,7 +115,7 @@ def softmax_stats(
     hidden = aligned(hidden)
     most = num_columns
     if row_bytes := copied_row_bytes(weight):
-        room = workspace_bytes - parts.nbytes - num_tokens * copies_at_most(hidden).token
+        room = workspace_bytes - parts.nbytes - num_tokens * copies_of(hidden).token
         most = max(COLUMN_STEP, room // row_bytes // COLUMN_STEP * COLUMN_STEP)
     kept = 0 if cache is None else cache.exp.shape[1]
     ranges = [(columns, True) for columns in cut(kept, most)] + [
