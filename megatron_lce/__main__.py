@@ -28,7 +28,9 @@ def _add_doctor(commands: Any) -> None:
         "backend against fp64. Exits with 0 if all is well, with 1 if there is a problem."
     )
     command = commands.add_parser("doctor", help="check this machine", description=text)
-    command.add_argument("--device", choices=("cpu", "cuda"), help="Device to check (default: cuda where there is one).")
+    command.add_argument(
+        "--device", choices=("cpu", "cuda"), help="Device to check (default: cuda where there is one)."
+    )
     command.add_argument("--json", action="store_true", help="Print one JSON object instead of text.")
     command.set_defaults(run=_doctor)
 

@@ -1,4 +1,4 @@
-"""What `megatron-lce doctor` finds out: versions, which backend runs here and why others do not, and whether it is right.
+"""What `megatron-lce doctor` finds out: versions, which backend runs and why others do not, and whether it is right.
 
 Nothing is installed, started or changed.
 """
@@ -127,9 +127,9 @@ def self_test(device: torch.device) -> dict[str, Any]:
                 failures.append(f"{name}: {type(error).__name__}: {error}")
                 continue
             for what, value, reference, limit in zip(RESULTS, actual, exact, allowed, strict=True):
-                error = errors[f"{name}: {what}"] = _error(value, reference)
-                if not error <= limit:
-                    failures.append(f"{name}: {what} is off by {error:.1e}, allowed is {limit:.1e}")
+                off = errors[f"{name}: {what}"] = _error(value, reference)
+                if not off <= limit:
+                    failures.append(f"{name}: {what} is off by {off:.1e}, allowed is {limit:.1e}")
     return {"failures": failures, "errors": errors, "seconds": round(time.perf_counter() - started, 1)}
 
 

@@ -126,9 +126,9 @@ def megatron_fused(step: HeadStep) -> tuple[float, Phases]:
 
 
 def _native_products(step: HeadStep) -> dict[str, int]:
-    return (
-        {"gradient of logits": step.itemsize * step.logits} | _gathered(step) | _hidden_gradient(step)
-    ) | {"weight's gradient": step.weight_bytes}
+    return ({"gradient of logits": step.itemsize * step.logits} | _gathered(step) | _hidden_gradient(step)) | {
+        "weight's gradient": step.weight_bytes
+    }
 
 
 def ours(step: HeadStep) -> tuple[float, Phases]:
@@ -292,7 +292,10 @@ def estimate_table(
         row |= {"kept_mib": round(result.kept_bytes / 2**20), "peak_mib": round(result.peak_bytes / 2**20)}
         if memory_bytes is not None:
             row["largest_tokens"] = largest_tokens(
-                way, of_way, memory_bytes, everything_kept=of_way.logits_cache_bytes == everything.logits_cache_bytes > 0
+                way,
+                of_way,
+                memory_bytes,
+                everything_kept=of_way.logits_cache_bytes == everything.logits_cache_bytes > 0,
             )
         rows.append(row | {"peak_is": result.phase, "peak_parts_mib": _in_mib(result.parts)})
     return rows

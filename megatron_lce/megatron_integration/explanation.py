@@ -67,7 +67,12 @@ def explain(model: nn.Module | Sequence[nn.Module], tokens: int = 8192) -> Expla
         return Explanation(can_capture=False, can_fuse=False, reasons=(NO_HEAD,))
     of_head, of_loss = head_reasons(language_model), loss_reasons(language_model)
     weight = _weight(language_model)
-    if not isinstance(weight, Tensor) or weight.dim() != 2 or weight.element_size() not in (2, 4):
+    if (
+        not isinstance(weight, Tensor)
+        or weight.dim() != 2
+        or weight.element_size() not in (2, 4)
+        or weight.shape[1] % 8
+    ):
         return Explanation(not of_head, False, of_head + of_loss)
     obstacle = _triton_obstacle(weight.device)
     step, description = _step(language_model, weight, tokens)
