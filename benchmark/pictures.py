@@ -164,7 +164,7 @@ def _save(figure, document: dict, path: Path, legend: list) -> Path:
     environment = document["environment"]
     dtype = document["dtype"].removeprefix("torch.")
     where = f"{environment['device']}, {dtype}, torch {environment['versions']['torch']}, {environment['date'][:10]}"
-    columns = min(len(legend), 4)
+    columns = max(1, min(len(legend), 4))
     bottom = 0.07 + 0.18 * -(-len(legend) // columns) / figure.get_figheight()
     figure.legend(
         handles=legend, loc="lower center", ncol=columns, fontsize=8, frameon=False, bbox_to_anchor=(0.5, 0.03)
