@@ -10,16 +10,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from megatron_lce.core.blocks import ALIGNED_COLUMNS, BlockBytes, Blocks, plan_blocks, round_up
-from megatron_lce.core.products import row_stride
-from megatron_lce.core.softmax_stats import packed_rows
+from megatron_lce.core.blocks import ALIGNED_COLUMNS, BlockBytes, plan_blocks, stats_tokens, tokens_per_block
+from megatron_lce.core.products import slab_row_stride
+from megatron_lce.core.softmax_stats import num_extremes, num_sums, packed_rows
 
 Phases = dict[str, dict[str, int]]  # phase: {what is allocated in it: bytes}
 
-STATS_COLUMNS = {2: 256, 4: 64}  # by bytes of an element: a tile of the statistics kernel, one row of statistics each
-CACHE_ROW_STEP = 64  # elements from which rows of kept logits start
-PER_TOKEN_BYTES = 36  # rows, outputs and what is saved of each token, all of them fp32 or int32
-TERMS_BYTES = 20  # a token's row terms in backward
+TILE_COLUMNS = {2: 256, 4: 64}  # by bytes of an element: what a kept logits' tile holds
+CHUNK_COLUMNS = {2: 128, 4: 64}  # what one row of statistics is about
+PER_TOKEN_BYTES = 40  # a token's labels, factors, outputs and what backward needs of them
+TERMS_BYTES = 24  # a token's row terms in backward
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class HeadStep:
     hidden             H
     columns            this rank's rows of the weight, V / tp
     ignored            share of the tokens whose label is `ignore_index`
+    skip_ignored       they are left out of everything
     itemsize           bytes of an element of hidden and weight: 2 or 4
     main_grad          the weight's gradient is added into Megatron's fp32 buffer (`gradient_accumulation_fusion`)
     """
@@ -43,6 +44,7 @@ class HeadStep:
     main_grad: bool = False
     entropy: bool = True
     ignored: float = 0.0
+    skip_ignored: bool = False
     workspace_bytes: int = 512 * 2**20
     logits_cache_bytes: int = 0
 
@@ -50,7 +52,7 @@ class HeadStep:
         for name in ("tokens", "hidden", "columns", "tp"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.itemsize not in STATS_COLUMNS:
+        if self.itemsize not in TILE_COLUMNS:
             raise ValueError(f"itemsize must be 2 or 4, got {self.itemsize}")
         if self.hidden % ALIGNED_COLUMNS:
             raise ValueError(f"hidden must be a multiple of {ALIGNED_COLUMNS} for an estimate, got {self.hidden}")
@@ -75,9 +77,14 @@ class HeadStep:
         return self.sequence_parallel and self.tp > 1
 
     @property
+    def computed(self) -> int:
+        """Rows that take part."""
+        return max(1, round(self.tokens * (1 - self.ignored))) if self.skip_ignored else self.tokens
+
+    @property
     def everything(self) -> int:
         """`logits_cache_bytes` that keeps all of this step's logits."""
-        return self.tokens * _kept_row_bytes(self, self.columns)
+        return self.computed * _kept_row_bytes(self, self.columns)
 
 
 class Estimate(NamedTuple):
@@ -132,46 +139,45 @@ def _native_products(step: HeadStep) -> dict[str, int]:
 
 
 def ours(step: HeadStep) -> tuple[float, Phases]:
-    """`linear_cross_entropy`, as `megatron_lce.core.autograd` and `head_gradients` order and allocate it."""
-    tokens, columns = step.tokens, step.columns
+    """`linear_cross_entropy`, as `megatron_lce.core` orders and allocates it."""
+    computed, item = step.computed, step.itemsize
+    block = _tokens_of_a_block(step)
+    several, block_bytes = block < computed, block * step.hidden * item  # blocks of tokens outside, or slabs alone
     kept_columns = _cache_columns(step)
-    per_token = {"per token": PER_TOKEN_BYTES * tokens}
-    kept = {"kept logits": tokens * _kept_row_bytes(step, kept_columns)} if kept_columns else {}
+    kept = {"kept logits": computed * _kept_row_bytes(step, kept_columns)} if kept_columns else {}
+    per_token = {"per token": PER_TOKEN_BYTES * step.tokens}
+    inputs = _inputs_of_a_block(step, block)
+    backward = {"per token": (PER_TOKEN_BYTES + TERMS_BYTES) * step.tokens} | inputs | _weight_sum(step, several)
+    if kept_columns == step.columns:
+        slab, widest = kept, kept_columns
+    else:
+        widest, slab_bytes = _slab(step, block, step.columns - kept_columns)
+        slab = {"slab of logits": slab_bytes} | (kept if several else {})
+    whole = computed * step.hidden * item  # the rows' gradient of hidden; block by block it is there from the first one
+    earlier = {"hidden's gradient": whole} if several else {}
     phases: Phases = {
-        "forward": per_token | kept | _gathered(step) | {"statistics": _statistics_bytes(step)},
+        "forward": per_token | kept | inputs | {"statistics": _statistics_bytes(step, block)},
         "kept": per_token | kept,
     }
-    weight_gradient = {} if step.main_grad else {"weight's gradient": step.weight_bytes}
-    backward = {"per token": (PER_TOKEN_BYTES + TERMS_BYTES) * tokens} | _gathered(step) | weight_gradient
-    if kept_columns == columns:
-        slab, widest = kept, columns
+    if item == 4 or (widest >= step.columns and step.columns % ALIGNED_COLUMNS == 0):
+        summed = {"hidden's gradient": whole}  # is its own sum
     else:
-        blocks, block_bytes = _slabs(step, columns - kept_columns)
-        slab, widest = {"slab of logits": block_bytes}, blocks.columns
-    one_product = widest >= columns and columns % ALIGNED_COLUMNS == 0
-    if one_product or step.itemsize == 4:  # hidden's gradient is summed in its own tensor
-        accumulator = {"hidden's gradient": step.hidden_bytes}
-    else:
-        accumulator = {"fp32 sum of hidden's gradient": 4 * tokens * step.hidden}
-        phases["cast of hidden's gradient"] = backward | slab | accumulator | {"its cast": step.hidden_bytes}
+        summed = earlier | {"fp32 sum of hidden's gradient": 4 * block * step.hidden}
+        cast = block_bytes if not several else 0
+        phases["cast of hidden's gradient"] = backward | slab | summed | {"its cast": cast}
     if kept_columns:
-        phases["kept logits' products"] = backward | kept | accumulator
-    phases["slabs"] = backward | slab | accumulator
-    phases["last product"] = backward | slab | _hidden_gradient(step)
-    phases["end"] = backward | _hidden_gradient(step) | {"weight's gradient": step.weight_bytes}  # or its placeholder
-    return 4 - kept_columns / columns, phases
+        phases["kept logits' products"] = backward | kept | summed
+    phases["slabs"] = backward | slab | summed
+    reduced = {"hidden's gradient": whole} | _over_group(step)
+    phases["last product"] = backward | slab | reduced
+    placeholder = {"weight's gradient": step.weight_bytes}  # under main_grad it is one
+    phases["end"] = backward | reduced | _all_rows(step) | placeholder
+    return (4 - kept_columns / step.columns) * computed / step.tokens, phases
 
 
 def skipped(step: HeadStep) -> tuple[float, Phases]:
-    """`linear_cross_entropy(skip_ignored=...)`: the counted rows alone, and what takes them out and puts them back."""
-    counted = replace(step, tokens=max(1, round(step.tokens * (1 - step.ignored))))
-    products, phases = ours(counted)
-    rows = {"counted rows of hidden": counted.hidden_bytes}
-    for phase in phases:
-        if phase != "kept":
-            phases[phase] = phases[phase] | rows
-    phases["end"] |= {"all rows of hidden's gradient": step.hidden_bytes}
-    return products * counted.tokens / step.tokens, phases
+    """`linear_cross_entropy(skip_ignored=...)`: the counted rows alone."""
+    return ours(replace(step, skip_ignored=True))
 
 
 WAYS: dict[str, Callable[[HeadStep], tuple[float, Phases]]] = {
@@ -213,38 +219,78 @@ def _gathered(step: HeadStep) -> dict[str, int]:
 
 
 def _hidden_gradient(step: HeadStep) -> dict[str, int]:
-    whole = {"hidden's gradient": step.hidden_bytes}
-    return whole | {"its share of the sum": step.hidden_bytes // step.tp} if step.gathers else whole
+    return {"hidden's gradient": step.hidden_bytes} | _over_group(step)
 
 
-def _statistics_bytes(step: HeadStep) -> int:
-    rows = packed_rows(step.entropy, telemetry=False)
-    per_token = 4 * rows * -(-step.columns // STATS_COLUMNS[step.itemsize])
-    blocks = plan_blocks(step.tokens, step.columns, step.workspace_bytes, BlockBytes(0, per_token))
-    over_group = 4 * rows * step.tokens * (2 + step.tp if step.tp > 1 else 1)
-    return blocks.tokens * per_token + over_group
+def _over_group(step: HeadStep) -> dict[str, int]:
+    """What the reduce-scatter of hidden's gradient leaves, and reads where rows were left out."""
+    if not step.gathers:
+        return {}
+    share = {"its share of the sum": step.hidden_bytes // step.tp}
+    return share | ({"gradient of all rows": step.hidden_bytes} if step.skip_ignored else {})
 
 
-def _slabs(step: HeadStep, columns: int) -> tuple[Blocks, int]:
-    """How the gradient of so many columns of logits is cut, and the bytes of one block.
+def _all_rows(step: HeadStep) -> dict[str, int]:
+    return {"gradient of all rows": step.hidden_bytes} if step.skip_ignored else {}
 
-    A block comes with the fp32 sum of its weight's gradient where tokens are cut.
-    """
-    sum_bytes = 0 if step.itemsize == 4 or step.main_grad else 4 * step.hidden
+
+def _sum_bytes(step: HeadStep) -> int:
+    """Of a column in an fp32 sum of the weight's gradient; none where its own tensor is that."""
+    return 0 if step.itemsize == 4 or step.main_grad else 4 * step.hidden
+
+
+def _weight_sum(step: HeadStep, several: bool) -> dict[str, int]:
+    if step.main_grad:
+        return {}
+    if several and step.itemsize == 2:
+        return {"fp32 sum of weight's gradient": 4 * step.columns * step.hidden}
+    return {"weight's gradient": step.weight_bytes}
+
+
+def _tokens_of_a_block(step: HeadStep) -> int:
+    block_bytes = BlockBytes(step.itemsize, 0, _sum_bytes(step))
+    block = tokens_per_block(step.computed, step.columns, step.workspace_bytes, block_bytes)
+    ranks = step.tp if step.gathers else 1
+    return min(step.computed, max(1, block // ranks) * ranks)
+
+
+def _inputs_of_a_block(step: HeadStep, block: int) -> dict[str, int]:
+    """hidden gathered, whole or two blocks of it at a time, and its counted rows taken out."""
+    row_bytes = step.hidden * step.itemsize
+    if step.skip_ignored:
+        return _gathered(step) | {"counted rows of hidden": block * row_bytes}
+    if step.gathers and block < step.computed:
+        return {"gathered hidden": 2 * block * row_bytes}
+    return _gathered(step)
+
+
+def _statistics_bytes(step: HeadStep, block: int) -> int:
+    """Of as many tokens as fit, chunk by chunk; and of all of them, merged, on this rank and gathered."""
+    chunks = -(-step.columns // CHUNK_COLUMNS[step.itemsize])
+    per_token = 4 * chunks * packed_rows(step.entropy, telemetry=False)
+    part = stats_tokens(block, step.workspace_bytes, BlockBytes(0, per_token))
+    extremes, sums = 4 * num_extremes(telemetry=False), 8 * num_sums(step.entropy)
+    over_group = part * (2 + step.tp) * extremes if step.tp > 1 else 0
+    return part * (per_token + extremes + sums) + step.computed * (extremes + sums) + over_group
+
+
+def _slab(step: HeadStep, block: int, columns: int) -> tuple[int, int]:
+    """Width and bytes of one slab of a block, with the fp32 sum of its weight's gradient where its tokens are cut."""
+    sum_bytes = _sum_bytes(step)
     blocks = plan_blocks(
-        step.tokens,
-        row_stride(columns, step.itemsize),
+        block,
+        slab_row_stride(columns),
         step.workspace_bytes,
         BlockBytes(step.itemsize),
         per_column_if_tokens_are_cut=sum_bytes,
     )
-    block = blocks.tokens * blocks.columns * step.itemsize
-    return blocks, block + (blocks.columns * sum_bytes if blocks.tokens < step.tokens else 0)
+    slab = blocks.tokens * slab_row_stride(blocks.columns) * step.itemsize
+    return blocks.columns, slab + (blocks.columns * sum_bytes if blocks.tokens < block else 0)
 
 
 def _kept_row_bytes(step: HeadStep, columns: int) -> int:
-    """One token's kept exponentials and each tile's largest logit."""
-    return round_up(columns, CACHE_ROW_STEP) * step.itemsize + 4 * -(-columns // STATS_COLUMNS[step.itemsize])
+    """One token's kept exponentials and each chunk's largest logit."""
+    return slab_row_stride(columns) * step.itemsize + 4 * -(-columns // CHUNK_COLUMNS[step.itemsize])
 
 
 def _cache_columns(step: HeadStep) -> int:
@@ -253,8 +299,8 @@ def _cache_columns(step: HeadStep) -> int:
         return 0
     if step.everything <= step.logits_cache_bytes:
         return step.columns
-    tile = STATS_COLUMNS[step.itemsize]
-    return step.logits_cache_bytes // (step.tokens * (tile * step.itemsize + 4)) * tile
+    tile = TILE_COLUMNS[step.itemsize]
+    return step.logits_cache_bytes // (step.computed * _kept_row_bytes(step, tile)) * tile
 
 
 def estimate_table(

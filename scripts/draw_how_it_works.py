@@ -14,9 +14,9 @@ INPUT, BUFFER, RESULT, GROUP = "#dbeafe", "#fde68a", "#bbf7d0", "#fecaca"
 # (x, y, width, text, colour), rows from top to bottom
 BOXES = [
     (0.0, 3.1, 2.3, "hidden [N, H]\nweight [V/tp, H]", INPUT),
-    (3.0, 3.1, 2.7, "softmax statistics\nof every 256 columns\n(logits in registers)", BUFFER),
-    (6.4, 3.1, 2.2, "merged: 4 floats\na token", BUFFER),
-    (9.3, 3.1, 2.2, "all-gather over\nthe group, merged", GROUP),
+    (3.0, 3.1, 2.7, "softmax statistics\nof every 128 columns\n(logits in registers)", BUFFER),
+    (6.4, 3.1, 2.2, "largest logit and\ninteger sums", BUFFER),
+    (9.2, 3.1, 2.4, "over the group: largest\nlogits, then sums", GROUP),
     (12.2, 3.1, 2.3, "logprobs, entropy,\nlse [N]", RESULT),
     (0.0, 0.9, 2.3, "upstream gradients\n[N] of each output", INPUT),
     (3.0, 0.9, 2.7, "one slab of the gradient\nof logits, recomputed,\nin a reused buffer", BUFFER),
@@ -25,7 +25,7 @@ BOXES = [
     (11.2, 1.75, 3.3, "hidden's gradient: all-reduce or\nreduce-scatter over the group,\nunder the last dW", GROUP),
 ]
 ARROWS = [
-    ((2.3, 3.6), (3.0, 3.6)), ((5.7, 3.6), (6.4, 3.6)), ((8.6, 3.6), (9.3, 3.6)), ((11.5, 3.6), (12.2, 3.6)),
+    ((2.3, 3.6), (3.0, 3.6)), ((5.7, 3.6), (6.4, 3.6)), ((8.6, 3.6), (9.2, 3.6)), ((11.6, 3.6), (12.2, 3.6)),
     ((2.3, 1.4), (3.0, 1.4)), ((5.7, 1.6), (6.9, 2.2)), ((5.7, 1.2), (6.9, 0.6)), ((10.0, 2.25), (11.2, 2.25)),
 ]  # fmt: skip
 

@@ -1,5 +1,6 @@
 """Estimated memory against measured memory: of committed GPU runs, of a GPU at hand, and of storages on a CPU."""
 
+import gc
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,8 @@ import torch
 
 import megatron_lce
 from benchmark import measure
-from megatron_lce.estimate import STATS_COLUMNS, HeadStep, estimate, estimate_table, largest_tokens
+from megatron_lce.core.tokens import Tokens
+from megatron_lce.estimate import CHUNK_COLUMNS, TILE_COLUMNS, HeadStep, estimate, estimate_table, largest_tokens
 from tests.live_bytes import peak_live_bytes
 from tests.problems import make_problem
 
@@ -64,6 +66,8 @@ def test_steps_of_a_megatron_gpt_measured_on_two_gpus(tokens):
 
 CASES = {
     "slabs": {},
+    "half of the rows skipped": {"ignored": 0.5, "skip_ignored": True},
+    "main_grad": {"main_grad": True},
     "an odd vocabulary in one slab": {"columns": 511},
     "narrow slabs of cut tokens, no entropy": {"workspace_bytes": 400_000, "entropy": False},
 }
@@ -87,15 +91,18 @@ def measured_step(step, device, peak, backend="triton"):
     dtype = torch.bfloat16 if step.itemsize == 2 else torch.float32
     problem = make_problem(step.tokens, step.hidden, step.columns, device, dtype)
     hidden, weight = problem.hidden.requires_grad_(), problem.weight.requires_grad_()
+    labels = problem.labels.clone()
+    labels[: step.tokens - round(step.tokens * (1 - step.ignored))] = -100
     upstream = [problem.upstream.logprobs, problem.upstream.entropy][: 1 + step.entropy]
     keywords = {"weight_grad_sink": Sink(weight)} if step.main_grad else {}
 
     def call():
-        out = megatron_lce.cross_entropy._linear_cross_entropy(
+        out = megatron_lce.linear_cross_entropy(
             hidden,
             weight,
-            problem.labels,
+            labels,
             entropy=step.entropy,
+            skip_ignored=step.computed if step.skip_ignored else False,
             workspace_bytes=step.workspace_bytes,
             logits_cache_bytes=step.logits_cache_bytes,
             backend=backend,
@@ -111,12 +118,14 @@ def measured_step(step, device, peak, backend="triton"):
 def test_storages_of_a_step_on_a_cpu(changes, monkeypatch, usual_torch):
     """The Triton backend's allocations, seen one by one, without the fp32 copies that products take on a CPU.
 
-    Kept logits and `main_grad` are left to the measured runs: the interpreter holds on to what a GPU gives back.
+    Kept logits are left to the measured runs: the interpreter takes seconds for them.
     """
     pytest.importorskip("triton")
     if torch.cuda.is_available():
         pytest.skip("the interpreter is for machines without a GPU")
     monkeypatch.setattr("megatron_lce.core.head_gradients.product", lambda *operands, accumulate: None)
+    grad_hidden = Tokens.grad_hidden
+    monkeypatch.setattr(Tokens, "grad_hidden", lambda self: (gc.collect(), grad_hidden(self))[1])  # the interpreter's
     step = replace(HeadStep(256, 128, 1024, workspace_bytes=2**20), **changes)
     peak = measured_step(step, torch.device("cpu"), lambda call: peak_live_bytes(call)[0])
     assert estimate(OURS, step).peak_bytes == pytest.approx(peak, rel=ALLOWED)
@@ -129,6 +138,9 @@ GPU_STEPS = {
     "fp32": HeadStep(4096, 1024, 32768, itemsize=4),
     "half of the logits kept": HeadStep(8192, 2048, 65536, logits_cache_bytes=512 * MIB),
     "main_grad": HeadStep(16384, 4096, 37984, main_grad=True),
+    "blocks of tokens": HeadStep(131072, 4096, 18992),
+    "blocks of tokens, main_grad": HeadStep(131072, 4096, 18992, main_grad=True),
+    "ignored rows skipped": HeadStep(16384, 4096, 37984, ignored=0.6, skip_ignored=True),
 }
 
 
@@ -172,9 +184,11 @@ def test_peak_of_megatrons_own_losses_on_a_gpu(way, device, usual_torch):
     assert estimate(way, step).peak_bytes == pytest.approx(measured, rel=ALLOWED)
 
 
-def test_statistics_tiles_are_those_of_the_table():
+def test_tiles_and_chunks_are_those_of_the_kernels():
     tiles = pytest.importorskip("megatron_lce.backends.triton.tiles")
-    assert {2: tiles.HOPPER_16_BIT.block_v, 4: tiles.FP32.block_v} == STATS_COLUMNS
+    assert {2: tiles.HOPPER_16_BIT.block_v, 4: tiles.FP32.block_v} == TILE_COLUMNS
+    inputs = {2: torch.empty(1, dtype=torch.bfloat16), 4: torch.empty(1)}
+    assert {size: tiles.chunk_columns(tensor) for size, tensor in inputs.items()} == CHUNK_COLUMNS
 
 
 def test_products_and_their_time():
