@@ -10,7 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from megatron_lce.core.blocks import ALIGNED_COLUMNS, BlockBytes, plan_blocks, stats_tokens, tokens_per_block
+from megatron_lce.core.blocks import (
+    ALIGNED_COLUMNS,
+    BlockBytes,
+    kept_tokens,
+    plan_blocks,
+    stats_tokens,
+    tokens_per_block,
+)
 from megatron_lce.core.products import slab_row_stride
 from megatron_lce.core.softmax_stats import num_extremes, num_sums, packed_rows
 
@@ -20,6 +27,7 @@ TILE_COLUMNS = {2: 256, 4: 64}  # by bytes of an element: what a kept logits' ti
 CHUNK_COLUMNS = {2: 128, 4: 64}  # what one row of statistics is about
 PER_TOKEN_BYTES = 40  # a token's labels, factors, outputs and what backward needs of them
 TERMS_BYTES = 24  # a token's row terms in backward
+TOKEN_LOSS_RESERVE = 20  # this fraction of the workspace is left to statistics beside the kept logits of a block
 
 
 @dataclass(frozen=True)
@@ -180,11 +188,32 @@ def skipped(step: HeadStep) -> tuple[float, Phases]:
     return ours(replace(step, skip_ignored=True))
 
 
+def token_loss(step: HeadStep) -> tuple[float, Phases]:
+    """`linear_token_loss` of 16-bit inputs: blocks of tokens go all the way in forward; backward scales gradients."""
+    row_bytes, block = _kept_row_bytes(step, step.columns), _tokens_kept_at_once(step)
+    if block is None:
+        raise ValueError(f"workspace_bytes must hold the logits of 128 tokens, {128 * row_bytes} bytes and 5 %")
+    per_token = {"per token": PER_TOKEN_BYTES * step.tokens}
+    hidden = {"hidden's gradient": step.computed * step.hidden * step.itemsize}
+    made = {"fp32 sum of weight's gradient": 4 * step.columns * step.hidden}
+    share = step.hidden_bytes // step.tp if step.gathers else step.hidden_bytes
+    saved = per_token | made | {"hidden's gradient": share}
+    left = replace(step, workspace_bytes=step.workspace_bytes - block * row_bytes)
+    forward = per_token | made | hidden | _inputs_of_a_block(step, block)
+    return 3 * step.computed / step.tokens, {
+        "blocks": forward | {"logits of a block": block * row_bytes, "statistics": _statistics_bytes(left, block)},
+        "end of forward": forward | _over_group(step) | _all_rows(step),
+        "kept": saved,
+        "gradients scaled": saved | {"scaled hidden's gradient": share, "weight's gradient": step.weight_bytes},
+    }
+
+
 WAYS: dict[str, Callable[[HeadStep], tuple[float, Phases]]] = {
     "Megatron, unfused": megatron,
     "Megatron, fused cross-entropy": megatron_fused,
     "megatron_lce": ours,
     "megatron_lce, skip_ignored": skipped,
+    "megatron_lce, linear_token_loss": token_loss,
 }
 
 
@@ -252,6 +281,12 @@ def _tokens_of_a_block(step: HeadStep) -> int:
     block = tokens_per_block(step.computed, step.columns, step.workspace_bytes, block_bytes)
     ranks = step.tp if step.gathers else 1
     return min(step.computed, max(1, block // ranks) * ranks)
+
+
+def _tokens_kept_at_once(step: HeadStep) -> int | None:
+    """Of a block of `linear_token_loss`; None: too few, and logits are made twice."""
+    room = step.workspace_bytes - step.workspace_bytes // TOKEN_LOSS_RESERVE
+    return None if step.itemsize == 4 else kept_tokens(step.computed, room, _kept_row_bytes(step, step.columns))
 
 
 def _inputs_of_a_block(step: HeadStep, block: int) -> dict[str, int]:
@@ -327,6 +362,8 @@ def estimate_table(
         cases.append((f"megatron_lce, cache of {cache_bytes / 2**20:,.0f} MiB", "megatron_lce", kept))
     if step.itemsize == 2:
         cases.append(("megatron_lce, everything cached", "megatron_lce", everything))
+    if _tokens_kept_at_once(step) is not None:
+        cases.append(("megatron_lce, linear_token_loss", "megatron_lce, linear_token_loss", step))
     if step.ignored:
         cases.append((f"megatron_lce, {step.ignored:.0%} ignored and skipped", "megatron_lce, skip_ignored", step))
     rows = []

@@ -18,6 +18,7 @@ from tests.problems import make_problem
 RESULTS = Path(__file__).resolve().parent.parent / "benchmark" / "results"
 ALLOWED = 0.05
 MIB = 2**20
+TOKEN_LOSS = "megatron_lce, linear_token_loss"
 FUSED, UNFUSED, OURS = "Megatron, fused cross-entropy", "Megatron, unfused", "megatron_lce"
 SHAPES = {"S1": (8192, 4096, 151936), "S2": (16384, 2048, 131072), "S3": (16384, 4096, 18992)}
 
@@ -114,21 +115,65 @@ def measured_step(step, device, peak, backend="triton"):
     return peak(call)
 
 
-@pytest.mark.parametrize("changes", CASES.values(), ids=list(CASES))
-def test_storages_of_a_step_on_a_cpu(changes, monkeypatch, usual_torch):
-    """The Triton backend's allocations, seen one by one, without the fp32 copies that products take on a CPU.
-
-    Kept logits are left to the measured runs: the interpreter takes seconds for them.
-    """
+@pytest.fixture
+def on_a_cpu(monkeypatch, usual_torch):
+    """The Triton backend's allocations, without the fp32 copies that products take on a CPU."""
     pytest.importorskip("triton")
     if torch.cuda.is_available():
         pytest.skip("the interpreter is for machines without a GPU")
     monkeypatch.setattr("megatron_lce.core.head_gradients.product", lambda *operands, accumulate: None)
     grad_hidden = Tokens.grad_hidden
-    monkeypatch.setattr(Tokens, "grad_hidden", lambda self: (gc.collect(), grad_hidden(self))[1])  # the interpreter's
+    # The interpreter leaves its buffers to the garbage collector.
+    monkeypatch.setattr(Tokens, "grad_hidden", lambda self: (gc.collect(), grad_hidden(self))[1])
+
+
+@pytest.mark.parametrize("changes", CASES.values(), ids=list(CASES))
+def test_storages_of_a_step_on_a_cpu(changes, on_a_cpu):
+    """Kept logits are left to the measured runs: the interpreter takes seconds for them."""
     step = replace(HeadStep(256, 128, 1024, workspace_bytes=2**20), **changes)
     peak = measured_step(step, torch.device("cpu"), lambda call: peak_live_bytes(call)[0])
     assert estimate(OURS, step).peak_bytes == pytest.approx(peak, rel=ALLOWED)
+
+
+@pytest.mark.parametrize("workspace_bytes", [2**20, 400_000], ids=["one block", "blocks"])
+def test_storages_of_a_token_loss_on_a_cpu(workspace_bytes, on_a_cpu):
+    step = HeadStep(256, 128, 1024, workspace_bytes=workspace_bytes)
+    peak = measured_token_loss(step, torch.device("cpu"), lambda call: peak_live_bytes(call)[0])
+    assert estimate(TOKEN_LOSS, step).peak_bytes == pytest.approx(peak, rel=ALLOWED)
+
+
+def measured_token_loss(step, device, peak):
+    """The same of `linear_token_loss`, backward included."""
+    problem = make_problem(step.tokens, step.hidden, step.columns, device, torch.bfloat16)
+    hidden, weight = problem.hidden.requires_grad_(), problem.weight.requires_grad_()
+
+    def loss(out, weights):
+        return -weights * out.logprobs + (0.01 * out.entropy if step.entropy else 0.0)
+
+    def call():
+        result = megatron_lce.linear_token_loss(
+            hidden,
+            weight,
+            problem.labels,
+            loss,
+            problem.upstream.logprobs,
+            entropy=step.entropy,
+            workspace_bytes=step.workspace_bytes,
+            backend="triton",
+        )
+        return torch.autograd.grad(result.loss, (hidden, weight))
+
+    return peak(call)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("step", [HeadStep(8192, 2048, 65536), HeadStep(131072, 4096, 18992)], ids=["wide", "long"])
+def test_peak_of_a_token_loss_on_a_gpu(step, device, usual_torch):
+    def peak(call):
+        call()  # compiles
+        return measure.peak_mib(call, device) * MIB
+
+    assert estimate(TOKEN_LOSS, step).peak_bytes == pytest.approx(measured_token_loss(step, device, peak), rel=ALLOWED)
 
 
 GPU_STEPS = {
@@ -218,9 +263,10 @@ def test_rows_of_the_table():
         OURS,
         f"{OURS}, cache of 16 MiB",
         f"{OURS}, everything cached",
+        TOKEN_LOSS,
         f"{OURS}, 60% ignored and skipped",
     ]
-    assert rows[3]["products"] < rows[2]["products"] > rows[4]["products"] > rows[5]["products"]
+    assert rows[3]["products"] < rows[2]["products"] > rows[4]["products"] == rows[5]["products"] > rows[6]["products"]
     assert rows[0]["peak_parts_mib"] == {"logits": 64, "fp32 softmax": 128}
     in_fp32 = estimate_table(replace(step, itemsize=4, ignored=0.0))
     assert [row["way"] for row in in_fp32] == [UNFUSED, OURS]
