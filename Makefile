@@ -4,14 +4,15 @@ PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
-INSTALLED := $(VENV)/.installed
+# A stamp for each CONSTRAINTS: with others than last time the environment is made anew.
+INSTALLED := $(VENV)/.installed$(subst /,_,$(patsubst %,-%,$(filter-out constraints.txt,$(or $(CONSTRAINTS),latest))))
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: demo demo-distill test lint bench test-matrix clean
 
 $(INSTALLED): setup.py pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else f"Python 3.11 or newer is needed, this is {sys.version}")'
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv $(if $(filter-out $(INSTALLED),$(wildcard $(VENV)/.installed*)),--clear) $(VENV)
 	$(BIN)/python -m pip install --quiet $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) --editable ".[dev]"
 	touch $@
 

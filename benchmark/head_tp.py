@@ -24,9 +24,12 @@ from torch.distributed import ProcessGroup
 import megatron_lce
 from benchmark import measure, report
 from benchmark.providers import Head, cache_bytes, load_verl_kernel
+from benchmark.ratios import products_ms
 from benchmark.results import Results
 from benchmark.run import DTYPES
-from benchmark.shapes import Inputs, Shape, make_inputs
+from benchmark.shapes import Inputs, Shape, choose, make_inputs
+from scripts.arguments import HelpFormatter
+from scripts.ranks import device_of_rank
 
 TURN_MS = 400  # of a round of the three products: in a short one a GPU that has just waited is at higher clocks
 SHORT_US = 10  # kernels that the printed profile leaves out
@@ -184,39 +187,54 @@ def measure_heads(
             results.attempt("profiles", key, lambda timed=timed: {"kernels": measure.kernels(timed.call, device)})
 
 
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmark.head_tp", description=__doc__.splitlines()[0], formatter_class=HelpFormatter
+    )
+    add = parser.add_argument
+    add("--tp", help="Comma-separated tensor-parallel sizes; None: the powers of two up to the number of processes.")
+    add("--tokens", default="16384,8192", help="Comma-separated token counts.")
+    add("--hidden", type=int, default=4096, help="Hidden size.")
+    add("--vocab", type=int, default=151936, help="Vocabulary of all ranks together.")
+    add("--heads", default="all", help=f"Comma-separated: all, {', '.join(HEADS)}.")
+    add("--dtype", choices=DTYPES, default="bf16", help="Type of hidden and weight.")
+    add("--device", choices=("cuda", "cpu"), help="Device of all ranks; None: cuda where every rank has a GPU.")
+    add("--output", type=Path, default=Path("head_tp.json"), help="JSON file to write.")
+    return parser
+
+
+def parse_arguments(argv: list[str], ranks: int) -> argparse.Namespace:
+    parser = build_parser()
+    arguments = parser.parse_args(argv)
+    try:
+        arguments.heads = choose("a head", arguments.heads, HEADS)
+        powers = ",".join(str(2**i) for i in range(ranks.bit_length()))
+        arguments.tp = [int(text) for text in (arguments.tp or powers).split(",")]
+        arguments.tokens = [int(text) for text in arguments.tokens.split(",")]
+    except ValueError as error:
+        parser.error(str(error))
+    for tp in arguments.tp:
+        if tp < 1 or ranks % tp or arguments.vocab % tp:
+            parser.error(f"--tp must divide {ranks} processes and {arguments.vocab} columns, got {tp}")
+    return arguments
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmark.head_tp", description=__doc__.splitlines()[0])
-    parser.add_argument("--tp", help="tensor-parallel sizes (default: the powers of two up to the number of processes)")
-    parser.add_argument("--tokens", default="16384,8192", help="token counts (default: %(default)s)")
-    parser.add_argument("--hidden", type=int, default=4096)
-    parser.add_argument("--vocab", type=int, default=151936, help="of all ranks together")
-    parser.add_argument("--heads", default=",".join(HEADS), help="default: %(default)s")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--output", type=Path, default=Path("head_tp.json"))
-    arguments = parser.parse_args()
-    device = torch.device("cpu")
-    if arguments.device == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
+    arguments = parse_arguments(sys.argv[1:], int(os.environ["WORLD_SIZE"]))
+    device = device_of_rank(arguments.device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(minutes=5))
     path = arguments.output if dist.get_rank() == 0 else None
     results = Results(device, DTYPES[arguments.dtype], path, {"command": sys.argv[1:], "ranks": dist.get_world_size()})
-    ranks = dist.get_world_size()
-    sizes = (
-        [int(text) for text in arguments.tp.split(",")] if arguments.tp else [2**i for i in range(ranks.bit_length())]
-    )
-    for tp in sizes:
-        if ranks % tp or arguments.vocab % tp:
-            raise ValueError(f"--tp must divide {ranks} processes and {arguments.vocab} columns, got {tp}")
+    for tp in arguments.tp:
         group, _ = dist.new_subgroups(group_size=tp)
-        heads = load_heads(results, arguments.heads.split(","), group)
-        for tokens in (int(text) for text in arguments.tokens.split(",")):
+        heads = load_heads(results, arguments.heads, group)
+        for tokens in arguments.tokens:
             shape = Shape(f"{tokens}x{arguments.hidden}x{arguments.vocab}", tokens, arguments.hidden, arguments.vocab)
             measure_heads(results, shape, group, heads, DTYPES[arguments.dtype])
         del heads
     if path:
         print_table(results.document)
+        print(f"Report: {path}")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -226,7 +244,7 @@ def print_table(document: dict) -> None:
     console = Console(width=170)
     report.print_header(document, console)
     for record in document["all_reduce"]:
-        if record["status"] == "ok" and (products := report.products_ms(document, record["shape"])):
+        if record["status"] == "ok" and (products := products_ms(document, record["shape"])):
             text = "F {:.2f}, dX {:.2f}, dW {:.2f}, all-reduce {:.2f} ms".format(*products, record["time_ms"])
             console.print(f"{record['shape']} on one rank: {text}")
     columns = ("time_ms", "over_products", "over_products_recomputed", "peak_mib", "gradients_mib")

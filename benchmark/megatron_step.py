@@ -27,6 +27,7 @@ from benchmark.results import Results
 from benchmark.run import DTYPES
 from megatron_lce.megatron_integration.enable import FusedLinearCE
 from scripts import megatron_runtime
+from scripts.arguments import HelpFormatter
 
 VARIANTS = ("native", "native-fused", "ours", "ours-main-grad", "ours-main-grad-512-mib", "ours-cached")
 REPEATS = 3  # in a round
@@ -178,6 +179,7 @@ def work(args: argparse.Namespace, device: torch.device) -> None:
             results.complete("steps", record, lambda record=record: measure.slowest_rank(record))
     if path:
         print_table(results.document)
+        print(f"Report: {path}")
 
 
 def exact_run(args: argparse.Namespace, model: nn.Module, batches: list[dict[str, Tensor]], device) -> tuple:
@@ -201,19 +203,27 @@ def print_table(document: dict) -> None:
     report.print_table(console, title, keys, (*columns, "over_native_error"), document["steps"])
 
 
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmark.megatron_step", description=__doc__.splitlines()[0], formatter_class=HelpFormatter
+    )
+    add = parser.add_argument
+    add("--tp", type=int, default=2, help="Tensor-parallel size; sequence parallel from 2 on.")
+    add("--pp", type=int, default=1, help="Pipeline stages; also the number of microbatches.")
+    add("--tokens", default="8192,16384", help="Comma-separated token counts of a microbatch.")
+    add("--sequence-length", type=int, default=4096, help="Tokens of a sequence.")
+    add("--layers", type=int, default=4, help="Transformer layers.")
+    add("--hidden", type=int, default=4096, help="Hidden size.")
+    add("--heads", type=int, default=32, help="Attention heads.")
+    add("--vocab", type=int, default=151936, help="Vocabulary of all ranks together.")
+    add("--dtype", choices=DTYPES, default="bf16", help="Type of the weights.")
+    add("--device", choices=("cuda", "cpu"), help="Device of all ranks; None: cuda where every rank has a GPU.")
+    add("--output", type=Path, default=Path("megatron_step.json"), help="JSON file to write.")
+    return parser
+
+
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmark.megatron_step", description=__doc__.splitlines()[0])
-    parser.add_argument("--tp", type=int, default=2, help="sequence parallel from 2 on (default: %(default)s)")
-    parser.add_argument("--pp", type=int, default=1, help="also the number of microbatches (default: %(default)s)")
-    parser.add_argument("--tokens", default="8192,16384", help="of a microbatch (default: %(default)s)")
-    parser.add_argument("--sequence-length", type=int, default=4096)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--hidden", type=int, default=4096)
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--vocab", type=int, default=151936)
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
-    parser.add_argument("--output", type=Path, default=Path("megatron_step.json"))
+    parser = build_parser()
     args = parser.parse_args()
     args.tokens = [int(text) for text in args.tokens.split(",")]
     for tokens in args.tokens:

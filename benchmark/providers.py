@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import megatron_lce
+from benchmark.shapes import choose
 
 MODES = ("fwd", "rl", "logprob", "sft")
 
@@ -203,11 +204,4 @@ PROVIDERS = {
 
 def select_providers(names: str) -> list[Provider]:
     """Comma-separated names; `all` is every provider."""
-    selected: list[Provider] = []
-    for name in names.split(","):
-        for member in PROVIDERS if name == "all" else [name]:
-            if member not in PROVIDERS:
-                raise ValueError(f"a provider must be one of {', '.join(PROVIDERS)} or all, got {member!r}")
-            if PROVIDERS[member] not in selected:
-                selected.append(PROVIDERS[member])
-    return selected
+    return [PROVIDERS[name] for name in choose("a provider", names, PROVIDERS)]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import megatron_lce
-from benchmark import report
+from benchmark import ratios, report
 from benchmark.measure import Timed
 
 ROUNDS = 4  # of calls that take turns
@@ -35,7 +35,7 @@ class Results:
         return self.document.setdefault(name, [])
 
     def save(self) -> None:
-        report.add_ratios(self.document)
+        ratios.add_ratios(self.document)
         if self.path:
             self.path.write_text(json.dumps(self.document, indent=1) + "\n")
 

@@ -14,13 +14,17 @@ from pathlib import Path
 
 import torch
 
-from benchmark import measure, report
+from benchmark import measure, pictures, report
 from benchmark.providers import MODES, PROVIDERS, Head, Provider, cache_bytes, ours, select_providers
 from benchmark.results import Results
 from benchmark.shapes import Inputs, Shape, make_inputs, parse_shape
+from scripts.arguments import HelpFormatter
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DEFAULT_SHAPES = {"cuda": ("S1", "2048x1024x32768"), "cpu": ("64x128x1000", "64x128x1000")}  # times, errors
+
+# Compiling takes minutes on a CPU.
+DEFAULT_PROVIDERS = {"cuda": "ours,ours-cached,eager,compile", "cpu": "ours,eager"}
 
 
 class Run:
@@ -116,25 +120,7 @@ def numbers(text: str) -> list[str]:
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmark.run", description=__doc__.splitlines()[0])
-    parser.add_argument("--shapes", help="comma-separated: S1, S2, S3 or NxHxV (default: S1, on a CPU 64x128x1000)")
-    parser.add_argument(
-        "--providers", default="ours,ours-cached,eager,compile", help=f"comma-separated: all, {', '.join(PROVIDERS)}"
-    )
-    parser.add_argument("--modes", default=",".join(MODES), help="comma-separated (default: %(default)s)")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--budget-ms", type=float, default=300.0, help="time of a head's repeats in each round")
-    parser.add_argument(
-        "--error-shape",
-        help="shape of the comparison with fp64; '' for none (default: 2048x1024x32768, on a CPU 64x128x1000)",
-    )
-    parser.add_argument(
-        "--cache-fractions", default="", help="budgets as parts of the 16-bit logits, e.g. 0,0.25,0.5,1"
-    )
-    parser.add_argument("--memory-tokens", default="", help="token counts of the memory curve, e.g. 1024,8192,131072")
-    parser.add_argument("--output", type=Path, default=Path("benchmark.json"))
-    parser.add_argument("--pictures", type=Path, help="folder for the pictures")
+    parser = build_parser()
     arguments = parser.parse_args(argv)
     shapes, error_shape = DEFAULT_SHAPES[arguments.device]
     shapes = shapes if arguments.shapes is None else arguments.shapes
@@ -142,13 +128,34 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     try:
         arguments.shapes = [parse_shape(text) for text in numbers(shapes)]
         arguments.error_shape = parse_shape(error_shape) if error_shape else None
-        arguments.providers = select_providers(arguments.providers)
+        arguments.providers = select_providers(arguments.providers or DEFAULT_PROVIDERS[arguments.device])
     except ValueError as error:
         parser.error(str(error))
     arguments.modes = numbers(arguments.modes)
     if unknown := set(arguments.modes) - set(MODES):
         parser.error(f"a mode must be one of {', '.join(MODES)}, got {', '.join(sorted(unknown))}")
     return arguments
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmark.run", description=__doc__.splitlines()[0], formatter_class=HelpFormatter
+    )
+    add = parser.add_argument
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    add("--shapes", help=f"Comma-separated: S1, S2, S3 or NxHxV; None: {DEFAULT_SHAPES[here][0]}.")
+    names = f"Comma-separated: all, {', '.join(PROVIDERS)}"
+    add("--providers", help=f"{names}; None: {DEFAULT_PROVIDERS[here]}.")
+    add("--modes", default=",".join(MODES), help="Comma-separated kinds of a step.")
+    add("--dtype", choices=DTYPES, default="bf16", help="Type of hidden and weight.")
+    add("--device", choices=("cuda", "cpu"), default=here, help="Where to run.")
+    add("--budget-ms", type=float, default=300.0, help="Time of a head's repeats in each round, in ms.")
+    add("--error-shape", help=f"Shape of the comparison with fp64, '' for none; None: {DEFAULT_SHAPES[here][1]}.")
+    add("--cache-fractions", default="", help="Cache budgets as parts of the 16-bit logits, such as 0,0.25,0.5,1.")
+    add("--memory-tokens", default="", help="Token counts of the memory curve, such as 1024,8192,131072.")
+    add("--output", type=Path, default=Path("benchmark.json"), help="JSON file to write.")
+    add("--pictures", type=Path, help="Folder for the pictures; None: no pictures.")
+    return parser
 
 
 def main(argv: list[str] | None = None) -> dict:
@@ -171,7 +178,8 @@ def main(argv: list[str] | None = None) -> dict:
         torch.distributed.destroy_process_group()
     report.print_tables(results.document)
     if arguments.pictures:
-        report.draw_pictures(results.document, arguments.pictures)
+        pictures.draw(results.document, arguments.pictures)
+    print(f"Report: {arguments.output}")
     return results.document
 
 

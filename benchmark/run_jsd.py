@@ -9,21 +9,22 @@ divergence needs statistics and the gradient needs the divergence, and 2 (Fs + F
 import argparse
 import functools
 import math
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
 import megatron_lce
-from benchmark import measure, report
+from benchmark import measure, pictures, report
+from benchmark.ratios import jsd_limit_ms
 from benchmark.results import Results
 from benchmark.run import DTYPES
-from benchmark.shapes import Inputs, Shape, make_inputs
+from benchmark.shapes import Inputs, Shape, choose, make_inputs
+from scripts.arguments import HelpFormatter
 
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
 
@@ -65,12 +66,29 @@ def _load_liger() -> Loss:
     )
 
 
-PROVIDERS: dict[str, tuple[Callable[[], Loss], str | None]] = {
-    "ours": (lambda: _ours, None),
-    "liger": (_load_liger, "liger-kernel"),
-    "compile": (lambda: torch.compile(materialised, dynamic=False), None),
-    "eager": (lambda: materialised, None),
+@dataclass(frozen=True)
+class Provider:
+    """How to load a head's loss, the distribution whose version is reported, and whether it keeps N x V tensors."""
+
+    load: Callable[[], Loss]
+    package: str | None = None
+    holds_logits: bool = False
+
+
+PROVIDERS = {
+    "ours": Provider(lambda: _ours),
+    "liger": Provider(_load_liger, "liger-kernel"),
+    "compile": Provider(lambda: torch.compile(materialised, dynamic=False), holds_logits=True),
+    "eager": Provider(lambda: materialised, holds_logits=True),
 }
+
+
+# Time and comparison with fp64; a CPU's are over in seconds.
+DEFAULT_SHAPES = {
+    "cuda": ("8192x2048x4096x151936", "1024x512x1024x32768"),
+    "cpu": ("64x32x48x1000", "64x32x48x1000"),
+}
+DEFAULT_PROVIDERS = {"cuda": "all", "cpu": "ours,liger,eager"}  # compiling takes minutes on a CPU
 
 
 @dataclass(frozen=True)
@@ -110,18 +128,6 @@ def measure_error(loss: Loss, heads: Heads, beta: float) -> dict:
     }
 
 
-def limit_ms(document: dict, beta: float) -> float | None:
-    """cuBLAS time of the products at this beta, from all measurements in the document."""
-    records = [record for record in document["jsd_products"] if record["status"] == "ok"]
-    if not records:
-        return None
-    student, teacher, grad_hidden, grad_weight = (
-        median(ms for record in records for ms in record[name])
-        for name in ("student_logits_ms", "teacher_logits_ms", "grad_hidden_ms", "grad_weight_ms")
-    )
-    return (3 if 0 < beta < 1 else 2) * (student + teacher) + grad_hidden + grad_weight
-
-
 def measure_products(heads: Heads, device: torch.device, budget_ms: float) -> dict:
     student = measure.measure_products(heads.student, device, budget_ms=budget_ms)
     teacher = measure.measure_products(heads.teacher, device, budget_ms=budget_ms)
@@ -155,21 +161,57 @@ def _text(shape: list[int]) -> str:
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmark.run_jsd", description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", default="8192x2048x4096x151936", help="tokens x student's H x teacher's H x vocab")
-    parser.add_argument("--error-shape", default="1024x512x1024x32768", help="of the comparison with fp64")
-    parser.add_argument("--betas", default="0.5,0,1")
-    parser.add_argument("--providers", default=",".join(PROVIDERS), help="default: %(default)s")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--budget-ms", type=float, default=500.0, help="time of a head's repeats in each round")
-    parser.add_argument("--output", type=Path, default=Path("jsd.json"))
-    parser.add_argument("--picture", type=Path)
+    parser = build_parser()
     arguments = parser.parse_args(argv)
-    for name in ("shape", "error_shape"):
-        setattr(arguments, name, [int(number) for number in getattr(arguments, name).split("x")])
-    arguments.betas = [float(text) for text in arguments.betas.split(",")]
+    defaults = DEFAULT_SHAPES[arguments.device]
+    try:
+        arguments.shape = parse_heads(arguments.shape or defaults[0])
+        arguments.error_shape = parse_heads(arguments.error_shape or defaults[1])
+        arguments.betas = choose_betas(arguments.betas)
+        providers = arguments.providers or DEFAULT_PROVIDERS[arguments.device]
+        arguments.providers = choose("a provider", providers, PROVIDERS)
+    except ValueError as error:
+        parser.error(str(error))
     return arguments
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmark.run_jsd", description=__doc__.splitlines()[0], formatter_class=HelpFormatter
+    )
+    add = parser.add_argument
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    add("--shape", help=f"Tokens x student's H x teacher's H x vocabulary; None: {DEFAULT_SHAPES[here][0]}.")
+    add("--error-shape", help=f"Shape of the comparison with fp64; None: {DEFAULT_SHAPES[here][1]}.")
+    add("--betas", default="0.5,0,1", help="Comma-separated: 0 is forward KL, 1 reverse KL, between them JSD.")
+    names = f"Comma-separated: all, {', '.join(PROVIDERS)}"
+    add("--providers", help=f"{names}; None: {DEFAULT_PROVIDERS[here]}.")
+    add("--dtype", choices=DTYPES, default="bf16", help="Type of hidden and weight.")
+    add("--device", choices=("cuda", "cpu"), default=here, help="Where to run.")
+    add("--budget-ms", type=float, default=500.0, help="Time of a head's repeats in each round, in ms.")
+    add("--output", type=Path, default=Path("jsd.json"), help="JSON file to write.")
+    add("--picture", type=Path, help="Picture to draw; None: no picture.")
+    return parser
+
+
+def parse_heads(text: str) -> list[int]:
+    """`NxHsxHtxV` in plain numbers."""
+    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){3}", text):
+        raise ValueError(
+            f"a shape must be tokens x student's H x teacher's H x vocab such as 64x32x48x512, got {text!r}"
+        )
+    return [int(number) for number in text.split("x")]
+
+
+def choose_betas(text: str) -> list[float]:
+    """Comma-separated numbers from 0 to 1."""
+    try:
+        betas = [float(number) for number in text.split(",")]
+    except ValueError:
+        betas = []
+    if not betas or not all(0 <= beta <= 1 for beta in betas):
+        raise ValueError(f"betas must be comma-separated numbers from 0 to 1, got {text!r}")
+    return betas
 
 
 def main(argv: list[str] | None = None) -> dict:
@@ -177,7 +219,10 @@ def main(argv: list[str] | None = None) -> dict:
     arguments = parse_arguments(argv)
     device, dtype = torch.device(arguments.device), DTYPES[arguments.dtype]
     results = Results(device, dtype, arguments.output, {"command": argv})
-    losses = {name: results.load(name, *PROVIDERS[name]) for name in arguments.providers.split(",")}
+    losses = {}
+    for name in arguments.providers:
+        provider = PROVIDERS[name]
+        losses[name] = results.load(name, provider.load, provider.package, holds_logits=provider.holds_logits)
     losses = {name: loss for name, loss in losses.items() if loss is not None}
 
     times(results, losses, arguments, dtype)
@@ -189,41 +234,15 @@ def main(argv: list[str] | None = None) -> dict:
             results.attempt("jsd_errors", record, functools.partial(measure_error, loss, heads, beta))
 
     for record in results.section("jsd"):
-        limit = limit_ms(results.document, record["beta"])
+        limit = jsd_limit_ms(results.document, record["beta"])
         if record["status"] == "ok" and limit:
             record["over_products"] = record["time_ms"] / limit
     results.save()
-    print_tables(results.document)
+    report.print_tables(results.document)
     if arguments.picture:
-        draw_picture(results.document, arguments.picture)
+        pictures.draw_jsd(results.document, arguments.picture)
+    print(f"Report: {arguments.output}")
     return results.document
-
-
-def print_tables(document: dict) -> None:
-    console = Console(width=150)
-    report.print_header(document, console)
-    keys = ("shape", "beta", "provider")
-    columns = ("time_ms", "over_products", "peak_mib", "gradients_mib", "first_call_s")
-    report.print_table(console, "linear JSD, forward and backward", keys, columns, document["jsd"])
-    columns = ("loss_relative_error", "grad_hidden_relative_error", "grad_weight_relative_error")
-    report.print_table(console, "error against fp64", keys, columns, document["jsd_errors"])
-
-
-def draw_picture(document: dict, path: Path) -> None:
-    """Time of every provider at every beta, with the limit."""
-    from matplotlib import pyplot
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    measured = [record for record in document["jsd"] if record["status"] == "ok"]
-    betas = list(dict.fromkeys(record["beta"] for record in measured))
-    figure, axes = pyplot.subplots(1, max(1, len(betas)), figsize=(5 * max(1, len(betas)), 3), squeeze=False)
-    for axis, beta in zip(axes[0], betas, strict=False):
-        records = [record for record in measured if record["beta"] == beta]
-        limit = limit_ms(document, beta)
-        report.draw_bars(axis, records, [(limit, "--", "cuBLAS")] if limit else [], set())
-        axis.set_title(f"linear JSD, beta {beta:g}", fontsize=10)
-        axis.set_xlabel("ms, lower is better; compile and eager hold N x V tensors", fontsize=8)
-    report.save_figure(figure, document, path)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Problem sizes and the random inputs every provider gets."""
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -42,6 +43,16 @@ def parse_shape(text: str) -> Shape:
             f"8192x4096x151936, got {text!r}"
         )
     return Shape(text, *(int(number) for number in text.split("x")))
+
+
+def choose(what: str, text: str, allowed: Iterable[str]) -> list[str]:
+    """Comma-separated names, each once; `all` is every one that is allowed."""
+    names, chosen = list(allowed), dict[str, None]()
+    for part in text.split(","):
+        if part != "all" and part not in names:
+            raise ValueError(f"{what} must be one of {', '.join(names)} or all, got {part!r}")
+        chosen |= dict.fromkeys(names if part == "all" else [part])
+    return list(chosen)
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,37 @@
 """Fused linear cross-entropy for Megatron-LM: the loss of a vocab-sharded head without its logits."""
 
 from megatron_lce import compat
+from megatron_lce.core.options import LinearCrossEntropyOutput
 from megatron_lce.core.validation import check_labels
 from megatron_lce.cross_entropy import linear_cross_entropy
 from megatron_lce.jsd import linear_jsd
-from megatron_lce.megatron_integration import capture_lm_head, enable_fused_linear_ce
+from megatron_lce.megatron_integration import (
+    CapturedHead,
+    Explanation,
+    FusedLinearCE,
+    capture_lm_head,
+    enable_fused_linear_ce,
+    explain,
+)
+from megatron_lce.packed import context_parallel_shard, shift_labels
 from megatron_lce.token_loss import TokenLoss, linear_token_loss
 
+__version__ = "0.1.0"  # the one place: setup.py reads it from here
+
 __all__ = [
+    "CapturedHead",
+    "Explanation",
+    "FusedLinearCE",
+    "LinearCrossEntropyOutput",
     "TokenLoss",
     "capture_lm_head",
     "check_labels",
     "compat",
+    "context_parallel_shard",
     "enable_fused_linear_ce",
+    "explain",
     "linear_cross_entropy",
     "linear_jsd",
     "linear_token_loss",
+    "shift_labels",
 ]

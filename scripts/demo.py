@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from scripts import pictures, sft_data
+from scripts.arguments import HelpFormatter
 
 ALLOWED_DIFFERENCE = 1e-4
 REQUIRED_RISE = 0.1  # of the mean reward, from the first to the last tenth of the steps
@@ -29,12 +30,12 @@ VOCAB_SIZE = 16384
 ROW_LENGTH = 4096
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("demo_out"))
-    parser.add_argument("--sft-steps", type=int, default=30)
-    parser.add_argument("--grpo-steps", type=int, default=80)
-    return parser.parse_args()
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("demo_out"), help="Folder for reports, pictures and data.")
+    parser.add_argument("--sft-steps", type=int, default=30, help="Supervised steps of each of the two runs.")
+    parser.add_argument("--grpo-steps", type=int, default=80, help="GRPO steps.")
+    return parser
 
 
 def train(program: str, out: Path, report: str, *options: str) -> dict[str, Any]:
@@ -104,7 +105,7 @@ def grpo_table(grpo: dict[str, Any]) -> Table:
 
 
 def main() -> int:
-    args = parse_arguments()
+    args = build_parser().parse_args()
     started = time.perf_counter()
     console = Console()
     console.print("Tokenizer and examples from the standard library ...")
@@ -132,7 +133,9 @@ def main() -> int:
 
     console.print(sft_table(off, on))
     console.print(grpo_table(grpo))
-    console.print(f"{seconds:.0f} s in all; {args.out}/report.json, {args.out}/sft.png, {args.out}/grpo.png")
+    console.print(
+        f"Report: {args.out}/report.json. Pictures: {args.out}/sft.png, {args.out}/grpo.png. {seconds:.0f} s."
+    )
     for failure in failures:
         console.print(f"[bold red]FAILED[/] {failure}")
     return 1 if failures else 0

@@ -28,6 +28,7 @@ from megatron.core.transformer.module import Float16Module
 from torch.overrides import TorchFunctionMode
 
 from scripts.megatron_layers import gpt_block_spec, mtp_block_spec
+from scripts.ranks import device_of_rank
 
 _process_patches = contextlib.ExitStack()
 
@@ -81,18 +82,12 @@ def initialize(
     """Starts torch.distributed and Megatron's parallel_state; on a CPU also installs `cpu_patches` until `teardown`.
 
     Rank, world size and port come from torchrun's environment; without one the process is a world of its own.
-    `device` is "cuda" (NCCL) or "cpu" (gloo); None: cuda where there is one. Returns this rank's device.
+    `device` is "cuda" (NCCL) or "cpu" (gloo); None: cuda where every rank has a GPU. Returns this rank's device.
     """
-    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if kind not in ("cuda", "cpu"):
-        raise ValueError(f"device must be 'cuda', 'cpu' or None, got {device!r}")
-    this_device = torch.device("cpu")
-    if kind == "cuda":
-        this_device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        torch.cuda.set_device(this_device)
-    else:
+    this_device = device_of_rank(device)
+    if this_device.type == "cpu":
         _process_patches.enter_context(cpu_patches())
-    backend = "nccl" if kind == "cuda" else "gloo"
+    backend = "nccl" if this_device.type == "cuda" else "gloo"
     timeout = timedelta(minutes=5)
     if "RANK" in os.environ:
         torch.distributed.init_process_group(backend, timeout=timeout)

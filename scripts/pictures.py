@@ -40,7 +40,7 @@ def draw_grpo(path: Path, steps: list[dict[str, float]]) -> None:
     numbers = range(1, len(steps) + 1)
     reward.plot(numbers, [step["reward"] for step in steps], color=_ON, label="mean reward (share of right positions)")
     reward.plot(numbers, [step["all_right"] for step in steps], color=_OTHER, label="share of answers wholly right")
-    reward.set(title="GRPO on sorting digits, TP=2, use_fused_linear_ce on", ylabel="over the step's samples")
+    reward.set(title="GRPO on sorting digits, TP=2, use_fused_linear_ce on", ylabel="mean over the step's samples")
     reward.set_ylim(0, 1)
     reward.legend(loc="upper left")
     entropy.plot(numbers, [step["entropy"] for step in steps], color=_OFF)

@@ -23,24 +23,25 @@ from scripts.sorting_task import EOS, PAD, VOCAB_SIZE, SortingTask
 IGNORED = -100
 
 
-def parse_arguments() -> argparse.Namespace:
+def build_parser() -> argparse.ArgumentParser:
     parser = training.argument_parser(__doc__, steps=80, hidden_size=64, lr=5e-4)
-    parser.add_argument("--digits", type=int, default=5)
-    parser.add_argument("--padded-vocab-size", type=int, default=64, help="of the model; the task has 13 characters")
-    parser.add_argument("--warm-up-steps", type=int, default=20, help="supervised steps before GRPO")
-    parser.add_argument("--warm-up-lr", type=float, default=3e-3)
-    parser.add_argument("--prompts", type=int, default=16, help="prompts a step on each data-parallel rank")
-    parser.add_argument("--samples", type=int, default=16, help="samples of each prompt")
-    parser.add_argument("--updates", type=int, default=4, help="optimizer steps on the samples of one step")
-    parser.add_argument("--num-microbatches", type=int, default=1, help="of each optimizer step")
-    parser.add_argument("--temperature", type=float, default=0.8)
-    parser.add_argument("--level", choices=("token", "sequence"), default="token", help="of the clipped ratio")
-    parser.add_argument("--clip-low", type=float, default=0.2)
-    parser.add_argument("--clip-high", type=float, default=0.28)
-    parser.add_argument("--kl-weight", type=float, default=0.01)
-    parser.add_argument("--entropy-weight", type=float, default=0.001)
-    parser.add_argument("--report", default="grpo.json", help="name of the report in --out")
-    return parser.parse_args()
+    add = parser.add_argument
+    add("--digits", type=int, default=5, help="Digits to sort.")
+    add("--padded-vocab-size", type=int, default=64, help="Vocabulary of the model; the task has 13 characters.")
+    add("--warm-up-steps", type=int, default=20, help="Supervised steps before GRPO.")
+    add("--warm-up-lr", type=float, default=3e-3, help="Learning rate of the supervised steps.")
+    add("--prompts", type=int, default=16, help="Prompts a step on each data-parallel rank.")
+    add("--samples", type=int, default=16, help="Samples of each prompt.")
+    add("--updates", type=int, default=4, help="Optimizer steps on the samples of one step.")
+    add("--num-microbatches", type=int, default=1, help="Microbatches of each optimizer step.")
+    add("--temperature", type=float, default=0.8, help="Temperature of sampling and of the policy's softmax.")
+    add("--level", choices=("token", "sequence"), default="token", help="What has a clipped ratio: GRPO's or GSPO's.")
+    add("--clip-low", type=float, default=0.2, help="How far below 1 the ratio counts.")
+    add("--clip-high", type=float, default=0.28, help="How far above 1 the ratio counts.")
+    add("--kl-weight", type=float, default=0.01, help="Weight of the KL divergence to the reference.")
+    add("--entropy-weight", type=float, default=0.001, help="Weight of the entropy bonus.")
+    add("--report", default="grpo.json", help="Name of the report in --out.")
+    return parser
 
 
 @dataclass
@@ -242,4 +243,4 @@ def work(args: argparse.Namespace, device: torch.device) -> None:
 
 
 if __name__ == "__main__":
-    training.run(work, parse_arguments())
+    training.run(work, build_parser().parse_args())

@@ -16,14 +16,15 @@ import megatron_lce
 from scripts import megatron_runtime, sft_data, training
 
 
-def parse_arguments() -> argparse.Namespace:
+def build_parser() -> argparse.ArgumentParser:
     parser = training.argument_parser(__doc__)
-    parser.add_argument("--vocab-size", type=int, default=8192, help="of the tokenizer and the model")
-    parser.add_argument("--padded-vocab-size", type=int, help="of the model where it is larger than the tokenizer's")
-    parser.add_argument("--row-length", type=int, default=1024, help="tokens of a packed row")
-    parser.add_argument("--num-microbatches", type=int, default=1, help="packed rows a step on each data-parallel rank")
-    parser.add_argument("--report", default="sft.json", help="name of the report in --out")
-    return parser.parse_args()
+    add = parser.add_argument
+    add("--vocab-size", type=int, default=8192, help="Vocabulary of the tokenizer and the model.")
+    add("--padded-vocab-size", type=int, help="Vocabulary of the model where it is larger than the tokenizer's.")
+    add("--row-length", type=int, default=1024, help="Tokens of a packed row.")
+    add("--num-microbatches", type=int, default=1, help="Packed rows a step on each data-parallel rank.")
+    add("--report", default="sft.json", help="Name of the report in --out.")
+    return parser
 
 
 def forward_step(batches, model: torch.nn.Module, device: torch.device):
@@ -78,4 +79,4 @@ def work(args: argparse.Namespace, device: torch.device) -> None:
 
 
 if __name__ == "__main__":
-    training.run(work, parse_arguments())
+    training.run(work, build_parser().parse_args())

@@ -4,6 +4,7 @@ import argparse
 import json
 import platform
 import resource
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from tqdm import tqdm
 
 from scripts import megatron_runtime, sft_data
+from scripts.arguments import HelpFormatter
 
 WARM_UP_STEPS = 3  # left out of the time per step: first allocations, first kernels, first collectives
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -24,22 +26,22 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 def argument_parser(description: str, **defaults: Any) -> argparse.ArgumentParser:
     """The options every training program has; `defaults` overrides their default values."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    flag = argparse.BooleanOptionalAction
-    parser.add_argument("--use-fused-linear-ce", action=flag, default=True, help="off: Megatron's materialised logits")
-    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size; the other ranks are data-parallel")
-    parser.add_argument("--sequence-parallel", action=flag, default=False)
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
-    parser.add_argument("--dtype", choices=_DTYPES, help="default: bf16 on cuda, fp32 on cpu")
-    parser.add_argument("--num-layers", type=int, default=2)
-    parser.add_argument("--hidden-size", type=int, default=128)
-    parser.add_argument("--num-heads", type=int, default=4)
-    parser.add_argument("--tied", action=flag, default=False, help="the head shares the embedding's weight")
-    parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--seed", type=int, default=1234)
-    parser.add_argument("--workspace-mib", type=float, default=512, help="transient buffers of the fused head, at most")
-    parser.add_argument("--out", type=Path, default=Path("demo_out"), help="folder for the report and cached data")
+    parser = argparse.ArgumentParser(description=description, formatter_class=HelpFormatter)
+    add, flag = parser.add_argument, argparse.BooleanOptionalAction
+    add("--use-fused-linear-ce", action=flag, default=True, help="Use the fused head; off: Megatron's logits.")
+    add("--tp", type=int, default=1, help="Tensor-parallel size; the other ranks are data-parallel.")
+    add("--sequence-parallel", action=flag, default=False, help="Shard activations along the sequence too.")
+    add("--device", choices=("cuda", "cpu"), help="Device of all ranks; None: cuda where every rank has a GPU.")
+    add("--dtype", choices=_DTYPES, help="Type of the weights; None: bf16 on cuda, fp32 on cpu.")
+    add("--num-layers", type=int, default=2, help="Transformer layers of the model.")
+    add("--hidden-size", type=int, default=128, help="Hidden size of the model.")
+    add("--num-heads", type=int, default=4, help="Attention heads of the model.")
+    add("--tied", action=flag, default=False, help="Let the head share the embedding's weight.")
+    add("--steps", type=int, default=50, help="Steps to train.")
+    add("--lr", type=float, default=1e-3, help="Learning rate of Adam.")
+    add("--seed", type=int, default=1234, help="Seed of weights and data.")
+    add("--workspace-mib", type=float, default=512, help="Most that transient buffers of the fused head take, in MiB.")
+    add("--out", type=Path, default=Path("demo_out"), help="Folder for the report and for cached data.")
     parser.set_defaults(**defaults)
     return parser
 
@@ -119,8 +121,8 @@ class StepTimer:
 
     def median_ms(self) -> float | None:
         """Median over the steps after the warm-up; None where there are none."""
-        times = sorted(self.times_ms[WARM_UP_STEPS:])
-        return times[len(times) // 2] if times else None
+        times = self.times_ms[WARM_UP_STEPS:]
+        return statistics.median(times) if times else None
 
 
 def progress(steps: int, title: str) -> tqdm:
@@ -153,7 +155,7 @@ def load_examples(args: argparse.Namespace) -> tuple[list[sft_data.Example], int
 def write_report(
     path: Path, args: argparse.Namespace, device: torch.device, timer: StepTimer, peak_before_mib: float, **content: Any
 ) -> None:
-    """Gathers the ranks' memory and writes the JSON report from rank 0. Every rank calls it."""
+    """Gathers the ranks' memory, writes the JSON report from rank 0 and says where it is. Every rank calls it."""
     ranks: list = [None] * torch.distributed.get_world_size()
     memory = {"peak_mib": peak_mib(device), "peak_before_training_mib": peak_before_mib}
     torch.distributed.all_gather_object(ranks, {"rank": torch.distributed.get_rank(), **memory})
@@ -170,6 +172,15 @@ def write_report(
         **content,
     }
     path.write_text(json.dumps(report, indent=1))
+    print(summary(path, report))
+
+
+def summary(path: Path, report: dict[str, Any]) -> str:
+    """A program's last line: its report, whether the head was fused, and the peak."""
+    fused = report.get("fused", {"enabled": report["config"]["use_fused_linear_ce"], "reasons": []})
+    head = "fused" if fused["enabled"] else f"not fused ({'; '.join(fused['reasons']) or 'as asked for'})"
+    peak = max(rank["peak_mib"] for rank in report["ranks"])
+    return f"Report: {path}. Head: {head}. Peak of a rank: {peak:,.0f} MiB, {report['memory_is']}."
 
 
 def versions(device: torch.device) -> dict[str, str]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmark import head_tp, measure, providers, report, results, run, run_jsd
+from benchmark import head_tp, measure, providers, ratios, results, run, run_jsd
 from benchmark.shapes import Shape, make_inputs, parse_shape
 
 CPU = torch.device("cpu")
@@ -100,7 +100,7 @@ def test_ratios_are_to_the_products_of_the_same_shape():
         {"shape": "a", "status": "ok", "mode": "rl", "time_ms": 24.0},
         {"shape": "b", "status": "ok", "mode": "rl", "time_ms": 24.0},
     ]
-    report.add_ratios(document)
+    ratios.add_ratios(document)
     forward, step, elsewhere = document["times"]
     assert forward["over_products"] == pytest.approx(2.0)
     assert step["over_products"] == pytest.approx(2.4)
@@ -259,7 +259,7 @@ def test_jsd_run_measures_against_the_products_its_beta_needs(tmp_path):
     # two more logits products between the ends
     products = [{"status": "ok", "student_logits_ms": [1.0], "teacher_logits_ms": [2.0]}]
     products[0] |= {"grad_hidden_ms": [4.0], "grad_weight_ms": [8.0]}
-    limits = [run_jsd.limit_ms({"jsd_products": products}, beta) for beta in (0, 0.5, 1)]
+    limits = [ratios.jsd_limit_ms({"jsd_products": products}, beta) for beta in (0, 0.5, 1)]
     assert limits == [18, 21, 18]
     assert len(document["jsd_errors"]) == 6
     for record in document["jsd_errors"]:

@@ -11,7 +11,8 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "megatron_lce"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 INTEGRATION = PACKAGE / "megatron_integration"
-CORE = [path for path in MODULES if path.parent != INTEGRATION and path.name != "__init__.py"]
+PROGRAMS = [PACKAGE / "__main__.py", PACKAGE / "doctor.py"]  # on top of everything
+CORE = [path for path in MODULES if path.parent != INTEGRATION and path.name != "__init__.py" and path not in PROGRAMS]
 
 
 def name_of(path):

@@ -3,7 +3,6 @@
 import argparse
 import gc
 import importlib.util
-import os
 import sys
 from collections.abc import Callable
 from datetime import timedelta
@@ -14,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `scripts`, when started by hand from anywhere
+
+from scripts.ranks import device_of_rank  # found through the path above
 
 
 class Report:
@@ -51,19 +52,16 @@ def available_backends() -> list[str]:
 
 
 def parse_device() -> torch.device:
-    """`--device cpu|cuda` from the command line; by default cuda where there is one."""
+    """`--device cpu|cuda` from the command line; by default cuda where every rank has a GPU."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(parser.parse_args().device)
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="Default: cuda where every rank has a GPU.")
+    return device_of_rank(parser.parse_args().device)
 
 
 def main(program: Callable[[torch.device, Report], None]) -> None:
     """Start the process group, run `program(device, report)`, and exit non-zero if a comparison failed."""
     device = parse_device()
-    if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    else:
+    if device.type == "cpu":
         torch.set_num_threads(1)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",

@@ -239,8 +239,8 @@ def checks(combinations: str) -> list[tuple[Callable, cases.Case]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--combinations", choices=("pairwise", "all"), default="pairwise")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="Default: cuda where every rank has a GPU.")
+    parser.add_argument("--combinations", choices=("pairwise", "all"), default="pairwise", help="Of the settings.")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     report = harness.Report()

@@ -1,0 +1,49 @@
+"""Times as multiples of the cuBLAS products of the same run."""
+
+from statistics import median
+
+
+def products_ms(document: dict, shape: str) -> tuple[float, float, float] | None:
+    """Median cuBLAS times of one shape in this run: logits, hidden's gradient, weight's gradient."""
+    records = [
+        record for record in document.get("products", []) if record["shape"] == shape and record["status"] == "ok"
+    ]
+    if not records:
+        return None
+    names = ("logits_ms", "grad_hidden_ms", "grad_weight_ms")
+    logits, grad_hidden, grad_weight = (median(ms for record in records for ms in record[name]) for name in names)
+    return logits, grad_hidden, grad_weight
+
+
+def add_ratios(document: dict) -> None:
+    """Adds to every time its ratio to the products the mode cannot do without.
+
+    over_products             F for mode `fwd`, else F + dX + dW
+    over_products_recomputed  2F + dX + dW: what a head must do that keeps no logits for its backward
+    """
+    for record in document.get("times", []) + document.get("cache", []):
+        products = products_ms(document, record["shape"])
+        if record["status"] != "ok" or products is None:
+            continue
+        if record["mode"] == "fwd":
+            record["over_products"] = record["time_ms"] / products[0]
+        else:
+            record["over_products"] = record["time_ms"] / sum(products)
+            record["over_products_recomputed"] = record["time_ms"] / (products[0] + sum(products))
+
+
+def jsd_limit_ms(document: dict, beta: float) -> float | None:
+    """cuBLAS time of the products at this beta, from all measurements in the document."""
+    records = [record for record in document["jsd_products"] if record["status"] == "ok"]
+    if not records:
+        return None
+    student, teacher, grad_hidden, grad_weight = (
+        median(ms for record in records for ms in record[name])
+        for name in ("student_logits_ms", "teacher_logits_ms", "grad_hidden_ms", "grad_weight_ms")
+    )
+    return (3 if 0 < beta < 1 else 2) * (student + teacher) + grad_hidden + grad_weight
+
+
+def jsd_products(beta: float) -> str:
+    """What `jsd_limit_ms` adds up."""
+    return f"{3 if 0 < beta < 1 else 2}(Fs+Ft)+dX+dW"

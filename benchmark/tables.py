@@ -1,0 +1,122 @@
+"""The tables of README and docs, from committed results: `python -m benchmark.tables` writes them into the pages.
+
+A page says where a table goes by a comment, `<!-- table: NAME -->`, and ends it by `<!-- end -->`; what stands between
+is replaced. `tests/test_docs.py` fails where a page differs from the files.
+"""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmark" / "results"
+PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+SHAPES = ("S1", "S2", "S3")
+HEADS = {
+    "ours": "**megatron_lce**, the default",
+    "ours-cached": "**megatron_lce**, everything cached",
+    "megatron": "Megatron, fused cross-entropy",
+    "eager": "PyTorch, eager",
+    "compile": "PyTorch, torch.compile",
+    "liger": "Liger, Triton",
+    "liger-sm90": "Liger, for Hopper",
+    "verl": "verl",
+    "quack": "quack",
+    "cce": "Cut Cross-Entropy",
+}
+VARIANTS = {
+    "native": "Megatron, unfused cross-entropy",
+    "native-fused": "Megatron, fused cross-entropy",
+    "ours": "flag on",
+    "ours-main-grad": "flag on, `gradient_accumulation_fusion` on the head",
+    "ours-main-grad-512-mib": "the same, `logits_cache_bytes` of 512 MiB",
+    "ours-cached": "flag on, everything cached",
+}
+
+
+def load(name: str) -> dict:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def head(mode: str) -> str:
+    """Time and extra memory of every head that has this mode, at the three shapes."""
+    records = {(x["provider"], x["shape"]): x for x in load("head_h200")["times"] if x["mode"] == mode}
+    rows = []
+    for provider, title in HEADS.items():
+        measured = [records.get((provider, shape), {}) for shape in SHAPES]
+        if all(record.get("status") == "ok" for record in measured):
+            rows.append([title, *(_time_and_memory(record) for record in measured)])
+    return markdown([f"{mode}: ms / extra GiB", *SHAPES], rows)
+
+
+def _time_and_memory(record: dict) -> str:
+    gib = (record["peak_mib"] - record["gradients_mib"]) / 1024
+    return f"{record['time_ms']:.1f} / {gib:.2f}"
+
+
+def over_products() -> str:
+    """Ours as multiples of the products that each way needs."""
+    records = {(x["provider"], x["mode"], x["shape"]): x for x in load("head_h200")["times"] if x["status"] == "ok"}
+    cases = {
+        "forward without gradient, over F": ("ours", "fwd", "over_products"),
+        "rl, nothing cached, over 2F + dX + dW": ("ours", "rl", "over_products_recomputed"),
+        "rl, everything cached, over F + dX + dW": ("ours-cached", "rl", "over_products"),
+        "sft, nothing cached, over 2F + dX + dW": ("ours", "sft", "over_products_recomputed"),
+        "sft, everything cached, over F + dX + dW": ("ours-cached", "sft", "over_products"),
+    }
+    rows = []
+    for title, (provider, mode, ratio) in cases.items():
+        of_shapes = [records[provider, mode, shape] for shape in SHAPES]
+        rows.append([title, *(f"{record['time_ms']:.1f} ({record[ratio]:.2f})" for record in of_shapes)])
+    return markdown(["ms (over the products)", *SHAPES], rows)
+
+
+def steps() -> str:
+    """A whole step of a GPT at TP=2."""
+    records = {(x["variant"], x["tokens"]): x for x in load("megatron_step_tp2_h200")["steps"]}
+    sizes = (8192, 16384)
+    rows = []
+    for variant, title in VARIANTS.items():
+        of_sizes = [records[variant, tokens] for tokens in sizes]
+        rows.append([title, *(f"{record['time_ms']:.1f} / {record['peak_mib']:,.0f}" for record in of_sizes)])
+    return markdown(["ms / MiB over the resting state", *(f"{tokens:,} tokens" for tokens in sizes)], rows)
+
+
+def errors() -> str:
+    """Errors against fp64 of every head that was compared."""
+    rows = []
+    for record in load("head_h200")["errors"]:
+        if record["status"] == "ok":
+            values = [record.get("logprobs_max_error", record.get("loss_max_error"))]
+            values += [record["grad_hidden_relative_error"], record["grad_weight_relative_error"]]
+            rows.append([HEADS[record["provider"]], record["mode"], *(f"{value:.1e}" for value in values)])
+    return markdown(["", "mode", "logprob (sft: loss), largest error", "dX, relative", "dW, relative"], rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "head_rl": lambda: head("rl"),
+    "head_sft": lambda: head("sft"),
+    "over_products": over_products,
+    "errors": errors,
+    "steps": steps,
+}
+
+
+def fill(page: str) -> str:
+    """The page with its tables made anew."""
+    return PLACE.sub(lambda place: f"{place[1]}\n{TABLES[place[2]]()}\n{place[3]}", page)
+
+
+def pages() -> list[Path]:
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+if __name__ == "__main__":
+    for path in pages():
+        path.write_text(fill(path.read_text()))

@@ -1,0 +1,118 @@
+"""The command `megatron-lce`, also `python -m megatron_lce`: `doctor` and `estimate`."""
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from megatron_lce import __version__, doctor
+from megatron_lce.estimate import HeadStep, estimate_table, format_estimates
+from megatron_lce.model_shapes import MODEL_SHAPES, find_model
+
+MIB, GIB = 2**20, 2**30
+ITEMSIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="megatron-lce", description="Fused linear cross-entropy for Megatron-LM.")
+    parser.add_argument("--version", action="version", version=f"megatron-lce {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    _add_doctor(commands)
+    _add_estimate(commands)
+    return parser
+
+
+def _add_doctor(commands: Any) -> None:
+    text = (
+        "Prints the versions of what is installed, which backend would run and why others would not, and runs that "
+        "backend against fp64. Exits with 0 if all is well, with 1 if there is a problem."
+    )
+    command = commands.add_parser("doctor", help="check this machine", description=text)
+    command.add_argument(
+        "--device", choices=("cpu", "cuda"), help="Device to check (default: cuda where there is one)."
+    )
+    command.add_argument("--json", action="store_true", help="Print one JSON object instead of text.")
+    command.set_defaults(run=_doctor)
+
+
+def _add_estimate(commands: Any) -> None:
+    text = (
+        "Memory and time of the head's forward and backward on one rank, for Megatron's own paths and for this "
+        "package. Hidden, weight and main_grad are there anyway and are not counted; both gradients are. Time is that "
+        "of the matrix products alone; Megatron's passes over the logits come on top."
+    )
+    command = commands.add_parser("estimate", help="memory and time by formula, without a GPU", description=text)
+    add = command.add_argument
+    add("--model", help=f"Take hidden size and vocabulary of a public model: {', '.join(MODEL_SHAPES)}.")
+    add("--hidden", type=int, help="Hidden size.")
+    add("--vocab", type=int, help="Vocabulary of all ranks together, padding included.")
+    add("--tokens", type=int, default=8192, help="Tokens of a microbatch, whole sequences (default: %(default)s).")
+    add("--tp", type=int, default=1, help="Tensor-parallel size (default: %(default)s).")
+    add("--sequence-parallel", action="store_true", help="Hidden is sharded along the sequence.")
+    add("--dtype", choices=ITEMSIZES, default="bf16", help="Of hidden and weight (default: %(default)s).")
+    add("--main-grad", action="store_true", help="The head has gradient_accumulation_fusion set.")
+    add("--no-entropy", action="store_true", help="Log-probabilities only, as a loss needs them.")
+    add("--workspace-mib", type=int, default=512, help="The argument workspace_bytes (default: %(default)s MiB).")
+    add("--cache-mib", type=int, help="Add a row with this logits_cache_bytes.")
+    add("--ignored", type=float, default=0.0, help="Share of ignored rows, for skip_ignored (default: %(default)s).")
+    add("--tflops", type=float, help="TFLOP/s that the GPU's products reach: adds their time in ms.")
+    add("--memory-gib", type=float, help="Add the largest number of tokens whose head fits in so much memory.")
+    add("--json", action="store_true", help="Print one JSON object instead of a table.")
+    command.set_defaults(run=_estimate, fail=command.error)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    report = doctor.examine(arguments.device)
+    print(json.dumps(report, indent=1) if arguments.json else doctor.format_report(report))
+    return 1 if report["problems"] else 0
+
+
+def _estimate(arguments: argparse.Namespace) -> int:
+    try:
+        title, step = _head_step(arguments)
+    except ValueError as error:
+        arguments.fail(str(error))
+    cache_bytes = None if arguments.cache_mib is None else arguments.cache_mib * MIB
+    memory_bytes = None if arguments.memory_gib is None else int(arguments.memory_gib * GIB)
+    rows = estimate_table(step, cache_bytes=cache_bytes, tflops=arguments.tflops, memory_bytes=memory_bytes)
+    if arguments.json:
+        print(json.dumps({"head": title, "ways": rows}, indent=1))
+    else:
+        print(format_estimates(title, rows))
+    return 0
+
+
+def _head_step(arguments: argparse.Namespace) -> tuple[str, HeadStep]:
+    hidden, vocab, name = arguments.hidden, arguments.vocab, ""
+    if arguments.model:
+        name, shape = find_model(arguments.model)
+        hidden, vocab = hidden or shape.hidden, vocab or shape.vocab
+        name += " (tied head): " if shape.tied else ": "
+    if not hidden or not vocab:
+        raise ValueError("either --model or both --hidden and --vocab must be given")
+    if min(arguments.tp, arguments.workspace_mib) < 1:
+        raise ValueError(f"--tp and --workspace-mib must be at least 1, got {arguments.tp}, {arguments.workspace_mib}")
+    columns = -(-vocab // arguments.tp)
+    step = HeadStep(
+        arguments.tokens,
+        hidden,
+        columns,
+        tp=arguments.tp,
+        sequence_parallel=arguments.sequence_parallel,
+        itemsize=ITEMSIZES[arguments.dtype],
+        main_grad=arguments.main_grad,
+        entropy=not arguments.no_entropy,
+        ignored=arguments.ignored,
+        workspace_bytes=arguments.workspace_mib * MIB,
+    )
+    parallel = f"one rank of TP={step.tp}{' with sequence parallel' if step.gathers else ''}, " if step.tp > 1 else ""
+    return f"{name}{parallel}{step.tokens} tokens x {hidden} x {columns}, {arguments.dtype}", step
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = build_parser().parse_args(argv)
+    return arguments.run(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

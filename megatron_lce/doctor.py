@@ -1,0 +1,214 @@
+"""What `megatron-lce doctor` finds out: versions, which backend runs and why others do not, and whether it is right.
+
+Nothing is installed, started or changed.
+"""
+
+import importlib.metadata
+import importlib.util
+import platform
+import re
+import shutil
+import subprocess
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_lce.backends.choice import _triton_obstacle
+from megatron_lce.backends.reference import reference_linear_cross_entropy
+from megatron_lce.cross_entropy import linear_cross_entropy
+
+OLDEST = {"torch": (2, 9), "triton": (3, 5), "megatron-core": (0, 14)}
+ALLOWED_OVER_EAGER = 2.0  # errors against fp64 may be so many times those of eager torch in the same dtype
+ROUNDING = 1e-6  # of fp32, where eager happens to be nearly exact
+TOKENS, HIDDEN, VOCAB, PADDED_VOCAB = 48, 128, 1000, 1024
+
+
+def examine(device: str | None = None) -> dict[str, Any]:
+    """The whole report, ready for JSON. `problems` is empty where all is well.
+
+    Args:
+        device: "cpu" or "cuda"; None: cuda where there is one.
+    """
+    has_cuda = torch.cuda.is_available()
+    kind = device or ("cuda" if has_cuda else "cpu")
+    found = versions()
+    report: dict[str, Any] = {"versions": found, "device": _describe_device(kind), "problems": _too_old(found)}
+    if kind == "cuda" and not has_cuda:
+        report["problems"].append("no CUDA device is available to torch")
+        return report
+    obstacle = _triton_obstacle(torch.device(kind))
+    report["backends"] = {
+        "triton": obstacle or "can run",
+        "torch": "can run",
+        "reference": "can run on one rank, by materialising the logits",
+    }
+    report["auto"] = "triton" if kind == "cuda" and obstacle is None else "torch"
+    if kind == "cuda" and obstacle is not None:
+        report["problems"].append(f"the GPU runs the slower torch backend: {obstacle}")
+    report["self_test"] = self_test(torch.device(kind))
+    report["problems"] += [f"self-test: {failure}" for failure in report["self_test"]["failures"]]
+    return report
+
+
+def versions() -> dict[str, str | None]:
+    """Of everything that decides what runs; None: not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for package in ("megatron-lce", "torch", "triton", "megatron-core"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = None
+    found["torch"] = torch.__version__  # with the name of its build
+    if found["megatron-core"] is None and importlib.util.find_spec("megatron") is not None:
+        found["megatron-core"] = _version_of_a_checkout()
+    return found
+
+
+def _version_of_a_checkout() -> str | None:
+    try:
+        import megatron.core
+    except ImportError:
+        return None
+    return megatron.core.__version__
+
+
+def _too_old(found: dict[str, str | None]) -> list[str]:
+    problems = []
+    for package, oldest in OLDEST.items():
+        version = found[package]
+        if version is not None and tuple(map(int, re.findall(r"\d+", version)[:2])) < oldest:
+            problems.append(f"{package} must be at least {'.'.join(map(str, oldest))}, got {version}")
+    return problems
+
+
+def _describe_device(kind: str) -> dict[str, str]:
+    if kind == "cpu":
+        return {"name": f"CPU, {platform.machine()}"}
+    if not torch.cuda.is_available():
+        return {"name": "none"}
+    major, minor = torch.cuda.get_device_capability()
+    described = {
+        "name": torch.cuda.get_device_name(),
+        "count": str(torch.cuda.device_count()),
+        "compute capability": f"{major}.{minor}",
+        "memory": f"{torch.cuda.get_device_properties(0).total_memory / 2**30:.0f} GiB",
+        "CUDA of torch": str(torch.version.cuda or torch.version.hip),
+    }
+    if program := shutil.which("nvidia-smi"):
+        command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+        if answer.returncode == 0:
+            described["driver"] = answer.stdout.splitlines()[0]
+    return described
+
+
+def self_test(device: torch.device) -> dict[str, Any]:
+    """Outputs and gradients of the backend that "auto" takes, against fp64, for a small head with all that differs.
+
+    Ignored rows, a padded vocabulary and a temperature a token; 16-bit and fp32, with and without kept logits.
+    """
+    started = time.perf_counter()
+    failures: list[str] = []
+    errors: dict[str, float] = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        inputs = _inputs(dtype, device)
+        exact = _gradients(_reference, tuple(x.double() if x.is_floating_point() else x for x in inputs))
+        allowed = [
+            ALLOWED_OVER_EAGER * _error(eager, reference) + ROUNDING
+            for eager, reference in zip(_gradients(_eager, inputs), exact, strict=True)
+        ]
+        for cache in (0, 2**30) if dtype == torch.bfloat16 else (0,):
+            name = f"{str(dtype).removeprefix('torch.')}{', cached' if cache else ''}"
+            try:
+                actual = _gradients(_ours(cache), inputs)
+            except _errors_of_kernels() as error:
+                failures.append(f"{name}: {type(error).__name__}: {error}")
+                continue
+            for what, value, reference, limit in zip(RESULTS, actual, exact, allowed, strict=True):
+                off = errors[f"{name}: {what}"] = _error(value, reference)
+                if not off <= limit:
+                    failures.append(f"{name}: {what} is off by {off:.1e}, allowed is {limit:.1e}")
+    return {"failures": failures, "errors": errors, "seconds": round(time.perf_counter() - started, 1)}
+
+
+RESULTS = ("logprobs", "entropy", "hidden's gradient", "weight's gradient")
+
+
+def _inputs(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    """hidden, weight, labels, temperature, upstream gradients of logprobs and entropy."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(TOKENS, HIDDEN, generator=generator)
+    weight = torch.randn(PADDED_VOCAB, HIDDEN, generator=generator) * HIDDEN**-0.5
+    labels = torch.randint(VOCAB, (TOKENS,), generator=generator)
+    labels[::5] = -100
+    temperature = torch.rand(TOKENS, generator=generator) + 0.5
+    upstream = torch.randn(2, TOKENS, generator=generator)
+    return tuple(x.to(device) for x in (hidden.to(dtype), weight.to(dtype), labels, temperature, *upstream))
+
+
+def _gradients(head: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    hidden, weight, labels, temperature, *upstream = inputs
+    hidden, weight = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
+    outputs = head(hidden, weight, labels, temperature)
+    return *(x.detach() for x in outputs), *torch.autograd.grad(outputs, (hidden, weight), upstream)
+
+
+def _ours(logits_cache_bytes: int) -> Any:
+    def head(hidden: Tensor, weight: Tensor, labels: Tensor, temperature: Tensor) -> tuple[Tensor, ...]:
+        out = linear_cross_entropy(
+            hidden,
+            weight,
+            labels,
+            temperature=temperature,
+            vocab_size=VOCAB,
+            logits_cache_bytes=logits_cache_bytes,
+        )
+        assert out.entropy is not None
+        return out.logprobs, out.entropy
+
+    return head
+
+
+def _reference(hidden: Tensor, weight: Tensor, labels: Tensor, temperature: Tensor) -> tuple[Tensor, ...]:
+    out = reference_linear_cross_entropy(hidden, weight, labels, temperature, vocab_size=VOCAB)
+    assert out.entropy is not None
+    return out.logprobs, out.entropy
+
+
+def _eager(hidden: Tensor, weight: Tensor, labels: Tensor, temperature: Tensor) -> tuple[Tensor, ...]:
+    """As torch code without us: logits in the inputs' dtype, the rest in fp32."""
+    log_p = ((hidden @ weight[:VOCAB].T).float() / temperature[:, None]).log_softmax(-1)
+    counted = labels != -100
+    logprobs = log_p.gather(1, labels.clamp(min=0)[:, None])[:, 0]
+    return torch.where(counted, logprobs, 0.0), torch.where(counted, -(log_p.exp() * log_p).sum(-1), 0.0)
+
+
+def _error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
+
+
+def _errors_of_kernels() -> tuple[type[BaseException], ...]:
+    """What a backend that does not work here raises: torch's and CUDA's errors, and Triton's own."""
+    if importlib.util.find_spec("triton") is None:
+        return (RuntimeError, ValueError)
+    from triton.errors import TritonError
+
+    return RuntimeError, ValueError, TritonError
+
+
+def format_report(report: dict[str, Any]) -> str:
+    """The report as text."""
+    lines = [f"{package:<14}{version or 'not installed'}" for package, version in report["versions"].items()]
+    lines += ["", *(f"{name:<20}{value}" for name, value in report["device"].items())]
+    if "backends" in report:
+        lines += ["", f"backend='auto' runs {report['auto']}"]
+        lines += [f"  {backend:<11}{verdict}" for backend, verdict in report["backends"].items()]
+        test = report["self_test"]
+        verdict = f"FAILED, {len(test['failures'])} of its results" if test["failures"] else "passed"
+        largest = max(test["errors"].items(), key=lambda item: item[1], default=("none", 0.0))
+        lines += ["", f"self-test against fp64: {verdict}, in {test['seconds']} s"]
+        lines += [f"  {len(test['errors'])} results, largest relative error {largest[1]:.1e} ({largest[0]})"]
+    lines += ["", *(f"PROBLEM: {problem}" for problem in report["problems"])]
+    return "\n".join(lines) + ("" if report["problems"] else "no problems found")

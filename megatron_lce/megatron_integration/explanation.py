@@ -1,0 +1,115 @@
+"""`explain`: whether a model's head can be fused, why not, and what that would save."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from megatron_lce.backends.choice import _triton_obstacle
+from megatron_lce.estimate import HeadStep, estimate_table, format_estimates
+from megatron_lce.megatron_integration.main_grad import main_grad_sink
+from megatron_lce.megatron_integration.support import NO_HEAD, find_language_model, head_reasons, loss_reasons
+
+if TYPE_CHECKING:
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `explain` found; `str()` of it is meant to be read.
+
+    can_capture  `capture_lm_head` takes this head
+    can_fuse     `enable_fused_linear_ce` takes this model
+    reasons      why not, all of them; empty where `can_fuse`
+    backend      what `backend="auto"` runs on the weight's device, and why not triton; None without a head
+    head         shapes and settings of this rank's head; None without one, or without a weight to read them from
+    ways         memory and products of a step, a row for each way to compute it (`megatron_lce.estimate`)
+    """
+
+    can_capture: bool
+    can_fuse: bool
+    reasons: tuple[str, ...]
+    backend: str | None = None
+    head: str | None = None
+    ways: tuple[dict[str, Any], ...] = ()
+
+    def __str__(self) -> str:
+        verdict = "this head can be fused" if self.can_fuse else "this head cannot be fused:"
+        lines = [verdict, *(f"- {reason}" for reason in self.reasons)]
+        if not self.can_fuse and self.can_capture:
+            lines.append("it can be captured: capture_lm_head works on this model")
+        if self.backend is not None:
+            lines.append(f"backend: {self.backend}")
+        if self.head is not None:
+            lines += ["", format_estimates(self.head, list(self.ways))]
+        return "\n".join(lines)
+
+
+def explain(model: nn.Module | Sequence[nn.Module], tokens: int = 8192) -> Explanation:
+    """Whether this model's LM head can be fused, each reason why not, and what a step of it takes either way.
+
+    Looks at this rank alone and changes nothing; `enable_fused_linear_ce` decides together with the other ranks of the
+    tensor-parallel group, so that a reason on one of them holds for all.
+
+    Args:
+        model: as `enable_fused_linear_ce` takes it.
+        tokens: of a microbatch, whole sequences (b * s, over context-parallel ranks divided), for the estimates.
+
+    Raises:
+        TypeError: `model` is nothing of Megatron's.
+        ValueError: `model` holds several heads.
+    """
+    language_model = find_language_model(model)
+    if language_model is None:
+        return Explanation(can_capture=False, can_fuse=False, reasons=(NO_HEAD,))
+    of_head, of_loss = head_reasons(language_model), loss_reasons(language_model)
+    weight = _weight(language_model)
+    if (
+        not isinstance(weight, Tensor)
+        or weight.dim() != 2
+        or weight.element_size() not in (2, 4)
+        or weight.shape[1] % 8
+    ):
+        return Explanation(not of_head, False, of_head + of_loss)
+    obstacle = _triton_obstacle(weight.device)
+    step, description = _step(language_model, weight, tokens)
+    return Explanation(
+        can_capture=not of_head,
+        can_fuse=not of_head + of_loss,
+        reasons=of_head + of_loss,
+        backend="triton" if obstacle is None and weight.is_cuda else f"torch, since {obstacle or 'there is no GPU'}",
+        head=description,
+        ways=tuple(estimate_table(step)),
+    )
+
+
+def _weight(language_model: LanguageModule) -> Tensor | None:
+    tied = language_model.share_embeddings_and_output_weights
+    if tied:
+        return language_model.shared_embedding_or_output_weight()
+    return getattr(language_model.output_layer, "weight", None)
+
+
+def _step(language_model: LanguageModule, weight: Tensor, tokens: int) -> tuple[HeadStep, str]:
+    head = language_model.output_layer
+    group = getattr(head, "tp_group", None)
+    tp = 1 if group is None else group.size()
+    columns, hidden = weight.shape
+    fused_gradient = getattr(head, "gradient_accumulation_fusion", False) and main_grad_sink(weight, head) is not None
+    step = HeadStep(
+        tokens,
+        hidden,
+        columns,
+        tp=tp,
+        sequence_parallel=bool(getattr(head, "sequence_parallel", False)),
+        itemsize=weight.element_size(),
+        main_grad=fused_gradient,
+        entropy=False,
+    )
+    settings = [f"TP={tp}"] + ["sequence parallel"] * step.gathers + ["main_grad fusion"] * fused_gradient
+    settings += ["tied"] * bool(language_model.share_embeddings_and_output_weights)
+    dtype = str(weight.dtype).removeprefix("torch.")
+    return step, f"{tokens} tokens x {hidden} x {columns}, {dtype}, {', '.join(settings)}"

@@ -1,0 +1,116 @@
+"""`megatron-lce doctor` and `megatron-lce estimate`: what they print, and their exit status."""
+
+import json
+import re
+
+import pytest
+import torch
+
+import megatron_lce
+from megatron_lce import __main__ as commands
+from megatron_lce import doctor
+from megatron_lce.model_shapes import find_model
+
+
+@pytest.fixture
+def quick_self_test(monkeypatch):
+    monkeypatch.setattr(doctor, "self_test", lambda device: {"failures": [], "errors": {"a": 1e-3}, "seconds": 0.1})
+
+
+def test_a_healthy_machine(capsys, usual_torch):
+    assert commands.main(["doctor", "--device", "cpu"]) == 0
+    printed = capsys.readouterr().out
+    for text in (
+        f"megatron-lce  {megatron_lce.__version__}",
+        "backend='auto' runs torch",
+        "self-test against fp64: passed",
+        "12 results",
+        "no problems found",
+    ):
+        assert text in printed
+
+
+def test_doctor_in_json(capsys, quick_self_test):
+    assert commands.main(["doctor", "--device", "cpu", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["versions"]["torch"] == torch.__version__
+    assert report["backends"]["torch"] == "can run"
+    assert report["problems"] == []
+
+
+def test_a_backend_that_is_wrong_is_a_problem(monkeypatch, capsys, usual_torch):
+    right = doctor.linear_cross_entropy
+
+    def wrong(hidden, *arguments, **keywords):
+        return right(1.05 * hidden, *arguments, **keywords)
+
+    monkeypatch.setattr(doctor, "linear_cross_entropy", wrong)
+    assert commands.main(["doctor", "--device", "cpu"]) == 1
+    printed = capsys.readouterr().out
+    assert "self-test against fp64: FAILED" in printed
+    assert "PROBLEM: self-test: float32: logprobs is off by" in printed
+
+
+def test_a_backend_that_raises_is_a_problem(monkeypatch, capsys, usual_torch):
+    def broken(*arguments, **keywords):
+        raise RuntimeError("an illegal memory access")
+
+    monkeypatch.setattr(doctor, "linear_cross_entropy", broken)
+    assert commands.main(["doctor", "--device", "cpu"]) == 1
+    assert "PROBLEM: self-test: bfloat16: RuntimeError: an illegal memory access" in capsys.readouterr().out
+
+
+def test_a_gpu_without_triton_is_a_problem(monkeypatch, capsys, quick_self_test):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(doctor, "_describe_device", lambda kind: {"name": "a GPU"})
+    monkeypatch.setattr(doctor, "_triton_obstacle", lambda device: "triton is not installed")
+    assert commands.main(["doctor"]) == 1
+    printed = capsys.readouterr().out
+    assert "backend='auto' runs torch" in printed
+    assert "PROBLEM: the GPU runs the slower torch backend: triton is not installed" in printed
+
+
+def test_versions_that_are_too_old_are_a_problem():
+    found = {"torch": "2.8.1+cu128", "triton": None, "megatron-core": "0.14.0rc1"}
+    assert doctor._too_old(found) == ["torch must be at least 2.9, got 2.8.1+cu128"]
+
+
+def test_an_estimate_of_a_public_model(capsys):
+    sizes = ["--tokens", "16384", "--tp", "2", "--sequence-parallel"]
+    assert commands.main(["estimate", "--model", "qwen3-8b", *sizes, "--json", "--memory-gib", "8"]) == 0
+    by_name = json.loads(capsys.readouterr().out)
+    assert (
+        commands.main(["estimate", "--hidden", "4096", "--vocab", "151936", *sizes, "--json", "--memory-gib", "8"]) == 0
+    )
+    assert json.loads(capsys.readouterr().out)["ways"] == by_name["ways"]
+    assert by_name["head"].startswith(
+        "Qwen/Qwen3-8B: one rank of TP=2 with sequence parallel, 16384 tokens x 4096 x 75968"
+    )
+
+
+def test_the_table_has_every_way_and_what_its_peak_is(capsys):
+    assert commands.main(["estimate", "--model", "gemma-2-9b", "--cache-mib", "64", "--tflops", "700"]) == 0
+    printed = capsys.readouterr().out
+    for text in ("google/gemma-2-9b (tied head)", "time_ms", "cache of 64 MiB", "fp32 softmax"):
+        assert text in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--hidden 64", "either --model or both --hidden and --vocab must be given"),
+        ("--model gpt-9", "model must be one of Qwen/Qwen3-0.6B, .* got 'gpt-9'"),
+        ("--hidden 100 --vocab 64", "hidden must be a multiple of 8"),
+        ("--hidden 64 --vocab 64 --tp 0", "--tp and --workspace-mib must be at least 1"),
+    ],
+)
+def test_what_cannot_be_estimated_says_what_can(arguments, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        commands.main(["estimate", *arguments.split()])
+    assert ended.value.code == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_models_are_found_with_and_without_their_owner():
+    assert find_model("QWEN/qwen3-8b") == find_model("Qwen3-8B")
+    assert find_model("Qwen3-8B")[1].hidden == 4096

@@ -1,0 +1,170 @@
+"""README and docs: Python blocks run, commands are accepted, tables are the committed results, links lead somewhere.
+
+The blocks of a page run one after another, each with the names that a reader has in a training program and with what
+the blocks before it made.
+"""
+
+import contextlib
+import importlib
+import io
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("megatron.core")
+
+import megatron_lce
+from benchmark import tables
+from megatron_lce import __main__ as commands
+from scripts import megatron_runtime
+from tests import megatron_world
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [*tables.pages(), ROOT / "CHANGELOG.md"]
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+TOKENS = 24
+TORCHRUN = ("torchrun", "--nproc-per-node")
+TORCHRUN_PROGRAMS = ("run_parity.py", "run_jsd.py", "run_megatron.py")
+
+
+def blocks(page, language):
+    return [text for kind, text in BLOCK.findall(page.read_text()) if kind == language]
+
+
+@pytest.fixture(scope="module")
+def device():
+    with megatron_world.world() as device:
+        yield device
+
+
+@pytest.fixture
+def names(device):
+    """What the pages' blocks take for granted."""
+
+    def build(**settings):  # the pages speak of a vocabulary of 100, which is padded
+        return megatron_runtime.build_gpt(megatron_world.options(**settings), device=device)
+
+    tokens, labels = torch.randint(0, 100, (2, 1, TOKENS), generator=torch.Generator().manual_seed(0)).to(device)
+    positions = torch.arange(TOKENS, device=device)[None]
+    model = build()
+    with torch.no_grad(), megatron_lce.capture_lm_head(model) as captured:
+        model(tokens, positions, None)
+    batch = {"tokens": tokens, "position_ids": positions, "labels": labels}
+    per_token = torch.zeros(1, TOKENS, device=device)
+
+    class Args:
+        use_fused_linear_ce = True
+
+    class PackedParams:
+        cu_seqlens_q = torch.tensor([0, 8, 20, TOKENS], dtype=torch.int32, device=device)
+
+    return {
+        "torch": torch,
+        "megatron_lce": megatron_lce,
+        "build_your_megatron_model": build,
+        "model": model,
+        "student": model,
+        "teacher": build(seed=2),
+        "args": Args,
+        "input_ids": tokens,
+        "tokens": tokens,
+        "position_ids": positions,
+        "positions": positions,
+        "attention_mask": None,
+        "mask": None,
+        "labels": labels,
+        "old_logprobs": per_token,
+        "advantages": per_token + 1,
+        "policy_loss": lambda out, batch: (-out.logprobs.mean(), {}),
+        "batch": batch,
+        "data_iterator": iter([batch]),
+        "hidden": captured.hidden,
+        "weight": captured.weight,
+        "packed_seq_params": PackedParams,
+        "cu_seqlens_padded": torch.tensor([0, 4, 8, 12], dtype=torch.int32, device=device),  # of a rank of two
+        "cp_size": 2,
+        "cp_rank": 0,
+    }
+
+
+@pytest.mark.filterwarnings("ignore:fused linear cross-entropy is enabled but was not used")
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem)
+def test_python_blocks_run(page, names, usual_torch):
+    made: dict = {}
+    for number, block in enumerate(blocks(page, "python")):
+        made |= names
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(block, f"{page.name}, block {number}", "exec"), made)
+        if "materialised" in block and page.stem == "README":
+            fused, materialised = re.findall(r"\d+\.\d{4}", printed.getvalue())
+            assert abs(float(fused) - float(materialised)) <= 1e-3
+
+
+def all_commands():
+    found = []
+    for page in PAGES:
+        for block in blocks(page, "bash"):
+            for line in block.splitlines():
+                command = shlex.split(line, comments=True)
+                if command:
+                    found.append(pytest.param(command, id=f"{page.stem}: {' '.join(command)[:60]}"))
+    return found
+
+
+@pytest.mark.parametrize("command", all_commands())
+def test_commands_are_accepted(command, capsys):
+    """Parsed by the program itself; an estimate, which takes no time, is made."""
+    if command[:2] == list(TORCHRUN):
+        command = ["python", *command[3:]]
+    match command:
+        case ["make", *arguments]:
+            targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+            assert all(argument in targets for argument in arguments if "=" not in argument)
+        case ["source", path]:
+            assert path == ".venv/bin/activate"
+        case ["pip", "install", what]:
+            extras = re.search(r"\[(.*)\]", what)
+            known = re.findall(r'^    "(\w+)": \[', (ROOT / "setup.py").read_text(), re.MULTILINE)
+            assert not extras or set(extras[1].split(",")) <= set(known)
+        case ["megatron-lce", "estimate", *arguments]:
+            assert commands.main(["estimate", *arguments]) == 0
+            assert "Megatron, fused cross-entropy" in capsys.readouterr().out
+        case ["megatron-lce", *arguments]:
+            commands.build_parser().parse_args(arguments)
+        case ["python", "-m", "pytest", *paths]:
+            assert all((ROOT / path).exists() for path in paths)
+        case ["python", "-m", module, *arguments]:
+            program = importlib.import_module(module)
+            if hasattr(program, "build_parser"):
+                program.build_parser().parse_args(arguments)
+            else:
+                assert module in ("benchmark.tables", "scripts.draw_how_it_works", "scripts.train_distill")
+        case ["python", path, *arguments]:
+            assert Path(path).name in TORCHRUN_PROGRAMS
+            assert set(arguments[::2]) <= {"--device", "--combinations"}
+        case _:
+            raise AssertionError(f"no test knows this command: {command}")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_tables_and_links(page):
+    text = page.read_text()
+    assert tables.fill(text) == text, "python -m benchmark.tables"
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        path, _, anchor = target.partition("#")
+        if target.startswith("https://"):
+            continue
+        linked = page if not path else page.parent / path
+        assert linked.exists(), target
+        headings = re.findall(r"^#+ (.*)$", linked.read_text(), re.MULTILINE) if anchor else []
+        assert not anchor or anchor in [re.sub(r"[^\w -]", "", x.lower()).replace(" ", "-") for x in headings], target
+
+
+def test_an_index_shows_the_readme_without_pictures_and_paths():
+    text = re.sub(r"^!\[[^]]*\]\(.*\)\n", "", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+    assert "](benchmark" not in text  # every picture stands in a line of its own, where setup.py takes it out

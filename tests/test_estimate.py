@@ -1,0 +1,280 @@
+"""Estimated memory against measured memory: of committed GPU runs, of a GPU at hand, and of storages on a CPU."""
+
+import gc
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import megatron_lce
+from benchmark import measure
+from megatron_lce.core.tokens import Tokens
+from megatron_lce.estimate import CHUNK_COLUMNS, TILE_COLUMNS, HeadStep, estimate, estimate_table, largest_tokens
+from tests.live_bytes import peak_live_bytes
+from tests.problems import make_problem
+
+RESULTS = Path(__file__).resolve().parent.parent / "benchmark" / "results"
+ALLOWED = 0.05
+MIB = 2**20
+TOKEN_LOSS = "megatron_lce, linear_token_loss"
+FUSED, UNFUSED, OURS = "Megatron, fused cross-entropy", "Megatron, unfused", "megatron_lce"
+SHAPES = {"S1": (8192, 4096, 151936), "S2": (16384, 2048, 131072), "S3": (16384, 4096, 18992)}
+
+
+def load(name):
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def test_heads_measured_on_one_gpu():
+    records = load("head_h200")["times"] + load("memory_h200")["memory"]
+    ways = {"ours": OURS, "ours-cached": OURS, "megatron": FUSED}
+    compared = 0
+    for record in records:
+        if record["status"] != "ok" or record["mode"] == "fwd" or record["provider"] not in ways:
+            continue
+        tokens, hidden, vocab = SHAPES[record["shape"]]
+        step = HeadStep(record.get("tokens", tokens), hidden, vocab)
+        if record["provider"] == "ours-cached":
+            step = replace(step, logits_cache_bytes=step.everything)
+        estimated = estimate(ways[record["provider"]], step).peak_bytes / MIB
+        assert estimated == pytest.approx(record["peak_mib"], rel=ALLOWED), record
+        compared += 1
+    assert compared > 20
+
+
+@pytest.mark.parametrize("tokens", [8192, 16384])
+def test_steps_of_a_megatron_gpt_measured_on_two_gpus(tokens):
+    """The model's body takes the same in every variant: differences to native are the heads'."""
+    plain = HeadStep(tokens, 4096, 151936 // 2, tp=2, sequence_parallel=True, entropy=False)
+    fused_gradient = replace(plain, main_grad=True)
+    variants = {
+        "native": (UNFUSED, plain),
+        "native-fused": (FUSED, plain),
+        "ours": (OURS, plain),
+        "ours-cached": (OURS, replace(plain, logits_cache_bytes=plain.everything)),
+        "ours-main-grad": (OURS, fused_gradient),
+        "ours-main-grad-512-mib": (OURS, replace(fused_gradient, logits_cache_bytes=512 * MIB)),
+    }
+    records = load("megatron_step_tp2_h200")["steps"]
+    measured = {record["variant"]: record["peak_mib"] for record in records if record["tokens"] == tokens}
+    estimated = {variant: estimate(*arguments).peak_bytes / MIB for variant, arguments in variants.items()}
+    for variant in set(variants) - {"native"}:
+        difference = measured["native"] - measured[variant]
+        assert estimated["native"] - estimated[variant] == pytest.approx(difference, rel=ALLOWED), variant
+
+
+CASES = {
+    "slabs": {},
+    "half of the rows skipped": {"ignored": 0.5, "skip_ignored": True},
+    "main_grad": {"main_grad": True},
+    "an odd vocabulary in one slab": {"columns": 511},
+    "narrow slabs of cut tokens, no entropy": {"workspace_bytes": 400_000, "entropy": False},
+}
+
+
+class Sink:
+    """A place for the weight's gradient as Megatron's: a buffer that was there, and a placeholder for autograd."""
+
+    def __init__(self, weight):
+        self.weight, self.main_grad = weight, torch.zeros(weight.shape, device=weight.device)
+
+    def buffer(self):
+        return self.main_grad
+
+    def finish(self):
+        return torch.empty_like(self.weight)
+
+
+def measured_step(step, device, peak, backend="triton"):
+    """Peak bytes, as `peak(call)` finds them, of a real step of these sizes."""
+    dtype = torch.bfloat16 if step.itemsize == 2 else torch.float32
+    problem = make_problem(step.tokens, step.hidden, step.columns, device, dtype)
+    hidden, weight = problem.hidden.requires_grad_(), problem.weight.requires_grad_()
+    labels = problem.labels.clone()
+    labels[: step.tokens - round(step.tokens * (1 - step.ignored))] = -100
+    upstream = [problem.upstream.logprobs, problem.upstream.entropy][: 1 + step.entropy]
+    keywords = {"weight_grad_sink": Sink(weight)} if step.main_grad else {}
+
+    def call():
+        out = megatron_lce.linear_cross_entropy(
+            hidden,
+            weight,
+            labels,
+            entropy=step.entropy,
+            skip_ignored=step.computed if step.skip_ignored else False,
+            workspace_bytes=step.workspace_bytes,
+            logits_cache_bytes=step.logits_cache_bytes,
+            backend=backend,
+            **keywords,
+        )
+        outputs = [out.logprobs, out.entropy][: 1 + step.entropy]
+        return torch.autograd.grad(outputs, (hidden, weight), upstream)
+
+    return peak(call)
+
+
+@pytest.fixture
+def on_a_cpu(monkeypatch, usual_torch):
+    """The Triton backend's allocations, without the fp32 copies that products take on a CPU."""
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("the interpreter is for machines without a GPU")
+    monkeypatch.setattr("megatron_lce.core.head_gradients.product", lambda *operands, accumulate: None)
+    grad_hidden = Tokens.grad_hidden
+    # The interpreter leaves its buffers to the garbage collector.
+    monkeypatch.setattr(Tokens, "grad_hidden", lambda self: (gc.collect(), grad_hidden(self))[1])
+
+
+@pytest.mark.parametrize("changes", CASES.values(), ids=list(CASES))
+def test_storages_of_a_step_on_a_cpu(changes, on_a_cpu):
+    """Kept logits are left to the measured runs: the interpreter takes seconds for them."""
+    step = replace(HeadStep(256, 128, 1024, workspace_bytes=2**20), **changes)
+    peak = measured_step(step, torch.device("cpu"), lambda call: peak_live_bytes(call)[0])
+    assert estimate(OURS, step).peak_bytes == pytest.approx(peak, rel=ALLOWED)
+
+
+@pytest.mark.parametrize("workspace_bytes", [2**20, 400_000], ids=["one block", "blocks"])
+def test_storages_of_a_token_loss_on_a_cpu(workspace_bytes, on_a_cpu):
+    step = HeadStep(256, 128, 1024, workspace_bytes=workspace_bytes)
+    peak = measured_token_loss(step, torch.device("cpu"), lambda call: peak_live_bytes(call)[0])
+    assert estimate(TOKEN_LOSS, step).peak_bytes == pytest.approx(peak, rel=ALLOWED)
+
+
+def measured_token_loss(step, device, peak):
+    """The same of `linear_token_loss`, backward included."""
+    problem = make_problem(step.tokens, step.hidden, step.columns, device, torch.bfloat16)
+    hidden, weight = problem.hidden.requires_grad_(), problem.weight.requires_grad_()
+
+    def loss(out, weights):
+        return -weights * out.logprobs + (0.01 * out.entropy if step.entropy else 0.0)
+
+    def call():
+        result = megatron_lce.linear_token_loss(
+            hidden,
+            weight,
+            problem.labels,
+            loss,
+            problem.upstream.logprobs,
+            entropy=step.entropy,
+            workspace_bytes=step.workspace_bytes,
+            backend="triton",
+        )
+        return torch.autograd.grad(result.loss, (hidden, weight))
+
+    return peak(call)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("step", [HeadStep(8192, 2048, 65536), HeadStep(131072, 4096, 18992)], ids=["wide", "long"])
+def test_peak_of_a_token_loss_on_a_gpu(step, device, usual_torch):
+    def peak(call):
+        call()  # compiles
+        return measure.peak_mib(call, device) * MIB
+
+    assert estimate(TOKEN_LOSS, step).peak_bytes == pytest.approx(measured_token_loss(step, device, peak), rel=ALLOWED)
+
+
+GPU_STEPS = {
+    "slabs": HeadStep(4096, 2048, 65536),
+    "one slab": HeadStep(4096, 4096, 9496),
+    "cut tokens": HeadStep(65536, 2048, 65536),
+    "fp32": HeadStep(4096, 1024, 32768, itemsize=4),
+    "half of the logits kept": HeadStep(8192, 2048, 65536, logits_cache_bytes=512 * MIB),
+    "main_grad": HeadStep(16384, 4096, 37984, main_grad=True),
+    "blocks of tokens": HeadStep(131072, 4096, 18992),
+    "blocks of tokens, main_grad": HeadStep(131072, 4096, 18992, main_grad=True),
+    "ignored rows skipped": HeadStep(16384, 4096, 37984, ignored=0.6, skip_ignored=True),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("step", [*GPU_STEPS.values()], ids=list(GPU_STEPS))
+def test_peak_of_a_step_on_a_gpu(step, device, usual_torch):
+    def peak(call):
+        call()  # compiles
+        return measure.peak_mib(call, device) * MIB
+
+    assert estimate(OURS, step).peak_bytes == pytest.approx(measured_step(step, device, peak), rel=ALLOWED)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", [UNFUSED, FUSED])
+def test_peak_of_megatrons_own_losses_on_a_gpu(way, device, usual_torch):
+    """On one rank: the plain product, and the loss on its logits."""
+    pytest.importorskip("megatron.core")
+    from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+    from tests import megatron_world
+
+    step = HeadStep(4096, 2048, 65536)
+    problem = make_problem(step.tokens, step.hidden, step.columns, device, torch.bfloat16)
+    hidden, weight = problem.hidden.requires_grad_(), problem.weight.requires_grad_()
+    with megatron_world.world():
+        group = torch.distributed.group.WORLD
+
+        def call():
+            logits = hidden @ weight.T
+            if way == FUSED:
+                loss = fused_vocab_parallel_cross_entropy(logits, problem.labels, group)
+            else:
+                loss = vocab_parallel_cross_entropy(logits, problem.labels)
+            del logits  # the model's frame that held them is gone when backward runs
+            return torch.autograd.grad(loss, (hidden, weight), problem.upstream.logprobs)
+
+        call()
+        measured = measure.peak_mib(call, device) * MIB
+    assert estimate(way, step).peak_bytes == pytest.approx(measured, rel=ALLOWED)
+
+
+def test_tiles_and_chunks_are_those_of_the_kernels():
+    tiles = pytest.importorskip("megatron_lce.backends.triton.tiles")
+    assert {2: tiles.HOPPER_16_BIT.block_v, 4: tiles.FP32.block_v} == TILE_COLUMNS
+    inputs = {2: torch.empty(1, dtype=torch.bfloat16), 4: torch.empty(1)}
+    assert {size: tiles.chunk_columns(tensor) for size, tensor in inputs.items()} == CHUNK_COLUMNS
+
+
+def test_products_and_their_time():
+    step = HeadStep(8192, 4096, 151936)
+    assert estimate(OURS, step).products == 4
+    assert estimate(OURS, replace(step, logits_cache_bytes=step.everything)).products == 3
+    assert estimate("megatron_lce, skip_ignored", replace(step, ignored=0.5)).products == 2
+    flop = 3 * 2 * 8192 * 4096 * 151936
+    assert estimate(FUSED, step).time_ms(step, 700) == pytest.approx(1e3 * flop / 700e12)
+
+
+@pytest.mark.parametrize("way", [UNFUSED, FUSED, OURS])
+def test_the_largest_token_count_fits_and_the_next_does_not(way):
+    step, memory = HeadStep(1, 2048, 65536), 4 * 2**30
+    tokens = largest_tokens(way, step, memory)
+    assert estimate(way, replace(step, tokens=tokens)).peak_bytes <= memory
+    assert estimate(way, replace(step, tokens=tokens + 128)).peak_bytes > memory
+    assert largest_tokens(way, step, 2**20) == 0  # the weight's gradient alone is larger
+
+
+def test_rows_of_the_table():
+    step = HeadStep(1024, 1024, 32768, ignored=0.6)
+    rows = estimate_table(step, cache_bytes=2**24, tflops=500.0, memory_bytes=2**30)
+    assert [row["way"] for row in rows] == [
+        UNFUSED,
+        FUSED,
+        OURS,
+        f"{OURS}, cache of 16 MiB",
+        f"{OURS}, everything cached",
+        TOKEN_LOSS,
+        f"{OURS}, 60% ignored and skipped",
+    ]
+    assert rows[3]["products"] < rows[2]["products"] > rows[4]["products"] == rows[5]["products"] > rows[6]["products"]
+    assert rows[0]["peak_parts_mib"] == {"logits": 64, "fp32 softmax": 128}
+    in_fp32 = estimate_table(replace(step, itemsize=4, ignored=0.0))
+    assert [row["way"] for row in in_fp32] == [UNFUSED, OURS]
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"tokens": 0}, {"hidden": 4095}, {"itemsize": 1}, {"ignored": 1.5}], ids=lambda sizes: str(sizes)
+)
+def test_sizes_without_an_estimate_are_refused(sizes):
+    with pytest.raises(ValueError, match=rf"{next(iter(sizes))} must be .* got {next(iter(sizes.values()))}"):
+        HeadStep(**({"tokens": 64, "hidden": 64, "columns": 64} | sizes))

@@ -1,0 +1,135 @@
+"""What a stranger types: `--help`, devices, arguments that are wrong, and `make`."""
+
+import argparse
+import importlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("megatron.core")
+
+from benchmark import head_tp, report, run_jsd
+from megatron_lce import __main__ as commands
+from scripts import training
+from scripts.ranks import device_of_rank
+
+ROOT = Path(__file__).resolve().parent.parent
+PROGRAMS = [
+    *("scripts.demo", "scripts.train_sft", "scripts.train_grpo"),
+    *("benchmark.run", "benchmark.run_jsd", "benchmark.head_tp", "benchmark.megatron_step", "benchmark.report"),
+]
+
+
+def parsers():
+    for name in PROGRAMS:
+        yield name, importlib.import_module(name).build_parser()
+    (subparsers,) = (x for x in commands.build_parser()._actions if isinstance(x, argparse._SubParsersAction))
+    yield from subparsers.choices.items()
+
+
+def test_help_is_sentences_and_tells_defaults():
+    for program, parser in parsers():
+        for action in parser._actions:
+            if action.dest == "help":
+                continue
+            assert re.fullmatch(r"[A-Z].*\.( \(default: .*\)\.?)?|.*\(default: .*\)\.", action.help or ""), (
+                program,
+                action,
+            )
+        printed = parser.format_help()
+        for action in parser._actions:
+            if action.default not in (None, False, "", argparse.SUPPRESS, [], ()) and action.option_strings:
+                assert "default" in printed[printed.index(action.option_strings[0]) :], (program, action)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "asked", "kind"),
+    [(2, 2, None, "cuda"), (1, 2, None, "cpu"), (2, 2, "cpu", "cpu"), (0, 1, None, "cpu")],
+)
+def test_a_program_takes_gpus_where_every_rank_has_one(gpus, ranks, asked, kind, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    monkeypatch.setenv("LOCAL_RANK", str(ranks - 1))
+    assert device_of_rank(asked) == torch.device(kind, ranks - 1 if kind == "cuda" else None)
+
+
+def test_two_ranks_do_not_share_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="device must be 'cpu' where 2 ranks have 1 GPUs, got 'cuda'"):
+        device_of_rank("cuda")
+    with pytest.raises(ValueError, match="device must be 'cuda', 'cpu' or None, got 'tpu'"):
+        device_of_rank("tpu")
+
+
+@pytest.mark.parametrize(
+    ("parse", "arguments", "message"),
+    [
+        (run_jsd.parse_arguments, "--providers peer", "a provider must be one of ours, liger, compile, eager or all"),
+        (run_jsd.parse_arguments, "--shape 3x4x5", "a shape must be tokens x student's H x teacher's H x vocab"),
+        (run_jsd.parse_arguments, "--betas 2", "betas must be comma-separated numbers from 0 to 1, got '2'"),
+        (run_jsd.parse_arguments, "--betas x", "betas must be comma-separated numbers from 0 to 1, got 'x'"),
+        (
+            lambda argv: head_tp.parse_arguments(argv, 2),
+            "--heads peer",
+            "a head must be one of ours, ours-cached, verl",
+        ),
+        (lambda argv: head_tp.parse_arguments(argv, 2), "--tp 3", "--tp must divide 2 processes"),
+    ],
+)
+def test_wrong_arguments_say_what_is_allowed(parse, arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        parse(arguments.split())
+    assert message in capsys.readouterr().err
+
+
+def test_the_cpus_defaults_are_small():
+    arguments = run_jsd.parse_arguments(["--device", "cpu"])
+    assert arguments.shape[0] * arguments.shape[3] < 10**6
+    assert arguments.providers == ["ours", "liger", "eager"]
+
+
+def test_a_program_ends_with_its_report_the_head_and_the_peak():
+    report = {"config": {"use_fused_linear_ce": True}, "ranks": [{"peak_mib": 700.2}, {"peak_mib": 812.0}]}
+    report |= {"memory_is": "allocated on it", "fused": {"enabled": False, "reasons": ["output_layer has a bias"]}}
+    line = training.summary(Path("out/sft.json"), report)
+    assert line == (
+        "Report: out/sft.json. Head: not fused (output_layer has a bias). Peak of a rank: 812 MiB, allocated on it."
+    )
+    report["fused"] = {"enabled": True, "reasons": []}
+    assert "Head: fused." in training.summary(Path("out/sft.json"), report)
+
+
+def test_committed_pictures_are_drawn_again_from_committed_files(tmp_path, capsys):
+    results = ROOT / "benchmark" / "results"
+    files = [str(results / f"{name}_h200.json") for name in ("memory_131072", "memory", "memory_peers")]
+    report.main([*files, "--pictures", str(tmp_path), "--only", "memory"])
+    assert capsys.readouterr().out.endswith(f"Picture: {tmp_path / 'memory.png'}\n")
+    where = {"environment": {"date": "1", "device": "a"}}
+    merged = report.merge([where | {"memory": [{"provider": "x", "peak_mib": size}]} for size in (1, 2)])
+    assert merged["memory"] == [{"provider": "x", "peak_mib": 1}]
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_other_constraints_install_anew(tmp_path):
+    def installs(*arguments):
+        command = ["make", "--dry-run", f"VENV={tmp_path}", f"PYTHON={sys.executable}", *arguments, "demo"]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout
+
+    assert "--constraint constraints.txt" in installs()
+    later = time.time() + 1000
+    (tmp_path / ".installed").touch()
+    os.utime(tmp_path / ".installed", (later, later))
+    assert "pip install" not in installs()
+    anew = installs("CONSTRAINTS=")
+    assert f"-m venv --clear {tmp_path}" in anew
+    assert "--constraint" not in anew
