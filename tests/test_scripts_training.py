@@ -1,11 +1,9 @@
 """The training programs at TP=2 with the flag on and off, and the mean over data-parallel ranks.
 
-Started by torchrun, this file is the program that takes one data-parallel step and saves the weights.
+Started on ranks, this file is the program that takes one data-parallel step and saves the weights.
 """
 
 import json
-import os
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -14,16 +12,10 @@ import pytest
 import torch
 
 pytest.importorskip("megatron.core")
-ROOT = Path(__file__).resolve().parent.parent
+
+from tests.ranks import run_ranks
+
 pytestmark = pytest.mark.torchrun
-
-
-def torchrun(ranks: int, *command: str) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    done = subprocess.run([*launcher, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
 
 
 def both(program: str, out: Path, *options: str) -> list[dict]:
@@ -32,7 +24,7 @@ def both(program: str, out: Path, *options: str) -> list[dict]:
     for flag in ("no-use", "use"):
         name = f"{flag}.json"
         options_of_run = ("--tp", "2", "--device", "cpu", f"--{flag}-fused-linear-ce", "--out", str(out))
-        torchrun(2, "-m", f"scripts.{program}", *options_of_run, "--report", name, *options)
+        run_ranks(2, f"scripts.{program}", *options_of_run, "--report", name, *options)
         reports.append(json.loads((out / name).read_text()))
     return reports
 
@@ -63,7 +55,7 @@ def test_the_mean_is_over_all_tokens_of_all_data_parallel_ranks(tmp_path):
     weights = []
     for ranks in (1, 2):
         path = tmp_path / f"{ranks}.pt"
-        torchrun(ranks, __file__, str(path))
+        run_ranks(ranks, __file__, path)
         weights.append(torch.load(path))
     torch.testing.assert_close(weights[1], weights[0], rtol=1e-5, atol=1e-6)
 

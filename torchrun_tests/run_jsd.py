@@ -7,7 +7,6 @@ oracle's for the whole (`tests/jsd_oracle.py`).
 """
 
 import itertools
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -141,8 +140,6 @@ def check_same_bits(name: str, actual: JsdResult, case: Case, report: Report) ->
 
 
 def program(device: torch.device, report: Report) -> None:
-    if device.type == "cpu":
-        os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported
     for backend, case, beta in itertools.product(available_backends(), CASES, BETAS):
         run_case(case, beta, backend, device, report)
 
