@@ -28,7 +28,6 @@ from benchmark.results import Results
 from benchmark.run import DTYPES
 from benchmark.shapes import Inputs, Shape, make_inputs
 
-TURN_MS = 400  # of a round of the three products: in a short one a GPU that has just waited is at higher clocks
 SHORT_US = 10  # kernels that the printed profile leaves out
 
 
@@ -139,7 +138,7 @@ def load_heads(results: Results, names: list[str], group: ProcessGroup) -> dict[
 
 
 def measure_heads(
-    results: Results, shape: Shape, group: ProcessGroup, heads: dict[str, Head], dtype: torch.dtype
+    results: Results, shape: Shape, group: ProcessGroup, heads: dict[str, Head], dtype: torch.dtype, budget_ms: float
 ) -> None:
     """All heads at one tensor-parallel size and one number of tokens: they take turns with the products."""
     device = results.device
@@ -149,7 +148,7 @@ def measure_heads(
     gradient = torch.zeros_like(inputs.hidden)
     all_reduce = functools.partial(dist.all_reduce, gradient, group=group)
     size = {"shape": name, "tp": group.size()}
-    repeats = measure.repeats_within(TURN_MS, _sum_ms(measure_slowest_products(inputs, group, device)))
+    repeats = measure.repeats_within(budget_ms, _sum_ms(measure_slowest_products(inputs, group, device)))
     dist.barrier()
     results.attempt(
         "all_reduce",
@@ -193,6 +192,8 @@ def main() -> None:
     parser.add_argument("--heads", default=",".join(HEADS), help="default: %(default)s")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    # In a short round a GPU that has just waited is at higher clocks.
+    parser.add_argument("--budget-ms", type=float, default=400.0, help="time of a round of the three products")
     parser.add_argument("--output", type=Path, default=Path("head_tp.json"))
     arguments = parser.parse_args()
     device = torch.device("cpu")
@@ -213,7 +214,7 @@ def main() -> None:
         heads = load_heads(results, arguments.heads.split(","), group)
         for tokens in (int(text) for text in arguments.tokens.split(",")):
             shape = Shape(f"{tokens}x{arguments.hidden}x{arguments.vocab}", tokens, arguments.hidden, arguments.vocab)
-            measure_heads(results, shape, group, heads, DTYPES[arguments.dtype])
+            measure_heads(results, shape, group, heads, DTYPES[arguments.dtype], arguments.budget_ms)
         del heads
     if path:
         print_table(results.document)

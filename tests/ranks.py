@@ -26,7 +26,7 @@ GRACE_SECONDS = 5.0  # for the other ranks to say what they have to say, when on
 def _server() -> ForkServerContext:
     """The fork server, its imports made as `--device cpu` wants them; Megatron's fused functions are not compiled."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["megatron_lce", "scripts.megatron_runtime"])
+    context.set_forkserver_preload(["scripts.train_distill"])
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     settings = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1", "TORCHDYNAMO_DISABLE": "1"}
     with mock.patch.dict(os.environ, settings):

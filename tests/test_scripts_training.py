@@ -7,15 +7,25 @@ import json
 import sys
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 pytest.importorskip("megatron.core")
 
+from scripts import sft_data
 from tests.ranks import run_ranks
 
+VOCAB_SIZE = 512
 pytestmark = pytest.mark.torchrun
+
+
+def prepare_few_examples(folder: Path) -> None:
+    """Every 25th file of the standard library, where the programs find it and take it for the whole of it."""
+    some = sft_data.stdlib_sources()[::25]
+    with mock.patch.object(sft_data, "stdlib_sources", return_value=some):
+        sft_data.prepare(folder, VOCAB_SIZE)
 
 
 def both(program: str, out: Path, *options: str) -> list[dict]:
@@ -30,8 +40,9 @@ def both(program: str, out: Path, *options: str) -> list[dict]:
 
 
 def test_sft_is_the_same_with_the_flag_on(tmp_path):
+    prepare_few_examples(tmp_path)
     # Every Python's standard library is another text: steps so large that the loss falls on any of them.
-    options = "--sequence-parallel --steps 6 --lr 3e-3 --vocab-size 512 --row-length 256 --hidden-size 64"
+    options = f"--sequence-parallel --steps 6 --lr 3e-3 --vocab-size {VOCAB_SIZE} --row-length 256 --hidden-size 64"
     off, on = both("train_sft", tmp_path, *options.split(), "--num-microbatches", "2")
     assert (off["fused"]["enabled"], on["fused"]["enabled"]) == (False, True)
     assert on["losses"] == pytest.approx(off["losses"], abs=1e-5)
