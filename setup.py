@@ -13,6 +13,7 @@ extras["dev"] = [
     "mypy",
     "numpy",
     "pytest",
+    "pytest-xdist",
     "ruff",
 ]
 

@@ -26,7 +26,12 @@ def pytest_configure(config):
     config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton.runtime.interpreter")
 
 
-def pytest_collection_modifyitems(items):
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
+def pytest_collection_modifyitems(config, items):
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            if item.get_closest_marker("torchrun"):
+                item.add_marker(pytest.mark.xdist_group("ranks"))
     if torch.cuda.is_available():
         return
     for item in items:
