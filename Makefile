@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed$(subst /,_,$(patsubst %,-%,$(filter-out constraints.txt,$(or $(CONSTRAINTS),latest))))
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo demo-distill test lint bench test-matrix clean
+.PHONY: demo demo-distill test test-all fuzz lint bench test-matrix clean
 
 $(INSTALLED): setup.py pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else f"Python 3.11 or newer is needed, this is {sys.version}")'
@@ -28,8 +28,16 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Two processes: Triton's interpreter is Python, one thread of it. What starts ranks stays in one of them, which so forks
+# all of them from one server. On a machine with GPUs, run `pytest` alone.
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
+
 test: lint
-	$(BIN)/python -m pytest
+	$(PYTEST) -m "not slow"
+
+# Before a release: also the cases whose like the others hold already.
+test-all: lint
+	$(PYTEST)
 
 # megatron-core beside the pinned one, unpacked for PYTHONPATH: pip refuses 0.17 and newer on Python 3.11, which runs them.
 MEGATRON_VERSIONS := 0.14.0 0.19.2

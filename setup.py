@@ -23,6 +23,7 @@ extras["dev"] = sorted(
         "mypy",
         "numpy",
         "pytest",
+        "pytest-xdist",
         "ruff",
         *(requirement for extra in list(extras.values()) for requirement in extra),
     }

@@ -31,7 +31,6 @@ from benchmark.shapes import Inputs, Shape, choose, make_inputs
 from scripts.arguments import HelpFormatter
 from scripts.ranks import device_of_rank
 
-TURN_MS = 400  # of a round of the three products: in a short one a GPU that has just waited is at higher clocks
 SHORT_US = 10  # kernels that the printed profile leaves out
 
 
@@ -142,7 +141,7 @@ def load_heads(results: Results, names: list[str], group: ProcessGroup) -> dict[
 
 
 def measure_heads(
-    results: Results, shape: Shape, group: ProcessGroup, heads: dict[str, Head], dtype: torch.dtype
+    results: Results, shape: Shape, group: ProcessGroup, heads: dict[str, Head], dtype: torch.dtype, budget_ms: float
 ) -> None:
     """All heads at one tensor-parallel size and one number of tokens: they take turns with the products."""
     device = results.device
@@ -152,7 +151,7 @@ def measure_heads(
     gradient = torch.zeros_like(inputs.hidden)
     all_reduce = functools.partial(dist.all_reduce, gradient, group=group)
     size = {"shape": name, "tp": group.size()}
-    repeats = measure.repeats_within(TURN_MS, _sum_ms(measure_slowest_products(inputs, group, device)))
+    repeats = measure.repeats_within(budget_ms, _sum_ms(measure_slowest_products(inputs, group, device)))
     dist.barrier()
     results.attempt(
         "all_reduce",
@@ -199,6 +198,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--heads", default="all", help=f"Comma-separated: all, {', '.join(HEADS)}.")
     add("--dtype", choices=DTYPES, default="bf16", help="Type of hidden and weight.")
     add("--device", choices=("cuda", "cpu"), help="Device of all ranks; None: cuda where every rank has a GPU.")
+    # In a short round a GPU that has just waited is at higher clocks.
+    add("--budget-ms", type=float, default=400.0, help="Time of a round of the three products, in ms.")
     add("--output", type=Path, default=Path("head_tp.json"), help="JSON file to write.")
     return parser
 
@@ -230,7 +231,7 @@ def main() -> None:
         heads = load_heads(results, arguments.heads, group)
         for tokens in arguments.tokens:
             shape = Shape(f"{tokens}x{arguments.hidden}x{arguments.vocab}", tokens, arguments.hidden, arguments.vocab)
-            measure_heads(results, shape, group, heads, DTYPES[arguments.dtype])
+            measure_heads(results, shape, group, heads, DTYPES[arguments.dtype], arguments.budget_ms)
         del heads
     if path:
         print_table(results.document)

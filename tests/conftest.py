@@ -6,8 +6,11 @@ import hypothesis
 import pytest
 import torch
 
+from tests import interpreter
+
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
+    interpreter.prepare_once_a_launch()
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with it
 
 torch.use_deterministic_algorithms(True)
@@ -23,7 +26,12 @@ def pytest_configure(config):
     config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton.runtime.interpreter")
 
 
-def pytest_collection_modifyitems(items):
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
+def pytest_collection_modifyitems(config, items):
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            if item.get_closest_marker("torchrun"):
+                item.add_marker(pytest.mark.xdist_group("ranks"))
     if torch.cuda.is_available():
         return
     for item in items:

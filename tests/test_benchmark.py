@@ -1,8 +1,6 @@
 """The benchmark on a CPU at tiny shapes: that its numbers are what they claim to be, and that nothing is dropped."""
 
 import json
-import os
-import subprocess
 import sys
 
 import pytest
@@ -11,6 +9,7 @@ import torch.nn.functional as F
 
 from benchmark import head_tp, measure, providers, ratios, results, run, run_jsd
 from benchmark.shapes import Shape, make_inputs, parse_shape
+from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
 SHAPE = Shape("tiny", 12, 8, 40)
@@ -194,8 +193,9 @@ def test_table_under_tensor_parallelism_names_products_once(capsys):
 def test_heads_under_tensor_parallelism_agree(tmp_path):
     pytest.importorskip("megatron.core")
     output = tmp_path / "head_tp.json"
-    arguments = "--device cpu --dtype fp32 --tokens 6,12 --hidden 8 --vocab 40 --heads ours,ours-cached,megatron,verl"
-    torchrun("benchmark.head_tp", 2, f"{arguments} --output {output}")
+    sizes = "--dtype fp32 --tokens 6,12 --hidden 8 --vocab 40 --budget-ms 0"
+    arguments = f"--device cpu {sizes} --heads ours,ours-cached,megatron,verl --output {output}"
+    run_ranks(2, "benchmark.head_tp", *arguments.split())
     times = json.loads(output.read_text())["times"]
     times = [record for record in times if record["provider"] != "verl"]  # its kernel, where installed, needs a GPU
     measured = {(record["tp"], record["tokens"], record["provider"], record["mode"]) for record in times}
@@ -210,19 +210,14 @@ def test_heads_under_tensor_parallelism_agree(tmp_path):
     assert [record["status"] for record in profiles] == ["ok"] * 8
 
 
-def torchrun(module, ranks, arguments):
-    command = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", module, *arguments.split()]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
-    subprocess.run([sys.executable, "-m", *command], check=True, env=environment, timeout=300)
-
-
 @pytest.mark.torchrun
 @pytest.mark.parametrize(("layout", "dtype"), [("--tp 2", "bf16"), ("--tp 1 --pp 2", "fp32")])
 def test_whole_step_agrees_with_the_flag_on_and_off(tmp_path, layout, dtype):
     pytest.importorskip("megatron.core")
     output = tmp_path / "megatron_step.json"
     sizes = "--tokens 32 --sequence-length 16 --layers 2 --hidden 32 --heads 4 --vocab 96"
-    torchrun("benchmark.megatron_step", 2, f"{layout} {sizes} --dtype {dtype} --device cpu --output {output}")
+    arguments = f"{layout} {sizes} --dtype {dtype} --device cpu"
+    run_ranks(2, "benchmark.megatron_step", *arguments.split(), "--output", output)
     steps = {record["variant"]: record for record in json.loads(output.read_text())["steps"]}
     ours = {"ours", "ours-main-grad", "ours-main-grad-512-mib", "ours-cached"}
     assert set(steps) == {"native", "native-fused", *ours}
@@ -251,7 +246,7 @@ def test_materialised_jsd_is_the_mean_of_its_definition():
 
 def test_jsd_run_measures_against_the_products_its_beta_needs(tmp_path):
     output = tmp_path / "jsd.json"
-    arguments = "--device cpu --dtype fp32 --shape 6x8x4x24 --error-shape 5x8x4x16 --providers ours,eager --budget-ms 1"
+    arguments = "--device cpu --dtype fp32 --shape 6x8x4x24 --error-shape 5x8x4x16 --providers ours,eager --budget-ms 0"
     document = run_jsd.main([*arguments.split(), "--output", str(output), "--picture", str(tmp_path / "jsd.png")])
     assert json.loads(output.read_text()) == document
     assert [record["beta"] for record in document["jsd"] if record["provider"] == "ours"] == [0.5, 0, 1]

@@ -60,20 +60,21 @@ def test_oracle_is_the_definition():
         torch.testing.assert_close(materialised_jsd(*inputs[:4], beta=beta, temperature=2.0), expected)
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("beta", [0, 0.5, 1])
+@pytest.mark.parametrize(
+    ("beta", "dtype"), [(0, FP32), (0.5, FP32), (1, FP32), (0, BF16), (0.5, BF16), (1, BF16), (0.5, FP16)]
+)
 def test_loss_and_gradients_match_the_oracle(beta, shape, dtype, backend, device):
     result = check(backend, make_inputs(*shape, device, dtype), beta=beta)
     assert result.loss.dtype == FP32
     assert result.grad_hidden.dtype == result.grad_weight.dtype == dtype
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 4.0])
+@pytest.mark.parametrize("temperature", [0.5, 4.0])
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 @pytest.mark.parametrize("beta", BETAS)
 def test_betas_and_temperatures_match_the_oracle(beta, dtype, temperature, backend, device):
-    check(backend, make_inputs(33, 24, 40, 300, device, dtype), beta=beta, temperature=temperature)
+    check(backend, make_inputs(33, 24, 40, 130, device, dtype), beta=beta, temperature=temperature)
 
 
 @pytest.mark.parametrize("beta", BETAS)
@@ -110,7 +111,7 @@ def test_unusable_temperatures_make_their_rows_nan_and_no_other(beta, backend, d
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 @pytest.mark.parametrize("beta", BETAS)
 def test_gradient_vanishes_where_student_equals_teacher(beta, dtype, backend, device):
-    inputs = make_inputs(17, 24, 24, 300, device, dtype)
+    inputs = make_inputs(17, 24, 24, 130, device, dtype)
     typical = evaluate_jsd(linear_jsd, inputs, beta=beta, backend=backend)
     equal = inputs._replace(teacher_hidden=inputs.student_hidden, teacher_weight=inputs.student_weight)
     result = evaluate_jsd(linear_jsd, equal, beta=beta, backend=backend)
@@ -122,7 +123,7 @@ def test_gradient_vanishes_where_student_equals_teacher(beta, dtype, backend, de
 @pytest.mark.parametrize("beta", BETAS)
 def test_probabilities_that_underflow_on_either_side(beta, backend, device):
     """Logits of +-1000: each head's mass is on columns that are impossible to the other, or on the same one."""
-    inputs = make_inputs(16, 8, 8, 300, device, logit_std=300.0)
+    inputs = make_inputs(16, 8, 8, 130, device, logit_std=300.0)
     same = inputs._replace(teacher_hidden=inputs.student_hidden * 2, teacher_weight=inputs.student_weight)
     for problem in (inputs, same):
         result = check(backend, problem, beta=beta)
@@ -200,18 +201,18 @@ def test_same_bits_from_run_to_run_and_within_autocast(beta, backend, device):
 @pytest.mark.parametrize("beta", BETAS)
 def test_a_tokens_loss_depends_on_no_other_token(beta, device):
     pytest.importorskip("triton")
-    inputs = make_inputs(200, 24, 16, 600, device, BF16)
+    inputs = make_inputs(200, 24, 16, 300, device, BF16)
     whole = linear_jsd(*inputs[:4], beta=beta, backend="triton")
     for rows in (slice(0, 1), slice(150, 200), slice(5, 140)):
         part = [inputs.student_hidden[rows], inputs.student_weight, inputs.teacher_hidden[rows], inputs.teacher_weight]
         assert torch.equal(linear_jsd(*part, beta=beta, backend="triton"), whole[rows])
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-@pytest.mark.parametrize("hidden_size", [24, 21])
-@pytest.mark.parametrize("beta", [0, 0.5, 1])
+@pytest.mark.parametrize(
+    ("beta", "hidden_size", "dtype"), [(0.5, 24, FP32), (0, 21, FP32), (0.5, 21, BF16), (1, 24, BF16)]
+)
 def test_the_smallest_workspace_is_named_and_works(beta, hidden_size, dtype, backend, device):
-    inputs = make_inputs(9, hidden_size, 40, 600, device, dtype)
+    inputs = make_inputs(9, hidden_size, 40, 300, device, dtype)
     with pytest.raises(ValueError, match=r"workspace_bytes must be at least \d+ for these heads, got 1$") as error:
         linear_jsd(*inputs[:4], beta=beta, backend=backend, workspace_bytes=1)
     smallest = int(str(error.value).split("at least ")[1].split()[0])

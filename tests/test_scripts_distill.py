@@ -5,15 +5,16 @@ import pytest
 pytest.importorskip("megatron.core")
 pytest.importorskip("rich")
 
-from tests.test_scripts_training import both
+from tests.test_scripts_training import VOCAB_SIZE, both, prepare_few_examples
 
 pytestmark = pytest.mark.torchrun
 
 
 def test_distillation_is_the_same_with_the_flag_on(tmp_path):
-    options = ("--beta", "0.3", "--temperature", "2", "--sequence-parallel")
-    sizes = ("--vocab-size", "512", "--row-length", "256", "--hidden-size", "64", "--student-hidden-size", "32")
-    off, on = both("train_distill", tmp_path, "--teacher-steps", "6", "--steps", "8", *sizes, *options)
+    prepare_few_examples(tmp_path)
+    options = "--beta 0.3 --temperature 2 --sequence-parallel --teacher-steps 6 --steps 8 --held-out-rows 2"
+    sizes = f"--vocab-size {VOCAB_SIZE} --row-length 256 --hidden-size 64 --student-hidden-size 32"
+    off, on = both("train_distill", tmp_path, *options.split(), *sizes.split())
     assert on["teacher_losses"] == pytest.approx(off["teacher_losses"], abs=1e-5)
     assert on["losses"] == pytest.approx(off["losses"], abs=1e-5)
     assert on["losses"][-1] < 0.9 * on["losses"][0]

@@ -1,29 +1,31 @@
 """The training programs at TP=2 with the flag on and off, and the mean over data-parallel ranks.
 
-Started by torchrun, this file is the program that takes one data-parallel step and saves the weights.
+Started on ranks, this file is the program that takes one data-parallel step and saves the weights.
 """
 
 import json
-import os
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 pytest.importorskip("megatron.core")
-ROOT = Path(__file__).resolve().parent.parent
+
+from scripts import sft_data
+from tests.ranks import run_ranks
+
+VOCAB_SIZE = 512
 pytestmark = pytest.mark.torchrun
 
 
-def torchrun(ranks: int, *command: str) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    done = subprocess.run([*launcher, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
+def prepare_few_examples(folder: Path) -> None:
+    """Every 25th file of the standard library, where the programs find it and take it for the whole of it."""
+    some = sft_data.stdlib_sources()[::25]
+    with mock.patch.object(sft_data, "stdlib_sources", return_value=some):
+        sft_data.prepare(folder, VOCAB_SIZE)
 
 
 def both(program: str, out: Path, *options: str) -> list[dict]:
@@ -32,14 +34,15 @@ def both(program: str, out: Path, *options: str) -> list[dict]:
     for flag in ("no-use", "use"):
         name = f"{flag}.json"
         options_of_run = ("--tp", "2", "--device", "cpu", f"--{flag}-fused-linear-ce", "--out", str(out))
-        torchrun(2, "-m", f"scripts.{program}", *options_of_run, "--report", name, *options)
+        run_ranks(2, f"scripts.{program}", *options_of_run, "--report", name, *options)
         reports.append(json.loads((out / name).read_text()))
     return reports
 
 
 def test_sft_is_the_same_with_the_flag_on(tmp_path):
+    prepare_few_examples(tmp_path)
     # Every Python's standard library is another text: steps so large that the loss falls on any of them.
-    options = "--sequence-parallel --steps 6 --lr 3e-3 --vocab-size 512 --row-length 256 --hidden-size 64"
+    options = f"--sequence-parallel --steps 6 --lr 3e-3 --vocab-size {VOCAB_SIZE} --row-length 256 --hidden-size 64"
     off, on = both("train_sft", tmp_path, *options.split(), "--num-microbatches", "2")
     assert (off["fused"]["enabled"], on["fused"]["enabled"]) == (False, True)
     assert on["losses"] == pytest.approx(off["losses"], abs=1e-5)
@@ -63,7 +66,7 @@ def test_the_mean_is_over_all_tokens_of_all_data_parallel_ranks(tmp_path):
     weights = []
     for ranks in (1, 2):
         path = tmp_path / f"{ranks}.pt"
-        torchrun(ranks, __file__, str(path))
+        run_ranks(ranks, __file__, path)
         weights.append(torch.load(path))
     torch.testing.assert_close(weights[1], weights[0], rtol=1e-5, atol=1e-6)
 

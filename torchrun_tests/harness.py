@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `scripts`, when started by hand from anywhere
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `tests`, when started by hand from anywhere
+
+from tests import interpreter
 
 from scripts.ranks import device_of_rank  # found through the path above
 
@@ -63,6 +65,8 @@ def main(program: Callable[[torch.device, Report], None]) -> None:
     device = parse_device()
     if device.type == "cpu":
         torch.set_num_threads(1)
+        os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
+        interpreter.prepare_once_a_launch()
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         timeout=timedelta(seconds=120),

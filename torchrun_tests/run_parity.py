@@ -7,7 +7,6 @@ for the whole. Allowed errors are multiples of what eager PyTorch makes on the s
 """
 
 import itertools
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -309,8 +308,6 @@ def subgroup_of_this_rank() -> ProcessGroup:
 
 
 def program(device: torch.device, report: Report) -> None:
-    if device.type == "cpu":
-        os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported
     world = dist.group.WORLD
     subgroup = subgroup_of_this_rank()
     run_errors(world, device, report)
