@@ -107,6 +107,27 @@ def test_unusable_temperatures_make_their_rows_nan_and_no_other(beta, backend, d
     assert not result.grad_hidden[[0, 4, 5, 6, 7]].isnan().any()
 
 
+@pytest.mark.parametrize("beta", [0, 0.5, 1])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("argument", range(4), ids=JsdInputs._fields[:4])
+def test_what_is_not_finite_in_either_head_makes_its_rows_nan_and_no_other(argument, value, beta, backend, device):
+    """Loss and gradients: a step that is skipped where a gradient is NaN must be skipped."""
+    inputs = make_inputs(6, 8, 12, 20, device)
+    clean = evaluate_jsd(linear_jsd, inputs, beta=beta, backend=backend)
+    inputs[argument][2, 1] = value
+    broken = evaluate_jsd(linear_jsd, inputs, beta=beta, backend=backend)
+    in_hidden = argument in (0, 2)  # of one token; a weight's is in every token's logits
+    others = [0, 1, 3, 4, 5] if in_hidden else []
+    of_nan = torch.ones(6, dtype=torch.bool, device=device)
+    of_nan[others] = False
+    assert torch.equal(broken.loss.isnan(), of_nan)
+    assert torch.equal(broken.grad_hidden.isnan().all(1), of_nan)
+    assert torch.equal(broken.grad_hidden.isnan().any(1), of_nan)
+    assert broken.grad_weight.isnan().all()
+    assert torch.equal(broken.loss[others], clean.loss[others])
+    assert torch.equal(broken.grad_hidden[others], clean.grad_hidden[others])
+
+
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 @pytest.mark.parametrize("beta", BETAS)
 def test_gradient_vanishes_where_student_equals_teacher(beta, dtype, backend, device):
@@ -176,6 +197,16 @@ def test_a_loss_that_takes_no_part_gives_no_gradient_and_no_error(backend, devic
     loss = linear_jsd(*inputs[:4], backend=backend)
     (loss.detach().sum() + inputs.student_hidden.sum()).backward()
     assert (inputs.student_hidden.grad == 1).all()
+
+
+def test_double_backward_is_refused(backend, device):
+    """A penalty on a gradient that has no graph would train as if it were not there."""
+    inputs = make_inputs(5, 8, 12, 20, device)
+    hidden = inputs.student_hidden.requires_grad_()
+    loss = linear_jsd(*inputs[:4], backend=backend)
+    with pytest.raises(RuntimeError, match=r"double backward through linear_jsd is not supported"):
+        torch.autograd.grad(loss.sum(), hidden, create_graph=True)
+    assert torch.autograd.grad(loss.sum(), hidden)[0].isfinite().all()
 
 
 def test_gradient_of_one_side_alone(backend, device):

@@ -47,17 +47,23 @@ class _LinearJsd(torch.autograd.Function):
             _check_workspace(student, teacher, options, backend)
             rows = backend.prepare_rows(labels, temperature, options)
             divergence, found = _diverge(student, teacher, rows, beta, options, backend)
+            ignored = rows.to_nats == 0
+            # What is not finite in either head ends here: backward, which may not meet it, takes the row's NaN from
+            # to_nats. Every rank has the same divergence, so no rank goes on with a finite gradient.
+            to_nats = torch.where(divergence.isfinite() | ignored, rows.to_nats, torch.nan)
             # Rounding may carry a divergence past its bounds; a clamp passes NaN.
-            loss = divergence.clamp(0.0, _largest_divergence(beta)) * rows.to_nats
-            loss = torch.where(rows.to_nats == 0, 0.0, loss)
+            loss = torch.where(ignored, 0.0, divergence.clamp(0.0, _largest_divergence(beta)) * to_nats)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*student, *teacher, rows.scale, rows.to_nats, *found)
+        ctx.save_for_backward(*student, *teacher, rows.scale, to_nats, *found)
         ctx.beta, ctx.options, ctx.backend = beta, options, backend
         return loss
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_loss: Tensor | None):
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "double backward through linear_jsd is not supported: its gradients have no graph (create_graph=True)"
+            )
         no_gradient = (None,) * 7
         if grad_loss is None:
             return None, None, *no_gradient

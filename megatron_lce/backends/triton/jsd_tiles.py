@@ -129,7 +129,7 @@ def log_probability(products, terms_ptr, terms_stride, term: tl.constexpr, rows,
 
 @triton.jit
 def log_mixture(ps, pt, beta):
-    """log2 m, held where 0 * log(p / m) is 0 if p_s and p_t underflow."""
+    """log2 m, held where 0 * log(p / m) is 0 if p_s and p_t underflow; finite for NaN too, which p_s or p_t brings."""
     return _log2_of_normal(tl.maximum(tl.fma(beta, pt, (1 - beta) * ps), _SMALLEST_NORMAL))
 
 
