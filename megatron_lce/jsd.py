@@ -1,5 +1,6 @@
 """Distillation: the generalised Jensen-Shannon divergence of two vocab-sharded LM heads, without their logits.
 
+A head's logits are z = scale hidden @ weight.T, under a softcap z = softcap tanh(scale hidden @ weight.T / softcap).
 With p_s = softmax(z_s / T) of the student, p_t of the teacher and m = beta p_t + (1 - beta) p_s, one token's loss is
 
     0 < beta < 1    beta KL(p_t || m) + (1 - beta) KL(p_s || m)
@@ -16,6 +17,8 @@ and at the ends, by the same steps,
 
     beta = 0        dL/dy = p_s - p_t
     beta = 1        dL/dy = p_s (log(p_s / p_t) - KL(p_s || p_t))
+
+A product gets scale / T of that, times 1 - tanh^2 under the student's softcap.
 
 The gradient of a logit needs the row's whole KL first, so for 0 < beta < 1 there are three passes over both heads'
 products: softmax statistics (one exchange over the group gives both log-sum-exps), the two sums over the vocabulary
@@ -36,7 +39,7 @@ from megatron_lce.backends.choice import load_jsd_backend
 from megatron_lce.core import collectives, validation
 from megatron_lce.core.jsd_autograd import linear_jsd_autograd
 from megatron_lce.core.jsd_stats import Head
-from megatron_lce.core.options import Backend, Options
+from megatron_lce.core.options import Backend, Options, WeightGradSink
 from megatron_lce.cross_entropy import owned_columns
 
 
@@ -49,6 +52,10 @@ def linear_jsd(
     labels: Tensor | None = None,
     beta: float = 0.5,
     temperature: float | Tensor = 1.0,
+    student_logits_scale: float = 1.0,
+    teacher_logits_scale: float = 1.0,
+    student_softcap: float | None = None,
+    teacher_softcap: float | None = None,
     tp_group: ProcessGroup | None = None,
     sequence_parallel: bool = False,
     ignore_index: int = -100,
@@ -56,6 +63,7 @@ def linear_jsd(
     vocab_size: int | None = None,
     workspace_bytes: int = 512 * 2**20,
     backend: Backend = "auto",
+    weight_grad_sink: WeightGradSink | None = None,
 ) -> Tensor:
     """Per-token generalised Jensen-Shannon divergence of a student's and a teacher's LM head, without their logits.
 
@@ -74,6 +82,9 @@ def linear_jsd(
         beta: weight of the teacher in the mixture, in [0, 1].
         temperature: a positive float, or a floating tensor, one a token, without gradient; a row whose temperature is
             not positive and finite is NaN.
+        student_logits_scale, teacher_logits_scale: factor on the head's products (MuP).
+        student_softcap, teacher_softcap: bound of the head's logits before the temperature, as in Gemma; `None`: no
+            bound.
         tp_group: the ranks that the vocabulary is sharded over; `None`: the weights are whole.
         sequence_parallel: both hiddens are sharded along their first dimension; they are gathered inside and the
             student's gradient is reduce-scattered. Nothing to do on a single rank.
@@ -85,6 +96,8 @@ def linear_jsd(
             hiddens.
         backend: "triton", "torch", or "auto": triton on a GPU that Triton supports, torch elsewhere. A named backend
             that cannot run raises.
+        weight_grad_sink: for integrations: where the student weight's gradient is added, instead of being returned; see
+            `megatron_lce.core.options.WeightGradSink`.
 
     Returns:
         The loss of each token in nats: fp32, [...] (under `sequence_parallel` [s, ...]), the same bits on every rank.
@@ -108,6 +121,14 @@ def linear_jsd(
     validation.check_number("beta", beta)
     if not 0 <= beta <= 1:
         raise ValueError(f"beta must lie in [0, 1], got {beta}")
+    for name, scale in (
+        ("student_logits_scale", student_logits_scale),
+        ("teacher_logits_scale", teacher_logits_scale),
+    ):
+        validation.check_number(name, scale)
+    for name, softcap in (("student_softcap", student_softcap), ("teacher_softcap", teacher_softcap)):
+        if softcap is not None:
+            validation.check_number(name, softcap, positive=True)
     validation.check_options(
         vocab_size=vocab_size, softcap=None, logits_cache_bytes=0, workspace_bytes=workspace_bytes, backend=backend
     )
@@ -115,7 +136,7 @@ def linear_jsd(
     options = Options(
         tp_group=tp_group if ranks > 1 else None,
         sequence_parallel=sequence_parallel,
-        logits_scale=1.0,
+        logits_scale=1.0,  # each head has its own
         softcap=None,
         ignore_index=ignore_index,
         vocab_start=first,
@@ -127,12 +148,12 @@ def linear_jsd(
         logits_cache_bytes=0,
         workspace_bytes=workspace_bytes,
         reduce_grad_hidden=True,
-        weight_grad_sink=None,
+        weight_grad_sink=weight_grad_sink,
     )
     flat_temperature = temperature.reshape(-1) if isinstance(temperature, Tensor) else float(temperature)
     loss = linear_jsd_autograd(
-        Head(student_hidden.reshape(-1, student_hidden.shape[-1]), student_weight.contiguous()),
-        Head(teacher_hidden.detach().reshape(-1, teacher_hidden.shape[-1]), teacher_weight.detach().contiguous()),
+        _head(student_hidden, student_weight, student_logits_scale, student_softcap),
+        _head(teacher_hidden.detach(), teacher_weight.detach(), teacher_logits_scale, teacher_softcap),
         labels.reshape(-1),
         flat_temperature,
         float(beta),
@@ -140,6 +161,11 @@ def linear_jsd(
         load_jsd_backend(backend, student_hidden.device),
     )
     return loss.reshape(shape)
+
+
+def _head(hidden: Tensor, weight: Tensor, logits_scale: float, softcap: float | None) -> Head:
+    flat_hidden = hidden.reshape(-1, hidden.shape[-1])
+    return Head(flat_hidden, weight.contiguous(), float(logits_scale), None if softcap is None else float(softcap))
 
 
 def _check_heads(

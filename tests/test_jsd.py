@@ -94,6 +94,23 @@ def test_temperature_per_token_ignored_rows_and_padding(beta, backend, device):
     assert (result.grad_weight[37:] == 0).all()
 
 
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("beta", [0, 0.5, 1])
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"student_logits_scale": 0.3},
+        {"teacher_logits_scale": 2.5},
+        {"student_softcap": 2.0, "teacher_logits_scale": 0.5},
+        {"student_logits_scale": 1.5, "student_softcap": 2.0, "teacher_logits_scale": -0.5, "teacher_softcap": 5.0},
+    ],
+    ids=lambda form: ",".join(form),
+)
+def test_scale_and_softcap_of_either_head(form, beta, dtype, backend, device):
+    temperature = torch.linspace(0.5, 4.0, 9, device=device)
+    check(backend, make_inputs(9, 24, 40, 300, device, dtype), beta=beta, temperature=temperature, **form)
+
+
 @pytest.mark.parametrize("beta", BETAS)
 def test_unusable_temperatures_make_their_rows_nan_and_no_other(beta, backend, device):
     inputs = make_inputs(8, 24, 16, 70, device)
@@ -204,7 +221,7 @@ def test_double_backward_is_refused(backend, device):
     inputs = make_inputs(5, 8, 12, 20, device)
     hidden = inputs.student_hidden.requires_grad_()
     loss = linear_jsd(*inputs[:4], backend=backend)
-    with pytest.raises(RuntimeError, match=r"double backward through linear_jsd is not supported"):
+    with pytest.raises(RuntimeError, match=r"create_graph must be False: linear_jsd has no double backward"):
         torch.autograd.grad(loss.sum(), hidden, create_graph=True)
     assert torch.autograd.grad(loss.sum(), hidden)[0].isfinite().all()
 
@@ -310,6 +327,10 @@ ERRORS = [
     (ValueError, {"temperature": 0.0}, r"temperature must be positive and finite, got 0.0"),
     (ValueError, {"temperature": torch.ones(3)}, r"temperature must be a float or have labels' shape, \(4, 2\)"),
     (ValueError, {"temperature": torch.ones(4, 2, requires_grad=True)}, r"temperature must not require grad"),
+    (TypeError, {"student_logits_scale": "2"}, r"student_logits_scale must be a float, got str"),
+    (ValueError, {"teacher_logits_scale": math.inf}, r"teacher_logits_scale must be finite, got inf"),
+    (ValueError, {"student_softcap": 0.0}, r"student_softcap must be positive and finite, got 0.0"),
+    (TypeError, {"teacher_softcap": True}, r"teacher_softcap must be a float, got bool"),
     (TypeError, {"ignore_index": 1.0}, r"ignore_index must be an int, got float"),
     (ValueError, {"vocab_start": -1}, r"vocab_start must be at least 0, got -1"),
     (ValueError, {"vocab_size": 0}, r"vocab_size must be at least 1, got 0"),
