@@ -56,13 +56,14 @@ def train(case: cases.Case, device: torch.device, *, fused: bool, like: list[nn.
     handle = enable_fused_linear_ce(chunks, use_fused_linear_ce=fused)
     if fused and case.main_grad:
         cases.set_main_grad_fusion(chunks)
-    losses = cases.train_step(chunks, cases.forward_step, cases.microbatches(device))
-    if case.overlap:
-        optimizer = megatron_runtime.build_optimizer(chunks, use_distributed_optimizer=True)
-        optimizer.step()
+    with cases.counted_additions() as additions:
         losses = cases.train_step(chunks, cases.forward_step, cases.microbatches(device))
+        if case.overlap:
+            optimizer = megatron_runtime.build_optimizer(chunks, use_distributed_optimizer=True)
+            optimizer.step()
+            losses = cases.train_step(chunks, cases.forward_step, cases.microbatches(device))
     assert handle.enabled == (fused and cases.has_head(chunks)), handle.reasons
-    assert cases.grad_added_to_main_grad(chunks) == (handle.enabled and case.head_accumulates), case
+    assert additions.called == (handle.enabled and case.main_grad), case
     return losses, cases.gradients(chunks), chunks
 
 
