@@ -13,9 +13,9 @@ from megatron_lce.core import collectives
 from megatron_lce.core.blocks import plan_blocks, smallest_workspace
 from megatron_lce.core.group_stats import stats_of_tokens
 from megatron_lce.core.head_gradients import Slab, accumulator_bytes_per_column, computed_slabs, head_gradients
-from megatron_lce.core.jsd_stats import Head, RowTerms, empty_kl_stats, unpack_kl
+from megatron_lce.core.jsd_stats import Head, RowTerms, both_copies, empty_kl_stats, unpack_kl
 from megatron_lce.core.options import Options
-from megatron_lce.core.products import full_fp32, slab_row_stride
+from megatron_lce.core.products import Copies, full_fp32, slab_row_stride
 from megatron_lce.core.rows import LOG_SUM_OF_IGNORED_ROW, Rows
 from megatron_lce.core.softmax_stats import LN_2, UNIT
 from megatron_lce.core.tokens import TokenBlock, Tokens
@@ -199,7 +199,7 @@ def _grad_logits_slabs(
         terms.shape[1],
         slab_row_stride(options.num_columns),
         room,
-        backend.grad_logits_bytes(student, teacher),
+        backend.grad_logits_bytes(student, teacher, both_copies(student, teacher)),
         per_column_if_tokens_are_cut=bytes_per_column,
     )
 
@@ -250,27 +250,36 @@ def _row_terms(
 
 
 def _check_workspace(student: Head, teacher: Head, options: Options, backend: ModuleType) -> None:
-    """Every pass, backward's too, must find room for its smallest block before the first one runs."""
-    smallest = backend.scratch_bytes(student, teacher) + _smallest_blocks(student, teacher, options, backend)
+    """Every pass, backward's too, must find room for its smallest block before the first one runs.
+
+    Asked of the largest shard of the group, as if everything had to be copied, so that ranks agree.
+    """
+    copies = both_copies(student, teacher, at_most=True)
+    blocks = _smallest_blocks(student, teacher, options.largest_shard, copies, options, backend)
+    stats = max(smallest_workspace(backend.softmax_stats_bytes(head.hidden, options)) for head in (student, teacher))
+    smallest = max(stats, backend.scratch_bytes(student, teacher) + blocks)
     if options.workspace_bytes < smallest:
         raise ValueError(f"workspace_bytes must be at least {smallest} for these heads, got {options.workspace_bytes}")
 
 
 def _scratch_and_room(student: Head, teacher: Head, options: Options, backend: ModuleType) -> tuple[Tensor, int]:
     """The kernels' scratch, at most a quarter of the workspace where that is enough, and the bytes left for blocks."""
-    spare = options.workspace_bytes - _smallest_blocks(student, teacher, options, backend)
+    copies, num_columns = both_copies(student, teacher), student.weight.shape[0]
+    spare = options.workspace_bytes - _smallest_blocks(student, teacher, num_columns, copies, options, backend)
     most = max(backend.scratch_bytes(student, teacher), min(spare, options.workspace_bytes // 4))
     scratch = backend.new_scratch(student, teacher, most)
     return scratch, options.workspace_bytes - scratch.nbytes
 
 
-def _smallest_blocks(student: Head, teacher: Head, options: Options, backend: ModuleType) -> int:
+def _smallest_blocks(
+    student: Head, teacher: Head, num_columns: int, copies: Copies, options: Options, backend: ModuleType
+) -> int:
     """Bytes of the largest of the passes' smallest blocks."""
     accumulator = accumulator_bytes_per_column(student.weight, options)
-    backward = backend.grad_logits_bytes(student, teacher)
+    backward = backend.grad_logits_bytes(student, teacher, copies)
     passes = (
-        backend.stats_bytes(student, teacher),
-        backend.divergence_bytes(student, teacher),
+        backend.stats_bytes(student, teacher, num_columns, copies),
+        backend.divergence_bytes(student, teacher, num_columns, copies),
         backward._replace(per_column=backward.per_column + accumulator),
     )
     return max(smallest_workspace(block_bytes) for block_bytes in passes)

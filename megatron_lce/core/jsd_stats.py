@@ -18,6 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_lce.core.products import Copies, copies_at_most, copies_of
+
 KL_ROWS = 5
 
 
@@ -40,6 +42,13 @@ class Head(NamedTuple):
     def row_scale(self, scale: Tensor) -> Tensor:
         """Factor from products, or from their tanh, to base-2 logits, where `scale` is it at a logits_scale of 1."""
         return scale * (self.logits_scale if self.softcap is None else self.softcap)
+
+
+def both_copies(student: Head, teacher: Head, *, at_most: bool = False) -> Copies:
+    """Bytes that a token and a column take in copies of unaligned inputs; `at_most`: wherever these lie in memory."""
+    heads = (student, teacher)
+    copies = [copies_at_most(head.hidden) if at_most else copies_of(head.hidden, head.weight) for head in heads]
+    return Copies(*map(sum, zip(*copies, strict=True)))
 
 
 class RowTerms(NamedTuple):

@@ -14,6 +14,7 @@ from megatron_lce.backends.torch.cross_entropy import (
 from megatron_lce.backends.torch.rows import prepare_rows
 from megatron_lce.core.blocks import BlockBytes, Blocks, cut, plan_blocks
 from megatron_lce.core.jsd_stats import KL_ROWS, Head, RowTerms, empty_kl_stats, merge_kl_stats
+from megatron_lce.core.products import Copies
 
 __all__ = [
     "divergence",
@@ -37,6 +38,8 @@ __all__ = [
 # Under this a probability counts as zero: m is held above it, so that 0 * log(p / m) is 0 where both underflow.
 _TINY = torch.finfo(torch.float32).tiny
 
+_STATS_BYTES, _DIVERGENCE_BYTES, _GRAD_BYTES = 3 * 4, 5 * 4, 3 * 4  # of a logit, in a pass's intermediates
+
 
 def scratch_bytes(student: Head, teacher: Head) -> int:
     """Nothing: both heads' logits are in the slab."""
@@ -47,26 +50,27 @@ def new_scratch(student: Head, teacher: Head, most_bytes: int) -> Tensor:
     return student.hidden.new_empty(0, dtype=torch.float32)
 
 
-def stats_bytes(student: Head, teacher: Head) -> BlockBytes:
-    """What `kl_stats` takes for its intermediates; more than the softmax statistics of either head do."""
-    return _block_bytes(3 * 4, student, teacher)
+def stats_bytes(student: Head, teacher: Head, num_columns: int, copies: Copies) -> BlockBytes:
+    """What `kl_stats` takes for its intermediates."""
+    return _block_bytes(_STATS_BYTES, student, teacher)
 
 
-def divergence_bytes(student: Head, teacher: Head) -> BlockBytes:
-    return _block_bytes(5 * 4, student, teacher)
+def divergence_bytes(student: Head, teacher: Head, num_columns: int, copies: Copies) -> BlockBytes:
+    return _block_bytes(_DIVERGENCE_BYTES, student, teacher)
 
 
-def grad_logits_bytes(student: Head, teacher: Head) -> BlockBytes:
-    """What `grad_logits` takes for its intermediates and its output."""
+def grad_logits_bytes(student: Head, teacher: Head, copies: Copies) -> BlockBytes:
+    """What `grad_logits` takes for its intermediates and its output, and the products after it for their copies."""
     slope = 0 if student.softcap is None else 4
-    return _block_bytes(3 * 4 + slope + student.hidden.element_size(), student, teacher)
+    per_logit, *upcasts = _block_bytes(_GRAD_BYTES + slope + student.hidden.element_size(), student, teacher)
+    return BlockBytes(per_logit, *map(max, upcasts, copies))
 
 
 def kl_stats(p: Head, q: Head, row_scales: Tensor, *, scratch: Tensor, workspace_bytes: int) -> Tensor:
     """Packed statistics [5, N] of V columns, see `megatron_lce.core.jsd_stats`; row_scales [2, N], p's first."""
     num_tokens = row_scales.shape[1]
     packed = row_scales.new_empty(KL_ROWS, num_tokens)
-    blocks = _plan(p, workspace_bytes, stats_bytes(p, q))
+    blocks = _plan(p, q, workspace_bytes, _STATS_BYTES)
     for tokens in cut(num_tokens, blocks.tokens):
         merged = empty_kl_stats(tokens.stop - tokens.start, row_scales.device)
         for columns in cut(p.weight.shape[0], blocks.columns):
@@ -85,7 +89,7 @@ def divergence(
     """
     num_tokens = terms.shape[1]
     sums = terms.new_zeros(2, num_tokens)
-    blocks = _plan(student, workspace_bytes, divergence_bytes(student, teacher))
+    blocks = _plan(student, teacher, workspace_bytes, _DIVERGENCE_BYTES)
     for tokens in cut(num_tokens, blocks.tokens):
         for columns in cut(student.weight.shape[0], blocks.columns):
             parts = (student.block(tokens, columns), teacher.block(tokens, columns))
@@ -160,8 +164,9 @@ def _slab_kl_stats(p: Head, q: Head, row_scales: Tensor) -> Tensor:
     return torch.stack([max_p, exp_p.sum(dim=1), max_q, q_logits.exp2_().sum(dim=1), gap.mul_(exp_p).sum(dim=1)])
 
 
-def _plan(head: Head, workspace_bytes: int, block_bytes: BlockBytes) -> Blocks:
-    num_tokens, num_columns = head.hidden.shape[0], head.weight.shape[0]
+def _plan(first: Head, second: Head, workspace_bytes: int, per_logit: int) -> Blocks:
+    num_tokens, num_columns = first.hidden.shape[0], first.weight.shape[0]
+    block_bytes = _block_bytes(per_logit, first, second)
     return plan_blocks(num_tokens, num_columns, workspace_bytes, block_bytes, preferred_columns=4096)
 
 

@@ -31,8 +31,8 @@ from megatron_lce.backends.triton.rows import prepare_rows
 from megatron_lce.backends.triton.softmax_stats import softmax_stats, softmax_stats_bytes
 from megatron_lce.backends.triton.tile_products import descriptor, tile_position
 from megatron_lce.core.blocks import BlockBytes, cut, plan_blocks
-from megatron_lce.core.jsd_stats import KL_ROWS, Head
-from megatron_lce.core.products import aligned, copied_row_bytes
+from megatron_lce.core.jsd_stats import KL_ROWS, Head, both_copies
+from megatron_lce.core.products import Copies, aligned
 
 __all__ = [
     "divergence",
@@ -67,18 +67,18 @@ def new_scratch(student: Head, teacher: Head, most_bytes: int) -> Tensor:
     return torch.empty(programs, tile.block_n * tile.block_v, device=device)
 
 
-def stats_bytes(student: Head, teacher: Head) -> BlockBytes:
-    """What `kl_stats` takes for each tile's statistics; more than the softmax statistics of either head do."""
-    return _tile_rows_bytes(KL_ROWS, student, teacher)
+def stats_bytes(student: Head, teacher: Head, num_columns: int, copies: Copies) -> BlockBytes:
+    """What `kl_stats` takes for each tile's statistics and its copies of unaligned inputs."""
+    return _tile_rows_bytes(KL_ROWS, student, teacher, num_columns, copies)
 
 
-def divergence_bytes(student: Head, teacher: Head) -> BlockBytes:
-    return _tile_rows_bytes(2, student, teacher)
+def divergence_bytes(student: Head, teacher: Head, num_columns: int, copies: Copies) -> BlockBytes:
+    return _tile_rows_bytes(2, student, teacher, num_columns, copies)
 
 
-def grad_logits_bytes(student: Head, teacher: Head) -> BlockBytes:
+def grad_logits_bytes(student: Head, teacher: Head, copies: Copies) -> BlockBytes:
     """What `grad_logits` takes for its output and its copies of unaligned inputs."""
-    return BlockBytes(student.hidden.element_size(), *_copied_bytes(student, teacher))
+    return BlockBytes(student.hidden.element_size(), *copies)
 
 
 def kl_stats(p: Head, q: Head, row_scales: Tensor, *, scratch: Tensor, workspace_bytes: int) -> Tensor:
@@ -146,7 +146,8 @@ def _reduce_tiles(
     num_tokens, num_columns = terms.shape[1], first.weight.shape[0]
     block_v = _choose_tiles(first, second).block_v
     num_tiles = triton.cdiv(num_columns, block_v)
-    blocks = plan_blocks(num_tokens, num_columns, workspace_bytes, _tile_rows_bytes(num_rows, first, second))
+    block_bytes = _tile_rows_bytes(num_rows, first, second, num_columns, both_copies(first, second))
+    blocks = plan_blocks(num_tokens, num_columns, workspace_bytes, block_bytes)
     group = tiles.stats_group(first.hidden.shape[1] + second.hidden.shape[1])
     reduced = terms.new_empty(num_rows, num_tokens)
     buffer = terms.new_empty(num_tiles * num_rows * blocks.tokens)
@@ -210,16 +211,9 @@ def _choose_tiles(first: Head, second: Head) -> tiles.Tiles:
     return tiles.choose_tiles(dtype, first.hidden.device)
 
 
-def _tile_rows_bytes(num_rows: int, first: Head, second: Head) -> BlockBytes:
-    num_tiles = triton.cdiv(first.weight.shape[0], _choose_tiles(first, second).block_v)
-    per_token, per_column = _copied_bytes(first, second)
-    return BlockBytes(0, num_tiles * num_rows * 4 + per_token, per_column)
-
-
-def _copied_bytes(first: Head, second: Head) -> tuple[int, int]:
-    """Bytes a token and a column take in copies of unaligned inputs."""
-    heads = (first, second)
-    return sum(copied_row_bytes(head.hidden) for head in heads), sum(copied_row_bytes(head.weight) for head in heads)
+def _tile_rows_bytes(num_rows: int, first: Head, second: Head, num_columns: int, copies: Copies) -> BlockBytes:
+    num_tiles = triton.cdiv(num_columns, _choose_tiles(first, second).block_v)
+    return BlockBytes(0, num_tiles * num_rows * 4 + copies.token, copies.column)
 
 
 @triton.jit(do_not_specialize=["N", "V", "terms_stride"])
