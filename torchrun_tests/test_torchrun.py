@@ -13,8 +13,7 @@ PROGRAMS = [
     ("run_parity.py", 2),
     ("run_parity.py", 3),
     ("run_parity.py", 4),
-    ("run_jsd.py", 2),
-    ("run_jsd.py", 4),
+    ("run_jsd.py", 3),
     ("run_megatron.py", 4),
 ]
 
