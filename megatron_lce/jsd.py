@@ -1,5 +1,6 @@
 """Distillation: the generalised Jensen-Shannon divergence of two vocab-sharded LM heads, without their logits.
 
+A head's logits are z = scale hidden @ weight.T, under a softcap z = softcap tanh(scale hidden @ weight.T / softcap).
 With p_s = softmax(z_s / T) of the student, p_t of the teacher and m = beta p_t + (1 - beta) p_s, one token's loss is
 
     0 < beta < 1    beta KL(p_t || m) + (1 - beta) KL(p_s || m)
@@ -17,6 +18,8 @@ and at the ends, by the same steps,
     beta = 0        dL/dy = p_s - p_t
     beta = 1        dL/dy = p_s (log(p_s / p_t) - KL(p_s || p_t))
 
+A product gets scale / T of that, times 1 - tanh^2 under the student's softcap.
+
 The gradient of a logit needs the row's whole KL first, so for 0 < beta < 1 there are three passes over both heads'
 products: softmax statistics (one exchange over the group gives both log-sum-exps), the two sums over the vocabulary
 (one exchange), and the gradient, slab by slab. The ends take two: their KL follows from statistics that a single pass
@@ -28,15 +31,20 @@ is what such a term is worth. Where student and teacher have equal logits, log(p
 the gradient.
 """
 
+from dataclasses import replace
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_lce.backends.choice import load_jsd_backend
-from megatron_lce.core import collectives, validation
+from megatron_lce.core import validation
+from megatron_lce.core.agreement import Agreement
 from megatron_lce.core.jsd_autograd import linear_jsd_autograd
 from megatron_lce.core.jsd_stats import Head
-from megatron_lce.core.options import Backend, Options
+from megatron_lce.core.options import WORKSPACE_BYTES, Backend, Options, WeightGradSink
+from megatron_lce.core.products import laid_out
 from megatron_lce.cross_entropy import owned_columns
 
 
@@ -49,13 +57,18 @@ def linear_jsd(
     labels: Tensor | None = None,
     beta: float = 0.5,
     temperature: float | Tensor = 1.0,
+    student_logits_scale: float = 1.0,
+    teacher_logits_scale: float = 1.0,
+    student_softcap: float | None = None,
+    teacher_softcap: float | None = None,
     tp_group: ProcessGroup | None = None,
     sequence_parallel: bool = False,
     ignore_index: int = -100,
     vocab_start: int | None = None,
     vocab_size: int | None = None,
-    workspace_bytes: int = 512 * 2**20,
+    workspace_bytes: int = WORKSPACE_BYTES,
     backend: Backend = "auto",
+    weight_grad_sink: WeightGradSink | None = None,
 ) -> Tensor:
     """Per-token generalised Jensen-Shannon divergence of a student's and a teacher's LM head, without their logits.
 
@@ -74,6 +87,9 @@ def linear_jsd(
         beta: weight of the teacher in the mixture, in [0, 1].
         temperature: a positive float, or a floating tensor, one a token, without gradient; a row whose temperature is
             not positive and finite is NaN.
+        student_logits_scale, teacher_logits_scale: factor on the head's products (MuP).
+        student_softcap, teacher_softcap: bound of the head's logits before the temperature, as in Gemma; `None`: no
+            bound.
         tp_group: the ranks that the vocabulary is sharded over; `None`: the weights are whole.
         sequence_parallel: both hiddens are sharded along their first dimension; they are gathered inside and the
             student's gradient is reduce-scattered. Nothing to do on a single rank.
@@ -85,6 +101,8 @@ def linear_jsd(
             hiddens.
         backend: "triton", "torch", or "auto": triton on a GPU that Triton supports, torch elsewhere. A named backend
             that cannot run raises.
+        weight_grad_sink: for integrations: where the student weight's gradient is added, instead of being returned; see
+            `megatron_lce.core.options.WeightGradSink`.
 
     Returns:
         The loss of each token in nats: fp32, [...] (under `sequence_parallel` [s, ...]), the same bits on every rank.
@@ -93,68 +111,161 @@ def linear_jsd(
     Raises:
         TypeError, ValueError: an argument is not as described; the message names it, what it must be and what it was.
     """
-    validation.check_group(tp_group)
-    validation.check_flag("sequence_parallel", sequence_parallel)
-    ranks = collectives.group_size(tp_group)
-    sequence_parallel = sequence_parallel and ranks > 1
-    shape = _check_heads(
-        student_hidden, student_weight, teacher_hidden, teacher_weight, ranks if sequence_parallel else 1
+    call = _prepare_call(**locals())
+    loss = linear_jsd_autograd(*call.inputs, call.options, load_jsd_backend(backend, student_hidden.device))
+    return loss.view(call.shape)
+
+
+class _Call(NamedTuple):
+    """A validated call, its tokens in one dimension."""
+
+    shape: tuple[int, ...]  # of its tokens before
+    student: Head
+    teacher: Head
+    labels: Tensor  # [N]
+    temperature: float | Tensor  # [N] if a tensor
+    beta: float
+    options: Options
+
+    @property
+    def inputs(self) -> tuple[Head, Head, Tensor, float | Tensor, float]:
+        return self.student, self.teacher, self.labels, self.temperature, self.beta
+
+
+def _prepare_call(
+    student_hidden: Tensor,
+    student_weight: Tensor,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    *,
+    student_logits_scale: float,
+    student_softcap: float | None,
+    teacher_logits_scale: float,
+    teacher_softcap: float | None,
+    **keywords: Any,
+) -> _Call:
+    """Check the arguments of `linear_jsd`, on every rank of the group at the first call of their kind."""
+    student = Head(student_hidden, student_weight, student_logits_scale, student_softcap)
+    teacher = Head(teacher_hidden, teacher_weight, teacher_logits_scale, teacher_softcap)
+    tp_group = keywords["tp_group"]
+    ranks = validation.check_group(tp_group)
+    checked = error = None
+    try:
+        checked = _checked(student, teacher, ranks, **keywords)
+    except (TypeError, ValueError) as found:
+        error = found
+    if ranks > 1:
+        shared = _describe(student, teacher, **keywords)
+        agreement = Agreement(tp_group, shared, validation.rows_of(student_weight), keywords["vocab_start"])
+        largest_shard = agreement.settle(error)
+        assert checked is not None
+        checked = checked[0], replace(checked[1], largest_shard=largest_shard)
+    elif error is not None:
+        raise error
+    assert checked is not None
+    labels, options = checked
+    temperature = keywords["temperature"]
+    return _Call(
+        tuple(labels.shape),
+        _flat(student),
+        _flat(teacher._replace(hidden=teacher_hidden.detach(), weight=teacher_weight.detach())),
+        labels.reshape(-1),
+        temperature.reshape(-1) if isinstance(temperature, Tensor) else float(temperature),
+        float(keywords["beta"]),
+        options,
     )
+
+
+def _checked(
+    student: Head,
+    teacher: Head,
+    ranks: int,
+    *,
+    labels: Tensor | None,
+    beta: float,
+    temperature: float | Tensor,
+    tp_group: ProcessGroup | None,
+    sequence_parallel: bool,
+    ignore_index: int,
+    vocab_start: int | None,
+    vocab_size: int | None,
+    workspace_bytes: int,
+    backend: Backend,
+    weight_grad_sink: WeightGradSink | None,
+) -> tuple[Tensor, Options]:
+    """The labels, of rows that all count where there are none, and the options."""
+    validation.check_flag("sequence_parallel", sequence_parallel)
+    sequence_parallel = sequence_parallel and ranks > 1
+    shape = _check_heads(student, teacher, ranks if sequence_parallel else 1)
     validation.check_integer("ignore_index", ignore_index)
     if labels is None:
-        labels = torch.full(shape, 1 if ignore_index == 0 else 0, device=student_hidden.device)
-    validation.check_labels_of("student_hidden", student_hidden, labels, ranks if sequence_parallel else 1)
+        labels = torch.full(shape, 1 if ignore_index == 0 else 0, device=student.hidden.device)
+    validation.check_labels_of("student_hidden", student.hidden, labels, ranks if sequence_parallel else 1)
     validation.check_temperature(temperature, labels)
     validation.check_number("beta", beta)
     if not 0 <= beta <= 1:
         raise ValueError(f"beta must lie in [0, 1], got {beta}")
+    for name, head in (("student", student), ("teacher", teacher)):
+        validation.check_number(f"{name}_logits_scale", head.logits_scale)
+        if head.softcap is not None:
+            validation.check_number(f"{name}_softcap", head.softcap, positive=True)
     validation.check_options(
         vocab_size=vocab_size, softcap=None, logits_cache_bytes=0, workspace_bytes=workspace_bytes, backend=backend
     )
-    first, num_columns = owned_columns(student_weight, tp_group, vocab_start, vocab_size)
-    options = Options(
+    first, num_columns = owned_columns(student.weight, tp_group, vocab_start, vocab_size)
+    return labels, Options(
         tp_group=tp_group if ranks > 1 else None,
         sequence_parallel=sequence_parallel,
-        logits_scale=1.0,
+        logits_scale=1.0,  # each head has its own
         softcap=None,
         ignore_index=ignore_index,
         vocab_start=first,
         num_columns=num_columns,
+        largest_shard=student.weight.shape[0],
         entropy=False,
         telemetry=False,
-        largest_shard=student_weight.shape[0],
         skip_ignored=False,
         logits_cache_bytes=0,
         workspace_bytes=workspace_bytes,
         reduce_grad_hidden=True,
-        weight_grad_sink=None,
+        weight_grad_sink=weight_grad_sink,
     )
-    flat_temperature = temperature.reshape(-1) if isinstance(temperature, Tensor) else float(temperature)
-    loss = linear_jsd_autograd(
-        Head(student_hidden.reshape(-1, student_hidden.shape[-1]), student_weight.contiguous()),
-        Head(teacher_hidden.detach().reshape(-1, teacher_hidden.shape[-1]), teacher_weight.detach().contiguous()),
-        labels.reshape(-1),
-        flat_temperature,
-        float(beta),
-        options,
-        load_jsd_backend(backend, student_hidden.device),
-    )
-    return loss.reshape(shape)
 
 
-def _check_heads(
-    student_hidden: Tensor, student_weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, sequence_shards: int
-) -> tuple[int, ...]:
+def _describe(student: Head, teacher: Head, *, beta: float, **keywords: Any) -> dict[str, Any]:
+    """What every rank of a group must call with; values that may change from call to call by their kinds only."""
+    own = {"tp_group", "vocab_start", "weight_grad_sink", "labels", "temperature"}
+    heads = {
+        f"{name}_{argument}": validation.kind_of(value) if isinstance(value, Tensor) else value
+        for name, head in (("student", student), ("teacher", teacher))
+        for argument, value in head._asdict().items()
+    }
+    return {
+        **heads,
+        "grad mode": torch.is_grad_enabled(),
+        "temperature": type(keywords["temperature"]).__name__,
+        "beta": beta if isinstance(beta, (int, float)) and beta in (0, 1) else "between 0 and 1",
+        **{name: value for name, value in keywords.items() if name not in own},
+    }
+
+
+def _flat(head: Head) -> Head:
+    """The head with its tokens in one dimension."""
+    return Head(
+        laid_out(head.hidden.reshape(-1, head.hidden.shape[-1])),
+        laid_out(head.weight.contiguous()),
+        float(head.logits_scale),
+        None if head.softcap is None else float(head.softcap),
+    )
+
+
+def _check_heads(student: Head, teacher: Head, sequence_shards: int) -> tuple[int, ...]:
     """Check that both heads are whole, see the same tokens and hold the same rows of a vocabulary; the loss's shape."""
-    for name, tensor in (
-        ("student_hidden", student_hidden),
-        ("student_weight", student_weight),
-        ("teacher_hidden", teacher_hidden),
-        ("teacher_weight", teacher_weight),
-    ):
-        validation.check_tensor(name, tensor)
-    validation.check_head("student_hidden", student_hidden, "student_weight", student_weight)
-    validation.check_head("teacher_hidden", teacher_hidden, "teacher_weight", teacher_weight)
+    (student_hidden, student_weight, *_), (teacher_hidden, teacher_weight, *_) = student, teacher
+    for name, head in (("student", student), ("teacher", teacher)):
+        validation.check_tensor(f"{name}_hidden", head.hidden)
+        validation.check_tensor(f"{name}_weight", head.weight)
+        validation.check_head(f"{name}_hidden", head.hidden, f"{name}_weight", head.weight)
     if teacher_hidden.device != student_hidden.device:
         raise ValueError(
             f"teacher_hidden must be on student_hidden's device, {student_hidden.device}, got {teacher_hidden.device}"

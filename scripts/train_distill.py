@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 -m scripts.train_distill --tp 2 --sequence-parallel
 
 First the teacher is trained as train_sft trains it, then it is frozen and a student of fewer layers and a smaller
-hidden size learns its next-token distributions, through Megatron's schedule. With the flag, `megatron_lce.linear_jsd`
-takes both models' captured heads; without it, both models' logits are materialised. Everything else is the same.
+hidden size learns its next-token distributions, through Megatron's schedule. With the flag, both models' heads are
+captured and `linear_jsd` takes them; without it, both models' logits are materialised. Everything else is the same.
 """
 
 import argparse
@@ -63,20 +63,14 @@ def divergence(
         teacher(*inputs, packed_seq_params=packed)
     with megatron_lce.capture_lm_head(student) as student_head:
         student(*inputs, packed_seq_params=packed)
-    labels = torch.where(batch.loss_mask > 0, batch.labels, IGNORED)
-    return megatron_lce.linear_jsd(
-        student_head.hidden,  # [T, 1, H], under sequence parallel [T / tp, 1, H]
-        student_head.weight,
-        teacher_head.hidden,
-        teacher_head.weight,
-        labels=labels.T,
+    return student_head.linear_jsd(
+        teacher_head,
+        labels=torch.where(batch.loss_mask > 0, batch.labels, IGNORED),
         beta=args.beta,
         temperature=args.temperature,
-        tp_group=student_head.tp_group,
-        sequence_parallel=student_head.sequence_parallel,
         ignore_index=IGNORED,
         workspace_bytes=int(args.workspace_mib * 2**20),
-    ).T
+    )
 
 
 def materialised_jsd(student_logits: Tensor, teacher_logits: Tensor, beta: float, temperature: float) -> Tensor:

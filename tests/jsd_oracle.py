@@ -51,17 +51,21 @@ def materialised_jsd(
     teacher_weight: Tensor,
     **keywords: Any,
 ) -> Tensor:
-    """What a user writes in eager PyTorch: logits in the inputs' dtypes, softmaxes in fp32 (fp64 if the inputs are)."""
-    return jsd_of_logits(student_hidden @ student_weight.T, teacher_hidden @ teacher_weight.T, **keywords)
+    """What a user writes in eager PyTorch: products in the inputs' dtype, the rest in fp32 (fp64 if they are)."""
+    return jsd_of_products(student_hidden @ student_weight.T, teacher_hidden @ teacher_weight.T, **keywords)
 
 
-def jsd_of_logits(
-    student: Tensor,  # [..., V]
+def jsd_of_products(
+    student: Tensor,  # [..., V] hidden @ weight.T
     teacher: Tensor,  # [..., V]
     *,
     labels: Tensor | None = None,
     beta: float = 0.5,
     temperature: float | Tensor = 1.0,
+    student_logits_scale: float = 1.0,
+    teacher_logits_scale: float = 1.0,
+    student_softcap: float | None = None,
+    teacher_softcap: float | None = None,
     ignore_index: int = -100,
     vocab_size: int | None = None,
 ) -> Tensor:
@@ -69,8 +73,11 @@ def jsd_of_logits(
     if isinstance(temperature, Tensor):
         usable = (temperature > 0) & temperature.isfinite()
         temperature = torch.where(ignored, 1.0, torch.where(usable, temperature, torch.nan))[..., None]
-    logits = [z[..., :vocab_size] for z in (student, teacher)]
-    log_s, log_t = (((z if z.dtype == torch.float64 else z.float()) / temperature).log_softmax(dim=-1) for z in logits)
+    logits = (
+        logits_of_products(student[..., :vocab_size], student_logits_scale, student_softcap),
+        logits_of_products(teacher[..., :vocab_size], teacher_logits_scale, teacher_softcap),
+    )
+    log_s, log_t = ((z / temperature).log_softmax(dim=-1) for z in logits)
 
     def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
         return (log_p.exp() * (log_p - log_q)).sum(dim=-1)
@@ -84,6 +91,12 @@ def jsd_of_logits(
         log_m = torch.logaddexp(log_t + log_weights[0], log_s + log_weights[1])
         loss = beta * kl(log_t, log_m) + (1 - beta) * kl(log_s, log_m)
     return torch.where(ignored, 0.0, loss)
+
+
+def logits_of_products(products: Tensor, logits_scale: float, softcap: float | None) -> Tensor:
+    """fp32, or fp64 if the products are."""
+    scaled = (products if products.dtype == torch.float64 else products.float()) * logits_scale
+    return scaled if softcap is None else softcap * torch.tanh(scaled / softcap)
 
 
 def jsd_comparisons(
@@ -108,7 +121,7 @@ def jsd_comparisons(
     same_dtype = in_fp32 if dtype == torch.float32 else evaluate_jsd(materialised_jsd, inputs, **keywords)
     # Where eager happens to be exact: a rounding of the products and one of their base-2 form. The gradient holds their
     # difference too, and is rounded itself.
-    floor = 2 * torch.finfo(torch.float32).eps * _largest_logit(inputs, keywords.get("temperature", 1.0))
+    floor = 2 * torch.finfo(torch.float32).eps * _largest_logit(inputs, **keywords)
     eager_error = max(
         largest_error(in_fp32.loss, expected.loss), *_errors_of_16_bit_products(inputs, expected.loss, keywords), 0.0
     )
@@ -127,13 +140,16 @@ def _errors_of_16_bit_products(inputs: JsdInputs, exact: Tensor, keywords: dict[
     heads = (inputs[:2], inputs[2:4])
     if exact.device.type == "cuda" and all(hidden.dtype != torch.float32 for hidden, _ in heads):
         flat = (torch.mm(hidden.flatten(0, -2), weight.T, out_dtype=torch.float32) for hidden, weight in heads)
-        logits = (products.double().view(*exact.shape, -1) for products in flat)
-        yield largest_error(jsd_of_logits(*logits, **keywords), exact)
+        products = (product.double().view(*exact.shape, -1) for product in flat)
+        yield largest_error(jsd_of_products(*products, **keywords), exact)
 
 
-def _largest_logit(inputs: JsdInputs, temperature: float | Tensor) -> float:
-    hidden_weight = ((inputs.student_hidden, inputs.student_weight), (inputs.teacher_hidden, inputs.teacher_weight))
+def _largest_logit(inputs: JsdInputs, temperature: float | Tensor = 1.0, **keywords: Any) -> float:
     if isinstance(temperature, Tensor):
         temperature = temperature[..., None]
-    logits = [(hidden.double() @ weight.double().T) / temperature for hidden, weight in hidden_weight]
-    return max([1.0, *(float(z[z.isfinite()].abs().max()) for z in logits if z.numel())])
+    largest = 1.0
+    for head, hidden, weight in (("student", *inputs[:2]), ("teacher", *inputs[2:4])):
+        form = keywords.get(f"{head}_logits_scale", 1.0), keywords.get(f"{head}_softcap")
+        z = logits_of_products(hidden.double() @ weight.double().T, *form) / temperature
+        largest = max([largest, *z[z.isfinite()].abs().tolist()])
+    return largest

@@ -10,6 +10,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron_lce import capture_lm_head, enable_fused_linear_ce
 from scripts import megatron_runtime
 from tests import megatron_world
+from tests.jsd_oracle import jsd_of_products
 from tests.megatron_world import BATCH, SEQUENCE, VOCAB_SIZE
 
 
@@ -71,6 +72,44 @@ def test_outputs_are_those_of_the_models_logits(model, device):
     for name, gradient in expected.items():
         error = (actual[name] - gradient).norm() / gradient.norm()
         assert error < 1e-5, f"{name}: {error}"
+
+
+@pytest.fixture
+def teacher(device):
+    """Of another hidden size; its graph is nobody's."""
+    options = megatron_world.options(seed=7)
+    options.hidden_size = 48
+    return megatron_runtime.build_gpt(options, device=device)
+
+
+def captured(model, inputs, scale=1.0):
+    """`scale`: what MuP multiplies logits by between the head and its caller."""
+    with capture_lm_head(model) as head:
+        forward = model.output_layer.forward
+        model.output_layer.forward = lambda *args, **keywords: (forward(*args, **keywords)[0] * scale, None)
+        model(*inputs)
+        model.output_layer.forward = forward
+    return head
+
+
+@pytest.mark.parametrize("beta", [0, 0.5])
+def test_jsd_is_that_of_the_models_logits(model, teacher, device, beta):
+    tensors, labels = megatron_world.inputs(device)
+    labels = torch.where(labels % 5 == 0, -100, labels)
+    temperature = torch.linspace(0.5, 2, labels.numel(), device=device).view_as(labels)
+    keywords = {"labels": labels, "beta": beta, "temperature": temperature, "student_softcap": 2.0}
+    student_head, teacher_head = captured(model, tensors, 0.25), captured(teacher, tensors, 3.0)
+    loss = student_head.linear_jsd(teacher_head, **keywords, teacher_logits_scale=0.5, backend="torch")
+    scales = {"student_logits_scale": 0.25, "teacher_logits_scale": 1.5}
+    exact = jsd_of_products(model(*tensors).double(), teacher(*tensors).detach().double(), **keywords, **scales)
+    torch.testing.assert_close(loss.double(), exact, rtol=1e-5, atol=1e-6)
+    upstream = torch.cos(torch.arange(labels.numel(), device=device)).view_as(labels)
+    actual = megatron_world.gradients(model, (loss * upstream).sum())
+    expected = megatron_world.gradients(model, (exact * upstream).sum())
+    assert actual.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert (actual[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+    assert all(parameter.grad is None for parameter in teacher.parameters())
 
 
 @pytest.mark.parametrize("enabled", [False, True])
@@ -163,17 +202,21 @@ def test_mtp_is_counted_anew_after_an_exception(device):
     assert head.linear_cross_entropy(labels, backend="torch").logprobs.shape == labels.shape
 
 
-def test_hidden_without_its_graph_trains_nothing(model, device):
+def test_hidden_without_its_graph_trains_nothing(model, teacher, device):
     """Not the head alone either: nobody would see that the decoder is left out."""
     tensors, labels = megatron_world.inputs(device)
     with capture_lm_head(model) as head:
         model(*tensors)
-    expected = head.linear_cross_entropy(labels, backend="torch").logprobs
-    with torch.no_grad(), capture_lm_head(model) as head:
-        model(*tensors)
-    logprobs = head.linear_cross_entropy(labels, backend="torch").logprobs
-    assert torch.equal(logprobs, expected)
-    assert (logprobs.requires_grad, expected.requires_grad) == (False, True)
+
+    def results(head):
+        yield head.linear_cross_entropy(labels, backend="torch").logprobs
+        yield head.linear_jsd(teacher_head, backend="torch")
+
+    with torch.no_grad():
+        teacher_head, without_graph = captured(teacher, tensors), captured(model, tensors)
+    for with_gradient, without in zip(results(head), results(without_graph), strict=True):
+        assert torch.equal(with_gradient, without)
+        assert (with_gradient.requires_grad, without.requires_grad) == (True, False)
 
 
 def test_captures_are_closed_in_reverse_order(model):
@@ -214,6 +257,20 @@ def test_errors(model, device):
         model(*tensors)
     with pytest.raises(TypeError, match="sequence_parallel, vocab_start must not be given"):
         head.linear_cross_entropy(labels, vocab_start=0, sequence_parallel=False)
+    with pytest.raises(TypeError, match="vocab_start must not be given"):
+        head.linear_jsd(head, vocab_start=0)
+    with pytest.raises(TypeError, match="teacher_head must be a captured head, got Tensor"):
+        head.linear_jsd(labels)
+    with capture_lm_head(model) as unused:
+        pass
+    with pytest.raises(RuntimeError, match="nothing was captured of the teacher: no forward pass has reached the head"):
+        head.linear_jsd(unused)
+    (tokens, positions, mask), _ = megatron_world.inputs(device)
+    shorter = captured(model, (tokens[:, :4], positions[:, :4], mask))
+    with pytest.raises(ValueError, match=r"teacher_head must have the student's tokens .*, \(3, 9\), got \(3, 4\)"):
+        head.linear_jsd(shorter)
+    with pytest.raises(ValueError, match=r"labels must be \[b, s\], \(3, 9\) for this hidden, got \(9, 3\)"):
+        head.linear_jsd(head, labels=labels.T)
     with pytest.raises(TypeError, match=r"labels must be a torch.Tensor, got list"):
         head.linear_cross_entropy([1])
     with pytest.raises(ValueError, match=r"labels must be \[b, s\], \(3, 9\) for this hidden, got \(9, 3\)"):

@@ -95,6 +95,23 @@ def test_temperature_per_token_ignored_rows_and_padding(beta, backend, device):
     assert (result.grad_weight[37:] == 0).all()
 
 
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("beta", [0, 0.5, 1])
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"student_logits_scale": 0.3},
+        {"teacher_logits_scale": 2.5},
+        {"student_softcap": 2.0, "teacher_logits_scale": 0.5},
+        {"student_logits_scale": 1.5, "student_softcap": 2.0, "teacher_logits_scale": -0.5, "teacher_softcap": 5.0},
+    ],
+    ids=lambda form: ",".join(form),
+)
+def test_scale_and_softcap_of_either_head(form, beta, dtype, backend, device):
+    temperature = torch.linspace(0.5, 4.0, 9, device=device)
+    check(backend, make_inputs(9, 24, 40, 300, device, dtype), beta=beta, temperature=temperature, **form)
+
+
 @pytest.mark.parametrize("beta", BETAS)
 def test_unusable_temperatures_make_their_rows_nan_and_no_other(beta, backend, device):
     inputs = make_inputs(8, 24, 16, 70, device)
@@ -106,6 +123,27 @@ def test_unusable_temperatures_make_their_rows_nan_and_no_other(beta, backend, d
     assert result.loss[0] == 0
     assert result.grad_hidden[1:4].isnan().all()
     assert not result.grad_hidden[[0, 4, 5, 6, 7]].isnan().any()
+
+
+@pytest.mark.parametrize("beta", [0, 0.5, 1])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("argument", range(4), ids=JsdInputs._fields[:4])
+def test_what_is_not_finite_in_either_head_makes_its_rows_nan_and_no_other(argument, value, beta, backend, device):
+    """Loss and gradients: a step that is skipped where a gradient is NaN must be skipped."""
+    inputs = make_inputs(6, 8, 12, 20, device)
+    clean = evaluate_jsd(linear_jsd, inputs, beta=beta, backend=backend)
+    inputs[argument][2, 1] = value
+    broken = evaluate_jsd(linear_jsd, inputs, beta=beta, backend=backend)
+    in_hidden = argument in (0, 2)  # of one token; a weight's is in every token's logits
+    others = [0, 1, 3, 4, 5] if in_hidden else []
+    of_nan = torch.ones(6, dtype=torch.bool, device=device)
+    of_nan[others] = False
+    assert torch.equal(broken.loss.isnan(), of_nan)
+    assert torch.equal(broken.grad_hidden.isnan().all(1), of_nan)
+    assert torch.equal(broken.grad_hidden.isnan().any(1), of_nan)
+    assert broken.grad_weight.isnan().all()
+    assert torch.equal(broken.loss[others], clean.loss[others])
+    assert torch.equal(broken.grad_hidden[others], clean.grad_hidden[others])
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
@@ -177,6 +215,16 @@ def test_a_loss_that_takes_no_part_gives_no_gradient_and_no_error(backend, devic
     loss = linear_jsd(*inputs[:4], backend=backend)
     (loss.detach().sum() + inputs.student_hidden.sum()).backward()
     assert (inputs.student_hidden.grad == 1).all()
+
+
+def test_double_backward_is_refused(backend, device):
+    """A penalty on a gradient that has no graph would train as if it were not there."""
+    inputs = make_inputs(5, 8, 12, 20, device)
+    hidden = inputs.student_hidden.requires_grad_()
+    loss = linear_jsd(*inputs[:4], backend=backend)
+    with pytest.raises(RuntimeError, match=r"create_graph must be False: linear_jsd has no double backward"):
+        torch.autograd.grad(loss.sum(), hidden, create_graph=True)
+    assert torch.autograd.grad(loss.sum(), hidden)[0].isfinite().all()
 
 
 def test_gradient_of_one_side_alone(backend, device):
@@ -280,6 +328,10 @@ ERRORS = [
     (ValueError, {"temperature": 0.0}, r"temperature must be positive and finite, got 0.0"),
     (ValueError, {"temperature": torch.ones(3)}, r"temperature must be a float or have labels' shape, \(4, 2\)"),
     (ValueError, {"temperature": torch.ones(4, 2, requires_grad=True)}, r"temperature must not require grad"),
+    (TypeError, {"student_logits_scale": "2"}, r"student_logits_scale must be a float, got str"),
+    (ValueError, {"teacher_logits_scale": math.inf}, r"teacher_logits_scale must be finite, got inf"),
+    (ValueError, {"student_softcap": 0.0}, r"student_softcap must be positive and finite, got 0.0"),
+    (TypeError, {"teacher_softcap": True}, r"teacher_softcap must be a float, got bool"),
     (TypeError, {"ignore_index": 1.0}, r"ignore_index must be an int, got float"),
     (ValueError, {"vocab_start": -1}, r"vocab_start must be at least 0, got -1"),
     (ValueError, {"vocab_size": 0}, r"vocab_size must be at least 1, got 0"),

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 pytest.importorskip("megatron.core")
 
-from megatron_lce import enable_fused_linear_ce
+from megatron_lce import capture_lm_head, enable_fused_linear_ce, linear_jsd
 from megatron_lce.megatron_integration.main_grad import main_grad_sink
 from scripts import megatron_runtime
 from tests import megatron_world
@@ -27,30 +28,16 @@ def head(device):
     return head
 
 
-def test_finish_gives_a_dummy_and_sets_the_mark(head):
+def test_without_ddp_autograd_gets_no_gradient(head):
     sink = main_grad_sink(head.weight, head)
     assert sink.buffer() is head.weight.main_grad
-    dummy = sink.finish()
-    assert head.weight.grad_added_to_main_grad
-    assert (dummy.shape, dummy.dtype, dummy.requires_grad) == (head.weight.shape, head.weight.dtype, False)
-
-
-def test_the_dummy_of_a_shared_weight_is_zeros(head):
-    head.weight.zero_out_wgrad = True
-    assert not main_grad_sink(head.weight, head).finish().any()
-
-
-def test_without_ddp_there_is_no_dummy(head):
+    assert not sink.finish().any()
     del head.weight.grad_added_to_main_grad
-    assert main_grad_sink(head.weight, head).finish() is None
+    assert sink.finish() is None
 
 
 def test_no_sink_where_main_grad_must_not_be_written(head):
-    embedding = torch.nn.Parameter(torch.zeros_like(head.weight))
-    embedding.main_grad = torch.zeros_like(head.weight)
-    assert main_grad_sink(embedding, head) is None, "another layer's gradient would be lost with the dummy"
-    embedding.zero_out_wgrad = True
-    assert main_grad_sink(embedding, head) is not None
+    assert main_grad_sink(head.weight, head) is not None
     head.weight.requires_grad_(False)
     assert main_grad_sink(head.weight, head) is None, "frozen"
     head.weight.requires_grad_(True)
@@ -61,6 +48,22 @@ def test_no_sink_where_main_grad_must_not_be_written(head):
     head.weight.main_grad = torch.zeros_like(head.weight)
     head.gradient_accumulation_fusion = False
     assert main_grad_sink(head.weight, head) is None
+
+
+class LikeMegatrons(torch.autograd.Function):
+    """A head that accumulates as Megatron's own does: the mark is set for good, and autograd gets what is in memory."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight):
+        ctx.save_for_backward(hidden, weight)
+        return hidden @ weight.T
+
+    @staticmethod
+    def backward(ctx, grad):
+        hidden, weight = ctx.saved_tensors
+        weight.main_grad += torch.einsum("sbv,sbh->vh", grad, hidden)
+        weight.grad_added_to_main_grad = True
+        return grad @ weight, torch.full_like(weight, torch.nan)
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -80,10 +83,79 @@ def test_gradients_are_added_over_microbatches(device, frozen):
     enable_fused_linear_ce(model, backend="torch")
     model.module.output_layer.gradient_accumulation_fusion = True
     actual = accumulated()
-    assert weight.grad_added_to_main_grad is not frozen
     assert weight.grad is None
     for name, gradient in expected.items():
         if frozen and name.endswith("output_layer.weight"):
             assert not actual[name].any()
         else:
             assert (actual[name] - gradient).norm() / gradient.norm() < 1e-5, name
+
+
+def cross_entropy(head, teacher, labels):
+    return -head.linear_cross_entropy(labels, backend="torch").logprobs.sum()
+
+
+def jsd(head, teacher, labels):
+    return head.linear_jsd(teacher, labels=labels, backend="torch").sum()
+
+
+def jsd_of_the_tensors(head, teacher, labels):
+    heads = head.hidden, head.weight, teacher.hidden, teacher.weight
+    return linear_jsd(*heads, labels=labels.T, backend="torch").sum()
+
+
+def plain_logits(head, teacher, labels):
+    return F.linear(head.hidden, head.weight).logsumexp(-1).sum()
+
+
+def weight_alone(head, teacher, labels):
+    return head.weight.square().sum()
+
+
+def logits_of_megatrons_own(head, teacher, labels):
+    return LikeMegatrons.apply(head.hidden, head.weight).logsumexp(-1).sum()
+
+
+@pytest.mark.parametrize("mtp_layers", [0, 1])
+@pytest.mark.parametrize("other", [jsd, jsd_of_the_tensors, plain_logits, weight_alone, logits_of_megatrons_own])
+@pytest.mark.parametrize("together", [False, True], ids=["microbatch by microbatch", "in one backward"])
+def test_every_use_of_the_captured_head_reaches_main_grad(device, together, other, mtp_layers):
+    """Beside cross-entropy and MTP's losses, which add to main_grad themselves, and in a microbatch of its own."""
+    settings = {"mtp_layers": mtp_layers, "config": {"mtp_loss_scaling_factor": 0.1} if mtp_layers else {}}
+    model = megatron_runtime.build_gpt(megatron_world.options(**settings), device=device, ddp=True)
+    teacher = megatron_runtime.build_gpt(megatron_world.options(seed=7), device=device)
+    tensors, labels = megatron_world.inputs(device)
+    with torch.no_grad(), capture_lm_head(teacher) as teacher_head:
+        teacher(*tensors)
+    microbatches = [(cross_entropy, other)] if together else [(cross_entropy,), (other,), (cross_entropy,)]
+
+    def accumulated(fusion):
+        model.module.output_layer.gradient_accumulation_fusion = fusion
+        model.zero_grad_buffer()
+        for losses in microbatches:
+            with capture_lm_head(model) as head:
+                model(*tensors, labels=labels if mtp_layers else None)
+            losses = [plain_logits if loss is logits_of_megatrons_own and not fusion else loss for loss in losses]
+            torch.stack([loss(head, teacher_head, labels) for loss in losses]).sum().backward()
+        return {name: parameter.main_grad.clone() for name, parameter in model.named_parameters()}
+
+    expected, actual = accumulated(False), accumulated(True)
+    for name, gradient in expected.items():
+        assert (actual[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+
+
+def test_zeros_alone_are_not_added(device):
+    """DDP's hook finds the mark then, and only then: an addition of nothing would cost as much as one of a gradient."""
+    model = megatron_runtime.build_gpt(megatron_world.options(), device=device, ddp=True)
+    weight = model.module.output_layer.weight
+    model.module.output_layer.gradient_accumulation_fusion = True
+    tensors, labels = megatron_world.inputs(device)
+    found = []
+    node = torch.autograd.graph.get_gradient_edge(weight).node
+    node.register_hook(lambda *_: found.append(weight.grad_added_to_main_grad))  # runs after DDP's, before what follows
+    for loss in (cross_entropy, weight_alone, cross_entropy):
+        with capture_lm_head(model) as head:
+            model(*tensors)
+        loss(head, None, labels).backward()
+        assert not weight.grad_added_to_main_grad
+    assert found == [True, False, True]

@@ -14,9 +14,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `tests`, when started by hand from anywhere
 
-from tests import interpreter
-
 from scripts.ranks import device_of_rank  # found through the path above
+from tests import interpreter
 
 
 class Report:

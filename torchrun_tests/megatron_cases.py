@@ -1,9 +1,11 @@
 """Megatron models in every layout, and one training step of each whose gradients can be compared."""
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from megatron.core import parallel_state
@@ -13,6 +15,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from torch import Tensor, nn
 
 from megatron_lce import capture_lm_head
+from megatron_lce.megatron_integration.main_grad import MainGradSink
 from megatron_lce.megatron_integration.support import find_language_model
 from scripts import megatron_runtime
 
@@ -50,11 +53,6 @@ class Case:
     @property
     def ranks(self) -> int:
         return self.layout[0] * self.layout[1]
-
-    @property
-    def head_accumulates(self) -> bool:
-        """Whether the head may add its gradient to main_grad: not to an embedding that Megatron did not mark for it."""
-        return self.main_grad and not (self.tied and self.mtp and self.pipeline)
 
 
 FACTORS = ("tied", "sequence_parallel", "mtp", "pipeline", "main_grad")
@@ -106,9 +104,11 @@ def set_main_grad_fusion(chunks: list[nn.Module]) -> None:
         find_language_model(chunks).output_layer.gradient_accumulation_fusion = True
 
 
-def grad_added_to_main_grad(chunks: list[nn.Module]) -> bool:
-    """Whether any weight of this rank was accumulated into main_grad by its own layer; the local layers do not."""
-    return any(parameter.grad_added_to_main_grad for chunk in chunks for parameter in chunk.parameters())
+@contextlib.contextmanager
+def counted_additions() -> Iterator[mock.Mock]:
+    """Counts the weight gradients that were added to `main_grad` on this rank."""
+    with mock.patch.object(MainGradSink, "finish", autospec=True, side_effect=MainGradSink.finish) as finish:
+        yield finish
 
 
 def in_bf16(case: Case) -> Case:

@@ -20,15 +20,19 @@ from megatron_lce import linear_jsd
 from tests.jsd_oracle import JsdInputs, JsdResult, evaluate_jsd, jsd_comparisons
 
 SEQUENCE = 12  # divisible by 1, 2, 3 and 4 ranks
-BETAS = (0, 0.3, 1)
+BETWEEN = 0.3
 BF16 = torch.bfloat16
 
 
 @dataclass(frozen=True)
 class Case:
-    """One problem; functions take the number of ranks."""
+    """One problem; functions take the number of ranks.
+
+    Between the ends of beta and at them ranks exchange other numbers, at either end the same ones.
+    """
 
     name: str
+    betas: tuple[float, ...]
     shape: tuple[int, ...] = (SEQUENCE, 2)
     shards: Callable[[int], list[int]] = lambda ranks: [20] * ranks
     vocab_size: Callable[[int], int] | None = None
@@ -38,7 +42,7 @@ class Case:
     ignore_every: int | None = None
     token_temperature: bool = False
     nan_rows: int = 0  # rows whose temperature is unusable
-    betas: tuple[float, ...] = (0.3,)
+    change: Callable[["Problem"], None] | None = None  # edits the problem in place
     keywords: dict[str, Any] = field(default_factory=dict)
 
 
@@ -46,35 +50,41 @@ def uneven(ranks: int) -> list[int]:
     return [13 + 9 * (rank % 2) + rank for rank in range(ranks)]
 
 
+def nan_in_one_teacher_column(problem: "Problem") -> None:
+    """Only one rank computes with it; every rank's rows must be NaN."""
+    problem.inputs.teacher_weight[1, 0] = torch.nan
+
+
+def nan_in_one_teacher_row(problem: "Problem") -> None:
+    problem.inputs.teacher_hidden[1, 0, 0] = torch.nan
+
+
+FORMS = {
+    "student_logits_scale": 0.7,
+    "student_softcap": 3.0,
+    "teacher_logits_scale": -1.5,
+    "teacher_softcap": 5.0,
+    "temperature": 1.6,
+}
 CASES = [
-    Case("even shards", betas=BETAS),
-    Case("uneven shards", shards=uneven, betas=BETAS),
-    Case("shards wider than a kernel's tile", shards=lambda ranks: [300] * ranks),
-    Case("padded columns", vocab_size=lambda ranks: 20 * ranks - 3, betas=(0.3, 1)),
-    Case("a shard that is all padding", vocab_size=lambda ranks: max(20 * (ranks - 1) - 3, 5), betas=BETAS),
-    Case("shards that are all padding, sequence parallel", vocab_size=lambda ranks: 5, sequence_parallel=True),
-    Case("some rows ignored", ignore_every=3, betas=(0, 1)),
-    Case("all rows ignored", ignore_every=1, betas=BETAS),
-    Case("temperature", keywords={"temperature": 2.5}, betas=(0, 1)),
-    Case("temperature per token", token_temperature=True),
-    Case("NaN rows", token_temperature=True, nan_rows=5, ignore_every=4, betas=BETAS),
-    Case("sequence parallel", sequence_parallel=True, betas=(0, 1)),
-    Case("sequence parallel, uneven, ignored", shards=uneven, sequence_parallel=True, ignore_every=3, betas=BETAS),
-    Case("sequence parallel, NaN rows", sequence_parallel=True, token_temperature=True, nan_rows=5),
-    Case("no tokens", shape=(0, 3), betas=BETAS),
-    Case("no tokens, sequence parallel", shape=(0, 3), sequence_parallel=True),
-    Case("blocks of tokens", shape=(140,), shards=lambda n: [300] * n, workspace_bytes=2**17),
-    Case("bf16", dtypes=(BF16, BF16), betas=BETAS),
-    Case("bf16, sequence parallel", dtypes=(BF16, BF16), sequence_parallel=True),
-    Case(
-        "bf16, blocks of tokens",
-        (140,),
-        lambda n: [300] * n,
-        dtypes=(BF16, BF16),
-        workspace_bytes=3 * 2**16,
-        betas=(0, 1),
-    ),
-    Case("fp32 student, bf16 teacher", dtypes=(torch.float32, BF16), betas=(0, 1)),
+    Case("even shards", (0, BETWEEN, 1)),
+    Case("uneven shards, temperature per token", (BETWEEN, 1), shards=uneven, token_temperature=True),
+    Case("shards wider than a kernel's tile", (0, BETWEEN), shards=lambda ranks: [300] * ranks),
+    Case("padded columns, some rows ignored", (BETWEEN, 1), vocab_size=lambda ranks: 20 * ranks - 3, ignore_every=3),
+    Case("a shard that is all padding", (BETWEEN, 1), vocab_size=lambda ranks: max(20 * (ranks - 1) - 3, 5)),
+    Case("all padding, sequence parallel", (0, BETWEEN), vocab_size=lambda ranks: 5, sequence_parallel=True),
+    Case("all rows ignored", (BETWEEN,), ignore_every=1),
+    Case("NaN rows", (BETWEEN, 1), token_temperature=True, nan_rows=5, ignore_every=4),
+    Case("NaN in one shard of the teacher's weight", (0, BETWEEN), change=nan_in_one_teacher_column),
+    Case("NaN in the teacher's hidden", (BETWEEN, 1), sequence_parallel=True, change=nan_in_one_teacher_row),
+    Case("sequence parallel, uneven, ignored", (BETWEEN, 1), shards=uneven, sequence_parallel=True, ignore_every=3),
+    Case("sequence parallel, NaN rows", (BETWEEN,), sequence_parallel=True, token_temperature=True, nan_rows=5),
+    Case("no tokens", (BETWEEN,), shape=(0, 3)),
+    Case("no tokens, sequence parallel", (0, BETWEEN), shape=(0, 3), sequence_parallel=True),
+    Case("blocks of tokens", (BETWEEN,), shape=(144,), shards=lambda ranks: [300] * ranks, workspace_bytes=2**17),
+    Case("bf16, sequence parallel", (0, BETWEEN), dtypes=(BF16, BF16), sequence_parallel=True),
+    Case("bf16, blocks", (1,), (144,), lambda ranks: [600] * ranks, dtypes=(BF16, BF16), workspace_bytes=2**18),
+    Case("fp32 student, bf16 teacher, scale and softcap", (BETWEEN, 1), dtypes=(torch.float32, BF16), keywords=FORMS),
 ]
 
 
@@ -101,6 +111,8 @@ class Problem:
             self.keywords["temperature"] = temperature.view(case.shape)
         if case.vocab_size is not None:
             self.keywords["vocab_size"] = case.vocab_size(ranks)
+        if case.change is not None:
+            case.change(self)
 
 
 def run_case(case: Case, beta: float, backend: str, device: torch.device, report: Report) -> None:
@@ -147,10 +159,32 @@ def check_same_bits(name: str, actual: JsdResult, case: Case, report: Report) ->
     report.check(f"{name}: same bits on every rank", different == 0, f"{different} numbers differ")
 
 
+def check_refusals(backend: str, device: torch.device, report: Report) -> None:
+    """What one rank finds wrong, or does otherwise, is an error on all of them."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    columns = 20 if rank < ranks - 1 else 300  # tiles of a kernel, which take workspace
+    heads = [torch.ones(shape, device=device) for shape in ((4, 8), (columns, 8), (4, 8), (columns, 8))]
+    for name, keywords, expected in (
+        ("betas of two kinds", {"beta": 0.0 if rank == 0 else 0.5}, "beta must be the same on every rank"),
+        ("no vocab_start", {"vocab_start": None}, "vocab_start must be given on every rank where shards differ"),
+        ("workspace", {"workspace_bytes": 1}, "workspace_bytes must be at least"),
+    ):
+        try:
+            linear_jsd(*heads, tp_group=dist.group.WORLD, backend=backend, **{"vocab_start": 20 * rank, **keywords})
+            message = "no error"
+        except ValueError as error:
+            message = str(error)
+        messages: list[str] = [""] * ranks
+        dist.all_gather_object(messages, message)
+        report.check(f"{backend}: refused: {name}", {message} == set(messages) and expected in message, message)
+
+
 def program(device: torch.device, report: Report) -> None:
-    for backend, case in itertools.product(available_backends(), CASES):
-        for beta in case.betas:
-            run_case(case, beta, backend, device, report)
+    for backend in available_backends():
+        check_refusals(backend, device, report)
+        for case in CASES:
+            for beta in case.betas:
+                run_case(case, beta, backend, device, report)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ On 4 ranks, cases without pipeline parallelism have two data-parallel replicas; 
 """
 
 import argparse
+import dataclasses
 import importlib.util
 import os
 import sys
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from megatron_lce import capture_lm_head, enable_fused_linear_ce
 from megatron_lce.megatron_integration.support import find_language_model
 from scripts import megatron_runtime
+from tests.jsd_oracle import jsd_of_products
 
 ALLOWED = 1e-5  # relative, per parameter, fp32
 ALLOWED_BF16 = 1.5  # times Megatron's own error, per parameter
@@ -56,13 +58,14 @@ def train(case: cases.Case, device: torch.device, *, fused: bool, like: list[nn.
     handle = enable_fused_linear_ce(chunks, use_fused_linear_ce=fused)
     if fused and case.main_grad:
         cases.set_main_grad_fusion(chunks)
-    losses = cases.train_step(chunks, cases.forward_step, cases.microbatches(device))
-    if case.overlap:
-        optimizer = megatron_runtime.build_optimizer(chunks, use_distributed_optimizer=True)
-        optimizer.step()
+    with cases.counted_additions() as additions:
         losses = cases.train_step(chunks, cases.forward_step, cases.microbatches(device))
+        if case.overlap:
+            optimizer = megatron_runtime.build_optimizer(chunks, use_distributed_optimizer=True)
+            optimizer.step()
+            losses = cases.train_step(chunks, cases.forward_step, cases.microbatches(device))
     assert handle.enabled == (fused and cases.has_head(chunks)), handle.reasons
-    assert cases.grad_added_to_main_grad(chunks) == (handle.enabled and case.head_accumulates), case
+    assert additions.called == (handle.enabled and case.main_grad), case
     return losses, cases.gradients(chunks), chunks
 
 
@@ -172,6 +175,46 @@ def check_capture(case: cases.Case, device: torch.device, report: harness.Report
     compare_all(report, f"{case.name}: gradients", backward(chunks, out.logprobs, out.entropy), expected)
 
 
+def check_captured_jsd(case: cases.Case, device: torch.device, report: harness.Report) -> None:
+    """Divergence and cross-entropy of the captured head, a microbatch each, against those of Megatron's own logits."""
+    batches = cases.microbatches(device)[:2]
+    teacher = cases.build(dataclasses.replace(case, hidden_size=48), device)[0]
+
+    def losses_and_gradients(captured: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        chunks = cases.build(case, device)
+        if captured and case.main_grad:
+            cases.set_main_grad_fusion(chunks)
+        losses = {}
+        for name, batch in zip(("divergence", "cross-entropy"), batches, strict=True):
+            labels = batch["labels"].clamp(min=-1)
+            inputs = (batch["tokens"], batch["positions"], None)
+            if captured:
+                with capture_lm_head(chunks) as head:
+                    chunks[0](*inputs)
+                with torch.no_grad(), capture_lm_head(teacher) as teacher_head:
+                    teacher(*inputs)
+                if name == "divergence":
+                    loss = head.linear_jsd(teacher_head, labels=labels, ignore_index=-1, temperature=0.1)
+                else:
+                    loss = -head.linear_cross_entropy(labels, ignore_index=-1).logprobs
+            else:
+                logits = chunks[0](*inputs, runtime_gather_output=True)
+                with torch.no_grad():
+                    teacher_logits = teacher(*inputs, runtime_gather_output=True)
+                if name == "divergence":
+                    z = logits.double() / 0.1, teacher_logits.double() / 0.1  # so small that the two models differ
+                    loss = jsd_of_products(*z, labels=labels, ignore_index=-1)
+                else:
+                    loss = nn.functional.cross_entropy(logits.mT, labels, reduction="none", ignore_index=-1)
+            (loss * torch.cos(torch.arange(loss.numel(), device=device)).view_as(loss)).sum().backward()
+            losses[name] = loss.detach()
+        return losses, cases.finished_gradients(chunks)
+
+    (losses, expected), (captured_losses, actual) = (losses_and_gradients(captured) for captured in (False, True))
+    compare_all(report, f"{case.name}: captured divergence, losses", captured_losses, losses)
+    compare_all(report, f"{case.name}: captured divergence, gradients", actual, expected)
+
+
 def check_logits(case: cases.Case, device: torch.device, report: harness.Report) -> None:
     """Without labels an enabled model gives Megatron's logits, bit for bit, gathered where that is asked for."""
     batch = cases.microbatches(device)[0]
@@ -230,6 +273,7 @@ def checks(combinations: str) -> list[tuple[Callable, cases.Case]]:
         (check_other_models, OTHER_MODEL_CASES),
         (check_bf16, [cases.in_bf16(case) for case in training]),
         (check_capture, plain),
+        (check_captured_jsd, [cases.Case(main_grad=True), cases.Case(tied=True, sequence_parallel=True)]),
         (check_logits, plain),
         (check_fallback_of_one_rank, [cases.Case()]),
         (check_fallback, [cases.Case(), cases.Case(pipeline=True)]),

@@ -13,7 +13,6 @@ FOLDER = Path(__file__).resolve().parent
 PROGRAMS = [
     ("run_parity.py", 3),
     ("run_parity.py", 4),
-    ("run_jsd.py", 2),
     ("run_jsd.py", 3),
     ("run_megatron.py", 4),
 ]

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -12,9 +13,9 @@ from megatron_lce.core import collectives
 from megatron_lce.core.blocks import plan_blocks, smallest_workspace
 from megatron_lce.core.group_stats import stats_of_tokens
 from megatron_lce.core.head_gradients import Slab, accumulator_bytes_per_column, computed_slabs, head_gradients
-from megatron_lce.core.jsd_stats import Head, RowTerms, empty_kl_stats, unpack_kl
+from megatron_lce.core.jsd_stats import Head, RowTerms, both_copies, empty_kl_stats, unpack_kl
 from megatron_lce.core.options import Options
-from megatron_lce.core.products import full_fp32, slab_row_stride
+from megatron_lce.core.products import Copies, full_fp32, slab_row_stride
 from megatron_lce.core.rows import LOG_SUM_OF_IGNORED_ROW, Rows
 from megatron_lce.core.softmax_stats import LN_2, UNIT
 from megatron_lce.core.tokens import TokenBlock, Tokens
@@ -34,39 +35,51 @@ class _LinearJsd(torch.autograd.Function):
         ctx: Any,
         student_hidden: Tensor,  # [N, H_s], under sequence parallel [N / tp, H_s]
         student_weight: Tensor,  # [V_local, H_s]
+        student_logits_scale: float,
+        student_softcap: float | None,
         teacher_hidden: Tensor,  # [N, H_t], under sequence parallel [N / tp, H_t]
         teacher_weight: Tensor,  # [V_local, H_t]
+        teacher_logits_scale: float,
+        teacher_softcap: float | None,
         labels: Tensor,  # [N] int64
         temperature: Tensor | float,  # [N] if a tensor
         beta: float,
         options: Options,
         backend: ModuleType,
     ) -> Tensor:
-        student, teacher = Head(student_hidden, student_weight), Head(teacher_hidden, teacher_weight)
+        student = Head(student_hidden, student_weight, student_logits_scale, student_softcap)
+        teacher = Head(teacher_hidden, teacher_weight, teacher_logits_scale, teacher_softcap)
         with torch.autocast(student_hidden.device.type, enabled=False), full_fp32():
             _check_workspace(student, teacher, options, backend)
             rows = backend.prepare_rows(labels, temperature, options)
             divergence, found = _diverge(student, teacher, rows, beta, options, backend)
+            ignored = rows.to_nats == 0
+            # What is not finite in either head ends here: backward, which may not meet it, takes the row's NaN from
+            # to_nats. Every rank has the same divergence, so no rank goes on with a finite gradient.
+            to_nats = torch.where(divergence.isfinite() | ignored, rows.to_nats, torch.nan)
             # Rounding may carry a divergence past its bounds; a clamp passes NaN.
-            loss = divergence.clamp(0.0, _largest_divergence(beta)) * rows.to_nats
-            loss = torch.where(rows.to_nats == 0, 0.0, loss)
+            loss = torch.where(ignored, 0.0, divergence.clamp(0.0, _largest_divergence(beta)) * to_nats)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*student, *teacher, rows.scale, rows.to_nats, *found)
+        ctx.save_for_backward(*student[:2], *teacher[:2], rows.scale, to_nats, *found)
+        ctx.forms = student[2:], teacher[2:]
         ctx.beta, ctx.options, ctx.backend = beta, options, backend
         return loss
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_loss: Tensor | None):
-        no_gradient = (None,) * 7
+        if torch.is_grad_enabled():
+            raise RuntimeError("create_graph must be False: linear_jsd has no double backward")
+        no_gradient = (None,) * 11
         if grad_loss is None:
             return None, None, *no_gradient
         tensors = ctx.saved_tensors
-        student, teacher = Head(*tensors[:2]), Head(*tensors[2:4])
+        student, teacher = (
+            Head(*its_tensors, *form) for its_tensors, form in zip((tensors[:2], tensors[2:4]), ctx.forms, strict=True)
+        )
         row_scale, to_nats, *found = tensors[4:]
         beta, options, backend = ctx.beta, ctx.options, ctx.backend
         with torch.autocast(grad_loss.device.type, enabled=False), full_fp32():
-            terms = _row_terms(row_scale, to_nats, _Found(*found), grad_loss.float(), beta)
+            terms = _row_terms(student, teacher, row_scale, to_nats, _Found(*found), grad_loss.float(), beta)
             if grad_loss.shape[0] > 0:
                 # Before anything that a rank without columns leaves out: ranks must agree on the order of collectives.
                 teacher = _gathered(teacher, options)
@@ -124,7 +137,8 @@ def _diverge(
     if beta in (0, 1):
         return _diverge_at_end(student, teacher, rows, beta, options, backend)
     log_sum_exps = _log_sum_exps(student, teacher, rows, options, backend)
-    terms = torch.stack([rows.scale, *log_sum_exps])
+    of_student, of_teacher = log_sum_exps[:2], log_sum_exps[2:]
+    terms = torch.stack([student.row_scale(rows.scale), *of_student, teacher.row_scale(rows.scale), *of_teacher])
     if options.num_columns == 0:
         sums = terms.new_zeros(2, terms.shape[1])
     else:
@@ -144,7 +158,8 @@ def _diverge_at_end(
         packed = empty_kl_stats(rows.scale.shape[0], rows.scale.device)
     else:
         scratch, room = _scratch_and_room(student, teacher, options, backend)
-        packed = backend.kl_stats(p, q, rows.scale, scratch=scratch, workspace_bytes=room)
+        scales = torch.stack([p.row_scale(rows.scale), q.row_scale(rows.scale)])
+        packed = backend.kl_stats(p, q, scales, scratch=scratch, workspace_bytes=room)
     if options.tp_group is not None:
         packed = backend.merge_kl_stats(collectives.stack_over_group(packed, options.tp_group))
     stats = unpack_kl(packed)
@@ -160,7 +175,9 @@ def _log_sum_exps(
     """Largest logit and log of the sum over the group's whole vocabulary, of student and teacher."""
     found: list[Tensor] = []
     for head in (student, teacher):
-        extremes, sums = stats_of_tokens(*head, rows, options, backend)
+        its_rows = rows._replace(scale=head.row_scale(rows.scale))
+        its_options = replace(options, logits_scale=head.logits_scale, softcap=head.softcap)
+        extremes, sums = stats_of_tokens(head.hidden, head.weight, its_rows, its_options, backend)
         found += [extremes[0], (sums[0].float() * UNIT).log2()]
     return found[0], found[1], found[2], found[3]
 
@@ -168,7 +185,7 @@ def _log_sum_exps(
 def _grad_logits_slabs(
     student: Head,
     teacher: Head,
-    terms: Tensor,  # [7, N]
+    terms: Tensor,  # [8, N]
     beta: float,
     options: Options,
     backend: ModuleType,
@@ -182,7 +199,7 @@ def _grad_logits_slabs(
         terms.shape[1],
         slab_row_stride(options.num_columns),
         room,
-        backend.grad_logits_bytes(student, teacher),
+        backend.grad_logits_bytes(student, teacher, both_copies(student, teacher)),
         per_column_if_tokens_are_cut=bytes_per_column,
     )
 
@@ -207,19 +224,23 @@ def _largest_divergence(beta: float) -> float:
     return math.inf if beta in (0, 1) else -beta * math.log2(beta) - (1 - beta) * math.log2(1 - beta)
 
 
-def _row_terms(row_scale: Tensor, to_nats: Tensor, found: _Found, grad_loss: Tensor, beta: float) -> Tensor:
-    """`RowTerms`, packed. The coefficient carries upstream, 1 / temperature and the logarithms' way back to nats."""
+def _row_terms(
+    student: Head, teacher: Head, row_scale: Tensor, to_nats: Tensor, found: _Found, grad_loss: Tensor, beta: float
+) -> Tensor:
+    """`RowTerms`, packed. The coefficient carries upstream, scale / temperature and the way from base 2 to nats."""
     ignored = to_nats == 0
-    coefficient = grad_loss * to_nats * row_scale  # grad_loss / temperature: row_scale is log2 e / temperature
+    # Upstream times scale / temperature: row_scale is log2 e / temperature.
+    coefficient = grad_loss * to_nats * row_scale * student.logits_scale
     if beta > 0:  # the gradient has a logarithm, in base 2
         coefficient = coefficient * LN_2
     if beta < 1:
         coefficient = coefficient * (1 - beta)
     return torch.stack(
         RowTerms(
-            scale=row_scale,
+            student_scale=student.row_scale(row_scale),
             student_max=found.student_max,
             student_log_sum=torch.where(ignored, LOG_SUM_OF_IGNORED_ROW, found.student_log_sum),
+            teacher_scale=teacher.row_scale(row_scale),
             teacher_max=found.teacher_max,
             teacher_log_sum=torch.where(ignored, LOG_SUM_OF_IGNORED_ROW, found.teacher_log_sum),
             student_kl=torch.where(ignored, 0.0, found.student_kl),
@@ -229,27 +250,36 @@ def _row_terms(row_scale: Tensor, to_nats: Tensor, found: _Found, grad_loss: Ten
 
 
 def _check_workspace(student: Head, teacher: Head, options: Options, backend: ModuleType) -> None:
-    """Every pass, backward's too, must find room for its smallest block before the first one runs."""
-    smallest = backend.scratch_bytes(student, teacher) + _smallest_blocks(student, teacher, options, backend)
+    """Every pass, backward's too, must find room for its smallest block before the first one runs.
+
+    Asked of the largest shard of the group, so that ranks agree.
+    """
+    copies = both_copies(student, teacher)
+    blocks = _smallest_blocks(student, teacher, options.largest_shard, copies, options, backend)
+    stats = max(smallest_workspace(backend.softmax_stats_bytes(head.hidden, options)) for head in (student, teacher))
+    smallest = max(stats, backend.scratch_bytes(student, teacher) + blocks)
     if options.workspace_bytes < smallest:
         raise ValueError(f"workspace_bytes must be at least {smallest} for these heads, got {options.workspace_bytes}")
 
 
 def _scratch_and_room(student: Head, teacher: Head, options: Options, backend: ModuleType) -> tuple[Tensor, int]:
     """The kernels' scratch, at most a quarter of the workspace where that is enough, and the bytes left for blocks."""
-    spare = options.workspace_bytes - _smallest_blocks(student, teacher, options, backend)
+    copies, num_columns = both_copies(student, teacher), student.weight.shape[0]
+    spare = options.workspace_bytes - _smallest_blocks(student, teacher, num_columns, copies, options, backend)
     most = max(backend.scratch_bytes(student, teacher), min(spare, options.workspace_bytes // 4))
     scratch = backend.new_scratch(student, teacher, most)
     return scratch, options.workspace_bytes - scratch.nbytes
 
 
-def _smallest_blocks(student: Head, teacher: Head, options: Options, backend: ModuleType) -> int:
+def _smallest_blocks(
+    student: Head, teacher: Head, num_columns: int, copies: Copies, options: Options, backend: ModuleType
+) -> int:
     """Bytes of the largest of the passes' smallest blocks."""
     accumulator = accumulator_bytes_per_column(student.weight, options)
-    backward = backend.grad_logits_bytes(student, teacher)
+    backward = backend.grad_logits_bytes(student, teacher, copies)
     passes = (
-        backend.stats_bytes(student, teacher),
-        backend.divergence_bytes(student, teacher),
+        backend.stats_bytes(student, teacher, num_columns, copies),
+        backend.divergence_bytes(student, teacher, num_columns, copies),
         backward._replace(per_column=backward.per_column + accumulator),
     )
     return max(smallest_workspace(block_bytes) for block_bytes in passes)

@@ -18,6 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_lce.core.products import Copies, copies_of
+
 KL_ROWS = 5
 
 
@@ -26,24 +28,42 @@ class Head(NamedTuple):
 
     hidden: Tensor  # [N, H]
     weight: Tensor  # [V, H], hidden's dtype
+    logits_scale: float = 1.0
+    softcap: float | None = None
 
     def block(self, tokens: slice, columns: slice) -> "Head":
-        return Head(self.hidden[tokens], self.weight[columns])
+        return self._replace(hidden=self.hidden[tokens], weight=self.weight[columns])
+
+    @property
+    def softcap_scale(self) -> float | None:
+        """Factor from products to the argument of the softcap's tanh; None without a softcap."""
+        return None if self.softcap is None else self.logits_scale / self.softcap
+
+    def row_scale(self, scale: Tensor) -> Tensor:
+        """Factor from products, or from their tanh, to base-2 logits, where `scale` is it at a logits_scale of 1."""
+        return scale * (self.logits_scale if self.softcap is None else self.softcap)
+
+
+def both_copies(student: Head, teacher: Head) -> Copies:
+    """Bytes that a token and a column take in copies of unaligned inputs."""
+    copies = (copies_of(head.hidden) for head in (student, teacher))
+    return Copies(*map(sum, zip(*copies, strict=True)))
 
 
 class RowTerms(NamedTuple):
-    """What each token brings to the divergence (the first five) and to its gradient: rows of [7, N] fp32.
+    """What each token brings to the divergence (the first six) and to its gradient: rows of [8, N] fp32.
 
     A log-sum-exp comes in two parts, so that log2 p = (z - max) - log_sum keeps its last digits however large z is.
     """
 
-    scale: Tensor  # factor from products to base-2 logits z
+    student_scale: Tensor  # `Head.row_scale`
     student_max: Tensor
     student_log_sum: Tensor  # log2 of the sum of 2^(z - max)
+    teacher_scale: Tensor
     teacher_max: Tensor
     teacher_log_sum: Tensor
     student_kl: Tensor  # KL(p_student || m), beta = 1: KL(p_student || p_teacher); base 2
-    coefficient: Tensor  # what the gradient of a product is a multiple of
+    coefficient: Tensor  # what the gradient of a product is a multiple of, but for a softcap's slope
 
 
 class KlStats(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class CapturedHead:
-    """What the LM head was given in the last forward pass, and the fused operation on it.
+    """What the LM head was given in the last forward pass, and the fused operations on it.
 
     Nothing is copied: `hidden` is the very tensor that the output layer was called with. On a pipeline stage without
     a head, and before the forward pass, `hidden` and `weight` are None.
@@ -70,15 +71,56 @@ class CapturedHead:
             RuntimeError: this stage has no head, or no forward pass has reached it.
             TypeError, ValueError: as `megatron_lce.linear_cross_entropy`.
         """
-        fixed = {"tp_group", "sequence_parallel", "vocab_start", "reduce_grad_hidden"} & keywords.keys()
-        if fixed:
-            raise TypeError(f"{', '.join(sorted(fixed))} must not be given: the captured head fixes them")
+        _check_not_fixed(keywords)
+        call = self._captured_call()
+        with self._gradient_where_captured():
+            return call.linear_cross_entropy(labels, temperature, **keywords)
+
+    def linear_jsd(
+        self,
+        teacher_head: CapturedHead,
+        *,
+        labels: Tensor | None = None,
+        beta: float = 0.5,
+        temperature: float | Tensor = 1.0,
+        **keywords: Any,
+    ) -> Tensor:
+        """`megatron_lce.linear_jsd` of this captured head, the student's, and a teacher's.
+
+        Args:
+            teacher_head: what `capture_lm_head` left of the teacher's forward pass over the same tokens, its vocabulary
+                sharded over the same ranks. It gets no gradient, so that its forward pass needs none.
+            labels: [b, s] int64, as Megatron passes them; only tells which rows are ignored. `None`: no row is.
+            beta: weight of the teacher in the mixture, in [0, 1].
+            temperature: a positive float, or a floating tensor [b, s].
+            keywords: those of `megatron_lce.linear_jsd` but tp_group, sequence_parallel and vocab_start, which the head
+                fixes. `student_logits_scale` and `teacher_logits_scale` multiply the models' own (MuP).
+
+        Returns:
+            The divergence of each token, fp32 [b, s]. Padded columns of the vocabulary count, as they do in Megatron,
+            unless `vocab_size` is given. Where the student's forward pass kept no graph, under no_grad or inside a
+            reentrant checkpoint, it has none.
+
+        Raises:
+            RuntimeError: this stage has no head, or no forward pass has reached it or the teacher's.
+            TypeError, ValueError: as `megatron_lce.linear_jsd`; or the two heads' tokens or ranks differ.
+        """
+        _check_not_fixed(keywords)
+        if not isinstance(teacher_head, CapturedHead):
+            raise TypeError(f"teacher_head must be a captured head, got {type(teacher_head).__name__}")
+        call, teacher = self._captured_call(), teacher_head._captured_call(" of the teacher")
+        with self._gradient_where_captured():
+            return call.linear_jsd(teacher, labels=labels, beta=beta, temperature=temperature, **keywords)
+
+    def _captured_call(self, whose: str = "") -> HeadCall:
         if self._call is None:
             reason = NO_HEAD if self._language_model is None else "no forward pass has reached the head"
-            raise RuntimeError(f"nothing was captured: {reason}")
-        # A hidden without its graph would train the head alone, silently.
-        with torch.set_grad_enabled(torch.is_grad_enabled() and self._with_gradient):
-            return self._call.linear_cross_entropy(labels, temperature, **keywords)
+            raise RuntimeError(f"nothing was captured{whose}: {reason}")
+        return self._call
+
+    def _gradient_where_captured(self) -> AbstractContextManager:
+        """A hidden without its graph would train the head alone, silently."""
+        return torch.set_grad_enabled(torch.is_grad_enabled() and self._with_gradient)
 
     def _start_pass(self, *_: Any) -> None:
         self._mtp_losses_left = self._mtp_layers()
@@ -110,6 +152,13 @@ class CapturedHead:
 
     def _mtp_layers(self) -> int:
         return 0 if self._language_model is None else self._language_model.config.mtp_num_layers or 0
+
+
+def _check_not_fixed(keywords: dict[str, Any]) -> None:
+    fixed_by_head = {"tp_group", "sequence_parallel", "vocab_start", "reduce_grad_hidden", "weight_grad_sink"}
+    fixed = fixed_by_head & keywords.keys()
+    if fixed:
+        raise TypeError(f"{', '.join(sorted(fixed))} must not be given: the captured head fixes them")
 
 
 @contextlib.contextmanager

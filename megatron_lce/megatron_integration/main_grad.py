@@ -12,12 +12,13 @@ if TYPE_CHECKING:
 
 
 class MainGradSink:
-    """Megatron's protocol for a layer that accumulates its own weight gradient, as its own linear layers do.
+    """A place for the weight's gradient: each slab's is added to `weight.main_grad`.
 
-    Each slab's gradient is added to `weight.main_grad`. Autograd still receives a gradient, so that the hook of
-    DistributedDataParallel fires when all uses of the weight are done; `grad_added_to_main_grad` tells that hook to
-    drop it. A tied embedding's gradient is summed with it, and Megatron marks such a weight `zero_out_wgrad`: the
-    hook then adds the sum, so that the head's part must be zeros.
+    Autograd still receives a gradient, zeros, so that the hook of DistributedDataParallel fires when all uses of the
+    weight are done. That hook adds what autograd has summed to `main_grad`, unless `weight.grad_added_to_main_grad`
+    tells it to drop it. Megatron's own layers set that mark for good, and so lose what any other use of the weight
+    gives. Here it is set only where the zeros are all there is, to save their addition, and taken back once the hook
+    has run: the next backward pass may hold a use that returns its gradient.
     """
 
     def __init__(self, weight: Tensor):
@@ -31,20 +32,44 @@ class MainGradSink:
         weight = self._weight
         if not hasattr(weight, "grad_added_to_main_grad"):
             return None
-        weight.grad_added_to_main_grad = True
-        dummy = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
-        return dummy(weight, requires_grad=False)
+        zeros = weight.new_zeros(()).expand_as(weight)  # as a sum's term; no memory
+        # A tied embedding's weight Megatron marks `zero_out_wgrad`: the hook then adds the sum whatever the mark says.
+        if not getattr(weight, "zero_out_wgrad", False):
+            _mark_if_alone(zeros, weight)
+        return zeros
+
+
+def _mark_if_alone(zeros: Tensor, weight: Tensor) -> None:
+    """`grad_added_to_main_grad` around DDP's hook in this backward pass, where `zeros` are the weight's whole gradient.
+
+    Called in backward, before the weight's gradient is accumulated. Hooks of a node run in the order in which they were
+    registered, and DDP has registered its own with the model.
+    """
+    node = torch.autograd.graph.get_gradient_edge(weight).node
+
+    def before(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        remove_before.remove()
+        if gradients[0] is not zeros:
+            return None
+        weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+        remove_after.append(node.register_hook(after))
+        return (torch.empty_like(weight),)  # what is dropped need not be written
+
+    def after(*_: object) -> None:
+        remove_after.pop().remove()
+        weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+
+    remove_before = node.register_prehook(before)
+    remove_after: list[torch.utils.hooks.RemovableHandle] = []
 
 
 def main_grad_sink(weight: Tensor, head: ColumnParallelLinear) -> MainGradSink | None:
     """A sink for the weight that `head` is called with, where its gradient can go into an fp32 `main_grad`; else None.
 
-    Without one the gradient is returned, and DDP's hook adds it. That is so for a `main_grad` of another dtype
-    (slabs are accumulated in fp32 only), and for an embedding's weight without `zero_out_wgrad`: its own gradient
-    would be dropped with the dummy. Megatron leaves that mark out with tied embeddings, MTP and pipeline parallelism.
+    Without one the gradient is returned, and DDP's hook adds it. That is so for a `main_grad` of another dtype,
+    as slabs are accumulated in fp32 only.
     """
     main_grad = getattr(weight, "main_grad", None)
     if not head.gradient_accumulation_fusion or not weight.requires_grad or main_grad is None:
         return None
-    alone = weight is head.weight or getattr(weight, "zero_out_wgrad", False)
-    return MainGradSink(weight) if alone and main_grad.dtype == torch.float32 else None
+    return MainGradSink(weight) if main_grad.dtype == torch.float32 else None

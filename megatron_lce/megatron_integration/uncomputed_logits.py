@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 from megatron_lce.core.options import LinearCrossEntropyOutput
 from megatron_lce.core.validation import check_label_tensor
 from megatron_lce.cross_entropy import linear_cross_entropy
+from megatron_lce.jsd import linear_jsd
 from megatron_lce.megatron_integration.main_grad import MainGradSink, main_grad_sink
 
 if TYPE_CHECKING:
@@ -61,23 +62,60 @@ class HeadCall:
     ) -> LinearCrossEntropyOutput:
         """`megatron_lce.linear_cross_entropy` of this call; labels, a tensor of temperatures and outputs are [b, s]."""
         check_label_tensor(labels)
-        for name, argument in (("labels", labels), ("temperature", temperature)):
-            if isinstance(argument, Tensor) and tuple(argument.shape) != self.tokens:
-                raise ValueError(f"{name} must be [b, s], {self.tokens} for this hidden, got {tuple(argument.shape)}")
-        if isinstance(temperature, Tensor):
-            temperature = _swap(temperature)
         output = linear_cross_entropy(
             self.hidden,
             self.weight,
-            _swap(labels),
+            self._sequence_first("labels", labels),
             tp_group=self.tp_group,
             sequence_parallel=self.sequence_parallel,
-            temperature=temperature,
+            temperature=self._sequence_first("temperature", temperature),
             logits_scale=logits_scale * self.logits_scale,
             weight_grad_sink=self.weight_grad_sink,
             **keywords,
         )
         return output._replace(**{name: _swap(part) for name, part in output._asdict().items() if part is not None})
+
+    def linear_jsd(
+        self,
+        teacher: HeadCall,
+        *,
+        labels: Tensor | None = None,
+        temperature: float | Tensor = 1.0,
+        student_logits_scale: float = 1.0,
+        teacher_logits_scale: float = 1.0,
+        **keywords: Any,
+    ) -> Tensor:
+        """`megatron_lce.linear_jsd` of this call, the student's, and a teacher's; per token as above."""
+        for name, mine, its in (
+            ("sequence_parallel", self.sequence_parallel, teacher.sequence_parallel),
+            ("tokens [b, s]", self.tokens, teacher.tokens),
+            ("ranks in tp_group", _ranks(self.tp_group), _ranks(teacher.tp_group)),
+        ):
+            if mine != its:
+                raise ValueError(f"teacher_head must have the student's {name}, {mine}, got {its}")
+        loss = linear_jsd(
+            self.hidden,
+            self.weight,
+            teacher.hidden,
+            teacher.weight,
+            labels=self._sequence_first("labels", labels),
+            temperature=self._sequence_first("temperature", temperature),
+            student_logits_scale=student_logits_scale * self.logits_scale,
+            teacher_logits_scale=teacher_logits_scale * teacher.logits_scale,
+            tp_group=self.tp_group,
+            sequence_parallel=self.sequence_parallel,
+            weight_grad_sink=self.weight_grad_sink,
+            **keywords,
+        )
+        return _swap(loss)
+
+    def _sequence_first(self, name: str, per_token: Any) -> Any:
+        """A tensor [b, s] as [s, b]; anything else as it is."""
+        if not isinstance(per_token, Tensor):
+            return per_token
+        if tuple(per_token.shape) != self.tokens:
+            raise ValueError(f"{name} must be [b, s], {self.tokens} for this hidden, got {tuple(per_token.shape)}")
+        return _swap(per_token)
 
     def logits(self) -> Tensor:
         """[s, b, V/tp] as Megatron computes them."""
@@ -87,6 +125,10 @@ class HeadCall:
 
 def _swap(per_token: Tensor) -> Tensor:
     return per_token.transpose(0, 1).contiguous()
+
+
+def _ranks(group: ProcessGroup) -> list[int]:
+    return torch.distributed.get_process_group_ranks(group)
 
 
 class UncomputedLogits(Tensor):

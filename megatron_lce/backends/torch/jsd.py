@@ -14,6 +14,7 @@ from megatron_lce.backends.torch.cross_entropy import (
 from megatron_lce.backends.torch.rows import prepare_rows
 from megatron_lce.core.blocks import BlockBytes, Blocks, cut, plan_blocks
 from megatron_lce.core.jsd_stats import KL_ROWS, Head, RowTerms, empty_kl_stats, merge_kl_stats
+from megatron_lce.core.products import Copies
 
 __all__ = [
     "divergence",
@@ -37,6 +38,8 @@ __all__ = [
 # Under this a probability counts as zero: m is held above it, so that 0 * log(p / m) is 0 where both underflow.
 _TINY = torch.finfo(torch.float32).tiny
 
+_STATS_BYTES, _DIVERGENCE_BYTES, _GRAD_BYTES = 3 * 4, 5 * 4, 3 * 4  # of a logit, in a pass's intermediates
+
 
 def scratch_bytes(student: Head, teacher: Head) -> int:
     """Nothing: both heads' logits are in the slab."""
@@ -47,29 +50,31 @@ def new_scratch(student: Head, teacher: Head, most_bytes: int) -> Tensor:
     return student.hidden.new_empty(0, dtype=torch.float32)
 
 
-def stats_bytes(student: Head, teacher: Head) -> BlockBytes:
-    """What `kl_stats` takes for its intermediates; more than the softmax statistics of either head do."""
-    return _block_bytes(3 * 4, student, teacher)
+def stats_bytes(student: Head, teacher: Head, num_columns: int, copies: Copies) -> BlockBytes:
+    """What `kl_stats` takes for its intermediates."""
+    return _block_bytes(_STATS_BYTES, student, teacher)
 
 
-def divergence_bytes(student: Head, teacher: Head) -> BlockBytes:
-    return _block_bytes(5 * 4, student, teacher)
+def divergence_bytes(student: Head, teacher: Head, num_columns: int, copies: Copies) -> BlockBytes:
+    return _block_bytes(_DIVERGENCE_BYTES, student, teacher)
 
 
-def grad_logits_bytes(student: Head, teacher: Head) -> BlockBytes:
-    """What `grad_logits` takes for its intermediates and its output."""
-    return _block_bytes(3 * 4 + student.hidden.element_size(), student, teacher)
+def grad_logits_bytes(student: Head, teacher: Head, copies: Copies) -> BlockBytes:
+    """What `grad_logits` takes for its intermediates and its output, and the products after it for their copies."""
+    slope = 0 if student.softcap is None else 4
+    per_logit, *upcasts = _block_bytes(_GRAD_BYTES + slope + student.hidden.element_size(), student, teacher)
+    return BlockBytes(per_logit, *map(max, upcasts, copies))
 
 
-def kl_stats(p: Head, q: Head, row_scale: Tensor, *, scratch: Tensor, workspace_bytes: int) -> Tensor:
-    """Packed statistics [5, N] of V columns, see `megatron_lce.core.jsd_stats`."""
-    num_tokens = row_scale.shape[0]
-    packed = row_scale.new_empty(KL_ROWS, num_tokens)
-    blocks = _plan(p, workspace_bytes, stats_bytes(p, q))
+def kl_stats(p: Head, q: Head, row_scales: Tensor, *, scratch: Tensor, workspace_bytes: int) -> Tensor:
+    """Packed statistics [5, N] of V columns, see `megatron_lce.core.jsd_stats`; row_scales [2, N], p's first."""
+    num_tokens = row_scales.shape[1]
+    packed = row_scales.new_empty(KL_ROWS, num_tokens)
+    blocks = _plan(p, q, workspace_bytes, _STATS_BYTES)
     for tokens in cut(num_tokens, blocks.tokens):
-        merged = empty_kl_stats(tokens.stop - tokens.start, row_scale.device)
+        merged = empty_kl_stats(tokens.stop - tokens.start, row_scales.device)
         for columns in cut(p.weight.shape[0], blocks.columns):
-            slab = _slab_kl_stats(p.block(tokens, columns), q.block(tokens, columns), row_scale[tokens])
+            slab = _slab_kl_stats(p.block(tokens, columns), q.block(tokens, columns), row_scales[:, tokens])
             merged = merge_kl_stats(torch.stack([merged, slab]))
         packed[:, tokens] = merged
     return packed
@@ -80,11 +85,11 @@ def divergence(
 ) -> Tensor:
     """[2, N] base-2 sums over V columns: the divergence for 0 < beta < 1, and KL(p_student || m).
 
-    terms: the first five rows of `RowTerms`.
+    terms: the first six rows of `RowTerms`.
     """
     num_tokens = terms.shape[1]
     sums = terms.new_zeros(2, num_tokens)
-    blocks = _plan(student, workspace_bytes, divergence_bytes(student, teacher))
+    blocks = _plan(student, teacher, workspace_bytes, _DIVERGENCE_BYTES)
     for tokens in cut(num_tokens, blocks.tokens):
         for columns in cut(student.weight.shape[0], blocks.columns):
             parts = (student.block(tokens, columns), teacher.block(tokens, columns))
@@ -95,15 +100,18 @@ def divergence(
 def grad_logits(
     student: Head,  # of one slab
     teacher: Head,
-    terms: Tensor,  # [7, N] fp32, `RowTerms`
+    terms: Tensor,  # [8, N] fp32, `RowTerms`
     out: Tensor,  # [N, C] of the student's dtype
     *,
     beta: float,
     scratch: Tensor,
 ) -> None:
     """Gradient of one slab of the student's products."""
-    rows = RowTerms(*terms)
-    log_ps, log_pt = _log_probabilities(student, teacher, terms[:5])
+    rows = RowTerms(*terms.unsqueeze(2))
+    log_ps = _logits(student, terms[0])
+    slope = None if student.softcap is None else (log_ps / rows.student_scale).square_().neg_().add_(1.0)
+    log_ps.sub_(rows.student_max).sub_(rows.student_log_sum)
+    log_pt = _log_probability(teacher, *terms[3:6])
     if beta == 0:
         grad = log_ps.exp2_().sub_(log_pt.exp2_())
     else:
@@ -111,8 +119,9 @@ def grad_logits(
         log_m = log_pt
         if beta < 1:
             log_m = log_pt.exp2_().mul_(beta).add_(ps, alpha=1 - beta).clamp_min_(_TINY).log2_()
-        grad = log_ps.sub_(log_m).sub_(rows.student_kl[:, None]).mul_(ps)
-    out.copy_(grad.mul_(rows.coefficient[:, None]))
+        grad = log_ps.sub_(log_m).sub_(rows.student_kl).mul_(ps)
+    grad.mul_(rows.coefficient)
+    out.copy_(grad if slope is None else grad.mul_(slope))
 
 
 def sum_parts(parts: Tensor) -> Tensor:
@@ -120,11 +129,14 @@ def sum_parts(parts: Tensor) -> Tensor:
     return parts.sum(dim=0)
 
 
-def _log_probabilities(student: Head, teacher: Head, terms: Tensor) -> tuple[Tensor, Tensor]:
-    """log2 p of student and teacher, [N, C] each."""
-    scale, student_max, student_log_sum, teacher_max, teacher_log_sum = terms.unsqueeze(2)
-    log_ps, log_pt = (logits_base2(*head, scale[:, 0], None) for head in (student, teacher))
-    return log_ps.sub_(student_max).sub_(student_log_sum), log_pt.sub_(teacher_max).sub_(teacher_log_sum)
+def _logits(head: Head, row_scale: Tensor) -> Tensor:
+    """Base-2 logits [N, C]."""
+    return logits_base2(head.hidden, head.weight, row_scale, head.softcap_scale)
+
+
+def _log_probability(head: Head, row_scale: Tensor, max_logit: Tensor, log_sum: Tensor) -> Tensor:
+    """log2 p of one head, [N, C]."""
+    return _logits(head, row_scale).sub_(max_logit[:, None]).sub_(log_sum[:, None])
 
 
 # A slab's tensors are the locals of a function of its own, so that they are gone before the next slab's come.
@@ -132,7 +144,7 @@ def _log_probabilities(student: Head, teacher: Head, terms: Tensor) -> tuple[Ten
 
 def _slab_divergence(student: Head, teacher: Head, terms: Tensor, beta: float) -> Tensor:
     """[2, N]: `divergence` of one slab."""
-    log_ps, log_pt = _log_probabilities(student, teacher, terms)
+    log_ps, log_pt = _log_probability(student, *terms[:3]), _log_probability(teacher, *terms[3:])
     ps, pt = log_ps.exp2(), log_pt.exp2()
     log_m = torch.mul(pt, beta).add_(ps, alpha=1 - beta).clamp_min_(_TINY).log2_()
     kl_s = log_ps.sub_(log_m).mul_(ps)
@@ -141,9 +153,9 @@ def _slab_divergence(student: Head, teacher: Head, terms: Tensor, beta: float) -
     return torch.stack([kl_s.mul_(1 - beta).add_(kl_t, alpha=beta).sum(dim=1), student_kl])
 
 
-def _slab_kl_stats(p: Head, q: Head, row_scale: Tensor) -> Tensor:
+def _slab_kl_stats(p: Head, q: Head, row_scales: Tensor) -> Tensor:
     """[5, N]: packed statistics of one slab."""
-    p_logits, q_logits = (logits_base2(*head, row_scale, None) for head in (p, q))
+    p_logits, q_logits = _logits(p, row_scales[0]), _logits(q, row_scales[1])
     max_p, max_q = p_logits.amax(dim=1), q_logits.amax(dim=1)
     p_logits.sub_(max_p[:, None])
     q_logits.sub_(max_q[:, None])
@@ -152,8 +164,9 @@ def _slab_kl_stats(p: Head, q: Head, row_scale: Tensor) -> Tensor:
     return torch.stack([max_p, exp_p.sum(dim=1), max_q, q_logits.exp2_().sum(dim=1), gap.mul_(exp_p).sum(dim=1)])
 
 
-def _plan(head: Head, workspace_bytes: int, block_bytes: BlockBytes) -> Blocks:
-    num_tokens, num_columns = head.hidden.shape[0], head.weight.shape[0]
+def _plan(first: Head, second: Head, workspace_bytes: int, per_logit: int) -> Blocks:
+    num_tokens, num_columns = first.hidden.shape[0], first.weight.shape[0]
+    block_bytes = _block_bytes(per_logit, first, second)
     return plan_blocks(num_tokens, num_columns, workspace_bytes, block_bytes, preferred_columns=4096)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_lce.backends.triton import tiles
 from megatron_lce.backends.triton.jsd_merge import merge_kl_stats, sum_parts
 from megatron_lce.backends.triton.jsd_tiles import (
+    head_pieces,
     keep,
     kept_piece,
     load_row,
@@ -24,15 +25,14 @@ from megatron_lce.backends.triton.jsd_tiles import (
     masked,
     shift_logits,
     tile_logits,
-    two_half_products,
 )
 from megatron_lce.backends.triton.merge_stats import merge_extremes, sum_chunks
 from megatron_lce.backends.triton.rows import prepare_rows
 from megatron_lce.backends.triton.softmax_stats import softmax_stats, softmax_stats_bytes
 from megatron_lce.backends.triton.tile_products import descriptor, tile_position
 from megatron_lce.core.blocks import BlockBytes, cut, plan_blocks
-from megatron_lce.core.jsd_stats import KL_ROWS, Head
-from megatron_lce.core.products import aligned, copied_row_bytes
+from megatron_lce.core.jsd_stats import KL_ROWS, Head, both_copies
+from megatron_lce.core.products import Copies, aligned
 
 __all__ = [
     "divergence",
@@ -67,26 +67,26 @@ def new_scratch(student: Head, teacher: Head, most_bytes: int) -> Tensor:
     return torch.empty(programs, tile.block_n * tile.block_v, device=device)
 
 
-def stats_bytes(student: Head, teacher: Head) -> BlockBytes:
-    """What `kl_stats` takes for each tile's statistics; more than the softmax statistics of either head do."""
-    return _tile_rows_bytes(KL_ROWS, student, teacher)
+def stats_bytes(student: Head, teacher: Head, num_columns: int, copies: Copies) -> BlockBytes:
+    """What `kl_stats` takes for each tile's statistics and its copies of unaligned inputs."""
+    return _tile_rows_bytes(KL_ROWS, student, teacher, num_columns, copies)
 
 
-def divergence_bytes(student: Head, teacher: Head) -> BlockBytes:
-    return _tile_rows_bytes(2, student, teacher)
+def divergence_bytes(student: Head, teacher: Head, num_columns: int, copies: Copies) -> BlockBytes:
+    return _tile_rows_bytes(2, student, teacher, num_columns, copies)
 
 
-def grad_logits_bytes(student: Head, teacher: Head) -> BlockBytes:
+def grad_logits_bytes(student: Head, teacher: Head, copies: Copies) -> BlockBytes:
     """What `grad_logits` takes for its output and its copies of unaligned inputs."""
-    return BlockBytes(student.hidden.element_size(), *_copied_bytes(student, teacher))
+    return BlockBytes(student.hidden.element_size(), *copies)
 
 
-def kl_stats(p: Head, q: Head, row_scale: Tensor, *, scratch: Tensor, workspace_bytes: int) -> Tensor:
-    """Packed statistics [5, N] of V columns, see `megatron_lce.core.jsd_stats`."""
+def kl_stats(p: Head, q: Head, row_scales: Tensor, *, scratch: Tensor, workspace_bytes: int) -> Tensor:
+    """Packed statistics [5, N] of V columns, see `megatron_lce.core.jsd_stats`; row_scales [2, N], p's first."""
     return _reduce_tiles(
         q,
         p,
-        row_scale[None],
+        row_scales,
         kernel=_kl_stats_kernel,
         merge=merge_kl_stats,
         num_rows=KL_ROWS,
@@ -100,7 +100,7 @@ def divergence(
 ) -> Tensor:
     """[2, N] base-2 sums over V columns: the divergence for 0 < beta < 1, and KL(p_student || m).
 
-    terms: the first five rows of `RowTerms`.
+    terms: the first six rows of `RowTerms`.
     """
     return _reduce_tiles(
         student,
@@ -118,7 +118,7 @@ def divergence(
 def grad_logits(
     student: Head,  # of one slab
     teacher: Head,
-    terms: Tensor,  # [7, N] fp32, `RowTerms`
+    terms: Tensor,  # [8, N] fp32, `RowTerms`
     out: Tensor,  # [N, C] of the student's dtype
     *,
     beta: float,
@@ -146,7 +146,8 @@ def _reduce_tiles(
     num_tokens, num_columns = terms.shape[1], first.weight.shape[0]
     block_v = _choose_tiles(first, second).block_v
     num_tiles = triton.cdiv(num_columns, block_v)
-    blocks = plan_blocks(num_tokens, num_columns, workspace_bytes, _tile_rows_bytes(num_rows, first, second))
+    block_bytes = _tile_rows_bytes(num_rows, first, second, num_columns, both_copies(first, second))
+    blocks = plan_blocks(num_tokens, num_columns, workspace_bytes, block_bytes)
     group = tiles.stats_group(first.hidden.shape[1] + second.hidden.shape[1])
     reduced = terms.new_empty(num_rows, num_tokens)
     buffer = terms.new_empty(num_tiles * num_rows * blocks.tokens)
@@ -188,8 +189,11 @@ def _launch(
         first.hidden.shape[1],
         second.hidden.shape[1],
         terms.stride(0),
+        *(head.softcap_scale or 0.0 for head in (first, second)),
         *further,
         **constexprs,
+        FIRST_SOFTCAP=first.softcap is not None,
+        SECOND_SOFTCAP=second.softcap is not None,
         UPCAST=tiles.interpreting(),
         BLOCK_N=tile.block_n,
         BLOCK_V=tile.block_v,
@@ -207,16 +211,9 @@ def _choose_tiles(first: Head, second: Head) -> tiles.Tiles:
     return tiles.choose_tiles(dtype, first.hidden.device)
 
 
-def _tile_rows_bytes(num_rows: int, first: Head, second: Head) -> BlockBytes:
-    num_tiles = triton.cdiv(first.weight.shape[0], _choose_tiles(first, second).block_v)
-    per_token, per_column = _copied_bytes(first, second)
-    return BlockBytes(0, num_tiles * num_rows * 4 + per_token, per_column)
-
-
-def _copied_bytes(first: Head, second: Head) -> tuple[int, int]:
-    """Bytes a token and a column take in copies of unaligned inputs."""
-    heads = (first, second)
-    return sum(copied_row_bytes(head.hidden) for head in heads), sum(copied_row_bytes(head.weight) for head in heads)
+def _tile_rows_bytes(num_rows: int, first: Head, second: Head, num_columns: int, copies: Copies) -> BlockBytes:
+    num_tiles = triton.cdiv(num_columns, _choose_tiles(first, second).block_v)
+    return BlockBytes(0, num_tiles * num_rows * 4 + copies.token, copies.column)
 
 
 @triton.jit(do_not_specialize=["N", "V", "terms_stride"])
@@ -225,7 +222,7 @@ def _kl_stats_kernel(
     q_weight_desc,  # [V, H_Q]
     p_hidden_desc,  # [N, H_P]
     p_weight_desc,  # [V, H_P]
-    scale_ptr,  # [1, N] fp32
+    scale_ptr,  # [2, N] fp32, p's first, rows terms_stride apart
     scratch_ptr,  # [programs, BLOCK_N * BLOCK_V] fp32
     stats_ptr,  # [S, 5, N] fp32 out, one split a tile of columns
     N,
@@ -233,6 +230,10 @@ def _kl_stats_kernel(
     H_Q,
     H_P,
     terms_stride,
+    q_softcap_scale,
+    p_softcap_scale,
+    FIRST_SOFTCAP: tl.constexpr,
+    SECOND_SOFTCAP: tl.constexpr,
     UPCAST: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -249,12 +250,36 @@ def _kl_stats_kernel(
         rows = row + tl.arange(0, BLOCK_N)
         row_mask = rows < N
 
-        scale = load_row(scale_ptr, terms_stride, 0, rows, row_mask)
-
-        pieces = two_half_products(q_hidden_desc, q_weight_desc, row, column, H_Q, UPCAST, BLOCK_N, BLOCK_V, BLOCK_H)
+        pieces = head_pieces(
+            q_hidden_desc,
+            q_weight_desc,
+            row,
+            column,
+            H_Q,
+            q_softcap_scale,
+            FIRST_SOFTCAP,
+            UPCAST,
+            BLOCK_N,
+            BLOCK_V,
+            BLOCK_H,
+        )
+        scale = load_row(scale_ptr, terms_stride, 1, rows, row_mask)
         max_q, shifted_q, sum_q = shift_logits(tile_logits(pieces, scale, column, V))
         keep(scratch_ptr, shifted_q, BLOCK_N, BLOCK_V)
-        pieces = two_half_products(p_hidden_desc, p_weight_desc, row, column, H_P, UPCAST, BLOCK_N, BLOCK_V, BLOCK_H)
+        pieces = head_pieces(
+            p_hidden_desc,
+            p_weight_desc,
+            row,
+            column,
+            H_P,
+            p_softcap_scale,
+            SECOND_SOFTCAP,
+            UPCAST,
+            BLOCK_N,
+            BLOCK_V,
+            BLOCK_H,
+        )
+        scale = load_row(scale_ptr, terms_stride, 0, rows, row_mask)
         max_p, shifted_p, sum_p = shift_logits(tile_logits(pieces, scale, column, V))
         gap = tl.zeros((BLOCK_N,), tl.float32)
         for i in tl.static_range(4):
@@ -274,7 +299,7 @@ def _divergence_kernel(
     student_weight_desc,  # [V, H_S]
     teacher_hidden_desc,  # [N, H_T]
     teacher_weight_desc,  # [V, H_T]
-    terms_ptr,  # [5, N] fp32, rows terms_stride apart
+    terms_ptr,  # [6, N] fp32, rows terms_stride apart
     scratch_ptr,  # [programs, BLOCK_N * BLOCK_V] fp32
     sums_ptr,  # [S, 2, N] fp32 out, one split a tile of columns
     N,
@@ -282,7 +307,11 @@ def _divergence_kernel(
     H_S,
     H_T,
     terms_stride,
+    student_softcap_scale,
+    teacher_softcap_scale,
     beta,
+    FIRST_SOFTCAP: tl.constexpr,
+    SECOND_SOFTCAP: tl.constexpr,
     UPCAST: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -297,12 +326,32 @@ def _divergence_kernel(
         row_block, column_tile = tile_position(tile, num_row_blocks, num_column_tiles, GROUP_N)
         row = row_block * BLOCK_N
         column = column_tile * BLOCK_V
-        pieces = two_half_products(
-            student_hidden_desc, student_weight_desc, row, column, H_S, UPCAST, BLOCK_N, BLOCK_V, BLOCK_H
+        pieces = head_pieces(
+            student_hidden_desc,
+            student_weight_desc,
+            row,
+            column,
+            H_S,
+            student_softcap_scale,
+            FIRST_SOFTCAP,
+            UPCAST,
+            BLOCK_N,
+            BLOCK_V,
+            BLOCK_H,
         )
         keep(scratch_ptr, pieces, BLOCK_N, BLOCK_V)
-        pieces = two_half_products(
-            teacher_hidden_desc, teacher_weight_desc, row, column, H_T, UPCAST, BLOCK_N, BLOCK_V, BLOCK_H
+        pieces = head_pieces(
+            teacher_hidden_desc,
+            teacher_weight_desc,
+            row,
+            column,
+            H_T,
+            teacher_softcap_scale,
+            SECOND_SOFTCAP,
+            UPCAST,
+            BLOCK_N,
+            BLOCK_V,
+            BLOCK_H,
         )
         rows = row + tl.arange(0, BLOCK_N)
         row_mask = rows < N
@@ -311,7 +360,7 @@ def _divergence_kernel(
         for i in tl.static_range(4):
             first_column = column + i * QUARTER
             kept = kept_piece(scratch_ptr, i, BLOCK_N, BLOCK_V)
-            log_ps = masked(log_probability(kept, terms_ptr, terms_stride, 1, rows, row_mask), first_column, V)
+            log_ps = masked(log_probability(kept, terms_ptr, terms_stride, 0, rows, row_mask), first_column, V)
             log_pt = masked(log_probability(pieces[i], terms_ptr, terms_stride, 3, rows, row_mask), first_column, V)
             ps = tl.exp2(log_ps)
             pt = tl.exp2(log_pt)
@@ -331,7 +380,7 @@ def _grad_logits_kernel(
     student_weight_desc,  # [C, H_S]
     teacher_hidden_desc,  # [N, H_T]
     teacher_weight_desc,  # [C, H_T]
-    terms_ptr,  # [7, N] fp32, rows terms_stride apart
+    terms_ptr,  # [8, N] fp32, rows terms_stride apart
     scratch_ptr,  # [programs, BLOCK_N * BLOCK_V] fp32
     out_desc,  # [N, C]
     N,
@@ -339,16 +388,23 @@ def _grad_logits_kernel(
     H_S,
     H_T,
     terms_stride,
+    student_softcap_scale,
+    teacher_softcap_scale,
     beta,
     FORWARD_KL: tl.constexpr,
     REVERSE_KL: tl.constexpr,
+    FIRST_SOFTCAP: tl.constexpr,
+    SECOND_SOFTCAP: tl.constexpr,
     UPCAST: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_H: tl.constexpr,
     GROUP_N: tl.constexpr,
 ):
-    """coefficient p_s (log(p_s / m) - KL(p_s || m)) of each tile, and its forms at the ends; see `megatron_lce.jsd`."""
+    """coefficient p_s (log(p_s / m) - KL(p_s || m)) of each tile, and its forms at the ends; see `megatron_lce.jsd`.
+
+    Under a softcap of the student times its slope 1 - tanh^2.
+    """
     QUARTER: tl.constexpr = BLOCK_V // 4
     num_row_blocks = tl.cdiv(N, BLOCK_N)
     num_column_tiles = tl.cdiv(C, BLOCK_V)
@@ -356,20 +412,40 @@ def _grad_logits_kernel(
         row_block, column_tile = tile_position(tile, num_row_blocks, num_column_tiles, GROUP_N)
         row = row_block * BLOCK_N
         column = column_tile * BLOCK_V
-        pieces = two_half_products(
-            student_hidden_desc, student_weight_desc, row, column, H_S, UPCAST, BLOCK_N, BLOCK_V, BLOCK_H
+        pieces = head_pieces(
+            student_hidden_desc,
+            student_weight_desc,
+            row,
+            column,
+            H_S,
+            student_softcap_scale,
+            FIRST_SOFTCAP,
+            UPCAST,
+            BLOCK_N,
+            BLOCK_V,
+            BLOCK_H,
         )
         keep(scratch_ptr, pieces, BLOCK_N, BLOCK_V)
-        pieces = two_half_products(
-            teacher_hidden_desc, teacher_weight_desc, row, column, H_T, UPCAST, BLOCK_N, BLOCK_V, BLOCK_H
+        pieces = head_pieces(
+            teacher_hidden_desc,
+            teacher_weight_desc,
+            row,
+            column,
+            H_T,
+            teacher_softcap_scale,
+            SECOND_SOFTCAP,
+            UPCAST,
+            BLOCK_N,
+            BLOCK_V,
+            BLOCK_H,
         )
         rows = row + tl.arange(0, BLOCK_N)
         row_mask = rows < N
-        student_kl = load_row(terms_ptr, terms_stride, 5, rows, row_mask)
-        coefficient = load_row(terms_ptr, terms_stride, 6, rows, row_mask)
+        student_kl = load_row(terms_ptr, terms_stride, 6, rows, row_mask)
+        coefficient = load_row(terms_ptr, terms_stride, 7, rows, row_mask)
         for i in tl.static_range(4):
             kept = kept_piece(scratch_ptr, i, BLOCK_N, BLOCK_V)
-            log_ps = log_probability(kept, terms_ptr, terms_stride, 1, rows, row_mask)
+            log_ps = log_probability(kept, terms_ptr, terms_stride, 0, rows, row_mask)
             log_pt = log_probability(pieces[i], terms_ptr, terms_stride, 3, rows, row_mask)
             ps = tl.exp2(log_ps)
             if FORWARD_KL:
@@ -378,4 +454,7 @@ def _grad_logits_kernel(
                 grad = ps * (log_ps - log_pt - student_kl)
             else:
                 grad = ps * (log_ps - log_mixture(ps, tl.exp2(log_pt), beta) - student_kl)
-            out_desc.store([row, column + i * QUARTER], (grad * coefficient).to(out_desc.dtype))
+            grad = grad * coefficient
+            if FIRST_SOFTCAP:
+                grad = grad * (1.0 - kept * kept)
+            out_desc.store([row, column + i * QUARTER], grad.to(out_desc.dtype))

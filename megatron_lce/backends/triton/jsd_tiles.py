@@ -3,13 +3,39 @@
 import triton
 import triton.language as tl
 
-from megatron_lce.backends.triton.tile_products import FP32_SUM, MASKED_LOGIT
+from megatron_lce.backends.triton.tile_products import FP32_SUM, MASKED_LOGIT, tanh
 
 _SMALLEST_NORMAL = tl.constexpr(1.1754943508222875e-38)  # under this a probability counts as zero
 
 
 @triton.jit
-def two_half_products(
+def head_pieces(
+    hidden_desc,  # [N, H]
+    weight_desc,  # [V, H]
+    row,
+    column,
+    H,
+    softcap_scale,
+    SOFTCAP: tl.constexpr,
+    UPCAST: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """A head's products, or their tanh under a softcap, in four pieces [BLOCK_N, BLOCK_V / 4]."""
+    pieces = _two_half_products(hidden_desc, weight_desc, row, column, H, UPCAST, BLOCK_N, BLOCK_V, BLOCK_H)
+    if SOFTCAP:
+        pieces = (
+            tanh(pieces[0] * softcap_scale),
+            tanh(pieces[1] * softcap_scale),
+            tanh(pieces[2] * softcap_scale),
+            tanh(pieces[3] * softcap_scale),
+        )
+    return pieces
+
+
+@triton.jit
+def _two_half_products(
     hidden_desc,  # [N, H]
     weight_desc,  # [V, H]
     row,
@@ -94,7 +120,7 @@ def load_row(terms_ptr, terms_stride, term: tl.constexpr, rows, row_mask):
 
 @triton.jit
 def tile_logits(pieces, scale, column, V):
-    """Base-2 logits of the products, in the same four pieces."""
+    """Base-2 logits of `head_pieces`, in the same four."""
     QUARTER: tl.constexpr = pieces[0].shape[1]
     return (
         masked(pieces[0] * scale, column, V),
@@ -120,16 +146,16 @@ def shift_logits(logits):
 
 @triton.jit
 def log_probability(products, terms_ptr, terms_stride, term: tl.constexpr, rows, row_mask):
-    """log2 p of one head, whose largest logit and log of the sum are the terms from `term`."""
-    scale = load_row(terms_ptr, terms_stride, 0, rows, row_mask)
-    max_logit = load_row(terms_ptr, terms_stride, term, rows, row_mask)
-    log_sum = load_row(terms_ptr, terms_stride, term + 1, rows, row_mask)
+    """log2 p of one head, whose scale, largest logit and log of the sum are the terms from `term`."""
+    scale = load_row(terms_ptr, terms_stride, term, rows, row_mask)
+    max_logit = load_row(terms_ptr, terms_stride, term + 1, rows, row_mask)
+    log_sum = load_row(terms_ptr, terms_stride, term + 2, rows, row_mask)
     return products * scale - max_logit - log_sum
 
 
 @triton.jit
 def log_mixture(ps, pt, beta):
-    """log2 m, held where 0 * log(p / m) is 0 if p_s and p_t underflow."""
+    """log2 m, held where 0 * log(p / m) is 0 if p_s and p_t underflow; finite for NaN too, which p_s or p_t brings."""
     return _log2_of_normal(tl.maximum(tl.fma(beta, pt, (1 - beta) * ps), _SMALLEST_NORMAL))
 
 
