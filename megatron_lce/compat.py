@@ -114,7 +114,6 @@ def torch_linear_cross_entropy(
             over further dimensions.
     """
     _refuse_unsupported(linear_bias, weight, label_smoothing, options)
-    _check_reduction(reduction)
     if linear_weight.dim() > 2:
         raise NotImplementedError(
             "linear_weight must be [V, H]: losses over further dimensions of classes are not supported, "
@@ -124,9 +123,15 @@ def torch_linear_cross_entropy(
         raise NotImplementedError(f"target must be class ids: probabilities are not supported, got {target.dtype}")
     ignored = _IGNORED if ignore_index is None else ignore_index
     logprobs = api.linear_cross_entropy(input, linear_weight, target, ignore_index=ignored, entropy=False).logprobs
-    if reduction == "mean":
-        return (-logprobs.sum() / (target != ignored).sum()).to(input.dtype)
-    return _reduce(-logprobs, reduction).to(input.dtype)
+    return reduce_loss(-logprobs, target != ignored, reduction).to(input.dtype)
+
+
+def reduce_loss(loss: Tensor, counted: Tensor, reduction: Reduction) -> Tensor:
+    """The loss per token, its sum, or its mean over the rows that are counted (NaN where none is)."""
+    _check_reduction(reduction)
+    if reduction == "none":
+        return loss
+    return loss.sum() if reduction == "sum" else loss.sum() / counted.sum()
 
 
 def _refuse_unsupported(linear_bias: object, weight: object, label_smoothing: float, options: object) -> None:

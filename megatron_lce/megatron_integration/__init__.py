@@ -2,5 +2,6 @@
 
 from megatron_lce.megatron_integration.capture import CapturedHead, capture_lm_head
 from megatron_lce.megatron_integration.enable import FusedLinearCE, enable_fused_linear_ce
+from megatron_lce.megatron_integration.heads import accept_head
 
-__all__ = ["CapturedHead", "FusedLinearCE", "capture_lm_head", "enable_fused_linear_ce"]
+__all__ = ["CapturedHead", "FusedLinearCE", "accept_head", "capture_lm_head", "enable_fused_linear_ce"]

@@ -84,22 +84,32 @@ class CapturedHead:
         self._mtp_losses_left = self._mtp_layers()
 
     def _forward(
-        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
-    ) -> tuple[Tensor, None]:
-        """In place of ColumnParallelLinear.forward."""
+        self,
+        input_: Tensor,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+        output_cross_entropy_loss: bool = False,
+        **of_loss: Any,
+    ) -> Tensor | tuple[Tensor, None]:
+        """In place of ColumnParallelLinear's, and of LinearCrossEntropyModule's, which can be asked for the loss."""
         assert self._language_model is not None
         self._call = HeadCall.of(self._language_model.output_layer, input_, weight)
         self._with_gradient = torch.is_grad_enabled()
-        return UncomputedLogits(self._call, self._capture), None
+        logits = UncomputedLogits(self._call, self._capture)
+        return self._loss(logits, **of_loss) if output_cross_entropy_loss else (logits, None)
 
     def _compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
-        """In place of LanguageModule's: the fused loss for MTP's heads, which come first, and none for the main one."""
+        """In place of LanguageModule's."""
         assert self._language_model is not None
         assert isinstance(logits, UncomputedLogits)
+        return self._loss(logits, labels, telemetry=self._language_model.training)
+
+    def _loss(self, logits: UncomputedLogits, labels: Tensor, **arguments: Any) -> Tensor:
+        """The fused loss for MTP's heads, which come first, and none, [b, s, 0], for the main one."""
         if self._mtp_losses_left == 0:
             return self._capture(logits).transpose(0, 1)
         self._mtp_losses_left -= 1
-        return logits.compute_loss(labels, telemetry=self._language_model.training)
+        return logits.compute_loss(labels, **arguments)
 
     def _capture(self, logits: UncomputedLogits) -> Tensor:
         """The main head's logits are wanted: note what they are made of and give [s, b, 0], which is no memory."""

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from megatron_lce.core import collectives
 from megatron_lce.core.validation import DTYPES
+from megatron_lce.megatron_integration.heads import unknown_head_reasons
 
 if TYPE_CHECKING:
     from megatron.core.models.common.language_module.language_module import LanguageModule
@@ -65,18 +66,16 @@ def head_reasons(language_model: LanguageModule) -> tuple[str, ...]:
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
     head, config = language_model.output_layer, language_model.config
-    if type(head).forward is not ColumnParallelLinear.forward:
-        return (
-            f"output_layer is a {type(head).__name__}, not megatron-core's ColumnParallelLinear: an adapter, "
-            "a critic's head or an fp8 head",
-        )
+    unknown = tuple(unknown_head_reasons(head))
+    if unknown:
+        return unknown
     vocab_size = getattr(language_model, "vocab_size", None)
     reasons = {
         "output_layer.forward was replaced by another library": (
             _replaced(head, "forward") or _patched(ColumnParallelLinear.forward, ColumnParallelLinear)
         ),
-        "output_layer's _forward_impl was replaced": (
-            "_forward_impl" in vars(head) or type(head)._forward_impl is not ColumnParallelLinear._forward_impl
+        "ColumnParallelLinear._forward_impl was replaced by another library": (
+            _patched(ColumnParallelLinear._forward_impl, ColumnParallelLinear)
         ),
         "output_layer has forward or backward hooks, which expect logits": _has_output_hooks(head),
         f"output_layer has {head.output_size} outputs, not the vocabulary's {vocab_size}: "

@@ -11,9 +11,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_map
 
+from megatron_lce.compat import Reduction, reduce_loss
 from megatron_lce.core.options import LinearCrossEntropyOutput
 from megatron_lce.core.validation import check_label_tensor
 from megatron_lce.cross_entropy import linear_cross_entropy
+from megatron_lce.megatron_integration.heads import check_softcap, form_of
 from megatron_lce.megatron_integration.main_grad import MainGradSink, main_grad_sink
 
 if TYPE_CHECKING:
@@ -66,6 +68,13 @@ class HeadCall:
                 raise ValueError(f"{name} must be [b, s], {self.tokens} for this hidden, got {tuple(argument.shape)}")
         if isinstance(temperature, Tensor):
             temperature = _swap(temperature)
+        logits_scale *= self.logits_scale
+        check_softcap(self.head, keywords.get("softcap"))
+        softcap = form_of(self.head).softcap
+        if softcap is not None:
+            keywords["softcap"] = softcap
+            if logits_scale != 1.0:  # after the head, so after its cap
+                temperature, logits_scale = temperature / logits_scale, 1.0
         output = linear_cross_entropy(
             self.hidden,
             self.weight,
@@ -73,7 +82,7 @@ class HeadCall:
             tp_group=self.tp_group,
             sequence_parallel=self.sequence_parallel,
             temperature=temperature,
-            logits_scale=logits_scale * self.logits_scale,
+            logits_scale=logits_scale,
             weight_grad_sink=self.weight_grad_sink,
             **keywords,
         )
@@ -106,7 +115,8 @@ class UncomputedLogits(Tensor):
     def __new__(cls, call: HeadCall, compute: Callable[[UncomputedLogits], Tensor]):
         batch, sequence = call.tokens
         shape = (sequence, batch, call.weight.shape[0])
-        return Tensor._make_wrapper_subclass(cls, shape, dtype=call.hidden.dtype, device=call.hidden.device)
+        dtype = form_of(call.head).logits_dtype or call.hidden.dtype
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=call.hidden.device)
 
     def __init__(self, call: HeadCall, compute: Callable[[UncomputedLogits], Tensor]):
         self.call, self.largest, self._compute, self._computed = call, None, compute, None
@@ -116,17 +126,28 @@ class UncomputedLogits(Tensor):
         """The logits as a result of hidden and weight, where gradients are on."""
         return _HeadOutput.apply(call.hidden, call.weight, call, compute)
 
-    def compute_loss(self, labels: Tensor, telemetry: bool, **options: Any) -> Tensor:
-        """Cross-entropy [b, s] of labels [b, s] of any integer dtype, fp32; negative labels are ignored rows."""
+    def compute_loss(
+        self,
+        labels: Tensor,
+        telemetry: bool = False,
+        *,
+        reduction: Reduction = "none",
+        ignore_index: int = IGNORE_INDEX,
+        **options: Any,
+    ) -> Tensor:
+        """Cross-entropy [b, s] of labels [b, s] of any integer dtype, its sum, or its mean over counted rows; fp32.
+
+        Rows whose label is negative or `ignore_index` are ignored.
+        """
         if not (labels.is_floating_point() or labels.is_complex()):
             labels = labels.long()
-        labels = labels.masked_fill(labels < 0, IGNORE_INDEX)
+        labels = labels.masked_fill((labels < 0) | (labels == ignore_index), IGNORE_INDEX)
         out = self.call.linear_cross_entropy(
             labels, ignore_index=IGNORE_INDEX, entropy=False, telemetry=telemetry, **options
         )
         if out.max_logit is not None and out.argmax is not None:
             self.largest = _swap(out.max_logit), _swap(out.argmax)
-        return -out.logprobs
+        return reduce_loss(-out.logprobs, labels != IGNORE_INDEX, reduction)
 
     def plain_if_changed(self) -> Tensor:
         """Themselves; or, if they were changed in place or given a hook, a plain tensor that has come of them."""
