@@ -18,10 +18,11 @@ import megatron_models as models
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
-from megatron_lce import capture_lm_head, enable_fused_linear_ce
+from megatron_lce import capture_lm_head, compat, enable_fused_linear_ce
 from megatron_lce.megatron_integration.support import find_language_model
 from scripts import megatron_runtime
 
@@ -172,6 +173,34 @@ def check_capture(case: cases.Case, device: torch.device, report: harness.Report
     compare_all(report, f"{case.name}: gradients", backward(chunks, out.logprobs, out.entropy), expected)
 
 
+def check_compat(case: cases.Case, device: torch.device, report: harness.Report) -> None:
+    """The call of verl and AReaL behind Megatron's own operations: hidden's gradient is summed once, wherever."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    rank, ranks = group.rank(), group.size()
+    generator = torch.Generator().manual_seed(5)
+    whole, weight = (torch.randn(*size, generator=generator).to(device) for size in ((12, 2, 8), (10 * ranks, 8)))
+    labels = torch.randint(0, len(weight), (12, 2), generator=generator).to(device)
+    hidden, head = (x.double().requires_grad_() for x in (whole, weight))
+    distribution = torch.distributions.Categorical(logits=hidden @ head.T)
+    (distribution.log_prob(labels) - 0.5 * distribution.entropy()).sum().backward()
+    gather, turned = mappings.gather_from_sequence_parallel_region, lambda x: x.transpose(0, 1).contiguous()
+    ways: dict[str, tuple[Callable, int]] = {  # what stands in front, and how many parts hidden is in
+        "replicated": (lambda x: x, 1),
+        "copied": (mappings.copy_to_tensor_model_parallel_region, 1),
+        "gathered": (gather, ranks),
+        "gathered, cast and turned twice": (lambda x: turned(turned(gather(x.double())).float()), ranks),
+        "gathered, of whose gradient a part is taken": (lambda x: gather(x, tensor_parallel_output_grad=False), ranks),
+    }
+    for name, (front, parts) in ways.items():
+        part = whole.chunk(parts)[rank % parts].clone().requires_grad_()
+        shard = weight.chunk(ranks)[rank].clone().requires_grad_()
+        logprobs, entropy = compat.linear_cross_entropy(front(part), shard, labels, dist_process_group=group)
+        (logprobs - 0.5 * entropy).sum().backward()
+        found = {"hidden": part.grad, "weight": shard.grad}
+        expected = {"hidden": hidden.grad.chunk(parts)[rank % parts], "weight": head.grad.chunk(ranks)[rank]}
+        compare_all(report, f"compat, hidden {name}: gradients", found, expected)
+
+
 def check_logits(case: cases.Case, device: torch.device, report: harness.Report) -> None:
     """Without labels an enabled model gives Megatron's logits, bit for bit, gathered where that is asked for."""
     batch = cases.microbatches(device)[0]
@@ -231,6 +260,7 @@ def checks(combinations: str) -> list[tuple[Callable, cases.Case]]:
         (check_bf16, [cases.in_bf16(case) for case in training]),
         (check_capture, plain),
         (check_logits, plain),
+        (check_compat, [cases.Case()]),
         (check_fallback_of_one_rank, [cases.Case()]),
         (check_fallback, [cases.Case(), cases.Case(pipeline=True)]),
     )
