@@ -6,6 +6,7 @@ On 4 ranks, cases without pipeline parallelism have two data-parallel replicas; 
 """
 
 import argparse
+import dataclasses
 import importlib.util
 import os
 import sys
@@ -22,7 +23,7 @@ from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
-from megatron_lce import capture_lm_head, compat, enable_fused_linear_ce
+from megatron_lce import capture_lm_head, compat, enable_fused_linear_ce, install_megatron_linear_cross_entropy
 from megatron_lce.megatron_integration.support import find_language_model
 from scripts import megatron_runtime
 
@@ -37,7 +38,10 @@ FURTHER_CASES = [
 ]
 OTHER_MODEL_CASES = [cases.Case(), cases.Case(tied=True, sequence_parallel=True)]
 SETTINGS = TransformerConfig.__dataclass_fields__
-if "use_mup" in SETTINGS:  # from 0.17
+LOSS_OF_HEAD = importlib.util.find_spec("megatron.core.transformer.linear_cross_entropy") is not None
+OWN_FLAG = (("cross_entropy_loss_fusion", True), ("cross_entropy_fusion_impl", "linear"))
+OWN_FLAG_CASES = [cases.Case(mtp=True), cases.Case(tied=True, sequence_parallel=True)] if LOSS_OF_HEAD else []
+if "use_mup" in SETTINGS and not LOSS_OF_HEAD:  # from 0.17; the dev branch multiplies its factor by None, given labels
     FURTHER_CASES.append(cases.Case(mtp=True, config=(("use_mup", True), ("mup_base_hidden_size", 16))))
 if "mtp_detach_heads" in SETTINGS:  # from 0.19
     FURTHER_CASES.append(cases.Case(mtp=True, main_grad=True, config=(("mtp_detach_heads", True),)))
@@ -73,6 +77,26 @@ def check_training(case: cases.Case, device: torch.device, report: harness.Repor
     fused_losses, actual, _ = train(case, device, fused=True)
     compare_all(report, f"{case.name}: losses", fused_losses, losses)
     compare_all(report, f"{case.name}: gradients", actual, expected)
+
+
+def check_own_flag(case: cases.Case, device: torch.device, report: harness.Report) -> None:
+    """Megatron's flag with our operation in the place of its kernel; our flag, and capture, on a model that has it."""
+    losses, expected, _ = train(case, device, fused=False)
+    asking = dataclasses.replace(case, config=(*case.config, *OWN_FLAG))
+    install_megatron_linear_cross_entropy()
+    own_losses, own, _ = train(asking, device, fused=False)
+    install_megatron_linear_cross_entropy(False)
+    fused_losses, fused, _ = train(asking, device, fused=True)
+    chunks = cases.build(asking, device)
+    captured_losses = cases.train_step(chunks, cases.captured_forward_step, cases.microbatches(device))
+    for name, found_losses, found in (
+        ("own flag", own_losses, own),
+        ("own flag and ours", fused_losses, fused),
+        ("own flag, captured", captured_losses, cases.gradients(chunks)),
+    ):
+        kept = {key: value for key, value in losses.items() if key in found_losses}  # MTP's acceptance is not counted
+        compare_all(report, f"{case.name}: {name}, losses", found_losses, kept)
+        compare_all(report, f"{case.name}: {name}, gradients", found, expected)
 
 
 def check_captured_training(case: cases.Case, device: torch.device, report: harness.Report) -> None:
@@ -136,7 +160,10 @@ def check_other_models(case: cases.Case, device: torch.device, report: harness.R
     for kind, build, loss_of in kinds:
         found = []
         for fused in (False, True):
-            model = build(cases.gpt_options(case)).to(device)
+            # HybridModel does not know Megatron's own flag, and ours does not mind it
+            own_flag = OWN_FLAG if fused and kind == "hybrid" and LOSS_OF_HEAD else ()
+            options = cases.gpt_options(dataclasses.replace(case, config=(*case.config, *own_flag)))
+            model = build(options).to(device)
             handle = enable_fused_linear_ce(model, use_fused_linear_ce=fused)
             assert handle.enabled == fused, handle.reasons
             losses = loss_of(model, batch)
@@ -255,6 +282,7 @@ def checks(combinations: str) -> list[tuple[Callable, cases.Case]]:
     plain = [cases.Case(), cases.Case(tied=True, sequence_parallel=True)]
     groups = (
         (check_training, training + FURTHER_CASES),
+        (check_own_flag, OWN_FLAG_CASES),
         (check_captured_training, CAPTURED_CASES),
         (check_other_models, OTHER_MODEL_CASES),
         (check_bf16, [cases.in_bf16(case) for case in training]),
