@@ -1,11 +1,18 @@
-"""The calls that other projects make, so that adopting this one is a changed import."""
+"""The calls that other projects make, so that adopting this one is a changed import.
 
-from typing import Literal
+Each function stands in for the one it is named after: `verl_`, `areal_`, `megatron_` and `torch_linear_cross_entropy`.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_lce import cross_entropy as api
+from megatron_lce.core import collectives
+from megatron_lce.core.options import LinearCrossEntropyOutput
 
 Reduction = Literal["none", "sum", "mean"]
 
@@ -22,57 +29,72 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """The fused head's call of verl and AReaL: logprobs and entropy, both fp32 and flattened to [N].
 
-    hidden's gradient is summed over the group, as AReaL's is (`areal_linear_cross_entropy` is this function). verl's
-    callers sum it themselves: `verl_linear_cross_entropy`.
+    hidden's gradient is summed over the group once: by what stands in front, where autograd's graph shows Megatron's
+    `gather_from_sequence_parallel_region` or `copy_to_tensor_model_parallel_region`, whose backward sums, as the only
+    way to hidden; else here. A caller that sums by other means takes `megatron_lce.linear_cross_entropy` with
+    `reduce_grad_hidden=False`.
 
     Args:
         hidden: [..., H], replicated on the group's ranks; fp32, bf16 or fp16.
         weight: [V_local, H] of hidden's dtype, this rank's rows; all shards equal.
         labels: any integer dtype, global vocabulary ids in hidden's order; `[1, s]` beside a hidden of `[s, 1, H]`
             will do. Negative ones are ignored rows: both outputs are 0 there.
-        temperature: a positive float, or one floating number a token.
+        temperature: a positive float, or a floating tensor of one number, or of one a token; those of ignored rows may
+            be anything.
         reduction: "none"; "sum" or "mean" over all rows, the ignored ones included, of logprobs and entropy alike.
         dist_process_group: the ranks that the vocabulary is sharded over; `None`: the weight is whole.
 
     Raises:
         TypeError, ValueError: see `megatron_lce.linear_cross_entropy`.
     """
-    return _logprobs_and_entropy(hidden, weight, labels, temperature, reduction, dist_process_group, True)
+    out, _ = _outputs(hidden, weight, labels, temperature, reduction, dist_process_group)
+    assert out.entropy is not None
+    return _reduce(out.logprobs, reduction), _reduce(out.entropy, reduction)
 
 
-areal_linear_cross_entropy = linear_cross_entropy
+verl_linear_cross_entropy = linear_cross_entropy
 
 
-def verl_linear_cross_entropy(
+def areal_linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
     temperature: float | Tensor = 1.0,
     reduction: Reduction = "none",
     dist_process_group: ProcessGroup | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`linear_cross_entropy` that leaves hidden's gradient as this rank's partial sum.
+    return_max_logits: bool = False,
+) -> tuple[Tensor, ...]:
+    """`linear_cross_entropy`; with `return_max_logits` a third result, the largest logit of each token.
 
-    For callers behind an operation whose backward sums over the group, such as Megatron's
-    `gather_from_sequence_parallel_region`. Anywhere else the gradient would be that of one shard.
+    That is fp32 [N], whatever the reduction, before the temperature, without gradient, and 0 in ignored rows.
     """
-    return _logprobs_and_entropy(hidden, weight, labels, temperature, reduction, dist_process_group, False)
+    out, per_token = _outputs(
+        hidden, weight, labels, temperature, reduction, dist_process_group, telemetry=return_max_logits
+    )
+    assert out.entropy is not None
+    results = _reduce(out.logprobs, reduction), _reduce(out.entropy, reduction)
+    return results if out.max_logit is None else (*results, out.max_logit * per_token)
 
 
-def _logprobs_and_entropy(
+def _outputs(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
     temperature: float | Tensor,
     reduction: str,
     group: ProcessGroup | None,
-    reduce_grad_hidden: bool,
-) -> tuple[Tensor, Tensor]:
+    telemetry: bool = False,
+) -> tuple[LinearCrossEntropyOutput, float | Tensor]:
+    """Outputs [N], and the temperature that they were computed with."""
     _check_reduction(reduction)
-    _check_order(hidden, labels)
+    _check_order(hidden.shape[:-1], labels)
+    labels = labels.reshape(-1).long()
     if isinstance(temperature, Tensor):
         temperature = temperature.reshape(-1)
-    labels = labels.reshape(-1).long()
+        if temperature.numel() == 1:
+            temperature = temperature.expand(labels.shape)
+        if temperature.shape == labels.shape:
+            temperature = temperature.where(labels >= 0, 1.0)
     out = api.linear_cross_entropy(
         hidden.reshape(-1, hidden.shape[-1]),
         weight,
@@ -80,10 +102,70 @@ def _logprobs_and_entropy(
         tp_group=group,
         temperature=temperature,
         ignore_index=_IGNORED,
-        reduce_grad_hidden=reduce_grad_hidden,
+        telemetry=telemetry,
+        reduce_grad_hidden=not _summed_in_front(hidden, group),
     )
-    assert out.entropy is not None
-    return _reduce(out.logprobs, reduction), _reduce(out.entropy, reduction)
+    return out, temperature
+
+
+def _summed_in_front(hidden: Tensor, group: ProcessGroup | None) -> bool:
+    """Whether hidden's gradient goes, by one way, to an operation of Megatron's whose backward sums over the group."""
+    node: Any = hidden.grad_fn
+    while node is not None:
+        summing = node.name() == "_CopyToModelParallelRegionBackward" or (
+            # else its backward takes this rank's part of a gradient that is whole already
+            node.name() == "_GatherFromSequenceParallelRegionBackward" and node.tensor_parallel_output_grad
+        )
+        if summing and collectives.same_ranks(node.group, group):
+            return True
+        inputs = [function for function, _ in node.next_functions if function is not None]
+        node = inputs[0] if len(inputs) == 1 else None
+    return False
+
+
+def megatron_linear_cross_entropy(
+    hidden: Tensor,  # [..., H]
+    weight: Tensor,  # [V_local, H]
+    labels: Tensor,  # as many ids as hidden has rows on all ranks
+    tp_group: ProcessGroup | None = None,
+    reduction: Reduction = "mean",
+    ignore_index: int = -100,
+    sequence_parallel: bool = False,
+) -> Tensor:
+    """The call of Megatron-LM's own fused linear cross-entropy (dev branch): the loss, positive, fp32.
+
+    `megatron_lce.install_megatron_linear_cross_entropy` puts it in the place of Megatron's. hidden's gradient is summed
+    over the group, or reduce-scattered under `sequence_parallel`.
+
+    Args:
+        hidden: [..., H], fp32, bf16 or fp16, replicated on the group's ranks; under `sequence_parallel` this rank's
+            part of the first dimension.
+        weight: [V_local, H] of hidden's dtype, this rank's rows; all shards equal.
+        labels: any integer dtype, global vocabulary ids in hidden's order, of the whole sequence. Rows whose label is
+            negative or `ignore_index` are ignored: loss 0, no gradient.
+        tp_group: the ranks that the vocabulary is sharded over; `None`: the weight is whole.
+        reduction: "none": [N], flattened; "sum"; or "mean" over the rows that are not ignored (NaN when all are).
+
+    Raises:
+        TypeError, ValueError: see `megatron_lce.linear_cross_entropy`.
+    """
+    _check_reduction(reduction)
+    rows = tuple(hidden.shape[:-1])
+    if sequence_parallel and rows:
+        rows = (rows[0] * collectives.group_size(tp_group), *rows[1:])
+    _check_order(rows, labels)
+    labels = labels.reshape(rows).long()
+    counted = (labels >= 0) & (labels != ignore_index)
+    out = api.linear_cross_entropy(
+        hidden,
+        weight,
+        labels.where(counted, _IGNORED),
+        tp_group=tp_group,
+        sequence_parallel=sequence_parallel,
+        ignore_index=_IGNORED,
+        entropy=False,
+    )
+    return reduce_loss(-out.logprobs.reshape(-1), counted, reduction)
 
 
 def torch_linear_cross_entropy(
@@ -114,7 +196,6 @@ def torch_linear_cross_entropy(
             over further dimensions.
     """
     _refuse_unsupported(linear_bias, weight, label_smoothing, options)
-    _check_reduction(reduction)
     if linear_weight.dim() > 2:
         raise NotImplementedError(
             "linear_weight must be [V, H]: losses over further dimensions of classes are not supported, "
@@ -124,9 +205,15 @@ def torch_linear_cross_entropy(
         raise NotImplementedError(f"target must be class ids: probabilities are not supported, got {target.dtype}")
     ignored = _IGNORED if ignore_index is None else ignore_index
     logprobs = api.linear_cross_entropy(input, linear_weight, target, ignore_index=ignored, entropy=False).logprobs
-    if reduction == "mean":
-        return (-logprobs.sum() / (target != ignored).sum()).to(input.dtype)
-    return _reduce(-logprobs, reduction).to(input.dtype)
+    return reduce_loss(-logprobs, target != ignored, reduction).to(input.dtype)
+
+
+def reduce_loss(loss: Tensor, counted: Tensor, reduction: Reduction) -> Tensor:
+    """The loss per token, its sum, or its mean over the rows that are counted (NaN where none is)."""
+    _check_reduction(reduction)
+    if reduction == "none":
+        return loss
+    return loss.sum() if reduction == "sum" else loss.sum() / counted.sum()
 
 
 def _refuse_unsupported(linear_bias: object, weight: object, label_smoothing: float, options: object) -> None:
@@ -154,13 +241,11 @@ def _check_reduction(reduction: str) -> None:
         raise ValueError(f"reduction must be 'none', 'sum' or 'mean', got {reduction!r}")
 
 
-def _check_order(hidden: Tensor, labels: Tensor) -> None:
+def _check_order(shape: Sequence[int], labels: Tensor) -> None:
     """Refuse labels [b, s] beside a hidden of [s, b, H]: flattened, they would meet in the wrong order."""
-    rows, ids = ([size for size in shape if size != 1] for shape in (hidden.shape[:-1], labels.shape))
-    if labels.numel() != hidden.shape[:-1].numel() or (len(rows) > 1 and len(ids) > 1 and rows != ids):
-        raise ValueError(
-            f"labels must have hidden's order of rows, {tuple(hidden.shape[:-1])}, got {tuple(labels.shape)}"
-        )
+    rows, ids = ([size for size in sizes if size != 1] for sizes in (shape, labels.shape))
+    if labels.numel() != math.prod(shape) or (len(rows) > 1 and len(ids) > 1 and rows != ids):
+        raise ValueError(f"labels must have hidden's order of rows, {tuple(shape)}, got {tuple(labels.shape)}")
 
 
 def _reduce(value: Tensor, reduction: str) -> Tensor:

@@ -192,13 +192,13 @@ def _checked_options(
 def _describe(hidden: Tensor, weight: Tensor, labels: Tensor, keywords: dict[str, Any]) -> dict[str, Any]:
     """What every rank of a group must call with; values that may change from call to call by their types only."""
     own = {"tp_group", "vocab_start", "weight_grad_sink"}
-    by_type = {"temperature", "skip_ignored"}
+    by_type = ("temperature", "skip_ignored")  # in one order in every process, as a set of strings is not
     return {
         "hidden": validation.kind_of(hidden),
         "weight": validation.kind_of(weight),
         "labels": validation.kind_of(labels[..., None]) if isinstance(labels, Tensor) else type(labels),
         "grad mode": torch.is_grad_enabled(),
-        **{name: value for name, value in keywords.items() if name not in own | by_type},
+        **{name: value for name, value in keywords.items() if name not in own.union(by_type)},
         **{name: type(keywords[name]).__name__ for name in by_type},
     }
 

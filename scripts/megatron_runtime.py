@@ -71,6 +71,19 @@ def cpu_patches():
         yield
 
 
+def _types_without_transformer_engine() -> contextlib.AbstractContextManager:
+    """Megatron 0.20 asks whether MTP's layers are of two types, which are none without TransformerEngine."""
+    try:
+        from megatron.core.tensor_parallel import inference_layers
+    except ImportError:  # before 0.16
+        return contextlib.nullcontext()
+    names = ("InferenceColumnParallelLinear", "InferenceLayerNormColumnParallelLinear")
+    types = {
+        name: type(name, (), {}) for name in names if not isinstance(getattr(inference_layers, name, object), type)
+    }
+    return mock.patch.multiple(inference_layers, **types) if types else contextlib.nullcontext()
+
+
 def initialize(
     tensor_parallel: int = 1,
     pipeline_parallel: int = 1,
@@ -87,6 +100,7 @@ def initialize(
     this_device = device_of_rank(device)
     if this_device.type == "cpu":
         _process_patches.enter_context(cpu_patches())
+    _process_patches.enter_context(_types_without_transformer_engine())
     backend = "nccl" if this_device.type == "cuda" else "gloo"
     timeout = timedelta(minutes=5)
     if "RANK" in os.environ:

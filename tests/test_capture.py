@@ -282,5 +282,5 @@ def test_errors(model, device):
     with pytest.raises(ValueError, match=r"model must hold one LM head, got 2 \(GPTModel, GPTModel\)"):
         capture_lm_head([model, model]).__enter__()
     model.output_layer = torch.nn.Linear(32, 1)
-    with pytest.raises(ValueError, match="the LM head cannot be captured: output_layer is a Linear, not"):
+    with pytest.raises(ValueError, match="the LM head cannot be captured: output_layer is a Linear, which is no"):
         capture_lm_head(model).__enter__()

@@ -25,12 +25,17 @@ def project(request):
     return PROJECTS[request.param]
 
 
-def test_the_calls_have_one_signature(project):
-    names = ["hidden", "weight", "labels", "temperature", "reduction", "dist_process_group"]
-    parameters = inspect.signature(project).parameters
-    assert list(parameters) == names
-    assert [p.default for p in list(parameters.values())[3:]] == [1.0, "none", None]
-    assert all(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters.values())
+def test_the_calls_have_their_projects_signatures():
+    def defaults(function):
+        parameters = inspect.signature(function).parameters
+        assert all(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters.values())
+        return {name: p.default for name, p in parameters.items() if name not in ("hidden", "weight", "labels")}
+
+    verl = {"temperature": 1.0, "reduction": "none", "dist_process_group": None}
+    assert defaults(compat.verl_linear_cross_entropy) == verl
+    assert defaults(compat.areal_linear_cross_entropy) == verl | {"return_max_logits": False}
+    megatron = {"tp_group": None, "reduction": "mean", "ignore_index": -100, "sequence_parallel": False}
+    assert defaults(compat.megatron_linear_cross_entropy) == megatron
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -76,6 +81,43 @@ def test_shapes_as_megatron_workers_pass_them(project, device):
     assert torch.equal(flat, megatron)
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=str)
+def test_a_temperature_of_one_element_is_every_tokens(shape, project, device):
+    problem = make_problem((7, 1), 24, 70, device)
+    actual = project(*problem[:3], torch.full(shape, 0.7, device=device))
+    assert torch.equal(actual[0], project(*problem[:3], 0.7)[0])
+    with pytest.raises(ValueError, match=r"temperature must be a float or have labels' shape, \(7,\), got \(3,\)"):
+        project(*problem[:3], torch.ones(3, device=device))
+
+
+def test_padding_may_have_no_temperature(project, device):
+    """Rows filled up with zeros, in front of a label that is ignored: no NaN, nowhere."""
+    problem = make_problem(7, 24, 70, device)
+    hidden, weight = (t.detach().clone().requires_grad_() for t in problem[:2])
+    labels = problem.labels.clone()
+    labels[[2, 6]] = -100
+    temperature = torch.full((7,), 0.7, device=device)
+    expected = project(hidden, weight, labels, temperature)
+    temperature[2], temperature[6] = 0.0, torch.nan
+    actual = project(hidden, weight, labels, temperature)
+    assert torch.equal(torch.stack(actual), torch.stack(expected))
+    sum(actual).sum().backward()
+    assert not hidden.grad.isnan().any()
+    assert not weight.grad.isnan().any()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, "per token"])
+def test_areals_largest_logit_is_that_before_the_temperature(temperature, device):
+    problem = make_problem((3, 5), 24, 70, device)
+    if temperature == "per token":
+        temperature = torch.linspace(0.5, 2.0, 15, device=device).view(3, 5)
+    two = compat.areal_linear_cross_entropy(*problem[:3], temperature)
+    three = compat.areal_linear_cross_entropy(*problem[:3], temperature, "none", None, return_max_logits=True)
+    assert torch.equal(torch.stack(two), torch.stack(three[:2]))
+    torch.testing.assert_close(three[2], logits_of(problem).amax(-1).float(), rtol=1e-6, atol=1e-6)
+    assert not three[2].requires_grad
+
+
 def test_labels_in_another_order_are_refused(project, device):
     problem = make_problem((7, 2), 24, 70, device)
     with pytest.raises(ValueError, match=r"labels must have hidden's order of rows, \(7, 2\), got \(2, 7\)"):
@@ -96,6 +138,44 @@ def test_negative_labels_are_ignored_rows(label, project, device):
 def test_unknown_reduction(project, device):
     with pytest.raises(ValueError, match="reduction must be 'none', 'sum' or 'mean', got 'avg'"):
         project(*make_problem(7, 24, 70, device)[:3], 1.0, "avg")
+
+
+# Megatron-LM's own fused call
+
+
+@pytest.mark.parametrize("labels_dtype", [torch.int64, torch.int32], ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_equals_the_loss_that_megatron_stands_for(reduction, labels_dtype, device):
+    problem = make_problem((5, 3), 24, 31, device)
+    labels = problem.labels.to(labels_dtype)
+    labels[0] = 7
+    labels[1, 0] = -1
+    targets = labels.long().where((labels != 7) & (labels >= 0), -100).reshape(-1)
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        hidden, weight = (t.detach().clone().to(dtype).requires_grad_() for t in problem[:2])
+        if dtype == torch.float32:
+            loss = compat.megatron_linear_cross_entropy(hidden, weight, labels, None, reduction, 7)
+        else:
+            logits = hidden.reshape(-1, 24) @ weight.T
+            loss = torch.nn.functional.cross_entropy(logits, targets, reduction=reduction)
+        loss.backward(torch.linspace(-1, 1, loss.numel(), device=device, dtype=dtype).view_as(loss) + 0.5)
+        results.append([t.float() for t in (loss.detach(), hidden.grad, weight.grad)])
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_shapes_as_megatron_passes_them(device):
+    """hidden [s, b, H] beside labels [s, b] or flattened; the loss is flattened."""
+    problem = make_problem((5, 3), 24, 31, device)
+    loss = compat.megatron_linear_cross_entropy(*problem[:3], reduction="none")
+    assert loss.shape == (15,)
+    flat = compat.megatron_linear_cross_entropy(*problem[:2], problem.labels.reshape(-1), reduction="none")
+    assert torch.equal(loss, flat)
+    with pytest.raises(ValueError, match=r"labels must have hidden's order of rows, \(5, 3\), got \(3, 5\)"):
+        compat.megatron_linear_cross_entropy(problem.hidden, problem.weight, problem.labels.T)
+    with pytest.raises(ValueError, match="reduction must be 'none', 'sum' or 'mean', got 'max'"):
+        compat.megatron_linear_cross_entropy(*problem[:3], reduction="max")
 
 
 # torch.nn.functional.linear_cross_entropy

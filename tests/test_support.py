@@ -100,6 +100,12 @@ def own_product(model):
     model.output_layer._forward_impl = lambda **keywords: keywords["input"] @ keywords["weight"].T / 2
 
 
+def patched_product_of_every_head(model):
+    patch = pytest.MonkeyPatch()
+    patch.setattr(ColumnParallelLinear, "_forward_impl", lambda self, **_: None)
+    return patch.undo
+
+
 def no_grad_reduce(model):
     model.output_layer.disable_grad_reduce = True
 
@@ -117,8 +123,8 @@ def own_loss(model):
 
 
 UNSUPPORTED = {
-    lora: "output_layer is a LoraLinear, not megatron-core's ColumnParallelLinear",
-    critic: "output_layer is a Linear, not megatron-core's ColumnParallelLinear: an adapter, a critic's head or an fp8",
+    lora: "output_layer is a LoraLinear, which is no ColumnParallelLinear of megatron-core",
+    critic: "output_layer is a Linear, which is no ColumnParallelLinear of megatron-core",
     parallel_critic: "output_layer has 1 outputs, not the vocabulary's 104: a critic's or classifier's head",
     gather_output: r"output_layer gathers its output \(parallel_output=False\)",
     bias: "output_layer has a bias",
@@ -135,6 +141,7 @@ UNSUPPORTED = {
     own_loss: "Smoothed has its own compute_language_model_loss",
     patched_loss_of_every_model: "LanguageModule.compute_language_model_loss was replaced by another library",
     own_product: "output_layer's _forward_impl was replaced",
+    patched_product_of_every_head: "ColumnParallelLinear._forward_impl was replaced by another library",
 }
 
 

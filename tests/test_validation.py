@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import megatron_lce
+from megatron_lce import cross_entropy as api
 from megatron_lce.core import validation
 from tests.problems import make_problem
 
@@ -169,3 +170,10 @@ def test_check_labels_names_what_is_no_label():
         megatron_lce.check_labels(torch.tensor([0.5, torch.nan]), 3)
     with pytest.raises(TypeError, match=r"vocab_size must be an int, got float"):
         megatron_lce.check_labels(torch.tensor([1]), 3.0)
+
+
+def test_ranks_describe_a_configuration_in_one_order(device):
+    """Not in that of a set of strings, which differs from process to process: the ranks of a group compare them."""
+    problem = make_problem(3, 24, 31, device)
+    described = api._describe(*problem[:3], {"skip_ignored": False, "softcap": None, "temperature": 1.0})
+    assert list(described) == ["hidden", "weight", "labels", "grad mode", "softcap", "temperature", "skip_ignored"]

@@ -3,6 +3,7 @@
 import argparse
 import gc
 import importlib.util
+import os
 import sys
 from collections.abc import Callable
 from datetime import timedelta

@@ -19,10 +19,11 @@ import megatron_models as models
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
-from megatron_lce import capture_lm_head, enable_fused_linear_ce
+from megatron_lce import capture_lm_head, compat, enable_fused_linear_ce, install_megatron_linear_cross_entropy
 from megatron_lce.megatron_integration.support import find_language_model
 from scripts import megatron_runtime
 from tests.jsd_oracle import jsd_of_products
@@ -38,7 +39,10 @@ FURTHER_CASES = [
 ]
 OTHER_MODEL_CASES = [cases.Case(), cases.Case(tied=True, sequence_parallel=True)]
 SETTINGS = TransformerConfig.__dataclass_fields__
-if "use_mup" in SETTINGS:  # from 0.17
+LOSS_OF_HEAD = importlib.util.find_spec("megatron.core.transformer.linear_cross_entropy") is not None
+OWN_FLAG = (("cross_entropy_loss_fusion", True), ("cross_entropy_fusion_impl", "linear"))
+OWN_FLAG_CASES = [cases.Case(mtp=True), cases.Case(tied=True, sequence_parallel=True)] if LOSS_OF_HEAD else []
+if "use_mup" in SETTINGS and not LOSS_OF_HEAD:  # from 0.17; the dev branch multiplies its factor by None, given labels
     FURTHER_CASES.append(cases.Case(mtp=True, config=(("use_mup", True), ("mup_base_hidden_size", 16))))
 if "mtp_detach_heads" in SETTINGS:  # from 0.19
     FURTHER_CASES.append(cases.Case(mtp=True, main_grad=True, config=(("mtp_detach_heads", True),)))
@@ -75,6 +79,26 @@ def check_training(case: cases.Case, device: torch.device, report: harness.Repor
     fused_losses, actual, _ = train(case, device, fused=True)
     compare_all(report, f"{case.name}: losses", fused_losses, losses)
     compare_all(report, f"{case.name}: gradients", actual, expected)
+
+
+def check_own_flag(case: cases.Case, device: torch.device, report: harness.Report) -> None:
+    """Megatron's flag with our operation in the place of its kernel; our flag, and capture, on a model that has it."""
+    losses, expected, _ = train(case, device, fused=False)
+    asking = dataclasses.replace(case, config=(*case.config, *OWN_FLAG))
+    install_megatron_linear_cross_entropy()
+    own_losses, own, _ = train(asking, device, fused=False)
+    install_megatron_linear_cross_entropy(False)
+    fused_losses, fused, _ = train(asking, device, fused=True)
+    chunks = cases.build(asking, device)
+    captured_losses = cases.train_step(chunks, cases.captured_forward_step, cases.microbatches(device))
+    for name, found_losses, found in (
+        ("own flag", own_losses, own),
+        ("own flag and ours", fused_losses, fused),
+        ("own flag, captured", captured_losses, cases.gradients(chunks)),
+    ):
+        kept = {key: value for key, value in losses.items() if key in found_losses}  # MTP's acceptance is not counted
+        compare_all(report, f"{case.name}: {name}, losses", found_losses, kept)
+        compare_all(report, f"{case.name}: {name}, gradients", found, expected)
 
 
 def check_captured_training(case: cases.Case, device: torch.device, report: harness.Report) -> None:
@@ -138,7 +162,10 @@ def check_other_models(case: cases.Case, device: torch.device, report: harness.R
     for kind, build, loss_of in kinds:
         found = []
         for fused in (False, True):
-            model = build(cases.gpt_options(case)).to(device)
+            # HybridModel does not know Megatron's own flag, and ours does not mind it
+            own_flag = OWN_FLAG if fused and kind == "hybrid" and LOSS_OF_HEAD else ()
+            options = cases.gpt_options(dataclasses.replace(case, config=(*case.config, *own_flag)))
+            model = build(options).to(device)
             handle = enable_fused_linear_ce(model, use_fused_linear_ce=fused)
             assert handle.enabled == fused, handle.reasons
             losses = loss_of(model, batch)
@@ -215,6 +242,34 @@ def check_captured_jsd(case: cases.Case, device: torch.device, report: harness.R
     compare_all(report, f"{case.name}: captured divergence, gradients", actual, expected)
 
 
+def check_compat(case: cases.Case, device: torch.device, report: harness.Report) -> None:
+    """The call of verl and AReaL behind Megatron's own operations: hidden's gradient is summed once, wherever."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    rank, ranks = group.rank(), group.size()
+    generator = torch.Generator().manual_seed(5)
+    whole, weight = (torch.randn(*size, generator=generator).to(device) for size in ((12, 2, 8), (10 * ranks, 8)))
+    labels = torch.randint(0, len(weight), (12, 2), generator=generator).to(device)
+    hidden, head = (x.double().requires_grad_() for x in (whole, weight))
+    distribution = torch.distributions.Categorical(logits=hidden @ head.T)
+    (distribution.log_prob(labels) - 0.5 * distribution.entropy()).sum().backward()
+    gather, turned = mappings.gather_from_sequence_parallel_region, lambda x: x.transpose(0, 1).contiguous()
+    ways: dict[str, tuple[Callable, int]] = {  # what stands in front, and how many parts hidden is in
+        "replicated": (lambda x: x, 1),
+        "copied": (mappings.copy_to_tensor_model_parallel_region, 1),
+        "gathered": (gather, ranks),
+        "gathered, cast and turned twice": (lambda x: turned(turned(gather(x.double())).float()), ranks),
+        "gathered, of whose gradient a part is taken": (lambda x: gather(x, tensor_parallel_output_grad=False), ranks),
+    }
+    for name, (front, parts) in ways.items():
+        part = whole.chunk(parts)[rank % parts].clone().requires_grad_()
+        shard = weight.chunk(ranks)[rank].clone().requires_grad_()
+        logprobs, entropy = compat.linear_cross_entropy(front(part), shard, labels, dist_process_group=group)
+        (logprobs - 0.5 * entropy).sum().backward()
+        found = {"hidden": part.grad, "weight": shard.grad}
+        expected = {"hidden": hidden.grad.chunk(parts)[rank % parts], "weight": head.grad.chunk(ranks)[rank]}
+        compare_all(report, f"compat, hidden {name}: gradients", found, expected)
+
+
 def check_logits(case: cases.Case, device: torch.device, report: harness.Report) -> None:
     """Without labels an enabled model gives Megatron's logits, bit for bit, gathered where that is asked for."""
     batch = cases.microbatches(device)[0]
@@ -269,12 +324,14 @@ def checks(combinations: str) -> list[tuple[Callable, cases.Case]]:
     plain = [cases.Case(), cases.Case(tied=True, sequence_parallel=True)]
     groups = (
         (check_training, training + FURTHER_CASES),
+        (check_own_flag, OWN_FLAG_CASES),
         (check_captured_training, CAPTURED_CASES),
         (check_other_models, OTHER_MODEL_CASES),
         (check_bf16, [cases.in_bf16(case) for case in training]),
         (check_capture, plain),
         (check_captured_jsd, [cases.Case(main_grad=True), cases.Case(tied=True, sequence_parallel=True)]),
         (check_logits, plain),
+        (check_compat, [cases.Case()]),
         (check_fallback_of_one_rank, [cases.Case()]),
         (check_fallback, [cases.Case(), cases.Case(pipeline=True)]),
     )

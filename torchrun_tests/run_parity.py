@@ -238,24 +238,40 @@ def run_partial_gradients(backend: str, group: ProcessGroup, device: torch.devic
 
 
 def run_compat(group: ProcessGroup, device: torch.device, report: Report) -> None:
-    """AReaL's call sums hidden's gradient over the group, verl's leaves that to its caller."""
+    """The call of verl and AReaL sums hidden's gradient; what stands in front of it is run_megatron.py's."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     problem = Problem(Case(""), ranks, device)
     shard = slice(problem.starts[rank], problem.starts[rank + 1])
     upstream = problem.upstream._replace(lse=None)
     inputs = (problem.hidden, problem.weight, problem.labels, upstream)
-    for name in ("areal_linear_cross_entropy", "verl_linear_cross_entropy"):
-        call = getattr(compat, name)
 
-        def outputs(hidden: Tensor, weight: Tensor, labels: Tensor, call: Any = call) -> LinearCrossEntropyOutput:
-            logprobs, entropy = call(hidden, weight, labels, dist_process_group=group)
-            return LinearCrossEntropyOutput(logprobs.view_as(labels), entropy.view_as(labels), None)
+    def outputs(hidden: Tensor, weight: Tensor, labels: Tensor) -> LinearCrossEntropyOutput:
+        logprobs, entropy = compat.linear_cross_entropy(hidden, weight, labels, dist_process_group=group)
+        return LinearCrossEntropyOutput(logprobs.view_as(labels), entropy.view_as(labels), None)
 
-        actual = evaluate(outputs, problem.hidden, problem.weight[shard], problem.labels, upstream)
-        if call is compat.verl_linear_cross_entropy:
-            dist.all_reduce(actual.grad_hidden, group=group)
-        for result in comparisons(actual, oracle(*inputs), *inputs, weight_rows=shard):
-            report.check(f"compat.{name}: {result.name}", *verdict(result.error, result.allowed))
+    actual = evaluate(outputs, problem.hidden, problem.weight[shard], problem.labels, upstream)
+    for result in comparisons(actual, oracle(*inputs), *inputs, weight_rows=shard):
+        report.check(f"compat.linear_cross_entropy: {result.name}", *verdict(result.error, result.allowed))
+
+
+def run_megatrons_call(group: ProcessGroup, device: torch.device, report: Report) -> None:
+    """`compat.megatron_linear_cross_entropy`, with and without sequence parallel."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    problem = Problem(Case(""), ranks, device)
+    shard = slice(problem.starts[rank], problem.starts[rank + 1])
+    upstream = Upstream(problem.upstream.logprobs)
+    inputs = (problem.hidden, problem.weight, problem.labels, upstream)
+    for sequence_parallel in (False, True):
+        rows = sequence_shard(Case("", sequence_parallel=sequence_parallel), rank, ranks)
+
+        def outputs(hidden: Tensor, weight: Tensor, labels: Tensor, sp: bool = sequence_parallel):
+            loss = compat.megatron_linear_cross_entropy(hidden, weight, labels, group, "none", sequence_parallel=sp)
+            return LinearCrossEntropyOutput(-loss.view_as(labels), None, None)
+
+        actual = evaluate(outputs, problem.hidden[rows], problem.weight[shard], problem.labels, upstream)
+        for result in comparisons(actual, oracle(*inputs), *inputs, hidden_rows=rows, weight_rows=shard):
+            name = f"compat.megatron_linear_cross_entropy, sequence_parallel={sequence_parallel}: {result.name}"
+            report.check(name, *verdict(result.error, result.allowed))
 
 
 def run_errors(group: ProcessGroup, device: torch.device, report: Report) -> None:
@@ -313,6 +329,7 @@ def program(device: torch.device, report: Report) -> None:
     run_errors(world, device, report)
     run_compat(world, device, report)
     run_compat(subgroup, device, report)
+    run_megatrons_call(world, device, report)
     for backend in available_backends():
         for case in CASES:
             run_case(case, backend, world, device, report)

@@ -28,6 +28,12 @@ def group_rank(group: ProcessGroup | None) -> int:
     return 0 if group is None else dist.get_rank(group)
 
 
+def same_ranks(one: ProcessGroup | None, other: ProcessGroup | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return dist.get_process_group_ranks(one) == dist.get_process_group_ranks(other)
+
+
 def gather_objects(value: Any, group: ProcessGroup) -> list[Any]:
     """A small picklable value of each rank, ranks in order. Synchronises: not for the hot path."""
     gathered = [None] * group_size(group)

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from megatron_lce.core.options import LinearCrossEntropyOutput
 from megatron_lce.megatron_integration.support import NO_HEAD, find_language_model, head_reasons
 from megatron_lce.megatron_integration.uncomputed_logits import HeadCall, UncomputedLogits
+from megatron_lce.token_loss import TokenLoss, TokenLossFunction
 
 if TYPE_CHECKING:
     from megatron.core.models.common.language_module.language_module import LanguageModule
@@ -76,6 +77,29 @@ class CapturedHead:
         with self._gradient_where_captured():
             return call.linear_cross_entropy(labels, temperature, **keywords)
 
+    def linear_token_loss(
+        self, labels: Tensor, loss: TokenLossFunction, *per_token: Tensor, **keywords: Any
+    ) -> TokenLoss:
+        """`megatron_lce.linear_token_loss` of the captured head: three products where backward needs no logits again.
+
+        Args:
+            labels: as `linear_cross_entropy` takes them.
+            loss: called with the outputs of n tokens and their part of each of `per_token`, see there.
+            per_token: tensors [b, s, ...].
+            keywords: those of `linear_cross_entropy`, temperature among them, but logits_cache_bytes.
+
+        Returns:
+            The summed loss; outputs and metrics [b, s, ...] without gradient.
+
+        Raises:
+            RuntimeError: this stage has no head, or no forward pass has reached it.
+            TypeError, ValueError: as `megatron_lce.linear_token_loss`.
+        """
+        _check_not_fixed(keywords)
+        call = self._captured_call()
+        with self._gradient_where_captured():
+            return call.linear_token_loss(labels, loss, *per_token, **keywords)
+
     def linear_jsd(
         self,
         teacher_head: CapturedHead,
@@ -126,22 +150,32 @@ class CapturedHead:
         self._mtp_losses_left = self._mtp_layers()
 
     def _forward(
-        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
-    ) -> tuple[Tensor, None]:
-        """In place of ColumnParallelLinear.forward."""
+        self,
+        input_: Tensor,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+        output_cross_entropy_loss: bool = False,
+        **of_loss: Any,
+    ) -> Tensor | tuple[Tensor, None]:
+        """In place of ColumnParallelLinear's, and of LinearCrossEntropyModule's, which can be asked for the loss."""
         assert self._language_model is not None
         self._call = HeadCall.of(self._language_model.output_layer, input_, weight)
         self._with_gradient = torch.is_grad_enabled()
-        return UncomputedLogits(self._call, self._capture), None
+        logits = UncomputedLogits(self._call, self._capture)
+        return self._loss(logits, **of_loss) if output_cross_entropy_loss else (logits, None)
 
     def _compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
-        """In place of LanguageModule's: the fused loss for MTP's heads, which come first, and none for the main one."""
+        """In place of LanguageModule's."""
         assert self._language_model is not None
         assert isinstance(logits, UncomputedLogits)
+        return self._loss(logits, labels, telemetry=self._language_model.training)
+
+    def _loss(self, logits: UncomputedLogits, labels: Tensor, **arguments: Any) -> Tensor:
+        """The fused loss for MTP's heads, which come first, and none, [b, s, 0], for the main one."""
         if self._mtp_losses_left == 0:
             return self._capture(logits).transpose(0, 1)
         self._mtp_losses_left -= 1
-        return logits.compute_loss(labels, telemetry=self._language_model.training)
+        return logits.compute_loss(labels, **arguments)
 
     def _capture(self, logits: UncomputedLogits) -> Tensor:
         """The main head's logits are wanted: note what they are made of and give [s, b, 0], which is no memory."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from megatron_lce.core.options import Backend
 from megatron_lce.core.validation import check_options
 from megatron_lce.megatron_integration.capture import CapturedHead
+from megatron_lce.megatron_integration.heads import check_softcap
 from megatron_lce.megatron_integration.support import (
     NO_HEAD,
     find_language_model,
@@ -94,8 +95,8 @@ def enable_fused_linear_ce(
 
     Raises:
         TypeError: `model` is nothing of Megatron's, or an option is of the wrong type.
-        ValueError: `on_unsupported` is neither, an option is out of its range, `model` holds several heads, or the head
-            is unsupported ("raise").
+        ValueError: `on_unsupported` is neither, an option is out of its range, `softcap` is given to a head that has
+            its own, `model` holds several heads, or the head is unsupported ("raise").
         RuntimeError: a capture of the model is open.
     """
     if on_unsupported not in ("fallback", "raise"):
@@ -122,6 +123,7 @@ def enable_fused_linear_ce(
             raise ValueError(message)
         warn_on_one_rank(message + _not_applied(options))
         return FusedLinearCE(reasons)
+    check_softcap(language_model.output_layer, softcap)
     fused = _FusedLoss(language_model, options)
     fused.install()
     return FusedLinearCE((), fused)
@@ -146,17 +148,31 @@ class _FusedLoss:
         )
 
     def forward(
-        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """In place of the output layer's forward. Gathered logits are for sampling, never for a loss."""
+        self,
+        input_: Tensor,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+        output_cross_entropy_loss: bool = False,
+        **of_loss: Any,
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        """In place of the output layer's forward. Gathered logits are for sampling, never for a loss.
+
+        With `output_cross_entropy_loss` it is LinearCrossEntropyModule's, of Megatron's dev branch: the loss at once,
+        of the labels, the reduction and the ignore_index in `of_loss`.
+        """
         head = self.head
-        if runtime_gather_output:
+        if output_cross_entropy_loss:
+            of_loss["output_cross_entropy_loss"] = True
+        elif runtime_gather_output:
             return type(head).forward(head, input_, weight, runtime_gather_output)
         reason = managed_weight_reason(head, head.weight if weight is None else weight)
         if reason is not None:  # FSDP was wrapped around the head since
             self._warn_once(reason)
-            return type(head).forward(head, input_, weight, runtime_gather_output)
-        return UncomputedLogits.in_graph(HeadCall.of(head, input_, weight), self._compute_logits), None
+            return type(head).forward(head, input_, weight, runtime_gather_output, **of_loss)
+        call = HeadCall.of(head, input_, weight)
+        if of_loss.pop("output_cross_entropy_loss", False):
+            return UncomputedLogits(call, self._compute_logits).compute_loss(**of_loss, **self._options)
+        return UncomputedLogits.in_graph(call, self._compute_logits), None
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """In place of LanguageModule's, for the main loss and for MTP's: labels [b, s] to loss [b, s]."""

@@ -16,9 +16,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from megatron_lce.core import collectives
 from megatron_lce.core.validation import DTYPES
+from megatron_lce.megatron_integration.heads import unknown_head_reasons
 
 if TYPE_CHECKING:
     from megatron.core.models.common.language_module.language_module import LanguageModule
+    from megatron.core.transformer import TransformerConfig
 
 NO_HEAD = "this pipeline stage has no LM head"
 _OURS = "megatron_lce.megatron_integration."  # a captured or fused head's own methods
@@ -62,32 +64,39 @@ def _makes_logits(module: nn.Module) -> bool:
 
 def head_reasons(language_model: LanguageModule) -> tuple[str, ...]:
     """Why `hidden` and the head's weight alone do not determine this model's logits; empty when they do."""
+    head, vocab_size = language_model.output_layer, getattr(language_model, "vocab_size", None)
+    tied = language_model.share_embeddings_and_output_weights
+    weight = language_model.shared_embedding_or_output_weight() if tied else getattr(head, "weight", None)
+    reasons = reasons_of_head(head, language_model.config, weight)
+    if getattr(head, "output_size", vocab_size) != vocab_size:
+        wrong = f"output_layer has {head.output_size} outputs, not the vocabulary's {vocab_size}"
+        return (f"{wrong}: a critic's or classifier's head", *reasons)
+    return reasons
+
+
+def reasons_of_head(head: nn.Module, config: TransformerConfig, weight: Tensor | None) -> tuple[str, ...]:
+    """Why `hidden` and the weight that this head is called with do not determine what it returns."""
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
-    head, config = language_model.output_layer, language_model.config
-    if type(head).forward is not ColumnParallelLinear.forward:
-        return (
-            f"output_layer is a {type(head).__name__}, not megatron-core's ColumnParallelLinear: an adapter, "
-            "a critic's head or an fp8 head",
-        )
-    vocab_size = getattr(language_model, "vocab_size", None)
+    unknown = tuple(unknown_head_reasons(head))
+    if unknown:
+        return unknown
+    assert isinstance(head, ColumnParallelLinear)
     reasons = {
         "output_layer.forward was replaced by another library": (
             _replaced(head, "forward") or _patched(ColumnParallelLinear.forward, ColumnParallelLinear)
         ),
-        "output_layer's _forward_impl was replaced": (
-            "_forward_impl" in vars(head) or type(head)._forward_impl is not ColumnParallelLinear._forward_impl
+        "ColumnParallelLinear._forward_impl was replaced by another library": (
+            _patched(ColumnParallelLinear._forward_impl, ColumnParallelLinear)
         ),
         "output_layer has forward or backward hooks, which expect logits": _has_output_hooks(head),
-        f"output_layer has {head.output_size} outputs, not the vocabulary's {vocab_size}: "
-        "a critic's or classifier's head": head.output_size != vocab_size,
         "output_layer has a bias": head.bias is not None,
         "output_layer has disable_grad_reduce set": head.disable_grad_reduce,
         "output_layer is sharded by generalized tensor parallelism": getattr(head, "gtp_remat_size", 1) > 1,
         "defer_embedding_wgrad_compute is set": config.defer_embedding_wgrad_compute,
         "config_logger_dir is set, which writes the logits to disk": bool(getattr(config, "config_logger_dir", "")),
     }
-    return (*(reason for reason, holds in reasons.items() if holds), *_weight_reasons(language_model))
+    return (*(reason for reason, holds in reasons.items() if holds), *_weight_reasons(head, weight))
 
 
 def loss_reasons(language_model: LanguageModule) -> tuple[str, ...]:
@@ -120,10 +129,8 @@ def reasons_of_group(language_model: LanguageModule, reasons: tuple[str, ...]) -
     return tuple(dict.fromkeys(reason for of_rank in collectives.gather_objects(reasons, group) for reason in of_rank))
 
 
-def _weight_reasons(language_model: LanguageModule) -> tuple[str, ...]:
-    tied = language_model.share_embeddings_and_output_weights
-    weight = language_model.shared_embedding_or_output_weight() if tied else language_model.output_layer.weight
-    managed = managed_weight_reason(language_model.output_layer, weight)
+def _weight_reasons(head: nn.Module, weight: Tensor | None) -> tuple[str, ...]:
+    managed = managed_weight_reason(head, weight)
     if managed is not None:
         return (managed,)
     if not isinstance(weight, Tensor) or type(weight.data) is not Tensor or weight.dtype not in DTYPES:

@@ -11,11 +11,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_map
 
+from megatron_lce.compat import Reduction, reduce_loss
 from megatron_lce.core.options import LinearCrossEntropyOutput
-from megatron_lce.core.validation import check_label_tensor
 from megatron_lce.cross_entropy import linear_cross_entropy
 from megatron_lce.jsd import linear_jsd
+from megatron_lce.megatron_integration.heads import check_softcap, form_of
 from megatron_lce.megatron_integration.main_grad import MainGradSink, main_grad_sink
+from megatron_lce.token_loss import TokenLoss, TokenLossFunction, linear_token_loss
 
 if TYPE_CHECKING:
     from megatron.core.tensor_parallel import ColumnParallelLinear
@@ -61,19 +63,52 @@ class HeadCall:
         self, labels: Tensor, temperature: float | Tensor = 1.0, logits_scale: float = 1.0, **keywords: Any
     ) -> LinearCrossEntropyOutput:
         """`megatron_lce.linear_cross_entropy` of this call; labels, a tensor of temperatures and outputs are [b, s]."""
-        check_label_tensor(labels)
         output = linear_cross_entropy(
             self.hidden,
             self.weight,
             self._sequence_first("labels", labels),
-            tp_group=self.tp_group,
-            sequence_parallel=self.sequence_parallel,
-            temperature=self._sequence_first("temperature", temperature),
-            logits_scale=logits_scale * self.logits_scale,
-            weight_grad_sink=self.weight_grad_sink,
-            **keywords,
+            **self._keywords(temperature, logits_scale, keywords),
         )
-        return output._replace(**{name: _swap(part) for name, part in output._asdict().items() if part is not None})
+        return _batch_first(output)
+
+    def linear_token_loss(
+        self,
+        labels: Tensor,
+        loss: TokenLossFunction,
+        *per_token: Tensor,
+        temperature: float | Tensor = 1.0,
+        logits_scale: float = 1.0,
+        **keywords: Any,
+    ) -> TokenLoss:
+        """`megatron_lce.linear_token_loss` of this call; labels, per_token, outputs and metrics are [b, s, ...]."""
+        result = linear_token_loss(
+            self.hidden,
+            self.weight,
+            self._sequence_first("labels", labels),
+            loss,
+            *(self._sequence_first(f"per_token[{i}]", tensor) for i, tensor in enumerate(per_token)),
+            **self._keywords(temperature, logits_scale, keywords),
+        )
+        metrics = {name: _swap(metric) for name, metric in result.metrics.items()}
+        return TokenLoss(result.loss, _batch_first(result.outputs), metrics)
+
+    def _keywords(self, temperature: float | Tensor, logits_scale: float, keywords: dict[str, Any]) -> dict[str, Any]:
+        """The caller's keywords and what this head fixes."""
+        logits_scale *= self.logits_scale
+        check_softcap(self.head, keywords.get("softcap"))
+        softcap = form_of(self.head).softcap
+        if softcap is not None:
+            keywords = {**keywords, "softcap": softcap}
+            if logits_scale != 1.0:  # after the head, so after its cap
+                temperature, logits_scale = temperature / logits_scale, 1.0
+        return {
+            **keywords,
+            "temperature": self._sequence_first("temperature", temperature),
+            "logits_scale": logits_scale,
+            "tp_group": self.tp_group,
+            "sequence_parallel": self.sequence_parallel,
+            "weight_grad_sink": self.weight_grad_sink,
+        }
 
     def linear_jsd(
         self,
@@ -100,8 +135,8 @@ class HeadCall:
             teacher.weight,
             labels=self._sequence_first("labels", labels),
             temperature=self._sequence_first("temperature", temperature),
-            student_logits_scale=student_logits_scale * self.logits_scale,
-            teacher_logits_scale=teacher_logits_scale * teacher.logits_scale,
+            **self._form("student", student_logits_scale, keywords.pop("student_softcap", None)),
+            **teacher._form("teacher", teacher_logits_scale, keywords.pop("teacher_softcap", None)),
             tp_group=self.tp_group,
             sequence_parallel=self.sequence_parallel,
             weight_grad_sink=self.weight_grad_sink,
@@ -109,11 +144,19 @@ class HeadCall:
         )
         return _swap(loss)
 
+    def _form(self, role: str, logits_scale: float, softcap: float | None) -> dict[str, Any]:
+        """The keywords of one of a divergence's two heads."""
+        check_softcap(self.head, softcap)
+        own, scale = form_of(self.head).softcap, logits_scale * self.logits_scale
+        if own is not None and scale != 1.0:
+            raise ValueError(f"{role}_logits_scale must be 1 where the head has a softcap before it, got {scale}")
+        return {f"{role}_logits_scale": scale, f"{role}_softcap": softcap if own is None else own}
+
     def _sequence_first(self, name: str, per_token: Any) -> Any:
         """A tensor [b, s] as [s, b]; anything else as it is."""
         if not isinstance(per_token, Tensor):
             return per_token
-        if tuple(per_token.shape) != self.tokens:
+        if tuple(per_token.shape[:2]) != self.tokens or (name in ("labels", "temperature") and per_token.dim() > 2):
             raise ValueError(f"{name} must be [b, s], {self.tokens} for this hidden, got {tuple(per_token.shape)}")
         return _swap(per_token)
 
@@ -121,6 +164,10 @@ class HeadCall:
         """[s, b, V/tp] as Megatron computes them."""
         logits, _ = type(self.head).forward(self.head, self.hidden, self.weight)
         return logits if self.logits_scale == 1.0 else logits * self.logits_scale
+
+
+def _batch_first(output: LinearCrossEntropyOutput) -> LinearCrossEntropyOutput:
+    return output._replace(**{name: _swap(part) for name, part in output._asdict().items() if part is not None})
 
 
 def _swap(per_token: Tensor) -> Tensor:
@@ -148,7 +195,8 @@ class UncomputedLogits(Tensor):
     def __new__(cls, call: HeadCall, compute: Callable[[UncomputedLogits], Tensor]):
         batch, sequence = call.tokens
         shape = (sequence, batch, call.weight.shape[0])
-        return Tensor._make_wrapper_subclass(cls, shape, dtype=call.hidden.dtype, device=call.hidden.device)
+        dtype = form_of(call.head).logits_dtype or call.hidden.dtype
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=call.hidden.device)
 
     def __init__(self, call: HeadCall, compute: Callable[[UncomputedLogits], Tensor]):
         self.call, self.largest, self._compute, self._computed = call, None, compute, None
@@ -158,17 +206,28 @@ class UncomputedLogits(Tensor):
         """The logits as a result of hidden and weight, where gradients are on."""
         return _HeadOutput.apply(call.hidden, call.weight, call, compute)
 
-    def compute_loss(self, labels: Tensor, telemetry: bool, **options: Any) -> Tensor:
-        """Cross-entropy [b, s] of labels [b, s] of any integer dtype, fp32; negative labels are ignored rows."""
+    def compute_loss(
+        self,
+        labels: Tensor,
+        telemetry: bool = False,
+        *,
+        reduction: Reduction = "none",
+        ignore_index: int = IGNORE_INDEX,
+        **options: Any,
+    ) -> Tensor:
+        """Cross-entropy [b, s] of labels [b, s] of any integer dtype, its sum, or its mean over counted rows; fp32.
+
+        Rows whose label is negative or `ignore_index` are ignored.
+        """
         if not (labels.is_floating_point() or labels.is_complex()):
             labels = labels.long()
-        labels = labels.masked_fill(labels < 0, IGNORE_INDEX)
+        labels = labels.masked_fill((labels < 0) | (labels == ignore_index), IGNORE_INDEX)
         out = self.call.linear_cross_entropy(
             labels, ignore_index=IGNORE_INDEX, entropy=False, telemetry=telemetry, **options
         )
         if out.max_logit is not None and out.argmax is not None:
             self.largest = _swap(out.max_logit), _swap(out.argmax)
-        return -out.logprobs
+        return reduce_loss(-out.logprobs, labels != IGNORE_INDEX, reduction)
 
     def plain_if_changed(self) -> Tensor:
         """Themselves; or, if they were changed in place or given a hook, a plain tensor that has come of them."""

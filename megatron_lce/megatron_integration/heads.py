@@ -1,0 +1,154 @@
+"""Which classes of output layer can be fused beside megatron-core's own, and what each does to hidden @ weight.T."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+T = TypeVar("T")
+_PRODUCT = ("forward", "_forward_impl")  # the methods that decide what a ColumnParallelLinear returns
+
+
+@dataclass(frozen=True)
+class _Form:
+    """What a class says of its heads; None: that it changes nothing."""
+
+    softcap: Callable[[Any], float | None] = lambda head: None
+    logits_dtype: Callable[[Any], torch.dtype | None] = lambda head: None
+
+
+@dataclass(frozen=True)
+class HeadForm:
+    """What one head makes of its product: softcap * tanh(product / softcap), in logits_dtype; None: hidden's."""
+
+    softcap: float | None
+    logits_dtype: torch.dtype | None
+
+
+_accepted: dict[object, _Form] = {}
+_KNOWN = {
+    # Megatron-LM's dev branch: the plain head, or the loss at once
+    "megatron.core.transformer.linear_cross_entropy.LinearCrossEntropyModule": _Form(),
+    # Megatron-Bridge
+    "megatron.bridge.models.gemma.gemma2_provider.Gemma2OutputLayer": _Form(
+        softcap=lambda head: head.config.final_logit_softcapping
+    ),
+    "megatron.bridge.models.gemma.modeling_gemma4.Gemma4OutputLayer": _Form(
+        softcap=lambda head: head.config.final_logit_softcapping
+    ),
+    # AReaL: its head, and the function it puts in place of _forward_impl
+    "areal.models.mcore.vocab_parallel_head._AReaLVocabParallelLMHeadMixin": _Form(
+        logits_dtype=lambda head: torch.float32 if head.fp32_output or head.fp32_operands else None
+    ),
+    "areal.models.mcore.registry._fp32_lm_head_forward_impl": _Form(logits_dtype=lambda head: torch.float32),
+}
+
+
+def accept_head(
+    head: type | Callable,
+    *,
+    softcap: float | Callable[[nn.Module], float | None] | None = None,
+    logits_dtype: torch.dtype | Callable[[nn.Module], torch.dtype | None] | None = None,
+) -> None:
+    """From now on `capture_lm_head` and `enable_fused_linear_ce` take heads of this class for what is said here.
+
+    The logits of such a head must be `hidden @ weight.T`, softcapped if said so, and nothing else: what its own code
+    does beyond that is not run where the loss is fused. Known without this call are Megatron's LinearCrossEntropyModule
+    (dev), Megatron-Bridge's Gemma output layers and AReaL's heads.
+
+    Args:
+        head: a subclass of megatron-core's ColumnParallelLinear that has its own `forward` or `_forward_impl`, a mixin
+            put in front of one, or a function that is set as a head's `_forward_impl`. Subclasses that override neither
+            are accepted with it.
+        softcap: c where the logits are `c * tanh(hidden @ weight.T / c)`: a positive float, or a function of the head
+            that gives it; None or 0: there is no cap.
+        logits_dtype: what the head returns its logits in, or a function of the head that gives it; `None`: in hidden's.
+            The fused loss is computed in fp32 from hidden and weight as they are, whatever this is; it matters to code
+            that asks an enabled model for logits.
+
+    Raises:
+        TypeError: `head` is neither a class nor a function.
+        ValueError: a class has neither method of its own, so that there is nothing to accept.
+    """
+    if not isinstance(head, type):
+        if not callable(head):
+            raise TypeError(f"head must be a class or a function, got {type(head).__name__}")
+    elif not _overrides(head):
+        raise ValueError(f"head must have a forward or _forward_impl of its own, {head.__name__} has neither")
+    _accepted[head] = _Form(_function(softcap), _function(logits_dtype))
+
+
+def unknown_head_reasons(head: nn.Module) -> Iterator[str]:
+    """Why the class of this head says nothing of its logits; nothing when its parts are all known."""
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    kind = type(head).__name__
+    if not isinstance(head, ColumnParallelLinear):
+        yield f"output_layer is a {kind}, which is no ColumnParallelLinear of megatron-core"
+        return
+    for part in _own_parts(head):
+        if _form_of_part(part) is not None:
+            continue
+        if isinstance(part, type):
+            methods = " and ".join(_overrides(part))
+            whose = "its own" if part.__name__ == kind else f"{part.__name__}'s"
+            yield f"output_layer is a {kind} with {whose} {methods}, which megatron_lce.accept_head was not told of"
+        else:
+            yield "output_layer's _forward_impl was replaced"
+    if len(_softcaps(head)) > 1:
+        yield f"output_layer is a {kind} with several softcaps"
+
+
+def form_of(head: ColumnParallelLinear) -> HeadForm:
+    """The form of a head that `unknown_head_reasons` has nothing against."""
+    softcaps = _softcaps(head)
+    own = getattr(head, "output_dtype", None)  # of ColumnParallelLinear, from 0.20
+    dtypes = [dtype for dtype in (*(form.logits_dtype(head) for form in _forms(head)), own) if dtype is not None]
+    return HeadForm(softcaps[0] if softcaps else None, dtypes[0] if dtypes else None)
+
+
+def check_softcap(head: ColumnParallelLinear, softcap: float | None) -> None:
+    """Raises ValueError where the caller wants a softcap and the head has its own."""
+    own = form_of(head).softcap
+    if softcap is not None and own is not None:
+        raise ValueError(f"softcap must not be given: the head has its own, {own}; got {softcap}")
+
+
+def _overrides(cls: type) -> list[str]:
+    return [method for method in _PRODUCT if method in vars(cls)]
+
+
+def _own_parts(head: nn.Module) -> list[type | Callable]:
+    """The classes in front of ColumnParallelLinear that take part in the product, and what the instance has."""
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    order = type(head).__mro__
+    parts: list[type | Callable] = [cls for cls in order[: order.index(ColumnParallelLinear)] if _overrides(cls)]
+    if "_forward_impl" in vars(head):
+        parts.append(head._forward_impl)  # type: ignore[arg-type]
+    return parts
+
+
+def _form_of_part(part: type | Callable) -> _Form | None:
+    part = getattr(part, "__func__", part)
+    name = f"{part.__module__}.{getattr(part, '__qualname__', '')}"
+    return _accepted.get(part) or _KNOWN.get(name)
+
+
+def _forms(head: nn.Module) -> list[_Form]:
+    return [form for part in _own_parts(head) if (form := _form_of_part(part)) is not None]
+
+
+def _softcaps(head: nn.Module) -> list[float]:
+    return [softcap for form in _forms(head) if (softcap := form.softcap(head))]
+
+
+def _function(answer: T | Callable[[Any], T | None] | None) -> Callable[[Any], T | None]:
+    return answer if callable(answer) else lambda head: answer

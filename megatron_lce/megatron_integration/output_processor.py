@@ -1,0 +1,95 @@
+"""A ready `output_processor` for GPTModel.forward of megatron-core 0.18 and newer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from megatron_lce.core.options import LinearCrossEntropyOutput
+from megatron_lce.megatron_integration.support import reasons_of_head
+from megatron_lce.megatron_integration.uncomputed_logits import IGNORE_INDEX, HeadCall, UncomputedLogits
+
+if TYPE_CHECKING:
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+    from megatron.core.transformer import TransformerConfig
+
+
+@dataclass
+class FusedOutputContext:
+    """What `fused_output_processor` is to compute in one forward pass, and what the model is to return.
+
+    Attributes:
+        temperature: a positive float, or a floating tensor [b, s]; where a token is not counted it may be anything.
+        entropy: False: the outputs have none, and it costs nothing.
+        labels: [b, s], any integer dtype, in place of the labels that the model is called with, which MTP uses too.
+            Negative ones are ignored rows: every output 0, no gradient.
+        counted: [b, s] bool: tokens that count; the others are ignored rows too. None: all.
+        result: makes what the model returns of the outputs, each [b, s]; by default the outputs themselves. Between
+            pipeline stages and in Megatron's schedules it is best a tensor, or what the loss function takes.
+        keywords: further keywords of `CapturedHead.linear_cross_entropy`, such as telemetry, vocab_size or backend.
+    """
+
+    temperature: float | Tensor = 1.0
+    entropy: bool = True
+    labels: Tensor | None = None
+    counted: Tensor | None = None
+    result: Callable[[LinearCrossEntropyOutput], Any] = lambda outputs: outputs
+    keywords: Mapping[str, Any] = field(default_factory=dict)
+
+
+def fused_output_processor(
+    *,
+    hidden_states: Tensor,  # [s, b, H], under sequence parallel this rank's [s/tp, b, H]
+    output_layer: ColumnParallelLinear,
+    output_weight: Tensor | None,
+    labels: Tensor | None,
+    context: FusedOutputContext | None,
+    scale_logits: Callable[[Tensor], Tensor],
+    config: TransformerConfig,
+    **_: Any,
+) -> Any:
+    """Logprobs and entropy in place of the head and the loss, without logits.
+
+        context = megatron_lce.FusedOutputContext(temperature=0.7, result=lambda outputs: outputs.logprobs)
+        logprobs = model(tokens, positions, mask, labels=labels, output_processor_context=context,
+                         output_processor=megatron_lce.fused_output_processor)
+
+    Takes the arguments that GPTModel gives; a context of None is that of a `FusedOutputContext()`. hidden is not
+    gathered: under sequence parallel the operation does it, and keeps the shard.
+
+    Raises:
+        ValueError: no labels, neither here nor in the context; or the head is one that hidden and weight do not
+            describe (the message lists the reasons).
+        TypeError, ValueError: as `megatron_lce.linear_cross_entropy`.
+    """
+    context = FusedOutputContext() if context is None else context
+    weight = output_layer.weight if output_weight is None else output_weight
+    reasons = reasons_of_head(output_layer, config, weight)
+    if reasons:
+        raise ValueError(f"the LM head cannot be fused: {'; '.join(reasons)}")
+    labels = labels if context.labels is None else context.labels
+    if labels is None:
+        raise ValueError("labels must be given to the model or in the FusedOutputContext, got None")
+    labels = labels.long()
+    counted = labels >= 0 if context.counted is None else (labels >= 0) & context.counted
+    temperature = context.temperature
+    if isinstance(temperature, Tensor) and temperature.shape == labels.shape:
+        temperature = temperature.where(counted, 1.0)
+    # What Megatron does between head and loss, MuP's factor, is noted by the logits that are never computed.
+    logits = scale_logits(UncomputedLogits(HeadCall.of(output_layer, hidden_states, weight), _refuse))
+    assert isinstance(logits, UncomputedLogits)
+    outputs = logits.call.linear_cross_entropy(
+        labels.where(counted, IGNORE_INDEX),
+        temperature,
+        ignore_index=IGNORE_INDEX,
+        entropy=context.entropy,
+        **context.keywords,
+    )
+    return context.result(outputs)
+
+
+def _refuse(logits: UncomputedLogits) -> Tensor:
+    raise AssertionError("scale_logits needs the values of the logits")

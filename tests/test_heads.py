@@ -1,0 +1,235 @@
+"""Heads that are more than megatron-core's own: those known by name, and those that `accept_head` is told of."""
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core")
+
+from megatron.core.tensor_parallel import ColumnParallelLinear
+
+from megatron_lce import accept_head, capture_lm_head, enable_fused_linear_ce
+from scripts import megatron_runtime
+from tests import megatron_world
+from tests.megatron_world import BATCH, SEQUENCE, VOCAB_SIZE
+
+CAP = 0.25  # of logits that are about 0.3: it bends them
+
+
+@pytest.fixture(scope="module")
+def device():
+    with megatron_world.world() as device:
+        yield device
+
+
+class Softcapped(torch.nn.Module):
+    def forward(self, *args, **kwargs):
+        logits, bias = super().forward(*args, **kwargs)
+        return self.cap * torch.tanh(logits / self.cap), bias
+
+
+class Fp32Logits:
+    def _forward_impl(self, input, weight, *args, **kwargs):
+        return super()._forward_impl(input.float(), weight.float(), *args, **kwargs)
+
+
+class LinearCrossEntropyModule(ColumnParallelLinear):
+    """Megatron dev's, without its kernel."""
+
+    __module__ = "megatron.core.transformer.linear_cross_entropy"
+
+    def forward(self, input_, weight=None, runtime_gather_output=None, output_cross_entropy_loss=False, **_):
+        assert not output_cross_entropy_loss, "unsupported architecture"
+        return super().forward(input_, weight, runtime_gather_output)
+
+
+def put_in_front(model, *mixins):
+    """As Megatron-Bridge and AReaL promote a head that is built."""
+    head = model.output_layer
+    head.__class__ = type(type(head).__name__, (*mixins, type(head)), {})
+    head.cap = CAP
+
+
+@pytest.fixture
+def model(device):
+    return megatron_runtime.build_gpt(megatron_world.options(), device=device)
+
+
+@pytest.fixture
+def problem(model, device):
+    """hidden [s, b, H] and labels [b, s], one of them ignored."""
+    hidden = torch.randn(SEQUENCE, BATCH, 32, generator=torch.Generator().manual_seed(1)).to(device).requires_grad_()
+    _, labels = megatron_world.inputs(device)
+    return hidden, labels
+
+
+@pytest.fixture(autouse=True)
+def accepted(monkeypatch):
+    monkeypatch.setattr("megatron_lce.megatron_integration.heads._accepted", {})
+    accept_head(Softcapped, softcap=lambda head: head.cap)
+    accept_head(Fp32Logits, logits_dtype=torch.float32)
+
+
+def gradients_of(loss, hidden, model):
+    found = torch.autograd.grad(loss.sum(), [hidden, model.output_layer.weight])
+    return dict(zip(("hidden", "weight"), found, strict=True))
+
+
+def check(actual, expected):
+    for name, gradient in expected.items():
+        error = (actual[name] - gradient).norm() / gradient.norm()
+        assert error < 1e-5, f"{name}: {error}"
+
+
+def enable(model, **settings):
+    return enable_fused_linear_ce(model, on_unsupported="raise", backend="torch", **settings)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+@pytest.mark.parametrize("mixins", [(Softcapped,), (Fp32Logits,), (Fp32Logits, Softcapped)])
+def test_the_loss_of_an_accepted_head_is_its_own(mixins, scale, model, problem):
+    """With a factor between head and loss, as MuP has it: after the softcap."""
+    hidden, labels = problem
+    put_in_front(model, *mixins)
+
+    def loss():
+        logits, _ = model.output_layer(hidden)
+        return model.compute_language_model_loss(labels, logits * scale)
+
+    expected = loss()
+    expected_gradients = gradients_of(expected, hidden, model)
+    enable(model)
+    torch.testing.assert_close(loss(), expected, rtol=1e-5, atol=1e-6)
+    check(gradients_of(loss(), hidden, model), expected_gradients)
+
+
+def test_capture_of_a_softcapped_head(model, device):
+    put_in_front(model, Softcapped)
+    tensors, labels = megatron_world.inputs(device)
+    expected = torch.log_softmax(model(*tensors) / 0.5, -1).gather(-1, labels[..., None])[..., 0]
+    with capture_lm_head(model) as head:
+        model(*tensors)
+    out = head.linear_cross_entropy(labels, temperature=0.5, backend="torch")
+    torch.testing.assert_close(out.logprobs, expected, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match=r"softcap must not be given: the head has its own, 0\.25; got 30\.0"):
+        head.linear_cross_entropy(labels, softcap=30.0)
+
+
+def test_a_softcap_beside_the_heads_own_is_refused(model):
+    put_in_front(model, Softcapped)
+    with pytest.raises(ValueError, match=r"softcap must not be given: the head has its own, 0\.25; got 30\.0"):
+        enable(model, softcap=30.0)
+    model.output_layer.cap = None
+    assert enable(model, softcap=30.0).enabled
+
+
+def test_logits_of_an_fp32_head_have_its_dtype(device):
+    options = megatron_world.options(dtype=torch.bfloat16)
+    model = megatron_runtime.build_gpt(options, device=device).module
+    put_in_front(model, Fp32Logits)
+    tensors, labels = megatron_world.inputs(device)
+    expected = model(*tensors)
+    enable(model)
+    hidden = torch.zeros(SEQUENCE, BATCH, 32, dtype=torch.bfloat16, device=device)
+    assert model.output_layer(hidden)[0].dtype == torch.float32
+    assert torch.equal(model.eval()(*tensors), expected)
+    # Nothing is rounded on the way: what fp32 logits are for.
+    picked = torch.log_softmax(expected.double(), -1).gather(-1, labels[..., None])[..., 0]
+    torch.testing.assert_close(model(*tensors, labels=labels), -picked.float(), rtol=1e-5, atol=1e-5)
+
+
+def test_logit_dtype_of_megatron_0_20(device):
+    model = megatron_runtime.build_gpt(megatron_world.options(dtype=torch.bfloat16), device=device).module
+    model.output_layer.output_dtype = torch.float32
+    enable(model)
+    hidden = torch.zeros(SEQUENCE, BATCH, 32, dtype=torch.bfloat16, device=device)
+    assert model.output_layer(hidden)[0].dtype == torch.float32
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+def test_a_head_that_is_asked_for_the_loss(reduction, model, problem):
+    """As Megatron dev calls LinearCrossEntropyModule, for the main loss and for MTP's."""
+    hidden, labels = problem
+    labels[0, :4] = torch.tensor([-1, -100, 7, 7])
+    counted = (labels >= 0) & (labels != 7)
+    logits, _ = model.output_layer(hidden)
+    targets = labels.where(counted, -100).T
+    expected = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), reduction=reduction, ignore_index=-100
+    )
+    expected_gradients = gradients_of(expected, hidden, model)
+    model.output_layer.__class__ = LinearCrossEntropyModule
+    enable(model)
+    loss = model.output_layer(
+        input_=hidden,
+        weight=None,
+        runtime_gather_output=None,
+        output_cross_entropy_loss=True,
+        labels=labels,
+        reduction=reduction,
+        ignore_index=7,
+    )
+    expected = expected.view(SEQUENCE, BATCH).T if reduction == "none" else expected
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+    check(gradients_of(loss, hidden, model), expected_gradients)
+    logits, _ = model.output_layer(hidden)
+    assert logits.shape == (SEQUENCE, BATCH, VOCAB_SIZE)
+
+
+def test_capture_of_a_head_that_is_asked_for_the_loss(model, problem):
+    """MTP's losses, which come first, are computed, the main one is left to the caller."""
+    hidden, labels = problem
+    model.output_layer.__class__ = LinearCrossEntropyModule
+    model.config.mtp_num_layers = 1
+    logits, _ = model.output_layer(2 * hidden)
+    expected = model.compute_language_model_loss(labels, logits)
+    with capture_lm_head(model) as head:
+        loss = model.output_layer(2 * hidden, output_cross_entropy_loss=True, labels=labels)
+        main = model.output_layer(hidden, output_cross_entropy_loss=True, labels=labels)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+    assert main.shape == (BATCH, SEQUENCE, 0)
+    assert head.hidden is hidden
+
+
+def test_a_function_in_place_of_the_product(model, problem):
+    hidden, labels = problem
+
+    def product(input, weight, **_):
+        return input @ weight.T
+
+    model.output_layer._forward_impl = product
+    with pytest.raises(ValueError, match="not used: output_layer's _forward_impl was replaced"):
+        enable(model)
+    accept_head(product)
+    expected = model.compute_language_model_loss(labels, model.output_layer(hidden)[0])
+    enable(model)
+    loss = model.compute_language_model_loss(labels, model.output_layer(hidden)[0])
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_reasons(model):
+    class Doubled(ColumnParallelLinear):
+        def forward(self, *args, **kwargs):
+            logits, bias = super().forward(*args, **kwargs)
+            return 2 * logits, bias
+
+    class Twice(Doubled):
+        pass
+
+    model.output_layer.__class__ = Doubled
+    with pytest.raises(ValueError, match="output_layer is a Doubled with its own forward, which"):
+        enable(model)
+    model.output_layer.__class__ = Twice
+    with pytest.raises(ValueError, match="output_layer is a Twice with Doubled's forward, which"):
+        enable(model)
+    model.output_layer.__class__ = ColumnParallelLinear
+    accept_head(Doubled, softcap=30.0)
+    put_in_front(model, Softcapped, Doubled)
+    with pytest.raises(ValueError, match="output_layer is a ColumnParallelLinear with several softcaps"):
+        enable(model)
+
+
+def test_errors():
+    with pytest.raises(TypeError, match="head must be a class or a function, got str"):
+        accept_head("ColumnParallelLinear's name")
+    with pytest.raises(ValueError, match="head must have a forward or _forward_impl of its own, Plain has neither"):
+        accept_head(type("Plain", (ColumnParallelLinear,), {}))

@@ -1,0 +1,129 @@
+"""`fused_output_processor`, as GPTModel calls it: through the model where it can be, else with the same arguments."""
+
+import inspect
+import re
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core")
+
+from megatron.core.models.gpt import GPTModel
+
+from megatron_lce import FusedOutputContext, capture_lm_head, fused_output_processor
+from scripts import megatron_runtime
+from tests import megatron_world
+
+IN_MODEL = "output_processor" in inspect.signature(GPTModel.forward).parameters  # from 0.18
+
+
+@pytest.fixture(scope="module")
+def device():
+    with megatron_world.world() as device:
+        yield device
+
+
+@pytest.fixture(params=["untied", "tied"])
+def model(request, device):
+    return megatron_runtime.build_gpt(megatron_world.options(tied=request.param == "tied"), device=device)
+
+
+def process(model, tensors, labels, context, scale=1.0):
+    """What the model returns with this processor and context."""
+    keywords = {"output_processor": fused_output_processor, "output_processor_context": context}
+    if IN_MODEL and scale == 1.0:
+        return model(*tensors, labels=labels, **keywords)
+    with capture_lm_head(model) as head:
+        model(*tensors)
+    return fused_output_processor(
+        hidden_states=head.hidden,
+        output_layer=model.output_layer,
+        output_weight=head.weight if model.share_embeddings_and_output_weights else None,
+        labels=labels,
+        loss_mask=None,
+        input_ids=tensors[0],
+        position_ids=tensors[1],
+        attention_mask=None,
+        decoder_input=None,
+        inference_context=None,
+        packed_seq_params=None,
+        runtime_gather_output=None,
+        context=context,
+        compute_language_model_loss=model.compute_language_model_loss,
+        scale_logits=lambda logits: logits if scale == 1.0 else logits * scale,
+        config=model.config,
+    )
+
+
+def torch_backend(**settings):
+    return FusedOutputContext(**settings, keywords={"backend": "torch"})
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_outputs_and_gradients_are_those_of_the_logits(scale, model, device):
+    tensors, labels = megatron_world.inputs(device)
+    temperature = torch.linspace(0.5, 2.0, labels.numel(), device=device).view_as(labels)
+    distribution = torch.distributions.Categorical(logits=model(*tensors) * scale / temperature[..., None])
+    expected = torch.stack([distribution.log_prob(labels), distribution.entropy()])
+    expected_gradients = megatron_world.gradients(model, (expected[0] - 0.1 * expected[1]).sum())
+    out = process(model, tensors, labels.int(), torch_backend(temperature=temperature), scale)
+    torch.testing.assert_close(torch.stack(out[:2]), expected, rtol=1e-5, atol=1e-5)
+    actual = megatron_world.gradients(model, (out.logprobs - 0.1 * out.entropy).sum())
+    assert actual.keys() == expected_gradients.keys()
+    for name, gradient in expected_gradients.items():
+        error = (actual[name] - gradient).norm() / gradient.norm()
+        assert error < 1e-5, f"{name}: {error}"
+
+
+def test_no_logits_are_made(model, device):
+    tensors, labels = megatron_world.inputs(device)
+    keywords = {"backend": "torch", "workspace_bytes": megatron_world.SMALL_WORKSPACE}
+    with megatron_world.LogitsSpy() as spy:
+        process(model, tensors, labels, FusedOutputContext(keywords=keywords)).logprobs.sum().backward()
+    assert spy.seen == []
+
+
+def test_rows_that_do_not_count(model, device):
+    """By a negative label or by the mask: outputs 0, whatever their temperature."""
+    tensors, labels = megatron_world.inputs(device)
+    whole = process(model, tensors, labels, torch_backend())
+    counted = torch.arange(labels.numel(), device=device).view_as(labels) % 3 != 0
+    temperature = counted.float()
+    labels[0, 1] = -1
+    out = process(model, tensors, labels, torch_backend(counted=counted, temperature=temperature))
+    kept = counted & (labels >= 0)
+    assert torch.equal(out.logprobs, whole.logprobs.where(kept, 0.0))
+    assert torch.equal(out.entropy, whole.entropy.where(kept, 0.0))
+
+
+def test_the_models_return_is_what_result_makes(model, device):
+    tensors, labels = megatron_world.inputs(device)
+    context = torch_backend(
+        entropy=False, labels=labels.flip(1), result=lambda out: {"logprobs": out.logprobs, "out": out}
+    )
+    returned = process(model, tensors, labels, context)
+    assert returned["out"].entropy is None
+    expected = process(model, tensors, labels.flip(1), torch_backend())
+    assert torch.equal(returned["logprobs"], expected.logprobs)
+    assert torch.equal(process(model, tensors, labels, None).lse, expected.lse)
+
+
+def test_errors(model, device):
+    tensors, labels = megatron_world.inputs(device)
+    with pytest.raises(ValueError, match="labels must be given to the model or in the FusedOutputContext, got None"):
+        process(model, tensors, None, torch_backend())
+    message = re.escape("temperature must be [b, s], (3, 9) for this hidden, got (3,)")
+    with pytest.raises(ValueError, match=message):
+        process(model, tensors, labels, torch_backend(temperature=torch.ones(3, device=device)))
+    hidden = torch.zeros(2, 1, 32, device=device)
+    model.output_layer.bias = torch.nn.Parameter(torch.zeros(megatron_world.VOCAB_SIZE, device=device))
+    with pytest.raises(ValueError, match="the LM head cannot be fused: output_layer has a bias"):
+        fused_output_processor(
+            hidden_states=hidden,
+            output_layer=model.output_layer,
+            output_weight=model.shared_embedding_or_output_weight(),
+            labels=labels,
+            context=None,
+            scale_logits=lambda logits: logits,
+            config=model.config,
+        )
