@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import megatron_lce
 from megatron_lce.backends.choice import _triton_obstacle
 from megatron_lce.backends.reference import reference_linear_cross_entropy
 from megatron_lce.cross_entropy import linear_cross_entropy
@@ -54,8 +55,8 @@ def examine(device: str | None = None) -> dict[str, Any]:
 
 def versions() -> dict[str, str | None]:
     """Of everything that decides what runs; None: not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    for package in ("megatron-lce", "torch", "triton", "megatron-core"):
+    found: dict[str, str | None] = {"python": platform.python_version(), "megatron-lce": megatron_lce.__version__}
+    for package in ("torch", "triton", "megatron-core"):
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

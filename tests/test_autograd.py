@@ -285,7 +285,7 @@ def test_the_slab_fits_the_workspace_with_its_rows_aligned(monkeypatch, device):
             buffers.append(slab.grad.untyped_storage().nbytes())
             yield slab
 
-    monkeypatch.setattr("megatron_lce.core.autograd.computed_slabs", spy)
+    monkeypatch.setattr("megatron_lce.core.logit_gradients.computed_slabs", spy)
     tokens, columns = 4, 16401
     workspace_bytes = tokens * columns * BF16.itemsize
     make_problem(tokens, 8, columns, device, BF16).run("triton", workspace_bytes=workspace_bytes)
