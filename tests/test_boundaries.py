@@ -88,7 +88,7 @@ def test_no_environment_variables_and_no_broad_excepts(path):
 
 @pytest.mark.parametrize("path", CORE, ids=name_of)
 def test_no_host_synchronisation_by_name(path):
-    """`check_labels` and, asked by `skip_ignored=True`, `rows_that_count` look at the device's data; nothing else may."""
+    """`check_labels` and, for `skip_ignored=True`, `rows_that_count` look at the data; nothing else may."""
     functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
     calls = {
         node.func.attr
