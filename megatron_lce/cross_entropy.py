@@ -197,7 +197,7 @@ def _describe(hidden: Tensor, weight: Tensor, labels: Tensor, keywords: dict[str
         "hidden": validation.kind_of(hidden),
         "weight": validation.kind_of(weight),
         "labels": validation.kind_of(labels[..., None]) if isinstance(labels, Tensor) else type(labels),
-        "grad mode": torch.is_grad_enabled(),
+        "gradients": (torch.is_grad_enabled(), *(getattr(x, "requires_grad", None) for x in (hidden, weight))),
         **{name: value for name, value in keywords.items() if name not in own.union(by_type)},
         **{name: type(keywords[name]).__name__ for name in by_type},
     }

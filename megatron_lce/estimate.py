@@ -27,7 +27,6 @@ TILE_COLUMNS = {2: 256, 4: 64}  # by bytes of an element: what a kept logits' ti
 CHUNK_COLUMNS = {2: 128, 4: 64}  # what one row of statistics is about
 PER_TOKEN_BYTES = 40  # a token's labels, factors, outputs and what backward needs of them
 TERMS_BYTES = 24  # a token's row terms in backward
-TOKEN_LOSS_RESERVE = 20  # this fraction of the workspace is left to statistics beside the kept logits of a block
 
 
 @dataclass(frozen=True)
@@ -192,7 +191,8 @@ def token_loss(step: HeadStep) -> tuple[float, Phases]:
     """`linear_token_loss` of 16-bit inputs: blocks of tokens go all the way in forward; backward scales gradients."""
     row_bytes, block = _kept_row_bytes(step, step.columns), _tokens_kept_at_once(step)
     if block is None:
-        raise ValueError(f"workspace_bytes must hold the logits of 128 tokens, {128 * row_bytes} bytes and 5 %")
+        smallest = 128 * (row_bytes + _chunk_bytes(step))
+        raise ValueError(f"workspace_bytes must hold the logits of 128 tokens and their statistics, {smallest} bytes")
     per_token = {"per token": PER_TOKEN_BYTES * step.tokens}
     hidden = {"hidden's gradient": step.computed * step.hidden * step.itemsize}
     made = {"fp32 sum of weight's gradient": 4 * step.columns * step.hidden}
@@ -204,7 +204,7 @@ def token_loss(step: HeadStep) -> tuple[float, Phases]:
         "blocks": forward | {"logits of a block": block * row_bytes, "statistics": _statistics_bytes(left, block)},
         "end of forward": forward | _over_group(step) | _all_rows(step),
         "kept": saved,
-        "gradients scaled": saved | {"scaled hidden's gradient": share, "weight's gradient": step.weight_bytes},
+        "gradients scaled": saved | {"weight's gradient": step.weight_bytes},
     }
 
 
@@ -285,8 +285,8 @@ def _tokens_of_a_block(step: HeadStep) -> int:
 
 def _tokens_kept_at_once(step: HeadStep) -> int | None:
     """Of a block of `linear_token_loss`; None: too few, and logits are made twice."""
-    room = step.workspace_bytes - step.workspace_bytes // TOKEN_LOSS_RESERVE
-    return None if step.itemsize == 4 else kept_tokens(step.computed, room, _kept_row_bytes(step, step.columns))
+    row_bytes = _kept_row_bytes(step, step.columns) + _chunk_bytes(step)
+    return None if step.itemsize == 4 else kept_tokens(step.computed, step.workspace_bytes, row_bytes)
 
 
 def _inputs_of_a_block(step: HeadStep, block: int) -> dict[str, int]:
@@ -301,12 +301,16 @@ def _inputs_of_a_block(step: HeadStep, block: int) -> dict[str, int]:
 
 def _statistics_bytes(step: HeadStep, block: int) -> int:
     """Of as many tokens as fit, chunk by chunk; and of all of them, merged, on this rank and gathered."""
-    chunks = -(-step.columns // CHUNK_COLUMNS[step.itemsize])
-    per_token = 4 * chunks * packed_rows(step.entropy, telemetry=False)
+    per_token = _chunk_bytes(step)
     part = stats_tokens(block, step.workspace_bytes, BlockBytes(0, per_token))
     extremes, sums = 4 * num_extremes(telemetry=False), 8 * num_sums(step.entropy)
     over_group = part * (2 + step.tp) * extremes if step.tp > 1 else 0
     return part * (per_token + extremes + sums) + step.computed * (extremes + sums) + over_group
+
+
+def _chunk_bytes(step: HeadStep) -> int:
+    """One token's statistics of every chunk."""
+    return 4 * -(-step.columns // CHUNK_COLUMNS[step.itemsize]) * packed_rows(step.entropy, telemetry=False)
 
 
 def _slab(step: HeadStep, block: int, columns: int) -> tuple[int, int]:

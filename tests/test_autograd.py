@@ -9,7 +9,7 @@ import megatron_lce
 from megatron_lce.backends.torch import cross_entropy as torch_backend
 from megatron_lce.core import head_gradients
 from megatron_lce.core.head_gradients import computed_slabs
-from megatron_lce.core.products import product
+from megatron_lce.core.products import full_fp32, product
 from tests.oracle import Upstream, oracle, relative_error
 from tests.problems import Problem, make_problem
 
@@ -189,6 +189,35 @@ def test_products_are_in_full_fp32_and_the_settings_are_put_back(backend, device
         torch.set_float32_matmul_precision(before)
     assert "ieee" not in reduced
     assert seen == [["ieee", "ieee"]] * 3  # hidden's and weight's gradient, and the one that was interrupted
+
+
+def test_two_threads_leave_the_precision_as_it_was():
+    """The first to leave must not put the setting back under the other, nor the other pin what it found."""
+    setting = torch.backends.cuda.matmul
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        reduced, first, second = setting.fp32_precision, full_fp32(), full_fp32()
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        inside = setting.fp32_precision
+        second.__exit__(None, None, None)
+        assert (inside, setting.fp32_precision) == ("ieee", reduced)
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_an_inherited_precision_stays_inherited():
+    before = torch.backends.fp32_precision
+    try:
+        torch.backends.fp32_precision = "tf32"
+        with full_fp32():
+            assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+        torch.backends.fp32_precision = "ieee"
+        assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+    finally:
+        torch.backends.fp32_precision = before
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)

@@ -121,6 +121,48 @@ def test_logits_far_from_zero(level, columns, dtype, backend, device):
     problem.check(backend)
 
 
+@pytest.mark.parametrize("level", [1e4, 1e5])
+def test_gradients_of_fp32_logits_far_from_zero(level, backend, device):
+    """p = 2^(z - lse) of one fp32 lse would be off by a rounding of lse, the same for a whole row."""
+    problem = make_problem(40, 24, 300, device)
+    problem.hidden[:, 0] = 100.0
+    problem.weight[:, 0] = level / 100.0
+    problem.check(backend)
+
+
+@pytest.mark.parametrize("softcap", [1e4, 1e6])
+def test_a_softcap_far_above_the_logits(softcap, backend, device):
+    """tanh to 1e-7 of 1 is cap x 1e-7 of a logit."""
+    problem = make_problem(9, 24, 70, device)
+    capped, plain = (problem.run(backend, softcap=cap).outputs for cap in (softcap, None))
+    assert largest_error(capped.logprobs, oracle(*problem, softcap=softcap).outputs.logprobs) <= 5e-6
+    assert largest_error(capped.lse, plain.lse) <= 1e-5
+
+
+def test_a_nan_rows_argmax_is_no_id(backend, device):
+    problem = make_problem(9, 24, 70, device)
+    problem.hidden[4] = float("nan")
+    problem.labels[2] = 99
+    outputs = problem.run(backend, telemetry=True).outputs
+    assert (outputs.argmax == -1).nonzero().flatten().tolist() == [2, 4]
+    reference = megatron_lce.linear_cross_entropy(*problem[:3], telemetry=True, backend="reference")
+    assert torch.equal(reference.argmax == -1, outputs.argmax == -1)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_views_at_odd_places(dtype, backend, device):
+    """Rows that start anywhere: a copy is made where kernels and products want 16 bytes."""
+    problem = make_problem(9, 24, 70, device, dtype)
+    hidden = torch.full((9, 40), float("nan"), device=device, dtype=dtype)[:, 3:27].copy_(problem.hidden)
+    weight = torch.full((70 * 24 + 1,), float("nan"), device=device, dtype=dtype)[1:].view(70, 24)
+    weight.copy_(problem.weight)
+    out, plain = (
+        megatron_lce.linear_cross_entropy(h, w, problem.labels, backend=backend)
+        for h, w in ((hidden, weight), problem[:2])
+    )
+    assert torch.equal(out.logprobs, plain.logprobs)
+
+
 def test_very_large_logits(backend, device):
     """A spread of thousands: probabilities are 0 or 1 and nothing overflows."""
     result = make_problem(17, 24, 70, device, logit_std=2000.0).check(backend, telemetry=True)

@@ -4,6 +4,9 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import megatron_lce
 from megatron_lce import cross_entropy as api
@@ -65,6 +68,10 @@ BAD = [
     ({"logits_scale": zeros(1)}, TypeError, "logits_scale", "must be a float", "Tensor"),
     ({"softcap": 0.0}, ValueError, "softcap", "positive and finite", "0.0"),
     ({"softcap": -30.0}, ValueError, "softcap", "positive and finite", "-30.0"),
+    ({"softcap": 1e39}, ValueError, "softcap", "a number that fp32 holds", "1e+39"),
+    ({"logits_scale": 1e39}, ValueError, "logits_scale", "a number that fp32 holds", "1e+39"),
+    ({"temperature": 1e-39}, ValueError, "temperature", "a number that fp32 holds", "1e-39"),
+    ({"ignore_index": 2**70}, ValueError, "ignore_index", "a number that int64 holds", str(2**70)),
     ({"softcap": "30"}, TypeError, "softcap", "must be a float", "str"),
     ({"ignore_index": -100.0}, TypeError, "ignore_index", "must be an int", "float"),
     ({"ignore_index": None}, TypeError, "ignore_index", "must be an int", "NoneType"),
@@ -98,6 +105,16 @@ def test_message(overrides, error, name, required, given):
     assert message.startswith(name)
     assert required in message
     assert given in message.split("got")[1]
+
+
+def test_a_dtensor_is_no_ranks_own_tensor():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        weight = distribute_tensor(torch.ones(COLUMNS, HIDDEN_SIZE), init_device_mesh("cpu", (1,)), [Shard(0)])
+        with pytest.raises(TypeError, match=r"weight must be this rank.s own torch\.Tensor, got a DTensor"):
+            megatron_lce.linear_cross_entropy(**inputs(weight=weight))
+    finally:
+        dist.destroy_process_group()
 
 
 def test_labels_under_sequence_parallel_are_the_whole_sequence():

@@ -6,10 +6,13 @@ Every rank builds the same whole problem, keeps its own part, and compares outpu
 for the whole. Allowed errors are multiples of what eager PyTorch makes on the same inputs (`tests/oracle.py`).
 """
 
+import dataclasses
+import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -19,6 +22,7 @@ from torch.distributed import ProcessGroup
 
 import megatron_lce
 from megatron_lce import compat
+from megatron_lce.core import blocks
 from megatron_lce.core.options import LinearCrossEntropyOutput
 from tests.oracle import Result, Upstream, comparisons, evaluate, oracle, random_upstream
 
@@ -40,6 +44,8 @@ class Case:
     pass_vocab_start: bool = False
     workspace_bytes: int = 2**29
     logits_cache_bytes: int = 0
+    skip_ignored: bool | str = False  # "count": the number that the labels have
+    wide_block: int | None = None  # how few tokens a block of backward's outer loop may hold
     change: Callable[["Problem"], None] | None = None  # edits the problem in place
     keywords: dict[str, Any] = field(default_factory=dict)
 
@@ -82,6 +88,12 @@ def ignore_some(problem: Problem) -> None:
 
 def ignore_all(problem: Problem) -> None:
     problem.labels.fill_(-100)
+
+
+def no_upstream_for_some(problem: Problem) -> None:
+    for grad in problem.upstream:
+        if grad is not None:
+            grad[::2] = 0.0
 
 
 def token_temperature(problem: Problem) -> None:
@@ -148,6 +160,16 @@ CASES = [
     Case("a cache of one tile", shards=lambda n: [600] * n, logits_cache_bytes=12 * 256 * 3, dtype=BF16),
     Case("sequence parallel, cached", dtype=BF16, sequence_parallel=True, logits_cache_bytes=2**20),
     Case("everything cached", shards=uneven, pass_vocab_start=True, logits_cache_bytes=2**20, dtype=BF16),
+    Case("skipped", shards=uneven, pass_vocab_start=True, skip_ignored=True, change=ignore_some),
+    Case("skipped, sequence parallel", (SEQUENCE, 3), skip_ignored=True, sequence_parallel=True, change=ignore_some),
+    Case("counted, sequence parallel", skip_ignored="count", sequence_parallel=True, change=ignore_some, dtype=BF16),
+    Case("skipped, cached", skip_ignored=True, logits_cache_bytes=2**20, dtype=BF16, change=ignore_some),
+    Case("skipped, all", skip_ignored=True, sequence_parallel=True, change=ignore_all),
+    Case("skipped, no upstream", skip_ignored=True, change=no_upstream_for_some),
+    Case(
+        "blocks of tokens outside", (144,), workspace_bytes=2**16, wide_block=16, shards=uneven, pass_vocab_start=True
+    ),
+    Case("blocks of shards", (144,), sequence_parallel=True, workspace_bytes=2**16, wide_block=16, dtype=BF16),
 ]
 
 
@@ -158,6 +180,9 @@ def run_case(case: Case, backend: str, group: ProcessGroup, device: torch.device
     keywords = {**case.keywords, **problem.keywords}
     shard = slice(problem.starts[rank], problem.starts[rank + 1])
     rows = sequence_shard(case, rank, ranks)
+    counted = int((problem.labels != -100).sum())
+    if case.wide_block is not None:
+        mock.patch.object(blocks, "WIDE_BLOCK", case.wide_block).start()
     actual = evaluate(
         megatron_lce.linear_cross_entropy,
         problem.hidden[rows],
@@ -171,8 +196,10 @@ def run_case(case: Case, backend: str, group: ProcessGroup, device: torch.device
         backend=backend,
         workspace_bytes=case.workspace_bytes,
         logits_cache_bytes=case.logits_cache_bytes,
+        skip_ignored=counted if case.skip_ignored == "count" else case.skip_ignored,
         **keywords,
     )
+    mock.patch.stopall()
     inputs = (problem.hidden, problem.weight, problem.labels, problem.upstream)
     options = {"vocab_size": problem.vocab_size, **keywords}
     name = f"{backend}: {case.name}"
@@ -300,6 +327,97 @@ def run_errors(group: ProcessGroup, device: torch.device, report: Report) -> Non
         report.check(f"refused: {', '.join(keywords)}", message.startswith(expected), message)
 
 
+def run_disagreements(group: ProcessGroup, report: Report) -> None:
+    """What one rank alone calls otherwise is an error on all of them, and names the difference."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    if ranks == 1:
+        return
+    last = rank == ranks - 1
+    hidden, labels = torch.ones(6, 8), torch.zeros(6, dtype=torch.int64)
+    rows = 300 if last else 20  # of the kernels' tiles: statistics that take workspace
+    odd = {  # what the last rank does otherwise
+        "softcap must be the same on every rank": {"softcap": 2.0},
+        "gradients must be the same on every rank": {"weight": torch.ones(20, 8, requires_grad=True)},
+        "refuses its arguments: labels must be int64": {"labels": labels.int()},
+        "vocab_start must be given on every rank where shards differ": {"weight": torch.ones(rows, 8)},
+        "hidden must be the same on every rank": {"hidden": hidden.half(), "weight": torch.ones(20, 8).half()},
+    }
+    for expected, arguments in odd.items():
+        call = {"hidden": hidden, "weight": torch.ones(20, 8), "labels": labels, **(arguments if last else {})}
+        check_refused(call, expected.split(": ")[-1] if last else expected, group, report)
+    uneven_call = {"hidden": hidden, "weight": torch.ones(rows, 8), "labels": labels, "vocab_start": 20 * rank}
+    check_refused({**uneven_call, "workspace_bytes": 200}, "workspace_bytes must be at least", group, report)
+
+
+def check_refused(call: dict[str, Any], expected: str, group: ProcessGroup, report: Report) -> None:
+    try:
+        megatron_lce.linear_cross_entropy(**call, tp_group=group, backend="torch")
+        message = "no error"
+    except (TypeError, ValueError) as error:
+        message = str(error)
+    report.check(f"refused together: {expected}", expected in message, message)
+
+
+def run_bits_of_all_sizes(backend: str, group: ProcessGroup, device: torch.device, report: Report) -> None:
+    """Outputs are those of one rank to the last bit, where shards are cut at multiples of 128 columns."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    for dtype in (torch.float32, BF16):
+        case = Case("", shards=lambda n: [128 * (1 + r % 2) for r in range(n - 1)] + [77], dtype=dtype)
+        problem = Problem(case, ranks, device)
+        shard = slice(problem.starts[rank], problem.starts[rank + 1])
+        call = functools.partial(megatron_lce.linear_cross_entropy, telemetry=True, backend=backend)
+        with torch.no_grad():
+            alone = call(problem.hidden, problem.weight, problem.labels)
+            together = call(
+                problem.hidden, problem.weight[shard], problem.labels, tp_group=group, vocab_start=shard.start
+            )
+        for name, one, other in zip(alone._fields, alone, together, strict=True):
+            different = int((one != other).sum())
+            report.check(f"{backend}: {dtype}: bits of {name} at every size", different == 0, f"{different} differ")
+
+
+def run_token_loss(backend: str, group: ProcessGroup, device: torch.device, report: Report) -> None:
+    """`linear_token_loss` of a loss of all three outputs, in blocks, against the oracle's gradients of the same."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    cases = [
+        Case("token loss", (144,), shards=uneven),
+        Case("token loss, sequence parallel", (144, 2), dtype=BF16, shards=uneven, sequence_parallel=True),
+        Case("token loss, a shard of padding", (36,), vocab_size=lambda n: 5, sequence_parallel=True),
+    ]
+    for case, skip in itertools.product(cases, (False, True)):
+        problem = Problem(dataclasses.replace(case, change=ignore_some), ranks, device)
+        shard = slice(problem.starts[rank], problem.starts[rank + 1])
+        rows = sequence_shard(case, rank, ranks)
+        hidden, weight = (t.clone().requires_grad_() for t in (problem.hidden[rows], problem.weight[shard]))
+        weights = torch.stack(problem.upstream, dim=-1)
+
+        def loss(out: LinearCrossEntropyOutput, weights: Tensor) -> Tensor:
+            return (torch.stack(out[:3], dim=-1) * weights).sum(-1)
+
+        result = megatron_lce.linear_token_loss(
+            hidden,
+            weight,
+            problem.labels,
+            loss,
+            weights,
+            tp_group=group,
+            sequence_parallel=case.sequence_parallel,
+            vocab_start=shard.start,
+            vocab_size=problem.vocab_size,
+            workspace_bytes=60_000 if backend == "torch" else 25_000,  # of triton blocks of 128 tokens
+            skip_ignored=skip,
+            backend=backend,
+        )
+        result.loss.backward()
+        inputs = (problem.hidden, problem.weight, problem.labels, problem.upstream)
+        options = {"vocab_size": problem.vocab_size}
+        parts = {"hidden_rows": rows, "weight_rows": shard, "interpreted": backend == "triton" and device.type == "cpu"}
+        actual = Result(result.outputs, hidden.grad, weight.grad)
+        for found in comparisons(actual, oracle(*inputs, **options), *inputs, **parts, **options):
+            name = f"{backend}: {case.name}, skipped {skip}: {found.name}"
+            report.check(name, *verdict(found.error, found.allowed))
+
+
 def run_no_grad(backend: str, group: ProcessGroup, device: torch.device, report: Report) -> None:
     """A pass without gradient returns the bits of a pass with: a fresh policy's ratio is exactly 1."""
     rank = dist.get_rank(group)
@@ -327,6 +445,8 @@ def program(device: torch.device, report: Report) -> None:
     world = dist.group.WORLD
     subgroup = subgroup_of_this_rank()
     run_errors(world, device, report)
+    if device.type == "cpu":
+        run_disagreements(world, report)
     run_compat(world, device, report)
     run_compat(subgroup, device, report)
     run_megatrons_call(world, device, report)
@@ -335,6 +455,8 @@ def program(device: torch.device, report: Report) -> None:
             run_case(case, backend, world, device, report)
         run_partial_gradients(backend, world, device, report)
         run_no_grad(backend, world, device, report)
+        run_bits_of_all_sizes(backend, world, device, report)
+        run_token_loss(backend, world, device, report)
         for case in (Case("tp_group is a part of the world"), Case("a part of the world, bf16", dtype=BF16)):
             run_case(case, backend, subgroup, device, report)
 
