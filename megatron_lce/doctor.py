@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import megatron_lce
-from megatron_lce.backends.choice import _triton_obstacle
+from megatron_lce.backends.choice import triton_obstacle
 from megatron_lce.backends.reference import reference_linear_cross_entropy
 from megatron_lce.cross_entropy import linear_cross_entropy
 
@@ -39,7 +39,7 @@ def examine(device: str | None = None) -> dict[str, Any]:
     if kind == "cuda" and not has_cuda:
         report["problems"].append("no CUDA device is available to torch")
         return report
-    obstacle = _triton_obstacle(torch.device(kind))
+    obstacle = triton_obstacle(torch.device(kind))
     report["backends"] = {
         "triton": obstacle or "can run",
         "torch": "can run",

@@ -9,7 +9,7 @@ from megatron_lce.backends.choice import load_backend
 from megatron_lce.core import validation
 from megatron_lce.core.autograd import check_workspace
 from megatron_lce.core.options import LinearCrossEntropyOutput
-from megatron_lce.core.products import full_fp32
+from megatron_lce.core.products import own_arithmetic
 from megatron_lce.core.token_loss import Metrics, TokenLossFunction, TokenLossPass, linear_token_loss_autograd
 from megatron_lce.cross_entropy import linear_cross_entropy, prepare_call
 
@@ -78,7 +78,7 @@ def linear_token_loss(
     needs_grad = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (hidden, weight)]
     backend = load_backend(keywords["backend"], hidden.device)
     check_workspace(call.hidden, call.weight, call.options, backend, needs_grad if any(needs_grad) else None)
-    with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False), full_fp32():
+    with torch.no_grad(), own_arithmetic(hidden.device, "linear_token_loss"):
         flat = [tensor.reshape(-1, *tensor.shape[labels.dim() :]) for tensor in per_token]
         run = TokenLossPass(*call.inputs, loss, flat, call.options, backend, any(needs_grad))
         if not any(needs_grad):

@@ -234,6 +234,14 @@ def all_equal(one, other):
     return all(a is b if a is None else torch.equal(a, b) for a, b in (*outputs, *gradients))
 
 
+def test_a_trace_names_forward_and_backward(backend, device):
+    problem = make_problem(4, 8, 20, device)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        problem.run(backend)
+    names = {event.name for event in profile.events()}
+    assert {f"megatron_lce: linear_cross_entropy {pass_}" for pass_ in ("forward", "backward")} <= names
+
+
 def test_a_second_backward_without_a_cache(backend, device):
     problem = make_problem(17, 24, 70, device)
     hidden = problem.hidden.clone().requires_grad_()

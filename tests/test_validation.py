@@ -1,6 +1,7 @@
 """Every message names the argument, what it must be and what it was; `check_labels`."""
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import megatron_lce
 from megatron_lce import cross_entropy as api
+from megatron_lce.backends.choice import load_backend
 from megatron_lce.core import validation
 from tests.problems import make_problem
 
@@ -134,6 +136,15 @@ def test_triton_that_is_not_installed(monkeypatch):
     monkeypatch.setattr("megatron_lce.backends.choice._triton_installed", lambda: False)
     with pytest.raises(ValueError, match="backend must be one that can run here, got 'triton', but triton is not"):
         megatron_lce.linear_cross_entropy(**inputs(backend="triton"))
+
+
+def test_a_gpu_without_triton_is_told_once(monkeypatch):
+    monkeypatch.setattr("megatron_lce.backends.choice._triton_installed", lambda: False)
+    with pytest.warns(UserWarning, match="torch backend, which is slower: triton is not installed"):
+        load_backend("auto", torch.device("cuda"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_backend("auto", torch.device("cuda"))
 
 
 def test_triton_on_cpu_tensors_without_its_interpreter(monkeypatch):

@@ -1,6 +1,7 @@
 """Which backend runs."""
 
 import importlib.util
+import warnings
 from functools import lru_cache
 from types import ModuleType
 
@@ -15,14 +16,20 @@ def load_backend(backend: Backend, device: torch.device) -> ModuleType:
     """The module that supplies the primitives. Depends on configuration and hardware alone, not on the data."""
     if backend == "torch" or (backend == "auto" and device.type != "cuda"):
         return torch_backend
-    obstacle = _triton_obstacle(device)
+    obstacle = triton_obstacle(device)
     if obstacle is None:
         from megatron_lce.backends.triton import cross_entropy as triton_backend
 
         return triton_backend
     if backend == "triton":
         raise ValueError(f"backend must be one that can run here, got 'triton', but {obstacle}")
+    _warn_once(obstacle)
     return torch_backend
+
+
+@lru_cache
+def _warn_once(obstacle: str) -> None:
+    warnings.warn(f"megatron_lce runs on its torch backend, which is slower: {obstacle}", UserWarning, stacklevel=4)
 
 
 def load_jsd_backend(backend: Backend, device: torch.device) -> ModuleType:
@@ -35,7 +42,7 @@ def load_jsd_backend(backend: Backend, device: torch.device) -> ModuleType:
     return triton_jsd
 
 
-def _triton_obstacle(device: torch.device) -> str | None:
+def triton_obstacle(device: torch.device) -> str | None:
     """Why Triton cannot run on tensors of this device; None if it can."""
     if not _triton_installed():
         return "triton is not installed"

@@ -14,7 +14,7 @@ from megatron_lce.core.group_stats import stats_over_group
 from megatron_lce.core.head_gradients import Slab, accumulator_bytes_per_column, head_gradients
 from megatron_lce.core.logit_gradients import LogitGradients, grad_logits_slabs
 from megatron_lce.core.options import LinearCrossEntropyOutput, Options
-from megatron_lce.core.products import copies_of, full_fp32
+from megatron_lce.core.products import copies_of, own_arithmetic
 from megatron_lce.core.protocols import CrossEntropyBackend
 from megatron_lce.core.rows import Rows, Saved
 from megatron_lce.core.tokens import (
@@ -50,7 +50,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         check_workspace(hidden, weight, options, backend, ctx.needs_input_grad if grad_enabled else None)
         num_tokens = labels.shape[0]
-        with torch.autocast(hidden.device.type, enabled=False), full_fp32():
+        with own_arithmetic(hidden.device, "linear_cross_entropy forward"):
             # Before the rows are counted, which waits for the device: what follows then starts sooner.
             rows = backend.prepare_rows(labels, temperature, options)
             counted = counted_rows(labels, options)
@@ -83,7 +83,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden, weight, counted, *per_row = ctx.saved_tensors
         options, backend = ctx.options, ctx.backend
         cache, ctx.cache = ctx.cache, None
-        with torch.autocast(hidden.device.type, enabled=False), full_fp32():
+        with own_arithmetic(hidden.device, "linear_cross_entropy backward"):
             tokens = _tokens(hidden, ctx.num_tokens, counted, weight, options, backend)
             order = tokens.order()
             rows, saved = Rows(*per_row[:3]), Saved(*per_row[3:])

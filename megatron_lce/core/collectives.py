@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
+from torch.profiler import record_function
 
 
 class Pending(NamedTuple):
@@ -44,13 +45,15 @@ def gather_objects(value: Any, group: ProcessGroup) -> list[Any]:
 def any_over_group(mask: Tensor, group: ProcessGroup) -> Tensor:
     """Where the mask is true on any rank."""
     seen = mask.to(torch.uint8)
-    dist.all_reduce(seen, dist.ReduceOp.MAX, group=group)
+    with record_function("megatron_lce: any over the group"):
+        dist.all_reduce(seen, dist.ReduceOp.MAX, group=group)
     return seen.bool()
 
 
 def add_over_group(tensor: Tensor, group: ProcessGroup) -> None:
     """Sum over the group, in place."""
-    dist.all_reduce(tensor, group=group)
+    with record_function("megatron_lce: sums over the group"):
+        dist.all_reduce(tensor, group=group)
 
 
 def stack_over_group(tensor: Tensor, group: ProcessGroup) -> Tensor:
@@ -65,15 +68,18 @@ def gather_rows(shard: Tensor, group: ProcessGroup) -> Tensor:
 
 def start_gather_rows(shard: Tensor, group: ProcessGroup) -> Pending:
     out = shard.new_empty(shard.shape[0] * group_size(group), *shard.shape[1:])
-    return Pending(out, dist.all_gather_into_tensor(out, shard.contiguous(), group=group, async_op=True))
+    with record_function("megatron_lce: gather over the group"):
+        return Pending(out, dist.all_gather_into_tensor(out, shard.contiguous(), group=group, async_op=True))
 
 
 def start_all_reduce(tensor: Tensor, group: ProcessGroup) -> Pending:
     """Sum over the group, in place."""
-    return Pending(tensor, dist.all_reduce(tensor, group=group, async_op=True))
+    with record_function("megatron_lce: sum of hidden's gradient over the group"):
+        return Pending(tensor, dist.all_reduce(tensor, group=group, async_op=True))
 
 
 def start_reduce_scatter(tensor: Tensor, group: ProcessGroup) -> Pending:
     """[n, H] -> this rank's rows [n / tp, H] of the sum over the group."""
     out = tensor.new_empty(tensor.shape[0] // group_size(group), *tensor.shape[1:])
-    return Pending(out, dist.reduce_scatter_tensor(out, tensor, group=group, async_op=True))
+    with record_function("megatron_lce: sum of hidden's gradient over the group, scattered"):
+        return Pending(out, dist.reduce_scatter_tensor(out, tensor, group=group, async_op=True))

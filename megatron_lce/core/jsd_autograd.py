@@ -15,7 +15,7 @@ from megatron_lce.core.group_stats import stats_of_tokens
 from megatron_lce.core.head_gradients import Slab, accumulator_bytes_per_column, computed_slabs, head_gradients
 from megatron_lce.core.jsd_stats import Head, RowTerms, both_copies, empty_kl_stats, unpack_kl
 from megatron_lce.core.options import Options
-from megatron_lce.core.products import Copies, full_fp32, slab_row_stride
+from megatron_lce.core.products import Copies, own_arithmetic, slab_row_stride
 from megatron_lce.core.rows import LOG_SUM_OF_IGNORED_ROW, Rows
 from megatron_lce.core.softmax_stats import LN_2, UNIT
 from megatron_lce.core.tokens import TokenBlock, Tokens
@@ -49,7 +49,7 @@ class _LinearJsd(torch.autograd.Function):
     ) -> Tensor:
         student = Head(student_hidden, student_weight, student_logits_scale, student_softcap)
         teacher = Head(teacher_hidden, teacher_weight, teacher_logits_scale, teacher_softcap)
-        with torch.autocast(student_hidden.device.type, enabled=False), full_fp32():
+        with own_arithmetic(student_hidden.device, "linear_jsd forward"):
             _check_workspace(student, teacher, options, backend)
             rows = backend.prepare_rows(labels, temperature, options)
             divergence, found = _diverge(student, teacher, rows, beta, options, backend)
@@ -78,7 +78,7 @@ class _LinearJsd(torch.autograd.Function):
         )
         row_scale, to_nats, *found = tensors[4:]
         beta, options, backend = ctx.beta, ctx.options, ctx.backend
-        with torch.autocast(grad_loss.device.type, enabled=False), full_fp32():
+        with own_arithmetic(grad_loss.device, "linear_jsd backward"):
             terms = _row_terms(student, teacher, row_scale, to_nats, _Found(*found), grad_loss.float(), beta)
             if grad_loss.shape[0] > 0:
                 # Before anything that a rank without columns leaves out: ranks must agree on the order of collectives.

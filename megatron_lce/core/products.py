@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 SLAB_ROW_STEP = 64  # elements: rows of slabs and caches start at cache lines, and whole vectors of a CPU fit in a row
 
@@ -26,6 +27,13 @@ def full_fp32() -> Iterator[None]:
         yield
     finally:
         _full_fp32.leave()
+
+
+@contextlib.contextmanager
+def own_arithmetic(device: torch.device, name: str) -> Iterator[None]:
+    """Autocast off and products in full fp32 inside; a range of that name in a profiler's trace."""
+    with torch.autocast(device.type, enabled=False), full_fp32(), record_function(f"megatron_lce: {name}"):
+        yield
 
 
 class _FullFp32:

@@ -12,7 +12,7 @@ from megatron_lce.core.group_stats import stats_of_tokens
 from megatron_lce.core.head_gradients import Slab, head_gradients
 from megatron_lce.core.logit_gradients import LogitGradients, grad_logits_slabs
 from megatron_lce.core.options import LinearCrossEntropyOutput, Options
-from megatron_lce.core.products import full_fp32
+from megatron_lce.core.products import own_arithmetic
 from megatron_lce.core.protocols import CrossEntropyBackend, LogitsCache
 from megatron_lce.core.rows import Rows
 from megatron_lce.core.tokens import Counted, TokenBlock, Tokens, counted_rows, rows_to_compute, spread
@@ -163,7 +163,7 @@ class _LinearTokenLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, run: TokenLossPass, options: Options) -> Tensor:
-        with torch.autocast(hidden.device.type, enabled=False), full_fp32():
+        with own_arithmetic(hidden.device, "linear_token_loss forward"):
             grad_hidden, weight_sum = head_gradients(
                 run.tokens,
                 weight,
@@ -196,12 +196,12 @@ class _LinearTokenLoss(torch.autograd.Function):
             if sink is not None:
                 sink.buffer()[:num_columns].addcmul_(weight_sum, grad_loss.float())
                 grad_weight = sink.finish()
-            elif weight_sum.dtype == weight.dtype and weight_sum.shape == weight.shape:
-                grad_weight = weight_sum.mul_(grad_loss)  # the sum is the gradient's own memory
             else:
-                grad_weight = torch.empty_like(weight)
-                torch.mul(weight_sum, grad_loss, out=grad_weight[:num_columns])
-                grad_weight[num_columns:].zero_()
+                grad_weight = weight_sum.mul_(grad_loss)  # the gradient's own memory where dtypes and shapes allow
+                if weight_sum.dtype != weight.dtype or weight_sum.shape != weight.shape:
+                    grad_weight = torch.empty_like(weight)
+                    grad_weight[:num_columns].copy_(weight_sum)
+                    grad_weight[num_columns:].zero_()
         return grad_hidden, grad_weight, None, None
 
 

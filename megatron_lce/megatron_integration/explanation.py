@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from megatron_lce.backends.choice import _triton_obstacle
+from megatron_lce.backends.choice import triton_obstacle
 from megatron_lce.estimate import HeadStep, estimate_table, format_estimates
 from megatron_lce.megatron_integration.main_grad import main_grad_sink
 from megatron_lce.megatron_integration.support import NO_HEAD, find_language_model, head_reasons, loss_reasons
@@ -74,7 +74,7 @@ def explain(model: nn.Module | Sequence[nn.Module], tokens: int = 8192) -> Expla
         or weight.shape[1] % 8
     ):
         return Explanation(not of_head, False, of_head + of_loss)
-    obstacle = _triton_obstacle(weight.device)
+    obstacle = triton_obstacle(weight.device)
     step, description = _step(language_model, weight, tokens)
     return Explanation(
         can_capture=not of_head,
