@@ -11,6 +11,8 @@ from torch import Tensor
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MOST_LOGITS = 20_000  # tokens x columns: what Triton's interpreter does in well under a second
 
+SCALES = st.sampled_from([1.0, 1.0, 0.25, -1.5, 0.0])
+SOFTCAPS = st.sampled_from([None, None, 0.5, 5.0, 30.0, 1e4])
 # One line a keyword. What an oracle takes as well is handed to it under the same name.
 COMMON: dict[str, st.SearchStrategy] = {
     "temperature": st.sampled_from([1.0, 1.0, 0.3, 2.5, 100.0, "per token", "per token, some unusable"]),
@@ -19,8 +21,8 @@ COMMON: dict[str, st.SearchStrategy] = {
     "workspace_bytes": st.sampled_from([2**29, 2**29, 2**29, 2**18, 2**16, 1]),
 }
 CROSS_ENTROPY = COMMON | {
-    "logits_scale": st.sampled_from([1.0, 1.0, 0.25, -1.5, 0.0]),
-    "softcap": st.sampled_from([None, None, 0.5, 5.0, 30.0, 1e4]),
+    "logits_scale": SCALES,
+    "softcap": SOFTCAPS,
     "entropy": st.booleans(),
     "telemetry": st.booleans(),
     "skip_ignored": st.sampled_from([False, False, True, "count", "miscount"]),
@@ -29,6 +31,10 @@ CROSS_ENTROPY = COMMON | {
 }
 JSD = COMMON | {
     "beta": st.sampled_from([0, 1, 0.5, 0.1, 0.9, 1e-3]),
+    "student_logits_scale": SCALES,
+    "teacher_logits_scale": SCALES,
+    "student_softcap": SOFTCAPS,
+    "teacher_softcap": SOFTCAPS,
 }
 
 

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 import megatron_lce
 from megatron_lce.backends.reference import reference_linear_cross_entropy
 from megatron_lce.core.options import LinearCrossEntropyOutput
-from tests.jsd_oracle import JsdInputs, evaluate_jsd, jsd_comparisons, jsd_of_logits
+from tests.jsd_oracle import JsdInputs, evaluate_jsd, jsd_comparisons, jsd_of_products
 from tests.oracle import Result, Upstream, comparisons, evaluate, oracle
 
 BITS_ALIGNMENT = 128  # shards cut at multiples of it give the bits of the whole
@@ -154,7 +154,7 @@ def check_jsd(case: Case, tensors: Tensors, share: Share, setting: Setting, find
         return megatron_lce.linear_jsd(*(laid_out(tensor, case.layout) for tensor in heads), **keywords)
 
     actual = evaluate_jsd(divergence, mine, labels=tensors.labels, **share.keywords)
-    options = taken_by(jsd_of_logits, share.keywords | {"labels": tensors.labels})
+    options = taken_by(jsd_of_products, share.keywords | {"labels": tensors.labels})
     parts = {"hidden_rows": share.rows, "weight_rows": share.columns, "interpreted": setting.interpreted}
     for name, error, allowed in jsd_comparisons(actual, whole, **parts, **options):
         findings.require(error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.1e}")
