@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -60,9 +61,8 @@ def parse_device() -> torch.device:
     return device_of_rank(parser.parse_args().device)
 
 
-def main(program: Callable[[torch.device, Report], None]) -> None:
-    """Start the process group, run `program(device, report)`, and exit non-zero if a comparison failed."""
-    device = parse_device()
+def start(device: torch.device) -> None:
+    """Starts the process group for this rank's device."""
     if device.type == "cpu":
         torch.set_num_threads(1)
         os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
@@ -72,14 +72,25 @@ def main(program: Callable[[torch.device, Report], None]) -> None:
         timeout=timedelta(seconds=120),
         device_id=device if device.type == "cuda" else None,
     )
+
+
+def end(failed: bool) -> NoReturn:
+    """Ends the process group and the program."""
+    gc.collect()  # a live autograd graph holds the group, and gloo aborts when it outlives the process
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.exit(1 if failed else 0)
+
+
+def main(program: Callable[[torch.device, Report], None]) -> None:
+    """Start the process group, run `program(device, report)`, and exit non-zero if a comparison failed."""
+    device = parse_device()
+    start(device)
     report = Report()
     program(device, report)
     if dist.get_rank() == 0:
         print(f"{report.compared} compared, {len(report.failures)} failed on {dist.get_world_size()} ranks", flush=True)
-    gc.collect()  # a live autograd graph holds the group, and gloo aborts when it outlives the process
-    dist.barrier()
-    dist.destroy_process_group()
-    sys.exit(1 if report.failures else 0)
+    end(bool(report.failures))
 
 
 def _device_of_group() -> str:

@@ -1,0 +1,195 @@
+"""One drawn call on this rank: the operation, what it is held against, and the properties that hold for every call."""
+
+import inspect
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fuzz_cases import Case, Tensors, build, laid_out, starts_of, vocab_size_of
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+import megatron_lce
+from megatron_lce.backends.reference import reference_linear_cross_entropy
+from megatron_lce.core.options import LinearCrossEntropyOutput
+from tests.jsd_oracle import JsdInputs, evaluate_jsd, jsd_comparisons, jsd_of_products
+from tests.oracle import Result, Upstream, comparisons, evaluate, oracle
+
+BITS_ALIGNMENT = 128  # shards cut at multiples of it give the bits of the whole
+
+
+@dataclass
+class Setting:
+    """Where a case runs."""
+
+    operation: str
+    backend: str
+    ranks: int
+    group: ProcessGroup | None  # of the ranks that take part; None: this one does not
+    device: torch.device
+
+    @property
+    def interpreted(self) -> bool:
+        return self.backend == "triton" and self.device.type == "cpu"
+
+
+class Findings(list[str]):
+    """What is wrong. Noted, not raised, so that a rank that finds something still takes part in what follows."""
+
+    def require(self, condition: bool, message: str) -> None:
+        if not condition:
+            self.append(message)
+
+
+@dataclass
+class Share:
+    """This rank's part of the case."""
+
+    rows: slice  # of the first dimension of hidden
+    columns: slice  # of the vocabulary
+    keywords: dict[str, Any]  # of the call
+
+
+def share_of(case: Case, tensors: Tensors, setting: Setting) -> Share:
+    group = setting.group
+    rank = dist.get_rank(group)
+    starts = starts_of(case)
+    columns = slice(starts[rank], starts[rank] + case.shards[rank])
+    rows = slice(None)
+    if tensors.keywords["sequence_parallel"]:
+        length = case.shape[0] // setting.ranks
+        rows = slice(rank * length, (rank + 1) * length)
+    must_pass = case.pass_vocab_start or case.reversed or len(set(case.shards)) > 1
+    keywords = tensors.keywords | {
+        "tp_group": group,
+        "vocab_start": columns.start if must_pass else None,
+        "vocab_size": vocab_size_of(case),
+        "backend": setting.backend,
+    }
+    return Share(rows, columns, keywords)
+
+
+def taken_by(function: Any, keywords: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in keywords.items() if name in inspect.signature(function).parameters}
+
+
+def check_case(case: Case, setting: Setting, **changes: Any) -> Findings:
+    """What is wrong when the case is run with `changes` of its keywords.
+
+    Raises:
+        TypeError, ValueError: the operation refuses the call.
+    """
+    tensors = build(case, setting.device)
+    tensors.keywords.update(changes)
+    share = share_of(case, tensors, setting)
+    check = check_jsd if setting.operation == "linear_jsd" else check_cross_entropy
+    findings = Findings()
+    check(case, tensors, share, setting, findings)
+    return findings
+
+
+def check_cross_entropy(case: Case, tensors: Tensors, share: Share, setting: Setting, findings: Findings) -> None:
+    ((hidden, weight),), labels, upstream = tensors.heads, tensors.labels, Upstream(**tensors.upstream)
+    run = evaluate_token_loss if setting.operation == "linear_token_loss" else partial(evaluate, cross_entropy)
+
+    def call(**keywords: Any) -> Result:
+        keywords = share.keywords | keywords
+        return run(hidden[share.rows], weight[share.columns], labels, upstream, layout=case.layout, **keywords)
+
+    actual = call()
+    counted = int((labels != share.keywords["ignore_index"]).sum())
+    skip = share.keywords["skip_ignored"]
+    if not isinstance(skip, bool) and skip != counted:
+        findings.require(
+            bool(actual.outputs.logprobs.isnan().all()), "skip_ignored is not the count, logprobs are not NaN"
+        )
+        return
+    if not share.keywords["reduce_grad_hidden"]:
+        whole = actual.grad_hidden.float()
+        dist.all_reduce(whole, group=setting.group)
+        actual = actual._replace(grad_hidden=whole.to(hidden.dtype))
+    options = taken_by(reference_linear_cross_entropy, share.keywords)
+    inputs = (hidden, weight, labels, upstream)
+    expected = oracle(*inputs, **options)
+    parts = {"hidden_rows": share.rows, "weight_rows": share.columns, "interpreted": setting.interpreted}
+    for name, error, allowed in comparisons(actual, expected, *inputs, **parts, **options):
+        findings.require(error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.1e}")
+    findings.require(
+        actual.grad_hidden.dtype == actual.grad_weight.dtype == hidden.dtype, "gradients have another dtype"
+    )
+    check_same_bits_on_every_rank([t for t in actual.outputs if t is not None], setting, findings)
+    check_bits(case, tensors, share, actual.outputs, findings)
+
+
+def check_bits(
+    case: Case, tensors: Tensors, share: Share, outputs: LinearCrossEntropyOutput, findings: Findings
+) -> None:
+    """Outputs are the same bits without gradients and whatever else is asked, and on one rank."""
+    ((hidden, weight),), labels = tensors.heads, tensors.labels
+    with torch.no_grad():
+        forward = {"entropy": False, "telemetry": False, "logits_cache_bytes": 0, "reduce_grad_hidden": True}
+        keywords = share.keywords | {"layout": case.layout}
+        plain = cross_entropy(hidden[share.rows], weight[share.columns], labels, **keywords | forward)
+        for name in ("logprobs", "lse"):
+            findings.require(
+                same_bits(getattr(plain, name), getattr(outputs, name)), f"{name}: other bits without gradients"
+            )
+        if all(start % BITS_ALIGNMENT == 0 for start in starts_of(case)):
+            alone = {"tp_group": None, "vocab_start": None, "sequence_parallel": False, "workspace_bytes": 2**29}
+            whole = cross_entropy(hidden, weight, labels, **keywords | alone)
+            for name, mine, theirs in zip(outputs._fields, outputs, whole, strict=True):
+                findings.require(mine is None or same_bits(mine, theirs), f"{name}: other bits on one rank")
+
+
+def check_jsd(case: Case, tensors: Tensors, share: Share, setting: Setting, findings: Findings) -> None:
+    (student, teacher), upstream = tensors.heads, tensors.upstream[case.upstream[0]]
+    whole = JsdInputs(*student, *teacher, upstream)
+    mine = JsdInputs(
+        *(tensor for head in tensors.heads for tensor in (head[0][share.rows], head[1][share.columns])), upstream
+    )
+
+    def divergence(*heads: Tensor, **keywords: Any) -> Tensor:
+        return megatron_lce.linear_jsd(*(laid_out(tensor, case.layout) for tensor in heads), **keywords)
+
+    actual = evaluate_jsd(divergence, mine, labels=tensors.labels, **share.keywords)
+    options = taken_by(jsd_of_products, share.keywords | {"labels": tensors.labels})
+    parts = {"hidden_rows": share.rows, "weight_rows": share.columns, "interpreted": setting.interpreted}
+    for name, error, allowed in jsd_comparisons(actual, whole, **parts, **options):
+        findings.require(error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.1e}")
+    check_same_bits_on_every_rank([actual.loss], setting, findings)
+
+
+def cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, layout: str = "contiguous", **keywords: Any
+) -> LinearCrossEntropyOutput:
+    return megatron_lce.linear_cross_entropy(laid_out(hidden, layout), laid_out(weight, layout), labels, **keywords)
+
+
+def evaluate_token_loss(
+    hidden: Tensor, weight: Tensor, labels: Tensor, upstream: Upstream, *, layout: str, **keywords: Any
+) -> Result:
+    """`linear_token_loss` of the loss whose upstream gradients are these."""
+    hidden, weight = (tensor.detach().clone().requires_grad_() for tensor in (hidden, weight))
+    given = {name: gradient for name, gradient in upstream._asdict().items() if gradient is not None}
+
+    def loss(outputs: LinearCrossEntropyOutput, *gradients: Tensor) -> Tensor:
+        return sum(getattr(outputs, name) * gradient for name, gradient in zip(given, gradients, strict=True))
+
+    heads = (laid_out(tensor, layout) for tensor in (hidden, weight))
+    result = megatron_lce.linear_token_loss(*heads, labels, loss, *given.values(), **keywords)
+    result.loss.backward()
+    return Result(result.outputs, hidden.grad, weight.grad)
+
+
+def check_same_bits_on_every_rank(tensors: list[Tensor], setting: Setting, findings: Findings) -> None:
+    mine = torch.cat([tensor.double().reshape(-1).nan_to_num(nan=12345.0) for tensor in tensors])
+    everyone = [torch.empty_like(mine) for _ in range(setting.ranks)]
+    if mine.numel():
+        dist.all_gather(everyone, mine, group=setting.group)
+    findings.require(all(torch.equal(other, mine) for other in everyone), "outputs differ between ranks")
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.nan_to_num(nan=12345.0), b.nan_to_num(nan=12345.0))
