@@ -11,17 +11,21 @@ from tests.jsd_oracle import JsdInputs, evaluate_jsd, jsd_comparisons, materiali
 from tests.live_bytes import peak_live_bytes
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
-BETAS = [0, 0.1, 0.5, 0.9, 1]
+BETAS = [0, 0.5, 1]  # both ends and between
 
-SHAPES = [  # tokens, H of student and teacher, V_local
-    (1, 1, 1, 1),
-    (5, 1, 3, 2),
-    (3, 64, 8, 1),
-    (7, 33, 20, 101),
-    (130, 17, 24, 257),
-    (64, 64, 128, 256),
-    ((2, 3), 12, 40, 70),
-    ((5, 2, 3), 16, 16, 300),
+PROBLEMS = [  # tokens, H of student and teacher, V_local; dtype
+    ((1, 1, 1, 1), FP32),
+    ((1, 1, 1, 1), BF16),
+    ((5, 1, 3, 2), FP16),
+    ((3, 64, 8, 1), FP32),
+    ((7, 33, 20, 101), FP16),
+    ((7, 33, 20, 101), BF16),
+    ((70, 17, 24, 130), FP32),  # several tiles, none of them full at the end
+    ((130, 17, 24, 257), BF16),
+    ((64, 64, 128, 128), FP32),  # full tiles
+    ((128, 64, 128, 256), FP16),
+    (((2, 3), 12, 40, 70), FP32),
+    (((5, 2, 3), 16, 16, 300), BF16),
 ]
 
 
@@ -60,19 +64,16 @@ def test_oracle_is_the_definition():
         torch.testing.assert_close(materialised_jsd(*inputs[:4], beta=beta, temperature=2.0), expected)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize(
-    ("beta", "dtype"), [(0, FP32), (0.5, FP32), (1, FP32), (0, BF16), (0.5, BF16), (1, BF16), (0.5, FP16)]
-)
+@pytest.mark.parametrize(("shape", "dtype"), PROBLEMS, ids=str)
+@pytest.mark.parametrize("beta", BETAS)
 def test_loss_and_gradients_match_the_oracle(beta, shape, dtype, backend, device):
     result = check(backend, make_inputs(*shape, device, dtype), beta=beta)
     assert result.loss.dtype == FP32
     assert result.grad_hidden.dtype == result.grad_weight.dtype == dtype
 
 
-@pytest.mark.parametrize("temperature", [0.5, 4.0])
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize(("dtype", "temperature"), [(FP32, 0.5), (BF16, 4.0)], ids=str)
+@pytest.mark.parametrize("beta", [0.1, 0.9])
 def test_betas_and_temperatures_match_the_oracle(beta, dtype, temperature, backend, device):
     check(backend, make_inputs(33, 24, 40, 130, device, dtype), beta=beta, temperature=temperature)
 
@@ -95,21 +96,28 @@ def test_temperature_per_token_ignored_rows_and_padding(beta, backend, device):
     assert (result.grad_weight[37:] == 0).all()
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-@pytest.mark.parametrize("beta", [0, 0.5, 1])
+BOTH_HEADS = {
+    "student_logits_scale": 1.5,
+    "student_softcap": 2.0,
+    "teacher_logits_scale": -0.5,
+    "teacher_softcap": 5.0,
+}
+
+
 @pytest.mark.parametrize(
-    "form",
+    ("form", "dtype"),
     [
-        {"student_logits_scale": 0.3},
-        {"teacher_logits_scale": 2.5},
-        {"student_softcap": 2.0, "teacher_logits_scale": 0.5},
-        {"student_logits_scale": 1.5, "student_softcap": 2.0, "teacher_logits_scale": -0.5, "teacher_softcap": 5.0},
+        ({"student_logits_scale": 0.3, "teacher_softcap": 3.0}, FP32),
+        ({"student_softcap": 2.0, "teacher_logits_scale": 0.5}, FP32),
+        (BOTH_HEADS, FP32),
+        (BOTH_HEADS, BF16),
     ],
-    ids=lambda form: ",".join(form),
+    ids=["scale and softcap", "softcap and scale", "both of both", "both of both, bf16"],
 )
+@pytest.mark.parametrize("beta", BETAS)
 def test_scale_and_softcap_of_either_head(form, beta, dtype, backend, device):
     temperature = torch.linspace(0.5, 4.0, 9, device=device)
-    check(backend, make_inputs(9, 24, 40, 300, device, dtype), beta=beta, temperature=temperature, **form)
+    check(backend, make_inputs(9, 24, 40, 130, device, dtype), beta=beta, temperature=temperature, **form)
 
 
 @pytest.mark.parametrize("beta", BETAS)
@@ -125,31 +133,38 @@ def test_unusable_temperatures_make_their_rows_nan_and_no_other(beta, backend, d
     assert not result.grad_hidden[[0, 4, 5, 6, 7]].isnan().any()
 
 
-@pytest.mark.parametrize("beta", [0, 0.5, 1])
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("argument", range(4), ids=JsdInputs._fields[:4])
-def test_what_is_not_finite_in_either_head_makes_its_rows_nan_and_no_other(argument, value, beta, backend, device):
+@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize("argument", [0, 2], ids=JsdInputs._fields[:4:2])
+def test_nan_in_a_tokens_hidden_makes_its_row_nan_and_no_other(argument, beta, backend, device):
     """Loss and gradients: a step that is skipped where a gradient is NaN must be skipped."""
     inputs = make_inputs(6, 8, 12, 20, device)
     clean = evaluate_jsd(linear_jsd, inputs, beta=beta, backend=backend)
-    inputs[argument][2, 1] = value
+    inputs[argument][2, 1] = math.nan
     broken = evaluate_jsd(linear_jsd, inputs, beta=beta, backend=backend)
-    in_hidden = argument in (0, 2)  # of one token; a weight's is in every token's logits
-    others = [0, 1, 3, 4, 5] if in_hidden else []
-    of_nan = torch.ones(6, dtype=torch.bool, device=device)
-    of_nan[others] = False
-    assert torch.equal(broken.loss.isnan(), of_nan)
-    assert torch.equal(broken.grad_hidden.isnan().all(1), of_nan)
-    assert torch.equal(broken.grad_hidden.isnan().any(1), of_nan)
+    assert broken.loss[2].isnan()
+    assert broken.grad_hidden[2].isnan().all()
     assert broken.grad_weight.isnan().all()
+    others = [0, 1, 3, 4, 5]
     assert torch.equal(broken.loss[others], clean.loss[others])
     assert torch.equal(broken.grad_hidden[others], clean.grad_hidden[others])
+
+
+@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("argument", [1, 3], ids=JsdInputs._fields[1:4:2])
+def test_what_is_not_finite_in_a_weight_makes_every_row_nan(argument, value, beta, backend, device):
+    """One column of the logits; infinities of either sign, by the token's hidden."""
+    inputs = make_inputs(6, 8, 12, 20, device)
+    inputs[argument][2, 1] = value
+    result = evaluate_jsd(linear_jsd, inputs, beta=beta, backend=backend)
+    for part in result:
+        assert part.isnan().all()
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 @pytest.mark.parametrize("beta", BETAS)
 def test_gradient_vanishes_where_student_equals_teacher(beta, dtype, backend, device):
-    inputs = make_inputs(17, 24, 24, 130, device, dtype)
+    inputs = make_inputs(9, 24, 24, 130, device, dtype)
     typical = evaluate_jsd(linear_jsd, inputs, beta=beta, backend=backend)
     equal = inputs._replace(teacher_hidden=inputs.student_hidden, teacher_weight=inputs.student_weight)
     result = evaluate_jsd(linear_jsd, equal, beta=beta, backend=backend)
@@ -158,7 +173,7 @@ def test_gradient_vanishes_where_student_equals_teacher(beta, dtype, backend, de
         assert getattr(result, name).norm() <= 1e-5 * getattr(typical, name).norm(), name
 
 
-@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize("beta", [0, 0.1, 0.9, 1])
 def test_probabilities_that_underflow_on_either_side(beta, backend, device):
     """Logits of +-1000: each head's mass is on columns that are impossible to the other, or on the same one."""
     inputs = make_inputs(16, 8, 8, 130, device, logit_std=300.0)
@@ -173,8 +188,8 @@ def test_probabilities_that_underflow_on_either_side(beta, backend, device):
 @pytest.mark.parametrize("beta", [0.1, 0.5, 0.9])
 def test_loss_stays_within_its_bounds(beta, backend, device):
     """Zero where the heads agree, the entropy of (beta, 1 - beta) where they have nothing in common."""
-    apart = make_inputs(64, 8, 8, 300, device, logit_std=300.0)
-    near = make_inputs(64, 8, 8, 300, device)
+    apart = make_inputs(64, 8, 8, 128, device, logit_std=300.0)
+    near = make_inputs(64, 8, 8, 128, device)
     near = near._replace(teacher_hidden=near.student_hidden * 1.0001, teacher_weight=near.student_weight)
     largest = torch.tensor(-beta * math.log(beta) - (1 - beta) * math.log(1 - beta))
     losses = torch.cat([linear_jsd(*i[:4], beta=beta, backend=backend) for i in (apart, near)])
@@ -237,16 +252,16 @@ def test_gradient_of_one_side_alone(backend, device):
         assert torch.equal(tensors[index].grad, expected)
 
 
-@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize("beta", [0.5, 1])
 def test_same_bits_from_run_to_run_and_within_autocast(beta, backend, device):
-    inputs = make_inputs(33, 24, 16, 300, device)
+    inputs = make_inputs(33, 24, 16, 130, device)
     first = evaluate_jsd(linear_jsd, inputs, beta=beta, backend=backend)
     with torch.autocast(device.type, dtype=BF16):
         second = evaluate_jsd(linear_jsd, inputs, beta=beta, backend=backend)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize("beta", [0.5, 1])
 def test_a_tokens_loss_depends_on_no_other_token(beta, device):
     pytest.importorskip("triton")
     inputs = make_inputs(200, 24, 16, 300, device, BF16)
@@ -260,7 +275,8 @@ def test_a_tokens_loss_depends_on_no_other_token(beta, device):
     ("beta", "hidden_size", "dtype"), [(0.5, 24, FP32), (0, 21, FP32), (0.5, 21, BF16), (1, 24, BF16)]
 )
 def test_the_smallest_workspace_is_named_and_works(beta, hidden_size, dtype, backend, device):
-    inputs = make_inputs(9, hidden_size, 40, 300, device, dtype)
+    """In blocks of one token and of 256 columns, with and without copies of rows that are not aligned."""
+    inputs = make_inputs(3, hidden_size, 40, 300, device, dtype)
     with pytest.raises(ValueError, match=r"workspace_bytes must be at least \d+ for these heads, got 1$") as error:
         linear_jsd(*inputs[:4], beta=beta, backend=backend, workspace_bytes=1)
     smallest = int(str(error.value).split("at least ")[1].split()[0])
@@ -270,9 +286,8 @@ def test_the_smallest_workspace_is_named_and_works(beta, hidden_size, dtype, bac
         linear_jsd(*inputs[:4], beta=beta, backend=backend, workspace_bytes=smallest - 1)
 
 
-@pytest.mark.parametrize("workspace_bytes", [2**18, 2**20])
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-@pytest.mark.parametrize("beta", [0, 0.5, 1])
+@pytest.mark.parametrize(("dtype", "workspace_bytes"), [(FP32, 2**18), (FP32, 2**20), (BF16, 2**18)], ids=str)
+@pytest.mark.parametrize("beta", [0.5, 1])
 def test_torch_slabs_are_gone_before_the_next_ones_come(beta, dtype, workspace_bytes):
     inputs = make_inputs(600, 32, 48, 2300, torch.device("cpu"), dtype)
     hidden, weight = inputs.student_hidden.requires_grad_(), inputs.student_weight.requires_grad_()
@@ -376,7 +391,7 @@ def gpu_step(inputs, **keywords):
 @pytest.mark.usefixtures("usual_torch")
 @pytest.mark.parametrize("workspace_bytes", [2**24, 2**27])
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-@pytest.mark.parametrize("beta", [0, 0.5, 1])
+@pytest.mark.parametrize("beta", BETAS)
 def test_memory_stays_within_what_the_caller_set(beta, dtype, workspace_bytes, backend, device):
     inputs = make_inputs(4096, 512, 768, 50257, device, dtype)
     keywords = {"beta": beta, "workspace_bytes": workspace_bytes, "backend": backend}
@@ -391,7 +406,7 @@ def test_memory_stays_within_what_the_caller_set(beta, dtype, workspace_bytes, b
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("usual_torch")
-@pytest.mark.parametrize("beta", [0, 0.5, 1])
+@pytest.mark.parametrize("beta", BETAS)
 def test_no_host_synchronisation(beta, backend, device):
     inputs = make_inputs(512, 128, 256, 5003, device, BF16)
     gpu_step(inputs, beta=beta, backend=backend)
