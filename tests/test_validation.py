@@ -204,4 +204,4 @@ def test_ranks_describe_a_configuration_in_one_order(device):
     """Not in that of a set of strings, which differs from process to process: the ranks of a group compare them."""
     problem = make_problem(3, 24, 31, device)
     described = api._describe(*problem[:3], {"skip_ignored": False, "softcap": None, "temperature": 1.0})
-    assert list(described) == ["hidden", "weight", "labels", "grad mode", "softcap", "temperature", "skip_ignored"]
+    assert list(described) == ["hidden", "weight", "labels", "gradients", "softcap", "temperature", "skip_ignored"]
