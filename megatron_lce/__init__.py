@@ -17,7 +17,7 @@ from megatron_lce.megatron_integration import (
     fused_output_processor,
     install_megatron_linear_cross_entropy,
 )
-from megatron_lce.packed import context_parallel_shard, shift_labels
+from megatron_lce.packed import context_parallel_gather, context_parallel_shard, shift_labels
 from megatron_lce.token_loss import TokenLoss, linear_token_loss
 
 __version__ = "0.1.0"  # the one place: setup.py reads it from here
@@ -33,6 +33,7 @@ __all__ = [
     "capture_lm_head",
     "check_labels",
     "compat",
+    "context_parallel_gather",
     "context_parallel_shard",
     "enable_fused_linear_ce",
     "explain",

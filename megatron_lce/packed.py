@@ -1,10 +1,18 @@
-"""Labels of packed and padded batches, and the cut of a batch over context-parallel ranks.
+"""Labels of packed and padded batches, and the cut of a batch over context-parallel ranks and back.
 
-Nothing here looks at the device's data: lengths may stay on the GPU.
+Bounds of packed sequences may lie on the host or on the device. On the host they are checked. On the device nobody
+looks at them, which would wait for it: labels then never leave their row, and a cut that loses tokens fails.
 """
+
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_lce.core import collectives
+
+Layout = Literal["zigzag", "contiguous"]
 
 
 def shift_labels(
@@ -32,6 +40,10 @@ def shift_labels(
 
     Returns:
         int64 of tokens' shape.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described. Bounds on the device are not looked at: one past the
+            row's end counts as its end, a sequence longer than its place as cut there.
     """
     if tokens.dim() != 2:
         raise ValueError(f"tokens must be [b, s] or [1, total], got {tuple(tokens.shape)}")
@@ -43,13 +55,15 @@ def shift_labels(
         raise ValueError("cu_seqlens must be given with cu_seqlens_padded, got None")
     length = tokens.shape[1]
     positions = torch.arange(length, device=tokens.device)
-    if cu_seqlens is None:
-        has_next = (positions < length - 1).expand_as(tokens)
-    else:
-        _check_packed(tokens, cu_seqlens, cu_seqlens_padded)
-        bounds = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
-        sequence = _sequence_of(positions, bounds)
-        has_next = (positions - bounds[sequence] + 1 < cu_seqlens.diff()[sequence])[None]
+    has_next = (positions < length - 1).expand_as(tokens)
+    if cu_seqlens is not None:
+        places = _checked_bounds("cu_seqlens", cu_seqlens, tokens)
+        lengths = places.diff()
+        if cu_seqlens_padded is not None:
+            places = _checked_padded_bounds(cu_seqlens_padded, cu_seqlens, tokens)
+            lengths = torch.minimum(lengths, places.diff())
+        sequence = _sequence_of(positions, places)
+        has_next = has_next & (positions - places[sequence] + 1 < lengths[sequence])
     if mask is not None:
         real = mask.bool()
         has_next = has_next & real & real.roll(-1, dims=1)
@@ -62,52 +76,155 @@ def context_parallel_shard(
     cp_rank: int,
     *,
     cu_seqlens_padded: Tensor | None = None,  # [n + 1]
+    layout: Layout = "zigzag",
 ) -> Tensor:
-    """The part of a batch that Megatron gives to a context-parallel rank: [b, s / cp_size, ...].
-
-    Every sequence is cut into `2 cp_size` chunks; rank r has the r-th from the front and the r-th from the back, so
-    that causal attention costs all ranks the same. Packed sequences are cut one by one.
+    """The part of a batch that a context-parallel rank has: [b, s / cp_size, ...].
 
     Args:
         tensor: tokens, labels, masks, positions or outputs, sequences along dimension 1.
         cp_size, cp_rank: of the context-parallel group.
-        cu_seqlens_padded: bounds of packed sequences, each length a multiple of `2 cp_size`; what is behind the last
-            one is cut as a sequence of its own. `None`: a row is one sequence.
+        cu_seqlens_padded: bounds of packed sequences, which are cut one by one; what is behind the last one is cut as
+            a sequence of its own. `None`: a row is one sequence.
+        layout: "zigzag", as Megatron cuts: every sequence in `2 cp_size` chunks, of which rank r has the r-th from the
+            front and the r-th from the back, so that causal attention costs all ranks the same. "contiguous": in
+            `cp_size` chunks, of which rank r has the r-th.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described, or a sequence cannot be cut into so many chunks. Bounds
+            on the device are not looked at: where they cannot be cut, indexing fails on the device.
     """
-    chunks = 2 * cp_size
     if not 0 <= cp_rank < cp_size:
         raise ValueError(f"cp_rank must be in [0, {cp_size}), got {cp_rank}")
+    chunks = _chunks(layout, cp_size)
     if tensor.dim() < 2 or tensor.shape[1] % chunks:
         raise ValueError(f"tensor must be [b, s, ...] with s a multiple of {chunks}, got {tuple(tensor.shape)}")
+    bounds = _bounds_to_cut(tensor, tensor.shape[1], cu_seqlens_padded, chunks)
+    return tensor.index_select(1, _positions(bounds, tensor.shape[1], cp_size, cp_rank, chunks))
+
+
+def context_parallel_gather(
+    tensor: Tensor,  # [b, s / cp, ...], or [1, total / cp, ...] when packed
+    group: ProcessGroup | None,
+    *,
+    cu_seqlens_padded: Tensor | None = None,  # [n + 1]
+    layout: Layout = "zigzag",
+) -> Tensor:
+    """The whole of what `context_parallel_shard` cut, on every rank: [b, s, ...].
+
+    Its gradient is the part of this rank, without a collective: what is computed of the whole is meant to be the same
+    on every rank, as a loss over whole sequences is. With a loss of its own on each rank, the parts of the others
+    would be lost.
+
+    Args:
+        tensor: this rank's part of anything per token, say logprobs.
+        group: the context-parallel group; `None`: one rank.
+        cu_seqlens_padded, layout: as it was cut; the bounds are those of the whole.
+    """
+    if group is not None and not isinstance(group, ProcessGroup):
+        raise TypeError(f"group must be a torch.distributed.ProcessGroup or None, got {type(group).__name__}")
+    if tensor.dim() < 2:
+        raise ValueError(f"tensor must be [b, s / cp, ...], got {tuple(tensor.shape)}")
+    cp_size, cp_rank = collectives.group_size(group), collectives.group_rank(group)
+    length, chunks = tensor.shape[1] * cp_size, _chunks(layout, cp_size)
+    if length % chunks:
+        raise ValueError(f"tensor must be [b, s / cp, ...] with s a multiple of {chunks}, got {tuple(tensor.shape)}")
+    bounds = _bounds_to_cut(tensor, length, cu_seqlens_padded, chunks)
+    positions = [_positions(bounds, length, cp_size, rank, chunks) for rank in range(cp_size)]
+    return _Gather.apply(tensor, group, torch.cat(positions), positions[cp_rank])
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup | None, positions: Tensor, own_positions: Tensor):
+        ctx.save_for_backward(own_positions)
+        rows = tensor.movedim(1, 0)
+        rows = rows if group is None else collectives.gather_rows(rows, group)
+        return torch.empty_like(rows).index_copy_(0, positions, rows).movedim(0, 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor):
+        (own_positions,) = ctx.saved_tensors
+        return grad.index_select(1, own_positions), None, None, None
+
+
+def _chunks(layout: Layout, cp_size: int) -> int:
+    if layout not in get_args(Layout):
+        raise ValueError(f"layout must be 'zigzag' or 'contiguous', got {layout!r}")
+    return 2 * cp_size if layout == "zigzag" else cp_size
+
+
+def _bounds_to_cut(tensor: Tensor, length: int, cu_seqlens_padded: Tensor | None, chunks: int) -> Tensor:
+    """Bounds of all that is cut, each length a multiple of `chunks`, on the tensor's device."""
     if cu_seqlens_padded is None:
-        bounds = torch.tensor([0, tensor.shape[1]], device=tensor.device)
-    else:
-        _check_packed(tensor, cu_seqlens_padded, None)
-        bounds = torch.cat([cu_seqlens_padded, cu_seqlens_padded.new_full((1,), tensor.shape[1])])
-    local = torch.arange(tensor.shape[1] // cp_size, device=tensor.device)
+        return torch.tensor([0, length]).to(tensor.device, non_blocking=True)
+    bounds = _checked_bounds("cu_seqlens_padded", cu_seqlens_padded, tensor, length)
+    if _on_host(cu_seqlens_padded):
+        odd = cu_seqlens_padded.diff()[cu_seqlens_padded.diff() % chunks != 0]
+        if odd.numel():
+            raise ValueError(
+                f"cu_seqlens_padded must have lengths that are multiples of {chunks} for this cut, got {int(odd[0])}"
+            )
+    return torch.cat([bounds, bounds.new_full((1,), length)])
+
+
+def _positions(bounds: Tensor, length: int, cp_size: int, cp_rank: int, chunks: int) -> Tensor:
+    """Where the tokens of a rank lie in the whole: [length / cp_size]; past its end if the bounds cannot be cut."""
+    lengths = bounds.diff()
+    local = torch.arange(length // cp_size, device=bounds.device)
     sequence = _sequence_of(local, bounds // cp_size)
-    start, chunk = bounds[sequence], bounds.diff()[sequence] // chunks
+    start, chunk = bounds[sequence], lengths[sequence] // chunks
     offset = local - start // cp_size
-    # The front chunk fills the first half of what this rank has of a sequence, the back one the second.
+    # In a zigzag the front chunk fills the first half of what this rank has of a sequence, the back one the second.
     jump = torch.where(offset < chunk, cp_rank * chunk, (chunks - 2 - cp_rank) * chunk)
-    return tensor.index_select(1, start + offset + jump)
+    can_be_cut = (bounds[0] == 0) & (lengths >= 0).all() & (lengths % chunks == 0).all()
+    return torch.where(can_be_cut, start + offset + jump, length)
 
 
 def _sequence_of(positions: Tensor, bounds: Tensor) -> Tensor:
-    """Which sequence each position lies in; the last one for positions past the last bound."""
+    """Which sequence each position lies in; the first or last one for positions outside of all."""
     last = bounds.shape[0] - 2
-    return (torch.searchsorted(bounds.to(positions.dtype), positions, right=True) - 1).clamp(max=last)
+    return (torch.searchsorted(bounds.to(positions.dtype), positions, right=True) - 1).clamp(min=0, max=last)
 
 
-def _check_packed(tensor: Tensor, cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None) -> None:
-    for name, bounds in (("cu_seqlens", cu_seqlens), ("cu_seqlens_padded", cu_seqlens_padded)):
-        if bounds is None:
-            continue
-        if bounds.is_floating_point() or bounds.dim() != 1 or bounds.shape[0] < 2:
-            raise ValueError(f"{name} must be integers [n + 1], got {bounds.dtype} {tuple(bounds.shape)}")
-        if bounds.shape != cu_seqlens.shape:
+def _checked_padded_bounds(cu_seqlens_padded: Tensor, cu_seqlens: Tensor, tensor: Tensor) -> Tensor:
+    """Bounds of the places that the sequences of `cu_seqlens` lie in, on the tensor's device."""
+    bounds = _checked_bounds("cu_seqlens_padded", cu_seqlens_padded, tensor)
+    if bounds.shape != cu_seqlens.shape:
+        raise ValueError(
+            f"cu_seqlens_padded must have as many bounds as cu_seqlens, {cu_seqlens.shape[0]}, got {bounds.shape[0]}"
+        )
+    if _on_host(cu_seqlens_padded) and _on_host(cu_seqlens):
+        lengths, places = cu_seqlens.diff(), cu_seqlens_padded.diff()
+        if (lengths > places).any():
+            first = int((lengths > places).int().argmax())
             raise ValueError(
-                f"{name} must have as many bounds as cu_seqlens, {cu_seqlens.shape[0]}, got {bounds.shape[0]}"
+                "cu_seqlens must fit into cu_seqlens_padded, "
+                f"got a sequence of {int(lengths[first])} in {int(places[first])}"
             )
+    return bounds
+
+
+def _checked_bounds(name: str, bounds: Tensor, tensor: Tensor, length: int | None = None) -> Tensor:
+    """Bounds of sequences in the tensor's one row, of `length` if not the tensor's own, on the tensor's device."""
+    length = tensor.shape[1] if length is None else length
+    if bounds.is_floating_point() or bounds.dim() != 1 or bounds.shape[0] < 2:
+        raise ValueError(f"{name} must be integers [n + 1], got {bounds.dtype} {tuple(bounds.shape)}")
     if tensor.shape[0] != 1:
         raise ValueError(f"packed sequences must lie in one row, [1, total, ...], got {tuple(tensor.shape)}")
+    if _on_host(bounds):
+        if bounds[0] != 0:
+            raise ValueError(f"{name} must start with 0, got {int(bounds[0])}")
+        if (bounds.diff() < 0).any():
+            fall = int((bounds.diff() < 0).int().argmax())
+            raise ValueError(f"{name} must not fall, got {int(bounds[fall + 1])} after {int(bounds[fall])}")
+        if bounds[-1] > length:
+            raise ValueError(f"{name} must end within the row of {length}, got {int(bounds[-1])}")
+        return bounds.to(tensor.device, non_blocking=True)
+    if bounds.device != tensor.device:
+        raise ValueError(f"{name} must be on the host or {tensor.device}, got {bounds.device}")
+    return bounds
+
+
+def _on_host(bounds: Tensor) -> bool:
+    """Whether looking at them waits for no device."""
+    return bounds.device.type == "cpu"

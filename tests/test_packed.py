@@ -10,10 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import megatron_lce
-from megatron_lce.packed import context_parallel_shard, shift_labels
+from megatron_lce import packed
+from megatron_lce.packed import context_parallel_gather, context_parallel_shard, shift_labels
 from tests.problems import make_problem
 
 IGNORED = -100
+TOKENS = torch.zeros(1, 8, dtype=torch.int64)
 
 
 def bounds_of(lengths, device="cpu"):
@@ -37,6 +39,47 @@ def test_packed_sequences_shift_one_by_one(lengths, rest):
     sequences = [tokens[a:b] for a, b in itertools.pairwise(bounds)]
     labels = shift_labels(torch.tensor([tokens], dtype=torch.int64), cu_seqlens=bounds_of(lengths))
     assert labels.tolist() == [flat(shifted_one_by_one(sequences)) + [IGNORED] * rest]
+
+
+@pytest.fixture
+def unseen(monkeypatch):
+    """Bounds as they are on a device, where nobody looks at them."""
+    monkeypatch.setattr(packed, "_on_host", lambda bounds: False)
+
+
+def test_unseen_bounds_never_take_a_label_from_elsewhere(unseen, device):
+    tokens = torch.arange(1, 9, device=device)[None]
+    no = IGNORED
+    for bounds, padded, expected in (
+        ([0, 3, 12], None, [2, 3, no, 5, 6, 7, 8, no]),
+        ([0, 8, 12], None, [2, 3, 4, 5, 6, 7, 8, no]),
+        ([0, 4, 6], [0, 2, 8], [2, no, 4, no, no, no, no, no]),
+    ):
+        bounds, padded = (None if b is None else torch.tensor(b, device=device) for b in (bounds, padded))
+        assert shift_labels(tokens, cu_seqlens=bounds, cu_seqlens_padded=padded).tolist() == [expected]
+
+
+@pytest.mark.parametrize("bounds", [[0, 3, 8], [0, 4, 12], [0, 8, 4], [4, 8]], ids=str)
+@pytest.mark.parametrize(
+    "cut",
+    [
+        lambda bounds: context_parallel_shard(TOKENS, 2, 1, cu_seqlens_padded=bounds),
+        lambda bounds: context_parallel_gather(TOKENS, None, cu_seqlens_padded=bounds),
+    ],
+    ids=["shard", "gather"],
+)
+def test_unseen_bounds_that_cannot_be_cut_fail(unseen, bounds, cut):
+    """As an error of the index; not for a GPU, whose assertion ends the process."""
+    with pytest.raises((IndexError, RuntimeError), match=r"(?i)ind.* is out of .*bounds|index out of range"):
+        cut(torch.tensor(bounds))
+
+
+def test_bounds_on_the_host_serve_tokens_on_any_device(device):
+    tokens, bounds = torch.arange(12)[None], torch.tensor([0, 4, 12])
+    labels = shift_labels(tokens.to(device), cu_seqlens=bounds)
+    assert torch.equal(labels.cpu(), shift_labels(tokens, cu_seqlens=bounds))
+    shard = context_parallel_shard(tokens.to(device), 2, 1, cu_seqlens_padded=bounds)
+    assert torch.equal(shard.cpu(), context_parallel_shard(tokens, 2, 1, cu_seqlens_padded=bounds))
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 4)), min_size=1, max_size=6))
@@ -72,13 +115,13 @@ def test_packed_logprobs_are_those_of_each_sequence_alone(backend, device):
     lengths = [5, 1, 9, 4]
     problem = make_problem((1, sum(lengths)), 24, 70, device)
     labels = shift_labels(problem.labels, cu_seqlens=bounds_of(lengths, device))
-    packed = megatron_lce.linear_cross_entropy(problem.hidden, problem.weight, labels, backend=backend)
+    whole = megatron_lce.linear_cross_entropy(problem.hidden, problem.weight, labels, backend=backend)
     ends = bounds_of(lengths).tolist()
     for start, end in itertools.pairwise(ends):
         hidden, tokens = problem.hidden[0, start : end - 1], problem.labels[0, start + 1 : end]
         alone = megatron_lce.linear_cross_entropy(hidden, problem.weight, tokens, backend=backend)
-        torch.testing.assert_close(packed.logprobs[0, start : end - 1], alone.logprobs, rtol=1e-6, atol=1e-6)
-        assert packed.logprobs[0, end - 1] == 0
+        torch.testing.assert_close(whole.logprobs[0, start : end - 1], alone.logprobs, rtol=1e-6, atol=1e-6)
+        assert whole.logprobs[0, end - 1] == 0
 
 
 # Context parallel
@@ -107,14 +150,24 @@ def test_cut_as_megatron_cuts(cp_size, monkeypatch, device):
         assert torch.equal(context_parallel_shard(tokens, cp_size, rank), expected)
 
 
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=5), st.integers(1, 4))
-def test_packed_sequences_are_cut_one_by_one(chunks, cp_size):
-    lengths = [2 * cp_size * chunk for chunk in chunks]
+@pytest.mark.parametrize("cp_size", [1, 3])
+def test_contiguous_cut(cp_size):
+    """The r-th part of each row, whose length need not be a multiple of 2 cp."""
+    tensor = torch.arange(2 * 9).view(2, 9)
+    shards = [context_parallel_shard(tensor, cp_size, rank, layout="contiguous") for rank in range(cp_size)]
+    assert torch.equal(torch.cat(shards, dim=1), tensor)
+
+
+@given(
+    st.lists(st.integers(0, 3), min_size=1, max_size=5), st.integers(1, 4), st.sampled_from(["zigzag", "contiguous"])
+)
+def test_packed_sequences_are_cut_one_by_one(chunks, cp_size, layout):
+    lengths = [(2 if layout == "zigzag" else 1) * cp_size * chunk for chunk in chunks]
     tensor = torch.arange(sum(lengths))[None]
     bounds = bounds_of(lengths)
     for rank in range(cp_size):
-        shard = context_parallel_shard(tensor, cp_size, rank, cu_seqlens_padded=bounds)
-        pieces = [context_parallel_shard(piece, cp_size, rank) for piece in tensor.split(lengths, dim=1)]
+        shard = context_parallel_shard(tensor, cp_size, rank, cu_seqlens_padded=bounds, layout=layout)
+        pieces = [context_parallel_shard(piece, cp_size, rank, layout=layout) for piece in tensor.split(lengths, dim=1)]
         assert torch.equal(shard, torch.cat(pieces, dim=1))
 
 
@@ -141,7 +194,17 @@ def test_labels_are_shifted_before_they_are_cut(backend, device):
         torch.testing.assert_close(logprobs, expected, rtol=1e-6, atol=1e-6)
 
 
-TOKENS = torch.zeros(1, 8, dtype=torch.int64)
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_one_rank_gathers_what_it_has(layout):
+    tensor = torch.randn(1, 12, 2, requires_grad=True)
+    bounds = torch.tensor([0, 4, 12])
+    shard = context_parallel_shard(tensor, 1, 0, cu_seqlens_padded=bounds, layout=layout)
+    whole = context_parallel_gather(shard, None, cu_seqlens_padded=bounds, layout=layout)
+    assert torch.equal(whole, tensor)
+    (whole * torch.arange(12.0)[:, None]).sum().backward()
+    assert torch.equal(tensor.grad, torch.arange(12.0)[:, None].expand(1, 12, 2))
+
+
 TWO_ROWS = torch.zeros(2, 8, dtype=torch.int64)
 BOUNDS = torch.tensor([0, 3, 8])
 BAD = [
@@ -159,6 +222,45 @@ BAD = [
         ValueError,
         "cu_seqlens_padded must have as many bounds as cu_seqlens, 3, got 2",
     ),
+    (shift_labels, (TOKENS,), {"cu_seqlens": BOUNDS + 1}, ValueError, "cu_seqlens must start with 0, got 1"),
+    (
+        shift_labels,
+        (TOKENS,),
+        {"cu_seqlens": torch.tensor([0, 3, 12])},
+        ValueError,
+        "cu_seqlens must end within the row of 8, got 12",
+    ),
+    (
+        shift_labels,
+        (TOKENS,),
+        {"cu_seqlens": torch.tensor([0, 5, 3])},
+        ValueError,
+        "cu_seqlens must not fall, got 3 after 5",
+    ),
+    (
+        shift_labels,
+        (TOKENS,),
+        {"cu_seqlens": BOUNDS, "cu_seqlens_padded": torch.tensor([0, 2, 8])},
+        ValueError,
+        "cu_seqlens must fit into cu_seqlens_padded, got a sequence of 3 in 2",
+    ),
+    (
+        context_parallel_shard,
+        (TOKENS, 2, 0),
+        {"cu_seqlens_padded": BOUNDS},
+        ValueError,
+        "cu_seqlens_padded must have lengths that are multiples of 4 for this cut, got 3",
+    ),
+    (
+        context_parallel_shard,
+        (TOKENS, 2, 0),
+        {"cu_seqlens_padded": torch.tensor([0, 4, 12])},
+        ValueError,
+        "cu_seqlens_padded must end within the row of 8, got 12",
+    ),
+    (shift_labels, (TOKENS,), {"cu_seqlens": BOUNDS.to("meta")}, ValueError, "must be on the host or cpu, got meta"),
+    (context_parallel_shard, (TOKENS, 2, 0), {"layout": "ring"}, ValueError, "'zigzag' or 'contiguous', got 'ring'"),
+    (context_parallel_gather, (TOKENS, "cp"), {}, TypeError, "group must be a .*ProcessGroup or None, got str"),
     (context_parallel_shard, (TOKENS, 2, 2), {}, ValueError, r"cp_rank must be in \[0, 2\), got 2"),
     (context_parallel_shard, (TOKENS, 3, 0), {}, ValueError, r"s a multiple of 6, got \(1, 8\)"),
     (context_parallel_shard, (TOKENS[0], 2, 0), {}, ValueError, r"tensor must be \[b, s, ...\]"),

@@ -24,6 +24,7 @@ import megatron_lce
 from megatron_lce import compat
 from megatron_lce.core import blocks
 from megatron_lce.core.options import LinearCrossEntropyOutput
+from megatron_lce.packed import context_parallel_gather, context_parallel_shard
 from tests.oracle import Result, Upstream, comparisons, evaluate, oracle, random_upstream
 
 HIDDEN_SIZE = 24
@@ -432,6 +433,24 @@ def run_no_grad(backend: str, group: ProcessGroup, device: torch.device, report:
         report.check(f"{backend}: no_grad, {dtype}: ratio is 1", bool((ratio == 1).all()), f"{ratio.max():.9f} at most")
 
 
+def run_context_parallel(group: ProcessGroup, device: torch.device, report: Report) -> None:
+    """What was cut over the group comes back whole on every rank, and its gradient to the rank that has the token."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    lengths = [2 * ranks * n for n in (3, 0, 5)]
+    generator = torch.Generator().manual_seed(0)
+    whole, upstream = torch.randn(2, 1, sum(lengths), 3, generator=generator).to(device)
+    bounds = torch.tensor([0, *lengths], device=device).cumsum(0)
+    for layout, packed in itertools.product(("zigzag", "contiguous"), (True, False)):
+        keywords = {"layout": layout, "cu_seqlens_padded": bounds if packed else None}
+        own = context_parallel_shard(whole, ranks, rank, **keywords).requires_grad_()
+        gathered = context_parallel_gather(own, group, **keywords)
+        gathered.backward(upstream)
+        expected = context_parallel_shard(upstream, ranks, rank, **keywords)
+        name = f"context parallel, {layout}, {'packed' if packed else 'rows'}"
+        report.check(f"{name}: gathered", torch.equal(gathered, whole))
+        report.check(f"{name}: gradient", torch.equal(own.grad, expected))
+
+
 def subgroup_of_this_rank() -> ProcessGroup:
     """This rank's group when the world is cut into pairs (a last odd rank, or a world of 2, into groups of one)."""
     world = dist.get_world_size()
@@ -450,6 +469,8 @@ def program(device: torch.device, report: Report) -> None:
     run_compat(world, device, report)
     run_compat(subgroup, device, report)
     run_megatrons_call(world, device, report)
+    run_context_parallel(world, device, report)
+    run_context_parallel(subgroup, device, report)
     for backend in available_backends():
         for case in CASES:
             run_case(case, backend, world, device, report)
