@@ -1,5 +1,7 @@
 """`capture_lm_head` on one rank; what needs several is in torchrun_tests/run_megatron.py."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -23,6 +25,15 @@ def device():
 @pytest.fixture(params=["untied", "tied"])
 def model(request, device):
     return megatron_runtime.build_gpt(megatron_world.options(tied=request.param == "tied"), device=device)
+
+
+@pytest.fixture
+def untied(device):
+    return megatron_runtime.build_gpt(megatron_world.options(), device=device)
+
+
+def state(model):
+    return [dict(vars(module)) for module in (model, model.output_layer)]
 
 
 def test_hidden_is_the_very_tensor_and_weight_the_parameter(model, device):
@@ -68,10 +79,7 @@ def test_outputs_are_those_of_the_models_logits(model, device):
     upstream = torch.cos(torch.arange(labels.numel(), device=device)).view_as(labels)
     actual = megatron_world.gradients(model, (out.logprobs * upstream + out.entropy).sum())
     expected = megatron_world.gradients(model, (picked * upstream + entropy).sum())
-    assert actual.keys() == expected.keys()
-    for name, gradient in expected.items():
-        error = (actual[name] - gradient).norm() / gradient.norm()
-        assert error < 1e-5, f"{name}: {error}"
+    megatron_world.assert_same_gradients(actual, expected)
 
 
 @pytest.fixture
@@ -116,7 +124,7 @@ def test_jsd_is_that_of_the_models_logits(model, teacher, device, beta):
 def test_an_exception_leaves_the_model_as_it_was(model, device, enabled):
     tensors, labels = megatron_world.inputs(device)
     handle = enable_fused_linear_ce(model, use_fused_linear_ce=enabled, backend="torch")
-    before = [dict(vars(module)) for module in (model, model.output_layer)]
+    before = state(model)
     expected = model(*tensors, labels=labels)
     heads = []
 
@@ -128,7 +136,7 @@ def test_an_exception_leaves_the_model_as_it_was(model, device, enabled):
 
     with pytest.raises(KeyError, match="from the caller"):
         interrupted()
-    assert [dict(vars(module)) for module in (model, model.output_layer)] == before
+    assert state(model) == before
     assert torch.equal(model(*tensors, labels=labels), expected)
     assert handle.enabled == enabled
     assert heads[0].linear_cross_entropy(labels, backend="torch").logprobs.shape == labels.shape
@@ -180,10 +188,7 @@ def test_mtp_losses_are_made_and_the_main_one_is_not(device):
         returned = model(*tensors, labels=labels)
     assert returned.numel() == 0
     actual = megatron_world.gradients(model, -head.linear_cross_entropy(labels, backend="torch").logprobs.sum())
-    assert actual.keys() == expected.keys()
-    for name, gradient in expected.items():
-        error = (actual[name] - gradient).norm() / gradient.norm()
-        assert error < 1e-5, f"{name}: {error}"
+    megatron_world.assert_same_gradients(actual, expected)
 
 
 def test_mtp_is_counted_anew_after_an_exception(device):
@@ -219,12 +224,82 @@ def test_hidden_without_its_graph_trains_nothing(model, teacher, device):
         assert (with_gradient.requires_grad, without.requires_grad) == (True, False)
 
 
-def test_captures_are_closed_in_reverse_order(model):
-    first, second = capture_lm_head(model), capture_lm_head(model)
-    first.__enter__()
-    second.__enter__()
-    with pytest.raises(RuntimeError, match="another capture of this model is open"):
-        first.__exit__(None, None, None)
+@pytest.mark.parametrize("enabled", [False, True])
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+def test_captures_are_closed_in_any_order(untied, device, enabled, order):
+    """The last one opened that is open is the one that gets the pass; in the end the model is its own again."""
+    tensors, labels = megatron_world.inputs(device)
+    before = state(untied)
+    handle = enable_fused_linear_ce(untied, use_fused_linear_ce=enabled, backend="torch")
+    expected = untied(*tensors, labels=labels)
+    captures = [capture_lm_head(untied) for _ in range(3)]
+    heads = [capture.__enter__() for capture in captures]
+    is_open = [True, True, True]
+    for closed in order:
+        captures[closed].__exit__(None, None, None)
+        is_open[closed] = False
+        hidden = [head.hidden for head in heads]
+        returned = untied(*tensors, labels=labels)
+        got = [head.hidden is not old for head, old in zip(heads, hidden, strict=True)]
+        last = max((index for index in range(3) if is_open[index]), default=None)
+        assert got == [index == last for index in range(3)]
+        assert torch.equal(returned, expected) if last is None else returned.numel() == 0
+    assert handle.enabled == enabled
+    handle.remove()
+    assert state(untied) == before
+
+
+def test_what_another_library_put_on_a_capture_outlives_it(untied, device):
+    """Closed under it, the capture passes calls on; put back, it is gone."""
+    tensors, labels = megatron_world.inputs(device)
+    expected = untied(*tensors, labels=labels)
+    with capture_lm_head(untied):
+        captured = untied.output_layer.forward
+        untied.output_layer.forward = lambda *args, **kwargs: captured(*args, **kwargs)
+    assert torch.equal(untied(*tensors, labels=labels), expected)
+    untied.output_layer.forward = captured
+    assert torch.equal(untied(*tensors, labels=labels), expected)
+    with capture_lm_head(untied):
+        assert untied(*tensors).numel() == 0
+    assert "forward" not in vars(untied.output_layer)
+
+
+def test_mtp_losses_of_a_capture_inside_an_enabled_model_are_its_own(device):
+    options = megatron_world.options(mtp_layers=1, config={"mtp_loss_scaling_factor": 0.1})
+    model = megatron_runtime.build_gpt(options, device=device)
+    tensors, labels = megatron_world.inputs(device)
+    softcap = {"softcap": 0.05, "vocab_size": VOCAB_SIZE - 4, "backend": "torch"}
+    labels = labels % (VOCAB_SIZE - 4)
+    handle = enable_fused_linear_ce(model, **softcap)
+    expected = megatron_world.gradients(model, model(*tensors, labels=labels).sum())
+    with capture_lm_head(model) as head:
+        model(*tensors, labels=labels)
+    actual = megatron_world.gradients(model, -head.linear_cross_entropy(labels, **softcap).logprobs.sum())
+    handle.remove()
+    megatron_world.assert_same_gradients(actual, expected)
+
+
+def test_a_head_whose_weight_changed_since_is_refused(untied, device):
+    tensors, labels = megatron_world.inputs(device)
+    with capture_lm_head(untied) as head:
+        untied(*tensors)
+    with torch.no_grad():
+        untied.output_layer.weight.add_(1.0)
+    with pytest.raises(RuntimeError, match="the LM head's weight was changed in place after the forward pass"):
+        head.linear_cross_entropy(labels)
+
+
+def test_what_a_captured_head_says_of_itself(untied, device):
+    tensors, _ = megatron_world.inputs(device)
+    with capture_lm_head(untied) as head:
+        assert repr(head) == "CapturedHead(nothing captured: no forward pass has reached the head)"
+        with torch.no_grad():
+            untied(*tensors)
+    name = "triton" if device.type == "cuda" else "torch"
+    assert repr(head) == (
+        f"CapturedHead(hidden [23, 3, 32], weight [104, 32], torch.float32 on {head.hidden.device}, "
+        f"tensor-parallel size 1, no graph, backend: {name})"
+    )
 
 
 def test_a_stage_without_a_head(device):
@@ -267,15 +342,15 @@ def test_errors(model, device):
         head.linear_jsd(unused)
     (tokens, positions, mask), _ = megatron_world.inputs(device)
     shorter = captured(model, (tokens[:, :4], positions[:, :4], mask))
-    with pytest.raises(ValueError, match=r"teacher_head must have the student's tokens .*, \(3, 9\), got \(3, 4\)"):
+    with pytest.raises(ValueError, match=r"teacher_head must have the student's tokens .*, \(3, 23\), got \(3, 4\)"):
         head.linear_jsd(shorter)
-    with pytest.raises(ValueError, match=r"labels must be \[b, s\], \(3, 9\) for this hidden, got \(9, 3\)"):
+    with pytest.raises(ValueError, match=r"labels must be \[b, s\], \(3, 23\) for this hidden, got \(23, 3\)"):
         head.linear_jsd(head, labels=labels.T)
     with pytest.raises(TypeError, match=r"labels must be a torch.Tensor, got list"):
         head.linear_cross_entropy([1])
-    with pytest.raises(ValueError, match=r"labels must be \[b, s\], \(3, 9\) for this hidden, got \(9, 3\)"):
+    with pytest.raises(ValueError, match=r"labels must be \[b, s\], \(3, 23\) for this hidden, got \(23, 3\)"):
         head.linear_cross_entropy(labels.T)
-    with pytest.raises(ValueError, match=r"temperature must be \[b, s\], \(3, 9\) for this hidden, got \(3,\)"):
+    with pytest.raises(ValueError, match=r"temperature must be \[b, s\], \(3, 23\) for this hidden, got \(3,\)"):
         head.linear_cross_entropy(labels, temperature=torch.ones(3, device=device))
     with pytest.raises(TypeError, match="model must be or hold a megatron-core language model, got Linear"):
         capture_lm_head(torch.nn.Linear(2, 2)).__enter__()

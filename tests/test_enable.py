@@ -1,5 +1,6 @@
 """`enable_fused_linear_ce` on one rank; what needs several is in torchrun_tests/run_megatron.py."""
 
+import copy
 import warnings
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 pytest.importorskip("megatron.core")
 
 from torch import nn
+from torch.distributed.tensor import Shard
 
 from megatron_lce import capture_lm_head, enable_fused_linear_ce
 from scripts import megatron_runtime
@@ -54,10 +56,7 @@ def test_loss_and_gradients_are_megatrons(model, device):
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=1e-6)
     actual = megatron_world.gradients(model, (loss * upstream).sum())
-    assert actual.keys() == expected.keys()
-    for name, gradient in expected.items():
-        error = (actual[name] - gradient).norm() / gradient.norm()
-        assert error < 1e-5, f"{name}: {error}"
+    megatron_world.assert_same_gradients(actual, expected)
 
 
 def test_no_logits_are_made_in_forward_or_backward(model, device):
@@ -101,7 +100,7 @@ def test_gradients_of_logits_in_training_are_megatrons_and_said_so_once(untied, 
     tensors, _ = megatron_world.inputs(device)
     expected = megatron_world.gradients(untied, untied(*tensors).square().sum())
     enable(untied)
-    with pytest.warns(UserWarning, match="not used: the logits were computed in training"):
+    with pytest.warns(UserWarning, match="not used: the logits were computed or given a hook"):
         logits = untied(*tensors)
     actual = megatron_world.gradients(untied, logits.square().sum())
     assert all(torch.equal(actual[name], gradient) for name, gradient in expected.items())
@@ -213,13 +212,72 @@ def test_errors(untied):
             enable_fused_linear_ce(untied, **{option: value})
 
 
-def test_not_while_a_capture_is_open(untied):
-    handle = enable(untied)
+def test_what_a_handle_says_of_itself(untied):
+    handle = enable(untied, vocab_size=96)
+    assert repr(handle) == (
+        "FusedLinearCE(enabled, backend: torch, logits_cache_bytes=0, workspace_bytes=536870912, vocab_size=96)"
+    )
     with capture_lm_head(untied):
-        for change in (handle.remove, lambda: enable(untied), lambda: enable(untied, use_fused_linear_ce=False)):
-            with pytest.raises(RuntimeError, match="capture_lm_head is open on this model"):
-                change()
+        assert repr(handle) == f"FusedLinearCE(not enabled: {NOT_IN_FORCE[0]})"
+    assert repr(enable(untied, use_fused_linear_ce=False)) == "FusedLinearCE(not enabled: use_fused_linear_ce is False)"
+    untied.output_layer.bias = nn.Parameter(torch.zeros(VOCAB_SIZE))
+    with pytest.warns(UserWarning, match="not used"):
+        assert repr(enable(untied)) == "FusedLinearCE(not enabled: output_layer has a bias)"
+
+
+def test_a_capture_is_closed_first_and_removing_is_always_possible(untied, device):
+    tensors, labels = megatron_world.inputs(device)
+    before = state(untied)
+    expected = untied(*tensors, labels=labels)
+    with capture_lm_head(untied) as head:
+        inside = state(untied)
+        with pytest.raises(RuntimeError, match="capture_lm_head is open on this model: enable before or after it"):
+            enable(untied)
+        assert state(untied) == inside
+    assert state(untied) == before
+    for remove in (lambda handle: handle.remove(), lambda handle: enable(untied, use_fused_linear_ce=False)):
+        handle = enable(untied)
+        with capture_lm_head(untied) as head:
+            remove(handle)
+            assert untied(*tensors, labels=labels).numel() == 0
+        assert head.hidden is not None
+        assert not handle.enabled
+        assert state(untied) == before
+    assert torch.equal(untied(*tensors, labels=labels), expected)
+
+
+def test_a_copy_of_an_enabled_model_is_enabled_and_disabled_for_itself(untied, device):
+    """A shallow copy shares the head: without its own loss the logits are computed, and right."""
+    tensors, labels = megatron_world.inputs(device)
+    expected = untied(*tensors, labels=labels)
+    expected_gradients = megatron_world.gradients(untied, expected.sum())
+    before = state(untied)
+    handle = enable(untied)
+    shallow = copy.copy(untied)
+    enable(shallow, use_fused_linear_ce=False)
     assert handle.enabled
+    with pytest.warns(UserWarning, match="enabled but was not used: the logits were computed"):
+        loss = shallow(*tensors, labels=labels)
+    torch.testing.assert_close(loss, expected)
+    megatron_world.assert_same_gradients(megatron_world.gradients(shallow, loss.sum()), expected_gradients)
+    own = enable(shallow)
+    assert (own.enabled, handle.enabled) == (True, False)
+    torch.testing.assert_close(untied(*tensors, labels=labels), expected)
+    own.remove()
+    assert handle.enabled
+    handle.remove()
+    assert state(untied) == before
+
+
+def test_a_weight_that_is_a_dtensor_is_refused(untied):
+    mesh = torch.distributed.device_mesh.DeviceMesh.from_group(untied.output_layer.tp_group, "cpu")
+    weight = torch.distributed.tensor.distribute_tensor(untied.output_layer.weight.data, mesh, [Shard(0)])
+    untied.output_layer.weight = nn.Parameter(weight)
+    reason = "the head's weight is a DTensor of torch.float32, not a plain fp32, bf16 or fp16"
+    with pytest.raises(ValueError, match=f"not used: {reason}"):
+        enable(untied, on_unsupported="raise")
+    with pytest.raises(ValueError, match=f"cannot be captured: {reason}"):
+        capture_lm_head(untied).__enter__()
 
 
 def test_a_head_wrapped_by_fsdp_after_enabling_is_megatrons_and_told(untied, device):

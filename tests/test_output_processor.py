@@ -112,7 +112,7 @@ def test_errors(model, device):
     tensors, labels = megatron_world.inputs(device)
     with pytest.raises(ValueError, match="labels must be given to the model or in the FusedOutputContext, got None"):
         process(model, tensors, None, torch_backend())
-    message = re.escape("temperature must be [b, s], (3, 9) for this hidden, got (3,)")
+    message = re.escape("temperature must be [b, s], (3, 23) for this hidden, got (3,)")
     with pytest.raises(ValueError, match=message):
         process(model, tensors, labels, torch_backend(temperature=torch.ones(3, device=device)))
     hidden = torch.zeros(2, 1, 32, device=device)

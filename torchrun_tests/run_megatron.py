@@ -12,6 +12,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from unittest import mock
 
 import harness
 import megatron_cases as cases
@@ -24,6 +25,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from megatron_lce import capture_lm_head, compat, enable_fused_linear_ce, install_megatron_linear_cross_entropy
+from megatron_lce.core import blocks
 from megatron_lce.megatron_integration.support import find_language_model
 from scripts import megatron_runtime
 from tests.jsd_oracle import jsd_of_products
@@ -38,12 +40,15 @@ FURTHER_CASES = [
     cases.Case(tied=True, mtp=True, main_grad=True, overlap=True),
 ]
 OTHER_MODEL_CASES = [cases.Case(), cases.Case(tied=True, sequence_parallel=True)]
+TOUCHED_CASES = [cases.Case(), cases.Case(tied=True, sequence_parallel=True), cases.Case(main_grad=True)]
+MUP = (("use_mup", True), ("mup_base_hidden_size", 16))
 SETTINGS = TransformerConfig.__dataclass_fields__
 LOSS_OF_HEAD = importlib.util.find_spec("megatron.core.transformer.linear_cross_entropy") is not None
 OWN_FLAG = (("cross_entropy_loss_fusion", True), ("cross_entropy_fusion_impl", "linear"))
 OWN_FLAG_CASES = [cases.Case(mtp=True), cases.Case(tied=True, sequence_parallel=True)] if LOSS_OF_HEAD else []
 if "use_mup" in SETTINGS and not LOSS_OF_HEAD:  # from 0.17; the dev branch multiplies its factor by None, given labels
-    FURTHER_CASES.append(cases.Case(mtp=True, config=(("use_mup", True), ("mup_base_hidden_size", 16))))
+    FURTHER_CASES.append(cases.Case(mtp=True, config=MUP))
+    TOUCHED_CASES.append(cases.Case(mtp=True, config=MUP))
 if "mtp_detach_heads" in SETTINGS:  # from 0.19
     FURTHER_CASES.append(cases.Case(mtp=True, main_grad=True, config=(("mtp_detach_heads", True),)))
 if importlib.util.find_spec("megatron.core.models.hybrid") is not None:  # from 0.18, the first with MTP
@@ -307,16 +312,66 @@ def check_fallback(case: cases.Case, device: torch.device, report: harness.Repor
     report.check(f"{case.name}: fallback, one warning", warned == 1, f"{warned} on {len(everywhere)} ranks")
 
 
-def check_fallback_of_one_rank(case: cases.Case, device: torch.device, report: harness.Report) -> None:
-    """A reason that holds on one rank only, such as a hook that logs, is everybody's."""
+def check_reasons_of_one_rank(case: cases.Case, device: torch.device, report: harness.Report) -> None:
+    """A reason that holds on one rank only, such as a hook that logs, is everybody's, for the flag and the capture."""
     chunks = cases.build(case, device)
+    hook = None
     if parallel_state.get_tensor_model_parallel_rank() == 0:
-        find_language_model(chunks).output_layer.register_forward_hook(lambda module, args, output: None)
+        hook = find_language_model(chunks).output_layer.register_forward_hook(lambda module, args, output: None)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         handle = enable_fused_linear_ce(chunks)
-    expected = ("output_layer has forward or backward hooks, which expect logits",)
-    report.check(f"{case.name}: fallback of one rank", handle.reasons == expected, str(handle.reasons))
+    reason = "output_layer has forward or backward hooks, which expect logits"
+    report.check(f"{case.name}: fallback of one rank", handle.reasons == (reason,), str(handle.reasons))
+    for expected in (f"the LM head cannot be captured: {reason}", "no error"):
+        try:
+            with capture_lm_head(chunks):
+                message = "no error"
+        except ValueError as error:
+            message = str(error)
+        report.check(f"{case.name}: capture with a reason of one rank", message == expected, message)
+        if hook is not None:
+            hook.remove()
+
+
+def masked_in_place(logits: Tensor) -> None:
+    with torch.no_grad():
+        logits[..., 3:5] = -5.0
+
+
+# What a hook of one rank may do to the logits of its shard; with sequence parallel their values are a collective.
+TOUCHES: dict[str, Callable[[Tensor], object]] = {
+    "retain_grad": lambda logits: logits.retain_grad(),
+    "register_hook": lambda logits: logits.register_hook(lambda grad: 3 * grad),
+    "read": lambda logits: logits.sum(),
+    "changed in place": masked_in_place,
+    "changed through data": lambda logits: logits.data.mul_(0.5),
+}
+
+
+def check_touch_of_one_rank(case: cases.Case, device: torch.device, report: harness.Report) -> None:
+    """Logits touched on one rank of the group: the others wait for nothing, and all is as in Megatron.
+
+    In several blocks of tokens in both passes, so that rows are found in whatever order they come.
+    """
+    batch = cases.microbatches(device)[0]
+    labels = batch["labels"].clamp(min=0)
+    for name, touch in list(TOUCHES.items())[: None if case == cases.Case() else 2]:
+        found = []
+        for fused in (False, True):
+            chunks = cases.build(case, device)
+            enable_fused_linear_ce(chunks, use_fused_linear_ce=fused, workspace_bytes=40_000)
+            if fused and case.main_grad:
+                cases.set_main_grad_fusion(chunks)
+            if parallel_state.get_tensor_model_parallel_rank() == 0:
+                head = find_language_model(chunks).output_layer
+                head.register_forward_hook(lambda module, args, output, touch=touch: (touch(output[0]), None)[1])
+            with warnings.catch_warnings(), mock.patch.multiple(blocks, WIDE_BLOCK=1, MIN_TOKENS=4):
+                warnings.simplefilter("ignore", UserWarning)
+                losses = chunks[0](batch["tokens"], batch["positions"], None, labels=labels)
+                losses.sum().backward()
+            found.append({"losses": losses.detach(), **cases.finished_gradients(chunks)})
+        compare_all(report, f"{case.name}: {name} on one rank, losses and gradients", found[1], found[0])
 
 
 def checks(combinations: str) -> list[tuple[Callable, cases.Case]]:
@@ -332,7 +387,8 @@ def checks(combinations: str) -> list[tuple[Callable, cases.Case]]:
         (check_captured_jsd, [cases.Case(main_grad=True), cases.Case(tied=True, sequence_parallel=True)]),
         (check_logits, plain),
         (check_compat, [cases.Case()]),
-        (check_fallback_of_one_rank, [cases.Case()]),
+        (check_reasons_of_one_rank, [cases.Case()]),
+        (check_touch_of_one_rank, TOUCHED_CASES),
         (check_fallback, [cases.Case(), cases.Case(pipeline=True)]),
     )
     return [(check, case) for check, chosen in groups for case in chosen]

@@ -42,6 +42,15 @@ def load_jsd_backend(backend: Backend, device: torch.device) -> ModuleType:
     return triton_jsd
 
 
+def describe_backend(backend: Backend, device: torch.device) -> str:
+    """Which backend runs on this device, in words; and where a GPU's is not triton, why."""
+    obstacle = triton_obstacle(device)
+    if backend == "auto":
+        on_gpu = "triton" if obstacle is None else f"torch, not triton: {obstacle}"
+        return on_gpu if device.type == "cuda" else "torch"
+    return f"triton, which cannot run: {obstacle}" if backend == "triton" and obstacle is not None else backend
+
+
 def triton_obstacle(device: torch.device) -> str | None:
     """Why Triton cannot run on tensors of this device; None if it can."""
     if not _triton_installed():

@@ -6,19 +6,25 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.utils.hooks import RemovableHandle
 
+from megatron_lce.backends.choice import describe_backend
 from megatron_lce.core.options import LinearCrossEntropyOutput
-from megatron_lce.megatron_integration.support import NO_HEAD, find_language_model, head_reasons
-from megatron_lce.megatron_integration.uncomputed_logits import HeadCall, UncomputedLogits
+from megatron_lce.megatron_integration.fused_loss import FusedLoss
+from megatron_lce.megatron_integration.head_call import HeadCall
+from megatron_lce.megatron_integration.method_overrides import MethodOverride, overrides_of
+from megatron_lce.megatron_integration.support import NO_HEAD, find_language_model, head_reasons, reasons_of_group
+from megatron_lce.megatron_integration.uncomputed_logits import UncomputedLogits
 from megatron_lce.token_loss import TokenLoss, TokenLossFunction
 
 if TYPE_CHECKING:
     from megatron.core.models.common.language_module.language_module import LanguageModule
+
+_capturable: WeakSet[nn.Module] = WeakSet()  # heads that all ranks of their group have agreed on
 
 
 class CapturedHead:
@@ -33,6 +39,15 @@ class CapturedHead:
         self._call: HeadCall | None = None
         self._with_gradient = False
         self._start_pass()
+
+    def __repr__(self) -> str:
+        if self._call is None:
+            return f"CapturedHead(nothing captured: {self._why_nothing()})"
+        hidden, weight = self._call.hidden, self._call.weight
+        parts = [f"hidden {list(hidden.shape)}, weight {list(weight.shape)}, {hidden.dtype} on {hidden.device}"]
+        parts += [f"tensor-parallel size {self._call.tp_group.size()}"]
+        parts += ["sequence parallel"] * self.sequence_parallel + ["no graph"] * (not self._with_gradient)
+        return f"CapturedHead({', '.join(parts)}, backend: {describe_backend('auto', hidden.device)})"
 
     @property
     def hidden(self) -> Tensor | None:
@@ -138,9 +153,11 @@ class CapturedHead:
 
     def _captured_call(self, whose: str = "") -> HeadCall:
         if self._call is None:
-            reason = NO_HEAD if self._language_model is None else "no forward pass has reached the head"
-            raise RuntimeError(f"nothing was captured{whose}: {reason}")
+            raise RuntimeError(f"nothing was captured{whose}: {self._why_nothing()}")
         return self._call
+
+    def _why_nothing(self) -> str:
+        return NO_HEAD if self._language_model is None else "no forward pass has reached the head"
 
     def _gradient_where_captured(self) -> AbstractContextManager:
         """A hidden without its graph would train the head alone, silently."""
@@ -175,7 +192,7 @@ class CapturedHead:
         if self._mtp_losses_left == 0:
             return self._capture(logits).transpose(0, 1)
         self._mtp_losses_left -= 1
-        return logits.compute_loss(labels, **arguments)
+        return logits.compute_loss(labels, **arguments, **self._enabled_options())
 
     def _capture(self, logits: UncomputedLogits) -> Tensor:
         """The main head's logits are wanted: note what they are made of and give [s, b, 0], which is no memory."""
@@ -183,6 +200,13 @@ class CapturedHead:
         self._start_pass()
         batch, sequence = logits.call.tokens
         return logits.call.hidden.new_empty((sequence, batch, 0))
+
+    def _enabled_options(self) -> dict[str, Any]:
+        """Those of the enabled loss that the capture is open on: its softcap, say, is the MTP losses' too."""
+        assert self._language_model is not None
+        overrides = overrides_of(self._language_model.output_layer, "forward")
+        fused = [one.owner.options for one in overrides if one.is_open and isinstance(one.owner, FusedLoss)]
+        return fused[0] if fused else {}
 
     def _mtp_layers(self) -> int:
         return 0 if self._language_model is None else self._language_model.config.mtp_num_layers or 0
@@ -220,36 +244,21 @@ def capture_lm_head(model: nn.Module | Sequence[nn.Module]) -> Iterator[Captured
     if language_model is None:
         yield head
         return
-    reasons = head_reasons(language_model)
-    if reasons:
-        raise ValueError(f"the LM head cannot be captured: {'; '.join(reasons)}")
-    with (
-        _removed(language_model.register_forward_pre_hook(head._start_pass)),
-        _instance_attribute(language_model.output_layer, "forward", head._forward),
-        _instance_attribute(language_model, "compute_language_model_loss", head._compute_language_model_loss),
-    ):
+    _check_capturable(language_model)
+    with contextlib.ExitStack() as stack:
+        stack.callback(language_model.register_forward_pre_hook(head._start_pass).remove)
+        stack.callback(MethodOverride(language_model.output_layer, "forward", head._forward).close)
+        loss = MethodOverride(language_model, "compute_language_model_loss", head._compute_language_model_loss)
+        stack.callback(loss.close)
         yield head
 
 
-@contextlib.contextmanager
-def _removed(hook: RemovableHandle) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        hook.remove()
-
-
-@contextlib.contextmanager
-def _instance_attribute(module: nn.Module, name: str, value: object) -> Iterator[None]:
-    absent = object()
-    before = vars(module).get(name, absent)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        if vars(module).get(name) is not value:
-            raise RuntimeError("another capture of this model is open: close it first")
-        if before is absent:
-            delattr(module, name)
-        else:
-            setattr(module, name, before)
+def _check_capturable(language_model: LanguageModule) -> None:
+    """Raises on all ranks alike at a head's first capture; asking the others each time would wait for the device."""
+    output_layer = language_model.output_layer
+    reasons = head_reasons(language_model)
+    if output_layer not in _capturable:
+        reasons = reasons_of_group(language_model, reasons)
+    if reasons:
+        raise ValueError(f"the LM head cannot be captured: {'; '.join(reasons)}")
+    _capturable.add(output_layer)

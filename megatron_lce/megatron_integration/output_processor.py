@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from megatron_lce.core.options import LinearCrossEntropyOutput
+from megatron_lce.megatron_integration.head_call import HeadCall
 from megatron_lce.megatron_integration.support import reasons_of_head
-from megatron_lce.megatron_integration.uncomputed_logits import IGNORE_INDEX, HeadCall, UncomputedLogits
+from megatron_lce.megatron_integration.uncomputed_logits import IGNORE_INDEX, UncomputedLogits
 
 if TYPE_CHECKING:
     from megatron.core.tensor_parallel import ColumnParallelLinear

@@ -3,179 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_map
 
 from megatron_lce.compat import Reduction, reduce_loss
 from megatron_lce.core.options import LinearCrossEntropyOutput
-from megatron_lce.cross_entropy import linear_cross_entropy
-from megatron_lce.jsd import linear_jsd
-from megatron_lce.megatron_integration.heads import check_softcap, form_of
-from megatron_lce.megatron_integration.main_grad import MainGradSink, main_grad_sink
-from megatron_lce.token_loss import TokenLoss, TokenLossFunction, linear_token_loss
-
-if TYPE_CHECKING:
-    from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron_lce.megatron_integration.head_call import HeadCall, swap
+from megatron_lce.megatron_integration.heads import form_of
+from megatron_lce.megatron_integration.logits_loss import Logprobs, LossOfLogits, logprobs_of_logits
 
 IGNORE_INDEX = -100
 _SCALE = {Tensor.mul, torch.mul}
 _MAX = {Tensor.max, torch.max}
 _ARGMAX = {Tensor.argmax, torch.argmax}
-
-
-@dataclass(frozen=True)
-class HeadCall:
-    """One call of a model's output layer: all that its logits are made of."""
-
-    hidden: Tensor  # [s, b, H], under sequence parallel this rank's [s/tp, b, H]
-    weight: Tensor  # [V/tp, H]
-    tp_group: ProcessGroup
-    sequence_parallel: bool
-    weight_grad_sink: MainGradSink | None
-    head: ColumnParallelLinear
-    logits_scale: float = 1.0
-
-    @classmethod
-    def of(cls, head: ColumnParallelLinear, hidden: Tensor, weight: Tensor | None) -> HeadCall:
-        """The call of a ColumnParallelLinear; `weight` is the tied embedding's, or None for the head's own."""
-        weight = head.weight if weight is None else weight
-        return cls(
-            hidden=hidden,
-            weight=weight,
-            tp_group=head.tp_group,
-            sequence_parallel=bool(head.sequence_parallel),
-            weight_grad_sink=main_grad_sink(weight, head),
-            head=head,
-        )
-
-    @property
-    def tokens(self) -> tuple[int, int]:
-        """(b, s): the shape of labels as Megatron passes them."""
-        shards = self.tp_group.size() if self.sequence_parallel else 1
-        return self.hidden.shape[1], self.hidden.shape[0] * shards
-
-    def linear_cross_entropy(
-        self, labels: Tensor, temperature: float | Tensor = 1.0, logits_scale: float = 1.0, **keywords: Any
-    ) -> LinearCrossEntropyOutput:
-        """`megatron_lce.linear_cross_entropy` of this call; labels, a tensor of temperatures and outputs are [b, s]."""
-        output = linear_cross_entropy(
-            self.hidden,
-            self.weight,
-            self._sequence_first("labels", labels),
-            **self._keywords(temperature, logits_scale, keywords),
-        )
-        return _batch_first(output)
-
-    def linear_token_loss(
-        self,
-        labels: Tensor,
-        loss: TokenLossFunction,
-        *per_token: Tensor,
-        temperature: float | Tensor = 1.0,
-        logits_scale: float = 1.0,
-        **keywords: Any,
-    ) -> TokenLoss:
-        """`megatron_lce.linear_token_loss` of this call; labels, per_token, outputs and metrics are [b, s, ...]."""
-        result = linear_token_loss(
-            self.hidden,
-            self.weight,
-            self._sequence_first("labels", labels),
-            loss,
-            *(self._sequence_first(f"per_token[{i}]", tensor) for i, tensor in enumerate(per_token)),
-            **self._keywords(temperature, logits_scale, keywords),
-        )
-        metrics = {name: _swap(metric) for name, metric in result.metrics.items()}
-        return TokenLoss(result.loss, _batch_first(result.outputs), metrics)
-
-    def _keywords(self, temperature: float | Tensor, logits_scale: float, keywords: dict[str, Any]) -> dict[str, Any]:
-        """The caller's keywords and what this head fixes."""
-        logits_scale *= self.logits_scale
-        check_softcap(self.head, keywords.get("softcap"))
-        softcap = form_of(self.head).softcap
-        if softcap is not None:
-            keywords = {**keywords, "softcap": softcap}
-            if logits_scale != 1.0:  # after the head, so after its cap
-                temperature, logits_scale = temperature / logits_scale, 1.0
-        return {
-            **keywords,
-            "temperature": self._sequence_first("temperature", temperature),
-            "logits_scale": logits_scale,
-            "tp_group": self.tp_group,
-            "sequence_parallel": self.sequence_parallel,
-            "weight_grad_sink": self.weight_grad_sink,
-        }
-
-    def linear_jsd(
-        self,
-        teacher: HeadCall,
-        *,
-        labels: Tensor | None = None,
-        temperature: float | Tensor = 1.0,
-        student_logits_scale: float = 1.0,
-        teacher_logits_scale: float = 1.0,
-        **keywords: Any,
-    ) -> Tensor:
-        """`megatron_lce.linear_jsd` of this call, the student's, and a teacher's; per token as above."""
-        for name, mine, its in (
-            ("sequence_parallel", self.sequence_parallel, teacher.sequence_parallel),
-            ("tokens [b, s]", self.tokens, teacher.tokens),
-            ("ranks in tp_group", _ranks(self.tp_group), _ranks(teacher.tp_group)),
-        ):
-            if mine != its:
-                raise ValueError(f"teacher_head must have the student's {name}, {mine}, got {its}")
-        loss = linear_jsd(
-            self.hidden,
-            self.weight,
-            teacher.hidden,
-            teacher.weight,
-            labels=self._sequence_first("labels", labels),
-            temperature=self._sequence_first("temperature", temperature),
-            **self._form("student", student_logits_scale, keywords.pop("student_softcap", None)),
-            **teacher._form("teacher", teacher_logits_scale, keywords.pop("teacher_softcap", None)),
-            tp_group=self.tp_group,
-            sequence_parallel=self.sequence_parallel,
-            weight_grad_sink=self.weight_grad_sink,
-            **keywords,
-        )
-        return _swap(loss)
-
-    def _form(self, role: str, logits_scale: float, softcap: float | None) -> dict[str, Any]:
-        """The keywords of one of a divergence's two heads."""
-        check_softcap(self.head, softcap)
-        own, scale = form_of(self.head).softcap, logits_scale * self.logits_scale
-        if own is not None and scale != 1.0:
-            raise ValueError(f"{role}_logits_scale must be 1 where the head has a softcap before it, got {scale}")
-        return {f"{role}_logits_scale": scale, f"{role}_softcap": softcap if own is None else own}
-
-    def _sequence_first(self, name: str, per_token: Any) -> Any:
-        """A tensor [b, s] as [s, b]; anything else as it is."""
-        if not isinstance(per_token, Tensor):
-            return per_token
-        if tuple(per_token.shape[:2]) != self.tokens or (name in ("labels", "temperature") and per_token.dim() > 2):
-            raise ValueError(f"{name} must be [b, s], {self.tokens} for this hidden, got {tuple(per_token.shape)}")
-        return _swap(per_token)
-
-    def logits(self) -> Tensor:
-        """[s, b, V/tp] as Megatron computes them."""
-        logits, _ = type(self.head).forward(self.head, self.hidden, self.weight)
-        return logits if self.logits_scale == 1.0 else logits * self.logits_scale
-
-
-def _batch_first(output: LinearCrossEntropyOutput) -> LinearCrossEntropyOutput:
-    return output._replace(**{name: _swap(part) for name, part in output._asdict().items() if part is not None})
-
-
-def _swap(per_token: Tensor) -> Tensor:
-    return per_token.transpose(0, 1).contiguous()
-
-
-def _ranks(group: ProcessGroup) -> list[int]:
-    return torch.distributed.get_process_group_ranks(group)
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+# What reads a tensor's memory, or keeps the tensor itself, past the dispatcher.
+_PAST_DISPATCH = {
+    Tensor.__array__,
+    Tensor.__deepcopy__,
+    Tensor.__dlpack__,
+    Tensor.__reduce_ex__,
+    Tensor.as_subclass,
+    Tensor.data_ptr,
+    Tensor.numpy,
+    Tensor.share_memory_,
+    Tensor.storage,
+    Tensor.tolist,
+    Tensor.untyped_storage,
+}
 
 
 class UncomputedLogits(Tensor):
@@ -188,23 +47,39 @@ class UncomputedLogits(Tensor):
 
     call: HeadCall
     largest: tuple[Tensor, Tensor] | None  # over the vocabulary and its id, [s, b], once a loss with telemetry is done
+    computed: Tensor | None
+    losses: list[LossOfLogits]  # of them, or of multiples of them, once they were touched
     _compute: Callable[[UncomputedLogits], Tensor]
-    _computed: Tensor | None
+    _unscaled: UncomputedLogits | None  # what they are a multiple of
 
     @staticmethod
-    def __new__(cls, call: HeadCall, compute: Callable[[UncomputedLogits], Tensor]):
+    def __new__(cls, call: HeadCall, *_: Any):
         batch, sequence = call.tokens
         shape = (sequence, batch, call.weight.shape[0])
         dtype = form_of(call.head).logits_dtype or call.hidden.dtype
         return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=call.hidden.device)
 
-    def __init__(self, call: HeadCall, compute: Callable[[UncomputedLogits], Tensor]):
-        self.call, self.largest, self._compute, self._computed = call, None, compute, None
+    def __init__(
+        self,
+        call: HeadCall,
+        compute: Callable[[UncomputedLogits], Tensor],
+        unscaled: UncomputedLogits | None = None,
+    ):
+        self.call, self.largest, self.computed = call, None, None
+        self._compute, self._unscaled = compute, unscaled
+        self.losses = [] if unscaled is None else unscaled.losses
 
     @classmethod
     def in_graph(cls, call: HeadCall, compute: Callable[[UncomputedLogits], Tensor]) -> UncomputedLogits:
         """The logits as a result of hidden and weight, where gradients are on."""
         return _HeadOutput.apply(call.hidden, call.weight, call, compute)
+
+    @property
+    def is_touched(self) -> bool:
+        """Whether somebody computed them, and may so have changed them, or wants their gradient."""
+        with torch._C.DisableTorchFunctionSubclass():
+            touched = self.computed is not None or bool(self._backward_hooks) or self.retains_grad
+        return touched or (self._unscaled is not None and self._unscaled.is_touched)
 
     def compute_loss(
         self,
@@ -217,53 +92,63 @@ class UncomputedLogits(Tensor):
     ) -> Tensor:
         """Cross-entropy [b, s] of labels [b, s] of any integer dtype, its sum, or its mean over counted rows; fp32.
 
-        Rows whose label is negative or `ignore_index` are ignored.
+        Rows whose label is negative or `ignore_index` are ignored. The loss is fused if nobody touched the logits, else
+        of them; whichever it is on this rank, the collectives are the same.
         """
         if not (labels.is_floating_point() or labels.is_complex()):
             labels = labels.long()
         labels = labels.masked_fill((labels < 0) | (labels == ignore_index), IGNORE_INDEX)
-        out = self.call.linear_cross_entropy(
-            labels, ignore_index=IGNORE_INDEX, entropy=False, telemetry=telemetry, **options
-        )
+        options |= {"ignore_index": IGNORE_INDEX, "entropy": False, "telemetry": telemetry}
+        out: Logprobs | LinearCrossEntropyOutput
+        if self.is_touched:
+            out = logprobs_of_logits(self, labels, **options)
+        else:
+            out = self.call.linear_cross_entropy(labels, **options)
         if out.max_logit is not None and out.argmax is not None:
-            self.largest = _swap(out.max_logit), _swap(out.argmax)
+            self.largest = swap(out.max_logit), swap(out.argmax)
+        if out.logprobs.requires_grad and self.call.backward_passes is not None:
+            out.logprobs.register_hook(self.call.backward_passes.note)
         return reduce_loss(-out.logprobs, labels != IGNORE_INDEX, reduction)
-
-    def plain_if_changed(self) -> Tensor:
-        """Themselves; or, if they were changed in place or given a hook, a plain tensor that has come of them."""
-        with torch._C.DisableTorchFunctionSubclass():
-            changed = self._computed is not None if self.is_inference() else self._version > 0
-            return self.view_as(self) if changed or self._backward_hooks or self.retains_grad else self
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if args and isinstance(args[0], cls) and func in _SCALE | _MAX | _ARGMAX:
-            logits = args[0].plain_if_changed()
-            if not isinstance(logits, cls):
-                return func(logits, *args[1:], **kwargs)
-            if func in _SCALE and not kwargs and isinstance(args[1], int | float):
-                call = replace(logits.call, logits_scale=logits.call.logits_scale * args[1])
-                return (cls.in_graph if logits.requires_grad else cls)(call, logits._compute)
-            # Megatron's acceptance metrics ask which token the MTP head would have chosen, after its loss.
-            if func not in _SCALE and logits.largest is not None and _over_last_dimension(*args[1:], **kwargs):
-                return logits._local_max() if func in _MAX else logits.largest[1]
+        logits = args[0] if args and isinstance(args[0], cls) else None
+        if logits is not None and func in _SCALE and not kwargs and _is_scale(args[1], logits.call.logits_scale):
+            return _Scaled.apply(logits, args[1])
+        # Megatron's acceptance metrics ask which token the MTP head would have chosen, after its loss.
+        asks_for_largest = func in _MAX | _ARGMAX and _over_last_dimension(*args[1:], **kwargs)
+        if asks_for_largest and logits is not None and logits.largest is not None and not logits.is_touched:
+            return logits._local_max() if func in _MAX else logits.largest[1]
         with torch._C.DisableTorchFunctionSubclass():
+            if logits is not None and func == _SET_DATA:
+                return logits._replace_values(args[1])
+            if logits is not None and func in _PAST_DISPATCH:
+                return func(logits.view_as(logits), *args[1:], **kwargs)
             return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
         """An operation that needs the values; autograd has taken its note."""
-        plain_args, plain_kwargs = tree_map(lambda x: x._value() if isinstance(x, cls) else x, (args, kwargs or {}))
+        plain_args, plain_kwargs = tree_map(lambda x: x.values() if isinstance(x, cls) else x, (args, kwargs or {}))
         result = func(*plain_args, **plain_kwargs)
         first = func._schema.arguments[0].alias_info
         return args[0] if first is not None and first.is_write else result
 
-    def _value(self) -> Tensor:
-        if self._computed is None:
+    def values(self) -> Tensor:
+        """Themselves as a plain tensor without a graph."""
+        if self.computed is None:
             with torch.no_grad():
-                self._computed = self._compute(self)
-        return self._computed
+                self.computed = self._compute(self)
+        return self.computed
+
+    def _replace_values(self, values: Tensor) -> None:
+        if (values.shape, values.dtype, values.device) != (self.shape, self.dtype, self.device):
+            raise ValueError(
+                f"the data of logits must stay {tuple(self.shape)} of {self.dtype} on {self.device}, "
+                f"got {tuple(values.shape)} of {values.dtype} on {values.device}"
+            )
+        self.computed = values.detach()
 
     def _local_max(self) -> tuple[Tensor, Tensor]:
         """Value and local id of this shard's largest logit [s, b]; -inf where another shard has the largest."""
@@ -278,8 +163,8 @@ class UncomputedLogits(Tensor):
 class _HeadOutput(torch.autograd.Function):
     """Hidden and weight to uncomputed logits.
 
-    Where these get a gradient, from any use but the fused loss, it goes on by Megatron's own backward of this head,
-    after its product is made once more.
+    These get a gradient from any use but the fused loss. Of a loss of touched logits it goes on as the fused one does,
+    of all else by Megatron's own backward of this head, after its product is made once more.
     """
 
     @staticmethod
@@ -287,20 +172,48 @@ class _HeadOutput(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, call: HeadCall, compute: Callable[[UncomputedLogits], Tensor]
     ) -> UncomputedLogits:
         ctx.save_for_backward(hidden, weight)
-        ctx.call = call
-        return UncomputedLogits(call, compute)
+        logits = UncomputedLogits(call, compute)
+        ctx.call, ctx.losses = call, logits.losses
+        return logits
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_logits: Tensor):
         hidden, weight = ctx.saved_tensors
+        for loss in ctx.losses:
+            if loss.upstream is not None:
+                return *loss.gradients(hidden, grad_logits), None, None
         with torch.enable_grad():
             hidden = hidden.detach().requires_grad_(ctx.needs_input_grad[0])
             # The weight itself, not a copy: Megatron adds to its main_grad.
-            logits = replace(ctx.call, hidden=hidden, weight=weight).logits()
+            logits, _ = type(ctx.call.head).forward(ctx.call.head, hidden, weight)
             inputs = [x for x, needed in zip((hidden, weight), ctx.needs_input_grad, strict=False) if needed]
             gradients = iter(torch.autograd.grad(logits, inputs, grad_logits))
         return *(next(gradients) if needed else None for needed in ctx.needs_input_grad[:2]), None, None
+
+
+class _Scaled(torch.autograd.Function):
+    """Uncomputed logits times a number, uncomputed."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: UncomputedLogits, factor: float) -> UncomputedLogits:
+        ctx.factor = factor
+        call = replace(logits.call, logits_scale=logits.call.logits_scale * factor)
+        scaled = UncomputedLogits(call, logits._compute, logits)
+        if logits.computed is not None:
+            scaled.computed = logits.computed * factor
+        return scaled
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_scaled: Tensor):
+        return grad_scaled * ctx.factor, None
+
+
+def _is_scale(factor: object, scale: float) -> bool:
+    """Whether a product with it can be noted as one fp32 number; with inf or NaN, or past fp32, it is computed."""
+    largest = torch.finfo(torch.float32).max
+    return isinstance(factor, int | float) and abs(factor) <= largest and abs(scale * factor) <= largest
 
 
 def _over_last_dimension(*args: Any, **kwargs: Any) -> bool:

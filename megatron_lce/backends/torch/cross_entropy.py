@@ -11,6 +11,7 @@ from megatron_lce.core.rows import Rows, RowTerms
 from megatron_lce.core.softmax_stats import CHUNK_COLUMNS, UNIT, num_sums, packed_rows, unpack_extremes
 
 __all__ = [
+    "chunk_stats",
     "finish",
     "grad_logits",
     "grad_logits_bytes",
@@ -69,7 +70,7 @@ def softmax_stats(
         hidden = hidden.float()
     for part, columns in zip(parts, chunks, strict=True):
         logits = logits_base2(hidden, weight[columns], row_scale, softcap_scale)
-        _chunk_stats(logits, labels - columns.start, vocab_start + columns.start, entropy, telemetry, out=part)
+        part.copy_(chunk_stats(logits, labels - columns.start, vocab_start + columns.start, entropy, telemetry))
     return parts
 
 
@@ -152,8 +153,8 @@ def upcast_row_bytes(matrix: Tensor) -> int:
     return 4 * matrix.shape[1] if matrix.device.type == "cpu" and matrix.dtype != torch.float32 else 0
 
 
-def _chunk_stats(logits: Tensor, labels: Tensor, first_id: int, entropy: bool, telemetry: bool, *, out: Tensor) -> None:
-    """Statistics [K, N] of one chunk of logits [N, C], which is overwritten."""
+def chunk_stats(logits: Tensor, labels: Tensor, first_id: int | Tensor, entropy: bool, telemetry: bool) -> Tensor:
+    """Statistics [K, N] of one chunk of base-2 logits [N, C]; `first_id` of its first column, or of each row's."""
     in_chunk = (labels >= 0) & (labels < logits.shape[1])
     label_logit = logits.gather(1, torch.where(in_chunk, labels, 0).long()[:, None])[:, 0]
     max_logit, argmax = logits.max(dim=1)
@@ -167,4 +168,4 @@ def _chunk_stats(logits: Tensor, labels: Tensor, first_id: int, entropy: bool, t
     stats.append(sum_exp)
     if entropy:
         stats.append(exp.mul_(shifted).sum(dim=1))
-    torch.stack(stats, out=out)
+    return torch.stack(stats)

@@ -1,0 +1,95 @@
+"""The loss of an enabled model: the two methods that it runs in place of its own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from megatron_lce.megatron_integration.head_call import BackwardPasses, HeadCall
+from megatron_lce.megatron_integration.method_overrides import MethodOverride, overrides_of
+from megatron_lce.megatron_integration.support import managed_weight_reason, warn_on_one_rank
+from megatron_lce.megatron_integration.uncomputed_logits import UncomputedLogits
+
+if TYPE_CHECKING:
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+_COMPUTED = "the logits were computed or given a hook, by labels=None in training or by code beside the loss"
+
+
+class FusedLoss:
+    """A model's head and loss with the options of `enable_fused_linear_ce`, in place until `close`."""
+
+    def __init__(self, language_model: LanguageModule, options: dict[str, Any]):
+        self.language_model = language_model
+        self.head: ColumnParallelLinear = language_model.output_layer
+        self.options = options
+        self._warned: set[str] = set()
+        self._backward_passes = BackwardPasses()
+        self._overrides = (
+            MethodOverride(self.head, "forward", self.forward),
+            MethodOverride(language_model, "compute_language_model_loss", self.compute_language_model_loss),
+        )
+
+    def is_in_place(self) -> bool:
+        return all(next(overrides_of(own.module, own.name), None) is own for own in self._overrides)
+
+    def close(self) -> None:
+        for override in self._overrides:
+            override.close()
+
+    def forward(
+        self,
+        input_: Tensor,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+        output_cross_entropy_loss: bool = False,
+        **of_loss: Any,
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        """In place of the output layer's forward. Gathered logits are for sampling, never for a loss.
+
+        With `output_cross_entropy_loss` it is LinearCrossEntropyModule's, of Megatron's dev branch: the loss at once,
+        of the labels, the reduction and the ignore_index in `of_loss`.
+        """
+        head = self.head
+        if output_cross_entropy_loss:
+            of_loss["output_cross_entropy_loss"] = True
+        elif runtime_gather_output:
+            return type(head).forward(head, input_, weight, runtime_gather_output)
+        reason = managed_weight_reason(head, head.weight if weight is None else weight)
+        if reason is not None:  # FSDP was wrapped around the head since
+            self._warn_once(reason)
+            return type(head).forward(head, input_, weight, runtime_gather_output, **of_loss)
+        call = HeadCall.of(head, input_, weight, self._backward_passes)
+        if of_loss.pop("output_cross_entropy_loss", False):
+            return UncomputedLogits(call, self._compute_logits).compute_loss(**of_loss, **self.options)
+        return UncomputedLogits.in_graph(call, self._compute_logits), None
+
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """In place of LanguageModule's, for the main loss and for MTP's: labels [b, s] to loss [b, s]."""
+        if not isinstance(logits, UncomputedLogits):
+            reason = "the logits were computed before the loss, by runtime_gather_output or by code in between"
+            self._warn_once(reason + not_applied(self.options))
+            return type(self.language_model).compute_language_model_loss(self.language_model, labels, logits)
+        if logits.is_touched:
+            self._warn_once(_COMPUTED)
+        # MTP's acceptance metrics read the largest logit after the loss, in training.
+        telemetry = self.language_model.training and bool(self.language_model.config.mtp_num_layers)
+        return logits.compute_loss(labels, telemetry=telemetry, **self.options)
+
+    def _compute_logits(self, logits: UncomputedLogits) -> Tensor:
+        if self.language_model.training and logits.requires_grad:
+            self._warn_once(_COMPUTED)
+        return logits.call.logits()
+
+    def _warn_once(self, reason: str) -> None:
+        if reason not in self._warned:
+            self._warned.add(reason)
+            warn_on_one_rank(f"fused linear cross-entropy is enabled but was not used: {reason}")
+
+
+def not_applied(options: dict[str, Any]) -> str:
+    """The end of a warning: which options would have changed the loss itself."""
+    lost = [name for name in ("softcap", "vocab_size") if options[name] is not None]
+    return f"; not applied: {', '.join(lost)}" if lost else ""

@@ -1,0 +1,227 @@
+"""One call of a model's output layer, and the fused operations on what it was called with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_lce.core.options import LinearCrossEntropyOutput
+from megatron_lce.core.products import product
+from megatron_lce.cross_entropy import linear_cross_entropy
+from megatron_lce.jsd import linear_jsd
+from megatron_lce.megatron_integration.heads import check_softcap, form_of
+from megatron_lce.megatron_integration.main_grad import MainGradSink, main_grad_sink
+from megatron_lce.token_loss import TokenLoss, TokenLossFunction, linear_token_loss
+
+if TYPE_CHECKING:
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+
+class BackwardPasses:
+    """How many passes went backward through a model's fused loss."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def note(self, _: Tensor) -> None:
+        self.count += 1
+
+
+@dataclass(frozen=True)
+class HeadCall:
+    """One call of a model's output layer: all that its logits are made of."""
+
+    hidden: Tensor  # [s, b, H], under sequence parallel this rank's [s/tp, b, H]
+    weight: Tensor  # [V/tp, H]
+    tp_group: ProcessGroup
+    sequence_parallel: bool
+    weight_grad_sink: MainGradSink | None
+    head: ColumnParallelLinear
+    versions: tuple[int, int]  # of hidden and weight when the head was called
+    backward_passes: BackwardPasses | None  # None: the call outlives them
+    backward_passes_before: int
+    logits_scale: float = 1.0
+
+    @classmethod
+    def of(
+        cls,
+        head: ColumnParallelLinear,
+        hidden: Tensor,
+        weight: Tensor | None,
+        backward_passes: BackwardPasses | None = None,
+    ) -> HeadCall:
+        """The call of a ColumnParallelLinear; `weight` is the tied embedding's, or None for the head's own."""
+        weight = head.weight if weight is None else weight
+        return cls(
+            hidden=hidden,
+            weight=weight,
+            tp_group=head.tp_group,
+            sequence_parallel=bool(head.sequence_parallel),
+            weight_grad_sink=main_grad_sink(weight, head),
+            head=head,
+            versions=(_version(hidden), _version(weight)),
+            backward_passes=backward_passes,
+            backward_passes_before=0 if backward_passes is None else backward_passes.count,
+        )
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """(b, s): the shape of labels as Megatron passes them."""
+        shards = self.tp_group.size() if self.sequence_parallel else 1
+        return self.hidden.shape[1], self.hidden.shape[0] * shards
+
+    def linear_cross_entropy(
+        self, labels: Tensor, temperature: float | Tensor = 1.0, **keywords: Any
+    ) -> LinearCrossEntropyOutput:
+        """`megatron_lce.linear_cross_entropy` of this call; labels, a tensor of temperatures and outputs are [b, s]."""
+        return batch_first(linear_cross_entropy(**self.arguments(labels, temperature, **keywords)))
+
+    def arguments(
+        self, labels: Tensor, temperature: float | Tensor = 1.0, logits_scale: float = 1.0, **keywords: Any
+    ) -> dict[str, Any]:
+        """Those of `megatron_lce.linear_cross_entropy`."""
+        return {
+            "hidden": self.hidden,
+            "weight": self.weight,
+            "labels": self._sequence_first("labels", labels),
+            **self._keywords(temperature, logits_scale, keywords),
+        }
+
+    def linear_token_loss(
+        self,
+        labels: Tensor,
+        loss: TokenLossFunction,
+        *per_token: Tensor,
+        temperature: float | Tensor = 1.0,
+        logits_scale: float = 1.0,
+        **keywords: Any,
+    ) -> TokenLoss:
+        """`megatron_lce.linear_token_loss` of this call; labels, per_token, outputs and metrics are [b, s, ...]."""
+        result = linear_token_loss(
+            self.hidden,
+            self.weight,
+            self._sequence_first("labels", labels),
+            loss,
+            *(self._sequence_first(f"per_token[{i}]", tensor) for i, tensor in enumerate(per_token)),
+            **self._keywords(temperature, logits_scale, keywords),
+        )
+        metrics = {name: swap(metric) for name, metric in result.metrics.items()}
+        return TokenLoss(result.loss, batch_first(result.outputs), metrics)
+
+    def _keywords(self, temperature: float | Tensor, logits_scale: float, keywords: dict[str, Any]) -> dict[str, Any]:
+        """The caller's keywords and what this head fixes."""
+        self.check_unchanged()
+        logits_scale *= self.logits_scale
+        check_softcap(self.head, keywords.get("softcap"))
+        softcap = form_of(self.head).softcap
+        if softcap is not None:
+            keywords = {**keywords, "softcap": softcap}
+            if logits_scale != 1.0:  # after the head, so after its cap
+                temperature, logits_scale = temperature / logits_scale, 1.0
+        return {
+            **keywords,
+            "temperature": self._sequence_first("temperature", temperature),
+            "logits_scale": logits_scale,
+            "tp_group": self.tp_group,
+            "sequence_parallel": self.sequence_parallel,
+            "weight_grad_sink": self.weight_grad_sink,
+        }
+
+    def linear_jsd(
+        self,
+        teacher: HeadCall,
+        *,
+        labels: Tensor | None = None,
+        temperature: float | Tensor = 1.0,
+        student_logits_scale: float = 1.0,
+        teacher_logits_scale: float = 1.0,
+        **keywords: Any,
+    ) -> Tensor:
+        """`megatron_lce.linear_jsd` of this call, the student's, and a teacher's; per token as above."""
+        for name, mine, its in (
+            ("sequence_parallel", self.sequence_parallel, teacher.sequence_parallel),
+            ("tokens [b, s]", self.tokens, teacher.tokens),
+            ("ranks in tp_group", _ranks(self.tp_group), _ranks(teacher.tp_group)),
+        ):
+            if mine != its:
+                raise ValueError(f"teacher_head must have the student's {name}, {mine}, got {its}")
+        self.check_unchanged()
+        teacher.check_unchanged()
+        loss = linear_jsd(
+            self.hidden,
+            self.weight,
+            teacher.hidden,
+            teacher.weight,
+            labels=self._sequence_first("labels", labels),
+            temperature=self._sequence_first("temperature", temperature),
+            **self._form("student", student_logits_scale, keywords.pop("student_softcap", None)),
+            **teacher._form("teacher", teacher_logits_scale, keywords.pop("teacher_softcap", None)),
+            tp_group=self.tp_group,
+            sequence_parallel=self.sequence_parallel,
+            weight_grad_sink=self.weight_grad_sink,
+            **keywords,
+        )
+        return swap(loss)
+
+    def _form(self, role: str, logits_scale: float, softcap: float | None) -> dict[str, Any]:
+        """The keywords of one of a divergence's two heads."""
+        check_softcap(self.head, softcap)
+        own, scale = form_of(self.head).softcap, logits_scale * self.logits_scale
+        if own is not None and scale != 1.0:
+            raise ValueError(f"{role}_logits_scale must be 1 where the head has a softcap before it, got {scale}")
+        return {f"{role}_logits_scale": scale, f"{role}_softcap": softcap if own is None else own}
+
+    def _sequence_first(self, name: str, per_token: Any) -> Any:
+        """A tensor [b, s] as [s, b]; anything else as it is."""
+        if not isinstance(per_token, Tensor):
+            return per_token
+        if tuple(per_token.shape[:2]) != self.tokens or (name in ("labels", "temperature") and per_token.dim() > 2):
+            raise ValueError(f"{name} must be [b, s], {self.tokens} for this hidden, got {tuple(per_token.shape)}")
+        return swap(per_token)
+
+    def logits(self) -> Tensor:
+        """[s, b, V/tp] as Megatron computes them; under sequence parallel with a collective."""
+        self.check_unchanged()
+        logits, _ = type(self.head).forward(self.head, self.hidden, self.weight)
+        return logits if self.logits_scale == 1.0 else logits * self.logits_scale
+
+    def logits_of(self, hidden: Tensor) -> Tensor:
+        """[N, V/tp] of gathered hidden [N, H]: the same without a collective."""
+        form = form_of(self.head)
+        logits = hidden.new_empty(hidden.shape[0], self.weight.shape[0], dtype=form.logits_dtype)
+        product(hidden, self.weight.t(), logits, accumulate=False)
+        if form.softcap is not None:
+            logits.div_(form.softcap).tanh_().mul_(form.softcap)
+        return logits if self.logits_scale == 1.0 else logits * self.logits_scale
+
+    def check_unchanged(self) -> None:
+        """What is computed of hidden and weight later must be what the forward pass would have computed of them."""
+        for name, tensor, version in zip(("hidden", "weight"), (self.hidden, self.weight), self.versions, strict=True):
+            if _version(tensor) != version:
+                raise RuntimeError(f"the LM head's {name} was changed in place after the forward pass that it was of")
+        # An optimizer may change weights through `.data`, which no version counter sees; but not before a backward.
+        if self.backward_passes is not None and self.backward_passes.count != self.backward_passes_before:
+            raise RuntimeError(
+                "these logits were kept from before a backward pass, after which weights change, and never computed: "
+                "clone them before it"
+            )
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def batch_first(output: LinearCrossEntropyOutput) -> LinearCrossEntropyOutput:
+    return output._replace(**{name: swap(part) for name, part in output._asdict().items() if part is not None})
+
+
+def swap(per_token: Tensor) -> Tensor:
+    return per_token.transpose(0, 1).contiguous()
+
+
+def _ranks(group: ProcessGroup) -> list[int]:
+    return torch.distributed.get_process_group_ranks(group)
