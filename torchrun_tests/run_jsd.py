@@ -81,7 +81,7 @@ CASES = [
     Case("sequence parallel, NaN rows", (BETWEEN,), sequence_parallel=True, token_temperature=True, nan_rows=5),
     Case("no tokens", (BETWEEN,), shape=(0, 3)),
     Case("no tokens, sequence parallel", (0, BETWEEN), shape=(0, 3), sequence_parallel=True),
-    Case("blocks of tokens", (BETWEEN,), shape=(144,), shards=lambda ranks: [300] * ranks, workspace_bytes=2**17),
+    Case("blocks of tokens", (BETWEEN,), shape=(144,), shards=lambda ranks: [130] * ranks, workspace_bytes=2**16),
     Case("bf16, sequence parallel", (0, BETWEEN), dtypes=(BF16, BF16), sequence_parallel=True),
     Case("bf16, blocks", (1,), (144,), lambda ranks: [600] * ranks, dtypes=(BF16, BF16), workspace_bytes=2**18),
     Case("fp32 student, bf16 teacher, scale and softcap", (BETWEEN, 1), dtypes=(torch.float32, BF16), keywords=FORMS),
