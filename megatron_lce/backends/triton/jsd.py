@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_lce.backends.triton import tiles
 from megatron_lce.backends.triton.jsd_merge import merge_kl_stats, sum_parts
 from megatron_lce.backends.triton.jsd_tiles import (
-    head_pieces,
+    capped,
     keep,
     kept_piece,
     load_row,
@@ -25,6 +25,7 @@ from megatron_lce.backends.triton.jsd_tiles import (
     masked,
     shift_logits,
     tile_logits,
+    two_half_products,
 )
 from megatron_lce.backends.triton.merge_stats import merge_extremes, sum_chunks
 from megatron_lce.backends.triton.rows import prepare_rows
@@ -250,37 +251,13 @@ def _kl_stats_kernel(
         rows = row + tl.arange(0, BLOCK_N)
         row_mask = rows < N
 
-        pieces = head_pieces(
-            q_hidden_desc,
-            q_weight_desc,
-            row,
-            column,
-            H_Q,
-            q_softcap_scale,
-            FIRST_SOFTCAP,
-            UPCAST,
-            BLOCK_N,
-            BLOCK_V,
-            BLOCK_H,
-        )
+        pieces = two_half_products(q_hidden_desc, q_weight_desc, row, column, H_Q, UPCAST, BLOCK_N, BLOCK_V, BLOCK_H)
         scale = load_row(scale_ptr, terms_stride, 1, rows, row_mask)
-        max_q, shifted_q, sum_q = shift_logits(tile_logits(pieces, scale, column, V))
+        max_q, shifted_q, sum_q = shift_logits(tile_logits(pieces, scale, q_softcap_scale, column, V, FIRST_SOFTCAP))
         keep(scratch_ptr, shifted_q, BLOCK_N, BLOCK_V)
-        pieces = head_pieces(
-            p_hidden_desc,
-            p_weight_desc,
-            row,
-            column,
-            H_P,
-            p_softcap_scale,
-            SECOND_SOFTCAP,
-            UPCAST,
-            BLOCK_N,
-            BLOCK_V,
-            BLOCK_H,
-        )
+        pieces = two_half_products(p_hidden_desc, p_weight_desc, row, column, H_P, UPCAST, BLOCK_N, BLOCK_V, BLOCK_H)
         scale = load_row(scale_ptr, terms_stride, 0, rows, row_mask)
-        max_p, shifted_p, sum_p = shift_logits(tile_logits(pieces, scale, column, V))
+        max_p, shifted_p, sum_p = shift_logits(tile_logits(pieces, scale, p_softcap_scale, column, V, SECOND_SOFTCAP))
         gap = tl.zeros((BLOCK_N,), tl.float32)
         for i in tl.static_range(4):
             gap += tl.sum(tl.exp2(shifted_p[i]) * (shifted_p[i] - kept_piece(scratch_ptr, i, BLOCK_N, BLOCK_V)), 1)
@@ -326,32 +303,12 @@ def _divergence_kernel(
         row_block, column_tile = tile_position(tile, num_row_blocks, num_column_tiles, GROUP_N)
         row = row_block * BLOCK_N
         column = column_tile * BLOCK_V
-        pieces = head_pieces(
-            student_hidden_desc,
-            student_weight_desc,
-            row,
-            column,
-            H_S,
-            student_softcap_scale,
-            FIRST_SOFTCAP,
-            UPCAST,
-            BLOCK_N,
-            BLOCK_V,
-            BLOCK_H,
+        pieces = two_half_products(
+            student_hidden_desc, student_weight_desc, row, column, H_S, UPCAST, BLOCK_N, BLOCK_V, BLOCK_H
         )
         keep(scratch_ptr, pieces, BLOCK_N, BLOCK_V)
-        pieces = head_pieces(
-            teacher_hidden_desc,
-            teacher_weight_desc,
-            row,
-            column,
-            H_T,
-            teacher_softcap_scale,
-            SECOND_SOFTCAP,
-            UPCAST,
-            BLOCK_N,
-            BLOCK_V,
-            BLOCK_H,
+        pieces = two_half_products(
+            teacher_hidden_desc, teacher_weight_desc, row, column, H_T, UPCAST, BLOCK_N, BLOCK_V, BLOCK_H
         )
         rows = row + tl.arange(0, BLOCK_N)
         row_mask = rows < N
@@ -359,9 +316,10 @@ def _divergence_kernel(
         student_kl = tl.zeros((BLOCK_N,), tl.float32)
         for i in tl.static_range(4):
             first_column = column + i * QUARTER
-            kept = kept_piece(scratch_ptr, i, BLOCK_N, BLOCK_V)
+            kept = capped(kept_piece(scratch_ptr, i, BLOCK_N, BLOCK_V), student_softcap_scale, FIRST_SOFTCAP)
+            piece = capped(pieces[i], teacher_softcap_scale, SECOND_SOFTCAP)
             log_ps = masked(log_probability(kept, terms_ptr, terms_stride, 0, rows, row_mask), first_column, V)
-            log_pt = masked(log_probability(pieces[i], terms_ptr, terms_stride, 3, rows, row_mask), first_column, V)
+            log_pt = masked(log_probability(piece, terms_ptr, terms_stride, 3, rows, row_mask), first_column, V)
             ps = tl.exp2(log_ps)
             pt = tl.exp2(log_pt)
             log_m = log_mixture(ps, pt, beta)
@@ -412,41 +370,22 @@ def _grad_logits_kernel(
         row_block, column_tile = tile_position(tile, num_row_blocks, num_column_tiles, GROUP_N)
         row = row_block * BLOCK_N
         column = column_tile * BLOCK_V
-        pieces = head_pieces(
-            student_hidden_desc,
-            student_weight_desc,
-            row,
-            column,
-            H_S,
-            student_softcap_scale,
-            FIRST_SOFTCAP,
-            UPCAST,
-            BLOCK_N,
-            BLOCK_V,
-            BLOCK_H,
+        pieces = two_half_products(
+            student_hidden_desc, student_weight_desc, row, column, H_S, UPCAST, BLOCK_N, BLOCK_V, BLOCK_H
         )
         keep(scratch_ptr, pieces, BLOCK_N, BLOCK_V)
-        pieces = head_pieces(
-            teacher_hidden_desc,
-            teacher_weight_desc,
-            row,
-            column,
-            H_T,
-            teacher_softcap_scale,
-            SECOND_SOFTCAP,
-            UPCAST,
-            BLOCK_N,
-            BLOCK_V,
-            BLOCK_H,
+        pieces = two_half_products(
+            teacher_hidden_desc, teacher_weight_desc, row, column, H_T, UPCAST, BLOCK_N, BLOCK_V, BLOCK_H
         )
         rows = row + tl.arange(0, BLOCK_N)
         row_mask = rows < N
         student_kl = load_row(terms_ptr, terms_stride, 6, rows, row_mask)
         coefficient = load_row(terms_ptr, terms_stride, 7, rows, row_mask)
         for i in tl.static_range(4):
-            kept = kept_piece(scratch_ptr, i, BLOCK_N, BLOCK_V)
+            kept = capped(kept_piece(scratch_ptr, i, BLOCK_N, BLOCK_V), student_softcap_scale, FIRST_SOFTCAP)
+            piece = capped(pieces[i], teacher_softcap_scale, SECOND_SOFTCAP)
             log_ps = log_probability(kept, terms_ptr, terms_stride, 0, rows, row_mask)
-            log_pt = log_probability(pieces[i], terms_ptr, terms_stride, 3, rows, row_mask)
+            log_pt = log_probability(piece, terms_ptr, terms_stride, 3, rows, row_mask)
             ps = tl.exp2(log_ps)
             if FORWARD_KL:
                 grad = ps - tl.exp2(log_pt)

@@ -9,33 +9,7 @@ _SMALLEST_NORMAL = tl.constexpr(1.1754943508222875e-38)  # under this a probabil
 
 
 @triton.jit
-def head_pieces(
-    hidden_desc,  # [N, H]
-    weight_desc,  # [V, H]
-    row,
-    column,
-    H,
-    softcap_scale,
-    SOFTCAP: tl.constexpr,
-    UPCAST: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
-    """A head's products, or their tanh under a softcap, in four pieces [BLOCK_N, BLOCK_V / 4]."""
-    pieces = _two_half_products(hidden_desc, weight_desc, row, column, H, UPCAST, BLOCK_N, BLOCK_V, BLOCK_H)
-    if SOFTCAP:
-        pieces = (
-            tanh(pieces[0] * softcap_scale),
-            tanh(pieces[1] * softcap_scale),
-            tanh(pieces[2] * softcap_scale),
-            tanh(pieces[3] * softcap_scale),
-        )
-    return pieces
-
-
-@triton.jit
-def _two_half_products(
+def two_half_products(
     hidden_desc,  # [N, H]
     weight_desc,  # [V, H]
     row,
@@ -113,20 +87,28 @@ def masked(logits, column, V):
 
 
 @triton.jit
+def capped(products, softcap_scale, SOFTCAP: tl.constexpr):
+    """The products, or their tanh under a softcap."""
+    if SOFTCAP:
+        products = tanh(products * softcap_scale)
+    return products
+
+
+@triton.jit
 def load_row(terms_ptr, terms_stride, term: tl.constexpr, rows, row_mask):
     """A row of the packed terms, as a column to broadcast over a tile."""
     return tl.load(terms_ptr + term * terms_stride + rows, mask=row_mask, other=0.0)[:, None]
 
 
 @triton.jit
-def tile_logits(pieces, scale, column, V):
-    """Base-2 logits of `head_pieces`, in the same four."""
+def tile_logits(pieces, scale, softcap_scale, column, V, SOFTCAP: tl.constexpr):
+    """Base-2 logits of the products, in the same four pieces."""
     QUARTER: tl.constexpr = pieces[0].shape[1]
     return (
-        masked(pieces[0] * scale, column, V),
-        masked(pieces[1] * scale, column + QUARTER, V),
-        masked(pieces[2] * scale, column + 2 * QUARTER, V),
-        masked(pieces[3] * scale, column + 3 * QUARTER, V),
+        masked(capped(pieces[0], softcap_scale, SOFTCAP) * scale, column, V),
+        masked(capped(pieces[1], softcap_scale, SOFTCAP) * scale, column + QUARTER, V),
+        masked(capped(pieces[2], softcap_scale, SOFTCAP) * scale, column + 2 * QUARTER, V),
+        masked(capped(pieces[3], softcap_scale, SOFTCAP) * scale, column + 3 * QUARTER, V),
     )
 
 
