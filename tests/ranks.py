@@ -29,6 +29,7 @@ def _server() -> ForkServerContext:
     context.set_forkserver_preload(["scripts.train_distill"])
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     settings = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1", "TORCHDYNAMO_DISABLE": "1"}
+    settings["CUDA_VISIBLE_DEVICES"] = ""  # of a GPU that the imports look at, nothing is left after a fork
     with mock.patch.dict(os.environ, settings):
         forkserver.ensure_running()
     return context

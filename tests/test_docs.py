@@ -5,7 +5,7 @@ the blocks before it made.
 """
 
 import contextlib
-import importlib
+import importlib.util
 import inspect
 import io
 import re
@@ -19,6 +19,7 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("megatron.core")
 
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import ColumnParallelLinear
 
 import megatron_lce
 from benchmark import tables
@@ -30,7 +31,12 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [*tables.pages(), ROOT / "CHANGELOG.md"]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 TOKENS = 24
-HAS_OUTPUT_PROCESSOR = "output_processor" in inspect.signature(GPTModel.forward).parameters  # from 0.18
+ONLY_NEWER = {  # what a block speaks of, and whether this Megatron has it: from 0.18, and on its dev branch
+    "output_processor": "output_processor" in inspect.signature(GPTModel.forward).parameters,
+    "install_megatron_linear_cross_entropy": bool(
+        importlib.util.find_spec("megatron.core.transformer.linear_cross_entropy")
+    ),
+}
 TORCHRUN = ("torchrun", "--nproc-per-node")
 TORCHRUN_PROGRAMS = ("run_parity.py", "run_jsd.py", "run_megatron.py")
 
@@ -64,6 +70,7 @@ def names(device):
         use_fused_linear_ce = True
 
     class PackedParams:
+        max_seqlen_q = max_seqlen_kv = TOKENS
         cu_seqlens_q = torch.tensor([0, 8, 20, TOKENS], dtype=torch.int32, device=device)
 
     return {
@@ -87,6 +94,7 @@ def names(device):
         "teacher_weight": captured.weight,
         "group": captured.tp_group,
         "response_mask": per_token > 0,
+        "MyOutputLayer": type("MyOutputLayer", (ColumnParallelLinear,), {"forward": lambda *arguments: None}),
         "old_logprobs": per_token,
         "advantages": per_token + 1,
         "policy_loss": lambda out, batch: (-out.logprobs.mean(), {}),
@@ -106,7 +114,7 @@ def names(device):
 def test_python_blocks_run(page, names, usual_torch):
     made: dict = {}
     for number, block in enumerate(blocks(page, "python")):
-        if "output_processor" in block and not HAS_OUTPUT_PROCESSOR:
+        if any(name in block and not there for name, there in ONLY_NEWER.items()):
             continue
         made |= names
         printed = io.StringIO()

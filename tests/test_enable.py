@@ -269,8 +269,8 @@ def test_a_copy_of_an_enabled_model_is_enabled_and_disabled_for_itself(untied, d
     assert state(untied) == before
 
 
-def test_a_weight_that_is_a_dtensor_is_refused(untied):
-    mesh = torch.distributed.device_mesh.DeviceMesh.from_group(untied.output_layer.tp_group, "cpu")
+def test_a_weight_that_is_a_dtensor_is_refused(untied, device):
+    mesh = torch.distributed.device_mesh.DeviceMesh.from_group(untied.output_layer.tp_group, device.type)
     weight = torch.distributed.tensor.distribute_tensor(untied.output_layer.weight.data, mesh, [Shard(0)])
     untied.output_layer.weight = nn.Parameter(weight)
     reason = "the head's weight is a DTensor of torch.float32, not a plain fp32, bf16 or fp16"

@@ -104,8 +104,9 @@ def test_the_models_return_is_what_result_makes(model, device):
     returned = process(model, tensors, labels, context)
     assert returned["out"].entropy is None
     expected = process(model, tensors, labels.flip(1), torch_backend())
-    assert torch.equal(returned["logprobs"], expected.logprobs)
-    assert torch.equal(process(model, tensors, labels, None).lse, expected.lse)
+    # The model runs once for each: its own results need not be the same bits on a GPU.
+    torch.testing.assert_close(returned["logprobs"], expected.logprobs, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(process(model, tensors, labels, None).lse, expected.lse, rtol=1e-5, atol=1e-6)
 
 
 def test_errors(model, device):

@@ -142,7 +142,8 @@ def logits_base2(hidden: Tensor, weight: Tensor, row_scale: Tensor, softcap_scal
     logits = hidden.new_empty(hidden.shape[0], weight.shape[0], dtype=torch.float32)
     # Sums of sums in fp32: one running sum over a long H would lose what full fp32 products are asked for.
     for part in cut(hidden.shape[1], 256 if weight.dtype == torch.float32 else hidden.shape[1]):
-        product(hidden[:, part], weight[:, part].T, logits, accumulate=part.start > 0)
+        for columns in cut(weight.shape[0], CHUNK_COLUMNS):  # as in the statistics, so that both have the same bits
+            product(hidden[:, part], weight[columns, part].T, logits[:, columns], accumulate=part.start > 0)
     if softcap_scale is not None:
         logits.mul_(softcap_scale).tanh_()
     return logits.mul_(row_scale[:, None])
