@@ -39,6 +39,11 @@ test: lint
 test-all: lint
 	$(PYTEST)
 
+# A search of half an hour for wrong numbers; its table is docs/fuzz.md.
+fuzz: $(INSTALLED)
+	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 3 torchrun_tests/run_fuzz.py --device cpu \
+		--write docs/fuzz.md
+
 # megatron-core beside the pinned one, unpacked for PYTHONPATH: pip refuses 0.17 and newer on Python 3.11, which runs them.
 MEGATRON_VERSIONS := 0.14.0 0.19.2
 MEGATRON := $(VENV)/megatron

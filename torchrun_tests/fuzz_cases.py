@@ -87,7 +87,7 @@ def cases(draw: st.DrawFn, operation: str, ranks: int) -> Case:
     outputs = ["logprobs", "lse", *(["entropy"] if keywords.get("entropy", False) else [])]
     shape = draw(st.sampled_from([(tokens,), (tokens, 1), (2, tokens // 2), (tokens // 3, 3)]))
     if keywords["sequence_parallel"]:
-        shape = (shape[0] * ranks, *shape[1:])
+        shape = (-(-shape[0] // ranks) * ranks, *shape[1:])
     fields = {
         "seed": draw(st.integers(0, 2**16)),
         "shape": shape,

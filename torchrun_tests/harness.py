@@ -62,11 +62,14 @@ def parse_device() -> torch.device:
 
 
 def start(device: torch.device) -> None:
-    """Starts the process group for this rank's device."""
+    """Starts the process group for this rank's device; uninitialised memory is NaN, as in the tests."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with it
     if device.type == "cpu":
         torch.set_num_threads(1)
         os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
         interpreter.prepare_once_a_launch()
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         timeout=timedelta(seconds=120),

@@ -29,6 +29,7 @@ from scripts.ranks import device_of_rank
 OPERATIONS = ("linear_cross_entropy", "linear_token_loss", "linear_jsd")
 MOST_RANKS = 3
 WORKSPACE = re.compile(r"workspace_bytes must be at least (\d+) ")
+SMALL_WORKSPACE = "workspace_bytes too small"
 EXCLUSIVE = "reduce_grad_hidden must be True with sequence_parallel"
 
 
@@ -54,7 +55,7 @@ def verdict(case: Case, setting: Setting) -> tuple[str, str]:
         except ValueError as error:
             message = str(error)
             if smallest := WORKSPACE.search(message):
-                kind = "workspace_bytes too small"
+                kind = SMALL_WORKSPACE
                 findings = check_case(case, setting, workspace_bytes=int(smallest[1]))
             elif EXCLUSIVE in message:
                 return EXCLUSIVE, ""
@@ -139,14 +140,26 @@ def name_of(setting: Setting) -> str:
 
 
 def summary(tallies: list[tuple[Setting, Tally]], seed: int) -> str:
-    """A table for people, in Markdown."""
-    lines = ["| operation | backend | ranks | cases | of them with the smallest workspace | refused | failures |"]
-    lines += ["|---|---|---|---|---|---|---|"]
+    """What was run and what became of it, in Markdown."""
+    total, failed = sum(tally.cases for _, tally in tallies), sum(bool(tally.failure) for _, tally in tallies)
+    lines = [
+        "# Random calls against the oracles",
+        "",
+        f"`make fuzz`, seed {seed}, torch {torch.__version__}: {total} calls, {failed} failures. Each call's shapes,"
+        " dtypes, strides, shards, labels and",
+        "keywords are drawn by hypothesis (`torchrun_tests/fuzz_cases.py`); outputs and both gradients are held to the"
+        " tests' own budgets",
+        "against fp64, and outputs to the same bits on every rank, without gradients, and on one rank"
+        " (`torchrun_tests/fuzz_checks.py`).",
+        "",
+        "| operation | backend | ranks | calls | in the smallest workspace that the error names | refused | failures |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for setting, tally in tallies:
-        refused = tally.refused[EXCLUSIVE]
-        smallest = sum(count for kind, count in tally.refused.items() if kind.startswith("workspace"))
-        columns = (setting.operation, setting.backend, setting.ranks, tally.cases, smallest, refused)
-        lines.append("| " + " | ".join(map(str, columns)) + f" | {int(bool(tally.failure))} |")
+        counts = (tally.cases, tally.refused[SMALL_WORKSPACE], tally.refused[EXCLUSIVE], int(bool(tally.failure)))
+        columns = (setting.operation, setting.backend, setting.ranks, *counts)
+        lines.append("| " + " | ".join(map(str, columns)) + " |")
+    lines += ["", f"Refused: {EXCLUSIVE}.", ""]
     return "\n".join(lines)
 
 
