@@ -103,6 +103,19 @@ def test_outputs_are_those_of_linear_cross_entropy(backend, device):
             torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-5)
 
 
+@pytest.mark.parametrize("hidden_size", [1, 13])
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_rows_of_any_length(dtype, hidden_size, backend, device):
+    """Where 16-bit products are wider than a row and fp32 ones are not, the sum of the weight's gradient has to fit."""
+    problem = make_problem(5, hidden_size, 40, device, dtype)
+    problem = problem._replace(upstream=Upstream(-torch.ones(5, device=device)))
+    _, actual = run(problem, nll, (), backend=backend)
+    expected = oracle(*problem)
+    interpreted = backend == "triton" and device.type == "cpu"
+    for name, error, allowed in comparisons(actual, expected, *problem, interpreted=interpreted):
+        assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.1e}"
+
+
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 def test_any_upstream_scales_both_gradients(dtype, backend, device):
     problem = make_problem(30, 24, 300, device, dtype)

@@ -9,6 +9,7 @@ for the whole. Allowed errors are multiples of what eager PyTorch makes on the s
 import dataclasses
 import functools
 import itertools
+import math
 from typing import Any
 from unittest import mock
 
@@ -203,6 +204,19 @@ def run_disagreements(group: ProcessGroup, report: Report) -> None:
     check_refused({**uneven_call, "workspace_bytes": 200}, "workspace_bytes must be at least", group, report)
 
 
+def run_two_heads(group: ProcessGroup, report: Report) -> None:
+    """Heads whose shards differ on the last rank alone, one after the other: the first ranks see nothing new."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    hidden, labels = torch.ones(3, 8), torch.tensor([0, 1, 2])
+    for last_rows in (4, 3, 300):
+        weight = torch.ones(last_rows if rank == ranks - 1 else 4, 8)
+        out = megatron_lce.linear_cross_entropy(
+            hidden, weight, labels, tp_group=group, vocab_start=4 * rank, backend="torch"
+        )
+        expected = torch.full((3,), -math.log(4 * (ranks - 1) + last_rows))
+        report.compare(f"two heads, the last shard of {last_rows}", out.logprobs, expected, 1e-6)
+
+
 def check_refused(call: dict[str, Any], expected: str, group: ProcessGroup, report: Report) -> None:
     try:
         megatron_lce.linear_cross_entropy(**call, tp_group=group, backend="torch")
@@ -320,6 +334,7 @@ def program(device: torch.device, report: Report) -> None:
     run_errors(world, device, report)
     if device.type == "cpu":
         run_disagreements(world, report)
+        run_two_heads(world, report)
     run_compat(world, device, report)
     run_compat(subgroup, device, report)
     run_megatrons_call(world, device, report)

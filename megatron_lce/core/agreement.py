@@ -9,8 +9,10 @@ from megatron_lce.core import collectives
 
 _Configuration = tuple[tuple[str, str], ...]
 
-# For each group the configurations its ranks have agreed on, and the columns of the largest shard under each.
-_agreed: WeakKeyDictionary[ProcessGroup, dict[tuple[_Configuration, int | None, int | None], int]] = WeakKeyDictionary()
+# For each group the configurations its ranks have agreed on, and the columns of the largest shard under each. With them
+# the rows of a shard only where no vocab_start is given and all shards are equal: the key must be new on all ranks or
+# on none, and where shards are uneven another head may differ on some ranks alone.
+_agreed: WeakKeyDictionary[ProcessGroup, dict[tuple[_Configuration, int | None], int]] = WeakKeyDictionary()
 
 
 class Agreement:
@@ -18,7 +20,9 @@ class Agreement:
 
     Ranks that call with a new configuration exchange it, with what is wrong with it on each of them; all of them raise
     or none does. That is one gather of small objects, which synchronises; later calls find it here. A rank that
-    leaves a known configuration by itself is not seen: it exchanges, and the others do not.
+    leaves a known configuration by itself is not seen: it exchanges, and the others do not. Uneven shards of another
+    head, under a configuration that is known, are planned for by the largest shard of the first one: on a rank with a
+    larger shard the workspace's cap then holds for that size.
     """
 
     def __init__(
@@ -34,7 +38,7 @@ class Agreement:
             TypeError, ValueError: on every rank, where any found an error or their configurations differ.
         """
         known = _agreed.setdefault(self._group, {})
-        key = (self._configuration, self._shard_rows, self._vocab_start)
+        key = (self._configuration, self._shard_rows if self._vocab_start is None else None)
         if key not in known:
             known[key] = self._exchange(error)
         elif error is not None:

@@ -128,7 +128,7 @@ class _WeightGrad:
         self._one_block = num_blocks <= 1
         # An fp32 sum over blocks, of rows as wide as the products; the gradient itself, where that is such a sum.
         sum_over_blocks = as_sum or (self._sink is None and weight.dtype != torch.float32 and not self._one_block)
-        width = row_stride(weight.shape[1], weight.element_size())
+        width = row_stride(weight.shape[1], weight.element_size()) if self._padded else weight.shape[1]
         self._sum = weight.new_empty(self._num_columns, width, dtype=torch.float32) if sum_over_blocks else None
         self._grad: Tensor | None = None
         if self._sum is None:
