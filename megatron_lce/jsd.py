@@ -66,6 +66,7 @@ def linear_jsd(
     ignore_index: int = -100,
     vocab_start: int | None = None,
     vocab_size: int | None = None,
+    skip_ignored: bool | int = False,
     workspace_bytes: int = WORKSPACE_BYTES,
     backend: Backend = "auto",
     weight_grad_sink: WeightGradSink | None = None,
@@ -96,6 +97,10 @@ def linear_jsd(
         ignore_index: rows with this label have loss 0 and no gradient.
         vocab_start: first global id of this shard; `None`: rank * V_local, all shards being equal.
         vocab_size: true size of the vocabulary; columns at or past it are padding. `None`: every column counts.
+        skip_ignored: leave ignored rows out of products, statistics and collectives, as `linear_cross_entropy` does.
+            True: they are counted on the device, with one synchronisation, and backward leaves out rows whose upstream
+            gradient is zero too, with one more. An int: how many rows are not ignored, known to the host; every loss is
+            NaN where it is not the labels' count. False: all rows are computed.
         workspace_bytes: most that transient buffers take, for any number of tokens. Beside it backward holds an fp32
             accumulator of the student hidden's gradient (4 N H bytes) and, under `sequence_parallel`, the gathered
             hiddens.
@@ -189,6 +194,7 @@ def _checked(
     ignore_index: int,
     vocab_start: int | None,
     vocab_size: int | None,
+    skip_ignored: bool | int,
     workspace_bytes: int,
     backend: Backend,
     weight_grad_sink: WeightGradSink | None,
@@ -202,6 +208,7 @@ def _checked(
         labels = torch.full(shape, 1 if ignore_index == 0 else 0, device=student.hidden.device)
     validation.check_labels_of("student_hidden", student.hidden, labels, ranks if sequence_parallel else 1)
     validation.check_temperature(temperature, labels)
+    validation.check_skip_ignored(skip_ignored, labels.numel())
     validation.check_number("beta", beta)
     if not 0 <= beta <= 1:
         raise ValueError(f"beta must lie in [0, 1], got {beta}")
@@ -224,7 +231,7 @@ def _checked(
         largest_shard=student.weight.shape[0],
         entropy=False,
         telemetry=False,
-        skip_ignored=False,
+        skip_ignored=skip_ignored,
         logits_cache_bytes=0,
         workspace_bytes=workspace_bytes,
         reduce_grad_hidden=True,
@@ -234,7 +241,8 @@ def _checked(
 
 def _describe(student: Head, teacher: Head, *, beta: float, **keywords: Any) -> dict[str, Any]:
     """What every rank of a group must call with; values that may change from call to call by their kinds only."""
-    own = {"tp_group", "vocab_start", "weight_grad_sink", "labels", "temperature"}
+    own = {"tp_group", "vocab_start", "weight_grad_sink", "labels"}
+    by_type = ("temperature", "skip_ignored")
     heads = {
         f"{name}_{argument}": validation.kind_of(value) if isinstance(value, Tensor) else value
         for name, head in (("student", student), ("teacher", teacher))
@@ -243,9 +251,9 @@ def _describe(student: Head, teacher: Head, *, beta: float, **keywords: Any) -> 
     return {
         **heads,
         "grad mode": torch.is_grad_enabled(),
-        "temperature": type(keywords["temperature"]).__name__,
         "beta": beta if isinstance(beta, (int, float)) and beta in (0, 1) else "between 0 and 1",
-        **{name: value for name, value in keywords.items() if name not in own},
+        **{name: value for name, value in keywords.items() if name not in own.union(by_type)},
+        **{name: type(keywords[name]).__name__ for name in by_type},
     }
 
 

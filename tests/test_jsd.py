@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_lce import linear_jsd
+from megatron_lce.core import jsd_autograd, tokens
 from tests.jsd_oracle import JsdInputs, evaluate_jsd, jsd_comparisons, materialised_jsd
 from tests.live_bytes import peak_live_bytes
 
@@ -29,6 +30,9 @@ PROBLEMS = [  # tokens, H of student and teacher, V_local; dtype
 ]
 
 
+SOME, ALL, NONE, ALL_BUT_ONE = slice(0, None, 3), slice(None), slice(0, 0), slice(1, None)
+
+
 def make_inputs(tokens, student_size, teacher_size, columns, device, dtype=FP32, teacher_dtype=None, logit_std=2.0):
     """Normal hidden and weight of either head, whose products have a standard deviation of `logit_std`."""
     shape = (tokens,) if isinstance(tokens, int) else tokens
@@ -41,10 +45,12 @@ def make_inputs(tokens, student_size, teacher_size, columns, device, dtype=FP32,
     return JsdInputs(*heads, torch.randn(shape, generator=generator).to(device))
 
 
-def check(backend, inputs, **keywords):
-    """Run, assert that loss and gradients are within their budget of the oracle's, and return them."""
-    workspace = {"workspace_bytes": keywords.pop("workspace_bytes")} if "workspace_bytes" in keywords else {}
-    actual = evaluate_jsd(linear_jsd, inputs, backend=backend, **workspace, **keywords)
+def check(backend, inputs, *, only_here=None, **keywords):
+    """Run, assert that loss and gradients are within their budget of the oracle's, and return them.
+
+    `only_here`: keywords that the oracle does not have.
+    """
+    actual = evaluate_jsd(linear_jsd, inputs, backend=backend, **(only_here or {}), **keywords)
     interpreted = backend == "triton" and inputs.student_hidden.device.type == "cpu"
     for name, error, allowed in jsd_comparisons(actual, inputs, interpreted=interpreted, **keywords):
         assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.1e}"
@@ -280,8 +286,8 @@ def test_the_smallest_workspace_is_named_and_works(beta, hidden_size, dtype, bac
     with pytest.raises(ValueError, match=r"workspace_bytes must be at least \d+ for these heads, got 1$") as error:
         linear_jsd(*inputs[:4], beta=beta, backend=backend, workspace_bytes=1)
     smallest = int(str(error.value).split("at least ")[1].split()[0])
-    check(backend, inputs, beta=beta, workspace_bytes=smallest)
-    check(backend, inputs, beta=beta, workspace_bytes=3 * smallest)
+    check(backend, inputs, beta=beta, only_here={"workspace_bytes": smallest})
+    check(backend, inputs, beta=beta, only_here={"workspace_bytes": 3 * smallest})
     with pytest.raises(ValueError, match=f"workspace_bytes must be at least {smallest} .* got {smallest - 1}"):
         linear_jsd(*inputs[:4], beta=beta, backend=backend, workspace_bytes=smallest - 1)
 
@@ -297,6 +303,71 @@ def test_torch_slabs_are_gone_before_the_next_ones_come(beta, dtype, workspace_b
     backward_peak, _ = peak_live_bytes(lambda: loss.backward(inputs.upstream))
     assert forward_peak <= workspace_bytes + per_token
     assert backward_peak <= workspace_bytes + hidden.nbytes + weight.nbytes + 4 * hidden.numel() + per_token
+
+
+def ignoring(rows, shape, device):
+    labels = torch.zeros(shape, dtype=torch.int64, device=device)
+    labels.view(-1)[rows] = -100
+    return labels
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtypes", "beta"),
+    [
+        (SOME, (FP32, BF16), 0.5),
+        (SOME, (BF16, BF16), 1),
+        (ALL, (BF16, BF16), 0.5),
+        (NONE, (BF16, BF16), 0),
+        (ALL_BUT_ONE, (FP32, FP32), 0),
+    ],
+    ids=str,
+)
+def test_skipping_ignored_rows_changes_no_bit_of_the_loss(rows, dtypes, beta, backend, device):
+    inputs = make_inputs((10, 3), 24, 16, 300, device, *dtypes)
+    keywords = {"labels": ignoring(rows, (10, 3), device), "beta": beta}
+    keywords["temperature"] = torch.linspace(0.5, 2.0, 30, device=device).view(10, 3)
+    computed = evaluate_jsd(linear_jsd, inputs, backend=backend, **keywords)
+    for skip in (True, int((keywords["labels"] != -100).sum())):
+        skipped = check(backend, inputs, only_here={"skip_ignored": skip}, **keywords)
+        if backend == "triton":
+            assert torch.equal(skipped.loss, computed.loss)
+
+
+@pytest.mark.parametrize("wrong", [-1, 1])
+def test_a_count_that_is_not_the_labels_makes_everything_nan(wrong, backend, device):
+    inputs, labels = make_inputs(12, 8, 12, 30, device), ignoring(slice(0, 6), 12, device)
+    result = evaluate_jsd(linear_jsd, inputs, labels=labels, skip_ignored=6 + wrong, backend=backend)
+    assert result.loss.isnan().all()
+    assert result.grad_weight.isnan().any()
+
+
+def test_rows_without_an_upstream_gradient_take_no_part_in_backward(backend, device, monkeypatch):
+    """But for a broken one, which is NaN whatever its upstream gradient."""
+    inputs, labels = make_inputs(40, 24, 16, 300, device, BF16), ignoring(slice(0, 4), 40, device)
+    inputs.upstream[::2] = 0.0
+    seen = []
+
+    def spy(hidden, num_tokens, counted, *others):
+        seen.append(num_tokens if counted is None else counted.shape[0])
+        return tokens.Tokens(hidden, num_tokens, counted, *others)
+
+    monkeypatch.setattr(jsd_autograd, "Tokens", spy)
+    check(backend, inputs, labels=labels, only_here={"skip_ignored": True})
+    assert seen[-1] == 18
+    temperature = torch.ones(40, device=device)
+    temperature[6] = 0.0
+    result = evaluate_jsd(
+        linear_jsd, inputs, labels=labels, temperature=temperature, skip_ignored=True, backend=backend
+    )
+    assert seen[-1] == 19
+    assert result.grad_hidden.isnan().any(dim=1).nonzero().flatten().tolist() == [6]
+
+
+def test_no_upstream_gradient_at_all(backend, device):
+    inputs = make_inputs(12, 8, 12, 30, device)._replace(upstream=torch.zeros(12, device=device))
+    result = evaluate_jsd(linear_jsd, inputs, skip_ignored=True, backend=backend)
+    assert not result.grad_hidden.any()
+    assert not result.grad_weight.any()
 
 
 def wrong(**changes):
@@ -347,6 +418,8 @@ ERRORS = [
     (ValueError, {"teacher_logits_scale": math.inf}, r"teacher_logits_scale must be finite, got inf"),
     (ValueError, {"student_softcap": 0.0}, r"student_softcap must be positive and finite, got 0.0"),
     (TypeError, {"teacher_softcap": True}, r"teacher_softcap must be a float, got bool"),
+    (TypeError, {"skip_ignored": 2.0}, r"skip_ignored must be a bool or an int, got float"),
+    (ValueError, {"skip_ignored": 9}, r"skip_ignored must be a number of the 8 rows, got 9"),
     (TypeError, {"ignore_index": 1.0}, r"ignore_index must be an int, got float"),
     (ValueError, {"vocab_start": -1}, r"vocab_start must be at least 0, got -1"),
     (ValueError, {"vocab_size": 0}, r"vocab_size must be at least 1, got 0"),

@@ -20,6 +20,7 @@ COMMON: dict[str, st.SearchStrategy] = {
     "ignore_index": st.sampled_from([-100, -100, -1, 0, 3, 2**40]),
     "sequence_parallel": st.booleans(),
     "workspace_bytes": st.sampled_from([2**29, 2**29, 2**29, 2**18, 2**16, 1]),
+    "skip_ignored": st.sampled_from([False, False, True, "count"]),
 }
 CROSS_ENTROPY = COMMON | {
     "logits_scale": SCALES,

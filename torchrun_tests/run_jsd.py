@@ -43,6 +43,7 @@ class Case:
     token_temperature: bool = False
     nan_rows: int = 0  # rows whose temperature is unusable
     change: Callable[["Problem"], None] | None = None  # edits the problem in place
+    skip: bool | str = False  # `skip_ignored`; "count": the number of rows that are not ignored
     keywords: dict[str, Any] = field(default_factory=dict)
 
 
@@ -79,6 +80,9 @@ CASES = [
     Case("NaN in the teacher's hidden", (BETWEEN, 1), sequence_parallel=True, change=nan_in_one_teacher_row),
     Case("sequence parallel, uneven, ignored", (BETWEEN, 1), shards=uneven, sequence_parallel=True, ignore_every=3),
     Case("sequence parallel, NaN rows", (BETWEEN,), sequence_parallel=True, token_temperature=True, nan_rows=5),
+    Case("skipped, uneven", (0, BETWEEN), shards=uneven, ignore_every=3, skip=True),
+    Case("skipped, sequence parallel, counted", (BETWEEN, 1), sequence_parallel=True, ignore_every=4, skip="count"),
+    Case("skipped, all ignored, all padding", (BETWEEN,), vocab_size=lambda _: 5, ignore_every=1, skip=True),
     Case("no tokens", (BETWEEN,), shape=(0, 3)),
     Case("no tokens, sequence parallel", (0, BETWEEN), shape=(0, 3), sequence_parallel=True),
     Case("blocks of tokens", (BETWEEN,), shape=(144,), shards=lambda ranks: [130] * ranks, workspace_bytes=2**16),
@@ -137,6 +141,7 @@ def run_case(case: Case, beta: float, backend: str, device: torch.device, report
         sequence_parallel=case.sequence_parallel,
         vocab_start=shard.start if case.shards is uneven else None,
         workspace_bytes=case.workspace_bytes,
+        skip_ignored=int((problem.keywords["labels"] != -100).sum()) if case.skip == "count" else bool(case.skip),
         backend=backend,
         **problem.keywords,
     )

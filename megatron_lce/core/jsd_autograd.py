@@ -18,7 +18,14 @@ from megatron_lce.core.options import Options
 from megatron_lce.core.products import Copies, own_arithmetic, slab_row_stride
 from megatron_lce.core.rows import LOG_SUM_OF_IGNORED_ROW, Rows
 from megatron_lce.core.softmax_stats import LN_2, UNIT
-from megatron_lce.core.tokens import TokenBlock, Tokens
+from megatron_lce.core.tokens import (
+    TokenBlock,
+    Tokens,
+    counted_rows,
+    rows_that_count,
+    rows_to_compute,
+    to_every_row,
+)
 
 
 class _LinearJsd(torch.autograd.Function):
@@ -52,15 +59,25 @@ class _LinearJsd(torch.autograd.Function):
         with own_arithmetic(student_hidden.device, "linear_jsd forward"):
             _check_workspace(student, teacher, options, backend)
             rows = backend.prepare_rows(labels, temperature, options)
-            divergence, found = _diverge(student, teacher, rows, beta, options, backend)
+            counted = counted_rows(labels, options)
+            rows = rows_to_compute(rows, counted.rows, counted)
+            divergence, found = _diverge(
+                _computed(student, counted.rows, options),
+                _computed(teacher, counted.rows, options),
+                rows,
+                beta,
+                options,
+                backend,
+            )
             ignored = rows.to_nats == 0
             # What is not finite in either head ends here: backward, which may not meet it, takes the row's NaN from
             # to_nats. Every rank has the same divergence, so no rank goes on with a finite gradient.
             to_nats = torch.where(divergence.isfinite() | ignored, rows.to_nats, torch.nan)
             # Rounding may carry a divergence past its bounds; a clamp passes NaN.
             loss = torch.where(ignored, 0.0, divergence.clamp(0.0, _largest_divergence(beta)) * to_nats)
+            loss = to_every_row(loss, counted, labels.shape[0])
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*student[:2], *teacher[:2], rows.scale, to_nats, *found)
+        ctx.save_for_backward(*student[:2], *teacher[:2], counted.rows, rows.scale, to_nats, *found)
         ctx.forms = student[2:], teacher[2:]
         ctx.beta, ctx.options, ctx.backend = beta, options, backend
         return loss
@@ -76,21 +93,25 @@ class _LinearJsd(torch.autograd.Function):
         student, teacher = (
             Head(*its_tensors, *form) for its_tensors, form in zip((tensors[:2], tensors[2:4]), ctx.forms, strict=True)
         )
-        row_scale, to_nats, *found = tensors[4:]
+        order, row_scale, to_nats, *found = tensors[4:]
         beta, options, backend = ctx.beta, ctx.options, ctx.backend
+        num_tokens = grad_loss.shape[0]
         with own_arithmetic(grad_loss.device, "linear_jsd backward"):
-            terms = _row_terms(student, teacher, row_scale, to_nats, _Found(*found), grad_loss.float(), beta)
-            if grad_loss.shape[0] > 0:
+            upstream = grad_loss.float() if order is None else grad_loss.float()[order]
+            terms = _row_terms(student, teacher, row_scale, to_nats, _Found(*found), upstream, beta)
+            kept = _rows_with_gradient(upstream, to_nats, options)
+            if kept is not None:
+                terms, order = terms.index_select(1, kept), kept if order is None else order[kept]
+            if terms.shape[1] > 0:
                 # Before anything that a rank without columns leaves out: ranks must agree on the order of collectives.
-                teacher = _gathered(teacher, options)
+                teacher = _computed(teacher, order, options)
 
             def slabs(block: TokenBlock, bytes_per_column: int) -> Iterator[Slab]:
                 whole = student._replace(hidden=block.hidden.wait())
                 return _grad_logits_slabs(whole, teacher, terms, beta, options, backend, bytes_per_column)
 
-            num_tokens = grad_loss.shape[0]
             gradients = head_gradients(
-                Tokens(student.hidden, num_tokens, None, max(num_tokens, 1), options),
+                Tokens(student.hidden, num_tokens, order, max(num_tokens, 1), options),
                 student.weight,
                 options,
                 slabs,
@@ -130,10 +151,7 @@ def _diverge(
     if rows.scale.shape[0] == 0:
         empty = rows.scale
         return empty, _Found(*(empty,) * 5)
-    student, teacher = (
-        head._replace(weight=head.weight[: options.num_columns])
-        for head in (_gathered(student, options), _gathered(teacher, options))
-    )
+    student, teacher = (head._replace(weight=head.weight[: options.num_columns]) for head in (student, teacher))
     if beta in (0, 1):
         return _diverge_at_end(student, teacher, rows, beta, options, backend)
     log_sum_exps = _log_sum_exps(student, teacher, rows, options, backend)
@@ -211,12 +229,19 @@ def _grad_logits_slabs(
     yield from computed_slabs(student.hidden, terms.shape[1], slice(0, num_columns), num_columns, blocks, compute)
 
 
-def _gathered(head: Head, options: Options) -> Head:
-    """The head with every token's hidden."""
-    if not options.sequence_parallel:
-        return head
-    assert options.tp_group is not None
-    return head._replace(hidden=collectives.gather_rows(head.hidden, options.tp_group))
+def _computed(head: Head, rows: Tensor | None, options: Options) -> Head:
+    """The head with the hidden of every token that is computed; `rows` None: all."""
+    if options.sequence_parallel:
+        assert options.tp_group is not None
+        head = head._replace(hidden=collectives.gather_rows(head.hidden, options.tp_group))
+    return head if rows is None else head._replace(hidden=head.hidden.index_select(0, rows))
+
+
+def _rows_with_gradient(upstream: Tensor, to_nats: Tensor, options: Options) -> Tensor | None:
+    """Under `skip_ignored=True` the rows whose gradient is not zero; None: all. A broken row is NaN whatever comes."""
+    if options.skip_ignored is not True or upstream.shape[0] == 0:
+        return None
+    return rows_that_count((upstream != 0) | to_nats.isnan(), options)
 
 
 def _largest_divergence(beta: float) -> float:

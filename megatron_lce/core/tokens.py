@@ -67,17 +67,21 @@ def rows_that_count(counts: Tensor, options: Options) -> Tensor | None:
 
 def spread(outputs: LinearCrossEntropyOutput, counted: Counted, num_tokens: int) -> LinearCrossEntropyOutput:
     """Outputs of the counted rows to outputs of all rows: 0 where a row was skipped."""
-
-    def all_rows(name: str, output: Tensor | None) -> Tensor | None:
-        if output is None or counted.rows is None:
-            return output
-        whole = output.new_zeros(num_tokens)
-        if counted.unless_nan is not None:
-            whole += torch.where(counted.unless_nan.isnan(), -1 if name == "argmax" else torch.nan, 0).to(whole.dtype)
-        return whole.index_copy_(0, counted.rows, output)
-
-    spread_out = [all_rows(name, output) for name, output in outputs._asdict().items()]
+    spread_out = [
+        None if output is None else to_every_row(output, counted, num_tokens, -1 if name == "argmax" else torch.nan)
+        for name, output in outputs._asdict().items()
+    ]
     return LinearCrossEntropyOutput(*spread_out)  # type: ignore[arg-type]
+
+
+def to_every_row(output: Tensor, counted: Counted, num_tokens: int, broken: float = torch.nan) -> Tensor:
+    """One of them; `broken`: what skipped rows are where the caller's count is not the labels'."""
+    if counted.rows is None:
+        return output
+    whole = output.new_zeros(num_tokens)
+    if counted.unless_nan is not None:
+        whole += torch.where(counted.unless_nan.isnan(), broken, 0).to(whole.dtype)
+    return whole.index_copy_(0, counted.rows, output)
 
 
 class Tokens:
