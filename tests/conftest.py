@@ -24,6 +24,7 @@ hypothesis.settings.load_profile("suite")
 def pytest_configure(config):
     # The interpreter computes in numpy, which warns of the NaN and infinities that some tests are about.
     config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton.runtime.interpreter")
+    config.addinivalue_line("filterwarnings", "ignore:overflow encountered in reduce:RuntimeWarning")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups

@@ -7,7 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from megatron_lce import linear_jsd
+from megatron_lce.backends.choice import load_jsd_backend
 from megatron_lce.core import jsd_autograd, tokens
+from megatron_lce.core.jsd_stats import Head
 from tests.jsd_oracle import JsdInputs, evaluate_jsd, jsd_comparisons, materialised_jsd
 from tests.live_bytes import peak_live_bytes
 
@@ -292,6 +294,32 @@ def test_the_smallest_workspace_is_named_and_works(beta, hidden_size, dtype, bac
         linear_jsd(*inputs[:4], beta=beta, backend=backend, workspace_bytes=smallest - 1)
 
 
+@pytest.mark.parametrize(("beta", "kept_passes", "computed_passes"), [(0.5, 1, 2), (0, 1, 1)])
+def test_logits_are_computed_once_where_the_workspace_holds_them(
+    beta, kept_passes, computed_passes, backend, device, monkeypatch
+):
+    """In blocks of at least 128 tokens with all their columns; the same bits either way."""
+    inputs = make_inputs(140, 24, 16, 300, device, BF16)
+    module = load_jsd_backend(backend, device)
+    compute, computed = module.logits, []
+
+    def spy(head, row_scale, out):
+        computed.append(out.numel())
+        compute(head, row_scale, out)
+
+    monkeypatch.setattr(module, "logits", spy)
+    losses = []
+    bytes_of = module.logits_bytes(Head(*inputs[:2]), Head(*inputs[2:4]), 300)
+    kept = 130 * (320 * bytes_of.per_logit + bytes_of.per_token) + 320 * bytes_of.per_column
+    for workspace_bytes, passes in ((2**29, kept_passes), (kept, kept_passes), (kept // 2, computed_passes)):
+        computed.clear()
+        losses.append(linear_jsd(*inputs[:4], beta=beta, workspace_bytes=workspace_bytes, backend=backend))
+        assert sum(computed) == passes * 2 * 140 * 300
+    for loss in losses[1:]:
+        torch.testing.assert_close(loss, losses[0], rtol=1e-6, atol=1e-6)
+        assert backend == "torch" or torch.equal(loss, losses[0])
+
+
 @pytest.mark.parametrize(("dtype", "workspace_bytes"), [(FP32, 2**18), (FP32, 2**20), (BF16, 2**18)], ids=str)
 @pytest.mark.parametrize("beta", [0.5, 1])
 def test_torch_slabs_are_gone_before_the_next_ones_come(beta, dtype, workspace_bytes):
@@ -494,5 +522,5 @@ def test_no_host_synchronisation(beta, backend, device):
 @pytest.mark.parametrize("dtypes", [(FP32, FP32), (BF16, BF16), (BF16, FP32)], ids=str)
 @pytest.mark.parametrize("beta", BETAS)
 def test_a_large_problem_matches_the_oracle(beta, dtypes, backend, device):
-    """Many tiles, so that a tile that reads another's scratch is seen; H and V odd."""
+    """Many tiles, and blocks of tokens; H and V odd."""
     check(backend, make_inputs(1000, 513, 770, 20011, device, *dtypes), beta=beta)

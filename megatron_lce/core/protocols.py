@@ -5,6 +5,7 @@ from typing import Protocol, Self
 from torch import Tensor
 
 from megatron_lce.core.blocks import BlockBytes
+from megatron_lce.core.jsd_stats import Head
 from megatron_lce.core.options import Options
 from megatron_lce.core.products import Copies
 from megatron_lce.core.rows import Finished, Rows, Saved
@@ -108,3 +109,39 @@ class CrossEntropyBackend(Protocol):
         entropy: bool,
     ) -> None:
         """The same from the kept exponentials, with zeros behind its rows."""
+
+
+class JsdBackend(Protocol):
+    """The primitives of `linear_jsd`. Logits are [N, C] fp32 in base 2, rows a multiple of `SLAB_ROW_STEP` apart."""
+
+    def prepare_rows(self, labels: Tensor, temperature: Tensor | float, options: Options) -> Rows: ...
+
+    def logits_bytes(self, student: Head, teacher: Head, num_columns: int) -> BlockBytes:
+        """Both heads' logits, and what the functions here take beside them for tokens with that many columns."""
+
+    def logits(self, head: Head, row_scale: Tensor, out: Tensor) -> None: ...
+
+    def kl_parts(self, student: Tensor, teacher: Tensor, *, forward_kl: bool) -> Tensor:
+        """Logits of both heads -> packed `KlStats` [S, 5, N] of S disjoint sets of their columns."""
+
+    def merge_kl_stats(self, parts: Tensor, *, forward_kl: bool) -> Tensor:
+        """[S, 5, N] -> [5, N] of their union."""
+
+    def divergence_parts(self, student: Tensor, teacher: Tensor, found: Tensor, *, beta: float) -> Tensor:
+        """Logits of both heads and the first rows of `Found` -> [S, 2, N] sums: divergence, KL(p_student || m)."""
+
+    def sum_parts(self, parts: Tensor) -> Tensor:
+        """[S, 2, N] -> [2, N]."""
+
+    def grad_logits(
+        self,
+        student: Tensor,  # [N, C] logits
+        teacher: Tensor,
+        found: Tensor,  # [6, N], packed `Found`
+        coefficient: Tensor,  # [N]; 0: no gradient
+        tanh_scale: Tensor | None,  # [N] factor from the student's tanh to its logits; None without a softcap
+        out: Tensor,  # [N, C] of the student's dtype
+        *,
+        beta: float,
+    ) -> None:
+        """Gradient of the student's products."""

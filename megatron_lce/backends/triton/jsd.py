@@ -1,399 +1,350 @@
-"""The primitives of `megatron_lce.jsd`: both heads' logits of a tile, the first head's waiting in scratch memory.
+"""The primitives of `megatron_lce.jsd`: one head's logits into memory, and what follows from both heads' logits there.
 
-Two fp32 accumulators as large as the tile that feeds the tensor cores well do not fit in a program's registers. So the
-first head's tile goes to a buffer of the program's own, small enough to stay in L2, and comes back in pieces once the
-second head's is done. A tile is computed in two halves: ptxas then keeps both loops' accumulators in registers.
+A divergence wants both heads' logits at once, and two fp32 accumulators of a tile that feeds the tensor cores well do
+not fit in a program's registers. So one kernel makes logits, at the speed of a product, and the others read them at the
+speed of the memory.
 """
 
-from collections.abc import Callable
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from megatron_lce.backends.triton import tiles
 from megatron_lce.backends.triton.jsd_merge import merge_kl_stats, sum_parts
-from megatron_lce.backends.triton.jsd_tiles import (
-    capped,
-    keep,
-    kept_piece,
-    load_row,
-    log_mixture,
-    log_probability,
-    masked,
-    shift_logits,
-    tile_logits,
-    two_half_products,
-)
-from megatron_lce.backends.triton.merge_stats import merge_extremes, sum_chunks
 from megatron_lce.backends.triton.rows import prepare_rows
-from megatron_lce.backends.triton.softmax_stats import softmax_stats, softmax_stats_bytes
-from megatron_lce.backends.triton.tile_products import descriptor, tile_position
-from megatron_lce.core.blocks import BlockBytes, cut, plan_blocks
-from megatron_lce.core.jsd_stats import KL_ROWS, Head, both_copies
-from megatron_lce.core.products import Copies, aligned
+from megatron_lce.backends.triton.tile_products import (
+    MASKED_LOGIT,
+    descriptor,
+    tanh,
+    tile_position,
+    tile_products,
+    upcasts,
+)
+from megatron_lce.core.blocks import COLUMN_STEP, BlockBytes
+from megatron_lce.core.jsd_stats import KL_ROWS, Head
+from megatron_lce.core.products import aligned, copies_of
 
 __all__ = [
-    "divergence",
-    "divergence_bytes",
+    "divergence_parts",
     "grad_logits",
-    "grad_logits_bytes",
-    "kl_stats",
-    "merge_extremes",
+    "kl_parts",
+    "logits",
+    "logits_bytes",
     "merge_kl_stats",
-    "new_scratch",
     "prepare_rows",
-    "scratch_bytes",
-    "softmax_stats",
-    "softmax_stats_bytes",
-    "stats_bytes",
-    "sum_chunks",
     "sum_parts",
 ]
 
-
-def scratch_bytes(student: Head, teacher: Head) -> int:
-    """What one program needs for the first head's tile."""
-    tile = _choose_tiles(student, teacher)
-    return 4 * tile.block_n * tile.block_v
+_ROWS, _COLUMNS = 16, COLUMN_STEP  # of a program that reads logits; wherever they are cut, they hold the same columns
+_SMALLEST_NORMAL = tl.constexpr(1.1754943508222875e-38)  # under this a probability counts as zero
 
 
-def new_scratch(student: Head, teacher: Head, most_bytes: int) -> Tensor:
-    """[programs, BLOCK_N * BLOCK_V] fp32 in at most that many bytes: one row for each program of a persistent grid."""
-    device = student.hidden.device
-    programs = min(tiles.num_programs(device), most_bytes // scratch_bytes(student, teacher))
-    tile = _choose_tiles(student, teacher)
-    return torch.empty(programs, tile.block_n * tile.block_v, device=device)
+def logits_bytes(student: Head, teacher: Head, num_columns: int) -> BlockBytes:
+    """Both heads' logits, the statistics of their chunks, twice while they are put together, and copies of a head."""
+    parts = 2 * 4 * KL_ROWS * triton.cdiv(num_columns, _COLUMNS)
+    copies = max(copies_of(head.hidden) for head in (student, teacher))
+    return BlockBytes(2 * 4, max(parts, copies.token), copies.column)
 
 
-def stats_bytes(student: Head, teacher: Head, num_columns: int, copies: Copies) -> BlockBytes:
-    """What `kl_stats` takes for each tile's statistics and its copies of unaligned inputs."""
-    return _tile_rows_bytes(KL_ROWS, student, teacher, num_columns, copies)
-
-
-def divergence_bytes(student: Head, teacher: Head, num_columns: int, copies: Copies) -> BlockBytes:
-    return _tile_rows_bytes(2, student, teacher, num_columns, copies)
-
-
-def grad_logits_bytes(student: Head, teacher: Head, copies: Copies) -> BlockBytes:
-    """What `grad_logits` takes for its output and its copies of unaligned inputs."""
-    return BlockBytes(student.hidden.element_size(), *copies)
-
-
-def kl_stats(p: Head, q: Head, row_scales: Tensor, *, scratch: Tensor, workspace_bytes: int) -> Tensor:
-    """Packed statistics [5, N] of V columns, see `megatron_lce.core.jsd_stats`; row_scales [2, N], p's first."""
-    return _reduce_tiles(
-        q,
-        p,
-        row_scales,
-        kernel=_kl_stats_kernel,
-        merge=merge_kl_stats,
-        num_rows=KL_ROWS,
-        scratch=scratch,
-        workspace_bytes=workspace_bytes,
-    )
-
-
-def divergence(
-    student: Head, teacher: Head, terms: Tensor, *, beta: float, scratch: Tensor, workspace_bytes: int
-) -> Tensor:
-    """[2, N] base-2 sums over V columns: the divergence for 0 < beta < 1, and KL(p_student || m).
-
-    terms: the first six rows of `RowTerms`.
-    """
-    return _reduce_tiles(
-        student,
-        teacher,
-        terms,
-        beta,
-        kernel=_divergence_kernel,
-        merge=sum_parts,
-        num_rows=2,
-        scratch=scratch,
-        workspace_bytes=workspace_bytes,
-    )
-
-
-def grad_logits(
-    student: Head,  # of one slab
-    teacher: Head,
-    terms: Tensor,  # [8, N] fp32, `RowTerms`
-    out: Tensor,  # [N, C] of the student's dtype
-    *,
-    beta: float,
-    scratch: Tensor,
+def logits(
+    head: Head,  # [N, H], [C, H]
+    row_scale: Tensor,  # [N] fp32
+    out: Tensor,  # [N, C] fp32, rows at 16 bytes
 ) -> None:
-    """Gradient of one slab of the student's products."""
-    tile = _choose_tiles(student, teacher)
-    out_desc = descriptor(out, tile.block_n, tile.block_v // 4)
-    constexprs = {"FORWARD_KL": beta == 0, "REVERSE_KL": beta == 1, "GROUP_N": tiles.GROUP_N}
-    _launch(_grad_logits_kernel, student, teacher, terms, scratch, out_desc, beta, **constexprs)
-
-
-def _reduce_tiles(
-    first: Head,
-    second: Head,
-    terms: Tensor,  # [..., N]
-    *further: float,
-    kernel: triton.JITFunction,
-    merge: Callable[..., Tensor],
-    num_rows: int,
-    scratch: Tensor,
-    workspace_bytes: int,
-) -> Tensor:
-    """[num_rows, N]: what the kernel writes for each tile of columns, merged."""
-    num_tokens, num_columns = terms.shape[1], first.weight.shape[0]
-    block_v = _choose_tiles(first, second).block_v
-    num_tiles = triton.cdiv(num_columns, block_v)
-    block_bytes = _tile_rows_bytes(num_rows, first, second, num_columns, both_copies(first, second))
-    blocks = plan_blocks(num_tokens, num_columns, workspace_bytes, block_bytes)
-    group = tiles.stats_group(first.hidden.shape[1] + second.hidden.shape[1])
-    reduced = terms.new_empty(num_rows, num_tokens)
-    buffer = terms.new_empty(num_tiles * num_rows * blocks.tokens)
-    for tokens in cut(num_tokens, blocks.tokens):
-        length = tokens.stop - tokens.start
-        parts = buffer[: num_tiles * num_rows * length].view(num_tiles, num_rows, length)
-        for columns in cut(num_columns, blocks.columns):
-            out = parts[columns.start // block_v :]
-            blocks_of = (first.block(tokens, columns), second.block(tokens, columns))
-            _launch(kernel, *blocks_of, terms[:, tokens], scratch, out, *further, GROUP_N=group)
-        merge(parts, out=reduced[:, tokens])
-    return reduced
-
-
-def _launch(
-    kernel: triton.JITFunction,
-    first: Head,
-    second: Head,
-    terms: Tensor,
-    scratch: Tensor,
-    out: Any,
-    *further: float,
-    **constexprs: int,
-) -> None:
-    tile = _choose_tiles(first, second)
-    num_tokens, num_columns = first.hidden.shape[0], first.weight.shape[0]
+    """Base-2 logits, `row_scale * hidden @ weight.T`, or `row_scale * tanh(softcap_scale * hidden @ weight.T)`."""
+    hidden, weight = aligned(head.hidden), aligned(head.weight)
+    tile = tiles.choose_tiles(hidden.dtype, hidden.device)
+    num_tokens, num_columns = out.shape
     num_tiles = triton.cdiv(num_tokens, tile.block_n) * triton.cdiv(num_columns, tile.block_v)
-    descriptors = []
-    for head in (first, second):
-        descriptors.append(descriptor(aligned(head.hidden), tile.block_n, tile.block_h))
-        descriptors.append(descriptor(aligned(head.weight), tile.block_v // 2, tile.block_h))
-    kernel[(min(num_tiles, scratch.shape[0]),)](
-        *descriptors,
-        terms,
-        scratch,
-        out,
+    _logits_kernel[(min(num_tiles, tiles.num_programs(hidden.device)),)](
+        descriptor(hidden, tile.block_n, tile.block_h),
+        descriptor(weight, tile.block_v, tile.block_h),
+        row_scale,
+        descriptor(out, tile.block_n, tile.block_v // 4),
         num_tokens,
         num_columns,
-        first.hidden.shape[1],
-        second.hidden.shape[1],
-        terms.stride(0),
-        *(head.softcap_scale or 0.0 for head in (first, second)),
-        *further,
-        **constexprs,
-        FIRST_SOFTCAP=first.softcap is not None,
-        SECOND_SOFTCAP=second.softcap is not None,
-        UPCAST=tiles.interpreting(),
+        hidden.shape[1],
+        head.softcap_scale or 0.0,
+        SOFTCAP=head.softcap is not None,
+        UPCAST=upcasts(hidden.dtype, tiles.interpreting()),
         BLOCK_N=tile.block_n,
         BLOCK_V=tile.block_v,
         BLOCK_H=tile.block_h,
+        GROUP_N=tiles.stats_group(hidden.shape[1]),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        enable_fp_fusion=False,  # z - max must be 0 at the largest logit, however large it is
     )
 
 
-def _choose_tiles(first: Head, second: Head) -> tiles.Tiles:
-    """One tile for both heads: that of fp32 if either is."""
-    dtypes = (first.hidden.dtype, second.hidden.dtype)
-    dtype = torch.float32 if torch.float32 in dtypes else first.hidden.dtype
-    return tiles.choose_tiles(dtype, first.hidden.device)
+def kl_parts(student: Tensor, teacher: Tensor, *, forward_kl: bool) -> Tensor:
+    """[S, 5, N]: packed `KlStats` of each chunk of both heads' logits [N, C]."""
+    parts = _new_parts(KL_ROWS, student)
+    _kl_parts_kernel[_grid(student)](
+        student, teacher, parts, *student.shape, student.stride(0), FORWARD_KL=forward_kl, **_constexprs()
+    )
+    return parts
 
 
-def _tile_rows_bytes(num_rows: int, first: Head, second: Head, num_columns: int, copies: Copies) -> BlockBytes:
-    num_tiles = triton.cdiv(num_columns, _choose_tiles(first, second).block_v)
-    return BlockBytes(0, num_tiles * num_rows * 4 + copies.token, copies.column)
+def divergence_parts(
+    student: Tensor,  # [N, C] base-2 logits
+    teacher: Tensor,
+    found: Tensor,  # [6, N]; the first four of `Found`
+    *,
+    beta: float,
+) -> Tensor:
+    """[S, 2, N] base-2 sums over each chunk: the divergence for 0 < beta < 1, and KL(p_student || m)."""
+    parts = _new_parts(2, student)
+    _divergence_kernel[_grid(student)](
+        student, teacher, found, parts, *student.shape, student.stride(0), found.stride(0), beta, **_constexprs()
+    )
+    return parts
 
 
-@triton.jit(do_not_specialize=["N", "V", "terms_stride"])
-def _kl_stats_kernel(
-    q_hidden_desc,  # [N, H_Q]
-    q_weight_desc,  # [V, H_Q]
-    p_hidden_desc,  # [N, H_P]
-    p_weight_desc,  # [V, H_P]
-    scale_ptr,  # [2, N] fp32, p's first, rows terms_stride apart
-    scratch_ptr,  # [programs, BLOCK_N * BLOCK_V] fp32
-    stats_ptr,  # [S, 5, N] fp32 out, one split a tile of columns
+def grad_logits(
+    student: Tensor,  # [N, C] base-2 logits
+    teacher: Tensor,
+    found: Tensor,  # [6, N]
+    coefficient: Tensor,  # [N]; 0: no gradient
+    tanh_scale: Tensor | None,  # [N] factor from the student's tanh to its logits; None without a softcap
+    out: Tensor,  # [N, C] of the student's dtype
+    *,
+    beta: float,
+) -> None:
+    """Gradient of the student's products."""
+    _grad_logits_kernel[_grid(student)](
+        student,
+        teacher,
+        found,
+        coefficient,
+        tanh_scale,
+        out,
+        *student.shape,
+        student.stride(0),
+        found.stride(0),
+        out.stride(0),
+        float(beta),
+        FORWARD_KL=beta == 0,
+        REVERSE_KL=beta == 1,
+        **_constexprs(),
+    )
+
+
+def _new_parts(num_rows: int, logits: Tensor) -> Tensor:
+    return logits.new_empty(triton.cdiv(logits.shape[1], _COLUMNS), num_rows, logits.shape[0])
+
+
+def _grid(logits: Tensor) -> tuple[int]:
+    return (triton.cdiv(logits.shape[0], _ROWS) * triton.cdiv(logits.shape[1], _COLUMNS),)
+
+
+def _constexprs() -> dict[str, int]:
+    return {"BLOCK_N": _ROWS, "BLOCK_V": _COLUMNS, "num_warps": 16}
+
+
+@triton.jit(do_not_specialize=["N", "V"])
+def _logits_kernel(
+    hidden_desc,  # [N, H]
+    weight_desc,  # [V, H]
+    row_scale_ptr,  # [N] fp32
+    logits_desc,  # [N, V] fp32 out
     N,
     V,
-    H_Q,
-    H_P,
-    terms_stride,
-    q_softcap_scale,
-    p_softcap_scale,
-    FIRST_SOFTCAP: tl.constexpr,
-    SECOND_SOFTCAP: tl.constexpr,
+    H,
+    softcap_scale,
+    SOFTCAP: tl.constexpr,
     UPCAST: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_H: tl.constexpr,
     GROUP_N: tl.constexpr,
 ):
-    """Statistics of each tile, of p and q; the formulas of `megatron_lce.core.jsd_stats`."""
-    num_row_blocks = tl.cdiv(N, BLOCK_N)
-    num_column_tiles = tl.cdiv(V, BLOCK_V)
-    for tile in tl.range(tl.program_id(0), num_row_blocks * num_column_tiles, tl.num_programs(0)):
-        row_block, column_tile = tile_position(tile, num_row_blocks, num_column_tiles, GROUP_N)
-        row = row_block * BLOCK_N
-        column = column_tile * BLOCK_V
-        rows = row + tl.arange(0, BLOCK_N)
-        row_mask = rows < N
-
-        pieces = two_half_products(q_hidden_desc, q_weight_desc, row, column, H_Q, UPCAST, BLOCK_N, BLOCK_V, BLOCK_H)
-        scale = load_row(scale_ptr, terms_stride, 1, rows, row_mask)
-        max_q, shifted_q, sum_q = shift_logits(tile_logits(pieces, scale, q_softcap_scale, column, V, FIRST_SOFTCAP))
-        keep(scratch_ptr, shifted_q, BLOCK_N, BLOCK_V)
-        pieces = two_half_products(p_hidden_desc, p_weight_desc, row, column, H_P, UPCAST, BLOCK_N, BLOCK_V, BLOCK_H)
-        scale = load_row(scale_ptr, terms_stride, 0, rows, row_mask)
-        max_p, shifted_p, sum_p = shift_logits(tile_logits(pieces, scale, p_softcap_scale, column, V, SECOND_SOFTCAP))
-        gap = tl.zeros((BLOCK_N,), tl.float32)
-        for i in tl.static_range(4):
-            gap += tl.sum(tl.exp2(shifted_p[i]) * (shifted_p[i] - kept_piece(scratch_ptr, i, BLOCK_N, BLOCK_V)), 1)
-
-        stats = stats_ptr + column_tile.to(tl.int64) * (5 * N) + rows
-        tl.store(stats, max_p, row_mask)
-        tl.store(stats + N, sum_p, row_mask)
-        tl.store(stats + 2 * N, max_q, row_mask)
-        tl.store(stats + 3 * N, sum_q, row_mask)
-        tl.store(stats + 4 * N, gap, row_mask)
-
-
-@triton.jit(do_not_specialize=["N", "V", "terms_stride"])
-def _divergence_kernel(
-    student_hidden_desc,  # [N, H_S]
-    student_weight_desc,  # [V, H_S]
-    teacher_hidden_desc,  # [N, H_T]
-    teacher_weight_desc,  # [V, H_T]
-    terms_ptr,  # [6, N] fp32, rows terms_stride apart
-    scratch_ptr,  # [programs, BLOCK_N * BLOCK_V] fp32
-    sums_ptr,  # [S, 2, N] fp32 out, one split a tile of columns
-    N,
-    V,
-    H_S,
-    H_T,
-    terms_stride,
-    student_softcap_scale,
-    teacher_softcap_scale,
-    beta,
-    FIRST_SOFTCAP: tl.constexpr,
-    SECOND_SOFTCAP: tl.constexpr,
-    UPCAST: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    GROUP_N: tl.constexpr,
-):
-    """Sums over each tile's columns: beta p_t log(p_t / m) + (1 - beta) p_s log(p_s / m), and p_s log(p_s / m)."""
+    """Each tile in four pieces: a whole one finds no room in shared memory beside the inputs on their way."""
     QUARTER: tl.constexpr = BLOCK_V // 4
     num_row_blocks = tl.cdiv(N, BLOCK_N)
     num_column_tiles = tl.cdiv(V, BLOCK_V)
-    for tile in tl.range(tl.program_id(0), num_row_blocks * num_column_tiles, tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0), num_row_blocks * num_column_tiles, tl.num_programs(0), flatten=True):
         row_block, column_tile = tile_position(tile, num_row_blocks, num_column_tiles, GROUP_N)
         row = row_block * BLOCK_N
         column = column_tile * BLOCK_V
-        pieces = two_half_products(
-            student_hidden_desc, student_weight_desc, row, column, H_S, UPCAST, BLOCK_N, BLOCK_V, BLOCK_H
-        )
-        keep(scratch_ptr, pieces, BLOCK_N, BLOCK_V)
-        pieces = two_half_products(
-            teacher_hidden_desc, teacher_weight_desc, row, column, H_T, UPCAST, BLOCK_N, BLOCK_V, BLOCK_H
-        )
         rows = row + tl.arange(0, BLOCK_N)
-        row_mask = rows < N
-        loss = tl.zeros((BLOCK_N,), tl.float32)
-        student_kl = tl.zeros((BLOCK_N,), tl.float32)
-        for i in tl.static_range(4):
-            first_column = column + i * QUARTER
-            kept = capped(kept_piece(scratch_ptr, i, BLOCK_N, BLOCK_V), student_softcap_scale, FIRST_SOFTCAP)
-            piece = capped(pieces[i], teacher_softcap_scale, SECOND_SOFTCAP)
-            log_ps = masked(log_probability(kept, terms_ptr, terms_stride, 0, rows, row_mask), first_column, V)
-            log_pt = masked(log_probability(piece, terms_ptr, terms_stride, 3, rows, row_mask), first_column, V)
-            ps = tl.exp2(log_ps)
-            pt = tl.exp2(log_pt)
-            log_m = log_mixture(ps, pt, beta)
-            kl_s = ps * (log_ps - log_m)
-            kl_t = pt * (log_pt - log_m)
-            student_kl += tl.sum(kl_s, 1)
-            loss += tl.sum(tl.fma(beta, kl_t, (1 - beta) * kl_s), 1)
-        sums = sums_ptr + column_tile.to(tl.int64) * (2 * N) + rows
-        tl.store(sums, loss, row_mask)
-        tl.store(sums + N, student_kl, row_mask)
+        logits = tile_products(hidden_desc, weight_desc, row, column, H, BLOCK_N, BLOCK_V, BLOCK_H, UPCAST)
+        if SOFTCAP:
+            logits = tanh(logits * softcap_scale)
+        logits = logits * tl.load(row_scale_ptr + rows, mask=rows < N, other=0.0)[:, None]
+        left, right = _halves(logits)
+        first, second = _halves(left)
+        third, fourth = _halves(right)
+        logits_desc.store([row, column], first)
+        logits_desc.store([row, column + QUARTER], second)
+        logits_desc.store([row, column + 2 * QUARTER], third)
+        logits_desc.store([row, column + 3 * QUARTER], fourth)
 
 
-@triton.jit(do_not_specialize=["N", "C", "terms_stride"])
-def _grad_logits_kernel(
-    student_hidden_desc,  # [N, H_S]
-    student_weight_desc,  # [C, H_S]
-    teacher_hidden_desc,  # [N, H_T]
-    teacher_weight_desc,  # [C, H_T]
-    terms_ptr,  # [8, N] fp32, rows terms_stride apart
-    scratch_ptr,  # [programs, BLOCK_N * BLOCK_V] fp32
-    out_desc,  # [N, C]
+@triton.jit
+def _halves(x):
+    """The left and the right half of the columns."""
+    return x.reshape(x.shape[0], 2, x.shape[1] // 2).permute(0, 2, 1).split()
+
+
+@triton.jit(do_not_specialize=["N", "V"])
+def _kl_parts_kernel(
+    student_ptr,  # [N, V] fp32, rows logits_stride apart
+    teacher_ptr,  # as the student's
+    parts_ptr,  # [S, 5, N] fp32 out, one of a chunk of BLOCK_V columns
     N,
-    C,
-    H_S,
-    H_T,
-    terms_stride,
-    student_softcap_scale,
-    teacher_softcap_scale,
+    V,
+    logits_stride,
+    FORWARD_KL: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Statistics of each chunk; the formulas of `megatron_lce.core.jsd_stats`."""
+    chunk, rows, row_mask, columns, places = _chunk_of(N, V, logits_stride, BLOCK_N, BLOCK_V)
+    student = _load(student_ptr + places, row_mask, columns, V, logits_stride)  # [BLOCK_N, BLOCK_V]
+    teacher = _load(teacher_ptr + places, row_mask, columns, V, logits_stride)
+    student_max = tl.max(student, 1)
+    teacher_max = tl.max(teacher, 1)
+    student = student - student_max[:, None]
+    teacher = teacher - teacher_max[:, None]
+    student_exp = tl.exp2(student)
+    teacher_exp = tl.exp2(teacher)
+    gap = teacher_exp * (teacher - student) if FORWARD_KL else student_exp * (student - teacher)
+    parts = parts_ptr + chunk.to(tl.int64) * (5 * N) + rows
+    tl.store(parts, student_max, row_mask)
+    tl.store(parts + N, tl.sum(student_exp, 1), row_mask)
+    tl.store(parts + 2 * N, teacher_max, row_mask)
+    tl.store(parts + 3 * N, tl.sum(teacher_exp, 1), row_mask)
+    tl.store(parts + 4 * N, tl.sum(gap, 1), row_mask)
+
+
+@triton.jit(do_not_specialize=["N", "V", "found_stride"])
+def _divergence_kernel(
+    student_ptr,  # [N, V] fp32, rows logits_stride apart
+    teacher_ptr,  # as the student's
+    found_ptr,  # [6, N] fp32, rows found_stride apart
+    parts_ptr,  # [S, 2, N] fp32 out, one of a chunk of BLOCK_V columns
+    N,
+    V,
+    logits_stride,
+    found_stride,
+    beta,
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Sums over each chunk: beta p_t log(p_t / m) + (1 - beta) p_s log(p_s / m), and p_s log(p_s / m)."""
+    chunk, rows, row_mask, columns, places = _chunk_of(N, V, logits_stride, BLOCK_N, BLOCK_V)
+    student = _load(student_ptr + places, row_mask, columns, V, logits_stride)
+    teacher = _load(teacher_ptr + places, row_mask, columns, V, logits_stride)
+    log_ps = _log_probability(student, found_ptr + rows, found_stride, row_mask)
+    log_pt = _log_probability(teacher, found_ptr + 2 * found_stride + rows, found_stride, row_mask)
+    ps = tl.exp2(log_ps)
+    pt = tl.exp2(log_pt)
+    log_m = _log_mixture(ps, pt, beta)
+    kl_s = ps * (log_ps - log_m)
+    kl_t = pt * (log_pt - log_m)
+    parts = parts_ptr + chunk.to(tl.int64) * (2 * N) + rows
+    tl.store(parts, tl.sum(tl.fma(beta, kl_t, (1 - beta) * kl_s), 1), row_mask)
+    tl.store(parts + N, tl.sum(kl_s, 1), row_mask)
+
+
+@triton.jit(do_not_specialize=["N", "V", "found_stride"])
+def _grad_logits_kernel(
+    student_ptr,  # [N, V] fp32, rows logits_stride apart
+    teacher_ptr,  # as the student's
+    found_ptr,  # [6, N] fp32, rows found_stride apart
+    coefficient_ptr,  # [N] fp32
+    tanh_scale_ptr,  # [N] fp32, or None
+    out_ptr,  # [N, V], rows out_stride apart, as far as the logits' go
+    N,
+    V,
+    logits_stride,
+    found_stride,
+    out_stride,
     beta,
     FORWARD_KL: tl.constexpr,
     REVERSE_KL: tl.constexpr,
-    FIRST_SOFTCAP: tl.constexpr,
-    SECOND_SOFTCAP: tl.constexpr,
-    UPCAST: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    GROUP_N: tl.constexpr,
 ):
-    """coefficient p_s (log(p_s / m) - KL(p_s || m)) of each tile, and its forms at the ends; see `megatron_lce.jsd`.
+    """coefficient p_s (log(p_s / m) - KL(p_s || m)), and its forms at the ends; see `megatron_lce.jsd`.
 
     Under a softcap of the student times its slope 1 - tanh^2.
     """
-    QUARTER: tl.constexpr = BLOCK_V // 4
-    num_row_blocks = tl.cdiv(N, BLOCK_N)
-    num_column_tiles = tl.cdiv(C, BLOCK_V)
-    for tile in tl.range(tl.program_id(0), num_row_blocks * num_column_tiles, tl.num_programs(0)):
-        row_block, column_tile = tile_position(tile, num_row_blocks, num_column_tiles, GROUP_N)
-        row = row_block * BLOCK_N
-        column = column_tile * BLOCK_V
-        pieces = two_half_products(
-            student_hidden_desc, student_weight_desc, row, column, H_S, UPCAST, BLOCK_N, BLOCK_V, BLOCK_H
-        )
-        keep(scratch_ptr, pieces, BLOCK_N, BLOCK_V)
-        pieces = two_half_products(
-            teacher_hidden_desc, teacher_weight_desc, row, column, H_T, UPCAST, BLOCK_N, BLOCK_V, BLOCK_H
-        )
-        rows = row + tl.arange(0, BLOCK_N)
-        row_mask = rows < N
-        student_kl = load_row(terms_ptr, terms_stride, 6, rows, row_mask)
-        coefficient = load_row(terms_ptr, terms_stride, 7, rows, row_mask)
-        for i in tl.static_range(4):
-            kept = capped(kept_piece(scratch_ptr, i, BLOCK_N, BLOCK_V), student_softcap_scale, FIRST_SOFTCAP)
-            piece = capped(pieces[i], teacher_softcap_scale, SECOND_SOFTCAP)
-            log_ps = log_probability(kept, terms_ptr, terms_stride, 0, rows, row_mask)
-            log_pt = log_probability(piece, terms_ptr, terms_stride, 3, rows, row_mask)
-            ps = tl.exp2(log_ps)
-            if FORWARD_KL:
-                grad = ps - tl.exp2(log_pt)
-            elif REVERSE_KL:
-                grad = ps * (log_ps - log_pt - student_kl)
-            else:
-                grad = ps * (log_ps - log_mixture(ps, tl.exp2(log_pt), beta) - student_kl)
-            grad = grad * coefficient
-            if FIRST_SOFTCAP:
-                grad = grad * (1.0 - kept * kept)
-            out_desc.store([row, column + i * QUARTER], grad.to(out_desc.dtype))
+    _, rows, row_mask, columns, places = _chunk_of(N, V, logits_stride, BLOCK_N, BLOCK_V)
+    student = _load(student_ptr + places, row_mask, columns, V, logits_stride)
+    teacher = _load(teacher_ptr + places, row_mask, columns, V, logits_stride)
+    log_ps = _log_probability(student, found_ptr + rows, found_stride, row_mask)
+    log_pt = _log_probability(teacher, found_ptr + 2 * found_stride + rows, found_stride, row_mask)
+    divergence = tl.load(found_ptr + 4 * found_stride + rows, row_mask, other=0.0)
+    student_kl = tl.load(found_ptr + 5 * found_stride + rows, row_mask, other=0.0)[:, None]
+    coefficient = tl.load(coefficient_ptr + rows, row_mask, other=0.0)[:, None]
+    ps = tl.exp2(log_ps)
+    if FORWARD_KL:
+        grad = ps - tl.exp2(log_pt)
+    elif REVERSE_KL:
+        grad = ps * (log_ps - log_pt - student_kl)
+    else:
+        grad = ps * (log_ps - _log_mixture(ps, tl.exp2(log_pt), beta) - student_kl)
+    if tanh_scale_ptr is not None:
+        capped = student / tl.load(tanh_scale_ptr + rows, row_mask, other=1.0)[:, None]
+        grad = grad * (1.0 - capped * capped)
+    # What is not finite anywhere in the row makes all of it NaN.
+    grad = grad * coefficient + (divergence - divergence)[:, None]
+    grad = tl.where((coefficient != 0) & (columns < V)[None, :], grad, 0.0)
+    out = out_ptr + rows.to(tl.int64)[:, None] * out_stride + columns[None, :]
+    tl.store(out, grad.to(out_ptr.dtype.element_ty), row_mask[:, None] & (columns < logits_stride)[None, :])
+
+
+@triton.jit
+def _chunk_of(N, V, logits_stride, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr):
+    """This program's chunk of columns and its rows, and where their logits are."""
+    num_chunks = tl.cdiv(V, BLOCK_V)
+    chunk = tl.program_id(0) % num_chunks
+    rows = tl.program_id(0) // num_chunks * BLOCK_N + tl.arange(0, BLOCK_N)
+    columns = chunk * BLOCK_V + tl.arange(0, BLOCK_V)
+    return chunk, rows, rows < N, columns, rows.to(tl.int64)[:, None] * logits_stride + columns[None, :]
+
+
+@triton.jit
+def _load(logits_ptr, row_mask, columns, V, logits_stride):
+    """Logits of a chunk; columns past the end have no weight in any sum.
+
+    Read to the end of a row's storage: a bound that Triton knows to be a multiple of 16.
+    """
+    logits = tl.load(logits_ptr, row_mask[:, None] & (columns < logits_stride)[None, :], other=0.0)
+    return tl.where((columns < V)[None, :], logits, MASKED_LOGIT)
+
+
+@triton.jit
+def _log_probability(logits, stats_ptr, stats_stride, row_mask):
+    """log2 p of one head."""
+    max_logit = tl.load(stats_ptr, row_mask, other=0.0)
+    log_sum = tl.log2(tl.load(stats_ptr + stats_stride, row_mask, other=1.0))
+    return (logits - max_logit[:, None]) - log_sum[:, None]
+
+
+@triton.jit
+def _log_mixture(ps, pt, beta):
+    """log2 m, held where 0 * log(p / m) is 0 if p_s and p_t underflow; finite for NaN too, which p_s or p_t brings."""
+    return _log2_of_normal(tl.maximum(tl.fma(beta, pt, (1 - beta) * ps), _SMALLEST_NORMAL))
+
+
+@triton.jit
+def _log2_of_normal(x):
+    """log2 of a positive normal number, to 1.4e-7 of the result, and 0 at 1.
+
+    x = 2^e (1 + f) with 1 + f between the square roots of 1/2 and 2, and log2(1 + f) = f times a polynomial (minimax
+    fit). Half the instructions of the general logarithm, which minds zero, infinity and subnormal numbers.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    exponent = (bits - 0x3F3504F3) & -0x800000
+    f = (bits - exponent).to(tl.float32, bitcast=True) - 1.0
+    polynomial = tl.fma(f, 0.129264208, -0.208933778)
+    polynomial = tl.fma(f, polynomial, 0.215212268)
+    polynomial = tl.fma(f, polynomial, -0.238675687)
+    polynomial = tl.fma(f, polynomial, 0.287939094)
+    polynomial = tl.fma(f, polynomial, -0.360716264)
+    polynomial = tl.fma(f, polynomial, 0.48091028)
+    polynomial = tl.fma(f, polynomial, -0.721347199)
+    polynomial = tl.fma(f, polynomial, 1.442695)
+    return tl.fma(f, polynomial, exponent.to(tl.float32) * 1.1920928955078125e-07)

@@ -1,39 +1,37 @@
-"""Merging what disjoint sets of columns know of two heads' divergence: a rank's tiles, or the ranks of a group."""
+"""Merging what disjoint sets of columns know of two heads' divergence: a rank's chunks, or the ranks of a group."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK_S, _BLOCK_N = 64, 32
+_BLOCK_S, _BLOCK_N = 128, 8
 
 
-def merge_kl_stats(parts: Tensor, out: Tensor | None = None) -> Tensor:
+def merge_kl_stats(parts: Tensor, *, forward_kl: bool) -> Tensor:
     """[S, 5, N] of S disjoint sets of columns -> [5, N] of their union, see `megatron_lce.core.jsd_stats`."""
-    return _launch(_merge_kl_stats_kernel, parts, out)
+    return _launch(_merge_kl_stats_kernel, parts, FORWARD_KL=forward_kl)
 
 
-def sum_parts(parts: Tensor, out: Tensor | None = None) -> Tensor:
+def sum_parts(parts: Tensor) -> Tensor:
     """[S, 2, N] -> [2, N], a token's sum in one order, whatever the other tokens."""
-    return _launch(_sum_parts_kernel, parts, out)
+    return _launch(_sum_parts_kernel, parts)
 
 
-def _launch(kernel: triton.JITFunction, parts: Tensor, out: Tensor | None) -> Tensor:
+def _launch(kernel: triton.JITFunction, parts: Tensor, **constexprs: bool) -> Tensor:
     num_parts, num_rows, num_tokens = parts.shape
-    if out is None:
-        out = parts.new_empty(num_rows, num_tokens)
+    out = parts.new_empty(num_rows, num_tokens)
     kernel[(triton.cdiv(num_tokens, _BLOCK_N),)](
-        parts, out, num_parts, num_tokens, out.stride(0), BLOCK_S=_BLOCK_S, BLOCK_N=_BLOCK_N
+        parts, out, num_parts, num_tokens, **constexprs, BLOCK_S=_BLOCK_S, BLOCK_N=_BLOCK_N
     )
     return out
 
 
-@triton.jit(do_not_specialize=["S", "N", "out_stride"])
+@triton.jit(do_not_specialize=["S", "N"])
 def _sum_parts_kernel(
     parts_ptr,  # [S, 2, N]
-    out_ptr,  # [2, N], rows out_stride apart
+    out_ptr,  # [2, N]
     S,
     N,
-    out_stride,
     BLOCK_S: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -46,20 +44,22 @@ def _sum_parts_kernel(
             mask = (splits < S)[:, None] & token_mask[None, :]
             part = parts_ptr + splits.to(tl.int64)[:, None] * (2 * N) + tokens[None, :]  # [BLOCK_S, BLOCK_N]
             total += tl.sum(tl.load(part + row * N, mask, other=0.0), 0)
-        tl.store(out_ptr + row * out_stride + tokens, total, token_mask)
+        tl.store(out_ptr + row * N + tokens, total, token_mask)
 
 
-@triton.jit(do_not_specialize=["S", "N", "out_stride"])
+@triton.jit(do_not_specialize=["S", "N"])
 def _merge_kl_stats_kernel(
     parts_ptr,  # [S, 5, N]
-    out_ptr,  # [5, N], rows out_stride apart
+    out_ptr,  # [5, N]
     S,
     N,
-    out_stride,
+    FORWARD_KL: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """The largest logits first, then the sums relative to them."""
+    """The largest logits first, then the sums relative to them; p is the teacher's for forward KL."""
+    P: tl.constexpr = 2 if FORWARD_KL else 0  # its largest logit's row; its sum's follows
+    Q: tl.constexpr = 2 - P
     tokens = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     token_mask = tokens < N
     max_p = tl.full((BLOCK_N,), float("-inf"), tl.float32)
@@ -68,8 +68,8 @@ def _merge_kl_stats_kernel(
         splits = start + tl.arange(0, BLOCK_S)
         mask = (splits < S)[:, None] & token_mask[None, :]
         part = parts_ptr + splits.to(tl.int64)[:, None] * (5 * N) + tokens[None, :]  # [BLOCK_S, BLOCK_N]
-        max_p = tl.maximum(max_p, tl.max(tl.load(part, mask, other=float("-inf")), 0))
-        max_q = tl.maximum(max_q, tl.max(tl.load(part + 2 * N, mask, other=float("-inf")), 0))
+        max_p = tl.maximum(max_p, tl.max(tl.load(part + P * N, mask, other=float("-inf")), 0))
+        max_q = tl.maximum(max_q, tl.max(tl.load(part + Q * N, mask, other=float("-inf")), 0))
 
     sum_p = tl.zeros((BLOCK_N,), tl.float32)
     sum_q = tl.zeros((BLOCK_N,), tl.float32)
@@ -78,21 +78,21 @@ def _merge_kl_stats_kernel(
         splits = start + tl.arange(0, BLOCK_S)
         mask = (splits < S)[:, None] & token_mask[None, :]
         part = parts_ptr + splits.to(tl.int64)[:, None] * (5 * N) + tokens[None, :]
-        split_max_p = tl.load(part, mask, other=float("-inf"))
-        split_max_q = tl.load(part + 2 * N, mask, other=float("-inf"))
-        split_sum_p = tl.load(part + N, mask, other=0.0)
+        split_max_p = tl.load(part + P * N, mask, other=float("-inf"))
+        split_max_q = tl.load(part + Q * N, mask, other=float("-inf"))
+        split_sum_p = tl.load(part + (P + 1) * N, mask, other=0.0)
         empty = split_max_p == float("-inf")
         shift_p = tl.where(empty, float("-inf"), split_max_p - max_p[None, :])
         shift_q = tl.where(empty, float("-inf"), split_max_q - max_q[None, :])
         scale_p = tl.exp2(shift_p)
         finite_shift = tl.where(scale_p > 0, shift_p - shift_q, 0.0)
         sum_p += tl.sum(scale_p * split_sum_p, 0)
-        sum_q += tl.sum(tl.exp2(shift_q) * tl.load(part + 3 * N, mask, other=0.0), 0)
+        sum_q += tl.sum(tl.exp2(shift_q) * tl.load(part + (Q + 1) * N, mask, other=0.0), 0)
         gap += tl.sum(scale_p * (tl.load(part + 4 * N, mask, other=0.0) + split_sum_p * finite_shift), 0)
 
     out = out_ptr + tokens
-    tl.store(out, max_p, token_mask)
-    tl.store(out + out_stride, sum_p, token_mask)
-    tl.store(out + 2 * out_stride, max_q, token_mask)
-    tl.store(out + 3 * out_stride, sum_q, token_mask)
-    tl.store(out + 4 * out_stride, gap, token_mask)
+    tl.store(out + P * N, max_p, token_mask)
+    tl.store(out + (P + 1) * N, sum_p, token_mask)
+    tl.store(out + Q * N, max_q, token_mask)
+    tl.store(out + (Q + 1) * N, sum_q, token_mask)
+    tl.store(out + 4 * N, gap, token_mask)

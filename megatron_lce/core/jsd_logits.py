@@ -1,0 +1,187 @@
+"""Both heads' logits in memory: of all columns, kept for every pass that reads them, or of some at a time."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_lce.core.blocks import (
+    COLUMN_STEP,
+    PREFERRED_COLUMNS,
+    BlockBytes,
+    Blocks,
+    cut,
+    kept_tokens,
+    plan_blocks,
+    smallest_workspace,
+)
+from megatron_lce.core.head_gradients import Slab, accumulator_bytes_per_column, computed_slabs
+from megatron_lce.core.jsd_stats import Head, empty_kl_stats
+from megatron_lce.core.options import Options
+from megatron_lce.core.products import copies_of, slab_row_stride
+from megatron_lce.core.protocols import JsdBackend
+
+
+class Heads(NamedTuple):
+    """Student and teacher, and what every pass over some of their tokens shares."""
+
+    student: Head
+    teacher: Head
+    scale: Tensor  # [N] fp32 factor from products to base-2 logits at a logits_scale of 1
+    beta: float
+    backend: JsdBackend
+
+    def block(self, tokens: slice, columns: slice) -> "Heads":
+        student, teacher = (head.block(tokens, columns) for head in (self.student, self.teacher))
+        return self._replace(student=student, teacher=teacher, scale=self.scale[tokens])
+
+
+class LogitsBuffer(NamedTuple):
+    """Room for both heads' logits of `tokens` x `columns`, which are made `copied` columns at a time."""
+
+    storage: Tensor  # flat fp32
+    columns: int
+    copied: int
+
+    @classmethod
+    def allocate(cls, blocks: Blocks, copied: int, device: torch.device) -> "LogitsBuffer":
+        size = 2 * blocks.tokens * slab_row_stride(blocks.columns)
+        return cls(torch.empty(size, device=device), blocks.columns, copied)
+
+
+class JsdLogits:
+    """Base-2 logits of some tokens of both heads; where the buffer holds all columns, they are computed once."""
+
+    def __init__(self, heads: Heads, buffer: LogitsBuffer) -> None:
+        self._heads, self._buffer = heads, buffer
+        self._num_columns = heads.student.weight.shape[0]
+        self._kept: tuple[Tensor, Tensor] | None = None
+
+    def kl_stats(self) -> Tensor:
+        """Packed `KlStats` [5, N] of this rank's columns."""
+        backend, forward_kl = self._heads.backend, self._heads.beta == 0
+        if self._num_columns == 0:
+            return empty_kl_stats(self._heads.scale.shape[0], self._heads.scale.device)
+        parts = [backend.kl_parts(*logits, forward_kl=forward_kl) for _, logits in self._pieces()]
+        return backend.merge_kl_stats(_joined(parts), forward_kl=forward_kl)
+
+    def divergence(self, found: Tensor) -> Tensor:
+        """[2, N] sums over this rank's columns: divergence and KL(p_student || m); found: the first rows of `Found`."""
+        backend, beta = self._heads.backend, self._heads.beta
+        if self._num_columns == 0:
+            return torch.zeros(2, self._heads.scale.shape[0], device=self._heads.scale.device)
+        parts = [backend.divergence_parts(*logits, found, beta=beta) for _, logits in self._pieces()]
+        return backend.sum_parts(_joined(parts))
+
+    def gradient(self, found: Tensor, coefficient: Tensor, out: Tensor) -> None:
+        """Gradient of the student's products [N, V]."""
+        student, backend = self._heads.student, self._heads.backend
+        tanh_scale = None if student.softcap is None else student.row_scale(self._heads.scale)
+        for columns, logits in self._pieces():
+            backend.grad_logits(*logits, found, coefficient, tanh_scale, out[:, columns], beta=self._heads.beta)
+
+    def _pieces(self) -> Iterator[tuple[slice, tuple[Tensor, Tensor]]]:
+        """Logits of student and teacher, [N, columns] each; valid until the next are asked for."""
+        for columns in cut(self._num_columns, self._buffer.columns):
+            logits = self._kept or self._computed(columns)
+            if columns == slice(0, self._num_columns):
+                self._kept = logits
+            yield columns, logits
+
+    def _computed(self, columns: slice) -> tuple[Tensor, Tensor]:
+        num_tokens, width = self._heads.scale.shape[0], columns.stop - columns.start
+        rows = self._buffer.storage.view(2, -1)[:, : num_tokens * slab_row_stride(width)]
+        student, teacher = rows.view(2, num_tokens, -1)[:, :, :width]
+        for head, logits in ((self._heads.student, student), (self._heads.teacher, teacher)):
+            row_scale = head.row_scale(self._heads.scale)
+            for part in cut(width, self._buffer.copied):
+                block = head.block(slice(None), slice(columns.start + part.start, columns.start + part.stop))
+                self._heads.backend.logits(block, row_scale, logits[:, part])
+        return student, teacher
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def forward_blocks(heads: Heads, num_tokens: int, options: Options) -> tuple[Blocks, int]:
+    """Tokens and columns whose logits are there at once, and how many columns are made at a time, by what ranks share.
+
+    Where two passes follow each other, all columns of fewer tokens, unless the workspace holds too few of them.
+    """
+    columns, workspace = options.largest_shard, options.workspace_bytes
+    block_bytes = heads.backend.logits_bytes(heads.student, heads.teacher, columns)
+    if 0 < heads.beta < 1:
+        copied = copied_columns(columns, workspace, block_bytes)
+        kept = kept_tokens(num_tokens, workspace - copied * block_bytes.per_column, row_bytes(columns, block_bytes))
+        if kept is not None:
+            return Blocks(kept, columns), copied
+    blocks = plan_blocks(num_tokens, slab_row_stride(columns), workspace, block_bytes)
+    return blocks, blocks.columns
+
+
+def copied_columns(num_columns: int, workspace_bytes: int, block_bytes: BlockBytes) -> int:
+    """How many columns of a head are copied at once, where they are: at most a quarter of the workspace."""
+    if block_bytes.per_column == 0:
+        return num_columns
+    return min(num_columns, PREFERRED_COLUMNS, max(COLUMN_STEP, workspace_bytes // 4 // block_bytes.per_column))
+
+
+def row_bytes(num_columns: int, block_bytes: BlockBytes) -> int:
+    """Of a token with all its columns."""
+    return block_bytes.per_token + slab_row_stride(num_columns) * block_bytes.per_logit
+
+
+def recomputed_slabs(
+    heads: Heads,
+    found: Tensor,  # [6, N]
+    coefficient: Tensor,  # [N]
+    options: Options,
+    bytes_per_column: int,
+) -> Iterator[Slab]:
+    """Gradients of the student's products, slab by slab, in half of the workspace; both heads' logits in the other."""
+    num_tokens, num_columns = found.shape[1], options.num_columns
+    if num_columns == 0:
+        return
+    half = options.workspace_bytes // 2
+    blocks = plan_blocks(
+        num_tokens,
+        slab_row_stride(num_columns),
+        half,
+        _gradient_bytes(heads.student),
+        per_column_if_tokens_are_cut=bytes_per_column,
+    )
+    logits_bytes = heads.backend.logits_bytes(heads.student, heads.teacher, options.largest_shard)
+    logits_blocks = plan_blocks(*blocks, half, logits_bytes)
+    buffer = LogitsBuffer.allocate(logits_blocks, logits_blocks.columns, found.device)
+
+    def compute(tokens: slice, columns: slice, grad: Tensor) -> None:
+        for part in cut(tokens.stop, logits_blocks.tokens, start=tokens.start):
+            logits = JsdLogits(heads.block(part, columns), buffer)
+            here = slice(part.start - tokens.start, part.stop - tokens.start)
+            logits.gradient(found[:, part], coefficient[part], grad[here])
+
+    every = slice(0, num_columns)
+    yield from computed_slabs(heads.student.hidden, num_tokens, every, num_columns, blocks, compute)
+
+
+def check_workspace(heads: Heads, options: Options) -> None:
+    """Every pass, backward's too, must find room for its smallest block before the first one runs.
+
+    Asked of the largest shard of the group, so that ranks agree.
+    """
+    gradient = _gradient_bytes(heads.student)
+    accumulator = accumulator_bytes_per_column(heads.student.weight, options)
+    passes = (
+        heads.backend.logits_bytes(heads.student, heads.teacher, options.largest_shard),
+        gradient._replace(per_column=gradient.per_column + accumulator),
+    )
+    smallest = 2 * max(smallest_workspace(block_bytes) for block_bytes in passes)
+    if options.workspace_bytes < smallest:
+        raise ValueError(f"workspace_bytes must be at least {smallest} for these heads, got {options.workspace_bytes}")
+
+
+def _gradient_bytes(student: Head) -> BlockBytes:
+    """A slab of gradients, and the copies of unaligned inputs that its products take."""
+    return BlockBytes(student.hidden.element_size(), *copies_of(student.hidden))
