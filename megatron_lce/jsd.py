@@ -42,7 +42,9 @@ from megatron_lce.backends.choice import load_jsd_backend
 from megatron_lce.core import validation
 from megatron_lce.core.agreement import Agreement
 from megatron_lce.core.jsd_autograd import linear_jsd_autograd
+from megatron_lce.core.jsd_pass import JsdPass
 from megatron_lce.core.jsd_stats import Head
+from megatron_lce.core.known_loss import known_loss
 from megatron_lce.core.options import WORKSPACE_BYTES, Backend, Options, WeightGradSink
 from megatron_lce.core.products import laid_out
 from megatron_lce.cross_entropy import owned_columns
@@ -61,6 +63,7 @@ def linear_jsd(
     teacher_logits_scale: float = 1.0,
     student_softcap: float | None = None,
     teacher_softcap: float | None = None,
+    token_weights: Tensor | None = None,
     tp_group: ProcessGroup | None = None,
     sequence_parallel: bool = False,
     ignore_index: int = -100,
@@ -91,6 +94,9 @@ def linear_jsd(
         student_logits_scale, teacher_logits_scale: factor on the head's products (MuP).
         student_softcap, teacher_softcap: bound of the head's logits before the temperature, as in Gemma; `None`: no
             bound.
+        token_weights: floating, one a token (of the labels' shape), without gradient. Given, the result is the sum of
+            weight times divergence, and its gradients are made in forward, where the logits are: two products for each
+            head fewer. A token whose weight is 0 is an ignored row.
         tp_group: the ranks that the vocabulary is sharded over; `None`: the weights are whole.
         sequence_parallel: both hiddens are sharded along their first dimension; they are gathered inside and the
             student's gradient is reduce-scattered. Nothing to do on a single rank.
@@ -112,13 +118,21 @@ def linear_jsd(
     Returns:
         The loss of each token in nats: fp32, [...] (under `sequence_parallel` [s, ...]), the same bits on every rank.
         Its upstream gradient, one number a token, must be equal on every rank of the group.
+        With `token_weights` an fp32 scalar; backward may be called on it once, with any upstream gradient, and scales
+        the gradients that forward made. Beside the workspace these take 4 V_local H bytes, the fp32 sum of the weight's
+        gradient, and nothing that grows with the tokens but hidden's own.
 
     Raises:
         TypeError, ValueError: an argument is not as described; the message names it, what it must be and what it was.
     """
     call = _prepare_call(**locals())
-    loss = linear_jsd_autograd(*call.inputs, call.options, load_jsd_backend(backend, student_hidden.device))
-    return loss.view(call.shape)
+    primitives = load_jsd_backend(backend, student_hidden.device)
+    if token_weights is None:
+        return linear_jsd_autograd(*call.inputs, call.options, primitives).view(call.shape)
+    with_gradient = torch.is_grad_enabled() and (student_hidden.requires_grad or student_weight.requires_grad)
+    with torch.no_grad():
+        run = JsdPass(*call.inputs, token_weights.reshape(-1), call.options, primitives, with_gradient)
+    return known_loss(call.student.hidden, call.student.weight, run, call.options, with_gradient)
 
 
 class _Call(NamedTuple):
@@ -189,6 +203,7 @@ def _checked(
     labels: Tensor | None,
     beta: float,
     temperature: float | Tensor,
+    token_weights: Tensor | None,
     tp_group: ProcessGroup | None,
     sequence_parallel: bool,
     ignore_index: int,
@@ -208,6 +223,8 @@ def _checked(
         labels = torch.full(shape, 1 if ignore_index == 0 else 0, device=student.hidden.device)
     validation.check_labels_of("student_hidden", student.hidden, labels, ranks if sequence_parallel else 1)
     validation.check_temperature(temperature, labels)
+    if token_weights is not None:
+        _check_token_weights(token_weights, labels)
     validation.check_skip_ignored(skip_ignored, labels.numel())
     validation.check_number("beta", beta)
     if not 0 <= beta <= 1:
@@ -239,10 +256,24 @@ def _checked(
     )
 
 
+def _check_token_weights(token_weights: Tensor, labels: Tensor) -> None:
+    validation.check_tensor("token_weights", token_weights)
+    if not token_weights.is_floating_point():
+        raise TypeError(f"token_weights must be a floating tensor, got {token_weights.dtype}")
+    if token_weights.shape != labels.shape:
+        raise ValueError(
+            f"token_weights must have labels' shape, {tuple(labels.shape)}, got {tuple(token_weights.shape)}"
+        )
+    if token_weights.device != labels.device:
+        raise ValueError(f"token_weights must be on labels' device, {labels.device}, got {token_weights.device}")
+    if token_weights.requires_grad:
+        raise ValueError("token_weights must not require grad: it gets no gradient; got requires_grad=True")
+
+
 def _describe(student: Head, teacher: Head, *, beta: float, **keywords: Any) -> dict[str, Any]:
     """What every rank of a group must call with; values that may change from call to call by their kinds only."""
     own = {"tp_group", "vocab_start", "weight_grad_sink", "labels"}
-    by_type = ("temperature", "skip_ignored")
+    by_type = ("temperature", "skip_ignored", "token_weights")
     heads = {
         f"{name}_{argument}": validation.kind_of(value) if isinstance(value, Tensor) else value
         for name, head in (("student", student), ("teacher", teacher))
@@ -250,7 +281,7 @@ def _describe(student: Head, teacher: Head, *, beta: float, **keywords: Any) -> 
     }
     return {
         **heads,
-        "grad mode": torch.is_grad_enabled(),
+        "gradients": (torch.is_grad_enabled(), *(getattr(x, "requires_grad", None) for x in student[:2])),
         "beta": beta if isinstance(beta, (int, float)) and beta in (0, 1) else "between 0 and 1",
         **{name: value for name, value in keywords.items() if name not in own.union(by_type)},
         **{name: type(keywords[name]).__name__ for name in by_type},

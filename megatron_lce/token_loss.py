@@ -8,9 +8,10 @@ from torch import Tensor
 from megatron_lce.backends.choice import load_backend
 from megatron_lce.core import validation
 from megatron_lce.core.autograd import check_workspace
+from megatron_lce.core.known_loss import known_loss
 from megatron_lce.core.options import LinearCrossEntropyOutput
 from megatron_lce.core.products import own_arithmetic
-from megatron_lce.core.token_loss import Metrics, TokenLossFunction, TokenLossPass, linear_token_loss_autograd
+from megatron_lce.core.token_loss import Metrics, TokenLossFunction, TokenLossPass
 from megatron_lce.cross_entropy import linear_cross_entropy, prepare_call
 
 
@@ -81,13 +82,11 @@ def linear_token_loss(
     with torch.no_grad(), own_arithmetic(hidden.device, "linear_token_loss"):
         flat = [tensor.reshape(-1, *tensor.shape[labels.dim() :]) for tensor in per_token]
         run = TokenLossPass(*call.inputs, loss, flat, call.options, backend, any(needs_grad))
-        if not any(needs_grad):
-            run.run()
-    total = linear_token_loss_autograd(call.hidden, call.weight, run, call.options) if any(needs_grad) else None
+    total = known_loss(call.hidden, call.weight, run, call.options, any(needs_grad))
     outputs, metrics = run.results()
     outputs = LinearCrossEntropyOutput(*(None if o is None else o.view(labels.shape) for o in outputs))  # type: ignore[arg-type]
     metrics = {name: metric.view(*labels.shape, *metric.shape[1:]) for name, metric in metrics.items()}
-    return TokenLoss(run.total() if total is None else total, outputs, metrics)
+    return TokenLoss(total, outputs, metrics)
 
 
 def _check_per_token(per_token: tuple[Tensor, ...], labels: Tensor) -> None:

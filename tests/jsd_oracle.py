@@ -44,6 +44,17 @@ def evaluate_jsd(function: Callable[..., Tensor], inputs: JsdInputs, **keywords:
     return JsdResult(loss.detach(), hidden.grad, weight.grad)
 
 
+def evaluate_weighted_jsd(
+    function: Callable[..., Tensor], inputs: JsdInputs, upstream: float = 1.0, **keywords: Any
+) -> JsdResult:
+    """The same with `inputs.upstream` as the tokens' weights: the loss is their sum; `upstream` is its gradient."""
+    hidden = inputs.student_hidden.detach().clone().requires_grad_()
+    weight = inputs.student_weight.detach().clone().requires_grad_()
+    loss = function(hidden, weight, *inputs[2:4], token_weights=inputs.upstream, **keywords)
+    (loss * upstream).backward()
+    return JsdResult(loss.detach(), hidden.grad, weight.grad)
+
+
 def materialised_jsd(
     student_hidden: Tensor,
     student_weight: Tensor,
@@ -111,8 +122,8 @@ def jsd_comparisons(
     """Each result's error beside what is allowed.
 
     Loss: largest difference, allowed a multiple of what eager PyTorch makes in fp32 on these inputs, whatever their
-    dtype. Gradients: norm of the difference over the norm, allowed a multiple of what eager makes in the student's
-    dtype.
+    dtype; of a weighted sum, that times the sum of the weights. Gradients: norm of the difference over the norm,
+    allowed a multiple of what eager makes in the student's dtype.
     `weight_rows`, `hidden_rows`: the part of the oracle's gradients that `actual` holds.
     """
     expected = evaluate_jsd(materialised_jsd, inputs.to(torch.float64), **keywords)
@@ -125,7 +136,11 @@ def jsd_comparisons(
     eager_error = max(
         largest_error(in_fp32.loss, expected.loss), *_errors_of_16_bit_products(inputs, expected.loss, keywords), 0.0
     )
-    yield Comparison("loss", largest_error(actual.loss, expected.loss), TIMES_EAGER_FP32 * max(eager_error, floor))
+    allowed, exact_loss = TIMES_EAGER_FP32 * max(eager_error, floor), expected.loss
+    if actual.loss.dim() < exact_loss.dim():
+        exact_loss = (inputs.upstream * exact_loss).sum()
+        allowed *= 1.0 + float(inputs.upstream.abs().sum())
+    yield Comparison("loss", largest_error(actual.loss, exact_loss), allowed)
     times = TIMES_EAGER_FP32 if dtype == torch.float32 else TIMES_EAGER_16_BIT
     for name, part in (("grad_hidden", hidden_rows), ("grad_weight", weight_rows)):
         value, exact, eager = (getattr(result, name) for result in (actual, expected, same_dtype))

@@ -112,11 +112,14 @@ def test_jsd_is_that_of_the_models_logits(model, teacher, device, beta):
     exact = jsd_of_products(model(*tensors).double(), teacher(*tensors).detach().double(), **keywords, **scales)
     torch.testing.assert_close(loss.double(), exact, rtol=1e-5, atol=1e-6)
     upstream = torch.cos(torch.arange(labels.numel(), device=device)).view_as(labels)
-    actual = megatron_world.gradients(model, (loss * upstream).sum())
+    keywords |= {"token_weights": upstream, "teacher_logits_scale": 0.5, "backend": "torch"}
+    weighted = captured(model, tensors, 0.25).linear_jsd(teacher_head, **keywords)
     expected = megatron_world.gradients(model, (exact * upstream).sum())
-    assert actual.keys() == expected.keys()
-    for name, gradient in expected.items():
-        assert (actual[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+    for total in ((loss * upstream).sum(), weighted):
+        actual = megatron_world.gradients(model, total)
+        assert actual.keys() == expected.keys()
+        for name, gradient in expected.items():
+            assert (actual[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
     assert all(parameter.grad is None for parameter in teacher.parameters())
 
 

@@ -10,7 +10,8 @@ from megatron_lce import linear_jsd
 from megatron_lce.backends.choice import load_jsd_backend
 from megatron_lce.core import jsd_autograd, tokens
 from megatron_lce.core.jsd_stats import Head
-from tests.jsd_oracle import JsdInputs, evaluate_jsd, jsd_comparisons, materialised_jsd
+from megatron_lce.core.products import slab_row_stride
+from tests.jsd_oracle import JsdInputs, evaluate_jsd, evaluate_weighted_jsd, jsd_comparisons, materialised_jsd
 from tests.live_bytes import peak_live_bytes
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -47,12 +48,12 @@ def make_inputs(tokens, student_size, teacher_size, columns, device, dtype=FP32,
     return JsdInputs(*heads, torch.randn(shape, generator=generator).to(device))
 
 
-def check(backend, inputs, *, only_here=None, **keywords):
+def check(backend, inputs, *, only_here=None, evaluate=evaluate_jsd, **keywords):
     """Run, assert that loss and gradients are within their budget of the oracle's, and return them.
 
     `only_here`: keywords that the oracle does not have.
     """
-    actual = evaluate_jsd(linear_jsd, inputs, backend=backend, **(only_here or {}), **keywords)
+    actual = evaluate(linear_jsd, inputs, backend=backend, **(only_here or {}), **keywords)
     interpreted = backend == "triton" and inputs.student_hidden.device.type == "cpu"
     for name, error, allowed in jsd_comparisons(actual, inputs, interpreted=interpreted, **keywords):
         assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.1e}"
@@ -294,10 +295,7 @@ def test_the_smallest_workspace_is_named_and_works(beta, hidden_size, dtype, bac
         linear_jsd(*inputs[:4], beta=beta, backend=backend, workspace_bytes=smallest - 1)
 
 
-@pytest.mark.parametrize(("beta", "kept_passes", "computed_passes"), [(0.5, 1, 2), (0, 1, 1)])
-def test_logits_are_computed_once_where_the_workspace_holds_them(
-    beta, kept_passes, computed_passes, backend, device, monkeypatch
-):
+def test_logits_are_computed_once_where_the_workspace_holds_them(backend, device, monkeypatch):
     """In blocks of at least 128 tokens with all their columns; the same bits either way."""
     inputs = make_inputs(140, 24, 16, 300, device, BF16)
     module = load_jsd_backend(backend, device)
@@ -309,11 +307,10 @@ def test_logits_are_computed_once_where_the_workspace_holds_them(
 
     monkeypatch.setattr(module, "logits", spy)
     losses = []
-    bytes_of = module.logits_bytes(Head(*inputs[:2]), Head(*inputs[2:4]), 300)
-    kept = 130 * (320 * bytes_of.per_logit + bytes_of.per_token) + 320 * bytes_of.per_column
-    for workspace_bytes, passes in ((2**29, kept_passes), (kept, kept_passes), (kept // 2, computed_passes)):
+    few, enough = (workspace_of(tokens, inputs, backend) for tokens in (60, 90))
+    for workspace_bytes, passes in ((2**29, 1), (enough, 1), (few, 2)):
         computed.clear()
-        losses.append(linear_jsd(*inputs[:4], beta=beta, workspace_bytes=workspace_bytes, backend=backend))
+        losses.append(linear_jsd(*inputs[:4], workspace_bytes=workspace_bytes, backend=backend))
         assert sum(computed) == passes * 2 * 140 * 300
     for loss in losses[1:]:
         torch.testing.assert_close(loss, losses[0], rtol=1e-6, atol=1e-6)
@@ -331,6 +328,14 @@ def test_torch_slabs_are_gone_before_the_next_ones_come(beta, dtype, workspace_b
     backward_peak, _ = peak_live_bytes(lambda: loss.backward(inputs.upstream))
     assert forward_peak <= workspace_bytes + per_token
     assert backward_peak <= workspace_bytes + hidden.nbytes + weight.nbytes + 4 * hidden.numel() + per_token
+
+
+def workspace_of(tokens, inputs, backend):
+    """Bytes that both heads' logits of so many tokens take, and half as many: gradients, copies."""
+    (num_columns, _), device = inputs.student_weight.shape, inputs.student_hidden.device
+    module = load_jsd_backend(backend, device)
+    per_logit, per_token, per_column = module.logits_bytes(Head(*inputs[:2]), Head(*inputs[2:4]), num_columns)
+    return int(1.5 * tokens * (slab_row_stride(num_columns) * per_logit + per_token)) + 2 * num_columns * per_column
 
 
 def ignoring(rows, shape, device):
@@ -398,6 +403,98 @@ def test_no_upstream_gradient_at_all(backend, device):
     assert not result.grad_weight.any()
 
 
+@pytest.mark.parametrize(
+    ("dtypes", "beta", "tokens", "keywords"),
+    [
+        ((FP32, FP32), 0.5, 300, {}),
+        ((BF16, BF16), 0.5, 140, {"student_softcap": 3.0}),  # blocks of 128 and less
+        ((BF16, FP32), 0, 140, {"vocab_size": 70}),
+        ((BF16, BF16), 1, 300, {"student_logits_scale": 0.7}),
+        ((FP32, BF16), 0.5, 40, {}),  # too few for what is kept
+    ],
+    ids=str,
+)
+def test_known_weights_give_the_gradients_of_the_weighted_sum(dtypes, beta, tokens, keywords, backend, device):
+    inputs = make_inputs((75, 2), 24, 16, 90, device, *dtypes)
+    inputs.upstream[::3] = 0.0
+    labels = ignoring(slice(0, None, 7), (75, 2), device)
+    temperature = torch.linspace(0.5, 4.0, 150, device=device).view(75, 2)
+    for skip in (False, True) if tokens == 140 else (False,):
+        only_here = {"workspace_bytes": workspace_of(tokens, inputs, backend), "skip_ignored": skip}
+        keywords = {**keywords, "beta": beta, "labels": labels, "temperature": temperature}
+        result = check(backend, inputs, only_here=only_here, evaluate=evaluate_weighted_jsd, **keywords)
+        assert result.loss.shape == ()
+        assert result.loss.dtype == FP32
+        assert (result.grad_hidden[(labels == -100) | (inputs.upstream == 0)] == 0).all()
+
+
+def test_known_weights_need_each_heads_logits_once(backend, device, monkeypatch):
+    """In blocks whose gradients are collected: products that sum over tokens are of more of them than logits are."""
+    inputs = make_inputs(400, 8, 16, 60, device, BF16)
+    module = load_jsd_backend(backend, device)
+    compute, computed = module.logits, []
+
+    def spy(head, row_scale, out):
+        computed.append(out.shape[0])
+        compute(head, row_scale, out)
+
+    monkeypatch.setattr(module, "logits", spy)
+    evaluate_weighted_jsd(linear_jsd, inputs, workspace_bytes=workspace_of(200, inputs, backend), backend=backend)
+    assert sum(computed) == 2 * 400
+    assert max(computed) <= 256
+
+
+def test_a_token_of_weight_zero_is_ignored(backend, device):
+    """Whatever is in it; and `skip_ignored=True` leaves it out."""
+    inputs = make_inputs(12, 8, 12, 30, device)
+    inputs.upstream[:5] = 0.0
+    clean = evaluate_weighted_jsd(linear_jsd, inputs, backend=backend)
+    inputs.student_hidden[2] = math.nan
+    for skip in (True, 12):
+        result = evaluate_weighted_jsd(linear_jsd, inputs, skip_ignored=skip, backend=backend)
+        torch.testing.assert_close(result.loss, clean.loss)
+        assert not result.grad_hidden[:5].any()
+        assert skip == 12 or torch.equal(result.grad_weight, clean.grad_weight)
+
+
+def test_what_is_not_finite_makes_the_weighted_sum_nan(backend, device):
+    inputs = make_inputs(12, 8, 12, 30, device)
+    inputs.teacher_hidden[2, 1] = math.nan
+    result = evaluate_weighted_jsd(linear_jsd, inputs, backend=backend)
+    assert result.loss.isnan()
+    assert result.grad_hidden.isnan().any(dim=1).nonzero().flatten().tolist() == [2]
+    miscounted = evaluate_weighted_jsd(linear_jsd, make_inputs(12, 8, 12, 30, device), skip_ignored=0, backend=backend)
+    assert miscounted.loss.isnan()
+
+
+@pytest.mark.parametrize("shape", [(0, 3), 5])
+def test_known_weights_where_nothing_counts(shape, backend, device):
+    inputs = make_inputs(shape, 8, 12, 30, device)
+    result = evaluate_weighted_jsd(linear_jsd, inputs._replace(upstream=inputs.upstream * 0), backend=backend)
+    assert result.loss == 0
+    assert not result.grad_weight.any()
+
+
+def test_backward_scales_what_forward_made_once(backend, device):
+    inputs = make_inputs(9, 24, 16, 70, device)
+    once = evaluate_weighted_jsd(linear_jsd, inputs, backend=backend)
+    scaled = evaluate_weighted_jsd(linear_jsd, inputs, upstream=-0.25, backend=backend)
+    assert torch.equal(scaled.grad_hidden, once.grad_hidden * -0.25)
+    assert torch.equal(scaled.grad_weight, once.grad_weight * -0.25)
+    tensors = [t.clone() for t in inputs[:4]]
+    tensors[1].requires_grad_()
+    loss = linear_jsd(*tensors, token_weights=inputs.upstream, backend=backend)
+    with pytest.raises(RuntimeError, match="linear_jsd has no double backward"):
+        torch.autograd.grad(loss, tensors[1], create_graph=True)
+    loss.backward(retain_graph=True)
+    assert torch.equal(tensors[1].grad, once.grad_weight)
+    with pytest.raises(RuntimeError, match="a second backward through linear_jsd is not possible"):
+        loss.backward()
+    with torch.no_grad():
+        alone = linear_jsd(*tensors, token_weights=inputs.upstream, backend=backend)
+    torch.testing.assert_close(alone, loss.detach())
+
+
 def wrong(**changes):
     """Valid arguments with some of them replaced."""
     inputs = make_inputs((4, 2), 8, 12, 20, torch.device("cpu"))
@@ -446,6 +543,14 @@ ERRORS = [
     (ValueError, {"teacher_logits_scale": math.inf}, r"teacher_logits_scale must be finite, got inf"),
     (ValueError, {"student_softcap": 0.0}, r"student_softcap must be positive and finite, got 0.0"),
     (TypeError, {"teacher_softcap": True}, r"teacher_softcap must be a float, got bool"),
+    (TypeError, {"token_weights": 1.0}, r"token_weights must be a torch.Tensor, got float"),
+    (
+        TypeError,
+        {"token_weights": torch.ones(4, 2).long()},
+        r"token_weights must be a floating tensor, got torch.int64",
+    ),
+    (ValueError, {"token_weights": torch.ones(8)}, r"token_weights must have labels' shape, \(4, 2\), got \(8,\)"),
+    (ValueError, {"token_weights": torch.ones(4, 2, requires_grad=True)}, r"token_weights must not require grad"),
     (TypeError, {"skip_ignored": 2.0}, r"skip_ignored must be a bool or an int, got float"),
     (ValueError, {"skip_ignored": 9}, r"skip_ignored must be a number of the 8 rows, got 9"),
     (TypeError, {"ignore_index": 1.0}, r"ignore_index must be an int, got float"),

@@ -104,6 +104,11 @@ def jsd_of_the_tensors(head, teacher, labels):
     return linear_jsd(*heads, labels=labels.T, backend="torch").sum()
 
 
+def weighted_jsd(head, teacher, labels):
+    weights = torch.ones(labels.shape, device=labels.device)
+    return head.linear_jsd(teacher, labels=labels, token_weights=weights, backend="torch")
+
+
 def plain_logits(head, teacher, labels):
     return F.linear(head.hidden, head.weight).logsumexp(-1).sum()
 
@@ -117,7 +122,9 @@ def logits_of_megatrons_own(head, teacher, labels):
 
 
 @pytest.mark.parametrize("mtp_layers", [0, 1])
-@pytest.mark.parametrize("other", [jsd, jsd_of_the_tensors, plain_logits, weight_alone, logits_of_megatrons_own])
+@pytest.mark.parametrize(
+    "other", [jsd, weighted_jsd, jsd_of_the_tensors, plain_logits, weight_alone, logits_of_megatrons_own]
+)
 @pytest.mark.parametrize("together", [False, True], ids=["microbatch by microbatch", "in one backward"])
 def test_every_use_of_the_captured_head_reaches_main_grad(device, together, other, mtp_layers):
     """Beside cross-entropy and MTP's losses, which add to main_grad themselves, and in a microbatch of its own."""

@@ -17,7 +17,7 @@ from harness import Report, available_backends, main
 from torch import Tensor
 
 from megatron_lce import linear_jsd
-from tests.jsd_oracle import JsdInputs, JsdResult, evaluate_jsd, jsd_comparisons
+from tests.jsd_oracle import JsdInputs, JsdResult, evaluate_jsd, evaluate_weighted_jsd, jsd_comparisons
 
 SEQUENCE = 12  # divisible by 1, 2, 3 and 4 ranks
 BETWEEN = 0.3
@@ -43,6 +43,7 @@ class Case:
     token_temperature: bool = False
     nan_rows: int = 0  # rows whose temperature is unusable
     change: Callable[["Problem"], None] | None = None  # edits the problem in place
+    weighted: bool = False  # the weighted sum, its gradients made in forward
     skip: bool | str = False  # `skip_ignored`; "count": the number of rows that are not ignored
     keywords: dict[str, Any] = field(default_factory=dict)
 
@@ -83,6 +84,28 @@ CASES = [
     Case("skipped, uneven", (0, BETWEEN), shards=uneven, ignore_every=3, skip=True),
     Case("skipped, sequence parallel, counted", (BETWEEN, 1), sequence_parallel=True, ignore_every=4, skip="count"),
     Case("skipped, all ignored, all padding", (BETWEEN,), vocab_size=lambda _: 5, ignore_every=1, skip=True),
+    Case("known weights, uneven", (0,), shards=uneven, ignore_every=3, weighted=True),
+    Case("known weights, skipped, all padding", (1,), vocab_size=lambda _: 5, ignore_every=3, skip=True, weighted=True),
+    Case(
+        "known weights, sequence parallel, blocks",
+        (BETWEEN,),
+        (192,),
+        lambda ranks: [60] * ranks,
+        weighted=True,
+        dtypes=(BF16, BF16),
+        sequence_parallel=True,
+        workspace_bytes=2**18 + 2**17,
+    ),
+    Case(
+        "known weights, sequence parallel, skipped",
+        (BETWEEN,),
+        sequence_parallel=True,
+        ignore_every=4,
+        skip="count",
+        workspace_bytes=2**14,
+        weighted=True,
+    ),
+    Case("known weights, all ignored", (BETWEEN,), sequence_parallel=True, ignore_every=1, skip=True, weighted=True),
     Case("no tokens", (BETWEEN,), shape=(0, 3)),
     Case("no tokens, sequence parallel", (0, BETWEEN), shape=(0, 3), sequence_parallel=True),
     Case("blocks of tokens", (BETWEEN,), shape=(144,), shards=lambda ranks: [130] * ranks, workspace_bytes=2**16),
@@ -133,7 +156,8 @@ def run_case(case: Case, beta: float, backend: str, device: torch.device, report
         teacher_hidden=whole.teacher_hidden[rows],
         teacher_weight=whole.teacher_weight[shard],
     )
-    actual = evaluate_jsd(
+    evaluate = evaluate_weighted_jsd if case.weighted else evaluate_jsd
+    actual = evaluate(
         linear_jsd,
         mine,
         beta=beta,

@@ -1,6 +1,5 @@
 """The autograd function of `megatron_lce.jsd`: the order of its passes and collectives, and what is saved of them."""
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,21 +7,13 @@ import torch
 from torch import Tensor
 
 from megatron_lce.core import collectives
-from megatron_lce.core.blocks import cut
+from megatron_lce.core.divergence import diverge, gradient_factor, losses_in_nats
 from megatron_lce.core.head_gradients import Slab, head_gradients
-from megatron_lce.core.jsd_logits import (
-    Heads,
-    JsdLogits,
-    LogitsBuffer,
-    check_workspace,
-    forward_blocks,
-    recomputed_slabs,
-)
-from megatron_lce.core.jsd_stats import FOUND_ROWS, KL_ROWS, Found, Head, KlStats
+from megatron_lce.core.jsd_logits import Heads, check_workspace, recomputed_slabs
+from megatron_lce.core.jsd_stats import FOUND_ROWS, Head
 from megatron_lce.core.options import Options
 from megatron_lce.core.products import own_arithmetic
 from megatron_lce.core.protocols import JsdBackend
-from megatron_lce.core.softmax_stats import LN_2
 from megatron_lce.core.tokens import (
     TokenBlock,
     Tokens,
@@ -69,13 +60,8 @@ class _LinearJsd(torch.autograd.Function):
             found = torch.empty(FOUND_ROWS, rows.scale.shape[0], device=rows.scale.device)
             if rows.scale.shape[0] > 0:
                 here, there = (_computed(head, counted.rows, options) for head in (student, teacher))
-                _diverge(Heads(here, there, rows.scale, beta, backend), options, found)
-            divergence = Found(*found).divergence
-            # What is not finite in either head ends here: backward, which may not meet it, takes the row's NaN from
-            # to_nats. Every rank has the same divergence, so no rank goes on with a finite gradient.
-            to_nats = torch.where(divergence.isfinite() | rows.ignored, rows.to_nats, torch.nan)
-            # Rounding may carry a divergence past its bounds; a clamp passes NaN.
-            loss = torch.where(rows.ignored, 0.0, divergence.clamp(0.0, _largest_divergence(beta)) * to_nats)
+                diverge(Heads(here, there, rows.scale, beta, backend), options, found)
+            loss, to_nats = losses_in_nats(found, rows, beta)
             loss = to_every_row(loss, counted, labels.shape[0])
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*student[:2], *teacher[:2], counted.rows, rows.scale, to_nats, found)
@@ -99,9 +85,9 @@ class _LinearJsd(torch.autograd.Function):
         with own_arithmetic(grad_loss.device, "linear_jsd backward"):
             upstream = grad_loss.float() if order is None else grad_loss.float()[order]
             kept = _rows_with_gradient(upstream, to_nats, options)
-            coefficient = _coefficient(upstream, to_nats, scale, student, ctx.beta)
+            factor = gradient_factor(upstream, to_nats, scale, student, ctx.beta)
             if kept is not None:
-                found, coefficient, scale = found.index_select(1, kept), coefficient[kept], scale[kept]
+                found, factor, scale = found.index_select(1, kept), factor[kept], scale[kept]
                 order = kept if order is None else order[kept]
             if scale.shape[0] > 0:
                 # Before anything that a rank without columns leaves out: ranks must agree on the order of collectives.
@@ -110,7 +96,7 @@ class _LinearJsd(torch.autograd.Function):
 
             def slabs(block: TokenBlock, bytes_per_column: int) -> Iterator[Slab]:
                 whole = heads._replace(student=student._replace(hidden=block.hidden.wait()))
-                return recomputed_slabs(whole, found, coefficient, options, bytes_per_column)
+                return recomputed_slabs(whole, found, factor, options, bytes_per_column)
 
             gradients = head_gradients(
                 Tokens(student.hidden, num_tokens, order, max(num_tokens, 1), options),
@@ -136,32 +122,6 @@ def linear_jsd_autograd(
     return _LinearJsd.apply(*student, *teacher, labels, temperature, beta, options, backend)
 
 
-def _diverge(heads: Heads, options: Options, found: Tensor) -> None:
-    """Fill `Found`, [6, N], block of tokens by block."""
-    heads = heads.block(slice(None), slice(0, options.num_columns))
-    blocks, copied = forward_blocks(heads, found.shape[1], options)
-    buffer = LogitsBuffer.allocate(blocks, copied, found.device)
-    for tokens in cut(found.shape[1], blocks.tokens):
-        logits = JsdLogits(heads.block(tokens, slice(None)), buffer)
-        diverge_block(logits, heads.beta, options, heads.backend, found[:, tokens])
-
-
-def diverge_block(logits: JsdLogits, beta: float, options: Options, backend: JsdBackend, found: Tensor) -> None:
-    """Fill `Found`, [6, n], of a block: one exchange over the group for its statistics, one more between the ends."""
-    group, forward_kl = options.tp_group, beta == 0
-    stats = logits.kl_stats()
-    if group is not None:
-        stats = backend.merge_kl_stats(collectives.stack_over_group(stats, group), forward_kl=forward_kl)
-    found[:KL_ROWS] = stats
-    if beta in (0, 1):
-        found[4:] = KlStats(*stats).kl(forward_kl)
-        return
-    sums = logits.divergence(found)
-    if group is not None:
-        sums = backend.sum_parts(collectives.stack_over_group(sums, group))
-    found[4:] = sums
-
-
 def _computed(head: Head, rows: Tensor | None, options: Options) -> Head:
     """The head with the hidden of every token that is computed; `rows` None: all."""
     if options.sequence_parallel:
@@ -175,20 +135,3 @@ def _rows_with_gradient(upstream: Tensor, to_nats: Tensor, options: Options) -> 
     if options.skip_ignored is not True or upstream.shape[0] == 0:
         return None
     return rows_that_count((upstream != 0) | to_nats.isnan(), options)
-
-
-def _largest_divergence(beta: float) -> float:
-    """In base 2: that of two distributions with nothing in common."""
-    return math.inf if beta in (0, 1) else -beta * math.log2(beta) - (1 - beta) * math.log2(1 - beta)
-
-
-def _coefficient(upstream: Tensor, to_nats: Tensor, scale: Tensor, student: Head, beta: float) -> Tensor:
-    """[N] what the gradient of a product is a multiple of, but for a softcap's slope: upstream, scale / temperature and
-    the way from base 2 to nats.
-    """
-    coefficient = upstream * to_nats * scale * student.logits_scale  # scale is log2 e / temperature
-    if beta > 0:  # the gradient has a logarithm, in base 2
-        coefficient = coefficient * LN_2
-    if beta < 1:
-        coefficient = coefficient * (1 - beta)
-    return torch.where(to_nats == 0, 0.0, coefficient)

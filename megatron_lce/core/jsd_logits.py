@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megatron_lce.core.blocks import (
     COLUMN_STEP,
+    MIN_TOKENS,
     PREFERRED_COLUMNS,
     BlockBytes,
     Blocks,
@@ -121,6 +122,40 @@ def forward_blocks(heads: Heads, num_tokens: int, options: Options) -> tuple[Blo
     return blocks, blocks.columns
 
 
+class GradientBlocks(NamedTuple):
+    """Tokens whose logits are there at once, tokens whose gradients are, and how many columns are made at a time."""
+
+    logits: int
+    gradients: int
+    copied: int
+
+
+def gradient_blocks(heads: Heads, num_tokens: int, options: Options) -> GradientBlocks | None:
+    """How tokens go all the way to their gradients at once; None: the workspace holds too few for it.
+
+    About half of the workspace is logits: a product that sums over tokens reads and writes the whole sum of the
+    weight's gradient, so that it wants more of them, and a gradient takes less room than two heads' logits.
+    """
+    student, columns, workspace = heads.student, options.largest_shard, options.workspace_bytes
+    logits_bytes, gradient_bytes = heads.backend.logits_bytes(student, heads.teacher, columns), _gradient_bytes(student)
+    slabs = gradient_bytes._replace(
+        per_logit=0, per_column=gradient_bytes.per_column + accumulator_bytes_per_column(student.weight, options)
+    )
+    copies = logits_bytes._replace(per_column=max(logits_bytes.per_column, gradient_bytes.per_column))
+    copied = copied_columns(columns, workspace, copies)
+    room = workspace - copied * copies.per_column
+    logits, gradient = row_bytes(columns, logits_bytes), row_bytes(columns, gradient_bytes)
+    if num_tokens * (logits + gradient) <= room:
+        return GradientBlocks(num_tokens, num_tokens, copied)
+    most = room // (logits + gradient) // MIN_TOKENS * MIN_TOKENS
+    if most == 0 or smallest_workspace(slabs) > workspace // 4:
+        return None
+    tokens = min(most, max(1, round(room / 2 / logits / MIN_TOKENS)) * MIN_TOKENS)
+    gradients = kept_tokens(num_tokens, room - tokens * logits, gradient)
+    assert gradients is not None
+    return GradientBlocks(min(tokens, gradients), gradients, copied)
+
+
 def copied_columns(num_columns: int, workspace_bytes: int, block_bytes: BlockBytes) -> int:
     """How many columns of a head are copied at once, where they are: at most a quarter of the workspace."""
     if block_bytes.per_column == 0:
@@ -183,5 +218,5 @@ def check_workspace(heads: Heads, options: Options) -> None:
 
 
 def _gradient_bytes(student: Head) -> BlockBytes:
-    """A slab of gradients, and the copies of unaligned inputs that its products take."""
+    """A slab of the student's gradients, and the copies of unaligned inputs that its products take."""
     return BlockBytes(student.hidden.element_size(), *copies_of(student.hidden))

@@ -1,4 +1,4 @@
-"""The autograd function of `megatron_lce.token_loss`: a block of tokens goes all the way to its gradients at once."""
+"""What `megatron_lce.token_loss` does with a block of tokens, which goes all the way to its gradients at once."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -9,10 +9,9 @@ from torch import Tensor
 
 from megatron_lce.core.blocks import COLUMN_STEP, kept_tokens
 from megatron_lce.core.group_stats import stats_of_tokens
-from megatron_lce.core.head_gradients import Slab, head_gradients
+from megatron_lce.core.head_gradients import Slab
 from megatron_lce.core.logit_gradients import LogitGradients, grad_logits_slabs
 from megatron_lce.core.options import LinearCrossEntropyOutput, Options
-from megatron_lce.core.products import own_arithmetic
 from megatron_lce.core.protocols import CrossEntropyBackend, LogitsCache
 from megatron_lce.core.rows import Rows
 from megatron_lce.core.tokens import Counted, TokenBlock, Tokens, counted_rows, rows_to_compute, spread
@@ -25,6 +24,8 @@ TokenLossFunction = Callable[..., Tensor | tuple[Tensor, Metrics]]
 
 class TokenLossPass:
     """One pass over the tokens: their outputs, losses and metrics, and what their gradients are made of."""
+
+    name = "linear_token_loss"
 
     def __init__(
         self,
@@ -67,12 +68,6 @@ class TokenLossPass:
         problem = LogitGradients(self._weight, rows, terms, options, self._backend)
         here = block._replace(rows=slice(0, hidden.shape[0]), is_last=False)
         yield from grad_logits_slabs(problem, here, cache, upstream[1] is not None, bytes_per_column)
-
-    def run(self) -> None:
-        """The same without gradients."""
-        for block in self.tokens.blocks() if self.tokens.num_computed else ():
-            for _ in self.slabs(block, 0):
-                raise AssertionError("no gradient was asked for")
 
     def total(self) -> Tensor:
         """The sum of the losses."""
@@ -152,61 +147,6 @@ class TokenLossPass:
         if self._order is None:
             return metric
         return metric.new_zeros(self._num_tokens, *metric.shape[1:]).index_copy_(0, self._order, metric)
-
-
-class _LinearTokenLoss(torch.autograd.Function):
-    """The sum over tokens of a loss that is known in forward, where both gradients are made; backward scales them.
-
-    hidden  replicated, or sharded along the sequence  -> its gradient is summed over the group
-    weight  this rank's shard                          -> its gradient is complete on this rank
-    """
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, run: TokenLossPass, options: Options) -> Tensor:
-        with own_arithmetic(hidden.device, "linear_token_loss forward"):
-            grad_hidden, weight_sum = head_gradients(
-                run.tokens,
-                weight,
-                replace(options, weight_grad_sink=None),
-                run.slabs,
-                needs_hidden=ctx.needs_input_grad[0],
-                needs_weight=ctx.needs_input_grad[1],
-                weight_sum=True,
-            )
-        ctx.save_for_backward(weight, grad_hidden, weight_sum)
-        ctx.options, ctx.scaled = options, False
-        return run.total()
-
-    @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError("create_graph must be False: linear_token_loss has no double backward")
-        if ctx.scaled:
-            raise RuntimeError(
-                "a second backward through linear_token_loss is not possible: the first scaled its gradients"
-            )
-        ctx.scaled = True
-        weight, grad_hidden, weight_sum = ctx.saved_tensors
-        if grad_hidden is not None:
-            grad_hidden.mul_(grad_loss)
-        grad_weight = None
-        if weight_sum is not None:
-            num_columns, weight_sum = weight_sum.shape[0], weight_sum[:, : weight.shape[1]]
-            sink = ctx.options.weight_grad_sink
-            if sink is not None:
-                sink.buffer()[:num_columns].addcmul_(weight_sum, grad_loss.float())
-                grad_weight = sink.finish()
-            else:
-                grad_weight = weight_sum.mul_(grad_loss)  # the gradient's own memory where dtypes and shapes allow
-                if weight_sum.dtype != weight.dtype or weight_sum.shape != weight.shape:
-                    grad_weight = torch.empty_like(weight)
-                    grad_weight[:num_columns].copy_(weight_sum)
-                    grad_weight[num_columns:].zero_()
-        return grad_hidden, grad_weight, None, None
-
-
-def linear_token_loss_autograd(hidden: Tensor, weight: Tensor, run: TokenLossPass, options: Options) -> Tensor:
-    return _LinearTokenLoss.apply(hidden, weight, run, options)
 
 
 def check_losses(losses: Any, metrics: Any, num_tokens: int) -> None:

@@ -122,6 +122,7 @@ class CapturedHead:
         labels: Tensor | None = None,
         beta: float = 0.5,
         temperature: float | Tensor = 1.0,
+        token_weights: Tensor | None = None,
         **keywords: Any,
     ) -> Tensor:
         """`megatron_lce.linear_jsd` of this captured head, the student's, and a teacher's.
@@ -132,11 +133,13 @@ class CapturedHead:
             labels: [b, s] int64, as Megatron passes them; only tells which rows are ignored. `None`: no row is.
             beta: weight of the teacher in the mixture, in [0, 1].
             temperature: a positive float, or a floating tensor [b, s].
+            token_weights: floating [b, s]; `None`: each token's divergence is wanted.
             keywords: those of `megatron_lce.linear_jsd` but tp_group, sequence_parallel and vocab_start, which the head
                 fixes. `student_logits_scale` and `teacher_logits_scale` multiply the models' own (MuP).
 
         Returns:
-            The divergence of each token, fp32 [b, s]. Padded columns of the vocabulary count, as they do in Megatron,
+            The divergence of each token, fp32 [b, s]; with `token_weights` their weighted sum, whose gradients are made
+            in forward. Padded columns of the vocabulary count, as they do in Megatron,
             unless `vocab_size` is given. Where the student's forward pass kept no graph, under no_grad or inside a
             reentrant checkpoint, it has none.
 
@@ -149,7 +152,9 @@ class CapturedHead:
             raise TypeError(f"teacher_head must be a captured head, got {type(teacher_head).__name__}")
         call, teacher = self._captured_call(), teacher_head._captured_call(" of the teacher")
         with self._gradient_where_captured():
-            return call.linear_jsd(teacher, labels=labels, beta=beta, temperature=temperature, **keywords)
+            return call.linear_jsd(
+                teacher, labels=labels, beta=beta, temperature=temperature, token_weights=token_weights, **keywords
+            )
 
     def _captured_call(self, whose: str = "") -> HeadCall:
         if self._call is None:

@@ -137,6 +137,7 @@ class HeadCall:
         *,
         labels: Tensor | None = None,
         temperature: float | Tensor = 1.0,
+        token_weights: Tensor | None = None,
         student_logits_scale: float = 1.0,
         teacher_logits_scale: float = 1.0,
         **keywords: Any,
@@ -158,6 +159,7 @@ class HeadCall:
             teacher.weight,
             labels=self._sequence_first("labels", labels),
             temperature=self._sequence_first("temperature", temperature),
+            token_weights=self._sequence_first("token_weights", token_weights),
             **self._form("student", student_logits_scale, keywords.pop("student_softcap", None)),
             **teacher._form("teacher", teacher_logits_scale, keywords.pop("teacher_softcap", None)),
             tp_group=self.tp_group,
@@ -165,7 +167,7 @@ class HeadCall:
             weight_grad_sink=self.weight_grad_sink,
             **keywords,
         )
-        return swap(loss)
+        return swap(loss) if token_weights is None else loss
 
     def _form(self, role: str, logits_scale: float, softcap: float | None) -> dict[str, Any]:
         """The keywords of one of a divergence's two heads."""
@@ -179,7 +181,9 @@ class HeadCall:
         """A tensor [b, s] as [s, b]; anything else as it is."""
         if not isinstance(per_token, Tensor):
             return per_token
-        if tuple(per_token.shape[:2]) != self.tokens or (name in ("labels", "temperature") and per_token.dim() > 2):
+        if tuple(per_token.shape[:2]) != self.tokens or (
+            name in ("labels", "temperature", "token_weights") and per_token.dim() > 2
+        ):
             raise ValueError(f"{name} must be [b, s], {self.tokens} for this hidden, got {tuple(per_token.shape)}")
         return swap(per_token)
 

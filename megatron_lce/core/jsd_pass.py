@@ -1,0 +1,126 @@
+"""`megatron_lce.jsd` with the tokens' weights known: a block of tokens goes all the way to its gradients at once."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from megatron_lce.core.blocks import BlockBytes, Blocks, cut, plan_blocks
+from megatron_lce.core.divergence import diverge, diverge_block, gradient_factor, losses_in_nats
+from megatron_lce.core.head_gradients import Slab, kept_slabs
+from megatron_lce.core.jsd_logits import (
+    GradientBlocks,
+    Heads,
+    JsdLogits,
+    LogitsBuffer,
+    check_workspace,
+    gradient_blocks,
+    recomputed_slabs,
+)
+from megatron_lce.core.jsd_stats import FOUND_ROWS, Head
+from megatron_lce.core.options import Options
+from megatron_lce.core.products import copies_of, slab_row_stride, with_zeros_behind
+from megatron_lce.core.protocols import JsdBackend
+from megatron_lce.core.tokens import TokenBlock, Tokens, counted_rows, rows_to_compute
+
+
+class JsdPass:
+    """One pass over the tokens: the weighted sum of their divergences, and what its gradients are made of."""
+
+    name = "linear_jsd"
+
+    def __init__(
+        self,
+        student: Head,  # its hidden [N, H_s], under sequence parallel [N / tp, H_s]
+        teacher: Head,
+        labels: Tensor,  # [N]
+        temperature: Tensor | float,  # [N] if a tensor
+        beta: float,
+        token_weights: Tensor,  # [N]; 0: an ignored row
+        options: Options,
+        backend: JsdBackend,
+        with_gradient: bool,
+    ) -> None:
+        self._options, self._with_gradient = options, with_gradient
+        num_tokens = labels.shape[0]
+        weighted = labels.masked_fill(token_weights == 0, options.ignore_index)
+        rows = backend.prepare_rows(weighted, temperature, options)
+        # A number from the caller is of the labels.
+        self._counted = counted_rows(weighted if options.skip_ignored is True else labels, options)
+        computed = num_tokens if self._counted.rows is None else self._counted.rows.shape[0]
+        self._heads = Heads(student, teacher, rows.scale, beta, backend)
+        check_workspace(self._heads, options)
+        blocks = gradient_blocks(self._heads, computed, options) if with_gradient else None
+        block_tokens = max(computed, 1) if blocks is None else blocks.gradients
+        self.tokens, teacher_tokens = (
+            Tokens(head.hidden, num_tokens, self._counted.rows, block_tokens, options) for head in (student, teacher)
+        )
+        self._teacher_blocks = teacher_tokens.blocks()
+        order = self.tokens.order()
+        self._rows = rows_to_compute(rows, order, self._counted)
+        self._token_weights = token_weights if order is None else token_weights[order]
+        self._kept = None if blocks is None else _KeptGradients(blocks, student, options)
+        self._total = torch.zeros((), device=labels.device)
+
+    def slabs(self, block: TokenBlock, bytes_per_column: int) -> Iterator[Slab]:
+        """Adds a block's divergences, then yields the gradients of the student's products."""
+        # Before anything that a rank without columns leaves out: ranks must agree on the order of collectives.
+        student, teacher = block.hidden.wait(), next(self._teacher_blocks).hidden.wait()
+        rows, token_weights = self._rows.of(block.rows), self._token_weights[block.rows].float()
+        heads = self._heads._replace(
+            student=self._heads.student._replace(hidden=student),
+            teacher=self._heads.teacher._replace(hidden=teacher),
+            scale=rows.scale,
+        )
+        factor = gradient_factor(token_weights, rows.to_nats, rows.scale, heads.student, heads.beta)
+        found = torch.empty(FOUND_ROWS, rows.scale.shape[0], device=rows.scale.device)
+        if self._kept is None:
+            diverge(heads, self._options, found)
+        else:
+            gradients = self._kept.make(heads, found, factor)
+        losses, _ = losses_in_nats(found, rows, heads.beta)
+        self._total += torch.where(rows.ignored, 0.0, token_weights * losses).sum()
+        if self._kept is not None:
+            yield from self._kept.slabs(heads.student, gradients, bytes_per_column)
+        elif self._with_gradient:
+            yield from recomputed_slabs(heads, found, factor, self._options, bytes_per_column)
+
+    def total(self) -> Tensor:
+        """The weighted sum of the divergences."""
+        return self._total if self._counted.unless_nan is None else self._total * self._counted.unless_nan
+
+
+class _KeptGradients:
+    """Gradients of a block's products, collected from smaller blocks whose logits are there for every pass."""
+
+    def __init__(self, blocks: GradientBlocks, student: Head, options: Options) -> None:
+        self._blocks, self._options = blocks, options
+        # Of all that the ranks planned with: a shard may have fewer columns.
+        logits = Blocks(blocks.logits, options.largest_shard)
+        self._logits = LogitsBuffer.allocate(logits, blocks.copied, student.hidden.device)
+        stride = slab_row_stride(options.num_columns)
+        self._gradients = student.hidden.new_empty(blocks.gradients, stride)
+
+    def make(self, heads: Heads, found: Tensor, factor: Tensor) -> Tensor:
+        """Fills `Found`, [6, n], and returns the gradients [n, V], in hidden's dtype."""
+        heads = heads.block(slice(None), slice(0, self._options.num_columns))
+        gradients = with_zeros_behind(self._gradients[: found.shape[1]], self._options.num_columns)
+        for tokens in cut(found.shape[1], self._blocks.logits):
+            logits = JsdLogits(heads.block(tokens, slice(None)), self._logits)
+            diverge_block(logits, heads.beta, self._options, heads.backend, found[:, tokens])
+            logits.gradient(found[:, tokens], factor[tokens], gradients[tokens])
+        return gradients
+
+    def slabs(self, student: Head, gradients: Tensor, bytes_per_column: int) -> Iterator[Slab]:
+        num_tokens, num_columns = gradients.shape
+        if num_columns == 0:
+            return
+        room = self._options.workspace_bytes - self._logits.storage.nbytes - self._gradients.nbytes
+        blocks = plan_blocks(
+            num_tokens,
+            num_columns,
+            room,
+            BlockBytes(0, *copies_of(student.hidden)),
+            per_column_if_tokens_are_cut=bytes_per_column,
+        )
+        yield from kept_slabs(gradients, num_columns, blocks)

@@ -1,0 +1,86 @@
+"""A scalar whose gradients are made in forward, while its logits are there; backward scales them."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_lce.core.head_gradients import Slab, head_gradients
+from megatron_lce.core.options import Options
+from megatron_lce.core.products import own_arithmetic
+from megatron_lce.core.tokens import TokenBlock, Tokens
+
+
+class KnownLossPass(Protocol):
+    """One pass over a call's tokens, that adds up their losses."""
+
+    name: str  # of the operation, as users call it
+    tokens: Tokens
+
+    def slabs(self, block: TokenBlock, bytes_per_column: int) -> Iterator[Slab]:
+        """Adds a block's losses, then yields the gradients of its products if any were asked for."""
+
+    def total(self) -> Tensor:
+        """The sum of the losses, once all blocks have been there."""
+
+
+def known_loss(hidden: Tensor, weight: Tensor, run: KnownLossPass, options: Options, with_gradient: bool) -> Tensor:
+    """The sum of a pass's losses, with a gradient of hidden and weight or without one."""
+    if with_gradient:
+        return _KnownLoss.apply(hidden, weight, run, options)
+    with torch.no_grad(), own_arithmetic(hidden.device, run.name):
+        for block in run.tokens.blocks() if run.tokens.num_computed else ():
+            for _ in run.slabs(block, 0):
+                raise AssertionError("no gradient was asked for")
+    return run.total()
+
+
+class _KnownLoss(torch.autograd.Function):
+    """The sum over tokens of a loss that is known in forward, where both gradients are made; backward scales them.
+
+    hidden  replicated, or sharded along the sequence  -> its gradient is summed over the group
+    weight  this rank's shard                          -> its gradient is complete on this rank
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, run: KnownLossPass, options: Options) -> Tensor:
+        with own_arithmetic(hidden.device, f"{run.name} forward"):
+            grad_hidden, weight_sum = head_gradients(
+                run.tokens,
+                weight,
+                replace(options, weight_grad_sink=None),
+                run.slabs,
+                needs_hidden=ctx.needs_input_grad[0],
+                needs_weight=ctx.needs_input_grad[1],
+                weight_sum=True,
+            )
+        ctx.save_for_backward(weight, grad_hidden, weight_sum)
+        ctx.options, ctx.name, ctx.scaled = options, run.name, False
+        return run.total()
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(f"create_graph must be False: {ctx.name} has no double backward")
+        if ctx.scaled:
+            raise RuntimeError(f"a second backward through {ctx.name} is not possible: the first scaled its gradients")
+        ctx.scaled = True
+        weight, grad_hidden, weight_sum = ctx.saved_tensors
+        if grad_hidden is not None:
+            grad_hidden.mul_(grad_loss)
+        grad_weight = None
+        if weight_sum is not None:
+            num_columns, weight_sum = weight_sum.shape[0], weight_sum[:, : weight.shape[1]]
+            sink = ctx.options.weight_grad_sink
+            if sink is not None:
+                sink.buffer()[:num_columns].addcmul_(weight_sum, grad_loss.float())
+                grad_weight = sink.finish()
+            else:
+                grad_weight = weight_sum.mul_(grad_loss)  # the gradient's own memory where dtypes and shapes allow
+                if weight_sum.dtype != weight.dtype or weight_sum.shape != weight.shape:
+                    grad_weight = torch.empty_like(weight)
+                    grad_weight[:num_columns].copy_(weight_sum)
+                    grad_weight[num_columns:].zero_()
+        return grad_hidden, grad_weight, None, None
