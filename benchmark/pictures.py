@@ -4,11 +4,13 @@ from collections.abc import Collection, Iterable
 from functools import partial
 from pathlib import Path
 
-from benchmark.ratios import jsd_limit_ms, jsd_products, products_ms
+from benchmark.ratios import jsd_limits_ms, products_ms
 
 COLORS = {
     "ours": "tab:green",
     "ours-cached": "yellowgreen",
+    "ours-weights-512": "yellowgreen",
+    "ours-weights-1024": "olivedrab",
     "eager": "tab:gray",
     "compile": "tab:blue",
     "megatron": "tab:orange",
@@ -47,13 +49,13 @@ def holding_logits(document: dict) -> set[str]:
 
 
 def draw_jsd(document: dict, path: Path) -> Path:
-    """Time of every provider at every beta, with the limit."""
+    """Time of every provider at every beta, with the limits."""
+    limits = jsd_limits_ms(document)
     measured = [record for record in document["jsd"] if record["status"] == "ok"]
     panels = []
     for beta in dict.fromkeys(record["beta"] for record in measured):
-        limit = jsd_limit_ms(document, beta)
         records = [record for record in measured if record["beta"] == beta]
-        panels.append((f"linear JSD, beta {beta:g}", records, {jsd_products(beta): limit} if limit else {}))
+        panels.append((f"linear JSD, beta {beta:g}", records, limits))
     return draw_bars(document, panels, path)
 
 

@@ -32,18 +32,28 @@ def add_ratios(document: dict) -> None:
             record["over_products_recomputed"] = record["time_ms"] / (products[0] + sum(products))
 
 
-def jsd_limit_ms(document: dict, beta: float) -> float | None:
-    """cuBLAS time of the products at this beta, from all measurements in the document."""
+def jsd_limits_ms(document: dict) -> dict[str, float]:
+    """cuBLAS time of the products that a divergence and its gradients take, from all measurements in the document.
+
+    Where each head's logits are made once, and where backward makes them again; nothing where nothing was measured.
+    """
     records = [record for record in document["jsd_products"] if record["status"] == "ok"]
     if not records:
-        return None
+        return {}
     student, teacher, grad_hidden, grad_weight = (
         median(ms for record in records for ms in record[name])
         for name in ("student_logits_ms", "teacher_logits_ms", "grad_hidden_ms", "grad_weight_ms")
     )
-    return (3 if 0 < beta < 1 else 2) * (student + teacher) + grad_hidden + grad_weight
+    logits, gradients = student + teacher, grad_hidden + grad_weight
+    return {"Fs+Ft+dX+dW": logits + gradients, "2(Fs+Ft)+dX+dW": 2 * logits + gradients}
 
 
-def jsd_products(beta: float) -> str:
-    """What `jsd_limit_ms` adds up."""
-    return f"{3 if 0 < beta < 1 else 2}(Fs+Ft)+dX+dW"
+def add_jsd_ratios(document: dict) -> None:
+    """over_products            Fs + Ft + dX + dW
+    over_products_recomputed  2 (Fs + Ft) + dX + dW: what a form must do that keeps no logits for its backward
+    """
+    limits = jsd_limits_ms(document)
+    for record in document["jsd"]:
+        if record["status"] == "ok" and limits:
+            names = ("over_products", "over_products_recomputed")
+            record |= {name: record["time_ms"] / ms for name, ms in zip(names, limits.values(), strict=True)}

@@ -62,7 +62,7 @@ def print_tables(document: dict, console: Console | None = None) -> None:
 
 def print_jsd_tables(document: dict, console: Console) -> None:
     keys = ("shape", "beta", "provider")
-    columns = ("time_ms", "over_products", "peak_mib", "gradients_mib", "first_call_s")
+    columns = ("time_ms", "over_products", "over_products_recomputed", "peak_mib", "gradients_mib", "first_call_s")
     print_table(console, "linear JSD, forward and backward", keys, columns, document.get("jsd", []))
     columns = ("loss_relative_error", "grad_hidden_relative_error", "grad_weight_relative_error")
     print_table(console, "error against fp64", keys, columns, document.get("jsd_errors", []))

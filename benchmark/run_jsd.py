@@ -1,9 +1,9 @@
 """Fused linear JSD beside its peers in one process: `python -m benchmark.run_jsd`.
 
-Forward and backward of the mean over tokens, gradients of the student's hidden and weight: `megatron_lce.linear_jsd`,
-Liger's fused linear JSD, and the materialised form in eager PyTorch and under torch.compile. A ratio is to the cuBLAS
-products that a form without N x V tensors needs, in the same run: 3 (Fs + Ft) + dX + dW for 0 < beta < 1, since the
-divergence needs statistics and the gradient needs the divergence, and 2 (Fs + Ft) + dX + dW for beta 0 and 1.
+Forward and backward of the mean over tokens, gradients of the student's hidden and weight: `megatron_lce.linear_jsd` of
+each token, and with `token_weights` (ours-weights-512: its workspace in MiB); Liger's fused linear JSD; and the
+materialised form in eager PyTorch and under torch.compile. Ratios are to cuBLAS's products in the same run:
+Fs + Ft + dX + dW, where each head's logits are made once, and 2 (Fs + Ft) + dX + dW, where backward makes them again.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from torch import Tensor
 
 import megatron_lce
 from benchmark import measure, pictures, report
-from benchmark.ratios import jsd_limit_ms
+from benchmark.ratios import add_jsd_ratios
 from benchmark.results import Results
 from benchmark.run import DTYPES
 from benchmark.shapes import Inputs, Shape, choose, make_inputs
@@ -57,6 +57,13 @@ def _ours(student_hidden: Tensor, student_weight: Tensor, teacher_hidden: Tensor
     return megatron_lce.linear_jsd(student_hidden, student_weight, teacher_hidden, teacher_weight, beta=beta).mean()
 
 
+def _ours_weights(*tensors: Tensor, workspace_bytes: int = 2**29) -> Tensor:
+    *heads, beta = tensors
+    tokens = heads[0].shape[0]
+    weights = heads[0].new_full((tokens,), 1 / tokens, dtype=torch.float32)
+    return megatron_lce.linear_jsd(*heads, beta=beta, token_weights=weights, workspace_bytes=workspace_bytes)
+
+
 def _load_liger() -> Loss:
     from liger_kernel.ops import LigerFusedLinearJSDFunction
 
@@ -77,6 +84,8 @@ class Provider:
 
 PROVIDERS = {
     "ours": Provider(lambda: _ours),
+    "ours-weights-512": Provider(lambda: _ours_weights),
+    "ours-weights-1024": Provider(lambda: functools.partial(_ours_weights, workspace_bytes=2**30)),
     "liger": Provider(_load_liger, "liger-kernel"),
     "compile": Provider(lambda: torch.compile(materialised, dynamic=False), holds_logits=True),
     "eager": Provider(lambda: materialised, holds_logits=True),
@@ -88,7 +97,7 @@ DEFAULT_SHAPES = {
     "cuda": ("8192x2048x4096x151936", "1024x512x1024x32768"),
     "cpu": ("64x32x48x1000", "64x32x48x1000"),
 }
-DEFAULT_PROVIDERS = {"cuda": "all", "cpu": "ours,liger,eager"}  # compiling takes minutes on a CPU
+DEFAULT_PROVIDERS = {"cuda": "all", "cpu": "ours,ours-weights-512,liger,eager"}  # compiling takes minutes on a CPU
 
 
 @dataclass(frozen=True)
@@ -233,10 +242,7 @@ def main(argv: list[str] | None = None) -> dict:
             record = {"shape": _text(arguments.error_shape), "beta": beta, "provider": name}
             results.attempt("jsd_errors", record, functools.partial(measure_error, loss, heads, beta))
 
-    for record in results.section("jsd"):
-        limit = jsd_limit_ms(results.document, record["beta"])
-        if record["status"] == "ok" and limit:
-            record["over_products"] = record["time_ms"] / limit
+    add_jsd_ratios(results.document)
     results.save()
     report.print_tables(results.document)
     if arguments.picture:

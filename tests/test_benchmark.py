@@ -244,19 +244,19 @@ def test_materialised_jsd_is_the_mean_of_its_definition():
         torch.testing.assert_close(run_jsd.materialised(*heads.tensors(), beta), expected.mean())
 
 
-def test_jsd_run_measures_against_the_products_its_beta_needs(tmp_path):
+def test_jsd_run_measures_against_the_products_of_the_same_run(tmp_path):
     output = tmp_path / "jsd.json"
-    arguments = "--device cpu --dtype fp32 --shape 6x8x4x24 --error-shape 5x8x4x16 --providers ours,eager --budget-ms 0"
+    arguments = "--device cpu --dtype fp32 --shape 6x8x4x24 --error-shape 5x8x4x16 --budget-ms 0"
+    arguments += " --providers ours,ours-weights-512,eager"
     document = run_jsd.main([*arguments.split(), "--output", str(output), "--picture", str(tmp_path / "jsd.png")])
     assert json.loads(output.read_text()) == document
     assert [record["beta"] for record in document["jsd"] if record["provider"] == "ours"] == [0.5, 0, 1]
     assert all(record["status"] == "ok" and record["over_products"] > 0 for record in document["jsd"])
-    # two more logits products between the ends
     products = [{"status": "ok", "student_logits_ms": [1.0], "teacher_logits_ms": [2.0]}]
     products[0] |= {"grad_hidden_ms": [4.0], "grad_weight_ms": [8.0]}
-    limits = [ratios.jsd_limit_ms({"jsd_products": products}, beta) for beta in (0, 0.5, 1)]
-    assert limits == [18, 21, 18]
-    assert len(document["jsd_errors"]) == 6
+    limits = ratios.jsd_limits_ms({"jsd_products": products})
+    assert limits == {"Fs+Ft+dX+dW": 15, "2(Fs+Ft)+dX+dW": 18}
+    assert len(document["jsd_errors"]) == 9
     for record in document["jsd_errors"]:
         assert max(value for value in record.values() if isinstance(value, float) and value != record["beta"]) < 1e-5
     assert (tmp_path / "jsd.png").exists()
