@@ -320,10 +320,10 @@ def test_logits_are_computed_once_where_the_workspace_holds_them(backend, device
 @pytest.mark.parametrize(("dtype", "workspace_bytes"), [(FP32, 2**18), (FP32, 2**20), (BF16, 2**18)], ids=str)
 @pytest.mark.parametrize("beta", [0.5, 1])
 def test_torch_slabs_are_gone_before_the_next_ones_come(beta, dtype, workspace_bytes):
-    inputs = make_inputs(600, 32, 48, 2300, torch.device("cpu"), dtype)
+    inputs = make_inputs(200, 32, 48, 2300, torch.device("cpu"), dtype)
     hidden, weight = inputs.student_hidden.requires_grad_(), inputs.student_weight.requires_grad_()
     keywords = {"beta": beta, "workspace_bytes": workspace_bytes, "backend": "torch"}
-    per_token = 192 * 600  # statistics and row terms: a few dozen floats a token
+    per_token = 192 * 200  # statistics and row terms: a few dozen floats a token
     forward_peak, loss = peak_live_bytes(lambda: linear_jsd(*inputs[:4], **keywords))
     backward_peak, _ = peak_live_bytes(lambda: loss.backward(inputs.upstream))
     assert forward_peak <= workspace_bytes + per_token
@@ -495,6 +495,14 @@ def test_backward_scales_what_forward_made_once(backend, device):
     torch.testing.assert_close(alone, loss.detach())
 
 
+def test_known_weights_take_the_workspace_and_the_sum_of_the_weights_gradient():
+    inputs = make_inputs(600, 32, 48, 2300, torch.device("cpu"))
+    hidden, weight = inputs.student_hidden.requires_grad_(), inputs.student_weight.requires_grad_()
+    keywords = {"token_weights": inputs.upstream, "workspace_bytes": 2**23, "backend": "torch"}
+    peak, _ = peak_live_bytes(lambda: linear_jsd(*inputs[:4], **keywords))
+    assert peak <= 2**23 + weight.nbytes + hidden.nbytes + 192 * 600
+
+
 def wrong(**changes):
     """Valid arguments with some of them replaced."""
     inputs = make_inputs((4, 2), 8, 12, 20, torch.device("cpu"))
@@ -608,6 +616,22 @@ def test_memory_stays_within_what_the_caller_set(beta, dtype, workspace_bytes, b
     gradients = hidden.nbytes + weight.nbytes + 4 * hidden.numel()
     assert forward_peak <= workspace_bytes + per_token
     assert backward_peak <= workspace_bytes + gradients + per_token
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("usual_torch")
+@pytest.mark.parametrize("workspace_bytes", [2**24, 2**28])
+def test_memory_of_known_weights(workspace_bytes, backend, device):
+    inputs = make_inputs(4096, 512, 768, 50257, device, BF16)
+    hidden, weight = inputs.student_hidden.requires_grad_(), inputs.student_weight.requires_grad_()
+    keywords = {"token_weights": inputs.upstream, "workspace_bytes": workspace_bytes, "backend": backend}
+    for _ in range(2):  # cuBLAS allocates its workspace on first use
+        base = requested_bytes("current")
+        torch.cuda.reset_peak_memory_stats()
+        loss = linear_jsd(*inputs[:4], **keywords)
+        peak = requested_bytes("peak") - base
+        del loss
+    assert peak <= workspace_bytes + 4 * weight.numel() + (2 + 4) * hidden.numel() + 192 * 4096
 
 
 @pytest.mark.gpu
