@@ -207,11 +207,11 @@ def main() -> None:
         for ranks in groups
     ]
     tallies = []
-    for setting in settings:
+    for number, setting in enumerate(settings):
         if dist.get_rank() != 0:
             follow(setting)
             continue
-        tally = search(setting, -(-arguments.cases // len(settings)), arguments.seed)
+        tally = search(setting, -(-arguments.cases // len(settings)), arguments.seed + number)
         tallies.append((setting, tally))
         print(f"{name_of(setting)}, {setting.ranks} ranks: {tally.cases} cases {tally.failure}", flush=True)
     failed = any(tally.failure for _, tally in tallies)

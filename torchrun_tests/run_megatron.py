@@ -410,10 +410,9 @@ def main() -> None:
         for check, case in runnable:
             if case.layout == layout:
                 check(case, device, report)
-    if dist.get_rank() == 0:
-        print(f"{report.compared} compared, {len(report.failures)} failed on {dist.get_world_size()} ranks", flush=True)
+    failed = report.conclude()
     megatron_runtime.teardown()
-    sys.exit(1 if report.failures else 0)
+    sys.exit(1 if failed else 0)
 
 
 if __name__ == "__main__":
