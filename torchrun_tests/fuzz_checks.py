@@ -26,6 +26,7 @@ from tests.jsd_oracle import (
 from tests.oracle import Result, Upstream, comparisons, evaluate, oracle
 
 FEW = 64  # numbers of a gradient
+WIDE_WORKSPACE = 2**29  # bytes: every token at once
 BITS_ALIGNMENT = 128  # shards cut at multiples of it give the bits of the whole
 
 
@@ -134,7 +135,9 @@ def check_cross_entropy(case: Case, tensors: Tensors, share: Share, setting: Set
         actual.grad_hidden.dtype == actual.grad_weight.dtype == hidden.dtype, "gradients have another dtype"
     )
     check_same_bits_on_every_rank([t for t in actual.outputs if t is not None], setting, findings)
-    check_bits(case, tensors, share, actual.outputs, findings)
+    # torch's own products have other bits where the workspace or a loss cuts the tokens differently.
+    if setting.backend == "triton" or share.keywords["workspace_bytes"] == WIDE_WORKSPACE:
+        check_bits(case, tensors, share, actual.outputs, findings)
 
 
 def largest_gap(
@@ -164,7 +167,12 @@ def check_bits(
                 same_bits(getattr(plain, name), getattr(outputs, name)), f"{name}: other bits without gradients"
             )
         if all(start % BITS_ALIGNMENT == 0 for start in starts_of(case)):
-            alone = {"tp_group": None, "vocab_start": None, "sequence_parallel": False, "workspace_bytes": 2**29}
+            alone = {
+                "tp_group": None,
+                "vocab_start": None,
+                "sequence_parallel": False,
+                "workspace_bytes": WIDE_WORKSPACE,
+            }
             whole = cross_entropy(hidden, weight, labels, **keywords | alone)
             for name, mine, theirs in zip(outputs._fields, outputs, whole, strict=True):
                 findings.require(mine is None or same_bits(mine, theirs), f"{name}: other bits on one rank")
@@ -198,7 +206,8 @@ def rounding(
 
     A probability is wrong by an eps of its logit, and more by some of that logit's distance from the largest; a
     gradient by that, times what upstream and the other factor of its product amount to, however small the gradient is.
-    A sum over ranks rounds each rank's part, and the roundings of a few numbers do not average.
+    A sum over ranks rounds each rank's part, and the roundings of a few numbers do not average. A kept logit is wrong
+    by an eps of the dtype, which is much beside a small softcap: the cap's derivative is taken of it.
     """
     keywords, (hidden, weight) = tensors.keywords, (tensor.double() for tensor in tensors.heads[0])
     temperature = torch.as_tensor(keywords["temperature"], dtype=torch.float64, device=hidden.device)
@@ -209,12 +218,17 @@ def rounding(
     upstream = sum(gradient.double().abs() for gradient in tensors.upstream.values() if gradient is not None)
     size = float((upstream * factor).norm()) * (1 + math.log(len(weight)) + spread * isinstance(case, JsdCase))
     eps, own_eps = torch.finfo(torch.float32).eps, torch.finfo(DTYPES[case.dtype]).eps
+    keeps = case.dtype != "fp32" and (keywords.get("logits_cache_bytes") or setting.operation == "linear_token_loss")
+    of_cap = 0.0
+    if keeps and keywords.get("softcap"):
+        of_cap = own_eps * min(1.0, 2 * float(temperature.nan_to_num(0, 0, 0).max()) / keywords["softcap"])
     floors = {}
     for name, other in (("grad_hidden", weight), ("grad_weight", hidden)):
         exact = getattr(expected, name)[parts[name]]
-        error = eps * (4 * (1 + spread) + largest / 2) + own_eps * (name == "grad_hidden" and setting.ranks > 1)
+        error = eps * (4 * (1 + spread) + largest / 2) + of_cap
+        error += own_eps * (exact.numel() < FEW or (name == "grad_hidden" and setting.ranks > 1))
         error *= size * float(other.norm(dim=-1).max()) if other.numel() else 0.0
-        floors[name] = error / max(float(exact[~exact.isnan()].norm()), 1e-300) + own_eps * (exact.numel() < FEW)
+        floors[name] = error / max(float(exact[~exact.isnan()].norm()), 1e-300)
     return floors
 
 
