@@ -112,6 +112,7 @@ def softmax_stats(
     tile, chunk = tiles.choose_tiles(hidden.dtype, hidden.device), tiles.chunk_columns(hidden)
     rows = packed_rows(entropy, telemetry)
     parts = hidden.new_empty(triton.cdiv(num_columns, chunk), rows, num_tokens, dtype=torch.float32)
+    parts[:, 1] = -torch.inf  # the label's logit; the kernel writes where it is
     hidden = aligned(hidden)
     most = num_columns
     if row_bytes := copied_row_bytes(weight):
@@ -212,9 +213,11 @@ def _softmax_stats_kernel(
             tl.store(stats + 2 * N, tl.min(tl.reshape(min_logit, (BLOCK_N, CHUNKS, CHUNK)), 2), mask)
         if column + BLOCK_V > V:
             logits = tl.where((columns < V)[None, :], logits, MASKED_LOGIT)
-        is_label = columns[None, :] == (label - first_column)[:, None]
-        label_logit = tl.max(tl.where(is_label, logits, float("-inf")), 1)
-        tl.store(stats + N, tl.where(chunks[None, :] == 0, label_logit[:, None], float("-inf")), mask)
+        # Only where the label is here, and with the tile's first chunk: elsewhere the host has put -inf.
+        label -= first_column + column
+        label_logit = tl.max(tl.where(tl.arange(0, BLOCK_V)[None, :] == label[:, None], logits, float("-inf")), 1)
+        at_label = stats_ptr + (column_tile * CHUNKS).to(tl.int64) * (K * N) + N + rows
+        tl.store(at_label, label_logit, row_mask & (label >= 0) & (label < BLOCK_V))
 
         logits = tl.reshape(logits, (BLOCK_N, CHUNKS, CHUNK))
         max_logit = tl.max(logits, 2)  # [BLOCK_N, CHUNKS]
