@@ -94,6 +94,7 @@ def names(device):
         "teacher_weight": captured.weight,
         "group": captured.tp_group,
         "response_mask": per_token > 0,
+        "loss_mask": per_token + 1,
         "MyOutputLayer": type("MyOutputLayer", (ColumnParallelLinear,), {"forward": lambda *arguments: None}),
         "old_logprobs": per_token,
         "advantages": per_token + 1,
