@@ -164,7 +164,7 @@ def test_commands_are_accepted(command, capsys):
             if hasattr(program, "build_parser"):
                 program.build_parser().parse_args(arguments)
             else:
-                assert module in ("benchmark.tables", "scripts.draw_how_it_works", "scripts.train_distill")
+                assert module in ("benchmark.tables", "scripts.draw_how_it_works")
         case ["python", path, *arguments]:
             assert Path(path).name in TORCHRUN_PROGRAMS
             assert set(arguments[::2]) <= {"--device", "--combinations"}
