@@ -23,7 +23,7 @@ from scripts.ranks import device_of_rank
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAMS = [
-    *("scripts.demo", "scripts.train_sft", "scripts.train_grpo"),
+    *("scripts.demo", "scripts.train_sft", "scripts.train_grpo", "scripts.train_distill"),
     *("benchmark.run", "benchmark.run_jsd", "benchmark.head_tp", "benchmark.megatron_step", "benchmark.report"),
 ]
 

@@ -284,6 +284,29 @@ def test_hooks_get_the_gradient_of_logits_and_the_loss_keeps_its_options(untied,
     torch.testing.assert_close(kept[0].grad, seen[0].grad, rtol=1e-5, atol=1e-6)
 
 
+def test_rows_that_the_loss_does_not_count_keep_the_gradient_of_another_use(untied, device):
+    """A penalty on all logits beside a masked loss: skipping rows without a loss must not skip theirs."""
+    tensors, labels = megatron_world.inputs(device)
+    kept = labels % 3 != 0
+
+    def gradients(labels):
+        logits = kept_logits(untied)
+        loss = untied(*tensors, labels=labels)
+        return megatron_world.gradients(untied, loss[kept].sum() + logits[0].square().sum() / 100)
+
+    untied.compute_language_model_loss = lambda labels, logits: cross_entropy(logits, labels).T
+    expected = gradients(labels)
+    del untied.compute_language_model_loss
+    untied.output_layer._forward_hooks.clear()
+    enable(untied, skip_ignored=True)
+    for ignored in (labels, labels.where(kept, -100)):
+        untied.output_layer._forward_hooks.clear()
+        untied.output_layer.register_forward_hook(lambda module, args, output: output[0].retain_grad())
+        with pytest.warns(UserWarning, match=TOLD) if ignored is labels else contextlib.nullcontext():
+            actual = gradients(ignored)
+        megatron_world.assert_same_gradients(actual, expected)
+
+
 def test_touched_logits_leave_nothing_behind(untied, device):
     """Hidden goes with the loss, without a garbage collector."""
     tensors, labels = megatron_world.inputs(device)

@@ -120,7 +120,9 @@ class LossOfLogits:
         """Of hidden and weight, from the gradient [s, b, V/tp] of the head's output: the fused call's backward."""
         self._given.grad_output = grad_output.flatten(0, 1)
         wanted = [x for x in self._inputs if x.requires_grad]
-        found = iter(torch.autograd.grad(self._logprobs, wanted, self.upstream, retain_graph=True, allow_unused=True))
+        # Not the loss's own, by which rows are skipped: another use of the logits may want the gradient of any row.
+        upstream = torch.ones_like(self._logprobs)
+        found = iter(torch.autograd.grad(self._logprobs, wanted, upstream, retain_graph=True, allow_unused=True))
         self._given.grad_output = None
         grad_hidden, grad_weight = (next(found) if x.requires_grad else None for x in self._inputs)
         return None if grad_hidden is None else grad_hidden.view_as(hidden), grad_weight
