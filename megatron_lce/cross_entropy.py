@@ -89,12 +89,51 @@ def linear_cross_entropy(
     Raises:
         TypeError, ValueError: an argument is not as described; the message names it, what it must be and what it was.
     """
+    if torch.compiler.is_compiling() and backend != "reference" and weight_grad_sink is None:
+        return _as_one_node(**locals())
     call = prepare_call(**locals())
     if backend == "reference":
         flat = _reference(call)
     else:
         flat = linear_cross_entropy_autograd(*call.inputs, call.options, load_backend(backend, hidden.device))
     return LinearCrossEntropyOutput(*(None if output is None else output.view(labels.shape) for output in flat))  # type: ignore[arg-type]
+
+
+def _as_one_node(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    tp_group: ProcessGroup | None,
+    temperature: float | Tensor,
+    skip_ignored: bool | int,
+    entropy: bool,
+    telemetry: bool,
+    weight_grad_sink: None,
+    **others: Any,
+) -> LinearCrossEntropyOutput:
+    """The call as torch.compile traces it, see `megatron_lce.compiled`."""
+    per_token, counted = isinstance(temperature, Tensor), not isinstance(skip_ignored, bool)
+    grad = torch.is_grad_enabled()
+    outputs = iter(
+        torch.ops.megatron_lce.linear_cross_entropy(
+            hidden,
+            weight,
+            labels,
+            temperature=1.0 if per_token else temperature,
+            temperatures=temperature if per_token else None,
+            tp_group=None if tp_group is None else tp_group.group_name,
+            entropy=entropy,
+            telemetry=telemetry,
+            skip_ignored=False if counted else skip_ignored,
+            num_counted=skip_ignored if counted else None,
+            needs_hidden=grad and hidden.requires_grad,
+            needs_weight=grad and weight.requires_grad,
+            **others,
+        )
+    )
+    asked_for = (True, entropy, True, telemetry, telemetry, telemetry)
+    return LinearCrossEntropyOutput(*(next(outputs) if asked else None for asked in asked_for))  # type: ignore[arg-type]
 
 
 class Call(NamedTuple):
@@ -121,7 +160,7 @@ def prepare_call(hidden: Tensor, weight: Tensor, labels: Tensor, **keywords: Any
     ranks = validation.check_group(tp_group)
     options = error = None
     try:
-        options = _checked_options(hidden, weight, labels, ranks, **keywords)
+        options = checked_options(hidden, weight, labels, ranks, **keywords)
     except (TypeError, ValueError) as found:
         error = found
     if ranks > 1:
@@ -144,7 +183,7 @@ def prepare_call(hidden: Tensor, weight: Tensor, labels: Tensor, **keywords: Any
     )
 
 
-def _checked_options(
+def checked_options(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
