@@ -5,6 +5,7 @@ from megatron_lce import compat
 from megatron_lce.core.options import LinearCrossEntropyOutput
 from megatron_lce.core.validation import check_labels
 from megatron_lce.cross_entropy import linear_cross_entropy
+from megatron_lce.head import FusedLinearHead
 from megatron_lce.jsd import linear_jsd
 from megatron_lce.megatron_integration import (
     CapturedHead,
@@ -27,6 +28,7 @@ __all__ = [
     "CapturedHead",
     "Explanation",
     "FusedLinearCE",
+    "FusedLinearHead",
     "FusedOutputContext",
     "LinearCrossEntropyOutput",
     "TokenLoss",

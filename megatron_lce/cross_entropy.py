@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from megatron_lce.backends.choice import load_backend
 from megatron_lce.backends.reference import reference_linear_cross_entropy
@@ -14,6 +15,7 @@ from megatron_lce.core.agreement import Agreement
 from megatron_lce.core.autograd import linear_cross_entropy_autograd
 from megatron_lce.core.options import WORKSPACE_BYTES, Backend, LinearCrossEntropyOutput, Options, WeightGradSink
 from megatron_lce.core.products import laid_out
+from megatron_lce.dtensors import local_arguments
 
 
 def linear_cross_entropy(
@@ -45,6 +47,10 @@ def linear_cross_entropy(
     `entropy = -sum(p log p)`. Gradients: `d logprobs / dz = 1[label] - p`, `d lse / dz = p`,
     `d entropy / dz = -p (log p + entropy)`; each output takes its own upstream gradient per token, which must be
     equal on every rank of the group.
+
+    hidden and weight may be DTensors over one mesh dimension, the weight placed as `Shard(0)` and hidden as
+    `Replicate()`, or as `Shard(0)` for sequence parallelism. The mesh gives the group, gradients have the same
+    placements, and outputs are plain tensors.
 
     Args:
         hidden: [..., H], fp32, bf16 or fp16; under `sequence_parallel` this rank's [s / tp, ..., H].
@@ -89,6 +95,8 @@ def linear_cross_entropy(
     Raises:
         TypeError, ValueError: an argument is not as described; the message names it, what it must be and what it was.
     """
+    if isinstance(hidden, DTensor) or isinstance(weight, DTensor):
+        return linear_cross_entropy(**local_arguments(**locals()))
     if torch.compiler.is_compiling() and backend != "reference" and weight_grad_sink is None:
         return _as_one_node(**locals())
     call = prepare_call(**locals())

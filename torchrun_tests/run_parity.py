@@ -10,14 +10,14 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from harness import Report, available_backends, main
-from parity_cases import BF16, CASES, SEQUENCE, Case, Problem, ignore_some, uneven
+from parity_cases import BF16, CASES, SEQUENCE, Case, Problem, ignore_some, sequence_shard, uneven
+from parity_of_torch import run_compiled, run_cuda_graph, run_dtensors, run_fsdp
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -75,13 +75,6 @@ def run_case(case: Case, backend: str, group: ProcessGroup, device: torch.device
 
 def verdict(error: float, allowed: float) -> tuple[bool, str]:
     return error <= allowed, f"error {error:.2e}, allowed {allowed:.1e}"
-
-
-def sequence_shard(case: Case, rank: int, ranks: int) -> slice:
-    if not case.sequence_parallel:
-        return slice(None)
-    length = case.shape[0] // ranks
-    return slice(rank * length, (rank + 1) * length)
 
 
 def check_same_bits(name: str, actual: Result, case: Case, group: ProcessGroup, report: Report) -> None:
@@ -302,73 +295,6 @@ def run_no_grad(backend: str, group: ProcessGroup, device: torch.device, report:
         report.check(f"{backend}: no_grad, {dtype}: ratio is 1", bool((ratio == 1).all()), f"{ratio.max():.9f} at most")
 
 
-def run_compiled(backend: str, group: ProcessGroup, device: torch.device, report: Report) -> None:
-    """torch.compile of a step makes one graph of it, with the bits of the step without."""
-    for case in (
-        Case("torch.compile"),
-        Case("torch.compile, bf16, sequence parallel", dtype=BF16, sequence_parallel=True),
-    ):
-        step, inputs = step_of(case, backend, group, device, logits_cache_bytes=1000)
-        compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-        report.check(
-            f"{backend}: {case.name}", same_bits(with_gradients(compiled, inputs), with_gradients(step, inputs))
-        )
-
-
-def run_cuda_graph(group: ProcessGroup, device: torch.device, report: Report) -> None:
-    """A replay of a captured step, its collectives included, has the bits of the step without a graph."""
-    for case in (Case("CUDA graph"), Case("CUDA graph, bf16, sequence parallel", dtype=BF16, sequence_parallel=True)):
-        for cache in (0, 2**20):
-            step, inputs = step_of(case, "triton", group, device, logits_cache_bytes=cache)
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                with_gradients(step, inputs)
-            torch.cuda.current_stream().wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                captured = with_gradients(step, inputs)
-            with torch.no_grad():
-                inputs[0].mul_(1.5)
-            graph.replay()
-            report.check(f"{case.name}, {cache} bytes kept", same_bits(captured, with_gradients(step, inputs)))
-            del graph, captured
-
-
-def step_of(
-    case: Case, backend: str, group: ProcessGroup, device: torch.device, **keywords: Any
-) -> tuple[Callable[..., list[Tensor]], tuple[Tensor, ...]]:
-    """A function of this rank's inputs that gives a loss and the outputs it is made of, and these inputs."""
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    problem = Problem(case, ranks, device)
-    hidden, weight = problem.hidden[sequence_shard(case, rank, ranks)], problem.weight[20 * rank : 20 * (rank + 1)]
-    hidden, weight = (tensor.clone().requires_grad_() for tensor in (hidden, weight))
-
-    def step(hidden: Tensor, weight: Tensor, labels: Tensor) -> list[Tensor]:
-        out = megatron_lce.linear_cross_entropy(
-            hidden,
-            weight,
-            labels,
-            tp_group=group,
-            sequence_parallel=case.sequence_parallel,
-            backend=backend,
-            **keywords,
-        )
-        loss = sum((output * upstream).sum() for output, upstream in zip(out[:3], problem.upstream, strict=True))
-        return [loss, *(output.detach() for output in out[:3])]
-
-    return step, (hidden, weight, problem.labels)
-
-
-def with_gradients(step: Callable[..., list[Tensor]], inputs: tuple[Tensor, ...]) -> list[Tensor]:
-    loss, *outputs = step(*inputs)
-    return [loss.detach(), *outputs, *torch.autograd.grad(loss, inputs[:2])]
-
-
-def same_bits(some: list[Tensor], others: list[Tensor]) -> bool:
-    return all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
-
-
 def run_context_parallel(group: ProcessGroup, device: torch.device, report: Report) -> None:
     """What was cut over the group comes back whole on every rank, and its gradient to the rank that has the token."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
@@ -410,6 +336,8 @@ def program(device: torch.device, report: Report) -> None:
     run_context_parallel(subgroup, device, report)
     if device.type == "cuda":
         run_cuda_graph(world, device, report)
+    if dist.get_world_size() == 2:
+        run_fsdp(world, device, report)
     for backend in available_backends():
         for case in CASES:
             run_case(case, backend, world, device, report)
@@ -418,6 +346,7 @@ def program(device: torch.device, report: Report) -> None:
         for group in (world, subgroup):
             run_bits_of_all_sizes(backend, group, device, report)
         run_token_loss(backend, world, device, report)
+        run_dtensors(backend, world, device, report)
         if dist.get_world_size() == 2:  # no more is to be learnt of more
             run_compiled(backend, world, device, report)
         for case in (Case("tp_group is a part of the world"), Case("a part of the world, bf16", dtype=BF16)):
