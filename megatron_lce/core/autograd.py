@@ -28,7 +28,7 @@ from megatron_lce.core.tokens import (
 )
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+class LinearCrossEntropyFunction(torch.autograd.Function):
     """Per-token logprobs, entropy and lse over a vocab-sharded weight.
 
     hidden  replicated, or sharded along the sequence  -> its gradient is summed over the group
@@ -122,7 +122,7 @@ def linear_cross_entropy_autograd(
     """Apply the function to flattened inputs: hidden [N, H], labels [N]; outputs [N]."""
     grad_enabled = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     return LinearCrossEntropyOutput(
-        *_LinearCrossEntropy.apply(hidden, weight, labels, temperature, options, backend, grad_enabled)
+        *LinearCrossEntropyFunction.apply(hidden, weight, labels, temperature, options, backend, grad_enabled)
     )
 
 

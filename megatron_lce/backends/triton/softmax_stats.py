@@ -46,6 +46,10 @@ class LogitsCache:
         num_chunks = triton.cdiv(num_columns, tiles.chunk_columns(hidden))
         return cls(exp, hidden.new_empty(num_chunks, num_tokens, dtype=torch.float32))
 
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        return self.exp, self.chunk_max
+
     def of(self, rows: slice) -> Self:
         if self.rows is not None:
             return replace(self, rows=self.rows[rows])
