@@ -116,6 +116,30 @@ def test_changed_logits_give_the_loss_and_gradients_that_they_give_in_megatron(u
     megatron_world.assert_same_gradients(gradients, expected_gradients)
 
 
+@pytest.mark.parametrize("change", [lambda logits: None, lambda logits: logits.mul_(2), lambda logits: logits.sin_()])
+def test_double_backward_is_refused(untied, device, change):
+    """Of the fused loss, and of scaled and of touched logits: a penalty on the gradient would train as if absent."""
+    enable(untied)
+    tensors, labels = megatron_world.inputs(device)
+    fused = untied.compute_language_model_loss
+    untied.compute_language_model_loss = lambda labels, logits: (change(logits), fused(labels, logits))[1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loss = untied(*tensors, labels=labels).sum()
+    with pytest.raises(RuntimeError, match="create_graph must be False"):
+        torch.autograd.grad(loss, list(untied.parameters()), create_graph=True, allow_unused=True)
+
+
+def test_double_backward_through_logits_of_ones_own_use_is_refused(untied, device):
+    enable(untied)
+    tensors, _ = megatron_world.inputs(device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        largest = untied(*tensors).square().sum()
+    with pytest.raises(RuntimeError, match="create_graph must be False"):
+        torch.autograd.grad(largest, list(untied.parameters()), create_graph=True, allow_unused=True)
+
+
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_loss_of_ones_own_gets_every_gradient_and_is_told(model, device, loss, frozen):

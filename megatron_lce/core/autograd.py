@@ -26,6 +26,7 @@ from megatron_lce.core.tokens import (
     rows_to_compute,
     spread,
 )
+from megatron_lce.core.validation import refuse_double_backward
 
 
 class LinearCrossEntropyFunction(torch.autograd.Function):
@@ -73,8 +74,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, grad_lse: Tensor | None, *_: None
     ) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError("create_graph must be False: linear_cross_entropy has no double backward")
+        refuse_double_backward("linear_cross_entropy")
         if ctx.cached and ctx.cache is None:
             raise RuntimeError(
                 "a second backward through linear_cross_entropy needs logits_cache_bytes=0: "

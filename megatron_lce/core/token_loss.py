@@ -17,6 +17,7 @@ from megatron_lce.core.products import own_arithmetic
 from megatron_lce.core.protocols import CrossEntropyBackend, LogitsCache
 from megatron_lce.core.rows import Rows
 from megatron_lce.core.tokens import Counted, TokenBlock, Tokens, counted_rows, rows_to_compute, spread
+from megatron_lce.core.validation import refuse_double_backward
 
 _EVERYTHING = 2**62  # bytes of a cache that holds what there is
 
@@ -180,8 +181,7 @@ class _LinearTokenLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError("create_graph must be False: linear_token_loss has no double backward")
+        refuse_double_backward("linear_token_loss")
         if ctx.scaled:
             raise RuntimeError(
                 "a second backward through linear_token_loss is not possible: the first scaled its gradients"

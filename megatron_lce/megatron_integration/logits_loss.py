@@ -25,6 +25,7 @@ from megatron_lce.core.products import product
 from megatron_lce.core.protocols import CrossEntropyBackend
 from megatron_lce.core.rows import Finished, Rows
 from megatron_lce.core.softmax_stats import CHUNK_COLUMNS, LOG2_E, packed_rows
+from megatron_lce.core.validation import refuse_double_backward
 from megatron_lce.cross_entropy import Call, linear_cross_entropy, prepare_call
 from megatron_lce.megatron_integration.head_call import HeadCall, swap
 from megatron_lce.megatron_integration.heads import form_of
@@ -70,8 +71,8 @@ class _LogprobsOfLogits(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor, *_: None):
+        refuse_double_backward("an enabled head")
         (values,) = ctx.saved_tensors
         return ctx.loss.grad_logits_of(values, grad_logprobs).view(ctx.shape), None, None
 
