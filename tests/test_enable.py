@@ -178,6 +178,25 @@ def test_all_rows_are_computed_while_a_cuda_graph_is_captured(untied, device, mo
     assert not counted
 
 
+@pytest.mark.gpu
+def test_a_cuda_graph_of_the_loss_is_of_all_rows(untied, device):
+    _, labels = megatron_world.inputs(device)
+    labels = labels.where(labels % 3 != 0, -100)
+    hidden = torch.randn(megatron_world.SEQUENCE, megatron_world.BATCH, 32, device=device)
+    enable_fused_linear_ce(untied, skip_ignored=True)
+
+    @torch.no_grad()
+    def run():
+        logits, _ = untied.output_layer(hidden)
+        return untied.compute_language_model_loss(labels, logits)
+
+    expected, graph = run(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = run()
+    graph.replay()
+    assert torch.equal(loss, expected)
+
+
 def test_int32_labels_work_as_in_megatron(untied, device):
     tensors, labels = megatron_world.inputs(device)
     expected = untied(*tensors, labels=labels.int())
