@@ -132,11 +132,10 @@ def test_logits_are_fp32_products_of_16_bit_inputs(device):
 
 
 @pytest.mark.parametrize("softcap_scale", [None, 0.3])
-@pytest.mark.parametrize("hidden_size", [13, 64, 600])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_labels_logit_has_the_bits_of_the_statistics(dtype, hidden_size, softcap_scale, primitives, device):
+@pytest.mark.parametrize(("hidden_size", "dtype"), [(13, torch.bfloat16), (300, torch.float16), (300, torch.float32)])
+def test_the_labels_logit_has_the_bits_of_the_statistics(hidden_size, dtype, softcap_scale, primitives, device):
     """Where the label has the largest logit, that is it."""
-    problem = make_problem(200, hidden_size, 700, device, dtype)
+    problem = make_problem(70, hidden_size, 300, device, dtype)
     extremes, _ = merged(primitives, stats_of(primitives, problem, softcap_scale=softcap_scale))
     largest = unpack_extremes(extremes, True)
     problem = problem._replace(labels=largest.argmax.long())

@@ -26,8 +26,10 @@ def _weight_tile(weight, column, h, H, BLOCK_H: tl.constexpr):
     """[BLOCK_V, BLOCK_H], zero past the ends."""
     if weight.dtype.is_ptr():
         inner = h + tl.arange(0, BLOCK_H)
-        return tl.load(weight + inner[None, :], mask=(inner < H)[None, :], other=0.0)
-    return weight.load([column, h])
+        tile = tl.load(weight + inner[None, :], mask=(inner < H)[None, :], other=0.0)
+    else:
+        tile = weight.load([column, h])
+    return tile
 
 
 @triton.jit
