@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed$(subst /,_,$(patsubst %,-%,$(filter-out constraints.txt,$(or $(CONSTRAINTS),latest))))
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo demo-distill test test-all fuzz lint bench test-matrix clean
+.PHONY: demo demo-distill test test-all fuzz lint bench test-matrix test-frameworks clean
 
 $(INSTALLED): setup.py pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else f"Python 3.11 or newer is needed, this is {sys.version}")'
@@ -39,9 +39,11 @@ test: lint
 test-all: lint
 	$(PYTEST)
 
-# A search of half an hour for wrong numbers; its table is docs/fuzz.md.
+# A search for wrong numbers, half an hour on three cores; with as many more ranks as there are cores, three at a time,
+# so much less. Its table is docs/fuzz.md.
+FUZZ_RANKS ?= 3
 fuzz: $(INSTALLED)
-	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 3 torchrun_tests/run_fuzz.py --device cpu \
+	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(FUZZ_RANKS) torchrun_tests/run_fuzz.py --device cpu \
 		--write docs/fuzz.md
 
 # megatron-core beside the pinned one, unpacked for PYTHONPATH: pip refuses 0.17 and newer on Python 3.11, which runs them.
@@ -61,6 +63,19 @@ test-matrix: $(INSTALLED) $(MEGATRON_VERSIONS:%=$(MEGATRON)/%/megatron)
 		PYTHONPATH=$$path $(BIN)/python -m pytest $(MATRIX_TESTS); \
 		PYTHONPATH=$$path $(BIN)/python $(MATRIX_PROGRAM); \
 	done
+
+# Other projects' own code with the diffs of docs/adoption.md: of released wheels, and of checkouts whose paths are given,
+# as in `make test-frameworks SLIME=../slime`. What is skipped says what it needs.
+FRAMEWORKS := $(VENV)/frameworks
+FRAMEWORK_WHEELS := verl-0.9.1
+
+$(FRAMEWORKS)/%: $(INSTALLED)
+	$(BIN)/python -m pip download --quiet --no-deps --python-version 3.12 --only-binary=:all: \
+		--dest $(FRAMEWORKS)/wheels $(subst -,==,$*)
+	$(BIN)/python -m zipfile -e $(FRAMEWORKS)/wheels/$*-*.whl $@
+
+test-frameworks: $(INSTALLED) $(MEGATRON_VERSIONS:%=$(MEGATRON)/%/megatron) $(FRAMEWORK_WHEELS:%=$(FRAMEWORKS)/%)
+	FRAMEWORKS=$(FRAMEWORKS) MEGATRON=$(MEGATRON) $(BIN)/python -m pytest -rs frameworks_tests
 
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmark.run

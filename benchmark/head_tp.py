@@ -23,7 +23,8 @@ from torch.distributed import ProcessGroup
 
 import megatron_lce
 from benchmark import measure, report
-from benchmark.providers import Head, cache_bytes, load_verl_kernel
+from benchmark.ours import cache_bytes
+from benchmark.providers import Head, load_verl_kernel
 from benchmark.ratios import products_ms
 from benchmark.results import Results
 from benchmark.run import DTYPES

@@ -11,21 +11,20 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmark.ours import MIB, Ours, gradients_of
 from benchmark.providers import Head
 from benchmark.shapes import Inputs
 
-MIB = 2**20
 ORACLE_TOKENS = 512  # fp64 logits of this many tokens at a time
 
 
 def run_step(head: Head, inputs: Inputs, mode: str) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """One call as `mode` describes it: the outputs, and the gradients of hidden and weight (none for `fwd`)."""
-    if mode == "fwd":
-        with torch.no_grad():
-            return head(inputs.hidden, inputs.weight, inputs.labels, mode), ()
-    outputs = head(inputs.hidden, inputs.weight, inputs.labels, mode)
-    upstream = None if mode == "sft" else (inputs.grad_logprobs, inputs.grad_entropy)[: len(outputs)]
-    return outputs, torch.autograd.grad(outputs, (inputs.hidden, inputs.weight), upstream)
+    if isinstance(head, Ours):
+        return head.step(inputs, mode)
+    with torch.set_grad_enabled(mode != "fwd"):
+        outputs = head(inputs.hidden, inputs.weight, inputs.labels, mode)
+    return outputs, gradients_of(outputs, inputs, mode)
 
 
 def free_memory(device: torch.device) -> None:
@@ -68,6 +67,21 @@ def _once_ms(call: Callable[[], object], device: torch.device) -> float:
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def host_times(call: Callable[[], object], device: torch.device, *, budget_ms: float) -> dict:
+    """Median times from the start of a call on an idle device until it returns, and until the device is done."""
+    once_ms = max(_once_ms(call, device) for _ in range(2))
+    returned, done = [], []
+    for _ in range(repeats_within(budget_ms, once_ms)):
+        _synchronize(device)
+        start = time.perf_counter()
+        results = call()
+        returned.append((time.perf_counter() - start) * 1e3)
+        _synchronize(device)
+        done.append((time.perf_counter() - start) * 1e3)
+        del results
+    return {"host_ms": median(returned), "time_ms": median(done), "repeats": len(done)}
 
 
 def peak_mib(call: Callable[[], object], device: torch.device) -> float | None:
@@ -147,9 +161,15 @@ def slowest_rank(record: dict, group: dist.ProcessGroup | None = None) -> dict:
     return record | dict(zip(names, torch.stack(gathered).amax(0).tolist(), strict=True))
 
 
-def gradients_mib(inputs: Inputs, mode: str) -> float:
-    """What the gradients of a mode occupy: the part of its peak memory that no head can spare."""
-    return 0.0 if mode == "fwd" else (inputs.hidden.nbytes + inputs.weight.nbytes) / MIB
+def gradients_mib(inputs: Inputs, mode: str, head: Head | None = None) -> float:
+    """What the gradients of a mode occupy: the part of its peak memory that no head can spare.
+
+    The weight's is none of it where it is added to a `main_grad` that is there before the call.
+    """
+    if mode == "fwd":
+        return 0.0
+    weight_bytes = 0 if isinstance(head, Ours) and head.main_grad else inputs.weight.nbytes
+    return (inputs.hidden.nbytes + weight_bytes) / MIB
 
 
 def measure_products(

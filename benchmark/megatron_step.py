@@ -2,11 +2,13 @@
 
 Forward and backward by Megatron's schedule, DDP with fp32 gradients, no optimizer step: time, peak memory over the
 resting state (weights, gradient buffers, data), losses, and every parameter's gradient against an fp32 run of the same
-weights. One model serves all variants, so they share its weights to the bit.
+weights. One model serves all variants, so they share its weights to the bit. Masked tokens have valid labels and a
+`loss_mask` of 0, as in Megatron's batches; `ours-skip` ignores and skips them.
 """
 
 import argparse
 import functools
+import itertools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,15 +23,15 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import megatron_lce
-from benchmark import measure, report
-from benchmark.providers import cache_bytes
+from benchmark import measure, report, shapes
+from benchmark.ours import cache_bytes
 from benchmark.results import Results
 from benchmark.run import DTYPES
 from megatron_lce.megatron_integration.enable import FusedLinearCE
 from scripts import megatron_runtime
 from scripts.arguments import HelpFormatter
 
-VARIANTS = ("native", "native-fused", "ours", "ours-main-grad", "ours-main-grad-512-mib", "ours-cached")
+VARIANTS = ("native", "native-fused", "ours", "ours-skip", "ours-main-grad", "ours-main-grad-512-mib", "ours-cached")
 REPEATS = 3  # in a round
 
 
@@ -53,23 +55,32 @@ def build(args: argparse.Namespace, dtype: torch.dtype, device: torch.device) ->
     return model
 
 
-def make_batches(args: argparse.Namespace, tokens: int, device: torch.device) -> list[dict[str, Tensor]]:
-    """One microbatch of `tokens` random tokens for every pipeline stage; the same on every rank."""
+def make_batches(args: argparse.Namespace, tokens: int, masked: float, device: torch.device) -> list[dict[str, Tensor]]:
+    """One microbatch of `tokens` random tokens for every pipeline stage; the same on every rank.
+
+    `masked` of them, scattered, do not count.
+    """
     generator = torch.Generator().manual_seed(0)
     shape = (tokens // args.sequence_length, args.sequence_length)
-    return [
-        {
-            "input_ids": torch.randint(args.vocab, shape, generator=generator).to(device),
-            "position_ids": torch.arange(args.sequence_length, device=device).expand(shape),
-            "labels": torch.randint(args.vocab, shape, generator=generator).to(device),
-        }
-        for _ in range(args.pp)
-    ]
+    batches = []
+    for _ in range(args.pp):
+        input_ids, labels = torch.randint(args.vocab, (2, *shape), generator=generator)
+        loss_mask = (torch.randperm(tokens, generator=generator) >= masked * tokens).float().view(shape)
+        position_ids = torch.arange(args.sequence_length).expand(shape)
+        batch = {"input_ids": input_ids, "position_ids": position_ids, "labels": labels, "loss_mask": loss_mask}
+        batches.append({name: tensor.to(device) for name, tensor in batch.items()})
+    return batches
 
 
 def forward_step(batches: Any, model: nn.Module) -> tuple[Tensor, Any]:
-    losses = model(**next(batches), attention_mask=None)
-    return losses, lambda losses: (losses.float().mean(), {"losses": losses.detach()})
+    batch = next(batches)
+    losses = model(**batch, attention_mask=None)
+
+    def mean(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        losses = losses.float() * batch["loss_mask"]
+        return losses.sum() / batch["loss_mask"].sum(), {"losses": losses.detach()}
+
+    return losses, mean
 
 
 def step(model: nn.Module, batches: list[dict[str, Tensor]]) -> list[dict]:
@@ -106,6 +117,8 @@ def choose(model: nn.Module, variant: str, tokens: int, args: argparse.Namespace
         model,
         use_fused_linear_ce=variant.startswith("ours"),
         on_unsupported="raise",
+        skip_ignored=variant == "ours-skip",
+        ignore_masked=variant == "ours-skip",
         logits_cache_bytes={"ours-cached": everything, "ours-main-grad-512-mib": 512 * measure.MIB}.get(variant, 0),
     )
     assert handle.enabled == (variant.startswith("ours") and parallel_state.is_pipeline_last_stage()), handle.reasons
@@ -123,7 +136,8 @@ def errors(model: nn.Module, batches: list[dict[str, Tensor]], exact: tuple, nat
     exact_losses, exact_gradients = exact
     record = {"loss": 0.0, "loss_max_error": 0.0}  # of a stage without a head
     if losses is not None:
-        record = {"loss": losses.mean().item(), "loss_max_error": (losses - exact_losses).abs().max().item()}
+        counted = sum(batch["loss_mask"].sum() for batch in batches)
+        record = {"loss": (losses.sum() / counted).item(), "loss_max_error": (losses - exact_losses).abs().max().item()}
     relative = relative_errors(gradients, exact_gradients)
     record["gradient_relative_error"] = max(relative)
     if all(native_errors):  # in fp32 native is the exact run itself
@@ -159,8 +173,8 @@ def work(args: argparse.Namespace, device: torch.device) -> None:
     path = args.output if dist.get_rank() == dist.get_world_size() - 1 else None
     results = Results(device, dtype, path, {"command": sys.argv[1:], "ranks": dist.get_world_size()})
     model = build(args, dtype, device)
-    for tokens in args.tokens:
-        batches = make_batches(args, tokens, device)
+    for tokens, masked in itertools.product(args.tokens, args.masked):
+        batches = make_batches(args, tokens, masked, device)
         exact = exact_run(args, model, batches, device)
         choose(model, "native", tokens, args)
         native_errors = relative_errors(losses_and_gradients(model, batches)[1], exact[1])
@@ -169,10 +183,10 @@ def work(args: argparse.Namespace, device: torch.device) -> None:
         find_errors = functools.partial(errors, model, batches, exact, native_errors)
         turns = [
             (
-                {"tp": args.tp, "pp": args.pp, "tokens": tokens, "variant": variant},
+                {"tp": args.tp, "pp": args.pp, "tokens": tokens, "masked": masked, "variant": variant},
                 Variant(functools.partial(choose, model, variant, tokens, args), take_step, find_errors, device),
             )
-            for variant in VARIANTS
+            for variant in args.variants
         ]
         results.take_turns("steps", turns, dist.barrier, repeats=REPEATS)
         for record, _ in turns:
@@ -197,7 +211,7 @@ def exact_run(args: argparse.Namespace, model: nn.Module, batches: list[dict[str
 def print_table(document: dict) -> None:
     console = Console(width=170)
     report.print_header(document, console)
-    keys = ("tp", "pp", "tokens", "variant")
+    keys = ("tp", "pp", "tokens", "masked", "variant")
     columns = ("time_ms", "fastest_ms", "peak_mib", "loss", "loss_max_error", "gradient_relative_error")
     title = "forward and backward of a GPT: slowest rank, peak memory over the resting state"
     report.print_table(console, title, keys, (*columns, "over_native_error"), document["steps"])
@@ -211,6 +225,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--tp", type=int, default=2, help="Tensor-parallel size; sequence parallel from 2 on.")
     add("--pp", type=int, default=1, help="Pipeline stages; also the number of microbatches.")
     add("--tokens", default="8192,16384", help="Comma-separated token counts of a microbatch.")
+    add("--masked", default="0", help="Comma-separated shares of masked tokens, such as 0,0.3,0.6,0.9.")
+    add("--variants", default="all", help=f"Comma-separated: all, {', '.join(VARIANTS)}.")
     add("--sequence-length", type=int, default=4096, help="Tokens of a sequence.")
     add("--layers", type=int, default=4, help="Transformer layers.")
     add("--hidden", type=int, default=4096, help="Hidden size.")
@@ -226,6 +242,13 @@ def parse_arguments() -> argparse.Namespace:
     parser = build_parser()
     args = parser.parse_args()
     args.tokens = [int(text) for text in args.tokens.split(",")]
+    args.masked = [float(text) for text in args.masked.split(",")]
+    try:
+        args.variants = shapes.choose("a variant", args.variants, VARIANTS)
+    except ValueError as error:
+        parser.error(str(error))
+    if not all(0 <= masked < 1 for masked in args.masked):
+        parser.error(f"--masked must be from 0 to below 1, got {args.masked}")
     for tokens in args.tokens:
         if tokens % args.sequence_length:
             parser.error(f"--tokens must be multiples of --sequence-length {args.sequence_length}, got {tokens}")

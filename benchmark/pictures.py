@@ -9,8 +9,15 @@ from benchmark.ratios import jsd_limits_ms, products_ms
 COLORS = {
     "ours": "tab:green",
     "ours-cached": "yellowgreen",
-    "ours-weights-512": "yellowgreen",
-    "ours-weights-1024": "olivedrab",
+    "ours-token": "teal",
+    "ours-token-640": "teal",
+    "ours-token-1280": "mediumturquoise",
+    "ours-main-grad": "darkolivegreen",
+    "ours-token-main-grad": "darkslategray",
+    "ours-skip": "limegreen",
+    "ours-count": "darkgreen",
+    "ours-weights-512": "teal",
+    "ours-weights-1024": "mediumturquoise",
     "eager": "tab:gray",
     "compile": "tab:blue",
     "megatron": "tab:orange",
@@ -20,24 +27,28 @@ COLORS = {
     "cce": "tab:brown",
     "quack": "tab:pink",
 }
+MARKERS = {"rl": "o", "sft": "s", "logprob": "^"}
 OTHER_COLOR = "tab:cyan"
 LINES = {"F": "-.", "2F+dX+dW": ":", "2(Fs+Ft)+dX+dW": ":"}  # of cuBLAS's time for these products; others "--"
 HOLDS = "holds an N x V tensor"
 
 
 def draw(document: dict, folder: Path, only: Collection[str] = ()) -> list[Path]:
-    """Time bars with the cuBLAS limit, time over cache budget, memory over tokens, JSD: those there are records for.
+    """Time bars with the cuBLAS limit, time over cache budget, time against memory, memory over tokens, time over the
+    share of ignored rows, JSD: those there are records for.
 
-    `only`: of these, the pictures with these names (`time_rl`, `cache`, `memory`, `jsd`); empty: all.
+    `only`: the names of those that are wanted (`time_rl`, `cache`, `trade`, `memory_S1`, `rows`, `jsd`); empty: all.
     """
     folder.mkdir(parents=True, exist_ok=True)
     modes = dict.fromkeys(record["mode"] for record in document.get("times", []))
     draw_it = {f"time_{mode}": partial(_draw_times, mode=mode) for mode in modes}
-    draw_it |= {"cache": _draw_cache, "memory": _draw_memory, "jsd": draw_jsd}
+    shapes = dict.fromkeys(record["shape"] for record in document.get("memory", []))
+    draw_it |= {f"memory_{shape}": partial(_draw_memory, shape=shape) for shape in shapes}
+    sections = {"cache": ("cache", _draw_cache), "workspace": ("trade", _draw_trade)}
+    sections |= {"rows": ("rows", _draw_rows), "jsd": ("jsd", draw_jsd)}
+    draw_it |= dict(named for section, named in sections.items() if document.get(section))
     return [
-        drawing(document, path=folder / f"{name}.png")
-        for name, drawing in draw_it.items()
-        if (name.startswith("time") or document.get(name)) and (not only or name in only)
+        drawing(document, path=folder / f"{name}.png") for name, drawing in draw_it.items() if not only or name in only
     ]
 
 
@@ -63,14 +74,19 @@ def _draw_times(document: dict, path: Path, mode: str) -> Path:
     measured = [record for record in document["times"] if record["mode"] == mode and record["status"] == "ok"]
     panels = []
     for shape in dict.fromkeys(record["shape"] for record in measured):
-        limits = {}
-        if products := products_ms(document, shape):
-            limits = {"F+dX+dW": sum(products), "2F+dX+dW": products[0] + sum(products)}
-            if mode == "fwd":
-                limits = {"F": products[0]}
         records = [record for record in measured if record["shape"] == shape]
-        panels.append((f"{mode} at {shape}", records, limits))
+        panels.append((f"{mode} at {shape}", records, _limits(document, shape, mode)))
     return draw_bars(document, panels, path)
+
+
+def _limits(document: dict, shape: str, mode: str) -> dict[str, float]:
+    """cuBLAS's time in ms for the products that the mode needs, with and without computing the logits again."""
+    products = products_ms(document, shape)
+    if products is None:
+        return {}
+    if mode == "fwd":
+        return {"F": products[0]}
+    return {"F+dX+dW": sum(products), "2F+dX+dW": products[0] + sum(products)}
 
 
 def draw_bars(document: dict, panels: list[tuple[str, list[dict], dict[str, float]]], path: Path) -> Path:
@@ -116,42 +132,119 @@ def _draw_cache(document: dict, path: Path) -> Path:
 
     figure, axis = pyplot.subplots(figsize=(6, 4.2))
     measured = [record for record in document["cache"] if record["status"] == "ok"]
-    for mode, marker in zip(dict.fromkeys(record["mode"] for record in measured), ("o", "s", "^"), strict=False):
+    for mode in dict.fromkeys(record["mode"] for record in measured):
         records = [record for record in measured if record["mode"] == mode]
         budgets = [record["logits_cache_bytes"] / 2**30 for record in records]
         times = [record["time_ms"] for record in records]
-        axis.plot(budgets, times, color=COLORS["ours"], marker=marker, label=f"ours, {mode}")
+        axis.plot(budgets, times, color=COLORS["ours"], marker=MARKERS[mode], label=f"ours, {mode}")
     shape = document["cache"][0]["shape"]
-    if products := products_ms(document, shape):
-        for name, limit in {"F+dX+dW": sum(products), "2F+dX+dW": products[0] + sum(products)}.items():
-            axis.axhline(limit, color="black", linestyle=LINES.get(name, "--"), label=f"cuBLAS {name}")
+    for name, limit in _limits(document, shape, "rl").items():
+        axis.axhline(limit, color="black", linestyle=LINES.get(name, "--"), label=f"cuBLAS {name}")
     axis.set(title=f"forward and backward at {shape}", xlabel="logits_cache_bytes, GiB", ylabel="ms", ylim=(0, None))
     return _save(figure, document, path, axis.get_legend_handles_labels()[0])
 
 
-def _draw_memory(document: dict, path: Path) -> Path:
+def _over_gradients_gib(record: dict) -> float:
+    return (record["peak_mib"] - record["gradients_mib"]) / 1024
+
+
+def _with_memory(records: list[dict]) -> list[dict]:
+    return [record for record in records if record["status"] == "ok" and record["peak_mib"] is not None]
+
+
+def _draw_trade(document: dict, path: Path) -> Path:
+    """Time against extra memory at one shape: a point for each head, curves of ours over its workspace and cache."""
+    from matplotlib import pyplot
+
+    shape = document["workspace"][0]["shape"]
+    modes = list(dict.fromkeys(record["mode"] for record in document["workspace"]))
+    figure, axes = pyplot.subplots(1, len(modes), figsize=(6.2 * len(modes), 6), squeeze=False)
+    legend: dict = {}
+    for axis, mode in zip(axes[0], modes, strict=True):
+        points, by_workspace, by_cache = (
+            [x for x in _with_memory(document.get(section, [])) if (x["shape"], x["mode"]) == (shape, mode)]
+            for section in ("times", "workspace", "cache")
+        )
+        _plot_trade(axis, by_workspace, "ours-token", "workspace_mib", "{:g} MiB", "its workspace")
+        _plot_trade(axis, by_cache, "ours", "fraction", "{:.0%}", "its cache")
+        for record in points:
+            name = record["provider"]
+            style = {"color": COLORS.get(name, OTHER_COLOR), "marker": "o", "linestyle": "", "markersize": 8}
+            axis.plot(_over_gradients_gib(record), record["time_ms"], **style, label=name)
+        for name, limit in _limits(document, shape, mode).items():
+            axis.axhline(limit, color="black", linestyle=LINES.get(name, "--"), label=f"cuBLAS {name}")
+        axis.set_yscale("log")
+        for of_y in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
+            of_y(lambda ms, _: f"{ms:g}")
+        axis.set_xscale("symlog", linthresh=0.25)
+        axis.set_xlim(left=-0.02)
+        axis.xaxis.set_major_formatter(lambda gib, _: f"{gib:g}")
+        axis.set(title=f"{mode} at {shape}", xlabel="GiB of extra memory over the gradients", ylabel="ms")
+        handles, labels = axis.get_legend_handles_labels()
+        legend |= dict(zip(labels, handles, strict=True))
+    return _save(figure, document, path, list(legend.values()))
+
+
+def _plot_trade(axis, records: list[dict], name: str, size: str, text: str, what: str) -> None:
+    """One curve, its ends labelled with what it is over."""
+    records = sorted(records, key=lambda record: record[size])
+    points = [(_over_gradients_gib(record), record["time_ms"]) for record in records]
+    if points:
+        axis.plot(*zip(*points, strict=True), color=COLORS[name], marker=".", label=f"{name} over {what}")
+    for end in {0, len(points) - 1} if points else ():
+        place = {"xytext": (6, 6), "textcoords": "offset points", "fontsize": 7, "color": COLORS[name]}
+        axis.annotate(text.format(records[end][size]), points[end], **place)
+
+
+def _draw_rows(document: dict, path: Path) -> Path:
+    """Time over the share of ignored rows, a panel for each shape and mode; crosses are contiguous rows."""
+    from matplotlib import pyplot
+
+    measured = [record for record in document["rows"] if record["status"] == "ok"]
+    panels = list(dict.fromkeys((record["shape"], record["mode"]) for record in measured))
+    figure, axes = pyplot.subplots(1, max(1, len(panels)), figsize=(4.6 * max(1, len(panels)), 4), squeeze=False)
+    legend: dict = {}
+    for axis, panel in zip(axes[0], panels, strict=False):
+        for name in dict.fromkeys(record["provider"] for record in measured):
+            for layout in ("scattered", "contiguous"):
+                records = [r for r in measured if (r["shape"], r["mode"]) == panel and r["provider"] == name]
+                points = [(100 * r["ignored"], r["time_ms"]) for r in records if r["layout"] == layout]
+                if points:
+                    style = (
+                        {"linestyle": "-", "marker": "."} if layout == "scattered" else {"linestyle": "", "marker": "x"}
+                    )
+                    color = "black" if name == "ours-alone" else COLORS.get(name, OTHER_COLOR)
+                    (line,) = axis.plot(*zip(*sorted(points), strict=True), color=color, **style)
+                    legend.setdefault(name, line)
+        axis.set(title=f"{panel[1]} at {panel[0]}", xlabel="% of the rows ignored", ylabel="ms", ylim=(0, None))
+    for name, line in legend.items():
+        line.set_label("the counted rows by themselves" if name == "ours-alone" else name)
+    return _save(figure, document, path, list(legend.values()))
+
+
+def _draw_memory(document: dict, path: Path, shape: str) -> Path:
     from matplotlib import pyplot
 
     dashed = holding_logits(document)
     figure, axis = pyplot.subplots(figsize=(7, 5))
-    measured = [r for r in document["memory"] if r["status"] == "ok" and r["peak_mib"] is not None]
-    for provider in dict.fromkeys(record["provider"] for record in measured):
-        records = sorted((r for r in measured if r["provider"] == provider), key=lambda record: record["tokens"])
-        over_gradients = [(record["peak_mib"] - record["gradients_mib"]) / 1024 for record in records]
+    measured = [record for record in _with_memory(document["memory"]) if record["shape"] == shape]
+    for provider, mode in dict.fromkeys((record["provider"], record["mode"]) for record in measured):
+        records = [record for record in measured if (record["provider"], record["mode"]) == (provider, mode)]
+        records = sorted(records, key=lambda record: record["tokens"])
         axis.plot(
             [record["tokens"] for record in records],
-            over_gradients,
+            [_over_gradients_gib(record) for record in records],
             color=COLORS.get(provider, OTHER_COLOR),
             linestyle="--" if provider in dashed else "-",
             linewidth=2.5 if provider.startswith("ours") else 1.5,
-            marker="o",
-            label=f"{provider} ({records[0]['mode']})",
+            marker=MARKERS[mode],
+            label=f"{provider} ({mode})",
         )
     axis.set_xscale("log", base=2)
     axis.xaxis.set_major_formatter(lambda tokens, _: f"{tokens / 1024:g}k")
     axis.set_yscale("symlog", linthresh=0.25)  # a logarithm down to 256 MiB, linear from there to 0
     axis.yaxis.set_major_formatter(lambda gib, _: f"{gib:g}")
-    axis.set(title=f"at the head of {document['memory'][0]['shape']}; dashed: {HOLDS}", xlabel="tokens")
+    axis.set(title=f"at the head of {shape}; dashed: {HOLDS}", xlabel="tokens")
     axis.set_ylabel("GiB of extra memory over the gradients")
     if measured:
         axis.set_ylim(0, 2 * axis.dataLim.y1)

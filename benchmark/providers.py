@@ -7,6 +7,7 @@ A head is called as `head(hidden, weight, labels, mode)` and returns what the mo
     logprob  logprobs                  a random upstream gradient per token
     sft      mean of -logprobs         scalar
 
+Our own (benchmark.ours) take all inputs instead, as `step(inputs, mode)`: some are told the upstream gradients.
 Peers are imported when they are asked for and only then; one that is not installed is reported, never dropped.
 """
 
@@ -17,17 +18,18 @@ import sys
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import megatron_lce
+from benchmark.ours import MIB, Ours, as_mode
 from benchmark.shapes import choose
 
 MODES = ("fwd", "rl", "logprob", "sft")
 
-Head = Callable[[Tensor, Tensor, Tensor, str], tuple[Tensor, ...]]
+Head = Callable[[Tensor, Tensor, Tensor, str], tuple[Tensor, ...]] | Ours
 
 
 @dataclass(frozen=True)
@@ -46,33 +48,6 @@ class Provider:
     missing: str = ""
     holds_logits: bool = False
     package: str | None = None
-
-
-def ours(cache_fraction: float) -> Callable[[], Head]:
-    """Our head with a logits cache of this fraction of N x V elements (and, at 1, of all that goes with them)."""
-
-    def head(hidden: Tensor, weight: Tensor, labels: Tensor, mode: str) -> tuple[Tensor, ...]:
-        out = megatron_lce.linear_cross_entropy(
-            hidden,
-            weight,
-            labels,
-            entropy=mode in ("fwd", "rl"),
-            logits_cache_bytes=cache_bytes(len(labels), len(weight), cache_fraction),
-        )
-        return _as_mode(mode, out.logprobs, out.entropy)
-
-    return lambda: head
-
-
-def cache_bytes(tokens: int, vocab: int, fraction: float) -> int:
-    """`logits_cache_bytes` for a fraction of the 16-bit logits; for the whole, with room for what goes with them."""
-    return int(2 * tokens * (vocab * 1.02 + 64 if fraction == 1 else vocab * fraction))
-
-
-def _as_mode(mode: str, logprobs: Tensor, entropy: Tensor | None) -> tuple[Tensor, ...]:
-    if mode == "sft":
-        return (-logprobs.mean(),)
-    return (logprobs,) if entropy is None else (logprobs, entropy)
 
 
 def _eager_head(hidden: Tensor, weight: Tensor, labels: Tensor, mode: str) -> tuple[Tensor, ...]:
@@ -100,7 +75,7 @@ def _load_megatron() -> Head:
     def head(hidden: Tensor, weight: Tensor, labels: Tensor, mode: str) -> tuple[Tensor, ...]:
         logits = hidden @ weight.T
         losses = fused_vocab_parallel_cross_entropy(logits, labels, torch.distributed.group.WORLD)
-        return _as_mode(mode, -losses, None)
+        return as_mode(mode, -losses, None)
 
     return head
 
@@ -125,7 +100,7 @@ def _load_liger_scaled() -> Head:
         entropy = mode in ("fwd", "rl")
         out = LigerFusedScaledCrossEntropySM90Function.apply(hidden, weight, labels, 1.0, -100, 1, entropy)
         losses, entropies = out if entropy else (out, None)  # entropy comes in bf16
-        return _as_mode(mode, -losses, entropies.float() if entropy else None)
+        return as_mode(mode, -losses, entropies.float() if entropy else None)
 
     return head
 
@@ -177,19 +152,28 @@ def _load_verl() -> Head:
 
     def head(hidden: Tensor, weight: Tensor, labels: Tensor, mode: str) -> tuple[Tensor, ...]:
         logprobs, entropy = kernel(hidden, weight, labels, 1.0, "none", None)
-        return _as_mode(mode, logprobs, entropy if mode in ("fwd", "rl") else None)
+        return as_mode(mode, logprobs, entropy if mode in ("fwd", "rl") else None)
 
     return head
 
 
 _GRADIENT = ("rl", "logprob", "sft")
+_KNOWN_LOSS = {"modes": _GRADIENT, "missing": "is about gradients"}
 _NO_ENTROPY = {"modes": ("logprob", "sft"), "missing": "gives no entropy"}
 
 PROVIDERS = {
     provider.name: provider
     for provider in (
-        Provider("ours", ours(0)),
-        Provider("ours-cached", ours(1), _GRADIENT, "a cache is kept for backward only", holds_logits=True),
+        Provider("ours", Ours),
+        Provider("ours-cached", partial(Ours, 1), _GRADIENT, "a cache is kept for backward only", holds_logits=True),
+        Provider("ours-token-640", partial(Ours, workspace_bytes=640 * MIB, token_loss=True), **_KNOWN_LOSS),
+        Provider("ours-token-1280", partial(Ours, workspace_bytes=1280 * MIB, token_loss=True), **_KNOWN_LOSS),
+        Provider("ours-main-grad", partial(Ours, main_grad=True), **_KNOWN_LOSS),
+        Provider(
+            "ours-token-main-grad",
+            partial(Ours, workspace_bytes=640 * MIB, token_loss=True, main_grad=True),
+            **_KNOWN_LOSS,
+        ),
         Provider("eager", lambda: _eager_head, holds_logits=True),
         Provider("compile", _load_compile, holds_logits=True),
         Provider("megatron", _load_megatron, **_NO_ENTROPY, holds_logits=True, package="megatron-core"),

@@ -21,7 +21,7 @@ def add_ratios(document: dict) -> None:
     over_products             F for mode `fwd`, else F + dX + dW
     over_products_recomputed  2F + dX + dW: what a head must do that keeps no logits for its backward
     """
-    for record in document.get("times", []) + document.get("cache", []):
+    for record in [x for section in ("times", "cache", "workspace") for x in document.get(section, [])]:
         products = products_ms(document, record["shape"])
         if record["status"] != "ok" or products is None:
             continue
@@ -30,6 +30,19 @@ def add_ratios(document: dict) -> None:
         else:
             record["over_products"] = record["time_ms"] / sum(products)
             record["over_products_recomputed"] = record["time_ms"] / (products[0] + sum(products))
+
+
+def add_ratios_of_rows(document: dict) -> None:
+    """Adds to every time its ratio to that of the counted rows by themselves: `over_alone`."""
+
+    def case(record: dict) -> tuple:
+        return tuple(record[name] for name in ("shape", "mode", "ignored", "layout"))
+
+    measured = [record for record in document.get("rows", []) if record["status"] == "ok"]
+    alone = {case(record): record["time_ms"] for record in measured if record["provider"] == "ours-alone"}
+    for record in measured:
+        if case(record) in alone:
+            record["over_alone"] = record["time_ms"] / alone[case(record)]
 
 
 def jsd_limits_ms(document: dict) -> dict[str, float]:

@@ -55,8 +55,23 @@ def print_tables(document: dict, console: Console | None = None) -> None:
     columns = ("time_ms", "over_products", "over_products_recomputed", "peak_mib")
     keys = ("shape", "mode", "fraction", "logits_cache_bytes")
     print_table(console, "ours over logits_cache_bytes", keys, columns, document.get("cache", []))
+    keys = ("shape", "mode", "workspace_mib")
+    print_table(console, "linear_token_loss over workspace_bytes", keys, columns, document.get("workspace", []))
+    keys = ("shape", "mode", "provider")
+    title = "a call on an idle device: until it returns, until the device is done"
+    print_table(console, title, keys, ("host_ms", "time_ms"), document.get("host", []))
     keys = ("shape", "tokens", "mode", "provider")
     print_table(console, "memory over tokens", keys, ("peak_mib", "gradients_mib"), document.get("memory", []))
+    keys = ("shape", "mode", "ignored", "layout", "provider")
+    columns = (
+        "time_ms",
+        "over_alone",
+        "peak_mib",
+        "logprobs_difference",
+        "grad_hidden_difference",
+        "grad_weight_difference",
+    )
+    print_table(console, "time over the share of ignored rows", keys, columns, document.get("rows", []))
     print_jsd_tables(document, console)
 
 
@@ -100,8 +115,11 @@ def merge(documents: list[dict]) -> dict:
     return merged
 
 
+_SIZES = ("fraction", "workspace_mib", "ignored", "layout", "variant", "masked")
+
+
 def _key(record: dict) -> tuple:
-    return tuple(record.get(name) for name in ("provider", "shape", "tokens", "mode", "fraction", "variant"))
+    return tuple(record.get(name) for name in ("provider", "shape", "tokens", "mode", *_SIZES))
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -36,6 +36,7 @@ class Results:
 
     def save(self) -> None:
         ratios.add_ratios(self.document)
+        ratios.add_ratios_of_rows(self.document)
         if self.path:
             self.path.write_text(json.dumps(self.document, indent=1) + "\n")
 

@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 
 from benchmark import measure, pictures, report
-from benchmark.providers import MODES, PROVIDERS, Head, Provider, cache_bytes, ours, select_providers
+from benchmark.ours import MIB, Ours, cache_bytes
+from benchmark.providers import MODES, PROVIDERS, Head, Provider, select_providers
 from benchmark.results import Results
 from benchmark.shapes import Inputs, Shape, make_inputs, parse_shape
 from scripts.arguments import HelpFormatter
@@ -64,7 +65,7 @@ class Run:
                 for provider, head in self.heads:
                     record = {"shape": shape.name, "mode": mode, "provider": provider.name}
                     if mode in provider.modes:
-                        record |= {"gradients_mib": measure.gradients_mib(inputs, mode)}
+                        record |= {"gradients_mib": measure.gradients_mib(inputs, mode, head)}
                         steps.append((record, functools.partial(measure.run_step, head, inputs, mode)))
                     else:
                         self.results.unsupported("times", record, provider.missing)
@@ -89,18 +90,41 @@ class Run:
                 for mode in modes:
                     record = {"shape": shape.name, "mode": mode, "fraction": fraction, "logits_cache_bytes": budget}
                     record |= {"gradients_mib": measure.gradients_mib(inputs, mode)}
-                    steps.append((record, functools.partial(measure.run_step, ours(fraction)(), inputs, mode)))
+                    steps.append((record, functools.partial(measure.run_step, Ours(fraction), inputs, mode)))
             self._take_turns("cache", shape, inputs, steps)
 
-    def memory(self, shape: Shape, tokens: list[int]) -> None:
-        """Extra peak memory over the number of tokens at the shape's H and V, in the first mode with gradients."""
+    def workspaces(self, shape: Shape, sizes_mib: list[int], modes: list[str]) -> None:
+        """Time and memory of `linear_token_loss` over `workspace_bytes`."""
+        with self.inputs(shape) as inputs:
+            steps = []
+            for size in sizes_mib:
+                for mode in modes:
+                    record = {"shape": shape.name, "mode": mode, "provider": "ours-token", "workspace_mib": size}
+                    record |= {"gradients_mib": measure.gradients_mib(inputs, mode)}
+                    head = Ours(workspace_bytes=size * MIB, token_loss=True)
+                    steps.append((record, functools.partial(measure.run_step, head, inputs, mode)))
+            self._take_turns("workspace", shape, inputs, steps)
+
+    def host_times(self, shape: Shape, modes: list[str]) -> None:
+        """How long a call keeps the host, beside how long the device takes."""
+        with self.inputs(shape) as inputs:
+            for mode in modes:
+                for provider, head in self.heads:
+                    if mode in provider.modes:
+                        record = {"shape": shape.name, "mode": mode, "provider": provider.name}
+                        step = functools.partial(measure.run_step, head, inputs, mode)
+                        host = functools.partial(measure.host_times, step, self.device, budget_ms=self.budget_ms)
+                        self.results.attempt("host", record, host)
+
+    def memory(self, shape: Shape, tokens: list[int], modes: list[str]) -> None:
+        """Extra peak memory over the number of tokens at the shape's H and V."""
         for count in tokens:
             with self.inputs(replace(shape, tokens=count)) as inputs:
                 for provider, head in self.heads:
-                    measure.free_memory(self.device)
-                    mode = _gradient_mode(provider)
-                    record = {"shape": shape.name, "tokens": count, "mode": mode, "provider": provider.name}
-                    self.results.attempt("memory", record, functools.partial(self._peak, head, inputs, mode))
+                    for mode in [mode for mode in modes if mode in provider.modes] or [_gradient_mode(provider)]:
+                        measure.free_memory(self.device)
+                        record = {"shape": shape.name, "tokens": count, "mode": mode, "provider": provider.name}
+                        self.results.attempt("memory", record, functools.partial(self._peak, head, inputs, mode))
 
     def _peak(self, head: Head, inputs: Inputs, mode: str) -> dict:
         def step() -> object:
@@ -108,7 +132,7 @@ class Run:
 
         step()  # compiles
         peak = measure.peak_mib(step, self.device)
-        return {"peak_mib": peak, "gradients_mib": measure.gradients_mib(inputs, mode)}
+        return {"peak_mib": peak, "gradients_mib": measure.gradients_mib(inputs, mode, head)}
 
 
 def _gradient_mode(provider: Provider) -> str:
@@ -126,13 +150,14 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     shapes = shapes if arguments.shapes is None else arguments.shapes
     error_shape = error_shape if arguments.error_shape is None else arguments.error_shape
     try:
+        arguments.host_shapes = [parse_shape(text) for text in numbers(arguments.host_shapes)]
         arguments.shapes = [parse_shape(text) for text in numbers(shapes)]
         arguments.error_shape = parse_shape(error_shape) if error_shape else None
         arguments.providers = select_providers(arguments.providers or DEFAULT_PROVIDERS[arguments.device])
     except ValueError as error:
         parser.error(str(error))
-    arguments.modes = numbers(arguments.modes)
-    if unknown := set(arguments.modes) - set(MODES):
+    arguments.modes, arguments.memory_modes = numbers(arguments.modes), numbers(arguments.memory_modes)
+    if unknown := set(arguments.modes + arguments.memory_modes) - set(MODES):
         parser.error(f"a mode must be one of {', '.join(MODES)}, got {', '.join(sorted(unknown))}")
     return arguments
 
@@ -152,7 +177,12 @@ def build_parser() -> argparse.ArgumentParser:
     add("--budget-ms", type=float, default=300.0, help="Time of a head's repeats in each round, in ms.")
     add("--error-shape", help=f"Shape of the comparison with fp64, '' for none; None: {DEFAULT_SHAPES[here][1]}.")
     add("--cache-fractions", default="", help="Cache budgets as parts of the 16-bit logits, such as 0,0.25,0.5,1.")
+    add("--workspace-mib", default="", help="Workspaces of linear_token_loss in MiB, such as 192,640,1280.")
+    add(
+        "--host-shapes", default="", help="Shapes at which the host's time of a call is taken, such as 2048x1024x32000."
+    )
     add("--memory-tokens", default="", help="Token counts of the memory curve, such as 1024,8192,131072.")
+    add("--memory-modes", default="", help="Kinds of its steps; empty: each head's first with gradients.")
     add("--output", type=Path, default=Path("benchmark.json"), help="JSON file to write.")
     add("--pictures", type=Path, help="Folder for the pictures; None: no pictures.")
     return parser
@@ -171,8 +201,15 @@ def main(argv: list[str] | None = None) -> dict:
         run.errors(arguments.error_shape)
     if fractions := [float(text) for text in numbers(arguments.cache_fractions)]:
         run.cache_budgets(arguments.shapes[0], fractions, [mode for mode in arguments.modes if mode in ("rl", "sft")])
+    gradient_modes = [mode for mode in arguments.modes if mode != "fwd"]
+    if sizes := [int(text) for text in numbers(arguments.workspace_mib)]:
+        run.workspaces(arguments.shapes[0], sizes, gradient_modes)
+    for shape in arguments.host_shapes:
+        run.host_times(shape, gradient_modes)
     if tokens := [int(text) for text in numbers(arguments.memory_tokens)]:
-        run.memory(arguments.shapes[0], tokens)  # last: where a peer overruns an index, it takes the device with it
+        run.memory(
+            arguments.shapes[0], tokens, arguments.memory_modes
+        )  # last: where a peer overruns an index, it takes the device with it
     results.save()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

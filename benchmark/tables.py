@@ -16,6 +16,8 @@ SHAPES = ("S1", "S2", "S3")
 HEADS = {
     "ours": "**megatron_lce**, the default",
     "ours-cached": "**megatron_lce**, everything cached",
+    "ours-token-640": "**megatron_lce**, `linear_token_loss`, 640 MiB",
+    "ours-token-1280": "**megatron_lce**, `linear_token_loss`, 1.25 GiB",
     "megatron": "Megatron, fused cross-entropy",
     "eager": "PyTorch, eager",
     "compile": "PyTorch, torch.compile",

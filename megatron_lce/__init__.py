@@ -1,9 +1,11 @@
 """Fused linear cross-entropy for Megatron-LM: the loss of a vocab-sharded head without its logits."""
 
+import megatron_lce.compiled  # noqa: F401  its nodes are there once it is imported
 from megatron_lce import compat
 from megatron_lce.core.options import LinearCrossEntropyOutput
 from megatron_lce.core.validation import check_labels
 from megatron_lce.cross_entropy import linear_cross_entropy
+from megatron_lce.head import FusedLinearHead
 from megatron_lce.jsd import linear_jsd
 from megatron_lce.megatron_integration import (
     CapturedHead,
@@ -26,6 +28,7 @@ __all__ = [
     "CapturedHead",
     "Explanation",
     "FusedLinearCE",
+    "FusedLinearHead",
     "FusedOutputContext",
     "LinearCrossEntropyOutput",
     "TokenLoss",

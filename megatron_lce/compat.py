@@ -1,6 +1,7 @@
 """The calls that other projects make, so that adopting this one is a changed import.
 
 Each function stands in for the one it is named after: `verl_`, `areal_`, `megatron_` and `torch_linear_cross_entropy`.
+The one keyword that those do not have is `skip_ignored`, behind all of theirs and by name only.
 """
 
 import math
@@ -26,6 +27,8 @@ def linear_cross_entropy(
     temperature: float | Tensor = 1.0,
     reduction: Reduction = "none",
     dist_process_group: ProcessGroup | None = None,
+    *,
+    skip_ignored: bool | int = False,
 ) -> tuple[Tensor, Tensor]:
     """The fused head's call of verl and AReaL: logprobs and entropy, both fp32 and flattened to [N].
 
@@ -43,11 +46,12 @@ def linear_cross_entropy(
             be anything.
         reduction: "none"; "sum" or "mean" over all rows, the ignored ones included, of logprobs and entropy alike.
         dist_process_group: the ranks that the vocabulary is sharded over; `None`: the weight is whole.
+        skip_ignored: see `megatron_lce.linear_cross_entropy`.
 
     Raises:
         TypeError, ValueError: see `megatron_lce.linear_cross_entropy`.
     """
-    out, _ = _outputs(hidden, weight, labels, temperature, reduction, dist_process_group)
+    out, _ = _outputs(hidden, weight, labels, temperature, reduction, dist_process_group, skip_ignored)
     assert out.entropy is not None
     return _reduce(out.logprobs, reduction), _reduce(out.entropy, reduction)
 
@@ -63,13 +67,15 @@ def areal_linear_cross_entropy(
     reduction: Reduction = "none",
     dist_process_group: ProcessGroup | None = None,
     return_max_logits: bool = False,
+    *,
+    skip_ignored: bool | int = False,
 ) -> tuple[Tensor, ...]:
     """`linear_cross_entropy`; with `return_max_logits` a third result, the largest logit of each token.
 
     That is fp32 [N], whatever the reduction, before the temperature, without gradient, and 0 in ignored rows.
     """
     out, per_token = _outputs(
-        hidden, weight, labels, temperature, reduction, dist_process_group, telemetry=return_max_logits
+        hidden, weight, labels, temperature, reduction, dist_process_group, skip_ignored, telemetry=return_max_logits
     )
     assert out.entropy is not None
     results = _reduce(out.logprobs, reduction), _reduce(out.entropy, reduction)
@@ -83,6 +89,7 @@ def _outputs(
     temperature: float | Tensor,
     reduction: str,
     group: ProcessGroup | None,
+    skip_ignored: bool | int,
     telemetry: bool = False,
 ) -> tuple[LinearCrossEntropyOutput, float | Tensor]:
     """Outputs [N], and the temperature that they were computed with."""
@@ -103,6 +110,7 @@ def _outputs(
         temperature=temperature,
         ignore_index=_IGNORED,
         telemetry=telemetry,
+        skip_ignored=skip_ignored,
         reduce_grad_hidden=not _summed_in_front(hidden, group),
     )
     return out, temperature
@@ -131,6 +139,8 @@ def megatron_linear_cross_entropy(
     reduction: Reduction = "mean",
     ignore_index: int = -100,
     sequence_parallel: bool = False,
+    *,
+    skip_ignored: bool | int = False,
 ) -> Tensor:
     """The call of Megatron-LM's own fused linear cross-entropy (dev branch): the loss, positive, fp32.
 
@@ -145,6 +155,7 @@ def megatron_linear_cross_entropy(
             negative or `ignore_index` are ignored: loss 0, no gradient.
         tp_group: the ranks that the vocabulary is sharded over; `None`: the weight is whole.
         reduction: "none": [N], flattened; "sum"; or "mean" over the rows that are not ignored (NaN when all are).
+        skip_ignored: see `megatron_lce.linear_cross_entropy`.
 
     Raises:
         TypeError, ValueError: see `megatron_lce.linear_cross_entropy`.
@@ -164,6 +175,7 @@ def megatron_linear_cross_entropy(
         sequence_parallel=sequence_parallel,
         ignore_index=_IGNORED,
         entropy=False,
+        skip_ignored=skip_ignored,
     )
     return reduce_loss(-out.logprobs.reshape(-1), counted, reduction)
 
@@ -179,6 +191,7 @@ def torch_linear_cross_entropy(
     ignore_index: int | None = -100,
     label_smoothing: float = 0.0,
     options: None = None,
+    skip_ignored: bool | int = False,
 ) -> Tensor:
     """`torch.nn.functional.linear_cross_entropy`: the loss in input's dtype.
 
@@ -189,6 +202,7 @@ def torch_linear_cross_entropy(
         linear_bias, weight, label_smoothing, options: torch's other keywords; NotImplementedError says why not.
         reduction: "none", "sum", or "mean" over the rows that are not ignored (NaN when all are).
         ignore_index: the target of rows that take no part; `None` as in torch: -100.
+        skip_ignored: see `megatron_lce.linear_cross_entropy`.
 
     Raises:
         TypeError, ValueError: see `megatron_lce.linear_cross_entropy`.
@@ -204,8 +218,10 @@ def torch_linear_cross_entropy(
     if target.is_floating_point():
         raise NotImplementedError(f"target must be class ids: probabilities are not supported, got {target.dtype}")
     ignored = _IGNORED if ignore_index is None else ignore_index
-    logprobs = api.linear_cross_entropy(input, linear_weight, target, ignore_index=ignored, entropy=False).logprobs
-    return reduce_loss(-logprobs, target != ignored, reduction).to(input.dtype)
+    out = api.linear_cross_entropy(
+        input, linear_weight, target, ignore_index=ignored, entropy=False, skip_ignored=skip_ignored
+    )
+    return reduce_loss(-out.logprobs, target != ignored, reduction).to(input.dtype)
 
 
 def reduce_loss(loss: Tensor, counted: Tensor, reduction: Reduction) -> Tensor:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from megatron_lce.backends.choice import load_backend
 from megatron_lce.backends.reference import reference_linear_cross_entropy
@@ -14,6 +15,7 @@ from megatron_lce.core.agreement import Agreement
 from megatron_lce.core.autograd import linear_cross_entropy_autograd
 from megatron_lce.core.options import WORKSPACE_BYTES, Backend, LinearCrossEntropyOutput, Options, WeightGradSink
 from megatron_lce.core.products import laid_out
+from megatron_lce.dtensors import local_arguments
 
 
 def linear_cross_entropy(
@@ -45,6 +47,10 @@ def linear_cross_entropy(
     `entropy = -sum(p log p)`. Gradients: `d logprobs / dz = 1[label] - p`, `d lse / dz = p`,
     `d entropy / dz = -p (log p + entropy)`; each output takes its own upstream gradient per token, which must be
     equal on every rank of the group.
+
+    hidden and weight may be DTensors over one mesh dimension, the weight placed as `Shard(0)` and hidden as
+    `Replicate()`, or as `Shard(0)` for sequence parallelism. The mesh gives the group, gradients have the same
+    placements, and outputs are plain tensors.
 
     Args:
         hidden: [..., H], fp32, bf16 or fp16; under `sequence_parallel` this rank's [s / tp, ..., H].
@@ -89,12 +95,53 @@ def linear_cross_entropy(
     Raises:
         TypeError, ValueError: an argument is not as described; the message names it, what it must be and what it was.
     """
+    if isinstance(hidden, DTensor) or isinstance(weight, DTensor):
+        return linear_cross_entropy(**local_arguments(**locals()))
+    if torch.compiler.is_compiling() and backend != "reference" and weight_grad_sink is None:
+        return _as_one_node(**locals())
     call = prepare_call(**locals())
     if backend == "reference":
         flat = _reference(call)
     else:
         flat = linear_cross_entropy_autograd(*call.inputs, call.options, load_backend(backend, hidden.device))
     return LinearCrossEntropyOutput(*(None if output is None else output.view(labels.shape) for output in flat))  # type: ignore[arg-type]
+
+
+def _as_one_node(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    tp_group: ProcessGroup | None,
+    temperature: float | Tensor,
+    skip_ignored: bool | int,
+    entropy: bool,
+    telemetry: bool,
+    weight_grad_sink: None,
+    **others: Any,
+) -> LinearCrossEntropyOutput:
+    """The call as torch.compile traces it, see `megatron_lce.compiled`."""
+    per_token, counted = isinstance(temperature, Tensor), not isinstance(skip_ignored, bool)
+    grad = torch.is_grad_enabled()
+    outputs = iter(
+        torch.ops.megatron_lce.linear_cross_entropy(
+            hidden,
+            weight,
+            labels,
+            temperature=1.0 if per_token else temperature,
+            temperatures=temperature if per_token else None,
+            tp_group=None if tp_group is None else tp_group.group_name,
+            entropy=entropy,
+            telemetry=telemetry,
+            skip_ignored=False if counted else skip_ignored,
+            num_counted=skip_ignored if counted else None,
+            needs_hidden=grad and hidden.requires_grad,
+            needs_weight=grad and weight.requires_grad,
+            **others,
+        )
+    )
+    asked_for = (True, entropy, True, telemetry, telemetry, telemetry)
+    return LinearCrossEntropyOutput(*(next(outputs) if asked else None for asked in asked_for))  # type: ignore[arg-type]
 
 
 class Call(NamedTuple):
@@ -121,7 +168,7 @@ def prepare_call(hidden: Tensor, weight: Tensor, labels: Tensor, **keywords: Any
     ranks = validation.check_group(tp_group)
     options = error = None
     try:
-        options = _checked_options(hidden, weight, labels, ranks, **keywords)
+        options = checked_options(hidden, weight, labels, ranks, **keywords)
     except (TypeError, ValueError) as found:
         error = found
     if ranks > 1:
@@ -144,7 +191,7 @@ def prepare_call(hidden: Tensor, weight: Tensor, labels: Tensor, **keywords: Any
     )
 
 
-def _checked_options(
+def checked_options(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,

@@ -73,6 +73,7 @@ def sft_table(off: dict[str, Any], on: dict[str, Any]) -> Table:
         table.add_row(f"loss at step {step}", f"{a:.6f}", f"{b:.6f}", f"{abs(a - b):.1e}")
     table.add_section()
     table.add_row("largest of all steps", "", "", f"{largest_difference(off, on):.1e}")
+    table.add_row("tokens that the head computes", *(f"{run['share_of_rows_computed']:.0%}" for run in (off, on)), "")
     table.add_row("ms per step", *(f"{run['time_per_step_ms']:.0f}" for run in (off, on)), "")
     for rank, (a, b) in enumerate(zip(off["ranks"], on["ranks"], strict=True)):
         saved = a["peak_mib"] - b["peak_mib"]
@@ -99,6 +100,8 @@ def grpo_table(grpo: dict[str, Any]) -> Table:
     table.add_section()
     gap = max(step["trainer_sampler_largest_difference"] for step in steps)
     table.add_row("largest |trainer - sampler| logprob", "", f"{gap:.1e}")
+    shares = reward_ends(steps, "share_of_rows_computed")
+    table.add_row("tokens that the head computes", *(f"{share:.0%}" for share in shares))
     table.add_row("ms per step", "", f"{grpo['time_per_step_ms']:.0f}")
     table.add_row("peak MiB of a rank", "", f"{max(rank['peak_mib'] for rank in grpo['ranks']):.0f}")
     return table

@@ -38,6 +38,33 @@ def clipped_objective(ratio: Tensor, advantages: Tensor, clip_low: float, clip_h
     return torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
 
 
+def clipped_losses(
+    ratio: Tensor, advantages: Tensor, penalty: Tensor, clip_low: float, clip_high: float
+) -> tuple[Tensor, Tensor]:
+    """(penalty - `clipped_objective`, 1 where the ratio was clipped), elementwise."""
+    objective = clipped_objective(ratio, advantages, clip_low, clip_high)
+    return penalty - objective, (ratio.detach() * advantages > objective.detach()).to(ratio.dtype)
+
+
+def token_policy_loss(
+    logprobs: Tensor,
+    entropy: Tensor,
+    old_logprobs: Tensor,
+    reference_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    kl_weight: float = 0.0,
+    entropy_weight: float = 0.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Each token's part of `policy_loss` at level "token", and its measures: elementwise, all of one shape."""
+    kl = k3_kl(logprobs, reference_logprobs)
+    penalty = kl_weight * kl - entropy_weight * entropy
+    losses, clipped = clipped_losses((logprobs - old_logprobs).exp(), advantages, penalty, clip_low, clip_high)
+    return losses, {"clipped": clipped, "kl": kl.detach(), "entropy": entropy.detach()}
+
+
 @dataclass
 class PolicyLoss:
     """What `policy_loss` returns: 0-dim tensors; the sums have no gradient but `total`'s."""
@@ -73,24 +100,25 @@ def policy_loss(
     - level "sequence" (GSPO, arXiv 2507.18071): one r = exp(mean_t log p(t) / p_old(t)) for the whole sequence; each
       sequence contributes -J and the means of its other two terms, to be divided by the number of sequences.
     """
-    log_ratio = (logprobs - old_logprobs) * mask
-    penalty = kl_weight * k3_kl(logprobs, reference_logprobs) - entropy_weight * entropy
+    clips = {"clip_low": clip_low, "clip_high": clip_high}
+    logprobs = torch.where(mask > 0, logprobs, old_logprobs)  # a ratio of 1 where nothing counts
     if level == "token":
-        weight, per_unit_advantages = mask, advantages[:, None]
-        ratio = log_ratio.exp()
+        weight, weights = mask, {"kl_weight": kl_weight, "entropy_weight": entropy_weight}
+        given = (logprobs, entropy, old_logprobs, reference_logprobs, advantages[:, None])
+        losses, measures = token_policy_loss(*given, **clips, **weights)
+        clipped, kl = measures["clipped"], measures["kl"]
     elif level == "sequence":
-        weight, per_unit_advantages = (mask.sum(1) > 0).to(mask.dtype), advantages
-        ratio = sequence_mean(log_ratio, mask).exp()
-        penalty = sequence_mean(penalty, mask)
+        weight, kl = (mask.sum(1) > 0).to(mask.dtype), k3_kl(logprobs, reference_logprobs)
+        penalty = sequence_mean(kl_weight * kl - entropy_weight * entropy, mask)
+        ratio = sequence_mean(logprobs - old_logprobs, mask).exp()
+        losses, clipped = clipped_losses(ratio, advantages, penalty, **clips)
     else:
         raise ValueError(f"level must be 'token' or 'sequence', got {level!r}")
-    objective = clipped_objective(ratio, per_unit_advantages, clip_low, clip_high)
-    clipped = ratio.detach() * per_unit_advantages > objective.detach()
     return PolicyLoss(
-        total=((penalty - objective) * weight).sum(),
+        total=(losses * weight).sum(),
         count=weight.sum(),
         clipped=(clipped * weight).sum(),
-        kl=(k3_kl(logprobs, reference_logprobs) * mask).sum().detach(),
+        kl=(kl * mask).sum().detach(),
         entropy=(entropy * mask).sum().detach(),
         tokens=mask.sum(),
     )

@@ -30,22 +30,21 @@ from scripts.sft_data import PackedBatch
 IGNORED = -100
 
 
-def parse_arguments() -> argparse.Namespace:
+def build_parser() -> argparse.ArgumentParser:
     parser = training.argument_parser(__doc__, steps=150, lr=3e-3)
-    parser.add_argument("--vocab-size", type=int, default=8192, help="of the tokenizer and both models")
-    parser.add_argument("--row-length", type=int, default=1024, help="tokens of a packed row")
-    parser.add_argument("--num-microbatches", type=int, default=1, help="packed rows a step on each data-parallel rank")
-    parser.add_argument("--teacher-steps", type=int, default=100, help="supervised steps of the teacher")
-    parser.add_argument("--teacher-lr", type=float, default=2e-3)
-    parser.add_argument("--student-num-layers", type=int, default=1)
-    parser.add_argument("--student-hidden-size", type=int, default=64)
-    parser.add_argument("--beta", type=float, default=0.5, help="0: forward KL, 1: reverse KL, between: JSD")
-    parser.add_argument("--temperature", type=float, default=1.0, help="of both softmaxes")
-    parser.add_argument(
-        "--held-out-rows", type=int, default=8, help="packed rows that the cross-entropies are taken on"
-    )
-    parser.add_argument("--report", default="distill.json", help="name of the report in --out")
-    return parser.parse_args()
+    add = parser.add_argument
+    add("--vocab-size", type=int, default=8192, help="Vocabulary of the tokenizer and both models.")
+    add("--row-length", type=int, default=1024, help="Tokens of a packed row.")
+    add("--num-microbatches", type=int, default=1, help="Packed rows a step on each data-parallel rank.")
+    add("--teacher-steps", type=int, default=100, help="Supervised steps of the teacher.")
+    add("--teacher-lr", type=float, default=2e-3, help="Learning rate of the teacher's steps.")
+    add("--student-num-layers", type=int, default=1, help="Transformer layers of the student.")
+    add("--student-hidden-size", type=int, default=64, help="Hidden size of the student.")
+    add("--beta", type=float, default=0.5, help="The divergence: 0 is forward KL, 1 reverse KL, between them JSD.")
+    add("--temperature", type=float, default=1.0, help="Temperature of both softmaxes.")
+    add("--held-out-rows", type=int, default=8, help="Packed rows that the cross-entropies are taken on.")
+    add("--report", default="distill.json", help="Name of the report in --out.")
+    return parser
 
 
 def divergence(
@@ -136,7 +135,8 @@ def cross_entropy(model: torch.nn.Module, rows: list[PackedBatch]) -> float:
     """Mean over the rows' completion tokens, in nats."""
     totals = []
     for row in rows:
-        loss = model(row.tokens, row.position_ids, None, labels=row.labels, packed_seq_params=row.packed_seq_params())
+        given = {"labels": row.labels, "loss_mask": row.loss_mask, "packed_seq_params": row.packed_seq_params()}
+        loss = model(row.tokens, row.position_ids, None, **given)
         totals.append(torch.stack([(loss.float() * row.loss_mask).sum(), row.loss_mask.sum()]))
     return training.data_parallel_mean(*torch.stack(totals).sum(0))
 
@@ -157,8 +157,8 @@ def work(args: argparse.Namespace, device: torch.device) -> None:
     teacher = megatron_runtime.build_gpt(options, device=device, ddp=True)
     student_options = replace(options, num_layers=args.student_num_layers, hidden_size=args.student_hidden_size)
     student = megatron_runtime.build_gpt(student_options, device=device, ddp=True)
-    for model in (teacher, student):
-        megatron_lce.enable_fused_linear_ce(model, use_fused_linear_ce=args.use_fused_linear_ce)
+    flag = {"use_fused_linear_ce": args.use_fused_linear_ce, "ignore_masked": True, "skip_ignored": True}
+    handles = [megatron_lce.enable_fused_linear_ce(model, **flag) for model in (teacher, student)]
 
     taught = Trainer("teacher, supervised", teacher, args.teacher_lr, args.teacher_steps, args)
     taught.run(partial(train_sft.forward_step, device=device), batches, held_out)
@@ -168,6 +168,11 @@ def work(args: argparse.Namespace, device: torch.device) -> None:
     distilled.run(partial(distill_step, teacher=teacher, args=args, device=device), batches, held_out)
 
     sizes = {"teacher": parameters(teacher), "student": parameters(student)}
+    if torch.distributed.get_rank() == 0:
+        picture = (args.out / args.report).with_suffix(".png")
+        pictures.draw_distill(picture, distilled.losses, distilled.cross_entropies, taught.cross_entropies[-1][1])
+        Console().print(summary(taught, distilled, sizes, args))
+        print(f"Picture: {picture}")
     training.write_report(
         args.out / args.report,
         args,
@@ -179,12 +184,11 @@ def work(args: argparse.Namespace, device: torch.device) -> None:
         student_cross_entropies=distilled.cross_entropies,
         teacher_losses=taught.losses,
         teacher_cross_entropies=taught.cross_entropies,
+        fused={
+            "enabled": all(handle.enabled for handle in handles),
+            "reasons": list(dict.fromkeys(reason for handle in handles for reason in handle.reasons)),
+        },
     )
-    if torch.distributed.get_rank() == 0:
-        picture = (args.out / args.report).with_suffix(".png")
-        pictures.draw_distill(picture, distilled.losses, distilled.cross_entropies, taught.cross_entropies[-1][1])
-        Console().print(summary(taught, distilled, sizes, args))
-        print(f"{args.out / args.report}, {picture}")
 
 
 def parameters(model: torch.nn.Module) -> int:
@@ -210,4 +214,4 @@ def summary(taught: Trainer, distilled: Trainer, sizes: dict[str, int], args: ar
 
 
 if __name__ == "__main__":
-    training.run(work, parse_arguments())
+    training.run(work, build_parser().parse_args())

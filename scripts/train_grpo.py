@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 2 -m scripts.train_grpo --tp 2 --sequence-parallel
 
 The model sorts digits character by character. A short supervised warm-up teaches it the format; from then on it learns
-from nothing but the rewards of what it samples. The two heads meet in `policy_outputs`: everything else is the same.
+from nothing but the rewards of what it samples. The two heads meet in `policy_outputs`, and the fused one's shorter way
+to a loss of single tokens is `token_loss_step`: everything else is the same.
 """
 
 import argparse
@@ -36,6 +37,12 @@ def build_parser() -> argparse.ArgumentParser:
     add("--num-microbatches", type=int, default=1, help="Microbatches of each optimizer step.")
     add("--temperature", type=float, default=0.8, help="Temperature of sampling and of the policy's softmax.")
     add("--level", choices=("token", "sequence"), default="token", help="What has a clipped ratio: GRPO's or GSPO's.")
+    add(
+        "--loss",
+        choices=("token", "outputs"),
+        default="token",
+        help="How the fused loss is made: told in advance, or of the head's outputs, as --level sequence is.",
+    )
     add("--clip-low", type=float, default=0.2, help="How far below 1 the ratio counts.")
     add("--clip-high", type=float, default=0.28, help="How far above 1 the ratio counts.")
     add("--kl-weight", type=float, default=0.01, help="Weight of the KL divergence to the reference.")
@@ -76,20 +83,31 @@ def shifted(completion_values: Tensor, length: int) -> Tensor:
 
 def policy_outputs(model: torch.nn.Module, batch: Batch, args: argparse.Namespace) -> tuple[Tensor, Tensor]:
     """(logprobs, entropy) [B, S] fp32 of the labels at the policy's temperature, by the fused head or without it."""
-    positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).expand_as(batch.tokens)
     if not args.use_fused_linear_ce:
-        logits = model(batch.tokens, positions, None)  # [B, S, V / tp]
+        logits = model(batch.tokens, positions(batch), None)  # [B, S, V / tp]
         return materialised_head.logprobs_and_entropy(logits, batch.labels, args.temperature, VOCAB_SIZE, IGNORED)
     with megatron_lce.capture_lm_head(model) as head:
-        model(batch.tokens, positions, None)
-    out = head.linear_cross_entropy(
-        batch.labels,
-        temperature=args.temperature,
-        ignore_index=IGNORED,
-        vocab_size=VOCAB_SIZE,
-        workspace_bytes=int(args.workspace_mib * 2**20),
-    )
+        model(batch.tokens, positions(batch), None)
+    out = head.linear_cross_entropy(batch.labels, **head_options(args))
     return out.logprobs, out.entropy
+
+
+def positions(batch: Batch) -> Tensor:
+    return torch.arange(batch.tokens.shape[1], device=batch.tokens.device).expand_as(batch.tokens)
+
+
+def head_options(args: argparse.Namespace) -> dict:
+    return {
+        "temperature": args.temperature,
+        "ignore_index": IGNORED,
+        "vocab_size": VOCAB_SIZE,
+        "skip_ignored": True,  # prompts and padding; their number is the sampler's, on the device
+        "workspace_bytes": int(args.workspace_mib * 2**20),
+    }
+
+
+def loss_options(args: argparse.Namespace) -> dict:
+    return {name: getattr(args, name) for name in ("clip_low", "clip_high", "kl_weight", "entropy_weight")}
 
 
 @torch.no_grad()
@@ -125,15 +143,36 @@ def grpo_step(batches: Iterator[Batch], model: torch.nn.Module, args: argparse.N
             batch.advantages,
             batch.mask,
             level=args.level,
-            clip_low=args.clip_low,
-            clip_high=args.clip_high,
-            kl_weight=args.kl_weight,
-            entropy_weight=args.entropy_weight,
+            **loss_options(args),
         )
-        report = [result.total.detach(), result.count, result.clipped, result.kl, result.entropy, result.tokens]
-        return result.total, result.count.int(), torch.stack(report)
+        return reported(result)
 
     return logprobs, loss
+
+
+def token_loss_step(batches: Iterator[Batch], model: torch.nn.Module, args: argparse.Namespace):
+    """The same where each token has a loss of its own, which the head is told before its backward."""
+    batch = next(batches)
+    with megatron_lce.capture_lm_head(model) as head:
+        output = model(batch.tokens, positions(batch), None)
+
+    def token_loss(out: megatron_lce.LinearCrossEntropyOutput, *per_token: Tensor):
+        return rl_losses.token_policy_loss(out.logprobs, out.entropy, *per_token, **loss_options(args))
+
+    def loss(_: Tensor):
+        advantages = batch.advantages[:, None].expand_as(batch.mask)
+        per_token = (batch.old_logprobs, batch.reference_logprobs, advantages)
+        result = head.linear_token_loss(batch.labels, token_loss, *per_token, **head_options(args))
+        sums = {name: measure.sum() for name, measure in result.metrics.items()}
+        return reported(rl_losses.PolicyLoss(result.loss, batch.mask.sum(), **sums, tokens=batch.mask.sum()))
+
+    return output, loss
+
+
+def reported(result: rl_losses.PolicyLoss) -> tuple[Tensor, Tensor, Tensor]:
+    """(sum, count, what to report), as Megatron's schedule takes them."""
+    report = [result.total.detach(), result.count, result.clipped, result.kl, result.entropy, result.tokens]
+    return result.total, result.count.int(), torch.stack(report)
 
 
 class Trainer:
@@ -208,19 +247,20 @@ class Trainer:
     def update(self, optimizer, batch: Batch) -> dict[str, float]:
         """The step's optimizer updates, each on its share of the samples."""
         args, reports = self.args, []
+        told = args.use_fused_linear_ce and args.loss == args.level == "token"
+        step = partial(token_loss_step if told else grpo_step, args=args)
         order = torch.randperm(len(batch.tokens), generator=self.prompt_generator).to(self.device)
         batch = Batch(**{name: tensor[order] for name, tensor in vars(batch).items()})
         for share in batch.split(args.updates):
             parts = share.split(args.num_microbatches)
-            reports += training.train_step(
-                self.policy, optimizer, partial(grpo_step, args=args), iter(parts), len(parts)
-            )
+            reports += training.train_step(self.policy, optimizer, step, iter(parts), len(parts))
         total, count, clipped, kl, entropy, tokens = torch.stack(reports).sum(0)
         return {
             "loss": training.data_parallel_mean(total, count),
             "clipped": training.data_parallel_mean(clipped, count),
             "kl": training.data_parallel_mean(kl, tokens),
             "entropy": training.data_parallel_mean(entropy, tokens),
+            "share_of_rows_computed": float(tokens) / batch.tokens.numel() if args.use_fused_linear_ce else 1.0,
         }
 
 

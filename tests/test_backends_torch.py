@@ -129,3 +129,15 @@ def test_logits_are_fp32_products_of_16_bit_inputs(device):
     exact = problem.hidden.double() @ problem.weight.double().T
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits.double(), exact, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("softcap_scale", [None, 0.3])
+@pytest.mark.parametrize(("hidden_size", "dtype"), [(13, torch.bfloat16), (300, torch.float16), (300, torch.float32)])
+def test_the_labels_logit_has_the_bits_of_the_statistics(hidden_size, dtype, softcap_scale, primitives, device):
+    """Where the label has the largest logit, that is it."""
+    problem = make_problem(70, hidden_size, 300, device, dtype)
+    extremes, _ = merged(primitives, stats_of(primitives, problem, softcap_scale=softcap_scale))
+    largest = unpack_extremes(extremes, True)
+    problem = problem._replace(labels=largest.argmax.long())
+    extremes, _ = merged(primitives, stats_of(primitives, problem, softcap_scale=softcap_scale))
+    assert torch.equal(unpack_extremes(extremes, True).label_logit, largest.max_logit)

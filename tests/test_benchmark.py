@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmark import head_tp, measure, providers, ratios, results, run, run_jsd
+from benchmark import head_tp, measure, providers, ratios, results, run, run_jsd, run_rows
+from benchmark.ours import Ours
 from benchmark.shapes import Shape, make_inputs, parse_shape
 from tests.ranks import run_ranks
 
@@ -68,12 +69,12 @@ def test_our_head_matches_the_oracle_in_every_mode():
     inputs = make_inputs(SHAPE, torch.float32, CPU)
     expected = measure.oracle(inputs)
     for mode in ("rl", "logprob", "sft"):
-        errors = measure.measure_error(providers.ours(0)(), inputs, mode, expected)
+        errors = measure.measure_error(Ours(), inputs, mode, expected)
         assert max(errors.values()) < 1e-5, (mode, errors)
 
 
 def test_sft_is_the_mean_of_the_negative_logprobs():
-    (loss,), _ = measure.run_step(providers.ours(0)(), make_inputs(SHAPE, torch.float32, CPU), "sft")
+    (loss,), _ = measure.run_step(Ours(), make_inputs(SHAPE, torch.float32, CPU), "sft")
     reference = make_inputs(SHAPE, torch.float32, CPU)
     torch.testing.assert_close(loss, F.cross_entropy(reference.hidden @ reference.weight.T, reference.labels))
 
@@ -121,7 +122,8 @@ def test_a_run_records_what_failed_and_what_is_missing_and_goes_on(tmp_path, mon
     monkeypatch.setattr(providers, "PROVIDERS", heads)
     output = tmp_path / "results" / "run.json"
     arguments = "--device cpu --dtype fp32 --shapes 8x8x24 --providers all --modes fwd,rl --error-shape 6x8x16"
-    arguments += f" --budget-ms 1 --cache-fractions 0,1 --memory-tokens 4,8 --output {output}"
+    arguments += f" --budget-ms 1 --cache-fractions 0,1 --memory-tokens 4,8 --memory-modes rl --output {output}"
+    arguments += " --workspace-mib 1,2 --host-shapes 4x8x16"
     document = run.main([*arguments.split(), "--pictures", str(tmp_path)])
 
     assert json.loads(output.read_text()) == document
@@ -138,12 +140,44 @@ def test_a_run_records_what_failed_and_what_is_missing_and_goes_on(tmp_path, mon
         "eager", "mean-only", "ours",
     }  # fmt: skip
     assert [record["fraction"] for record in document["cache"]] == [0, 1]
-    assert {record["tokens"] for record in document["memory"]} == {4, 8}
+    sizes = {(record["tokens"], record["provider"], record["mode"]) for record in document["memory"]}
+    kinds = {("eager", "rl"), ("failing", "rl"), ("ours", "rl"), ("mean-only", "sft")}
+    assert sizes == {(tokens, *kind) for tokens in (4, 8) for kind in kinds}
+    assert [record["workspace_mib"] for record in document["workspace"]] == [1, 2]
+    assert all(record["over_products"] > 0 for record in document["workspace"])
+    host = {record["provider"]: record for record in document["host"]}
+    assert 0 < host["ours"]["host_ms"] <= host["ours"]["time_ms"]
     printed = capsys.readouterr().out
     assert "absent: not installed: No module named 'peer'" in printed
     assert "no such kernel" in printed
-    pictures = {"time_fwd.png", "time_rl.png", "cache.png", "memory.png"}
+    pictures = {"time_fwd.png", "time_rl.png", "cache.png", "memory_8x8x24.png", "trade.png"}
     assert {path.name for path in tmp_path.glob("*.png")} == pictures
+
+
+@pytest.mark.parametrize("way", [{"token_loss": True}, {"main_grad": True}, {"token_loss": True, "main_grad": True}])
+def test_our_other_ways_match_the_oracle_call_after_call(way):
+    inputs = make_inputs(SHAPE, torch.float32, CPU)
+    expected, head = measure.oracle(inputs), Ours(**way)
+    for mode in ("rl", "logprob", "sft", "rl"):
+        assert max(measure.measure_error(head, inputs, mode, expected).values()) < 1e-5
+    assert measure.gradients_mib(inputs, "rl", head) < measure.gradients_mib(inputs, "rl") or not head.main_grad
+
+
+def test_a_run_over_ignored_rows_compares_every_head(tmp_path, monkeypatch):
+    def wrong(hidden, weight, labels, mode):
+        return tuple(1.1 * output for output in providers._eager_head(hidden, weight, labels.clamp(min=0), mode))
+
+    monkeypatch.setitem(providers.PROVIDERS, "cce", providers.Provider("cce", lambda: wrong, ("logprob",)))
+    arguments = "--device cpu --dtype fp32 --shapes 10x8x24 --shares 0,0.6 --modes all --budget-ms 0"
+    document = run_rows.main([*arguments.split(), "--output", str(tmp_path / "rows.json"), "--pictures", str(tmp_path)])
+    records = {tuple(x[k] for k in ("mode", "ignored", "layout", "provider")): x for x in document["rows"]}
+    assert len(records) == len(document["rows"]) == 3 * (4 + 5)
+    assert all(record["status"] == "ok" for record in records.values())
+    assert records["rl", 0.6, "scattered", "ours-alone"]["over_alone"] == 1.0
+    for record in records.values():
+        errors = [record[f"{name}_difference"] for name in ("logprobs", "grad_hidden", "grad_weight")]
+        assert (max(errors) < 1e-5) == (record["provider"] != "cce")
+    assert (tmp_path / "rows.png").exists()
 
 
 def test_unknown_names_are_refused(capsys):
@@ -158,7 +192,7 @@ def test_megatron_and_our_head_agree():
     inputs = make_inputs(SHAPE, torch.float32, CPU)
     with torch.compiler.set_stance("force_eager"):
         outputs, _ = measure.run_step(providers.PROVIDERS["megatron"].load(), inputs, "logprob")
-    torch.testing.assert_close(outputs[0], measure.run_step(providers.ours(0)(), inputs, "logprob")[0][0])
+    torch.testing.assert_close(outputs[0], measure.run_step(Ours(), inputs, "logprob")[0][0])
     torch.distributed.destroy_process_group()
 
 
@@ -216,10 +250,12 @@ def test_whole_step_agrees_with_the_flag_on_and_off(tmp_path, layout, dtype):
     pytest.importorskip("megatron.core")
     output = tmp_path / "megatron_step.json"
     sizes = "--tokens 32 --sequence-length 16 --layers 2 --hidden 32 --heads 4 --vocab 96"
-    arguments = f"{layout} {sizes} --dtype {dtype} --device cpu"
+    masked = "0.5" if dtype == "bf16" else "0"
+    ours = {"ours", "ours-skip", "ours-main-grad-512-mib", "ours-cached"}
+    variants = ",".join(["native", "native-fused", *ours])
+    arguments = f"{layout} {sizes} --dtype {dtype} --device cpu --masked {masked} --variants {variants}"
     run_ranks(2, "benchmark.megatron_step", *arguments.split(), "--output", output)
     steps = {record["variant"]: record for record in json.loads(output.read_text())["steps"]}
-    ours = {"ours", "ours-main-grad", "ours-main-grad-512-mib", "ours-cached"}
     assert set(steps) == {"native", "native-fused", *ours}
     for record in steps.values():
         assert record["status"] == "ok"

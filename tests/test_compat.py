@@ -1,5 +1,6 @@
 """Other projects' calls: the same results from the same arguments, and reasons where they cannot be had."""
 
+import functools
 import inspect
 
 import pytest
@@ -28,8 +29,11 @@ def project(request):
 def test_the_calls_have_their_projects_signatures():
     def defaults(function):
         parameters = inspect.signature(function).parameters
-        assert all(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters.values())
-        return {name: p.default for name, p in parameters.items() if name not in ("hidden", "weight", "labels")}
+        skip = parameters["skip_ignored"]
+        assert (skip.kind, skip.default) == (skip.KEYWORD_ONLY, False)
+        own = {name: p for name, p in parameters.items() if name != "skip_ignored"}
+        assert all(p.kind is p.POSITIONAL_OR_KEYWORD for p in own.values())
+        return {name: p.default for name, p in own.items() if name not in ("hidden", "weight", "labels")}
 
     verl = {"temperature": 1.0, "reduction": "none", "dist_process_group": None}
     assert defaults(compat.verl_linear_cross_entropy) == verl
@@ -138,6 +142,32 @@ def test_negative_labels_are_ignored_rows(label, project, device):
 def test_unknown_reduction(project, device):
     with pytest.raises(ValueError, match="reduction must be 'none', 'sum' or 'mean', got 'avg'"):
         project(*make_problem(7, 24, 70, device)[:3], 1.0, "avg")
+
+
+CALLS = {
+    "verl": compat.verl_linear_cross_entropy,
+    "areal": functools.partial(compat.areal_linear_cross_entropy, return_max_logits=True),
+    "megatron": functools.partial(compat.megatron_linear_cross_entropy, reduction="none"),
+    "torch": functools.partial(compat.torch_linear_cross_entropy, reduction="none"),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_ignored_rows_are_skipped_and_nothing_else_changes(call, device):
+    problem = make_problem(12, 24, 70, device)
+    labels = problem.labels.clone()
+    labels[::3] = -100
+    found = []
+    for skip in (False, True, 8):
+        hidden, weight = (t.detach().clone().requires_grad_() for t in problem[:2])
+        results = CALLS[call](hidden, weight, labels, skip_ignored=skip)
+        results = results if isinstance(results, tuple) else (results,)
+        sum(torch.sin(result).sum() for result in results).backward()
+        found.append([*(result.detach() for result in results), hidden.grad, weight.grad])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found[2], found[0], rtol=1e-5, atol=1e-6)
+    wrong = CALLS[call](*problem[:2], labels, skip_ignored=7)
+    assert all(result.isnan().all() for result in (wrong if isinstance(wrong, tuple) else (wrong,)))
 
 
 # Megatron-LM's own fused call

@@ -94,6 +94,7 @@ def names(device):
         "teacher_weight": captured.weight,
         "group": captured.tp_group,
         "response_mask": per_token > 0,
+        "loss_mask": per_token + 1,
         "MyOutputLayer": type("MyOutputLayer", (ColumnParallelLinear,), {"forward": lambda *arguments: None}),
         "old_logprobs": per_token,
         "advantages": per_token + 1,
@@ -163,7 +164,7 @@ def test_commands_are_accepted(command, capsys):
             if hasattr(program, "build_parser"):
                 program.build_parser().parse_args(arguments)
             else:
-                assert module in ("benchmark.tables", "scripts.draw_how_it_works", "scripts.train_distill")
+                assert module in ("benchmark.tables", "scripts.draw_how_it_works")
         case ["python", path, *arguments]:
             assert Path(path).name in TORCHRUN_PROGRAMS
             assert set(arguments[::2]) <= {"--device", "--combinations"}

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from megatron_lce import capture_lm_head, enable_fused_linear_ce
+from megatron_lce.core import autograd, tokens
 from scripts import megatron_runtime
 from tests import megatron_world
 from tests.megatron_world import VOCAB_SIZE, lora
@@ -122,6 +123,80 @@ def test_negative_labels_are_ignored_rows(untied, device):
             torch.testing.assert_close(actual[name], gradient, rtol=1e-5, atol=1e-6)
 
 
+def masked_sum(loss, loss_mask):
+    return (loss * loss_mask).sum()
+
+
+@pytest.mark.parametrize(("mtp_layers", "skip"), [(0, True), (0, False), (1, True)])
+def test_masked_tokens_are_ignored_rows(device, mtp_layers, skip, monkeypatch):
+    """Megatron's loss under its mask, and every gradient; the labels themselves are valid."""
+    options = megatron_world.options(mtp_layers=mtp_layers, config={"mtp_loss_scaling_factor": 0.1})
+    model = megatron_runtime.build_gpt(options, device=device)
+    tensors, labels = megatron_world.inputs(device)
+    loss_mask = (torch.arange(labels.numel(), device=device) % 3 == 1).float().view_as(labels)
+    expected_loss = model(*tensors, labels=labels, loss_mask=loss_mask)
+    expected = megatron_world.gradients(model, masked_sum(expected_loss, loss_mask))
+    computed = []
+    monkeypatch.setattr(autograd, "Tokens", lambda *given: computed.append(tokens.Tokens(*given)) or computed[-1])
+    enable(model, ignore_masked=True, skip_ignored=skip)
+    for arguments, keywords in (((None, labels), {}), ((), {"labels": labels})):  # decoder_input, labels
+        computed.clear()
+        loss = model(*tensors, *arguments, loss_mask=loss_mask, **keywords)
+        torch.testing.assert_close(loss, expected_loss * loss_mask, rtol=1e-5, atol=1e-6)
+        megatron_world.assert_same_gradients(megatron_world.gradients(model, masked_sum(loss, loss_mask)), expected)
+        most = max(rows.num_computed for rows in computed)
+        # The shift for MTP ends each sequence with a label 0.
+        assert most <= loss_mask.sum() + megatron_world.BATCH * mtp_layers if skip else most == labels.numel()
+    assert torch.equal(model(*tensors, labels=labels) == 0, labels < 0)  # without a mask all count
+
+
+def test_masked_tokens_stay_megatrons_unless_asked_for(untied, device):
+    tensors, labels = megatron_world.inputs(device)
+    loss_mask = torch.zeros_like(labels)
+    handle = enable(untied, ignore_masked=True)
+    assert repr(handle).endswith("workspace_bytes=536870912, ignore_masked=True)")
+    assert not untied(*tensors, labels=labels, loss_mask=loss_mask).any()
+    with pytest.raises(ValueError, match=r"loss_mask must have labels' shape, \(3, 23\), got \(69,\)"):
+        untied(*tensors, labels=labels, loss_mask=loss_mask.flatten())
+    assert untied(*tensors, loss_mask=loss_mask).shape[-1] == VOCAB_SIZE
+    for remove in (handle.remove, lambda: enable(untied)):
+        remove()
+        assert not untied._forward_pre_hooks
+        assert untied(*tensors, labels=labels, loss_mask=loss_mask).all()
+
+
+def test_all_rows_are_computed_while_a_cuda_graph_is_captured(untied, device, monkeypatch):
+    tensors, labels = megatron_world.inputs(device)
+    labels = labels.where(labels % 3 != 0, -100)
+    enable(untied, skip_ignored=True)
+    expected = untied(*tensors, labels=labels)
+    counted = []
+    monkeypatch.setattr(tokens, "rows_that_count", lambda *given: counted.append(given))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    torch.testing.assert_close(untied(*tensors, labels=labels), expected)
+    assert not counted
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_of_the_loss_is_of_all_rows(untied, device):
+    _, labels = megatron_world.inputs(device)
+    labels = labels.where(labels % 3 != 0, -100)
+    hidden = torch.randn(megatron_world.SEQUENCE, megatron_world.BATCH, 32, device=device)
+    enable_fused_linear_ce(untied, skip_ignored=True)
+
+    @torch.no_grad()
+    def run():
+        logits, _ = untied.output_layer(hidden)
+        return untied.compute_language_model_loss(labels, logits)
+
+    expected, graph = run(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = run()
+    graph.replay()
+    assert torch.equal(loss, expected)
+
+
 def test_int32_labels_work_as_in_megatron(untied, device):
     tensors, labels = megatron_world.inputs(device)
     expected = untied(*tensors, labels=labels.int())
@@ -206,6 +281,8 @@ def test_errors(untied):
         ("workspace_bytes", -1, "workspace_bytes must be at least 0, got -1"),
         ("logits_cache_bytes", "2GiB", "logits_cache_bytes must be an int, got str"),
         ("vocab_size", 0, "vocab_size must be at least 1, got 0"),
+        ("skip_ignored", 7, "skip_ignored must be True or False: the microbatches of a model differ .*; got 7"),
+        ("ignore_masked", 1, "ignore_masked must be a bool, got int"),
         ("backend", "tritom", "backend must be 'auto', 'triton', 'torch' or 'reference', got 'tritom'"),
     ):
         with pytest.raises((TypeError, ValueError), match=message):

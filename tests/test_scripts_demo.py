@@ -1,6 +1,7 @@
 """What the demonstration makes of the reports: its verdict, its report and its pictures."""
 
 import json
+import re
 
 import pytest
 
@@ -15,6 +16,7 @@ def sft_report(losses: list[float], enabled: bool) -> dict:
     return {
         "losses": losses,
         "fused": {"enabled": enabled, "reasons": []},
+        "share_of_rows_computed": 0.25 if enabled else 1.0,
         "time_per_step_ms": 10.0,
         "time_per_step_is": "median",
         "memory_is": "resident set",
@@ -23,7 +25,7 @@ def sft_report(losses: list[float], enabled: bool) -> dict:
 
 
 def grpo_report(rewards: list[float]) -> dict:
-    names = ("all_right", "entropy", "kl", "trainer_sampler_largest_difference")
+    names = ("all_right", "entropy", "kl", "trainer_sampler_largest_difference", "share_of_rows_computed")
     steps = [{"reward": reward, **dict.fromkeys(names, 0.5)} for reward in rewards]
     return {**sft_report([], True), "config": {"digits": 5}, "steps": steps}
 
@@ -46,7 +48,9 @@ def test_runs_that_agree_and_a_reward_that_rises_pass(monkeypatch, tmp_path, cap
     assert code == 0
     assert report["largest_loss_difference"] == pytest.approx(5e-5)
     assert (report["reward_first_tenth"], report["reward_last_tenth"], report["failures"]) == (0.2, 0.6, [])
-    assert "5.0e-05" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "5.0e-05" in printed
+    assert re.search(r"tokens that the head computes +│ +100% │ +25% │", printed)
     assert (tmp_path / "sft.png").stat().st_size > 1000 < (tmp_path / "grpo.png").stat().st_size
 
 

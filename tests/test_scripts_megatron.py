@@ -1,5 +1,7 @@
 """What stands between the programs and Megatron: patches, attention, sampling and the head without fusion."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -7,7 +9,8 @@ pytest.importorskip("megatron.core")
 
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from scripts import materialised_head, megatron_runtime, sorting_task
+import megatron_lce
+from scripts import materialised_head, megatron_runtime, sft_data, sorting_task, train_grpo, train_sft, training
 from scripts.megatron_layers import SdpaAttention
 from scripts.rollout import sample
 
@@ -56,6 +59,50 @@ def test_a_mask_that_is_causal_equals_no_mask(megatron):
     query, key, value = (torch.randn(5, 2, 4, 16, generator=torch.Generator().manual_seed(i)) for i in range(3))
     masked_out = torch.ones(5, 5, dtype=torch.bool).triu(1)[None, None]
     torch.testing.assert_close(attention(query, key, value, masked_out), attention(query, key, value))
+
+
+def test_sft_is_the_same_with_a_loss_told_in_advance(megatron):
+    """Three optimizer steps of Megatron's path, of the flag and of the capture."""
+    rows = [sft_data.pack([sft_data.Example(list(range(1, 12)), prompt)], 0, 13) for prompt in (9, 2, 5)]
+    step = partial(train_sft.forward_step, device=megatron)
+    told = partial(train_sft.token_loss_step, device=megatron, workspace_bytes=2**20)
+    losses = []
+    for flag, forward_step in ((False, step), (True, step), (True, told)):
+        options = megatron_runtime.GptOptions(num_layers=1, vocab_size=32, config={"calculate_per_token_loss": True})
+        model = megatron_runtime.build_gpt(options, device=megatron, ddp=True)
+        optimizer = megatron_runtime.build_optimizer([model], lr=1e-2)
+        megatron_lce.enable_fused_linear_ce(model, flag, ignore_masked=True, skip_ignored=True)
+        totals = [
+            float(report[0])
+            for row in rows
+            for report in training.train_step(model, optimizer, forward_step, iter([row]), 1)
+        ]
+        losses.append(totals)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert losses[2] == pytest.approx(losses[0], rel=1e-6)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_grpo_is_the_same_with_a_loss_told_in_advance(megatron, level):
+    """Samples, losses and measures of two steps; a loss of sequences is made of the head's outputs either way."""
+    size = "--num-layers 1 --steps 2 --warm-up-steps 2 --prompts 2 --samples 2 --digits 2 --updates 2 --dtype fp32"
+    measured = []
+    for ways in ("--no-use-fused-linear-ce", "--loss outputs", "--loss token"):
+        args = train_grpo.build_parser().parse_args([*size.split(), "--level", level, *ways.split()])
+        torch.manual_seed(0)
+        trainer = train_grpo.Trainer(args, megatron)
+        trainer.warm_up()
+        optimizer = megatron_runtime.build_optimizer([trainer.policy], lr=args.lr)
+        steps = []
+        for _ in range(args.steps):
+            batch, measures = trainer.roll_out()
+            steps += [{**measures, **trainer.update(optimizer, batch)}]
+        measured.append(steps)
+    for steps in measured[1:]:
+        for step, expected in zip(steps, measured[0], strict=True):
+            assert 0 < step.pop("share_of_rows_computed") < 0.7 < expected["share_of_rows_computed"]
+            for name, value in step.items():
+                assert value == pytest.approx(expected[name], rel=1e-5, abs=2e-6), name
 
 
 def test_materialised_logprobs_and_entropy_are_those_of_a_softmax(megatron):

@@ -47,13 +47,14 @@ def test_sft_is_the_same_with_the_flag_on(tmp_path):
     assert (off["fused"]["enabled"], on["fused"]["enabled"]) == (False, True)
     assert on["losses"] == pytest.approx(off["losses"], abs=1e-5)
     assert on["losses"][-1] < on["losses"][0] - 0.1
+    assert 0.2 < on["share_of_rows_computed"] < 0.9 < off["share_of_rows_computed"] == 1.0
     assert on["time_per_step_ms"] > 0
     assert [rank["peak_mib"] > 100 for rank in on["ranks"]] == [True, True]
 
 
 def test_grpo_is_the_same_with_the_flag_on(tmp_path):
     options = ("--steps", "2", "--warm-up-steps", "5", "--prompts", "4", "--samples", "4", "--digits", "3", "--tied")
-    off, on = both("train_grpo", tmp_path, *options, "--updates", "2", "--level", "sequence", "--num-microbatches", "2")
+    off, on = both("train_grpo", tmp_path, *options, "--updates", "2", "--num-microbatches", "2")
     assert on["warm_up_losses"] == pytest.approx(off["warm_up_losses"], abs=1e-5)
     for with_flag, without in zip(on["steps"], off["steps"], strict=True):
         for measure in ("reward", "loss", "entropy", "kl"):

@@ -86,8 +86,20 @@ def test_blocks_are_as_wide_as_the_workspace_allows(device, monkeypatch):
         seen.append(out.logprobs.shape[0])
         return -out.logprobs
 
-    run(problem, loss, (), backend="triton", workspace_bytes=128 * one_token)
+    beside = 256 * (2 + 4 * 24)  # the smallest block of gradients, with its part of the weight's
+    run(problem, loss, (), backend="triton", workspace_bytes=128 * one_token + beside)
     assert seen == [128, 128, 44]
+
+
+@pytest.mark.parametrize("hidden_size", [1, 24])
+def test_a_workspace_from_the_smallest_up_works(hidden_size, backend, device):
+    """Where hidden and weight are copied for their alignment, too, and what is kept leaves little to the copies."""
+    problem = make_problem(1, hidden_size, 640, device, BF16)
+    with pytest.raises(ValueError, match="workspace_bytes must be at least") as raised:
+        run(problem, nll, (), backend=backend, workspace_bytes=1)
+    smallest = int(str(raised.value).split("at least ")[1].split()[0])
+    for more in (0, 500, 1_000, 1_500, 2_000, 10_000):
+        run(problem, nll, (), backend=backend, workspace_bytes=smallest + more)
 
 
 def test_outputs_are_those_of_linear_cross_entropy(backend, device):

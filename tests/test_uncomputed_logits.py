@@ -116,6 +116,30 @@ def test_changed_logits_give_the_loss_and_gradients_that_they_give_in_megatron(u
     megatron_world.assert_same_gradients(gradients, expected_gradients)
 
 
+@pytest.mark.parametrize("change", [lambda logits: None, lambda logits: logits.mul_(2), lambda logits: logits.sin_()])
+def test_double_backward_is_refused(untied, device, change):
+    """Of the fused loss, and of scaled and of touched logits: a penalty on the gradient would train as if absent."""
+    enable(untied)
+    tensors, labels = megatron_world.inputs(device)
+    fused = untied.compute_language_model_loss
+    untied.compute_language_model_loss = lambda labels, logits: (change(logits), fused(labels, logits))[1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loss = untied(*tensors, labels=labels).sum()
+    with pytest.raises(RuntimeError, match="create_graph must be False"):
+        torch.autograd.grad(loss, list(untied.parameters()), create_graph=True, allow_unused=True)
+
+
+def test_double_backward_through_logits_of_ones_own_use_is_refused(untied, device):
+    enable(untied)
+    tensors, _ = megatron_world.inputs(device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        largest = untied(*tensors).square().sum()
+    with pytest.raises(RuntimeError, match="create_graph must be False"):
+        torch.autograd.grad(largest, list(untied.parameters()), create_graph=True, allow_unused=True)
+
+
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_loss_of_ones_own_gets_every_gradient_and_is_told(model, device, loss, frozen):
@@ -282,6 +306,29 @@ def test_hooks_get_the_gradient_of_logits_and_the_loss_keeps_its_options(untied,
     gradients = megatron_world.gradients(untied, loss.square().sum())
     megatron_world.assert_same_gradients(gradients, expected_gradients)
     torch.testing.assert_close(kept[0].grad, seen[0].grad, rtol=1e-5, atol=1e-6)
+
+
+def test_rows_that_the_loss_does_not_count_keep_the_gradient_of_another_use(untied, device):
+    """A penalty on all logits beside a masked loss: skipping rows without a loss must not skip theirs."""
+    tensors, labels = megatron_world.inputs(device)
+    kept = labels % 3 != 0
+
+    def gradients(labels):
+        logits = kept_logits(untied)
+        loss = untied(*tensors, labels=labels)
+        return megatron_world.gradients(untied, loss[kept].sum() + logits[0].square().sum() / 100)
+
+    untied.compute_language_model_loss = lambda labels, logits: cross_entropy(logits, labels).T
+    expected = gradients(labels)
+    del untied.compute_language_model_loss
+    untied.output_layer._forward_hooks.clear()
+    enable(untied, skip_ignored=True)
+    for ignored in (labels, labels.where(kept, -100)):
+        untied.output_layer._forward_hooks.clear()
+        untied.output_layer.register_forward_hook(lambda module, args, output: output[0].retain_grad())
+        with pytest.warns(UserWarning, match=TOLD) if ignored is labels else contextlib.nullcontext():
+            actual = gradients(ignored)
+        megatron_world.assert_same_gradients(actual, expected)
 
 
 def test_touched_logits_leave_nothing_behind(untied, device):

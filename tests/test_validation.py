@@ -1,13 +1,14 @@
 """Every message names the argument, what it must be and what it was; `check_labels`."""
 
 import math
+import re
 import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import megatron_lce
 from megatron_lce import cross_entropy as api
@@ -109,14 +110,38 @@ def test_message(overrides, error, name, required, given):
     assert given in message.split("got")[1]
 
 
-def test_a_dtensor_is_no_ranks_own_tensor():
+REFUSED_PLACEMENTS = [  # of hidden and weight, further keywords, and what is said
+    (None, Shard(0), {}, "hidden and weight must both be DTensors or neither, got a plain tensor and a DTensor"),
+    (Replicate(), None, {}, "hidden and weight must both be DTensors or neither, got a DTensor and a plain tensor"),
+    (Replicate(), Shard(1), {}, "weight must be placed as Shard(0)"),
+    (Shard(1), Shard(0), {}, "hidden must be placed as Replicate(), or Shard(0)"),
+    (Replicate(), Shard(0), {"vocab_start": 0}, "vocab_start must be None beside DTensors"),
+    (Replicate(), Shard(0), {"sequence_parallel": True}, "sequence_parallel must be False beside DTensors"),
+    (Replicate(), Shard(0), {"reduce_grad_hidden": False}, "reduce_grad_hidden must be True beside DTensors"),
+]
+
+
+@pytest.fixture(scope="module")
+def mesh():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        weight = distribute_tensor(torch.ones(COLUMNS, HIDDEN_SIZE), init_device_mesh("cpu", (1,)), [Shard(0)])
-        with pytest.raises(TypeError, match=r"weight must be this rank.s own torch\.Tensor, got a DTensor"):
-            megatron_lce.linear_cross_entropy(**inputs(weight=weight))
-    finally:
-        dist.destroy_process_group()
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("hidden", "weight", "keywords", "expected"), REFUSED_PLACEMENTS)
+def test_placements_that_are_no_heads(hidden, weight, keywords, expected, mesh):
+    given = inputs(**keywords)
+    for name, placement in (("hidden", hidden), ("weight", weight)):
+        if placement is not None:
+            given[name] = distribute_tensor(given[name], mesh, [placement])
+    with pytest.raises((TypeError, ValueError), match=re.escape(expected)):
+        megatron_lce.linear_cross_entropy(**given)
+
+
+def test_other_calls_take_no_dtensor(mesh):
+    weight = distribute_tensor(torch.ones(COLUMNS, HIDDEN_SIZE), mesh, [Shard(0)])
+    with pytest.raises(TypeError, match=r"weight must be this rank.s own torch\.Tensor, got a DTensor"):
+        megatron_lce.linear_token_loss(**inputs(weight=weight), loss=lambda out: out.logprobs)
 
 
 def test_labels_under_sequence_parallel_are_the_whole_sequence():

@@ -34,13 +34,14 @@ class Case:
     main_grad: bool = False  # gradient_accumulation_fusion on the head
     virtual_pipeline: bool = False
     overlap: bool = False  # overlapped gradient reduction and parameter gather, distributed optimizer's buffers
+    masked: bool = False  # labels are valid and the model gets the mask; fused, masked rows are ignored and skipped
     dtype: torch.dtype = torch.float32
     hidden_size: int = 32
     config: tuple[tuple[str, Any], ...] = ()  # further TransformerConfig fields
 
     @property
     def name(self) -> str:
-        flags = ("sequence_parallel", "mtp", "pipeline", "main_grad", "virtual_pipeline", "overlap")
+        flags = ("sequence_parallel", "mtp", "pipeline", "main_grad", "virtual_pipeline", "overlap", "masked")
         words = ["tied" if self.tied else "untied", *(flag for flag in flags if getattr(self, flag))]
         words += [str(self.dtype).removeprefix("torch.")] if self.dtype != torch.float32 else []
         return " ".join([*words, *(f"{key}={value}" for key, value in self.config)])
@@ -164,10 +165,13 @@ def train_step(chunks: list[nn.Module], forward_step: Any, batches: list[dict[st
     return {f"microbatch {index}": result["losses"] for index, result in enumerate(results)} | logged
 
 
-def forward_step(data_iterator: Iterator[dict[str, Tensor]], model: nn.Module):
+def forward_step(data_iterator: Iterator[dict[str, Tensor]], model: nn.Module, masked: bool = False):
     """As in Megatron's pretrain_gpt: the model returns its loss per token, [b, s]."""
     batch = next(data_iterator)
-    output = model(batch["tokens"], batch["positions"], None, labels=batch["labels"], **_mtp_arguments(model, batch))
+    given = {"labels": batch["labels"], **_mtp_arguments(model, batch)}
+    if masked:
+        given |= {"labels": batch["labels"].clamp(min=0), "loss_mask": batch["loss_mask"]}
+    output = model(batch["tokens"], batch["positions"], None, **given)
     return output, lambda losses: masked_mean(losses, batch["loss_mask"])
 
 

@@ -54,6 +54,13 @@ class Problem:
             case.change(self)
 
 
+def sequence_shard(case: Case, rank: int, ranks: int) -> slice:
+    if not case.sequence_parallel:
+        return slice(None)
+    length = case.shape[0] // ranks
+    return slice(rank * length, (rank + 1) * length)
+
+
 def first_columns(problem: Problem) -> None:
     """Every label is the first column of a shard: the next rank's labels lie just past this one's last tile."""
     starts = torch.tensor(problem.starts[:-1], device=problem.labels.device)

@@ -1,9 +1,11 @@
 """A search for wrong numbers: random calls on 1 to 3 ranks against the fp64 oracles, with the tests' own budgets.
 
     torchrun --nproc-per-node 3 torchrun_tests/run_fuzz.py --device cpu --cases 6000 --write docs/fuzz.md
+    torchrun --nproc-per-node 15 torchrun_tests/run_fuzz.py --device cpu          # five searches side by side
     torchrun --nproc-per-node 3 torchrun_tests/run_fuzz.py --device cpu --repeat 'linear_jsd, torch: JsdCase(...)'
 
-Rank 0 has hypothesis draw the cases of `fuzz_cases.py`, and shrink those that fail; the others run what it broadcasts.
+Three ranks are a team; its first has hypothesis draw the cases of `fuzz_cases.py`, and shrink those that fail, the
+others run what it broadcasts. Every team searches everywhere, from a seed of its own.
 Of a failure the smallest case is printed as --repeat takes it.
 """
 
@@ -66,17 +68,50 @@ def verdict(case: Case, setting: Setting) -> tuple[str, str]:
     return ("wrong", "; ".join(findings)) if findings else (kind, "")
 
 
-def shared_verdict(case: Case, setting: Setting) -> str:
-    """Whether the case is right, or why it is refused: the same on every rank of the world.
+@dataclass
+class Team:
+    """Three ranks of the world."""
+
+    first: int
+    world: ProcessGroup | None  # all three
+    groups: dict[int, ProcessGroup | None]  # the first one, two and three of them; None: this rank is not among them
+
+    def broadcast(self, case: Case | None) -> Case | None:
+        box = [case]
+        dist.broadcast_object_list(box, src=self.first, group=self.world)
+        return box[0]
+
+    def gather(self, mine: object) -> list:
+        everyone = [None] * MOST_RANKS
+        dist.all_gather_object(everyone, mine, group=self.world)
+        return everyone
+
+
+def make_team() -> Team:
+    """This rank's; every rank makes the groups of all teams."""
+    team = None
+    # The groups of one to three ranks time out sooner than a team's: what a case does wrong is told over that.
+    timeout = timedelta(seconds=60)
+    for first in range(0, dist.get_world_size(), MOST_RANKS):
+        ranks = list(range(first, first + MOST_RANKS))
+        world = dist.new_group(ranks)
+        groups = {number: dist.new_group(ranks[:number], timeout=timeout) for number in range(1, MOST_RANKS + 1)}
+        if dist.get_rank() in ranks:
+            mine = dist.get_rank() - first
+            team = Team(first, world, {number: group if mine < number else None for number, group in groups.items()})
+    assert team is not None
+    return team
+
+
+def shared_verdict(case: Case, setting: Setting, team: Team) -> str:
+    """Whether the case is right, or why it is refused: the same on every rank of the team.
 
     Raises:
         Failed: it is wrong on some rank, or the ranks part.
         SystemExit: they parted so that they wait for each other; the group is of no more use.
     """
     mine = verdict(case, setting) if setting.group is not None else None
-    everyone: list[tuple[str, str] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    found = [one for one in everyone if one is not None]
+    found = [one for one in team.gather(mine) if one is not None]
     wrong = [f"rank {rank}: {message}" for rank, (kind, message) in enumerate(found) if kind == "wrong"]
     if any("Timed out waiting" in message for message in wrong):
         raise SystemExit(f"ranks wait for each other: {name_of(setting)}: {case}\n" + "\n".join(wrong))
@@ -87,14 +122,8 @@ def shared_verdict(case: Case, setting: Setting) -> str:
     return found[0][0]
 
 
-def broadcast(case: Case | None) -> Case | None:
-    box = [case]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
-
-
-def search(setting: Setting, num_cases: int, seed: int) -> Tally:
-    """On rank 0: cases as hypothesis draws them, until one fails; that one is shrunk and noted."""
+def search(setting: Setting, team: Team, num_cases: int, seed: int) -> Tally:
+    """On a team's first rank: cases as hypothesis draws them, until one fails; that one is shrunk and noted."""
     tally = Tally()
 
     @hypothesis.seed(seed)
@@ -107,9 +136,9 @@ def search(setting: Setting, num_cases: int, seed: int) -> Tally:
     )
     @hypothesis.given(fuzz_cases.cases(setting.operation, setting.ranks))
     def every_case(case: Case) -> None:
-        broadcast(case)
+        team.broadcast(case)
         try:
-            found = shared_verdict(case, setting)
+            found = shared_verdict(case, setting, team)
         except Failed as failed:
             tally.failure = f"{name_of(setting)}: {case}\n{failed}"
             raise
@@ -122,26 +151,29 @@ def search(setting: Setting, num_cases: int, seed: int) -> Tally:
     except (Failed, hypothesis.errors.Flaky, ExceptionGroup) as error:
         tally.failure = tally.failure or str(error)
     finally:
-        broadcast(None)
+        team.broadcast(None)
     return tally
 
 
-def follow(setting: Setting) -> None:
-    """On the other ranks: what rank 0 draws."""
-    while (case := broadcast(None)) is not None:
+def follow(setting: Setting, team: Team) -> None:
+    """On the others: what their first draws."""
+    while (case := team.broadcast(None)) is not None:
         try:
-            shared_verdict(case, setting)
+            shared_verdict(case, setting, team)
         except Failed:
-            continue  # rank 0 notes it
+            continue  # the first notes it
 
 
 def name_of(setting: Setting) -> str:
     return f"{setting.operation}, {setting.backend}"
 
 
-def summary(tallies: list[tuple[Setting, Tally]], seed: int) -> str:
-    """What was run and what became of it, in Markdown."""
-    total, failed = sum(tally.cases for _, tally in tallies), sum(bool(tally.failure) for _, tally in tallies)
+def summary(settings: list[Setting], found: list[list[Tally]], seed: int) -> str:
+    """What was run and what became of it, in Markdown; `found` has a list a team."""
+    total, failed = (
+        sum(count(tally) for tallies in found for tally in tallies)
+        for count in (lambda tally: tally.cases, lambda tally: bool(tally.failure))
+    )
     lines = [
         "# Random calls against the oracles",
         "",
@@ -155,8 +187,13 @@ def summary(tallies: list[tuple[Setting, Tally]], seed: int) -> str:
         "| operation | backend | ranks | calls | in the smallest workspace that the error names | refused | failures |",
         "|---|---|---|---|---|---|---|",
     ]
-    for setting, tally in tallies:
-        counts = (tally.cases, tally.refused[SMALL_WORKSPACE], tally.refused[EXCLUSIVE], int(bool(tally.failure)))
+    for setting, tallies in zip(settings, zip(*found, strict=True), strict=True):
+        counts = (
+            sum(tally.cases for tally in tallies),
+            sum(tally.refused[SMALL_WORKSPACE] for tally in tallies),
+            sum(tally.refused[EXCLUSIVE] for tally in tallies),
+            sum(bool(tally.failure) for tally in tallies),
+        )
         columns = (setting.operation, setting.backend, setting.ranks, *counts)
         lines.append("| " + " | ".join(map(str, columns)) + " |")
     lines += ["", f"Refused: {EXCLUSIVE}.", ""]
@@ -174,14 +211,14 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def repeat(text: str, groups: dict[int, ProcessGroup | None], device: torch.device) -> bool:
+def repeat(text: str, team: Team, device: torch.device) -> bool:
     """Run a printed case; whether it fails."""
     where, _, arguments = text.partition(": ")
     case = eval(arguments)
     operation, backend = where.split(", ")
-    setting = Setting(operation, backend, len(case.shards), groups[len(case.shards)], device)
+    setting = Setting(operation, backend, len(case.shards), team.groups[len(case.shards)], device)
     try:
-        found = shared_verdict(case, setting)
+        found = shared_verdict(case, setting, team)
     except Failed as failed:
         found = str(failed)
     if dist.get_rank() == 0:
@@ -193,36 +230,36 @@ def main() -> None:
     arguments = parse_arguments()
     device = device_of_rank(arguments.device)
     harness.start(device)
-    if dist.get_world_size() != MOST_RANKS:
-        raise SystemExit(f"run_fuzz.py needs {MOST_RANKS} ranks, got {dist.get_world_size()}")
-    timeout = timedelta(seconds=60)  # sooner than the world's: what a case does wrong is told over that
-    groups = {ranks: dist.new_group(list(range(ranks)), timeout=timeout) for ranks in range(1, MOST_RANKS + 1)}
-    groups = {ranks: group if dist.get_rank() < ranks else None for ranks, group in groups.items()}
+    num_teams, rest = divmod(dist.get_world_size(), MOST_RANKS)
+    if rest:
+        raise SystemExit(f"run_fuzz.py needs a multiple of {MOST_RANKS} ranks, got {dist.get_world_size()}")
+    team = make_team()
     if arguments.repeat:
-        harness.end(repeat(arguments.repeat, groups, device))
+        harness.end(repeat(arguments.repeat, team, device))
     settings = [
-        Setting(operation, backend, ranks, groups[ranks], device)
+        Setting(operation, backend, ranks, group, device)
         for operation in arguments.operations.split(",")
         for backend in harness.available_backends()
-        for ranks in groups
+        for ranks, group in team.groups.items()
     ]
+    cases = -(-arguments.cases // len(settings) // num_teams)
     tallies = []
-    for setting in settings:
-        if dist.get_rank() != 0:
-            follow(setting)
+    for number, setting in enumerate(settings):
+        if dist.get_rank() != team.first:
+            follow(setting, team)
             continue
-        tally = search(setting, -(-arguments.cases // len(settings)), arguments.seed)
-        tallies.append((setting, tally))
+        tally = search(setting, team, cases, arguments.seed + len(settings) * team.first + number)
+        tallies.append(tally)
         print(f"{name_of(setting)}, {setting.ranks} ranks: {tally.cases} cases {tally.failure}", flush=True)
-    failed = any(tally.failure for _, tally in tallies)
+    everyone: list[list[Tally]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(everyone, tallies)
+    found = everyone[::MOST_RANKS]
     if dist.get_rank() == 0:
-        text = summary(tallies, arguments.seed)
+        text = summary(settings, found, arguments.seed)
         print(text, flush=True)
         if arguments.write:
             arguments.write.write_text(text)
-    box = [failed]
-    dist.broadcast_object_list(box, src=0)
-    harness.end(box[0])
+    harness.end(any(tally.failure for tallies in found for tally in tallies))
 
 
 if __name__ == "__main__":

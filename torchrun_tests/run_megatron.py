@@ -7,6 +7,7 @@ On 4 ranks, cases without pipeline parallelism have two data-parallel replicas; 
 
 import argparse
 import dataclasses
+import functools
 import importlib.util
 import os
 import sys
@@ -38,9 +39,12 @@ FURTHER_CASES = [
     cases.Case(tied=True, pipeline=True, virtual_pipeline=True),
     cases.Case(sequence_parallel=True, main_grad=True, overlap=True),
     cases.Case(tied=True, mtp=True, main_grad=True, overlap=True),
+    cases.Case(sequence_parallel=True, mtp=True, masked=True),
+    cases.Case(tied=True, main_grad=True, masked=True),
 ]
 OTHER_MODEL_CASES = [cases.Case(), cases.Case(tied=True, sequence_parallel=True)]
 TOUCHED_CASES = [cases.Case(), cases.Case(tied=True, sequence_parallel=True), cases.Case(main_grad=True)]
+TOUCHED_CASES.append(cases.Case(sequence_parallel=True, masked=True))
 MUP = (("use_mup", True), ("mup_base_hidden_size", 16))
 SETTINGS = TransformerConfig.__dataclass_fields__
 LOSS_OF_HEAD = importlib.util.find_spec("megatron.core.transformer.linear_cross_entropy") is not None
@@ -64,15 +68,17 @@ def train(case: cases.Case, device: torch.device, *, fused: bool, like: list[nn.
     chunks = cases.build(case, device)
     if like is not None:
         cases.copy_weights(like, chunks)
-    handle = enable_fused_linear_ce(chunks, use_fused_linear_ce=fused)
+    masked = {"skip_ignored": case.masked, "ignore_masked": case.masked}
+    handle = enable_fused_linear_ce(chunks, use_fused_linear_ce=fused, **masked)
+    forward_step = functools.partial(cases.forward_step, masked=case.masked)
     if fused and case.main_grad:
         cases.set_main_grad_fusion(chunks)
     with cases.counted_additions() as additions:
-        losses = cases.train_step(chunks, cases.forward_step, cases.microbatches(device))
+        losses = cases.train_step(chunks, forward_step, cases.microbatches(device))
         if case.overlap:
             optimizer = megatron_runtime.build_optimizer(chunks, use_distributed_optimizer=True)
             optimizer.step()
-            losses = cases.train_step(chunks, cases.forward_step, cases.microbatches(device))
+            losses = cases.train_step(chunks, forward_step, cases.microbatches(device))
     assert handle.enabled == (fused and cases.has_head(chunks)), handle.reasons
     assert additions.called == (handle.enabled and case.main_grad), case
     return losses, cases.gradients(chunks), chunks
@@ -355,12 +361,13 @@ def check_touch_of_one_rank(case: cases.Case, device: torch.device, report: harn
     In several blocks of tokens in both passes, so that rows are found in whatever order they come.
     """
     batch = cases.microbatches(device)[0]
-    labels = batch["labels"].clamp(min=0)
+    labels, mask = batch["labels"].clamp(min=0), batch["loss_mask"] if case.masked else None
     for name, touch in list(TOUCHES.items())[: None if case == cases.Case() else 2]:
         found = []
         for fused in (False, True):
             chunks = cases.build(case, device)
-            enable_fused_linear_ce(chunks, use_fused_linear_ce=fused, workspace_bytes=40_000)
+            masked = {"skip_ignored": case.masked, "ignore_masked": case.masked}
+            enable_fused_linear_ce(chunks, use_fused_linear_ce=fused, workspace_bytes=40_000, **masked)
             if fused and case.main_grad:
                 cases.set_main_grad_fusion(chunks)
             if parallel_state.get_tensor_model_parallel_rank() == 0:
@@ -368,7 +375,8 @@ def check_touch_of_one_rank(case: cases.Case, device: torch.device, report: harn
                 head.register_forward_hook(lambda module, args, output, touch=touch: (touch(output[0]), None)[1])
             with warnings.catch_warnings(), mock.patch.multiple(blocks, WIDE_BLOCK=1, MIN_TOKENS=4):
                 warnings.simplefilter("ignore", UserWarning)
-                losses = chunks[0](batch["tokens"], batch["positions"], None, labels=labels)
+                losses = chunks[0](batch["tokens"], batch["positions"], None, labels=labels, loss_mask=mask)
+                losses = losses if mask is None else losses * mask
                 losses.sum().backward()
             found.append({"losses": losses.detach(), **cases.finished_gradients(chunks)})
         compare_all(report, f"{case.name}: {name} on one rank, losses and gradients", found[1], found[0])
@@ -410,10 +418,9 @@ def main() -> None:
         for check, case in runnable:
             if case.layout == layout:
                 check(case, device, report)
-    if dist.get_rank() == 0:
-        print(f"{report.compared} compared, {len(report.failures)} failed on {dist.get_world_size()} ranks", flush=True)
+    failed = report.conclude()
     megatron_runtime.teardown()
-    sys.exit(1 if report.failures else 0)
+    sys.exit(1 if failed else 0)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from harness import Report, available_backends, main
-from parity_cases import BF16, CASES, SEQUENCE, Case, Problem, ignore_some, uneven
+from parity_cases import BF16, CASES, SEQUENCE, Case, Problem, ignore_some, sequence_shard, uneven
+from parity_of_torch import run_compiled, run_cuda_graph, run_dtensors, run_fsdp
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -74,13 +75,6 @@ def run_case(case: Case, backend: str, group: ProcessGroup, device: torch.device
 
 def verdict(error: float, allowed: float) -> tuple[bool, str]:
     return error <= allowed, f"error {error:.2e}, allowed {allowed:.1e}"
-
-
-def sequence_shard(case: Case, rank: int, ranks: int) -> slice:
-    if not case.sequence_parallel:
-        return slice(None)
-    length = case.shape[0] // ranks
-    return slice(rank * length, (rank + 1) * length)
 
 
 def check_same_bits(name: str, actual: Result, case: Case, group: ProcessGroup, report: Report) -> None:
@@ -340,14 +334,23 @@ def program(device: torch.device, report: Report) -> None:
     run_megatrons_call(world, device, report)
     run_context_parallel(world, device, report)
     run_context_parallel(subgroup, device, report)
+    if device.type == "cuda":
+        run_cuda_graph(world, device, report)
+    if dist.get_world_size() == 2:
+        run_fsdp(world, device, report)
+    # Ranks share the cores of a CPU: more than three of them run every fourth case, and what follows.
+    cases = CASES if dist.get_world_size() < 4 or device.type == "cuda" else CASES[::4]
     for backend in available_backends():
-        for case in CASES:
+        for case in cases:
             run_case(case, backend, world, device, report)
         run_partial_gradients(backend, world, device, report)
         run_no_grad(backend, world, device, report)
         for group in (world, subgroup):
             run_bits_of_all_sizes(backend, group, device, report)
         run_token_loss(backend, world, device, report)
+        run_dtensors(backend, world, device, report)
+        if dist.get_world_size() == 2:  # no more is to be learnt of more
+            run_compiled(backend, world, device, report)
         for case in (Case("tp_group is a part of the world"), Case("a part of the world, bf16", dtype=BF16)):
             run_case(case, backend, subgroup, device, report)
 

@@ -26,9 +26,10 @@ from megatron_lce.core.tokens import (
     rows_to_compute,
     spread,
 )
+from megatron_lce.core.validation import refuse_double_backward
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+class LinearCrossEntropyFunction(torch.autograd.Function):
     """Per-token logprobs, entropy and lse over a vocab-sharded weight.
 
     hidden  replicated, or sharded along the sequence  -> its gradient is summed over the group
@@ -73,8 +74,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, grad_lse: Tensor | None, *_: None
     ) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError("create_graph must be False: linear_cross_entropy has no double backward")
+        refuse_double_backward("linear_cross_entropy")
         if ctx.cached and ctx.cache is None:
             raise RuntimeError(
                 "a second backward through linear_cross_entropy needs logits_cache_bytes=0: "
@@ -122,7 +122,7 @@ def linear_cross_entropy_autograd(
     """Apply the function to flattened inputs: hidden [N, H], labels [N]; outputs [N]."""
     grad_enabled = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     return LinearCrossEntropyOutput(
-        *_LinearCrossEntropy.apply(hidden, weight, labels, temperature, options, backend, grad_enabled)
+        *LinearCrossEntropyFunction.apply(hidden, weight, labels, temperature, options, backend, grad_enabled)
     )
 
 
@@ -133,18 +133,27 @@ def check_workspace(
     backend: CrossEntropyBackend,
     needs_grad: Sequence[bool] | None,
 ) -> None:
-    """The smallest block of every pass must find room before the first one runs; `needs_grad`: None without backward.
+    """Every pass must find room for its smallest block before the first runs; `needs_grad`: None without backward."""
+    smallest = room_of_smallest_blocks(hidden, weight, options, backend, needs_grad)
+    if options.workspace_bytes < smallest:
+        raise ValueError(f"workspace_bytes must be at least {smallest} for this head, got {options.workspace_bytes}")
 
-    Asked of the largest shard of the group, so that ranks agree.
-    """
+
+def room_of_smallest_blocks(
+    hidden: Tensor,
+    weight: Tensor,
+    options: Options,
+    backend: CrossEntropyBackend,
+    needs_grad: Sequence[bool] | None,
+) -> int:
+    """Bytes that no pass can do without: of the group's largest shard, so that ranks agree."""
     smallest = smallest_workspace(backend.softmax_stats_bytes(hidden, options))
     if needs_grad is not None:
         backward = backend.grad_logits_bytes(hidden, copies_of(hidden))
         if needs_grad[1]:
             backward = backward._replace(per_column=backward.per_column + accumulator_bytes_per_column(weight, options))
         smallest = max(smallest, smallest_workspace(backward))
-    if options.workspace_bytes < smallest:
-        raise ValueError(f"workspace_bytes must be at least {smallest} for this head, got {options.workspace_bytes}")
+    return smallest
 
 
 def _tokens(

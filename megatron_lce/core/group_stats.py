@@ -1,5 +1,6 @@
 """Statistics of every computed token over the whole vocabulary of a group."""
 
+import torch
 from torch import Tensor
 
 from megatron_lce.core import collectives
@@ -20,15 +21,13 @@ def stats_over_group(
     cache: LogitsCache | None,
 ) -> tuple[Tensor, Tensor]:
     """Extremes [E, N] and sums [1 + entropy, N] of the whole vocabulary, the same bits on every rank."""
-    extremes = empty_extremes(tokens.num_computed, options.telemetry, weight.device)
-    sums = empty_sums(tokens.num_computed, options.entropy, weight.device)
+    found = []
     for block in tokens.blocks() if tokens.num_computed else ():
-        here = block.rows
-        cache_here = None if cache is None else cache.of(here)
-        extremes[:, here], sums[:, here] = stats_of_tokens(
-            block.hidden.wait(), weight, rows.of(here), options, backend, cache_here
-        )
-    return extremes, sums
+        cache_here = None if cache is None else cache.of(block.rows)
+        found.append(stats_of_tokens(block.hidden.wait(), weight, rows.of(block.rows), options, backend, cache_here))
+    if not found:
+        return empty_extremes(0, options.telemetry, weight.device), empty_sums(0, options.entropy, weight.device)
+    return _side_by_side(found)
 
 
 def stats_of_tokens(
@@ -44,14 +43,19 @@ def stats_of_tokens(
     most = stats_tokens(num_tokens, options.workspace_bytes, backend.softmax_stats_bytes(hidden, options))
     if most >= num_tokens:
         return _stats_of_part(hidden, weight, rows, options, backend, cache)
-    extremes = empty_extremes(num_tokens, options.telemetry, hidden.device)
-    sums = empty_sums(num_tokens, options.entropy, hidden.device)
+    found = []
     for part in cut(num_tokens, most):
         cache_here = None if cache is None else cache.of(part)
-        extremes[:, part], sums[:, part] = _stats_of_part(
-            hidden[part], weight, rows.of(part), options, backend, cache_here
-        )
-    return extremes, sums
+        found.append(_stats_of_part(hidden[part], weight, rows.of(part), options, backend, cache_here))
+    return _side_by_side(found)
+
+
+def _side_by_side(found: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Those of consecutive tokens as one."""
+    if len(found) == 1:
+        return found[0]
+    extremes, sums = zip(*found, strict=True)
+    return torch.cat(extremes, dim=1), torch.cat(sums, dim=1)
 
 
 def _stats_of_part(

@@ -22,6 +22,7 @@ from megatron_lce.core.tokens import (
     rows_to_compute,
     to_every_row,
 )
+from megatron_lce.core.validation import refuse_double_backward
 
 
 class _LinearJsd(torch.autograd.Function):
@@ -71,8 +72,7 @@ class _LinearJsd(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor | None):
-        if torch.is_grad_enabled():
-            raise RuntimeError("create_graph must be False: linear_jsd has no double backward")
+        refuse_double_backward("linear_jsd")
         no_gradient = (None,) * 11
         if grad_loss is None:
             return None, None, *no_gradient

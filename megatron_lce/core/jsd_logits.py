@@ -15,6 +15,7 @@ from megatron_lce.core.blocks import (
     cut,
     kept_tokens,
     plan_blocks,
+    round_up,
     smallest_workspace,
 )
 from megatron_lce.core.head_gradients import Slab, accumulator_bytes_per_column, computed_slabs
@@ -145,10 +146,12 @@ def gradient_blocks(heads: Heads, num_tokens: int, options: Options) -> Gradient
     copied = copied_columns(columns, workspace, copies)
     room = workspace - copied * copies.per_column
     logits, gradient = row_bytes(columns, logits_bytes), row_bytes(columns, gradient_bytes)
+    if smallest_workspace(slabs) > workspace // 4:
+        return None
     if num_tokens * (logits + gradient) <= room:
         return GradientBlocks(num_tokens, num_tokens, copied)
     most = room // (logits + gradient) // MIN_TOKENS * MIN_TOKENS
-    if most == 0 or smallest_workspace(slabs) > workspace // 4:
+    if most == 0:
         return None
     tokens = min(most, max(1, round(room / 2 / logits / MIN_TOKENS)) * MIN_TOKENS)
     gradients = kept_tokens(num_tokens, room - tokens * logits, gradient)
@@ -158,9 +161,10 @@ def gradient_blocks(heads: Heads, num_tokens: int, options: Options) -> Gradient
 
 def copied_columns(num_columns: int, workspace_bytes: int, block_bytes: BlockBytes) -> int:
     """How many columns of a head are copied at once, where they are: at most a quarter of the workspace."""
+    whole = round_up(num_columns, COLUMN_STEP)
     if block_bytes.per_column == 0:
-        return num_columns
-    return min(num_columns, PREFERRED_COLUMNS, max(COLUMN_STEP, workspace_bytes // 4 // block_bytes.per_column))
+        return whole
+    return min(whole, PREFERRED_COLUMNS, max(COLUMN_STEP, workspace_bytes // 4 // block_bytes.per_column))
 
 
 def row_bytes(num_columns: int, block_bytes: BlockBytes) -> int:

@@ -11,6 +11,7 @@ from megatron_lce.core.head_gradients import Slab, head_gradients
 from megatron_lce.core.options import Options
 from megatron_lce.core.products import own_arithmetic
 from megatron_lce.core.tokens import TokenBlock, Tokens
+from megatron_lce.core.validation import refuse_double_backward
 
 
 class KnownLossPass(Protocol):
@@ -62,8 +63,7 @@ class _KnownLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError(f"create_graph must be False: {ctx.name} has no double backward")
+        refuse_double_backward(ctx.name)
         if ctx.scaled:
             raise RuntimeError(f"a second backward through {ctx.name} is not possible: the first scaled its gradients")
         ctx.scaled = True

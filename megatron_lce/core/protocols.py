@@ -1,5 +1,6 @@
 """What a backend supplies: a module with these functions. Core calls them and knows no more of a backend."""
 
+from collections.abc import Sequence
 from typing import Protocol, Self
 
 from torch import Tensor
@@ -21,6 +22,10 @@ class LogitsCache(Protocol):
     @property
     def rows(self) -> Tensor | None:
         """Which of the kept rows count; None: all, and the gradient is made in place."""
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """What the backend's `LogitsCache` is made of, `exp` first, while all rows count."""
 
     def of(self, rows: slice) -> Self:
         """A view of some of the rows that count."""

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lce.core.blocks import COLUMN_STEP, kept_tokens
+from megatron_lce.core.autograd import room_of_smallest_blocks
+from megatron_lce.core.blocks import kept_tokens
 from megatron_lce.core.group_stats import stats_of_tokens
 from megatron_lce.core.head_gradients import Slab
 from megatron_lce.core.logit_gradients import LogitGradients, grad_logits_slabs
@@ -93,7 +94,7 @@ class TokenLossPass:
         if kept_bytes is None:
             return max(computed, 1), None, options.workspace_bytes
         stats_bytes = backend.softmax_stats_bytes(hidden, options)
-        room = options.workspace_bytes - COLUMN_STEP * stats_bytes.per_column
+        room = options.workspace_bytes - room_of_smallest_blocks(hidden, self._weight, options, backend, (True, True))
         block = kept_tokens(computed, room, kept_bytes + stats_bytes.per_token)
         if block is None:
             return max(computed, 1), None, options.workspace_bytes

@@ -191,3 +191,9 @@ def kind_of(tensor: object) -> str:
 
 def rows_of(weight: object) -> int | None:
     return weight.shape[0] if isinstance(weight, Tensor) and weight.dim() == 2 else None
+
+
+def refuse_double_backward(operation: str) -> None:
+    """Inside a backward. What it returns has no graph, and autograd would drop a loss of the gradients silently."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(f"create_graph must be False: {operation} has no double backward")

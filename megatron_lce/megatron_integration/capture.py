@@ -210,7 +210,7 @@ class CapturedHead:
         """Those of the enabled loss that the capture is open on: its softcap, say, is the MTP losses' too."""
         assert self._language_model is not None
         overrides = overrides_of(self._language_model.output_layer, "forward")
-        fused = [one.owner.options for one in overrides if one.is_open and isinstance(one.owner, FusedLoss)]
+        fused = [one.owner.options_now() for one in overrides if one.is_open and isinstance(one.owner, FusedLoss)]
         return fused[0] if fused else {}
 
     def _mtp_layers(self) -> int:

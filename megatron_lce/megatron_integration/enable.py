@@ -9,7 +9,7 @@ from torch import nn
 
 from megatron_lce.backends.choice import describe_backend
 from megatron_lce.core.options import Backend
-from megatron_lce.core.validation import check_options
+from megatron_lce.core.validation import check_flag, check_options
 from megatron_lce.megatron_integration.capture import CapturedHead
 from megatron_lce.megatron_integration.fused_loss import FusedLoss, not_applied
 from megatron_lce.megatron_integration.heads import check_softcap
@@ -40,10 +40,11 @@ class FusedLinearCE:
     def __repr__(self) -> str:
         if self._fused is None or not self.enabled:
             return f"FusedLinearCE(not enabled: {'; '.join(self.reasons)})"
-        options = dict(self._fused.options)
+        options = dict(self._fused.options, ignore_masked=self._fused.ignore_masked)
         device = next(self._fused.language_model.parameters()).device
         backend = describe_backend(options.pop("backend"), device)
-        given = "".join(f", {name}={value}" for name, value in options.items() if value is not None)
+        asked = {name: value for name, value in options.items() if value is not None and value is not False}
+        given = "".join(f", {name}={value}" for name, value in asked.items())
         return f"FusedLinearCE(enabled, backend: {backend}{given})"
 
     @property
@@ -71,6 +72,8 @@ def enable_fused_linear_ce(
     workspace_bytes: int = 512 * 2**20,
     vocab_size: int | None = None,
     softcap: float | None = None,
+    skip_ignored: bool = False,
+    ignore_masked: bool = False,
     backend: Backend = "auto",
 ) -> FusedLinearCE:
     """From now on `model(..., labels=labels)` computes its loss, and its MTP losses, without logits.
@@ -89,6 +92,10 @@ def enable_fused_linear_ce(
         logits_cache_bytes, workspace_bytes, vocab_size, softcap, backend: as in `megatron_lce.linear_cross_entropy`.
             `vocab_size` and `softcap` change the fused loss only: logits returned without labels have neither, and a
             head that is left to Megatron has neither, which the warning says.
+        skip_ignored: leave ignored rows out of the head: they are counted on the device, with one synchronisation in
+            each pass. While a CUDA graph is captured all rows are computed. No int: microbatches differ in their count.
+        ignore_masked: where the model is called with `loss_mask`, [b, s], tokens whose mask is 0 are ignored rows too,
+            those of the MTP losses as Megatron shifts the mask.
 
     Returns:
         A handle: `enabled`, `reasons`, `remove()`. The decision is made here, once, and together: all ranks of the
@@ -110,6 +117,13 @@ def enable_fused_linear_ce(
         "backend": backend,
     }
     check_options(**options)
+    if not isinstance(skip_ignored, bool):
+        raise TypeError(
+            "skip_ignored must be True or False: the microbatches of a model differ in their number of counted rows; "
+            f"got {skip_ignored!r}"
+        )
+    check_flag("ignore_masked", ignore_masked)
+    options["skip_ignored"] = skip_ignored
     modules = modules_of(model)
     if use_fused_linear_ce and any(isinstance(owner, CapturedHead) for owner in _owners(modules)):
         raise RuntimeError("capture_lm_head is open on this model: enable before or after it")
@@ -127,7 +141,7 @@ def enable_fused_linear_ce(
         warn_on_one_rank(message + not_applied(options))
         return FusedLinearCE(reasons)
     check_softcap(language_model.output_layer, softcap)
-    return FusedLinearCE((), FusedLoss(language_model, options))
+    return FusedLinearCE((), FusedLoss(language_model, options, ignore_masked))
 
 
 def _overrides(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, MethodOverride]]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from megatron_lce.megatron_integration.head_call import BackwardPasses, HeadCall
 from megatron_lce.megatron_integration.method_overrides import MethodOverride, overrides_of
 from megatron_lce.megatron_integration.support import managed_weight_reason, warn_on_one_rank
-from megatron_lce.megatron_integration.uncomputed_logits import UncomputedLogits
+from megatron_lce.megatron_integration.uncomputed_logits import IGNORE_INDEX, UncomputedLogits
 
 if TYPE_CHECKING:
     from megatron.core.models.common.language_module.language_module import LanguageModule
@@ -21,16 +23,18 @@ _COMPUTED = "the logits were computed or given a hook, by labels=None in trainin
 class FusedLoss:
     """A model's head and loss with the options of `enable_fused_linear_ce`, in place until `close`."""
 
-    def __init__(self, language_model: LanguageModule, options: dict[str, Any]):
+    def __init__(self, language_model: LanguageModule, options: dict[str, Any], ignore_masked: bool):
         self.language_model = language_model
         self.head: ColumnParallelLinear = language_model.output_layer
-        self.options = options
+        self.options, self.ignore_masked = options, ignore_masked
         self._warned: set[str] = set()
         self._backward_passes = BackwardPasses()
         self._overrides = (
             MethodOverride(self.head, "forward", self.forward),
             MethodOverride(language_model, "compute_language_model_loss", self.compute_language_model_loss),
         )
+        hook = _ignore_masked_labels
+        self._hooks = [language_model.register_forward_pre_hook(hook, with_kwargs=True)] if ignore_masked else []
 
     def is_in_place(self) -> bool:
         return all(next(overrides_of(own.module, own.name), None) is own for own in self._overrides)
@@ -38,6 +42,13 @@ class FusedLoss:
     def close(self) -> None:
         for override in self._overrides:
             override.close()
+        for hook in self._hooks:
+            hook.remove()
+
+    def options_now(self) -> dict[str, Any]:
+        """The options; all rows while a CUDA graph is captured, which cannot wait for their number."""
+        capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        return self.options | {"skip_ignored": self.options["skip_ignored"] and not capturing}
 
     def forward(
         self,
@@ -63,7 +74,7 @@ class FusedLoss:
             return type(head).forward(head, input_, weight, runtime_gather_output, **of_loss)
         call = HeadCall.of(head, input_, weight, self._backward_passes)
         if of_loss.pop("output_cross_entropy_loss", False):
-            return UncomputedLogits(call, self._compute_logits).compute_loss(**of_loss, **self.options)
+            return UncomputedLogits(call, self._compute_logits).compute_loss(**of_loss, **self.options_now())
         return UncomputedLogits.in_graph(call, self._compute_logits), None
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
@@ -76,7 +87,7 @@ class FusedLoss:
             self._warn_once(_COMPUTED)
         # MTP's acceptance metrics read the largest logit after the loss, in training.
         telemetry = self.language_model.training and bool(self.language_model.config.mtp_num_layers)
-        return logits.compute_loss(labels, telemetry=telemetry, **self.options)
+        return logits.compute_loss(labels, telemetry=telemetry, **self.options_now())
 
     def _compute_logits(self, logits: UncomputedLogits) -> Tensor:
         if self.language_model.training and logits.requires_grad:
@@ -93,3 +104,22 @@ def not_applied(options: dict[str, Any]) -> str:
     """The end of a warning: which options would have changed the loss itself."""
     lost = [name for name in ("softcap", "vocab_size") if options[name] is not None]
     return f"; not applied: {', '.join(lost)}" if lost else ""
+
+
+def _ignore_masked_labels(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
+    """In front of the model's forward: labels [b, s] whose `loss_mask` is 0 become ignored ones.
+
+    Megatron derives the labels of its MTP losses from these by the shift that it derives their mask by.
+    """
+    names = inspect.signature(type(model).forward).parameters
+    given = dict(zip(list(names)[1:], args, strict=False)) | kwargs
+    labels, loss_mask = given.get("labels"), given.get("loss_mask")
+    if labels is None or loss_mask is None:
+        return None
+    if loss_mask.shape != labels.shape:
+        raise ValueError(f"loss_mask must have labels' shape, {tuple(labels.shape)}, got {tuple(loss_mask.shape)}")
+    labels = labels.masked_fill(loss_mask == 0, IGNORE_INDEX)
+    if "labels" in kwargs:
+        return args, kwargs | {"labels": labels}
+    place = list(names).index("labels") - 1
+    return (*args[:place], labels, *args[place + 1 :]), kwargs

@@ -25,6 +25,7 @@ from megatron_lce.core.products import product
 from megatron_lce.core.protocols import CrossEntropyBackend
 from megatron_lce.core.rows import Finished, Rows
 from megatron_lce.core.softmax_stats import CHUNK_COLUMNS, LOG2_E, packed_rows
+from megatron_lce.core.validation import refuse_double_backward
 from megatron_lce.cross_entropy import Call, linear_cross_entropy, prepare_call
 from megatron_lce.megatron_integration.head_call import HeadCall, swap
 from megatron_lce.megatron_integration.heads import form_of
@@ -70,8 +71,8 @@ class _LogprobsOfLogits(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor, *_: None):
+        refuse_double_backward("an enabled head")
         (values,) = ctx.saved_tensors
         return ctx.loss.grad_logits_of(values, grad_logprobs).view(ctx.shape), None, None
 
@@ -120,7 +121,9 @@ class LossOfLogits:
         """Of hidden and weight, from the gradient [s, b, V/tp] of the head's output: the fused call's backward."""
         self._given.grad_output = grad_output.flatten(0, 1)
         wanted = [x for x in self._inputs if x.requires_grad]
-        found = iter(torch.autograd.grad(self._logprobs, wanted, self.upstream, retain_graph=True, allow_unused=True))
+        # Not the loss's own, by which rows are skipped: another use of the logits may want the gradient of any row.
+        upstream = torch.ones_like(self._logprobs)
+        found = iter(torch.autograd.grad(self._logprobs, wanted, upstream, retain_graph=True, allow_unused=True))
         self._given.grad_output = None
         grad_hidden, grad_weight = (next(found) if x.requires_grad else None for x in self._inputs)
         return None if grad_hidden is None else grad_hidden.view_as(hidden), grad_weight

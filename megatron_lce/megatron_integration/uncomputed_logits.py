@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map
 
 from megatron_lce.compat import Reduction, reduce_loss
 from megatron_lce.core.options import LinearCrossEntropyOutput
+from megatron_lce.core.validation import refuse_double_backward
 from megatron_lce.megatron_integration.head_call import HeadCall, swap
 from megatron_lce.megatron_integration.heads import form_of
 from megatron_lce.megatron_integration.logits_loss import Logprobs, LossOfLogits, logprobs_of_logits
@@ -177,8 +178,8 @@ class _HeadOutput(torch.autograd.Function):
         return logits
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_logits: Tensor):
+        refuse_double_backward("an enabled head")
         hidden, weight = ctx.saved_tensors
         for loss in ctx.losses:
             if loss.upstream is not None:
@@ -205,8 +206,8 @@ class _Scaled(torch.autograd.Function):
         return scaled
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_scaled: Tensor):
+        refuse_double_backward("an enabled head")
         return grad_scaled * ctx.factor, None
 
 

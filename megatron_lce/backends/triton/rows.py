@@ -166,7 +166,9 @@ def _finish_kernel(
     to_nats = tl.where((label_logit == float("-inf")) & (to_nats != 0), float("nan"), to_nats)
     log_sum = tl.log2(sum_exp)
     log_sum = tl.where(log_sum < 0, 0.0, log_sum)  # the sum is at least 1; no rounding may say otherwise
-    label_logprob = (label_logit - max_logit) - log_sum
+    label_shift = label_logit - max_logit
+    label_shift = tl.where(label_shift > 0, 0.0, label_shift)  # they come from two kernels
+    label_logprob = label_shift - log_sum
     tl.store(saved_log_sum_ptr + rows, log_sum, mask=mask)
     tl.store(saved_label_logprob_ptr + rows, label_logprob, mask=mask)
     tl.store(lse_ptr + rows, _in_nats(max_logit + log_sum, to_nats), mask=mask)

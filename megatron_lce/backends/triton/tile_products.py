@@ -22,9 +22,20 @@ def tile_position(tile, num_row_blocks, num_column_tiles, GROUP_N: tl.constexpr)
 
 
 @triton.jit
+def _weight_tile(weight, column, h, H, BLOCK_H: tl.constexpr):
+    """[BLOCK_V, BLOCK_H], zero past the ends."""
+    if weight.dtype.is_ptr():
+        inner = h + tl.arange(0, BLOCK_H)
+        tile = tl.load(weight + inner[None, :], mask=(inner < H)[None, :], other=0.0)
+    else:
+        tile = weight.load([column, h])
+    return tile
+
+
+@triton.jit
 def tile_products(
     hidden_desc,  # [N, H]
-    weight_desc,  # [V, H]
+    weight,  # the descriptor of [V, H], or pointers [BLOCK_V, 1] to the rows that are taken whatever `column` is
     row,
     column,
     H,
@@ -41,17 +52,17 @@ def tile_products(
             partial = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
             for h in range(start, min(start + FP32_SUM, H), BLOCK_H):
                 hidden = hidden_desc.load([row, h])
-                weight = weight_desc.load([column, h])
-                partial = tl.dot(hidden, weight.T, partial, input_precision="ieee")
+                weight_tile = _weight_tile(weight, column, h, H, BLOCK_H)
+                partial = tl.dot(hidden, weight_tile.T, partial, input_precision="ieee")
             products += partial
         return products
     for h in range(0, H, BLOCK_H):
         hidden = hidden_desc.load([row, h])  # [BLOCK_N, BLOCK_H]
-        weight = weight_desc.load([column, h])  # [BLOCK_V, BLOCK_H]
+        weight_tile = _weight_tile(weight, column, h, H, BLOCK_H)  # [BLOCK_V, BLOCK_H]
         if UPCAST:
             hidden = hidden.to(tl.float32)
-            weight = weight.to(tl.float32)
-        products = tl.dot(hidden, weight.T, products)
+            weight_tile = weight_tile.to(tl.float32)
+        products = tl.dot(hidden, weight_tile.T, products)
     return products
 
 

@@ -1,0 +1,103 @@
+"""Our own heads: `linear_cross_entropy` and `linear_token_loss` with their options, as a benchmark's step."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import megatron_lce
+from benchmark.shapes import Inputs
+from megatron_lce.core.options import WORKSPACE_BYTES, LinearCrossEntropyOutput
+
+MIB = 2**20
+Step = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]  # outputs, and the gradients of hidden and weight
+
+
+class MainGrad:
+    """fp32 [V, H] that the weight's gradient is added to and that outlives the call, as Megatron's `main_grad`."""
+
+    def __init__(self) -> None:
+        self._sum: Tensor | None = None
+
+    def clear(self, weight: Tensor) -> None:
+        if self._sum is None or self._sum.shape != weight.shape:
+            self._sum = torch.empty_like(weight, dtype=torch.float32)
+        self._sum.zero_()
+        self._dtype = weight.dtype
+
+    def buffer(self) -> Tensor:
+        assert self._sum is not None
+        return self._sum
+
+    def finish(self) -> Tensor:
+        """Zeros that take no memory, in place of a gradient."""
+        return self.buffer().new_zeros((), dtype=self._dtype).expand_as(self.buffer())
+
+
+@dataclass
+class Ours:
+    """One way to call our head.
+
+    cache_fraction  `logits_cache_bytes` as a part of the 16-bit logits
+    token_loss      `linear_token_loss`, which is told the upstream gradients in forward; without a cache
+    main_grad       the weight's gradient goes into a buffer that stays (and is cleared in front of each step)
+    """
+
+    cache_fraction: float = 0.0
+    workspace_bytes: int = WORKSPACE_BYTES
+    skip_ignored: bool | int = False
+    token_loss: bool = False
+    main_grad: bool = False
+    _sum: MainGrad = field(default_factory=MainGrad)
+
+    def step(self, inputs: Inputs, mode: str) -> Step:
+        keywords: dict[str, Any] = {"entropy": mode in ("fwd", "rl"), "workspace_bytes": self.workspace_bytes}
+        keywords["skip_ignored"] = self.skip_ignored
+        if self.main_grad:
+            self._sum.clear(inputs.weight)
+            keywords["weight_grad_sink"] = self._sum
+        tensors = inputs.hidden, inputs.weight, inputs.labels
+        with torch.set_grad_enabled(mode != "fwd"):
+            if self.token_loss:
+                told = inputs.grad_logprobs, inputs.grad_entropy
+                result = megatron_lce.linear_token_loss(*tensors, _LOSSES[mode], *told, **keywords)
+                outputs = as_mode(mode, result.outputs.logprobs, result.outputs.entropy)
+                total = result.loss / len(inputs.labels) if mode == "sft" else result.loss
+                gradients = torch.autograd.grad(total, tensors[:2])
+            else:
+                cache = cache_bytes(len(inputs.labels), len(inputs.weight), self.cache_fraction)
+                out = megatron_lce.linear_cross_entropy(*tensors, logits_cache_bytes=cache, **keywords)
+                outputs = as_mode(mode, out.logprobs, out.entropy)
+                gradients = gradients_of(outputs, inputs, mode)
+        return outputs, (gradients[0], self._sum.buffer()) if self.main_grad else gradients
+
+
+def _rl(out: LinearCrossEntropyOutput, grad_logprobs: Tensor, grad_entropy: Tensor) -> Tensor:
+    return grad_logprobs * out.logprobs + grad_entropy * out.entropy
+
+
+_LOSSES = {
+    "rl": _rl,
+    "logprob": lambda out, grad_logprobs, _: grad_logprobs * out.logprobs,
+    "sft": lambda out, *_: -out.logprobs,
+}
+
+
+def gradients_of(outputs: tuple[Tensor, ...], inputs: Inputs, mode: str) -> tuple[Tensor, ...]:
+    """Those of hidden and weight, by the mode's upstream gradients; none for `fwd`."""
+    if mode == "fwd":
+        return ()
+    upstream = None if mode == "sft" else (inputs.grad_logprobs, inputs.grad_entropy)[: len(outputs)]
+    return torch.autograd.grad(outputs, (inputs.hidden, inputs.weight), upstream)
+
+
+def as_mode(mode: str, logprobs: Tensor, entropy: Tensor | None) -> tuple[Tensor, ...]:
+    if mode == "sft":
+        return (-logprobs.mean(),)
+    return (logprobs,) if entropy is None else (logprobs, entropy)
+
+
+def cache_bytes(tokens: int, vocab: int, fraction: float) -> int:
+    """`logits_cache_bytes` for a fraction of the 16-bit logits; for the whole, with room for what goes with them."""
+    return int(2 * tokens * (vocab * 1.02 + 64 if fraction == 1 else vocab * fraction))

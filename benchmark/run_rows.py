@@ -1,0 +1,158 @@
+"""Time over the share of ignored rows: `python -m benchmark.run_rows --shapes S1,S2,S3`.
+
+Our head with `skip_ignored` False, True and the number of the others, beside the same head on those rows alone and a
+peer that drops ignored rows. Ignored rows are scattered, or the first ones. Every head's results are compared with
+those of our head without skipping.
+"""
+
+import argparse
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmark import measure, pictures, report
+from benchmark.ours import Ours
+from benchmark.providers import PROVIDERS, Head
+from benchmark.results import Results
+from benchmark.run import DTYPES, numbers
+from benchmark.shapes import Inputs, Shape, choose, make_inputs, parse_shape
+from scripts.arguments import HelpFormatter
+
+IGNORED = -100
+MODES = ("rl", "logprob")
+PEER = "cce"
+LAYOUTS = ("scattered", "contiguous")
+DEFAULT_SHAPES = {"cuda": "S1,S2,S3", "cpu": "64x128x1000"}
+
+
+def ignore(inputs: Inputs, share: float, layout: str) -> tuple[Inputs, Tensor]:
+    """The inputs with this share of rows ignored, and the others."""
+    num_tokens = len(inputs.labels)
+    order = torch.arange(num_tokens, device=inputs.labels.device)
+    if layout == "scattered":
+        order = torch.randperm(num_tokens, generator=torch.Generator().manual_seed(0)).to(order.device)
+    first = round(share * num_tokens)
+    return replace(inputs, labels=inputs.labels.index_fill(0, order[:first], IGNORED)), order[first:].sort().values
+
+
+def alone(inputs: Inputs, rows: Tensor) -> Inputs:
+    """These rows, as a program would hand them over that had left out the others itself."""
+    return Inputs(
+        inputs.hidden.detach()[rows].requires_grad_(),
+        inputs.weight,
+        inputs.labels[rows],
+        inputs.grad_logprobs[rows],
+        inputs.grad_entropy[rows],
+    )
+
+
+def differences(head: Head, inputs: Inputs, mode: str, rows: Tensor, expected: dict[str, Tensor]) -> dict:
+    """How far logprobs and gradients of these rows, and the weight's gradient, are from the expected ones."""
+    found = results_of(head, inputs, mode)
+    if len(inputs.labels) != len(rows):
+        found |= {name: found[name][rows] for name in ("logprobs", "grad_hidden")}
+    record = {
+        "logprobs_difference": (found["logprobs"] - expected["logprobs"]).abs().max().item() if len(rows) else 0.0
+    }
+    for name in ("grad_hidden", "grad_weight"):
+        difference, size = (found[name] - expected[name]).norm(), expected[name].norm()
+        record[f"{name}_difference"] = (difference / size.clamp(min=1e-30)).item()
+    return record
+
+
+def results_of(head: Head, inputs: Inputs, mode: str) -> dict[str, Tensor]:
+    (logprobs, *_), (grad_hidden, grad_weight) = measure.run_step(head, inputs, mode)
+    return {"logprobs": logprobs.detach(), "grad_hidden": grad_hidden, "grad_weight": grad_weight}
+
+
+def measure_case(
+    results: Results, shape: Shape, inputs: Inputs, case: tuple[float, str, str], peer: Head | None, budget_ms: float
+) -> None:
+    """All heads at one share of ignored rows: they take turns."""
+    share, layout, mode = case
+    given, rows = ignore(inputs, share, layout)
+    compact = alone(given, rows)
+    heads: dict[str, tuple[Head, Inputs]] = {
+        "ours": (Ours(), given),
+        "ours-skip": (Ours(skip_ignored=True), given),
+        "ours-count": (Ours(skip_ignored=len(rows)), given),
+        "ours-alone": (Ours(), compact),
+    }
+    if peer is not None and mode in PROVIDERS[PEER].modes:
+        heads[PEER] = (peer, given)
+    turns = []
+    for name, (head, its_inputs) in heads.items():
+        record = {"shape": shape.name, "mode": mode, "ignored": share, "layout": layout, "provider": name}
+        record |= {"gradients_mib": measure.gradients_mib(its_inputs, mode)}
+        step = partial(measure.run_step, head, its_inputs, mode)
+        turns.append((record, measure.Timed(step, results.device)))
+    results.take_turns("rows", turns, lambda: None, budget_ms=budget_ms)
+    expected = results_of(Ours(), given, mode)
+    expected |= {name: expected[name][rows] for name in ("logprobs", "grad_hidden")}
+    for (record, _), (head, its_inputs) in zip(turns, heads.values(), strict=True):
+        results.complete("rows", record, partial(differences, head, its_inputs, mode, rows, expected))
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmark.run_rows", description=__doc__.splitlines()[0], formatter_class=HelpFormatter
+    )
+    add = parser.add_argument
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    add("--shapes", help=f"Comma-separated: S1, S2, S3 or NxHxV; None: {DEFAULT_SHAPES[here]}.")
+    add("--shares", default="0,0.3,0.6,0.9", help="Comma-separated shares of ignored rows.")
+    add("--layouts", default=",".join(LAYOUTS), help="Comma-separated places of the ignored rows.")
+    add("--modes", default="rl", help="Comma-separated: rl, logprob; only the latter has a peer.")
+    add("--dtype", choices=DTYPES, default="bf16", help="Type of hidden and weight.")
+    add("--device", choices=("cuda", "cpu"), default=here, help="Where to run.")
+    add("--budget-ms", type=float, default=150.0, help="Time of a head's repeats in each round, in ms.")
+    add("--output", type=Path, default=Path("rows.json"), help="JSON file to write.")
+    add("--pictures", type=Path, help="Folder for the picture; None: no picture.")
+    return parser
+
+
+def parse_arguments(argv: list[str]) -> argparse.Namespace:
+    parser = build_parser()
+    arguments = parser.parse_args(argv)
+    try:
+        shapes = numbers(arguments.shapes or DEFAULT_SHAPES[arguments.device])
+        arguments.shapes = [parse_shape(text) for text in shapes]
+        arguments.modes = choose("a mode", arguments.modes, MODES)
+        arguments.layouts = choose("a layout", arguments.layouts, LAYOUTS)
+        arguments.shares = [float(text) for text in numbers(arguments.shares)]
+        if not all(0 <= share <= 1 for share in arguments.shares):
+            raise ValueError(f"shares must be from 0 to 1, got {arguments.shares}")
+    except ValueError as error:
+        parser.error(str(error))
+    return arguments
+
+
+def main(argv: list[str] | None = None) -> dict:
+    argv = sys.argv[1:] if argv is None else argv
+    arguments = parse_arguments(argv)
+    device, dtype = torch.device(arguments.device), DTYPES[arguments.dtype]
+    results = Results(device, dtype, arguments.output, {"command": argv})
+    results.load("ours", Ours, None)
+    peer = results.load(PEER, PROVIDERS[PEER].load, PROVIDERS[PEER].package)
+    for shape in arguments.shapes:
+        measure.free_memory(device)
+        inputs = make_inputs(shape, dtype, device)
+        for mode in arguments.modes:
+            for share in arguments.shares:
+                for layout in arguments.layouts if share else arguments.layouts[:1]:
+                    measure_case(results, shape, inputs, (share, layout, mode), peer, arguments.budget_ms)
+        del inputs
+    results.save()
+    report.print_tables(results.document)
+    if arguments.pictures:
+        pictures.draw(results.document, arguments.pictures)
+    print(f"Report: {arguments.output}")
+    return results.document
+
+
+if __name__ == "__main__":
+    main()

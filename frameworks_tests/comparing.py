@@ -1,0 +1,87 @@
+"""Small models at every layout, and a framework's results with the fused head beside its own, gradients included."""
+
+import gc
+import itertools
+import os
+import sys
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from scripts import megatron_runtime  # found through the path above
+
+ALLOWED = 1e-5  # norm over norm, fp32
+Outputs = Callable[[nn.Module], dict[str, Tensor]]
+
+_failures: list[str] = []
+
+
+@dataclass(frozen=True)
+class Case:
+    tied: bool
+    sequence_parallel: bool
+
+    @property
+    def name(self) -> str:
+        tied = "tied" if self.tied else "untied"
+        return f"TP={dist.get_world_size()}, {tied}{', sequence parallel' * self.sequence_parallel}"
+
+    def build(self) -> nn.Module:
+        """A GPT over all ranks, the same weights whenever it is built."""
+        options = megatron_runtime.GptOptions(
+            num_layers=1, hidden_size=32, vocab_size=96, tied=self.tied, sequence_parallel=self.sequence_parallel
+        )
+        return megatron_runtime.build_gpt(options)
+
+
+def cases() -> list[Case]:
+    layouts = (False, True) if dist.get_world_size() > 1 else (False,)
+    return [Case(*choice) for choice in itertools.product((False, True), layouts)]
+
+
+def compare(name: str, case: Case, fused: Outputs, unfused: Outputs) -> None:
+    """Outputs and every parameter's gradient, of an upstream gradient of its own for each token and output."""
+    actual = _results(case, fused)
+    expected = _results(case, unfused, only=actual)
+    errors = {key: _error(value, expected[key]) for key, value in actual.items()}
+    worst = max(errors, key=lambda key: errors[key])
+    verdict = torch.tensor([max(errors.values())], dtype=torch.float64)
+    dist.all_reduce(verdict, dist.ReduceOp.MAX)
+    if not float(verdict) <= ALLOWED:
+        _failures.append(name)
+        print(f"FAILED  {name}: rank {dist.get_rank()}: {worst}: {errors[worst]:.1e}", flush=True)
+    elif dist.get_rank() == 0:
+        print(f"ok      {name}: {len(errors)} tensors, largest error {float(verdict):.1e}", flush=True)
+
+
+def main(program: Callable[[], None]) -> None:
+    """Starts the ranks of one tensor-parallel group on the CPU, runs the program, exits non-zero on a failure."""
+    torch.set_num_threads(1)
+    megatron_runtime.initialize(int(os.environ["WORLD_SIZE"]), device="cpu")
+    program()
+    gc.collect()
+    megatron_runtime.teardown()
+    sys.exit(bool(_failures))
+
+
+def _results(case: Case, outputs: Outputs, only: Collection[str] | None = None) -> dict[str, Tensor]:
+    model = case.build()
+    found = {name: values for name, values in outputs(model).items() if only is None or name in only}
+    generator = torch.Generator().manual_seed(1)
+    upstream = {name: torch.randn(values.shape, generator=generator) for name, values in sorted(found.items())}
+    sum((found[name] * upstream[name]).sum() for name in found).backward()
+    gradients = {f"gradient of {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {name: values.detach() for name, values in found.items()} | gradients
+
+
+def _error(actual: Tensor, expected: Tensor) -> float:
+    if actual.shape != expected.shape:
+        return float("inf")
+    error = float((actual.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30))
+    return error if error == error else float("inf")

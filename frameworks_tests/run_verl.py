@@ -1,0 +1,118 @@
+"""verl's own forward files with the diffs of docs/adoption.md, against verl's unfused path, on any number of ranks.
+
+    torchrun --nproc-per-node 2 frameworks_tests/run_verl.py FOLDER      # FOLDER/verl: verl with the diffs applied
+
+Stand-ins: an output class that is a dataclass of transformers in verl, the unwrapping of DDP, a flag for NPUs, a type
+that only annotates, and the schedule of `build_schedule_plan`, which calls what verl sets on it.
+"""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from comparing import cases, compare, main
+from stand_ins import packages_without_their_init, stand_in
+from torch import Tensor, nn
+
+from megatron_lce import capture_lm_head
+
+TEMPERATURE = 0.7
+LENGTHS = (5, 9, 6)
+
+
+class Output(SimpleNamespace):
+    """verl's CausalLMOutputForPPO: fields."""
+
+
+def import_verl(folder: Path) -> SimpleNamespace:
+    names = "verl", "verl.models", "verl.models.mcore", "verl.utils", "verl.utils.megatron", "verl.workers"
+    packages_without_their_init(folder, *names)
+    stand_in("verl.utils.model", CausalLMOutputForPPO=Output)
+    stand_in("verl.utils.device", is_npu_available=False)
+    stand_in("verl.workers.config", MtpConfig=None)
+    stand_in("verl.utils.megatron_utils", unwrap_model=lambda model: model)
+    from verl.models.mcore import model_forward, model_forward_1f1b_overlap, model_forward_fused
+    from verl.utils.megatron import tensor_parallel
+
+    assert "verl.utils.kernel" not in sys.modules  # nothing is left of verl's own kernel
+    return SimpleNamespace(
+        unfused=model_forward.gptmodel_forward_model_engine,
+        fused=model_forward_fused,
+        overlap=model_forward_1f1b_overlap.gptmodel_forward_1f1b_overlap,
+        parallel=tensor_parallel,
+    )
+
+
+def batch() -> Tensor:
+    """Sequences of several lengths, as verl's engine has them: a jagged nested tensor [b, j]."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.nested.nested_tensor(
+        [torch.randint(96, (length,), generator=generator) for length in LENGTHS], layout=torch.jagged
+    )
+
+
+def unfused(verl: SimpleNamespace, model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
+    """verl's forward with logits, and what its engine computes from them."""
+
+    def of_logits(logits: Tensor, label: Tensor, temperature: Tensor) -> dict[str, Tensor]:
+        logits = logits / temperature.clamp(min=1e-8)[..., None]  # 0 in padding
+        return {
+            "entropy": verl.parallel.vocab_parallel_entropy(logits.clone()),
+            "log_probs": verl.parallel.vocab_parallel_log_probs_from_logits(logits, label),
+        }
+
+    temperature = torch.nested.nested_tensor([torch.full((n,), TEMPERATURE) for n in LENGTHS], layout=torch.jagged)
+    arguments = {"label": tokens, "temperature": temperature}
+    return verl.unfused(model, tokens, {}, logits_processor=of_logits, logits_processor_args=arguments)
+
+
+def fused(verl: SimpleNamespace, model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
+    verl.fused.patch_fused_forward(model)
+    run = verl.fused.fused_forward_model_engine()
+    result = run(model, tokens, tokens, {}, TEMPERATURE, calculate_entropy=True, pad_token_id=0)
+    verl.fused.unpatch_fused_forward(model)
+    return result
+
+
+def overlapped(verl: SimpleNamespace, model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
+    """What verl hangs into the schedule of its overlapped forward, called as that schedule calls it."""
+    padded = tokens.to_padded_tensor(0)
+    mask = torch.arange(padded.shape[1])[None] < torch.tensor(LENGTHS)[:, None]
+    model.build_schedule_plan = lambda **keywords: SimpleNamespace(post_process=SimpleNamespace(), **keywords)
+    plan = verl.overlap(model, padded, None, mask, padded.roll(-1, 1), torch.ones_like(mask), temperature=TEMPERATURE)
+    postprocess = model._postprocess  # verl's own, of the model from now on
+    del model.build_schedule_plan, model._postprocess
+    with capture_lm_head(model) as head:
+        model(plan.input_ids, None, None, packed_seq_params=plan.packed_seq_params)
+    names = ["input_ids", "position_ids", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin"]
+    rest: dict[str, Any] = dict.fromkeys(names)
+    (logprobs,) = postprocess(
+        head.hidden, labels=plan.labels, attention_mask=mask, packed_seq_params=plan.packed_seq_params, **rest
+    )
+    return {"log_probs": logprobs[mask]}
+
+
+def program() -> None:
+    verl = import_verl(Path(sys.argv[1]))
+    tokens = batch()
+    # The last token of a sequence has no next one; verl's loss leaves it out.
+    counted = torch.cat([torch.arange(n) < n - 1 for n in LENGTHS])
+
+    def outputs(run: Any) -> Any:
+        def call(model: nn.Module) -> dict[str, Tensor]:
+            result = run(verl, model, tokens)
+            return {name: (t.values() if t.is_nested else t)[counted] for name, t in result.items()}
+
+        return call
+
+    for case in cases():
+        mode = verl.fused._resolve_fused_forward_mode(case.build())
+        compare(f"verl's fused forward ({mode}), {case.name}", case, outputs(fused), outputs(unfused))
+        if not case.tied:  # that file takes the head's own weight
+            compare(f"verl's overlapped forward, {case.name}", case, outputs(overlapped), outputs(unfused))
+
+
+if __name__ == "__main__":
+    main(program)

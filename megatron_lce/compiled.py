@@ -1,0 +1,191 @@
+"""`linear_cross_entropy` under torch.compile: a node of the graph for each pass, which the compiler does not look into.
+
+A node runs what a call without the compiler runs, validation included: the passes of the one autograd function, with a
+context of ours in place of torch's. What that function saves travels from one node to the other as tensors. Beside the
+passes a node has shapes, which is all that the compiler sees while it traces.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_lce.backends.choice import load_backend
+from megatron_lce.core import collectives
+from megatron_lce.core.autograd import LinearCrossEntropyFunction
+from megatron_lce.cross_entropy import Call, checked_options, prepare_call
+
+_KEYWORDS = {  # the type of each in a schema
+    "temperature": "float",
+    "temperatures": "Tensor?",  # one a token, instead
+    "tp_group": "str?",  # its name
+    "sequence_parallel": "bool",
+    "logits_scale": "float",
+    "softcap": "float?",
+    "ignore_index": "int",
+    "vocab_start": "int?",
+    "vocab_size": "int?",
+    "entropy": "bool",
+    "telemetry": "bool",
+    "skip_ignored": "bool",
+    "num_counted": "SymInt?",  # `skip_ignored` where it is a number
+    "logits_cache_bytes": "int",
+    "workspace_bytes": "int",
+    "reduce_grad_hidden": "bool",
+    "backend": "str",
+    "needs_hidden": "bool",  # whether backward will make its gradient
+    "needs_weight": "bool",
+}
+_SCHEMA_END = ", ".join(f"{kind} {name}" for name, kind in _KEYWORDS.items()) + ") -> Tensor[]"
+
+
+class _Context:
+    """What torch hands to the passes of an autograd function, for calling them by hand."""
+
+    def __init__(self, call: Call, keywords: dict[str, Any]) -> None:
+        self.needs_input_grad = (keywords["needs_hidden"], keywords["needs_weight"])
+        self.saved_tensors: Sequence[Tensor | None] = ()
+        self.cache: Any = None
+        self.cached = False
+        self.num_tokens, self.options = call.labels.shape[0], call.options
+        self.backend = load_backend(keywords["backend"], call.hidden.device)
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        self.saved_tensors = tensors
+
+    def set_materialize_grads(self, value: bool) -> None: ...
+
+    def mark_non_differentiable(self, *tensors: Tensor) -> None: ...
+
+
+def _arguments(values: Sequence[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The keywords of a node, and those of them that `linear_cross_entropy` has, as it has them."""
+    keywords = dict(zip(_KEYWORDS, values, strict=True))
+    public = {name: value for name, value in keywords.items() if not name.startswith("needs_")}
+    temperatures, num_counted = public.pop("temperatures"), public.pop("num_counted")
+    if temperatures is not None:
+        public["temperature"] = temperatures
+    if num_counted is not None:
+        public["skip_ignored"] = num_counted
+    elif public["skip_ignored"]:
+        public["logits_cache_bytes"] = 0  # how much that would hold depends on what is on the device
+    if public["tp_group"] is not None:
+        public["tp_group"] = collectives.group_named(public["tp_group"])
+    return keywords, public | {"weight_grad_sink": None}
+
+
+@torch.library.custom_op(
+    "megatron_lce::linear_cross_entropy",
+    mutates_args=(),
+    schema=f"(Tensor hidden, Tensor weight, Tensor labels, {_SCHEMA_END}",
+)
+def _forward(hidden: Tensor, weight: Tensor, labels: Tensor, *values: Any) -> list[Tensor]:
+    """The outputs that were asked for, of labels' shape; then, where a gradient is wanted, what backward needs."""
+    keywords, public = _arguments(values)
+    call = prepare_call(hidden.detach(), weight.detach(), labels, **public)
+    context = _Context(call, keywords)
+    needs_grad = any(context.needs_input_grad)
+    flat = LinearCrossEntropyFunction.forward(context, *call.inputs, call.options, context.backend, needs_grad)
+    # Nodes may not return views of each other's memory.
+    outputs = [output.view(labels.shape).clone() for output in flat if output is not None]
+    if not needs_grad:
+        return outputs
+    _, _, counted, *per_row = context.saved_tensors
+    kept = [labels.new_empty(0) if counted is None else counted]
+    kept += [row.clone() for row in per_row if row is not None]
+    return [*outputs, *kept, *(() if context.cache is None else context.cache.tensors)]
+
+
+@_forward.register_fake
+def _(hidden: Tensor, weight: Tensor, labels: Tensor, *values: Any) -> list[Tensor]:
+    keywords, public = _arguments(values)
+    num_counted, num_tokens = keywords["num_counted"], labels.numel()
+    ranks = collectives.group_size(public["tp_group"])
+    options = checked_options(hidden, weight, labels, ranks, **public | {"skip_ignored": keywords["skip_ignored"]})
+    outputs = [labels.new_empty(labels.shape, dtype=dtype) for dtype in _output_dtypes(keywords)]
+    if not (keywords["needs_hidden"] or keywords["needs_weight"]):
+        return outputs
+    computed: Any = num_tokens
+    listed: Any = 0
+    if keywords["skip_ignored"]:
+        computed, listed = (torch.library.get_ctx().new_dynamic_size() for _ in range(2))
+    elif num_counted is not None:
+        computed, listed = num_counted, (0 if num_counted == num_tokens else num_counted)
+    cache = None
+    if options.logits_cache_bytes:
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        cache = load_backend(keywords["backend"], hidden.device).new_cache(computed, flat, options)
+    dtypes = [torch.int32] + [torch.float32] * (5 + keywords["entropy"])
+    kept = [labels.new_empty(listed), *(labels.new_empty(computed, dtype=dtype) for dtype in dtypes)]
+    return [*outputs, *kept, *(() if cache is None else cache.tensors)]
+
+
+def _output_dtypes(keywords: dict[str, Any]) -> list[torch.dtype]:
+    floats = 2 + keywords["entropy"] + 2 * keywords["telemetry"]
+    return [torch.float32] * floats + [torch.int64] * keywords["telemetry"]
+
+
+@torch.library.custom_op(
+    "megatron_lce::linear_cross_entropy_backward",
+    mutates_args=(),  # but for the cache, which is of no use to anyone else
+    schema=f"(Tensor hidden, Tensor weight, Tensor labels, Tensor[] kept, Tensor?[] upstream, {_SCHEMA_END}",
+)
+def _backward(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    kept: list[Tensor],
+    upstream: list[Tensor | None],  # of logprobs, entropy and lse, [...] each
+    *values: Any,
+) -> list[Tensor]:
+    """The gradients that are wanted, of hidden's and of weight's shape."""
+    keywords, public = _arguments(values)
+    call = prepare_call(hidden.detach(), weight.detach(), labels, **public)
+    context = _Context(call, keywords)
+    counted, *tensors = kept
+    num_rows = 6 + keywords["entropy"]
+    per_row, of_cache = tensors[:num_rows], tensors[num_rows:]
+    everything = per_row[0].shape[0] == labels.numel()
+    context.save_for_backward(call.hidden, call.weight, None if everything else counted, *per_row)
+    if of_cache:
+        context.cache, context.cached = context.backend.LogitsCache(*of_cache), True
+    with torch.no_grad():
+        logprobs, entropy, lse = (None if grad is None else grad.reshape(-1) for grad in upstream)
+        grad_hidden, grad_weight, *_ = LinearCrossEntropyFunction.backward(context, logprobs, entropy, lse)
+        for tensor in of_cache[1:]:
+            tensor.fill_(torch.nan)  # the kept logits are gradients now: a second backward gives NaN, not nonsense
+    gradients = (grad_hidden, hidden.shape), (grad_weight, weight.shape)
+    return [gradient.view(shape) for gradient, shape in gradients if gradient is not None]
+
+
+@_backward.register_fake
+def _(hidden: Tensor, weight: Tensor, labels: Tensor, kept: Any, upstream: Any, *values: Any) -> list[Tensor]:
+    keywords, _ = _arguments(values)
+    wanted = (hidden, keywords["needs_hidden"]), (weight, keywords["needs_weight"])
+    return [tensor.new_empty(tensor.shape) for tensor, needed in wanted if needed]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    hidden, weight, labels, *values = inputs
+    keywords, _ = _arguments(values)
+    num_outputs = len(_output_dtypes(keywords))
+    temperatures = keywords["temperatures"]
+    ctx.save_for_backward(hidden, weight, labels, temperatures, *output[num_outputs:])
+    ctx.values = [None if isinstance(value, Tensor) else value for value in values]
+    ctx.mark_non_differentiable(*output[2 + keywords["entropy"] :])
+    ctx.set_materialize_grads(False)
+
+
+def _autograd(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+    hidden, weight, labels, temperatures, *kept = ctx.saved_tensors
+    keywords = dict(zip(_KEYWORDS, ctx.values, strict=True)) | {"temperatures": temperatures}
+    logprobs, *others = grads
+    upstream = [logprobs, others[0] if keywords["entropy"] else None, others[keywords["entropy"]]]
+    found = iter(_backward(hidden, weight, labels, kept, upstream, *keywords.values()))
+    needs = keywords["needs_hidden"], keywords["needs_weight"]
+    return *(next(found) if needed else None for needed in needs), None, *itertools.repeat(None, len(_KEYWORDS))
+
+
+_forward.register_autograd(_autograd, setup_context=_setup_context)

@@ -1,0 +1,40 @@
+"""`FusedLinearHead`: the head as a module of plain PyTorch, for FSDP2 and for tensor parallelism with DTensors."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_lce.core.options import LinearCrossEntropyOutput
+from megatron_lce.cross_entropy import linear_cross_entropy
+
+
+class FusedLinearHead(nn.Linear):
+    """An `nn.Linear` without bias, whose call gives logits or, with labels, the fused result.
+
+    Both use the weight inside the module's call alone. So `fully_shard` (FSDP2) gathers it once for either, as it does
+    for an `nn.Linear`; the operation called with `head.weight` beside the module would find a shard there.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, *, device: Any = None, dtype: torch.dtype | None = None
+    ) -> None:
+        """in_features: H; out_features: the size of the vocabulary; the parameter is `weight`, [V, H]."""
+        super().__init__(in_features, out_features, bias=False, device=device, dtype=dtype)
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden: Tensor,  # [..., H]
+        labels: Tensor | None = None,  # [...]
+        **keywords: Any,
+    ) -> Tensor | LinearCrossEntropyOutput:
+        """Logits [..., V]; with labels what `linear_cross_entropy` gives, whose keywords are taken then.
+
+        Raises:
+            TypeError, ValueError: see `linear_cross_entropy`; keywords without labels.
+        """
+        if labels is not None:
+            return linear_cross_entropy(hidden, self.weight, labels, **keywords)
+        if keywords:
+            raise TypeError(f"labels must be given beside {', '.join(keywords)}")
+        return super().forward(hidden)

@@ -1,0 +1,118 @@
+"""torch.compile of a training step: one graph, and the bits of the same step without it. Two ranks: run_parity.py."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import megatron_lce
+
+HIDDEN, VOCABULARY = 16, 300
+
+CASES = {
+    "outputs of every kind": {"telemetry": True},
+    "no entropy": {"entropy": False},
+    "temperature, softcap": {"temperature": 0.7, "softcap": 20.0, "logits_scale": 2.0, "vocab_size": 290},
+    "a temperature a token": {"temperature": torch.linspace(0.5, 2.0, 12)},
+    "ignored rows skipped": {"skip_ignored": True},
+    "their number known": {"skip_ignored": 10},
+    "part of the logits kept": {"logits_cache_bytes": 4000, "dtype": torch.bfloat16},
+    "all of them kept": {"logits_cache_bytes": 2**20, "dtype": torch.bfloat16},
+}
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+
+
+def step(hidden: Tensor, weight: Tensor, labels: Tensor, keywords: dict) -> tuple[Tensor, list[Tensor]]:
+    out = megatron_lce.linear_cross_entropy(2 * hidden, weight, labels, **keywords)
+    loss = out.lse.square().mean() - out.logprobs.sum()
+    if out.entropy is not None:
+        loss = loss + 0.1 * out.entropy.sum()
+    return loss, [output.detach() for output in out if output is not None]
+
+
+def inputs(dtype: torch.dtype, device: torch.device, tokens: int = 12) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(tokens, HIDDEN, generator=generator)
+    weight = torch.randn(VOCABULARY, HIDDEN, generator=generator)
+    labels = torch.randint(290, (tokens,), generator=generator)
+    labels[[2, 7]] = -100
+    hidden, weight = (tensor.to(device, dtype).requires_grad_() for tensor in (hidden, weight))
+    return hidden, weight, labels.to(device)
+
+
+def bits(function, hidden, weight, labels, keywords) -> list[Tensor]:
+    """Loss, outputs and the gradients of those inputs that want one."""
+    loss, outputs = function(hidden, weight, labels, keywords)
+    wanted = [tensor for tensor in (hidden, weight) if tensor.requires_grad]
+    return [loss.detach(), *outputs, *(torch.autograd.grad(loss, wanted) if wanted else ())]
+
+
+def same(some: list[Tensor], others: list[Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_graph_with_the_bits_of_eager(case, backend, device):
+    keywords = {"backend": backend, **CASES[case]}
+    problem = inputs(keywords.pop("dtype", torch.float32), device)
+    keywords = {name: v.to(device) if isinstance(v, Tensor) else v for name, v in keywords.items()}
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    assert same(bits(compiled, *problem, keywords), bits(step, *problem, keywords))
+
+
+def test_nothing_is_kept_of_rows_that_the_device_counts(device):
+    pytest.importorskip("triton")
+    problem, keywords = inputs(torch.bfloat16, device), {"backend": "triton", "skip_ignored": True}
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    assert same(bits(compiled, *problem, keywords | {"logits_cache_bytes": 4000}), bits(step, *problem, keywords))
+
+
+@pytest.mark.parametrize("trained", ["neither", "hidden", "weight"])
+def test_gradients_only_where_wanted(trained, device):
+    hidden, weight, labels = inputs(torch.float32, device)
+    hidden.requires_grad_(trained == "hidden")
+    weight.requires_grad_(trained == "weight")
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    assert same(bits(compiled, hidden, weight, labels, {}), bits(step, hidden, weight, labels, {}))
+
+
+def test_token_counts_do_not_recompile(device):
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(step, fullgraph=True, backend=counter)
+    for tokens in (12, 17, 31, 44):
+        problem, keywords = inputs(torch.float32, device, tokens), {"skip_ignored": tokens - 2}
+        assert same(bits(compiled, *problem, keywords), bits(step, *problem, keywords))
+    assert counter.frame_count <= 2  # once for the first number, once for any other
+
+
+def test_what_is_wrong_with_a_call_is_said(device):
+    hidden, weight, labels = inputs(torch.float32, device)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    with pytest.raises(RuntimeError, match="temperature must be positive and finite, got -1"):
+        compiled(hidden, weight, labels, {"temperature": -1.0})
+    with pytest.raises(RuntimeError, match="labels must have hidden's shape without H"):
+        compiled(hidden, weight, labels[:5], {})
+
+
+def test_a_second_backward_through_kept_logits_raises(device):
+    pytest.importorskip("triton")
+    problem, keywords = inputs(torch.bfloat16, device), {"backend": "triton", "logits_cache_bytes": 2**20}
+    loss, _ = torch.compile(step, fullgraph=True, backend="aot_eager")(*problem, keywords)
+    with pytest.raises(RuntimeError):  # noqa: PT012  which of the two, and with what words, is torch's
+        torch.autograd.grad(loss, problem[:2], retain_graph=True)
+        torch.autograd.grad(loss, problem[:2])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ["outputs of every kind", "their number known", "all of them kept"])
+def test_inductor(case, device):
+    keywords = dict(CASES[case])
+    problem = inputs(keywords.pop("dtype", torch.float32), device)
+    compiled = torch.compile(step, fullgraph=True)
+    *one, _, _ = bits(compiled, *problem, keywords)
+    *other, _, _ = bits(step, *problem, keywords)
+    assert same(one[1:], other[1:])

@@ -1,0 +1,147 @@
+"""What `run_parity.py` runs of torch around the operation: its compiler, CUDA graphs, DTensors and FSDP2."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from harness import Report
+from parity_cases import BF16, HIDDEN_SIZE, Case, Problem, sequence_shard
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import megatron_lce
+
+
+def run_compiled(backend: str, group: ProcessGroup, device: torch.device, report: Report) -> None:
+    """torch.compile of a step makes one graph of it, with the bits of the step without."""
+    for case in (
+        Case("torch.compile"),
+        Case("torch.compile, bf16, sequence parallel", dtype=BF16, sequence_parallel=True),
+    ):
+        step, inputs = step_of(case, backend, group, device, logits_cache_bytes=1000)
+        compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+        report.check(
+            f"{backend}: {case.name}", same_bits(with_gradients(compiled, inputs), with_gradients(step, inputs))
+        )
+
+
+def run_cuda_graph(group: ProcessGroup, device: torch.device, report: Report) -> None:
+    """A replay of a captured step, its collectives included, has the bits of the step without a graph."""
+    for case in (Case("CUDA graph"), Case("CUDA graph, bf16, sequence parallel", dtype=BF16, sequence_parallel=True)):
+        for cache in (0, 2**20):
+            step, inputs = step_of(case, "triton", group, device, logits_cache_bytes=cache)
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                with_gradients(step, inputs)
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                captured = with_gradients(step, inputs)
+            with torch.no_grad():
+                inputs[0].mul_(1.5)
+            graph.replay()
+            report.check(f"{case.name}, {cache} bytes kept", same_bits(captured, with_gradients(step, inputs)))
+            del graph, captured
+
+
+def step_of(
+    case: Case, backend: str, group: ProcessGroup, device: torch.device, **keywords: Any
+) -> tuple[Callable[..., list[Tensor]], tuple[Tensor, ...]]:
+    """A function of this rank's inputs that gives a loss and the outputs it is made of, and these inputs."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    problem = Problem(case, ranks, device)
+    shard = slice(problem.starts[rank], problem.starts[rank + 1])
+    own = problem.hidden[sequence_shard(case, rank, ranks)], problem.weight[shard]
+    hidden, weight = (tensor.clone().requires_grad_() for tensor in own)
+    keywords |= {"tp_group": group, "sequence_parallel": case.sequence_parallel, "backend": backend}
+    return fused_step(problem, **keywords), (hidden, weight, problem.labels)
+
+
+def fused_step(problem: Problem, **keywords: Any) -> Callable[..., list[Tensor]]:
+    def step(hidden: Tensor, weight: Tensor, labels: Tensor) -> list[Tensor]:
+        out = megatron_lce.linear_cross_entropy(hidden, weight, labels, **keywords)
+        loss = sum((output * upstream).sum() for output, upstream in zip(out[:3], problem.upstream, strict=True))
+        return [loss, *(output.detach() for output in out[:3])]
+
+    return step
+
+
+def with_gradients(step: Callable[..., list[Tensor]], inputs: tuple[Tensor, ...]) -> list[Tensor]:
+    loss, *outputs = step(*inputs)
+    return [loss.detach(), *outputs, *torch.autograd.grad(loss, inputs[:2])]
+
+
+def same_bits(some: list[Tensor], others: list[Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
+
+
+def run_dtensors(backend: str, group: ProcessGroup, device: torch.device, report: Report) -> None:
+    """Placements give the group, the shard's start and sequence parallelism; gradients have the same placements."""
+    mesh = DeviceMesh.from_group(group, device.type)
+    ranks = dist.get_world_size(group)
+    for placement in (Replicate(), Shard(0)):
+        case = Case("DTensor", shards=lambda n: [20] * (n - 1) + [19])  # one rank's shard is smaller
+        problem = Problem(case, ranks, device)
+        hidden, weight = (t.clone().requires_grad_() for t in (problem.hidden, problem.weight))
+        expected = with_gradients(fused_step(problem, backend=backend), (hidden, weight, problem.labels))
+        sharded = [
+            distribute_tensor(hidden.detach(), mesh, [placement]).requires_grad_(),
+            distribute_tensor(weight.detach(), mesh, [Shard(0)]).requires_grad_(),
+        ]
+        actual = with_gradients(fused_step(problem, backend=backend), (*sharded, problem.labels))
+        names = ("loss", "logprobs", "entropy", "lse", "grad_hidden", "grad_weight")
+        for name, one, other in zip(names, actual, expected, strict=True):
+            whole = one.full_tensor() if isinstance(one, DTensor) else one
+            report.compare(f"{backend}: DTensor, hidden {placement}: {name}", whole, other, 1e-5)
+        for name, gradient, tensor in zip(names[4:], actual[4:], sharded, strict=True):
+            report.check(
+                f"{backend}: DTensor, hidden {placement}: placement of {name}", gradient.placements == tensor.placements
+            )
+
+
+class TinyModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, HIDDEN_SIZE)
+        self.body = nn.Linear(HIDDEN_SIZE, HIDDEN_SIZE)
+        self.head = megatron_lce.FusedLinearHead(HIDDEN_SIZE, 50)
+
+    def forward(self, tokens: Tensor, labels: Tensor, fused: bool) -> Tensor:
+        """The mean loss, from the head's fused result or from its logits."""
+        hidden = torch.tanh(self.body(self.embedding(tokens)))
+        if fused:
+            return -self.head(hidden, labels, entropy=False).logprobs.mean()
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+
+
+def run_fsdp(group: ProcessGroup, device: torch.device, report: Report) -> None:
+    """FSDP2 around `FusedLinearHead`: every gradient is that of the whole batch on one rank, and the head's weight is
+    gathered as often as an `nn.Linear`'s."""
+    from torch.distributed.tensor.debug import CommDebugMode  # imports Triton: not before it is told to interpret
+
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    mesh = DeviceMesh.from_group(group, device.type)
+    torch.manual_seed(0)
+    alone = TinyModel().to(device)
+    tokens, labels = torch.randint(50, (2, 4 * ranks, 6), generator=torch.Generator().manual_seed(1)).to(device)
+    alone(tokens, labels, fused=False).backward()
+    gathers = []
+    for fused in (False, True):
+        model = copy.deepcopy(alone)
+        for module in (*model.children(), model):
+            fully_shard(module, mesh=mesh)
+        rows = slice(4 * rank, 4 * (rank + 1))
+        with CommDebugMode() as communication:
+            model(tokens[rows], labels[rows], fused).backward()
+        gathers.append(communication.get_comm_counts()[torch.ops.c10d._allgather_base_])
+        for (name, parameter), reference in zip(model.named_parameters(), alone.parameters(), strict=True):
+            report.compare(
+                f"FSDP2, fused {fused}: gradient of {name}", parameter.grad.full_tensor(), reference.grad, 1e-5
+            )
+    report.check("FSDP2: gathers, of logits and fused", gathers[0] == gathers[1] > 0, f"{gathers}")
