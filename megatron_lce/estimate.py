@@ -195,16 +195,20 @@ def token_loss(step: HeadStep) -> tuple[float, Phases]:
         raise ValueError(f"workspace_bytes must hold the logits of 128 tokens and their statistics, {smallest} bytes")
     per_token = {"per token": PER_TOKEN_BYTES * step.tokens}
     hidden = {"hidden's gradient": step.computed * step.hidden * step.itemsize}
+    summed = step.main_grad or block < step.computed
     made = {"fp32 sum of weight's gradient": 4 * step.columns * step.hidden}
+    if not summed:
+        made = {"weight's gradient": step.weight_bytes}
     share = step.hidden_bytes // step.tp if step.gathers else step.hidden_bytes
     saved = per_token | made | {"hidden's gradient": share}
-    left = replace(step, workspace_bytes=step.workspace_bytes - block * row_bytes)
+    left = max(step.workspace_bytes - block * row_bytes, block * _chunk_bytes(step))
+    statistics = _statistics_bytes(replace(step, workspace_bytes=left), block)
     forward = per_token | made | hidden | _inputs_of_a_block(step, block)
     return 3 * step.computed / step.tokens, {
-        "blocks": forward | {"logits of a block": block * row_bytes, "statistics": _statistics_bytes(left, block)},
+        "blocks": forward | {"logits of a block": block * row_bytes, "statistics": statistics},
         "end of forward": forward | _over_group(step) | _all_rows(step),
         "kept": saved,
-        "gradients scaled": saved | {"weight's gradient": step.weight_bytes},
+        "gradients scaled": saved | {"weight's gradient": step.weight_bytes if summed else 0},
     }
 
 
@@ -286,7 +290,8 @@ def _tokens_of_a_block(step: HeadStep) -> int:
 def _tokens_kept_at_once(step: HeadStep) -> int | None:
     """Of a block of `linear_token_loss`; None: too few, and logits are made twice."""
     row_bytes = _kept_row_bytes(step, step.columns) + _chunk_bytes(step)
-    return None if step.itemsize == 4 else kept_tokens(step.computed, step.workspace_bytes, row_bytes)
+    sum_bytes = _sum_bytes(step) * step.columns
+    return None if step.itemsize == 4 else kept_tokens(step.computed, step.workspace_bytes, row_bytes, sum_bytes)
 
 
 def _inputs_of_a_block(step: HeadStep, block: int) -> dict[str, int]:

@@ -47,8 +47,8 @@ def linear_token_loss(
 
     Blocks of tokens go all the way at once: their logits, kept in 16 bits within `workspace_bytes`, their losses, and
     the gradients of hidden and weight. Beside the workspace there is the fp32 sum of the weight's gradient, 4 V_local H
-    bytes, and nothing that grows with the tokens. fp32 inputs, and workspaces too small for 128 tokens' logits, are
-    computed as by `linear_cross_entropy`.
+    bytes, and nothing that grows with the tokens; where all tokens need no more than both, they are one block, without
+    a sum. fp32 inputs, and workspaces too small for 128 tokens' logits, are computed as by `linear_cross_entropy`.
 
     Args:
         hidden, weight, labels: as `linear_cross_entropy` takes them.

@@ -110,8 +110,14 @@ def tokens_per_block(
     return _even(num_tokens, block, MIN_TOKENS)
 
 
-def kept_tokens(num_tokens: int, room: int, bytes_per_token: int) -> int | None:
-    """How many tokens go all the way at once where their logits are kept; None: too few for it to be worth while."""
+def kept_tokens(num_tokens: int, room: int, bytes_per_token: int, sum_bytes: int = 0) -> int | None:
+    """How many tokens go all the way at once where their logits are kept; None: too few for it to be worth while.
+
+    All of them where they take no more than a block and the weight's gradient summed over blocks, `sum_bytes`, would:
+    one block needs no such sum.
+    """
+    if num_tokens * bytes_per_token <= room + sum_bytes:
+        return max(1, num_tokens)
     most = room // bytes_per_token
     return None if most < min(num_tokens, MIN_TOKENS) else max(1, _even(num_tokens, most, MIN_TOKENS))
 

@@ -55,7 +55,8 @@ class _KnownLoss(torch.autograd.Function):
                 run.slabs,
                 needs_hidden=ctx.needs_input_grad[0],
                 needs_weight=ctx.needs_input_grad[1],
-                weight_sum=True,
+                # What is scaled in backward is the sum in fp32, or one product's result.
+                weight_sum=run.tokens.num_blocks > 1 or options.weight_grad_sink is not None,
             )
         ctx.save_for_backward(weight, grad_hidden, weight_sum)
         ctx.options, ctx.name, ctx.scaled = options, run.name, False

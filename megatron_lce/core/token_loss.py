@@ -94,17 +94,21 @@ class TokenLossPass:
         if kept_bytes is None:
             return max(computed, 1), None, options.workspace_bytes
         stats_bytes = backend.softmax_stats_bytes(hidden, options)
-        beside = COLUMN_STEP * stats_bytes.per_column
+        beside, sum_bytes = COLUMN_STEP * stats_bytes.per_column, 0
+        column_sum = accumulator_bytes_per_column(self._weight, options)
         if any(copies := copies_of(self._weight)):  # of slabs of the weight, in front of the products of what is kept
-            column = copies.column + accumulator_bytes_per_column(self._weight, options)
-            beside = max(beside, smallest_workspace(BlockBytes(0, copies.token, column)))
+            column_copy = BlockBytes(0, copies.token, copies.column + column_sum)
+            beside = max(beside, smallest_workspace(column_copy))
+        elif self._weight.requires_grad and options.weight_grad_sink is None:
+            sum_bytes = column_sum * options.largest_shard
         room = options.workspace_bytes - beside
-        block = kept_tokens(computed, room, kept_bytes + stats_bytes.per_token)
+        block = kept_tokens(computed, room, kept_bytes + stats_bytes.per_token, sum_bytes)
         if block is None:
             return max(computed, 1), None, options.workspace_bytes
         everything = replace(options, logits_cache_bytes=_EVERYTHING)
         cache = backend.new_cache(min(block, computed), hidden, everything)
-        return block, cache, options.workspace_bytes - block * kept_bytes
+        left = max(options.workspace_bytes - block * kept_bytes, block * stats_bytes.per_token + beside)
+        return block, cache, left
 
     def _losses(
         self, outputs: LinearCrossEntropyOutput, rows: Rows, block: TokenBlock
