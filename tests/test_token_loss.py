@@ -162,9 +162,9 @@ def test_a_frozen_input_gets_no_gradient(frozen, backend, device):
 def test_nothing_that_counts(skip, num_tokens, backend, device):
     problem = make_problem(num_tokens, 8, 20, device)
     problem.labels.fill_(-100)
-    result, actual = run(problem, nll, (), backend=backend, skip_ignored=skip)
+    result, actual = run(problem, policy_loss, torch.ones(2, num_tokens).to(device), backend=backend, skip_ignored=skip)
     assert result.loss == 0
-    assert result.outputs.logprobs.shape == (num_tokens,)
+    assert result.outputs.logprobs.shape == result.metrics["ratio"].shape == (num_tokens,)
     assert not actual.grad_hidden.any()
     assert not actual.grad_weight.any()
 

@@ -137,15 +137,17 @@ class TokenLossPass:
         return upstream[0], upstream[1], upstream[2]
 
     def _losses_of_no_token(self) -> None:
-        """What the outputs and metrics are called where there is no token to ask."""
-        device = self._weight.device
-        empty = torch.empty(0, device=device)
+        """Where no token is computed the caller's loss is asked about none, for the names of its metrics."""
         options = self._options
+        empty = torch.empty(0, device=self._weight.device)
         outputs = LinearCrossEntropyOutput(empty, empty if options.entropy else None, empty)
         if options.telemetry:
             outputs = outputs._replace(max_logit=empty, min_logit=empty, argmax=empty.long())
+        result = self._loss(outputs, *(tensor[:0] for tensor in self._per_token))
+        losses, metrics = result if isinstance(result, tuple) else (result, {})
+        check_losses(losses, metrics, 0)
         self._outputs.append(outputs)
-        self._metrics.append({})
+        self._metrics.append(metrics)
 
     @staticmethod
     def _unless_ignored(metric: Tensor, rows: Rows) -> Tensor:
