@@ -133,27 +133,18 @@ def check_workspace(
     backend: CrossEntropyBackend,
     needs_grad: Sequence[bool] | None,
 ) -> None:
-    """Every pass must find room for its smallest block before the first runs; `needs_grad`: None without backward."""
-    smallest = room_of_smallest_blocks(hidden, weight, options, backend, needs_grad)
-    if options.workspace_bytes < smallest:
-        raise ValueError(f"workspace_bytes must be at least {smallest} for this head, got {options.workspace_bytes}")
+    """Every pass must find room for its smallest block before the first runs; `needs_grad`: None without backward.
 
-
-def room_of_smallest_blocks(
-    hidden: Tensor,
-    weight: Tensor,
-    options: Options,
-    backend: CrossEntropyBackend,
-    needs_grad: Sequence[bool] | None,
-) -> int:
-    """Bytes that no pass can do without: of the group's largest shard, so that ranks agree."""
+    Asked of the largest shard of the group, so that ranks agree.
+    """
     smallest = smallest_workspace(backend.softmax_stats_bytes(hidden, options))
     if needs_grad is not None:
         backward = backend.grad_logits_bytes(hidden, copies_of(hidden))
         if needs_grad[1]:
             backward = backward._replace(per_column=backward.per_column + accumulator_bytes_per_column(weight, options))
         smallest = max(smallest, smallest_workspace(backward))
-    return smallest
+    if options.workspace_bytes < smallest:
+        raise ValueError(f"workspace_bytes must be at least {smallest} for this head, got {options.workspace_bytes}")
 
 
 def _tokens(

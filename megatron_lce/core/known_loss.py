@@ -77,10 +77,10 @@ class _KnownLoss(torch.autograd.Function):
             if sink is not None:
                 sink.buffer()[:num_columns].addcmul_(weight_sum, grad_loss.float())
                 grad_weight = sink.finish()
+            elif weight_sum.dtype == weight.dtype and weight_sum.shape == weight.shape:
+                grad_weight = weight_sum.mul_(grad_loss)
             else:
-                grad_weight = weight_sum.mul_(grad_loss)  # the gradient's own memory where dtypes and shapes allow
-                if weight_sum.dtype != weight.dtype or weight_sum.shape != weight.shape:
-                    grad_weight = torch.empty_like(weight)
-                    grad_weight[:num_columns].copy_(weight_sum)
-                    grad_weight[num_columns:].zero_()
+                grad_weight = torch.empty_like(weight)
+                torch.mul(weight_sum, grad_loss, out=grad_weight[:num_columns])
+                grad_weight[num_columns:].zero_()
         return grad_hidden, grad_weight, None, None

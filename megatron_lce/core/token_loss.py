@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lce.core.autograd import room_of_smallest_blocks
-from megatron_lce.core.blocks import kept_tokens
+from megatron_lce.core.blocks import COLUMN_STEP, BlockBytes, kept_tokens, smallest_workspace
 from megatron_lce.core.group_stats import stats_of_tokens
-from megatron_lce.core.head_gradients import Slab
+from megatron_lce.core.head_gradients import Slab, accumulator_bytes_per_column
 from megatron_lce.core.logit_gradients import LogitGradients, grad_logits_slabs
 from megatron_lce.core.options import LinearCrossEntropyOutput, Options
+from megatron_lce.core.products import copies_of
 from megatron_lce.core.protocols import CrossEntropyBackend, LogitsCache
 from megatron_lce.core.rows import Rows
 from megatron_lce.core.tokens import Counted, TokenBlock, Tokens, counted_rows, rows_to_compute, spread
@@ -94,7 +94,11 @@ class TokenLossPass:
         if kept_bytes is None:
             return max(computed, 1), None, options.workspace_bytes
         stats_bytes = backend.softmax_stats_bytes(hidden, options)
-        room = options.workspace_bytes - room_of_smallest_blocks(hidden, self._weight, options, backend, (True, True))
+        beside = COLUMN_STEP * stats_bytes.per_column
+        if any(copies := copies_of(self._weight)):  # of slabs of the weight, in front of the products of what is kept
+            column = copies.column + accumulator_bytes_per_column(self._weight, options)
+            beside = max(beside, smallest_workspace(BlockBytes(0, copies.token, column)))
+        room = options.workspace_bytes - beside
         block = kept_tokens(computed, room, kept_bytes + stats_bytes.per_token)
         if block is None:
             return max(computed, 1), None, options.workspace_bytes
