@@ -1,6 +1,5 @@
 """`linear_cross_entropy`: validate, choose a backend, call."""
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from megatron_lce.backends.choice import load_backend
 from megatron_lce.backends.reference import reference_linear_cross_entropy
 from megatron_lce.core import collectives, validation
-from megatron_lce.core.agreement import Agreement
+from megatron_lce.core.agreement import agreed_options
 from megatron_lce.core.autograd import linear_cross_entropy_autograd
 from megatron_lce.core.options import WORKSPACE_BYTES, Backend, LinearCrossEntropyOutput, Options, WeightGradSink
 from megatron_lce.core.products import laid_out
@@ -164,23 +163,13 @@ def prepare_call(hidden: Tensor, weight: Tensor, labels: Tensor, **keywords: Any
     Raises:
         TypeError, ValueError: see `linear_cross_entropy`.
     """
-    tp_group, vocab_start = keywords["tp_group"], keywords["vocab_start"]
-    ranks = validation.check_group(tp_group)
-    options = error = None
-    try:
-        options = checked_options(hidden, weight, labels, ranks, **keywords)
-    except (TypeError, ValueError) as found:
-        error = found
-    if ranks > 1:
-        agreement = Agreement(
-            tp_group, _describe(hidden, weight, labels, keywords), validation.rows_of(weight), vocab_start
-        )
-        largest_shard = agreement.settle(error)
-        assert options is not None
-        options = replace(options, largest_shard=largest_shard)
-    elif error is not None:
-        raise error
-    assert options is not None
+    options = agreed_options(
+        keywords["tp_group"],
+        lambda ranks: checked_options(hidden, weight, labels, ranks, **keywords),
+        lambda: _describe(hidden, weight, labels, keywords),
+        weight,
+        keywords["vocab_start"],
+    )
     temperature = keywords["temperature"]
     return Call(
         laid_out(hidden.reshape(-1, hidden.shape[-1])),

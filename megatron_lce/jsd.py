@@ -31,7 +31,6 @@ is what such a term is worth. Where student and teacher have equal logits, log(p
 the gradient.
 """
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -39,8 +38,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_lce.backends.choice import load_jsd_backend
-from megatron_lce.core import validation
-from megatron_lce.core.agreement import Agreement
+from megatron_lce.core import collectives, validation
+from megatron_lce.core.agreement import agreed_options
 from megatron_lce.core.jsd_autograd import linear_jsd_autograd
 from megatron_lce.core.jsd_pass import JsdPass
 from megatron_lce.core.jsd_stats import Head
@@ -166,23 +165,15 @@ def _prepare_call(
     """Check the arguments of `linear_jsd`, on every rank of the group at the first call of their kind."""
     student = Head(student_hidden, student_weight, student_logits_scale, student_softcap)
     teacher = Head(teacher_hidden, teacher_weight, teacher_logits_scale, teacher_softcap)
-    tp_group = keywords["tp_group"]
-    ranks = validation.check_group(tp_group)
-    checked = error = None
-    try:
-        checked = _checked(student, teacher, ranks, **keywords)
-    except (TypeError, ValueError) as found:
-        error = found
-    if ranks > 1:
-        shared = _describe(student, teacher, **keywords)
-        agreement = Agreement(tp_group, shared, validation.rows_of(student_weight), keywords["vocab_start"])
-        largest_shard = agreement.settle(error)
-        assert checked is not None
-        checked = checked[0], replace(checked[1], largest_shard=largest_shard)
-    elif error is not None:
-        raise error
-    assert checked is not None
-    labels, options = checked
+    options = agreed_options(
+        keywords["tp_group"],
+        lambda ranks: _checked(student, teacher, ranks, **keywords),
+        lambda: _describe(student, teacher, **keywords),
+        student_weight,
+        keywords["vocab_start"],
+    )
+    sequence_shards = collectives.group_size(options.tp_group) if options.sequence_parallel else 1
+    labels = _labels_of(student, keywords["labels"], options.ignore_index, sequence_shards)
     temperature = keywords["temperature"]
     return _Call(
         tuple(labels.shape),
@@ -213,15 +204,13 @@ def _checked(
     workspace_bytes: int,
     backend: Backend,
     weight_grad_sink: WeightGradSink | None,
-) -> tuple[Tensor, Options]:
-    """The labels, of rows that all count where there are none, and the options."""
+) -> Options:
     validation.check_flag("sequence_parallel", sequence_parallel)
-    sequence_parallel = sequence_parallel and ranks > 1
-    shape = _check_heads(student, teacher, ranks if sequence_parallel else 1)
+    sequence_shards = ranks if sequence_parallel else 1
+    _check_heads(student, teacher)
     validation.check_integer("ignore_index", ignore_index)
-    if labels is None:
-        labels = torch.full(shape, 1 if ignore_index == 0 else 0, device=student.hidden.device)
-    validation.check_labels_of("student_hidden", student.hidden, labels, ranks if sequence_parallel else 1)
+    labels = _labels_of(student, labels, ignore_index, sequence_shards)
+    validation.check_labels_of("student_hidden", student.hidden, labels, sequence_shards)
     validation.check_temperature(temperature, labels)
     if token_weights is not None:
         _check_token_weights(token_weights, labels)
@@ -237,9 +226,9 @@ def _checked(
         vocab_size=vocab_size, softcap=None, logits_cache_bytes=0, workspace_bytes=workspace_bytes, backend=backend
     )
     first, num_columns = owned_columns(student.weight, tp_group, vocab_start, vocab_size)
-    return labels, Options(
+    return Options(
         tp_group=tp_group if ranks > 1 else None,
-        sequence_parallel=sequence_parallel,
+        sequence_parallel=sequence_shards > 1,
         logits_scale=1.0,  # each head has its own
         softcap=None,
         ignore_index=ignore_index,
@@ -254,6 +243,14 @@ def _checked(
         reduce_grad_hidden=True,
         weight_grad_sink=weight_grad_sink,
     )
+
+
+def _labels_of(student: Head, labels: Tensor | None, ignore_index: int, sequence_shards: int) -> Tensor:
+    """Those given, or of rows that all count."""
+    if labels is not None:
+        return labels
+    shape = validation.labels_shape("student_hidden", student.hidden, sequence_shards)
+    return torch.full(shape, 1 if ignore_index == 0 else 0, device=student.hidden.device)
 
 
 def _check_token_weights(token_weights: Tensor, labels: Tensor) -> None:
@@ -298,8 +295,8 @@ def _flat(head: Head) -> Head:
     )
 
 
-def _check_heads(student: Head, teacher: Head, sequence_shards: int) -> tuple[int, ...]:
-    """Check that both heads are whole, see the same tokens and hold the same rows of a vocabulary; the loss's shape."""
+def _check_heads(student: Head, teacher: Head) -> None:
+    """Check that both heads are whole, see the same tokens and hold the same rows of a vocabulary."""
     (student_hidden, student_weight, *_), (teacher_hidden, teacher_weight, *_) = student, teacher
     for name, head in (("student", student), ("teacher", teacher)):
         validation.check_tensor(f"{name}_hidden", head.hidden)
@@ -319,4 +316,3 @@ def _check_heads(student: Head, teacher: Head, sequence_shards: int) -> tuple[in
             "teacher_weight must hold as many rows of the vocabulary as student_weight, "
             f"{student_weight.shape[0]}, got {teacher_weight.shape[0]}"
         )
-    return validation.labels_shape("student_hidden", student_hidden, sequence_shards)

@@ -233,6 +233,16 @@ def test_teacher_gets_no_gradient(backend, device):
     assert inputs.teacher_weight.grad is None
 
 
+@pytest.mark.parametrize("token_weights", [False, True])
+def test_a_teacher_that_ran_in_inference_mode(token_weights, backend, device):
+    inputs = make_inputs(5, 8, 12, 20, device)
+    with torch.inference_mode():
+        teacher = inputs._replace(teacher_hidden=inputs.teacher_hidden + 0, teacher_weight=inputs.teacher_weight + 0)
+    evaluate = evaluate_weighted_jsd if token_weights else evaluate_jsd
+    expected, actual = (evaluate(linear_jsd, given, backend=backend) for given in (inputs, teacher))
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
 def test_a_loss_that_takes_no_part_gives_no_gradient_and_no_error(backend, device):
     inputs = make_inputs(5, 8, 12, 20, device)
     inputs.student_hidden.requires_grad_()

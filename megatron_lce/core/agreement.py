@@ -1,11 +1,15 @@
 """What the ranks of a group must have in common, looked at once for each configuration and remembered."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_lce.core import collectives
+from megatron_lce.core import collectives, validation
+from megatron_lce.core.options import Options
 
 _Configuration = tuple[tuple[str, str], ...]
 
@@ -13,6 +17,36 @@ _Configuration = tuple[tuple[str, str], ...]
 # the rows of a shard only where no vocab_start is given and all shards are equal: the key must be new on all ranks or
 # on none, and where shards are uneven another head may differ on some ranks alone.
 _agreed: WeakKeyDictionary[ProcessGroup, dict[tuple[_Configuration, int | None], int]] = WeakKeyDictionary()
+
+
+def agreed_options(
+    group: ProcessGroup | None,
+    check: Callable[[int], Options],
+    describe: Callable[[], dict[str, Any]],
+    weight: Tensor,
+    vocab_start: int | None,
+) -> Options:
+    """What `check(ranks)` makes of a call's arguments, with the columns of the group's largest shard.
+
+    `describe()`: what every rank must call with. It is asked even where this rank's arguments are refused.
+
+    Raises:
+        TypeError, ValueError: on every rank, where any found an error or they differ.
+    """
+    ranks = validation.check_group(group)
+    options = error = None
+    try:
+        options = check(ranks)
+    except (TypeError, ValueError) as found:
+        error = found
+    if group is not None and ranks > 1:
+        largest_shard = Agreement(group, describe(), validation.rows_of(weight), vocab_start).settle(error)
+        assert options is not None
+        return replace(options, largest_shard=largest_shard)
+    if error is not None:
+        raise error
+    assert options is not None
+    return options
 
 
 class Agreement:

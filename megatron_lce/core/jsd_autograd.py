@@ -65,7 +65,10 @@ class _LinearJsd(torch.autograd.Function):
             loss, to_nats = losses_in_nats(found, rows, beta)
             loss = to_every_row(loss, counted, labels.shape[0])
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*student[:2], *teacher[:2], counted.rows, rows.scale, to_nats, found)
+        # A tensor of inference mode cannot be saved for backward; nor can it change outside of that mode.
+        ctx.of_inference = [t if t.is_inference() else None for t in teacher[:2]]
+        of_teacher = (None if t.is_inference() else t for t in teacher[:2])
+        ctx.save_for_backward(*student[:2], *of_teacher, counted.rows, rows.scale, to_nats, found)
         ctx.forms = student[2:], teacher[2:]
         ctx.beta, ctx.options, ctx.backend = beta, options, backend
         return loss
@@ -76,11 +79,9 @@ class _LinearJsd(torch.autograd.Function):
         no_gradient = (None,) * 11
         if grad_loss is None:
             return None, None, *no_gradient
-        tensors = ctx.saved_tensors
-        student, teacher = (
-            Head(*its_tensors, *form) for its_tensors, form in zip((tensors[:2], tensors[2:4]), ctx.forms, strict=True)
-        )
-        order, scale, to_nats, found = tensors[4:]
+        hidden, weight, *of_teacher, order, scale, to_nats, found = ctx.saved_tensors
+        of_teacher = [saved if kept is None else kept for saved, kept in zip(of_teacher, ctx.of_inference, strict=True)]
+        student, teacher = Head(hidden, weight, *ctx.forms[0]), Head(*of_teacher, *ctx.forms[1])
         options, num_tokens = ctx.options, grad_loss.shape[0]
         with own_arithmetic(grad_loss.device, "linear_jsd backward"):
             upstream = grad_loss.float() if order is None else grad_loss.float()[order]

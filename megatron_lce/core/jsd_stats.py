@@ -39,7 +39,8 @@ class Head(NamedTuple):
 
     def row_scale(self, scale: Tensor) -> Tensor:
         """Factor from products, or from their tanh, to base-2 logits, where `scale` is it at a logits_scale of 1."""
-        return scale * (self.logits_scale if self.softcap is None else self.softcap)
+        factor = self.logits_scale if self.softcap is None else self.softcap
+        return scale if factor == 1.0 else scale * factor
 
 
 class Found(NamedTuple):
