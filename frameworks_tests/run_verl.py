@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from comparing import cases, compare, main
+from comparing import VOCABULARY, cases, compare, main
 from stand_ins import packages_without_their_init, stand_in
 from torch import Tensor, nn
 
@@ -49,7 +49,7 @@ def batch() -> Tensor:
     """Sequences of several lengths, as verl's engine has them: a jagged nested tensor [b, j]."""
     generator = torch.Generator().manual_seed(0)
     return torch.nested.nested_tensor(
-        [torch.randint(96, (length,), generator=generator) for length in LENGTHS], layout=torch.jagged
+        [torch.randint(VOCABULARY, (length,), generator=generator) for length in LENGTHS], layout=torch.jagged
     )
 
 
