@@ -41,7 +41,7 @@ def run_cuda_graph(group: ProcessGroup, device: torch.device, report: Report) ->
                 with_gradients(step, inputs)
             torch.cuda.current_stream().wait_stream(side)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's watchdog is another thread
                 captured = with_gradients(step, inputs)
             with torch.no_grad():
                 inputs[0].mul_(1.5)
