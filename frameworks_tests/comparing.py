@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from scripts import megatron_runtime  # found through the path above
 
+VOCABULARY = 96
 ALLOWED = 1e-5  # norm over norm, fp32
 Outputs = Callable[[nn.Module], dict[str, Tensor]]
 
@@ -35,7 +36,11 @@ class Case:
     def build(self) -> nn.Module:
         """A GPT over all ranks, the same weights whenever it is built."""
         options = megatron_runtime.GptOptions(
-            num_layers=1, hidden_size=32, vocab_size=96, tied=self.tied, sequence_parallel=self.sequence_parallel
+            num_layers=1,
+            hidden_size=32,
+            vocab_size=VOCABULARY,
+            tied=self.tied,
+            sequence_parallel=self.sequence_parallel,
         )
         return megatron_runtime.build_gpt(options)
 

@@ -9,23 +9,28 @@ _BLOCK = re.compile(r"^```diff\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _HEADER = re.compile(r"--- a/(\S+)\n\+\+\+ b/(\S+)\n")
 
 
-def recipes(root: str) -> dict[str, str]:
-    """The hunks for each file under `root/`, by the file's path."""
+def roots() -> set[str]:
+    """The packages, and files in no package, that the page has diffs for."""
+    return {path.partition("/")[0] for path in _hunks()}
+
+
+def _hunks() -> dict[str, str]:
+    """The hunks for each file, by its path."""
     found: dict[str, str] = {}
     for block in _BLOCK.findall(PAGE.read_text()):
         _, *parts = _HEADER.split(block)
         for path, other, hunks in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
             assert path == other, f"{path} becomes {other}"
-            if path.startswith(f"{root}/"):
-                assert path not in found, f"two diffs of {path}"
-                found[path] = hunks
+            assert path not in found, f"two diffs of {path}"
+            found[path] = hunks
     return found
 
 
 def adopt(checkout: Path, root: str, into: Path) -> list[str]:
-    """Copies `checkout/root` to `into/root` with every diff of the page applied; the files that were changed."""
-    shutil.copytree(checkout / root, into / root)
-    changed = recipes(root)
+    """Copies the folder or file `checkout/root` to `into/root`, with the page's diffs; the files that were changed."""
+    copy = shutil.copytree if (checkout / root).is_dir() else shutil.copy
+    copy(checkout / root, into / root)
+    changed = {path: hunks for path, hunks in _hunks().items() if path.partition("/")[0] == root}
     assert changed, f"{PAGE.name} has no diff for {root}"
     for path, hunks in changed.items():
         file = into / path

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 frameworks_tests/run_verl.py FOLDER      # FOLDER/verl: verl with the diffs applied
 
-Stand-ins: an output class that is a dataclass of transformers in verl, the unwrapping of DDP, a flag for NPUs, a type
-that only annotates, and the schedule of `build_schedule_plan`, which calls what verl sets on it.
+Stand-ins: an output class that is a dataclass of transformers in verl, the unwrapping of DDP, what verl asks of a
+device, a type that only annotates, and the schedule of `build_schedule_plan`, which calls what verl sets on it.
 """
 
 import sys
@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from comparing import cases, compare, main
+from comparing import VOCABULARY, cases, compare, main
 from stand_ins import packages_without_their_init, stand_in
 from torch import Tensor, nn
 
@@ -30,13 +30,19 @@ def import_verl(folder: Path) -> SimpleNamespace:
     names = "verl", "verl.models", "verl.models.mcore", "verl.utils", "verl.utils.megatron", "verl.workers"
     packages_without_their_init(folder, *names)
     stand_in("verl.utils.model", CausalLMOutputForPPO=Output)
-    stand_in("verl.utils.device", is_npu_available=False)
+    stand_in(
+        "verl.utils.device",
+        is_npu_available=False,
+        is_cuda_available=torch.cuda.is_available(),
+        get_device_capability=torch.cuda.get_device_capability,
+        get_device_name=lambda: "cuda",
+        get_torch_device=lambda: torch.cuda,
+    )
     stand_in("verl.workers.config", MtpConfig=None)
-    stand_in("verl.utils.megatron_utils", unwrap_model=lambda model: model)
+    stand_in("verl.utils.megatron_utils", unwrap_model=lambda model: getattr(model, "module", model))
     from verl.models.mcore import model_forward, model_forward_1f1b_overlap, model_forward_fused
     from verl.utils.megatron import tensor_parallel
 
-    assert "verl.utils.kernel" not in sys.modules  # nothing is left of verl's own kernel
     return SimpleNamespace(
         unfused=model_forward.gptmodel_forward_model_engine,
         fused=model_forward_fused,
@@ -49,7 +55,7 @@ def batch() -> Tensor:
     """Sequences of several lengths, as verl's engine has them: a jagged nested tensor [b, j]."""
     generator = torch.Generator().manual_seed(0)
     return torch.nested.nested_tensor(
-        [torch.randint(96, (length,), generator=generator) for length in LENGTHS], layout=torch.jagged
+        [torch.randint(VOCABULARY, (length,), generator=generator) for length in LENGTHS], layout=torch.jagged
     )
 
 
@@ -96,6 +102,7 @@ def overlapped(verl: SimpleNamespace, model: nn.Module, tokens: Tensor) -> dict[
 
 def program() -> None:
     verl = import_verl(Path(sys.argv[1]))
+    assert "verl.utils.kernel" not in sys.modules  # nothing is left of verl's own
     tokens = batch()
     # The last token of a sequence has no next one; verl's loss leaves it out.
     counted = torch.cat([torch.arange(n) < n - 1 for n in LENGTHS])

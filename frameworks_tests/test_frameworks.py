@@ -13,6 +13,8 @@ import recipes
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parent
+_MEGATRON = "capture enable heads main_grad output_processor own_flag support uncomputed_logits"
+MEGATRON_TESTS = [f"tests/test_{name}.py" for name in _MEGATRON.split()]
 MEGATRON_VERSIONS = ("0.14.0", "0.16.1", "0.19.2")  # 0.16.1 is the one installed
 
 
@@ -42,14 +44,63 @@ def run(program: str, ranks: int, *arguments: object, megatron: str = "0.16.1") 
     assert "ok " in result.stdout
 
 
+def adopted(checkout: Path, root: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    into = tmp_path_factory.mktemp(root)
+    recipes.adopt(checkout, root, into)
+    return into
+
+
 @pytest.fixture(scope="session")
 def verl(tmp_path_factory):
-    into = tmp_path_factory.mktemp("verl")
-    recipes.adopt(folder_of("FRAMEWORKS", "verl-0.9.1"), "verl", into)
-    return into
+    return adopted(folder_of("FRAMEWORKS", "verl-0.9.1"), "verl", tmp_path_factory)
+
+
+def test_every_diff_is_of_a_project_that_is_run_here():
+    assert recipes.roots() == {"areal", "nemo_rl", "pretrain_gpt.py", "slime", "verl"}
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("megatron", MEGATRON_VERSIONS)
 def test_verl(verl, megatron, ranks):
     run("run_verl.py", ranks, verl, megatron=megatron)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_nemo_rl(ranks, tmp_path_factory):
+    run("run_nemo_rl.py", ranks, adopted(folder_of("NEMO_RL"), "nemo_rl", tmp_path_factory))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_slime(ranks, tmp_path_factory):
+    own = folder_of("SLIME")
+    run("run_slime.py", ranks, own, adopted(own, "slime", tmp_path_factory))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_areal(ranks, tmp_path_factory):
+    run("run_areal.py", ranks, adopted(folder_of("AREAL"), "areal", tmp_path_factory))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_megatron_bridge(ranks):
+    run("run_bridge.py", ranks, folder_of("MEGATRON_BRIDGE", "src"))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_pretrain_gpt(ranks, tmp_path_factory, monkeypatch):
+    own = folder_of("MEGATRON_LM")
+    monkeypatch.setenv("PYTHONPATH", str(own))
+    run("run_pretrain.py", ranks, own, adopted(own, "pretrain_gpt.py", tmp_path_factory))
+
+
+@pytest.mark.parametrize("what", ["one rank", "two ranks"])
+def test_megatron_of_a_checkout(what):
+    """This project's own integration tests, on a checkout of Megatron-LM: main, dev, or any other."""
+    command = ["-m", "pytest", "-p", "no:cacheprovider", *MEGATRON_TESTS]
+    if what == "two ranks":
+        program = "torchrun_tests/run_megatron.py"
+        command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", program, "--device", "cpu"]
+    path = os.pathsep.join([str(folder_of("MEGATRON_LM")), str(ROOT)])
+    environment = {**os.environ, "PYTHONPATH": path}
+    result = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, f"{result.stdout[-6000:]}\n{result.stderr[-4000:]}"

@@ -8,12 +8,14 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_lce import cross_entropy as api
-from megatron_lce.core import collectives
+from megatron_lce.core import collectives, validation
 from megatron_lce.core.options import LinearCrossEntropyOutput
+from megatron_lce.core.weighted_logits import weighted_logits
 
 Reduction = Literal["none", "sum", "mean"]
 
@@ -182,46 +184,64 @@ def megatron_linear_cross_entropy(
 
 def torch_linear_cross_entropy(
     input: Tensor,  # [N, H] or [H]
-    linear_weight: Tensor,  # [V, H]
+    linear_weight: Tensor,  # [V_local, H]
     target: Tensor,  # [N] or a scalar
     *,
     linear_bias: None = None,
-    weight: None = None,
+    weight: Tensor | None = None,  # [V]
     reduction: Reduction = "mean",
     ignore_index: int | None = -100,
     label_smoothing: float = 0.0,
     options: None = None,
     skip_ignored: bool | int = False,
+    tp_group: ProcessGroup | None = None,
 ) -> Tensor:
     """`torch.nn.functional.linear_cross_entropy`: the loss in input's dtype.
 
     Args:
-        input: [N, H] or [H]; fp32, bf16 or fp16.
-        linear_weight: [V, H] of input's dtype.
+        input: [N, H] or [H]; fp32, bf16 or fp16; the same on every rank of the group.
+        linear_weight: [V, H] of input's dtype; over a group this rank's rows, all shards equal.
         target: [N] or a scalar, int64 class ids. An id outside [0, V) gives NaN, without looking at the device.
-        linear_bias, weight, label_smoothing, options: torch's other keywords; NotImplementedError says why not.
-        reduction: "none", "sum", or "mean" over the rows that are not ignored (NaN when all are).
+        linear_bias, options: torch's other keywords; NotImplementedError says why not.
+        weight: [V] floating, of the whole vocabulary: a factor for each class, without gradient.
+        reduction: "none", "sum", or "mean" over the rows that are not ignored (NaN when all are), each of which counts
+            as much as its target's `weight`.
         ignore_index: the target of rows that take no part; `None` as in torch: -100.
+        label_smoothing: in [0, 1], the share of the target's probability that goes to all classes alike. With it
+            linear_weight's gradient is the sum of two tensors of its size.
         skip_ignored: see `megatron_lce.linear_cross_entropy`.
+        tp_group: the ranks that the vocabulary is sharded over; `None`: linear_weight is whole.
 
     Raises:
         TypeError, ValueError: see `megatron_lce.linear_cross_entropy`.
-        NotImplementedError: a bias, class weights, label smoothing, chunking options, class probabilities, or a loss
-            over further dimensions.
+        NotImplementedError: a bias, chunking options, class probabilities, or a loss over further dimensions.
     """
-    _refuse_unsupported(linear_bias, weight, label_smoothing, options)
-    if linear_weight.dim() > 2:
-        raise NotImplementedError(
-            "linear_weight must be [V, H]: losses over further dimensions of classes are not supported, "
-            f"got {tuple(linear_weight.shape)}"
-        )
-    if target.is_floating_point():
-        raise NotImplementedError(f"target must be class ids: probabilities are not supported, got {target.dtype}")
+    _refuse_unsupported(linear_bias, options, linear_weight, target)
     ignored = _IGNORED if ignore_index is None else ignore_index
     out = api.linear_cross_entropy(
-        input, linear_weight, target, ignore_index=ignored, entropy=False, skip_ignored=skip_ignored
+        input, linear_weight, target, ignore_index=ignored, entropy=False, skip_ignored=skip_ignored, tp_group=tp_group
     )
-    return reduce_loss(-out.logprobs, target != ignored, reduction).to(input.dtype)
+    num_classes = linear_weight.shape[0] * collectives.group_size(tp_group)
+    _check_classes(weight, label_smoothing, num_classes, input)
+    counted, loss = (target != ignored).float(), -out.logprobs
+    if label_smoothing:
+        first = linear_weight.shape[0] * collectives.group_rank(tp_group)
+        factors = torch.ones(num_classes, device=input.device) if weight is None else weight.detach().float()
+        logits = weighted_logits(
+            input.reshape(-1, input.shape[-1]),
+            linear_weight,
+            factors[first : first + linear_weight.shape[0]],
+            tp_group if collectives.group_size(tp_group) > 1 else None,
+        )
+        # log p of all classes, weighted, is the weighted logits less as many log-sum-exps.
+        smooth = torch.where(counted > 0, factors.sum() * out.lse - logits.view_as(out.lse), 0.0)
+    if weight is not None:
+        known = target.clamp(0, num_classes - 1)
+        counted = counted * weight.detach().float()[known]
+        loss = loss * counted
+    if label_smoothing:
+        loss = (1 - label_smoothing) * loss + label_smoothing / num_classes * smooth
+    return reduce_loss(loss, counted, reduction).to(input.dtype)
 
 
 def reduce_loss(loss: Tensor, counted: Tensor, reduction: Reduction) -> Tensor:
@@ -232,23 +252,34 @@ def reduce_loss(loss: Tensor, counted: Tensor, reduction: Reduction) -> Tensor:
     return loss.sum() if reduction == "sum" else loss.sum() / counted.sum()
 
 
-def _refuse_unsupported(linear_bias: object, weight: object, label_smoothing: float, options: object) -> None:
+def _refuse_unsupported(linear_bias: object, options: object, linear_weight: Tensor, target: Tensor) -> None:
     if linear_bias is not None:
         raise NotImplementedError("linear_bias must be None: the fused head has no bias, as Megatron's has none")
-    if weight is not None:
-        raise NotImplementedError(
-            "weight must be None: class weights are not supported; with reduction='none' multiply the loss by "
-            "weight[target] and divide by its sum"
-        )
-    if label_smoothing:
-        raise NotImplementedError(
-            "label_smoothing must be 0: the mean of all logits that it takes is not computed by the fused head, "
-            f"got {label_smoothing}"
-        )
     if options is not None:
         raise NotImplementedError(
             "options must be None: chunks of the batch are not what this head is cut into; "
             "megatron_lce.linear_cross_entropy has workspace_bytes"
+        )
+    if linear_weight.dim() > 2:
+        raise NotImplementedError(
+            "linear_weight must be [V, H]: losses over further dimensions of classes are not supported, "
+            f"got {tuple(linear_weight.shape)}"
+        )
+    if target.is_floating_point():
+        raise NotImplementedError(f"target must be class ids: probabilities are not supported, got {target.dtype}")
+
+
+def _check_classes(weight: Tensor | None, label_smoothing: float, num_classes: int, input: Tensor) -> None:
+    validation.check_number("label_smoothing", label_smoothing)
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"label_smoothing must lie in [0, 1], got {label_smoothing}")
+    if weight is None:
+        return
+    validation.check_tensor("weight", weight)
+    if weight.shape != (num_classes,) or not weight.is_floating_point() or weight.device != input.device:
+        raise ValueError(
+            f"weight must be floating [{num_classes}] on {input.device}, a factor for each class, "
+            f"got {weight.dtype} {tuple(weight.shape)} on {weight.device}"
         )
 
 

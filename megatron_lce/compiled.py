@@ -81,6 +81,7 @@ def _arguments(values: Sequence[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     mutates_args=(),
     schema=f"(Tensor hidden, Tensor weight, Tensor labels, {_SCHEMA_END}",
 )
+@torch.no_grad()
 def _forward(hidden: Tensor, weight: Tensor, labels: Tensor, *values: Any) -> list[Tensor]:
     """The outputs that were asked for, of labels' shape; then, where a gradient is wanted, what backward needs."""
     keywords, public = _arguments(values)
@@ -132,6 +133,7 @@ def _output_dtypes(keywords: dict[str, Any]) -> list[torch.dtype]:
     mutates_args=(),  # but for the cache, which is of no use to anyone else
     schema=f"(Tensor hidden, Tensor weight, Tensor labels, Tensor[] kept, Tensor?[] upstream, {_SCHEMA_END}",
 )
+@torch.no_grad()
 def _backward(
     hidden: Tensor,
     weight: Tensor,
@@ -151,11 +153,10 @@ def _backward(
     context.save_for_backward(call.hidden, call.weight, None if everything else counted, *per_row)
     if of_cache:
         context.cache, context.cached = context.backend.LogitsCache(*of_cache), True
-    with torch.no_grad():
-        logprobs, entropy, lse = (None if grad is None else grad.reshape(-1) for grad in upstream)
-        grad_hidden, grad_weight, *_ = LinearCrossEntropyFunction.backward(context, logprobs, entropy, lse)
-        for tensor in of_cache[1:]:
-            tensor.fill_(torch.nan)  # the kept logits are gradients now: a second backward gives NaN, not nonsense
+    logprobs, entropy, lse = (None if grad is None else grad.reshape(-1) for grad in upstream)
+    grad_hidden, grad_weight, *_ = LinearCrossEntropyFunction.backward(context, logprobs, entropy, lse)
+    for tensor in of_cache[1:]:
+        tensor.fill_(torch.nan)  # the kept logits are gradients now: a second backward raises, or gives NaN
     gradients = (grad_hidden, hidden.shape), (grad_weight, weight.shape)
     return [gradient.view(shape) for gradient, shape in gradients if gradient is not None]
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatron_lce import compat
+from megatron_lce.core import weighted_logits
 from tests.oracle import Upstream
 from tests.problems import make_problem
 
@@ -242,6 +243,52 @@ def test_equals_torch(shape, reduction, ignore_index, ignored, dtype, device):
         torch.testing.assert_close(actual[1:], expected[1:], **tolerance)
 
 
+@pytest.mark.parametrize("ignored", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize(("smoothing", "weighted"), [(0.0, True), (0.1, False), (0.4, True), (1.0, True)])
+def test_class_weights_and_label_smoothing(smoothing, weighted, reduction, ignored, device, monkeypatch):
+    monkeypatch.setattr(weighted_logits, "_ROWS", 8)
+    problem = make_problem(19, 24, 31, device)
+    target = problem.labels.clone()
+    if ignored:
+        target[::3] = -100
+    weight = torch.rand(31, generator=torch.Generator().manual_seed(1)).to(device) if weighted else None
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        hidden, head = (t.detach().clone().to(dtype).requires_grad_() for t in problem[:2])
+        keywords = {"reduction": reduction, "label_smoothing": smoothing}
+        if dtype == torch.float32:
+            loss = compat.torch_linear_cross_entropy(hidden, head, target, weight=weight, **keywords)
+        else:
+            exact = None if weight is None else weight.double()
+            loss = torch.nn.functional.cross_entropy(hidden @ head.T, target, weight=exact, **keywords)
+        loss.backward(torch.linspace(-1, 1, loss.numel(), device=device, dtype=dtype).view_as(loss) + 0.5)
+        results.append([t.float() for t in (loss.detach(), hidden.grad, head.grad)])
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=2e-6)
+
+
+def test_smoothing_in_bf16_keeps_fp32_sums(device):
+    problem = make_problem(9, 24, 31, device, BF16)
+    exact = torch.nn.functional.cross_entropy(logits_of(problem), problem.labels, label_smoothing=0.3)
+    assert compat.torch_linear_cross_entropy(*problem[:3], label_smoothing=0.3) == exact.to(BF16)
+
+
+WRONG = [
+    ({"label_smoothing": 1.5}, r"label_smoothing must lie in \[0, 1\], got 1.5"),
+    ({"weight": torch.ones(30)}, r"weight must be floating \[31\] on .* got torch.float32 \(30,\) on"),
+]
+
+
+@pytest.mark.parametrize(("keywords", "message"), WRONG)
+def test_class_weights_that_are_none(keywords, message, device):
+    keywords = {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in keywords.items()
+    }
+    with pytest.raises(ValueError, match=message):
+        compat.torch_linear_cross_entropy(*make_problem(9, 24, 31, device)[:3], **keywords)
+
+
 def test_mean_in_bf16_is_rounded_once(device):
     problem = make_problem(9, 24, 31, device, BF16)
     exact = torch.nn.functional.cross_entropy(logits_of(problem), problem.labels)
@@ -261,8 +308,6 @@ def test_torch_gradients_match_the_oracle(device):
 
 UNSUPPORTED = [
     ({"linear_bias": torch.zeros(31)}, "linear_bias must be None: the fused head has no bias"),
-    ({"weight": torch.ones(31)}, "weight must be None: class weights are not supported; with reduction='none' mul"),
-    ({"label_smoothing": 0.1}, "label_smoothing must be 0: .* got 0.1"),
     ({"options": object()}, "options must be None: chunks of the batch .* has workspace_bytes"),
     ({"target": torch.rand(9, 31)}, "target must be class ids: probabilities are not supported, got torch.float32"),
     ({"linear_weight": torch.rand(31, 2, 24)}, r"linear_weight must be \[V, H\]: .* got \(31, 2, 24\)"),

@@ -251,6 +251,17 @@ def test_no_tokens(shape, backend, device):
     assert not result.grad_weight.any()
 
 
+def test_squared_probabilities_from_two_temperatures(backend, device):
+    """As docs/rl.md has it."""
+    problem = make_problem(50, 64, 300, device, logit_std=6.0)
+    once, doubled = (
+        megatron_lce.linear_cross_entropy(*problem[:3], temperature=t, entropy=False, backend=backend).lse
+        for t in (0.8, 0.4)
+    )
+    exact = (problem.hidden.double() @ problem.weight.double().T / 0.8).softmax(-1).square().sum(-1)
+    torch.testing.assert_close((doubled - 2 * once).exp().double(), exact, rtol=3e-5, atol=0.0)
+
+
 def test_one_token_without_dimensions(backend, device):
     problem = make_problem((), 16, 40, device)
     assert problem.check(backend).outputs.logprobs.shape == ()

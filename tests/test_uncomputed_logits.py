@@ -337,7 +337,11 @@ def test_touched_logits_leave_nothing_behind(untied, device):
     enable(untied)
     untied.output_layer.register_forward_hook(lambda module, args, output: output[0].retain_grad())
     hidden = []
-    untied.output_layer.register_forward_pre_hook(lambda module, args: hidden.append(weakref.ref(args[0])))
+
+    def remember(module, args, keywords):  # by position, or as Megatron's dev branch gives it
+        hidden.append(weakref.ref(args[0] if args else keywords["input_"]))
+
+    untied.output_layer.register_forward_pre_hook(remember, with_kwargs=True)
     gc.disable()
     try:
         with pytest.warns(UserWarning, match=TOLD):

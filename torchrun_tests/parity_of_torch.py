@@ -41,7 +41,7 @@ def run_cuda_graph(group: ProcessGroup, device: torch.device, report: Report) ->
                 with_gradients(step, inputs)
             torch.cuda.current_stream().wait_stream(side)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's watchdog is another thread
                 captured = with_gradients(step, inputs)
             with torch.no_grad():
                 inputs[0].mul_(1.5)
@@ -94,7 +94,13 @@ def run_dtensors(backend: str, group: ProcessGroup, device: torch.device, report
             distribute_tensor(hidden.detach(), mesh, [placement]).requires_grad_(),
             distribute_tensor(weight.detach(), mesh, [Shard(0)]).requires_grad_(),
         ]
-        actual = with_gradients(fused_step(problem, backend=backend), (*sharded, problem.labels))
+        step = fused_step(problem, backend=backend)
+        actual = with_gradients(step, (*sharded, problem.labels))
+        if ranks == 2:
+            compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+            again = [local(t) for t in with_gradients(compiled, (*sharded, problem.labels))]
+            same = same_bits(again, [local(t) for t in actual])
+            report.check(f"{backend}: DTensor, hidden {placement}: torch.compile", same)
         names = ("loss", "logprobs", "entropy", "lse", "grad_hidden", "grad_weight")
         for name, one, other in zip(names, actual, expected, strict=True):
             whole = one.full_tensor() if isinstance(one, DTensor) else one
@@ -103,6 +109,10 @@ def run_dtensors(backend: str, group: ProcessGroup, device: torch.device, report
             report.check(
                 f"{backend}: DTensor, hidden {placement}: placement of {name}", gradient.placements == tensor.placements
             )
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class TinyModel(nn.Module):

@@ -150,6 +150,28 @@ def run_megatrons_call(group: ProcessGroup, device: torch.device, report: Report
             report.check(name, *verdict(result.error, result.allowed))
 
 
+def run_torchs_call(group: ProcessGroup, device: torch.device, report: Report) -> None:
+    """`compat.torch_linear_cross_entropy` with class weights and label smoothing over a group."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    problem = Problem(Case(""), ranks, device)
+    shard = slice(problem.starts[rank], problem.starts[rank + 1])
+    factors = torch.linspace(0.5, 2.0, problem.starts[-1], device=device)
+    keywords = {"label_smoothing": 0.2, "weight": factors}
+
+    def evaluated(function: Any, part: slice, *target: Tensor, **others: Any) -> list[Tensor]:
+        hidden, weight = (t.clone().requires_grad_() for t in (problem.hidden, problem.weight[part]))
+        loss = function(hidden, weight, *target, **keywords, **others)
+        return [loss.detach(), *torch.autograd.grad(loss, (hidden, weight))]
+
+    def materialised(hidden: Tensor, head: Tensor, target: Tensor, **others: Any) -> Tensor:
+        return torch.nn.functional.cross_entropy((hidden @ head.T).flatten(0, 1), target.flatten(), **others)
+
+    actual = evaluated(compat.torch_linear_cross_entropy, shard, problem.labels, tp_group=group)
+    expected = evaluated(materialised, slice(None), problem.labels)
+    for name, one, other in zip(("loss", "grad_hidden", "grad_weight"), actual, expected, strict=True):
+        report.compare(f"torch's call: {name}", one, other[shard] if name == "grad_weight" else other, 1e-5)
+
+
 def run_errors(group: ProcessGroup, device: torch.device, report: Report) -> None:
     """What cannot be over several ranks is refused, on all of them alike, before any of them communicates."""
     if dist.get_world_size(group) == 1:
@@ -332,6 +354,7 @@ def program(device: torch.device, report: Report) -> None:
     run_compat(world, device, report)
     run_compat(subgroup, device, report)
     run_megatrons_call(world, device, report)
+    run_torchs_call(world, device, report)
     run_context_parallel(world, device, report)
     run_context_parallel(subgroup, device, report)
     if device.type == "cuda":

@@ -1,0 +1,57 @@
+"""AReaL's logprobs from hidden states, with the diff of docs/adoption.md, against its own of logits.
+
+    torchrun --nproc-per-node 2 frameworks_tests/run_areal.py FOLDER      # FOLDER/areal: with the diff applied
+
+Stand-in: a flag for NPUs.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from comparing import VOCABULARY, cases, compare, main
+from stand_ins import packages_without_their_init, stand_in
+from torch import Tensor, nn
+
+from megatron_lce import capture_lm_head
+
+TEMPERATURE = 0.7
+
+
+def program() -> None:
+    names = "areal", "areal.infra", "areal.models", "areal.models.mcore", "areal.utils", "areal.utils.functional"
+    packages_without_their_init(Path(sys.argv[1]), *names)
+    stand_in("areal.infra.platforms", is_npu_available=False)
+    from areal.models.mcore import vocab_parallel_head
+    from areal.utils.functional import vocab_parallel
+
+    generator = torch.Generator().manual_seed(0)
+    tokens, labels = torch.randint(VOCABULARY, (2, 3, 12), generator=generator)
+    positions, group = torch.arange(12)[None], dist.group.WORLD
+
+    def fused(model: nn.Module) -> dict[str, Tensor]:
+        """What AReaL's engine does with the hidden states that its model returns."""
+        vocab_parallel_head.replace_output_layer_with_areal_lm_head(model, fp32_output=True)
+        with capture_lm_head(model) as head:
+            model(tokens, positions, None)
+        out = vocab_parallel_head.chunked_lm_head_logprobs_entropy(
+            model.output_layer, head.hidden, head.weight, labels.T.contiguous(), temperature=TEMPERATURE, chunk_size=4
+        )
+        names = ("logprobs", "entropy", "vocab_min_logits", "vocab_max_logits")
+        return {name: getattr(out, name).T for name in names}
+
+    def unfused(model: nn.Module) -> dict[str, Tensor]:
+        logits = model(tokens, positions, None)
+        smallest, largest = logits.detach().amin(-1), logits.detach().amax(-1)
+        dist.all_reduce(smallest, dist.ReduceOp.MIN)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        logprobs, entropy = vocab_parallel.gather_logprobs_entropy(logits, labels, TEMPERATURE, group)
+        return {"logprobs": logprobs, "entropy": entropy, "vocab_min_logits": smallest, "vocab_max_logits": largest}
+
+    for case in cases():
+        compare(f"AReaL, {case.name}", case, fused, unfused)
+
+
+if __name__ == "__main__":
+    main(program)

@@ -1,0 +1,80 @@
+"""A weighted sum of a token's logits over the vocabulary, which needs no logits: hidden times one vector.
+
+    sum over v of w[v] (hidden[n] . weight[v]) = hidden[n] . (sum over v of w[v] weight[v])
+
+With w = 1 / V it is the mean logit, which label smoothing takes. A softcap has no such form.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_lce.core import collectives
+from megatron_lce.core.blocks import cut
+from megatron_lce.core.products import own_arithmetic
+
+_ROWS = 1024  # of hidden or weight that are in fp32 at a time
+
+
+class _WeightedLogits(torch.autograd.Function):
+    """The sum over a vocab-sharded vocabulary of a factor times the logit.
+
+    hidden   replicated        -> its gradient is whole on every rank, with nothing to sum
+    weight   this rank's shard -> its gradient is complete on this rank
+    factors  this rank's       -> no gradient
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,  # [N, H]
+        weight: Tensor,  # [V_local, H]
+        factors: Tensor,  # [V_local] fp32
+        group: ProcessGroup | None,
+    ) -> Tensor:
+        with own_arithmetic(hidden.device, "weighted logits forward"):
+            row = _weighted_sum(factors, weight)
+            if group is not None:
+                collectives.add_over_group(row, group)
+            ctx.save_for_backward(hidden, weight, factors, row)
+            out = row.new_empty(hidden.shape[0])
+            for part in cut(hidden.shape[0], _ROWS):
+                out[part] = hidden[part].float() @ row
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        hidden, weight, factors, row = ctx.saved_tensors
+        with own_arithmetic(hidden.device, "weighted logits backward"):
+            grad_hidden = _outer(grad, row, hidden) if ctx.needs_input_grad[0] else None
+            grad_weight = _outer(factors, _weighted_sum(grad, hidden), weight) if ctx.needs_input_grad[1] else None
+        return grad_hidden, grad_weight, None, None
+
+
+def weighted_logits(
+    hidden: Tensor,  # [N, H], equal on every rank
+    weight: Tensor,  # [V_local, H]
+    factors: Tensor,  # [V_local] fp32, of this rank's rows
+    group: ProcessGroup | None,
+) -> Tensor:
+    """[N] fp32. The gradient of it takes [V_local, H] of weight's dtype beside the one that it is added to."""
+    return _WeightedLogits.apply(hidden, weight, factors, group)
+
+
+def _weighted_sum(factors: Tensor, rows: Tensor) -> Tensor:
+    """[n] fp32 and [n, H] -> [H] fp32."""
+    total = factors.new_zeros(rows.shape[1])
+    for part in cut(rows.shape[0], _ROWS):
+        total += factors[part] @ rows[part].float()
+    return total
+
+
+def _outer(column: Tensor, row: Tensor, like: Tensor) -> Tensor:
+    """[n] and [H] -> [n, H] of `like`'s dtype."""
+    out = torch.empty_like(like)
+    for part in cut(like.shape[0], _ROWS):
+        out[part] = column[part, None] * row
+    return out
