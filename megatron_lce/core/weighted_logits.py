@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from megatron_lce.core import collectives
 from megatron_lce.core.blocks import cut
 from megatron_lce.core.products import own_arithmetic
+from megatron_lce.core.validation import refuse_double_backward
 
 _ROWS = 1024  # of hidden or weight that are in fp32 at a time
 
@@ -45,8 +46,8 @@ class _WeightedLogits(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        refuse_double_backward("label smoothing")
         hidden, weight, factors, row = ctx.saved_tensors
         with own_arithmetic(hidden.device, "weighted logits backward"):
             grad_hidden = _outer(grad, row, hidden) if ctx.needs_input_grad[0] else None
