@@ -327,7 +327,7 @@ def test_logits_are_computed_once_where_the_workspace_holds_them(backend, device
         assert backend == "torch" or torch.equal(loss, losses[0])
 
 
-@pytest.mark.parametrize(("dtype", "workspace_bytes"), [(FP32, 2**18), (FP32, 2**20), (BF16, 2**18)], ids=str)
+@pytest.mark.parametrize(("dtype", "workspace_bytes"), [(FP32, 2**19), (FP32, 2**23), (BF16, 2**19)], ids=str)
 @pytest.mark.parametrize("beta", [0.5, 1])
 def test_torch_slabs_are_gone_before_the_next_ones_come(beta, dtype, workspace_bytes):
     inputs = make_inputs(200, 32, 48, 2300, torch.device("cpu"), dtype)
