@@ -164,7 +164,7 @@ def softmax_stats(
         row_scale,
         parts[0, 1],
         num_tokens,
-        hidden.shape[1],
+        weight.shape[1],  # hidden's rows may be wider by zeros
         weight.stride(0),
         0.0 if softcap_scale is None else softcap_scale,
         SOFTCAP=softcap_scale is not None,
