@@ -250,7 +250,7 @@ def _grid(panels: int, width: float, height: float) -> tuple:
     """A figure and the axes of its panels, at most three in a row."""
     from matplotlib import pyplot
 
-    columns = panels // 2 if panels in (4, 6) else max(1, min(panels, 3))
+    columns = 2 if panels == 4 else max(1, min(panels, 3))
     rows = max(1, -(-panels // columns))
     figure, axes = pyplot.subplots(rows, columns, figsize=(width * columns, height * rows), squeeze=False)
     for axis in axes.flat[panels:]:
