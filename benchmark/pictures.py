@@ -202,7 +202,7 @@ def _draw_trade(document: dict, path: Path) -> Path:
             axis.axhline(limit, color="black", linestyle=LINES.get(name, "--"), label=f"cuBLAS {name}")
         axis.set_xscale("symlog", linthresh=0.25)
         axis.xaxis.set_major_formatter(lambda gib, _: f"{gib:g}")
-        axis.set_xlim(-0.02, 1.5 * axis.dataLim.x1)
+        axis.set_xlim(-0.02, 2 * axis.dataLim.x1)  # room for a name
         axis.margins(y=0.15)
         axis.set_title(_title(mode, shape), fontsize=10)
         axis.set(xlabel="GiB of extra memory over the gradients", ylabel="ms")
