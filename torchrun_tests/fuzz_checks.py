@@ -220,8 +220,8 @@ def rounding(
     eps, own_eps = torch.finfo(torch.float32).eps, torch.finfo(DTYPES[case.dtype]).eps
     keeps = case.dtype != "fp32" and (keywords.get("logits_cache_bytes") or setting.operation == "linear_token_loss")
     of_cap = 0.0
-    if keeps and keywords.get("softcap"):
-        of_cap = own_eps * min(1.0, 2 * float(temperature.nan_to_num(0, 0, 0).max()) / keywords["softcap"])
+    if keeps and keywords.get("softcap") and temperature.numel():
+        of_cap = min(1.0, own_eps * 2 * float(temperature.nan_to_num(0, 0, 0).max()) / keywords["softcap"])
     floors = {}
     for name, other in (("grad_hidden", weight), ("grad_weight", hidden)):
         exact = getattr(expected, name)[parts[name]]
