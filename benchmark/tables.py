@@ -146,6 +146,19 @@ def steps() -> str:
     return markdown(["ms / MiB over the resting state", *(f"{tokens:,} tokens" for tokens in sizes)], rows)
 
 
+def masked_steps() -> str:
+    """The same with masked tokens, at TP=2 and on one GPU."""
+    titles = VARIANTS | {"ours-skip": "flag on, `ignore_masked=True, skip_ignored=True`"}
+    shares, rows = (0.0, 0.6), []
+    for tp in (2, 1):
+        records = {(x["variant"], x["masked"]): x for x in load(f"step_masked_tp{tp}_h100")["steps"]}
+        for variant in ("native-fused", "ours", "ours-skip"):
+            of_shares = [records[variant, share] for share in shares]
+            times = (f"{record['time_ms']:.1f} / {record['peak_mib']:,.0f}" for record in of_shares)
+            rows.append([f"TP={tp}: {titles[variant]}", *times])
+    return markdown(["ms / MiB over the resting state", *(f"{share:.0%} masked" for share in shares)], rows)
+
+
 def errors() -> str:
     """Errors against fp64 of every head that was compared."""
     rows = []
@@ -167,6 +180,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "jsd": jsd,
     "errors": errors,
     "steps": steps,
+    "masked_steps": masked_steps,
 }
 
 
