@@ -18,7 +18,7 @@ ITEMSIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="megatron-lce", description="Fused linear cross-entropy for Megatron-LM.")
     parser.add_argument("--version", action="version", version=f"megatron-lce {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(required=True)
     _add_doctor(commands)
     _add_estimate(commands)
     return parser

@@ -88,7 +88,7 @@ def estimate_table(
     rows = []
     for title, way, of_way in cases:
         result = estimate(way, of_way)
-        row: dict[str, Any] = {"way": title, "products": round(result.products, 2)}
+        row: dict[str, Any] = {"way": title, "products": round(float(result.products), 2)}
         if tflops is not None:
             row["time_ms"] = round(result.time_ms(step, tflops), 1)
         row |= {"kept_mib": round(result.kept_bytes / 2**20), "peak_mib": round(result.peak_bytes / 2**20)}
@@ -107,17 +107,27 @@ def _in_mib(parts: dict[str, int]) -> dict[str, int]:
     return {part: round(size / 2**20) for part, size in parts.items() if size >= 2**19}
 
 
+COLUMNS = {
+    "products": "matrix products of tokens x hidden x columns, forward and backward",
+    "time_ms": "of these products alone; Megatron's passes over its logits come on top",
+    "kept_mib": "held from forward to backward",
+    "peak_mib": "the most of the step, both gradients included; hidden, weight and main_grad are not",
+    "largest_tokens": "the most tokens whose peak stays within the given memory",
+}
+
+
 def format_estimates(title: str, rows: list[dict[str, Any]]) -> str:
-    """The rows as a table in plain text, and below it what each peak is made of."""
-    names = [name for name in rows[0] if not name.startswith("peak_is") and not name.startswith("peak_parts")]
+    """The rows as a table in plain text; below it what the columns say, and what each peak is made of."""
+    names = ["way", *(name for name in COLUMNS if name in rows[0])]
     cells = [names] + [[f"{row[name]:,}" if name != "way" else row[name] for name in names] for row in rows]
     widths = [max(len(line[column]) for line in cells) for column in range(len(names))]
     lines = [title, ""]
     for line in cells:
         numbers = "".join(cell.rjust(width + 2) for cell, width in zip(line[1:], widths[1:], strict=True))
         lines.append(line[0].ljust(widths[0]) + numbers)
-    lines += ["", "What the peaks are made of, in MiB:"]
+    lines += ["", *(f"{name}: {COLUMNS[name]}" for name in names[1:])]
+    lines += ["", "The phase in which each way peaks, and what is allocated then, in MiB:"]
     for row in rows:
         parts = ", ".join(f"{part} {size:,}" for part, size in row["peak_parts_mib"].items())
-        lines.append(f"{row['way']}, {row['peak_is']}: {parts}")
+        lines.append(f"{row['way']} ({row['peak_is']}): {parts}")
     return "\n".join(lines)
