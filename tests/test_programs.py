@@ -18,7 +18,7 @@ pytest.importorskip("megatron.core")
 
 from benchmark import head_tp, report, run_jsd
 from megatron_lce import __main__ as commands
-from scripts import training
+from scripts import tiny_gpt, training
 from scripts.ranks import device_of_rank
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -52,6 +52,7 @@ def test_help_is_sentences_and_tells_defaults():
                 action,
             )
         printed = parser.format_help()
+        assert "None" not in printed, program
         for action in parser._actions:
             if action.default not in (None, False, "", argparse.SUPPRESS, [], ()) and action.option_strings:
                 assert "default" in printed[printed.index(action.option_strings[0]) :], (program, action)
@@ -140,3 +141,15 @@ def test_other_constraints_install_anew(tmp_path):
     anew = installs("CONSTRAINTS=")
     assert f"-m venv --clear {tmp_path}" in anew
     assert "--constraint" not in anew
+
+
+def test_the_flag_and_the_capture_on_a_tiny_gpt(capsys):
+    tiny_gpt.main()
+    printed = capsys.readouterr().out
+    assert "FusedLinearCE(enabled, " in printed
+    assert "CapturedHead(" in printed
+    without, fused, difference = re.search(
+        r"loss: (\S+) without the flag, (\S+) with it\ngradients: (\S+)", printed
+    ).groups()
+    assert abs(float(without) - float(fused)) < 1e-4
+    assert float(difference) < 1e-4
