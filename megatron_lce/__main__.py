@@ -45,8 +45,8 @@ def _add_estimate(commands: Any) -> None:
     )
     command = commands.add_parser("estimate", help="memory and time by formula, without a GPU", description=text)
     add = command.add_argument
-    add("--model", help=f"Take hidden size and vocabulary of a public model: {', '.join(MODEL_SHAPES)}.")
-    add("--hidden", type=int, help="Hidden size.")
+    add("--model", help=f"Public model that gives hidden size and vocabulary: {', '.join(MODEL_SHAPES)}.")
+    add("--hidden", type=int, help="Hidden size; with --vocab for any other model.")
     add("--vocab", type=int, help="Vocabulary of all ranks together, padding included.")
     add("--tokens", type=int, default=8192, help="Tokens of a microbatch, whole sequences (default: %(default)s).")
     add("--tp", type=int, default=1, help="Tensor-parallel size (default: %(default)s).")
