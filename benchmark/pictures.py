@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmark.ratios import jsd_limits_ms, products_ms
+from benchmark.shapes import parse_shape
 
 COLORS = {
     "ours": "tab:green",
@@ -14,8 +15,9 @@ COLORS = {
     "ours-token-1280": "mediumturquoise",
     "ours-main-grad": "darkolivegreen",
     "ours-token-main-grad": "darkslategray",
-    "ours-skip": "limegreen",
-    "ours-count": "darkgreen",
+    "ours-skip": "deepskyblue",
+    "ours-count": "navy",
+    "ours-alone": "black",
     "ours-weights-512": "teal",
     "ours-weights-1024": "mediumturquoise",
     "eager": "tab:gray",
@@ -26,6 +28,26 @@ COLORS = {
     "verl": "tab:red",
     "cce": "tab:brown",
     "quack": "tab:pink",
+}
+TITLES = {  # others' names are what they are called
+    "ours": "megatron_lce",
+    "ours-cached": "megatron_lce, all cached",
+    "ours-token": "linear_token_loss",
+    "ours-token-640": "linear_token_loss, 640 MiB",
+    "ours-token-1280": "linear_token_loss, 1.25 GiB",
+    "ours-main-grad": "megatron_lce, main_grad",
+    "ours-token-main-grad": "linear_token_loss, main_grad",
+    "ours-skip": "skip_ignored=True",
+    "ours-count": "skip_ignored=number of counted rows",
+    "ours-alone": "the counted rows by themselves",
+    "ours-weights-512": "token_weights, 512 MiB",
+    "ours-weights-1024": "token_weights, 1 GiB",
+    "eager": "PyTorch, eager",
+    "compile": "torch.compile",
+    "megatron": "Megatron, fused",
+    "liger": "Liger, Triton",
+    "liger-sm90": "Liger, for Hopper",
+    "cce": "Cut Cross-Entropy",
 }
 MARKERS = {"rl": "o", "sft": "s", "logprob": "^"}
 OTHER_COLOR = "tab:cyan"
@@ -44,7 +66,7 @@ def draw(document: dict, folder: Path, only: Collection[str] = ()) -> list[Path]
     draw_it = {f"time_{mode}": partial(_draw_times, mode=mode) for mode in modes}
     shapes = dict.fromkeys(record["shape"] for record in document.get("memory", []))
     draw_it |= {f"memory_{shape}": partial(_draw_memory, shape=shape) for shape in shapes}
-    sections = {"cache": ("cache", _draw_cache), "workspace": ("trade", _draw_trade)}
+    sections = {"cache": ("cache", _draw_cache), "times": ("trade", _draw_trade)}
     sections |= {"rows": ("rows", _draw_rows), "jsd": ("jsd", draw_jsd)}
     draw_it |= dict(named for section, named in sections.items() if document.get(section))
     return [
@@ -75,8 +97,14 @@ def _draw_times(document: dict, path: Path, mode: str) -> Path:
     panels = []
     for shape in dict.fromkeys(record["shape"] for record in measured):
         records = [record for record in measured if record["shape"] == shape]
-        panels.append((f"{mode} at {shape}", records, _limits(document, shape, mode)))
+        panels.append((_title(mode, shape), records, _limits(document, shape, mode)))
     return draw_bars(document, panels, path)
+
+
+def _title(what: str, name: str) -> str:
+    """With the shape's tokens x hidden x vocabulary."""
+    shape = parse_shape(name)
+    return f"{what} at {name}: {shape.tokens:,} x {shape.hidden:,} x {shape.vocab:,}"
 
 
 def _limits(document: dict, shape: str, mode: str) -> dict[str, float]:
@@ -99,7 +127,7 @@ def draw_bars(document: dict, panels: list[tuple[str, list[dict], dict[str, floa
         records = sorted(records, key=lambda record: record["time_ms"], reverse=True)
         names = [record["provider"] for record in records]
         bars = axis.barh(
-            names,
+            [TITLES.get(name, name) for name in names],
             [record["time_ms"] for record in records],
             color=[COLORS.get(name, OTHER_COLOR) for name in names],
             hatch=["//" if name in hatched else "" for name in names],
@@ -107,7 +135,8 @@ def draw_bars(document: dict, panels: list[tuple[str, list[dict], dict[str, floa
         )
         box = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
         axis.bar_label(bars, fmt="%.1f", padding=3, fontsize=8, bbox=box)
-        axis.margins(x=0.15)
+        axis.margins(x=0.2)
+        axis.tick_params(labelsize=8)
         for name, limit in limits.items():
             axis.axvline(limit, color="black", linestyle=LINES.get(name, "--"))
         axis.set_title(title, fontsize=10)
@@ -136,11 +165,11 @@ def _draw_cache(document: dict, path: Path) -> Path:
         records = [record for record in measured if record["mode"] == mode]
         budgets = [record["logits_cache_bytes"] / 2**30 for record in records]
         times = [record["time_ms"] for record in records]
-        axis.plot(budgets, times, color=COLORS["ours"], marker=MARKERS[mode], label=f"ours, {mode}")
+        axis.plot(budgets, times, color=COLORS["ours"], marker=MARKERS[mode], label=f"megatron_lce, {mode}")
     shape = document["cache"][0]["shape"]
     for name, limit in _limits(document, shape, "rl").items():
         axis.axhline(limit, color="black", linestyle=LINES.get(name, "--"), label=f"cuBLAS {name}")
-    axis.set(title=f"forward and backward at {shape}", xlabel="logits_cache_bytes, GiB", ylabel="ms", ylim=(0, None))
+    axis.set(title=_title("forward and backward", shape), xlabel="logits_cache_bytes, GiB", ylabel="ms", ylim=(0, None))
     return _save(figure, document, path, axis.get_legend_handles_labels()[0])
 
 
@@ -153,33 +182,30 @@ def _with_memory(records: list[dict]) -> list[dict]:
 
 
 def _draw_trade(document: dict, path: Path) -> Path:
-    """Time against extra memory at one shape: a point for each head, curves of ours over its workspace and cache."""
-    from matplotlib import pyplot
-
-    shape = document["workspace"][0]["shape"]
-    modes = list(dict.fromkeys(record["mode"] for record in document["workspace"]))
-    figure, axes = pyplot.subplots(1, len(modes), figsize=(6.2 * len(modes), 6), squeeze=False)
+    """Time against extra memory: a point for each head, curves of ours over its workspace and cache where measured."""
+    measured = {x: _with_memory(document.get(x, [])) for x in ("times", "workspace", "cache")}
+    panels = dict.fromkeys((x["mode"], x["shape"]) for x in measured["times"] if x["mode"] != "fwd")
+    figure, axes = _grid(len(panels), width=4.6, height=3.6)
     legend: dict = {}
-    for axis, mode in zip(axes[0], modes, strict=True):
+    for axis, (mode, shape) in zip(axes, sorted(panels), strict=True):
         points, by_workspace, by_cache = (
-            [x for x in _with_memory(document.get(section, [])) if (x["shape"], x["mode"]) == (shape, mode)]
-            for section in ("times", "workspace", "cache")
+            [x for x in records if (x["mode"], x["shape"]) == (mode, shape)] for records in measured.values()
         )
         _plot_trade(axis, by_workspace, "ours-token", "workspace_mib", "{:g} MiB", "its workspace")
         _plot_trade(axis, by_cache, "ours", "fraction", "{:.0%}", "its cache")
         for record in points:
             name = record["provider"]
-            style = {"color": COLORS.get(name, OTHER_COLOR), "marker": "o", "linestyle": "", "markersize": 8}
-            axis.plot(_over_gradients_gib(record), record["time_ms"], **style, label=name)
+            point = (_over_gradients_gib(record), record["time_ms"])
+            color, title = COLORS.get(name, OTHER_COLOR), TITLES.get(name, name)
+            axis.plot(*point, "o", color=color, markersize=8, alpha=0.8, label=title)
         for name, limit in _limits(document, shape, mode).items():
             axis.axhline(limit, color="black", linestyle=LINES.get(name, "--"), label=f"cuBLAS {name}")
-        axis.set_yscale("log")
-        for of_y in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
-            of_y(lambda ms, _: f"{ms:g}")
         axis.set_xscale("symlog", linthresh=0.25)
-        axis.set_xlim(left=-0.02)
         axis.xaxis.set_major_formatter(lambda gib, _: f"{gib:g}")
-        axis.set(title=f"{mode} at {shape}", xlabel="GiB of extra memory over the gradients", ylabel="ms")
+        axis.set_xlim(-0.02, 2 * axis.dataLim.x1)  # room for a name
+        axis.margins(y=0.15)
+        axis.set_title(_title(mode, shape), fontsize=10)
+        axis.set(xlabel="GiB of extra memory over the gradients", ylabel="ms")
         handles, labels = axis.get_legend_handles_labels()
         legend |= dict(zip(labels, handles, strict=True))
     return _save(figure, document, path, list(legend.values()))
@@ -190,7 +216,7 @@ def _plot_trade(axis, records: list[dict], name: str, size: str, text: str, what
     records = sorted(records, key=lambda record: record[size])
     points = [(_over_gradients_gib(record), record["time_ms"]) for record in records]
     if points:
-        axis.plot(*zip(*points, strict=True), color=COLORS[name], marker=".", label=f"{name} over {what}")
+        axis.plot(*zip(*points, strict=True), color=COLORS[name], marker=".", label=f"{TITLES[name]} over {what}")
     for end in {0, len(points) - 1} if points else ():
         place = {"xytext": (6, 6), "textcoords": "offset points", "fontsize": 7, "color": COLORS[name]}
         axis.annotate(text.format(records[end][size]), points[end], **place)
@@ -198,28 +224,38 @@ def _plot_trade(axis, records: list[dict], name: str, size: str, text: str, what
 
 def _draw_rows(document: dict, path: Path) -> Path:
     """Time over the share of ignored rows, a panel for each shape and mode; crosses are contiguous rows."""
-    from matplotlib import pyplot
+    from matplotlib.lines import Line2D
 
     measured = [record for record in document["rows"] if record["status"] == "ok"]
     panels = list(dict.fromkeys((record["shape"], record["mode"]) for record in measured))
-    figure, axes = pyplot.subplots(1, max(1, len(panels)), figsize=(4.6 * max(1, len(panels)), 4), squeeze=False)
+    figure, axes = _grid(len(panels), width=4.6, height=3.4)
     legend: dict = {}
-    for axis, panel in zip(axes[0], panels, strict=False):
+    for axis, panel in zip(axes, panels, strict=True):
         for name in dict.fromkeys(record["provider"] for record in measured):
-            for layout in ("scattered", "contiguous"):
-                records = [r for r in measured if (r["shape"], r["mode"]) == panel and r["provider"] == name]
-                points = [(100 * r["ignored"], r["time_ms"]) for r in records if r["layout"] == layout]
+            records = [x for x in measured if (x["shape"], x["mode"], x["provider"]) == (*panel, name)]
+            for layout, style in (("scattered", ".-"), ("contiguous", "x")):
+                points = sorted((100 * x["ignored"], x["time_ms"]) for x in records if x["layout"] == layout)
                 if points:
-                    style = (
-                        {"linestyle": "-", "marker": "."} if layout == "scattered" else {"linestyle": "", "marker": "x"}
-                    )
-                    color = "black" if name == "ours-alone" else COLORS.get(name, OTHER_COLOR)
-                    (line,) = axis.plot(*zip(*sorted(points), strict=True), color=color, **style)
+                    title = "skip_ignored=False" if name == "ours" else TITLES.get(name, name)
+                    color = COLORS.get(name, OTHER_COLOR)
+                    (line,) = axis.plot(*zip(*points, strict=True), style, color=color, label=title)
                     legend.setdefault(name, line)
-        axis.set(title=f"{panel[1]} at {panel[0]}", xlabel="% of the rows ignored", ylabel="ms", ylim=(0, None))
-    for name, line in legend.items():
-        line.set_label("the counted rows by themselves" if name == "ours-alone" else name)
-    return _save(figure, document, path, list(legend.values()))
+        axis.set_title(_title(panel[1], panel[0]), fontsize=10)
+        axis.set(xlabel="% of the rows ignored", ylabel="ms", ylim=(0, None))
+    lines = [Line2D([], [], color="gray", linestyle="", marker="x", label="crosses: ignored rows lie together")]
+    return _save(figure, document, path, [*legend.values(), *lines])
+
+
+def _grid(panels: int, width: float, height: float) -> tuple:
+    """A figure and the axes of its panels, at most three in a row."""
+    from matplotlib import pyplot
+
+    columns = 2 if panels == 4 else max(1, min(panels, 3))
+    rows = max(1, -(-panels // columns))
+    figure, axes = pyplot.subplots(rows, columns, figsize=(width * columns, height * rows), squeeze=False)
+    for axis in axes.flat[panels:]:
+        axis.set_axis_off()
+    return figure, axes.flat[:panels]
 
 
 def _draw_memory(document: dict, path: Path, shape: str) -> Path:
@@ -238,15 +274,17 @@ def _draw_memory(document: dict, path: Path, shape: str) -> Path:
             linestyle="--" if provider in dashed else "-",
             linewidth=2.5 if provider.startswith("ours") else 1.5,
             marker=MARKERS[mode],
-            label=f"{provider} ({mode})",
+            label=f"{TITLES.get(provider, provider)} ({mode})",
         )
     axis.set_xscale("log", base=2)
     axis.xaxis.set_major_formatter(lambda tokens, _: f"{tokens / 1024:g}k")
-    axis.set_yscale("symlog", linthresh=0.25)  # a logarithm down to 256 MiB, linear from there to 0
-    axis.yaxis.set_major_formatter(lambda gib, _: f"{gib:g}")
-    axis.set(title=f"at the head of {shape}; dashed: {HOLDS}", xlabel="tokens")
-    axis.set_ylabel("GiB of extra memory over the gradients")
-    if measured:
+    sizes = parse_shape(shape)
+    title = f"hidden {sizes.hidden:,}, vocabulary {sizes.vocab:,}" + (f"; dashed: {HOLDS}" if dashed else "")
+    axis.set(title=title, xlabel="tokens", ylabel="GiB of extra memory over the gradients")
+    axis.set_ylim(0, 1.1 * axis.dataLim.y1 if measured else 1)
+    if axis.dataLim.y1 > 4:  # peers that grow with the tokens: a logarithm down to 256 MiB, linear from there to 0
+        axis.set_yscale("symlog", linthresh=0.25)
+        axis.yaxis.set_major_formatter(lambda gib, _: f"{gib:g}")
         axis.set_ylim(0, 2 * axis.dataLim.y1)
     return _save(figure, document, path, axis.get_legend_handles_labels()[0])
 
@@ -259,10 +297,11 @@ def _save(figure, document: dict, path: Path, legend: list) -> Path:
     environment = document["environment"]
     dtype = document["dtype"].removeprefix("torch.")
     where = f"{environment['device']}, {dtype}, torch {environment['versions']['torch']}, {environment['date'][:10]}"
-    columns = max(1, min(len(legend), 4))
+    longest = max((len(handle.get_label()) for handle in legend), default=0)
+    columns = max(1, min(len(legend), 4, int(figure.get_figwidth() / (0.7 + 0.065 * longest))))
     bottom = 0.07 + 0.18 * -(-len(legend) // columns) / figure.get_figheight()
     figure.legend(
-        handles=legend, loc="lower center", ncol=columns, fontsize=8, frameon=False, bbox_to_anchor=(0.5, 0.03)
+        handles=legend, loc="lower center", ncol=columns, fontsize=8, frameon=False, bbox_to_anchor=(0.5, 0.02)
     )
     figure.text(0.01, 0.01, where, fontsize=6, color="gray")
     figure.tight_layout(rect=(0, bottom, 1, 1))

@@ -27,6 +27,17 @@ HEADS = {
     "quack": "quack",
     "cce": "Cut Cross-Entropy",
 }
+SKIPPING = {
+    "ours": "`skip_ignored=False`",
+    "ours-skip": "`skip_ignored=True`",
+    "ours-count": "`skip_ignored=` their number",
+}
+JSD_HEADS = {  # and the products that each cannot do without
+    "ours": ("per token, over 2 (Fs + Ft) + dX + dW", "over_products_recomputed"),
+    "ours-weights-512": ("`token_weights`, 512 MiB, over Fs + Ft + dX + dW", "over_products"),
+    "ours-weights-1024": ("`token_weights`, 1 GiB, over the same", "over_products"),
+    "compile": ("torch.compile with all logits, over the same", "over_products"),
+}
 VARIANTS = {
     "native": "Megatron, unfused cross-entropy",
     "native-fused": "Megatron, fused cross-entropy",
@@ -58,8 +69,11 @@ def head(mode: str) -> str:
 
 
 def _time_and_memory(record: dict) -> str:
-    gib = (record["peak_mib"] - record["gradients_mib"]) / 1024
-    return f"{record['time_ms']:.1f} / {gib:.2f}"
+    return f"{record['time_ms']:.1f} / {_extra_gib(record):.2f}"
+
+
+def _extra_gib(record: dict) -> float:
+    return (record["peak_mib"] - record["gradients_mib"]) / 1024
 
 
 def over_products() -> str:
@@ -77,6 +91,48 @@ def over_products() -> str:
         of_shapes = [records[provider, mode, shape] for shape in SHAPES]
         rows.append([title, *(f"{record['time_ms']:.1f} ({record[ratio]:.2f})" for record in of_shapes)])
     return markdown(["ms (over the products)", *SHAPES], rows)
+
+
+def known_loss(mode: str) -> str:
+    """A loss that is known in forward beside heads that wait for backward: time, its ratio to F + dX + dW, memory."""
+    records = {(x["provider"], x["shape"]): x for x in load("known_loss_h100")["times"] if x["mode"] == mode}
+    rows = []
+    for provider in dict.fromkeys(provider for provider, _ in records):
+        of_shapes = [records[provider, shape] for shape in SHAPES]
+        if all(record["status"] == "ok" for record in of_shapes):
+            rows.append([HEADS[provider], *(_time_ratio_memory(record, "over_products") for record in of_shapes)])
+    return markdown([f"{mode}: ms (over F + dX + dW) / extra GiB", *SHAPES], rows)
+
+
+def _time_ratio_memory(record: dict, ratio: str) -> str:
+    return f"{record['time_ms']:.1f} ({record[ratio]:.2f}) / {_extra_gib(record):.2f}"
+
+
+def ignored_rows() -> str:
+    """Time over the share of ignored rows, and its ratio to that of the other rows by themselves."""
+    records = {
+        (x["shape"], x["provider"], x["ignored"]): x
+        for x in load("rows_h100")["rows"]
+        if x["mode"] == "rl" and x["layout"] == "scattered"
+    }
+    shares = (0, 0.3, 0.6, 0.9)
+    rows = []
+    for shape in ("S1", "S3"):
+        for provider, title in SKIPPING.items():
+            of_shares = [records[shape, provider, share] for share in shares]
+            cells = [f"{record['time_ms']:.1f} ({record['over_alone']:.2f})" for record in of_shares]
+            rows.append([f"{shape}, {title}", *cells])
+    return markdown(["rl: ms (over the counted rows alone)", *(f"{share:.0%} ignored" for share in shares)], rows)
+
+
+def jsd() -> str:
+    """Distillation: time, its ratio to the products that each way needs, memory."""
+    records = {(x["provider"], x["beta"]): x for x in load("jsd_h100")["jsd"]}
+    betas = (0.5, 0, 1)
+    rows = []
+    for provider, (title, ratio) in JSD_HEADS.items():
+        rows.append([title, *(_time_ratio_memory(records[provider, beta], ratio) for beta in betas)])
+    return markdown(["ms (over the products) / extra GiB", *(f"beta {beta}" for beta in betas)], rows)
 
 
 def steps() -> str:
@@ -105,6 +161,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "head_rl": lambda: head("rl"),
     "head_sft": lambda: head("sft"),
     "over_products": over_products,
+    "known_rl": lambda: known_loss("rl"),
+    "known_sft": lambda: known_loss("sft"),
+    "ignored_rows": ignored_rows,
+    "jsd": jsd,
     "errors": errors,
     "steps": steps,
 }

@@ -94,11 +94,32 @@ def linear_cross_entropy(
     Raises:
         TypeError, ValueError: an argument is not as described; the message names it, what it must be and what it was.
     """
+    arguments: dict[str, Any] = {  # not locals(), which torch.compile of torch 2.11 does not trace
+        "hidden": hidden,
+        "weight": weight,
+        "labels": labels,
+        "tp_group": tp_group,
+        "sequence_parallel": sequence_parallel,
+        "temperature": temperature,
+        "logits_scale": logits_scale,
+        "softcap": softcap,
+        "ignore_index": ignore_index,
+        "vocab_start": vocab_start,
+        "vocab_size": vocab_size,
+        "entropy": entropy,
+        "telemetry": telemetry,
+        "skip_ignored": skip_ignored,
+        "logits_cache_bytes": logits_cache_bytes,
+        "workspace_bytes": workspace_bytes,
+        "reduce_grad_hidden": reduce_grad_hidden,
+        "backend": backend,
+        "weight_grad_sink": weight_grad_sink,
+    }
     if isinstance(hidden, DTensor) or isinstance(weight, DTensor):
-        return linear_cross_entropy(**local_arguments(**locals()))
+        return linear_cross_entropy(**local_arguments(**arguments))
     if torch.compiler.is_compiling() and backend != "reference" and weight_grad_sink is None:
-        return _as_one_node(**locals())
-    call = prepare_call(**locals())
+        return _as_one_node(**arguments)
+    call = prepare_call(**arguments)
     if backend == "reference":
         flat = _reference(call)
     else:

@@ -141,3 +141,20 @@ def test_the_labels_logit_has_the_bits_of_the_statistics(hidden_size, dtype, sof
     problem = problem._replace(labels=largest.argmax.long())
     extremes, _ = merged(primitives, stats_of(primitives, problem, softcap_scale=softcap_scale))
     assert torch.equal(unpack_extremes(extremes, True).label_logit, largest.max_logit)
+
+
+@pytest.mark.parametrize("hidden_size", [1, 13, 24])
+def test_nothing_behind_hidden_and_weight_is_read(hidden_size, primitives, device):
+    """Both end where memory of somebody else begins."""
+    problem = make_problem(3, hidden_size, 5, device, torch.bfloat16)
+    problem.labels[:] = 4  # the last row of the weight
+    expected, _ = merged(primitives, stats_of(primitives, problem))
+
+    def in_front_of_nan(matrix):
+        memory = matrix.new_full((matrix.numel() + 64,), torch.nan)
+        memory[: matrix.numel()] = matrix.flatten()
+        return memory[: matrix.numel()].view_as(matrix)
+
+    problem = problem._replace(hidden=in_front_of_nan(problem.hidden), weight=in_front_of_nan(problem.weight))
+    extremes, _ = merged(primitives, stats_of(primitives, problem))
+    assert torch.equal(extremes, expected)

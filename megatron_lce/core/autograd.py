@@ -16,7 +16,7 @@ from megatron_lce.core.logit_gradients import LogitGradients, grad_logits_slabs
 from megatron_lce.core.options import LinearCrossEntropyOutput, Options
 from megatron_lce.core.products import copies_of, own_arithmetic
 from megatron_lce.core.protocols import CrossEntropyBackend
-from megatron_lce.core.rows import Rows, Saved
+from megatron_lce.core.rows import Rows, RowTerms, Saved
 from megatron_lce.core.tokens import (
     Counted,
     TokenBlock,
@@ -54,7 +54,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         with own_arithmetic(hidden.device, "linear_cross_entropy forward"):
             # Before the rows are counted, which waits for the device: what follows then starts sooner.
             rows = backend.prepare_rows(labels, temperature, options)
-            counted = counted_rows(labels, options)
+            counted = counted_rows(labels, rows, options)
             tokens = _tokens(hidden, num_tokens, counted.rows, weight, options, backend)
             order = tokens.order()
             rows = rows_to_compute(rows, order, counted)
@@ -89,9 +89,10 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             rows, saved = Rows(*per_row[:3]), Saved(*per_row[3:])
             upstream = tuple(_select(grad, order) for grad in (grad_logprobs, grad_entropy, grad_lse))
             terms = backend.row_terms(rows, saved, *upstream, options)
-            kept = _rows_with_gradient(upstream, rows, saved, options)
-            if kept is not None:
-                rows, terms, cache = rows.of(kept), terms.index_select(1, kept), cache and cache.select(kept)
+            kept, of_kept = _rows_with_gradient(rows, terms, options)
+            if kept is not None and of_kept is not None:
+                *of_rows, terms = of_kept
+                rows, cache = Rows(*of_rows), cache and cache.select(kept)
                 order = kept if order is None else order[kept]
                 tokens = _tokens(hidden, ctx.num_tokens, order, weight, options, backend)
             problem = LogitGradients(weight, rows, terms, options, backend)
@@ -169,13 +170,12 @@ def _select(per_token: Any, rows: Tensor | None) -> Any:
     return per_token[rows] if isinstance(per_token, Tensor) and rows is not None else per_token
 
 
-def _rows_with_gradient(upstream: Sequence[Tensor | None], rows: Rows, saved: Saved, options: Options) -> Tensor | None:
-    """Under `skip_ignored=True` the rows whose gradient is not zero; None: all."""
-    if options.skip_ignored is not True or rows.labels.shape[0] == 0:
-        return None
+def _rows_with_gradient(rows: Rows, terms: Tensor, options: Options) -> tuple[Tensor | None, Sequence[Tensor] | None]:
+    """Under `skip_ignored=True` the rows whose gradient is not zero, and rows and terms of them; None: all."""
+    if options.skip_ignored is not True:
+        return None, None
+    factors = RowTerms(*terms)
     # A broken row is NaN whatever its upstream gradient.
-    counts = ~(saved.label_logprob * rows.to_nats).isfinite()
-    for grad in upstream:
-        if grad is not None:
-            counts |= grad != 0
-    return rows_that_count(counts, options)
+    broken = factors.label_logprob * 0 != 0
+    counts = (terms[2:5] != 0).any(dim=0) | broken
+    return rows_that_count(counts, options, lambda kept: (*rows.of(kept), terms.index_select(1, kept)))

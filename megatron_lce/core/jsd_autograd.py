@@ -55,7 +55,7 @@ class _LinearJsd(torch.autograd.Function):
         teacher = Head(teacher_hidden, teacher_weight, teacher_logits_scale, teacher_softcap)
         with own_arithmetic(student_hidden.device, "linear_jsd forward"):
             rows = backend.prepare_rows(labels, temperature, options)
-            counted = counted_rows(labels, options)
+            counted = counted_rows(labels, rows, options)
             rows = rows_to_compute(rows, counted.rows, counted)
             check_workspace(Heads(student, teacher, rows.scale, beta, backend), options)
             found = torch.empty(FOUND_ROWS, rows.scale.shape[0], device=rows.scale.device)
@@ -85,11 +85,16 @@ class _LinearJsd(torch.autograd.Function):
         options, num_tokens = ctx.options, grad_loss.shape[0]
         with own_arithmetic(grad_loss.device, "linear_jsd backward"):
             upstream = grad_loss.float() if order is None else grad_loss.float()[order]
-            kept = _rows_with_gradient(upstream, to_nats, options)
             factor = gradient_factor(upstream, to_nats, scale, student, ctx.beta)
-            if kept is not None:
-                found, factor, scale = found.index_select(1, kept), factor[kept], scale[kept]
-                order = kept if order is None else order[kept]
+            if options.skip_ignored is True:
+                # Rows whose gradient is not zero. A broken row is NaN whatever comes.
+                of_rows = found, factor, scale
+                kept, of_kept = rows_that_count(
+                    (upstream != 0) | to_nats.isnan(), options, lambda rows: [t.index_select(-1, rows) for t in of_rows]
+                )
+                if kept is not None and of_kept is not None:
+                    found, factor, scale = of_kept
+                    order = kept if order is None else order[kept]
             if scale.shape[0] > 0:
                 # Before anything that a rank without columns leaves out: ranks must agree on the order of collectives.
                 teacher = _computed(teacher, order, options)
@@ -129,10 +134,3 @@ def _computed(head: Head, rows: Tensor | None, options: Options) -> Head:
         assert options.tp_group is not None
         head = head._replace(hidden=collectives.gather_rows(head.hidden, options.tp_group))
     return head if rows is None else head._replace(hidden=head.hidden.index_select(0, rows))
-
-
-def _rows_with_gradient(upstream: Tensor, to_nats: Tensor, options: Options) -> Tensor | None:
-    """Under `skip_ignored=True` the rows whose gradient is not zero; None: all. A broken row is NaN whatever comes."""
-    if options.skip_ignored is not True or upstream.shape[0] == 0:
-        return None
-    return rows_that_count((upstream != 0) | to_nats.isnan(), options)

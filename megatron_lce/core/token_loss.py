@@ -44,7 +44,7 @@ class TokenLossPass:
         self._loss, self._with_gradient = loss, with_gradient
         self._num_tokens = labels.shape[0]
         rows = backend.prepare_rows(labels, temperature, options)
-        self._counted = counted_rows(labels, options)
+        self._counted = counted_rows(labels, rows, options)
         computed = self._num_tokens if self._counted.rows is None else self._counted.rows.shape[0]
         block, self._cache, self._room = self._plan(hidden, computed)
         self.tokens = Tokens(hidden, self._num_tokens, self._counted.rows, block, options)

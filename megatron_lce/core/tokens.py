@@ -1,6 +1,6 @@
 """Which rows of a call are computed, in what order, and the way of their hidden states and gradients over the group."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,7 +17,8 @@ class Counted(NamedTuple):
     """The rows that take part where ignored ones are skipped."""
 
     rows: Tensor | None  # int64, ascending; None: every row
-    unless_nan: Tensor | None  # a 1; NaN where the caller's count is not the labels'; None: nothing to check
+    unless_nan: Tensor | None = None  # a 1; NaN where the caller's count is not the labels'; None: nothing to check
+    brought: Rows | None = None  # what these rows bring; None: what every row does
 
 
 class TokenBlock(NamedTuple):
@@ -27,10 +28,10 @@ class TokenBlock(NamedTuple):
     is_last: bool
 
 
-def counted_rows(labels: Tensor, options: Options) -> Counted:
+def counted_rows(labels: Tensor, rows: Rows, options: Options) -> Counted:
     """The rows that are not ignored. `skip_ignored=True` looks at the device, once; a number does not."""
     if options.skip_ignored is False:
-        return Counted(None, None)
+        return Counted(None)
     counts = labels != options.ignore_index
     if options.skip_ignored is True:
         if labels.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -38,31 +39,50 @@ def counted_rows(labels: Tensor, options: Options) -> Counted:
                 "skip_ignored must be False or the number of counted rows while a CUDA graph is captured, got True: "
                 "it reads the number from the device"
             )
-        return Counted(rows_that_count(counts, options), None)
+        those, brought = rows_that_count(counts, options, rows.of)
+        return Counted(those, brought=None if brought is None else Rows(*brought))
     count = options.skip_ignored
     unless_nan = torch.where(counts.sum() == count, 1.0, torch.nan)
     if count == labels.shape[0]:
         return Counted(None, unless_nan)
-    if count == 0:
-        return Counted(labels.new_empty(0), unless_nan)
-    wanted = torch.arange(1, count + 1, device=labels.device)
-    rows = torch.searchsorted(counts.cumsum(0), wanted)
-    return Counted(rows.clamp_(max=labels.shape[0] - 1), unless_nan)
+    those = _first_that_count(counts, count)
+    return Counted(those, unless_nan, rows.of(those))
 
 
 def rows_to_compute(rows: Rows, order: Tensor | None, counted: Counted) -> Rows:
     """Of all rows those that are computed, in their order."""
+    if counted.brought is not None:
+        rows = counted.brought
+    elif order is not None:
+        rows = rows.of(order)
     if counted.unless_nan is not None:
         rows = rows._replace(to_nats=rows.to_nats * counted.unless_nan)
-    return rows if order is None else rows.of(order)
+    return rows
 
 
-def rows_that_count(counts: Tensor, options: Options) -> Tensor | None:
-    """Their indices, None if all do. Those that count on any rank count on all of them, so that ranks do not part."""
+def rows_that_count(
+    counts: Tensor, options: Options, gather: Callable[[Tensor], Sequence[Tensor]]
+) -> tuple[Tensor | None, Sequence[Tensor] | None]:
+    """Their indices and what `gather` makes of those, [..., rows] each; None if all do.
+
+    Rows that count on any rank count on all of them, so that ranks do not part. The device works off what was enqueued
+    before it tells the number, and nothing runs until more is: so everything is made of as many rows as may count, in
+    front of that, and cut after it.
+    """
     if options.tp_group is not None:
         counts = collectives.any_over_group(counts, options.tp_group)
-    rows = counts.nonzero().flatten()
-    return None if rows.shape[0] == counts.shape[0] else rows
+    rows = _first_that_count(counts, counts.shape[0])
+    gathered = gather(rows)
+    number = int(counts.sum())
+    if number == counts.shape[0]:
+        return None, None
+    return rows[:number], [tensor[..., :number] for tensor in gathered]
+
+
+def _first_that_count(counts: Tensor, number: int) -> Tensor:
+    """[number] indices, ascending; where fewer rows count, some row behind them."""
+    wanted = torch.arange(1, number + 1, device=counts.device)
+    return torch.searchsorted(counts.cumsum(0), wanted).clamp_(max=counts.shape[0] - 1)
 
 
 def spread(outputs: LinearCrossEntropyOutput, counted: Counted, num_tokens: int) -> LinearCrossEntropyOutput:

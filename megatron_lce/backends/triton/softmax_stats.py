@@ -117,25 +117,6 @@ def softmax_stats(
     rows = packed_rows(entropy, telemetry)
     parts = hidden.new_empty(triton.cdiv(num_columns, chunk), rows, num_tokens, dtype=torch.float32)
     hidden = aligned(hidden)
-    parts[1:, 1] = -torch.inf
-    _label_logits_kernel[(triton.cdiv(num_tokens, tile.block_n),)](
-        descriptor(hidden, tile.block_n, tile.block_h),
-        weight,
-        labels,
-        row_scale,
-        parts[0, 1],
-        num_tokens,
-        hidden.shape[1],
-        weight.stride(0),
-        0.0 if softcap_scale is None else softcap_scale,
-        SOFTCAP=softcap_scale is not None,
-        UPCAST=upcasts(hidden.dtype, tiles.interpreting()),
-        BLOCK_N=tile.block_n,
-        BLOCK_H=tile.block_h,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        enable_fp_fusion=False,
-    )
     most = num_columns
     if row_bytes := copied_row_bytes(weight):
         room = workspace_bytes - parts.nbytes - num_tokens * copies_of(hidden).token
@@ -175,6 +156,25 @@ def softmax_stats(
             num_stages=tile.num_stages,
             enable_fp_fusion=False,
         )
+    parts[1:, 1] = -torch.inf
+    _label_logits_kernel[(triton.cdiv(num_tokens, tile.block_n),)](
+        descriptor(hidden, tile.block_n, tile.block_h),
+        weight,
+        labels,
+        row_scale,
+        parts[0, 1],
+        num_tokens,
+        weight.shape[1],  # hidden's rows may be wider by zeros
+        weight.stride(0),
+        0.0 if softcap_scale is None else softcap_scale,
+        SOFTCAP=softcap_scale is not None,
+        UPCAST=upcasts(hidden.dtype, tiles.interpreting()),
+        BLOCK_N=tile.block_n,
+        BLOCK_H=tile.block_h,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        enable_fp_fusion=False,
+    )
     if cache is not None:
         cache.chunk_max.copy_(parts[: cache.chunk_max.shape[0], 0])
     return parts
