@@ -82,7 +82,7 @@ def test_two_ranks_do_not_share_a_gpu(monkeypatch):
 @pytest.mark.parametrize(
     ("parse", "arguments", "message"),
     [
-        (run_jsd.parse_arguments, "--providers peer", "a provider must be one of ours, liger, compile, eager or all"),
+        (run_jsd.parse_arguments, "--providers peer", "a provider must be one of ours, "),
         (run_jsd.parse_arguments, "--shape 3x4x5", "a shape must be tokens x student's H x teacher's H x vocab"),
         (run_jsd.parse_arguments, "--betas 2", "betas must be comma-separated numbers from 0 to 1, got '2'"),
         (run_jsd.parse_arguments, "--betas x", "betas must be comma-separated numbers from 0 to 1, got 'x'"),
@@ -103,7 +103,8 @@ def test_wrong_arguments_say_what_is_allowed(parse, arguments, message, capsys):
 def test_the_cpus_defaults_are_small():
     arguments = run_jsd.parse_arguments(["--device", "cpu"])
     assert arguments.shape[0] * arguments.shape[3] < 10**6
-    assert arguments.providers == ["ours", "liger", "eager"]
+    assert {"ours", "eager"} <= set(arguments.providers) < set(run_jsd.PROVIDERS)
+    assert "compile" not in arguments.providers
 
 
 def test_a_program_ends_with_its_report_the_head_and_the_peak():
