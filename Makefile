@@ -49,7 +49,7 @@ fuzz: $(INSTALLED)
 # megatron-core beside the pinned one, unpacked for PYTHONPATH: pip refuses 0.17 and newer on Python 3.11, which runs them.
 MEGATRON_VERSIONS := 0.14.0 0.19.2
 MEGATRON := $(VENV)/megatron
-MATRIX_TESTS := tests/test_capture.py tests/test_enable.py tests/test_support.py tests/test_uncomputed_logits.py tests/test_main_grad.py
+MATRIX_TESTS := tests/megatron_integration
 MATRIX_PROGRAM := -m torch.distributed.run --standalone --nproc-per-node 4 torchrun_tests/run_megatron.py --device cpu --combinations all
 
 $(MEGATRON)/%/megatron: $(INSTALLED)

@@ -6,7 +6,9 @@ import sys
 from typing import Any
 
 from megatron_lce import __version__, doctor
-from megatron_lce.estimate import HeadStep, estimate_table, format_estimates
+from megatron_lce.core.options import WORKSPACE_BYTES
+from megatron_lce.estimate import estimate_table, format_estimates
+from megatron_lce.head_memory import HeadStep
 from megatron_lce.model_shapes import MODEL_SHAPES, find_model
 
 MIB, GIB = 2**20, 2**30
@@ -16,7 +18,7 @@ ITEMSIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="megatron-lce", description="Fused linear cross-entropy for Megatron-LM.")
     parser.add_argument("--version", action="version", version=f"megatron-lce {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(required=True)
     _add_doctor(commands)
     _add_estimate(commands)
     return parser
@@ -43,8 +45,8 @@ def _add_estimate(commands: Any) -> None:
     )
     command = commands.add_parser("estimate", help="memory and time by formula, without a GPU", description=text)
     add = command.add_argument
-    add("--model", help=f"Take hidden size and vocabulary of a public model: {', '.join(MODEL_SHAPES)}.")
-    add("--hidden", type=int, help="Hidden size.")
+    add("--model", help=f"Public model that gives hidden size and vocabulary: {', '.join(MODEL_SHAPES)}.")
+    add("--hidden", type=int, help="Hidden size; with --vocab for any other model.")
     add("--vocab", type=int, help="Vocabulary of all ranks together, padding included.")
     add("--tokens", type=int, default=8192, help="Tokens of a microbatch, whole sequences (default: %(default)s).")
     add("--tp", type=int, default=1, help="Tensor-parallel size (default: %(default)s).")
@@ -52,7 +54,12 @@ def _add_estimate(commands: Any) -> None:
     add("--dtype", choices=ITEMSIZES, default="bf16", help="Of hidden and weight (default: %(default)s).")
     add("--main-grad", action="store_true", help="The head has gradient_accumulation_fusion set.")
     add("--no-entropy", action="store_true", help="Log-probabilities only, as a loss needs them.")
-    add("--workspace-mib", type=int, default=512, help="The argument workspace_bytes (default: %(default)s MiB).")
+    add(
+        "--workspace-mib",
+        type=int,
+        default=WORKSPACE_BYTES // MIB,
+        help="The argument workspace_bytes (default: %(default)s MiB).",
+    )
     add("--cache-mib", type=int, help="Add a row with this logits_cache_bytes.")
     add("--ignored", type=float, default=0.0, help="Share of ignored rows, for skip_ignored (default: %(default)s).")
     add("--tflops", type=float, help="TFLOP/s that the GPU's products reach: adds their time in ms.")

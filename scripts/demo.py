@@ -111,7 +111,7 @@ def main() -> int:
     args = build_parser().parse_args()
     started = time.perf_counter()
     console = Console()
-    console.print("Tokenizer and examples from the standard library ...")
+    console.print("Tokenizer and examples from the standard library; then two SFT runs and GRPO, some minutes ...")
     sft_data.prepare(args.out, VOCAB_SIZE)
     sft_options = ["--vocab-size", str(VOCAB_SIZE), "--row-length", str(ROW_LENGTH), "--steps", str(args.sft_steps)]
     off = train("train_sft", args.out, "sft_off.json", *sft_options, "--no-use-fused-linear-ce")
@@ -136,9 +136,8 @@ def main() -> int:
 
     console.print(sft_table(off, on))
     console.print(grpo_table(grpo))
-    console.print(
-        f"Report: {args.out}/report.json. Pictures: {args.out}/sft.png, {args.out}/grpo.png. {seconds:.0f} s."
-    )
+    files = f"Report: {args.out}/report.json. Pictures: {args.out}/sft.png, {args.out}/grpo.png."
+    console.print(f"{files} It took {seconds:.0f} s.", soft_wrap=True)
     for failure in failures:
         console.print(f"[bold red]FAILED[/] {failure}")
     return 1 if failures else 0

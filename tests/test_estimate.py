@@ -11,7 +11,8 @@ import torch
 import megatron_lce
 from benchmark import measure
 from megatron_lce.core.tokens import Tokens
-from megatron_lce.estimate import CHUNK_COLUMNS, TILE_COLUMNS, HeadStep, estimate, estimate_table, largest_tokens
+from megatron_lce.estimate import estimate, estimate_table, largest_tokens
+from megatron_lce.head_memory import CHUNK_COLUMNS, TILE_COLUMNS, HeadStep
 from tests.live_bytes import peak_live_bytes
 from tests.problems import make_problem
 

@@ -16,7 +16,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `tests`, when started by hand from anywhere
 
-from scripts.ranks import device_of_rank  # found through the path above
+from scripts.arguments import HelpFormatter  # found through the path above
+from scripts.ranks import device_of_rank
 from tests import interpreter
 
 
@@ -58,11 +59,13 @@ def available_backends() -> list[str]:
     return ["torch"] if importlib.util.find_spec("triton") is None else ["torch", "triton"]
 
 
-def parse_device() -> torch.device:
-    """`--device cpu|cuda` from the command line; by default cuda where every rank has a GPU."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="Default: cuda where every rank has a GPU.")
-    return device_of_rank(parser.parse_args().device)
+def argument_parser(description: str | None) -> argparse.ArgumentParser:
+    """With the option that every program has."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=HelpFormatter)
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="Device of all ranks; None: cuda where every rank has a GPU."
+    )
+    return parser
 
 
 def start(device: torch.device) -> None:
@@ -91,7 +94,8 @@ def end(failed: bool) -> NoReturn:
 
 def main(program: Callable[[torch.device, Report], None]) -> None:
     """Start the process group, run `program(device, report)`, and exit non-zero if a comparison failed."""
-    device = parse_device()
+    parser = argument_parser(sys.modules[program.__module__].__doc__)
+    device = device_of_rank(parser.parse_args().device)
     start(device)
     report = Report()
     program(device, report)

@@ -201,13 +201,12 @@ def summary(settings: list[Setting], found: list[list[Tally]], seed: int) -> str
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="Default: cuda where every rank has a GPU.")
-    parser.add_argument("--cases", type=int, default=6000, help="over all operations, backends and numbers of ranks")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--operations", default=",".join(OPERATIONS))
-    parser.add_argument("--write", type=Path, help="where to put the summary")
-    parser.add_argument("--repeat", help="one case, as a failure prints it")
+    parser = harness.argument_parser(__doc__)
+    parser.add_argument("--cases", type=int, default=6000, help="Over all operations, backends and numbers of ranks.")
+    parser.add_argument("--seed", type=int, default=0, help="Of the first team; each has its own.")
+    parser.add_argument("--operations", default=",".join(OPERATIONS), help="Comma-separated.")
+    parser.add_argument("--write", type=Path, help="File for the summary; None: it is printed only.")
+    parser.add_argument("--repeat", help="One case, as a failure prints it; None: a search.")
     return parser.parse_args()
 
 

@@ -5,7 +5,6 @@
 On 4 ranks, cases without pipeline parallelism have two data-parallel replicas; on 2, those with it are left out.
 """
 
-import argparse
 import dataclasses
 import functools
 import importlib.util
@@ -403,9 +402,13 @@ def checks(combinations: str) -> list[tuple[Callable, cases.Case]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="Default: cuda where every rank has a GPU.")
-    parser.add_argument("--combinations", choices=("pairwise", "all"), default="pairwise", help="Of the settings.")
+    parser = harness.argument_parser(__doc__)
+    parser.add_argument(
+        "--combinations",
+        choices=("pairwise", "all"),
+        default="pairwise",
+        help="Of the settings: every pair once, or all.",
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     report = harness.Report()

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from torch import nn
 
 from megatron_lce.backends.choice import describe_backend
-from megatron_lce.core.options import Backend
+from megatron_lce.core.options import WORKSPACE_BYTES, Backend
 from megatron_lce.core.validation import check_flag, check_options
 from megatron_lce.megatron_integration.capture import CapturedHead
 from megatron_lce.megatron_integration.fused_loss import FusedLoss, not_applied
@@ -69,7 +69,7 @@ def enable_fused_linear_ce(
     on_unsupported: Literal["fallback", "raise"] = "fallback",
     *,
     logits_cache_bytes: int = 0,
-    workspace_bytes: int = 512 * 2**20,
+    workspace_bytes: int = WORKSPACE_BYTES,
     vocab_size: int | None = None,
     softcap: float | None = None,
     skip_ignored: bool = False,

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from megatron_lce.backends.choice import triton_obstacle
-from megatron_lce.estimate import HeadStep, estimate_table, format_estimates
+from megatron_lce.estimate import estimate_table, format_estimates
+from megatron_lce.head_memory import HeadStep
 from megatron_lce.megatron_integration.main_grad import main_grad_sink
 from megatron_lce.megatron_integration.support import NO_HEAD, find_language_model, head_reasons, loss_reasons
 

@@ -11,21 +11,9 @@ pytest.importorskip("megatron.core")
 from megatron.core.models.gpt import GPTModel
 
 from megatron_lce import FusedOutputContext, capture_lm_head, fused_output_processor
-from scripts import megatron_runtime
 from tests import megatron_world
 
 IN_MODEL = "output_processor" in inspect.signature(GPTModel.forward).parameters  # from 0.18
-
-
-@pytest.fixture(scope="module")
-def device():
-    with megatron_world.world() as device:
-        yield device
-
-
-@pytest.fixture(params=["untied", "tied"])
-def model(request, device):
-    return megatron_runtime.build_gpt(megatron_world.options(tied=request.param == "tied"), device=device)
 
 
 def process(model, tensors, labels, context, scale=1.0):

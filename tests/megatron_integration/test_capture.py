@@ -16,22 +16,6 @@ from tests.jsd_oracle import jsd_of_products
 from tests.megatron_world import BATCH, SEQUENCE, VOCAB_SIZE
 
 
-@pytest.fixture(scope="module")
-def device():
-    with megatron_world.world() as device:
-        yield device
-
-
-@pytest.fixture(params=["untied", "tied"])
-def model(request, device):
-    return megatron_runtime.build_gpt(megatron_world.options(tied=request.param == "tied"), device=device)
-
-
-@pytest.fixture
-def untied(device):
-    return megatron_runtime.build_gpt(megatron_world.options(), device=device)
-
-
 def state(model):
     return [dict(vars(module)) for module in (model, model.output_layer)]
 

@@ -15,12 +15,6 @@ from tests.megatron_world import BATCH, SEQUENCE, VOCAB_SIZE
 CAP = 0.25  # of logits that are about 0.3: it bends them
 
 
-@pytest.fixture(scope="module")
-def device():
-    with megatron_world.world() as device:
-        yield device
-
-
 class Softcapped(torch.nn.Module):
     def forward(self, *args, **kwargs):
         logits, bias = super().forward(*args, **kwargs)

@@ -10,20 +10,8 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from torch import nn
 
 from megatron_lce import enable_fused_linear_ce
-from scripts import megatron_runtime
 from tests import megatron_world
 from tests.megatron_world import VOCAB_SIZE, lora
-
-
-@pytest.fixture(scope="module")
-def device():
-    with megatron_world.world() as device:
-        yield device
-
-
-@pytest.fixture
-def untied(device):
-    return megatron_runtime.build_gpt(megatron_world.options(), device=device)
 
 
 def enable(model, **settings):

@@ -12,12 +12,6 @@ from scripts import megatron_runtime
 from tests import megatron_world
 
 
-@pytest.fixture(scope="module")
-def device():
-    with megatron_world.world() as device:
-        yield device
-
-
 @pytest.fixture
 def head(device):
     """An output layer as DistributedDataParallel leaves it, with gradient_accumulation_fusion."""

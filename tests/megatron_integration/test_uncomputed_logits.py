@@ -25,22 +25,6 @@ from tests import megatron_world
 TOLD = "fused linear cross-entropy is enabled but was not used: the logits were computed"
 
 
-@pytest.fixture(scope="module")
-def device():
-    with megatron_world.world() as device:
-        yield device
-
-
-@pytest.fixture(params=["untied", "tied"])
-def model(request, device):
-    return megatron_runtime.build_gpt(megatron_world.options(tied=request.param == "tied"), device=device)
-
-
-@pytest.fixture
-def untied(device):
-    return megatron_runtime.build_gpt(megatron_world.options(), device=device)
-
-
 def enable(model, **settings):
     return enable_fused_linear_ce(model, backend="torch", **settings)
 

@@ -10,12 +10,6 @@ from scripts import megatron_runtime
 from tests import megatron_world
 
 
-@pytest.fixture(scope="module")
-def device():
-    with megatron_world.world() as device:
-        yield device
-
-
 def build(device, **settings):
     return megatron_runtime.build_gpt(megatron_world.options(**settings), device=device)
 
