@@ -222,7 +222,7 @@ def parse_arguments(argv: list[str], ranks: int) -> argparse.Namespace:
 
 
 def main() -> None:
-    arguments = parse_arguments(sys.argv[1:], int(os.environ["WORLD_SIZE"]))
+    arguments = parse_arguments(sys.argv[1:], int(os.environ.get("WORLD_SIZE", 1)))
     device = device_of_rank(arguments.device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(minutes=5))
     path = arguments.output if dist.get_rank() == 0 else None
