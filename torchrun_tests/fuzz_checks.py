@@ -207,7 +207,8 @@ def rounding(
     A probability is wrong by an eps of its logit, and more by some of that logit's distance from the largest; a
     gradient by that, times what upstream and the other factor of its product amount to, however small the gradient is.
     A sum over ranks rounds each rank's part, and the roundings of a few numbers do not average. A kept logit is wrong
-    by an eps of the dtype, which is much beside a small softcap: the cap's derivative is taken of it.
+    by an eps of the dtype, which is much beside a small softcap: the cap's derivative is taken of it. And what the
+    interpreter keeps it truncates, where a GPU rounds, so that probabilities do not sum to one.
     """
     keywords, (hidden, weight) = tensors.keywords, (tensor.double() for tensor in tensors.heads[0])
     temperature = torch.as_tensor(keywords["temperature"], dtype=torch.float64, device=hidden.device)
@@ -225,7 +226,7 @@ def rounding(
     floors = {}
     for name, other in (("grad_hidden", weight), ("grad_weight", hidden)):
         exact = getattr(expected, name)[parts[name]]
-        error = eps * (4 * (1 + spread) + largest / 2) + of_cap
+        error = eps * (4 * (1 + spread) + largest / 2) + of_cap + own_eps * bool(keeps and setting.interpreted)
         error += own_eps * (exact.numel() < FEW or (name == "grad_hidden" and setting.ranks > 1))
         error *= size * float(other.norm(dim=-1).max()) if other.numel() else 0.0
         floors[name] = error / max(float(exact[~exact.isnan()].norm()), 1e-300)
