@@ -334,3 +334,12 @@ def test_torch_reduction_and_unknown_keywords(device):
 def test_every_keyword_of_torch_is_known():
     ours = inspect.signature(compat.torch_linear_cross_entropy).parameters
     assert set(inspect.signature(torch_lce).parameters) <= set(ours)
+
+
+def test_label_smoothing_refuses_a_double_backward(device):
+    """Without entering the fused call, which refuses it too."""
+    hidden = torch.randn(3, 8, device=device, requires_grad=True)
+    weight = torch.randn(5, 8, device=device)
+    logits = weighted_logits.weighted_logits(hidden, weight, torch.ones(5, device=device), None)
+    with pytest.raises(RuntimeError, match="create_graph must be False: label smoothing has no double backward"):
+        torch.autograd.grad(logits.sum(), hidden, create_graph=True)
