@@ -16,7 +16,7 @@ from megatron_lce.core.logit_gradients import LogitGradients, grad_logits_slabs
 from megatron_lce.core.options import LinearCrossEntropyOutput, Options
 from megatron_lce.core.products import copies_of, own_arithmetic
 from megatron_lce.core.protocols import CrossEntropyBackend
-from megatron_lce.core.rows import Rows, RowTerms, Saved
+from megatron_lce.core.rows import Rows, Saved
 from megatron_lce.core.tokens import (
     Counted,
     TokenBlock,
@@ -93,7 +93,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             if kept is not None and of_kept is not None:
                 *of_rows, terms = of_kept
                 rows, cache = Rows(*of_rows), cache and cache.select(kept)
-                order = kept if order is None else order[kept]
+                order = kept if order is None else order.index_select(0, kept)
                 tokens = _tokens(hidden, ctx.num_tokens, order, weight, options, backend)
             problem = LogitGradients(weight, rows, terms, options, backend)
             entropy = grad_entropy is not None
@@ -167,15 +167,12 @@ def _tokens(
 
 
 def _select(per_token: Any, rows: Tensor | None) -> Any:
-    return per_token[rows] if isinstance(per_token, Tensor) and rows is not None else per_token
+    return per_token.index_select(0, rows) if isinstance(per_token, Tensor) and rows is not None else per_token
 
 
 def _rows_with_gradient(rows: Rows, terms: Tensor, options: Options) -> tuple[Tensor | None, Sequence[Tensor] | None]:
     """Under `skip_ignored=True` the rows whose gradient is not zero, and rows and terms of them; None: all."""
     if options.skip_ignored is not True:
         return None, None
-    factors = RowTerms(*terms)
-    # A broken row is NaN whatever its upstream gradient.
-    broken = factors.label_logprob * 0 != 0
-    counts = (terms[2:5] != 0).any(dim=0) | broken
+    counts = terms[2:5].any(dim=0)  # NaN counts: a broken row's terms are, whatever its upstream gradient
     return rows_that_count(counts, options, lambda kept: (*rows.of(kept), terms.index_select(1, kept)))

@@ -25,7 +25,7 @@ class Rows(NamedTuple):
 
     def of(self, rows: slice | Tensor) -> "Rows":
         """Of some of the tokens."""
-        return Rows(*(row[rows] for row in self))
+        return Rows(*(row[rows] if isinstance(rows, slice) else row.index_select(0, rows) for row in self))
 
 
 class Saved(NamedTuple):

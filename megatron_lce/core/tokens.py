@@ -80,9 +80,8 @@ def rows_that_count(
 
 
 def _first_that_count(counts: Tensor, number: int) -> Tensor:
-    """[number] indices, ascending; where fewer rows count, some row behind them."""
-    wanted = torch.arange(1, number + 1, device=counts.device)
-    return torch.searchsorted(counts.cumsum(0), wanted).clamp_(max=counts.shape[0] - 1)
+    """[number] indices, ascending; where fewer rows count, a row that is there behind them."""
+    return counts.nonzero_static(size=number, fill_value=0)[:, 0]
 
 
 def spread(outputs: LinearCrossEntropyOutput, counted: Counted, num_tokens: int) -> LinearCrossEntropyOutput:

@@ -70,8 +70,8 @@ def row_terms(
 ) -> Tensor:
     """Packed `RowTerms`, [6, N] fp32."""
     ignored = rows.ignored
-    factor = torch.where(saved.label_logprob == -torch.inf, torch.nan, rows.to_nats) * rows.scale
-    factor = factor * inner_factor(options)
+    # A logprob that is not finite makes every term NaN.
+    factor = (rows.to_nats + saved.label_logprob * 0.0) * rows.scale * inner_factor(options)
     zero = torch.zeros_like(factor)
     label_term = zero if grad_logprobs is None else grad_logprobs
     p_term = (zero if grad_lse is None else grad_lse) - label_term

@@ -212,7 +212,8 @@ def _row_terms_kernel(
     to_nats = tl.load(to_nats_ptr + rows, mask=mask, other=0.0)
     ignored = to_nats == 0
     label_logprob = tl.load(saved_label_logprob_ptr + rows, mask=mask, other=0.0)
-    factor = tl.where(label_logprob == float("-inf"), float("nan"), to_nats)
+    # A logprob that is not finite makes every term NaN.
+    factor = to_nats + label_logprob * 0.0
     factor *= tl.load(scale_ptr + rows, mask=mask, other=0.0) * inner_factor
     label_term = tl.zeros((BLOCK_N,), tl.float32)
     if grad_logprobs_ptr is not None:
