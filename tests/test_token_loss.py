@@ -136,6 +136,17 @@ def test_any_upstream_scales_both_gradients(dtype, backend, device):
     assert torch.equal(scaled.grad_weight, once.grad_weight * -0.25)
 
 
+def test_an_upstream_is_not_rounded_to_the_gradients_dtype(backend, device):
+    """It lies between two numbers of fp16, 3.7e-4 from either: all of the gradient would be off by as much."""
+    upstream = 1.33349609375
+    problem = make_problem(30, 24, 300, device, torch.float16)
+    _, once = run(problem, nll, (), backend=backend)
+    _, scaled = run(problem, nll, (), upstream=upstream, backend=backend)
+    for name in ("grad_hidden", "grad_weight"):
+        expected, actual = getattr(once, name).double() * upstream, getattr(scaled, name).double()
+        assert abs((actual * expected).sum() / expected.square().sum() - 1).item() < 5e-5, name
+
+
 def test_without_gradient_only_forward_runs(backend, device):
     problem = make_problem(30, 24, 300, device, BF16)
     with torch.no_grad():

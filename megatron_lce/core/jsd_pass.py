@@ -41,7 +41,7 @@ class JsdPass:
         backend: JsdBackend,
         with_gradient: bool,
     ) -> None:
-        self._options, self._with_gradient = options, with_gradient
+        self.backend, self._options, self._with_gradient = backend, options, with_gradient
         num_tokens = labels.shape[0]
         weighted = labels.masked_fill(token_weights == 0, options.ignore_index)
         rows = backend.prepare_rows(weighted, temperature, options)

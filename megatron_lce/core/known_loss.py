@@ -10,6 +10,7 @@ from torch import Tensor
 from megatron_lce.core.head_gradients import Slab, head_gradients
 from megatron_lce.core.options import Options
 from megatron_lce.core.products import own_arithmetic
+from megatron_lce.core.protocols import ScalingBackend
 from megatron_lce.core.tokens import TokenBlock, Tokens
 from megatron_lce.core.validation import refuse_double_backward
 
@@ -19,6 +20,9 @@ class KnownLossPass(Protocol):
 
     name: str  # of the operation, as users call it
     tokens: Tokens
+
+    @property
+    def backend(self) -> ScalingBackend: ...
 
     def slabs(self, block: TokenBlock, bytes_per_column: int) -> Iterator[Slab]:
         """Adds a block's losses, then yields the gradients of its products if any were asked for."""
@@ -59,7 +63,7 @@ class _KnownLoss(torch.autograd.Function):
                 weight_sum=run.tokens.num_blocks > 1 or options.weight_grad_sink is not None,
             )
         ctx.save_for_backward(weight, grad_hidden, weight_sum)
-        ctx.options, ctx.name, ctx.scaled = options, run.name, False
+        ctx.options, ctx.name, ctx.scale, ctx.scaled = options, run.name, run.backend.scale, False
         return run.total()
 
     @staticmethod
@@ -69,19 +73,19 @@ class _KnownLoss(torch.autograd.Function):
             raise RuntimeError(f"a second backward through {ctx.name} is not possible: the first scaled its gradients")
         ctx.scaled = True
         weight, grad_hidden, weight_sum = ctx.saved_tensors
+        grad_loss = grad_loss.float()
         if grad_hidden is not None:
-            grad_hidden.mul_(grad_loss)
+            ctx.scale(grad_hidden, grad_loss, grad_hidden, accumulate=False)
         grad_weight = None
         if weight_sum is not None:
             num_columns, weight_sum = weight_sum.shape[0], weight_sum[:, : weight.shape[1]]
             sink = ctx.options.weight_grad_sink
             if sink is not None:
-                sink.buffer()[:num_columns].addcmul_(weight_sum, grad_loss.float())
+                ctx.scale(weight_sum, grad_loss, sink.buffer()[:num_columns], accumulate=True)
                 grad_weight = sink.finish()
-            elif weight_sum.dtype == weight.dtype and weight_sum.shape == weight.shape:
-                grad_weight = weight_sum.mul_(grad_loss)
             else:
-                grad_weight = torch.empty_like(weight)
-                torch.mul(weight_sum, grad_loss, out=grad_weight[:num_columns])
+                of_weight = weight_sum.dtype == weight.dtype and weight_sum.shape == weight.shape
+                grad_weight = weight_sum if of_weight else torch.empty_like(weight)
+                ctx.scale(weight_sum, grad_loss, grad_weight[:num_columns], accumulate=False)
                 grad_weight[num_columns:].zero_()
         return grad_hidden, grad_weight, None, None

@@ -36,7 +36,14 @@ class LogitsCache(Protocol):
     def free(self) -> None: ...
 
 
-class CrossEntropyBackend(Protocol):
+class ScalingBackend(Protocol):
+    """What a loss that is known in forward takes of either backend below."""
+
+    def scale(self, matrix: Tensor, factor: Tensor, out: Tensor, *, accumulate: bool) -> None:
+        """`out = factor * matrix`, or `out += factor * matrix`, in fp32 for a factor [] on the device."""
+
+
+class CrossEntropyBackend(ScalingBackend, Protocol):
     """The primitives of `linear_cross_entropy`; what they mean is said where core defines their types."""
 
     def prepare_rows(self, labels: Tensor, temperature: Tensor | float, options: Options) -> Rows: ...
@@ -116,7 +123,7 @@ class CrossEntropyBackend(Protocol):
         """The same from the kept exponentials, with zeros behind its rows."""
 
 
-class JsdBackend(Protocol):
+class JsdBackend(ScalingBackend, Protocol):
     """The primitives of `linear_jsd`. Logits are [N, C] fp32 in base 2, rows a multiple of `SLAB_ROW_STEP` apart."""
 
     def prepare_rows(self, labels: Tensor, temperature: Tensor | float, options: Options) -> Rows: ...

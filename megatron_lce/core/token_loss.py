@@ -40,7 +40,7 @@ class TokenLossPass:
         backend: CrossEntropyBackend,
         with_gradient: bool,
     ) -> None:
-        self._weight, self._options, self._backend = weight, options, backend
+        self._weight, self._options, self.backend = weight, options, backend
         self._loss, self._with_gradient = loss, with_gradient
         self._num_tokens = labels.shape[0]
         rows = backend.prepare_rows(labels, temperature, options)
@@ -60,13 +60,13 @@ class TokenLossPass:
         hidden, rows = block.hidden.wait(), self._rows.of(block.rows)
         cache = None if self._cache is None else self._cache.of(slice(0, hidden.shape[0]))
         options = replace(self._options, workspace_bytes=self._room)
-        extremes, sums = stats_of_tokens(hidden, self._weight, rows, options, self._backend, cache)
-        outputs, saved = self._backend.finish(extremes, sums, rows, options)
+        extremes, sums = stats_of_tokens(hidden, self._weight, rows, options, self.backend, cache)
+        outputs, saved = self.backend.finish(extremes, sums, rows, options)
         upstream = self._losses(outputs, rows, block)
         if not self._with_gradient:
             return
-        terms = self._backend.row_terms(rows, saved, *upstream, options)
-        problem = LogitGradients(self._weight, rows, terms, options, self._backend)
+        terms = self.backend.row_terms(rows, saved, *upstream, options)
+        problem = LogitGradients(self._weight, rows, terms, options, self.backend)
         here = block._replace(rows=slice(0, hidden.shape[0]), is_last=False)
         yield from grad_logits_slabs(problem, here, cache, upstream[1] is not None, bytes_per_column)
 
@@ -87,7 +87,7 @@ class TokenLossPass:
 
     def _plan(self, hidden: Tensor, computed: int) -> tuple[int, LogitsCache | None, int]:
         """Tokens of a block, where their logits are kept, and the bytes left; by what every rank shares."""
-        options, backend = self._options, self._backend
+        options, backend = self._options, self.backend
         if not self._with_gradient:
             return max(computed, 1), None, options.workspace_bytes
         kept_bytes = backend.kept_row_bytes(hidden, options.largest_shard)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from megatron_lce.backends.torch.rows import finish, prepare_rows, row_terms
+from megatron_lce.backends.torch.scale import scale
 from megatron_lce.core.blocks import BlockBytes, cut
 from megatron_lce.core.options import Options
 from megatron_lce.core.products import Copies, product
@@ -21,6 +22,7 @@ __all__ = [
     "new_cache",
     "prepare_rows",
     "row_terms",
+    "scale",
     "softmax_stats",
     "softmax_stats_bytes",
     "sum_chunks",

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from megatron_lce.backends.torch.cross_entropy import upcast_row_bytes
 from megatron_lce.backends.torch.rows import prepare_rows
+from megatron_lce.backends.torch.scale import scale
 from megatron_lce.core.blocks import BlockBytes, cut
 from megatron_lce.core.jsd_stats import Found, Head, KlStats
 from megatron_lce.core.products import product
@@ -19,6 +20,7 @@ __all__ = [
     "logits_bytes",
     "merge_kl_stats",
     "prepare_rows",
+    "scale",
     "sum_parts",
 ]
 

@@ -3,6 +3,7 @@
 from megatron_lce.backends.triton.grad_logits import grad_logits, grad_logits_bytes, grad_logits_from_cache
 from megatron_lce.backends.triton.merge_stats import merge_extremes, sum_chunks
 from megatron_lce.backends.triton.rows import finish, prepare_rows, row_terms
+from megatron_lce.backends.triton.scale import scale
 from megatron_lce.backends.triton.softmax_stats import (
     LogitsCache,
     kept_row_bytes,
@@ -22,6 +23,7 @@ __all__ = [
     "new_cache",
     "prepare_rows",
     "row_terms",
+    "scale",
     "softmax_stats",
     "softmax_stats_bytes",
     "sum_chunks",

@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_lce.backends.triton import tiles
 from megatron_lce.backends.triton.jsd_merge import merge_kl_stats, sum_parts
 from megatron_lce.backends.triton.rows import prepare_rows
+from megatron_lce.backends.triton.scale import scale
 from megatron_lce.backends.triton.tile_products import (
     MASKED_LOGIT,
     descriptor,
@@ -32,6 +33,7 @@ __all__ = [
     "logits_bytes",
     "merge_kl_stats",
     "prepare_rows",
+    "scale",
     "sum_parts",
 ]
 
