@@ -37,7 +37,7 @@ __all__ = [
     "sum_parts",
 ]
 
-_ROWS, _COLUMNS = 16, COLUMN_STEP  # of a program that reads logits; wherever they are cut, they hold the same columns
+_COLUMNS = COLUMN_STEP  # of a program that reads logits; wherever they are cut, it holds the same columns
 _SMALLEST_NORMAL = tl.constexpr(1.1754943508222875e-38)  # under this a probability counts as zero
 
 
@@ -55,10 +55,10 @@ def logits(
 ) -> None:
     """Base-2 logits, `row_scale * hidden @ weight.T`, or `row_scale * tanh(softcap_scale * hidden @ weight.T)`."""
     hidden, weight = aligned(head.hidden), aligned(head.weight)
-    tile = tiles.choose_tiles(hidden.dtype, hidden.device)
+    tile, programs = tiles.stored_tiles(hidden.dtype, hidden.device)
     num_tokens, num_columns = out.shape
     num_tiles = triton.cdiv(num_tokens, tile.block_n) * triton.cdiv(num_columns, tile.block_v)
-    _logits_kernel[(min(num_tiles, tiles.num_programs(hidden.device)),)](
+    _logits_kernel[(min(num_tiles, programs),)](
         descriptor(hidden, tile.block_n, tile.block_h),
         descriptor(weight, tile.block_v, tile.block_h),
         row_scale,
@@ -82,7 +82,7 @@ def kl_parts(student: Tensor, teacher: Tensor, *, forward_kl: bool) -> Tensor:
     """[S, 5, N]: packed `KlStats` of each chunk of both heads' logits [N, C]."""
     parts = _new_parts(KL_ROWS, student)
     _kl_parts_kernel[_grid(student)](
-        student, teacher, parts, *student.shape, student.stride(0), FORWARD_KL=forward_kl, **_constexprs()
+        student, teacher, parts, *student.shape, student.stride(0), FORWARD_KL=forward_kl, **_constexprs(student)
     )
     return parts
 
@@ -97,7 +97,7 @@ def divergence_parts(
     """[S, 2, N] base-2 sums over each chunk: the divergence for 0 < beta < 1, and KL(p_student || m)."""
     parts = _new_parts(2, student)
     _divergence_kernel[_grid(student)](
-        student, teacher, found, parts, *student.shape, student.stride(0), found.stride(0), beta, **_constexprs()
+        student, teacher, found, parts, *student.shape, student.stride(0), found.stride(0), beta, **_constexprs(student)
     )
     return parts
 
@@ -127,7 +127,7 @@ def grad_logits(
         float(beta),
         FORWARD_KL=beta == 0,
         REVERSE_KL=beta == 1,
-        **_constexprs(),
+        **_constexprs(student),
     )
 
 
@@ -136,11 +136,12 @@ def _new_parts(num_rows: int, logits: Tensor) -> Tensor:
 
 
 def _grid(logits: Tensor) -> tuple[int]:
-    return (triton.cdiv(logits.shape[0], _ROWS) * triton.cdiv(logits.shape[1], _COLUMNS),)
+    rows = tiles.reading_rows(logits.device)
+    return (triton.cdiv(logits.shape[0], rows) * triton.cdiv(logits.shape[1], _COLUMNS),)
 
 
-def _constexprs() -> dict[str, int]:
-    return {"BLOCK_N": _ROWS, "BLOCK_V": _COLUMNS, "num_warps": 16}
+def _constexprs(logits: Tensor) -> dict[str, int]:
+    return {"BLOCK_N": tiles.reading_rows(logits.device), "BLOCK_V": _COLUMNS, "num_warps": 1}
 
 
 @triton.jit(do_not_specialize=["N", "V"])
