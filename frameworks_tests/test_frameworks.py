@@ -41,7 +41,7 @@ def run(program: str, ranks: int, *arguments: object, megatron: str = "0.16.1") 
     )
     print(result.stdout)
     assert result.returncode == 0, f"{result.stdout[-4000:]}\n{result.stderr[-6000:]}"
-    assert "ok " in result.stdout
+    assert "ok " in result.stdout + result.stderr
 
 
 def adopted(checkout: Path, root: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -63,6 +63,13 @@ def test_every_diff_is_of_a_project_that_is_run_here():
 @pytest.mark.parametrize("megatron", MEGATRON_VERSIONS)
 def test_verl(verl, megatron, ranks):
     run("run_verl.py", ranks, verl, megatron=megatron)
+
+
+def test_timing_of_verl(verl, tmp_path):
+    options = {"tokens": 64, "sequence-length": 16, "hidden": 256, "heads": 4, "vocab": 2048}
+    options |= {"device": "cpu", "output": tmp_path / "time.json"}
+    arguments = [f"--{name}={value}" for name, value in options.items()]
+    run("time_verl.py", 2, folder_of("FRAMEWORKS", "verl-0.9.1"), verl, *arguments, megatron="0.19.2")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
