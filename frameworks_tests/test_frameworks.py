@@ -44,9 +44,9 @@ def run(program: str, ranks: int, *arguments: object, megatron: str = "0.16.1") 
     assert "ok " in result.stdout + result.stderr
 
 
-def adopted(checkout: Path, root: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def adopted(checkout: Path, root: str, tmp_path_factory: pytest.TempPathFactory, under: str = "") -> Path:
     into = tmp_path_factory.mktemp(root)
-    recipes.adopt(checkout, root, into)
+    recipes.adopt(checkout, root, into, under)
     return into
 
 
@@ -85,7 +85,13 @@ def test_slime(ranks, tmp_path_factory):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_areal(ranks, tmp_path_factory):
-    run("run_areal.py", ranks, adopted(folder_of("AREAL"), "areal", tmp_path_factory))
+    run("run_areal.py", ranks, adopted(folder_of("AREAL"), "areal", tmp_path_factory, "areal/models/mcore/"))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_areal_pull(ranks, tmp_path_factory):
+    own = folder_of("AREAL_1322")
+    run("run_areal_pull.py", ranks, adopted(own, "areal", tmp_path_factory, "areal/models/lce/"))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
