@@ -56,7 +56,7 @@ def verl(tmp_path_factory):
 
 
 def test_every_diff_is_of_a_project_that_is_run_here():
-    assert recipes.roots() == {"areal", "nemo_rl", "pretrain_gpt.py", "slime", "verl"}
+    assert recipes.roots() == {"areal", "nemo_rl", "pretrain_gpt.py", "skyrl", "slime", "verl"}
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -81,6 +81,11 @@ def test_nemo_rl(ranks, tmp_path_factory):
 def test_slime(ranks, tmp_path_factory):
     own = folder_of("SLIME")
     run("run_slime.py", ranks, own, adopted(own, "slime", tmp_path_factory))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_skyrl(ranks, tmp_path_factory):
+    run("run_skyrl.py", ranks, adopted(folder_of("SKYRL"), "skyrl", tmp_path_factory), megatron="0.19.2")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
