@@ -3,11 +3,13 @@
 Forward and backward by Megatron's schedule, DDP with fp32 gradients, no optimizer step: time, peak memory over the
 resting state (weights, gradient buffers, data), losses, and every parameter's gradient against an fp32 run of the same
 weights. One model serves all variants, so they share its weights to the bit. Masked tokens have valid labels and a
-`loss_mask` of 0, as in Megatron's batches; `ours-skip` ignores and skips them.
+`loss_mask` of 0, as in Megatron's batches; `ours-skip` ignores and skips them. `own-flag`, on Megatron's dev branch
+alone, is its `cross_entropy_fusion_impl="linear"` with our operation installed.
 """
 
 import argparse
 import functools
+import importlib.util
 import itertools
 import sys
 from collections.abc import Callable
@@ -32,6 +34,8 @@ from scripts import megatron_runtime
 from scripts.arguments import HelpFormatter
 
 VARIANTS = ("native", "native-fused", "ours", "ours-skip", "ours-main-grad", "ours-main-grad-512-mib", "ours-cached")
+if importlib.util.find_spec("megatron.core.transformer.linear_cross_entropy") is not None:
+    VARIANTS += ("own-flag",)
 REPEATS = 3  # in a round
 
 
@@ -107,7 +111,12 @@ def losses_and_gradients(model: nn.Module, batches: list[dict[str, Tensor]]) -> 
 
 def choose(model: nn.Module, variant: str, tokens: int, args: argparse.Namespace) -> FusedLinearCE:
     """Puts the variant's loss in force."""
-    get_model_config(model).cross_entropy_loss_fusion = variant == "native-fused"
+    config, own_flag = get_model_config(model), variant == "own-flag"
+    config.cross_entropy_loss_fusion = variant in ("native-fused", "own-flag")
+    config.cross_entropy_fusion_impl = "linear" if own_flag else "native"
+    unwrap_model(model).fuse_linear_cross_entropy = own_flag  # read from the configuration at construction
+    if own_flag:
+        megatron_lce.install_megatron_linear_cross_entropy()
     head = getattr(unwrap_model(model), "output_layer", None)
     if head is not None:
         # Megatron refuses the setting at construction without Apex, whose kernel our head does not need.

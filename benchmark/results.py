@@ -127,6 +127,8 @@ def environment(device: torch.device) -> dict:
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
+    if "megatron.core" in sys.modules:  # maybe a checkout in front of the installed one
+        versions["megatron-core"] = sys.modules["megatron.core"].__version__
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         "cuda": torch.version.cuda,

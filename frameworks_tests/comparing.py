@@ -27,6 +27,7 @@ _failures: list[str] = []
 class Case:
     tied: bool
     sequence_parallel: bool
+    hidden_size: int = 32
 
     @property
     def name(self) -> str:
@@ -37,7 +38,7 @@ class Case:
         """A GPT over all ranks, the same weights whenever it is built."""
         options = megatron_runtime.GptOptions(
             num_layers=1,
-            hidden_size=32,
+            hidden_size=self.hidden_size,
             vocab_size=VOCABULARY,
             tied=self.tied,
             sequence_parallel=self.sequence_parallel,

@@ -26,12 +26,15 @@ def _hunks() -> dict[str, str]:
     return found
 
 
-def adopt(checkout: Path, root: str, into: Path) -> list[str]:
-    """Copies the folder or file `checkout/root` to `into/root`, with the page's diffs; the files that were changed."""
+def adopt(checkout: Path, root: str, into: Path, under: str = "") -> list[str]:
+    """Copies the folder or file `checkout/root` to `into/root`, with the page's diffs; the files that were changed.
+
+    `under`: only the diffs of files there, where another version of the project has the others'.
+    """
     copy = shutil.copytree if (checkout / root).is_dir() else shutil.copy
     copy(checkout / root, into / root)
-    changed = {path: hunks for path, hunks in _hunks().items() if path.partition("/")[0] == root}
-    assert changed, f"{PAGE.name} has no diff for {root}"
+    changed = {path: hunks for path, hunks in _hunks().items() if path.startswith(under or root)}
+    assert changed, f"{PAGE.name} has no diff for {under or root}"
     for path, hunks in changed.items():
         file = into / path
         file.write_text(apply(hunks, file.read_text(), path))

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from comparing import VOCABULARY, cases, compare, main
+from megatron.core.utils import unwrap_model
 from stand_ins import packages_without_their_init, stand_in
 from torch import Tensor, nn
 
@@ -39,7 +40,7 @@ def import_verl(folder: Path) -> SimpleNamespace:
         get_torch_device=lambda: torch.cuda,
     )
     stand_in("verl.workers.config", MtpConfig=None)
-    stand_in("verl.utils.megatron_utils", unwrap_model=lambda model: getattr(model, "module", model))
+    stand_in("verl.utils.megatron_utils", unwrap_model=unwrap_model)
     from verl.models.mcore import model_forward, model_forward_1f1b_overlap, model_forward_fused
     from verl.utils.megatron import tensor_parallel
 
@@ -59,6 +60,15 @@ def batch() -> Tensor:
     )
 
 
+def lengths(tokens: Tensor) -> list[int]:
+    return tokens.offsets().diff().tolist()
+
+
+def counted(tokens: Tensor) -> Tensor:
+    """All tokens but the last of each sequence: that one has no next, and verl's loss leaves it out."""
+    return torch.cat([torch.arange(n, device=tokens.device) < n - 1 for n in lengths(tokens)])
+
+
 def unfused(verl: SimpleNamespace, model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
     """verl's forward with logits, and what its engine computes from them."""
 
@@ -69,7 +79,8 @@ def unfused(verl: SimpleNamespace, model: nn.Module, tokens: Tensor) -> dict[str
             "log_probs": verl.parallel.vocab_parallel_log_probs_from_logits(logits, label),
         }
 
-    temperature = torch.nested.nested_tensor([torch.full((n,), TEMPERATURE) for n in LENGTHS], layout=torch.jagged)
+    parts = [torch.full((n,), TEMPERATURE, device=tokens.device) for n in lengths(tokens)]
+    temperature = torch.nested.nested_tensor(parts, layout=torch.jagged)
     arguments = {"label": tokens, "temperature": temperature}
     return verl.unfused(model, tokens, {}, logits_processor=of_logits, logits_processor_args=arguments)
 
@@ -85,7 +96,7 @@ def fused(verl: SimpleNamespace, model: nn.Module, tokens: Tensor) -> dict[str, 
 def overlapped(verl: SimpleNamespace, model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
     """What verl hangs into the schedule of its overlapped forward, called as that schedule calls it."""
     padded = tokens.to_padded_tensor(0)
-    mask = torch.arange(padded.shape[1])[None] < torch.tensor(LENGTHS)[:, None]
+    mask = torch.arange(padded.shape[1])[None] < torch.tensor(lengths(tokens))[:, None]
     model.build_schedule_plan = lambda **keywords: SimpleNamespace(post_process=SimpleNamespace(), **keywords)
     plan = verl.overlap(model, padded, None, mask, padded.roll(-1, 1), torch.ones_like(mask), temperature=TEMPERATURE)
     postprocess = model._postprocess  # verl's own, of the model from now on
@@ -104,13 +115,11 @@ def program() -> None:
     verl = import_verl(Path(sys.argv[1]))
     assert "verl.utils.kernel" not in sys.modules  # nothing is left of verl's own
     tokens = batch()
-    # The last token of a sequence has no next one; verl's loss leaves it out.
-    counted = torch.cat([torch.arange(n) < n - 1 for n in LENGTHS])
 
     def outputs(run: Any) -> Any:
         def call(model: nn.Module) -> dict[str, Tensor]:
             result = run(verl, model, tokens)
-            return {name: (t.values() if t.is_nested else t)[counted] for name, t in result.items()}
+            return {name: (t.values() if t.is_nested else t)[counted(tokens)] for name, t in result.items()}
 
         return call
 

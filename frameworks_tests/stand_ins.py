@@ -1,5 +1,7 @@
 """Importing single files of a project without what the rest of it needs: services, tokenizers, other engines."""
 
+import __future__
+
 import ast
 import sys
 from pathlib import Path
@@ -29,9 +31,11 @@ def stand_in(name: str, **contents: Any) -> None:
 
 
 def definitions(file: Path, module: str, *names: str, **known: Any) -> list[Any]:
-    """These top-level classes and functions of a file that is not imported as a whole; `known`: what they refer to."""
-    found = [node for node in ast.parse(file.read_text()).body if getattr(node, "name", None) in names]
+    """These classes, functions and methods of a file that is not imported as a whole; `known`: what they refer to."""
+    nodes = ast.walk(ast.parse(file.read_text()))
+    found = [node for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name in names]
     assert len(found) == len(names), f"{file} has {[node.name for node in found]} of {names}"
     contents = {**known, "__name__": module}
-    exec(compile(ast.Module(found, type_ignores=[]), str(file), "exec"), contents)
+    code = compile(ast.Module(found, []), str(file), "exec", flags=__future__.annotations.compiler_flag)
+    exec(code, contents)
     return [contents[name] for name in names]

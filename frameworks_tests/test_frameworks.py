@@ -41,12 +41,12 @@ def run(program: str, ranks: int, *arguments: object, megatron: str = "0.16.1") 
     )
     print(result.stdout)
     assert result.returncode == 0, f"{result.stdout[-4000:]}\n{result.stderr[-6000:]}"
-    assert "ok " in result.stdout
+    assert "ok " in result.stdout + result.stderr
 
 
-def adopted(checkout: Path, root: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def adopted(checkout: Path, root: str, tmp_path_factory: pytest.TempPathFactory, under: str = "") -> Path:
     into = tmp_path_factory.mktemp(root)
-    recipes.adopt(checkout, root, into)
+    recipes.adopt(checkout, root, into, under)
     return into
 
 
@@ -56,13 +56,20 @@ def verl(tmp_path_factory):
 
 
 def test_every_diff_is_of_a_project_that_is_run_here():
-    assert recipes.roots() == {"areal", "nemo_rl", "pretrain_gpt.py", "slime", "verl"}
+    assert recipes.roots() == {"areal", "nemo_rl", "pretrain_gpt.py", "skyrl", "slime", "verl"}
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("megatron", MEGATRON_VERSIONS)
 def test_verl(verl, megatron, ranks):
     run("run_verl.py", ranks, verl, megatron=megatron)
+
+
+def test_timing_of_verl(verl, tmp_path):
+    options = {"tokens": 64, "sequence-length": 16, "hidden": 256, "heads": 4, "vocab": 2048}
+    options |= {"device": "cpu", "output": tmp_path / "time.json"}
+    arguments = [f"--{name}={value}" for name, value in options.items()]
+    run("time_verl.py", 2, folder_of("FRAMEWORKS", "verl-0.9.1"), verl, *arguments, megatron="0.19.2")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -77,8 +84,19 @@ def test_slime(ranks, tmp_path_factory):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
+def test_skyrl(ranks, tmp_path_factory):
+    run("run_skyrl.py", ranks, adopted(folder_of("SKYRL"), "skyrl", tmp_path_factory), megatron="0.19.2")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_areal(ranks, tmp_path_factory):
-    run("run_areal.py", ranks, adopted(folder_of("AREAL"), "areal", tmp_path_factory))
+    run("run_areal.py", ranks, adopted(folder_of("AREAL"), "areal", tmp_path_factory, "areal/models/mcore/"))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_areal_pull(ranks, tmp_path_factory):
+    own = folder_of("AREAL_1322")
+    run("run_areal_pull.py", ranks, adopted(own, "areal", tmp_path_factory, "areal/models/lce/"))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -1,73 +1,170 @@
-"""verl's fused forward and its backward with verl's own kernel and with ours: time and peak memory on GPUs.
+"""verl's forward and backward unfused, with verl's own fused kernel, and with ours: time, peak memory and errors.
 
     torchrun --nproc-per-node 2 frameworks_tests/time_verl.py OWN FUSED      # OWN/verl: as it is, FUSED/verl: adopted
 
-One layer, H 4096, a vocabulary of 151,936 in bf16, 8,192 tokens, sequence parallel: nearly all of it is the head.
+One layer under DDP with fp32 gradients, sequence parallel: nearly all of it is the head. Logprobs, entropy and every
+parameter's gradient are compared with verl's unfused path in fp32, on the same weights; the exit status is 1 where ours
+are farther off than those of the unfused path in bf16 (`over_unfused_error`).
 """
 
+import argparse
+import contextlib
 import os
-import statistics
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import torch
 import torch.distributed as dist
 from comparing import megatron_runtime
-from run_verl import fused, import_verl
-from torch import Tensor
+from rich.console import Console
+from run_verl import counted, fused, import_verl, unfused
+from torch import Tensor, nn
 
-SEQUENCES, LENGTH, HIDDEN, VOCABULARY = 8, 1024, 4096, 151936
-WARM_UPS, ROUNDS = 3, 7
+from benchmark import measure, report
+from benchmark.megatron_step import build
+from benchmark.results import Results
+from scripts.arguments import HelpFormatter
 
-
-def step(verl: SimpleNamespace, model: torch.nn.Module, tokens: Tensor) -> tuple[Tensor, float]:
-    """Forward with logprobs and entropy, backward from both; the logprobs' mean, and the milliseconds."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    result = fused(verl, model, tokens)
-    logprobs, entropy = result["log_probs"].values(), result["entropy"].values()
-    (-logprobs.mean() - 0.01 * entropy.mean()).backward()
-    end.record()
-    end.synchronize()
-    model.zero_grad()
-    return logprobs.detach().mean(), start.elapsed_time(end)
+REPEATS = 3  # in a round
+ALLOWED = 1.5  # times the unfused path's own error
+Forward = Callable[[SimpleNamespace, nn.Module, Tensor], dict[str, Tensor]]
 
 
-def measure(name: str, folder: str, device: torch.device) -> None:
-    for module in [module for module in sys.modules if module.partition(".")[0] == "verl"]:
-        del sys.modules[module]
-    verl = import_verl(Path(folder))
-    options = megatron_runtime.GptOptions(
-        num_layers=1,
-        hidden_size=HIDDEN,
-        num_heads=32,
-        vocab_size=VOCABULARY,
-        max_sequence_length=LENGTH,
-        sequence_parallel=dist.get_world_size() > 1,
-        dtype=torch.bfloat16,
-    )
-    model = megatron_runtime.build_gpt(options, device=device)
+class Verl:
+    """One tree of verl's files. Two do not fit into `sys.modules`, and the kernels are imported at the first call."""
+
+    def __init__(self, folder: Path) -> None:
+        self._modules: dict[str, ModuleType] = {}
+        with self.imported():
+            self.names = import_verl(folder)
+
+    @contextlib.contextmanager
+    def imported(self) -> Iterator[None]:
+        for name in _modules_of_verl():
+            del sys.modules[name]
+        sys.modules.update(self._modules)
+        yield
+        self._modules = _modules_of_verl()
+
+
+def _modules_of_verl() -> dict[str, ModuleType]:
+    return {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "verl"}
+
+
+class Step(measure.Timed):
+    """One way's forward and backward, from an upstream gradient of its own for every token's logprob and entropy."""
+
+    def __init__(self, verl: Verl, forward: Forward, tokens: Tensor, model: nn.Module, device: torch.device) -> None:
+        super().__init__(self.take, device)
+        self.verl, self.forward, self.tokens, self.model = verl, forward, tokens, model
+        self.errors: Callable[[], dict] = dict
+        generator = torch.Generator().manual_seed(1)
+        upstream = torch.randn(2, tokens.values().numel(), generator=generator).to(device) * counted(tokens)
+        self.upstream = dict(zip(("log_probs", "entropy"), upstream, strict=True))
+
+    def take(self, model: nn.Module | None = None) -> dict[str, Tensor]:
+        """Adds to the parameters' `main_grad`; logprobs and entropy of the tokens that count."""
+        with self.verl.imported():
+            outputs = self.forward(self.verl.names, model or self.model, self.tokens)
+            outputs = {name: outputs[name].values() for name in self.upstream}
+            torch.autograd.backward(list(outputs.values()), list(self.upstream.values()))
+        return {name: values.detach() for name, values in outputs.items()}
+
+    def tensors(self, model: nn.Module | None = None) -> dict[str, Tensor]:
+        """Outputs and every parameter's gradient, of one step."""
+        model = model or self.model
+        model.zero_grad_buffer()
+        outputs = {name: values[counted(self.tokens)] for name, values in self.take(model).items()}
+        return outputs | {name.rpartition("module.")[2]: p.main_grad.clone() for name, p in model.named_parameters()}
+
+    def warm_up(self) -> dict:
+        return self.errors() | super().warm_up()
+
+    def round(self, **repeats: int) -> dict:
+        return super().round(**repeats) | {"times_ms": self.times_ms}
+
+
+def relative_errors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    return {name: float((actual[name] - x).norm() / x.norm()) for name, x in expected.items()}
+
+
+def errors(step: Step, exact: dict[str, Tensor], of_unfused: dict[str, float]) -> dict:
+    found = relative_errors(step.tensors(), exact)
+    return {
+        "logprobs_relative_error": found["log_probs"],
+        "entropy_relative_error": found["entropy"],
+        "gradient_relative_error": max(found[name] for name in found.keys() - step.upstream),
+        "over_unfused_error": max(found[name] / of_unfused[name] for name in found),
+    }
+
+
+def work(args: argparse.Namespace, device: torch.device) -> bool:
+    """Whether ours are as near to fp32 as verl's unfused path. Everything built here is gone when it returns."""
+    path = args.output if dist.get_rank() == 0 else None
+    results = Results(device, torch.bfloat16, path, {"command": sys.argv[1:], "ranks": dist.get_world_size()})
     generator = torch.Generator().manual_seed(0)
-    rows = [torch.randint(VOCABULARY, (LENGTH,), generator=generator).to(device) for _ in range(SEQUENCES)]
-    tokens = torch.nested.nested_tensor(rows, layout=torch.jagged)
-    for _ in range(WARM_UPS):
-        step(verl, model, tokens)
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    means, times = zip(*(step(verl, model, tokens) for _ in range(ROUNDS)), strict=True)
-    peak = (torch.cuda.max_memory_allocated() - before) / 2**20
-    if dist.get_rank() == 0:
-        print(
-            f"{name}: {statistics.median(times):.1f} ms, {peak:.0f} MiB over rest, mean logprob {float(means[0]):.5f}"
-        )
+    rows = torch.randint(args.vocab, (args.tokens // args.sequence_length, args.sequence_length), generator=generator)
+    tokens = torch.nested.nested_tensor(list(rows.to(device)), layout=torch.jagged)
+    model = build(args, torch.bfloat16, device)
+    own, adopted = Verl(args.own), Verl(args.fused)
+    ways = {"unfused": (own, unfused), "verl's kernel": (own, fused), "ours": (adopted, fused)}
+    steps = {way: Step(*ways[way], tokens, model, device) for way in ways}
+
+    exact_model = build(args, torch.float32, device)
+    with torch.no_grad():
+        for exact_parameter, parameter in zip(exact_model.parameters(), model.parameters(), strict=True):
+            exact_parameter.copy_(parameter)
+    exact = steps["unfused"].tensors(exact_model)
+    del exact_model
+    of_unfused = relative_errors(steps["unfused"].tensors(), exact)
+    measure.free_memory(device)
+
+    shape = {"tp": args.tp, "tokens": args.tokens, "hidden": args.hidden, "vocab": args.vocab, "layers": args.layers}
+    turns = []
+    for way, step in steps.items():
+        step.errors = lambda step=step: errors(step, exact, of_unfused)
+        if way == "verl's kernel" and device.type != "cuda":
+            results.unsupported("verl", shape | {"variant": way}, "verl's kernel runs on GPUs only")
+        else:
+            turns.append((shape | {"variant": way}, step))
+    results.take_turns("verl", turns, dist.barrier, repeats=REPEATS)
+    for record, _ in turns:
+        results.complete("verl", record, lambda record=record: measure.slowest_rank(record))
+    if path:
+        columns = ("time_ms", "fastest_ms", "peak_mib", "logprobs_relative_error", "entropy_relative_error")
+        columns += ("gradient_relative_error", "over_unfused_error")
+        title = "verl, forward and backward: slowest rank, peak memory over the resting state, errors against fp32"
+        report.print_table(Console(width=170), title, ("variant",), columns, results.section("verl"))
+    ours = next(record for record, _ in turns if record["variant"] == "ours")
+    return ours["status"] == "ok" and ours["over_unfused_error"] <= ALLOWED
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=HelpFormatter)
+    add = parser.add_argument
+    add("own", type=Path, help="Folder of verl's package as it is.")
+    add("fused", type=Path, help="Folder of verl's package with the diffs of docs/adoption.md.")
+    add("--tokens", type=int, default=8192, help="Tokens of a microbatch.")
+    add("--sequence-length", type=int, default=1024, help="Tokens of a sequence.")
+    add("--layers", type=int, default=1, help="Transformer layers.")
+    add("--hidden", type=int, default=4096, help="Hidden size.")
+    add("--heads", type=int, default=32, help="Attention heads.")
+    add("--vocab", type=int, default=151936, help="Vocabulary of all ranks together.")
+    add("--device", choices=("cuda", "cpu"), help="Device of all ranks; None: cuda where every rank has a GPU.")
+    add("--output", type=Path, default=Path("time_verl.json"), help="JSON file to write.")
+    args = parser.parse_args()
+    args.tp = int(os.environ["WORLD_SIZE"])
+    return args
 
 
 def main() -> None:
-    device = megatron_runtime.initialize(int(os.environ["WORLD_SIZE"]), device="cuda")
-    for name, folder in zip(("verl's own kernel", "ours"), sys.argv[1:], strict=True):
-        measure(name, folder, device)
+    args = parse_arguments()
+    device = megatron_runtime.initialize(args.tp, device=args.device)
+    right = work(args, device)
     megatron_runtime.teardown()
+    sys.exit(not right)
 
 
 if __name__ == "__main__":

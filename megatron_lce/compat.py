@@ -20,6 +20,8 @@ from megatron_lce.core.weighted_logits import weighted_logits
 Reduction = Literal["none", "sum", "mean"]
 
 _IGNORED = -100
+# Autograd's nodes that put a tensor together of parts.
+_OF_PARTS = ("CatBackward0", "StackBackward0", "torch::autograd::CopySlices", "IndexPutBackward0")
 
 
 def linear_cross_entropy(
@@ -35,8 +37,8 @@ def linear_cross_entropy(
     """The fused head's call of verl and AReaL: logprobs and entropy, both fp32 and flattened to [N].
 
     hidden's gradient is summed over the group once: by what stands in front, where autograd's graph shows Megatron's
-    `gather_from_sequence_parallel_region` or `copy_to_tensor_model_parallel_region`, whose backward sums, as the only
-    way to hidden; else here. A caller that sums by other means takes `megatron_lce.linear_cross_entropy` with
+    `gather_from_sequence_parallel_region` or `copy_to_tensor_model_parallel_region`, whose backward sums, on the way to
+    hidden; else here. A caller that sums by other means takes `megatron_lce.linear_cross_entropy` with
     `reduce_grad_hidden=False`.
 
     Args:
@@ -52,6 +54,7 @@ def linear_cross_entropy(
 
     Raises:
         TypeError, ValueError: see `megatron_lce.linear_cross_entropy`.
+        ValueError: parts of hidden come out of such an operation, and others do not.
     """
     out, _ = _outputs(hidden, weight, labels, temperature, reduction, dist_process_group, skip_ignored)
     assert out.entropy is not None
@@ -119,18 +122,34 @@ def _outputs(
 
 
 def _summed_in_front(hidden: Tensor, group: ProcessGroup | None) -> bool:
-    """Whether hidden's gradient goes, by one way, to an operation of Megatron's whose backward sums over the group."""
-    node: Any = hidden.grad_fn
-    while node is not None:
+    """Whether hidden's gradient goes to an operation of Megatron's whose backward sums over the group.
+
+    The search ends where nodes have several inputs with a gradient, as in the layers of a model, but for those that put
+    hidden together of parts, all of which are looked at.
+    """
+    found: set[bool] = set()
+    nodes: list[Any] = [] if hidden.grad_fn is None else [hidden.grad_fn]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
         summing = node.name() == "_CopyToModelParallelRegionBackward" or (
             # else its backward takes this rank's part of a gradient that is whole already
             node.name() == "_GatherFromSequenceParallelRegionBackward" and node.tensor_parallel_output_grad
         )
-        if summing and collectives.same_ranks(node.group, group):
-            return True
         inputs = [function for function, _ in node.next_functions if function is not None]
-        node = inputs[0] if len(inputs) == 1 else None
-    return False
+        if summing and collectives.same_ranks(node.group, group):
+            found.add(True)
+        elif len(inputs) == 1 or (inputs and node.name() in _OF_PARTS):
+            nodes += set(inputs) - seen
+            seen.update(inputs)
+        else:
+            found.add(False)
+    if len(found) > 1:
+        raise ValueError(
+            "hidden must come out of gather_from_sequence_parallel_region or copy_to_tensor_model_parallel_region as a "
+            "whole or not at all: it has parts whose gradient is summed over the group there, and others"
+        )
+    return True in found
 
 
 def megatron_linear_cross_entropy(

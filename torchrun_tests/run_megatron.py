@@ -252,6 +252,14 @@ def check_captured_jsd(case: cases.Case, device: torch.device, report: harness.R
     compare_all(report, f"{case.name}: captured divergence, gradients", actual, expected)
 
 
+def copied_in_parts(x: Tensor) -> Tensor:
+    """As AReaL takes padding out of packed sequences."""
+    copy = torch.empty_like(x)
+    for rows in torch.arange(len(x)).split(5):
+        copy[rows[0] : rows[-1] + 1] = x[rows[0] : rows[-1] + 1]
+    return copy
+
+
 def check_compat(case: cases.Case, device: torch.device, report: harness.Report) -> None:
     """The call of verl and AReaL behind Megatron's own operations: hidden's gradient is summed once, wherever."""
     group = parallel_state.get_tensor_model_parallel_group()
@@ -268,6 +276,8 @@ def check_compat(case: cases.Case, device: torch.device, report: harness.Report)
         "copied": (mappings.copy_to_tensor_model_parallel_region, 1),
         "gathered": (gather, ranks),
         "gathered, cast and turned twice": (lambda x: turned(turned(gather(x.double())).float()), ranks),
+        "gathered, copied in parts": (lambda x: copied_in_parts(gather(x)), ranks),
+        "gathered, put together": (lambda x: torch.cat([part + 0 for part in gather(x).split(5)]), ranks),
         "gathered, of whose gradient a part is taken": (lambda x: gather(x, tensor_parallel_output_grad=False), ranks),
     }
     for name, (front, parts) in ways.items():
@@ -278,6 +288,14 @@ def check_compat(case: cases.Case, device: torch.device, report: harness.Report)
         found = {"hidden": part.grad, "weight": shard.grad}
         expected = {"hidden": hidden.grad.chunk(parts)[rank % parts], "weight": head.grad.chunk(ranks)[rank]}
         compare_all(report, f"compat, hidden {name}: gradients", found, expected)
+    part, shard = (x.chunk(ranks)[rank].clone().requires_grad_() for x in (whole, weight))
+    try:
+        both = torch.cat([gather(part), part])
+        compat.linear_cross_entropy(both, shard, labels.repeat(2, 1)[: len(both)], dist_process_group=group)
+        message = "no error"
+    except ValueError as error:
+        message = str(error)
+    report.check("compat, half of hidden gathered: refused", message.startswith("hidden must come out of"), message)
 
 
 def check_logits(case: cases.Case, device: torch.device, report: harness.Report) -> None:
