@@ -12,6 +12,12 @@ from tests.problems import make_problem
 BF16, FP16 = torch.bfloat16, torch.float16
 ONE_TILE = 100 * (256 * 2 + 2 * 4)  # of 100 tokens: 16-bit exponentials, and the largest logit of each 128 columns
 CACHE_BYTES = [1, ONE_TILE, 2 * ONE_TILE, 2**30]
+CACHE_OPTIONS = [
+    {},
+    {"softcap": 4.0, "temperature": 0.5},
+    {"vocab_size": 590, "telemetry": True},
+    {"softcap": 30.0, "temperature": 0.3, "telemetry": True},  # most exponentials are 0
+]
 COLUMNS_KEPT = [0, 256, 512, 600]  # of 100 tokens and 600 columns: none, one tile, two, all
 
 
@@ -48,7 +54,7 @@ def test_what_lies_behind_a_row_is_zero(device):
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-@pytest.mark.parametrize("options", [{}, {"softcap": 4.0, "temperature": 0.5}, {"vocab_size": 590}], ids=str)
+@pytest.mark.parametrize("options", CACHE_OPTIONS, ids=str)
 @pytest.mark.parametrize("logits_cache_bytes", CACHE_BYTES)
 def test_a_cache_meets_the_same_budget(logits_cache_bytes, options, dtype, device):
     pytest.importorskip("triton")
