@@ -64,6 +64,14 @@ def test_a_cache_meets_the_same_budget(logits_cache_bytes, options, dtype, devic
     problem.check("triton", only_here={"logits_cache_bytes": logits_cache_bytes}, **options)
 
 
+def test_kept_columns_are_computed_again_within_the_workspace(device):
+    """Under a softcap with a gradient of the mean: with copies of hidden and weight, some columns at a time."""
+    pytest.importorskip("triton")
+    problem = make_problem(100, 13, 600, device, BF16)
+    only_here = {"logits_cache_bytes": 2**30, "workspace_bytes": 26_000}
+    problem.check("triton", only_here=only_here, softcap=5.0, telemetry=True)
+
+
 @pytest.mark.parametrize("logits_cache_bytes", CACHE_BYTES[1:])
 def test_a_cache_on_peaked_rows(logits_cache_bytes, device):
     """p(label) > 0.99: 1 - p must come from the exact logprob, not from a 16-bit exponential."""

@@ -70,9 +70,13 @@ def test_a_count_that_is_not_the_labels_makes_everything_nan(wrong, backend, dev
     assert result.grad_weight.isnan().any()
 
 
-@pytest.mark.parametrize(("dtype", "logits_cache_bytes"), [(FP32, 0), (BF16, 40 * 300), (BF16, 2**30)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "logits_cache_bytes", "softcap"),
+    [(FP32, 0, None), (BF16, 40 * 300, None), (BF16, 2**30, None), (BF16, 2**30, 5.0)],
+    ids=str,
+)
 def test_rows_without_an_upstream_gradient_take_no_part_in_backward(
-    dtype, logits_cache_bytes, backend, device, monkeypatch
+    dtype, logits_cache_bytes, softcap, backend, device, monkeypatch
 ):
     problem = ignoring(make_problem(40, 24, 601, device, dtype), slice(0, 4))
     upstream = Upstream(*(grad.clone() for grad in problem.upstream))
@@ -89,7 +93,7 @@ def test_rows_without_an_upstream_gradient_take_no_part_in_backward(
 
     monkeypatch.setattr(autograd, "Tokens", spy)
     only_here = {"skip_ignored": True, "logits_cache_bytes": logits_cache_bytes}
-    problem.check(backend, only_here=only_here, telemetry=True)
+    problem.check(backend, only_here=only_here, telemetry=True, softcap=softcap)
     assert seen == [36, 36, 20]  # forward; backward, and what is left of it
 
 

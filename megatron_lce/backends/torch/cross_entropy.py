@@ -100,6 +100,11 @@ def sum_chunks(parts: Tensor, packed_extremes: Tensor, num_columns: int, entropy
     """
     extremes = unpack_extremes(packed_extremes, telemetry)
     sums = torch.zeros(num_sums(entropy, telemetry), parts.shape[2], dtype=torch.int64, device=parts.device)
+    largest = None
+    if extremes.min_logit is not None:
+        largest = largest_logit(extremes.max_logit, extremes.min_logit)
+        largest = torch.where(largest > 0, largest, 1.0)
+        sums[-1] = num_columns
     for part in parts:
         sum_exp, *others = part[num_extremes(telemetry) :]
         shift = part[0] - extremes.max_logit
@@ -107,15 +112,11 @@ def sum_chunks(parts: Tensor, packed_extremes: Tensor, num_columns: int, entropy
         terms = [scale * sum_exp]
         if entropy:
             terms.append(torch.where(scale > 0, scale * (others.pop(0) + sum_exp * shift), 0.0))
-        if extremes.min_logit is not None:
+        if largest is not None:
             sum_exp_squared, sum_logit, sum_logit_squared = others
-            largest = largest_logit(extremes.max_logit, extremes.min_logit)
-            largest = torch.where(largest > 0, largest, 1.0)
             terms += [scale * scale * sum_exp_squared, sum_logit / largest, sum_logit_squared / largest / largest]
         for total, term in zip(sums, terms, strict=False):
             total += (term / UNIT).long()
-    if telemetry:
-        sums[-1] = num_columns
     return sums
 
 

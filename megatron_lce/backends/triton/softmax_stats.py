@@ -265,12 +265,12 @@ def _softmax_stats_kernel(
         stats = stats_ptr + (column_tile * CHUNKS + chunks).to(tl.int64)[None, :] * (K * N) + rows[:, None]
         mask = row_mask[:, None] & (column + chunks * CHUNK < V)[None, :]  # [BLOCK_N, CHUNKS]
         if TELEMETRY:
-            min_logit = tl.where((columns < V)[None, :], logits, float("inf"))
-            tl.store(stats + 2 * N, tl.min(tl.reshape(min_logit, (BLOCK_N, CHUNKS, CHUNK)), 2), mask)
-            # Past the vocabulary's end they are zero still.
+            # Past the vocabulary's end they are zero still. In this order, and not behind the minimum, nothing spills.
             zero_ended = tl.reshape(logits, (BLOCK_N, CHUNKS, CHUNK))
             tl.store(stats + (K - 2) * N, tl.sum(zero_ended, 2), mask)
             tl.store(stats + (K - 1) * N, tl.sum(zero_ended * zero_ended, 2), mask)
+            min_logit = tl.where((columns < V)[None, :], logits, float("inf"))
+            tl.store(stats + 2 * N, tl.min(tl.reshape(min_logit, (BLOCK_N, CHUNKS, CHUNK)), 2), mask)
         if column + BLOCK_V > V:
             logits = tl.where((columns < V)[None, :], logits, MASKED_LOGIT)
 
