@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron_lce.backends.choice import load_backend
 from megatron_lce.core import collectives
 from megatron_lce.core.autograd import LinearCrossEntropyFunction
+from megatron_lce.core.options import DIFFERENTIABLE, LinearCrossEntropyOutput, outputs_asked_for
 from megatron_lce.cross_entropy import Call, checked_options, prepare_call
 
 _KEYWORDS = {  # the type of each in a schema
@@ -105,7 +106,7 @@ def _(hidden: Tensor, weight: Tensor, labels: Tensor, *values: Any) -> list[Tens
     num_counted, num_tokens = keywords["num_counted"], labels.numel()
     ranks = collectives.group_size(public["tp_group"])
     options = checked_options(hidden, weight, labels, ranks, **public | {"skip_ignored": keywords["skip_ignored"]})
-    outputs = [labels.new_empty(labels.shape, dtype=dtype) for dtype in _output_dtypes(keywords)]
+    outputs = [labels.new_empty(labels.shape, dtype=dtype) for dtype in _outputs(keywords).values()]
     if not (keywords["needs_hidden"] or keywords["needs_weight"]):
         return outputs
     computed: Any = num_tokens
@@ -118,14 +119,19 @@ def _(hidden: Tensor, weight: Tensor, labels: Tensor, *values: Any) -> list[Tens
     if options.logits_cache_bytes:
         flat = hidden.reshape(-1, hidden.shape[-1])
         cache = load_backend(keywords["backend"], hidden.device).new_cache(computed, flat, options)
-    dtypes = [torch.int32] + [torch.float32] * (5 + keywords["entropy"])
-    kept = [labels.new_empty(listed), *(labels.new_empty(computed, dtype=dtype) for dtype in dtypes)]
+    floats = _num_saved_rows(keywords) - 1
+    per_row = [labels.new_empty(computed, dtype=dtype) for dtype in (torch.int32, *(torch.float32,) * floats)]
+    kept = [labels.new_empty(listed), *per_row]
     return [*outputs, *kept, *(() if cache is None else cache.tensors)]
 
 
-def _output_dtypes(keywords: dict[str, Any]) -> list[torch.dtype]:
-    floats = 2 + keywords["entropy"] + 2 * keywords["telemetry"]
-    return [torch.float32] * floats + [torch.int64] * keywords["telemetry"]
+def _outputs(keywords: dict[str, Any]) -> dict[str, torch.dtype]:
+    return outputs_asked_for(keywords["entropy"], keywords["telemetry"])
+
+
+def _num_saved_rows(keywords: dict[str, Any]) -> int:
+    """How many numbers of each token travel to backward: `Rows` and `Saved`."""
+    return 6 + keywords["entropy"] + keywords["telemetry"]
 
 
 @torch.library.custom_op(
@@ -139,7 +145,7 @@ def _backward(
     weight: Tensor,
     labels: Tensor,
     kept: list[Tensor],
-    upstream: list[Tensor | None],  # of logprobs, entropy and lse, [...] each
+    upstream: list[Tensor | None],  # of every output that was asked for, [...] each
     *values: Any,
 ) -> list[Tensor]:
     """The gradients that are wanted, of hidden's and of weight's shape."""
@@ -147,14 +153,17 @@ def _backward(
     call = prepare_call(hidden.detach(), weight.detach(), labels, **public)
     context = _Context(call, keywords)
     counted, *tensors = kept
-    num_rows = 6 + keywords["entropy"]
+    num_rows = _num_saved_rows(keywords)
     per_row, of_cache = tensors[:num_rows], tensors[num_rows:]
+    saved: list[Tensor | None] = [*per_row] if keywords["entropy"] else [*per_row[:6], None, *per_row[6:]]
     everything = per_row[0].shape[0] == labels.numel()
-    context.save_for_backward(call.hidden, call.weight, None if everything else counted, *per_row)
+    context.save_for_backward(call.hidden, call.weight, None if everything else counted, *saved)
     if of_cache:
         context.cache, context.cached = context.backend.LogitsCache(*of_cache), True
-    logprobs, entropy, lse = (None if grad is None else grad.reshape(-1) for grad in upstream)
-    grad_hidden, grad_weight, *_ = LinearCrossEntropyFunction.backward(context, logprobs, entropy, lse)
+    flat = (None if grad is None else grad.reshape(-1) for grad in upstream)
+    given = dict(zip(_outputs(keywords), flat, strict=True))
+    grads = (given.get(name) for name in LinearCrossEntropyOutput._fields)
+    grad_hidden, grad_weight, *_ = LinearCrossEntropyFunction.backward(context, *grads)
     for tensor in of_cache[1:]:
         tensor.fill_(torch.nan)  # the kept logits are gradients now: a second backward raises, or gives NaN
     gradients = (grad_hidden, hidden.shape), (grad_weight, weight.shape)
@@ -171,19 +180,19 @@ def _(hidden: Tensor, weight: Tensor, labels: Tensor, kept: Any, upstream: Any, 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     hidden, weight, labels, *values = inputs
     keywords, _ = _arguments(values)
-    num_outputs = len(_output_dtypes(keywords))
-    temperatures = keywords["temperatures"]
-    ctx.save_for_backward(hidden, weight, labels, temperatures, *output[num_outputs:])
+    names = _outputs(keywords)
+    kept = output[len(names) :]
+    ctx.save_for_backward(hidden, weight, labels, keywords["temperatures"], *kept)
     ctx.values = [None if isinstance(value, Tensor) else value for value in values]
-    ctx.mark_non_differentiable(*output[2 + keywords["entropy"] :])
+    others = (tensor for name, tensor in zip(names, output, strict=False) if name not in DIFFERENTIABLE)
+    ctx.mark_non_differentiable(*others, *kept)
     ctx.set_materialize_grads(False)
 
 
 def _autograd(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     hidden, weight, labels, temperatures, *kept = ctx.saved_tensors
     keywords = dict(zip(_KEYWORDS, ctx.values, strict=True)) | {"temperatures": temperatures}
-    logprobs, *others = grads
-    upstream = [logprobs, others[0] if keywords["entropy"] else None, others[keywords["entropy"]]]
+    upstream = grads[: len(_outputs(keywords))]
     found = iter(_backward(hidden, weight, labels, kept, upstream, *keywords.values()))
     needs = keywords["needs_hidden"], keywords["needs_weight"]
     return *(next(found) if needed else None for needed in needs), None, *itertools.repeat(None, len(_KEYWORDS))

@@ -12,7 +12,14 @@ from megatron_lce.backends.reference import reference_linear_cross_entropy
 from megatron_lce.core import collectives, validation
 from megatron_lce.core.agreement import agreed_options
 from megatron_lce.core.autograd import linear_cross_entropy_autograd
-from megatron_lce.core.options import WORKSPACE_BYTES, Backend, LinearCrossEntropyOutput, Options, WeightGradSink
+from megatron_lce.core.options import (
+    WORKSPACE_BYTES,
+    Backend,
+    LinearCrossEntropyOutput,
+    Options,
+    WeightGradSink,
+    outputs_asked_for,
+)
 from megatron_lce.core.products import laid_out
 from megatron_lce.dtensors import local_arguments
 
@@ -45,7 +52,7 @@ def linear_cross_entropy(
     `p = softmax(z)`, accumulated in fp32: `logprobs = log p[label]`, `lse = logsumexp(z)`,
     `entropy = -sum(p log p)`. Gradients: `d logprobs / dz = 1[label] - p`, `d lse / dz = p`,
     `d entropy / dz = -p (log p + entropy)`; each output takes its own upstream gradient per token, which must be
-    equal on every rank of the group.
+    equal on every rank of the group. With `telemetry`, `d mean_logit / dz = 1 / columns`.
 
     hidden and weight may be DTensors over one mesh dimension, the weight placed as `Shard(0)` and hidden as
     `Replicate()`, or as `Shard(0)` for sequence parallelism. The mesh gives the group, gradients have the same
@@ -69,7 +76,8 @@ def linear_cross_entropy(
         vocab_size: true size of the vocabulary; columns at or past it are padding, take no probability and get no
             gradient. `None`: every column counts.
         entropy: False: `entropy` is None and costs nothing.
-        telemetry: True: `max_logit`, `min_logit` and `argmax` are filled; they have no gradient.
+        telemetry: True: `max_logit`, `min_logit`, `argmax`, `sum_pi_squared`, `logits_norm` and `mean_logit` are
+            filled; only `mean_logit` has a gradient. False: they cost nothing.
         skip_ignored: leave ignored rows out of products, statistics and collectives. True: they are counted on the
             device, with one synchronisation, and backward leaves out rows whose upstream gradients are all zero too,
             with one more. An int: how many rows are not ignored, known to the host; nothing is looked at, and every
@@ -143,25 +151,23 @@ def _as_one_node(
     """The call as torch.compile traces it, see `megatron_lce.compiled`."""
     per_token, counted = isinstance(temperature, Tensor), not isinstance(skip_ignored, bool)
     grad = torch.is_grad_enabled()
-    outputs = iter(
-        torch.ops.megatron_lce.linear_cross_entropy(
-            hidden,
-            weight,
-            labels,
-            temperature=1.0 if per_token else temperature,
-            temperatures=temperature if per_token else None,
-            tp_group=None if tp_group is None else tp_group.group_name,
-            entropy=entropy,
-            telemetry=telemetry,
-            skip_ignored=False if counted else skip_ignored,
-            num_counted=skip_ignored if counted else None,
-            needs_hidden=grad and hidden.requires_grad,
-            needs_weight=grad and weight.requires_grad,
-            **others,
-        )
+    outputs = torch.ops.megatron_lce.linear_cross_entropy(
+        hidden,
+        weight,
+        labels,
+        temperature=1.0 if per_token else temperature,
+        temperatures=temperature if per_token else None,
+        tp_group=None if tp_group is None else tp_group.group_name,
+        entropy=entropy,
+        telemetry=telemetry,
+        skip_ignored=False if counted else skip_ignored,
+        num_counted=skip_ignored if counted else None,
+        needs_hidden=grad and hidden.requires_grad,
+        needs_weight=grad and weight.requires_grad,
+        **others,
     )
-    asked_for = (True, entropy, True, telemetry, telemetry, telemetry)
-    return LinearCrossEntropyOutput(*(next(outputs) if asked else None for asked in asked_for))  # type: ignore[arg-type]
+    given = dict(zip(outputs_asked_for(entropy, telemetry), outputs, strict=False))
+    return LinearCrossEntropyOutput(*(given.get(name) for name in LinearCrossEntropyOutput._fields))  # type: ignore[arg-type]
 
 
 class Call(NamedTuple):

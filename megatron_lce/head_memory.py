@@ -260,7 +260,7 @@ def _statistics_bytes(step: HeadStep, block: int) -> int:
     """Of as many tokens as fit, chunk by chunk; and of all of them, merged, on this rank and gathered."""
     per_token = _chunk_bytes(step)
     part = stats_tokens(block, step.workspace_bytes, BlockBytes(0, per_token))
-    extremes, sums = 4 * num_extremes(telemetry=False), 8 * num_sums(step.entropy)
+    extremes, sums = 4 * num_extremes(telemetry=False), 8 * num_sums(step.entropy, telemetry=False)
     over_group = part * (2 + step.tp) * extremes if step.tp > 1 else 0
     return part * (per_token + extremes + sums) + step.computed * (extremes + sums) + over_group
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_lce.backends.reference import reference_linear_cross_entropy
-from megatron_lce.core.options import LinearCrossEntropyOutput
+from megatron_lce.core.options import DIFFERENTIABLE, LinearCrossEntropyOutput
 
 # An error within this many times that of eager PyTorch is rounding; a wrong formula is orders of magnitude larger.
 TIMES_EAGER_FP32 = 4.0
@@ -21,11 +21,12 @@ _EPS_FP32 = torch.finfo(torch.float32).eps
 
 
 class Upstream(NamedTuple):
-    """Upstream gradients of the three differentiable outputs; None: the output takes no part in the loss."""
+    """Upstream gradients of the differentiable outputs; None: the output takes no part in the loss."""
 
     logprobs: Tensor | None = None
     entropy: Tensor | None = None
     lse: Tensor | None = None
+    mean_logit: Tensor | None = None  # of no account without telemetry
 
 
 class Result(NamedTuple):
@@ -43,7 +44,7 @@ class Comparison(NamedTuple):
 def random_upstream(shape: tuple[int, ...], generator: torch.Generator, entropy: bool = True) -> Upstream:
     """A gradient of its own for each token and output."""
     logprobs, entropies, lse = torch.randn(3, *shape, generator=generator).unbind()
-    return Upstream(logprobs, entropies if entropy else None, lse)
+    return Upstream(logprobs, entropies if entropy else None, lse, torch.randn(shape, generator=generator))
 
 
 def evaluate(
@@ -58,10 +59,16 @@ def evaluate(
     hidden = hidden.detach().clone().requires_grad_()
     weight = weight.detach().clone().requires_grad_()
     outputs = function(hidden, weight, labels, **keywords)
-    pairs = [(o, g) for o, g in zip(outputs[:3], upstream, strict=True) if o is not None and g is not None]
-    torch.autograd.backward([o for o, _ in pairs], [g.to(o) for o, g in pairs])
+    torch.autograd.backward(*differentiable(outputs, upstream))
     detached = LinearCrossEntropyOutput(*(None if o is None else o.detach() for o in outputs))
     return Result(detached, hidden.grad, weight.grad)
+
+
+def differentiable(outputs: LinearCrossEntropyOutput, upstream: Upstream) -> tuple[list[Tensor], list[Tensor]]:
+    """The outputs that were asked for and take part in the loss, and their upstream gradients."""
+    pairs = [(getattr(outputs, name), getattr(upstream, name)) for name in DIFFERENTIABLE]
+    pairs = [(output, grad.to(output)) for output, grad in pairs if output is not None and grad is not None]
+    return [output for output, _ in pairs], [grad for _, grad in pairs]
 
 
 def oracle(hidden: Tensor, weight: Tensor, labels: Tensor, upstream: Upstream, **keywords: Any) -> Result:
@@ -96,6 +103,8 @@ def comparisons(
     same_dtype = evaluate(_any_shape(eager_linear_cross_entropy), hidden, weight, labels, upstream, **keywords)
     extremes = [t.nan_to_num().abs().max() for t in expected.outputs[2:5] if t is not None and t.numel()]
     largest_logit = max([1.0, *map(float, extremes)])
+    logits_norm = expected.outputs.logits_norm
+    largest_norm = float(logits_norm.nan_to_num().max()) if logits_norm is not None and logits_norm.numel() else 0.0
     for name, value, exact, eager in zip(
         LinearCrossEntropyOutput._fields, actual.outputs, expected.outputs, in_fp32.outputs, strict=True
     ):
@@ -105,7 +114,7 @@ def comparisons(
             yield Comparison(name, float((value != exact).sum()), 0.0)
             continue
         # Where eager happens to be exact: a rounding of the products and one of their base-2 form.
-        floor = 2 * _EPS_FP32 * largest_logit
+        floor = 2 * _EPS_FP32 * (max(largest_logit, largest_norm) if name == "logits_norm" else largest_logit)
         eager_error = 0.0 if eager is None else largest_error(eager, exact)
         yield Comparison(name, largest_error(value, exact), TIMES_EAGER_FP32 * max(eager_error, floor))
     # What the exact gradients of weights one rounding away differ by: of a single number eager may be right by luck.
@@ -169,9 +178,10 @@ def eager_linear_cross_entropy(
     outputs = [logprobs, row_entropy, logits.logsumexp(dim=-1)]
     if telemetry:
         outputs += [logits.detach().amax(dim=-1), logits.detach().amin(dim=-1)]
+        outputs += [all_logprobs.detach().exp().square().sum(dim=-1), logits.detach().norm(dim=-1), logits.mean(dim=-1)]
     outputs = [None if o is None else o * kept for o in outputs]
     if telemetry:
-        outputs.append(logits.argmax(dim=-1))
+        outputs.insert(5, logits.argmax(dim=-1))
     return LinearCrossEntropyOutput(*outputs)
 
 

@@ -39,7 +39,7 @@ def stats_of(primitives, problem, columns=slice(None), *, workspace_bytes=2**29,
 
 def merged(primitives, parts):
     extremes = primitives.merge_extremes(parts, True)
-    return extremes, primitives.sum_chunks(parts, extremes[0], True)
+    return extremes, primitives.sum_chunks(parts, extremes, 0, True, True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -47,7 +47,7 @@ def test_statistics_are_those_of_the_logits(dtype, primitives, device):
     problem = make_problem(9, 24, 300, device, dtype)
     extremes, sums = merged(primitives, stats_of(primitives, problem))
     stats = unpack_extremes(extremes, True)
-    sum_exp, sum_exp_logit = sums.double() * UNIT
+    sum_exp, sum_exp_logit = sums[:2].double() * UNIT
     logits = problem.hidden.double() @ problem.weight.double().T
     p = logits.softmax(dim=1)
     lse = (stats.max_logit + sum_exp.log2()) * LN_2
@@ -70,7 +70,7 @@ def test_shards_cut_at_whole_chunks_give_the_same_bits(cuts, dtype, primitives, 
     shards = [stats_of(primitives, problem, slice(a, a + n)) for a, n in zip(starts, cuts, strict=True)]
     extremes = primitives.merge_extremes(torch.stack([primitives.merge_extremes(s, True) for s in shards]), True)
     assert torch.equal(extremes, whole_extremes)
-    assert torch.equal(sum(primitives.sum_chunks(s, extremes[0], True) for s in shards), whole_sums)
+    assert torch.equal(sum(primitives.sum_chunks(s, extremes, 0, True, True) for s in shards), whole_sums)
 
 
 def test_a_nan_or_infinite_logit_makes_its_chunk_nan(primitives, device):
@@ -85,23 +85,24 @@ def test_a_nan_or_infinite_logit_makes_its_chunk_nan(primitives, device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("columns", [slice(0, 300), slice(0, 256), slice(256, 300), slice(17, 18)], ids=str)
-@pytest.mark.parametrize("entropy", [True, False])
-def test_gradient_of_a_slab(columns, entropy, dtype, primitives, device):
-    """p (p_term - entropy_term log2 p) + 1[label] label_term, into rows wider than the slab."""
+@pytest.mark.parametrize(("entropy", "mean"), [(True, False), (False, False), (True, True)])
+def test_gradient_of_a_slab(columns, entropy, mean, dtype, primitives, device):
+    """p (p_term - entropy_term log2 p) + 1[label] label_term + mean_term, into rows wider than the slab."""
     problem = make_problem(9, 24, 300, device, dtype)
     logits = (problem.hidden.double() @ problem.weight.double().T) * LOG2_E
     lse = logits.exp2().sum(dim=1).log2()
-    p_term, entropy_term, label_term = torch.randn(3, 9, generator=torch.Generator().manual_seed(3)).to(device).unbind()
+    drawn = torch.randn(4, 9, generator=torch.Generator().manual_seed(3)).to(device)
+    p_term, entropy_term, label_term, mean_term = drawn.unbind()
     largest = logits.amax(dim=1)
     zero = torch.zeros_like(p_term)
-    terms = torch.stack(RowTerms(largest.float(), (lse - largest).float(), p_term, entropy_term, label_term, zero))
+    terms = RowTerms(largest.float(), (lse - largest).float(), p_term, entropy_term, label_term, zero, mean_term)
     width = columns.stop - columns.start
     buffer = torch.full((9, 512), 7.0, device=device, dtype=dtype)
     primitives.grad_logits(
         problem.hidden,
         problem.weight[columns],
         Rows(problem.labels.int(), torch.full((9,), LOG2_E, device=device), zero),
-        terms,
+        torch.stack(terms[: 6 + mean]),
         buffer[:, :width],
         first_column=columns.start,
         softcap_scale=None,
@@ -110,7 +111,7 @@ def test_gradient_of_a_slab(columns, entropy, dtype, primitives, device):
     log_p = logits - lse[:, None]
     factor = p_term[:, None] - (entropy_term[:, None] * log_p if entropy else 0.0)
     expected = log_p.exp2() * factor
-    expected += torch.nn.functional.one_hot(problem.labels, 300) * label_term[:, None]
+    expected += torch.nn.functional.one_hot(problem.labels, 300) * label_term[:, None] + mean * mean_term[:, None]
     tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 2.0**-7, "atol": 1e-6}
     torch.testing.assert_close(buffer[:, :width].double(), expected[:, columns], **tolerance)
     # A tensor-memory store ends at 16 bytes: rows of a slab are that much apart, and what lies behind stays untouched.

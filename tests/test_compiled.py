@@ -11,7 +11,7 @@ HIDDEN, VOCABULARY = 16, 300
 
 CASES = {
     "outputs of every kind": {"telemetry": True},
-    "no entropy": {"entropy": False},
+    "no entropy": {"entropy": False, "telemetry": True},
     "temperature, softcap": {"temperature": 0.7, "softcap": 20.0, "logits_scale": 2.0, "vocab_size": 290},
     "a temperature a token": {"temperature": torch.linspace(0.5, 2.0, 12)},
     "ignored rows skipped": {"skip_ignored": True},
@@ -31,6 +31,8 @@ def step(hidden: Tensor, weight: Tensor, labels: Tensor, keywords: dict) -> tupl
     loss = out.lse.square().mean() - out.logprobs.sum()
     if out.entropy is not None:
         loss = loss + 0.1 * out.entropy.sum()
+    if out.mean_logit is not None:
+        loss = loss + 0.2 * out.mean_logit.sum()
     return loss, [output.detach() for output in out if output is not None]
 
 

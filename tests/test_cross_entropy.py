@@ -38,7 +38,7 @@ OPTIONS = [
     {"logits_scale": 0.25},
     {"logits_scale": -1.5},
     {"logits_scale": 0.0},
-    {"logits_scale": 0.0, "softcap": 5.0},
+    {"logits_scale": 0.0, "softcap": 5.0, "telemetry": True},
     {"softcap": 2.0},
     {"softcap": 30.0, "temperature": 0.7, "logits_scale": 3.0},
     {"entropy": False},
@@ -66,7 +66,7 @@ def test_options_match_the_oracle(options, dtype, backend, device):
 def test_temperature_per_token(dtype, backend, device):
     problem = make_problem((11, 3), 24, 70, device)
     temperature = torch.linspace(0.5, 4.0, 33, device=device, dtype=dtype).view(11, 3)
-    problem.check(backend, temperature=temperature)
+    problem.check(backend, temperature=temperature, telemetry=True)
 
 
 def test_temperature_per_token_equals_the_same_float(backend, device):
@@ -216,18 +216,18 @@ def test_a_label_that_nobody_owns_makes_its_row_nan(label, backend, device):
     problem = make_problem(6, 24, 70, device)
     problem = problem._replace(labels=problem.labels % 61)
     problem.labels[4] = label
-    check_only_row_is_nan(problem.check(backend, vocab_size=61), 4)
+    check_only_row_is_nan(problem.check(backend, vocab_size=61, telemetry=True), 4)
 
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan"), float("inf"), -float("inf")])
 def test_an_unusable_temperature_makes_its_row_nan(temperature, backend, device):
     problem = make_problem(6, 24, 70, device)
     temperatures = torch.tensor([1.0, 0.5, 1.0, 2.0, temperature, 3.0], device=device)
-    check_only_row_is_nan(problem.check(backend, temperature=temperatures), 4)
+    check_only_row_is_nan(problem.check(backend, temperature=temperatures, telemetry=True), 4)
 
 
 def check_only_row_is_nan(result, row):
-    for output in result.outputs[:3]:
+    for output in (output.double() for name, output in result.outputs._asdict().items() if name != "argmax"):
         assert output.isnan().nonzero().flatten().tolist() == [row]
     assert result.grad_hidden.isnan().all(dim=1).nonzero().flatten().tolist() == [row]
     assert result.grad_hidden.isnan().any(dim=1).nonzero().flatten().tolist() == [row]
@@ -251,15 +251,43 @@ def test_no_tokens(shape, backend, device):
     assert not result.grad_weight.any()
 
 
-def test_squared_probabilities_from_two_temperatures(backend, device):
-    """As docs/rl.md has it."""
-    problem = make_problem(50, 64, 300, device, logit_std=6.0)
-    once, doubled = (
-        megatron_lce.linear_cross_entropy(*problem[:3], temperature=t, entropy=False, backend=backend).lse
-        for t in (0.8, 0.4)
-    )
-    exact = (problem.hidden.double() @ problem.weight.double().T / 0.8).softmax(-1).square().sum(-1)
-    torch.testing.assert_close((doubled - 2 * once).exp().double(), exact, rtol=3e-5, atol=0.0)
+@pytest.mark.parametrize("logit_std", [0.0, 1e-25, 6.0])
+def test_statistics_keep_their_relative_precision(logit_std, backend, device):
+    problem = make_problem(50, 64, 300, device, logit_std=logit_std)
+    out = problem.run(backend, temperature=0.8, telemetry=True).outputs
+    logits = problem.hidden.double() @ problem.weight.double().T / 0.8
+    torch.testing.assert_close(out.sum_pi_squared.double(), logits.softmax(-1).square().sum(-1), rtol=3e-5, atol=0.0)
+    largest = float(logits.abs().max())
+    torch.testing.assert_close(out.mean_logit.double(), logits.mean(-1), rtol=0.0, atol=1e-6 * largest)
+    torch.testing.assert_close(out.logits_norm.double(), logits.norm(dim=-1), rtol=1e-6, atol=1e-18)
+
+
+@pytest.mark.parametrize("large", [1e20, float("inf"), float("nan")])
+def test_logits_too_large_for_their_squares_give_nan_and_leave_the_others_alone(large, backend, device):
+    problem = make_problem(6, 24, 70, device)
+    expected = problem.run(backend, telemetry=True).outputs
+    problem.hidden[4] = large
+    out = problem.run(backend, telemetry=True).outputs
+    others = [0, 1, 2, 3, 5]
+    for name in ("logits_norm", "mean_logit"):
+        assert getattr(out, name)[4].isnan()
+        assert torch.equal(getattr(out, name)[others], getattr(expected, name)[others])
+
+
+def test_label_smoothing_is_a_line(backend, device):
+    """As docs/sft.md has it."""
+    problem = make_problem(20, 24, 70, device)
+    problem.labels[::4] = -100
+    hidden, weight = (tensor.clone().requires_grad_() for tensor in problem[:2])
+    out = megatron_lce.linear_cross_entropy(hidden, weight, problem.labels, telemetry=True, backend=backend)
+    loss = -0.9 * out.logprobs + 0.1 * (out.lse - out.mean_logit)
+    exact = [tensor.double().requires_grad_() for tensor in problem[:2]]
+    logits = exact[0] @ exact[1].T
+    expected = torch.nn.functional.cross_entropy(logits, problem.labels, label_smoothing=0.1, reduction="none")
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-6)
+    actual = torch.autograd.grad(loss.sum(), (hidden, weight))
+    for one, other in zip(actual, torch.autograd.grad(expected.sum(), exact), strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-6)
 
 
 def test_one_token_without_dimensions(backend, device):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import megatron_lce
+from tests.oracle import differentiable
 from tests.problems import make_problem
 
 pytestmark = pytest.mark.gpu
@@ -14,11 +15,11 @@ SHAPE = (64, 96, 1000)  # tokens, H, V
 def make_run(problem, **keywords):
     """A function that computes outputs and both gradients of the problem's hidden and weight as they are then."""
     hidden, weight = problem.hidden.clone().requires_grad_(), problem.weight.clone().requires_grad_()
-    pairs = list(zip(problem.upstream, ("logprobs", "entropy", "lse"), strict=True))
 
     def run():
         out = megatron_lce.linear_cross_entropy(hidden, weight, problem.labels, backend="triton", **keywords)
-        grads = torch.autograd.grad([getattr(out, name) for _, name in pairs], (hidden, weight), [g for g, _ in pairs])
+        outputs, upstream = differentiable(out, problem.upstream)
+        grads = torch.autograd.grad(outputs, (hidden, weight), upstream)
         return [*(output.detach() for output in out if output is not None), *grads]
 
     return hidden, run

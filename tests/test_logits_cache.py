@@ -12,6 +12,12 @@ from tests.problems import make_problem
 BF16, FP16 = torch.bfloat16, torch.float16
 ONE_TILE = 100 * (256 * 2 + 2 * 4)  # of 100 tokens: 16-bit exponentials, and the largest logit of each 128 columns
 CACHE_BYTES = [1, ONE_TILE, 2 * ONE_TILE, 2**30]
+CACHE_OPTIONS = [
+    {},
+    {"softcap": 4.0, "temperature": 0.5},
+    {"vocab_size": 590, "telemetry": True},
+    {"softcap": 30.0, "temperature": 0.3, "telemetry": True},  # most exponentials are 0
+]
 COLUMNS_KEPT = [0, 256, 512, 600]  # of 100 tokens and 600 columns: none, one tile, two, all
 
 
@@ -48,7 +54,7 @@ def test_what_lies_behind_a_row_is_zero(device):
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-@pytest.mark.parametrize("options", [{}, {"softcap": 4.0, "temperature": 0.5}, {"vocab_size": 590}], ids=str)
+@pytest.mark.parametrize("options", CACHE_OPTIONS, ids=str)
 @pytest.mark.parametrize("logits_cache_bytes", CACHE_BYTES)
 def test_a_cache_meets_the_same_budget(logits_cache_bytes, options, dtype, device):
     pytest.importorskip("triton")
@@ -56,6 +62,14 @@ def test_a_cache_meets_the_same_budget(logits_cache_bytes, options, dtype, devic
     problem = problem._replace(labels=problem.labels % 590)
     problem.labels[::9] = -100
     problem.check("triton", only_here={"logits_cache_bytes": logits_cache_bytes}, **options)
+
+
+def test_kept_columns_are_computed_again_within_the_workspace(device):
+    """Under a softcap with a gradient of the mean: with copies of hidden and weight, some columns at a time."""
+    pytest.importorskip("triton")
+    problem = make_problem(100, 13, 600, device, BF16)
+    only_here = {"logits_cache_bytes": 2**30, "workspace_bytes": 26_000}
+    problem.check("triton", only_here=only_here, softcap=5.0, telemetry=True)
 
 
 @pytest.mark.parametrize("logits_cache_bytes", CACHE_BYTES[1:])

@@ -5,6 +5,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from megatron_lce.backends.reference import reference_linear_cross_entropy
+from megatron_lce.core.options import DIFFERENTIABLE
 from tests.oracle import eager_linear_cross_entropy
 from tests.problems import make_problem
 
@@ -40,6 +41,9 @@ def test_telemetry_is_of_the_scaled_logits(head):
     assert torch.equal(out.argmax, logits.argmax(dim=1))
     torch.testing.assert_close(out.max_logit, logits.amax(dim=1))
     torch.testing.assert_close(out.min_logit, logits.amin(dim=1))
+    torch.testing.assert_close(out.sum_pi_squared, logits.softmax(dim=1).square().sum(dim=1))
+    torch.testing.assert_close(out.logits_norm, logits.square().sum(dim=1).sqrt())
+    torch.testing.assert_close(out.mean_logit, logits.sum(dim=1) / 30)
 
 
 def test_ignored_rows_as_in_torch(head):
@@ -70,28 +74,30 @@ def test_broken_rows_are_nan_and_leave_the_others_alone(head):
     assert grad.isnan().any(dim=1).nonzero().flatten().tolist() == [3, 5]
 
 
-@pytest.mark.parametrize("name", ["logprobs", "entropy", "lse"])
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_gradients_are_those_of_finite_differences(name, head):
     hidden, weight, labels = (t[:4] if t.dim() == 1 or t.shape[0] == 9 else t[:7] for t in head)
     inputs = (hidden.clone().requires_grad_(), weight.clone().requires_grad_())
 
     def output(hidden, weight):
-        out = reference_linear_cross_entropy(hidden, weight, labels % 6, 0.8, softcap=3.0, vocab_size=6)
+        out = reference_linear_cross_entropy(hidden, weight, labels % 6, 0.8, softcap=3.0, vocab_size=6, telemetry=True)
         return getattr(out, name)
 
     assert torch.autograd.gradcheck(output, inputs)
 
 
 def test_the_formulas_of_the_contract(head):
-    """d/dz logprobs = 1[label] - p, d/dz lse = p, d/dz entropy = -p (log p + entropy), with an identity for a head."""
+    """d/dz logprobs = 1[label] - p, d/dz lse = p, d/dz entropy = -p (log p + entropy), d/dz mean_logit = 1 / V, with
+    an identity for a head."""
     logits = torch.linspace(-2.0, 3.0, 12, dtype=torch.float64)[None].requires_grad_()
     labels = torch.tensor([7])
-    out = reference_linear_cross_entropy(logits, torch.eye(12, dtype=torch.float64), labels)
+    out = reference_linear_cross_entropy(logits, torch.eye(12, dtype=torch.float64), labels, telemetry=True)
     p = logits.detach().softmax(dim=1)
     expected = {
         "logprobs": torch.nn.functional.one_hot(labels, 12) - p,
         "lse": p,
         "entropy": -p * (p.log() + out.entropy.detach()),
+        "mean_logit": torch.full_like(p, 1 / 12),
     }
     for name, value in expected.items():
         (grad,) = torch.autograd.grad(getattr(out, name).sum(), logits, retain_graph=True)
@@ -107,7 +113,7 @@ def test_eager_in_fp64_is_the_oracle(head):
     temperature = torch.linspace(0.5, 2.0, 9, device=hidden.device)
     eager = eager_linear_cross_entropy(hidden.float(), weight.float(), labels, temperature, **keywords)
     exact = reference_linear_cross_entropy(hidden, weight, labels, temperature, **keywords)
-    for output, expected in zip(eager[:5], exact[:5], strict=True):
+    for output, expected in zip(eager[:5] + eager[6:], exact[:5] + exact[6:], strict=True):
         torch.testing.assert_close(output, expected.float(), rtol=1e-5, atol=1e-5)
 
 

@@ -10,7 +10,6 @@ from megatron_lce.core.softmax_stats import (
     UNIT,
     empty_extremes,
     num_extremes,
-    num_sums,
     packed_rows,
     unpack_extremes,
 )
@@ -33,7 +32,9 @@ def parts_of(logits, labels, width):
         here = (labels >= first) & (labels < first + width)
         label_logit = torch.where(here, logits.gather(1, labels[:, None])[:, 0], -torch.inf)
         extremes = [maximum, label_logit, part.amin(dim=1), argmax + first]
-        parts.append(torch.stack([*extremes, shifted.exp2().sum(dim=1), (shifted.exp2() * shifted).sum(dim=1)]).float())
+        exp = shifted.exp2()
+        sums = [value.sum(dim=1) for value in (exp, exp * shifted, exp.square(), part, part.square())]
+        parts.append(torch.stack([*extremes, *sums]).float())
     return torch.stack(parts)
 
 
@@ -44,9 +45,9 @@ def make_logits(device, level=0.0, spread=4.0, columns=50):
     return logits.to(device), labels.to(device)
 
 
-def merged(merges, parts):
+def merged(merges, parts, columns=50):
     extremes = merges.merge_extremes(parts, True)
-    return unpack_extremes(extremes, True), merges.sum_chunks(parts, extremes[0], True)
+    return unpack_extremes(extremes, True), merges.sum_chunks(parts, extremes, columns, True, True)
 
 
 @pytest.mark.parametrize("width", [50, 25, 7, 1])
@@ -60,9 +61,14 @@ def test_parts_merge_to_the_whole(width, level, spread, merges, device):
     assert torch.equal(extremes.min_logit, logits.amin(dim=1))
     assert torch.equal(extremes.argmax, logits.argmax(dim=1).float())
     assert torch.equal(extremes.label_logit, logits.gather(1, labels[:, None])[:, 0])
-    sum_exp, sum_exp_logit = sums.double() * UNIT
+    sum_exp, sum_exp_logit, sum_exp_squared, sum_logit, sum_logit_squared, _ = sums.double() * UNIT
     torch.testing.assert_close(sum_exp, shifted.exp2().sum(dim=1), rtol=1e-6, atol=0)
     torch.testing.assert_close(sum_exp_logit, (shifted.exp2() * shifted).sum(dim=1), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(sum_exp_squared, (2 * shifted).exp2().sum(dim=1), rtol=1e-6, atol=0)
+    relative = exact / exact.abs().amax(dim=1, keepdim=True)
+    torch.testing.assert_close(sum_logit, relative.sum(dim=1), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(sum_logit_squared, relative.square().sum(dim=1), rtol=1e-6, atol=0)
+    assert (sums[-1] == 50).all()
     assert (sum_exp >= 1).all()
 
 
@@ -70,7 +76,7 @@ def test_statistics_give_logprobs_and_entropy(merges, device):
     """The formulas of the module's docstring, base 2 to nats included."""
     logits, labels = make_logits(device)
     extremes, sums = merged(merges, parts_of(logits * LOG2_E, labels, 10))
-    sum_exp, sum_exp_logit = sums.double() * UNIT
+    sum_exp, sum_exp_logit = sums[:2].double() * UNIT
     lse = (extremes.max_logit + sum_exp.log2()) * LN_2
     entropy = (sum_exp.log2() - sum_exp_logit / sum_exp) * LN_2
     distribution = torch.distributions.Categorical(logits=logits.double())
@@ -82,15 +88,18 @@ def test_no_order_of_chunks_or_ranks_is_preferred(merges, device):
     """Bits are the same for any permutation, and for any cut of the chunks over ranks."""
     logits, labels = make_logits(device, level=3.0, columns=800)
     parts = parts_of(logits, labels, 4)
-    extremes, sums = merged(merges, parts)
+    extremes, sums = merged(merges, parts, 800)
     order = torch.randperm(200, generator=torch.Generator().manual_seed(1)).to(device)
-    shuffled_extremes, shuffled_sums = merged(merges, parts[order])
+    shuffled_extremes, shuffled_sums = merged(merges, parts[order], 800)
     assert torch.equal(torch.stack(extremes), torch.stack(shuffled_extremes))
     assert torch.equal(sums, shuffled_sums)
     ranks = [parts[:1], parts[1:130], parts[130:]]
     of_ranks = torch.stack([merges.merge_extremes(rank, True) for rank in ranks])
     assert torch.equal(merges.merge_extremes(of_ranks, True), torch.stack(extremes))
-    assert torch.equal(sum(merges.sum_chunks(rank, extremes.max_logit, True) for rank in ranks), sums)
+    columns = [4 * len(rank) for rank in ranks]
+    extremes = torch.stack(extremes)
+    of_ranks = [merges.sum_chunks(rank, extremes, n, True, True) for rank, n in zip(ranks, columns, strict=True)]
+    assert torch.equal(sum(of_ranks), sums)
 
 
 @pytest.mark.parametrize("position", [0, 1, 2])
@@ -107,13 +116,15 @@ def test_an_empty_part_changes_nothing(position, merges, device):
 def test_rows_that_are_not_asked_for_do_not_change_the_others(entropy, telemetry, merges, device):
     logits, labels = make_logits(device)
     parts = parts_of(logits, labels, 20)
-    kept = [0, 1, *([2, 3] if telemetry else []), 4, *([5] if entropy else [])]
+    kept = [0, 1, *([2, 3] if telemetry else []), 4, *([5] if entropy else []), *([6, 7, 8] if telemetry else [])]
     assert len(kept) == packed_rows(entropy, telemetry)
     extremes, sums = merged(merges, parts)
     some = parts[:, kept].contiguous()
     some_extremes = merges.merge_extremes(some, telemetry)
     assert torch.equal(some_extremes, torch.stack(extremes)[: num_extremes(telemetry)])
-    assert torch.equal(merges.sum_chunks(some, some_extremes[0], entropy), sums[: num_sums(entropy)])
+    some_sums = merges.sum_chunks(some, some_extremes, 50, entropy, telemetry)
+    kept = [0, *([1] if entropy else []), *([2, 3, 4, 5] if telemetry else [])]
+    assert torch.equal(some_sums, sums[kept])
 
 
 def test_ties_go_to_the_lowest_id_wherever_it_lies(merges, device):

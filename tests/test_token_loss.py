@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import megatron_lce
+from megatron_lce.core.options import DIFFERENTIABLE
 from tests.oracle import Result, Upstream, comparisons, oracle
 from tests.problems import make_problem
 
@@ -14,7 +15,8 @@ def policy_loss(out, old_logprobs, advantages):
     """A clipped policy loss with an entropy bonus and a z-loss, and what one would log."""
     ratio = (out.logprobs - old_logprobs).exp()
     clipped = torch.min(ratio * advantages, ratio.clamp(0.5, 1.5) * advantages)
-    return -clipped - 0.1 * out.entropy + 0.01 * out.lse.square(), {"ratio": ratio}
+    loss = -clipped - 0.1 * out.entropy + 0.01 * out.lse.square()
+    return loss if out.mean_logit is None else loss - 0.2 * out.mean_logit, {"ratio": ratio}
 
 
 def nll(out):
@@ -27,7 +29,7 @@ def inputs_of(problem, loss, **keywords):
     generator = torch.Generator().manual_seed(7)
     noise, advantages = torch.randn(2, *problem.labels.shape, generator=generator).to(problem.hidden.device)
     per_token = () if loss is nll else (exact.logprobs.float() + 2 * noise, advantages)
-    leaves = [part.requires_grad_() for part in exact[:3]]
+    leaves = [part.requires_grad_() for name in DIFFERENTIABLE if (part := getattr(exact, name)) is not None]
     losses = loss(exact, *per_token)
     losses = losses[0] if isinstance(losses, tuple) else losses
     counted = problem.labels != -100
@@ -45,8 +47,10 @@ def run(problem, loss, per_token, upstream=1.0, **keywords):
 
 CASES = [  # dtype, workspace in bytes for 300 tokens x 601 columns, keywords, only here
     (FP32, 2**29, {}, {}),
-    (FP32, 50_000, {"softcap": 4.0}, {}),
+    (FP32, 50_000, {"softcap": 4.0, "telemetry": True}, {}),
     (BF16, 2**29, {}, {}),
+    (BF16, 300_000, {"vocab_size": 590, "telemetry": True}, {}),
+    (BF16, 300_000, {"softcap": 30.0, "telemetry": True}, {}),
     (BF16, 260_000, {"vocab_size": 590}, {}),
     (BF16, 260_000, {"logits_scale": 0.7}, {"skip_ignored": True}),
     (BF16, 60_000, {}, {}),

@@ -8,6 +8,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megatron_lce.core.options import DIFFERENTIABLE
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MOST_TOKENS_ALONE = 12
 MOST_LOGITS = 20_000  # tokens x columns: what Triton's interpreter does in well under a second
@@ -89,6 +91,7 @@ def cases(draw: st.DrawFn, operation: str, ranks: int) -> Case:
         keywords["workspace_bytes"] = max(keywords["workspace_bytes"], 2**18)
     shards = draw(_shards(ranks, max(1, MOST_LOGITS // max(tokens, 1) // ranks)))
     outputs = ["logprobs", "lse", *(["entropy"] if keywords.get("entropy", False) else [])]
+    outputs += ["mean_logit"] if keywords.get("telemetry", False) else []
     shape = draw(st.sampled_from([(tokens,), (tokens, 1), (2, tokens // 2), (tokens // 3, 3)]))
     if keywords["sequence_parallel"]:
         shape = (-(-shape[0] // ranks) * ranks, *shape[1:])
@@ -165,7 +168,7 @@ def build(case: Case, device: torch.device) -> Tensors:
         keywords["skip_ignored"] = count if right else count - 1 if count else labels.numel()
     upstream = {
         name: torch.randn(case.shape, generator=generator).to(device) if name in case.upstream else None
-        for name in ("logprobs", "entropy", "lse")
+        for name in DIFFERENTIABLE
     }
     return Tensors(heads, labels.to(device), upstream, keywords)
 

@@ -15,6 +15,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import megatron_lce
+from megatron_lce.core.options import DIFFERENTIABLE
+from tests.oracle import differentiable
 
 
 def run_compiled(backend: str, group: ProcessGroup, device: torch.device, report: Report) -> None:
@@ -65,9 +67,10 @@ def step_of(
 
 def fused_step(problem: Problem, **keywords: Any) -> Callable[..., list[Tensor]]:
     def step(hidden: Tensor, weight: Tensor, labels: Tensor) -> list[Tensor]:
-        out = megatron_lce.linear_cross_entropy(hidden, weight, labels, **keywords)
-        loss = sum((output * upstream).sum() for output, upstream in zip(out[:3], problem.upstream, strict=True))
-        return [loss, *(output.detach() for output in out[:3])]
+        out = megatron_lce.linear_cross_entropy(hidden, weight, labels, telemetry=True, **keywords)
+        outputs, upstream = differentiable(out, problem.upstream)
+        loss = sum((output * grad).sum() for output, grad in zip(outputs, upstream, strict=True))
+        return [loss, *(output.detach() for output in outputs)]
 
     return step
 
@@ -101,11 +104,11 @@ def run_dtensors(backend: str, group: ProcessGroup, device: torch.device, report
             again = [local(t) for t in with_gradients(compiled, (*sharded, problem.labels))]
             same = same_bits(again, [local(t) for t in actual])
             report.check(f"{backend}: DTensor, hidden {placement}: torch.compile", same)
-        names = ("loss", "logprobs", "entropy", "lse", "grad_hidden", "grad_weight")
+        names = ("loss", *DIFFERENTIABLE, "grad_hidden", "grad_weight")
         for name, one, other in zip(names, actual, expected, strict=True):
             whole = one.full_tensor() if isinstance(one, DTensor) else one
             report.compare(f"{backend}: DTensor, hidden {placement}: {name}", whole, other, 1e-5)
-        for name, gradient, tensor in zip(names[4:], actual[4:], sharded, strict=True):
+        for name, gradient, tensor in zip(names[-2:], actual[-2:], sharded, strict=True):
             report.check(
                 f"{backend}: DTensor, hidden {placement}: placement of {name}", gradient.placements == tensor.placements
             )

@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 import megatron_lce
 from megatron_lce import compat
 from megatron_lce.core import blocks
-from megatron_lce.core.options import LinearCrossEntropyOutput
+from megatron_lce.core.options import DIFFERENTIABLE, LinearCrossEntropyOutput
 from megatron_lce.packed import context_parallel_gather, context_parallel_shard
 from tests.oracle import Result, Upstream, comparisons, evaluate, oracle
 
@@ -262,7 +262,7 @@ def run_bits_of_all_sizes(backend: str, group: ProcessGroup, device: torch.devic
 
 
 def run_token_loss(backend: str, group: ProcessGroup, device: torch.device, report: Report) -> None:
-    """`linear_token_loss` of a loss of all three outputs, in blocks, against the oracle's gradients of the same."""
+    """`linear_token_loss` of a loss of every differentiable output, in blocks, against the oracle's of the same."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     cases = [
         Case("token loss", (144,), shards=uneven),
@@ -277,7 +277,7 @@ def run_token_loss(backend: str, group: ProcessGroup, device: torch.device, repo
         weights = torch.stack(problem.upstream, dim=-1)
 
         def loss(out: LinearCrossEntropyOutput, weights: Tensor) -> Tensor:
-            return (torch.stack(out[:3], dim=-1) * weights).sum(-1)
+            return (torch.stack([getattr(out, name) for name in DIFFERENTIABLE], dim=-1) * weights).sum(-1)
 
         result = megatron_lce.linear_token_loss(
             hidden,
@@ -289,13 +289,14 @@ def run_token_loss(backend: str, group: ProcessGroup, device: torch.device, repo
             sequence_parallel=case.sequence_parallel,
             vocab_start=shard.start,
             vocab_size=problem.vocab_size,
+            telemetry=True,
             workspace_bytes=60_000 if backend == "torch" else 26_000,  # of triton blocks of 128 tokens
             skip_ignored=skip,
             backend=backend,
         )
         result.loss.backward()
         inputs = (problem.hidden, problem.weight, problem.labels, problem.upstream)
-        options = {"vocab_size": problem.vocab_size}
+        options = {"vocab_size": problem.vocab_size, "telemetry": True}
         parts = {"hidden_rows": rows, "weight_rows": shard, "interpreted": backend == "triton" and device.type == "cpu"}
         actual = Result(result.outputs, hidden.grad, weight.grad)
         for found in comparisons(actual, oracle(*inputs, **options), *inputs, **parts, **options):

@@ -48,15 +48,18 @@ def reference_linear_cross_entropy(
         # A factor, not a fill: the gradient of a broken row is NaN too.
         return torch.where(ignored, 0.0, value * nan_where_broken)
 
-    extremes: dict[str, Tensor] = {}
+    statistics: dict[str, Tensor] = {}
     if telemetry:
         detached = logits.detach()
         row_is_nan = broken | detached.isnan().any(dim=-1)
-        extremes = {
+        statistics = {
             "max_logit": finish(detached.max(dim=-1).values),
             "min_logit": finish(detached.min(dim=-1).values),
             "argmax": torch.where(ignored, 0, torch.where(row_is_nan, -1, detached.argmax(dim=-1))),
+            "sum_pi_squared": finish(detached.softmax(dim=-1).square().sum(dim=-1)),
+            "logits_norm": finish(detached.norm(dim=-1)),
+            "mean_logit": finish(logits.mean(dim=-1)),
         }
     return LinearCrossEntropyOutput(
-        finish(logprobs), None if row_entropy is None else finish(row_entropy), finish(lse), **extremes
+        finish(logprobs), None if row_entropy is None else finish(row_entropy), finish(lse), **statistics
     )

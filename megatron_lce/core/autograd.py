@@ -13,10 +13,10 @@ from megatron_lce.core.blocks import (
 from megatron_lce.core.group_stats import stats_over_group
 from megatron_lce.core.head_gradients import Slab, accumulator_bytes_per_column, head_gradients
 from megatron_lce.core.logit_gradients import LogitGradients, grad_logits_slabs
-from megatron_lce.core.options import LinearCrossEntropyOutput, Options
+from megatron_lce.core.options import DIFFERENTIABLE, LinearCrossEntropyOutput, Options
 from megatron_lce.core.products import copies_of, own_arithmetic
 from megatron_lce.core.protocols import CrossEntropyBackend
-from megatron_lce.core.rows import Rows, Saved
+from megatron_lce.core.rows import Rows, RowTerms, Saved
 from megatron_lce.core.tokens import (
     Counted,
     TokenBlock,
@@ -67,13 +67,12 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             ctx.save_for_backward(hidden, weight, counted.rows, *rows, *saved)
             ctx.num_tokens, ctx.options, ctx.backend = num_tokens, options, backend
             ctx.cache, ctx.cached = cache, cache is not None
-        ctx.mark_non_differentiable(*(t for t in outputs[3:] if t is not None))
+        others = (output for name, output in outputs._asdict().items() if name not in DIFFERENTIABLE)
+        ctx.mark_non_differentiable(*(output for output in others if output is not None))
         return tuple(outputs)
 
     @staticmethod
-    def backward(
-        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, grad_lse: Tensor | None, *_: None
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_double_backward("linear_cross_entropy")
         if ctx.cached and ctx.cache is None:
             raise RuntimeError(
@@ -87,8 +86,9 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             tokens = _tokens(hidden, ctx.num_tokens, counted, weight, options, backend)
             order = tokens.order()
             rows, saved = Rows(*per_row[:3]), Saved(*per_row[3:])
-            upstream = tuple(_select(grad, order) for grad in (grad_logprobs, grad_entropy, grad_lse))
-            terms = backend.row_terms(rows, saved, *upstream, options)
+            given = dict(zip(LinearCrossEntropyOutput._fields, grad_outputs, strict=True))
+            upstream = tuple(_select(given[name], order) for name in DIFFERENTIABLE)
+            terms = backend.row_terms(rows, saved, upstream, options)
             kept, of_kept = _rows_with_gradient(rows, terms, options)
             if kept is not None and of_kept is not None:
                 *of_rows, terms = of_kept
@@ -96,7 +96,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
                 order = kept if order is None else order.index_select(0, kept)
                 tokens = _tokens(hidden, ctx.num_tokens, order, weight, options, backend)
             problem = LogitGradients(weight, rows, terms, options, backend)
-            entropy = grad_entropy is not None
+            entropy = given["entropy"] is not None
 
             def slabs(block: TokenBlock, bytes_per_column: int) -> Iterator[Slab]:
                 return grad_logits_slabs(problem, block, cache, entropy, bytes_per_column)
@@ -174,5 +174,8 @@ def _rows_with_gradient(rows: Rows, terms: Tensor, options: Options) -> tuple[Te
     """Under `skip_ignored=True` the rows whose gradient is not zero, and rows and terms of them; None: all."""
     if options.skip_ignored is not True:
         return None, None
-    counts = terms[2:5].any(dim=0)  # NaN counts: a broken row's terms are, whatever its upstream gradient
+    # NaN counts: a broken row's terms are, whatever its upstream gradient.
+    counts = terms[2:5].any(dim=0)
+    if (mean_term := RowTerms(*terms).mean_term) is not None:
+        counts |= mean_term != 0
     return rows_that_count(counts, options, lambda kept: (*rows.of(kept), terms.index_select(1, kept)))

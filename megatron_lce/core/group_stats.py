@@ -20,13 +20,14 @@ def stats_over_group(
     backend: CrossEntropyBackend,
     cache: LogitsCache | None,
 ) -> tuple[Tensor, Tensor]:
-    """Extremes [E, N] and sums [1 + entropy, N] of the whole vocabulary, the same bits on every rank."""
+    """Extremes [E, N] and sums [`num_sums`, N] of the whole vocabulary, the same bits on every rank."""
     found = []
     for block in tokens.blocks() if tokens.num_computed else ():
         cache_here = None if cache is None else cache.of(block.rows)
         found.append(stats_of_tokens(block.hidden.wait(), weight, rows.of(block.rows), options, backend, cache_here))
     if not found:
-        return empty_extremes(0, options.telemetry, weight.device), empty_sums(0, options.entropy, weight.device)
+        extremes = empty_extremes(0, options.telemetry, weight.device)
+        return extremes, empty_sums(0, options.entropy, options.telemetry, weight.device)
     return _side_by_side(found)
 
 
@@ -88,9 +89,9 @@ def _stats_of_part(
     if options.tp_group is not None:
         extremes = backend.merge_extremes(collectives.stack_over_group(extremes, options.tp_group), options.telemetry)
     if parts is None:
-        sums = empty_sums(num_tokens, options.entropy, hidden.device)
+        sums = empty_sums(num_tokens, options.entropy, options.telemetry, hidden.device)
     else:
-        sums = backend.sum_chunks(parts, extremes[0], options.entropy)
+        sums = backend.sum_chunks(parts, extremes, options.num_columns, options.entropy, options.telemetry)
     if options.tp_group is not None:
         collectives.add_over_group(sums, options.tp_group)
     return extremes, sums

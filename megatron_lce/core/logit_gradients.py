@@ -1,17 +1,18 @@
 """Gradients of a block's logits, slab by slab: from what was kept of them, or from their products once more."""
 
+import itertools
 from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
 
-from megatron_lce.core.blocks import BlockBytes, Blocks, plan_blocks
+from megatron_lce.core.blocks import BlockBytes, Blocks, cut, plan_blocks
 from megatron_lce.core.head_gradients import Slab, computed_slabs, kept_slabs
 from megatron_lce.core.options import Options
 from megatron_lce.core.products import copies_of, slab_row_stride
 from megatron_lce.core.protocols import CrossEntropyBackend, LogitsCache
-from megatron_lce.core.rows import Rows, softcap_scale
+from megatron_lce.core.rows import Rows, RowTerms, softcap_scale
 from megatron_lce.core.tokens import TokenBlock
 
 
@@ -20,7 +21,7 @@ class LogitGradients(NamedTuple):
 
     weight: Tensor
     rows: Rows
-    terms: Tensor  # [6, N] fp32, `RowTerms`
+    terms: Tensor  # [6 or 7, N] fp32, `RowTerms`
     options: Options
     backend: CrossEntropyBackend
 
@@ -71,12 +72,19 @@ def grad_logits_slabs(
     grad_bytes = backend.grad_logits_bytes(hidden.tensor, copies)
     if cache is not None:
         kept, first = cache.of(block.rows), cache.exp.shape[1]
+        # The mean's gradient takes the softcap's slope at every logit, also where an exponential kept nothing of it.
+        recompute = scale is not None and RowTerms(*terms).mean_term is not None
         if kept.rows is None:
-            from_cache(kept, slice(0, num_tokens), slice(0, first), kept.exp)
-            yield from kept_slabs(kept.exp, num_columns, plan(first, BlockBytes(0, *copies)))
+            blocks = plan(first, BlockBytes(0, *copies))
+            if recompute:
+                for columns, part in itertools.product(cut(first, blocks.columns), cut(num_tokens, blocks.tokens)):
+                    computed(part, columns, kept.exp[part, columns])
+            else:
+                from_cache(kept, slice(0, num_tokens), slice(0, first), kept.exp)
+            yield from kept_slabs(kept.exp, num_columns, blocks)
         else:
             every, blocks = slice(0, first), plan(slab_row_stride(first), grad_bytes)
-            compute = partial(from_cache, kept)
+            compute = computed if recompute else partial(from_cache, kept)
             yield from computed_slabs(hidden.tensor, num_tokens, every, num_columns, blocks, compute)
             del compute
         del kept

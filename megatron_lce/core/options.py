@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -13,12 +14,15 @@ WORKSPACE_BYTES = 512 * 2**20  # the default cap on transient buffers
 class LinearCrossEntropyOutput(NamedTuple):
     """Per-token results, each of the labels' shape; `None` where it was not asked for.
 
-    logprobs    fp32, log p(label), never positive
-    entropy     fp32, in nats
-    lse         fp32, log-sum-exp of the logits
-    max_logit   fp32, largest logit over the valid columns; no gradient
-    min_logit   fp32, smallest logit over the valid columns; no gradient
-    argmax      int64, global vocabulary id of the largest logit, the lowest on ties, -1 in NaN rows; no gradient
+    logprobs        fp32, log p(label), never positive
+    entropy         fp32, in nats
+    lse             fp32, log-sum-exp of the logits
+    max_logit       fp32, largest logit over the valid columns; no gradient
+    min_logit       fp32, smallest logit over the valid columns; no gradient
+    argmax          int64, global vocabulary id of the largest logit, the lowest on ties, -1 in NaN rows; no gradient
+    sum_pi_squared  fp32, sum of p^2 over the valid columns; no gradient
+    logits_norm     fp32, L2 norm of the logits of the valid columns, NaN where one is beyond 1e18; no gradient
+    mean_logit      fp32, mean of the logits of the valid columns, NaN where one is beyond 1e18
     """
 
     logprobs: Tensor
@@ -27,6 +31,19 @@ class LinearCrossEntropyOutput(NamedTuple):
     max_logit: Tensor | None = None
     min_logit: Tensor | None = None
     argmax: Tensor | None = None
+    sum_pi_squared: Tensor | None = None
+    logits_norm: Tensor | None = None
+    mean_logit: Tensor | None = None
+
+
+DIFFERENTIABLE = ("logprobs", "entropy", "lse", "mean_logit")
+
+
+def outputs_asked_for(entropy: bool, telemetry: bool) -> dict[str, torch.dtype]:
+    """The outputs that a call fills, in their order, and their dtypes."""
+    names = LinearCrossEntropyOutput._fields[: None if telemetry else 3]
+    dtypes = {name: torch.int64 if name == "argmax" else torch.float32 for name in names}
+    return {name: dtype for name, dtype in dtypes.items() if entropy or name != "entropy"}
 
 
 class WeightGradSink(Protocol):

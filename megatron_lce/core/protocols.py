@@ -76,8 +76,8 @@ class CrossEntropyBackend(ScalingBackend, Protocol):
     def merge_extremes(self, parts: Tensor, telemetry: bool) -> Tensor:
         """[S, E or more, N] of S disjoint sets of columns -> [E, N] of their union."""
 
-    def sum_chunks(self, parts: Tensor, max_logit: Tensor, entropy: bool) -> Tensor:
-        """[chunks, K, N] and the whole vocabulary's largest logits [N] -> int64 [1 + entropy, N], in `UNIT`s."""
+    def sum_chunks(self, parts: Tensor, extremes: Tensor, num_columns: int, entropy: bool, telemetry: bool) -> Tensor:
+        """[chunks, K, N] of so many columns and the whole vocabulary's [E, N] -> int64 [`num_sums`, N], in `UNIT`s."""
 
     def finish(self, packed_extremes: Tensor, sums: Tensor, rows: Rows, options: Options) -> Finished: ...
 
@@ -85,12 +85,10 @@ class CrossEntropyBackend(ScalingBackend, Protocol):
         self,
         rows: Rows,
         saved: Saved,
-        grad_logprobs: Tensor | None,
-        grad_entropy: Tensor | None,
-        grad_lse: Tensor | None,
+        upstream: Sequence[Tensor | None],  # gradients of the `DIFFERENTIABLE` outputs, [N] fp32 each
         options: Options,
     ) -> Tensor:
-        """[6, N], packed `RowTerms`."""
+        """[6, N], packed `RowTerms`; [7, N] with a gradient of the mean logit."""
 
     def grad_logits_bytes(self, hidden: Tensor, copies: Copies) -> BlockBytes:
         """What `grad_logits` takes for its output, its intermediates and copies of its inputs."""
@@ -100,7 +98,7 @@ class CrossEntropyBackend(ScalingBackend, Protocol):
         hidden: Tensor,  # [N, H]
         weight: Tensor,  # [C, H]
         rows: Rows,
-        row_terms: Tensor,  # [6, N]
+        row_terms: Tensor,  # [6 or 7, N]
         out: Tensor,  # [N, C] of hidden's dtype
         *,
         first_column: int,
@@ -113,14 +111,14 @@ class CrossEntropyBackend(ScalingBackend, Protocol):
         self,
         cache: LogitsCache,
         rows: Rows,
-        row_terms: Tensor,  # [6, N]
+        row_terms: Tensor,  # [6 or 7, N]
         out: Tensor,  # [N, columns], rows a multiple of `SLAB_ROW_STEP` apart; `cache.exp` itself: in place
         columns: slice,
         *,
         softcap: bool,
         entropy: bool,
     ) -> None:
-        """The same from the kept exponentials, with zeros behind its rows."""
+        """The same from the kept exponentials, with numbers behind its rows; not of a `mean_term` under a softcap."""
 
 
 class JsdBackend(ScalingBackend, Protocol):

@@ -39,6 +39,7 @@ class Saved(NamedTuple):
     log_sum: Tensor
     label_logprob: Tensor
     entropy: Tensor | None = None
+    num_columns: Tensor | None = None  # fp32, of the whole vocabulary; with telemetry
 
 
 class Finished(NamedTuple):
@@ -47,14 +48,14 @@ class Finished(NamedTuple):
 
 
 class RowTerms(NamedTuple):
-    """The numbers of each token from which its gradient of any logit follows: rows of [6, N] fp32.
+    """The numbers of each token from which its gradient of any logit follows: rows of [6, N] fp32, or of [7, N].
 
     With p = 2^t, t = (z - max_logit) - log_sum, and each output's own upstream gradient g,
 
-        dz = g_logprobs (1[label] - p) + g_lse p - g_entropy p (ln p + entropy)
-           = p (p_term - entropy_term t) + 1[label] label_term
+        dz = g_logprobs (1[label] - p) + g_lse p - g_entropy p (ln p + entropy) + g_mean_logit / columns
+           = p (p_term - entropy_term t) + 1[label] label_term + mean_term
 
-    The three terms carry the factor from logits to products, d logit / d product.
+    The four terms carry the factor from logits to products, d logit / d product.
     """
 
     max_logit: Tensor
@@ -63,6 +64,7 @@ class RowTerms(NamedTuple):
     entropy_term: Tensor
     label_term: Tensor
     label_logprob: Tensor  # base 2
+    mean_term: Tensor | None = None  # only where the mean logit has an upstream gradient
 
 
 def logits_factor(options: Options) -> float:

@@ -16,7 +16,11 @@ logprob is ever positive. The terms of S and T are rounded to integers, multiple
 sum in any order: a token's outputs are the same bits however the vocabulary is cut over ranks, as long as it is cut
 between chunks. Rounding to `UNIT` is an error of 2^-37 a chunk beside a sum of at least 1.
 
-A chunk's numbers are the rows of `parts` [chunks, K, N] fp32: its extremes, then its two sums. A chunk with a NaN
+Telemetry has three sums more, of 2^(2 (z - m)), z and z^2. The first is merged as S is, with the factor's square; of
+z and z^2 the integers are of z / A and (z / A)^2, with A the largest absolute logit of the whole vocabulary, and their
+error is one of A. The number of columns is summed beside them.
+
+A chunk's numbers are the rows of `parts` [chunks, K, N] fp32: its extremes, then its sums. A chunk with a NaN
 among its logits has a NaN as its largest.
 """
 
@@ -46,13 +50,19 @@ def num_extremes(telemetry: bool) -> int:
     return 2 + 2 * telemetry
 
 
-def num_sums(entropy: bool) -> int:
-    return 1 + entropy
+def num_chunk_sums(entropy: bool, telemetry: bool) -> int:
+    """How many sums a chunk has: of 2^(z - m), times z - m where the entropy is wanted; with telemetry three more."""
+    return 1 + entropy + 3 * telemetry
+
+
+def num_sums(entropy: bool, telemetry: bool) -> int:
+    """How many sums the vocabulary has: the chunks' and, with telemetry, the number of columns, in the last row."""
+    return num_chunk_sums(entropy, telemetry) + telemetry
 
 
 def packed_rows(entropy: bool, telemetry: bool) -> int:
     """K: how many rows a chunk has."""
-    return num_extremes(telemetry) + num_sums(entropy)
+    return num_extremes(telemetry) + num_chunk_sums(entropy, telemetry)
 
 
 def unpack_extremes(packed: Tensor, telemetry: bool) -> Extremes:
@@ -67,6 +77,6 @@ def empty_extremes(num_tokens: int, telemetry: bool, device: torch.device) -> Te
     return packed
 
 
-def empty_sums(num_tokens: int, entropy: bool, device: torch.device) -> Tensor:
-    """int64 [1 + entropy, N] of no columns at all."""
-    return torch.zeros(num_sums(entropy), num_tokens, dtype=torch.int64, device=device)
+def empty_sums(num_tokens: int, entropy: bool, telemetry: bool, device: torch.device) -> Tensor:
+    """int64 [`num_sums`, N] of no columns at all."""
+    return torch.zeros(num_sums(entropy, telemetry), num_tokens, dtype=torch.int64, device=device)

@@ -11,7 +11,7 @@ from megatron_lce.core.blocks import COLUMN_STEP, BlockBytes, kept_tokens, small
 from megatron_lce.core.group_stats import stats_of_tokens
 from megatron_lce.core.head_gradients import Slab, accumulator_bytes_per_column
 from megatron_lce.core.logit_gradients import LogitGradients, grad_logits_slabs
-from megatron_lce.core.options import LinearCrossEntropyOutput, Options
+from megatron_lce.core.options import DIFFERENTIABLE, LinearCrossEntropyOutput, Options, outputs_asked_for
 from megatron_lce.core.products import copies_of
 from megatron_lce.core.protocols import CrossEntropyBackend, LogitsCache
 from megatron_lce.core.rows import Rows
@@ -65,7 +65,7 @@ class TokenLossPass:
         upstream = self._losses(outputs, rows, block)
         if not self._with_gradient:
             return
-        terms = self.backend.row_terms(rows, saved, *upstream, options)
+        terms = self.backend.row_terms(rows, saved, upstream, options)
         problem = LogitGradients(self._weight, rows, terms, options, self.backend)
         here = block._replace(rows=slice(0, hidden.shape[0]), is_last=False)
         yield from grad_logits_slabs(problem, here, cache, upstream[1] is not None, bytes_per_column)
@@ -111,16 +111,15 @@ class TokenLossPass:
         left = max(options.workspace_bytes - block * kept_bytes, block * half + beside)
         return block, cache, left
 
-    def _losses(
-        self, outputs: LinearCrossEntropyOutput, rows: Rows, block: TokenBlock
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Call the caller's loss; the gradient of its sum by logprobs, entropy and lse."""
-        leaves = [None if o is None else o.detach().requires_grad_(self._with_gradient) for o in outputs[:3]]
+    def _losses(self, outputs: LinearCrossEntropyOutput, rows: Rows, block: TokenBlock) -> Sequence[Tensor | None]:
+        """Call the caller's loss; the gradient of its sum by each of the `DIFFERENTIABLE` outputs."""
+        given = {name: getattr(outputs, name) for name in DIFFERENTIABLE}
+        leaves = {name: o.detach().requires_grad_(self._with_gradient) for name, o in given.items() if o is not None}
         first_block = not self._outputs
         self._outputs.append(outputs)
         with torch.set_grad_enabled(self._with_gradient):
             result = self._loss(
-                outputs._replace(**dict(zip(outputs._fields, leaves, strict=False))),  # type: ignore[arg-type]
+                outputs._replace(**leaves),
                 *(tensor[block.rows] for tensor in self._per_token),
             )
             losses, metrics = result if isinstance(result, tuple) else (result, {})
@@ -129,21 +128,19 @@ class TokenLossPass:
         self._total += total.detach()
         self._metrics.append({name: self._unless_ignored(metric, rows) for name, metric in metrics.items()})
         if not self._with_gradient:
-            return None, None, None
-        wanted = [leaf for leaf in leaves if leaf is not None]
+            return ()
         if first_block:
-            check_graph(total, wanted)
-        found = iter(torch.autograd.grad(total, wanted, allow_unused=True))
-        upstream = [None if leaf is None else next(found) for leaf in leaves]
-        return upstream[0], upstream[1], upstream[2]
+            check_graph(total, list(leaves.values()))
+        found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
+        upstream = dict(zip(leaves, found, strict=True))
+        return [upstream.get(name) for name in DIFFERENTIABLE]
 
     def _losses_of_no_token(self) -> None:
         """Where no token is computed the caller's loss is asked about none, for the names of its metrics."""
         options = self._options
-        empty = torch.empty(0, device=self._weight.device)
-        outputs = LinearCrossEntropyOutput(empty, empty if options.entropy else None, empty)
-        if options.telemetry:
-            outputs = outputs._replace(max_logit=empty, min_logit=empty, argmax=empty.long())
+        dtypes = outputs_asked_for(options.entropy, options.telemetry)
+        given = {name: torch.empty(0, dtype=dtype, device=self._weight.device) for name, dtype in dtypes.items()}
+        outputs = LinearCrossEntropyOutput(*(given.get(name) for name in LinearCrossEntropyOutput._fields))  # type: ignore[arg-type]
         result = self._loss(outputs, *(tensor[:0] for tensor in self._per_token))
         losses, metrics = result if isinstance(result, tuple) else (result, {})
         check_losses(losses, metrics, 0)
@@ -183,7 +180,8 @@ def check_graph(total: Tensor, outputs: Sequence[Tensor]) -> None:
     """Only the outputs get a gradient: any other leaf's would be lost."""
     if not total.requires_grad:
         raise ValueError(
-            "loss must return losses that depend on the outputs' logprobs, entropy or lse, got one without a graph"
+            f"loss must return losses that depend on the outputs' {', '.join(DIFFERENTIABLE[:-1])} or "
+            f"{DIFFERENTIABLE[-1]}, got one without a graph"
         )
     known = {id(output) for output in outputs}
     nodes, seen = [total.grad_fn], set()

@@ -58,11 +58,12 @@ def test_outputs_are_those_of_the_models_logits(model, device):
     torch.testing.assert_close(out.logprobs.double(), picked, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(out.entropy.double(), entropy, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(out.lse.double(), logits.logsumexp(-1), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(out.mean_logit.double(), logits.mean(-1), rtol=1e-5, atol=1e-6)
     assert torch.equal(out.argmax, logits.argmax(-1))
 
     upstream = torch.cos(torch.arange(labels.numel(), device=device)).view_as(labels)
-    actual = megatron_world.gradients(model, (out.logprobs * upstream + out.entropy).sum())
-    expected = megatron_world.gradients(model, (picked * upstream + entropy).sum())
+    actual = megatron_world.gradients(model, (out.logprobs * upstream + out.entropy + out.mean_logit).sum())
+    expected = megatron_world.gradients(model, (picked * upstream + entropy + logits.mean(-1)).sum())
     megatron_world.assert_same_gradients(actual, expected)
 
 

@@ -3,13 +3,20 @@
 import torch
 from torch import Tensor
 
-from megatron_lce.backends.torch.rows import finish, prepare_rows, row_terms
+from megatron_lce.backends.torch.rows import finish, largest_logit, prepare_rows, row_terms
 from megatron_lce.backends.torch.scale import scale
 from megatron_lce.core.blocks import BlockBytes, cut
 from megatron_lce.core.options import Options
 from megatron_lce.core.products import Copies, product
 from megatron_lce.core.rows import Rows, RowTerms
-from megatron_lce.core.softmax_stats import CHUNK_COLUMNS, UNIT, num_sums, packed_rows, unpack_extremes
+from megatron_lce.core.softmax_stats import (
+    CHUNK_COLUMNS,
+    UNIT,
+    num_extremes,
+    num_sums,
+    packed_rows,
+    unpack_extremes,
+)
 
 __all__ = [
     "chunk_stats",
@@ -44,7 +51,8 @@ def grad_logits_from_cache(*arguments: object, **keywords: object) -> None:
 def softmax_stats_bytes(hidden: Tensor, options: Options) -> BlockBytes:
     """What `softmax_stats` takes: its result, a chunk of logits and exponentials, and fp32 copies of its inputs."""
     num_chunks = -(-options.largest_shard // CHUNK_COLUMNS)
-    per_token = 4 * (num_chunks * packed_rows(options.entropy, options.telemetry) + 3 * CHUNK_COLUMNS)
+    chunks_at_once = 3 + options.telemetry  # of logits, exponentials and the like
+    per_token = 4 * (num_chunks * packed_rows(options.entropy, options.telemetry) + chunks_at_once * CHUNK_COLUMNS)
     upcast = upcast_row_bytes(hidden)
     return BlockBytes(0, per_token + upcast, upcast)
 
@@ -87,20 +95,30 @@ def merge_extremes(parts: Tensor, telemetry: bool) -> Tensor:
     return torch.stack(merged)
 
 
-def sum_chunks(parts: Tensor, max_logit: Tensor, entropy: bool) -> Tensor:
-    """The chunks' sums relative to the whole vocabulary's largest logits, as integers [1 + entropy, N] in `UNIT`s.
+def sum_chunks(parts: Tensor, packed_extremes: Tensor, num_columns: int, entropy: bool, telemetry: bool) -> Tensor:
+    """The chunks' sums relative to the whole vocabulary's extremes, as integers [`num_sums`, N] in `UNIT`s.
 
     Chunk by chunk: an exponential of torch may be rounded another way at another place of a longer tensor.
     """
-    sums = torch.zeros(num_sums(entropy), parts.shape[2], dtype=torch.int64, device=parts.device)
+    extremes = unpack_extremes(packed_extremes, telemetry)
+    sums = torch.zeros(num_sums(entropy, telemetry), parts.shape[2], dtype=torch.int64, device=parts.device)
+    largest = None
+    if extremes.min_logit is not None:
+        largest = largest_logit(extremes.max_logit, extremes.min_logit)
+        largest = torch.where(largest > 0, largest, 1.0)
+        sums[-1] = num_columns
     for part in parts:
-        sum_exp = part[-2] if entropy else part[-1]
-        shift = part[0] - max_logit
+        sum_exp, *others = part[num_extremes(telemetry) :]
+        shift = part[0] - extremes.max_logit
         scale = shift.exp2()
-        sums[0] += (scale * sum_exp / UNIT).long()
+        terms = [scale * sum_exp]
         if entropy:
-            terms = scale * (part[-1] + sum_exp * shift)
-            sums[1] += (torch.where(scale > 0, terms, 0.0) / UNIT).long()
+            terms.append(torch.where(scale > 0, scale * (others.pop(0) + sum_exp * shift), 0.0))
+        if largest is not None:
+            sum_exp_squared, sum_logit, sum_logit_squared = others
+            terms += [scale * scale * sum_exp_squared, sum_logit / largest, sum_logit_squared / largest / largest]
+        for total, term in zip(sums, terms, strict=False):
+            total += (term / UNIT).long()
     return sums
 
 
@@ -113,7 +131,7 @@ def grad_logits(
     hidden: Tensor,  # [N, H]
     weight: Tensor,  # [C, H], the slab
     rows: Rows,  # labels are ids; the slab's rows are first_column and up
-    row_terms: Tensor,  # [6, N] fp32, `RowTerms`
+    row_terms: Tensor,  # [6 or 7, N] fp32, `RowTerms`
     out: Tensor,  # [N, C] of hidden's dtype
     *,
     first_column: int,
@@ -134,6 +152,8 @@ def grad_logits(
     in_slab = (labels >= 0) & (labels < weight.shape[0])
     column = torch.where(in_slab, labels, 0).long()[:, None]
     grad.scatter_(1, column, grad.gather(1, column) + torch.where(in_slab[:, None], terms.label_term, 0.0))
+    if terms.mean_term is not None:
+        grad.add_(terms.mean_term)
     if tanh_squared is not None:
         grad.mul_(tanh_squared.neg_().add_(1.0))
     out.copy_(grad)
@@ -161,6 +181,7 @@ def chunk_stats(logits: Tensor, labels: Tensor, first_id: int | Tensor, entropy:
     in_chunk = (labels >= 0) & (labels < logits.shape[1])
     label_logit = logits.gather(1, torch.where(in_chunk, labels, 0).long()[:, None])[:, 0]
     max_logit, argmax = logits.max(dim=1)
+    logit_sums = [logits.sum(dim=1), logits.square().sum(dim=1)] if telemetry else []
     shifted = logits.sub(max_logit[:, None])
     exp = shifted.exp2()
     sum_exp = exp.sum(dim=1)
@@ -168,7 +189,8 @@ def chunk_stats(logits: Tensor, labels: Tensor, first_id: int | Tensor, entropy:
     stats = [max_logit, torch.where(in_chunk, label_logit, -torch.inf)]
     if telemetry:
         stats += [logits.amin(dim=1), (argmax + first_id).float()]
+    sum_exp_squared = [exp.square().sum(dim=1)] if telemetry else []
     stats.append(sum_exp)
     if entropy:
         stats.append(exp.mul_(shifted).sum(dim=1))
-    return torch.stack(stats)
+    return torch.stack(stats + sum_exp_squared + logit_sums)

@@ -3,6 +3,8 @@
 `megatron_lce.backends.triton.rows` has the same three functions as one launch each.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,7 @@ from megatron_lce.core.rows import (
     inner_factor,
     logits_factor,
 )
-from megatron_lce.core.softmax_stats import LN_2, UNIT, unpack_extremes
+from megatron_lce.core.softmax_stats import CHUNK_COLUMNS, LN_2, UNIT, unpack_extremes
 
 
 def prepare_rows(labels: Tensor, temperature: Tensor | float, options: Options) -> Rows:
@@ -35,8 +37,13 @@ def prepare_rows(labels: Tensor, temperature: Tensor | float, options: Options) 
     return Rows(torch.where(owned, local, -1).int(), scale, torch.where(ignored, 0.0, to_nats))
 
 
+def largest_logit(max_logit: Tensor, min_logit: Tensor) -> Tensor:
+    """The largest absolute one."""
+    return torch.maximum(max_logit.abs(), min_logit.abs())
+
+
 def finish(packed_extremes: Tensor, sums: Tensor, rows: Rows, options: Options) -> Finished:
-    """The whole vocabulary's [E, N] and [1 + entropy, N] to outputs in nats: 0 in ignored rows, NaN in broken ones."""
+    """The whole vocabulary's [E, N] and [`num_sums`, N] to outputs in nats: 0 in ignored rows, NaN in broken ones."""
     extremes = unpack_extremes(packed_extremes, options.telemetry)
     ignored = rows.ignored
     # No rank owns the label where it is -inf on all of them.
@@ -45,30 +52,45 @@ def finish(packed_extremes: Tensor, sums: Tensor, rows: Rows, options: Options) 
     def in_nats(value: Tensor) -> Tensor:
         return torch.where(ignored, 0.0, value * to_nats)
 
-    sum_exp, *sum_exp_logit = (sums.float() * UNIT).unbind()
+    sum_exp, *others = (sums.float() * UNIT).unbind()
     log_sum = sum_exp.log2()
     label_logprob = (extremes.label_logit - extremes.max_logit) - log_sum
     # M is NaN where a sum is made of NaN, which integers do not show.
-    entropy = log_sum - sum_exp_logit[0] / sum_exp + extremes.max_logit * 0.0 if sum_exp_logit else None
+    unless_nan = extremes.max_logit * 0.0
+    entropy = log_sum - others[0] / sum_exp + unless_nan if options.entropy else None
     outputs = LinearCrossEntropyOutput(
         in_nats(label_logprob), None if entropy is None else in_nats(entropy), in_nats(extremes.max_logit + log_sum)
     )
+    num_columns = None
     if extremes.min_logit is not None and extremes.argmax is not None:
         max_logit = in_nats(extremes.max_logit)
         argmax = torch.where(max_logit.isnan(), -1, torch.where(ignored, 0, extremes.argmax))
-        outputs = outputs._replace(max_logit=max_logit, min_logit=in_nats(extremes.min_logit), argmax=argmax.long())
-    return Finished(outputs, Saved(extremes.max_logit, log_sum, label_logprob, entropy))
+        largest = largest_logit(extremes.max_logit, extremes.min_logit)
+        # A chunk's sum of squares is within fp32, or what is made of it and its like is NaN.
+        unless_huge = unless_nan + CHUNK_COLUMNS * largest * largest * 0.0
+        sum_exp_squared, sum_logit, sum_logit_squared = others[-4:-1]
+        num_columns = sums[-1].float()
+        outputs = outputs._replace(
+            max_logit=max_logit,
+            min_logit=in_nats(extremes.min_logit),
+            argmax=argmax.long(),
+            sum_pi_squared=torch.where(
+                ignored, 0.0, sum_exp_squared / (sum_exp * sum_exp) + unless_nan + to_nats * 0.0
+            ),
+            logits_norm=in_nats(largest * sum_logit_squared.sqrt() + unless_huge),
+            mean_logit=in_nats(largest * (sum_logit / num_columns) + unless_huge),
+        )
+    return Finished(outputs, Saved(extremes.max_logit, log_sum, label_logprob, entropy, num_columns))
 
 
 def row_terms(
     rows: Rows,
     saved: Saved,
-    grad_logprobs: Tensor | None,  # [N] fp32, as every upstream gradient
-    grad_entropy: Tensor | None,
-    grad_lse: Tensor | None,
+    upstream: Sequence[Tensor | None],  # gradients of the `DIFFERENTIABLE` outputs, [N] fp32 each
     options: Options,
 ) -> Tensor:
-    """Packed `RowTerms`, [6, N] fp32."""
+    """Packed `RowTerms`, [6, N] fp32; [7, N] with a gradient of the mean logit."""
+    grad_logprobs, grad_entropy, grad_lse, grad_mean_logit = upstream
     ignored = rows.ignored
     # A logprob that is not finite makes every term NaN.
     factor = (rows.to_nats + saved.label_logprob * 0.0) * rows.scale * inner_factor(options)
@@ -83,6 +105,9 @@ def row_terms(
     def term(value: Tensor) -> Tensor:
         return torch.where(ignored, 0.0, value * factor)
 
+    mean_term = None
+    if grad_mean_logit is not None and saved.num_columns is not None:
+        mean_term = term(grad_mean_logit / saved.num_columns)
     terms = RowTerms(
         max_logit=torch.where(ignored, 0.0, saved.max_logit),
         log_sum=torch.where(ignored, LOG_SUM_OF_IGNORED_ROW, saved.log_sum),
@@ -90,5 +115,6 @@ def row_terms(
         entropy_term=term(entropy_term),
         label_term=term(label_term),
         label_logprob=saved.label_logprob,
+        mean_term=mean_term,
     )
-    return torch.stack(terms)
+    return torch.stack([values for values in terms if values is not None])

@@ -19,7 +19,7 @@ from megatron_lce.backends.triton.tile_products import (
 )
 from megatron_lce.core.blocks import BlockBytes
 from megatron_lce.core.products import Copies, aligned, slab_row_stride
-from megatron_lce.core.rows import Rows
+from megatron_lce.core.rows import NUM_TERMS, Rows
 
 
 def grad_logits_bytes(hidden: Tensor, copies: Copies) -> BlockBytes:
@@ -31,7 +31,7 @@ def grad_logits(
     hidden: Tensor,  # [N, H]
     weight: Tensor,  # [C, H], the slab
     rows: Rows,  # labels are ids; the slab's rows are first_column and up
-    row_terms: Tensor,  # [6, N] fp32, `RowTerms`
+    row_terms: Tensor,  # [6 or 7, N] fp32, `RowTerms`
     out: Tensor,  # [N, C] of hidden's dtype
     *,
     first_column: int,
@@ -57,6 +57,7 @@ def grad_logits(
         first_column,
         0.0 if softcap_scale is None else softcap_scale,
         ENTROPY=entropy,
+        MEAN=row_terms.shape[0] > NUM_TERMS,
         SOFTCAP=softcap_scale is not None,
         UPCAST=upcasts(hidden.dtype, tiles.interpreting()),
         BLOCK_N=tile.block_n,
@@ -73,14 +74,18 @@ def grad_logits(
 def grad_logits_from_cache(
     cache: LogitsCache,
     rows: Rows,
-    row_terms: Tensor,  # [6, N] fp32
+    row_terms: Tensor,  # [6 or 7, N] fp32
     out: Tensor,  # [N, columns], rows a multiple of `SLAB_ROW_STEP` apart; `cache.exp` itself: in place
     columns: slice,
     *,
     softcap: bool,
     entropy: bool,
 ) -> None:
-    """The gradient of the kept exponentials' products, and zeros behind its rows."""
+    """The gradient of the kept exponentials' products; what lies behind its rows are numbers.
+
+    A `mean_term` takes no softcap: its slope is wanted of logits of which an exponential of 0 kept nothing.
+    """
+    assert not (softcap and row_terms.shape[0] > NUM_TERMS)
     chunk = tiles.chunk_columns(cache.exp)
     block_n = 8
     num_tokens, first_chunk = out.shape[0], columns.start // chunk
@@ -105,6 +110,7 @@ def grad_logits_from_cache(
         first_chunk,
         num_chunks,
         ENTROPY=entropy,
+        MEAN=row_terms.shape[0] > NUM_TERMS,
         SOFTCAP=softcap,
         BLOCK_N=block_n,
         CHUNK=chunk,
@@ -118,7 +124,7 @@ def _grad_logits_kernel(
     weight_desc,  # [C, H]
     label_ptr,  # [N] int32; column + first_column is compared with it
     row_scale_ptr,  # [N] fp32
-    terms_ptr,  # [6, N] fp32, rows terms_stride apart
+    terms_ptr,  # [6 + MEAN, N] fp32, rows terms_stride apart
     out_desc,  # [N, C]
     N,
     C,
@@ -127,6 +133,7 @@ def _grad_logits_kernel(
     first_column,
     softcap_scale,
     ENTROPY: tl.constexpr,
+    MEAN: tl.constexpr,
     SOFTCAP: tl.constexpr,
     UPCAST: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -134,7 +141,7 @@ def _grad_logits_kernel(
     BLOCK_H: tl.constexpr,
     GROUP_N: tl.constexpr,
 ):
-    """p (p_term - entropy_term log2 p) + 1[label] label_term, for each tile; times a softcap's slope 1 - tanh^2."""
+    """p (p_term - entropy_term log2 p) + 1[label] label_term + mean_term, for each tile; times a softcap's slope."""
     num_row_blocks = tl.cdiv(N, BLOCK_N)
     num_column_tiles = tl.cdiv(C, BLOCK_V)
     for tile in tl.range(tl.program_id(0), num_row_blocks * num_column_tiles, tl.num_programs(0), flatten=True):
@@ -164,6 +171,8 @@ def _grad_logits_kernel(
             grad = grad * p_term[:, None]
         columns = column + tl.arange(0, BLOCK_V)
         grad = tl.where(columns[None, :] == label[:, None], grad + label_term[:, None], grad)
+        if MEAN:
+            grad += tl.load(terms_ptr + 6 * terms_stride + rows, mask=row_mask, other=0.0)[:, None]
         if SOFTCAP:
             grad = grad * slope
         out_desc.store([row, column], grad.to(out_desc.dtype))
@@ -189,7 +198,7 @@ def _grad_from_exp_kernel(
     kept_row_ptr,  # [N] int64, a token's row in both; None: its own number
     label_ptr,  # [N] int32
     row_scale_ptr,  # [N] fp32
-    terms_ptr,  # [6, N] fp32, rows terms_stride apart
+    terms_ptr,  # [6 + MEAN, N] fp32, rows terms_stride apart
     out_ptr,  # [N, out_stride] the gradient of columns [start, stop)
     N,
     exp_stride,
@@ -201,6 +210,7 @@ def _grad_from_exp_kernel(
     first_chunk,
     num_chunks,
     ENTROPY: tl.constexpr,
+    MEAN: tl.constexpr,
     SOFTCAP: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -233,6 +243,8 @@ def _grad_from_exp_kernel(
     grad = grad * (p_term[:, None] - entropy_term[:, None] * log_p) if ENTROPY else grad * p_term[:, None]
     is_label = columns[None, :] == label[:, None]
     grad = tl.where(is_label, label_grad[:, None], grad)
+    if MEAN:
+        grad += tl.load(terms_ptr + 6 * terms_stride + rows, mask=row_mask, other=0.0)[:, None]
     if SOFTCAP:
         row_scale = tl.load(row_scale_ptr + rows, mask=row_mask, other=1.0)
         logits = (tl.where(is_label, label_log_p[:, None], log_p) + log_sum[:, None]) + max_logit[:, None]

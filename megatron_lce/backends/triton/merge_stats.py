@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_lce.core.softmax_stats import UNIT, num_extremes, num_sums
+from megatron_lce.core.softmax_stats import UNIT, num_chunk_sums, num_extremes, num_sums
 
 _BLOCK_S, _BLOCK_N = 32, 16  # a warp each: many small programs read the chunks of a token fastest
 _UNITS = tl.constexpr(1 / UNIT)
@@ -29,19 +29,21 @@ def merge_extremes(parts: Tensor, telemetry: bool) -> Tensor:
     return merged
 
 
-def sum_chunks(parts: Tensor, max_logit: Tensor, entropy: bool) -> Tensor:
-    """The chunks' sums relative to the whole vocabulary's largest logits, as integers [1 + entropy, N] in `UNIT`s."""
+def sum_chunks(parts: Tensor, extremes: Tensor, num_columns: int, entropy: bool, telemetry: bool) -> Tensor:
+    """The chunks' sums relative to the whole vocabulary's extremes, as integers [`num_sums`, N] in `UNIT`s."""
     num_chunks, num_rows, num_tokens = parts.shape
-    sums = max_logit.new_empty(num_sums(entropy), num_tokens, dtype=torch.int64)
+    sums = extremes.new_empty(num_sums(entropy, telemetry), num_tokens, dtype=torch.int64)
     _sum_chunks_kernel[(triton.cdiv(num_tokens, _BLOCK_N),)](
         parts,
-        max_logit,
+        extremes,
         sums,
         num_chunks,
         num_tokens,
         num_rows * num_tokens,
-        num_rows - num_sums(entropy),
+        num_rows - num_chunk_sums(entropy, telemetry),
+        num_columns,
         ENTROPY=entropy,
+        TELEMETRY=telemetry,
         BLOCK_S=_BLOCK_S,
         BLOCK_N=_BLOCK_N,
         num_warps=1,
@@ -97,24 +99,38 @@ def _merge_extremes_kernel(
         tl.store(out + 3 * N, argmax, token_mask)
 
 
-@triton.jit(do_not_specialize=["S", "N", "part_stride", "first_sum"])
+@triton.jit
+def largest_logit(max_logit, min_logit):
+    """The largest absolute one."""
+    return tl.maximum(tl.abs(max_logit), tl.abs(min_logit))
+
+
+@triton.jit(do_not_specialize=["S", "N", "part_stride", "first_sum", "num_columns"])
 def _sum_chunks_kernel(
     parts_ptr,  # [S, K, N]
-    max_logit_ptr,  # [N] of the whole vocabulary
-    out_ptr,  # [1 + ENTROPY, N] int64
+    extremes_ptr,  # [E, N] of the whole vocabulary
+    out_ptr,  # [1 + ENTROPY + 4 * TELEMETRY, N] int64
     S,
     N,
     part_stride,
     first_sum,  # the row of a part where its sums start
+    num_columns,
     ENTROPY: tl.constexpr,
+    TELEMETRY: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     tokens = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     token_mask = tokens < N
-    max_logit = tl.load(max_logit_ptr + tokens, token_mask, other=0.0)
+    max_logit = tl.load(extremes_ptr + tokens, token_mask, other=0.0)
     sum_exp = tl.zeros((BLOCK_N,), tl.int64)
     sum_exp_logit = tl.zeros((BLOCK_N,), tl.int64)
+    if TELEMETRY:
+        largest = largest_logit(max_logit, tl.load(extremes_ptr + 2 * N + tokens, token_mask, other=0.0))
+        largest = tl.where(largest > 0, largest, 1.0)[None, :]
+        sum_exp_squared = tl.zeros((BLOCK_N,), tl.int64)
+        sum_logit = tl.zeros((BLOCK_N,), tl.int64)
+        sum_logit_squared = tl.zeros((BLOCK_N,), tl.int64)
     for start in range(0, S, BLOCK_S):
         splits = start + tl.arange(0, BLOCK_S)
         mask = (splits < S)[:, None] & token_mask[None, :]
@@ -128,6 +144,21 @@ def _sum_chunks_kernel(
             finite_shift = tl.where(scale > 0, shift, 0.0)
             terms = scale * (part_sum_exp_logit + part_sum * finite_shift)
             sum_exp_logit += tl.sum((terms * _UNITS).to(tl.int64), 0)
-    tl.store(out_ptr + tokens, sum_exp, token_mask)
+        if TELEMETRY:
+            part += (first_sum + 1 + ENTROPY) * N
+            terms = scale * scale * tl.load(part, mask, other=0.0)
+            sum_exp_squared += tl.sum((terms * _UNITS).to(tl.int64), 0)
+            terms = tl.load(part + N, mask, other=0.0) / largest
+            sum_logit += tl.sum((terms * _UNITS).to(tl.int64), 0)
+            terms = tl.load(part + 2 * N, mask, other=0.0) / largest / largest
+            sum_logit_squared += tl.sum((terms * _UNITS).to(tl.int64), 0)
+    out = out_ptr + tokens
+    tl.store(out, sum_exp, token_mask)
     if ENTROPY:
-        tl.store(out_ptr + N + tokens, sum_exp_logit, token_mask)
+        tl.store(out + N, sum_exp_logit, token_mask)
+    if TELEMETRY:
+        out += (1 + ENTROPY) * N
+        tl.store(out, sum_exp_squared, token_mask)
+        tl.store(out + N, sum_logit, token_mask)
+        tl.store(out + 2 * N, sum_logit_squared, token_mask)
+        tl.store(out + 3 * N, tl.zeros((BLOCK_N,), tl.int64) + num_columns, token_mask)

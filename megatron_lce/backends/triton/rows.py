@@ -1,11 +1,14 @@
 """`megatron_lce.backends.torch.rows`, one launch each: at TP=8 a dozen small ones cost as much as a slab's product."""
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_lce.core.options import LinearCrossEntropyOutput, Options
+from megatron_lce.backends.triton.merge_stats import largest_logit
+from megatron_lce.core.options import DIFFERENTIABLE, LinearCrossEntropyOutput, Options, outputs_asked_for
 from megatron_lce.core.rows import (
     LOG_SUM_OF_IGNORED_ROW,
     NUM_TERMS,
@@ -15,11 +18,12 @@ from megatron_lce.core.rows import (
     inner_factor,
     logits_factor,
 )
-from megatron_lce.core.softmax_stats import LN_2, UNIT
+from megatron_lce.core.softmax_stats import CHUNK_COLUMNS, LN_2, UNIT
 
 BLOCK_N = 128
 _LN_2 = tl.constexpr(LN_2)
 _UNIT = tl.constexpr(UNIT)
+_CHUNK_COLUMNS = tl.constexpr(CHUNK_COLUMNS)
 _LOG_SUM_OF_IGNORED_ROW = tl.constexpr(LOG_SUM_OF_IGNORED_ROW)
 
 
@@ -50,12 +54,13 @@ def finish(packed_extremes: Tensor, sums: Tensor, rows: Rows, options: Options) 
     """See `megatron_lce.backends.torch.rows.finish`."""
     num_tokens = sums.shape[1]
 
-    def new(wanted: bool, dtype: torch.dtype = torch.float32) -> Tensor | None:
-        return packed_extremes.new_empty(num_tokens, dtype=dtype) if wanted else None
+    def new(dtype: torch.dtype | None) -> Tensor | None:
+        return None if dtype is None else packed_extremes.new_empty(num_tokens, dtype=dtype)
 
     entropy, telemetry = options.entropy, options.telemetry
-    outputs = (new(True), new(entropy), new(True), new(telemetry), new(telemetry), new(telemetry, torch.int64))
-    saved = (new(True), new(True), new(entropy))
+    dtypes = outputs_asked_for(entropy, telemetry)
+    outputs = [new(dtypes.get(name)) for name in LinearCrossEntropyOutput._fields]
+    saved = [new(torch.float32 if wanted else None) for wanted in (True, True, entropy, telemetry)]
     _finish_kernel[(triton.cdiv(num_tokens, BLOCK_N),)](
         packed_extremes,
         sums,
@@ -74,15 +79,13 @@ def finish(packed_extremes: Tensor, sums: Tensor, rows: Rows, options: Options) 
 def row_terms(
     rows: Rows,
     saved: Saved,
-    grad_logprobs: Tensor | None,  # [N] fp32, of any stride
-    grad_entropy: Tensor | None,
-    grad_lse: Tensor | None,
+    upstream: Sequence[Tensor | None],  # gradients of the `DIFFERENTIABLE` outputs, [N] fp32 each, of any stride
     options: Options,
 ) -> Tensor:
-    """See `megatron_lce.backends.torch.rows.row_terms`: [6, N] fp32."""
+    """See `megatron_lce.backends.torch.rows.row_terms`: [6 or 7, N] fp32."""
     num_tokens = rows.labels.shape[0]
-    terms = rows.scale.new_empty(NUM_TERMS, num_tokens)
-    upstream = (grad_logprobs, grad_entropy, grad_lse)
+    with_mean = upstream[DIFFERENTIABLE.index("mean_logit")] is not None
+    terms = rows.scale.new_empty(NUM_TERMS + with_mean, num_tokens)
     _row_terms_kernel[(triton.cdiv(num_tokens, BLOCK_N),)](
         rows.scale,
         rows.to_nats,
@@ -139,7 +142,7 @@ def _in_nats(value, to_nats):
 @triton.jit(do_not_specialize=["N"])
 def _finish_kernel(
     extremes_ptr,  # [E, N] packed
-    sums_ptr,  # [1 + ENTROPY, N] int64
+    sums_ptr,  # [1 + ENTROPY + 4 * TELEMETRY, N] int64
     to_nats_ptr,  # [N]
     logprobs_ptr,  # [N] out, as all that follow; None where not wanted
     entropy_ptr,
@@ -147,9 +150,13 @@ def _finish_kernel(
     max_logit_ptr,
     min_logit_ptr,
     argmax_ptr,  # int64
+    sum_pi_squared_ptr,
+    logits_norm_ptr,
+    mean_logit_ptr,
     saved_log_sum_ptr,
     saved_label_logprob_ptr,
     saved_entropy_ptr,
+    saved_num_columns_ptr,
     N,
     ENTROPY: tl.constexpr,
     TELEMETRY: tl.constexpr,
@@ -180,15 +187,41 @@ def _finish_kernel(
         tl.store(saved_entropy_ptr + rows, entropy, mask=mask)
         tl.store(entropy_ptr + rows, _in_nats(entropy, to_nats), mask=mask)
     if TELEMETRY:
+        min_logit = tl.load(extremes + 2 * N, mask=mask, other=0.0)
+        largest = largest_logit(max_logit, min_logit)
+        unless_nan = max_logit * 0.0
+        # A chunk's sum of squares is within fp32, or what is made of it and its like is NaN.
+        unless_huge = unless_nan + _CHUNK_COLUMNS * largest * largest * 0.0
+        sums = sums_ptr + (1 + ENTROPY) * N + rows
+        sum_exp_squared = tl.load(sums, mask=mask, other=0).to(tl.float32) * _UNIT
+        sum_logit = tl.load(sums + N, mask=mask, other=0).to(tl.float32) * _UNIT
+        sum_logit_squared = tl.load(sums + 2 * N, mask=mask, other=0).to(tl.float32) * _UNIT
+        num_columns = tl.load(sums + 3 * N, mask=mask, other=1).to(tl.float32)
+        sum_pi_squared = sum_exp_squared / (sum_exp * sum_exp) + unless_nan + to_nats * 0.0
+        tl.store(sum_pi_squared_ptr + rows, tl.where(to_nats == 0, 0.0, sum_pi_squared), mask=mask)
+        logits_norm = largest * tl.sqrt(sum_logit_squared) + unless_huge
+        tl.store(logits_norm_ptr + rows, _in_nats(logits_norm, to_nats), mask=mask)
+        mean_logit = largest * (sum_logit / num_columns) + unless_huge
+        tl.store(mean_logit_ptr + rows, _in_nats(mean_logit, to_nats), mask=mask)
+        tl.store(saved_num_columns_ptr + rows, num_columns, mask=mask)
         max_logit = _in_nats(max_logit, to_nats)
         argmax = tl.load(extremes + 3 * N, mask=mask, other=0.0)
         argmax = tl.where(to_nats == 0, 0.0, tl.where(max_logit != max_logit, -1.0, argmax))
         tl.store(max_logit_ptr + rows, max_logit, mask=mask)
-        tl.store(min_logit_ptr + rows, _in_nats(tl.load(extremes + 2 * N, mask=mask, other=0.0), to_nats), mask=mask)
+        tl.store(min_logit_ptr + rows, _in_nats(min_logit, to_nats), mask=mask)
         tl.store(argmax_ptr + rows, argmax.to(tl.int64), mask=mask)
 
 
-@triton.jit(do_not_specialize=["N", "grad_logprobs_stride", "grad_entropy_stride", "grad_lse_stride", "inner_factor"])
+@triton.jit(
+    do_not_specialize=[
+        "N",
+        "grad_logprobs_stride",
+        "grad_entropy_stride",
+        "grad_lse_stride",
+        "grad_mean_logit_stride",
+        "inner_factor",
+    ]
+)
 def _row_terms_kernel(
     scale_ptr,  # [N] fp32, as all that follow
     to_nats_ptr,
@@ -196,13 +229,16 @@ def _row_terms_kernel(
     saved_log_sum_ptr,
     saved_label_logprob_ptr,
     saved_entropy_ptr,  # or None
+    saved_num_columns_ptr,  # or None
     grad_logprobs_ptr,  # or None, as the other upstream gradients
     grad_entropy_ptr,
     grad_lse_ptr,
+    grad_mean_logit_ptr,
     grad_logprobs_stride,
     grad_entropy_stride,
     grad_lse_stride,
-    terms_ptr,  # [6, N] out, `RowTerms`
+    grad_mean_logit_stride,
+    terms_ptr,  # [6 or 7, N] out, `RowTerms`
     N,
     inner_factor,
     BLOCK_N: tl.constexpr,
@@ -234,3 +270,7 @@ def _row_terms_kernel(
     tl.store(terms_ptr + 3 * N + rows, tl.where(ignored, 0.0, entropy_term * factor), mask=mask)
     tl.store(terms_ptr + 4 * N + rows, tl.where(ignored, 0.0, label_term * factor), mask=mask)
     tl.store(terms_ptr + 5 * N + rows, label_logprob, mask=mask)
+    if grad_mean_logit_ptr is not None:
+        mean_term = tl.load(grad_mean_logit_ptr + rows.to(tl.int64) * grad_mean_logit_stride, mask=mask, other=0.0)
+        mean_term = mean_term / tl.load(saved_num_columns_ptr + rows, mask=mask, other=1.0)
+        tl.store(terms_ptr + 6 * N + rows, tl.where(ignored, 0.0, mean_term * factor), mask=mask)

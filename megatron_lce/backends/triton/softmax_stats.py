@@ -242,7 +242,8 @@ def _softmax_stats_kernel(
     GROUP_N: tl.constexpr,
 ):
     """Statistics of each tile of logits, [BLOCK_N, BLOCK_V], which never leaves the registers (but for its exp)."""
-    K: tl.constexpr = 3 + ENTROPY + 2 * TELEMETRY
+    FIRST_SUM: tl.constexpr = 2 + 2 * TELEMETRY
+    K: tl.constexpr = FIRST_SUM + 1 + ENTROPY + 3 * TELEMETRY
     CHUNKS: tl.constexpr = BLOCK_V // CHUNK
     num_row_blocks = tl.cdiv(N, BLOCK_N)
     num_column_tiles = tl.cdiv(V, BLOCK_V)
@@ -264,6 +265,10 @@ def _softmax_stats_kernel(
         stats = stats_ptr + (column_tile * CHUNKS + chunks).to(tl.int64)[None, :] * (K * N) + rows[:, None]
         mask = row_mask[:, None] & (column + chunks * CHUNK < V)[None, :]  # [BLOCK_N, CHUNKS]
         if TELEMETRY:
+            # Past the vocabulary's end they are zero still. In this order, and not behind the minimum, nothing spills.
+            zero_ended = tl.reshape(logits, (BLOCK_N, CHUNKS, CHUNK))
+            tl.store(stats + (K - 2) * N, tl.sum(zero_ended, 2), mask)
+            tl.store(stats + (K - 1) * N, tl.sum(zero_ended * zero_ended, 2), mask)
             min_logit = tl.where((columns < V)[None, :], logits, float("inf"))
             tl.store(stats + 2 * N, tl.min(tl.reshape(min_logit, (BLOCK_N, CHUNKS, CHUNK)), 2), mask)
         if column + BLOCK_V > V:
@@ -278,8 +283,10 @@ def _softmax_stats_kernel(
         exp = tl.exp2(shifted)
         sum_exp = tl.sum(exp, 2)
         if ENTROPY:
-            tl.store(stats + (K - 1) * N, tl.sum(exp * shifted, 2), mask)
-        tl.store(stats + (K - 1 - ENTROPY) * N, sum_exp, mask)
+            tl.store(stats + (FIRST_SUM + 1) * N, tl.sum(exp * shifted, 2), mask)
+        if TELEMETRY:
+            tl.store(stats + (K - 3) * N, tl.sum(exp * exp, 2), mask)
+        tl.store(stats + FIRST_SUM * N, sum_exp, mask)
         # tl.max passes over a NaN; the sum does not.
         tl.store(stats, tl.where(sum_exp == sum_exp, max_logit, float("nan")), mask)
         if KEEP_EXP:
