@@ -38,16 +38,25 @@ def program() -> None:
         out = vocab_parallel_head.chunked_lm_head_logprobs_entropy(
             model.output_layer, head.hidden, head.weight, labels.T.contiguous(), temperature=TEMPERATURE, chunk_size=4
         )
-        names = ("logprobs", "entropy", "vocab_min_logits", "vocab_max_logits")
-        return {name: getattr(out, name).T for name in names}
+        return {name: value.T for name, value in out._asdict().items()}
 
     def unfused(model: nn.Module) -> dict[str, Tensor]:
         logits = model(tokens, positions, None)
         smallest, largest = logits.detach().amin(-1), logits.detach().amax(-1)
         dist.all_reduce(smallest, dist.ReduceOp.MIN)
         dist.all_reduce(largest, dist.ReduceOp.MAX)
+        total, squares = logits.detach().sum(-1), logits.detach().square().sum(-1)
+        for of_shard in (total, squares):
+            dist.all_reduce(of_shard)
         logprobs, entropy = vocab_parallel.gather_logprobs_entropy(logits, labels, TEMPERATURE, group)
-        return {"logprobs": logprobs, "entropy": entropy, "vocab_min_logits": smallest, "vocab_max_logits": largest}
+        return {
+            "logprobs": logprobs,
+            "entropy": entropy,
+            "vocab_min_logits": smallest,
+            "vocab_max_logits": largest,
+            "vocab_mean_logits": total / (logits.shape[-1] * group.size()),
+            "vocab_norm_logits": squares.sqrt(),
+        }
 
     for case in cases():
         compare(f"AReaL, {case.name}", case, fused, unfused)
