@@ -169,7 +169,7 @@ def token_loss(step: HeadStep) -> tuple[float, Phases]:
     """`linear_token_loss` of 16-bit inputs: blocks of tokens go all the way in forward; backward scales gradients."""
     row_bytes, block = _kept_row_bytes(step, step.columns), tokens_kept_at_once(step)
     if block is None:
-        smallest = 128 * (row_bytes + _half_chunk_bytes(step))
+        smallest = 128 * (row_bytes + _chunk_bytes(step))
         raise ValueError(f"workspace_bytes must hold the logits of 128 tokens and their statistics, {smallest} bytes")
     per_token = {"per token": PER_TOKEN_BYTES * step.tokens}
     hidden = {"hidden's gradient": step.computed * step.hidden * step.itemsize}
@@ -179,7 +179,7 @@ def token_loss(step: HeadStep) -> tuple[float, Phases]:
         made = {"weight's gradient": step.weight_bytes}
     share = step.hidden_bytes // step.tp if step.gathers else step.hidden_bytes
     saved = per_token | made | {"hidden's gradient": share}
-    left = max(step.workspace_bytes - block * row_bytes, block * _half_chunk_bytes(step))
+    left = max(step.workspace_bytes - block * row_bytes, block * _chunk_bytes(step))
     statistics = _statistics_bytes(replace(step, workspace_bytes=left), block)
     forward = per_token | made | hidden | _inputs_of_a_block(step, block)
     return 3 * step.computed / step.tokens, {
@@ -241,7 +241,7 @@ def _tokens_of_a_block(step: HeadStep) -> int:
 
 def tokens_kept_at_once(step: HeadStep) -> int | None:
     """Of a block of `linear_token_loss`; None: too few, and logits are made twice."""
-    row_bytes = _kept_row_bytes(step, step.columns) + _half_chunk_bytes(step)
+    row_bytes = _kept_row_bytes(step, step.columns) + _chunk_bytes(step)
     sum_bytes = _sum_bytes(step) * step.columns
     return None if step.itemsize == 4 else kept_tokens(step.computed, step.workspace_bytes, row_bytes, sum_bytes)
 
@@ -268,11 +268,6 @@ def _statistics_bytes(step: HeadStep, block: int) -> int:
 def _chunk_bytes(step: HeadStep) -> int:
     """One token's statistics of every chunk."""
     return 4 * -(-step.columns // CHUNK_COLUMNS[step.itemsize]) * packed_rows(step.entropy, telemetry=False)
-
-
-def _half_chunk_bytes(step: HeadStep) -> int:
-    """What `linear_token_loss` leaves to them: statistics of a block come in two parts."""
-    return -(-_chunk_bytes(step) // 2)
 
 
 def _slab(step: HeadStep, block: int, columns: int) -> tuple[int, int]:

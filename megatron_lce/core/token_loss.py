@@ -102,13 +102,12 @@ class TokenLossPass:
         elif self._weight.requires_grad and options.weight_grad_sink is None:
             sum_bytes = column_sum * options.largest_shard
         room = options.workspace_bytes - beside
-        half = -(-stats_bytes.per_token // 2)  # statistics come in two parts: what they take is left to the logits
-        block = kept_tokens(computed, room, kept_bytes + half, sum_bytes)
+        block = kept_tokens(computed, room, kept_bytes + stats_bytes.per_token, sum_bytes)
         if block is None:
             return max(computed, 1), None, options.workspace_bytes
         everything = replace(options, logits_cache_bytes=_EVERYTHING)
         cache = backend.new_cache(min(block, computed), hidden, everything)
-        left = max(options.workspace_bytes - block * kept_bytes, block * half + beside)
+        left = max(options.workspace_bytes - block * kept_bytes, block * stats_bytes.per_token + beside)
         return block, cache, left
 
     def _losses(self, outputs: LinearCrossEntropyOutput, rows: Rows, block: TokenBlock) -> Sequence[Tensor | None]:
