@@ -55,10 +55,10 @@ def logits(
 ) -> None:
     """Base-2 logits, `row_scale * hidden @ weight.T`, or `row_scale * tanh(softcap_scale * hidden @ weight.T)`."""
     hidden, weight = aligned(head.hidden), aligned(head.weight)
-    tile, programs = tiles.stored_tiles(hidden.dtype, hidden.device)
+    tile = tiles.choose_tiles(hidden.dtype, hidden.device)
     num_tokens, num_columns = out.shape
     num_tiles = triton.cdiv(num_tokens, tile.block_n) * triton.cdiv(num_columns, tile.block_v)
-    _logits_kernel[(min(num_tiles, programs),)](
+    _logits_kernel[(min(num_tiles, tiles.num_programs(hidden.device)),)](
         descriptor(hidden, tile.block_n, tile.block_h),
         descriptor(weight, tile.block_v, tile.block_h),
         row_scale,

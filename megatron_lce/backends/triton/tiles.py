@@ -20,9 +20,6 @@ class Tiles(NamedTuple):
 
 
 HOPPER_16_BIT = Tiles(128, 256, 64, num_warps=8, num_stages=3)
-# For a tile that is stored in fp32: of two programs on a multiprocessor one stores while the other multiplies. H200, ms
-# of HOPPER_16_BIT and of these: 0.399, 0.373 at 384 x 2048 x 151936; 1.88, 1.80 at 1024 x 4096 x 151936.
-HOPPER_16_BIT_STORED = Tiles(128, 128, 64, num_warps=4, num_stages=3)
 GENERIC_16_BIT = Tiles(128, 128, 32, num_warps=8, num_stages=3)  # within the 99 KiB of shared memory of Ada
 FP32 = Tiles(64, 64, 32, num_warps=8, num_stages=2)  # full fp32 products run on CUDA cores, not on tensor cores
 
@@ -38,17 +35,11 @@ def choose_tiles(dtype: torch.dtype, device: torch.device) -> Tiles:
     return GENERIC_16_BIT
 
 
-def stored_tiles(dtype: torch.dtype, device: torch.device) -> tuple[Tiles, int]:
-    """For logits that go to memory: tiles, and programs of a persistent grid."""
-    tile, programs = choose_tiles(dtype, device), num_programs(device)
-    return (HOPPER_16_BIT_STORED, 2 * programs) if tile is HOPPER_16_BIT else (tile, programs)
-
-
 def reading_rows(device: torch.device) -> int:
     """Rows of a program, one warp, that reads stored logits and sums over columns; an interpreter pays by the program.
 
     H200, 16 rows by 16 warps against these, ms of 1024 x 151936 logits of two heads: 0.434 and 0.292 for their
-    statistics, 0.449 and 0.305 for their divergence, which is the speed of the memory.
+    statistics, 0.449 and 0.305 for their divergence, which is nearly the speed of the memory.
     """
     return 16 if device.type == "cpu" else 2
 
