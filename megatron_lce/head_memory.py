@@ -243,7 +243,9 @@ def tokens_kept_at_once(step: HeadStep) -> int | None:
     """Of a block of `linear_token_loss`; None: too few, and logits are made twice."""
     row_bytes = _kept_row_bytes(step, step.columns) + _chunk_bytes(step)
     sum_bytes = _sum_bytes(step) * step.columns
-    return None if step.itemsize == 4 else kept_tokens(step.computed, step.workspace_bytes, row_bytes, sum_bytes)
+    if step.itemsize == 4:
+        return None
+    return kept_tokens(step.computed, step.workspace_bytes, row_bytes, sum_bytes, step.hidden)
 
 
 def _inputs_of_a_block(step: HeadStep, block: int) -> dict[str, int]:

@@ -13,6 +13,7 @@ from megatron_lce.core.blocks import (
     BlockBytes,
     cut,
     cut_columns,
+    kept_tokens,
     plan_blocks,
     round_up,
 )
@@ -106,6 +107,30 @@ def test_long_context_cuts_tokens_and_keeps_both_sides_wide():
     blocks = plan_blocks(131_072, 151_936, 2**29, BlockBytes(2), per_column_if_tokens_are_cut=4 * 4096)
     assert blocks.tokens >= 4096
     assert blocks.columns >= 8192
+
+
+@given(st.integers(1, 40_000), st.integers(0, 9000), st.sampled_from([0, 64, 2048, 5120]))
+def test_kept_tokens_fit_and_are_few_only_where_no_more_fit(num_tokens, room, hidden_size):
+    """A token takes a byte."""
+    kept = kept_tokens(num_tokens, room, 1, hidden_size=hidden_size)
+    if room < min(num_tokens, MIN_TOKENS):
+        assert kept is None
+    else:
+        assert kept == num_tokens or (kept % MIN_TOKENS == 0 and room // 2 - 2 * MIN_TOKENS < kept <= room)
+
+
+@pytest.mark.parametrize(
+    ("most", "hidden_size", "expected"),
+    [
+        (1900, 2048, 1664),
+        (2500, 2048, 2048),  # 128 tiles, one wave; 2,432 would save one sum of eight and take two waves each
+        (3400, 2048, 2048),
+        (3400, 0, 3328),  # nothing is multiplied: as few and as even as may be
+        (5500, 2048, 4096),
+    ],
+)
+def test_kept_tokens_fill_waves_of_hiddens_gradient(most, hidden_size, expected):
+    assert kept_tokens(16_384, most, 1, hidden_size=hidden_size) == expected
 
 
 @pytest.mark.parametrize(("value", "step", "expected"), [(0, 8, 0), (1, 8, 8), (8, 8, 8), (9, 8, 16)])

@@ -154,7 +154,7 @@ def gradient_blocks(heads: Heads, num_tokens: int, options: Options) -> Gradient
     if most == 0:
         return None
     tokens = min(most, max(1, round(room / 2 / logits / MIN_TOKENS)) * MIN_TOKENS)
-    gradients = kept_tokens(num_tokens, room - tokens * logits, gradient)
+    gradients = kept_tokens(num_tokens, room - tokens * logits, gradient, hidden_size=student.hidden.shape[1])
     assert gradients is not None
     return GradientBlocks(min(tokens, gradients), gradients, copied)
 

@@ -102,7 +102,7 @@ class TokenLossPass:
         elif self._weight.requires_grad and options.weight_grad_sink is None:
             sum_bytes = column_sum * options.largest_shard
         room = options.workspace_bytes - beside
-        block = kept_tokens(computed, room, kept_bytes + stats_bytes.per_token, sum_bytes)
+        block = kept_tokens(computed, room, kept_bytes + stats_bytes.per_token, sum_bytes, hidden.shape[1])
         if block is None:
             return max(computed, 1), None, options.workspace_bytes
         everything = replace(options, logits_cache_bytes=_EVERYTHING)
