@@ -191,8 +191,9 @@ def _draw_trade(document: dict, path: Path) -> Path:
         points, by_workspace, by_cache = (
             [x for x in records if (x["mode"], x["shape"]) == (mode, shape)] for records in measured.values()
         )
-        _plot_trade(axis, by_workspace, "ours-token", "workspace_mib", "{:g} MiB", "its workspace")
-        _plot_trade(axis, by_cache, "ours", "fraction", "{:.0%}", "its cache")
+        # The names of the one stand below and of the other above: the curves end close to each other.
+        _plot_trade(axis, by_workspace, "ours-token", "workspace_mib", "{:g} MiB", "its workspace", (5, -10))
+        _plot_trade(axis, by_cache, "ours", "fraction", "{:.0%}", "its cache", (6, 6))
         for record in points:
             name = record["provider"]
             point = (_over_gradients_gib(record), record["time_ms"])
@@ -211,14 +212,14 @@ def _draw_trade(document: dict, path: Path) -> Path:
     return _save(figure, document, path, list(legend.values()))
 
 
-def _plot_trade(axis, records: list[dict], name: str, size: str, text: str, what: str) -> None:
+def _plot_trade(axis, records: list[dict], name: str, size: str, text: str, what: str, offset: tuple[int, int]) -> None:
     """One curve, its ends labelled with what it is over."""
     records = sorted(records, key=lambda record: record[size])
     points = [(_over_gradients_gib(record), record["time_ms"]) for record in records]
     if points:
         axis.plot(*zip(*points, strict=True), color=COLORS[name], marker=".", label=f"{TITLES[name]} over {what}")
     for end in {0, len(points) - 1} if points else ():
-        place = {"xytext": (6, 6), "textcoords": "offset points", "fontsize": 7, "color": COLORS[name]}
+        place = {"xytext": offset, "textcoords": "offset points", "fontsize": 7, "color": COLORS[name]}
         axis.annotate(text.format(records[end][size]), points[end], **place)
 
 

@@ -95,7 +95,7 @@ def over_products() -> str:
 
 def known_loss(mode: str) -> str:
     """A loss that is known in forward beside heads that wait for backward: time, its ratio to F + dX + dW, memory."""
-    records = {(x["provider"], x["shape"]): x for x in load("known_loss_h100")["times"] if x["mode"] == mode}
+    records = {(x["provider"], x["shape"]): x for x in load("known_loss_h200")["times"] if x["mode"] == mode}
     rows = []
     for provider in dict.fromkeys(provider for provider, _ in records):
         of_shapes = [records[provider, shape] for shape in SHAPES]
@@ -112,7 +112,7 @@ def ignored_rows() -> str:
     """Time over the share of ignored rows, and its ratio to that of the other rows by themselves."""
     records = {
         (x["shape"], x["provider"], x["ignored"]): x
-        for x in load("rows_h100")["rows"]
+        for x in load("rows_h200")["rows"]
         if x["mode"] == "rl" and x["layout"] == "scattered"
     }
     shares = (0, 0.3, 0.6, 0.9)
@@ -127,7 +127,7 @@ def ignored_rows() -> str:
 
 def jsd() -> str:
     """Distillation: time, its ratio to the products that each way needs, memory."""
-    records = {(x["provider"], x["beta"]): x for x in load("jsd_h100")["jsd"]}
+    records = {(x["provider"], x["beta"]): x for x in load("jsd_h200")["jsd"]}
     betas = (0.5, 0, 1)
     rows = []
     for provider, (title, ratio) in JSD_HEADS.items():
