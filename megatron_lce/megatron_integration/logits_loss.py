@@ -11,6 +11,7 @@ and the collectives of both passes, on a backend to which this rank's logits, an
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -104,7 +105,9 @@ class LossOfLogits:
         with torch.set_grad_enabled(grad_enabled):
             # Inputs of their own: what was made of the logits stands between their gradients and the loss's.
             hidden, weight = (x.detach().requires_grad_(x.requires_grad) for x in (call.hidden, call.weight))
-            out = linear_cross_entropy_autograd(hidden, weight, index, 1.0, call.options, backend)
+            # Of all rows: another use of the logits may want the gradient of one that the loss ignores.
+            options = replace(call.options, skip_ignored=False)
+            out = linear_cross_entropy_autograd(hidden, weight, index, 1.0, options, backend)
         self._inputs, self._logprobs, values = (hidden, weight), out.logprobs, given.values
         given.values = None  # autograd keeps them for as long as it wants them
         if computed is None and call.options.num_columns:
@@ -121,8 +124,7 @@ class LossOfLogits:
         """Of hidden and weight, from the gradient [s, b, V/tp] of the head's output: the fused call's backward."""
         self._given.grad_output = grad_output.flatten(0, 1)
         wanted = [x for x in self._inputs if x.requires_grad]
-        # Not the loss's own, by which rows are skipped: another use of the logits may want the gradient of any row.
-        upstream = torch.ones_like(self._logprobs)
+        upstream = torch.ones_like(self._logprobs)  # any: the logits' gradient is given
         found = iter(torch.autograd.grad(self._logprobs, wanted, upstream, retain_graph=True, allow_unused=True))
         self._given.grad_output = None
         grad_hidden, grad_weight = (next(found) if x.requires_grad else None for x in self._inputs)
