@@ -111,11 +111,11 @@ def test_padding_may_have_no_temperature(project, device):
     assert not weight.grad.isnan().any()
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7, "per token"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7, torch.float32, torch.float64], ids=str)
 def test_areals_largest_logit_is_that_before_the_temperature(temperature, device):
     problem = make_problem((3, 5), 24, 70, device)
-    if temperature == "per token":
-        temperature = torch.linspace(0.5, 2.0, 15, device=device).view(3, 5)
+    if isinstance(temperature, torch.dtype):
+        temperature = torch.linspace(0.5, 2.0, 15, device=device).view(3, 5).to(temperature)
     two = compat.areal_linear_cross_entropy(*problem[:3], temperature)
     three = compat.areal_linear_cross_entropy(*problem[:3], temperature, "none", None, return_max_logits=True)
     assert torch.equal(torch.stack(two), torch.stack(three[:2]))
