@@ -84,7 +84,7 @@ def areal_linear_cross_entropy(
     )
     assert out.entropy is not None
     results = _reduce(out.logprobs, reduction), _reduce(out.entropy, reduction)
-    return results if out.max_logit is None else (*results, out.max_logit * per_token)
+    return results if out.max_logit is None else (*results, (out.max_logit * per_token).float())
 
 
 def _outputs(

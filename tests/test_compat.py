@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import math
 
 import pytest
 import torch
@@ -111,11 +112,11 @@ def test_padding_may_have_no_temperature(project, device):
     assert not weight.grad.isnan().any()
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7, "per token"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7, torch.float32, torch.float64], ids=str)
 def test_areals_largest_logit_is_that_before_the_temperature(temperature, device):
     problem = make_problem((3, 5), 24, 70, device)
-    if temperature == "per token":
-        temperature = torch.linspace(0.5, 2.0, 15, device=device).view(3, 5)
+    if isinstance(temperature, torch.dtype):
+        temperature = torch.linspace(0.5, 2.0, 15, device=device).view(3, 5).to(temperature)
     two = compat.areal_linear_cross_entropy(*problem[:3], temperature)
     three = compat.areal_linear_cross_entropy(*problem[:3], temperature, "none", None, return_max_logits=True)
     assert torch.equal(torch.stack(two), torch.stack(three[:2]))
@@ -343,3 +344,21 @@ def test_label_smoothing_refuses_a_double_backward(device):
     logits = weighted_logits.weighted_logits(hidden, weight, torch.ones(5, device=device), None)
     with pytest.raises(RuntimeError, match="create_graph must be False: label smoothing has no double backward"):
         torch.autograd.grad(logits.sum(), hidden, create_graph=True)
+
+
+@pytest.mark.parametrize("skip_ignored", [True, 5])
+def test_label_smoothing_takes_nothing_of_a_row_that_is_skipped(skip_ignored, device):
+    problem = make_problem(7, 24, 70, device)
+    problem.labels[[2, 6]] = -100
+
+    def gradients(value):
+        hidden, weight = (tensor.detach().clone() for tensor in problem[:2])
+        hidden[2] = value
+        inputs = hidden.requires_grad_(), weight.requires_grad_()
+        loss = compat.torch_linear_cross_entropy(
+            *inputs, problem.labels, label_smoothing=0.1, skip_ignored=skip_ignored
+        )
+        return torch.autograd.grad(loss, inputs)
+
+    for actual, expected in zip(gradients(math.nan), gradients(0.0), strict=True):
+        assert torch.equal(actual, expected)

@@ -274,6 +274,19 @@ def test_logits_too_large_for_their_squares_give_nan_and_leave_the_others_alone(
         assert torch.equal(getattr(out, name)[others], getattr(expected, name)[others])
 
 
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_telemetry_of_an_infinite_hidden_under_a_softcap(dtype, backend, device):
+    """Its capped logits are finite; the columns past the vocabulary's end, of no weight at all, are not among them."""
+    problem = make_problem(9, 24, 70, device, dtype)
+    problem.hidden[4, 3] = float("inf")
+    actual, expected = (
+        megatron_lce.linear_cross_entropy(*problem[:3], softcap=5.0, telemetry=True, backend=name)
+        for name in (backend, "reference")
+    )
+    for name, value, exact in zip(actual._fields, actual, expected, strict=True):
+        torch.testing.assert_close(value, exact, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
 def test_label_smoothing_is_a_line(backend, device):
     """As docs/sft.md has it."""
     problem = make_problem(20, 24, 70, device)

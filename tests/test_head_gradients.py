@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_lce import linear_cross_entropy
+from megatron_lce import linear_cross_entropy, linear_token_loss
 from tests.oracle import evaluate
 from tests.problems import make_problem
 
@@ -46,3 +46,22 @@ def test_a_sink_gets_what_would_be_returned(hidden_size, dtype, workspace_bytes,
     # The sink keeps the fp32 sum, which the returned gradient rounds to its own dtype; the addition rounds in fp32.
     tolerance = {"rtol": torch.finfo(dtype).eps, "atol": 2e-6}
     torch.testing.assert_close(sink.grad - sink.start, returned.grad_weight.float(), **tolerance)
+
+
+@pytest.mark.parametrize(("hidden_size", "first"), [(13, 0), (20, 8)])
+@pytest.mark.parametrize("with_sink", [False, True])
+def test_odd_rows_that_start_at_16_bytes(with_sink, hidden_size, first, backend, device):
+    """Part of a wider hidden, which is not copied, beside a weight that is, into rows with zeros behind them."""
+    problem = make_problem(150, hidden_size, 301, device, torch.bfloat16)
+    part = problem.hidden.new_full((150, 32), torch.nan)[:, first : first + hidden_size].copy_(problem.hidden)
+
+    def gradients(hidden):
+        weight, sink = problem.weight.clone().requires_grad_(), Sink(problem.weight)
+        keywords = {"workspace_bytes": 2**17, "backend": backend, "weight_grad_sink": sink if with_sink else None}
+        loss = linear_token_loss(
+            hidden.requires_grad_(), weight, problem.labels, lambda o: -o.logprobs, **keywords
+        ).loss
+        return *torch.autograd.grad(loss, (hidden, weight), allow_unused=with_sink), sink.grad
+
+    for actual, expected in zip(gradients(part), gradients(problem.hidden), strict=True):
+        torch.testing.assert_close(actual, expected)

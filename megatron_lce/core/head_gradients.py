@@ -140,7 +140,8 @@ class _WeightGrad:
         self._nothing_added = False
         first = first_block and slab.first_tokens
         if self._sum is not None:
-            product(slab.grad.T, hidden, self._sum[slab.columns], accumulate=not first)
+            # hidden has rows of its own width where they start at 16 bytes as they are.
+            product(slab.grad.T, hidden, self._sum[slab.columns, : hidden.shape[1]], accumulate=not first)
             return
         assert self._grad is not None
         grad = self._grad[slab.columns]

@@ -82,6 +82,7 @@ def product(
     accumulate: bool,  # True: out += a @ b, False: out = a @ b
 ) -> None:
     """One matrix product into `out`, which keeps the fp32 accumulator of 16-bit inputs when it is fp32 itself."""
+    assert out.shape == (a.shape[0], b.shape[1])  # torch would make `out` fit, as another tensor than the caller has
     if a.device.type == "cpu":
         # No mixed-dtype product there, and a 16-bit one reads what lies behind a row on CPUs with AMX.
         a, b = a.float(), b.float()

@@ -66,10 +66,11 @@ def weighted_logits(
 
 
 def _weighted_sum(factors: Tensor, rows: Tensor) -> Tensor:
-    """[n] fp32 and [n, H] -> [H] fp32."""
+    """[n] fp32 and [n, H] -> [H] fp32. A row whose factor is 0 takes no part, whatever is in it: an ignored token's."""
     total = factors.new_zeros(rows.shape[1])
     for part in cut(rows.shape[0], _ROWS):
-        total += factors[part] @ rows[part].float()
+        in_fp32 = rows[part].to(torch.float32, copy=True)
+        total += factors[part] @ in_fp32.masked_fill_(factors[part, None] == 0, 0.0)
     return total
 
 

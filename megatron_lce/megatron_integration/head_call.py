@@ -121,6 +121,8 @@ class HeadCall:
         if softcap is not None:
             keywords = {**keywords, "softcap": softcap}
             if logits_scale != 1.0:  # after the head, so after its cap
+                # A 16-bit one would round the quotient.
+                temperature = temperature.float() if isinstance(temperature, Tensor) else temperature
                 temperature, logits_scale = temperature / logits_scale, 1.0
         return {
             **keywords,

@@ -111,6 +111,22 @@ def test_capture_of_a_softcapped_head(model, device):
         head.linear_cross_entropy(labels, softcap=30.0)
 
 
+def test_a_16_bit_temperature_is_not_rounded_by_the_factor_behind_a_softcap(model, device):
+    put_in_front(model, Softcapped)
+    tensors, labels = megatron_world.inputs(device)
+    temperature = torch.linspace(0.01, 0.05, labels.numel(), device=device).view_as(labels).bfloat16()
+    with capture_lm_head(model) as head:
+        forward = model.output_layer.forward
+        model.output_layer.forward = lambda *args, **keywords: (forward(*args, **keywords)[0] * 0.3, None)
+        model(*tensors)
+        model.output_layer.forward = forward
+    rounded, exact = (
+        head.linear_cross_entropy(labels, temperature=given, backend="torch")
+        for given in (temperature, temperature.float())
+    )
+    assert torch.equal(rounded.logprobs, exact.logprobs)
+
+
 def test_a_softcap_beside_the_heads_own_is_refused(model):
     put_in_front(model, Softcapped)
     with pytest.raises(ValueError, match=r"softcap must not be given: the head has its own, 0\.25; got 30\.0"):

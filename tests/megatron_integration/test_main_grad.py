@@ -103,6 +103,12 @@ def weighted_jsd(head, teacher, labels):
     return head.linear_jsd(teacher, labels=labels, token_weights=weights, backend="torch")
 
 
+def token_loss(head, teacher, labels):
+    """Whose gradient is scaled on its way into main_grad."""
+    result = head.linear_token_loss(labels, lambda out: out.mean_logit - out.logprobs, telemetry=True, backend="torch")
+    return result.loss / 3
+
+
 def plain_logits(head, teacher, labels):
     return F.linear(head.hidden, head.weight).logsumexp(-1).sum()
 
@@ -117,7 +123,7 @@ def logits_of_megatrons_own(head, teacher, labels):
 
 @pytest.mark.parametrize("mtp_layers", [0, 1])
 @pytest.mark.parametrize(
-    "other", [jsd, weighted_jsd, jsd_of_the_tensors, plain_logits, weight_alone, logits_of_megatrons_own]
+    "other", [token_loss, jsd, weighted_jsd, jsd_of_the_tensors, plain_logits, weight_alone, logits_of_megatrons_own]
 )
 @pytest.mark.parametrize("together", [False, True], ids=["microbatch by microbatch", "in one backward"])
 def test_every_use_of_the_captured_head_reaches_main_grad(device, together, other, mtp_layers):

@@ -266,7 +266,10 @@ def _softmax_stats_kernel(
         mask = row_mask[:, None] & (column + chunks * CHUNK < V)[None, :]  # [BLOCK_N, CHUNKS]
         if TELEMETRY:
             # Past the vocabulary's end they are zero still. In this order, and not behind the minimum, nothing spills.
-            zero_ended = tl.reshape(logits, (BLOCK_N, CHUNKS, CHUNK))
+            zero_ended = logits
+            if SOFTCAP:  # but NaN there where hidden is infinite, whose other logits the tanh makes finite
+                zero_ended = tl.where((columns < V)[None, :], logits, 0.0)
+            zero_ended = tl.reshape(zero_ended, (BLOCK_N, CHUNKS, CHUNK))
             tl.store(stats + (K - 2) * N, tl.sum(zero_ended, 2), mask)
             tl.store(stats + (K - 1) * N, tl.sum(zero_ended * zero_ended, 2), mask)
             min_logit = tl.where((columns < V)[None, :], logits, float("inf"))

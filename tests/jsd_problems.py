@@ -1,0 +1,50 @@
+"""Inputs of `linear_jsd`'s tests, and the one assertion that most of them make."""
+
+import torch
+
+from megatron_lce import linear_jsd
+from megatron_lce.backends.choice import load_jsd_backend
+from megatron_lce.core.jsd_stats import Head
+from megatron_lce.core.products import slab_row_stride
+from tests.jsd_oracle import JsdInputs, evaluate_jsd, jsd_comparisons
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+BETAS = [0, 0.5, 1]  # both ends and between
+
+
+def make_inputs(tokens, student_size, teacher_size, columns, device, dtype=FP32, teacher_dtype=None, logit_std=2.0):
+    """Normal hidden and weight of either head, whose products have a standard deviation of `logit_std`."""
+    shape = (tokens,) if isinstance(tokens, int) else tokens
+    generator = torch.Generator().manual_seed(0)
+    heads = []
+    for size, its_dtype in ((student_size, dtype), (teacher_size, teacher_dtype or dtype)):
+        hidden = torch.randn(*shape, size, generator=generator)
+        weight = torch.randn(columns, size, generator=generator) * (logit_std / size**0.5)
+        heads += [hidden.to(device, its_dtype), weight.to(device, its_dtype)]
+    return JsdInputs(*heads, torch.randn(shape, generator=generator).to(device))
+
+
+def check(backend, inputs, *, only_here=None, evaluate=evaluate_jsd, **keywords):
+    """Run, assert that loss and gradients are within their budget of the oracle's, and return them.
+
+    `only_here`: keywords that the oracle does not have.
+    """
+    actual = evaluate(linear_jsd, inputs, backend=backend, **(only_here or {}), **keywords)
+    interpreted = backend == "triton" and inputs.student_hidden.device.type == "cpu"
+    for name, error, allowed in jsd_comparisons(actual, inputs, interpreted=interpreted, **keywords):
+        assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.1e}"
+    return actual
+
+
+def workspace_of(tokens, inputs, backend):
+    """Bytes that both heads' logits of so many tokens take, and half as many: gradients, copies."""
+    (num_columns, _), device = inputs.student_weight.shape, inputs.student_hidden.device
+    module = load_jsd_backend(backend, device)
+    per_logit, per_token, per_column = module.logits_bytes(Head(*inputs[:2]), Head(*inputs[2:4]), num_columns)
+    return int(1.5 * tokens * (slab_row_stride(num_columns) * per_logit + per_token)) + 2 * num_columns * per_column
+
+
+def ignoring(rows, shape, device):
+    labels = torch.zeros(shape, dtype=torch.int64, device=device)
+    labels.view(-1)[rows] = -100
+    return labels
