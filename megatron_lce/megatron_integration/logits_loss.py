@@ -11,7 +11,6 @@ and the collectives of both passes, on a backend to which this rank's logits, an
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -24,7 +23,7 @@ from megatron_lce.core.blocks import cut
 from megatron_lce.core.options import Backend, Options
 from megatron_lce.core.products import product
 from megatron_lce.core.protocols import CrossEntropyBackend
-from megatron_lce.core.rows import Finished, Rows
+from megatron_lce.core.rows import NUM_TERMS, Finished, Rows
 from megatron_lce.core.softmax_stats import CHUNK_COLUMNS, LOG2_E, packed_rows
 from megatron_lce.core.validation import refuse_double_backward
 from megatron_lce.cross_entropy import Call, linear_cross_entropy, prepare_call
@@ -105,9 +104,7 @@ class LossOfLogits:
         with torch.set_grad_enabled(grad_enabled):
             # Inputs of their own: what was made of the logits stands between their gradients and the loss's.
             hidden, weight = (x.detach().requires_grad_(x.requires_grad) for x in (call.hidden, call.weight))
-            # Of all rows: another use of the logits may want the gradient of one that the loss ignores.
-            options = replace(call.options, skip_ignored=False)
-            out = linear_cross_entropy_autograd(hidden, weight, index, 1.0, options, backend)
+            out = linear_cross_entropy_autograd(hidden, weight, index, 1.0, call.options, backend)
         self._inputs, self._logprobs, values = (hidden, weight), out.logprobs, given.values
         given.values = None  # autograd keeps them for as long as it wants them
         if computed is None and call.options.num_columns:
@@ -198,6 +195,10 @@ class _GivenLogits:
         finished = self._backend.finish(extremes, sums, rows, options)
         self._log_sums[:, rows.labels.long()] = torch.stack([finished.saved.max_logit, finished.saved.log_sum])
         return finished
+
+    def row_terms(self, rows: Rows, *_: Any) -> Tensor:
+        """Of no use but that no rank leaves a row out: another use of the logits may want the gradient of any."""
+        return rows.scale.new_ones(NUM_TERMS, rows.scale.shape[0])
 
     def grad_of(self, values: Tensor, upstream: Tensor) -> Tensor:
         """upstream * (1[label] - p), through the softcap, in the logits' dtype: [N, V/tp]."""
