@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+import harness  # noqa: F401  (finds the package, when started by hand from anywhere)
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
