@@ -14,40 +14,45 @@ def scale(
     *,
     accumulate: bool,  # True: out += factor * matrix, False: out = factor * matrix
 ) -> None:
-    """torch rounds the factor to a 16-bit matrix's dtype first, and reads at a third of the memory's speed."""
+    """torch rounds the factor to a 16-bit matrix's dtype first, and reads at a fifth of the memory's speed."""
     num_rows, num_columns = matrix.shape
-    _scale_kernel[(num_rows,)](
+    rows = 64 if matrix.device.type == "cpu" else 1  # an interpreter pays by the program
+    _scale_kernel[(triton.cdiv(num_rows, rows),)](
         matrix,
         factor,
         out,
+        num_rows,
         num_columns,
         *matrix.stride(),
         *out.stride(),
         ACCUMULATE=accumulate,
-        BLOCK=_BLOCK,
+        BLOCK_M=rows,
+        BLOCK_K=_BLOCK,
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _scale_kernel(
     matrix_ptr,  # [M, K]
     factor_ptr,  # [] fp32
     out_ptr,  # [M, K]
+    M,
     K,
     row_stride,
     column_stride,
     out_row_stride,
     out_column_stride,
     ACCUMULATE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
+    rows = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
     factor = tl.load(factor_ptr)
-    for start in range(0, K, BLOCK):
-        columns = (start + tl.arange(0, BLOCK)).to(tl.int64)
-        mask = columns < K
-        scaled = tl.load(matrix_ptr + row * row_stride + columns * column_stride, mask).to(tl.float32) * factor
-        out = out_ptr + row * out_row_stride + columns * out_column_stride
+    for start in range(0, K, BLOCK_K):
+        columns = (start + tl.arange(0, BLOCK_K)).to(tl.int64)[None, :]
+        mask = (rows < M) & (columns < K)
+        scaled = tl.load(matrix_ptr + rows * row_stride + columns * column_stride, mask).to(tl.float32) * factor
+        out = out_ptr + rows * out_row_stride + columns * out_column_stride
         if ACCUMULATE:
             scaled += tl.load(out, mask).to(tl.float32)
         tl.store(out, scaled.to(out_ptr.dtype.element_ty), mask)
