@@ -37,7 +37,7 @@ class HeadStep:
     hidden             H
     columns            this rank's rows of the weight, V / tp
     ignored            share of the tokens whose label is `ignore_index`
-    skip_ignored       they are left out of everything
+    skip_ignored       they are left out of everything (by their number; forward with True takes up to the workspace)
     itemsize           bytes of an element of hidden and weight: 2 or 4
     main_grad          the weight's gradient is added into Megatron's fp32 buffer (`gradient_accumulation_fusion`)
     """
@@ -236,7 +236,7 @@ def _tokens_of_a_block(step: HeadStep) -> int:
     block_bytes = BlockBytes(step.itemsize, 0, _sum_bytes(step))
     block = tokens_per_block(step.computed, step.columns, step.workspace_bytes, block_bytes)
     ranks = step.tp if step.gathers else 1
-    return min(step.computed, max(1, block // ranks) * ranks)
+    return min(step.computed, block if step.skip_ignored else max(1, block // ranks) * ranks)
 
 
 def tokens_kept_at_once(step: HeadStep) -> int | None:

@@ -1,12 +1,16 @@
 """`skip_ignored`: the same outputs and gradients as without, from the rows that count; backward's blocks of tokens."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import megatron_lce
-from megatron_lce.core import autograd, blocks, tokens
+from megatron_lce.core import autograd, blocks
+from megatron_lce.core.rows import Rows
+from megatron_lce.core.tokens import RowNumber, Tokens
 from tests.oracle import Upstream
 from tests.problems import make_problem
 
@@ -85,16 +89,65 @@ def test_rows_without_an_upstream_gradient_take_no_part_in_backward(
     upstream.entropy[6] = upstream.mean_logit[8] = 1.0  # one of them is enough
     problem = problem._replace(upstream=upstream)
     seen = []
-    make_tokens = tokens.Tokens
+    head_gradients = autograd.head_gradients
 
-    def spy(hidden, num_tokens, counted, *others):
-        seen.append(num_tokens if counted is None else counted.shape[0])
-        return make_tokens(hidden, num_tokens, counted, *others)
+    def spy(tokens, *others, **keywords):
+        seen.append(tokens.num_computed)
+        return head_gradients(tokens, *others, **keywords)
 
-    monkeypatch.setattr(autograd, "Tokens", spy)
+    monkeypatch.setattr(autograd, "head_gradients", spy)
     only_here = {"skip_ignored": True, "logits_cache_bytes": logits_cache_bytes}
     problem.check(backend, only_here=only_here, telemetry=True, softcap=softcap)
-    assert seen == [36, 36, 20]  # forward; backward, and what is left of it
+    assert seen == [20]
+
+
+@pytest.mark.parametrize(
+    ("logits_cache_bytes", "expected"),
+    [
+        (0, ["softmax_stats", "look", "grad_logits", "look"]),
+        (2**30, ["look", "softmax_stats", "grad_logits_from_cache", "look"]),  # a cache is as large as the number
+    ],
+)
+def test_the_device_has_work_while_the_host_waits_for_the_number(logits_cache_bytes, expected, device, monkeypatch):
+    backend = pytest.importorskip("megatron_lce.backends.triton.cross_entropy")
+    seen = []
+
+    def watch(place, name):
+        function = getattr(place, name)
+
+        def spy(*given, **keywords):
+            seen.append(name)
+            return function(*given, **keywords)
+
+        monkeypatch.setattr(place, name, spy)
+
+    for name in ("softmax_stats", "grad_logits", "grad_logits_from_cache"):
+        watch(backend, name)
+    watch(RowNumber, "look")
+    problem = ignoring(make_problem(40, 24, 304, device, BF16), SOME)
+    problem.run("triton", skip_ignored=True, logits_cache_bytes=logits_cache_bytes)
+    assert seen == expected
+
+
+def test_rows_behind_the_number_are_left_alone(device):
+    triton = pytest.importorskip("megatron_lce.backends.triton.cross_entropy")
+    hidden, weight = torch.randn(300, 16, device=device), torch.randn(70, 16, device=device)
+    labels = torch.full((300,), -1, dtype=torch.int32, device=device)
+    rows = Rows(labels, torch.ones(300, device=device), torch.ones(300, device=device))
+    terms, grad = torch.ones(6, 300, device=device), torch.full((300, 128), 7.0, device=device)[:, :70]
+    number = torch.tensor(5, dtype=torch.int32, device=device)
+    triton.grad_logits(
+        hidden, weight, rows, terms, grad, first_column=0, softcap_scale=None, entropy=False, num_rows=number
+    )
+    torch.testing.assert_close(grad[:5], torch.exp2(hidden[:5] @ weight.T - 2), rtol=1e-4, atol=0.0)
+    assert (grad[128:] == 7).all()  # a tile is made as a whole
+
+
+@pytest.mark.parametrize("number", [6, 7])
+def test_counted_rows_of_two_ranks_are_one_block(number, device):
+    """A block of one row would make the weight's gradient a sum over blocks in fp32."""
+    options = SimpleNamespace(sequence_parallel=True)
+    assert Tokens(torch.randn(8, 4), 16, torch.arange(number), number, options).num_blocks == 1
 
 
 def test_a_broken_row_stays_nan_without_an_upstream_gradient(backend, device):

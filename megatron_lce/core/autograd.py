@@ -6,16 +6,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lce.core.blocks import (
-    smallest_workspace,
-    tokens_per_block,
-)
+from megatron_lce.core.blocks import smallest_workspace, stats_tokens, tokens_per_block
 from megatron_lce.core.group_stats import stats_over_group
 from megatron_lce.core.head_gradients import Slab, accumulator_bytes_per_column, head_gradients
-from megatron_lce.core.logit_gradients import LogitGradients, grad_logits_slabs
+from megatron_lce.core.logit_gradients import (
+    LogitGradients,
+    Made,
+    grad_logits_slabs,
+    made_of_kept,
+    made_while_counted,
+)
 from megatron_lce.core.options import DIFFERENTIABLE, LinearCrossEntropyOutput, Options
 from megatron_lce.core.products import copies_of, own_arithmetic
-from megatron_lce.core.protocols import CrossEntropyBackend
+from megatron_lce.core.protocols import CrossEntropyBackend, LogitsCache
 from megatron_lce.core.rows import Rows, RowTerms, Saved
 from megatron_lce.core.tokens import (
     Counted,
@@ -52,15 +55,22 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         check_workspace(hidden, weight, options, backend, ctx.needs_input_grad if grad_enabled else None)
         num_tokens = labels.shape[0]
         with own_arithmetic(hidden.device, "linear_cross_entropy forward"):
-            # Before the rows are counted, which waits for the device: what follows then starts sooner.
             rows = backend.prepare_rows(labels, temperature, options)
             counted = counted_rows(labels, rows, options)
+            if not _counts_on_the_way(hidden, num_tokens, weight, options, backend):
+                counted = counted.known()
             tokens = _tokens(hidden, num_tokens, counted.rows, weight, options, backend)
             order = tokens.order()
             rows = rows_to_compute(rows, order, counted)
             cache = backend.new_cache(tokens.num_computed, hidden, options) if grad_enabled else None
-            extremes, sums = stats_over_group(tokens, weight, rows, options, backend, cache)
+            uncounted = None if counted.number is None else counted.number.on_device
+            extremes, sums = stats_over_group(tokens, weight, rows, options, backend, cache, uncounted)
             outputs, saved = backend.finish(extremes, sums, rows, options)
+            if counted.number is not None:
+                counted = counted.known()
+                order = counted.rows
+            if order is not None and order.shape[0] < tokens.num_computed:
+                rows, outputs, saved = (_first(per_row, order.shape[0]) for per_row in (rows, outputs, saved))
             outputs = spread(outputs, Counted(order, counted.unless_nan), num_tokens)
         ctx.set_materialize_grads(False)
         if grad_enabled:
@@ -89,17 +99,17 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             given = dict(zip(LinearCrossEntropyOutput._fields, grad_outputs, strict=True))
             upstream = tuple(_select(given[name], order) for name in DIFFERENTIABLE)
             terms = backend.row_terms(rows, saved, upstream, options)
-            kept, of_kept = _rows_with_gradient(rows, terms, options)
-            if kept is not None and of_kept is not None:
-                *of_rows, terms = of_kept
-                rows, cache = Rows(*of_rows), cache and cache.select(kept)
-                order = kept if order is None else order.index_select(0, kept)
-                tokens = _tokens(hidden, ctx.num_tokens, order, weight, options, backend)
-            problem = LogitGradients(weight, rows, terms, options, backend)
             entropy = given["entropy"] is not None
+            problem = LogitGradients(weight, rows, terms, options, backend, entropy)
+            made = None
+            if options.skip_ignored is True:
+                tokens, problem, made = _rows_with_gradient(tokens, order, problem, cache)
+            elif cache is not None:
+                made = made_of_kept(problem, cache)
+            del cache
 
             def slabs(block: TokenBlock, bytes_per_column: int) -> Iterator[Slab]:
-                return grad_logits_slabs(problem, block, cache, entropy, bytes_per_column)
+                return grad_logits_slabs(problem, block, bytes_per_column, made)
 
             gradients = head_gradients(
                 tokens,
@@ -158,24 +168,73 @@ def _tokens(
 ) -> Tokens:
     """The computed rows, in the blocks that backward's outer loop takes."""
     computed = num_tokens if counted is None else counted.shape[0]
+    return Tokens(hidden, num_tokens, counted, _block_tokens(computed, hidden, weight, options, backend), options)
+
+
+def _block_tokens(computed: int, hidden: Tensor, weight: Tensor, options: Options, backend: CrossEntropyBackend) -> int:
     block_bytes = backend.grad_logits_bytes(hidden, copies_of(hidden))
     per_column = block_bytes.per_column + accumulator_bytes_per_column(weight, options)
-    block = tokens_per_block(
+    return tokens_per_block(
         computed, options.largest_shard, options.workspace_bytes, block_bytes._replace(per_column=per_column)
     )
-    return Tokens(hidden, num_tokens, counted, block, options)
+
+
+def _counts_on_the_way(
+    hidden: Tensor, num_tokens: int, weight: Tensor, options: Options, backend: CrossEntropyBackend
+) -> bool:
+    """Whether statistics need not wait for the number of rows: those of all rows and their hidden states fit at once.
+
+    A cache waits: it is as large as that number. Depends on what ranks share.
+    """
+    if options.logits_cache_bytes or not backend.counts_on_device:
+        return False
+    if _block_tokens(num_tokens, hidden, weight, options, backend) < num_tokens:
+        return False
+    stats_bytes = backend.softmax_stats_bytes(hidden, options)
+    per_token = stats_bytes.per_token + hidden.shape[1] * hidden.element_size()
+    return stats_tokens(num_tokens, options.workspace_bytes, stats_bytes._replace(per_token=per_token)) >= num_tokens
+
+
+def _first(per_row: Rows | Saved | LinearCrossEntropyOutput, number: int) -> Any:
+    return type(per_row)(*(None if row is None else row[:number] for row in per_row))  # type: ignore[arg-type]
 
 
 def _select(per_token: Any, rows: Tensor | None) -> Any:
     return per_token.index_select(0, rows) if isinstance(per_token, Tensor) and rows is not None else per_token
 
 
-def _rows_with_gradient(rows: Rows, terms: Tensor, options: Options) -> tuple[Tensor | None, Sequence[Tensor] | None]:
-    """Under `skip_ignored=True` the rows whose gradient is not zero, and rows and terms of them; None: all."""
-    if options.skip_ignored is not True:
-        return None, None
+def _rows_with_gradient(
+    tokens: Tokens, order: Tensor | None, problem: LogitGradients, cache: LogitsCache | None
+) -> tuple[Tokens, LogitGradients, Made | None]:
+    """Of the rows whose gradient is not zero; the device begins with what it can while the host waits for their number.
+
+    With what was kept of all rows, or with the first slab of the logits.
+    """
+    rows, terms, options = problem.rows, problem.terms, problem.options
     # NaN counts: a broken row's terms are, whatever its upstream gradient.
     counts = terms[2:5].any(dim=0)
     if (mean_term := RowTerms(*terms).mean_term) is not None:
         counts |= mean_term != 0
-    return rows_that_count(counts, options, lambda kept: (*rows.of(kept), terms.index_select(1, kept)))
+
+    def gather(kept: Tensor) -> Sequence[Tensor]:
+        return *rows.of(kept), terms.index_select(1, kept), kept if order is None else order.index_select(0, kept)
+
+    def of(counted: Counted) -> tuple[Tokens, LogitGradients]:
+        assert counted.brought is not None
+        *of_rows, those_terms, those = counted.brought
+        block = _block_tokens(those.shape[0], tokens.hidden, problem.weight, options, problem.backend)
+        return tokens.of(those, block), problem._replace(rows=Rows(*of_rows), terms=those_terms)
+
+    counted, made = rows_that_count(counts, options, gather), None
+    if cache is not None:
+        made = made_of_kept(problem, cache)
+    elif counted.number is not None and problem.backend.counts_on_device and tokens.num_blocks == 1:
+        those_tokens, of_those = of(counted)
+        made = made_while_counted(of_those, next(those_tokens.blocks()).hidden.wait(), counted.number.on_device)
+        del those_tokens, of_those
+    counted = counted.known()
+    if counted.rows is None:
+        return tokens, problem, made
+    if cache is not None and made is not None:
+        made.rows = counted.rows
+    return *of(counted), made

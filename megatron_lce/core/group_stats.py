@@ -19,12 +19,17 @@ def stats_over_group(
     options: Options,
     backend: CrossEntropyBackend,
     cache: LogitsCache | None,
+    num_rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Extremes [E, N] and sums [`num_sums`, N] of the whole vocabulary, the same bits on every rank."""
+    """Extremes [E, N] and sums [`num_sums`, N] of the whole vocabulary, the same bits on every rank.
+
+    `num_rows`: [] int32 on the device, where only the first so many rows are wanted.
+    """
     found = []
     for block in tokens.blocks() if tokens.num_computed else ():
         cache_here = None if cache is None else cache.of(block.rows)
-        found.append(stats_of_tokens(block.hidden.wait(), weight, rows.of(block.rows), options, backend, cache_here))
+        of_block = block.hidden.wait(), weight, rows.of(block.rows), options, backend, cache_here
+        found.append(stats_of_tokens(*of_block, num_rows))
     if not found:
         extremes = empty_extremes(0, options.telemetry, weight.device)
         return extremes, empty_sums(0, options.entropy, options.telemetry, weight.device)
@@ -38,16 +43,18 @@ def stats_of_tokens(
     options: Options,
     backend: CrossEntropyBackend,
     cache: LogitsCache | None = None,
+    num_rows: Tensor | None = None,  # only where all of them fit at once
 ) -> tuple[Tensor, Tensor]:
     """The same of hidden states that are here, as many at a time as the workspace has room for."""
     num_tokens = hidden.shape[0]
     most = stats_tokens(num_tokens, options.workspace_bytes, backend.softmax_stats_bytes(hidden, options))
     if most >= num_tokens:
-        return _stats_of_part(hidden, weight, rows, options, backend, cache)
+        return _stats_of_part(hidden, weight, rows, options, backend, cache, num_rows)
+    assert num_rows is None
     found = []
     for part in cut(num_tokens, most):
         cache_here = None if cache is None else cache.of(part)
-        found.append(_stats_of_part(hidden[part], weight, rows.of(part), options, backend, cache_here))
+        found.append(_stats_of_part(hidden[part], weight, rows.of(part), options, backend, cache_here, None))
     return _side_by_side(found)
 
 
@@ -66,6 +73,7 @@ def _stats_of_part(
     options: Options,
     backend: CrossEntropyBackend,
     cache: LogitsCache | None,
+    num_rows: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Extremes and sums over the group's vocabulary: one exchange for the largest logits, one for the sums."""
     num_tokens = hidden.shape[0]
@@ -84,6 +92,7 @@ def _stats_of_part(
             vocab_start=options.vocab_start,
             workspace_bytes=options.workspace_bytes,
             cache=cache,
+            num_rows=num_rows,
         )
         extremes = backend.merge_extremes(parts, options.telemetry)
     if options.tp_group is not None:

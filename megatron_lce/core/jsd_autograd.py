@@ -55,7 +55,7 @@ class _LinearJsd(torch.autograd.Function):
         teacher = Head(teacher_hidden, teacher_weight, teacher_logits_scale, teacher_softcap)
         with own_arithmetic(student_hidden.device, "linear_jsd forward"):
             rows = backend.prepare_rows(labels, temperature, options)
-            counted = counted_rows(labels, rows, options)
+            counted = counted_rows(labels, rows, options).known()
             rows = rows_to_compute(rows, counted.rows, counted)
             check_workspace(Heads(student, teacher, rows.scale, beta, backend), options)
             found = torch.empty(FOUND_ROWS, rows.scale.shape[0], device=rows.scale.device)
@@ -89,12 +89,12 @@ class _LinearJsd(torch.autograd.Function):
             if options.skip_ignored is True:
                 # Rows whose gradient is not zero. A broken row is NaN whatever comes.
                 of_rows = found, factor, scale
-                kept, of_kept = rows_that_count(
+                kept = rows_that_count(
                     (upstream != 0) | to_nats.isnan(), options, lambda rows: [t.index_select(-1, rows) for t in of_rows]
-                )
-                if kept is not None and of_kept is not None:
-                    found, factor, scale = of_kept
-                    order = kept if order is None else order[kept]
+                ).known()
+                if kept.rows is not None and kept.brought is not None:
+                    found, factor, scale = kept.brought
+                    order = kept.rows if order is None else order[kept.rows]
             if scale.shape[0] > 0:
                 # Before anything that a rank without columns leaves out: ranks must agree on the order of collectives.
                 teacher = _computed(teacher, order, options)

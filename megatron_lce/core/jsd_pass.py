@@ -46,7 +46,7 @@ class JsdPass:
         weighted = labels.masked_fill(token_weights == 0, options.ignore_index)
         rows = backend.prepare_rows(weighted, temperature, options)
         # A number from the caller is of the labels.
-        self._counted = counted_rows(weighted if options.skip_ignored is True else labels, rows, options)
+        self._counted = counted_rows(weighted if options.skip_ignored is True else labels, rows, options).known()
         computed = num_tokens if self._counted.rows is None else self._counted.rows.shape[0]
         self._heads = Heads(student, teacher, rows.scale, beta, backend)
         check_workspace(self._heads, options)

@@ -2,9 +2,11 @@
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from megatron_lce.core.blocks import BlockBytes, Blocks, cut, plan_blocks
@@ -24,73 +26,124 @@ class LogitGradients(NamedTuple):
     terms: Tensor  # [6 or 7, N] fp32, `RowTerms`
     options: Options
     backend: CrossEntropyBackend
+    entropy: bool  # whether it has an upstream gradient
+
+    def of(self, tokens: slice) -> "LogitGradients":
+        return self._replace(rows=self.rows.of(tokens), terms=self.terms[:, tokens])
+
+    @property
+    def want_every_logit(self) -> bool:
+        """The mean's gradient takes the softcap's slope at each, also where an exponential kept nothing of it."""
+        return self.options.softcap is not None and RowTerms(*self.terms).mean_term is not None
+
+    def compute(
+        self, hidden: Tensor, tokens: slice, columns: slice, grad: Tensor, num_rows: Tensor | None = None
+    ) -> None:
+        """Gradients of these products, made once more; `num_rows`: see `CrossEntropyBackend.grad_logits`."""
+        here = self.of(tokens)
+        self.backend.grad_logits(
+            hidden[tokens],
+            self.weight[columns],
+            here.rows,
+            here.terms,
+            grad,
+            first_column=columns.start,
+            softcap_scale=softcap_scale(self.options),
+            entropy=self.entropy,
+            num_rows=num_rows,
+        )
+
+
+@dataclass
+class Made:
+    """Gradients of the first columns' products that are there already."""
+
+    grad: Tensor  # [*, C]
+    rows: Tensor | None = None  # [N] int64, which of them; None: all N
+
+    def free(self) -> None:
+        del self.grad
+
+
+def made_of_kept(problem: LogitGradients, cache: LogitsCache) -> Made | None:
+    """What was kept of every row turns into its gradients, in place; None where they `want_every_logit`."""
+    if problem.want_every_logit:
+        return None
+    softcap = problem.options.softcap is not None
+    problem.backend.grad_logits_from_cache(cache, problem.rows, problem.terms, softcap=softcap, entropy=problem.entropy)
+    return Made(cache.exp)
+
+
+def made_again(problem: LogitGradients, cache: LogitsCache, hidden: Tensor) -> Made:
+    """The same gradients, in the same place, from their products."""
+    num_tokens, num_columns = cache.exp.shape
+    blocks = _plan_made(problem, num_tokens, num_columns)
+    for columns, tokens in itertools.product(cut(num_columns, blocks.columns), cut(num_tokens, blocks.tokens)):
+        problem.compute(hidden, tokens, columns, cache.exp[tokens, columns])
+    return Made(cache.exp)
+
+
+def made_while_counted(problem: LogitGradients, hidden: Tensor, num_rows: Tensor) -> Made | None:
+    """The first slab of N rows, of which the first `num_rows` are made; None: no slab holds all of them."""
+    num_tokens, num_columns = hidden.shape[0], problem.options.num_columns
+    blocks = _plan(problem, hidden, num_tokens, num_columns)
+    if blocks.tokens < num_tokens or num_columns == 0:
+        return None
+    compute = partial(problem.compute, hidden, num_rows=num_rows)
+    slabs = computed_slabs(hidden, num_tokens, slice(0, num_columns), num_columns, blocks, compute)
+    return Made(next(slabs).grad)
 
 
 def grad_logits_slabs(
-    problem: LogitGradients, block: TokenBlock, cache: LogitsCache | None, entropy: bool, bytes_per_column: int
+    problem: LogitGradients, block: TokenBlock, bytes_per_column: int, made: Made | None
 ) -> Iterator[Slab]:
-    """Gradients of a block's products, the kept columns first, then the others in one reused buffer."""
-    weight, options, backend = problem.weight, problem.options, problem.backend
-    rows, terms = problem.rows.of(block.rows), problem.terms[:, block.rows]
-    hidden, num_tokens, num_columns = block.hidden, rows.labels.shape[0], options.num_columns
-    scale = softcap_scale(options)
-
-    def from_cache(kept: LogitsCache, tokens: slice, columns: slice, grad: Tensor) -> None:
-        backend.grad_logits_from_cache(
-            kept.of(tokens),
-            rows.of(tokens),
-            terms[:, tokens],
-            grad,
-            columns,
-            softcap=scale is not None,
-            entropy=entropy,
-        )
-
-    def computed(tokens: slice, columns: slice, grad: Tensor) -> None:
-        backend.grad_logits(
-            hidden.wait()[tokens],
-            weight[columns],
-            rows.of(tokens),
-            terms[:, tokens],
-            grad,
-            first_column=columns.start,
-            softcap_scale=scale,
-            entropy=entropy,
-        )
-
-    def plan(num_columns: int, block_bytes: BlockBytes) -> Blocks:
-        return plan_blocks(
-            num_tokens,
-            num_columns,
-            options.workspace_bytes,
-            block_bytes,
-            per_column_if_tokens_are_cut=bytes_per_column,
-        )
-
+    """Gradients of a block's products, those that are there first, then the others in one reused buffer."""
+    here, hidden = problem.of(block.rows), block.hidden
+    num_tokens, num_columns = here.rows.labels.shape[0], problem.options.num_columns
+    slabs = partial(computed_slabs, hidden.tensor, num_tokens)
     first = 0
-    copies = copies_of(weight)
-    grad_bytes = backend.grad_logits_bytes(hidden.tensor, copies)
-    if cache is not None:
-        kept, first = cache.of(block.rows), cache.exp.shape[1]
-        # The mean's gradient takes the softcap's slope at every logit, also where an exponential kept nothing of it.
-        recompute = scale is not None and RowTerms(*terms).mean_term is not None
-        if kept.rows is None:
-            blocks = plan(first, BlockBytes(0, *copies))
-            if recompute:
-                for columns, part in itertools.product(cut(first, blocks.columns), cut(num_tokens, blocks.tokens)):
-                    computed(part, columns, kept.exp[part, columns])
-            else:
-                from_cache(kept, slice(0, num_tokens), slice(0, first), kept.exp)
-            yield from kept_slabs(kept.exp, num_columns, blocks)
+    if made is not None:
+        first = made.grad.shape[1]
+        if made.rows is None:
+            blocks = _plan_made(problem, num_tokens, first, bytes_per_column)
+            yield from kept_slabs(made.grad[block.rows], num_columns, blocks)
         else:
-            every, blocks = slice(0, first), plan(slab_row_stride(first), grad_bytes)
-            compute = computed if recompute else partial(from_cache, kept)
-            yield from computed_slabs(hidden.tensor, num_tokens, every, num_columns, blocks, compute)
-            del compute
-        del kept
+            copy = partial(_copy_rows, made.grad, made.rows[block.rows])
+            blocks = _plan(problem, hidden.tensor, num_tokens, first, bytes_per_column)
+            yield from slabs(slice(0, first), num_columns, blocks, copy)
+            del copy
         if block.is_last:
-            cache.free()
+            made.free()
     if first < num_columns:
-        blocks = plan(slab_row_stride(num_columns - first), grad_bytes)
-        every = slice(first, num_columns)
-        yield from computed_slabs(hidden.tensor, num_tokens, every, num_columns, blocks, computed)
+        blocks = _plan(problem, hidden.tensor, num_tokens, num_columns - first, bytes_per_column)
+        compute = partial(here.compute, hidden.wait())
+        yield from slabs(slice(first, num_columns), num_columns, blocks, compute)
+
+
+def _copy_rows(grad: Tensor, rows: Tensor, tokens: slice, columns: slice, out: Tensor) -> None:
+    torch.index_select(grad[:, columns], 0, rows[tokens], out=out)
+
+
+def _plan(
+    problem: LogitGradients, hidden: Tensor, num_tokens: int, num_columns: int, bytes_per_column: int = 0
+) -> Blocks:
+    """Blocks of a buffer of so many columns."""
+    options = problem.options
+    return plan_blocks(
+        num_tokens,
+        slab_row_stride(num_columns),
+        options.workspace_bytes,
+        problem.backend.grad_logits_bytes(hidden, copies_of(problem.weight)),
+        per_column_if_tokens_are_cut=bytes_per_column,
+    )
+
+
+def _plan_made(problem: LogitGradients, num_tokens: int, num_columns: int, bytes_per_column: int = 0) -> Blocks:
+    """Blocks of what has its own memory, for the copies that products make of their inputs."""
+    return plan_blocks(
+        num_tokens,
+        num_columns,
+        problem.options.workspace_bytes,
+        BlockBytes(0, *copies_of(problem.weight)),
+        per_column_if_tokens_are_cut=bytes_per_column,
+    )

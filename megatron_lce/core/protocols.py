@@ -20,20 +20,11 @@ class LogitsCache(Protocol):
         """[N, C] of hidden's dtype, zeros behind its rows."""
 
     @property
-    def rows(self) -> Tensor | None:
-        """Which of the kept rows count; None: all, and the gradient is made in place."""
-
-    @property
     def tensors(self) -> Sequence[Tensor]:
-        """What the backend's `LogitsCache` is made of, `exp` first, while all rows count."""
+        """What the backend's `LogitsCache` is made of, `exp` first."""
 
     def of(self, rows: slice) -> Self:
-        """A view of some of the rows that count."""
-
-    def select(self, rows: Tensor) -> Self:
-        """The same with these rows only."""
-
-    def free(self) -> None: ...
+        """A view of some of the rows."""
 
 
 class ScalingBackend(Protocol):
@@ -44,7 +35,13 @@ class ScalingBackend(Protocol):
 
 
 class CrossEntropyBackend(ScalingBackend, Protocol):
-    """The primitives of `linear_cross_entropy`; what they mean is said where core defines their types."""
+    """The primitives of `linear_cross_entropy`; what they mean is said where core defines their types.
+
+    `num_rows`, an int32 [] on the device, of a primitive: what it makes of the rows behind the first so many is of no
+    use, and may be left as it is.
+    """
+
+    counts_on_device: bool  # whether `num_rows` may be given
 
     def prepare_rows(self, labels: Tensor, temperature: Tensor | float, options: Options) -> Rows: ...
 
@@ -70,6 +67,7 @@ class CrossEntropyBackend(ScalingBackend, Protocol):
         vocab_start: int,
         workspace_bytes: int,
         cache: LogitsCache | None = None,
+        num_rows: Tensor | None = None,
     ) -> Tensor:
         """[chunks, K, N], see `megatron_lce.core.softmax_stats`. Fills the cache, if any."""
 
@@ -104,6 +102,7 @@ class CrossEntropyBackend(ScalingBackend, Protocol):
         first_column: int,
         softcap_scale: float | None,
         entropy: bool,
+        num_rows: Tensor | None = None,
     ) -> None:
         """Gradient of one slab of the products `hidden @ weight.T`."""
 
@@ -112,13 +111,11 @@ class CrossEntropyBackend(ScalingBackend, Protocol):
         cache: LogitsCache,
         rows: Rows,
         row_terms: Tensor,  # [6 or 7, N]
-        out: Tensor,  # [N, columns], rows a multiple of `SLAB_ROW_STEP` apart; `cache.exp` itself: in place
-        columns: slice,
         *,
         softcap: bool,
         entropy: bool,
     ) -> None:
-        """The same from the kept exponentials, with numbers behind its rows; not of a `mean_term` under a softcap."""
+        """Kept exponentials to the gradient of their products, in place; not with a `mean_term` under a softcap."""
 
 
 class JsdBackend(ScalingBackend, Protocol):

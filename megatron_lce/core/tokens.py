@@ -13,12 +13,41 @@ from megatron_lce.core.options import LinearCrossEntropyOutput, Options
 from megatron_lce.core.rows import Rows
 
 
+class RowNumber:
+    """How many rows count. The device knows it at once; the host learns it while the device goes on."""
+
+    def __init__(self, counts: Tensor) -> None:
+        self.on_device = counts.sum(dtype=torch.int32)  # []
+        self._copy = self.on_device.to("cpu", non_blocking=True)
+        self._copied = torch.cuda.Event() if counts.is_cuda else None
+        if self._copied is not None:
+            self._copied.record(torch.cuda.current_stream(counts.device))
+
+    def look(self) -> int:
+        """Waits for what was enqueued in front of the copy, and for nothing behind it."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return int(self._copy)
+
+
 class Counted(NamedTuple):
     """The rows that take part where ignored ones are skipped."""
 
     rows: Tensor | None  # int64, ascending; None: every row
     unless_nan: Tensor | None = None  # a 1; NaN where the caller's count is not the labels'; None: nothing to check
-    brought: Rows | None = None  # what these rows bring; None: what every row does
+    brought: Sequence[Tensor] | None = None  # what these rows bring, [..., rows] each; None: what every row does
+    number: RowNumber | None = None  # of them so many count, and rows that are there lie behind those; None: all
+
+    def known(self) -> "Counted":
+        """The same once the host knows their number."""
+        if self.number is None:
+            return self
+        assert self.rows is not None
+        assert self.brought is not None
+        number = self.number.look()
+        if number == self.rows.shape[0]:
+            return Counted(None)
+        return Counted(self.rows[:number], brought=[tensor[..., :number] for tensor in self.brought])
 
 
 class TokenBlock(NamedTuple):
@@ -29,7 +58,7 @@ class TokenBlock(NamedTuple):
 
 
 def counted_rows(labels: Tensor, rows: Rows, options: Options) -> Counted:
-    """The rows that are not ignored. `skip_ignored=True` looks at the device, once; a number does not."""
+    """The rows that are not ignored; with `skip_ignored=True` as the device counts them."""
     if options.skip_ignored is False:
         return Counted(None)
     counts = labels != options.ignore_index
@@ -39,8 +68,7 @@ def counted_rows(labels: Tensor, rows: Rows, options: Options) -> Counted:
                 "skip_ignored must be False or the number of counted rows while a CUDA graph is captured, got True: "
                 "it reads the number from the device"
             )
-        those, brought = rows_that_count(counts, options, rows.of)
-        return Counted(those, brought=None if brought is None else Rows(*brought))
+        return rows_that_count(counts, options, rows.of)
     count = options.skip_ignored
     unless_nan = torch.where(counts.sum() == count, 1.0, torch.nan)
     if count == labels.shape[0]:
@@ -52,7 +80,7 @@ def counted_rows(labels: Tensor, rows: Rows, options: Options) -> Counted:
 def rows_to_compute(rows: Rows, order: Tensor | None, counted: Counted) -> Rows:
     """Of all rows those that are computed, in their order."""
     if counted.brought is not None:
-        rows = counted.brought
+        rows = Rows(*counted.brought)
     elif order is not None:
         rows = rows.of(order)
     if counted.unless_nan is not None:
@@ -60,10 +88,8 @@ def rows_to_compute(rows: Rows, order: Tensor | None, counted: Counted) -> Rows:
     return rows
 
 
-def rows_that_count(
-    counts: Tensor, options: Options, gather: Callable[[Tensor], Sequence[Tensor]]
-) -> tuple[Tensor | None, Sequence[Tensor] | None]:
-    """Their indices and what `gather` makes of those, [..., rows] each; None if all do.
+def rows_that_count(counts: Tensor, options: Options, gather: Callable[[Tensor], Sequence[Tensor]]) -> Counted:
+    """Their indices and what `gather` makes of those, as the device counts them.
 
     Rows that count on any rank count on all of them, so that ranks do not part. The device works off what was enqueued
     before it tells the number, and nothing runs until more is: so everything is made of as many rows as may count, in
@@ -72,11 +98,7 @@ def rows_that_count(
     if options.tp_group is not None:
         counts = collectives.any_over_group(counts, options.tp_group)
     rows = _first_that_count(counts, counts.shape[0])
-    gathered = gather(rows)
-    number = int(counts.sum())
-    if number == counts.shape[0]:
-        return None, None
-    return rows[:number], [tensor[..., :number] for tensor in gathered]
+    return Counted(rows, brought=gather(rows), number=RowNumber(counts))
 
 
 def _first_that_count(counts: Tensor, number: int) -> Tensor:
@@ -118,22 +140,28 @@ class Tokens:
         block_tokens: int,  # most rows of a block
         options: Options,
     ) -> None:
-        self._hidden, self._num_tokens, self._counted, self._options = hidden, num_tokens, counted, options
+        self.hidden, self._num_tokens, self._counted, self._options = hidden, num_tokens, counted, options
         self.num_computed = num_tokens if counted is None else counted.shape[0]
         ranks = num_tokens // hidden.shape[0] if options.sequence_parallel and num_tokens else 1
-        self._block_tokens = max(1, block_tokens // ranks) * ranks
+        self._block_tokens = max(1, block_tokens // ranks) * ranks if counted is None else max(1, block_tokens)
         self.num_blocks = -(-self.num_computed // self._block_tokens)
         self._by_shard = ranks > 1 and counted is None and self.num_blocks > 1
         self._ranks = ranks
-        self._whole: Pending | None = None
+        self._gathered: Pending | None = None
         self._grad: Tensor | None = None
         self._reductions: list[Pending] = []
+
+    def of(self, rows: Tensor, block_tokens: int) -> "Tokens":
+        """Other rows of the same hidden states, which are gathered once."""
+        some = Tokens(self.hidden, self._num_tokens, rows, block_tokens, self._options)
+        some._gathered = self._start_gather()
+        return some
 
     def order(self) -> Tensor | None:
         """The rows in the order in which blocks hold them; None: as they are."""
         if not self._by_shard:
             return self._counted
-        rows = torch.arange(self._num_tokens, device=self._hidden.device).view(self._ranks, -1)
+        rows = torch.arange(self._num_tokens, device=self.hidden.device).view(self._ranks, -1)
         return torch.cat([rows[:, part].reshape(-1) for part in self._shard_parts()])
 
     def blocks(self) -> Iterator[TokenBlock]:
@@ -148,12 +176,14 @@ class Tokens:
 
     def grad_rows(self, block: TokenBlock) -> Tensor:
         """Where the block's gradient [rows, H] goes, in hidden's dtype, before `reduce`."""
-        num_rows, hidden_size = block.rows.stop - block.rows.start, self._hidden.shape[1]
+        num_rows, hidden_size = block.rows.stop - block.rows.start, self.hidden.shape[1]
         if self._by_shard:
-            self._grad = self._hidden.new_empty(num_rows, hidden_size)
+            self._grad = self.hidden.new_empty(num_rows, hidden_size)
             return self._grad
         if self._grad is None:
-            self._grad = self._hidden.new_empty(self.num_computed, hidden_size)
+            skips = self._counted is not None  # then a row of zeros comes behind: the gradient of every skipped row
+            self._grad = self.hidden.new_empty(self.num_computed + skips, hidden_size)
+            self._grad[self.num_computed :].zero_()
         return self._grad[block.rows]
 
     def reduce(self, block: TokenBlock) -> None:
@@ -172,7 +202,7 @@ class Tokens:
     def grad_hidden(self) -> Tensor:
         """The gradient, of hidden's shape, once every block was reduced."""
         if self.num_computed == 0:
-            return torch.zeros_like(self._hidden)
+            return torch.zeros_like(self.hidden)
         summed = [reduction.wait() for reduction in self._reductions]
         if self._options.sequence_parallel:
             return summed[0] if len(summed) == 1 else torch.cat(summed)
@@ -180,16 +210,20 @@ class Tokens:
         return self._spread(self._grad)
 
     def _spread(self, grad: Tensor) -> Tensor:
-        """[computed, H] -> [N, H], zeros where a row was skipped."""
+        """The gradients of the computed rows -> [N, H], zeros where a row was skipped."""
         if self._counted is None:
             return grad
-        return grad.new_zeros(self._num_tokens, grad.shape[1]).index_copy_(0, self._counted, grad)
+        places = self._counted.new_full((self._num_tokens,), self.num_computed)
+        places.index_copy_(0, self._counted, torch.arange(self.num_computed, device=places.device))
+        return grad.index_select(0, places)
 
     def _start_gather(self) -> Pending:
         if self._ranks == 1:
-            return Pending(self._hidden)
-        assert self._options.tp_group is not None
-        return collectives.start_gather_rows(self._hidden, self._options.tp_group)
+            return Pending(self.hidden)
+        if self._gathered is None:
+            assert self._options.tp_group is not None
+            self._gathered = collectives.start_gather_rows(self.hidden, self._options.tp_group)
+        return self._gathered
 
     def _rows_of(self, whole: Pending, rows: slice) -> Pending:
         if self._counted is not None:
@@ -197,17 +231,17 @@ class Tokens:
         return whole if self.num_blocks == 1 else Pending(whole.wait()[rows])
 
     def _shard_parts(self) -> Iterator[slice]:
-        return cut(self._hidden.shape[0], self._block_tokens // self._ranks)
+        return cut(self.hidden.shape[0], self._block_tokens // self._ranks)
 
     def _blocks_by_shard(self) -> Iterator[TokenBlock]:
         group = self._options.tp_group
         assert group is not None
         parts = list(self._shard_parts())
-        gathering = collectives.start_gather_rows(self._hidden[parts[0]], group)
+        gathering = collectives.start_gather_rows(self.hidden[parts[0]], group)
         for part, following in zip(parts, [*parts[1:], None], strict=True):
             gathered = gathering
             if following is not None:
-                gathering = collectives.start_gather_rows(self._hidden[following], group)
+                gathering = collectives.start_gather_rows(self.hidden[following], group)
             rows = slice(part.start * self._ranks, part.stop * self._ranks)
             yield TokenBlock(rows, gathered, part.start == 0, following is None)
             gathered.wait()

@@ -20,6 +20,7 @@ from megatron_lce.core.softmax_stats import (
 
 __all__ = [
     "chunk_stats",
+    "counts_on_device",
     "finish",
     "grad_logits",
     "grad_logits_bytes",
@@ -34,6 +35,9 @@ __all__ = [
     "softmax_stats_bytes",
     "sum_chunks",
 ]
+
+
+counts_on_device = False
 
 
 def new_cache(num_tokens: int, hidden: Tensor, options: Options) -> None:
@@ -69,6 +73,7 @@ def softmax_stats(
     vocab_start: int,
     workspace_bytes: int,
     cache: None = None,
+    num_rows: None = None,
 ) -> Tensor:
     """Statistics [chunks, K, N] of V columns, see `megatron_lce.core.softmax_stats`.
 
@@ -137,6 +142,7 @@ def grad_logits(
     first_column: int,
     softcap_scale: float | None,
     entropy: bool,
+    num_rows: None = None,
 ) -> None:
     """Gradient of one slab of the products `hidden @ weight.T`."""
     terms = RowTerms(*row_terms[:, :, None])

@@ -14,6 +14,7 @@ from megatron_lce.backends.triton.softmax_stats import (
 
 __all__ = [
     "LogitsCache",
+    "counts_on_device",
     "finish",
     "grad_logits",
     "grad_logits_bytes",
@@ -28,3 +29,5 @@ __all__ = [
     "softmax_stats_bytes",
     "sum_chunks",
 ]
+
+counts_on_device = True

@@ -37,6 +37,7 @@ def grad_logits(
     first_column: int,
     softcap_scale: float | None,
     entropy: bool,
+    num_rows: Tensor | None = None,
 ) -> None:
     """Gradient of one slab of the products `hidden @ weight.T`, recomputing them."""
     tile = tiles.choose_tiles(hidden.dtype, hidden.device)
@@ -50,6 +51,7 @@ def grad_logits(
         rows.scale,
         row_terms,
         descriptor(out, tile.block_n, tile.block_v),
+        num_rows,
         num_tokens,
         num_columns,
         hidden.shape[1],
@@ -75,39 +77,31 @@ def grad_logits_from_cache(
     cache: LogitsCache,
     rows: Rows,
     row_terms: Tensor,  # [6 or 7, N] fp32
-    out: Tensor,  # [N, columns], rows a multiple of `SLAB_ROW_STEP` apart; `cache.exp` itself: in place
-    columns: slice,
     *,
     softcap: bool,
     entropy: bool,
 ) -> None:
-    """The gradient of the kept exponentials' products; what lies behind its rows are numbers.
+    """Kept exponentials to the gradient of their products, in place; what lies behind its rows are numbers.
 
     A `mean_term` takes no softcap: its slope is wanted of logits of which an exponential of 0 kept nothing.
     """
     assert not (softcap and row_terms.shape[0] > NUM_TERMS)
     chunk = tiles.chunk_columns(cache.exp)
     block_n = 8
-    num_tokens, first_chunk = out.shape[0], columns.start // chunk
-    num_chunks = triton.cdiv(columns.stop, chunk) - first_chunk
-    # To the end of a row's storage, not to its last column: a bound that Triton knows to be a multiple of 16.
-    stop = min(columns.start + slab_row_stride(columns.stop - columns.start), slab_row_stride(cache.exp.shape[1]))
+    num_tokens, num_columns = cache.exp.shape
+    num_chunks = triton.cdiv(num_columns, chunk)
     _grad_from_exp_kernel[(num_chunks * triton.cdiv(num_tokens, block_n),)](
         cache.exp,
         cache.chunk_max,
-        cache.rows,
         rows.labels,
         rows.scale,
         row_terms,
-        out,
         num_tokens,
+        # To the end of a row's storage, not to its last column: a bound that Triton knows to be a multiple of 16.
+        slab_row_stride(num_columns),
         cache.exp.stride(0),
         cache.chunk_max.stride(0),
         row_terms.stride(0),
-        out.stride(0),
-        columns.start,
-        stop,
-        first_chunk,
         num_chunks,
         ENTROPY=entropy,
         MEAN=row_terms.shape[0] > NUM_TERMS,
@@ -126,6 +120,7 @@ def _grad_logits_kernel(
     row_scale_ptr,  # [N] fp32
     terms_ptr,  # [6 + MEAN, N] fp32, rows terms_stride apart
     out_desc,  # [N, C]
+    num_rows_ptr,  # [] int32: how many rows are wanted; None: all
     N,
     C,
     H,
@@ -142,7 +137,7 @@ def _grad_logits_kernel(
     GROUP_N: tl.constexpr,
 ):
     """p (p_term - entropy_term log2 p) + 1[label] label_term + mean_term, for each tile; times a softcap's slope."""
-    num_row_blocks = tl.cdiv(N, BLOCK_N)
+    num_row_blocks = tl.cdiv(N if num_rows_ptr is None else tl.load(num_rows_ptr), BLOCK_N)
     num_column_tiles = tl.cdiv(C, BLOCK_V)
     for tile in tl.range(tl.program_id(0), num_row_blocks * num_column_tiles, tl.num_programs(0), flatten=True):
         row_block, column_tile = tile_position(tile, num_row_blocks, num_column_tiles, GROUP_N)
@@ -191,23 +186,18 @@ def _log2_of_16_bit(x):
     return (bits.to(tl.float32) * 1.1920928955078125e-07 - 127.0) + (fraction - fraction * fraction) * correction
 
 
-@triton.jit(do_not_specialize=["N", "max_stride", "terms_stride", "first_chunk", "num_chunks"])
+@triton.jit(do_not_specialize=["N", "max_stride", "terms_stride", "num_chunks"])
 def _grad_from_exp_kernel(
-    exp_ptr,  # [*, exp_stride] exp(z - chunk_max)
-    chunk_max_ptr,  # [chunks, *] fp32, rows max_stride apart
-    kept_row_ptr,  # [N] int64, a token's row in both; None: its own number
+    exp_ptr,  # [N, stop] exp(z - chunk_max), rows exp_stride apart; out: the gradient
+    chunk_max_ptr,  # [chunks, N] fp32, rows max_stride apart
     label_ptr,  # [N] int32
     row_scale_ptr,  # [N] fp32
     terms_ptr,  # [6 + MEAN, N] fp32, rows terms_stride apart
-    out_ptr,  # [N, out_stride] the gradient of columns [start, stop)
     N,
+    stop,
     exp_stride,
     max_stride,
     terms_stride,
-    out_stride,
-    start,
-    stop,
-    first_chunk,
     num_chunks,
     ENTROPY: tl.constexpr,
     MEAN: tl.constexpr,
@@ -216,11 +206,11 @@ def _grad_from_exp_kernel(
     CHUNK: tl.constexpr,
 ):
     """The same gradient from the kept exponentials; the label's own column from its exact logprob."""
-    chunk = first_chunk + tl.program_id(0) % num_chunks
+    chunk = tl.program_id(0) % num_chunks
     rows = tl.program_id(0) // num_chunks * BLOCK_N + tl.arange(0, BLOCK_N)
     columns = chunk * CHUNK + tl.arange(0, CHUNK)
     row_mask = rows < N
-    mask = row_mask[:, None] & ((columns >= start) & (columns < stop))[None, :]
+    mask = row_mask[:, None] & (columns < stop)[None, :]
     label = tl.load(label_ptr + rows, mask=row_mask, other=-1)
     max_logit = tl.load(terms_ptr + rows, mask=row_mask, other=0.0)
     log_sum = tl.load(terms_ptr + terms_stride + rows, mask=row_mask, other=0.0)
@@ -228,14 +218,11 @@ def _grad_from_exp_kernel(
     entropy_term = tl.load(terms_ptr + 3 * terms_stride + rows, mask=row_mask, other=0.0)
     label_term = tl.load(terms_ptr + 4 * terms_stride + rows, mask=row_mask, other=0.0)
     label_log_p = tl.load(terms_ptr + 5 * terms_stride + rows, mask=row_mask, other=0.0)
-    kept_rows = rows.to(tl.int64)
-    if kept_row_ptr is not None:
-        kept_rows = tl.load(kept_row_ptr + rows, mask=row_mask, other=0)
-    chunk_max = tl.load(chunk_max_ptr + chunk.to(tl.int64) * max_stride + kept_rows, mask=row_mask, other=0.0)
+    chunk_max = tl.load(chunk_max_ptr + chunk.to(tl.int64) * max_stride + rows, mask=row_mask, other=0.0)
     shift = (chunk_max - max_logit) - log_sum
     label_grad = tl.exp2(label_log_p) * (p_term - entropy_term * label_log_p) + label_term
 
-    exp_ptrs = exp_ptr + kept_rows[:, None] * exp_stride + columns[None, :]
+    exp_ptrs = exp_ptr + rows.to(tl.int64)[:, None] * exp_stride + columns[None, :]
     exp = tl.load(exp_ptrs, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_N, CHUNK]
     grad = exp * tl.exp2(shift)[:, None]
     if ENTROPY or SOFTCAP:
@@ -250,5 +237,4 @@ def _grad_from_exp_kernel(
         logits = (tl.where(is_label, label_log_p[:, None], log_p) + log_sum[:, None]) + max_logit[:, None]
         capped = logits / row_scale[:, None]
         grad = grad * (1.0 - capped * capped)
-    out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * out_stride + (columns - start)[None, :]
-    tl.store(out_ptrs, grad.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(exp_ptrs, grad.to(exp_ptr.dtype.element_ty), mask=mask)

@@ -1,6 +1,6 @@
 """First primitive: softmax statistics of hidden @ weight.T, with the logits in registers only."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Self
 
 import torch
@@ -33,12 +33,11 @@ from megatron_lce.core.softmax_stats import packed_rows
 class LogitsCache:
     """exp(z - m) of the first columns in the inputs' dtype, and m, the largest logit of each row of each chunk.
 
-    Both together stay within the bytes they were asked to. `exp` turns into the gradient in place.
+    Both together stay within the bytes they were asked to.
     """
 
     exp: Tensor  # [N, C], rows `SLAB_ROW_STEP` apart, zeros behind them
     chunk_max: Tensor  # [chunks, N] fp32, base 2
-    rows: Tensor | None = None  # [n] which rows count; None: all
 
     @classmethod
     def allocate(cls, num_tokens: int, num_columns: int, hidden: Tensor) -> Self:
@@ -51,15 +50,7 @@ class LogitsCache:
         return self.exp, self.chunk_max
 
     def of(self, rows: slice) -> Self:
-        if self.rows is not None:
-            return replace(self, rows=self.rows[rows])
-        return replace(self, exp=self.exp[rows], chunk_max=self.chunk_max[:, rows])
-
-    def select(self, rows: Tensor) -> Self:
-        return replace(self, rows=rows)
-
-    def free(self) -> None:
-        del self.exp, self.chunk_max
+        return type(self)(self.exp[rows], self.chunk_max[:, rows])
 
 
 def new_cache(num_tokens: int, hidden: Tensor, options: Options) -> LogitsCache | None:
@@ -110,6 +101,7 @@ def softmax_stats(
     vocab_start: int,
     workspace_bytes: int,
     cache: LogitsCache | None = None,
+    num_rows: Tensor | None = None,
 ) -> Tensor:
     """Statistics [chunks, K, N] of V columns, see `megatron_lce.core.softmax_stats`. Fills the cache, if any."""
     num_tokens, num_columns = hidden.shape[0], weight.shape[0]
@@ -136,6 +128,7 @@ def softmax_stats(
             row_scale,
             parts[columns.start // chunk :],
             None if exp is None else descriptor(exp, tile.block_n, tile.block_v),
+            num_rows,
             num_tokens,
             slab.shape[0],
             hidden.shape[1],
@@ -163,6 +156,7 @@ def softmax_stats(
         labels,
         row_scale,
         parts[0, 1],
+        num_rows,
         num_tokens,
         weight.shape[1],  # hidden's rows may be wider by zeros
         weight.stride(0),
@@ -187,6 +181,7 @@ def _label_logits_kernel(
     label_ptr,  # [N] int32; -1: owned by nobody here
     row_scale_ptr,  # [N] fp32
     out_ptr,  # [N] fp32 out; -inf where nobody here owns the label
+    num_rows_ptr,  # [] int32: how many rows are wanted; None: all
     N,
     H,
     weight_stride,
@@ -202,6 +197,9 @@ def _label_logits_kernel(
     costs each tile a comparison and a maximum a logit: 1 to 5 % of the forward.
     """
     row = tl.program_id(0) * BLOCK_N
+    num_rows = N if num_rows_ptr is None else tl.load(num_rows_ptr)
+    if row >= num_rows:
+        return
     rows = row + tl.arange(0, BLOCK_N)
     row_mask = rows < N
     label = tl.load(label_ptr + rows, mask=row_mask, other=-1)
@@ -224,6 +222,7 @@ def _softmax_stats_kernel(
     row_scale_ptr,  # [N] fp32
     stats_ptr,  # [chunks, K, N] fp32 out, but for the label's row
     exp_desc,  # [N, V] out, if KEEP_EXP
+    num_rows_ptr,  # [] int32: how many rows are wanted; None: all
     N,
     V,
     H,
@@ -245,7 +244,7 @@ def _softmax_stats_kernel(
     FIRST_SUM: tl.constexpr = 2 + 2 * TELEMETRY
     K: tl.constexpr = FIRST_SUM + 1 + ENTROPY + 3 * TELEMETRY
     CHUNKS: tl.constexpr = BLOCK_V // CHUNK
-    num_row_blocks = tl.cdiv(N, BLOCK_N)
+    num_row_blocks = tl.cdiv(N if num_rows_ptr is None else tl.load(num_rows_ptr), BLOCK_N)
     num_column_tiles = tl.cdiv(V, BLOCK_V)
     for tile in tl.range(tl.program_id(0), num_row_blocks * num_column_tiles, tl.num_programs(0), flatten=True):
         row_block, column_tile = tile_position(tile, num_row_blocks, num_column_tiles, GROUP_N)
