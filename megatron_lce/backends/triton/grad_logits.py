@@ -12,6 +12,7 @@ from megatron_lce.backends.triton import tiles
 from megatron_lce.backends.triton.softmax_stats import LogitsCache
 from megatron_lce.backends.triton.tile_products import (
     descriptor,
+    halves,
     tanh,
     tile_position,
     tile_products,
@@ -50,7 +51,7 @@ def grad_logits(
         rows.labels,
         rows.scale,
         row_terms,
-        descriptor(out, tile.block_n, tile.block_v),
+        descriptor(out, tile.block_n, tile.block_v // 2),
         num_rows,
         num_tokens,
         num_columns,
@@ -170,7 +171,9 @@ def _grad_logits_kernel(
             grad += tl.load(terms_ptr + 6 * terms_stride + rows, mask=row_mask, other=0.0)[:, None]
         if SOFTCAP:
             grad = grad * slope
-        out_desc.store([row, column], grad.to(out_desc.dtype))
+        left, right = halves(grad.to(out_desc.dtype))
+        out_desc.store([row, column], left)
+        out_desc.store([row, column + BLOCK_V // 2], right)
 
 
 @triton.jit

@@ -16,6 +16,7 @@ from megatron_lce.backends.triton.scale import scale
 from megatron_lce.backends.triton.tile_products import (
     MASKED_LOGIT,
     descriptor,
+    halves,
     tanh,
     tile_position,
     tile_products,
@@ -74,7 +75,7 @@ def logits(
         BLOCK_H=tile.block_h,
         GROUP_N=tiles.stats_group(hidden.shape[1]),
         num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        num_stages=tile.more_stages,
     )
 
 
@@ -174,19 +175,13 @@ def _logits_kernel(
         if SOFTCAP:
             logits = tanh(logits * softcap_scale)
         logits = logits * tl.load(row_scale_ptr + rows, mask=rows < N, other=0.0)[:, None]
-        left, right = _halves(logits)
-        first, second = _halves(left)
-        third, fourth = _halves(right)
+        left, right = halves(logits)
+        first, second = halves(left)
+        third, fourth = halves(right)
         logits_desc.store([row, column], first)
         logits_desc.store([row, column + QUARTER], second)
         logits_desc.store([row, column + 2 * QUARTER], third)
         logits_desc.store([row, column + 3 * QUARTER], fourth)
-
-
-@triton.jit
-def _halves(x):
-    """The left and the right half of the columns."""
-    return x.reshape(x.shape[0], 2, x.shape[1] // 2).permute(0, 2, 1).split()
 
 
 @triton.jit(do_not_specialize=["N", "V"])

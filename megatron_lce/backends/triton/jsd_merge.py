@@ -4,7 +4,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK_S, _BLOCK_N = 64, 4  # a warp each: blocks are of few tokens, and more tokens a program would leave the GPU empty
+from megatron_lce.backends.triton import tiles
+
+_BLOCK_S = 128
 
 
 def merge_kl_stats(parts: Tensor, *, forward_kl: bool) -> Tensor:
@@ -20,8 +22,9 @@ def sum_parts(parts: Tensor) -> Tensor:
 def _launch(kernel: triton.JITFunction, parts: Tensor, **constexprs: bool) -> Tensor:
     num_parts, num_rows, num_tokens = parts.shape
     out = parts.new_empty(num_rows, num_tokens)
-    kernel[(triton.cdiv(num_tokens, _BLOCK_N),)](
-        parts, out, num_parts, num_tokens, **constexprs, BLOCK_S=_BLOCK_S, BLOCK_N=_BLOCK_N, num_warps=1
+    block_n = tiles.merging_rows(parts.device) // 4  # there are few tokens in a block
+    kernel[(triton.cdiv(num_tokens, block_n),)](
+        parts, out, num_parts, num_tokens, **constexprs, BLOCK_S=_BLOCK_S, BLOCK_N=block_n, num_warps=1
     )
     return out
 

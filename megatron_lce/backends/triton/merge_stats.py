@@ -5,9 +5,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_lce.backends.triton import tiles
 from megatron_lce.core.softmax_stats import UNIT, num_chunk_sums, num_extremes, num_sums
 
-_BLOCK_S, _BLOCK_N = 32, 16  # a warp each: many small programs read the chunks of a token fastest
+_BLOCK_S = 64
 _UNITS = tl.constexpr(1 / UNIT)
 
 
@@ -15,7 +16,8 @@ def merge_extremes(parts: Tensor, telemetry: bool) -> Tensor:
     """[S, E or more, N] of S disjoint sets of columns -> [E, N] of their union."""
     num_parts, num_rows, num_tokens = parts.shape
     merged = parts.new_empty(num_extremes(telemetry), num_tokens)
-    _merge_extremes_kernel[(triton.cdiv(num_tokens, _BLOCK_N),)](
+    block_n = tiles.merging_rows(parts.device)
+    _merge_extremes_kernel[(triton.cdiv(num_tokens, block_n),)](
         parts,
         merged,
         num_parts,
@@ -23,7 +25,7 @@ def merge_extremes(parts: Tensor, telemetry: bool) -> Tensor:
         num_rows * num_tokens,
         TELEMETRY=telemetry,
         BLOCK_S=_BLOCK_S,
-        BLOCK_N=_BLOCK_N,
+        BLOCK_N=block_n,
         num_warps=1,
     )
     return merged
@@ -33,7 +35,8 @@ def sum_chunks(parts: Tensor, extremes: Tensor, num_columns: int, entropy: bool,
     """The chunks' sums relative to the whole vocabulary's extremes, as integers [`num_sums`, N] in `UNIT`s."""
     num_chunks, num_rows, num_tokens = parts.shape
     sums = extremes.new_empty(num_sums(entropy, telemetry), num_tokens, dtype=torch.int64)
-    _sum_chunks_kernel[(triton.cdiv(num_tokens, _BLOCK_N),)](
+    block_n = tiles.merging_rows(parts.device)
+    _sum_chunks_kernel[(triton.cdiv(num_tokens, block_n),)](
         parts,
         extremes,
         sums,
@@ -45,7 +48,7 @@ def sum_chunks(parts: Tensor, extremes: Tensor, num_columns: int, entropy: bool,
         ENTROPY=entropy,
         TELEMETRY=telemetry,
         BLOCK_S=_BLOCK_S,
-        BLOCK_N=_BLOCK_N,
+        BLOCK_N=block_n,
         num_warps=1,
         enable_fp_fusion=False,  # the same bits with and without the optional rows
     )

@@ -12,6 +12,7 @@ from megatron_lce.backends.triton import tiles
 from megatron_lce.backends.triton.tile_products import (
     MASKED_LOGIT,
     descriptor,
+    halves,
     tanh,
     tile_position,
     tile_products,
@@ -127,7 +128,7 @@ def softmax_stats(
             descriptor(slab, tile.block_v, tile.block_h),
             row_scale,
             parts[columns.start // chunk :],
-            None if exp is None else descriptor(exp, tile.block_n, tile.block_v),
+            None if exp is None else descriptor(exp, tile.block_n, tile.block_v // 2),
             num_rows,
             num_tokens,
             slab.shape[0],
@@ -146,7 +147,7 @@ def softmax_stats(
             CHUNK=chunk,
             GROUP_N=tiles.stats_group(hidden.shape[1]),
             num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
+            num_stages=tile.more_stages,
             enable_fp_fusion=False,
         )
     parts[1:, 1] = -torch.inf
@@ -166,7 +167,7 @@ def softmax_stats(
         BLOCK_N=tile.block_n,
         BLOCK_H=tile.block_h,
         num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        num_stages=tile.more_stages,
         enable_fp_fusion=False,
     )
     if cache is not None:
@@ -292,4 +293,6 @@ def _softmax_stats_kernel(
         # tl.max passes over a NaN; the sum does not.
         tl.store(stats, tl.where(sum_exp == sum_exp, max_logit, float("nan")), mask)
         if KEEP_EXP:
-            exp_desc.store([row, column], tl.reshape(exp, (BLOCK_N, BLOCK_V)).to(exp_desc.dtype))
+            left, right = halves(tl.reshape(exp, (BLOCK_N, BLOCK_V)).to(exp_desc.dtype))
+            exp_desc.store([row, column], left)
+            exp_desc.store([row, column + BLOCK_V // 2], right)

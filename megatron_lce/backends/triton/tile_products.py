@@ -67,6 +67,12 @@ def tile_products(
 
 
 @triton.jit
+def halves(tile):
+    """Its left and right columns: stored one after the other they take less of the shared memory than the whole."""
+    return tile.reshape(tile.shape[0], 2, tile.shape[1] // 2).permute(0, 2, 1).split()
+
+
+@triton.jit
 def tanh(x):
     """To 2e-7 of the result, and exact at infinity: a softcap multiplies it by a number that may be large.
 
