@@ -79,8 +79,8 @@ def linear_cross_entropy(
         telemetry: True: `max_logit`, `min_logit`, `argmax`, `sum_pi_squared`, `logits_norm` and `mean_logit` are
             filled; only `mean_logit` has a gradient. False: they cost nothing.
         skip_ignored: leave ignored rows out of products, statistics and collectives. True: they are counted on the
-            device, with one synchronisation, and backward leaves out rows whose upstream gradients are all zero too,
-            with one more. An int: how many rows are not ignored, known to the host; nothing is looked at, and every
+            device, for which the host waits once, and backward leaves out rows whose upstream gradients are all zero
+            too, for which it waits once more. An int: how many rows are not ignored, known to the host; nothing is looked at, and every
             output is NaN where it is not the labels' count. Every rank of the group passes the same. False: all rows
             are computed.
         logits_cache_bytes: most that this call keeps from forward to spare backward recomputation; nothing is kept of
