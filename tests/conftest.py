@@ -10,7 +10,7 @@ from tests import interpreter
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
-    interpreter.prepare_once_a_launch()
+    interpreter.hasten()
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with it
 
 torch.use_deterministic_algorithms(True)
