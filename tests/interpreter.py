@@ -1,7 +1,7 @@
-"""Triton's interpreter at four times its speed for small kernels.
+"""Triton's interpreter at more than twice its speed for small kernels, and rounding as a GPU does.
 
 Of small tiles numpy computes in no time. The rest is Python that does the same again at every operation: here it is
-done once. No number changes.
+done once.
 """
 
 import dataclasses
@@ -12,9 +12,11 @@ from types import FunctionType
 from typing import Any
 from unittest import mock
 
+import numpy as np
+
 
 def hasten() -> None:
-    """Has Triton's interpreter, from now on, remember what depends on nothing but types, shapes and modules."""
+    """Has Triton's interpreter, from now on, remember what types, shapes and modules alone decide."""
     if importlib.util.find_spec("triton") is None:
         return
     from triton.language import core
@@ -23,6 +25,7 @@ def hasten() -> None:
     _prepare_modules_once(interpreter)
     _know_shapes_and_dtypes(core, interpreter)
     _broadcast_what_differs(interpreter)
+    _round_to_bf16(core, interpreter)
     # Its copies of arguments on the host, which are there already here, wait for the garbage collector.
     interpreter.GridExecutor._init_args_hst = lambda self, args, kwargs: (args, kwargs)
     interpreter.GridExecutor._restore_args_dev = lambda self, *args: None
@@ -85,3 +88,19 @@ def _broadcast_what_differs(interpreter: Any) -> None:
     semantic = interpreter.interpreter_semantic
     broadcast = semantic.broadcast_impl_value
     semantic.broadcast_impl_value = lambda lhs, rhs: (lhs, rhs) if lhs.shape is rhs.shape else broadcast(lhs, rhs)
+
+
+def _round_to_bf16(core: Any, interpreter: Any) -> None:
+    """To nearest even, as GPUs do; the interpreter truncates, and gets subnormal numbers wrong."""
+    convert = interpreter._convert_float
+
+    def convert_float(data, source, target, rounding_mode):
+        if (source, target, rounding_mode) == (core.bfloat16, core.float32, None):
+            return data.astype(np.uint32) << 16
+        if (source, target, rounding_mode) != (core.float32, core.bfloat16, None):
+            return convert(data, source, target, rounding_mode)
+        bits = data.view(np.uint32)
+        rounded = np.where(np.isnan(data), bits | 0x400000, bits + 0x7FFF + (bits >> 16 & 1))
+        return (rounded >> 16).astype(np.uint16)
+
+    interpreter._convert_float = convert_float
