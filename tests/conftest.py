@@ -27,12 +27,9 @@ def pytest_configure(config):
     config.addinivalue_line("filterwarnings", "ignore:overflow encountered in reduce:RuntimeWarning")
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
-def pytest_collection_modifyitems(config, items):
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            if item.get_closest_marker("torchrun"):
-                item.add_marker(pytest.mark.xdist_group("ranks"))
+def pytest_collection_modifyitems(items):
+    # What starts ranks takes longest: first, so that processes which share the tests end with short ones, together.
+    items.sort(key=lambda item: item.get_closest_marker("torchrun") is None)
     if torch.cuda.is_available():
         return
     for item in items:
