@@ -28,9 +28,9 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Two processes: Triton's interpreter is Python, one thread of it. What starts ranks stays in one of them, which so forks
-# all of them from one server. On a machine with GPUs, run `pytest` alone.
-PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
+# Two processes, a test at a time: Triton's interpreter is Python, one thread of it. On a machine with GPUs, run `pytest`
+# alone.
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist load --maxschedchunk 1
 
 test: lint
 	$(PYTEST) -m "not slow"

@@ -10,7 +10,7 @@ from tests import interpreter
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
-    interpreter.prepare_once_a_launch()
+    interpreter.hasten()
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with it
 
 torch.use_deterministic_algorithms(True)
@@ -27,12 +27,9 @@ def pytest_configure(config):
     config.addinivalue_line("filterwarnings", "ignore:overflow encountered in reduce:RuntimeWarning")
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
-def pytest_collection_modifyitems(config, items):
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            if item.get_closest_marker("torchrun"):
-                item.add_marker(pytest.mark.xdist_group("ranks"))
+def pytest_collection_modifyitems(items):
+    # What starts ranks takes longest: first, so that processes which share the tests end with short ones, together.
+    items.sort(key=lambda item: item.get_closest_marker("torchrun") is None)
     if torch.cuda.is_available():
         return
     for item in items:

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from tests.oracle import (
-    INTERPRETER_TRUNCATION,
     TIMES_EAGER_16_BIT,
     TIMES_EAGER_FP32,
     Comparison,
@@ -114,7 +113,6 @@ def jsd_comparisons(
     actual: JsdResult,
     inputs: JsdInputs,
     *,
-    interpreted: bool = False,
     hidden_rows: slice = slice(None),
     weight_rows: slice = slice(None),
     **keywords: Any,
@@ -145,8 +143,6 @@ def jsd_comparisons(
     for name, part in (("grad_hidden", hidden_rows), ("grad_weight", weight_rows)):
         value, exact, eager = (getattr(result, name) for result in (actual, expected, same_dtype))
         allowed = times * max(relative_error(eager, exact), floor, torch.finfo(dtype).eps / 4)
-        if interpreted and dtype == torch.bfloat16:
-            allowed += INTERPRETER_TRUNCATION
         yield Comparison(name, relative_error(value, exact[part]), allowed)
 
 

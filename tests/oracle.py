@@ -13,10 +13,6 @@ from megatron_lce.core.options import DIFFERENTIABLE, LinearCrossEntropyOutput
 TIMES_EAGER_FP32 = 4.0
 TIMES_EAGER_16_BIT = 2.0
 
-# Triton's interpreter truncates fp32 -> bf16 where a GPU rounds: on average half a bf16 step towards zero, which a
-# product does not average out.
-INTERPRETER_TRUNCATION = 2.0**-8
-
 _EPS_FP32 = torch.finfo(torch.float32).eps
 
 
@@ -86,7 +82,6 @@ def comparisons(
     labels: Tensor,
     upstream: Upstream,
     *,
-    interpreted: bool = False,
     weight_rows: slice = slice(None),
     hidden_rows: slice = slice(None),
     **keywords: Any,
@@ -130,8 +125,6 @@ def comparisons(
         floor = max(torch.finfo(hidden.dtype).eps, _EPS_FP32 * largest_logit) / (4 if value.numel() > 1 else 2)
         sensitivity = relative_error(getattr(nudged, name), exact)
         allowed = times * max(relative_error(eager, exact), floor, sensitivity)
-        if interpreted and hidden.dtype == torch.bfloat16:
-            allowed += INTERPRETER_TRUNCATION
         yield Comparison(name, relative_error(value, exact[part]), allowed)
 
 

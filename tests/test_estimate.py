@@ -10,7 +10,6 @@ import torch
 
 import megatron_lce
 from benchmark import measure
-from megatron_lce.core.tokens import Tokens
 from megatron_lce.estimate import estimate, estimate_table, largest_tokens
 from megatron_lce.head_memory import CHUNK_COLUMNS, TILE_COLUMNS, HeadStep
 from tests.live_bytes import peak_live_bytes
@@ -123,9 +122,6 @@ def on_a_cpu(monkeypatch, usual_torch):
     if torch.cuda.is_available():
         pytest.skip("the interpreter is for machines without a GPU")
     monkeypatch.setattr("megatron_lce.core.head_gradients.product", lambda *operands, accumulate: None)
-    grad_hidden = Tokens.grad_hidden
-    # The interpreter leaves its buffers to the garbage collector.
-    monkeypatch.setattr(Tokens, "grad_hidden", lambda self: (gc.collect(), grad_hidden(self))[1])
 
 
 @pytest.mark.parametrize("changes", CASES.values(), ids=list(CASES))

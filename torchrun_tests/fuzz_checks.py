@@ -123,7 +123,7 @@ def check_cross_entropy(case: Case, tensors: Tensors, share: Share, setting: Set
     options = taken_by(reference_linear_cross_entropy, share.keywords)
     inputs = (hidden, weight, labels, upstream)
     expected = oracle(*inputs, **options)
-    parts = {"hidden_rows": share.rows, "weight_rows": share.columns, "interpreted": setting.interpreted}
+    parts = {"hidden_rows": share.rows, "weight_rows": share.columns}
     floors = rounding(case, expected, tensors, setting, {"grad_hidden": share.rows, "grad_weight": share.columns})
     for name, error, allowed in comparisons(actual, expected, *inputs, **parts, **options):
         if name == "argmax" and error:
@@ -190,7 +190,7 @@ def check_jsd(case: Case, tensors: Tensors, share: Share, setting: Setting, find
 
     actual = evaluate_jsd(divergence, mine, labels=tensors.labels, **share.keywords)
     options = taken_by(jsd_of_products, share.keywords | {"labels": tensors.labels})
-    parts = {"hidden_rows": share.rows, "weight_rows": share.columns, "interpreted": setting.interpreted}
+    parts = {"hidden_rows": share.rows, "weight_rows": share.columns}
     expected = evaluate_jsd(materialised_jsd, whole.to(torch.float64), **options)
     floors = rounding(case, expected, tensors, setting, {"grad_hidden": share.rows, "grad_weight": share.columns})
     for name, error, allowed in jsd_comparisons(actual, whole, **parts, **options):
@@ -207,8 +207,8 @@ def rounding(
     A probability is wrong by an eps of its logit, and more by some of that logit's distance from the largest; a
     gradient by that, times what upstream and the other factor of its product amount to, however small the gradient is.
     A sum over ranks rounds each rank's part, and the roundings of a few numbers do not average. A kept logit is wrong
-    by an eps of the dtype, which is much beside a small softcap: the cap's derivative is taken of it. And what the
-    interpreter keeps it truncates, where a GPU rounds, so that probabilities do not sum to one.
+    by an eps of the dtype, which is much beside a small softcap: the cap's derivative is taken of it. And probabilities
+    of kept logits do not sum to one, seen under the interpreter.
     """
     keywords, (hidden, weight) = tensors.keywords, (tensor.double() for tensor in tensors.heads[0])
     temperature = torch.as_tensor(keywords["temperature"], dtype=torch.float64, device=hidden.device)

@@ -74,7 +74,7 @@ def start(device: torch.device) -> None:
     if device.type == "cpu":
         torch.set_num_threads(1)
         os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
-        interpreter.prepare_once_a_launch()
+        interpreter.hasten()
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     dist.init_process_group(

@@ -63,7 +63,6 @@ def run_case(case: Case, backend: str, group: ProcessGroup, device: torch.device
         actual,
         oracle(*inputs, **options),
         *inputs,
-        interpreted=backend == "triton" and device.type == "cpu",
         hidden_rows=rows,
         weight_rows=shard,
         **options,
@@ -297,7 +296,7 @@ def run_token_loss(backend: str, group: ProcessGroup, device: torch.device, repo
         result.loss.backward()
         inputs = (problem.hidden, problem.weight, problem.labels, problem.upstream)
         options = {"vocab_size": problem.vocab_size, "telemetry": True}
-        parts = {"hidden_rows": rows, "weight_rows": shard, "interpreted": backend == "triton" and device.type == "cpu"}
+        parts = {"hidden_rows": rows, "weight_rows": shard}
         actual = Result(result.outputs, hidden.grad, weight.grad)
         for found in comparisons(actual, oracle(*inputs, **options), *inputs, **parts, **options):
             name = f"{backend}: {case.name}, skipped {skip}: {found.name}"
