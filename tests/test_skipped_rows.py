@@ -143,6 +143,23 @@ def test_rows_behind_the_number_are_left_alone(device):
     assert (grad[128:] == 7).all()  # a tile is made as a whole
 
 
+def test_statistics_of_rows_that_do_not_count_are_numbers(device, monkeypatch):
+    """They travel over the group, where NCCL may be told to stop at a NaN of memory as it was, or of such a row."""
+    triton = pytest.importorskip("megatron_lce.backends.triton.cross_entropy")
+    problem = ignoring(make_problem(200, 24, 300, device), slice(0, 150))
+    problem.hidden[:150] = torch.nan
+    seen, finish = [], triton.finish
+
+    def spy(extremes, *others):
+        seen.append(extremes)
+        return finish(extremes, *others)
+
+    monkeypatch.setattr(triton, "finish", spy)
+    problem.run("triton", skip_ignored=True, telemetry=True)
+    assert seen[0].shape == (4, 200)
+    assert not seen[0].isnan().any()
+
+
 @pytest.mark.parametrize("number", [6, 7])
 def test_counted_rows_of_two_ranks_are_one_block(number, device):
     """A block of one row would make the weight's gradient a sum over blocks in fp32."""
