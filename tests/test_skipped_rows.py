@@ -1,5 +1,6 @@
 """`skip_ignored`: the same outputs and gradients as without, from the rows that count; backward's blocks of tokens."""
 
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 import megatron_lce
 from megatron_lce.core import autograd, blocks
+from megatron_lce.core.collectives import Pending
 from megatron_lce.core.rows import Rows
 from megatron_lce.core.tokens import RowNumber, Tokens
 from tests.oracle import Upstream
@@ -165,6 +167,34 @@ def test_counted_rows_of_two_ranks_are_one_block(number, device):
     """A block of one row would make the weight's gradient a sum over blocks in fp32."""
     options = SimpleNamespace(sequence_parallel=True)
     assert Tokens(torch.randn(8, 4), 16, torch.arange(number), number, options).num_blocks == 1
+
+
+@pytest.mark.parametrize("number", [0, 3])
+def test_hidden_states_are_gathered_once_waited_for_and_freed(number, monkeypatch):
+    gathered, waits = [], []
+
+    def start(shard, group):
+        whole = torch.cat([shard, shard])
+        gathered.append(weakref.ref(whole))
+        return Pending(whole, SimpleNamespace(wait=lambda: waits.append(group)))
+
+    monkeypatch.setattr("megatron_lce.core.collectives.start_gather_rows", start)
+    options = SimpleNamespace(sequence_parallel=True, tp_group="two ranks")
+    every = Tokens(torch.randn(4, 2), 8, None, 8, options)
+    some = every.of(torch.arange(number), 8)
+    assert len(waits) == (number == 0)
+    assert [len(block.hidden.wait()) for block in some.blocks()] == [number] * (number > 0)
+    assert [len(block.hidden.wait()) for block in every.blocks()] == [8]
+    assert waits
+    assert [whole() for whole in gathered] == [None]
+
+
+def test_only_a_cuda_device_is_told_not_to_wait_for_the_copy():
+    """Other devices' copies may be under way when the host reads them: there is no event for those."""
+    told = {}
+    number = SimpleNamespace(to=lambda device, non_blocking: told.update({device: non_blocking}))
+    RowNumber(SimpleNamespace(is_cuda=False, sum=lambda dtype: number))
+    assert told == {"cpu": False}
 
 
 def test_a_broken_row_stays_nan_without_an_upstream_gradient(backend, device):
