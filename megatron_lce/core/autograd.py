@@ -63,14 +63,14 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             order = tokens.order()
             rows = rows_to_compute(rows, order, counted)
             cache = backend.new_cache(tokens.num_computed, hidden, options) if grad_enabled else None
-            uncounted = None if counted.number is None else counted.number.on_device
-            extremes, sums = stats_over_group(tokens, weight, rows, options, backend, cache, uncounted)
+            num_rows = None if counted.number is None else counted.number.on_device
+            extremes, sums = stats_over_group(tokens, weight, rows, options, backend, cache, num_rows)
             outputs, saved = backend.finish(extremes, sums, rows, options)
             if counted.number is not None:
                 counted = counted.known()
                 order = counted.rows
-            if order is not None and order.shape[0] < tokens.num_computed:
-                rows, outputs, saved = (_first(per_row, order.shape[0]) for per_row in (rows, outputs, saved))
+                if order is not None:
+                    rows, outputs, saved = (_first(per_row, order.shape[0]) for per_row in (rows, outputs, saved))
             outputs = spread(outputs, Counted(order, counted.unless_nan), num_tokens)
         ctx.set_materialize_grads(False)
         if grad_enabled:
