@@ -78,11 +78,11 @@ def linear_cross_entropy(
         entropy: False: `entropy` is None and costs nothing.
         telemetry: True: `max_logit`, `min_logit`, `argmax`, `sum_pi_squared`, `logits_norm` and `mean_logit` are
             filled; only `mean_logit` has a gradient. False: they cost nothing.
-        skip_ignored: leave ignored rows out of products, statistics and collectives. True: they are counted on the
-            device, for which the host waits once, and backward leaves out rows whose upstream gradients are all zero
-            too, for which it waits once more. An int: how many rows are not ignored, known to the host; nothing is
-            looked at, and every output is NaN where it is not the labels' count. Every rank of the group passes the
-            same. False: all rows are computed.
+        skip_ignored: leave ignored rows out of products and statistics. True: they are counted on the device, for which
+            the host waits once, and backward leaves out rows whose upstream gradients are all zero too, for which it
+            waits once more. An int: how many rows are not ignored, known to the host; nothing is looked at, and every
+            output is NaN where it is not the labels' count. Every rank of the group passes the same. False: all rows
+            are computed.
         logits_cache_bytes: most that this call keeps from forward to spare backward recomputation; nothing is kept of
             fp32 inputs, nor by the torch backend, and a second backward raises where something was. What is kept has 16
             bits, which shows in the entropy's gradient of rows whose logits differ by less than about 0.3.

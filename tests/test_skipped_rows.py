@@ -1,5 +1,6 @@
 """`skip_ignored`: the same outputs and gradients as without, from the rows that count; backward's blocks of tokens."""
 
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 import megatron_lce
 from megatron_lce.core import autograd, blocks
+from megatron_lce.core.collectives import Pending
 from megatron_lce.core.rows import Rows
 from megatron_lce.core.tokens import RowNumber, Tokens
 from tests.oracle import Upstream
@@ -143,11 +145,56 @@ def test_rows_behind_the_number_are_left_alone(device):
     assert (grad[128:] == 7).all()  # a tile is made as a whole
 
 
+def test_statistics_of_rows_that_do_not_count_are_numbers(device, monkeypatch):
+    """They travel over the group, where NCCL may be told to stop at a NaN of memory as it was, or of such a row."""
+    triton = pytest.importorskip("megatron_lce.backends.triton.cross_entropy")
+    problem = ignoring(make_problem(200, 24, 300, device), slice(0, 150))
+    problem.hidden[:150] = torch.nan
+    seen, finish = [], triton.finish
+
+    def spy(extremes, *others):
+        seen.append(extremes)
+        return finish(extremes, *others)
+
+    monkeypatch.setattr(triton, "finish", spy)
+    problem.run("triton", skip_ignored=True, telemetry=True)
+    assert seen[0].shape == (4, 200)
+    assert not seen[0].isnan().any()
+
+
 @pytest.mark.parametrize("number", [6, 7])
 def test_counted_rows_of_two_ranks_are_one_block(number, device):
     """A block of one row would make the weight's gradient a sum over blocks in fp32."""
     options = SimpleNamespace(sequence_parallel=True)
     assert Tokens(torch.randn(8, 4), 16, torch.arange(number), number, options).num_blocks == 1
+
+
+@pytest.mark.parametrize("number", [0, 3])
+def test_hidden_states_are_gathered_once_waited_for_and_freed(number, monkeypatch):
+    gathered, waits = [], []
+
+    def start(shard, group):
+        whole = torch.cat([shard, shard])
+        gathered.append(weakref.ref(whole))
+        return Pending(whole, SimpleNamespace(wait=lambda: waits.append(group)))
+
+    monkeypatch.setattr("megatron_lce.core.collectives.start_gather_rows", start)
+    options = SimpleNamespace(sequence_parallel=True, tp_group="two ranks")
+    every = Tokens(torch.randn(4, 2), 8, None, 8, options)
+    some = every.of(torch.arange(number), 8)
+    assert len(waits) == (number == 0)
+    assert [len(block.hidden.wait()) for block in some.blocks()] == [number] * (number > 0)
+    assert [len(block.hidden.wait()) for block in every.blocks()] == [8]
+    assert waits
+    assert [whole() for whole in gathered] == [None]
+
+
+def test_only_a_cuda_device_is_told_not_to_wait_for_the_copy():
+    """Other devices' copies may be under way when the host reads them: there is no event for those."""
+    told = {}
+    number = SimpleNamespace(to=lambda device, non_blocking: told.update({device: non_blocking}))
+    RowNumber(SimpleNamespace(is_cuda=False, sum=lambda dtype: number))
+    assert told == {"cpu": False}
 
 
 def test_a_broken_row_stays_nan_without_an_upstream_gradient(backend, device):

@@ -57,20 +57,20 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         with own_arithmetic(hidden.device, "linear_cross_entropy forward"):
             rows = backend.prepare_rows(labels, temperature, options)
             counted = counted_rows(labels, rows, options)
-            if not _counts_on_the_way(hidden, num_tokens, weight, options, backend):
+            if not _all_rows_fit(hidden, num_tokens, weight, options, backend):
                 counted = counted.known()
             tokens = _tokens(hidden, num_tokens, counted.rows, weight, options, backend)
             order = tokens.order()
             rows = rows_to_compute(rows, order, counted)
             cache = backend.new_cache(tokens.num_computed, hidden, options) if grad_enabled else None
-            uncounted = None if counted.number is None else counted.number.on_device
-            extremes, sums = stats_over_group(tokens, weight, rows, options, backend, cache, uncounted)
+            num_rows = None if counted.number is None else counted.number.on_device
+            extremes, sums = stats_over_group(tokens, weight, rows, options, backend, cache, num_rows)
             outputs, saved = backend.finish(extremes, sums, rows, options)
             if counted.number is not None:
                 counted = counted.known()
                 order = counted.rows
-            if order is not None and order.shape[0] < tokens.num_computed:
-                rows, outputs, saved = (_first(per_row, order.shape[0]) for per_row in (rows, outputs, saved))
+                if order is not None:
+                    rows, outputs, saved = (_first(per_row, order.shape[0]) for per_row in (rows, outputs, saved))
             outputs = spread(outputs, Counted(order, counted.unless_nan), num_tokens)
         ctx.set_materialize_grads(False)
         if grad_enabled:
@@ -179,7 +179,7 @@ def _block_tokens(computed: int, hidden: Tensor, weight: Tensor, options: Option
     )
 
 
-def _counts_on_the_way(
+def _all_rows_fit(
     hidden: Tensor, num_tokens: int, weight: Tensor, options: Options, backend: CrossEntropyBackend
 ) -> bool:
     """Whether statistics need not wait for the number of rows: those of all rows and their hidden states fit at once.

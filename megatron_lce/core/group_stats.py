@@ -94,13 +94,13 @@ def _stats_of_part(
             cache=cache,
             num_rows=num_rows,
         )
-        extremes = backend.merge_extremes(parts, options.telemetry)
+        extremes = backend.merge_extremes(parts, options.telemetry, num_rows)
     if options.tp_group is not None:
         extremes = backend.merge_extremes(collectives.stack_over_group(extremes, options.tp_group), options.telemetry)
     if parts is None:
         sums = empty_sums(num_tokens, options.entropy, options.telemetry, hidden.device)
     else:
-        sums = backend.sum_chunks(parts, extremes, options.num_columns, options.entropy, options.telemetry)
+        sums = backend.sum_chunks(parts, extremes, options.num_columns, options.entropy, options.telemetry, num_rows)
     if options.tp_group is not None:
         collectives.add_over_group(sums, options.tp_group)
     return extremes, sums

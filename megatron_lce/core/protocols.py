@@ -38,7 +38,7 @@ class CrossEntropyBackend(ScalingBackend, Protocol):
     """The primitives of `linear_cross_entropy`; what they mean is said where core defines their types.
 
     `num_rows`, an int32 [] on the device, of a primitive: what it makes of the rows behind the first so many is of no
-    use, and may be left as it is.
+    use, and may be left as it is; of merges, which travel over the group, it is numbers.
     """
 
     counts_on_device: bool  # whether `num_rows` may be given
@@ -71,10 +71,18 @@ class CrossEntropyBackend(ScalingBackend, Protocol):
     ) -> Tensor:
         """[chunks, K, N], see `megatron_lce.core.softmax_stats`. Fills the cache, if any."""
 
-    def merge_extremes(self, parts: Tensor, telemetry: bool) -> Tensor:
+    def merge_extremes(self, parts: Tensor, telemetry: bool, num_rows: Tensor | None = None) -> Tensor:
         """[S, E or more, N] of S disjoint sets of columns -> [E, N] of their union."""
 
-    def sum_chunks(self, parts: Tensor, extremes: Tensor, num_columns: int, entropy: bool, telemetry: bool) -> Tensor:
+    def sum_chunks(
+        self,
+        parts: Tensor,
+        extremes: Tensor,
+        num_columns: int,
+        entropy: bool,
+        telemetry: bool,
+        num_rows: Tensor | None = None,
+    ) -> Tensor:
         """[chunks, K, N] of so many columns and the whole vocabulary's [E, N] -> int64 [`num_sums`, N], in `UNIT`s."""
 
     def finish(self, packed_extremes: Tensor, sums: Tensor, rows: Rows, options: Options) -> Finished: ...

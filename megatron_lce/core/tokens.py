@@ -18,7 +18,7 @@ class RowNumber:
 
     def __init__(self, counts: Tensor) -> None:
         self.on_device = counts.sum(dtype=torch.int32)  # []
-        self._copy = self.on_device.to("cpu", non_blocking=True)
+        self._copy = self.on_device.to("cpu", non_blocking=counts.is_cuda)
         self._copied = torch.cuda.Event() if counts.is_cuda else None
         if self._copied is not None:
             self._copied.record(torch.cuda.current_stream(counts.device))
@@ -154,7 +154,9 @@ class Tokens:
     def of(self, rows: Tensor, block_tokens: int) -> "Tokens":
         """Other rows of the same hidden states, which are gathered once."""
         some = Tokens(self.hidden, self._num_tokens, rows, block_tokens, self._options)
-        some._gathered = self._start_gather()
+        some._gathered = self._gathered = self._start_gather()
+        if some.num_computed == 0:
+            some._gathered.wait()  # no block will
         return some
 
     def order(self) -> Tensor | None:
@@ -169,7 +171,7 @@ class Tokens:
         if self._by_shard:
             yield from self._blocks_by_shard()
             return
-        whole = self._start_gather()
+        whole, self._gathered = self._start_gather(), None  # its memory goes with the last block
         for rows in cut(self.num_computed, self._block_tokens):
             yield TokenBlock(rows, self._rows_of(whole, rows), rows.start == 0, rows.stop == self.num_computed)
         whole.wait()  # also where nothing read it: its memory must not go to others before it is filled
@@ -218,12 +220,12 @@ class Tokens:
         return grad.index_select(0, places)
 
     def _start_gather(self) -> Pending:
+        if self._gathered is not None:
+            return self._gathered
         if self._ranks == 1:
             return Pending(self.hidden)
-        if self._gathered is None:
-            assert self._options.tp_group is not None
-            self._gathered = collectives.start_gather_rows(self.hidden, self._options.tp_group)
-        return self._gathered
+        assert self._options.tp_group is not None
+        return collectives.start_gather_rows(self.hidden, self._options.tp_group)
 
     def _rows_of(self, whole: Pending, rows: slice) -> Pending:
         if self._counted is not None:

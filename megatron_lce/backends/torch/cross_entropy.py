@@ -89,7 +89,7 @@ def softmax_stats(
     return parts
 
 
-def merge_extremes(parts: Tensor, telemetry: bool) -> Tensor:
+def merge_extremes(parts: Tensor, telemetry: bool, num_rows: None = None) -> Tensor:
     """[S, E or more, N] of S disjoint sets of columns -> [E, N] of their union."""
     extremes = unpack_extremes(parts, telemetry)
     max_logit = extremes.max_logit.amax(dim=0)
@@ -100,7 +100,9 @@ def merge_extremes(parts: Tensor, telemetry: bool) -> Tensor:
     return torch.stack(merged)
 
 
-def sum_chunks(parts: Tensor, packed_extremes: Tensor, num_columns: int, entropy: bool, telemetry: bool) -> Tensor:
+def sum_chunks(
+    parts: Tensor, packed_extremes: Tensor, num_columns: int, entropy: bool, telemetry: bool, num_rows: None = None
+) -> Tensor:
     """The chunks' sums relative to the whole vocabulary's extremes, as integers [`num_sums`, N] in `UNIT`s.
 
     Chunk by chunk: an exponential of torch may be rounded another way at another place of a longer tensor.

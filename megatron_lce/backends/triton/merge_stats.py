@@ -12,17 +12,18 @@ _BLOCK_S = 64
 _UNITS = tl.constexpr(1 / UNIT)
 
 
-def merge_extremes(parts: Tensor, telemetry: bool) -> Tensor:
+def merge_extremes(parts: Tensor, telemetry: bool, num_rows: Tensor | None = None) -> Tensor:
     """[S, E or more, N] of S disjoint sets of columns -> [E, N] of their union."""
-    num_parts, num_rows, num_tokens = parts.shape
+    num_parts, rows_of_part, num_tokens = parts.shape
     merged = parts.new_empty(num_extremes(telemetry), num_tokens)
     block_n = tiles.merging_rows(parts.device)
     _merge_extremes_kernel[(triton.cdiv(num_tokens, block_n),)](
         parts,
         merged,
+        num_rows,
         num_parts,
         num_tokens,
-        num_rows * num_tokens,
+        rows_of_part * num_tokens,
         TELEMETRY=telemetry,
         BLOCK_S=_BLOCK_S,
         BLOCK_N=block_n,
@@ -31,19 +32,27 @@ def merge_extremes(parts: Tensor, telemetry: bool) -> Tensor:
     return merged
 
 
-def sum_chunks(parts: Tensor, extremes: Tensor, num_columns: int, entropy: bool, telemetry: bool) -> Tensor:
+def sum_chunks(
+    parts: Tensor,
+    extremes: Tensor,
+    num_columns: int,
+    entropy: bool,
+    telemetry: bool,
+    num_rows: Tensor | None = None,
+) -> Tensor:
     """The chunks' sums relative to the whole vocabulary's extremes, as integers [`num_sums`, N] in `UNIT`s."""
-    num_chunks, num_rows, num_tokens = parts.shape
+    num_chunks, rows_of_part, num_tokens = parts.shape
     sums = extremes.new_empty(num_sums(entropy, telemetry), num_tokens, dtype=torch.int64)
     block_n = tiles.merging_rows(parts.device)
     _sum_chunks_kernel[(triton.cdiv(num_tokens, block_n),)](
         parts,
         extremes,
         sums,
+        num_rows,
         num_chunks,
         num_tokens,
-        num_rows * num_tokens,
-        num_rows - num_chunk_sums(entropy, telemetry),
+        rows_of_part * num_tokens,
+        rows_of_part - num_chunk_sums(entropy, telemetry),
         num_columns,
         ENTROPY=entropy,
         TELEMETRY=telemetry,
@@ -66,6 +75,7 @@ def _largest(running, values):
 def _merge_extremes_kernel(
     parts_ptr,  # [S, >= E, N]
     out_ptr,  # [E, N]
+    num_rows_ptr,  # [] int32: how many rows are wanted, the others are as of no columns; None: all
     S,
     N,
     part_stride,
@@ -75,12 +85,13 @@ def _merge_extremes_kernel(
 ):
     tokens = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     token_mask = tokens < N
+    wanted = tokens < (N if num_rows_ptr is None else tl.load(num_rows_ptr))
     max_logit = tl.full((BLOCK_N,), float("-inf"), tl.float32)
     label_logit = tl.full((BLOCK_N,), float("-inf"), tl.float32)
     min_logit = tl.full((BLOCK_N,), float("inf"), tl.float32)
     for start in range(0, S, BLOCK_S):
         splits = start + tl.arange(0, BLOCK_S)
-        mask = (splits < S)[:, None] & token_mask[None, :]
+        mask = (splits < S)[:, None] & wanted[None, :]
         part = parts_ptr + splits.to(tl.int64)[:, None] * part_stride + tokens[None, :]  # [BLOCK_S, BLOCK_N]
         max_logit = _largest(max_logit, tl.load(part, mask, other=float("-inf")))
         label_logit = tl.maximum(label_logit, tl.max(tl.load(part + N, mask, other=float("-inf")), 0))
@@ -93,7 +104,7 @@ def _merge_extremes_kernel(
         argmax = tl.full((BLOCK_N,), float("inf"), tl.float32)
         for start in range(0, S, BLOCK_S):
             splits = start + tl.arange(0, BLOCK_S)
-            mask = (splits < S)[:, None] & token_mask[None, :]
+            mask = (splits < S)[:, None] & wanted[None, :]
             part = parts_ptr + splits.to(tl.int64)[:, None] * part_stride + tokens[None, :]
             at_max = tl.load(part, mask, other=float("-inf")) == max_logit[None, :]
             part_argmax = tl.load(part + 3 * N, mask, other=float("inf"))
@@ -113,6 +124,7 @@ def _sum_chunks_kernel(
     parts_ptr,  # [S, K, N]
     extremes_ptr,  # [E, N] of the whole vocabulary
     out_ptr,  # [1 + ENTROPY + 4 * TELEMETRY, N] int64
+    num_rows_ptr,  # as above
     S,
     N,
     part_stride,
@@ -125,18 +137,19 @@ def _sum_chunks_kernel(
 ):
     tokens = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     token_mask = tokens < N
-    max_logit = tl.load(extremes_ptr + tokens, token_mask, other=0.0)
+    wanted = tokens < (N if num_rows_ptr is None else tl.load(num_rows_ptr))
+    max_logit = tl.load(extremes_ptr + tokens, wanted, other=0.0)
     sum_exp = tl.zeros((BLOCK_N,), tl.int64)
     sum_exp_logit = tl.zeros((BLOCK_N,), tl.int64)
     if TELEMETRY:
-        largest = largest_logit(max_logit, tl.load(extremes_ptr + 2 * N + tokens, token_mask, other=0.0))
+        largest = largest_logit(max_logit, tl.load(extremes_ptr + 2 * N + tokens, wanted, other=0.0))
         largest = tl.where(largest > 0, largest, 1.0)[None, :]
         sum_exp_squared = tl.zeros((BLOCK_N,), tl.int64)
         sum_logit = tl.zeros((BLOCK_N,), tl.int64)
         sum_logit_squared = tl.zeros((BLOCK_N,), tl.int64)
     for start in range(0, S, BLOCK_S):
         splits = start + tl.arange(0, BLOCK_S)
-        mask = (splits < S)[:, None] & token_mask[None, :]
+        mask = (splits < S)[:, None] & wanted[None, :]
         part = parts_ptr + splits.to(tl.int64)[:, None] * part_stride + tokens[None, :]
         shift = tl.load(part, mask, other=float("-inf")) - max_logit[None, :]
         scale = tl.exp2(shift)
