@@ -75,6 +75,7 @@ def test_with_room_for_everything_no_block_cuts_tokens(num_tokens, num_columns, 
         (8192, 18_992, 18_992),  # one product, not two narrow ones
         (16_384, 18_992, 9_728),  # more does not fit
         (1024, 75_968, 75_968),
+        (3277, 75_968, 38_144),  # 40 % of 8,192 tokens: two slabs, where one would be larger than all tokens'
     ],
 )
 def test_slabs_are_wide_and_no_wider_than_gains_anything(num_tokens, num_columns, expected):

@@ -67,13 +67,13 @@ def plan_blocks(
 def _columns_of_all_tokens(
     num_tokens: int, num_columns: int, workspace_bytes: int, block_bytes: BlockBytes, preferred: int
 ) -> int:
-    """The width of slabs that hold every token: as many slabs as are `preferred` wide, and of `ENOUGH_LOGITS`."""
+    """The width of slabs that hold every token: of about `ENOUGH_LOGITS`, as far as they are `preferred` wide."""
     per_logit, per_token, per_column = block_bytes
     columns = num_columns
     if column_bytes := num_tokens * per_logit + per_column:  # a pass may take nothing for a column
         columns = (workspace_bytes - num_tokens * per_token) // column_bytes
     if per_logit:
-        num_slabs = max(1, num_columns // max(preferred, ENOUGH_LOGITS // num_tokens))
+        num_slabs = max(1, min(num_columns // preferred, round(num_columns * num_tokens / ENOUGH_LOGITS)))
         columns = min(columns, round_up(-(-num_columns // num_slabs), COLUMN_STEP))
     return _even(num_columns, columns, COLUMN_STEP)
 
