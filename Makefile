@@ -39,7 +39,7 @@ test: lint
 test-all: lint
 	$(PYTEST)
 
-# A search for wrong numbers, half an hour on three cores; with as many more ranks as there are cores, three at a time,
+# A search for wrong numbers, a quarter of an hour on two cores; with more ranks where there are cores, three at a time,
 # so much less. Its table is docs/fuzz.md.
 FUZZ_RANKS ?= 3
 fuzz: $(INSTALLED)

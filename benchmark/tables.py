@@ -115,7 +115,7 @@ def ignored_rows() -> str:
         for x in load("rows_h200")["rows"]
         if x["mode"] == "rl" and x["layout"] == "scattered"
     }
-    shares = (0, 0.3, 0.6, 0.9)
+    shares = (0.0, 0.3, 0.6, 0.9)
     rows = []
     for shape in ("S1", "S3"):
         for provider, title in SKIPPING.items():
@@ -149,7 +149,7 @@ def steps() -> str:
 def masked_steps() -> str:
     """The same with masked tokens, at TP=2 and on one GPU."""
     titles = VARIANTS | {"ours-skip": "flag on, `ignore_masked=True, skip_ignored=True`"}
-    shares, rows = (0.0, 0.6), []
+    shares, rows = (0.0, 0.3, 0.6, 0.9), []
     for tp in (2, 1):
         records = {(x["variant"], x["masked"]): x for x in load(f"step_masked_tp{tp}_h100")["steps"]}
         for variant in ("native-fused", "ours", "ours-skip"):
