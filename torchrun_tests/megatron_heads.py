@@ -1,0 +1,149 @@
+"""The head of a Megatron model at TP=2 by itself: captured, behind Megatron's operations, and its logits."""
+
+import dataclasses
+from collections.abc import Callable
+
+import harness
+import megatron_cases as cases
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import mappings
+from megatron_comparisons import ALLOWED, compare_all
+from torch import Tensor, nn
+
+from megatron_lce import capture_lm_head, compat, enable_fused_linear_ce
+from tests.jsd_oracle import jsd_of_products
+
+TEMPERATURE = 0.7
+
+
+def check_capture(case: cases.Case, device: torch.device, report: harness.Report) -> None:
+    """The captured head against log_softmax of Megatron's gathered logits, through logprobs and entropy."""
+    batch = cases.microbatches(device)[0]
+    labels = batch["labels"].clamp(min=0)
+    inputs = (batch["tokens"], batch["positions"], None)
+
+    def backward(chunks: list[nn.Module], logprobs: Tensor, entropy: Tensor) -> dict[str, Tensor]:
+        ((logprobs * torch.cos(labels.float())).sum() + (entropy * torch.sin(labels.float())).sum()).backward()
+        return cases.finished_gradients(chunks)
+
+    chunks = cases.build(case, device)
+    logits = chunks[0](*inputs, runtime_gather_output=True).float() / TEMPERATURE
+    logprobs = torch.log_softmax(logits, -1)
+    entropy = -(logprobs.exp() * logprobs).sum(-1)
+    logprobs = logprobs.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    expected = backward(chunks, logprobs, entropy)
+
+    chunks = cases.build(case, device)
+    with capture_lm_head(chunks) as head:
+        returned = chunks[0](*inputs)
+    report.check(f"{case.name}: capture returns no logits", returned.numel() == 0, str(tuple(returned.shape)))
+    out = head.linear_cross_entropy(labels, temperature=TEMPERATURE)
+    report.compare(f"{case.name}: captured logprobs", out.logprobs, logprobs, ALLOWED)
+    report.compare(f"{case.name}: captured entropy", out.entropy, entropy, ALLOWED)
+    compare_all(report, f"{case.name}: gradients", backward(chunks, out.logprobs, out.entropy), expected)
+
+
+def check_captured_jsd(case: cases.Case, device: torch.device, report: harness.Report) -> None:
+    """Divergence and cross-entropy of the captured head, a microbatch each, against those of Megatron's own logits."""
+    batches = cases.microbatches(device)[:2]
+    teacher = cases.build(dataclasses.replace(case, hidden_size=48), device)[0]
+
+    def losses_and_gradients(captured: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        chunks = cases.build(case, device)
+        if captured and case.main_grad:
+            cases.set_main_grad_fusion(chunks)
+        losses = {}
+        for name, batch in zip(("divergence", "cross-entropy"), batches, strict=True):
+            labels = batch["labels"].clamp(min=-1)
+            inputs = (batch["tokens"], batch["positions"], None)
+            if captured:
+                with capture_lm_head(chunks) as head:
+                    chunks[0](*inputs)
+                with torch.no_grad(), capture_lm_head(teacher) as teacher_head:
+                    teacher(*inputs)
+                if name == "divergence":
+                    loss = head.linear_jsd(teacher_head, labels=labels, ignore_index=-1, temperature=0.1)
+                else:
+                    loss = -head.linear_cross_entropy(labels, ignore_index=-1).logprobs
+            else:
+                logits = chunks[0](*inputs, runtime_gather_output=True)
+                with torch.no_grad():
+                    teacher_logits = teacher(*inputs, runtime_gather_output=True)
+                if name == "divergence":
+                    z = logits.double() / 0.1, teacher_logits.double() / 0.1  # so small that the two models differ
+                    loss = jsd_of_products(*z, labels=labels, ignore_index=-1)
+                else:
+                    loss = nn.functional.cross_entropy(logits.mT, labels, reduction="none", ignore_index=-1)
+            (loss * torch.cos(torch.arange(loss.numel(), device=device)).view_as(loss)).sum().backward()
+            losses[name] = loss.detach()
+        return losses, cases.finished_gradients(chunks)
+
+    (losses, expected), (captured_losses, actual) = (losses_and_gradients(captured) for captured in (False, True))
+    compare_all(report, f"{case.name}: captured divergence, losses", captured_losses, losses)
+    compare_all(report, f"{case.name}: captured divergence, gradients", actual, expected)
+
+
+def copied_in_parts(x: Tensor) -> Tensor:
+    """As AReaL takes padding out of packed sequences."""
+    copy = torch.empty_like(x)
+    for rows in torch.arange(len(x)).split(5):
+        copy[rows[0] : rows[-1] + 1] = x[rows[0] : rows[-1] + 1]
+    return copy
+
+
+def check_compat(case: cases.Case, device: torch.device, report: harness.Report) -> None:
+    """The call of verl and AReaL behind Megatron's own operations: hidden's gradient is summed once, wherever."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    rank, ranks = group.rank(), group.size()
+    generator = torch.Generator().manual_seed(5)
+    whole, weight = (torch.randn(*size, generator=generator).to(device) for size in ((12, 2, 8), (10 * ranks, 8)))
+    labels = torch.randint(0, len(weight), (12, 2), generator=generator).to(device)
+    hidden, head = (x.double().requires_grad_() for x in (whole, weight))
+    distribution = torch.distributions.Categorical(logits=hidden @ head.T)
+    (distribution.log_prob(labels) - 0.5 * distribution.entropy()).sum().backward()
+    gather, turned = mappings.gather_from_sequence_parallel_region, lambda x: x.transpose(0, 1).contiguous()
+    ways: dict[str, tuple[Callable, int]] = {  # what stands in front, and how many parts hidden is in
+        "replicated": (lambda x: x, 1),
+        "copied": (mappings.copy_to_tensor_model_parallel_region, 1),
+        "gathered": (gather, ranks),
+        "gathered, cast and turned twice": (lambda x: turned(turned(gather(x.double())).float()), ranks),
+        "gathered, copied in parts": (lambda x: copied_in_parts(gather(x)), ranks),
+        "gathered, put together": (lambda x: torch.cat([part + 0 for part in gather(x).split(5)]), ranks),
+        "gathered, of whose gradient a part is taken": (lambda x: gather(x, tensor_parallel_output_grad=False), ranks),
+    }
+    for name, (front, parts) in ways.items():
+        part = whole.chunk(parts)[rank % parts].clone().requires_grad_()
+        shard = weight.chunk(ranks)[rank].clone().requires_grad_()
+        logprobs, entropy = compat.linear_cross_entropy(front(part), shard, labels, dist_process_group=group)
+        (logprobs - 0.5 * entropy).sum().backward()
+        found = {"hidden": part.grad, "weight": shard.grad}
+        expected = {"hidden": hidden.grad.chunk(parts)[rank % parts], "weight": head.grad.chunk(ranks)[rank]}
+        compare_all(report, f"compat, hidden {name}: gradients", found, expected)
+    part, shard = (x.chunk(ranks)[rank].clone().requires_grad_() for x in (whole, weight))
+    try:
+        both = torch.cat([gather(part), part])
+        compat.linear_cross_entropy(both, shard, labels.repeat(2, 1)[: len(both)], dist_process_group=group)
+        message = "no error"
+    except ValueError as error:
+        message = str(error)
+    report.check("compat, half of hidden gathered: refused", message.startswith("hidden must come out of"), message)
+
+
+def check_logits(case: cases.Case, device: torch.device, report: harness.Report) -> None:
+    """Without labels an enabled model gives Megatron's logits, bit for bit, gathered where that is asked for."""
+    batch = cases.microbatches(device)[0]
+    inputs = (batch["tokens"], batch["positions"], None)
+    (model,) = cases.build(case, device)
+    model.eval()
+    with torch.no_grad():
+        expected = [model(*inputs, runtime_gather_output=gather) for gather in (None, True)]
+        native = model(*inputs, labels=batch["labels"])
+        enable_fused_linear_ce(model)
+        actual = [model(*inputs, runtime_gather_output=gather) for gather in (None, True)]
+        fused = model(*inputs, labels=batch["labels"])
+    for name, ours, theirs in zip(("sharded", "gathered"), actual, expected, strict=True):
+        report.check(f"{case.name}: {name} logits", torch.equal(ours, theirs), str(tuple(ours.shape)))
+    mask = batch["loss_mask"].bool()
+    report.compare(f"{case.name}: loss in eval", fused[mask], native[mask], ALLOWED)
+    report.check(f"{case.name}: negative labels are ignored rows", bool((fused[~mask] == 0).all()))

@@ -1,0 +1,112 @@
+"""Steps of Megatron models with the fused head on and off: losses and every parameter's gradient."""
+
+import dataclasses
+import functools
+import importlib.util
+
+import harness
+import megatron_cases as cases
+import megatron_models as models
+import torch
+from megatron_comparisons import compare_all, error_ratio, relative_error, worst_of_all_ranks
+from torch import nn
+
+from megatron_lce import enable_fused_linear_ce, install_megatron_linear_cross_entropy
+from scripts import megatron_runtime
+
+ALLOWED_BF16 = 1.5  # times Megatron's own error, per parameter
+LOSS_OF_HEAD = importlib.util.find_spec("megatron.core.transformer.linear_cross_entropy") is not None
+OWN_FLAG = (("cross_entropy_loss_fusion", True), ("cross_entropy_fusion_impl", "linear"))
+
+
+def train(case: cases.Case, device: torch.device, *, fused: bool, like: list[nn.Module] | None = None):
+    """A step over several microbatches, two with an optimizer between them: (losses, gradients, the model's chunks)."""
+    chunks = cases.build(case, device)
+    if like is not None:
+        cases.copy_weights(like, chunks)
+    masked = {"skip_ignored": case.masked, "ignore_masked": case.masked}
+    handle = enable_fused_linear_ce(chunks, use_fused_linear_ce=fused, **masked)
+    forward_step = functools.partial(cases.forward_step, masked=case.masked)
+    if fused and case.main_grad:
+        cases.set_main_grad_fusion(chunks)
+    with cases.counted_additions() as additions:
+        losses = cases.train_step(chunks, forward_step, cases.microbatches(device))
+        if case.overlap:
+            optimizer = megatron_runtime.build_optimizer(chunks, use_distributed_optimizer=True)
+            optimizer.step()
+            losses = cases.train_step(chunks, forward_step, cases.microbatches(device))
+    assert handle.enabled == (fused and cases.has_head(chunks)), handle.reasons
+    assert additions.called == (handle.enabled and case.main_grad), case
+    return losses, cases.gradients(chunks), chunks
+
+
+def check_training(case: cases.Case, device: torch.device, report: harness.Report) -> None:
+    """The flag on against off: the loss of every token and the accumulated gradient of every parameter."""
+    losses, expected, _ = train(case, device, fused=False)
+    fused_losses, actual, _ = train(case, device, fused=True)
+    compare_all(report, f"{case.name}: losses", fused_losses, losses)
+    compare_all(report, f"{case.name}: gradients", actual, expected)
+
+
+def check_own_flag(case: cases.Case, device: torch.device, report: harness.Report) -> None:
+    """Megatron's flag with our operation in the place of its kernel; our flag, and capture, on a model that has it."""
+    losses, expected, _ = train(case, device, fused=False)
+    asking = dataclasses.replace(case, config=(*case.config, *OWN_FLAG))
+    install_megatron_linear_cross_entropy()
+    own_losses, own, _ = train(asking, device, fused=False)
+    install_megatron_linear_cross_entropy(False)
+    fused_losses, fused, _ = train(asking, device, fused=True)
+    chunks = cases.build(asking, device)
+    captured_losses = cases.train_step(chunks, cases.captured_forward_step, cases.microbatches(device))
+    for name, found_losses, found in (
+        ("own flag", own_losses, own),
+        ("own flag and ours", fused_losses, fused),
+        ("own flag, captured", captured_losses, cases.gradients(chunks)),
+    ):
+        kept = {key: value for key, value in losses.items() if key in found_losses}  # MTP's acceptance is not counted
+        compare_all(report, f"{case.name}: {name}, losses", found_losses, kept)
+        compare_all(report, f"{case.name}: {name}, gradients", found, expected)
+
+
+def check_captured_training(case: cases.Case, device: torch.device, report: harness.Report) -> None:
+    """The same loss through `capture_lm_head`, in Megatron's schedule."""
+    losses, expected, _ = train(case, device, fused=False)
+    chunks = cases.build(case, device)
+    captured = cases.train_step(chunks, cases.captured_forward_step, cases.microbatches(device))
+    compare_all(report, f"{case.name}: captured, losses", captured, losses)
+    compare_all(report, f"{case.name}: captured, gradients", cases.gradients(chunks), expected)
+
+
+def check_bf16(case: cases.Case, device: torch.device, report: harness.Report) -> None:
+    """In bf16: our error against an fp32 run of the same weights, beside Megatron's own."""
+    _, native, chunks = train(case, device, fused=False)
+    _, fused, _ = train(case, device, fused=True)
+    _, exact, _ = train(cases.in_fp32(case), device, fused=False, like=chunks)
+    ratios = {
+        name: error_ratio(relative_error(fused[name], expected), relative_error(native[name], expected))
+        for name, expected in exact.items()
+    }
+    count, worst, ratio = worst_of_all_ranks(ratios)
+    detail = f"{count} tensors, worst {worst}: {ratio:.2f} times Megatron's error, allowed {ALLOWED_BF16}"
+    report.check(f"{case.name}: gradients", ratio <= ALLOWED_BF16, detail)
+
+
+def check_other_models(case: cases.Case, device: torch.device, report: harness.Report) -> None:
+    """Flag on against off for a hybrid model and, where it has what the case asks for, for LLaVA around a GPTModel."""
+    kinds = [("hybrid", models.hybrid_model, models.text_loss)]
+    kinds += [] if case.sequence_parallel or case.mtp else [("LLaVA", models.llava_model, models.image_loss)]
+    batch = cases.microbatches(device)[0]
+    for kind, build, loss_of in kinds:
+        found = []
+        for fused in (False, True):
+            # HybridModel does not know Megatron's own flag, and ours does not mind it
+            own_flag = OWN_FLAG if fused and kind == "hybrid" and LOSS_OF_HEAD else ()
+            options = cases.gpt_options(dataclasses.replace(case, config=(*case.config, *own_flag)))
+            model = build(options).to(device)
+            handle = enable_fused_linear_ce(model, use_fused_linear_ce=fused)
+            assert handle.enabled == fused, handle.reasons
+            losses = loss_of(model, batch)
+            losses.sum().backward()
+            gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+            found.append({"losses": losses.detach(), **gradients})
+        compare_all(report, f"{kind} {case.name}: losses and gradients", found[1], found[0])
