@@ -1,7 +1,6 @@
 """A Megatron world of one rank for the integration's tests, and what they ask of a model in it."""
 
 import contextlib
-import gc
 from collections.abc import Iterator
 
 import torch
@@ -22,7 +21,6 @@ def world() -> Iterator[torch.device]:
     device = megatron_runtime.initialize(1)
     MTPLossLoggingHelper.tracker.clear()  # Megatron's, of the process: sized for the first model with MTP
     yield device
-    gc.collect()
     megatron_runtime.teardown()
 
 
