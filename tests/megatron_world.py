@@ -8,11 +8,23 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_lce import enable_fused_linear_ce
 from scripts import megatron_runtime
 
 # No other tensor of the model has as many elements as its logits, or this width and more than half as many.
 VOCAB_SIZE, SEQUENCE, BATCH = 104, 23, 3
 SMALL_WORKSPACE = 40_000  # bytes: nearly the least that this head takes, and room for less than half of its tokens
+TOLD = "fused linear cross-entropy is enabled but was not used: the logits were computed"
+
+
+def enable(model, **settings):
+    """With the torch backend, which needs no interpreter."""
+    return enable_fused_linear_ce(model, backend="torch", **settings)
+
+
+def cross_entropy(logits, labels):
+    """The loss of each token [s, b], of whole logits [s, b, V] and labels [b, s]."""
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.T.flatten(), reduction="none").view_as(labels.T)
 
 
 @contextlib.contextmanager

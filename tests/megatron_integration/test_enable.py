@@ -15,12 +15,7 @@ from megatron_lce import capture_lm_head, enable_fused_linear_ce
 from megatron_lce.core import autograd, tokens
 from scripts import megatron_runtime
 from tests import megatron_world
-from tests.megatron_world import VOCAB_SIZE, lora
-
-
-def enable(model, **settings):
-    return enable_fused_linear_ce(model, backend="torch", **settings)
-
+from tests.megatron_world import VOCAB_SIZE, enable, lora
 
 NOT_IN_FORCE = ("its methods are not in place: it was removed, replaced, or a capture is open",)
 

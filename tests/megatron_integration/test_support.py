@@ -9,13 +9,8 @@ from megatron.core.models.common.language_module.language_module import Language
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from torch import nn
 
-from megatron_lce import enable_fused_linear_ce
 from tests import megatron_world
-from tests.megatron_world import VOCAB_SIZE, lora
-
-
-def enable(model, **settings):
-    return enable_fused_linear_ce(model, backend="torch", **settings)
+from tests.megatron_world import VOCAB_SIZE, enable, lora
 
 
 def state(model):

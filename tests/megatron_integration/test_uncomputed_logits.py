@@ -1,12 +1,7 @@
 """Code of a user's that meets an enabled model's logits: it must get their values and their gradients, and be told."""
 
 import contextlib
-import copy
-import gc
-import io
-import pickle
 import warnings
-import weakref
 
 import pytest
 import torch
@@ -18,15 +13,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_lce import enable_fused_linear_ce
 from scripts import megatron_runtime
 from tests import megatron_world
-
-TOLD = "fused linear cross-entropy is enabled but was not used: the logits were computed"
-
-
-def enable(model, **settings):
-    return enable_fused_linear_ce(model, backend="torch", **settings)
+from tests.megatron_world import TOLD, cross_entropy, enable
 
 
 def masked(logits):
@@ -56,10 +45,6 @@ CHANGES = {
     )[3],
     "hook, then scaled": lambda logits: (logits.register_hook(lambda grad: 3 * grad), logits * 0.5)[1],
 }
-
-
-def cross_entropy(logits, labels):
-    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.T.flatten(), reduction="none").view_as(labels.T)
 
 
 # What takes logits past `__torch_function__`: a custom autograd function computes without gradient.
@@ -251,173 +236,3 @@ def test_mtp_logits_answer_any_question_after_their_loss(device):
     model.compute_language_model_loss = ask
     model(*tensors, labels=labels)
     assert len(asked) == 2 * len(QUESTIONS)  # MTP's head and the main one
-
-
-def kept_logits(model):
-    """The logits of every pass from now on, as a hook keeps them."""
-    kept = []
-    model.output_layer.register_forward_hook(lambda module, args, output: kept.append(output[0]))
-    return kept
-
-
-def test_hooks_get_the_gradient_of_logits_and_the_loss_keeps_its_options(untied, device, backend):
-    tensors, labels = megatron_world.inputs(device)
-    labels = labels.where(labels % 3 != 0, -100)
-    columns = megatron_world.VOCAB_SIZE - 8
-    labels = labels.where(labels < columns, 0)
-    seen = []
-
-    def own_loss(labels, logits):
-        """Softcap, padding and negative labels as an enabled model has them."""
-        capped = 0.5 * torch.tanh(logits / 0.5)
-        logits.retain_grad()
-        seen.append(logits)
-        loss = nn.functional.cross_entropy(
-            capped[..., :columns].flatten(0, 1), labels.T.flatten(), ignore_index=-100, reduction="none"
-        )
-        return loss.view_as(labels.T).T
-
-    untied.compute_language_model_loss = own_loss
-    expected = untied(*tensors, labels=labels)
-    expected_gradients = megatron_world.gradients(untied, expected.square().sum())
-    del untied.compute_language_model_loss
-    enable_fused_linear_ce(untied, softcap=0.5, vocab_size=columns, backend=backend)
-    kept = kept_logits(untied)
-    untied.output_layer.register_forward_hook(lambda module, args, output: output[0].retain_grad())
-    with pytest.warns(UserWarning, match=TOLD):
-        loss = untied(*tensors, labels=labels)
-    torch.testing.assert_close(loss, expected)
-    gradients = megatron_world.gradients(untied, loss.square().sum())
-    megatron_world.assert_same_gradients(gradients, expected_gradients)
-    torch.testing.assert_close(kept[0].grad, seen[0].grad, rtol=1e-5, atol=1e-6)
-
-
-def test_rows_that_the_loss_does_not_count_keep_the_gradient_of_another_use(untied, device):
-    """A penalty on all logits beside a masked loss: skipping rows without a loss must not skip theirs."""
-    tensors, labels = megatron_world.inputs(device)
-    kept = labels % 3 != 0
-
-    def gradients(labels):
-        logits = kept_logits(untied)
-        loss = untied(*tensors, labels=labels)
-        return megatron_world.gradients(untied, loss[kept].sum() + logits[0].square().sum() / 100)
-
-    untied.compute_language_model_loss = lambda labels, logits: cross_entropy(logits, labels).T
-    expected = gradients(labels)
-    del untied.compute_language_model_loss
-    untied.output_layer._forward_hooks.clear()
-    enable(untied, skip_ignored=True)
-    for ignored in (labels, labels.where(kept, -100)):
-        untied.output_layer._forward_hooks.clear()
-        untied.output_layer.register_forward_hook(lambda module, args, output: output[0].retain_grad())
-        with pytest.warns(UserWarning, match=TOLD) if ignored is labels else contextlib.nullcontext():
-            actual = gradients(ignored)
-        megatron_world.assert_same_gradients(actual, expected)
-
-
-def test_touched_logits_leave_nothing_behind(untied, device):
-    """Hidden goes with the loss, without a garbage collector."""
-    tensors, labels = megatron_world.inputs(device)
-    enable(untied)
-    untied.output_layer.register_forward_hook(lambda module, args, output: output[0].retain_grad())
-    hidden = []
-
-    def remember(module, args, keywords):  # by position, or as Megatron's dev branch gives it
-        hidden.append(weakref.ref(args[0] if args else keywords["input_"]))
-
-    untied.output_layer.register_forward_pre_hook(remember, with_kwargs=True)
-    gc.disable()
-    try:
-        with pytest.warns(UserWarning, match=TOLD):
-            untied(*tensors, labels=labels).sum().backward()
-        assert hidden[0]() is None
-    finally:
-        gc.enable()
-
-
-def test_logits_kept_by_a_hook_are_those_of_the_pass_or_none(untied, device):
-    tensors, labels = megatron_world.inputs(device)
-    expected = untied(*tensors).transpose(0, 1).detach()
-    enable(untied)
-    kept = kept_logits(untied)
-    for _ in range(2):
-        loss = untied(*tensors, labels=labels)
-    read = kept[0].detach()
-    loss.sum().backward()
-    for parameter in untied.parameters():
-        parameter.data.add_(1.0)  # as Megatron's optimizers copy their fp32 weights: no version counter sees it
-    torch.testing.assert_close(read, expected)
-    torch.testing.assert_close(kept[0].detach(), expected)
-    with pytest.raises(RuntimeError, match="kept from before a backward pass, after which weights change"):
-        kept[1].sum()
-
-
-def test_logits_kept_past_a_change_of_weights_in_place_are_refused(untied, device):
-    tensors, labels = megatron_world.inputs(device)
-    enable(untied)
-    kept = kept_logits(untied)
-    with torch.no_grad():
-        untied(*tensors, labels=labels)
-        untied.output_layer.weight.add_(1.0)
-    with pytest.raises(RuntimeError, match="the LM head's weight was changed in place after the forward pass"):
-        kept[0].sum()
-
-
-@pytest.mark.parametrize("factor", [float("inf"), float("nan"), 1e39])
-def test_products_that_are_no_scale_are_computed(untied, device, factor):
-    tensors, _ = megatron_world.inputs(device)
-    untied.eval()
-    expected = untied(*tensors).transpose(0, 1) * factor
-    enable(untied)
-    kept = kept_logits(untied)
-    untied(*tensors)
-    assert torch.equal((kept[0] * factor).nan_to_num(), expected.nan_to_num())
-    assert torch.equal((kept[0] * 2 * factor).isnan(), expected.isnan())
-
-
-def saved(logits, save, load):
-    file = io.BytesIO()
-    save(logits, file)
-    file.seek(0)
-    return load(file)
-
-
-KEPT = {
-    "torch.save": lambda logits: saved(logits, torch.save, torch.load),
-    "pickle": lambda logits: saved(logits, pickle.dump, pickle.load),
-    "copy": copy.copy,
-    "deepcopy": copy.deepcopy,
-    "numpy": lambda logits: torch.from_numpy(logits.cpu().numpy()),
-    "tolist": lambda logits: torch.tensor(logits.tolist()),
-    "dlpack": torch.from_dlpack,
-    "storage": lambda logits: torch.tensor(logits.untyped_storage().tolist(), dtype=torch.uint8).view(torch.float32),
-    "data_ptr": lambda logits: torch.full((), float(logits.data_ptr() != 0)),
-}
-
-
-@pytest.mark.parametrize("way", KEPT)
-def test_what_goes_past_the_dispatcher_gets_real_logits(untied, device, way):
-    tensors, labels = megatron_world.inputs(device)
-    expected = untied(*tensors).transpose(0, 1).contiguous()
-    enable(untied)
-    kept = kept_logits(untied)
-    with torch.no_grad():
-        untied(*tensors, labels=labels)
-        got = KEPT[way](kept[0])
-    assert type(got) is torch.Tensor
-    torch.testing.assert_close(
-        got.to(device).flatten(), expected.flatten() if got.numel() > 1 else expected.new_ones(1)
-    )
-
-
-def test_logits_in_their_graph_are_saved_with_it(untied, device):
-    tensors, labels = megatron_world.inputs(device)
-    enable(untied)
-    kept = kept_logits(untied)
-    untied(*tensors, labels=labels)
-    got = saved(kept[0], torch.save, torch.load)
-    assert (type(got), got.requires_grad) == (torch.Tensor, True)
-    with pytest.raises(RuntimeError, match="requires grad"):
-        kept[0].cpu().numpy()
-    with pytest.raises(ValueError, match=r"data of logits must stay \(23, 3, 104\) of torch.float32 on .*, got \(2,\)"):
-        kept[0].data = torch.zeros(2)
