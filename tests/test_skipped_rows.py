@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import megatron_lce
+from megatron_lce.backends.choice import load_backend
 from megatron_lce.core import autograd, blocks
 from megatron_lce.core.collectives import Pending
-from megatron_lce.core.rows import Rows
-from megatron_lce.core.tokens import RowNumber, Tokens
+from megatron_lce.core.rows import Ahead, Rows
+from megatron_lce.core.tokens import Counted, RowNumber, Tokens
 from tests.oracle import Upstream
 from tests.problems import make_problem
 
@@ -131,15 +132,45 @@ def test_the_device_has_work_while_the_host_waits_for_the_number(logits_cache_by
     assert seen == expected
 
 
+@pytest.mark.parametrize("num_rows", [0, 1, 300, 9000])
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+def test_rows_that_count_come_to_the_front(num_rows, share, backend, device):
+    counts = torch.rand(num_rows, device=device) < share
+    per_row = [torch.randint(9, (num_rows,), device=device), torch.randn(3, num_rows, device=device)]
+    compacted = load_backend(backend, device).compact_rows(counts, per_row)
+    number = int(compacted.number)
+    assert number == counts.sum()
+    assert torch.equal(compacted.rows[:number], counts.nonzero()[:, 0])
+    assert all(
+        torch.equal(one[..., :number], of[..., counts]) for one, of in zip(compacted.brought, per_row, strict=True)
+    )
+    # What is behind is read too: memory as it was could be anything.
+    assert ((compacted.rows >= 0) & (compacted.rows < max(num_rows, 1))).all()
+    assert compacted.brought[1].isfinite().all()
+
+
+@pytest.mark.parametrize(("number", "copied"), [(0, 0), (70, 70), (100, 0)])
+def test_hidden_states_are_gathered_as_far_as_they_count(number, copied, device, monkeypatch):
+    """None where all do: the kernels read them where they are."""
+    triton = pytest.importorskip("megatron_lce.backends.triton.cross_entropy")
+    matrix, rows = torch.randn(1300, 100, device=device).T, torch.randperm(100, device=device)
+    monkeypatch.setattr(torch.Tensor, "new_empty", torch.Tensor.new_zeros)
+    on_device = torch.tensor(number, dtype=torch.int32, device=device)
+    gathered = triton.gather_rows(matrix, rows, on_device, unless_all=True)
+    assert torch.equal(gathered[:copied], matrix[rows[:copied]])
+    assert not gathered[copied:].any()
+    assert torch.equal(triton.gather_rows(matrix, rows, on_device, unless_all=False)[:number], matrix[rows[:number]])
+
+
 def test_rows_behind_the_number_are_left_alone(device):
     triton = pytest.importorskip("megatron_lce.backends.triton.cross_entropy")
     hidden, weight = torch.randn(300, 16, device=device), torch.randn(70, 16, device=device)
     labels = torch.full((300,), -1, dtype=torch.int32, device=device)
     rows = Rows(labels, torch.ones(300, device=device), torch.ones(300, device=device))
     terms, grad = torch.ones(6, 300, device=device), torch.full((300, 128), 7.0, device=device)[:, :70]
-    number = torch.tensor(5, dtype=torch.int32, device=device)
+    ahead = Ahead(torch.tensor(5, dtype=torch.int32, device=device), None)
     triton.grad_logits(
-        hidden, weight, rows, terms, grad, first_column=0, softcap_scale=None, entropy=False, num_rows=number
+        hidden, weight, rows, terms, grad, first_column=0, softcap_scale=None, entropy=False, ahead=ahead
     )
     torch.testing.assert_close(grad[:5], torch.exp2(hidden[:5] @ weight.T - 2), rtol=1e-4, atol=0.0)
     assert (grad[128:] == 7).all()  # a tile is made as a whole
@@ -166,7 +197,7 @@ def test_statistics_of_rows_that_do_not_count_are_numbers(device, monkeypatch):
 def test_counted_rows_of_two_ranks_are_one_block(number, device):
     """A block of one row would make the weight's gradient a sum over blocks in fp32."""
     options = SimpleNamespace(sequence_parallel=True)
-    assert Tokens(torch.randn(8, 4), 16, torch.arange(number), number, options).num_blocks == 1
+    assert Tokens(torch.randn(8, 4), 16, Counted(torch.arange(number)), number, options).num_blocks == 1
 
 
 @pytest.mark.parametrize("number", [0, 3])
@@ -180,8 +211,8 @@ def test_hidden_states_are_gathered_once_waited_for_and_freed(number, monkeypatc
 
     monkeypatch.setattr("megatron_lce.core.collectives.start_gather_rows", start)
     options = SimpleNamespace(sequence_parallel=True, tp_group="two ranks")
-    every = Tokens(torch.randn(4, 2), 8, None, 8, options)
-    some = every.of(torch.arange(number), 8)
+    every = Tokens(torch.randn(4, 2), 8, Counted(None), 8, options)
+    some = every.of(Counted(torch.arange(number)), 8)
     assert len(waits) == (number == 0)
     assert [len(block.hidden.wait()) for block in some.blocks()] == [number] * (number > 0)
     assert [len(block.hidden.wait()) for block in every.blocks()] == [8]
@@ -192,8 +223,8 @@ def test_hidden_states_are_gathered_once_waited_for_and_freed(number, monkeypatc
 def test_only_a_cuda_device_is_told_not_to_wait_for_the_copy():
     """Other devices' copies may be under way when the host reads them: there is no event for those."""
     told = {}
-    number = SimpleNamespace(to=lambda device, non_blocking: told.update({device: non_blocking}))
-    RowNumber(SimpleNamespace(is_cuda=False, sum=lambda dtype: number))
+    number = SimpleNamespace(is_cuda=False, to=lambda device, non_blocking: told.update({device: non_blocking}))
+    RowNumber(number, None)
     assert told == {"cpu": False}
 
 

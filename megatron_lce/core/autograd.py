@@ -56,15 +56,14 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         num_tokens = labels.shape[0]
         with own_arithmetic(hidden.device, "linear_cross_entropy forward"):
             rows = backend.prepare_rows(labels, temperature, options)
-            counted = counted_rows(labels, rows, options)
-            if not _all_rows_fit(hidden, num_tokens, weight, options, backend):
+            counted = counted_rows(labels, rows, options, backend)
+            if counted.number is not None and not _all_rows_fit(hidden, num_tokens, weight, options, backend):
                 counted = counted.known()
-            tokens = _tokens(hidden, num_tokens, counted.rows, weight, options, backend)
+            tokens = _tokens(hidden, num_tokens, counted, weight, options, backend)
             order = tokens.order()
             rows = rows_to_compute(rows, order, counted)
             cache = backend.new_cache(tokens.num_computed, hidden, options) if grad_enabled else None
-            num_rows = None if counted.number is None else counted.number.on_device
-            extremes, sums = stats_over_group(tokens, weight, rows, options, backend, cache, num_rows)
+            extremes, sums = stats_over_group(tokens, weight, rows, options, backend, cache)
             outputs, saved = backend.finish(extremes, sums, rows, options)
             if counted.number is not None:
                 counted = counted.known()
@@ -93,7 +92,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         options, backend = ctx.options, ctx.backend
         cache, ctx.cache = ctx.cache, None
         with own_arithmetic(hidden.device, "linear_cross_entropy backward"):
-            tokens = _tokens(hidden, ctx.num_tokens, counted, weight, options, backend)
+            tokens = _tokens(hidden, ctx.num_tokens, Counted(counted), weight, options, backend)
             order = tokens.order()
             rows, saved = Rows(*per_row[:3]), Saved(*per_row[3:])
             given = dict(zip(LinearCrossEntropyOutput._fields, grad_outputs, strict=True))
@@ -161,13 +160,13 @@ def check_workspace(
 def _tokens(
     hidden: Tensor,
     num_tokens: int,
-    counted: Tensor | None,
+    counted: Counted,
     weight: Tensor,
     options: Options,
     backend: CrossEntropyBackend,
 ) -> Tokens:
     """The computed rows, in the blocks that backward's outer loop takes."""
-    computed = num_tokens if counted is None else counted.shape[0]
+    computed = num_tokens if counted.rows is None else counted.rows.shape[0]
     return Tokens(hidden, num_tokens, counted, _block_tokens(computed, hidden, weight, options, backend), options)
 
 
@@ -210,27 +209,25 @@ def _rows_with_gradient(
 
     With what was kept of all rows, or with the first slab of the logits.
     """
-    rows, terms, options = problem.rows, problem.terms, problem.options
+    rows, terms, options, backend = problem.rows, problem.terms, problem.options, problem.backend
     # NaN counts: a broken row's terms are, whatever its upstream gradient.
     counts = terms[2:5].any(dim=0)
     if (mean_term := RowTerms(*terms).mean_term) is not None:
         counts |= mean_term != 0
-
-    def gather(kept: Tensor) -> Sequence[Tensor]:
-        return *rows.of(kept), terms.index_select(1, kept), kept if order is None else order.index_select(0, kept)
+    per_row = [*rows, terms, *([] if order is None else [order])]
+    counted, made = rows_that_count(counts, per_row, options, backend), None
 
     def of(counted: Counted) -> tuple[Tokens, LogitGradients]:
-        assert counted.brought is not None
-        *of_rows, those_terms, those = counted.brought
-        block = _block_tokens(those.shape[0], tokens.hidden, problem.weight, options, problem.backend)
-        return tokens.of(those, block), problem._replace(rows=Rows(*of_rows), terms=those_terms)
+        labels, scale, to_nats, those_terms, *positions = counted.brought or ()
+        those = Counted(positions[0] if positions else counted.rows, number=counted.number)
+        block = _block_tokens(labels.shape[0], tokens.hidden, problem.weight, options, backend)
+        return tokens.of(those, block), problem._replace(rows=Rows(labels, scale, to_nats), terms=those_terms)
 
-    counted, made = rows_that_count(counts, options, gather), None
     if cache is not None:
         made = made_of_kept(problem, cache)
-    elif counted.number is not None and problem.backend.counts_on_device and tokens.num_blocks == 1:
+    elif backend.counts_on_device and tokens.num_blocks == 1:
         those_tokens, of_those = of(counted)
-        made = made_while_counted(of_those, next(those_tokens.blocks()).hidden.wait(), counted.number.on_device)
+        made = made_while_counted(of_those, next(those_tokens.blocks()))
         del those_tokens, of_those
     counted = counted.known()
     if counted.rows is None:

@@ -7,7 +7,7 @@ from megatron_lce.core import collectives
 from megatron_lce.core.blocks import cut, stats_tokens
 from megatron_lce.core.options import Options
 from megatron_lce.core.protocols import CrossEntropyBackend, LogitsCache
-from megatron_lce.core.rows import Rows, softcap_scale
+from megatron_lce.core.rows import Ahead, Rows, softcap_scale
 from megatron_lce.core.softmax_stats import empty_extremes, empty_sums
 from megatron_lce.core.tokens import Tokens
 
@@ -19,17 +19,13 @@ def stats_over_group(
     options: Options,
     backend: CrossEntropyBackend,
     cache: LogitsCache | None,
-    num_rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Extremes [E, N] and sums [`num_sums`, N] of the whole vocabulary, the same bits on every rank.
-
-    `num_rows`: [] int32 on the device, where only the first so many rows are wanted.
-    """
+    """Extremes [E, N] and sums [`num_sums`, N] of the whole vocabulary, the same bits on every rank."""
     found = []
     for block in tokens.blocks() if tokens.num_computed else ():
         cache_here = None if cache is None else cache.of(block.rows)
         of_block = block.hidden.wait(), weight, rows.of(block.rows), options, backend, cache_here
-        found.append(stats_of_tokens(*of_block, num_rows))
+        found.append(stats_of_tokens(*of_block, block.ahead))
     if not found:
         extremes = empty_extremes(0, options.telemetry, weight.device)
         return extremes, empty_sums(0, options.entropy, options.telemetry, weight.device)
@@ -43,14 +39,14 @@ def stats_of_tokens(
     options: Options,
     backend: CrossEntropyBackend,
     cache: LogitsCache | None = None,
-    num_rows: Tensor | None = None,  # only where all of them fit at once
+    ahead: Ahead | None = None,  # only where all of them fit at once
 ) -> tuple[Tensor, Tensor]:
     """The same of hidden states that are here, as many at a time as the workspace has room for."""
     num_tokens = hidden.shape[0]
     most = stats_tokens(num_tokens, options.workspace_bytes, backend.softmax_stats_bytes(hidden, options))
     if most >= num_tokens:
-        return _stats_of_part(hidden, weight, rows, options, backend, cache, num_rows)
-    assert num_rows is None
+        return _stats_of_part(hidden, weight, rows, options, backend, cache, ahead)
+    assert ahead is None
     found = []
     for part in cut(num_tokens, most):
         cache_here = None if cache is None else cache.of(part)
@@ -73,10 +69,11 @@ def _stats_of_part(
     options: Options,
     backend: CrossEntropyBackend,
     cache: LogitsCache | None,
-    num_rows: Tensor | None,
+    ahead: Ahead | None,
 ) -> tuple[Tensor, Tensor]:
     """Extremes and sums over the group's vocabulary: one exchange for the largest logits, one for the sums."""
     num_tokens = hidden.shape[0]
+    num_rows = None if ahead is None else ahead.number
     parts = None
     if options.num_columns == 0:
         extremes = empty_extremes(num_tokens, options.telemetry, hidden.device)
@@ -92,7 +89,7 @@ def _stats_of_part(
             vocab_start=options.vocab_start,
             workspace_bytes=options.workspace_bytes,
             cache=cache,
-            num_rows=num_rows,
+            ahead=ahead,
         )
         extremes = backend.merge_extremes(parts, options.telemetry, num_rows)
     if options.tp_group is not None:

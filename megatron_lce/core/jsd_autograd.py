@@ -15,6 +15,7 @@ from megatron_lce.core.options import Options
 from megatron_lce.core.products import own_arithmetic
 from megatron_lce.core.protocols import JsdBackend
 from megatron_lce.core.tokens import (
+    Counted,
     TokenBlock,
     Tokens,
     counted_rows,
@@ -55,7 +56,7 @@ class _LinearJsd(torch.autograd.Function):
         teacher = Head(teacher_hidden, teacher_weight, teacher_logits_scale, teacher_softcap)
         with own_arithmetic(student_hidden.device, "linear_jsd forward"):
             rows = backend.prepare_rows(labels, temperature, options)
-            counted = counted_rows(labels, rows, options).known()
+            counted = counted_rows(labels, rows, options, backend).known()
             rows = rows_to_compute(rows, counted.rows, counted)
             check_workspace(Heads(student, teacher, rows.scale, beta, backend), options)
             found = torch.empty(FOUND_ROWS, rows.scale.shape[0], device=rows.scale.device)
@@ -88,10 +89,8 @@ class _LinearJsd(torch.autograd.Function):
             factor = gradient_factor(upstream, to_nats, scale, student, ctx.beta)
             if options.skip_ignored is True:
                 # Rows whose gradient is not zero. A broken row is NaN whatever comes.
-                of_rows = found, factor, scale
-                kept = rows_that_count(
-                    (upstream != 0) | to_nats.isnan(), options, lambda rows: [t.index_select(-1, rows) for t in of_rows]
-                ).known()
+                counts = (upstream != 0) | to_nats.isnan()
+                kept = rows_that_count(counts, (found, factor, scale), options, ctx.backend).known()
                 if kept.rows is not None and kept.brought is not None:
                     found, factor, scale = kept.brought
                     order = kept.rows if order is None else order[kept.rows]
@@ -105,7 +104,7 @@ class _LinearJsd(torch.autograd.Function):
                 return recomputed_slabs(whole, found, factor, options, bytes_per_column)
 
             gradients = head_gradients(
-                Tokens(student.hidden, num_tokens, order, max(num_tokens, 1), options),
+                Tokens(student.hidden, num_tokens, Counted(order), max(num_tokens, 1), options),
                 student.weight,
                 options,
                 slabs,

@@ -46,14 +46,15 @@ class JsdPass:
         weighted = labels.masked_fill(token_weights == 0, options.ignore_index)
         rows = backend.prepare_rows(weighted, temperature, options)
         # A number from the caller is of the labels.
-        self._counted = counted_rows(weighted if options.skip_ignored is True else labels, rows, options).known()
+        whose = weighted if options.skip_ignored is True else labels
+        self._counted = counted_rows(whose, rows, options, backend).known()
         computed = num_tokens if self._counted.rows is None else self._counted.rows.shape[0]
         self._heads = Heads(student, teacher, rows.scale, beta, backend)
         check_workspace(self._heads, options)
         blocks = gradient_blocks(self._heads, computed, options) if with_gradient else None
         block_tokens = max(computed, 1) if blocks is None else blocks.gradients
         self.tokens, teacher_tokens = (
-            Tokens(head.hidden, num_tokens, self._counted.rows, block_tokens, options) for head in (student, teacher)
+            Tokens(head.hidden, num_tokens, self._counted, block_tokens, options) for head in (student, teacher)
         )
         self._teacher_blocks = teacher_tokens.blocks()
         order = self.tokens.order()

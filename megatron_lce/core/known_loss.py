@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_lce.core.head_gradients import Slab, head_gradients
 from megatron_lce.core.options import Options
 from megatron_lce.core.products import own_arithmetic
-from megatron_lce.core.protocols import ScalingBackend
+from megatron_lce.core.protocols import CommonBackend
 from megatron_lce.core.tokens import TokenBlock, Tokens
 from megatron_lce.core.validation import refuse_double_backward
 
@@ -22,7 +22,7 @@ class KnownLossPass(Protocol):
     tokens: Tokens
 
     @property
-    def backend(self) -> ScalingBackend: ...
+    def backend(self) -> CommonBackend: ...
 
     def slabs(self, block: TokenBlock, bytes_per_column: int) -> Iterator[Slab]:
         """Adds a block's losses, then yields the gradients of its products if any were asked for."""

@@ -14,7 +14,7 @@ from megatron_lce.core.head_gradients import Slab, computed_slabs, kept_slabs
 from megatron_lce.core.options import Options
 from megatron_lce.core.products import copies_of, slab_row_stride
 from megatron_lce.core.protocols import CrossEntropyBackend, LogitsCache
-from megatron_lce.core.rows import Rows, RowTerms, softcap_scale
+from megatron_lce.core.rows import Ahead, Rows, RowTerms, softcap_scale
 from megatron_lce.core.tokens import TokenBlock
 
 
@@ -36,10 +36,8 @@ class LogitGradients(NamedTuple):
         """The mean's gradient takes the softcap's slope at each, also where an exponential kept nothing of it."""
         return self.options.softcap is not None and RowTerms(*self.terms).mean_term is not None
 
-    def compute(
-        self, hidden: Tensor, tokens: slice, columns: slice, grad: Tensor, num_rows: Tensor | None = None
-    ) -> None:
-        """Gradients of these products, made once more; `num_rows`: see `CrossEntropyBackend.grad_logits`."""
+    def compute(self, hidden: Tensor, tokens: slice, columns: slice, grad: Tensor, ahead: Ahead | None = None) -> None:
+        """Gradients of these products, made once more."""
         here = self.of(tokens)
         self.backend.grad_logits(
             hidden[tokens],
@@ -50,7 +48,7 @@ class LogitGradients(NamedTuple):
             first_column=columns.start,
             softcap_scale=softcap_scale(self.options),
             entropy=self.entropy,
-            num_rows=num_rows,
+            ahead=ahead,
         )
 
 
@@ -83,13 +81,14 @@ def made_again(problem: LogitGradients, cache: LogitsCache, hidden: Tensor) -> M
     return Made(cache.exp)
 
 
-def made_while_counted(problem: LogitGradients, hidden: Tensor, num_rows: Tensor) -> Made | None:
-    """The first slab of N rows, of which the first `num_rows` are made; None: no slab holds all of them."""
-    num_tokens, num_columns = hidden.shape[0], problem.options.num_columns
+def made_while_counted(problem: LogitGradients, block: TokenBlock) -> Made | None:
+    """The first slab of all rows, made of those that count; None: no slab holds all of them."""
+    hidden, num_columns = block.hidden.wait(), problem.options.num_columns
+    num_tokens = hidden.shape[0]
     blocks = _plan(problem, hidden, num_tokens, num_columns)
     if blocks.tokens < num_tokens or num_columns == 0:
         return None
-    compute = partial(problem.compute, hidden, num_rows=num_rows)
+    compute = partial(problem.compute, hidden, ahead=block.ahead)
     slabs = computed_slabs(hidden, num_tokens, slice(0, num_columns), num_columns, blocks, compute)
     return Made(next(slabs).grad)
 

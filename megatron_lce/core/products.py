@@ -32,7 +32,9 @@ def full_fp32() -> Iterator[None]:
 @contextlib.contextmanager
 def own_arithmetic(device: torch.device, name: str) -> Iterator[None]:
     """Autocast off and products in full fp32 inside; a range of that name in a profiler's trace."""
-    with torch.autocast(device.type, enabled=False), full_fp32(), record_function(f"megatron_lce: {name}"):
+    autocast = torch.is_autocast_enabled(device.type)
+    without = torch.autocast(device.type, enabled=False) if autocast else contextlib.nullcontext()
+    with without, full_fp32(), record_function(f"megatron_lce: {name}"):
         yield
 
 

@@ -9,7 +9,7 @@ from megatron_lce.core.blocks import BlockBytes
 from megatron_lce.core.jsd_stats import Head
 from megatron_lce.core.options import Options
 from megatron_lce.core.products import Copies
-from megatron_lce.core.rows import Finished, Rows, Saved
+from megatron_lce.core.rows import Ahead, Compacted, Finished, Rows, Saved
 
 
 class LogitsCache(Protocol):
@@ -27,23 +27,29 @@ class LogitsCache(Protocol):
         """A view of some of the rows."""
 
 
-class ScalingBackend(Protocol):
-    """What a loss that is known in forward takes of either backend below."""
+class CommonBackend(Protocol):
+    """What every operation takes of its backend."""
+
+    def prepare_rows(self, labels: Tensor, temperature: Tensor | float, options: Options) -> Rows: ...
+
+    def compact_rows(self, counts: Tensor, per_row: Sequence[Tensor]) -> Compacted:
+        """Of [N] bool, and of what each row brings, [..., N] each: the rows that count."""
+
+    def gather_rows(self, matrix: Tensor, rows: Tensor, number: Tensor, unless_all: bool) -> Tensor:
+        """The first `number` of the rows of [N, H]; `unless_all`: nothing is copied where that is every row."""
 
     def scale(self, matrix: Tensor, factor: Tensor, out: Tensor, *, accumulate: bool) -> None:
         """`out = factor * matrix`, or `out += factor * matrix`, in fp32 for a factor [] on the device."""
 
 
-class CrossEntropyBackend(ScalingBackend, Protocol):
+class CrossEntropyBackend(CommonBackend, Protocol):
     """The primitives of `linear_cross_entropy`; what they mean is said where core defines their types.
 
-    `num_rows`, an int32 [] on the device, of a primitive: what it makes of the rows behind the first so many is of no
-    use, and may be left as it is; of merges, which travel over the group, it is numbers.
+    `ahead`, or its number, of a primitive: what it makes of the rows behind the first so many is of no use, and may be
+    left as it is; of merges, which travel over the group, it is numbers.
     """
 
-    counts_on_device: bool  # whether `num_rows` may be given
-
-    def prepare_rows(self, labels: Tensor, temperature: Tensor | float, options: Options) -> Rows: ...
+    counts_on_device: bool  # whether `ahead` may be given
 
     def new_cache(self, num_tokens: int, hidden: Tensor, options: Options) -> LogitsCache | None:
         """Room for what `logits_cache_bytes` allows; None: nothing is kept."""
@@ -67,7 +73,7 @@ class CrossEntropyBackend(ScalingBackend, Protocol):
         vocab_start: int,
         workspace_bytes: int,
         cache: LogitsCache | None = None,
-        num_rows: Tensor | None = None,
+        ahead: Ahead | None = None,
     ) -> Tensor:
         """[chunks, K, N], see `megatron_lce.core.softmax_stats`. Fills the cache, if any."""
 
@@ -110,7 +116,7 @@ class CrossEntropyBackend(ScalingBackend, Protocol):
         first_column: int,
         softcap_scale: float | None,
         entropy: bool,
-        num_rows: Tensor | None = None,
+        ahead: Ahead | None = None,
     ) -> None:
         """Gradient of one slab of the products `hidden @ weight.T`."""
 
@@ -126,10 +132,8 @@ class CrossEntropyBackend(ScalingBackend, Protocol):
         """Kept exponentials to the gradient of their products, in place; not with a `mean_term` under a softcap."""
 
 
-class JsdBackend(ScalingBackend, Protocol):
+class JsdBackend(CommonBackend, Protocol):
     """The primitives of `linear_jsd`. Logits are [N, C] fp32 in base 2, rows a multiple of `SLAB_ROW_STEP` apart."""
-
-    def prepare_rows(self, labels: Tensor, temperature: Tensor | float, options: Options) -> Rows: ...
 
     def logits_bytes(self, student: Head, teacher: Head, num_columns: int) -> BlockBytes:
         """Both heads' logits, and what the functions here take beside them for tokens with that many columns."""

@@ -1,5 +1,6 @@
 """What a token brings to the operation and takes from it, beside its hidden state: types and factors."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -26,6 +27,21 @@ class Rows(NamedTuple):
     def of(self, rows: slice | Tensor) -> "Rows":
         """Of some of the tokens."""
         return Rows(*(row[rows] if isinstance(rows, slice) else row.index_select(0, rows) for row in self))
+
+
+class Compacted(NamedTuple):
+    """The rows that count in front of all others, as `CommonBackend.compact_rows` brings them there."""
+
+    rows: Tensor  # [N] int64, ascending; behind them any row
+    brought: Sequence[Tensor]  # [..., N] each, what they bring; behind it numbers
+    number: Tensor  # [] int32 on the device: how many rows count
+
+
+class Ahead(NamedTuple):
+    """Work on as many rows as may count, in front of their number."""
+
+    number: Tensor  # [] int32 on the device: how many of the rows count
+    whole: Tensor | None  # [N, H] hidden states of every row: where all count these are read, and the others not filled
 
 
 class Saved(NamedTuple):

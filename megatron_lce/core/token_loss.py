@@ -44,10 +44,10 @@ class TokenLossPass:
         self._loss, self._with_gradient = loss, with_gradient
         self._num_tokens = labels.shape[0]
         rows = backend.prepare_rows(labels, temperature, options)
-        self._counted = counted_rows(labels, rows, options).known()
+        self._counted = counted_rows(labels, rows, options, backend).known()
         computed = self._num_tokens if self._counted.rows is None else self._counted.rows.shape[0]
         block, self._cache, self._room = self._plan(hidden, computed)
-        self.tokens = Tokens(hidden, self._num_tokens, self._counted.rows, block, options)
+        self.tokens = Tokens(hidden, self._num_tokens, self._counted, block, options)
         self._order = self.tokens.order()
         self._per_token = [tensor if self._order is None else tensor[self._order] for tensor in per_token]
         self._rows = rows_to_compute(rows, self._order, self._counted)

@@ -10,24 +10,33 @@ from megatron_lce.core import collectives
 from megatron_lce.core.blocks import cut
 from megatron_lce.core.collectives import Pending
 from megatron_lce.core.options import LinearCrossEntropyOutput, Options
-from megatron_lce.core.rows import Rows
+from megatron_lce.core.products import is_aligned
+from megatron_lce.core.protocols import CommonBackend
+from megatron_lce.core.rows import Ahead, Rows
 
 
 class RowNumber:
     """How many rows count. The device knows it at once; the host learns it while the device goes on."""
 
-    def __init__(self, counts: Tensor) -> None:
-        self.on_device = counts.sum(dtype=torch.int32)  # []
-        self._copy = self.on_device.to("cpu", non_blocking=counts.is_cuda)
-        self._copied = torch.cuda.Event() if counts.is_cuda else None
+    def __init__(self, on_device: Tensor, gather_rows: Callable[[Tensor, Tensor, Tensor, bool], Tensor]) -> None:
+        self.on_device = on_device  # [] int32
+        self._gather_rows = gather_rows
+        self._copy = on_device.to("cpu", non_blocking=on_device.is_cuda)
+        self._copied = torch.cuda.Event() if on_device.is_cuda else None
         if self._copied is not None:
-            self._copied.record(torch.cuda.current_stream(counts.device))
+            self._copied.record(torch.cuda.current_stream(on_device.device))
 
     def look(self) -> int:
         """Waits for what was enqueued in front of the copy, and for nothing behind it."""
         if self._copied is not None:
             self._copied.synchronize()
         return int(self._copy)
+
+    def gather(self, whole: Tensor, rows: Tensor) -> tuple[Tensor, Ahead]:
+        """Hidden states [N, H] of so many of the rows."""
+        unless_all = is_aligned(whole)  # else a copy is read anyway
+        hidden = self._gather_rows(whole, rows, self.on_device, unless_all)
+        return hidden, Ahead(self.on_device, whole if unless_all else None)
 
 
 class Counted(NamedTuple):
@@ -55,9 +64,10 @@ class TokenBlock(NamedTuple):
     hidden: Pending  # [rows, H]
     is_first: bool
     is_last: bool
+    ahead: Ahead | None = None  # where the host does not know yet how many of the rows count
 
 
-def counted_rows(labels: Tensor, rows: Rows, options: Options) -> Counted:
+def counted_rows(labels: Tensor, rows: Rows, options: Options, backend: CommonBackend) -> Counted:
     """The rows that are not ignored; with `skip_ignored=True` as the device counts them."""
     if options.skip_ignored is False:
         return Counted(None)
@@ -68,13 +78,13 @@ def counted_rows(labels: Tensor, rows: Rows, options: Options) -> Counted:
                 "skip_ignored must be False or the number of counted rows while a CUDA graph is captured, got True: "
                 "it reads the number from the device"
             )
-        return rows_that_count(counts, options, rows.of)
+        return rows_that_count(counts, rows, options, backend)
     count = options.skip_ignored
-    unless_nan = torch.where(counts.sum() == count, 1.0, torch.nan)
     if count == labels.shape[0]:
-        return Counted(None, unless_nan)
-    those = _first_that_count(counts, count)
-    return Counted(those, unless_nan, rows.of(those))
+        return Counted(None, torch.where(counts.all(), 1.0, torch.nan))
+    found = backend.compact_rows(counts, rows)
+    unless_nan = torch.where(found.number == count, 1.0, torch.nan)
+    return Counted(found.rows[:count], unless_nan, [tensor[:count] for tensor in found.brought])
 
 
 def rows_to_compute(rows: Rows, order: Tensor | None, counted: Counted) -> Rows:
@@ -88,22 +98,20 @@ def rows_to_compute(rows: Rows, order: Tensor | None, counted: Counted) -> Rows:
     return rows
 
 
-def rows_that_count(counts: Tensor, options: Options, gather: Callable[[Tensor], Sequence[Tensor]]) -> Counted:
-    """Their indices and what `gather` makes of those, as the device counts them.
+def rows_that_count(
+    counts: Tensor,  # [N] bool
+    per_row: Sequence[Tensor],  # [..., N] each
+    options: Options,
+    backend: CommonBackend,
+) -> Counted:
+    """Their indices and what they bring, as the device counts them.
 
-    Rows that count on any rank count on all of them, so that ranks do not part. The device works off what was enqueued
-    before it tells the number, and nothing runs until more is: so everything is made of as many rows as may count, in
-    front of that, and cut after it.
+    Rows that count on any rank count on all of them, so that ranks do not part.
     """
     if options.tp_group is not None:
         counts = collectives.any_over_group(counts, options.tp_group)
-    rows = _first_that_count(counts, counts.shape[0])
-    return Counted(rows, brought=gather(rows), number=RowNumber(counts))
-
-
-def _first_that_count(counts: Tensor, number: int) -> Tensor:
-    """[number] indices, ascending; where fewer rows count, a row that is there behind them."""
-    return counts.nonzero_static(size=number, fill_value=0)[:, 0]
+    found = backend.compact_rows(counts, per_row)
+    return Counted(found.rows, brought=found.brought, number=RowNumber(found.number, backend.gather_rows))
 
 
 def spread(outputs: LinearCrossEntropyOutput, counted: Counted, num_tokens: int) -> LinearCrossEntropyOutput:
@@ -136,12 +144,14 @@ class Tokens:
         self,
         hidden: Tensor,  # [N, H], under sequence parallel [N / tp, H]
         num_tokens: int,  # N
-        counted: Tensor | None,  # rows that are computed, None: all
+        those: Counted,  # rows that are computed
         block_tokens: int,  # most rows of a block
         options: Options,
     ) -> None:
+        counted = those.rows
         self.hidden, self._num_tokens, self._counted, self._options = hidden, num_tokens, counted, options
         self.num_computed = num_tokens if counted is None else counted.shape[0]
+        self._number = those.number
         ranks = num_tokens // hidden.shape[0] if options.sequence_parallel and num_tokens else 1
         self._block_tokens = max(1, block_tokens // ranks) * ranks if counted is None else max(1, block_tokens)
         self.num_blocks = -(-self.num_computed // self._block_tokens)
@@ -151,9 +161,9 @@ class Tokens:
         self._grad: Tensor | None = None
         self._reductions: list[Pending] = []
 
-    def of(self, rows: Tensor, block_tokens: int) -> "Tokens":
+    def of(self, those: Counted, block_tokens: int) -> "Tokens":
         """Other rows of the same hidden states, which are gathered once."""
-        some = Tokens(self.hidden, self._num_tokens, rows, block_tokens, self._options)
+        some = Tokens(self.hidden, self._num_tokens, those, block_tokens, self._options)
         some._gathered = self._gathered = self._start_gather()
         if some.num_computed == 0:
             some._gathered.wait()  # no block will
@@ -173,7 +183,8 @@ class Tokens:
             return
         whole, self._gathered = self._start_gather(), None  # its memory goes with the last block
         for rows in cut(self.num_computed, self._block_tokens):
-            yield TokenBlock(rows, self._rows_of(whole, rows), rows.start == 0, rows.stop == self.num_computed)
+            hidden, ahead = self._rows_of(whole, rows)
+            yield TokenBlock(rows, hidden, rows.start == 0, rows.stop == self.num_computed, ahead)
         whole.wait()  # also where nothing read it: its memory must not go to others before it is filled
 
     def grad_rows(self, block: TokenBlock) -> Tensor:
@@ -227,10 +238,14 @@ class Tokens:
         assert self._options.tp_group is not None
         return collectives.start_gather_rows(self.hidden, self._options.tp_group)
 
-    def _rows_of(self, whole: Pending, rows: slice) -> Pending:
+    def _rows_of(self, whole: Pending, rows: slice) -> tuple[Pending, Ahead | None]:
+        if self._number is not None and self._counted is not None:
+            assert self.num_blocks == 1
+            hidden, ahead = self._number.gather(whole.wait(), self._counted)
+            return Pending(hidden), ahead
         if self._counted is not None:
-            return Pending(whole.wait().index_select(0, self._counted[rows]))
-        return whole if self.num_blocks == 1 else Pending(whole.wait()[rows])
+            return Pending(whole.wait().index_select(0, self._counted[rows])), None
+        return whole if self.num_blocks == 1 else Pending(whole.wait()[rows]), None
 
     def _shard_parts(self) -> Iterator[slice]:
         return cut(self.hidden.shape[0], self._block_tokens // self._ranks)

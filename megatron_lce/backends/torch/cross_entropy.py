@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from megatron_lce.backends.torch.compaction import compact_rows, gather_rows
 from megatron_lce.backends.torch.rows import finish, largest_logit, prepare_rows, row_terms
 from megatron_lce.backends.torch.scale import scale
 from megatron_lce.core.blocks import BlockBytes, cut
@@ -20,8 +21,10 @@ from megatron_lce.core.softmax_stats import (
 
 __all__ = [
     "chunk_stats",
+    "compact_rows",
     "counts_on_device",
     "finish",
+    "gather_rows",
     "grad_logits",
     "grad_logits_bytes",
     "grad_logits_from_cache",
@@ -73,7 +76,7 @@ def softmax_stats(
     vocab_start: int,
     workspace_bytes: int,
     cache: None = None,
-    num_rows: None = None,
+    ahead: None = None,
 ) -> Tensor:
     """Statistics [chunks, K, N] of V columns, see `megatron_lce.core.softmax_stats`.
 
@@ -144,7 +147,7 @@ def grad_logits(
     first_column: int,
     softcap_scale: float | None,
     entropy: bool,
-    num_rows: None = None,
+    ahead: None = None,
 ) -> None:
     """Gradient of one slab of the products `hidden @ weight.T`."""
     terms = RowTerms(*row_terms[:, :, None])

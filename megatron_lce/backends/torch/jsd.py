@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from megatron_lce.backends.torch.compaction import compact_rows, gather_rows
 from megatron_lce.backends.torch.cross_entropy import upcast_row_bytes
 from megatron_lce.backends.torch.rows import prepare_rows
 from megatron_lce.backends.torch.scale import scale
@@ -13,7 +14,9 @@ from megatron_lce.core.jsd_stats import Found, Head, KlStats
 from megatron_lce.core.products import product
 
 __all__ = [
+    "compact_rows",
     "divergence_parts",
+    "gather_rows",
     "grad_logits",
     "kl_parts",
     "logits",

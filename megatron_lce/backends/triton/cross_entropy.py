@@ -1,5 +1,6 @@
 """The Triton backend: the primitives of this package, under the names that every backend has."""
 
+from megatron_lce.backends.triton.compaction import compact_rows, gather_rows
 from megatron_lce.backends.triton.grad_logits import grad_logits, grad_logits_bytes, grad_logits_from_cache
 from megatron_lce.backends.triton.merge_stats import merge_extremes, sum_chunks
 from megatron_lce.backends.triton.rows import finish, prepare_rows, row_terms
@@ -14,8 +15,10 @@ from megatron_lce.backends.triton.softmax_stats import (
 
 __all__ = [
     "LogitsCache",
+    "compact_rows",
     "counts_on_device",
     "finish",
+    "gather_rows",
     "grad_logits",
     "grad_logits_bytes",
     "grad_logits_from_cache",

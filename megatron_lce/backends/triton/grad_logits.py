@@ -17,10 +17,12 @@ from megatron_lce.backends.triton.tile_products import (
     tile_position,
     tile_products,
     upcasts,
+    wanted_rows,
+    whole_descriptor,
 )
-from megatron_lce.core.blocks import BlockBytes
+from megatron_lce.core.blocks import BlockBytes, ceil_div
 from megatron_lce.core.products import Copies, aligned, slab_row_stride
-from megatron_lce.core.rows import NUM_TERMS, Rows
+from megatron_lce.core.rows import NUM_TERMS, Ahead, Rows
 
 
 def grad_logits_bytes(hidden: Tensor, copies: Copies) -> BlockBytes:
@@ -38,21 +40,22 @@ def grad_logits(
     first_column: int,
     softcap_scale: float | None,
     entropy: bool,
-    num_rows: Tensor | None = None,
+    ahead: Ahead | None = None,
 ) -> None:
     """Gradient of one slab of the products `hidden @ weight.T`, recomputing them."""
     tile = tiles.choose_tiles(hidden.dtype, hidden.device)
     hidden, weight = aligned(hidden), aligned(weight)
     num_tokens, num_columns = out.shape
-    num_tiles = triton.cdiv(num_tokens, tile.block_n) * triton.cdiv(num_columns, tile.block_v)
+    num_tiles = ceil_div(num_tokens, tile.block_n) * ceil_div(num_columns, tile.block_v)
     _grad_logits_kernel[(min(num_tiles, tiles.num_programs(hidden.device)),)](
         descriptor(hidden, tile.block_n, tile.block_h),
+        whole_descriptor(ahead, tile),
         descriptor(weight, tile.block_v, tile.block_h),
         rows.labels,
         rows.scale,
         row_terms,
         descriptor(out, tile.block_n, tile.block_v // 2),
-        num_rows,
+        None if ahead is None else ahead.number,
         num_tokens,
         num_columns,
         hidden.shape[1],
@@ -90,8 +93,8 @@ def grad_logits_from_cache(
     chunk = tiles.chunk_columns(cache.exp)
     block_n = 8
     num_tokens, num_columns = cache.exp.shape
-    num_chunks = triton.cdiv(num_columns, chunk)
-    _grad_from_exp_kernel[(num_chunks * triton.cdiv(num_tokens, block_n),)](
+    num_chunks = ceil_div(num_columns, chunk)
+    _grad_from_exp_kernel[(num_chunks * ceil_div(num_tokens, block_n),)](
         cache.exp,
         cache.chunk_max,
         rows.labels,
@@ -116,6 +119,7 @@ def grad_logits_from_cache(
 @triton.jit(do_not_specialize=["N", "C", "terms_stride", "first_column"])
 def _grad_logits_kernel(
     hidden_desc,  # [N, H]
+    whole_desc,  # [N, H], read where all rows are wanted; or None
     weight_desc,  # [C, H]
     label_ptr,  # [N] int32; column + first_column is compared with it
     row_scale_ptr,  # [N] fp32
@@ -138,7 +142,8 @@ def _grad_logits_kernel(
     GROUP_N: tl.constexpr,
 ):
     """p (p_term - entropy_term log2 p) + 1[label] label_term + mean_term, for each tile; times a softcap's slope."""
-    num_row_blocks = tl.cdiv(N if num_rows_ptr is None else tl.load(num_rows_ptr), BLOCK_N)
+    hidden_desc, num_rows = wanted_rows(hidden_desc, whole_desc, num_rows_ptr, N)
+    num_row_blocks = tl.cdiv(num_rows, BLOCK_N)
     num_column_tiles = tl.cdiv(C, BLOCK_V)
     for tile in tl.range(tl.program_id(0), num_row_blocks * num_column_tiles, tl.num_programs(0), flatten=True):
         row_block, column_tile = tile_position(tile, num_row_blocks, num_column_tiles, GROUP_N)

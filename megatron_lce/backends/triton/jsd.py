@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_lce.backends.triton import tiles
+from megatron_lce.backends.triton.compaction import compact_rows, gather_rows
 from megatron_lce.backends.triton.jsd_merge import merge_kl_stats, sum_parts
 from megatron_lce.backends.triton.rows import prepare_rows
 from megatron_lce.backends.triton.scale import scale
@@ -22,12 +23,14 @@ from megatron_lce.backends.triton.tile_products import (
     tile_products,
     upcasts,
 )
-from megatron_lce.core.blocks import COLUMN_STEP, BlockBytes
+from megatron_lce.core.blocks import COLUMN_STEP, BlockBytes, ceil_div
 from megatron_lce.core.jsd_stats import KL_ROWS, Head
 from megatron_lce.core.products import aligned, copies_of
 
 __all__ = [
+    "compact_rows",
     "divergence_parts",
+    "gather_rows",
     "grad_logits",
     "kl_parts",
     "logits",
@@ -44,7 +47,7 @@ _SMALLEST_NORMAL = tl.constexpr(1.1754943508222875e-38)  # under this a probabil
 
 def logits_bytes(student: Head, teacher: Head, num_columns: int) -> BlockBytes:
     """Both heads' logits, the statistics of their chunks, twice while they are put together, and copies of a head."""
-    parts = 2 * 4 * KL_ROWS * triton.cdiv(num_columns, _COLUMNS)
+    parts = 2 * 4 * KL_ROWS * ceil_div(num_columns, _COLUMNS)
     copies = max(copies_of(head.hidden) for head in (student, teacher))
     return BlockBytes(2 * 4, max(parts, copies.token), copies.column)
 
@@ -58,7 +61,7 @@ def logits(
     hidden, weight = aligned(head.hidden), aligned(head.weight)
     tile = tiles.choose_tiles(hidden.dtype, hidden.device)
     num_tokens, num_columns = out.shape
-    num_tiles = triton.cdiv(num_tokens, tile.block_n) * triton.cdiv(num_columns, tile.block_v)
+    num_tiles = ceil_div(num_tokens, tile.block_n) * ceil_div(num_columns, tile.block_v)
     _logits_kernel[(min(num_tiles, tiles.num_programs(hidden.device)),)](
         descriptor(hidden, tile.block_n, tile.block_h),
         descriptor(weight, tile.block_v, tile.block_h),
@@ -133,12 +136,12 @@ def grad_logits(
 
 
 def _new_parts(num_rows: int, logits: Tensor) -> Tensor:
-    return logits.new_empty(triton.cdiv(logits.shape[1], _COLUMNS), num_rows, logits.shape[0])
+    return logits.new_empty(ceil_div(logits.shape[1], _COLUMNS), num_rows, logits.shape[0])
 
 
 def _grid(logits: Tensor) -> tuple[int]:
     rows = tiles.reading_rows(logits.device)
-    return (triton.cdiv(logits.shape[0], rows) * triton.cdiv(logits.shape[1], _COLUMNS),)
+    return (ceil_div(logits.shape[0], rows) * ceil_div(logits.shape[1], _COLUMNS),)
 
 
 def _constexprs(logits: Tensor) -> dict[str, int]:

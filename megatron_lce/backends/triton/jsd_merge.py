@@ -5,6 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_lce.backends.triton import tiles
+from megatron_lce.core.blocks import ceil_div
 
 _BLOCK_S = 128
 
@@ -23,7 +24,7 @@ def _launch(kernel: triton.JITFunction, parts: Tensor, **constexprs: bool) -> Te
     num_parts, num_rows, num_tokens = parts.shape
     out = parts.new_empty(num_rows, num_tokens)
     block_n = tiles.merging_rows(parts.device) // 4  # there are few tokens in a block
-    kernel[(triton.cdiv(num_tokens, block_n),)](
+    kernel[(ceil_div(num_tokens, block_n),)](
         parts, out, num_parts, num_tokens, **constexprs, BLOCK_S=_BLOCK_S, BLOCK_N=block_n, num_warps=1
     )
     return out

@@ -6,6 +6,8 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_lce.backends.triton import tiles
+from megatron_lce.backends.triton.tile_products import number_of_rows
+from megatron_lce.core.blocks import ceil_div
 from megatron_lce.core.softmax_stats import UNIT, num_chunk_sums, num_extremes, num_sums
 
 _BLOCK_S = 64
@@ -17,7 +19,7 @@ def merge_extremes(parts: Tensor, telemetry: bool, num_rows: Tensor | None = Non
     num_parts, rows_of_part, num_tokens = parts.shape
     merged = parts.new_empty(num_extremes(telemetry), num_tokens)
     block_n = tiles.merging_rows(parts.device)
-    _merge_extremes_kernel[(triton.cdiv(num_tokens, block_n),)](
+    _merge_extremes_kernel[(ceil_div(num_tokens, block_n),)](
         parts,
         merged,
         num_rows,
@@ -44,7 +46,7 @@ def sum_chunks(
     num_chunks, rows_of_part, num_tokens = parts.shape
     sums = extremes.new_empty(num_sums(entropy, telemetry), num_tokens, dtype=torch.int64)
     block_n = tiles.merging_rows(parts.device)
-    _sum_chunks_kernel[(triton.cdiv(num_tokens, block_n),)](
+    _sum_chunks_kernel[(ceil_div(num_tokens, block_n),)](
         parts,
         extremes,
         sums,
@@ -85,7 +87,7 @@ def _merge_extremes_kernel(
 ):
     tokens = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     token_mask = tokens < N
-    wanted = tokens < (N if num_rows_ptr is None else tl.load(num_rows_ptr))
+    wanted = tokens < number_of_rows(num_rows_ptr, N)
     max_logit = tl.full((BLOCK_N,), float("-inf"), tl.float32)
     label_logit = tl.full((BLOCK_N,), float("-inf"), tl.float32)
     min_logit = tl.full((BLOCK_N,), float("inf"), tl.float32)
@@ -137,7 +139,7 @@ def _sum_chunks_kernel(
 ):
     tokens = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     token_mask = tokens < N
-    wanted = tokens < (N if num_rows_ptr is None else tl.load(num_rows_ptr))
+    wanted = tokens < number_of_rows(num_rows_ptr, N)
     max_logit = tl.load(extremes_ptr + tokens, wanted, other=0.0)
     sum_exp = tl.zeros((BLOCK_N,), tl.int64)
     sum_exp_logit = tl.zeros((BLOCK_N,), tl.int64)

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_lce.backends.triton.merge_stats import largest_logit
+from megatron_lce.core.blocks import ceil_div
 from megatron_lce.core.options import DIFFERENTIABLE, LinearCrossEntropyOutput, Options, outputs_asked_for
 from megatron_lce.core.rows import (
     LOG_SUM_OF_IGNORED_ROW,
@@ -35,7 +36,7 @@ def prepare_rows(labels: Tensor, temperature: Tensor | float, options: Options) 
         torch.empty_like(labels, dtype=torch.float32),
         torch.empty_like(labels, dtype=torch.float32),
     )
-    _prepare_rows_kernel[(triton.cdiv(num_tokens, BLOCK_N),)](
+    _prepare_rows_kernel[(ceil_div(num_tokens, BLOCK_N),)](
         labels.contiguous(),
         temperature.contiguous() if isinstance(temperature, Tensor) else None,
         *rows,
@@ -61,7 +62,7 @@ def finish(packed_extremes: Tensor, sums: Tensor, rows: Rows, options: Options) 
     dtypes = outputs_asked_for(entropy, telemetry)
     outputs = [new(dtypes.get(name)) for name in LinearCrossEntropyOutput._fields]
     saved = [new(torch.float32 if wanted else None) for wanted in (True, True, entropy, telemetry)]
-    _finish_kernel[(triton.cdiv(num_tokens, BLOCK_N),)](
+    _finish_kernel[(ceil_div(num_tokens, BLOCK_N),)](
         packed_extremes,
         sums,
         rows.to_nats,
@@ -86,7 +87,7 @@ def row_terms(
     num_tokens = rows.labels.shape[0]
     with_mean = upstream[DIFFERENTIABLE.index("mean_logit")] is not None
     terms = rows.scale.new_empty(NUM_TERMS + with_mean, num_tokens)
-    _row_terms_kernel[(triton.cdiv(num_tokens, BLOCK_N),)](
+    _row_terms_kernel[(ceil_div(num_tokens, BLOCK_N),)](
         rows.scale,
         rows.to_nats,
         *saved,

@@ -4,6 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_lce.core.blocks import ceil_div
+
 _BLOCK = 1024
 
 
@@ -17,7 +19,7 @@ def scale(
     """torch rounds the factor to a 16-bit matrix's dtype first, and reads at a fifth of the memory's speed."""
     num_rows, num_columns = matrix.shape
     rows = 64 if matrix.device.type == "cpu" else 1  # an interpreter pays by the program
-    _scale_kernel[(triton.cdiv(num_rows, rows),)](
+    _scale_kernel[(ceil_div(num_rows, rows),)](
         matrix,
         factor,
         out,

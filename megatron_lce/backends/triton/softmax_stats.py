@@ -17,8 +17,10 @@ from megatron_lce.backends.triton.tile_products import (
     tile_position,
     tile_products,
     upcasts,
+    wanted_rows,
+    whole_descriptor,
 )
-from megatron_lce.core.blocks import COLUMN_STEP, BlockBytes, cut
+from megatron_lce.core.blocks import COLUMN_STEP, BlockBytes, ceil_div, cut
 from megatron_lce.core.options import Options
 from megatron_lce.core.products import (
     aligned,
@@ -27,6 +29,7 @@ from megatron_lce.core.products import (
     slab_row_stride,
     with_zeros_behind,
 )
+from megatron_lce.core.rows import Ahead
 from megatron_lce.core.softmax_stats import packed_rows
 
 
@@ -43,7 +46,7 @@ class LogitsCache:
     @classmethod
     def allocate(cls, num_tokens: int, num_columns: int, hidden: Tensor) -> Self:
         exp = with_zeros_behind(hidden.new_empty(num_tokens, slab_row_stride(num_columns)), num_columns)
-        num_chunks = triton.cdiv(num_columns, tiles.chunk_columns(hidden))
+        num_chunks = ceil_div(num_columns, tiles.chunk_columns(hidden))
         return cls(exp, hidden.new_empty(num_chunks, num_tokens, dtype=torch.float32))
 
     @property
@@ -78,13 +81,13 @@ def kept_row_bytes(hidden: Tensor, num_columns: int) -> int | None:
 
 
 def _row_bytes(hidden: Tensor, num_columns: int) -> int:
-    num_chunks = triton.cdiv(num_columns, tiles.chunk_columns(hidden))
+    num_chunks = ceil_div(num_columns, tiles.chunk_columns(hidden))
     return slab_row_stride(num_columns) * hidden.element_size() + 4 * num_chunks
 
 
 def softmax_stats_bytes(hidden: Tensor, options: Options) -> BlockBytes:
     """What `softmax_stats` takes for its result and its copies of unaligned inputs."""
-    num_chunks = triton.cdiv(options.largest_shard, tiles.chunk_columns(hidden))
+    num_chunks = ceil_div(options.largest_shard, tiles.chunk_columns(hidden))
     copies = copies_of(hidden)
     stats_bytes = 4 * num_chunks * packed_rows(options.entropy, options.telemetry)
     return BlockBytes(0, stats_bytes + copies.token, copies.column)
@@ -102,14 +105,15 @@ def softmax_stats(
     vocab_start: int,
     workspace_bytes: int,
     cache: LogitsCache | None = None,
-    num_rows: Tensor | None = None,
+    ahead: Ahead | None = None,
 ) -> Tensor:
     """Statistics [chunks, K, N] of V columns, see `megatron_lce.core.softmax_stats`. Fills the cache, if any."""
     num_tokens, num_columns = hidden.shape[0], weight.shape[0]
     tile, chunk = tiles.choose_tiles(hidden.dtype, hidden.device), tiles.chunk_columns(hidden)
     rows = packed_rows(entropy, telemetry)
-    parts = hidden.new_empty(triton.cdiv(num_columns, chunk), rows, num_tokens, dtype=torch.float32)
+    parts = hidden.new_empty(ceil_div(num_columns, chunk), rows, num_tokens, dtype=torch.float32)
     hidden = aligned(hidden)
+    num_rows = None if ahead is None else ahead.number
     most = num_columns
     if row_bytes := copied_row_bytes(weight):
         room = workspace_bytes - parts.nbytes - num_tokens * copies_of(hidden).token
@@ -122,9 +126,10 @@ def softmax_stats(
         slab = None  # a copy's memory goes before the next one is made
         slab = aligned(weight[columns])
         exp = cache.exp[:, columns] if keep and cache is not None else None
-        num_tiles = triton.cdiv(num_tokens, tile.block_n) * triton.cdiv(slab.shape[0], tile.block_v)
+        num_tiles = ceil_div(num_tokens, tile.block_n) * ceil_div(slab.shape[0], tile.block_v)
         _softmax_stats_kernel[(min(num_tiles, tiles.num_programs(hidden.device)),)](
             descriptor(hidden, tile.block_n, tile.block_h),
+            whole_descriptor(ahead, tile),
             descriptor(slab, tile.block_v, tile.block_h),
             row_scale,
             parts[columns.start // chunk :],
@@ -151,8 +156,9 @@ def softmax_stats(
             enable_fp_fusion=False,
         )
     parts[1:, 1] = -torch.inf
-    _label_logits_kernel[(triton.cdiv(num_tokens, tile.block_n),)](
+    _label_logits_kernel[(ceil_div(num_tokens, tile.block_n),)](
         descriptor(hidden, tile.block_n, tile.block_h),
+        whole_descriptor(ahead, tile),
         weight,
         labels,
         row_scale,
@@ -178,6 +184,7 @@ def softmax_stats(
 @triton.jit(do_not_specialize=["N"])
 def _label_logits_kernel(
     hidden_desc,  # [N, H]
+    whole_desc,  # [N, H], read where all rows are wanted; or None
     weight_ptr,  # [V, H]
     label_ptr,  # [N] int32; -1: owned by nobody here
     row_scale_ptr,  # [N] fp32
@@ -198,7 +205,7 @@ def _label_logits_kernel(
     costs each tile a comparison and a maximum a logit: 1 to 5 % of the forward.
     """
     row = tl.program_id(0) * BLOCK_N
-    num_rows = N if num_rows_ptr is None else tl.load(num_rows_ptr)
+    hidden_desc, num_rows = wanted_rows(hidden_desc, whole_desc, num_rows_ptr, N)
     if row >= num_rows:
         return
     rows = row + tl.arange(0, BLOCK_N)
@@ -219,6 +226,7 @@ def _label_logits_kernel(
 @triton.jit(do_not_specialize=["N", "V", "first_column", "vocab_start"])
 def _softmax_stats_kernel(
     hidden_desc,  # [N, H]
+    whole_desc,  # [N, H], read where all rows are wanted; or None
     weight_desc,  # [V, H]
     row_scale_ptr,  # [N] fp32
     stats_ptr,  # [chunks, K, N] fp32 out, but for the label's row
@@ -245,7 +253,8 @@ def _softmax_stats_kernel(
     FIRST_SUM: tl.constexpr = 2 + 2 * TELEMETRY
     K: tl.constexpr = FIRST_SUM + 1 + ENTROPY + 3 * TELEMETRY
     CHUNKS: tl.constexpr = BLOCK_V // CHUNK
-    num_row_blocks = tl.cdiv(N if num_rows_ptr is None else tl.load(num_rows_ptr), BLOCK_N)
+    hidden_desc, num_rows = wanted_rows(hidden_desc, whole_desc, num_rows_ptr, N)
+    num_row_blocks = tl.cdiv(num_rows, BLOCK_N)
     num_column_tiles = tl.cdiv(V, BLOCK_V)
     for tile in tl.range(tl.program_id(0), num_row_blocks * num_column_tiles, tl.num_programs(0), flatten=True):
         row_block, column_tile = tile_position(tile, num_row_blocks, num_column_tiles, GROUP_N)
