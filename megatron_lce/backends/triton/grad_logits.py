@@ -24,6 +24,8 @@ from megatron_lce.core.blocks import BlockBytes, ceil_div
 from megatron_lce.core.products import Copies, aligned, slab_row_stride
 from megatron_lce.core.rows import NUM_TERMS, Ahead, Rows
 
+_SMALLEST_NORMAL = tl.constexpr(1.1754943508222875e-38)
+
 
 def grad_logits_bytes(hidden: Tensor, copies: Copies) -> BlockBytes:
     """What `grad_logits` takes for its output and its copies of unaligned inputs."""
@@ -110,6 +112,7 @@ def grad_logits_from_cache(
         ENTROPY=entropy,
         MEAN=row_terms.shape[0] > NUM_TERMS,
         SOFTCAP=softcap,
+        PTX=tiles.speaks_ptx(),
         BLOCK_N=block_n,
         CHUNK=chunk,
         num_warps=1,
@@ -182,16 +185,15 @@ def _grad_logits_kernel(
 
 
 @triton.jit
-def _log2_of_16_bit(x):
-    """log2 of a positive number of 8 or 11 significant bits, to 1.2e-4, which is less than those bits hold; -127 at 0.
+def _log2_of_normal(x, PTX: tl.constexpr):
+    """log2 of what is positive and no subnormal number, to 2^-22 of the result or, near 1, absolutely; -126 below.
 
-    The exponent and mantissa read as one integer give e + f for x = 2^e (1 + f); log2(1 + f) - f is f (1 - f) times a
-    polynomial (minimax fit). A third of the instructions of the exact logarithm, which would outlast the memory access.
+    The general logarithm would outlast the memory access: 24 instructions a number for 2.
     """
-    bits = x.to(tl.int32, bitcast=True)
-    fraction = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True) - 1.0
-    correction = 0.43872568 + fraction * (-0.23905799 + fraction * 0.08213049)
-    return (bits.to(tl.float32) * 1.1920928955078125e-07 - 127.0) + (fraction - fraction * fraction) * correction
+    x = tl.maximum(x, _SMALLEST_NORMAL)
+    if PTX:
+        return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+    return tl.log2(x)
 
 
 @triton.jit(do_not_specialize=["N", "max_stride", "terms_stride", "num_chunks"])
@@ -210,6 +212,7 @@ def _grad_from_exp_kernel(
     ENTROPY: tl.constexpr,
     MEAN: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    PTX: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
@@ -234,7 +237,7 @@ def _grad_from_exp_kernel(
     exp = tl.load(exp_ptrs, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_N, CHUNK]
     grad = exp * tl.exp2(shift)[:, None]
     if ENTROPY or SOFTCAP:
-        log_p = _log2_of_16_bit(exp) + shift[:, None]
+        log_p = _log2_of_normal(exp, PTX) + shift[:, None]
     grad = grad * (p_term[:, None] - entropy_term[:, None] * log_p) if ENTROPY else grad * p_term[:, None]
     is_label = columns[None, :] == label[:, None]
     grad = tl.where(is_label, label_grad[:, None], grad)

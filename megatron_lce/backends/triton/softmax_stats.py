@@ -125,7 +125,7 @@ def softmax_stats(
     for columns, keep in ranges:
         slab = None  # a copy's memory goes before the next one is made
         slab = aligned(weight[columns])
-        exp = cache.exp[:, columns] if keep and cache is not None else None
+        kept_here = cache if keep else None
         num_tiles = ceil_div(num_tokens, tile.block_n) * ceil_div(slab.shape[0], tile.block_v)
         _softmax_stats_kernel[(min(num_tiles, tiles.num_programs(hidden.device)),)](
             descriptor(hidden, tile.block_n, tile.block_h),
@@ -133,17 +133,18 @@ def softmax_stats(
             descriptor(slab, tile.block_v, tile.block_h),
             row_scale,
             parts[columns.start // chunk :],
-            None if exp is None else descriptor(exp, tile.block_n, tile.block_v // 2),
+            None if kept_here is None else descriptor(kept_here.exp[:, columns], tile.block_n, tile.block_v // 2),
+            None if kept_here is None else kept_here.chunk_max[columns.start // chunk :],
             num_rows,
             num_tokens,
             slab.shape[0],
             hidden.shape[1],
             columns.start,
             vocab_start,
+            0 if kept_here is None else kept_here.chunk_max.stride(0),
             0.0 if softcap_scale is None else softcap_scale,
             ENTROPY=entropy,
             TELEMETRY=telemetry,
-            KEEP_EXP=keep,
             SOFTCAP=softcap_scale is not None,
             UPCAST=upcasts(hidden.dtype, tiles.interpreting()),
             BLOCK_N=tile.block_n,
@@ -155,7 +156,6 @@ def softmax_stats(
             num_stages=tile.more_stages,
             enable_fp_fusion=False,
         )
-    parts[1:, 1] = -torch.inf
     _label_logits_kernel[(ceil_div(num_tokens, tile.block_n),)](
         descriptor(hidden, tile.block_n, tile.block_h),
         whole_descriptor(ahead, tile),
@@ -176,8 +176,6 @@ def softmax_stats(
         num_stages=tile.more_stages,
         enable_fp_fusion=False,
     )
-    if cache is not None:
-        cache.chunk_max.copy_(parts[: cache.chunk_max.shape[0], 0])
     return parts
 
 
@@ -223,24 +221,25 @@ def _label_logits_kernel(
 
 
 # fp fusion is off in the launches: logprobs must keep their bits whichever of the constexprs are set.
-@triton.jit(do_not_specialize=["N", "V", "first_column", "vocab_start"])
+@triton.jit(do_not_specialize=["N", "V", "first_column", "vocab_start", "max_stride"])
 def _softmax_stats_kernel(
     hidden_desc,  # [N, H]
     whole_desc,  # [N, H], read where all rows are wanted; or None
     weight_desc,  # [V, H]
     row_scale_ptr,  # [N] fp32
-    stats_ptr,  # [chunks, K, N] fp32 out, but for the label's row
-    exp_desc,  # [N, V] out, if KEEP_EXP
+    stats_ptr,  # [chunks, K, N] fp32 out; the label's row as of a chunk without it
+    exp_desc,  # [N, V] out; None: not kept
+    chunk_max_ptr,  # [chunks, N] fp32 out, rows max_stride apart; None: not kept
     num_rows_ptr,  # [] int32: how many rows are wanted; None: all
     N,
     V,
     H,
     first_column,
     vocab_start,
+    max_stride,
     softcap_scale,
     ENTROPY: tl.constexpr,
     TELEMETRY: tl.constexpr,
-    KEEP_EXP: tl.constexpr,
     SOFTCAP: tl.constexpr,
     UPCAST: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -300,8 +299,12 @@ def _softmax_stats_kernel(
             tl.store(stats + (K - 3) * N, tl.sum(exp * exp, 2), mask)
         tl.store(stats + FIRST_SUM * N, sum_exp, mask)
         # tl.max passes over a NaN; the sum does not.
-        tl.store(stats, tl.where(sum_exp == sum_exp, max_logit, float("nan")), mask)
-        if KEEP_EXP:
+        max_logit = tl.where(sum_exp == sum_exp, max_logit, float("nan"))
+        tl.store(stats, max_logit, mask)
+        tl.store(stats + N, tl.full((BLOCK_N, CHUNKS), float("-inf"), tl.float32), mask)
+        if exp_desc is not None:
+            chunk = (column_tile * CHUNKS + chunks).to(tl.int64)[None, :]
+            tl.store(chunk_max_ptr + chunk * max_stride + rows[:, None], max_logit, mask)
             left, right = halves(tl.reshape(exp, (BLOCK_N, BLOCK_V)).to(exp_desc.dtype))
             exp_desc.store([row, column], left)
             exp_desc.store([row, column + BLOCK_V // 2], right)

@@ -81,6 +81,11 @@ def interpreting() -> bool:
     return triton.knobs.runtime.interpret
 
 
+def speaks_ptx() -> bool:
+    """Whether kernels are compiled for an NVIDIA GPU, whose instructions they may name."""
+    return not interpreting() and torch.version.hip is None
+
+
 @lru_cache
 def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if torch.version.hip is None else (0, 0)
