@@ -151,7 +151,7 @@ def ours(step: HeadStep) -> tuple[float, Phases]:
         cast = block_bytes if not several else 0
         phases["cast of hidden's gradient"] = backward | slab | summed | {"its cast": cast}
     if kept_columns:
-        phases["kept logits' products"] = backward | kept | summed
+        phases["kept logits' products"] = backward | kept | summed | _hidden_with_factor(step, computed, kept_columns)
     phases["slabs"] = backward | slab | summed
     reduced = {"hidden's gradient": whole} | _over_group(step)
     phases["last product"] = backward | slab | reduced
@@ -169,7 +169,7 @@ def token_loss(step: HeadStep) -> tuple[float, Phases]:
     """`linear_token_loss` of 16-bit inputs: blocks of tokens go all the way in forward; backward scales gradients."""
     row_bytes, block = _kept_row_bytes(step, step.columns), tokens_kept_at_once(step)
     if block is None:
-        smallest = 128 * (row_bytes + _chunk_bytes(step))
+        smallest = 128 * (row_bytes + _beside_kept_bytes(step))
         raise ValueError(f"workspace_bytes must hold the logits of 128 tokens and their statistics, {smallest} bytes")
     per_token = {"per token": PER_TOKEN_BYTES * step.tokens}
     hidden = {"hidden's gradient": step.computed * step.hidden * step.itemsize}
@@ -179,11 +179,14 @@ def token_loss(step: HeadStep) -> tuple[float, Phases]:
         made = {"weight's gradient": step.weight_bytes}
     share = step.hidden_bytes // step.tp if step.gathers else step.hidden_bytes
     saved = per_token | made | {"hidden's gradient": share}
-    left = max(step.workspace_bytes - block * row_bytes, block * _chunk_bytes(step))
+    left = max(step.workspace_bytes - block * row_bytes, block * _beside_kept_bytes(step))
     statistics = _statistics_bytes(replace(step, workspace_bytes=left), block)
     forward = per_token | made | hidden | _inputs_of_a_block(step, block)
     return 3 * step.computed / step.tokens, {
-        "blocks": forward | {"logits of a block": block * row_bytes, "statistics": statistics},
+        "statistics of a block": forward | {"logits of a block": block * row_bytes, "statistics": statistics},
+        "products of a block": forward
+        | {"logits of a block": block * row_bytes}
+        | _hidden_with_factor(step, block, step.columns),
         "end of forward": forward | _over_group(step) | _all_rows(step),
         "kept": saved,
         "gradients scaled": saved | {"weight's gradient": step.weight_bytes if summed else 0},
@@ -241,7 +244,7 @@ def _tokens_of_a_block(step: HeadStep) -> int:
 
 def tokens_kept_at_once(step: HeadStep) -> int | None:
     """Of a block of `linear_token_loss`; None: too few, and logits are made twice."""
-    row_bytes = _kept_row_bytes(step, step.columns) + _chunk_bytes(step)
+    row_bytes = _kept_row_bytes(step, step.columns) + _beside_kept_bytes(step)
     sum_bytes = _sum_bytes(step) * step.columns
     if step.itemsize == 4:
         return None
@@ -270,6 +273,19 @@ def _statistics_bytes(step: HeadStep, block: int) -> int:
 def _chunk_bytes(step: HeadStep) -> int:
     """One token's statistics of every chunk."""
     return 4 * -(-step.columns // CHUNK_COLUMNS[step.itemsize]) * packed_rows(step.entropy, telemetry=False)
+
+
+def _beside_kept_bytes(step: HeadStep) -> int:
+    """One token's statistics, then its hidden state times what its gradients have in common."""
+    return max(_chunk_bytes(step), step.hidden * step.itemsize)
+
+
+def _hidden_with_factor(step: HeadStep, tokens: int, kept_columns: int) -> dict[str, int]:
+    """For the weight's product of what was kept of all columns, unless the entropy has a gradient."""
+    row_bytes = step.hidden * step.itemsize
+    if step.entropy or kept_columns < step.columns or tokens * row_bytes > step.workspace_bytes:
+        return {}
+    return {"hidden times a factor": tokens * row_bytes}
 
 
 def _slab(step: HeadStep, block: int, columns: int) -> tuple[int, int]:

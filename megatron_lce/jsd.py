@@ -103,9 +103,10 @@ def linear_jsd(
         vocab_start: first global id of this shard; `None`: rank * V_local, all shards being equal.
         vocab_size: true size of the vocabulary; columns at or past it are padding. `None`: every column counts.
         skip_ignored: leave ignored rows out of products, statistics and collectives, as `linear_cross_entropy` does.
-            True: they are counted on the device, with one synchronisation, and backward leaves out rows whose upstream
-            gradient is zero too, with one more. An int: how many rows are not ignored, known to the host; every loss is
-            NaN where it is not the labels' count. False: all rows are computed.
+            True: they are counted on the device, for which the host waits once, and backward leaves out rows whose
+            upstream gradient is zero too, for which it waits once more; with `token_weights` it has nothing left to
+            wait for. An int: how many rows are not ignored, known to the host; every loss is NaN where it is not the
+            labels' count. False: all rows are computed.
         workspace_bytes: most that transient buffers take, for any number of tokens. Beside it backward holds an fp32
             accumulator of the student hidden's gradient (4 N H bytes) and, under `sequence_parallel`, the gathered
             hiddens.

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import megatron_lce
-from tests.oracle import Upstream, oracle, relative_error
+from tests.oracle import Upstream, comparisons, oracle, relative_error
 from tests.problems import make_problem
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -40,7 +40,7 @@ def test_a_cache_takes_no_more_than_it_may(num_tokens, num_columns, logits_cache
     assert 0 <= columns <= num_columns
     if columns:
         cache = kernels.LogitsCache.allocate(num_tokens, columns, hidden)
-        storages = (cache.exp.untyped_storage(), cache.chunk_max.untyped_storage())
+        storages = (cache.exp.untyped_storage(), cache.reference.untyped_storage())
         assert sum(storage.nbytes() for storage in storages) <= logits_cache_bytes
 
 
@@ -88,6 +88,43 @@ def test_a_cache_on_peaked_rows(logits_cache_bytes, device):
     assert (p < 0.9999).all()
     bf16_step = 2.0**-7
     assert relative_error(result.grad_weight[5], oracle(*problem).grad_weight[5]) <= bf16_step
+
+
+@pytest.mark.parametrize(
+    "kind", ["no other", "large logits", "far below", "only the label", "no gradient", "tiny", "huge", "NaN"]
+)
+def test_what_is_kept_of_a_row_is_its_gradient_up_to_one_number_where_in_range(kind, device, monkeypatch):
+    """Every second row is of that kind; each half is within its budget by itself."""
+    kernels = pytest.importorskip("megatron_lce.backends.triton.cross_entropy")
+    problem = make_problem(60, 32, 700, device, BF16, logit_std=1.5)
+    problem.hidden[:, 0], problem.weight[:, 0] = 0.0, 1.0
+    usual, others = slice(0, None, 2), slice(1, None, 2)
+    logprobs, lse = problem.upstream.logprobs, problem.upstream.lse
+    if kind == "large logits":
+        problem.hidden[others] *= 30.0
+    elif kind == "far below":
+        problem.hidden[others, 0] = -100.0
+    elif kind == "only the label":
+        lse[others] = logprobs[others]
+    elif kind in ("no gradient", "tiny", "huge"):
+        for upstream in (logprobs, lse):
+            upstream[others] *= {"no gradient": 0.0, "tiny": 2.0**-103, "huge": 2.0**118}[kind]
+    elif kind == "NaN":
+        problem.labels[others] = 10_000
+    problem = problem._replace(upstream=Upstream(logprobs, lse=lse))
+    factors, function = [], kernels.grad_logits_from_cache
+    spy = lambda *given, **keywords: factors.append(function(*given, **keywords)) or factors[0]  # noqa: E731
+    monkeypatch.setattr(kernels, "grad_logits_from_cache", spy)
+    actual = problem.run("triton", logits_cache_bytes=2**30)
+    assert ((factors[0][usual] != 1) & (factors[0][usual] != 0)).all()
+    if kind != "no other":
+        done = factors[0][others] == (0.0 if kind == "no gradient" else 1.0)
+        assert done.any() if kind == "huge" else done.all()
+    expected = oracle(*problem)
+    for rows in (usual, others):
+        part = actual._replace(grad_hidden=actual.grad_hidden[rows])
+        for name, error, allowed in comparisons(part, expected, *problem, hidden_rows=rows):
+            assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.1e}"
 
 
 def test_a_second_backward_through_a_cache_raises(device):

@@ -114,6 +114,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
                 tokens,
                 weight,
                 options,
+                backend,
                 slabs,
                 needs_hidden=ctx.needs_input_grad[0],
                 needs_weight=ctx.needs_input_grad[1],

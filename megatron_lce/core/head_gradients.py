@@ -9,6 +9,7 @@ from torch import Tensor
 from megatron_lce.core.blocks import Blocks, cut, cut_columns
 from megatron_lce.core.options import Options, WeightGradSink
 from megatron_lce.core.products import aligned, product, row_stride, slab_row_stride, with_zeros_behind
+from megatron_lce.core.protocols import CommonBackend
 from megatron_lce.core.tokens import TokenBlock, Tokens
 
 
@@ -19,12 +20,14 @@ class Slab(NamedTuple):
     first_tokens: bool  # no tokens of the block went before in these columns
     last_tokens: bool  # none follows
     is_last: bool  # of the block
+    factor: Tensor | None = None  # [tokens] fp32: the gradient is this times `grad`, in all slabs of a token or in none
 
 
 def head_gradients(
     tokens: Tokens,
     weight: Tensor,
     options: Options,
+    backend: CommonBackend,
     slabs: Callable[[TokenBlock, int], Iterator[Slab]],
     *,
     needs_hidden: bool,
@@ -40,12 +43,12 @@ def head_gradients(
     weight_grad = _WeightGrad(weight, options, tokens.num_blocks, weight_sum) if needs_weight else None
     per_column = accumulator_bytes_per_column(weight, options) if needs_weight else 0
     for block in tokens.blocks() if tokens.num_computed else ():
-        hidden_grad = _HiddenGrad(tokens, block, weight, options) if needs_hidden else None
+        hidden_grad = _HiddenGrad(tokens, block, weight, options, backend) if needs_hidden else None
         for slab in slabs(block, per_column):
             if hidden_grad is not None:
                 hidden_grad.add(slab)
             if weight_grad is not None:
-                weight_grad.add(slab, _for_products(block.hidden.wait()[slab.tokens]), block.is_first)
+                weight_grad.add(slab, _scaled_for_products(slab, block.hidden.wait(), backend), block.is_first)
             del slab  # its memory goes before the next buffer, or a sink's placeholder, comes
         if options.num_columns == 0 and needs_hidden:
             tokens.grad_rows(block).zero_()
@@ -76,12 +79,13 @@ def computed_slabs(
             yield _slab(columns, tokens, grad, num_tokens, num_columns)
 
 
-def kept_slabs(grad: Tensor, num_columns: int, blocks: Blocks) -> Iterator[Slab]:
-    """Slabs of a gradient [N, C] that is there already: of the first C of `num_columns`."""
+def kept_slabs(grad: Tensor, num_columns: int, blocks: Blocks, factor: Tensor | None = None) -> Iterator[Slab]:
+    """Slabs of a gradient [N, C] that is there already, up to its factor: of the first C of `num_columns`."""
     num_tokens, kept_columns = grad.shape
     for columns in cut_columns(kept_columns, blocks.columns):
         for tokens in cut(num_tokens, blocks.tokens):
-            yield _slab(columns, tokens, grad[tokens, columns], num_tokens, num_columns)
+            slab = _slab(columns, tokens, grad[tokens, columns], num_tokens, num_columns)
+            yield slab if factor is None else slab._replace(factor=factor[tokens])
 
 
 def _slab(columns: slice, tokens: slice, grad: Tensor, num_tokens: int, num_columns: int) -> Slab:
@@ -92,8 +96,11 @@ def _slab(columns: slice, tokens: slice, grad: Tensor, num_tokens: int, num_colu
 class _HiddenGrad:
     """A block's gradient of hidden: one product's own sum where a slab holds all columns, else an fp32 accumulator."""
 
-    def __init__(self, tokens: Tokens, block: TokenBlock, weight: Tensor, options: Options) -> None:
-        self._tokens, self._block, self._weight, self._options = tokens, block, weight, options
+    def __init__(
+        self, tokens: Tokens, block: TokenBlock, weight: Tensor, options: Options, backend: CommonBackend
+    ) -> None:
+        self._tokens, self._block, self._weight = tokens, block, weight
+        self._options, self._backend = options, backend
         self._sum: Tensor | None = None
 
     def add(self, slab: Slab) -> None:
@@ -101,8 +108,11 @@ class _HiddenGrad:
         if self._sum is None:
             one_sum = slab.columns == slice(0, self._options.num_columns)
             self._sum = self._new_sum(weight, one_sum)
-        product(slab.grad, weight, self._sum[slab.tokens], accumulate=slab.columns.start > 0)
+        total = self._sum[slab.tokens]
+        product(slab.grad, weight, total, accumulate=slab.columns.start > 0)
         del weight
+        if slab.factor is not None and slab.columns.stop == self._options.num_columns:
+            self._backend.scale(total, slab.factor, total, accumulate=False)
         if slab.is_last:
             grad = self._tokens.grad_rows(self._block)
             if grad.data_ptr() != self._sum.data_ptr():
@@ -185,6 +195,16 @@ def accumulator_bytes_per_column(weight: Tensor, options: Options) -> int:
 def _padded(weight: Tensor) -> bool:
     """Whether products with the contiguous weight are wider than its rows."""
     return weight.dtype != torch.float32 and row_stride(weight.shape[1], weight.element_size()) > weight.shape[1]
+
+
+def _scaled_for_products(slab: Slab, hidden: Tensor, backend: CommonBackend) -> Tensor:
+    """The slab's rows of hidden, times its factor: the weight's gradient sums over tokens."""
+    rows = _for_products(hidden[slab.tokens])
+    if slab.factor is None:
+        return rows
+    scaled = torch.empty_like(rows)
+    backend.scale(rows, slab.factor, scaled, accumulate=False)
+    return scaled
 
 
 def _for_products(matrix: Tensor) -> Tensor:

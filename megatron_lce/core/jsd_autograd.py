@@ -107,6 +107,7 @@ class _LinearJsd(torch.autograd.Function):
                 Tokens(student.hidden, num_tokens, Counted(order), max(num_tokens, 1), options),
                 student.weight,
                 options,
+                ctx.backend,
                 slabs,
                 needs_hidden=ctx.needs_input_grad[0],
                 needs_weight=ctx.needs_input_grad[1],

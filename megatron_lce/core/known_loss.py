@@ -56,6 +56,7 @@ class _KnownLoss(torch.autograd.Function):
                 run.tokens,
                 weight,
                 replace(options, weight_grad_sink=None),
+                run.backend,
                 run.slabs,
                 needs_hidden=ctx.needs_input_grad[0],
                 needs_weight=ctx.needs_input_grad[1],

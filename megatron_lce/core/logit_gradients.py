@@ -57,6 +57,7 @@ class Made:
     """Gradients of the first columns' products that are there already."""
 
     grad: Tensor  # [*, C]
+    factor: Tensor | None = None  # [*] fp32 that it is still to be multiplied by
     rows: Tensor | None = None  # [N] int64, which of them; None: all N
 
     def free(self) -> None:
@@ -67,9 +68,19 @@ def made_of_kept(problem: LogitGradients, cache: LogitsCache) -> Made | None:
     """What was kept of every row turns into its gradients, in place; None where they `want_every_logit`."""
     if problem.want_every_logit:
         return None
-    softcap = problem.options.softcap is not None
-    problem.backend.grad_logits_from_cache(cache, problem.rows, problem.terms, softcap=softcap, entropy=problem.entropy)
-    return Made(cache.exp)
+    options, weight = problem.options, problem.weight
+    scaled_hidden = cache.exp.shape[0] * weight.shape[1] * weight.element_size()
+    factor = problem.backend.grad_logits_from_cache(
+        cache,
+        problem.rows,
+        problem.terms,
+        softcap=options.softcap is not None,
+        entropy=problem.entropy,
+        factored=cache.exp.shape[1] == options.num_columns
+        and scaled_hidden <= options.workspace_bytes
+        and not any(copies_of(weight)),
+    )
+    return Made(cache.exp, factor)
 
 
 def made_again(problem: LogitGradients, cache: LogitsCache, hidden: Tensor) -> Made:
@@ -105,9 +116,10 @@ def grad_logits_slabs(
         first = made.grad.shape[1]
         if made.rows is None:
             blocks = _plan_made(problem, num_tokens, first, bytes_per_column)
-            yield from kept_slabs(made.grad[block.rows], num_columns, blocks)
+            factor = None if made.factor is None else made.factor[block.rows]
+            yield from kept_slabs(made.grad[block.rows], num_columns, blocks, factor)
         else:
-            copy = partial(_copy_rows, made.grad, made.rows[block.rows])
+            copy = partial(_copy_rows, made, made.rows[block.rows], problem.backend)
             blocks = _plan(problem, hidden.tensor, num_tokens, first, bytes_per_column)
             yield from slabs(slice(0, first), num_columns, blocks, copy)
             del copy
@@ -119,8 +131,12 @@ def grad_logits_slabs(
         yield from slabs(slice(first, num_columns), num_columns, blocks, compute)
 
 
-def _copy_rows(grad: Tensor, rows: Tensor, tokens: slice, columns: slice, out: Tensor) -> None:
-    torch.index_select(grad[:, columns], 0, rows[tokens], out=out)
+def _copy_rows(
+    made: Made, rows: Tensor, backend: CrossEntropyBackend, tokens: slice, columns: slice, out: Tensor
+) -> None:
+    torch.index_select(made.grad[:, columns], 0, rows[tokens], out=out)
+    if made.factor is not None:
+        backend.scale(out, made.factor[rows[tokens]], out, accumulate=False)
 
 
 def _plan(

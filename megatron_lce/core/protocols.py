@@ -13,7 +13,7 @@ from megatron_lce.core.rows import Ahead, Compacted, Finished, Rows, Saved
 
 
 class LogitsCache(Protocol):
-    """exp(z - m) of the first columns, kept from forward to become their gradient."""
+    """Exponentials of the first columns, kept from forward to become their gradient."""
 
     @property
     def exp(self) -> Tensor:
@@ -39,7 +39,7 @@ class CommonBackend(Protocol):
         """The first `number` of the rows of [N, H]; `unless_all`: nothing is copied where that is every row."""
 
     def scale(self, matrix: Tensor, factor: Tensor, out: Tensor, *, accumulate: bool) -> None:
-        """`out = factor * matrix`, or `out += factor * matrix`, in fp32 for a factor [] on the device."""
+        """`out = factor * matrix`, or `out += factor * matrix`, in fp32; a factor [], or one for each row, [M]."""
 
 
 class CrossEntropyBackend(CommonBackend, Protocol):
@@ -128,8 +128,12 @@ class CrossEntropyBackend(CommonBackend, Protocol):
         *,
         softcap: bool,
         entropy: bool,
-    ) -> None:
-        """Kept exponentials to the gradient of their products, in place; not with a `mean_term` under a softcap."""
+        factored: bool,
+    ) -> Tensor | None:
+        """Kept exponentials to the gradient of their products, in place; not with a `mean_term` under a softcap.
+
+        Where `factored`, of all columns, it may return numbers [N] which every gradient is still to be multiplied by.
+        """
 
 
 class JsdBackend(CommonBackend, Protocol):

@@ -104,12 +104,14 @@ class TokenLossPass:
         elif self._weight.requires_grad and options.weight_grad_sink is None:
             sum_bytes = column_sum * options.largest_shard
         room = options.workspace_bytes - beside
-        block = kept_tokens(computed, room, kept_bytes + stats_bytes.per_token, sum_bytes, hidden.shape[1])
+        # Statistics, then hidden states times what gradients of a row have in common.
+        token_bytes = max(stats_bytes.per_token, hidden.shape[1] * hidden.element_size())
+        block = kept_tokens(computed, room, kept_bytes + token_bytes, sum_bytes, hidden.shape[1])
         if block is None:
             return max(computed, 1), None, options.workspace_bytes
         everything = replace(options, logits_cache_bytes=_EVERYTHING)
         cache = backend.new_cache(min(block, computed), hidden, everything)
-        left = max(options.workspace_bytes - block * kept_bytes, block * stats_bytes.per_token + beside)
+        left = max(options.workspace_bytes - block * kept_bytes, block * token_bytes + beside)
         return block, cache, left
 
     def _losses(self, outputs: LinearCrossEntropyOutput, rows: Rows, block: TokenBlock) -> Sequence[Tensor | None]:

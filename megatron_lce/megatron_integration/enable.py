@@ -92,8 +92,8 @@ def enable_fused_linear_ce(
         logits_cache_bytes, workspace_bytes, vocab_size, softcap, backend: as in `megatron_lce.linear_cross_entropy`.
             `vocab_size` and `softcap` change the fused loss only: logits returned without labels have neither, and a
             head that is left to Megatron has neither, which the warning says.
-        skip_ignored: leave ignored rows out of the head: they are counted on the device, with one synchronisation in
-            each pass. While a CUDA graph is captured all rows are computed. No int: microbatches differ in their count.
+        skip_ignored: leave ignored rows out of the head: they are counted on the device, for which the host waits once
+            in each pass. While a CUDA graph is captured all rows are computed. No int: microbatches differ in their count.
         ignore_masked: where the model is called with `loss_mask`, [b, s], tokens whose mask is 0 are ignored rows too,
             those of the MTP losses as Megatron shifts the mask.
 

@@ -1,4 +1,4 @@
-"""A matrix times one number on the device, in fp32."""
+"""A matrix times one number on the device, or times one a row, in fp32."""
 
 from torch import Tensor
 
@@ -9,12 +9,12 @@ _ROWS = 1024  # that are in fp32 at a time
 
 def scale(
     matrix: Tensor,  # [M, K]
-    factor: Tensor,  # [] fp32
+    factor: Tensor,  # [] or [M] fp32
     out: Tensor,  # [M, K]; may be the matrix
     *,
     accumulate: bool,  # True: out += factor * matrix, False: out = factor * matrix
 ) -> None:
     """Not in the matrix's dtype: torch rounds the factor to it first."""
     for rows in cut(matrix.shape[0], _ROWS):
-        scaled = matrix[rows].float() * factor
+        scaled = matrix[rows].float() * (factor[rows, None] if factor.dim() else factor)
         out[rows].copy_(scaled.add_(out[rows]) if accumulate else scaled)

@@ -86,37 +86,47 @@ def grad_logits_from_cache(
     *,
     softcap: bool,
     entropy: bool,
-) -> None:
+    factored: bool,
+) -> Tensor | None:
     """Kept exponentials to the gradient of their products, in place; what lies behind its rows are numbers.
 
     A `mean_term` takes no softcap: its slope is wanted of logits of which an exponential of 0 kept nothing.
+    `factored`: where a gradient is its exponential times one number a row, but for the label's, only the label's is
+    written, and those numbers are returned, [N] fp32, which the gradient is still to be multiplied by.
     """
-    assert not (softcap and row_terms.shape[0] > NUM_TERMS)
+    mean = row_terms.shape[0] > NUM_TERMS
+    assert not (softcap and mean)
+    factored = factored and not (softcap or mean or entropy) and cache.exp.dtype == torch.bfloat16
     chunk = tiles.chunk_columns(cache.exp)
     block_n = 8
     num_tokens, num_columns = cache.exp.shape
     num_chunks = ceil_div(num_columns, chunk)
-    _grad_from_exp_kernel[(num_chunks * ceil_div(num_tokens, block_n),)](
+    factor = row_terms.new_empty(num_tokens) if factored else None
+    parts = min(num_chunks, 4) if factored else num_chunks  # of the columns, each a program's
+    _grad_from_exp_kernel[(parts * ceil_div(num_tokens, block_n),)](
         cache.exp,
-        cache.chunk_max,
+        cache.reference,
         rows.labels,
         rows.scale,
         row_terms,
+        factor,
         num_tokens,
         # To the end of a row's storage, not to its last column: a bound that Triton knows to be a multiple of 16.
         slab_row_stride(num_columns),
         cache.exp.stride(0),
-        cache.chunk_max.stride(0),
+        cache.reference.stride(0),
         row_terms.stride(0),
         num_chunks,
+        parts,
         ENTROPY=entropy,
-        MEAN=row_terms.shape[0] > NUM_TERMS,
+        MEAN=mean,
         SOFTCAP=softcap,
         PTX=tiles.speaks_ptx(),
         BLOCK_N=block_n,
         CHUNK=chunk,
         num_warps=1,
     )
+    return factor
 
 
 @triton.jit(do_not_specialize=["N", "C", "terms_stride", "first_column"])
@@ -196,19 +206,21 @@ def _log2_of_normal(x, PTX: tl.constexpr):
     return tl.log2(x)
 
 
-@triton.jit(do_not_specialize=["N", "max_stride", "terms_stride", "num_chunks"])
+@triton.jit(do_not_specialize=["N", "reference_stride", "terms_stride", "num_chunks", "parts"])
 def _grad_from_exp_kernel(
-    exp_ptr,  # [N, stop] exp(z - chunk_max), rows exp_stride apart; out: the gradient
-    chunk_max_ptr,  # [chunks, N] fp32, rows max_stride apart
+    exp_ptr,  # [N, stop] 2^(z - reference), rows exp_stride apart; out: the gradient
+    reference_ptr,  # [chunks, N] fp32, rows reference_stride apart
     label_ptr,  # [N] int32
     row_scale_ptr,  # [N] fp32
     terms_ptr,  # [6 + MEAN, N] fp32, rows terms_stride apart
+    factor_ptr,  # [N] fp32 out, what the gradient is still to be multiplied by; None: nothing
     N,
     stop,
     exp_stride,
-    max_stride,
+    reference_stride,
     terms_stride,
     num_chunks,
+    parts,  # of the columns
     ENTROPY: tl.constexpr,
     MEAN: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -217,11 +229,9 @@ def _grad_from_exp_kernel(
     CHUNK: tl.constexpr,
 ):
     """The same gradient from the kept exponentials; the label's own column from its exact logprob."""
-    chunk = tl.program_id(0) % num_chunks
-    rows = tl.program_id(0) // num_chunks * BLOCK_N + tl.arange(0, BLOCK_N)
-    columns = chunk * CHUNK + tl.arange(0, CHUNK)
+    part = tl.program_id(0) % parts
+    rows = tl.program_id(0) // parts * BLOCK_N + tl.arange(0, BLOCK_N)
     row_mask = rows < N
-    mask = row_mask[:, None] & (columns < stop)[None, :]
     label = tl.load(label_ptr + rows, mask=row_mask, other=-1)
     max_logit = tl.load(terms_ptr + rows, mask=row_mask, other=0.0)
     log_sum = tl.load(terms_ptr + terms_stride + rows, mask=row_mask, other=0.0)
@@ -229,23 +239,48 @@ def _grad_from_exp_kernel(
     entropy_term = tl.load(terms_ptr + 3 * terms_stride + rows, mask=row_mask, other=0.0)
     label_term = tl.load(terms_ptr + 4 * terms_stride + rows, mask=row_mask, other=0.0)
     label_log_p = tl.load(terms_ptr + 5 * terms_stride + rows, mask=row_mask, other=0.0)
-    chunk_max = tl.load(chunk_max_ptr + chunk.to(tl.int64) * max_stride + rows, mask=row_mask, other=0.0)
-    shift = (chunk_max - max_logit) - log_sum
     label_grad = tl.exp2(label_log_p) * (p_term - entropy_term * label_log_p) + label_term
+    row_ptrs = exp_ptr + rows.to(tl.int64) * exp_stride
 
-    exp_ptrs = exp_ptr + rows.to(tl.int64)[:, None] * exp_stride + columns[None, :]
-    exp = tl.load(exp_ptrs, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_N, CHUNK]
-    grad = exp * tl.exp2(shift)[:, None]
-    if ENTROPY or SOFTCAP:
-        log_p = _log2_of_normal(exp, PTX) + shift[:, None]
-    grad = grad * (p_term[:, None] - entropy_term[:, None] * log_p) if ENTROPY else grad * p_term[:, None]
-    is_label = columns[None, :] == label[:, None]
-    grad = tl.where(is_label, label_grad[:, None], grad)
-    if MEAN:
-        grad += tl.load(terms_ptr + 6 * terms_stride + rows, mask=row_mask, other=0.0)[:, None]
-    if SOFTCAP:
-        row_scale = tl.load(row_scale_ptr + rows, mask=row_mask, other=1.0)
-        logits = (tl.where(is_label, label_log_p[:, None], log_p) + log_sum[:, None]) + max_logit[:, None]
-        capped = logits / row_scale[:, None]
-        grad = grad * (1.0 - capped * capped)
-    tl.store(exp_ptrs, grad.to(exp_ptr.dtype.element_ty), mask=mask)
+    if factor_ptr is not None:
+        factor = p_term * tl.exp2(-max_logit - log_sum)
+        nothing = (p_term == 0) & (label_grad == 0)
+        label_exp = tl.where(nothing, 0.0, label_grad / factor)
+        in_range = (tl.abs(factor) > 1e-29) & (tl.abs(factor) < 1e29) & (tl.abs(label_exp) < 1e29)
+        factored = row_mask & (nothing | in_range)
+        for start in range(0, num_chunks, 64):
+            chunks = start + tl.arange(0, 64)
+            references = reference_ptr + chunks.to(tl.int64)[:, None] * reference_stride + rows[None, :]
+            reference = tl.load(references, (chunks < num_chunks)[:, None] & row_mask[None, :], other=0.0)
+            factored &= tl.max((reference != 0).to(tl.int32), 0) == 0  # NaN is not 0
+        if part == 0:
+            tl.store(factor_ptr + rows, tl.where(factored, factor, 1.0), row_mask)
+            owned = factored & (label >= 0) & (label < stop)
+            tl.store(row_ptrs + label, label_exp.to(exp_ptr.dtype.element_ty), owned)
+        row_mask &= ~factored
+        if tl.max(row_mask.to(tl.int32), 0) == 0:
+            return
+
+    for chunk in range(part, num_chunks, parts):
+        columns = chunk * CHUNK + tl.arange(0, CHUNK)
+        mask = row_mask[:, None] & (columns < stop)[None, :]
+        reference = tl.load(
+            reference_ptr + tl.cast(chunk, tl.int64) * reference_stride + rows, mask=row_mask, other=0.0
+        )
+        shift = (reference - max_logit) - log_sum
+        exp_ptrs = row_ptrs[:, None] + columns[None, :]
+        exp = tl.load(exp_ptrs, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_N, CHUNK]
+        grad = exp * tl.exp2(shift)[:, None]
+        if ENTROPY or SOFTCAP:
+            log_p = _log2_of_normal(exp, PTX) + shift[:, None]
+        grad = grad * (p_term[:, None] - entropy_term[:, None] * log_p) if ENTROPY else grad * p_term[:, None]
+        is_label = columns[None, :] == label[:, None]
+        grad = tl.where(is_label, label_grad[:, None], grad)
+        if MEAN:
+            grad += tl.load(terms_ptr + 6 * terms_stride + rows, mask=row_mask, other=0.0)[:, None]
+        if SOFTCAP:
+            row_scale = tl.load(row_scale_ptr + rows, mask=row_mask, other=1.0)
+            logits = (tl.where(is_label, label_log_p[:, None], log_p) + log_sum[:, None]) + max_logit[:, None]
+            capped = logits / row_scale[:, None]
+            grad = grad * (1.0 - capped * capped)
+        tl.store(exp_ptrs, grad.to(exp_ptr.dtype.element_ty), mask=mask)

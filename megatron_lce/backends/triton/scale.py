@@ -1,4 +1,4 @@
-"""A matrix times one number on the device, in fp32."""
+"""A matrix times one number on the device, or times one a row, in fp32."""
 
 import triton
 import triton.language as tl
@@ -11,7 +11,7 @@ _BLOCK = 1024
 
 def scale(
     matrix: Tensor,  # [M, K]
-    factor: Tensor,  # [] fp32
+    factor: Tensor,  # [] or [M] fp32
     out: Tensor,  # [M, K]; may be the matrix
     *,
     accumulate: bool,  # True: out += factor * matrix, False: out = factor * matrix
@@ -27,6 +27,7 @@ def scale(
         num_columns,
         *matrix.stride(),
         *out.stride(),
+        PER_ROW=factor.dim() == 1,
         ACCUMULATE=accumulate,
         BLOCK_M=rows,
         BLOCK_K=_BLOCK,
@@ -36,7 +37,7 @@ def scale(
 @triton.jit(do_not_specialize=["M"])
 def _scale_kernel(
     matrix_ptr,  # [M, K]
-    factor_ptr,  # [] fp32
+    factor_ptr,  # [] fp32, [M] if PER_ROW
     out_ptr,  # [M, K]
     M,
     K,
@@ -44,12 +45,13 @@ def _scale_kernel(
     column_stride,
     out_row_stride,
     out_column_stride,
+    PER_ROW: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     rows = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
-    factor = tl.load(factor_ptr)
+    factor = tl.load(factor_ptr + rows, rows < M) if PER_ROW else tl.load(factor_ptr)
     for start in range(0, K, BLOCK_K):
         columns = (start + tl.arange(0, BLOCK_K)).to(tl.int64)[None, :]
         mask = (rows < M) & (columns < K)

@@ -35,13 +35,14 @@ from megatron_lce.core.softmax_stats import packed_rows
 
 @dataclass
 class LogitsCache:
-    """exp(z - m) of the first columns in the inputs' dtype, and m, the largest logit of each row of each chunk.
+    """2^(z - reference) of the first columns in the inputs' dtype, with one reference for each row of each chunk.
 
-    Both together stay within the bytes they were asked to.
+    The reference is the chunk's largest logit or, as far as the dtype's range allows, 0: exponentials of a whole row
+    then have their denominator in common. Both together stay within the bytes they were asked to.
     """
 
     exp: Tensor  # [N, C], rows `SLAB_ROW_STEP` apart, zeros behind them
-    chunk_max: Tensor  # [chunks, N] fp32, base 2
+    reference: Tensor  # [chunks, N] fp32, base 2
 
     @classmethod
     def allocate(cls, num_tokens: int, num_columns: int, hidden: Tensor) -> Self:
@@ -51,10 +52,10 @@ class LogitsCache:
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor]:
-        return self.exp, self.chunk_max
+        return self.exp, self.reference
 
     def of(self, rows: slice) -> Self:
-        return type(self)(self.exp[rows], self.chunk_max[:, rows])
+        return type(self)(self.exp[rows], self.reference[:, rows])
 
 
 def new_cache(num_tokens: int, hidden: Tensor, options: Options) -> LogitsCache | None:
@@ -134,17 +135,18 @@ def softmax_stats(
             row_scale,
             parts[columns.start // chunk :],
             None if kept_here is None else descriptor(kept_here.exp[:, columns], tile.block_n, tile.block_v // 2),
-            None if kept_here is None else kept_here.chunk_max[columns.start // chunk :],
+            None if kept_here is None else kept_here.reference[columns.start // chunk :],
             num_rows,
             num_tokens,
             slab.shape[0],
             hidden.shape[1],
             columns.start,
             vocab_start,
-            0 if kept_here is None else kept_here.chunk_max.stride(0),
+            0 if kept_here is None else kept_here.reference.stride(0),
             0.0 if softcap_scale is None else softcap_scale,
             ENTROPY=entropy,
             TELEMETRY=telemetry,
+            LARGEST_WITHOUT=64.0 if hidden.dtype == torch.bfloat16 else 0.0,
             SOFTCAP=softcap_scale is not None,
             UPCAST=upcasts(hidden.dtype, tiles.interpreting()),
             BLOCK_N=tile.block_n,
@@ -221,7 +223,7 @@ def _label_logits_kernel(
 
 
 # fp fusion is off in the launches: logprobs must keep their bits whichever of the constexprs are set.
-@triton.jit(do_not_specialize=["N", "V", "first_column", "vocab_start", "max_stride"])
+@triton.jit(do_not_specialize=["N", "V", "first_column", "vocab_start", "reference_stride"])
 def _softmax_stats_kernel(
     hidden_desc,  # [N, H]
     whole_desc,  # [N, H], read where all rows are wanted; or None
@@ -229,17 +231,18 @@ def _softmax_stats_kernel(
     row_scale_ptr,  # [N] fp32
     stats_ptr,  # [chunks, K, N] fp32 out; the label's row as of a chunk without it
     exp_desc,  # [N, V] out; None: not kept
-    chunk_max_ptr,  # [chunks, N] fp32 out, rows max_stride apart; None: not kept
+    reference_ptr,  # [chunks, N] fp32 out, rows reference_stride apart; None: not kept
     num_rows_ptr,  # [] int32: how many rows are wanted; None: all
     N,
     V,
     H,
     first_column,
     vocab_start,
-    max_stride,
+    reference_stride,
     softcap_scale,
     ENTROPY: tl.constexpr,
     TELEMETRY: tl.constexpr,
+    LARGEST_WITHOUT: tl.constexpr,  # logit of a chunk that is kept without a reference
     SOFTCAP: tl.constexpr,
     UPCAST: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -303,8 +306,12 @@ def _softmax_stats_kernel(
         tl.store(stats, max_logit, mask)
         tl.store(stats + N, tl.full((BLOCK_N, CHUNKS), float("-inf"), tl.float32), mask)
         if exp_desc is not None:
+            reference = max_logit
+            if LARGEST_WITHOUT > 0:
+                reference = tl.where(tl.abs(max_logit) <= LARGEST_WITHOUT, 0.0, max_logit)
+                exp = exp * tl.exp2(max_logit - reference)[:, :, None]
             chunk = (column_tile * CHUNKS + chunks).to(tl.int64)[None, :]
-            tl.store(chunk_max_ptr + chunk * max_stride + rows[:, None], max_logit, mask)
+            tl.store(reference_ptr + chunk * reference_stride + rows[:, None], reference, mask)
             left, right = halves(tl.reshape(exp, (BLOCK_N, BLOCK_V)).to(exp_desc.dtype))
             exp_desc.store([row, column], left)
             exp_desc.store([row, column + BLOCK_V // 2], right)
