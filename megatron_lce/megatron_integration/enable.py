@@ -93,7 +93,8 @@ def enable_fused_linear_ce(
             `vocab_size` and `softcap` change the fused loss only: logits returned without labels have neither, and a
             head that is left to Megatron has neither, which the warning says.
         skip_ignored: leave ignored rows out of the head: they are counted on the device, for which the host waits once
-            in each pass. While a CUDA graph is captured all rows are computed. No int: microbatches differ in their count.
+            in each pass. While a CUDA graph is captured all rows are computed. No int: microbatches differ in their
+            count.
         ignore_masked: where the model is called with `loss_mask`, [b, s], tokens whose mask is 0 are ignored rows too,
             those of the MTP losses as Megatron shifts the mask.
 
