@@ -108,11 +108,11 @@ class _HiddenGrad:
         if self._sum is None:
             one_sum = slab.columns == slice(0, self._options.num_columns)
             self._sum = self._new_sum(weight, one_sum)
-        total = self._sum[slab.tokens]
-        product(slab.grad, weight, total, accumulate=slab.columns.start > 0)
+        product(slab.grad, weight, self._sum[slab.tokens], accumulate=slab.columns.start > 0)
         del weight
         if slab.factor is not None and slab.columns.stop == self._options.num_columns:
-            self._backend.scale(total, slab.factor, total, accumulate=False)
+            # No name for it: the sum goes before the reduction's memory comes.
+            self._backend.scale(self._sum[slab.tokens], slab.factor, self._sum[slab.tokens], accumulate=False)
         if slab.is_last:
             grad = self._tokens.grad_rows(self._block)
             if grad.data_ptr() != self._sum.data_ptr():

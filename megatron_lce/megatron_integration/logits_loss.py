@@ -134,6 +134,8 @@ class _GivenLogits:
     `values` are the logits [N, V/tp], made here where they are not filled: where only their gradient is wanted.
     """
 
+    counts_on_device = False  # rows are read and written by their indices, of which those that count must be known
+
     def __init__(self, backend: Any, call: Call, head_call: HeadCall, softcap: float | None):
         self._backend, self._head_call, self._softcap = backend, head_call, softcap
         self._labels, self._num_columns = call.labels, call.options.num_columns

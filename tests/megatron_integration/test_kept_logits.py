@@ -58,7 +58,7 @@ def test_hooks_get_the_gradient_of_logits_and_the_loss_keeps_its_options(untied,
     torch.testing.assert_close(kept[0].grad, seen[0].grad, rtol=1e-5, atol=1e-6)
 
 
-def test_rows_that_the_loss_does_not_count_keep_the_gradient_of_another_use(untied, device):
+def test_rows_that_the_loss_does_not_count_keep_the_gradient_of_another_use(untied, device, backend):
     """A penalty on all logits beside a masked loss: skipping rows without a loss must not skip theirs."""
     tensors, labels = megatron_world.inputs(device)
     kept = labels % 3 != 0
@@ -72,7 +72,7 @@ def test_rows_that_the_loss_does_not_count_keep_the_gradient_of_another_use(unti
     expected = gradients(labels)
     del untied.compute_language_model_loss
     untied.output_layer._forward_hooks.clear()
-    enable(untied, skip_ignored=True)
+    enable_fused_linear_ce(untied, skip_ignored=True, backend=backend)
     for ignored in (labels, labels.where(kept, -100)):
         untied.output_layer._forward_hooks.clear()
         untied.output_layer.register_forward_hook(lambda module, args, output: output[0].retain_grad())
