@@ -281,7 +281,7 @@ def _beside_kept_bytes(step: HeadStep) -> int:
 
 
 def _hidden_with_factor(step: HeadStep, tokens: int, kept_columns: int) -> dict[str, int]:
-    """For the weight's product of what was kept of all columns, unless the entropy has a gradient."""
+    """For the weight's product of what was kept of all columns, unless the entropy is asked for."""
     row_bytes = step.hidden * step.itemsize
     if step.entropy or kept_columns < step.columns or tokens * row_bytes > step.workspace_bytes:
         return {}

@@ -162,6 +162,20 @@ def test_hidden_states_are_gathered_as_far_as_they_count(number, copied, device,
     assert torch.equal(triton.gather_rows(matrix, rows, on_device, unless_all=False)[:number], matrix[rows[:number]])
 
 
+def test_backward_goes_ahead_with_no_more_rows_than_forward_counted(device, monkeypatch):
+    """Of 200 hidden states 40 count, which all have a gradient: labels and terms are there for so many."""
+    triton = pytest.importorskip("megatron_lce.backends.triton.cross_entropy")
+    seen, function = [], triton.grad_logits
+
+    def spy(hidden, weight, rows, terms, out, **keywords):
+        seen.append((len(hidden), len(rows.labels), len(out)))
+        function(hidden, weight, rows, terms, out, **keywords)
+
+    monkeypatch.setattr(triton, "grad_logits", spy)
+    ignoring(make_problem(200, 16, 64, device), slice(40, None)).check("triton", only_here={"skip_ignored": True})
+    assert seen == [(40, 40, 40)]
+
+
 def test_rows_behind_the_number_are_left_alone(device):
     triton = pytest.importorskip("megatron_lce.backends.triton.cross_entropy")
     hidden, weight = torch.randn(300, 16, device=device), torch.randn(70, 16, device=device)

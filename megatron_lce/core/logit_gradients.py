@@ -76,7 +76,8 @@ def made_of_kept(problem: LogitGradients, cache: LogitsCache) -> Made | None:
         problem.terms,
         softcap=options.softcap is not None,
         entropy=problem.entropy,
-        factored=cache.exp.shape[1] == options.num_columns
+        factored=not options.entropy  # asked for, it may have had a gradient: what was kept has nothing in common
+        and cache.exp.shape[1] == options.num_columns
         and scaled_hidden <= options.workspace_bytes
         and not any(copies_of(weight)),
     )

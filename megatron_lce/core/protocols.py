@@ -36,7 +36,7 @@ class CommonBackend(Protocol):
         """Of [N] bool, and of what each row brings, [..., N] each: the rows that count."""
 
     def gather_rows(self, matrix: Tensor, rows: Tensor, number: Tensor, unless_all: bool) -> Tensor:
-        """The first `number` of the rows of [N, H]; `unless_all`: nothing is copied where that is every row."""
+        """[M, H], the first `number` of these M rows of [N, H]; `unless_all`: nothing is copied where that is all M."""
 
     def scale(self, matrix: Tensor, factor: Tensor, out: Tensor, *, accumulate: bool) -> None:
         """`out = factor * matrix`, or `out += factor * matrix`, in fp32; a factor [], or one for each row, [M]."""

@@ -33,8 +33,9 @@ class RowNumber:
         return int(self._copy)
 
     def gather(self, whole: Tensor, rows: Tensor) -> tuple[Tensor, Ahead]:
-        """Hidden states [N, H] of so many of the rows."""
-        unless_all = is_aligned(whole)  # else a copy is read anyway
+        """Hidden states [rows, H] of so many of the rows."""
+        # Otherwise a copy is read anyway; or the rows that count are not all that are there.
+        unless_all = is_aligned(whole) and rows.shape[0] == whole.shape[0]
         hidden = self._gather_rows(whole, rows, self.on_device, unless_all)
         return hidden, Ahead(self.on_device, whole if unless_all else None)
 

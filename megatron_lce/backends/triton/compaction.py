@@ -42,12 +42,12 @@ def compact_rows(
 
 def gather_rows(
     matrix: Tensor,  # [N, H]
-    rows: Tensor,  # [N] int64
+    rows: Tensor,  # [M] int64
     number: Tensor,  # [] int32
     unless_all: bool,
 ) -> Tensor:
-    """[N, H]: the first `number` of the rows. `unless_all`: nothing is copied where that is every row."""
-    num_rows, hidden_size = matrix.shape
+    """[M, H]: the first `number` of the rows. `unless_all`: nothing is copied where that is every one of them."""
+    num_rows, hidden_size = rows.shape[0], matrix.shape[1]
     gathered = matrix.new_empty(num_rows, hidden_size)
     on_cpu = matrix.device.type == "cpu"  # an interpreter pays by the program
     block_n = 64 if on_cpu else 4
@@ -102,13 +102,13 @@ def _compact_rows_kernel(
             tl.store(brought + rows, tl.zeros((BLOCK,), given.dtype), behind)
 
 
-@triton.jit(do_not_specialize=["N"])
+@triton.jit(do_not_specialize=["M"])
 def _gather_rows_kernel(
     matrix_ptr,  # [N, H]
-    rows_ptr,  # [N] int64
+    rows_ptr,  # [M] int64
     number_ptr,  # [] int32
-    out_ptr,  # [N, H] contiguous
-    N,
+    out_ptr,  # [M, H] contiguous
+    M,
     H,
     row_stride,
     column_stride,
@@ -117,7 +117,7 @@ def _gather_rows_kernel(
     BLOCK_H: tl.constexpr,
 ):
     number = tl.load(number_ptr)
-    if UNLESS_ALL and number == N:
+    if UNLESS_ALL and number == M:
         return
     for start in range(tl.program_id(0) * BLOCK_N, number, tl.num_programs(0) * BLOCK_N):
         places = start + tl.arange(0, BLOCK_N)

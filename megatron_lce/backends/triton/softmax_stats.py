@@ -38,7 +38,8 @@ class LogitsCache:
     """2^(z - reference) of the first columns in the inputs' dtype, with one reference for each row of each chunk.
 
     The reference is the chunk's largest logit or, as far as the dtype's range allows, 0: exponentials of a whole row
-    then have their denominator in common. Both together stay within the bytes they were asked to.
+    then have their denominator in common. Not where a gradient takes their logarithm, for an entropy or a softcap: of
+    the largest, which counts most, that must be exact. Both together stay within the bytes they were asked to.
     """
 
     exp: Tensor  # [N, C], rows `SLAB_ROW_STEP` apart, zeros behind them
@@ -120,6 +121,7 @@ def softmax_stats(
         room = workspace_bytes - parts.nbytes - num_tokens * copies_of(hidden).token
         most = max(COLUMN_STEP, room // row_bytes // COLUMN_STEP * COLUMN_STEP)
     kept = 0 if cache is None else cache.exp.shape[1]
+    takes_logarithm = entropy or softcap_scale is not None
     ranges = [(columns, True) for columns in cut(kept, most)] + [
         (columns, False) for columns in cut(num_columns, most, start=kept)
     ]
@@ -146,7 +148,7 @@ def softmax_stats(
             0.0 if softcap_scale is None else softcap_scale,
             ENTROPY=entropy,
             TELEMETRY=telemetry,
-            LARGEST_WITHOUT=64.0 if hidden.dtype == torch.bfloat16 else 0.0,
+            LARGEST_WITHOUT=64.0 if hidden.dtype == torch.bfloat16 and not takes_logarithm else 0.0,
             SOFTCAP=softcap_scale is not None,
             UPCAST=upcasts(hidden.dtype, tiles.interpreting()),
             BLOCK_N=tile.block_n,
