@@ -107,7 +107,7 @@ def test_the_largest_logit_of_a_cache_is_exact(softcap, largest, device):
 
 
 @pytest.mark.parametrize(
-    "kind", ["no other", "large logits", "far below", "only the label", "no gradient", "tiny", "huge", "NaN"]
+    "kind", ["no other", "large logits", "far below", "only the label", "no gradient", "ignored", "tiny", "huge", "NaN"]
 )
 def test_what_is_kept_of_a_row_is_its_gradient_up_to_one_number_where_in_range(kind, device, monkeypatch):
     """Every second row is of that kind; each half is within its budget by itself."""
@@ -125,8 +125,8 @@ def test_what_is_kept_of_a_row_is_its_gradient_up_to_one_number_where_in_range(k
     elif kind in ("no gradient", "tiny", "huge"):
         for upstream in (logprobs, lse):
             upstream[others] *= {"no gradient": 0.0, "tiny": 2.0**-103, "huge": 2.0**118}[kind]
-    elif kind == "NaN":
-        problem.labels[others] = 10_000
+    elif kind in ("ignored", "NaN"):
+        problem.labels[others] = {"ignored": -100, "NaN": 10_000}[kind]
     problem = problem._replace(upstream=Upstream(logprobs, lse=lse))
     factors, function = [], kernels.grad_logits_from_cache
     spy = lambda *given, **keywords: factors.append(function(*given, **keywords)) or factors[0]  # noqa: E731
@@ -134,7 +134,7 @@ def test_what_is_kept_of_a_row_is_its_gradient_up_to_one_number_where_in_range(k
     actual = problem.run("triton", logits_cache_bytes=2**30, entropy=False)
     assert ((factors[0][usual] != 1) & (factors[0][usual] != 0)).all()
     if kind != "no other":
-        done = factors[0][others] == (0.0 if kind == "no gradient" else 1.0)
+        done = factors[0][others] == (0.0 if kind in ("no gradient", "ignored") else 1.0)
         assert done.any() if kind == "huge" else done.all()
     expected = oracle(*problem, entropy=False)
     for rows in (usual, others):

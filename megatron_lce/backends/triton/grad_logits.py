@@ -244,7 +244,7 @@ def _grad_from_exp_kernel(
 
     if factor_ptr is not None:
         factor = p_term * tl.exp2(-max_logit - log_sum)
-        nothing = (p_term == 0) & (label_grad == 0)
+        nothing = (p_term == 0) & (label_term == 0)
         label_exp = tl.where(nothing, 0.0, label_grad / factor)
         in_range = (tl.abs(factor) > 1e-29) & (tl.abs(factor) < 1e29) & (tl.abs(label_exp) < 1e29)
         factored = row_mask & (nothing | in_range)
