@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_lce.backends.triton import tiles
 from megatron_lce.backends.triton.softmax_stats import LogitsCache
 from megatron_lce.backends.triton.tile_products import (
+    SMALLEST_NORMAL,
     descriptor,
     halves,
     tanh,
@@ -24,7 +25,9 @@ from megatron_lce.core.blocks import BlockBytes, ceil_div
 from megatron_lce.core.products import Copies, aligned, slab_row_stride
 from megatron_lce.core.rows import NUM_TERMS, Ahead, Rows
 
-_SMALLEST_NORMAL = tl.constexpr(1.1754943508222875e-38)
+# A row's factor and its label's exponential lie between 1 over this and this: their products with what is 16 bits wide,
+# and sums of those, are far from the ends of fp32.
+_LARGEST_FACTOR = tl.constexpr(2.0**96)
 
 
 def grad_logits_bytes(hidden: Tensor, copies: Copies) -> BlockBytes:
@@ -195,12 +198,12 @@ def _grad_logits_kernel(
 
 
 @triton.jit
-def _log2_of_normal(x, PTX: tl.constexpr):
+def _fast_log2(x, PTX: tl.constexpr):
     """log2 of what is positive and no subnormal number, to 2^-22 of the result or, near 1, absolutely; -126 below.
 
     The general logarithm would outlast the memory access: 24 instructions a number for 2.
     """
-    x = tl.maximum(x, _SMALLEST_NORMAL)
+    x = tl.maximum(x, SMALLEST_NORMAL)
     if PTX:
         return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
     return tl.log2(x)
@@ -246,7 +249,8 @@ def _grad_from_exp_kernel(
         factor = p_term * tl.exp2(-max_logit - log_sum)
         nothing = (p_term == 0) & (label_term == 0)
         label_exp = tl.where(nothing, 0.0, label_grad / factor)
-        in_range = (tl.abs(factor) > 1e-29) & (tl.abs(factor) < 1e29) & (tl.abs(label_exp) < 1e29)
+        in_range = (tl.abs(factor) > 1.0 / _LARGEST_FACTOR) & (tl.abs(factor) < _LARGEST_FACTOR)
+        in_range &= tl.abs(label_exp) < _LARGEST_FACTOR
         factored = row_mask & (nothing | in_range)
         for start in range(0, num_chunks, 64):
             chunks = start + tl.arange(0, 64)
@@ -272,7 +276,7 @@ def _grad_from_exp_kernel(
         exp = tl.load(exp_ptrs, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_N, CHUNK]
         grad = exp * tl.exp2(shift)[:, None]
         if ENTROPY or SOFTCAP:
-            log_p = _log2_of_normal(exp, PTX) + shift[:, None]
+            log_p = _fast_log2(exp, PTX) + shift[:, None]
         grad = grad * (p_term[:, None] - entropy_term[:, None] * log_p) if ENTROPY else grad * p_term[:, None]
         is_label = columns[None, :] == label[:, None]
         grad = tl.where(is_label, label_grad[:, None], grad)

@@ -16,6 +16,7 @@ from megatron_lce.backends.triton.rows import prepare_rows
 from megatron_lce.backends.triton.scale import scale
 from megatron_lce.backends.triton.tile_products import (
     MASKED_LOGIT,
+    SMALLEST_NORMAL,
     descriptor,
     halves,
     tanh,
@@ -42,7 +43,6 @@ __all__ = [
 ]
 
 _COLUMNS = COLUMN_STEP  # of a program that reads logits; wherever they are cut, it holds the same columns
-_SMALLEST_NORMAL = tl.constexpr(1.1754943508222875e-38)  # under this a probability counts as zero
 
 
 def logits_bytes(student: Head, teacher: Head, num_columns: int) -> BlockBytes:
@@ -327,7 +327,7 @@ def _log_probability(logits, stats_ptr, stats_stride, row_mask):
 @triton.jit
 def _log_mixture(ps, pt, beta):
     """log2 m, held where 0 * log(p / m) is 0 if p_s and p_t underflow; finite for NaN too, which p_s or p_t brings."""
-    return _log2_of_normal(tl.maximum(tl.fma(beta, pt, (1 - beta) * ps), _SMALLEST_NORMAL))
+    return _log2_of_normal(tl.maximum(tl.fma(beta, pt, (1 - beta) * ps), SMALLEST_NORMAL))
 
 
 @triton.jit

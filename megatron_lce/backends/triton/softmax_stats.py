@@ -32,6 +32,10 @@ from megatron_lce.core.products import (
 from megatron_lce.core.rows import Ahead
 from megatron_lce.core.softmax_stats import packed_rows
 
+# The absolute logit, base 2, up to which a chunk's largest is kept without a reference: bf16's range goes to 2^127, and
+# leaves room for products.
+LARGEST_WITHOUT = 64.0
+
 
 @dataclass
 class LogitsCache:
@@ -148,7 +152,7 @@ def softmax_stats(
             0.0 if softcap_scale is None else softcap_scale,
             ENTROPY=entropy,
             TELEMETRY=telemetry,
-            LARGEST_WITHOUT=64.0 if hidden.dtype == torch.bfloat16 and not takes_logarithm else 0.0,
+            LARGEST_WITHOUT=LARGEST_WITHOUT if hidden.dtype == torch.bfloat16 and not takes_logarithm else 0.0,
             SOFTCAP=softcap_scale is not None,
             UPCAST=upcasts(hidden.dtype, tiles.interpreting()),
             BLOCK_N=tile.block_n,

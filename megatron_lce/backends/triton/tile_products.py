@@ -11,6 +11,7 @@ from megatron_lce.core.rows import Ahead
 
 FP32_SUM = tl.constexpr(256)
 MASKED_LOGIT = tl.constexpr(-1e38)  # finite, so that 0 * (masked - max) is 0 and not NaN
+SMALLEST_NORMAL = tl.constexpr(1.1754943508222875e-38)
 
 
 @triton.jit
