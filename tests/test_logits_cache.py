@@ -23,7 +23,7 @@ COLUMNS_KEPT = [0, 256, 512, 600]  # of 100 tokens and 600 columns: none, one ti
 
 @pytest.mark.parametrize(("logits_cache_bytes", "columns"), list(zip(CACHE_BYTES, COLUMNS_KEPT, strict=True)))
 def test_a_cache_of_that_many_bytes_is_used(logits_cache_bytes, columns, device, monkeypatch):
-    kernels = pytest.importorskip("megatron_lce.backends.triton.softmax_stats")
+    kernels = pytest.importorskip("megatron_lce.backends.triton.logits_cache")
     allocated = []
     allocate = kernels.LogitsCache.allocate
     spy = lambda tokens, columns, hidden: allocated.append(columns) or allocate(tokens, columns, hidden)  # noqa: E731
@@ -34,7 +34,7 @@ def test_a_cache_of_that_many_bytes_is_used(logits_cache_bytes, columns, device,
 
 @given(st.integers(1, 3000), st.integers(1, 3000), st.integers(0, 2**24))
 def test_a_cache_takes_no_more_than_it_may(num_tokens, num_columns, logits_cache_bytes):
-    kernels = pytest.importorskip("megatron_lce.backends.triton.softmax_stats")
+    kernels = pytest.importorskip("megatron_lce.backends.triton.logits_cache")
     hidden = torch.empty(0, dtype=BF16)
     columns = kernels.cache_columns(num_tokens, num_columns, hidden, logits_cache_bytes)
     assert 0 <= columns <= num_columns
@@ -46,7 +46,7 @@ def test_a_cache_takes_no_more_than_it_may(num_tokens, num_columns, logits_cache
 
 def test_what_lies_behind_a_row_is_zero(device):
     """Some products read it: torch's 16-bit one on a CPU with AMX, where NaN times nothing was NaN."""
-    kernels = pytest.importorskip("megatron_lce.backends.triton.softmax_stats")
+    kernels = pytest.importorskip("megatron_lce.backends.triton.logits_cache")
     cache = kernels.LogitsCache.allocate(100, 600, torch.empty(0, dtype=BF16, device=device))
     behind = cache.exp.as_strided((100, 40), (640, 1), 600)
     assert cache.exp.stride() == (640, 1)

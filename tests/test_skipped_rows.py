@@ -13,7 +13,7 @@ from megatron_lce.backends.choice import load_backend
 from megatron_lce.core import autograd, blocks
 from megatron_lce.core.collectives import Pending
 from megatron_lce.core.rows import Ahead, Rows
-from megatron_lce.core.tokens import Counted, RowNumber, Tokens
+from megatron_lce.core.tokens import Counted, RowNumber, TokenBlock, Tokens
 from tests.oracle import Upstream
 from tests.problems import make_problem
 
@@ -107,8 +107,9 @@ def test_rows_without_an_upstream_gradient_take_no_part_in_backward(
 @pytest.mark.parametrize(
     ("logits_cache_bytes", "expected"),
     [
-        (0, ["softmax_stats", "look", "grad_logits", "look"]),
-        (2**30, ["look", "softmax_stats", "grad_logits_from_cache", "look"]),  # a cache is as large as the number
+        (0, ["gather_rows", "softmax_stats", "look", "gather_rows", "grad_logits", "look"]),
+        # A cache is as large as the number: its first columns are not.
+        (2**30, ["gather_rows", "softmax_stats", "look", "look", "grad_logits_from_cache", "gather_rows", "look"]),
     ],
 )
 def test_the_device_has_work_while_the_host_waits_for_the_number(logits_cache_bytes, expected, device, monkeypatch):
@@ -124,12 +125,38 @@ def test_the_device_has_work_while_the_host_waits_for_the_number(logits_cache_by
 
         monkeypatch.setattr(place, name, spy)
 
-    for name in ("softmax_stats", "grad_logits", "grad_logits_from_cache"):
+    for name in ("gather_rows", "softmax_stats", "grad_logits", "grad_logits_from_cache"):
         watch(backend, name)
     watch(RowNumber, "look")
     problem = ignoring(make_problem(40, 24, 304, device, BF16), SOME)
     problem.run("triton", skip_ignored=True, logits_cache_bytes=logits_cache_bytes)
     assert seen == expected
+
+
+@pytest.mark.parametrize(
+    ("rows", "logits_cache_bytes", "allocated"),
+    [
+        # 256 columns of all 200 rows, then of those that count: all columns, two tiles, one.
+        (slice(0, 150), 2**30, [(200, 256), (50, 600)]),
+        (slice(0, 100), 104_500, [(200, 256), (100, 512)]),
+        (slice(0, 10), 110_000, [(200, 256), (190, 256)]),
+        (slice(0, 0), 2**30, [(200, 256), (200, 600)]),
+        (slice(None), 2**30, [(200, 256)]),
+        # No tile of all rows fits, so forward waits.
+        (slice(0, 150), 50 * 600, [(50, 256)]),
+    ],
+    ids=str,
+)
+def test_a_cache_is_begun_before_the_number_is_known(rows, logits_cache_bytes, allocated, device, monkeypatch):
+    kernels = pytest.importorskip("megatron_lce.backends.triton.logits_cache")
+    seen, allocate = [], kernels.LogitsCache.allocate
+    spy = lambda *given: seen.append(given[:2]) or allocate(*given)  # noqa: E731
+    monkeypatch.setattr(kernels.LogitsCache, "allocate", spy)
+    problem = ignoring(make_problem(200, 24, 600, device, BF16), rows)
+    computed = problem.run("triton")
+    only_here = {"skip_ignored": True, "logits_cache_bytes": logits_cache_bytes, "workspace_bytes": 500_000}
+    assert_same_outputs(problem.check("triton", only_here=only_here), computed)
+    assert seen == allocated
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 300, 9000])
@@ -232,6 +259,19 @@ def test_hidden_states_are_gathered_once_waited_for_and_freed(number, monkeypatc
     assert [len(block.hidden.wait()) for block in every.blocks()] == [8]
     assert waits
     assert [whole() for whole in gathered] == [None]
+
+
+@pytest.mark.parametrize(("rows", "block_tokens", "taken"), [(None, 4, False), ([0, 2], 4, True), ([0, 2], 1, False)])
+def test_hidden_states_that_were_gathered_ahead_are_taken(rows, block_tokens, taken):
+    """Of every row there may be no copy; and several blocks gather their own."""
+    options = SimpleNamespace(sequence_parallel=False, tp_group=None)
+    counted = Counted(None if rows is None else torch.tensor(rows))
+    tokens = Tokens(torch.randn(4, 2), 4, counted, block_tokens, options)
+    ahead = TokenBlock(slice(0, 2), Pending(torch.randn(2, 2)), is_first=True, is_last=True)
+    tokens.take(ahead)
+    block = next(tokens.blocks())
+    assert (block.hidden is ahead.hidden) == taken
+    assert block.is_last == (tokens.num_blocks == 1)
 
 
 def test_only_a_cuda_device_is_told_not_to_wait_for_the_copy():

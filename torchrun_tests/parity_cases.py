@@ -165,6 +165,17 @@ CASES = [
     Case("skipped, sequence parallel", (SEQUENCE, 3), skip_ignored=True, sequence_parallel=True, change=ignore_some),
     Case("counted, sequence parallel", skip_ignored="count", sequence_parallel=True, change=ignore_some, dtype=BF16),
     Case("skipped, cached", skip_ignored=True, logits_cache_bytes=2**20, dtype=BF16, change=ignore_some),
+    Case(
+        "skipped, cached, a tile at first",
+        (40,),
+        shards=lambda n: [600 - 400 * (rank == 1) for rank in range(n)],
+        pass_vocab_start=True,
+        skip_ignored=True,
+        logits_cache_bytes=2**20,
+        workspace_bytes=100_000,
+        dtype=BF16,
+        change=ignore_some,
+    ),
     Case("skipped, all", skip_ignored=True, sequence_parallel=True, change=ignore_all),
     Case("skipped, no upstream", skip_ignored=True, change=no_upstream_for_some, keywords=TELEMETRY),
     Case(

@@ -18,7 +18,7 @@ from megatron_lce.core.logit_gradients import (
 )
 from megatron_lce.core.options import DIFFERENTIABLE, LinearCrossEntropyOutput, Options
 from megatron_lce.core.products import copies_of, own_arithmetic
-from megatron_lce.core.protocols import CrossEntropyBackend, LogitsCache
+from megatron_lce.core.protocols import CacheAhead, CrossEntropyBackend, LogitsCache
 from megatron_lce.core.rows import Rows, RowTerms, Saved
 from megatron_lce.core.tokens import (
     Counted,
@@ -62,8 +62,13 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             tokens = _tokens(hidden, num_tokens, counted, weight, options, backend)
             order = tokens.order()
             rows = rows_to_compute(rows, order, counted)
-            cache = backend.new_cache(tokens.num_computed, hidden, options) if grad_enabled else None
-            extremes, sums = stats_over_group(tokens, weight, rows, options, backend, cache)
+            kept: LogitsCache | CacheAhead | None = None
+            if grad_enabled and counted.number is None:
+                kept = backend.new_cache(tokens.num_computed, hidden, options)
+            elif grad_enabled and counted.number is not None:
+                kept = backend.begin_cache(num_tokens, hidden, options, counted.number.look)
+            extremes, sums = stats_over_group(tokens, weight, rows, options, backend, kept)
+            cache = None if kept is None else kept.whole
             outputs, saved = backend.finish(extremes, sums, rows, options)
             if counted.number is not None:
                 counted = counted.known()
@@ -184,14 +189,18 @@ def _all_rows_fit(
 ) -> bool:
     """Whether statistics need not wait for the number of rows: those of all rows and their hidden states fit at once.
 
-    A cache waits: it is as large as that number. Depends on what ranks share.
+    And a cache's first columns: it is as large as that number. Depends on what ranks share.
     """
-    if options.logits_cache_bytes or not backend.counts_on_device:
+    if not backend.counts_on_device:
+        return False
+    columns = backend.begun_columns(num_tokens, hidden, options)
+    if columns is None or any(copies_of(hidden)):  # copies take what is left of the workspace
         return False
     if _block_tokens(num_tokens, hidden, weight, options, backend) < num_tokens:
         return False
     stats_bytes = backend.softmax_stats_bytes(hidden, options)
     per_token = stats_bytes.per_token + hidden.shape[1] * hidden.element_size()
+    per_token += backend.kept_row_bytes(hidden, columns) or 0
     return stats_tokens(num_tokens, options.workspace_bytes, stats_bytes._replace(per_token=per_token)) >= num_tokens
 
 
@@ -211,12 +220,13 @@ def _rows_with_gradient(
     With what was kept of all rows, or with the first slab of the logits.
     """
     rows, terms, options, backend = problem.rows, problem.terms, problem.options, problem.backend
+    made = None if cache is None else made_of_kept(problem, cache)
     # NaN counts: a broken row's terms are, whatever its upstream gradient.
     counts = terms[2:5].any(dim=0)
     if (mean_term := RowTerms(*terms).mean_term) is not None:
         counts |= mean_term != 0
     per_row = [*rows, terms, *([] if order is None else [order])]
-    counted, made = rows_that_count(counts, per_row, options, backend), None
+    counted = rows_that_count(counts, per_row, options, backend)
 
     def of(counted: Counted) -> tuple[Tokens, LogitGradients]:
         labels, scale, to_nats, those_terms, *positions = counted.brought or ()
@@ -224,15 +234,19 @@ def _rows_with_gradient(
         block = _block_tokens(labels.shape[0], tokens.hidden, problem.weight, options, backend)
         return tokens.of(those, block), problem._replace(rows=Rows(labels, scale, to_nats), terms=those_terms)
 
-    if cache is not None:
-        made = made_of_kept(problem, cache)
-    elif backend.counts_on_device and tokens.num_blocks == 1:
+    ahead = None
+    if backend.counts_on_device and tokens.num_blocks == 1:
         those_tokens, of_those = of(counted)
-        made = made_while_counted(of_those, next(those_tokens.blocks()))
+        ahead = next(those_tokens.blocks())
+        if cache is None:
+            made = made_while_counted(of_those, ahead)
         del those_tokens, of_those
     counted = counted.known()
     if counted.rows is None:
+        if ahead is not None:
+            tokens.take(ahead)
         return tokens, problem, made
+    del ahead
     if cache is not None and made is not None:
         made.rows = counted.rows
     return *of(counted), made

@@ -6,7 +6,7 @@ from torch import Tensor
 from megatron_lce.core import collectives
 from megatron_lce.core.blocks import cut, stats_tokens
 from megatron_lce.core.options import Options
-from megatron_lce.core.protocols import CrossEntropyBackend, LogitsCache
+from megatron_lce.core.protocols import CacheAhead, CrossEntropyBackend, LogitsCache
 from megatron_lce.core.rows import Ahead, Rows, softcap_scale
 from megatron_lce.core.softmax_stats import empty_extremes, empty_sums
 from megatron_lce.core.tokens import Tokens
@@ -18,7 +18,7 @@ def stats_over_group(
     rows: Rows,
     options: Options,
     backend: CrossEntropyBackend,
-    cache: LogitsCache | None,
+    cache: LogitsCache | CacheAhead | None,
 ) -> tuple[Tensor, Tensor]:
     """Extremes [E, N] and sums [`num_sums`, N] of the whole vocabulary, the same bits on every rank."""
     found = []
@@ -38,7 +38,7 @@ def stats_of_tokens(
     rows: Rows,
     options: Options,
     backend: CrossEntropyBackend,
-    cache: LogitsCache | None = None,
+    cache: LogitsCache | CacheAhead | None = None,
     ahead: Ahead | None = None,  # only where all of them fit at once
 ) -> tuple[Tensor, Tensor]:
     """The same of hidden states that are here, as many at a time as the workspace has room for."""
@@ -68,7 +68,7 @@ def _stats_of_part(
     rows: Rows,
     options: Options,
     backend: CrossEntropyBackend,
-    cache: LogitsCache | None,
+    cache: LogitsCache | CacheAhead | None,
     ahead: Ahead | None,
 ) -> tuple[Tensor, Tensor]:
     """Extremes and sums over the group's vocabulary: one exchange for the largest logits, one for the sums."""

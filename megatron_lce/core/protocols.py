@@ -1,6 +1,6 @@
 """What a backend supplies: a module with these functions. Core calls them and knows no more of a backend."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, Self
 
 from torch import Tensor
@@ -23,8 +23,23 @@ class LogitsCache(Protocol):
     def tensors(self) -> Sequence[Tensor]:
         """What the backend's `LogitsCache` is made of, `exp` first."""
 
+    @property
+    def whole(self) -> Self:
+        """Itself."""
+
     def of(self, rows: slice) -> Self:
         """A view of some of the rows."""
+
+
+class CacheAhead(Protocol):
+    """A cache that is being filled before the host knows how many rows it is for."""
+
+    @property
+    def whole(self) -> LogitsCache | None:
+        """What it is once it is filled; None: of no row."""
+
+    def of(self, rows: slice) -> Self:
+        """Itself: all of them are one block."""
 
 
 class CommonBackend(Protocol):
@@ -54,6 +69,14 @@ class CrossEntropyBackend(CommonBackend, Protocol):
     def new_cache(self, num_tokens: int, hidden: Tensor, options: Options) -> LogitsCache | None:
         """Room for what `logits_cache_bytes` allows; None: nothing is kept."""
 
+    def begin_cache(
+        self, num_tokens: int, hidden: Tensor, options: Options, look: Callable[[], int]
+    ) -> CacheAhead | None:
+        """The same for as many of the tokens as `look` waits for."""
+
+    def begun_columns(self, num_tokens: int, hidden: Tensor, options: Options) -> int | None:
+        """How many columns it keeps before it waits; 0: nothing is to be kept; None: there is no room to begin."""
+
     def kept_row_bytes(self, hidden: Tensor, num_columns: int) -> int | None:
         """What a cache of these columns takes for a token; None: nothing can be kept of such inputs."""
 
@@ -72,7 +95,7 @@ class CrossEntropyBackend(CommonBackend, Protocol):
         telemetry: bool,
         vocab_start: int,
         workspace_bytes: int,
-        cache: LogitsCache | None = None,
+        cache: LogitsCache | CacheAhead | None = None,
         ahead: Ahead | None = None,
     ) -> Tensor:
         """[chunks, K, N], see `megatron_lce.core.softmax_stats`. Fills the cache, if any."""

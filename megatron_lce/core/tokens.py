@@ -159,6 +159,7 @@ class Tokens:
         self._by_shard = ranks > 1 and counted is None and self.num_blocks > 1
         self._ranks = ranks
         self._gathered: Pending | None = None
+        self._brought: Pending | None = None
         self._grad: Tensor | None = None
         self._reductions: list[Pending] = []
 
@@ -169,6 +170,11 @@ class Tokens:
         if some.num_computed == 0:
             some._gathered.wait()  # no block will
         return some
+
+    def take(self, block: TokenBlock) -> None:
+        """Hidden states of all these rows, which were gathered ahead, are not gathered again."""
+        if self._counted is not None and self.num_blocks == 1:
+            self._brought, self._gathered = block.hidden, None
 
     def order(self) -> Tensor | None:
         """The rows in the order in which blocks hold them; None: as they are."""
@@ -181,6 +187,10 @@ class Tokens:
         """Each block's hidden; the next one's gather runs while a block is worked on."""
         if self._by_shard:
             yield from self._blocks_by_shard()
+            return
+        if self._brought is not None:
+            brought, self._brought = self._brought, None
+            yield TokenBlock(slice(0, self.num_computed), brought, is_first=True, is_last=True)
             return
         whole, self._gathered = self._start_gather(), None  # its memory goes with the last block
         for rows in cut(self.num_computed, self._block_tokens):
@@ -195,9 +205,8 @@ class Tokens:
             self._grad = self.hidden.new_empty(num_rows, hidden_size)
             return self._grad
         if self._grad is None:
-            skips = self._counted is not None  # then a row of zeros comes behind: the gradient of every skipped row
+            skips = self._counted is not None  # then a row comes behind: the gradient of every skipped one
             self._grad = self.hidden.new_empty(self.num_computed + skips, hidden_size)
-            self._grad[self.num_computed :].zero_()
         return self._grad[block.rows]
 
     def reduce(self, block: TokenBlock) -> None:
@@ -227,6 +236,7 @@ class Tokens:
         """The gradients of the computed rows -> [N, H], zeros where a row was skipped."""
         if self._counted is None:
             return grad
+        grad[self.num_computed :].zero_()
         places = self._counted.new_full((self._num_tokens,), self.num_computed)
         places.index_copy_(0, self._counted, torch.arange(self.num_computed, device=places.device))
         return grad.index_select(0, places)

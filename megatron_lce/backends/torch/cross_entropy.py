@@ -1,5 +1,7 @@
 """The primitives of `linear_cross_entropy` in plain torch, a slab of vocabulary at a time: for CPUs and any device."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -20,6 +22,8 @@ from megatron_lce.core.softmax_stats import (
 )
 
 __all__ = [
+    "begin_cache",
+    "begun_columns",
     "chunk_stats",
     "compact_rows",
     "counts_on_device",
@@ -45,6 +49,14 @@ counts_on_device = False
 
 def new_cache(num_tokens: int, hidden: Tensor, options: Options) -> None:
     """Nothing is kept: where this backend runs, a cache is not what saves time."""
+
+
+def begin_cache(num_tokens: int, hidden: Tensor, options: Options, look: Callable[[], int]) -> None:
+    return None
+
+
+def begun_columns(num_tokens: int, hidden: Tensor, options: Options) -> int:
+    return 0
 
 
 def kept_row_bytes(hidden: Tensor, num_columns: int) -> None:

@@ -2,19 +2,16 @@
 
 from megatron_lce.backends.triton.compaction import compact_rows, gather_rows
 from megatron_lce.backends.triton.grad_logits import grad_logits, grad_logits_bytes, grad_logits_from_cache
+from megatron_lce.backends.triton.logits_cache import LogitsCache, begin_cache, begun_columns, kept_row_bytes, new_cache
 from megatron_lce.backends.triton.merge_stats import merge_extremes, sum_chunks
 from megatron_lce.backends.triton.rows import finish, prepare_rows, row_terms
 from megatron_lce.backends.triton.scale import scale
-from megatron_lce.backends.triton.softmax_stats import (
-    LogitsCache,
-    kept_row_bytes,
-    new_cache,
-    softmax_stats,
-    softmax_stats_bytes,
-)
+from megatron_lce.backends.triton.softmax_stats import softmax_stats, softmax_stats_bytes
 
 __all__ = [
     "LogitsCache",
+    "begin_cache",
+    "begun_columns",
     "compact_rows",
     "counts_on_device",
     "finish",

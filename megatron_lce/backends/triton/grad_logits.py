@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_lce.backends.triton import tiles
-from megatron_lce.backends.triton.softmax_stats import LogitsCache
+from megatron_lce.backends.triton.logits_cache import LogitsCache
 from megatron_lce.backends.triton.tile_products import (
     SMALLEST_NORMAL,
     descriptor,

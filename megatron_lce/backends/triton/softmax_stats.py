@@ -1,7 +1,6 @@
 """First primitive: softmax statistics of hidden @ weight.T, with the logits in registers only."""
 
-from dataclasses import dataclass
-from typing import Self
+from collections.abc import Iterator
 
 import torch
 import triton
@@ -9,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_lce.backends.triton import tiles
+from megatron_lce.backends.triton.logits_cache import CacheAhead, LogitsCache
 from megatron_lce.backends.triton.tile_products import (
     MASKED_LOGIT,
     descriptor,
@@ -22,73 +22,13 @@ from megatron_lce.backends.triton.tile_products import (
 )
 from megatron_lce.core.blocks import COLUMN_STEP, BlockBytes, ceil_div, cut
 from megatron_lce.core.options import Options
-from megatron_lce.core.products import (
-    aligned,
-    copied_row_bytes,
-    copies_of,
-    slab_row_stride,
-    with_zeros_behind,
-)
+from megatron_lce.core.products import aligned, copied_row_bytes, copies_of
 from megatron_lce.core.rows import Ahead
 from megatron_lce.core.softmax_stats import packed_rows
 
 # The absolute logit, base 2, up to which a chunk's largest is kept without a reference: bf16's range goes to 2^127, and
 # leaves room for products.
 LARGEST_WITHOUT = 64.0
-
-
-@dataclass
-class LogitsCache:
-    """2^(z - reference) of the first columns in the inputs' dtype, with one reference for each row of each chunk.
-
-    The reference is the chunk's largest logit or, as far as the dtype's range allows, 0: exponentials of a whole row
-    then have their denominator in common. Not where a gradient takes their logarithm, for an entropy or a softcap: of
-    the largest, which counts most, that must be exact. Both together stay within the bytes they were asked to.
-    """
-
-    exp: Tensor  # [N, C], rows `SLAB_ROW_STEP` apart, zeros behind them
-    reference: Tensor  # [chunks, N] fp32, base 2
-
-    @classmethod
-    def allocate(cls, num_tokens: int, num_columns: int, hidden: Tensor) -> Self:
-        exp = with_zeros_behind(hidden.new_empty(num_tokens, slab_row_stride(num_columns)), num_columns)
-        num_chunks = ceil_div(num_columns, tiles.chunk_columns(hidden))
-        return cls(exp, hidden.new_empty(num_chunks, num_tokens, dtype=torch.float32))
-
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor]:
-        return self.exp, self.reference
-
-    def of(self, rows: slice) -> Self:
-        return type(self)(self.exp[rows], self.reference[:, rows])
-
-
-def new_cache(num_tokens: int, hidden: Tensor, options: Options) -> LogitsCache | None:
-    """Room for what `logits_cache_bytes` allows; None: nothing is kept."""
-    columns = cache_columns(num_tokens, options.num_columns, hidden, options.logits_cache_bytes)
-    return LogitsCache.allocate(num_tokens, columns, hidden) if columns else None
-
-
-def cache_columns(num_tokens: int, num_columns: int, hidden: Tensor, logits_cache_bytes: int) -> int:
-    """How many columns a cache of that many bytes keeps: all, or a whole number of tiles."""
-    row_bytes = kept_row_bytes(hidden, num_columns)
-    if row_bytes is None or num_tokens == 0:
-        return 0
-    if num_tokens * row_bytes <= logits_cache_bytes:
-        return num_columns
-    block_v = tiles.choose_tiles(hidden.dtype, hidden.device).block_v
-    tile_bytes = num_tokens * _row_bytes(hidden, block_v)
-    return logits_cache_bytes // tile_bytes * block_v
-
-
-def kept_row_bytes(hidden: Tensor, num_columns: int) -> int | None:
-    """What a cache of these columns takes for a token; None: nothing is kept of fp32 inputs."""
-    return None if hidden.dtype == torch.float32 else _row_bytes(hidden, num_columns)
-
-
-def _row_bytes(hidden: Tensor, num_columns: int) -> int:
-    num_chunks = ceil_div(num_columns, tiles.chunk_columns(hidden))
-    return slab_row_stride(num_columns) * hidden.element_size() + 4 * num_chunks
 
 
 def softmax_stats_bytes(hidden: Tensor, options: Options) -> BlockBytes:
@@ -110,7 +50,7 @@ def softmax_stats(
     telemetry: bool,
     vocab_start: int,
     workspace_bytes: int,
-    cache: LogitsCache | None = None,
+    cache: LogitsCache | CacheAhead | None = None,
     ahead: Ahead | None = None,
 ) -> Tensor:
     """Statistics [chunks, K, N] of V columns, see `megatron_lce.core.softmax_stats`. Fills the cache, if any."""
@@ -124,15 +64,10 @@ def softmax_stats(
     if row_bytes := copied_row_bytes(weight):
         room = workspace_bytes - parts.nbytes - num_tokens * copies_of(hidden).token
         most = max(COLUMN_STEP, room // row_bytes // COLUMN_STEP * COLUMN_STEP)
-    kept = 0 if cache is None else cache.exp.shape[1]
     takes_logarithm = entropy or softcap_scale is not None
-    ranges = [(columns, True) for columns in cut(kept, most)] + [
-        (columns, False) for columns in cut(num_columns, most, start=kept)
-    ]
-    for columns, keep in ranges:
+    for columns, kept in _pieces(num_columns, most, cache):
         slab = None  # a copy's memory goes before the next one is made
         slab = aligned(weight[columns])
-        kept_here = cache if keep else None
         num_tiles = ceil_div(num_tokens, tile.block_n) * ceil_div(slab.shape[0], tile.block_v)
         _softmax_stats_kernel[(min(num_tiles, tiles.num_programs(hidden.device)),)](
             descriptor(hidden, tile.block_n, tile.block_h),
@@ -140,15 +75,15 @@ def softmax_stats(
             descriptor(slab, tile.block_v, tile.block_h),
             row_scale,
             parts[columns.start // chunk :],
-            None if kept_here is None else descriptor(kept_here.exp[:, columns], tile.block_n, tile.block_v // 2),
-            None if kept_here is None else kept_here.reference[columns.start // chunk :],
+            None if kept is None else descriptor(kept.exp, tile.block_n, tile.block_v // 2),
+            None if kept is None else kept.reference,
             num_rows,
             num_tokens,
             slab.shape[0],
             hidden.shape[1],
             columns.start,
             vocab_start,
-            0 if kept_here is None else kept_here.reference.stride(0),
+            0 if kept is None else kept.reference.stride(0),
             0.0 if softcap_scale is None else softcap_scale,
             ENTROPY=entropy,
             TELEMETRY=telemetry,
@@ -185,6 +120,20 @@ def softmax_stats(
         enable_fp_fusion=False,
     )
     return parts
+
+
+def _pieces(
+    num_columns: int, most: int, cache: LogitsCache | CacheAhead | None
+) -> Iterator[tuple[slice, LogitsCache | None]]:
+    """Ranges of at most so many columns, and what is to be kept of each."""
+    start = 0
+    for kept in () if cache is None else cache.pieces():
+        width = kept.exp.shape[1]
+        for columns in cut(width, most):
+            yield slice(start + columns.start, start + columns.stop), kept.columns(columns)
+        start += width
+    for columns in cut(num_columns, most, start=start):
+        yield columns, None
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -269,7 +218,7 @@ def _softmax_stats_kernel(
         row = row_block * BLOCK_N
         column = column_tile * BLOCK_V
         rows = row + tl.arange(0, BLOCK_N)
-        row_mask = rows < N
+        row_mask = rows < num_rows  # no more of them may be kept
         row_scale = tl.load(row_scale_ptr + rows, mask=row_mask, other=0.0)
 
         logits = tile_products(hidden_desc, weight_desc, row, column, H, BLOCK_N, BLOCK_V, BLOCK_H, UPCAST)
