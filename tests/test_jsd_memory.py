@@ -24,22 +24,23 @@ def test_the_smallest_workspace_is_named_and_works(beta, hidden_size, dtype, bac
         linear_jsd(*inputs[:4], beta=beta, backend=backend, workspace_bytes=smallest - 1)
 
 
-def test_logits_are_computed_once_where_the_workspace_holds_them(backend, device, monkeypatch):
+@pytest.mark.parametrize("beta", [0.5, 1])
+def test_logits_are_computed_once_where_the_workspace_holds_them(beta, backend, device, monkeypatch):
     """In blocks of at least 128 tokens with all their columns; the same bits either way."""
     inputs = make_inputs(140, 24, 16, 300, device, BF16)
     module = load_jsd_backend(backend, device)
     compute, computed = module.logits, []
 
-    def spy(head, row_scale, out):
+    def spy(head, row_scale, out, **keywords):
         computed.append(out.numel())
-        compute(head, row_scale, out)
+        return compute(head, row_scale, out, **keywords)
 
     monkeypatch.setattr(module, "logits", spy)
     losses = []
     few, enough = (workspace_of(tokens, inputs, backend) for tokens in (60, 90))
     for workspace_bytes, passes in ((2**29, 1), (enough, 1), (few, 2)):
         computed.clear()
-        losses.append(linear_jsd(*inputs[:4], workspace_bytes=workspace_bytes, backend=backend))
+        losses.append(linear_jsd(*inputs[:4], beta=beta, workspace_bytes=workspace_bytes, backend=backend))
         assert sum(computed) == passes * 2 * 140 * 300
     for loss in losses[1:]:
         torch.testing.assert_close(loss, losses[0], rtol=1e-6, atol=1e-6)

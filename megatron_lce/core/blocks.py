@@ -5,7 +5,7 @@ worked on by itself; a tile is what one program of a kernel computes; a chunk is
 of; a shard is a rank's part, of the vocabulary or of a sequence.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 MIN_TOKENS = 128  # a kernel's row block
@@ -14,9 +14,12 @@ PREFERRED_COLUMNS = 16384  # of a slab
 ENOUGH_LOGITS = 2**27  # of one block: larger ones gain nothing (8192 x 4096 x 151936 on an H200: 59.4 ms from here on)
 ENOUGH_TOKENS = 8192  # of one block, and half its columns are enough too: the products' other dimension is then wide
 WIDE_BLOCK = 4096  # tokens of a block from which on a product that sums over them runs at speed
+WIDE_LOGITS = 2048  # columns of a product that makes logits, from which on it runs at speed
+LOGITS_TILE = (MIN_TOKENS, COLUMN_STEP)  # of the kernels that make 16-bit inputs' logits
 GRADIENT_TILE = (256, 128)  # of cuBLAS' product for hidden's gradient
 MULTIPROCESSORS = 132  # of a Hopper GPU: so many tiles, a wave, take as long as one
 WAVE_HIDDEN = 5000  # an fp32 sum of [V, this many] is read and written in the time of one wave over V columns
+CHOICES = 16  # sizes to choose from
 ALIGNED_COLUMNS = 8  # cuBLAS takes five times as long for a slab whose width is no multiple of this
 
 
@@ -114,7 +117,12 @@ def tokens_per_block(
 
 
 def kept_tokens(
-    num_tokens: int, room: int, bytes_per_token: int, sum_bytes: int = 0, hidden_size: int = 0
+    num_tokens: int,
+    room: int,
+    bytes_per_token: int,
+    sum_bytes: int = 0,
+    hidden_size: int = 0,
+    step: int = MIN_TOKENS,
 ) -> int | None:
     """How many tokens go all the way at once where their logits are kept; None: too few for it to be worth while.
 
@@ -124,11 +132,11 @@ def kept_tokens(
     """
     if num_tokens * bytes_per_token <= room + sum_bytes:
         return max(1, num_tokens)
-    most = room // bytes_per_token // MIN_TOKENS * MIN_TOKENS
+    most = room // bytes_per_token // step * step
     if most == 0:
         return None
     fewest = -(-num_tokens // most)
-    sizes = (min(most, round_up(-(-num_tokens // blocks), MIN_TOKENS)) for blocks in range(fewest, 2 * fewest + 1))
+    sizes = (min(most, round_up(-(-num_tokens // blocks), step)) for blocks in range(fewest, 2 * fewest + 1))
     return min(sizes, key=lambda size: _gradients_cost(num_tokens, size, hidden_size))
 
 
@@ -141,6 +149,29 @@ def _gradients_cost(num_tokens: int, block: int, hidden_size: int) -> float:
 
     whole, rest = divmod(num_tokens, block)
     return whole * waves(block) + waves(rest) + -(-num_tokens // block) * hidden_size / WAVE_HIDDEN
+
+
+def waves_of_logits(num_columns: int, num_tokens: int) -> int:
+    """How many times a Hopper GPU's multiprocessors take a tile each of these logits."""
+    rows, columns = LOGITS_TILE
+    return ceil_div(ceil_div(num_tokens, rows) * ceil_div(num_columns, columns), MULTIPROCESSORS)
+
+
+def cheapest_size(length: int, most: int, step: int, cost: Callable[[int], float]) -> int:
+    """What `length` is cut into: all of it, or a multiple of `step` that is among the largest up to `most`.
+
+    Of those the largest that costs least. 256 x 151936 logits are 9 whole waves, 384 take 14 for 13.5.
+    """
+    if most < step:
+        return min(length, most)
+
+    def whole_cost(size: int) -> float:
+        whole, rest = divmod(length, size)
+        return whole * cost(size) + (cost(rest) if rest else 0)
+
+    largest = most // step
+    sizes = [multiple * step for multiple in range(largest, max(0, largest - CHOICES), -1)]
+    return min([length, *sizes] if length <= most else sizes, key=whole_cost)
 
 
 def stats_tokens(num_tokens: int, workspace_bytes: int, block_bytes: BlockBytes) -> int:

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from megatron_lce.core import collectives
 from megatron_lce.core.blocks import cut
-from megatron_lce.core.jsd_logits import Heads, JsdLogits, LogitsBuffer, forward_blocks
-from megatron_lce.core.jsd_stats import KL_ROWS, Found, Head, KlStats
+from megatron_lce.core.jsd_logits import Heads, JsdLogits, LogitsBuffer, forward_blocks, merged_stats
+from megatron_lce.core.jsd_stats import STATS_ROWS, Found, Head
 from megatron_lce.core.options import Options
 from megatron_lce.core.protocols import JsdBackend
 from megatron_lce.core.rows import Rows
@@ -22,19 +22,17 @@ def diverge(heads: Heads, options: Options, found: Tensor) -> None:
     buffer = LogitsBuffer.allocate(blocks, copied, found.device)
     for tokens in cut(found.shape[1], blocks.tokens):
         logits = JsdLogits(heads.block(tokens, slice(None)), buffer)
-        diverge_block(logits, heads.beta, options, heads.backend, found[:, tokens])
+        diverge_block(logits, options, heads.backend, found[:, tokens])
 
 
-def diverge_block(logits: JsdLogits, beta: float, options: Options, backend: JsdBackend, found: Tensor) -> None:
-    """Fill `Found`, [6, n], of a block: one exchange over the group for its statistics, one more between the ends."""
-    group, forward_kl = options.tp_group, beta == 0
-    stats = logits.kl_stats()
+def diverge_block(logits: JsdLogits, options: Options, backend: JsdBackend, found: Tensor) -> None:
+    """Fill `Found`, [6, n], of a block: one exchange over the group for both softmaxes, one for what they are apart."""
+    group = options.tp_group
+    stats = logits.stats()
     if group is not None:
-        stats = backend.merge_kl_stats(collectives.stack_over_group(stats, group), forward_kl=forward_kl)
-    found[:KL_ROWS] = stats
-    if beta in (0, 1):
-        found[4:] = KlStats(*stats).kl(forward_kl)
-        return
+        ranks = collectives.stack_over_group(stats, group)
+        stats = merged_stats(backend, ranks[:, :STATS_ROWS], ranks[:, STATS_ROWS:])
+    found[:4] = stats
     sums = logits.divergence(found)
     if group is not None:
         sums = backend.sum_parts(collectives.stack_over_group(sums, group))

@@ -1,6 +1,7 @@
 """Both heads' logits in memory: of all columns, kept for every pass that reads them, or of some at a time."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -10,16 +11,19 @@ from megatron_lce.core.blocks import (
     COLUMN_STEP,
     MIN_TOKENS,
     PREFERRED_COLUMNS,
+    WIDE_LOGITS,
     BlockBytes,
     Blocks,
+    cheapest_size,
     cut,
     kept_tokens,
     plan_blocks,
     round_up,
     smallest_workspace,
+    waves_of_logits,
 )
 from megatron_lce.core.head_gradients import Slab, accumulator_bytes_per_column, computed_slabs
-from megatron_lce.core.jsd_stats import Head, empty_kl_stats
+from megatron_lce.core.jsd_stats import Head, empty_stats
 from megatron_lce.core.options import Options
 from megatron_lce.core.products import copies_of, slab_row_stride
 from megatron_lce.core.protocols import JsdBackend
@@ -52,6 +56,9 @@ class LogitsBuffer(NamedTuple):
         return cls(torch.empty(size, device=device), blocks.columns, copied)
 
 
+HeadsParts = tuple[list[Tensor], list[Tensor]]  # of student and teacher
+
+
 class JsdLogits:
     """Base-2 logits of some tokens of both heads; where the buffer holds all columns, they are computed once."""
 
@@ -60,13 +67,14 @@ class JsdLogits:
         self._num_columns = heads.student.weight.shape[0]
         self._kept: tuple[Tensor, Tensor] | None = None
 
-    def kl_stats(self) -> Tensor:
-        """Packed `KlStats` [5, N] of this rank's columns."""
-        backend, forward_kl = self._heads.backend, self._heads.beta == 0
+    def stats(self) -> Tensor:
+        """[4, N], the first rows of `Found`, of this rank's columns."""
         if self._num_columns == 0:
-            return empty_kl_stats(self._heads.scale.shape[0], self._heads.scale.device)
-        parts = [backend.kl_parts(*logits, forward_kl=forward_kl) for _, logits in self._pieces()]
-        return backend.merge_kl_stats(_joined(parts), forward_kl=forward_kl)
+            return empty_stats(self._heads.scale.shape[0], self._heads.scale.device)
+        parts: HeadsParts = ([], [])
+        for _ in self._pieces(parts):
+            pass
+        return merged_stats(self._heads.backend, *(_joined(of_head) for of_head in parts))
 
     def divergence(self, found: Tensor) -> Tensor:
         """[2, N] sums over this rank's columns: divergence and KL(p_student || m); found: the first rows of `Found`."""
@@ -83,24 +91,34 @@ class JsdLogits:
         for columns, logits in self._pieces():
             backend.grad_logits(*logits, found, coefficient, tanh_scale, out[:, columns], beta=self._heads.beta)
 
-    def _pieces(self) -> Iterator[tuple[slice, tuple[Tensor, Tensor]]]:
-        """Logits of student and teacher, [N, columns] each; valid until the next are asked for."""
+    def _pieces(self, stats: HeadsParts | None = None) -> Iterator[tuple[slice, tuple[Tensor, Tensor]]]:
+        """Logits of student and teacher, [N, columns] each; valid until the next are asked for.
+
+        `stats`: takes what either head's softmax is made of, [S, 2, N] at a time.
+        """
         for columns in cut(self._num_columns, self._buffer.columns):
-            logits = self._kept or self._computed(columns)
+            logits = self._kept or self._computed(columns, stats)
             if columns == slice(0, self._num_columns):
                 self._kept = logits
             yield columns, logits
 
-    def _computed(self, columns: slice) -> tuple[Tensor, Tensor]:
+    def _computed(self, columns: slice, stats: HeadsParts | None) -> tuple[Tensor, Tensor]:
         num_tokens, width = self._heads.scale.shape[0], columns.stop - columns.start
         rows = self._buffer.storage.view(2, -1)[:, : num_tokens * slab_row_stride(width)]
         student, teacher = rows.view(2, num_tokens, -1)[:, :, :width]
-        for head, logits in ((self._heads.student, student), (self._heads.teacher, teacher)):
+        for i, (head, logits) in enumerate(((self._heads.student, student), (self._heads.teacher, teacher))):
             row_scale = head.row_scale(self._heads.scale)
             for part in cut(width, self._buffer.copied):
                 block = head.block(slice(None), slice(columns.start + part.start, columns.start + part.stop))
-                self._heads.backend.logits(block, row_scale, logits[:, part])
+                found = self._heads.backend.logits(block, row_scale, logits[:, part], stats=stats is not None)
+                if stats is not None and found is not None:
+                    stats[i].append(found)
         return student, teacher
+
+
+def merged_stats(backend: JsdBackend, student: Tensor, teacher: Tensor) -> Tensor:
+    """Either head's statistics of S disjoint sets of columns, [S, 2, N] -> those of their union, [4, N]."""
+    return torch.cat([backend.merge_stats(student), backend.merge_stats(teacher)])
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
@@ -110,15 +128,14 @@ def _joined(parts: list[Tensor]) -> Tensor:
 def forward_blocks(heads: Heads, num_tokens: int, options: Options) -> tuple[Blocks, int]:
     """Tokens and columns whose logits are there at once, and how many columns are made at a time, by what ranks share.
 
-    Where two passes follow each other, all columns of fewer tokens, unless the workspace holds too few of them.
+    All columns of some tokens, for both passes over them, unless the workspace holds too few tokens.
     """
     columns, workspace = options.largest_shard, options.workspace_bytes
-    block_bytes = heads.backend.logits_bytes(heads.student, heads.teacher, columns)
-    if 0 < heads.beta < 1:
-        copied = copied_columns(columns, workspace, block_bytes)
-        kept = kept_tokens(num_tokens, workspace - copied * block_bytes.per_column, row_bytes(columns, block_bytes))
-        if kept is not None:
-            return Blocks(kept, columns), copied
+    block_bytes = heads.backend.logits_bytes(heads.student, heads.teacher, columns, stats=True)
+    copied = copied_columns(columns, workspace, block_bytes)
+    most = (workspace - copied * block_bytes.per_column) // row_bytes(columns, block_bytes)
+    if most >= min(num_tokens, MIN_TOKENS):
+        return Blocks(cheapest_size(num_tokens, most, MIN_TOKENS, partial(waves_of_logits, columns)), columns), copied
     blocks = plan_blocks(num_tokens, slab_row_stride(columns), workspace, block_bytes)
     return blocks, blocks.columns
 
@@ -134,11 +151,13 @@ class GradientBlocks(NamedTuple):
 def gradient_blocks(heads: Heads, num_tokens: int, options: Options) -> GradientBlocks | None:
     """How tokens go all the way to their gradients at once; None: the workspace holds too few for it.
 
-    About half of the workspace is logits: a product that sums over tokens reads and writes the whole sum of the
-    weight's gradient, so that it wants more of them, and a gradient takes less room than two heads' logits.
+    About half of the workspace is logits at most: a product that sums over tokens reads and writes the whole sum of the
+    weight's gradient, so that it wants more of them, and a gradient takes less room than two heads' logits. Gradients
+    are of whole blocks of logits: the smallest block reads both weights, too.
     """
     student, columns, workspace = heads.student, options.largest_shard, options.workspace_bytes
-    logits_bytes, gradient_bytes = heads.backend.logits_bytes(student, heads.teacher, columns), _gradient_bytes(student)
+    logits_bytes = heads.backend.logits_bytes(student, heads.teacher, columns, stats=True)
+    gradient_bytes = _gradient_bytes(student)
     slabs = gradient_bytes._replace(
         per_logit=0, per_column=gradient_bytes.per_column + accumulator_bytes_per_column(student.weight, options)
     )
@@ -153,10 +172,12 @@ def gradient_blocks(heads: Heads, num_tokens: int, options: Options) -> Gradient
     most = room // (logits + gradient) // MIN_TOKENS * MIN_TOKENS
     if most == 0:
         return None
-    tokens = min(most, max(1, round(room / 2 / logits / MIN_TOKENS)) * MIN_TOKENS)
-    gradients = kept_tokens(num_tokens, room - tokens * logits, gradient, hidden_size=student.hidden.shape[1])
+    half = min(most, max(1, round(room / 2 / logits / MIN_TOKENS)) * MIN_TOKENS)
+    tokens = cheapest_size(num_tokens, half, MIN_TOKENS, partial(waves_of_logits, columns))
+    left = room - tokens * logits
+    gradients = kept_tokens(num_tokens, left, gradient, hidden_size=student.hidden.shape[1], step=tokens)
     assert gradients is not None
-    return GradientBlocks(min(tokens, gradients), gradients, copied)
+    return GradientBlocks(tokens, gradients, copied)
 
 
 def copied_columns(num_columns: int, workspace_bytes: int, block_bytes: BlockBytes) -> int:
@@ -191,8 +212,7 @@ def recomputed_slabs(
         _gradient_bytes(heads.student),
         per_column_if_tokens_are_cut=bytes_per_column,
     )
-    logits_bytes = heads.backend.logits_bytes(heads.student, heads.teacher, options.largest_shard)
-    logits_blocks = plan_blocks(*blocks, half, logits_bytes)
+    logits_blocks = _blocks_of_slab(heads, blocks, half, options)
     buffer = LogitsBuffer.allocate(logits_blocks, logits_blocks.columns, found.device)
 
     def compute(tokens: slice, columns: slice, grad: Tensor) -> None:
@@ -205,6 +225,17 @@ def recomputed_slabs(
     yield from computed_slabs(heads.student.hidden, num_tokens, every, num_columns, blocks, compute)
 
 
+def _blocks_of_slab(heads: Heads, slab: Blocks, room: int, options: Options) -> Blocks:
+    """How the logits of a slab are made: of all its tokens, as long as that leaves them wide."""
+    block_bytes = heads.backend.logits_bytes(heads.student, heads.teacher, options.largest_shard, stats=False)
+    per_logit, per_token, per_column = block_bytes
+    columns = (room - slab.tokens * per_token) // (slab.tokens * per_logit + per_column)
+    if columns < min(slab.columns, WIDE_LOGITS):
+        return plan_blocks(*slab, room, block_bytes)
+    waves = lambda width: waves_of_logits(width, slab.tokens)  # noqa: E731
+    return Blocks(slab.tokens, cheapest_size(slab.columns, columns, COLUMN_STEP, waves))
+
+
 def check_workspace(heads: Heads, options: Options) -> None:
     """Every pass, backward's too, must find room for its smallest block before the first one runs.
 
@@ -213,7 +244,7 @@ def check_workspace(heads: Heads, options: Options) -> None:
     gradient = _gradient_bytes(heads.student)
     accumulator = accumulator_bytes_per_column(heads.student.weight, options)
     passes = (
-        heads.backend.logits_bytes(heads.student, heads.teacher, options.largest_shard),
+        heads.backend.logits_bytes(heads.student, heads.teacher, options.largest_shard, stats=True),
         gradient._replace(per_column=gradient.per_column + accumulator),
     )
     smallest = 2 * max(smallest_workspace(block_bytes) for block_bytes in passes)

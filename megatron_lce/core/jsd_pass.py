@@ -108,7 +108,7 @@ class _KeptGradients:
         gradients = with_zeros_behind(self._gradients[: found.shape[1]], self._options.num_columns)
         for tokens in cut(found.shape[1], self._blocks.logits):
             logits = JsdLogits(heads.block(tokens, slice(None)), self._logits)
-            diverge_block(logits, heads.beta, self._options, heads.backend, found[:, tokens])
+            diverge_block(logits, self._options, heads.backend, found[:, tokens])
             logits.gradient(found[:, tokens], factor[tokens], gradients[tokens])
         return gradients
 

@@ -1,24 +1,12 @@
-"""What the two heads of `megatron_lce.jsd` share, and the statistics of their softmaxes from which a KL follows.
+"""What the two heads of `megatron_lce.jsd` share, and what forward finds out about each of their tokens.
 
-All logits are in base 2, as in `megatron_lce.core.softmax_stats`. Over part of the vocabulary, with m the largest logit
-of a head,
-
-    sum    sum of 2^(z - m), of each head
-    gap    sum of 2^(z_p - m_p) ((z_p - m_p) - (z_q - m_q))
-
-    KL(p || q) = sum of p (log2 p - log2 q) = gap / sum_p + log2(sum_q / sum_p)
-
-where p is the teacher's for beta = 0 (forward KL) and the student's otherwise. Where p is far from q the gap's terms
-have one sign; where it is close they are small; where it is equal they are zero and so is the result. A term whose
-2^(z_p - m_p) underflows is 0 times a finite number.
+All logits are in base 2, as in `megatron_lce.core.softmax_stats`.
 """
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-KL_ROWS = 5
 
 
 class Head(NamedTuple):
@@ -55,29 +43,9 @@ class Found(NamedTuple):
 
 
 FOUND_ROWS = len(Found._fields)
+STATS_ROWS = 2  # a head's: its first two rows, then two of the other's
 
 
-class KlStats(NamedTuple):
-    """The rows of a packed [..., 5, N] fp32 tensor, in the order in which they are packed."""
-
-    student_max: Tensor
-    student_sum: Tensor
-    teacher_max: Tensor
-    teacher_sum: Tensor
-    gap: Tensor
-
-    def kl(self, forward_kl: bool) -> Tensor:
-        """KL(p || q) in base 2."""
-        sum_p, sum_q = self.student_sum, self.teacher_sum
-        if forward_kl:
-            sum_p, sum_q = sum_q, sum_p
-        return self.gap / sum_p + (sum_q / sum_p).log2()
-
-
-def empty_kl_stats(num_tokens: int, device: torch.device) -> Tensor:
-    """Packed [5, N] of no columns at all: the neutral element of a merge."""
-    packed = torch.zeros(KL_ROWS, num_tokens, device=device)
-    stats = KlStats(*packed)
-    stats.student_max.fill_(-torch.inf)
-    stats.teacher_max.fill_(-torch.inf)
-    return packed
+def empty_stats(num_tokens: int, device: torch.device) -> Tensor:
+    """[4, N], the first rows of `Found`, of no columns at all: the neutral element of a merge."""
+    return torch.tensor([-torch.inf, 0.0, -torch.inf, 0.0], device=device)[:, None].repeat(1, num_tokens)

@@ -162,19 +162,23 @@ class CrossEntropyBackend(CommonBackend, Protocol):
 class JsdBackend(CommonBackend, Protocol):
     """The primitives of `linear_jsd`. Logits are [N, C] fp32 in base 2, rows a multiple of `SLAB_ROW_STEP` apart."""
 
-    def logits_bytes(self, student: Head, teacher: Head, num_columns: int) -> BlockBytes:
+    def logits_bytes(self, student: Head, teacher: Head, num_columns: int, *, stats: bool) -> BlockBytes:
         """Both heads' logits, and what the functions here take beside them for tokens with that many columns."""
 
-    def logits(self, head: Head, row_scale: Tensor, out: Tensor) -> None: ...
+    def logits(self, head: Head, row_scale: Tensor, out: Tensor, *, stats: bool) -> Tensor | None:
+        """Logits; with `stats` also [S, 2, N] of S disjoint sets of their columns.
 
-    def kl_parts(self, student: Tensor, teacher: Tensor, *, forward_kl: bool) -> Tensor:
-        """Logits of both heads -> packed `KlStats` [S, 5, N] of S disjoint sets of their columns."""
+        That is the largest logit of each set and the sum of 2^(z - largest), which is NaN where not all are finite.
+        """
 
-    def merge_kl_stats(self, parts: Tensor, *, forward_kl: bool) -> Tensor:
-        """[S, 5, N] -> [5, N] of their union."""
+    def merge_stats(self, parts: Tensor) -> Tensor:
+        """Of one head, [S, 2, N] -> [2, N] of their union."""
 
     def divergence_parts(self, student: Tensor, teacher: Tensor, found: Tensor, *, beta: float) -> Tensor:
-        """Logits of both heads and the first rows of `Found` -> [S, 2, N] sums: divergence, KL(p_student || m)."""
+        """Logits of both heads and the first rows of `Found` -> [S, 2, N] sums: divergence, KL(p_student || m).
+
+        At the ends of beta m is the teacher's p or the student's, and the second sum of no use at 0.
+        """
 
     def sum_parts(self, parts: Tensor) -> Tensor:
         """[S, 2, N] -> [2, N]."""

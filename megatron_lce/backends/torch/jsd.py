@@ -10,7 +10,7 @@ from megatron_lce.backends.torch.cross_entropy import upcast_row_bytes
 from megatron_lce.backends.torch.rows import prepare_rows
 from megatron_lce.backends.torch.scale import scale
 from megatron_lce.core.blocks import BlockBytes, cut
-from megatron_lce.core.jsd_stats import Found, Head, KlStats
+from megatron_lce.core.jsd_stats import Found, Head
 from megatron_lce.core.products import product
 
 __all__ = [
@@ -18,10 +18,9 @@ __all__ = [
     "divergence_parts",
     "gather_rows",
     "grad_logits",
-    "kl_parts",
     "logits",
     "logits_bytes",
-    "merge_kl_stats",
+    "merge_stats",
     "prepare_rows",
     "scale",
     "sum_parts",
@@ -34,7 +33,7 @@ _CHUNK_COLUMNS = 1024  # that are looked at together
 _CHUNK_BYTES = 5 * 4  # of a logit of them, in intermediates
 
 
-def logits_bytes(student: Head, teacher: Head, num_columns: int) -> BlockBytes:
+def logits_bytes(student: Head, teacher: Head, num_columns: int, *, stats: bool) -> BlockBytes:
     """Both heads' logits, the intermediates of a chunk, and one head's inputs in fp32 where they are copied."""
     per_token = max(upcast_row_bytes(head.hidden) for head in (student, teacher))
     per_column = max(upcast_row_bytes(head.weight) for head in (student, teacher))
@@ -45,8 +44,13 @@ def logits(
     head: Head,  # [N, H], [C, H]
     row_scale: Tensor,  # [N] fp32
     out: Tensor,  # [N, C] fp32
-) -> None:
-    """Base-2 logits, `row_scale * hidden @ weight.T`, or `row_scale * tanh(softcap_scale * hidden @ weight.T)`."""
+    *,
+    stats: bool,
+) -> Tensor | None:
+    """Base-2 logits, `row_scale * hidden @ weight.T`, or `row_scale * tanh(softcap_scale * hidden @ weight.T)`.
+
+    `stats`: also returns each chunk's largest logit of a row and the sum of 2^(z - largest), [S, 2, N].
+    """
     hidden, weight = head.hidden, head.weight
     # Sums of sums in fp32: one running sum over a long H would lose what full fp32 products are asked for.
     for part in cut(hidden.shape[1], 256 if weight.dtype == torch.float32 else hidden.shape[1]):
@@ -54,25 +58,15 @@ def logits(
     if head.softcap_scale is not None:
         out.mul_(head.softcap_scale).tanh_()
     out.mul_(row_scale[:, None])
+    return torch.stack([_chunk_stats(out[:, c]) for c in _chunks(out)]) if stats else None
 
 
-def kl_parts(student: Tensor, teacher: Tensor, *, forward_kl: bool) -> Tensor:
-    """[S, 5, N]: packed `KlStats` of each chunk of both heads' logits [N, C]."""
-    return torch.stack([_chunk_stats(student[:, c], teacher[:, c], forward_kl) for c in _chunks(student)])
-
-
-def merge_kl_stats(parts: Tensor, *, forward_kl: bool) -> Tensor:
-    """[S, 5, N] of S disjoint sets of columns -> [5, N] of their union."""
-    stats = KlStats(*parts.unbind(dim=1))
-    student_max, student_shift = _shift(stats.student_max)
-    teacher_max, teacher_shift = _shift(stats.teacher_max)
-    student_scale, teacher_scale = student_shift.exp2(), teacher_shift.exp2()
-    scale, shift, sum_p = student_scale, student_shift - teacher_shift, stats.student_sum
-    if forward_kl:
-        scale, shift, sum_p = teacher_scale, teacher_shift - student_shift, stats.teacher_sum
-    gap = scale * (stats.gap + sum_p * torch.where(scale > 0, shift, 0.0))
-    student_sum, teacher_sum = (student_scale * stats.student_sum), (teacher_scale * stats.teacher_sum)
-    return torch.stack([student_max, student_sum.sum(0), teacher_max, teacher_sum.sum(0), gap.sum(0)])
+def merge_stats(parts: Tensor) -> Tensor:
+    """[S, 2, N] of S disjoint sets of columns -> [2, N] of their union."""
+    max_logit, total = parts.unbind(dim=1)
+    largest = max_logit.amax(dim=0)
+    shift = torch.where(max_logit == -torch.inf, -torch.inf, max_logit - largest)  # -inf: of no columns
+    return torch.stack([largest, (shift.exp2_() * total).sum(dim=0)])
 
 
 def divergence_parts(
@@ -82,7 +76,7 @@ def divergence_parts(
     *,
     beta: float,
 ) -> Tensor:
-    """[S, 2, N] base-2 sums over each chunk: the divergence for 0 < beta < 1, and KL(p_student || m)."""
+    """[S, 2, N] base-2 sums over each chunk: the divergence, and KL(p_student || m)."""
     parts = [_chunk_divergence(student[:, c], teacher[:, c], found, beta) for c in _chunks(student)]
     return torch.stack(parts)
 
@@ -110,19 +104,17 @@ def grad_logits(
 # A chunk's tensors are the locals of a function of its own, so that they are gone before the next chunk's come.
 
 
-def _chunk_stats(student: Tensor, teacher: Tensor, forward_kl: bool) -> Tensor:
-    """[5, N] of one chunk."""
-    student_max, teacher_max = student.amax(dim=1), teacher.amax(dim=1)
-    student, teacher = student - student_max[:, None], teacher - teacher_max[:, None]
-    gap = teacher - student if forward_kl else student - teacher
-    student.exp2_()
-    teacher.exp2_()
-    gap = gap.mul_(teacher if forward_kl else student).sum(dim=1)
-    return torch.stack([student_max, student.sum(dim=1), teacher_max, teacher.sum(dim=1), gap])
+def _chunk_stats(logits: Tensor) -> Tensor:
+    """[2, N] of one chunk."""
+    max_logit = logits.amax(dim=1)
+    return torch.stack([max_logit, (logits - max_logit[:, None]).exp2_().sum(dim=1)])
 
 
 def _chunk_divergence(student: Tensor, teacher: Tensor, found: Tensor, beta: float) -> Tensor:
     """[2, N] of one chunk."""
+    if beta in (0, 1):
+        kl = _chunk_kl(student, teacher, found, forward_kl=beta == 0)
+        return torch.stack([kl, kl])
     log_ps, log_pt = _log_probabilities(student, teacher, found)
     ps, pt = log_ps.exp2(), log_pt.exp2()
     log_m = torch.mul(pt, beta).add_(ps, alpha=1 - beta).clamp_min_(_TINY).log2_()
@@ -130,6 +122,16 @@ def _chunk_divergence(student: Tensor, teacher: Tensor, found: Tensor, beta: flo
     kl_t = log_pt.sub_(log_m).mul_(pt)
     student_kl = kl_s.sum(dim=1)
     return torch.stack([kl_s.mul_(1 - beta).add_(kl_t, alpha=beta).sum(dim=1), student_kl])
+
+
+def _chunk_kl(student: Tensor, teacher: Tensor, found: Tensor, *, forward_kl: bool) -> Tensor:
+    """[N], of one chunk: log p_s - log p_t in the order that keeps most digits where the heads are close."""
+    rows = Found(*found.unsqueeze(2))
+    student, teacher = student - rows.student_max, teacher - rows.teacher_max
+    gap = (student - teacher).add_((rows.teacher_sum / rows.student_sum).log2())
+    if forward_kl:
+        return teacher.sub_(rows.teacher_sum.log2()).exp2_().mul_(gap).sum(dim=1).neg_()
+    return student.sub_(rows.student_sum.log2()).exp2_().mul_(gap).sum(dim=1)
 
 
 def _chunk_grad(
@@ -169,9 +171,3 @@ def _log_probabilities(student: Tensor, teacher: Tensor, found: Tensor) -> tuple
 
 def _chunks(logits: Tensor) -> Iterator[slice]:
     return cut(logits.shape[1], _CHUNK_COLUMNS)
-
-
-def _shift(maxima: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest of [S, N], and how far below it each part lies: -inf for an empty part."""
-    largest = maxima.amax(dim=0)
-    return largest, torch.where(maxima == -torch.inf, -torch.inf, maxima - largest)

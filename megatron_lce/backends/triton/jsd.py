@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_lce.backends.triton import tiles
 from megatron_lce.backends.triton.compaction import compact_rows, gather_rows
-from megatron_lce.backends.triton.jsd_merge import merge_kl_stats, sum_parts
+from megatron_lce.backends.triton.jsd_merge import merge_stats, sum_parts
 from megatron_lce.backends.triton.rows import prepare_rows
 from megatron_lce.backends.triton.scale import scale
 from megatron_lce.backends.triton.tile_products import (
@@ -25,7 +25,7 @@ from megatron_lce.backends.triton.tile_products import (
     upcasts,
 )
 from megatron_lce.core.blocks import COLUMN_STEP, BlockBytes, ceil_div
-from megatron_lce.core.jsd_stats import KL_ROWS, Head
+from megatron_lce.core.jsd_stats import STATS_ROWS, Head
 from megatron_lce.core.products import aligned, copies_of
 
 __all__ = [
@@ -33,10 +33,9 @@ __all__ = [
     "divergence_parts",
     "gather_rows",
     "grad_logits",
-    "kl_parts",
     "logits",
     "logits_bytes",
-    "merge_kl_stats",
+    "merge_stats",
     "prepare_rows",
     "scale",
     "sum_parts",
@@ -45,10 +44,11 @@ __all__ = [
 _COLUMNS = COLUMN_STEP  # of a program that reads logits; wherever they are cut, it holds the same columns
 
 
-def logits_bytes(student: Head, teacher: Head, num_columns: int) -> BlockBytes:
-    """Both heads' logits, the statistics of their chunks, twice while they are put together, and copies of a head."""
-    parts = 2 * 4 * KL_ROWS * ceil_div(num_columns, _COLUMNS)
-    copies = max(copies_of(head.hidden) for head in (student, teacher))
+def logits_bytes(student: Head, teacher: Head, num_columns: int, *, stats: bool) -> BlockBytes:
+    """Both heads' logits, copies of a head, and statistics of both heads' tiles, one's twice while they are joined."""
+    heads = (student, teacher)
+    parts = 3 * 4 * STATS_ROWS * ceil_div(num_columns, min(_tile(head).block_v for head in heads)) if stats else 0
+    copies = max(copies_of(head.hidden) for head in heads)
     return BlockBytes(2 * 4, max(parts, copies.token), copies.column)
 
 
@@ -56,17 +56,25 @@ def logits(
     head: Head,  # [N, H], [C, H]
     row_scale: Tensor,  # [N] fp32
     out: Tensor,  # [N, C] fp32, rows at 16 bytes
-) -> None:
-    """Base-2 logits, `row_scale * hidden @ weight.T`, or `row_scale * tanh(softcap_scale * hidden @ weight.T)`."""
+    *,
+    stats: bool,
+) -> Tensor | None:
+    """Base-2 logits, `row_scale * hidden @ weight.T`, or `row_scale * tanh(softcap_scale * hidden @ weight.T)`.
+
+    `stats`: also returns each tile's largest logit of a row and the sum of 2^(z - largest), [tiles, 2, N].
+    """
     hidden, weight = aligned(head.hidden), aligned(head.weight)
-    tile = tiles.choose_tiles(hidden.dtype, hidden.device)
+    tile = _tile(head)
     num_tokens, num_columns = out.shape
-    num_tiles = ceil_div(num_tokens, tile.block_n) * ceil_div(num_columns, tile.block_v)
+    column_tiles = ceil_div(num_columns, tile.block_v)
+    parts = out.new_empty(column_tiles, STATS_ROWS, num_tokens) if stats else None
+    num_tiles = ceil_div(num_tokens, tile.block_n) * column_tiles
     _logits_kernel[(min(num_tiles, tiles.num_programs(hidden.device)),)](
         descriptor(hidden, tile.block_n, tile.block_h),
         descriptor(weight, tile.block_v, tile.block_h),
         row_scale,
         descriptor(out, tile.block_n, tile.block_v // 4),
+        parts,
         num_tokens,
         num_columns,
         hidden.shape[1],
@@ -79,16 +87,14 @@ def logits(
         GROUP_N=tiles.stats_group(hidden.shape[1]),
         num_warps=tile.num_warps,
         num_stages=tile.more_stages,
-    )
-
-
-def kl_parts(student: Tensor, teacher: Tensor, *, forward_kl: bool) -> Tensor:
-    """[S, 5, N]: packed `KlStats` of each chunk of both heads' logits [N, C]."""
-    parts = _new_parts(KL_ROWS, student)
-    _kl_parts_kernel[_grid(student)](
-        student, teacher, parts, *student.shape, student.stride(0), FORWARD_KL=forward_kl, **_constexprs(student)
+        # A product in z - max would not be rounded, where it is in max: it must be 0 at the largest z.
+        enable_fp_fusion=False,
     )
     return parts
+
+
+def _tile(head: Head) -> tiles.Tiles:
+    return tiles.choose_tiles(head.hidden.dtype, head.hidden.device)
 
 
 def divergence_parts(
@@ -98,10 +104,20 @@ def divergence_parts(
     *,
     beta: float,
 ) -> Tensor:
-    """[S, 2, N] base-2 sums over each chunk: the divergence for 0 < beta < 1, and KL(p_student || m)."""
-    parts = _new_parts(2, student)
+    """[S, 2, N] base-2 sums over each chunk: the divergence, and KL(p_student || m)."""
+    parts = student.new_empty(ceil_div(student.shape[1], _COLUMNS), 2, student.shape[0])
     _divergence_kernel[_grid(student)](
-        student, teacher, found, parts, *student.shape, student.stride(0), found.stride(0), beta, **_constexprs(student)
+        student,
+        teacher,
+        found,
+        parts,
+        *student.shape,
+        student.stride(0),
+        found.stride(0),
+        float(beta),
+        FORWARD_KL=beta == 0,
+        REVERSE_KL=beta == 1,
+        **_constexprs(student),
     )
     return parts
 
@@ -135,10 +151,6 @@ def grad_logits(
     )
 
 
-def _new_parts(num_rows: int, logits: Tensor) -> Tensor:
-    return logits.new_empty(ceil_div(logits.shape[1], _COLUMNS), num_rows, logits.shape[0])
-
-
 def _grid(logits: Tensor) -> tuple[int]:
     rows = tiles.reading_rows(logits.device)
     return (ceil_div(logits.shape[0], rows) * ceil_div(logits.shape[1], _COLUMNS),)
@@ -154,6 +166,7 @@ def _logits_kernel(
     weight_desc,  # [V, H]
     row_scale_ptr,  # [N] fp32
     logits_desc,  # [N, V] fp32 out
+    stats_ptr,  # [tiles, 2, N] fp32 out; None: not wanted
     N,
     V,
     H,
@@ -178,6 +191,14 @@ def _logits_kernel(
         if SOFTCAP:
             logits = tanh(logits * softcap_scale)
         logits = logits * tl.load(row_scale_ptr + rows, mask=rows < N, other=0.0)[:, None]
+        if stats_ptr is not None:
+            seen = logits
+            if column + BLOCK_V > V:
+                seen = tl.where((column + tl.arange(0, BLOCK_V) < V)[None, :], logits, MASKED_LOGIT)
+            max_logit = tl.max(seen, 1)
+            stats = stats_ptr + column_tile.to(tl.int64) * (2 * N) + rows
+            tl.store(stats, max_logit, mask=rows < N)
+            tl.store(stats + N, tl.sum(tl.exp2(seen - max_logit[:, None]), 1), mask=rows < N)
         left, right = halves(logits)
         first, second = halves(left)
         third, fourth = halves(right)
@@ -185,37 +206,6 @@ def _logits_kernel(
         logits_desc.store([row, column + QUARTER], second)
         logits_desc.store([row, column + 2 * QUARTER], third)
         logits_desc.store([row, column + 3 * QUARTER], fourth)
-
-
-@triton.jit(do_not_specialize=["N", "V"])
-def _kl_parts_kernel(
-    student_ptr,  # [N, V] fp32, rows logits_stride apart
-    teacher_ptr,  # as the student's
-    parts_ptr,  # [S, 5, N] fp32 out, one of a chunk of BLOCK_V columns
-    N,
-    V,
-    logits_stride,
-    FORWARD_KL: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
-    """Statistics of each chunk; the formulas of `megatron_lce.core.jsd_stats`."""
-    chunk, rows, row_mask, columns, places = _chunk_of(N, V, logits_stride, BLOCK_N, BLOCK_V)
-    student = _load(student_ptr + places, row_mask, columns, V, logits_stride)  # [BLOCK_N, BLOCK_V]
-    teacher = _load(teacher_ptr + places, row_mask, columns, V, logits_stride)
-    student_max = tl.max(student, 1)
-    teacher_max = tl.max(teacher, 1)
-    student = student - student_max[:, None]
-    teacher = teacher - teacher_max[:, None]
-    student_exp = tl.exp2(student)
-    teacher_exp = tl.exp2(teacher)
-    gap = teacher_exp * (teacher - student) if FORWARD_KL else student_exp * (student - teacher)
-    parts = parts_ptr + chunk.to(tl.int64) * (5 * N) + rows
-    tl.store(parts, student_max, row_mask)
-    tl.store(parts + N, tl.sum(student_exp, 1), row_mask)
-    tl.store(parts + 2 * N, teacher_max, row_mask)
-    tl.store(parts + 3 * N, tl.sum(teacher_exp, 1), row_mask)
-    tl.store(parts + 4 * N, tl.sum(gap, 1), row_mask)
 
 
 @triton.jit(do_not_specialize=["N", "V", "found_stride"])
@@ -229,23 +219,40 @@ def _divergence_kernel(
     logits_stride,
     found_stride,
     beta,
+    FORWARD_KL: tl.constexpr,
+    REVERSE_KL: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Sums over each chunk: beta p_t log(p_t / m) + (1 - beta) p_s log(p_s / m), and p_s log(p_s / m)."""
+    """Sums over each chunk: beta p_t log(p_t / m) + (1 - beta) p_s log(p_s / m), and p_s log(p_s / m).
+
+    At the ends of beta both are p log(p / q).
+    """
     chunk, rows, row_mask, columns, places = _chunk_of(N, V, logits_stride, BLOCK_N, BLOCK_V)
     student = _load(student_ptr + places, row_mask, columns, V, logits_stride)
     teacher = _load(teacher_ptr + places, row_mask, columns, V, logits_stride)
-    log_ps = _log_probability(student, found_ptr + rows, found_stride, row_mask)
-    log_pt = _log_probability(teacher, found_ptr + 2 * found_stride + rows, found_stride, row_mask)
-    ps = tl.exp2(log_ps)
-    pt = tl.exp2(log_pt)
-    log_m = _log_mixture(ps, pt, beta)
-    kl_s = ps * (log_ps - log_m)
-    kl_t = pt * (log_pt - log_m)
+    student_stats = found_ptr + rows
+    teacher_stats = found_ptr + 2 * found_stride + rows
+    log_ps = _log_probability(student, student_stats, found_stride, row_mask)
+    log_pt = _log_probability(teacher, teacher_stats, found_stride, row_mask)
+    if FORWARD_KL or REVERSE_KL:
+        # Where the heads are close this keeps more digits than log p_s - log p_t does.
+        gap = _shifted(student, student_stats, row_mask) - _shifted(teacher, teacher_stats, row_mask)
+        student_sum = tl.load(student_stats + found_stride, row_mask, other=1.0)
+        gap += tl.log2(tl.load(teacher_stats + found_stride, row_mask, other=1.0) / student_sum)[:, None]
+        divergence = tl.sum(tl.exp2(log_ps) * gap if REVERSE_KL else tl.exp2(log_pt) * -gap, 1)
+        student_kl = divergence
+    else:
+        ps = tl.exp2(log_ps)
+        pt = tl.exp2(log_pt)
+        log_m = _log_mixture(ps, pt, beta)
+        kl_s = ps * (log_ps - log_m)
+        kl_t = pt * (log_pt - log_m)
+        divergence = tl.sum(tl.fma(beta, kl_t, (1 - beta) * kl_s), 1)
+        student_kl = tl.sum(kl_s, 1)
     parts = parts_ptr + chunk.to(tl.int64) * (2 * N) + rows
-    tl.store(parts, tl.sum(tl.fma(beta, kl_t, (1 - beta) * kl_s), 1), row_mask)
-    tl.store(parts + N, tl.sum(kl_s, 1), row_mask)
+    tl.store(parts, divergence, row_mask)
+    tl.store(parts + N, student_kl, row_mask)
 
 
 @triton.jit(do_not_specialize=["N", "V", "found_stride"])
@@ -319,9 +326,14 @@ def _load(logits_ptr, row_mask, columns, V, logits_stride):
 @triton.jit
 def _log_probability(logits, stats_ptr, stats_stride, row_mask):
     """log2 p of one head."""
-    max_logit = tl.load(stats_ptr, row_mask, other=0.0)
     log_sum = tl.log2(tl.load(stats_ptr + stats_stride, row_mask, other=1.0))
-    return (logits - max_logit[:, None]) - log_sum[:, None]
+    return _shifted(logits, stats_ptr, row_mask) - log_sum[:, None]
+
+
+@triton.jit
+def _shifted(logits, max_ptr, row_mask):
+    """By the largest of the row."""
+    return logits - tl.load(max_ptr, row_mask, other=0.0)[:, None]
 
 
 @triton.jit
