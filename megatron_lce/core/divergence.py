@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron_lce.core import collectives
 from megatron_lce.core.blocks import cut
-from megatron_lce.core.jsd_logits import Heads, JsdLogits, LogitsBuffer, forward_blocks, merged_stats
+from megatron_lce.core.jsd_logits import Heads, JsdLogits, LogitsBuffer, forward_blocks
 from megatron_lce.core.jsd_stats import STATS_ROWS, Found, Head
 from megatron_lce.core.options import Options
 from megatron_lce.core.protocols import JsdBackend
@@ -31,7 +31,7 @@ def diverge_block(logits: JsdLogits, options: Options, backend: JsdBackend, foun
     stats = logits.stats()
     if group is not None:
         ranks = collectives.stack_over_group(stats, group)
-        stats = merged_stats(backend, ranks[:, :STATS_ROWS], ranks[:, STATS_ROWS:])
+        stats = backend.merge_stats(ranks[:, :STATS_ROWS], ranks[:, STATS_ROWS:])
     found[:4] = stats
     sums = logits.divergence(found)
     if group is not None:

@@ -74,7 +74,7 @@ class JsdLogits:
         parts: HeadsParts = ([], [])
         for _ in self._pieces(parts):
             pass
-        return merged_stats(self._heads.backend, *(_joined(of_head) for of_head in parts))
+        return self._heads.backend.merge_stats(*(_joined(of_head) for of_head in parts))
 
     def divergence(self, found: Tensor) -> Tensor:
         """[2, N] sums over this rank's columns: divergence and KL(p_student || m); found: the first rows of `Found`."""
@@ -114,11 +114,6 @@ class JsdLogits:
                 if stats is not None and found is not None:
                     stats[i].append(found)
         return student, teacher
-
-
-def merged_stats(backend: JsdBackend, student: Tensor, teacher: Tensor) -> Tensor:
-    """Either head's statistics of S disjoint sets of columns, [S, 2, N] -> those of their union, [4, N]."""
-    return torch.cat([backend.merge_stats(student), backend.merge_stats(teacher)])
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

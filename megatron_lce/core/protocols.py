@@ -171,8 +171,8 @@ class JsdBackend(CommonBackend, Protocol):
         That is the largest logit of each set and the sum of 2^(z - largest), which is NaN where not all are finite.
         """
 
-    def merge_stats(self, parts: Tensor) -> Tensor:
-        """Of one head, [S, 2, N] -> [2, N] of their union."""
+    def merge_stats(self, student: Tensor, teacher: Tensor) -> Tensor:
+        """Either head's, [S, 2, N] -> those of their union, [4, N]: the first rows of `Found`."""
 
     def divergence_parts(self, student: Tensor, teacher: Tensor, found: Tensor, *, beta: float) -> Tensor:
         """Logits of both heads and the first rows of `Found` -> [S, 2, N] sums: divergence, KL(p_student || m).

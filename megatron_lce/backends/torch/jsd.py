@@ -61,12 +61,9 @@ def logits(
     return torch.stack([_chunk_stats(out[:, c]) for c in _chunks(out)]) if stats else None
 
 
-def merge_stats(parts: Tensor) -> Tensor:
-    """[S, 2, N] of S disjoint sets of columns -> [2, N] of their union."""
-    max_logit, total = parts.unbind(dim=1)
-    largest = max_logit.amax(dim=0)
-    shift = torch.where(max_logit == -torch.inf, -torch.inf, max_logit - largest)  # -inf: of no columns
-    return torch.stack([largest, (shift.exp2_() * total).sum(dim=0)])
+def merge_stats(student: Tensor, teacher: Tensor) -> Tensor:
+    """Largest logits and sums of either head, [S, 2, N] of S disjoint sets of columns -> of their union, [4, N]."""
+    return torch.cat([_merged(student), _merged(teacher)])
 
 
 def divergence_parts(
@@ -108,6 +105,14 @@ def _chunk_stats(logits: Tensor) -> Tensor:
     """[2, N] of one chunk."""
     max_logit = logits.amax(dim=1)
     return torch.stack([max_logit, (logits - max_logit[:, None]).exp2_().sum(dim=1)])
+
+
+def _merged(parts: Tensor) -> Tensor:
+    """[S, 2, N] -> [2, N]."""
+    max_logit, total = parts.unbind(dim=1)
+    largest = max_logit.amax(dim=0)
+    shift = torch.where(max_logit == -torch.inf, -torch.inf, max_logit - largest)  # -inf: of no columns
+    return torch.stack([largest, (shift.exp2_() * total).sum(dim=0)])
 
 
 def _chunk_divergence(student: Tensor, teacher: Tensor, found: Tensor, beta: float) -> Tensor:

@@ -45,9 +45,9 @@ _COLUMNS = COLUMN_STEP  # of a program that reads logits; wherever they are cut,
 
 
 def logits_bytes(student: Head, teacher: Head, num_columns: int, *, stats: bool) -> BlockBytes:
-    """Both heads' logits, copies of a head, and statistics of both heads' tiles, one's twice while they are joined."""
+    """Both heads' logits, copies of a head, and statistics of both heads' tiles, twice while they are joined."""
     heads = (student, teacher)
-    parts = 3 * 4 * STATS_ROWS * ceil_div(num_columns, min(_tile(head).block_v for head in heads)) if stats else 0
+    parts = 4 * 4 * STATS_ROWS * ceil_div(num_columns, min(_tile(head).block_v for head in heads)) if stats else 0
     copies = max(copies_of(head.hidden) for head in heads)
     return BlockBytes(2 * 4, max(parts, copies.token), copies.column)
 
@@ -191,21 +191,33 @@ def _logits_kernel(
         if SOFTCAP:
             logits = tanh(logits * softcap_scale)
         logits = logits * tl.load(row_scale_ptr + rows, mask=rows < N, other=0.0)[:, None]
-        if stats_ptr is not None:
-            seen = logits
-            if column + BLOCK_V > V:
-                seen = tl.where((column + tl.arange(0, BLOCK_V) < V)[None, :], logits, MASKED_LOGIT)
-            max_logit = tl.max(seen, 1)
-            stats = stats_ptr + column_tile.to(tl.int64) * (2 * N) + rows
-            tl.store(stats, max_logit, mask=rows < N)
-            tl.store(stats + N, tl.sum(tl.exp2(seen - max_logit[:, None]), 1), mask=rows < N)
+        if stats_ptr is not None and column + BLOCK_V > V:
+            logits = tl.where((column + tl.arange(0, BLOCK_V) < V)[None, :], logits, MASKED_LOGIT)
         left, right = halves(logits)
         first, second = halves(left)
         third, fourth = halves(right)
         logits_desc.store([row, column], first)
+        if stats_ptr is not None:
+            # Between the stores, each of which waits for the one before it.
+            max_logit = tl.max(logits, 1)
+            total = _exp_sum(first, max_logit)
         logits_desc.store([row, column + QUARTER], second)
+        if stats_ptr is not None:
+            total += _exp_sum(second, max_logit)
         logits_desc.store([row, column + 2 * QUARTER], third)
+        if stats_ptr is not None:
+            total += _exp_sum(third, max_logit)
         logits_desc.store([row, column + 3 * QUARTER], fourth)
+        if stats_ptr is not None:
+            total += _exp_sum(fourth, max_logit)
+            stats = stats_ptr + column_tile.to(tl.int64) * (2 * N) + rows
+            tl.store(stats, max_logit, mask=rows < N)
+            tl.store(stats + N, total, mask=rows < N)
+
+
+@triton.jit
+def _exp_sum(logits, max_logit):
+    return tl.sum(tl.exp2(logits - max_logit[:, None]), 1)
 
 
 @triton.jit(do_not_specialize=["N", "V", "found_stride"])

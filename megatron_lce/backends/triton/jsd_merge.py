@@ -7,35 +7,44 @@ from torch import Tensor
 from megatron_lce.backends.triton import tiles
 from megatron_lce.core.blocks import ceil_div
 
-_BLOCK_S = 128
+_BLOCK_S = 1024  # the chunks of most vocabularies at once
 
 
-def merge_stats(parts: Tensor) -> Tensor:
-    """Largest logits and sums of 2^(z - largest), [S, 2, N] of S disjoint sets of columns -> [2, N] of their union."""
-    return _launch(_merge_stats_kernel, parts)
+def merge_stats(student: Tensor, teacher: Tensor) -> Tensor:
+    """Largest logits and sums of either head, [S, 2, N] of S disjoint sets of columns -> of their union, [4, N]."""
+    out = student.new_empty(4, student.shape[2])
+    _launch(_merge_stats_kernel, out, student, teacher, programs=2)
+    return out
 
 
 def sum_parts(parts: Tensor) -> Tensor:
     """[S, 2, N] -> [2, N], a token's sum in one order, whatever the other tokens."""
-    return _launch(_sum_parts_kernel, parts)
-
-
-def _launch(kernel: triton.JITFunction, parts: Tensor) -> Tensor:
-    num_parts, num_rows, num_tokens = parts.shape
-    out = parts.new_empty(num_rows, num_tokens)
-    block_n = tiles.merging_rows(parts.device) // 4  # there are few tokens in a block
-    kernel[(ceil_div(num_tokens, block_n),)](
-        parts, out, num_parts, num_tokens, parts.stride(0), BLOCK_S=_BLOCK_S, BLOCK_N=block_n, num_warps=1
-    )
+    out = parts.new_empty(2, parts.shape[2])
+    _launch(_sum_parts_kernel, out, parts, programs=1)
     return out
 
 
-@triton.jit(do_not_specialize=["S", "N", "part_stride"])
+def _launch(kernel: triton.JITFunction, out: Tensor, *parts: Tensor, programs: int) -> None:
+    num_tokens = out.shape[1]
+    block_n = tiles.merging_rows(out.device) // 4  # there are few tokens in a block
+    kernel[(ceil_div(num_tokens, block_n), programs)](
+        out,
+        *parts,
+        num_tokens,
+        *(given.shape[0] for given in parts),
+        *(given.stride(0) for given in parts),
+        BLOCK_S=_BLOCK_S,
+        BLOCK_N=block_n,
+        num_warps=4,
+    )
+
+
+@triton.jit(do_not_specialize=["N", "S", "part_stride"])
 def _sum_parts_kernel(
-    parts_ptr,  # [S, 2, N], parts part_stride apart
     out_ptr,  # [2, N]
-    S,
+    parts_ptr,  # [S, 2, N], parts part_stride apart
     N,
+    S,
     part_stride,
     BLOCK_S: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -50,17 +59,23 @@ def _sum_parts_kernel(
         tl.store(out_ptr + row * N + tokens, total, token_mask)
 
 
-@triton.jit(do_not_specialize=["S", "N", "part_stride"])
+@triton.jit(do_not_specialize=["N", "S", "teacher_S", "part_stride", "teacher_stride"])
 def _merge_stats_kernel(
+    out_ptr,  # [4, N]
     parts_ptr,  # [S, 2, N], parts part_stride apart
-    out_ptr,  # [2, N]
-    S,
+    teacher_ptr,  # the teacher's [teacher_S, 2, N]
     N,
+    S,
+    teacher_S,
     part_stride,
+    teacher_stride,
     BLOCK_S: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """The largest logit first, then the sum relative to it."""
+    """The largest logit first, then the sum relative to it; of one head in a program."""
+    if tl.program_id(1) == 1:
+        parts_ptr, S, part_stride = teacher_ptr, teacher_S, teacher_stride
+        out_ptr += 2 * N
     tokens = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     token_mask = tokens < N
     largest = tl.full((BLOCK_N,), float("-inf"), tl.float32)
