@@ -18,6 +18,7 @@ def scale(
 ) -> None:
     """torch rounds the factor to a 16-bit matrix's dtype first, and reads at a fifth of the memory's speed."""
     num_rows, num_columns = matrix.shape
+    in_place = out.data_ptr() == matrix.data_ptr() and not accumulate
     rows = 64 if matrix.device.type == "cpu" else 1  # an interpreter pays by the program
     _scale_kernel[(ceil_div(num_rows, rows),)](
         matrix,
@@ -28,6 +29,7 @@ def scale(
         *matrix.stride(),
         *out.stride(),
         PER_ROW=factor.dim() == 1,
+        UNLESS_ONE=in_place and factor.dim() == 0,
         ACCUMULATE=accumulate,
         BLOCK_M=rows,
         BLOCK_K=_BLOCK,
@@ -46,12 +48,16 @@ def _scale_kernel(
     out_row_stride,
     out_column_stride,
     PER_ROW: tl.constexpr,
+    UNLESS_ONE: tl.constexpr,  # times 1 the matrix is what it is, as a loss's own gradient often is
     ACCUMULATE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     rows = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
     factor = tl.load(factor_ptr + rows, rows < M) if PER_ROW else tl.load(factor_ptr)
+    if UNLESS_ONE:
+        if factor == 1.0:
+            return
     for start in range(0, K, BLOCK_K):
         columns = (start + tl.arange(0, BLOCK_K)).to(tl.int64)[None, :]
         mask = (rows < M) & (columns < K)
