@@ -20,10 +20,9 @@ and at the ends, by the same steps,
 
 A product gets scale / T of that, times 1 - tanh^2 under the student's softcap.
 
-The gradient of a logit needs the row's whole KL first, so for 0 < beta < 1 there are three passes over both heads'
-logits: softmax statistics, the two sums over the vocabulary, and the gradient. The ends take two: their KL follows from
-the statistics, see `megatron_lce.core.jsd_stats`. Each pass of forward ends with one exchange over the group. Forward
-keeps the logits of a block of tokens for its second pass where the workspace has room for them.
+The gradient of a logit needs the row's whole KL first, so there are three steps: both heads' logits with their softmax
+statistics, the sums over the vocabulary, and the gradient. The first two end with one exchange over the group each.
+Forward keeps the logits of a block of tokens for its sums where the workspace has room for them.
 
 Underflow: log2 p = z log2 e - lse is finite for any logit, and each probability multiplies a logarithm. log m is taken
 of an m held above the smallest normal number; where m is below it, p_s and p_t are zero, and zero times a finite number

@@ -221,10 +221,10 @@ def recomputed_slabs(
 
 
 def _blocks_of_slab(heads: Heads, slab: Blocks, room: int, options: Options) -> Blocks:
-    """How the logits of a slab are made: of all its tokens, as long as that leaves them wide."""
+    """How the logits of a slab are made: of all its tokens, in half of the room, as long as that leaves them wide."""
     block_bytes = heads.backend.logits_bytes(heads.student, heads.teacher, options.largest_shard, stats=False)
     per_logit, per_token, per_column = block_bytes
-    columns = (room - slab.tokens * per_token) // (slab.tokens * per_logit + per_column)
+    columns = (room // 2 - slab.tokens * per_token) // (slab.tokens * per_logit + per_column)
     if columns < min(slab.columns, WIDE_LOGITS):
         return plan_blocks(*slab, room, block_bytes)
     waves = lambda width: waves_of_logits(width, slab.tokens)  # noqa: E731
