@@ -55,7 +55,7 @@ def _scale_kernel(
 ):
     rows = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
     factor = tl.load(factor_ptr + rows, rows < M) if PER_ROW else tl.load(factor_ptr)
-    if UNLESS_ONE:
+    if UNLESS_ONE:  # noqa: SIM102 - this is decided by the compiler, the next on the device
         if factor == 1.0:
             return
     for start in range(0, K, BLOCK_K):
