@@ -2,11 +2,13 @@
 
 Our head with `skip_ignored` False, True and the number of the others, beside the same head on those rows alone and a
 peer that drops ignored rows. Ignored rows are scattered, or the first ones. Every head's results are compared with
-those of our head without skipping.
+those of our head without skipping. Mode `rl-cached` keeps all logits; `backward` is the time of a backward alone, where
+no label is ignored, but the upstream gradients of these rows are zero.
 """
 
 import argparse
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+import megatron_lce
 from benchmark import measure, pictures, report
 from benchmark.ours import Ours
 from benchmark.providers import PROVIDERS, Head
@@ -23,7 +26,7 @@ from benchmark.shapes import Inputs, Shape, choose, make_inputs, parse_shape
 from scripts.arguments import HelpFormatter
 
 IGNORED = -100
-MODES = ("rl", "logprob")
+MODES = {"rl": "rl", "rl-cached": "rl", "backward": "rl", "logprob": "logprob"}  # and of which step each is
 PEER = "cce"
 LAYOUTS = ("scattered", "contiguous")
 DEFAULT_SHAPES = {"cuda": "S1,S2,S3", "cpu": "64x128x1000"}
@@ -37,6 +40,20 @@ def ignore(inputs: Inputs, share: float, layout: str) -> tuple[Inputs, Tensor]:
         order = torch.randperm(num_tokens, generator=torch.Generator().manual_seed(0)).to(order.device)
     first = round(share * num_tokens)
     return replace(inputs, labels=inputs.labels.index_fill(0, order[:first], IGNORED)), order[first:].sort().values
+
+
+def without_upstream(inputs: Inputs, labels: Tensor) -> Inputs:
+    """The inputs whose upstream gradients are zero where those labels are ignored."""
+    counts = labels != IGNORED
+    return replace(inputs, grad_logprobs=inputs.grad_logprobs * counts, grad_entropy=inputs.grad_entropy * counts)
+
+
+def backward_alone(head: Ours, inputs: Inputs) -> Callable[[], object]:
+    """Of a forward that runs here, once."""
+    tensors = inputs.hidden, inputs.weight
+    out = megatron_lce.linear_cross_entropy(*tensors, inputs.labels, skip_ignored=head.skip_ignored)
+    upstream = inputs.grad_logprobs, inputs.grad_entropy
+    return partial(torch.autograd.grad, (out.logprobs, out.entropy), tensors, upstream, retain_graph=True)
 
 
 def alone(inputs: Inputs, rows: Tensor) -> Inputs:
@@ -75,26 +92,33 @@ def measure_case(
     """All heads at one share of ignored rows: they take turns."""
     share, layout, mode = case
     given, rows = ignore(inputs, share, layout)
-    compact = alone(given, rows)
+    if mode == "backward":
+        given = without_upstream(inputs, given.labels)
+    ours = partial(Ours, cache_fraction=1.0 if mode == "rl-cached" else 0.0)
     heads: dict[str, tuple[Head, Inputs]] = {
-        "ours": (Ours(), given),
-        "ours-skip": (Ours(skip_ignored=True), given),
-        "ours-count": (Ours(skip_ignored=len(rows)), given),
-        "ours-alone": (Ours(), compact),
+        "ours": (ours(), given),
+        "ours-skip": (ours(skip_ignored=True), given),
+        "ours-count": (ours(skip_ignored=len(rows)), given),
+        "ours-alone": (ours(), alone(given, rows)),
     }
+    if mode == "backward":
+        del heads["ours-count"]  # of the labels
     if peer is not None and mode in PROVIDERS[PEER].modes:
         heads[PEER] = (peer, given)
     turns = []
     for name, (head, its_inputs) in heads.items():
         record = {"shape": shape.name, "mode": mode, "ignored": share, "layout": layout, "provider": name}
-        record |= {"gradients_mib": measure.gradients_mib(its_inputs, mode)}
-        step = partial(measure.run_step, head, its_inputs, mode)
+        record |= {"gradients_mib": measure.gradients_mib(its_inputs, MODES[mode])}
+        if mode == "backward" and isinstance(head, Ours):
+            step = backward_alone(head, its_inputs)
+        else:
+            step = partial(measure.run_step, head, its_inputs, MODES[mode])
         turns.append((record, measure.Timed(step, results.device)))
     results.take_turns("rows", turns, lambda: None, budget_ms=budget_ms)
-    expected = results_of(Ours(), given, mode)
+    expected = results_of(Ours(), given, MODES[mode])
     expected |= {name: expected[name][rows] for name in ("logprobs", "grad_hidden")}
     for (record, _), (head, its_inputs) in zip(turns, heads.values(), strict=True):
-        results.complete("rows", record, partial(differences, head, its_inputs, mode, rows, expected))
+        results.complete("rows", record, partial(differences, head, its_inputs, MODES[mode], rows, expected))
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -106,7 +130,11 @@ def build_parser() -> argparse.ArgumentParser:
     add("--shapes", help=f"Comma-separated: S1, S2, S3 or NxHxV; None: {DEFAULT_SHAPES[here]}.")
     add("--shares", default="0,0.3,0.6,0.9", help="Comma-separated shares of ignored rows.")
     add("--layouts", default=",".join(LAYOUTS), help="Comma-separated places of the ignored rows.")
-    add("--modes", default="rl", help="Comma-separated: rl, logprob; only the latter has a peer.")
+    add(
+        "--modes",
+        default="rl,rl-cached,backward",
+        help=f"Comma-separated: {', '.join(MODES)}; only the last has a peer.",
+    )
     add("--dtype", choices=DTYPES, default="bf16", help="Type of hidden and weight.")
     add("--device", choices=("cuda", "cpu"), default=here, help="Where to run.")
     add("--budget-ms", type=float, default=150.0, help="Time of a head's repeats in each round, in ms.")
@@ -121,7 +149,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     try:
         shapes = numbers(arguments.shapes or DEFAULT_SHAPES[arguments.device])
         arguments.shapes = [parse_shape(text) for text in shapes]
-        arguments.modes = choose("a mode", arguments.modes, MODES)
+        arguments.modes = choose("a mode", arguments.modes, tuple(MODES))
         arguments.layouts = choose("a layout", arguments.layouts, LAYOUTS)
         arguments.shares = [float(text) for text in numbers(arguments.shares)]
         if not all(0 <= share <= 1 for share in arguments.shares):
