@@ -5,6 +5,8 @@ import torch
 
 from megatron_lce import linear_jsd
 from megatron_lce.backends.choice import load_jsd_backend
+from megatron_lce.core.jsd_logits import row_bytes
+from megatron_lce.core.jsd_stats import Head
 from tests.jsd_problems import BETAS, BF16, FP32, check, make_inputs, workspace_of
 from tests.live_bytes import peak_live_bytes
 
@@ -45,6 +47,25 @@ def test_logits_are_computed_once_where_the_workspace_holds_them(beta, backend, 
     for loss in losses[1:]:
         torch.testing.assert_close(loss, losses[0], rtol=1e-6, atol=1e-6)
         assert backend == "torch" or torch.equal(loss, losses[0])
+
+
+def test_copies_of_columns_are_whole_tiles_wide(device):
+    """Else the second one's logits start at no 16 bytes, and the kernel that makes them is not launched."""
+    pytest.importorskip("triton")
+    inputs = make_inputs(3, 21, 40, 600, device, BF16)
+    check("triton", inputs, only_here={"workspace_bytes": 4 * 391 * 48})  # a quarter: 391 rows of 24 elements
+
+
+def test_statistics_and_copies_of_a_head_are_there_together():
+    """In a workspace with room for every token and nothing more, so that no rounding hides what is taken."""
+    pytest.importorskip("triton")
+    device = torch.device("cpu")
+    inputs = make_inputs(32, 257, 8, 2048, device)
+    heads = Head(*inputs[:2]), Head(*inputs[2:4])
+    block_bytes = load_jsd_backend("triton", device).logits_bytes(*heads, 2048, stats=True)
+    workspace_bytes = 32 * row_bytes(2048, block_bytes) + 256 * block_bytes.per_column
+    peak, _ = peak_live_bytes(lambda: linear_jsd(*inputs[:4], workspace_bytes=workspace_bytes, backend="triton"))
+    assert peak <= workspace_bytes + 192 * 32  # row terms: a few dozen floats a token
 
 
 @pytest.mark.parametrize(("dtype", "workspace_bytes"), [(FP32, 2**19), (FP32, 2**23), (BF16, 2**19)], ids=str)

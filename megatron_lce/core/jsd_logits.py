@@ -176,11 +176,15 @@ def gradient_blocks(heads: Heads, num_tokens: int, options: Options) -> Gradient
 
 
 def copied_columns(num_columns: int, workspace_bytes: int, block_bytes: BlockBytes) -> int:
-    """How many columns of a head are copied at once, where they are: at most a quarter of the workspace."""
+    """How many columns of a head are copied at once, where they are: at most a quarter of the workspace.
+
+    Whole tiles: the logits of the next ones start where a kernel can store them, at 16 bytes.
+    """
     whole = round_up(num_columns, COLUMN_STEP)
     if block_bytes.per_column == 0:
         return whole
-    return min(whole, PREFERRED_COLUMNS, max(COLUMN_STEP, workspace_bytes // 4 // block_bytes.per_column))
+    room = workspace_bytes // 4 // block_bytes.per_column // COLUMN_STEP * COLUMN_STEP
+    return min(whole, PREFERRED_COLUMNS, max(COLUMN_STEP, room))
 
 
 def row_bytes(num_columns: int, block_bytes: BlockBytes) -> int:

@@ -20,11 +20,11 @@ from megatron_lce.core.products import aligned, copies_of
 
 
 def logits_bytes(student: Head, teacher: Head, num_columns: int, *, stats: bool) -> BlockBytes:
-    """Both heads' logits, copies of a head, and statistics of both heads' tiles, twice while they are joined."""
+    """Both heads' logits, and statistics of both heads' tiles: once beside a head's copies, twice while joined."""
     heads = (student, teacher)
     parts = 4 * 4 * STATS_ROWS * ceil_div(num_columns, min(_tile(head).block_v for head in heads)) if stats else 0
     copies = max(copies_of(head.hidden) for head in heads)
-    return BlockBytes(2 * 4, max(parts, copies.token), copies.column)
+    return BlockBytes(2 * 4, max(parts, parts // 2 + copies.token), copies.column)
 
 
 def logits(
