@@ -176,6 +176,15 @@ CASES = [
         dtype=BF16,
         change=ignore_some,
     ),
+    Case(
+        "skipped, cached, a shard that is all padding",  # has no cache, and no slab to begin with
+        vocab_size=lambda n: 5,
+        sequence_parallel=True,
+        skip_ignored=True,
+        logits_cache_bytes=2**20,
+        dtype=BF16,
+        change=ignore_some,
+    ),
     Case("skipped, all", skip_ignored=True, sequence_parallel=True, change=ignore_all),
     Case("skipped, no upstream", skip_ignored=True, change=no_upstream_for_some, keywords=TELEMETRY),
     Case(

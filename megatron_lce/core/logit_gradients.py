@@ -94,11 +94,13 @@ def made_again(problem: LogitGradients, cache: LogitsCache, hidden: Tensor) -> M
 
 
 def made_while_counted(problem: LogitGradients, block: TokenBlock) -> Made | None:
-    """The first slab of all rows, made of those that count; None: no slab holds all of them."""
+    """The first slab of all rows, made of those that count; None: no slab holds all of them, or there is no column."""
     hidden, num_columns = block.hidden.wait(), problem.options.num_columns
+    if num_columns == 0:
+        return None
     num_tokens = hidden.shape[0]
     blocks = _plan(problem, hidden, num_tokens, num_columns)
-    if blocks.tokens < num_tokens or num_columns == 0:
+    if blocks.tokens < num_tokens:
         return None
     compute = partial(problem.compute, hidden, ahead=block.ahead)
     slabs = computed_slabs(hidden, num_tokens, slice(0, num_columns), num_columns, blocks, compute)
