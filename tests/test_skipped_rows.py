@@ -154,7 +154,7 @@ def test_a_cache_is_begun_before_the_number_is_known(rows, logits_cache_bytes, a
     monkeypatch.setattr(kernels.LogitsCache, "allocate", spy)
     problem = ignoring(make_problem(200, 24, 600, device, BF16), rows)
     computed = problem.run("triton")
-    only_here = {"skip_ignored": True, "logits_cache_bytes": logits_cache_bytes, "workspace_bytes": 500_000}
+    only_here = {"skip_ignored": True, "logits_cache_bytes": logits_cache_bytes, "workspace_bytes": 1_000_000}
     assert_same_outputs(problem.check("triton", only_here=only_here), computed)
     assert seen == allocated
 

@@ -172,7 +172,7 @@ CASES = [
         pass_vocab_start=True,
         skip_ignored=True,
         logits_cache_bytes=2**20,
-        workspace_bytes=100_000,
+        workspace_bytes=200_000,
         dtype=BF16,
         change=ignore_some,
     ),

@@ -220,13 +220,12 @@ def _rows_with_gradient(
     With what was kept of all rows, or with the first slab of the logits.
     """
     rows, terms, options, backend = problem.rows, problem.terms, problem.options, problem.backend
-    made = None if cache is None else made_of_kept(problem, cache)
     # NaN counts: a broken row's terms are, whatever its upstream gradient.
     counts = terms[2:5].any(dim=0)
     if (mean_term := RowTerms(*terms).mean_term) is not None:
         counts |= mean_term != 0
     per_row = [*rows, terms, *([] if order is None else [order])]
-    counted = rows_that_count(counts, per_row, options, backend)
+    counted, made, ahead = rows_that_count(counts, per_row, options, backend), None, None
 
     def of(counted: Counted) -> tuple[Tokens, LogitGradients]:
         labels, scale, to_nats, those_terms, *positions = counted.brought or ()
@@ -234,7 +233,8 @@ def _rows_with_gradient(
         block = _block_tokens(labels.shape[0], tokens.hidden, problem.weight, options, backend)
         return tokens.of(those, block), problem._replace(rows=Rows(labels, scale, to_nats), terms=those_terms)
 
-    ahead = None
+    if cache is not None:
+        made = made_of_kept(problem, cache)
     if backend.counts_on_device and tokens.num_blocks == 1:
         those_tokens, of_those = of(counted)
         ahead = next(those_tokens.blocks())
