@@ -12,7 +12,6 @@ from megatron_lce.core.blocks import (
     MIN_TOKENS,
     PREFERRED_COLUMNS,
     WIDE_LOGITS,
-    WIDE_SLAB,
     BlockBytes,
     Blocks,
     cheapest_size,
@@ -200,12 +199,19 @@ def recomputed_slabs(
     options: Options,
     bytes_per_column: int,
 ) -> Iterator[Slab]:
-    """Gradients of the student's products, slab by slab; both heads' logits take half of the workspace beside them."""
+    """Gradients of the student's products, slab by slab, in half of the workspace; both heads' logits in the other."""
     num_tokens, num_columns = found.shape[1], options.num_columns
     if num_columns == 0:
         return
-    blocks = _slabs(heads.student, num_tokens, options, bytes_per_column)
-    logits_blocks = _blocks_of_slab(heads, blocks, options)
+    half = options.workspace_bytes // 2
+    blocks = plan_blocks(
+        num_tokens,
+        slab_row_stride(num_columns),
+        half,
+        _gradient_bytes(heads.student),
+        per_column_if_tokens_are_cut=bytes_per_column,
+    )
+    logits_blocks = _blocks_of_slab(heads, blocks, half, options)
     buffer = LogitsBuffer.allocate(logits_blocks, logits_blocks.columns, found.device)
 
     def compute(tokens: slice, columns: slice, grad: Tensor) -> None:
@@ -218,24 +224,11 @@ def recomputed_slabs(
     yield from computed_slabs(heads.student.hidden, num_tokens, every, num_columns, blocks, compute)
 
 
-def _slabs(student: Head, num_tokens: int, options: Options, bytes_per_column: int) -> Blocks:
-    """Gradients of all tokens in a quarter of the workspace where that leaves slabs wide enough; else in half of it."""
-    columns, block_bytes = slab_row_stride(options.num_columns), _gradient_bytes(student)
-    wide = min(columns, WIDE_SLAB)
-    taken = num_tokens * (block_bytes.per_token + wide * block_bytes.per_logit) + wide * block_bytes.per_column
-    quarter = options.workspace_bytes // 4
-    if taken <= quarter:
-        return plan_blocks(num_tokens, columns, quarter, block_bytes, preferred_columns=wide)
-    cut_bytes = {"per_column_if_tokens_are_cut": bytes_per_column}
-    return plan_blocks(num_tokens, columns, options.workspace_bytes // 2, block_bytes, **cut_bytes)
-
-
-def _blocks_of_slab(heads: Heads, slab: Blocks, options: Options) -> Blocks:
-    """How the logits of a slab are made, in half of the workspace: of all its tokens, if those are wide enough."""
-    room = options.workspace_bytes // 2
+def _blocks_of_slab(heads: Heads, slab: Blocks, room: int, options: Options) -> Blocks:
+    """How the logits of a slab are made: of all its tokens, in half of the room, as long as that leaves them wide."""
     block_bytes = heads.backend.logits_bytes(heads.student, heads.teacher, options.largest_shard, stats=False)
     per_logit, per_token, per_column = block_bytes
-    columns = (room - slab.tokens * per_token) // (slab.tokens * per_logit + per_column)
+    columns = (room // 2 - slab.tokens * per_token) // (slab.tokens * per_logit + per_column)
     if columns < min(slab.columns, WIDE_LOGITS):
         return plan_blocks(*slab, room, block_bytes)
     waves = lambda width: waves_of_logits(width, slab.tokens)  # noqa: E731

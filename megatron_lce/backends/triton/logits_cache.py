@@ -98,8 +98,8 @@ def begin_cache(num_tokens: int, hidden: Tensor, options: Options, look: Callabl
 def begun_columns(num_tokens: int, hidden: Tensor, options: Options) -> int | None:
     """How many columns of every row are kept before their number is known: of an eighth of the workspace at most.
 
-    That is 0.2 ms of work for an H200 where 60 % of 16384 x 4096 are ignored, as long as the host takes to go on. Of the
-    largest shard, so that ranks agree. 0: nothing is to be kept; None: a cache has to wait for the number.
+    That is 0.2 ms of work for an H200 where 60 % of 16384 x 4096 are ignored, about what the host takes to go on. Of
+    the largest shard, so that ranks agree. 0: nothing is to be kept; None: a cache has to wait for the number.
     """
     if kept_row_bytes(hidden, 0) is None or options.logits_cache_bytes == 0:
         return 0
