@@ -56,10 +56,11 @@ def test_copies_of_columns_are_whole_tiles_wide(device):
     check("triton", inputs, only_here={"workspace_bytes": 4 * 391 * 48})  # a quarter: 391 rows of 24 elements
 
 
-def test_statistics_and_copies_of_a_head_are_there_together():
+def test_statistics_and_copies_of_a_head_are_there_together(device):
     """In a workspace with room for every token and nothing more, so that no rounding hides what is taken."""
     pytest.importorskip("triton")
-    device = torch.device("cpu")
+    if device.type != "cpu":
+        pytest.skip("live bytes are counted on a CPU, under Triton's interpreter")
     inputs = make_inputs(32, 257, 8, 2048, device)
     heads = Head(*inputs[:2]), Head(*inputs[2:4])
     block_bytes = load_jsd_backend("triton", device).logits_bytes(*heads, 2048, stats=True)
