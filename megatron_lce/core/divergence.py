@@ -32,11 +32,11 @@ def diverge_block(logits: JsdLogits, options: Options, backend: JsdBackend, foun
     if group is not None:
         ranks = collectives.stack_over_group(stats, group)
         stats = backend.merge_stats(ranks[:, :STATS_ROWS], ranks[:, STATS_ROWS:])
-    found[:4] = stats
+    found[: 2 * STATS_ROWS] = stats
     sums = logits.divergence(found)
     if group is not None:
         sums = backend.sum_parts(collectives.stack_over_group(sums, group))
-    found[4:] = sums
+    found[2 * STATS_ROWS :] = sums
 
 
 def losses_in_nats(found: Tensor, rows: Rows, beta: float) -> tuple[Tensor, Tensor]:

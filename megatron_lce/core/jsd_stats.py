@@ -48,4 +48,6 @@ STATS_ROWS = 2  # a head's: its first two rows, then two of the other's
 
 def empty_stats(num_tokens: int, device: torch.device) -> Tensor:
     """[4, N], the first rows of `Found`, of no columns at all: the neutral element of a merge."""
-    return torch.tensor([-torch.inf, 0.0, -torch.inf, 0.0], device=device)[:, None].repeat(1, num_tokens)
+    stats = torch.zeros(2 * STATS_ROWS, num_tokens, device=device)
+    stats[::STATS_ROWS] = -torch.inf  # the largest logits
+    return stats
