@@ -11,11 +11,13 @@ from megatron_lce.core.blocks import (
     COLUMN_STEP,
     MIN_TOKENS,
     BlockBytes,
+    cheapest_size,
     cut,
     cut_columns,
     kept_tokens,
     plan_blocks,
     round_up,
+    waves_of_logits,
 )
 
 TOKENS = st.integers(1, 200_000)
@@ -132,6 +134,30 @@ def test_kept_tokens_fit_and_are_few_only_where_no_more_fit(num_tokens, room, hi
 )
 def test_kept_tokens_fill_waves_of_hiddens_gradient(most, hidden_size, expected):
     assert kept_tokens(16_384, most, 1, hidden_size=hidden_size) == expected
+
+
+@given(TOKENS, st.integers(1, 10_000), COLUMNS)
+def test_a_cheapest_size_fits_and_costs_no_more_than_the_largest(num_tokens, most, num_columns):
+    def cost(tokens):
+        return waves_of_logits(num_columns, tokens)
+
+    def whole_cost(size):
+        return sum(cost(part.stop - part.start) for part in cut(num_tokens, size))
+
+    size = cheapest_size(num_tokens, most, MIN_TOKENS, cost)
+    assert 1 <= size <= min(num_tokens, most)
+    assert size == num_tokens or size < MIN_TOKENS or size % MIN_TOKENS == 0
+    largest = min(num_tokens, most // MIN_TOKENS * MIN_TOKENS)
+    assert most < MIN_TOKENS or whole_cost(size) <= whole_cost(largest)
+
+
+@pytest.mark.parametrize(
+    ("most", "num_columns", "expected"),
+    [(433, 151_936, 256), (600, 151_936, 512), (900, 18_992, 896), (100, 151_936, 100), (9000, 151_936, 8192)],
+)
+def test_logits_fill_waves(most, num_columns, expected):
+    """256 x 151936 are 9 waves of 132 tiles, 384 take 14 for 13.5; of two that cost the same the larger."""
+    assert cheapest_size(8192, most, MIN_TOKENS, lambda tokens: waves_of_logits(num_columns, tokens)) == expected
 
 
 @pytest.mark.parametrize(("value", "step", "expected"), [(0, 8, 0), (1, 8, 8), (8, 8, 8), (9, 8, 16)])
