@@ -39,9 +39,7 @@ def workspace_of(tokens, inputs, backend):
     """Bytes that both heads' logits of so many tokens take, and half as many: gradients, copies."""
     (num_columns, _), device = inputs.student_weight.shape, inputs.student_hidden.device
     module = load_jsd_backend(backend, device)
-    per_logit, per_token, per_column = module.logits_bytes(
-        Head(*inputs[:2]), Head(*inputs[2:4]), num_columns, stats=True
-    )
+    per_logit, per_token, per_column = module.logits_bytes(Head(*inputs[:2]), Head(*inputs[2:4]), num_columns)
     return int(1.5 * tokens * (slab_row_stride(num_columns) * per_logit + per_token)) + 2 * num_columns * per_column
 
 

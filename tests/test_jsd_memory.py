@@ -63,7 +63,7 @@ def test_statistics_and_copies_of_a_head_are_there_together(device):
         pytest.skip("live bytes are counted on a CPU, under Triton's interpreter")
     inputs = make_inputs(32, 257, 8, 2048, device)
     heads = Head(*inputs[:2]), Head(*inputs[2:4])
-    block_bytes = load_jsd_backend("triton", device).logits_bytes(*heads, 2048, stats=True)
+    block_bytes = load_jsd_backend("triton", device).logits_bytes(*heads, 2048)
     workspace_bytes = 32 * row_bytes(2048, block_bytes) + 256 * block_bytes.per_column
     peak, _ = peak_live_bytes(lambda: linear_jsd(*inputs[:4], workspace_bytes=workspace_bytes, backend="triton"))
     assert peak <= workspace_bytes + 192 * 32  # row terms: a few dozen floats a token

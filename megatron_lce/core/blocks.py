@@ -14,7 +14,6 @@ PREFERRED_COLUMNS = 16384  # of a slab
 ENOUGH_LOGITS = 2**27  # of one block: larger ones gain nothing (8192 x 4096 x 151936 on an H200: 59.4 ms from here on)
 ENOUGH_TOKENS = 8192  # of one block, and half its columns are enough too: the products' other dimension is then wide
 WIDE_BLOCK = 4096  # tokens of a block from which on a product that sums over them runs at speed
-WIDE_LOGITS = 1024  # columns of a product that makes logits of many tokens, from which on it runs at speed
 LOGITS_TILE = (MIN_TOKENS, COLUMN_STEP)  # of the kernels that make 16-bit inputs' logits
 GRADIENT_TILE = (256, 128)  # of cuBLAS' product for hidden's gradient
 MULTIPROCESSORS = 132  # of a Hopper GPU: so many tiles, a wave, take as long as one

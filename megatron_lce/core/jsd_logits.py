@@ -11,7 +11,6 @@ from megatron_lce.core.blocks import (
     COLUMN_STEP,
     MIN_TOKENS,
     PREFERRED_COLUMNS,
-    WIDE_LOGITS,
     BlockBytes,
     Blocks,
     cheapest_size,
@@ -89,7 +88,9 @@ class JsdLogits:
         student, backend = self._heads.student, self._heads.backend
         tanh_scale = None if student.softcap is None else student.row_scale(self._heads.scale)
         for columns, logits in self._pieces():
-            backend.grad_logits(*logits, found, coefficient, tanh_scale, out[:, columns], beta=self._heads.beta)
+            backend.grad_logits_from_kept(
+                *logits, found, coefficient, tanh_scale, out[:, columns], beta=self._heads.beta
+            )
 
     def _pieces(self, stats: HeadsParts | None = None) -> Iterator[tuple[slice, tuple[Tensor, Tensor]]]:
         """Logits of student and teacher, [N, columns] each; valid until the next are asked for.
@@ -126,7 +127,7 @@ def forward_blocks(heads: Heads, num_tokens: int, options: Options) -> tuple[Blo
     All columns of some tokens, for both passes over them, unless the workspace holds too few tokens.
     """
     columns, workspace = options.largest_shard, options.workspace_bytes
-    block_bytes = heads.backend.logits_bytes(heads.student, heads.teacher, columns, stats=True)
+    block_bytes = heads.backend.logits_bytes(heads.student, heads.teacher, columns)
     copied = copied_columns(columns, workspace, block_bytes)
     most = (workspace - copied * block_bytes.per_column) // row_bytes(columns, block_bytes)
     if most >= min(num_tokens, MIN_TOKENS):
@@ -151,7 +152,7 @@ def gradient_blocks(heads: Heads, num_tokens: int, options: Options) -> Gradient
     are of whole blocks of logits: the smallest block reads both weights, too.
     """
     student, columns, workspace = heads.student, options.largest_shard, options.workspace_bytes
-    logits_bytes = heads.backend.logits_bytes(student, heads.teacher, columns, stats=True)
+    logits_bytes = heads.backend.logits_bytes(student, heads.teacher, columns)
     gradient_bytes = _gradient_bytes(student)
     slabs = gradient_bytes._replace(
         per_logit=0, per_column=gradient_bytes.per_column + accumulator_bytes_per_column(student.weight, options)
@@ -199,40 +200,25 @@ def recomputed_slabs(
     options: Options,
     bytes_per_column: int,
 ) -> Iterator[Slab]:
-    """Gradients of the student's products, slab by slab, in half of the workspace; both heads' logits in the other."""
+    """Gradients of the student's products, slab by slab, of both heads' logits once more."""
     num_tokens, num_columns = found.shape[1], options.num_columns
     if num_columns == 0:
         return
-    half = options.workspace_bytes // 2
     blocks = plan_blocks(
         num_tokens,
         slab_row_stride(num_columns),
-        half,
-        _gradient_bytes(heads.student),
+        options.workspace_bytes,
+        heads.backend.grad_logits_bytes(heads.student, heads.teacher),
         per_column_if_tokens_are_cut=bytes_per_column,
     )
-    logits_blocks = _blocks_of_slab(heads, blocks, half, options)
-    buffer = LogitsBuffer.allocate(logits_blocks, logits_blocks.columns, found.device)
 
     def compute(tokens: slice, columns: slice, grad: Tensor) -> None:
-        for part in cut(tokens.stop, logits_blocks.tokens, start=tokens.start):
-            logits = JsdLogits(heads.block(part, columns), buffer)
-            here = slice(part.start - tokens.start, part.stop - tokens.start)
-            logits.gradient(found[:, part], coefficient[part], grad[here])
+        here = heads.block(tokens, columns)
+        of_tokens = here.scale, found[:, tokens], coefficient[tokens]
+        heads.backend.grad_logits(here.student, here.teacher, *of_tokens, grad, beta=heads.beta)
 
     every = slice(0, num_columns)
     yield from computed_slabs(heads.student.hidden, num_tokens, every, num_columns, blocks, compute)
-
-
-def _blocks_of_slab(heads: Heads, slab: Blocks, room: int, options: Options) -> Blocks:
-    """How the logits of a slab are made: of all its tokens, in half of the room, as long as that leaves them wide."""
-    block_bytes = heads.backend.logits_bytes(heads.student, heads.teacher, options.largest_shard, stats=False)
-    per_logit, per_token, per_column = block_bytes
-    columns = (room // 2 - slab.tokens * per_token) // (slab.tokens * per_logit + per_column)
-    if columns < min(slab.columns, WIDE_LOGITS):
-        return plan_blocks(*slab, room, block_bytes)
-    waves = lambda width: waves_of_logits(width, slab.tokens)  # noqa: E731
-    return Blocks(slab.tokens, cheapest_size(slab.columns, columns, COLUMN_STEP, waves))
 
 
 def check_workspace(heads: Heads, options: Options) -> None:
@@ -240,13 +226,14 @@ def check_workspace(heads: Heads, options: Options) -> None:
 
     Asked of the largest shard of the group, so that ranks agree.
     """
-    gradient = _gradient_bytes(heads.student)
-    accumulator = accumulator_bytes_per_column(heads.student.weight, options)
+    student, teacher, backend = heads.student, heads.teacher, heads.backend
+    gradient = backend.grad_logits_bytes(student, teacher)
+    accumulator = accumulator_bytes_per_column(student.weight, options)
     passes = (
-        heads.backend.logits_bytes(heads.student, heads.teacher, options.largest_shard, stats=True),
+        backend.logits_bytes(student, teacher, options.largest_shard),
         gradient._replace(per_column=gradient.per_column + accumulator),
     )
-    smallest = 2 * max(smallest_workspace(block_bytes) for block_bytes in passes)
+    smallest = max(smallest_workspace(block_bytes) for block_bytes in passes)
     if options.workspace_bytes < smallest:
         raise ValueError(f"workspace_bytes must be at least {smallest} for these heads, got {options.workspace_bytes}")
 

@@ -162,8 +162,8 @@ class CrossEntropyBackend(CommonBackend, Protocol):
 class JsdBackend(CommonBackend, Protocol):
     """The primitives of `linear_jsd`. Logits are [N, C] fp32 in base 2, rows a multiple of `SLAB_ROW_STEP` apart."""
 
-    def logits_bytes(self, student: Head, teacher: Head, num_columns: int, *, stats: bool) -> BlockBytes:
-        """Both heads' logits, and what the functions here take beside them for tokens with that many columns."""
+    def logits_bytes(self, student: Head, teacher: Head, num_columns: int) -> BlockBytes:
+        """Both heads' logits, and what the functions that read them take beside them, of that many columns."""
 
     def logits(self, head: Head, row_scale: Tensor, out: Tensor, *, stats: bool) -> Tensor | None:
         """Logits; with `stats` also [S, 2, N] of S disjoint sets of their columns.
@@ -183,15 +183,31 @@ class JsdBackend(CommonBackend, Protocol):
     def sum_parts(self, parts: Tensor) -> Tensor:
         """[S, 2, N] -> [2, N]."""
 
+    def grad_logits_bytes(self, student: Head, teacher: Head) -> BlockBytes:
+        """What `grad_logits` takes for its output, its intermediates and copies of its inputs."""
+
     def grad_logits(
         self,
-        student: Tensor,  # [N, C] logits
-        teacher: Tensor,
+        student: Head,  # [N, H_s], [C, H_s]
+        teacher: Head,
+        scale: Tensor,  # [N] fp32 factor from products to base-2 logits at a logits_scale of 1
         found: Tensor,  # [6, N], packed `Found`
         coefficient: Tensor,  # [N]; 0: no gradient
-        tanh_scale: Tensor | None,  # [N] factor from the student's tanh to its logits; None without a softcap
         out: Tensor,  # [N, C] of the student's dtype
         *,
         beta: float,
     ) -> None:
-        """Gradient of the student's products."""
+        """Gradient of one slab of the student's products."""
+
+    def grad_logits_from_kept(
+        self,
+        student: Tensor,  # [N, C] logits
+        teacher: Tensor,
+        found: Tensor,
+        coefficient: Tensor,
+        tanh_scale: Tensor | None,  # [N] factor from the student's tanh to its logits; None without a softcap
+        out: Tensor,
+        *,
+        beta: float,
+    ) -> None:
+        """The same from logits in memory."""

@@ -19,10 +19,10 @@ from megatron_lce.core.jsd_stats import STATS_ROWS, Head
 from megatron_lce.core.products import aligned, copies_of
 
 
-def logits_bytes(student: Head, teacher: Head, num_columns: int, *, stats: bool) -> BlockBytes:
+def logits_bytes(student: Head, teacher: Head, num_columns: int) -> BlockBytes:
     """Both heads' logits, and statistics of both heads' tiles: once beside a head's copies, twice while joined."""
     heads = (student, teacher)
-    parts = 4 * 4 * STATS_ROWS * ceil_div(num_columns, min(_tile(head).block_v for head in heads)) if stats else 0
+    parts = 4 * 4 * STATS_ROWS * ceil_div(num_columns, min(_tile(head).block_v for head in heads))
     copies = max(copies_of(head.hidden) for head in heads)
     return BlockBytes(2 * 4, max(parts, parts // 2 + copies.token), copies.column)
 

@@ -1,0 +1,265 @@
+"""Gradients of `megatron_lce.jsd`: from both heads' logits in memory, or from their products once more."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_lce.backends.triton import tiles
+from megatron_lce.backends.triton.jsd_logits import logits
+from megatron_lce.backends.triton.jsd_probabilities import (
+    log_mixture,
+    log_probability,
+    place_of,
+    read_logits,
+    reading_constexprs,
+    reading_grid,
+)
+from megatron_lce.backends.triton.tile_products import descriptor, halves, tanh, tile_position, tile_products, upcasts
+from megatron_lce.core.blocks import BlockBytes, ceil_div
+from megatron_lce.core.jsd_stats import Head
+from megatron_lce.core.products import aligned, copies_of, slab_row_stride
+
+
+def grad_logits_bytes(student: Head, teacher: Head) -> BlockBytes:
+    """What `grad_logits` takes for its output and its copies of unaligned inputs; logits of heads of two dtypes."""
+    copies = [copies_of(head.hidden) for head in (student, teacher)]
+    itemsize = student.hidden.element_size()
+    per_logit = itemsize if _in_one_kernel(student, teacher) else itemsize + 2 * 4
+    return BlockBytes(per_logit, sum(c.token for c in copies), sum(c.column for c in copies))
+
+
+def grad_logits(
+    student: Head,  # [N, H_s], [C, H_s]
+    teacher: Head,  # [N, H_t], [C, H_t]
+    scale: Tensor,  # [N] fp32 factor from products to base-2 logits at a logits_scale of 1
+    found: Tensor,  # [6, N]
+    coefficient: Tensor,  # [N]; 0: no gradient
+    out: Tensor,  # [N, C] of the student's dtype
+    *,
+    beta: float,
+) -> None:
+    """Gradient of one slab of the student's products, making both heads' logits again."""
+    num_tokens, num_columns = out.shape
+    if not _in_one_kernel(student, teacher):
+        both = found.new_empty(2, num_tokens, slab_row_stride(num_columns))[:, :, :num_columns]
+        for head, kept in zip((student, teacher), both, strict=True):
+            logits(head, head.row_scale(scale), kept, stats=False)
+        tanh_scale = None if student.softcap is None else student.row_scale(scale)
+        grad_logits_from_kept(both[0], both[1], found, coefficient, tanh_scale, out, beta=beta)
+        return
+    tile = tiles.choose_pair_tiles(out.dtype, out.device)
+    inputs, sizes = [], []
+    for head in (student, teacher):
+        hidden, weight = aligned(head.hidden), aligned(head.weight)
+        inputs += [
+            descriptor(hidden, tile.block_n, tile.block_h),
+            descriptor(weight, tile.block_v, tile.block_h),
+            head.row_scale(scale),
+        ]
+        sizes.append(hidden.shape[1])
+    num_tiles = ceil_div(num_tokens, tile.block_n) * ceil_div(num_columns, tile.block_v)
+    _grad_logits_kernel[(min(num_tiles, tiles.num_programs(out.device)),)](
+        *inputs,
+        found,
+        coefficient,
+        descriptor(out, tile.block_n, tile.block_v // 2),
+        num_tokens,
+        num_columns,
+        *sizes,
+        found.stride(0),
+        student.softcap_scale or 0.0,
+        teacher.softcap_scale or 0.0,
+        float(beta),
+        FORWARD_KL=beta == 0,
+        REVERSE_KL=beta == 1,
+        STUDENT_SOFTCAP=student.softcap is not None,
+        TEACHER_SOFTCAP=teacher.softcap is not None,
+        UPCAST=upcasts(out.dtype, tiles.interpreting()),
+        BLOCK_N=tile.block_n,
+        BLOCK_V=tile.block_v,
+        BLOCK_H=tile.block_h,
+        GROUP_N=tiles.GROUP_N,
+        num_warps=tile.num_warps,
+        num_stages=tile.more_stages,
+        enable_fp_fusion=False,  # logits as forward had them, or z - max is off by what its rounding was
+    )
+
+
+def _in_one_kernel(student: Head, teacher: Head) -> bool:
+    """Its loop takes tiles of one dtype."""
+    return student.hidden.dtype == teacher.hidden.dtype
+
+
+def grad_logits_from_kept(
+    student: Tensor,  # [N, C] base-2 logits
+    teacher: Tensor,
+    found: Tensor,  # [6, N]
+    coefficient: Tensor,  # [N]; 0: no gradient
+    tanh_scale: Tensor | None,  # [N] factor from the student's tanh to its logits; None without a softcap
+    out: Tensor,  # [N, C] of the student's dtype
+    *,
+    beta: float,
+) -> None:
+    """The same from logits in memory."""
+    _grad_from_kept_kernel[reading_grid(student)](
+        student,
+        teacher,
+        found,
+        coefficient,
+        tanh_scale,
+        out,
+        *student.shape,
+        student.stride(0),
+        found.stride(0),
+        out.stride(0),
+        float(beta),
+        FORWARD_KL=beta == 0,
+        REVERSE_KL=beta == 1,
+        **reading_constexprs(student),
+    )
+
+
+@triton.jit(do_not_specialize=["N", "V", "found_stride"])
+def _grad_logits_kernel(
+    student_hidden_desc,  # [N, H_s]
+    student_weight_desc,  # [V, H_s]
+    student_scale_ptr,  # [N] fp32
+    teacher_hidden_desc,
+    teacher_weight_desc,
+    teacher_scale_ptr,
+    found_ptr,  # [6, N] fp32, rows found_stride apart
+    coefficient_ptr,  # [N] fp32
+    out_desc,  # [N, V] out
+    N,
+    V,
+    STUDENT_H,
+    TEACHER_H,
+    found_stride,
+    student_softcap_scale,
+    teacher_softcap_scale,
+    beta,
+    FORWARD_KL: tl.constexpr,
+    REVERSE_KL: tl.constexpr,
+    STUDENT_SOFTCAP: tl.constexpr,
+    TEACHER_SOFTCAP: tl.constexpr,
+    UPCAST: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    GROUP_N: tl.constexpr,
+):
+    """A tile's logits of the teacher, then those of the student, and what becomes of both.
+
+    As turns of one loop, so that the next product's inputs are on their way under the end of this one.
+    """
+    num_row_blocks = tl.cdiv(N, BLOCK_N)
+    num_column_tiles = tl.cdiv(V, BLOCK_V)
+    num_tiles = tl.cdiv(num_row_blocks * num_column_tiles - tl.program_id(0), tl.num_programs(0))
+    last_products = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
+    for turn in tl.range(0, 2 * num_tiles, flatten=True):
+        tile = tl.program_id(0) + turn // 2 * tl.num_programs(0)
+        row_block, column_tile = tile_position(tile, num_row_blocks, num_column_tiles, GROUP_N)
+        row = row_block * BLOCK_N
+        column = column_tile * BLOCK_V
+        hidden_desc = teacher_hidden_desc
+        weight_desc = teacher_weight_desc
+        H = TEACHER_H
+        students_turn = turn % 2 == 1
+        if students_turn:
+            hidden_desc = student_hidden_desc
+            weight_desc = student_weight_desc
+            H = STUDENT_H
+        products = tile_products(hidden_desc, weight_desc, row, column, H, BLOCK_N, BLOCK_V, BLOCK_H, UPCAST)
+        if students_turn:
+            rows = row + tl.arange(0, BLOCK_N)
+            row_mask = rows < N
+            student_scale = tl.load(student_scale_ptr + rows, row_mask, other=0.0)[:, None]
+            teacher_scale = tl.load(teacher_scale_ptr + rows, row_mask, other=0.0)[:, None]
+            # In halves: beside both whole tiles there are no registers for what becomes of one under a softcap.
+            students, teachers = halves(products), halves(last_products)
+            for half in tl.static_range(2):
+                student, teacher, slope = students[half], teachers[half], None
+                if STUDENT_SOFTCAP:
+                    student = tanh(student * student_softcap_scale)
+                    slope = 1.0 - student * student
+                if TEACHER_SOFTCAP:
+                    teacher = tanh(teacher * teacher_softcap_scale)
+                student = student * student_scale
+                teacher = teacher * teacher_scale
+                found = found_ptr + rows
+                grad = _gradient(student, teacher, slope, found, found_stride, row_mask, beta, FORWARD_KL, REVERSE_KL)
+                grad = _times_coefficient(grad, found, found_stride, coefficient_ptr + rows, row_mask)
+                out_desc.store([row, column + half * (BLOCK_V // 2)], grad.to(out_desc.dtype))
+        last_products = products
+
+
+@triton.jit(do_not_specialize=["N", "V", "found_stride"])
+def _grad_from_kept_kernel(
+    student_ptr,  # [N, V] fp32, rows logits_stride apart
+    teacher_ptr,  # as the student's
+    found_ptr,  # [6, N] fp32, rows found_stride apart
+    coefficient_ptr,  # [N] fp32
+    tanh_scale_ptr,  # [N] fp32, or None
+    out_ptr,  # [N, V], rows out_stride apart, as far as the logits' go
+    N,
+    V,
+    logits_stride,
+    found_stride,
+    out_stride,
+    beta,
+    FORWARD_KL: tl.constexpr,
+    REVERSE_KL: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    rows, row_mask, columns, places = place_of(N, V, logits_stride, BLOCK_N, BLOCK_V)
+    student = read_logits(student_ptr + places, row_mask, columns, V, logits_stride)
+    teacher = read_logits(teacher_ptr + places, row_mask, columns, V, logits_stride)
+    slope = None
+    if tanh_scale_ptr is not None:
+        capped = student / tl.load(tanh_scale_ptr + rows, row_mask, other=1.0)[:, None]
+        slope = 1.0 - capped * capped
+    grad = _gradient(student, teacher, slope, found_ptr + rows, found_stride, row_mask, beta, FORWARD_KL, REVERSE_KL)
+    grad = _times_coefficient(grad, found_ptr + rows, found_stride, coefficient_ptr + rows, row_mask)
+    grad = tl.where((columns < V)[None, :], grad, 0.0)
+    out = out_ptr + rows.to(tl.int64)[:, None] * out_stride + columns[None, :]
+    tl.store(out, grad.to(out_ptr.dtype.element_ty), row_mask[:, None] & (columns < logits_stride)[None, :])
+
+
+@triton.jit
+def _gradient(
+    student,  # logits
+    teacher,
+    slope,  # of the student's softcap; None without one
+    found,  # pointers to the rows' first number
+    found_stride,
+    row_mask,
+    beta,
+    FORWARD_KL: tl.constexpr,
+    REVERSE_KL: tl.constexpr,
+):
+    """p_s (log(p_s / m) - KL(p_s || m)), and its forms at the ends; see `megatron_lce.jsd`.
+
+    Under a softcap of the student times its slope, 1 - tanh^2.
+    """
+    log_ps = log_probability(student, found, found_stride, row_mask)
+    log_pt = log_probability(teacher, found + 2 * found_stride, found_stride, row_mask)
+    student_kl = tl.load(found + 5 * found_stride, row_mask, other=0.0)[:, None]
+    ps = tl.exp2(log_ps)
+    if FORWARD_KL:
+        grad = ps - tl.exp2(log_pt)
+    elif REVERSE_KL:
+        grad = ps * (log_ps - log_pt - student_kl)
+    else:
+        grad = ps * (log_ps - log_mixture(ps, tl.exp2(log_pt), beta) - student_kl)
+    if slope is not None:
+        grad = grad * slope
+    return grad
+
+
+@triton.jit
+def _times_coefficient(grad, found, found_stride, coefficient_ptr, row_mask):
+    """Zero where that is; what is not finite anywhere in a row makes all of it NaN."""
+    coefficient = tl.load(coefficient_ptr, row_mask, other=0.0)[:, None]
+    divergence = tl.load(found + 4 * found_stride, row_mask, other=0.0)[:, None]
+    return tl.where(coefficient != 0, grad * coefficient + (divergence - divergence), 0.0)
