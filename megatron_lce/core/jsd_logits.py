@@ -208,7 +208,7 @@ def recomputed_slabs(
         num_tokens,
         slab_row_stride(num_columns),
         options.workspace_bytes,
-        heads.backend.grad_logits_bytes(heads.student, heads.teacher),
+        heads.backend.grad_logits_bytes(heads.student, heads.teacher, options.largest_shard),
         per_column_if_tokens_are_cut=bytes_per_column,
     )
 
@@ -227,7 +227,7 @@ def check_workspace(heads: Heads, options: Options) -> None:
     Asked of the largest shard of the group, so that ranks agree.
     """
     student, teacher, backend = heads.student, heads.teacher, heads.backend
-    gradient = backend.grad_logits_bytes(student, teacher)
+    gradient = backend.grad_logits_bytes(student, teacher, options.largest_shard)
     accumulator = accumulator_bytes_per_column(student.weight, options)
     passes = (
         backend.logits_bytes(student, teacher, options.largest_shard),

@@ -183,8 +183,8 @@ class JsdBackend(CommonBackend, Protocol):
     def sum_parts(self, parts: Tensor) -> Tensor:
         """[S, 2, N] -> [2, N]."""
 
-    def grad_logits_bytes(self, student: Head, teacher: Head) -> BlockBytes:
-        """What `grad_logits` takes for its output, its intermediates and copies of its inputs."""
+    def grad_logits_bytes(self, student: Head, teacher: Head, num_columns: int) -> BlockBytes:
+        """What `grad_logits` takes of that many columns: its output, its intermediates and copies of its inputs."""
 
     def grad_logits(
         self,

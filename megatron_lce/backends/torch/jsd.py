@@ -85,9 +85,9 @@ def sum_parts(parts: Tensor) -> Tensor:
     return parts.sum(dim=0)
 
 
-def grad_logits_bytes(student: Head, teacher: Head) -> BlockBytes:
+def grad_logits_bytes(student: Head, teacher: Head, num_columns: int) -> BlockBytes:
     """What `grad_logits` takes: both heads' logits and all that goes with them, and its output."""
-    per_logit, per_token, per_column = logits_bytes(student, teacher, _CHUNK_COLUMNS)
+    per_logit, per_token, per_column = logits_bytes(student, teacher, num_columns)
     return BlockBytes(per_logit + student.hidden.element_size(), per_token, per_column)
 
 

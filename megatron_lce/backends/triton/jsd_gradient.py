@@ -20,7 +20,7 @@ from megatron_lce.core.jsd_stats import Head
 from megatron_lce.core.products import aligned, copies_of, slab_row_stride
 
 
-def grad_logits_bytes(student: Head, teacher: Head) -> BlockBytes:
+def grad_logits_bytes(student: Head, teacher: Head, num_columns: int) -> BlockBytes:
     """What `grad_logits` takes for its output and its copies of unaligned inputs; logits of heads of two dtypes."""
     copies = [copies_of(head.hidden) for head in (student, teacher)]
     itemsize = student.hidden.element_size()
