@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import importlib.metadata
 import json
+import random
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -51,8 +52,9 @@ class Results:
     ) -> None:
         """Adds the records with the times of their calls, measured in rounds: clocks fall as a GPU warms.
 
-        Every other round goes backwards, so that nobody always follows the same neighbour. `start_round()` is the
-        place for the yardstick, which is then taken at the same clocks.
+        In an order that is drawn for each round, the same on all ranks: clocks also swing, and where two of four heads
+        always met the slower half of a swing of a second, they read 3 % more. `start_round()` is the place for the
+        yardstick, which is then taken at the same clocks.
         """
         records = [record for record, _ in turns]
         for record in records:
@@ -63,11 +65,11 @@ class Results:
             return timed.warm_up() | {"status": "not reached"}
 
         turns = [(x, timed) for x, timed in turns if self._update(section, x, partial(warm_up, timed))]
+        order = random.Random(0)
         for _ in range(ROUNDS):
             start_round()
-            turns = [(x, timed) for x, timed in turns if self._update(section, x, partial(timed.round, **repeats))][
-                ::-1
-            ]
+            order.shuffle(turns)
+            turns = [(x, timed) for x, timed in turns if self._update(section, x, partial(timed.round, **repeats))]
         for record in records:
             self._print(section, record)
 

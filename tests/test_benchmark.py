@@ -154,6 +154,21 @@ def test_a_run_records_what_failed_and_what_is_missing_and_goes_on(tmp_path, mon
     assert {path.name for path in tmp_path.glob("*.png")} == pictures
 
 
+def test_heads_take_turns_in_orders_that_ranks_share():
+    def orders():
+        rounds, found = [], results.Results(CPU, torch.float32, None, {})
+        turns = [({"provider": name}, measure.Timed(lambda name=name: rounds[-1].append(name), CPU)) for name in "abcd"]
+        rounds.append([])  # for the calls that warm up
+        found.take_turns("steps", turns, lambda: rounds.append([]), repeats=1)
+        return rounds[1:]
+
+    rounds = orders()
+    assert len(rounds) == results.ROUNDS
+    assert all(sorted(names) == [*"abcd"] for names in rounds)
+    assert len({tuple(names) for names in rounds}) > 2
+    assert orders() == rounds
+
+
 @pytest.mark.parametrize("way", [{"token_loss": True}, {"main_grad": True}, {"token_loss": True, "main_grad": True}])
 def test_our_other_ways_match_the_oracle_call_after_call(way):
     inputs = make_inputs(SHAPE, torch.float32, CPU)
