@@ -204,21 +204,36 @@ def recomputed_slabs(
     num_tokens, num_columns = found.shape[1], options.num_columns
     if num_columns == 0:
         return
+    block_bytes, stored = _recomputed_bytes(heads, options)
     blocks = plan_blocks(
         num_tokens,
         slab_row_stride(num_columns),
         options.workspace_bytes,
-        heads.backend.grad_logits_bytes(heads.student, heads.teacher, options.largest_shard),
+        block_bytes,
         per_column_if_tokens_are_cut=bytes_per_column,
     )
+    buffer = LogitsBuffer.allocate(blocks, blocks.columns, found.device) if stored else None
 
     def compute(tokens: slice, columns: slice, grad: Tensor) -> None:
         here = heads.block(tokens, columns)
-        of_tokens = here.scale, found[:, tokens], coefficient[tokens]
-        heads.backend.grad_logits(here.student, here.teacher, *of_tokens, grad, beta=heads.beta)
+        of_tokens = found[:, tokens], coefficient[tokens]
+        if buffer is None:
+            heads.backend.grad_logits(here.student, here.teacher, here.scale, *of_tokens, grad, beta=heads.beta)
+        else:
+            JsdLogits(here, buffer).gradient(*of_tokens, grad)
 
     every = slice(0, num_columns)
     yield from computed_slabs(heads.student.hidden, num_tokens, every, num_columns, blocks, compute)
+
+
+def _recomputed_bytes(heads: Heads, options: Options) -> tuple[BlockBytes, bool]:
+    """What a slab of gradients takes while it is made and used, and whether both heads' logits are stored for it."""
+    student, teacher, backend = heads.student, heads.teacher, heads.backend
+    if (in_one := backend.grad_logits_bytes(student, teacher)) is not None:
+        return in_one, False
+    logits, gradient = backend.logits_bytes(student, teacher, options.largest_shard), _gradient_bytes(student)
+    per_token, per_column = max(logits.per_token, gradient.per_token), max(logits.per_column, gradient.per_column)
+    return BlockBytes(logits.per_logit + gradient.per_logit, per_token, per_column), True
 
 
 def check_workspace(heads: Heads, options: Options) -> None:
@@ -226,11 +241,11 @@ def check_workspace(heads: Heads, options: Options) -> None:
 
     Asked of the largest shard of the group, so that ranks agree.
     """
-    student, teacher, backend = heads.student, heads.teacher, heads.backend
-    gradient = backend.grad_logits_bytes(student, teacher, options.largest_shard)
+    student, teacher = heads.student, heads.teacher
+    gradient, _ = _recomputed_bytes(heads, options)
     accumulator = accumulator_bytes_per_column(student.weight, options)
     passes = (
-        backend.logits_bytes(student, teacher, options.largest_shard),
+        heads.backend.logits_bytes(student, teacher, options.largest_shard),
         gradient._replace(per_column=gradient.per_column + accumulator),
     )
     smallest = max(smallest_workspace(block_bytes) for block_bytes in passes)

@@ -183,8 +183,8 @@ class JsdBackend(CommonBackend, Protocol):
     def sum_parts(self, parts: Tensor) -> Tensor:
         """[S, 2, N] -> [2, N]."""
 
-    def grad_logits_bytes(self, student: Head, teacher: Head, num_columns: int) -> BlockBytes:
-        """What `grad_logits` takes of that many columns: its output, its intermediates and copies of its inputs."""
+    def grad_logits_bytes(self, student: Head, teacher: Head) -> BlockBytes | None:
+        """What `grad_logits` takes for its output and copies of its inputs; None: of these heads it can make none."""
 
     def grad_logits(
         self,
@@ -197,7 +197,7 @@ class JsdBackend(CommonBackend, Protocol):
         *,
         beta: float,
     ) -> None:
-        """Gradient of one slab of the student's products."""
+        """Gradient of one slab of the student's products, with no logits in memory."""
 
     def grad_logits_from_kept(
         self,

@@ -11,7 +11,7 @@ from megatron_lce.backends.torch.rows import prepare_rows
 from megatron_lce.backends.torch.scale import scale
 from megatron_lce.core.blocks import BlockBytes, cut
 from megatron_lce.core.jsd_stats import Found, Head
-from megatron_lce.core.products import product, slab_row_stride
+from megatron_lce.core.products import product
 
 __all__ = [
     "compact_rows",
@@ -85,30 +85,12 @@ def sum_parts(parts: Tensor) -> Tensor:
     return parts.sum(dim=0)
 
 
-def grad_logits_bytes(student: Head, teacher: Head, num_columns: int) -> BlockBytes:
-    """What `grad_logits` takes: both heads' logits and all that goes with them, and its output."""
-    per_logit, per_token, per_column = logits_bytes(student, teacher, num_columns)
-    return BlockBytes(per_logit + student.hidden.element_size(), per_token, per_column)
+def grad_logits_bytes(student: Head, teacher: Head) -> None:
+    """There is nothing that makes gradients without logits in memory."""
 
 
-def grad_logits(
-    student: Head,  # [N, H_s], [C, H_s]
-    teacher: Head,  # [N, H_t], [C, H_t]
-    scale: Tensor,  # [N] fp32 factor from products to base-2 logits at a logits_scale of 1
-    found: Tensor,  # [6, N]
-    coefficient: Tensor,  # [N]; 0: no gradient
-    out: Tensor,  # [N, C] of the student's dtype
-    *,
-    beta: float,
-) -> None:
-    """Gradient of one slab of the student's products, making both heads' logits again."""
-    num_tokens, num_columns = out.shape
-    # Rows as forward has them: a product may sum in another order where they are not.
-    of_student, of_teacher = found.new_empty(2, num_tokens, slab_row_stride(num_columns))[:, :, :num_columns]
-    logits(student, student.row_scale(scale), of_student, stats=False)
-    logits(teacher, teacher.row_scale(scale), of_teacher, stats=False)
-    tanh_scale = None if student.softcap is None else student.row_scale(scale)
-    grad_logits_from_kept(of_student, of_teacher, found, coefficient, tanh_scale, out, beta=beta)
+def grad_logits(*arguments: object, **keywords: object) -> None:
+    raise AssertionError("there are only gradients from logits in memory")
 
 
 def grad_logits_from_kept(
@@ -121,7 +103,7 @@ def grad_logits_from_kept(
     *,
     beta: float,
 ) -> None:
-    """The same from logits in memory."""
+    """Gradient of the student's products."""
     for c in _chunks(student):
         _chunk_grad(student[:, c], teacher[:, c], found, coefficient, tanh_scale, out[:, c], beta)
 

@@ -5,7 +5,6 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_lce.backends.triton import tiles
-from megatron_lce.backends.triton.jsd_logits import logits
 from megatron_lce.backends.triton.jsd_probabilities import (
     log_mixture,
     log_probability,
@@ -17,15 +16,15 @@ from megatron_lce.backends.triton.jsd_probabilities import (
 from megatron_lce.backends.triton.tile_products import descriptor, halves, tanh, tile_position, tile_products, upcasts
 from megatron_lce.core.blocks import BlockBytes, ceil_div
 from megatron_lce.core.jsd_stats import Head
-from megatron_lce.core.products import aligned, copies_of, slab_row_stride
+from megatron_lce.core.products import aligned, copies_of
 
 
-def grad_logits_bytes(student: Head, teacher: Head, num_columns: int) -> BlockBytes:
-    """What `grad_logits` takes for its output and its copies of unaligned inputs; logits of heads of two dtypes."""
+def grad_logits_bytes(student: Head, teacher: Head) -> BlockBytes | None:
+    """What `grad_logits` takes for its output and its copies of unaligned inputs; None: its loop is of one dtype."""
+    if student.hidden.dtype != teacher.hidden.dtype:
+        return None
     copies = [copies_of(head.hidden) for head in (student, teacher)]
-    itemsize = student.hidden.element_size()
-    per_logit = itemsize if _in_one_kernel(student, teacher) else itemsize + 2 * 4
-    return BlockBytes(per_logit, sum(c.token for c in copies), sum(c.column for c in copies))
+    return BlockBytes(student.hidden.element_size(), sum(c.token for c in copies), sum(c.column for c in copies))
 
 
 def grad_logits(
@@ -38,15 +37,7 @@ def grad_logits(
     *,
     beta: float,
 ) -> None:
-    """Gradient of one slab of the student's products, making both heads' logits again."""
-    num_tokens, num_columns = out.shape
-    if not _in_one_kernel(student, teacher):
-        both = found.new_empty(2, num_tokens, slab_row_stride(num_columns))[:, :, :num_columns]
-        for head, kept in zip((student, teacher), both, strict=True):
-            logits(head, head.row_scale(scale), kept, stats=False)
-        tanh_scale = None if student.softcap is None else student.row_scale(scale)
-        grad_logits_from_kept(both[0], both[1], found, coefficient, tanh_scale, out, beta=beta)
-        return
+    """Gradient of one slab of the student's products, of both heads' logits made once more."""
     tile = tiles.choose_pair_tiles(out.dtype, out.device)
     inputs, sizes = [], []
     for head in (student, teacher):
@@ -57,6 +48,7 @@ def grad_logits(
             head.row_scale(scale),
         ]
         sizes.append(hidden.shape[1])
+    num_tokens, num_columns = out.shape
     num_tiles = ceil_div(num_tokens, tile.block_n) * ceil_div(num_columns, tile.block_v)
     _grad_logits_kernel[(min(num_tiles, tiles.num_programs(out.device)),)](
         *inputs,
@@ -83,11 +75,6 @@ def grad_logits(
         num_stages=tile.more_stages,
         enable_fp_fusion=False,  # logits as forward had them, or z - max is off by what its rounding was
     )
-
-
-def _in_one_kernel(student: Head, teacher: Head) -> bool:
-    """Its loop takes tiles of one dtype."""
-    return student.hidden.dtype == teacher.hidden.dtype
 
 
 def grad_logits_from_kept(
