@@ -52,9 +52,9 @@ class Results:
     ) -> None:
         """Adds the records with the times of their calls, measured in rounds: clocks fall as a GPU warms.
 
-        In an order that is drawn for each round, the same on all ranks: clocks also swing, and where two of four heads
-        always met the slower half of a swing of a second, they read 3 % more. `start_round()` is the place for the
-        yardstick, which is then taken at the same clocks.
+        In an order that is drawn for each round, the same on all ranks: where it went there and back again, two of four
+        heads that launch the same kernels read 3 % more than the others, presumably by a swing of the clock.
+        `start_round()` is the place for the yardstick, which is then taken at the same clocks.
         """
         records = [record for record, _ in turns]
         for record in records:

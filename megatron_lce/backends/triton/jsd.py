@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 
-CHUNK_COLUMNS = COLUMN_STEP  # of one sum: a cut of the columns falls between two of them
+_SUM_COLUMNS = COLUMN_STEP  # a cut of the columns falls between two of them
 
 
 def divergence_parts(
@@ -53,7 +53,7 @@ def divergence_parts(
     beta: float,
 ) -> Tensor:
     """[S, 2, N] base-2 sums over each chunk: the divergence, and KL(p_student || m)."""
-    parts = student.new_empty(ceil_div(student.shape[1], CHUNK_COLUMNS), 2, student.shape[0])
+    parts = student.new_empty(ceil_div(student.shape[1], _SUM_COLUMNS), 2, student.shape[0])
     _divergence_kernel[reading_grid(student)](
         student,
         teacher,
@@ -65,7 +65,7 @@ def divergence_parts(
         float(beta),
         FORWARD_KL=beta == 0,
         REVERSE_KL=beta == 1,
-        CHUNK=CHUNK_COLUMNS,
+        CHUNK=_SUM_COLUMNS,
         **reading_constexprs(student),
     )
     return parts
