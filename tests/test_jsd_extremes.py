@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from megatron_lce import linear_jsd
-from tests.jsd_oracle import JsdInputs, evaluate_jsd
+from tests.jsd_oracle import JsdInputs, evaluate_jsd, materialised_jsd
 from tests.jsd_problems import BETAS, BF16, FP32, check, make_inputs
+from tests.oracle import largest_error, relative_error
 
 
 @pytest.mark.parametrize("beta", BETAS)
@@ -61,6 +62,22 @@ def test_gradient_vanishes_where_student_equals_teacher(beta, dtype, backend, de
     assert result.loss.abs().max() <= 1e-6
     for name in ("grad_hidden", "grad_weight"):
         assert getattr(result, name).norm() <= 1e-5 * getattr(typical, name).norm(), name
+
+
+@pytest.mark.parametrize("beta", [1e-6, 1e-3, 0.1, 0.999, 1 - 1e-6])
+def test_close_heads_keep_their_digits_wherever_beta_lies(beta, backend, device):
+    """Loss and gradient are about min(beta, 1 - beta) and beta times what they are between: so are their errors."""
+    near = make_inputs(8, 24, 24, 130, device)
+    apart = 0.01
+    near = near._replace(
+        teacher_hidden=near.student_hidden + apart * near.teacher_hidden, teacher_weight=near.student_weight
+    )
+    actual = evaluate_jsd(linear_jsd, near, beta=beta, backend=backend)
+    expected = evaluate_jsd(materialised_jsd, near.to(torch.float64), beta=beta)
+    rounding = 16 * torch.finfo(FP32).eps  # of logits up to 16
+    assert largest_error(actual.loss, expected.loss) <= rounding * apart * min(beta, 1 - beta)
+    for name in ("grad_hidden", "grad_weight"):
+        assert relative_error(getattr(actual, name), getattr(expected, name)) <= rounding / apart, name
 
 
 @pytest.mark.parametrize("beta", [0, 0.1, 0.9, 1])

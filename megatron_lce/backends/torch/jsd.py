@@ -12,6 +12,7 @@ from megatron_lce.backends.torch.scale import scale
 from megatron_lce.core.blocks import BlockBytes, cut
 from megatron_lce.core.jsd_stats import Found, Head
 from megatron_lce.core.products import product
+from megatron_lce.core.softmax_stats import LN_2
 
 __all__ = [
     "compact_rows",
@@ -28,8 +29,7 @@ __all__ = [
     "sum_parts",
 ]
 
-# Under this a probability counts as zero: m is held above it, so that 0 * log(p / m) is 0 where both underflow.
-_TINY = torch.finfo(torch.float32).tiny
+_LARGEST_RATIO = 126.0  # of two probabilities, in base 2
 
 _CHUNK_COLUMNS = 1024  # that are looked at together
 _CHUNK_BYTES = 5 * 4  # of a logit of them, in intermediates
@@ -127,26 +127,19 @@ def _merged(parts: Tensor) -> Tensor:
 
 def _chunk_divergence(student: Tensor, teacher: Tensor, found: Tensor, beta: float) -> Tensor:
     """[2, N] of one chunk."""
-    if beta in (0, 1):
-        kl = _chunk_kl(student, teacher, found, forward_kl=beta == 0)
+    ratio = _log_ratio(student, teacher, found)
+    if beta == 0:
+        kl = _probability(teacher, *found[2:4]).mul_(ratio).sum(dim=1)
         return torch.stack([kl, kl])
-    log_ps, log_pt = _log_probabilities(student, teacher, found)
-    ps, pt = log_ps.exp2(), log_pt.exp2()
-    log_m = torch.mul(pt, beta).add_(ps, alpha=1 - beta).clamp_min_(_TINY).log2_()
-    kl_s = log_ps.sub_(log_m).mul_(ps)
-    kl_t = log_pt.sub_(log_m).mul_(pt)
+    ps = _probability(student, *found[:2])
+    if beta == 1:
+        kl = ps.mul_(ratio.neg_()).sum(dim=1)
+        return torch.stack([kl, kl])
+    student_over_m, teacher_over_m = _log_over_mixture(ratio, beta)
+    kl_s = student_over_m.mul_(ps)
+    kl_t = teacher_over_m.mul_(_probability(teacher, *found[2:4]))
     student_kl = kl_s.sum(dim=1)
     return torch.stack([kl_s.mul_(1 - beta).add_(kl_t, alpha=beta).sum(dim=1), student_kl])
-
-
-def _chunk_kl(student: Tensor, teacher: Tensor, found: Tensor, *, forward_kl: bool) -> Tensor:
-    """[N], of one chunk: log p_s - log p_t in the order that keeps most digits where the heads are close."""
-    rows = Found(*found.unsqueeze(2))
-    student, teacher = student - rows.student_max, teacher - rows.teacher_max
-    gap = (student - teacher).add_((rows.teacher_sum / rows.student_sum).log2())
-    if forward_kl:
-        return teacher.sub_(rows.teacher_sum.log2()).exp2_().mul_(gap).sum(dim=1).neg_()
-    return student.sub_(rows.student_sum.log2()).exp2_().mul_(gap).sum(dim=1)
 
 
 def _chunk_grad(
@@ -159,15 +152,13 @@ def _chunk_grad(
     beta: float,
 ) -> None:
     rows = Found(*found.unsqueeze(2))
-    log_ps, log_pt = _log_probabilities(student, teacher, found)
+    ps = _probability(student, *found[:2])
     if beta == 0:
-        grad = log_ps.exp2_().sub_(log_pt.exp2_())
+        grad = ps.sub_(_probability(teacher, *found[2:4]))
     else:
-        ps = log_ps.exp2()
-        log_m = log_pt
-        if beta < 1:
-            log_m = log_pt.exp2_().mul_(beta).add_(ps, alpha=1 - beta).clamp_min_(_TINY).log2_()
-        grad = log_ps.sub_(log_m).sub_(rows.student_kl).mul_(ps)
+        ratio = _log_ratio(student, teacher, found)
+        student_over_m = ratio.neg_() if beta == 1 else _log_over_mixture(ratio, beta)[0]
+        grad = student_over_m.sub_(rows.student_kl).mul_(ps)
     if tanh_scale is not None:
         grad.mul_((student / tanh_scale[:, None]).square_().neg_().add_(1.0))
     # What is not finite anywhere in the row makes all of it NaN.
@@ -175,13 +166,33 @@ def _chunk_grad(
     out.copy_(grad.masked_fill_(coefficient[:, None] == 0, 0.0))
 
 
-def _log_probabilities(student: Tensor, teacher: Tensor, found: Tensor) -> tuple[Tensor, Tensor]:
-    """log2 p of both heads, [N, C]."""
+def _probability(logits: Tensor, max_logit: Tensor, total: Tensor) -> Tensor:
+    """[N, C] of one head."""
+    return (logits - max_logit[:, None]).sub_(total.log2()[:, None]).exp2_()
+
+
+def _log_ratio(student: Tensor, teacher: Tensor, found: Tensor) -> Tensor:
+    """log2(p_t / p_s), [N, C]: where the heads are close this keeps more digits than log p_t - log p_s does."""
     rows = Found(*found.unsqueeze(2))
-    return (
-        (student - rows.student_max).sub_(rows.student_sum.log2()),
-        (teacher - rows.teacher_max).sub_(rows.teacher_sum.log2()),
+    ratio = (teacher - rows.teacher_max).sub_(student - rows.student_max)
+    return ratio.add_((rows.student_sum / rows.teacher_sum).log2())
+
+
+def _log_over_mixture(ratio: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """log2(p_s / m) and log2(p_t / m) from log2(p_t / p_s), in its memory, for beta between its ends.
+
+    NaN if that is not finite. Of the head that weighs more in m it is -log2(1 + w (q / p - 1)), with the other's
+    probability q and weight w, and as exact as it is small. Held where a probability that is so much smaller than the
+    other has no weight.
+    """
+    to_other = (
+        (ratio if beta <= 0.5 else ratio.neg_())
+        .masked_fill_(ratio.isinf(), torch.nan)
+        .clamp_(-_LARGEST_RATIO, _LARGEST_RATIO)
     )
+    nearer = (to_other * LN_2).expm1_().mul_(min(beta, 1 - beta)).log1p_().div_(-LN_2)
+    farther = to_other.add_(nearer)
+    return (nearer, farther) if beta <= 0.5 else (farther, nearer)
 
 
 def _chunks(logits: Tensor) -> Iterator[slice]:

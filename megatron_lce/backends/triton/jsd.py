@@ -14,13 +14,13 @@ from megatron_lce.backends.triton.jsd_gradient import grad_logits, grad_logits_b
 from megatron_lce.backends.triton.jsd_logits import logits, logits_bytes
 from megatron_lce.backends.triton.jsd_merge import merge_stats, sum_parts
 from megatron_lce.backends.triton.jsd_probabilities import (
-    log_mixture,
+    log_over_mixture,
     log_probability,
+    log_ratio,
     place_of,
     read_logits,
     reading_constexprs,
     reading_grid,
-    shifted,
 )
 from megatron_lce.backends.triton.rows import prepare_rows
 from megatron_lce.backends.triton.scale import scale
@@ -63,6 +63,7 @@ def divergence_parts(
         student.stride(0),
         found.stride(0),
         float(beta),
+        1.0 - beta,
         FORWARD_KL=beta == 0,
         REVERSE_KL=beta == 1,
         CHUNK=_SUM_COLUMNS,
@@ -81,7 +82,8 @@ def _divergence_kernel(
     V,
     logits_stride,
     found_stride,
-    beta,
+    teacher_weight,  # beta
+    student_weight,  # 1 - beta, of which fp32 would lose digits
     FORWARD_KL: tl.constexpr,
     REVERSE_KL: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -95,23 +97,17 @@ def _divergence_kernel(
     rows, row_mask, columns, places = place_of(N, V, logits_stride, BLOCK_N, BLOCK_V)
     student = read_logits(student_ptr + places, row_mask, columns, V, logits_stride)
     teacher = read_logits(teacher_ptr + places, row_mask, columns, V, logits_stride)
-    student_stats = found_ptr + rows
-    teacher_stats = found_ptr + 2 * found_stride + rows
-    log_ps = log_probability(student, student_stats, found_stride, row_mask)
-    log_pt = log_probability(teacher, teacher_stats, found_stride, row_mask)
+    found = found_ptr + rows
+    ps = tl.exp2(log_probability(student, found, found_stride, row_mask))
+    pt = tl.exp2(log_probability(teacher, found + 2 * found_stride, found_stride, row_mask))
+    ratio = log_ratio(student, teacher, found, found_stride, row_mask)
     if FORWARD_KL or REVERSE_KL:
-        # Where the heads are close this keeps more digits than log p_s - log p_t does.
-        gap = shifted(student, student_stats, row_mask) - shifted(teacher, teacher_stats, row_mask)
-        student_sum = tl.load(student_stats + found_stride, row_mask, other=1.0)
-        gap += tl.log2(tl.load(teacher_stats + found_stride, row_mask, other=1.0) / student_sum)[:, None]
-        divergence = tl.exp2(log_ps) * gap if REVERSE_KL else tl.exp2(log_pt) * -gap
+        divergence = pt * ratio if FORWARD_KL else ps * -ratio
         student_kl = divergence
     else:
-        ps = tl.exp2(log_ps)
-        pt = tl.exp2(log_pt)
-        log_m = log_mixture(ps, pt, beta)
-        student_kl = ps * (log_ps - log_m)
-        divergence = tl.fma(beta, pt * (log_pt - log_m), (1 - beta) * student_kl)
+        student_over_m, teacher_over_m = log_over_mixture(ratio, teacher_weight, student_weight)
+        student_kl = ps * student_over_m
+        divergence = tl.fma(teacher_weight, pt * teacher_over_m, student_weight * student_kl)
     # Of chunks, so that the sums have the same bits wherever the columns are cut.
     CHUNKS: tl.constexpr = BLOCK_V // CHUNK
     chunks = tl.program_id(0) % tl.cdiv(V, BLOCK_V) * CHUNKS + tl.arange(0, CHUNKS)

@@ -6,8 +6,9 @@ from torch import Tensor
 
 from megatron_lce.backends.triton import tiles
 from megatron_lce.backends.triton.jsd_probabilities import (
-    log_mixture,
+    log_over_mixture,
     log_probability,
+    log_ratio,
     place_of,
     read_logits,
     reading_constexprs,
@@ -62,6 +63,7 @@ def grad_logits(
         student.softcap_scale or 0.0,
         teacher.softcap_scale or 0.0,
         float(beta),
+        1.0 - beta,
         FORWARD_KL=beta == 0,
         REVERSE_KL=beta == 1,
         STUDENT_SOFTCAP=student.softcap is not None,
@@ -100,6 +102,7 @@ def grad_logits_from_kept(
         found.stride(0),
         out.stride(0),
         float(beta),
+        1.0 - beta,
         FORWARD_KL=beta == 0,
         REVERSE_KL=beta == 1,
         **reading_constexprs(student),
@@ -124,7 +127,8 @@ def _grad_logits_kernel(
     found_stride,
     student_softcap_scale,
     teacher_softcap_scale,
-    beta,
+    teacher_weight,
+    student_weight,
     FORWARD_KL: tl.constexpr,
     REVERSE_KL: tl.constexpr,
     STUDENT_SOFTCAP: tl.constexpr,
@@ -174,8 +178,19 @@ def _grad_logits_kernel(
                 student = student * student_scale
                 teacher = teacher * teacher_scale
                 found = found_ptr + rows
-                grad = _gradient(student, teacher, slope, found, found_stride, row_mask, beta, FORWARD_KL, REVERSE_KL)
-                grad = _times_coefficient(grad, found, found_stride, coefficient_ptr + rows, row_mask)
+                grad = _gradient(
+                    student,
+                    teacher,
+                    slope,
+                    found,
+                    found_stride,
+                    coefficient_ptr + rows,
+                    row_mask,
+                    teacher_weight,
+                    student_weight,
+                    FORWARD_KL,
+                    REVERSE_KL,
+                )
                 out_desc.store([row, column + half * (BLOCK_V // 2)], grad.to(out_desc.dtype))
         last_products = products
 
@@ -193,7 +208,8 @@ def _grad_from_kept_kernel(
     logits_stride,
     found_stride,
     out_stride,
-    beta,
+    teacher_weight,
+    student_weight,
     FORWARD_KL: tl.constexpr,
     REVERSE_KL: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -206,8 +222,19 @@ def _grad_from_kept_kernel(
     if tanh_scale_ptr is not None:
         capped = student / tl.load(tanh_scale_ptr + rows, row_mask, other=1.0)[:, None]
         slope = 1.0 - capped * capped
-    grad = _gradient(student, teacher, slope, found_ptr + rows, found_stride, row_mask, beta, FORWARD_KL, REVERSE_KL)
-    grad = _times_coefficient(grad, found_ptr + rows, found_stride, coefficient_ptr + rows, row_mask)
+    grad = _gradient(
+        student,
+        teacher,
+        slope,
+        found_ptr + rows,
+        found_stride,
+        coefficient_ptr + rows,
+        row_mask,
+        teacher_weight,
+        student_weight,
+        FORWARD_KL,
+        REVERSE_KL,
+    )
     grad = tl.where((columns < V)[None, :], grad, 0.0)
     out = out_ptr + rows.to(tl.int64)[:, None] * out_stride + columns[None, :]
     tl.store(out, grad.to(out_ptr.dtype.element_ty), row_mask[:, None] & (columns < logits_stride)[None, :])
@@ -220,33 +247,28 @@ def _gradient(
     slope,  # of the student's softcap; None without one
     found,  # pointers to the rows' first number
     found_stride,
+    coefficient_ptr,
     row_mask,
-    beta,
+    teacher_weight,
+    student_weight,
     FORWARD_KL: tl.constexpr,
     REVERSE_KL: tl.constexpr,
 ):
     """p_s (log(p_s / m) - KL(p_s || m)), and its forms at the ends; see `megatron_lce.jsd`.
 
-    Under a softcap of the student times its slope, 1 - tanh^2.
+    Under a softcap of the student times its slope, 1 - tanh^2. Times the rows' coefficient, zero where that is; what is
+    not finite anywhere in a row makes all of it NaN.
     """
-    log_ps = log_probability(student, found, found_stride, row_mask)
-    log_pt = log_probability(teacher, found + 2 * found_stride, found_stride, row_mask)
-    student_kl = tl.load(found + 5 * found_stride, row_mask, other=0.0)[:, None]
-    ps = tl.exp2(log_ps)
+    ps = tl.exp2(log_probability(student, found, found_stride, row_mask))
     if FORWARD_KL:
-        grad = ps - tl.exp2(log_pt)
-    elif REVERSE_KL:
-        grad = ps * (log_ps - log_pt - student_kl)
+        grad = ps - tl.exp2(log_probability(teacher, found + 2 * found_stride, found_stride, row_mask))
     else:
-        grad = ps * (log_ps - log_mixture(ps, tl.exp2(log_pt), beta) - student_kl)
+        ratio = log_ratio(student, teacher, found, found_stride, row_mask)
+        student_over_m = -ratio if REVERSE_KL else log_over_mixture(ratio, teacher_weight, student_weight)[0]
+        student_kl = tl.load(found + 5 * found_stride, row_mask, other=0.0)[:, None]
+        grad = ps * (student_over_m - student_kl)
     if slope is not None:
         grad = grad * slope
-    return grad
-
-
-@triton.jit
-def _times_coefficient(grad, found, found_stride, coefficient_ptr, row_mask):
-    """Zero where that is; what is not finite anywhere in a row makes all of it NaN."""
     coefficient = tl.load(coefficient_ptr, row_mask, other=0.0)[:, None]
     divergence = tl.load(found + 4 * found_stride, row_mask, other=0.0)[:, None]
     return tl.where(coefficient != 0, grad * coefficient + (divergence - divergence), 0.0)

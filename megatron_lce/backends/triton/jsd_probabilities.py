@@ -5,7 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_lce.backends.triton import tiles
-from megatron_lce.backends.triton.tile_products import MASKED_LOGIT, SMALLEST_NORMAL
+from megatron_lce.backends.triton.tile_products import MASKED_LOGIT
 from megatron_lce.core.blocks import ceil_div
 
 # Of a program that reads logits. H200, 256 against 512, ms of 512 x 151936 of two heads: 0.186 and 0.143 for their
@@ -45,31 +45,51 @@ def read_logits(logits_ptr, row_mask, columns, V, logits_stride):
 def log_probability(logits, stats_ptr, stats_stride, row_mask):
     """log2 p of one head."""
     log_sum = tl.log2(tl.load(stats_ptr + stats_stride, row_mask, other=1.0))
-    return shifted(logits, stats_ptr, row_mask) - log_sum[:, None]
+    return _shifted(logits, stats_ptr, row_mask) - log_sum[:, None]
 
 
 @triton.jit
-def shifted(logits, max_ptr, row_mask):
+def _shifted(logits, max_ptr, row_mask):
     """By the largest of the row."""
     return logits - tl.load(max_ptr, row_mask, other=0.0)[:, None]
 
 
 @triton.jit
-def log_mixture(ps, pt, beta):
-    """log2 m, held where 0 * log(p / m) is 0 if p_s and p_t underflow; finite for NaN too, which p_s or p_t brings."""
-    return _log2_of_normal(tl.maximum(tl.fma(beta, pt, (1 - beta) * ps), SMALLEST_NORMAL))
+def log_ratio(student, teacher, found, found_stride, row_mask):
+    """log2(p_t / p_s): where the heads are close this keeps more digits than log p_t - log p_s does."""
+    ratio = _shifted(teacher, found + 2 * found_stride, row_mask) - _shifted(student, found, row_mask)
+    student_sum = tl.load(found + found_stride, row_mask, other=1.0)
+    teacher_sum = tl.load(found + 3 * found_stride, row_mask, other=1.0)
+    return ratio + tl.log2(student_sum / teacher_sum)[:, None]
 
 
 @triton.jit
-def _log2_of_normal(x):
-    """log2 of a positive normal number, to 1.4e-7 of the result, and 0 at 1.
+def log_over_mixture(ratio, teacher_weight, student_weight):
+    """log2(p_s / m) and log2(p_t / m) from log2(p_t / p_s), for beta between its ends; NaN if that is not finite.
 
-    x = 2^e (1 + f) with 1 + f between the square roots of 1/2 and 2, and log2(1 + f) = f times a polynomial (minimax
-    fit). Half the instructions of the general logarithm, which minds zero, infinity and subnormal numbers.
+    Of the head that weighs more in m it is -log2(1 + w (q / p - 1)), with the other's probability q and weight w, and
+    as exact as it is small. Held where a probability that is so much smaller than the other has no weight.
     """
-    bits = x.to(tl.int32, bitcast=True)
+    student_weighs_more = student_weight >= teacher_weight
+    to_other = tl.clamp(tl.where(student_weighs_more, ratio, -ratio), -126.0, 126.0)
+    # The clamp hides what is not finite.
+    nearer = 0.0 * ratio - _log2_of_1_plus(tl.minimum(teacher_weight, student_weight) * (tl.exp2(to_other) - 1.0))
+    farther = nearer + to_other
+    return tl.where(student_weighs_more, nearer, farther), tl.where(student_weighs_more, farther, nearer)
+
+
+@triton.jit
+def _log2_of_1_plus(x):
+    """log2(1 + x) from -1/2 to 2^126, to 2e-7 of the result.
+
+    1 + x = 2^e (1 + f) with 1 + f between the square roots of 1/2 and 2, what its rounding lost is in f again, and
+    log2(1 + f) = f times a polynomial (minimax fit).
+    """
+    rounded = 1.0 + x
+    bits = rounded.to(tl.int32, bitcast=True)
     exponent = (bits - 0x3F3504F3) & -0x800000
     f = (bits - exponent).to(tl.float32, bitcast=True) - 1.0
+    f += (x - (rounded - 1.0)) * (0x3F800000 - exponent).to(tl.float32, bitcast=True)
     polynomial = tl.fma(f, 0.129264208, -0.208933778)
     polynomial = tl.fma(f, polynomial, 0.215212268)
     polynomial = tl.fma(f, polynomial, -0.238675687)
