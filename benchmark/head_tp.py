@@ -200,7 +200,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--dtype", choices=DTYPES, default="bf16", help="Type of hidden and weight.")
     add("--device", choices=("cuda", "cpu"), help="Device of all ranks; None: cuda where every rank has a GPU.")
     # In a short round a GPU that has just waited is at higher clocks.
-    add("--budget-ms", type=float, default=400.0, help="Time of a round of the three products, in ms.")
+    add("--budget-ms", type=float, default=130.0, help="Time of a round of the three products, in ms.")
     add("--output", type=Path, default=Path("head_tp.json"), help="JSON file to write.")
     return parser
 

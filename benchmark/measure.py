@@ -52,8 +52,8 @@ def time_ms(call: Callable[[], object], device: torch.device, repeats: int) -> l
 
 
 def repeats_within(budget_ms: float, once_ms: float) -> int:
-    """How many calls of `once_ms` fit in `budget_ms`, at least 3 and at most 50."""
-    return min(50, max(3, round(budget_ms / once_ms)))
+    """How many calls of `once_ms` fit in `budget_ms`, at least 1 and at most 50."""
+    return min(50, max(1, round(budget_ms / once_ms)))
 
 
 def _once_ms(call: Callable[[], object], device: torch.device) -> float:
@@ -105,6 +105,7 @@ class Timed:
     def __init__(self, call: Callable[[], object], device: torch.device) -> None:
         self.call, self.device = call, device
         self.times_ms: list[float] = []
+        self._repeats: int | None = None  # of a round
 
     def warm_up(self) -> dict:
         """Time of the first call, and extra peak memory of the second with the results in it."""
@@ -115,8 +116,8 @@ class Timed:
 
         Ranks that communicate in the call must give `repeats`: what fits in a budget differs between them.
         """
-        repeats = repeats or repeats_within(budget_ms, _once_ms(self.call, self.device))
-        self.times_ms += time_ms(self.call, self.device, repeats)
+        self._repeats = repeats or self._repeats or repeats_within(budget_ms, _once_ms(self.call, self.device))
+        self.times_ms += time_ms(self.call, self.device, self._repeats)
         return {
             "time_ms": median(self.times_ms),
             "fastest_ms": min(self.times_ms),

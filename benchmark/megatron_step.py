@@ -36,7 +36,7 @@ from scripts.arguments import HelpFormatter
 VARIANTS = ("native", "native-fused", "ours", "ours-skip", "ours-main-grad", "ours-main-grad-512-mib", "ours-cached")
 if importlib.util.find_spec("megatron.core.transformer.linear_cross_entropy") is not None:
     VARIANTS += ("own-flag",)
-REPEATS = 3  # in a round
+REPEATS = 1  # in a round
 
 
 def build(args: argparse.Namespace, dtype: torch.dtype, device: torch.device) -> nn.Module:

@@ -174,7 +174,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--modes", default=",".join(MODES), help="Comma-separated kinds of a step.")
     add("--dtype", choices=DTYPES, default="bf16", help="Type of hidden and weight.")
     add("--device", choices=("cuda", "cpu"), default=here, help="Where to run.")
-    add("--budget-ms", type=float, default=300.0, help="Time of a head's repeats in each round, in ms.")
+    add("--budget-ms", type=float, default=100.0, help="Time of a head's repeats in each round, in ms.")
     add("--error-shape", help=f"Shape of the comparison with fp64, '' for none; None: {DEFAULT_SHAPES[here][1]}.")
     add("--cache-fractions", default="", help="Cache budgets as parts of the 16-bit logits, such as 0,0.25,0.5,1.")
     add("--workspace-mib", default="", help="Workspaces of linear_token_loss in MiB, such as 192,640,1280.")

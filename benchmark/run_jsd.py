@@ -197,7 +197,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--providers", help=f"{names}; None: {DEFAULT_PROVIDERS[here]}.")
     add("--dtype", choices=DTYPES, default="bf16", help="Type of hidden and weight.")
     add("--device", choices=("cuda", "cpu"), default=here, help="Where to run.")
-    add("--budget-ms", type=float, default=500.0, help="Time of a head's repeats in each round, in ms.")
+    add("--budget-ms", type=float, default=150.0, help="Time of a head's repeats in each round, in ms.")
     add("--output", type=Path, default=Path("jsd.json"), help="JSON file to write.")
     add("--picture", type=Path, help="Picture to draw; None: no picture.")
     return parser

@@ -137,7 +137,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--dtype", choices=DTYPES, default="bf16", help="Type of hidden and weight.")
     add("--device", choices=("cuda", "cpu"), default=here, help="Where to run.")
-    add("--budget-ms", type=float, default=150.0, help="Time of a head's repeats in each round, in ms.")
+    add("--budget-ms", type=float, default=50.0, help="Time of a head's repeats in each round, in ms.")
     add("--output", type=Path, default=Path("rows.json"), help="JSON file to write.")
     add("--pictures", type=Path, help="Folder for the picture; None: no picture.")
     return parser

@@ -27,7 +27,7 @@ from benchmark.megatron_step import build
 from benchmark.results import Results
 from scripts.arguments import HelpFormatter
 
-REPEATS = 3  # in a round
+REPEATS = 1  # in a round
 ALLOWED = 1.5  # times the unfused path's own error
 Forward = Callable[[SimpleNamespace, nn.Module, Tensor], dict[str, Tensor]]
 
