@@ -75,13 +75,13 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _estimate(arguments: argparse.Namespace) -> int:
-    try:
-        title, step = _head_step(arguments)
-    except ValueError as error:
-        arguments.fail(str(error))
     cache_bytes = None if arguments.cache_mib is None else arguments.cache_mib * MIB
     memory_bytes = None if arguments.memory_gib is None else int(arguments.memory_gib * GIB)
-    rows = estimate_table(step, cache_bytes=cache_bytes, tflops=arguments.tflops, memory_bytes=memory_bytes)
+    try:
+        title, step = _head_step(arguments)
+        rows = estimate_table(step, cache_bytes=cache_bytes, tflops=arguments.tflops, memory_bytes=memory_bytes)
+    except ValueError as error:  # of a workspace, too, that is too small for the head
+        arguments.fail(str(error))
     if arguments.json:
         print(json.dumps({"head": title, "ways": rows}, indent=1))
     else:
@@ -99,6 +99,11 @@ def _head_step(arguments: argparse.Namespace) -> tuple[str, HeadStep]:
         raise ValueError("either --model or both --hidden and --vocab must be given")
     if min(arguments.tp, arguments.workspace_mib) < 1:
         raise ValueError(f"--tp and --workspace-mib must be at least 1, got {arguments.tp}, {arguments.workspace_mib}")
+    if (arguments.cache_mib or 0) < 0:
+        raise ValueError(f"--cache-mib must be at least 0, got {arguments.cache_mib}")
+    for option, value in (("--tflops", arguments.tflops), ("--memory-gib", arguments.memory_gib)):
+        if value is not None and not value > 0:
+            raise ValueError(f"{option} must be positive, got {value}")
     columns = -(-vocab // arguments.tp)
     step = HeadStep(
         arguments.tokens,

@@ -238,8 +238,10 @@ def _weight_sum(step: HeadStep, several: bool) -> dict[str, int]:
 def _tokens_of_a_block(step: HeadStep) -> int:
     block_bytes = BlockBytes(step.itemsize, 0, _sum_bytes(step))
     block = tokens_per_block(step.computed, step.columns, step.workspace_bytes, block_bytes)
+    if block >= step.computed:  # also where the ranks' shards are not equal, as in estimates of any number of tokens
+        return step.computed
     ranks = step.tp if step.gathers else 1
-    return min(step.computed, block if step.skip_ignored else max(1, block // ranks) * ranks)
+    return block if step.skip_ignored else max(1, block // ranks) * ranks
 
 
 def tokens_kept_at_once(step: HeadStep) -> int | None:

@@ -283,3 +283,11 @@ def test_rows_of_the_table():
 def test_sizes_without_an_estimate_are_refused(sizes):
     with pytest.raises(ValueError, match=rf"{next(iter(sizes))} must be .* got {next(iter(sizes.values()))}"):
         HeadStep(**({"tokens": 64, "hidden": 64, "columns": 64} | sizes))
+
+
+def test_tokens_that_sequence_parallel_ranks_do_not_share_evenly_are_one_block():
+    peaks = [
+        estimate(OURS, HeadStep(tokens, 4096, 50648, tp=3, sequence_parallel=True)).peak_bytes
+        for tokens in (102, 128, 129)
+    ]
+    assert peaks == sorted(peaks)
