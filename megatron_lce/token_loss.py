@@ -68,12 +68,12 @@ def linear_token_loss(
     fixed = {"logits_cache_bytes"} & keywords.keys()
     unknown = keywords.keys() - (linear_cross_entropy.__kwdefaults__ or {}).keys()
     if fixed or unknown:
-        raise TypeError(
-            f"{', '.join(sorted(fixed | unknown))} must not be given: linear_token_loss has no such keyword"
-        )
+        raise TypeError(f"linear_token_loss has no keyword {', '.join(sorted(fixed | unknown))}")
     keywords = {**(linear_cross_entropy.__kwdefaults__ or {}), **keywords}
     if keywords["backend"] == "reference":
         raise ValueError("backend must be 'auto', 'triton' or 'torch' for linear_token_loss, got 'reference'")
+    if not callable(loss):
+        raise TypeError(f"loss must be a function of the outputs and of per_token, got {type(loss).__name__}")
     call = prepare_call(hidden, weight, labels, **keywords)
     _check_per_token(per_token, labels)
     needs_grad = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (hidden, weight)]

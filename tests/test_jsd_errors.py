@@ -67,7 +67,7 @@ ERRORS = [
     (ValueError, {"token_weights": torch.ones(8)}, r"token_weights must have labels' shape, \(4, 2\), got \(8,\)"),
     (ValueError, {"token_weights": torch.ones(4, 2, requires_grad=True)}, r"token_weights must not require grad"),
     (TypeError, {"skip_ignored": 2.0}, r"skip_ignored must be a bool or an int, got float"),
-    (ValueError, {"skip_ignored": 9}, r"skip_ignored must be a number of the 8 rows, got 9"),
+    (ValueError, {"skip_ignored": 9}, r"skip_ignored must be at least 0 and at most the number of rows, 8, got 9"),
     (TypeError, {"ignore_index": 1.0}, r"ignore_index must be an int, got float"),
     (ValueError, {"vocab_start": -1}, r"vocab_start must be at least 0, got -1"),
     (ValueError, {"vocab_size": 0}, r"vocab_size must be at least 1, got 0"),

@@ -309,7 +309,7 @@ def test_a_wrong_type_is_refused(skip, device):
 @pytest.mark.parametrize("skip", [-1, 5])
 def test_a_count_out_of_range_is_refused(skip, device):
     problem = make_problem(4, 8, 20, device)
-    with pytest.raises(ValueError, match="skip_ignored must be a number of the 4 rows, got"):
+    with pytest.raises(ValueError, match="skip_ignored must be at least 0 and at most the number of rows, 4, got"):
         megatron_lce.linear_cross_entropy(*problem[:3], skip_ignored=skip)
 
 

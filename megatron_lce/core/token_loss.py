@@ -176,7 +176,8 @@ def check_losses(losses: Any, metrics: Any, num_tokens: int) -> None:
         raise TypeError(f"loss must return a dict of metrics beside its losses, got {type(metrics).__name__}")
     for name, metric in metrics.items():
         if not isinstance(metric, Tensor) or metric.shape[:1] != (num_tokens,):
-            raise ValueError(f"metric {name!r} must be a tensor [n, ...] for n = {num_tokens} tokens, got {metric!r}")
+            got = type(metric).__name__ + (f" of shape {tuple(metric.shape)}" if isinstance(metric, Tensor) else "")
+            raise ValueError(f"metric {name!r} must be a tensor [n, ...] for n = {num_tokens} tokens, got {got}")
 
 
 def check_graph(total: Tensor, outputs: Sequence[Tensor]) -> None:

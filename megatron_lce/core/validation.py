@@ -179,7 +179,7 @@ def check_skip_ignored(value: bool | int, num_tokens: int) -> None:
     if not isinstance(value, int):
         raise TypeError(f"skip_ignored must be a bool or an int, got {type(value).__name__}")
     if not 0 <= value <= num_tokens:
-        raise ValueError(f"skip_ignored must be a number of the {num_tokens} rows, got {value}")
+        raise ValueError(f"skip_ignored must be at least 0 and at most the number of rows, {num_tokens}, got {value}")
 
 
 def kind_of(tensor: object) -> str:

@@ -78,7 +78,7 @@ def accept_head(
         ValueError: a class has neither method of its own, so that there is nothing to accept.
     """
     if not isinstance(head, type):
-        if not callable(head):
+        if not callable(head) or isinstance(head, nn.Module):
             raise TypeError(f"head must be a class or a function, got {type(head).__name__}")
     elif not _overrides(head):
         raise ValueError(f"head must have a forward or _forward_impl of its own, {head.__name__} has neither")

@@ -42,7 +42,8 @@ def find_language_model(model: nn.Module | Sequence[nn.Module]) -> LanguageModul
 
     modules = modules_of(model)
     if not any(isinstance(module, MegatronModule) for module in modules):
-        kinds = ", ".join(type(chunk).__name__ for chunk in ([model] if isinstance(model, nn.Module) else model))
+        chunks = [model] if isinstance(model, nn.Module) else model
+        kinds = ", ".join(type(chunk).__name__ for chunk in chunks) or "an empty list"
         raise TypeError(f"model must be or hold a megatron-core language model, got {kinds}")
     owners = [module for module in modules if isinstance(module, LanguageModule) and _makes_logits(module)]
     if len(owners) > 1:
@@ -54,6 +55,8 @@ def find_language_model(model: nn.Module | Sequence[nn.Module]) -> LanguageModul
 def modules_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     """All modules inside a model or a list of chunks."""
     chunks = [model] if isinstance(model, nn.Module) else model
+    if not isinstance(chunks, Sequence) or not all(isinstance(chunk, nn.Module) for chunk in chunks):
+        raise TypeError(f"model must be a torch.nn.Module or a list of them, got {type(model).__name__}")
     return [module for chunk in chunks for module in chunk.modules()]
 
 

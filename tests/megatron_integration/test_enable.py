@@ -251,6 +251,10 @@ def test_errors(untied):
         enable(untied, on_unsupported="ignore")
     with pytest.raises(TypeError, match="model must be or hold a megatron-core language model, got Linear"):
         enable(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="model must be or hold a megatron-core language model, got an empty list"):
+        enable([])
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module or a list of them, got NoneType"):
+        enable(None)
     with pytest.raises(ValueError, match="model must hold one LM head, got 2"):
         enable([untied, untied])
     with pytest.raises(TypeError, match="temperature"):

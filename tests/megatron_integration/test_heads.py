@@ -244,5 +244,7 @@ def test_reasons(model):
 def test_errors():
     with pytest.raises(TypeError, match="head must be a class or a function, got str"):
         accept_head("ColumnParallelLinear's name")
+    with pytest.raises(TypeError, match="head must be a class or a function, got Linear"):
+        accept_head(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match="head must have a forward or _forward_impl of its own, Plain has neither"):
         accept_head(type("Plain", (ColumnParallelLinear,), {}))
