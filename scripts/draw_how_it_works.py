@@ -1,6 +1,5 @@
-"""The drawing in docs/how_it_works.md: `python -m scripts.draw_how_it_works docs/how_it_works.png`."""
+"""The drawing in docs/how_it_works.md: `python -m scripts.draw_how_it_works`."""
 
-import sys
 from pathlib import Path
 
 import matplotlib
@@ -60,4 +59,4 @@ def draw(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    draw(Path(sys.argv[1]))
+    draw(Path(__file__).resolve().parent.parent / "docs" / "how_it_works.png")

@@ -97,6 +97,12 @@ def initialize(
     Rank, world size and port come from torchrun's environment; without one the process is a world of its own.
     `device` is "cuda" (NCCL) or "cpu" (gloo); None: cuda where every rank has a GPU. Returns this rank's device.
     """
+    ranks, together = int(os.environ.get("WORLD_SIZE", "1")), tensor_parallel * pipeline_parallel
+    if ranks % together:
+        raise ValueError(
+            f"the number of ranks must be a multiple of {together}, tensor-parallel size times pipeline stages, "
+            f"got {ranks}: start the program with torchrun --nproc-per-node {together}"
+        )
     this_device = device_of_rank(device)
     if this_device.type == "cpu":
         _process_patches.enter_context(cpu_patches())

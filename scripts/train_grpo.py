@@ -70,8 +70,8 @@ class Batch:
         return cls(tokens, labels, mask, **further)
 
     def split(self, parts: int) -> list["Batch"]:
-        """Equal parts along B."""
-        columns = {name: tensor.chunk(parts) for name, tensor in vars(self).items() if tensor is not None}
+        """So many parts along B, as equal as can be."""
+        columns = {name: tensor.tensor_split(parts) for name, tensor in vars(self).items() if tensor is not None}
         return [Batch(**{name: chunks[part] for name, chunks in columns.items()}) for part in range(parts)]
 
 

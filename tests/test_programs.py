@@ -18,7 +18,7 @@ pytest.importorskip("megatron.core")
 
 from benchmark import head_tp, report, run_jsd
 from megatron_lce import __main__ as commands
-from scripts import tiny_gpt, training
+from scripts import megatron_runtime, tiny_gpt, training
 from scripts.ranks import device_of_rank
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -77,6 +77,12 @@ def test_two_ranks_do_not_share_a_gpu(monkeypatch):
         device_of_rank("cuda")
     with pytest.raises(ValueError, match="device must be 'cuda', 'cpu' or None, got 'tpu'"):
         device_of_rank("tpu")
+
+
+def test_a_program_of_two_ranks_says_how_it_is_started(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(ValueError, match=r"must be a multiple of 2, .* got 1: .* with torchrun --nproc-per-node 2"):
+        megatron_runtime.initialize(tensor_parallel=2)
 
 
 @pytest.mark.parametrize(
