@@ -199,10 +199,13 @@ def _errors_of_kernels() -> tuple[type[BaseException], ...]:
     return RuntimeError, ValueError, TritonError
 
 
+_DEVICE = {"name": "device", "count": "devices"}  # what stands under a heading in JSON needs a longer word in text
+
+
 def format_report(report: dict[str, Any]) -> str:
     """The report as text."""
     lines = [f"{package:<14}{version or 'not installed'}" for package, version in report["versions"].items()]
-    lines += ["", *(f"{name:<20}{value}" for name, value in report["device"].items())]
+    lines += ["", *(f"{_DEVICE.get(name, name):<20}{value}" for name, value in report["device"].items())]
     if "backends" in report:
         lines += ["", f"backend='auto' runs {report['auto']}"]
         lines += [f"  {backend:<11}{verdict}" for backend, verdict in report["backends"].items()]
