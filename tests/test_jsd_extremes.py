@@ -74,10 +74,10 @@ def test_close_heads_keep_their_digits_wherever_beta_lies(beta, backend, device)
     )
     actual = evaluate_jsd(linear_jsd, near, beta=beta, backend=backend)
     expected = evaluate_jsd(materialised_jsd, near.to(torch.float64), beta=beta)
-    rounding = 16 * torch.finfo(FP32).eps  # of logits up to 16
-    assert largest_error(actual.loss, expected.loss) <= rounding * apart * min(beta, 1 - beta)
-    for name in ("grad_hidden", "grad_weight"):
-        assert relative_error(getattr(actual, name), getattr(expected, name)) <= rounding / apart, name
+    eps = torch.finfo(FP32).eps
+    assert largest_error(actual.loss, expected.loss) <= 4 * eps * min(beta, 1 - beta)  # of ratios near 1
+    for name in ("grad_hidden", "grad_weight"):  # of logits up to 16
+        assert relative_error(getattr(actual, name), getattr(expected, name)) <= 16 * eps / apart, name
 
 
 @pytest.mark.parametrize("beta", [0, 0.1, 0.9, 1])

@@ -66,6 +66,7 @@ def divergence_parts(
         1.0 - beta,
         FORWARD_KL=beta == 0,
         REVERSE_KL=beta == 1,
+        STUDENT_LEADS=beta <= 0.5,
         CHUNK=_SUM_COLUMNS,
         **reading_constexprs(student),
     )
@@ -86,6 +87,7 @@ def _divergence_kernel(
     student_weight,  # 1 - beta, of which fp32 would lose digits
     FORWARD_KL: tl.constexpr,
     REVERSE_KL: tl.constexpr,
+    STUDENT_LEADS: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -105,7 +107,7 @@ def _divergence_kernel(
         divergence = pt * ratio if FORWARD_KL else ps * -ratio
         student_kl = divergence
     else:
-        student_over_m, teacher_over_m = log_over_mixture(ratio, teacher_weight, student_weight)
+        student_over_m, teacher_over_m = log_over_mixture(ratio, teacher_weight, student_weight, STUDENT_LEADS)
         student_kl = ps * student_over_m
         divergence = tl.fma(teacher_weight, pt * teacher_over_m, student_weight * student_kl)
     # Of chunks, so that the sums have the same bits wherever the columns are cut.

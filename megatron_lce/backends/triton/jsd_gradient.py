@@ -66,6 +66,7 @@ def grad_logits(
         1.0 - beta,
         FORWARD_KL=beta == 0,
         REVERSE_KL=beta == 1,
+        STUDENT_LEADS=beta <= 0.5,
         STUDENT_SOFTCAP=student.softcap is not None,
         TEACHER_SOFTCAP=teacher.softcap is not None,
         UPCAST=upcasts(out.dtype, tiles.interpreting()),
@@ -105,6 +106,7 @@ def grad_logits_from_kept(
         1.0 - beta,
         FORWARD_KL=beta == 0,
         REVERSE_KL=beta == 1,
+        STUDENT_LEADS=beta <= 0.5,
         **reading_constexprs(student),
     )
 
@@ -131,6 +133,7 @@ def _grad_logits_kernel(
     student_weight,
     FORWARD_KL: tl.constexpr,
     REVERSE_KL: tl.constexpr,
+    STUDENT_LEADS: tl.constexpr,
     STUDENT_SOFTCAP: tl.constexpr,
     TEACHER_SOFTCAP: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -190,6 +193,7 @@ def _grad_logits_kernel(
                     student_weight,
                     FORWARD_KL,
                     REVERSE_KL,
+                    STUDENT_LEADS,
                 )
                 out_desc.store([row, column + half * (BLOCK_V // 2)], grad.to(out_desc.dtype))
         last_products = products
@@ -212,6 +216,7 @@ def _grad_from_kept_kernel(
     student_weight,
     FORWARD_KL: tl.constexpr,
     REVERSE_KL: tl.constexpr,
+    STUDENT_LEADS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
@@ -234,8 +239,8 @@ def _grad_from_kept_kernel(
         student_weight,
         FORWARD_KL,
         REVERSE_KL,
+        STUDENT_LEADS,
     )
-    grad = tl.where((columns < V)[None, :], grad, 0.0)
     out = out_ptr + rows.to(tl.int64)[:, None] * out_stride + columns[None, :]
     tl.store(out, grad.to(out_ptr.dtype.element_ty), row_mask[:, None] & (columns < logits_stride)[None, :])
 
@@ -253,6 +258,7 @@ def _gradient(
     student_weight,
     FORWARD_KL: tl.constexpr,
     REVERSE_KL: tl.constexpr,
+    STUDENT_LEADS: tl.constexpr,
 ):
     """p_s (log(p_s / m) - KL(p_s || m)), and its forms at the ends; see `megatron_lce.jsd`.
 
@@ -264,7 +270,9 @@ def _gradient(
         grad = ps - tl.exp2(log_probability(teacher, found + 2 * found_stride, found_stride, row_mask))
     else:
         ratio = log_ratio(student, teacher, found, found_stride, row_mask)
-        student_over_m = -ratio if REVERSE_KL else log_over_mixture(ratio, teacher_weight, student_weight)[0]
+        student_over_m = (
+            -ratio if REVERSE_KL else log_over_mixture(ratio, teacher_weight, student_weight, STUDENT_LEADS)[0]
+        )
         student_kl = tl.load(found + 5 * found_stride, row_mask, other=0.0)[:, None]
         grad = ps * (student_over_m - student_kl)
     if slope is not None:

@@ -99,15 +99,30 @@ def softmax_stats(
             num_stages=tile.more_stages,
             enable_fp_fusion=False,
         )
-    _label_logits_kernel[(ceil_div(num_tokens, tile.block_n),)](
+        if columns.start == 0:  # behind what fills its row of `parts`, and in front of a cache's wait
+            _label_logits(hidden, weight, labels, row_scale, parts[0, 1], softcap_scale, ahead)
+    return parts
+
+
+def _label_logits(
+    hidden: Tensor,  # [N, H], aligned
+    weight: Tensor,  # [V, H]
+    labels: Tensor,
+    row_scale: Tensor,
+    out: Tensor,  # [N] fp32
+    softcap_scale: float | None,
+    ahead: Ahead | None,
+) -> None:
+    tile = tiles.choose_tiles(hidden.dtype, hidden.device)
+    _label_logits_kernel[(ceil_div(hidden.shape[0], tile.block_n),)](
         descriptor(hidden, tile.block_n, tile.block_h),
         whole_descriptor(ahead, tile),
         weight,
         labels,
         row_scale,
-        parts[0, 1],
-        num_rows,
-        num_tokens,
+        out,
+        None if ahead is None else ahead.number,
+        hidden.shape[0],
         weight.shape[1],  # hidden's rows may be wider by zeros
         weight.stride(0),
         0.0 if softcap_scale is None else softcap_scale,
@@ -119,7 +134,6 @@ def softmax_stats(
         num_stages=tile.more_stages,
         enable_fp_fusion=False,
     )
-    return parts
 
 
 def _pieces(
