@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import megatron_lce
 from megatron_lce.backends.choice import load_backend
+from megatron_lce.backends.torch.compaction import copy_to_host
 from megatron_lce.core import autograd, blocks
 from megatron_lce.core.collectives import Pending
 from megatron_lce.core.rows import Ahead, Rows
@@ -164,8 +165,9 @@ def test_a_cache_is_begun_before_the_number_is_known(rows, logits_cache_bytes, a
 def test_rows_that_count_come_to_the_front(num_rows, share, backend, device):
     counts = torch.rand(num_rows, device=device) < share
     per_row = [torch.randint(9, (num_rows,), device=device), torch.randn(3, num_rows, device=device)]
-    compacted = load_backend(backend, device).compact_rows(counts, per_row)
+    compacted = load_backend(backend, device).compact_rows(counts, per_row, to_host=True)
     number = int(compacted.number)
+    assert int(compacted.on_host) == number  # the device is done
     assert number == counts.sum()
     assert torch.equal(compacted.rows[:number], counts.nonzero()[:, 0])
     assert all(
@@ -278,7 +280,7 @@ def test_only_a_cuda_device_is_told_not_to_wait_for_the_copy():
     """Other devices' copies may be under way when the host reads them: there is no event for those."""
     told = {}
     number = SimpleNamespace(is_cuda=False, to=lambda device, non_blocking: told.update({device: non_blocking}))
-    RowNumber(number, None)
+    copy_to_host(number)
     assert told == {"cpu": False}
 
 

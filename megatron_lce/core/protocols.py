@@ -47,8 +47,8 @@ class CommonBackend(Protocol):
 
     def prepare_rows(self, labels: Tensor, temperature: Tensor | float, options: Options) -> Rows: ...
 
-    def compact_rows(self, counts: Tensor, per_row: Sequence[Tensor]) -> Compacted:
-        """Of [N] bool, and of what each row brings, [..., N] each: the rows that count."""
+    def compact_rows(self, counts: Tensor, per_row: Sequence[Tensor], *, to_host: bool) -> Compacted:
+        """Of [N] bool, and of what each row brings, [..., N] each: the rows that count, and for the host how many."""
 
     def gather_rows(self, matrix: Tensor, rows: Tensor, number: Tensor, unless_all: bool) -> Tensor:
         """[M, H], the first `number` of these M rows of [N, H]; `unless_all`: nothing is copied where that is all M."""

@@ -35,6 +35,7 @@ class Compacted(NamedTuple):
     rows: Tensor  # [N] int64, ascending; behind them any row
     brought: Sequence[Tensor]  # [..., N] each, what they bring; behind it numbers
     number: Tensor  # [] int32 on the device: how many rows count
+    on_host: Tensor | None  # [] int32, the same once the device was there, where it was asked for
 
 
 class Ahead(NamedTuple):

@@ -18,19 +18,20 @@ from megatron_lce.core.rows import Ahead, Rows
 class RowNumber:
     """How many rows count. The device knows it at once; the host learns it while the device goes on."""
 
-    def __init__(self, on_device: Tensor, gather_rows: Callable[[Tensor, Tensor, Tensor, bool], Tensor]) -> None:
-        self.on_device = on_device  # [] int32
+    def __init__(
+        self, on_device: Tensor, on_host: Tensor, gather_rows: Callable[[Tensor, Tensor, Tensor, bool], Tensor]
+    ) -> None:
+        self.on_device, self._on_host = on_device, on_host  # [] int32
         self._gather_rows = gather_rows
-        self._copy = on_device.to("cpu", non_blocking=on_device.is_cuda)
-        self._copied = torch.cuda.Event() if on_device.is_cuda else None
-        if self._copied is not None:
-            self._copied.record(torch.cuda.current_stream(on_device.device))
+        self._written = torch.cuda.Event() if on_device.is_cuda else None
+        if self._written is not None:
+            self._written.record(torch.cuda.current_stream(on_device.device))
 
     def look(self) -> int:
-        """Waits for what was enqueued in front of the copy, and for nothing behind it."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        return int(self._copy)
+        """Waits for what was enqueued so far when this was made, and for nothing behind it."""
+        if self._written is not None:
+            self._written.synchronize()
+        return int(self._on_host)
 
     def gather(self, whole: Tensor, rows: Tensor) -> tuple[Tensor, Ahead]:
         """Hidden states [rows, H] of so many of the rows."""
@@ -83,7 +84,7 @@ def counted_rows(labels: Tensor, rows: Rows, options: Options, backend: CommonBa
     count = options.skip_ignored
     if count == labels.shape[0]:
         return Counted(None, torch.where(counts.all(), 1.0, torch.nan))
-    found = backend.compact_rows(counts, rows)
+    found = backend.compact_rows(counts, rows, to_host=False)
     unless_nan = torch.where(found.number == count, 1.0, torch.nan)
     return Counted(found.rows[:count], unless_nan, [tensor[:count] for tensor in found.brought])
 
@@ -111,8 +112,10 @@ def rows_that_count(
     """
     if options.tp_group is not None:
         counts = collectives.any_over_group(counts, options.tp_group)
-    found = backend.compact_rows(counts, per_row)
-    return Counted(found.rows, brought=found.brought, number=RowNumber(found.number, backend.gather_rows))
+    found = backend.compact_rows(counts, per_row, to_host=True)
+    assert found.on_host is not None
+    number = RowNumber(found.number, found.on_host, backend.gather_rows)
+    return Counted(found.rows, brought=found.brought, number=number)
 
 
 def spread(outputs: LinearCrossEntropyOutput, counted: Counted, num_tokens: int) -> LinearCrossEntropyOutput:
