@@ -80,12 +80,12 @@ def linear_token_loss(
     backend = load_backend(keywords["backend"], hidden.device)
     check_workspace(call.hidden, call.weight, call.options, backend, needs_grad if any(needs_grad) else None)
     with torch.no_grad(), own_arithmetic(hidden.device, "linear_token_loss"):
-        flat = [tensor.reshape(-1, *tensor.shape[labels.dim() :]) for tensor in per_token]
+        flat = [tensor.reshape(labels.numel(), *tensor.shape[labels.dim() :]) for tensor in per_token]
         run = TokenLossPass(*call.inputs, loss, flat, call.options, backend, any(needs_grad))
     total = known_loss(call.hidden, call.weight, run, call.options, any(needs_grad))
     outputs, metrics = run.results()
     outputs = LinearCrossEntropyOutput(*(None if o is None else o.view(labels.shape) for o in outputs))  # type: ignore[arg-type]
-    metrics = {name: metric.view(*labels.shape, *metric.shape[1:]) for name, metric in metrics.items()}
+    metrics = {name: metric.view(labels.shape + metric.shape[1:]) for name, metric in metrics.items()}
     return TokenLoss(total, outputs, metrics)
 
 

@@ -195,6 +195,20 @@ def test_what_loss_returns_for_ignored_rows_is_not_counted(backend, device):
     assert actual.grad_weight.isfinite().all()
 
 
+@pytest.mark.parametrize("shape", [(), (0,), (2,)], ids=str)
+def test_tensors_of_any_width_beside_labels_of_any_shape(shape, device):
+    """Also where neither width nor number of tokens can be told from the number of elements."""
+    problem = make_problem(shape, 8, 20, device)
+
+    def loss(out, nothing, ones):
+        return -out.logprobs, {"nothing": nothing, "ones": ones, "logprobs": out.logprobs}
+
+    wide = [torch.ones(*shape, width, device=device) for width in (0, 3)]
+    result, _ = run(problem, loss, wide, backend="torch")
+    for tensor, metric in zip((*wide, result.outputs.logprobs), result.metrics.values(), strict=True):
+        assert torch.equal(metric, tensor)
+
+
 leaf = torch.ones((), requires_grad=True)
 WRONG = [
     (lambda out: out.logprobs.sum(), ValueError, r"one number for each of its 5 tokens, \[n\], got \(\)"),

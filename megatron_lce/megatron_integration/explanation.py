@@ -25,9 +25,10 @@ class Explanation:
     can_capture  `capture_lm_head` takes this head
     can_fuse     `enable_fused_linear_ce` takes this model
     reasons      why not, all of them; empty where `can_fuse`
-    backend      what `backend="auto"` runs on the weight's device, and why not triton; None without a head
-    head         shapes and settings of this rank's head; None without one, or without a weight to read them from
-    ways         memory and products of a step, a row for each way to compute it (`megatron_lce.estimate`)
+    backend      what `backend="auto"` runs on the weight's device, and why not triton; None without an estimate
+    head         shapes and settings of this rank's head; None without an estimate
+    ways         memory and products of a step, a row for each way to compute it (`megatron_lce.estimate`); none without
+                 a head, or with a weight that has no estimate: all but 16-bit and fp32 ones with H a multiple of 8
     """
 
     can_capture: bool
@@ -66,7 +67,8 @@ def explain(model: nn.Module | Sequence[nn.Module], tokens: int = 8192) -> Expla
     language_model = find_language_model(model)
     if language_model is None:
         return Explanation(can_capture=False, can_fuse=False, reasons=(NO_HEAD,))
-    of_head, of_loss = head_reasons(language_model), loss_reasons(language_model)
+    of_head = head_reasons(language_model)
+    reasons = of_head + loss_reasons(language_model)
     weight = _weight(language_model)
     if (
         not isinstance(weight, Tensor)
@@ -74,13 +76,13 @@ def explain(model: nn.Module | Sequence[nn.Module], tokens: int = 8192) -> Expla
         or weight.element_size() not in (2, 4)
         or weight.shape[1] % 8
     ):
-        return Explanation(not of_head, False, of_head + of_loss)
+        return Explanation(not of_head, not reasons, reasons)
     obstacle = triton_obstacle(weight.device)
     step, description = _step(language_model, weight, tokens)
     return Explanation(
         can_capture=not of_head,
-        can_fuse=not of_head + of_loss,
-        reasons=of_head + of_loss,
+        can_fuse=not reasons,
+        reasons=reasons,
         backend="triton" if obstacle is None and weight.is_cuda else f"torch, since {obstacle or 'there is no GPU'}",
         head=description,
         ways=tuple(estimate_table(step)),

@@ -27,6 +27,15 @@ def test_a_head_that_can_be_fused(device, tied):
     assert megatron_lce.explain(model).can_fuse  # also where it is enabled
 
 
+def test_a_head_that_is_fused_and_has_no_estimate(device):
+    """Formulas are for rows of whole 16 bytes; the operation takes any."""
+    model = build(device)
+    model.output_layer.weight = torch.nn.Parameter(model.output_layer.weight[:, :-1].clone())
+    found = megatron_lce.explain(model)
+    assert (found.can_capture, found.can_fuse, found.reasons) == (True, True, ())
+    assert str(found) == "this head can be fused"
+
+
 def test_a_head_that_can_only_be_captured(device):
     model = build(device)
     model.output_layer.gather_output = True
