@@ -78,7 +78,7 @@ def context_parallel_shard(
     cu_seqlens_padded: Tensor | None = None,  # [n + 1]
     layout: Layout = "zigzag",
 ) -> Tensor:
-    """The part of a batch that a context-parallel rank has: [b, s / cp_size, ...].
+    """The part of a batch that a context-parallel rank has: [b, s / cp_size, ...]; all of it where there is one rank.
 
     Args:
         tensor: tokens, labels, masks, positions or outputs, sequences along dimension 1.
@@ -150,7 +150,7 @@ class _Gather(torch.autograd.Function):
 def _chunks(layout: Layout, cp_size: int) -> int:
     if layout not in get_args(Layout):
         raise ValueError(f"layout must be 'zigzag' or 'contiguous', got {layout!r}")
-    return 2 * cp_size if layout == "zigzag" else cp_size
+    return 2 * cp_size if layout == "zigzag" and cp_size > 1 else cp_size
 
 
 def _bounds_to_cut(tensor: Tensor, length: int, cu_seqlens_padded: Tensor | None, chunks: int) -> Tensor:

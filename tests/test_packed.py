@@ -59,19 +59,16 @@ def test_unseen_bounds_never_take_a_label_from_elsewhere(unseen, device):
         assert shift_labels(tokens, cu_seqlens=bounds, cu_seqlens_padded=padded).tolist() == [expected]
 
 
-@pytest.mark.parametrize("bounds", [[0, 3, 8], [0, 4, 12], [0, 8, 4], [4, 8]], ids=str)
-@pytest.mark.parametrize(
-    "cut",
-    [
-        lambda bounds: context_parallel_shard(TOKENS, 2, 1, cu_seqlens_padded=bounds),
-        lambda bounds: context_parallel_gather(TOKENS, None, cu_seqlens_padded=bounds),
-    ],
-    ids=["shard", "gather"],
-)
+SHARD = functools.partial(context_parallel_shard, TOKENS, 2, 1)
+GATHER = functools.partial(context_parallel_gather, TOKENS, None)
+CANNOT_BE_CUT = [(SHARD, [0, 3, 8]), *itertools.product([SHARD, GATHER], [[0, 4, 12], [0, 8, 4], [4, 8]])]
+
+
+@pytest.mark.parametrize(("cut", "bounds"), CANNOT_BE_CUT, ids=str)
 def test_unseen_bounds_that_cannot_be_cut_fail(unseen, bounds, cut):
     """As an error of the index; not for a GPU, whose assertion ends the process."""
     with pytest.raises((IndexError, RuntimeError), match=r"(?i)ind.* is out of .*bounds|index out of range"):
-        cut(torch.tensor(bounds))
+        cut(cu_seqlens_padded=torch.tensor(bounds))
 
 
 def test_bounds_on_the_host_serve_tokens_on_any_device(device):
@@ -194,15 +191,18 @@ def test_labels_are_shifted_before_they_are_cut(backend, device):
         torch.testing.assert_close(logprobs, expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("length", [11, 12])
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-def test_one_rank_gathers_what_it_has(layout):
-    tensor = torch.randn(1, 12, 2, requires_grad=True)
-    bounds = torch.tensor([0, 4, 12])
+def test_one_rank_gathers_what_it_has(layout, length):
+    """Of any length: nothing is cut, as Megatron cuts nothing for one rank."""
+    tensor = torch.randn(1, length, 2, requires_grad=True)
+    bounds = torch.tensor([0, length - 8, length])
     shard = context_parallel_shard(tensor, 1, 0, cu_seqlens_padded=bounds, layout=layout)
     whole = context_parallel_gather(shard, None, cu_seqlens_padded=bounds, layout=layout)
     assert torch.equal(whole, tensor)
-    (whole * torch.arange(12.0)[:, None]).sum().backward()
-    assert torch.equal(tensor.grad, torch.arange(12.0)[:, None].expand(1, 12, 2))
+    upstream = torch.arange(float(length))[:, None]
+    (whole * upstream).sum().backward()
+    assert torch.equal(tensor.grad, upstream.expand(1, length, 2))
 
 
 TWO_ROWS = torch.zeros(2, 8, dtype=torch.int64)
