@@ -214,6 +214,7 @@ WRONG = [
     (lambda out: out.logprobs.sum(), ValueError, r"one number for each of its 5 tokens, \[n\], got \(\)"),
     (lambda out: out.logprobs.double(), TypeError, "float32, got torch.float64"),
     (lambda out: 1.0, TypeError, "must return a tensor"),
+    (lambda out: (out.logprobs, {}, 1), TypeError, "or a pair of it and a dict, got a tuple of 3"),
     (lambda out: out.logprobs.detach(), ValueError, "without a graph"),
     (lambda out: out.logprobs * leaf, ValueError, "must not depend on other tensors that require grad"),
     (lambda out: (out.logprobs, [1]), TypeError, "dict of metrics"),

@@ -125,8 +125,7 @@ class TokenLossPass:
                 outputs._replace(**leaves),
                 *(tensor[block.rows] for tensor in self._per_token),
             )
-            losses, metrics = result if isinstance(result, tuple) else (result, {})
-            check_losses(losses, metrics, outputs.logprobs.shape[0])
+            losses, metrics = checked_losses(result, outputs.logprobs.shape[0])
             total = torch.where(rows.ignored, 0.0, losses).sum()
         self._total += total.detach()
         self._metrics.append({name: self._unless_ignored(metric, rows) for name, metric in metrics.items()})
@@ -145,8 +144,7 @@ class TokenLossPass:
         given = {name: torch.empty(0, dtype=dtype, device=self._weight.device) for name, dtype in dtypes.items()}
         outputs = LinearCrossEntropyOutput(*(given.get(name) for name in LinearCrossEntropyOutput._fields))  # type: ignore[arg-type]
         result = self._loss(outputs, *(tensor[:0] for tensor in self._per_token))
-        losses, metrics = result if isinstance(result, tuple) else (result, {})
-        check_losses(losses, metrics, 0)
+        _, metrics = checked_losses(result, 0)
         self._outputs.append(outputs)
         self._metrics.append(metrics)
 
@@ -161,8 +159,11 @@ class TokenLossPass:
         return metric.new_zeros(self._num_tokens, *metric.shape[1:]).index_copy_(0, self._order, metric)
 
 
-def check_losses(losses: Any, metrics: Any, num_tokens: int) -> None:
-    """What the caller's loss must return."""
+def checked_losses(result: Any, num_tokens: int) -> tuple[Tensor, Metrics]:
+    """What the caller's loss returned, as losses and metrics."""
+    if isinstance(result, tuple) and len(result) != 2:
+        raise TypeError(f"loss must return a tensor [n], or a pair of it and a dict, got a tuple of {len(result)}")
+    losses, metrics = result if isinstance(result, tuple) else (result, {})
     if not isinstance(losses, Tensor):
         raise TypeError(f"loss must return a tensor [n], or a pair of it and a dict, got {type(losses).__name__}")
     if losses.shape != (num_tokens,):
@@ -178,6 +179,7 @@ def check_losses(losses: Any, metrics: Any, num_tokens: int) -> None:
         if not isinstance(metric, Tensor) or metric.shape[:1] != (num_tokens,):
             got = type(metric).__name__ + (f" of shape {tuple(metric.shape)}" if isinstance(metric, Tensor) else "")
             raise ValueError(f"metric {name!r} must be a tensor [n, ...] for n = {num_tokens} tokens, got {got}")
+    return losses, metrics
 
 
 def check_graph(total: Tensor, outputs: Sequence[Tensor]) -> None:
