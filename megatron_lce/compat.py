@@ -100,7 +100,7 @@ def _outputs(
     """Outputs [N], and the temperature that they were computed with."""
     _check_reduction(reduction)
     _check_order(hidden.shape[:-1], labels)
-    labels = labels.reshape(-1).long()
+    labels = validation.as_int64(labels.reshape(-1))
     if isinstance(temperature, Tensor):
         temperature = temperature.reshape(-1)
         if temperature.numel() == 1:
@@ -186,7 +186,7 @@ def megatron_linear_cross_entropy(
     if sequence_parallel and rows:
         rows = (rows[0] * collectives.group_size(tp_group), *rows[1:])
     _check_order(rows, labels)
-    labels = labels.reshape(rows).long()
+    labels = validation.as_int64(labels.reshape(rows))
     counted = (labels >= 0) & (labels != ignore_index)
     out = api.linear_cross_entropy(
         hidden,

@@ -141,6 +141,14 @@ def test_negative_labels_are_ignored_rows(label, project, device):
     assert logprobs.eq(0).nonzero().flatten().tolist() == entropy.eq(0).nonzero().flatten().tolist() == [2]
 
 
+def test_labels_that_are_no_integers_are_refused(device):
+    """They would be cut off to some: a mask in the labels' place to the tokens 0 and 1."""
+    problem = make_problem(7, 24, 70, device)
+    for call in (*PROJECTS.values(), compat.megatron_linear_cross_entropy):
+        with pytest.raises(TypeError, match=r"labels must be int64, got torch.float32"):
+            call(problem.hidden, problem.weight, problem.labels.float())
+
+
 def test_unknown_reduction(project, device):
     with pytest.raises(ValueError, match="reduction must be 'none', 'sum' or 'mean', got 'avg'"):
         project(*make_problem(7, 24, 70, device)[:3], 1.0, "avg")

@@ -66,6 +66,11 @@ def check_label_tensor(labels: Tensor) -> None:
         raise TypeError(f"labels must be int64, got {labels.dtype}")
 
 
+def as_int64(labels: Tensor) -> Tensor:
+    """Labels of any integer dtype as int64; others as they are, to be refused on every rank."""
+    return labels if labels.is_floating_point() or labels.is_complex() else labels.long()
+
+
 def check_head(hidden_name: str, hidden: Tensor, weight_name: str, weight: Tensor) -> None:
     """Check that `hidden` [..., H] and `weight` [V_local, H] belong together."""
     if hidden.dtype not in DTYPES:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from megatron_lce.core.options import LinearCrossEntropyOutput
+from megatron_lce.core.validation import as_int64
 from megatron_lce.megatron_integration.head_call import HeadCall
 from megatron_lce.megatron_integration.support import reasons_of_head
 from megatron_lce.megatron_integration.uncomputed_logits import IGNORE_INDEX, UncomputedLogits
@@ -74,7 +75,7 @@ def fused_output_processor(
     labels = labels if context.labels is None else context.labels
     if labels is None:
         raise ValueError("labels must be given to the model or in the FusedOutputContext, got None")
-    labels = labels.long()
+    labels = as_int64(labels)
     counted = labels >= 0 if context.counted is None else (labels >= 0) & context.counted
     temperature = context.temperature
     if isinstance(temperature, Tensor) and temperature.shape == labels.shape:

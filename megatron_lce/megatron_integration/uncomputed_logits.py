@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 from megatron_lce.compat import Reduction, reduce_loss
 from megatron_lce.core.options import LinearCrossEntropyOutput
-from megatron_lce.core.validation import refuse_double_backward
+from megatron_lce.core.validation import as_int64, refuse_double_backward
 from megatron_lce.megatron_integration.head_call import HeadCall, swap
 from megatron_lce.megatron_integration.heads import form_of
 from megatron_lce.megatron_integration.logits_loss import Logprobs, LossOfLogits, logprobs_of_logits
@@ -96,8 +96,7 @@ class UncomputedLogits(Tensor):
         Rows whose label is negative or `ignore_index` are ignored. The loss is fused if nobody touched the logits, else
         of them; whichever it is on this rank, the collectives are the same.
         """
-        if not (labels.is_floating_point() or labels.is_complex()):
-            labels = labels.long()
+        labels = as_int64(labels)
         labels = labels.masked_fill((labels < 0) | (labels == ignore_index), IGNORE_INDEX)
         options |= {"ignore_index": IGNORE_INDEX, "entropy": False, "telemetry": telemetry}
         out: Logprobs | LinearCrossEntropyOutput
