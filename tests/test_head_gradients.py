@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_lce import linear_cross_entropy, linear_token_loss
+from megatron_lce import linear_cross_entropy, linear_jsd, linear_token_loss
 from tests.oracle import evaluate
 from tests.problems import make_problem
 
@@ -65,3 +65,31 @@ def test_odd_rows_that_start_at_16_bytes(with_sink, hidden_size, first, backend,
 
     for actual, expected in zip(gradients(part), gradients(problem.hidden), strict=True):
         torch.testing.assert_close(actual, expected)
+
+
+def token_loss(problem, weight, **keywords):
+    return linear_token_loss(problem.hidden, weight, problem.labels, lambda out: -out.logprobs, **keywords).loss
+
+
+def weighted_jsd(problem, weight, **keywords):
+    teacher = problem.hidden.flip(0), problem.weight
+    return linear_jsd(problem.hidden, weight, *teacher, token_weights=problem.labels / 301, **keywords)
+
+
+@pytest.mark.parametrize("operation", [token_loss, weighted_jsd])
+def test_a_sink_takes_nothing_of_the_workspace(operation, backend, device):
+    """What is refused is refused in front of the first pass: after it, other ranks would wait for this one."""
+    problem = make_problem(5, 16, 301, device, torch.bfloat16)
+
+    def gradient(workspace_bytes):
+        weight, sink = problem.weight.clone().requires_grad_(), Sink(problem.weight)
+        loss = operation(problem, weight, workspace_bytes=workspace_bytes, backend=backend, weight_grad_sink=sink)
+        loss.backward()
+        return sink.grad - sink.start
+
+    with pytest.raises(ValueError, match="workspace_bytes must be at least") as raised:
+        gradient(1)
+    smallest = int(str(raised.value).split("at least ")[1].split()[0])
+    expected = gradient(2**29)
+    for more in (0, 1_000):
+        torch.testing.assert_close(gradient(smallest + more), expected, rtol=1e-2, atol=1e-2)

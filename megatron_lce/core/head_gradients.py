@@ -41,7 +41,8 @@ def head_gradients(
     `weight_sum`: give the weight's gradient as the fp32 sum that it is made of, [num_columns, H or a little more].
     """
     weight_grad = _WeightGrad(weight, options, tokens.num_blocks, weight_sum) if needs_weight else None
-    per_column = accumulator_bytes_per_column(weight, options) if needs_weight else 0
+    # `weight_sum` is beside the workspace, and every part of the tokens is added to it.
+    per_column = accumulator_bytes_per_column(weight, options) if needs_weight and not weight_sum else 0
     for block in tokens.blocks() if tokens.num_computed else ():
         hidden_grad = _HiddenGrad(tokens, block, weight, options, backend) if needs_hidden else None
         for slab in slabs(block, per_column):
