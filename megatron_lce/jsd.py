@@ -94,7 +94,8 @@ def linear_jsd(
             bound.
         token_weights: floating, one a token (of the labels' shape), without gradient. Given, the result is the sum of
             weight times divergence, and its gradients are made in forward, where the logits are: two products for each
-            head fewer. A token whose weight is 0 is an ignored row.
+            head fewer. A token whose weight is 0 is an ignored row. In fp16 weights should be of about 1, and the sum
+            divided afterwards: the gradients are made before a loss scale is known.
         tp_group: the ranks that the vocabulary is sharded over; `None`: the weights are whole.
         sequence_parallel: both hiddens are sharded along their first dimension; they are gathered inside and the
             student's gradient is reduce-scattered. Nothing to do on a single rank.

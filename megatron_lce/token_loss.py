@@ -57,7 +57,8 @@ def linear_token_loss(
             of metrics [n, ...]. It must treat each token for itself, since nobody says which tokens meet in a call: no
             mean or maximum over tokens, no ratio of a sequence, no normalisation by the batch. Compute those first,
             under no_grad, and pass them per token; or use `linear_cross_entropy`. What it returns for ignored rows is
-            not counted. Only the outputs may require grad in it.
+            not counted. Only the outputs may require grad in it. In fp16 it should be of about 1 a token, and the sum
+            divided by their number afterwards: the gradients are made before a loss scale is known.
         per_token: tensors whose leading dimensions are the labels' (under `sequence_parallel` the full [s, ...]).
         keywords: those of `linear_cross_entropy`, with the same meaning, but logits_cache_bytes. The reference backend
             is not one of them.
