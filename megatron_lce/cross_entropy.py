@@ -254,8 +254,9 @@ def checked_options(
 
 def _describe(hidden: Tensor, weight: Tensor, labels: Tensor, keywords: dict[str, Any]) -> dict[str, Any]:
     """What every rank of a group must call with; values that may change from call to call by their types only."""
-    own = {"tp_group", "vocab_start", "weight_grad_sink"}
-    by_type = ("temperature", "skip_ignored")  # in one order in every process, as a set of strings is not
+    own = {"tp_group", "vocab_start"}
+    # In one order in every process, as a set of strings is not.
+    by_type = ("temperature", "skip_ignored", "weight_grad_sink")
     return {
         "hidden": validation.kind_of(hidden),
         "weight": validation.kind_of(weight),

@@ -270,8 +270,8 @@ def _check_token_weights(token_weights: Tensor, labels: Tensor) -> None:
 
 def _describe(student: Head, teacher: Head, *, beta: float, **keywords: Any) -> dict[str, Any]:
     """What every rank of a group must call with; values that may change from call to call by their kinds only."""
-    own = {"tp_group", "vocab_start", "weight_grad_sink", "labels"}
-    by_type = ("temperature", "skip_ignored", "token_weights")
+    own = {"tp_group", "vocab_start", "labels"}
+    by_type = ("temperature", "skip_ignored", "token_weights", "weight_grad_sink")
     heads = {
         f"{name}_{argument}": validation.kind_of(value) if isinstance(value, Tensor) else value
         for name, head in (("student", student), ("teacher", teacher))

@@ -208,6 +208,7 @@ def run_disagreements(group: ProcessGroup, report: Report) -> None:
     odd = {  # what the last rank does otherwise
         "softcap must be the same on every rank": {"softcap": 2.0},
         "gradients must be the same on every rank": {"weight": torch.ones(20, 8, requires_grad=True)},
+        "weight_grad_sink must be the same on every rank": {"weight_grad_sink": object()},
         "refuses its arguments: labels must be int64": {"labels": labels.int()},
         "vocab_start must be given on every rank where shards differ": {"weight": torch.ones(rows, 8)},
         "hidden must be the same on every rank": {"hidden": hidden.half(), "weight": torch.ones(20, 8).half()},
