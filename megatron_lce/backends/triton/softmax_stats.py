@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_lce.backends.triton import tiles
 from megatron_lce.backends.triton.logits_cache import CacheAhead, LogitsCache
@@ -59,6 +60,7 @@ def softmax_stats(
     rows = packed_rows(entropy, telemetry)
     parts = hidden.new_empty(ceil_div(num_columns, chunk), rows, num_tokens, dtype=torch.float32)
     hidden = aligned(hidden)
+    hidden_descs = descriptor(hidden, tile.block_n, tile.block_h), whole_descriptor(ahead, tile)
     num_rows = None if ahead is None else ahead.number
     most = num_columns
     if row_bytes := copied_row_bytes(weight):
@@ -70,8 +72,7 @@ def softmax_stats(
         slab = aligned(weight[columns])
         num_tiles = ceil_div(num_tokens, tile.block_n) * ceil_div(slab.shape[0], tile.block_v)
         _softmax_stats_kernel[(min(num_tiles, tiles.num_programs(hidden.device)),)](
-            descriptor(hidden, tile.block_n, tile.block_h),
-            whole_descriptor(ahead, tile),
+            *hidden_descs,
             descriptor(slab, tile.block_v, tile.block_h),
             row_scale,
             parts[columns.start // chunk :],
@@ -100,34 +101,33 @@ def softmax_stats(
             enable_fp_fusion=False,
         )
         if columns.start == 0:  # behind what fills its row of `parts`, and in front of a cache's wait
-            _label_logits(hidden, weight, labels, row_scale, parts[0, 1], softcap_scale, ahead)
+            _label_logits(hidden_descs, weight, labels, row_scale, parts[0, 1], num_rows, softcap_scale)
     return parts
 
 
 def _label_logits(
-    hidden: Tensor,  # [N, H], aligned
+    hidden_descs: tuple[TensorDescriptor, TensorDescriptor | None],
     weight: Tensor,  # [V, H]
     labels: Tensor,
     row_scale: Tensor,
     out: Tensor,  # [N] fp32
+    num_rows: Tensor | None,
     softcap_scale: float | None,
-    ahead: Ahead | None,
 ) -> None:
-    tile = tiles.choose_tiles(hidden.dtype, hidden.device)
-    _label_logits_kernel[(ceil_div(hidden.shape[0], tile.block_n),)](
-        descriptor(hidden, tile.block_n, tile.block_h),
-        whole_descriptor(ahead, tile),
+    tile, num_tokens = tiles.choose_tiles(weight.dtype, weight.device), out.shape[0]
+    _label_logits_kernel[(ceil_div(num_tokens, tile.block_n),)](
+        *hidden_descs,
         weight,
         labels,
         row_scale,
         out,
-        None if ahead is None else ahead.number,
-        hidden.shape[0],
+        num_rows,
+        num_tokens,
         weight.shape[1],  # hidden's rows may be wider by zeros
         weight.stride(0),
         0.0 if softcap_scale is None else softcap_scale,
         SOFTCAP=softcap_scale is not None,
-        UPCAST=upcasts(hidden.dtype, tiles.interpreting()),
+        UPCAST=upcasts(weight.dtype, tiles.interpreting()),
         BLOCK_N=tile.block_n,
         BLOCK_H=tile.block_h,
         num_warps=tile.num_warps,
