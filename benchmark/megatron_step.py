@@ -33,7 +33,8 @@ from megatron_lce.megatron_integration.enable import FusedLinearCE
 from scripts import megatron_runtime
 from scripts.arguments import HelpFormatter
 
-VARIANTS = ("native", "native-fused", "ours", "ours-skip", "ours-main-grad", "ours-main-grad-512-mib", "ours-cached")
+VARIANTS = ("native", "native-fused", "ours", "ours-skip", "ours-512-mib", "ours-cached")
+VARIANTS += ("ours-main-grad", "ours-main-grad-512-mib")
 if importlib.util.find_spec("megatron.core.transformer.linear_cross_entropy") is not None:
     VARIANTS += ("own-flag",)
 REPEATS = 1  # in a round
@@ -121,14 +122,15 @@ def choose(model: nn.Module, variant: str, tokens: int, args: argparse.Namespace
     if head is not None:
         # Megatron refuses the setting at construction without Apex, whose kernel our head does not need.
         head.gradient_accumulation_fusion = variant.startswith("ours-main-grad")
-    everything = cache_bytes(tokens, args.vocab // args.tp, 1)
+    caches = {"ours-cached": cache_bytes(tokens, args.vocab // args.tp, 1)}
+    caches |= dict.fromkeys(("ours-512-mib", "ours-main-grad-512-mib"), 512 * measure.MIB)
     handle = megatron_lce.enable_fused_linear_ce(
         model,
         use_fused_linear_ce=variant.startswith("ours"),
         on_unsupported="raise",
         skip_ignored=variant == "ours-skip",
         ignore_masked=variant == "ours-skip",
-        logits_cache_bytes={"ours-cached": everything, "ours-main-grad-512-mib": 512 * measure.MIB}.get(variant, 0),
+        logits_cache_bytes=caches.get(variant, 0),
     )
     assert handle.enabled == (variant.startswith("ours") and parallel_state.is_pipeline_last_stage()), handle.reasons
     return handle
