@@ -27,7 +27,7 @@ def compact_rows(
     num_rows = counts.shape[0]
     rows = torch.empty_like(counts, dtype=torch.int64)
     number = torch.empty((), dtype=torch.int32, device=counts.device)
-    on_host = torch.empty((), dtype=torch.int32, pin_memory=counts.is_cuda) if to_host else None
+    on_host = torch.empty((), dtype=torch.int32, device="cpu", pin_memory=counts.is_cuda) if to_host else None
     given = tuple(tensor.contiguous() for tensor in per_row)
     brought = tuple(torch.empty_like(tensor) for tensor in given)
     block = 16384 if counts.device.type == "cpu" else 512  # an interpreter pays by the program
