@@ -64,7 +64,7 @@ GATHER = functools.partial(context_parallel_gather, TOKENS, None)
 CANNOT_BE_CUT = [(SHARD, [0, 3, 8]), *itertools.product([SHARD, GATHER], [[0, 4, 12], [0, 8, 4], [4, 8]])]
 
 
-@pytest.mark.parametrize(("cut", "bounds"), CANNOT_BE_CUT, ids=str)
+@pytest.mark.parametrize(("cut", "bounds"), CANNOT_BE_CUT)
 def test_unseen_bounds_that_cannot_be_cut_fail(unseen, bounds, cut):
     """As an error of the index; not for a GPU, whose assertion ends the process."""
     with pytest.raises((IndexError, RuntimeError), match=r"(?i)ind.* is out of .*bounds|index out of range"):
