@@ -228,5 +228,6 @@ def test_check_labels_names_what_is_no_label():
 def test_ranks_describe_a_configuration_in_one_order(device):
     """Not in that of a set of strings, which differs from process to process: the ranks of a group compare them."""
     problem = make_problem(3, 24, 31, device)
-    described = api._describe(*problem[:3], {"skip_ignored": False, "softcap": None, "temperature": 1.0})
-    assert list(described) == ["hidden", "weight", "labels", "gradients", "softcap", "temperature", "skip_ignored"]
+    by_type = {"temperature": 1.0, "skip_ignored": False, "weight_grad_sink": None}
+    described = api._describe(*problem[:3], {"softcap": None} | dict(reversed(by_type.items())))
+    assert list(described) == ["hidden", "weight", "labels", "gradients", "softcap", *by_type]
