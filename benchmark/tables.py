@@ -42,9 +42,10 @@ VARIANTS = {
     "native": "Megatron, unfused cross-entropy",
     "native-fused": "Megatron, fused cross-entropy",
     "ours": "flag on",
+    "ours-512-mib": "flag on, `logits_cache_bytes` of 512 MiB",
+    "ours-cached": "flag on, everything cached",
     "ours-main-grad": "flag on, `gradient_accumulation_fusion` on the head",
     "ours-main-grad-512-mib": "the same, `logits_cache_bytes` of 512 MiB",
-    "ours-cached": "flag on, everything cached",
 }
 
 

@@ -155,8 +155,9 @@ def ours(step: HeadStep) -> tuple[float, Phases]:
     phases["slabs"] = backward | slab | summed
     reduced = {"hidden's gradient": whole} | _over_group(step)
     phases["last product"] = backward | slab | reduced
-    placeholder = {"weight's gradient": step.weight_bytes}  # under main_grad it is one
-    phases["end"] = backward | reduced | _all_rows(step) | placeholder
+    phases["end"] = backward | reduced | _all_rows(step)
+    # Which main_grad replaces by a placeholder, in front of DDP's hook.
+    phases["gradients"] = per_token | _gradient_of_own_rows(step) | {"weight's gradient": step.weight_bytes}
     return (4 - kept_columns / step.columns) * computed / step.tokens, phases
 
 
@@ -216,6 +217,10 @@ def _over_group(step: HeadStep) -> dict[str, int]:
         return {}
     share = {"its share of the sum": step.hidden_bytes // step.tp}
     return share | ({"gradient of all rows": step.hidden_bytes} if step.skip_ignored else {})
+
+
+def _gradient_of_own_rows(step: HeadStep) -> dict[str, int]:
+    return {"hidden's gradient": step.hidden_bytes // step.tp if step.gathers else step.hidden_bytes}
 
 
 def _all_rows(step: HeadStep) -> dict[str, int]:
