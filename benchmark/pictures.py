@@ -60,6 +60,9 @@ def draw(document: dict, folder: Path, only: Collection[str] = ()) -> list[Path]
     share of ignored rows, JSD: those there are records for.
 
     `only`: the names of those that are wanted (`time_rl`, `cache`, `trade`, `memory_S1`, `rows`, `jsd`); empty: all.
+
+    Raises:
+        ValueError: there are no records for one of `only`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     modes = dict.fromkeys(record["mode"] for record in document.get("times", []))
@@ -69,6 +72,8 @@ def draw(document: dict, folder: Path, only: Collection[str] = ()) -> list[Path]
     sections = {"cache": ("cache", _draw_cache), "times": ("trade", _draw_trade)}
     sections |= {"rows": ("rows", _draw_rows), "jsd": ("jsd", draw_jsd)}
     draw_it |= dict(named for section, named in sections.items() if document.get(section))
+    if unknown := set(only) - draw_it.keys():
+        raise ValueError(f"only must name some of {', '.join(draw_it)}, got {', '.join(sorted(unknown))}")
     return [
         drawing(document, path=folder / f"{name}.png") for name, drawing in draw_it.items() if not only or name in only
     ]

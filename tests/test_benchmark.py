@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmark import head_tp, measure, providers, ratios, results, run, run_jsd, run_rows
+from benchmark import head_tp, measure, pictures, providers, ratios, results, run, run_jsd, run_rows
 from benchmark.ours import Ours
 from benchmark.shapes import Shape, make_inputs, parse_shape
 from tests.ranks import run_ranks
@@ -150,8 +150,14 @@ def test_a_run_records_what_failed_and_what_is_missing_and_goes_on(tmp_path, mon
     printed = capsys.readouterr().out
     assert "absent: not installed: No module named 'peer'" in printed
     assert "no such kernel" in printed
-    pictures = {"time_fwd.png", "time_rl.png", "cache.png", "memory_8x8x24.png", "trade.png"}
-    assert {path.name for path in tmp_path.glob("*.png")} == pictures
+    names = {"time_fwd.png", "time_rl.png", "cache.png", "memory_8x8x24.png", "trade.png"}
+    assert {path.name for path in tmp_path.glob("*.png")} == names
+
+
+def test_a_picture_without_records_is_refused(tmp_path):
+    document = {"jsd": [{"shape": "a"}]}
+    with pytest.raises(ValueError, match="only must name some of jsd, got rows"):
+        pictures.draw(document, tmp_path, ["rows"])
 
 
 def test_heads_take_turns_in_orders_that_ranks_share():
