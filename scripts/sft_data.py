@@ -90,10 +90,16 @@ def prepare(folder: Path, vocab_size: int) -> Path:
     return examples_path
 
 
-def load_examples(path: Path, seed: int) -> tuple[list[Example], int]:
-    """The shuffled examples of a file that `prepare` wrote, and the padding token."""
+def load_examples(path: Path, seed: int, row_length: int) -> tuple[list[Example], int]:
+    """The shuffled examples of a file that `prepare` wrote, and the padding token.
+
+    Without those of which a row would hold the prompt alone.
+    """
     stored = json.loads(path.read_text())
-    examples = [Example(token_ids, prompt_length) for prompt_length, token_ids in stored["examples"]]
+    examples = [Example(token_ids, length) for length, token_ids in stored["examples"] if length <= row_length]
+    if not examples:
+        shortest = min(length for length, _ in stored["examples"])
+        raise ValueError(f"--row-length must be at least {shortest}, the shortest prompt, got {row_length}")
     random.Random(seed).shuffle(examples)
     return examples, stored["pad_id"]
 

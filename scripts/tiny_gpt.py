@@ -3,10 +3,13 @@
 python -m scripts.tiny_gpt
 """
 
+import argparse
+
 import torch
 
 import megatron_lce
 from scripts import megatron_runtime
+from scripts.arguments import HelpFormatter
 
 VOCAB_SIZE, PADDED_VOCAB_SIZE = 1000, 1024
 BATCH, SEQUENCE = 2, 64
@@ -54,4 +57,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter).parse_args()
     main()

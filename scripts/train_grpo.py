@@ -181,7 +181,7 @@ class Trainer:
     def __init__(self, args: argparse.Namespace, device: torch.device):
         self.args, self.device = args, device
         self.task = SortingTask(args.digits)
-        options = training.gpt_options(args, vocab_size=args.padded_vocab_size)
+        options = training.gpt_options(args, vocab_size=training.padded_vocab_size(args.padded_vocab_size, VOCAB_SIZE))
         self.policy = megatron_runtime.build_gpt(options, device=device, ddp=True)
         self.reference = megatron_runtime.build_gpt(options, device=device).requires_grad_(False)
         self.dtype = options.dtype

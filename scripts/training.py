@@ -75,6 +75,15 @@ def gpt_options(args: argparse.Namespace, **further: Any) -> megatron_runtime.Gp
     )
 
 
+def padded_vocab_size(given: int | None, vocab_size: int) -> int:
+    """The model's vocabulary: what --padded-vocab-size says, or that of the tokens."""
+    if given is not None and given < vocab_size:
+        raise ValueError(
+            f"--padded-vocab-size must be at least {vocab_size}, the vocabulary of the tokens, got {given}"
+        )
+    return given or vocab_size
+
+
 def train_step(model: torch.nn.Module, optimizer: Any, forward_step: Callable, batches: Iterator, count: int) -> list:
     """One optimizer step over `count` microbatches by Megatron's schedule; the loss functions' reports."""
     model.zero_grad_buffer()
@@ -149,7 +158,7 @@ def load_examples(args: argparse.Namespace) -> tuple[list[sft_data.Example], int
     if torch.distributed.get_rank() == 0:
         sft_data.prepare(args.out, args.vocab_size)
     torch.distributed.barrier()
-    return sft_data.load_examples(sft_data.prepare(args.out, args.vocab_size), args.seed)
+    return sft_data.load_examples(sft_data.prepare(args.out, args.vocab_size), args.seed, args.row_length)
 
 
 def write_report(

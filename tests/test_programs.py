@@ -85,6 +85,15 @@ def test_a_program_of_two_ranks_says_how_it_is_started(monkeypatch):
         megatron_runtime.initialize(tensor_parallel=2)
 
 
+def test_a_models_vocabulary_holds_the_tokens():
+    assert training.padded_vocab_size(None, 13) == 13
+    assert training.padded_vocab_size(64, 13) == 64
+    with pytest.raises(
+        ValueError, match="--padded-vocab-size must be at least 13, the vocabulary of the tokens, got 5"
+    ):
+        training.padded_vocab_size(5, 13)
+
+
 @pytest.mark.parametrize(
     ("parse", "arguments", "message"),
     [

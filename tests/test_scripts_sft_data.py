@@ -1,5 +1,7 @@
 """Prompt and completion pairs, and what packing must keep apart."""
 
+import json
+
 import pytest
 import torch
 
@@ -49,6 +51,15 @@ def test_packed_rows_hold_every_example_and_cut_only_the_ones_longer_than_a_row(
     assert second.tokens.tolist() == [list(range(300, 307))]
     assert second.labels.tolist() == [list(range(301, 308))]
     assert next(rows).tokens[0, :3].tolist() == [100, 101, 102], "the examples come again"
+
+
+def test_examples_of_which_a_row_holds_the_prompt_alone_are_left_out(tmp_path):
+    (path := tmp_path / "examples.json").write_text(
+        json.dumps({"pad_id": 0, "examples": [[3, [1, 2, 3, 4]], [9, [1] * 12]]})
+    )
+    assert sft_data.load_examples(path, seed=1, row_length=3) == ([Example([1, 2, 3, 4], 3)], 0)
+    with pytest.raises(ValueError, match="--row-length must be at least 3, the shortest prompt, got 2"):
+        sft_data.load_examples(path, seed=1, row_length=2)
 
 
 def test_the_tokenizer_gives_the_text_back():
