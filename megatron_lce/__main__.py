@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import sys
 from typing import Any
 
@@ -76,9 +77,9 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 def _estimate(arguments: argparse.Namespace) -> int:
     cache_bytes = None if arguments.cache_mib is None else arguments.cache_mib * MIB
-    memory_bytes = None if arguments.memory_gib is None else int(arguments.memory_gib * GIB)
     try:
         title, step = _head_step(arguments)
+        memory_bytes = None if arguments.memory_gib is None else int(arguments.memory_gib * GIB)
         rows = estimate_table(step, cache_bytes=cache_bytes, tflops=arguments.tflops, memory_bytes=memory_bytes)
     except ValueError as error:  # of a workspace, too, that is too small for the head
         arguments.fail(str(error))
@@ -102,8 +103,8 @@ def _head_step(arguments: argparse.Namespace) -> tuple[str, HeadStep]:
     if (arguments.cache_mib or 0) < 0:
         raise ValueError(f"--cache-mib must be at least 0, got {arguments.cache_mib}")
     for option, value in (("--tflops", arguments.tflops), ("--memory-gib", arguments.memory_gib)):
-        if value is not None and not value > 0:
-            raise ValueError(f"{option} must be positive, got {value}")
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{option} must be positive and finite, got {value}")
     columns = -(-vocab // arguments.tp)
     step = HeadStep(
         arguments.tokens,

@@ -1,5 +1,7 @@
 """`linear_cross_entropy`: validate, choose a backend, call."""
 
+import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -184,15 +186,24 @@ class Call(NamedTuple):
         return self.hidden, self.weight, self.labels, self.temperature
 
 
-def prepare_call(hidden: Tensor, weight: Tensor, labels: Tensor, **keywords: Any) -> Call:
+def prepare_call(
+    hidden: Tensor, weight: Tensor, labels: Tensor, check: Callable[[], None] = lambda: None, **keywords: Any
+) -> Call:
     """Check the arguments of `linear_cross_entropy`, on every rank of the group at the first call of their kind.
+
+    `check`: what else the caller requires; where it raises, or anything here does, on one rank, it does on all.
 
     Raises:
         TypeError, ValueError: see `linear_cross_entropy`.
     """
+
+    def checked(ranks: int) -> Options:
+        check()
+        return checked_options(hidden, weight, labels, ranks, **keywords)
+
     options = agreed_options(
         keywords["tp_group"],
-        lambda ranks: checked_options(hidden, weight, labels, ranks, **keywords),
+        checked,
         lambda: _describe(hidden, weight, labels, keywords),
         weight,
         keywords["vocab_start"],
@@ -241,7 +252,7 @@ def checked_options(
     if sequence_parallel and not others["reduce_grad_hidden"]:
         raise ValueError("reduce_grad_hidden must be True with sequence_parallel, got False")
     if backend == "reference":
-        _check_reference(ranks, first)
+        _check_reference(ranks, first, others["weight_grad_sink"])
     return Options(
         tp_group=tp_group if ranks > 1 else None,
         sequence_parallel=sequence_parallel,
@@ -254,9 +265,9 @@ def checked_options(
 
 def _describe(hidden: Tensor, weight: Tensor, labels: Tensor, keywords: dict[str, Any]) -> dict[str, Any]:
     """What every rank of a group must call with; values that may change from call to call by their types only."""
-    own = {"tp_group", "vocab_start"}
+    own = {"tp_group", "vocab_start", "skip_ignored"}
     # In one order in every process, as a set of strings is not.
-    by_type = ("temperature", "skip_ignored", "weight_grad_sink")
+    by_type = ("temperature", "weight_grad_sink")
     return {
         "hidden": validation.kind_of(hidden),
         "weight": validation.kind_of(weight),
@@ -264,6 +275,7 @@ def _describe(hidden: Tensor, weight: Tensor, labels: Tensor, keywords: dict[str
         "gradients": (torch.is_grad_enabled(), *(getattr(x, "requires_grad", None) for x in (hidden, weight))),
         **{name: value for name, value in keywords.items() if name not in own.union(by_type)},
         **{name: type(keywords[name]).__name__ for name in by_type},
+        "skip_ignored": validation.kind_of_skipping(keywords["skip_ignored"]),
     }
 
 
@@ -278,17 +290,19 @@ def owned_columns(
     return first, num_columns
 
 
-def _check_reference(ranks: int, vocab_start: int) -> None:
+def _check_reference(ranks: int, vocab_start: int, sink: WeightGradSink | None) -> None:
     if ranks > 1:
         raise ValueError("tp_group must have one rank for backend='reference', got a larger group")
     if vocab_start:
         raise ValueError(f"vocab_start must be 0 for backend='reference', got {vocab_start}")
+    if sink is not None:
+        raise ValueError(f"weight_grad_sink must be None for backend='reference', got a {type(sink).__name__}")
 
 
 def _reference(call: Call) -> LinearCrossEntropyOutput:
     options = call.options
     with torch.autocast(call.hidden.device.type, enabled=False):
-        return reference_linear_cross_entropy(
+        outputs = reference_linear_cross_entropy(
             *call.inputs,
             logits_scale=options.logits_scale,
             softcap=options.softcap,
@@ -297,3 +311,13 @@ def _reference(call: Call) -> LinearCrossEntropyOutput:
             entropy=options.entropy,
             telemetry=options.telemetry,
         )
+    if isinstance(options.skip_ignored, bool):
+        return outputs
+    is_count = (call.labels != options.ignore_index).sum() == options.skip_ignored
+    unless_nan = torch.where(is_count, 1.0, math.nan)
+    checked = {
+        name: output * unless_nan if output.is_floating_point() else output.where(is_count, -1)
+        for name, output in outputs._asdict().items()
+        if output is not None
+    }
+    return outputs._replace(**checked)

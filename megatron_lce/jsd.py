@@ -270,8 +270,8 @@ def _check_token_weights(token_weights: Tensor, labels: Tensor) -> None:
 
 def _describe(student: Head, teacher: Head, *, beta: float, **keywords: Any) -> dict[str, Any]:
     """What every rank of a group must call with; values that may change from call to call by their kinds only."""
-    own = {"tp_group", "vocab_start", "labels"}
-    by_type = ("temperature", "skip_ignored", "token_weights", "weight_grad_sink")
+    own = {"tp_group", "vocab_start", "labels", "skip_ignored"}
+    by_type = ("temperature", "token_weights", "weight_grad_sink")
     heads = {
         f"{name}_{argument}": validation.kind_of(value) if isinstance(value, Tensor) else value
         for name, head in (("student", student), ("teacher", teacher))
@@ -283,6 +283,7 @@ def _describe(student: Head, teacher: Head, *, beta: float, **keywords: Any) -> 
         "beta": beta if isinstance(beta, (int, float)) and beta in (0, 1) else "between 0 and 1",
         **{name: value for name, value in keywords.items() if name not in own.union(by_type)},
         **{name: type(keywords[name]).__name__ for name in by_type},
+        "skip_ignored": validation.kind_of_skipping(keywords["skip_ignored"]),
     }
 
 

@@ -66,19 +66,21 @@ def linear_token_loss(
     Raises:
         TypeError, ValueError: an argument, or what `loss` returns, is not as described.
     """
-    fixed = {"logits_cache_bytes"} & keywords.keys()
-    unknown = keywords.keys() - (linear_cross_entropy.__kwdefaults__ or {}).keys()
-    if fixed or unknown:
-        raise TypeError(f"linear_token_loss has no keyword {', '.join(sorted(fixed | unknown))}")
-    keywords = {**(linear_cross_entropy.__kwdefaults__ or {}), **keywords}
-    if keywords["backend"] == "reference":
-        raise ValueError("backend must be 'auto', 'triton' or 'torch' for linear_token_loss, got 'reference'")
-    if not callable(loss):
-        raise TypeError(f"loss must be a function of the outputs and of per_token, got {type(loss).__name__}")
-    call = prepare_call(hidden, weight, labels, **keywords)
-    _check_per_token(per_token, labels)
+    defaults = linear_cross_entropy.__kwdefaults__ or {}
+
+    def check() -> None:
+        if none_of_its := keywords.keys() - defaults.keys() | {"logits_cache_bytes"} & keywords.keys():
+            raise TypeError(f"linear_token_loss has no keyword {', '.join(sorted(none_of_its))}")
+        if keywords.get("backend") == "reference":
+            raise ValueError("backend must be 'auto', 'triton' or 'torch' for linear_token_loss, got 'reference'")
+        if not callable(loss):
+            raise TypeError(f"loss must be a function of the outputs and of per_token, got {type(loss).__name__}")
+        validation.check_tensor("labels", labels)
+        _check_per_token(per_token, labels)
+
+    call = prepare_call(hidden, weight, labels, check, **{**defaults, **keywords})
     needs_grad = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (hidden, weight)]
-    backend = load_backend(keywords["backend"], hidden.device)
+    backend = load_backend(keywords.get("backend", "auto"), hidden.device)
     check_workspace(call.hidden, call.weight, call.options, backend, needs_grad if any(needs_grad) else None)
     with torch.no_grad(), own_arithmetic(hidden.device, "linear_token_loss"):
         flat = [tensor.reshape(labels.numel(), *tensor.shape[labels.dim() :]) for tensor in per_token]

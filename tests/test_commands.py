@@ -103,8 +103,8 @@ def test_the_table_has_every_way_and_what_its_peak_is(capsys):
         ("--hidden 100 --vocab 64", "hidden must be a multiple of 8"),
         ("--hidden 64 --vocab 64 --tp 0", "--tp and --workspace-mib must be at least 1"),
         ("--hidden 64 --vocab 64 --cache-mib -1", "--cache-mib must be at least 0, got -1"),
-        ("--hidden 64 --vocab 64 --tflops 0", "--tflops must be positive, got 0.0"),
-        ("--hidden 64 --vocab 64 --memory-gib -1", "--memory-gib must be positive, got -1.0"),
+        ("--hidden 64 --vocab 64 --tflops 0", "--tflops must be positive and finite, got 0.0"),
+        ("--hidden 64 --vocab 64 --memory-gib inf", "--memory-gib must be positive and finite, got inf"),
         ("--hidden 4096 --vocab 64000 --workspace-mib 1", "workspace_bytes must be at least 4194816 for this head"),
     ],
 )

@@ -78,18 +78,20 @@ def test_loss_and_gradients_match_the_oracle(dtype, workspace_bytes, keywords, o
         assert not result.metrics["ratio"][problem.labels == -100].any()
 
 
+# Of a token of 600 columns: 16-bit exponentials and the largest logit of each 128; beside them 4 statistics of these.
+KEPT_BYTES = 640 * 2 + 4 * 5 + 4 * 4 * 5
+
+
 def test_blocks_are_as_wide_as_the_workspace_allows(device, monkeypatch):
     pytest.importorskip("triton")
     problem = make_problem(300, 24, 600, device, BF16)
     seen = []
-    # 16-bit exponentials of a row and the largest logit of each 128 columns; beside them 4 statistics of as many.
-    one_token = 640 * 2 + 4 * 5 + 4 * 4 * 5
 
     def loss(out):
         seen.append(out.logprobs.shape[0])
         return -out.logprobs
 
-    run(problem, loss, (), backend="triton", workspace_bytes=128 * one_token)
+    run(problem, loss, (), backend="triton", workspace_bytes=128 * KEPT_BYTES)
     assert seen == [128, 128, 44]
 
 
@@ -229,6 +231,30 @@ def test_what_loss_must_return(loss, error, message, device):
     problem = make_problem(5, 8, 20, device)
     with pytest.raises(error, match=message):
         run(problem, loss, ())
+
+
+@pytest.mark.parametrize(
+    ("in_later_blocks", "error", "message"),
+    [
+        (lambda out: out.logprobs.detach(), ValueError, "without a graph"),
+        (lambda out: out.logprobs * leaf, ValueError, "must not depend on other tensors that require grad"),
+        (lambda out: (out.logprobs, {"m": out.lse}), ValueError, r"same metrics for any tokens, got \[\] and \['m'\]"),
+    ],
+)
+def test_every_block_of_tokens_is_looked_at(in_later_blocks, error, message, device):
+    pytest.importorskip("triton")
+    if device.type != "cpu":
+        pytest.skip("the leaf is on the CPU")
+    problem = make_problem(300, 24, 600, device, BF16)
+    calls = []
+
+    def loss(out):
+        calls.append(out)
+        return -out.logprobs if len(calls) == 1 else in_later_blocks(out)
+
+    with pytest.raises(error, match=message):
+        run(problem, loss, (), backend="triton", workspace_bytes=128 * KEPT_BYTES)
+    assert len(calls) == 2
 
 
 def test_a_loss_that_is_no_function_is_named():

@@ -93,6 +93,8 @@ BAD = [
     ({"tp_group": "tp"}, TypeError, "tp_group", "ProcessGroup or None", "str"),
     ({"backend": "cuda"}, ValueError, "backend", "'auto', 'triton', 'torch' or 'reference'", "'cuda'"),
     ({"backend": "reference", "vocab_start": 5}, ValueError, "vocab_start", "0 for backend='reference'", "5"),
+    ({"backend": "reference", "weight_grad_sink": 3}, ValueError, "weight_grad_sink", "None for backend", "a int"),
+    ({"temperature": 10**400}, ValueError, "temperature", "a number that fp32 holds", "1329 bits"),
 ]
 
 
@@ -228,6 +230,7 @@ def test_check_labels_names_what_is_no_label():
 def test_ranks_describe_a_configuration_in_one_order(device):
     """Not in that of a set of strings, which differs from process to process: the ranks of a group compare them."""
     problem = make_problem(3, 24, 31, device)
-    by_type = {"temperature": 1.0, "skip_ignored": False, "weight_grad_sink": None}
-    described = api._describe(*problem[:3], {"softcap": None} | dict(reversed(by_type.items())))
-    assert list(described) == ["hidden", "weight", "labels", "gradients", "softcap", *by_type]
+    by_type = {"temperature": 1.0, "weight_grad_sink": None}
+    others = {"softcap": None, "skip_ignored": False}
+    described = api._describe(*problem[:3], others | dict(reversed(by_type.items())))
+    assert list(described) == ["hidden", "weight", "labels", "gradients", "softcap", *by_type, "skip_ignored"]

@@ -194,6 +194,7 @@ def check_refusals(backend: str, device: torch.device, report: Report) -> None:
     heads = [torch.ones(shape, device=device) for shape in ((4, 8), (columns, 8), (4, 8), (columns, 8))]
     for name, keywords, expected in (
         ("betas of two kinds", {"beta": 0.0 if rank == 0 else 0.5}, "beta must be the same on every rank"),
+        ("rows skipped by one", {"skip_ignored": rank == 0}, "skip_ignored must be the same on every rank"),
         ("no vocab_start", {"vocab_start": None}, "vocab_start must be given on every rank where shards differ"),
         ("workspace", {"workspace_bytes": 1}, "workspace_bytes must be at least"),
     ):

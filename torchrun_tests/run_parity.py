@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -212,10 +213,21 @@ def run_disagreements(group: ProcessGroup, report: Report) -> None:
         "refuses its arguments: labels must be int64": {"labels": labels.int()},
         "vocab_start must be given on every rank where shards differ": {"weight": torch.ones(rows, 8)},
         "hidden must be the same on every rank": {"hidden": hidden.half(), "weight": torch.ones(20, 8).half()},
+        "skip_ignored must be the same on every rank": {"skip_ignored": True},
     }
     for expected, arguments in odd.items():
         call = {"hidden": hidden, "weight": torch.ones(20, 8), "labels": labels, **(arguments if last else {})}
         check_refused(call, expected.split(": ")[-1] if last else expected, group, report)
+    odd = {
+        "has no keyword logits_cache_bytes": {"logits_cache_bytes": 1},
+        "loss must be a function of the outputs": {"loss": None},
+        "per_token[0] must have labels' shape first": {"per_token": torch.ones(5)},
+    }
+    for expected, arguments in odd.items():
+        given = {"loss": lambda out, _: -out.logprobs, "per_token": torch.ones(6), **(arguments if last else {})}
+        own = given.pop("loss"), given.pop("per_token")
+        loss = functools.partial(megatron_lce.linear_token_loss, hidden, torch.ones(20, 8), labels, *own)
+        check_refused(given, expected, group, report, loss)
     uneven_call = {"hidden": hidden, "weight": torch.ones(rows, 8), "labels": labels, "vocab_start": 20 * rank}
     check_refused({**uneven_call, "workspace_bytes": 200}, "workspace_bytes must be at least", group, report)
 
@@ -233,9 +245,15 @@ def run_two_heads(group: ProcessGroup, report: Report) -> None:
         report.compare(f"two heads, the last shard of {last_rows}", out.logprobs, expected, 1e-6)
 
 
-def check_refused(call: dict[str, Any], expected: str, group: ProcessGroup, report: Report) -> None:
+def check_refused(
+    call: dict[str, Any],
+    expected: str,
+    group: ProcessGroup,
+    report: Report,
+    operation: Callable = megatron_lce.linear_cross_entropy,
+) -> None:
     try:
-        megatron_lce.linear_cross_entropy(**call, tp_group=group, backend="torch")
+        operation(**call, tp_group=group, backend="torch")
         message = "no error"
     except (TypeError, ValueError) as error:
         message = str(error)

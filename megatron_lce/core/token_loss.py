@@ -118,7 +118,6 @@ class TokenLossPass:
         """Call the caller's loss; the gradient of its sum by each of the `DIFFERENTIABLE` outputs."""
         given = {name: getattr(outputs, name) for name in DIFFERENTIABLE}
         leaves = {name: o.detach().requires_grad_(self._with_gradient) for name, o in given.items() if o is not None}
-        first_block = not self._outputs
         self._outputs.append(outputs)
         with torch.set_grad_enabled(self._with_gradient):
             result = self._loss(
@@ -128,11 +127,15 @@ class TokenLossPass:
             losses, metrics = checked_losses(result, outputs.logprobs.shape[0])
             total = torch.where(rows.ignored, 0.0, losses).sum()
         self._total += total.detach()
+        if self._metrics and metrics.keys() != self._metrics[0].keys():
+            raise ValueError(
+                "loss must return the same metrics for any tokens, "
+                f"got {sorted(self._metrics[0])} and {sorted(metrics)}"
+            )
         self._metrics.append({name: self._unless_ignored(metric, rows) for name, metric in metrics.items()})
         if not self._with_gradient:
             return ()
-        if first_block:
-            check_graph(total, list(leaves.values()))
+        check_graph(total, list(leaves.values()))
         found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
         upstream = dict(zip(leaves, found, strict=True))
         return [upstream.get(name) for name in DIFFERENTIABLE]

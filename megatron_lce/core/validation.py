@@ -31,7 +31,7 @@ def check_labels(labels: Tensor, vocab_size: int, ignore_index: int = -100) -> N
         TypeError: an argument is not as described.
     """
     check_label_tensor(labels)
-    check_integer("vocab_size", vocab_size)
+    check_integer("vocab_size", vocab_size, minimum=1)
     check_integer("ignore_index", ignore_index)
     bad = ((labels < 0) | (labels >= vocab_size)) & (labels != ignore_index)
     count = int(bad.sum())
@@ -156,6 +156,8 @@ def check_flag(name: str, value: object) -> None:
 def check_number(name: str, value: object, *, positive: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a float, got {type(value).__name__}")
+    if isinstance(value, int) and abs(value) > _LARGEST:
+        raise ValueError(f"{name} must be a number that fp32 holds, got an int of {value.bit_length()} bits")
     if not math.isfinite(value) or (positive and value <= 0):
         raise ValueError(f"{name} must be {'positive and ' if positive else ''}finite, got {value}")
     if abs(value) > _LARGEST or (positive and value < _SMALLEST):
@@ -185,6 +187,11 @@ def check_skip_ignored(value: bool | int, num_tokens: int) -> None:
         raise TypeError(f"skip_ignored must be a bool or an int, got {type(value).__name__}")
     if not 0 <= value <= num_tokens:
         raise ValueError(f"skip_ignored must be at least 0 and at most the number of rows, {num_tokens}, got {value}")
+
+
+def kind_of_skipping(skip_ignored: object) -> object:
+    """`skip_ignored` but for a number, which changes from call to call."""
+    return skip_ignored if isinstance(skip_ignored, bool) else type(skip_ignored).__name__
 
 
 def kind_of(tensor: object) -> str:

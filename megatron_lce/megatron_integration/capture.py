@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from megatron_lce.backends.choice import describe_backend
 from megatron_lce.core.options import LinearCrossEntropyOutput
 from megatron_lce.megatron_integration.fused_loss import FusedLoss
-from megatron_lce.megatron_integration.head_call import HeadCall
+from megatron_lce.megatron_integration.head_call import HeadCall, check_not_fixed
 from megatron_lce.megatron_integration.method_overrides import MethodOverride, overrides_of
 from megatron_lce.megatron_integration.support import NO_HEAD, find_language_model, head_reasons, reasons_of_group
 from megatron_lce.megatron_integration.uncomputed_logits import UncomputedLogits
@@ -87,7 +87,7 @@ class CapturedHead:
             RuntimeError: this stage has no head, or no forward pass has reached it.
             TypeError, ValueError: as `megatron_lce.linear_cross_entropy`.
         """
-        _check_not_fixed(keywords)
+        check_not_fixed(keywords)
         call = self._captured_call()
         with self._gradient_where_captured():
             return call.linear_cross_entropy(labels, temperature, **keywords)
@@ -110,7 +110,7 @@ class CapturedHead:
             RuntimeError: this stage has no head, or no forward pass has reached it.
             TypeError, ValueError: as `megatron_lce.linear_token_loss`.
         """
-        _check_not_fixed(keywords)
+        check_not_fixed(keywords)
         call = self._captured_call()
         with self._gradient_where_captured():
             return call.linear_token_loss(labels, loss, *per_token, **keywords)
@@ -147,7 +147,7 @@ class CapturedHead:
             RuntimeError: this stage has no head, or no forward pass has reached it or the teacher's.
             TypeError, ValueError: as `megatron_lce.linear_jsd`; or the two heads' tokens or ranks differ.
         """
-        _check_not_fixed(keywords)
+        check_not_fixed(keywords)
         if not isinstance(teacher_head, CapturedHead):
             raise TypeError(f"teacher_head must be a captured head, got {type(teacher_head).__name__}")
         call, teacher = self._captured_call(), teacher_head._captured_call(" of the teacher")
@@ -215,13 +215,6 @@ class CapturedHead:
 
     def _mtp_layers(self) -> int:
         return 0 if self._language_model is None else self._language_model.config.mtp_num_layers or 0
-
-
-def _check_not_fixed(keywords: dict[str, Any]) -> None:
-    fixed_by_head = {"tp_group", "sequence_parallel", "vocab_start", "reduce_grad_hidden", "weight_grad_sink"}
-    fixed = fixed_by_head & keywords.keys()
-    if fixed:
-        raise TypeError(f"{', '.join(sorted(fixed))} must not be given: the captured head fixes them")
 
 
 @contextlib.contextmanager

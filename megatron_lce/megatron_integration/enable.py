@@ -123,25 +123,29 @@ def enable_fused_linear_ce(
             "skip_ignored must be True or False: the microbatches of a model differ in their number of counted rows; "
             f"got {skip_ignored!r}"
         )
+    check_flag("use_fused_linear_ce", use_fused_linear_ce)
     check_flag("ignore_masked", ignore_masked)
     options["skip_ignored"] = skip_ignored
     modules = modules_of(model)
     if use_fused_linear_ce and any(isinstance(owner, CapturedHead) for owner in _owners(modules)):
         raise RuntimeError("capture_lm_head is open on this model: enable before or after it")
-    _uninstall(modules)
     if not use_fused_linear_ce:
+        _uninstall(modules)
         return FusedLinearCE(("use_fused_linear_ce is False",))
     language_model = find_language_model(model)
     if language_model is None:
+        _uninstall(modules)
         return FusedLinearCE((NO_HEAD,))
     reasons = reasons_of_group(language_model, (*head_reasons(language_model), *loss_reasons(language_model)))
+    message = f"fused linear cross-entropy is not used: {'; '.join(reasons)}"
+    if reasons and on_unsupported == "raise":
+        raise ValueError(message)
+    if not reasons:
+        check_softcap(language_model.output_layer, softcap)
+    _uninstall(modules)  # behind all that raises: a call that is refused leaves the loss as it was
     if reasons:
-        message = f"fused linear cross-entropy is not used: {'; '.join(reasons)}"
-        if on_unsupported == "raise":
-            raise ValueError(message)
         warn_on_one_rank(message + not_applied(options))
         return FusedLinearCE(reasons)
-    check_softcap(language_model.output_layer, softcap)
     return FusedLinearCE((), FusedLoss(language_model, options, ignore_masked))
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from megatron_lce.backends.choice import triton_obstacle
+from megatron_lce.core.validation import check_integer
 from megatron_lce.estimate import estimate_table, format_estimates
 from megatron_lce.head_memory import HeadStep
 from megatron_lce.megatron_integration.main_grad import main_grad_sink
@@ -61,9 +62,10 @@ def explain(model: nn.Module | Sequence[nn.Module], tokens: int = 8192) -> Expla
         tokens: of a microbatch, whole sequences (b * s, over context-parallel ranks divided), for the estimates.
 
     Raises:
-        TypeError: `model` is nothing of Megatron's.
-        ValueError: `model` holds several heads.
+        TypeError: `model` is nothing of Megatron's, or `tokens` no int.
+        ValueError: `model` holds several heads, or `tokens` is not positive.
     """
+    check_integer("tokens", tokens, minimum=1)
     language_model = find_language_model(model)
     if language_model is None:
         return Explanation(can_capture=False, can_fuse=False, reasons=(NO_HEAD,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_lce.core.options import LinearCrossEntropyOutput
 from megatron_lce.core.products import product
+from megatron_lce.core.validation import check_number
 from megatron_lce.cross_entropy import linear_cross_entropy
 from megatron_lce.jsd import linear_jsd
 from megatron_lce.megatron_integration.heads import check_softcap, form_of
@@ -115,6 +117,7 @@ class HeadCall:
     def _keywords(self, temperature: float | Tensor, logits_scale: float, keywords: dict[str, Any]) -> dict[str, Any]:
         """The caller's keywords and what this head fixes."""
         self.check_unchanged()
+        check_number("logits_scale", logits_scale)
         logits_scale *= self.logits_scale
         check_softcap(self.head, keywords.get("softcap"))
         softcap = form_of(self.head).softcap
@@ -173,6 +176,7 @@ class HeadCall:
 
     def _form(self, role: str, logits_scale: float, softcap: float | None) -> dict[str, Any]:
         """The keywords of one of a divergence's two heads."""
+        check_number(f"{role}_logits_scale", logits_scale)
         check_softcap(self.head, softcap)
         own, scale = form_of(self.head).softcap, logits_scale * self.logits_scale
         if own is not None and scale != 1.0:
@@ -219,6 +223,14 @@ class HeadCall:
 
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
+
+
+def check_not_fixed(keywords: Mapping[str, Any]) -> None:
+    """Refuses what a call of the head fixes."""
+    fixed_by_head = {"tp_group", "sequence_parallel", "vocab_start", "reduce_grad_hidden", "weight_grad_sink"}
+    fixed = fixed_by_head & keywords.keys()
+    if fixed:
+        raise TypeError(f"{', '.join(sorted(fixed))} must not be given: the captured head fixes them")
 
 
 def batch_first(output: LinearCrossEntropyOutput) -> LinearCrossEntropyOutput:

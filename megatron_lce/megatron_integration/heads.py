@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
+from megatron_lce.core.validation import check_number
+
 if TYPE_CHECKING:
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
@@ -74,14 +76,16 @@ def accept_head(
             that asks an enabled model for logits.
 
     Raises:
-        TypeError: `head` is neither a class nor a function.
-        ValueError: a class has neither method of its own, so that there is nothing to accept.
+        TypeError: `head` is neither a class nor a function, or `softcap` neither a number nor one.
+        ValueError: a class has neither method of its own, so that there is nothing to accept; or `softcap` is negative.
     """
     if not isinstance(head, type):
         if not callable(head) or isinstance(head, nn.Module):
             raise TypeError(f"head must be a class or a function, got {type(head).__name__}")
     elif not _overrides(head):
         raise ValueError(f"head must have a forward or _forward_impl of its own, {head.__name__} has neither")
+    if softcap is not None and not callable(softcap) and softcap != 0:
+        check_number("softcap", softcap, positive=True)
     _accepted[head] = _Form(_function(softcap), _function(logits_dtype))
 
 

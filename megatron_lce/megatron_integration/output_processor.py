@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from megatron_lce.core.options import LinearCrossEntropyOutput
-from megatron_lce.core.validation import as_int64
-from megatron_lce.megatron_integration.head_call import HeadCall
+from megatron_lce.core.validation import as_int64, check_tensor
+from megatron_lce.megatron_integration.head_call import HeadCall, check_not_fixed
 from megatron_lce.megatron_integration.support import reasons_of_head
 from megatron_lce.megatron_integration.uncomputed_logits import IGNORE_INDEX, UncomputedLogits
 
@@ -68,6 +69,13 @@ def fused_output_processor(
         TypeError, ValueError: as `megatron_lce.linear_cross_entropy`.
     """
     context = FusedOutputContext() if context is None else context
+    if not isinstance(context, FusedOutputContext):
+        raise TypeError(f"output_processor_context must be a FusedOutputContext, got {type(context).__name__}")
+    check_not_fixed(context.keywords)
+    if own := {"labels", "temperature", "ignore_index", "entropy"} & context.keywords.keys():
+        raise TypeError(
+            f"{', '.join(sorted(own))} must not be among a FusedOutputContext's keywords: see its attributes"
+        )
     weight = output_layer.weight if output_weight is None else output_weight
     reasons = reasons_of_head(output_layer, config, weight)
     if reasons:
@@ -75,8 +83,11 @@ def fused_output_processor(
     labels = labels if context.labels is None else context.labels
     if labels is None:
         raise ValueError("labels must be given to the model or in the FusedOutputContext, got None")
+    check_tensor("labels", labels)
     labels = as_int64(labels)
-    counted = labels >= 0 if context.counted is None else (labels >= 0) & context.counted
+    counted = labels >= 0
+    if context.counted is not None:
+        counted &= _checked_counted(context.counted, labels)
     temperature = context.temperature
     if isinstance(temperature, Tensor) and temperature.shape == labels.shape:
         temperature = temperature.where(counted, 1.0)
@@ -91,6 +102,15 @@ def fused_output_processor(
         **context.keywords,
     )
     return context.result(outputs)
+
+
+def _checked_counted(counted: Tensor, labels: Tensor) -> Tensor:
+    check_tensor("counted", counted)
+    if counted.dtype != torch.bool or counted.shape != labels.shape:
+        raise ValueError(
+            f"counted must be bool of labels' shape, {tuple(labels.shape)}, got {counted.dtype} {tuple(counted.shape)}"
+        )
+    return counted
 
 
 def _refuse(logits: UncomputedLogits) -> Tensor:

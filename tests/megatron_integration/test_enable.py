@@ -266,10 +266,21 @@ def test_errors(untied):
         ("vocab_size", 0, "vocab_size must be at least 1, got 0"),
         ("skip_ignored", 7, "skip_ignored must be True or False: the microbatches of a model differ .*; got 7"),
         ("ignore_masked", 1, "ignore_masked must be a bool, got int"),
+        ("use_fused_linear_ce", "False", "use_fused_linear_ce must be a bool, got str"),
         ("backend", "tritom", "backend must be 'auto', 'triton', 'torch' or 'reference', got 'tritom'"),
     ):
         with pytest.raises((TypeError, ValueError), match=message):
             enable_fused_linear_ce(untied, **{option: value})
+
+
+def test_a_call_that_is_refused_leaves_the_loss_as_it_was(untied):
+    handle = enable(untied)
+    before = state(untied)
+    untied.output_layer.bias = nn.Parameter(torch.zeros(VOCAB_SIZE))
+    with pytest.raises(ValueError, match="output_layer has a bias"):
+        enable(untied, on_unsupported="raise")
+    assert state(untied) == before
+    assert handle.enabled
 
 
 def test_what_a_handle_says_of_itself(untied):

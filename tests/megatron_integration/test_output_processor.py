@@ -101,6 +101,26 @@ def test_errors(model, device):
     tensors, labels = megatron_world.inputs(device)
     with pytest.raises(ValueError, match="labels must be given to the model or in the FusedOutputContext, got None"):
         process(model, tensors, None, torch_backend())
+    floats = torch.ones_like(labels).float()
+    for context, error, message in (
+        (
+            torch_backend(counted=floats),
+            ValueError,
+            "counted must be bool of labels' shape, (3, 23), got torch.float32",
+        ),
+        (
+            torch_backend(counted=floats[0] > 0),
+            ValueError,
+            "counted must be bool of labels' shape, (3, 23), got torch.b",
+        ),
+        (torch_backend(labels=[1]), TypeError, "labels must be a torch.Tensor, got list"),
+        ({"temperature": 1.0}, TypeError, "output_processor_context must be a FusedOutputContext, got dict"),
+        (FusedOutputContext(keywords={"reduce_grad_hidden": False}), TypeError, "the captured head fixes them"),
+        (FusedOutputContext(keywords={"entropy": False}), TypeError, "entropy must not be among"),
+        (FusedOutputContext(keywords={"logits_scale": None}), TypeError, "logits_scale must be a float, got NoneType"),
+    ):
+        with pytest.raises(error, match=re.escape(message)):
+            process(model, tensors, labels, context)
     message = re.escape("temperature must be [b, s], (3, 23) for this hidden, got (3,)")
     with pytest.raises(ValueError, match=message):
         process(model, tensors, labels, torch_backend(temperature=torch.ones(3, device=device)))
