@@ -19,15 +19,15 @@ from megatron_lce.core.logit_gradients import (
 from megatron_lce.core.options import DIFFERENTIABLE, LinearCrossEntropyOutput, Options
 from megatron_lce.core.products import copies_of, own_arithmetic
 from megatron_lce.core.protocols import CacheAhead, CrossEntropyBackend, LogitsCache
-from megatron_lce.core.rows import Rows, RowTerms, Saved
+from megatron_lce.core.rows import Rows, Saved
 from megatron_lce.core.tokens import (
     Counted,
     TokenBlock,
     Tokens,
     counted_rows,
+    new_outputs,
     rows_that_count,
     rows_to_compute,
-    spread,
 )
 from megatron_lce.core.validation import refuse_double_backward
 
@@ -62,6 +62,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             tokens = _tokens(hidden, num_tokens, counted, weight, options, backend)
             order = tokens.order()
             rows = rows_to_compute(rows, order, counted)
+            outputs = new_outputs(num_tokens, counted, options, labels.device)  # in front of the cache's wait
             kept: LogitsCache | CacheAhead | None = None
             if grad_enabled and counted.number is None:
                 kept = backend.new_cache(tokens.num_computed, hidden, options)
@@ -69,13 +70,10 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
                 kept = backend.begin_cache(num_tokens, hidden, options, counted.number.look)
             extremes, sums = stats_over_group(tokens, weight, rows, options, backend, kept)
             cache = None if kept is None else kept.whole
-            outputs, saved = backend.finish(extremes, sums, rows, options)
             if counted.number is not None:
                 counted = counted.known()
-                order = counted.rows
-                if order is not None:
-                    rows, outputs, saved = (_first(per_row, order.shape[0]) for per_row in (rows, outputs, saved))
-            outputs = spread(outputs, Counted(order, counted.unless_nan), num_tokens)
+                order, rows = counted.rows, rows_to_compute(rows, counted.rows, counted)
+            saved = backend.finish(extremes, sums, rows, options, outputs, order)
         ctx.set_materialize_grads(False)
         if grad_enabled:
             ctx.save_for_backward(hidden, weight, counted.rows, *rows, *saved)
@@ -101,13 +99,13 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             order = tokens.order()
             rows, saved = Rows(*per_row[:3]), Saved(*per_row[3:])
             given = dict(zip(LinearCrossEntropyOutput._fields, grad_outputs, strict=True))
-            upstream = tuple(_select(given[name], order) for name in DIFFERENTIABLE)
-            terms = backend.row_terms(rows, saved, upstream, options)
+            upstream = tuple(given[name] for name in DIFFERENTIABLE)
+            terms, counts = backend.row_terms(rows, saved, upstream, options, order)
             entropy = given["entropy"] is not None
             problem = LogitGradients(weight, rows, terms, options, backend, entropy)
             made = None
             if options.skip_ignored is True:
-                tokens, problem, made = _rows_with_gradient(tokens, order, problem, cache)
+                tokens, problem, made = _rows_with_gradient(tokens, order, problem, counts, cache)
             elif cache is not None:
                 made = made_of_kept(problem, cache)
             del cache
@@ -204,26 +202,14 @@ def _all_rows_fit(
     return stats_tokens(num_tokens, options.workspace_bytes, stats_bytes._replace(per_token=per_token)) >= num_tokens
 
 
-def _first(per_row: Rows | Saved | LinearCrossEntropyOutput, number: int) -> Any:
-    return type(per_row)(*(None if row is None else row[:number] for row in per_row))  # type: ignore[arg-type]
-
-
-def _select(per_token: Any, rows: Tensor | None) -> Any:
-    return per_token.index_select(0, rows) if isinstance(per_token, Tensor) and rows is not None else per_token
-
-
 def _rows_with_gradient(
-    tokens: Tokens, order: Tensor | None, problem: LogitGradients, cache: LogitsCache | None
+    tokens: Tokens, order: Tensor | None, problem: LogitGradients, counts: Tensor, cache: LogitsCache | None
 ) -> tuple[Tokens, LogitGradients, Made | None]:
     """Of the rows whose gradient is not zero; the device begins with what it can while the host waits for their number.
 
     With what was kept of all rows, or with the first slab of the logits.
     """
     rows, terms, options, backend = problem.rows, problem.terms, problem.options, problem.backend
-    # NaN counts: a broken row's terms are, whatever its upstream gradient.
-    counts = terms[2:5].any(dim=0)
-    if (mean_term := RowTerms(*terms).mean_term) is not None:
-        counts |= mean_term != 0
     per_row = [*rows, terms, *([] if order is None else [order])]
     counted, made, ahead = rows_that_count(counts, per_row, options, backend), None, None
 

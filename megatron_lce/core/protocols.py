@@ -7,9 +7,9 @@ from torch import Tensor
 
 from megatron_lce.core.blocks import BlockBytes
 from megatron_lce.core.jsd_stats import Head
-from megatron_lce.core.options import Options
+from megatron_lce.core.options import LinearCrossEntropyOutput, Options
 from megatron_lce.core.products import Copies
-from megatron_lce.core.rows import Ahead, Compacted, Finished, Rows, Saved
+from megatron_lce.core.rows import Ahead, Compacted, Rows, Saved
 
 
 class LogitsCache(Protocol):
@@ -114,16 +114,28 @@ class CrossEntropyBackend(CommonBackend, Protocol):
     ) -> Tensor:
         """[chunks, K, N] of so many columns and the whole vocabulary's [E, N] -> int64 [`num_sums`, N], in `UNIT`s."""
 
-    def finish(self, packed_extremes: Tensor, sums: Tensor, rows: Rows, options: Options) -> Finished: ...
+    def finish(
+        self,
+        packed_extremes: Tensor,  # [E, N or more]
+        sums: Tensor,  # [`num_sums`, as many]
+        rows: Rows,  # [N]
+        options: Options,
+        outputs: LinearCrossEntropyOutput,  # out, those that are asked for
+        order: Tensor | None,  # [N] int64, where in the outputs a row's go; None: [N] as they are
+    ) -> Saved: ...
 
     def row_terms(
         self,
         rows: Rows,
         saved: Saved,
-        upstream: Sequence[Tensor | None],  # gradients of the `DIFFERENTIABLE` outputs, [N] fp32 each
+        upstream: Sequence[Tensor | None],  # gradients of the `DIFFERENTIABLE` outputs, fp32
         options: Options,
-    ) -> Tensor:
-        """[6, N], packed `RowTerms`; [7, N] with a gradient of the mean logit."""
+        order: Tensor | None,  # as in `finish`
+    ) -> tuple[Tensor, Tensor]:
+        """[6, N], packed `RowTerms`, or [7, N] with a gradient of the mean logit; and [N] bool, where there is any.
+
+        There is in a broken row, whose terms are NaN, whatever its upstream gradient.
+        """
 
     def grad_logits_bytes(self, hidden: Tensor, copies: Copies) -> BlockBytes:
         """What `grad_logits` takes for its output, its intermediates and copies of its inputs."""

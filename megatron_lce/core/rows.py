@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from megatron_lce.core.options import LinearCrossEntropyOutput, Options
+from megatron_lce.core.options import Options
 from megatron_lce.core.softmax_stats import LOG2_E
 
 # A log of the sum under which every probability is zero: how an ignored row gets a zero gradient.
@@ -57,11 +57,6 @@ class Saved(NamedTuple):
     label_logprob: Tensor
     entropy: Tensor | None = None
     num_columns: Tensor | None = None  # fp32, of the whole vocabulary; with telemetry
-
-
-class Finished(NamedTuple):
-    outputs: LinearCrossEntropyOutput
-    saved: Saved
 
 
 class RowTerms(NamedTuple):

@@ -11,11 +11,11 @@ from megatron_lce.core.blocks import COLUMN_STEP, BlockBytes, kept_tokens, small
 from megatron_lce.core.group_stats import stats_of_tokens
 from megatron_lce.core.head_gradients import Slab, accumulator_bytes_per_column
 from megatron_lce.core.logit_gradients import LogitGradients, grad_logits_slabs, made_again, made_of_kept
-from megatron_lce.core.options import DIFFERENTIABLE, LinearCrossEntropyOutput, Options, outputs_asked_for
+from megatron_lce.core.options import DIFFERENTIABLE, LinearCrossEntropyOutput, Options
 from megatron_lce.core.products import copies_of
 from megatron_lce.core.protocols import CrossEntropyBackend, LogitsCache
 from megatron_lce.core.rows import Rows
-from megatron_lce.core.tokens import Counted, TokenBlock, Tokens, counted_rows, rows_to_compute, spread
+from megatron_lce.core.tokens import Counted, TokenBlock, Tokens, counted_rows, new_outputs, rows_to_compute
 
 _EVERYTHING = 2**62  # bytes of a cache that holds what there is
 
@@ -61,11 +61,12 @@ class TokenLossPass:
         cache = None if self._cache is None else self._cache.of(slice(0, hidden.shape[0]))
         options = replace(self._options, workspace_bytes=self._room)
         extremes, sums = stats_of_tokens(hidden, self._weight, rows, options, self.backend, cache)
-        outputs, saved = self.backend.finish(extremes, sums, rows, options)
+        outputs = new_outputs(hidden.shape[0], Counted(None), options, hidden.device)
+        saved = self.backend.finish(extremes, sums, rows, options, outputs, None)
         upstream = self._losses(outputs, rows, block)
         if not self._with_gradient:
             return
-        terms = self.backend.row_terms(rows, saved, upstream, options)
+        terms, _ = self.backend.row_terms(rows, saved, upstream, options, None)
         problem = LogitGradients(self._weight, rows, terms, options, self.backend, upstream[1] is not None)
         made = None
         if cache is not None:
@@ -81,10 +82,13 @@ class TokenLossPass:
         counted = Counted(self._order, self._counted.unless_nan)
         if not self._outputs:
             self._losses_of_no_token()
-        columns = zip(*self._outputs, strict=True)
-        outputs = LinearCrossEntropyOutput(*(None if parts[0] is None else torch.cat(parts) for parts in columns))  # type: ignore[arg-type]
+        outputs = new_outputs(self._num_tokens, counted, self._options, self._weight.device)
+        for output, *parts in zip(outputs, *self._outputs, strict=True):
+            if self._order is None and output is not None:
+                torch.cat(parts, out=output)
+            elif output is not None:
+                output.index_copy_(0, self._order, torch.cat(parts))
         metrics = {name: torch.cat([part[name] for part in self._metrics]) for name in self._metrics[0]}
-        outputs = spread(outputs, counted, self._num_tokens)
         return outputs, {name: self._spread(metric) for name, metric in metrics.items()}
 
     def _plan(self, hidden: Tensor, computed: int) -> tuple[int, LogitsCache | None, int]:
@@ -142,10 +146,7 @@ class TokenLossPass:
 
     def _losses_of_no_token(self) -> None:
         """Where no token is computed the caller's loss is asked about none, for the names of its metrics."""
-        options = self._options
-        dtypes = outputs_asked_for(options.entropy, options.telemetry)
-        given = {name: torch.empty(0, dtype=dtype, device=self._weight.device) for name, dtype in dtypes.items()}
-        outputs = LinearCrossEntropyOutput(*(given.get(name) for name in LinearCrossEntropyOutput._fields))  # type: ignore[arg-type]
+        outputs = new_outputs(0, Counted(None), self._options, self._weight.device)
         result = self._loss(outputs, *(tensor[:0] for tensor in self._per_token))
         _, metrics = checked_losses(result, 0)
         self._outputs.append(outputs)

@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron_lce.core import collectives
 from megatron_lce.core.blocks import cut
 from megatron_lce.core.collectives import Pending
-from megatron_lce.core.options import LinearCrossEntropyOutput, Options
+from megatron_lce.core.options import LinearCrossEntropyOutput, Options, outputs_asked_for
 from megatron_lce.core.products import is_aligned
 from megatron_lce.core.protocols import CommonBackend
 from megatron_lce.core.rows import Ahead, Rows
@@ -23,15 +23,18 @@ class RowNumber:
     ) -> None:
         self.on_device, self._on_host = on_device, on_host  # [] int32
         self._gather_rows = gather_rows
+        self._number: int | None = None
         self._written = torch.cuda.Event() if on_device.is_cuda else None
         if self._written is not None:
             self._written.record(torch.cuda.current_stream(on_device.device))
 
     def look(self) -> int:
         """Waits for what was enqueued so far when this was made, and for nothing behind it."""
-        if self._written is not None:
-            self._written.synchronize()
-        return int(self._on_host)
+        if self._number is None:
+            if self._written is not None:
+                self._written.synchronize()
+            self._number = int(self._on_host)
+        return self._number
 
     def gather(self, whole: Tensor, rows: Tensor) -> tuple[Tensor, Ahead]:
         """Hidden states [rows, H] of so many of the rows."""
@@ -118,23 +121,33 @@ def rows_that_count(
     return Counted(found.rows, brought=found.brought, number=number)
 
 
-def spread(outputs: LinearCrossEntropyOutput, counted: Counted, num_tokens: int) -> LinearCrossEntropyOutput:
-    """Outputs of the counted rows to outputs of all rows: 0 where a row was skipped."""
-    spread_out = [
-        None if output is None else to_every_row(output, counted, num_tokens, -1 if name == "argmax" else torch.nan)
-        for name, output in outputs._asdict().items()
-    ]
-    return LinearCrossEntropyOutput(*spread_out)  # type: ignore[arg-type]
+def new_outputs(num_tokens: int, counted: Counted, options: Options, device: torch.device) -> LinearCrossEntropyOutput:
+    """Those of every row, for the counted ones to be written; skipped rows are 0.
+
+    NaN, and -1 as an argmax, where the caller's count is not the labels'.
+    """
+    new = {}
+    for name, dtype in outputs_asked_for(options.entropy, options.telemetry).items():
+        if counted.rows is None:
+            new[name] = torch.empty(num_tokens, dtype=dtype, device=device)
+        else:
+            new[name] = _skipped(num_tokens, counted, dtype, device, -1 if name == "argmax" else torch.nan)
+    return LinearCrossEntropyOutput(*(new.get(name) for name in LinearCrossEntropyOutput._fields))  # type: ignore[arg-type]
 
 
-def to_every_row(output: Tensor, counted: Counted, num_tokens: int, broken: float = torch.nan) -> Tensor:
-    """One of them; `broken`: what skipped rows are where the caller's count is not the labels'."""
+def to_every_row(output: Tensor, counted: Counted, num_tokens: int) -> Tensor:
+    """An output of the counted rows to one of all rows, in the same way."""
     if counted.rows is None:
         return output
-    whole = output.new_zeros(num_tokens)
-    if counted.unless_nan is not None:
-        whole += torch.where(counted.unless_nan.isnan(), broken, 0).to(whole.dtype)
+    whole = _skipped(num_tokens, counted, output.dtype, output.device, torch.nan)
     return whole.index_copy_(0, counted.rows, output)
+
+
+def _skipped(num_tokens: int, counted: Counted, dtype: torch.dtype, device: torch.device, broken: float) -> Tensor:
+    skipped = torch.zeros(num_tokens, dtype=dtype, device=device)
+    if counted.unless_nan is not None:
+        skipped += torch.where(counted.unless_nan.isnan(), broken, 0).to(dtype)
+    return skipped
 
 
 class Tokens:

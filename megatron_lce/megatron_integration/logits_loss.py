@@ -23,7 +23,7 @@ from megatron_lce.core.blocks import cut
 from megatron_lce.core.options import Backend, Options
 from megatron_lce.core.products import product
 from megatron_lce.core.protocols import CrossEntropyBackend
-from megatron_lce.core.rows import NUM_TERMS, Finished, Rows
+from megatron_lce.core.rows import NUM_TERMS, Rows, Saved
 from megatron_lce.core.softmax_stats import CHUNK_COLUMNS, LOG2_E, packed_rows
 from megatron_lce.core.validation import refuse_double_backward
 from megatron_lce.cross_entropy import Call, linear_cross_entropy, prepare_call
@@ -193,14 +193,15 @@ class _GivenLogits:
                 parts[chunks, :, here] = stats.unflatten(1, (-1, starts.shape[0])).permute(2, 0, 1)
         return parts
 
-    def finish(self, extremes: Tensor, sums: Tensor, rows: Rows, options: Options) -> Finished:
-        finished = self._backend.finish(extremes, sums, rows, options)
-        self._log_sums[:, rows.labels.long()] = torch.stack([finished.saved.max_logit, finished.saved.log_sum])
-        return finished
+    def finish(self, extremes: Tensor, sums: Tensor, rows: Rows, *others: Any) -> Saved:
+        saved = self._backend.finish(extremes, sums, rows, *others)
+        self._log_sums[:, rows.labels.long()] = torch.stack([saved.max_logit, saved.log_sum])
+        return saved
 
-    def row_terms(self, rows: Rows, *_: Any) -> Tensor:
+    def row_terms(self, rows: Rows, *_: Any) -> tuple[Tensor, Tensor]:
         """Of no use but that no rank leaves a row out: another use of the logits may want the gradient of any."""
-        return rows.scale.new_ones(NUM_TERMS, rows.scale.shape[0])
+        num_tokens = rows.scale.shape[0]
+        return rows.scale.new_ones(NUM_TERMS, num_tokens), rows.scale.new_ones(num_tokens, dtype=torch.bool)
 
     def grad_of(self, values: Tensor, upstream: Tensor) -> Tensor:
         """upstream * (1[label] - p), through the softcap, in the logits' dtype: [N, V/tp]."""

@@ -11,7 +11,6 @@ from torch import Tensor
 from megatron_lce.core.options import LinearCrossEntropyOutput, Options
 from megatron_lce.core.rows import (
     LOG_SUM_OF_IGNORED_ROW,
-    Finished,
     Rows,
     RowTerms,
     Saved,
@@ -42,8 +41,15 @@ def largest_logit(max_logit: Tensor, min_logit: Tensor) -> Tensor:
     return torch.maximum(max_logit.abs(), min_logit.abs())
 
 
-def finish(packed_extremes: Tensor, sums: Tensor, rows: Rows, options: Options) -> Finished:
-    """The whole vocabulary's [E, N] and [`num_sums`, N] to outputs in nats: 0 in ignored rows, NaN in broken ones."""
+def finish(
+    packed_extremes: Tensor,  # [E, N]
+    sums: Tensor,  # [`num_sums`, N]
+    rows: Rows,
+    options: Options,
+    outputs: LinearCrossEntropyOutput,
+    order: Tensor | None,  # [N] int64, where in the outputs a row's go; None: as they are
+) -> Saved:
+    """The whole vocabulary's to outputs in nats: 0 in ignored rows, NaN in broken ones."""
     extremes = unpack_extremes(packed_extremes, options.telemetry)
     ignored = rows.ignored
     # No rank owns the label where it is -inf on all of them.
@@ -58,7 +64,7 @@ def finish(packed_extremes: Tensor, sums: Tensor, rows: Rows, options: Options) 
     # M is NaN where a sum is made of NaN, which integers do not show.
     unless_nan = extremes.max_logit * 0.0
     entropy = log_sum - others[0] / sum_exp + unless_nan if options.entropy else None
-    outputs = LinearCrossEntropyOutput(
+    found = LinearCrossEntropyOutput(
         in_nats(label_logprob), None if entropy is None else in_nats(entropy), in_nats(extremes.max_logit + log_sum)
     )
     num_columns = None
@@ -70,7 +76,7 @@ def finish(packed_extremes: Tensor, sums: Tensor, rows: Rows, options: Options) 
         unless_huge = unless_nan + CHUNK_COLUMNS * largest * largest * 0.0
         sum_exp_squared, sum_logit, sum_logit_squared = others[-4:-1]
         num_columns = sums[-1].float()
-        outputs = outputs._replace(
+        found = found._replace(
             max_logit=max_logit,
             min_logit=in_nats(extremes.min_logit),
             argmax=argmax.long(),
@@ -80,16 +86,22 @@ def finish(packed_extremes: Tensor, sums: Tensor, rows: Rows, options: Options) 
             logits_norm=in_nats(largest * sum_logit_squared.sqrt() + unless_huge),
             mean_logit=in_nats(largest * (sum_logit / num_columns) + unless_huge),
         )
-    return Finished(outputs, Saved(extremes.max_logit, log_sum, label_logprob, entropy, num_columns))
+    for output, value in zip(outputs, found, strict=True):
+        if output is not None and value is not None:
+            output.copy_(value) if order is None else output.index_copy_(0, order, value)
+    return Saved(extremes.max_logit, log_sum, label_logprob, entropy, num_columns)
 
 
 def row_terms(
     rows: Rows,
     saved: Saved,
-    upstream: Sequence[Tensor | None],  # gradients of the `DIFFERENTIABLE` outputs, [N] fp32 each
+    upstream: Sequence[Tensor | None],  # gradients of the `DIFFERENTIABLE` outputs, fp32
     options: Options,
-) -> Tensor:
-    """Packed `RowTerms`, [6, N] fp32; [7, N] with a gradient of the mean logit."""
+    order: Tensor | None,  # [N] int64, which of the outputs are a row's; None: as they are
+) -> tuple[Tensor, Tensor]:
+    """Packed `RowTerms`, [6, N] fp32, or [7, N] with a gradient of the mean logit; and [N] bool, where there is any."""
+    if order is not None:
+        upstream = [None if grad is None else grad.index_select(0, order) for grad in upstream]
     grad_logprobs, grad_entropy, grad_lse, grad_mean_logit = upstream
     ignored = rows.ignored
     # A logprob that is not finite makes every term NaN.
@@ -117,4 +129,6 @@ def row_terms(
         label_logprob=saved.label_logprob,
         mean_term=mean_term,
     )
-    return torch.stack([values for values in terms if values is not None])
+    packed = torch.stack([values for values in terms if values is not None])
+    counts = packed[2:5].any(dim=0)
+    return packed, counts if terms.mean_term is None else counts | (terms.mean_term != 0)

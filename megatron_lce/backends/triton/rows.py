@@ -9,11 +9,10 @@ from torch import Tensor
 
 from megatron_lce.backends.triton.merge_stats import largest_logit
 from megatron_lce.core.blocks import ceil_div
-from megatron_lce.core.options import DIFFERENTIABLE, LinearCrossEntropyOutput, Options, outputs_asked_for
+from megatron_lce.core.options import DIFFERENTIABLE, LinearCrossEntropyOutput, Options
 from megatron_lce.core.rows import (
     LOG_SUM_OF_IGNORED_ROW,
     NUM_TERMS,
-    Finished,
     Rows,
     Saved,
     inner_factor,
@@ -51,54 +50,61 @@ def prepare_rows(labels: Tensor, temperature: Tensor | float, options: Options) 
     return rows
 
 
-def finish(packed_extremes: Tensor, sums: Tensor, rows: Rows, options: Options) -> Finished:
+def finish(
+    packed_extremes: Tensor,  # [E, N or more]
+    sums: Tensor,  # [`num_sums`, as many] int64
+    rows: Rows,
+    options: Options,
+    outputs: LinearCrossEntropyOutput,
+    order: Tensor | None,  # [N] int64
+) -> Saved:
     """See `megatron_lce.backends.torch.rows.finish`."""
-    num_tokens = sums.shape[1]
-
-    def new(dtype: torch.dtype | None) -> Tensor | None:
-        return None if dtype is None else packed_extremes.new_empty(num_tokens, dtype=dtype)
-
-    entropy, telemetry = options.entropy, options.telemetry
-    dtypes = outputs_asked_for(entropy, telemetry)
-    outputs = [new(dtypes.get(name)) for name in LinearCrossEntropyOutput._fields]
-    saved = [new(torch.float32 if wanted else None) for wanted in (True, True, entropy, telemetry)]
+    num_tokens, entropy, telemetry = rows.labels.shape[0], options.entropy, options.telemetry
+    wanted = (True, True, entropy, telemetry)
+    saved = [packed_extremes.new_empty(num_tokens) if want else None for want in wanted]
     _finish_kernel[(ceil_div(num_tokens, BLOCK_N),)](
         packed_extremes,
         sums,
         rows.to_nats,
+        order,
         *outputs,
         *saved,
         num_tokens,
+        sums.shape[1],
         ENTROPY=entropy,
         TELEMETRY=telemetry,
         BLOCK_N=BLOCK_N,
         enable_fp_fusion=False,  # the same bits with and without the optional outputs
     )
-    return Finished(LinearCrossEntropyOutput(*outputs), Saved(packed_extremes[0], *saved))  # type: ignore[arg-type]
+    return Saved(packed_extremes[0, :num_tokens], *saved)  # type: ignore[arg-type]
 
 
 def row_terms(
     rows: Rows,
     saved: Saved,
-    upstream: Sequence[Tensor | None],  # gradients of the `DIFFERENTIABLE` outputs, [N] fp32 each, of any stride
+    upstream: Sequence[Tensor | None],  # gradients of the `DIFFERENTIABLE` outputs, fp32, of any stride
     options: Options,
-) -> Tensor:
-    """See `megatron_lce.backends.torch.rows.row_terms`: [6 or 7, N] fp32."""
+    order: Tensor | None,  # [N] int64
+) -> tuple[Tensor, Tensor]:
+    """See `megatron_lce.backends.torch.rows.row_terms`: [6 or 7, N] fp32, [N] bool."""
     num_tokens = rows.labels.shape[0]
     with_mean = upstream[DIFFERENTIABLE.index("mean_logit")] is not None
     terms = rows.scale.new_empty(NUM_TERMS + with_mean, num_tokens)
+    counts = rows.scale.new_empty(num_tokens, dtype=torch.bool)
     _row_terms_kernel[(ceil_div(num_tokens, BLOCK_N),)](
         rows.scale,
         rows.to_nats,
         *saved,
+        order,
         *upstream,
         *(0 if grad is None else grad.stride(0) for grad in upstream),
         terms,
+        counts,
         num_tokens,
         inner_factor(options),
         BLOCK_N=BLOCK_N,
     )
-    return terms
+    return terms, counts
 
 
 @triton.jit(do_not_specialize=["N", "temperature", "logits_factor", "ignore_index", "vocab_start", "num_columns"])
@@ -135,17 +141,27 @@ def _prepare_rows_kernel(
 
 
 @triton.jit
+def _places(order_ptr, rows, mask):
+    """Of these rows' numbers in tensors of every row."""
+    places = rows.to(tl.int64)
+    if order_ptr is not None:
+        places = tl.load(order_ptr + rows, mask=mask, other=0)
+    return places
+
+
+@triton.jit
 def _in_nats(value, to_nats):
     """Base 2 to nats; 0 in ignored rows, whatever they hold; NaN in broken ones."""
     return tl.where(to_nats == 0, 0.0, value * to_nats)
 
 
-@triton.jit(do_not_specialize=["N"])
+@triton.jit(do_not_specialize=["N", "stats_stride"])
 def _finish_kernel(
-    extremes_ptr,  # [E, N] packed
-    sums_ptr,  # [1 + ENTROPY + 4 * TELEMETRY, N] int64
+    extremes_ptr,  # [E, N] packed, rows stats_stride apart
+    sums_ptr,  # [1 + ENTROPY + 4 * TELEMETRY, N] int64, rows as far apart
     to_nats_ptr,  # [N]
-    logprobs_ptr,  # [N] out, as all that follow; None where not wanted
+    order_ptr,  # [N] int64, where a row's outputs go; None: as they are
+    logprobs_ptr,  # out, as all that follow; None where not wanted
     entropy_ptr,
     lse_ptr,
     max_logit_ptr,
@@ -154,20 +170,22 @@ def _finish_kernel(
     sum_pi_squared_ptr,
     logits_norm_ptr,
     mean_logit_ptr,
-    saved_log_sum_ptr,
+    saved_log_sum_ptr,  # [N] out, as all that follow
     saved_label_logprob_ptr,
     saved_entropy_ptr,
     saved_num_columns_ptr,
     N,
+    stats_stride,
     ENTROPY: tl.constexpr,
     TELEMETRY: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = rows < N
+    places = _places(order_ptr, rows, mask)
     extremes = extremes_ptr + rows
     max_logit = tl.load(extremes, mask=mask, other=0.0)
-    label_logit = tl.load(extremes + N, mask=mask, other=0.0)
+    label_logit = tl.load(extremes + stats_stride, mask=mask, other=0.0)
     sum_exp = tl.load(sums_ptr + rows, mask=mask, other=1).to(tl.float32) * _UNIT
     to_nats = tl.load(to_nats_ptr + rows, mask=mask, other=0.0)
     # No rank owns the label where it is -inf on all of them.
@@ -179,38 +197,38 @@ def _finish_kernel(
     label_logprob = label_shift - log_sum
     tl.store(saved_log_sum_ptr + rows, log_sum, mask=mask)
     tl.store(saved_label_logprob_ptr + rows, label_logprob, mask=mask)
-    tl.store(lse_ptr + rows, _in_nats(max_logit + log_sum, to_nats), mask=mask)
-    tl.store(logprobs_ptr + rows, _in_nats(label_logprob, to_nats), mask=mask)
+    tl.store(lse_ptr + places, _in_nats(max_logit + log_sum, to_nats), mask=mask)
+    tl.store(logprobs_ptr + places, _in_nats(label_logprob, to_nats), mask=mask)
     if ENTROPY:
-        sum_exp_logit = tl.load(sums_ptr + N + rows, mask=mask, other=0).to(tl.float32) * _UNIT
+        sum_exp_logit = tl.load(sums_ptr + stats_stride + rows, mask=mask, other=0).to(tl.float32) * _UNIT
         # The largest logit is NaN where a sum is made of NaN, which integers do not show.
         entropy = log_sum - sum_exp_logit / sum_exp + max_logit * 0.0
         tl.store(saved_entropy_ptr + rows, entropy, mask=mask)
-        tl.store(entropy_ptr + rows, _in_nats(entropy, to_nats), mask=mask)
+        tl.store(entropy_ptr + places, _in_nats(entropy, to_nats), mask=mask)
     if TELEMETRY:
-        min_logit = tl.load(extremes + 2 * N, mask=mask, other=0.0)
+        min_logit = tl.load(extremes + 2 * stats_stride, mask=mask, other=0.0)
         largest = largest_logit(max_logit, min_logit)
         unless_nan = max_logit * 0.0
         # A chunk's sum of squares is within fp32, or what is made of it and its like is NaN.
         unless_huge = unless_nan + _CHUNK_COLUMNS * largest * largest * 0.0
-        sums = sums_ptr + (1 + ENTROPY) * N + rows
+        sums = sums_ptr + (1 + ENTROPY) * stats_stride + rows
         sum_exp_squared = tl.load(sums, mask=mask, other=0).to(tl.float32) * _UNIT
-        sum_logit = tl.load(sums + N, mask=mask, other=0).to(tl.float32) * _UNIT
-        sum_logit_squared = tl.load(sums + 2 * N, mask=mask, other=0).to(tl.float32) * _UNIT
-        num_columns = tl.load(sums + 3 * N, mask=mask, other=1).to(tl.float32)
+        sum_logit = tl.load(sums + stats_stride, mask=mask, other=0).to(tl.float32) * _UNIT
+        sum_logit_squared = tl.load(sums + 2 * stats_stride, mask=mask, other=0).to(tl.float32) * _UNIT
+        num_columns = tl.load(sums + 3 * stats_stride, mask=mask, other=1).to(tl.float32)
         sum_pi_squared = sum_exp_squared / (sum_exp * sum_exp) + unless_nan + to_nats * 0.0
-        tl.store(sum_pi_squared_ptr + rows, tl.where(to_nats == 0, 0.0, sum_pi_squared), mask=mask)
+        tl.store(sum_pi_squared_ptr + places, tl.where(to_nats == 0, 0.0, sum_pi_squared), mask=mask)
         logits_norm = largest * tl.sqrt(sum_logit_squared) + unless_huge
-        tl.store(logits_norm_ptr + rows, _in_nats(logits_norm, to_nats), mask=mask)
+        tl.store(logits_norm_ptr + places, _in_nats(logits_norm, to_nats), mask=mask)
         mean_logit = largest * (sum_logit / num_columns) + unless_huge
-        tl.store(mean_logit_ptr + rows, _in_nats(mean_logit, to_nats), mask=mask)
+        tl.store(mean_logit_ptr + places, _in_nats(mean_logit, to_nats), mask=mask)
         tl.store(saved_num_columns_ptr + rows, num_columns, mask=mask)
         max_logit = _in_nats(max_logit, to_nats)
-        argmax = tl.load(extremes + 3 * N, mask=mask, other=0.0)
+        argmax = tl.load(extremes + 3 * stats_stride, mask=mask, other=0.0)
         argmax = tl.where(to_nats == 0, 0.0, tl.where(max_logit != max_logit, -1.0, argmax))
-        tl.store(max_logit_ptr + rows, max_logit, mask=mask)
-        tl.store(min_logit_ptr + rows, _in_nats(min_logit, to_nats), mask=mask)
-        tl.store(argmax_ptr + rows, argmax.to(tl.int64), mask=mask)
+        tl.store(max_logit_ptr + places, max_logit, mask=mask)
+        tl.store(min_logit_ptr + places, _in_nats(min_logit, to_nats), mask=mask)
+        tl.store(argmax_ptr + places, argmax.to(tl.int64), mask=mask)
 
 
 @triton.jit(
@@ -231,6 +249,7 @@ def _row_terms_kernel(
     saved_label_logprob_ptr,
     saved_entropy_ptr,  # or None
     saved_num_columns_ptr,  # or None
+    order_ptr,  # [N] int64, which of the upstream gradients are a row's; None: as they are
     grad_logprobs_ptr,  # or None, as the other upstream gradients
     grad_entropy_ptr,
     grad_lse_ptr,
@@ -240,12 +259,14 @@ def _row_terms_kernel(
     grad_lse_stride,
     grad_mean_logit_stride,
     terms_ptr,  # [6 or 7, N] out, `RowTerms`
+    counts_ptr,  # [N] bool out: whether any of its gradients is not zero
     N,
     inner_factor,
     BLOCK_N: tl.constexpr,
 ):
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = rows < N
+    places = _places(order_ptr, rows, mask)
     to_nats = tl.load(to_nats_ptr + rows, mask=mask, other=0.0)
     ignored = to_nats == 0
     label_logprob = tl.load(saved_label_logprob_ptr + rows, mask=mask, other=0.0)
@@ -254,24 +275,31 @@ def _row_terms_kernel(
     factor *= tl.load(scale_ptr + rows, mask=mask, other=0.0) * inner_factor
     label_term = tl.zeros((BLOCK_N,), tl.float32)
     if grad_logprobs_ptr is not None:
-        label_term = tl.load(grad_logprobs_ptr + rows.to(tl.int64) * grad_logprobs_stride, mask=mask, other=0.0)
+        label_term = tl.load(grad_logprobs_ptr + places * grad_logprobs_stride, mask=mask, other=0.0)
     p_term = -label_term
     if grad_lse_ptr is not None:
-        p_term += tl.load(grad_lse_ptr + rows.to(tl.int64) * grad_lse_stride, mask=mask, other=0.0)
+        p_term += tl.load(grad_lse_ptr + places * grad_lse_stride, mask=mask, other=0.0)
     entropy_term = tl.zeros((BLOCK_N,), tl.float32)
     if grad_entropy_ptr is not None:
-        grad_entropy = tl.load(grad_entropy_ptr + rows.to(tl.int64) * grad_entropy_stride, mask=mask, other=0.0)
+        grad_entropy = tl.load(grad_entropy_ptr + places * grad_entropy_stride, mask=mask, other=0.0)
         entropy_term = grad_entropy * _LN_2
         p_term -= entropy_term * tl.load(saved_entropy_ptr + rows, mask=mask, other=0.0)
     max_logit = tl.load(saved_max_logit_ptr + rows, mask=mask, other=0.0)
     log_sum = tl.load(saved_log_sum_ptr + rows, mask=mask, other=0.0)
     tl.store(terms_ptr + rows, tl.where(ignored, 0.0, max_logit), mask=mask)
     tl.store(terms_ptr + N + rows, tl.where(ignored, _LOG_SUM_OF_IGNORED_ROW, log_sum), mask=mask)
-    tl.store(terms_ptr + 2 * N + rows, tl.where(ignored, 0.0, p_term * factor), mask=mask)
-    tl.store(terms_ptr + 3 * N + rows, tl.where(ignored, 0.0, entropy_term * factor), mask=mask)
-    tl.store(terms_ptr + 4 * N + rows, tl.where(ignored, 0.0, label_term * factor), mask=mask)
+    p_term = tl.where(ignored, 0.0, p_term * factor)
+    entropy_term = tl.where(ignored, 0.0, entropy_term * factor)
+    label_term = tl.where(ignored, 0.0, label_term * factor)
+    counts = (p_term != 0) | (entropy_term != 0) | (label_term != 0)
+    tl.store(terms_ptr + 2 * N + rows, p_term, mask=mask)
+    tl.store(terms_ptr + 3 * N + rows, entropy_term, mask=mask)
+    tl.store(terms_ptr + 4 * N + rows, label_term, mask=mask)
     tl.store(terms_ptr + 5 * N + rows, label_logprob, mask=mask)
     if grad_mean_logit_ptr is not None:
-        mean_term = tl.load(grad_mean_logit_ptr + rows.to(tl.int64) * grad_mean_logit_stride, mask=mask, other=0.0)
+        mean_term = tl.load(grad_mean_logit_ptr + places * grad_mean_logit_stride, mask=mask, other=0.0)
         mean_term = mean_term / tl.load(saved_num_columns_ptr + rows, mask=mask, other=1.0)
-        tl.store(terms_ptr + 6 * N + rows, tl.where(ignored, 0.0, mean_term * factor), mask=mask)
+        mean_term = tl.where(ignored, 0.0, mean_term * factor)
+        counts |= mean_term != 0
+        tl.store(terms_ptr + 6 * N + rows, mean_term, mask=mask)
+    tl.store(counts_ptr + rows, counts, mask=mask)
