@@ -7,7 +7,7 @@ import torch
 
 import megatron_lce
 from megatron_lce.backends.torch import cross_entropy as torch_backend
-from megatron_lce.core import head_gradients
+from megatron_lce.core import head_gradients, trace
 from megatron_lce.core.head_gradients import computed_slabs
 from megatron_lce.core.options import DIFFERENTIABLE
 from megatron_lce.core.products import full_fp32, product
@@ -243,6 +243,20 @@ def test_a_trace_names_forward_and_backward(backend, device):
         problem.run(backend)
     names = {event.name for event in profile.events()}
     assert {f"megatron_lce: linear_cross_entropy {pass_}" for pass_ in ("forward", "backward")} <= names
+
+
+def test_ranges_are_made_for_nvtx_and_where_no_profiler_is_on_for_nobody(monkeypatch):
+    seen = []
+    monkeypatch.setattr(trace, "record_function", lambda name: seen.append(name) or contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.autograd.profiler, "_enable_profiler", lambda *given: None)
+    monkeypatch.setattr(torch.autograd.profiler, "_disable_profiler", lambda: None)
+    problem = make_problem(4, 8, 20, torch.device("cpu"))
+    problem.run("torch")
+    assert seen == []
+    with torch.autograd.profiler.emit_nvtx():
+        problem.run("torch")
+    assert seen == [f"megatron_lce: linear_cross_entropy {pass_}" for pass_ in ("forward", "backward")]
 
 
 def test_a_second_backward_without_a_cache(backend, device):

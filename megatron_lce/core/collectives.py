@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
-from torch.profiler import record_function
+
+from megatron_lce.core.trace import trace_range
 
 
 class Pending(NamedTuple):
@@ -50,14 +51,14 @@ def gather_objects(value: Any, group: ProcessGroup) -> list[Any]:
 def any_over_group(mask: Tensor, group: ProcessGroup) -> Tensor:
     """Where the mask is true on any rank."""
     seen = mask.to(torch.uint8)
-    with record_function("megatron_lce: any over the group"):
+    with trace_range("any over the group"):
         dist.all_reduce(seen, dist.ReduceOp.MAX, group=group)
     return seen.bool()
 
 
 def add_over_group(tensor: Tensor, group: ProcessGroup) -> None:
     """Sum over the group, in place."""
-    with record_function("megatron_lce: sums over the group"):
+    with trace_range("sums over the group"):
         dist.all_reduce(tensor, group=group)
 
 
@@ -73,18 +74,18 @@ def gather_rows(shard: Tensor, group: ProcessGroup) -> Tensor:
 
 def start_gather_rows(shard: Tensor, group: ProcessGroup) -> Pending:
     out = shard.new_empty(shard.shape[0] * group_size(group), *shard.shape[1:])
-    with record_function("megatron_lce: gather over the group"):
+    with trace_range("gather over the group"):
         return Pending(out, dist.all_gather_into_tensor(out, shard.contiguous(), group=group, async_op=True))
 
 
 def start_all_reduce(tensor: Tensor, group: ProcessGroup) -> Pending:
     """Sum over the group, in place."""
-    with record_function("megatron_lce: sum of hidden's gradient over the group"):
+    with trace_range("sum of hidden's gradient over the group"):
         return Pending(tensor, dist.all_reduce(tensor, group=group, async_op=True))
 
 
 def start_reduce_scatter(tensor: Tensor, group: ProcessGroup) -> Pending:
     """[n, H] -> this rank's rows [n / tp, H] of the sum over the group."""
     out = tensor.new_empty(tensor.shape[0] // group_size(group), *tensor.shape[1:])
-    with record_function("megatron_lce: sum of hidden's gradient over the group, scattered"):
+    with trace_range("sum of hidden's gradient over the group, scattered"):
         return Pending(out, dist.reduce_scatter_tensor(out, tensor, group=group, async_op=True))

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
+
+from megatron_lce.core.trace import trace_range
 
 SLAB_ROW_STEP = 64  # elements: rows of slabs and caches start at cache lines, and whole vectors of a CPU fit in a row
 
@@ -34,7 +35,7 @@ def own_arithmetic(device: torch.device, name: str) -> Iterator[None]:
     """Autocast off and products in full fp32 inside; a range of that name in a profiler's trace."""
     autocast = torch.is_autocast_enabled(device.type)
     without = torch.autocast(device.type, enabled=False) if autocast else contextlib.nullcontext()
-    with without, full_fp32(), record_function(f"megatron_lce: {name}"):
+    with without, full_fp32(), trace_range(name):
         yield
 
 
