@@ -89,14 +89,13 @@ def _forward(hidden: Tensor, weight: Tensor, labels: Tensor, *values: Any) -> li
     call = prepare_call(hidden.detach(), weight.detach(), labels, **public)
     context = _Context(call, keywords)
     needs_grad = any(context.needs_input_grad)
-    flat = LinearCrossEntropyFunction.forward(context, *call.inputs, call.options, context.backend, needs_grad)
-    # Nodes may not return views of each other's memory.
-    outputs = [output.view(labels.shape).clone() for output in flat if output is not None]
+    given = (*call.inputs, call.options, context.backend, labels.shape, needs_grad)
+    outputs = [output for output in LinearCrossEntropyFunction.forward(context, *given) if output is not None]
     if not needs_grad:
         return outputs
     _, _, counted, *per_row = context.saved_tensors
     kept = [labels.new_empty(0) if counted is None else counted]
-    kept += [row.clone() for row in per_row if row is not None]
+    kept += [row.clone() for row in per_row if row is not None]  # nodes may not return views of each other's memory
     return [*outputs, *kept, *(() if context.cache is None else context.cache.tensors)]
 
 
@@ -160,8 +159,7 @@ def _backward(
     context.save_for_backward(call.hidden, call.weight, None if everything else counted, *saved)
     if of_cache:
         context.cache, context.cached = context.backend.LogitsCache(*of_cache), True
-    flat = (None if grad is None else grad.reshape(-1) for grad in upstream)
-    given = dict(zip(_outputs(keywords), flat, strict=True))
+    given = dict(zip(_outputs(keywords), upstream, strict=True))
     grads = (given.get(name) for name in LinearCrossEntropyOutput._fields)
     grad_hidden, grad_weight, *_ = LinearCrossEntropyFunction.backward(context, *grads)
     for tensor in of_cache[1:]:

@@ -132,9 +132,9 @@ def linear_cross_entropy(
     call = prepare_call(**arguments)
     if backend == "reference":
         flat = _reference(call)
-    else:
-        flat = linear_cross_entropy_autograd(*call.inputs, call.options, load_backend(backend, hidden.device))
-    return LinearCrossEntropyOutput(*(None if output is None else output.view(labels.shape) for output in flat))  # type: ignore[arg-type]
+        return LinearCrossEntropyOutput(*(None if output is None else output.view(labels.shape) for output in flat))  # type: ignore[arg-type]
+    kernels = load_backend(backend, hidden.device)
+    return linear_cross_entropy_autograd(*call.inputs, call.options, kernels, labels.shape)
 
 
 def _as_one_node(

@@ -50,6 +50,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         temperature: Tensor | float,  # [N] if a tensor
         options: Options,
         backend: CrossEntropyBackend,
+        shape: torch.Size,  # of the outputs, N elements
         grad_enabled: bool,
     ) -> tuple[Tensor | None, ...]:
         check_workspace(hidden, weight, options, backend, ctx.needs_input_grad if grad_enabled else None)
@@ -62,7 +63,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             tokens = _tokens(hidden, num_tokens, counted, weight, options, backend)
             order = tokens.order()
             rows = rows_to_compute(rows, order, counted)
-            outputs = new_outputs(num_tokens, counted, options, labels.device)  # in front of the cache's wait
+            outputs = new_outputs(shape, counted, options, labels.device)  # in front of the cache's wait
             kept: LogitsCache | CacheAhead | None = None
             if grad_enabled and counted.number is None:
                 kept = backend.new_cache(tokens.num_computed, hidden, options)
@@ -98,7 +99,8 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             tokens = _tokens(hidden, ctx.num_tokens, Counted(counted), weight, options, backend)
             order = tokens.order()
             rows, saved = Rows(*per_row[:3]), Saved(*per_row[3:])
-            given = dict(zip(LinearCrossEntropyOutput._fields, grad_outputs, strict=True))
+            flat = (None if grad is None else grad.reshape(-1) for grad in grad_outputs)
+            given = dict(zip(LinearCrossEntropyOutput._fields, flat, strict=True))
             upstream = tuple(given[name] for name in DIFFERENTIABLE)
             terms, counts = backend.row_terms(rows, saved, upstream, options, order)
             entropy = given["entropy"] is not None
@@ -122,7 +124,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
                 needs_hidden=ctx.needs_input_grad[0],
                 needs_weight=ctx.needs_input_grad[1],
             )
-        return *gradients, None, None, None, None, None
+        return *gradients, None, None, None, None, None, None
 
 
 def linear_cross_entropy_autograd(
@@ -132,11 +134,12 @@ def linear_cross_entropy_autograd(
     temperature: Tensor | float,
     options: Options,
     backend: CrossEntropyBackend,
+    shape: torch.Size,
 ) -> LinearCrossEntropyOutput:
-    """Apply the function to flattened inputs: hidden [N, H], labels [N]; outputs [N]."""
+    """Apply the function to flattened inputs, hidden [N, H], labels [N]; outputs of a shape of N elements."""
     grad_enabled = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     return LinearCrossEntropyOutput(
-        *LinearCrossEntropyFunction.apply(hidden, weight, labels, temperature, options, backend, grad_enabled)
+        *LinearCrossEntropyFunction.apply(hidden, weight, labels, temperature, options, backend, shape, grad_enabled)
     )
 
 

@@ -120,15 +120,15 @@ class CrossEntropyBackend(CommonBackend, Protocol):
         sums: Tensor,  # [`num_sums`, as many]
         rows: Rows,  # [N]
         options: Options,
-        outputs: LinearCrossEntropyOutput,  # out, those that are asked for
-        order: Tensor | None,  # [N] int64, where in the outputs a row's go; None: [N] as they are
+        outputs: LinearCrossEntropyOutput,  # out, those that are asked for, contiguous
+        order: Tensor | None,  # [N] int64, where in the flat outputs a row's go; None: N of them, as they are
     ) -> Saved: ...
 
     def row_terms(
         self,
         rows: Rows,
         saved: Saved,
-        upstream: Sequence[Tensor | None],  # gradients of the `DIFFERENTIABLE` outputs, fp32
+        upstream: Sequence[Tensor | None],  # gradients of the flat `DIFFERENTIABLE` outputs, fp32
         options: Options,
         order: Tensor | None,  # as in `finish`
     ) -> tuple[Tensor, Tensor]:

@@ -61,7 +61,7 @@ class TokenLossPass:
         cache = None if self._cache is None else self._cache.of(slice(0, hidden.shape[0]))
         options = replace(self._options, workspace_bytes=self._room)
         extremes, sums = stats_of_tokens(hidden, self._weight, rows, options, self.backend, cache)
-        outputs = new_outputs(hidden.shape[0], Counted(None), options, hidden.device)
+        outputs = new_outputs(rows.labels.shape, Counted(None), options, hidden.device)
         saved = self.backend.finish(extremes, sums, rows, options, outputs, None)
         upstream = self._losses(outputs, rows, block)
         if not self._with_gradient:
@@ -82,7 +82,7 @@ class TokenLossPass:
         counted = Counted(self._order, self._counted.unless_nan)
         if not self._outputs:
             self._losses_of_no_token()
-        outputs = new_outputs(self._num_tokens, counted, self._options, self._weight.device)
+        outputs = new_outputs((self._num_tokens,), counted, self._options, self._weight.device)
         for output, *parts in zip(outputs, *self._outputs, strict=True):
             if self._order is None and output is not None:
                 torch.cat(parts, out=output)
@@ -146,7 +146,7 @@ class TokenLossPass:
 
     def _losses_of_no_token(self) -> None:
         """Where no token is computed the caller's loss is asked about none, for the names of its metrics."""
-        outputs = new_outputs(0, Counted(None), self._options, self._weight.device)
+        outputs = new_outputs((0,), Counted(None), self._options, self._weight.device)
         result = self._loss(outputs, *(tensor[:0] for tensor in self._per_token))
         _, metrics = checked_losses(result, 0)
         self._outputs.append(outputs)

@@ -121,17 +121,19 @@ def rows_that_count(
     return Counted(found.rows, brought=found.brought, number=number)
 
 
-def new_outputs(num_tokens: int, counted: Counted, options: Options, device: torch.device) -> LinearCrossEntropyOutput:
-    """Those of every row, for the counted ones to be written; skipped rows are 0.
+def new_outputs(
+    shape: Sequence[int], counted: Counted, options: Options, device: torch.device
+) -> LinearCrossEntropyOutput:
+    """Those of every row, in any shape, for the counted ones to be written; skipped rows are 0.
 
     NaN, and -1 as an argmax, where the caller's count is not the labels'.
     """
     new = {}
     for name, dtype in outputs_asked_for(options.entropy, options.telemetry).items():
         if counted.rows is None:
-            new[name] = torch.empty(num_tokens, dtype=dtype, device=device)
+            new[name] = torch.empty(shape, dtype=dtype, device=device)
         else:
-            new[name] = _skipped(num_tokens, counted, dtype, device, -1 if name == "argmax" else torch.nan)
+            new[name] = _skipped(shape, counted, dtype, device, -1 if name == "argmax" else torch.nan)
     return LinearCrossEntropyOutput(*(new.get(name) for name in LinearCrossEntropyOutput._fields))  # type: ignore[arg-type]
 
 
@@ -139,12 +141,12 @@ def to_every_row(output: Tensor, counted: Counted, num_tokens: int) -> Tensor:
     """An output of the counted rows to one of all rows, in the same way."""
     if counted.rows is None:
         return output
-    whole = _skipped(num_tokens, counted, output.dtype, output.device, torch.nan)
+    whole = _skipped((num_tokens,), counted, output.dtype, output.device, torch.nan)
     return whole.index_copy_(0, counted.rows, output)
 
 
-def _skipped(num_tokens: int, counted: Counted, dtype: torch.dtype, device: torch.device, broken: float) -> Tensor:
-    skipped = torch.zeros(num_tokens, dtype=dtype, device=device)
+def _skipped(shape: Sequence[int], counted: Counted, dtype: torch.dtype, device: torch.device, broken: float) -> Tensor:
+    skipped = torch.zeros(shape, dtype=dtype, device=device)
     if counted.unless_nan is not None:
         skipped += torch.where(counted.unless_nan.isnan(), broken, 0).to(dtype)
     return skipped

@@ -104,7 +104,7 @@ class LossOfLogits:
         with torch.set_grad_enabled(grad_enabled):
             # Inputs of their own: what was made of the logits stands between their gradients and the loss's.
             hidden, weight = (x.detach().requires_grad_(x.requires_grad) for x in (call.hidden, call.weight))
-            out = linear_cross_entropy_autograd(hidden, weight, index, 1.0, call.options, backend)
+            out = linear_cross_entropy_autograd(hidden, weight, index, 1.0, call.options, backend, index.shape)
         self._inputs, self._logprobs, values = (hidden, weight), out.logprobs, given.values
         given.values = None  # autograd keeps them for as long as it wants them
         if computed is None and call.options.num_columns:

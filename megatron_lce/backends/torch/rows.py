@@ -47,7 +47,7 @@ def finish(
     rows: Rows,
     options: Options,
     outputs: LinearCrossEntropyOutput,
-    order: Tensor | None,  # [N] int64, where in the outputs a row's go; None: as they are
+    order: Tensor | None,  # [N] int64, where in the flat outputs a row's go; None: as they are
 ) -> Saved:
     """The whole vocabulary's to outputs in nats: 0 in ignored rows, NaN in broken ones."""
     extremes = unpack_extremes(packed_extremes, options.telemetry)
@@ -88,7 +88,8 @@ def finish(
         )
     for output, value in zip(outputs, found, strict=True):
         if output is not None and value is not None:
-            output.copy_(value) if order is None else output.index_copy_(0, order, value)
+            flat = output.view(-1)
+            flat.copy_(value) if order is None else flat.index_copy_(0, order, value)
     return Saved(extremes.max_logit, log_sum, label_logprob, entropy, num_columns)
 
 
