@@ -8,7 +8,7 @@ from megatron_lce.core.blocks import cut, stats_tokens
 from megatron_lce.core.options import Options
 from megatron_lce.core.protocols import CacheAhead, CrossEntropyBackend, LogitsCache
 from megatron_lce.core.rows import Ahead, Rows, softcap_scale
-from megatron_lce.core.softmax_stats import empty_extremes, empty_sums
+from megatron_lce.core.softmax_stats import empty_extremes, empty_sums, packed_rows
 from megatron_lce.core.tokens import Tokens
 
 
@@ -74,30 +74,28 @@ def _stats_of_part(
     """Extremes and sums over the group's vocabulary: one exchange for the largest logits, one for the sums."""
     num_tokens = hidden.shape[0]
     num_rows = None if ahead is None else ahead.number
-    parts = None
+    entropy, telemetry = options.entropy, options.telemetry
     if options.num_columns == 0:
-        extremes = empty_extremes(num_tokens, options.telemetry, hidden.device)
+        parts = hidden.new_empty(0, packed_rows(entropy, telemetry), num_tokens, dtype=torch.float32)
+        of_all = empty_extremes(num_tokens, telemetry, hidden.device)[None]
     else:
-        parts = backend.softmax_stats(
+        of_all = parts = backend.softmax_stats(
             hidden,
             weight[: options.num_columns],
             rows.labels,
             rows.scale,
             softcap_scale=softcap_scale(options),
-            entropy=options.entropy,
-            telemetry=options.telemetry,
+            entropy=entropy,
+            telemetry=telemetry,
             vocab_start=options.vocab_start,
             workspace_bytes=options.workspace_bytes,
             cache=cache,
             ahead=ahead,
         )
-        extremes = backend.merge_extremes(parts, options.telemetry, num_rows)
     if options.tp_group is not None:
-        extremes = backend.merge_extremes(collectives.stack_over_group(extremes, options.tp_group), options.telemetry)
-    if parts is None:
-        sums = empty_sums(num_tokens, options.entropy, options.telemetry, hidden.device)
-    else:
-        sums = backend.sum_chunks(parts, extremes, options.num_columns, options.entropy, options.telemetry, num_rows)
+        extremes = backend.merge_extremes(of_all, telemetry, num_rows)
+        of_all = collectives.stack_over_group(extremes, options.tp_group)
+    extremes, sums = backend.sum_chunks(parts, of_all, options.num_columns, entropy, telemetry, num_rows)
     if options.tp_group is not None:
         collectives.add_over_group(sums, options.tp_group)
     return extremes, sums

@@ -105,14 +105,14 @@ class CrossEntropyBackend(CommonBackend, Protocol):
 
     def sum_chunks(
         self,
-        parts: Tensor,
-        extremes: Tensor,
+        parts: Tensor,  # [chunks, K, N] of so many columns
+        of_all: Tensor,  # [S, E or more, N] of S disjoint sets of columns, which are the whole vocabulary
         num_columns: int,
         entropy: bool,
         telemetry: bool,
         num_rows: Tensor | None = None,
-    ) -> Tensor:
-        """[chunks, K, N] of so many columns and the whole vocabulary's [E, N] -> int64 [`num_sums`, N], in `UNIT`s."""
+    ) -> tuple[Tensor, Tensor]:
+        """The whole vocabulary's extremes [E, N], and the sums of these columns int64 [`num_sums`, N], in `UNIT`s."""
 
     def finish(
         self,

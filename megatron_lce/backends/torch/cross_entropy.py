@@ -116,12 +116,18 @@ def merge_extremes(parts: Tensor, telemetry: bool, num_rows: None = None) -> Ten
 
 
 def sum_chunks(
-    parts: Tensor, packed_extremes: Tensor, num_columns: int, entropy: bool, telemetry: bool, num_rows: None = None
-) -> Tensor:
-    """The chunks' sums relative to the whole vocabulary's extremes, as integers [`num_sums`, N] in `UNIT`s.
+    parts: Tensor,  # [chunks, K, N]
+    of_all: Tensor,  # [S, E or more, N] of S disjoint sets of columns, which are the whole vocabulary
+    num_columns: int,
+    entropy: bool,
+    telemetry: bool,
+    num_rows: None = None,
+) -> tuple[Tensor, Tensor]:
+    """The whole vocabulary's extremes [E, N]; the chunks' sums relative to them, int64 [`num_sums`, N] in `UNIT`s.
 
     Chunk by chunk: an exponential of torch may be rounded another way at another place of a longer tensor.
     """
+    packed_extremes = merge_extremes(of_all, telemetry)
     extremes = unpack_extremes(packed_extremes, telemetry)
     sums = torch.zeros(num_sums(entropy, telemetry), parts.shape[2], dtype=torch.int64, device=parts.device)
     largest = None
@@ -141,7 +147,7 @@ def sum_chunks(
             terms += [scale * scale * sum_exp_squared, sum_logit / largest, sum_logit_squared / largest / largest]
         for total, term in zip(sums, terms, strict=False):
             total += (term / UNIT).long()
-    return sums
+    return packed_extremes, sums
 
 
 def grad_logits_bytes(hidden: Tensor, copies: Copies) -> BlockBytes:

@@ -35,25 +35,32 @@ def merge_extremes(parts: Tensor, telemetry: bool, num_rows: Tensor | None = Non
 
 
 def sum_chunks(
-    parts: Tensor,
-    extremes: Tensor,
+    parts: Tensor,  # [chunks, K, N]
+    of_all: Tensor,  # [S, E or more, N] of S disjoint sets of columns, which are the whole vocabulary
     num_columns: int,
     entropy: bool,
     telemetry: bool,
     num_rows: Tensor | None = None,
-) -> Tensor:
-    """The chunks' sums relative to the whole vocabulary's extremes, as integers [`num_sums`, N] in `UNIT`s."""
+) -> tuple[Tensor, Tensor]:
+    """The whole vocabulary's extremes [E, N]; the chunks' sums relative to them, int64 [`num_sums`, N] in `UNIT`s.
+
+    One launch: where the chunks are the whole vocabulary, they are `of_all` too.
+    """
     num_chunks, rows_of_part, num_tokens = parts.shape
-    sums = extremes.new_empty(num_sums(entropy, telemetry), num_tokens, dtype=torch.int64)
+    extremes = parts.new_empty(num_extremes(telemetry), num_tokens)
+    sums = parts.new_empty(num_sums(entropy, telemetry), num_tokens, dtype=torch.int64)
     block_n = tiles.merging_rows(parts.device)
     _sum_chunks_kernel[(ceil_div(num_tokens, block_n),)](
         parts,
+        of_all,
         extremes,
         sums,
         num_rows,
         num_chunks,
+        of_all.shape[0],
         num_tokens,
         rows_of_part * num_tokens,
+        of_all.shape[1] * num_tokens,
         rows_of_part - num_chunk_sums(entropy, telemetry),
         num_columns,
         ENTROPY=entropy,
@@ -63,7 +70,7 @@ def sum_chunks(
         num_warps=1,
         enable_fp_fusion=False,  # the same bits with and without the optional rows
     )
-    return sums
+    return extremes, sums
 
 
 @triton.jit
@@ -86,8 +93,25 @@ def _merge_extremes_kernel(
     BLOCK_N: tl.constexpr,
 ):
     tokens = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    token_mask = tokens < N
     wanted = tokens < number_of_rows(num_rows_ptr, N)
+    _merged_extremes(parts_ptr, out_ptr, tokens, wanted, S, N, part_stride, TELEMETRY, BLOCK_S, BLOCK_N)
+
+
+@triton.jit
+def _merged_extremes(
+    parts_ptr,  # as above
+    out_ptr,
+    tokens,
+    wanted,
+    S,
+    N,
+    part_stride,
+    TELEMETRY: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Stores them; returns the largest and, with telemetry, the smallest."""
+    token_mask = tokens < N
     max_logit = tl.full((BLOCK_N,), float("-inf"), tl.float32)
     label_logit = tl.full((BLOCK_N,), float("-inf"), tl.float32)
     min_logit = tl.full((BLOCK_N,), float("inf"), tl.float32)
@@ -113,6 +137,7 @@ def _merge_extremes_kernel(
             argmax = tl.minimum(argmax, tl.min(tl.where(at_max, part_argmax, float("inf")), 0))
         tl.store(out + 2 * N, min_logit, token_mask)
         tl.store(out + 3 * N, argmax, token_mask)
+    return max_logit, min_logit
 
 
 @triton.jit
@@ -121,15 +146,18 @@ def largest_logit(max_logit, min_logit):
     return tl.maximum(tl.abs(max_logit), tl.abs(min_logit))
 
 
-@triton.jit(do_not_specialize=["S", "N", "part_stride", "first_sum", "num_columns"])
+@triton.jit(do_not_specialize=["S", "num_sets", "N", "part_stride", "set_stride", "first_sum", "num_columns"])
 def _sum_chunks_kernel(
     parts_ptr,  # [S, K, N]
-    extremes_ptr,  # [E, N] of the whole vocabulary
-    out_ptr,  # [1 + ENTROPY + 4 * TELEMETRY, N] int64
+    of_all_ptr,  # [num_sets, >= E, N] of the whole vocabulary
+    extremes_ptr,  # [E, N] out, its extremes
+    out_ptr,  # [1 + ENTROPY + 4 * TELEMETRY, N] int64 out
     num_rows_ptr,  # as above
     S,
+    num_sets,
     N,
     part_stride,
+    set_stride,
     first_sum,  # the row of a part where its sums start
     num_columns,
     ENTROPY: tl.constexpr,
@@ -140,11 +168,14 @@ def _sum_chunks_kernel(
     tokens = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     token_mask = tokens < N
     wanted = tokens < number_of_rows(num_rows_ptr, N)
-    max_logit = tl.load(extremes_ptr + tokens, wanted, other=0.0)
+    max_logit, min_logit = _merged_extremes(
+        of_all_ptr, extremes_ptr, tokens, wanted, num_sets, N, set_stride, TELEMETRY, BLOCK_S, BLOCK_N
+    )
+    max_logit = tl.where(wanted, max_logit, 0.0)
     sum_exp = tl.zeros((BLOCK_N,), tl.int64)
     sum_exp_logit = tl.zeros((BLOCK_N,), tl.int64)
     if TELEMETRY:
-        largest = largest_logit(max_logit, tl.load(extremes_ptr + 2 * N + tokens, wanted, other=0.0))
+        largest = largest_logit(max_logit, tl.where(wanted, min_logit, 0.0))
         largest = tl.where(largest > 0, largest, 1.0)[None, :]
         sum_exp_squared = tl.zeros((BLOCK_N,), tl.int64)
         sum_logit = tl.zeros((BLOCK_N,), tl.int64)
