@@ -108,6 +108,35 @@ def test_rows_without_an_upstream_gradient_take_no_part_in_backward(
     assert seen == [20]
 
 
+@pytest.mark.parametrize("skip", [True, 14, False])
+def test_upstream_gradients_are_read_where_the_rows_are(skip, backend, device):
+    """Of any strides, and in labels' shape: a sum's are one number, a transposed loss's lie the other way round."""
+    problem = ignoring(make_problem((7, 3), 24, 70, device), SOME)
+    drawn = torch.randn(3, 7, generator=torch.Generator().manual_seed(2)).to(device)
+    found = []
+    for strided in (True, False):
+        hidden, weight = (tensor.clone().requires_grad_() for tensor in problem[:2])
+        out = megatron_lce.linear_cross_entropy(hidden, weight, problem.labels, skip_ignored=skip, backend=backend)
+        upstream = [drawn.T, torch.tensor(2.0, device=device).expand(7, 3)]
+        if not strided:
+            upstream = [grad.contiguous() for grad in upstream]
+        found.append(torch.autograd.grad((out.logprobs, out.entropy), (hidden, weight), upstream))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert found[0][0].flatten(0, 1)[SOME].eq(0).all()
+
+
+def test_outputs_are_tensors_of_their_own(backend, device):
+    """A caller may change one in place: no other shares its memory, nor backward."""
+    problem = ignoring(make_problem((7, 3), 24, 70, device), SOME)
+    hidden = problem.hidden.clone().requires_grad_()
+    out = megatron_lce.linear_cross_entropy(hidden, *problem[1:3], skip_ignored=True, telemetry=True, backend=backend)
+    kept = [output.clone() for output in out[1:]]
+    (expected,) = torch.autograd.grad(out.entropy.sum(), hidden, retain_graph=True)
+    out.logprobs.mul_(3.0)
+    assert all(torch.equal(one, other) for one, other in zip(out[1:], kept, strict=True))
+    assert torch.equal(torch.autograd.grad(out.entropy.sum(), hidden)[0], expected)
+
+
 @pytest.mark.parametrize(
     ("logits_cache_bytes", "expected"),
     [
