@@ -18,7 +18,7 @@ from megatron_lce.cross_entropy import linear_cross_entropy, prepare_call
 class TokenLoss(NamedTuple):
     """What `linear_token_loss` returns.
 
-    loss     fp32 scalar, the sum over the tokens that are not ignored; backward may be called with any upstream
+    loss     fp32 scalar, the sum over the tokens that are not ignored; backward may be called once, with any upstream
     outputs  of every token, of the labels' shape, without gradient
     metrics  what the caller's loss returned beside its losses, [*labels.shape, ...] each, without gradient; or {}
     """
@@ -57,14 +57,19 @@ def linear_token_loss(
             of metrics [n, ...]. It must treat each token for itself, since nobody says which tokens meet in a call: no
             mean or maximum over tokens, no ratio of a sequence, no normalisation by the batch. Compute those first,
             under no_grad, and pass them per token; or use `linear_cross_entropy`. What it returns for ignored rows is
-            not counted. Only the outputs may require grad in it. In fp16 it should be of about 1 a token, and the sum
-            divided by their number afterwards: the gradients are made before a loss scale is known.
+            not counted. Only the outputs may require grad in it; `per_token` is the caller's own memory, not to be
+            changed. It runs without autocast, and with products of fp32 in full fp32. In fp16 it should be of about 1 a
+            token, and the sum divided by their number afterwards: the gradients are made before a loss scale is known.
         per_token: tensors whose leading dimensions are the labels' (under `sequence_parallel` the full [s, ...]).
         keywords: those of `linear_cross_entropy`, with the same meaning, but logits_cache_bytes. The reference backend
             is not one of them.
 
+    Returns:
+        `TokenLoss`.
+
     Raises:
         TypeError, ValueError: an argument, or what `loss` returns, is not as described.
+        RuntimeError: in a second backward: the first scaled the gradients in place.
     """
     defaults = linear_cross_entropy.__kwdefaults__ or {}
 

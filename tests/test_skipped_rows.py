@@ -203,11 +203,11 @@ def test_rows_that_count_come_to_the_front(num_rows, share, backend, device):
     assert number == counts.sum()
     assert torch.equal(compacted.rows[:number], counts.nonzero()[:, 0])
     assert all(
-        torch.equal(one[..., :number], of[..., counts]) for one, of in zip(compacted.brought, per_row, strict=True)
+        torch.equal(one[..., :number], of[..., counts]) for one, of in zip(compacted.per_row, per_row, strict=True)
     )
     # What is behind is read too: memory as it was could be anything.
     assert ((compacted.rows >= 0) & (compacted.rows < max(num_rows, 1))).all()
-    assert compacted.brought[1].isfinite().all()
+    assert compacted.per_row[1].isfinite().all()
 
 
 @pytest.mark.parametrize(("number", "copied"), [(0, 0), (70, 70), (100, 0)])

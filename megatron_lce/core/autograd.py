@@ -11,10 +11,10 @@ from megatron_lce.core.group_stats import stats_over_group
 from megatron_lce.core.head_gradients import Slab, accumulator_bytes_per_column, head_gradients
 from megatron_lce.core.logit_gradients import (
     LogitGradients,
-    Made,
+    ReadyGradients,
+    first_slab_ahead,
     grad_logits_slabs,
-    made_of_kept,
-    made_while_counted,
+    gradients_of_cache,
 )
 from megatron_lce.core.options import DIFFERENTIABLE, LinearCrossEntropyOutput, Options
 from megatron_lce.core.products import copies_of, own_arithmetic
@@ -59,7 +59,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             rows = backend.prepare_rows(labels, temperature, options)
             counted = counted_rows(labels, rows, options, backend)
             if counted.number is not None and not _all_rows_fit(hidden, num_tokens, weight, options, backend):
-                counted = counted.known()
+                counted = counted.wait()
             tokens = _tokens(hidden, num_tokens, counted, weight, options, backend)
             order = tokens.order()
             rows = rows_to_compute(rows, order, counted)
@@ -72,7 +72,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             extremes, sums = stats_over_group(tokens, weight, rows, options, backend, kept)
             cache = None if kept is None else kept.whole
             if counted.number is not None:
-                counted = counted.known()
+                counted = counted.wait()
                 order, rows = counted.rows, rows_to_compute(rows, counted.rows, counted)
             saved = backend.finish(extremes, sums, rows, options, outputs, order)
         ctx.set_materialize_grads(False)
@@ -105,15 +105,15 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             terms, counts = backend.row_terms(rows, saved, upstream, options, order)
             entropy = given["entropy"] is not None
             problem = LogitGradients(weight, rows, terms, options, backend, entropy)
-            made = None
+            ready = None
             if options.skip_ignored is True:
-                tokens, problem, made = _rows_with_gradient(tokens, order, problem, counts, cache)
+                tokens, problem, ready = _rows_with_gradient(tokens, order, problem, counts, cache)
             elif cache is not None:
-                made = made_of_kept(problem, cache)
+                ready = gradients_of_cache(problem, cache)
             del cache
 
             def slabs(block: TokenBlock, bytes_per_column: int) -> Iterator[Slab]:
-                return grad_logits_slabs(problem, block, bytes_per_column, made)
+                return grad_logits_slabs(problem, block, bytes_per_column, ready)
 
             gradients = head_gradients(
                 tokens,
@@ -207,35 +207,36 @@ def _all_rows_fit(
 
 def _rows_with_gradient(
     tokens: Tokens, order: Tensor | None, problem: LogitGradients, counts: Tensor, cache: LogitsCache | None
-) -> tuple[Tokens, LogitGradients, Made | None]:
-    """Of the rows whose gradient is not zero; the device begins with what it can while the host waits for their number.
+) -> tuple[Tokens, LogitGradients, ReadyGradients | None]:
+    """Of the rows whose gradient is not zero, and those of their gradients that are ready.
 
-    With what was kept of all rows, or with the first slab of the logits.
+    One sum over the group, then one look at the device. Meanwhile that turns what was kept of every row into gradients,
+    or makes the first slab of those that count, and brings their hidden states together.
     """
-    rows, terms, options, backend = problem.rows, problem.terms, problem.options, problem.backend
-    per_row = [*rows, terms, *([] if order is None else [order])]
-    counted, made, ahead = rows_that_count(counts, per_row, options, backend), None, None
-
-    def of(counted: Counted) -> tuple[Tokens, LogitGradients]:
-        labels, scale, to_nats, those_terms, *positions = counted.brought or ()
-        those = Counted(positions[0] if positions else counted.rows, number=counted.number)
-        block = _block_tokens(labels.shape[0], tokens.hidden, problem.weight, options, backend)
-        return tokens.of(those, block), problem._replace(rows=Rows(labels, scale, to_nats), terms=those_terms)
-
-    if cache is not None:
-        made = made_of_kept(problem, cache)
-    if backend.counts_on_device and tokens.num_blocks == 1:
-        those_tokens, of_those = of(counted)
-        ahead = next(those_tokens.blocks())
+    per_row = [*problem.rows, problem.terms, *([] if order is None else [order])]
+    counted = rows_that_count(counts, per_row, problem.options, problem.backend)
+    ready = None if cache is None else gradients_of_cache(problem, cache)
+    block = None
+    if problem.backend.counts_on_device and tokens.num_blocks == 1:
+        counted_tokens, of_counted = _of_rows(counted, tokens, problem)
+        block = next(counted_tokens.blocks())
         if cache is None:
-            made = made_while_counted(of_those, ahead)
-        del those_tokens, of_those
-    counted = counted.known()
+            ready = first_slab_ahead(of_counted, block)
+        del counted_tokens, of_counted
+    counted = counted.wait()
     if counted.rows is None:
-        if ahead is not None:
-            tokens.take(ahead)
-        return tokens, problem, made
-    del ahead
-    if cache is not None and made is not None:
-        made.rows = counted.rows
-    return *of(counted), made
+        if block is not None:
+            tokens.take(block)
+        return tokens, problem, ready
+    del block  # its memory goes before that of so many rows comes
+    if cache is not None and ready is not None:
+        ready.rows = counted.rows
+    return *_of_rows(counted, tokens, problem), ready
+
+
+def _of_rows(counted: Counted, tokens: Tokens, problem: LogitGradients) -> tuple[Tokens, LogitGradients]:
+    """The same of these rows, whose number the host may not know yet."""
+    labels, scale, to_nats, terms, *order = counted.per_row or ()
+    rows = Counted(order[0] if order else counted.rows, number=counted.number)
+    block = _block_tokens(labels.shape[0], tokens.hidden, problem.weight, problem.options, problem.backend)
+    return tokens.of(rows, block), problem._replace(rows=Rows(labels, scale, to_nats), terms=terms)

@@ -56,7 +56,7 @@ class _LinearJsd(torch.autograd.Function):
         teacher = Head(teacher_hidden, teacher_weight, teacher_logits_scale, teacher_softcap)
         with own_arithmetic(student_hidden.device, "linear_jsd forward"):
             rows = backend.prepare_rows(labels, temperature, options)
-            counted = counted_rows(labels, rows, options, backend).known()
+            counted = counted_rows(labels, rows, options, backend).wait()
             rows = rows_to_compute(rows, counted.rows, counted)
             check_workspace(Heads(student, teacher, rows.scale, beta, backend), options)
             found = torch.empty(FOUND_ROWS, rows.scale.shape[0], device=rows.scale.device)
@@ -90,9 +90,9 @@ class _LinearJsd(torch.autograd.Function):
             if options.skip_ignored is True:
                 # Rows whose gradient is not zero. A broken row is NaN whatever comes.
                 counts = (upstream != 0) | to_nats.isnan()
-                kept = rows_that_count(counts, (found, factor, scale), options, ctx.backend).known()
-                if kept.rows is not None and kept.brought is not None:
-                    found, factor, scale = kept.brought
+                kept = rows_that_count(counts, (found, factor, scale), options, ctx.backend).wait()
+                if kept.rows is not None and kept.per_row is not None:
+                    found, factor, scale = kept.per_row
                     order = kept.rows if order is None else order[kept.rows]
             if scale.shape[0] > 0:
                 # Before anything that a rank without columns leaves out: ranks must agree on the order of collectives.

@@ -47,7 +47,7 @@ class JsdPass:
         rows = backend.prepare_rows(weighted, temperature, options)
         # A number from the caller is of the labels.
         whose = weighted if options.skip_ignored is True else labels
-        self._counted = counted_rows(whose, rows, options, backend).known()
+        self._counted = counted_rows(whose, rows, options, backend).wait()
         computed = num_tokens if self._counted.rows is None else self._counted.rows.shape[0]
         self._heads = Heads(student, teacher, rows.scale, beta, backend)
         check_workspace(self._heads, options)

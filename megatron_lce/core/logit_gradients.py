@@ -37,7 +37,7 @@ class LogitGradients(NamedTuple):
         return self.options.softcap is not None and RowTerms(*self.terms).mean_term is not None
 
     def compute(self, hidden: Tensor, tokens: slice, columns: slice, grad: Tensor, ahead: Ahead | None = None) -> None:
-        """Gradients of these products, made once more."""
+        """Gradients of these products, ready once more."""
         here = self.of(tokens)
         self.backend.grad_logits(
             hidden[tokens],
@@ -53,7 +53,7 @@ class LogitGradients(NamedTuple):
 
 
 @dataclass
-class Made:
+class ReadyGradients:
     """Gradients of the first columns' products that are there already."""
 
     grad: Tensor  # [*, C]
@@ -64,7 +64,7 @@ class Made:
         del self.grad
 
 
-def made_of_kept(problem: LogitGradients, cache: LogitsCache) -> Made | None:
+def gradients_of_cache(problem: LogitGradients, cache: LogitsCache) -> ReadyGradients | None:
     """What was kept of every row turns into its gradients, in place; None where they `want_every_logit`."""
     if problem.want_every_logit:
         return None
@@ -81,19 +81,19 @@ def made_of_kept(problem: LogitGradients, cache: LogitsCache) -> Made | None:
         and scaled_hidden <= options.workspace_bytes
         and not any(copies_of(weight)),
     )
-    return Made(cache.exp, factor)
+    return ReadyGradients(cache.exp, factor)
 
 
-def made_again(problem: LogitGradients, cache: LogitsCache, hidden: Tensor) -> Made:
+def gradients_in_cache(problem: LogitGradients, cache: LogitsCache, hidden: Tensor) -> ReadyGradients:
     """The same gradients, in the same place, from their products."""
     num_tokens, num_columns = cache.exp.shape
-    blocks = _plan_made(problem, num_tokens, num_columns)
+    blocks = _plan_ready(problem, num_tokens, num_columns)
     for columns, tokens in itertools.product(cut(num_columns, blocks.columns), cut(num_tokens, blocks.tokens)):
         problem.compute(hidden, tokens, columns, cache.exp[tokens, columns])
-    return Made(cache.exp)
+    return ReadyGradients(cache.exp)
 
 
-def made_while_counted(problem: LogitGradients, block: TokenBlock) -> Made | None:
+def first_slab_ahead(problem: LogitGradients, block: TokenBlock) -> ReadyGradients | None:
     """The first slab of all rows, made of those that count; None: no slab holds all of them, or there is no column."""
     hidden, num_columns = block.hidden.wait(), problem.options.num_columns
     if num_columns == 0:
@@ -104,30 +104,30 @@ def made_while_counted(problem: LogitGradients, block: TokenBlock) -> Made | Non
         return None
     compute = partial(problem.compute, hidden, ahead=block.ahead)
     slabs = computed_slabs(hidden, num_tokens, slice(0, num_columns), num_columns, blocks, compute)
-    return Made(next(slabs).grad)
+    return ReadyGradients(next(slabs).grad)
 
 
 def grad_logits_slabs(
-    problem: LogitGradients, block: TokenBlock, bytes_per_column: int, made: Made | None
+    problem: LogitGradients, block: TokenBlock, bytes_per_column: int, ready: ReadyGradients | None
 ) -> Iterator[Slab]:
     """Gradients of a block's products, those that are there first, then the others in one reused buffer."""
     here, hidden = problem.of(block.rows), block.hidden
     num_tokens, num_columns = here.rows.labels.shape[0], problem.options.num_columns
     slabs = partial(computed_slabs, hidden.tensor, num_tokens)
     first = 0
-    if made is not None:
-        first = made.grad.shape[1]
-        if made.rows is None:
-            blocks = _plan_made(problem, num_tokens, first, bytes_per_column)
-            factor = None if made.factor is None else made.factor[block.rows]
-            yield from kept_slabs(made.grad[block.rows], num_columns, blocks, factor)
+    if ready is not None:
+        first = ready.grad.shape[1]
+        if ready.rows is None:
+            blocks = _plan_ready(problem, num_tokens, first, bytes_per_column)
+            factor = None if ready.factor is None else ready.factor[block.rows]
+            yield from kept_slabs(ready.grad[block.rows], num_columns, blocks, factor)
         else:
-            copy = partial(_copy_rows, made, made.rows[block.rows], problem.backend)
+            copy = partial(_copy_rows, ready, ready.rows[block.rows], problem.backend)
             blocks = _plan(problem, hidden.tensor, num_tokens, first, bytes_per_column)
             yield from slabs(slice(0, first), num_columns, blocks, copy)
             del copy
         if block.is_last:
-            made.free()
+            ready.free()
     if first < num_columns:
         blocks = _plan(problem, hidden.tensor, num_tokens, num_columns - first, bytes_per_column)
         compute = partial(here.compute, hidden.wait())
@@ -135,11 +135,11 @@ def grad_logits_slabs(
 
 
 def _copy_rows(
-    made: Made, rows: Tensor, backend: CrossEntropyBackend, tokens: slice, columns: slice, out: Tensor
+    ready: ReadyGradients, rows: Tensor, backend: CrossEntropyBackend, tokens: slice, columns: slice, out: Tensor
 ) -> None:
-    torch.index_select(made.grad[:, columns], 0, rows[tokens], out=out)
-    if made.factor is not None:
-        backend.scale(out, made.factor[rows[tokens]], out, accumulate=False)
+    torch.index_select(ready.grad[:, columns], 0, rows[tokens], out=out)
+    if ready.factor is not None:
+        backend.scale(out, ready.factor[rows[tokens]], out, accumulate=False)
 
 
 def _plan(
@@ -156,7 +156,7 @@ def _plan(
     )
 
 
-def _plan_made(problem: LogitGradients, num_tokens: int, num_columns: int, bytes_per_column: int = 0) -> Blocks:
+def _plan_ready(problem: LogitGradients, num_tokens: int, num_columns: int, bytes_per_column: int = 0) -> Blocks:
     """Blocks of what has its own memory, for the copies that products make of their inputs."""
     return plan_blocks(
         num_tokens,

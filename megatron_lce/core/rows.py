@@ -33,7 +33,7 @@ class Compacted(NamedTuple):
     """The rows that count in front of all others, as `CommonBackend.compact_rows` brings them there."""
 
     rows: Tensor  # [N] int64, ascending; behind them any row
-    brought: Sequence[Tensor]  # [..., N] each, what they bring; behind it numbers
+    per_row: Sequence[Tensor]  # [..., N] each, what they bring; behind it numbers
     number: Tensor  # [] int32 on the device: how many rows count
     on_host: Tensor | None  # [] int32, the same once the device was there, where it was asked for
 

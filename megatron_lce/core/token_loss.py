@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_lce.core.blocks import COLUMN_STEP, BlockBytes, kept_tokens, smallest_workspace
 from megatron_lce.core.group_stats import stats_of_tokens
 from megatron_lce.core.head_gradients import Slab, accumulator_bytes_per_column
-from megatron_lce.core.logit_gradients import LogitGradients, grad_logits_slabs, made_again, made_of_kept
+from megatron_lce.core.logit_gradients import LogitGradients, grad_logits_slabs, gradients_in_cache, gradients_of_cache
 from megatron_lce.core.options import DIFFERENTIABLE, LinearCrossEntropyOutput, Options
 from megatron_lce.core.products import copies_of
 from megatron_lce.core.protocols import CrossEntropyBackend, LogitsCache
@@ -44,7 +44,7 @@ class TokenLossPass:
         self._loss, self._with_gradient = loss, with_gradient
         self._num_tokens = labels.shape[0]
         rows = backend.prepare_rows(labels, temperature, options)
-        self._counted = counted_rows(labels, rows, options, backend).known()
+        self._counted = counted_rows(labels, rows, options, backend).wait()
         computed = self._num_tokens if self._counted.rows is None else self._counted.rows.shape[0]
         block, self._cache, self._room = self._plan(hidden, computed)
         self.tokens = Tokens(hidden, self._num_tokens, self._counted, block, options)
@@ -68,10 +68,10 @@ class TokenLossPass:
             return
         terms, _ = self.backend.row_terms(rows, saved, upstream, options, None)
         problem = LogitGradients(self._weight, rows, terms, options, self.backend, upstream[1] is not None)
-        made = None
+        ready = None
         if cache is not None:
-            made = made_of_kept(problem, cache) or made_again(problem, cache, hidden)
-        yield from grad_logits_slabs(problem, block._replace(rows=slice(0, hidden.shape[0])), bytes_per_column, made)
+            ready = gradients_of_cache(problem, cache) or gradients_in_cache(problem, cache, hidden)
+        yield from grad_logits_slabs(problem, block._replace(rows=slice(0, hidden.shape[0])), bytes_per_column, ready)
 
     def total(self) -> Tensor:
         """The sum of the losses."""

@@ -49,19 +49,19 @@ class Counted(NamedTuple):
 
     rows: Tensor | None  # int64, ascending; None: every row
     unless_nan: Tensor | None = None  # a 1; NaN where the caller's count is not the labels'; None: nothing to check
-    brought: Sequence[Tensor] | None = None  # what these rows bring, [..., rows] each; None: what every row does
+    per_row: Sequence[Tensor] | None = None  # what was given for every row, [..., rows] of each; None: all of it
     number: RowNumber | None = None  # of them so many count, and rows that are there lie behind those; None: all
 
-    def known(self) -> "Counted":
+    def wait(self) -> "Counted":
         """The same once the host knows their number."""
         if self.number is None:
             return self
         assert self.rows is not None
-        assert self.brought is not None
+        assert self.per_row is not None
         number = self.number.look()
         if number == self.rows.shape[0]:
             return Counted(None)
-        return Counted(self.rows[:number], brought=[tensor[..., :number] for tensor in self.brought])
+        return Counted(self.rows[:number], per_row=[tensor[..., :number] for tensor in self.per_row])
 
 
 class TokenBlock(NamedTuple):
@@ -89,13 +89,13 @@ def counted_rows(labels: Tensor, rows: Rows, options: Options, backend: CommonBa
         return Counted(None, torch.where(counts.all(), 1.0, torch.nan))
     found = backend.compact_rows(counts, rows, to_host=False)
     unless_nan = torch.where(found.number == count, 1.0, torch.nan)
-    return Counted(found.rows[:count], unless_nan, [tensor[:count] for tensor in found.brought])
+    return Counted(found.rows[:count], unless_nan, [tensor[:count] for tensor in found.per_row])
 
 
 def rows_to_compute(rows: Rows, order: Tensor | None, counted: Counted) -> Rows:
     """Of all rows those that are computed, in their order."""
-    if counted.brought is not None:
-        rows = Rows(*counted.brought)
+    if counted.per_row is not None:
+        rows = Rows(*counted.per_row)
     elif order is not None:
         rows = rows.of(order)
     if counted.unless_nan is not None:
@@ -118,7 +118,7 @@ def rows_that_count(
     found = backend.compact_rows(counts, per_row, to_host=True)
     assert found.on_host is not None
     number = RowNumber(found.number, found.on_host, backend.gather_rows)
-    return Counted(found.rows, brought=found.brought, number=number)
+    return Counted(found.rows, per_row=found.per_row, number=number)
 
 
 def new_outputs(
@@ -177,7 +177,7 @@ class Tokens:
         self._by_shard = ranks > 1 and counted is None and self.num_blocks > 1
         self._ranks = ranks
         self._gathered: Pending | None = None
-        self._brought: Pending | None = None
+        self._taken: Pending | None = None
         self._grad: Tensor | None = None
         self._reductions: list[Pending] = []
 
@@ -192,7 +192,7 @@ class Tokens:
     def take(self, block: TokenBlock) -> None:
         """Hidden states of all these rows, which were gathered ahead, are not gathered again."""
         if self._counted is not None and self.num_blocks == 1:
-            self._brought, self._gathered = block.hidden, None
+            self._taken, self._gathered = block.hidden, None
 
     def order(self) -> Tensor | None:
         """The rows in the order in which blocks hold them; None: as they are."""
@@ -206,9 +206,9 @@ class Tokens:
         if self._by_shard:
             yield from self._blocks_by_shard()
             return
-        if self._brought is not None:
-            brought, self._brought = self._brought, None
-            yield TokenBlock(slice(0, self.num_computed), brought, is_first=True, is_last=True)
+        if self._taken is not None:
+            taken, self._taken = self._taken, None
+            yield TokenBlock(slice(0, self.num_computed), taken, is_first=True, is_last=True)
             return
         whole, self._gathered = self._start_gather(), None  # its memory goes with the last block
         for rows in cut(self.num_computed, self._block_tokens):
