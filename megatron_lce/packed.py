@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_lce.core import collectives
+from megatron_lce.core import collectives, validation
 
 Layout = Literal["zigzag", "contiguous"]
 
@@ -45,12 +45,16 @@ def shift_labels(
         TypeError, ValueError: an argument is not as described. Bounds on the device are not looked at: one past the
             row's end counts as its end, a sequence longer than its place as cut there.
     """
+    validation.check_is_tensor("tokens", tokens)
+    validation.check_integer("ignore_index", ignore_index)
     if tokens.dim() != 2:
         raise ValueError(f"tokens must be [b, s] or [1, total], got {tuple(tokens.shape)}")
     if tokens.dtype != torch.int64:
         raise TypeError(f"tokens must be int64, got {tokens.dtype}")
-    if mask is not None and mask.shape != tokens.shape:
-        raise ValueError(f"mask must have tokens' shape, {tuple(tokens.shape)}, got {tuple(mask.shape)}")
+    if mask is not None:
+        validation.check_is_tensor("mask", mask)
+        if mask.shape != tokens.shape:
+            raise ValueError(f"mask must have tokens' shape, {tuple(tokens.shape)}, got {tuple(mask.shape)}")
     if cu_seqlens_padded is not None and cu_seqlens is None:
         raise ValueError("cu_seqlens must be given with cu_seqlens_padded, got None")
     length = tokens.shape[1]
@@ -93,6 +97,9 @@ def context_parallel_shard(
         TypeError, ValueError: an argument is not as described, or a sequence cannot be cut into so many chunks. Bounds
             on the device are not looked at: where they cannot be cut, indexing fails on the device.
     """
+    validation.check_is_tensor("tensor", tensor)
+    validation.check_integer("cp_size", cp_size, minimum=1)
+    validation.check_integer("cp_rank", cp_rank)
     if not 0 <= cp_rank < cp_size:
         raise ValueError(f"cp_rank must be in [0, {cp_size}), got {cp_rank}")
     chunks = _chunks(layout, cp_size)
@@ -120,11 +127,10 @@ def context_parallel_gather(
         group: the context-parallel group; `None`: one rank.
         cu_seqlens_padded, layout: as it was cut; the bounds are those of the whole.
     """
-    if group is not None and not isinstance(group, ProcessGroup):
-        raise TypeError(f"group must be a torch.distributed.ProcessGroup or None, got {type(group).__name__}")
+    cp_size, cp_rank = validation.check_group(group, "group"), collectives.group_rank(group)
+    validation.check_is_tensor("tensor", tensor)
     if tensor.dim() < 2:
         raise ValueError(f"tensor must be [b, s / cp, ...], got {tuple(tensor.shape)}")
-    cp_size, cp_rank = collectives.group_size(group), collectives.group_rank(group)
     length, chunks = tensor.shape[1] * cp_size, _chunks(layout, cp_size)
     if length % chunks:
         raise ValueError(f"tensor must be [b, s / cp, ...] with s a multiple of {chunks}, got {tuple(tensor.shape)}")
@@ -206,8 +212,9 @@ def _checked_padded_bounds(cu_seqlens_padded: Tensor, cu_seqlens: Tensor, tensor
 
 def _checked_bounds(name: str, bounds: Tensor, tensor: Tensor, length: int | None = None) -> Tensor:
     """Bounds of sequences in the tensor's one row, of `length` if not the tensor's own, on the tensor's device."""
+    validation.check_is_tensor(name, bounds)
     length = tensor.shape[1] if length is None else length
-    if bounds.is_floating_point() or bounds.dim() != 1 or bounds.shape[0] < 2:
+    if not validation.holds_integers(bounds) or bounds.dim() != 1 or bounds.shape[0] < 2:
         raise ValueError(f"{name} must be integers [n + 1], got {bounds.dtype} {tuple(bounds.shape)}")
     if tensor.shape[0] != 1:
         raise ValueError(f"packed sequences must lie in one row, [1, total, ...], got {tuple(tensor.shape)}")

@@ -264,6 +264,32 @@ BAD = [
     (context_parallel_shard, (TOKENS, 2, 2), {}, ValueError, r"cp_rank must be in \[0, 2\), got 2"),
     (context_parallel_shard, (TOKENS, 3, 0), {}, ValueError, r"s a multiple of 6, got \(1, 8\)"),
     (context_parallel_shard, (TOKENS[0], 2, 0), {}, ValueError, r"tensor must be \[b, s, ...\]"),
+    (shift_labels, ([[1, 2]],), {}, TypeError, "tokens must be a torch.Tensor, got list"),
+    (shift_labels, (TOKENS,), {"mask": [1] * 8}, TypeError, "mask must be a torch.Tensor, got list"),
+    (shift_labels, (TOKENS,), {"cu_seqlens": [0, 8]}, TypeError, "cu_seqlens must be a torch.Tensor, got list"),
+    (
+        shift_labels,
+        (TOKENS,),
+        {"cu_seqlens": BOUNDS, "cu_seqlens_padded": [0, 3, 8]},
+        TypeError,
+        "cu_seqlens_padded must be a torch.Tensor, got list",
+    ),
+    (shift_labels, (TOKENS,), {"cu_seqlens": BOUNDS.bool()}, ValueError, "cu_seqlens must be integers .* torch.bool"),
+    (shift_labels, (TOKENS,), {"ignore_index": "a"}, TypeError, "ignore_index must be an int, got str"),
+    (shift_labels, (TOKENS,), {"ignore_index": -100.5}, TypeError, "ignore_index must be an int, got float"),
+    (context_parallel_shard, ([[1, 2]], 2, 0), {}, TypeError, "tensor must be a torch.Tensor, got list"),
+    (context_parallel_shard, (TOKENS, "2", 0), {}, TypeError, "cp_size must be an int, got str"),
+    (context_parallel_shard, (TOKENS, 2.0, 0), {}, TypeError, "cp_size must be an int, got float"),
+    (context_parallel_shard, (TOKENS, 0, 0), {}, ValueError, "cp_size must be at least 1, got 0"),
+    (context_parallel_shard, (TOKENS, 2, 1.0), {}, TypeError, "cp_rank must be an int, got float"),
+    (context_parallel_gather, ([[1, 2]], None), {}, TypeError, "tensor must be a torch.Tensor, got list"),
+    (
+        context_parallel_gather,
+        (TOKENS, None),
+        {"cu_seqlens_padded": [0, 8]},
+        TypeError,
+        "cu_seqlens_padded must be a torch.Tensor, got list",
+    ),
 ]
 
 

@@ -51,24 +51,32 @@ def check_tensors(hidden: Tensor, weight: Tensor, labels: Tensor, sequence_shard
     check_labels_of("hidden", hidden, labels, sequence_shards)
 
 
-def check_tensor(name: str, value: object) -> None:
+def check_is_tensor(name: str, value: object) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+
+
+def check_tensor(name: str, value: object) -> None:
+    check_is_tensor(name, value)
     if isinstance(value, DTensor):
         raise TypeError(
             f"{name} must be this rank's own torch.Tensor, got a DTensor: pass its to_local() and a tp_group"
         )
 
 
-def check_label_tensor(labels: Tensor) -> None:
-    check_tensor("labels", labels)
+def check_label_tensor(labels: Tensor, name: str = "labels") -> None:
+    check_tensor(name, labels)
     if labels.dtype != torch.int64:
-        raise TypeError(f"labels must be int64, got {labels.dtype}")
+        raise TypeError(f"{name} must be int64, got {labels.dtype}")
+
+
+def holds_integers(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 
 def as_int64(labels: Tensor) -> Tensor:
     """Labels of any integer dtype as int64; others as they are, to be refused on every rank."""
-    return labels if labels.is_floating_point() or labels.is_complex() else labels.long()
+    return labels.long() if holds_integers(labels) else labels
 
 
 def check_head(hidden_name: str, hidden: Tensor, weight_name: str, weight: Tensor) -> None:
@@ -93,16 +101,18 @@ def check_head(hidden_name: str, hidden: Tensor, weight_name: str, weight: Tenso
         raise ValueError(f"{hidden_name} must have H of at least 1, got {tuple(hidden.shape)}")
 
 
-def check_labels_of(hidden_name: str, hidden: Tensor, labels: Tensor, sequence_shards: int) -> None:
+def check_labels_of(
+    hidden_name: str, hidden: Tensor, labels: Tensor, sequence_shards: int, labels_name: str = "labels"
+) -> None:
     """Check that `labels` holds one id for each token of `hidden`."""
-    check_label_tensor(labels)
+    check_label_tensor(labels, labels_name)
     if labels.device != hidden.device:
-        raise ValueError(f"labels must be on {hidden_name}'s device, {hidden.device}, got {labels.device}")
+        raise ValueError(f"{labels_name} must be on {hidden_name}'s device, {hidden.device}, got {labels.device}")
     expected = labels_shape(hidden_name, hidden, sequence_shards)
     if tuple(labels.shape) != expected:
         shards = f" gathered over {sequence_shards} sequence-parallel ranks" if sequence_shards > 1 else ""
         raise ValueError(
-            f"labels must have {hidden_name}'s shape without H{shards}, {expected}, got {tuple(labels.shape)} "
+            f"{labels_name} must have {hidden_name}'s shape without H{shards}, {expected}, got {tuple(labels.shape)} "
             f"for {hidden_name} {tuple(hidden.shape)}"
         )
 
@@ -173,11 +183,11 @@ def check_integer(name: str, value: object, *, minimum: int | None = None) -> No
         raise ValueError(f"{name} must be a number that int64 holds, got {value}")
 
 
-def check_group(tp_group: ProcessGroup | None) -> int:
+def check_group(group: ProcessGroup | None, name: str = "tp_group") -> int:
     """The group's size."""
-    if tp_group is not None and not isinstance(tp_group, ProcessGroup):
-        raise TypeError(f"tp_group must be a torch.distributed.ProcessGroup or None, got {type(tp_group).__name__}")
-    return 1 if tp_group is None else tp_group.size()
+    if group is not None and not isinstance(group, ProcessGroup):
+        raise TypeError(f"{name} must be a torch.distributed.ProcessGroup or None, got {type(group).__name__}")
+    return 1 if group is None else group.size()
 
 
 def check_skip_ignored(value: bool | int, num_tokens: int) -> None:
