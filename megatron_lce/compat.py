@@ -5,8 +5,8 @@ The one keyword that those do not have is `skip_ignored`, behind all of theirs a
 """
 
 import math
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,10 +14,12 @@ from torch.distributed import ProcessGroup
 
 from megatron_lce import cross_entropy as api
 from megatron_lce.core import collectives, validation
+from megatron_lce.core.agreement import Agreement
 from megatron_lce.core.options import LinearCrossEntropyOutput
 from megatron_lce.core.weighted_logits import weighted_logits
 
 Reduction = Literal["none", "sum", "mean"]
+_Checked = TypeVar("_Checked")
 
 _IGNORED = -100
 # Autograd's nodes that put a tensor together of parts.
@@ -56,9 +58,9 @@ def linear_cross_entropy(
         TypeError, ValueError: see `megatron_lce.linear_cross_entropy`.
         ValueError: parts of hidden come out of such an operation, and others do not.
     """
-    out, _ = _outputs(hidden, weight, labels, temperature, reduction, dist_process_group, skip_ignored)
+    out, _ = _outputs(hidden, weight, labels, temperature, reduction, dist_process_group, skip_ignored, False)
     assert out.entropy is not None
-    return _reduce(out.logprobs, reduction), _reduce(out.entropy, reduction)
+    return _over_all_rows(out.logprobs, reduction), _over_all_rows(out.entropy, reduction)
 
 
 verl_linear_cross_entropy = linear_cross_entropy
@@ -79,12 +81,12 @@ def areal_linear_cross_entropy(
 
     That is fp32 [N], whatever the reduction, before the temperature, without gradient, and 0 in ignored rows.
     """
-    out, per_token = _outputs(
-        hidden, weight, labels, temperature, reduction, dist_process_group, skip_ignored, telemetry=return_max_logits
+    out, temperature = _outputs(
+        hidden, weight, labels, temperature, reduction, dist_process_group, skip_ignored, return_max_logits
     )
     assert out.entropy is not None
-    results = _reduce(out.logprobs, reduction), _reduce(out.entropy, reduction)
-    return results if out.max_logit is None else (*results, (out.max_logit * per_token).float())
+    results = _over_all_rows(out.logprobs, reduction), _over_all_rows(out.entropy, reduction)
+    return results if out.max_logit is None else (*results, (out.max_logit * temperature).float())
 
 
 def _outputs(
@@ -95,18 +97,28 @@ def _outputs(
     reduction: str,
     group: ProcessGroup | None,
     skip_ignored: bool | int,
-    telemetry: bool = False,
+    return_max_logits: bool,
 ) -> tuple[LinearCrossEntropyOutput, float | Tensor]:
     """Outputs [N], and the temperature that they were computed with."""
-    _check_reduction(reduction)
-    _check_order(hidden.shape[:-1], labels)
-    labels = validation.as_int64(labels.reshape(-1))
-    if isinstance(temperature, Tensor):
-        temperature = temperature.reshape(-1)
-        if temperature.numel() == 1:
-            temperature = temperature.expand(labels.shape)
-        if temperature.shape == labels.shape:
-            temperature = temperature.where(labels >= 0, 1.0)
+
+    def check(ranks: int) -> tuple[Tensor, float | Tensor, bool]:
+        _check_reduction(reduction)
+        validation.check_flag("return_max_logits", return_max_logits)
+        ids = _checked_labels(hidden, weight, labels, skip_ignored, 1).reshape(-1)
+        return ids, _checked_temperature(temperature, ids), _summed_in_front(hidden, group)
+
+    labels, temperature, summed_in_front = _agreed(
+        group,
+        "dist_process_group",
+        check,
+        lambda: {
+            **_describe_head(hidden, weight, labels, skip_ignored),
+            "temperature": type(temperature).__name__,
+            "reduction": reduction,
+            "return_max_logits": return_max_logits,
+        },
+        weight,
+    )
     out = api.linear_cross_entropy(
         hidden.reshape(-1, hidden.shape[-1]),
         weight,
@@ -114,11 +126,21 @@ def _outputs(
         tp_group=group,
         temperature=temperature,
         ignore_index=_IGNORED,
-        telemetry=telemetry,
+        telemetry=return_max_logits,
         skip_ignored=skip_ignored,
-        reduce_grad_hidden=not _summed_in_front(hidden, group),
+        reduce_grad_hidden=not summed_in_front,
     )
     return out, temperature
+
+
+def _checked_temperature(temperature: float | Tensor, labels: Tensor) -> float | Tensor:
+    """One number, or one a token [N]; 1 in ignored rows, where it may be anything."""
+    if isinstance(temperature, Tensor):
+        temperature = temperature.reshape(-1)
+        if temperature.numel() == 1:
+            temperature = temperature.expand(labels.shape)
+    validation.check_temperature(temperature, labels)
+    return temperature.where(labels >= 0, 1.0) if isinstance(temperature, Tensor) else temperature
 
 
 def _summed_in_front(hidden: Tensor, group: ProcessGroup | None) -> bool:
@@ -181,12 +203,25 @@ def megatron_linear_cross_entropy(
     Raises:
         TypeError, ValueError: see `megatron_lce.linear_cross_entropy`.
     """
-    _check_reduction(reduction)
-    rows = tuple(hidden.shape[:-1])
-    if sequence_parallel and rows:
-        rows = (rows[0] * collectives.group_size(tp_group), *rows[1:])
-    _check_order(rows, labels)
-    labels = validation.as_int64(labels.reshape(rows))
+
+    def check(ranks: int) -> Tensor:
+        _check_reduction(reduction)
+        validation.check_flag("sequence_parallel", sequence_parallel)
+        validation.check_integer("ignore_index", ignore_index)
+        return _checked_labels(hidden, weight, labels, skip_ignored, ranks if sequence_parallel else 1)
+
+    labels = _agreed(
+        tp_group,
+        "tp_group",
+        check,
+        lambda: {
+            **_describe_head(hidden, weight, labels, skip_ignored),
+            "reduction": reduction,
+            "ignore_index": ignore_index,
+            "sequence_parallel": sequence_parallel,
+        },
+        weight,
+    )
     counted = (labels >= 0) & (labels != ignore_index)
     out = api.linear_cross_entropy(
         hidden,
@@ -198,7 +233,7 @@ def megatron_linear_cross_entropy(
         entropy=False,
         skip_ignored=skip_ignored,
     )
-    return reduce_loss(-out.logprobs.reshape(-1), counted, reduction)
+    return _over_counted_rows(-out.logprobs.reshape(-1), counted, reduction)
 
 
 def torch_linear_cross_entropy(
@@ -235,17 +270,36 @@ def torch_linear_cross_entropy(
         TypeError, ValueError: see `megatron_lce.linear_cross_entropy`.
         NotImplementedError: a bias, chunking options, class probabilities, or a loss over further dimensions.
     """
-    _refuse_unsupported(linear_bias, options, linear_weight, target)
     ignored = _IGNORED if ignore_index is None else ignore_index
+
+    def check(ranks: int) -> None:
+        _refuse_unsupported(linear_bias, options)
+        _check_reduction(reduction)
+        validation.check_integer("ignore_index", ignored)
+        _check_torchs_head(input, linear_weight, target, skip_ignored)
+        _check_classes(weight, label_smoothing, linear_weight.shape[0] * ranks, input)
+
+    _agreed(
+        tp_group,
+        "tp_group",
+        check,
+        lambda: {
+            **_describe_head(input, linear_weight, target, skip_ignored, ("input", "linear_weight", "target")),
+            "weight": validation.kind_of(weight),
+            "reduction": reduction,
+            "ignore_index": ignored,
+            "label_smoothing": label_smoothing,
+        },
+        linear_weight,
+    )
     out = api.linear_cross_entropy(
         input, linear_weight, target, ignore_index=ignored, entropy=False, skip_ignored=skip_ignored, tp_group=tp_group
     )
     num_classes = linear_weight.shape[0] * collectives.group_size(tp_group)
-    _check_classes(weight, label_smoothing, num_classes, input)
     counted, loss = (target != ignored).float(), -out.logprobs
     if label_smoothing:
         first = linear_weight.shape[0] * collectives.group_rank(tp_group)
-        factors = torch.ones(num_classes, device=input.device) if weight is None else weight.detach().float()
+        factors = torch.ones(num_classes, device=input.device) if weight is None else weight.float()
         logits = weighted_logits(
             input.reshape(-1, input.shape[-1]),
             linear_weight,
@@ -256,22 +310,90 @@ def torch_linear_cross_entropy(
         smooth = torch.where(counted > 0, factors.sum() * out.lse - logits.view_as(out.lse), 0.0)
     if weight is not None:
         known = target.clamp(0, num_classes - 1)
-        counted = counted * weight.detach().float()[known]
+        counted = counted * weight.float()[known]
         loss = loss * counted
     if label_smoothing:
         loss = (1 - label_smoothing) * loss + label_smoothing / num_classes * smooth
-    return reduce_loss(loss, counted, reduction).to(input.dtype)
+    return _over_counted_rows(loss, counted, reduction).to(input.dtype)
 
 
 def reduce_loss(loss: Tensor, counted: Tensor, reduction: Reduction) -> Tensor:
     """The loss per token, its sum, or its mean over the rows that are counted (NaN where none is)."""
     _check_reduction(reduction)
+    return _over_counted_rows(loss, counted, reduction)
+
+
+def _over_counted_rows(loss: Tensor, counted: Tensor, reduction: Reduction) -> Tensor:
     if reduction == "none":
         return loss
     return loss.sum() if reduction == "sum" else loss.sum() / counted.sum()
 
 
-def _refuse_unsupported(linear_bias: object, options: object, linear_weight: Tensor, target: Tensor) -> None:
+def _over_all_rows(value: Tensor, reduction: str) -> Tensor:
+    if reduction == "none":
+        return value
+    return value.sum() if reduction == "sum" else value.mean()
+
+
+def _agreed(
+    group: ProcessGroup | None,
+    group_name: str,
+    check: Callable[[int], _Checked],
+    describe: Callable[[], dict[str, Any]],
+    weight: Tensor,
+) -> _Checked:
+    """What `check(ranks)` makes of a call's arguments, on every rank of the group or on none.
+
+    `describe()`: what every rank must call with, as in `core.agreement`. The operation's own agreement, which follows,
+    then has nothing to refuse but what this one does not tell it of.
+    """
+    ranks = validation.check_group(group, group_name)
+    error = None
+    try:
+        checked = check(ranks)
+    except (TypeError, ValueError, NotImplementedError) as found:
+        error = found
+    # What torch.compile traces cannot ask the other ranks.
+    if group is not None and ranks > 1 and not torch.compiler.is_compiling():
+        Agreement(group, describe(), validation.rows_of(weight), None).settle(error)
+    elif error is not None:
+        raise error
+    return checked
+
+
+def _describe_head(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    skip_ignored: bool | int,
+    names: tuple[str, str, str] = ("hidden", "weight", "labels"),
+) -> dict[str, Any]:
+    hidden_name, weight_name, labels_name = names
+    return {
+        hidden_name: validation.kind_of(hidden),
+        weight_name: validation.kind_of(weight),
+        f"rows of {weight_name}": validation.rows_of(weight),
+        labels_name: getattr(labels, "dtype", type(labels)),
+        "skip_ignored": type(skip_ignored).__name__,
+    }
+
+
+def _checked_labels(
+    hidden: Tensor, weight: Tensor, labels: Tensor, skip_ignored: bool | int, sequence_shards: int
+) -> Tensor:
+    """Labels as int64 of the shape of hidden's rows, on all of `sequence_shards` ranks."""
+    for name, tensor in (("hidden", hidden), ("weight", weight), ("labels", labels)):
+        validation.check_is_tensor(name, tensor)
+    validation.check_head("hidden", hidden, "weight", weight)
+    rows = validation.labels_shape("hidden", hidden, sequence_shards)
+    _check_order(rows, labels)
+    labels = validation.as_int64(labels.reshape(rows))
+    validation.check_labels_of("hidden", hidden, labels, sequence_shards)
+    validation.check_skip_ignored(skip_ignored, labels.numel())
+    return labels
+
+
+def _refuse_unsupported(linear_bias: object, options: object) -> None:
     if linear_bias is not None:
         raise NotImplementedError("linear_bias must be None: the fused head has no bias, as Megatron's has none")
     if options is not None:
@@ -279,6 +401,11 @@ def _refuse_unsupported(linear_bias: object, options: object, linear_weight: Ten
             "options must be None: chunks of the batch are not what this head is cut into; "
             "megatron_lce.linear_cross_entropy has workspace_bytes"
         )
+
+
+def _check_torchs_head(input: Tensor, linear_weight: Tensor, target: Tensor, skip_ignored: bool | int) -> None:
+    for name, tensor in (("input", input), ("linear_weight", linear_weight), ("target", target)):
+        validation.check_is_tensor(name, tensor)
     if linear_weight.dim() > 2:
         raise NotImplementedError(
             "linear_weight must be [V, H]: losses over further dimensions of classes are not supported, "
@@ -286,6 +413,9 @@ def _refuse_unsupported(linear_bias: object, options: object, linear_weight: Ten
         )
     if target.is_floating_point():
         raise NotImplementedError(f"target must be class ids: probabilities are not supported, got {target.dtype}")
+    validation.check_head("input", input, "linear_weight", linear_weight)
+    validation.check_labels_of("input", input, target, 1, "target")
+    validation.check_skip_ignored(skip_ignored, target.numel())
 
 
 def _check_classes(weight: Tensor | None, label_smoothing: float, num_classes: int, input: Tensor) -> None:
@@ -300,6 +430,8 @@ def _check_classes(weight: Tensor | None, label_smoothing: float, num_classes: i
             f"weight must be floating [{num_classes}] on {input.device}, a factor for each class, "
             f"got {weight.dtype} {tuple(weight.shape)} on {weight.device}"
         )
+    if weight.requires_grad:
+        raise ValueError("weight must not require grad: it gets no gradient; got requires_grad=True")
 
 
 def _check_reduction(reduction: str) -> None:
@@ -312,9 +444,3 @@ def _check_order(shape: Sequence[int], labels: Tensor) -> None:
     rows, ids = ([size for size in sizes if size != 1] for sizes in (shape, labels.shape))
     if labels.numel() != math.prod(shape) or (len(rows) > 1 and len(ids) > 1 and rows != ids):
         raise ValueError(f"labels must have hidden's order of rows, {tuple(shape)}, got {tuple(labels.shape)}")
-
-
-def _reduce(value: Tensor, reduction: str) -> Tensor:
-    if reduction == "none":
-        return value
-    return value.sum() if reduction == "sum" else value.mean()

@@ -180,6 +180,77 @@ def test_ignored_rows_are_skipped_and_nothing_else_changes(call, device):
     assert all(result.isnan().all() for result in (wrong if isinstance(wrong, tuple) else (wrong,)))
 
 
+def zeros(*shape, **keywords):
+    return torch.zeros(*shape, **keywords)
+
+
+LONG = {"dtype": torch.int64}
+OF_THE_HEAD = [  # argument, what is passed, the error, and what is said of it
+    ("hidden", None, TypeError, "hidden must be a torch.Tensor, got NoneType"),
+    ("hidden", [[1.0] * 24] * 7, TypeError, "hidden must be a torch.Tensor, got list"),
+    ("hidden", torch.tensor(1.0), ValueError, r"hidden must be \[..., H\], got a scalar"),
+    ("hidden", zeros(7, 24).double(), TypeError, "hidden must be float32, bfloat16 or float16, got torch.float64"),
+    ("weight", None, TypeError, "weight must be a torch.Tensor, got NoneType"),
+    ("weight", zeros(70, 24, dtype=BF16), TypeError, "weight must have hidden's dtype, torch.float32, got .*bfloat16"),
+    ("labels", None, TypeError, "labels must be a torch.Tensor, got NoneType"),
+    ("labels", [1] * 7, TypeError, "labels must be a torch.Tensor, got list"),
+    ("labels", zeros(7, dtype=torch.bool), TypeError, "labels must be int64, got torch.bool"),
+    ("labels", zeros(7, device="meta", **LONG), ValueError, "labels must be on hidden's device, cpu, got meta"),
+    ("skip_ignored", 8, ValueError, "skip_ignored must be .* at most the number of rows, 7, got 8"),
+]
+OF_VERL = [
+    ("temperature", "1", TypeError, "temperature must be a float, got str"),
+    ("temperature", zeros(7, **LONG), TypeError, "temperature must be a float or a floating tensor, got .*int64"),
+    ("reduction", None, ValueError, "reduction must be 'none', 'sum' or 'mean', got None"),
+    ("dist_process_group", "x", TypeError, "dist_process_group must be a .*ProcessGroup or None, got str"),
+]
+OF_MEGATRON = [
+    ("tp_group", 3, TypeError, "tp_group must be a torch.distributed.ProcessGroup or None, got int"),
+    ("sequence_parallel", 1, TypeError, "sequence_parallel must be a bool, got int"),
+    ("ignore_index", "a", TypeError, "ignore_index must be an int, got str"),
+]
+OF_TORCH = [
+    ("input", None, TypeError, "input must be a torch.Tensor, got NoneType"),
+    ("input", zeros(7, 23), ValueError, r"input and linear_weight must agree on H, got \(7, 23\) and \(70, 24\)"),
+    ("linear_weight", None, TypeError, "linear_weight must be a torch.Tensor, got NoneType"),
+    (
+        "linear_weight",
+        zeros(70, 24, dtype=BF16),
+        TypeError,
+        "linear_weight must have input's dtype, torch.float32, got",
+    ),
+    ("target", [1] * 7, TypeError, "target must be a torch.Tensor, got list"),
+    ("target", zeros(7, dtype=torch.int32), TypeError, "target must be int64, got torch.int32"),
+    ("target", zeros(7, dtype=torch.bool), TypeError, "target must be int64, got torch.bool"),
+    ("target", zeros(6, **LONG), ValueError, r"target must have input's shape without H, \(7,\), got \(6,\) for input"),
+    ("ignore_index", "a", TypeError, "ignore_index must be an int, got str"),
+    ("label_smoothing", "a", TypeError, "label_smoothing must be a float, got str"),
+    ("weight", [1.0] * 70, TypeError, "weight must be a torch.Tensor, got list"),
+    ("skip_ignored", 8, ValueError, "skip_ignored must be .* at most the number of rows, 7, got 8"),
+    ("tp_group", 3, TypeError, "tp_group must be a torch.distributed.ProcessGroup or None, got int"),
+]
+BAD = [
+    *(("verl", *row) for row in OF_THE_HEAD + OF_VERL),
+    *(
+        ("areal", *row)
+        for row in [*OF_THE_HEAD, ("return_max_logits", 1, TypeError, "return_max_logits must be a bool")]
+    ),
+    *(("megatron", *row) for row in OF_THE_HEAD + OF_MEGATRON),
+    *(("torch", *row) for row in OF_TORCH),
+]
+
+
+@pytest.mark.parametrize(
+    ("call", "name", "value", "error", "message"), BAD, ids=[f"{i}-{row[0]}-{row[1]}" for i, row in enumerate(BAD)]
+)
+def test_messages_name_the_arguments_of_the_call_that_was_made(call, name, value, error, message):
+    names = ("input", "linear_weight", "target") if call == "torch" else ("hidden", "weight", "labels")
+    problem = make_problem(7, 24, 70, torch.device("cpu"))
+    arguments = dict(zip(names, problem[:3], strict=True))
+    with pytest.raises(error, match=f"^{message}"):
+        CALLS[call](**arguments | {name: value})
+
+
 # Megatron-LM's own fused call
 
 
@@ -285,6 +356,7 @@ def test_smoothing_in_bf16_keeps_fp32_sums(device):
 
 WRONG = [
     ({"label_smoothing": 1.5}, r"label_smoothing must lie in \[0, 1\], got 1.5"),
+    ({"weight": torch.ones(31, requires_grad=True)}, "weight must not require grad: it gets no gradient; got .*=True"),
     ({"weight": torch.ones(30)}, r"weight must be floating \[31\] on .* got torch.float32 \(30,\) on"),
 ]
 

@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 
 import megatron_lce
 from megatron_lce import compat
-from megatron_lce.core import blocks
+from megatron_lce.core import blocks, collectives
 from megatron_lce.core.options import DIFFERENTIABLE, LinearCrossEntropyOutput
 from megatron_lce.packed import context_parallel_gather, context_parallel_shard
 from tests.oracle import Result, Upstream, comparisons, evaluate, oracle
@@ -226,10 +226,65 @@ def run_disagreements(group: ProcessGroup, report: Report) -> None:
     for expected, arguments in odd.items():
         given = {"loss": lambda out, _: -out.logprobs, "per_token": torch.ones(6), **(arguments if last else {})}
         own = given.pop("loss"), given.pop("per_token")
-        loss = functools.partial(megatron_lce.linear_token_loss, hidden, torch.ones(20, 8), labels, *own)
-        check_refused(given, expected, group, report, loss)
+        inputs = hidden, torch.ones(20, 8), labels, *own
+        operation = functools.partial(megatron_lce.linear_token_loss, *inputs, tp_group=group, backend="torch")
+        check_refusal(operation, given, expected, report)
     uneven_call = {"hidden": hidden, "weight": torch.ones(rows, 8), "labels": labels, "vocab_start": 20 * rank}
     check_refused({**uneven_call, "workspace_bytes": 200}, "workspace_bytes must be at least", group, report)
+
+
+def run_disagreements_of_compat(group: ProcessGroup, report: Report) -> None:
+    """The same of the other projects' calls, whose own checks come before those of the operation."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    if ranks == 1:
+        return
+    last = rank == ranks - 1
+    hidden, weight, labels = torch.ones(6, 8), torch.ones(20, 8), torch.zeros(6, dtype=torch.int64)
+    head = {"hidden": hidden, "weight": weight, "labels": labels}
+    torchs_head = {"input": hidden, "linear_weight": weight, "target": labels}
+    of_a_head = {  # what the last rank does otherwise
+        "refuses its arguments: reduction must be": {"reduction": "avg"},
+        "reduction must be the same on every rank": {"reduction": "sum"},
+        "refuses its arguments: labels must be int64": {"labels": labels.float()},
+        "refuses its arguments: labels must have hidden's order": {"labels": labels[1:]},
+        "refuses its arguments: hidden must be a torch.Tensor": {"hidden": None},
+        "rows of weight must be the same on every rank": {"weight": torch.ones(21, 8)},
+    }
+    of_max_logits = {"return_max_logits must be the same on every rank": {"return_max_logits": True}}
+    of_ignored = {"ignore_index must be the same on every rank": {"ignore_index": 3}}
+    of_torchs = {
+        "refuses its arguments: reduction must be": {"reduction": "avg"},
+        "refuses its arguments: linear_bias must be None": {"linear_bias": weight[:, 0]},
+        "refuses its arguments: target must be class ids": {"target": hidden},
+        "refuses its arguments: target must be int64": {"target": labels.int()},
+        "refuses its arguments: linear_weight must have input's dtype": {"linear_weight": weight.half()},
+        "refuses its arguments: label_smoothing must lie in [0, 1]": {"label_smoothing": 2.0},
+        "refuses its arguments: weight must be floating [": {"weight": torch.ones(3)},
+        "label_smoothing must be the same on every rank": {"label_smoothing": 0.1},
+        "weight must be the same on every rank": {"weight": torch.ones(20 * ranks)},
+    }
+    operations: list[tuple[Callable[..., Any], dict[str, Any], dict[str, dict[str, Any]]]] = [
+        (functools.partial(compat.linear_cross_entropy, dist_process_group=group), head, of_a_head),
+        (functools.partial(compat.areal_linear_cross_entropy, dist_process_group=group), head, of_max_logits),
+        (functools.partial(compat.megatron_linear_cross_entropy, tp_group=group), head, of_a_head | of_ignored),
+        (functools.partial(compat.torch_linear_cross_entropy, tp_group=group), torchs_head, of_torchs),
+    ]
+    for operation, inputs, odd in operations:
+        for expected, arguments in odd.items():
+            said = expected.split(": ")[-1] if last else expected
+            check_refusal(operation, {**inputs, **(arguments if last else {})}, said, report)
+    count_exchanges(functools.partial(compat.torch_linear_cross_entropy, tp_group=group), torchs_head, report)
+
+
+def count_exchanges(operation: Callable[..., Any], call: dict[str, Any], report: Report) -> None:
+    """Only the first call of a configuration exchanges anything but what the operation is made of."""
+    operation(**call)
+    with mock.patch.object(collectives, "gather_objects", wraps=collectives.gather_objects) as exchange:
+        operation(**call)
+        again = exchange.call_count
+        operation(**call, label_smoothing=0.1)
+    report.check("a known configuration is not exchanged", again == 0, f"{again} exchanges")
+    report.check("a new configuration is exchanged", exchange.call_count > 0, f"{exchange.call_count} exchanges")
 
 
 def run_two_heads(group: ProcessGroup, report: Report) -> None:
@@ -245,17 +300,16 @@ def run_two_heads(group: ProcessGroup, report: Report) -> None:
         report.compare(f"two heads, the last shard of {last_rows}", out.logprobs, expected, 1e-6)
 
 
-def check_refused(
-    call: dict[str, Any],
-    expected: str,
-    group: ProcessGroup,
-    report: Report,
-    operation: Callable = megatron_lce.linear_cross_entropy,
-) -> None:
+def check_refused(call: dict[str, Any], expected: str, group: ProcessGroup, report: Report) -> None:
+    operation = functools.partial(megatron_lce.linear_cross_entropy, tp_group=group, backend="torch")
+    check_refusal(operation, call, expected, report)
+
+
+def check_refusal(operation: Callable[..., Any], call: dict[str, Any], expected: str, report: Report) -> None:
     try:
-        operation(**call, tp_group=group, backend="torch")
+        operation(**call)
         message = "no error"
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, NotImplementedError) as error:
         message = str(error)
     report.check(f"refused together: {expected}", expected in message, message)
 
@@ -369,6 +423,7 @@ def program(device: torch.device, report: Report) -> None:
     run_errors(world, device, report)
     if device.type == "cpu":
         run_disagreements(world, report)
+        run_disagreements_of_compat(world, report)
         run_two_heads(world, report)
     run_compat(world, device, report)
     run_compat(subgroup, device, report)
