@@ -112,7 +112,7 @@ def _outputs(
         "dist_process_group",
         check,
         lambda: {
-            **_describe_head(hidden, weight, labels, skip_ignored),
+            **_describe_head(skip_ignored, hidden=hidden, weight=weight, labels=labels),
             "temperature": type(temperature).__name__,
             "reduction": reduction,
             "return_max_logits": return_max_logits,
@@ -215,7 +215,7 @@ def megatron_linear_cross_entropy(
         "tp_group",
         check,
         lambda: {
-            **_describe_head(hidden, weight, labels, skip_ignored),
+            **_describe_head(skip_ignored, hidden=hidden, weight=weight, labels=labels),
             "reduction": reduction,
             "ignore_index": ignore_index,
             "sequence_parallel": sequence_parallel,
@@ -284,7 +284,7 @@ def torch_linear_cross_entropy(
         "tp_group",
         check,
         lambda: {
-            **_describe_head(input, linear_weight, target, skip_ignored, ("input", "linear_weight", "target")),
+            **_describe_head(skip_ignored, input=input, linear_weight=linear_weight, target=target),
             "weight": validation.kind_of(weight),
             "reduction": reduction,
             "ignore_index": ignored,
@@ -342,10 +342,12 @@ def _agreed(
     describe: Callable[[], dict[str, Any]],
     weight: Tensor,
 ) -> _Checked:
-    """What `check(ranks)` makes of a call's arguments, on every rank of the group or on none.
+    """What `check(ranks)` makes of a call's arguments, before the operation looks at what became of them.
 
-    `describe()`: what every rank must call with, as in `core.agreement`. The operation's own agreement, which follows,
-    then has nothing to refuse but what this one does not tell it of.
+    `describe()`: what every rank must call with, in the call's own names.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as `core.agreement` does, on every rank or on none.
     """
     ranks = validation.check_group(group, group_name)
     error = None
@@ -353,7 +355,7 @@ def _agreed(
         checked = check(ranks)
     except (TypeError, ValueError, NotImplementedError) as found:
         error = found
-    # What torch.compile traces cannot ask the other ranks.
+    # A graph that torch.compile traces cannot ask the other ranks.
     if group is not None and ranks > 1 and not torch.compiler.is_compiling():
         Agreement(group, describe(), validation.rows_of(weight), None).settle(error)
     elif error is not None:
@@ -361,19 +363,15 @@ def _agreed(
     return checked
 
 
-def _describe_head(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    skip_ignored: bool | int,
-    names: tuple[str, str, str] = ("hidden", "weight", "labels"),
-) -> dict[str, Any]:
-    hidden_name, weight_name, labels_name = names
+def _describe_head(skip_ignored: bool | int, **head: Tensor) -> dict[str, Any]:
+    """What a call is known by. `head`: hidden, weight and labels, under the names that the call has for them."""
+    (hidden_name, hidden), (weight_name, weight), (labels_name, labels) = head.items()
     return {
         hidden_name: validation.kind_of(hidden),
         weight_name: validation.kind_of(weight),
         f"rows of {weight_name}": validation.rows_of(weight),
         labels_name: getattr(labels, "dtype", type(labels)),
+        "gradients": (torch.is_grad_enabled(), *(getattr(x, "requires_grad", None) for x in (hidden, weight))),
         "skip_ignored": type(skip_ignored).__name__,
     }
 

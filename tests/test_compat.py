@@ -251,6 +251,12 @@ def test_messages_name_the_arguments_of_the_call_that_was_made(call, name, value
         CALLS[call](**arguments | {name: value})
 
 
+def test_a_group_that_is_none_is_refused_before_it_is_asked_for_its_size():
+    problem = make_problem(7, 24, 70, torch.device("cpu"))
+    with pytest.raises(TypeError, match=r"^tp_group must be a .*ProcessGroup or None, got int"):
+        compat.megatron_linear_cross_entropy(*problem[:3], 3, sequence_parallel=True)
+
+
 # Megatron-LM's own fused call
 
 

@@ -21,6 +21,8 @@ from parity_cases import BF16, CASES, SEQUENCE, Case, Problem, ignore_some, sequ
 from parity_of_torch import run_compiled, run_cuda_graph, run_dtensors, run_fsdp
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import megatron_lce
 from megatron_lce import compat
@@ -170,6 +172,17 @@ def run_torchs_call(group: ProcessGroup, device: torch.device, report: Report) -
     expected = evaluated(materialised, slice(None), problem.labels)
     for name, one, other in zip(("loss", "grad_hidden", "grad_weight"), actual, expected, strict=True):
         report.compare(f"torch's call: {name}", one, other[shard] if name == "grad_weight" else other, 1e-5)
+    mesh = DeviceMesh.from_group(group, device.type)
+    placed = (
+        distribute_tensor(problem.hidden, mesh, [Replicate()]),
+        distribute_tensor(problem.weight, mesh, [Shard(0)]),
+    )
+    report.compare(
+        "torch's call: loss of DTensors",
+        compat.torch_linear_cross_entropy(*placed, problem.labels),
+        materialised(problem.hidden, problem.weight, problem.labels),
+        1e-5,
+    )
 
 
 def run_errors(group: ProcessGroup, device: torch.device, report: Report) -> None:
@@ -250,6 +263,12 @@ def run_disagreements_of_compat(group: ProcessGroup, report: Report) -> None:
         "refuses its arguments: hidden must be a torch.Tensor": {"hidden": None},
         "rows of weight must be the same on every rank": {"weight": torch.ones(21, 8)},
     }
+    whole = hidden.clone().requires_grad_()
+    of_graphs = {
+        "refuses its arguments: hidden must come out of": {
+            "hidden": torch.cat([_CopyToModelParallelRegion.apply(whole[:3], group), whole[3:]])
+        }
+    }
     of_max_logits = {"return_max_logits must be the same on every rank": {"return_max_logits": True}}
     of_ignored = {"ignore_index must be the same on every rank": {"ignore_index": 3}}
     of_torchs = {
@@ -265,6 +284,7 @@ def run_disagreements_of_compat(group: ProcessGroup, report: Report) -> None:
     }
     operations: list[tuple[Callable[..., Any], dict[str, Any], dict[str, dict[str, Any]]]] = [
         (functools.partial(compat.linear_cross_entropy, dist_process_group=group), head, of_a_head),
+        (functools.partial(compat.linear_cross_entropy, dist_process_group=group), head | {"hidden": whole}, of_graphs),
         (functools.partial(compat.areal_linear_cross_entropy, dist_process_group=group), head, of_max_logits),
         (functools.partial(compat.megatron_linear_cross_entropy, tp_group=group), head, of_a_head | of_ignored),
         (functools.partial(compat.torch_linear_cross_entropy, tp_group=group), torchs_head, of_torchs),
@@ -276,8 +296,21 @@ def run_disagreements_of_compat(group: ProcessGroup, report: Report) -> None:
     count_exchanges(functools.partial(compat.torch_linear_cross_entropy, tp_group=group), torchs_head, report)
 
 
+class _CopyToModelParallelRegion(torch.autograd.Function):
+    """Named as Megatron's, whose backward sums over the group: a graph is as much as the calls look at."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        raise AssertionError("the call is refused")
+
+
 def count_exchanges(operation: Callable[..., Any], call: dict[str, Any], report: Report) -> None:
-    """Only the first call of a configuration exchanges anything but what the operation is made of."""
+    """Ranks ask each other what they call with at the first call of a configuration only."""
     operation(**call)
     with mock.patch.object(collectives, "gather_objects", wraps=collectives.gather_objects) as exchange:
         operation(**call)
