@@ -372,7 +372,7 @@ def _describe_head(skip_ignored: bool | int, **head: Tensor) -> dict[str, Any]:
         f"rows of {weight_name}": validation.rows_of(weight),
         labels_name: getattr(labels, "dtype", type(labels)),
         "gradients": (torch.is_grad_enabled(), *(getattr(x, "requires_grad", None) for x in (hidden, weight))),
-        "skip_ignored": type(skip_ignored).__name__,
+        "skip_ignored": validation.kind_of_skipping(skip_ignored),
     }
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_lce.core.options import LinearCrossEntropyOutput
-from megatron_lce.core.validation import as_int64, check_tensor
+from megatron_lce.core.validation import as_int64, check_label_tensor, check_tensor
 from megatron_lce.megatron_integration.head_call import HeadCall, check_not_fixed
 from megatron_lce.megatron_integration.support import reasons_of_head
 from megatron_lce.megatron_integration.uncomputed_logits import IGNORE_INDEX, UncomputedLogits
@@ -85,6 +85,7 @@ def fused_output_processor(
         raise ValueError("labels must be given to the model or in the FusedOutputContext, got None")
     check_tensor("labels", labels)
     labels = as_int64(labels)
+    check_label_tensor(labels)
     counted = labels >= 0
     if context.counted is not None:
         counted &= _checked_counted(context.counted, labels)
