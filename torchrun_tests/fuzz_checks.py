@@ -208,7 +208,8 @@ def rounding(
     gradient by that, times what upstream and the other factor of its product amount to, however small the gradient is.
     A sum over ranks rounds each rank's part, and the roundings of a few numbers do not average. A kept logit is wrong
     by an eps of the dtype, which is much beside a small softcap: the cap's derivative is taken of it. And probabilities
-    of kept logits do not sum to one, seen under the interpreter.
+    of kept logits do not sum to one, seen under the interpreter. Gradients of logits, and results, that are subnormal
+    in fp16 are rounded to multiples of one number, as eager's are.
     """
     keywords, (hidden, weight) = tensors.keywords, (tensor.double() for tensor in tensors.heads[0])
     temperature = torch.as_tensor(keywords["temperature"], dtype=torch.float64, device=hidden.device)
@@ -220,6 +221,8 @@ def rounding(
     size = float((upstream * factor).norm()) * (1 + math.log(len(weight)) + spread * isinstance(case, JsdCase))
     eps, own_eps = torch.finfo(torch.float32).eps, torch.finfo(DTYPES[case.dtype]).eps
     keeps = case.dtype != "fp32" and (keywords.get("logits_cache_bytes") or setting.operation == "linear_token_loss")
+    step = torch.finfo(DTYPES[case.dtype]).smallest_normal * own_eps  # of subnormal numbers
+    num_logits = tensors.labels.numel() * len(weight)
     of_cap = 0.0
     if keeps and keywords.get("softcap") and temperature.numel():
         of_cap = min(1.0, own_eps * 2 * float(temperature.nan_to_num(0, 0, 0).max()) / keywords["softcap"])
@@ -228,7 +231,8 @@ def rounding(
         exact = getattr(expected, name)[parts[name]]
         error = eps * (4 * (1 + spread) + largest / 2) + of_cap + own_eps * bool(keeps and setting.interpreted)
         error += own_eps * (exact.numel() < FEW or (name == "grad_hidden" and setting.ranks > 1))
-        error *= size * float(other.norm(dim=-1).max()) if other.numel() else 0.0
+        largest_row = float(other.norm(dim=-1).max()) if other.numel() else 0.0
+        error = error * size * largest_row + step / 2 * (num_logits**0.5 * largest_row + exact.numel() ** 0.5)
         floors[name] = error / max(float(exact[~exact.isnan()].norm()), 1e-300)
     return floors
 
