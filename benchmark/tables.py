@@ -152,7 +152,7 @@ def masked_steps() -> str:
     titles = VARIANTS | {"ours-skip": "flag on, `ignore_masked=True, skip_ignored=True`"}
     shares, rows = (0.0, 0.3, 0.6, 0.9), []
     for tp in (2, 1):
-        records = {(x["variant"], x["masked"]): x for x in load(f"step_masked_tp{tp}_h100")["steps"]}
+        records = {(x["variant"], x["masked"]): x for x in load(f"step_masked_tp{tp}_h200")["steps"]}
         for variant in ("native-fused", "ours", "ours-skip"):
             of_shares = [records[variant, share] for share in shares]
             times = (f"{record['time_ms']:.1f} / {record['peak_mib']:,.0f}" for record in of_shares)
