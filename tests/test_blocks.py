@@ -107,9 +107,9 @@ def test_slabs_are_cut_evenly():
 
 
 def test_long_context_cuts_tokens_and_keeps_both_sides_wide():
-    blocks = plan_blocks(131_072, 151_936, 2**29, BlockBytes(2), per_column_if_tokens_are_cut=4 * 4096)
-    assert blocks.tokens >= 4096
-    assert blocks.columns >= 8192
+    """By what both gradients' sums read and write: 15.3e-5 of 8 N V H bytes at best, 18.7e-5 with 8,192 x 15,360."""
+    tokens, columns = plan_blocks(131_072, 151_936, 2**29, BlockBytes(2), per_column_if_tokens_are_cut=4 * 4096)
+    assert 1 / tokens + 1 / columns < 16.2e-5
 
 
 @given(st.integers(1, 40_000), st.integers(0, 9000), st.sampled_from([0, 64, 2048, 5120]))

@@ -12,7 +12,6 @@ MIN_TOKENS = 128  # a kernel's row block
 COLUMN_STEP = 256  # slabs are whole kernel tiles wide, so that rows of a slab stay aligned
 PREFERRED_COLUMNS = 16384  # of a slab
 ENOUGH_LOGITS = 2**27  # of one block: larger ones gain nothing (8192 x 4096 x 151936 on an H200: 59.4 ms from here on)
-ENOUGH_TOKENS = 8192  # of one block, and half its columns are enough too: the products' other dimension is then wide
 WIDE_BLOCK = 4096  # tokens of a block from which on a product that sums over them runs at speed
 LOGITS_TILE = (MIN_TOKENS, COLUMN_STEP)  # of the kernels that make 16-bit inputs' logits
 GRADIENT_TILE = (256, 128)  # of cuBLAS' product for hidden's gradient
@@ -48,8 +47,10 @@ def plan_blocks(
 ) -> Blocks:
     """The widest blocks within `workspace_bytes` that still gain from their width.
 
-    All tokens at once if that leaves slabs of `preferred_columns`, and then as many slabs as are that wide; else tokens
-    are cut too, since a product wants both of its dimensions wide. Depends on nothing but its arguments.
+    All tokens at once if that leaves slabs of `preferred_columns`, and then as many slabs as are that wide; else what
+    reads and writes the least of the gradients' fp32 sums. Those are of N H numbers for every slab of columns, and of
+    V H for every block of tokens but a single one: together N V H (1 / columns + 1 / tokens). Depends on nothing but
+    its arguments.
 
     Raises:
         ValueError: not even the smallest block fits.
@@ -58,12 +59,13 @@ def plan_blocks(
     taken = (
         num_tokens * (block_bytes.per_token + preferred * block_bytes.per_logit) + preferred * block_bytes.per_column
     )
+    columns = _columns_of_all_tokens(num_tokens, num_columns, workspace_bytes, block_bytes, preferred)
     if taken <= workspace_bytes:
-        return Blocks(
-            num_tokens, _columns_of_all_tokens(num_tokens, num_columns, workspace_bytes, block_bytes, preferred)
-        )
+        return Blocks(num_tokens, columns)
     cut_bytes = block_bytes._replace(per_column=block_bytes.per_column + per_column_if_tokens_are_cut)
-    return _blocks_of_cut_tokens(num_tokens, num_columns, workspace_bytes, cut_bytes, preferred)
+    of_some = _blocks_of_cut_tokens(num_tokens, num_columns, workspace_bytes, cut_bytes, preferred)
+    all_tokens_cost_less = columns >= COLUMN_STEP and 1 / columns <= 1 / of_some.columns + 1 / of_some.tokens
+    return Blocks(num_tokens, columns) if all_tokens_cost_less else of_some
 
 
 def _columns_of_all_tokens(
@@ -83,17 +85,20 @@ def _columns_of_all_tokens(
 def _blocks_of_cut_tokens(
     num_tokens: int, num_columns: int, workspace_bytes: int, block_bytes: BlockBytes, preferred: int
 ) -> Blocks:
-    """Blocks of some tokens: narrower ones until there is room for enough tokens of them."""
+    """Blocks of some tokens: about as many as columns."""
     per_logit, per_token, per_column = block_bytes
-    columns = preferred
-    while True:
-        tokens = (workspace_bytes - columns * per_column) // (per_token + columns * per_logit)
-        if tokens >= min(num_tokens, columns // 2, ENOUGH_TOKENS) or (columns <= COLUMN_STEP and tokens >= 1):
-            return Blocks(_even(num_tokens, tokens, MIN_TOKENS), _even(num_columns, columns, COLUMN_STEP))
-        if columns <= COLUMN_STEP:
-            smallest = smallest_workspace(block_bytes)
-            raise ValueError(f"workspace_bytes must be at least {smallest} for this head, got {workspace_bytes}")
-        columns = max(COLUMN_STEP, columns // 2 // COLUMN_STEP * COLUMN_STEP)
+
+    def tokens_beside(columns: int) -> int:
+        return min(num_tokens, (workspace_bytes - columns * per_column) // (per_token + columns * per_logit))
+
+    halves = (preferred * quarters // 4 >> halvings for halvings in range(7) for quarters in (4, 3))
+    widths = {max(COLUMN_STEP, width // COLUMN_STEP * COLUMN_STEP) for width in halves}
+    possible = [width for width in widths if tokens_beside(width) >= 1]
+    if not possible:
+        smallest = smallest_workspace(block_bytes)
+        raise ValueError(f"workspace_bytes must be at least {smallest} for this head, got {workspace_bytes}")
+    columns = min(possible, key=lambda width: (1 / width + 1 / tokens_beside(width), width))
+    return Blocks(_even(num_tokens, tokens_beside(columns), MIN_TOKENS), _even(num_columns, columns, COLUMN_STEP))
 
 
 def tokens_per_block(
