@@ -15,5 +15,6 @@ def trace_range(name: str) -> AbstractContextManager[Any]:
 
     As torch's own ranges of this kind it is not in the trace of a daemon, which turns its profiler on from outside.
     """
-    profiling = torch.autograd.profiler._is_profiler_enabled  # also within `emit_nvtx`, and on autograd's threads
+    # Also within `emit_nvtx`, and on autograd's threads. torch's own flag: were it gone, ranges are made always.
+    profiling = getattr(torch.autograd.profiler, "_is_profiler_enabled", True)
     return record_function(f"megatron_lce: {name}") if profiling else _NO_RANGE
