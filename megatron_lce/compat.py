@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_lce import cross_entropy as api
 from megatron_lce.core import collectives, validation
-from megatron_lce.core.agreement import Agreement
+from megatron_lce.core.agreement import agreed
 from megatron_lce.core.options import LinearCrossEntropyOutput
 from megatron_lce.core.weighted_logits import weighted_logits
 
@@ -342,25 +342,10 @@ def _agreed(
     describe: Callable[[], dict[str, Any]],
     weight: Tensor,
 ) -> _Checked:
-    """What `check(ranks)` makes of a call's arguments, before the operation looks at what became of them.
-
-    `describe()`: what every rank must call with, in the call's own names.
-
-    Raises:
-        TypeError, ValueError, NotImplementedError: as `core.agreement` does, on every rank or on none.
-    """
-    ranks = validation.check_group(group, group_name)
-    error = None
-    try:
-        checked = check(ranks)
-    except (TypeError, ValueError, NotImplementedError) as found:
-        error = found
-    # A graph that torch.compile traces cannot ask the other ranks.
-    if group is not None and ranks > 1 and not torch.compiler.is_compiling():
-        Agreement(group, describe(), validation.rows_of(weight), None).settle(error)
-    elif error is not None:
-        raise error
-    return checked
+    """`core.agreement.agreed`: the operation's own, which follows, knows the arguments by other names or not at all."""
+    # What torch.compile traces cannot ask the other ranks.
+    exchange = not torch.compiler.is_compiling()
+    return agreed(group, check, describe, weight, group_name=group_name, exchange=exchange)[0]
 
 
 def _describe_head(skip_ignored: bool | int, **head: Tensor) -> dict[str, Any]:

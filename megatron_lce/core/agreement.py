@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from megatron_lce.core import collectives, validation
 from megatron_lce.core.options import Options
 
+_Checked = TypeVar("_Checked")
 _Configuration = tuple[tuple[str, str], ...]
 
 # For each group the configurations its ranks have agreed on, and the columns of the largest shard under each. With them
@@ -26,27 +27,41 @@ def agreed_options(
     weight: Tensor,
     vocab_start: int | None,
 ) -> Options:
-    """What `check(ranks)` makes of a call's arguments, with the columns of the group's largest shard.
+    """`agreed`, with the columns of the group's largest shard."""
+    options, largest_shard = agreed(group, check, describe, weight, vocab_start)
+    return options if largest_shard is None else replace(options, largest_shard=largest_shard)
+
+
+def agreed(
+    group: ProcessGroup | None,
+    check: Callable[[int], _Checked],
+    describe: Callable[[], dict[str, Any]],
+    weight: Tensor,
+    vocab_start: int | None = None,
+    *,
+    group_name: str = "tp_group",
+    exchange: bool = True,
+) -> tuple[_Checked, int | None]:
+    """What `check(ranks)` makes of a call's arguments; and the columns of the largest shard, None without other ranks.
 
     `describe()`: what every rank must call with. It is asked even where this rank's arguments are refused.
+    `exchange`: whether the others are asked.
 
     Raises:
-        TypeError, ValueError: on every rank, where any found an error or they differ.
+        TypeError, ValueError, NotImplementedError: on every rank, where any found an error or they differ.
     """
-    ranks = validation.check_group(group)
-    options = error = None
+    ranks = validation.check_group(group, group_name)
+    error = None
     try:
-        options = check(ranks)
-    except (TypeError, ValueError) as found:
+        checked = check(ranks)
+    except (TypeError, ValueError, NotImplementedError) as found:
         error = found
-    if group is not None and ranks > 1:
+    largest_shard = None
+    if exchange and group is not None and ranks > 1:
         largest_shard = Agreement(group, describe(), validation.rows_of(weight), vocab_start).settle(error)
-        assert options is not None
-        return replace(options, largest_shard=largest_shard)
-    if error is not None:
+    elif error is not None:
         raise error
-    assert options is not None
-    return options
+    return checked, largest_shard
 
 
 class Agreement:
