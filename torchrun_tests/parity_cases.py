@@ -192,3 +192,7 @@ CASES = [
     ),
     Case("blocks of shards", (144,), sequence_parallel=True, workspace_bytes=2**16, wide_block=16, dtype=BF16),
 ]
+
+
+def verdict(error: float, allowed: float) -> tuple[bool, str]:
+    return error <= allowed, f"error {error:.2e}, allowed {allowed:.1e}"

@@ -10,26 +10,23 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from harness import Report, available_backends, main
-from parity_cases import BF16, CASES, SEQUENCE, Case, Problem, ignore_some, sequence_shard, uneven
+from parity_cases import BF16, CASES, SEQUENCE, Case, Problem, ignore_some, sequence_shard, uneven, verdict
+from parity_of_compat import check_refusal, run_compat, run_disagreements_of_compat, run_megatrons_call, run_torchs_call
 from parity_of_torch import run_compiled, run_cuda_graph, run_dtensors, run_fsdp
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import megatron_lce
-from megatron_lce import compat
-from megatron_lce.core import blocks, collectives
+from megatron_lce.core import blocks
 from megatron_lce.core.options import DIFFERENTIABLE, LinearCrossEntropyOutput
 from megatron_lce.packed import context_parallel_gather, context_parallel_shard
-from tests.oracle import Result, Upstream, comparisons, evaluate, oracle
+from tests.oracle import Result, comparisons, evaluate, oracle
 
 
 def run_case(case: Case, backend: str, group: ProcessGroup, device: torch.device, report: Report) -> None:
@@ -75,10 +72,6 @@ def run_case(case: Case, backend: str, group: ProcessGroup, device: torch.device
     check_same_bits(name, actual, case, group, report)
 
 
-def verdict(error: float, allowed: float) -> tuple[bool, str]:
-    return error <= allowed, f"error {error:.2e}, allowed {allowed:.1e}"
-
-
 def check_same_bits(name: str, actual: Result, case: Case, group: ProcessGroup, report: Report) -> None:
     """Every rank of the group holds the same outputs, and hidden gradient where that is whole."""
     if actual.outputs.logprobs.numel() == 0:
@@ -113,76 +106,6 @@ def run_partial_gradients(backend: str, group: ProcessGroup, device: torch.devic
     dist.all_reduce(actual.grad_hidden, group=group)
     for result in comparisons(actual, oracle(*inputs), *inputs, weight_rows=shard):
         report.check(f"{backend}: {case.name}: {result.name}", *verdict(result.error, result.allowed))
-
-
-def run_compat(group: ProcessGroup, device: torch.device, report: Report) -> None:
-    """The call of verl and AReaL sums hidden's gradient; what stands in front of it is run_megatron.py's."""
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    problem = Problem(Case(""), ranks, device)
-    shard = slice(problem.starts[rank], problem.starts[rank + 1])
-    upstream = problem.upstream._replace(lse=None)
-    inputs = (problem.hidden, problem.weight, problem.labels, upstream)
-
-    def outputs(hidden: Tensor, weight: Tensor, labels: Tensor) -> LinearCrossEntropyOutput:
-        logprobs, entropy = compat.linear_cross_entropy(hidden, weight, labels, dist_process_group=group)
-        return LinearCrossEntropyOutput(logprobs.view_as(labels), entropy.view_as(labels), None)
-
-    actual = evaluate(outputs, problem.hidden, problem.weight[shard], problem.labels, upstream)
-    for result in comparisons(actual, oracle(*inputs), *inputs, weight_rows=shard):
-        report.check(f"compat.linear_cross_entropy: {result.name}", *verdict(result.error, result.allowed))
-
-
-def run_megatrons_call(group: ProcessGroup, device: torch.device, report: Report) -> None:
-    """`compat.megatron_linear_cross_entropy`, with and without sequence parallel."""
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    problem = Problem(Case(""), ranks, device)
-    shard = slice(problem.starts[rank], problem.starts[rank + 1])
-    upstream = Upstream(problem.upstream.logprobs)
-    inputs = (problem.hidden, problem.weight, problem.labels, upstream)
-    for sequence_parallel in (False, True):
-        rows = sequence_shard(Case("", sequence_parallel=sequence_parallel), rank, ranks)
-
-        def outputs(hidden: Tensor, weight: Tensor, labels: Tensor, sp: bool = sequence_parallel):
-            loss = compat.megatron_linear_cross_entropy(hidden, weight, labels, group, "none", sequence_parallel=sp)
-            return LinearCrossEntropyOutput(-loss.view_as(labels), None, None)
-
-        actual = evaluate(outputs, problem.hidden[rows], problem.weight[shard], problem.labels, upstream)
-        for result in comparisons(actual, oracle(*inputs), *inputs, hidden_rows=rows, weight_rows=shard):
-            name = f"compat.megatron_linear_cross_entropy, sequence_parallel={sequence_parallel}: {result.name}"
-            report.check(name, *verdict(result.error, result.allowed))
-
-
-def run_torchs_call(group: ProcessGroup, device: torch.device, report: Report) -> None:
-    """`compat.torch_linear_cross_entropy` with class weights and label smoothing over a group."""
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    problem = Problem(Case(""), ranks, device)
-    shard = slice(problem.starts[rank], problem.starts[rank + 1])
-    factors = torch.linspace(0.5, 2.0, problem.starts[-1], device=device)
-    keywords = {"label_smoothing": 0.2, "weight": factors}
-
-    def evaluated(function: Any, part: slice, *target: Tensor, **others: Any) -> list[Tensor]:
-        hidden, weight = (t.clone().requires_grad_() for t in (problem.hidden, problem.weight[part]))
-        loss = function(hidden, weight, *target, **keywords, **others)
-        return [loss.detach(), *torch.autograd.grad(loss, (hidden, weight))]
-
-    def materialised(hidden: Tensor, head: Tensor, target: Tensor, **others: Any) -> Tensor:
-        return torch.nn.functional.cross_entropy((hidden @ head.T).flatten(0, 1), target.flatten(), **others)
-
-    actual = evaluated(compat.torch_linear_cross_entropy, shard, problem.labels, tp_group=group)
-    expected = evaluated(materialised, slice(None), problem.labels)
-    for name, one, other in zip(("loss", "grad_hidden", "grad_weight"), actual, expected, strict=True):
-        report.compare(f"torch's call: {name}", one, other[shard] if name == "grad_weight" else other, 1e-5)
-    mesh = DeviceMesh.from_group(group, device.type)
-    placed = (
-        distribute_tensor(problem.hidden, mesh, [Replicate()]),
-        distribute_tensor(problem.weight, mesh, [Shard(0)]),
-    )
-    report.compare(
-        "torch's call: loss of DTensors",
-        compat.torch_linear_cross_entropy(*placed, problem.labels),
-        materialised(problem.hidden, problem.weight, problem.labels),
-        1e-5,
-    )
 
 
 def run_errors(group: ProcessGroup, device: torch.device, report: Report) -> None:
@@ -246,80 +169,6 @@ def run_disagreements(group: ProcessGroup, report: Report) -> None:
     check_refused({**uneven_call, "workspace_bytes": 200}, "workspace_bytes must be at least", group, report)
 
 
-def run_disagreements_of_compat(group: ProcessGroup, report: Report) -> None:
-    """The same of the other projects' calls, whose own checks come before those of the operation."""
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    if ranks == 1:
-        return
-    last = rank == ranks - 1
-    hidden, weight, labels = torch.ones(6, 8), torch.ones(20, 8), torch.zeros(6, dtype=torch.int64)
-    head = {"hidden": hidden, "weight": weight, "labels": labels}
-    torchs_head = {"input": hidden, "linear_weight": weight, "target": labels}
-    of_a_head = {  # what the last rank does otherwise
-        "refuses its arguments: reduction must be": {"reduction": "avg"},
-        "reduction must be the same on every rank": {"reduction": "sum"},
-        "refuses its arguments: labels must be int64": {"labels": labels.float()},
-        "refuses its arguments: labels must have hidden's order": {"labels": labels[1:]},
-        "refuses its arguments: hidden must be a torch.Tensor": {"hidden": None},
-        "rows of weight must be the same on every rank": {"weight": torch.ones(21, 8)},
-    }
-    whole = hidden.clone().requires_grad_()
-    of_graphs = {
-        "refuses its arguments: hidden must come out of": {
-            "hidden": torch.cat([_CopyToModelParallelRegion.apply(whole[:3], group), whole[3:]])
-        }
-    }
-    of_max_logits = {"return_max_logits must be the same on every rank": {"return_max_logits": True}}
-    of_ignored = {"ignore_index must be the same on every rank": {"ignore_index": 3}}
-    of_torchs = {
-        "refuses its arguments: reduction must be": {"reduction": "avg"},
-        "refuses its arguments: linear_bias must be None": {"linear_bias": weight[:, 0]},
-        "refuses its arguments: target must be class ids": {"target": hidden},
-        "refuses its arguments: target must be int64": {"target": labels.int()},
-        "refuses its arguments: linear_weight must have input's dtype": {"linear_weight": weight.half()},
-        "refuses its arguments: label_smoothing must lie in [0, 1]": {"label_smoothing": 2.0},
-        "refuses its arguments: weight must be floating [": {"weight": torch.ones(3)},
-        "label_smoothing must be the same on every rank": {"label_smoothing": 0.1},
-        "weight must be the same on every rank": {"weight": torch.ones(20 * ranks)},
-    }
-    operations: list[tuple[Callable[..., Any], dict[str, Any], dict[str, dict[str, Any]]]] = [
-        (functools.partial(compat.linear_cross_entropy, dist_process_group=group), head, of_a_head),
-        (functools.partial(compat.linear_cross_entropy, dist_process_group=group), head | {"hidden": whole}, of_graphs),
-        (functools.partial(compat.areal_linear_cross_entropy, dist_process_group=group), head, of_max_logits),
-        (functools.partial(compat.megatron_linear_cross_entropy, tp_group=group), head, of_a_head | of_ignored),
-        (functools.partial(compat.torch_linear_cross_entropy, tp_group=group), torchs_head, of_torchs),
-    ]
-    for operation, inputs, odd in operations:
-        for expected, arguments in odd.items():
-            said = expected.split(": ")[-1] if last else expected
-            check_refusal(operation, {**inputs, **(arguments if last else {})}, said, report)
-    count_exchanges(functools.partial(compat.torch_linear_cross_entropy, tp_group=group), torchs_head, report)
-
-
-class _CopyToModelParallelRegion(torch.autograd.Function):
-    """Named as Megatron's, whose backward sums over the group: a graph is as much as the calls look at."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        raise AssertionError("the call is refused")
-
-
-def count_exchanges(operation: Callable[..., Any], call: dict[str, Any], report: Report) -> None:
-    """Ranks ask each other what they call with at the first call of a configuration only."""
-    operation(**call)
-    with mock.patch.object(collectives, "gather_objects", wraps=collectives.gather_objects) as exchange:
-        operation(**call)
-        again = exchange.call_count
-        operation(**call, label_smoothing=0.1)
-    report.check("a known configuration is not exchanged", again == 0, f"{again} exchanges")
-    report.check("a new configuration is exchanged", exchange.call_count > 0, f"{exchange.call_count} exchanges")
-
-
 def run_two_heads(group: ProcessGroup, report: Report) -> None:
     """Heads whose shards differ on the last rank alone, one after the other: the first ranks see nothing new."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
@@ -336,15 +185,6 @@ def run_two_heads(group: ProcessGroup, report: Report) -> None:
 def check_refused(call: dict[str, Any], expected: str, group: ProcessGroup, report: Report) -> None:
     operation = functools.partial(megatron_lce.linear_cross_entropy, tp_group=group, backend="torch")
     check_refusal(operation, call, expected, report)
-
-
-def check_refusal(operation: Callable[..., Any], call: dict[str, Any], expected: str, report: Report) -> None:
-    try:
-        operation(**call)
-        message = "no error"
-    except (TypeError, ValueError, NotImplementedError) as error:
-        message = str(error)
-    report.check(f"refused together: {expected}", expected in message, message)
 
 
 def run_bits_of_all_sizes(backend: str, group: ProcessGroup, device: torch.device, report: Report) -> None:
