@@ -161,7 +161,9 @@ def check_bits(
     with torch.no_grad():
         forward = {"entropy": False, "telemetry": False, "logits_cache_bytes": 0, "reduce_grad_hidden": True}
         keywords = share.keywords | {"layout": case.layout}
-        plain = cross_entropy(hidden[share.rows], weight[share.columns], labels, **keywords | forward)
+        # Copies, as of those with gradients: a CPU's product of one column has other bits where it starts elsewhere.
+        own = hidden[share.rows].clone(), weight[share.columns].clone()
+        plain = cross_entropy(*own, labels, **keywords | forward)
         for name in ("logprobs", "lse"):
             findings.require(
                 same_bits(getattr(plain, name), getattr(outputs, name)), f"{name}: other bits without gradients"
