@@ -27,6 +27,7 @@ TILE_COLUMNS = {2: 256, 4: 64}  # by bytes of an element: what a kept logits' ti
 CHUNK_COLUMNS = {2: 128, 4: 64}  # what one row of statistics is about
 PER_TOKEN_BYTES = 40  # a token's labels, factors, outputs and what backward needs of them
 TERMS_BYTES = 24  # a token's row terms in backward
+_SLAB_SUM = "fp32 sum of the slab's weight's gradient"
 
 
 @dataclass(frozen=True)
@@ -136,8 +137,9 @@ def ours(step: HeadStep) -> tuple[float, Phases]:
     if kept_columns == step.columns:
         slab, widest = kept, kept_columns
     else:
-        widest, slab_bytes = _slab(step, block, step.columns - kept_columns)
-        slab = {"slab of logits": slab_bytes} | (kept if several else {})
+        widest, slab_bytes, sum_bytes = _slab(step, block, step.columns - kept_columns)
+        slab = {"slab of logits": slab_bytes} | ({_SLAB_SUM: sum_bytes} if sum_bytes else {})
+        slab |= kept if several else {}
     whole = computed * step.hidden * item  # the rows' gradient of hidden; block by block it is there from the first one
     earlier = {"hidden's gradient": whole} if several else {}
     phases: Phases = {
@@ -149,7 +151,9 @@ def ours(step: HeadStep) -> tuple[float, Phases]:
     else:
         summed = earlier | {"fp32 sum of hidden's gradient": 4 * block * step.hidden}
         cast = block_bytes if not several else 0
-        phases["cast of hidden's gradient"] = backward | slab | summed | {"its cast": cast}
+        # Without a sum over the group it is behind the last product of the weight's gradient.
+        at_cast = slab if step.tp > 1 else {name: size for name, size in slab.items() if name != _SLAB_SUM}
+        phases["cast of hidden's gradient"] = backward | at_cast | summed | {"its cast": cast}
     if kept_columns:
         phases["kept logits' products"] = backward | kept | summed | _hidden_with_factor(step, computed, kept_columns)
     phases["slabs"] = backward | slab | summed
@@ -295,8 +299,8 @@ def _hidden_with_factor(step: HeadStep, tokens: int, kept_columns: int) -> dict[
     return {"hidden times a factor": tokens * row_bytes}
 
 
-def _slab(step: HeadStep, block: int, columns: int) -> tuple[int, int]:
-    """Width and bytes of one slab of a block, with the fp32 sum of its weight's gradient where its tokens are cut."""
+def _slab(step: HeadStep, block: int, columns: int) -> tuple[int, int, int]:
+    """Width and bytes of one slab of a block, and of the fp32 sum of its weight's gradient where its tokens are cut."""
     sum_bytes = _sum_bytes(step)
     blocks = plan_blocks(
         block,
@@ -306,7 +310,7 @@ def _slab(step: HeadStep, block: int, columns: int) -> tuple[int, int]:
         per_column_if_tokens_are_cut=sum_bytes,
     )
     slab = blocks.tokens * slab_row_stride(blocks.columns) * step.itemsize
-    return blocks.columns, slab + (blocks.columns * sum_bytes if blocks.tokens < block else 0)
+    return blocks.columns, slab, blocks.columns * sum_bytes if blocks.tokens < block else 0
 
 
 def _kept_row_bytes(step: HeadStep, columns: int) -> int:

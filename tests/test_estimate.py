@@ -72,6 +72,7 @@ CASES = {
     "main_grad": {"main_grad": True},
     "an odd vocabulary in one slab": {"columns": 511},
     "narrow slabs of cut tokens, no entropy": {"workspace_bytes": 400_000, "entropy": False},
+    "cut tokens whose cast is the peak": {"tokens": 1500, "hidden": 512, "columns": 3000, "workspace_bytes": 2_000_000},
 }
 
 

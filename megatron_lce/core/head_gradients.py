@@ -36,6 +36,8 @@ def head_gradients(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Both gradients, block by block and slab by slab. A block's sum over the group runs under its last product.
 
+    Where there is none, that product comes first: its own sum is gone when hidden's gets a result beside it.
+
     `slabs(block, bytes_per_column)` yields the gradient of every product of a block, where a slab's column takes that
     many bytes of the workspace if its tokens come in several parts.
     `weight_sum`: give the weight's gradient as the fp32 sum that it is made of, [num_columns, H or a little more].
@@ -48,8 +50,12 @@ def head_gradients(
         for slab in slabs(block, per_column):
             if hidden_grad is not None:
                 hidden_grad.add(slab)
+                if slab.is_last and tokens.reduces:
+                    hidden_grad.finish()
             if weight_grad is not None:
                 weight_grad.add(slab, _scaled_for_products(slab, block.hidden.wait(), backend), block.is_first)
+            if hidden_grad is not None and slab.is_last and not tokens.reduces:
+                hidden_grad.finish()
             del slab  # its memory goes before the next buffer, or a sink's placeholder, comes
         if options.num_columns == 0 and needs_hidden:
             tokens.grad_rows(block).zero_()
@@ -114,12 +120,15 @@ class _HiddenGrad:
         if slab.factor is not None and slab.columns.stop == self._options.num_columns:
             # No name for it: the sum goes before the reduction's memory comes.
             self._backend.scale(self._sum[slab.tokens], slab.factor, self._sum[slab.tokens], accumulate=False)
-        if slab.is_last:
-            grad = self._tokens.grad_rows(self._block)
-            if grad.data_ptr() != self._sum.data_ptr():
-                grad.copy_(self._sum[:, : grad.shape[1]])
-            self._sum = None
-            self._tokens.reduce(self._block)
+
+    def finish(self) -> None:
+        """Behind the last slab: the gradient in hidden's dtype, and its sum over the group is started."""
+        assert self._sum is not None
+        grad = self._tokens.grad_rows(self._block)
+        if grad.data_ptr() != self._sum.data_ptr():
+            grad.copy_(self._sum[:, : grad.shape[1]])
+        self._sum = None
+        self._tokens.reduce(self._block)
 
     def _new_sum(self, weight: Tensor, one_sum: bool) -> Tensor:
         grad_dtype = self._weight.dtype

@@ -227,12 +227,18 @@ class Tokens:
             self._grad = self.hidden.new_empty(self.num_computed + skips, hidden_size)
         return self._grad[block.rows]
 
+    @property
+    def reduces(self) -> bool:
+        """Whether gradients of hidden are summed over the group."""
+        return self._options.tp_group is not None and self._options.reduce_grad_hidden
+
     def reduce(self, block: TokenBlock) -> None:
         """Start the sum over the group of what was written to `grad_rows`, where it is summed."""
+        if not self.reduces:
+            return
         options, grad = self._options, self._grad
         assert grad is not None
-        if options.tp_group is None or not options.reduce_grad_hidden:
-            return
+        assert options.tp_group is not None
         if self._by_shard:
             self._reductions.append(collectives.start_reduce_scatter(grad, options.tp_group))
         elif not options.sequence_parallel:
