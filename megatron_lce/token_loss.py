@@ -74,7 +74,7 @@ def linear_token_loss(
     defaults = linear_cross_entropy.__kwdefaults__ or {}
 
     def check() -> None:
-        if none_of_its := keywords.keys() - defaults.keys() | {"logits_cache_bytes"} & keywords.keys():
+        if none_of_its := (keywords.keys() - defaults.keys()) | ({"logits_cache_bytes"} & keywords.keys()):
             raise TypeError(f"linear_token_loss has no keyword {', '.join(sorted(none_of_its))}")
         if keywords.get("backend") == "reference":
             raise ValueError("backend must be 'auto', 'triton' or 'torch' for linear_token_loss, got 'reference'")

@@ -225,6 +225,8 @@ def test_check_labels_names_what_is_no_label():
         megatron_lce.check_labels(torch.tensor([0.5, torch.nan]), 3)
     with pytest.raises(TypeError, match=r"vocab_size must be an int, got float"):
         megatron_lce.check_labels(torch.tensor([1]), 3.0)
+    with pytest.raises(ValueError, match=r"vocab_size must be at least 1, got -1"):
+        megatron_lce.check_labels(torch.tensor([1]), -1)
 
 
 def test_ranks_describe_a_configuration_in_one_order(device):

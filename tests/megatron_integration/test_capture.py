@@ -322,6 +322,8 @@ def test_errors(model, device):
         head.linear_cross_entropy(labels, vocab_start=0, sequence_parallel=False)
     with pytest.raises(TypeError, match="vocab_start must not be given"):
         head.linear_jsd(head, vocab_start=0)
+    with pytest.raises(TypeError, match="teacher_logits_scale must be a float, got NoneType"):
+        head.linear_jsd(head, teacher_logits_scale=None)
     with pytest.raises(TypeError, match="teacher_head must be a captured head, got Tensor"):
         head.linear_jsd(labels)
     with capture_lm_head(model) as unused:

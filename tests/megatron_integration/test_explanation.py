@@ -67,3 +67,5 @@ def test_a_critic_and_a_stage_without_a_head(device):
     assert megatron_lce.explain(stage).reasons == ("this pipeline stage has no LM head",)
     with pytest.raises(TypeError, match="megatron-core language model"):
         megatron_lce.explain(torch.nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="tokens must be an int, got float"):
+        megatron_lce.explain(critic, tokens=8.5)

@@ -248,3 +248,6 @@ def test_errors():
         accept_head(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match="head must have a forward or _forward_impl of its own, Plain has neither"):
         accept_head(type("Plain", (ColumnParallelLinear,), {}))
+    for softcap, error, message in (("30", TypeError, "a float, got str"), (-30.0, ValueError, "finite, got -30.0")):
+        with pytest.raises(error, match=f"softcap must be .*{message}"):
+            accept_head(lambda head, *_: None, softcap=softcap)
