@@ -59,28 +59,25 @@ class JsdPass:
         self._teacher_blocks = teacher_tokens.blocks()
         order = self.tokens.order()
         self._rows = rows_to_compute(rows, order, self._counted)
-        self._token_weights = token_weights if order is None else token_weights[order]
+        self._token_weights = (token_weights if order is None else token_weights[order]).float()
+        self._factor = gradient_factor(self._token_weights, self._rows.to_nats, self._rows.scale, student, beta)
+        self._found = torch.empty(FOUND_ROWS, computed, device=labels.device)
         self._kept = None if blocks is None else _KeptGradients(blocks, student, options)
-        self._total = torch.zeros((), device=labels.device)
 
     def slabs(self, block: TokenBlock, bytes_per_column: int) -> Iterator[Slab]:
-        """Adds a block's divergences, then yields the gradients of the student's products."""
+        """Finds a block's divergences, then yields the gradients of the student's products."""
         # Before anything that a rank without columns leaves out: ranks must agree on the order of collectives.
         student, teacher = block.hidden.wait(), next(self._teacher_blocks).hidden.wait()
-        rows, token_weights = self._rows.of(block.rows), self._token_weights[block.rows].float()
         heads = self._heads._replace(
             student=self._heads.student._replace(hidden=student),
             teacher=self._heads.teacher._replace(hidden=teacher),
-            scale=rows.scale,
+            scale=self._rows.scale[block.rows],
         )
-        factor = gradient_factor(token_weights, rows.to_nats, rows.scale, heads.student, heads.beta)
-        found = torch.empty(FOUND_ROWS, rows.scale.shape[0], device=rows.scale.device)
+        found, factor = self._found[:, block.rows], self._factor[block.rows]
         if self._kept is None:
             diverge(heads, self._options, found)
         else:
             gradients = self._kept.make(heads, found, factor)
-        losses, _ = losses_in_nats(found, rows, heads.beta)
-        self._total += torch.where(rows.ignored, 0.0, token_weights * losses).sum()
         if self._kept is not None:
             yield from self._kept.slabs(heads.student, gradients, bytes_per_column)
         elif self._with_gradient:
@@ -88,7 +85,9 @@ class JsdPass:
 
     def total(self) -> Tensor:
         """The weighted sum of the divergences."""
-        return self._total if self._counted.unless_nan is None else self._total * self._counted.unless_nan
+        losses, _ = losses_in_nats(self._found, self._rows, self._heads.beta)
+        total = torch.where(self._rows.ignored, 0.0, self._token_weights * losses).sum()
+        return total if self._counted.unless_nan is None else total * self._counted.unless_nan
 
 
 class _KeptGradients:

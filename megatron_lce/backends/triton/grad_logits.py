@@ -13,6 +13,7 @@ from megatron_lce.backends.triton.logits_cache import LogitsCache
 from megatron_lce.backends.triton.tile_products import (
     SMALLEST_NORMAL,
     descriptor,
+    fast_log2,
     halves,
     tanh,
     tile_position,
@@ -198,18 +199,6 @@ def _grad_logits_kernel(
         out_desc.store([row, column + BLOCK_V // 2], right)
 
 
-@triton.jit
-def _fast_log2(x, PTX: tl.constexpr):
-    """log2 of what is positive and no subnormal number, to 2^-22 of the result or, near 1, absolutely; -126 below.
-
-    The general logarithm would outlast the memory access: 24 instructions a number for 2.
-    """
-    x = tl.maximum(x, SMALLEST_NORMAL)
-    if PTX:
-        return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
-    return tl.log2(x)
-
-
 @triton.jit(do_not_specialize=["N", "reference_stride", "terms_stride", "num_chunks", "parts"])
 def _grad_from_exp_kernel(
     exp_ptr,  # [N, stop] 2^(z - reference), rows exp_stride apart; out: the gradient
@@ -277,7 +266,7 @@ def _grad_from_exp_kernel(
         exp = tl.load(exp_ptrs, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_N, CHUNK]
         grad = exp * tl.exp2(shift)[:, None]
         if ENTROPY or SOFTCAP:
-            log_p = _fast_log2(exp, PTX) + shift[:, None]
+            log_p = fast_log2(tl.maximum(exp, SMALLEST_NORMAL), PTX) + shift[:, None]  # -126 where nothing was kept
         grad = grad * (p_term[:, None] - entropy_term[:, None] * log_p) if ENTROPY else grad * p_term[:, None]
         is_label = columns[None, :] == label[:, None]
         grad = tl.where(is_label, label_grad[:, None], grad)

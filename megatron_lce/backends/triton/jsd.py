@@ -89,6 +89,7 @@ def _divergence_kernel(
     REVERSE_KL: tl.constexpr,
     STUDENT_LEADS: tl.constexpr,
     CHUNK: tl.constexpr,
+    PTX: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
@@ -107,7 +108,7 @@ def _divergence_kernel(
         divergence = pt * ratio if FORWARD_KL else ps * -ratio
         student_kl = divergence
     else:
-        student_over_m, teacher_over_m = log_over_mixture(ratio, teacher_weight, student_weight, STUDENT_LEADS)
+        student_over_m, teacher_over_m = log_over_mixture(ratio, teacher_weight, student_weight, STUDENT_LEADS, PTX)
         student_kl = ps * student_over_m
         divergence = tl.fma(teacher_weight, pt * teacher_over_m, student_weight * student_kl)
     # Of chunks, so that the sums have the same bits wherever the columns are cut.

@@ -70,6 +70,7 @@ def grad_logits(
         STUDENT_SOFTCAP=student.softcap is not None,
         TEACHER_SOFTCAP=teacher.softcap is not None,
         UPCAST=upcasts(out.dtype, tiles.interpreting()),
+        PTX=tiles.speaks_ptx(),
         BLOCK_N=tile.block_n,
         BLOCK_V=tile.block_v,
         BLOCK_H=tile.block_h,
@@ -137,6 +138,7 @@ def _grad_logits_kernel(
     STUDENT_SOFTCAP: tl.constexpr,
     TEACHER_SOFTCAP: tl.constexpr,
     UPCAST: tl.constexpr,
+    PTX: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -194,6 +196,7 @@ def _grad_logits_kernel(
                     FORWARD_KL,
                     REVERSE_KL,
                     STUDENT_LEADS,
+                    PTX,
                 )
                 out_desc.store([row, column + half * (BLOCK_V // 2)], grad.to(out_desc.dtype))
         last_products = products
@@ -217,6 +220,7 @@ def _grad_from_kept_kernel(
     FORWARD_KL: tl.constexpr,
     REVERSE_KL: tl.constexpr,
     STUDENT_LEADS: tl.constexpr,
+    PTX: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
@@ -240,6 +244,7 @@ def _grad_from_kept_kernel(
         FORWARD_KL,
         REVERSE_KL,
         STUDENT_LEADS,
+        PTX,
     )
     out = out_ptr + rows.to(tl.int64)[:, None] * out_stride + columns[None, :]
     tl.store(out, grad.to(out_ptr.dtype.element_ty), row_mask[:, None] & (columns < logits_stride)[None, :])
@@ -259,24 +264,29 @@ def _gradient(
     FORWARD_KL: tl.constexpr,
     REVERSE_KL: tl.constexpr,
     STUDENT_LEADS: tl.constexpr,
+    PTX: tl.constexpr,
 ):
     """p_s (log(p_s / m) - KL(p_s || m)), and its forms at the ends; see `megatron_lce.jsd`.
 
     Under a softcap of the student times its slope, 1 - tanh^2. Times the rows' coefficient, zero where that is; what is
     not finite anywhere in a row makes all of it NaN.
     """
+    coefficient = tl.load(coefficient_ptr, row_mask, other=0.0)
+    divergence = tl.load(found + 4 * found_stride, row_mask, other=0.0)
+    factor = tl.zeros_like(student) + coefficient[:, None]
+    zero = tl.zeros_like(student) + (divergence - divergence)[:, None]  # or NaN
     ps = tl.exp2(log_probability(student, found, found_stride, row_mask))
+    if slope is not None:
+        factor = factor * slope
     if FORWARD_KL:
         grad = ps - tl.exp2(log_probability(teacher, found + 2 * found_stride, found_stride, row_mask))
+        grad = tl.fma(grad, factor, zero)
     else:
         ratio = log_ratio(student, teacher, found, found_stride, row_mask)
-        student_over_m = (
-            -ratio if REVERSE_KL else log_over_mixture(ratio, teacher_weight, student_weight, STUDENT_LEADS)[0]
-        )
+        if REVERSE_KL:
+            student_over_m = -ratio
+        else:
+            student_over_m, _ = log_over_mixture(ratio, teacher_weight, student_weight, STUDENT_LEADS, PTX)
         student_kl = tl.load(found + 5 * found_stride, row_mask, other=0.0)[:, None]
-        grad = ps * (student_over_m - student_kl)
-    if slope is not None:
-        grad = grad * slope
-    coefficient = tl.load(coefficient_ptr, row_mask, other=0.0)[:, None]
-    divergence = tl.load(found + 4 * found_stride, row_mask, other=0.0)[:, None]
-    return tl.where(coefficient != 0, grad * coefficient + (divergence - divergence), 0.0)
+        grad = tl.fma(ps * factor, student_over_m - student_kl, zero)
+    return tl.where(coefficient[:, None] != 0, grad, 0.0)

@@ -5,7 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_lce.backends.triton import tiles
-from megatron_lce.backends.triton.tile_products import MASKED_LOGIT
+from megatron_lce.backends.triton.tile_products import MASKED_LOGIT, fast_log2
 from megatron_lce.core.blocks import ceil_div
 
 READ_COLUMNS = 512  # of a program that reads logits
@@ -17,7 +17,12 @@ def reading_grid(logits: Tensor) -> tuple[int]:
 
 
 def reading_constexprs(logits: Tensor) -> dict[str, int]:
-    return {"BLOCK_N": tiles.reading_rows(logits.device), "BLOCK_V": READ_COLUMNS, "num_warps": 1}
+    return {
+        "PTX": tiles.speaks_ptx(),
+        "BLOCK_N": tiles.reading_rows(logits.device),
+        "BLOCK_V": READ_COLUMNS,
+        "num_warps": 1,
+    }
 
 
 @triton.jit
@@ -62,16 +67,16 @@ def log_ratio(student, teacher, found, found_stride, row_mask):
 
 
 @triton.jit
-def log_over_mixture(ratio, teacher_weight, student_weight, STUDENT_LEADS: tl.constexpr):
+def log_over_mixture(ratio, teacher_weight, student_weight, STUDENT_LEADS: tl.constexpr, PTX: tl.constexpr):
     """log2(p_s / m) and log2(p_t / m) from log2(p_t / p_s), for beta between its ends; NaN if that is not finite.
 
     Of the head that weighs more in m, which leads, it is -log2(1 + w (q / p - 1)), with the other's probability q and
     weight w, and as exact as it is small. Held where p is so much smaller than q that it has no weight.
     """
     to_other = tl.minimum(ratio if STUDENT_LEADS else -ratio, 126.0)
-    others_weight = teacher_weight if STUDENT_LEADS else student_weight
+    others_weight = tl.zeros_like(ratio) + (teacher_weight if STUDENT_LEADS else student_weight)
     # The minimum hides what is not finite.
-    leading = 0.0 * ratio - _log2_of_1_plus(others_weight * (tl.exp2(to_other) - 1.0))
+    leading = tl.fma(ratio, 0.0, -_log2_of_1_plus(tl.fma(others_weight, tl.exp2(to_other), -others_weight), PTX))
     other = leading + to_other
     if STUDENT_LEADS:
         return leading, other
@@ -79,21 +84,15 @@ def log_over_mixture(ratio, teacher_weight, student_weight, STUDENT_LEADS: tl.co
 
 
 @triton.jit
-def _log2_of_1_plus(x):
-    """log2(1 + x) from -1/2 to 2^126, to 2e-7 of the result.
+def _log2_of_1_plus(x, PTX: tl.constexpr):
+    """log2(1 + x) from -1/2 to 2^126, to 8e-7 of the result; to 3e-7 where x is small.
 
-    1 + x = 2^e (1 + f) with 1 + f between the square roots of 1/2 and 2, and log2(1 + f) = f times a polynomial
-    (minimax fit). Where e is 0 f is x, without the sum's rounding.
+    Up to 1/4 x times a polynomial (minimax fit): the logarithm of the sum would lose what its rounding loses of x.
     """
-    bits = (1.0 + x).to(tl.int32, bitcast=True)
-    exponent = (bits - 0x3F3504F3) & -0x800000
-    f = tl.where(exponent == 0, x, (bits - exponent).to(tl.float32, bitcast=True) - 1.0)
-    polynomial = tl.fma(f, 0.129264208, -0.208933778)
-    polynomial = tl.fma(f, polynomial, 0.215212268)
-    polynomial = tl.fma(f, polynomial, -0.238675687)
-    polynomial = tl.fma(f, polynomial, 0.287939094)
-    polynomial = tl.fma(f, polynomial, -0.360716264)
-    polynomial = tl.fma(f, polynomial, 0.48091028)
-    polynomial = tl.fma(f, polynomial, -0.721347199)
-    polynomial = tl.fma(f, polynomial, 1.442695)
-    return tl.fma(f, polynomial, exponent.to(tl.float32) * 1.1920928955078125e-07)
+    polynomial = tl.fma(x, 0.22733094, -0.26152116)
+    polynomial = tl.fma(x, polynomial, 0.28770784)
+    polynomial = tl.fma(x, polynomial, -0.36000082)
+    polynomial = tl.fma(x, polynomial, 0.4809085)
+    polynomial = tl.fma(x, polynomial, -0.7213528)
+    polynomial = tl.fma(x, polynomial, 1.442695)
+    return tl.where(tl.abs(x) <= 0.25, x * polynomial, fast_log2(1.0 + x, PTX))

@@ -97,7 +97,7 @@ def softmax_stats(
             CHUNK=chunk,
             GROUP_N=tiles.stats_group(hidden.shape[1]),
             num_warps=tile.num_warps,
-            num_stages=tile.more_stages,
+            num_stages=tile.num_stages,
             enable_fp_fusion=False,
         )
         if columns.start == 0:  # behind what fills its row of `parts`, and in front of a cache's wait
@@ -131,7 +131,7 @@ def _label_logits(
         BLOCK_N=tile.block_n,
         BLOCK_H=tile.block_h,
         num_warps=tile.num_warps,
-        num_stages=tile.more_stages,
+        num_stages=tile.num_stages,
         enable_fp_fusion=False,
     )
 
