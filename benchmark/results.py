@@ -48,7 +48,12 @@ class Results:
         self._print(section, record)
 
     def take_turns(
-        self, section: str, turns: list[tuple[dict, Timed]], start_round: Callable[[], None], **repeats: Any
+        self,
+        section: str,
+        turns: list[tuple[dict, Timed]],
+        start_round: Callable[[], None],
+        rounds: int = ROUNDS,
+        **repeats: Any,
     ) -> None:
         """Adds the records with the times of their calls, measured in rounds: clocks fall as a GPU warms.
 
@@ -66,7 +71,7 @@ class Results:
 
         turns = [(x, timed) for x, timed in turns if self._update(section, x, partial(warm_up, timed))]
         order = random.Random(0)
-        for _ in range(ROUNDS):
+        for _ in range(rounds):
             start_round()
             order.shuffle(turns)
             turns = [(x, timed) for x, timed in turns if self._update(section, x, partial(timed.round, **repeats))]

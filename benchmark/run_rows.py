@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ import megatron_lce
 from benchmark import measure, pictures, report
 from benchmark.ours import Ours
 from benchmark.providers import PROVIDERS, Head
-from benchmark.results import Results
+from benchmark.results import ROUNDS, Results
 from benchmark.run import DTYPES, numbers
 from benchmark.shapes import Inputs, Shape, choose, make_inputs, parse_shape
 from scripts.arguments import HelpFormatter
@@ -87,9 +88,9 @@ def results_of(head: Head, inputs: Inputs, mode: str) -> dict[str, Tensor]:
 
 
 def measure_case(
-    results: Results, shape: Shape, inputs: Inputs, case: tuple[float, str, str], peer: Head | None, budget_ms: float
+    results: Results, shape: Shape, inputs: Inputs, case: tuple[float, str, str], peer: Head | None, **turns_of: Any
 ) -> None:
-    """All heads at one share of ignored rows: they take turns."""
+    """All heads at one share of ignored rows: they take turns, `turns_of` which."""
     share, layout, mode = case
     given, rows = ignore(inputs, share, layout)
     if mode == "backward":
@@ -114,7 +115,7 @@ def measure_case(
         else:
             step = partial(measure.run_step, head, its_inputs, MODES[mode])
         turns.append((record, measure.Timed(step, results.device)))
-    results.take_turns("rows", turns, lambda: None, budget_ms=budget_ms)
+    results.take_turns("rows", turns, lambda: None, **turns_of)
     expected = results_of(Ours(), given, MODES[mode])
     expected |= {name: expected[name][rows] for name in ("logprobs", "grad_hidden")}
     for (record, _), (head, its_inputs) in zip(turns, heads.values(), strict=True):
@@ -138,6 +139,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--dtype", choices=DTYPES, default="bf16", help="Type of hidden and weight.")
     add("--device", choices=("cuda", "cpu"), default=here, help="Where to run.")
     add("--budget-ms", type=float, default=50.0, help="Time of a head's repeats in each round, in ms.")
+    add("--rounds", type=int, default=ROUNDS, help="Rounds; heads of the same kernels differ by 1 % in 12 of them.")
     add("--output", type=Path, default=Path("rows.json"), help="JSON file to write.")
     add("--pictures", type=Path, help="Folder for the picture; None: no picture.")
     return parser
@@ -154,6 +156,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         arguments.shares = [float(text) for text in numbers(arguments.shares)]
         if not all(0 <= share <= 1 for share in arguments.shares):
             raise ValueError(f"shares must be from 0 to 1, got {arguments.shares}")
+        if arguments.rounds < 1:
+            raise ValueError(f"rounds must be at least 1, got {arguments.rounds}")
     except ValueError as error:
         parser.error(str(error))
     return arguments
@@ -166,13 +170,15 @@ def main(argv: list[str] | None = None) -> dict:
     results = Results(device, dtype, arguments.output, {"command": argv})
     results.load("ours", Ours, None)
     peer = results.load(PEER, PROVIDERS[PEER].load, PROVIDERS[PEER].package)
+    turns_of = {"rounds": arguments.rounds, "budget_ms": arguments.budget_ms}
     for shape in arguments.shapes:
         measure.free_memory(device)
         inputs = make_inputs(shape, dtype, device)
         for mode in arguments.modes:
             for share in arguments.shares:
                 for layout in arguments.layouts if share else arguments.layouts[:1]:
-                    measure_case(results, shape, inputs, (share, layout, mode), peer, arguments.budget_ms)
+                    case = share, layout, mode
+                    measure_case(results, shape, inputs, case, peer, **turns_of)
         del inputs
     results.save()
     report.print_tables(results.document)

@@ -189,11 +189,11 @@ def test_a_run_over_ignored_rows_compares_every_head(tmp_path, monkeypatch):
         return tuple(1.1 * output for output in providers._eager_head(hidden, weight, labels.clamp(min=0), mode))
 
     monkeypatch.setitem(providers.PROVIDERS, "cce", providers.Provider("cce", lambda: wrong, ("logprob",)))
-    arguments = "--device cpu --dtype fp32 --shapes 10x8x24 --shares 0,0.6 --modes all --budget-ms 0"
+    arguments = "--device cpu --dtype fp32 --shapes 10x8x24 --shares 0,0.6 --modes all --budget-ms 0 --rounds 2"
     document = run_rows.main([*arguments.split(), "--output", str(tmp_path / "rows.json"), "--pictures", str(tmp_path)])
     records = {tuple(x[k] for k in ("mode", "ignored", "layout", "provider")): x for x in document["rows"]}
     assert len(records) == len(document["rows"]) == 3 * (4 + 4 + 3 + 5)
-    assert all(record["status"] == "ok" for record in records.values())
+    assert all(record["status"] == "ok" and record["repeats"] == 2 for record in records.values())
     assert records["rl", 0.6, "scattered", "ours-alone"]["over_alone"] == 1.0
     for record in records.values():
         errors = [record[f"{name}_difference"] for name in ("logprobs", "grad_hidden", "grad_weight")]
@@ -206,6 +206,12 @@ def test_unknown_names_are_refused(capsys):
         with pytest.raises(SystemExit):
             run.parse_arguments(arguments.split())
         assert "must be one of" in capsys.readouterr().err
+
+
+def test_rows_take_at_least_one_round(capsys):
+    with pytest.raises(SystemExit):
+        run_rows.parse_arguments(["--rounds", "0"])
+    assert "rounds must be at least 1, got 0" in capsys.readouterr().err
 
 
 def test_megatron_and_our_head_agree():
