@@ -139,7 +139,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--dtype", choices=DTYPES, default="bf16", help="Type of hidden and weight.")
     add("--device", choices=("cuda", "cpu"), default=here, help="Where to run.")
     add("--budget-ms", type=float, default=50.0, help="Time of a head's repeats in each round, in ms.")
-    add("--rounds", type=int, default=ROUNDS, help="Rounds; heads of the same kernels differ by 1 % in 12 of them.")
+    add("--rounds", type=int, default=ROUNDS, help="Rounds of turns; a difference of a hundredth takes more.")
     add("--output", type=Path, default=Path("rows.json"), help="JSON file to write.")
     add("--pictures", type=Path, help="Folder for the picture; None: no picture.")
     return parser
