@@ -99,10 +99,11 @@ def linear_cross_entropy(
             `megatron_lce.core.options.WeightGradSink`.
 
     Returns:
-        fp32 tensors of labels' shape, the same bits on every rank of the group.
+        Tensors of labels' shape, fp32 (`argmax` int64), the same bits on every rank of the group.
 
     Raises:
         TypeError, ValueError: an argument is not as described; the message names it, what it must be and what it was.
+        RuntimeError: in backward with `create_graph=True`; in a second backward where logits were kept.
     """
     arguments: dict[str, Any] = {  # not locals(), which torch.compile of torch 2.11 does not trace
         "hidden": hidden,

@@ -124,6 +124,7 @@ def linear_jsd(
 
     Raises:
         TypeError, ValueError: an argument is not as described; the message names it, what it must be and what it was.
+        RuntimeError: in backward with `create_graph=True`; in a second backward with `token_weights`.
     """
     call = _prepare_call(**locals())
     primitives = load_jsd_backend(backend, student_hidden.device)

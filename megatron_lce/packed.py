@@ -126,6 +126,9 @@ def context_parallel_gather(
         tensor: this rank's part of anything per token, say logprobs.
         group: the context-parallel group; `None`: one rank.
         cu_seqlens_padded, layout: as it was cut; the bounds are those of the whole.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described, or no such cut makes parts of this length.
     """
     cp_size, cp_rank = validation.check_group(group, "group"), collectives.group_rank(group)
     validation.check_is_tensor("tensor", tensor)

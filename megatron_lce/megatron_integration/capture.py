@@ -73,10 +73,12 @@ class CapturedHead:
         """`megatron_lce.linear_cross_entropy` of the captured head.
 
         Args:
-            labels: [b, s] int64, as Megatron passes them; the full sequence also under sequence parallel.
+            labels: [b, s] int64, as Megatron passes them; the full sequence also under sequence parallel. Only
+                `ignore_index` is ignored, not every negative label as by `enable_fused_linear_ce`.
             temperature: a positive float, or a floating tensor [b, s].
-            keywords: those of `megatron_lce.linear_cross_entropy` but tp_group, sequence_parallel, vocab_start and
-                reduce_grad_hidden, which the head fixes. `logits_scale` multiplies the model's own (MuP).
+            keywords: those of `megatron_lce.linear_cross_entropy` but tp_group, sequence_parallel, vocab_start,
+                reduce_grad_hidden and weight_grad_sink, which the head fixes. `logits_scale` multiplies the model's own
+                (MuP).
 
         Returns:
             fp32 outputs [b, s]. Padded columns of the vocabulary count, as they do in Megatron, unless `vocab_size`
@@ -84,7 +86,8 @@ class CapturedHead:
             have none.
 
         Raises:
-            RuntimeError: this stage has no head, or no forward pass has reached it.
+            RuntimeError: this stage has no head, no forward pass has reached it, or hidden or weight was changed in
+                place since (an optimizer's step).
             TypeError, ValueError: as `megatron_lce.linear_cross_entropy`.
         """
         check_not_fixed(keywords)
@@ -107,7 +110,8 @@ class CapturedHead:
             The summed loss; outputs and metrics [b, s, ...] without gradient.
 
         Raises:
-            RuntimeError: this stage has no head, or no forward pass has reached it.
+            RuntimeError: this stage has no head, no forward pass has reached it, or hidden or weight was changed in
+                place since (an optimizer's step).
             TypeError, ValueError: as `megatron_lce.linear_token_loss`.
         """
         check_not_fixed(keywords)
@@ -134,8 +138,9 @@ class CapturedHead:
             beta: weight of the teacher in the mixture, in [0, 1].
             temperature: a positive float, or a floating tensor [b, s].
             token_weights: floating [b, s]; `None`: each token's divergence is wanted.
-            keywords: those of `megatron_lce.linear_jsd` but tp_group, sequence_parallel and vocab_start, which the head
-                fixes. `student_logits_scale` and `teacher_logits_scale` multiply the models' own (MuP).
+            keywords: those of `megatron_lce.linear_jsd` but tp_group, sequence_parallel, vocab_start and
+                weight_grad_sink, which the head fixes. `student_logits_scale` and `teacher_logits_scale` multiply the
+                models' own (MuP).
 
         Returns:
             The divergence of each token, fp32 [b, s]; with `token_weights` their weighted sum, whose gradients are made
@@ -144,7 +149,8 @@ class CapturedHead:
             reentrant checkpoint, it has none.
 
         Raises:
-            RuntimeError: this stage has no head, or no forward pass has reached it or the teacher's.
+            RuntimeError: this stage has no head, no forward pass has reached it or the teacher's, or a hidden or weight
+                was changed in place since.
             TypeError, ValueError: as `megatron_lce.linear_jsd`; or the two heads' tokens or ranks differ.
         """
         check_not_fixed(keywords)
@@ -229,13 +235,16 @@ def capture_lm_head(model: nn.Module | Sequence[nn.Module]) -> Iterator[Captured
     take effect on the hidden states as in Megatron; the main loss is left to the caller. Of several forward passes
     the last is kept. The result stays valid after the context; it holds hidden and its graph alive.
 
+    All ranks of the head's tensor-parallel group must open its first capture: they agree there on whether it can be.
+
     Args:
         model: a megatron-core GPTModel, MambaModel or HybridModel in any nesting of DistributedDataParallel,
             Float16Module and VLM wrappers, or the list of virtual pipeline chunks that Megatron's schedules take.
 
     Raises:
         TypeError: `model` is nothing of Megatron's.
-        ValueError: the head is one that hidden and weight do not describe; the message lists the reasons.
+        ValueError: the head is one that hidden and weight do not describe, and the message lists the reasons; or
+            `model` holds several heads.
     """
     language_model = find_language_model(model)
     head = CapturedHead(language_model)

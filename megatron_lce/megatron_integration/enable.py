@@ -95,8 +95,9 @@ def enable_fused_linear_ce(
         skip_ignored: leave ignored rows out of the head: they are counted on the device, for which the host waits once
             in each pass. While a CUDA graph is captured all rows are computed. No int: microbatches differ in their
             count.
-        ignore_masked: where the model is called with `loss_mask`, [b, s], tokens whose mask is 0 are ignored rows too,
-            those of the MTP losses as Megatron shifts the mask.
+        ignore_masked: where the language model's own forward is called with `loss_mask`, [b, s], tokens whose mask is
+            0 are ignored rows too, those of the MTP losses as Megatron shifts the mask. LLaVA keeps the mask to itself;
+            a call with labels and no mask warns once.
 
     Returns:
         A handle: `enabled`, `reasons`, `remove()`. The decision is made here, once, and together: all ranks of the
@@ -107,6 +108,9 @@ def enable_fused_linear_ce(
         ValueError: `on_unsupported` is neither, an option is out of its range, `softcap` is given to a head that has
             its own, `model` holds several heads, or the head is unsupported ("raise").
         RuntimeError: a capture of the model is open, and the flag is on.
+
+    The model's forward then raises ValueError for a `loss_mask` of another shape than labels' (`ignore_masked`), and
+    for what `megatron_lce.linear_cross_entropy` raises it.
     """
     if on_unsupported not in ("fallback", "raise"):
         raise ValueError(f"on_unsupported must be 'fallback' or 'raise', got {on_unsupported!r}")

@@ -33,7 +33,7 @@ class FusedLoss:
             MethodOverride(self.head, "forward", self.forward),
             MethodOverride(language_model, "compute_language_model_loss", self.compute_language_model_loss),
         )
-        hook = _ignore_masked_labels
+        hook = self._ignore_masked_labels
         self._hooks = [language_model.register_forward_pre_hook(hook, with_kwargs=True)] if ignore_masked else []
 
     def is_in_place(self) -> bool:
@@ -94,32 +94,37 @@ class FusedLoss:
             self._warn_once(_COMPUTED)
         return logits.call.logits()
 
-    def _warn_once(self, reason: str) -> None:
+    def _ignore_masked_labels(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict] | None:
+        """In front of the model's forward: labels [b, s] whose `loss_mask` is 0 become ignored ones.
+
+        Megatron derives the labels of its MTP losses from these by the shift that it derives their mask by.
+        """
+        names = inspect.signature(type(model).forward).parameters
+        given = dict(zip(list(names)[1:], args, strict=False)) | kwargs
+        labels, loss_mask = given.get("labels"), given.get("loss_mask")
+        if labels is None:
+            return None
+        if loss_mask is None:
+            called = f"{type(model).__name__} was called with labels and without loss_mask"
+            self._warn_once(called, "ignore_masked is True but no token was ignored")
+            return None
+        if loss_mask.shape != labels.shape:
+            raise ValueError(f"loss_mask must have labels' shape, {tuple(labels.shape)}, got {tuple(loss_mask.shape)}")
+        labels = labels.masked_fill(loss_mask == 0, IGNORE_INDEX)
+        if "labels" in kwargs:
+            return args, kwargs | {"labels": labels}
+        place = list(names).index("labels") - 1
+        return (*args[:place], labels, *args[place + 1 :]), kwargs
+
+    def _warn_once(self, reason: str, what: str = "fused linear cross-entropy is enabled but was not used") -> None:
         if reason not in self._warned:
             self._warned.add(reason)
-            warn_on_one_rank(f"fused linear cross-entropy is enabled but was not used: {reason}")
+            warn_on_one_rank(f"{what}: {reason}")
 
 
 def not_applied(options: dict[str, Any]) -> str:
     """The end of a warning: which options would have changed the loss itself."""
     lost = [name for name in ("softcap", "vocab_size") if options[name] is not None]
     return f"; not applied: {', '.join(lost)}" if lost else ""
-
-
-def _ignore_masked_labels(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
-    """In front of the model's forward: labels [b, s] whose `loss_mask` is 0 become ignored ones.
-
-    Megatron derives the labels of its MTP losses from these by the shift that it derives their mask by.
-    """
-    names = inspect.signature(type(model).forward).parameters
-    given = dict(zip(list(names)[1:], args, strict=False)) | kwargs
-    labels, loss_mask = given.get("labels"), given.get("loss_mask")
-    if labels is None or loss_mask is None:
-        return None
-    if loss_mask.shape != labels.shape:
-        raise ValueError(f"loss_mask must have labels' shape, {tuple(labels.shape)}, got {tuple(loss_mask.shape)}")
-    labels = labels.masked_fill(loss_mask == 0, IGNORE_INDEX)
-    if "labels" in kwargs:
-        return args, kwargs | {"labels": labels}
-    place = list(names).index("labels") - 1
-    return (*args[:place], labels, *args[place + 1 :]), kwargs

@@ -126,7 +126,12 @@ def test_masked_tokens_are_ignored_rows(device, mtp_layers, skip, monkeypatch):
         most = max(rows.num_computed for rows in computed)
         # The shift for MTP ends each sequence with a label 0.
         assert most <= loss_mask.sum() + megatron_world.BATCH * mtp_layers if skip else most == labels.numel()
-    assert torch.equal(model(*tensors, labels=labels) == 0, labels < 0)  # without a mask all count
+    with pytest.warns(UserWarning, match="no token was ignored: GPTModel was called with labels and without loss_mask"):
+        unmasked = model(*tensors, labels=labels)
+    assert torch.equal(unmasked == 0, labels < 0)  # without a mask all count
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="ignore_masked")
+        model(*tensors, labels=labels)  # told once
 
 
 def test_masked_tokens_stay_megatrons_unless_asked_for(untied, device):
