@@ -188,11 +188,16 @@ class Call(NamedTuple):
 
 
 def prepare_call(
-    hidden: Tensor, weight: Tensor, labels: Tensor, check: Callable[[], None] = lambda: None, **keywords: Any
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    operation: str = "linear_cross_entropy",
+    check: Callable[[], None] = lambda: None,
+    **keywords: Any,
 ) -> Call:
     """Check the arguments of `linear_cross_entropy`, on every rank of the group at the first call of their kind.
 
-    `check`: what else the caller requires; where it raises, or anything here does, on one rank, it does on all.
+    `check`: what else the operation requires; where it raises, or anything here does, on one rank, it does on all.
 
     Raises:
         TypeError, ValueError: see `linear_cross_entropy`.
@@ -205,7 +210,7 @@ def prepare_call(
     options = agreed_options(
         keywords["tp_group"],
         checked,
-        lambda: _describe(hidden, weight, labels, keywords),
+        lambda: {"operation": operation, **_describe(hidden, weight, labels, keywords)},
         weight,
         keywords["vocab_start"],
     )

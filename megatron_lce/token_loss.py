@@ -47,8 +47,9 @@ def linear_token_loss(
 
     Blocks of tokens go all the way at once: their logits, kept in 16 bits within `workspace_bytes`, their losses, and
     the gradients of hidden and weight. Beside the workspace there is the fp32 sum of the weight's gradient, 4 V_local H
-    bytes, and nothing that grows with the tokens; where all tokens need no more than both, they are one block, without
-    a sum. fp32 inputs, and workspaces too small for 128 tokens' logits, are computed as by `linear_cross_entropy`.
+    bytes, and nothing that grows with the tokens but hidden's gradient; where the logits of all tokens need no more
+    than both, they are one block, with the weight's gradient beside them and without a sum. fp32 inputs, and workspaces
+    too small for 128 tokens' logits, are computed as by `linear_cross_entropy`.
 
     Args:
         hidden, weight, labels: as `linear_cross_entropy` takes them.
@@ -83,7 +84,7 @@ def linear_token_loss(
         validation.check_tensor("labels", labels)
         _check_per_token(per_token, labels)
 
-    call = prepare_call(hidden, weight, labels, check, **{**defaults, **keywords})
+    call = prepare_call(hidden, weight, labels, "linear_token_loss", check, **{**defaults, **keywords})
     needs_grad = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (hidden, weight)]
     backend = load_backend(keywords.get("backend", "auto"), hidden.device)
     check_workspace(call.hidden, call.weight, call.options, backend, needs_grad if any(needs_grad) else None)
@@ -91,7 +92,8 @@ def linear_token_loss(
         flat = [tensor.reshape(labels.numel(), *tensor.shape[labels.dim() :]) for tensor in per_token]
         run = TokenLossPass(*call.inputs, loss, flat, call.options, backend, any(needs_grad))
     total = known_loss(call.hidden, call.weight, run, call.options, any(needs_grad))
-    outputs, metrics = run.results()
+    with torch.no_grad(), own_arithmetic(hidden.device, "linear_token_loss"):
+        outputs, metrics = run.results()
     outputs = LinearCrossEntropyOutput(*(None if o is None else o.view(labels.shape) for o in outputs))  # type: ignore[arg-type]
     metrics = {name: metric.view(labels.shape + metric.shape[1:]) for name, metric in metrics.items()}
     return TokenLoss(total, outputs, metrics)

@@ -1,7 +1,10 @@
 """`linear_token_loss` against the fp64 oracle of the same loss, and against `linear_cross_entropy`."""
 
+import functools
+
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import megatron_lce
 from megatron_lce.core.options import DIFFERENTIABLE
@@ -95,15 +98,20 @@ def test_blocks_are_as_wide_as_the_workspace_allows(device, monkeypatch):
     assert seen == [128, 128, 44]
 
 
+@pytest.mark.parametrize("frozen", [None, "hidden", "weight"])
 @pytest.mark.parametrize("hidden_size", [1, 24])
-def test_a_workspace_from_the_smallest_up_works(hidden_size, backend, device):
+def test_a_workspace_from_the_smallest_up_works(hidden_size, frozen, backend, device):
     """Where hidden and weight are copied for their alignment, too, and what is kept leaves little to the copies."""
     problem = make_problem(1, hidden_size, 640, device, BF16)
+    hidden, weight = (t.requires_grad_(name != frozen) for name, t in zip(("hidden", "weight"), problem, strict=False))
+    call = functools.partial(
+        megatron_lce.linear_token_loss, hidden, weight, problem.labels, lambda out: -out.logprobs, backend=backend
+    )
     with pytest.raises(ValueError, match="workspace_bytes must be at least") as raised:
-        run(problem, nll, (), backend=backend, workspace_bytes=1)
+        call(workspace_bytes=1)
     smallest = int(str(raised.value).split("at least ")[1].split()[0])
-    for more in (0, 500, 1_000, 1_500, 2_000, 10_000):
-        run(problem, nll, (), backend=backend, workspace_bytes=smallest + more)
+    for more in (0, 500, 1_000, 1_500, 2_000, 4_000, 10_000):
+        call(workspace_bytes=smallest + more).loss.backward()
 
 
 def test_outputs_are_those_of_linear_cross_entropy(backend, device):
@@ -182,6 +190,41 @@ def test_nothing_that_counts(skip, num_tokens, backend, device):
     assert result.outputs.logprobs.shape == result.metrics["ratio"].shape == (num_tokens,)
     assert not actual.grad_hidden.any()
     assert not actual.grad_weight.any()
+
+
+@pytest.mark.parametrize("num_tokens", [0, 5])
+def test_the_loss_of_no_token_runs_as_that_of_others(num_tokens, device):
+    problem = make_problem(num_tokens, 8, 20, device)
+    weight = problem.weight.clone().requires_grad_()
+    seen = []
+
+    def loss(out):
+        seen.append(torch.is_autocast_enabled(device.type))
+        return -out.logprobs, {"column": weight[: len(out.logprobs), 0]}
+
+    labels = problem.labels.fill_(-100)
+    with torch.autocast(device.type, torch.bfloat16):
+        result = megatron_lce.linear_token_loss(problem.hidden, weight, labels, loss, skip_ignored=True)
+    assert seen == [False]
+    assert not result.metrics["column"].requires_grad
+
+
+def test_a_checkpointed_region_is_computed_twice_and_not_for_every_block(device):
+    """What the caller's loss saves is for its own gradient, in forward: a checkpoint's hooks must not make it again."""
+    pytest.importorskip("triton")
+    problem = make_problem(300, 24, 600, device, BF16)
+    calls = []
+
+    def region(hidden):
+        calls.append(hidden)
+        keywords = {"backend": "triton", "workspace_bytes": 128 * KEPT_BYTES}
+        loss = megatron_lce.linear_token_loss(
+            hidden.tanh(), problem.weight, problem.labels, lambda out: -(2 * out.logprobs).exp(), **keywords
+        )
+        return loss.loss
+
+    checkpoint(region, problem.hidden.requires_grad_(), use_reentrant=False).backward()
+    assert len(calls) == 2
 
 
 def test_what_loss_returns_for_ignored_rows_is_not_counted(backend, device):

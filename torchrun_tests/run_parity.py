@@ -154,6 +154,8 @@ def run_disagreements(group: ProcessGroup, report: Report) -> None:
     for expected, arguments in odd.items():
         call = {"hidden": hidden, "weight": torch.ones(20, 8), "labels": labels, **(arguments if last else {})}
         check_refused(call, expected.split(": ")[-1] if last else expected, group, report)
+    # What is known of another operation is nothing of this one.
+    megatron_lce.linear_cross_entropy(hidden, torch.ones(20, 8), labels, tp_group=group, backend="torch")
     odd = {
         "has no keyword logits_cache_bytes": {"logits_cache_bytes": 1},
         "loss must be a function of the outputs": {"loss": None},

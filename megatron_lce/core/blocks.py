@@ -137,7 +137,7 @@ def kept_tokens(
     if num_tokens * bytes_per_token <= room + sum_bytes:
         return max(1, num_tokens)
     most = room // bytes_per_token // step * step
-    if most == 0:
+    if most <= 0:  # of no room, or of less than that
         return None
     fewest = -(-num_tokens // most)
     sizes = (min(most, round_up(-(-num_tokens // blocks), step)) for blocks in range(fewest, 2 * fewest + 1))

@@ -101,11 +101,11 @@ class TokenLossPass:
             return max(computed, 1), None, options.workspace_bytes
         stats_bytes = backend.softmax_stats_bytes(hidden, options)
         beside, sum_bytes = COLUMN_STEP * stats_bytes.per_column, 0
-        column_sum = accumulator_bytes_per_column(self._weight, options)
+        column_sum = accumulator_bytes_per_column(self._weight, options) if self._weight.requires_grad else 0
         if any(copies := copies_of(self._weight)):  # of slabs of the weight, in front of the products of what is kept
             column_copy = BlockBytes(0, copies.token, copies.column + column_sum)
             beside = max(beside, smallest_workspace(column_copy))
-        elif self._weight.requires_grad and options.weight_grad_sink is None:
+        elif options.weight_grad_sink is None:
             sum_bytes = column_sum * options.largest_shard
         room = options.workspace_bytes - beside
         # Statistics, then hidden states times what gradients of a row have in common.
@@ -123,7 +123,9 @@ class TokenLossPass:
         given = {name: getattr(outputs, name) for name in DIFFERENTIABLE}
         leaves = {name: o.detach().requires_grad_(self._with_gradient) for name, o in given.items() if o is not None}
         self._outputs.append(outputs)
-        with torch.set_grad_enabled(self._with_gradient):
+        # Not by the hooks of a checkpoint around the call, which would make all of it again for each block.
+        saved_as_it_is = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
+        with torch.set_grad_enabled(self._with_gradient), saved_as_it_is:
             result = self._loss(
                 outputs._replace(**leaves),
                 *(tensor[block.rows] for tensor in self._per_token),
@@ -150,7 +152,7 @@ class TokenLossPass:
         result = self._loss(outputs, *(tensor[:0] for tensor in self._per_token))
         _, metrics = checked_losses(result, 0)
         self._outputs.append(outputs)
-        self._metrics.append(metrics)
+        self._metrics.append({name: metric.detach() for name, metric in metrics.items()})
 
     @staticmethod
     def _unless_ignored(metric: Tensor, rows: Rows) -> Tensor:
