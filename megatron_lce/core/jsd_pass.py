@@ -74,13 +74,12 @@ class JsdPass:
             scale=self._rows.scale[block.rows],
         )
         found, factor = self._found[:, block.rows], self._factor[block.rows]
-        if self._kept is None:
-            diverge(heads, self._options, found)
-        else:
-            gradients = self._kept.make(heads, found, factor)
         if self._kept is not None:
+            gradients = self._kept.make(heads, found, factor)
             yield from self._kept.slabs(heads.student, gradients, bytes_per_column)
-        elif self._with_gradient:
+            return
+        diverge(heads, self._options, found)
+        if self._with_gradient:
             yield from recomputed_slabs(heads, found, factor, self._options, bytes_per_column)
 
     def total(self) -> Tensor:
