@@ -28,15 +28,14 @@ def diverge(heads: Heads, options: Options, found: Tensor) -> None:
 def diverge_block(logits: JsdLogits, options: Options, backend: JsdBackend, found: Tensor) -> None:
     """Fill `Found`, [6, n], of a block: one exchange over the group for both softmaxes, one for what they are apart."""
     group = options.tp_group
-    stats = logits.stats()
+    stats, sums = found[: 2 * STATS_ROWS], found[2 * STATS_ROWS :]
+    logits.stats(stats)
     if group is not None:
         ranks = collectives.stack_over_group(stats, group)
-        stats = backend.merge_stats(ranks[:, :STATS_ROWS], ranks[:, STATS_ROWS:])
-    found[: 2 * STATS_ROWS] = stats
-    sums = logits.divergence(found)
+        backend.merge_stats(ranks[:, :STATS_ROWS], ranks[:, STATS_ROWS:], stats)
+    logits.divergence(found, sums)
     if group is not None:
-        sums = backend.sum_parts(collectives.stack_over_group(sums, group))
-    found[2 * STATS_ROWS :] = sums
+        backend.sum_parts(collectives.stack_over_group(sums, group), sums)
 
 
 def losses_in_nats(found: Tensor, rows: Rows, beta: float) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ from megatron_lce.core.blocks import (
     waves_of_logits,
 )
 from megatron_lce.core.head_gradients import Slab, accumulator_bytes_per_column, computed_slabs
-from megatron_lce.core.jsd_stats import Head, empty_stats
+from megatron_lce.core.jsd_stats import Head, fill_with_nothing
 from megatron_lce.core.options import Options
 from megatron_lce.core.products import copies_of, slab_row_stride
 from megatron_lce.core.protocols import JsdBackend
@@ -66,22 +66,25 @@ class JsdLogits:
         self._num_columns = heads.student.weight.shape[0]
         self._kept: tuple[Tensor, Tensor] | None = None
 
-    def stats(self) -> Tensor:
+    def stats(self, out: Tensor) -> None:
         """[4, N], the first rows of `Found`, of this rank's columns."""
         if self._num_columns == 0:
-            return empty_stats(self._heads.scale.shape[0], self._heads.scale.device)
+            fill_with_nothing(out)
+            return
         parts: HeadsParts = ([], [])
         for _ in self._pieces(parts):
             pass
-        return self._heads.backend.merge_stats(*(_joined(of_head) for of_head in parts))
+        student, teacher = (_joined(of_head) for of_head in parts)
+        self._heads.backend.merge_stats(student, teacher, out)
 
-    def divergence(self, found: Tensor) -> Tensor:
+    def divergence(self, found: Tensor, out: Tensor) -> None:
         """[2, N] sums over this rank's columns: divergence and KL(p_student || m); found: the first rows of `Found`."""
         backend, beta = self._heads.backend, self._heads.beta
         if self._num_columns == 0:
-            return torch.zeros(2, self._heads.scale.shape[0], device=self._heads.scale.device)
+            out.zero_()
+            return
         parts = [backend.divergence_parts(*logits, found, beta=beta) for _, logits in self._pieces()]
-        return backend.sum_parts(_joined(parts))
+        backend.sum_parts(_joined(parts), out)
 
     def gradient(self, found: Tensor, coefficient: Tensor, out: Tensor) -> None:
         """Gradient of the student's products [N, V]."""

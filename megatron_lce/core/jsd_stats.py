@@ -46,8 +46,7 @@ FOUND_ROWS = len(Found._fields)
 STATS_ROWS = 2  # a head's: its first two rows, then two of the other's
 
 
-def empty_stats(num_tokens: int, device: torch.device) -> Tensor:
+def fill_with_nothing(stats: Tensor) -> None:
     """[4, N], the first rows of `Found`, of no columns at all: the neutral element of a merge."""
-    stats = torch.zeros(2 * STATS_ROWS, num_tokens, device=device)
+    stats.zero_()
     stats[::STATS_ROWS] = -torch.inf  # the largest logits
-    return stats

@@ -183,7 +183,7 @@ class JsdBackend(CommonBackend, Protocol):
         That is the largest logit of each set and the sum of 2^(z - largest), which is NaN where not all are finite.
         """
 
-    def merge_stats(self, student: Tensor, teacher: Tensor) -> Tensor:
+    def merge_stats(self, student: Tensor, teacher: Tensor, out: Tensor) -> None:
         """Either head's, [S, 2, N] -> those of their union, [4, N]: the first rows of `Found`."""
 
     def divergence_parts(self, student: Tensor, teacher: Tensor, found: Tensor, *, beta: float) -> Tensor:
@@ -192,7 +192,7 @@ class JsdBackend(CommonBackend, Protocol):
         At the ends of beta m is the teacher's p or the student's, and the second sum of no use at 0.
         """
 
-    def sum_parts(self, parts: Tensor) -> Tensor:
+    def sum_parts(self, parts: Tensor, out: Tensor) -> None:
         """[S, 2, N] -> [2, N]."""
 
     def grad_logits_bytes(self, student: Head, teacher: Head) -> BlockBytes | None:

@@ -63,9 +63,9 @@ def logits(
     return torch.stack([_chunk_stats(out[:, c]) for c in _chunks(out)]) if stats else None
 
 
-def merge_stats(student: Tensor, teacher: Tensor) -> Tensor:
+def merge_stats(student: Tensor, teacher: Tensor, out: Tensor) -> None:
     """Largest logits and sums of either head, [S, 2, N] of S disjoint sets of columns -> of their union, [4, N]."""
-    return torch.cat([_merged(student), _merged(teacher)])
+    out.copy_(torch.cat([_merged(student), _merged(teacher)]))
 
 
 def divergence_parts(
@@ -80,9 +80,9 @@ def divergence_parts(
     return torch.stack(parts)
 
 
-def sum_parts(parts: Tensor) -> Tensor:
+def sum_parts(parts: Tensor, out: Tensor) -> None:
     """[S, 2, N] -> [2, N]."""
-    return parts.sum(dim=0)
+    out.copy_(parts.sum(dim=0))
 
 
 def grad_logits_bytes(student: Head, teacher: Head) -> None:

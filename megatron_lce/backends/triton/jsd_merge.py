@@ -10,18 +10,14 @@ from megatron_lce.core.blocks import ceil_div
 _BLOCK_S = 1024  # the chunks of most vocabularies at once
 
 
-def merge_stats(student: Tensor, teacher: Tensor) -> Tensor:
+def merge_stats(student: Tensor, teacher: Tensor, out: Tensor) -> None:
     """Largest logits and sums of either head, [S, 2, N] of S disjoint sets of columns -> of their union, [4, N]."""
-    out = student.new_empty(4, student.shape[2])
     _launch(_merge_stats_kernel, out, student, teacher, programs=2)
-    return out
 
 
-def sum_parts(parts: Tensor) -> Tensor:
+def sum_parts(parts: Tensor, out: Tensor) -> None:
     """[S, 2, N] -> [2, N], a token's sum in one order, whatever the other tokens."""
-    out = parts.new_empty(2, parts.shape[2])
     _launch(_sum_parts_kernel, out, parts, programs=1)
-    return out
 
 
 def _launch(kernel: triton.JITFunction, out: Tensor, *parts: Tensor, programs: int) -> None:
@@ -33,19 +29,21 @@ def _launch(kernel: triton.JITFunction, out: Tensor, *parts: Tensor, programs: i
         num_tokens,
         *(given.shape[0] for given in parts),
         *(given.stride(0) for given in parts),
+        out.stride(0),
         BLOCK_S=_BLOCK_S,
         BLOCK_N=block_n,
         num_warps=4,
     )
 
 
-@triton.jit(do_not_specialize=["N", "S", "part_stride"])
+@triton.jit(do_not_specialize=["N", "S", "part_stride", "out_stride"])
 def _sum_parts_kernel(
-    out_ptr,  # [2, N]
+    out_ptr,  # [2, N], rows out_stride apart
     parts_ptr,  # [S, 2, N], parts part_stride apart
     N,
     S,
     part_stride,
+    out_stride,
     BLOCK_S: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -56,12 +54,12 @@ def _sum_parts_kernel(
         for start in range(0, S, BLOCK_S):
             part, mask = _parts_at(parts_ptr, start, S, part_stride, tokens, token_mask, BLOCK_S)
             total += tl.sum(tl.load(part + row * N, mask, other=0.0), 0)
-        tl.store(out_ptr + row * N + tokens, total, token_mask)
+        tl.store(out_ptr + row * out_stride + tokens, total, token_mask)
 
 
-@triton.jit(do_not_specialize=["N", "S", "teacher_S", "part_stride", "teacher_stride"])
+@triton.jit(do_not_specialize=["N", "S", "teacher_S", "part_stride", "teacher_stride", "out_stride"])
 def _merge_stats_kernel(
-    out_ptr,  # [4, N]
+    out_ptr,  # [4, N], rows out_stride apart
     parts_ptr,  # [S, 2, N], parts part_stride apart
     teacher_ptr,  # the teacher's [teacher_S, 2, N]
     N,
@@ -69,13 +67,14 @@ def _merge_stats_kernel(
     teacher_S,
     part_stride,
     teacher_stride,
+    out_stride,
     BLOCK_S: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """The largest logit first, then the sum relative to it; of one head in a program."""
     if tl.program_id(1) == 1:
         parts_ptr, S, part_stride = teacher_ptr, teacher_S, teacher_stride
-        out_ptr += 2 * N
+        out_ptr += 2 * out_stride
     tokens = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     token_mask = tokens < N
     largest = tl.full((BLOCK_N,), float("-inf"), tl.float32)
@@ -90,7 +89,7 @@ def _merge_stats_kernel(
         shift = tl.where(max_logit == float("-inf"), float("-inf"), max_logit - largest[None, :])
         total += tl.sum(tl.exp2(shift) * tl.load(part + N, mask, other=0.0), 0)
     tl.store(out_ptr + tokens, largest, token_mask)
-    tl.store(out_ptr + N + tokens, total, token_mask)
+    tl.store(out_ptr + out_stride + tokens, total, token_mask)
 
 
 @triton.jit
