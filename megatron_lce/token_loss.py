@@ -45,11 +45,12 @@ def linear_token_loss(
         result = megatron_lce.linear_token_loss(hidden, weight, labels, loss, old_logprobs, advantages)
         (result.loss / num_tokens).backward()
 
-    Blocks of tokens go all the way at once: their logits, kept in 16 bits within `workspace_bytes`, their losses, and
-    the gradients of hidden and weight. Beside the workspace there is the fp32 sum of the weight's gradient, 4 V_local H
-    bytes, and nothing that grows with the tokens but hidden's gradient; where the logits of all tokens need no more
-    than both, they are one block, with the weight's gradient beside them and without a sum. fp32 inputs, and workspaces
-    too small for 128 tokens' logits, are computed as by `linear_cross_entropy`.
+    Blocks of tokens go all the way at once: their logits, kept in 16 bits, their losses, and the gradients of hidden
+    and weight. Over these gradients a call takes `workspace_bytes` and the fp32 sum of the weight's gradient,
+    4 V_local H bytes, and nothing that grows with the tokens. The weight's gradient is made of its sum when the blocks
+    are gone, so until then they have its room beside the workspace (not with a sink, whose buffer is there). Where the
+    logits of all tokens need no more than the workspace and the sum, they are one block, which needs no sum. fp32
+    inputs, and workspaces too small for 128 tokens' logits, are computed as by `linear_cross_entropy`.
 
     Args:
         hidden, weight, labels: as `linear_cross_entropy` takes them.

@@ -15,9 +15,9 @@ from megatron_lce.core.blocks import (
     cut,
     cut_columns,
     kept_tokens,
+    logits_cost,
     plan_blocks,
     round_up,
-    waves_of_logits,
 )
 
 TOKENS = st.integers(1, 200_000)
@@ -112,14 +112,18 @@ def test_long_context_cuts_tokens_and_keeps_both_sides_wide():
     assert 1 / tokens + 1 / columns < 16.2e-5
 
 
-@given(st.integers(1, 40_000), st.integers(0, 9000), st.sampled_from([0, 64, 2048, 5120]))
-def test_kept_tokens_fit_and_are_few_only_where_no_more_fit(num_tokens, room, hidden_size):
-    """A token takes a byte."""
-    kept = kept_tokens(num_tokens, room, 1, hidden_size=hidden_size)
-    if room < min(num_tokens, MIN_TOKENS):
+@given(st.integers(1, 40_000), st.integers(0, 9000), st.integers(0, 9000), st.sampled_from([0, 64, 2048, 5120]))
+def test_kept_tokens_fit_and_are_few_only_where_no_more_fit(num_tokens, room, sum_bytes, hidden_size):
+    """A token takes a byte. One block has the room of the sum over blocks, several that of what is made of the sum."""
+    kept = kept_tokens(num_tokens, room, 1, sum_bytes, hidden_size)
+    most = room + sum_bytes // 2
+    if num_tokens <= room + sum_bytes:
+        assert kept == num_tokens
+    elif most < MIN_TOKENS:
         assert kept is None
     else:
-        assert kept == num_tokens or (kept % MIN_TOKENS == 0 and room // 2 - 2 * MIN_TOKENS < kept <= room)
+        assert kept % MIN_TOKENS == 0
+        assert most // 2 - 2 * MIN_TOKENS < kept <= most
 
 
 @pytest.mark.parametrize(
@@ -130,6 +134,7 @@ def test_kept_tokens_fit_and_are_few_only_where_no_more_fit(num_tokens, room, hi
         (3400, 2048, 2048),
         (3400, 0, 3328),  # nothing is multiplied: as few and as even as may be
         (5500, 2048, 4096),
+        (6800, 2048, 6144),  # two blocks of three waves and one of two, where three of 5,504 take nine
     ],
 )
 def test_kept_tokens_fill_waves_of_hiddens_gradient(most, hidden_size, expected):
@@ -139,7 +144,7 @@ def test_kept_tokens_fill_waves_of_hiddens_gradient(most, hidden_size, expected)
 @given(TOKENS, st.integers(1, 10_000), COLUMNS)
 def test_a_cheapest_size_fits_and_costs_no_more_than_the_largest(num_tokens, most, num_columns):
     def cost(tokens):
-        return waves_of_logits(num_columns, tokens)
+        return logits_cost(num_columns, tokens)
 
     def whole_cost(size):
         return sum(cost(part.stop - part.start) for part in cut(num_tokens, size))
@@ -153,11 +158,18 @@ def test_a_cheapest_size_fits_and_costs_no_more_than_the_largest(num_tokens, mos
 
 @pytest.mark.parametrize(
     ("most", "num_columns", "expected"),
-    [(433, 151_936, 256), (600, 151_936, 512), (900, 18_992, 896), (100, 151_936, 100), (9000, 151_936, 8192)],
+    [
+        (383, 151_936, 256),
+        (433, 151_936, 384),
+        (700, 151_936, 512),
+        (900, 18_992, 896),
+        (100, 151_936, 100),
+        (9000, 151_936, 8192),
+    ],
 )
 def test_logits_fill_waves(most, num_columns, expected):
-    """256 x 151936 are 9 waves of 132 tiles, 384 take 14 for 13.5; of two that cost the same the larger."""
-    assert cheapest_size(8192, most, MIN_TOKENS, lambda tokens: waves_of_logits(num_columns, tokens)) == expected
+    """256 x 151936 are 9 waves of 132 tiles, 384 take 14 for 13.5 and cost less with what is beside a block's tiles."""
+    assert cheapest_size(8192, most, MIN_TOKENS, lambda tokens: logits_cost(num_columns, tokens)) == expected
 
 
 @pytest.mark.parametrize(("value", "step", "expected"), [(0, 8, 0), (1, 8, 8), (8, 8, 8), (9, 8, 16)])

@@ -106,6 +106,34 @@ def test_known_weights_take_the_workspace_and_the_sum_of_the_weights_gradient():
     assert peak <= 2**23 + weight.nbytes + hidden.nbytes + 192 * 600
 
 
+@pytest.mark.parametrize(("frozen", "expected"), [(False, [384, 316]), (True, [])])
+def test_blocks_have_the_room_of_the_gradient_that_is_made_of_their_sum(frozen, expected, device, monkeypatch):
+    """The step takes the workspace and the sum over its gradients; without that room blocks would have 256 tokens."""
+    pytest.importorskip("triton")
+    if device.type != "cpu":
+        pytest.skip("live bytes are counted on a CPU, under Triton's interpreter")
+    num_tokens, columns = 700, 640
+    inputs = make_inputs(num_tokens, 128, 8, columns, device, BF16)
+    hidden, weight = inputs.student_hidden.requires_grad_(), inputs.student_weight.requires_grad_(not frozen)
+    summed = []
+
+    def no_product(a, b, out, *, accumulate):
+        if out.shape == weight.shape:
+            summed.append(a.shape[1])
+
+    monkeypatch.setattr("megatron_lce.core.head_gradients.product", no_product)
+    workspace_bytes = 130 * 12 * columns
+
+    def step():
+        loss = linear_jsd(*inputs[:4], token_weights=inputs.upstream, workspace_bytes=workspace_bytes, backend="triton")
+        return torch.autograd.grad(loss, [tensor for tensor in (hidden, weight) if tensor.requires_grad])
+
+    peak, gradients = peak_live_bytes(step)
+    assert summed == expected
+    sum_bytes = 0 if frozen else 4 * weight.numel()
+    assert peak <= workspace_bytes + sum_bytes + sum(g.nbytes for g in gradients) + 192 * num_tokens
+
+
 # What only a GPU can show.
 
 
@@ -152,11 +180,11 @@ def test_memory_of_known_weights(workspace_bytes, backend, device):
     hidden, weight = inputs.student_hidden.requires_grad_(), inputs.student_weight.requires_grad_()
     keywords = {"token_weights": inputs.upstream, "workspace_bytes": workspace_bytes, "backend": backend}
     for _ in range(2):  # cuBLAS allocates its workspace on first use
+        hidden.grad = weight.grad = None
         base = requested_bytes("current")
         torch.cuda.reset_peak_memory_stats()
-        loss = linear_jsd(*inputs[:4], **keywords)
-        peak = requested_bytes("peak") - base
-        del loss
+        linear_jsd(*inputs[:4], **keywords).backward()
+        peak = requested_bytes("peak") - base - weight.grad.nbytes
     assert peak <= workspace_bytes + 4 * weight.numel() + (2 + 4) * hidden.numel() + 192 * 4096
 
 

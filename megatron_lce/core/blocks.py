@@ -6,6 +6,7 @@ of; a shard is a rank's part, of the vocabulary or of a sequence.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 MIN_TOKENS = 128  # a kernel's row block
@@ -18,6 +19,7 @@ GRADIENT_TILE = (256, 128)  # of cuBLAS' product for hidden's gradient
 MULTIPROCESSORS = 132  # of a Hopper GPU: so many tiles, a wave, take as long as one
 WAVE_HIDDEN = 5000  # an fp32 sum of [V, this many] is read and written in the time of one wave over V columns
 CHOICES = 16  # sizes to choose from
+BESIDE_LOGITS = 1.6  # waves: small kernels of a block of both heads' logits, and reading both weights once more
 ALIGNED_COLUMNS = 8  # cuBLAS takes five times as long for a slab whose width is no multiple of this
 
 
@@ -130,48 +132,51 @@ def kept_tokens(
 ) -> int | None:
     """How many tokens go all the way at once where their logits are kept; None: too few for it to be worth while.
 
-    All of them where they take no more than a block and the weight's gradient summed over blocks, `sum_bytes`, would:
-    one block needs no such sum. Else what takes the fewest waves of hidden's gradient, [tokens, hidden_size], and sums
-    of the weight's: of 16384 x 2048 x 131072, on an H200, 2,048 tokens at a time take 43.9 ms and 2,432 take 46.3.
+    A call takes `room` beside its gradients and the fp32 sum of the weight's over blocks, `sum_bytes`; 0: there is
+    none, or a buffer that stays takes it. One block needs no sum, and has its room. Of several the gradient itself, in
+    16 bits half as large as the sum, comes when the last has gone, and they have that room.
     """
     if num_tokens * bytes_per_token <= room + sum_bytes:
         return max(1, num_tokens)
-    most = room // bytes_per_token // step * step
-    if most <= 0:  # of no room, or of less than that
-        return None
-    fewest = -(-num_tokens // most)
-    sizes = (min(most, round_up(-(-num_tokens // blocks), step)) for blocks in range(fewest, 2 * fewest + 1))
-    return min(sizes, key=lambda size: _gradients_cost(num_tokens, size, hidden_size))
+    most = (room + sum_bytes // 2) // bytes_per_token
+    return None if most < step else cheapest_size(num_tokens, most, step, partial(_gradients_cost, hidden_size))
 
 
-def _gradients_cost(num_tokens: int, block: int, hidden_size: int) -> float:
-    """Of both gradients over a vocabulary, in waves, but for what every cut costs alike."""
+def _gradients_cost(hidden_size: int, num_tokens: int) -> float:
+    """Waves of hidden's gradient, [num_tokens, hidden_size], and the weight's sum.
+
+    rl of 16384 x 2048 x 131072, on an H200: 2,048 tokens at a time take 43.9 ms and 2,432 take 46.3; in another run
+    6,144 take 42.6, 5,504 43.3 and 4,096 43.0.
+    """
     rows, columns = GRADIENT_TILE
-
-    def waves(tokens: int) -> int:
-        return -(-(-(-tokens // rows) * -(-hidden_size // columns)) // MULTIPROCESSORS)
-
-    whole, rest = divmod(num_tokens, block)
-    return whole * waves(block) + waves(rest) + -(-num_tokens // block) * hidden_size / WAVE_HIDDEN
+    return _waves(ceil_div(num_tokens, rows) * ceil_div(hidden_size, columns)) + hidden_size / WAVE_HIDDEN
 
 
-def waves_of_logits(num_columns: int, num_tokens: int) -> int:
-    """How many times a Hopper GPU's multiprocessors take a tile each of these logits."""
+def logits_cost(num_columns: int, num_tokens: int) -> float:
+    """Waves of a block of both heads' logits, and what is beside them.
+
+    Of 8192 x (2048, 4096) x 151936, on an H200, 256, 384 and 512 tokens at a time take 72.0, 71.3 and 70.0 ms.
+    """
     rows, columns = LOGITS_TILE
-    return ceil_div(ceil_div(num_tokens, rows) * ceil_div(num_columns, columns), MULTIPROCESSORS)
+    return _waves(ceil_div(num_tokens, rows) * ceil_div(num_columns, columns)) + BESIDE_LOGITS
+
+
+def _waves(tiles: int) -> int:
+    """How many times a Hopper GPU's multiprocessors take a tile each."""
+    return ceil_div(tiles, MULTIPROCESSORS)
 
 
 def cheapest_size(length: int, most: int, step: int, cost: Callable[[int], float]) -> int:
     """What `length` is cut into: all of it, or a multiple of `step` that is among the largest up to `most`.
 
-    Of those the largest that costs least. 256 x 151936 logits are 9 whole waves, 384 take 14 for 13.5.
+    Of what costs least the fewest and the most even.
     """
     if most < step:
         return min(length, most)
 
-    def whole_cost(size: int) -> float:
+    def whole_cost(size: int) -> tuple[float, int, int]:
         whole, rest = divmod(length, size)
-        return whole * cost(size) + (cost(rest) if rest else 0)
+        return whole * cost(size) + (cost(rest) if rest else 0), ceil_div(length, size), size
 
     largest = most // step
     sizes = [multiple * step for multiple in range(largest, max(0, largest - CHOICES), -1)]

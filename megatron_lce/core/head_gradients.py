@@ -202,6 +202,13 @@ def accumulator_bytes_per_column(weight: Tensor, options: Options) -> int:
     return 0 if fp32 and not _padded(weight) else 4 * row_stride(weight.shape[1], weight.element_size())
 
 
+def sum_over_blocks_bytes(weight: Tensor, options: Options) -> int:
+    """Of the largest shard's fp32 sum over blocks of tokens, where the gradient is made of it when all is summed."""
+    if not weight.requires_grad or _padded(weight):  # products of padded rows have copies in the workspace besides
+        return 0
+    return options.largest_shard * accumulator_bytes_per_column(weight, options)
+
+
 def _padded(weight: Tensor) -> bool:
     """Whether products with the contiguous weight are wider than its rows."""
     return weight.dtype != torch.float32 and row_stride(weight.shape[1], weight.element_size()) > weight.shape[1]

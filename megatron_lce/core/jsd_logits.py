@@ -16,12 +16,17 @@ from megatron_lce.core.blocks import (
     cheapest_size,
     cut,
     kept_tokens,
+    logits_cost,
     plan_blocks,
     round_up,
     smallest_workspace,
-    waves_of_logits,
 )
-from megatron_lce.core.head_gradients import Slab, accumulator_bytes_per_column, computed_slabs
+from megatron_lce.core.head_gradients import (
+    Slab,
+    accumulator_bytes_per_column,
+    computed_slabs,
+    sum_over_blocks_bytes,
+)
 from megatron_lce.core.jsd_stats import Head, fill_with_nothing
 from megatron_lce.core.options import Options
 from megatron_lce.core.products import copies_of, slab_row_stride
@@ -134,7 +139,7 @@ def forward_blocks(heads: Heads, num_tokens: int, options: Options) -> tuple[Blo
     copied = copied_columns(columns, workspace, block_bytes)
     most = (workspace - copied * block_bytes.per_column) // row_bytes(columns, block_bytes)
     if most >= min(num_tokens, MIN_TOKENS):
-        return Blocks(cheapest_size(num_tokens, most, MIN_TOKENS, partial(waves_of_logits, columns)), columns), copied
+        return Blocks(cheapest_size(num_tokens, most, MIN_TOKENS, partial(logits_cost, columns)), columns), copied
     blocks = plan_blocks(num_tokens, slab_row_stride(columns), workspace, block_bytes)
     return blocks, blocks.columns
 
@@ -150,9 +155,10 @@ class GradientBlocks(NamedTuple):
 def gradient_blocks(heads: Heads, num_tokens: int, options: Options) -> GradientBlocks | None:
     """How tokens go all the way to their gradients at once; None: the workspace holds too few for it.
 
-    About half of the workspace is logits at most: a product that sums over tokens reads and writes the whole sum of the
-    weight's gradient, so that it wants more of them, and a gradient takes less room than two heads' logits. Gradients
-    are of whole blocks of logits: the smallest block reads both weights, too.
+    They have the workspace, and the room of the weight's gradient, which is made of its sum over blocks when they are
+    gone. About half of that is logits at most: a product that sums over tokens reads and writes the whole sum, so that
+    it wants more of them, and a gradient takes less room than two heads' logits. Gradients are of whole blocks of
+    logits: the smallest block reads both weights, too.
     """
     student, columns, workspace = heads.student, options.largest_shard, options.workspace_bytes
     logits_bytes = heads.backend.logits_bytes(student, heads.teacher, columns)
@@ -163,18 +169,20 @@ def gradient_blocks(heads: Heads, num_tokens: int, options: Options) -> Gradient
     copies = logits_bytes._replace(per_column=max(logits_bytes.per_column, gradient_bytes.per_column))
     copied = copied_columns(columns, workspace, copies)
     room = workspace - copied * copies.per_column
+    sum_bytes = sum_over_blocks_bytes(student.weight, options)
+    beside_sum = room + sum_bytes // 2
     logits, gradient = row_bytes(columns, logits_bytes), row_bytes(columns, gradient_bytes)
     if smallest_workspace(slabs) > workspace // 4:
         return None
-    if num_tokens * (logits + gradient) <= room:
+    if num_tokens * (logits + gradient) <= room + sum_bytes:
         return GradientBlocks(num_tokens, num_tokens, copied)
-    most = room // (logits + gradient) // MIN_TOKENS * MIN_TOKENS
+    most = beside_sum // (logits + gradient) // MIN_TOKENS * MIN_TOKENS
     if most == 0:
         return None
-    half = min(most, max(1, round(room / 2 / logits / MIN_TOKENS)) * MIN_TOKENS)
-    tokens = cheapest_size(num_tokens, half, MIN_TOKENS, partial(waves_of_logits, columns))
+    half = min(most, max(1, round(beside_sum / 2 / logits / MIN_TOKENS)) * MIN_TOKENS)
+    tokens = cheapest_size(num_tokens, half, MIN_TOKENS, partial(logits_cost, columns))
     left = room - tokens * logits
-    gradients = kept_tokens(num_tokens, left, gradient, hidden_size=student.hidden.shape[1], step=tokens)
+    gradients = kept_tokens(num_tokens, left, gradient, sum_bytes, student.hidden.shape[1], step=tokens)
     assert gradients is not None
     return GradientBlocks(tokens, gradients, copied)
 

@@ -118,7 +118,7 @@ class _KeptGradients:
         blocks = plan_blocks(
             num_tokens,
             num_columns,
-            room,
+            max(room, 0),  # without copies there may be none
             BlockBytes(0, *copies_of(student.hidden)),
             per_column_if_tokens_are_cut=bytes_per_column,
         )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_lce.core.blocks import COLUMN_STEP, BlockBytes, kept_tokens, smallest_workspace
 from megatron_lce.core.group_stats import stats_of_tokens
-from megatron_lce.core.head_gradients import Slab, accumulator_bytes_per_column
+from megatron_lce.core.head_gradients import Slab, accumulator_bytes_per_column, sum_over_blocks_bytes
 from megatron_lce.core.logit_gradients import LogitGradients, grad_logits_slabs, gradients_in_cache, gradients_of_cache
 from megatron_lce.core.options import DIFFERENTIABLE, LinearCrossEntropyOutput, Options
 from megatron_lce.core.products import copies_of
@@ -100,16 +100,15 @@ class TokenLossPass:
         if kept_bytes is None:
             return max(computed, 1), None, options.workspace_bytes
         stats_bytes = backend.softmax_stats_bytes(hidden, options)
-        beside, sum_bytes = COLUMN_STEP * stats_bytes.per_column, 0
-        column_sum = accumulator_bytes_per_column(self._weight, options) if self._weight.requires_grad else 0
+        beside = COLUMN_STEP * stats_bytes.per_column
         if any(copies := copies_of(self._weight)):  # of slabs of the weight, in front of the products of what is kept
+            column_sum = accumulator_bytes_per_column(self._weight, options) if self._weight.requires_grad else 0
             column_copy = BlockBytes(0, copies.token, copies.column + column_sum)
             beside = max(beside, smallest_workspace(column_copy))
-        elif options.weight_grad_sink is None:
-            sum_bytes = column_sum * options.largest_shard
         room = options.workspace_bytes - beside
         # Statistics, then hidden states times what gradients of a row have in common.
         token_bytes = max(stats_bytes.per_token, hidden.shape[1] * hidden.element_size())
+        sum_bytes = sum_over_blocks_bytes(self._weight, options)
         block = kept_tokens(computed, room, kept_bytes + token_bytes, sum_bytes, hidden.shape[1])
         if block is None:
             return max(computed, 1), None, options.workspace_bytes
