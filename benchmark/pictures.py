@@ -223,9 +223,10 @@ def _plot_trade(axis, records: list[dict], name: str, size: str, text: str, what
     points = [(_over_gradients_gib(record), record["time_ms"]) for record in records]
     if points:
         axis.plot(*zip(*points, strict=True), color=COLORS[name], marker=".", label=f"{TITLES[name]} over {what}")
-    for end in {0, len(points) - 1} if points else ():
-        place = {"xytext": offset, "textcoords": "offset points", "fontsize": 7, "color": COLORS[name]}
-        axis.annotate(text.format(records[end][size]), points[end], **place)
+    x, y = offset
+    for end, where, align in ((0, (-x, y), "right"), (-1, (x, y), "left")) if points else ():  # away from the curve
+        place = {"xytext": where, "textcoords": "offset points", "horizontalalignment": align}
+        axis.annotate(text.format(records[end][size]), points[end], **place, fontsize=7, color=COLORS[name])
 
 
 def _draw_rows(document: dict, path: Path) -> Path:
@@ -278,7 +279,8 @@ def _draw_memory(document: dict, path: Path, shape: str) -> Path:
             [_over_gradients_gib(record) for record in records],
             color=COLORS.get(provider, OTHER_COLOR),
             linestyle="--" if provider in dashed else "-",
-            linewidth=2.5 if provider.startswith("ours") else 1.5,
+            # With main_grad the curve may lie on the one without.
+            linewidth=3.5 if provider.startswith("ours") and "main-grad" not in provider else 1.5,
             marker=MARKERS[mode],
             label=f"{TITLES.get(provider, provider)} ({mode})",
         )

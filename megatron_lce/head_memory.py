@@ -27,7 +27,6 @@ TILE_COLUMNS = {2: 256, 4: 64}  # by bytes of an element: what a kept logits' ti
 CHUNK_COLUMNS = {2: 128, 4: 64}  # what one row of statistics is about
 PER_TOKEN_BYTES = 40  # a token's labels, factors, outputs and what backward needs of them
 TERMS_BYTES = 24  # a token's row terms in backward
-_SLAB_SUM = "fp32 sum of the slab's weight's gradient"
 
 
 @dataclass(frozen=True)
@@ -138,7 +137,8 @@ def ours(step: HeadStep) -> tuple[float, Phases]:
         slab, widest = kept, kept_columns
     else:
         widest, slab_bytes, sum_bytes = _slab(step, block, step.columns - kept_columns)
-        slab = {"slab of logits": slab_bytes} | ({_SLAB_SUM: sum_bytes} if sum_bytes else {})
+        slab = {"slab of logits": slab_bytes}
+        slab |= {"fp32 sum of the slab's weight's gradient": sum_bytes} if sum_bytes else {}
         slab |= kept if several else {}
     whole = computed * step.hidden * item  # the rows' gradient of hidden; block by block it is there from the first one
     earlier = {"hidden's gradient": whole} if several else {}
@@ -151,14 +151,15 @@ def ours(step: HeadStep) -> tuple[float, Phases]:
     else:
         summed = earlier | {"fp32 sum of hidden's gradient": 4 * block * step.hidden}
         cast = block_bytes if not several else 0
-        # Without a sum over the group it is behind the last product of the weight's gradient.
-        at_cast = slab if step.tp > 1 else {name: size for name, size in slab.items() if name != _SLAB_SUM}
+        # Without a sum over the group it is behind the last product of the weight's gradient, and behind the slab.
+        at_cast = slab if step.tp > 1 else {}
         phases["cast of hidden's gradient"] = backward | at_cast | summed | {"its cast": cast}
     if kept_columns:
         phases["kept logits' products"] = backward | kept | summed | _hidden_with_factor(step, computed, kept_columns)
     phases["slabs"] = backward | slab | summed
     reduced = {"hidden's gradient": whole} | _over_group(step)
-    phases["last product"] = backward | slab | reduced
+    if step.tp > 1:
+        phases["last product"] = backward | slab | reduced
     phases["end"] = backward | reduced | _all_rows(step)
     # Which main_grad replaces by a placeholder, in front of DDP's hook.
     phases["gradients"] = per_token | _gradient_of_own_rows(step) | {"weight's gradient": step.weight_bytes}

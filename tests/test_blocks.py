@@ -133,6 +133,7 @@ def test_kept_tokens_fit_and_are_few_only_where_no_more_fit(num_tokens, room, su
         (2500, 2048, 2048),  # 128 tiles, one wave; 2,432 would save one sum of eight and take two waves each
         (3400, 2048, 2048),
         (3400, 0, 3328),  # nothing is multiplied: as few and as even as may be
+        (3850, 2048, 2048),  # 3,584 or 3,840 would save three sums of eight and take a wave more
         (5500, 2048, 4096),
         (6800, 2048, 6144),  # two blocks of three waves and one of two, where three of 5,504 take nine
     ],

@@ -28,16 +28,19 @@ def load(name):
 
 
 def test_heads_measured_on_one_gpu():
-    records = load("head_h200")["times"] + load("memory_h200")["memory"]
-    ways = {"ours": OURS, "ours-cached": OURS, "megatron": FUSED}
+    records = load("known_loss_h200")["times"] + load("memory_h200")["memory"]
+    records += [record for record in load("head_h200")["times"] if record["provider"] == "megatron"]
+    ways = {"ours": OURS, "ours-cached": OURS, "megatron": FUSED, "ours-token-640": TOKEN_LOSS}
     compared = 0
     for record in records:
         if record["status"] != "ok" or record["mode"] == "fwd" or record["provider"] not in ways:
             continue
         tokens, hidden, vocab = SHAPES[record["shape"]]
-        step = HeadStep(record.get("tokens", tokens), hidden, vocab)
+        step = HeadStep(record.get("tokens", tokens), hidden, vocab, entropy=record["mode"] == "rl")
         if record["provider"] == "ours-cached":
             step = replace(step, logits_cache_bytes=step.everything)
+        if record["provider"] == "ours-token-640":
+            step = replace(step, workspace_bytes=640 * MIB)
         estimated = estimate(ways[record["provider"]], step).peak_bytes / MIB
         assert estimated == pytest.approx(record["peak_mib"], rel=ALLOWED), record
         compared += 1

@@ -17,7 +17,7 @@ WIDE_BLOCK = 4096  # tokens of a block from which on a product that sums over th
 LOGITS_TILE = (MIN_TOKENS, COLUMN_STEP)  # of the kernels that make 16-bit inputs' logits
 GRADIENT_TILE = (256, 128)  # of cuBLAS' product for hidden's gradient
 MULTIPROCESSORS = 132  # of a Hopper GPU: so many tiles, a wave, take as long as one
-WAVE_HIDDEN = 5000  # an fp32 sum of [V, this many] is read and written in the time of one wave over V columns
+WAVE_HIDDEN = 6500  # an fp32 sum of [V, this many], at 4.2 TB/s, takes as long as one wave over V, at 700 TFLOP/s
 CHOICES = 16  # sizes to choose from
 BESIDE_LOGITS = 1.6  # waves: small kernels of a block of both heads' logits, and reading both weights once more
 ALIGNED_COLUMNS = 8  # cuBLAS takes five times as long for a slab whose width is no multiple of this
@@ -145,8 +145,8 @@ def kept_tokens(
 def _gradients_cost(hidden_size: int, num_tokens: int) -> float:
     """Waves of hidden's gradient, [num_tokens, hidden_size], and the weight's sum.
 
-    rl of 16384 x 2048 x 131072, on an H200: 2,048 tokens at a time take 43.9 ms and 2,432 take 46.3; in another run
-    6,144 take 42.6, 5,504 43.3 and 4,096 43.0.
+    rl of 16384 x 2048 x 131072, on an H200: 2,048 tokens at a time take 43.9 ms and 2,432 take 46.3; in other runs
+    6,144 take 42.6, 5,504 43.3 and 4,096 43.0; and 3,584 take 44.4, as 2,048 do with 450 MiB less.
     """
     rows, columns = GRADIENT_TILE
     return _waves(ceil_div(num_tokens, rows) * ceil_div(hidden_size, columns)) + hidden_size / WAVE_HIDDEN

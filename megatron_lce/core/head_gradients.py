@@ -36,7 +36,7 @@ def head_gradients(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Both gradients, block by block and slab by slab. A block's sum over the group runs under its last product.
 
-    Where there is none, that product comes first: its own sum is gone when hidden's gets a result beside it.
+    Where there is none, hidden's gets its result when the slabs' memory is gone.
 
     `slabs(block, bytes_per_column)` yields the gradient of every product of a block, where a slab's column takes that
     many bytes of the workspace if its tokens come in several parts.
@@ -54,12 +54,12 @@ def head_gradients(
                     hidden_grad.finish()
             if weight_grad is not None:
                 weight_grad.add(slab, _scaled_for_products(slab, block.hidden.wait(), backend), block.is_first)
-            if hidden_grad is not None and slab.is_last and not tokens.reduces:
-                hidden_grad.finish()
             del slab  # its memory goes before the next buffer, or a sink's placeholder, comes
         if options.num_columns == 0 and needs_hidden:
             tokens.grad_rows(block).zero_()
             tokens.reduce(block)
+        elif hidden_grad is not None and not tokens.reduces:
+            hidden_grad.finish()
     return (
         tokens.grad_hidden() if needs_hidden else None,
         None if weight_grad is None else weight_grad.finish(),
