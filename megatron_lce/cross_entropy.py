@@ -213,6 +213,7 @@ def prepare_call(
         lambda: {"operation": operation, **_describe(hidden, weight, labels, keywords)},
         weight,
         keywords["vocab_start"],
+        {"the shape of hidden": validation.shape_of(hidden)},
     )
     temperature = keywords["temperature"]
     return Call(

@@ -174,6 +174,7 @@ def _prepare_call(
         lambda: _describe(student, teacher, **keywords),
         student_weight,
         keywords["vocab_start"],
+        {"the shape of student_hidden": validation.shape_of(student_hidden)},
     )
     sequence_shards = collectives.group_size(options.tp_group) if options.sequence_parallel else 1
     labels = _labels_of(student, keywords["labels"], options.ignore_index, sequence_shards)

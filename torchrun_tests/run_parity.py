@@ -150,6 +150,7 @@ def run_disagreements(group: ProcessGroup, report: Report) -> None:
         "vocab_start must be given on every rank where shards differ": {"weight": torch.ones(rows, 8)},
         "hidden must be the same on every rank": {"hidden": hidden.half(), "weight": torch.ones(20, 8).half()},
         "skip_ignored must be the same on every rank": {"skip_ignored": True},
+        "the shape of hidden must be the same on every rank": {"hidden": hidden[1:], "labels": labels[1:]},
     }
     for expected, arguments in odd.items():
         call = {"hidden": hidden, "weight": torch.ones(20, 8), "labels": labels, **(arguments if last else {})}

@@ -26,9 +26,10 @@ def agreed_options(
     describe: Callable[[], dict[str, Any]],
     weight: Tensor,
     vocab_start: int | None,
+    changing: dict[str, Any],
 ) -> Options:
     """`agreed`, with the columns of the group's largest shard."""
-    options, largest_shard = agreed(group, check, describe, weight, vocab_start)
+    options, largest_shard = agreed(group, check, describe, weight, vocab_start, changing)
     return options if largest_shard is None else replace(options, largest_shard=largest_shard)
 
 
@@ -38,6 +39,7 @@ def agreed(
     describe: Callable[[], dict[str, Any]],
     weight: Tensor,
     vocab_start: int | None = None,
+    changing: dict[str, Any] | None = None,
     *,
     group_name: str = "tp_group",
     exchange: bool = True,
@@ -45,6 +47,7 @@ def agreed(
     """What `check(ranks)` makes of a call's arguments; and the columns of the largest shard, None without other ranks.
 
     `describe()`: what every rank must call with. It is asked even where this rank's arguments are refused.
+    `changing`: the same of what changes from call to call: compared where the others are asked, and not remembered.
     `exchange`: whether the others are asked.
 
     Raises:
@@ -58,7 +61,8 @@ def agreed(
         error = found
     largest_shard = None
     if exchange and group is not None and ranks > 1:
-        largest_shard = Agreement(group, describe(), validation.rows_of(weight), vocab_start).settle(error)
+        agreement = Agreement(group, describe(), changing or {}, validation.rows_of(weight), vocab_start)
+        largest_shard = agreement.settle(error)
     elif error is not None:
         raise error
     return checked, largest_shard
@@ -75,10 +79,16 @@ class Agreement:
     """
 
     def __init__(
-        self, group: ProcessGroup, shared: dict[str, Any], shard_rows: int | None, vocab_start: int | None
+        self,
+        group: ProcessGroup,
+        shared: dict[str, Any],
+        changing: dict[str, Any],
+        shard_rows: int | None,
+        vocab_start: int | None,
     ) -> None:
         self._group, self._shard_rows, self._vocab_start = group, shard_rows, vocab_start
-        self._configuration = tuple((name, repr(value)) for name, value in shared.items())
+        self._configuration: _Configuration = tuple((name, repr(value)) for name, value in shared.items())
+        self._changing: _Configuration = tuple((name, repr(value)) for name, value in changing.items())
 
     def settle(self, error: Exception | None) -> int:
         """The columns of the group's largest shard. `error`: what validation found on this rank.
@@ -95,7 +105,8 @@ class Agreement:
         return known[key]
 
     def _exchange(self, error: Exception | None) -> int:
-        mine = (self._configuration, self._shard_rows, self._vocab_start, None if error is None else str(error))
+        compared, message = self._configuration + self._changing, None if error is None else str(error)
+        mine = (compared, self._shard_rows, self._vocab_start, message)
         everyone = collectives.gather_objects(mine, self._group)
         if error is not None:
             raise error

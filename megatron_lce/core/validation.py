@@ -211,6 +211,10 @@ def kind_of(tensor: object) -> str:
     return f"{tensor.dtype} [..., {tensor.shape[-1] if tensor.dim() else ''}] on {tensor.device.type}"
 
 
+def shape_of(tensor: object) -> tuple[int, ...] | None:
+    return tuple(tensor.shape) if isinstance(tensor, Tensor) else None
+
+
 def rows_of(weight: object) -> int | None:
     return weight.shape[0] if isinstance(weight, Tensor) and weight.dim() == 2 else None
 
