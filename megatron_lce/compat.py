@@ -4,22 +4,28 @@ Each function stands in for the one it is named after: `verl_`, `areal_`, `megat
 The one keyword that those do not have is `skip_ignored`, behind all of theirs and by name only.
 """
 
-import math
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_lce import cross_entropy as api
+from megatron_lce.compat_arguments import (
+    Reduction,
+    agreed_call,
+    check_classes,
+    check_reduction,
+    check_torchs_head,
+    checked_labels,
+    describe_head,
+    over_all_rows,
+    over_counted_rows,
+    refuse_unsupported,
+)
 from megatron_lce.core import collectives, validation
-from megatron_lce.core.agreement import agreed
 from megatron_lce.core.options import LinearCrossEntropyOutput
 from megatron_lce.core.weighted_logits import weighted_logits
-
-Reduction = Literal["none", "sum", "mean"]
-_Checked = TypeVar("_Checked")
 
 _IGNORED = -100
 # Autograd's nodes that put a tensor together of parts.
@@ -60,7 +66,7 @@ def linear_cross_entropy(
     """
     out, _ = _outputs(hidden, weight, labels, temperature, reduction, dist_process_group, skip_ignored, False)
     assert out.entropy is not None
-    return _over_all_rows(out.logprobs, reduction), _over_all_rows(out.entropy, reduction)
+    return over_all_rows(out.logprobs, reduction), over_all_rows(out.entropy, reduction)
 
 
 verl_linear_cross_entropy = linear_cross_entropy
@@ -85,7 +91,7 @@ def areal_linear_cross_entropy(
         hidden, weight, labels, temperature, reduction, dist_process_group, skip_ignored, return_max_logits
     )
     assert out.entropy is not None
-    results = _over_all_rows(out.logprobs, reduction), _over_all_rows(out.entropy, reduction)
+    results = over_all_rows(out.logprobs, reduction), over_all_rows(out.entropy, reduction)
     return results if out.max_logit is None else (*results, (out.max_logit * temperature).float())
 
 
@@ -102,17 +108,17 @@ def _outputs(
     """Outputs [N], and the temperature that they were computed with."""
 
     def check(ranks: int) -> tuple[Tensor, float | Tensor, bool]:
-        _check_reduction(reduction)
+        check_reduction(reduction)
         validation.check_flag("return_max_logits", return_max_logits)
-        ids = _checked_labels(hidden, weight, labels, skip_ignored, 1).reshape(-1)
+        ids = checked_labels(hidden, weight, labels, skip_ignored, 1).reshape(-1)
         return ids, _checked_temperature(temperature, ids), _summed_in_front(hidden, group)
 
-    labels, temperature, summed_in_front = _agreed(
+    labels, temperature, summed_in_front = agreed_call(
         group,
         "dist_process_group",
         check,
         lambda: {
-            **_describe_head(skip_ignored, hidden=hidden, weight=weight, labels=labels),
+            **describe_head(skip_ignored, hidden=hidden, weight=weight, labels=labels),
             "temperature": type(temperature).__name__,
             "reduction": reduction,
             "return_max_logits": return_max_logits,
@@ -205,17 +211,17 @@ def megatron_linear_cross_entropy(
     """
 
     def check(ranks: int) -> Tensor:
-        _check_reduction(reduction)
+        check_reduction(reduction)
         validation.check_flag("sequence_parallel", sequence_parallel)
         validation.check_integer("ignore_index", ignore_index)
-        return _checked_labels(hidden, weight, labels, skip_ignored, ranks if sequence_parallel else 1)
+        return checked_labels(hidden, weight, labels, skip_ignored, ranks if sequence_parallel else 1)
 
-    labels = _agreed(
+    labels = agreed_call(
         tp_group,
         "tp_group",
         check,
         lambda: {
-            **_describe_head(skip_ignored, hidden=hidden, weight=weight, labels=labels),
+            **describe_head(skip_ignored, hidden=hidden, weight=weight, labels=labels),
             "reduction": reduction,
             "ignore_index": ignore_index,
             "sequence_parallel": sequence_parallel,
@@ -233,7 +239,7 @@ def megatron_linear_cross_entropy(
         entropy=False,
         skip_ignored=skip_ignored,
     )
-    return _over_counted_rows(-out.logprobs.reshape(-1), counted, reduction)
+    return over_counted_rows(-out.logprobs.reshape(-1), counted, reduction)
 
 
 def torch_linear_cross_entropy(
@@ -273,18 +279,18 @@ def torch_linear_cross_entropy(
     ignored = _IGNORED if ignore_index is None else ignore_index
 
     def check(ranks: int) -> None:
-        _refuse_unsupported(linear_bias, options)
-        _check_reduction(reduction)
+        refuse_unsupported(linear_bias, options)
+        check_reduction(reduction)
         validation.check_integer("ignore_index", ignored)
-        _check_torchs_head(input, linear_weight, target, skip_ignored)
-        _check_classes(weight, label_smoothing, linear_weight.shape[0] * ranks, input)
+        check_torchs_head(input, linear_weight, target, skip_ignored)
+        check_classes(weight, label_smoothing, linear_weight.shape[0] * ranks, input)
 
-    _agreed(
+    agreed_call(
         tp_group,
         "tp_group",
         check,
         lambda: {
-            **_describe_head(skip_ignored, input=input, linear_weight=linear_weight, target=target),
+            **describe_head(skip_ignored, input=input, linear_weight=linear_weight, target=target),
             "weight": validation.kind_of(weight),
             "reduction": reduction,
             "ignore_index": ignored,
@@ -314,116 +320,4 @@ def torch_linear_cross_entropy(
         loss = loss * counted
     if label_smoothing:
         loss = (1 - label_smoothing) * loss + label_smoothing / num_classes * smooth
-    return _over_counted_rows(loss, counted, reduction).to(input.dtype)
-
-
-def reduce_loss(loss: Tensor, counted: Tensor, reduction: Reduction) -> Tensor:
-    """The loss per token, its sum, or its mean over the rows that are counted (NaN where none is)."""
-    _check_reduction(reduction)
-    return _over_counted_rows(loss, counted, reduction)
-
-
-def _over_counted_rows(loss: Tensor, counted: Tensor, reduction: Reduction) -> Tensor:
-    if reduction == "none":
-        return loss
-    return loss.sum() if reduction == "sum" else loss.sum() / counted.sum()
-
-
-def _over_all_rows(value: Tensor, reduction: str) -> Tensor:
-    if reduction == "none":
-        return value
-    return value.sum() if reduction == "sum" else value.mean()
-
-
-def _agreed(
-    group: ProcessGroup | None,
-    group_name: str,
-    check: Callable[[int], _Checked],
-    describe: Callable[[], dict[str, Any]],
-    weight: Tensor,
-) -> _Checked:
-    """`core.agreement.agreed`: the operation's own, which follows, knows the arguments by other names or not at all."""
-    # What torch.compile traces cannot ask the other ranks.
-    exchange = not torch.compiler.is_compiling()
-    return agreed(group, check, describe, weight, group_name=group_name, exchange=exchange)[0]
-
-
-def _describe_head(skip_ignored: bool | int, **head: Tensor) -> dict[str, Any]:
-    """What a call is known by. `head`: hidden, weight and labels, under the names that the call has for them."""
-    (hidden_name, hidden), (weight_name, weight), (labels_name, labels) = head.items()
-    return {
-        hidden_name: validation.kind_of(hidden),
-        weight_name: validation.kind_of(weight),
-        f"rows of {weight_name}": validation.rows_of(weight),
-        labels_name: getattr(labels, "dtype", type(labels)),
-        "gradients": (torch.is_grad_enabled(), *(getattr(x, "requires_grad", None) for x in (hidden, weight))),
-        "skip_ignored": validation.kind_of_skipping(skip_ignored),
-    }
-
-
-def _checked_labels(
-    hidden: Tensor, weight: Tensor, labels: Tensor, skip_ignored: bool | int, sequence_shards: int
-) -> Tensor:
-    """Labels as int64 of the shape of hidden's rows, on all of `sequence_shards` ranks."""
-    for name, tensor in (("hidden", hidden), ("weight", weight), ("labels", labels)):
-        validation.check_is_tensor(name, tensor)
-    validation.check_head("hidden", hidden, "weight", weight)
-    rows = validation.labels_shape("hidden", hidden, sequence_shards)
-    _check_order(rows, labels)
-    labels = validation.as_int64(labels.reshape(rows))
-    validation.check_labels_of("hidden", hidden, labels, sequence_shards)
-    validation.check_skip_ignored(skip_ignored, labels.numel())
-    return labels
-
-
-def _refuse_unsupported(linear_bias: object, options: object) -> None:
-    if linear_bias is not None:
-        raise NotImplementedError("linear_bias must be None: the fused head has no bias, as Megatron's has none")
-    if options is not None:
-        raise NotImplementedError(
-            "options must be None: chunks of the batch are not what this head is cut into; "
-            "megatron_lce.linear_cross_entropy has workspace_bytes"
-        )
-
-
-def _check_torchs_head(input: Tensor, linear_weight: Tensor, target: Tensor, skip_ignored: bool | int) -> None:
-    for name, tensor in (("input", input), ("linear_weight", linear_weight), ("target", target)):
-        validation.check_is_tensor(name, tensor)
-    if linear_weight.dim() > 2:
-        raise NotImplementedError(
-            "linear_weight must be [V, H]: losses over further dimensions of classes are not supported, "
-            f"got {tuple(linear_weight.shape)}"
-        )
-    if target.is_floating_point():
-        raise NotImplementedError(f"target must be class ids: probabilities are not supported, got {target.dtype}")
-    validation.check_head("input", input, "linear_weight", linear_weight)
-    validation.check_labels_of("input", input, target, 1, "target")
-    validation.check_skip_ignored(skip_ignored, target.numel())
-
-
-def _check_classes(weight: Tensor | None, label_smoothing: float, num_classes: int, input: Tensor) -> None:
-    validation.check_number("label_smoothing", label_smoothing)
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"label_smoothing must lie in [0, 1], got {label_smoothing}")
-    if weight is None:
-        return
-    validation.check_tensor("weight", weight)
-    if weight.shape != (num_classes,) or not weight.is_floating_point() or weight.device != input.device:
-        raise ValueError(
-            f"weight must be floating [{num_classes}] on {input.device}, a factor for each class, "
-            f"got {weight.dtype} {tuple(weight.shape)} on {weight.device}"
-        )
-    if weight.requires_grad:
-        raise ValueError("weight must not require grad: it gets no gradient; got requires_grad=True")
-
-
-def _check_reduction(reduction: str) -> None:
-    if reduction not in ("none", "sum", "mean"):
-        raise ValueError(f"reduction must be 'none', 'sum' or 'mean', got {reduction!r}")
-
-
-def _check_order(shape: Sequence[int], labels: Tensor) -> None:
-    """Refuse labels [b, s] beside a hidden of [s, b, H]: flattened, they would meet in the wrong order."""
-    rows, ids = ([size for size in sizes if size != 1] for sizes in (shape, labels.shape))
-    if labels.numel() != math.prod(shape) or (len(rows) > 1 and len(ids) > 1 and rows != ids):
-        raise ValueError(f"labels must have hidden's order of rows, {tuple(shape)}, got {tuple(labels.shape)}")
+    return over_counted_rows(loss, counted, reduction).to(input.dtype)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from megatron_lce.compat import Reduction, reduce_loss
+from megatron_lce.compat_arguments import Reduction, reduce_loss
 from megatron_lce.core.options import LinearCrossEntropyOutput
 from megatron_lce.core.validation import as_int64, refuse_double_backward
 from megatron_lce.megatron_integration.head_call import HeadCall, swap
