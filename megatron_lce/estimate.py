@@ -46,7 +46,10 @@ def largest_tokens(way: str, step: HeadStep, memory_bytes: int, *, everything_ke
         longer = replace(step, tokens=128 * blocks)
         if everything_kept:
             longer = replace(longer, logits_cache_bytes=longer.everything)
-        return estimate(way, longer).peak_bytes <= memory_bytes
+        try:
+            return estimate(way, longer).peak_bytes <= memory_bytes
+        except ValueError:  # so many tokens do not go in one block, and blocks have no room
+            return False
 
     low, high = 0, 1
     while fits(high) and high < 2**24:

@@ -175,8 +175,11 @@ def token_loss(step: HeadStep) -> tuple[float, Phases]:
     """`linear_token_loss` of 16-bit inputs: blocks of tokens go all the way in forward; backward scales gradients."""
     row_bytes, block = _kept_row_bytes(step, step.columns), tokens_kept_at_once(step)
     if block is None:
-        smallest = 128 * (row_bytes + _beside_kept_bytes(step))
-        raise ValueError(f"workspace_bytes must hold the logits of 128 tokens and their statistics, {smallest} bytes")
+        smallest = 128 * (row_bytes + _beside_kept_bytes(step)) - _sum_bytes(step) * step.columns // 2
+        raise ValueError(
+            f"workspace_bytes must be at least {smallest} and itemsize 2, for blocks of the logits of 128 tokens, "
+            f"got {step.workspace_bytes} and {step.itemsize}"
+        )
     per_token = {"per token": PER_TOKEN_BYTES * step.tokens}
     hidden = {"hidden's gradient": step.computed * step.hidden * step.itemsize}
     summed = step.main_grad or block < step.computed

@@ -107,9 +107,9 @@ def linear_jsd(
             upstream gradient is zero too, for which it waits once more; with `token_weights` it has nothing left to
             wait for. An int: how many rows are not ignored, known to the host; every loss is NaN where it is not the
             labels' count. False: all rows are computed.
-        workspace_bytes: most that transient buffers take, for any number of tokens. Beside it backward holds an fp32
-            accumulator of the student hidden's gradient (4 N H bytes) and, under `sequence_parallel`, the gathered
-            hiddens.
+        workspace_bytes: most that transient buffers take, for any number of tokens (with `token_weights` see below).
+            Beside it backward holds an fp32 accumulator of the student hidden's gradient (4 N H bytes) and, under
+            `sequence_parallel`, the gathered hiddens.
         backend: "triton", "torch", or "auto": triton on a GPU that Triton supports, torch elsewhere. A named backend
             that cannot run raises.
         weight_grad_sink: for integrations: where the student weight's gradient is added, instead of being returned; see
@@ -119,9 +119,9 @@ def linear_jsd(
         The loss of each token in nats: fp32, [...] (under `sequence_parallel` [s, ...]), the same bits on every rank.
         Its upstream gradient, one number a token, must be equal on every rank of the group.
         With `token_weights` an fp32 scalar; backward may be called on it once, with any upstream gradient, and scales
-        the gradients that forward made. Over these the call takes the workspace and the fp32 sum of the weight's
-        gradient, 4 V_local H bytes, and nothing that grows with the tokens; forward's blocks have the room of the
-        weight's gradient until it is made of that sum, as in `linear_token_loss`.
+        the gradients that forward made. Over these the call takes at most the workspace and the fp32 sum of the
+        weight's gradient, 4 V H bytes of the group's largest shard, and nothing that grows with the tokens; forward's
+        blocks have the room of the weight's gradient until it is made of that sum, as in `linear_token_loss`.
 
     Raises:
         TypeError, ValueError: an argument is not as described; the message names it, what it must be and what it was.

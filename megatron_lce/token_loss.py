@@ -46,11 +46,11 @@ def linear_token_loss(
         (result.loss / num_tokens).backward()
 
     Blocks of tokens go all the way at once: their logits, kept in 16 bits, their losses, and the gradients of hidden
-    and weight. Over these gradients a call takes `workspace_bytes` and the fp32 sum of the weight's gradient,
+    and weight. Over these gradients a call takes at most `workspace_bytes` and the fp32 sum of the weight's gradient,
     4 V_local H bytes, and nothing that grows with the tokens. The weight's gradient is made of its sum when the blocks
     are gone, so until then they have its room beside the workspace (not with a sink, whose buffer is there). Where the
     logits of all tokens need no more than the workspace and the sum, they are one block, which needs no sum. fp32
-    inputs, and workspaces too small for 128 tokens' logits, are computed as by `linear_cross_entropy`.
+    inputs, and calls whose blocks have no room for 128 tokens' logits, are computed as by `linear_cross_entropy`.
 
     Args:
         hidden, weight, labels: as `linear_cross_entropy` takes them.
@@ -63,8 +63,8 @@ def linear_token_loss(
             changed. It runs without autocast, and with products of fp32 in full fp32. In fp16 it should be of about 1 a
             token, and the sum divided by their number afterwards: the gradients are made before a loss scale is known.
         per_token: tensors whose leading dimensions are the labels' (under `sequence_parallel` the full [s, ...]).
-        keywords: those of `linear_cross_entropy`, with the same meaning, but logits_cache_bytes. The reference backend
-            is not one of them.
+        keywords: those of `linear_cross_entropy`, with the same meaning, but logits_cache_bytes, and workspace_bytes as
+            above. The reference backend is not one of them.
 
     Returns:
         `TokenLoss`.

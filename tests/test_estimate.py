@@ -265,6 +265,18 @@ def test_the_largest_token_count_fits_and_the_next_does_not(way):
     assert largest_tokens(way, step, 2**20) == 0  # the weight's gradient alone is larger
 
 
+def test_tokens_that_fit_in_one_block_and_no_blocks():
+    """Of more tokens `linear_token_loss` does not go block by block; the message names the workspace that does."""
+    step = HeadStep(128, 64, 131072, workspace_bytes=2**23)
+    assert largest_tokens(TOKEN_LOSS, step, 80 * 2**30) == 128
+    with pytest.raises(ValueError, match="workspace_bytes must be at least") as error:
+        estimate(TOKEN_LOSS, replace(step, tokens=4096))
+    smallest = int(str(error.value).split("at least ")[1].split()[0])
+    estimate(TOKEN_LOSS, replace(step, tokens=4096, workspace_bytes=smallest))
+    with pytest.raises(ValueError, match=f"at least {smallest}"):
+        estimate(TOKEN_LOSS, replace(step, tokens=4096, workspace_bytes=smallest - 1))
+
+
 def test_rows_of_the_table():
     step = HeadStep(1024, 1024, 32768, ignored=0.6)
     rows = estimate_table(step, cache_bytes=2**24, tflops=500.0, memory_bytes=2**30)

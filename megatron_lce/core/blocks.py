@@ -19,7 +19,7 @@ GRADIENT_TILE = (256, 128)  # of cuBLAS' product for hidden's gradient
 MULTIPROCESSORS = 132  # of a Hopper GPU: so many tiles, a wave, take as long as one
 WAVE_HIDDEN = 6500  # an fp32 sum of [V, this many], at 4.2 TB/s, takes as long as one wave over V, at 700 TFLOP/s
 CHOICES = 16  # sizes to choose from
-BESIDE_LOGITS = 1.6  # waves: small kernels of a block of both heads' logits, and reading both weights once more
+BESIDE_LOGITS = 1.6  # waves, of either head: a block's small kernels, and reading both weights once more
 ALIGNED_COLUMNS = 8  # cuBLAS takes five times as long for a slab whose width is no multiple of this
 
 
@@ -132,9 +132,9 @@ def kept_tokens(
 ) -> int | None:
     """How many tokens go all the way at once where their logits are kept; None: too few for it to be worth while.
 
-    A call takes `room` beside its gradients and the fp32 sum of the weight's over blocks, `sum_bytes`; 0: there is
-    none, or a buffer that stays takes it. One block needs no sum, and has its room. Of several the gradient itself, in
-    16 bits half as large as the sum, comes when the last has gone, and they have that room.
+    A call takes `room` beside its gradients and the fp32 sum of the weight's over blocks, `sum_bytes`; 0: no gradient
+    is made of such a sum when the blocks are gone. One block needs no sum, and has its room. Of several the gradient
+    itself, in 16 bits half as large as the sum, comes when the last has gone, and they have that room.
     """
     if num_tokens * bytes_per_token <= room + sum_bytes:
         return max(1, num_tokens)
@@ -146,14 +146,14 @@ def _gradients_cost(hidden_size: int, num_tokens: int) -> float:
     """Waves of hidden's gradient, [num_tokens, hidden_size], and the weight's sum.
 
     rl of 16384 x 2048 x 131072, on an H200: 2,048 tokens at a time take 43.9 ms and 2,432 take 46.3; in other runs
-    6,144 take 42.6, 5,504 43.3 and 4,096 43.0; and 3,584 take 44.4, as 2,048 do with 450 MiB less.
+    6,144 take 42.6, 5,504 43.3 and 4,096 43.0; and 3,584 take 44.4, as 2,048 do with 414 MiB less.
     """
     rows, columns = GRADIENT_TILE
     return _waves(ceil_div(num_tokens, rows) * ceil_div(hidden_size, columns)) + hidden_size / WAVE_HIDDEN
 
 
 def logits_cost(num_columns: int, num_tokens: int) -> float:
-    """Waves of a block of both heads' logits, and what is beside them.
+    """Waves of one head's logits, of which the other has as many, and what is beside both, in the same measure.
 
     Of 8192 x (2048, 4096) x 151936, on an H200, 256, 384 and 512 tokens at a time take 72.0, 71.3 and 70.0 ms.
     """

@@ -36,7 +36,7 @@ def head_gradients(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Both gradients, block by block and slab by slab. A block's sum over the group runs under its last product.
 
-    Where there is none, hidden's gets its result when the slabs' memory is gone.
+    Without a group hidden's gradient gets its dtype when the slabs' memory is gone.
 
     `slabs(block, bytes_per_column)` yields the gradient of every product of a block, where a slab's column takes that
     many bytes of the workspace if its tokens come in several parts.

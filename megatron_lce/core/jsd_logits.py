@@ -153,12 +153,12 @@ class GradientBlocks(NamedTuple):
 
 
 def gradient_blocks(heads: Heads, num_tokens: int, options: Options) -> GradientBlocks | None:
-    """How tokens go all the way to their gradients at once; None: the workspace holds too few for it.
+    """How tokens go all the way to their gradients at once; None: there is room for too few.
 
     They have the workspace, and the room of the weight's gradient, which is made of its sum over blocks when they are
     gone. About half of that is logits at most: a product that sums over tokens reads and writes the whole sum, so that
     it wants more of them, and a gradient takes less room than two heads' logits. Gradients are of whole blocks of
-    logits: the smallest block reads both weights, too.
+    logits: a small rest would read both weights once more.
     """
     student, columns, workspace = heads.student, options.largest_shard, options.workspace_bytes
     logits_bytes = heads.backend.logits_bytes(student, heads.teacher, columns)
