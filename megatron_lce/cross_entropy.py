@@ -266,6 +266,7 @@ def checked_options(
         vocab_start=first,
         num_columns=num_columns,
         largest_shard=weight.shape[0],
+        vocab_size=vocab_size,
         **others,
     )
 

@@ -40,7 +40,10 @@ def estimate(way: str, step: HeadStep) -> Estimate:
 
 
 def largest_tokens(way: str, step: HeadStep, memory_bytes: int, *, everything_kept: bool = False) -> int:
-    """The largest number of tokens (a multiple of 128) whose step peaks within that memory; 0 if there is none."""
+    """The largest number of tokens (a multiple of 128) whose step peaks within that memory; 0 if there is none.
+
+    By bisection: where blocks are cut anew more tokens may take less, and a larger number may fit as well.
+    """
 
     def fits(blocks: int) -> bool:
         longer = replace(step, tokens=128 * blocks)

@@ -195,7 +195,8 @@ def token_loss(step: HeadStep) -> tuple[float, Phases]:
         "statistics of a block": forward | {"logits of a block": block * row_bytes, "statistics": statistics},
         "products of a block": forward
         | {"logits of a block": block * row_bytes}
-        | _hidden_with_factor(step, block, step.columns),
+        | _hidden_with_factor(replace(step, workspace_bytes=left), block, step.columns)
+        | _odd_sum(step, block),
         "end of forward": forward | _over_group(step) | _all_rows(step),
         "kept": saved,
         "gradients scaled": saved | {"weight's gradient": step.weight_bytes if summed else 0},
@@ -291,8 +292,13 @@ def _chunk_bytes(step: HeadStep) -> int:
 
 
 def _beside_kept_bytes(step: HeadStep) -> int:
-    """One token's statistics, then its hidden state times what its gradients have in common."""
-    return max(_chunk_bytes(step), step.hidden * step.itemsize)
+    """One token's statistics, then its hidden state times what its gradients have in common, and their sum."""
+    return max(_chunk_bytes(step), step.hidden * step.itemsize + sum(_odd_sum(step, 1).values()))
+
+
+def _odd_sum(step: HeadStep, tokens: int) -> dict[str, int]:
+    """Kept columns in two products: the odd end of a vocabulary is one of its own."""
+    return {"fp32 sum of hidden's gradient": 4 * tokens * step.hidden} if step.columns % ALIGNED_COLUMNS else {}
 
 
 def _hidden_with_factor(step: HeadStep, tokens: int, kept_columns: int) -> dict[str, int]:

@@ -239,6 +239,7 @@ def _checked(
         vocab_start=first,
         num_columns=num_columns,
         largest_shard=student.weight.shape[0],
+        vocab_size=vocab_size,
         entropy=False,
         telemetry=False,
         skip_ignored=skip_ignored,

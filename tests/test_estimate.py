@@ -142,6 +142,11 @@ TOKEN_LOSS_STEPS = {
     "one block": HeadStep(256, 128, 1024, workspace_bytes=2**20),
     "one block, in the place of a sum": HeadStep(256, 128, 1024, workspace_bytes=400_000),
     "blocks": HeadStep(400, 32, 1024, workspace_bytes=400_000),
+    "an odd vocabulary in one block": HeadStep(256, 512, 511, workspace_bytes=2**20),
+    "an odd vocabulary in blocks": HeadStep(700, 128, 511, workspace_bytes=200_000),
+    "a block's copy of hidden larger than the workspace": HeadStep(
+        560, 512, 512, workspace_bytes=530_000, entropy=False
+    ),
 }
 
 

@@ -106,14 +106,23 @@ def test_known_weights_take_the_workspace_and_the_sum_of_the_weights_gradient():
     assert peak <= 2**23 + weight.nbytes + hidden.nbytes + 192 * 600
 
 
-@pytest.mark.parametrize(("frozen", "expected"), [(False, [384, 316]), (True, [])])
-def test_blocks_have_the_room_of_the_gradient_that_is_made_of_their_sum(frozen, expected, device, monkeypatch):
-    """The step takes the workspace and the sum over its gradients; without that room blocks would have 256 tokens."""
+@pytest.mark.parametrize(
+    ("hidden_size", "columns", "workspace_bytes", "frozen", "expected"),
+    [
+        (128, 640, 998_400, False, [384, 316]),  # without that room blocks would have 256 tokens
+        (128, 640, 998_400, True, []),
+        (256, 637, 1_150_000, False, []),  # an odd vocabulary is two products, with a sum of hidden's gradient
+    ],
+)
+def test_blocks_have_the_room_of_the_gradient_that_is_made_of_their_sum(
+    hidden_size, columns, workspace_bytes, frozen, expected, device, monkeypatch
+):
+    """The step takes the workspace and the sum over its gradients."""
     pytest.importorskip("triton")
     if device.type != "cpu":
         pytest.skip("live bytes are counted on a CPU, under Triton's interpreter")
-    num_tokens, columns = 700, 640
-    inputs = make_inputs(num_tokens, 128, 8, columns, device, BF16)
+    num_tokens = 700
+    inputs = make_inputs(num_tokens, hidden_size, 8, columns, device, BF16)
     hidden, weight = inputs.student_hidden.requires_grad_(), inputs.student_weight.requires_grad_(not frozen)
     summed = []
 
@@ -122,7 +131,6 @@ def test_blocks_have_the_room_of_the_gradient_that_is_made_of_their_sum(frozen, 
             summed.append(a.shape[1])
 
     monkeypatch.setattr("megatron_lce.core.head_gradients.product", no_product)
-    workspace_bytes = 130 * 12 * columns
 
     def step():
         loss = linear_jsd(*inputs[:4], token_weights=inputs.upstream, workspace_bytes=workspace_bytes, backend="triton")

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_lce.core.blocks import Blocks, cut, cut_columns
+from megatron_lce.core.blocks import ALIGNED_COLUMNS, Blocks, cut, cut_columns
 from megatron_lce.core.options import Options, WeightGradSink
 from megatron_lce.core.products import aligned, product, row_stride, slab_row_stride, with_zeros_behind
 from megatron_lce.core.protocols import CommonBackend
@@ -207,6 +207,18 @@ def sum_over_blocks_bytes(weight: Tensor, options: Options) -> int:
     if not weight.requires_grad or _padded(weight):  # products of padded rows have copies in the workspace besides
         return 0
     return options.largest_shard * accumulator_bytes_per_column(weight, options)
+
+
+def hidden_sum_bytes_per_token(hidden: Tensor, options: Options) -> int:
+    """Of the fp32 sum of hidden's gradient where a block's kept columns are not one product on every rank.
+
+    The odd end of a vocabulary is a slab of its own (`cut_columns`), and where H is padded slabs go by their copies.
+    """
+    sizes = options.largest_shard, options.vocab_size or 0
+    one_product = not any(size % ALIGNED_COLUMNS for size in sizes) and not _padded(hidden)
+    if one_product or hidden.dtype == torch.float32 or not hidden.requires_grad:
+        return 0
+    return 4 * row_stride(hidden.shape[1], hidden.element_size())
 
 
 def _padded(weight: Tensor) -> bool:

@@ -25,6 +25,7 @@ from megatron_lce.core.head_gradients import (
     Slab,
     accumulator_bytes_per_column,
     computed_slabs,
+    hidden_sum_bytes_per_token,
     sum_over_blocks_bytes,
 )
 from megatron_lce.core.jsd_stats import Head, fill_with_nothing
@@ -171,7 +172,8 @@ def gradient_blocks(heads: Heads, num_tokens: int, options: Options) -> Gradient
     room = workspace - copied * copies.per_column
     sum_bytes = sum_over_blocks_bytes(student.weight, options)
     beside_sum = room + sum_bytes // 2
-    logits, gradient = row_bytes(columns, logits_bytes), row_bytes(columns, gradient_bytes)
+    logits = row_bytes(columns, logits_bytes)
+    gradient = row_bytes(columns, gradient_bytes) + hidden_sum_bytes_per_token(student.hidden, options)
     if smallest_workspace(slabs) > workspace // 4:
         return None
     if num_tokens * (logits + gradient) <= room + sum_bytes:

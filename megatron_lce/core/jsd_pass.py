@@ -94,8 +94,7 @@ class _KeptGradients:
 
     def __init__(self, blocks: GradientBlocks, student: Head, options: Options) -> None:
         self._blocks, self._options = blocks, options
-        # Of all that the ranks planned with: a shard may have fewer columns.
-        logits = Blocks(blocks.logits, options.largest_shard)
+        logits = Blocks(blocks.logits, max(options.num_columns, 1))
         self._logits = LogitsBuffer.allocate(logits, blocks.copied, student.hidden.device)
         stride = slab_row_stride(options.num_columns)
         self._gradients = student.hidden.new_empty(blocks.gradients, stride)

@@ -68,6 +68,7 @@ class Options:
     vocab_start: int  # global id of this shard's first column
     num_columns: int  # this shard's columns that are vocabulary; those behind them are padding
     largest_shard: int  # columns of the group's largest shard, padding included: what ranks plan by together
+    vocab_size: int | None  # of all shards; None: no column is padding
     entropy: bool
     telemetry: bool
     skip_ignored: bool | int  # an int: how many rows are not ignored

@@ -9,7 +9,12 @@ from torch import Tensor
 
 from megatron_lce.core.blocks import COLUMN_STEP, BlockBytes, kept_tokens, smallest_workspace
 from megatron_lce.core.group_stats import stats_of_tokens
-from megatron_lce.core.head_gradients import Slab, accumulator_bytes_per_column, sum_over_blocks_bytes
+from megatron_lce.core.head_gradients import (
+    Slab,
+    accumulator_bytes_per_column,
+    hidden_sum_bytes_per_token,
+    sum_over_blocks_bytes,
+)
 from megatron_lce.core.logit_gradients import LogitGradients, grad_logits_slabs, gradients_in_cache, gradients_of_cache
 from megatron_lce.core.options import DIFFERENTIABLE, LinearCrossEntropyOutput, Options
 from megatron_lce.core.products import copies_of
@@ -106,8 +111,9 @@ class TokenLossPass:
             column_copy = BlockBytes(0, copies.token, copies.column + column_sum)
             beside = max(beside, smallest_workspace(column_copy))
         room = options.workspace_bytes - beside
-        # Statistics, then hidden states times what gradients of a row have in common.
-        token_bytes = max(stats_bytes.per_token, hidden.shape[1] * hidden.element_size())
+        # Statistics, then hidden states times what gradients of a row have in common, and the sum of their gradient.
+        gradient_bytes = hidden.shape[1] * hidden.element_size() + hidden_sum_bytes_per_token(hidden, options)
+        token_bytes = max(stats_bytes.per_token, gradient_bytes)
         sum_bytes = sum_over_blocks_bytes(self._weight, options)
         block = kept_tokens(computed, room, kept_bytes + token_bytes, sum_bytes, hidden.shape[1])
         if block is None:
