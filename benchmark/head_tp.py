@@ -121,10 +121,10 @@ def compare(head: Head, inputs: Inputs, mode: str, reference: dict) -> dict:
     }
 
 
-def measure_slowest_products(inputs: Inputs, group: ProcessGroup, device: torch.device, repeats: int = 3) -> dict:
+def measure_slowest_products(inputs: Inputs, group: ProcessGroup, device: torch.device, **calls: int) -> dict:
     """The products of the group's slowest rank: collectives make every head wait for that one."""
     gathered: list = [None] * group.size()
-    dist.all_gather_object(gathered, measure.measure_products(inputs, device, repeats=repeats), group=group)
+    dist.all_gather_object(gathered, measure.measure_products(inputs, device, **calls), group=group)
     return max(gathered, key=_sum_ms)
 
 
@@ -152,17 +152,18 @@ def measure_heads(
     gradient = torch.zeros_like(inputs.hidden)
     all_reduce = functools.partial(dist.all_reduce, gradient, group=group)
     size = {"shape": name, "tp": group.size()}
-    repeats = measure.repeats_within(budget_ms, _sum_ms(measure_slowest_products(inputs, group, device)))
+    once_ms = _sum_ms(measure_slowest_products(inputs, group, device, repeats=3))
+    calls = measure.calls_of_a_turn(budget_ms, once_ms)
     dist.barrier()
     results.attempt(
         "all_reduce",
         size | {"mib": gradient.nbytes / measure.MIB},
-        lambda: measure.slowest_rank(measure.measure_call(all_reduce, device, repeats=repeats), group),
+        lambda: measure.slowest_rank(measure.measure_call(all_reduce, device, **calls), group),
     )
 
     def products() -> None:
         dist.barrier()
-        results.attempt("products", {"shape": name}, lambda: measure_slowest_products(inputs, group, device, repeats))
+        results.attempt("products", {"shape": name}, lambda: measure_slowest_products(inputs, group, device, **calls))
 
     turns = []
     for head_name, head in heads.items():
@@ -170,7 +171,7 @@ def measure_heads(
             record = size | {"tokens": shape.tokens, "mode": mode, "provider": head_name}
             record |= {"gradients_mib": measure.gradients_mib(inputs, mode)}
             turns.append((record, measure.Timed(functools.partial(measure.run_step, head, inputs, mode), device)))
-    results.take_turns("times", turns, products, repeats=repeats)
+    results.take_turns("times", turns, products, **calls)
     reference: dict = {}
     for record, _ in turns:
         results.complete(
@@ -199,7 +200,6 @@ def build_parser() -> argparse.ArgumentParser:
     add("--heads", default="all", help=f"Comma-separated: all, {', '.join(HEADS)}.")
     add("--dtype", choices=DTYPES, default="bf16", help="Type of hidden and weight.")
     add("--device", choices=("cuda", "cpu"), help="Device of all ranks; None: cuda where every rank has a GPU.")
-    # In a short round a GPU that has just waited is at higher clocks.
     add("--budget-ms", type=float, default=130.0, help="Time of a round of the three products, in ms.")
     add("--output", type=Path, default=Path("head_tp.json"), help="JSON file to write.")
     return parser

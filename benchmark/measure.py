@@ -16,6 +16,7 @@ from benchmark.providers import Head
 from benchmark.shapes import Inputs
 
 ORACLE_TOKENS = 512  # fp64 logits of this many tokens at a time
+SETTLE_MS = 60.0  # behind a pause, or work that takes less power, a GPU holds clocks for 50 ms that it does not keep
 
 
 def run_step(head: Head, inputs: Inputs, mode: str) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -35,13 +36,16 @@ def free_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def time_ms(call: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
+def time_ms(call: Callable[[], object], device: torch.device, repeats: int, settle: int = 0) -> list[float]:
     """Times of single calls, in ms, after a warm-up that the caller did.
 
-    On a GPU all calls are enqueued back to back between device events, so that launching one runs under the other.
+    On a GPU all calls are enqueued back to back between device events, so that launching one runs under the other,
+    behind as many as it takes to `settle` to the clocks of this call.
     """
     if device.type != "cuda":
         return [_once_ms(call, device) for _ in range(repeats)]
+    for _ in range(settle):
+        call()
     events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
     events[0].record()
     for event in events[1:]:
@@ -54,6 +58,11 @@ def time_ms(call: Callable[[], object], device: torch.device, repeats: int) -> l
 def repeats_within(budget_ms: float, once_ms: float) -> int:
     """How many calls of `once_ms` fit in `budget_ms`, at least 1 and at most 50."""
     return min(50, max(1, round(budget_ms / once_ms)))
+
+
+def calls_of_a_turn(budget_ms: float, once_ms: float) -> dict[str, int]:
+    """How many calls of `once_ms` are timed in a turn, and how many run in front of them."""
+    return {"repeats": repeats_within(budget_ms, once_ms), "settle": repeats_within(SETTLE_MS, once_ms)}
 
 
 def _once_ms(call: Callable[[], object], device: torch.device) -> float:
@@ -105,19 +114,19 @@ class Timed:
     def __init__(self, call: Callable[[], object], device: torch.device) -> None:
         self.call, self.device = call, device
         self.times_ms: list[float] = []
-        self._repeats: int | None = None  # of a round
+        self._calls: dict[str, int] | None = None  # of a round
 
     def warm_up(self) -> dict:
         """Time of the first call, and extra peak memory of the second with the results in it."""
         return {"first_call_s": _once_ms(self.call, self.device) / 1e3, "peak_mib": peak_mib(self.call, self.device)}
 
-    def round(self, *, budget_ms: float = 0.0, repeats: int | None = None) -> dict:
+    def round(self, *, budget_ms: float = 0.0, **calls: int) -> dict:
         """Times of all rounds up to this one.
 
-        Ranks that communicate in the call must give `repeats`: what fits in a budget differs between them.
+        Ranks that communicate in the call must give `calls` of `time_ms`: what fits in a budget differs between them.
         """
-        self._repeats = repeats or self._repeats or repeats_within(budget_ms, _once_ms(self.call, self.device))
-        self.times_ms += time_ms(self.call, self.device, self._repeats)
+        self._calls = calls or self._calls or calls_of_a_turn(budget_ms, _once_ms(self.call, self.device))
+        self.times_ms += time_ms(self.call, self.device, **self._calls)
         return {
             "time_ms": median(self.times_ms),
             "fastest_ms": min(self.times_ms),
@@ -126,12 +135,10 @@ class Timed:
         }
 
 
-def measure_call(
-    call: Callable[[], object], device: torch.device, *, budget_ms: float = 0.0, repeats: int | None = None
-) -> dict:
+def measure_call(call: Callable[[], object], device: torch.device, *, budget_ms: float = 0.0, **calls: int) -> dict:
     """Median time after warm-up, and extra peak memory, of a call that is compared with no other."""
     timed = Timed(call, device)
-    return timed.warm_up() | timed.round(budget_ms=budget_ms, repeats=repeats)
+    return timed.warm_up() | timed.round(budget_ms=budget_ms, **calls)
 
 
 def kernels(call: Callable[[], object], device: torch.device, calls: int = 3) -> list[dict]:
@@ -173,9 +180,7 @@ def gradients_mib(inputs: Inputs, mode: str, head: Head | None = None) -> float:
     return (inputs.hidden.nbytes + weight_bytes) / MIB
 
 
-def measure_products(
-    inputs: Inputs, device: torch.device, *, budget_ms: float = 0.0, repeats: int | None = None
-) -> dict:
+def measure_products(inputs: Inputs, device: torch.device, *, budget_ms: float = 0.0, **calls: int) -> dict:
     """Times of the three plain products by torch.mm: logits, hidden's gradient, weight's gradient."""
     hidden, weight = inputs.hidden.detach(), inputs.weight.detach()
     grad_logits = torch.empty(len(hidden), len(weight), dtype=hidden.dtype, device=device).normal_()
@@ -188,7 +193,7 @@ def measure_products(
     record: dict = {}
     for name, product in products.items():
         product()
-        record[name] = time_ms(product, device, repeats or repeats_within(budget_ms, _once_ms(product, device)))
+        record[name] = time_ms(product, device, **(calls or calls_of_a_turn(budget_ms, _once_ms(product, device))))
     return record
 
 

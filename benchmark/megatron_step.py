@@ -171,9 +171,9 @@ class Variant(measure.Timed):
         handle.remove()
         return record
 
-    def round(self, *, budget_ms: float = 0.0, repeats: int | None = None) -> dict:
+    def round(self, *, budget_ms: float = 0.0, **calls: int) -> dict:
         handle = self.choose_it()
-        record = super().round(budget_ms=budget_ms, repeats=repeats)
+        record = super().round(budget_ms=budget_ms, **calls)
         handle.remove()
         return record
 

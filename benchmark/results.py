@@ -18,7 +18,7 @@ import megatron_lce
 from benchmark import ratios, report
 from benchmark.measure import Timed
 
-ROUNDS = 12  # of calls that take turns: many short ones, since the clock moves slowly
+ROUNDS = 6  # of calls that take turns
 PACKAGES = ("megatron-lce", "megatron-core", "torch", "triton", "nvidia-cutlass-dsl")
 
 
@@ -53,9 +53,9 @@ class Results:
         turns: list[tuple[dict, Timed]],
         start_round: Callable[[], None],
         rounds: int = ROUNDS,
-        **repeats: Any,
+        **calls: Any,
     ) -> None:
-        """Adds the records with the times of their calls, measured in rounds: clocks fall as a GPU warms.
+        """Adds the records with the times of their calls, `Timed.round`, in rounds: clocks fall as a GPU warms.
 
         In an order that is drawn for each round, the same on all ranks: where it went there and back again, two of four
         heads that launch the same kernels read 3 % more than the others, presumably by a swing of the clock.
@@ -74,7 +74,7 @@ class Results:
         for _ in range(rounds):
             start_round()
             order.shuffle(turns)
-            turns = [(x, timed) for x, timed in turns if self._update(section, x, partial(timed.round, **repeats))]
+            turns = [(x, timed) for x, timed in turns if self._update(section, x, partial(timed.round, **calls))]
         for record in records:
             self._print(section, record)
 

@@ -160,6 +160,14 @@ def test_a_picture_without_records_is_refused(tmp_path):
         pictures.draw(document, tmp_path, ["rows"])
 
 
+@pytest.mark.gpu
+def test_a_turn_begins_with_calls_that_are_not_timed():
+    calls = []
+    times = measure.time_ms(lambda: calls.append(torch.ones(4, device="cuda")), torch.device("cuda"), 2, settle=3)
+    assert (len(times), len(calls)) == (2, 5)
+    assert measure.calls_of_a_turn(100.0, 20.0) == {"repeats": 5, "settle": 3}
+
+
 def test_heads_take_turns_in_orders_that_ranks_share():
     def orders():
         rounds, found = [], results.Results(CPU, torch.float32, None, {})
