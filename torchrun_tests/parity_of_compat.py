@@ -109,12 +109,14 @@ def run_disagreements_of_compat(group: ProcessGroup, report: Report) -> None:
     }
     whole = hidden.clone().requires_grad_()
     of_graphs = {
-        "refuses its arguments: hidden must come out of": {
+        "of dist_process_group refuses its arguments: hidden must come out of": {
             "hidden": torch.cat([_CopyToModelParallelRegion.apply(whole[:3], group), whole[3:]])
         }
     }
-    of_max_logits = {"return_max_logits must be the same on every rank": {"return_max_logits": True}}
-    of_ignored = {"ignore_index must be the same on every rank": {"ignore_index": 3}}
+    of_max_logits = {
+        "return_max_logits must be the same on every rank of dist_process_group": {"return_max_logits": True}
+    }
+    of_ignored = {"ignore_index must be the same on every rank of tp_group": {"ignore_index": 3}}
     of_torchs = {
         "refuses its arguments: reduction must be": {"reduction": "avg"},
         "refuses its arguments: linear_bias must be None": {"linear_bias": weight[:, 0]},

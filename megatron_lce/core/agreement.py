@@ -61,7 +61,7 @@ def agreed(
         error = found
     largest_shard = None
     if exchange and group is not None and ranks > 1:
-        agreement = Agreement(group, describe(), changing or {}, validation.rows_of(weight), vocab_start)
+        agreement = Agreement(group, group_name, describe(), changing or {}, validation.rows_of(weight), vocab_start)
         largest_shard = agreement.settle(error)
     elif error is not None:
         raise error
@@ -81,12 +81,14 @@ class Agreement:
     def __init__(
         self,
         group: ProcessGroup,
+        group_name: str,
         shared: dict[str, Any],
         changing: dict[str, Any],
         shard_rows: int | None,
         vocab_start: int | None,
     ) -> None:
-        self._group, self._shard_rows, self._vocab_start = group, shard_rows, vocab_start
+        self._group, self._group_name = group, group_name
+        self._shard_rows, self._vocab_start = shard_rows, vocab_start
         self._configuration: _Configuration = tuple((name, repr(value)) for name, value in shared.items())
         self._changing: _Configuration = tuple((name, repr(value)) for name, value in changing.items())
 
@@ -112,12 +114,13 @@ class Agreement:
             raise error
         for rank, (*_, message) in enumerate(everyone):
             if message is not None:
-                raise ValueError(f"rank {rank} of tp_group refuses its arguments: {message}")
+                raise ValueError(f"rank {rank} of {self._group_name} refuses its arguments: {message}")
         configurations, shards, starts, _ = zip(*everyone, strict=True)
         for (name, mine_is), *others in zip(*configurations, strict=True):
             values = [mine_is, *(value for _, value in others)]
             if len(set(values)) > 1:
-                raise ValueError(f"{name} must be the same on every rank of tp_group, got {', '.join(values)}")
+                differing = ", ".join(values)
+                raise ValueError(f"{name} must be the same on every rank of {self._group_name}, got {differing}")
         _check_shards(shards, starts)
         return max(shards)
 
