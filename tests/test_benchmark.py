@@ -168,6 +168,18 @@ def test_a_turn_begins_with_calls_that_are_not_timed():
     assert measure.calls_of_a_turn(100.0, 20.0) == {"repeats": 5, "settle": 3}
 
 
+@pytest.mark.gpu
+def test_memory_that_is_freed_meanwhile_hides_nothing_of_a_calls_own():
+    device = torch.device("cuda")
+    kept = [torch.empty(2**23, dtype=torch.uint8, device=device)]
+
+    def call():
+        kept.clear()
+        return torch.empty(2**22, dtype=torch.uint8, device=device)
+
+    assert measure.peak_mib(call, device) == 4
+
+
 def test_heads_take_turns_in_orders_that_ranks_share():
     def orders():
         rounds, found = [], results.Results(CPU, torch.float32, None, {})
