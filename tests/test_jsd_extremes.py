@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_lce import linear_jsd
-from tests.jsd_oracle import JsdInputs, evaluate_jsd, materialised_jsd
+from tests.jsd_oracle import JsdInputs, evaluate_jsd, evaluate_weighted_jsd, materialised_jsd
 from tests.jsd_problems import BETAS, BF16, FP32, check, make_inputs
 from tests.oracle import largest_error, relative_error
 
@@ -43,11 +43,12 @@ def test_nan_in_a_tokens_hidden_makes_its_row_nan_and_no_other(argument, beta, b
 @pytest.mark.parametrize("beta", BETAS)
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("argument", [1, 3], ids=JsdInputs._fields[1:4:2])
-def test_what_is_not_finite_in_a_weight_makes_every_row_nan(argument, value, beta, backend, device):
+@pytest.mark.parametrize("evaluate", [evaluate_jsd, evaluate_weighted_jsd])
+def test_what_is_not_finite_in_a_weight_makes_every_row_nan(evaluate, argument, value, beta, backend, device):
     """One column of the logits; infinities of either sign, by the token's hidden."""
     inputs = make_inputs(6, 8, 12, 20, device)
     inputs[argument][2, 1] = value
-    result = evaluate_jsd(linear_jsd, inputs, beta=beta, backend=backend)
+    result = evaluate(linear_jsd, inputs, beta=beta, backend=backend)
     for part in result:
         assert part.isnan().all()
 

@@ -17,6 +17,7 @@ from tests.jsd_problems import BF16, FP32, check, ignoring, make_inputs, workspa
         ((FP32, FP32), 0.5, 300, {}),
         ((BF16, BF16), 0.5, 140, {"student_softcap": 3.0}),  # blocks of 128 and less
         ((BF16, FP32), 0, 140, {"vocab_size": 70}),
+        ((BF16, BF16), 0, 300, {"student_softcap": 3.0}),
         ((BF16, BF16), 1, 300, {"student_logits_scale": 0.7}),
         ((FP32, BF16), 0.5, 40, {}),  # too few for what is kept
     ],

@@ -85,10 +85,11 @@ CASES = [
     Case("skipped, sequence parallel, counted", (BETWEEN, 1), sequence_parallel=True, ignore_every=4, skip="count"),
     Case("skipped, all ignored, all padding", (BETWEEN,), vocab_size=lambda _: 5, ignore_every=1, skip=True),
     Case("known weights, uneven", (0,), shards=uneven, ignore_every=3, weighted=True),
-    Case("known weights, skipped, all padding", (1,), vocab_size=lambda _: 5, ignore_every=3, skip=True, weighted=True),
+    Case("known weights, NaN in one shard of the teacher's", (0,), change=nan_in_one_teacher_column, weighted=True),
+    Case("known weights, skipped, padding", (0, 1), vocab_size=lambda _: 5, ignore_every=3, skip=True, weighted=True),
     Case(
         "known weights, sequence parallel, blocks",
-        (BETWEEN,),
+        (0, BETWEEN),
         (192,),
         lambda ranks: [60] * ranks,
         weighted=True,

@@ -25,15 +25,27 @@ def diverge(heads: Heads, options: Options, found: Tensor) -> None:
         diverge_block(logits, options, heads.backend, found[:, tokens])
 
 
-def diverge_block(logits: JsdLogits, options: Options, backend: JsdBackend, found: Tensor) -> None:
-    """Fill `Found`, [6, n], of a block: one exchange over the group for both softmaxes, one for what they are apart."""
+def diverge_block(
+    logits: JsdLogits,
+    options: Options,
+    backend: JsdBackend,
+    found: Tensor,
+    into: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    """Fill `Found`, [6, n], of a block: one exchange over the group for both softmaxes, one for what they are apart.
+
+    `into`, at a beta of 0: the gradient's coefficients [n] and room [n, V]; it comes with the divergence in one pass.
+    """
     group = options.tp_group
     stats, sums = found[: 2 * STATS_ROWS], found[2 * STATS_ROWS :]
     logits.stats(stats)
     if group is not None:
         ranks = collectives.stack_over_group(stats, group)
         backend.merge_stats(ranks[:, :STATS_ROWS], ranks[:, STATS_ROWS:], stats)
-    logits.divergence(found, sums)
+    if into is None:
+        logits.divergence(found, sums)
+    else:
+        logits.gradient(found, *into, sums)
     if group is not None:
         backend.sum_parts(collectives.stack_over_group(sums, group), sums)
 

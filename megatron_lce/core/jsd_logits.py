@@ -86,20 +86,33 @@ class JsdLogits:
     def divergence(self, found: Tensor, out: Tensor) -> None:
         """[2, N] sums over this rank's columns: divergence and KL(p_student || m); found: the first rows of `Found`."""
         backend, beta = self._heads.backend, self._heads.beta
-        if self._num_columns == 0:
-            out.zero_()
-            return
-        parts = [backend.divergence_parts(*logits, found, beta=beta) for _, logits in self._pieces()]
-        backend.sum_parts(_joined(parts), out)
+        self._sum([backend.divergence_parts(*logits, found, beta=beta) for _, logits in self._pieces()], out)
 
-    def gradient(self, found: Tensor, coefficient: Tensor, out: Tensor) -> None:
-        """Gradient of the student's products [N, V]."""
+    def gradient(self, found: Tensor, coefficient: Tensor, out: Tensor, sums: Tensor | None = None) -> None:
+        """Gradient of the student's products [N, V]; into `sums`, at a beta of 0, what `divergence` gives."""
         student, backend = self._heads.student, self._heads.backend
         tanh_scale = None if student.softcap is None else student.row_scale(self._heads.scale)
+        parts = []
         for columns, logits in self._pieces():
-            backend.grad_logits_from_kept(
-                *logits, found, coefficient, tanh_scale, out[:, columns], beta=self._heads.beta
+            part = backend.grad_logits_from_kept(
+                *logits,
+                found,
+                coefficient,
+                tanh_scale,
+                out[:, columns],
+                beta=self._heads.beta,
+                sums=sums is not None,
             )
+            if part is not None:
+                parts.append(part)
+        if sums is not None:
+            self._sum(parts, sums)
+
+    def _sum(self, parts: list[Tensor], out: Tensor) -> None:
+        if parts:
+            self._heads.backend.sum_parts(_joined(parts), out)
+        else:  # of no columns
+            out.zero_()
 
     def _pieces(self, stats: HeadsParts | None = None) -> Iterator[tuple[slice, tuple[Tensor, Tensor]]]:
         """Logits of student and teacher, [N, columns] each; valid until the next are asked for.

@@ -221,5 +221,10 @@ class JsdBackend(CommonBackend, Protocol):
         out: Tensor,
         *,
         beta: float,
-    ) -> None:
-        """The same from logits in memory."""
+        sums: bool,
+    ) -> Tensor | None:
+        """The same from logits in memory.
+
+        `sums`, at a beta of 0 only, whose gradient wants none: takes the first rows of `Found` and returns what
+        `divergence_parts` does.
+        """

@@ -102,10 +102,15 @@ def grad_logits_from_kept(
     out: Tensor,  # [N, C] of the student's dtype
     *,
     beta: float,
-) -> None:
-    """Gradient of the student's products."""
+    sums: bool,
+) -> Tensor | None:
+    """Gradient of the student's products; with `sums`, at a beta of 0, what `divergence_parts` gives too."""
+    parts = divergence_parts(student, teacher, found, beta=beta) if sums else None
+    if parts is not None:
+        found = torch.cat([found[:4], parts.sum(dim=0)])
     for c in _chunks(student):
         _chunk_grad(student[:, c], teacher[:, c], found, coefficient, tanh_scale, out[:, c], beta)
+    return parts
 
 
 # A chunk's tensors are the locals of a function of its own, so that they are gone before the next chunk's come.

@@ -14,17 +14,19 @@ from megatron_lce.backends.triton.jsd_gradient import grad_logits, grad_logits_b
 from megatron_lce.backends.triton.jsd_logits import logits, logits_bytes
 from megatron_lce.backends.triton.jsd_merge import merge_stats, sum_parts
 from megatron_lce.backends.triton.jsd_probabilities import (
+    forward_kl,
     log_over_mixture,
     log_probability,
     log_ratio,
+    new_parts,
     place_of,
     read_logits,
     reading_constexprs,
     reading_grid,
+    store_parts,
 )
 from megatron_lce.backends.triton.rows import prepare_rows
 from megatron_lce.backends.triton.scale import scale
-from megatron_lce.core.blocks import COLUMN_STEP, ceil_div
 
 __all__ = [
     "compact_rows",
@@ -42,9 +44,6 @@ __all__ = [
 ]
 
 
-_SUM_COLUMNS = COLUMN_STEP  # a cut of the columns falls between two of them
-
-
 def divergence_parts(
     student: Tensor,  # [N, C] base-2 logits
     teacher: Tensor,
@@ -53,7 +52,7 @@ def divergence_parts(
     beta: float,
 ) -> Tensor:
     """[S, 2, N] base-2 sums over each chunk: the divergence, and KL(p_student || m)."""
-    parts = student.new_empty(ceil_div(student.shape[1], _SUM_COLUMNS), 2, student.shape[0])
+    parts = new_parts(student)
     _divergence_kernel[reading_grid(student)](
         student,
         teacher,
@@ -67,7 +66,6 @@ def divergence_parts(
         FORWARD_KL=beta == 0,
         REVERSE_KL=beta == 1,
         STUDENT_LEADS=beta <= 0.5,
-        CHUNK=_SUM_COLUMNS,
         **reading_constexprs(student),
     )
     return parts
@@ -88,10 +86,10 @@ def _divergence_kernel(
     FORWARD_KL: tl.constexpr,
     REVERSE_KL: tl.constexpr,
     STUDENT_LEADS: tl.constexpr,
-    CHUNK: tl.constexpr,
     PTX: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
     """Sums over each chunk: beta p_t log(p_t / m) + (1 - beta) p_s log(p_s / m), and p_s log(p_s / m).
 
@@ -102,19 +100,16 @@ def _divergence_kernel(
     teacher = read_logits(teacher_ptr + places, row_mask, columns, V, logits_stride)
     found = found_ptr + rows
     ps = tl.exp2(log_probability(student, found, found_stride, row_mask))
-    pt = tl.exp2(log_probability(teacher, found + 2 * found_stride, found_stride, row_mask))
     ratio = log_ratio(student, teacher, found, found_stride, row_mask)
-    if FORWARD_KL or REVERSE_KL:
-        divergence = pt * ratio if FORWARD_KL else ps * -ratio
+    if FORWARD_KL:
+        divergence = forward_kl(student, teacher, found, found_stride, row_mask)
+        student_kl = divergence
+    elif REVERSE_KL:
+        divergence = ps * -ratio
         student_kl = divergence
     else:
+        pt = tl.exp2(log_probability(teacher, found + 2 * found_stride, found_stride, row_mask))
         student_over_m, teacher_over_m = log_over_mixture(ratio, teacher_weight, student_weight, STUDENT_LEADS, PTX)
         student_kl = ps * student_over_m
         divergence = tl.fma(teacher_weight, pt * teacher_over_m, student_weight * student_kl)
-    # Of chunks, so that the sums have the same bits wherever the columns are cut.
-    CHUNKS: tl.constexpr = BLOCK_V // CHUNK
-    chunks = tl.program_id(0) % tl.cdiv(V, BLOCK_V) * CHUNKS + tl.arange(0, CHUNKS)
-    parts = parts_ptr + chunks.to(tl.int64)[None, :] * (2 * N) + rows[:, None]
-    mask = row_mask[:, None] & (chunks * CHUNK < V)[None, :]
-    tl.store(parts, tl.sum(tl.reshape(divergence, (BLOCK_N, CHUNKS, CHUNK)), 2), mask)
-    tl.store(parts + N, tl.sum(tl.reshape(student_kl, (BLOCK_N, CHUNKS, CHUNK)), 2), mask)
+    store_parts(parts_ptr, divergence, student_kl, rows, N, V, BLOCK_N, BLOCK_V, CHUNK)

@@ -6,13 +6,16 @@ from torch import Tensor
 
 from megatron_lce.backends.triton import tiles
 from megatron_lce.backends.triton.jsd_probabilities import (
+    forward_kl,
     log_over_mixture,
     log_probability,
     log_ratio,
+    new_parts,
     place_of,
     read_logits,
     reading_constexprs,
     reading_grid,
+    store_parts,
 )
 from megatron_lce.backends.triton.tile_products import descriptor, halves, tanh, tile_position, tile_products, upcasts
 from megatron_lce.core.blocks import BlockBytes, ceil_div
@@ -90,8 +93,10 @@ def grad_logits_from_kept(
     out: Tensor,  # [N, C] of the student's dtype
     *,
     beta: float,
-) -> None:
-    """The same from logits in memory."""
+    sums: bool,
+) -> Tensor | None:
+    """The same from logits in memory; with `sums`, at a beta of 0, what `divergence_parts` gives too."""
+    parts = new_parts(student) if sums else None
     _grad_from_kept_kernel[reading_grid(student)](
         student,
         teacher,
@@ -99,6 +104,7 @@ def grad_logits_from_kept(
         coefficient,
         tanh_scale,
         out,
+        parts,
         *student.shape,
         student.stride(0),
         found.stride(0),
@@ -110,6 +116,7 @@ def grad_logits_from_kept(
         STUDENT_LEADS=beta <= 0.5,
         **reading_constexprs(student),
     )
+    return parts
 
 
 @triton.jit(do_not_specialize=["N", "V", "found_stride"])
@@ -187,6 +194,7 @@ def _grad_logits_kernel(
                     student,
                     teacher,
                     slope,
+                    tl.load(found + 4 * found_stride, row_mask, other=0.0)[:, None],
                     found,
                     found_stride,
                     coefficient_ptr + rows,
@@ -210,6 +218,7 @@ def _grad_from_kept_kernel(
     coefficient_ptr,  # [N] fp32
     tanh_scale_ptr,  # [N] fp32, or None
     out_ptr,  # [N, V], rows out_stride apart, as far as the logits' go
+    parts_ptr,  # [S, 2, N] fp32 out, forward KL's sums over each chunk; None: they are in found
     N,
     V,
     logits_stride,
@@ -223,6 +232,7 @@ def _grad_from_kept_kernel(
     PTX: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
     rows, row_mask, columns, places = place_of(N, V, logits_stride, BLOCK_N, BLOCK_V)
     student = read_logits(student_ptr + places, row_mask, columns, V, logits_stride)
@@ -231,11 +241,18 @@ def _grad_from_kept_kernel(
     if tanh_scale_ptr is not None:
         capped = student / tl.load(tanh_scale_ptr + rows, row_mask, other=1.0)[:, None]
         slope = 1.0 - capped * capped
+    found = found_ptr + rows
+    if parts_ptr is None:
+        divergence = tl.load(found + 4 * found_stride, row_mask, other=0.0)[:, None]
+    else:
+        divergence = forward_kl(student, teacher, found, found_stride, row_mask)
+        store_parts(parts_ptr, divergence, divergence, rows, N, V, BLOCK_N, BLOCK_V, CHUNK)
     grad = _gradient(
         student,
         teacher,
         slope,
-        found_ptr + rows,
+        divergence,
+        found,
         found_stride,
         coefficient_ptr + rows,
         row_mask,
@@ -255,6 +272,7 @@ def _gradient(
     student,  # logits
     teacher,
     slope,  # of the student's softcap; None without one
+    divergence,  # not finite where anything of a row is not: of the row, or what each of its logits adds to it
     found,  # pointers to the rows' first number
     found_stride,
     coefficient_ptr,
@@ -272,9 +290,8 @@ def _gradient(
     not finite anywhere in a row makes all of it NaN.
     """
     coefficient = tl.load(coefficient_ptr, row_mask, other=0.0)
-    divergence = tl.load(found + 4 * found_stride, row_mask, other=0.0)
     factor = tl.zeros_like(student) + coefficient[:, None]
-    zero = tl.zeros_like(student) + (divergence - divergence)[:, None]  # or NaN
+    zero = tl.zeros_like(student) + (divergence - divergence)  # or NaN
     ps = tl.exp2(log_probability(student, found, found_stride, row_mask))
     if slope is not None:
         factor = factor * slope

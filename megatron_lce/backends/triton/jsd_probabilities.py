@@ -6,9 +6,10 @@ from torch import Tensor
 
 from megatron_lce.backends.triton import tiles
 from megatron_lce.backends.triton.tile_products import MASKED_LOGIT, fast_log2
-from megatron_lce.core.blocks import ceil_div
+from megatron_lce.core.blocks import COLUMN_STEP, ceil_div
 
 READ_COLUMNS = 512  # of a program that reads logits
+_SUM_COLUMNS = COLUMN_STEP  # a cut of the columns falls between two of them
 
 
 def reading_grid(logits: Tensor) -> tuple[int]:
@@ -21,8 +22,14 @@ def reading_constexprs(logits: Tensor) -> dict[str, int]:
         "PTX": tiles.speaks_ptx(),
         "BLOCK_N": tiles.reading_rows(logits.device),
         "BLOCK_V": READ_COLUMNS,
+        "CHUNK": _SUM_COLUMNS,
         "num_warps": 1,
     }
+
+
+def new_parts(logits: Tensor) -> Tensor:
+    """[S, 2, N] for the sums over each chunk: the divergence, and KL(p_student || m)."""
+    return logits.new_empty(ceil_div(logits.shape[1], _SUM_COLUMNS), 2, logits.shape[0])
 
 
 @triton.jit
@@ -45,6 +52,27 @@ def read_logits(logits_ptr, row_mask, columns, V, logits_stride):
 
 
 @triton.jit
+def store_parts(
+    parts_ptr,  # [S, 2, N] out
+    divergence,
+    student_kl,
+    rows,
+    N,
+    V,
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Sums over this program's chunks: the same bits wherever the columns are cut."""
+    CHUNKS: tl.constexpr = BLOCK_V // CHUNK
+    chunks = tl.program_id(0) % tl.cdiv(V, BLOCK_V) * CHUNKS + tl.arange(0, CHUNKS)
+    parts = parts_ptr + chunks.to(tl.int64)[None, :] * (2 * N) + rows[:, None]
+    mask = (rows < N)[:, None] & (chunks * CHUNK < V)[None, :]
+    tl.store(parts, tl.sum(tl.reshape(divergence, (BLOCK_N, CHUNKS, CHUNK)), 2), mask)
+    tl.store(parts + N, tl.sum(tl.reshape(student_kl, (BLOCK_N, CHUNKS, CHUNK)), 2), mask)
+
+
+@triton.jit
 def log_probability(logits, stats_ptr, stats_stride, row_mask):
     """log2 p of one head."""
     log_sum = tl.log2(tl.load(stats_ptr + stats_stride, row_mask, other=1.0))
@@ -64,6 +92,13 @@ def log_ratio(student, teacher, found, found_stride, row_mask):
     student_sum = tl.load(found + found_stride, row_mask, other=1.0)
     teacher_sum = tl.load(found + 3 * found_stride, row_mask, other=1.0)
     return ratio + tl.log2(student_sum / teacher_sum)[:, None]
+
+
+@triton.jit
+def forward_kl(student, teacher, found, found_stride, row_mask):
+    """p_t log2(p_t / p_s)."""
+    pt = tl.exp2(log_probability(teacher, found + 2 * found_stride, found_stride, row_mask))
+    return pt * log_ratio(student, teacher, found, found_stride, row_mask)
 
 
 @triton.jit
