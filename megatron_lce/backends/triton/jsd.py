@@ -14,15 +14,15 @@ from megatron_lce.backends.triton.jsd_gradient import grad_logits, grad_logits_b
 from megatron_lce.backends.triton.jsd_logits import logits, logits_bytes
 from megatron_lce.backends.triton.jsd_merge import merge_stats, sum_parts
 from megatron_lce.backends.triton.jsd_probabilities import (
-    forward_kl,
-    log_over_mixture,
-    log_probability,
-    log_ratio,
+    chunk_sums,
+    compare,
+    mixture_over_both,
     new_parts,
     place_of,
     read_logits,
     reading_constexprs,
     reading_grid,
+    row_terms,
     store_parts,
 )
 from megatron_lce.backends.triton.rows import prepare_rows
@@ -95,21 +95,20 @@ def _divergence_kernel(
 
     At the ends of beta both are p log(p / q).
     """
-    rows, row_mask, columns, places = place_of(N, V, logits_stride, BLOCK_N, BLOCK_V)
-    student = read_logits(student_ptr + places, row_mask, columns, V, logits_stride)
-    teacher = read_logits(teacher_ptr + places, row_mask, columns, V, logits_stride)
-    found = found_ptr + rows
-    ps = tl.exp2(log_probability(student, found, found_stride, row_mask))
-    ratio = log_ratio(student, teacher, found, found_stride, row_mask)
+    rows, row_mask, column = place_of(N, V, BLOCK_N, BLOCK_V)
+    student_max, teacher_max, student_inverse, teacher_inverse, log_sums = row_terms(found_ptr + rows, found_stride)
+    student, teacher = read_logits(student_ptr, teacher_ptr, rows, column, V, logits_stride, BLOCK_V)
+    student_exp, teacher_exp, ratio = compare(student, teacher, student_max, teacher_max, log_sums)
     if FORWARD_KL:
-        divergence = forward_kl(student, teacher, found, found_stride, row_mask)
+        divergence = chunk_sums(teacher_exp * ratio, CHUNK) * teacher_inverse
         student_kl = divergence
     elif REVERSE_KL:
-        divergence = ps * -ratio
+        divergence = chunk_sums(student_exp * ratio, CHUNK) * -student_inverse
         student_kl = divergence
     else:
-        pt = tl.exp2(log_probability(teacher, found + 2 * found_stride, found_stride, row_mask))
-        student_over_m, teacher_over_m = log_over_mixture(ratio, teacher_weight, student_weight, STUDENT_LEADS, PTX)
-        student_kl = ps * student_over_m
-        divergence = tl.fma(teacher_weight, pt * teacher_over_m, student_weight * student_kl)
-    store_parts(parts_ptr, divergence, student_kl, rows, N, V, BLOCK_N, BLOCK_V, CHUNK)
+        over_student, over_teacher = mixture_over_both(ratio, teacher_weight, student_weight, STUDENT_LEADS, PTX)
+        # NaN where the ratio is not finite.
+        student_kl = chunk_sums(student_exp * tl.fma(ratio, 0.0, over_student), CHUNK) * -student_inverse
+        teacher_kl = chunk_sums(teacher_exp * over_teacher, CHUNK) * -teacher_inverse
+        divergence = tl.fma(student_kl, student_weight, teacher_kl * teacher_weight)
+    store_parts(parts_ptr, divergence, student_kl, rows, row_mask, N, column, V, CHUNK)

@@ -6,15 +6,15 @@ from torch import Tensor
 
 from megatron_lce.backends.triton import tiles
 from megatron_lce.backends.triton.jsd_probabilities import (
-    forward_kl,
-    log_over_mixture,
-    log_probability,
-    log_ratio,
+    chunk_sums,
+    compare,
+    mixture_over_both,
     new_parts,
     place_of,
     read_logits,
     reading_constexprs,
     reading_grid,
+    row_terms,
     store_parts,
 )
 from megatron_lce.backends.triton.tile_products import descriptor, halves, tanh, tile_position, tile_products, upcasts
@@ -174,10 +174,11 @@ def _grad_logits_kernel(
             H = STUDENT_H
         products = tile_products(hidden_desc, weight_desc, row, column, H, BLOCK_N, BLOCK_V, BLOCK_H, UPCAST)
         if students_turn:
-            rows = row + tl.arange(0, BLOCK_N)
-            row_mask = rows < N
-            student_scale = tl.load(student_scale_ptr + rows, row_mask, other=0.0)[:, None]
-            teacher_scale = tl.load(teacher_scale_ptr + rows, row_mask, other=0.0)[:, None]
+            rows = tl.minimum(row + tl.arange(0, BLOCK_N), N - 1)
+            student_scale = tl.load(student_scale_ptr + rows)[:, None]
+            teacher_scale = tl.load(teacher_scale_ptr + rows)[:, None]
+            found = found_ptr + rows
+            student_max, teacher_max, student_inverse, teacher_inverse, log_sums = row_terms(found, found_stride)
             # In halves: beside both whole tiles there are no registers for what becomes of one under a softcap.
             students, teachers = halves(products), halves(last_products)
             for half in tl.static_range(2):
@@ -189,16 +190,17 @@ def _grad_logits_kernel(
                     teacher = tanh(teacher * teacher_softcap_scale)
                 student = student * student_scale
                 teacher = teacher * teacher_scale
-                found = found_ptr + rows
+                student_exp, teacher_exp, ratio = compare(student, teacher, student_max, teacher_max, log_sums)
                 grad = _gradient(
-                    student,
-                    teacher,
+                    student_exp,
+                    teacher_exp,
+                    ratio,
                     slope,
-                    tl.load(found + 4 * found_stride, row_mask, other=0.0)[:, None],
-                    found,
-                    found_stride,
-                    coefficient_ptr + rows,
-                    row_mask,
+                    student_inverse,
+                    teacher_inverse,
+                    tl.load(found + 4 * found_stride)[:, None],
+                    tl.load(found + 5 * found_stride)[:, None],
+                    tl.load(coefficient_ptr + rows)[:, None],
                     teacher_weight,
                     student_weight,
                     FORWARD_KL,
@@ -234,28 +236,33 @@ def _grad_from_kept_kernel(
     BLOCK_V: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    rows, row_mask, columns, places = place_of(N, V, logits_stride, BLOCK_N, BLOCK_V)
-    student = read_logits(student_ptr + places, row_mask, columns, V, logits_stride)
-    teacher = read_logits(teacher_ptr + places, row_mask, columns, V, logits_stride)
+    rows, row_mask, column = place_of(N, V, BLOCK_N, BLOCK_V)
+    found = found_ptr + rows
+    student_max, teacher_max, student_inverse, teacher_inverse, log_sums = row_terms(found, found_stride)
+    divergence = tl.load(found + 4 * found_stride)[:, None]
+    student_kl = tl.load(found + 5 * found_stride)[:, None]
+    coefficient = tl.load(coefficient_ptr + rows)[:, None]
+    student, teacher = read_logits(student_ptr, teacher_ptr, rows, column, V, logits_stride, BLOCK_V)
+    student_exp, teacher_exp, ratio = compare(student, teacher, student_max, teacher_max, log_sums)
     slope = None
     if tanh_scale_ptr is not None:
-        capped = student / tl.load(tanh_scale_ptr + rows, row_mask, other=1.0)[:, None]
+        capped = student / tl.load(tanh_scale_ptr + rows)[:, None]
         slope = 1.0 - capped * capped
-    found = found_ptr + rows
-    if parts_ptr is None:
-        divergence = tl.load(found + 4 * found_stride, row_mask, other=0.0)[:, None]
-    else:
-        divergence = forward_kl(student, teacher, found, found_stride, row_mask)
-        store_parts(parts_ptr, divergence, divergence, rows, N, V, BLOCK_N, BLOCK_V, CHUNK)
+    finite = divergence
+    if parts_ptr is not None:
+        finite = teacher_exp * ratio
+        sums = chunk_sums(finite, CHUNK) * teacher_inverse
+        store_parts(parts_ptr, sums, sums, rows, row_mask, N, column, V, CHUNK)
     grad = _gradient(
-        student,
-        teacher,
+        student_exp,
+        teacher_exp,
+        ratio,
         slope,
-        divergence,
-        found,
-        found_stride,
-        coefficient_ptr + rows,
-        row_mask,
+        student_inverse,
+        teacher_inverse,
+        finite,
+        student_kl,
+        coefficient,
         teacher_weight,
         student_weight,
         FORWARD_KL,
@@ -263,20 +270,22 @@ def _grad_from_kept_kernel(
         STUDENT_LEADS,
         PTX,
     )
+    columns = column + tl.arange(0, BLOCK_V)
     out = out_ptr + rows.to(tl.int64)[:, None] * out_stride + columns[None, :]
     tl.store(out, grad.to(out_ptr.dtype.element_ty), row_mask[:, None] & (columns < logits_stride)[None, :])
 
 
 @triton.jit
 def _gradient(
-    student,  # logits
-    teacher,
+    student_exp,  # probabilities times their rows' sums
+    teacher_exp,
+    ratio,  # log2(p_t / p_s)
     slope,  # of the student's softcap; None without one
-    divergence,  # not finite where anything of a row is not: of the row, or what each of its logits adds to it
-    found,  # pointers to the rows' first number
-    found_stride,
-    coefficient_ptr,
-    row_mask,
+    student_inverse,  # 1 / the rows' sums
+    teacher_inverse,
+    finite,  # where it is not nothing of the row, or of this place, may be: a divergence, or what a place adds to it
+    student_kl,
+    coefficient,
     teacher_weight,
     student_weight,
     FORWARD_KL: tl.constexpr,
@@ -289,21 +298,19 @@ def _gradient(
     Under a softcap of the student times its slope, 1 - tanh^2. Times the rows' coefficient, zero where that is; what is
     not finite anywhere in a row makes all of it NaN.
     """
-    coefficient = tl.load(coefficient_ptr, row_mask, other=0.0)
-    factor = tl.zeros_like(student) + coefficient[:, None]
-    zero = tl.zeros_like(student) + (divergence - divergence)  # or NaN
-    ps = tl.exp2(log_probability(student, found, found_stride, row_mask))
+    zero = tl.zeros_like(ratio) + (finite - finite)  # or NaN
+    if FORWARD_KL:
+        # Rounded products, of which equal ones leave nothing.
+        grad = tl.fma(student_exp, student_inverse, 0.0) - tl.fma(teacher_exp, teacher_inverse, 0.0)
+        factor = coefficient
+    else:
+        if REVERSE_KL:
+            over_student = ratio
+        else:
+            over_student, _ = mixture_over_both(ratio, teacher_weight, student_weight, STUDENT_LEADS, PTX)
+        grad = student_exp * (over_student + student_kl)
+        factor = coefficient * -student_inverse
+    factor = tl.zeros_like(ratio) + factor
     if slope is not None:
         factor = factor * slope
-    if FORWARD_KL:
-        grad = ps - tl.exp2(log_probability(teacher, found + 2 * found_stride, found_stride, row_mask))
-        grad = tl.fma(grad, factor, zero)
-    else:
-        ratio = log_ratio(student, teacher, found, found_stride, row_mask)
-        if REVERSE_KL:
-            student_over_m = -ratio
-        else:
-            student_over_m, _ = log_over_mixture(ratio, teacher_weight, student_weight, STUDENT_LEADS, PTX)
-        student_kl = tl.load(found + 5 * found_stride, row_mask, other=0.0)[:, None]
-        grad = tl.fma(ps * factor, student_over_m - student_kl, zero)
-    return tl.where(coefficient[:, None] != 0, grad, 0.0)
+    return tl.where(coefficient != 0, tl.fma(grad, factor, zero), 0.0)

@@ -33,89 +33,102 @@ def new_parts(logits: Tensor) -> Tensor:
 
 
 @triton.jit
-def place_of(N, V, logits_stride, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr):
-    """This program's rows and columns, and where their logits are."""
+def place_of(N, V, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr):
+    """This program's rows, which of them are there (the last one stands in for the others), and its first column."""
     num_blocks = tl.cdiv(V, BLOCK_V)
     rows = tl.program_id(0) // num_blocks * BLOCK_N + tl.arange(0, BLOCK_N)
-    columns = tl.program_id(0) % num_blocks * BLOCK_V + tl.arange(0, BLOCK_V)
-    return rows, rows < N, columns, rows.to(tl.int64)[:, None] * logits_stride + columns[None, :]
+    return tl.minimum(rows, N - 1), rows < N, tl.program_id(0) % num_blocks * BLOCK_V
 
 
 @triton.jit
-def read_logits(logits_ptr, row_mask, columns, V, logits_stride):
-    """Logits of these columns; those past the end have no weight in any sum.
+def read_logits(
+    student_ptr,  # [N, V], rows logits_stride apart
+    teacher_ptr,
+    rows,
+    column,
+    V,
+    logits_stride,
+    BLOCK_V: tl.constexpr,
+):
+    """Both heads' logits of the columns from this one on; those past the end have no weight in any sum."""
+    columns = column + tl.arange(0, BLOCK_V)
+    places = rows.to(tl.int64)[:, None] * logits_stride + columns[None, :]
+    if column + BLOCK_V <= V:
+        student = tl.load(student_ptr + places)
+        teacher = tl.load(teacher_ptr + places)
+    else:
+        # To the end of a row's storage: a bound that Triton knows to be a multiple of 16.
+        stored, wanted = (columns < logits_stride)[None, :], (columns < V)[None, :]
+        student = tl.where(wanted, tl.load(student_ptr + places, stored, other=0.0), MASKED_LOGIT)
+        teacher = tl.where(wanted, tl.load(teacher_ptr + places, stored, other=0.0), MASKED_LOGIT)
+    return student, teacher
 
-    Read to the end of a row's storage: a bound that Triton knows to be a multiple of 16.
+
+@triton.jit
+def row_terms(found, found_stride):
+    """Student's and teacher's largest logit, 1 / sum of either, log2(student's sum / teacher's), [BLOCK_N, 1] each."""
+    student_sum = tl.load(found + found_stride)[:, None]
+    teacher_sum = tl.load(found + 3 * found_stride)[:, None]
+    return (
+        tl.load(found)[:, None],
+        tl.load(found + 2 * found_stride)[:, None],
+        1.0 / student_sum,
+        1.0 / teacher_sum,
+        tl.log2(student_sum / teacher_sum),
+    )
+
+
+@triton.jit
+def compare(student, teacher, student_max, teacher_max, log_sums):
+    """p_student and p_teacher times the sums of their rows, and log2(p_teacher / p_student).
+
+    Where the heads are close the ratio keeps more digits so than by log p_teacher - log p_student.
     """
-    logits = tl.load(logits_ptr, row_mask[:, None] & (columns < logits_stride)[None, :], other=0.0)
-    return tl.where((columns < V)[None, :], logits, MASKED_LOGIT)
+    student -= student_max
+    teacher -= teacher_max
+    return tl.exp2(student), tl.exp2(teacher), teacher - student + log_sums
+
+
+@triton.jit
+def chunk_sums(values, CHUNK: tl.constexpr):
+    """[BLOCK_N, BLOCK_V] -> [BLOCK_N, BLOCK_V / CHUNK]."""
+    return tl.sum(tl.reshape(values, (values.shape[0], values.shape[1] // CHUNK, CHUNK)), 2)
 
 
 @triton.jit
 def store_parts(
     parts_ptr,  # [S, 2, N] out
-    divergence,
+    divergence,  # [BLOCK_N, CHUNKS]
     student_kl,
     rows,
+    row_mask,
     N,
+    column,
     V,
-    BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Sums over this program's chunks: the same bits wherever the columns are cut."""
-    CHUNKS: tl.constexpr = BLOCK_V // CHUNK
-    chunks = tl.program_id(0) % tl.cdiv(V, BLOCK_V) * CHUNKS + tl.arange(0, CHUNKS)
+    """Sums over the chunks from this column on: the same bits wherever the columns are cut."""
+    chunks = column // CHUNK + tl.arange(0, divergence.shape[1])
     parts = parts_ptr + chunks.to(tl.int64)[None, :] * (2 * N) + rows[:, None]
-    mask = (rows < N)[:, None] & (chunks * CHUNK < V)[None, :]
-    tl.store(parts, tl.sum(tl.reshape(divergence, (BLOCK_N, CHUNKS, CHUNK)), 2), mask)
-    tl.store(parts + N, tl.sum(tl.reshape(student_kl, (BLOCK_N, CHUNKS, CHUNK)), 2), mask)
+    mask = row_mask[:, None] & (chunks * CHUNK < V)[None, :]
+    tl.store(parts, divergence, mask)
+    tl.store(parts + N, student_kl, mask)
 
 
 @triton.jit
-def log_probability(logits, stats_ptr, stats_stride, row_mask):
-    """log2 p of one head."""
-    log_sum = tl.log2(tl.load(stats_ptr + stats_stride, row_mask, other=1.0))
-    return _shifted(logits, stats_ptr, row_mask) - log_sum[:, None]
+def mixture_over_both(ratio, teacher_weight, student_weight, STUDENT_LEADS: tl.constexpr, PTX: tl.constexpr):
+    """log2(m / p_s) and log2(m / p_t) from log2(p_t / p_s), for beta between its ends; finite though that is not.
 
-
-@triton.jit
-def _shifted(logits, max_ptr, row_mask):
-    """By the largest of the row."""
-    return logits - tl.load(max_ptr, row_mask, other=0.0)[:, None]
-
-
-@triton.jit
-def log_ratio(student, teacher, found, found_stride, row_mask):
-    """log2(p_t / p_s): where the heads are close this keeps more digits than log p_t - log p_s does."""
-    ratio = _shifted(teacher, found + 2 * found_stride, row_mask) - _shifted(student, found, row_mask)
-    student_sum = tl.load(found + found_stride, row_mask, other=1.0)
-    teacher_sum = tl.load(found + 3 * found_stride, row_mask, other=1.0)
-    return ratio + tl.log2(student_sum / teacher_sum)[:, None]
-
-
-@triton.jit
-def forward_kl(student, teacher, found, found_stride, row_mask):
-    """p_t log2(p_t / p_s)."""
-    pt = tl.exp2(log_probability(teacher, found + 2 * found_stride, found_stride, row_mask))
-    return pt * log_ratio(student, teacher, found, found_stride, row_mask)
-
-
-@triton.jit
-def log_over_mixture(ratio, teacher_weight, student_weight, STUDENT_LEADS: tl.constexpr, PTX: tl.constexpr):
-    """log2(p_s / m) and log2(p_t / m) from log2(p_t / p_s), for beta between its ends; NaN if that is not finite.
-
-    Of the head that weighs more in m, which leads, it is -log2(1 + w (q / p - 1)), with the other's probability q and
+    Of the head that weighs more in m, which leads, it is log2(1 + w (q / p - 1)), with the other's probability q and
     weight w, and as exact as it is small. Held where p is so much smaller than q that it has no weight.
     """
     to_other = tl.minimum(ratio if STUDENT_LEADS else -ratio, 126.0)
     others_weight = tl.zeros_like(ratio) + (teacher_weight if STUDENT_LEADS else student_weight)
-    # The minimum hides what is not finite.
-    leading = tl.fma(ratio, 0.0, -_log2_of_1_plus(tl.fma(others_weight, tl.exp2(to_other), -others_weight), PTX))
-    other = leading + to_other
+    over_leading = _log2_of_1_plus(tl.fma(others_weight, tl.exp2(to_other), -others_weight), PTX)
+    over_other = over_leading - to_other
     if STUDENT_LEADS:
-        return leading, other
-    return other, leading
+        return over_leading, over_other
+    return over_other, over_leading
 
 
 @triton.jit
