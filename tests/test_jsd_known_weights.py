@@ -8,7 +8,7 @@ import torch
 from megatron_lce import linear_jsd
 from megatron_lce.backends.choice import load_jsd_backend
 from tests.jsd_oracle import evaluate_weighted_jsd
-from tests.jsd_problems import BF16, FP32, check, ignoring, make_inputs, workspace_of
+from tests.jsd_problems import BETAS, BF16, FP32, check, ignoring, make_inputs, workspace_of
 
 
 @pytest.mark.parametrize(
@@ -35,6 +35,17 @@ def test_known_weights_give_the_gradients_of_the_weighted_sum(dtypes, beta, toke
         assert result.loss.shape == ()
         assert result.loss.dtype == FP32
         assert (result.grad_hidden[(labels == -100) | (inputs.upstream == 0)] == 0).all()
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_gradients_are_as_small_as_the_weights(beta, backend, device):
+    """To the last bit: what rounding leaves of a number that should be nothing is not, beside a small gradient."""
+    inputs = make_inputs(20, 8, 16, 1300, device)  # columns of several programs
+    whole = check(backend, inputs, evaluate=evaluate_weighted_jsd, beta=beta)
+    small = inputs._replace(upstream=inputs.upstream * 2.0**-30)
+    tiny = evaluate_weighted_jsd(linear_jsd, small, beta=beta, backend=backend)
+    assert torch.equal(tiny.grad_hidden * 2.0**30, whole.grad_hidden)
+    assert torch.equal(tiny.grad_weight * 2.0**30, whole.grad_weight)
 
 
 def test_known_weights_need_each_heads_logits_once(backend, device, monkeypatch):

@@ -10,7 +10,6 @@ from megatron_lce.core.blocks import cut
 from megatron_lce.core.jsd_logits import Heads, JsdLogits, LogitsBuffer, forward_blocks
 from megatron_lce.core.jsd_stats import STATS_ROWS, Found, Head
 from megatron_lce.core.options import Options
-from megatron_lce.core.protocols import JsdBackend
 from megatron_lce.core.rows import Rows
 from megatron_lce.core.softmax_stats import LN_2
 
@@ -22,32 +21,36 @@ def diverge(heads: Heads, options: Options, found: Tensor) -> None:
     buffer = LogitsBuffer.allocate(blocks, copied, found.device)
     for tokens in cut(found.shape[1], blocks.tokens):
         logits = JsdLogits(heads.block(tokens, slice(None)), buffer)
-        diverge_block(logits, options, heads.backend, found[:, tokens])
+        diverge_block(logits, options, heads, found[:, tokens])
 
 
 def diverge_block(
     logits: JsdLogits,
     options: Options,
-    backend: JsdBackend,
+    heads: Heads,
     found: Tensor,
     into: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Fill `Found`, [6, n], of a block: one exchange over the group for both softmaxes, one for what they are apart.
 
-    `into`, at a beta of 0: the gradient's coefficients [n] and room [n, V]; it comes with the divergence in one pass.
+    `into`: the gradient's coefficients [n] and room [n, V] for it. The divergence of the whole row comes first, but
+    where no other rank has columns, or at a beta of 0, whose gradient wants none, it comes in the same pass.
     """
-    group = options.tp_group
+    group, backend = options.tp_group, heads.backend
     stats, sums = found[: 2 * STATS_ROWS], found[2 * STATS_ROWS :]
     logits.stats(stats)
     if group is not None:
         ranks = collectives.stack_over_group(stats, group)
         backend.merge_stats(ranks[:, :STATS_ROWS], ranks[:, STATS_ROWS:], stats)
-    if into is None:
-        logits.divergence(found, sums)
+    one_pass = group is None or heads.beta == 0
+    if into is not None and one_pass:
+        logits.divergence_and_gradient(found, *into)
     else:
-        logits.gradient(found, *into, sums)
+        logits.divergence(found, sums)
     if group is not None:
         backend.sum_parts(collectives.stack_over_group(sums, group), sums)
+    if into is not None and not one_pass:
+        logits.gradient(found, *into)
 
 
 def losses_in_nats(found: Tensor, rows: Rows, beta: float) -> tuple[Tensor, Tensor]:

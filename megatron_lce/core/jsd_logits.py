@@ -28,7 +28,7 @@ from megatron_lce.core.head_gradients import (
     hidden_sum_bytes_per_token,
     sum_over_blocks_bytes,
 )
-from megatron_lce.core.jsd_stats import Head, fill_with_nothing
+from megatron_lce.core.jsd_stats import STATS_ROWS, Head, fill_with_nothing
 from megatron_lce.core.options import Options
 from megatron_lce.core.products import copies_of, slab_row_stride
 from megatron_lce.core.protocols import JsdBackend
@@ -86,33 +86,30 @@ class JsdLogits:
     def divergence(self, found: Tensor, out: Tensor) -> None:
         """[2, N] sums over this rank's columns: divergence and KL(p_student || m); found: the first rows of `Found`."""
         backend, beta = self._heads.backend, self._heads.beta
-        self._sum([backend.divergence_parts(*logits, found, beta=beta) for _, logits in self._pieces()], out)
-
-    def gradient(self, found: Tensor, coefficient: Tensor, out: Tensor, sums: Tensor | None = None) -> None:
-        """Gradient of the student's products [N, V]; into `sums`, at a beta of 0, what `divergence` gives."""
-        student, backend = self._heads.student, self._heads.backend
-        tanh_scale = None if student.softcap is None else student.row_scale(self._heads.scale)
-        parts = []
-        for columns, logits in self._pieces():
-            part = backend.grad_logits_from_kept(
-                *logits,
-                found,
-                coefficient,
-                tanh_scale,
-                out[:, columns],
-                beta=self._heads.beta,
-                sums=sums is not None,
-            )
-            if part is not None:
-                parts.append(part)
-        if sums is not None:
-            self._sum(parts, sums)
-
-    def _sum(self, parts: list[Tensor], out: Tensor) -> None:
+        parts = [backend.divergence_parts(*logits, found, beta=beta) for _, logits in self._pieces()]
         if parts:
-            self._heads.backend.sum_parts(_joined(parts), out)
+            backend.sum_parts(_joined(parts), out)
         else:  # of no columns
             out.zero_()
+
+    def gradient(self, found: Tensor, coefficient: Tensor, out: Tensor) -> None:
+        """Gradient of the student's products [N, V]."""
+        backend, beta = self._heads.backend, self._heads.beta
+        for columns, logits in self._pieces():
+            backend.grad_logits_from_kept(*logits, found, coefficient, self._tanh_scale(), out[:, columns], beta=beta)
+
+    def divergence_and_gradient(self, found: Tensor, coefficient: Tensor, out: Tensor) -> None:
+        """Both of logits that are all kept, without the group's other columns, or at a beta of 0; fills `found`."""
+        if self._num_columns == 0:
+            found[2 * STATS_ROWS :].zero_()
+            return
+        ((_, logits),) = self._pieces()
+        backend, beta = self._heads.backend, self._heads.beta
+        backend.divergence_and_grad(*logits, found, coefficient, self._tanh_scale(), out, beta=beta)
+
+    def _tanh_scale(self) -> Tensor | None:
+        student = self._heads.student
+        return None if student.softcap is None else student.row_scale(self._heads.scale)
 
     def _pieces(self, stats: HeadsParts | None = None) -> Iterator[tuple[slice, tuple[Tensor, Tensor]]]:
         """Logits of student and teacher, [N, columns] each; valid until the next are asked for.

@@ -105,12 +105,7 @@ class _KeptGradients:
         gradients = with_zeros_behind(self._gradients[: found.shape[1]], self._options.num_columns)
         for tokens in cut(found.shape[1], self._blocks.logits):
             logits = JsdLogits(heads.block(tokens, slice(None)), self._logits)
-            into = factor[tokens], gradients[tokens]
-            if heads.beta == 0:  # its gradient needs no divergence
-                diverge_block(logits, self._options, heads.backend, found[:, tokens], into)
-            else:
-                diverge_block(logits, self._options, heads.backend, found[:, tokens])
-                logits.gradient(found[:, tokens], *into)
+            diverge_block(logits, self._options, heads, found[:, tokens], (factor[tokens], gradients[tokens]))
         return gradients
 
     def slabs(self, student: Head, gradients: Tensor, bytes_per_column: int) -> Iterator[Slab]:

@@ -221,10 +221,21 @@ class JsdBackend(CommonBackend, Protocol):
         out: Tensor,
         *,
         beta: float,
-        sums: bool,
-    ) -> Tensor | None:
-        """The same from logits in memory.
+    ) -> None:
+        """The same from logits in memory."""
 
-        `sums`, at a beta of 0 only, whose gradient wants none: takes the first rows of `Found` and returns what
-        `divergence_parts` does.
+    def divergence_and_grad(
+        self,
+        student: Tensor,  # as in `grad_logits_from_kept`
+        teacher: Tensor,
+        found: Tensor,  # the last two rows are filled
+        coefficient: Tensor,
+        tanh_scale: Tensor | None,
+        out: Tensor,
+        *,
+        beta: float,
+    ) -> None:
+        """The sums of `divergence_parts` and the gradient, where these columns are all, or at a beta of 0.
+
+        There the gradient wants no sums, and they may be of some of the columns.
         """

@@ -10,12 +10,13 @@ from megatron_lce.backends.torch.cross_entropy import upcast_row_bytes
 from megatron_lce.backends.torch.rows import prepare_rows
 from megatron_lce.backends.torch.scale import scale
 from megatron_lce.core.blocks import BlockBytes, cut
-from megatron_lce.core.jsd_stats import Found, Head
+from megatron_lce.core.jsd_stats import STATS_ROWS, Found, Head
 from megatron_lce.core.products import product
 from megatron_lce.core.softmax_stats import LN_2
 
 __all__ = [
     "compact_rows",
+    "divergence_and_grad",
     "divergence_parts",
     "gather_rows",
     "grad_logits",
@@ -102,15 +103,25 @@ def grad_logits_from_kept(
     out: Tensor,  # [N, C] of the student's dtype
     *,
     beta: float,
-    sums: bool,
-) -> Tensor | None:
-    """Gradient of the student's products; with `sums`, at a beta of 0, what `divergence_parts` gives too."""
-    parts = divergence_parts(student, teacher, found, beta=beta) if sums else None
-    if parts is not None:
-        found = torch.cat([found[:4], parts.sum(dim=0)])
+) -> None:
+    """Gradient of the student's products."""
     for c in _chunks(student):
         _chunk_grad(student[:, c], teacher[:, c], found, coefficient, tanh_scale, out[:, c], beta)
-    return parts
+
+
+def divergence_and_grad(
+    student: Tensor,  # [N, C] base-2 logits
+    teacher: Tensor,
+    found: Tensor,  # [6, N]; the last two are filled
+    coefficient: Tensor,  # [N]
+    tanh_scale: Tensor | None,  # [N]
+    out: Tensor,  # [N, C]
+    *,
+    beta: float,
+) -> None:
+    """What `divergence_parts` adds up to, and what `grad_logits_from_kept` makes of it."""
+    sum_parts(divergence_parts(student, teacher, found, beta=beta), found[2 * STATS_ROWS :])
+    grad_logits_from_kept(student, teacher, found, coefficient, tanh_scale, out, beta=beta)
 
 
 # A chunk's tensors are the locals of a function of its own, so that they are gone before the next chunk's come.

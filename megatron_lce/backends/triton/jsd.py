@@ -14,22 +14,23 @@ from megatron_lce.backends.triton.jsd_gradient import grad_logits, grad_logits_b
 from megatron_lce.backends.triton.jsd_logits import logits, logits_bytes
 from megatron_lce.backends.triton.jsd_merge import merge_stats, sum_parts
 from megatron_lce.backends.triton.jsd_probabilities import (
-    chunk_sums,
     compare,
-    mixture_over_both,
-    new_parts,
+    divergences,
     place_of,
     read_logits,
     reading_constexprs,
     reading_grid,
     row_terms,
-    store_parts,
 )
+from megatron_lce.backends.triton.jsd_row_sums import can_share
 from megatron_lce.backends.triton.rows import prepare_rows
 from megatron_lce.backends.triton.scale import scale
+from megatron_lce.core.blocks import COLUMN_STEP, ceil_div
+from megatron_lce.core.jsd_stats import STATS_ROWS
 
 __all__ = [
     "compact_rows",
+    "divergence_and_grad",
     "divergence_parts",
     "gather_rows",
     "grad_logits",
@@ -43,6 +44,8 @@ __all__ = [
     "sum_parts",
 ]
 
+_SUM_COLUMNS = COLUMN_STEP  # of a chunk: a cut of the columns falls between two, so that its sums have the same bits
+
 
 def divergence_parts(
     student: Tensor,  # [N, C] base-2 logits
@@ -52,23 +55,39 @@ def divergence_parts(
     beta: float,
 ) -> Tensor:
     """[S, 2, N] base-2 sums over each chunk: the divergence, and KL(p_student || m)."""
-    parts = new_parts(student)
+    num_tokens, num_columns = student.shape
+    parts = student.new_empty(ceil_div(num_columns, _SUM_COLUMNS), 2, num_tokens)
     _divergence_kernel[reading_grid(student)](
         student,
         teacher,
         found,
         parts,
-        *student.shape,
+        num_tokens,
+        num_columns,
         student.stride(0),
         found.stride(0),
-        float(beta),
-        1.0 - beta,
-        FORWARD_KL=beta == 0,
-        REVERSE_KL=beta == 1,
-        STUDENT_LEADS=beta <= 0.5,
-        **reading_constexprs(student),
+        CHUNK=_SUM_COLUMNS,
+        **reading_constexprs(student, beta),
     )
     return parts
+
+
+def divergence_and_grad(
+    student: Tensor,  # [N, C] base-2 logits
+    teacher: Tensor,
+    found: Tensor,  # [6, N]; the last two are filled
+    coefficient: Tensor,  # [N]
+    tanh_scale: Tensor | None,  # [N]
+    out: Tensor,  # [N, C]
+    *,
+    beta: float,
+) -> None:
+    """What `divergence_parts` adds up to, and what `grad_logits_from_kept` makes of it."""
+    if can_share(student, beta):
+        grad_logits_from_kept(student, teacher, found, coefficient, tanh_scale, out, beta=beta, finds=True)
+    else:
+        sum_parts(divergence_parts(student, teacher, found, beta=beta), found[2 * STATS_ROWS :])
+        grad_logits_from_kept(student, teacher, found, coefficient, tanh_scale, out, beta=beta)
 
 
 @triton.jit(do_not_specialize=["N", "V", "found_stride"])
@@ -81,8 +100,8 @@ def _divergence_kernel(
     V,
     logits_stride,
     found_stride,
-    teacher_weight,  # beta
-    student_weight,  # 1 - beta, of which fp32 would lose digits
+    teacher_weight,
+    student_weight,
     FORWARD_KL: tl.constexpr,
     REVERSE_KL: tl.constexpr,
     STUDENT_LEADS: tl.constexpr,
@@ -91,24 +110,27 @@ def _divergence_kernel(
     BLOCK_V: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Sums over each chunk: beta p_t log(p_t / m) + (1 - beta) p_s log(p_s / m), and p_s log(p_s / m).
-
-    At the ends of beta both are p log(p / q).
-    """
-    rows, row_mask, column = place_of(N, V, BLOCK_N, BLOCK_V)
+    rows, row_mask, block = place_of(N, tl.cdiv(V, BLOCK_V), BLOCK_N)
+    column = block * BLOCK_V
     student_max, teacher_max, student_inverse, teacher_inverse, log_sums = row_terms(found_ptr + rows, found_stride)
     student, teacher = read_logits(student_ptr, teacher_ptr, rows, column, V, logits_stride, BLOCK_V)
     student_exp, teacher_exp, ratio = compare(student, teacher, student_max, teacher_max, log_sums)
-    if FORWARD_KL:
-        divergence = chunk_sums(teacher_exp * ratio, CHUNK) * teacher_inverse
-        student_kl = divergence
-    elif REVERSE_KL:
-        divergence = chunk_sums(student_exp * ratio, CHUNK) * -student_inverse
-        student_kl = divergence
-    else:
-        over_student, over_teacher = mixture_over_both(ratio, teacher_weight, student_weight, STUDENT_LEADS, PTX)
-        # NaN where the ratio is not finite.
-        student_kl = chunk_sums(student_exp * tl.fma(ratio, 0.0, over_student), CHUNK) * -student_inverse
-        teacher_kl = chunk_sums(teacher_exp * over_teacher, CHUNK) * -teacher_inverse
-        divergence = tl.fma(student_kl, student_weight, teacher_kl * teacher_weight)
-    store_parts(parts_ptr, divergence, student_kl, rows, row_mask, N, column, V, CHUNK)
+    divergence, student_kl = divergences(
+        student_exp,
+        teacher_exp,
+        ratio,
+        student_inverse,
+        teacher_inverse,
+        teacher_weight,
+        student_weight,
+        FORWARD_KL,
+        REVERSE_KL,
+        STUDENT_LEADS,
+        PTX,
+        CHUNK,
+    )
+    chunks = column // CHUNK + tl.arange(0, BLOCK_V // CHUNK)
+    parts = parts_ptr + chunks.to(tl.int64)[None, :] * (2 * N) + rows[:, None]
+    mask = row_mask[:, None] & (chunks * CHUNK < V)[None, :]
+    tl.store(parts, divergence, mask)
+    tl.store(parts + N, student_kl, mask)

@@ -6,17 +6,16 @@ from torch import Tensor
 
 from megatron_lce.backends.triton import tiles
 from megatron_lce.backends.triton.jsd_probabilities import (
-    chunk_sums,
     compare,
+    divergences,
     mixture_over_both,
-    new_parts,
     place_of,
     read_logits,
     reading_constexprs,
     reading_grid,
     row_terms,
-    store_parts,
 )
+from megatron_lce.backends.triton.jsd_row_sums import REGISTERS, room_to_share, share_part, share_sums, shared_sums
 from megatron_lce.backends.triton.tile_products import descriptor, halves, tanh, tile_position, tile_products, upcasts
 from megatron_lce.core.blocks import BlockBytes, ceil_div
 from megatron_lce.core.jsd_stats import Head
@@ -93,30 +92,24 @@ def grad_logits_from_kept(
     out: Tensor,  # [N, C] of the student's dtype
     *,
     beta: float,
-    sums: bool,
-) -> Tensor | None:
-    """The same from logits in memory; with `sums`, at a beta of 0, what `divergence_parts` gives too."""
-    parts = new_parts(student) if sums else None
-    _grad_from_kept_kernel[reading_grid(student)](
+    finds: bool = False,
+) -> None:
+    """The same from logits in memory; `finds`: and the last two rows of `found`, where `can_share` allows."""
+    _grad_from_kept_kernel[reading_grid(student, programs_more=int(finds))](
         student,
         teacher,
         found,
         coefficient,
         tanh_scale,
         out,
-        parts,
+        room_to_share(student) if finds else None,
         *student.shape,
         student.stride(0),
         found.stride(0),
         out.stride(0),
-        float(beta),
-        1.0 - beta,
-        FORWARD_KL=beta == 0,
-        REVERSE_KL=beta == 1,
-        STUDENT_LEADS=beta <= 0.5,
-        **reading_constexprs(student),
+        **({"maxnreg": REGISTERS} if finds and 0 < beta < 1 else {}),
+        **reading_constexprs(student, beta),
     )
-    return parts
 
 
 @triton.jit(do_not_specialize=["N", "V", "found_stride"])
@@ -220,7 +213,7 @@ def _grad_from_kept_kernel(
     coefficient_ptr,  # [N] fp32
     tanh_scale_ptr,  # [N] fp32, or None
     out_ptr,  # [N, V], rows out_stride apart, as far as the logits' go
-    parts_ptr,  # [S, 2, N] fp32 out, forward KL's sums over each chunk; None: they are in found
+    shared_ptr,  # `room_to_share`; None: there is all of found
     N,
     V,
     logits_stride,
@@ -234,45 +227,73 @@ def _grad_from_kept_kernel(
     PTX: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    CHUNK: tl.constexpr,
 ):
-    rows, row_mask, column = place_of(N, V, BLOCK_N, BLOCK_V)
+    num_blocks = tl.cdiv(V, BLOCK_V)
+    if shared_ptr is None:
+        rows, row_mask, block = place_of(N, num_blocks, BLOCK_N)
+        adds_up: tl.constexpr = False
+    else:
+        rows, row_mask, block = place_of(N, num_blocks + 1, BLOCK_N)
+        shared = shared_ptr + rows.to(tl.int64) * (num_blocks + 1)
+        adds_up = block == num_blocks
     found = found_ptr + rows
-    student_max, teacher_max, student_inverse, teacher_inverse, log_sums = row_terms(found, found_stride)
-    divergence = tl.load(found + 4 * found_stride)[:, None]
-    student_kl = tl.load(found + 5 * found_stride)[:, None]
-    coefficient = tl.load(coefficient_ptr + rows)[:, None]
-    student, teacher = read_logits(student_ptr, teacher_ptr, rows, column, V, logits_stride, BLOCK_V)
-    student_exp, teacher_exp, ratio = compare(student, teacher, student_max, teacher_max, log_sums)
-    slope = None
-    if tanh_scale_ptr is not None:
-        capped = student / tl.load(tanh_scale_ptr + rows)[:, None]
-        slope = 1.0 - capped * capped
-    finite = divergence
-    if parts_ptr is not None:
-        finite = teacher_exp * ratio
-        sums = chunk_sums(finite, CHUNK) * teacher_inverse
-        store_parts(parts_ptr, sums, sums, rows, row_mask, N, column, V, CHUNK)
-    grad = _gradient(
-        student_exp,
-        teacher_exp,
-        ratio,
-        slope,
-        student_inverse,
-        teacher_inverse,
-        finite,
-        student_kl,
-        coefficient,
-        teacher_weight,
-        student_weight,
-        FORWARD_KL,
-        REVERSE_KL,
-        STUDENT_LEADS,
-        PTX,
-    )
-    columns = column + tl.arange(0, BLOCK_V)
-    out = out_ptr + rows.to(tl.int64)[:, None] * out_stride + columns[None, :]
-    tl.store(out, grad.to(out_ptr.dtype.element_ty), row_mask[:, None] & (columns < logits_stride)[None, :])
+    if adds_up:
+        divergence, student_kl = share_sums(shared, num_blocks, row_mask, BLOCK_N)
+        tl.store(found[:, None] + 4 * found_stride, divergence, row_mask[:, None])
+        tl.store(found[:, None] + 5 * found_stride, student_kl, row_mask[:, None])
+    else:
+        column = block * BLOCK_V
+        student_max, teacher_max, student_inverse, teacher_inverse, log_sums = row_terms(found, found_stride)
+        coefficient = tl.load(coefficient_ptr + rows)[:, None]
+        student, teacher = read_logits(student_ptr, teacher_ptr, rows, column, V, logits_stride, BLOCK_V)
+        student_exp, teacher_exp, ratio = compare(student, teacher, student_max, teacher_max, log_sums)
+        slope = None
+        if tanh_scale_ptr is not None:
+            capped = student / tl.load(tanh_scale_ptr + rows)[:, None]
+            slope = 1.0 - capped * capped
+        if shared_ptr is None:
+            finite = tl.load(found + 4 * found_stride)[:, None]
+            student_kl = tl.load(found + 5 * found_stride)[:, None]
+        else:
+            divergence, student_kl = divergences(
+                student_exp,
+                teacher_exp,
+                ratio,
+                student_inverse,
+                teacher_inverse,
+                teacher_weight,
+                student_weight,
+                FORWARD_KL,
+                REVERSE_KL,
+                STUDENT_LEADS,
+                PTX,
+                BLOCK_V,
+            )
+            share_part(shared, block, divergence, student_kl, row_mask)
+            if FORWARD_KL:  # wants nothing of other programs
+                finite = tl.zeros_like(coefficient)
+            else:
+                finite, student_kl = shared_sums(shared, num_blocks, row_mask)
+        grad = _gradient(
+            student_exp,
+            teacher_exp,
+            ratio,
+            slope,
+            student_inverse,
+            teacher_inverse,
+            finite,
+            student_kl,
+            coefficient,
+            teacher_weight,
+            student_weight,
+            FORWARD_KL,
+            REVERSE_KL,
+            STUDENT_LEADS,
+            PTX,
+        )
+        columns = column + tl.arange(0, BLOCK_V)
+        out = out_ptr + rows.to(tl.int64)[:, None] * out_stride + columns[None, :]
+        tl.store(out, grad.to(out_ptr.dtype.element_ty), row_mask[:, None] & (columns < logits_stride)[None, :])
 
 
 @triton.jit
@@ -283,7 +304,7 @@ def _gradient(
     slope,  # of the student's softcap; None without one
     student_inverse,  # 1 / the rows' sums
     teacher_inverse,
-    finite,  # where it is not nothing of the row, or of this place, may be: a divergence, or what a place adds to it
+    finite,  # where it is not no gradient of the row is
     student_kl,
     coefficient,
     teacher_weight,

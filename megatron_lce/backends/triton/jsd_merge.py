@@ -22,7 +22,7 @@ def sum_parts(parts: Tensor, out: Tensor) -> None:
 
 def _launch(kernel: triton.JITFunction, out: Tensor, *parts: Tensor, programs: int) -> None:
     num_tokens = out.shape[1]
-    block_n = tiles.merging_rows(out.device) // 4  # there are few tokens in a block
+    block_n = tiles.merging_rows(out.device) // 2  # there are few tokens in a block
     kernel[(ceil_div(num_tokens, block_n), programs)](
         out,
         *parts,

@@ -1,43 +1,43 @@
 """What kernels make of both heads' logits: where they are in memory, their probabilities and those of the mixture."""
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from megatron_lce.backends.triton import tiles
 from megatron_lce.backends.triton.tile_products import MASKED_LOGIT, fast_log2
-from megatron_lce.core.blocks import COLUMN_STEP, ceil_div
+from megatron_lce.core.blocks import ceil_div
 
-READ_COLUMNS = 512  # of a program that reads logits
-_SUM_COLUMNS = COLUMN_STEP  # a cut of the columns falls between two of them
+READ_COLUMNS = 1024  # of a program, two warps, that reads logits
 
 
-def reading_grid(logits: Tensor) -> tuple[int]:
+def reading_grid(logits: Tensor, programs_more: int = 0) -> tuple[int]:
+    """A program for each `READ_COLUMNS` of some rows, and some more of these."""
     rows = tiles.reading_rows(logits.device)
-    return (ceil_div(logits.shape[0], rows) * ceil_div(logits.shape[1], READ_COLUMNS),)
+    return (ceil_div(logits.shape[0], rows) * (ceil_div(logits.shape[1], READ_COLUMNS) + programs_more),)
 
 
-def reading_constexprs(logits: Tensor) -> dict[str, int]:
+def reading_constexprs(logits: Tensor, beta: float) -> dict[str, Any]:
     return {
+        "teacher_weight": float(beta),
+        "student_weight": 1.0 - beta,
+        "FORWARD_KL": beta == 0,
+        "REVERSE_KL": beta == 1,
+        "STUDENT_LEADS": beta <= 0.5,
         "PTX": tiles.speaks_ptx(),
         "BLOCK_N": tiles.reading_rows(logits.device),
         "BLOCK_V": READ_COLUMNS,
-        "CHUNK": _SUM_COLUMNS,
-        "num_warps": 1,
+        "num_warps": 2,
     }
 
 
-def new_parts(logits: Tensor) -> Tensor:
-    """[S, 2, N] for the sums over each chunk: the divergence, and KL(p_student || m)."""
-    return logits.new_empty(ceil_div(logits.shape[1], _SUM_COLUMNS), 2, logits.shape[0])
-
-
 @triton.jit
-def place_of(N, V, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr):
-    """This program's rows, which of them are there (the last one stands in for the others), and its first column."""
-    num_blocks = tl.cdiv(V, BLOCK_V)
-    rows = tl.program_id(0) // num_blocks * BLOCK_N + tl.arange(0, BLOCK_N)
-    return tl.minimum(rows, N - 1), rows < N, tl.program_id(0) % num_blocks * BLOCK_V
+def place_of(N, programs_of_row, BLOCK_N: tl.constexpr):
+    """This program's rows, which of them are there (the last one stands in for the others), and its number in a row."""
+    rows = tl.program_id(0) // programs_of_row * BLOCK_N + tl.arange(0, BLOCK_N)
+    return tl.minimum(rows, N - 1), rows < N, tl.program_id(0) % programs_of_row
 
 
 @triton.jit
@@ -80,39 +80,53 @@ def row_terms(found, found_stride):
 
 @triton.jit
 def compare(student, teacher, student_max, teacher_max, log_sums):
-    """p_student and p_teacher times the sums of their rows, and log2(p_teacher / p_student).
+    """p_student and p_teacher times the sums of their rows, the first NaN where not both are finite; log2(p_t / p_s).
 
-    Where the heads are close the ratio keeps more digits so than by log p_teacher - log p_student.
+    Where the heads are close the ratio keeps more digits so than by log p_t - log p_s.
     """
     student -= student_max
     teacher -= teacher_max
-    return tl.exp2(student), tl.exp2(teacher), teacher - student + log_sums
+    ratio = teacher - student + log_sums
+    return tl.fma(ratio, 0.0, tl.exp2(student)), tl.exp2(teacher), ratio
 
 
 @triton.jit
-def chunk_sums(values, CHUNK: tl.constexpr):
-    """[BLOCK_N, BLOCK_V] -> [BLOCK_N, BLOCK_V / CHUNK]."""
-    return tl.sum(tl.reshape(values, (values.shape[0], values.shape[1] // CHUNK, CHUNK)), 2)
-
-
-@triton.jit
-def store_parts(
-    parts_ptr,  # [S, 2, N] out
-    divergence,  # [BLOCK_N, CHUNKS]
-    student_kl,
-    rows,
-    row_mask,
-    N,
-    column,
-    V,
+def divergences(
+    student_exp,  # what `compare` gives
+    teacher_exp,
+    ratio,
+    student_inverse,
+    teacher_inverse,
+    teacher_weight,  # beta
+    student_weight,  # 1 - beta, of which fp32 would lose digits
+    FORWARD_KL: tl.constexpr,
+    REVERSE_KL: tl.constexpr,
+    STUDENT_LEADS: tl.constexpr,
+    PTX: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Sums over the chunks from this column on: the same bits wherever the columns are cut."""
-    chunks = column // CHUNK + tl.arange(0, divergence.shape[1])
-    parts = parts_ptr + chunks.to(tl.int64)[None, :] * (2 * N) + rows[:, None]
-    mask = row_mask[:, None] & (chunks * CHUNK < V)[None, :]
-    tl.store(parts, divergence, mask)
-    tl.store(parts + N, student_kl, mask)
+    """Sums over each chunk: beta p_t log(p_t / m) + (1 - beta) p_s log(p_s / m), and p_s log(p_s / m).
+
+    At the ends of beta both are p log(p / q). [BLOCK_N, BLOCK_V / CHUNK] each, NaN where a ratio is not finite.
+    """
+    if FORWARD_KL:
+        divergence = _chunk_sums(teacher_exp * ratio, CHUNK) * teacher_inverse
+        student_kl = divergence
+    elif REVERSE_KL:
+        divergence = _chunk_sums(student_exp * ratio, CHUNK) * -student_inverse
+        student_kl = divergence
+    else:
+        over_student, over_teacher = mixture_over_both(ratio, teacher_weight, student_weight, STUDENT_LEADS, PTX)
+        student_kl = _chunk_sums(student_exp * over_student, CHUNK) * -student_inverse
+        teacher_kl = _chunk_sums(teacher_exp * over_teacher, CHUNK) * -teacher_inverse
+        divergence = tl.fma(student_kl, student_weight, teacher_kl * teacher_weight)
+    return divergence, student_kl
+
+
+@triton.jit
+def _chunk_sums(values, CHUNK: tl.constexpr):
+    """[BLOCK_N, BLOCK_V] -> [BLOCK_N, BLOCK_V / CHUNK]."""
+    return tl.sum(tl.reshape(values, (values.shape[0], values.shape[1] // CHUNK, CHUNK)), 2)
 
 
 @triton.jit
