@@ -15,7 +15,14 @@ from megatron_lce.backends.triton.jsd_probabilities import (
     reading_grid,
     row_terms,
 )
-from megatron_lce.backends.triton.jsd_row_sums import REGISTERS, room_to_share, share_part, share_sums, shared_sums
+from megatron_lce.backends.triton.jsd_row_sums import (
+    REGISTERS,
+    WARPS,
+    room_to_share,
+    share_part,
+    share_sums,
+    shared_sums,
+)
 from megatron_lce.backends.triton.tile_products import descriptor, halves, tanh, tile_position, tile_products, upcasts
 from megatron_lce.core.blocks import BlockBytes, ceil_div
 from megatron_lce.core.jsd_stats import Head
@@ -95,7 +102,8 @@ def grad_logits_from_kept(
     finds: bool = False,
 ) -> None:
     """The same from logits in memory; `finds`: and the last two rows of `found`, where `can_share` allows."""
-    _grad_from_kept_kernel[reading_grid(student, programs_more=int(finds))](
+    warps = WARPS if finds else 1
+    _grad_from_kept_kernel[reading_grid(student, warps, programs_more=int(finds))](
         student,
         teacher,
         found,
@@ -108,7 +116,7 @@ def grad_logits_from_kept(
         found.stride(0),
         out.stride(0),
         **({"maxnreg": REGISTERS} if finds and 0 < beta < 1 else {}),
-        **reading_constexprs(student, beta),
+        **reading_constexprs(student, beta, warps),
     )
 
 
@@ -271,7 +279,7 @@ def _grad_from_kept_kernel(
             )
             share_part(shared, block, divergence, student_kl, row_mask)
             if FORWARD_KL:  # wants nothing of other programs
-                finite = tl.zeros_like(coefficient)
+                finite = ratio
             else:
                 finite, student_kl = shared_sums(shared, num_blocks, row_mask)
         grad = _gradient(
@@ -304,7 +312,7 @@ def _gradient(
     slope,  # of the student's softcap; None without one
     student_inverse,  # 1 / the rows' sums
     teacher_inverse,
-    finite,  # where it is not no gradient of the row is
+    finite,  # the row's divergence, or the ratio: no product, of which x - x may be what its rounding was
     student_kl,
     coefficient,
     teacher_weight,

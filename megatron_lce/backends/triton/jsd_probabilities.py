@@ -10,16 +10,16 @@ from megatron_lce.backends.triton import tiles
 from megatron_lce.backends.triton.tile_products import MASKED_LOGIT, fast_log2
 from megatron_lce.core.blocks import ceil_div
 
-READ_COLUMNS = 1024  # of a program, two warps, that reads logits
+WARP_COLUMNS = 512  # that a warp which reads logits has at once
 
 
-def reading_grid(logits: Tensor, programs_more: int = 0) -> tuple[int]:
-    """A program for each `READ_COLUMNS` of some rows, and some more of these."""
+def reading_grid(logits: Tensor, warps: int = 1, programs_more: int = 0) -> tuple[int]:
+    """Programs of so many warps, for all columns of some rows, and some more for each of these."""
     rows = tiles.reading_rows(logits.device)
-    return (ceil_div(logits.shape[0], rows) * (ceil_div(logits.shape[1], READ_COLUMNS) + programs_more),)
+    return (ceil_div(logits.shape[0], rows) * (ceil_div(logits.shape[1], warps * WARP_COLUMNS) + programs_more),)
 
 
-def reading_constexprs(logits: Tensor, beta: float) -> dict[str, Any]:
+def reading_constexprs(logits: Tensor, beta: float, warps: int = 1) -> dict[str, Any]:
     return {
         "teacher_weight": float(beta),
         "student_weight": 1.0 - beta,
@@ -28,8 +28,8 @@ def reading_constexprs(logits: Tensor, beta: float) -> dict[str, Any]:
         "STUDENT_LEADS": beta <= 0.5,
         "PTX": tiles.speaks_ptx(),
         "BLOCK_N": tiles.reading_rows(logits.device),
-        "BLOCK_V": READ_COLUMNS,
-        "num_warps": 2,
+        "BLOCK_V": warps * WARP_COLUMNS,
+        "num_warps": warps,
     }
 
 
@@ -80,14 +80,13 @@ def row_terms(found, found_stride):
 
 @triton.jit
 def compare(student, teacher, student_max, teacher_max, log_sums):
-    """p_student and p_teacher times the sums of their rows, the first NaN where not both are finite; log2(p_t / p_s).
+    """p_student and p_teacher times the sums of their rows, and log2(p_teacher / p_student).
 
-    Where the heads are close the ratio keeps more digits so than by log p_t - log p_s.
+    Where the heads are close the ratio keeps more digits so than by log p_teacher - log p_student.
     """
     student -= student_max
     teacher -= teacher_max
-    ratio = teacher - student + log_sums
-    return tl.fma(ratio, 0.0, tl.exp2(student)), tl.exp2(teacher), ratio
+    return tl.exp2(student), tl.exp2(teacher), teacher - student + log_sums
 
 
 @triton.jit
@@ -116,6 +115,7 @@ def divergences(
         divergence = _chunk_sums(student_exp * ratio, CHUNK) * -student_inverse
         student_kl = divergence
     else:
+        teacher_exp = tl.fma(ratio, 0.0, teacher_exp)
         over_student, over_teacher = mixture_over_both(ratio, teacher_weight, student_weight, STUDENT_LEADS, PTX)
         student_kl = _chunk_sums(student_exp * over_student, CHUNK) * -student_inverse
         teacher_kl = _chunk_sums(teacher_exp * over_teacher, CHUNK) * -teacher_inverse

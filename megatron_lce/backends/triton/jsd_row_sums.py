@@ -12,14 +12,17 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_lce.backends.triton import tiles
-from megatron_lce.backends.triton.jsd_probabilities import READ_COLUMNS
+from megatron_lce.backends.triton.jsd_probabilities import WARP_COLUMNS
 from megatron_lce.core.blocks import ceil_div
 
 _NOTHING = tl.constexpr(-1)  # as two of fp32 NaNs, but not the one that is stored
 _NAN = tl.constexpr(0x7FC00000)
 _BLOCK_S = tl.constexpr(512)  # parts of most vocabularies at once
-_RUNNING = 6  # programs of a multiprocessor at once, at least: half of what any of them has registers for
-REGISTERS = 72  # of a thread between the ends of beta: with more fewer run, 269 us for 250 (see `tiles.reading_rows`)
+WARPS = 2  # of a program
+# H200, us of 512 x 151936 logits of two heads by programs of 1, 2, 4 warps: 451, 272 and 289 at a beta of 0.5, 405, 208
+# and 216 at 1, 192, 182 and 182 at 0. The divergence and then the gradient take 337 and 327 (see `tiles.reading_rows`).
+REGISTERS = 72  # of a thread between the ends of beta: 250 us for 272, as more programs run at once
+_RUNNING = 4  # programs of a multiprocessor at once, at least: a third of what any of them has these registers for
 
 
 def can_share(logits: Tensor, beta: float) -> bool:
@@ -27,14 +30,18 @@ def can_share(logits: Tensor, beta: float) -> bool:
 
     At a beta of 0, whose gradient wants no sums, only those do that add up, and what they wait for runs before them.
     """
-    programs = ceil_div(logits.shape[1], READ_COLUMNS) + 1
-    return beta == 0 or (tiles.speaks_ptx() and programs <= _RUNNING * tiles.num_programs(logits.device))
+    return beta == 0 or (
+        tiles.speaks_ptx() and _programs_of_row(logits) <= _RUNNING * tiles.num_programs(logits.device)
+    )
 
 
 def room_to_share(logits: Tensor) -> Tensor:
     """[N, programs] for the parts of each row's divergence and KL(p_student || m), a pair in 64 bits, and the sums."""
-    shape = logits.shape[0], ceil_div(logits.shape[1], READ_COLUMNS) + 1
-    return logits.new_full(shape, _NOTHING.value, dtype=torch.int64)
+    return logits.new_full((logits.shape[0], _programs_of_row(logits)), _NOTHING.value, dtype=torch.int64)
+
+
+def _programs_of_row(logits: Tensor) -> int:
+    return ceil_div(logits.shape[1], WARPS * WARP_COLUMNS) + 1
 
 
 @triton.jit

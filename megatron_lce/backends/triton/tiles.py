@@ -52,9 +52,8 @@ def choose_pair_tiles(dtype: torch.dtype, device: torch.device) -> Tiles:
 def reading_rows(device: torch.device) -> int:
     """Rows of a program that reads stored logits and sums over columns; an interpreter pays by the program.
 
-    H200, columns x warps, us of 512 x 151936 logits of two heads: divergence, gradient, and both at once, beta
-    0.5: 151 and 181 (512 x 1, at once 450), 158, 180 and 269 (1024 x 2), 160, 180 and 287 (2048 x 4); at a beta of 1
-    145, 179 and 405; 145, 179 and 207; 145, 179 and 214.
+    H200, us of 512 x 151936 logits of two heads, columns x warps of a program: divergence 151 (512 x 1), 158
+    (1024 x 2), 160 (2048 x 4), gradient 181, 180 and 180; with more rows or fewer columns both take longer.
     """
     return 16 if device.type == "cpu" else 1
 
