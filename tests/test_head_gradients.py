@@ -43,8 +43,10 @@ def test_a_sink_gets_what_would_be_returned(hidden_size, dtype, workspace_bytes,
     assert sink.finished == 1
     assert added.grad_weight is None
     assert torch.equal(added.grad_hidden, returned.grad_hidden)
-    # The sink keeps the fp32 sum, which the returned gradient rounds to its own dtype; the addition rounds in fp32.
-    tolerance = {"rtol": torch.finfo(dtype).eps, "atol": 2e-6}
+    # The sink keeps the fp32 sum, which the returned gradient rounds to its own dtype. A BLAS may add the 150 tokens in
+    # another order where rows have other strides.
+    order = 150 * torch.finfo(torch.float32).eps * returned.grad_weight.abs().max().item()
+    tolerance = {"rtol": torch.finfo(dtype).eps, "atol": order}
     torch.testing.assert_close(sink.grad - sink.start, returned.grad_weight.float(), **tolerance)
 
 
