@@ -37,7 +37,7 @@ VARIANTS = ("native", "native-fused", "ours", "ours-skip", "ours-512-mib", "ours
 VARIANTS += ("ours-main-grad", "ours-main-grad-512-mib")
 if importlib.util.find_spec("megatron.core.transformer.linear_cross_entropy") is not None:
     VARIANTS += ("own-flag",)
-REPEATS = 1  # in a round
+CALLS = {"repeats": 1, "settle": 1}  # in a round; see `measure.SETTLE_MS`
 
 
 def build(args: argparse.Namespace, dtype: torch.dtype, device: torch.device) -> nn.Module:
@@ -199,7 +199,7 @@ def work(args: argparse.Namespace, device: torch.device) -> None:
             )
             for variant in args.variants
         ]
-        results.take_turns("steps", turns, dist.barrier, repeats=REPEATS)
+        results.take_turns("steps", turns, dist.barrier, **CALLS)
         for record, _ in turns:
             results.complete("steps", record, lambda record=record: measure.slowest_rank(record))
     if path:
