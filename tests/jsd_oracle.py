@@ -151,7 +151,7 @@ def _errors_of_16_bit_products(inputs: JsdInputs, exact: Tensor, keywords: dict[
     heads = (inputs[:2], inputs[2:4])
     if exact.device.type == "cuda" and all(hidden.dtype != torch.float32 for hidden, _ in heads):
         flat = (torch.mm(hidden.flatten(0, -2), weight.T, out_dtype=torch.float32) for hidden, weight in heads)
-        products = (product.double().view(*exact.shape, -1) for product in flat)
+        products = (product.double().view(*exact.shape, product.shape[1]) for product in flat)
         yield largest_error(jsd_of_products(*products, **keywords), exact)
 
 

@@ -38,7 +38,7 @@ ONLY_NEWER = {  # what a block speaks of, and whether this Megatron has it: from
     ),
 }
 TORCHRUN = ("torchrun", "--nproc-per-node")
-TORCHRUN_PROGRAMS = ("run_parity.py", "run_jsd.py", "run_megatron.py")
+TORCHRUN_PROGRAMS = ("run_parity.py", "run_jsd.py", "run_megatron.py", "run_fuzz.py")
 
 
 def blocks(page, language):
@@ -168,7 +168,7 @@ def test_commands_are_accepted(command, capsys):
                 assert module in ("benchmark.tables", "scripts.draw_how_it_works", "scripts.tiny_gpt")
         case ["python", path, *arguments]:
             assert Path(path).name in TORCHRUN_PROGRAMS
-            assert set(arguments[::2]) <= {"--device", "--combinations"}
+            assert set(arguments[::2]) <= {"--device", "--combinations", "--cases"}
         case _:
             raise AssertionError(f"no test knows this command: {command}")
 

@@ -70,6 +70,7 @@ class JsdCase(Case):
 
     teacher_size: int
     teacher_dtype: str
+    weighted: bool  # the weights of the tokens are known in forward
 
 
 class Tensors(NamedTuple):
@@ -115,8 +116,12 @@ def cases(draw: st.DrawFn, operation: str, ranks: int) -> Case:
     }
     if operation != "linear_jsd":
         return Case(**fields)
-    teacher = {"teacher_size": draw(st.sampled_from([1, 8, 40])), "teacher_dtype": draw(st.sampled_from(list(DTYPES)))}
-    return JsdCase(**fields, **teacher)
+    return JsdCase(
+        **fields,
+        teacher_size=draw(st.sampled_from([1, 8, 40])),
+        teacher_dtype=draw(st.sampled_from(list(DTYPES))),
+        weighted=draw(st.booleans()),
+    )
 
 
 @st.composite

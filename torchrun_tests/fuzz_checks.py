@@ -18,6 +18,7 @@ from megatron_lce.core.options import LinearCrossEntropyOutput
 from tests.jsd_oracle import (
     JsdInputs,
     evaluate_jsd,
+    evaluate_weighted_jsd,
     jsd_comparisons,
     jsd_of_products,
     logits_of_products,
@@ -39,10 +40,6 @@ class Setting:
     ranks: int
     group: ProcessGroup | None  # of the ranks that take part; None: this one does not
     device: torch.device
-
-    @property
-    def interpreted(self) -> bool:
-        return self.backend == "triton" and self.device.type == "cpu"
 
 
 class Findings(list[str]):
@@ -190,11 +187,14 @@ def check_jsd(case: Case, tensors: Tensors, share: Share, setting: Setting, find
     def divergence(*heads: Tensor, **keywords: Any) -> Tensor:
         return megatron_lce.linear_jsd(*(laid_out(tensor, case.layout) for tensor in heads), **keywords)
 
-    actual = evaluate_jsd(divergence, mine, labels=tensors.labels, **share.keywords)
+    evaluate_it = evaluate_weighted_jsd if case.weighted else evaluate_jsd
+    actual = evaluate_it(divergence, mine, labels=tensors.labels, **share.keywords)
     options = taken_by(jsd_of_products, share.keywords | {"labels": tensors.labels})
     parts = {"hidden_rows": share.rows, "weight_rows": share.columns}
     expected = evaluate_jsd(materialised_jsd, whole.to(torch.float64), **options)
     floors = rounding(case, expected, tensors, setting, {"grad_hidden": share.rows, "grad_weight": share.columns})
+    of_tokens = loss_rounding(whole, **options)
+    floors["loss"] = float((of_tokens * upstream.abs()).sum() if case.weighted else max([0.0, *of_tokens.flatten()]))
     for name, error, allowed in jsd_comparisons(actual, whole, **parts, **options):
         allowed += floors.get(name, 0.0)
         findings.require(error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.1e}")
@@ -208,10 +208,10 @@ def rounding(
 
     A probability is wrong by an eps of its logit, and more by some of that logit's distance from the largest; a
     gradient by that, times what upstream and the other factor of its product amount to, however small the gradient is.
-    A sum over ranks rounds each rank's part, and the roundings of a few numbers do not average. A kept logit is wrong
-    by an eps of the dtype, which is much beside a small softcap: the cap's derivative is taken of it. And probabilities
-    of kept logits do not sum to one, seen under the interpreter. Gradients of logits, and results, that are subnormal
-    in fp16 are rounded to multiples of one number, as eager's are.
+    A sum over ranks rounds each rank's part, and the roundings of a few numbers do not average. A logit that is kept is
+    wrong by an eps of the dtype, which is much beside a small softcap: the cap's derivative is taken of it. And
+    probabilities of kept logits do not sum to one. Gradients of logits, and results, that are subnormal in fp16 are
+    rounded to multiples of one number, as eager's are.
     """
     keywords, (hidden, weight) = tensors.keywords, (tensor.double() for tensor in tensors.heads[0])
     temperature = torch.as_tensor(keywords["temperature"], dtype=torch.float64, device=hidden.device)
@@ -222,7 +222,8 @@ def rounding(
     upstream = sum(gradient.double().abs() for gradient in tensors.upstream.values() if gradient is not None)
     size = float((upstream * factor).norm()) * (1 + math.log(len(weight)) + spread * isinstance(case, JsdCase))
     eps, own_eps = torch.finfo(torch.float32).eps, torch.finfo(DTYPES[case.dtype]).eps
-    keeps = case.dtype != "fp32" and (keywords.get("logits_cache_bytes") or setting.operation == "linear_token_loss")
+    keeps = setting.backend == "triton" and case.dtype != "fp32"
+    keeps = keeps and (keywords.get("logits_cache_bytes") or setting.operation == "linear_token_loss")
     step = torch.finfo(DTYPES[case.dtype]).smallest_normal * own_eps  # of subnormal numbers
     num_logits = tensors.labels.numel() * len(weight)
     of_cap = 0.0
@@ -231,12 +232,22 @@ def rounding(
     floors = {}
     for name, other in (("grad_hidden", weight), ("grad_weight", hidden)):
         exact = getattr(expected, name)[parts[name]]
-        error = eps * (4 * (1 + spread) + largest / 2) + of_cap + own_eps * bool(keeps and setting.interpreted)
+        error = eps * (4 * (1 + spread) + largest / 2) + of_cap + own_eps * bool(keeps)
         error += own_eps * (exact.numel() < FEW or (name == "grad_hidden" and setting.ranks > 1))
         largest_row = float(other.norm(dim=-1).max()) if other.numel() else 0.0
         error = error * size * largest_row + step / 2 * (num_logits**0.5 * largest_row + exact.numel() ** 0.5)
         floors[name] = error / max(float(exact[~exact.isnan()].norm()), 1e-300)
     return floors
+
+
+def loss_rounding(inputs: JsdInputs, **options: Any) -> Tensor:
+    """What an fp32 rounding of every product makes of each token's loss: much where heads are far apart."""
+    heads = (inputs[:2], inputs[2:4])
+    products = [(hidden.double() @ weight.double().T).requires_grad_() for hidden, weight in heads]
+    gradients = torch.autograd.grad(jsd_of_products(*products, **options).sum(), products)
+    of_each = zip(products, gradients, strict=True)
+    terms = torch.cat([product.detach() * gradient for product, gradient in of_each], dim=-1)
+    return torch.finfo(torch.float32).eps * terms.abs().nan_to_num(0, 0, 0).sum(-1)
 
 
 def logits_range(tensors: Tensors, temperature: Tensor) -> tuple[float, float]:

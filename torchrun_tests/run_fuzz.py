@@ -3,9 +3,10 @@
     torchrun --nproc-per-node 3 torchrun_tests/run_fuzz.py --device cpu --cases 6000 --write docs/fuzz.md
     torchrun --nproc-per-node 15 torchrun_tests/run_fuzz.py --device cpu          # five searches side by side
     torchrun --nproc-per-node 3 torchrun_tests/run_fuzz.py --device cpu --repeat 'linear_jsd, torch: JsdCase(...)'
+    torchrun --nproc-per-node 1 torchrun_tests/run_fuzz.py --device cuda          # the kernels themselves, on one rank
 
-Three ranks are a team; its first has hypothesis draw the cases of `fuzz_cases.py`, and shrink those that fail, the
-others run what it broadcasts. Every team searches everywhere, from a seed of its own.
+Three ranks are a team, or fewer where there are no more; its first has hypothesis draw the cases of `fuzz_cases.py`,
+and shrink those that fail, the others run what it broadcasts. Every team searches everywhere, from a seed of its own.
 Of a failure the smallest case is printed as --repeat takes it.
 """
 
@@ -70,11 +71,11 @@ def verdict(case: Case, setting: Setting) -> tuple[str, str]:
 
 @dataclass
 class Team:
-    """Three ranks of the world."""
+    """Some ranks of the world."""
 
     first: int
-    world: ProcessGroup | None  # all three
-    groups: dict[int, ProcessGroup | None]  # the first one, two and three of them; None: this rank is not among them
+    world: ProcessGroup | None  # all of them
+    groups: dict[int, ProcessGroup | None]  # the first one, two and so on; None: this rank is not among them
 
     def broadcast(self, case: Case | None) -> Case | None:
         box = [case]
@@ -82,20 +83,20 @@ class Team:
         return box[0]
 
     def gather(self, mine: object) -> list:
-        everyone = [None] * MOST_RANKS
+        everyone = [None] * len(self.groups)
         dist.all_gather_object(everyone, mine, group=self.world)
         return everyone
 
 
-def make_team() -> Team:
-    """This rank's; every rank makes the groups of all teams."""
+def make_team(size: int) -> Team:
+    """This rank's, of so many; every rank makes the groups of all teams."""
     team = None
     # The groups of one to three ranks time out sooner than a team's: what a case does wrong is told over that.
     timeout = timedelta(seconds=60)
-    for first in range(0, dist.get_world_size(), MOST_RANKS):
-        ranks = list(range(first, first + MOST_RANKS))
+    for first in range(0, dist.get_world_size(), size):
+        ranks = list(range(first, first + size))
         world = dist.new_group(ranks)
-        groups = {number: dist.new_group(ranks[:number], timeout=timeout) for number in range(1, MOST_RANKS + 1)}
+        groups = {number: dist.new_group(ranks[:number], timeout=timeout) for number in range(1, size + 1)}
         if dist.get_rank() in ranks:
             mine = dist.get_rank() - first
             team = Team(first, world, {number: group if mine < number else None for number, group in groups.items()})
@@ -229,10 +230,11 @@ def main() -> None:
     arguments = parse_arguments()
     device = device_of_rank(arguments.device)
     harness.start(device)
-    num_teams, rest = divmod(dist.get_world_size(), MOST_RANKS)
+    size = min(dist.get_world_size(), MOST_RANKS)
+    num_teams, rest = divmod(dist.get_world_size(), size)
     if rest:
-        raise SystemExit(f"run_fuzz.py needs a multiple of {MOST_RANKS} ranks, got {dist.get_world_size()}")
-    team = make_team()
+        raise SystemExit(f"run_fuzz.py needs a multiple of {size} ranks, got {dist.get_world_size()}")
+    team = make_team(size)
     if arguments.repeat:
         harness.end(repeat(arguments.repeat, team, device))
     settings = [
@@ -252,7 +254,7 @@ def main() -> None:
         print(f"{name_of(setting)}, {setting.ranks} ranks: {tally.cases} cases {tally.failure}", flush=True)
     everyone: list[list[Tally]] = [[]] * dist.get_world_size()
     dist.all_gather_object(everyone, tallies)
-    found = everyone[::MOST_RANKS]
+    found = everyone[::size]
     if dist.get_rank() == 0:
         text = summary(settings, found, arguments.seed)
         print(text, flush=True)
