@@ -21,9 +21,8 @@ from rich.console import Console
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-import megatron_lce
 from benchmark import measure, report
-from benchmark.ours import cache_bytes
+from benchmark.ours import MIB, Ours
 from benchmark.providers import Head, load_verl_kernel
 from benchmark.ratios import products_ms
 from benchmark.results import Results
@@ -47,21 +46,6 @@ class _SumGradient(torch.autograd.Function):
     def backward(ctx, grad_hidden: Tensor) -> tuple[Tensor, None]:
         dist.all_reduce(grad_hidden, group=ctx.group)
         return grad_hidden, None
-
-
-def ours(group: ProcessGroup, fraction: float) -> Head:
-    def head(hidden: Tensor, weight: Tensor, labels: Tensor, mode: str) -> tuple[Tensor, ...]:
-        out = megatron_lce.linear_cross_entropy(
-            hidden,
-            weight,
-            labels,
-            tp_group=group,
-            entropy=mode == "rl",
-            logits_cache_bytes=cache_bytes(len(labels), len(weight), fraction),
-        )
-        return (out.logprobs, out.entropy) if mode == "rl" else (out.logprobs,)
-
-    return head
 
 
 def verl(group: ProcessGroup) -> Head:
@@ -94,8 +78,13 @@ def megatron(group: ProcessGroup) -> Head:
 
 
 HEADS: dict[str, tuple[Callable[[ProcessGroup], Head], tuple[str, ...], str | None]] = {
-    "ours": (functools.partial(ours, fraction=0), ("rl", "logprob"), None),
-    "ours-cached": (functools.partial(ours, fraction=1), ("rl", "logprob"), None),
+    "ours": (lambda group: Ours(tp_group=group), ("rl", "logprob"), None),
+    "ours-cached": (lambda group: Ours(cache_fraction=1, tp_group=group), ("rl", "logprob"), None),
+    "ours-token-640": (
+        lambda group: Ours(token_loss=True, workspace_bytes=640 * MIB, tp_group=group),
+        ("rl", "logprob"),
+        None,
+    ),
     "verl": (verl, ("rl",), "verl"),
     "megatron": (megatron, ("logprob",), "megatron-core"),
 }

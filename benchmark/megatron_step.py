@@ -3,8 +3,9 @@
 Forward and backward by Megatron's schedule, DDP with fp32 gradients, no optimizer step: time, peak memory over the
 resting state (weights, gradient buffers, data), losses, and every parameter's gradient against an fp32 run of the same
 weights. One model serves all variants, so they share its weights to the bit. Masked tokens have valid labels and a
-`loss_mask` of 0, as in Megatron's batches; `ours-skip` ignores and skips them. `own-flag`, on Megatron's dev branch
-alone, is its `cross_entropy_fusion_impl="linear"` with our operation installed.
+`loss_mask` of 0, as in Megatron's batches; `ours-skip` ignores and skips them. `ours-token-640` captures the head and
+tells `linear_token_loss` the loss, with so many MiB of workspace. `own-flag`, on Megatron's dev branch alone, is its
+`cross_entropy_fusion_impl="linear"` with our operation installed.
 """
 
 import argparse
@@ -34,7 +35,7 @@ from scripts import megatron_runtime
 from scripts.arguments import HelpFormatter
 
 VARIANTS = ("native", "native-fused", "ours", "ours-skip", "ours-512-mib", "ours-cached")
-VARIANTS += ("ours-main-grad", "ours-main-grad-512-mib")
+VARIANTS += ("ours-main-grad", "ours-main-grad-512-mib", "ours-token-640", "ours-token-main-grad")
 if importlib.util.find_spec("megatron.core.transformer.linear_cross_entropy") is not None:
     VARIANTS += ("own-flag",)
 CALLS = {"repeats": 1, "settle": 1}  # in a round; see `measure.SETTLE_MS`
@@ -88,11 +89,29 @@ def forward_step(batches: Any, model: nn.Module) -> tuple[Tensor, Any]:
     return losses, mean
 
 
-def step(model: nn.Module, batches: list[dict[str, Tensor]]) -> list[dict]:
+def token_loss_step(batches: Any, model: nn.Module) -> tuple[Tensor, Any]:
+    """The same where the head is told the loss in forward."""
+    batch = next(batches)
+    with megatron_lce.capture_lm_head(model) as head:
+        output = model(batch["input_ids"], batch["position_ids"], None)
+
+    def mean(_: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        mask, options = batch["loss_mask"], {"entropy": False, "workspace_bytes": 640 * measure.MIB}
+        result = head.linear_token_loss(batch["labels"], masked_loss, mask, **options)
+        return result.loss / mask.sum(), {"losses": masked_loss(result.outputs, mask)}
+
+    return output, mean
+
+
+def masked_loss(out: megatron_lce.LinearCrossEntropyOutput, loss_mask: Tensor) -> Tensor:
+    return -out.logprobs * loss_mask
+
+
+def step(model: nn.Module, batches: list[dict[str, Tensor]], variant: str = "native") -> list[dict]:
     """Forward and backward of every microbatch; gradients are added to `main_grad`."""
     micro_batch_size, sequence_length = batches[0]["labels"].shape
     return get_forward_backward_func()(
-        forward_step_func=forward_step,
+        forward_step_func=token_loss_step if variant.startswith("ours-token") else forward_step,
         data_iterator=iter(batches),
         model=model,
         num_microbatches=len(batches),
@@ -102,10 +121,12 @@ def step(model: nn.Module, batches: list[dict[str, Tensor]]) -> list[dict]:
     )
 
 
-def losses_and_gradients(model: nn.Module, batches: list[dict[str, Tensor]]) -> tuple[Tensor | None, list[Tensor]]:
+def losses_and_gradients(
+    model: nn.Module, batches: list[dict[str, Tensor]], variant: str = "native"
+) -> tuple[Tensor | None, list[Tensor]]:
     """Per-token losses (None but on the last stage) and every parameter's fp32 gradient, from one step."""
     model.zero_grad_buffer()
-    records = step(model, batches)
+    records = step(model, batches, variant)
     losses = torch.stack([record["losses"] for record in records]) if records else None
     return losses, [parameter.main_grad.clone() for parameter in model.parameters()]
 
@@ -121,7 +142,7 @@ def choose(model: nn.Module, variant: str, tokens: int, args: argparse.Namespace
     head = getattr(unwrap_model(model), "output_layer", None)
     if head is not None:
         # Megatron refuses the setting at construction without Apex, whose kernel our head does not need.
-        head.gradient_accumulation_fusion = variant.startswith("ours-main-grad")
+        head.gradient_accumulation_fusion = "main-grad" in variant
     caches = {"ours-cached": cache_bytes(tokens, args.vocab // args.tp, 1)}
     caches |= dict.fromkeys(("ours-512-mib", "ours-main-grad-512-mib"), 512 * measure.MIB)
     handle = megatron_lce.enable_fused_linear_ce(
@@ -141,9 +162,11 @@ def relative_errors(gradients: list[Tensor], exact: list[Tensor]) -> list[float]
     return [((gradient - reference).norm() / reference.norm()).item() for gradient, reference in pairs]
 
 
-def errors(model: nn.Module, batches: list[dict[str, Tensor]], exact: tuple, native_errors: list[float]) -> dict:
+def errors(
+    model: nn.Module, batches: list[dict[str, Tensor]], variant: str, exact: tuple, native_errors: list[float]
+) -> dict:
     """Losses and gradients against the fp32 run: the worst token, the worst parameter, and that over native's error."""
-    losses, gradients = losses_and_gradients(model, batches)
+    losses, gradients = losses_and_gradients(model, batches, variant)
     exact_losses, exact_gradients = exact
     record = {"loss": 0.0, "loss_max_error": 0.0}  # of a stage without a head
     if losses is not None:
@@ -190,12 +213,15 @@ def work(args: argparse.Namespace, device: torch.device) -> None:
         choose(model, "native", tokens, args)
         native_errors = relative_errors(losses_and_gradients(model, batches)[1], exact[1])
         measure.free_memory(device)
-        take_step = functools.partial(step, model, batches)
-        find_errors = functools.partial(errors, model, batches, exact, native_errors)
         turns = [
             (
                 {"tp": args.tp, "pp": args.pp, "tokens": tokens, "masked": masked, "variant": variant},
-                Variant(functools.partial(choose, model, variant, tokens, args), take_step, find_errors, device),
+                Variant(
+                    functools.partial(choose, model, variant, tokens, args),
+                    functools.partial(step, model, batches, variant),
+                    functools.partial(errors, model, batches, variant, exact, native_errors),
+                    device,
+                ),
             )
             for variant in args.variants
         ]

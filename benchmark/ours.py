@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 import megatron_lce
 from benchmark.shapes import Inputs
@@ -42,6 +43,7 @@ class Ours:
     cache_fraction  `logits_cache_bytes` as a part of the 16-bit logits
     token_loss      `linear_token_loss`, which is told the upstream gradients in forward; without a cache
     main_grad       the weight's gradient goes into a buffer that stays (and is cleared in front of each step)
+    tp_group        the ranks that share the vocabulary; None: the weight is whole
     """
 
     cache_fraction: float = 0.0
@@ -49,11 +51,12 @@ class Ours:
     skip_ignored: bool | int = False
     token_loss: bool = False
     main_grad: bool = False
+    tp_group: ProcessGroup | None = None
     _sum: MainGrad = field(default_factory=MainGrad)
 
     def step(self, inputs: Inputs, mode: str) -> Step:
         keywords: dict[str, Any] = {"entropy": mode in ("fwd", "rl"), "workspace_bytes": self.workspace_bytes}
-        keywords["skip_ignored"] = self.skip_ignored
+        keywords |= {"skip_ignored": self.skip_ignored, "tp_group": self.tp_group}
         if self.main_grad:
             self._sum.clear(inputs.weight)
             keywords["weight_grad_sink"] = self._sum

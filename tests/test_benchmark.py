@@ -275,12 +275,12 @@ def test_heads_under_tensor_parallelism_agree(tmp_path):
     pytest.importorskip("megatron.core")
     output = tmp_path / "head_tp.json"
     sizes = "--dtype fp32 --tokens 6,12 --hidden 8 --vocab 40 --budget-ms 0"
-    arguments = f"--device cpu {sizes} --heads ours,ours-cached,megatron,verl --output {output}"
+    arguments = f"--device cpu {sizes} --heads ours,ours-cached,ours-token-640,megatron,verl --output {output}"
     run_ranks(2, "benchmark.head_tp", *arguments.split())
     times = json.loads(output.read_text())["times"]
     times = [record for record in times if record["provider"] != "verl"]  # its kernel, where installed, needs a GPU
     measured = {(record["tp"], record["tokens"], record["provider"], record["mode"]) for record in times}
-    assert len(measured) == len(times) == 2 * 2 * 5
+    assert len(measured) == len(times) == 2 * 2 * 7
     for record in times:
         assert record["status"] == "ok"
         assert record["over_products"] > 0
@@ -288,7 +288,7 @@ def test_heads_under_tensor_parallelism_agree(tmp_path):
         # Megatron's fused cross-entropy rounds its gradient to bf16, whatever the dtype
         assert record["grad_hidden_difference"] < (2**-8 if record["provider"] == "megatron" else 1e-5)
     profiles = json.loads(output.read_text())["profiles"]
-    assert [record["status"] for record in profiles] == ["ok"] * 8
+    assert [record["status"] for record in profiles] == ["ok"] * 12
 
 
 @pytest.mark.torchrun
@@ -298,7 +298,7 @@ def test_whole_step_agrees_with_the_flag_on_and_off(tmp_path, layout, dtype):
     output = tmp_path / "megatron_step.json"
     sizes = "--tokens 32 --sequence-length 16 --layers 2 --hidden 32 --heads 4 --vocab 96"
     masked = "0.5" if dtype == "bf16" else "0"
-    ours = {"ours", "ours-skip", "ours-main-grad-512-mib", "ours-cached"}
+    ours = {"ours", "ours-skip", "ours-main-grad-512-mib", "ours-cached", "ours-token-640", "ours-token-main-grad"}
     variants = ",".join(["native", "native-fused", *ours])
     arguments = f"{layout} {sizes} --dtype {dtype} --device cpu --masked {masked} --variants {variants}"
     run_ranks(2, "benchmark.megatron_step", *arguments.split(), "--output", output)

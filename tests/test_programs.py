@@ -104,7 +104,7 @@ def test_a_models_vocabulary_holds_the_tokens():
         (
             lambda argv: head_tp.parse_arguments(argv, 2),
             "--heads peer",
-            "a head must be one of ours, ours-cached, verl",
+            "a head must be one of ours, ours-cached, ours-token-640, verl",
         ),
         (lambda argv: head_tp.parse_arguments(argv, 2), "--tp 3", "--tp must divide 2 processes"),
     ],
