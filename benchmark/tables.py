@@ -46,6 +46,8 @@ VARIANTS = {
     "ours-cached": "flag on, everything cached",
     "ours-main-grad": "flag on, `gradient_accumulation_fusion` on the head",
     "ours-main-grad-512-mib": "the same, `logits_cache_bytes` of 512 MiB",
+    "ours-token-640": "capture, `linear_token_loss` with 640 MiB",
+    "ours-token-main-grad": "the same, `gradient_accumulation_fusion` on the head",
 }
 
 
@@ -138,7 +140,7 @@ def jsd() -> str:
 
 def steps() -> str:
     """A whole step of a GPT at TP=2."""
-    records = {(x["variant"], x["tokens"]): x for x in load("megatron_step_tp2_h200")["steps"]}
+    records = {(x["variant"], x["tokens"]): x for x in load("megatron_step_tp2_h100")["steps"]}
     sizes = (8192, 16384)
     rows = []
     for variant, title in VARIANTS.items():
@@ -151,13 +153,32 @@ def masked_steps() -> str:
     """The same with masked tokens, at TP=2 and on one GPU."""
     titles = VARIANTS | {"ours-skip": "flag on, `ignore_masked=True, skip_ignored=True`"}
     shares, rows = (0.0, 0.3, 0.6, 0.9), []
-    for tp in (2, 1):
-        records = {(x["variant"], x["masked"]): x for x in load(f"step_masked_tp{tp}_h200")["steps"]}
+    for tp, gpu in ((2, "h100"), (1, "h200")):
+        records = {(x["variant"], x["masked"]): x for x in load(f"step_masked_tp{tp}_{gpu}")["steps"]}
         for variant in ("native-fused", "ours", "ours-skip"):
             of_shares = [records[variant, share] for share in shares]
             times = (f"{record['time_ms']:.1f} / {record['peak_mib']:,.0f}" for record in of_shares)
-            rows.append([f"TP={tp}: {titles[variant]}", *times])
+            rows.append([f"TP={tp}, {gpu.upper()}: {titles[variant]}", *times])
     return markdown(["ms / MiB over the resting state", *(f"{share:.0%} masked" for share in shares)], rows)
+
+
+def heads_tp() -> str:
+    """The head alone at TP=1 and 2, communication included."""
+    modes = {"ours": "rl", "ours-cached": "rl", "ours-token-640": "rl", "verl": "rl", "megatron": "logprob"}
+    sizes = [(tp, tokens) for tp in (1, 2) for tokens in (8192, 16384)]
+    records = {
+        (x["tp"], x["tokens"], x["provider"], x["mode"]): x
+        for tp in (1, 2)
+        for x in load(f"head_tp_{tp}xh100")["times"]
+        if x["status"] == "ok"
+    }
+    rows = []
+    for provider, mode in modes.items():
+        of_sizes = [records[tp, tokens, provider, mode] for tp, tokens in sizes]
+        cells = [_time_ratio_memory(record, "over_products") for record in of_sizes]
+        rows.append([f"{HEADS[provider]}{', no entropy' if mode == 'logprob' else ''}", *cells])
+    header = [f"TP={tp}, {tokens:,} tokens" for tp, tokens in sizes]
+    return markdown(["ms (over F + dX + dW) / extra GiB", *header], rows)
 
 
 def errors() -> str:
@@ -180,6 +201,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "ignored_rows": ignored_rows,
     "jsd": jsd,
     "errors": errors,
+    "heads_tp": heads_tp,
     "steps": steps,
     "masked_steps": masked_steps,
 }

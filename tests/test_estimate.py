@@ -60,8 +60,10 @@ def test_steps_of_a_megatron_gpt_measured_on_two_gpus(tokens):
         "ours-cached": (OURS, replace(plain, logits_cache_bytes=plain.everything)),
         "ours-main-grad": (OURS, fused_gradient),
         "ours-main-grad-512-mib": (OURS, replace(fused_gradient, logits_cache_bytes=512 * MIB)),
+        "ours-token-640": (TOKEN_LOSS, replace(plain, workspace_bytes=640 * MIB)),
+        "ours-token-main-grad": (TOKEN_LOSS, replace(fused_gradient, workspace_bytes=640 * MIB)),
     }
-    records = load("megatron_step_tp2_h200")["steps"]
+    records = load("megatron_step_tp2_h100")["steps"]
     measured = {record["variant"]: record["peak_mib"] for record in records if record["tokens"] == tokens}
     estimated = {variant: estimate(*arguments).peak_bytes / MIB for variant, arguments in variants.items()}
     for variant in set(variants) - {"native"}:
