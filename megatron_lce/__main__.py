@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 from megatron_lce import __version__, doctor
+from megatron_lce.core.blocks import ceil_div
 from megatron_lce.core.options import WORKSPACE_BYTES
 from megatron_lce.estimate import estimate_table, format_estimates
 from megatron_lce.head_memory import HeadStep
@@ -79,10 +80,13 @@ def _estimate(arguments: argparse.Namespace) -> int:
     cache_bytes = None if arguments.cache_mib is None else arguments.cache_mib * MIB
     try:
         title, step = _head_step(arguments)
-        memory_bytes = None if arguments.memory_gib is None else int(arguments.memory_gib * GIB)
-        rows = estimate_table(step, cache_bytes=cache_bytes, tflops=arguments.tflops, memory_bytes=memory_bytes)
-    except ValueError as error:  # of a workspace, too, that is too small for the head
+    except ValueError as error:
         arguments.fail(str(error))
+    memory_bytes = None if arguments.memory_gib is None else int(arguments.memory_gib * GIB)
+    try:
+        rows = estimate_table(step, cache_bytes=cache_bytes, tflops=arguments.tflops, memory_bytes=memory_bytes)
+    except ValueError as error:  # of a workspace that is too small for the head
+        arguments.fail(f"--workspace-mib {arguments.workspace_mib}: {error}")
     if arguments.json:
         print(json.dumps({"head": title, "ways": rows}, indent=1))
     else:
@@ -102,10 +106,14 @@ def _head_step(arguments: argparse.Namespace) -> tuple[str, HeadStep]:
         raise ValueError(f"--tp and --workspace-mib must be at least 1, got {arguments.tp}, {arguments.workspace_mib}")
     if (arguments.cache_mib or 0) < 0:
         raise ValueError(f"--cache-mib must be at least 0, got {arguments.cache_mib}")
+    if arguments.cache_mib and arguments.dtype == "fp32":
+        raise ValueError(
+            f"--cache-mib must be 0 with --dtype fp32, of which nothing is kept, got {arguments.cache_mib}"
+        )
     for option, value in (("--tflops", arguments.tflops), ("--memory-gib", arguments.memory_gib)):
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"{option} must be positive and finite, got {value}")
-    columns = -(-vocab // arguments.tp)
+    columns = ceil_div(vocab, arguments.tp)
     step = HeadStep(
         arguments.tokens,
         hidden,

@@ -1,7 +1,8 @@
 """The calls that other projects make, so that adopting this one is a changed import.
 
 Each function stands in for the one it is named after: `verl_`, `areal_`, `megatron_` and `torch_linear_cross_entropy`.
-The one keyword that those do not have is `skip_ignored`, behind all of theirs and by name only.
+Keywords that those do not have stand behind all of theirs and are taken by name only: `skip_ignored`, and `tp_group` of
+`torch_linear_cross_entropy`.
 """
 
 from typing import Any

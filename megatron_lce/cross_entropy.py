@@ -197,7 +197,8 @@ def prepare_call(
 ) -> Call:
     """Check the arguments of `linear_cross_entropy`, on every rank of the group at the first call of their kind.
 
-    `check`: what else the operation requires; where it raises, or anything here does, on one rank, it does on all.
+    `check`: what else the operation requires; where it raises, or anything here does, on one rank, it does on all of
+    them at that first call.
 
     Raises:
         TypeError, ValueError: see `linear_cross_entropy`.

@@ -5,6 +5,8 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from megatron_lce.core.blocks import ceil_div
+
 
 def local_arguments(hidden: Tensor, weight: Tensor, labels: Tensor, **keywords: Any) -> dict[str, Any]:
     """The arguments of `linear_cross_entropy` with this rank's own tensors, and with what the placements tell.
@@ -39,7 +41,7 @@ def local_arguments(hidden: Tensor, weight: Tensor, labels: Tensor, **keywords: 
         raise ValueError("sequence_parallel must be False beside DTensors: hidden's placement tells it, got True")
     if not keywords["reduce_grad_hidden"]:
         raise ValueError("reduce_grad_hidden must be True beside DTensors: a placement says whole, got False")
-    largest = -(-weight.shape[0] // mesh.size())  # rows of the first shards; the last ones may have fewer
+    largest = ceil_div(weight.shape[0], mesh.size())  # rows of the first shards; the last ones may have fewer
     return {
         **keywords,
         "hidden": hidden.to_local(),

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from megatron_lce.core.blocks import (
     ALIGNED_COLUMNS,
     BlockBytes,
+    ceil_div,
     kept_tokens,
     plan_blocks,
     stats_tokens,
@@ -288,7 +289,7 @@ def _statistics_bytes(step: HeadStep, block: int) -> int:
 
 def _chunk_bytes(step: HeadStep) -> int:
     """One token's statistics of every chunk."""
-    return 4 * -(-step.columns // CHUNK_COLUMNS[step.itemsize]) * packed_rows(step.entropy, telemetry=False)
+    return 4 * ceil_div(step.columns, CHUNK_COLUMNS[step.itemsize]) * packed_rows(step.entropy, telemetry=False)
 
 
 def _beside_kept_bytes(step: HeadStep) -> int:
@@ -325,7 +326,7 @@ def _slab(step: HeadStep, block: int, columns: int) -> tuple[int, int, int]:
 
 def _kept_row_bytes(step: HeadStep, columns: int) -> int:
     """One token's kept exponentials and each chunk's largest logit."""
-    return slab_row_stride(columns) * step.itemsize + 4 * -(-columns // CHUNK_COLUMNS[step.itemsize])
+    return slab_row_stride(columns) * step.itemsize + 4 * ceil_div(columns, CHUNK_COLUMNS[step.itemsize])
 
 
 def _cache_columns(step: HeadStep) -> int:

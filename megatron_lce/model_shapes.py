@@ -1,7 +1,7 @@
 """Heads of public models, for `megatron-lce estimate --model`.
 
 Source of every row: `config.json` of that name on the Hugging Face hub (`hidden_size`, `vocab_size`,
-`tie_word_embeddings`, `final_logit_softcapping`; of Gemma 3 those under `text_config`), read in 2025. A training
+`tie_word_embeddings`; of Gemma 3 those under `text_config`), read in 2025. A training
 framework may pad the vocabulary further.
 """
 
@@ -12,7 +12,6 @@ class ModelShape(NamedTuple):
     hidden: int
     vocab: int
     tied: bool
-    softcap: float | None = None
 
 
 MODEL_SHAPES = {
@@ -25,7 +24,7 @@ MODEL_SHAPES = {
     "meta-llama/Llama-3.2-1B": ModelShape(2048, 128256, tied=True),
     "meta-llama/Llama-3.1-8B": ModelShape(4096, 128256, tied=False),
     "meta-llama/Llama-3.1-70B": ModelShape(8192, 128256, tied=False),
-    "google/gemma-2-9b": ModelShape(3584, 256000, tied=True, softcap=30.0),
+    "google/gemma-2-9b": ModelShape(3584, 256000, tied=True),
     "google/gemma-3-27b-pt": ModelShape(5376, 262208, tied=True),
     "openai/gpt-oss-20b": ModelShape(2880, 201088, tied=False),
     "deepseek-ai/DeepSeek-V3": ModelShape(7168, 129280, tied=False),

@@ -53,7 +53,7 @@ def linear_token_loss(
     inputs, and calls whose blocks have no room for 128 tokens' logits, are computed as by `linear_cross_entropy`.
 
     Args:
-        hidden, weight, labels: as `linear_cross_entropy` takes them.
+        hidden, weight, labels: as `linear_cross_entropy` takes them, but no DTensors.
         loss: called with the outputs of n of the tokens, `LinearCrossEntropyOutput` of [n] each, and the same tokens'
             part of each tensor of `per_token`, [n, ...]; returns their losses, [n] fp32, or a pair of them and a dict
             of metrics [n, ...]. It must treat each token for itself, since nobody says which tokens meet in a call: no

@@ -105,7 +105,11 @@ def test_the_table_has_every_way_and_what_its_peak_is(capsys):
         ("--hidden 64 --vocab 64 --cache-mib -1", "--cache-mib must be at least 0, got -1"),
         ("--hidden 64 --vocab 64 --tflops 0", "--tflops must be positive and finite, got 0.0"),
         ("--hidden 64 --vocab 64 --memory-gib inf", "--memory-gib must be positive and finite, got inf"),
-        ("--hidden 4096 --vocab 64000 --workspace-mib 1", "workspace_bytes must be at least 4194816 for this head"),
+        (
+            "--hidden 4096 --vocab 64000 --workspace-mib 1",
+            "--workspace-mib 1: workspace_bytes must be at least 4194816",
+        ),
+        ("--hidden 64 --vocab 64 --dtype fp32 --cache-mib 8", "--cache-mib must be 0 with --dtype fp32"),
     ],
 )
 def test_what_cannot_be_estimated_says_what_can(arguments, message, capsys):

@@ -51,7 +51,8 @@ def agreed(
     `exchange`: whether the others are asked.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: on every rank, where any found an error or they differ.
+        TypeError, ValueError, NotImplementedError: on every rank, where any found an error or they differ; under a
+            configuration that is known already, on this rank alone.
     """
     ranks = validation.check_group(group, group_name)
     error = None
@@ -96,7 +97,8 @@ class Agreement:
         """The columns of the group's largest shard. `error`: what validation found on this rank.
 
         Raises:
-            TypeError, ValueError: on every rank, where any found an error or their configurations differ.
+            TypeError, ValueError: on every rank, where any found an error or their configurations differ; under a
+                known configuration the error of this rank.
         """
         known = _agreed.setdefault(self._group, {})
         key = (self._configuration, self._shard_rows if self._vocab_start is None else None)

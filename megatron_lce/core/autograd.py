@@ -65,10 +65,10 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             rows = rows_to_compute(rows, order, counted)
             outputs = new_outputs(shape, counted, options, labels.device)  # in front of the cache's wait
             kept: LogitsCache | CacheAhead | None = None
-            if grad_enabled and counted.number is None:
-                kept = backend.new_cache(tokens.num_computed, hidden, options)
-            elif grad_enabled and counted.number is not None:
+            if grad_enabled and counted.number is not None:
                 kept = backend.begin_cache(num_tokens, hidden, options, counted.number.look)
+            elif grad_enabled:
+                kept = backend.new_cache(tokens.num_computed, hidden, options)
             extremes, sums = stats_over_group(tokens, weight, rows, options, backend, kept)
             cache = None if kept is None else kept.whole
             if counted.number is not None:

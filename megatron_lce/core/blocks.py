@@ -80,7 +80,7 @@ def _columns_of_all_tokens(
         columns = (workspace_bytes - num_tokens * per_token) // column_bytes
     if per_logit:
         num_slabs = max(1, min(num_columns // preferred, round(num_columns * num_tokens / ENOUGH_LOGITS)))
-        columns = min(columns, round_up(-(-num_columns // num_slabs), COLUMN_STEP))
+        columns = min(columns, round_up(ceil_div(num_columns, num_slabs), COLUMN_STEP))
     return _even(num_columns, columns, COLUMN_STEP)
 
 
@@ -133,8 +133,8 @@ def kept_tokens(
     """How many tokens go all the way at once where their logits are kept; None: too few for it to be worth while.
 
     A call takes `room` beside its gradients and the fp32 sum of the weight's over blocks, `sum_bytes`; 0: no gradient
-    is made of such a sum when the blocks are gone. One block needs no sum, and has its room. Of several the gradient
-    itself, in 16 bits half as large as the sum, comes when the last has gone, and they have that room.
+    is made of such a sum when the blocks are gone. One block needs no sum, and has its room. Of several the
+    last is gone when the gradient itself is allocated, in 16 bits half as large as the sum: they have its room, too.
     """
     if num_tokens * bytes_per_token <= room + sum_bytes:
         return max(1, num_tokens)
@@ -209,7 +209,7 @@ def cut_columns(stop: int, step: int, start: int = 0) -> Iterator[slice]:
 
 
 def ceil_div(value: int, step: int) -> int:
-    """`triton.cdiv` takes 5 us on the host."""
+    """value / step, rounded up. (Not `triton.cdiv`, which takes 5 us on the host.)"""
     return -(-value // step)
 
 
@@ -224,4 +224,4 @@ def _even(length: int, most: int, step: int) -> int:
     if most < step:
         return most
     most = most // step * step
-    return min(most, round_up(-(-length // -(-length // most)), step))
+    return min(most, round_up(ceil_div(length, ceil_div(length, most)), step))

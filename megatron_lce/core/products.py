@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_lce.core.blocks import round_up
 from megatron_lce.core.trace import trace_range
 
 SLAB_ROW_STEP = 64  # elements: rows of slabs and caches start at cache lines, and whole vectors of a CPU fit in a row
@@ -113,13 +114,12 @@ def with_zeros_behind(rows: Tensor, num_columns: int) -> Tensor:
 
 def slab_row_stride(columns: int) -> int:
     """Elements from row to row of a slab or cache."""
-    return -(-columns // SLAB_ROW_STEP) * SLAB_ROW_STEP
+    return round_up(columns, SLAB_ROW_STEP)
 
 
 def row_stride(columns: int, itemsize: int) -> int:
     """Elements from row to row, so that each starts at 16 bytes."""
-    step = 16 // itemsize
-    return -(-columns // step) * step
+    return round_up(columns, 16 // itemsize)
 
 
 def is_aligned(matrix: Tensor) -> bool:

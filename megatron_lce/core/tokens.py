@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_lce.core import collectives
-from megatron_lce.core.blocks import cut
+from megatron_lce.core.blocks import ceil_div, cut
 from megatron_lce.core.collectives import Pending
 from megatron_lce.core.options import LinearCrossEntropyOutput, Options, outputs_asked_for
 from megatron_lce.core.products import is_aligned
@@ -173,7 +173,7 @@ class Tokens:
         self._number = those.number
         ranks = num_tokens // hidden.shape[0] if options.sequence_parallel and num_tokens else 1
         self._block_tokens = max(1, block_tokens // ranks) * ranks if counted is None else max(1, block_tokens)
-        self.num_blocks = -(-self.num_computed // self._block_tokens)
+        self.num_blocks = ceil_div(self.num_computed, self._block_tokens)
         self._by_shard = ranks > 1 and counted is None and self.num_blocks > 1
         self._ranks = ranks
         self._gathered: Pending | None = None

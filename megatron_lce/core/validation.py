@@ -60,7 +60,9 @@ def check_tensor(name: str, value: object) -> None:
     check_is_tensor(name, value)
     if isinstance(value, DTensor):
         raise TypeError(
-            f"{name} must be this rank's own torch.Tensor, got a DTensor: pass its to_local() and a tp_group"
+            f"{name} must be this rank's own torch.Tensor, got a DTensor, which linear_cross_entropy alone takes. "
+            "Tensor parallel: pass its to_local() and a tp_group. FSDP: never a tp_group, its ranks have other tokens; "
+            "the weight is whole inside its module's call only, as in megatron_lce.FusedLinearHead"
         )
 
 

@@ -51,7 +51,11 @@ class FusedLinearCE:
     def reasons(self) -> tuple[str, ...]:
         if self._fused is None or self.enabled:
             return self._reasons
-        return ("its methods are not in place: it was removed, replaced, or a capture is open",)
+        if self._fused.is_closed:
+            return ("it was removed, or the model was enabled once more",)
+        if any(isinstance(owner, CapturedHead) for owner in _owners([self._fused.language_model, self._fused.head])):
+            return ("a capture of the model is open",)
+        return ("the head's forward or the model's loss was replaced by other code",)
 
     @property
     def enabled(self) -> bool:

@@ -36,6 +36,10 @@ class FusedLoss:
         hook = self._ignore_masked_labels
         self._hooks = [language_model.register_forward_pre_hook(hook, with_kwargs=True)] if ignore_masked else []
 
+    @property
+    def is_closed(self) -> bool:
+        return not any(own.is_open for own in self._overrides)
+
     def is_in_place(self) -> bool:
         return all(next(overrides_of(own.module, own.name), None) is own for own in self._overrides)
 
@@ -64,16 +68,16 @@ class FusedLoss:
         of the labels, the reduction and the ignore_index in `of_loss`.
         """
         head = self.head
-        if output_cross_entropy_loss:
-            of_loss["output_cross_entropy_loss"] = True
-        elif runtime_gather_output:
+        if runtime_gather_output and not output_cross_entropy_loss:
             return type(head).forward(head, input_, weight, runtime_gather_output)
         reason = managed_weight_reason(head, head.weight if weight is None else weight)
         if reason is not None:  # FSDP was wrapped around the head since
             self._warn_once(reason)
+            if output_cross_entropy_loss:  # an argument that other heads do not have
+                of_loss["output_cross_entropy_loss"] = True
             return type(head).forward(head, input_, weight, runtime_gather_output, **of_loss)
         call = HeadCall.of(head, input_, weight, self._backward_passes)
-        if of_loss.pop("output_cross_entropy_loss", False):
+        if output_cross_entropy_loss:
             return UncomputedLogits(call, self._compute_logits).compute_loss(**of_loss, **self.options_now())
         return UncomputedLogits.in_graph(call, self._compute_logits), None
 

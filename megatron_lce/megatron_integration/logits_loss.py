@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_lce.backends.choice import load_backend
 from megatron_lce.backends.torch.cross_entropy import chunk_stats
 from megatron_lce.core.autograd import linear_cross_entropy_autograd
-from megatron_lce.core.blocks import cut
+from megatron_lce.core.blocks import ceil_div, cut
 from megatron_lce.core.options import Backend, Options
 from megatron_lce.core.products import product
 from megatron_lce.core.protocols import CrossEntropyBackend
@@ -172,7 +172,7 @@ class _GivenLogits:
         rows, num_columns = index.long(), self._num_columns
         if not self.is_filled:
             self.values[rows] = self._head_call.logits_of(hidden)
-        num_chunks = -(-num_columns // CHUNK_COLUMNS)
+        num_chunks = ceil_div(num_columns, CHUNK_COLUMNS)
         parts = hidden.new_empty(num_chunks, packed_rows(entropy, telemetry), rows.shape[0], dtype=torch.float32)
         even = num_columns // CHUNK_COLUMNS * CHUNK_COLUMNS
         for here, logits in self._blocks(self.values[rows]):

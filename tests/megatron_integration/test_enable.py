@@ -17,7 +17,7 @@ from scripts import megatron_runtime
 from tests import megatron_world
 from tests.megatron_world import VOCAB_SIZE, enable, lora
 
-NOT_IN_FORCE = ("its methods are not in place: it was removed, replaced, or a capture is open",)
+REMOVED = ("it was removed, or the model was enabled once more",)
 
 
 def state(model):
@@ -206,12 +206,12 @@ def test_enabling_twice_removing_and_enabling_again(model):
     first = enable(model)
     second = enable(model, vocab_size=100)
     assert (first.enabled, second.enabled) == (False, True)
-    assert (first.reasons, second.reasons) == (NOT_IN_FORCE, ())
+    assert (first.reasons, second.reasons) == (REMOVED, ())
     first.remove()
     assert second.enabled
     second.remove()
     second.remove()
-    assert (second.enabled, second.reasons) == (False, NOT_IN_FORCE)
+    assert (second.enabled, second.reasons) == (False, REMOVED)
     assert state(model) == before
     third = enable(model)
     assert third.enabled
@@ -294,7 +294,7 @@ def test_what_a_handle_says_of_itself(untied):
         "FusedLinearCE(enabled, backend: torch, logits_cache_bytes=0, workspace_bytes=536870912, vocab_size=96)"
     )
     with capture_lm_head(untied):
-        assert repr(handle) == f"FusedLinearCE(not enabled: {NOT_IN_FORCE[0]})"
+        assert repr(handle) == "FusedLinearCE(not enabled: a capture of the model is open)"
     assert repr(enable(untied, use_fused_linear_ce=False)) == "FusedLinearCE(not enabled: use_fused_linear_ce is False)"
     untied.output_layer.bias = nn.Parameter(torch.zeros(VOCAB_SIZE))
     with pytest.warns(UserWarning, match="not used"):
@@ -370,7 +370,8 @@ def test_a_loss_replaced_after_enabling_leaves_nothing_behind(untied):
     before = state(untied)
     handle = enable(untied)
     untied.compute_language_model_loss = own = lambda labels, logits: logits
-    assert (handle.enabled, handle.reasons) == (False, NOT_IN_FORCE)
+    replaced = ("the head's forward or the model's loss was replaced by other code",)
+    assert (handle.enabled, handle.reasons) == (False, replaced)
     handle.remove()
     assert untied.compute_language_model_loss is own
     del untied.compute_language_model_loss

@@ -8,7 +8,7 @@ from torch import Tensor
 from megatron_lce.backends.torch.compaction import compact_rows, gather_rows
 from megatron_lce.backends.torch.rows import finish, largest_logit, prepare_rows, row_terms
 from megatron_lce.backends.torch.scale import scale
-from megatron_lce.core.blocks import BlockBytes, cut
+from megatron_lce.core.blocks import BlockBytes, ceil_div, cut
 from megatron_lce.core.options import Options
 from megatron_lce.core.products import Copies, product
 from megatron_lce.core.rows import Rows, RowTerms
@@ -69,7 +69,7 @@ def grad_logits_from_cache(*arguments: object, **keywords: object) -> None:
 
 def softmax_stats_bytes(hidden: Tensor, options: Options) -> BlockBytes:
     """What `softmax_stats` takes: its result, a chunk of logits and exponentials, and fp32 copies of its inputs."""
-    num_chunks = -(-options.largest_shard // CHUNK_COLUMNS)
+    num_chunks = ceil_div(options.largest_shard, CHUNK_COLUMNS)
     chunks_at_once = 3 + options.telemetry  # of logits, exponentials and the like
     per_token = 4 * (num_chunks * packed_rows(options.entropy, options.telemetry) + chunks_at_once * CHUNK_COLUMNS)
     upcast = upcast_row_bytes(hidden)
