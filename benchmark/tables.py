@@ -30,7 +30,7 @@ HEADS = {
 SKIPPING = {
     "ours": "`skip_ignored=False`",
     "ours-skip": "`skip_ignored=True`",
-    "ours-count": "`skip_ignored=` their number",
+    "ours-count": "`skip_ignored=` the number of counted rows",
 }
 JSD_HEADS = {  # and the products that each cannot do without
     "ours": ("per token, over 2 (Fs + Ft) + dX + dW", "over_products_recomputed"),

@@ -5,7 +5,9 @@
 Stand-ins: a whitening of advantages, a loader of functions by name, and a type that only annotates.
 """
 
+import gc
 import sys
+import weakref
 from argparse import Namespace
 from pathlib import Path
 from types import ModuleType
@@ -50,6 +52,13 @@ def program() -> None:
             return {name: torch.cat(parts) for name, parts in found.items()}
 
         return of
+
+    gc.disable()  # what a microbatch leaves behind must go without the collector
+    output = fused.call_model(cases()[0].build(), inputs, True)
+    hidden = weakref.ref(output.lm_head.hidden)
+    del output
+    assert hidden() is None, "the captured hidden states outlive the microbatch"
+    gc.enable()
 
     for case in cases():
         with_head = outputs(fused, lambda model: fused.call_model(model, inputs, True))

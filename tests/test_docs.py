@@ -11,6 +11,7 @@ import io
 import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -84,6 +85,7 @@ def names(device):
         "input_ids": tokens,
         "tokens": tokens,
         "tokenizer": range(100),
+        "hf_config": SimpleNamespace(vocab_size=100),
         "position_ids": positions,
         "positions": positions,
         "attention_mask": None,
