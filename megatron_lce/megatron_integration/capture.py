@@ -30,9 +30,9 @@ _capturable: WeakSet[nn.Module] = WeakSet()  # heads that all ranks of their gro
 class CapturedHead:
     """What the LM head was given in the last forward pass, and the fused operations on it.
 
-    Nothing is copied: `hidden` is the very tensor that the output layer was called with. (To hang the capture on a tensor
-    take another, such as `hidden.view_as(hidden)`: a cycle would keep both until the garbage collector comes.) On a
-    pipeline stage without a head, and before the forward pass, `hidden` and `weight` are None.
+    Nothing is copied: `hidden` is the very tensor that the output layer was called with. (To hang the capture on a
+    tensor take another, such as `hidden.view_as(hidden)`: a cycle would keep both until the garbage collector comes.)
+    On a pipeline stage without a head, and before the forward pass, `hidden` and `weight` are None.
     """
 
     def __init__(self, language_model: LanguageModule | None):
