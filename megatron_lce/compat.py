@@ -285,6 +285,9 @@ def torch_linear_cross_entropy(
         validation.check_integer("ignore_index", ignored)
         check_torchs_head(input, linear_weight, target, skip_ignored)
         check_classes(weight, label_smoothing, linear_weight.shape[0] * ranks, input)
+        if label_smoothing:
+            validation.check_tensor("input", input)
+            validation.check_tensor("linear_weight", linear_weight)
 
     agreed_call(
         tp_group,

@@ -38,7 +38,9 @@ _KEYWORDS = {  # the type of each in a schema
     "backend": "str",
     "needs_hidden": "bool",  # whether backward will make its gradient
     "needs_weight": "bool",
+    "itself": "Tensor?",  # another one for each call that keeps logits
 }
+_OF_NODE = ("needs_hidden", "needs_weight", "itself")  # which `linear_cross_entropy` has not
 _SCHEMA_END = ", ".join(f"{kind} {name}" for name, kind in _KEYWORDS.items()) + ") -> Tensor[]"
 
 
@@ -64,7 +66,7 @@ class _Context:
 def _arguments(values: Sequence[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The keywords of a node, and those of them that `linear_cross_entropy` has, as it has them."""
     keywords = dict(zip(_KEYWORDS, values, strict=True))
-    public = {name: value for name, value in keywords.items() if not name.startswith("needs_")}
+    public = {name: value for name, value in keywords.items() if name not in _OF_NODE}
     temperatures, num_counted = public.pop("temperatures"), public.pop("num_counted")
     if temperatures is not None:
         public["temperature"] = temperatures
@@ -135,7 +137,7 @@ def _num_saved_rows(keywords: dict[str, Any]) -> int:
 
 @torch.library.custom_op(
     "megatron_lce::linear_cross_entropy_backward",
-    mutates_args=(),  # but for the cache, which is of no use to anyone else
+    mutates_args=(),  # but for the cache, which no other node has
     schema=f"(Tensor hidden, Tensor weight, Tensor labels, Tensor[] kept, Tensor?[] upstream, {_SCHEMA_END}",
 )
 @torch.no_grad()

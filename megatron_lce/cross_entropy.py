@@ -167,6 +167,8 @@ def _as_one_node(
         num_counted=skip_ignored if counted else None,
         needs_hidden=grad and hidden.requires_grad,
         needs_weight=grad and weight.requires_grad,
+        # The compiler makes one node of equal ones, and one cache serves one backward. No two empty tensors are equal.
+        itself=torch.empty(0, device=hidden.device) if others["logits_cache_bytes"] else None,
         **others,
     )
     given = dict(zip(outputs_asked_for(entropy, telemetry), outputs, strict=False))

@@ -42,6 +42,8 @@ def local_arguments(hidden: Tensor, weight: Tensor, labels: Tensor, **keywords: 
     if not keywords["reduce_grad_hidden"]:
         raise ValueError("reduce_grad_hidden must be True beside DTensors: a placement says whole, got False")
     largest = ceil_div(weight.shape[0], mesh.size())  # rows of the first shards; the last ones may have fewer
+    if weight.shape[0] <= largest * (mesh.size() - 1):
+        raise ValueError(f"weight must have rows for all {mesh.size()} ranks, got {tuple(weight.shape)}")
     return {
         **keywords,
         "hidden": hidden.to_local(),

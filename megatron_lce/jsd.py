@@ -119,9 +119,10 @@ def linear_jsd(
         The loss of each token in nats: fp32, [...] (under `sequence_parallel` [s, ...]), the same bits on every rank.
         Its upstream gradient, one number a token, must be equal on every rank of the group.
         With `token_weights` an fp32 scalar; backward may be called on it once, with any upstream gradient, and scales
-        the gradients that forward made. Over these the call takes at most the workspace and the fp32 sum of the
-        weight's gradient, 4 V H bytes of the group's largest shard, and nothing that grows with the tokens; forward's
-        blocks have the room of the weight's gradient until it is made of that sum, as in `linear_token_loss`.
+        the gradients that forward made (one that is not finite makes ignored rows' NaN, too). Over these the call takes
+        at most the workspace and the fp32 sum of the weight's gradient, 4 V H bytes of the group's largest shard, and
+        nothing that grows with the tokens; forward's blocks have the room of the weight's gradient until it is made of
+        that sum, as in `linear_token_loss`.
 
     Raises:
         TypeError, ValueError: an argument is not as described; the message names it, what it must be and what it was.

@@ -19,6 +19,7 @@ class TokenLoss(NamedTuple):
     """What `linear_token_loss` returns.
 
     loss     fp32 scalar, the sum over the tokens that are not ignored; backward may be called once, with any upstream
+             (one that is not finite makes the gradients of ignored rows NaN, too)
     outputs  of every token, of the labels' shape, without gradient
     metrics  what the caller's loss returned beside its losses, [*labels.shape, ...] each, without gradient; or {}
     """
@@ -59,9 +60,10 @@ def linear_token_loss(
             of metrics [n, ...]. It must treat each token for itself, since nobody says which tokens meet in a call: no
             mean or maximum over tokens, no ratio of a sequence, no normalisation by the batch. Compute those first,
             under no_grad, and pass them per token; or use `linear_cross_entropy`. What it returns for ignored rows is
-            not counted. Only the outputs may require grad in it; `per_token` is the caller's own memory, not to be
-            changed. It runs without autocast, and with products of fp32 in full fp32. In fp16 it should be of about 1 a
-            token, and the sum divided by their number afterwards: the gradients are made before a loss scale is known.
+            not counted. Only the outputs may require grad in it. Neither they, which are the call's results, nor
+            `per_token`, the caller's own memory, are to be changed in place. It runs without autocast, and with
+            products of fp32 in full fp32. In fp16 it should be of about 1 a token, and the sum divided by their number
+            afterwards: the gradients are made before a loss scale is known.
         per_token: tensors whose leading dimensions are the labels' (under `sequence_parallel` the full [s, ...]).
         keywords: those of `linear_cross_entropy`, with the same meaning, but logits_cache_bytes, and workspace_bytes as
             above. The reference backend is not one of them.

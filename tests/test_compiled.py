@@ -109,6 +109,19 @@ def test_a_second_backward_through_kept_logits_raises(device):
         torch.autograd.grad(loss, problem[:2])
 
 
+def test_equal_calls_keep_their_own_logits(device):
+    """The compiler makes one node of equal ones, and what is kept serves a single backward."""
+    pytest.importorskip("triton")
+    problem, keywords = inputs(torch.bfloat16, device), {"backend": "triton", "logits_cache_bytes": 2**20}
+
+    def twice(hidden: Tensor, weight: Tensor, labels: Tensor, keywords: dict) -> tuple[Tensor, list[Tensor]]:
+        first, second = (megatron_lce.linear_cross_entropy(hidden, weight, labels, **keywords) for _ in range(2))
+        return first.logprobs.sum() + (second.logprobs * second.lse).sum(), []
+
+    compiled = torch.compile(twice, fullgraph=True, backend="aot_eager")
+    assert same(bits(compiled, *problem, keywords), bits(twice, *problem, keywords))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", ["outputs of every kind", "their number known", "all of them kept"])
 def test_inductor(case, device):

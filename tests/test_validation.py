@@ -146,6 +146,15 @@ def test_other_calls_take_no_dtensor(mesh):
         megatron_lce.linear_token_loss(**inputs(weight=weight), loss=lambda out: out.logprobs)
 
 
+def test_label_smoothing_takes_no_dtensor(mesh):
+    hidden, weight = zeros(4, HIDDEN_SIZE), torch.ones(COLUMNS, HIDDEN_SIZE)
+    tensors = distribute_tensor(hidden, mesh, [Replicate()]), distribute_tensor(weight, mesh, [Shard(0)])
+    compat = megatron_lce.compat.torch_linear_cross_entropy
+    assert compat(*tensors, zeros(4, **LONG)).isfinite()
+    with pytest.raises(TypeError, match=r"input must be this rank.s own torch\.Tensor, got a DTensor"):
+        compat(*tensors, zeros(4, **LONG), label_smoothing=0.1)
+
+
 def test_labels_under_sequence_parallel_are_the_whole_sequence():
     hidden, weight = zeros(3, 2, 8), zeros(20, 8)
     validation.check_tensors(hidden, weight, zeros(12, 2, **LONG), 4)

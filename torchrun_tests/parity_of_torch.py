@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from harness import Report
 from parity_cases import BF16, HIDDEN_SIZE, Case, Problem, sequence_shard
+from parity_of_compat import check_refusal
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -112,6 +113,9 @@ def run_dtensors(backend: str, group: ProcessGroup, device: torch.device, report
             report.check(
                 f"{backend}: DTensor, hidden {placement}: placement of {name}", gradient.placements == tensor.placements
             )
+        sharded[1] = distribute_tensor(weight[: ranks - 1].detach(), mesh, [Shard(0)])
+        call = dict(zip(("hidden", "weight", "labels"), (*sharded, problem.labels), strict=True))
+        check_refusal(megatron_lce.linear_cross_entropy, call, f"weight must have rows for all {ranks} ranks", report)
 
 
 def local(tensor: Tensor) -> Tensor:

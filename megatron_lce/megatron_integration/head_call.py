@@ -124,9 +124,13 @@ class HeadCall:
         if softcap is not None:
             keywords = {**keywords, "softcap": softcap}
             if logits_scale != 1.0:  # after the head, so after its cap
-                # A 16-bit one would round the quotient.
-                temperature = temperature.float() if isinstance(temperature, Tensor) else temperature
-                temperature, logits_scale = temperature / logits_scale, 1.0
+                check_number("logits_scale", logits_scale, positive=True)
+                if not isinstance(temperature, Tensor):
+                    check_number("temperature", temperature, positive=True)
+                    temperature /= logits_scale
+                elif temperature.is_floating_point():  # others are refused as they are
+                    temperature = temperature.float() / logits_scale  # a 16-bit one would round the quotient
+                logits_scale = 1.0
         return {
             **keywords,
             "temperature": self._sequence_first("temperature", temperature),

@@ -127,6 +127,28 @@ def test_a_16_bit_temperature_is_not_rounded_by_the_factor_behind_a_softcap(mode
     assert torch.equal(rounded.logprobs, exact.logprobs)
 
 
+@pytest.mark.parametrize(
+    ("keywords", "error", "message"),
+    [
+        ({"logits_scale": 0.0}, ValueError, "logits_scale must be positive and finite, got 0.0"),
+        ({"logits_scale": -1.0}, ValueError, "logits_scale must be positive and finite, got -1.0"),
+        ({"temperature": "a"}, TypeError, "temperature must be a float, got str"),
+        ({"temperature": True}, TypeError, "temperature must be a float, got bool"),
+        ({"temperature": 10**400}, ValueError, "temperature must be a number that fp32 holds"),
+        ({"temperature": "of labels"}, TypeError, "temperature must be a float or a floating"),
+    ],
+)
+def test_what_a_softcapped_head_divides_is_checked_first(keywords, error, message, model, device):
+    put_in_front(model, Softcapped)
+    tensors, labels = megatron_world.inputs(device)
+    with capture_lm_head(model) as head:
+        model(*tensors)
+    if keywords.get("temperature") == "of labels":
+        keywords = {"temperature": torch.ones_like(labels)}
+    with pytest.raises(error, match=message):
+        head.linear_cross_entropy(labels, **{"logits_scale": 2.0} | keywords)
+
+
 def test_a_softcap_beside_the_heads_own_is_refused(model):
     put_in_front(model, Softcapped)
     with pytest.raises(ValueError, match=r"softcap must not be given: the head has its own, 0\.25; got 30\.0"):
