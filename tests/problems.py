@@ -53,3 +53,11 @@ def make_problem(
         labels.to(device),
         Upstream(*(None if u is None else u.to(device) for u in upstream)),
     )
+
+
+def logits_of(problem: Problem, temperature: float | Tensor = 1.0) -> Tensor:
+    """[N, V] in fp64."""
+    hidden = problem.hidden.double().reshape(-1, problem.hidden.shape[-1])
+    if isinstance(temperature, Tensor):
+        temperature = temperature.reshape(-1, 1)
+    return hidden @ problem.weight.double().T / temperature

@@ -2,25 +2,15 @@
 
 import functools
 import inspect
-import math
 
 import pytest
 import torch
 
 from megatron_lce import compat
-from megatron_lce.core import weighted_logits
-from tests.oracle import Upstream
-from tests.problems import make_problem
+from tests.problems import logits_of, make_problem
 
 FP32, BF16 = torch.float32, torch.bfloat16
 PROJECTS = {"areal": compat.areal_linear_cross_entropy, "verl": compat.verl_linear_cross_entropy}
-
-
-def logits_of(problem, temperature=1.0):
-    hidden = problem.hidden.double().reshape(-1, problem.hidden.shape[-1])
-    if isinstance(temperature, torch.Tensor):
-        temperature = temperature.reshape(-1, 1)
-    return hidden @ problem.weight.double().T / temperature
 
 
 @pytest.fixture(params=PROJECTS)
@@ -296,155 +286,3 @@ def test_shapes_as_megatron_passes_them(device):
 
 
 # torch.nn.functional.linear_cross_entropy
-
-torch_lce = getattr(torch.nn.functional, "linear_cross_entropy", None)
-needs_torch_lce = pytest.mark.skipif(torch_lce is None, reason="this torch has no linear_cross_entropy")
-
-
-@needs_torch_lce
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-@pytest.mark.parametrize("ignored", ["none", "some", "all"])
-@pytest.mark.parametrize("ignore_index", [-100, 3, None])
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("shape", [(9,), ()], ids=str)
-def test_equals_torch(shape, reduction, ignore_index, ignored, dtype, device):
-    problem = make_problem(shape, 24, 31, device, dtype)
-    target = torch.where(problem.labels == 3, 4, problem.labels)
-    if ignored != "none":
-        rows = slice(None) if ignored == "all" or not shape else slice(0, 4)
-        target[(rows if shape else ...)] = -100 if ignore_index is None else ignore_index
-    keywords = {"reduction": reduction, "ignore_index": ignore_index}
-    results = []
-    for function in (compat.torch_linear_cross_entropy, torch_lce):
-        hidden, weight = (t.detach().clone().requires_grad_() for t in problem[:2])
-        loss = function(hidden, weight, target, **keywords)
-        loss.backward(torch.ones_like(loss) * 1.5)
-        results.append((loss.detach(), hidden.grad, weight.grad))
-    actual, expected = results
-    assert actual[0].dtype == expected[0].dtype == dtype
-    # torch's own logits and gradients of them are rounded to the inputs' dtype; ours are not
-    tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype == FP32 else {"rtol": 4e-2, "atol": 4e-2}
-    torch.testing.assert_close(actual[0], expected[0], equal_nan=True, **tolerance)
-    if not expected[0].isnan().any():
-        torch.testing.assert_close(actual[1:], expected[1:], **tolerance)
-
-
-@pytest.mark.parametrize("ignored", [False, True])
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize(("smoothing", "weighted"), [(0.0, True), (0.1, False), (0.4, True), (1.0, True)])
-def test_class_weights_and_label_smoothing(smoothing, weighted, reduction, ignored, device, monkeypatch):
-    monkeypatch.setattr(weighted_logits, "_ROWS", 8)
-    problem = make_problem(19, 24, 31, device)
-    target = problem.labels.clone()
-    if ignored:
-        target[::3] = -100
-    weight = torch.rand(31, generator=torch.Generator().manual_seed(1)).to(device) if weighted else None
-    results = []
-    for dtype in (torch.float32, torch.float64):
-        hidden, head = (t.detach().clone().to(dtype).requires_grad_() for t in problem[:2])
-        keywords = {"reduction": reduction, "label_smoothing": smoothing}
-        if dtype == torch.float32:
-            loss = compat.torch_linear_cross_entropy(hidden, head, target, weight=weight, **keywords)
-        else:
-            exact = None if weight is None else weight.double()
-            loss = torch.nn.functional.cross_entropy(hidden @ head.T, target, weight=exact, **keywords)
-        loss.backward(torch.linspace(-1, 1, loss.numel(), device=device, dtype=dtype).view_as(loss) + 0.5)
-        results.append([t.float() for t in (loss.detach(), hidden.grad, head.grad)])
-    for actual, expected in zip(*results, strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=2e-6)
-
-
-def test_smoothing_in_bf16_keeps_fp32_sums(device):
-    problem = make_problem(9, 24, 31, device, BF16)
-    exact = torch.nn.functional.cross_entropy(logits_of(problem), problem.labels, label_smoothing=0.3)
-    assert compat.torch_linear_cross_entropy(*problem[:3], label_smoothing=0.3) == exact.to(BF16)
-
-
-WRONG = [
-    ({"label_smoothing": 1.5}, r"label_smoothing must lie in \[0, 1\], got 1.5"),
-    ({"weight": torch.ones(31, requires_grad=True)}, "weight must not require grad: it gets no gradient; got .*=True"),
-    ({"weight": torch.ones(30)}, r"weight must be floating \[31\] on .* got torch.float32 \(30,\) on"),
-]
-
-
-@pytest.mark.parametrize(("keywords", "message"), WRONG)
-def test_class_weights_that_are_none(keywords, message, device):
-    keywords = {
-        name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in keywords.items()
-    }
-    with pytest.raises(ValueError, match=message):
-        compat.torch_linear_cross_entropy(*make_problem(9, 24, 31, device)[:3], **keywords)
-
-
-def test_mean_in_bf16_is_rounded_once(device):
-    problem = make_problem(9, 24, 31, device, BF16)
-    exact = torch.nn.functional.cross_entropy(logits_of(problem), problem.labels)
-    assert compat.torch_linear_cross_entropy(*problem[:3]) == exact.to(BF16)
-
-
-def test_torch_gradients_match_the_oracle(device):
-    problem = make_problem(9, 24, 31, device)
-    problem = problem._replace(upstream=Upstream(problem.upstream.logprobs))
-    expected = problem.check("torch")
-    hidden, weight = (t.detach().clone().requires_grad_() for t in problem[:2])
-    loss = compat.torch_linear_cross_entropy(hidden, weight, problem.labels, reduction="none")
-    loss.backward(-problem.upstream.logprobs)
-    torch.testing.assert_close(hidden.grad, expected.grad_hidden, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(weight.grad, expected.grad_weight, rtol=1e-5, atol=1e-6)
-
-
-UNSUPPORTED = [
-    ({"linear_bias": torch.zeros(31)}, "linear_bias must be None: the fused head has no bias"),
-    ({"options": object()}, "options must be None: chunks of the batch .* has workspace_bytes"),
-    ({"target": torch.rand(9, 31)}, "target must be class ids: probabilities are not supported, got torch.float32"),
-    ({"linear_weight": torch.rand(31, 2, 24)}, r"linear_weight must be \[V, H\]: .* got \(31, 2, 24\)"),
-]
-
-
-@pytest.mark.parametrize(("overrides", "reason"), UNSUPPORTED, ids=[next(iter(row[0])) for row in UNSUPPORTED])
-def test_what_torch_has_and_this_has_not(overrides, reason, device):
-    problem = make_problem(9, 24, 31, device)
-    arguments = {"input": problem.hidden, "linear_weight": problem.weight, "target": problem.labels}
-    with pytest.raises(NotImplementedError, match=reason):
-        compat.torch_linear_cross_entropy(**arguments | overrides)
-
-
-def test_torch_reduction_and_unknown_keywords(device):
-    problem = make_problem(9, 24, 31, device)
-    with pytest.raises(ValueError, match="reduction must be 'none', 'sum' or 'mean', got 'max'"):
-        compat.torch_linear_cross_entropy(*problem[:3], reduction="max")
-    with pytest.raises(TypeError, match="size_average"):
-        compat.torch_linear_cross_entropy(*problem[:3], size_average=True)
-
-
-@needs_torch_lce
-def test_every_keyword_of_torch_is_known():
-    ours = inspect.signature(compat.torch_linear_cross_entropy).parameters
-    assert set(inspect.signature(torch_lce).parameters) <= set(ours)
-
-
-def test_label_smoothing_refuses_a_double_backward(device):
-    """Without entering the fused call, which refuses it too."""
-    hidden = torch.randn(3, 8, device=device, requires_grad=True)
-    weight = torch.randn(5, 8, device=device)
-    logits = weighted_logits.weighted_logits(hidden, weight, torch.ones(5, device=device), None)
-    with pytest.raises(RuntimeError, match="create_graph must be False: label smoothing has no double backward"):
-        torch.autograd.grad(logits.sum(), hidden, create_graph=True)
-
-
-@pytest.mark.parametrize("skip_ignored", [True, 5])
-def test_label_smoothing_takes_nothing_of_a_row_that_is_skipped(skip_ignored, device):
-    problem = make_problem(7, 24, 70, device)
-    problem.labels[[2, 6]] = -100
-
-    def gradients(value):
-        hidden, weight = (tensor.detach().clone() for tensor in problem[:2])
-        hidden[2] = value
-        inputs = hidden.requires_grad_(), weight.requires_grad_()
-        loss = compat.torch_linear_cross_entropy(
-            *inputs, problem.labels, label_smoothing=0.1, skip_ignored=skip_ignored
-        )
-        return torch.autograd.grad(loss, inputs)
-
-    for actual, expected in zip(gradients(math.nan), gradients(0.0), strict=True):
-        assert torch.equal(actual, expected)
