@@ -49,7 +49,7 @@ def _mark_if_alone(zeros: Tensor, weight: Tensor) -> None:
 
     def before(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         remove_before.remove()
-        if gradients[0] is not zeros:
+        if gradients[0] is not zeros or weight.grad is not None:
             return None
         weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
         remove_after.append(node.register_hook(after))
@@ -58,6 +58,8 @@ def _mark_if_alone(zeros: Tensor, weight: Tensor) -> None:
     def after(*_: object) -> None:
         remove_after.pop().remove()
         weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+        if weight.grad is not None:  # no hook dropped it
+            weight.grad.zero_()
 
     remove_before = node.register_prehook(before)
     remove_after: list[torch.utils.hooks.RemovableHandle] = []

@@ -166,3 +166,22 @@ def test_zeros_alone_are_not_added(device):
         loss(head, None, labels).backward()
         assert not weight.grad_added_to_main_grad
     assert found == [True, False, True]
+
+
+def test_zeros_that_no_hook_drops_are_zeros(device, monkeypatch):
+    """In a loop without DDP whose weight has the mark all the same; what `grad` held already stays."""
+    model = megatron_runtime.build_gpt(megatron_world.options(), device=device)
+    model.output_layer.gradient_accumulation_fusion = True
+    weight = model.output_layer.weight
+    weight.main_grad = torch.zeros_like(weight, requires_grad=False)
+    weight.grad_added_to_main_grad = False
+    monkeypatch.setattr(torch, "empty_like", lambda like, **keywords: torch.full_like(like, torch.nan, **keywords))
+    tensors, labels = megatron_world.inputs(device)
+    losses = cross_entropy, cross_entropy, weight_alone, cross_entropy
+    for loss, expected in zip(losses, (0, 0, 2 * weight.detach(), 2 * weight.detach()), strict=True):
+        with capture_lm_head(model) as captured:
+            model(*tensors)
+        loss(captured, None, labels).backward()
+        assert (weight.grad == expected).all()
+        assert not weight.grad_added_to_main_grad
+    assert weight.main_grad.any()
