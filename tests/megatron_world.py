@@ -27,6 +27,11 @@ def cross_entropy(logits, labels):
     return nn.functional.cross_entropy(logits.flatten(0, 1), labels.T.flatten(), reduction="none").view_as(labels.T)
 
 
+def state(model):
+    """What a patch of the model or its head would change."""
+    return [dict(vars(module)) for module in (model, model.output_layer)]
+
+
 @contextlib.contextmanager
 def world() -> Iterator[torch.device]:
     """Process groups of one rank; the device to build models on."""

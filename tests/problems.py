@@ -55,6 +55,23 @@ def make_problem(
     )
 
 
+def ignoring(problem: Problem, rows: slice) -> Problem:
+    labels = problem.labels.clone()
+    labels.view(-1)[rows] = -100
+    return problem._replace(labels=labels)
+
+
+def assert_same_outputs(one: Result, other: Result) -> None:
+    assert all(a is b if a is None else torch.equal(a, b) for a, b in zip(one.outputs, other.outputs, strict=True))
+
+
+def all_equal(one: Result, other: Result) -> bool:
+    """Outputs and gradients, bit by bit."""
+    outputs = zip(one.outputs, other.outputs, strict=True)
+    gradients = ((one.grad_hidden, other.grad_hidden), (one.grad_weight, other.grad_weight))
+    return all(a is b if a is None else torch.equal(a, b) for a, b in (*outputs, *gradients))
+
+
 def logits_of(problem: Problem, temperature: float | Tensor = 1.0) -> Tensor:
     """[N, V] in fp64."""
     hidden = problem.hidden.double().reshape(-1, problem.hidden.shape[-1])

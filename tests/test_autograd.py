@@ -1,18 +1,14 @@
 """The autograd function: upstream gradients, what is computed for whom, and which bits depend on what."""
 
-import contextlib
-
 import pytest
 import torch
 
 import megatron_lce
 from megatron_lce.backends.torch import cross_entropy as torch_backend
-from megatron_lce.core import head_gradients, trace
 from megatron_lce.core.head_gradients import computed_slabs
 from megatron_lce.core.options import DIFFERENTIABLE
-from megatron_lce.core.products import full_fp32, product
 from tests.oracle import Upstream, differentiable, oracle, relative_error
-from tests.problems import Problem, make_problem
+from tests.problems import Problem, all_equal, make_problem
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -141,122 +137,12 @@ def test_saves_no_logits(backend, device):
     assert sum(t.numel() for t in others) <= 8 * 64
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-def test_autocast_is_off_inside(dtype, backend, device):
-    problem = make_problem(17, 24, 70, device)
-    plain = problem.run(backend)
-    with torch.autocast(device.type, dtype=dtype):
-        inside = problem.run(backend)
-    for name in ("logprobs", "entropy", "lse"):
-        assert torch.equal(getattr(inside.outputs, name), getattr(plain.outputs, name))
-    assert torch.equal(inside.grad_hidden, plain.grad_hidden)
-    assert torch.equal(inside.grad_weight, plain.grad_weight)
-
-
-@pytest.mark.parametrize("precision", ["high", "medium"])
-def test_reduced_fp32_precision_changes_nothing(precision, backend, device):
-    problem = make_problem(64, 128, 300, device)
-    plain = problem.run(backend)
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)
-    try:
-        reduced = problem.run(backend)
-        assert torch.get_float32_matmul_precision() == precision
-    finally:
-        torch.set_float32_matmul_precision(before)
-    assert all_equal(plain, reduced)
-
-
-def test_products_are_in_full_fp32_and_the_settings_are_put_back(backend, device, monkeypatch):
-    """On a CPU a reduced precision may change no bit; so the settings are looked at."""
-    settings = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
-    problem = make_problem(5, 8, 24, device)
-    seen = []
-
-    def spy(*arguments, **keywords):
-        seen.append([setting.fp32_precision for setting in settings])
-        if interrupt:
-            raise KeyboardInterrupt
-        product(*arguments, **keywords)
-
-    monkeypatch.setattr(head_gradients, "product", spy)
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("medium")
-    try:
-        reduced = [setting.fp32_precision for setting in settings]
-        for interrupt in (False, True):
-            with pytest.raises(KeyboardInterrupt) if interrupt else contextlib.nullcontext():
-                problem.run(backend)
-            assert [setting.fp32_precision for setting in settings] == reduced
-    finally:
-        torch.set_float32_matmul_precision(before)
-    assert "ieee" not in reduced
-    assert seen == [["ieee", "ieee"]] * 3  # hidden's and weight's gradient, and the one that was interrupted
-
-
-def test_two_threads_leave_the_precision_as_it_was():
-    """The first to leave must not put the setting back under the other, nor the other pin what it found."""
-    setting = torch.backends.cuda.matmul
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        reduced, first, second = setting.fp32_precision, full_fp32(), full_fp32()
-        first.__enter__()
-        second.__enter__()
-        first.__exit__(None, None, None)
-        inside = setting.fp32_precision
-        second.__exit__(None, None, None)
-        assert (inside, setting.fp32_precision) == ("ieee", reduced)
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-def test_an_inherited_precision_stays_inherited():
-    before = torch.backends.fp32_precision
-    try:
-        torch.backends.fp32_precision = "tf32"
-        with full_fp32():
-            assert torch.backends.cuda.matmul.fp32_precision == "ieee"
-        torch.backends.fp32_precision = "ieee"
-        assert torch.backends.cuda.matmul.fp32_precision == "ieee"
-    finally:
-        torch.backends.fp32_precision = before
-
-
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 def test_the_same_bits_from_run_to_run(dtype, backend, device):
     problem = make_problem(70, 24, 600, device, dtype)
     first = problem.run(backend, telemetry=True)
     for _ in range(2):
         assert all_equal(first, problem.run(backend, telemetry=True))
-
-
-def all_equal(one, other):
-    outputs = zip(one.outputs, other.outputs, strict=True)
-    gradients = ((one.grad_hidden, other.grad_hidden), (one.grad_weight, other.grad_weight))
-    return all(a is b if a is None else torch.equal(a, b) for a, b in (*outputs, *gradients))
-
-
-def test_a_trace_names_forward_and_backward(backend, device):
-    problem = make_problem(4, 8, 20, device)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        problem.run(backend)
-    names = {event.name for event in profile.events()}
-    assert {f"megatron_lce: linear_cross_entropy {pass_}" for pass_ in ("forward", "backward")} <= names
-
-
-def test_ranges_are_made_for_nvtx_and_where_no_profiler_is_on_for_nobody(monkeypatch):
-    seen = []
-    monkeypatch.setattr(trace, "record_function", lambda name: seen.append(name) or contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.autograd.profiler, "_enable_profiler", lambda *given: None)
-    monkeypatch.setattr(torch.autograd.profiler, "_disable_profiler", lambda: None)
-    problem = make_problem(4, 8, 20, torch.device("cpu"))
-    problem.run("torch")
-    assert seen == []
-    with torch.autograd.profiler.emit_nvtx():
-        problem.run("torch")
-    assert seen == [f"megatron_lce: linear_cross_entropy {pass_}" for pass_ in ("forward", "backward")]
 
 
 def test_a_second_backward_without_a_cache(backend, device):
@@ -405,16 +291,3 @@ def test_no_host_synchronisation(options, backend, device):
         step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.gpu
-def test_tf32_changes_nothing_on_gpu(backend, device):
-    problem = make_problem(512, 512, 4096, device)
-    plain = problem.run(backend)
-    before = torch.backends.cuda.matmul.fp32_precision
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
-    try:
-        assert all_equal(plain, problem.run(backend))
-        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
-    finally:
-        torch.backends.cuda.matmul.fp32_precision = before

@@ -13,11 +13,7 @@ from megatron_lce import capture_lm_head, enable_fused_linear_ce
 from scripts import megatron_runtime
 from tests import megatron_world
 from tests.jsd_oracle import jsd_of_products
-from tests.megatron_world import BATCH, SEQUENCE, VOCAB_SIZE
-
-
-def state(model):
-    return [dict(vars(module)) for module in (model, model.output_layer)]
+from tests.megatron_world import BATCH, SEQUENCE, VOCAB_SIZE, state
 
 
 def test_hidden_is_the_very_tensor_and_weight_the_parameter(model, device):

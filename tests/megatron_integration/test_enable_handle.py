@@ -1,0 +1,195 @@
+"""The handle of `enable_fused_linear_ce`: what it tells, when it is refused, and what is left when it is gone."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core")
+
+from torch import nn
+from torch.distributed.tensor import Shard
+
+from megatron_lce import capture_lm_head, enable_fused_linear_ce
+from tests import megatron_world
+from tests.megatron_world import VOCAB_SIZE, enable, lora, state
+
+REMOVED = ("it was removed, or the model was enabled once more",)
+
+
+def test_enabling_twice_removing_and_enabling_again(model):
+    before = state(model)
+    first = enable(model)
+    second = enable(model, vocab_size=100)
+    assert (first.enabled, second.enabled) == (False, True)
+    assert (first.reasons, second.reasons) == (REMOVED, ())
+    first.remove()
+    assert second.enabled
+    second.remove()
+    second.remove()
+    assert (second.enabled, second.reasons) == (False, REMOVED)
+    assert state(model) == before
+    third = enable(model)
+    assert third.enabled
+    off = enable_fused_linear_ce(model, use_fused_linear_ce=False)
+    assert (third.enabled, off.enabled, off.reasons) == (False, False, ("use_fused_linear_ce is False",))
+    assert state(model) == before
+
+
+def test_the_flag_off_asks_nothing_of_the_model(untied):
+    before = state(untied)
+    handle = enable(untied)
+    for model in (nn.Linear(2, 2), [untied, untied]):
+        off = enable_fused_linear_ce(model, use_fused_linear_ce=False, on_unsupported="raise")
+        assert (off.enabled, off.reasons) == (False, ("use_fused_linear_ce is False",))
+    assert not handle.enabled
+    assert state(untied) == before
+
+
+def test_an_adapter_put_around_an_enabled_head_is_right_and_told(untied, device):
+    tensors, labels = megatron_world.inputs(device)
+    enable(untied)
+    lora(untied)
+    untied.output_layer.to(device)
+    with pytest.warns(UserWarning, match="enabled but was not used: the logits were computed before the loss"):
+        loss = untied(*tensors, labels=labels)
+    untied.output_layer.to_wrap.__dict__.pop("forward")
+    torch.testing.assert_close(loss, untied(*tensors, labels=labels))
+
+
+def test_a_stage_without_a_head_is_not_enabled_silently(untied):
+    untied.post_process = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        handle = enable(untied, on_unsupported="raise")
+    assert not handle.enabled
+    assert handle.reasons == ("this pipeline stage has no LM head",)
+    handle.remove()
+
+
+def test_errors(untied):
+    with pytest.raises(ValueError, match="on_unsupported must be 'fallback' or 'raise', got 'ignore'"):
+        enable(untied, on_unsupported="ignore")
+    with pytest.raises(TypeError, match="model must be or hold a megatron-core language model, got Linear"):
+        enable(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="model must be or hold a megatron-core language model, got an empty list"):
+        enable([])
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module or a list of them, got NoneType"):
+        enable(None)
+    with pytest.raises(ValueError, match="model must hold one LM head, got 2"):
+        enable([untied, untied])
+    with pytest.raises(TypeError, match="temperature"):
+        enable(untied, temperature=2.0)
+    for option, value, message in (
+        ("softcap", -3.0, "softcap must be positive and finite, got -3.0"),
+        ("workspace_bytes", -1, "workspace_bytes must be at least 0, got -1"),
+        ("logits_cache_bytes", "2GiB", "logits_cache_bytes must be an int, got str"),
+        ("vocab_size", 0, "vocab_size must be at least 1, got 0"),
+        ("skip_ignored", 7, "skip_ignored must be True or False: the microbatches of a model differ .*; got 7"),
+        ("ignore_masked", 1, "ignore_masked must be a bool, got int"),
+        ("use_fused_linear_ce", "False", "use_fused_linear_ce must be a bool, got str"),
+        ("backend", "tritom", "backend must be 'auto', 'triton', 'torch' or 'reference', got 'tritom'"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            enable_fused_linear_ce(untied, **{option: value})
+
+
+def test_a_call_that_is_refused_leaves_the_loss_as_it_was(untied):
+    handle = enable(untied)
+    before = state(untied)
+    untied.output_layer.bias = nn.Parameter(torch.zeros(VOCAB_SIZE))
+    with pytest.raises(ValueError, match="output_layer has a bias"):
+        enable(untied, on_unsupported="raise")
+    assert state(untied) == before
+    assert handle.enabled
+
+
+def test_what_a_handle_says_of_itself(untied):
+    handle = enable(untied, vocab_size=96)
+    assert repr(handle) == (
+        "FusedLinearCE(enabled, backend: torch, logits_cache_bytes=0, workspace_bytes=536870912, vocab_size=96)"
+    )
+    with capture_lm_head(untied):
+        assert repr(handle) == "FusedLinearCE(not enabled: a capture of the model is open)"
+    assert repr(enable(untied, use_fused_linear_ce=False)) == "FusedLinearCE(not enabled: use_fused_linear_ce is False)"
+    untied.output_layer.bias = nn.Parameter(torch.zeros(VOCAB_SIZE))
+    with pytest.warns(UserWarning, match="not used"):
+        assert repr(enable(untied)) == "FusedLinearCE(not enabled: output_layer has a bias)"
+
+
+def test_a_capture_is_closed_first_and_removing_is_always_possible(untied, device):
+    tensors, labels = megatron_world.inputs(device)
+    before = state(untied)
+    expected = untied(*tensors, labels=labels)
+    with capture_lm_head(untied) as head:
+        inside = state(untied)
+        with pytest.raises(RuntimeError, match="capture_lm_head is open on this model: enable before or after it"):
+            enable(untied)
+        assert state(untied) == inside
+    assert state(untied) == before
+    for remove in (lambda handle: handle.remove(), lambda handle: enable(untied, use_fused_linear_ce=False)):
+        handle = enable(untied)
+        with capture_lm_head(untied) as head:
+            remove(handle)
+            assert untied(*tensors, labels=labels).numel() == 0
+        assert head.hidden is not None
+        assert not handle.enabled
+        assert state(untied) == before
+    assert torch.equal(untied(*tensors, labels=labels), expected)
+
+
+def test_a_copy_of_an_enabled_model_is_enabled_and_disabled_for_itself(untied, device):
+    """A shallow copy shares the head: without its own loss the logits are computed, and right."""
+    tensors, labels = megatron_world.inputs(device)
+    expected = untied(*tensors, labels=labels)
+    expected_gradients = megatron_world.gradients(untied, expected.sum())
+    before = state(untied)
+    handle = enable(untied)
+    shallow = copy.copy(untied)
+    enable(shallow, use_fused_linear_ce=False)
+    assert handle.enabled
+    with pytest.warns(UserWarning, match="enabled but was not used: the logits were computed"):
+        loss = shallow(*tensors, labels=labels)
+    torch.testing.assert_close(loss, expected)
+    megatron_world.assert_same_gradients(megatron_world.gradients(shallow, loss.sum()), expected_gradients)
+    own = enable(shallow)
+    assert (own.enabled, handle.enabled) == (True, False)
+    torch.testing.assert_close(untied(*tensors, labels=labels), expected)
+    own.remove()
+    assert handle.enabled
+    handle.remove()
+    assert state(untied) == before
+
+
+def test_a_weight_that_is_a_dtensor_is_refused(untied, device):
+    mesh = torch.distributed.device_mesh.DeviceMesh.from_group(untied.output_layer.tp_group, device.type)
+    weight = torch.distributed.tensor.distribute_tensor(untied.output_layer.weight.data, mesh, [Shard(0)])
+    untied.output_layer.weight = nn.Parameter(weight)
+    reason = "the head's weight is a DTensor of torch.float32, not a plain fp32, bf16 or fp16"
+    with pytest.raises(ValueError, match=f"not used: {reason}"):
+        enable(untied, on_unsupported="raise")
+    with pytest.raises(ValueError, match=f"cannot be captured: {reason}"):
+        capture_lm_head(untied).__enter__()
+
+
+def test_a_head_wrapped_by_fsdp_after_enabling_is_megatrons_and_told(untied, device):
+    tensors, labels = megatron_world.inputs(device)
+    expected = untied(*tensors, labels=labels)
+    enable(untied)
+    untied.output_layer.weight.__fsdp_param__ = True
+    with pytest.warns(UserWarning, match="enabled but was not used: the head's weight is managed by FSDP"):
+        loss = untied(*tensors, labels=labels)
+    torch.testing.assert_close(loss, expected)
+
+
+def test_a_loss_replaced_after_enabling_leaves_nothing_behind(untied):
+    before = state(untied)
+    handle = enable(untied)
+    untied.compute_language_model_loss = own = lambda labels, logits: logits
+    replaced = ("the head's forward or the model's loss was replaced by other code",)
+    assert (handle.enabled, handle.reasons) == (False, replaced)
+    handle.remove()
+    assert untied.compute_language_model_loss is own
+    del untied.compute_language_model_loss
+    assert state(untied) == before

@@ -1,0 +1,135 @@
+"""`linear_cross_entropy` of logits that are huge, infinite or NaN, and of rows that are broken."""
+
+import pytest
+import torch
+
+import megatron_lce
+from tests.oracle import largest_error, oracle
+from tests.problems import make_problem
+
+FP32, BF16 = torch.float32, torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("level", [-1e4, 1e4])
+@pytest.mark.parametrize("columns", [70, 256, 300])
+def test_logits_far_from_zero(level, columns, dtype, backend, device):
+    """An epilogue whose maximum starts at 0, or whose masked columns count as 0, shows here."""
+    problem = make_problem(9, 24, columns, device, dtype)
+    problem.hidden[:, 0] = 100.0
+    problem.weight[:, 0] = level / 100.0
+    problem.check(backend)
+
+
+@pytest.mark.parametrize("level", [1e4, 1e5])
+def test_gradients_of_fp32_logits_far_from_zero(level, backend, device):
+    """p = 2^(z - lse) of one fp32 lse would be off by a rounding of lse, the same for a whole row."""
+    problem = make_problem(40, 24, 300, device)
+    problem.hidden[:, 0] = 100.0
+    problem.weight[:, 0] = level / 100.0
+    problem.check(backend)
+
+
+@pytest.mark.parametrize("softcap", [1e4, 1e6])
+def test_a_softcap_far_above_the_logits(softcap, backend, device):
+    """tanh to 1e-7 of 1 is cap x 1e-7 of a logit."""
+    problem = make_problem(9, 24, 70, device)
+    capped, plain = (problem.run(backend, softcap=cap).outputs for cap in (softcap, None))
+    assert largest_error(capped.logprobs, oracle(*problem, softcap=softcap).outputs.logprobs) <= 5e-6
+    assert largest_error(capped.lse, plain.lse) <= 1e-5
+
+
+def test_a_nan_rows_argmax_is_no_id(backend, device):
+    problem = make_problem(9, 24, 70, device)
+    problem.hidden[4] = float("nan")
+    problem.labels[2] = 99
+    outputs = problem.run(backend, telemetry=True).outputs
+    assert (outputs.argmax == -1).nonzero().flatten().tolist() == [2, 4]
+    reference = megatron_lce.linear_cross_entropy(*problem[:3], telemetry=True, backend="reference")
+    assert torch.equal(reference.argmax == -1, outputs.argmax == -1)
+
+
+def test_very_large_logits(backend, device):
+    """A spread of thousands: probabilities are 0 or 1 and nothing overflows."""
+    result = make_problem(17, 24, 70, device, logit_std=2000.0).check(backend, telemetry=True)
+    assert all(o.isfinite().all() for o in result.outputs)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("logit", [5.0, 16.0, 40.0, 300.0])
+def test_logprobs_are_never_positive(logit, dtype, backend, device):
+    """p(label) -> 1: the label's logit and the log-sum-exp meet."""
+    problem = make_problem(64, 64, 64, device, dtype, logit_std=0.01)
+    problem.hidden.copy_(torch.eye(64) * logit)
+    problem.weight.add_(torch.eye(64, device=device).to(dtype))
+    problem = problem._replace(labels=torch.arange(64, device=device))
+    result = problem.check(backend)
+    assert (result.outputs.logprobs <= 0).all()
+    assert (result.outputs.logprobs > -0.7).all()
+
+
+def test_an_ignored_row_may_have_any_logits(backend, device):
+    """Its gradient is 0, not 0 times an overflow."""
+    problem = make_problem(17, 24, 70, device, logit_std=2000.0)
+    problem.labels[::2] = -100
+    result = problem.check(backend)
+    assert not result.grad_hidden[::2].any()
+
+
+def test_an_ignored_row_needs_no_valid_temperature(backend, device):
+    problem = make_problem(6, 24, 70, device)
+    problem.labels[2:4] = -100
+    temperature = torch.tensor([0.5, 1.0, float("nan"), 0.0, 2.0, 3.0], device=device)
+    usable = torch.where(problem.labels == -100, 1.0, temperature)
+    result = problem.run(backend, temperature=temperature, telemetry=True)
+    expected = problem.check(backend, temperature=usable, telemetry=True)
+    assert all(torch.equal(a, e) for a, e in zip(result.outputs, expected.outputs, strict=True))
+    assert torch.equal(result.grad_hidden, expected.grad_hidden)
+    assert torch.equal(result.grad_weight, expected.grad_weight)
+
+
+@pytest.mark.parametrize("label", [-1, 61, 69, 70, 2**31 + 3, 2**40, -(2**40), -99])
+def test_a_label_that_nobody_owns_makes_its_row_nan(label, backend, device):
+    problem = make_problem(6, 24, 70, device)
+    problem = problem._replace(labels=problem.labels % 61)
+    problem.labels[4] = label
+    check_only_row_is_nan(problem.check(backend, vocab_size=61, telemetry=True), 4)
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan"), float("inf"), -float("inf")])
+def test_an_unusable_temperature_makes_its_row_nan(temperature, backend, device):
+    problem = make_problem(6, 24, 70, device)
+    temperatures = torch.tensor([1.0, 0.5, 1.0, 2.0, temperature, 3.0], device=device)
+    check_only_row_is_nan(problem.check(backend, temperature=temperatures, telemetry=True), 4)
+
+
+def check_only_row_is_nan(result, row):
+    for output in (output.double() for name, output in result.outputs._asdict().items() if name != "argmax"):
+        assert output.isnan().nonzero().flatten().tolist() == [row]
+    assert result.grad_hidden.isnan().all(dim=1).nonzero().flatten().tolist() == [row]
+    assert result.grad_hidden.isnan().any(dim=1).nonzero().flatten().tolist() == [row]
+
+
+@pytest.mark.parametrize("large", [1e20, float("inf"), float("nan")])
+def test_logits_too_large_for_their_squares_give_nan_and_leave_the_others_alone(large, backend, device):
+    problem = make_problem(6, 24, 70, device)
+    expected = problem.run(backend, telemetry=True).outputs
+    problem.hidden[4] = large
+    out = problem.run(backend, telemetry=True).outputs
+    others = [0, 1, 2, 3, 5]
+    for name in ("logits_norm", "mean_logit"):
+        assert getattr(out, name)[4].isnan()
+        assert torch.equal(getattr(out, name)[others], getattr(expected, name)[others])
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_telemetry_of_an_infinite_hidden_under_a_softcap(dtype, backend, device):
+    """Its capped logits are finite; the columns past the vocabulary's end, of no weight at all, are not among them."""
+    problem = make_problem(9, 24, 70, device, dtype)
+    problem.hidden[4, 3] = float("inf")
+    actual, expected = (
+        megatron_lce.linear_cross_entropy(*problem[:3], softcap=5.0, telemetry=True, backend=name)
+        for name in (backend, "reference")
+    )
+    for name, value, exact in zip(actual._fields, actual, expected, strict=True):
+        torch.testing.assert_close(value, exact, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
