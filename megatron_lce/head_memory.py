@@ -25,7 +25,7 @@ from megatron_lce.core.softmax_stats import num_extremes, num_sums, packed_rows
 Phases = dict[str, dict[str, int]]  # phase: {what is allocated in it: bytes}
 
 TILE_COLUMNS = {2: 256, 4: 64}  # by bytes of an element: what a kept logits' tile holds
-CHUNK_COLUMNS = {2: 128, 4: 64}  # what one row of statistics is about
+STATS_COLUMNS = {2: 128, 4: 64}  # what one row of statistics is about
 PER_TOKEN_BYTES = 40  # a token's labels, factors, outputs and what backward needs of them
 TERMS_BYTES = 24  # a token's row terms in backward
 
@@ -251,8 +251,8 @@ def _weight_sum(step: HeadStep, several: bool) -> dict[str, int]:
 
 
 def _tokens_of_a_block(step: HeadStep) -> int:
-    block_bytes = BlockBytes(step.itemsize, 0, _sum_bytes(step))
-    block = tokens_per_block(step.computed, step.columns, step.workspace_bytes, block_bytes)
+    block_bytes = BlockBytes(step.itemsize)
+    block = tokens_per_block(step.computed, step.columns, step.workspace_bytes, block_bytes, _sum_bytes(step))
     if block >= step.computed:  # also where the ranks' shards are not equal, as in estimates of any number of tokens
         return step.computed
     ranks = step.tp if step.gathers else 1
@@ -289,7 +289,7 @@ def _statistics_bytes(step: HeadStep, block: int) -> int:
 
 def _chunk_bytes(step: HeadStep) -> int:
     """One token's statistics of every chunk."""
-    return 4 * ceil_div(step.columns, CHUNK_COLUMNS[step.itemsize]) * packed_rows(step.entropy, telemetry=False)
+    return 4 * ceil_div(step.columns, STATS_COLUMNS[step.itemsize]) * packed_rows(step.entropy, telemetry=False)
 
 
 def _beside_kept_bytes(step: HeadStep) -> int:
@@ -326,7 +326,7 @@ def _slab(step: HeadStep, block: int, columns: int) -> tuple[int, int, int]:
 
 def _kept_row_bytes(step: HeadStep, columns: int) -> int:
     """One token's kept exponentials and each chunk's largest logit."""
-    return slab_row_stride(columns) * step.itemsize + 4 * ceil_div(columns, CHUNK_COLUMNS[step.itemsize])
+    return slab_row_stride(columns) * step.itemsize + 4 * ceil_div(columns, STATS_COLUMNS[step.itemsize])
 
 
 def _cache_columns(step: HeadStep) -> int:

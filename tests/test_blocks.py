@@ -18,6 +18,7 @@ from megatron_lce.core.blocks import (
     logits_cost,
     plan_blocks,
     round_up,
+    tokens_per_block,
 )
 
 TOKENS = st.integers(1, 200_000)
@@ -110,6 +111,20 @@ def test_long_context_cuts_tokens_and_keeps_both_sides_wide():
     """By what both gradients' sums read and write: 15.3e-5 of 8 N V H bytes at best, 18.7e-5 with 8,192 x 15,360."""
     tokens, columns = plan_blocks(131_072, 151_936, 2**29, BlockBytes(2), per_column_if_tokens_are_cut=4 * 4096)
     assert 1 / tokens + 1 / columns < 16.2e-5
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "hidden_size", "columns", "expected"),
+    [
+        (131_072, 4096, 18_992, 5_760),  # the sum, 297 MiB, comes out of the workspace
+        (131_072, 7168, 16_160, 4_096),  # the sum and 4,096 tokens' logits are more than it, and less than hidden's sum
+        (131_072, 16_384, 16_032, 4_096),  # the sum alone is
+        (131_072, 4096, 65_600, 131_072),  # the logits of 4,096 tokens are
+        (16_000, 7168, 16_160, 16_000),  # hidden's sum is smaller
+    ],
+)
+def test_long_context_sums_the_smaller_gradient(num_tokens, hidden_size, columns, expected):
+    assert tokens_per_block(num_tokens, columns, 2**29, BlockBytes(2), 4 * hidden_size) == expected
 
 
 @given(st.integers(1, 40_000), st.integers(0, 9000), st.integers(0, 9000), st.sampled_from([0, 64, 2048, 5120]))

@@ -11,7 +11,7 @@ import torch
 import megatron_lce
 from benchmark import measure
 from megatron_lce.estimate import estimate, estimate_table, largest_tokens
-from megatron_lce.head_memory import CHUNK_COLUMNS, TILE_COLUMNS, HeadStep
+from megatron_lce.head_memory import STATS_COLUMNS, TILE_COLUMNS, HeadStep
 from tests.live_bytes import peak_live_bytes
 from tests.problems import make_problem
 
@@ -251,7 +251,7 @@ def test_tiles_and_chunks_are_those_of_the_kernels():
     tiles = pytest.importorskip("megatron_lce.backends.triton.tiles")
     assert {2: tiles.HOPPER_16_BIT.block_v, 4: tiles.FP32.block_v} == TILE_COLUMNS
     inputs = {2: torch.empty(1, dtype=torch.bfloat16), 4: torch.empty(1)}
-    assert {size: tiles.chunk_columns(tensor) for size, tensor in inputs.items()} == CHUNK_COLUMNS
+    assert {size: tiles.chunk_columns(tensor) for size, tensor in inputs.items()} == STATS_COLUMNS
 
 
 def test_products_and_their_time():

@@ -178,10 +178,12 @@ def _tokens(
 
 
 def _block_tokens(computed: int, hidden: Tensor, weight: Tensor, options: Options, backend: CrossEntropyBackend) -> int:
-    block_bytes = backend.grad_logits_bytes(hidden, copies_of(hidden))
-    per_column = block_bytes.per_column + accumulator_bytes_per_column(weight, options)
     return tokens_per_block(
-        computed, options.largest_shard, options.workspace_bytes, block_bytes._replace(per_column=per_column)
+        computed,
+        options.largest_shard,
+        options.workspace_bytes,
+        backend.grad_logits_bytes(hidden, copies_of(hidden)),
+        accumulator_bytes_per_column(weight, options),
     )
 
 

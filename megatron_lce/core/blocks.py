@@ -108,15 +108,17 @@ def tokens_per_block(
     largest_shard: int,
     workspace_bytes: int,
     block_bytes: BlockBytes,
+    sum_bytes_per_column: int,
 ) -> int:
     """How many tokens backward's outer loop takes at once: all of them, with slabs of vocabulary inside, or fewer.
 
     Slabs inside accumulate hidden's gradient, 4 N H bytes; blocks of tokens outside, each with all columns, accumulate
-    the weight's, 4 V H bytes. What is smaller is also read and written less, as long as the blocks stay wide.
+    the weight's, 4 V H bytes. What is smaller is also read and written less, as long as the blocks stay wide. The
+    weight's sum comes out of the workspace as far as they do; what they need beside it is on top, as hidden's is.
     """
-    block = (workspace_bytes - largest_shard * block_bytes.per_column) // (
-        block_bytes.per_token + round_up(largest_shard, COLUMN_STEP) * block_bytes.per_logit
-    )
+    row_bytes = block_bytes.per_token + round_up(largest_shard, COLUMN_STEP) * block_bytes.per_logit
+    room = workspace_bytes - largest_shard * block_bytes.per_column
+    block = max((room - largest_shard * sum_bytes_per_column) // row_bytes, min(WIDE_BLOCK, room // row_bytes))
     if largest_shard >= num_tokens or block < WIDE_BLOCK:
         return max(num_tokens, 1)
     return _even(num_tokens, block, MIN_TOKENS)
