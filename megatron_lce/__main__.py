@@ -4,16 +4,18 @@ import argparse
 import json
 import math
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from megatron_lce import __version__, doctor
-from megatron_lce.core.blocks import ceil_div
+from megatron_lce.core.blocks import ALIGNED_COLUMNS, ceil_div, round_up
 from megatron_lce.core.options import WORKSPACE_BYTES
 from megatron_lce.estimate import estimate_table, format_estimates
 from megatron_lce.head_memory import HeadStep
-from megatron_lce.model_shapes import MODEL_SHAPES, find_model
+from megatron_lce.model_shapes import MODEL_SHAPES, ModelShape, find_model
 
 MIB, GIB = 2**20, 2**30
+MEGATRON_PADS_TO = 128  # columns of each rank: its --make-vocab-size-divisible-by
 ITEMSIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
@@ -47,27 +49,52 @@ def _add_estimate(commands: Any) -> None:
     )
     command = commands.add_parser("estimate", help="memory and time by formula, without a GPU", description=text)
     add = command.add_argument
-    add("--model", help=f"Public model that gives hidden size and vocabulary: {', '.join(MODEL_SHAPES)}.")
-    add("--hidden", type=int, help="Hidden size; with --vocab for any other model.")
-    add("--vocab", type=int, help="Vocabulary of all ranks together, padding included.")
-    add("--tokens", type=int, default=8192, help="Tokens of a microbatch, whole sequences (default: %(default)s).")
-    add("--tp", type=int, default=1, help="Tensor-parallel size (default: %(default)s).")
+    count = _number(int, lambda value: value >= 1, "at least 1")
+    models = f"Public model that gives hidden size and vocabulary: {', '.join(MODEL_SHAPES)}."
+    add("--model", type=_model, help=models)
+    add("--hidden", type=count, help=f"Hidden size, a multiple of {ALIGNED_COLUMNS}; with --vocab for any other model.")
+    add("--vocab", type=count, help="Vocabulary of all ranks together, padding included (default: the model's own).")
+    add("--tokens", type=count, default=8192, help="Tokens of a microbatch, whole sequences (default: %(default)s).")
+    add("--tp", type=count, default=1, help="Tensor-parallel size (default: %(default)s).")
     add("--sequence-parallel", action="store_true", help="Hidden is sharded along the sequence.")
     add("--dtype", choices=ITEMSIZES, default="bf16", help="Of hidden and weight (default: %(default)s).")
     add("--main-grad", action="store_true", help="The head has gradient_accumulation_fusion set.")
     add("--no-entropy", action="store_true", help="Log-probabilities only, as a loss needs them.")
     add(
         "--workspace-mib",
-        type=int,
+        type=count,
         default=WORKSPACE_BYTES // MIB,
         help="The argument workspace_bytes (default: %(default)s MiB).",
     )
-    add("--cache-mib", type=int, help="Add a row with this logits_cache_bytes.")
-    add("--ignored", type=float, default=0.0, help="Share of ignored rows, for skip_ignored (default: %(default)s).")
-    add("--tflops", type=float, help="TFLOP/s that the GPU's products reach: adds their time in ms.")
-    add("--memory-gib", type=float, help="Add the largest number of tokens whose head fits in so much memory.")
+    kept = _number(int, lambda value: value >= 0, "at least 0")
+    add("--cache-mib", type=kept, help="Add a row with this logits_cache_bytes.")
+    share = _number(float, lambda value: 0 <= value <= 1, "a share, between 0 and 1")
+    add("--ignored", type=share, default=0.0, help="Share of ignored rows, for skip_ignored (default: %(default)s).")
+    size = _number(float, lambda value: 0 < value < math.inf, "positive and finite")
+    add("--tflops", type=size, help="TFLOP/s that the GPU's products reach: adds their time in ms.")
+    add("--memory-gib", type=size, help="Add the largest number of tokens whose head fits in so much memory.")
     add("--json", action="store_true", help="Print one JSON object instead of a table.")
     command.set_defaults(run=_estimate, fail=command.error)
+
+
+def _number(kind: type, is_right: Callable[[Any], bool], what: str) -> Callable[[str], int | float]:
+    def parse(text: str) -> int | float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not is_right(value):
+            raise argparse.ArgumentTypeError(f"must be {what}, got {text}")
+        return value
+
+    return parse
+
+
+def _model(name: str) -> tuple[str, ModelShape]:
+    try:
+        return find_model(name)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{error}; --hidden and --vocab describe any other") from None
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
@@ -91,28 +118,33 @@ def _estimate(arguments: argparse.Namespace) -> int:
         print(json.dumps({"head": title, "ways": rows}, indent=1))
     else:
         print(format_estimates(title, rows))
+        if arguments.model and arguments.vocab is None:
+            _print_padded_vocabulary(arguments.model[1].vocab, arguments.tp)
     return 0
+
+
+def _print_padded_vocabulary(vocab: int, tp: int) -> None:
+    padded = round_up(vocab, MEGATRON_PADS_TO * tp)
+    if padded > vocab:
+        print(f"\nMegatron pads this vocabulary of {vocab:,} to {padded:,}, unless told otherwise: --vocab {padded}")
 
 
 def _head_step(arguments: argparse.Namespace) -> tuple[str, HeadStep]:
     hidden, vocab, name = arguments.hidden, arguments.vocab, ""
     if arguments.model:
-        name, shape = find_model(arguments.model)
-        hidden, vocab = hidden or shape.hidden, vocab or shape.vocab
+        name, shape = arguments.model
+        if hidden is not None:
+            raise ValueError(f"--hidden must not be given beside --model, got {hidden}")
+        hidden, vocab = shape.hidden, shape.vocab if vocab is None else vocab
         name += " (tied head): " if shape.tied else ": "
-    if not hidden or not vocab:
+    if hidden is None or vocab is None:
         raise ValueError("either --model or both --hidden and --vocab must be given")
-    if min(arguments.tp, arguments.workspace_mib) < 1:
-        raise ValueError(f"--tp and --workspace-mib must be at least 1, got {arguments.tp}, {arguments.workspace_mib}")
-    if (arguments.cache_mib or 0) < 0:
-        raise ValueError(f"--cache-mib must be at least 0, got {arguments.cache_mib}")
+    if hidden % ALIGNED_COLUMNS:
+        raise ValueError(f"--hidden must be a multiple of {ALIGNED_COLUMNS} for an estimate, got {hidden}")
     if arguments.cache_mib and arguments.dtype == "fp32":
         raise ValueError(
             f"--cache-mib must be 0 with --dtype fp32, of which nothing is kept, got {arguments.cache_mib}"
         )
-    for option, value in (("--tflops", arguments.tflops), ("--memory-gib", arguments.memory_gib)):
-        if value is not None and not 0 < value < math.inf:
-            raise ValueError(f"{option} must be positive and finite, got {value}")
     columns = ceil_div(vocab, arguments.tp)
     step = HeadStep(
         arguments.tokens,

@@ -25,10 +25,9 @@ from megatron_lce.compat_arguments import (
     refuse_unsupported,
 )
 from megatron_lce.core import collectives, validation
-from megatron_lce.core.options import LinearCrossEntropyOutput
+from megatron_lce.core.options import IGNORE_INDEX, LinearCrossEntropyOutput
 from megatron_lce.core.weighted_logits import weighted_logits
 
-_IGNORED = -100
 # Autograd's nodes that put a tensor together of parts.
 _OF_PARTS = ("CatBackward0", "StackBackward0", "torch::autograd::CopySlices", "IndexPutBackward0")
 
@@ -129,10 +128,10 @@ def _outputs(
     out = api.linear_cross_entropy(
         hidden.reshape(-1, hidden.shape[-1]),
         weight,
-        labels.where(labels >= 0, _IGNORED),
+        labels.where(labels >= 0, IGNORE_INDEX),
         tp_group=group,
         temperature=temperature,
-        ignore_index=_IGNORED,
+        ignore_index=IGNORE_INDEX,
         telemetry=return_max_logits,
         skip_ignored=skip_ignored,
         reduce_grad_hidden=not summed_in_front,
@@ -233,10 +232,10 @@ def megatron_linear_cross_entropy(
     out = api.linear_cross_entropy(
         hidden,
         weight,
-        labels.where(counted, _IGNORED),
+        labels.where(counted, IGNORE_INDEX),
         tp_group=tp_group,
         sequence_parallel=sequence_parallel,
-        ignore_index=_IGNORED,
+        ignore_index=IGNORE_INDEX,
         entropy=False,
         skip_ignored=skip_ignored,
     )
@@ -244,9 +243,9 @@ def megatron_linear_cross_entropy(
 
 
 def torch_linear_cross_entropy(
-    input: Tensor,  # [N, H] or [H]
+    input: Tensor,  # [..., H]
     linear_weight: Tensor,  # [V_local, H]
-    target: Tensor,  # [N] or a scalar
+    target: Tensor,  # [...]
     *,
     linear_bias: None = None,
     weight: Tensor | None = None,  # [V]
@@ -260,9 +259,9 @@ def torch_linear_cross_entropy(
     """`torch.nn.functional.linear_cross_entropy`: the loss in input's dtype.
 
     Args:
-        input: [N, H] or [H]; fp32, bf16 or fp16; the same on every rank of the group.
+        input: [..., H], of which torch takes [N, H] and [H]; fp32, bf16 or fp16; the same on every rank of the group.
         linear_weight: [V, H] of input's dtype; over a group this rank's rows, all shards equal.
-        target: [N] or a scalar, int64 class ids. An id outside [0, V) gives NaN, without looking at the device.
+        target: [...], int64 class ids. An id outside [0, V) gives NaN, without looking at the device.
         linear_bias, options: torch's other keywords; NotImplementedError says why not.
         weight: [V] floating, of the whole vocabulary: a factor for each class, without gradient.
         reduction: "none", "sum", or "mean" over the rows that are not ignored (NaN when all are), each of which counts
@@ -275,9 +274,9 @@ def torch_linear_cross_entropy(
 
     Raises:
         TypeError, ValueError: see `megatron_lce.linear_cross_entropy`.
-        NotImplementedError: a bias, chunking options, class probabilities, or a loss over further dimensions.
+        NotImplementedError: a bias, chunking options, class probabilities, or a weight of further dimensions.
     """
-    ignored = _IGNORED if ignore_index is None else ignore_index
+    ignored = IGNORE_INDEX if ignore_index is None else ignore_index
 
     def check(ranks: int) -> None:
         refuse_unsupported(linear_bias, options)

@@ -36,6 +36,8 @@ def examine(device: str | None = None) -> dict[str, Any]:
     kind = device or ("cuda" if has_cuda else "cpu")
     found = versions()
     report: dict[str, Any] = {"versions": found, "device": _describe_device(kind), "problems": _too_old(found)}
+    if device is None and not has_cuda and (unseen := _ask_nvidia_smi("name")):
+        report["problems"].append(f"torch {torch.__version__} does not see this machine's GPU, {unseen}")
     if kind == "cuda" and not has_cuda:
         report["problems"].append("no CUDA device is available to torch")
         return report
@@ -97,12 +99,19 @@ def _describe_device(kind: str) -> dict[str, str]:
         "memory": f"{torch.cuda.get_device_properties(0).total_memory / 2**30:.0f} GiB",
         "CUDA of torch": str(torch.version.cuda or torch.version.hip),
     }
-    if program := shutil.which("nvidia-smi"):
-        command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-        if answer.returncode == 0:
-            described["driver"] = answer.stdout.splitlines()[0]
+    if driver := _ask_nvidia_smi("driver_version"):
+        described["driver"] = driver
     return described
+
+
+def _ask_nvidia_smi(what: str) -> str | None:
+    """What it says of the first GPU; None where there is none."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    command = [program, f"--query-gpu={what}", "--format=csv,noheader"]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    return answer.stdout.splitlines()[0] if answer.returncode == 0 and answer.stdout.strip() else None
 
 
 def self_test(device: torch.device) -> dict[str, Any]:

@@ -121,8 +121,9 @@ def linear_jsd(
         With `token_weights` an fp32 scalar; backward may be called on it once, with any upstream gradient, and scales
         the gradients that forward made (one that is not finite makes ignored rows' NaN, too). Over these the call takes
         at most the workspace and the fp32 sum of the weight's gradient, 4 V H bytes of the group's largest shard, and
-        nothing that grows with the tokens; forward's blocks have the room of the weight's gradient until it is made of
-        that sum, as in `linear_token_loss`.
+        nothing that grows with the tokens (under `sequence_parallel` what is gathered of both hidden states and, until
+        it is scattered, the gradient of all ranks' tokens); forward's blocks have the room of the weight's gradient
+        until it is made of that sum, as in `linear_token_loss`.
 
     Raises:
         TypeError, ValueError: an argument is not as described; the message names it, what it must be and what it was.

@@ -48,7 +48,8 @@ def linear_token_loss(
 
     Blocks of tokens go all the way at once: their logits, kept in 16 bits, their losses, and the gradients of hidden
     and weight. Over these gradients a call takes at most `workspace_bytes` and the fp32 sum of the weight's gradient,
-    4 V_local H bytes, and nothing that grows with the tokens. The weight's gradient is made of its sum when the blocks
+    4 V_local H bytes, and nothing that grows with the tokens (under `sequence_parallel` what is gathered of hidden and,
+    until it is scattered, the gradient of all ranks' tokens). The weight's gradient is made of its sum when the blocks
     are gone, so until then they have its room beside the workspace (not with a sink, whose buffer is there). Where the
     logits of all tokens need no more than the workspace and the sum, they are one block, which needs no sum. fp32
     inputs, and calls whose blocks have no room for 128 tokens' logits, are computed as by `linear_cross_entropy`.
@@ -79,7 +80,8 @@ def linear_token_loss(
 
     def check() -> None:
         if none_of_its := (keywords.keys() - defaults.keys()) | ({"logits_cache_bytes"} & keywords.keys()):
-            raise TypeError(f"linear_token_loss has no keyword {', '.join(sorted(none_of_its))}")
+            within = ": it keeps logits within workspace_bytes" if "logits_cache_bytes" in keywords else ""
+            raise TypeError(f"linear_token_loss has no keyword {', '.join(sorted(none_of_its))}{within}")
         if keywords.get("backend") == "reference":
             raise ValueError("backend must be 'auto', 'triton' or 'torch' for linear_token_loss, got 'reference'")
         if not callable(loss):

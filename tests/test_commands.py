@@ -70,6 +70,14 @@ def test_a_gpu_without_triton_is_a_problem(monkeypatch, capsys, quick_self_test)
     assert "PROBLEM: the GPU runs the slower torch backend: triton is not installed" in printed
 
 
+def test_a_gpu_that_torch_does_not_see_is_a_problem(monkeypatch, capsys, quick_self_test):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(doctor, "_ask_nvidia_smi", lambda what: {"name": "NVIDIA H100"}[what])
+    assert commands.main(["doctor"]) == 1
+    assert f"PROBLEM: torch {torch.__version__} does not see this machine's GPU, NVIDIA H100" in capsys.readouterr().out
+    assert commands.main(["doctor", "--device", "cpu"]) == 0
+
+
 def test_versions_that_are_too_old_are_a_problem():
     found = {"torch": "2.8.1+cu128", "triton": None, "megatron-core": "0.14.0rc1"}
     assert doctor._too_old(found) == ["torch must be at least 2.9, got 2.8.1+cu128"]
@@ -95,16 +103,40 @@ def test_the_table_has_every_way_and_what_its_peak_is(capsys):
         assert text in printed
 
 
+def test_a_long_context_with_masked_tokens(capsys):
+    sizes = "--model DeepSeek-V3 --vocab 130048 --tokens 131072 --tp 8 --sequence-parallel --main-grad --no-entropy"
+    assert commands.main(["estimate", *sizes.split(), "--ignored", "0.6", "--cache-mib", "512", "--json"]) == 0
+    ways = {row["way"]: row for row in json.loads(capsys.readouterr().out)["ways"]}
+    masked = ways["megatron_lce, 60% ignored and skipped"]
+    assert masked["products"] == 1.6
+    assert "gradient of all rows" in masked["peak_parts_mib"]
+    assert ways["megatron_lce, cache of 512 MiB"]["kept_mib"] <= 512 < ways["megatron_lce"]["peak_mib"]
+
+
+def test_megatrons_padding_is_told(capsys):
+    told = "Megatron pads this vocabulary of 151,936 to 152,576, unless told otherwise: --vocab 152576"
+    for vocab, is_told in (([], True), (["--vocab", "152576"], False)):
+        assert commands.main(["estimate", "--model", "Qwen3-8B", "--tp", "8", *vocab]) == 0
+        assert (told in capsys.readouterr().out) == is_told
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ("--hidden 64", "either --model or both --hidden and --vocab must be given"),
-        ("--model gpt-9", "model must be one of Qwen/Qwen3-0.6B, .* got 'gpt-9'"),
-        ("--hidden 100 --vocab 64", "hidden must be a multiple of 8"),
-        ("--hidden 64 --vocab 64 --tp 0", "--tp and --workspace-mib must be at least 1"),
-        ("--hidden 64 --vocab 64 --cache-mib -1", "--cache-mib must be at least 0, got -1"),
-        ("--hidden 64 --vocab 64 --tflops 0", "--tflops must be positive and finite, got 0.0"),
-        ("--hidden 64 --vocab 64 --memory-gib inf", "--memory-gib must be positive and finite, got inf"),
+        (
+            "--model gpt-9",
+            "--model: model must be one of Qwen/Qwen3-0.6B, .* got 'gpt-9'; --hidden and --vocab describe",
+        ),
+        ("--model qwen3-8b --hidden 64", "--hidden must not be given beside --model, got 64"),
+        ("--hidden 100 --vocab 64", "--hidden must be a multiple of 8 for an estimate, got 100"),
+        ("--hidden 64 --vocab 0", "--vocab: must be at least 1, got 0"),
+        ("--hidden 64 --vocab 64 --tokens 8k", "--tokens: must be at least 1, got 8k"),
+        ("--hidden 64 --vocab 64 --tp 0", "--tp: must be at least 1, got 0"),
+        ("--hidden 64 --vocab 64 --ignored 60", "--ignored: must be a share, between 0 and 1, got 60"),
+        ("--hidden 64 --vocab 64 --cache-mib -1", "--cache-mib: must be at least 0, got -1"),
+        ("--hidden 64 --vocab 64 --tflops 0", "--tflops: must be positive and finite, got 0"),
+        ("--hidden 64 --vocab 64 --memory-gib inf", "--memory-gib: must be positive and finite, got inf"),
         (
             "--hidden 4096 --vocab 64000 --workspace-mib 1",
             "--workspace-mib 1: workspace_bytes must be at least 4194816",

@@ -3,6 +3,7 @@
 import math
 import re
 import warnings
+from fractions import Fraction
 
 import pytest
 import torch
@@ -61,6 +62,7 @@ BAD = [
     ({"temperature": math.inf}, ValueError, "temperature", "positive and finite", "inf"),
     ({"temperature": "1"}, TypeError, "temperature", "must be a float", "str"),
     ({"temperature": True}, TypeError, "temperature", "must be a float", "bool"),
+    ({"temperature": Fraction(1)}, TypeError, "temperature", "must be a float", "fractions.Fraction"),
     ({"temperature": None}, TypeError, "temperature", "must be a float", "NoneType"),
     ({"temperature": zeros(4, **LONG)}, TypeError, "temperature", "a float or a floating tensor", "int64"),
     ({"temperature": zeros(3)}, ValueError, "temperature", "labels' shape, (4,)", "(3,)"),

@@ -9,6 +9,7 @@ from torch.distributed import ProcessGroup
 
 Backend = Literal["auto", "triton", "torch", "reference"]
 WORKSPACE_BYTES = 512 * 2**20  # the default cap on transient buffers
+IGNORE_INDEX = -100  # the label of a row that takes no part, as in torch
 
 
 class LinearCrossEntropyOutput(NamedTuple):

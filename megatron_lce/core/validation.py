@@ -167,7 +167,7 @@ def check_flag(name: str, value: object) -> None:
 
 def check_number(name: str, value: object, *, positive: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a float, got {type(value).__name__}")
+        raise TypeError(f"{name} must be a float, got {_type_name(value)}")
     if isinstance(value, int) and abs(value) > _LARGEST:
         raise ValueError(f"{name} must be a number that fp32 holds, got an int of {value.bit_length()} bits")
     if not math.isfinite(value) or (positive and value <= 0):
@@ -178,11 +178,17 @@ def check_number(name: str, value: object, *, positive: bool = False) -> None:
 
 def check_integer(name: str, value: object, *, minimum: int | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+        raise TypeError(f"{name} must be an int, got {_type_name(value)}")
     if minimum is not None and value < minimum:
         raise ValueError(f"{name} must be at least {minimum}, got {value}")
     if not -(2**63) <= value < 2**63:
         raise ValueError(f"{name} must be a number that int64 holds, got {value}")
+
+
+def _type_name(value: object) -> str:
+    """With its module: numpy has a float32 and an int64 that are neither a float nor an int."""
+    kind = type(value)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
 
 
 def check_group(group: ProcessGroup | None, name: str = "tp_group") -> int:

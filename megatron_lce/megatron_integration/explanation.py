@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from megatron_lce.backends.choice import triton_obstacle
+from megatron_lce.backends.choice import describe_backend
 from megatron_lce.core.validation import check_integer
 from megatron_lce.estimate import estimate_table, format_estimates
 from megatron_lce.head_memory import HeadStep
@@ -79,13 +79,12 @@ def explain(model: nn.Module | Sequence[nn.Module], tokens: int = 8192) -> Expla
         or weight.shape[1] % 8
     ):
         return Explanation(not of_head, not reasons, reasons)
-    obstacle = triton_obstacle(weight.device)
     step, description = _step(language_model, weight, tokens)
     return Explanation(
         can_capture=not of_head,
         can_fuse=not reasons,
         reasons=reasons,
-        backend="triton" if obstacle is None and weight.is_cuda else f"torch, since {obstacle or 'there is no GPU'}",
+        backend=describe_backend("auto", weight.device),
         head=description,
         ways=tuple(estimate_table(step)),
     )

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from megatron_lce.core.options import IGNORE_INDEX
 from megatron_lce.megatron_integration.head_call import BackwardPasses, HeadCall
 from megatron_lce.megatron_integration.method_overrides import MethodOverride, overrides_of
 from megatron_lce.megatron_integration.support import managed_weight_reason, warn_on_one_rank
-from megatron_lce.megatron_integration.uncomputed_logits import IGNORE_INDEX, UncomputedLogits
+from megatron_lce.megatron_integration.uncomputed_logits import UncomputedLogits
 
 if TYPE_CHECKING:
     from megatron.core.models.common.language_module.language_module import LanguageModule

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron_lce.core.options import LinearCrossEntropyOutput
+from megatron_lce.core.options import IGNORE_INDEX, LinearCrossEntropyOutput
 from megatron_lce.core.validation import as_int64, check_label_tensor, check_tensor
 from megatron_lce.megatron_integration.head_call import HeadCall, check_not_fixed
 from megatron_lce.megatron_integration.support import reasons_of_head
-from megatron_lce.megatron_integration.uncomputed_logits import IGNORE_INDEX, UncomputedLogits
+from megatron_lce.megatron_integration.uncomputed_logits import UncomputedLogits
 
 if TYPE_CHECKING:
     from megatron.core.tensor_parallel import ColumnParallelLinear

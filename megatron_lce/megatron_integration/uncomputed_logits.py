@@ -11,13 +11,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from megatron_lce.compat_arguments import Reduction, reduce_loss
-from megatron_lce.core.options import LinearCrossEntropyOutput
+from megatron_lce.core.options import IGNORE_INDEX, LinearCrossEntropyOutput
 from megatron_lce.core.validation import as_int64, refuse_double_backward
 from megatron_lce.megatron_integration.head_call import HeadCall, swap
 from megatron_lce.megatron_integration.heads import form_of
 from megatron_lce.megatron_integration.logits_loss import Logprobs, LossOfLogits, logprobs_of_logits
 
-IGNORE_INDEX = -100
 _SCALE = {Tensor.mul, torch.mul}
 _MAX = {Tensor.max, torch.max}
 _ARGMAX = {Tensor.argmax, torch.argmax}
