@@ -1,11 +1,13 @@
 """`skip_ignored=True`: what is done before the host knows how many rows count, and how they come to the front."""
 
 import weakref
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from megatron_lce import cross_entropy
 from megatron_lce.backends.choice import load_backend
 from megatron_lce.backends.torch.compaction import copy_to_host
 from megatron_lce.core.collectives import Pending
@@ -70,6 +72,17 @@ def test_a_cache_is_begun_before_the_number_is_known(rows, logits_cache_bytes, a
     only_here = {"skip_ignored": True, "logits_cache_bytes": logits_cache_bytes, "workspace_bytes": 1_000_000}
     assert_same_outputs(problem.check("triton", only_here=only_here), computed)
     assert seen == allocated
+
+
+@pytest.mark.parametrize("largest_shard", [40, 300, 512])
+def test_a_cache_is_begun_by_whole_tiles_whatever_the_largest_shard_was(largest_shard, device, monkeypatch):
+    """Where ranks' shards are uneven, a second head is planned for by the largest shard of the first."""
+    pytest.importorskip("triton")
+    agreed = cross_entropy.agreed_options
+    stale = lambda *given: replace(agreed(*given), largest_shard=largest_shard)  # noqa: E731
+    monkeypatch.setattr(cross_entropy, "agreed_options", stale)
+    problem = ignoring(make_problem(9, 24, 520, device, BF16), SOME)
+    problem.check("triton", only_here={"skip_ignored": True, "logits_cache_bytes": 2**30})
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 300, 9000])

@@ -49,6 +49,22 @@ def test_a_nan_rows_argmax_is_no_id(backend, device):
     assert torch.equal(reference.argmax == -1, outputs.argmax == -1)
 
 
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("forbidden", [[3], [3, 200], range(128, 256), range(256, 300), range(299)], ids=len)
+def test_forbidden_ids_take_no_probability(forbidden, dtype, backend, device):
+    """Their logits are -inf, by a constant feature of hidden: some of a chunk's, or all of them."""
+    problem = make_problem(9, 24, 300, device, dtype)
+    problem.hidden[:, 0] = 1.0
+    problem.weight[list(forbidden)] = torch.tensor([-torch.inf] + 23 * [0.0], device=device, dtype=dtype)
+    allowed = [column for column in range(300) if column not in forbidden]
+    problem = problem._replace(labels=torch.tensor(allowed, device=device)[problem.labels % len(allowed)])
+    out = problem.run(backend).outputs
+    log_p = (problem.hidden.double() @ problem.weight[allowed].double().T).log_softmax(-1)
+    rank = torch.searchsorted(torch.tensor(allowed, device=device), problem.labels)
+    assert largest_error(out.logprobs, log_p.gather(1, rank[:, None])[:, 0]) <= 2e-6
+    assert largest_error(out.entropy, -(log_p.exp() * log_p).sum(-1)) <= 2e-6
+
+
 def test_very_large_logits(backend, device):
     """A spread of thousands: probabilities are 0 or 1 and nothing overflows."""
     result = make_problem(17, 24, 70, device, logit_std=2000.0).check(backend, telemetry=True)

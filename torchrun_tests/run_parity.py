@@ -172,17 +172,24 @@ def run_disagreements(group: ProcessGroup, report: Report) -> None:
     check_refused({**uneven_call, "workspace_bytes": 200}, "workspace_bytes must be at least", group, report)
 
 
-def run_two_heads(group: ProcessGroup, report: Report) -> None:
+def run_two_heads(backend: str, group: ProcessGroup, device: torch.device, report: Report) -> None:
     """Heads whose shards differ on the last rank alone, one after the other: the first ranks see nothing new."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    hidden, labels = torch.ones(3, 8), torch.tensor([0, 1, 2])
-    for last_rows in (4, 3, 300):
-        weight = torch.ones(last_rows if rank == ranks - 1 else 4, 8)
+    hidden, labels = torch.ones(4, 8, dtype=BF16, device=device), torch.tensor([0, 1, 2, -100], device=device)
+    for last_rows in (304, 3, 520):
+        weight = torch.ones(last_rows if rank == ranks - 1 else 4, 8, dtype=BF16, device=device).requires_grad_()
         out = megatron_lce.linear_cross_entropy(
-            hidden, weight, labels, tp_group=group, vocab_start=4 * rank, backend="torch"
+            hidden,
+            weight,
+            labels,
+            tp_group=group,
+            vocab_start=4 * rank,
+            skip_ignored=True,
+            logits_cache_bytes=2**20,
+            backend=backend,
         )
-        expected = torch.full((3,), -math.log(4 * (ranks - 1) + last_rows))
-        report.compare(f"two heads, the last shard of {last_rows}", out.logprobs, expected, 1e-6)
+        expected = torch.tensor([1.0, 1.0, 1.0, 0.0], device=device) * -math.log(4 * (ranks - 1) + last_rows)
+        report.compare(f"{backend}: two heads, the last shard of {last_rows}", out.logprobs.detach(), expected, 2e-6)
 
 
 def check_refused(call: dict[str, Any], expected: str, group: ProcessGroup, report: Report) -> None:
@@ -300,7 +307,6 @@ def program(device: torch.device, report: Report) -> None:
     if device.type == "cpu":
         run_disagreements(world, report)
         run_disagreements_of_compat(world, report)
-        run_two_heads(world, report)
     run_compat(world, device, report)
     run_compat(subgroup, device, report)
     run_megatrons_call(world, device, report)
@@ -314,6 +320,7 @@ def program(device: torch.device, report: Report) -> None:
     # Ranks share the cores of a CPU: three of them run every case there, two every second, more every fourth.
     cases = CASES if device.type == "cuda" else CASES[:: {1: 1, 2: 2, 3: 1}.get(dist.get_world_size(), 4)]
     for backend in available_backends():
+        run_two_heads(backend, world, device, report)
         for case in cases:
             run_case(case, backend, world, device, report)
         run_partial_gradients(backend, world, device, report)

@@ -75,8 +75,8 @@ class Agreement:
     Ranks that call with a new configuration exchange it, with what is wrong with it on each of them; all of them raise
     or none does. That is one gather of small objects, which synchronises; later calls find it here. A rank that
     leaves a known configuration by itself is not seen: it exchanges, and the others do not. Uneven shards of another
-    head, under a configuration that is known, are planned for by the largest shard of the first one: on a rank with a
-    larger shard the workspace's cap then holds for that size.
+    head, under a configuration that is known, are planned for by the largest shard of the first one, so on a rank
+    with a larger shard the workspace's cap holds for that size, and nothing else may hang on it.
     """
 
     def __init__(

@@ -14,6 +14,7 @@ from megatron_lce.core.products import Copies, product
 from megatron_lce.core.rows import Rows, RowTerms
 from megatron_lce.core.softmax_stats import (
     CHUNK_COLUMNS,
+    LOWEST_LOGIT,
     UNIT,
     num_extremes,
     num_sums,
@@ -210,6 +211,7 @@ def chunk_stats(logits: Tensor, labels: Tensor, first_id: int | Tensor, entropy:
     in_chunk = (labels >= 0) & (labels < logits.shape[1])
     label_logit = logits.gather(1, torch.where(in_chunk, labels, 0).long()[:, None])[:, 0]
     max_logit, argmax = logits.max(dim=1)
+    max_logit.clamp_(min=LOWEST_LOGIT)  # a chunk may be -inf throughout
     logit_sums = [logits.sum(dim=1), logits.square().sum(dim=1)] if telemetry else []
     shifted = logits.sub(max_logit[:, None])
     exp = shifted.exp2()
@@ -221,5 +223,5 @@ def chunk_stats(logits: Tensor, labels: Tensor, first_id: int | Tensor, entropy:
     sum_exp_squared = [exp.square().sum(dim=1)] if telemetry else []
     stats.append(sum_exp)
     if entropy:
-        stats.append(exp.mul_(shifted).sum(dim=1))
+        stats.append(exp.mul_(shifted.clamp_(min=LOWEST_LOGIT)).sum(dim=1))  # 0 times -inf is to be 0
     return torch.stack(stats + sum_exp_squared + logit_sums)

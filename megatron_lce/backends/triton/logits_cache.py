@@ -88,7 +88,9 @@ def new_cache(num_tokens: int, hidden: Tensor, options: Options) -> LogitsCache 
 
 def begin_cache(num_tokens: int, hidden: Tensor, options: Options, look: Callable[[], int]) -> CacheAhead | None:
     """As `new_cache`, for as many of the tokens as `look` waits for."""
-    columns = min(begun_columns(num_tokens, hidden, options) or 0, options.num_columns)
+    begun, block_v = begun_columns(num_tokens, hidden, options) or 0, _tile_columns(hidden)
+    # All of the largest shard may be no whole number of tiles, and less than this one's: it may be an earlier head's.
+    columns = options.num_columns if begun >= options.num_columns else begun // block_v * block_v
     if columns == 0:
         return None
     first = LogitsCache.allocate(num_tokens, columns, hidden)
@@ -114,7 +116,7 @@ def cache_columns(num_tokens: int, num_columns: int, hidden: Tensor, logits_cach
         return 0
     if num_tokens * row_bytes <= logits_cache_bytes:
         return num_columns
-    block_v = tiles.choose_tiles(hidden.dtype, hidden.device).block_v
+    block_v = _tile_columns(hidden)
     tile_bytes = num_tokens * _row_bytes(hidden, block_v)
     return logits_cache_bytes // tile_bytes * block_v
 
@@ -122,6 +124,10 @@ def cache_columns(num_tokens: int, num_columns: int, hidden: Tensor, logits_cach
 def kept_row_bytes(hidden: Tensor, num_columns: int) -> int | None:
     """What a cache of these columns takes for a token; None: nothing is kept of fp32 inputs."""
     return None if hidden.dtype == torch.float32 else _row_bytes(hidden, num_columns)
+
+
+def _tile_columns(hidden: Tensor) -> int:
+    return tiles.choose_tiles(hidden.dtype, hidden.device).block_v
 
 
 def _row_bytes(hidden: Tensor, num_columns: int) -> int:

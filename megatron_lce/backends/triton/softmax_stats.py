@@ -258,7 +258,7 @@ def _softmax_stats_kernel(
             logits = tl.where((columns < V)[None, :], logits, MASKED_LOGIT)
 
         logits = tl.reshape(logits, (BLOCK_N, CHUNKS, CHUNK))
-        max_logit = tl.max(logits, 2)  # [BLOCK_N, CHUNKS]
+        max_logit = tl.maximum(tl.max(logits, 2), MASKED_LOGIT)  # [BLOCK_N, CHUNKS]; a chunk may be -inf throughout
         if TELEMETRY:
             argmax = tl.argmax(logits, 2) + (column + first_column + vocab_start + chunks * CHUNK)[None, :]
             tl.store(stats + 3 * N, argmax.to(tl.float32), mask)
@@ -266,7 +266,10 @@ def _softmax_stats_kernel(
         exp = tl.exp2(shifted)
         sum_exp = tl.sum(exp, 2)
         if ENTROPY:
-            tl.store(stats + (FIRST_SUM + 1) * N, tl.sum(exp * shifted, 2), mask)
+            sum_exp_logit = tl.sum(exp * shifted, 2)
+            if tl.max(tl.max((sum_exp_logit != sum_exp_logit).to(tl.int32), 1), 0) > 0:
+                sum_exp_logit = tl.sum(exp * tl.maximum(shifted, MASKED_LOGIT), 2)  # 0 times -inf is to be 0
+            tl.store(stats + (FIRST_SUM + 1) * N, sum_exp_logit, mask)
         if TELEMETRY:
             tl.store(stats + (K - 3) * N, tl.sum(exp * exp, 2), mask)
         tl.store(stats + FIRST_SUM * N, sum_exp, mask)
