@@ -266,10 +266,9 @@ def _softmax_stats_kernel(
         exp = tl.exp2(shifted)
         sum_exp = tl.sum(exp, 2)
         if ENTROPY:
-            sum_exp_logit = tl.sum(exp * shifted, 2)
-            if tl.max(tl.max((sum_exp_logit != sum_exp_logit).to(tl.int32), 1), 0) > 0:
-                sum_exp_logit = tl.sum(exp * tl.maximum(shifted, MASKED_LOGIT), 2)  # 0 times -inf is to be 0
-            tl.store(stats + (FIRST_SUM + 1) * N, sum_exp_logit, mask)
+            # 0 times -inf is to be 0. A branch for the chunks that need it costs 5 to 10 % of the kernel, this nothing.
+            finite = tl.maximum(shifted, MASKED_LOGIT)
+            tl.store(stats + (FIRST_SUM + 1) * N, tl.sum(exp * finite, 2), mask)
         if TELEMETRY:
             tl.store(stats + (K - 3) * N, tl.sum(exp * exp, 2), mask)
         tl.store(stats + FIRST_SUM * N, sum_exp, mask)
