@@ -49,7 +49,7 @@ def _add_estimate(commands: Any) -> None:
     )
     command = commands.add_parser("estimate", help="memory and time by formula, without a GPU", description=text)
     add = command.add_argument
-    count = _number(int, lambda value: value >= 1, "at least 1")
+    count = _number(int, lambda value: value >= 1, "a whole number, at least 1")
     models = f"Public model that gives hidden size and vocabulary: {', '.join(MODEL_SHAPES)}."
     add("--model", type=_model, help=models)
     add("--hidden", type=count, help=f"Hidden size, a multiple of {ALIGNED_COLUMNS}; with --vocab for any other model.")
@@ -66,11 +66,11 @@ def _add_estimate(commands: Any) -> None:
         default=WORKSPACE_BYTES // MIB,
         help="The argument workspace_bytes (default: %(default)s MiB).",
     )
-    kept = _number(int, lambda value: value >= 0, "at least 0")
+    kept = _number(int, lambda value: value >= 0, "a whole number, at least 0")
     add("--cache-mib", type=kept, help="Add a row with this logits_cache_bytes.")
     share = _number(float, lambda value: 0 <= value <= 1, "a share, between 0 and 1")
     add("--ignored", type=share, default=0.0, help="Share of ignored rows, for skip_ignored (default: %(default)s).")
-    size = _number(float, lambda value: 0 < value < math.inf, "positive and finite")
+    size = _number(float, lambda value: 0 < value < math.inf, "a number, positive and finite")
     add("--tflops", type=size, help="TFLOP/s that the GPU's products reach: adds their time in ms.")
     add("--memory-gib", type=size, help="Add the largest number of tokens whose head fits in so much memory.")
     add("--json", action="store_true", help="Print one JSON object instead of a table.")

@@ -110,7 +110,10 @@ def _ask_nvidia_smi(what: str) -> str | None:
     if program is None:
         return None
     command = [program, f"--query-gpu={what}", "--format=csv,noheader"]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):  # of a driver that is sick
+        return None
     return answer.stdout.splitlines()[0] if answer.returncode == 0 and answer.stdout.strip() else None
 
 

@@ -161,7 +161,10 @@ def ours(step: HeadStep) -> tuple[float, Phases]:
     reduced = {"hidden's gradient": whole} | _over_group(step)
     if step.tp > 1:
         phases["last product"] = backward | slab | reduced
-    phases["end"] = backward | reduced | _all_rows(step)
+    made = (
+        {"weight's gradient": step.weight_bytes} if several and item == 2 and not step.main_grad else {}
+    )  # of its sum
+    phases["end"] = backward | reduced | _all_rows(step) | made
     # Which main_grad replaces by a placeholder, in front of DDP's hook.
     phases["gradients"] = per_token | _gradient_of_own_rows(step) | {"weight's gradient": step.weight_bytes}
     return (4 - kept_columns / step.columns) * computed / step.tokens, phases

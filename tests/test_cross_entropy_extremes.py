@@ -65,6 +65,18 @@ def test_forbidden_ids_take_no_probability(forbidden, dtype, backend, device):
     assert largest_error(out.entropy, -(log_p.exp() * log_p).sum(-1)) <= 2e-6
 
 
+@pytest.mark.parametrize("columns", [70, 256, 300])
+def test_logits_near_the_lowest_number(columns, backend, device):
+    """-inf counts as the lowest, and so may nothing else."""
+    problem = make_problem(9, 24, columns, device)
+    problem.hidden.zero_()[:, 0] = 1.0
+    problem.weight[:, 0] = -8e37  # -1.15e38 in base 2
+    problem.weight[5, 0] = -7e37
+    out = problem._replace(labels=torch.full((9,), 5, device=device)).run(backend).outputs
+    assert (out.logprobs == 0).all()
+    torch.testing.assert_close(out.lse, torch.full((9,), -7e37, device=device))
+
+
 def test_very_large_logits(backend, device):
     """A spread of thousands: probabilities are 0 or 1 and nothing overflows."""
     result = make_problem(17, 24, 70, device, logit_std=2000.0).check(backend, telemetry=True)

@@ -10,6 +10,7 @@ import torch
 
 import megatron_lce
 from benchmark import measure
+from megatron_lce.core import blocks
 from megatron_lce.estimate import estimate, estimate_table, largest_tokens
 from megatron_lce.head_memory import STATS_COLUMNS, TILE_COLUMNS, HeadStep
 from tests.live_bytes import peak_live_bytes
@@ -136,6 +137,15 @@ def on_a_cpu(monkeypatch, usual_torch):
 def test_storages_of_a_step_on_a_cpu(changes, on_a_cpu):
     """Kept logits are left to the measured runs: the interpreter takes seconds for them."""
     step = replace(HeadStep(256, 128, 1024, workspace_bytes=2**20), **changes)
+    peak = measured_step(step, torch.device("cpu"), lambda call: peak_live_bytes(call)[0])
+    assert estimate(OURS, step).peak_bytes == pytest.approx(peak, rel=ALLOWED)
+
+
+@pytest.mark.parametrize("changes", [{}, {"main_grad": True}, {"ignored": 0.4, "skip_ignored": True}], ids=str)
+def test_storages_of_blocks_of_tokens_on_a_cpu(changes, on_a_cpu, monkeypatch):
+    """Whose sum of the weight's gradient is larger than the workspace."""
+    monkeypatch.setattr(blocks, "WIDE_BLOCK", 256)
+    step = replace(HeadStep(1536, 512, 512, workspace_bytes=700_000), **changes)
     peak = measured_step(step, torch.device("cpu"), lambda call: peak_live_bytes(call)[0])
     assert estimate(OURS, step).peak_bytes == pytest.approx(peak, rel=ALLOWED)
 

@@ -178,13 +178,11 @@ def _tokens(
 
 
 def _block_tokens(computed: int, hidden: Tensor, weight: Tensor, options: Options, backend: CrossEntropyBackend) -> int:
-    return tokens_per_block(
-        computed,
-        options.largest_shard,
-        options.workspace_bytes,
-        backend.grad_logits_bytes(hidden, copies_of(hidden)),
-        accumulator_bytes_per_column(weight, options),
-    )
+    block_bytes = backend.grad_logits_bytes(hidden, copies_of(hidden))
+    sum_bytes = accumulator_bytes_per_column(weight, options)
+    if options.weight_grad_sink is not None:  # a slab's, on its way to the sink: not the whole weight's
+        block_bytes, sum_bytes = block_bytes._replace(per_column=block_bytes.per_column + sum_bytes), 0
+    return tokens_per_block(computed, options.largest_shard, options.workspace_bytes, block_bytes, sum_bytes)
 
 
 def _all_rows_fit(

@@ -33,7 +33,7 @@ LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 
 CHUNK_COLUMNS = 128
-LOWEST_LOGIT = -1e38  # as which -inf counts where it meets a 0 or itself
+LOWEST_LOGIT = float(torch.finfo(torch.float32).min)  # as which -inf counts where it meets a 0 or itself
 UNIT = 2.0**-36  # of S and T as integers: 2^63 units are the sums of a vocabulary of 2^27 equal logits
 
 

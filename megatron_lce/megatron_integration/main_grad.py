@@ -52,13 +52,15 @@ def _mark_if_alone(zeros: Tensor, weight: Tensor) -> None:
         if gradients[0] is not zeros or weight.grad is not None:
             return None
         weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-        remove_after.append(node.register_hook(after))
-        return (torch.empty_like(weight),)  # what is dropped need not be written
+        unwritten = torch.empty_like(weight)  # what is dropped need not be written
+        place = unwritten.data_ptr()  # not the tensor: with another owner autograd would copy it
+        remove_after.append(node.register_hook(lambda *_: after(place)))
+        return (unwritten,)
 
-    def after(*_: object) -> None:
+    def after(place: int) -> None:
         remove_after.pop().remove()
         weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-        if weight.grad is not None:  # no hook dropped it
+        if weight.grad is not None and weight.grad.data_ptr() == place:  # no hook dropped it, or put another there
             weight.grad.zero_()
 
     remove_before = node.register_prehook(before)

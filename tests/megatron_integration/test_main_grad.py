@@ -168,13 +168,20 @@ def test_zeros_alone_are_not_added(device):
     assert found == [True, False, True]
 
 
-def test_zeros_that_no_hook_drops_are_zeros(device, monkeypatch):
-    """In a loop without DDP whose weight has the mark all the same; what `grad` held already stays."""
+@pytest.fixture
+def model_without_ddp(device):
+    """Whose head's weight has Megatron's mark all the same."""
     model = megatron_runtime.build_gpt(megatron_world.options(), device=device)
     model.output_layer.gradient_accumulation_fusion = True
     weight = model.output_layer.weight
     weight.main_grad = torch.zeros_like(weight, requires_grad=False)
     weight.grad_added_to_main_grad = False
+    return model
+
+
+def test_zeros_that_no_hook_drops_are_zeros(model_without_ddp, device, monkeypatch):
+    """What `grad` held already stays."""
+    model, weight = model_without_ddp, model_without_ddp.output_layer.weight
     monkeypatch.setattr(torch, "empty_like", lambda like, **keywords: torch.full_like(like, torch.nan, **keywords))
     tensors, labels = megatron_world.inputs(device)
     losses = cross_entropy, cross_entropy, weight_alone, cross_entropy
@@ -184,4 +191,16 @@ def test_zeros_that_no_hook_drops_are_zeros(device, monkeypatch):
         loss(captured, None, labels).backward()
         assert (weight.grad == expected).all()
         assert not weight.grad_added_to_main_grad
+    assert weight.main_grad.any()
+
+
+def test_a_hook_may_put_main_grad_in_grads_place(model_without_ddp, device):
+    """As a loop does whose optimizer reads `grad`."""
+    model, weight = model_without_ddp, model_without_ddp.output_layer.weight
+    weight.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", parameter.main_grad))
+    tensors, labels = megatron_world.inputs(device)
+    with capture_lm_head(model) as captured:
+        model(*tensors)
+    cross_entropy(captured, None, labels).backward()
+    assert weight.grad is weight.main_grad
     assert weight.main_grad.any()

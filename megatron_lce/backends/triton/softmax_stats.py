@@ -11,7 +11,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from megatron_lce.backends.triton import tiles
 from megatron_lce.backends.triton.logits_cache import CacheAhead, LogitsCache
 from megatron_lce.backends.triton.tile_products import (
-    MASKED_LOGIT,
     descriptor,
     halves,
     tanh,
@@ -25,11 +24,12 @@ from megatron_lce.core.blocks import COLUMN_STEP, BlockBytes, ceil_div, cut
 from megatron_lce.core.options import Options
 from megatron_lce.core.products import aligned, copied_row_bytes, copies_of
 from megatron_lce.core.rows import Ahead
-from megatron_lce.core.softmax_stats import packed_rows
+from megatron_lce.core.softmax_stats import LOWEST_LOGIT, packed_rows
 
 # The absolute logit, base 2, up to which a chunk's largest is kept without a reference: bf16's range goes to 2^127, and
 # leaves room for products.
 LARGEST_WITHOUT = 64.0
+_LOWEST_LOGIT = tl.constexpr(LOWEST_LOGIT)
 
 
 def softmax_stats_bytes(hidden: Tensor, options: Options) -> BlockBytes:
@@ -255,10 +255,10 @@ def _softmax_stats_kernel(
             min_logit = tl.where((columns < V)[None, :], logits, float("inf"))
             tl.store(stats + 2 * N, tl.min(tl.reshape(min_logit, (BLOCK_N, CHUNKS, CHUNK)), 2), mask)
         if column + BLOCK_V > V:
-            logits = tl.where((columns < V)[None, :], logits, MASKED_LOGIT)
+            logits = tl.where((columns < V)[None, :], logits, _LOWEST_LOGIT)
 
         logits = tl.reshape(logits, (BLOCK_N, CHUNKS, CHUNK))
-        max_logit = tl.maximum(tl.max(logits, 2), MASKED_LOGIT)  # [BLOCK_N, CHUNKS]; a chunk may be -inf throughout
+        max_logit = tl.maximum(tl.max(logits, 2), _LOWEST_LOGIT)  # [BLOCK_N, CHUNKS]; a chunk may be -inf throughout
         if TELEMETRY:
             argmax = tl.argmax(logits, 2) + (column + first_column + vocab_start + chunks * CHUNK)[None, :]
             tl.store(stats + 3 * N, argmax.to(tl.float32), mask)
@@ -267,7 +267,7 @@ def _softmax_stats_kernel(
         sum_exp = tl.sum(exp, 2)
         if ENTROPY:
             # 0 times -inf is to be 0. A branch for the chunks that need it costs 5 to 10 % of the kernel, this nothing.
-            finite = tl.maximum(shifted, MASKED_LOGIT)
+            finite = tl.maximum(shifted, _LOWEST_LOGIT)
             tl.store(stats + (FIRST_SUM + 1) * N, tl.sum(exp * finite, 2), mask)
         if TELEMETRY:
             tl.store(stats + (K - 3) * N, tl.sum(exp * exp, 2), mask)

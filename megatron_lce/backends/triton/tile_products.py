@@ -8,10 +8,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_lce.backends.triton.tiles import Tiles
 from megatron_lce.core.rows import Ahead
-from megatron_lce.core.softmax_stats import LOWEST_LOGIT
 
 FP32_SUM = tl.constexpr(256)
-MASKED_LOGIT = tl.constexpr(LOWEST_LOGIT)  # finite, so that 0 * (masked - max) is 0 and not NaN
+MASKED_LOGIT = tl.constexpr(-1e38)  # finite, so that 0 * (masked - max) is 0 and not NaN
 SMALLEST_NORMAL = tl.constexpr(1.1754943508222875e-38)
 
 
