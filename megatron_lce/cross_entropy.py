@@ -90,7 +90,7 @@ def linear_cross_entropy(
             bits, which shows in the entropy's gradient of rows whose logits differ by less than about 0.3.
         workspace_bytes: most that transient buffers take, for any number of tokens. Beside it backward holds an fp32
             accumulator: of hidden's gradient (4 N H bytes) or, where the shard has fewer columns than there are tokens
-            and all its logits of 4096 tokens fit, of the weight's (4 V_local H bytes; none with a sink). Under
+            and they hold all its logits of 4096 tokens, of the weight's (4 V_local H bytes; none with a sink). Under
             `sequence_parallel` both passes hold the gathered hidden, in the latter case of a block of tokens.
         reduce_grad_hidden: False: hidden's gradient stays this rank's partial sum.
         backend: "triton", "torch", "reference" (one rank, materialised logits), or "auto": triton on a GPU that

@@ -161,9 +161,8 @@ def ours(step: HeadStep) -> tuple[float, Phases]:
     reduced = {"hidden's gradient": whole} | _over_group(step)
     if step.tp > 1:
         phases["last product"] = backward | slab | reduced
-    made = (
-        {"weight's gradient": step.weight_bytes} if several and item == 2 and not step.main_grad else {}
-    )  # of its sum
+    of_sum = several and item == 2 and not step.main_grad
+    made = {"weight's gradient": step.weight_bytes} if of_sum else {}  # beside its sum
     phases["end"] = backward | reduced | _all_rows(step) | made
     # Which main_grad replaces by a placeholder, in front of DDP's hook.
     phases["gradients"] = per_token | _gradient_of_own_rows(step) | {"weight's gradient": step.weight_bytes}

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from megatron_lce.megatron_integration.uncomputed_logits import UncomputedLogits
 
 _LOGITS_AT_ONCE = 2**26  # fp32 intermediates of 256 MiB each
-_LOWEST = -1e30  # in place of -inf, of which a chunk of nothing else would be NaN
+_LOWEST = -1e30  # in place of -inf, which as a label's logit would be that of a label nobody owns
 
 
 class Logprobs(NamedTuple):
