@@ -1,6 +1,5 @@
 """`linear_cross_entropy`: validate, choose a backend, call."""
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,6 +22,7 @@ from megatron_lce.core.options import (
     outputs_asked_for,
 )
 from megatron_lce.core.products import laid_out
+from megatron_lce.core.tokens import nan_unless
 from megatron_lce.dtensors import local_arguments
 
 
@@ -168,7 +168,7 @@ def _as_one_node(
         needs_hidden=grad and hidden.requires_grad,
         needs_weight=grad and weight.requires_grad,
         # The compiler makes one node of equal ones, and one cache serves one backward. No two empty tensors are equal.
-        itself=torch.empty(0, device=hidden.device) if others["logits_cache_bytes"] else None,
+        itself=torch.empty(0, dtype=torch.uint8, device=hidden.device) if others["logits_cache_bytes"] else None,
         **others,
     )
     given = dict(zip(outputs_asked_for(entropy, telemetry), outputs, strict=False))
@@ -325,7 +325,7 @@ def _reference(call: Call) -> LinearCrossEntropyOutput:
     if isinstance(options.skip_ignored, bool):
         return outputs
     is_count = (call.labels != options.ignore_index).sum() == options.skip_ignored
-    unless_nan = torch.where(is_count, 1.0, math.nan)
+    unless_nan = nan_unless(is_count)
     checked = {
         name: output * unless_nan if output.is_floating_point() else output.where(is_count, -1)
         for name, output in outputs._asdict().items()

@@ -152,12 +152,12 @@ RESULTS = ("logprobs", "entropy", "hidden's gradient", "weight's gradient")
 def _inputs(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
     """hidden, weight, labels, temperature, upstream gradients of logprobs and entropy."""
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(TOKENS, HIDDEN, generator=generator)
-    weight = torch.randn(PADDED_VOCAB, HIDDEN, generator=generator) * HIDDEN**-0.5
+    hidden = torch.randn(TOKENS, HIDDEN, dtype=torch.float32, generator=generator)
+    weight = torch.randn(PADDED_VOCAB, HIDDEN, dtype=torch.float32, generator=generator) * HIDDEN**-0.5
     labels = torch.randint(VOCAB, (TOKENS,), generator=generator)
     labels[::5] = -100
-    temperature = torch.rand(TOKENS, generator=generator) + 0.5
-    upstream = torch.randn(2, TOKENS, generator=generator)
+    temperature = torch.rand(TOKENS, dtype=torch.float32, generator=generator) + 0.5
+    upstream = torch.randn(2, TOKENS, dtype=torch.float32, generator=generator)
     return tuple(x.to(device) for x in (hidden.to(dtype), weight.to(dtype), labels, temperature, *upstream))
 
 

@@ -58,7 +58,7 @@ def shift_labels(
     if cu_seqlens_padded is not None and cu_seqlens is None:
         raise ValueError("cu_seqlens must be given with cu_seqlens_padded, got None")
     length = tokens.shape[1]
-    positions = torch.arange(length, device=tokens.device)
+    positions = torch.arange(length, dtype=torch.int64, device=tokens.device)
     has_next = (positions < length - 1).expand_as(tokens)
     if cu_seqlens is not None:
         places = _checked_bounds("cu_seqlens", cu_seqlens, tokens)
@@ -165,7 +165,7 @@ def _chunks(layout: Layout, cp_size: int) -> int:
 def _bounds_to_cut(tensor: Tensor, length: int, cu_seqlens_padded: Tensor | None, chunks: int) -> Tensor:
     """Bounds of all that is cut, each length a multiple of `chunks`, on the tensor's device."""
     if cu_seqlens_padded is None:
-        return torch.tensor([0, length]).to(tensor.device, non_blocking=True)
+        return torch.tensor([0, length], dtype=torch.int64).to(tensor.device, non_blocking=True)
     bounds = _checked_bounds("cu_seqlens_padded", cu_seqlens_padded, tensor, length)
     if _on_host(cu_seqlens_padded):
         odd = cu_seqlens_padded.diff()[cu_seqlens_padded.diff() % chunks != 0]
@@ -179,7 +179,7 @@ def _bounds_to_cut(tensor: Tensor, length: int, cu_seqlens_padded: Tensor | None
 def _positions(bounds: Tensor, length: int, cp_size: int, cp_rank: int, chunks: int) -> Tensor:
     """Where the tokens of a rank lie in the whole: [length / cp_size]; past its end if the bounds cannot be cut."""
     lengths = bounds.diff()
-    local = torch.arange(length // cp_size, device=bounds.device)
+    local = torch.arange(length // cp_size, dtype=torch.int64, device=bounds.device)
     sequence = _sequence_of(local, bounds // cp_size)
     start, chunk = bounds[sequence], lengths[sequence] // chunks
     offset = local - start // cp_size

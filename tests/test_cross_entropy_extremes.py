@@ -104,6 +104,32 @@ def test_an_ignored_row_may_have_any_logits(backend, device):
     assert not result.grad_hidden[::2].any()
 
 
+@pytest.mark.parametrize("skip_ignored", [False, True])
+@pytest.mark.parametrize("logits_cache_bytes", [0, 2**20])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_an_ignored_row_may_be_padding_memory(dtype, softcap, logits_cache_bytes, skip_ignored, backend, device):
+    """Of finite numbers whose logits pass 1e30: the other rows' gradients are what they are without it."""
+    problem = make_problem(9, 24, 300, device, dtype)
+    problem.labels[4] = -100
+    expected = problem.check(backend, softcap=softcap, only_here={"logits_cache_bytes": logits_cache_bytes})
+    problem.hidden[4] = 1e33
+    problem.hidden[4, ::2] = -3e36
+    only_here = {"softcap": softcap, "logits_cache_bytes": logits_cache_bytes, "skip_ignored": skip_ignored}
+    actual = problem.run(backend, **only_here)
+    assert not actual.grad_hidden[4].any()
+    assert largest_error(actual.grad_weight, expected.grad_weight) <= (1e-6 if dtype == FP32 else 1e-2)
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-36])
+def test_the_entropys_gradient_at_a_tiny_temperature(temperature, backend, device):
+    """Where p is 0, 0 times a term of any size is 0."""
+    problem = make_problem(9, 24, 300, device)
+    result = problem.run(backend, temperature=temperature)
+    assert result.grad_hidden.isfinite().all()
+    assert result.grad_weight.isfinite().all()
+
+
 def test_an_ignored_row_needs_no_valid_temperature(backend, device):
     problem = make_problem(6, 24, 70, device)
     problem.labels[2:4] = -100

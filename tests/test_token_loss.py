@@ -323,3 +323,20 @@ def test_wrong_arguments(per_token, keywords, error, message):
     problem = make_problem(5, 8, 20, torch.device("cpu"))
     with pytest.raises(error, match=message):
         run(problem, lambda out, *_: -out.logprobs, per_token, **keywords)
+
+
+@pytest.mark.parametrize("workspace_bytes", [2**29, 600_000])
+def test_fp16_gradients_do_not_overflow_before_they_are_scaled(workspace_bytes, backend, device):
+    """A tenth of the tokens has one label, and one feature of hidden is near 100: their sum is beyond 65,504."""
+    problem = make_problem(1000, 24, 300, device, torch.float16)
+    problem.hidden[:, 0], problem.weight[:, 0] = 100.0, 0.0
+    problem.hidden[:, 1], problem.weight[:40, 1] = 0.0, 6e4  # so is hidden's gradient
+    problem.labels.fill_(7)
+    count = 1.0 / problem.labels.numel()
+    options = {"temperature": 0.25, "workspace_bytes": workspace_bytes, "backend": backend}
+    result, actual = run(problem, nll, (), upstream=count, **options)
+    upstream = Upstream(torch.full_like(result.outputs.logprobs, -count), None, None, None)
+    expected = oracle(problem.hidden, problem.weight, problem.labels, upstream, temperature=0.25)
+    for name in ("grad_hidden", "grad_weight"):
+        error = (getattr(actual, name).double() - getattr(expected, name)).norm() / getattr(expected, name).norm()
+        assert error <= 2e-3, name

@@ -26,6 +26,7 @@ import megatron_lce
 from megatron_lce.core import blocks
 from megatron_lce.core.options import DIFFERENTIABLE, LinearCrossEntropyOutput
 from megatron_lce.packed import context_parallel_gather, context_parallel_shard
+from tests.live_bytes import peak_live_bytes
 from tests.oracle import Result, comparisons, evaluate, oracle
 
 
@@ -192,6 +193,22 @@ def run_two_heads(backend: str, group: ProcessGroup, device: torch.device, repor
         report.compare(f"{backend}: two heads, the last shard of {last_rows}", out.logprobs.detach(), expected, 2e-6)
 
 
+def run_memory_of_a_second_head(group: ProcessGroup, device: torch.device, report: Report) -> None:
+    """A head behind a small one of the same group and keywords stays within its workspace, too."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    hidden = torch.ones(512, 8, dtype=BF16, device=device, requires_grad=True)
+    labels = torch.arange(512, device=device)
+    keywords = {"tp_group": group, "workspace_bytes": 700_000, "backend": "triton"}
+    for last_rows in (64, 2048):
+        weight = torch.ones(last_rows if rank == ranks - 1 else 64, 8, dtype=BF16, device=device, requires_grad=True)
+        call = functools.partial(megatron_lce.linear_token_loss, hidden, weight, labels, lambda out: -out.logprobs)
+        peak, _ = peak_live_bytes(functools.partial(call, vocab_start=64 * rank, **keywords))
+        allowed = 700_000 + 4 * weight.numel() + 8 * hidden.numel() + 64 * labels.numel()
+        allowed += 4 * 128 * weight.shape[0]  # a CPU's products have a block's gradients in fp32, too
+        title = f"memory of a head whose last shard has {last_rows} columns"
+        report.check(title, peak <= allowed, f"{peak} of {allowed} bytes")
+
+
 def check_refused(call: dict[str, Any], expected: str, group: ProcessGroup, report: Report) -> None:
     operation = functools.partial(megatron_lce.linear_cross_entropy, tp_group=group, backend="torch")
     check_refusal(operation, call, expected, report)
@@ -319,6 +336,8 @@ def program(device: torch.device, report: Report) -> None:
         run_fsdp(world, device, report)
     # Ranks share the cores of a CPU: three of them run every case there, two every second, more every fourth.
     cases = CASES if device.type == "cuda" else CASES[:: {1: 1, 2: 2, 3: 1}.get(dist.get_world_size(), 4)]
+    if device.type == "cpu" and "triton" in available_backends():
+        run_memory_of_a_second_head(world, device, report)
     for backend in available_backends():
         run_two_heads(backend, world, device, report)
         for case in cases:

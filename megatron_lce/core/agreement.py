@@ -62,7 +62,7 @@ def agreed(
         error = found
     largest_shard = None
     if exchange and group is not None and ranks > 1:
-        agreement = Agreement(group, group_name, describe(), changing or {}, validation.rows_of(weight), vocab_start)
+        agreement = Agreement(group, group_name, describe(), changing or {}, weight, vocab_start)
         largest_shard = agreement.settle(error)
     elif error is not None:
         raise error
@@ -73,10 +73,9 @@ class Agreement:
     """One call's configuration: what it is, and whether the group has agreed on it before.
 
     Ranks that call with a new configuration exchange it, with what is wrong with it on each of them; all of them raise
-    or none does. That is one gather of small objects, which synchronises; later calls find it here. A rank that
-    leaves a known configuration by itself is not seen: it exchanges, and the others do not. Uneven shards of another
-    head, under a configuration that is known, are planned for by the largest shard of the first one, so on a rank
-    with a larger shard the workspace's cap holds for that size, and nothing else may hang on it.
+    or none does. That is one gather of small objects, which synchronises; later calls find it here, but for the
+    largest shard where a vocab_start is given. A rank that leaves a known configuration by itself is not seen: it
+    exchanges, and the others do not.
     """
 
     def __init__(
@@ -85,11 +84,12 @@ class Agreement:
         group_name: str,
         shared: dict[str, Any],
         changing: dict[str, Any],
-        shard_rows: int | None,
+        weight: Tensor,
         vocab_start: int | None,
     ) -> None:
         self._group, self._group_name = group, group_name
-        self._shard_rows, self._vocab_start = shard_rows, vocab_start
+        self._shard_rows, self._vocab_start = validation.rows_of(weight), vocab_start
+        self._device = getattr(weight, "device", None)
         self._configuration: _Configuration = tuple((name, repr(value)) for name, value in shared.items())
         self._changing: _Configuration = tuple((name, repr(value)) for name, value in changing.items())
 
@@ -104,8 +104,12 @@ class Agreement:
         key = (self._configuration, self._shard_rows if self._vocab_start is None else None)
         if key not in known:
             known[key] = self._exchange(error)
-        elif error is not None:
+            return known[key]
+        if error is not None:
             raise error
+        if self._vocab_start is not None and not collectives.is_captured():
+            # Of uneven shards another head may be new on some ranks alone, and all of them plan by the largest.
+            known[key] = collectives.largest_over_group(self._shard_rows or 0, self._group, self._device)
         return known[key]
 
     def _exchange(self, error: Exception | None) -> int:

@@ -48,6 +48,18 @@ def gather_objects(value: Any, group: ProcessGroup) -> list[Any]:
     return gathered
 
 
+def largest_over_group(value: int, group: ProcessGroup, device: torch.device | None) -> int:
+    """The largest of the ranks' numbers. The host waits for it."""
+    largest = torch.tensor(value, dtype=torch.int64, device=device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    return int(largest)
+
+
+def is_captured() -> bool:
+    """Whether this stream's work goes into a CUDA graph, where the host cannot wait for any of it."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 def any_over_group(mask: Tensor, group: ProcessGroup) -> Tensor:
     """Where the mask is true on any rank."""
     seen = mask.to(torch.uint8)

@@ -131,7 +131,7 @@ class _HiddenGrad:
         self._tokens.reduce(self._block)
 
     def _new_sum(self, weight: Tensor, one_sum: bool) -> Tensor:
-        grad_dtype = self._weight.dtype
+        grad_dtype = self._tokens.grad_dtype
         if (one_sum or grad_dtype == torch.float32) and weight.shape[1] == self._weight.shape[1]:
             return self._tokens.grad_rows(self._block)
         num_rows = self._block.rows.stop - self._block.rows.start

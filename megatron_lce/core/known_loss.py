@@ -42,6 +42,16 @@ def known_loss(hidden: Tensor, weight: Tensor, run: KnownLossPass, options: Opti
     return run.total()
 
 
+def scaled_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What hidden's gradient is held in until it is scaled: before that, fp16 may have no number for it."""
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
+def scales_a_sum(weight: Tensor, options: Options) -> bool:
+    """Whether the weight's gradient of a single block is held in fp32 until it is scaled."""
+    return options.weight_grad_sink is not None or weight.dtype == torch.float16
+
+
 class _KnownLoss(torch.autograd.Function):
     """The sum over tokens of a loss that is known in forward, where both gradients are made; backward scales them.
 
@@ -60,8 +70,7 @@ class _KnownLoss(torch.autograd.Function):
                 run.slabs,
                 needs_hidden=ctx.needs_input_grad[0],
                 needs_weight=ctx.needs_input_grad[1],
-                # What is scaled in backward is the sum in fp32, or one product's result.
-                weight_sum=run.tokens.num_blocks > 1 or options.weight_grad_sink is not None,
+                weight_sum=scales_a_sum(weight, options) or run.tokens.num_blocks > 1,
             )
         ctx.save_for_backward(weight, grad_hidden, weight_sum)
         ctx.options, ctx.name, ctx.scale, ctx.scaled = options, run.name, run.backend.scale, False
@@ -76,7 +85,10 @@ class _KnownLoss(torch.autograd.Function):
         weight, grad_hidden, weight_sum = ctx.saved_tensors
         grad_loss = grad_loss.float()
         if grad_hidden is not None:
-            ctx.scale(grad_hidden, grad_loss, grad_hidden, accumulate=False)
+            unscaled = grad_hidden
+            if grad_hidden.dtype != weight.dtype:
+                grad_hidden = torch.empty_like(unscaled, dtype=weight.dtype)
+            ctx.scale(unscaled, grad_loss, grad_hidden, accumulate=False)
         grad_weight = None
         if weight_sum is not None:
             num_columns, weight_sum = weight_sum.shape[0], weight_sum[:, : weight.shape[1]]

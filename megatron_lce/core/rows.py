@@ -8,8 +8,11 @@ from torch import Tensor
 from megatron_lce.core.options import Options
 from megatron_lce.core.softmax_stats import LOG2_E
 
-# A log of the sum under which every probability is zero: how an ignored row gets a zero gradient.
+# A log of the sum under which every probability is zero, and a scale under which no finite product reaches it: how an
+# ignored row gets a zero gradient.
 LOG_SUM_OF_IGNORED_ROW = 1e30
+SCALE_OF_IGNORED_ROW = 1e-30
+LOWEST_LOG_P = -256.0  # in base 2: from here on p is 0, and its product with a large term is to be 0 too
 NUM_TERMS = 6
 
 

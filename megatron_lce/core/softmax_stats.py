@@ -73,7 +73,7 @@ def unpack_extremes(packed: Tensor, telemetry: bool) -> Extremes:
 
 def empty_extremes(num_tokens: int, telemetry: bool, device: torch.device) -> Tensor:
     """Packed [E, N] of no columns at all: what a shard that is all padding brings to a merge."""
-    packed = torch.full((num_extremes(telemetry), num_tokens), -torch.inf, device=device)
+    packed = torch.full((num_extremes(telemetry), num_tokens), -torch.inf, dtype=torch.float32, device=device)
     packed[2:] = torch.inf  # the smallest logit, and the id of the largest
     return packed
 

@@ -15,6 +15,7 @@ from megatron_lce.core.head_gradients import (
     hidden_sum_bytes_per_token,
     sum_over_blocks_bytes,
 )
+from megatron_lce.core.known_loss import scaled_dtype
 from megatron_lce.core.logit_gradients import LogitGradients, grad_logits_slabs, gradients_in_cache, gradients_of_cache
 from megatron_lce.core.options import DIFFERENTIABLE, LinearCrossEntropyOutput, Options
 from megatron_lce.core.products import copies_of
@@ -52,11 +53,11 @@ class TokenLossPass:
         self._counted = counted_rows(labels, rows, options, backend).wait()
         computed = self._num_tokens if self._counted.rows is None else self._counted.rows.shape[0]
         block, self._cache, self._room = self._plan(hidden, computed)
-        self.tokens = Tokens(hidden, self._num_tokens, self._counted, block, options)
+        self.tokens = Tokens(hidden, self._num_tokens, self._counted, block, options, scaled_dtype(hidden.dtype))
         self._order = self.tokens.order()
         self._per_token = [tensor if self._order is None else tensor[self._order] for tensor in per_token]
         self._rows = rows_to_compute(rows, self._order, self._counted)
-        self._total = torch.zeros((), device=hidden.device)
+        self._total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         self._outputs: list[LinearCrossEntropyOutput] = []
         self._metrics: list[Metrics] = []
 

@@ -86,9 +86,9 @@ def counted_rows(labels: Tensor, rows: Rows, options: Options, backend: CommonBa
         return rows_that_count(counts, rows, options, backend)
     count = options.skip_ignored
     if count == labels.shape[0]:
-        return Counted(None, torch.where(counts.all(), 1.0, torch.nan))
+        return Counted(None, nan_unless(counts.all()))
     found = backend.compact_rows(counts, rows, to_host=False)
-    unless_nan = torch.where(found.number == count, 1.0, torch.nan)
+    unless_nan = nan_unless(found.number == count)
     return Counted(found.rows[:count], unless_nan, [tensor[:count] for tensor in found.per_row])
 
 
@@ -145,10 +145,15 @@ def to_every_row(output: Tensor, counted: Counted, num_tokens: int) -> Tensor:
     return whole.index_copy_(0, counted.rows, output)
 
 
+def nan_unless(condition: Tensor) -> Tensor:
+    """A 1 in fp32; NaN where the condition [] does not hold."""
+    return condition.new_ones((), dtype=torch.float32).masked_fill_(~condition, torch.nan)
+
+
 def _skipped(shape: Sequence[int], counted: Counted, dtype: torch.dtype, device: torch.device, broken: float) -> Tensor:
     skipped = torch.zeros(shape, dtype=dtype, device=device)
     if counted.unless_nan is not None:
-        skipped += torch.where(counted.unless_nan.isnan(), broken, 0).to(dtype)
+        skipped.masked_fill_(counted.unless_nan.isnan(), broken)
     return skipped
 
 
@@ -166,8 +171,10 @@ class Tokens:
         those: Counted,  # rows that are computed
         block_tokens: int,  # most rows of a block
         options: Options,
+        grad_dtype: torch.dtype | None = None,  # of hidden's gradient; None: hidden's
     ) -> None:
         counted = those.rows
+        self.grad_dtype = hidden.dtype if grad_dtype is None else grad_dtype
         self.hidden, self._num_tokens, self._counted, self._options = hidden, num_tokens, counted, options
         self.num_computed = num_tokens if counted is None else counted.shape[0]
         self._number = those.number
@@ -198,7 +205,7 @@ class Tokens:
         """The rows in the order in which blocks hold them; None: as they are."""
         if not self._by_shard:
             return self._counted
-        rows = torch.arange(self._num_tokens, device=self.hidden.device).view(self._ranks, -1)
+        rows = torch.arange(self._num_tokens, dtype=torch.int64, device=self.hidden.device).view(self._ranks, -1)
         return torch.cat([rows[:, part].reshape(-1) for part in self._shard_parts()])
 
     def blocks(self) -> Iterator[TokenBlock]:
@@ -217,14 +224,14 @@ class Tokens:
         whole.wait()  # also where nothing read it: its memory must not go to others before it is filled
 
     def grad_rows(self, block: TokenBlock) -> Tensor:
-        """Where the block's gradient [rows, H] goes, in hidden's dtype, before `reduce`."""
+        """Where the block's gradient [rows, H] goes, in `grad_dtype`, before `reduce`."""
         num_rows, hidden_size = block.rows.stop - block.rows.start, self.hidden.shape[1]
         if self._by_shard:
-            self._grad = self.hidden.new_empty(num_rows, hidden_size)
+            self._grad = self.hidden.new_empty(num_rows, hidden_size, dtype=self.grad_dtype)
             return self._grad
         if self._grad is None:
             skips = self._counted is not None  # then a row comes behind: the gradient of every skipped one
-            self._grad = self.hidden.new_empty(self.num_computed + skips, hidden_size)
+            self._grad = self.hidden.new_empty(self.num_computed + skips, hidden_size, dtype=self.grad_dtype)
         return self._grad[block.rows]
 
     @property
@@ -249,7 +256,7 @@ class Tokens:
     def grad_hidden(self) -> Tensor:
         """The gradient, of hidden's shape, once every block was reduced."""
         if self.num_computed == 0:
-            return torch.zeros_like(self.hidden)
+            return torch.zeros_like(self.hidden, dtype=self.grad_dtype)
         summed = [reduction.wait() for reduction in self._reductions]
         if self._options.sequence_parallel:
             return summed[0] if len(summed) == 1 else torch.cat(summed)
@@ -262,7 +269,7 @@ class Tokens:
             return grad
         grad[self.num_computed :].zero_()
         places = self._counted.new_full((self._num_tokens,), self.num_computed)
-        places.index_copy_(0, self._counted, torch.arange(self.num_computed, device=places.device))
+        places.index_copy_(0, self._counted, torch.arange(self.num_computed, dtype=torch.int64, device=places.device))
         return grad.index_select(0, places)
 
     def _start_gather(self) -> Pending:

@@ -11,7 +11,7 @@ from megatron_lce.backends.torch.scale import scale
 from megatron_lce.core.blocks import BlockBytes, ceil_div, cut
 from megatron_lce.core.options import Options
 from megatron_lce.core.products import Copies, product
-from megatron_lce.core.rows import Rows, RowTerms
+from megatron_lce.core.rows import LOWEST_LOG_P, Rows, RowTerms
 from megatron_lce.core.softmax_stats import (
     CHUNK_COLUMNS,
     LOWEST_LOGIT,
@@ -175,7 +175,7 @@ def grad_logits(
     log_p = logits.sub_(terms.max_logit).sub_(terms.log_sum)
     grad = log_p.exp2()
     if entropy:
-        grad.mul_(log_p.mul_(-terms.entropy_term).add_(terms.p_term))
+        grad.mul_(log_p.clamp_(min=LOWEST_LOG_P).mul_(-terms.entropy_term).add_(terms.p_term))
     else:
         grad.mul_(terms.p_term)
     labels = rows.labels - first_column

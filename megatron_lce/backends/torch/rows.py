@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_lce.core.options import LinearCrossEntropyOutput, Options
 from megatron_lce.core.rows import (
     LOG_SUM_OF_IGNORED_ROW,
+    SCALE_OF_IGNORED_ROW,
     Rows,
     RowTerms,
     Saved,
@@ -28,12 +29,16 @@ def prepare_rows(labels: Tensor, temperature: Tensor | float, options: Options) 
     if isinstance(temperature, Tensor):
         temperature = temperature.float()
         usable = (temperature > 0) & temperature.isfinite()
-        scale = torch.where(ignored, 1.0, torch.where(usable, logits_factor(options) / temperature, torch.nan))
-        to_nats = torch.where(usable, LN_2, torch.nan)
+        unless_nan = torch.ones_like(temperature).masked_fill_(~usable, torch.nan)
+        scale = logits_factor(options) / temperature * unless_nan
     else:
         scale = labels.new_full(labels.shape, logits_factor(options) / temperature, dtype=torch.float32)
-        to_nats = torch.full_like(scale, LN_2)
-    return Rows(torch.where(owned, local, -1).int(), scale, torch.where(ignored, 0.0, to_nats))
+        unless_nan = torch.ones_like(scale)
+    return Rows(
+        local.masked_fill(~owned, -1).int(),
+        scale.masked_fill(ignored, SCALE_OF_IGNORED_ROW),
+        (LN_2 * unless_nan).masked_fill_(ignored, 0.0),
+    )
 
 
 def largest_logit(max_logit: Tensor, min_logit: Tensor) -> Tensor:

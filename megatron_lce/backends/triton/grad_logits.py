@@ -24,11 +24,12 @@ from megatron_lce.backends.triton.tile_products import (
 )
 from megatron_lce.core.blocks import BlockBytes, ceil_div
 from megatron_lce.core.products import Copies, aligned, slab_row_stride
-from megatron_lce.core.rows import NUM_TERMS, Ahead, Rows
+from megatron_lce.core.rows import LOWEST_LOG_P, NUM_TERMS, Ahead, Rows
 
 # A row's factor and its label's exponential lie between 1 over this and this: their products with what is 16 bits wide,
 # and sums of those, are far from the ends of fp32.
 _LARGEST_FACTOR = tl.constexpr(2.0**96)
+_LOWEST_LOG_P = tl.constexpr(LOWEST_LOG_P)
 
 
 def grad_logits_bytes(hidden: Tensor, copies: Copies) -> BlockBytes:
@@ -185,7 +186,7 @@ def _grad_logits_kernel(
         grad = tl.exp2(log_p)
         if ENTROPY:
             entropy_term = tl.load(terms_ptr + 3 * terms_stride + rows, mask=row_mask, other=0.0)
-            grad = grad * (p_term[:, None] - entropy_term[:, None] * log_p)
+            grad = grad * (p_term[:, None] - entropy_term[:, None] * tl.maximum(log_p, _LOWEST_LOG_P))
         else:
             grad = grad * p_term[:, None]
         columns = column + tl.arange(0, BLOCK_V)

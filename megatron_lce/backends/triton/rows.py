@@ -13,6 +13,7 @@ from megatron_lce.core.options import DIFFERENTIABLE, LinearCrossEntropyOutput, 
 from megatron_lce.core.rows import (
     LOG_SUM_OF_IGNORED_ROW,
     NUM_TERMS,
+    SCALE_OF_IGNORED_ROW,
     Rows,
     Saved,
     inner_factor,
@@ -25,6 +26,7 @@ _LN_2 = tl.constexpr(LN_2)
 _UNIT = tl.constexpr(UNIT)
 _CHUNK_COLUMNS = tl.constexpr(CHUNK_COLUMNS)
 _LOG_SUM_OF_IGNORED_ROW = tl.constexpr(LOG_SUM_OF_IGNORED_ROW)
+_SCALE_OF_IGNORED_ROW = tl.constexpr(SCALE_OF_IGNORED_ROW)
 
 
 def prepare_rows(labels: Tensor, temperature: Tensor | float, options: Options) -> Rows:
@@ -134,9 +136,9 @@ def _prepare_rows_kernel(
     if temperature_ptr is not None:
         row_temperature = tl.load(temperature_ptr + rows, mask=mask, other=1.0).to(tl.float32)
         usable = (row_temperature > 0) & (row_temperature < float("inf"))
-        scale = tl.where(ignored, 1.0, tl.where(usable, logits_factor / row_temperature, float("nan")))
+        scale = tl.where(usable, logits_factor / row_temperature, float("nan"))
         to_nats = tl.where(usable, to_nats, float("nan"))
-    tl.store(scale_ptr + rows, scale, mask=mask)
+    tl.store(scale_ptr + rows, tl.where(ignored, _SCALE_OF_IGNORED_ROW, scale), mask=mask)
     tl.store(to_nats_ptr + rows, tl.where(ignored, 0.0, to_nats), mask=mask)
 
 
