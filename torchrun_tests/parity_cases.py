@@ -28,6 +28,7 @@ class Case:
     workspace_bytes: int = 2**29
     logits_cache_bytes: int = 0
     skip_ignored: bool | str = False  # "count": the number that the labels have
+    default_dtype: torch.dtype = torch.float32  # torch's, around the call
     wide_block: int | None = None  # how few tokens a block of backward's outer loop may hold
     change: Callable[["Problem"], None] | None = None  # edits the problem in place
     keywords: dict[str, Any] = field(default_factory=dict)
@@ -123,6 +124,8 @@ CASES = [
     Case("labels in the next rank's first column, whole tiles", shards=lambda n: [256] * n, change=first_columns),
     Case("padded columns", vocab_size=lambda ranks: 20 * ranks - 3),
     Case("a shard that is all padding", vocab_size=lambda ranks: max(20 * (ranks - 1) - 3, 5), keywords=TELEMETRY),
+    Case("all padding, default bf16", vocab_size=lambda n: 5, keywords=TELEMETRY, default_dtype=BF16),
+    Case("all padding, default fp64", vocab_size=lambda n: 5, dtype=BF16, default_dtype=torch.float64),
     Case("a shard that is all padding, sequence parallel", vocab_size=lambda n: 5, sequence_parallel=True),
     Case("all logits near -10000", change=very_negative),
     Case("some rows ignored", change=ignore_some),

@@ -40,6 +40,7 @@ def run_case(case: Case, backend: str, group: ProcessGroup, device: torch.device
     counted = int((problem.labels != -100).sum())
     if case.wide_block is not None:
         mock.patch.object(blocks, "WIDE_BLOCK", case.wide_block).start()
+    torch.set_default_dtype(case.default_dtype)
     actual = evaluate(
         megatron_lce.linear_cross_entropy,
         problem.hidden[rows],
@@ -57,6 +58,7 @@ def run_case(case: Case, backend: str, group: ProcessGroup, device: torch.device
         **keywords,
     )
     mock.patch.stopall()
+    torch.set_default_dtype(torch.float32)
     inputs = (problem.hidden, problem.weight, problem.labels, problem.upstream)
     options = {"vocab_size": problem.vocab_size, **keywords}
     name = f"{backend}: {case.name}"
