@@ -167,7 +167,7 @@ def _backward(
     for tensor in of_cache[1:]:
         tensor.fill_(torch.nan)  # the kept logits are gradients now: a second backward raises, or gives NaN
     gradients = (grad_hidden, hidden.shape), (grad_weight, weight.shape)
-    return [gradient.view(shape) for gradient, shape in gradients if gradient is not None]
+    return [gradient[:, : shape[-1]].reshape(shape) for gradient, shape in gradients if gradient is not None]
 
 
 @_backward.register_fake

@@ -261,6 +261,7 @@ def checked_options(
     first, num_columns = owned_columns(weight, tp_group, vocab_start, vocab_size)
     if sequence_parallel and not others["reduce_grad_hidden"]:
         raise ValueError("reduce_grad_hidden must be True with sequence_parallel, got False")
+    check_sink(others["weight_grad_sink"], weight)
     if backend == "reference":
         _check_reference(ranks, first, others["weight_grad_sink"])
     return Options(
@@ -299,6 +300,12 @@ def owned_columns(
     first = collectives.group_rank(tp_group) * weight.shape[0] if vocab_start is None else vocab_start
     num_columns = weight.shape[0] if vocab_size is None else min(max(vocab_size - first, 0), weight.shape[0])
     return first, num_columns
+
+
+def check_sink(sink: WeightGradSink | None, weight: Tensor) -> None:
+    step = 16 // weight.element_size()
+    if sink is not None and weight.shape[1] % step:
+        raise ValueError(f"weight_grad_sink must be None where H is no multiple of {step}, got {tuple(weight.shape)}")
 
 
 def _check_reference(ranks: int, vocab_start: int, sink: WeightGradSink | None) -> None:

@@ -18,7 +18,7 @@ def primitives(backend, device):
     return load_backend(backend, device)
 
 
-def stats_of(primitives, problem, columns=slice(None), *, workspace_bytes=2**29, softcap_scale=None):
+def stats_of(primitives, problem, columns=slice(None), *, softcap_scale=None):
     first = columns.start or 0
     row_scale = torch.full((problem.labels.numel(),), LOG2_E, device=problem.hidden.device)
     labels = problem.labels - first
@@ -33,7 +33,6 @@ def stats_of(primitives, problem, columns=slice(None), *, workspace_bytes=2**29,
         entropy=True,
         telemetry=True,
         vocab_start=first,
-        workspace_bytes=workspace_bytes,
     )
 
 
@@ -133,7 +132,7 @@ def test_logits_are_fp32_products_of_16_bit_inputs(device):
 
 
 @pytest.mark.parametrize("softcap_scale", [None, 0.3])
-@pytest.mark.parametrize(("hidden_size", "dtype"), [(13, torch.bfloat16), (300, torch.float16), (300, torch.float32)])
+@pytest.mark.parametrize(("hidden_size", "dtype"), [(16, torch.bfloat16), (304, torch.float16), (300, torch.float32)])
 def test_the_labels_logit_has_the_bits_of_the_statistics(hidden_size, dtype, softcap_scale, primitives, device):
     """Where the label has the largest logit, that is it."""
     problem = make_problem(70, hidden_size, 300, device, dtype)
@@ -144,7 +143,7 @@ def test_the_labels_logit_has_the_bits_of_the_statistics(hidden_size, dtype, sof
     assert torch.equal(unpack_extremes(extremes, True).label_logit, largest.max_logit)
 
 
-@pytest.mark.parametrize("hidden_size", [1, 13, 24])
+@pytest.mark.parametrize("hidden_size", [8, 24])
 def test_nothing_behind_hidden_and_weight_is_read(hidden_size, primitives, device):
     """Both end where memory of somebody else begins."""
     problem = make_problem(3, hidden_size, 5, device, torch.bfloat16)

@@ -6,19 +6,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lce.core.blocks import smallest_workspace, stats_tokens, tokens_per_block
+from megatron_lce.core.blocks import smallest_workspace, tokens_per_block
 from megatron_lce.core.group_stats import stats_over_group
 from megatron_lce.core.head_gradients import Slab, accumulator_bytes_per_column, head_gradients
 from megatron_lce.core.logit_gradients import (
     LogitGradients,
     ReadyGradients,
-    first_slab_ahead,
     grad_logits_slabs,
     gradients_of_cache,
 )
 from megatron_lce.core.options import DIFFERENTIABLE, LinearCrossEntropyOutput, Options
-from megatron_lce.core.products import copies_of, own_arithmetic
-from megatron_lce.core.protocols import CacheAhead, CrossEntropyBackend, LogitsCache
+from megatron_lce.core.products import own_arithmetic
+from megatron_lce.core.protocols import CrossEntropyBackend
 from megatron_lce.core.rows import Rows, Saved
 from megatron_lce.core.tokens import (
     Counted,
@@ -57,23 +56,13 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         num_tokens = labels.shape[0]
         with own_arithmetic(hidden.device, "linear_cross_entropy forward"):
             rows = backend.prepare_rows(labels, temperature, options)
-            counted = counted_rows(labels, rows, options, backend)
-            if counted.number is not None and not _all_rows_fit(hidden, num_tokens, weight, options, backend):
-                counted = counted.wait()
+            counted = counted_rows(labels, options)
             tokens = _tokens(hidden, num_tokens, counted, weight, options, backend)
             order = tokens.order()
             rows = rows_to_compute(rows, order, counted)
-            outputs = new_outputs(shape, counted, options, labels.device)  # in front of the cache's wait
-            kept: LogitsCache | CacheAhead | None = None
-            if grad_enabled and counted.number is not None:
-                kept = backend.begin_cache(num_tokens, hidden, options, counted.number.look)
-            elif grad_enabled:
-                kept = backend.new_cache(tokens.num_computed, hidden, options)
-            extremes, sums = stats_over_group(tokens, weight, rows, options, backend, kept)
-            cache = None if kept is None else kept.whole
-            if counted.number is not None:
-                counted = counted.wait()
-                order, rows = counted.rows, rows_to_compute(rows, counted.rows, counted)
+            outputs = new_outputs(shape, counted, options, labels.device)
+            cache = backend.new_cache(tokens.num_computed, hidden, options) if grad_enabled else None
+            extremes, sums = stats_over_group(tokens, weight, rows, options, backend, cache)
             saved = backend.finish(extremes, sums, rows, options, outputs, order)
         ctx.set_materialize_grads(False)
         if grad_enabled:
@@ -105,12 +94,10 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             terms, counts = backend.row_terms(rows, saved, upstream, options, order)
             entropy = given["entropy"] is not None
             problem = LogitGradients(weight, rows, terms, options, backend, entropy)
-            ready = None
-            if options.skip_ignored is True:
-                tokens, problem, ready = _rows_with_gradient(tokens, order, problem, counts, cache)
-            elif cache is not None:
-                ready = gradients_of_cache(problem, cache)
+            ready = None if cache is None else gradients_of_cache(problem, cache)
             del cache
+            if options.skip_ignored is True:
+                tokens, problem = _rows_with_gradient(tokens, order, problem, counts, ready)
 
             def slabs(block: TokenBlock, bytes_per_column: int) -> Iterator[Slab]:
                 return grad_logits_slabs(problem, block, bytes_per_column, ready)
@@ -156,7 +143,7 @@ def check_workspace(
     """
     smallest = smallest_workspace(backend.softmax_stats_bytes(hidden, options))
     if needs_grad is not None:
-        backward = backend.grad_logits_bytes(hidden, copies_of(hidden))
+        backward = backend.grad_logits_bytes(hidden)
         if needs_grad[1]:
             backward = backward._replace(per_column=backward.per_column + accumulator_bytes_per_column(weight, options))
         smallest = max(smallest, smallest_workspace(backward))
@@ -178,65 +165,22 @@ def _tokens(
 
 
 def _block_tokens(computed: int, hidden: Tensor, weight: Tensor, options: Options, backend: CrossEntropyBackend) -> int:
-    block_bytes = backend.grad_logits_bytes(hidden, copies_of(hidden))
+    block_bytes = backend.grad_logits_bytes(hidden)
     sum_bytes = accumulator_bytes_per_column(weight, options)
     if options.weight_grad_sink is not None:  # a slab's, on its way to the sink: not the whole weight's
         block_bytes, sum_bytes = block_bytes._replace(per_column=block_bytes.per_column + sum_bytes), 0
     return tokens_per_block(computed, options.largest_shard, options.workspace_bytes, block_bytes, sum_bytes)
 
 
-def _all_rows_fit(
-    hidden: Tensor, num_tokens: int, weight: Tensor, options: Options, backend: CrossEntropyBackend
-) -> bool:
-    """Whether statistics need not wait for the number of rows: those of all rows and their hidden states fit at once.
-
-    And a cache's first columns: it is as large as that number. Depends on what ranks share.
-    """
-    if not backend.counts_on_device:
-        return False
-    columns = backend.begun_columns(num_tokens, hidden, options)
-    if columns is None or any(copies_of(hidden)):  # copies take what is left of the workspace
-        return False
-    if _block_tokens(num_tokens, hidden, weight, options, backend) < num_tokens:
-        return False
-    stats_bytes = backend.softmax_stats_bytes(hidden, options)
-    per_token = stats_bytes.per_token + hidden.shape[1] * hidden.element_size()
-    per_token += backend.kept_row_bytes(hidden, columns) or 0
-    return stats_tokens(num_tokens, options.workspace_bytes, stats_bytes._replace(per_token=per_token)) >= num_tokens
-
-
 def _rows_with_gradient(
-    tokens: Tokens, order: Tensor | None, problem: LogitGradients, counts: Tensor, cache: LogitsCache | None
-) -> tuple[Tokens, LogitGradients, ReadyGradients | None]:
-    """Of the rows whose gradient is not zero, and those of their gradients that are ready.
-
-    One sum over the group, then one look at the device. Meanwhile that turns what was kept of every row into gradients,
-    or makes the first slab of those that count, and brings their hidden states together.
-    """
-    per_row = [*problem.rows, problem.terms, *([] if order is None else [order])]
-    counted = rows_that_count(counts, per_row, problem.options, problem.backend)
-    ready = None if cache is None else gradients_of_cache(problem, cache)
-    block = None
-    if problem.backend.counts_on_device and tokens.num_blocks == 1:
-        counted_tokens, of_counted = _of_rows(counted, tokens, problem)
-        block = next(counted_tokens.blocks())
-        if cache is None:
-            ready = first_slab_ahead(of_counted, block)
-        del counted_tokens, of_counted
-    counted = counted.wait()
+    tokens: Tokens, order: Tensor | None, problem: LogitGradients, counts: Tensor, ready: ReadyGradients | None
+) -> tuple[Tokens, LogitGradients]:
+    """The rows whose gradient is not zero on some rank; `ready` learns which of its own they are."""
+    counted = rows_that_count(counts, problem.options)
     if counted.rows is None:
-        if block is not None:
-            tokens.take(block)
-        return tokens, problem, ready
-    del block  # its memory goes before that of so many rows comes
-    if cache is not None and ready is not None:
+        return tokens, problem
+    if ready is not None:
         ready.rows = counted.rows
-    return *_of_rows(counted, tokens, problem), ready
-
-
-def _of_rows(counted: Counted, tokens: Tokens, problem: LogitGradients) -> tuple[Tokens, LogitGradients]:
-    """The same of these rows, whose number the host may not know yet."""
-    labels, scale, to_nats, terms, *order = counted.per_row or ()
-    rows = Counted(order[0] if order else counted.rows, number=counted.number)
-    block = _block_tokens(labels.shape[0], tokens.hidden, problem.weight, problem.options, problem.backend)
-    return tokens.of(rows, block), problem._replace(rows=Rows(labels, scale, to_nats), terms=terms)
+    rows = counted.rows if order is None else order[counted.rows]
+    block = _block_tokens(rows.shape[0], tokens.hidden, problem.weight, problem.options, problem.backend)
+    return tokens.select(Counted(rows), block), problem.select(counted.rows)

@@ -6,8 +6,8 @@ from torch import Tensor
 from megatron_lce.core import collectives
 from megatron_lce.core.blocks import cut, stats_tokens
 from megatron_lce.core.options import Options
-from megatron_lce.core.protocols import CacheAhead, CrossEntropyBackend, LogitsCache
-from megatron_lce.core.rows import Ahead, Rows, softcap_scale
+from megatron_lce.core.protocols import CrossEntropyBackend, LogitsCache
+from megatron_lce.core.rows import Rows, softcap_scale
 from megatron_lce.core.softmax_stats import empty_extremes, empty_sums, packed_rows
 from megatron_lce.core.tokens import Tokens
 
@@ -18,14 +18,14 @@ def stats_over_group(
     rows: Rows,
     options: Options,
     backend: CrossEntropyBackend,
-    cache: LogitsCache | CacheAhead | None,
+    cache: LogitsCache | None,
 ) -> tuple[Tensor, Tensor]:
     """Extremes [E, N] and sums [`num_sums`, N] of the whole vocabulary, the same bits on every rank."""
     found = []
     for block in tokens.blocks() if tokens.num_computed else ():
-        cache_here = None if cache is None else cache.of(block.rows)
-        of_block = block.hidden.wait(), weight, rows.of(block.rows), options, backend, cache_here
-        found.append(stats_of_tokens(*of_block, block.ahead))
+        cache_here = None if cache is None else cache.select(block.rows)
+        here = rows.select(block.rows)
+        found.append(stats_of_tokens(block.hidden.wait(), weight, here, options, backend, cache_here))
     if not found:
         extremes = empty_extremes(0, options.telemetry, weight.device)
         return extremes, empty_sums(0, options.entropy, options.telemetry, weight.device)
@@ -38,19 +38,17 @@ def stats_of_tokens(
     rows: Rows,
     options: Options,
     backend: CrossEntropyBackend,
-    cache: LogitsCache | CacheAhead | None = None,
-    ahead: Ahead | None = None,  # only where all of them fit at once
+    cache: LogitsCache | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The same of hidden states that are here, as many at a time as the workspace has room for."""
     num_tokens = hidden.shape[0]
     most = stats_tokens(num_tokens, options.workspace_bytes, backend.softmax_stats_bytes(hidden, options))
     if most >= num_tokens:
-        return _stats_of_part(hidden, weight, rows, options, backend, cache, ahead)
-    assert ahead is None
+        return _stats_of_part(hidden, weight, rows, options, backend, cache)
     found = []
     for part in cut(num_tokens, most):
-        cache_here = None if cache is None else cache.of(part)
-        found.append(_stats_of_part(hidden[part], weight, rows.of(part), options, backend, cache_here, None))
+        cache_here = None if cache is None else cache.select(part)
+        found.append(_stats_of_part(hidden[part], weight, rows.select(part), options, backend, cache_here))
     return _side_by_side(found)
 
 
@@ -68,12 +66,10 @@ def _stats_of_part(
     rows: Rows,
     options: Options,
     backend: CrossEntropyBackend,
-    cache: LogitsCache | CacheAhead | None,
-    ahead: Ahead | None,
+    cache: LogitsCache | None,
 ) -> tuple[Tensor, Tensor]:
     """Extremes and sums over the group's vocabulary: one exchange for the largest logits, one for the sums."""
     num_tokens = hidden.shape[0]
-    num_rows = None if ahead is None else ahead.number
     entropy, telemetry = options.entropy, options.telemetry
     if options.num_columns == 0:
         parts = hidden.new_empty(0, packed_rows(entropy, telemetry), num_tokens, dtype=torch.float32)
@@ -88,14 +84,12 @@ def _stats_of_part(
             entropy=entropy,
             telemetry=telemetry,
             vocab_start=options.vocab_start,
-            workspace_bytes=options.workspace_bytes,
             cache=cache,
-            ahead=ahead,
         )
     if options.tp_group is not None:
-        extremes = backend.merge_extremes(of_all, telemetry, num_rows)
+        extremes = backend.merge_extremes(of_all, telemetry)
         of_all = collectives.stack_over_group(extremes, options.tp_group)
-    extremes, sums = backend.sum_chunks(parts, of_all, options.num_columns, entropy, telemetry, num_rows)
+    extremes, sums = backend.sum_chunks(parts, of_all, options.num_columns, entropy, telemetry)
     if options.tp_group is not None:
         collectives.add_over_group(sums, options.tp_group)
     return extremes, sums

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_lce.core.blocks import ALIGNED_COLUMNS, Blocks, cut, cut_columns
 from megatron_lce.core.options import Options, WeightGradSink
-from megatron_lce.core.products import aligned, product, row_stride, slab_row_stride, with_zeros_behind
+from megatron_lce.core.products import product, slab_row_stride, with_zeros_behind
 from megatron_lce.core.protocols import CommonBackend
 from megatron_lce.core.tokens import TokenBlock, Tokens
 
@@ -40,7 +40,7 @@ def head_gradients(
 
     `slabs(block, bytes_per_column)` yields the gradient of every product of a block, where a slab's column takes that
     many bytes of the workspace if its tokens come in several parts.
-    `weight_sum`: give the weight's gradient as the fp32 sum that it is made of, [num_columns, H or a little more].
+    `weight_sum`: give the weight's gradient as the fp32 sum that it is made of, [num_columns, H].
     """
     weight_grad = _WeightGrad(weight, options, tokens.num_blocks, weight_sum) if needs_weight else None
     # `weight_sum` is beside the workspace, and every part of the tokens is added to it.
@@ -86,13 +86,12 @@ def computed_slabs(
             yield _slab(columns, tokens, grad, num_tokens, num_columns)
 
 
-def kept_slabs(grad: Tensor, num_columns: int, blocks: Blocks, factor: Tensor | None = None) -> Iterator[Slab]:
+def kept_slabs(grad: Tensor, num_columns: int, factor: Tensor | None = None) -> Iterator[Slab]:
     """Slabs of a gradient [N, C] that is there already, up to its factor: of the first C of `num_columns`."""
     num_tokens, kept_columns = grad.shape
-    for columns in cut_columns(kept_columns, blocks.columns):
-        for tokens in cut(num_tokens, blocks.tokens):
-            slab = _slab(columns, tokens, grad[tokens, columns], num_tokens, num_columns)
-            yield slab if factor is None else slab._replace(factor=factor[tokens])
+    for columns in cut_columns(kept_columns, kept_columns):
+        slab = _slab(columns, slice(0, num_tokens), grad[:, columns], num_tokens, num_columns)
+        yield slab._replace(factor=factor)
 
 
 def _slab(columns: slice, tokens: slice, grad: Tensor, num_tokens: int, num_columns: int) -> Slab:
@@ -111,12 +110,9 @@ class _HiddenGrad:
         self._sum: Tensor | None = None
 
     def add(self, slab: Slab) -> None:
-        weight = _for_products(self._weight[slab.columns])
         if self._sum is None:
-            one_sum = slab.columns == slice(0, self._options.num_columns)
-            self._sum = self._new_sum(weight, one_sum)
-        product(slab.grad, weight, self._sum[slab.tokens], accumulate=slab.columns.start > 0)
-        del weight
+            self._sum = self._new_sum(slab.columns == slice(0, self._options.num_columns))
+        product(slab.grad, self._weight[slab.columns], self._sum[slab.tokens], accumulate=slab.columns.start > 0)
         if slab.factor is not None and slab.columns.stop == self._options.num_columns:
             # No name for it: the sum goes before the reduction's memory comes.
             self._backend.scale(self._sum[slab.tokens], slab.factor, self._sum[slab.tokens], accumulate=False)
@@ -126,16 +122,15 @@ class _HiddenGrad:
         assert self._sum is not None
         grad = self._tokens.grad_rows(self._block)
         if grad.data_ptr() != self._sum.data_ptr():
-            grad.copy_(self._sum[:, : grad.shape[1]])
+            grad.copy_(self._sum)
         self._sum = None
         self._tokens.reduce(self._block)
 
-    def _new_sum(self, weight: Tensor, one_sum: bool) -> Tensor:
-        grad_dtype = self._tokens.grad_dtype
-        if (one_sum or grad_dtype == torch.float32) and weight.shape[1] == self._weight.shape[1]:
+    def _new_sum(self, one_product: bool) -> Tensor:
+        if one_product or self._tokens.grad_dtype == torch.float32:
             return self._tokens.grad_rows(self._block)
         num_rows = self._block.rows.stop - self._block.rows.start
-        return weight.new_empty(num_rows, weight.shape[1], dtype=grad_dtype if one_sum else torch.float32)
+        return self._weight.new_empty(num_rows, self._weight.shape[1], dtype=torch.float32)
 
 
 class _WeightGrad:
@@ -144,14 +139,14 @@ class _WeightGrad:
     def __init__(self, weight: Tensor, options: Options, num_blocks: int, as_sum: bool) -> None:
         self._weight, self._num_columns, self._as_sum = weight, options.num_columns, as_sum
         self._sink: WeightGradSink | None = options.weight_grad_sink
-        self._padded = _padded(weight)
         self._one_block = num_blocks <= 1
-        # An fp32 sum over blocks, of rows as wide as the products; the gradient itself, where that is such a sum.
+        # An fp32 sum over blocks; the gradient itself, where that is such a sum.
         sum_over_blocks = as_sum or (self._sink is None and weight.dtype != torch.float32 and not self._one_block)
-        width = row_stride(weight.shape[1], weight.element_size()) if self._padded else weight.shape[1]
-        self._sum = weight.new_empty(self._num_columns, width, dtype=torch.float32) if sum_over_blocks else None
+        self._sum: Tensor | None = None
         self._grad: Tensor | None = None
-        if self._sum is None:
+        if sum_over_blocks:
+            self._sum = weight.new_empty(self._num_columns, weight.shape[1], dtype=torch.float32)
+        else:
             self._grad = torch.empty_like(weight) if self._sink is None else self._sink.buffer()
         self._partial: Tensor | None = None  # of one slab, where its gradient cannot be written in place
         self._nothing_added = True
@@ -160,23 +155,20 @@ class _WeightGrad:
         self._nothing_added = False
         first = first_block and slab.first_tokens
         if self._sum is not None:
-            # hidden has rows of its own width where they start at 16 bytes as they are.
-            product(slab.grad.T, hidden, self._sum[slab.columns, : hidden.shape[1]], accumulate=not first)
+            product(slab.grad.T, hidden, self._sum[slab.columns], accumulate=not first)
             return
         assert self._grad is not None
         grad = self._grad[slab.columns]
-        one_product = self._one_block and slab.first_tokens and slab.last_tokens
-        if not self._padded and (one_product or grad.dtype == torch.float32):
+        if (self._one_block and slab.first_tokens and slab.last_tokens) or grad.dtype == torch.float32:
             product(slab.grad.T, hidden, grad, accumulate=self._sink is not None or not first)
             return
-        if self._partial is None or slab.first_tokens:
+        if slab.first_tokens:
             self._partial = None  # the last slab's memory goes first
-            dtype = grad.dtype if one_product else torch.float32
-            self._partial = hidden.new_empty(grad.shape[0], hidden.shape[1], dtype=dtype)
+            self._partial = hidden.new_empty(grad.shape, dtype=torch.float32)
+        assert self._partial is not None
         product(slab.grad.T, hidden, self._partial, accumulate=not slab.first_tokens)
         if slab.last_tokens:
-            partial = self._partial[:, : grad.shape[1]]
-            grad.copy_(partial) if self._sink is None else grad.add_(partial)
+            grad.copy_(self._partial)
             self._partial = None
 
     def finish(self) -> Tensor | None:
@@ -190,7 +182,7 @@ class _WeightGrad:
         grad = self._grad
         if self._sum is not None:
             grad = torch.empty_like(self._weight)
-            grad[: self._num_columns].copy_(self._sum[:, : grad.shape[1]])
+            grad[: self._num_columns].copy_(self._sum)
         assert grad is not None
         grad[self._num_columns :].zero_()  # padding
         return grad
@@ -198,44 +190,29 @@ class _WeightGrad:
 
 def accumulator_bytes_per_column(weight: Tensor, options: Options) -> int:
     """Bytes of a column in the fp32 sum over parts of the tokens; 0 where the gradient's own tensor can be that sum."""
-    fp32 = weight.dtype == torch.float32 or options.weight_grad_sink is not None
-    return 0 if fp32 and not _padded(weight) else 4 * row_stride(weight.shape[1], weight.element_size())
+    return 0 if weight.dtype == torch.float32 or options.weight_grad_sink is not None else 4 * weight.shape[1]
 
 
 def sum_over_blocks_bytes(weight: Tensor, options: Options) -> int:
-    """Of the largest shard's fp32 sum over blocks of tokens, where the gradient is made of it when all is summed."""
-    if not weight.requires_grad or _padded(weight):  # products of padded rows have copies in the workspace besides
-        return 0
-    return options.largest_shard * accumulator_bytes_per_column(weight, options)
+    """Bytes of the largest shard's fp32 sum over blocks of tokens; 0 where no gradient is made of one."""
+    return options.largest_shard * accumulator_bytes_per_column(weight, options) if weight.requires_grad else 0
 
 
 def hidden_sum_bytes_per_token(hidden: Tensor, options: Options) -> int:
-    """Of the fp32 sum of hidden's gradient where a block's kept columns are not one product on every rank.
+    """Bytes of a token in the fp32 sum of hidden's gradient; 0 where one product covers all kept columns on every rank.
 
-    The odd end of a vocabulary is a slab of its own (`cut_columns`), and where H is padded slabs go by their copies.
+    The odd end of a vocabulary is a slab of its own (`cut_columns`).
     """
     sizes = options.largest_shard, options.vocab_size or 0
-    one_product = not any(size % ALIGNED_COLUMNS for size in sizes) and not _padded(hidden)
-    if one_product or hidden.dtype == torch.float32 or not hidden.requires_grad:
-        return 0
-    return 4 * row_stride(hidden.shape[1], hidden.element_size())
-
-
-def _padded(weight: Tensor) -> bool:
-    """Whether products with the contiguous weight are wider than its rows."""
-    return weight.dtype != torch.float32 and row_stride(weight.shape[1], weight.element_size()) > weight.shape[1]
+    one_product = not any(size % ALIGNED_COLUMNS for size in sizes)
+    return 0 if one_product or hidden.dtype == torch.float32 or not hidden.requires_grad else 4 * hidden.shape[1]
 
 
 def _scaled_for_products(slab: Slab, hidden: Tensor, backend: CommonBackend) -> Tensor:
     """The slab's rows of hidden, times its factor: the weight's gradient sums over tokens."""
-    rows = _for_products(hidden[slab.tokens])
+    rows = hidden[slab.tokens]
     if slab.factor is None:
         return rows
     scaled = torch.empty_like(rows)
     backend.scale(rows, slab.factor, scaled, accumulate=False)
     return scaled
-
-
-def _for_products(matrix: Tensor) -> Tensor:
-    """16-bit rows as `aligned` lays them out, up to 7 columns wider: with an odd H cuBLAS takes five times as long."""
-    return matrix if matrix.dtype == torch.float32 else aligned(matrix)

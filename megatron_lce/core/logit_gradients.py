@@ -1,6 +1,5 @@
 """Gradients of a block's logits, slab by slab: from what was kept of them, or from their products once more."""
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -9,12 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_lce.core.blocks import BlockBytes, Blocks, cut, plan_blocks
+from megatron_lce.core.blocks import Blocks, plan_blocks
 from megatron_lce.core.head_gradients import Slab, computed_slabs, kept_slabs
 from megatron_lce.core.options import Options
-from megatron_lce.core.products import copies_of, slab_row_stride
+from megatron_lce.core.products import slab_row_stride
 from megatron_lce.core.protocols import CrossEntropyBackend, LogitsCache
-from megatron_lce.core.rows import Ahead, Rows, RowTerms, softcap_scale
+from megatron_lce.core.rows import Rows, RowTerms, softcap_scale
 from megatron_lce.core.tokens import TokenBlock
 
 
@@ -28,17 +27,17 @@ class LogitGradients(NamedTuple):
     backend: CrossEntropyBackend
     entropy: bool  # whether it has an upstream gradient
 
-    def of(self, tokens: slice) -> "LogitGradients":
-        return self._replace(rows=self.rows.of(tokens), terms=self.terms[:, tokens])
+    def select(self, tokens: slice | Tensor) -> "LogitGradients":
+        return self._replace(rows=self.rows.select(tokens), terms=self.terms[:, tokens])
 
     @property
     def want_every_logit(self) -> bool:
         """The mean's gradient takes the softcap's slope at each, also where an exponential kept nothing of it."""
         return self.options.softcap is not None and RowTerms(*self.terms).mean_term is not None
 
-    def compute(self, hidden: Tensor, tokens: slice, columns: slice, grad: Tensor, ahead: Ahead | None = None) -> None:
+    def compute(self, hidden: Tensor, tokens: slice, columns: slice, grad: Tensor) -> None:
         """Gradients of these products, ready once more."""
-        here = self.of(tokens)
+        here = self.select(tokens)
         self.backend.grad_logits(
             hidden[tokens],
             self.weight[columns],
@@ -48,7 +47,6 @@ class LogitGradients(NamedTuple):
             first_column=columns.start,
             softcap_scale=softcap_scale(self.options),
             entropy=self.entropy,
-            ahead=ahead,
         )
 
 
@@ -78,8 +76,7 @@ def gradients_of_cache(problem: LogitGradients, cache: LogitsCache) -> ReadyGrad
         entropy=problem.entropy,
         factored=not options.entropy  # asked for, it may have had a gradient: what was kept has nothing in common
         and cache.exp.shape[1] == options.num_columns
-        and scaled_hidden <= options.workspace_bytes
-        and not any(copies_of(weight)),
+        and scaled_hidden <= options.workspace_bytes,
     )
     return ReadyGradients(cache.exp, factor)
 
@@ -87,40 +84,23 @@ def gradients_of_cache(problem: LogitGradients, cache: LogitsCache) -> ReadyGrad
 def gradients_in_cache(problem: LogitGradients, cache: LogitsCache, hidden: Tensor) -> ReadyGradients:
     """The same gradients, in the same place, from their products."""
     num_tokens, num_columns = cache.exp.shape
-    blocks = _plan_ready(problem, num_tokens, num_columns)
-    for columns, tokens in itertools.product(cut(num_columns, blocks.columns), cut(num_tokens, blocks.tokens)):
-        problem.compute(hidden, tokens, columns, cache.exp[tokens, columns])
+    problem.compute(hidden, slice(0, num_tokens), slice(0, num_columns), cache.exp)
     return ReadyGradients(cache.exp)
-
-
-def first_slab_ahead(problem: LogitGradients, block: TokenBlock) -> ReadyGradients | None:
-    """The first slab of all rows, made of those that count; None: no slab holds all of them, or there is no column."""
-    hidden, num_columns = block.hidden.wait(), problem.options.num_columns
-    if num_columns == 0:
-        return None
-    num_tokens = hidden.shape[0]
-    blocks = _plan(problem, hidden, num_tokens, num_columns)
-    if blocks.tokens < num_tokens:
-        return None
-    compute = partial(problem.compute, hidden, ahead=block.ahead)
-    slabs = computed_slabs(hidden, num_tokens, slice(0, num_columns), num_columns, blocks, compute)
-    return ReadyGradients(next(slabs).grad)
 
 
 def grad_logits_slabs(
     problem: LogitGradients, block: TokenBlock, bytes_per_column: int, ready: ReadyGradients | None
 ) -> Iterator[Slab]:
     """Gradients of a block's products, those that are there first, then the others in one reused buffer."""
-    here, hidden = problem.of(block.rows), block.hidden
+    here, hidden = problem.select(block.rows), block.hidden
     num_tokens, num_columns = here.rows.labels.shape[0], problem.options.num_columns
     slabs = partial(computed_slabs, hidden.tensor, num_tokens)
     first = 0
     if ready is not None:
         first = ready.grad.shape[1]
         if ready.rows is None:
-            blocks = _plan_ready(problem, num_tokens, first, bytes_per_column)
             factor = None if ready.factor is None else ready.factor[block.rows]
-            yield from kept_slabs(ready.grad[block.rows], num_columns, blocks, factor)
+            yield from kept_slabs(ready.grad[block.rows], num_columns, factor)
         else:
             copy = partial(_copy_rows, ready, ready.rows[block.rows], problem.backend)
             blocks = _plan(problem, hidden.tensor, num_tokens, first, bytes_per_column)
@@ -151,17 +131,6 @@ def _plan(
         num_tokens,
         slab_row_stride(num_columns),
         options.workspace_bytes,
-        problem.backend.grad_logits_bytes(hidden, copies_of(problem.weight)),
-        per_column_if_tokens_are_cut=bytes_per_column,
-    )
-
-
-def _plan_ready(problem: LogitGradients, num_tokens: int, num_columns: int, bytes_per_column: int = 0) -> Blocks:
-    """Blocks of what has its own memory, for the copies that products make of their inputs."""
-    return plan_blocks(
-        num_tokens,
-        num_columns,
-        problem.options.workspace_bytes,
-        BlockBytes(0, *copies_of(problem.weight)),
+        problem.backend.grad_logits_bytes(hidden),
         per_column_if_tokens_are_cut=bytes_per_column,
     )

@@ -1,6 +1,6 @@
 """What a backend supplies: a module with these functions. Core calls them and knows no more of a backend."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol, Self
 
 from torch import Tensor
@@ -8,8 +8,7 @@ from torch import Tensor
 from megatron_lce.core.blocks import BlockBytes
 from megatron_lce.core.jsd_stats import Head
 from megatron_lce.core.options import LinearCrossEntropyOutput, Options
-from megatron_lce.core.products import Copies
-from megatron_lce.core.rows import Ahead, Compacted, Rows, Saved
+from megatron_lce.core.rows import Rows, Saved
 
 
 class LogitsCache(Protocol):
@@ -23,23 +22,8 @@ class LogitsCache(Protocol):
     def tensors(self) -> Sequence[Tensor]:
         """What the backend's `LogitsCache` is made of, `exp` first."""
 
-    @property
-    def whole(self) -> Self:
-        """Itself."""
-
-    def of(self, rows: slice) -> Self:
+    def select(self, rows: slice) -> Self:
         """A view of some of the rows."""
-
-
-class CacheAhead(Protocol):
-    """A cache that is being filled before the host knows how many rows it is for."""
-
-    @property
-    def whole(self) -> LogitsCache | None:
-        """What it is once it is filled; None: of no row."""
-
-    def of(self, rows: slice) -> Self:
-        """Itself: all of them are one block."""
 
 
 class CommonBackend(Protocol):
@@ -47,35 +31,15 @@ class CommonBackend(Protocol):
 
     def prepare_rows(self, labels: Tensor, temperature: Tensor | float, options: Options) -> Rows: ...
 
-    def compact_rows(self, counts: Tensor, per_row: Sequence[Tensor], *, to_host: bool) -> Compacted:
-        """Of [N] bool, and of what each row brings, [..., N] each: the rows that count, and for the host how many."""
-
-    def gather_rows(self, matrix: Tensor, rows: Tensor, number: Tensor, unless_all: bool) -> Tensor:
-        """[M, H], the first `number` of these M rows of [N, H]; `unless_all`: nothing is copied where that is all M."""
-
     def scale(self, matrix: Tensor, factor: Tensor, out: Tensor, *, accumulate: bool) -> None:
         """`out = factor * matrix`, or `out += factor * matrix`, in fp32; a factor [], or one for each row, [M]."""
 
 
 class CrossEntropyBackend(CommonBackend, Protocol):
-    """The primitives of `linear_cross_entropy`; what they mean is said where core defines their types.
-
-    `ahead`, or its number, of a primitive: what it makes of the rows behind the first so many is of no use, and may be
-    left as it is; of merges, which travel over the group, it is numbers.
-    """
-
-    counts_on_device: bool  # whether `ahead` may be given
+    """The primitives of `linear_cross_entropy`; what they mean is said where core defines their types."""
 
     def new_cache(self, num_tokens: int, hidden: Tensor, options: Options) -> LogitsCache | None:
         """Room for what `logits_cache_bytes` allows; None: nothing is kept."""
-
-    def begin_cache(
-        self, num_tokens: int, hidden: Tensor, options: Options, look: Callable[[], int]
-    ) -> CacheAhead | None:
-        """The same for as many of the tokens as `look` waits for."""
-
-    def begun_columns(self, num_tokens: int, hidden: Tensor, options: Options) -> int | None:
-        """How many columns it keeps before it waits; 0: nothing is to be kept; None: there is no room to begin."""
 
     def kept_row_bytes(self, hidden: Tensor, num_columns: int) -> int | None:
         """What a cache of these columns takes for a token; None: nothing can be kept of such inputs."""
@@ -94,13 +58,11 @@ class CrossEntropyBackend(CommonBackend, Protocol):
         entropy: bool,
         telemetry: bool,
         vocab_start: int,
-        workspace_bytes: int,
-        cache: LogitsCache | CacheAhead | None = None,
-        ahead: Ahead | None = None,
+        cache: LogitsCache | None = None,
     ) -> Tensor:
         """[chunks, K, N], see `megatron_lce.core.softmax_stats`. Fills the cache, if any."""
 
-    def merge_extremes(self, parts: Tensor, telemetry: bool, num_rows: Tensor | None = None) -> Tensor:
+    def merge_extremes(self, parts: Tensor, telemetry: bool) -> Tensor:
         """[S, E or more, N] of S disjoint sets of columns -> [E, N] of their union."""
 
     def sum_chunks(
@@ -110,7 +72,6 @@ class CrossEntropyBackend(CommonBackend, Protocol):
         num_columns: int,
         entropy: bool,
         telemetry: bool,
-        num_rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The whole vocabulary's extremes [E, N], and the sums of these columns int64 [`num_sums`, N], in `UNIT`s."""
 
@@ -137,8 +98,8 @@ class CrossEntropyBackend(CommonBackend, Protocol):
         There is in a broken row, whose terms are NaN, whatever its upstream gradient.
         """
 
-    def grad_logits_bytes(self, hidden: Tensor, copies: Copies) -> BlockBytes:
-        """What `grad_logits` takes for its output, its intermediates and copies of its inputs."""
+    def grad_logits_bytes(self, hidden: Tensor) -> BlockBytes:
+        """What `grad_logits` takes for its output and its intermediates."""
 
     def grad_logits(
         self,
@@ -151,7 +112,6 @@ class CrossEntropyBackend(CommonBackend, Protocol):
         first_column: int,
         softcap_scale: float | None,
         entropy: bool,
-        ahead: Ahead | None = None,
     ) -> None:
         """Gradient of one slab of the products `hidden @ weight.T`."""
 

@@ -1,6 +1,5 @@
 """What a token brings to the operation and takes from it, beside its hidden state: types and factors."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -27,25 +26,9 @@ class Rows(NamedTuple):
     def ignored(self) -> Tensor:
         return self.to_nats == 0
 
-    def of(self, rows: slice | Tensor) -> "Rows":
-        """Of some of the tokens."""
+    def select(self, rows: slice | Tensor) -> "Rows":
+        """Some of the tokens' rows."""
         return Rows(*(row[rows] if isinstance(rows, slice) else row.index_select(0, rows) for row in self))
-
-
-class Compacted(NamedTuple):
-    """The rows that count in front of all others, as `CommonBackend.compact_rows` brings them there."""
-
-    rows: Tensor  # [N] int64, ascending; behind them any row
-    per_row: Sequence[Tensor]  # [..., N] each, what they bring; behind it numbers
-    number: Tensor  # [] int32 on the device: how many rows count
-    on_host: Tensor | None  # [] int32, the same once the device was there, where it was asked for
-
-
-class Ahead(NamedTuple):
-    """Work on as many rows as may count, in front of their number."""
-
-    number: Tensor  # [] int32 on the device: how many of the rows count
-    whole: Tensor | None  # [N, H] hidden states of every row: where all count these are read, and the others not filled
 
 
 class Saved(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lce.core.blocks import COLUMN_STEP, BlockBytes, kept_tokens, smallest_workspace
+from megatron_lce.core.blocks import COLUMN_STEP, kept_tokens
 from megatron_lce.core.group_stats import stats_of_tokens
 from megatron_lce.core.head_gradients import (
     Slab,
@@ -18,7 +18,6 @@ from megatron_lce.core.head_gradients import (
 from megatron_lce.core.known_loss import scaled_dtype
 from megatron_lce.core.logit_gradients import LogitGradients, grad_logits_slabs, gradients_in_cache, gradients_of_cache
 from megatron_lce.core.options import DIFFERENTIABLE, LinearCrossEntropyOutput, Options
-from megatron_lce.core.products import copies_of
 from megatron_lce.core.protocols import CrossEntropyBackend, LogitsCache
 from megatron_lce.core.rows import Rows
 from megatron_lce.core.tokens import Counted, TokenBlock, Tokens, counted_rows, new_outputs, rows_to_compute
@@ -50,7 +49,7 @@ class TokenLossPass:
         self._loss, self._with_gradient = loss, with_gradient
         self._num_tokens = labels.shape[0]
         rows = backend.prepare_rows(labels, temperature, options)
-        self._counted = counted_rows(labels, rows, options, backend).wait()
+        self._counted = counted_rows(labels, options)
         computed = self._num_tokens if self._counted.rows is None else self._counted.rows.shape[0]
         block, self._cache, self._room = self._plan(hidden, computed)
         self.tokens = Tokens(hidden, self._num_tokens, self._counted, block, options, scaled_dtype(hidden.dtype))
@@ -63,8 +62,8 @@ class TokenLossPass:
 
     def slabs(self, block: TokenBlock, bytes_per_column: int) -> Iterator[Slab]:
         """A block's outputs and losses, then the gradients of its logits."""
-        hidden, rows = block.hidden.wait(), self._rows.of(block.rows)
-        cache = None if self._cache is None else self._cache.of(slice(0, hidden.shape[0]))
+        hidden, rows = block.hidden.wait(), self._rows.select(block.rows)
+        cache = None if self._cache is None else self._cache.select(slice(0, hidden.shape[0]))
         options = replace(self._options, workspace_bytes=self._room)
         extremes, sums = stats_of_tokens(hidden, self._weight, rows, options, self.backend, cache)
         outputs = new_outputs(rows.labels.shape, Counted(None), options, hidden.device)
@@ -107,10 +106,6 @@ class TokenLossPass:
             return max(computed, 1), None, options.workspace_bytes
         stats_bytes = backend.softmax_stats_bytes(hidden, options)
         beside = COLUMN_STEP * stats_bytes.per_column
-        if any(copies := copies_of(self._weight)):  # of slabs of the weight, in front of the products of what is kept
-            column_sum = accumulator_bytes_per_column(self._weight, options) if self._weight.requires_grad else 0
-            column_copy = BlockBytes(0, copies.token, copies.column + column_sum)
-            beside = max(beside, smallest_workspace(column_copy))
         room = options.workspace_bytes - beside
         # Statistics, then hidden states times what gradients of a row have in common, and the sum of their gradient.
         gradient_bytes = hidden.shape[1] * hidden.element_size() + hidden_sum_bytes_per_token(hidden, options)

@@ -1,16 +1,13 @@
 """The primitives of `linear_cross_entropy` in plain torch, a slab of vocabulary at a time: for CPUs and any device."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from megatron_lce.backends.torch.compaction import compact_rows, gather_rows
 from megatron_lce.backends.torch.rows import finish, largest_logit, prepare_rows, row_terms
 from megatron_lce.backends.torch.scale import scale
 from megatron_lce.core.blocks import BlockBytes, ceil_div, cut
 from megatron_lce.core.options import Options
-from megatron_lce.core.products import Copies, product
+from megatron_lce.core.products import product
 from megatron_lce.core.rows import LOWEST_LOG_P, Rows, RowTerms
 from megatron_lce.core.softmax_stats import (
     CHUNK_COLUMNS,
@@ -23,13 +20,8 @@ from megatron_lce.core.softmax_stats import (
 )
 
 __all__ = [
-    "begin_cache",
-    "begun_columns",
     "chunk_stats",
-    "compact_rows",
-    "counts_on_device",
     "finish",
-    "gather_rows",
     "grad_logits",
     "grad_logits_bytes",
     "grad_logits_from_cache",
@@ -45,19 +37,8 @@ __all__ = [
 ]
 
 
-counts_on_device = False
-
-
 def new_cache(num_tokens: int, hidden: Tensor, options: Options) -> None:
     """Nothing is kept: where this backend runs, a cache is not what saves time."""
-
-
-def begin_cache(num_tokens: int, hidden: Tensor, options: Options, look: Callable[[], int]) -> None:
-    return None
-
-
-def begun_columns(num_tokens: int, hidden: Tensor, options: Options) -> int:
-    return 0
 
 
 def kept_row_bytes(hidden: Tensor, num_columns: int) -> None:
@@ -87,9 +68,7 @@ def softmax_stats(
     entropy: bool,
     telemetry: bool,
     vocab_start: int,
-    workspace_bytes: int,
     cache: None = None,
-    ahead: None = None,
 ) -> Tensor:
     """Statistics [chunks, K, N] of V columns, see `megatron_lce.core.softmax_stats`.
 
@@ -105,7 +84,7 @@ def softmax_stats(
     return parts
 
 
-def merge_extremes(parts: Tensor, telemetry: bool, num_rows: None = None) -> Tensor:
+def merge_extremes(parts: Tensor, telemetry: bool) -> Tensor:
     """[S, E or more, N] of S disjoint sets of columns -> [E, N] of their union."""
     extremes = unpack_extremes(parts, telemetry)
     max_logit = extremes.max_logit.amax(dim=0)
@@ -122,7 +101,6 @@ def sum_chunks(
     num_columns: int,
     entropy: bool,
     telemetry: bool,
-    num_rows: None = None,
 ) -> tuple[Tensor, Tensor]:
     """The whole vocabulary's extremes [E, N]; the chunks' sums relative to them, int64 [`num_sums`, N] in `UNIT`s.
 
@@ -151,9 +129,10 @@ def sum_chunks(
     return packed_extremes, sums
 
 
-def grad_logits_bytes(hidden: Tensor, copies: Copies) -> BlockBytes:
+def grad_logits_bytes(hidden: Tensor) -> BlockBytes:
+    """Bytes of a slab, three fp32 intermediates of it, and fp32 copies of the inputs."""
     upcast = upcast_row_bytes(hidden)
-    return BlockBytes(3 * 4 + hidden.element_size(), max(upcast, copies.token), max(upcast, copies.column))
+    return BlockBytes(3 * 4 + hidden.element_size(), upcast, upcast)
 
 
 def grad_logits(
@@ -166,7 +145,6 @@ def grad_logits(
     first_column: int,
     softcap_scale: float | None,
     entropy: bool,
-    ahead: None = None,
 ) -> None:
     """Gradient of one slab of the products `hidden @ weight.T`."""
     terms = RowTerms(*row_terms[:, :, None])

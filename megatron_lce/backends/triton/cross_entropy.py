@@ -1,8 +1,7 @@
 """The Triton backend: the primitives of this package, under the names that every backend has."""
 
-from megatron_lce.backends.triton.compaction import compact_rows, gather_rows
 from megatron_lce.backends.triton.grad_logits import grad_logits, grad_logits_bytes, grad_logits_from_cache
-from megatron_lce.backends.triton.logits_cache import LogitsCache, begin_cache, begun_columns, kept_row_bytes, new_cache
+from megatron_lce.backends.triton.logits_cache import LogitsCache, kept_row_bytes, new_cache
 from megatron_lce.backends.triton.merge_stats import merge_extremes, sum_chunks
 from megatron_lce.backends.triton.rows import finish, prepare_rows, row_terms
 from megatron_lce.backends.triton.scale import scale
@@ -10,12 +9,7 @@ from megatron_lce.backends.triton.softmax_stats import softmax_stats, softmax_st
 
 __all__ = [
     "LogitsCache",
-    "begin_cache",
-    "begun_columns",
-    "compact_rows",
-    "counts_on_device",
     "finish",
-    "gather_rows",
     "grad_logits",
     "grad_logits_bytes",
     "grad_logits_from_cache",
@@ -29,5 +23,3 @@ __all__ = [
     "softmax_stats_bytes",
     "sum_chunks",
 ]
-
-counts_on_device = True

@@ -19,12 +19,10 @@ from megatron_lce.backends.triton.tile_products import (
     tile_position,
     tile_products,
     upcasts,
-    wanted_rows,
-    whole_descriptor,
 )
 from megatron_lce.core.blocks import BlockBytes, ceil_div
-from megatron_lce.core.products import Copies, aligned, slab_row_stride
-from megatron_lce.core.rows import LOWEST_LOG_P, NUM_TERMS, Ahead, Rows
+from megatron_lce.core.products import slab_row_stride
+from megatron_lce.core.rows import LOWEST_LOG_P, NUM_TERMS, Rows
 
 # A row's factor and its label's exponential lie between 1 over this and this: their products with what is 16 bits wide,
 # and sums of those, are far from the ends of fp32.
@@ -32,9 +30,9 @@ _LARGEST_FACTOR = tl.constexpr(2.0**96)
 _LOWEST_LOG_P = tl.constexpr(LOWEST_LOG_P)
 
 
-def grad_logits_bytes(hidden: Tensor, copies: Copies) -> BlockBytes:
-    """What `grad_logits` takes for its output and its copies of unaligned inputs."""
-    return BlockBytes(hidden.element_size(), *copies)
+def grad_logits_bytes(hidden: Tensor) -> BlockBytes:
+    """Bytes of a slab."""
+    return BlockBytes(hidden.element_size())
 
 
 def grad_logits(
@@ -47,22 +45,18 @@ def grad_logits(
     first_column: int,
     softcap_scale: float | None,
     entropy: bool,
-    ahead: Ahead | None = None,
 ) -> None:
     """Gradient of one slab of the products `hidden @ weight.T`, recomputing them."""
     tile = tiles.choose_tiles(hidden.dtype, hidden.device)
-    hidden, weight = aligned(hidden), aligned(weight)
     num_tokens, num_columns = out.shape
     num_tiles = ceil_div(num_tokens, tile.block_n) * ceil_div(num_columns, tile.block_v)
     _grad_logits_kernel[(min(num_tiles, tiles.num_programs(hidden.device)),)](
         descriptor(hidden, tile.block_n, tile.block_h),
-        whole_descriptor(ahead, tile),
         descriptor(weight, tile.block_v, tile.block_h),
         rows.labels,
         rows.scale,
         row_terms,
         descriptor(out, tile.block_n, tile.block_v // 2),
-        None if ahead is None else ahead.number,
         num_tokens,
         num_columns,
         hidden.shape[1],
@@ -138,13 +132,11 @@ def grad_logits_from_cache(
 @triton.jit(do_not_specialize=["N", "C", "terms_stride", "first_column"])
 def _grad_logits_kernel(
     hidden_desc,  # [N, H]
-    whole_desc,  # [N, H], read where all rows are wanted; or None
     weight_desc,  # [C, H]
     label_ptr,  # [N] int32; column + first_column is compared with it
     row_scale_ptr,  # [N] fp32
     terms_ptr,  # [6 + MEAN, N] fp32, rows terms_stride apart
     out_desc,  # [N, C]
-    num_rows_ptr,  # [] int32: how many rows are wanted; None: all
     N,
     C,
     H,
@@ -161,8 +153,7 @@ def _grad_logits_kernel(
     GROUP_N: tl.constexpr,
 ):
     """p (p_term - entropy_term log2 p) + 1[label] label_term + mean_term, for each tile; times a softcap's slope."""
-    hidden_desc, num_rows = wanted_rows(hidden_desc, whole_desc, num_rows_ptr, N)
-    num_row_blocks = tl.cdiv(num_rows, BLOCK_N)
+    num_row_blocks = tl.cdiv(N, BLOCK_N)
     num_column_tiles = tl.cdiv(C, BLOCK_V)
     for tile in tl.range(tl.program_id(0), num_row_blocks * num_column_tiles, tl.num_programs(0), flatten=True):
         row_block, column_tile = tile_position(tile, num_row_blocks, num_column_tiles, GROUP_N)

@@ -1,6 +1,5 @@
 """What is kept of logits from forward to backward, within the bytes that it may take."""
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Self
 
@@ -35,78 +34,19 @@ class LogitsCache:
     def tensors(self) -> tuple[Tensor, Tensor]:
         return self.exp, self.reference
 
-    @property
-    def whole(self) -> Self:
-        return self
-
-    def of(self, rows: slice) -> Self:
+    def select(self, rows: slice) -> Self:
         return type(self)(self.exp[rows], self.reference[:, rows])
 
     def columns(self, columns: slice) -> Self:
-        """Of whole chunks."""
+        """A view of whole chunks."""
         chunk = tiles.chunk_columns(self.exp)
         return type(self)(self.exp[:, columns], self.reference[columns.start // chunk :])
-
-    def pieces(self) -> Iterator[Self]:
-        """What is filled by one launch, or one for each copy of columns: here, everything."""
-        yield self
-
-
-class CacheAhead:
-    """A cache as large as the rows that count, begun before the host knows how many they are.
-
-    Its first columns are kept for every row, until the others' launch is there for the device to go on with.
-    """
-
-    def __init__(self, first: LogitsCache, allocate: Callable[[], LogitsCache | None]) -> None:
-        self._first: LogitsCache | None = first
-        self._allocate = allocate  # waits for the number
-        self.whole: LogitsCache | None = None  # None: not there yet, or of no row
-
-    def of(self, rows: slice) -> Self:
-        """All rows are one block."""
-        return self
-
-    def pieces(self) -> Iterator[LogitsCache]:
-        assert self._first is not None
-        yield self._first
-        self.whole = self._allocate()
-        if self.whole is not None:
-            num_rows, num_columns = self.whole.exp.shape[0], self._first.exp.shape[1]
-            yield self.whole.columns(slice(num_columns, self.whole.exp.shape[1]))
-            first = self._first.of(slice(0, num_rows))
-            _words(self.whole.exp, num_columns).copy_(_words(first.exp, num_columns))
-            self.whole.reference[: first.reference.shape[0]].copy_(first.reference)
-        self._first = None
 
 
 def new_cache(num_tokens: int, hidden: Tensor, options: Options) -> LogitsCache | None:
     """Room for what `logits_cache_bytes` allows; None: nothing is kept."""
     columns = cache_columns(num_tokens, options.num_columns, hidden, options.logits_cache_bytes)
     return LogitsCache.allocate(num_tokens, columns, hidden) if columns else None
-
-
-def begin_cache(num_tokens: int, hidden: Tensor, options: Options, look: Callable[[], int]) -> CacheAhead | None:
-    """As `new_cache`, for as many of the tokens as `look` waits for."""
-    begun, block_v = begun_columns(num_tokens, hidden, options) or 0, _tile_columns(hidden)
-    # All of the largest shard may be no whole number of tiles, and less than this one's: it may be an earlier head's.
-    columns = options.num_columns if begun >= options.num_columns else begun // block_v * block_v
-    if columns == 0:
-        return None
-    first = LogitsCache.allocate(num_tokens, columns, hidden)
-    return CacheAhead(first, lambda: new_cache(look(), hidden, options))
-
-
-def begun_columns(num_tokens: int, hidden: Tensor, options: Options) -> int | None:
-    """How many columns of every row are kept before their number is known: of an eighth of the workspace at most.
-
-    That is 0.2 ms of work for an H200 where 60 % of 16384 x 4096 are ignored, about what the host takes to go on. Of
-    the largest shard, so that ranks agree. 0: nothing is to be kept; None: a cache has to wait for the number.
-    """
-    if kept_row_bytes(hidden, 0) is None or options.logits_cache_bytes == 0:
-        return 0
-    room = min(options.logits_cache_bytes, options.workspace_bytes // 8)
-    return cache_columns(num_tokens, options.largest_shard, hidden, room) or None
 
 
 def cache_columns(num_tokens: int, num_columns: int, hidden: Tensor, logits_cache_bytes: int) -> int:
@@ -133,8 +73,3 @@ def _tile_columns(hidden: Tensor) -> int:
 def _row_bytes(hidden: Tensor, num_columns: int) -> int:
     num_chunks = ceil_div(num_columns, tiles.chunk_columns(hidden))
     return slab_row_stride(num_columns) * hidden.element_size() + 4 * num_chunks
-
-
-def _words(exp: Tensor, num_columns: int) -> Tensor:
-    """The first columns, and as many zeros as fill a step, eight bytes at a time: a copy takes half as long."""
-    return exp.as_strided((exp.shape[0], slab_row_stride(num_columns)), exp.stride()).view(torch.float64)

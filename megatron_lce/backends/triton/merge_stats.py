@@ -6,7 +6,6 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_lce.backends.triton import tiles
-from megatron_lce.backends.triton.tile_products import number_of_rows
 from megatron_lce.core.blocks import ceil_div
 from megatron_lce.core.softmax_stats import UNIT, num_chunk_sums, num_extremes, num_sums
 
@@ -14,7 +13,7 @@ _BLOCK_S = 64
 _UNITS = tl.constexpr(1 / UNIT)
 
 
-def merge_extremes(parts: Tensor, telemetry: bool, num_rows: Tensor | None = None) -> Tensor:
+def merge_extremes(parts: Tensor, telemetry: bool) -> Tensor:
     """[S, E or more, N] of S disjoint sets of columns -> [E, N] of their union."""
     num_parts, rows_of_part, num_tokens = parts.shape
     merged = parts.new_empty(num_extremes(telemetry), num_tokens)
@@ -22,7 +21,6 @@ def merge_extremes(parts: Tensor, telemetry: bool, num_rows: Tensor | None = Non
     _merge_extremes_kernel[(ceil_div(num_tokens, block_n),)](
         parts,
         merged,
-        num_rows,
         num_parts,
         num_tokens,
         rows_of_part * num_tokens,
@@ -40,7 +38,6 @@ def sum_chunks(
     num_columns: int,
     entropy: bool,
     telemetry: bool,
-    num_rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The whole vocabulary's extremes [E, N]; the chunks' sums relative to them, int64 [`num_sums`, N] in `UNIT`s.
 
@@ -55,7 +52,6 @@ def sum_chunks(
         of_all,
         extremes,
         sums,
-        num_rows,
         num_chunks,
         of_all.shape[0],
         num_tokens,
@@ -84,7 +80,6 @@ def _largest(running, values):
 def _merge_extremes_kernel(
     parts_ptr,  # [S, >= E, N]
     out_ptr,  # [E, N]
-    num_rows_ptr,  # [] int32: how many rows are wanted, the others are as of no columns; None: all
     S,
     N,
     part_stride,
@@ -93,8 +88,7 @@ def _merge_extremes_kernel(
     BLOCK_N: tl.constexpr,
 ):
     tokens = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    wanted = tokens < number_of_rows(num_rows_ptr, N)
-    _merged_extremes(parts_ptr, out_ptr, tokens, wanted, S, N, part_stride, TELEMETRY, BLOCK_S, BLOCK_N)
+    _merged_extremes(parts_ptr, out_ptr, tokens, S, N, part_stride, TELEMETRY, BLOCK_S, BLOCK_N)
 
 
 @triton.jit
@@ -102,7 +96,6 @@ def _merged_extremes(
     parts_ptr,  # as above
     out_ptr,
     tokens,
-    wanted,
     S,
     N,
     part_stride,
@@ -117,7 +110,7 @@ def _merged_extremes(
     min_logit = tl.full((BLOCK_N,), float("inf"), tl.float32)
     for start in range(0, S, BLOCK_S):
         splits = start + tl.arange(0, BLOCK_S)
-        mask = (splits < S)[:, None] & wanted[None, :]
+        mask = (splits < S)[:, None] & token_mask[None, :]
         part = parts_ptr + splits.to(tl.int64)[:, None] * part_stride + tokens[None, :]  # [BLOCK_S, BLOCK_N]
         max_logit = _largest(max_logit, tl.load(part, mask, other=float("-inf")))
         label_logit = tl.maximum(label_logit, tl.max(tl.load(part + N, mask, other=float("-inf")), 0))
@@ -130,7 +123,7 @@ def _merged_extremes(
         argmax = tl.full((BLOCK_N,), float("inf"), tl.float32)
         for start in range(0, S, BLOCK_S):
             splits = start + tl.arange(0, BLOCK_S)
-            mask = (splits < S)[:, None] & wanted[None, :]
+            mask = (splits < S)[:, None] & token_mask[None, :]
             part = parts_ptr + splits.to(tl.int64)[:, None] * part_stride + tokens[None, :]
             at_max = tl.load(part, mask, other=float("-inf")) == max_logit[None, :]
             part_argmax = tl.load(part + 3 * N, mask, other=float("inf"))
@@ -152,7 +145,6 @@ def _sum_chunks_kernel(
     of_all_ptr,  # [num_sets, >= E, N] of the whole vocabulary
     extremes_ptr,  # [E, N] out, its extremes
     out_ptr,  # [1 + ENTROPY + 4 * TELEMETRY, N] int64 out
-    num_rows_ptr,  # as above
     S,
     num_sets,
     N,
@@ -167,22 +159,21 @@ def _sum_chunks_kernel(
 ):
     tokens = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     token_mask = tokens < N
-    wanted = tokens < number_of_rows(num_rows_ptr, N)
     max_logit, min_logit = _merged_extremes(
-        of_all_ptr, extremes_ptr, tokens, wanted, num_sets, N, set_stride, TELEMETRY, BLOCK_S, BLOCK_N
+        of_all_ptr, extremes_ptr, tokens, num_sets, N, set_stride, TELEMETRY, BLOCK_S, BLOCK_N
     )
-    max_logit = tl.where(wanted, max_logit, 0.0)
+    max_logit = tl.where(token_mask, max_logit, 0.0)
     sum_exp = tl.zeros((BLOCK_N,), tl.int64)
     sum_exp_logit = tl.zeros((BLOCK_N,), tl.int64)
     if TELEMETRY:
-        largest = largest_logit(max_logit, tl.where(wanted, min_logit, 0.0))
+        largest = largest_logit(max_logit, tl.where(token_mask, min_logit, 0.0))
         largest = tl.where(largest > 0, largest, 1.0)[None, :]
         sum_exp_squared = tl.zeros((BLOCK_N,), tl.int64)
         sum_logit = tl.zeros((BLOCK_N,), tl.int64)
         sum_logit_squared = tl.zeros((BLOCK_N,), tl.int64)
     for start in range(0, S, BLOCK_S):
         splits = start + tl.arange(0, BLOCK_S)
-        mask = (splits < S)[:, None] & wanted[None, :]
+        mask = (splits < S)[:, None] & token_mask[None, :]
         part = parts_ptr + splits.to(tl.int64)[:, None] * part_stride + tokens[None, :]
         shift = tl.load(part, mask, other=float("-inf")) - max_logit[None, :]
         scale = tl.exp2(shift)

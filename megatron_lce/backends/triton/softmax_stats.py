@@ -1,7 +1,5 @@
 """First primitive: softmax statistics of hidden @ weight.T, with the logits in registers only."""
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
@@ -9,7 +7,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_lce.backends.triton import tiles
-from megatron_lce.backends.triton.logits_cache import CacheAhead, LogitsCache
+from megatron_lce.backends.triton.logits_cache import LogitsCache
 from megatron_lce.backends.triton.tile_products import (
     descriptor,
     halves,
@@ -17,13 +15,9 @@ from megatron_lce.backends.triton.tile_products import (
     tile_position,
     tile_products,
     upcasts,
-    wanted_rows,
-    whole_descriptor,
 )
-from megatron_lce.core.blocks import COLUMN_STEP, BlockBytes, ceil_div, cut
+from megatron_lce.core.blocks import BlockBytes, ceil_div
 from megatron_lce.core.options import Options
-from megatron_lce.core.products import aligned, copied_row_bytes, copies_of
-from megatron_lce.core.rows import Ahead
 from megatron_lce.core.softmax_stats import LOWEST_LOGIT, packed_rows
 
 # The absolute logit, base 2, up to which a chunk's largest is kept without a reference: bf16's range goes to 2^127, and
@@ -33,11 +27,9 @@ _LOWEST_LOGIT = tl.constexpr(LOWEST_LOGIT)
 
 
 def softmax_stats_bytes(hidden: Tensor, options: Options) -> BlockBytes:
-    """What `softmax_stats` takes for its result and its copies of unaligned inputs."""
+    """Bytes of `softmax_stats`'s result."""
     num_chunks = ceil_div(options.largest_shard, tiles.chunk_columns(hidden))
-    copies = copies_of(hidden)
-    stats_bytes = 4 * num_chunks * packed_rows(options.entropy, options.telemetry)
-    return BlockBytes(0, stats_bytes + copies.token, copies.column)
+    return BlockBytes(0, 4 * num_chunks * packed_rows(options.entropy, options.telemetry))
 
 
 def softmax_stats(
@@ -50,35 +42,28 @@ def softmax_stats(
     entropy: bool,
     telemetry: bool,
     vocab_start: int,
-    workspace_bytes: int,
-    cache: LogitsCache | CacheAhead | None = None,
-    ahead: Ahead | None = None,
+    cache: LogitsCache | None = None,
 ) -> Tensor:
     """Statistics [chunks, K, N] of V columns, see `megatron_lce.core.softmax_stats`. Fills the cache, if any."""
     num_tokens, num_columns = hidden.shape[0], weight.shape[0]
     tile, chunk = tiles.choose_tiles(hidden.dtype, hidden.device), tiles.chunk_columns(hidden)
     rows = packed_rows(entropy, telemetry)
     parts = hidden.new_empty(ceil_div(num_columns, chunk), rows, num_tokens, dtype=torch.float32)
-    hidden = aligned(hidden)
-    hidden_descs = descriptor(hidden, tile.block_n, tile.block_h), whole_descriptor(ahead, tile)
-    num_rows = None if ahead is None else ahead.number
-    most = num_columns
-    if row_bytes := copied_row_bytes(weight):
-        room = workspace_bytes - parts.nbytes - num_tokens * copies_of(hidden).token
-        most = max(COLUMN_STEP, room // row_bytes // COLUMN_STEP * COLUMN_STEP)
+    hidden_desc = descriptor(hidden, tile.block_n, tile.block_h)
     takes_logarithm = entropy or softcap_scale is not None
-    for columns, kept in _pieces(num_columns, most, cache):
-        slab = None  # a copy's memory goes before the next one is made
-        slab = aligned(weight[columns])
+    kept_columns = 0 if cache is None else cache.exp.shape[1]
+    for columns, kept in ((slice(0, kept_columns), cache), (slice(kept_columns, num_columns), None)):
+        if columns.start == columns.stop:
+            continue
+        slab = weight[columns]
         num_tiles = ceil_div(num_tokens, tile.block_n) * ceil_div(slab.shape[0], tile.block_v)
         _softmax_stats_kernel[(min(num_tiles, tiles.num_programs(hidden.device)),)](
-            *hidden_descs,
+            hidden_desc,
             descriptor(slab, tile.block_v, tile.block_h),
             row_scale,
             parts[columns.start // chunk :],
             None if kept is None else descriptor(kept.exp, tile.block_n, tile.block_v // 2),
             None if kept is None else kept.reference,
-            num_rows,
             num_tokens,
             slab.shape[0],
             hidden.shape[1],
@@ -100,30 +85,28 @@ def softmax_stats(
             num_stages=tile.num_stages,
             enable_fp_fusion=False,
         )
-        if columns.start == 0:  # behind what fills its row of `parts`, and in front of a cache's wait
-            _label_logits(hidden_descs, weight, labels, row_scale, parts[0, 1], num_rows, softcap_scale)
+    # Behind what fills its row of `parts`.
+    _label_logits(hidden_desc, weight, labels, row_scale, parts[0, 1], softcap_scale)
     return parts
 
 
 def _label_logits(
-    hidden_descs: tuple[TensorDescriptor, TensorDescriptor | None],
+    hidden_desc: TensorDescriptor,  # [N, H]
     weight: Tensor,  # [V, H]
     labels: Tensor,
     row_scale: Tensor,
     out: Tensor,  # [N] fp32
-    num_rows: Tensor | None,
     softcap_scale: float | None,
 ) -> None:
     tile, num_tokens = tiles.choose_tiles(weight.dtype, weight.device), out.shape[0]
     _label_logits_kernel[(ceil_div(num_tokens, tile.block_n),)](
-        *hidden_descs,
+        hidden_desc,
         weight,
         labels,
         row_scale,
         out,
-        num_rows,
         num_tokens,
-        weight.shape[1],  # hidden's rows may be wider by zeros
+        weight.shape[1],
         weight.stride(0),
         0.0 if softcap_scale is None else softcap_scale,
         SOFTCAP=softcap_scale is not None,
@@ -136,29 +119,13 @@ def _label_logits(
     )
 
 
-def _pieces(
-    num_columns: int, most: int, cache: LogitsCache | CacheAhead | None
-) -> Iterator[tuple[slice, LogitsCache | None]]:
-    """Ranges of at most so many columns, and what is to be kept of each."""
-    start = 0
-    for kept in () if cache is None else cache.pieces():
-        width = kept.exp.shape[1]
-        for columns in cut(width, most):
-            yield slice(start + columns.start, start + columns.stop), kept.columns(columns)
-        start += width
-    for columns in cut(num_columns, most, start=start):
-        yield columns, None
-
-
 @triton.jit(do_not_specialize=["N"])
 def _label_logits_kernel(
     hidden_desc,  # [N, H]
-    whole_desc,  # [N, H], read where all rows are wanted; or None
     weight_ptr,  # [V, H]
     label_ptr,  # [N] int32; -1: owned by nobody here
     row_scale_ptr,  # [N] fp32
     out_ptr,  # [N] fp32 out; -inf where nobody here owns the label
-    num_rows_ptr,  # [] int32: how many rows are wanted; None: all
     N,
     H,
     weight_stride,
@@ -174,9 +141,6 @@ def _label_logits_kernel(
     costs each tile a comparison and a maximum a logit: 1 to 5 % of the forward.
     """
     row = tl.program_id(0) * BLOCK_N
-    hidden_desc, num_rows = wanted_rows(hidden_desc, whole_desc, num_rows_ptr, N)
-    if row >= num_rows:
-        return
     rows = row + tl.arange(0, BLOCK_N)
     row_mask = rows < N
     label = tl.load(label_ptr + rows, mask=row_mask, other=-1)
@@ -195,13 +159,11 @@ def _label_logits_kernel(
 @triton.jit(do_not_specialize=["N", "V", "first_column", "vocab_start", "reference_stride"])
 def _softmax_stats_kernel(
     hidden_desc,  # [N, H]
-    whole_desc,  # [N, H], read where all rows are wanted; or None
     weight_desc,  # [V, H]
     row_scale_ptr,  # [N] fp32
     stats_ptr,  # [chunks, K, N] fp32 out; the label's row as of a chunk without it
     exp_desc,  # [N, V] out; None: not kept
     reference_ptr,  # [chunks, N] fp32 out, rows reference_stride apart; None: not kept
-    num_rows_ptr,  # [] int32: how many rows are wanted; None: all
     N,
     V,
     H,
@@ -224,15 +186,14 @@ def _softmax_stats_kernel(
     FIRST_SUM: tl.constexpr = 2 + 2 * TELEMETRY
     K: tl.constexpr = FIRST_SUM + 1 + ENTROPY + 3 * TELEMETRY
     CHUNKS: tl.constexpr = BLOCK_V // CHUNK
-    hidden_desc, num_rows = wanted_rows(hidden_desc, whole_desc, num_rows_ptr, N)
-    num_row_blocks = tl.cdiv(num_rows, BLOCK_N)
+    num_row_blocks = tl.cdiv(N, BLOCK_N)
     num_column_tiles = tl.cdiv(V, BLOCK_V)
     for tile in tl.range(tl.program_id(0), num_row_blocks * num_column_tiles, tl.num_programs(0), flatten=True):
         row_block, column_tile = tile_position(tile, num_row_blocks, num_column_tiles, GROUP_N)
         row = row_block * BLOCK_N
         column = column_tile * BLOCK_V
         rows = row + tl.arange(0, BLOCK_N)
-        row_mask = rows < num_rows  # no more of them may be kept
+        row_mask = rows < N
         row_scale = tl.load(row_scale_ptr + rows, mask=row_mask, other=0.0)
 
         logits = tile_products(hidden_desc, weight_desc, row, column, H, BLOCK_N, BLOCK_V, BLOCK_H, UPCAST)

@@ -7,7 +7,6 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_lce.backends.triton.tiles import Tiles
-from megatron_lce.core.rows import Ahead
 
 FP32_SUM = tl.constexpr(256)
 MASKED_LOGIT = tl.constexpr(-1e38)  # finite, so that 0 * (masked - max) is 0 and not NaN
@@ -23,25 +22,6 @@ def tile_position(tile, num_row_blocks, num_column_tiles, GROUP_N: tl.constexpr)
     row_blocks = min(num_row_blocks - first_row_block, GROUP_N)
     within = tile - group * tiles_in_group
     return first_row_block + within % row_blocks, within // row_blocks
-
-
-@triton.jit
-def number_of_rows(num_rows_ptr, N):
-    """How many of the N rows are wanted."""
-    num_rows = N
-    if num_rows_ptr is not None:
-        num_rows = tl.load(num_rows_ptr)
-    return num_rows
-
-
-@triton.jit
-def wanted_rows(hidden_desc, whole_desc, num_rows_ptr, N):
-    """The descriptor to read and how many of its rows: see `Ahead`."""
-    num_rows = number_of_rows(num_rows_ptr, N)
-    if whole_desc is not None:  # noqa: SIM102  this is for the compiler, the next line for the device
-        if num_rows == N:
-            hidden_desc = whole_desc
-    return hidden_desc, num_rows
 
 
 @triton.jit
@@ -121,11 +101,6 @@ def fast_log2(x, PTX: tl.constexpr):
 
 def descriptor(matrix: Tensor, block_rows: int, block_columns: int) -> TensorDescriptor:
     return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [block_rows, block_columns])
-
-
-def whole_descriptor(ahead: Ahead | None, tile: Tiles) -> TensorDescriptor | None:
-    """Of hidden states, where they are read if every row counts."""
-    return None if ahead is None or ahead.whole is None else descriptor(ahead.whole, tile.block_n, tile.block_h)
 
 
 def upcasts(dtype: torch.dtype, interpreting: bool) -> bool:
