@@ -7,16 +7,19 @@ passes a node has shapes, which is all that the compiler sees while it traces.
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_lce.arguments import checked_options, make_call
 from megatron_lce.backends.choice import load_backend
 from megatron_lce.core import collectives
 from megatron_lce.core.autograd import LinearCrossEntropyFunction
-from megatron_lce.core.options import DIFFERENTIABLE, LinearCrossEntropyOutput, outputs_asked_for
-from megatron_lce.cross_entropy import Call, checked_options, prepare_call
+from megatron_lce.core.call import Call
+from megatron_lce.core.logits_cache import LogitsCache, new_cache
+from megatron_lce.core.options import DIFFERENTIABLE, LinearCrossEntropyOutput, Options, outputs_asked_for
 
 _KEYWORDS = {  # the type of each in a schema
     "temperature": "float",
@@ -50,10 +53,9 @@ class _Context:
     def __init__(self, call: Call, keywords: dict[str, Any]) -> None:
         self.needs_input_grad = (keywords["needs_hidden"], keywords["needs_weight"])
         self.saved_tensors: Sequence[Tensor | None] = ()
-        self.cache: Any = None
+        self.cache: LogitsCache | None = None
         self.cached = False
-        self.num_tokens, self.options = call.labels.shape[0], call.options
-        self.backend = load_backend(keywords["backend"], call.hidden.device)
+        self.num_tokens, self.call = call.labels.shape[0], call.without_tensors()
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
         self.saved_tensors = tensors
@@ -63,8 +65,8 @@ class _Context:
     def mark_non_differentiable(self, *tensors: Tensor) -> None: ...
 
 
-def _arguments(values: Sequence[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The keywords of a node, and those of them that `linear_cross_entropy` has, as it has them."""
+def _arguments(values: Sequence[Any]) -> tuple[dict[str, Any], Options]:
+    """The keywords of a node, and the options of the call that it is."""
     keywords = dict(zip(_KEYWORDS, values, strict=True))
     public = {name: value for name, value in keywords.items() if name not in _OF_NODE}
     temperatures, num_counted = public.pop("temperatures"), public.pop("num_counted")
@@ -76,7 +78,7 @@ def _arguments(values: Sequence[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         public["logits_cache_bytes"] = 0  # how much that would hold depends on what is on the device
     if public["tp_group"] is not None:
         public["tp_group"] = collectives.group_named(public["tp_group"])
-    return keywords, public | {"weight_grad_sink": None}
+    return keywords, Options(**public)
 
 
 @torch.library.custom_op(
@@ -87,12 +89,12 @@ def _arguments(values: Sequence[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 @torch.no_grad()
 def _forward(hidden: Tensor, weight: Tensor, labels: Tensor, *values: Any) -> list[Tensor]:
     """The outputs that were asked for, of labels' shape; then, where a gradient is wanted, what backward needs."""
-    keywords, public = _arguments(values)
-    call = prepare_call(hidden.detach(), weight.detach(), labels, **public)
+    keywords, options = _arguments(values)
+    call = make_call(hidden.detach(), weight.detach(), labels, options)
     context = _Context(call, keywords)
     needs_grad = any(context.needs_input_grad)
-    given = (*call.inputs, call.options, context.backend, labels.shape, needs_grad)
-    outputs = [output for output in LinearCrossEntropyFunction.forward(context, *given) if output is not None]
+    found = LinearCrossEntropyFunction.forward(context, call.hidden, call.weight, call, needs_grad)
+    outputs = [output for output in found if output is not None]
     if not needs_grad:
         return outputs
     _, _, counted, *per_row = context.saved_tensors
@@ -103,10 +105,12 @@ def _forward(hidden: Tensor, weight: Tensor, labels: Tensor, *values: Any) -> li
 
 @_forward.register_fake
 def _(hidden: Tensor, weight: Tensor, labels: Tensor, *values: Any) -> list[Tensor]:
-    keywords, public = _arguments(values)
+    keywords, options = _arguments(values)
     num_counted, num_tokens = keywords["num_counted"], labels.numel()
-    ranks = collectives.group_size(public["tp_group"])
-    options = checked_options(hidden, weight, labels, ranks, **public | {"skip_ignored": keywords["skip_ignored"]})
+    ranks = collectives.group_size(options.tp_group)
+    options, shard = checked_options(
+        hidden, weight, labels, replace(options, skip_ignored=keywords["skip_ignored"]), ranks
+    )
     outputs = [labels.new_empty(labels.shape, dtype=dtype) for dtype in _outputs(keywords).values()]
     if not (keywords["needs_hidden"] or keywords["needs_weight"]):
         return outputs
@@ -118,8 +122,9 @@ def _(hidden: Tensor, weight: Tensor, labels: Tensor, *values: Any) -> list[Tens
         computed, listed = num_counted, (0 if num_counted == num_tokens else num_counted)
     cache = None
     if options.logits_cache_bytes:
-        flat = hidden.reshape(-1, hidden.shape[-1])
-        cache = load_backend(keywords["backend"], hidden.device).new_cache(computed, flat, options)
+        flat, backend = hidden.reshape(-1, hidden.shape[-1]), load_backend(options.backend, hidden.device)
+        call = Call(flat, weight, labels, 1.0, options, shard, backend, labels.shape)
+        cache = new_cache(call.size, computed, shard.columns, options.logits_cache_bytes, flat)
     floats = _num_saved_rows(keywords) - 1
     per_row = [labels.new_empty(computed, dtype=dtype) for dtype in (torch.int32, *(torch.float32,) * floats)]
     kept = [labels.new_empty(listed), *per_row]
@@ -150,8 +155,8 @@ def _backward(
     *values: Any,
 ) -> list[Tensor]:
     """The gradients that are wanted, of hidden's and of weight's shape."""
-    keywords, public = _arguments(values)
-    call = prepare_call(hidden.detach(), weight.detach(), labels, **public)
+    keywords, options = _arguments(values)
+    call = make_call(hidden.detach(), weight.detach(), labels, options)
     context = _Context(call, keywords)
     counted, *tensors = kept
     num_rows = _num_saved_rows(keywords)
@@ -160,7 +165,7 @@ def _backward(
     everything = per_row[0].shape[0] == labels.numel()
     context.save_for_backward(call.hidden, call.weight, None if everything else counted, *saved)
     if of_cache:
-        context.cache, context.cached = context.backend.LogitsCache(*of_cache), True
+        context.cache, context.cached = LogitsCache(*of_cache), True
     given = dict(zip(_outputs(keywords), upstream, strict=True))
     grads = (given.get(name) for name in LinearCrossEntropyOutput._fields)
     grad_hidden, grad_weight, *_ = LinearCrossEntropyFunction.backward(context, *grads)

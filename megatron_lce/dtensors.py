@@ -1,15 +1,19 @@
 """DTensor arguments of a head: what their placements say of its group, shard and sequence parallelism."""
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megatron_lce.core.blocks import ceil_div
+from megatron_lce.core.options import Options
+from megatron_lce.core.plan import ceil_div
 
 
-def local_arguments(hidden: Tensor, weight: Tensor, labels: Tensor, **keywords: Any) -> dict[str, Any]:
-    """The arguments of `linear_cross_entropy` with this rank's own tensors, and with what the placements tell.
+def localised(
+    hidden: Tensor, weight: Tensor, labels: Tensor, options: Options
+) -> tuple[Tensor, Tensor, Tensor, Options, int]:
+    """The same call with this rank's own tensors and what the placements tell; and the columns of the largest shard.
 
     Raises:
         TypeError, ValueError: the placements are not those of a head over one mesh dimension.
@@ -35,25 +39,23 @@ def local_arguments(hidden: Tensor, weight: Tensor, labels: Tensor, **keywords: 
             f"got {tokens}: redistribute it"
         )
     for name in ("tp_group", "vocab_start"):
-        if keywords[name] is not None:
-            raise ValueError(f"{name} must be None beside DTensors, which tell it, got {keywords[name]}")
-    if keywords["sequence_parallel"]:
+        if getattr(options, name) is not None:
+            raise ValueError(f"{name} must be None beside DTensors, which tell it, got {getattr(options, name)}")
+    if options.sequence_parallel:
         raise ValueError("sequence_parallel must be False beside DTensors: hidden's placement tells it, got True")
-    if not keywords["reduce_grad_hidden"]:
+    if not options.reduce_grad_hidden:
         raise ValueError("reduce_grad_hidden must be True beside DTensors: a placement says whole, got False")
     largest = ceil_div(weight.shape[0], mesh.size())  # rows of the first shards; the last ones may have fewer
     if weight.shape[0] <= largest * (mesh.size() - 1):
         raise ValueError(f"weight must have rows for all {mesh.size()} ranks, got {tuple(weight.shape)}")
-    return {
-        **keywords,
-        "hidden": hidden.to_local(),
-        "weight": weight.to_local(),
-        "labels": _replicated("labels", labels),
-        "temperature": _replicated("temperature", keywords["temperature"]),
-        "tp_group": mesh.get_group(),
-        "vocab_start": min(mesh.get_local_rank() * largest, weight.shape[0]),
-        "sequence_parallel": tokens.is_shard(0),
-    }
+    options = replace(
+        options,
+        temperature=_replicated("temperature", options.temperature),
+        tp_group=mesh.get_group(),
+        vocab_start=min(mesh.get_local_rank() * largest, weight.shape[0]),
+        sequence_parallel=tokens.is_shard(0),
+    )
+    return hidden.to_local(), weight.to_local(), _replicated("labels", labels), options, largest
 
 
 def _replicated(name: str, value: Any) -> Any:

@@ -6,7 +6,7 @@
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from megatron_lce.head_memory import WAYS, HeadStep, tokens_kept_at_once
+from megatron_lce.head_memory import WAYS, HeadStep, token_loss_plan
 
 
 class Estimate(NamedTuple):
@@ -87,7 +87,7 @@ def estimate_table(
         cases.append((f"megatron_lce, cache of {cache_bytes / 2**20:,.0f} MiB", "megatron_lce", kept))
     if step.itemsize == 2:
         cases.append(("megatron_lce, everything cached", "megatron_lce", everything))
-    if tokens_kept_at_once(step) is not None:
+    if token_loss_plan(step) is not None:
         cases.append(("megatron_lce, linear_token_loss", "megatron_lce, linear_token_loss", step))
     if step.ignored:
         cases.append((f"megatron_lce, {step.ignored:.0%} ignored and skipped", "megatron_lce, skip_ignored", step))

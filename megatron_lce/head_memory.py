@@ -9,23 +9,23 @@ measured peaks.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from megatron_lce.core.blocks import (
-    ALIGNED_COLUMNS,
-    BlockBytes,
-    ceil_div,
-    kept_tokens,
-    plan_blocks,
-    stats_tokens,
-    tokens_per_block,
-)
 from megatron_lce.core.options import WORKSPACE_BYTES
-from megatron_lce.core.products import slab_row_stride
-from megatron_lce.core.softmax_stats import num_extremes, num_sums, packed_rows
+from megatron_lce.core.plan import (
+    ALIGNED_COLUMNS,
+    Costs,
+    HeadSize,
+    KnownLossPlan,
+    backward_tokens,
+    plan_known_loss,
+    plan_slabs,
+    slab_row_stride,
+    stats_tokens,
+)
+from megatron_lce.core.statistics import num_extremes, num_sums, packed_rows
 
 Phases = dict[str, dict[str, int]]  # phase: {what is allocated in it: bytes}
 
-TILE_COLUMNS = {2: 256, 4: 64}  # by bytes of an element: what a kept logits' tile holds
-STATS_COLUMNS = {2: 128, 4: 64}  # what one row of statistics is about
+COSTS = {2: Costs(128, tile_columns=256), 4: Costs(64)}  # of the Triton backend, by bytes of an element
 PER_TOKEN_BYTES = 40  # a token's labels, factors, outputs and what backward needs of them
 TERMS_BYTES = 24  # a token's row terms in backward
 
@@ -60,7 +60,7 @@ class HeadStep:
         for name in ("tokens", "hidden", "columns", "tp"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.itemsize not in TILE_COLUMNS:
+        if self.itemsize not in COSTS:
             raise ValueError(f"itemsize must be 2 or 4, got {self.itemsize}")
         if self.hidden % ALIGNED_COLUMNS:
             raise ValueError(f"hidden must be a multiple of {ALIGNED_COLUMNS} for an estimate, got {self.hidden}")
@@ -92,7 +92,20 @@ class HeadStep:
     @property
     def everything(self) -> int:
         """`logits_cache_bytes` that keeps all of this step's logits."""
-        return self.computed * _kept_row_bytes(self, self.columns)
+        return self.computed * self.size.kept_token(self.columns)
+
+    @property
+    def size(self) -> HeadSize:
+        """The head as the operation plans it."""
+        return HeadSize(
+            hidden=self.hidden,
+            columns=self.columns,
+            itemsize=self.itemsize,
+            stats_rows=packed_rows(self.entropy, telemetry=False),
+            costs=COSTS[self.itemsize],
+            sums_weight=self.itemsize == 2 and not self.main_grad,
+            even=self.columns % ALIGNED_COLUMNS == 0,
+        )
 
 
 def megatron(step: HeadStep) -> tuple[float, Phases]:
@@ -129,8 +142,8 @@ def ours(step: HeadStep) -> tuple[float, Phases]:
     computed, item = step.computed, step.itemsize
     block = _tokens_of_a_block(step)
     several, block_bytes = block < computed, block * step.hidden * item  # blocks of tokens outside, or slabs alone
-    kept_columns = _cache_columns(step)
-    kept = {"kept logits": computed * _kept_row_bytes(step, kept_columns)} if kept_columns else {}
+    kept_columns = step.size.cache_columns(computed, step.columns, step.logits_cache_bytes)
+    kept = {"kept logits": computed * step.size.kept_token(kept_columns)} if kept_columns else {}
     per_token = {"per token": PER_TOKEN_BYTES * step.tokens}
     inputs = _inputs_of_a_block(step, block)
     backward = {"per token": (PER_TOKEN_BYTES + TERMS_BYTES) * step.tokens} | inputs | _weight_sum(step, several)
@@ -176,13 +189,14 @@ def skipped(step: HeadStep) -> tuple[float, Phases]:
 
 def token_loss(step: HeadStep) -> tuple[float, Phases]:
     """`linear_token_loss` of 16-bit inputs: blocks of tokens go all the way in forward; backward scales gradients."""
-    row_bytes, block = _kept_row_bytes(step, step.columns), tokens_kept_at_once(step)
-    if block is None:
-        smallest = 128 * (row_bytes + _beside_kept_bytes(step)) - _sum_bytes(step) * step.columns // 2
+    row_bytes, plan = step.size.kept_token(step.columns), token_loss_plan(step)
+    if plan is None:
+        smallest = 128 * (row_bytes + _beside_kept_bytes(step)) - step.size.weight_sum // 2
         raise ValueError(
             f"workspace_bytes must be at least {smallest} and itemsize 2, for blocks of the logits of 128 tokens, "
             f"got {step.workspace_bytes} and {step.itemsize}"
         )
+    block = plan.tokens
     per_token = {"per token": PER_TOKEN_BYTES * step.tokens}
     hidden = {"hidden's gradient": step.computed * step.hidden * step.itemsize}
     summed = step.main_grad or block < step.computed
@@ -191,14 +205,14 @@ def token_loss(step: HeadStep) -> tuple[float, Phases]:
         made = {"weight's gradient": step.weight_bytes}
     share = step.hidden_bytes // step.tp if step.gathers else step.hidden_bytes
     saved = per_token | made | {"hidden's gradient": share}
-    left = max(step.workspace_bytes - block * row_bytes, block * _beside_kept_bytes(step))
-    statistics = _statistics_bytes(replace(step, workspace_bytes=left), block)
+    left = replace(step, workspace_bytes=plan.workspace_bytes)
+    statistics = _statistics_bytes(left, block)
     forward = per_token | made | hidden | _inputs_of_a_block(step, block)
     return 3 * step.computed / step.tokens, {
         "statistics of a block": forward | {"logits of a block": block * row_bytes, "statistics": statistics},
         "products of a block": forward
         | {"logits of a block": block * row_bytes}
-        | _hidden_with_factor(replace(step, workspace_bytes=left), block, step.columns)
+        | _hidden_with_factor(left, block, step.columns)
         | _odd_sum(step, block),
         "end of forward": forward | _over_group(step) | _all_rows(step),
         "kept": saved,
@@ -239,11 +253,6 @@ def _all_rows(step: HeadStep) -> dict[str, int]:
     return {"gradient of all rows": step.hidden_bytes} if step.skip_ignored else {}
 
 
-def _sum_bytes(step: HeadStep) -> int:
-    """Of a column in an fp32 sum of the weight's gradient; none where its own tensor is that."""
-    return 0 if step.itemsize == 4 or step.main_grad else 4 * step.hidden
-
-
 def _weight_sum(step: HeadStep, several: bool) -> dict[str, int]:
     if step.main_grad:
         return {}
@@ -253,21 +262,16 @@ def _weight_sum(step: HeadStep, several: bool) -> dict[str, int]:
 
 
 def _tokens_of_a_block(step: HeadStep) -> int:
-    block_bytes = BlockBytes(step.itemsize)
-    block = tokens_per_block(step.computed, step.columns, step.workspace_bytes, block_bytes, _sum_bytes(step))
+    block = backward_tokens(step.size, step.computed, step.workspace_bytes)
     if block >= step.computed:  # also where the ranks' shards are not equal, as in estimates of any number of tokens
         return step.computed
     ranks = step.tp if step.gathers else 1
     return block if step.skip_ignored else max(1, block // ranks) * ranks
 
 
-def tokens_kept_at_once(step: HeadStep) -> int | None:
-    """Of a block of `linear_token_loss`; None: too few, and logits are made twice."""
-    row_bytes = _kept_row_bytes(step, step.columns) + _beside_kept_bytes(step)
-    sum_bytes = _sum_bytes(step) * step.columns
-    if step.itemsize == 4:
-        return None
-    return kept_tokens(step.computed, step.workspace_bytes, row_bytes, sum_bytes, step.hidden)
+def token_loss_plan(step: HeadStep) -> KnownLossPlan | None:
+    """The blocks of `linear_token_loss`; None: too few tokens have room, and logits are made twice."""
+    return plan_known_loss(step.size, step.computed, step.workspace_bytes)
 
 
 def _inputs_of_a_block(step: HeadStep, block: int) -> dict[str, int]:
@@ -282,26 +286,22 @@ def _inputs_of_a_block(step: HeadStep, block: int) -> dict[str, int]:
 
 def _statistics_bytes(step: HeadStep, block: int) -> int:
     """Of as many tokens as fit, chunk by chunk; and of all of them, merged, on this rank and gathered."""
-    per_token = _chunk_bytes(step)
-    part = stats_tokens(block, step.workspace_bytes, BlockBytes(0, per_token))
+    per_token = step.size.stats.per_token
+    part = stats_tokens(step.size, block, step.workspace_bytes)
     extremes, sums = 4 * num_extremes(telemetry=False), 8 * num_sums(step.entropy, telemetry=False)
     over_group = part * (2 + step.tp) * extremes if step.tp > 1 else 0
     return part * (per_token + extremes + sums) + step.computed * (extremes + sums) + over_group
 
 
-def _chunk_bytes(step: HeadStep) -> int:
-    """One token's statistics of every chunk."""
-    return 4 * ceil_div(step.columns, STATS_COLUMNS[step.itemsize]) * packed_rows(step.entropy, telemetry=False)
-
-
 def _beside_kept_bytes(step: HeadStep) -> int:
     """One token's statistics, then its hidden state times what its gradients have in common, and their sum."""
-    return max(_chunk_bytes(step), step.hidden * step.itemsize + sum(_odd_sum(step, 1).values()))
+    return max(step.size.stats.per_token, step.hidden * step.itemsize + step.size.hidden_sum_token)
 
 
 def _odd_sum(step: HeadStep, tokens: int) -> dict[str, int]:
     """Kept columns in two products: the odd end of a vocabulary is one of its own."""
-    return {"fp32 sum of hidden's gradient": 4 * tokens * step.hidden} if step.columns % ALIGNED_COLUMNS else {}
+    summed = tokens * step.size.hidden_sum_token
+    return {"fp32 sum of hidden's gradient": summed} if summed else {}
 
 
 def _hidden_with_factor(step: HeadStep, tokens: int, kept_columns: int) -> dict[str, int]:
@@ -314,28 +314,7 @@ def _hidden_with_factor(step: HeadStep, tokens: int, kept_columns: int) -> dict[
 
 def _slab(step: HeadStep, block: int, columns: int) -> tuple[int, int, int]:
     """Width and bytes of one slab of a block, and of the fp32 sum of its weight's gradient where its tokens are cut."""
-    sum_bytes = _sum_bytes(step)
-    blocks = plan_blocks(
-        block,
-        slab_row_stride(columns),
-        step.workspace_bytes,
-        BlockBytes(step.itemsize),
-        per_column_if_tokens_are_cut=sum_bytes,
-    )
+    sum_bytes = step.size.weight_sum_column
+    blocks = plan_slabs(step.size, block, columns, step.workspace_bytes, per_column_if_tokens_are_cut=sum_bytes)
     slab = blocks.tokens * slab_row_stride(blocks.columns) * step.itemsize
     return blocks.columns, slab, blocks.columns * sum_bytes if blocks.tokens < block else 0
-
-
-def _kept_row_bytes(step: HeadStep, columns: int) -> int:
-    """One token's kept exponentials and each chunk's largest logit."""
-    return slab_row_stride(columns) * step.itemsize + 4 * ceil_div(columns, STATS_COLUMNS[step.itemsize])
-
-
-def _cache_columns(step: HeadStep) -> int:
-    """How many columns `logits_cache_bytes` keeps: all, or whole tiles; none of fp32 inputs."""
-    if step.itemsize == 4:
-        return 0
-    if step.everything <= step.logits_cache_bytes:
-        return step.columns
-    tile = TILE_COLUMNS[step.itemsize]
-    return step.logits_cache_bytes // (step.computed * _kept_row_bytes(step, tile)) * tile

@@ -5,14 +5,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_lce.backends.choice import load_backend
+from megatron_lce.arguments import make_call
 from megatron_lce.core import validation
 from megatron_lce.core.autograd import check_workspace
 from megatron_lce.core.known_loss import known_loss
-from megatron_lce.core.options import LinearCrossEntropyOutput
+from megatron_lce.core.options import LinearCrossEntropyOutput, Options
 from megatron_lce.core.products import own_arithmetic
-from megatron_lce.core.token_loss import Metrics, TokenLossFunction, TokenLossPass
-from megatron_lce.cross_entropy import linear_cross_entropy, prepare_call
+from megatron_lce.core.token_loss_pass import Metrics, TokenLossFunction, TokenLossPass
 
 
 class TokenLoss(NamedTuple):
@@ -76,27 +75,27 @@ def linear_token_loss(
         TypeError, ValueError: an argument, or what `loss` returns, is not as described.
         RuntimeError: in a second backward: the first scaled the gradients in place.
     """
-    defaults = linear_cross_entropy.__kwdefaults__ or {}
+    unknown = keywords.keys() - Options.__dataclass_fields__.keys() | {"logits_cache_bytes"} & keywords.keys()
+    options = Options(**{name: value for name, value in keywords.items() if name not in unknown})
 
     def check() -> None:
-        if none_of_its := (keywords.keys() - defaults.keys()) | ({"logits_cache_bytes"} & keywords.keys()):
-            within = ": it keeps logits within workspace_bytes" if "logits_cache_bytes" in keywords else ""
-            raise TypeError(f"linear_token_loss has no keyword {', '.join(sorted(none_of_its))}{within}")
-        if keywords.get("backend") == "reference":
+        if unknown:
+            within = ": it keeps logits within workspace_bytes" if "logits_cache_bytes" in unknown else ""
+            raise TypeError(f"linear_token_loss has no keyword {', '.join(sorted(unknown))}{within}")
+        if options.backend == "reference":
             raise ValueError("backend must be 'auto', 'triton' or 'torch' for linear_token_loss, got 'reference'")
         if not callable(loss):
             raise TypeError(f"loss must be a function of the outputs and of per_token, got {type(loss).__name__}")
         validation.check_tensor("labels", labels)
         _check_per_token(per_token, labels)
 
-    call = prepare_call(hidden, weight, labels, "linear_token_loss", check, **{**defaults, **keywords})
-    needs_grad = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (hidden, weight)]
-    backend = load_backend(keywords.get("backend", "auto"), hidden.device)
-    check_workspace(call.hidden, call.weight, call.options, backend, needs_grad if any(needs_grad) else None)
+    call = make_call(hidden, weight, labels, options, operation="linear_token_loss", check=check)
+    with_gradient = torch.is_grad_enabled() and (call.hidden.requires_grad or call.weight.requires_grad)
+    check_workspace(call, with_gradient, call.weight.requires_grad)
     with torch.no_grad(), own_arithmetic(hidden.device, "linear_token_loss"):
         flat = [tensor.reshape(labels.numel(), *tensor.shape[labels.dim() :]) for tensor in per_token]
-        run = TokenLossPass(*call.inputs, loss, flat, call.options, backend, any(needs_grad))
-    total = known_loss(call.hidden, call.weight, run, call.options, any(needs_grad))
+        run = TokenLossPass(call, loss, flat, with_gradient)
+    total = known_loss(run, with_gradient)
     with torch.no_grad(), own_arithmetic(hidden.device, "linear_token_loss"):
         outputs, metrics = run.results()
     outputs = LinearCrossEntropyOutput(*(None if o is None else o.view(labels.shape) for o in outputs))  # type: ignore[arg-type]

@@ -1,15 +1,13 @@
 """The primitives of both backends by themselves: any cut of the vocabulary gives the same statistics and gradients."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from megatron_lce.backends.choice import load_backend
 from megatron_lce.backends.torch import cross_entropy as torch_backend
-from megatron_lce.core.blocks import round_up
+from megatron_lce.core.plan import round_up
 from megatron_lce.core.rows import Rows, RowTerms
-from megatron_lce.core.softmax_stats import LN_2, LOG2_E, UNIT, unpack_extremes
+from megatron_lce.core.statistics import LN_2, LOG2_E, UNIT, unpack_extremes
 from tests.problems import make_problem
 
 
@@ -119,7 +117,7 @@ def test_gradient_of_a_slab(columns, entropy, mean, dtype, primitives, device):
 
 def test_torch_keeps_no_cache(device):
     hidden = torch.zeros(4, 8, dtype=torch.bfloat16, device=device)
-    assert torch_backend.new_cache(4, hidden, SimpleNamespace(num_columns=1000, logits_cache_bytes=2**30)) is None
+    assert torch_backend.costs(hidden, telemetry=False).tile_columns == 0
 
 
 def test_logits_are_fp32_products_of_16_bit_inputs(device):

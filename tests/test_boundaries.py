@@ -52,8 +52,8 @@ def test_kernels_know_torch_triton_and_plans_only(path):
         "torch",
         "triton",
         "megatron_lce.backends.triton",
-        "megatron_lce.core.blocks",
-        "megatron_lce.core.softmax_stats",
+        "megatron_lce.core.plan",
+        "megatron_lce.core.statistics",
     )
     allowed += (
         "megatron_lce.core.options",

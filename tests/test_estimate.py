@@ -10,9 +10,9 @@ import torch
 
 import megatron_lce
 from benchmark import measure
-from megatron_lce.core import blocks
+from megatron_lce.core import plan
 from megatron_lce.estimate import estimate, estimate_table, largest_tokens
-from megatron_lce.head_memory import STATS_COLUMNS, TILE_COLUMNS, HeadStep
+from megatron_lce.head_memory import COSTS, HeadStep
 from tests.live_bytes import peak_live_bytes
 from tests.problems import make_problem
 
@@ -144,7 +144,7 @@ def test_storages_of_a_step_on_a_cpu(changes, on_a_cpu):
 @pytest.mark.parametrize("changes", [{}, {"main_grad": True}, {"ignored": 0.4, "skip_ignored": True}], ids=str)
 def test_storages_of_blocks_of_tokens_on_a_cpu(changes, on_a_cpu, monkeypatch):
     """Whose sum of the weight's gradient is larger than the workspace."""
-    monkeypatch.setattr(blocks, "WIDE_BLOCK", 256)
+    monkeypatch.setattr(plan, "WIDE_BLOCK", 256)
     step = replace(HeadStep(1536, 512, 512, workspace_bytes=700_000), **changes)
     peak = measured_step(step, torch.device("cpu"), lambda call: peak_live_bytes(call)[0])
     assert estimate(OURS, step).peak_bytes == pytest.approx(peak, rel=ALLOWED)
@@ -259,9 +259,8 @@ def test_peak_of_megatrons_own_losses_on_a_gpu(way, device, usual_torch):
 
 def test_tiles_and_chunks_are_those_of_the_kernels():
     tiles = pytest.importorskip("megatron_lce.backends.triton.tiles")
-    assert {2: tiles.HOPPER_16_BIT.block_v, 4: tiles.FP32.block_v} == TILE_COLUMNS
-    inputs = {2: torch.empty(1, dtype=torch.bfloat16), 4: torch.empty(1)}
-    assert {size: tiles.chunk_columns(tensor) for size, tensor in inputs.items()} == STATS_COLUMNS
+    inputs = {2: torch.empty(1, dtype=torch.bfloat16), 4: torch.empty(1, dtype=torch.float32)}
+    assert {size: tiles.costs(tensor, False) for size, tensor in inputs.items()} == COSTS
 
 
 def test_products_and_their_time():

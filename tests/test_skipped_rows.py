@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import megatron_lce
-from megatron_lce.core import autograd, blocks
+from megatron_lce.core import autograd, plan
 from tests.oracle import Upstream
 from tests.problems import assert_same_outputs, ignoring, make_problem
 
@@ -157,7 +157,7 @@ def test_a_count_out_of_range_is_refused(skip, device):
 )
 def test_blocks_of_tokens_outside(dtype, hidden_size, skip, logits_cache_bytes, backend, device, monkeypatch):
     """Where the shard has fewer columns than there are tokens, the weight's gradient is what accumulates."""
-    monkeypatch.setattr(blocks, "WIDE_BLOCK", 16)
+    monkeypatch.setattr(plan, "WIDE_BLOCK", 16)
     problem = ignoring(make_problem(500, hidden_size, 140, device, dtype), slice(0, None, 9))
     only_here = {"skip_ignored": skip, "logits_cache_bytes": logits_cache_bytes, "workspace_bytes": 150_000}
     lengths = []

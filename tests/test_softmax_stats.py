@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_lce.backends.choice import load_backend
-from megatron_lce.core.softmax_stats import (
+from megatron_lce.core.statistics import (
     LN_2,
     LOG2_E,
     UNIT,

@@ -3,6 +3,7 @@
 import math
 import re
 import warnings
+from dataclasses import fields
 from fractions import Fraction
 
 import pytest
@@ -12,9 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import megatron_lce
-from megatron_lce import cross_entropy as api
+from megatron_lce import arguments
 from megatron_lce.backends.choice import load_backend
 from megatron_lce.core import validation
+from megatron_lce.core.options import Options
 from tests.problems import make_problem
 
 TOKENS, HIDDEN_SIZE, COLUMNS = 4, 8, 20
@@ -243,7 +245,6 @@ def test_check_labels_names_what_is_no_label():
 def test_ranks_describe_a_configuration_in_one_order(device):
     """Not in that of a set of strings, which differs from process to process: the ranks of a group compare them."""
     problem = make_problem(3, 24, 31, device)
-    by_type = {"temperature": 1.0, "weight_grad_sink": None}
-    others = {"softcap": None, "skip_ignored": False}
-    described = api._describe(*problem[:3], others | dict(reversed(by_type.items())))
-    assert list(described) == ["hidden", "weight", "labels", "gradients", "softcap", *by_type, "skip_ignored"]
+    described = list(arguments._describe(*problem[:3], Options()))
+    assert described[:4] == ["hidden", "weight", "labels", "gradients"]
+    assert described[4:] == [field.name for field in fields(Options) if field.name not in ("tp_group", "vocab_start")]

@@ -13,7 +13,6 @@ from megatron_comparisons import compare_all
 from torch import Tensor
 
 from megatron_lce import capture_lm_head, enable_fused_linear_ce
-from megatron_lce.core import blocks
 from megatron_lce.megatron_integration.support import find_language_model
 
 
@@ -90,7 +89,7 @@ def check_touch_of_one_rank(case: cases.Case, device: torch.device, report: harn
             if parallel_state.get_tensor_model_parallel_rank() == 0:
                 head = find_language_model(chunks).output_layer
                 head.register_forward_hook(lambda module, args, output, touch=touch: (touch(output[0]), None)[1])
-            with warnings.catch_warnings(), mock.patch.multiple(blocks, WIDE_BLOCK=1, MIN_TOKENS=4):
+            with warnings.catch_warnings(), mock.patch.multiple(plan, WIDE_BLOCK=1, MIN_TOKENS=4):
                 warnings.simplefilter("ignore", UserWarning)
                 losses = chunks[0](batch["tokens"], batch["positions"], None, labels=labels, loss_mask=mask)
                 losses = losses if mask is None else losses * mask

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import megatron_lce
-from megatron_lce.core import blocks
+from megatron_lce.core import plan
 from megatron_lce.core.options import DIFFERENTIABLE, LinearCrossEntropyOutput
 from megatron_lce.packed import context_parallel_gather, context_parallel_shard
 from tests.live_bytes import peak_live_bytes
@@ -39,7 +39,7 @@ def run_case(case: Case, backend: str, group: ProcessGroup, device: torch.device
     rows = sequence_shard(case, rank, ranks)
     counted = int((problem.labels != -100).sum())
     if case.wide_block is not None:
-        mock.patch.object(blocks, "WIDE_BLOCK", case.wide_block).start()
+        mock.patch.object(plan, "WIDE_BLOCK", case.wide_block).start()
     torch.set_default_dtype(case.default_dtype)
     actual = evaluate(
         megatron_lce.linear_cross_entropy,

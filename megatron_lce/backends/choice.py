@@ -9,12 +9,13 @@ import torch
 
 from megatron_lce.backends.torch import cross_entropy as torch_backend
 from megatron_lce.backends.torch import jsd as torch_jsd
-from megatron_lce.core.options import Backend
+from megatron_lce.core.options import BackendName
+from megatron_lce.core.protocols import Backend
 
 
-def load_backend(backend: Backend, device: torch.device) -> ModuleType:
-    """The module that supplies the primitives. Depends on configuration and hardware alone, not on the data."""
-    if backend == "torch" or (backend == "auto" and device.type != "cuda"):
+def load_backend(backend: BackendName, device: torch.device) -> Backend:
+    """The module that supplies the primitives, by configuration and hardware alone. "reference" has none: torch's."""
+    if backend in ("torch", "reference") or (backend == "auto" and device.type != "cuda"):
         return torch_backend
     obstacle = triton_obstacle(device)
     if obstacle is None:
@@ -42,7 +43,7 @@ def load_jsd_backend(backend: Backend, device: torch.device) -> ModuleType:
     return triton_jsd
 
 
-def describe_backend(backend: Backend, device: torch.device) -> str:
+def describe_backend(backend: BackendName, device: torch.device) -> str:
     """Which backend runs on this device, in words; and where a GPU's is not triton, why."""
     obstacle = triton_obstacle(device)
     if backend == "auto":

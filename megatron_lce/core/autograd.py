@@ -1,23 +1,32 @@
-"""The one autograd function: the order of launches and collectives, and what is saved between them."""
+"""The one autograd function of `linear_cross_entropy`: the order of launches and collectives, and what is saved.
 
-from collections.abc import Iterator, Sequence
+Forward: labels and temperatures become `Rows`; the rows that count are found; their `Tokens` come block by block, a
+gather ahead under sequence parallel; of each block the backend takes statistics of every 128 columns, with the logits
+in registers, and fills the `LogitsCache` if there is one; extremes are exchanged over the group, then sums; `finish`
+makes the outputs.
+
+Backward: upstream gradients and what forward saved become `RowTerms`, the few numbers from which the gradient of any
+logit of a row follows. What was cached turns into gradients in place; the other logits are made once more, `Slab` by
+slab of the vocabulary. Two matrix products take each slab to hidden's and the weight's gradient. Behind the last slab's
+product for hidden the sum over the group starts, and the last product for the weight runs under it.
+
+How many tokens and columns go at once is decided in `plan` before anything runs.
+"""
+
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_lce.core.blocks import smallest_workspace, tokens_per_block
+from megatron_lce.core.call import Call
 from megatron_lce.core.group_stats import stats_over_group
-from megatron_lce.core.head_gradients import Slab, accumulator_bytes_per_column, head_gradients
-from megatron_lce.core.logit_gradients import (
-    LogitGradients,
-    ReadyGradients,
-    grad_logits_slabs,
-    gradients_of_cache,
-)
-from megatron_lce.core.options import DIFFERENTIABLE, LinearCrossEntropyOutput, Options
+from megatron_lce.core.head_gradients import Slab, head_gradients
+from megatron_lce.core.logit_gradients import LogitGradients, ReadyGradients, grad_logits_slabs, gradients_of_cache
+from megatron_lce.core.logits_cache import new_cache
+from megatron_lce.core.options import DIFFERENTIABLE, LinearCrossEntropyOutput
+from megatron_lce.core.plan import backward_tokens, smallest_workspace
 from megatron_lce.core.products import own_arithmetic
-from megatron_lce.core.protocols import CrossEntropyBackend
 from megatron_lce.core.rows import Rows, Saved
 from megatron_lce.core.tokens import (
     Counted,
@@ -43,31 +52,31 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        hidden: Tensor,  # [N, H], under sequence parallel [N / tp, H]
-        weight: Tensor,  # [V_local, H]
-        labels: Tensor,  # [N] int64 global ids
-        temperature: Tensor | float,  # [N] if a tensor
-        options: Options,
-        backend: CrossEntropyBackend,
-        shape: torch.Size,  # of the outputs, N elements
+        hidden: Tensor,  # the call's; here for autograd
+        weight: Tensor,
+        call: Call,
         grad_enabled: bool,
     ) -> tuple[Tensor | None, ...]:
-        check_workspace(hidden, weight, options, backend, ctx.needs_input_grad if grad_enabled else None)
-        num_tokens = labels.shape[0]
+        options, backend = call.options, call.backend
+        needs = ctx.needs_input_grad if grad_enabled else (False, False)
+        check_workspace(call, needs[0] or needs[1], needs[1])
         with own_arithmetic(hidden.device, "linear_cross_entropy forward"):
-            rows = backend.prepare_rows(labels, temperature, options)
-            counted = counted_rows(labels, options)
-            tokens = _tokens(hidden, num_tokens, counted, weight, options, backend)
+            rows = backend.prepare_rows(call.labels, call.temperature, options, call.shard)
+            counted = counted_rows(call.labels, options)
+            tokens = _tokens(call, counted)
             order = tokens.order()
             rows = rows_to_compute(rows, order, counted)
-            outputs = new_outputs(shape, counted, options, labels.device)
-            cache = backend.new_cache(tokens.num_computed, hidden, options) if grad_enabled else None
-            extremes, sums = stats_over_group(tokens, weight, rows, options, backend, cache)
+            outputs = new_outputs(call.shape, counted, options, hidden.device)
+            cache = None
+            if grad_enabled:
+                computed, cache_bytes = tokens.num_computed, options.logits_cache_bytes
+                cache = new_cache(call.size, computed, call.shard.columns, cache_bytes, hidden)
+            extremes, sums = stats_over_group(tokens, rows, call, cache)
             saved = backend.finish(extremes, sums, rows, options, outputs, order)
         ctx.set_materialize_grads(False)
         if grad_enabled:
             ctx.save_for_backward(hidden, weight, counted.rows, *rows, *saved)
-            ctx.num_tokens, ctx.options, ctx.backend = num_tokens, options, backend
+            ctx.num_tokens, ctx.call = call.labels.shape[0], call.without_tensors()
             ctx.cache, ctx.cached = cache, cache is not None
         others = (output for name, output in outputs._asdict().items() if name not in DIFFERENTIABLE)
         ctx.mark_non_differentiable(*(output for output in others if output is not None))
@@ -82,105 +91,65 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
                 "the first one turned the kept logits into gradients in place"
             )
         hidden, weight, counted, *per_row = ctx.saved_tensors
-        options, backend = ctx.options, ctx.backend
+        call = ctx.call.with_tensors(hidden, weight)
         cache, ctx.cache = ctx.cache, None
         with own_arithmetic(hidden.device, "linear_cross_entropy backward"):
-            tokens = _tokens(hidden, ctx.num_tokens, Counted(counted), weight, options, backend)
+            tokens = _tokens(call, Counted(counted), ctx.num_tokens)
             order = tokens.order()
             rows, saved = Rows(*per_row[:3]), Saved(*per_row[3:])
             flat = (None if grad is None else grad.reshape(-1) for grad in grad_outputs)
-            given = dict(zip(LinearCrossEntropyOutput._fields, flat, strict=True))
-            upstream = tuple(given[name] for name in DIFFERENTIABLE)
-            terms, counts = backend.row_terms(rows, saved, upstream, options, order)
-            entropy = given["entropy"] is not None
-            problem = LogitGradients(weight, rows, terms, options, backend, entropy)
-            ready = None if cache is None else gradients_of_cache(problem, cache)
+            upstream = dict(zip(LinearCrossEntropyOutput._fields, flat, strict=True))
+            differentiable = [upstream[name] for name in DIFFERENTIABLE]
+            terms, counts = call.backend.row_terms(rows, saved, differentiable, call.options, order)
+            gradients = LogitGradients(call, rows, terms, upstream["entropy"] is not None)
+            ready = None if cache is None else gradients_of_cache(gradients, cache)
             del cache
-            if options.skip_ignored is True:
-                tokens, problem = _rows_with_gradient(tokens, order, problem, counts, ready)
+            if call.options.skip_ignored is True:
+                tokens, gradients = _rows_with_gradient(tokens, order, gradients, counts, ready)
 
             def slabs(block: TokenBlock, bytes_per_column: int) -> Iterator[Slab]:
-                return grad_logits_slabs(problem, block, bytes_per_column, ready)
+                return grad_logits_slabs(gradients, block, bytes_per_column, ready)
 
-            gradients = head_gradients(
-                tokens,
-                weight,
-                options,
-                backend,
-                slabs,
-                needs_hidden=ctx.needs_input_grad[0],
-                needs_weight=ctx.needs_input_grad[1],
-            )
-        return *gradients, None, None, None, None, None, None
+            needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+            grads = head_gradients(tokens, call, slabs, needs_hidden=needs_hidden, needs_weight=needs_weight)
+        return *grads, None, None
 
 
-def linear_cross_entropy_autograd(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    temperature: Tensor | float,
-    options: Options,
-    backend: CrossEntropyBackend,
-    shape: torch.Size,
-) -> LinearCrossEntropyOutput:
-    """Apply the function to flattened inputs, hidden [N, H], labels [N]; outputs of a shape of N elements."""
-    grad_enabled = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    return LinearCrossEntropyOutput(
-        *LinearCrossEntropyFunction.apply(hidden, weight, labels, temperature, options, backend, shape, grad_enabled)
-    )
+def linear_cross_entropy_autograd(call: Call) -> LinearCrossEntropyOutput:
+    """Apply the function; outputs of `call.shape`."""
+    grad_enabled = torch.is_grad_enabled() and (call.hidden.requires_grad or call.weight.requires_grad)
+    return LinearCrossEntropyOutput(*LinearCrossEntropyFunction.apply(call.hidden, call.weight, call, grad_enabled))
 
 
-def check_workspace(
-    hidden: Tensor,
-    weight: Tensor,
-    options: Options,
-    backend: CrossEntropyBackend,
-    needs_grad: Sequence[bool] | None,
-) -> None:
-    """Every pass must find room for its smallest block before the first runs; `needs_grad`: None without backward.
+def check_workspace(call: Call, needs_grad: bool, needs_weight: bool) -> None:
+    """Every pass must find room for its smallest block before the first runs.
 
     Asked of the largest shard of the group, so that ranks agree.
     """
-    smallest = smallest_workspace(backend.softmax_stats_bytes(hidden, options))
-    if needs_grad is not None:
-        backward = backend.grad_logits_bytes(hidden)
-        if needs_grad[1]:
-            backward = backward._replace(per_column=backward.per_column + accumulator_bytes_per_column(weight, options))
-        smallest = max(smallest, smallest_workspace(backward))
-    if options.workspace_bytes < smallest:
-        raise ValueError(f"workspace_bytes must be at least {smallest} for this head, got {options.workspace_bytes}")
+    smallest = smallest_workspace(call.size, needs_grad, needs_weight)
+    if call.options.workspace_bytes < smallest:
+        raise ValueError(
+            f"workspace_bytes must be at least {smallest} for this head, got {call.options.workspace_bytes}"
+        )
 
 
-def _tokens(
-    hidden: Tensor,
-    num_tokens: int,
-    counted: Counted,
-    weight: Tensor,
-    options: Options,
-    backend: CrossEntropyBackend,
-) -> Tokens:
+def _tokens(call: Call, counted: Counted, num_tokens: int | None = None) -> Tokens:
     """The computed rows, in the blocks that backward's outer loop takes."""
+    num_tokens = call.labels.shape[0] if num_tokens is None else num_tokens
     computed = num_tokens if counted.rows is None else counted.rows.shape[0]
-    return Tokens(hidden, num_tokens, counted, _block_tokens(computed, hidden, weight, options, backend), options)
-
-
-def _block_tokens(computed: int, hidden: Tensor, weight: Tensor, options: Options, backend: CrossEntropyBackend) -> int:
-    block_bytes = backend.grad_logits_bytes(hidden)
-    sum_bytes = accumulator_bytes_per_column(weight, options)
-    if options.weight_grad_sink is not None:  # a slab's, on its way to the sink: not the whole weight's
-        block_bytes, sum_bytes = block_bytes._replace(per_column=block_bytes.per_column + sum_bytes), 0
-    return tokens_per_block(computed, options.largest_shard, options.workspace_bytes, block_bytes, sum_bytes)
+    block = backward_tokens(call.size, computed, call.options.workspace_bytes)
+    return Tokens(call.hidden, num_tokens, counted, block, call.options)
 
 
 def _rows_with_gradient(
-    tokens: Tokens, order: Tensor | None, problem: LogitGradients, counts: Tensor, ready: ReadyGradients | None
+    tokens: Tokens, order: Tensor | None, gradients: LogitGradients, counts: Tensor, ready: ReadyGradients | None
 ) -> tuple[Tokens, LogitGradients]:
     """The rows whose gradient is not zero on some rank; `ready` learns which of its own they are."""
-    counted = rows_that_count(counts, problem.options)
+    counted = rows_that_count(counts, gradients.call.options)
     if counted.rows is None:
-        return tokens, problem
+        return tokens, gradients
     if ready is not None:
         ready.rows = counted.rows
     rows = counted.rows if order is None else order[counted.rows]
-    block = _block_tokens(rows.shape[0], tokens.hidden, problem.weight, problem.options, problem.backend)
-    return tokens.select(Counted(rows), block), problem.select(counted.rows)
+    some = _tokens(gradients.call, Counted(rows), tokens.num_tokens)
+    return some, gradients.select(counted.rows)

@@ -6,10 +6,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_lce.core.blocks import ALIGNED_COLUMNS, Blocks, cut, cut_columns
-from megatron_lce.core.options import Options, WeightGradSink
-from megatron_lce.core.products import product, slab_row_stride, with_zeros_behind
-from megatron_lce.core.protocols import CommonBackend
+from megatron_lce.core.call import Call
+from megatron_lce.core.plan import Blocks, cut, cut_columns, slab_row_stride
+from megatron_lce.core.products import product, with_zeros_behind
+from megatron_lce.core.protocols import Backend
 from megatron_lce.core.tokens import TokenBlock, Tokens
 
 
@@ -25,9 +25,7 @@ class Slab(NamedTuple):
 
 def head_gradients(
     tokens: Tokens,
-    weight: Tensor,
-    options: Options,
-    backend: CommonBackend,
+    call: Call,
     slabs: Callable[[TokenBlock, int], Iterator[Slab]],
     *,
     needs_hidden: bool,
@@ -42,20 +40,20 @@ def head_gradients(
     many bytes of the workspace if its tokens come in several parts.
     `weight_sum`: give the weight's gradient as the fp32 sum that it is made of, [num_columns, H].
     """
-    weight_grad = _WeightGrad(weight, options, tokens.num_blocks, weight_sum) if needs_weight else None
+    weight_grad = _WeightGrad(call, tokens.num_blocks, weight_sum) if needs_weight else None
     # `weight_sum` is beside the workspace, and every part of the tokens is added to it.
-    per_column = accumulator_bytes_per_column(weight, options) if needs_weight and not weight_sum else 0
+    per_column = call.size.weight_sum_column if needs_weight and not weight_sum else 0
     for block in tokens.blocks() if tokens.num_computed else ():
-        hidden_grad = _HiddenGrad(tokens, block, weight, options, backend) if needs_hidden else None
+        hidden_grad = _HiddenGrad(tokens, block, call) if needs_hidden else None
         for slab in slabs(block, per_column):
             if hidden_grad is not None:
                 hidden_grad.add(slab)
                 if slab.is_last and tokens.reduces:
                     hidden_grad.finish()
             if weight_grad is not None:
-                weight_grad.add(slab, _scaled_for_products(slab, block.hidden.wait(), backend), block.is_first)
+                weight_grad.add(slab, _scaled_for_products(slab, block.hidden.wait(), call.backend), block.is_first)
             del slab  # its memory goes before the next buffer, or a sink's placeholder, comes
-        if options.num_columns == 0 and needs_hidden:
+        if call.shard.columns == 0 and needs_hidden:
             tokens.grad_rows(block).zero_()
             tokens.reduce(block)
         elif hidden_grad is not None and not tokens.reduces:
@@ -102,20 +100,17 @@ def _slab(columns: slice, tokens: slice, grad: Tensor, num_tokens: int, num_colu
 class _HiddenGrad:
     """A block's gradient of hidden: one product's own sum where a slab holds all columns, else an fp32 accumulator."""
 
-    def __init__(
-        self, tokens: Tokens, block: TokenBlock, weight: Tensor, options: Options, backend: CommonBackend
-    ) -> None:
-        self._tokens, self._block, self._weight = tokens, block, weight
-        self._options, self._backend = options, backend
+    def __init__(self, tokens: Tokens, block: TokenBlock, call: Call) -> None:
+        self._tokens, self._block, self._call = tokens, block, call
         self._sum: Tensor | None = None
 
     def add(self, slab: Slab) -> None:
         if self._sum is None:
-            self._sum = self._new_sum(slab.columns == slice(0, self._options.num_columns))
-        product(slab.grad, self._weight[slab.columns], self._sum[slab.tokens], accumulate=slab.columns.start > 0)
-        if slab.factor is not None and slab.columns.stop == self._options.num_columns:
+            self._sum = self._new_sum(slab.columns == slice(0, self._call.shard.columns))
+        product(slab.grad, self._call.weight[slab.columns], self._sum[slab.tokens], accumulate=slab.columns.start > 0)
+        if slab.factor is not None and slab.columns.stop == self._call.shard.columns:
             # No name for it: the sum goes before the reduction's memory comes.
-            self._backend.scale(self._sum[slab.tokens], slab.factor, self._sum[slab.tokens], accumulate=False)
+            self._call.backend.scale(self._sum[slab.tokens], slab.factor, self._sum[slab.tokens], accumulate=False)
 
     def finish(self) -> None:
         """Behind the last slab: the gradient in hidden's dtype, and its sum over the group is started."""
@@ -130,15 +125,17 @@ class _HiddenGrad:
         if one_product or self._tokens.grad_dtype == torch.float32:
             return self._tokens.grad_rows(self._block)
         num_rows = self._block.rows.stop - self._block.rows.start
-        return self._weight.new_empty(num_rows, self._weight.shape[1], dtype=torch.float32)
+        weight = self._call.weight
+        return weight.new_empty(num_rows, weight.shape[1], dtype=torch.float32)
 
 
 class _WeightGrad:
     """This shard's weight gradient: a tensor of weight's dtype, or added into a sink's fp32 buffer."""
 
-    def __init__(self, weight: Tensor, options: Options, num_blocks: int, as_sum: bool) -> None:
-        self._weight, self._num_columns, self._as_sum = weight, options.num_columns, as_sum
-        self._sink: WeightGradSink | None = options.weight_grad_sink
+    def __init__(self, call: Call, num_blocks: int, as_sum: bool) -> None:
+        weight = call.weight
+        self._weight, self._num_columns, self._as_sum = weight, call.shard.columns, as_sum
+        self._sink = None if as_sum else call.options.weight_grad_sink
         self._one_block = num_blocks <= 1
         # An fp32 sum over blocks; the gradient itself, where that is such a sum.
         sum_over_blocks = as_sum or (self._sink is None and weight.dtype != torch.float32 and not self._one_block)
@@ -188,27 +185,7 @@ class _WeightGrad:
         return grad
 
 
-def accumulator_bytes_per_column(weight: Tensor, options: Options) -> int:
-    """Bytes of a column in the fp32 sum over parts of the tokens; 0 where the gradient's own tensor can be that sum."""
-    return 0 if weight.dtype == torch.float32 or options.weight_grad_sink is not None else 4 * weight.shape[1]
-
-
-def sum_over_blocks_bytes(weight: Tensor, options: Options) -> int:
-    """Bytes of the largest shard's fp32 sum over blocks of tokens; 0 where no gradient is made of one."""
-    return options.largest_shard * accumulator_bytes_per_column(weight, options) if weight.requires_grad else 0
-
-
-def hidden_sum_bytes_per_token(hidden: Tensor, options: Options) -> int:
-    """Bytes of a token in the fp32 sum of hidden's gradient; 0 where one product covers all kept columns on every rank.
-
-    The odd end of a vocabulary is a slab of its own (`cut_columns`).
-    """
-    sizes = options.largest_shard, options.vocab_size or 0
-    one_product = not any(size % ALIGNED_COLUMNS for size in sizes)
-    return 0 if one_product or hidden.dtype == torch.float32 or not hidden.requires_grad else 4 * hidden.shape[1]
-
-
-def _scaled_for_products(slab: Slab, hidden: Tensor, backend: CommonBackend) -> Tensor:
+def _scaled_for_products(slab: Slab, hidden: Tensor, backend: Backend) -> Tensor:
     """The slab's rows of hidden, times its factor: the weight's gradient sums over tokens."""
     rows = hidden[slab.tokens]
     if slab.factor is None:

@@ -1,16 +1,14 @@
 """A scalar whose gradients are made in forward, while its logits are there; backward scales them."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from megatron_lce.core.call import Call
 from megatron_lce.core.head_gradients import Slab, head_gradients
-from megatron_lce.core.options import Options
 from megatron_lce.core.products import own_arithmetic
-from megatron_lce.core.protocols import CommonBackend
 from megatron_lce.core.tokens import TokenBlock, Tokens
 from megatron_lce.core.validation import refuse_double_backward
 
@@ -19,10 +17,8 @@ class KnownLossPass(Protocol):
     """One pass over a call's tokens, that adds up their losses."""
 
     name: str  # of the operation, as users call it
+    call: Call
     tokens: Tokens
-
-    @property
-    def backend(self) -> CommonBackend: ...
 
     def slabs(self, block: TokenBlock, bytes_per_column: int) -> Iterator[Slab]:
         """Adds a block's losses, then yields the gradients of its products if any were asked for."""
@@ -31,25 +27,25 @@ class KnownLossPass(Protocol):
         """The sum of the losses, once all blocks have been there."""
 
 
-def known_loss(hidden: Tensor, weight: Tensor, run: KnownLossPass, options: Options, with_gradient: bool) -> Tensor:
+def known_loss(run: KnownLossPass, with_gradient: bool) -> Tensor:
     """The sum of a pass's losses, with a gradient of hidden and weight or without one."""
     if with_gradient:
-        return _KnownLoss.apply(hidden, weight, run, options)
-    with torch.no_grad(), own_arithmetic(hidden.device, run.name):
+        return _KnownLoss.apply(run.call.hidden, run.call.weight, run)
+    with torch.no_grad(), own_arithmetic(run.call.hidden.device, run.name):
         for block in run.tokens.blocks() if run.tokens.num_computed else ():
             for _ in run.slabs(block, 0):
                 raise AssertionError("no gradient was asked for")
     return run.total()
 
 
-def scaled_dtype(dtype: torch.dtype) -> torch.dtype:
+def unscaled_dtype(call: Call) -> torch.dtype:
     """What hidden's gradient is held in until it is scaled: before that, fp16 may have no number for it."""
-    return torch.float32 if dtype == torch.float16 else dtype
+    return torch.float32 if call.hidden.dtype == torch.float16 else call.hidden.dtype
 
 
-def scales_a_sum(weight: Tensor, options: Options) -> bool:
-    """Whether the weight's gradient of a single block is held in fp32 until it is scaled."""
-    return options.weight_grad_sink is not None or weight.dtype == torch.float16
+def scales_a_sum(call: Call) -> bool:
+    """Whether the weight's gradient of a single block, too, is held in fp32 until it is scaled."""
+    return call.options.weight_grad_sink is not None or call.weight.dtype == torch.float16
 
 
 class _KnownLoss(torch.autograd.Function):
@@ -60,20 +56,19 @@ class _KnownLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, run: KnownLossPass, options: Options) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, run: KnownLossPass) -> Tensor:
+        call = run.call
         with own_arithmetic(hidden.device, f"{run.name} forward"):
             grad_hidden, weight_sum = head_gradients(
                 run.tokens,
-                weight,
-                replace(options, weight_grad_sink=None),
-                run.backend,
+                call,
                 run.slabs,
                 needs_hidden=ctx.needs_input_grad[0],
                 needs_weight=ctx.needs_input_grad[1],
-                weight_sum=scales_a_sum(weight, options) or run.tokens.num_blocks > 1,
+                weight_sum=scales_a_sum(call) or run.tokens.num_blocks > 1,
             )
         ctx.save_for_backward(weight, grad_hidden, weight_sum)
-        ctx.options, ctx.name, ctx.scale, ctx.scaled = options, run.name, run.backend.scale, False
+        ctx.sink, ctx.name, ctx.scale, ctx.scaled = call.options.weight_grad_sink, run.name, call.backend.scale, False
         return run.total()
 
     @staticmethod
@@ -86,19 +81,16 @@ class _KnownLoss(torch.autograd.Function):
         grad_loss = grad_loss.float()
         if grad_hidden is not None:
             unscaled = grad_hidden
-            if grad_hidden.dtype != weight.dtype:
+            if unscaled.dtype != weight.dtype:
                 grad_hidden = torch.empty_like(unscaled, dtype=weight.dtype)
             ctx.scale(unscaled, grad_loss, grad_hidden, accumulate=False)
         grad_weight = None
-        if weight_sum is not None:
-            num_columns, weight_sum = weight_sum.shape[0], weight_sum[:, : weight.shape[1]]
-            sink = ctx.options.weight_grad_sink
-            if sink is not None:
-                ctx.scale(weight_sum, grad_loss, sink.buffer()[:num_columns], accumulate=True)
-                grad_weight = sink.finish()
-            else:
-                of_weight = weight_sum.dtype == weight.dtype and weight_sum.shape == weight.shape
-                grad_weight = weight_sum if of_weight else torch.empty_like(weight)
-                ctx.scale(weight_sum, grad_loss, grad_weight[:num_columns], accumulate=False)
-                grad_weight[num_columns:].zero_()
-        return grad_hidden, grad_weight, None, None
+        if weight_sum is not None and ctx.sink is not None:
+            ctx.scale(weight_sum, grad_loss, ctx.sink.buffer()[: weight_sum.shape[0]], accumulate=True)
+            grad_weight = ctx.sink.finish()
+        elif weight_sum is not None:
+            num_columns, in_place = weight_sum.shape[0], weight_sum.dtype == weight.dtype
+            grad_weight = weight_sum if in_place and num_columns == weight.shape[0] else torch.empty_like(weight)
+            ctx.scale(weight_sum, grad_loss, grad_weight[:num_columns], accumulate=False)
+            grad_weight[num_columns:].zero_()
+        return grad_hidden, grad_weight, None

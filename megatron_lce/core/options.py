@@ -1,4 +1,4 @@
-"""What `linear_cross_entropy` takes and returns, as types."""
+"""What a call takes and returns, as types."""
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-Backend = Literal["auto", "triton", "torch", "reference"]
+BackendName = Literal["auto", "triton", "torch", "reference"]
 WORKSPACE_BYTES = 512 * 2**20  # the default cap on transient buffers
 IGNORE_INDEX = -100  # the label of a row that takes no part, as in torch
 
@@ -59,21 +59,29 @@ class WeightGradSink(Protocol):
 
 @dataclass(frozen=True)
 class Options:
-    """The validated keywords of one call. Equal on every rank but for `vocab_start` and `num_columns`."""
+    """The keywords of `linear_cross_entropy`, which says what they mean."""
 
-    tp_group: ProcessGroup | None  # None where there is nothing to communicate with
-    sequence_parallel: bool  # only ever with a group
-    logits_scale: float
-    softcap: float | None
-    ignore_index: int
-    vocab_start: int  # global id of this shard's first column
-    num_columns: int  # this shard's columns that are vocabulary; those behind them are padding
-    largest_shard: int  # columns of the group's largest shard, padding included: what ranks plan by together
-    vocab_size: int | None  # of all shards; None: no column is padding
-    entropy: bool
-    telemetry: bool
-    skip_ignored: bool | int  # an int: how many rows are not ignored
-    logits_cache_bytes: int
-    workspace_bytes: int
-    reduce_grad_hidden: bool
-    weight_grad_sink: WeightGradSink | None
+    tp_group: ProcessGroup | None = None
+    sequence_parallel: bool = False
+    temperature: float | Tensor = 1.0
+    logits_scale: float = 1.0
+    softcap: float | None = None
+    ignore_index: int = IGNORE_INDEX
+    vocab_start: int | None = None
+    vocab_size: int | None = None
+    entropy: bool = True
+    telemetry: bool = False
+    skip_ignored: bool | int = False
+    logits_cache_bytes: int = 0
+    workspace_bytes: int = WORKSPACE_BYTES
+    reduce_grad_hidden: bool = True
+    backend: BackendName = "auto"
+    weight_grad_sink: WeightGradSink | None = None
+
+
+class Shard(NamedTuple):
+    """This rank's part of the vocabulary."""
+
+    start: int  # the global id of its first column
+    columns: int  # those that are vocabulary; behind them is padding
+    largest: int  # columns of the group's largest shard, padding included: what ranks plan by together

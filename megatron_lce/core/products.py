@@ -7,10 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megatron_lce.core.blocks import round_up
 from megatron_lce.core.trace import trace_range
-
-SLAB_ROW_STEP = 64  # elements: rows of slabs and caches start at cache lines, and whole vectors of a CPU fit in a row
 
 
 @contextlib.contextmanager
@@ -106,11 +103,6 @@ def with_zeros_behind(rows: Tensor, num_columns: int) -> Tensor:
     if num_columns < rows.shape[1]:
         rows[:, num_columns:].zero_()
     return rows[:, :num_columns]
-
-
-def slab_row_stride(columns: int) -> int:
-    """Elements from row to row of a slab or cache."""
-    return round_up(columns, SLAB_ROW_STEP)
 
 
 def laid_out(matrix: Tensor) -> Tensor:

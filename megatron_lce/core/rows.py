@@ -5,7 +5,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from megatron_lce.core.options import Options
-from megatron_lce.core.softmax_stats import LOG2_E
+from megatron_lce.core.statistics import LOG2_E
 
 # A log of the sum under which every probability is zero, and a scale under which no finite product reaches it: how an
 # ignored row gets a zero gradient.

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from megatron_lce.core import collectives
-from megatron_lce.core.blocks import ceil_div, cut
 from megatron_lce.core.collectives import Pending
 from megatron_lce.core.options import LinearCrossEntropyOutput, Options, outputs_asked_for
+from megatron_lce.core.plan import ceil_div, cut
 from megatron_lce.core.rows import Rows
 
 
@@ -120,7 +120,7 @@ class Tokens:
     ) -> None:
         counted = rows.rows
         self.grad_dtype = hidden.dtype if grad_dtype is None else grad_dtype
-        self.hidden, self._num_tokens, self._counted, self._options = hidden, num_tokens, counted, options
+        self.hidden, self.num_tokens, self._counted, self._options = hidden, num_tokens, counted, options
         self.num_computed = num_tokens if counted is None else counted.shape[0]
         ranks = num_tokens // hidden.shape[0] if options.sequence_parallel and num_tokens else 1
         self._block_tokens = max(1, block_tokens // ranks) * ranks if counted is None else max(1, block_tokens)
@@ -130,15 +130,11 @@ class Tokens:
         self._grad: Tensor | None = None
         self._reductions: list[Pending] = []
 
-    def select(self, counted: Counted, block_tokens: int) -> "Tokens":
-        """Other rows of the same hidden states."""
-        return Tokens(self.hidden, self._num_tokens, counted, block_tokens, self._options, self.grad_dtype)
-
     def order(self) -> Tensor | None:
         """The rows in the order in which blocks hold them; None: as they are."""
         if not self._by_shard:
             return self._counted
-        rows = torch.arange(self._num_tokens, dtype=torch.int64, device=self.hidden.device).view(self._ranks, -1)
+        rows = torch.arange(self.num_tokens, dtype=torch.int64, device=self.hidden.device).view(self._ranks, -1)
         return torch.cat([rows[:, part].reshape(-1) for part in self._shard_parts()])
 
     def blocks(self) -> Iterator[TokenBlock]:
@@ -196,7 +192,7 @@ class Tokens:
         if self._counted is None:
             return grad
         grad[self.num_computed :].zero_()
-        places = self._counted.new_full((self._num_tokens,), self.num_computed)
+        places = self._counted.new_full((self.num_tokens,), self.num_computed)
         places.index_copy_(0, self._counted, torch.arange(self.num_computed, dtype=torch.int64, device=places.device))
         return grad.index_select(0, places)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from megatron_lce.core.options import Backend
+from megatron_lce.core.options import BackendName, Options
 
 # Also 1 over it, and log2 e times it, are numbers that fp32 holds.
 _SMALLEST, _LARGEST = 1e-37, 1e38
@@ -146,18 +146,16 @@ def check_temperature(temperature: float | Tensor, labels: Tensor) -> None:
         check_number("temperature", temperature, positive=True)
 
 
-def check_options(
-    *, vocab_size: int | None, softcap: float | None, logits_cache_bytes: int, workspace_bytes: int, backend: Backend
-) -> None:
+def check_options(options: Options) -> None:
     """Check the keywords that can be given before there is a call to make."""
-    if vocab_size is not None:
-        check_integer("vocab_size", vocab_size, minimum=1)
-    if softcap is not None:
-        check_number("softcap", softcap, positive=True)
-    check_integer("logits_cache_bytes", logits_cache_bytes, minimum=0)
-    check_integer("workspace_bytes", workspace_bytes, minimum=0)
-    if backend not in get_args(Backend):
-        raise ValueError(f"backend must be 'auto', 'triton', 'torch' or 'reference', got {backend!r}")
+    if options.vocab_size is not None:
+        check_integer("vocab_size", options.vocab_size, minimum=1)
+    if options.softcap is not None:
+        check_number("softcap", options.softcap, positive=True)
+    check_integer("logits_cache_bytes", options.logits_cache_bytes, minimum=0)
+    check_integer("workspace_bytes", options.workspace_bytes, minimum=0)
+    if options.backend not in get_args(BackendName):
+        raise ValueError(f"backend must be 'auto', 'triton', 'torch' or 'reference', got {options.backend!r}")
 
 
 def check_flag(name: str, value: object) -> None:

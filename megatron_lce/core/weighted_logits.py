@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_lce.core import collectives
-from megatron_lce.core.blocks import cut
+from megatron_lce.core.plan import cut
 from megatron_lce.core.products import own_arithmetic
 from megatron_lce.core.validation import refuse_double_backward
 

@@ -5,11 +5,11 @@ from torch import Tensor
 
 from megatron_lce.backends.torch.rows import finish, largest_logit, prepare_rows, row_terms
 from megatron_lce.backends.torch.scale import scale
-from megatron_lce.core.blocks import BlockBytes, ceil_div, cut
-from megatron_lce.core.options import Options
+from megatron_lce.core.logits_cache import LogitsCache
+from megatron_lce.core.plan import Costs, cut
 from megatron_lce.core.products import product
 from megatron_lce.core.rows import LOWEST_LOG_P, Rows, RowTerms
-from megatron_lce.core.softmax_stats import (
+from megatron_lce.core.statistics import (
     CHUNK_COLUMNS,
     LOWEST_LOGIT,
     UNIT,
@@ -21,41 +21,33 @@ from megatron_lce.core.softmax_stats import (
 
 __all__ = [
     "chunk_stats",
+    "costs",
     "finish",
     "grad_logits",
-    "grad_logits_bytes",
     "grad_logits_from_cache",
-    "kept_row_bytes",
     "merge_extremes",
-    "new_cache",
     "prepare_rows",
     "row_terms",
     "scale",
     "softmax_stats",
-    "softmax_stats_bytes",
     "sum_chunks",
 ]
 
 
-def new_cache(num_tokens: int, hidden: Tensor, options: Options) -> None:
+def costs(hidden: Tensor, telemetry: bool) -> Costs:
     """Nothing is kept: where this backend runs, a cache is not what saves time."""
+    return Costs(
+        CHUNK_COLUMNS,
+        logit=3 * 4,
+        stats_token=4 * (3 + telemetry) * CHUNK_COLUMNS,  # logits of a chunk, exponentials and the like
+        upcast_row=upcast_row_bytes(hidden),
+    )
 
 
-def kept_row_bytes(hidden: Tensor, num_columns: int) -> None:
-    return None
-
-
-def grad_logits_from_cache(*arguments: object, **keywords: object) -> None:
+def grad_logits_from_cache(
+    cache: LogitsCache, rows: Rows, row_terms: Tensor, *, softcap: bool, entropy: bool, factored: bool
+) -> Tensor | None:
     raise AssertionError("nothing was kept")
-
-
-def softmax_stats_bytes(hidden: Tensor, options: Options) -> BlockBytes:
-    """What `softmax_stats` takes: its result, a chunk of logits and exponentials, and fp32 copies of its inputs."""
-    num_chunks = ceil_div(options.largest_shard, CHUNK_COLUMNS)
-    chunks_at_once = 3 + options.telemetry  # of logits, exponentials and the like
-    per_token = 4 * (num_chunks * packed_rows(options.entropy, options.telemetry) + chunks_at_once * CHUNK_COLUMNS)
-    upcast = upcast_row_bytes(hidden)
-    return BlockBytes(0, per_token + upcast, upcast)
 
 
 def softmax_stats(
@@ -68,9 +60,9 @@ def softmax_stats(
     entropy: bool,
     telemetry: bool,
     vocab_start: int,
-    cache: None = None,
+    cache: LogitsCache | None = None,
 ) -> Tensor:
-    """Statistics [chunks, K, N] of V columns, see `megatron_lce.core.softmax_stats`.
+    """Statistics [chunks, K, N] of V columns, see `megatron_lce.core.statistics`.
 
     Every chunk is a product of its own: a library's product may add in another order for another width.
     """
@@ -97,7 +89,7 @@ def merge_extremes(parts: Tensor, telemetry: bool) -> Tensor:
 
 def sum_chunks(
     parts: Tensor,  # [chunks, K, N]
-    of_all: Tensor,  # [S, E or more, N] of S disjoint sets of columns, which are the whole vocabulary
+    all_extremes: Tensor,  # [S, E or more, N] of S disjoint sets of columns, which are the whole vocabulary
     num_columns: int,
     entropy: bool,
     telemetry: bool,
@@ -106,7 +98,7 @@ def sum_chunks(
 
     Chunk by chunk: an exponential of torch may be rounded another way at another place of a longer tensor.
     """
-    packed_extremes = merge_extremes(of_all, telemetry)
+    packed_extremes = merge_extremes(all_extremes, telemetry)
     extremes = unpack_extremes(packed_extremes, telemetry)
     sums = torch.zeros(num_sums(entropy, telemetry), parts.shape[2], dtype=torch.int64, device=parts.device)
     largest = None
@@ -127,12 +119,6 @@ def sum_chunks(
         for total, term in zip(sums, terms, strict=False):
             total += (term / UNIT).long()
     return packed_extremes, sums
-
-
-def grad_logits_bytes(hidden: Tensor) -> BlockBytes:
-    """Bytes of a slab, three fp32 intermediates of it, and fp32 copies of the inputs."""
-    upcast = upcast_row_bytes(hidden)
-    return BlockBytes(3 * 4 + hidden.element_size(), upcast, upcast)
 
 
 def grad_logits(

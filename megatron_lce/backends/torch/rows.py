@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_lce.core.options import LinearCrossEntropyOutput, Options
+from megatron_lce.core.options import LinearCrossEntropyOutput, Options, Shard
 from megatron_lce.core.rows import (
     LOG_SUM_OF_IGNORED_ROW,
     SCALE_OF_IGNORED_ROW,
@@ -18,14 +18,14 @@ from megatron_lce.core.rows import (
     inner_factor,
     logits_factor,
 )
-from megatron_lce.core.softmax_stats import CHUNK_COLUMNS, LN_2, UNIT, unpack_extremes
+from megatron_lce.core.statistics import CHUNK_COLUMNS, LN_2, UNIT, unpack_extremes
 
 
-def prepare_rows(labels: Tensor, temperature: Tensor | float, options: Options) -> Rows:
+def prepare_rows(labels: Tensor, temperature: Tensor | float, options: Options, shard: Shard) -> Rows:
     """int64 global labels [N] and their temperature -> what the primitives read of each row."""
-    local = labels - options.vocab_start
+    local = labels - shard.start
     ignored = labels == options.ignore_index
-    owned = (local >= 0) & (local < options.num_columns) & ~ignored
+    owned = (local >= 0) & (local < shard.columns) & ~ignored
     if isinstance(temperature, Tensor):
         temperature = temperature.float()
         usable = (temperature > 0) & temperature.isfinite()

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from megatron_lce.core.blocks import cut
+from megatron_lce.core.plan import cut
 
 _ROWS = 1024  # that are in fp32 at a time
 

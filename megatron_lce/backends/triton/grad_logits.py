@@ -9,7 +9,6 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_lce.backends.triton import tiles
-from megatron_lce.backends.triton.logits_cache import LogitsCache
 from megatron_lce.backends.triton.tile_products import (
     SMALLEST_NORMAL,
     descriptor,
@@ -20,19 +19,14 @@ from megatron_lce.backends.triton.tile_products import (
     tile_products,
     upcasts,
 )
-from megatron_lce.core.blocks import BlockBytes, ceil_div
-from megatron_lce.core.products import slab_row_stride
+from megatron_lce.core.logits_cache import LogitsCache
+from megatron_lce.core.plan import ceil_div, slab_row_stride
 from megatron_lce.core.rows import LOWEST_LOG_P, NUM_TERMS, Rows
 
 # A row's factor and its label's exponential lie between 1 over this and this: their products with what is 16 bits wide,
 # and sums of those, are far from the ends of fp32.
 _LARGEST_FACTOR = tl.constexpr(2.0**96)
 _LOWEST_LOG_P = tl.constexpr(LOWEST_LOG_P)
-
-
-def grad_logits_bytes(hidden: Tensor) -> BlockBytes:
-    """Bytes of a slab."""
-    return BlockBytes(hidden.element_size())
 
 
 def grad_logits(

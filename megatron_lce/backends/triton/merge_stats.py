@@ -1,4 +1,4 @@
-"""Merging statistics of disjoint sets of columns, see `megatron_lce.core.softmax_stats`: first extremes, then sums."""
+"""Merging statistics of disjoint sets of columns, see `megatron_lce.core.statistics`: first extremes, then sums."""
 
 import torch
 import triton
@@ -6,8 +6,8 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_lce.backends.triton import tiles
-from megatron_lce.core.blocks import ceil_div
-from megatron_lce.core.softmax_stats import UNIT, num_chunk_sums, num_extremes, num_sums
+from megatron_lce.core.plan import ceil_div
+from megatron_lce.core.statistics import UNIT, num_chunk_sums, num_extremes, num_sums
 
 _BLOCK_S = 64
 _UNITS = tl.constexpr(1 / UNIT)
@@ -34,14 +34,14 @@ def merge_extremes(parts: Tensor, telemetry: bool) -> Tensor:
 
 def sum_chunks(
     parts: Tensor,  # [chunks, K, N]
-    of_all: Tensor,  # [S, E or more, N] of S disjoint sets of columns, which are the whole vocabulary
+    all_extremes: Tensor,  # [S, E or more, N] of S disjoint sets of columns, which are the whole vocabulary
     num_columns: int,
     entropy: bool,
     telemetry: bool,
 ) -> tuple[Tensor, Tensor]:
     """The whole vocabulary's extremes [E, N]; the chunks' sums relative to them, int64 [`num_sums`, N] in `UNIT`s.
 
-    One launch: where the chunks are the whole vocabulary, they are `of_all` too.
+    One launch: where the chunks are the whole vocabulary, they are `all_extremes` too.
     """
     num_chunks, rows_of_part, num_tokens = parts.shape
     extremes = parts.new_empty(num_extremes(telemetry), num_tokens)
@@ -49,14 +49,14 @@ def sum_chunks(
     block_n = tiles.merging_rows(parts.device)
     _sum_chunks_kernel[(ceil_div(num_tokens, block_n),)](
         parts,
-        of_all,
+        all_extremes,
         extremes,
         sums,
         num_chunks,
-        of_all.shape[0],
+        all_extremes.shape[0],
         num_tokens,
         rows_of_part * num_tokens,
-        of_all.shape[1] * num_tokens,
+        all_extremes.shape[1] * num_tokens,
         rows_of_part - num_chunk_sums(entropy, telemetry),
         num_columns,
         ENTROPY=entropy,
@@ -142,7 +142,7 @@ def largest_logit(max_logit, min_logit):
 @triton.jit(do_not_specialize=["S", "num_sets", "N", "part_stride", "set_stride", "first_sum", "num_columns"])
 def _sum_chunks_kernel(
     parts_ptr,  # [S, K, N]
-    of_all_ptr,  # [num_sets, >= E, N] of the whole vocabulary
+    all_extremes_ptr,  # [num_sets, >= E, N] of the whole vocabulary
     extremes_ptr,  # [E, N] out, its extremes
     out_ptr,  # [1 + ENTROPY + 4 * TELEMETRY, N] int64 out
     S,
@@ -160,7 +160,7 @@ def _sum_chunks_kernel(
     tokens = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     token_mask = tokens < N
     max_logit, min_logit = _merged_extremes(
-        of_all_ptr, extremes_ptr, tokens, num_sets, N, set_stride, TELEMETRY, BLOCK_S, BLOCK_N
+        all_extremes_ptr, extremes_ptr, tokens, num_sets, N, set_stride, TELEMETRY, BLOCK_S, BLOCK_N
     )
     max_logit = tl.where(token_mask, max_logit, 0.0)
     sum_exp = tl.zeros((BLOCK_N,), tl.int64)

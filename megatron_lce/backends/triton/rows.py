@@ -8,8 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_lce.backends.triton.merge_stats import largest_logit
-from megatron_lce.core.blocks import ceil_div
-from megatron_lce.core.options import DIFFERENTIABLE, LinearCrossEntropyOutput, Options
+from megatron_lce.core.options import DIFFERENTIABLE, LinearCrossEntropyOutput, Options, Shard
+from megatron_lce.core.plan import ceil_div
 from megatron_lce.core.rows import (
     LOG_SUM_OF_IGNORED_ROW,
     NUM_TERMS,
@@ -19,7 +19,7 @@ from megatron_lce.core.rows import (
     inner_factor,
     logits_factor,
 )
-from megatron_lce.core.softmax_stats import CHUNK_COLUMNS, LN_2, UNIT
+from megatron_lce.core.statistics import CHUNK_COLUMNS, LN_2, UNIT
 
 BLOCK_N = 128
 _LN_2 = tl.constexpr(LN_2)
@@ -29,7 +29,7 @@ _LOG_SUM_OF_IGNORED_ROW = tl.constexpr(LOG_SUM_OF_IGNORED_ROW)
 _SCALE_OF_IGNORED_ROW = tl.constexpr(SCALE_OF_IGNORED_ROW)
 
 
-def prepare_rows(labels: Tensor, temperature: Tensor | float, options: Options) -> Rows:
+def prepare_rows(labels: Tensor, temperature: Tensor | float, options: Options, shard: Shard) -> Rows:
     """See `megatron_lce.backends.torch.rows.prepare_rows`."""
     num_tokens = labels.shape[0]
     rows = Rows(
@@ -45,8 +45,8 @@ def prepare_rows(labels: Tensor, temperature: Tensor | float, options: Options) 
         1.0 if isinstance(temperature, Tensor) else temperature,
         logits_factor(options),
         options.ignore_index,
-        options.vocab_start,
-        options.num_columns,
+        shard.start,
+        shard.columns,
         BLOCK_N=BLOCK_N,
     )
     return rows

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_lce.core.blocks import ceil_div
+from megatron_lce.core.plan import ceil_div
 
 _BLOCK = 1024
 

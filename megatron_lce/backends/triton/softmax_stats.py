@@ -7,7 +7,6 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_lce.backends.triton import tiles
-from megatron_lce.backends.triton.logits_cache import LogitsCache
 from megatron_lce.backends.triton.tile_products import (
     descriptor,
     halves,
@@ -16,20 +15,14 @@ from megatron_lce.backends.triton.tile_products import (
     tile_products,
     upcasts,
 )
-from megatron_lce.core.blocks import BlockBytes, ceil_div
-from megatron_lce.core.options import Options
-from megatron_lce.core.softmax_stats import LOWEST_LOGIT, packed_rows
+from megatron_lce.core.logits_cache import LogitsCache
+from megatron_lce.core.plan import ceil_div
+from megatron_lce.core.statistics import LOWEST_LOGIT, packed_rows
 
 # The absolute logit, base 2, up to which a chunk's largest is kept without a reference: bf16's range goes to 2^127, and
 # leaves room for products.
 LARGEST_WITHOUT = 64.0
 _LOWEST_LOGIT = tl.constexpr(LOWEST_LOGIT)
-
-
-def softmax_stats_bytes(hidden: Tensor, options: Options) -> BlockBytes:
-    """Bytes of `softmax_stats`'s result."""
-    num_chunks = ceil_div(options.largest_shard, tiles.chunk_columns(hidden))
-    return BlockBytes(0, 4 * num_chunks * packed_rows(options.entropy, options.telemetry))
 
 
 def softmax_stats(
@@ -44,7 +37,7 @@ def softmax_stats(
     vocab_start: int,
     cache: LogitsCache | None = None,
 ) -> Tensor:
-    """Statistics [chunks, K, N] of V columns, see `megatron_lce.core.softmax_stats`. Fills the cache, if any."""
+    """Statistics [chunks, K, N] of V columns, see `megatron_lce.core.statistics`. Fills the cache, if any."""
     num_tokens, num_columns = hidden.shape[0], weight.shape[0]
     tile, chunk = tiles.choose_tiles(hidden.dtype, hidden.device), tiles.chunk_columns(hidden)
     rows = packed_rows(entropy, telemetry)

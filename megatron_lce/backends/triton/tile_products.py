@@ -6,8 +6,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from megatron_lce.backends.triton.tiles import Tiles
-
 FP32_SUM = tl.constexpr(256)
 MASKED_LOGIT = tl.constexpr(-1e38)  # finite, so that 0 * (masked - max) is 0 and not NaN
 SMALLEST_NORMAL = tl.constexpr(1.1754943508222875e-38)

@@ -6,7 +6,8 @@ from typing import NamedTuple
 import torch
 import triton
 
-from megatron_lce.core.softmax_stats import CHUNK_COLUMNS
+from megatron_lce.core.plan import Costs
+from megatron_lce.core.statistics import CHUNK_COLUMNS
 
 
 class Tiles(NamedTuple):
@@ -66,6 +67,12 @@ def merging_rows(device: torch.device) -> int:
 def chunk_columns(hidden: torch.Tensor) -> int:
     """Columns of a chunk of statistics: the same for every tile of a dtype, and a part of `CHUNK_COLUMNS`."""
     return min(CHUNK_COLUMNS, choose_tiles(hidden.dtype, hidden.device).block_v)
+
+
+def costs(hidden: torch.Tensor, telemetry: bool) -> Costs:
+    """Nothing is kept of fp32 inputs."""
+    tile = choose_tiles(hidden.dtype, hidden.device)
+    return Costs(chunk_columns(hidden), 0 if hidden.dtype == torch.float32 else tile.block_v)
 
 
 def stats_group(hidden_size: int) -> int:

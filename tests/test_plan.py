@@ -6,19 +6,19 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from megatron_lce.core.blocks import (
+from megatron_lce.core.plan import (
     ALIGNED_COLUMNS,
     COLUMN_STEP,
     MIN_TOKENS,
     BlockBytes,
-    cheapest_size,
+    Costs,
+    HeadSize,
+    backward_tokens,
     cut,
     cut_columns,
     kept_tokens,
-    logits_cost,
     plan_blocks,
     round_up,
-    tokens_per_block,
 )
 
 TOKENS = st.integers(1, 200_000)
@@ -124,68 +124,27 @@ def test_long_context_cuts_tokens_and_keeps_both_sides_wide():
     ],
 )
 def test_long_context_sums_the_smaller_gradient(num_tokens, hidden_size, columns, expected):
-    assert tokens_per_block(num_tokens, columns, 2**29, BlockBytes(2), 4 * hidden_size) == expected
+    size = HeadSize(hidden_size, columns, 2, 4, Costs(128, 256), sums_weight=True)
+    assert backward_tokens(size, num_tokens, 2**29) == expected
 
 
-@given(st.integers(1, 40_000), st.integers(0, 9000), st.integers(0, 9000), st.sampled_from([0, 64, 2048, 5120]))
-def test_kept_tokens_fit_and_are_few_only_where_no_more_fit(num_tokens, room, sum_bytes, hidden_size):
+@given(st.integers(1, 40_000), st.integers(0, 9000), st.integers(0, 9000), st.booleans())
+def test_kept_tokens_fit_and_are_few_only_where_no_more_fit(num_tokens, room, sum_bytes, single_is_sum):
     """A token takes a byte. One block has the room of the sum over blocks, several that of what is made of the sum."""
-    kept = kept_tokens(num_tokens, room, 1, sum_bytes, hidden_size)
+    kept = kept_tokens(num_tokens, room, 1, sum_bytes, single_is_sum=single_is_sum)
     most = room + sum_bytes // 2
-    if num_tokens <= room + sum_bytes:
+    if num_tokens <= (most if single_is_sum else room + sum_bytes):
         assert kept == num_tokens
     elif most < MIN_TOKENS:
         assert kept is None
     else:
-        assert kept % MIN_TOKENS == 0
-        assert most // 2 - 2 * MIN_TOKENS < kept <= most
+        assert kept == num_tokens or kept % MIN_TOKENS == 0
+        assert min(num_tokens, most // 2 - MIN_TOKENS) <= kept <= most
 
 
-@pytest.mark.parametrize(
-    ("most", "hidden_size", "expected"),
-    [
-        (1900, 2048, 1664),
-        (2500, 2048, 2048),  # 128 tiles, one wave; 2,432 would save one sum of eight and take two waves each
-        (3400, 2048, 2048),
-        (3400, 0, 3328),  # nothing is multiplied: as few and as even as may be
-        (3850, 2048, 2048),  # 3,584 or 3,840 would save three sums of eight and take a wave more
-        (5500, 2048, 4096),
-        (6800, 2048, 6144),  # two blocks of three waves and one of two, where three of 5,504 take nine
-    ],
-)
-def test_kept_tokens_fill_waves_of_hiddens_gradient(most, hidden_size, expected):
-    assert kept_tokens(16_384, most, 1, hidden_size=hidden_size) == expected
-
-
-@given(TOKENS, st.integers(1, 10_000), COLUMNS)
-def test_a_cheapest_size_fits_and_costs_no_more_than_the_largest(num_tokens, most, num_columns):
-    def cost(tokens):
-        return logits_cost(num_columns, tokens)
-
-    def whole_cost(size):
-        return sum(cost(part.stop - part.start) for part in cut(num_tokens, size))
-
-    size = cheapest_size(num_tokens, most, MIN_TOKENS, cost)
-    assert 1 <= size <= min(num_tokens, most)
-    assert size == num_tokens or size < MIN_TOKENS or size % MIN_TOKENS == 0
-    largest = min(num_tokens, most // MIN_TOKENS * MIN_TOKENS)
-    assert most < MIN_TOKENS or whole_cost(size) <= whole_cost(largest)
-
-
-@pytest.mark.parametrize(
-    ("most", "num_columns", "expected"),
-    [
-        (383, 151_936, 256),
-        (433, 151_936, 384),
-        (700, 151_936, 512),
-        (900, 18_992, 896),
-        (100, 151_936, 100),
-        (9000, 151_936, 8192),
-    ],
-)
-def test_logits_fill_waves(most, num_columns, expected):
-    """256 x 151936 are 9 waves of 132 tiles, 384 take 14 for 13.5 and cost less with what is beside a block's tiles."""
-    assert cheapest_size(8192, most, MIN_TOKENS, lambda tokens: logits_cost(num_columns, tokens)) == expected
+@pytest.mark.parametrize(("most", "expected"), [(1900, 1792), (2500, 2048), (3850, 2048), (5500, 4096), (6800, 6144)])
+def test_kept_tokens_fill_a_gpu(most, expected):
+    assert kept_tokens(16_384, most, 1) == expected
 
 
 @pytest.mark.parametrize(("value", "step", "expected"), [(0, 8, 0), (1, 8, 8), (8, 8, 8), (9, 8, 16)])

@@ -7,18 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lce.core.blocks import COLUMN_STEP, kept_tokens
+from megatron_lce.core.call import Call
 from megatron_lce.core.group_stats import stats_of_tokens
-from megatron_lce.core.head_gradients import (
-    Slab,
-    accumulator_bytes_per_column,
-    hidden_sum_bytes_per_token,
-    sum_over_blocks_bytes,
-)
-from megatron_lce.core.known_loss import scaled_dtype
+from megatron_lce.core.head_gradients import Slab
+from megatron_lce.core.known_loss import scales_a_sum, unscaled_dtype
 from megatron_lce.core.logit_gradients import LogitGradients, grad_logits_slabs, gradients_in_cache, gradients_of_cache
-from megatron_lce.core.options import DIFFERENTIABLE, LinearCrossEntropyOutput, Options
-from megatron_lce.core.protocols import CrossEntropyBackend, LogitsCache
+from megatron_lce.core.logits_cache import new_cache
+from megatron_lce.core.options import DIFFERENTIABLE, LinearCrossEntropyOutput
+from megatron_lce.core.plan import plan_known_loss
 from megatron_lce.core.rows import Rows
 from megatron_lce.core.tokens import Counted, TokenBlock, Tokens, counted_rows, new_outputs, rows_to_compute
 
@@ -35,48 +31,53 @@ class TokenLossPass:
 
     def __init__(
         self,
-        hidden: Tensor,  # [N, H], under sequence parallel [N / tp, H]
-        weight: Tensor,  # [V_local, H]
-        labels: Tensor,  # [N]
-        temperature: Tensor | float,  # [N] if a tensor
+        call: Call,
         loss: TokenLossFunction,
         per_token: Sequence[Tensor],  # [N, ...] each
-        options: Options,
-        backend: CrossEntropyBackend,
         with_gradient: bool,
     ) -> None:
-        self._weight, self._options, self.backend = weight, options, backend
-        self._loss, self._with_gradient = loss, with_gradient
-        self._num_tokens = labels.shape[0]
-        rows = backend.prepare_rows(labels, temperature, options)
-        self._counted = counted_rows(labels, options)
+        self.call, self._loss, self._with_gradient = call, loss, with_gradient
+        options, device = call.options, call.hidden.device
+        self._num_tokens = call.labels.shape[0]
+        rows = call.backend.prepare_rows(call.labels, call.temperature, options, call.shard)
+        self._counted = counted_rows(call.labels, options)
         computed = self._num_tokens if self._counted.rows is None else self._counted.rows.shape[0]
-        block, self._cache, self._room = self._plan(hidden, computed)
-        self.tokens = Tokens(hidden, self._num_tokens, self._counted, block, options, scaled_dtype(hidden.dtype))
+        plan, self._cache = None, None
+        if with_gradient:
+            size = call.size._replace(sums_weight=call.size.sums_weight and call.weight.requires_grad)
+            plan = plan_known_loss(size, computed, options.workspace_bytes, single_is_sum=scales_a_sum(call))
+        if plan is not None:
+            kept = min(plan.tokens, computed)
+            self._cache = new_cache(call.size, kept, call.shard.columns, _EVERYTHING, call.hidden)
+        block = max(computed, 1) if plan is None else plan.tokens
+        left = options.workspace_bytes if plan is None else plan.workspace_bytes
+        self._block_call = replace(call, options=replace(options, workspace_bytes=left))
+        self.tokens = Tokens(call.hidden, self._num_tokens, self._counted, block, options, unscaled_dtype(call))
         self._order = self.tokens.order()
         self._per_token = [tensor if self._order is None else tensor[self._order] for tensor in per_token]
         self._rows = rows_to_compute(rows, self._order, self._counted)
-        self._total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        self._total = torch.zeros((), dtype=torch.float32, device=device)
         self._outputs: list[LinearCrossEntropyOutput] = []
         self._metrics: list[Metrics] = []
 
     def slabs(self, block: TokenBlock, bytes_per_column: int) -> Iterator[Slab]:
         """A block's outputs and losses, then the gradients of its logits."""
-        hidden, rows = block.hidden.wait(), self._rows.select(block.rows)
+        call, hidden, rows = self._block_call, block.hidden.wait(), self._rows.select(block.rows)
+        options, backend = call.options, call.backend
         cache = None if self._cache is None else self._cache.select(slice(0, hidden.shape[0]))
-        options = replace(self._options, workspace_bytes=self._room)
-        extremes, sums = stats_of_tokens(hidden, self._weight, rows, options, self.backend, cache)
+        extremes, sums = stats_of_tokens(hidden, rows, call, cache)
         outputs = new_outputs(rows.labels.shape, Counted(None), options, hidden.device)
-        saved = self.backend.finish(extremes, sums, rows, options, outputs, None)
+        saved = backend.finish(extremes, sums, rows, options, outputs, None)
         upstream = self._losses(outputs, rows, block)
         if not self._with_gradient:
             return
-        terms, _ = self.backend.row_terms(rows, saved, upstream, options, None)
-        problem = LogitGradients(self._weight, rows, terms, options, self.backend, upstream[1] is not None)
+        terms, _ = backend.row_terms(rows, saved, upstream, options, None)
+        gradients = LogitGradients(call, rows, terms, upstream[1] is not None)
         ready = None
         if cache is not None:
-            ready = gradients_of_cache(problem, cache) or gradients_in_cache(problem, cache, hidden)
-        yield from grad_logits_slabs(problem, block._replace(rows=slice(0, hidden.shape[0])), bytes_per_column, ready)
+            ready = gradients_of_cache(gradients, cache) or gradients_in_cache(gradients, cache, hidden)
+        whole = block._replace(rows=slice(0, hidden.shape[0]))
+        yield from grad_logits_slabs(gradients, whole, bytes_per_column, ready)
 
     def total(self) -> Tensor:
         """The sum of the losses."""
@@ -87,7 +88,7 @@ class TokenLossPass:
         counted = Counted(self._order, self._counted.unless_nan)
         if not self._outputs:
             self._losses_of_no_token()
-        outputs = new_outputs((self._num_tokens,), counted, self._options, self._weight.device)
+        outputs = new_outputs((self._num_tokens,), counted, self.call.options, self.call.hidden.device)
         for output, *parts in zip(outputs, *self._outputs, strict=True):
             if self._order is None and output is not None:
                 torch.cat(parts, out=output)
@@ -95,29 +96,6 @@ class TokenLossPass:
                 output.index_copy_(0, self._order, torch.cat(parts))
         metrics = {name: torch.cat([part[name] for part in self._metrics]) for name in self._metrics[0]}
         return outputs, {name: self._spread(metric) for name, metric in metrics.items()}
-
-    def _plan(self, hidden: Tensor, computed: int) -> tuple[int, LogitsCache | None, int]:
-        """Tokens of a block, where their logits are kept, and the bytes left; by what every rank shares."""
-        options, backend = self._options, self.backend
-        if not self._with_gradient:
-            return max(computed, 1), None, options.workspace_bytes
-        kept_bytes = backend.kept_row_bytes(hidden, options.largest_shard)
-        if kept_bytes is None:
-            return max(computed, 1), None, options.workspace_bytes
-        stats_bytes = backend.softmax_stats_bytes(hidden, options)
-        beside = COLUMN_STEP * stats_bytes.per_column
-        room = options.workspace_bytes - beside
-        # Statistics, then hidden states times what gradients of a row have in common, and the sum of their gradient.
-        gradient_bytes = hidden.shape[1] * hidden.element_size() + hidden_sum_bytes_per_token(hidden, options)
-        token_bytes = max(stats_bytes.per_token, gradient_bytes)
-        sum_bytes = sum_over_blocks_bytes(self._weight, options)
-        block = kept_tokens(computed, room, kept_bytes + token_bytes, sum_bytes, hidden.shape[1])
-        if block is None:
-            return max(computed, 1), None, options.workspace_bytes
-        everything = replace(options, logits_cache_bytes=_EVERYTHING)
-        cache = backend.new_cache(min(block, computed), hidden, everything)
-        left = max(options.workspace_bytes - block * kept_bytes, block * token_bytes + beside)
-        return block, cache, left
 
     def _losses(self, outputs: LinearCrossEntropyOutput, rows: Rows, block: TokenBlock) -> Sequence[Tensor | None]:
         """Call the caller's loss; the gradient of its sum by each of the `DIFFERENTIABLE` outputs."""
@@ -149,7 +127,7 @@ class TokenLossPass:
 
     def _losses_of_no_token(self) -> None:
         """Where no token is computed the caller's loss is asked about none, for the names of its metrics."""
-        outputs = new_outputs((0,), Counted(None), self._options, self._weight.device)
+        outputs = new_outputs((0,), Counted(None), self.call.options, self.call.hidden.device)
         result = self._loss(outputs, *(tensor[:0] for tensor in self._per_token))
         _, metrics = checked_losses(result, 0)
         self._outputs.append(outputs)

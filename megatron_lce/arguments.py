@@ -1,0 +1,131 @@
+"""From what a caller passes to a `Call`: checked, agreed over the group once, laid out."""
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_lce.backends.choice import load_backend
+from megatron_lce.core import collectives, validation
+from megatron_lce.core.agreement import agreed
+from megatron_lce.core.call import Call
+from megatron_lce.core.options import Options, Shard, WeightGradSink
+from megatron_lce.core.products import laid_out
+
+_OWN = ("tp_group", "vocab_start")  # what ranks need not have in common
+_BY_TYPE = ("temperature", "weight_grad_sink")  # what may change from call to call, but for its type
+
+
+def make_call(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    options: Options,
+    *,
+    operation: str = "linear_cross_entropy",
+    check: Callable[[], None] = lambda: None,
+    largest_shard: int | None = None,
+) -> Call:
+    """The call of plain tensors, checked on every rank of the group at the first call of its kind.
+
+    Args:
+        check: what else the operation requires; where it raises, or anything here does, on one rank, it does on all of
+            them at that first call.
+        largest_shard: columns of the group's largest shard, where the caller knows it.
+
+    Raises:
+        TypeError, ValueError: see `linear_cross_entropy`.
+    """
+
+    def checked(ranks: int) -> tuple[Options, Shard]:
+        check()
+        return checked_options(hidden, weight, labels, options, ranks)
+
+    (options, shard), largest = agreed(
+        options.tp_group,
+        checked,
+        lambda: {"operation": operation, **_describe(hidden, weight, labels, options)},
+        weight,
+        options.vocab_start,
+        {"the shape of hidden": validation.shape_of(hidden)},
+        largest_shard=largest_shard,
+    )
+    temperature = options.temperature
+    return Call(
+        hidden=laid_out(hidden.reshape(-1, hidden.shape[-1])),
+        weight=laid_out(weight.contiguous()),
+        labels=labels.reshape(-1),
+        temperature=temperature.reshape(-1) if isinstance(temperature, Tensor) else float(temperature),
+        options=options,
+        shard=shard if largest is None else shard._replace(largest=largest),
+        backend=load_backend(options.backend, hidden.device),
+        shape=labels.shape,
+    )
+
+
+def checked_options(
+    hidden: Tensor, weight: Tensor, labels: Tensor, options: Options, ranks: int
+) -> tuple[Options, Shard]:
+    """The options as core takes them, and this rank's shard.
+
+    Raises:
+        TypeError, ValueError: see `linear_cross_entropy`.
+    """
+    for name in ("entropy", "telemetry", "reduce_grad_hidden", "sequence_parallel"):
+        validation.check_flag(name, getattr(options, name))
+    sequence_parallel = options.sequence_parallel and ranks > 1
+    validation.check_tensors(hidden, weight, labels, ranks if sequence_parallel else 1)
+    validation.check_temperature(options.temperature, labels)
+    validation.check_number("logits_scale", options.logits_scale)
+    validation.check_integer("ignore_index", options.ignore_index)
+    validation.check_skip_ignored(options.skip_ignored, labels.numel())
+    validation.check_options(options)
+    shard = shard_of(weight, options.tp_group, options.vocab_start, options.vocab_size)
+    if sequence_parallel and not options.reduce_grad_hidden:
+        raise ValueError("reduce_grad_hidden must be True with sequence_parallel, got False")
+    _check_sink(options.weight_grad_sink, weight)
+    if options.backend == "reference":
+        _check_reference(ranks, shard.start, options.weight_grad_sink)
+    return replace(
+        options, tp_group=options.tp_group if ranks > 1 else None, sequence_parallel=sequence_parallel
+    ), shard
+
+
+def shard_of(weight: Tensor, tp_group: ProcessGroup | None, vocab_start: int | None, vocab_size: int | None) -> Shard:
+    """This rank's part of the vocabulary, as far as it knows."""
+    if vocab_start is not None:
+        validation.check_integer("vocab_start", vocab_start, minimum=0)
+    rows = weight.shape[0]
+    start = collectives.group_rank(tp_group) * rows if vocab_start is None else vocab_start
+    return Shard(start, rows if vocab_size is None else min(max(vocab_size - start, 0), rows), rows)
+
+
+def _describe(hidden: Tensor, weight: Tensor, labels: Tensor, options: Options) -> dict[str, Any]:
+    """What every rank of a group must call with."""
+    values = {field.name: getattr(options, field.name) for field in fields(options) if field.name not in _OWN}
+    return {
+        "hidden": validation.kind_of(hidden),
+        "weight": validation.kind_of(weight),
+        "labels": validation.kind_of(labels[..., None]) if isinstance(labels, Tensor) else type(labels),
+        "gradients": (torch.is_grad_enabled(), *(getattr(x, "requires_grad", None) for x in (hidden, weight))),
+        **{name: type(value).__name__ if name in _BY_TYPE else value for name, value in values.items()},
+        "skip_ignored": validation.kind_of_skipping(options.skip_ignored),
+    }
+
+
+def _check_sink(sink: WeightGradSink | None, weight: Tensor) -> None:
+    step = 16 // weight.element_size()
+    if sink is not None and weight.shape[1] % step:
+        raise ValueError(f"weight_grad_sink must be None where H is no multiple of {step}, got {tuple(weight.shape)}")
+
+
+def _check_reference(ranks: int, vocab_start: int, sink: WeightGradSink | None) -> None:
+    if ranks > 1:
+        raise ValueError("tp_group must have one rank for backend='reference', got a larger group")
+    if vocab_start:
+        raise ValueError(f"vocab_start must be 0 for backend='reference', got {vocab_start}")
+    if sink is not None:
+        raise ValueError(f"weight_grad_sink must be None for backend='reference', got a {type(sink).__name__}")
