@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_lce import __version__, doctor
-from megatron_lce.core.blocks import ALIGNED_COLUMNS, ceil_div, round_up
 from megatron_lce.core.options import WORKSPACE_BYTES
+from megatron_lce.core.plan import ALIGNED_COLUMNS, ceil_div, round_up
 from megatron_lce.estimate import estimate_table, format_estimates
 from megatron_lce.head_memory import HeadStep
 from megatron_lce.model_shapes import MODEL_SHAPES, ModelShape, find_model

@@ -22,52 +22,58 @@ _BY_TYPE = ("temperature", "weight_grad_sink")  # what may change from call to c
 def make_call(
     hidden: Tensor,
     weight: Tensor,
-    labels: Tensor,
+    labels: Tensor | None,
     options: Options,
     *,
     operation: str = "linear_cross_entropy",
-    check: Callable[[], None] = lambda: None,
+    check: Callable[[int], None] = lambda ranks: None,
+    describe: Callable[[], dict[str, Any]] = dict,
+    role: str = "",
     largest_shard: int | None = None,
 ) -> Call:
     """The call of plain tensors, checked on every rank of the group at the first call of its kind.
 
     Args:
-        check: what else the operation requires; where it raises, or anything here does, on one rank, it does on all of
-            them at that first call.
+        labels: None: no row is ignored.
+        check: what else the operation requires of its arguments, over so many ranks; where it raises, or anything here
+            does, on one rank, it does on all of them at that first call.
+        describe: what else every rank must call with.
+        role: what stands in front of "hidden" and "weight" in their names.
         largest_shard: columns of the group's largest shard, where the caller knows it.
 
     Raises:
         TypeError, ValueError: see `linear_cross_entropy`.
     """
 
-    def checked(ranks: int) -> tuple[Options, Shard]:
-        check()
-        return checked_options(hidden, weight, labels, options, ranks)
+    def checked(ranks: int) -> tuple[Options, Shard, Tensor]:
+        check(ranks)
+        ids = _labels_that_count(hidden, options, ranks, role) if labels is None else labels
+        return *checked_options(hidden, weight, ids, options, ranks, role), ids
 
-    (options, shard), largest = agreed(
+    (options, shard, ids), largest = agreed(
         options.tp_group,
         checked,
-        lambda: {"operation": operation, **_describe(hidden, weight, labels, options)},
+        lambda: {"operation": operation, **_describe(hidden, weight, labels, options, role), **describe()},
         weight,
         options.vocab_start,
-        {"the shape of hidden": validation.shape_of(hidden)},
+        {f"the shape of {role}hidden": validation.shape_of(hidden)},
         largest_shard=largest_shard,
     )
     temperature = options.temperature
     return Call(
         hidden=laid_out(hidden.reshape(-1, hidden.shape[-1])),
         weight=laid_out(weight.contiguous()),
-        labels=labels.reshape(-1),
+        labels=ids.reshape(-1),
         temperature=temperature.reshape(-1) if isinstance(temperature, Tensor) else float(temperature),
         options=options,
         shard=shard if largest is None else shard._replace(largest=largest),
         backend=load_backend(options.backend, hidden.device),
-        shape=labels.shape,
+        shape=ids.shape,
     )
 
 
 def checked_options(
-    hidden: Tensor, weight: Tensor, labels: Tensor, options: Options, ranks: int
+    hidden: Tensor, weight: Tensor, labels: Tensor, options: Options, ranks: int, role: str = ""
 ) -> tuple[Options, Shard]:
     """The options as core takes them, and this rank's shard.
 
@@ -77,7 +83,7 @@ def checked_options(
     for name in ("entropy", "telemetry", "reduce_grad_hidden", "sequence_parallel"):
         validation.check_flag(name, getattr(options, name))
     sequence_parallel = options.sequence_parallel and ranks > 1
-    validation.check_tensors(hidden, weight, labels, ranks if sequence_parallel else 1)
+    validation.check_tensors(hidden, weight, labels, ranks if sequence_parallel else 1, role)
     validation.check_temperature(options.temperature, labels)
     validation.check_number("logits_scale", options.logits_scale)
     validation.check_integer("ignore_index", options.ignore_index)
@@ -94,6 +100,13 @@ def checked_options(
     ), shard
 
 
+def _labels_that_count(hidden: Tensor, options: Options, ranks: int, role: str) -> Tensor:
+    """Labels of rows none of which is ignored."""
+    validation.check_tensor(f"{role}hidden", hidden)
+    shape = validation.labels_shape(f"{role}hidden", hidden, ranks if options.sequence_parallel else 1)
+    return torch.full(shape, int(options.ignore_index == 0), dtype=torch.int64, device=hidden.device)
+
+
 def shard_of(weight: Tensor, tp_group: ProcessGroup | None, vocab_start: int | None, vocab_size: int | None) -> Shard:
     """This rank's part of the vocabulary, as far as it knows."""
     if vocab_start is not None:
@@ -103,12 +116,14 @@ def shard_of(weight: Tensor, tp_group: ProcessGroup | None, vocab_start: int | N
     return Shard(start, rows if vocab_size is None else min(max(vocab_size - start, 0), rows), rows)
 
 
-def _describe(hidden: Tensor, weight: Tensor, labels: Tensor, options: Options) -> dict[str, Any]:
+def _describe(
+    hidden: Tensor, weight: Tensor, labels: Tensor | None, options: Options, role: str = ""
+) -> dict[str, Any]:
     """What every rank of a group must call with."""
     values = {field.name: getattr(options, field.name) for field in fields(options) if field.name not in _OWN}
     return {
-        "hidden": validation.kind_of(hidden),
-        "weight": validation.kind_of(weight),
+        f"{role}hidden": validation.kind_of(hidden),
+        f"{role}weight": validation.kind_of(weight),
         "labels": validation.kind_of(labels[..., None]) if isinstance(labels, Tensor) else type(labels),
         "gradients": (torch.is_grad_enabled(), *(getattr(x, "requires_grad", None) for x in (hidden, weight))),
         **{name: type(value).__name__ if name in _BY_TYPE else value for name, value in values.items()},

@@ -30,22 +30,19 @@ is what such a term is worth. Where student and teacher have equal logits, log(p
 the gradient.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_lce.backends.choice import load_jsd_backend
-from megatron_lce.core import collectives, validation
-from megatron_lce.core.agreement import agreed_options
-from megatron_lce.core.jsd_autograd import linear_jsd_autograd
-from megatron_lce.core.jsd_pass import JsdPass
-from megatron_lce.core.jsd_stats import Head
+from megatron_lce.arguments import make_call
+from megatron_lce.core import validation
+from megatron_lce.core.distillation import JsdPass, linear_jsd_autograd
 from megatron_lce.core.known_loss import known_loss
-from megatron_lce.core.options import WORKSPACE_BYTES, Backend, Options, WeightGradSink
+from megatron_lce.core.options import WORKSPACE_BYTES, BackendName, Options, WeightGradSink
 from megatron_lce.core.products import laid_out
-from megatron_lce.cross_entropy import owned_columns
+from megatron_lce.core.two_heads import Head
 
 
 def linear_jsd(
@@ -69,7 +66,7 @@ def linear_jsd(
     vocab_size: int | None = None,
     skip_ignored: bool | int = False,
     workspace_bytes: int = WORKSPACE_BYTES,
-    backend: Backend = "auto",
+    backend: BackendName = "auto",
     weight_grad_sink: WeightGradSink | None = None,
 ) -> Tensor:
     """Per-token generalised Jensen-Shannon divergence of a student's and a teacher's LM head, without their logits.
@@ -129,98 +126,56 @@ def linear_jsd(
         TypeError, ValueError: an argument is not as described; the message names it, what it must be and what it was.
         RuntimeError: in backward with `create_graph=True`; in a second backward with `token_weights`.
     """
-    call = _prepare_call(**locals())
-    primitives = load_jsd_backend(backend, student_hidden.device)
-    if token_weights is None:
-        return linear_jsd_autograd(*call.inputs, call.options, primitives).view(call.shape)
-    with_gradient = torch.is_grad_enabled() and (student_hidden.requires_grad or student_weight.requires_grad)
-    with torch.no_grad():
-        run = JsdPass(*call.inputs, token_weights.reshape(-1), call.options, primitives, with_gradient)
-    return known_loss(call.student.hidden, call.student.weight, run, call.options, with_gradient)
-
-
-class _Call(NamedTuple):
-    """A validated call, its tokens in one dimension."""
-
-    shape: tuple[int, ...]  # of its tokens before
-    student: Head
-    teacher: Head
-    labels: Tensor  # [N]
-    temperature: float | Tensor  # [N] if a tensor
-    beta: float
-    options: Options
-
-    @property
-    def inputs(self) -> tuple[Head, Head, Tensor, float | Tensor, float]:
-        return self.student, self.teacher, self.labels, self.temperature, self.beta
-
-
-def _prepare_call(
-    student_hidden: Tensor,
-    student_weight: Tensor,
-    teacher_hidden: Tensor,
-    teacher_weight: Tensor,
-    *,
-    student_logits_scale: float,
-    student_softcap: float | None,
-    teacher_logits_scale: float,
-    teacher_softcap: float | None,
-    **keywords: Any,
-) -> _Call:
-    """Check the arguments of `linear_jsd`, on every rank of the group at the first call of their kind."""
     student = Head(student_hidden, student_weight, student_logits_scale, student_softcap)
     teacher = Head(teacher_hidden, teacher_weight, teacher_logits_scale, teacher_softcap)
-    options = agreed_options(
-        keywords["tp_group"],
-        lambda ranks: _checked(student, teacher, ranks, **keywords),
-        lambda: _describe(student, teacher, **keywords),
+    options = Options(  # each head has a logits_scale and a softcap of its own
+        tp_group=tp_group,
+        sequence_parallel=sequence_parallel,
+        temperature=temperature,
+        ignore_index=ignore_index,
+        vocab_start=vocab_start,
+        vocab_size=vocab_size,
+        entropy=False,
+        skip_ignored=skip_ignored,
+        workspace_bytes=workspace_bytes,
+        backend=backend,
+        weight_grad_sink=weight_grad_sink,
+    )
+    call = make_call(
+        student_hidden,
         student_weight,
-        keywords["vocab_start"],
-        {"the shape of student_hidden": validation.shape_of(student_hidden)},
-    )
-    sequence_shards = collectives.group_size(options.tp_group) if options.sequence_parallel else 1
-    labels = _labels_of(student, keywords["labels"], options.ignore_index, sequence_shards)
-    temperature = keywords["temperature"]
-    return _Call(
-        tuple(labels.shape),
-        _flat(student),
-        _flat(teacher._replace(hidden=teacher_hidden.detach(), weight=teacher_weight.detach())),
-        labels.reshape(-1),
-        temperature.reshape(-1) if isinstance(temperature, Tensor) else float(temperature),
-        float(keywords["beta"]),
+        labels,
         options,
+        operation="linear_jsd",
+        check=lambda ranks: _check(student, teacher, beta, token_weights, options, ranks),
+        describe=lambda: _describe(student, teacher, beta, token_weights),
+        role="student_",
     )
+    student = Head(call.hidden, call.weight, float(student_logits_scale), student_softcap)
+    teacher = Head(
+        laid_out(teacher_hidden.detach().reshape(-1, teacher_hidden.shape[-1])),
+        laid_out(teacher_weight.detach().contiguous()),
+        float(teacher_logits_scale),
+        teacher_softcap,
+    )
+    if token_weights is None:
+        return linear_jsd_autograd(call, student, teacher, float(beta)).view(call.shape)
+    with_gradient = torch.is_grad_enabled() and (student_hidden.requires_grad or student_weight.requires_grad)
+    with torch.no_grad():
+        run = JsdPass(call, student, teacher, float(beta), token_weights.reshape(-1), with_gradient)
+    return known_loss(run, with_gradient)
 
 
-def _checked(
-    student: Head,
-    teacher: Head,
-    ranks: int,
-    *,
-    labels: Tensor | None,
-    beta: float,
-    temperature: float | Tensor,
-    token_weights: Tensor | None,
-    tp_group: ProcessGroup | None,
-    sequence_parallel: bool,
-    ignore_index: int,
-    vocab_start: int | None,
-    vocab_size: int | None,
-    skip_ignored: bool | int,
-    workspace_bytes: int,
-    backend: Backend,
-    weight_grad_sink: WeightGradSink | None,
-) -> Options:
-    validation.check_flag("sequence_parallel", sequence_parallel)
-    sequence_shards = ranks if sequence_parallel else 1
+def _check(
+    student: Head, teacher: Head, beta: float, token_weights: Tensor | None, options: Options, ranks: int
+) -> None:
+    """Check what `linear_jsd` requires beside what every operation does."""
+    validation.check_flag("sequence_parallel", options.sequence_parallel)
     _check_heads(student, teacher)
-    validation.check_integer("ignore_index", ignore_index)
-    labels = _labels_of(student, labels, ignore_index, sequence_shards)
-    validation.check_labels_of("student_hidden", student.hidden, labels, sequence_shards)
-    validation.check_temperature(temperature, labels)
     if token_weights is not None:
-        _check_token_weights(token_weights, labels)
-    validation.check_skip_ignored(skip_ignored, labels.numel())
+        shards = ranks if options.sequence_parallel else 1
+        shape = validation.labels_shape("student_hidden", student.hidden, shards)
+        _check_token_weights(token_weights, shape, student.hidden.device)
     validation.check_number("beta", beta)
     if not 0 <= beta <= 1:
         raise ValueError(f"beta must lie in [0, 1], got {beta}")
@@ -228,79 +183,35 @@ def _checked(
         validation.check_number(f"{name}_logits_scale", head.logits_scale)
         if head.softcap is not None:
             validation.check_number(f"{name}_softcap", head.softcap, positive=True)
-    validation.check_options(
-        vocab_size=vocab_size, softcap=None, logits_cache_bytes=0, workspace_bytes=workspace_bytes, backend=backend
-    )
-    first, num_columns = owned_columns(student.weight, tp_group, vocab_start, vocab_size)
-    return Options(
-        tp_group=tp_group if ranks > 1 else None,
-        sequence_parallel=sequence_shards > 1,
-        logits_scale=1.0,  # each head has its own
-        softcap=None,
-        ignore_index=ignore_index,
-        vocab_start=first,
-        num_columns=num_columns,
-        largest_shard=student.weight.shape[0],
-        vocab_size=vocab_size,
-        entropy=False,
-        telemetry=False,
-        skip_ignored=skip_ignored,
-        logits_cache_bytes=0,
-        workspace_bytes=workspace_bytes,
-        reduce_grad_hidden=True,
-        weight_grad_sink=weight_grad_sink,
-    )
+    if options.backend == "reference":
+        raise ValueError("backend must be 'auto', 'triton' or 'torch' for linear_jsd, got 'reference'")
 
 
-def _labels_of(student: Head, labels: Tensor | None, ignore_index: int, sequence_shards: int) -> Tensor:
-    """Those given, or of rows that all count."""
-    if labels is not None:
-        return labels
-    shape = validation.labels_shape("student_hidden", student.hidden, sequence_shards)
-    return torch.full(shape, 1 if ignore_index == 0 else 0, device=student.hidden.device)
-
-
-def _check_token_weights(token_weights: Tensor, labels: Tensor) -> None:
+def _check_token_weights(token_weights: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
     validation.check_tensor("token_weights", token_weights)
     if not token_weights.is_floating_point():
         raise TypeError(f"token_weights must be a floating tensor, got {token_weights.dtype}")
-    if token_weights.shape != labels.shape:
-        raise ValueError(
-            f"token_weights must have labels' shape, {tuple(labels.shape)}, got {tuple(token_weights.shape)}"
-        )
-    if token_weights.device != labels.device:
-        raise ValueError(f"token_weights must be on labels' device, {labels.device}, got {token_weights.device}")
+    if tuple(token_weights.shape) != shape:
+        raise ValueError(f"token_weights must have labels' shape, {shape}, got {tuple(token_weights.shape)}")
+    if token_weights.device != device:
+        raise ValueError(f"token_weights must be on labels' device, {device}, got {token_weights.device}")
     if token_weights.requires_grad:
         raise ValueError("token_weights must not require grad: it gets no gradient; got requires_grad=True")
 
 
-def _describe(student: Head, teacher: Head, *, beta: float, **keywords: Any) -> dict[str, Any]:
-    """What every rank of a group must call with; values that may change from call to call by their kinds only."""
-    own = {"tp_group", "vocab_start", "labels", "skip_ignored"}
-    by_type = ("temperature", "token_weights", "weight_grad_sink")
+def _describe(student: Head, teacher: Head, beta: float, token_weights: Tensor | None) -> dict[str, Any]:
+    """What every rank of a group must call with beside what every operation takes."""
     heads = {
         f"{name}_{argument}": validation.kind_of(value) if isinstance(value, Tensor) else value
         for name, head in (("student", student), ("teacher", teacher))
         for argument, value in head._asdict().items()
     }
+    between = "between 0 and 1"
     return {
         **heads,
-        "gradients": (torch.is_grad_enabled(), *(getattr(x, "requires_grad", None) for x in student[:2])),
-        "beta": beta if isinstance(beta, (int, float)) and beta in (0, 1) else "between 0 and 1",
-        **{name: value for name, value in keywords.items() if name not in own.union(by_type)},
-        **{name: type(keywords[name]).__name__ for name in by_type},
-        "skip_ignored": validation.kind_of_skipping(keywords["skip_ignored"]),
+        "beta": beta if isinstance(beta, (int, float)) and beta in (0, 1) else between,
+        "token_weights": type(token_weights).__name__,
     }
-
-
-def _flat(head: Head) -> Head:
-    """The head with its tokens in one dimension."""
-    return Head(
-        laid_out(head.hidden.reshape(-1, head.hidden.shape[-1])),
-        laid_out(head.weight.contiguous()),
-        float(head.logits_scale),
-        None if head.softcap is None else float(head.softcap),
-    )
 
 
 def _check_heads(student: Head, teacher: Head) -> None:

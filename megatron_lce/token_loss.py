@@ -78,7 +78,7 @@ def linear_token_loss(
     unknown = keywords.keys() - Options.__dataclass_fields__.keys() | {"logits_cache_bytes"} & keywords.keys()
     options = Options(**{name: value for name, value in keywords.items() if name not in unknown})
 
-    def check() -> None:
+    def check(ranks: int) -> None:
         if unknown:
             within = ": it keeps logits within workspace_bytes" if "logits_cache_bytes" in unknown else ""
             raise TypeError(f"linear_token_loss has no keyword {', '.join(sorted(unknown))}{within}")

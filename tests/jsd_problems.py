@@ -3,9 +3,8 @@
 import torch
 
 from megatron_lce import linear_jsd
-from megatron_lce.backends.choice import load_jsd_backend
-from megatron_lce.core.jsd_stats import Head
-from megatron_lce.core.products import slab_row_stride
+from megatron_lce.backends.choice import load_backend
+from megatron_lce.core.plan import COLUMN_STEP, slab_row_stride
 from tests.jsd_oracle import JsdInputs, evaluate_jsd, jsd_comparisons
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -37,10 +36,10 @@ def check(backend, inputs, *, only_here=None, evaluate=evaluate_jsd, **keywords)
 
 def workspace_of(tokens, inputs, backend):
     """Bytes that both heads' logits of so many tokens take, and half as many: gradients, copies."""
-    (num_columns, _), device = inputs.student_weight.shape, inputs.student_hidden.device
-    module = load_jsd_backend(backend, device)
-    per_logit, per_token, per_column = module.logits_bytes(Head(*inputs[:2]), Head(*inputs[2:4]), num_columns)
-    return int(1.5 * tokens * (slab_row_stride(num_columns) * per_logit + per_token)) + 2 * num_columns * per_column
+    num_columns, device = inputs.student_weight.shape[0], inputs.student_hidden.device
+    per_token = load_backend(backend, device).intermediate_bytes(num_columns)
+    copied = max(4 * inputs[i].shape[-1] * (inputs[i].dtype != FP32) for i in (0, 2)) if device.type == "cpu" else 0
+    return int(1.5 * tokens * (slab_row_stride(num_columns) * 8 + per_token + copied)) + COLUMN_STEP * copied
 
 
 def ignoring(rows, shape, device):

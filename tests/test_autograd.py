@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import megatron_lce
-from megatron_lce.backends.torch import cross_entropy as torch_backend
+from megatron_lce.backends.torch import primitives as torch_backend
 from megatron_lce.core.head_gradients import computed_slabs
 from megatron_lce.core.options import DIFFERENTIABLE
 from tests.oracle import Upstream, differentiable, oracle, relative_error

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_lce.backends.choice import load_backend
-from megatron_lce.backends.torch import cross_entropy as torch_backend
+from megatron_lce.backends.torch import primitives as torch_backend
 from megatron_lce.core.plan import round_up
 from megatron_lce.core.rows import Rows, RowTerms
 from megatron_lce.core.statistics import LN_2, LOG2_E, UNIT, unpack_extremes

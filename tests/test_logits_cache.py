@@ -111,7 +111,7 @@ def test_the_largest_logit_of_a_cache_is_exact(softcap, largest, device):
 )
 def test_what_is_kept_of_a_row_is_its_gradient_up_to_one_number_where_in_range(kind, device, monkeypatch):
     """Every second row is of that kind; each half is within its budget by itself."""
-    kernels = pytest.importorskip("megatron_lce.backends.triton.cross_entropy")
+    kernels = pytest.importorskip("megatron_lce.backends.triton.primitives")
     problem = make_problem(60, 32, 700, device, BF16, logit_std=1.5)
     problem.hidden[:, 0], problem.weight[:, 0] = 0.0, 1.0
     usual, others = slice(0, None, 2), slice(1, None, 2)

@@ -3,12 +3,10 @@
 import importlib.util
 import warnings
 from functools import lru_cache
-from types import ModuleType
 
 import torch
 
-from megatron_lce.backends.torch import cross_entropy as torch_backend
-from megatron_lce.backends.torch import jsd as torch_jsd
+from megatron_lce.backends.torch import primitives as torch_backend
 from megatron_lce.core.options import BackendName
 from megatron_lce.core.protocols import Backend
 
@@ -19,7 +17,7 @@ def load_backend(backend: BackendName, device: torch.device) -> Backend:
         return torch_backend
     obstacle = triton_obstacle(device)
     if obstacle is None:
-        from megatron_lce.backends.triton import cross_entropy as triton_backend
+        from megatron_lce.backends.triton import primitives as triton_backend
 
         return triton_backend
     if backend == "triton":
@@ -31,16 +29,6 @@ def load_backend(backend: BackendName, device: torch.device) -> Backend:
 @lru_cache
 def _warn_once(obstacle: str) -> None:
     warnings.warn(f"megatron_lce runs on its torch backend, which is slower: {obstacle}", UserWarning, stacklevel=4)
-
-
-def load_jsd_backend(backend: Backend, device: torch.device) -> ModuleType:
-    if backend == "reference":
-        raise ValueError("backend must be 'auto', 'triton' or 'torch' for linear_jsd, got 'reference'")
-    if load_backend(backend, device) is torch_backend:
-        return torch_jsd
-    from megatron_lce.backends.triton import jsd as triton_jsd
-
-    return triton_jsd
 
 
 def describe_backend(backend: BackendName, device: torch.device) -> str:

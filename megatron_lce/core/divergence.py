@@ -1,78 +1,266 @@
-"""The divergence of each token of `megatron_lce.jsd`, from both heads' logits, and the factor of its gradient."""
+"""How `megatron_lce.jsd` looks at two heads' products: which are there at once, who reads them, and what is exchanged.
 
-import math
+A block of tokens has its products with all columns in memory while both softmaxes, the divergence and, where the
+upstream gradient is known, the gradient are found. Where the workspace holds too few tokens so, columns come in pieces,
+and are computed once more for the next reading. A gradient of which all is found already takes any part of the columns.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_lce.core import collectives
-from megatron_lce.core.blocks import cut
-from megatron_lce.core.jsd_logits import Heads, JsdLogits, LogitsBuffer, forward_blocks
-from megatron_lce.core.jsd_stats import STATS_ROWS, Found, Head
-from megatron_lce.core.options import Options
-from megatron_lce.core.rows import Rows
-from megatron_lce.core.softmax_stats import LN_2
+from megatron_lce.core.call import Call
+from megatron_lce.core.head_gradients import Slab, computed_slabs
+from megatron_lce.core.known_loss import scales_a_sum
+from megatron_lce.core.plan import (
+    COLUMN_STEP,
+    MIN_TOKENS,
+    BlockBytes,
+    Blocks,
+    ceil_div,
+    cut,
+    cut_columns,
+    plan_blocks,
+    round_up,
+    slab_row_stride,
+)
+from megatron_lce.core.products import product
+from megatron_lce.core.protocols import Backend
+from megatron_lce.core.two_heads import STATS_ROWS, Gradient, Head, Products, merged_stats, stats_of_nothing
+
+BYTES_PER_LOGIT = 2 * 4  # of two heads' products in fp32
+SLAB_PARTS = 4  # products of so large a part of a slab's tokens are there at once in backward
+LOGITS_SHARE = 3  # one part of so many of the room is products, the others are gradients, where both are kept
 
 
-def diverge(heads: Heads, options: Options, found: Tensor) -> None:
+class Heads(NamedTuple):
+    """Student and teacher, and what every reading of some of their products shares."""
+
+    student: Head
+    teacher: Head
+    scales: tuple[Tensor, Tensor]  # [N] fp32 of either, see `Products`
+    beta: float
+    backend: Backend
+
+    def block(self, tokens: slice, columns: slice) -> "Heads":
+        """Both heads of some tokens and some columns."""
+        student, teacher = (head.block(tokens, columns) for head in (self.student, self.teacher))
+        return self._replace(student=student, teacher=teacher, scales=(self.scales[0][tokens], self.scales[1][tokens]))
+
+    @property
+    def num_columns(self) -> int:
+        return self.student.weight.shape[0]
+
+    def read(
+        self,
+        products: tuple[Products, Products],
+        found: Tensor,
+        gradient: Gradient | None = None,
+        *,
+        softmaxes: bool = False,
+        divergence: bool = False,
+    ) -> None:
+        """See `Backend.read_products`."""
+        self.backend.read_products(
+            *products, found, gradient, beta=self.beta, softmaxes=softmaxes, divergence=divergence
+        )
+
+
+class ProductsRoom:
+    """Memory for both heads' products of some tokens with some columns."""
+
+    def __init__(self, heads: Heads, tokens: int, columns: int) -> None:
+        self.tokens, self.columns = tokens, max(columns, 1)
+        size = tokens * slab_row_stride(columns)
+        self._flat = torch.empty(2, size, dtype=torch.float32, device=heads.student.hidden.device)
+        # A CPU's products copy 16-bit weights.
+        self._step = COLUMN_STEP if _copied_bytes(heads) else self.columns
+
+    @property
+    def nbytes(self) -> int:
+        return self._flat.nbytes
+
+    def fill(self, heads: Heads) -> tuple[Products, Products]:
+        """Products of the student and the teacher, valid until the next are asked for."""
+        num_tokens, width = heads.scales[0].shape[0], heads.num_columns
+        stride = slab_row_stride(width)
+        room = self._flat[:, : num_tokens * stride].view(2, num_tokens, stride)[:, :, :width]
+        for head, values in zip((heads.student, heads.teacher), room, strict=True):
+            for columns in cut_columns(width, self._step):
+                product(head.hidden, head.weight[columns].T, values[:, columns], accumulate=False)
+        student, teacher = (
+            Products(values, scale, head.softcap_scale)
+            for head, values, scale in zip((heads.student, heads.teacher), room, heads.scales, strict=True)
+        )
+        return student, teacher
+
+
+def diverge(heads: Heads, call: Call, found: Tensor) -> None:
     """Fill `Found`, [6, N], block of tokens by block."""
-    heads = heads.block(slice(None), slice(0, options.num_columns))
-    blocks, copied = forward_blocks(heads, found.shape[1], options)
-    buffer = LogitsBuffer.allocate(blocks, copied, found.device)
+    heads = heads.block(slice(None), slice(0, call.shard.columns))
+    blocks = products_blocks(heads, found.shape[1], call)
+    room = ProductsRoom(heads, *blocks)
     for tokens in cut(found.shape[1], blocks.tokens):
-        logits = JsdLogits(heads.block(tokens, slice(None)), buffer)
-        diverge_block(logits, options, heads, found[:, tokens])
+        diverge_block(heads.block(tokens, slice(None)), room, call, found[:, tokens])
 
 
 def diverge_block(
-    logits: JsdLogits,
-    options: Options,
-    heads: Heads,
-    found: Tensor,
-    into: tuple[Tensor, Tensor] | None = None,
+    heads: Heads, room: ProductsRoom, call: Call, found: Tensor, gradient: Gradient | None = None
 ) -> None:
-    """Fill `Found`, [6, n], of a block: one exchange over the group for both softmaxes, one for what they are apart.
+    """Fill `Found` of a block: one exchange over the group for both softmaxes, one for what they are apart.
 
-    `into`: the gradient's coefficients [n] and room [n, V] for it. The divergence of the whole row comes first, but
-    where no other rank has columns, or at a beta of 0, whose gradient wants none, it comes in the same pass.
+    `gradient` is made, too; the room must hold all columns then.
     """
-    group, backend = options.tp_group, heads.backend
-    stats, sums = found[: 2 * STATS_ROWS], found[2 * STATS_ROWS :]
-    logits.stats(stats)
+    group, whole = call.options.tp_group, slice(None)
+    pieces = list(cut(heads.num_columns, room.columns))
+    if group is None and len(pieces) == 1:
+        heads.read(room.fill(heads), found, gradient, softmaxes=True, divergence=True)
+        return
+    kept = room.fill(heads) if len(pieces) == 1 else None
+    part = torch.empty_like(found)
+    stats, sums = found[:STATS_ROWS], found[STATS_ROWS:]
+    stats_of_nothing(stats)
+    for columns in pieces:
+        heads.read(kept or room.fill(heads.block(whole, columns)), part, softmaxes=True)
+        stats.copy_(merged_stats(torch.stack([stats, part[:STATS_ROWS]])))
     if group is not None:
-        ranks = collectives.stack_over_group(stats, group)
-        backend.merge_stats(ranks[:, :STATS_ROWS], ranks[:, STATS_ROWS:], stats)
-    one_pass = group is None or heads.beta == 0
-    if into is not None and one_pass:
-        logits.divergence_and_gradient(found, *into)
-    else:
-        logits.divergence(found, sums)
+        stats.copy_(merged_stats(collectives.stack_over_group(stats, group)))
+    part[:STATS_ROWS] = stats
+    sums.zero_()
+    for columns in pieces:
+        heads.read(kept or room.fill(heads.block(whole, columns)), part, divergence=True)
+        sums.add_(part[STATS_ROWS:])
     if group is not None:
-        backend.sum_parts(collectives.stack_over_group(sums, group), sums)
-    if into is not None and not one_pass:
-        logits.gradient(found, *into)
+        sums.copy_(collectives.stack_over_group(sums, group).sum(dim=0))
+    if gradient is not None and kept is not None:
+        heads.read(kept, found, gradient)
 
 
-def losses_in_nats(found: Tensor, rows: Rows, beta: float) -> tuple[Tensor, Tensor]:
-    """The loss of each token, [N]; and to_nats, NaN where the loss is."""
-    divergence = Found(*found).divergence
-    # What is not finite in either head ends here: backward, which may not meet it, takes the row's NaN from to_nats.
-    # Every rank has the same divergence, so no rank goes on with a finite gradient.
-    to_nats = torch.where(divergence.isfinite() | rows.ignored, rows.to_nats, torch.nan)
-    # Rounding may carry a divergence past its bounds; a clamp passes NaN.
-    return torch.where(rows.ignored, 0.0, divergence.clamp(0.0, _largest_divergence(beta)) * to_nats), to_nats
+def recomputed_slabs(
+    heads: Heads,
+    found: Tensor,  # [6, N]
+    coefficient: Tensor,  # [N]
+    call: Call,
+    bytes_per_column: int,
+) -> Iterator[Slab]:
+    """Gradients of the student's products, slab by slab, of both heads' products once more."""
+    num_tokens, num_columns = found.shape[1], call.shard.columns
+    if num_columns == 0:
+        return
+    workspace, block_bytes = call.options.workspace_bytes - _copied_bytes(heads), _slab_bytes(heads, call)
+    blocks = plan_blocks(
+        num_tokens,
+        slab_row_stride(num_columns),
+        workspace,
+        block_bytes,
+        per_column_if_tokens_are_cut=bytes_per_column,
+    )
+    # As many tokens at once as there is room for: products of forward's shape are its numbers to the last bit.
+    summed = blocks.columns * bytes_per_column if blocks.tokens < num_tokens else 0
+    stride = slab_row_stride(blocks.columns)
+    left = workspace - summed - blocks.tokens * stride * heads.student.hidden.element_size()
+    most = left // (stride * BYTES_PER_LOGIT + block_bytes.per_token)
+    room = ProductsRoom(heads, _even(blocks.tokens, most, MIN_TOKENS), blocks.columns)
+
+    def compute(tokens: slice, columns: slice, grad: Tensor) -> None:
+        for part in cut(tokens.stop, room.tokens, start=tokens.start):
+            out = grad[part.start - tokens.start : part.stop - tokens.start]
+            block = heads.block(part, columns)
+            block.read(room.fill(block), found[:, part], Gradient(coefficient[part], out))
+
+    yield from computed_slabs(heads.student.hidden, num_tokens, slice(0, num_columns), num_columns, blocks, compute)
 
 
-def _largest_divergence(beta: float) -> float:
-    """In base 2: that of two distributions with nothing in common."""
-    return math.inf if beta in (0, 1) else -beta * math.log2(beta) - (1 - beta) * math.log2(1 - beta)
+# How a call is cut, by what ranks share: the group's largest shard.
 
 
-def gradient_factor(upstream: Tensor, to_nats: Tensor, scale: Tensor, student: Head, beta: float) -> Tensor:
-    """[N] what a product's gradient is a multiple of: upstream, scale / temperature, and the way from bits to nats."""
-    factor = upstream * to_nats * scale * student.logits_scale  # scale is log2 e / temperature
-    if beta > 0:  # the gradient has a logarithm, in base 2
-        factor = factor * LN_2
-    if beta < 1:
-        factor = factor * (1 - beta)
-    return torch.where(to_nats == 0, 0.0, factor)
+class GradientBlocks(NamedTuple):
+    """Tokens whose products are there at once, and tokens whose gradients are."""
+
+    products: int
+    gradients: int
+
+
+def products_blocks(heads: Heads, num_tokens: int, call: Call) -> Blocks:
+    """Tokens and columns whose products are there at once: all columns, unless the workspace holds too few tokens."""
+    room = call.options.workspace_bytes - _copied_bytes(heads)
+    most = room // _row_bytes(heads, call)
+    if most >= min(num_tokens, MIN_TOKENS):
+        return Blocks(max(1, _even(num_tokens, most, MIN_TOKENS)), call.shard.largest)
+    return plan_blocks(num_tokens, slab_row_stride(call.shard.largest), room, _products_bytes(heads, call))
+
+
+def gradient_blocks(heads: Heads, num_tokens: int, call: Call) -> GradientBlocks | None:
+    """How tokens go all the way to their gradients at once; None: there is room for too few.
+
+    They have the workspace, and the room of the weight's gradient, which is made of its sum over blocks when they are
+    gone. A third of that is products: a block of gradients reads and writes the weight's whole sum, which costs more
+    than to read both weights for a block of products. Gradients are of whole blocks of products.
+    """
+    student, workspace = heads.student, call.options.workspace_bytes - _copied_bytes(heads)
+    products = _row_bytes(heads, call)
+    gradient = slab_row_stride(call.shard.largest) * student.hidden.element_size()
+    gradient += call.size.hidden_sum_token
+    sum_bytes = call.size.weight_sum if student.weight.requires_grad else 0
+    single = sum_bytes // 2 if scales_a_sum(call) else sum_bytes
+    if num_tokens * (products + gradient) <= workspace + single:
+        return GradientBlocks(num_tokens, num_tokens)
+    room = workspace + sum_bytes // 2
+    most = room // (products + gradient) // MIN_TOKENS * MIN_TOKENS
+    if most == 0:
+        return None
+    tokens = min(most, max(1, round(room / LOGITS_SHARE / products / MIN_TOKENS)) * MIN_TOKENS)
+    return GradientBlocks(tokens, _even(num_tokens, (room - tokens * products) // gradient, tokens))
+
+
+def check_workspace(heads: Heads, call: Call) -> None:
+    """Raise ValueError where a pass, be it backward's, has no room for its smallest block."""
+    slab = _slab_bytes(heads, call)
+    slab = slab._replace(per_column=slab.per_column + call.size.weight_sum_column)
+    smallest = max(_products_bytes(heads, call).smallest, slab.smallest)
+    smallest, workspace = smallest + _copied_bytes(heads), call.options.workspace_bytes
+    if workspace < smallest:
+        raise ValueError(f"workspace_bytes must be at least {smallest} for these heads, got {workspace}")
+
+
+def _products_bytes(heads: Heads, call: Call) -> BlockBytes:
+    """Bytes of both heads' products and of what reads them."""
+    per_token = heads.backend.intermediate_bytes(call.shard.largest) + _copied_row_bytes(heads)
+    return BlockBytes(BYTES_PER_LOGIT, per_token)
+
+
+def _slab_bytes(heads: Heads, call: Call) -> BlockBytes:
+    """Bytes of a slab of the student's gradients, and of products of one part of its tokens, rounded up."""
+    _, per_token, _ = _products_bytes(heads, call)
+    per_logit = heads.student.hidden.element_size() + BYTES_PER_LOGIT // SLAB_PARTS
+    return BlockBytes(per_logit, per_token, BYTES_PER_LOGIT)
+
+
+def _row_bytes(heads: Heads, call: Call) -> int:
+    """Bytes of a token's products with all columns and of what reads them."""
+    block_bytes = _products_bytes(heads, call)
+    return block_bytes.per_token + slab_row_stride(call.shard.largest) * block_bytes.per_logit
+
+
+def _copied_row_bytes(heads: Heads) -> int:
+    """Bytes of a row of hidden states or weight in fp32, which a CPU's products of 16-bit inputs copy; else 0."""
+    hiddens = [head.hidden for head in (heads.student, heads.teacher)]
+    copied = (hidden.device.type == "cpu" and hidden.dtype != torch.float32 for hidden in hiddens)
+    return max(4 * hidden.shape[1] * copy for hidden, copy in zip(hiddens, copied, strict=True))
+
+
+def _copied_bytes(heads: Heads) -> int:
+    """Bytes of the rows of weight that are copied at once."""
+    return COLUMN_STEP * _copied_row_bytes(heads)
+
+
+def _even(num_tokens: int, most: int, step: int) -> int:
+    """Tokens of a block, a multiple of `step` where `most` allows it, that cuts `num_tokens` most evenly."""
+    if most >= num_tokens:
+        return num_tokens
+    if most >= step:
+        most -= most % step
+    return min(most, round_up(ceil_div(num_tokens, ceil_div(num_tokens, most)), step))

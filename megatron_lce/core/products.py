@@ -116,20 +116,3 @@ def laid_out(matrix: Tensor) -> Tensor:
     if matrix.stride(1) == 1 and matrix.stride(0) % step == 0 and matrix.data_ptr() % 16 == 0:
         return matrix
     return matrix.clone(memory_format=torch.contiguous_format)
-
-
-# SHIM until JSD is merged
-from typing import NamedTuple  # noqa: E402
-
-
-class Copies(NamedTuple):
-    token: int
-    column: int
-
-
-def copies_of(hidden: Tensor) -> Copies:
-    return Copies(0, 0)
-
-
-def aligned(matrix: Tensor) -> Tensor:
-    return matrix

@@ -9,6 +9,7 @@ from megatron_lce.core.logits_cache import LogitsCache
 from megatron_lce.core.options import LinearCrossEntropyOutput, Options, Shard
 from megatron_lce.core.plan import Costs
 from megatron_lce.core.rows import Rows, Saved
+from megatron_lce.core.two_heads import Gradient, Products
 
 
 class Backend(Protocol):
@@ -105,6 +106,26 @@ class Backend(Protocol):
         """Kept exponentials to the gradient of their products, in place; not with a `mean_term` under a softcap.
 
         Where `factored`, of all columns, it may return numbers [N] which every gradient is still to be multiplied by.
+        """
+
+    def intermediate_bytes(self, num_columns: int) -> int:
+        """Bytes per token that `read_products` takes beside its arguments for so many columns."""
+
+    def read_products(
+        self,
+        student: Products,
+        teacher: Products,
+        found: Tensor,  # [6, N], packed `Found`
+        gradient: Gradient | None,
+        *,
+        beta: float,
+        softmaxes: bool,
+        divergence: bool,
+    ) -> None:
+        """Read both heads' products with C columns up to three times, each time with what was found before.
+
+        `softmaxes` fills the first four rows of `found`, `divergence` the last two; then comes the gradient of the
+        student's products. What is not filled is read, where it is needed: with C columns of many, numbers of all.
         """
 
     def scale(self, matrix: Tensor, factor: Tensor, out: Tensor, *, accumulate: bool) -> None:

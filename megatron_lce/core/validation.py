@@ -43,12 +43,12 @@ def check_labels(labels: Tensor, vocab_size: int, ignore_index: int = -100) -> N
         )
 
 
-def check_tensors(hidden: Tensor, weight: Tensor, labels: Tensor, sequence_shards: int) -> None:
+def check_tensors(hidden: Tensor, weight: Tensor, labels: Tensor, sequence_shards: int, role: str = "") -> None:
     """Check the three tensors of a head. `sequence_shards`: ranks that `hidden`'s first dimension is cut over."""
-    for name, tensor in (("hidden", hidden), ("weight", weight), ("labels", labels)):
+    for name, tensor in ((f"{role}hidden", hidden), (f"{role}weight", weight), ("labels", labels)):
         check_tensor(name, tensor)
-    check_head("hidden", hidden, "weight", weight)
-    check_labels_of("hidden", hidden, labels, sequence_shards)
+    check_head(f"{role}hidden", hidden, f"{role}weight", weight)
+    check_labels_of(f"{role}hidden", hidden, labels, sequence_shards)
 
 
 def check_is_tensor(name: str, value: object) -> None:

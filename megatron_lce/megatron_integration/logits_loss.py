@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from megatron_lce.backends.choice import load_backend
-from megatron_lce.backends.torch.cross_entropy import chunk_stats
+from megatron_lce.backends.torch.primitives import chunk_stats
 from megatron_lce.core.autograd import linear_cross_entropy_autograd
-from megatron_lce.core.blocks import ceil_div, cut
 from megatron_lce.core.options import Backend, Options
+from megatron_lce.core.plan import ceil_div, cut
 from megatron_lce.core.products import product
 from megatron_lce.core.protocols import CrossEntropyBackend
 from megatron_lce.core.rows import NUM_TERMS, Rows, Saved
-from megatron_lce.core.softmax_stats import CHUNK_COLUMNS, LOG2_E, packed_rows
+from megatron_lce.core.statistics import CHUNK_COLUMNS, LOG2_E, packed_rows
 from megatron_lce.core.validation import refuse_double_backward
 from megatron_lce.cross_entropy import Call, linear_cross_entropy, prepare_call
 from megatron_lce.megatron_integration.head_call import HeadCall, swap

@@ -1,8 +1,9 @@
 """The Triton backend: the primitives of this package, under the names that every backend has."""
 
+from megatron_lce.backends.triton.divergence import intermediate_bytes, read_products
 from megatron_lce.backends.triton.grad_logits import grad_logits, grad_logits_from_cache
 from megatron_lce.backends.triton.merge_stats import merge_extremes, sum_chunks
-from megatron_lce.backends.triton.rows import finish, prepare_rows, row_terms
+from megatron_lce.backends.triton.row_numbers import finish, prepare_rows, row_terms
 from megatron_lce.backends.triton.scale import scale
 from megatron_lce.backends.triton.softmax_stats import softmax_stats
 from megatron_lce.backends.triton.tiles import costs
@@ -12,8 +13,10 @@ __all__ = [
     "finish",
     "grad_logits",
     "grad_logits_from_cache",
+    "intermediate_bytes",
     "merge_extremes",
     "prepare_rows",
+    "read_products",
     "row_terms",
     "scale",
     "softmax_stats",

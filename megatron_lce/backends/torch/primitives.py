@@ -1,9 +1,10 @@
-"""The primitives of `linear_cross_entropy` in plain torch, a slab of vocabulary at a time: for CPUs and any device."""
+"""The primitives in plain torch, a slab of vocabulary at a time: for CPUs and any device."""
 
 import torch
 from torch import Tensor
 
-from megatron_lce.backends.torch.rows import finish, largest_logit, prepare_rows, row_terms
+from megatron_lce.backends.torch.divergence import intermediate_bytes, read_products
+from megatron_lce.backends.torch.row_numbers import finish, largest_logit, prepare_rows, row_terms
 from megatron_lce.backends.torch.scale import scale
 from megatron_lce.core.logits_cache import LogitsCache
 from megatron_lce.core.plan import Costs, cut
@@ -25,8 +26,10 @@ __all__ = [
     "finish",
     "grad_logits",
     "grad_logits_from_cache",
+    "intermediate_bytes",
     "merge_extremes",
     "prepare_rows",
+    "read_products",
     "row_terms",
     "scale",
     "softmax_stats",

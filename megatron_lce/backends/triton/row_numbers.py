@@ -1,4 +1,4 @@
-"""`megatron_lce.backends.torch.rows`, one launch each: at TP=8 a dozen small ones cost as much as a slab's product."""
+"""What torch's `row_numbers` does, one launch each: at TP=8 a dozen small ones cost as much as a slab's product."""
 
 from collections.abc import Sequence
 
@@ -30,7 +30,7 @@ _SCALE_OF_IGNORED_ROW = tl.constexpr(SCALE_OF_IGNORED_ROW)
 
 
 def prepare_rows(labels: Tensor, temperature: Tensor | float, options: Options, shard: Shard) -> Rows:
-    """See `megatron_lce.backends.torch.rows.prepare_rows`."""
+    """See `megatron_lce.backends.torch.row_numbers.prepare_rows`."""
     num_tokens = labels.shape[0]
     rows = Rows(
         torch.empty_like(labels, dtype=torch.int32),
@@ -60,7 +60,7 @@ def finish(
     outputs: LinearCrossEntropyOutput,
     order: Tensor | None,  # [N] int64
 ) -> Saved:
-    """See `megatron_lce.backends.torch.rows.finish`."""
+    """See `megatron_lce.backends.torch.row_numbers.finish`."""
     num_tokens, entropy, telemetry = rows.labels.shape[0], options.entropy, options.telemetry
     wanted = (True, True, entropy, telemetry)
     saved = [packed_extremes.new_empty(num_tokens) if want else None for want in wanted]
@@ -88,7 +88,7 @@ def row_terms(
     options: Options,
     order: Tensor | None,  # [N] int64
 ) -> tuple[Tensor, Tensor]:
-    """See `megatron_lce.backends.torch.rows.row_terms`: [6 or 7, N] fp32, [N] bool."""
+    """See `megatron_lce.backends.torch.row_numbers.row_terms`: [6 or 7, N] fp32, [N] bool."""
     num_tokens = rows.labels.shape[0]
     with_mean = upstream[DIFFERENTIABLE.index("mean_logit")] is not None
     terms = rows.scale.new_empty(NUM_TERMS + with_mean, num_tokens)

@@ -1,6 +1,6 @@
 """A token's numbers before and after the vocabulary is looked at, in plain torch.
 
-`megatron_lce.backends.triton.rows` has the same three functions as one launch each.
+`megatron_lce.backends.triton.row_numbers` has the same three functions as one launch each.
 """
 
 from collections.abc import Sequence

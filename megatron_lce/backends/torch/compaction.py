@@ -1,1 +1,0 @@
-compact_rows = gather_rows = None

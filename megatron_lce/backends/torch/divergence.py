@@ -1,0 +1,120 @@
+"""The primitives of `megatron_lce.jsd` in plain torch: what follows from both heads' products, a chunk at a time."""
+
+import torch
+from torch import Tensor
+
+from megatron_lce.core.plan import cut
+from megatron_lce.core.statistics import LN_2
+from megatron_lce.core.two_heads import STATS_ROWS, Found, Gradient, Products, merged_stats
+
+_LARGEST_RATIO = 126.0  # of two probabilities, in base 2
+_CHUNK_COLUMNS = 1024  # that are looked at together
+
+
+def intermediate_bytes(num_columns: int) -> int:
+    """Bytes per token of a chunk's intermediates: six fp32 numbers a logit."""
+    return 6 * 4 * min(num_columns, _CHUNK_COLUMNS)
+
+
+def read_products(
+    student: Products,
+    teacher: Products,
+    found: Tensor,  # [6, N]
+    gradient: Gradient | None,
+    *,
+    beta: float,
+    softmaxes: bool,
+    divergence: bool,
+) -> None:
+    """Softmax statistics, sums and gradient, each read from the products chunk by chunk: see `Backend`."""
+    chunks = list(cut(student.values.shape[1], _CHUNK_COLUMNS))
+    if softmaxes:
+        found[:STATS_ROWS] = merged_stats(torch.stack([_chunk_stats(student, teacher, c) for c in chunks]))
+    if divergence:
+        sums = [_chunk_divergence(student, teacher, c, found, beta) for c in chunks]
+        found[STATS_ROWS:] = torch.stack(sums).sum(dim=0)
+    if gradient is not None:
+        for c in chunks:
+            _chunk_gradient(student, teacher, c, found, gradient, beta)
+
+
+# A chunk's tensors are the locals of a function of its own, so that they are gone before the next chunk's come.
+
+
+def _logits(products: Products, columns: slice) -> Tensor:
+    """Base-2 logits of a chunk, [N, C]."""
+    values = products.values[:, columns]
+    if products.softcap_scale is None:
+        return values * products.scale[:, None]
+    return (values * products.softcap_scale).tanh_().mul_(products.scale[:, None])
+
+
+def _chunk_stats(student: Products, teacher: Products, columns: slice) -> Tensor:
+    """Either head's largest logit and sum of one chunk, [4, N]."""
+    stats = []
+    for products in (student, teacher):
+        logits = _logits(products, columns)
+        largest = logits.amax(dim=1)
+        finite = logits.isfinite().all(dim=1)
+        total = logits.sub_(largest[:, None]).exp2_().sum(dim=1)
+        stats += [largest, torch.where(finite, total, torch.nan)]
+    return torch.stack(stats)
+
+
+def _chunk_divergence(student: Products, teacher: Products, columns: slice, found: Tensor, beta: float) -> Tensor:
+    """Divergence and KL(p_student || m) of one chunk, [2, N]."""
+    student_logits, teacher_logits = _logits(student, columns), _logits(teacher, columns)
+    ratio = _log_ratio(student_logits, teacher_logits, found)
+    if beta == 0:
+        kl = _probability(teacher_logits, *found[2:4]).mul_(ratio).sum(dim=1)
+        return torch.stack([kl, kl])
+    ps = _probability(student_logits, *found[:2])
+    if beta == 1:
+        kl = ps.mul_(ratio.neg_()).sum(dim=1)
+        return torch.stack([kl, kl])
+    student_over_m, teacher_over_m = _log_over_mixture(ratio, beta)
+    kl_s = student_over_m.mul_(ps)
+    kl_t = teacher_over_m.mul_(_probability(teacher_logits, *found[2:4]))
+    student_kl = kl_s.sum(dim=1)
+    return torch.stack([kl_s.mul_(1 - beta).add_(kl_t, alpha=beta).sum(dim=1), student_kl])
+
+
+def _chunk_gradient(
+    student: Products, teacher: Products, columns: slice, found: Tensor, gradient: Gradient, beta: float
+) -> None:
+    """Write one chunk of the gradient of the student's products."""
+    coefficient = gradient.coefficient[:, None]
+    student_logits, teacher_logits = _logits(student, columns), _logits(teacher, columns)
+    if beta == 0:
+        grad = _probability(student_logits, *found[:2]).sub_(_probability(teacher_logits, *found[2:4]))
+    else:
+        ratio = _log_ratio(student_logits, teacher_logits, found)
+        student_over_m = ratio.neg_() if beta == 1 else _log_over_mixture(ratio, beta)[0]
+        grad = student_over_m.sub_(found[5][:, None]).mul_(_probability(student_logits, *found[:2]))
+    if student.softcap_scale is not None:
+        grad.mul_(student_logits.div_(student.scale[:, None]).square_().neg_().add_(1.0))
+    gradient.out[:, columns].copy_(grad.mul_(coefficient).masked_fill_(coefficient == 0, 0.0))
+
+
+def _probability(logits: Tensor, max_logit: Tensor, total: Tensor) -> Tensor:
+    """Probabilities of one head, [N, C]."""
+    return (logits - max_logit[:, None]).sub_(total.log2()[:, None]).exp2_()
+
+
+def _log_ratio(student: Tensor, teacher: Tensor, found: Tensor) -> Tensor:
+    """log2(p_t / p_s), [N, C]: where the heads are close this keeps more digits than log p_t - log p_s does."""
+    rows = Found(*found.unsqueeze(2))
+    ratio = (teacher - rows.teacher_max).sub_(student - rows.student_max)
+    return ratio.add_((rows.student_sum / rows.teacher_sum).log2())
+
+
+def _log_over_mixture(ratio: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """log2(p_s / m) and log2(p_t / m) from log2(p_t / p_s), in its memory, for beta between its ends.
+
+    Of the head that weighs more in m it is -log2(1 + w (q / p - 1)), with the other's probability q and weight w, and
+    as exact as it is small. Held where a probability that is so much smaller than the other has no weight.
+    """
+    to_other = (ratio if beta <= 0.5 else ratio.neg_()).clamp_(-_LARGEST_RATIO, _LARGEST_RATIO)
+    nearer = (to_other * LN_2).expm1_().mul_(min(beta, 1 - beta)).log1p_().div_(-LN_2)
+    farther = to_other.add_(nearer)
+    return (nearer, farther) if beta <= 0.5 else (farther, nearer)

@@ -1,0 +1,272 @@
+"""The primitives of `megatron_lce.jsd`: a program owns a row and reads both heads' products of it up to three times.
+
+A row's gradient wants its divergence, and that wants both softmaxes: what one reading finds stays in registers for the
+next, or in memory where other columns have a part in it. Reading is all that takes time: two heads' products of some
+rows are more than a GPU's caches hold.
+"""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_lce.backends.triton import tiles
+from megatron_lce.backends.triton.tile_products import MASKED_LOGIT, fast_log2, tanh
+from megatron_lce.core.plan import ceil_div
+from megatron_lce.core.two_heads import Gradient, Products
+
+# Of a program, measured on Hopper at 151,936 columns.
+COLUMNS = 4096  # that it reads at a time
+WARPS = 16
+_ROWS_OF_INTERPRETER = 16  # of a program: it pays by the program, and computes whole tensors in numpy
+_NEIGHBOURS = tl.constexpr(4)  # columns that share a running maximum: a thread loads so many at once
+
+
+def intermediate_bytes(num_columns: int) -> int:
+    """Bytes per token beside the arguments: there are none."""
+    return 0
+
+
+def read_products(
+    student: Products,
+    teacher: Products,
+    found: Tensor,  # [6, N]
+    gradient: Gradient | None,
+    *,
+    beta: float,
+    softmaxes: bool,
+    divergence: bool,
+) -> None:
+    """Softmax statistics, sums and gradient in one launch: see `Backend`."""
+    num_tokens, num_columns = student.values.shape
+    assert teacher.values.stride() == student.values.stride()
+    assert gradient is None or gradient.out.stride() == student.values.stride()
+    block_n = _ROWS_OF_INTERPRETER if tiles.interpreting() else 1
+    _read_products_kernel[(ceil_div(num_tokens, block_n),)](
+        student.values,
+        teacher.values,
+        student.scale,
+        teacher.scale,
+        found,
+        None if gradient is None else gradient.coefficient,
+        None if gradient is None else gradient.out,
+        num_tokens,
+        num_columns,
+        student.values.stride(0),
+        found.stride(0),
+        student.softcap_scale,
+        teacher.softcap_scale,
+        float(beta),
+        1.0 - beta,
+        SOFTMAXES=softmaxes,
+        DIVERGENCE=divergence,
+        FORWARD_KL=beta == 0,
+        REVERSE_KL=beta == 1,
+        STUDENT_LEADS=beta <= 0.5,
+        PTX=tiles.speaks_ptx(),
+        BLOCK_N=block_n,
+        **_columns_at_a_time(num_columns),
+        enable_fp_fusion=False,  # a logit is the same number in every reading
+    )
+
+
+def _columns_at_a_time(num_columns: int) -> dict[str, Any]:
+    """Block and warps of a program, of a narrow shard no more than it fills."""
+    columns = min(COLUMNS, max(256, triton.next_power_of_2(num_columns)))
+    return {"BLOCK_V": columns, "num_warps": max(1, WARPS * columns // COLUMNS)}
+
+
+@triton.jit(do_not_specialize=["N", "V", "found_stride"])
+def _read_products_kernel(
+    student_ptr,  # [N, V] fp32 products, rows row_stride apart
+    teacher_ptr,  # as the student's
+    student_scale_ptr,  # [N] fp32
+    teacher_scale_ptr,
+    found_ptr,  # [6, N] fp32, rows found_stride apart
+    coefficient_ptr,  # [N] fp32, or None: no gradient
+    out_ptr,  # [N, V] out, rows row_stride apart, or None
+    N,
+    V,
+    row_stride,
+    found_stride,
+    student_softcap_scale,  # or None
+    teacher_softcap_scale,
+    teacher_weight,  # beta
+    student_weight,  # 1 - beta, of which fp32 would lose digits
+    SOFTMAXES: tl.constexpr,
+    DIVERGENCE: tl.constexpr,
+    FORWARD_KL: tl.constexpr,
+    REVERSE_KL: tl.constexpr,
+    STUDENT_LEADS: tl.constexpr,
+    PTX: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
+    row_mask = rows < N
+    rows = tl.minimum(rows, N - 1)
+    first = rows.to(tl.int64) * row_stride
+    found = found_ptr + rows
+    student_scale = tl.load(student_scale_ptr + rows)
+    teacher_scale = tl.load(teacher_scale_ptr + rows)
+    nothing = tl.zeros((BLOCK_N, BLOCK_V // _NEIGHBOURS), tl.float32)
+
+    if SOFTMAXES:
+        student_max, student_sum = nothing + MASKED_LOGIT, nothing
+        teacher_max, teacher_sum = nothing + MASKED_LOGIT, nothing
+        for column in range(0, V, BLOCK_V):
+            places, stored, wanted = _places(first, column, V, row_stride, BLOCK_V)
+            student, _ = _logits(student_ptr + places, stored, wanted, student_scale, student_softcap_scale)
+            teacher, _ = _logits(teacher_ptr + places, stored, wanted, teacher_scale, teacher_softcap_scale)
+            student_max, student_sum = _with_more(student_max, student_sum, student)
+            teacher_max, teacher_sum = _with_more(teacher_max, teacher_sum, teacher)
+        student_max, student_sum = _joined(student_max, student_sum)
+        teacher_max, teacher_sum = _joined(teacher_max, teacher_sum)
+        tl.store(found, student_max, row_mask)
+        tl.store(found + found_stride, student_sum, row_mask)
+        tl.store(found + 2 * found_stride, teacher_max, row_mask)
+        tl.store(found + 3 * found_stride, teacher_sum, row_mask)
+    else:
+        student_max = tl.load(found)
+        student_sum = tl.load(found + found_stride)
+        teacher_max = tl.load(found + 2 * found_stride)
+        teacher_sum = tl.load(found + 3 * found_stride)
+    student_inverse, teacher_inverse = 1.0 / student_sum, 1.0 / teacher_sum
+    log_sums = tl.log2(student_sum / teacher_sum)
+    unless_nan = (student_sum + teacher_sum) * 0.0
+
+    # The gradient of forward KL wants no sums, so that one reading makes both.
+    AT_ONCE: tl.constexpr = FORWARD_KL and out_ptr is not None
+    over_student_sum, over_teacher_sum = nothing, nothing
+    if DIVERGENCE and not AT_ONCE:
+        for column in range(0, V, BLOCK_V):
+            places, stored, wanted = _places(first, column, V, row_stride, BLOCK_V)
+            student, _ = _logits(student_ptr + places, stored, wanted, student_scale, student_softcap_scale)
+            teacher, _ = _logits(teacher_ptr + places, stored, wanted, teacher_scale, teacher_softcap_scale)
+            student -= student_max
+            teacher -= teacher_max
+            ratio = teacher - student + log_sums
+            if FORWARD_KL:
+                over_teacher_sum += _neighbours_sum(tl.exp2(teacher) * -ratio)
+            elif REVERSE_KL:
+                over_student_sum += _neighbours_sum(tl.exp2(student) * ratio)
+            else:
+                over_student, over_teacher = _mixture_over_both(
+                    ratio, teacher_weight, student_weight, STUDENT_LEADS, PTX
+                )
+                over_student_sum += _neighbours_sum(tl.exp2(student) * over_student)
+                over_teacher_sum += _neighbours_sum(tl.exp2(teacher) * over_teacher)
+    student_kl = tl.sum(over_student_sum, 1, keep_dims=True) * -student_inverse + unless_nan
+    if not DIVERGENCE:
+        student_kl = tl.load(found + 5 * found_stride)
+
+    if out_ptr is not None:
+        coefficient = tl.load(coefficient_ptr + rows)
+        factor = (coefficient if FORWARD_KL else coefficient * -student_inverse) + unless_nan
+        for column in range(0, V, BLOCK_V):
+            places, stored, wanted = _places(first, column, V, row_stride, BLOCK_V)
+            student, slope = _logits(student_ptr + places, stored, wanted, student_scale, student_softcap_scale)
+            teacher, _ = _logits(teacher_ptr + places, stored, wanted, teacher_scale, teacher_softcap_scale)
+            student -= student_max
+            teacher -= teacher_max
+            ratio = teacher - student + log_sums
+            if FORWARD_KL:
+                teacher_exp = tl.exp2(teacher)
+                if DIVERGENCE:
+                    over_teacher_sum += _neighbours_sum(teacher_exp * -ratio)
+                grad = tl.exp2(student) * student_inverse - teacher_exp * teacher_inverse
+            else:
+                over_student = ratio
+                if not REVERSE_KL:
+                    over_student, _ = _mixture_over_both(ratio, teacher_weight, student_weight, STUDENT_LEADS, PTX)
+                grad = tl.exp2(student) * (over_student + student_kl)
+            grad *= factor
+            if slope is not None:
+                grad *= slope
+            grad = tl.where(wanted & (coefficient != 0), grad, 0.0)
+            tl.store(out_ptr + places, grad.to(out_ptr.dtype.element_ty), stored & row_mask)
+
+    if DIVERGENCE:
+        teacher_kl = tl.sum(over_teacher_sum, 1, keep_dims=True) * -teacher_inverse + unless_nan
+        divergence = student_kl * student_weight + teacher_kl * teacher_weight
+        if FORWARD_KL:
+            divergence = teacher_kl
+        elif REVERSE_KL:
+            divergence = student_kl
+        tl.store(found + 4 * found_stride, divergence, row_mask)
+        tl.store(found + 5 * found_stride, student_kl, row_mask)
+
+
+@triton.jit
+def _places(first, column, V, row_stride, BLOCK_V: tl.constexpr):
+    """Where the columns from this one on lie, up to the end of a row's storage, and which of them are wanted.
+
+    Triton knows that end, not V, to be a multiple of 16, so that whole vectors are read and written.
+    """
+    columns = column + tl.arange(0, BLOCK_V)[None, :]
+    return first + columns, columns < row_stride, columns < V
+
+
+@triton.jit
+def _logits(places, stored, wanted, scale, softcap_scale):
+    """Base-2 logits, of no weight where they are not wanted, and the slope of the softcap or None."""
+    products = tl.load(places, stored, other=0.0)
+    slope = None
+    if softcap_scale is not None:
+        products = tanh(products * softcap_scale)
+        slope = 1.0 - products * products
+    return tl.where(wanted, products * scale, MASKED_LOGIT), slope
+
+
+@triton.jit
+def _with_more(max_logit, total, logits):
+    """Running maxima and sums of 2^(z - maximum) with more logits; a sum is NaN once a logit is not finite."""
+    logits = tl.reshape(logits, (logits.shape[0], logits.shape[1] // _NEIGHBOURS, _NEIGHBOURS))
+    larger = tl.maximum(max_logit, tl.max(logits, 2))
+    exps = tl.fma(logits, 0.0, tl.exp2(logits - larger[:, :, None]))
+    return larger, total * tl.exp2(max_logit - larger) + tl.sum(exps, 2)
+
+
+@triton.jit
+def _joined(max_logit, total):
+    """The row's maximum and sum, [BLOCK_N, 1] each."""
+    largest = tl.max(max_logit, 1, keep_dims=True)
+    return largest, tl.sum(total * tl.exp2(max_logit - largest), 1, keep_dims=True)
+
+
+@triton.jit
+def _neighbours_sum(values):
+    """[BLOCK_N, BLOCK_V] -> [BLOCK_N, BLOCK_V / _NEIGHBOURS]."""
+    return tl.sum(tl.reshape(values, (values.shape[0], values.shape[1] // _NEIGHBOURS, _NEIGHBOURS)), 2)
+
+
+@triton.jit
+def _mixture_over_both(ratio, teacher_weight, student_weight, STUDENT_LEADS: tl.constexpr, PTX: tl.constexpr):
+    """log2(m / p_s) and log2(m / p_t) from log2(p_t / p_s), for beta between its ends; finite though that is not.
+
+    Of the head that weighs more in m, which leads, it is log2(1 + w (q / p - 1)), with the other's probability q and
+    weight w, and as exact as it is small. Held where p is so much smaller than q that it has no weight.
+    """
+    to_other = tl.minimum(ratio if STUDENT_LEADS else -ratio, 126.0)
+    others_weight = tl.zeros_like(ratio) + (teacher_weight if STUDENT_LEADS else student_weight)
+    over_leading = _log2_of_1_plus(tl.fma(others_weight, tl.exp2(to_other), -others_weight), PTX)
+    over_other = over_leading - to_other
+    if STUDENT_LEADS:
+        return over_leading, over_other
+    return over_other, over_leading
+
+
+@triton.jit
+def _log2_of_1_plus(x, PTX: tl.constexpr):
+    """log2(1 + x) from -1/2 to 2^126, to 8e-7 of the result; to 3e-7 where x is small.
+
+    Up to 1/4 x times a polynomial (minimax fit): the logarithm of the sum would lose what its rounding loses of x.
+    """
+    polynomial = tl.fma(x, 0.22733094, -0.26152116)
+    polynomial = tl.fma(x, polynomial, 0.28770784)
+    polynomial = tl.fma(x, polynomial, -0.36000082)
+    polynomial = tl.fma(x, polynomial, 0.4809085)
+    polynomial = tl.fma(x, polynomial, -0.7213528)
+    polynomial = tl.fma(x, polynomial, 1.442695)
+    return tl.where(tl.abs(x) <= 0.25, x * polynomial, fast_log2(1.0 + x, PTX))
