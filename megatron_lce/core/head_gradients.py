@@ -87,7 +87,7 @@ def computed_slabs(
 def kept_slabs(grad: Tensor, num_columns: int, factor: Tensor | None = None) -> Iterator[Slab]:
     """Slabs of a gradient [N, C] that is there already, up to its factor: of the first C of `num_columns`."""
     num_tokens, kept_columns = grad.shape
-    for columns in cut_columns(kept_columns, kept_columns):
+    for columns in cut_columns(kept_columns, max(kept_columns, 1)):
         slab = _slab(columns, slice(0, num_tokens), grad[:, columns], num_tokens, num_columns)
         yield slab._replace(factor=factor)
 
