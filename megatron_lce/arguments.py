@@ -44,6 +44,8 @@ def make_call(
     Raises:
         TypeError, ValueError: see `linear_cross_entropy`.
     """
+    hidden, weight, labels = (collectives.waited(tensor) for tensor in (hidden, weight, labels))
+    options = replace(options, temperature=collectives.waited(options.temperature))
 
     def checked(ranks: int) -> tuple[Options, Shard, Tensor]:
         check(ranks)
@@ -58,6 +60,7 @@ def make_call(
         options.vocab_start,
         {f"the shape of {role}hidden": validation.shape_of(hidden)},
         largest_shard=largest_shard,
+        vocab_size=options.vocab_size,
     )
     temperature = options.temperature
     return Call(
@@ -90,6 +93,9 @@ def checked_options(
     validation.check_skip_ignored(options.skip_ignored, labels.numel())
     validation.check_options(options)
     shard = shard_of(weight, options.tp_group, options.vocab_start, options.vocab_size)
+    if options.vocab_start is None or ranks == 1:  # else the group compares its shards
+        first = 0 if options.vocab_start is None else options.vocab_start
+        validation.check_vocab_size(options.vocab_size, first + ranks * weight.shape[0])
     if sequence_parallel and not options.reduce_grad_hidden:
         raise ValueError("reduce_grad_hidden must be True with sequence_parallel, got False")
     _check_sink(options.weight_grad_sink, weight)

@@ -308,7 +308,9 @@ def torch_linear_cross_entropy(
     counted, loss = (target != ignored).float(), -out.logprobs
     if label_smoothing:
         first = linear_weight.shape[0] * collectives.group_rank(tp_group)
-        factors = torch.ones(num_classes, device=input.device) if weight is None else weight.float()
+        factors = (
+            torch.ones(num_classes, dtype=torch.float32, device=input.device) if weight is None else weight.float()
+        )
         logits = weighted_logits(
             input.reshape(-1, input.shape[-1]),
             linear_weight,

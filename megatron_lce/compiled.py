@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from megatron_lce.arguments import checked_options, make_call
 from megatron_lce.backends.choice import load_backend
@@ -22,11 +23,11 @@ from megatron_lce.core.logits_cache import LogitsCache, new_cache
 from megatron_lce.core.options import DIFFERENTIABLE, LinearCrossEntropyOutput, Options, outputs_asked_for
 
 _KEYWORDS = {  # the type of each in a schema
-    "temperature": "float",
+    "temperature": "Tensor",  # a number, [] fp64 on the host: the compiler would make a graph for each float
     "temperatures": "Tensor?",  # one a token, instead
     "tp_group": "str?",  # its name
     "sequence_parallel": "bool",
-    "logits_scale": "float",
+    "logits_scale": "Tensor",  # as the temperature
     "softcap": "float?",
     "ignore_index": "int",
     "vocab_start": "int?",
@@ -44,6 +45,7 @@ _KEYWORDS = {  # the type of each in a schema
     "itself": "Tensor?",  # another one for each call that keeps logits
 }
 _OF_NODE = ("needs_hidden", "needs_weight", "itself")  # which `linear_cross_entropy` has not
+_TENSORS = ("temperature", "temperatures", "logits_scale")  # that backward needs once more
 _SCHEMA_END = ", ".join(f"{kind} {name}" for name, kind in _KEYWORDS.items()) + ") -> Tensor[]"
 
 
@@ -70,6 +72,9 @@ def _arguments(values: Sequence[Any]) -> tuple[dict[str, Any], Options]:
     keywords = dict(zip(_KEYWORDS, values, strict=True))
     public = {name: value for name, value in keywords.items() if name not in _OF_NODE}
     temperatures, num_counted = public.pop("temperatures"), public.pop("num_counted")
+    for name in ("temperature", "logits_scale"):
+        # While shapes are traced nobody knows the number, and none is needed.
+        public[name] = 1.0 if isinstance(public[name], FakeTensor) else float(public[name])
     if temperatures is not None:
         public["temperature"] = temperatures
     if num_counted is not None:
@@ -184,10 +189,10 @@ def _(hidden: Tensor, weight: Tensor, labels: Tensor, kept: Any, upstream: Any, 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     hidden, weight, labels, *values = inputs
-    keywords, _ = _arguments(values)
+    keywords = dict(zip(_KEYWORDS, values, strict=True))
     names = _outputs(keywords)
     kept = output[len(names) :]
-    ctx.save_for_backward(hidden, weight, labels, keywords["temperatures"], *kept)
+    ctx.save_for_backward(hidden, weight, labels, *(keywords[name] for name in _TENSORS), *kept)
     ctx.values = [None if isinstance(value, Tensor) else value for value in values]
     others = (tensor for name, tensor in zip(names, output, strict=False) if name not in DIFFERENTIABLE)
     ctx.mark_non_differentiable(*others, *kept)
@@ -195,8 +200,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
 
 
 def _autograd(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
-    hidden, weight, labels, temperatures, *kept = ctx.saved_tensors
-    keywords = dict(zip(_KEYWORDS, ctx.values, strict=True)) | {"temperatures": temperatures}
+    hidden, weight, labels, *others = ctx.saved_tensors
+    tensors, kept = others[: len(_TENSORS)], others[len(_TENSORS) :]
+    keywords = dict(zip(_KEYWORDS, ctx.values, strict=True)) | dict(zip(_TENSORS, tensors, strict=True))
     upstream = grads[: len(_outputs(keywords))]
     found = iter(_backward(hidden, weight, labels, kept, upstream, *keywords.values()))
     needs = keywords["needs_hidden"], keywords["needs_weight"]

@@ -135,8 +135,9 @@ def _as_one_node(hidden: Tensor, weight: Tensor, labels: Tensor, options: Option
         hidden,
         weight,
         labels,
-        temperature=1.0 if isinstance(temperature, Tensor) else temperature,
+        temperature=_as_tensor(1.0 if isinstance(temperature, Tensor) else temperature),
         temperatures=temperature if isinstance(temperature, Tensor) else None,
+        logits_scale=_as_tensor(options.logits_scale),
         tp_group=None if options.tp_group is None else options.tp_group.group_name,
         skip_ignored=False if counted else options.skip_ignored,
         num_counted=options.skip_ignored if counted else None,
@@ -150,10 +151,14 @@ def _as_one_node(hidden: Tensor, weight: Tensor, labels: Tensor, options: Option
     return LinearCrossEntropyOutput(*(given.get(name) for name in LinearCrossEntropyOutput._fields))  # type: ignore[arg-type]
 
 
+def _as_tensor(number: float) -> Tensor:
+    """[] fp64 on the host. A product: of a float that changes, the compiler makes a number of its graph there alone."""
+    return torch.ones((), dtype=torch.float64, device="cpu") * number
+
+
 # Keywords that travel into a node of torch.compile's graph without another form.
 TRACED_AS_THEY_ARE = (
     "sequence_parallel",
-    "logits_scale",
     "softcap",
     "ignore_index",
     "vocab_start",

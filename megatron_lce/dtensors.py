@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from megatron_lce.core.collectives import waited
 from megatron_lce.core.options import Options
 from megatron_lce.core.plan import ceil_div
 
@@ -55,7 +56,7 @@ def localised(
         vocab_start=min(mesh.get_local_rank() * largest, weight.shape[0]),
         sequence_parallel=tokens.is_shard(0),
     )
-    return hidden.to_local(), weight.to_local(), _replicated("labels", labels), options, largest
+    return waited(hidden.to_local()), waited(weight.to_local()), _replicated("labels", labels), options, largest
 
 
 def _replicated(name: str, value: Any) -> Any:
@@ -64,4 +65,4 @@ def _replicated(name: str, value: Any) -> Any:
         return value
     if not all(placement.is_replicate() for placement in value.placements):
         raise ValueError(f"{name} must be a plain tensor or placed as Replicate(), got {value.placements}")
-    return value.to_local()
+    return waited(value.to_local())

@@ -4,9 +4,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from megatron_lce.core.options import LinearCrossEntropyOutput
 from megatron_lce.cross_entropy import linear_cross_entropy
+
+
+class _AsItIs:
+    """A tensor that FSDP's mixed precision does not see, and so does not round to its parameters' dtype."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
 
 
 class FusedLinearHead(nn.Linear):
@@ -22,6 +30,12 @@ class FusedLinearHead(nn.Linear):
         """in_features: H; out_features: the size of the vocabulary; the parameter is `weight`, [V, H]."""
         super().__init__(in_features, out_features, bias=False, device=device, dtype=dtype)
 
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        temperature = keywords.get("temperature")
+        if isinstance(temperature, Tensor):
+            keywords["temperature"] = _AsItIs(temperature)
+        return super().__call__(*args, **keywords)
+
     def forward(  # type: ignore[override]
         self,
         hidden: Tensor,  # [..., H]
@@ -31,8 +45,17 @@ class FusedLinearHead(nn.Linear):
         """Logits [..., V]; with labels what `linear_cross_entropy` gives, whose keywords are taken then.
 
         Raises:
-            TypeError, ValueError: see `linear_cross_entropy`; keywords without labels.
+            TypeError, ValueError: see `linear_cross_entropy`; keywords without labels; under FSDP a temperature of 16
+                bits.
         """
+        temperature = keywords.get("temperature")
+        if isinstance(temperature, _AsItIs):
+            temperature = keywords["temperature"] = temperature.tensor
+        if isinstance(self, FSDPModule) and isinstance(temperature, Tensor) and temperature.dtype.itemsize == 2:
+            raise TypeError(
+                f"temperature must be float32 under FSDP, got {temperature.dtype}: a MixedPrecisionPolicy rounds what a "
+                "module's forward is given. Make it inside the module that calls the head, or pass it by an attribute"
+            )
         if labels is not None:
             return linear_cross_entropy(hidden, self.weight, labels, **keywords)
         if keywords:

@@ -38,6 +38,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_lce.arguments import make_call
 from megatron_lce.core import validation
+from megatron_lce.core.collectives import waited
 from megatron_lce.core.distillation import JsdPass, linear_jsd_autograd
 from megatron_lce.core.known_loss import known_loss
 from megatron_lce.core.options import WORKSPACE_BYTES, BackendName, Options, WeightGradSink
@@ -126,6 +127,7 @@ def linear_jsd(
         TypeError, ValueError: an argument is not as described; the message names it, what it must be and what it was.
         RuntimeError: in backward with `create_graph=True`; in a second backward with `token_weights`.
     """
+    teacher_hidden, teacher_weight, token_weights = map(waited, (teacher_hidden, teacher_weight, token_weights))
     student = Head(student_hidden, student_weight, student_logits_scale, student_softcap)
     teacher = Head(teacher_hidden, teacher_weight, teacher_logits_scale, teacher_softcap)
     options = Options(  # each head has a logits_scale and a softcap of its own

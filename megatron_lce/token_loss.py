@@ -7,6 +7,7 @@ from torch import Tensor
 
 from megatron_lce.arguments import make_call
 from megatron_lce.core import validation
+from megatron_lce.core.collectives import waited
 from megatron_lce.core.autograd import check_workspace
 from megatron_lce.core.known_loss import known_loss
 from megatron_lce.core.options import LinearCrossEntropyOutput, Options
@@ -75,6 +76,7 @@ def linear_token_loss(
         TypeError, ValueError: an argument, or what `loss` returns, is not as described.
         RuntimeError: in a second backward: the first scaled the gradients in place.
     """
+    labels, per_token = waited(labels), tuple(waited(tensor) for tensor in per_token)
     unknown = keywords.keys() - Options.__dataclass_fields__.keys() | {"logits_cache_bytes"} & keywords.keys()
     options = Options(**{name: value for name, value in keywords.items() if name not in unknown})
 

@@ -91,10 +91,20 @@ def test_token_counts_do_not_recompile(device):
     assert counter.frame_count <= 2  # once for the first number, once for any other
 
 
+@pytest.mark.parametrize("name", ["temperature", "logits_scale"])
+def test_a_schedule_does_not_recompile(name, device):
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled, problem = torch.compile(step, fullgraph=True, backend=counter), inputs(torch.float32, device)
+    for tenths in range(12, 2, -1):
+        keywords = {name: tenths / 10}
+        assert same(bits(compiled, *problem, keywords), bits(step, *problem, keywords))
+    assert counter.frame_count <= 2
+
+
 def test_what_is_wrong_with_a_call_is_said(device):
     hidden, weight, labels = inputs(torch.float32, device)
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    with pytest.raises(RuntimeError, match="temperature must be positive and finite, got -1"):
+    with pytest.raises(ValueError, match="temperature must be positive and finite, got -1"):
         compiled(hidden, weight, labels, {"temperature": -1.0})
     with pytest.raises(RuntimeError, match="labels must have hidden's shape without H"):
         compiled(hidden, weight, labels[:5], {})

@@ -46,7 +46,6 @@ OPTIONS = [
     {"telemetry": True, "entropy": False, "softcap": 5.0, "temperature": 2.0},
     {"ignore_index": 3},
     {"vocab_size": 37},
-    {"vocab_size": 1000},
     {"vocab_size": 37, "telemetry": True, "softcap": 2.0},
 ]
 

@@ -248,3 +248,21 @@ def test_ranks_describe_a_configuration_in_one_order(device):
     described = list(arguments._describe(*problem[:3], Options()))
     assert described[:4] == ["hidden", "weight", "labels", "gradients"]
     assert described[4:] == [field.name for field in fields(Options) if field.name not in ("tp_group", "vocab_start")]
+
+
+def test_a_vocabulary_beyond_the_shards_is_refused():
+    with pytest.raises(
+        ValueError, match="vocab_size must be at most the 20 columns of all shards, got 21: is tp_group"
+    ):
+        megatron_lce.linear_cross_entropy(**inputs(), vocab_size=21)
+
+
+def test_transforms_of_torch_func_are_refused_in_our_words():
+    call = inputs()
+
+    def loss(hidden):
+        return megatron_lce.linear_cross_entropy(hidden, call["weight"], call["labels"]).logprobs.sum()
+
+    for transformed in (torch.func.grad(loss), torch.func.vmap(lambda h: loss(h[None].expand(4, -1)))):
+        with pytest.raises(TypeError, match="hidden must be a plain tensor, got one inside a transform of torch.func"):
+            transformed(call["hidden"].detach())

@@ -1,6 +1,7 @@
 """What `run_parity.py` runs of torch around the operation: its compiler, CUDA graphs, DTensors and FSDP2."""
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,10 +13,11 @@ from parity_of_compat import check_refusal
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import megatron_lce
+from megatron_lce.core import collectives
 from megatron_lce.core.options import DIFFERENTIABLE
 from tests.oracle import differentiable
 
@@ -161,4 +163,57 @@ def run_fsdp(group: ProcessGroup, device: torch.device, report: Report) -> None:
             report.compare(
                 f"FSDP2, fused {fused}: gradient of {name}", parameter.grad.full_tensor(), reference.grad, 1e-5
             )
+    check_fsdp_temperature(mesh, device, report)
     report.check("FSDP2: gathers, of logits and fused", gathers[0] == gathers[1] > 0, f"{gathers}")
+
+
+def check_fsdp_temperature(mesh: DeviceMesh, device: torch.device, report: Report) -> None:
+    """A policy that casts a module's inputs rounds no temperature; what was rounded further out is refused."""
+    head = megatron_lce.FusedLinearHead(HIDDEN_SIZE, 50, device=device, dtype=torch.float32)
+    hidden, labels = torch.ones(9, HIDDEN_SIZE, device=device), torch.arange(9, device=device)
+    temperature = 0.5 + torch.arange(9, dtype=torch.float32, device=device) / 7
+    with torch.no_grad():
+        weight = head.weight.bfloat16()
+        call = functools.partial(megatron_lce.linear_cross_entropy, hidden.bfloat16(), weight, labels)
+        expected = call(temperature=temperature).logprobs
+        fully_shard(head, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        actual = head(hidden, labels, temperature=temperature).logprobs
+        report.check("FSDP2: a temperature keeps its bits", torch.equal(actual, expected))
+        try:
+            head(hidden, labels, temperature=temperature.bfloat16())
+            message = "no error"
+        except TypeError as error:
+            message = str(error)
+    report.check("FSDP2: a 16-bit temperature", message.startswith("temperature must be float32"), message)
+
+
+def run_async_tensors(backend: str, group: ProcessGroup, device: torch.device, report: Report) -> None:
+    """What a functional collective is still filling is waited for, and keeps its gradient."""
+    from torch.distributed import _functional_collectives as functional
+
+    ranks = dist.get_world_size(group)
+    problem = Problem(Case("async", dtype=torch.float32), ranks, device)
+    start = 20 * dist.get_rank(group)
+    weight = problem.weight[start : start + 20]
+    temperature = torch.ones_like(problem.labels, dtype=torch.float32)
+
+    def outputs(hidden: Tensor, labels: Tensor, temperature: Tensor) -> tuple[Tensor, ...]:
+        own = weight.clone().requires_grad_()
+        keywords = {"temperature": temperature, "tp_group": group, "backend": backend}
+        out = megatron_lce.linear_cross_entropy(hidden, own, labels, **keywords)
+        loss = megatron_lce.linear_token_loss(hidden, own, labels, lambda o: -o.logprobs, **keywords).loss
+        jsd = megatron_lce.linear_jsd(hidden, own, hidden, weight, token_weights=temperature, **keywords)
+        (out.logprobs.sum() + loss + jsd).backward()
+        return out.logprobs.detach(), loss.detach(), jsd.detach(), own.grad
+
+    whole = problem.hidden, problem.labels, temperature
+    expected = outputs(*whole)
+    pending = [functional.all_reduce(tensor, "max", group) for tensor in whole]  # the same on every rank
+    report.check(f"{backend}: tensors are pending", all(type(t).__name__ == "AsyncCollectiveTensor" for t in pending))
+    actual = outputs(*pending)
+    for name, one, other in zip(("logprobs", "token loss", "jsd", "grad_weight"), actual, expected, strict=True):
+        report.compare(f"{backend}: async tensors: {name}", one, other, 1e-5)
+    if ranks > 1:
+        gather = getattr(functional, "all_gather_single_autograd", None) or functional.all_gather_tensor_autograd
+        gathered = gather(problem.hidden.clone().requires_grad_()[:6], 0, group)
+        report.check(f"{backend}: a pending tensor keeps its graph", collectives.waited(gathered).grad_fn is not None)

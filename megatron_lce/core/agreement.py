@@ -27,6 +27,7 @@ def agreed(
     changing: dict[str, Any] | None = None,
     *,
     largest_shard: int | None = None,
+    vocab_size: int | None = None,
     group_name: str = "tp_group",
     exchange: bool = True,
 ) -> tuple[_Checked, int | None]:
@@ -60,7 +61,7 @@ def agreed(
         key = _in_words(shared), rows if vocab_start is None else None
         if key not in known:
             mine = (key[0] + _in_words(changing or {}), rows, vocab_start, None if error is None else str(error))
-            known[key] = _exchange(mine, error, group, group_name)
+            known[key] = _exchange(mine, error, group, group_name, vocab_size)
         elif error is None and vocab_start is not None and largest_shard is None and not collectives.is_captured():
             known[key] = collectives.largest_over_group(weight.shape[0], group, weight.device)
         largest = known[key] if largest_shard is None else largest_shard
@@ -78,6 +79,7 @@ def _exchange(
     error: Exception | None,
     group: ProcessGroup,
     group_name: str,
+    vocab_size: int | None,
 ) -> int:
     """The columns of the group's largest shard, once every rank has told its configuration and its error."""
     everyone = collectives.gather_objects(mine, group)
@@ -92,6 +94,8 @@ def _exchange(
         if len(set(values)) > 1:
             raise ValueError(f"{name} must be the same on every rank of {group_name}, got {', '.join(values)}")
     _check_shards(shards, starts)
+    if None not in starts:
+        validation.check_vocab_size(vocab_size, max(start + rows for start, rows in zip(starts, shards, strict=True)))
     return max(shards)
 
 

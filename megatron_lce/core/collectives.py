@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from megatron_lce.core.trace import trace_range
 
@@ -20,6 +21,28 @@ class Pending(NamedTuple):
         if self.work is not None:
             self.work.wait()
         return self.tensor
+
+
+class _Waited(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: AsyncCollectiveTensor) -> Tensor:
+        return tensor.wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def waited(value: Any) -> Any:
+    """A tensor that a functional collective was still filling, as a plain one; anything else as it is."""
+    if not isinstance(value, AsyncCollectiveTensor):
+        return value
+    return _Waited.apply(value) if value.requires_grad else value.wait()
+
+
+# From torch 2.13 on; the older names warn there.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def group_size(group: ProcessGroup | None) -> int:
@@ -87,7 +110,7 @@ def gather_rows(shard: Tensor, group: ProcessGroup) -> Tensor:
 def start_gather_rows(shard: Tensor, group: ProcessGroup) -> Pending:
     out = shard.new_empty(shard.shape[0] * group_size(group), *shard.shape[1:])
     with trace_range("gather over the group"):
-        return Pending(out, dist.all_gather_into_tensor(out, shard.contiguous(), group=group, async_op=True))
+        return Pending(out, _all_gather(out, shard.contiguous(), group=group, async_op=True))
 
 
 def start_all_reduce(tensor: Tensor, group: ProcessGroup) -> Pending:
@@ -100,4 +123,4 @@ def start_reduce_scatter(tensor: Tensor, group: ProcessGroup) -> Pending:
     """[n, H] -> this rank's rows [n / tp, H] of the sum over the group."""
     out = tensor.new_empty(tensor.shape[0] // group_size(group), *tensor.shape[1:])
     with trace_range("sum of hidden's gradient over the group, scattered"):
-        return Pending(out, dist.reduce_scatter_tensor(out, tensor, group=group, async_op=True))
+        return Pending(out, _reduce_scatter(out, tensor, group=group, async_op=True))

@@ -54,6 +54,11 @@ def check_tensors(hidden: Tensor, weight: Tensor, labels: Tensor, sequence_shard
 def check_is_tensor(name: str, value: object) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+    if torch._C._functorch.is_functorch_wrapped_tensor(value):
+        raise TypeError(
+            f"{name} must be a plain tensor, got one inside a transform of torch.func (grad, vmap): take the gradient "
+            "with autograd, and batch by calling with more rows"
+        )
 
 
 def check_tensor(name: str, value: object) -> None:
@@ -156,6 +161,14 @@ def check_options(options: Options) -> None:
     check_integer("workspace_bytes", options.workspace_bytes, minimum=0)
     if options.backend not in get_args(BackendName):
         raise ValueError(f"backend must be 'auto', 'triton', 'torch' or 'reference', got {options.backend!r}")
+
+
+def check_vocab_size(vocab_size: int | None, columns: int) -> None:
+    """Check that the group's shards hold so many columns together."""
+    if vocab_size is not None and vocab_size > columns:
+        raise ValueError(
+            f"vocab_size must be at most the {columns} columns of all shards, got {vocab_size}: is tp_group missing?"
+        )
 
 
 def check_flag(name: str, value: object) -> None:
