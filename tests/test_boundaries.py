@@ -57,7 +57,7 @@ def test_kernels_know_torch_triton_and_plans_only(path):
     )
     allowed += (
         "megatron_lce.core.options",
-        "megatron_lce.core.products",
+        "megatron_lce.core.logits_cache",
         "megatron_lce.core.rows",
         "megatron_lce.core.two_heads",
         *sys.stdlib_module_names,
@@ -73,7 +73,7 @@ def test_the_reference_shares_no_code_with_the_backends():
 
 @pytest.mark.parametrize("path", [path for path in CORE if path.name != "collectives.py"], ids=name_of)
 def test_collectives_hold_the_only_distributed_calls(path):
-    types = {f"torch.distributed.{name}" for name in ("ProcessGroup", "Work", "tensor.DTensor")}
+    types = {f"torch.distributed.{name}" for name in ("ProcessGroup", "tensor.DTensor", "fsdp.FSDPModule")}
     assert not [name for name in imports(path) - types if is_from(name, ("torch.distributed",))]
 
 
@@ -88,16 +88,59 @@ def test_no_environment_variables_and_no_broad_excepts(path):
 
 @pytest.mark.parametrize("path", CORE, ids=name_of)
 def test_no_host_synchronisation_by_name(path):
-    """`check_labels` and, for `skip_ignored=True`, `RowNumber.look` look at the data; nothing else may."""
+    """`check_labels` and, for `skip_ignored=True`, `rows_that_count` look at the data; nothing else may."""
     functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
     calls = {
         node.func.attr
         for function in functions
-        if function.name not in ("check_labels", "look")
+        if function.name not in ("check_labels", "rows_that_count")
         for node in ast.walk(function)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
     }
     assert not calls & {"item", "cpu", "tolist", "numpy", "nonzero", "synchronize"}
+
+
+def files_imported(path):
+    """Files of the package that a file imports, those for type checking included."""
+    names = {name.removeprefix("megatron_lce.") for name in imports(path) if is_from(name, ("megatron_lce",))}
+    dotted = {".".join(module.relative_to(PACKAGE).with_suffix("").parts): module for module in MODULES}
+    return {dotted[own] for name in names for own in (name, name.rpartition(".")[0]) if own in dotted}
+
+
+def test_no_file_imports_itself_over_others():
+    graph = {path: files_imported(path) for path in MODULES if path.name != "__init__.py"}
+    while leaves := [path for path, imported in graph.items() if not imported & graph.keys()]:
+        for leaf in leaves:
+            del graph[leaf]
+    assert not sorted(map(name_of, graph))
+
+
+def test_no_two_files_share_a_name():
+    """But the two backends' answers to one protocol."""
+    seen = [path.name for path in MODULES if path.name != "__init__.py" and path.parent.name != "triton"]
+    assert sorted(seen) == sorted(set(seen))
+
+
+CREATION = {"zeros", "ones", "empty", "full", "arange", "tensor", "rand", "randn", "linspace", "eye", "scalar_tensor"}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_every_tensor_is_made_with_a_dtype(path):
+    """Without one it takes torch's default, which training programs change; so does a choice between two numbers."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.Call) or not ast.unparse(node.func).startswith("torch."):
+            continue
+        name, text = ast.unparse(node.func).removeprefix("torch."), ast.unparse(node)
+        if name in CREATION:
+            assert any(keyword.arg == "dtype" for keyword in node.keywords), text
+        elif name == "where":
+            assert not all(is_number(argument) for argument in node.args[1:3]), text
+
+
+def is_number(node):
+    return ast.unparse(node).lstrip("-") in ("torch.nan", "torch.inf", "math.nan", "math.inf") or (
+        isinstance(node, ast.Constant) or (isinstance(node, ast.UnaryOp) and isinstance(node.operand, ast.Constant))
+    )
 
 
 def test_every_folder_of_code_is_a_package():
