@@ -264,5 +264,7 @@ def test_transforms_of_torch_func_are_refused_in_our_words():
         return megatron_lce.linear_cross_entropy(hidden, call["weight"], call["labels"]).logprobs.sum()
 
     for transformed in (torch.func.grad(loss), torch.func.vmap(lambda h: loss(h[None].expand(4, -1)))):
-        with pytest.raises(TypeError, match="hidden must be a plain tensor, got one inside a transform of torch.func"):
+        with pytest.raises(
+            TypeError, match=r"hidden must be a plain tensor, got one inside a transform of torch\.func"
+        ):
             transformed(call["hidden"].detach())

@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_lce.core.options import DIFFERENTIABLE
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DEFAULT_DTYPES = DTYPES | {"fp64": torch.float64}
 MOST_TOKENS_ALONE = 12
 MOST_LOGITS = 20_000  # tokens x columns: what Triton's interpreter does in well under a second
 
@@ -56,6 +57,8 @@ class Case:
     padding: int  # columns at the end that are no vocabulary
     dtype: str
     layout: str  # of hidden and weight in memory
+    default_dtype: str  # torch's
+    pending: bool  # labels and temperatures are tensors that a functional collective is still filling
     logit_std: float
     offset: float  # of all logits, about
     ignored: float  # share of the rows
@@ -107,6 +110,8 @@ def cases(draw: st.DrawFn, operation: str, ranks: int) -> Case:
         "padding": draw(st.sampled_from([0, 0, 1, shards[-1], sum(shards) - 1])),
         "dtype": draw(st.sampled_from(list(DTYPES))),
         "layout": draw(st.sampled_from(["contiguous", "contiguous", "strided", "shifted", "transposed"])),
+        "default_dtype": draw(st.sampled_from(["fp32", "fp32", "bf16", "fp16", "fp64"])),
+        "pending": draw(st.booleans()),
         "logit_std": draw(st.sampled_from([2.0, 2.0, 0.0, 0.01, 20.0, 300.0])),
         "offset": draw(st.sampled_from([0.0, 0.0, 30.0, -1e3, 1e4])),
         "ignored": draw(st.sampled_from([0.0, 0.0, 0.5, 1.0])),

@@ -1,16 +1,19 @@
 """One drawn call on this rank: the operation, what it is held against, and the properties that hold for every call."""
 
+import contextlib
 import inspect
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from fuzz_cases import DTYPES, Case, JsdCase, Tensors, build, laid_out, starts_of, vocab_size_of
+from fuzz_cases import DEFAULT_DTYPES, DTYPES, Case, JsdCase, Tensors, build, laid_out, starts_of, vocab_size_of
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 import megatron_lce
 from megatron_lce.backends.reference import reference_linear_cross_entropy
@@ -101,11 +104,9 @@ def check_cross_entropy(case: Case, tensors: Tensors, share: Share, setting: Set
     ((hidden, weight),), labels, upstream = tensors.heads, tensors.labels, Upstream(**tensors.upstream)
     run = evaluate_token_loss if setting.operation == "linear_token_loss" else partial(evaluate, cross_entropy)
 
-    def call(**keywords: Any) -> Result:
-        keywords = share.keywords | keywords
-        return run(hidden[share.rows], weight[share.columns], labels, upstream, layout=case.layout, **keywords)
-
-    actual = call()
+    with as_drawn(case, share, labels) as (ids, keywords):
+        own = hidden[share.rows], weight[share.columns]
+        actual = run(*own, ids, upstream, layout=case.layout, **keywords)
     counted = int((labels != share.keywords["ignore_index"]).sum())
     skip = share.keywords["skip_ignored"]
     if not isinstance(skip, bool) and skip != counted:
@@ -135,6 +136,21 @@ def check_cross_entropy(case: Case, tensors: Tensors, share: Share, setting: Set
     # torch's own products have other bits where the workspace or a loss cuts the tokens differently.
     if setting.backend == "triton" or share.keywords["workspace_bytes"] == WIDE_WORKSPACE:
         check_bits(case, tensors, share, actual.outputs, findings)
+
+
+@contextlib.contextmanager
+def as_drawn(case: Case, share: Share, labels: Tensor) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+    """Labels and keywords as the case has them, and torch's default dtype, of which nothing may depend."""
+    keywords = dict(share.keywords)
+    if case.pending:
+        labels = AsyncCollectiveTensor(labels.clone())
+        if isinstance(keywords["temperature"], Tensor):
+            keywords["temperature"] = AsyncCollectiveTensor(keywords["temperature"].clone())
+    torch.set_default_dtype(DEFAULT_DTYPES[case.default_dtype])
+    try:
+        yield labels, keywords
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def largest_gap(
@@ -188,7 +204,8 @@ def check_jsd(case: Case, tensors: Tensors, share: Share, setting: Setting, find
         return megatron_lce.linear_jsd(*(laid_out(tensor, case.layout) for tensor in heads), **keywords)
 
     evaluate_it = evaluate_weighted_jsd if case.weighted else evaluate_jsd
-    actual = evaluate_it(divergence, mine, labels=tensors.labels, **share.keywords)
+    with as_drawn(case, share, tensors.labels) as (ids, keywords):
+        actual = evaluate_it(divergence, mine, labels=ids, **keywords)
     options = taken_by(jsd_of_products, share.keywords | {"labels": tensors.labels})
     parts = {"hidden_rows": share.rows, "weight_rows": share.columns}
     expected = evaluate_jsd(materialised_jsd, whole.to(torch.float64), **options)

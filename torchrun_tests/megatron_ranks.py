@@ -89,7 +89,7 @@ def check_touch_of_one_rank(case: cases.Case, device: torch.device, report: harn
             if parallel_state.get_tensor_model_parallel_rank() == 0:
                 head = find_language_model(chunks).output_layer
                 head.register_forward_hook(lambda module, args, output, touch=touch: (touch(output[0]), None)[1])
-            with warnings.catch_warnings(), mock.patch.multiple(plan, WIDE_BLOCK=1, MIN_TOKENS=4):
+            with warnings.catch_warnings(), mock.patch.multiple("megatron_lce.core.plan", WIDE_BLOCK=1, MIN_TOKENS=4):
                 warnings.simplefilter("ignore", UserWarning)
                 losses = chunks[0](batch["tokens"], batch["positions"], None, labels=labels, loss_mask=mask)
                 losses = losses if mask is None else losses * mask
