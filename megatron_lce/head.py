@@ -53,8 +53,8 @@ class FusedLinearHead(nn.Linear):
             temperature = keywords["temperature"] = temperature.tensor
         if isinstance(self, FSDPModule) and isinstance(temperature, Tensor) and temperature.dtype.itemsize == 2:
             raise TypeError(
-                f"temperature must be float32 under FSDP, got {temperature.dtype}: a MixedPrecisionPolicy rounds what a "
-                "module's forward is given. Make it inside the module that calls the head, or pass it by an attribute"
+                f"temperature must be float32 under FSDP, got {temperature.dtype}: a MixedPrecisionPolicy rounds what "
+                "a module's forward is given. Make it inside the module that calls the head, or pass it by an attribute"
             )
         if labels is not None:
             return linear_cross_entropy(hidden, self.weight, labels, **keywords)

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from megatron_lce.arguments import make_call
 from megatron_lce.core import validation
-from megatron_lce.core.collectives import waited
 from megatron_lce.core.autograd import check_workspace
+from megatron_lce.core.collectives import waited
 from megatron_lce.core.known_loss import known_loss
 from megatron_lce.core.options import LinearCrossEntropyOutput, Options
 from megatron_lce.core.products import own_arithmetic
