@@ -190,7 +190,7 @@ class CapturedHead:
         assert self._language_model is not None
         self._call = HeadCall.of(self._language_model.output_layer, input_, weight)
         self._with_gradient = torch.is_grad_enabled()
-        logits = UncomputedLogits(self._call, self._capture)
+        logits = UncomputedLogits.of(self._call, self._capture)
         return self._loss(logits, **of_loss) if output_cross_entropy_loss else (logits, None)
 
     def _compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
@@ -202,16 +202,16 @@ class CapturedHead:
     def _loss(self, logits: UncomputedLogits, labels: Tensor, **arguments: Any) -> Tensor:
         """The fused loss for MTP's heads, which come first, and none, [b, s, 0], for the main one."""
         if self._mtp_losses_left == 0:
-            return self._capture(logits).transpose(0, 1)
+            return self._capture(logits.call).transpose(0, 1)
         self._mtp_losses_left -= 1
         return logits.compute_loss(labels, **arguments, **self._enabled_options())
 
-    def _capture(self, logits: UncomputedLogits) -> Tensor:
+    def _capture(self, call: HeadCall) -> Tensor:
         """The main head's logits are wanted: note what they are made of and give [s, b, 0], which is no memory."""
-        self._call = logits.call
+        self._call = call
         self._start_pass()
-        batch, sequence = logits.call.tokens
-        return logits.call.hidden.new_empty((sequence, batch, 0))
+        batch, sequence = call.tokens
+        return call.hidden.new_empty((sequence, batch, 0))
 
     def _enabled_options(self) -> dict[str, Any]:
         """Those of the enabled loss that the capture is open on: its softcap, say, is the MTP losses' too."""

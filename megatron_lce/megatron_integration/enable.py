@@ -8,7 +8,7 @@ from typing import Any, Literal
 from torch import nn
 
 from megatron_lce.backends.choice import describe_backend
-from megatron_lce.core.options import WORKSPACE_BYTES, Backend
+from megatron_lce.core.options import WORKSPACE_BYTES, BackendName, Options
 from megatron_lce.core.validation import check_flag, check_options
 from megatron_lce.megatron_integration.capture import CapturedHead
 from megatron_lce.megatron_integration.fused_loss import FusedLoss, not_applied
@@ -78,7 +78,7 @@ def enable_fused_linear_ce(
     softcap: float | None = None,
     skip_ignored: bool = False,
     ignore_masked: bool = False,
-    backend: Backend = "auto",
+    backend: BackendName = "auto",
 ) -> FusedLinearCE:
     """From now on `model(..., labels=labels)` computes its loss, and its MTP losses, without logits.
 
@@ -125,7 +125,7 @@ def enable_fused_linear_ce(
         "softcap": softcap,
         "backend": backend,
     }
-    check_options(**options)
+    check_options(Options(**options))
     if not isinstance(skip_ignored, bool):
         raise TypeError(
             "skip_ignored must be True or False: the microbatches of a model differ in their number of counted rows; "

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from megatron.core.models.common.language_module.language_module import LanguageModule
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
-_COMPUTED = "the logits were computed or given a hook, by labels=None in training or by code beside the loss"
-
 
 class FusedLoss:
     """A model's head and loss with the options of `enable_fused_linear_ce`, in place until `close`."""
@@ -78,9 +76,8 @@ class FusedLoss:
                 of_loss["output_cross_entropy_loss"] = True
             return type(head).forward(head, input_, weight, runtime_gather_output, **of_loss)
         call = HeadCall.of(head, input_, weight, self._backward_passes)
-        if output_cross_entropy_loss:
-            return UncomputedLogits(call, self._compute_logits).compute_loss(**of_loss, **self.options_now())
-        return UncomputedLogits.in_graph(call, self._compute_logits), None
+        logits = UncomputedLogits.of(call, self._compute_logits)
+        return logits.compute_loss(**of_loss, **self.options_now()) if output_cross_entropy_loss else (logits, None)
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """In place of LanguageModule's, for the main loss and for MTP's: labels [b, s] to loss [b, s]."""
@@ -88,16 +85,15 @@ class FusedLoss:
             reason = "the logits were computed before the loss, by runtime_gather_output or by code in between"
             self._warn_once(reason + not_applied(self.options))
             return type(self.language_model).compute_language_model_loss(self.language_model, labels, logits)
-        if logits.is_touched:
-            self._warn_once(_COMPUTED)
         # MTP's acceptance metrics read the largest logit after the loss, in training.
         telemetry = self.language_model.training and bool(self.language_model.config.mtp_num_layers)
         return logits.compute_loss(labels, telemetry=telemetry, **self.options_now())
 
-    def _compute_logits(self, logits: UncomputedLogits) -> Tensor:
-        if self.language_model.training and logits.requires_grad:
-            self._warn_once(_COMPUTED)
-        return logits.call.logits()
+    def _compute_logits(self, call: HeadCall) -> Tensor:
+        if self.language_model.training and torch.is_grad_enabled():
+            reason = "by labels=None in training or by code beside the loss"
+            self._warn_once(reason, "fused linear cross-entropy is enabled but logits were computed")
+        return call.logits()
 
     def _ignore_masked_labels(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_lce.core.options import LinearCrossEntropyOutput
-from megatron_lce.core.products import product
 from megatron_lce.core.validation import check_number
 from megatron_lce.cross_entropy import linear_cross_entropy
 from megatron_lce.jsd import linear_jsd
@@ -65,7 +64,7 @@ class HeadCall:
             sequence_parallel=bool(head.sequence_parallel),
             weight_grad_sink=main_grad_sink(weight, head),
             head=head,
-            versions=(_version(hidden), _version(weight)),
+            versions=(version_of(hidden), version_of(weight)),
             backward_passes=backward_passes,
             backward_passes_before=0 if backward_passes is None else backward_passes.count,
         )
@@ -77,21 +76,12 @@ class HeadCall:
         return self.hidden.shape[1], self.hidden.shape[0] * shards
 
     def linear_cross_entropy(
-        self, labels: Tensor, temperature: float | Tensor = 1.0, **keywords: Any
+        self, labels: Tensor, temperature: float | Tensor = 1.0, logits_scale: float = 1.0, **keywords: Any
     ) -> LinearCrossEntropyOutput:
         """`megatron_lce.linear_cross_entropy` of this call; labels, a tensor of temperatures and outputs are [b, s]."""
-        return batch_first(linear_cross_entropy(**self.arguments(labels, temperature, **keywords)))
-
-    def arguments(
-        self, labels: Tensor, temperature: float | Tensor = 1.0, logits_scale: float = 1.0, **keywords: Any
-    ) -> dict[str, Any]:
-        """Those of `megatron_lce.linear_cross_entropy`."""
-        return {
-            "hidden": self.hidden,
-            "weight": self.weight,
-            "labels": self._sequence_first("labels", labels),
-            **self._keywords(temperature, logits_scale, keywords),
-        }
+        labels = self._sequence_first("labels", labels)
+        keywords = self._keywords(temperature, logits_scale, keywords)
+        return batch_first(linear_cross_entropy(self.hidden, self.weight, labels, **keywords))
 
     def linear_token_loss(
         self,
@@ -203,19 +193,10 @@ class HeadCall:
         logits, _ = type(self.head).forward(self.head, self.hidden, self.weight)
         return logits if self.logits_scale == 1.0 else logits * self.logits_scale
 
-    def logits_of(self, hidden: Tensor) -> Tensor:
-        """[N, V/tp] of gathered hidden [N, H]: the same without a collective."""
-        form = form_of(self.head)
-        logits = hidden.new_empty(hidden.shape[0], self.weight.shape[0], dtype=form.logits_dtype)
-        product(hidden, self.weight.t(), logits, accumulate=False)
-        if form.softcap is not None:
-            logits.div_(form.softcap).tanh_().mul_(form.softcap)
-        return logits if self.logits_scale == 1.0 else logits * self.logits_scale
-
     def check_unchanged(self) -> None:
         """What is computed of hidden and weight later must be what the forward pass would have computed of them."""
         for name, tensor, version in zip(("hidden", "weight"), (self.hidden, self.weight), self.versions, strict=True):
-            if _version(tensor) != version:
+            if version_of(tensor) != version:
                 raise RuntimeError(f"the LM head's {name} was changed in place after the forward pass that it was of")
         # An optimizer may change weights through `.data`, which no version counter sees; but not before a backward.
         if self.backward_passes is not None and self.backward_passes.count != self.backward_passes_before:
@@ -225,7 +206,7 @@ class HeadCall:
             )
 
 
-def _version(tensor: Tensor) -> int:
+def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
