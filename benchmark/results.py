@@ -22,6 +22,21 @@ ROUNDS = 6  # of calls that take turns
 PACKAGES = ("megatron-lce", "megatron-core", "torch", "triton", "nvidia-cutlass-dsl")
 
 
+def as_text(document: dict) -> str:
+    """The document as JSON, one record a line."""
+    parts = []
+    for name, value in document.items():
+        text = json.dumps(value)
+        if isinstance(value, list) and value:
+            text = "[\n" + ",\n".join(map(json.dumps, value)) + "\n]"
+        parts.append(f"{json.dumps(name)}: {text}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def load(path: Path) -> dict:
+    return json.loads(path.read_text())
+
+
 class Results:
     """A document that grows, written after every measurement; `path` None: never written (a rank that only helps)."""
 
@@ -39,7 +54,7 @@ class Results:
         ratios.add_ratios(self.document)
         ratios.add_ratios_of_rows(self.document)
         if self.path:
-            self.path.write_text(json.dumps(self.document, indent=1) + "\n")
+            self.path.write_text(as_text(self.document))
 
     def attempt(self, section: str, record: dict, measurement: Callable[[], dict]) -> None:
         """Adds the record with what `measurement` returns, or with why there is nothing."""

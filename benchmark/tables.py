@@ -4,10 +4,11 @@ A page says where a table goes by a comment, `<!-- table: NAME -->`, and ends it
 is replaced. `tests/test_docs.py` fails where a page differs from the files.
 """
 
-import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+from benchmark import results
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmark" / "results"
@@ -52,7 +53,7 @@ VARIANTS = {
 
 
 def load(name: str) -> dict:
-    return json.loads((RESULTS / f"{name}.json").read_text())
+    return results.load(RESULTS / f"{name}.json")
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

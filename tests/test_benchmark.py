@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmark import head_tp, measure, pictures, providers, ratios, results, run, run_jsd, run_rows
+from benchmark import head_tp, measure, pictures, providers, ratios, results, run, run_jsd, run_rows, tables
 from benchmark.ours import Ours
 from benchmark.shapes import Shape, make_inputs, parse_shape
 from tests.ranks import run_ranks
@@ -343,3 +343,10 @@ def test_jsd_run_measures_against_the_products_of_the_same_run(tmp_path):
     for record in document["jsd_errors"]:
         assert max(value for value in record.values() if isinstance(value, float) and value != record["beta"]) < 1e-5
     assert (tmp_path / "jsd.png").exists()
+
+
+def test_committed_results_are_one_record_a_line():
+    paths = sorted(tables.RESULTS.glob("*.json"))
+    for path in paths:
+        assert results.as_text(results.load(path)) == path.read_text(), path.name
+    assert sum(path.read_text().count("\n") for path in paths) <= 3000
