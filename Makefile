@@ -75,7 +75,7 @@ $(FRAMEWORKS)/%: $(INSTALLED)
 	$(BIN)/python -m zipfile -e $(FRAMEWORKS)/wheels/$*-*.whl $@
 
 test-frameworks: $(INSTALLED) $(MEGATRON_VERSIONS:%=$(MEGATRON)/%/megatron) $(FRAMEWORK_WHEELS:%=$(FRAMEWORKS)/%)
-	FRAMEWORKS=$(FRAMEWORKS) MEGATRON=$(MEGATRON) $(BIN)/python -m pytest -rs frameworks_tests
+	FRAMEWORKS=$(FRAMEWORKS) MEGATRON=$(MEGATRON) $(BIN)/python -m pytest -rs tests/frameworks
 
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmark.run

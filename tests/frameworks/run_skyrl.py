@@ -1,6 +1,6 @@
 """SkyRL's forward passes with its fused head switched on and the diff of docs/adoption.md, against its logits.
 
-    PYTHONPATH=MEGATRON torchrun --nproc-per-node 2 frameworks_tests/run_skyrl.py FOLDER      # FOLDER/skyrl: adopted
+    PYTHONPATH=MEGATRON torchrun --nproc-per-node 2 tests/frameworks/run_skyrl.py FOLDER      # FOLDER/skyrl: adopted
 
 Run are both forward passes of MegatronModelWrapper, for training and for inference, with the padding kept and removed.
 megatron-core must be 0.18 or newer. Stand-ins: the policy loss, which notes the logprobs that it gets, what belongs to

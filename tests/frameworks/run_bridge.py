@@ -1,6 +1,6 @@
 """Megatron-Bridge's output layers with a softcap, under the flag, against Megatron's loss of their logits.
 
-    torchrun --nproc-per-node 2 frameworks_tests/run_bridge.py FOLDER      # FOLDER/megatron/bridge
+    torchrun --nproc-per-node 2 tests/frameworks/run_bridge.py FOLDER      # FOLDER/megatron/bridge
 
 Of the files, which want TransformerEngine, the classes and their softcap alone are taken.
 """

@@ -1,6 +1,6 @@
 """slime's logprobs and entropy, with the diffs of docs/adoption.md, against slime's own of logits.
 
-    torchrun --nproc-per-node 2 frameworks_tests/run_slime.py OWN FUSED  # OWN/slime: as it is, FUSED/slime: with diffs
+    torchrun --nproc-per-node 2 tests/frameworks/run_slime.py OWN FUSED  # OWN/slime: as it is, FUSED/slime: with diffs
 
 Stand-ins: a whitening of advantages, a loader of functions by name, and a type that only annotates.
 """

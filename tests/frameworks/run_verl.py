@@ -1,6 +1,6 @@
 """verl's own forward files with the diffs of docs/adoption.md, against verl's unfused path, on any number of ranks.
 
-    torchrun --nproc-per-node 2 frameworks_tests/run_verl.py FOLDER      # FOLDER/verl: verl with the diffs applied
+    torchrun --nproc-per-node 2 tests/frameworks/run_verl.py FOLDER      # FOLDER/verl: verl with the diffs applied
 
 Stand-ins: an output class that is a dataclass of transformers in verl, the unwrapping of DDP, what verl asks of a
 device, a type that only annotates, and the schedule of `build_schedule_plan`, which calls what verl sets on it.

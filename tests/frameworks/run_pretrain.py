@@ -1,6 +1,6 @@
 """The forward step of Megatron-LM's pretrain_gpt.py, with the diff of docs/adoption.md, against the step as it is.
 
-    torchrun --nproc-per-node 2 frameworks_tests/run_pretrain.py OWN FUSED      # folders that have pretrain_gpt.py
+    torchrun --nproc-per-node 2 tests/frameworks/run_pretrain.py OWN FUSED      # folders that have pretrain_gpt.py
 
 Stand-ins: arguments, timers, the batch and the loss function that the step returns.
 """

@@ -1,6 +1,6 @@
 """The engine of AReaL's pull request 1322, with the diff of docs/adoption.md, against the same engine's logits.
 
-    torchrun --nproc-per-node 2 frameworks_tests/run_areal_pull.py FOLDER      # FOLDER/areal: with the diff applied
+    torchrun --nproc-per-node 2 tests/frameworks/run_areal_pull.py FOLDER      # FOLDER/areal: with the diff applied
 
 Run are its forward step with the capture of hidden, its packed forward, and its logprobs and entropy. Stand-ins:
 logging, tracing, what tells images from tensors, and the answer to "is there a GPU", without which it takes the logits.

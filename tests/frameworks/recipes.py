@@ -4,7 +4,7 @@ import re
 import shutil
 from pathlib import Path
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "adoption.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "adoption.md"
 _BLOCK = re.compile(r"^```diff\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _HEADER = re.compile(r"--- a/(\S+)\n\+\+\+ b/(\S+)\n")
 

@@ -1,6 +1,6 @@
 """verl's forward and backward unfused, with verl's own fused kernel, and with ours: time, peak memory and errors.
 
-    torchrun --nproc-per-node 2 frameworks_tests/time_verl.py OWN FUSED      # OWN/verl: as it is, FUSED/verl: adopted
+    torchrun --nproc-per-node 2 tests/frameworks/time_verl.py OWN FUSED      # OWN/verl: as it is, FUSED/verl: adopted
 
 One layer under DDP with fp32 gradients, sequence parallel: nearly all of it is the head. Logprobs, entropy and every
 parameter's gradient are compared with verl's unfused path in fp32, on the same weights; the exit status is 1 where ours

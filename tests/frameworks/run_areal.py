@@ -1,6 +1,6 @@
 """AReaL's logprobs from hidden states, with the diff of docs/adoption.md, against its own of logits.
 
-    torchrun --nproc-per-node 2 frameworks_tests/run_areal.py FOLDER      # FOLDER/areal: with the diff applied
+    torchrun --nproc-per-node 2 tests/frameworks/run_areal.py FOLDER      # FOLDER/areal: with the diff applied
 
 Stand-in: a flag for NPUs.
 """
