@@ -87,7 +87,7 @@ def checked_options(
         validation.check_flag(name, getattr(options, name))
     sequence_parallel = options.sequence_parallel and ranks > 1
     validation.check_tensors(hidden, weight, labels, ranks if sequence_parallel else 1, role)
-    validation.check_temperature(options.temperature, labels)
+    validation.check_temperature(options.temperature, labels.shape, labels.device)
     validation.check_number("logits_scale", options.logits_scale)
     validation.check_integer("ignore_index", options.ignore_index)
     validation.check_skip_ignored(options.skip_ignored, labels.numel())

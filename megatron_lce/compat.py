@@ -145,7 +145,7 @@ def _checked_temperature(temperature: float | Tensor, labels: Tensor) -> float |
         temperature = temperature.reshape(-1)
         if temperature.numel() == 1:
             temperature = temperature.expand(labels.shape)
-    validation.check_temperature(temperature, labels)
+    validation.check_temperature(temperature, labels.shape, labels.device)
     return temperature.where(labels >= 0, 1.0) if isinstance(temperature, Tensor) else temperature
 
 

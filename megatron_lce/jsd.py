@@ -20,14 +20,9 @@ and at the ends, by the same steps,
 
 A product gets scale / T of that, times 1 - tanh^2 under the student's softcap.
 
-The gradient of a logit needs the row's whole KL first, so there are three steps: both heads' logits with their softmax
-statistics, the sums over the vocabulary, and the gradient. The first two end with one exchange over the group each.
-Forward keeps the logits of a block of tokens for its sums where the workspace has room for them.
-
-Underflow: log2 p = z log2 e - lse is finite for any logit, and each probability multiplies a logarithm. log m is taken
-of an m held above the smallest normal number; where m is below it, p_s and p_t are zero, and zero times a finite number
-is what such a term is worth. Where student and teacher have equal logits, log(p_s / m) is a rounding of zero and so is
-the gradient.
+Underflow: with r = log2(p_t / p_s), taken of differences of logits, log2(m / p) of the head that weighs more in m is
+log2(1 + w (q / p - 1)), where q is the other's probability and w its weight: it keeps its digits where the heads are
+close, and where they are far apart it is finite, and multiplies a probability that is zero.
 """
 
 from typing import Any
@@ -39,9 +34,15 @@ from torch.distributed import ProcessGroup
 from megatron_lce.arguments import make_call
 from megatron_lce.core import validation
 from megatron_lce.core.collectives import waited
-from megatron_lce.core.distillation import JsdPass, linear_jsd_autograd
+from megatron_lce.core.distillation import JsdCall, JsdPass, linear_jsd_autograd
 from megatron_lce.core.known_loss import known_loss
-from megatron_lce.core.options import WORKSPACE_BYTES, BackendName, Options, WeightGradSink
+from megatron_lce.core.options import (
+    WORKSPACE_BYTES,
+    BackendName,
+    LinearCrossEntropyOutput,
+    Options,
+    WeightGradSink,
+)
 from megatron_lce.core.products import laid_out
 from megatron_lce.core.two_heads import Head
 
@@ -60,6 +61,8 @@ def linear_jsd(
     student_softcap: float | None = None,
     teacher_softcap: float | None = None,
     token_weights: Tensor | None = None,
+    teacher_temperature: float | Tensor | None = None,
+    return_student: bool = False,
     tp_group: ProcessGroup | None = None,
     sequence_parallel: bool = False,
     ignore_index: int = -100,
@@ -69,7 +72,7 @@ def linear_jsd(
     workspace_bytes: int = WORKSPACE_BYTES,
     backend: BackendName = "auto",
     weight_grad_sink: WeightGradSink | None = None,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, LinearCrossEntropyOutput]:
     """Per-token generalised Jensen-Shannon divergence of a student's and a teacher's LM head, without their logits.
 
     `beta KL(p_t || m) + (1 - beta) KL(p_s || m)` with `m = beta p_t + (1 - beta) p_s` for 0 < beta < 1; forward KL,
@@ -82,8 +85,8 @@ def linear_jsd(
         student_weight: [V_local, H_student] of its dtype, this rank's rows of the vocabulary.
         teacher_hidden: [..., H_teacher] for the same tokens; its size and dtype may be others. It gets no gradient.
         teacher_weight: [V_local, H_teacher] of its dtype, the same rows of the same vocabulary. It gets no gradient.
-        labels: int64, one a token (under `sequence_parallel` the full [s, ...]); only tells which rows are ignored.
-            `None`: no row is.
+        labels: int64, one a token (under `sequence_parallel` the full [s, ...]); tells which rows are ignored, and is
+            read for nothing else but `return_student`. `None`: no row is.
         beta: weight of the teacher in the mixture, in [0, 1].
         temperature: a positive float, or a floating tensor, one a token, without gradient; a row whose temperature is
             not positive and finite is NaN.
@@ -94,6 +97,9 @@ def linear_jsd(
             weight times divergence, and its gradients are made in forward, where the logits are: two products for each
             head fewer. A token whose weight is 0 is an ignored row. In fp16 weights should be of about 1, and the sum
             divided afterwards: the gradients are made before a loss scale is known.
+        teacher_temperature: temperature of the teacher's softmax alone, as above; `None`: `temperature`.
+        return_student: True also returns what `linear_cross_entropy` gives of the student at `temperature`: logprobs of
+            `labels`, entropy and lse, from the logits that are there, without gradient.
         tp_group: the ranks that the vocabulary is sharded over; `None`: the weights are whole.
         sequence_parallel: both hiddens are sharded along their first dimension; they are gathered inside and the
             student's gradient is reduce-scattered. Nothing to do on a single rank.
@@ -123,6 +129,9 @@ def linear_jsd(
         it is scattered, the gradient of all ranks' tokens); forward's blocks have the room of the weight's gradient
         until it is made of that sum, as in `linear_token_loss`.
 
+        With `return_student` a tuple: the loss, and a `LinearCrossEntropyOutput` of every token, where one that is
+        ignored, be it by its weight, is 0, and one whose label no rank owns is NaN.
+
     Raises:
         TypeError, ValueError: an argument is not as described; the message names it, what it must be and what it was.
         RuntimeError: in backward with `create_graph=True`; in a second backward with `token_weights`.
@@ -143,41 +152,72 @@ def linear_jsd(
         backend=backend,
         weight_grad_sink=weight_grad_sink,
     )
+
+    def check(ranks: int) -> None:
+        _check(student, teacher, beta, options, ranks, token_weights, teacher_temperature)
+        validation.check_flag("return_student", return_student)
+        if return_student and labels is None:
+            raise ValueError("labels must be given for return_student, got None")
+
     call = make_call(
         student_hidden,
         student_weight,
         labels,
         options,
         operation="linear_jsd",
-        check=lambda ranks: _check(student, teacher, beta, token_weights, options, ranks),
-        describe=lambda: _describe(student, teacher, beta, token_weights),
+        check=check,
+        describe=lambda: {
+            **_describe(student, teacher, beta),
+            "token_weights": type(token_weights).__name__,
+            "teacher_temperature": type(teacher_temperature).__name__,
+            "return_student": return_student,
+        },
         role="student_",
     )
-    student = Head(call.hidden, call.weight, float(student_logits_scale), student_softcap)
-    teacher = Head(
-        laid_out(teacher_hidden.detach().reshape(-1, teacher_hidden.shape[-1])),
-        laid_out(teacher_weight.detach().contiguous()),
-        float(teacher_logits_scale),
-        teacher_softcap,
+    jsd = JsdCall(
+        call,
+        Head(call.hidden, call.weight, float(student_logits_scale), student_softcap),
+        Head(
+            laid_out(teacher_hidden.detach().reshape(-1, teacher_hidden.shape[-1])),
+            laid_out(teacher_weight.detach().contiguous()),
+            float(teacher_logits_scale),
+            teacher_softcap,
+        ),
+        teacher_temperature.reshape(-1) if isinstance(teacher_temperature, Tensor) else teacher_temperature,
+        float(beta),
+        return_student,
     )
     if token_weights is None:
-        return linear_jsd_autograd(call, student, teacher, float(beta)).view(call.shape)
-    with_gradient = torch.is_grad_enabled() and (student_hidden.requires_grad or student_weight.requires_grad)
-    with torch.no_grad():
-        run = JsdPass(call, student, teacher, float(beta), token_weights.reshape(-1), with_gradient)
-    return known_loss(run, with_gradient)
+        loss, outputs = linear_jsd_autograd(jsd)
+        loss = loss.view(call.shape)
+    else:
+        with_gradient = torch.is_grad_enabled() and (student_hidden.requires_grad or student_weight.requires_grad)
+        with torch.no_grad():
+            run = JsdPass(jsd, token_weights.reshape(-1), with_gradient)
+        loss = known_loss(run, with_gradient)
+        outputs = run.student_outputs() if return_student else None
+    if outputs is None:
+        return loss
+    return loss, LinearCrossEntropyOutput(*(output.view(call.shape) for output in outputs))
 
 
 def _check(
-    student: Head, teacher: Head, beta: float, token_weights: Tensor | None, options: Options, ranks: int
+    student: Head,
+    teacher: Head,
+    beta: float,
+    options: Options,
+    ranks: int,
+    token_weights: Tensor | None,
+    teacher_temperature: Tensor | float | None,
 ) -> None:
     """Check what `linear_jsd` requires beside what every operation does."""
     validation.check_flag("sequence_parallel", options.sequence_parallel)
     _check_heads(student, teacher)
+    shape = validation.labels_shape("student_hidden", student.hidden, ranks if options.sequence_parallel else 1)
     if token_weights is not None:
-        shards = ranks if options.sequence_parallel else 1
-        shape = validation.labels_shape("student_hidden", student.hidden, shards)
         _check_token_weights(token_weights, shape, student.hidden.device)
+    if teacher_temperature is not None:
+        validation.check_temperature(teacher_temperature, shape, student.hidden.device, "teacher_temperature")
     validation.check_number("beta", beta)
     if not 0 <= beta <= 1:
         raise ValueError(f"beta must lie in [0, 1], got {beta}")
@@ -201,7 +241,7 @@ def _check_token_weights(token_weights: Tensor, shape: tuple[int, ...], device: 
         raise ValueError("token_weights must not require grad: it gets no gradient; got requires_grad=True")
 
 
-def _describe(student: Head, teacher: Head, beta: float, token_weights: Tensor | None) -> dict[str, Any]:
+def _describe(student: Head, teacher: Head, beta: float) -> dict[str, Any]:
     """What every rank of a group must call with beside what every operation takes."""
     heads = {
         f"{name}_{argument}": validation.kind_of(value) if isinstance(value, Tensor) else value
@@ -212,7 +252,6 @@ def _describe(student: Head, teacher: Head, beta: float, token_weights: Tensor |
     return {
         **heads,
         "beta": beta if isinstance(beta, (int, float)) and beta in (0, 1) else between,
-        "token_weights": type(token_weights).__name__,
     }
 
 

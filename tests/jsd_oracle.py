@@ -72,6 +72,7 @@ def jsd_of_products(
     labels: Tensor | None = None,
     beta: float = 0.5,
     temperature: float | Tensor = 1.0,
+    teacher_temperature: float | Tensor | None = None,
     student_logits_scale: float = 1.0,
     teacher_logits_scale: float = 1.0,
     student_softcap: float | None = None,
@@ -80,14 +81,19 @@ def jsd_of_products(
     vocab_size: int | None = None,
 ) -> Tensor:
     ignored = torch.zeros((), dtype=torch.bool, device=student.device) if labels is None else labels == ignore_index
-    if isinstance(temperature, Tensor):
-        usable = (temperature > 0) & temperature.isfinite()
-        temperature = torch.where(ignored, 1.0, torch.where(usable, temperature, torch.nan))[..., None]
+
+    def usable(temperature: float | Tensor) -> float | Tensor:
+        if not isinstance(temperature, Tensor):
+            return temperature
+        positive = (temperature > 0) & temperature.isfinite()
+        return torch.where(ignored, 1.0, torch.where(positive, temperature, torch.nan))[..., None]
+
+    temperatures = usable(temperature), usable(temperature if teacher_temperature is None else teacher_temperature)
     logits = (
         logits_of_products(student[..., :vocab_size], student_logits_scale, student_softcap),
         logits_of_products(teacher[..., :vocab_size], teacher_logits_scale, teacher_softcap),
     )
-    log_s, log_t = ((z / temperature).log_softmax(dim=-1) for z in logits)
+    log_s, log_t = ((z / t).log_softmax(dim=-1) for z, t in zip(logits, temperatures, strict=True))
 
     def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
         return (log_p.exp() * (log_p - log_q)).sum(dim=-1)

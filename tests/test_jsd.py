@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_lce import linear_jsd
+from megatron_lce import linear_cross_entropy, linear_jsd
 from tests.jsd_oracle import JsdInputs, evaluate_jsd, evaluate_weighted_jsd, materialised_jsd
-from tests.jsd_problems import BETAS, BF16, FP16, FP32, check, make_inputs
+from tests.jsd_problems import BETAS, BF16, FP16, FP32, check, ignoring, make_inputs
 
 PROBLEMS = [  # tokens, H of student and teacher, V_local; dtype
     ((1, 1, 1, 1), FP32),
@@ -93,6 +93,47 @@ def test_scale_and_softcap_of_either_head(form, beta, dtype, backend, device):
     check(backend, make_inputs(9, 24, 40, 130, device, dtype), beta=beta, temperature=temperature, **form)
 
 
+@pytest.mark.parametrize("evaluate", [evaluate_jsd, evaluate_weighted_jsd])
+@pytest.mark.parametrize("beta", BETAS)
+def test_the_teachers_own_temperature(beta, evaluate, backend, device):
+    inputs = make_inputs(9, 24, 40, 130, device)
+    per_token = torch.linspace(0.5, 4.0, 9, device=device)
+    for forms in ((1.5, 0.7), (per_token, 2.0), (1.5, per_token)):
+        keywords = dict(zip(("temperature", "teacher_temperature"), forms, strict=True))
+        check(backend, inputs, evaluate=evaluate, beta=beta, teacher_softcap=5.0, **keywords)
+    broken = {**keywords, "teacher_temperature": per_token.index_fill(0, per_token.new_tensor([4]).long(), -1.0)}
+    result = evaluate_jsd(linear_jsd, inputs, beta=beta, backend=backend, **broken)
+    assert result.loss.isnan().nonzero().flatten().tolist() == [4]
+    assert result.grad_hidden.isnan().any(dim=1).nonzero().flatten().tolist() == [4]
+
+
+@pytest.mark.parametrize("workspace_bytes", [2**29, 2**17])
+@pytest.mark.parametrize("token_weights", [False, True])
+@pytest.mark.parametrize("beta", BETAS)
+def test_the_students_outputs_come_with_the_loss(beta, token_weights, workspace_bytes, backend, device):
+    """The loss and its gradients are what they are without them."""
+    inputs = make_inputs((5, 2), 24, 40, 2000, device)
+    labels = (torch.arange(10, device=device).view(5, 2) * 221) % 2000
+    labels[1], labels[4, 1] = -100, 2000  # ignored, and no column
+    keywords = {"labels": labels, "beta": beta, "temperature": 1.7, "student_softcap": 6.0, "backend": backend}
+    keywords |= {"workspace_bytes": workspace_bytes, "token_weights": inputs.upstream if token_weights else None}
+    expected = linear_cross_entropy(*inputs[:2], labels, temperature=1.7, softcap=6.0, backend=backend)
+    alone = linear_jsd(*inputs[:4], **keywords)
+    hidden = inputs.student_hidden.requires_grad_()
+    for skip in (False, True, 8):
+        loss, student = linear_jsd(*inputs[:4], return_student=True, skip_ignored=skip, **keywords)
+        torch.testing.assert_close(loss.detach(), alone)
+        for name in ("logprobs", "entropy", "lse"):
+            value = getattr(student, name)
+            assert not value.requires_grad
+            torch.testing.assert_close(value, getattr(expected, name), equal_nan=True, rtol=1e-5, atol=1e-5)
+        assert not student.logprobs.gt(0).any()
+        (gradient,) = torch.autograd.grad(loss.sum(), hidden)
+        assert gradient[0].any()
+    with pytest.raises(ValueError, match="labels must be given for return_student, got None"):
+        linear_jsd(*inputs[:4], return_student=True, backend=backend)
+
+
 @pytest.mark.parametrize("beta", BETAS)
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 def test_no_tokens(beta, dtype, backend, device):
@@ -156,6 +197,26 @@ def test_same_bits_from_run_to_run_and_within_autocast(beta, backend, device):
     with torch.autocast(device.type, dtype=BF16):
         second = evaluate_jsd(linear_jsd, inputs, beta=beta, backend=backend)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("evaluate", [evaluate_jsd, evaluate_weighted_jsd])
+@pytest.mark.parametrize("default", [BF16, FP16, torch.float64], ids=str)
+def test_torchs_default_dtype_changes_no_bit(default, evaluate, backend, device):
+    inputs = make_inputs(9, 24, 40, 2000, device, BF16)
+    labels = ignoring(slice(0, 3), 9, device)
+    forms = [{"beta": beta} for beta in BETAS]
+    forms += [{"labels": labels, "skip_ignored": skip, "student_softcap": 3.0} for skip in (True, 6)]
+    forms += [{"workspace_bytes": 2**17}]  # columns in pieces
+    for keywords in forms:
+        usual = evaluate(linear_jsd, inputs, backend=backend, **keywords)
+        torch.set_default_dtype(default)
+        try:
+            result = evaluate(linear_jsd, inputs, backend=backend, **keywords)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        for name, value, expected in zip(result._fields, result, usual, strict=True):
+            assert value.dtype == expected.dtype, name
+            assert torch.equal(value, expected), name
 
 
 @pytest.mark.gpu

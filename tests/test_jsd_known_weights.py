@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_lce import linear_jsd
-from megatron_lce.core import divergence
+from megatron_lce.core import head_products
 from tests.jsd_oracle import evaluate_weighted_jsd
 from tests.jsd_problems import BETAS, BF16, FP32, check, ignoring, make_inputs, workspace_of
 
@@ -51,13 +51,13 @@ def test_gradients_are_as_small_as_the_weights(beta, backend, device):
 def test_known_weights_need_each_heads_logits_once(backend, device, monkeypatch):
     """In blocks whose gradients are collected: products that sum over tokens are of more of them than logits are."""
     inputs = make_inputs(400, 8, 16, 60, device, BF16)
-    compute, computed = divergence.product, []
+    compute, computed = head_products.product, []
 
     def spy(a, b, out, *, accumulate):
         computed.append(out.shape)
         compute(a, b, out, accumulate=accumulate)
 
-    monkeypatch.setattr(divergence, "product", spy)
+    monkeypatch.setattr(head_products, "product", spy)
     evaluate_weighted_jsd(linear_jsd, inputs, workspace_bytes=workspace_of(200, inputs, backend), backend=backend)
     assert sum(shape.numel() for shape in computed) == 2 * 400 * 60
     assert max(tokens for tokens, _ in computed) <= 256

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_lce import linear_jsd
-from megatron_lce.core import divergence
+from megatron_lce.core import head_products
 from tests.jsd_problems import BETAS, BF16, FP32, check, make_inputs, workspace_of
 from tests.live_bytes import peak_live_bytes
 
@@ -29,13 +29,13 @@ def test_logits_are_computed_once_where_the_workspace_holds_them(beta, backend, 
     """In blocks of at least 128 tokens with all their columns."""
     columns = 1300  # a cut falls between chunks
     inputs = make_inputs(140, 24, 16, columns, device, BF16)
-    compute, computed = divergence.product, []
+    compute, computed = head_products.product, []
 
     def spy(a, b, out, *, accumulate):
         computed.append(out.numel())
         compute(a, b, out, accumulate=accumulate)
 
-    monkeypatch.setattr(divergence, "product", spy)
+    monkeypatch.setattr(head_products, "product", spy)
     losses = []
     few, enough = (workspace_of(tokens, inputs, backend) for tokens in (60, 90))
     for workspace_bytes, passes in ((2**29, 1), (enough, 1), (few, 2)):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from harness import Report, available_backends, main
 from torch import Tensor
 
-from megatron_lce import linear_jsd
+from megatron_lce import linear_cross_entropy, linear_jsd
 from tests.jsd_oracle import JsdInputs, JsdResult, evaluate_jsd, evaluate_weighted_jsd, jsd_comparisons
 
 SEQUENCE = 12  # divisible by 1, 2, 3 and 4 ranks
@@ -67,6 +67,7 @@ FORMS = {
     "teacher_logits_scale": -1.5,
     "teacher_softcap": 5.0,
     "temperature": 1.6,
+    "teacher_temperature": 0.8,
 }
 CASES = [
     Case("even shards", (0, BETWEEN, 1)),
@@ -209,9 +210,47 @@ def check_refusals(backend: str, device: torch.device, report: Report) -> None:
         report.check(f"{backend}: refused: {name}", {message} == set(messages) and expected in message, message)
 
 
+def check_student_outputs(backend: str, device: torch.device, report: Report) -> None:
+    """What `return_student` gives is what `linear_cross_entropy` gives, block by block, too."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    names = ["uneven shards, temperature per token", "a shard that is all padding", "skipped, uneven"]
+    names += ["known weights, sequence parallel, blocks", "known weights, skipped, padding"]
+    for case in (case for case in CASES if case.name in names):
+        problem = Problem(case, ranks, device)
+        shard = slice(problem.starts[rank], problem.starts[rank + 1])
+        length = case.shape[0] // ranks
+        rows = slice(rank * length, (rank + 1) * length) if case.sequence_parallel else slice(None)
+        heads = [t[part] for t, part in zip(problem.inputs[:4], (rows, shard, rows, shard), strict=True)]
+        labels = problem.keywords["labels"]
+        ids = torch.arange(labels.numel(), device=device).view(labels.shape) * 7 % problem.starts[-1]
+        keywords = problem.keywords | {
+            "labels": torch.where(labels == -100, labels, ids),
+            "tp_group": dist.group.WORLD,
+            "sequence_parallel": case.sequence_parallel,
+            "vocab_start": shard.start,
+            "skip_ignored": bool(case.skip),
+            "backend": backend,
+        }
+        expected = linear_cross_entropy(*heads[:2], **keywords)
+        keywords |= {"token_weights": torch.ones_like(problem.inputs.upstream) if case.weighted else None}
+        heads[0].requires_grad_()
+        keywords |= {"workspace_bytes": case.workspace_bytes, "teacher_temperature": 1.5, "return_student": True}
+        _, student = linear_jsd(*heads, **keywords)
+        for name in ("logprobs", "entropy", "lse"):
+            value = getattr(student, name)
+            close = torch.allclose(value, getattr(expected, name), rtol=1e-4, atol=1e-4, equal_nan=True)
+            gathered = [torch.empty_like(value) for _ in range(ranks)]
+            dist.all_gather(gathered, value)
+            same = all(torch.equal(value.nan_to_num(9.0), other.nan_to_num(9.0)) for other in gathered)
+            report.check(
+                f"{backend}: student's {name}: {case.name}", close and same, f"close {close}, same bits {same}"
+            )
+
+
 def program(device: torch.device, report: Report) -> None:
     for backend in available_backends():
         check_refusals(backend, device, report)
+        check_student_outputs(backend, device, report)
         for case in CASES:
             for beta in case.betas:
                 run_case(case, beta, backend, device, report)

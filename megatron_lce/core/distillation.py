@@ -5,15 +5,15 @@ known weights a block of tokens goes all the way to its gradients while its prod
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_lce.core import collectives
 from megatron_lce.core.call import Call
-from megatron_lce.core.divergence import (
-    GradientBlocks,
+from megatron_lce.core.head_gradients import Slab, head_gradients, kept_slabs
+from megatron_lce.core.head_products import (
     Heads,
     ProductsRoom,
     check_workspace,
@@ -22,12 +22,11 @@ from megatron_lce.core.divergence import (
     gradient_blocks,
     recomputed_slabs,
 )
-from megatron_lce.core.head_gradients import Slab, head_gradients, kept_slabs
 from megatron_lce.core.known_loss import unscaled_dtype
 from megatron_lce.core.options import Options
 from megatron_lce.core.plan import cut, slab_row_stride
 from megatron_lce.core.products import own_arithmetic, with_zeros_behind
-from megatron_lce.core.protocols import Backend
+from megatron_lce.core.rows import Rows
 from megatron_lce.core.tokens import (
     Counted,
     TokenBlock,
@@ -37,8 +36,40 @@ from megatron_lce.core.tokens import (
     rows_to_compute,
     to_every_row,
 )
-from megatron_lce.core.two_heads import FOUND_ROWS, Gradient, Head, gradient_coefficient, losses_in_nats
+from megatron_lce.core.two_heads import (
+    Gradient,
+    Head,
+    found_rows,
+    gradient_coefficient,
+    losses_in_nats,
+    student_outputs,
+)
 from megatron_lce.core.validation import refuse_double_backward
+
+
+class JsdCall(NamedTuple):
+    """One call of `linear_jsd`: the student's, and what is of two heads."""
+
+    call: Call
+    student: Head  # its hidden [N, H_s], under sequence parallel [N / tp, H_s]
+    teacher: Head
+    teacher_temperature: Tensor | float | None  # [N] if a tensor; None: the student's
+    beta: float
+    return_student: bool
+
+    def rows(self, labels: Tensor) -> tuple[Rows, Tensor]:
+        """What each token brings, and the teacher's scale, [N]."""
+        call, prepare = self.call, self.call.backend.prepare_rows
+        rows = prepare(labels, call.temperature, call.options, call.shard)
+        if self.teacher_temperature is None:
+            return rows, rows.scale
+        return rows, prepare(labels, self.teacher_temperature, call.options, call.shard).scale
+
+    def heads(self, student: Head, teacher: Head, rows: Rows, teacher_scale: Tensor) -> Heads:
+        """Both heads of these rows."""
+        labels = rows.labels if self.return_student else None
+        student, teacher = student.of_rows(rows.scale), teacher.of_rows(teacher_scale)
+        return Heads(student, teacher, labels, self.beta, self.call.backend)
 
 
 class _LinearJsd(torch.autograd.Function):
@@ -47,58 +78,54 @@ class _LinearJsd(torch.autograd.Function):
     student hidden  replicated, or sharded along the sequence  -> its gradient is summed over the group
     student weight  this rank's shard                          -> its gradient is complete on this rank
     teacher         as the student's                           -> no gradient
-    Keeps at most 12 floats a token alive; backward recomputes both heads' logits slab by slab.
+    Keeps a dozen floats a token alive; backward recomputes both heads' logits slab by slab.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,  # the student's, as below; here for autograd
-        weight: Tensor,
-        call: Call,
-        student: Head,
-        teacher: Head,
-        beta: float,
-    ) -> Tensor:
-        options, backend = call.options, call.backend
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, jsd: JsdCall) -> tuple[Tensor, ...]:
+        call, student, teacher = jsd.call, jsd.student, jsd.teacher
+        options, num_tokens = call.options, call.labels.shape[0]
         with own_arithmetic(hidden.device, "linear_jsd forward"):
-            rows = backend.prepare_rows(call.labels, call.temperature, options, call.shard)
+            rows, teacher_scale = jsd.rows(call.labels)
             counted = counted_rows(call.labels, options)
-            rows = rows_to_compute(rows, counted.rows, counted)
-            check_workspace(_heads(student, teacher, rows.scale, beta, backend), call)
-            found = torch.empty(FOUND_ROWS, rows.scale.shape[0], dtype=torch.float32, device=hidden.device)
-            if rows.scale.shape[0] > 0:
-                here, there = (_computed(head, counted.rows, options) for head in (student, teacher))
-                diverge(_heads(here, there, rows.scale, beta, backend), call, found)
-            loss, to_nats = losses_in_nats(found, rows, beta)
-            loss = to_every_row(loss, counted, call.labels.shape[0])
+            rows, teacher_scale = rows_to_compute(rows, counted.rows, counted), _some(teacher_scale, counted.rows)
+            check_workspace(jsd.heads(student, teacher, rows, teacher_scale), call)
+            found = teacher_scale.new_empty(found_rows(jsd.return_student), teacher_scale.shape[0])
+            if teacher_scale.shape[0] > 0:
+                computed = [_computed(head, counted.rows, options) for head in (student, teacher)]
+                diverge(jsd.heads(computed[0], computed[1], rows, teacher_scale), call, found)
+            loss, to_nats = losses_in_nats(found, rows, jsd.beta)
+            outputs = [loss, *student_outputs(found, rows)] if jsd.return_student else [loss]
+            loss, *student_results = (to_every_row(output, counted, num_tokens) for output in outputs)
         ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*student_results)
         # A tensor of inference mode cannot be saved for backward; nor can it change outside of that mode.
         ctx.inference = [t if t.is_inference() else None for t in teacher[:2]]
         saved = (None if t.is_inference() else t for t in teacher[:2])
-        ctx.save_for_backward(hidden, weight, *saved, counted.rows, rows.scale, to_nats, found)
-        ctx.forms = student[2:], teacher[2:]
-        ctx.beta, ctx.call = beta, call.without_tensors()
-        return loss
+        ctx.save_for_backward(hidden, weight, *saved, counted.rows, rows.scale, teacher_scale, to_nats, found)
+        ctx.forms = student[2:4], teacher[2:4]
+        ctx.beta, ctx.call = jsd.beta, call.without_tensors()
+        return loss, *student_results
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor | None):
+    def backward(ctx: Any, grad_loss: Tensor | None, *_: Any):
         refuse_double_backward("linear_jsd")
         if grad_loss is None:
-            return (None,) * 6
-        hidden, weight, *saved, order, scale, to_nats, found = ctx.saved_tensors
+            return None, None, None
+        hidden, weight, *saved, order, scale, teacher_scale, to_nats, found = ctx.saved_tensors
         teacher_tensors = [one if other is None else other for one, other in zip(saved, ctx.inference, strict=True)]
         student, teacher = Head(hidden, weight, *ctx.forms[0]), Head(*teacher_tensors, *ctx.forms[1])
         call, num_tokens = ctx.call.with_tensors(hidden, weight), grad_loss.shape[0]
         options = call.options
         with own_arithmetic(grad_loss.device, "linear_jsd backward"):
-            upstream = grad_loss.float() if order is None else grad_loss.float()[order]
+            upstream = _some(grad_loss.float(), order)
             coefficient = gradient_coefficient(upstream, to_nats, scale, student, ctx.beta)
             if options.skip_ignored is True:
                 # Rows whose gradient is not zero. A broken row is NaN whatever comes.
                 rows = rows_that_count((upstream != 0) | to_nats.isnan(), options).rows
                 if rows is not None:
-                    found, coefficient, scale = found[:, rows], coefficient[rows], scale[rows]
+                    found, coefficient = found[:, rows], coefficient[rows]
+                    scale, teacher_scale = scale[rows], teacher_scale[rows]
                     order = rows if order is None else order[rows]
             if scale.shape[0] > 0:
                 # Before anything that a rank without columns leaves out: ranks must agree on the order of collectives.
@@ -106,7 +133,7 @@ class _LinearJsd(torch.autograd.Function):
 
             def slabs(block: TokenBlock, bytes_per_column: int) -> Iterator[Slab]:
                 whole = student._replace(hidden=block.hidden.wait())
-                heads = _heads(whole, teacher, scale, ctx.beta, call.backend)
+                heads = Heads(whole.of_rows(scale), teacher.of_rows(teacher_scale), None, ctx.beta, call.backend)
                 return recomputed_slabs(heads, found, coefficient, call, bytes_per_column)
 
             gradients = head_gradients(
@@ -116,12 +143,13 @@ class _LinearJsd(torch.autograd.Function):
                 needs_hidden=ctx.needs_input_grad[0],
                 needs_weight=ctx.needs_input_grad[1],
             )
-        return *gradients, None, None, None, None
+        return *gradients, None
 
 
-def linear_jsd_autograd(call: Call, student: Head, teacher: Head, beta: float) -> Tensor:
-    """The loss [N] of flattened inputs; the call is the student's."""
-    return _LinearJsd.apply(call.hidden, call.weight, call, student, teacher, beta)
+def linear_jsd_autograd(jsd: JsdCall) -> tuple[Tensor, list[Tensor] | None]:
+    """The loss [N], and where they are asked for the student's logprobs, entropy and lse."""
+    loss, *student_results = _LinearJsd.apply(jsd.call.hidden, jsd.call.weight, jsd)
+    return loss, student_results or None
 
 
 class JsdPass:
@@ -129,90 +157,79 @@ class JsdPass:
 
     name = "linear_jsd"
 
-    def __init__(
-        self,
-        call: Call,  # the student's
-        student: Head,
-        teacher: Head,
-        beta: float,
-        token_weights: Tensor,  # [N]; 0: an ignored row
-        with_gradient: bool,
-    ) -> None:
-        self.call, self._with_gradient = call, with_gradient
-        options, backend, num_tokens = call.options, call.backend, call.labels.shape[0]
+    def __init__(self, jsd: JsdCall, token_weights: Tensor, with_gradient: bool) -> None:
+        """`token_weights`: [N]; 0: an ignored row."""
+        self._jsd, self.call, self._with_gradient = jsd, jsd.call, with_gradient
+        call, options, num_tokens = jsd.call, jsd.call.options, jsd.call.labels.shape[0]
         weighted = call.labels.masked_fill(token_weights == 0, options.ignore_index)
-        rows = backend.prepare_rows(weighted, call.temperature, options, call.shard)
+        rows, teacher_scale = jsd.rows(weighted)
         # A number from the caller is of the labels.
         self._counted = counted_rows(weighted if options.skip_ignored is True else call.labels, options)
         computed = num_tokens if self._counted.rows is None else self._counted.rows.shape[0]
-        self._heads = _heads(student, teacher, rows.scale, beta, backend)
-        check_workspace(self._heads, call)
-        blocks = gradient_blocks(self._heads, computed, call) if with_gradient else None
-        block_tokens = max(computed, 1) if blocks is None else blocks.gradients
+        heads = jsd.heads(jsd.student, jsd.teacher, rows, teacher_scale)
+        check_workspace(heads, call)
+        blocks = gradient_blocks(heads, computed, call) if with_gradient else None
+        block_tokens = max(computed, 1) if blocks is None else blocks[1]
         self.tokens, teacher_tokens = (
             Tokens(head.hidden, num_tokens, self._counted, block_tokens, options, unscaled_dtype(call))
-            for head in (student, teacher)
+            for head in (jsd.student, jsd.teacher)
         )
         self._teacher_blocks = teacher_tokens.blocks()
-        order = self.tokens.order()
-        self._rows = rows_to_compute(rows, order, self._counted)
-        self._token_weights = (token_weights if order is None else token_weights[order]).float()
+        self._order = self.tokens.order()
+        self._rows = rows_to_compute(rows, self._order, self._counted)
+        self._teacher_scale = _some(teacher_scale, self._order)
+        self._token_weights = _some(token_weights, self._order).float()
         self._coefficient = gradient_coefficient(
-            self._token_weights, self._rows.to_nats, self._rows.scale, student, beta
+            self._token_weights, self._rows.to_nats, self._rows.scale, jsd.student, jsd.beta
         )
-        self._found = torch.empty(FOUND_ROWS, computed, dtype=torch.float32, device=call.hidden.device)
-        self._kept = None if blocks is None else _KeptGradients(self._heads, blocks, call)
+        self._found = teacher_scale.new_empty(found_rows(jsd.return_student), computed)
+        # Gradients of a block's products are collected from smaller blocks whose products are there for every reading.
+        if blocks is not None:
+            self._room = ProductsRoom(heads, blocks[0], call.shard.columns)
+            self._gradients = call.hidden.new_empty(blocks[1], slab_row_stride(call.shard.columns))
+        self._keeps = blocks is not None
 
     def slabs(self, block: TokenBlock, bytes_per_column: int) -> Iterator[Slab]:
         """Find a block's divergences, then yield the gradients of the student's products."""
+        jsd = self._jsd
         # Before anything that a rank without columns leaves out: ranks must agree on the order of collectives.
-        student, teacher = block.hidden.wait(), next(self._teacher_blocks).hidden.wait()
-        whole = self._heads
-        heads = _heads(
-            whole.student._replace(hidden=student),
-            whole.teacher._replace(hidden=teacher),
-            self._rows.scale[block.rows],
-            whole.beta,
-            whole.backend,
-        )
+        student = jsd.student._replace(hidden=block.hidden.wait())
+        teacher = jsd.teacher._replace(hidden=next(self._teacher_blocks).hidden.wait())
+        heads = jsd.heads(student, teacher, self._rows.select(block.rows), self._teacher_scale[block.rows])
         found, coefficient = self._found[:, block.rows], self._coefficient[block.rows]
-        if self._kept is not None:
-            yield from self._kept.slabs(heads, found, coefficient)
+        if self._keeps:
+            yield from self._kept_slabs(heads, found, coefficient)
             return
         diverge(heads, self.call, found)
         if self._with_gradient:
             yield from recomputed_slabs(heads, found, coefficient, self.call, bytes_per_column)
 
+    def _kept_slabs(self, heads: Heads, found: Tensor, coefficient: Tensor) -> Iterator[Slab]:
+        num_tokens, num_columns = found.shape[1], self.call.shard.columns
+        grad = with_zeros_behind(self._gradients[:num_tokens], num_columns)
+        for tokens in cut(num_tokens, self._room.tokens):
+            gradient = Gradient(coefficient[tokens], grad[tokens])
+            part = heads.block(tokens, slice(0, num_columns))
+            diverge_block(part, self._room, self.call, found[:, tokens], gradient)
+        yield from kept_slabs(grad, num_columns)
+
     def total(self) -> Tensor:
         """The weighted sum of the divergences."""
-        losses, _ = losses_in_nats(self._found, self._rows, self._heads.beta)
+        losses, _ = losses_in_nats(self._found, self._rows, self._jsd.beta)
         total = torch.where(self._rows.ignored, 0.0, self._token_weights * losses).sum()
         unless_nan = self._counted.unless_nan
         return total if unless_nan is None else total * unless_nan
 
-
-class _KeptGradients:
-    """Gradients of a block's products, collected from smaller blocks whose products are there for every reading."""
-
-    def __init__(self, heads: Heads, blocks: GradientBlocks, call: Call) -> None:
-        self._call, num_columns = call, call.shard.columns
-        self._room = ProductsRoom(heads, blocks.products, num_columns)
-        self._gradients = heads.student.hidden.new_empty(blocks.gradients, slab_row_stride(num_columns))
-
-    def slabs(self, heads: Heads, found: Tensor, coefficient: Tensor) -> Iterator[Slab]:
-        """Fill `Found`, [6, n], then yield the gradients of the n tokens with all columns."""
-        num_tokens, num_columns = found.shape[1], self._call.shard.columns
-        columns = slice(0, num_columns)
-        out = with_zeros_behind(self._gradients[:num_tokens], num_columns)
-        for tokens in cut(num_tokens, self._room.tokens):
-            gradient = Gradient(coefficient[tokens], out[tokens])
-            diverge_block(heads.block(tokens, columns), self._room, self._call, found[:, tokens], gradient)
-        yield from kept_slabs(out, num_columns)
+    def student_outputs(self) -> list[Tensor]:
+        """The student's logprobs, entropy and lse, [N] each, once all blocks have been there."""
+        rows = self._counted if self._order is None else self._counted._replace(rows=self._order)
+        outputs = student_outputs(self._found, self._rows)
+        return [to_every_row(output, rows, self.call.labels.shape[0]) for output in outputs]
 
 
-def _heads(student: Head, teacher: Head, scale: Tensor, beta: float, backend: Backend) -> Heads:
-    """Both heads, where `scale`, [N], makes base-2 logits of products at a logits_scale of 1."""
-    return Heads(student, teacher, (student.row_scale(scale), teacher.row_scale(scale)), beta, backend)
+def _some(per_row: Tensor, order: Tensor | None) -> Tensor:
+    """Numbers of the rows that are computed, in their order; None: of all as they are."""
+    return per_row if order is None else per_row.index_select(0, order)
 
 
 def _computed(head: Head, rows: Tensor | None, options: Options) -> Head:
@@ -220,4 +237,4 @@ def _computed(head: Head, rows: Tensor | None, options: Options) -> Head:
     if options.sequence_parallel:
         assert options.tp_group is not None
         head = head._replace(hidden=collectives.gather_rows(head.hidden, options.tp_group))
-    return head if rows is None else head._replace(hidden=head.hidden.index_select(0, rows))
+    return head._replace(hidden=_some(head.hidden, rows))

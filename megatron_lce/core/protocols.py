@@ -9,7 +9,7 @@ from megatron_lce.core.logits_cache import LogitsCache
 from megatron_lce.core.options import LinearCrossEntropyOutput, Options, Shard
 from megatron_lce.core.plan import Costs
 from megatron_lce.core.rows import Rows, Saved
-from megatron_lce.core.two_heads import Gradient, Products
+from megatron_lce.core.two_heads import Gradient, Pair
 
 
 class Backend(Protocol):
@@ -113,14 +113,12 @@ class Backend(Protocol):
 
     def read_products(
         self,
-        student: Products,
-        teacher: Products,
+        pair: Pair,
         found: Tensor,  # [6, N], packed `Found`
-        gradient: Gradient | None,
+        gradient: Gradient | None = None,
         *,
-        beta: float,
-        softmaxes: bool,
-        divergence: bool,
+        softmaxes: bool = False,
+        divergence: bool = False,
     ) -> None:
         """Read both heads' products with C columns up to three times, each time with what was found before.
 

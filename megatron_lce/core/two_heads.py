@@ -20,20 +20,22 @@ class Head(NamedTuple):
     weight: Tensor  # [V, H], hidden's dtype
     logits_scale: float = 1.0
     softcap: float | None = None
+    scale: Tensor | None = None  # [N] fp32, see `Products`; None: no rows are known yet
+
+    def of_rows(self, scale: Tensor) -> "Head":
+        """The head with its scale, where at a logits_scale of 1 it is this, [N]."""
+        factor = self.logits_scale if self.softcap is None else self.softcap
+        return self._replace(scale=scale if factor == 1.0 else scale * factor)
 
     def block(self, tokens: slice, columns: slice) -> "Head":
         """The head of some tokens and some rows of the vocabulary."""
-        return self._replace(hidden=self.hidden[tokens], weight=self.weight[columns])
+        assert self.scale is not None
+        return self._replace(hidden=self.hidden[tokens], weight=self.weight[columns], scale=self.scale[tokens])
 
-    @property
-    def softcap_scale(self) -> float | None:
-        """Factor from products to the argument of the softcap's tanh; None without a softcap."""
-        return None if self.softcap is None else self.logits_scale / self.softcap
-
-    def row_scale(self, scale: Tensor) -> Tensor:
-        """Factor from products, or from their tanh, to base-2 logits, where `scale` is it at a logits_scale of 1."""
-        factor = self.logits_scale if self.softcap is None else self.softcap
-        return scale if factor == 1.0 else scale * factor
+    def products(self, values: Tensor) -> "Products":
+        """These products of its rows, [N, C]."""
+        assert self.scale is not None
+        return Products(values, self.scale, None if self.softcap is None else self.logits_scale / self.softcap)
 
 
 class Products(NamedTuple):
@@ -42,6 +44,15 @@ class Products(NamedTuple):
     values: Tensor  # [N, C] fp32, rows a multiple of `SLAB_ROW_STEP` apart
     scale: Tensor  # [N] fp32
     softcap_scale: float | None
+
+
+class Pair(NamedTuple):
+    """Both heads' products of the same tokens with the same columns, and the beta that compares them."""
+
+    student: Products
+    teacher: Products
+    beta: float
+    labels: Tensor | None = None  # [N] int32 columns; outside [0, C): of other products; None: nothing wants them
 
 
 class Gradient(NamedTuple):
@@ -63,16 +74,18 @@ class Found(NamedTuple):
     teacher_sum: Tensor
     divergence: Tensor
     student_kl: Tensor  # KL(p_student || m); beta = 1: KL(p_student || p_teacher); beta = 0: of no use
+    # These are found where labels are given, and make [9, N] of it.
+    expected: Tensor | None = None  # sum of p_student (z - max)
+    label_logit: Tensor | None = None  # z - max of the label
+    label_owned: Tensor | None = None  # 1, or 0 where the label is no column
 
 
-FOUND_ROWS = len(Found._fields)
 STATS_ROWS = 4  # the softmaxes' rows of `Found`; behind them lie the sums
 
 
-def stats_of_nothing(stats: Tensor) -> None:
-    """Fill [4, N] with the softmax statistics of no columns: the neutral element of `merged_stats`."""
-    stats[::2] = -torch.inf
-    stats[1::2] = 0.0
+def found_rows(labels: bool) -> int:
+    """Number of rows of `Found`."""
+    return len(Found._fields) if labels else len(Found._fields) - len(Found._field_defaults)
 
 
 def merged_stats(parts: Tensor) -> Tensor:
@@ -90,6 +103,14 @@ def losses_in_nats(found: Tensor, rows: Rows, beta: float) -> tuple[Tensor, Tens
     to_nats = torch.where(divergence.isfinite() | rows.ignored, rows.to_nats, torch.nan)
     # Rounding may carry a divergence past its bounds; a clamp passes NaN.
     return torch.where(rows.ignored, 0.0, divergence.clamp(0.0, _largest_divergence(beta)) * to_nats), to_nats
+
+
+def student_outputs(found: Tensor, rows: Rows) -> Tensor:
+    """The student's logprobs of the labels, entropy and lse, [3, N]: 0 in ignored rows, NaN in broken ones."""
+    max_logit, total, *_, expected, label_logit, label_owned = found
+    log_sum, to_nats = total.log2(), torch.where(label_owned == 0, torch.nan, rows.to_nats)
+    outputs = torch.stack([label_logit - log_sum, log_sum - expected, max_logit + log_sum])
+    return torch.where(rows.ignored, 0.0, outputs * to_nats)
 
 
 def _largest_divergence(beta: float) -> float:

@@ -134,21 +134,23 @@ def labels_shape(hidden_name: str, hidden: Tensor, sequence_shards: int) -> tupl
     return shape
 
 
-def check_temperature(temperature: float | Tensor, labels: Tensor) -> None:
+def check_temperature(
+    temperature: float | Tensor, shape: tuple[int, ...], device: torch.device, name: str = "temperature"
+) -> None:
+    """Check a number, or a tensor of labels' shape and device."""
     if isinstance(temperature, Tensor):
         if not temperature.is_floating_point():
-            raise TypeError(f"temperature must be a float or a floating tensor, got a tensor of {temperature.dtype}")
-        if temperature.shape != labels.shape:
+            raise TypeError(f"{name} must be a float or a floating tensor, got a tensor of {temperature.dtype}")
+        if temperature.shape != shape:
             raise ValueError(
-                f"temperature must be a float or have labels' shape, {tuple(labels.shape)}, "
-                f"got {tuple(temperature.shape)}"
+                f"{name} must be a float or have labels' shape, {tuple(shape)}, got {tuple(temperature.shape)}"
             )
-        if temperature.device != labels.device:
-            raise ValueError(f"temperature must be on labels' device, {labels.device}, got {temperature.device}")
+        if temperature.device != device:
+            raise ValueError(f"{name} must be on labels' device, {device}, got {temperature.device}")
         if temperature.requires_grad:
-            raise ValueError("temperature must not require grad: it gets no gradient; got requires_grad=True")
+            raise ValueError(f"{name} must not require grad: it gets no gradient; got requires_grad=True")
     else:
-        check_number("temperature", temperature, positive=True)
+        check_number(name, temperature, positive=True)
 
 
 def check_options(options: Options) -> None:

@@ -129,7 +129,7 @@ class CapturedHead:
         temperature: float | Tensor = 1.0,
         token_weights: Tensor | None = None,
         **keywords: Any,
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, LinearCrossEntropyOutput]:
         """`megatron_lce.linear_jsd` of this captured head, the student's, and a teacher's.
 
         Args:
@@ -137,7 +137,7 @@ class CapturedHead:
                 sharded over the same ranks. It gets no gradient, so that its forward pass needs none.
             labels: [b, s] int64, as Megatron passes them; only tells which rows are ignored. `None`: no row is.
             beta: weight of the teacher in the mixture, in [0, 1].
-            temperature: a positive float, or a floating tensor [b, s].
+            temperature: a positive float, or a floating tensor [b, s]; so is `teacher_temperature`.
             token_weights: floating [b, s]; `None`: each token's divergence is wanted.
             keywords: those of `megatron_lce.linear_jsd` but tp_group, sequence_parallel, vocab_start and
                 weight_grad_sink, which the head fixes. `student_logits_scale` and `teacher_logits_scale` multiply the
@@ -146,8 +146,8 @@ class CapturedHead:
         Returns:
             The divergence of each token, fp32 [b, s]; with `token_weights` their weighted sum, whose gradients are made
             in forward. Padded columns of the vocabulary count, as they do in Megatron,
-            unless `vocab_size` is given. Where the student's forward pass kept no graph, under no_grad or inside a
-            reentrant checkpoint, it has none.
+            unless `vocab_size` is given. With `return_student` a tuple: that, and the student's outputs [b, s]. Where
+            the student's forward pass kept no graph, under no_grad or inside a reentrant checkpoint, it has none.
 
         Raises:
             RuntimeError: this stage has no head, no forward pass has reached it or the teacher's, or a hidden or weight

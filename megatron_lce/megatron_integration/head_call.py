@@ -137,10 +137,11 @@ class HeadCall:
         labels: Tensor | None = None,
         temperature: float | Tensor = 1.0,
         token_weights: Tensor | None = None,
+        teacher_temperature: float | Tensor | None = None,
         student_logits_scale: float = 1.0,
         teacher_logits_scale: float = 1.0,
         **keywords: Any,
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, LinearCrossEntropyOutput]:
         """`megatron_lce.linear_jsd` of this call, the student's, and a teacher's; per token as above."""
         for name, mine, its in (
             ("sequence_parallel", self.sequence_parallel, teacher.sequence_parallel),
@@ -151,7 +152,7 @@ class HeadCall:
                 raise ValueError(f"teacher_head must have the student's {name}, {mine}, got {its}")
         self.check_unchanged()
         teacher.check_unchanged()
-        loss = linear_jsd(
+        result = linear_jsd(
             self.hidden,
             self.weight,
             teacher.hidden,
@@ -159,6 +160,7 @@ class HeadCall:
             labels=self._sequence_first("labels", labels),
             temperature=self._sequence_first("temperature", temperature),
             token_weights=self._sequence_first("token_weights", token_weights),
+            teacher_temperature=self._sequence_first("teacher_temperature", teacher_temperature),
             **self._form("student", student_logits_scale, keywords.pop("student_softcap", None)),
             **teacher._form("teacher", teacher_logits_scale, keywords.pop("teacher_softcap", None)),
             tp_group=self.tp_group,
@@ -166,7 +168,9 @@ class HeadCall:
             weight_grad_sink=self.weight_grad_sink,
             **keywords,
         )
-        return swap(loss) if token_weights is None else loss
+        loss, of_student = result if isinstance(result, tuple) else (result, None)
+        loss = swap(loss) if token_weights is None else loss
+        return loss if of_student is None else (loss, batch_first(of_student))
 
     def _form(self, role: str, logits_scale: float, softcap: float | None) -> dict[str, Any]:
         """The keywords of one of a divergence's two heads."""
@@ -182,7 +186,7 @@ class HeadCall:
         if not isinstance(per_token, Tensor):
             return per_token
         if tuple(per_token.shape[:2]) != self.tokens or (
-            name in ("labels", "temperature", "token_weights") and per_token.dim() > 2
+            name in ("labels", "temperature", "token_weights", "teacher_temperature") and per_token.dim() > 2
         ):
             raise ValueError(f"{name} must be [b, s], {self.tokens} for this hidden, got {tuple(per_token.shape)}")
         return swap(per_token)

@@ -87,6 +87,7 @@ def test_jsd_is_that_of_the_models_logits(model, teacher, device, beta):
     labels = torch.where(labels % 5 == 0, -100, labels)
     temperature = torch.linspace(0.5, 2, labels.numel(), device=device).view_as(labels)
     keywords = {"labels": labels, "beta": beta, "temperature": temperature, "student_softcap": 2.0}
+    keywords["teacher_temperature"] = temperature.flip(1)
     student_head, teacher_head = captured(model, tensors, 0.25), captured(teacher, tensors, 3.0)
     loss = student_head.linear_jsd(teacher_head, **keywords, teacher_logits_scale=0.5, backend="torch")
     scales = {"student_logits_scale": 0.25, "teacher_logits_scale": 1.5}
@@ -102,6 +103,11 @@ def test_jsd_is_that_of_the_models_logits(model, teacher, device, beta):
         for name, gradient in expected.items():
             assert (actual[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
     assert all(parameter.grad is None for parameter in teacher.parameters())
+    student_head = captured(model, tensors, 0.25)
+    out = student_head.linear_cross_entropy(labels, temperature=temperature, softcap=2.0, backend="torch")
+    _, student = student_head.linear_jsd(teacher_head, **keywords, return_student=True)
+    torch.testing.assert_close(student.logprobs, out.logprobs)
+    torch.testing.assert_close(student.entropy, out.entropy)
 
 
 @pytest.mark.parametrize("enabled", [False, True])

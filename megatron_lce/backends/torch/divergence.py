@@ -5,7 +5,7 @@ from torch import Tensor
 
 from megatron_lce.core.plan import cut
 from megatron_lce.core.statistics import LN_2
-from megatron_lce.core.two_heads import STATS_ROWS, Found, Gradient, Products, merged_stats
+from megatron_lce.core.two_heads import STATS_ROWS, Found, Gradient, Pair, Products, merged_stats
 
 _LARGEST_RATIO = 126.0  # of two probabilities, in base 2
 _CHUNK_COLUMNS = 1024  # that are looked at together
@@ -17,25 +17,23 @@ def intermediate_bytes(num_columns: int) -> int:
 
 
 def read_products(
-    student: Products,
-    teacher: Products,
+    pair: Pair,
     found: Tensor,  # [6, N]
-    gradient: Gradient | None,
+    gradient: Gradient | None = None,
     *,
-    beta: float,
-    softmaxes: bool,
-    divergence: bool,
+    softmaxes: bool = False,
+    divergence: bool = False,
 ) -> None:
     """Softmax statistics, sums and gradient, each read from the products chunk by chunk: see `Backend`."""
-    chunks = list(cut(student.values.shape[1], _CHUNK_COLUMNS))
+    chunks = list(cut(pair.student.values.shape[1], _CHUNK_COLUMNS))
     if softmaxes:
-        found[:STATS_ROWS] = merged_stats(torch.stack([_chunk_stats(student, teacher, c) for c in chunks]))
+        found[:STATS_ROWS] = merged_stats(torch.stack([_chunk_stats(pair, c) for c in chunks]))
     if divergence:
-        sums = [_chunk_divergence(student, teacher, c, found, beta) for c in chunks]
+        sums = [_chunk_divergence(pair, c, found) for c in chunks]
         found[STATS_ROWS:] = torch.stack(sums).sum(dim=0)
     if gradient is not None:
         for c in chunks:
-            _chunk_gradient(student, teacher, c, found, gradient, beta)
+            _chunk_gradient(pair, c, found, gradient)
 
 
 # A chunk's tensors are the locals of a function of its own, so that they are gone before the next chunk's come.
@@ -49,10 +47,10 @@ def _logits(products: Products, columns: slice) -> Tensor:
     return (values * products.softcap_scale).tanh_().mul_(products.scale[:, None])
 
 
-def _chunk_stats(student: Products, teacher: Products, columns: slice) -> Tensor:
+def _chunk_stats(pair: Pair, columns: slice) -> Tensor:
     """Either head's largest logit and sum of one chunk, [4, N]."""
     stats = []
-    for products in (student, teacher):
+    for products in (pair.student, pair.teacher):
         logits = _logits(products, columns)
         largest = logits.amax(dim=1)
         finite = logits.isfinite().all(dim=1)
@@ -61,38 +59,49 @@ def _chunk_stats(student: Products, teacher: Products, columns: slice) -> Tensor
     return torch.stack(stats)
 
 
-def _chunk_divergence(student: Products, teacher: Products, columns: slice, found: Tensor, beta: float) -> Tensor:
-    """Divergence and KL(p_student || m) of one chunk, [2, N]."""
-    student_logits, teacher_logits = _logits(student, columns), _logits(teacher, columns)
-    ratio = _log_ratio(student_logits, teacher_logits, found)
+def _chunk_divergence(pair: Pair, columns: slice, found: Tensor) -> Tensor:
+    """Divergence and KL(p_student || m) of one chunk, and what of it is the labels': [2 or 5, N]."""
+    student, teacher = _logits(pair.student, columns), _logits(pair.teacher, columns)
+    sums = _divergence_sums(student, teacher, found, pair.beta)
+    if pair.labels is not None:
+        owned = (pair.labels >= columns.start) & (pair.labels < columns.stop)
+        place = torch.where(owned, pair.labels - columns.start, 0).long()
+        student.sub_(found[0][:, None])
+        label_logit = torch.where(owned, student.gather(1, place[:, None])[:, 0], 0.0)
+        expected = _probability(student, torch.zeros_like(label_logit), found[1]).mul_(student).sum(dim=1)
+        sums += [expected, label_logit, owned.float()]
+    return torch.stack(sums)
+
+
+def _divergence_sums(student: Tensor, teacher: Tensor, found: Tensor, beta: float) -> list[Tensor]:
+    """Divergence and KL(p_student || m) of base-2 logits, [N] each."""
+    ratio = _log_ratio(student, teacher, found)
     if beta == 0:
-        kl = _probability(teacher_logits, *found[2:4]).mul_(ratio).sum(dim=1)
-        return torch.stack([kl, kl])
-    ps = _probability(student_logits, *found[:2])
+        kl = _probability(teacher, *found[2:4]).mul_(ratio).sum(dim=1)
+        return [kl, kl]
+    ps = _probability(student, *found[:2])
     if beta == 1:
         kl = ps.mul_(ratio.neg_()).sum(dim=1)
-        return torch.stack([kl, kl])
+        return [kl, kl]
     student_over_m, teacher_over_m = _log_over_mixture(ratio, beta)
     kl_s = student_over_m.mul_(ps)
-    kl_t = teacher_over_m.mul_(_probability(teacher_logits, *found[2:4]))
+    kl_t = teacher_over_m.mul_(_probability(teacher, *found[2:4]))
     student_kl = kl_s.sum(dim=1)
-    return torch.stack([kl_s.mul_(1 - beta).add_(kl_t, alpha=beta).sum(dim=1), student_kl])
+    return [kl_s.mul_(1 - beta).add_(kl_t, alpha=beta).sum(dim=1), student_kl]
 
 
-def _chunk_gradient(
-    student: Products, teacher: Products, columns: slice, found: Tensor, gradient: Gradient, beta: float
-) -> None:
+def _chunk_gradient(pair: Pair, columns: slice, found: Tensor, gradient: Gradient) -> None:
     """Write one chunk of the gradient of the student's products."""
     coefficient = gradient.coefficient[:, None]
-    student_logits, teacher_logits = _logits(student, columns), _logits(teacher, columns)
+    student, teacher, beta = _logits(pair.student, columns), _logits(pair.teacher, columns), pair.beta
     if beta == 0:
-        grad = _probability(student_logits, *found[:2]).sub_(_probability(teacher_logits, *found[2:4]))
+        grad = _probability(student, *found[:2]).sub_(_probability(teacher, *found[2:4]))
     else:
-        ratio = _log_ratio(student_logits, teacher_logits, found)
+        ratio = _log_ratio(student, teacher, found)
         student_over_m = ratio.neg_() if beta == 1 else _log_over_mixture(ratio, beta)[0]
-        grad = student_over_m.sub_(found[5][:, None]).mul_(_probability(student_logits, *found[:2]))
-    if student.softcap_scale is not None:
-        grad.mul_(student_logits.div_(student.scale[:, None]).square_().neg_().add_(1.0))
+        grad = student_over_m.sub_(found[5][:, None]).mul_(_probability(student, *found[:2]))
+    if pair.student.softcap_scale is not None:
+        grad.mul_(student.div_(pair.student.scale[:, None]).square_().neg_().add_(1.0))
     gradient.out[:, columns].copy_(grad.mul_(coefficient).masked_fill_(coefficient == 0, 0.0))
 
 

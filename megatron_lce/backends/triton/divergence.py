@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_lce.backends.triton import tiles
 from megatron_lce.backends.triton.tile_products import MASKED_LOGIT, fast_log2, tanh
 from megatron_lce.core.plan import ceil_div
-from megatron_lce.core.two_heads import Gradient, Products
+from megatron_lce.core.two_heads import Gradient, Pair
 
 # Of a program, measured on Hopper at 151,936 columns.
 COLUMNS = 4096  # that it reads at a time
@@ -29,16 +29,15 @@ def intermediate_bytes(num_columns: int) -> int:
 
 
 def read_products(
-    student: Products,
-    teacher: Products,
+    pair: Pair,
     found: Tensor,  # [6, N]
-    gradient: Gradient | None,
+    gradient: Gradient | None = None,
     *,
-    beta: float,
-    softmaxes: bool,
-    divergence: bool,
+    softmaxes: bool = False,
+    divergence: bool = False,
 ) -> None:
     """Softmax statistics, sums and gradient in one launch: see `Backend`."""
+    student, teacher, beta, labels = pair
     num_tokens, num_columns = student.values.shape
     assert teacher.values.stride() == student.values.stride()
     assert gradient is None or gradient.out.stride() == student.values.stride()
@@ -48,6 +47,7 @@ def read_products(
         teacher.values,
         student.scale,
         teacher.scale,
+        labels,
         found,
         None if gradient is None else gradient.coefficient,
         None if gradient is None else gradient.out,
@@ -83,7 +83,8 @@ def _read_products_kernel(
     teacher_ptr,  # as the student's
     student_scale_ptr,  # [N] fp32
     teacher_scale_ptr,
-    found_ptr,  # [6, N] fp32, rows found_stride apart
+    label_ptr,  # [N] int32, or None: of no use
+    found_ptr,  # [6, N] fp32, or [9, N] with labels, rows found_stride apart
     coefficient_ptr,  # [N] fp32, or None: no gradient
     out_ptr,  # [N, V] out, rows row_stride apart, or None
     N,
@@ -137,8 +138,10 @@ def _read_products_kernel(
     unless_nan = (student_sum + teacher_sum) * 0.0
 
     # The gradient of forward KL wants no sums, so that one reading makes both.
-    AT_ONCE: tl.constexpr = FORWARD_KL and out_ptr is not None
-    over_student_sum, over_teacher_sum = nothing, nothing
+    AT_ONCE: tl.constexpr = FORWARD_KL and out_ptr is not None and label_ptr is None
+    over_student_sum, over_teacher_sum, expected, label_logit = nothing, nothing, nothing, nothing
+    if label_ptr is not None:
+        label = tl.load(label_ptr + rows)
     if DIVERGENCE and not AT_ONCE:
         for column in range(0, V, BLOCK_V):
             places, stored, wanted = _places(first, column, V, row_stride, BLOCK_V)
@@ -147,6 +150,10 @@ def _read_products_kernel(
             student -= student_max
             teacher -= teacher_max
             ratio = teacher - student + log_sums
+            if label_ptr is not None:
+                expected += _neighbours_sum(tl.exp2(student) * student)
+                of_label = wanted & (column + tl.arange(0, BLOCK_V)[None, :] == label)
+                label_logit += _neighbours_sum(tl.where(of_label, student, 0.0))
             if FORWARD_KL:
                 over_teacher_sum += _neighbours_sum(tl.exp2(teacher) * -ratio)
             elif REVERSE_KL:
@@ -166,14 +173,14 @@ def _read_products_kernel(
         factor = (coefficient if FORWARD_KL else coefficient * -student_inverse) + unless_nan
         for column in range(0, V, BLOCK_V):
             places, stored, wanted = _places(first, column, V, row_stride, BLOCK_V)
-            student, slope = _logits(student_ptr + places, stored, wanted, student_scale, student_softcap_scale)
+            student, capped = _logits(student_ptr + places, stored, wanted, student_scale, student_softcap_scale)
             teacher, _ = _logits(teacher_ptr + places, stored, wanted, teacher_scale, teacher_softcap_scale)
             student -= student_max
             teacher -= teacher_max
             ratio = teacher - student + log_sums
             if FORWARD_KL:
                 teacher_exp = tl.exp2(teacher)
-                if DIVERGENCE:
+                if DIVERGENCE and AT_ONCE:
                     over_teacher_sum += _neighbours_sum(teacher_exp * -ratio)
                 grad = tl.exp2(student) * student_inverse - teacher_exp * teacher_inverse
             else:
@@ -182,8 +189,8 @@ def _read_products_kernel(
                     over_student, _ = _mixture_over_both(ratio, teacher_weight, student_weight, STUDENT_LEADS, PTX)
                 grad = tl.exp2(student) * (over_student + student_kl)
             grad *= factor
-            if slope is not None:
-                grad *= slope
+            if student_softcap_scale is not None:
+                grad *= 1.0 - capped * capped
             grad = tl.where(wanted & (coefficient != 0), grad, 0.0)
             tl.store(out_ptr + places, grad.to(out_ptr.dtype.element_ty), stored & row_mask)
 
@@ -196,6 +203,10 @@ def _read_products_kernel(
             divergence = student_kl
         tl.store(found + 4 * found_stride, divergence, row_mask)
         tl.store(found + 5 * found_stride, student_kl, row_mask)
+        if label_ptr is not None:
+            tl.store(found + 6 * found_stride, tl.sum(expected, 1, keep_dims=True) * student_inverse, row_mask)
+            tl.store(found + 7 * found_stride, tl.sum(label_logit, 1, keep_dims=True), row_mask)
+            tl.store(found + 8 * found_stride, ((label >= 0) & (label < V)).to(tl.float32), row_mask)
 
 
 @triton.jit
@@ -210,13 +221,11 @@ def _places(first, column, V, row_stride, BLOCK_V: tl.constexpr):
 
 @triton.jit
 def _logits(places, stored, wanted, scale, softcap_scale):
-    """Base-2 logits, of no weight where they are not wanted, and the slope of the softcap or None."""
+    """Base-2 logits, of no weight where not wanted, and what they are multiples of: products, or their tanh."""
     products = tl.load(places, stored, other=0.0)
-    slope = None
     if softcap_scale is not None:
         products = tanh(products * softcap_scale)
-        slope = 1.0 - products * products
-    return tl.where(wanted, products * scale, MASKED_LOGIT), slope
+    return tl.where(wanted, products * scale, MASKED_LOGIT), products
 
 
 @triton.jit

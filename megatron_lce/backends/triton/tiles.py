@@ -18,19 +18,14 @@ class Tiles(NamedTuple):
     block_h: int
     num_warps: int
     num_stages: int
-    more_stages: int  # of a kernel that stores a tile in pieces so small that another stage finds room
 
 
-# H200, ms with 3 and 4 stages: fp32 logits of 256 x 151936 0.33 and 0.27 (H 2048), 0.51 and 0.46 (H 4096); gradients of
-# 8192 columns 0.91 and 0.94; statistics of 26240 x 4096 x 151936 47.4 and 50.0, elsewhere as fast (within 1 %).
-HOPPER_16_BIT = Tiles(128, 256, 64, num_warps=8, num_stages=3, more_stages=4)
-# Two heads' tiles share the registers. H200, ms of a gradient of 8192 x 8192, H 2048 and 4096, whose products take
-# cuBLAS 1.20: 1.44 with 4 stages, 1.43 with 6; by logits in memory 1.51.
-HOPPER_16_BIT_PAIR = Tiles(128, 128, 64, num_warps=8, num_stages=6, more_stages=6)
+# H200, ms with 3 and 4 stages: gradients of 8192 columns 0.91 and 0.94, statistics of 26240 x 4096 x 151936 47.4, 50.0.
+HOPPER_16_BIT = Tiles(128, 256, 64, num_warps=8, num_stages=3)
 # Within the 99 KiB of shared memory of Ada.
-GENERIC_16_BIT = Tiles(128, 128, 32, num_warps=8, num_stages=3, more_stages=3)
+GENERIC_16_BIT = Tiles(128, 128, 32, num_warps=8, num_stages=3)
 # Full fp32 products run on CUDA cores, not on tensor cores.
-FP32 = Tiles(64, 64, 32, num_warps=8, num_stages=2, more_stages=2)
+FP32 = Tiles(64, 64, 32, num_warps=8, num_stages=2)
 
 GROUP_N = 8  # row blocks that walk the vocabulary together, so that a weight tile is read from L2 by all of them
 
@@ -42,21 +37,6 @@ def choose_tiles(dtype: torch.dtype, device: torch.device) -> Tiles:
     if device.type == "cpu" or _capability(device) == (9, 0):
         return HOPPER_16_BIT
     return GENERIC_16_BIT
-
-
-def choose_pair_tiles(dtype: torch.dtype, device: torch.device) -> Tiles:
-    """The same of a program that holds a tile of either of two heads."""
-    tile = choose_tiles(dtype, device)
-    return HOPPER_16_BIT_PAIR if tile is HOPPER_16_BIT else tile
-
-
-def reading_rows(device: torch.device) -> int:
-    """Rows of a program that reads stored logits and sums over columns; an interpreter pays by the program.
-
-    H200, us of 512 x 151936 logits of two heads, columns x warps of a program: divergence 151 (512 x 1), 158
-    (1024 x 2), 160 (2048 x 4), gradient 181, 180 and 180; with more rows or fewer columns both take longer.
-    """
-    return 16 if device.type == "cpu" else 1
 
 
 def merging_rows(device: torch.device) -> int:

@@ -29,7 +29,7 @@ from megatron_lce.core.plan import (
 )
 from megatron_lce.core.products import product
 from megatron_lce.core.protocols import Backend
-from megatron_lce.core.two_heads import STATS_ROWS, Gradient, Head, Products, merged_stats, stats_of_nothing
+from megatron_lce.core.two_heads import STATS_ROWS, Gradient, Head, Pair, merged_stats
 
 BYTES_PER_LOGIT = 2 * 4  # of two heads' products in fp32
 SLAB_PARTS = 4  # products of so large a part of a slab's tokens are there at once in backward
@@ -41,32 +41,19 @@ class Heads(NamedTuple):
 
     student: Head
     teacher: Head
-    scales: tuple[Tensor, Tensor]  # [N] fp32 of either, see `Products`
+    labels: Tensor | None  # [N] int32, see `Pair`
     beta: float
     backend: Backend
 
     def block(self, tokens: slice, columns: slice) -> "Heads":
         """Both heads of some tokens and some columns."""
         student, teacher = (head.block(tokens, columns) for head in (self.student, self.teacher))
-        return self._replace(student=student, teacher=teacher, scales=(self.scales[0][tokens], self.scales[1][tokens]))
+        labels = None if self.labels is None else self.labels[tokens] - (columns.start or 0)
+        return self._replace(student=student, teacher=teacher, labels=labels)
 
     @property
     def num_columns(self) -> int:
         return self.student.weight.shape[0]
-
-    def read(
-        self,
-        products: tuple[Products, Products],
-        found: Tensor,
-        gradient: Gradient | None = None,
-        *,
-        softmaxes: bool = False,
-        divergence: bool = False,
-    ) -> None:
-        """See `Backend.read_products`."""
-        self.backend.read_products(
-            *products, found, gradient, beta=self.beta, softmaxes=softmaxes, divergence=divergence
-        )
 
 
 class ProductsRoom:
@@ -79,23 +66,15 @@ class ProductsRoom:
         # A CPU's products copy 16-bit weights.
         self._step = COLUMN_STEP if _copied_bytes(heads) else self.columns
 
-    @property
-    def nbytes(self) -> int:
-        return self._flat.nbytes
-
-    def fill(self, heads: Heads) -> tuple[Products, Products]:
-        """Products of the student and the teacher, valid until the next are asked for."""
-        num_tokens, width = heads.scales[0].shape[0], heads.num_columns
+    def fill(self, heads: Heads) -> Pair:
+        """Both heads' products, valid until the next are asked for."""
+        num_tokens, width = heads.student.hidden.shape[0], heads.num_columns
         stride = slab_row_stride(width)
         room = self._flat[:, : num_tokens * stride].view(2, num_tokens, stride)[:, :, :width]
         for head, values in zip((heads.student, heads.teacher), room, strict=True):
             for columns in cut_columns(width, self._step):
                 product(head.hidden, head.weight[columns].T, values[:, columns], accumulate=False)
-        student, teacher = (
-            Products(values, scale, head.softcap_scale)
-            for head, values, scale in zip((heads.student, heads.teacher), room, heads.scales, strict=True)
-        )
-        return student, teacher
+        return Pair(heads.student.products(room[0]), heads.teacher.products(room[1]), heads.beta, heads.labels)
 
 
 def diverge(heads: Heads, call: Call, found: Tensor) -> None:
@@ -114,29 +93,30 @@ def diverge_block(
 
     `gradient` is made, too; the room must hold all columns then.
     """
-    group, whole = call.options.tp_group, slice(None)
+    group, whole, read = call.options.tp_group, slice(None), heads.backend.read_products
     pieces = list(cut(heads.num_columns, room.columns))
     if group is None and len(pieces) == 1:
-        heads.read(room.fill(heads), found, gradient, softmaxes=True, divergence=True)
+        read(room.fill(heads), found, gradient, softmaxes=True, divergence=True)
         return
     kept = room.fill(heads) if len(pieces) == 1 else None
     part = torch.empty_like(found)
     stats, sums = found[:STATS_ROWS], found[STATS_ROWS:]
-    stats_of_nothing(stats)
+    stats.zero_()  # of no columns
+    stats[::2] = -torch.inf
     for columns in pieces:
-        heads.read(kept or room.fill(heads.block(whole, columns)), part, softmaxes=True)
+        read(kept or room.fill(heads.block(whole, columns)), part, softmaxes=True)
         stats.copy_(merged_stats(torch.stack([stats, part[:STATS_ROWS]])))
     if group is not None:
         stats.copy_(merged_stats(collectives.stack_over_group(stats, group)))
     part[:STATS_ROWS] = stats
     sums.zero_()
     for columns in pieces:
-        heads.read(kept or room.fill(heads.block(whole, columns)), part, divergence=True)
+        read(kept or room.fill(heads.block(whole, columns)), part, divergence=True)
         sums.add_(part[STATS_ROWS:])
     if group is not None:
         sums.copy_(collectives.stack_over_group(sums, group).sum(dim=0))
     if gradient is not None and kept is not None:
-        heads.read(kept, found, gradient)
+        read(kept, found, gradient)
 
 
 def recomputed_slabs(
@@ -169,19 +149,12 @@ def recomputed_slabs(
         for part in cut(tokens.stop, room.tokens, start=tokens.start):
             out = grad[part.start - tokens.start : part.stop - tokens.start]
             block = heads.block(part, columns)
-            block.read(room.fill(block), found[:, part], Gradient(coefficient[part], out))
+            heads.backend.read_products(room.fill(block), found[:, part], Gradient(coefficient[part], out))
 
     yield from computed_slabs(heads.student.hidden, num_tokens, slice(0, num_columns), num_columns, blocks, compute)
 
 
 # How a call is cut, by what ranks share: the group's largest shard.
-
-
-class GradientBlocks(NamedTuple):
-    """Tokens whose products are there at once, and tokens whose gradients are."""
-
-    products: int
-    gradients: int
 
 
 def products_blocks(heads: Heads, num_tokens: int, call: Call) -> Blocks:
@@ -193,12 +166,12 @@ def products_blocks(heads: Heads, num_tokens: int, call: Call) -> Blocks:
     return plan_blocks(num_tokens, slab_row_stride(call.shard.largest), room, _products_bytes(heads, call))
 
 
-def gradient_blocks(heads: Heads, num_tokens: int, call: Call) -> GradientBlocks | None:
-    """How tokens go all the way to their gradients at once; None: there is room for too few.
+def gradient_blocks(heads: Heads, num_tokens: int, call: Call) -> tuple[int, int] | None:
+    """Tokens whose products are there at once, and tokens whose gradients are; None: there is room for too few.
 
     They have the workspace, and the room of the weight's gradient, which is made of its sum over blocks when they are
-    gone. A third of that is products: a block of gradients reads and writes the weight's whole sum, which costs more
-    than to read both weights for a block of products. Gradients are of whole blocks of products.
+    gone. About a third of that is products: a block of gradients reads and writes the weight's whole sum, which costs
+    more than to read both weights for a block of products.
     """
     student, workspace = heads.student, call.options.workspace_bytes - _copied_bytes(heads)
     products = _row_bytes(heads, call)
@@ -207,29 +180,29 @@ def gradient_blocks(heads: Heads, num_tokens: int, call: Call) -> GradientBlocks
     sum_bytes = call.size.weight_sum if student.weight.requires_grad else 0
     single = sum_bytes // 2 if scales_a_sum(call) else sum_bytes
     if num_tokens * (products + gradient) <= workspace + single:
-        return GradientBlocks(num_tokens, num_tokens)
+        return num_tokens, num_tokens
     room = workspace + sum_bytes // 2
     most = room // (products + gradient) // MIN_TOKENS * MIN_TOKENS
     if most == 0:
         return None
     tokens = min(most, max(1, round(room / LOGITS_SHARE / products / MIN_TOKENS)) * MIN_TOKENS)
-    return GradientBlocks(tokens, _even(num_tokens, (room - tokens * products) // gradient, tokens))
+    gradients = _even(num_tokens, (room - tokens * products) // gradient, MIN_TOKENS)
+    return _even(gradients, (room - gradients * gradient) // products, MIN_TOKENS), gradients
 
 
 def check_workspace(heads: Heads, call: Call) -> None:
     """Raise ValueError where a pass, be it backward's, has no room for its smallest block."""
     slab = _slab_bytes(heads, call)
     slab = slab._replace(per_column=slab.per_column + call.size.weight_sum_column)
-    smallest = max(_products_bytes(heads, call).smallest, slab.smallest)
-    smallest, workspace = smallest + _copied_bytes(heads), call.options.workspace_bytes
+    smallest = max(_products_bytes(heads, call).smallest, slab.smallest) + _copied_bytes(heads)
+    workspace = call.options.workspace_bytes
     if workspace < smallest:
         raise ValueError(f"workspace_bytes must be at least {smallest} for these heads, got {workspace}")
 
 
 def _products_bytes(heads: Heads, call: Call) -> BlockBytes:
     """Bytes of both heads' products and of what reads them."""
-    per_token = heads.backend.intermediate_bytes(call.shard.largest) + _copied_row_bytes(heads)
-    return BlockBytes(BYTES_PER_LOGIT, per_token)
+    return BlockBytes(BYTES_PER_LOGIT, heads.backend.intermediate_bytes(call.shard.largest) + _copied_bytes(heads, 1))
 
 
 def _slab_bytes(heads: Heads, call: Call) -> BlockBytes:
@@ -241,20 +214,13 @@ def _slab_bytes(heads: Heads, call: Call) -> BlockBytes:
 
 def _row_bytes(heads: Heads, call: Call) -> int:
     """Bytes of a token's products with all columns and of what reads them."""
-    block_bytes = _products_bytes(heads, call)
-    return block_bytes.per_token + slab_row_stride(call.shard.largest) * block_bytes.per_logit
+    return _products_bytes(heads, call).per_token + slab_row_stride(call.shard.largest) * BYTES_PER_LOGIT
 
 
-def _copied_row_bytes(heads: Heads) -> int:
-    """Bytes of a row of hidden states or weight in fp32, which a CPU's products of 16-bit inputs copy; else 0."""
-    hiddens = [head.hidden for head in (heads.student, heads.teacher)]
-    copied = (hidden.device.type == "cpu" and hidden.dtype != torch.float32 for hidden in hiddens)
-    return max(4 * hidden.shape[1] * copy for hidden, copy in zip(hiddens, copied, strict=True))
-
-
-def _copied_bytes(heads: Heads) -> int:
-    """Bytes of the rows of weight that are copied at once."""
-    return COLUMN_STEP * _copied_row_bytes(heads)
+def _copied_bytes(heads: Heads, rows: int = COLUMN_STEP) -> int:
+    """Bytes of rows of hidden states or weight in fp32, which a CPU's products of 16-bit inputs copy; else 0."""
+    hiddens = [head.hidden for head in (heads.student, heads.teacher) if head.hidden.dtype != torch.float32]
+    return rows * max((4 * hidden.shape[1] for hidden in hiddens if hidden.device.type == "cpu"), default=0)
 
 
 def _even(num_tokens: int, most: int, step: int) -> int:
