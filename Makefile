@@ -78,7 +78,7 @@ test-frameworks: $(INSTALLED) $(MEGATRON_VERSIONS:%=$(MEGATRON)/%/megatron) $(FR
 	FRAMEWORKS=$(FRAMEWORKS) MEGATRON=$(MEGATRON) $(BIN)/python -m pytest -rs tests/frameworks
 
 bench: $(INSTALLED)
-	$(BIN)/python -m benchmark.run
+	$(BIN)/python -m benchmark.run head
 
 clean:
 	rm -rf $(VENV) demo_out

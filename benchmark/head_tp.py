@@ -1,37 +1,27 @@
-"""The head alone under tensor parallelism, communication included: `torchrun --nproc-per-node 4 -m benchmark.head_tp`.
+"""The head alone under tensor parallelism, communication included.
 
 Each tensor-parallel size is measured in groups of that many processes, which run at the same time. Beside ours stand
 verl's kernel and Megatron's native path (a column-parallel linear layer and its fused vocab-parallel cross-entropy),
 and cuBLAS on one rank's shard. hidden is replicated; every head leaves its gradient summed over the group.
 """
 
-import argparse
 import functools
-import os
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from benchmark import measure, report
+from benchmark import measure
 from benchmark.ours import MIB, Ours
 from benchmark.providers import Head, load_verl_kernel
-from benchmark.ratios import products_ms
 from benchmark.results import Results
-from benchmark.run import DTYPES
-from benchmark.shapes import Inputs, Shape, choose, make_inputs
-from scripts.arguments import HelpFormatter
-from scripts.ranks import device_of_rank
-
-SHORT_US = 10  # kernels that the printed profile leaves out
+from benchmark.shapes import Inputs, Shape, make_inputs
 
 
 class _SumGradient(torch.autograd.Function):
@@ -131,12 +121,12 @@ def load_heads(results: Results, names: list[str], group: ProcessGroup) -> dict[
 
 
 def measure_heads(
-    results: Results, shape: Shape, group: ProcessGroup, heads: dict[str, Head], dtype: torch.dtype, budget_ms: float
+    results: Results, shape: Shape, group: ProcessGroup, heads: dict[str, Head], budget_ms: float
 ) -> None:
     """All heads at one tensor-parallel size and one number of tokens: they take turns with the products."""
     device = results.device
     measure.free_memory(device)
-    inputs = shard_inputs(shape, group, dtype, device)
+    inputs = shard_inputs(shape, group, results.dtype, device)
     name = f"tp{group.size()} {shape.name}"
     gradient = torch.zeros_like(inputs.hidden)
     all_reduce = functools.partial(dist.all_reduce, gradient, group=group)
@@ -171,86 +161,15 @@ def measure_heads(
                 | compare(heads[record["provider"]], inputs, record["mode"], reference)
             ),
         )
-    for record, timed in turns:  # where a head that is over the limit spends its time
-        if record["provider"].startswith("ours") and record["mode"] == "rl" and record["status"] == "ok":
-            key = {"shape": name, "mode": "rl", "provider": record["provider"]}
-            results.attempt("profiles", key, lambda timed=timed: {"kernels": measure.kernels(timed.call, device)})
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmark.head_tp", description=__doc__.splitlines()[0], formatter_class=HelpFormatter
-    )
-    add = parser.add_argument
-    add("--tp", help="Comma-separated tensor-parallel sizes; None: the powers of two up to the number of processes.")
-    add("--tokens", default="16384,8192", help="Comma-separated token counts.")
-    add("--hidden", type=int, default=4096, help="Hidden size.")
-    add("--vocab", type=int, default=151936, help="Vocabulary of all ranks together.")
-    add("--heads", default="all", help=f"Comma-separated: all, {', '.join(HEADS)}.")
-    add("--dtype", choices=DTYPES, default="bf16", help="Type of hidden and weight.")
-    add("--device", choices=("cuda", "cpu"), help="Device of all ranks; None: cuda where every rank has a GPU.")
-    add("--budget-ms", type=float, default=130.0, help="Time of a round of the three products, in ms.")
-    add("--output", type=Path, default=Path("head_tp.json"), help="JSON file to write.")
-    return parser
-
-
-def parse_arguments(argv: list[str], ranks: int) -> argparse.Namespace:
-    parser = build_parser()
-    arguments = parser.parse_args(argv)
-    try:
-        arguments.heads = choose("a head", arguments.heads, HEADS)
-        powers = ",".join(str(2**i) for i in range(ranks.bit_length()))
-        arguments.tp = [int(text) for text in (arguments.tp or powers).split(",")]
-        arguments.tokens = [int(text) for text in arguments.tokens.split(",")]
-    except ValueError as error:
-        parser.error(str(error))
-    for tp in arguments.tp:
-        if tp < 1 or ranks % tp or arguments.vocab % tp:
-            parser.error(f"--tp must divide {ranks} processes and {arguments.vocab} columns, got {tp}")
-    return arguments
-
-
-def main() -> None:
-    arguments = parse_arguments(sys.argv[1:], int(os.environ.get("WORLD_SIZE", 1)))
-    device = device_of_rank(arguments.device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(minutes=5))
-    path = arguments.output if dist.get_rank() == 0 else None
-    results = Results(device, DTYPES[arguments.dtype], path, {"command": sys.argv[1:], "ranks": dist.get_world_size()})
+def measure_case(results: Results, arguments: Any) -> None:
+    dist.init_process_group("nccl" if results.device.type == "cuda" else "gloo", timeout=timedelta(minutes=5))
     for tp in arguments.tp:
         group, _ = dist.new_subgroups(group_size=tp)
         heads = load_heads(results, arguments.heads, group)
         for tokens in arguments.tokens:
             shape = Shape(f"{tokens}x{arguments.hidden}x{arguments.vocab}", tokens, arguments.hidden, arguments.vocab)
-            measure_heads(results, shape, group, heads, DTYPES[arguments.dtype], arguments.budget_ms)
+            measure_heads(results, shape, group, heads, arguments.budget_ms)
         del heads
-    if path:
-        print_table(results.document)
-        print(f"Report: {path}")
     dist.barrier()
-    dist.destroy_process_group()
-
-
-def print_table(document: dict) -> None:
-    """Every head's times beside the products of one rank's shard, and the all-reduce of hidden's gradient."""
-    console = Console(width=170)
-    report.print_header(document, console)
-    for record in document["all_reduce"]:
-        if record["status"] == "ok" and (products := products_ms(document, record["shape"])):
-            text = "F {:.2f}, dX {:.2f}, dW {:.2f}, all-reduce {:.2f} ms".format(*products, record["time_ms"])
-            console.print(f"{record['shape']} on one rank: {text}")
-    columns = ("time_ms", "over_products", "over_products_recomputed", "peak_mib", "gradients_mib")
-    differences = ("logprobs_difference", "grad_hidden_difference")
-    keys = ("shape", "mode", "provider")
-    report.print_table(console, "head under tensor parallelism", keys, (*columns, *differences), document["times"])
-    for record in document.get("profiles", []):
-        title = f"{record['shape']}, {record['provider']}: rank 0's kernels of one {record['mode']} step"
-        longest = [
-            kernel | {"name": kernel["name"][:60], "status": "ok"}
-            for kernel in record.get("kernels", [])
-            if kernel["us"] >= SHORT_US
-        ]
-        report.print_table(console, title, ("name",), ("start_us", "us"), longest)
-
-
-if __name__ == "__main__":
-    main()

@@ -148,26 +148,6 @@ def measure_call(call: Callable[[], object], device: torch.device, *, budget_ms:
     return timed.warm_up() | timed.round(budget_ms=budget_ms, **calls)
 
 
-def kernels(call: Callable[[], object], device: torch.device, calls: int = 3) -> list[dict]:
-    """What the last of a few calls ran on the GPU, in order: name, and start and duration in us. Nothing on a CPU."""
-    if device.type != "cuda":
-        return []
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        for _ in range(calls):
-            call()
-        torch.cuda.synchronize(device)
-    events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    events = sorted(events, key=lambda event: event.time_range.start)[len(events) - len(events) // calls :]
-    return [
-        {
-            "name": event.name,
-            "start_us": event.time_range.start - events[0].time_range.start,
-            "us": event.time_range.elapsed_us(),
-        }
-        for event in events
-    ]
-
-
 def slowest_rank(record: dict, group: dist.ProcessGroup | None = None) -> dict:
     """The record with every float in it replaced by the largest of the group's ranks: times, memory, errors."""
     names = [name for name, value in record.items() if isinstance(value, float)]

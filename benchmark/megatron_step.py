@@ -1,4 +1,4 @@
-"""A whole training step of a Megatron GPT, flag on and off: `torchrun --nproc-per-node 2 -m benchmark.megatron_step`.
+"""A whole training step of a Megatron GPT, flag on and off.
 
 Forward and backward by Megatron's schedule, DDP with fp32 gradients, no optimizer step: time, peak memory over the
 resting state (weights, gradient buffers, data), losses, and every parameter's gradient against an fp32 run of the same
@@ -10,11 +10,8 @@ tells `linear_token_loss` the loss, with so many MiB of workspace. `own-flag`, o
 
 import argparse
 import functools
-import importlib.util
 import itertools
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,22 +19,15 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config, unwrap_model
-from rich.console import Console
 from torch import Tensor, nn
 
 import megatron_lce
-from benchmark import measure, report, shapes
+from benchmark import measure
 from benchmark.ours import cache_bytes
 from benchmark.results import Results
-from benchmark.run import DTYPES
 from megatron_lce.megatron_integration.enable import FusedLinearCE
 from scripts import megatron_runtime
-from scripts.arguments import HelpFormatter
 
-VARIANTS = ("native", "native-fused", "ours", "ours-skip", "ours-512-mib", "ours-cached")
-VARIANTS += ("ours-main-grad", "ours-main-grad-512-mib", "ours-token-640", "ours-token-main-grad")
-if importlib.util.find_spec("megatron.core.transformer.linear_cross_entropy") is not None:
-    VARIANTS += ("own-flag",)
 CALLS = {"repeats": 1, "settle": 1}  # in a round; see `measure.SETTLE_MS`
 
 
@@ -201,12 +191,15 @@ class Variant(measure.Timed):
         return record
 
 
-def work(args: argparse.Namespace, device: torch.device) -> None:
-    """All variants at every number of tokens. Everything built here is gone when it returns."""
-    dtype = DTYPES[args.dtype]
-    path = args.output if dist.get_rank() == dist.get_world_size() - 1 else None
-    results = Results(device, dtype, path, {"command": sys.argv[1:], "ranks": dist.get_world_size()})
-    model = build(args, dtype, device)
+def measure_case(results: Results, args: argparse.Namespace) -> None:
+    """All variants at every number of tokens. What `work` builds is gone when the groups end."""
+    device = megatron_runtime.initialize(args.tp, args.pp, device=args.device)
+    work(results, args, device)
+    megatron_runtime.teardown()
+
+
+def work(results: Results, args: argparse.Namespace, device: torch.device) -> None:
+    model = build(args, results.dtype, device)
     for tokens, masked in itertools.product(args.tokens, args.masked):
         batches = make_batches(args, tokens, masked, device)
         exact = exact_run(args, model, batches, device)
@@ -228,9 +221,6 @@ def work(args: argparse.Namespace, device: torch.device) -> None:
         results.take_turns("steps", turns, dist.barrier, **CALLS)
         for record, _ in turns:
             results.complete("steps", record, lambda record=record: measure.slowest_rank(record))
-    if path:
-        print_table(results.document)
-        print(f"Report: {path}")
 
 
 def exact_run(args: argparse.Namespace, model: nn.Module, batches: list[dict[str, Tensor]], device) -> tuple:
@@ -243,61 +233,3 @@ def exact_run(args: argparse.Namespace, model: nn.Module, batches: list[dict[str
     del exact_model
     measure.free_memory(device)
     return exact
-
-
-def print_table(document: dict) -> None:
-    console = Console(width=170)
-    report.print_header(document, console)
-    keys = ("tp", "pp", "tokens", "masked", "variant")
-    columns = ("time_ms", "fastest_ms", "peak_mib", "loss", "loss_max_error", "gradient_relative_error")
-    title = "forward and backward of a GPT: slowest rank, peak memory over the resting state"
-    report.print_table(console, title, keys, (*columns, "over_native_error"), document["steps"])
-
-
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmark.megatron_step", description=__doc__.splitlines()[0], formatter_class=HelpFormatter
-    )
-    add = parser.add_argument
-    add("--tp", type=int, default=2, help="Tensor-parallel size; sequence parallel from 2 on.")
-    add("--pp", type=int, default=1, help="Pipeline stages; also the number of microbatches.")
-    add("--tokens", default="8192,16384", help="Comma-separated token counts of a microbatch.")
-    add("--masked", default="0", help="Comma-separated shares of masked tokens, such as 0,0.3,0.6,0.9.")
-    add("--variants", default="all", help=f"Comma-separated: all, {', '.join(VARIANTS)}.")
-    add("--sequence-length", type=int, default=4096, help="Tokens of a sequence.")
-    add("--layers", type=int, default=4, help="Transformer layers.")
-    add("--hidden", type=int, default=4096, help="Hidden size.")
-    add("--heads", type=int, default=32, help="Attention heads.")
-    add("--vocab", type=int, default=151936, help="Vocabulary of all ranks together.")
-    add("--dtype", choices=DTYPES, default="bf16", help="Type of the weights.")
-    add("--device", choices=("cuda", "cpu"), help="Device of all ranks; None: cuda where every rank has a GPU.")
-    add("--output", type=Path, default=Path("megatron_step.json"), help="JSON file to write.")
-    return parser
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = build_parser()
-    args = parser.parse_args()
-    args.tokens = [int(text) for text in args.tokens.split(",")]
-    args.masked = [float(text) for text in args.masked.split(",")]
-    try:
-        args.variants = shapes.choose("a variant", args.variants, VARIANTS)
-    except ValueError as error:
-        parser.error(str(error))
-    if not all(0 <= masked < 1 for masked in args.masked):
-        parser.error(f"--masked must be from 0 to below 1, got {args.masked}")
-    for tokens in args.tokens:
-        if tokens % args.sequence_length:
-            parser.error(f"--tokens must be multiples of --sequence-length {args.sequence_length}, got {tokens}")
-    return args
-
-
-def main() -> None:
-    args = parse_arguments()
-    device = megatron_runtime.initialize(args.tp, args.pp, device=args.device)
-    work(args, device)
-    megatron_runtime.teardown()
-
-
-if __name__ == "__main__":
-    main()

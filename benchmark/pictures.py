@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable
 from functools import partial
 from pathlib import Path
 
-from benchmark.ratios import jsd_limits_ms, products_ms
+from benchmark.ratios import jsd_limits_ms, products_by, products_ms
 from benchmark.shapes import parse_shape
 
 COLORS = {
@@ -146,16 +146,16 @@ def draw_bars(document: dict, panels: list[tuple[str, list[dict], dict[str, floa
             axis.axvline(limit, color="black", linestyle=LINES.get(name, "--"))
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("ms, lower is better", fontsize=8)
-    return _save(figure, document, path, _limit_handles(name for _, _, limits in panels for name in limits))
+    return _save(figure, document, path, _limit_handles(document, (name for _, _, limits in panels for name in limits)))
 
 
-def _limit_handles(limits: Iterable[str]) -> list:
+def _limit_handles(document: dict, limits: Iterable[str]) -> list:
     """Legend of the vertical lines and of the hatching."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     lines = [
-        Line2D([], [], color="black", linestyle=LINES.get(name, "--"), label=f"cuBLAS {name}")
+        Line2D([], [], color="black", linestyle=LINES.get(name, "--"), label=f"{products_by(document)} {name}")
         for name in dict.fromkeys(limits)
     ]
     return [*lines, Patch(facecolor="lightgray", edgecolor="white", hatch="//", label=f"hatched: {HOLDS}")]
@@ -173,7 +173,7 @@ def _draw_cache(document: dict, path: Path) -> Path:
         axis.plot(budgets, times, color=COLORS["ours"], marker=MARKERS[mode], label=f"megatron_lce, {mode}")
     shape = document["cache"][0]["shape"]
     for name, limit in _limits(document, shape, "rl").items():
-        axis.axhline(limit, color="black", linestyle=LINES.get(name, "--"), label=f"cuBLAS {name}")
+        axis.axhline(limit, color="black", linestyle=LINES.get(name, "--"), label=f"{products_by(document)} {name}")
     axis.set(title=_title("forward and backward", shape), xlabel="logits_cache_bytes, GiB", ylabel="ms", ylim=(0, None))
     return _save(figure, document, path, axis.get_legend_handles_labels()[0])
 
@@ -205,7 +205,7 @@ def _draw_trade(document: dict, path: Path) -> Path:
             color, title = COLORS.get(name, OTHER_COLOR), TITLES.get(name, name)
             axis.plot(*point, "o", color=color, markersize=8, alpha=0.8, label=title)
         for name, limit in _limits(document, shape, mode).items():
-            axis.axhline(limit, color="black", linestyle=LINES.get(name, "--"), label=f"cuBLAS {name}")
+            axis.axhline(limit, color="black", linestyle=LINES.get(name, "--"), label=f"{products_by(document)} {name}")
         axis.set_xscale("symlog", linthresh=0.25)
         axis.xaxis.set_major_formatter(lambda gib, _: f"{gib:g}")
         axis.set_xlim(-0.02, 2 * axis.dataLim.x1)  # room for a name

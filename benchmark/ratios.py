@@ -15,6 +15,17 @@ def products_ms(document: dict, shape: str) -> tuple[float, float, float] | None
     return logits, grad_hidden, grad_weight
 
 
+def products_by(document: dict) -> str:
+    """Whose products those are: torch.mm is cuBLAS on a GPU alone."""
+    return "matmul" if document["environment"]["device"] == "CPU" else "cuBLAS"
+
+
+def add_all(document: dict) -> None:
+    add_ratios(document)
+    add_ratios_of_rows(document)
+    add_jsd_ratios(document)
+
+
 def add_ratios(document: dict) -> None:
     """Adds to every time its ratio to the products the mode cannot do without.
 
@@ -50,7 +61,7 @@ def jsd_limits_ms(document: dict) -> dict[str, float]:
 
     Where each head's logits are made once, and where backward makes them again; nothing where nothing was measured.
     """
-    records = [record for record in document["jsd_products"] if record["status"] == "ok"]
+    records = [record for record in document.get("jsd_products", []) if record["status"] == "ok"]
     if not records:
         return {}
     student, teacher, grad_hidden, grad_weight = (
@@ -66,7 +77,7 @@ def add_jsd_ratios(document: dict) -> None:
     over_products_recomputed  2 (Fs + Ft) + dX + dW: what a form must do that keeps no logits for its backward
     """
     limits = jsd_limits_ms(document)
-    for record in document["jsd"]:
+    for record in document.get("jsd", []):
         if record["status"] == "ok" and limits:
             names = ("over_products", "over_products_recomputed")
             record |= {name: record["time_ms"] / ms for name, ms in zip(names, limits.values(), strict=True)}

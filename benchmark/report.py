@@ -1,32 +1,17 @@
 """Tables and pictures of benchmarks' JSON: `python -m benchmark.report results.json --pictures folder`."""
 
 import argparse
-import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from benchmark import pictures
-from benchmark.ratios import products_ms
+from benchmark import pictures, results
+from benchmark.ratios import products_by, products_ms
+from benchmark.results import as_cell
 from scripts.arguments import HelpFormatter
 
 
-def one_line(section: str, record: dict) -> str:
-    values = (f"{key}={_text(value)}" for key, value in record.items() if not isinstance(value, list))
-    return f"{section}: " + " ".join(values)
-
-
-def _text(value: object) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, float):
-        return f"{value:.3g}" if abs(value) < 10 else f"{value:,.1f}"
-    return str(value)
-
-
-def print_header(document: dict, console: Console) -> None:
+def print_header(document: dict, console: Any) -> None:
     """Where the numbers were taken, and which providers are missing."""
     environment = document["environment"]
     versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
@@ -36,57 +21,61 @@ def print_header(document: dict, console: Console) -> None:
         console.print(line, markup=False, highlight=False)
 
 
-def print_tables(document: dict, console: Console | None = None) -> None:
+_TIMES = ("time_ms", "over_products", "over_products_recomputed", "peak_mib", "gradients_mib", "first_call_s")
+_DIFFERENCES = ("logprobs_difference", "grad_hidden_difference", "grad_weight_difference")
+_ERRORS = ("logprobs_max_error", "entropy_max_error", "loss_max_error", "loss_relative_error")
+_ERRORS += ("grad_hidden_relative_error", "grad_weight_relative_error")
+_STEP = ("time_ms", "fastest_ms", "peak_mib", "loss", "loss_max_error", "gradient_relative_error", "over_native_error")
+SECTIONS = {  # title, what tells records apart, what was measured
+    "times": ("forward and backward", ("shape", "mode", "provider"), _TIMES + _DIFFERENCES),
+    "errors": ("error against fp64", ("shape", "provider", "mode"), _ERRORS),
+    "cache": ("ours over logits_cache_bytes", ("shape", "mode", "fraction", "logits_cache_bytes"), _TIMES),
+    "workspace": ("linear_token_loss over workspace_bytes", ("shape", "mode", "workspace_mib"), _TIMES),
+    "host": (
+        "a call on an idle device: until it returns, until the device is done",
+        ("shape", "mode", "provider"),
+        ("host_ms", "time_ms"),
+    ),
+    "memory": ("memory over tokens", ("shape", "tokens", "mode", "provider"), ("peak_mib", "gradients_mib")),
+    "rows": (
+        "time over the share of ignored rows",
+        ("shape", "mode", "ignored", "layout", "provider"),
+        ("time_ms", "over_alone", "peak_mib", *_DIFFERENCES),
+    ),
+    "jsd": ("linear JSD, forward and backward", ("shape", "beta", "provider"), _TIMES),
+    "jsd_errors": ("error against fp64", ("shape", "beta", "provider"), _ERRORS),
+    "steps": (
+        "forward and backward of a GPT: slowest rank, peak memory over the resting state",
+        ("tp", "pp", "tokens", "masked", "variant"),
+        _STEP,
+    ),
+}
+
+
+def print_tables(document: dict) -> None:
     """Every section as a table; what was not measured stands there with its reason."""
-    console = console or Console(width=150)
+    from rich.console import Console
+
+    console = Console(width=170)
     print_header(document, console)
-    times = document.get("times", [])
-    for shape in dict.fromkeys(record["shape"] for record in times):
-        products = products_ms(document, shape)
-        title = f"{shape}: no cuBLAS times"
-        if products:
-            title = f"{shape}: cuBLAS F {products[0]:.2f} ms, dX {products[1]:.2f} ms, dW {products[2]:.2f} ms"
-        columns = ("time_ms", "over_products", "over_products_recomputed", "peak_mib", "gradients_mib", "first_call_s")
-        records = [record for record in times if record["shape"] == shape]
-        print_table(console, title, ("mode", "provider"), columns, sorted(records, key=lambda x: x["mode"]))
-    errors = document.get("errors", [])
-    columns = dict.fromkeys(key for record in errors for key in record if key.endswith("_error"))
-    print_table(console, "error against fp64", ("shape", "provider", "mode"), columns, errors)
-    columns = ("time_ms", "over_products", "over_products_recomputed", "peak_mib")
-    keys = ("shape", "mode", "fraction", "logits_cache_bytes")
-    print_table(console, "ours over logits_cache_bytes", keys, columns, document.get("cache", []))
-    keys = ("shape", "mode", "workspace_mib")
-    print_table(console, "linear_token_loss over workspace_bytes", keys, columns, document.get("workspace", []))
-    keys = ("shape", "mode", "provider")
-    title = "a call on an idle device: until it returns, until the device is done"
-    print_table(console, title, keys, ("host_ms", "time_ms"), document.get("host", []))
-    keys = ("shape", "tokens", "mode", "provider")
-    print_table(console, "memory over tokens", keys, ("peak_mib", "gradients_mib"), document.get("memory", []))
-    keys = ("shape", "mode", "ignored", "layout", "provider")
-    columns = (
-        "time_ms",
-        "over_alone",
-        "peak_mib",
-        "logprobs_difference",
-        "grad_hidden_difference",
-        "grad_weight_difference",
-    )
-    print_table(console, "time over the share of ignored rows", keys, columns, document.get("rows", []))
-    print_jsd_tables(document, console)
+    for shape in dict.fromkeys(record["shape"] for record in document.get("products", [])):
+        if products := products_ms(document, shape):
+            text = "F {:.2f}, dX {:.2f}, dW {:.2f} ms".format(*products)
+            console.print(f"{shape}: {products_by(document)} {text}", highlight=False)
+    for record in document.get("all_reduce", []):
+        if record["status"] == "ok":
+            console.print(f"{record['shape']}: all-reduce {record['time_ms']:.2f} ms", highlight=False)
+    for section, (title, keys, columns) in SECTIONS.items():
+        print_table(console, title, keys, columns, document.get(section, []))
 
 
-def print_jsd_tables(document: dict, console: Console) -> None:
-    keys = ("shape", "beta", "provider")
-    columns = ("time_ms", "over_products", "over_products_recomputed", "peak_mib", "gradients_mib", "first_call_s")
-    print_table(console, "linear JSD, forward and backward", keys, columns, document.get("jsd", []))
-    columns = ("loss_relative_error", "grad_hidden_relative_error", "grad_weight_relative_error")
-    print_table(console, "error against fp64", keys, columns, document.get("jsd_errors", []))
-
-
-def print_table(console: Console, title: str, keys: Iterable, columns: Iterable, records: list[dict]) -> None:
+def print_table(console: Any, title: str, keys: Iterable, columns: Iterable, records: list[dict]) -> None:
     """One row a record: its keys, its columns, and why it has none where it was not measured."""
+    from rich.table import Table  # of an extra
+
     if not records:
         return
+    columns = [name for name in columns if any(name in record for record in records)]
     table = Table(title=title, title_justify="left")
     for name in (*keys, *columns):
         table.add_column(name, justify="left" if name in keys else "right")
@@ -94,7 +83,7 @@ def print_table(console: Console, title: str, keys: Iterable, columns: Iterable,
     if not all_measured:
         table.add_column("not measured", overflow="fold")
     for record in records:
-        cells = [_text(record.get(name)) for name in (*keys, *columns)]
+        cells = [as_cell(record.get(name)) for name in (*keys, *columns)]
         if not all_measured:
             cells.append("" if record["status"] == "ok" else f"{record['status']}: {record.get('reason', '')}"[:120])
         table.add_row(*cells)
@@ -135,7 +124,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> None:
     arguments = build_parser().parse_args(argv)
-    document = merge([json.loads(path.read_text()) for path in arguments.results])
+    document = merge([results.load(path) for path in arguments.results])
     print_tables(document)
     if arguments.pictures:
         for path in pictures.draw(document, arguments.pictures, [name for name in arguments.only.split(",") if name]):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import megatron_lce
-from benchmark import ratios, report
+from benchmark import ratios
 from benchmark.measure import Timed
 
 ROUNDS = 6  # of calls that take turns
@@ -37,12 +37,30 @@ def load(path: Path) -> dict:
     return json.loads(path.read_text())
 
 
+def one_line(section: str, record: dict) -> str:
+    values = (f"{key}={as_cell(value)}" for key, value in record.items() if not isinstance(value, list))
+    return f"{section}: " + " ".join(values)
+
+
+def as_cell(value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 10 else f"{value:,.1f}"
+    return str(value)
+
+
 class Results:
-    """A document that grows, written after every measurement; `path` None: never written (a rank that only helps)."""
+    """A document that grows, written after every measurement; `path` None: never written.
+
+    rounds  how often calls take turns
+    quiet   nothing is printed (a rank that only helps)
+    """
+
+    rounds, quiet = ROUNDS, False
 
     def __init__(self, device: torch.device, dtype: torch.dtype, path: Path | None, settings: dict):
-        self.device = device
-        self.path = path
+        self.device, self.dtype, self.path = device, dtype, path
         self.document: dict[str, Any] = {"environment": environment(device), "dtype": str(dtype), "settings": settings}
         if path:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -51,8 +69,7 @@ class Results:
         return self.document.setdefault(name, [])
 
     def save(self) -> None:
-        ratios.add_ratios(self.document)
-        ratios.add_ratios_of_rows(self.document)
+        ratios.add_all(self.document)
         if self.path:
             self.path.write_text(as_text(self.document))
 
@@ -67,7 +84,6 @@ class Results:
         section: str,
         turns: list[tuple[dict, Timed]],
         start_round: Callable[[], None],
-        rounds: int = ROUNDS,
         **calls: Any,
     ) -> None:
         """Adds the records with the times of their calls, `Timed.round`, in rounds: clocks fall as a GPU warms.
@@ -86,7 +102,7 @@ class Results:
 
         turns = [(x, timed) for x, timed in turns if self._update(section, x, partial(warm_up, timed))]
         order = random.Random(0)
-        for _ in range(rounds):
+        for _ in range(self.rounds):
             start_round()
             order.shuffle(turns)
             turns = [(x, timed) for x, timed in turns if self._update(section, x, partial(timed.round, **calls))]
@@ -116,8 +132,8 @@ class Results:
         return succeeded
 
     def _print(self, section: str, record: dict) -> None:
-        if self.path:
-            print(report.one_line(section, record), file=sys.stderr, flush=True)
+        if not self.quiet and not section.endswith("products"):  # those are one of each round
+            print(one_line(section, record), file=sys.stderr, flush=True)
 
     def unsupported(self, section: str, record: dict, reason: str) -> None:
         self.section(section).append(record | {"status": "unsupported", "reason": reason})

@@ -1,223 +1,290 @@
-"""Our head beside its peers in one process: `python -m benchmark.run --shapes S1,S2,S3 --providers all`.
+"""Measures one case of the table below: `python -m benchmark.run head --shapes S1,S2,S3 --providers all`.
 
-Prints tables and writes JSON, after every measurement, so that a run that is stopped loses nothing. What a provider
-cannot do, is not installed or fails at is a result too and stands in both.
+Cases of several ranks are started by torchrun: `torchrun --nproc-per-node 2 -m benchmark.run head_tp`. Prints tables;
+with `--json FILE` also writes every measurement there, at once, so that a run that is stopped loses nothing. What a
+provider cannot do, is not installed or fails at is a result too and stands in both.
 """
 
 import argparse
-import contextlib
-import functools
+import importlib
+import os
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from benchmark import measure, pictures, report
-from benchmark.ours import MIB, Ours, cache_bytes
-from benchmark.providers import MODES, PROVIDERS, Head, Provider, select_providers
-from benchmark.results import Results
-from benchmark.shapes import Inputs, Shape, make_inputs, parse_shape
+from benchmark import head_tp, jsd, pictures, providers, report, results, rows
+from benchmark.shapes import DTYPES, choose, parse_heads, parse_shape
 from scripts.arguments import HelpFormatter
+from scripts.ranks import device_of_rank
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-DEFAULT_SHAPES = {"cuda": ("S1", "2048x1024x32768"), "cpu": ("64x128x1000", "64x128x1000")}  # times, errors
-
-# Compiling takes minutes on a CPU.
-DEFAULT_PROVIDERS = {"cuda": "ours,ours-cached,eager,compile", "cpu": "ours,eager"}
-
-
-class Run:
-    """The heads that could be loaded, and the measurements over them."""
-
-    def __init__(self, results: Results, providers: list[Provider], dtype: torch.dtype, budget_ms: float):
-        self.results, self.device, self.dtype, self.budget_ms = results, results.device, dtype, budget_ms
-        self.heads: list[tuple[Provider, Head]] = []
-        for provider in providers:
-            head = results.load(provider.name, provider.load, provider.package, holds_logits=provider.holds_logits)
-            if head is not None:
-                self.heads.append((provider, head))
-
-    @contextlib.contextmanager
-    def inputs(self, shape: Shape) -> Iterator[Inputs]:
-        measure.free_memory(self.device)
-        yield make_inputs(shape, self.dtype, self.device)
-
-    def _take_turns(
-        self, section: str, shape: Shape, inputs: Inputs, steps: list[tuple[dict, Callable[[], object]]]
-    ) -> None:
-        """The steps take turns with each other and with the products."""
-        products = functools.partial(measure.measure_products, inputs, self.device, budget_ms=self.budget_ms)
-        self.results.take_turns(
-            section,
-            [(record, measure.Timed(step, self.device)) for record, step in steps],
-            lambda: self.results.attempt("products", {"shape": shape.name}, products),
-            budget_ms=self.budget_ms,
-        )
-
-    def times(self, shape: Shape, modes: list[str]) -> None:
-        """Every head that has the mode, mode by mode."""
-        with self.inputs(shape) as inputs:
-            for mode in modes:
-                measure.free_memory(self.device)
-                steps = []
-                for provider, head in self.heads:
-                    record = {"shape": shape.name, "mode": mode, "provider": provider.name}
-                    if mode in provider.modes:
-                        record |= {"gradients_mib": measure.gradients_mib(inputs, mode, head)}
-                        steps.append((record, functools.partial(measure.run_step, head, inputs, mode)))
-                    else:
-                        self.results.unsupported("times", record, provider.missing)
-                self._take_turns("times", shape, inputs, steps)
-
-    def errors(self, shape: Shape) -> None:
-        """Every head against fp64, in the first mode with gradients that it supports."""
-        with self.inputs(shape) as inputs:
-            expected = measure.oracle(inputs)
-            for provider, head in self.heads:
-                mode = _gradient_mode(provider)
-                record = {"shape": shape.name, "provider": provider.name, "mode": mode}
-                error = functools.partial(measure.measure_error, head, inputs, mode, expected)
-                self.results.attempt("errors", record, error)
-
-    def cache_budgets(self, shape: Shape, fractions: list[float], modes: list[str]) -> None:
-        """Time and memory of ours over `logits_cache_bytes`."""
-        with self.inputs(shape) as inputs:
-            steps = []
-            for fraction in fractions:
-                budget = cache_bytes(shape.tokens, shape.vocab, fraction)
-                for mode in modes:
-                    record = {"shape": shape.name, "mode": mode, "fraction": fraction, "logits_cache_bytes": budget}
-                    record |= {"gradients_mib": measure.gradients_mib(inputs, mode)}
-                    steps.append((record, functools.partial(measure.run_step, Ours(fraction), inputs, mode)))
-            self._take_turns("cache", shape, inputs, steps)
-
-    def workspaces(self, shape: Shape, sizes_mib: list[int], modes: list[str]) -> None:
-        """Time and memory of `linear_token_loss` over `workspace_bytes`."""
-        with self.inputs(shape) as inputs:
-            steps = []
-            for size in sizes_mib:
-                for mode in modes:
-                    record = {"shape": shape.name, "mode": mode, "provider": "ours-token", "workspace_mib": size}
-                    record |= {"gradients_mib": measure.gradients_mib(inputs, mode)}
-                    head = Ours(workspace_bytes=size * MIB, token_loss=True)
-                    steps.append((record, functools.partial(measure.run_step, head, inputs, mode)))
-            self._take_turns("workspace", shape, inputs, steps)
-
-    def host_times(self, shape: Shape, modes: list[str]) -> None:
-        """How long a call keeps the host, beside how long the device takes."""
-        with self.inputs(shape) as inputs:
-            for mode in modes:
-                for provider, head in self.heads:
-                    if mode in provider.modes:
-                        record = {"shape": shape.name, "mode": mode, "provider": provider.name}
-                        step = functools.partial(measure.run_step, head, inputs, mode)
-                        host = functools.partial(measure.host_times, step, self.device, budget_ms=self.budget_ms)
-                        self.results.attempt("host", record, host)
-
-    def memory(self, shape: Shape, tokens: list[int], modes: list[str]) -> None:
-        """Extra peak memory over the number of tokens at the shape's H and V."""
-        for count in tokens:
-            with self.inputs(replace(shape, tokens=count)) as inputs:
-                for provider, head in self.heads:
-                    for mode in [mode for mode in modes if mode in provider.modes] or [_gradient_mode(provider)]:
-                        measure.free_memory(self.device)
-                        record = {"shape": shape.name, "tokens": count, "mode": mode, "provider": provider.name}
-                        self.results.attempt("memory", record, functools.partial(self._peak, head, inputs, mode))
-
-    def _peak(self, head: Head, inputs: Inputs, mode: str) -> dict:
-        def step() -> object:
-            return measure.run_step(head, inputs, mode)
-
-        step()  # compiles
-        peak = measure.peak_mib(step, self.device)
-        return {"peak_mib": peak, "gradients_mib": measure.gradients_mib(inputs, mode, head)}
+VARIANTS = ("native", "native-fused", "ours", "ours-skip", "ours-512-mib", "ours-cached", "ours-main-grad")
+VARIANTS += ("ours-main-grad-512-mib", "ours-token-640", "ours-token-main-grad", "own-flag")
+EXTRAS = {
+    "rich": "benchmark",
+    "matplotlib": "benchmark",
+    "megatron": "megatron",
+}  # where a package is named in setup.py
 
 
-def _gradient_mode(provider: Provider) -> str:
-    return next(mode for mode in provider.modes if mode != "fwd")
+@dataclass(frozen=True)
+class Case:
+    """What one case measures, the module that does it, and its options: (help, default, how a text becomes a value).
+
+    A default of two is that of a GPU and that of a CPU. `defaults` are the case's own for options of another.
+    """
+
+    about: str
+    module: str
+    options: dict[str, tuple[str, Any, Callable[[str], Any]]]
+    defaults: dict[str, Any] = field(default_factory=dict)
 
 
-def numbers(text: str) -> list[str]:
-    return [part for part in text.split(",") if part]
+def several(parse: Callable[[str], Any]) -> Callable[[str], list]:
+    return lambda text: [parse(part) for part in text.split(",") if part]
 
 
-def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    parser = build_parser()
-    arguments = parser.parse_args(argv)
-    shapes, error_shape = DEFAULT_SHAPES[arguments.device]
-    shapes = shapes if arguments.shapes is None else arguments.shapes
-    error_shape = error_shape if arguments.error_shape is None else arguments.error_shape
-    try:
-        arguments.host_shapes = [parse_shape(text) for text in numbers(arguments.host_shapes)]
-        arguments.shapes = [parse_shape(text) for text in numbers(shapes)]
-        arguments.error_shape = parse_shape(error_shape) if error_shape else None
-        arguments.providers = select_providers(arguments.providers or DEFAULT_PROVIDERS[arguments.device])
-    except ValueError as error:
-        parser.error(str(error))
-    arguments.modes, arguments.memory_modes = numbers(arguments.modes), numbers(arguments.memory_modes)
-    if unknown := set(arguments.modes + arguments.memory_modes) - set(MODES):
-        parser.error(f"a mode must be one of {', '.join(MODES)}, got {', '.join(sorted(unknown))}")
-    return arguments
+def names(what: str, allowed: Any) -> Callable[[str], list[str]]:
+    return lambda text: choose(what, text, allowed) if text else []
+
+
+def number_from(lowest: float, highest: float) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = float("nan")
+        if not lowest <= number <= highest:
+            raise ValueError(f"must be comma-separated numbers from {lowest:g} to {highest:g}, got {text!r}")
+        return number
+
+    return parse
+
+
+def count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"must be at least 1, got {text}")
+    return int(text)
+
+
+def optional_shape(text: str) -> Any:
+    return parse_shape(text) if text else None
+
+
+MODES = names("a mode", providers.MODES)
+SIZES = {
+    "hidden": ("Hidden size.", 4096, count),
+    "vocab": ("Vocabulary of all ranks together.", 151936, count),
+    "tokens": ("Comma-separated token counts.", "16384,8192", several(count)),
+}
+PICTURES = {"pictures": ("Folder for the pictures; None: no pictures.", None, Path)}
+ROUNDS = {"rounds": ("Rounds of turns; a difference of a hundredth takes more.", results.ROUNDS, count)}
+BUDGET = ROUNDS | {"budget_ms": ("Time of a head's repeats in each round, in ms.", 100.0, float)}
+HEAD = BUDGET | {
+    "shapes": ("Comma-separated: S1, S2, S3 or NxHxV.", ("S1,2048x1024x32768", "64x128x1000"), several(parse_shape)),
+    "providers": (
+        f"Comma-separated: all, {', '.join(providers.PROVIDERS)}.",
+        ("ours,ours-cached,eager,compile", "ours,eager"),  # compiling takes minutes on a CPU
+        providers.select_providers,
+    ),
+    "modes": ("Comma-separated kinds of a step.", ",".join(providers.MODES), MODES),
+    "error_shape": (
+        "Shape of the comparison with fp64, '' for none.",
+        ("2048x1024x32768", "64x128x1000"),
+        optional_shape,
+    ),
+    "cache_fractions": (
+        "Cache budgets as parts of the 16-bit logits, such as 0,0.25,0.5,1.",
+        "",
+        several(number_from(0, 1)),
+    ),
+    "workspace_mib": ("Workspaces of linear_token_loss in MiB, such as 192,640,1280.", "", several(count)),
+    "host_shapes": ("Shapes at which the host's time of a call is taken, such as S3.", "", several(parse_shape)),
+    "memory_tokens": ("Token counts of the memory curve, such as 1024,8192.", "", several(count)),
+    "memory_modes": ("Kinds of its steps; empty: each head's first with gradients.", "", MODES),
+}
+HEAD |= PICTURES
+KNOWN_LOSS = {"modes": "rl,sft", "error_shape": "", "shapes": ("S1,S2,S3", "64x128x1000")}
+KNOWN_LOSS["providers"] = ("ours,ours-cached,ours-token-640,ours-token-1280,compile,liger,quack", "ours,ours-token-640")
+
+CASES = {
+    "head": Case("Our head beside its peers in one process.", "heads", HEAD),
+    "known_loss": Case("A loss that is known in forward, beside heads that are not told.", "heads", HEAD, KNOWN_LOSS),
+    "jsd": Case(
+        "Fused linear JSD beside its peers in one process.",
+        "jsd",
+        {
+            "shape": (
+                "Tokens x student's H x teacher's H x vocab of the times.",
+                ("8192x2048x4096x151936", "64x32x48x1000"),
+                parse_heads,
+            ),
+            "error_shape": (
+                "The same of the comparison with fp64.",
+                ("1024x512x1024x32768", "64x32x48x1000"),
+                parse_heads,
+            ),
+            "betas": ("Comma-separated numbers from 0 to 1.", "0.5,0,1", several(number_from(0, 1))),
+            "providers": (
+                f"Comma-separated: all, {', '.join(jsd.PROVIDERS)}.",
+                ("all", "ours,ours-weights-512,liger,eager"),
+                names("a provider", jsd.PROVIDERS),
+            ),
+            **BUDGET,
+            **PICTURES,
+        },
+        {"budget_ms": 150.0},
+    ),
+    "rows": Case(
+        "Time over the share of ignored rows.",
+        "rows",
+        {
+            "shapes": HEAD["shapes"],
+            "shares": ("Comma-separated shares of ignored rows.", "0,0.3,0.6,0.9", several(number_from(0, 1))),
+            "layouts": (
+                "Comma-separated places of the ignored rows.",
+                ",".join(rows.LAYOUTS),
+                names("a layout", rows.LAYOUTS),
+            ),
+            "modes": (
+                f"Comma-separated: {', '.join(rows.MODES)}; only the last has a peer.",
+                "rl,rl-cached,backward",
+                names("a mode", rows.MODES),
+            ),
+            **BUDGET,
+            **PICTURES,
+        },
+        {"budget_ms": 50.0, "shapes": ("S1,S2,S3", "64x128x1000")},
+    ),
+    "head_tp": Case(
+        "The head alone under tensor parallelism, communication included; by torchrun.",
+        "head_tp",
+        {
+            "tp": (
+                "Comma-separated tensor-parallel sizes; None: the powers of two up to the number of processes.",
+                None,
+                several(count),
+            ),
+            "heads": (f"Comma-separated: all, {', '.join(head_tp.HEADS)}.", "all", names("a head", head_tp.HEADS)),
+            **BUDGET,
+            **SIZES,
+        },
+        {"budget_ms": 130.0},
+    ),
+    "megatron_step": Case(
+        "A whole training step of a Megatron GPT, flag on and off; by torchrun.",
+        "megatron_step",
+        {
+            "tp": ("Tensor-parallel size; sequence parallel from 2 on.", 2, count),
+            "pp": ("Pipeline stages; also the number of microbatches.", 1, count),
+            "masked": (
+                "Comma-separated shares of masked tokens, such as 0,0.3,0.6,0.9.",
+                "0",
+                several(number_from(0, 0.999)),
+            ),
+            "variants": (
+                f"Comma-separated: all, {', '.join(VARIANTS)}.",
+                ",".join(VARIANTS[:-1]),
+                names("a variant", VARIANTS),
+            ),
+            "sequence_length": ("Tokens of a sequence.", 4096, count),
+            "layers": ("Transformer layers.", 4, count),
+            "heads": ("Attention heads.", 32, count),
+            **SIZES,
+            **ROUNDS,
+        },
+        {"tokens": "8192,16384"},
+    ),
+}
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmark.run", description=__doc__.splitlines()[0], formatter_class=HelpFormatter
     )
-    add = parser.add_argument
-    here = "cuda" if torch.cuda.is_available() else "cpu"
-    add("--shapes", help=f"Comma-separated: S1, S2, S3 or NxHxV; None: {DEFAULT_SHAPES[here][0]}.")
-    names = f"Comma-separated: all, {', '.join(PROVIDERS)}"
-    add("--providers", help=f"{names}; None: {DEFAULT_PROVIDERS[here]}.")
-    add("--modes", default=",".join(MODES), help="Comma-separated kinds of a step.")
-    add("--dtype", choices=DTYPES, default="bf16", help="Type of hidden and weight.")
-    add("--device", choices=("cuda", "cpu"), default=here, help="Where to run.")
-    add("--budget-ms", type=float, default=100.0, help="Time of a head's repeats in each round, in ms.")
-    add("--error-shape", help=f"Shape of the comparison with fp64, '' for none; None: {DEFAULT_SHAPES[here][1]}.")
-    add("--cache-fractions", default="", help="Cache budgets as parts of the 16-bit logits, such as 0,0.25,0.5,1.")
-    add("--workspace-mib", default="", help="Workspaces of linear_token_loss in MiB, such as 192,640,1280.")
-    add(
-        "--host-shapes", default="", help="Shapes at which the host's time of a call is taken, such as 2048x1024x32000."
-    )
-    add("--memory-tokens", default="", help="Token counts of the memory curve, such as 1024,8192,131072.")
-    add("--memory-modes", default="", help="Kinds of its steps; empty: each head's first with gradients.")
-    add("--output", type=Path, default=Path("benchmark.json"), help="JSON file to write.")
-    add("--pictures", type=Path, help="Folder for the pictures; None: no pictures.")
+    subparsers = parser.add_subparsers(dest="case", required=True, help="What is measured.")
+    for name, case in CASES.items():
+        add = subparsers.add_parser(
+            name, help=case.about, description=case.about, formatter_class=HelpFormatter
+        ).add_argument
+        for option, (text, _, _) in case.options.items():
+            default = _default(case, option)
+            if isinstance(default, tuple):
+                text = f"{text.rstrip('.')}; None: {default[not torch.cuda.is_available()]}."
+            add(f"--{option.replace('_', '-')}", help=text, default=None if isinstance(default, tuple) else default)
+        add("--dtype", choices=DTYPES, default="bf16", help="Type of hidden and weight.")
+        add("--device", choices=("cuda", "cpu"), help="Where to run; None: cuda where every rank has a GPU.")
+        add("--json", type=Path, help="File to write; None: tables only.")
     return parser
 
 
+def _default(case: Case, option: str) -> Any:
+    return case.defaults.get(option, case.options[option][1])
+
+
+def parse_arguments(argv: list[str]) -> argparse.Namespace:
+    parser = build_parser()
+    arguments = parser.parse_args(argv)
+    case = CASES[arguments.case]
+    arguments.on = device_of_rank(arguments.device)
+    arguments.dtype = DTYPES[arguments.dtype]
+    for option, (_, _, parse) in case.options.items():
+        value, default = getattr(arguments, option), _default(case, option)
+        if value is None and isinstance(default, tuple):
+            value = default[arguments.on.type != "cuda"]
+        try:
+            setattr(arguments, option, parse(value) if isinstance(value, str) else value)
+        except ValueError as error:
+            parser.error(f"{option.replace('_', '-')}: {error}")
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    if arguments.case == "head_tp":
+        arguments.tp = arguments.tp or [2**i for i in range(ranks.bit_length())]
+        for tp in arguments.tp:
+            if ranks % tp or arguments.vocab % tp:
+                parser.error(f"tp: must divide {ranks} processes and {arguments.vocab} columns, got {tp}")
+    if arguments.case == "megatron_step":
+        for tokens in arguments.tokens:
+            if tokens % arguments.sequence_length:
+                parser.error(f"tokens: must be multiples of sequence-length {arguments.sequence_length}, got {tokens}")
+    return arguments
+
+
 def main(argv: list[str] | None = None) -> dict:
-    """Runs what the arguments ask for and returns the document that was written."""
+    """Runs what the arguments ask for and returns the document."""
     argv = sys.argv[1:] if argv is None else argv
     arguments = parse_arguments(argv)
-    dtype = DTYPES[arguments.dtype]
-    results = Results(torch.device(arguments.device), dtype, arguments.output, {"command": argv})
-    run = Run(results, arguments.providers, dtype, arguments.budget_ms)
-    for shape in arguments.shapes:
-        run.times(shape, arguments.modes)
-    if arguments.error_shape:
-        run.errors(arguments.error_shape)
-    if fractions := [float(text) for text in numbers(arguments.cache_fractions)]:
-        run.cache_budgets(arguments.shapes[0], fractions, [mode for mode in arguments.modes if mode in ("rl", "sft")])
-    gradient_modes = [mode for mode in arguments.modes if mode != "fwd"]
-    if sizes := [int(text) for text in numbers(arguments.workspace_mib)]:
-        run.workspaces(arguments.shapes[0], sizes, gradient_modes)
-    for shape in arguments.host_shapes:
-        run.host_times(shape, gradient_modes)
-    if tokens := [int(text) for text in numbers(arguments.memory_tokens)]:
-        run.memory(
-            arguments.shapes[0], tokens, arguments.memory_modes
-        )  # last: where a peer overruns an index, it takes the device with it
-    results.save()
+    ranks, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+    try:
+        module = importlib.import_module(f"benchmark.{CASES[arguments.case].module}")
+        importlib.import_module("rich")
+        if getattr(arguments, "pictures", None):
+            importlib.import_module("matplotlib")
+    except ModuleNotFoundError as error:
+        extra = EXTRAS.get((error.name or "").partition(".")[0])
+        if extra is None:
+            raise
+        sys.exit(f"{error.name} is not installed: pip install '.[{extra}]'")
+    # The last rank has the losses of a pipeline; of other cases every rank has the same.
+    path, settings = (
+        arguments.json if rank == ranks - 1 else None,
+        {"command": argv} | ({"ranks": ranks} if ranks > 1 else {}),
+    )
+    found = results.Results(arguments.on, arguments.dtype, path, settings)
+    found.rounds, found.quiet = arguments.rounds, rank != ranks - 1
+    module.measure_case(found, arguments)
+    found.save()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-    report.print_tables(results.document)
-    if arguments.pictures:
-        pictures.draw(results.document, arguments.pictures)
-    print(f"Report: {arguments.output}")
-    return results.document
+    if not found.quiet:
+        report.print_tables(found.document)
+        if getattr(arguments, "pictures", None):
+            pictures.draw(found.document, arguments.pictures)
+        if path:
+            print(f"Report: {path}")
+    return found.document
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -43,6 +45,15 @@ def parse_shape(text: str) -> Shape:
             f"8192x4096x151936, got {text!r}"
         )
     return Shape(text, *(int(number) for number in text.split("x")))
+
+
+def parse_heads(text: str) -> list[int]:
+    """`NxHsxHtxV` in plain numbers."""
+    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){3}", text):
+        raise ValueError(
+            f"a shape must be tokens x student's H x teacher's H x vocab such as 64x32x48x512, got {text!r}"
+        )
+    return [int(number) for number in text.split("x")]
 
 
 def choose(what: str, text: str, allowed: Iterable[str]) -> list[str]:

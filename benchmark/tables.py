@@ -4,6 +4,7 @@ A page says where a table goes by a comment, `<!-- table: NAME -->`, and ends it
 is replaced. `tests/test_docs.py` fails where a page differs from the files.
 """
 
+import argparse
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -217,6 +218,11 @@ def pages() -> list[Path]:
     return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
+def build_parser() -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(prog="python -m benchmark.tables", description=__doc__.splitlines()[0])
+
+
 if __name__ == "__main__":
+    build_parser().parse_args()
     for path in pages():
         path.write_text(fill(path.read_text()))

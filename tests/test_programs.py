@@ -16,7 +16,7 @@ import torch
 pytest.importorskip("matplotlib")
 pytest.importorskip("megatron.core")
 
-from benchmark import head_tp, report, run_jsd
+from benchmark import jsd, report, run
 from megatron_lce import __main__ as commands
 from scripts import megatron_runtime, tiny_gpt, training
 from scripts.ranks import device_of_rank
@@ -24,22 +24,16 @@ from scripts.ranks import device_of_rank
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAMS = [
     *("scripts.demo", "scripts.train_sft", "scripts.train_grpo", "scripts.train_distill"),
-    *(
-        "benchmark.run",
-        "benchmark.run_jsd",
-        "benchmark.run_rows",
-        "benchmark.head_tp",
-        "benchmark.megatron_step",
-        "benchmark.report",
-    ),
+    *("benchmark.report", "benchmark.tables", "scripts.draw_how_it_works"),
 ]
 
 
 def parsers():
     for name in PROGRAMS:
         yield name, importlib.import_module(name).build_parser()
-    (subparsers,) = (x for x in commands.build_parser()._actions if isinstance(x, argparse._SubParsersAction))
-    yield from subparsers.choices.items()
+    for module in commands, run:
+        (subparsers,) = (x for x in module.build_parser()._actions if isinstance(x, argparse._SubParsersAction))
+        yield from subparsers.choices.items()
 
 
 def test_help_is_sentences_and_tells_defaults():
@@ -95,30 +89,28 @@ def test_a_models_vocabulary_holds_the_tokens():
 
 
 @pytest.mark.parametrize(
-    ("parse", "arguments", "message"),
+    ("arguments", "message"),
     [
-        (run_jsd.parse_arguments, "--providers peer", "a provider must be one of ours, "),
-        (run_jsd.parse_arguments, "--shape 3x4x5", "a shape must be tokens x student's H x teacher's H x vocab"),
-        (run_jsd.parse_arguments, "--betas 2", "betas must be comma-separated numbers from 0 to 1, got '2'"),
-        (run_jsd.parse_arguments, "--betas x", "betas must be comma-separated numbers from 0 to 1, got 'x'"),
-        (
-            lambda argv: head_tp.parse_arguments(argv, 2),
-            "--heads peer",
-            "a head must be one of ours, ours-cached, ours-token-640, verl",
-        ),
-        (lambda argv: head_tp.parse_arguments(argv, 2), "--tp 3", "--tp must divide 2 processes"),
+        ("jsd --providers peer", "a provider must be one of ours, "),
+        ("jsd --shape 3x4x5", "a shape must be tokens x student's H x teacher's H x vocab"),
+        ("jsd --betas 2", "betas: must be comma-separated numbers from 0 to 1, got '2'"),
+        ("jsd --betas x", "betas: must be comma-separated numbers from 0 to 1, got 'x'"),
+        ("head_tp --heads peer", "a head must be one of ours, ours-cached, ours-token-640, verl"),
+        ("head_tp --tp 3", "tp: must divide 2 processes and 151936 columns, got 3"),
+        ("megatron_step --tokens 8191", "tokens: must be multiples of sequence-length 4096, got 8191"),
     ],
 )
-def test_wrong_arguments_say_what_is_allowed(parse, arguments, message, capsys):
+def test_wrong_arguments_say_what_is_allowed(arguments, message, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SystemExit):
-        parse(arguments.split())
+        run.parse_arguments(arguments.split())
     assert message in capsys.readouterr().err
 
 
 def test_the_cpus_defaults_are_small():
-    arguments = run_jsd.parse_arguments(["--device", "cpu"])
+    arguments = run.parse_arguments(["jsd", "--device", "cpu"])
     assert arguments.shape[0] * arguments.shape[3] < 10**6
-    assert {"ours", "eager"} <= set(arguments.providers) < set(run_jsd.PROVIDERS)
+    assert {"ours", "eager"} <= set(arguments.providers) < set(jsd.PROVIDERS)
     assert "compile" not in arguments.providers
 
 
@@ -169,3 +161,18 @@ def test_the_flag_and_the_capture_on_a_tiny_gpt(capsys):
     ).groups()
     assert abs(float(without) - float(fused)) < 1e-4
     assert float(difference) < 1e-4
+
+
+def test_help_writes_no_file_and_a_missing_extra_is_named(tmp_path, monkeypatch):
+    programs = [["benchmark.run", "head"], ["benchmark.tables"], ["scripts.draw_how_it_works"]]
+    before = {path: path.stat().st_mtime_ns for path in (ROOT / "docs").iterdir()}
+    for program in programs:
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        subprocess.run(
+            [sys.executable, "-m", *program, "--help"], cwd=tmp_path, env=environment, check=True, timeout=60
+        )
+    assert not list(tmp_path.iterdir())
+    assert {path: path.stat().st_mtime_ns for path in (ROOT / "docs").iterdir()} == before
+    monkeypatch.setitem(sys.modules, "rich", None)
+    with pytest.raises(SystemExit, match=r"rich is not installed: pip install '\.\[benchmark\]'"):
+        run.main(["head", "--device", "cpu"])

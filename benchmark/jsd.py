@@ -1,4 +1,4 @@
-"""Fused linear JSD beside its peers in one process: `python -m benchmark.run_jsd`.
+"""Fused linear JSD beside its peers in one process.
 
 Forward and backward of the mean over tokens, gradients of the student's hidden and weight: `megatron_lce.linear_jsd` of
 each token, and with `token_weights` (ours-weights-512: its workspace in MiB); Liger's fused linear JSD; and the
@@ -6,25 +6,19 @@ materialised form in eager PyTorch and under torch.compile. Ratios are to cuBLAS
 Fs + Ft + dX + dW, where each head's logits are made once, and 2 (Fs + Ft) + dX + dW, where backward makes them again.
 """
 
-import argparse
 import functools
 import math
-import re
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import megatron_lce
-from benchmark import measure, pictures, report
-from benchmark.ratios import add_jsd_ratios
+from benchmark import measure
 from benchmark.results import Results
-from benchmark.run import DTYPES
-from benchmark.shapes import Inputs, Shape, choose, make_inputs
-from scripts.arguments import HelpFormatter
+from benchmark.shapes import Inputs, Shape, make_inputs
 
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
 
@@ -92,14 +86,6 @@ PROVIDERS = {
 }
 
 
-# Time and comparison with fp64; a CPU's are over in seconds.
-DEFAULT_SHAPES = {
-    "cuda": ("8192x2048x4096x151936", "1024x512x1024x32768"),
-    "cpu": ("64x32x48x1000", "64x32x48x1000"),
-}
-DEFAULT_PROVIDERS = {"cuda": "all", "cpu": "ours,ours-weights-512,liger,eager"}  # compiling takes minutes on a CPU
-
-
 @dataclass(frozen=True)
 class Heads:
     """Both heads' inputs. The teacher's take no gradient."""
@@ -144,10 +130,10 @@ def measure_products(heads: Heads, device: torch.device, budget_ms: float) -> di
     return student | {"teacher_logits_ms": teacher["logits_ms"]}
 
 
-def times(results: Results, losses: dict[str, Loss], arguments: argparse.Namespace, dtype: torch.dtype) -> None:
+def times(results: Results, losses: dict[str, Loss], arguments: Any) -> None:
     """At each beta all providers take turns with the products."""
     device, budget_ms = results.device, arguments.budget_ms
-    heads = make_heads(*arguments.shape, dtype, device)
+    heads = make_heads(*arguments.shape, results.dtype, device)
     measure_them = functools.partial(measure_products, heads, device, budget_ms)
     shape = {"shape": _text(arguments.shape)}
     gradients_mib = measure.gradients_mib(heads.student, "sft")
@@ -169,87 +155,17 @@ def _text(shape: list[int]) -> str:
     return "x".join(map(str, shape))
 
 
-def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    parser = build_parser()
-    arguments = parser.parse_args(argv)
-    defaults = DEFAULT_SHAPES[arguments.device]
-    try:
-        arguments.shape = parse_heads(arguments.shape or defaults[0])
-        arguments.error_shape = parse_heads(arguments.error_shape or defaults[1])
-        arguments.betas = choose_betas(arguments.betas)
-        providers = arguments.providers or DEFAULT_PROVIDERS[arguments.device]
-        arguments.providers = choose("a provider", providers, PROVIDERS)
-    except ValueError as error:
-        parser.error(str(error))
-    return arguments
-
-
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmark.run_jsd", description=__doc__.splitlines()[0], formatter_class=HelpFormatter
-    )
-    add = parser.add_argument
-    here = "cuda" if torch.cuda.is_available() else "cpu"
-    add("--shape", help=f"Tokens x student's H x teacher's H x vocabulary; None: {DEFAULT_SHAPES[here][0]}.")
-    add("--error-shape", help=f"Shape of the comparison with fp64; None: {DEFAULT_SHAPES[here][1]}.")
-    add("--betas", default="0.5,0,1", help="Comma-separated: 0 is forward KL, 1 reverse KL, between them JSD.")
-    names = f"Comma-separated: all, {', '.join(PROVIDERS)}"
-    add("--providers", help=f"{names}; None: {DEFAULT_PROVIDERS[here]}.")
-    add("--dtype", choices=DTYPES, default="bf16", help="Type of hidden and weight.")
-    add("--device", choices=("cuda", "cpu"), default=here, help="Where to run.")
-    add("--budget-ms", type=float, default=150.0, help="Time of a head's repeats in each round, in ms.")
-    add("--output", type=Path, default=Path("jsd.json"), help="JSON file to write.")
-    add("--picture", type=Path, help="Picture to draw; None: no picture.")
-    return parser
-
-
-def parse_heads(text: str) -> list[int]:
-    """`NxHsxHtxV` in plain numbers."""
-    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){3}", text):
-        raise ValueError(
-            f"a shape must be tokens x student's H x teacher's H x vocab such as 64x32x48x512, got {text!r}"
-        )
-    return [int(number) for number in text.split("x")]
-
-
-def choose_betas(text: str) -> list[float]:
-    """Comma-separated numbers from 0 to 1."""
-    try:
-        betas = [float(number) for number in text.split(",")]
-    except ValueError:
-        betas = []
-    if not betas or not all(0 <= beta <= 1 for beta in betas):
-        raise ValueError(f"betas must be comma-separated numbers from 0 to 1, got {text!r}")
-    return betas
-
-
-def main(argv: list[str] | None = None) -> dict:
-    argv = sys.argv[1:] if argv is None else argv
-    arguments = parse_arguments(argv)
-    device, dtype = torch.device(arguments.device), DTYPES[arguments.dtype]
-    results = Results(device, dtype, arguments.output, {"command": argv})
+def measure_case(results: Results, arguments: Any) -> None:
     losses = {}
     for name in arguments.providers:
         provider = PROVIDERS[name]
-        losses[name] = results.load(name, provider.load, provider.package, holds_logits=provider.holds_logits)
-    losses = {name: loss for name, loss in losses.items() if loss is not None}
-
-    times(results, losses, arguments, dtype)
-    measure.free_memory(device)
-    heads = make_heads(*arguments.error_shape, dtype, device)
+        loss = results.load(name, provider.load, provider.package, holds_logits=provider.holds_logits)
+        if loss is not None:
+            losses[name] = loss
+    times(results, losses, arguments)
+    measure.free_memory(results.device)
+    heads = make_heads(*arguments.error_shape, results.dtype, results.device)
     for beta in arguments.betas:
         for name, loss in losses.items():
             record = {"shape": _text(arguments.error_shape), "beta": beta, "provider": name}
             results.attempt("jsd_errors", record, functools.partial(measure_error, loss, heads, beta))
-
-    add_jsd_ratios(results.document)
-    results.save()
-    report.print_tables(results.document)
-    if arguments.picture:
-        pictures.draw_jsd(results.document, arguments.picture)
-    print(f"Report: {arguments.output}")
-    return results.document
-
-
-if __name__ == "__main__":
-    main()

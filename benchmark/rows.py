@@ -1,4 +1,4 @@
-"""Time over the share of ignored rows: `python -m benchmark.run_rows --shapes S1,S2,S3`.
+"""Time over the share of ignored rows.
 
 Our head with `skip_ignored` False, True and the number of the others, beside the same head on those rows alone and a
 peer that drops ignored rows. Ignored rows are scattered, or the first ones. Every head's results are compared with
@@ -6,31 +6,26 @@ those of our head without skipping. Mode `rl-cached` keeps all logits; `backward
 no label is ignored, but the upstream gradients of these rows are zero.
 """
 
-import argparse
-import sys
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import megatron_lce
-from benchmark import measure, pictures, report
+from benchmark import measure
 from benchmark.ours import Ours
 from benchmark.providers import PROVIDERS, Head
-from benchmark.results import ROUNDS, Results
-from benchmark.run import DTYPES, numbers
-from benchmark.shapes import Inputs, Shape, choose, make_inputs, parse_shape
-from scripts.arguments import HelpFormatter
+from benchmark.results import Results
+from benchmark.shapes import Inputs, Shape, make_inputs
 
 IGNORED = -100
 MODES = {"rl": "rl", "rl-cached": "rl", "backward": "rl", "logprob": "logprob"}  # and of which step each is
 PEER = "cce"
 LAYOUTS = ("scattered", "contiguous")
-DEFAULT_SHAPES = {"cuda": "S1,S2,S3", "cpu": "64x128x1000"}
 
 
 def ignore(inputs: Inputs, share: float, layout: str) -> tuple[Inputs, Tensor]:
@@ -87,10 +82,10 @@ def results_of(head: Head, inputs: Inputs, mode: str) -> dict[str, Tensor]:
     return {"logprobs": logprobs.detach(), "grad_hidden": grad_hidden, "grad_weight": grad_weight}
 
 
-def measure_case(
-    results: Results, shape: Shape, inputs: Inputs, case: tuple[float, str, str], peer: Head | None, **turns_of: Any
+def take_turns(
+    results: Results, shape: Shape, inputs: Inputs, case: tuple[float, str, str], peer: Head | None, budget_ms: float
 ) -> None:
-    """All heads at one share of ignored rows: they take turns, `turns_of` which."""
+    """All heads at one share of ignored rows."""
     share, layout, mode = case
     given, rows = ignore(inputs, share, layout)
     if mode == "backward":
@@ -115,78 +110,20 @@ def measure_case(
         else:
             step = partial(measure.run_step, head, its_inputs, MODES[mode])
         turns.append((record, measure.Timed(step, results.device)))
-    results.take_turns("rows", turns, lambda: None, **turns_of)
+    results.take_turns("rows", turns, lambda: None, budget_ms=budget_ms)
     expected = results_of(Ours(), given, MODES[mode])
     expected |= {name: expected[name][rows] for name in ("logprobs", "grad_hidden")}
     for (record, _), (head, its_inputs) in zip(turns, heads.values(), strict=True):
         results.complete("rows", record, partial(differences, head, its_inputs, MODES[mode], rows, expected))
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmark.run_rows", description=__doc__.splitlines()[0], formatter_class=HelpFormatter
-    )
-    add = parser.add_argument
-    here = "cuda" if torch.cuda.is_available() else "cpu"
-    add("--shapes", help=f"Comma-separated: S1, S2, S3 or NxHxV; None: {DEFAULT_SHAPES[here]}.")
-    add("--shares", default="0,0.3,0.6,0.9", help="Comma-separated shares of ignored rows.")
-    add("--layouts", default=",".join(LAYOUTS), help="Comma-separated places of the ignored rows.")
-    add(
-        "--modes",
-        default="rl,rl-cached,backward",
-        help=f"Comma-separated: {', '.join(MODES)}; only the last has a peer.",
-    )
-    add("--dtype", choices=DTYPES, default="bf16", help="Type of hidden and weight.")
-    add("--device", choices=("cuda", "cpu"), default=here, help="Where to run.")
-    add("--budget-ms", type=float, default=50.0, help="Time of a head's repeats in each round, in ms.")
-    add("--rounds", type=int, default=ROUNDS, help="Rounds of turns; a difference of a hundredth takes more.")
-    add("--output", type=Path, default=Path("rows.json"), help="JSON file to write.")
-    add("--pictures", type=Path, help="Folder for the picture; None: no picture.")
-    return parser
-
-
-def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    parser = build_parser()
-    arguments = parser.parse_args(argv)
-    try:
-        shapes = numbers(arguments.shapes or DEFAULT_SHAPES[arguments.device])
-        arguments.shapes = [parse_shape(text) for text in shapes]
-        arguments.modes = choose("a mode", arguments.modes, tuple(MODES))
-        arguments.layouts = choose("a layout", arguments.layouts, LAYOUTS)
-        arguments.shares = [float(text) for text in numbers(arguments.shares)]
-        if not all(0 <= share <= 1 for share in arguments.shares):
-            raise ValueError(f"shares must be from 0 to 1, got {arguments.shares}")
-        if arguments.rounds < 1:
-            raise ValueError(f"rounds must be at least 1, got {arguments.rounds}")
-    except ValueError as error:
-        parser.error(str(error))
-    return arguments
-
-
-def main(argv: list[str] | None = None) -> dict:
-    argv = sys.argv[1:] if argv is None else argv
-    arguments = parse_arguments(argv)
-    device, dtype = torch.device(arguments.device), DTYPES[arguments.dtype]
-    results = Results(device, dtype, arguments.output, {"command": argv})
+def measure_case(results: Results, arguments: Any) -> None:
     results.load("ours", Ours, None)
     peer = results.load(PEER, PROVIDERS[PEER].load, PROVIDERS[PEER].package)
-    turns_of = {"rounds": arguments.rounds, "budget_ms": arguments.budget_ms}
     for shape in arguments.shapes:
-        measure.free_memory(device)
-        inputs = make_inputs(shape, dtype, device)
-        for mode in arguments.modes:
-            for share in arguments.shares:
-                for layout in arguments.layouts if share else arguments.layouts[:1]:
-                    case = share, layout, mode
-                    measure_case(results, shape, inputs, case, peer, **turns_of)
+        measure.free_memory(results.device)
+        inputs = make_inputs(shape, results.dtype, results.device)
+        for mode, share in itertools.product(arguments.modes, arguments.shares):
+            for layout in arguments.layouts if share else arguments.layouts[:1]:
+                take_turns(results, shape, inputs, (share, layout, mode), peer, arguments.budget_ms)
         del inputs
-    results.save()
-    report.print_tables(results.document)
-    if arguments.pictures:
-        pictures.draw(results.document, arguments.pictures)
-    print(f"Report: {arguments.output}")
-    return results.document
-
-
-if __name__ == "__main__":
-    main()
