@@ -1,5 +1,6 @@
 """The drawing in docs/how_it_works.md: `python -m scripts.draw_how_it_works`."""
 
+import argparse
 from pathlib import Path
 
 import matplotlib
@@ -58,5 +59,10 @@ def draw(path: Path) -> None:
     plt.close(figure)
 
 
+def build_parser() -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(prog="python -m scripts.draw_how_it_works", description=__doc__.splitlines()[0])
+
+
 if __name__ == "__main__":
+    build_parser().parse_args()
     draw(Path(__file__).resolve().parent.parent / "docs" / "how_it_works.png")

@@ -221,14 +221,6 @@ def build_gpt(
     return model
 
 
-def build_gpt_chunks(options: GptOptions, **arguments: Any) -> list[torch.nn.Module]:
-    """This rank's model chunks as Megatron's schedules take them: one, or one per virtual pipeline stage."""
-    chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size()
-    if chunks is None:
-        return [build_gpt(options, **arguments)]
-    return [build_gpt(options, vp_stage=stage, **arguments) for stage in range(chunks)]
-
-
 def build_optimizer(
     model_chunks: list[torch.nn.Module], dtype: torch.dtype = torch.float32, lr: float = 1e-3, **settings: Any
 ) -> MegatronOptimizer:

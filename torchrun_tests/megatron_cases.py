@@ -87,7 +87,11 @@ def gpt_options(case: Case) -> megatron_runtime.GptOptions:
 def build(case: Case, device: torch.device) -> list[nn.Module]:
     """The case's model chunks in DistributedDataParallel with fp32 gradients."""
     overlap = dict.fromkeys(("overlap_grad_reduce", "overlap_param_gather", "use_distributed_optimizer"), case.overlap)
-    chunks = megatron_runtime.build_gpt_chunks(gpt_options(case), device=device, ddp=True, ddp_config=overlap)
+    virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    chunks = [
+        megatron_runtime.build_gpt(gpt_options(case), device=device, vp_stage=stage, ddp=True, ddp_config=overlap)
+        for stage in ([None] if virtual is None else range(virtual))
+    ]
     for chunk in chunks:
         chunk.config.finalize_model_grads_func = finalize_model_grads
         if case.overlap:
