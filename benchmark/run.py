@@ -74,131 +74,90 @@ def optional_shape(text: str) -> Any:
     return parse_shape(text) if text else None
 
 
-MODES = names("a mode", providers.MODES)
+# fmt: off
+MODES, SHAPES, SHARES = names("a mode", providers.MODES), several(parse_shape), several(number_from(0, 1))
 SIZES = {
     "hidden": ("Hidden size.", 4096, count),
     "vocab": ("Vocabulary of all ranks together.", 151936, count),
     "tokens": ("Comma-separated token counts.", "16384,8192", several(count)),
 }
-PICTURES = {"pictures": ("Folder for the pictures; None: no pictures.", None, Path)}
 ROUNDS = {"rounds": ("Rounds of turns; a difference of a hundredth takes more.", results.ROUNDS, count)}
 BUDGET = ROUNDS | {"budget_ms": ("Time of a head's repeats in each round, in ms.", 100.0, float)}
-HEAD = BUDGET | {
-    "shapes": ("Comma-separated: S1, S2, S3 or NxHxV.", ("S1,2048x1024x32768", "64x128x1000"), several(parse_shape)),
-    "providers": (
+PICTURES = BUDGET | {"pictures": ("Folder for the pictures; None: no pictures.", None, Path)}
+HEAD = PICTURES | {
+    "shapes": ("Comma-separated: S1, S2, S3 or NxHxV.", ("S1,2048x1024x32768", "64x128x1000"), SHAPES),
+    "providers": (  # compiling takes minutes on a CPU
         f"Comma-separated: all, {', '.join(providers.PROVIDERS)}.",
-        ("ours,ours-cached,eager,compile", "ours,eager"),  # compiling takes minutes on a CPU
-        providers.select_providers,
+        ("ours,ours-cached,eager,compile", "ours,eager"), providers.select_providers,
     ),
     "modes": ("Comma-separated kinds of a step.", ",".join(providers.MODES), MODES),
     "error_shape": (
-        "Shape of the comparison with fp64, '' for none.",
-        ("2048x1024x32768", "64x128x1000"),
-        optional_shape,
+        "Shape of the comparison with fp64, '' for none.", ("2048x1024x32768", "64x128x1000"), optional_shape,
     ),
-    "cache_fractions": (
-        "Cache budgets as parts of the 16-bit logits, such as 0,0.25,0.5,1.",
-        "",
-        several(number_from(0, 1)),
-    ),
+    "cache_fractions": ("Cache budgets as parts of the 16-bit logits, such as 0,0.25,0.5,1.", "", SHARES),
     "workspace_mib": ("Workspaces of linear_token_loss in MiB, such as 192,640,1280.", "", several(count)),
-    "host_shapes": ("Shapes at which the host's time of a call is taken, such as S3.", "", several(parse_shape)),
+    "host_shapes": ("Shapes at which the host's time of a call is taken, such as S3.", "", SHAPES),
     "memory_tokens": ("Token counts of the memory curve, such as 1024,8192.", "", several(count)),
     "memory_modes": ("Kinds of its steps; empty: each head's first with gradients.", "", MODES),
 }
-HEAD |= PICTURES
-KNOWN_LOSS = {"modes": "rl,sft", "error_shape": "", "shapes": ("S1,S2,S3", "64x128x1000")}
-KNOWN_LOSS["providers"] = ("ours,ours-cached,ours-token-640,ours-token-1280,compile,liger,quack", "ours,ours-token-640")
+KNOWN_LOSS = {
+    "modes": "rl,sft", "error_shape": "", "shapes": ("S1,S2,S3", "64x128x1000"),
+    "providers": ("ours,ours-cached,ours-token-640,ours-token-1280,compile,liger,quack", "ours,ours-token-640"),
+}
+JSD_PROVIDERS = f"Comma-separated: all, {', '.join(jsd.PROVIDERS)}.", ("all", "ours,ours-weights-512,liger,eager")
+JSD = PICTURES | {
+    "shape": (
+        "Tokens x student's H x teacher's H x vocab of the times.", ("8192x2048x4096x151936", "64x32x48x1000"),
+        parse_heads,
+    ),
+    "error_shape": (
+        "The same of the comparison with fp64.", ("1024x512x1024x32768", "64x32x48x1000"), parse_heads,
+    ),
+    "betas": ("Comma-separated: 0 is forward KL, 1 reverse KL, between them JSD.", "0.5,0,1", SHARES),
+    "providers": (*JSD_PROVIDERS, names("a provider", jsd.PROVIDERS)),
+}
+ROW_MODES = f"Comma-separated: {', '.join(rows.MODES)}; only the last has a peer."
+ROWS = PICTURES | {
+    "shapes": HEAD["shapes"],
+    "shares": ("Comma-separated shares of ignored rows.", "0,0.3,0.6,0.9", SHARES),
+    "layouts": ("Comma-separated places of the ignored rows.", "all", names("a layout", rows.LAYOUTS)),
+    "modes": (ROW_MODES, "rl,rl-cached,backward", names("a mode", rows.MODES)),
+}
+HEAD_TP = BUDGET | SIZES | {
+    "tp": ("Comma-separated group sizes; None: the powers of two up to the number of ranks.", None, several(count)),
+    "heads": (f"Comma-separated: all, {', '.join(head_tp.HEADS)}.", "all", names("a head", head_tp.HEADS)),
+}
+MASKED = "Comma-separated shares of masked tokens, such as 0,0.3,0.6,0.9."
+STEP = ROUNDS | SIZES | {
+    "tp": ("Tensor-parallel size; sequence parallel from 2 on.", 2, count),
+    "pp": ("Pipeline stages; also the number of microbatches.", 1, count),
+    "masked": (MASKED, "0", several(number_from(0, 0.999))),
+    "variants": (
+        f"Comma-separated: all, {', '.join(VARIANTS)}.", ",".join(VARIANTS[:-1]), names("a variant", VARIANTS),
+    ),
+    "sequence_length": ("Tokens of a sequence.", 4096, count),
+    "layers": ("Transformer layers.", 4, count),
+    "heads": ("Attention heads.", 32, count),
+}
 
 CASES = {
     "head": Case("Our head beside its peers in one process.", "heads", HEAD),
     "known_loss": Case("A loss that is known in forward, beside heads that are not told.", "heads", HEAD, KNOWN_LOSS),
-    "jsd": Case(
-        "Fused linear JSD beside its peers in one process.",
-        "jsd",
-        {
-            "shape": (
-                "Tokens x student's H x teacher's H x vocab of the times.",
-                ("8192x2048x4096x151936", "64x32x48x1000"),
-                parse_heads,
-            ),
-            "error_shape": (
-                "The same of the comparison with fp64.",
-                ("1024x512x1024x32768", "64x32x48x1000"),
-                parse_heads,
-            ),
-            "betas": ("Comma-separated numbers from 0 to 1.", "0.5,0,1", several(number_from(0, 1))),
-            "providers": (
-                f"Comma-separated: all, {', '.join(jsd.PROVIDERS)}.",
-                ("all", "ours,ours-weights-512,liger,eager"),
-                names("a provider", jsd.PROVIDERS),
-            ),
-            **BUDGET,
-            **PICTURES,
-        },
-        {"budget_ms": 150.0},
-    ),
+    "jsd": Case("Fused linear JSD beside its peers in one process.", "jsd", JSD, {"budget_ms": 150.0}),
     "rows": Case(
-        "Time over the share of ignored rows.",
-        "rows",
-        {
-            "shapes": HEAD["shapes"],
-            "shares": ("Comma-separated shares of ignored rows.", "0,0.3,0.6,0.9", several(number_from(0, 1))),
-            "layouts": (
-                "Comma-separated places of the ignored rows.",
-                ",".join(rows.LAYOUTS),
-                names("a layout", rows.LAYOUTS),
-            ),
-            "modes": (
-                f"Comma-separated: {', '.join(rows.MODES)}; only the last has a peer.",
-                "rl,rl-cached,backward",
-                names("a mode", rows.MODES),
-            ),
-            **BUDGET,
-            **PICTURES,
-        },
+        "Time over the share of ignored rows.", "rows", ROWS,
         {"budget_ms": 50.0, "shapes": ("S1,S2,S3", "64x128x1000")},
     ),
     "head_tp": Case(
-        "The head alone under tensor parallelism, communication included; by torchrun.",
-        "head_tp",
-        {
-            "tp": (
-                "Comma-separated tensor-parallel sizes; None: the powers of two up to the number of processes.",
-                None,
-                several(count),
-            ),
-            "heads": (f"Comma-separated: all, {', '.join(head_tp.HEADS)}.", "all", names("a head", head_tp.HEADS)),
-            **BUDGET,
-            **SIZES,
-        },
+        "The head alone under tensor parallelism, communication included; by torchrun.", "head_tp", HEAD_TP,
         {"budget_ms": 130.0},
     ),
     "megatron_step": Case(
-        "A whole training step of a Megatron GPT, flag on and off; by torchrun.",
-        "megatron_step",
-        {
-            "tp": ("Tensor-parallel size; sequence parallel from 2 on.", 2, count),
-            "pp": ("Pipeline stages; also the number of microbatches.", 1, count),
-            "masked": (
-                "Comma-separated shares of masked tokens, such as 0,0.3,0.6,0.9.",
-                "0",
-                several(number_from(0, 0.999)),
-            ),
-            "variants": (
-                f"Comma-separated: all, {', '.join(VARIANTS)}.",
-                ",".join(VARIANTS[:-1]),
-                names("a variant", VARIANTS),
-            ),
-            "sequence_length": ("Tokens of a sequence.", 4096, count),
-            "layers": ("Transformer layers.", 4, count),
-            "heads": ("Attention heads.", 32, count),
-            **SIZES,
-            **ROUNDS,
-        },
+        "A whole training step of a Megatron GPT, flag on and off; by torchrun.", "megatron_step", STEP,
         {"tokens": "8192,16384"},
     ),
 }
+# fmt: on
 
 
 def build_parser() -> argparse.ArgumentParser:

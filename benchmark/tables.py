@@ -5,8 +5,10 @@ is replaced. `tests/test_docs.py` fails where a page differs from the files.
 """
 
 import argparse
+import itertools
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from benchmark import results
@@ -15,6 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmark" / "results"
 PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 SHAPES = ("S1", "S2", "S3")
+SHARES = (0.0, 0.3, 0.6, 0.9)
 HEADS = {
     "ours": "**megatron_lce**, the default",
     "ours-cached": "**megatron_lce**, everything cached",
@@ -53,37 +56,42 @@ VARIANTS = {
 }
 
 
-def load(name: str) -> dict:
-    return results.load(RESULTS / f"{name}.json")
-
-
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def head(mode: str) -> str:
-    """Time and extra memory of every head that has this mode, at the three shapes."""
-    records = {(x["provider"], x["shape"]): x for x in load("head_h200")["times"] if x["mode"] == mode}
-    rows = []
-    for provider, title in HEADS.items():
-        measured = [records.get((provider, shape), {}) for shape in SHAPES]
-        if all(record.get("status") == "ok" for record in measured):
-            rows.append([title, *(_time_and_memory(record) for record in measured)])
-    return markdown([f"{mode}: ms / extra GiB", *SHAPES], rows)
+def cell(record: dict, ratio: str | None = None, memory: bool = True) -> str:
+    """Time, its ratio to products, and memory over the gradients."""
+    text = f"{record['time_ms']:.1f}" + (f" ({record[ratio]:.2f})" if ratio else "")
+    return text + (f" / {(record['peak_mib'] - record['gradients_mib']) / 1024:.2f}" if memory else "")
 
 
-def _time_and_memory(record: dict) -> str:
-    return f"{record['time_ms']:.1f} / {_extra_gib(record):.2f}"
+def step_cell(record: dict) -> str:
+    return f"{record['time_ms']:.1f} / {record['peak_mib']:,.0f}"
 
 
-def _extra_gib(record: dict) -> float:
-    return (record["peak_mib"] - record["gradients_mib"]) / 1024
+def measured(name: str, section: str, *keys: str) -> dict[tuple, dict]:
+    """What was measured, by the values of some of its fields."""
+    return {
+        tuple(x[key] for key in keys): x for x in results.load(RESULTS / f"{name}.json")[section] if x["status"] == "ok"
+    }
+
+
+def head(name: str, mode: str, header: str, ratio: str | None = None) -> str:
+    """Every head that has this mode at the three shapes."""
+    records = measured(name, "times", "provider", "mode", "shape")
+    rows = [
+        [title, *(cell(records[provider, mode, shape], ratio) for shape in SHAPES)]
+        for provider, title in HEADS.items()
+        if all((provider, mode, shape) in records for shape in SHAPES)
+    ]
+    return markdown([f"{mode}: {header}", *SHAPES], rows)
 
 
 def over_products() -> str:
     """Ours as multiples of the products that each way needs."""
-    records = {(x["provider"], x["mode"], x["shape"]): x for x in load("head_h200")["times"] if x["status"] == "ok"}
+    records = measured("head_h200", "times", "provider", "mode", "shape")
     cases = {
         "forward without gradient, over F": ("ours", "fwd", "over_products"),
         "rl, nothing cached, over 2F + dX + dW": ("ours", "rl", "over_products_recomputed"),
@@ -91,93 +99,61 @@ def over_products() -> str:
         "sft, nothing cached, over 2F + dX + dW": ("ours", "sft", "over_products_recomputed"),
         "sft, everything cached, over F + dX + dW": ("ours-cached", "sft", "over_products"),
     }
-    rows = []
-    for title, (provider, mode, ratio) in cases.items():
-        of_shapes = [records[provider, mode, shape] for shape in SHAPES]
-        rows.append([title, *(f"{record['time_ms']:.1f} ({record[ratio]:.2f})" for record in of_shapes)])
+    rows = [
+        [title, *(cell(records[provider, mode, shape], ratio, memory=False) for shape in SHAPES)]
+        for title, (provider, mode, ratio) in cases.items()
+    ]
     return markdown(["ms (over the products)", *SHAPES], rows)
-
-
-def known_loss(mode: str) -> str:
-    """A loss that is known in forward beside heads that wait for backward: time, its ratio to F + dX + dW, memory."""
-    records = {(x["provider"], x["shape"]): x for x in load("known_loss_h200")["times"] if x["mode"] == mode}
-    rows = []
-    for provider in dict.fromkeys(provider for provider, _ in records):
-        of_shapes = [records[provider, shape] for shape in SHAPES]
-        if all(record["status"] == "ok" for record in of_shapes):
-            rows.append([HEADS[provider], *(_time_ratio_memory(record, "over_products") for record in of_shapes)])
-    return markdown([f"{mode}: ms (over F + dX + dW) / extra GiB", *SHAPES], rows)
-
-
-def _time_ratio_memory(record: dict, ratio: str) -> str:
-    return f"{record['time_ms']:.1f} ({record[ratio]:.2f}) / {_extra_gib(record):.2f}"
 
 
 def ignored_rows() -> str:
     """Time over the share of ignored rows, and its ratio to that of the other rows by themselves."""
-    records = {
-        (x["shape"], x["provider"], x["ignored"]): x
-        for x in load("rows_h200")["rows"]
-        if x["mode"] == "rl" and x["layout"] == "scattered"
-    }
-    shares = (0.0, 0.3, 0.6, 0.9)
+    records = measured("rows_h200", "rows", "shape", "provider", "ignored", "mode", "layout")
     rows = []
-    for shape in ("S1", "S3"):
-        for provider, title in SKIPPING.items():
-            of_shares = [records[shape, provider, share] for share in shares]
-            cells = [f"{record['time_ms']:.1f} ({record['over_alone']:.2f})" for record in of_shares]
-            rows.append([f"{shape}, {title}", *cells])
-    return markdown(["rl: ms (over the counted rows alone)", *(f"{share:.0%} ignored" for share in shares)], rows)
+    for shape, (provider, title) in itertools.product(("S1", "S3"), SKIPPING.items()):
+        of_shares = [records[shape, provider, share, "rl", "scattered"] for share in SHARES]
+        rows.append([f"{shape}, {title}", *(cell(record, "over_alone", memory=False) for record in of_shares)])
+    return markdown(["rl: ms (over the counted rows alone)", *(f"{share:.0%} ignored" for share in SHARES)], rows)
 
 
 def jsd() -> str:
     """Distillation: time, its ratio to the products that each way needs, memory."""
-    records = {(x["provider"], x["beta"]): x for x in load("jsd_h200")["jsd"]}
-    betas = (0.5, 0, 1)
-    rows = []
-    for provider, (title, ratio) in JSD_HEADS.items():
-        rows.append([title, *(_time_ratio_memory(records[provider, beta], ratio) for beta in betas)])
+    records, betas = measured("jsd_h200", "jsd", "provider", "beta"), (0.5, 0, 1)
+    rows = [
+        [title, *(cell(records[provider, beta], ratio) for beta in betas)]
+        for provider, (title, ratio) in JSD_HEADS.items()
+    ]
     return markdown(["ms (over the products) / extra GiB", *(f"beta {beta}" for beta in betas)], rows)
 
 
 def steps() -> str:
     """A whole step of a GPT at TP=2."""
-    records = {(x["variant"], x["tokens"]): x for x in load("megatron_step_tp2_h100")["steps"]}
-    sizes = (8192, 16384)
-    rows = []
-    for variant, title in VARIANTS.items():
-        of_sizes = [records[variant, tokens] for tokens in sizes]
-        rows.append([title, *(f"{record['time_ms']:.1f} / {record['peak_mib']:,.0f}" for record in of_sizes)])
+    records, sizes = measured("megatron_step_tp2_h100", "steps", "variant", "tokens"), (8192, 16384)
+    rows = [[title, *(step_cell(records[variant, size]) for size in sizes)] for variant, title in VARIANTS.items()]
     return markdown(["ms / MiB over the resting state", *(f"{tokens:,} tokens" for tokens in sizes)], rows)
 
 
 def masked_steps() -> str:
     """The same with masked tokens, at TP=2 and on one GPU."""
     titles = VARIANTS | {"ours-skip": "flag on, `ignore_masked=True, skip_ignored=True`"}
-    shares, rows = (0.0, 0.3, 0.6, 0.9), []
+    rows = []
     for tp, gpu in ((2, "h100"), (1, "h200")):
-        records = {(x["variant"], x["masked"]): x for x in load(f"step_masked_tp{tp}_{gpu}")["steps"]}
+        records = measured(f"step_masked_tp{tp}_{gpu}", "steps", "variant", "masked")
         for variant in ("native-fused", "ours", "ours-skip"):
-            of_shares = [records[variant, share] for share in shares]
-            times = (f"{record['time_ms']:.1f} / {record['peak_mib']:,.0f}" for record in of_shares)
-            rows.append([f"TP={tp}, {gpu.upper()}: {titles[variant]}", *times])
-    return markdown(["ms / MiB over the resting state", *(f"{share:.0%} masked" for share in shares)], rows)
+            cells = (step_cell(records[variant, share]) for share in SHARES)
+            rows.append([f"TP={tp}, {gpu.upper()}: {titles[variant]}", *cells])
+    return markdown(["ms / MiB over the resting state", *(f"{share:.0%} masked" for share in SHARES)], rows)
 
 
 def heads_tp() -> str:
     """The head alone at TP=1 and 2, communication included."""
     modes = {"ours": "rl", "ours-cached": "rl", "ours-token-640": "rl", "verl": "rl", "megatron": "logprob"}
     sizes = [(tp, tokens) for tp in (1, 2) for tokens in (8192, 16384)]
-    records = {
-        (x["tp"], x["tokens"], x["provider"], x["mode"]): x
-        for tp in (1, 2)
-        for x in load(f"head_tp_{tp}xh100")["times"]
-        if x["status"] == "ok"
-    }
+    keys = ("tp", "tokens", "provider", "mode")
+    records = measured("head_tp_1xh100", "times", *keys) | measured("head_tp_2xh100", "times", *keys)
     rows = []
     for provider, mode in modes.items():
-        of_sizes = [records[tp, tokens, provider, mode] for tp, tokens in sizes]
-        cells = [_time_ratio_memory(record, "over_products") for record in of_sizes]
+        cells = [cell(records[*size, provider, mode], "over_products") for size in sizes]
         rows.append([f"{HEADS[provider]}{', no entropy' if mode == 'logprob' else ''}", *cells])
     header = [f"TP={tp}, {tokens:,} tokens" for tp, tokens in sizes]
     return markdown(["ms (over F + dX + dW) / extra GiB", *header], rows)
@@ -186,20 +162,19 @@ def heads_tp() -> str:
 def errors() -> str:
     """Errors against fp64 of every head that was compared."""
     rows = []
-    for record in load("head_h200")["errors"]:
-        if record["status"] == "ok":
-            values = [record.get("logprobs_max_error", record.get("loss_max_error"))]
-            values += [record["grad_hidden_relative_error"], record["grad_weight_relative_error"]]
-            rows.append([HEADS[record["provider"]], record["mode"], *(f"{value:.1e}" for value in values)])
+    for (provider, mode), record in measured("head_h200", "errors", "provider", "mode").items():
+        values = [record.get("logprobs_max_error", record.get("loss_max_error"))]
+        values += [record["grad_hidden_relative_error"], record["grad_weight_relative_error"]]
+        rows.append([HEADS[provider], mode, *(f"{value:.1e}" for value in values)])
     return markdown(["", "mode", "logprob (sft: loss), largest error", "dX, relative", "dW, relative"], rows)
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "head_rl": lambda: head("rl"),
-    "head_sft": lambda: head("sft"),
+    "head_rl": partial(head, "head_h200", "rl", "ms / extra GiB"),
+    "head_sft": partial(head, "head_h200", "sft", "ms / extra GiB"),
     "over_products": over_products,
-    "known_rl": lambda: known_loss("rl"),
-    "known_sft": lambda: known_loss("sft"),
+    "known_rl": partial(head, "known_loss_h200", "rl", "ms (over F + dX + dW) / extra GiB", "over_products"),
+    "known_sft": partial(head, "known_loss_h200", "sft", "ms (over F + dX + dW) / extra GiB", "over_products"),
     "ignored_rows": ignored_rows,
     "jsd": jsd,
     "errors": errors,
