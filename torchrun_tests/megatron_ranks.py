@@ -70,11 +70,11 @@ def check_read_logits(case: cases.Case, device: torch.device, report: harness.Re
             enable_fused_linear_ce(chunks, use_fused_linear_ce=fused, workspace_bytes=40_000, **masked)
             if fused and case.main_grad and not penalised:  # Megatron's own backward of the head has no Apex here
                 cases.set_main_grad_fusion(chunks)
-            penalties: list[Tensor] = []
+            penalties: list[Tensor] = []  # of a product: Megatron's own loss changes the logits in place
             if penalised or case.sequence_parallel or parallel_state.get_tensor_model_parallel_rank() == 0:
                 head = find_language_model(chunks).output_layer
                 head.register_forward_hook(
-                    lambda module, args, output, penalties=penalties: penalties.append(output[0].square().sum() / 1000)
+                    lambda module, args, output, penalties=penalties: penalties.append((output[0] * 0.1).square().sum())
                 )
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)

@@ -44,7 +44,7 @@ class _Values:
         self.autocast_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
     def get(self) -> Tensor:
-        """What the head's caller would have had, whoever asks and in whatever mode: without autograd, say, for a log."""
+        """What the head's caller would have had, whoever asks, in whatever mode: without autograd, say, for a log."""
         if self.computed is None:
             autocast = torch.autocast(
                 self.call.hidden.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None
@@ -60,7 +60,7 @@ class _Values:
         self.computed, self._when_computed, self.made_by = computed, _state(computed), made_by
 
     def _own_saving(self) -> AbstractContextManager:
-        """Inside a checkpointed loss, none of the hooks that count what is saved: recomputed, it finds the logits there."""
+        """No hooks that count what is saved, inside a checkpointed loss: recomputed, it finds the logits there."""
         if self.call.head.gradient_accumulation_fusion:  # which reads attributes of the weight that hooks would drop
             return contextlib.nullcontext()
         return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
