@@ -190,7 +190,8 @@ class CapturedHead:
         assert self._language_model is not None
         self._call = HeadCall.of(self._language_model.output_layer, input_, weight)
         self._with_gradient = torch.is_grad_enabled()
-        logits = UncomputedLogits.of(self._call, self._capture)
+        with torch.no_grad():  # the empty ones that stand in for them have no gradient
+            logits = UncomputedLogits.of(self._call, self._capture)
         return self._loss(logits, **of_loss) if output_cross_entropy_loss else (logits, None)
 
     def _compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:

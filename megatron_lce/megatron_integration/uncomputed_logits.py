@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_map
 
 from megatron_lce.compat_arguments import Reduction, reduce_loss
@@ -35,24 +38,32 @@ class _Values:
         self.call, self.compute = call, compute
         self.computed: Tensor | None = None
         self._when_computed = (0, 0)
+        self.made_by: tuple[HeadCall, GradientEdge] | None = None  # what their gradient goes back to
         device = call.hidden.device.type
         self._grad_enabled = torch.is_grad_enabled()
         self.autocast_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
     def get(self) -> Tensor:
-        """They are computed as the head's caller would have had them, whoever asks: without autograd, say, for a log."""
+        """What the head's caller would have had, whoever asks, in whatever mode: without autograd, say, for a log."""
         if self.computed is None:
             autocast = torch.autocast(
                 self.call.hidden.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None
             )
             # Not of inference mode, whose tensors count no changes.
-            with torch.inference_mode(False), torch.set_grad_enabled(self._grad_enabled), autocast:
-                self.set(self.compute(self.call))
+            with torch.inference_mode(False), torch.set_grad_enabled(self._grad_enabled), autocast, self._own_saving():
+                computed = self.compute(self.call)
+            self.set(computed, (self.call, get_gradient_edge(computed)) if computed.requires_grad else None)
         assert self.computed is not None
         return self.computed
 
-    def set(self, computed: Tensor) -> None:
-        self.computed, self._when_computed = computed, _state(computed)
+    def set(self, computed: Tensor, made_by: tuple[HeadCall, GradientEdge] | None) -> None:
+        self.computed, self._when_computed, self.made_by = computed, _state(computed), made_by
+
+    def _own_saving(self) -> AbstractContextManager:
+        """No hooks that count what is saved, inside a checkpointed loss: recomputed, it finds the logits there."""
+        if self.call.head.gradient_accumulation_fusion:  # which reads attributes of the weight that hooks would drop
+            return contextlib.nullcontext()
+        return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
 
     def check_untouched(self) -> None:
         """Refuses to go on to a fused loss, which would not see what was done to the logits."""
@@ -144,7 +155,7 @@ class UncomputedLogits(Tensor):
             asks_for_largest = func in _MAX | _ARGMAX and _over_last_dimension(*args[1:], **kwargs)
             if asks_for_largest and logits.largest is not None and logits._values.computed is None:
                 return logits._local_max() if func in _MAX else logits.largest[1]
-            if func is _DATA:  # which would hide what is done to it
+            if func == _DATA:  # which would hide what is done to it
                 return logits._values.get().detach()
         args, kwargs = tree_map(lambda x: x._values.get() if isinstance(x, cls) else x, (args, kwargs))
         result = func(*args, **kwargs)
@@ -163,7 +174,7 @@ class UncomputedLogits(Tensor):
         call = replace(self.call, logits_scale=self.call.logits_scale * factor)
         values = _Values(call, self._values.compute)
         if self._values.computed is not None:
-            values.set(self._values.computed * factor)
+            values.set(self._values.computed * factor, self._values.made_by)
         return _InGraph.apply(call.hidden, call.weight, values, self)
 
     def _local_max(self) -> tuple[Tensor, Tensor]:
@@ -179,24 +190,28 @@ class UncomputedLogits(Tensor):
 class _InGraph(torch.autograd.Function):
     """Hidden and weight to logits that are not computed.
 
-    A custom autograd function takes a tensor as it is, past `__torch_function__`. What it gives back goes through
-    Megatron's own backward of this head, after its product is made once more.
+    A custom autograd function takes a tensor as it is, past `__torch_function__`. The gradient that it gives back goes
+    through all that was done to the logits, and then, after their product is made once more, through the head alone:
+    the graph that they have reaches the weight of tied embeddings by the whole model, too.
     """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, values: _Values, unscaled: UncomputedLogits | None):
         ctx.save_for_backward(hidden, weight)
-        ctx.call = values.call
+        ctx.values = values
         return UncomputedLogits(values, unscaled)
 
     @staticmethod
     def backward(ctx: Any, grad_logits: Tensor):
         refuse_double_backward("an enabled head")
         hidden, weight = ctx.saved_tensors
+        computed = ctx.values.get()
+        call, edge = ctx.values.made_by
+        (grad_logits,) = torch.autograd.grad(computed, [edge], grad_logits, retain_graph=True)
         with torch.enable_grad():
             # The weight itself, not a copy: Megatron adds to its main_grad.
             inputs = [hidden.detach().requires_grad_(ctx.needs_input_grad[0]), weight]
-            logits = replace(ctx.call, hidden=inputs[0], weight=weight).logits()
+            logits = replace(call, hidden=inputs[0]).logits()
             wanted = [x for x, needed in zip(inputs, ctx.needs_input_grad, strict=False) if needed]
             gradients = iter(torch.autograd.grad(logits, wanted, grad_logits))
         return *(next(gradients) if needed else None for needed in ctx.needs_input_grad[:2]), None, None

@@ -1,6 +1,5 @@
-"""Code of a user's that meets an enabled model's logits: it must get their values and their gradients, and be told."""
+"""Code of a user's between head and loss: it may read an enabled model's logits, and the loss is fused all the same."""
 
-import contextlib
 import warnings
 
 import pytest
@@ -11,7 +10,6 @@ pytest.importorskip("megatron.core")
 from megatron.core import tensor_parallel
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
 
 from scripts import megatron_runtime
 from tests import megatron_world
@@ -24,6 +22,8 @@ def masked(logits):
 
 
 # Code of a user's between head and loss. What returns None has changed the logits themselves.
+CHANGED = "the logits were changed in place, or through .data, in front of a fused loss"
+ASKED = "the gradient of the logits was asked for, by register_hook or retain_grad, in front of a fused loss"
 CHANGES = {
     "nothing": lambda logits: None,
     "out of place": lambda logits: torch.div(input=logits, other=2),
@@ -43,6 +43,7 @@ CHANGES = {
         logits.mul_(2.0),
         None,
     )[3],
+    "retained": lambda logits: (logits.retain_grad(), None)[1],
     "hook, then scaled": lambda logits: (logits.register_hook(lambda grad: 3 * grad), logits * 0.5)[1],
 }
 
@@ -60,53 +61,95 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("loss", [None, "vocab-parallel", "checkpointed"], ids=str)
+def changed_before(loss, change):
+    """A model's `compute_language_model_loss`, behind code that changes the logits or puts others in their place."""
+
+    def changed_loss(labels, logits):
+        changed = CHANGES[change](logits)
+        return loss(labels, logits if changed is None else changed)
+
+    return changed_loss
+
+
+@pytest.mark.parametrize("loss", ["vocab-parallel", "checkpointed"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_changed_logits_give_the_loss_and_gradients_that_they_give_in_megatron(untied, device, change, loss):
+def test_changed_logits_give_another_loss_and_its_gradients_as_in_megatron(untied, device, change, loss):
     tensors, labels = megatron_world.inputs(device)
 
     def run():
-        own = untied.compute_language_model_loss if loss is None else LOSSES[loss]
-
-        def changed_loss(labels, logits):
-            changed = CHANGES[change](logits)
-            return own(labels, logits if changed is None else changed)
-
-        untied.compute_language_model_loss = changed_loss
+        untied.compute_language_model_loss = changed_before(LOSSES[loss], change)
         found = untied(*tensors, labels=labels % 100)
         return found, megatron_world.gradients(untied, found.sum())
 
     expected, expected_gradients = run()
     del untied.compute_language_model_loss
     enable(untied)
-    with contextlib.nullcontext() if (change, loss) == ("nothing", None) else pytest.warns(UserWarning, match=TOLD):
+    with pytest.warns(UserWarning, match=TOLD):
         actual, gradients = run()
     torch.testing.assert_close(actual, expected)
     megatron_world.assert_same_gradients(gradients, expected_gradients)
 
 
-@pytest.mark.parametrize("change", [lambda logits: None, lambda logits: logits.mul_(2), lambda logits: logits.sin_()])
-def test_double_backward_is_refused(untied, device, change):
-    """Of the fused loss, and of scaled and of touched logits: a penalty on the gradient would train as if absent."""
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("change", CHANGES.keys() - {"nothing", "out of place"})
+def test_the_fused_loss_refuses_logits_that_were_changed_or_have_a_hook(untied, device, change, grad):
+    tensors, labels = megatron_world.inputs(device)
+    enable(untied)
+    if not grad and ("hook" in change or change == "retained"):
+        pytest.skip("torch refuses the hook")
+    untied.compute_language_model_loss = changed_before(untied.compute_language_model_loss, change)
+    expected = ASKED if change in ("hook", "hook, then scaled", "retained") else CHANGED
+    with torch.set_grad_enabled(grad), pytest.raises(RuntimeError, match=f"{expected}.*call the model without labels"):
+        untied(*tensors, labels=labels)
+
+
+@pytest.mark.parametrize("factor", [None, 0.5])
+def test_the_loss_stays_fused_behind_code_that_reads(model, device, factor):
+    """And the penalty that the code adds has its gradient, with MuP's scaling in between or without."""
+    tensors, labels = megatron_world.inputs(device)
+
+    def penalised(loss):
+        def run(labels, logits):
+            penalty = logits.square().sum() / 1000 + logits.data.max() * torch.logsumexp(logits, -1).sum() / 1000
+            return loss(labels, logits if factor is None else logits * factor) + penalty
+
+        return run
+
+    model.compute_language_model_loss = penalised(lambda labels, logits: cross_entropy(logits, labels).T)
+    expected = model(*tensors, labels=labels)
+    expected_gradients = megatron_world.gradients(model, expected.sum())
+    del model.compute_language_model_loss
+    enable(model)
+    model.compute_language_model_loss = penalised(model.compute_language_model_loss)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        actual = model(*tensors, labels=labels)
+    assert [str(one.message) for one in told if issubclass(one.category, UserWarning)] == [
+        f"{TOLD}: by labels=None in training or by code beside the loss"
+    ]
+    torch.testing.assert_close(actual, expected)
+    megatron_world.assert_same_gradients(megatron_world.gradients(model, actual.sum()), expected_gradients)
+
+
+def test_double_backward_is_refused(untied, device):
+    """A penalty on the gradient would train as if absent."""
     enable(untied)
     tensors, labels = megatron_world.inputs(device)
-    fused = untied.compute_language_model_loss
-    untied.compute_language_model_loss = lambda labels, logits: (change(logits), fused(labels, logits))[1]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        loss = untied(*tensors, labels=labels).sum()
+    loss = untied(*tensors, labels=labels).sum()
     with pytest.raises(RuntimeError, match="create_graph must be False"):
         torch.autograd.grad(loss, list(untied.parameters()), create_graph=True, allow_unused=True)
 
 
-def test_double_backward_through_logits_of_ones_own_use_is_refused(untied, device):
+def test_hooks_of_hidden_run_once(untied, device):
+    """Also where a custom function's gradient goes back through the head."""
+    tensors, labels = megatron_world.inputs(device)
     enable(untied)
-    tensors, _ = megatron_world.inputs(device)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        largest = untied(*tensors).square().sum()
-    with pytest.raises(RuntimeError, match="create_graph must be False"):
-        torch.autograd.grad(largest, list(untied.parameters()), create_graph=True, allow_unused=True)
+    seen = []
+    untied.output_layer.register_forward_pre_hook(lambda module, args: (args[0].register_hook(seen.append), None)[1])
+    untied.compute_language_model_loss = LOSSES["vocab-parallel"]
+    with pytest.warns(UserWarning, match=TOLD):
+        untied(*tensors, labels=labels).sum().backward()
+    assert len(seen) == 1
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -143,16 +186,6 @@ def test_a_backward_hook_put_on_an_enabled_head_sees_the_gradient_of_logits(unti
     assert seen[0].shape == (megatron_world.SEQUENCE, megatron_world.BATCH, megatron_world.VOCAB_SIZE)
 
 
-def test_flops_can_be_counted(untied, device):
-    tensors, labels = megatron_world.inputs(device)
-    expected_gradients = megatron_world.gradients(untied, untied(*tensors, labels=labels).sum())
-    enable(untied)
-    with warnings.catch_warnings(), FlopCounterMode(untied, display=False):
-        warnings.simplefilter("ignore", UserWarning)
-        gradients = megatron_world.gradients(untied, untied(*tensors, labels=labels).sum())
-    torch.testing.assert_close(gradients, expected_gradients)
-
-
 def test_what_a_tensor_is_can_be_asked_without_computing_it(untied, device):
     tensors, labels = megatron_world.inputs(device)
     enable(untied, workspace_bytes=megatron_world.SMALL_WORKSPACE)
@@ -186,17 +219,6 @@ def test_without_gradient_the_logits_need_none(untied, device, training):
     untied.compute_language_model_loss = LOSSES["vocab-parallel"]
     with torch.no_grad():
         assert not untied(*tensors, labels=labels).requires_grad
-
-
-@pytest.mark.parametrize("change", ["in place", "through data"])
-def test_without_gradient_the_loss_is_of_changed_logits_too(untied, device, change):
-    tensors, labels = megatron_world.inputs(device)
-    enable(untied)
-    untied.output_layer.register_forward_hook(lambda module, args, output: CHANGES[change](output[0]))
-    with torch.no_grad(), pytest.warns(UserWarning, match=TOLD):
-        actual = untied(*tensors, labels=labels)
-    enable(untied, use_fused_linear_ce=False)
-    torch.testing.assert_close(actual, untied(*tensors, labels=labels).detach())
 
 
 QUESTIONS = {
