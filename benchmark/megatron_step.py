@@ -139,8 +139,7 @@ def choose(model: nn.Module, variant: str, tokens: int, args: argparse.Namespace
         model,
         use_fused_linear_ce=variant.startswith("ours"),
         on_unsupported="raise",
-        skip_ignored=variant == "ours-skip",
-        ignore_masked=variant == "ours-skip",
+        skip_masked=variant == "ours-skip",
         logits_cache_bytes=caches.get(variant, 0),
     )
     assert handle.enabled == (variant.startswith("ours") and parallel_state.is_pipeline_last_stage()), handle.reasons

@@ -135,7 +135,7 @@ def steps() -> str:
 
 def masked_steps() -> str:
     """The same with masked tokens, at TP=2 and on one GPU."""
-    titles = VARIANTS | {"ours-skip": "flag on, `ignore_masked=True, skip_ignored=True`"}
+    titles = VARIANTS | {"ours-skip": "flag on, `skip_masked=True`"}
     rows = []
     for tp, gpu in ((2, "h100"), (1, "h200")):
         records = measured(f"step_masked_tp{tp}_{gpu}", "steps", "variant", "masked")

@@ -5,8 +5,6 @@ Keywords that those do not have stand behind all of theirs and are taken by name
 `torch_linear_cross_entropy`.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -27,9 +25,6 @@ from megatron_lce.compat_arguments import (
 from megatron_lce.core import collectives, validation
 from megatron_lce.core.options import IGNORE_INDEX, LinearCrossEntropyOutput
 from megatron_lce.core.weighted_logits import weighted_logits
-
-# Autograd's nodes that put a tensor together of parts.
-_OF_PARTS = ("CatBackward0", "StackBackward0", "torch::autograd::CopySlices", "IndexPutBackward0")
 
 
 def linear_cross_entropy(
@@ -107,11 +102,14 @@ def _outputs(
 ) -> tuple[LinearCrossEntropyOutput, float | Tensor]:
     """Outputs [N], and the temperature that they were computed with."""
 
+    # Imported here: the Megatron part stands on this file.
+    from megatron_lce.megatron_integration.summed_in_front import is_summed_in_front
+
     def check(ranks: int) -> tuple[Tensor, float | Tensor, bool]:
         check_reduction(reduction)
         validation.check_flag("return_max_logits", return_max_logits)
         ids = checked_labels(hidden, weight, labels, skip_ignored, 1).reshape(-1)
-        return ids, _checked_temperature(temperature, ids), _summed_in_front(hidden, group)
+        return ids, _checked_temperature(temperature, ids), is_summed_in_front(hidden, group)
 
     labels, temperature, summed_in_front = agreed_call(
         group,
@@ -147,37 +145,6 @@ def _checked_temperature(temperature: float | Tensor, labels: Tensor) -> float |
             temperature = temperature.expand(labels.shape)
     validation.check_temperature(temperature, labels.shape, labels.device)
     return temperature.where(labels >= 0, 1.0) if isinstance(temperature, Tensor) else temperature
-
-
-def _summed_in_front(hidden: Tensor, group: ProcessGroup | None) -> bool:
-    """Whether hidden's gradient goes to an operation of Megatron's whose backward sums over the group.
-
-    The search ends where nodes have several inputs with a gradient, as in the layers of a model, but for those that put
-    hidden together of parts, all of which are looked at.
-    """
-    found: set[bool] = set()
-    nodes: list[Any] = [] if hidden.grad_fn is None else [hidden.grad_fn]
-    seen = set(nodes)
-    while nodes:
-        node = nodes.pop()
-        summing = node.name() == "_CopyToModelParallelRegionBackward" or (
-            # else its backward takes this rank's part of a gradient that is whole already
-            node.name() == "_GatherFromSequenceParallelRegionBackward" and node.tensor_parallel_output_grad
-        )
-        inputs = [function for function, _ in node.next_functions if function is not None]
-        if summing and collectives.same_ranks(node.group, group):
-            found.add(True)
-        elif len(inputs) == 1 or (inputs and node.name() in _OF_PARTS):
-            nodes += set(inputs) - seen
-            seen.update(inputs)
-        else:
-            found.add(False)
-    if len(found) > 1:
-        raise ValueError(
-            "hidden must come out of gather_from_sequence_parallel_region or copy_to_tensor_model_parallel_region as a "
-            "whole or not at all: it has parts whose gradient is summed over the group there, and others"
-        )
-    return True in found
 
 
 def megatron_linear_cross_entropy(

@@ -157,7 +157,7 @@ def work(args: argparse.Namespace, device: torch.device) -> None:
     teacher = megatron_runtime.build_gpt(options, device=device, ddp=True)
     student_options = replace(options, num_layers=args.student_num_layers, hidden_size=args.student_hidden_size)
     student = megatron_runtime.build_gpt(student_options, device=device, ddp=True)
-    flag = {"use_fused_linear_ce": args.use_fused_linear_ce, "ignore_masked": True, "skip_ignored": True}
+    flag = {"use_fused_linear_ce": args.use_fused_linear_ce, "skip_masked": True}
     handles = [megatron_lce.enable_fused_linear_ce(model, **flag) for model in (teacher, student)]
 
     taught = Trainer("teacher, supervised", teacher, args.teacher_lr, args.teacher_steps, args)

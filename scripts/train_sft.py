@@ -88,8 +88,7 @@ def work(args: argparse.Namespace, device: torch.device) -> None:
         model,
         use_fused_linear_ce=args.use_fused_linear_ce,
         workspace_bytes=workspace_bytes,
-        ignore_masked=True,
-        skip_ignored=True,
+        skip_masked=True,
     )
     step = partial(forward_step, device=device)
     if args.use_fused_linear_ce and args.loss == "token":

@@ -71,7 +71,7 @@ def test_sft_is_the_same_with_a_loss_told_in_advance(megatron):
         options = megatron_runtime.GptOptions(num_layers=1, vocab_size=32, config={"calculate_per_token_loss": True})
         model = megatron_runtime.build_gpt(options, device=megatron, ddp=True)
         optimizer = megatron_runtime.build_optimizer([model], lr=1e-2)
-        megatron_lce.enable_fused_linear_ce(model, flag, ignore_masked=True, skip_ignored=True)
+        megatron_lce.enable_fused_linear_ce(model, flag, skip_masked=True)
         totals = [
             float(report[0])
             for row in rows

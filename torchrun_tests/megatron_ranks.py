@@ -1,6 +1,8 @@
-"""What holds on one rank of a group is everybody's: reasons against fusing, and what is read of logits."""
+"""What holds on one rank of a group is everybody's: reasons against fusing, and what a hook does to logits."""
 
 import warnings
+from collections.abc import Callable
+from unittest import mock
 
 import harness
 import megatron_cases as cases
@@ -11,6 +13,7 @@ from megatron_comparisons import compare_all
 from torch import Tensor
 
 from megatron_lce import capture_lm_head, enable_fused_linear_ce
+from megatron_lce.core import plan
 from megatron_lce.megatron_integration.support import find_language_model
 
 
@@ -54,50 +57,72 @@ def check_reasons_of_one_rank(case: cases.Case, device: torch.device, report: ha
             hook.remove()
 
 
-def check_read_logits(case: cases.Case, device: torch.device, report: harness.Report) -> None:
-    """Logits read by a hook, and by a loss beside the fused one: losses and gradients are as in Megatron.
+def masked_in_place(logits: Tensor) -> None:
+    with torch.no_grad():
+        logits[..., 3:5] = -5.0
 
-    Reading is local, so that one rank alone may do it, but under sequence parallel, where Megatron's head gathers. The
-    gradient of another loss is summed over the group by the head, so that it is every rank's.
+
+# What a hook of one rank may not do to the logits of its shard.
+TOUCHES: dict[str, Callable[[Tensor], object]] = {
+    "retain_grad": lambda logits: logits.retain_grad(),
+    "register_hook": lambda logits: logits.register_hook(lambda grad: 3 * grad),
+    "changed in place": masked_in_place,
+    "changed through data": lambda logits: logits.data.mul_(0.5),
+}
+
+
+def check_touch_of_one_rank(case: cases.Case, device: torch.device, report: harness.Report) -> None:
+    """Logits that one rank's hook changes or wants the gradient of: that rank raises before the loss's collectives.
+
+    The other ranks would wait for it there, so that here they stop in front of the loss as well.
     """
     batch = cases.microbatches(device)[0]
-    labels, mask = batch["labels"].clamp(min=0), batch["loss_mask"] if case.masked else None
-    for penalised in (False, True):
-        found = []
-        for fused in (False, True):
-            chunks = cases.build(case, device)
-            masked = {"skip_ignored": case.masked, "ignore_masked": case.masked}
-            enable_fused_linear_ce(chunks, use_fused_linear_ce=fused, workspace_bytes=40_000, **masked)
-            if fused and case.main_grad and not penalised:  # Megatron's own backward of the head has no Apex here
-                cases.set_main_grad_fusion(chunks)
-            penalties: list[Tensor] = []  # of a product: Megatron's own loss changes the logits in place
-            if penalised or case.sequence_parallel or parallel_state.get_tensor_model_parallel_rank() == 0:
-                head = find_language_model(chunks).output_layer
-                head.register_forward_hook(
-                    lambda module, args, output, penalties=penalties: penalties.append((output[0] * 0.1).square().sum())
-                )
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)
-                losses = chunks[0](batch["tokens"], batch["positions"], None, labels=labels, loss_mask=mask)
-            losses = losses if mask is None else losses * mask
-            (losses.sum() + sum(penalties) if penalised else losses.sum()).backward()
-            found.append({"losses": losses.detach(), **cases.finished_gradients(chunks)})
-        name = "another loss of the logits" if penalised else "logits read"
-        compare_all(report, f"{case.name}: {name}, losses and gradients", found[1], found[0])
-
-
-def check_changed_logits(case: cases.Case, device: torch.device, report: harness.Report) -> None:
-    """Logits that a hook changes in front of the fused loss: every rank that did so is told."""
-    batch = cases.microbatches(device)[0]
+    touches = list(TOUCHES.items())[: 2 if case.sequence_parallel else None]  # with it, their values are a collective
     chunks = cases.build(case, device)
     enable_fused_linear_ce(chunks)
-    hook = find_language_model(chunks).output_layer.register_forward_hook(
-        lambda module, args, output: (output[0].data.mul_(0.5), None)[1]
-    )
-    try:
-        chunks[0](batch["tokens"], batch["positions"], None, labels=batch["labels"])
-        message = "no error"
-    except RuntimeError as error:
-        message = str(error)
-    hook.remove()
-    report.check(f"{case.name}: logits changed in front of the loss", "were changed in place" in message, message)
+    model = find_language_model(chunks)
+    fused = model.compute_language_model_loss
+    for name, touch in touches:
+
+        def loss(labels: Tensor, logits: Tensor, touch: Callable[[Tensor], object] = touch) -> Tensor:
+            if parallel_state.get_tensor_model_parallel_rank() != 0:
+                raise RuntimeError("the other rank")
+            touch(logits)
+            return fused(labels, logits)
+
+        model.compute_language_model_loss = loss
+        try:
+            chunks[0](batch["tokens"], batch["positions"], None, labels=batch["labels"], loss_mask=batch["loss_mask"])
+            message = "no error"
+        except RuntimeError as error:
+            message = str(error)
+        expected = ("the other rank", "the logits of an enabled model")
+        report.check(f"{case.name}: {name} on one rank", message.startswith(expected), message)
+    del model.compute_language_model_loss
+
+
+def check_read_logits(case: cases.Case, device: torch.device, report: harness.Report) -> None:
+    """A second loss of the logits beside the fused one: losses and every gradient, each use counted once."""
+    batch = cases.microbatches(device)[0]
+    labels, mask = batch["labels"].clamp(min=0), batch["loss_mask"] if case.masked else None
+    found = []
+    for fused in (False, True):
+        chunks = cases.build(case, device)
+        enable_fused_linear_ce(chunks, use_fused_linear_ce=fused, workspace_bytes=40_000, skip_masked=case.masked)
+        if fused and case.main_grad:
+            cases.set_main_grad_fusion(chunks)
+        model = find_language_model(chunks)
+        own, penalties = model.compute_language_model_loss, []
+
+        def loss(labels: Tensor, logits: Tensor, own: Callable = own, penalties: list = penalties) -> Tensor:
+            penalties.append(logits.square().sum() / 100)  # of this rank's columns
+            return own(labels, logits.clone() if type(logits) is Tensor else logits)  # Megatron's changes them in place
+
+        model.compute_language_model_loss = loss
+        with warnings.catch_warnings(), mock.patch.multiple(plan, WIDE_BLOCK=1, MIN_TOKENS=4):
+            warnings.simplefilter("ignore", UserWarning)
+            losses = chunks[0](batch["tokens"], batch["positions"], None, labels=labels, loss_mask=mask)
+            losses = losses if mask is None else losses * mask
+            (losses.sum() + sum(penalties)).backward()
+        found.append({"losses": losses.detach(), **cases.finished_gradients(chunks)})
+    compare_all(report, f"{case.name}: logits read beside the loss, losses and gradients", found[1], found[0])

@@ -24,7 +24,7 @@ def train(case: cases.Case, device: torch.device, *, fused: bool, like: list[nn.
     chunks = cases.build(case, device)
     if like is not None:
         cases.copy_weights(like, chunks)
-    masked = {"skip_ignored": case.masked, "ignore_masked": case.masked}
+    masked = {"skip_masked": case.masked}
     handle = enable_fused_linear_ce(chunks, use_fused_linear_ce=fused, **masked)
     forward_step = functools.partial(cases.forward_step, masked=case.masked)
     if fused and case.main_grad:

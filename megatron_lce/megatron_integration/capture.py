@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -16,7 +17,7 @@ from megatron_lce.backends.choice import describe_backend
 from megatron_lce.core.options import LinearCrossEntropyOutput
 from megatron_lce.megatron_integration.fused_loss import FusedLoss
 from megatron_lce.megatron_integration.head_call import HeadCall, check_not_fixed
-from megatron_lce.megatron_integration.method_overrides import MethodOverride, overrides_of
+from megatron_lce.megatron_integration.method_overrides import MethodOverride, argument_names, overrides_of, with_labels
 from megatron_lce.megatron_integration.support import NO_HEAD, find_language_model, head_reasons, reasons_of_group
 from megatron_lce.megatron_integration.uncomputed_logits import UncomputedLogits
 from megatron_lce.token_loss import TokenLoss, TokenLossFunction
@@ -39,7 +40,8 @@ class CapturedHead:
         self._language_model = language_model
         self._call: HeadCall | None = None
         self._with_gradient = False
-        self._start_pass()
+        self._in_pass = False  # of this model, of two that share the output layer
+        self._mtp_losses_left = 0
 
     def __repr__(self) -> str:
         if self._call is None:
@@ -175,8 +177,21 @@ class CapturedHead:
         """A hidden without its graph would train the head alone, silently."""
         return torch.set_grad_enabled(torch.is_grad_enabled() and self._with_gradient)
 
-    def _start_pass(self, *_: Any) -> None:
+    def _start_pass(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
+        """Gives the model labels where it has none and no MTP would use them: then it makes nothing of the logits.
+
+        So it does under torch.compile, which cannot trace what uncomputed logits are made into.
+        """
+        self._in_pass = model is self._language_model
         self._mtp_losses_left = self._mtp_layers()
+        names = argument_names(type(model).forward)
+        given = dict(zip(names, args, strict=False)) | kwargs
+        if given.get("labels") is not None or "labels" not in names or self._mtp_losses_left:
+            return None
+        return with_labels(names, args, kwargs, torch.empty(0, dtype=torch.int64))
+
+    def _end_pass(self, *_: Any) -> None:
+        self._in_pass = False
 
     def _forward(
         self,
@@ -188,16 +203,26 @@ class CapturedHead:
     ) -> Tensor | tuple[Tensor, None]:
         """In place of ColumnParallelLinear's, and of LinearCrossEntropyModule's, which can be asked for the loss."""
         assert self._language_model is not None
+        if not self._in_pass:  # of another model's pass
+            if output_cross_entropy_loss:  # an argument that other heads do not have
+                of_loss["output_cross_entropy_loss"] = True
+            forward = self._below(self._language_model.output_layer, "forward")
+            return forward(input_, weight, runtime_gather_output, **of_loss)
         self._call = HeadCall.of(self._language_model.output_layer, input_, weight)
         self._with_gradient = torch.is_grad_enabled()
-        with torch.no_grad():  # the empty ones that stand in for them have no gradient
-            logits = UncomputedLogits.of(self._call, self._capture)
+        logits = UncomputedLogits(self._call, self._capture)
         return self._loss(logits, **of_loss) if output_cross_entropy_loss else (logits, None)
+
+    def _below(self, module: nn.Module, name: str) -> Any:
+        """What this method is without the capture."""
+        mine = [override for override in overrides_of(module, name) if override.owner is self]
+        return mine[0].below() if mine else MethodType(getattr(type(module), name), module)
 
     def _compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """In place of LanguageModule's."""
         assert self._language_model is not None
-        assert isinstance(logits, UncomputedLogits)
+        if not isinstance(logits, UncomputedLogits):  # of a head that was called outside a pass
+            return self._below(self._language_model, "compute_language_model_loss")(labels, logits)
         return self._loss(logits, labels, telemetry=self._language_model.training)
 
     def _loss(self, logits: UncomputedLogits, labels: Tensor, **arguments: Any) -> Tensor:
@@ -210,7 +235,7 @@ class CapturedHead:
     def _capture(self, call: HeadCall) -> Tensor:
         """The main head's logits are wanted: note what they are made of and give [s, b, 0], which is no memory."""
         self._call = call
-        self._start_pass()
+        self._mtp_losses_left = self._mtp_layers()
         batch, sequence = call.tokens
         return call.hidden.new_empty((sequence, batch, 0))
 
@@ -255,7 +280,8 @@ def capture_lm_head(model: nn.Module | Sequence[nn.Module]) -> Iterator[Captured
         return
     _check_capturable(language_model)
     with contextlib.ExitStack() as stack:
-        stack.callback(language_model.register_forward_pre_hook(head._start_pass).remove)
+        stack.callback(language_model.register_forward_pre_hook(head._start_pass, with_kwargs=True).remove)
+        stack.callback(language_model.register_forward_hook(head._end_pass, always_call=True).remove)
         stack.callback(MethodOverride(language_model.output_layer, "forward", head._forward).close)
         loss = MethodOverride(language_model, "compute_language_model_loss", head._compute_language_model_loss)
         stack.callback(loss.close)

@@ -40,7 +40,7 @@ class FusedLinearCE:
     def __repr__(self) -> str:
         if self._fused is None or not self.enabled:
             return f"FusedLinearCE(not enabled: {'; '.join(self.reasons)})"
-        options = dict(self._fused.options, ignore_masked=self._fused.ignore_masked)
+        options = dict(self._fused.options, skip_masked=self._fused.skip_masked)
         device = next(self._fused.language_model.parameters()).device
         backend = describe_backend(options.pop("backend"), device)
         asked = {name: value for name, value in options.items() if value is not None and value is not False}
@@ -53,6 +53,8 @@ class FusedLinearCE:
             return self._reasons
         if self._fused.is_closed:
             return ("it was removed, or the model was enabled once more",)
+        if not self._fused.has_its_head:
+            return ("the model's output_layer was replaced",)
         if any(isinstance(owner, CapturedHead) for owner in _owners([self._fused.language_model, self._fused.head])):
             return ("a capture of the model is open",)
         return ("the head's forward or the model's loss was replaced by other code",)
@@ -76,15 +78,15 @@ def enable_fused_linear_ce(
     workspace_bytes: int = WORKSPACE_BYTES,
     vocab_size: int | None = None,
     softcap: float | None = None,
-    skip_ignored: bool = False,
-    ignore_masked: bool = False,
+    skip_masked: bool = False,
     backend: BackendName = "auto",
 ) -> FusedLinearCE:
     """From now on `model(..., labels=labels)` computes its loss, and its MTP losses, without logits.
 
     The loss is [b, s] per token, fp32, as Megatron returns it, in training, in eval and under no_grad. Negative
     labels, which Megatron lets pass under a loss mask, are ignored rows: loss 0, no gradient. Without labels the
-    model returns Megatron's logits as before. With `gradient_accumulation_fusion` the head's weight gradient goes
+    model returns Megatron's logits with their graph. Code between head and loss may read the logits: they are computed
+    for it, with their graph. With `gradient_accumulation_fusion` the head's weight gradient goes
     straight into `main_grad`. Of several calls on one model the last decides.
 
     Args:
@@ -96,12 +98,10 @@ def enable_fused_linear_ce(
         logits_cache_bytes, workspace_bytes, vocab_size, softcap, backend: as in `megatron_lce.linear_cross_entropy`.
             `vocab_size` and `softcap` change the fused loss only: logits returned without labels have neither, and a
             head that is left to Megatron has neither, which the warning says.
-        skip_ignored: leave ignored rows out of the head: they are counted on the device, for which the host waits once
-            in each pass. While a CUDA graph is captured all rows are computed. No int: microbatches differ in their
-            count.
-        ignore_masked: where the language model's own forward is called with `loss_mask`, [b, s], tokens whose mask is
-            0 are ignored rows too, those of the MTP losses as Megatron shifts the mask. LLaVA keeps the mask to itself;
-            a call with labels and no mask warns once.
+        skip_masked: tokens whose `loss_mask`, [b, s], is 0 are ignored rows too, where the language model's own forward
+            is called with one (LLaVA keeps it to itself; a call with labels and no mask warns once), those of the MTP
+            losses as Megatron shifts the mask; and all ignored rows are left out of the head. They are counted on the
+            device, for which the host waits once in each pass. While a CUDA graph is captured all rows are computed.
 
     Returns:
         A handle: `enabled`, `reasons`, `remove()`. The decision is made here, once, and together: all ranks of the
@@ -113,8 +113,9 @@ def enable_fused_linear_ce(
             its own, `model` holds several heads, or the head is unsupported ("raise").
         RuntimeError: a capture of the model is open, and the flag is on.
 
-    The model's forward then raises ValueError for a `loss_mask` of another shape than labels' (`ignore_masked`), and
-    for what `megatron_lce.linear_cross_entropy` raises it.
+    The model's forward then raises ValueError for a `loss_mask` of another shape than labels' (`skip_masked`), and
+    for what `megatron_lce.linear_cross_entropy` raises it; RuntimeError where code between head and loss changed the
+    logits in place, put a hook on them or made them retain their gradient.
     """
     if on_unsupported not in ("fallback", "raise"):
         raise ValueError(f"on_unsupported must be 'fallback' or 'raise', got {on_unsupported!r}")
@@ -126,14 +127,8 @@ def enable_fused_linear_ce(
         "backend": backend,
     }
     check_options(Options(**options))
-    if not isinstance(skip_ignored, bool):
-        raise TypeError(
-            "skip_ignored must be True or False: the microbatches of a model differ in their number of counted rows; "
-            f"got {skip_ignored!r}"
-        )
     check_flag("use_fused_linear_ce", use_fused_linear_ce)
-    check_flag("ignore_masked", ignore_masked)
-    options["skip_ignored"] = skip_ignored
+    check_flag("skip_masked", skip_masked)
     modules = modules_of(model)
     if use_fused_linear_ce and any(isinstance(owner, CapturedHead) for owner in _owners(modules)):
         raise RuntimeError("capture_lm_head is open on this model: enable before or after it")
@@ -154,7 +149,7 @@ def enable_fused_linear_ce(
     if reasons:
         warn_on_one_rank(message + not_applied(options))
         return FusedLinearCE(reasons)
-    return FusedLinearCE((), FusedLoss(language_model, options, ignore_masked))
+    return FusedLinearCE((), FusedLoss(language_model, options, skip_masked))
 
 
 def _overrides(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, MethodOverride]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 
 from megatron_lce.core.options import IGNORE_INDEX
 from megatron_lce.megatron_integration.head_call import BackwardPasses, HeadCall
-from megatron_lce.megatron_integration.method_overrides import MethodOverride, overrides_of
+from megatron_lce.megatron_integration.method_overrides import MethodOverride, argument_names, overrides_of, with_labels
 from megatron_lce.megatron_integration.support import managed_weight_reason, warn_on_one_rank
 from megatron_lce.megatron_integration.uncomputed_logits import UncomputedLogits
 
@@ -18,29 +17,41 @@ if TYPE_CHECKING:
     from megatron.core.models.common.language_module.language_module import LanguageModule
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
+_NO_LABELS = "the model was called without labels"
+
 
 class FusedLoss:
     """A model's head and loss with the options of `enable_fused_linear_ce`, in place until `close`."""
 
-    def __init__(self, language_model: LanguageModule, options: dict[str, Any], ignore_masked: bool):
+    def __init__(self, language_model: LanguageModule, options: dict[str, Any], skip_masked: bool):
         self.language_model = language_model
         self.head: ColumnParallelLinear = language_model.output_layer
-        self.options, self.ignore_masked = options, ignore_masked
+        self.options, self.skip_masked = options, skip_masked
         self._warned: set[str] = set()
         self._backward_passes = BackwardPasses()
+        self._wants_logits = False  # in a pass without labels
+        self._not_used: str | None = None  # why the head last gave Megatron's logits although there are labels
         self._overrides = (
             MethodOverride(self.head, "forward", self.forward),
             MethodOverride(language_model, "compute_language_model_loss", self.compute_language_model_loss),
         )
-        hook = self._ignore_masked_labels
-        self._hooks = [language_model.register_forward_pre_hook(hook, with_kwargs=True)] if ignore_masked else []
+        self._hooks = (
+            language_model.register_forward_pre_hook(self._start_pass, with_kwargs=True),
+            language_model.register_forward_hook(self._end_pass, always_call=True),
+        )
 
     @property
     def is_closed(self) -> bool:
         return not any(own.is_open for own in self._overrides)
 
+    @property
+    def has_its_head(self) -> bool:
+        return self.language_model.output_layer is self.head
+
     def is_in_place(self) -> bool:
-        return all(next(overrides_of(own.module, own.name), None) is own for own in self._overrides)
+        return self.has_its_head and all(
+            next(overrides_of(own.module, own.name), None) is own for own in self._overrides
+        )
 
     def close(self) -> None:
         for override in self._overrides:
@@ -49,9 +60,9 @@ class FusedLoss:
             hook.remove()
 
     def options_now(self) -> dict[str, Any]:
-        """The options; all rows while a CUDA graph is captured, which cannot wait for their number."""
+        """The loss's options; all rows while a CUDA graph is captured, which cannot wait for their number."""
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        return self.options | {"skip_ignored": self.options["skip_ignored"] and not capturing}
+        return self.options | {"skip_ignored": self.skip_masked and not capturing}
 
     def forward(
         self,
@@ -67,22 +78,30 @@ class FusedLoss:
         of the labels, the reduction and the ignore_index in `of_loss`.
         """
         head = self.head
-        if runtime_gather_output and not output_cross_entropy_loss:
+        self._not_used = None
+        if not output_cross_entropy_loss and (self._wants_logits or runtime_gather_output):
+            if self._wants_logits and self.language_model.training and torch.is_grad_enabled():
+                self._warn_once(_NO_LABELS)
+            self._not_used = _NO_LABELS if self._wants_logits else "runtime_gather_output asks for gathered logits"
             return type(head).forward(head, input_, weight, runtime_gather_output)
         reason = managed_weight_reason(head, head.weight if weight is None else weight)
         if reason is not None:  # FSDP was wrapped around the head since
-            self._warn_once(reason)
+            self._not_used = reason
             if output_cross_entropy_loss:  # an argument that other heads do not have
+                self._warn_once(reason + not_applied(self.options))
                 of_loss["output_cross_entropy_loss"] = True
             return type(head).forward(head, input_, weight, runtime_gather_output, **of_loss)
         call = HeadCall.of(head, input_, weight, self._backward_passes)
-        logits = UncomputedLogits.of(call, self._compute_logits)
-        return logits.compute_loss(**of_loss, **self.options_now()) if output_cross_entropy_loss else (logits, None)
+        if output_cross_entropy_loss:
+            return UncomputedLogits(call, HeadCall.logits).compute_loss(**of_loss, **self.options_now())
+        return UncomputedLogits.in_graph(call, self._compute_logits), None
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """In place of LanguageModule's, for the main loss and for MTP's: labels [b, s] to loss [b, s]."""
         if not isinstance(logits, UncomputedLogits):
-            reason = "the logits were computed before the loss, by runtime_gather_output or by code in between"
+            reason = self._not_used or "code in front of the loss made another tensor of the logits"
+            if not self.has_its_head:
+                reason = f"the model's output_layer was replaced by a {type(self.language_model.output_layer).__name__}"
             self._warn_once(reason + not_applied(self.options))
             return type(self.language_model).compute_language_model_loss(self.language_model, labels, logits)
         # MTP's acceptance metrics read the largest logit after the loss, in training.
@@ -90,34 +109,32 @@ class FusedLoss:
         return logits.compute_loss(labels, telemetry=telemetry, **self.options_now())
 
     def _compute_logits(self, call: HeadCall) -> Tensor:
-        if self.language_model.training and torch.is_grad_enabled():
-            reason = "by labels=None in training or by code beside the loss"
-            self._warn_once(reason, "fused linear cross-entropy is enabled but logits were computed")
+        if self.language_model.training:
+            self._warn_once("code beside the loss reads them", "the logits of an enabled model are computed")
         return call.logits()
 
-    def _ignore_masked_labels(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple, dict] | None:
-        """In front of the model's forward: labels [b, s] whose `loss_mask` is 0 become ignored ones.
+    def _start_pass(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
+        """In front of the model's forward: whether it wants logits, and masked labels [b, s] become ignored ones.
 
         Megatron derives the labels of its MTP losses from these by the shift that it derives their mask by.
         """
-        names = inspect.signature(type(model).forward).parameters
-        given = dict(zip(list(names)[1:], args, strict=False)) | kwargs
+        names = argument_names(type(model).forward)
+        given = dict(zip(names, args, strict=False)) | kwargs
         labels, loss_mask = given.get("labels"), given.get("loss_mask")
-        if labels is None:
+        self._wants_logits = labels is None and "labels" in names
+        if labels is None or not self.skip_masked:
             return None
         if loss_mask is None:
             called = f"{type(model).__name__} was called with labels and without loss_mask"
-            self._warn_once(called, "ignore_masked is True but no token was ignored")
+            self._warn_once(called, "skip_masked is True but only negative labels are skipped")
             return None
         if loss_mask.shape != labels.shape:
             raise ValueError(f"loss_mask must have labels' shape, {tuple(labels.shape)}, got {tuple(loss_mask.shape)}")
         labels = labels.masked_fill(loss_mask == 0, IGNORE_INDEX)
-        if "labels" in kwargs:
-            return args, kwargs | {"labels": labels}
-        place = list(names).index("labels") - 1
-        return (*args[:place], labels, *args[place + 1 :]), kwargs
+        return with_labels(names, args, kwargs, labels)
+
+    def _end_pass(self, *_: Any) -> None:
+        self._wants_logits = False
 
     def _warn_once(self, reason: str, what: str = "fused linear cross-entropy is enabled but was not used") -> None:
         if reason not in self._warned:

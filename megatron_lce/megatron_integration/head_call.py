@@ -45,6 +45,7 @@ class HeadCall:
     versions: tuple[int, int]  # of hidden and weight when the head was called
     backward_passes: BackwardPasses | None  # None: the call outlives them
     backward_passes_before: int
+    autocast_dtype: torch.dtype | None  # None: autocast was off
     logits_scale: float = 1.0
 
     @classmethod
@@ -56,7 +57,7 @@ class HeadCall:
         backward_passes: BackwardPasses | None = None,
     ) -> HeadCall:
         """The call of a ColumnParallelLinear; `weight` is the tied embedding's, or None for the head's own."""
-        weight = head.weight if weight is None else weight
+        weight, device = head.weight if weight is None else weight, hidden.device.type
         return cls(
             hidden=hidden,
             weight=weight,
@@ -67,6 +68,7 @@ class HeadCall:
             versions=(version_of(hidden), version_of(weight)),
             backward_passes=backward_passes,
             backward_passes_before=0 if backward_passes is None else backward_passes.count,
+            autocast_dtype=torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
         )
 
     @property
@@ -76,9 +78,10 @@ class HeadCall:
         return self.hidden.shape[1], self.hidden.shape[0] * shards
 
     def linear_cross_entropy(
-        self, labels: Tensor, temperature: float | Tensor = 1.0, logits_scale: float = 1.0, **keywords: Any
+        self, labels: Tensor, temperature: float | Tensor = 1.0, **keywords: Any
     ) -> LinearCrossEntropyOutput:
         """`megatron_lce.linear_cross_entropy` of this call; labels, a tensor of temperatures and outputs are [b, s]."""
+        logits_scale = keywords.pop("logits_scale", 1.0)
         labels = self._sequence_first("labels", labels)
         keywords = self._keywords(temperature, logits_scale, keywords)
         return batch_first(linear_cross_entropy(self.hidden, self.weight, labels, **keywords))
@@ -191,11 +194,22 @@ class HeadCall:
             raise ValueError(f"{name} must be [b, s], {self.tokens} for this hidden, got {tuple(per_token.shape)}")
         return swap(per_token)
 
+    @property
+    def logits_dtype(self) -> torch.dtype:
+        """The dtype of what Megatron's head returns."""
+        return form_of(self.head).logits_dtype or self.autocast_dtype or self.hidden.dtype
+
     def logits(self) -> Tensor:
         """[s, b, V/tp] as Megatron computes them; under sequence parallel with a collective."""
         self.check_unchanged()
-        logits, _ = type(self.head).forward(self.head, self.hidden, self.weight)
+        logits = self.megatrons_logits(self.hidden, self.weight)
         return logits if self.logits_scale == 1.0 else logits * self.logits_scale
+
+    def megatrons_logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """What the head's own forward makes of these, under the autocast of the call."""
+        dtype = self.autocast_dtype
+        with torch.autocast(hidden.device.type, dtype or torch.bfloat16, enabled=dtype is not None):
+            return type(self.head).forward(self.head, hidden, weight)[0]
 
     def check_unchanged(self) -> None:
         """What is computed of hidden and weight later must be what the forward pass would have computed of them."""

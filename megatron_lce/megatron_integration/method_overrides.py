@@ -1,12 +1,25 @@
-"""Methods of one module replaced on the instance, for as long as somebody wants them replaced."""
+"""Methods of one module replaced on the instance, for as long as somebody wants them replaced; and its arguments."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
+
+
+@functools.cache
+def uncompiled() -> Callable:
+    """`uncompiled()(f, ...)` is f(...) outside torch.compile; made when wanted, as it imports the compiler."""
+    return torch.compiler.disable(_call)
+
+
+def _call(function: Callable, *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
 
 
 class MethodOverride:
@@ -19,6 +32,7 @@ class MethodOverride:
     def __init__(self, module: nn.Module, name: str, method: Callable):
         self.module, self.name, self.method, self.is_open = module, name, method, True
         self._before: Callable | None = vars(module).get(name)  # None: the class's
+        self._uncompiled = uncompiled()
         setattr(module, name, self.call)
 
     @property
@@ -27,7 +41,7 @@ class MethodOverride:
         return getattr(self.method, "__self__", None)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        return (self.method if self.is_open else self.below())(*args, **kwargs)
+        return self._uncompiled(self.method if self.is_open else self.below(), *args, **kwargs)
 
     def below(self) -> Callable:
         """What the method was before."""
@@ -53,3 +67,17 @@ def overrides_of(module: nn.Module, name: str) -> Iterator[MethodOverride]:
 def _override(method: Callable | None) -> MethodOverride | None:
     owner = getattr(method, "__self__", None)
     return owner if isinstance(owner, MethodOverride) else None
+
+
+@functools.cache
+def argument_names(method: Callable) -> list[str]:
+    """The names of what a class's method takes beside self."""
+    return list(inspect.signature(method).parameters)[1:]
+
+
+def with_labels(names: list[str], args: tuple, kwargs: dict[str, Any], labels: Any) -> tuple[tuple, dict[str, Any]]:
+    """A forward's arguments, by position and by name, with these labels."""
+    place = names.index("labels")
+    if place < len(args):
+        return (*args[:place], labels, *args[place + 1 :]), kwargs
+    return args, kwargs | {"labels": labels}

@@ -93,7 +93,7 @@ def fused_output_processor(
     if isinstance(temperature, Tensor) and temperature.shape == labels.shape:
         temperature = temperature.where(counted, 1.0)
     # What Megatron does between head and loss, MuP's factor, is noted by the logits that are never computed.
-    logits = scale_logits(UncomputedLogits.of(HeadCall.of(output_layer, hidden_states, weight), _refuse))
+    logits = scale_logits(UncomputedLogits(HeadCall.of(output_layer, hidden_states, weight), _refuse))
     assert isinstance(logits, UncomputedLogits)
     outputs = logits.call.linear_cross_entropy(
         labels.where(counted, IGNORE_INDEX),

@@ -2,113 +2,92 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_map
 
 from megatron_lce.compat_arguments import Reduction, reduce_loss
 from megatron_lce.core.options import IGNORE_INDEX
 from megatron_lce.core.validation import as_int64, refuse_double_backward
 from megatron_lce.megatron_integration.head_call import HeadCall, swap, version_of
-from megatron_lce.megatron_integration.heads import form_of
+from megatron_lce.megatron_integration.method_overrides import uncompiled
 
 _SCALE = {Tensor.mul, torch.mul}
 _MAX = {Tensor.max, torch.max}
 _ARGMAX = {Tensor.argmax, torch.argmax}
-_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
-# What the wrapper answers as the logits would.
-_DESCRIPTIONS = {
-    *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device", "is_cuda", "layout")),
-    *(getattr(Tensor, name).__get__ for name in ("requires_grad", "is_leaf", "grad_fn")),
-    *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex),
+_GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_INSTEAD = (
+    "the fused loss is computed from hidden and weight: make a clone of the logits and a loss of that, "
+    "or take the model's own loss by enable_fused_linear_ce(model, use_fused_linear_ce=False)"
+)
+# What reads a tensor's memory, or keeps the tensor itself, past the dispatcher.
+_PAST_DISPATCH = {
+    Tensor.__array__,
+    Tensor.__deepcopy__,
+    Tensor.__dlpack__,
+    Tensor.__reduce_ex__,
+    Tensor.as_subclass,
+    Tensor.data_ptr,
+    Tensor.numpy,
+    Tensor.share_memory_,
+    Tensor.storage,
+    Tensor.tolist,
+    Tensor.untyped_storage,
 }
-
-
-class _Values:
-    """The logits themselves, which the first use that needs them computes, with Megatron's graph."""
-
-    def __init__(self, call: HeadCall, compute: Callable[[HeadCall], Tensor]):
-        self.call, self.compute = call, compute
-        self.computed: Tensor | None = None
-        self._when_computed = (0, 0)
-        self.made_by: tuple[HeadCall, GradientEdge] | None = None  # what their gradient goes back to
-        device = call.hidden.device.type
-        self._grad_enabled = torch.is_grad_enabled()
-        self.autocast_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-
-    def get(self) -> Tensor:
-        """What the head's caller would have had, whoever asks, in whatever mode: without autograd, say, for a log."""
-        if self.computed is None:
-            autocast = torch.autocast(
-                self.call.hidden.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None
-            )
-            # Not of inference mode, whose tensors count no changes.
-            with torch.inference_mode(False), torch.set_grad_enabled(self._grad_enabled), autocast, self._own_saving():
-                computed = self.compute(self.call)
-            self.set(computed, (self.call, get_gradient_edge(computed)) if computed.requires_grad else None)
-        assert self.computed is not None
-        return self.computed
-
-    def set(self, computed: Tensor, made_by: tuple[HeadCall, GradientEdge] | None) -> None:
-        self.computed, self._when_computed, self.made_by = computed, _state(computed), made_by
-
-    def _own_saving(self) -> AbstractContextManager:
-        """No hooks that count what is saved, inside a checkpointed loss: recomputed, it finds the logits there."""
-        if self.call.head.gradient_accumulation_fusion:  # which reads attributes of the weight that hooks would drop
-            return contextlib.nullcontext()
-        return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
-
-    def check_untouched(self) -> None:
-        """Refuses to go on to a fused loss, which would not see what was done to the logits."""
-        if self.computed is None:
-            return
-        if _state(self.computed) != self._when_computed:
-            raise RuntimeError(
-                "the logits were changed in place, or through .data, in front of a fused loss, which is not computed "
-                "of them: call the model without labels and compute a loss of the changed logits, or remove() the "
-                "handle of enable_fused_linear_ce"
-            )
-        if self.computed._backward_hooks or self.computed.retains_grad:
-            raise RuntimeError(
-                "the gradient of the logits was asked for, by register_hook or retain_grad, in front of a fused loss, "
-                "which makes none: call the model without labels and compute a loss of its logits, or remove() the "
-                "handle of enable_fused_linear_ce"
-            )
 
 
 class UncomputedLogits(Tensor):
     """The logits [s, b, V/tp] of one head call, as a tensor without storage.
 
-    Between Megatron's output layer and its loss only MuP's scaling happens, which is kept as a number. Any other
-    operation is done on the logits themselves, computed at the first of them: a model asked for logits gives logits.
+    Between Megatron's output layer and its loss only MuP's scaling happens, which is kept as a number. The first
+    operation that needs their values computes them; autograd knows them as a result of hidden and weight from the
+    start, so that what is made of them has its gradient. The fused loss takes none of this: it refuses logits that were
+    changed, or whose gradient somebody wants.
     """
 
     call: HeadCall
     largest: tuple[Tensor, Tensor] | None  # over the vocabulary and its id, [s, b], once a loss with telemetry is done
-    _values: _Values
+    computed: Tensor | None
+    _copy: Tensor | None  # of these, in inference mode, which counts no changes
+    _compute: Callable[[HeadCall], Tensor]
     _unscaled: UncomputedLogits | None  # what they are a multiple of
 
     @staticmethod
-    def __new__(cls, values: _Values, _: UncomputedLogits | None = None):
-        batch, sequence = values.call.tokens
-        shape = (sequence, batch, values.call.weight.shape[0])
-        dtype = form_of(values.call.head).logits_dtype or values.autocast_dtype or values.call.hidden.dtype
-        return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=values.call.hidden.device)
+    def __new__(cls, call: HeadCall, *_: Any):
+        batch, sequence = call.tokens
+        shape = (sequence, batch, call.weight.shape[0])
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=call.logits_dtype, device=call.hidden.device)
 
-    def __init__(self, values: _Values, unscaled: UncomputedLogits | None = None):
-        self.call, self.largest, self._values, self._unscaled = values.call, None, values, unscaled
+    def __init__(
+        self,
+        call: HeadCall,
+        compute: Callable[[HeadCall], Tensor],
+        unscaled: UncomputedLogits | None = None,
+    ):
+        self.call, self.largest, self.computed, self._copy = call, None, None, None
+        self._compute, self._unscaled = compute, unscaled
 
     @classmethod
-    def of(cls, call: HeadCall, compute: Callable[[HeadCall], Tensor]) -> UncomputedLogits:
-        """The logits of a call, which `compute` makes if they are asked for."""
-        return _InGraph.apply(call.hidden, call.weight, _Values(call, compute), None)
+    def in_graph(cls, call: HeadCall, compute: Callable[[HeadCall], Tensor]) -> UncomputedLogits:
+        """The logits as a result of hidden and weight, where gradients are on."""
+        return _HeadOutput.apply(call.hidden, call.weight, call, compute)
+
+    def check_untouched(self) -> None:
+        """Raises where the loss would have to be another than that of hidden and weight, or give these a gradient."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if version_of(self) or not _same_bits(self.computed, self._copy):
+                raise RuntimeError(
+                    f"the logits of an enabled model were changed in place before their loss; {_INSTEAD}"
+                )
+            if self._backward_hooks or self.retains_grad:
+                raise RuntimeError(f"the logits of an enabled model have a hook or retain their gradient; {_INSTEAD}")
+        if self._unscaled is not None:
+            self._unscaled.check_untouched()
 
     def compute_loss(
         self,
@@ -119,21 +98,18 @@ class UncomputedLogits(Tensor):
         ignore_index: int = IGNORE_INDEX,
         **options: Any,
     ) -> Tensor:
-        """The fused cross-entropy [b, s] of labels [b, s] of any integer dtype, its sum, or its mean; fp32.
+        """Cross-entropy [b, s] of labels [b, s] of any integer dtype, its sum, or its mean over counted rows; fp32.
 
-        Rows whose label is negative or `ignore_index` are ignored, and no part of the mean.
+        Rows whose label is negative or `ignore_index` are ignored.
 
         Raises:
-            RuntimeError: the logits were changed, or their gradient was asked for.
+            RuntimeError: the logits were changed in place, have a hook or retain their gradient.
         """
-        logits: UncomputedLogits | None = self
-        while logits is not None:
-            logits._values.check_untouched()
-            logits = logits._unscaled
+        self.check_untouched()
         labels = as_int64(labels)
         labels = labels.masked_fill((labels < 0) | (labels == ignore_index), IGNORE_INDEX)
         out = self.call.linear_cross_entropy(
-            labels, **options, ignore_index=IGNORE_INDEX, entropy=False, telemetry=telemetry
+            labels, ignore_index=IGNORE_INDEX, entropy=False, telemetry=telemetry, **options
         )
         if out.max_logit is not None and out.argmax is not None:
             self.largest = swap(out.max_logit), swap(out.argmax)
@@ -143,39 +119,43 @@ class UncomputedLogits(Tensor):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+        return uncompiled()(cls._run, func, args, kwargs or {})
+
+    @classmethod
+    def _run(cls, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """A function of torch's with such logits among its arguments."""
         logits = args[0] if args and isinstance(args[0], cls) else None
-        if logits is not None:
-            if func in _DESCRIPTIONS:
-                with torch._C.DisableTorchFunctionSubclass():
-                    return func(*args, **kwargs)
-            if func in _SCALE and not kwargs and _is_scale(args[1], logits.call.logits_scale):
-                return logits._times(args[1])
-            # Megatron's acceptance metrics ask which token the MTP head would have chosen, after its loss.
-            asks_for_largest = func in _MAX | _ARGMAX and _over_last_dimension(*args[1:], **kwargs)
-            if asks_for_largest and logits.largest is not None and logits._values.computed is None:
-                return logits._local_max() if func in _MAX else logits.largest[1]
-            if func == _DATA:  # which would hide what is done to it
-                return logits._values.get().detach()
-        args, kwargs = tree_map(lambda x: x._values.get() if isinstance(x, cls) else x, (args, kwargs))
-        result = func(*args, **kwargs)
-        # Of an operation in place, so that whoever goes on with its result finds what was done.
-        return logits if logits is not None and result is logits._values.computed else result
+        if logits is not None and func in _SCALE and not kwargs and _is_scale(args[1], logits.call.logits_scale):
+            return _Scaled.apply(logits, args[1])
+        # Megatron's acceptance metrics ask which token the MTP head would have chosen, after its loss.
+        asks_for_largest = func in _MAX | _ARGMAX and _over_last_dimension(*args[1:], **kwargs)
+        if asks_for_largest and logits is not None and logits.largest is not None and logits.computed is None:
+            return logits._local_max() if func in _MAX else logits.largest[1]
+        with torch._C.DisableTorchFunctionSubclass():
+            if logits is not None and func == _SET_DATA:
+                raise RuntimeError(f"the data of an enabled model's logits cannot be replaced; {_INSTEAD}")
+            if logits is not None and func == _GET_DATA:
+                return logits.detach()  # counts its changes with the logits', as `data` does not
+            if logits is not None and func in _PAST_DISPATCH:
+                return func(logits.view_as(logits), *args[1:], **kwargs)
+            return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
-        """What comes past `__torch_function__`: operations of autograd's own, for a custom function that takes them."""
-        plain = tree_map(lambda x: x._values.get().detach() if isinstance(x, cls) else x, (args, kwargs or {}))
-        result = func(*plain[0], **plain[1])
-        written = func._schema.arguments[0].alias_info
-        return args[0] if written is not None and written.is_write else result
+        """An operation that needs the values; autograd has taken its note."""
+        plain_args, plain_kwargs = tree_map(lambda x: x.values() if isinstance(x, cls) else x, (args, kwargs or {}))
+        result = func(*plain_args, **plain_kwargs)
+        first = func._schema.arguments[0].alias_info
+        return args[0] if first is not None and first.is_write else result
 
-    def _times(self, factor: float) -> UncomputedLogits:
-        call = replace(self.call, logits_scale=self.call.logits_scale * factor)
-        values = _Values(call, self._values.compute)
-        if self._values.computed is not None:
-            values.set(self._values.computed * factor, self._values.made_by)
-        return _InGraph.apply(call.hidden, call.weight, values, self)
+    def values(self) -> Tensor:
+        """Themselves as a plain tensor without a graph."""
+        if self.computed is None:
+            with torch.no_grad():
+                self.computed = self._compute(self.call)
+            if self.is_inference():
+                self._copy = self.computed.clone()
+        return self.computed
 
     def _local_max(self) -> tuple[Tensor, Tensor]:
         """Value and local id of this shard's largest logit [s, b]; -inf where another shard has the largest."""
@@ -187,45 +167,60 @@ class UncomputedLogits(Tensor):
         return value.masked_fill(~owned, -torch.inf), local.masked_fill(~owned, 0)
 
 
-class _InGraph(torch.autograd.Function):
-    """Hidden and weight to logits that are not computed.
+class _HeadOutput(torch.autograd.Function):
+    """Hidden and weight to uncomputed logits.
 
-    A custom autograd function takes a tensor as it is, past `__torch_function__`. The gradient that it gives back goes
-    through all that was done to the logits, and then, after their product is made once more, through the head alone:
-    the graph that they have reaches the weight of tied embeddings by the whole model, too.
+    These get a gradient from any use but the fused loss. It goes on by Megatron's own backward of this head, after its
+    product is made once more.
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, values: _Values, unscaled: UncomputedLogits | None):
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, call: HeadCall, compute: Callable[[HeadCall], Tensor]
+    ) -> UncomputedLogits:
         ctx.save_for_backward(hidden, weight)
-        ctx.values = values
-        return UncomputedLogits(values, unscaled)
+        ctx.call = call
+        return UncomputedLogits(call, compute)
 
     @staticmethod
     def backward(ctx: Any, grad_logits: Tensor):
         refuse_double_backward("an enabled head")
         hidden, weight = ctx.saved_tensors
-        computed = ctx.values.get()
-        call, edge = ctx.values.made_by
-        (grad_logits,) = torch.autograd.grad(computed, [edge], grad_logits, retain_graph=True)
         with torch.enable_grad():
+            hidden = hidden.detach().requires_grad_(ctx.needs_input_grad[0])
             # The weight itself, not a copy: Megatron adds to its main_grad.
-            inputs = [hidden.detach().requires_grad_(ctx.needs_input_grad[0]), weight]
-            logits = replace(call, hidden=inputs[0]).logits()
-            wanted = [x for x, needed in zip(inputs, ctx.needs_input_grad, strict=False) if needed]
-            gradients = iter(torch.autograd.grad(logits, wanted, grad_logits))
+            logits = ctx.call.megatrons_logits(hidden, weight)
+            inputs = [x for x, needed in zip((hidden, weight), ctx.needs_input_grad, strict=False) if needed]
+            gradients = iter(torch.autograd.grad(logits, inputs, grad_logits))
         return *(next(gradients) if needed else None for needed in ctx.needs_input_grad[:2]), None, None
 
 
-def _state(tensor: Tensor) -> tuple[int, int]:
-    """What changes where the tensor is changed in place, and where another takes its place."""
-    return version_of(tensor), tensor.data_ptr()
+class _Scaled(torch.autograd.Function):
+    """Uncomputed logits times a number, uncomputed."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: UncomputedLogits, factor: float) -> UncomputedLogits:
+        ctx.factor = factor
+        call = replace(logits.call, logits_scale=logits.call.logits_scale * factor)
+        scaled = UncomputedLogits(call, logits._compute, logits)
+        if logits.computed is not None:
+            scaled.computed = logits.computed * factor
+        return scaled
+
+    @staticmethod
+    def backward(ctx: Any, grad_scaled: Tensor):
+        refuse_double_backward("an enabled head")
+        return grad_scaled * ctx.factor, None
 
 
 def _is_scale(factor: object, scale: float) -> bool:
     """Whether a product with it can be noted as one fp32 number; with inf or NaN, or past fp32, it is computed."""
     largest = torch.finfo(torch.float32).max
     return isinstance(factor, int | float) and abs(factor) <= largest and abs(scale * factor) <= largest
+
+
+def _same_bits(values: Tensor | None, copy: Tensor | None) -> bool:
+    return values is None or copy is None or torch.equal(values.view(torch.uint8), copy.view(torch.uint8))
 
 
 def _over_last_dimension(*args: Any, **kwargs: Any) -> bool:

@@ -72,7 +72,7 @@ def test_gradients_of_logits_in_training_are_megatrons_and_said_so_once(untied, 
     tensors, _ = megatron_world.inputs(device)
     expected = megatron_world.gradients(untied, untied(*tensors).square().sum())
     enable(untied)
-    with pytest.warns(UserWarning, match="logits were computed: by labels=None in training or by code"):
+    with pytest.warns(UserWarning, match="not used: the model was called without labels"):
         logits = untied(*tensors)
     actual = megatron_world.gradients(untied, logits.square().sum())
     assert all(torch.equal(actual[name], gradient) for name, gradient in expected.items())
@@ -98,8 +98,8 @@ def masked_sum(loss, loss_mask):
     return (loss * loss_mask).sum()
 
 
-@pytest.mark.parametrize(("mtp_layers", "skip"), [(0, True), (0, False), (1, True)])
-def test_masked_tokens_are_ignored_rows(device, mtp_layers, skip, monkeypatch):
+@pytest.mark.parametrize("mtp_layers", [0, 1])
+def test_masked_tokens_are_ignored_rows(device, mtp_layers, monkeypatch):
     """Megatron's loss under its mask, and every gradient; the labels themselves are valid."""
     options = megatron_world.options(mtp_layers=mtp_layers, config={"mtp_loss_scaling_factor": 0.1})
     model = megatron_runtime.build_gpt(options, device=device)
@@ -109,7 +109,7 @@ def test_masked_tokens_are_ignored_rows(device, mtp_layers, skip, monkeypatch):
     expected = megatron_world.gradients(model, masked_sum(expected_loss, loss_mask))
     computed = []
     monkeypatch.setattr(autograd, "Tokens", lambda *given: computed.append(tokens.Tokens(*given)) or computed[-1])
-    enable(model, ignore_masked=True, skip_ignored=skip)
+    enable(model, skip_masked=True)
     for arguments, keywords in (((None, labels), {}), ((), {"labels": labels})):  # decoder_input, labels
         computed.clear()
         loss = model(*tensors, *arguments, loss_mask=loss_mask, **keywords)
@@ -117,34 +117,35 @@ def test_masked_tokens_are_ignored_rows(device, mtp_layers, skip, monkeypatch):
         megatron_world.assert_same_gradients(megatron_world.gradients(model, masked_sum(loss, loss_mask)), expected)
         most = max(rows.num_computed for rows in computed)
         # The shift for MTP ends each sequence with a label 0.
-        assert most <= loss_mask.sum() + megatron_world.BATCH * mtp_layers if skip else most == labels.numel()
-    with pytest.warns(UserWarning, match="no token was ignored: GPTModel was called with labels and without loss_mask"):
+        assert most <= loss_mask.sum() + megatron_world.BATCH * mtp_layers
+    with pytest.warns(
+        UserWarning, match="only negative labels are skipped: GPTModel was called with labels and without loss_mask"
+    ):
         unmasked = model(*tensors, labels=labels)
     assert torch.equal(unmasked == 0, labels < 0)  # without a mask all count
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="ignore_masked")
+        warnings.filterwarnings("error", message="skip_masked")
         model(*tensors, labels=labels)  # told once
 
 
 def test_masked_tokens_stay_megatrons_unless_asked_for(untied, device):
     tensors, labels = megatron_world.inputs(device)
     loss_mask = torch.zeros_like(labels)
-    handle = enable(untied, ignore_masked=True)
-    assert repr(handle).endswith("workspace_bytes=536870912, ignore_masked=True)")
+    handle = enable(untied, skip_masked=True)
+    assert repr(handle).endswith("workspace_bytes=536870912, skip_masked=True)")
     assert not untied(*tensors, labels=labels, loss_mask=loss_mask).any()
     with pytest.raises(ValueError, match=r"loss_mask must have labels' shape, \(3, 23\), got \(69,\)"):
         untied(*tensors, labels=labels, loss_mask=loss_mask.flatten())
     assert untied(*tensors, loss_mask=loss_mask).shape[-1] == VOCAB_SIZE
     for remove in (handle.remove, lambda: enable(untied)):
         remove()
-        assert not untied._forward_pre_hooks
         assert untied(*tensors, labels=labels, loss_mask=loss_mask).all()
 
 
 def test_all_rows_are_computed_while_a_cuda_graph_is_captured(untied, device, monkeypatch):
     tensors, labels = megatron_world.inputs(device)
     labels = labels.where(labels % 3 != 0, -100)
-    enable(untied, skip_ignored=True)
+    enable(untied, skip_masked=True)
     expected = untied(*tensors, labels=labels)
     counted = []
     monkeypatch.setattr(tokens, "rows_that_count", lambda *given: counted.append(given))
@@ -159,7 +160,7 @@ def test_a_cuda_graph_of_the_loss_is_of_all_rows(untied, device):
     _, labels = megatron_world.inputs(device)
     labels = labels.where(labels % 3 != 0, -100)
     hidden = torch.randn(megatron_world.SEQUENCE, megatron_world.BATCH, 32, device=device)
-    enable_fused_linear_ce(untied, skip_ignored=True)
+    enable_fused_linear_ce(untied, skip_masked=True)
 
     @torch.no_grad()
     def run():

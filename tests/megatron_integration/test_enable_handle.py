@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard
 
 from megatron_lce import capture_lm_head, enable_fused_linear_ce
 from tests import megatron_world
-from tests.megatron_world import VOCAB_SIZE, enable, lora, state
+from tests.megatron_world import TOLD, VOCAB_SIZE, enable, lora, state
 
 REMOVED = ("it was removed, or the model was enabled once more",)
 
@@ -49,10 +49,13 @@ def test_the_flag_off_asks_nothing_of_the_model(untied):
 
 def test_an_adapter_put_around_an_enabled_head_is_right_and_told(untied, device):
     tensors, labels = megatron_world.inputs(device)
-    enable(untied)
+    handle = enable(untied)
     lora(untied)
+    assert (handle.enabled, handle.reasons) == (False, ("the model's output_layer was replaced",))
     untied.output_layer.to(device)
-    with pytest.warns(UserWarning, match="enabled but was not used: the logits were computed before the loss"):
+    with pytest.warns(
+        UserWarning, match="enabled but was not used: the model's output_layer was replaced by a LoraLinear"
+    ):
         loss = untied(*tensors, labels=labels)
     untied.output_layer.to_wrap.__dict__.pop("forward")
     torch.testing.assert_close(loss, untied(*tensors, labels=labels))
@@ -86,8 +89,7 @@ def test_errors(untied):
         ("workspace_bytes", -1, "workspace_bytes must be at least 0, got -1"),
         ("logits_cache_bytes", "2GiB", "logits_cache_bytes must be an int, got str"),
         ("vocab_size", 0, "vocab_size must be at least 1, got 0"),
-        ("skip_ignored", 7, "skip_ignored must be True or False: the microbatches of a model differ .*; got 7"),
-        ("ignore_masked", 1, "ignore_masked must be a bool, got int"),
+        ("skip_masked", 1, "skip_masked must be a bool, got int"),
         ("use_fused_linear_ce", "False", "use_fused_linear_ce must be a bool, got str"),
         ("backend", "tritom", "backend must be 'auto', 'triton', 'torch' or 'reference', got 'tritom'"),
     ):
@@ -149,7 +151,7 @@ def test_a_copy_of_an_enabled_model_is_enabled_and_disabled_for_itself(untied, d
     shallow = copy.copy(untied)
     enable(shallow, use_fused_linear_ce=False)
     assert handle.enabled
-    with pytest.warns(UserWarning, match="enabled but logits were computed"):
+    with pytest.warns(UserWarning, match=TOLD):
         loss = shallow(*tensors, labels=labels)
     torch.testing.assert_close(loss, expected)
     megatron_world.assert_same_gradients(megatron_world.gradients(shallow, loss.sum()), expected_gradients)

@@ -214,12 +214,14 @@ def test_capture_of_a_head_that_is_asked_for_the_loss(model, problem):
     model.config.mtp_num_layers = 1
     logits, _ = model.output_layer(2 * hidden)
     expected = model.compute_language_model_loss(labels, logits)
+    model.forward = lambda labels: [
+        model.output_layer(scale * hidden, output_cross_entropy_loss=True, labels=labels) for scale in (2, 1)
+    ]
     with capture_lm_head(model) as head:
-        loss = model.output_layer(2 * hidden, output_cross_entropy_loss=True, labels=labels)
-        main = model.output_layer(hidden, output_cross_entropy_loss=True, labels=labels)
+        loss, main = model(labels=labels)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
     assert main.shape == (BATCH, SEQUENCE, 0)
-    assert head.hidden is hidden
+    assert torch.equal(head.hidden, hidden)
 
 
 def test_a_function_in_place_of_the_product(model, problem):

@@ -1,4 +1,4 @@
-"""Code of a user's between head and loss: it may read an enabled model's logits, and the loss is fused all the same."""
+"""Code of a user's that meets an enabled model's logits: it must get their values and their gradients, and be told."""
 
 import warnings
 
@@ -21,29 +21,22 @@ def masked(logits):
         logits[..., 100:] = -5.0
 
 
-# Code of a user's between head and loss. What returns None has changed the logits themselves.
-CHANGED = "the logits were changed in place, or through .data, in front of a fused loss"
-ASKED = "the gradient of the logits was asked for, by register_hook or retain_grad, in front of a fused loss"
+# What a user's code may do to the logits between head and loss.
 CHANGES = {
-    "nothing": lambda logits: None,
-    "out of place": lambda logits: torch.div(input=logits, other=2),
-    "in place": lambda logits: (logits.div_(2.0), None)[1],
+    "in place": lambda logits: logits.div_(2.0),
     "augmented": lambda logits: logits.__itruediv__(2),
-    "through a slice": lambda logits: (logits[..., 100:].fill_(-5.0), None)[1],
-    "through a view": lambda logits: (logits.transpose(0, 1).div_(0.5), None)[1],
+    "through a slice": lambda logits: logits[..., 100:].fill_(-5.0),
+    "through a view": lambda logits: logits.transpose(0, 1).div_(0.5),
     "assigned": lambda logits: logits.__setitem__((..., slice(100, None)), -5.0),
     "assigned without gradient": masked,
-    "masked out": lambda logits: (logits[..., 100:].fill_(-torch.inf), None)[1],
-    "through data": lambda logits: (logits.data.div_(2.0), None)[1],
-    "data assigned": lambda logits: setattr(logits, "data", logits.data / 2),
-    "hook": lambda logits: (logits.register_hook(lambda grad: 3 * grad), None)[1],
-    "hook between": lambda logits: (
-        logits.div_(4.0),
-        logits.register_hook(lambda grad: 3 * grad),
-        logits.mul_(2.0),
-        None,
-    )[3],
-    "retained": lambda logits: (logits.retain_grad(), None)[1],
+    "through data": lambda logits: logits.data.div_(2.0),
+    "through a slice of data": lambda logits: logits.data[..., 100:].fill_(-5.0),
+    "before it is scaled": lambda logits: (logits.div_(2.0), logits * 0.5)[1],
+    "out of place, to itself": lambda logits: torch.mul(logits.detach(), 2, out=logits.detach()),
+}
+WANTS = {
+    "hook": lambda logits: logits.register_hook(lambda grad: 3 * grad),
+    "kept gradient": lambda logits: logits.retain_grad(),
     "hook, then scaled": lambda logits: (logits.register_hook(lambda grad: 3 * grad), logits * 0.5)[1],
 }
 
@@ -61,95 +54,96 @@ LOSSES = {
 }
 
 
-def changed_before(loss, change):
-    """A model's `compute_language_model_loss`, behind code that changes the logits or puts others in their place."""
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.filterwarnings("ignore:the logits of an enabled model are computed")
+def test_changed_logits_are_refused_at_the_loss(untied, device, change, mode):
+    check_refused(untied, device, CHANGES[change], "were changed in place before their loss; .* make a clone", mode)
+
+
+@pytest.mark.parametrize("want", WANTS)
+def test_logits_whose_gradient_is_wanted_are_refused_at_the_loss(untied, device, want):
+    check_refused(
+        untied, device, WANTS[want], "have a hook or retain their gradient; .* make a clone", torch.enable_grad
+    )
+
+
+def check_refused(model, device, change, message, mode):
+    tensors, labels = megatron_world.inputs(device)
+    enable(model)
+    fused = model.compute_language_model_loss
 
     def changed_loss(labels, logits):
-        changed = CHANGES[change](logits)
-        return loss(labels, logits if changed is None else changed)
+        changed = change(logits)
+        return fused(labels, changed if type(changed) is type(logits) else logits)
 
-    return changed_loss
+    model.compute_language_model_loss = changed_loss
+    with mode(), pytest.raises(RuntimeError, match=message):
+        model(*tensors, labels=labels)
 
 
-@pytest.mark.parametrize("loss", ["vocab-parallel", "checkpointed"])
-@pytest.mark.parametrize("change", CHANGES)
-def test_changed_logits_give_another_loss_and_its_gradients_as_in_megatron(untied, device, change, loss):
+@pytest.mark.parametrize(
+    "read", [lambda x: x.square().sum(), lambda x: x.data.sum() + 2 * x.detach().clone().mul_(2).sum()]
+)
+@pytest.mark.parametrize("layers", [0, 1])
+def test_read_logits_keep_the_loss_fused_and_have_their_gradient(device, read, layers):
+    options = megatron_world.options(tied=bool(layers), mtp_layers=layers)
+    model = megatron_runtime.build_gpt(options, device=device)
     tensors, labels = megatron_world.inputs(device)
 
     def run():
-        untied.compute_language_model_loss = changed_before(LOSSES[loss], change)
-        found = untied(*tensors, labels=labels % 100)
-        return found, megatron_world.gradients(untied, found.sum())
+        own, read_values = model.compute_language_model_loss, []
+
+        def reading_loss(labels, logits):
+            read_values.append(read(logits.clone() if type(logits) is torch.Tensor else logits))
+            return own(labels, logits)
+
+        model.compute_language_model_loss = reading_loss
+        loss = model(*tensors, labels=labels).sum() + sum(read_values) / 100
+        return loss.detach(), megatron_world.gradients(model, loss)
 
     expected, expected_gradients = run()
-    del untied.compute_language_model_loss
-    enable(untied)
+    del model.compute_language_model_loss
+    enable(model)
     with pytest.warns(UserWarning, match=TOLD):
         actual, gradients = run()
     torch.testing.assert_close(actual, expected)
     megatron_world.assert_same_gradients(gradients, expected_gradients)
 
 
-@pytest.mark.parametrize("grad", [True, False])
-@pytest.mark.parametrize("change", CHANGES.keys() - {"nothing", "out of place"})
-def test_the_fused_loss_refuses_logits_that_were_changed_or_have_a_hook(untied, device, change, grad):
+def test_another_tensor_made_of_the_logits_has_megatrons_loss_and_is_told(untied, device):
     tensors, labels = megatron_world.inputs(device)
+    expected = untied.compute_language_model_loss(labels, untied(*tensors).transpose(0, 1).contiguous() / 2)
     enable(untied)
-    if not grad and ("hook" in change or change == "retained"):
-        pytest.skip("torch refuses the hook")
-    untied.compute_language_model_loss = changed_before(untied.compute_language_model_loss, change)
-    expected = ASKED if change in ("hook", "hook, then scaled", "retained") else CHANGED
-    with torch.set_grad_enabled(grad), pytest.raises(RuntimeError, match=f"{expected}.*call the model without labels"):
-        untied(*tensors, labels=labels)
+    fused = untied.compute_language_model_loss
+    untied.compute_language_model_loss = lambda labels, logits: fused(labels, torch.div(input=logits, other=2))
+    with pytest.warns(UserWarning, match="not used: code in front of the loss made another tensor of the logits"):
+        torch.testing.assert_close(untied(*tensors, labels=labels), expected)
 
 
-@pytest.mark.parametrize("factor", [None, 0.5])
-def test_the_loss_stays_fused_behind_code_that_reads(model, device, factor):
-    """And the penalty that the code adds has its gradient, with MuP's scaling in between or without."""
-    tensors, labels = megatron_world.inputs(device)
-
-    def penalised(loss):
-        def run(labels, logits):
-            penalty = logits.square().sum() / 1000 + logits.data.max() * torch.logsumexp(logits, -1).sum() / 1000
-            return loss(labels, logits if factor is None else logits * factor) + penalty
-
-        return run
-
-    model.compute_language_model_loss = penalised(lambda labels, logits: cross_entropy(logits, labels).T)
-    expected = model(*tensors, labels=labels)
-    expected_gradients = megatron_world.gradients(model, expected.sum())
-    del model.compute_language_model_loss
-    enable(model)
-    model.compute_language_model_loss = penalised(model.compute_language_model_loss)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        actual = model(*tensors, labels=labels)
-    assert [str(one.message) for one in told if issubclass(one.category, UserWarning)] == [
-        f"{TOLD}: by labels=None in training or by code beside the loss"
-    ]
-    torch.testing.assert_close(actual, expected)
-    megatron_world.assert_same_gradients(megatron_world.gradients(model, actual.sum()), expected_gradients)
-
-
-def test_double_backward_is_refused(untied, device):
-    """A penalty on the gradient would train as if absent."""
+@pytest.mark.parametrize("change", [lambda logits: None, lambda logits: logits.sum()])
+def test_double_backward_is_refused(untied, device, change):
+    """Of the fused loss, also beside logits that were read: a penalty on the gradient would train as if absent."""
     enable(untied)
     tensors, labels = megatron_world.inputs(device)
-    loss = untied(*tensors, labels=labels).sum()
+    fused = untied.compute_language_model_loss
+    untied.compute_language_model_loss = lambda labels, logits: (change(logits), fused(labels, logits))[1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loss = untied(*tensors, labels=labels).sum()
     with pytest.raises(RuntimeError, match="create_graph must be False"):
         torch.autograd.grad(loss, list(untied.parameters()), create_graph=True, allow_unused=True)
 
 
-def test_hooks_of_hidden_run_once(untied, device):
-    """Also where a custom function's gradient goes back through the head."""
-    tensors, labels = megatron_world.inputs(device)
+def test_double_backward_through_logits_of_ones_own_use_is_refused(untied, device):
     enable(untied)
-    seen = []
-    untied.output_layer.register_forward_pre_hook(lambda module, args: (args[0].register_hook(seen.append), None)[1])
-    untied.compute_language_model_loss = LOSSES["vocab-parallel"]
-    with pytest.warns(UserWarning, match=TOLD):
-        untied(*tensors, labels=labels).sum().backward()
-    assert len(seen) == 1
+    tensors, labels = megatron_world.inputs(device)
+    untied.compute_language_model_loss = lambda labels, logits: logits.square().sum()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        largest = untied(*tensors, labels=labels)
+    with pytest.raises(RuntimeError, match="create_graph must be False"):
+        torch.autograd.grad(largest, list(untied.parameters()), create_graph=True, allow_unused=True)
 
 
 @pytest.mark.parametrize("loss", LOSSES)

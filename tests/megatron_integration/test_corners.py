@@ -1,0 +1,90 @@
+"""Models that are compiled, run under autocast, or share their output layer with another."""
+
+import warnings
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core")
+
+from megatron_lce import capture_lm_head
+from scripts import megatron_runtime
+from tests import megatron_world
+from tests.megatron_world import enable
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_model_gives_logits_and_loss_and_can_be_captured(untied, device):
+    tensors, labels = megatron_world.inputs(device)
+    logits, loss = untied(*tensors).detach(), untied(*tensors, labels=labels).detach()
+    enable(untied)
+    compiled = torch.compile(untied, backend="eager")
+    for mode in (torch.enable_grad, torch.no_grad):
+        with mode():
+            torch.testing.assert_close(compiled(*tensors).detach(), logits)
+            torch.testing.assert_close(compiled(*tensors, labels=labels).detach(), loss)
+            with capture_lm_head(compiled) as head:
+                assert compiled(*tensors).numel() == 0
+            out = head.linear_cross_entropy(labels, backend="torch")
+            torch.testing.assert_close(-out.logprobs.detach(), loss)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_logits_under_autocast_are_megatrons(untied, device, training):
+    tensors, labels = megatron_world.inputs(device)
+    untied.train(training)
+    dtypes = []
+
+    def run():
+        with torch.autocast(device.type, torch.bfloat16):
+            logits = untied(*tensors)
+            own = vars(untied).get("compute_language_model_loss")
+            untied.compute_language_model_loss = lambda labels, logits: (
+                dtypes.append(logits.dtype),
+                logits.float().square(),
+            )[1]
+            squares = untied(*tensors, labels=labels)
+            del untied.compute_language_model_loss
+            if own is not None:
+                untied.compute_language_model_loss = own
+        return logits.detach(), squares.detach()
+
+    expected = run()
+    assert enable(untied).enabled
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        actual = run()
+    assert dtypes == [torch.bfloat16] * 2
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert ours.dtype == theirs.dtype
+        assert torch.equal(ours, theirs)
+
+
+def test_a_pass_of_another_model_with_the_same_output_layer_is_not_captured(untied, device):
+    tensors, labels = megatron_world.inputs(device)
+    other = megatron_runtime.build_gpt(megatron_world.options(seed=7), device=device)
+    other.output_layer = untied.output_layer
+    expected = other(*tensors), other(*tensors, labels=labels)
+    for enabled in (False, True):
+        enable(untied, use_fused_linear_ce=enabled)
+        with capture_lm_head(untied) as head, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            untied(*tensors)
+            hidden = head.hidden
+            for actual, wanted in zip((other(*tensors), other(*tensors, labels=labels)), expected, strict=True):
+                torch.testing.assert_close(actual, wanted)
+        assert head.hidden is hidden
+
+
+def test_an_output_layer_put_in_another_place_is_told(untied, device):
+    tensors, labels = megatron_world.inputs(device)
+    handle = enable(untied)
+    own = untied.output_layer
+    untied.output_layer = megatron_runtime.build_gpt(megatron_world.options(seed=7), device=device).output_layer
+    assert (handle.enabled, handle.reasons) == (False, ("the model's output_layer was replaced",))
+    told = "not used: the model's output_layer was replaced by a ColumnParallelLinear"
+    with pytest.warns(UserWarning, match=told):
+        untied(*tensors, labels=labels)
+    untied.output_layer = own
+    assert handle.enabled
