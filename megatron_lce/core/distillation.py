@@ -213,7 +213,9 @@ class JsdPass:
             diverge_block(part, self._room, self.call, found[:, tokens], gradient)
         yield from kept_slabs(grad, num_columns)
 
-    def total(self) -> Tensor:
+    factor = staticmethod(Tensor.float)  # of a sum's upstream gradient, which is the number itself
+
+    def result(self) -> Tensor:
         """The weighted sum of the divergences."""
         losses, _ = losses_in_nats(self._found, self._rows, self._jsd.beta)
         total = torch.where(self._rows.ignored, 0.0, self._token_weights * losses).sum()
