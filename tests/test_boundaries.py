@@ -76,7 +76,7 @@ def test_the_reference_shares_no_code_with_the_backends():
 
 @pytest.mark.parametrize("path", [path for path in CORE if path.name != "collectives.py"], ids=name_of)
 def test_collectives_hold_the_only_distributed_calls(path):
-    types = {f"torch.distributed.{name}" for name in ("ProcessGroup", "tensor.DTensor", "fsdp.FSDPModule")}
+    types = {f"torch.distributed.{name}" for name in ("ProcessGroup", "tensor.DTensor")}
     assert not [name for name in imports(path) - types if is_from(name, ("torch.distributed",))]
 
 
