@@ -52,7 +52,7 @@ class FusedLinearHead(nn.Linear):
         if isinstance(temperature, Tensor) and temperature.dtype.itemsize == 2:
             raise TypeError(  # also where the policy is not the head's own: nothing else here tells of the rounding
                 f"temperature must be a float, float32 or float64, got {temperature.dtype}. A MixedPrecisionPolicy of "
-                "FSDP rounds the tensors that a module's forward is given: make it inside the module that calls the head"
+                "FSDP rounds the tensors that a forward is given: make it inside the module that calls the head"
             )
         if labels is not None:
             return linear_cross_entropy(hidden, self.weight, labels, **keywords)
