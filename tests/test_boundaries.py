@@ -125,6 +125,7 @@ def test_no_two_files_share_a_name():
 
 
 CREATION = {"zeros", "ones", "empty", "full", "arange", "tensor", "rand", "randn", "linspace", "eye", "scalar_tensor"}
+CREATION |= {"as_tensor", "empty_strided", "logspace", "normal", "range"}
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
@@ -141,6 +142,8 @@ def test_every_tensor_is_made_with_a_dtype(path):
 
 
 def is_number(node):
+    if isinstance(node, ast.Call):
+        return ast.unparse(node.func) in ("float", "int")
     return ast.unparse(node).lstrip("-") in ("torch.nan", "torch.inf", "math.nan", "math.inf") or (
         isinstance(node, ast.Constant) or (isinstance(node, ast.UnaryOp) and isinstance(node.operand, ast.Constant))
     )
