@@ -3,7 +3,8 @@
 Forward and backward by Megatron's schedule, DDP with fp32 gradients, no optimizer step: time, peak memory over the
 resting state (weights, gradient buffers, data), losses, and every parameter's gradient against an fp32 run of the same
 weights. One model serves all variants, so they share its weights to the bit. Masked tokens have valid labels and a
-`loss_mask` of 0, as in Megatron's batches; `ours-skip` ignores and skips them. `ours-token-640` captures the head and
+`loss_mask` of 0, as in Megatron's batches; `ours-skip` ignores and skips them. `ours-known` makes gradients in forward.
+`ours-token-640` captures the head and
 tells `linear_token_loss` the loss, with so many MiB of workspace. `own-flag`, on Megatron's dev branch alone, is its
 `cross_entropy_fusion_impl="linear"` with our operation installed.
 """
@@ -139,7 +140,8 @@ def choose(model: nn.Module, variant: str, tokens: int, args: argparse.Namespace
         model,
         use_fused_linear_ce=variant.startswith("ours"),
         on_unsupported="raise",
-        skip_masked=variant == "ours-skip",
+        skip_masked=variant.endswith("-skip"),
+        known_loss=variant.startswith("ours-known"),
         logits_cache_bytes=caches.get(variant, 0),
     )
     assert handle.enabled == (variant.startswith("ours") and parallel_state.is_pipeline_last_stage()), handle.reasons

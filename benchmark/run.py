@@ -22,7 +22,14 @@ from scripts.arguments import HelpFormatter
 from scripts.ranks import device_of_rank
 
 VARIANTS = ("native", "native-fused", "ours", "ours-skip", "ours-512-mib", "ours-cached", "ours-main-grad")
-VARIANTS += ("ours-main-grad-512-mib", "ours-token-640", "ours-token-main-grad", "own-flag")
+VARIANTS += (
+    "ours-known",
+    "ours-known-skip",
+    "ours-main-grad-512-mib",
+    "ours-token-640",
+    "ours-token-main-grad",
+    "own-flag",
+)
 EXTRAS = {
     "rich": "benchmark",
     "matplotlib": "benchmark",

@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from megatron_lce.core.options import LinearCrossEntropyOutput
 from megatron_lce.cross_entropy import linear_cross_entropy
@@ -45,16 +44,15 @@ class FusedLinearHead(nn.Linear):
         """Logits [..., V]; with labels what `linear_cross_entropy` gives, whose keywords are taken then.
 
         Raises:
-            TypeError, ValueError: see `linear_cross_entropy`; keywords without labels; under FSDP a temperature of 16
-                bits.
+            TypeError, ValueError: see `linear_cross_entropy`; keywords without labels; a temperature of 16 bits.
         """
         temperature = keywords.get("temperature")
         if isinstance(temperature, _AsItIs):
             temperature = keywords["temperature"] = temperature.tensor
-        if isinstance(self, FSDPModule) and isinstance(temperature, Tensor) and temperature.dtype.itemsize == 2:
-            raise TypeError(
-                f"temperature must be float32 under FSDP, got {temperature.dtype}: a MixedPrecisionPolicy rounds what "
-                "a module's forward is given. Make it inside the module that calls the head, or pass it by an attribute"
+        if isinstance(temperature, Tensor) and temperature.dtype.itemsize == 2:
+            raise TypeError(  # also where the policy is not the head's own: nothing else here tells of the rounding
+                f"temperature must be a float, float32 or float64, got {temperature.dtype}. A MixedPrecisionPolicy of "
+                "FSDP rounds the tensors that a forward is given: make it inside the module that calls the head"
             )
         if labels is not None:
             return linear_cross_entropy(hidden, self.weight, labels, **keywords)

@@ -268,3 +268,17 @@ def test_transforms_of_torch_func_are_refused_in_our_words():
             TypeError, match=r"hidden must be a plain tensor, got one inside a transform of torch\.func"
         ):
             transformed(call["hidden"].detach())
+
+
+@pytest.mark.parametrize("name", ["temperature", "teacher_temperature"])
+def test_a_batch_of_temperatures_is_refused_in_our_words(name):
+    call = inputs()
+    hidden, weight, labels = call["hidden"], call["weight"], call["labels"]
+
+    def result(temperature):
+        if name == "temperature":
+            return megatron_lce.linear_cross_entropy(hidden, weight, labels, temperature=temperature).logprobs
+        return megatron_lce.linear_jsd(hidden, weight, hidden, weight, teacher_temperature=temperature)
+
+    with pytest.raises(TypeError, match=rf"{name} must be a plain tensor, got one inside a transform of torch\.func"):
+        torch.func.vmap(result)(torch.ones(3, *labels.shape))

@@ -1,18 +1,20 @@
 """What `run_fuzz.py` draws: one call of an operation, as a few numbers that its tensors follow from."""
 
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, combinations
 from typing import Any, NamedTuple
 
 import harness  # noqa: F401  (finds the package, when started by hand from anywhere)
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from megatron_lce.core.options import DIFFERENTIABLE
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DEFAULT_DTYPES = DTYPES | {"fp64": torch.float64}
+LAYOUTS = ("strided", "shifted", "sliced", "transposed")
 MOST_TOKENS_ALONE = 12
 MOST_LOGITS = 20_000  # tokens x columns: what Triton's interpreter does in well under a second
 
@@ -49,6 +51,7 @@ class Case:
     """Of `linear_cross_entropy` and `linear_token_loss`; `shards` has as many ranks as the case runs on."""
 
     seed: int
+    members: tuple[int, ...]  # of the team: those ranks, in this order
     shape: tuple[int, ...]  # of labels
     hidden_size: int
     shards: tuple[int, ...]  # columns of each rank
@@ -56,9 +59,9 @@ class Case:
     pass_vocab_start: bool
     padding: int  # columns at the end that are no vocabulary
     dtype: str
-    layout: str  # of hidden and weight in memory
+    layout: str  # of every tensor in memory
     default_dtype: str  # torch's
-    pending: bool  # labels and temperatures are tensors that a functional collective is still filling
+    pending: bool  # every tensor is one that a functional collective is still filling
     logit_std: float
     offset: float  # of all logits, about
     ignored: float  # share of the rows
@@ -86,7 +89,7 @@ class Tensors(NamedTuple):
 
 
 @st.composite
-def cases(draw: st.DrawFn, operation: str, ranks: int) -> Case:
+def cases(draw: st.DrawFn, operation: str, ranks: int, team: int) -> Case:
     """Valid calls, but for a workspace that may be too small, and options that exclude each other."""
     keywords = {name: draw(values) for name, values in (JSD if operation == "linear_jsd" else CROSS_ENTROPY).items()}
     if operation == "linear_token_loss":
@@ -102,6 +105,7 @@ def cases(draw: st.DrawFn, operation: str, ranks: int) -> Case:
         shape = (-(-shape[0] // ranks) * ranks, *shape[1:])
     fields = {
         "seed": draw(st.integers(0, 2**16)),
+        "members": draw(st.sampled_from(list(combinations(range(team), ranks)))),
         "shape": shape,
         "hidden_size": draw(st.sampled_from([1, 2, 8, 13, 24, 64, 100, 300])),
         "shards": shards,
@@ -109,7 +113,7 @@ def cases(draw: st.DrawFn, operation: str, ranks: int) -> Case:
         "pass_vocab_start": draw(st.booleans()),
         "padding": draw(st.sampled_from([0, 0, 1, shards[-1], sum(shards) - 1])),
         "dtype": draw(st.sampled_from(list(DTYPES))),
-        "layout": draw(st.sampled_from(["contiguous", "contiguous", "strided", "shifted", "transposed"])),
+        "layout": draw(st.sampled_from(["contiguous", "contiguous", *LAYOUTS])),
         "default_dtype": draw(st.sampled_from(["fp32", "fp32", "bf16", "fp16", "fp64"])),
         "pending": draw(st.booleans()),
         "logit_std": draw(st.sampled_from([2.0, 2.0, 0.0, 0.01, 20.0, 300.0])),
@@ -202,6 +206,27 @@ def laid_out(tensor: Tensor, layout: str) -> Tensor:
         return torch.stack((tensor, tensor.detach()), dim=-1)[..., 0]
     if layout == "shifted":  # one element off any alignment
         return torch.cat((tensor.new_zeros(1), tensor.reshape(-1)))[1:].view(tensor.shape)
+    if layout == "sliced":  # rows further apart than they are long, and nothing between them to be read
+        poison = torch.full_like(tensor, torch.nan if tensor.is_floating_point() else -7)
+        return torch.cat((tensor, poison), dim=-1)[..., : tensor.shape[-1]]
     if layout == "transposed":
         return tensor.transpose(0, -1).contiguous().transpose(0, -1)
     return tensor
+
+
+class _Pending(torch.autograd.Function):
+    """What torch's functional collectives that have a gradient return."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return AsyncCollectiveTensor(tensor.view_as(tensor))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def as_drawn(case: Case, tensor: Tensor) -> Tensor:
+    """The same numbers as the case has them."""
+    tensor = laid_out(tensor, case.layout)
+    return _Pending.apply(tensor) if case.pending else tensor

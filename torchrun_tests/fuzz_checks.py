@@ -3,17 +3,16 @@
 import contextlib
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from fuzz_cases import DEFAULT_DTYPES, DTYPES, Case, JsdCase, Tensors, build, laid_out, starts_of, vocab_size_of
+from fuzz_cases import DEFAULT_DTYPES, DTYPES, Case, JsdCase, Tensors, as_drawn, build, starts_of, vocab_size_of
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 import megatron_lce
 from megatron_lce.backends.reference import reference_linear_cross_entropy
@@ -31,6 +30,7 @@ from tests.oracle import Result, Upstream, comparisons, evaluate, oracle
 
 FEW = 64  # numbers of a gradient
 WIDE_WORKSPACE = 2**29  # bytes: every token at once
+Drawn = Callable[[Tensor], Tensor]  # a tensor as its case has it
 BITS_ALIGNMENT = 128  # shards cut at multiples of it give the bits of the whole
 
 
@@ -41,7 +41,7 @@ class Setting:
     operation: str
     backend: str
     ranks: int
-    group: ProcessGroup | None  # of the ranks that take part; None: this one does not
+    group: ProcessGroup | None  # of the ranks that take part in a case; None: this one does not
     device: torch.device
 
 
@@ -104,9 +104,9 @@ def check_cross_entropy(case: Case, tensors: Tensors, share: Share, setting: Set
     ((hidden, weight),), labels, upstream = tensors.heads, tensors.labels, Upstream(**tensors.upstream)
     run = evaluate_token_loss if setting.operation == "linear_token_loss" else partial(evaluate, cross_entropy)
 
-    with as_drawn(case, share, labels) as (ids, keywords):
+    with default_dtype(DEFAULT_DTYPES[case.default_dtype]):
         own = hidden[share.rows], weight[share.columns]
-        actual = run(*own, ids, upstream, layout=case.layout, **keywords)
+        actual = run(*own, labels, upstream, drawn=partial(as_drawn, case), **share.keywords)
     counted = int((labels != share.keywords["ignore_index"]).sum())
     skip = share.keywords["skip_ignored"]
     if not isinstance(skip, bool) and skip != counted:
@@ -139,16 +139,11 @@ def check_cross_entropy(case: Case, tensors: Tensors, share: Share, setting: Set
 
 
 @contextlib.contextmanager
-def as_drawn(case: Case, share: Share, labels: Tensor) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-    """Labels and keywords as the case has them, and torch's default dtype, of which nothing may depend."""
-    keywords = dict(share.keywords)
-    if case.pending:
-        labels = AsyncCollectiveTensor(labels.clone())
-        if isinstance(keywords["temperature"], Tensor):
-            keywords["temperature"] = AsyncCollectiveTensor(keywords["temperature"].clone())
-    torch.set_default_dtype(DEFAULT_DTYPES[case.default_dtype])
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """torch's, on which nothing may depend."""
+    torch.set_default_dtype(dtype)
     try:
-        yield labels, keywords
+        yield
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -173,7 +168,7 @@ def check_bits(
     ((hidden, weight),), labels = tensors.heads, tensors.labels
     with torch.no_grad():
         forward = {"entropy": False, "telemetry": False, "logits_cache_bytes": 0, "reduce_grad_hidden": True}
-        keywords = share.keywords | {"layout": case.layout}
+        keywords = share.keywords | {"drawn": partial(as_drawn, case)}
         # Copies, as of those with gradients: a CPU's product of one column has other bits where it starts elsewhere.
         own = hidden[share.rows].clone(), weight[share.columns].clone()
         plain = cross_entropy(*own, labels, **keywords | forward)
@@ -200,12 +195,14 @@ def check_jsd(case: Case, tensors: Tensors, share: Share, setting: Setting, find
         *(tensor for head in tensors.heads for tensor in (head[0][share.rows], head[1][share.columns])), upstream
     )
 
+    drawn = partial(as_drawn, case)
+
     def divergence(*heads: Tensor, **keywords: Any) -> Tensor:
-        return megatron_lce.linear_jsd(*(laid_out(tensor, case.layout) for tensor in heads), **keywords)
+        return megatron_lce.linear_jsd(*map(drawn, heads), **tensors_drawn(keywords, drawn))
 
     evaluate_it = evaluate_weighted_jsd if case.weighted else evaluate_jsd
-    with as_drawn(case, share, tensors.labels) as (ids, keywords):
-        actual = evaluate_it(divergence, mine, labels=ids, **keywords)
+    with default_dtype(DEFAULT_DTYPES[case.default_dtype]):
+        actual = evaluate_it(divergence, mine, labels=tensors.labels, **share.keywords)
     options = taken_by(jsd_of_products, share.keywords | {"labels": tensors.labels})
     parts = {"hidden_rows": share.rows, "weight_rows": share.columns}
     expected = evaluate_jsd(materialised_jsd, whole.to(torch.float64), **options)
@@ -281,14 +278,18 @@ def logits_range(tensors: Tensors, temperature: Tensor) -> tuple[float, float]:
     return largest, spread
 
 
+def tensors_drawn(keywords: dict[str, Any], drawn: Drawn) -> dict[str, Any]:
+    return {name: drawn(value) if isinstance(value, Tensor) else value for name, value in keywords.items()}
+
+
 def cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, layout: str = "contiguous", **keywords: Any
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, drawn: Drawn, **keywords: Any
 ) -> LinearCrossEntropyOutput:
-    return megatron_lce.linear_cross_entropy(laid_out(hidden, layout), laid_out(weight, layout), labels, **keywords)
+    return megatron_lce.linear_cross_entropy(*map(drawn, (hidden, weight, labels)), **tensors_drawn(keywords, drawn))
 
 
 def evaluate_token_loss(
-    hidden: Tensor, weight: Tensor, labels: Tensor, upstream: Upstream, *, layout: str, **keywords: Any
+    hidden: Tensor, weight: Tensor, labels: Tensor, upstream: Upstream, *, drawn: Drawn, **keywords: Any
 ) -> Result:
     """`linear_token_loss` of the loss whose upstream gradients are these."""
     hidden, weight = (tensor.detach().clone().requires_grad_() for tensor in (hidden, weight))
@@ -297,8 +298,8 @@ def evaluate_token_loss(
     def loss(outputs: LinearCrossEntropyOutput, *gradients: Tensor) -> Tensor:
         return sum(getattr(outputs, name) * gradient for name, gradient in zip(given, gradients, strict=True))
 
-    heads = (laid_out(tensor, layout) for tensor in (hidden, weight))
-    result = megatron_lce.linear_token_loss(*heads, labels, loss, *given.values(), **keywords)
+    tensors, per_token = map(drawn, (hidden, weight, labels)), map(drawn, given.values())
+    result = megatron_lce.linear_token_loss(*tensors, loss, *per_token, **tensors_drawn(keywords, drawn))
     result.loss.backward()
     return Result(result.outputs, hidden.grad, weight.grad)
 

@@ -5,6 +5,7 @@ import gc
 import importlib.util
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -82,6 +83,11 @@ def start(device: torch.device) -> None:
         timeout=timedelta(seconds=120),
         device_id=device if device.type == "cuda" else None,
     )
+
+
+def refuse_deprecated_collectives() -> None:
+    """For programs in which no one else, such as Megatron, calls collectives: torch's warning names no caller."""
+    warnings.filterwarnings("error", r"`torch\.distributed\.", FutureWarning)
 
 
 def end(failed: bool) -> NoReturn:

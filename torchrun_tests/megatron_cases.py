@@ -35,13 +35,14 @@ class Case:
     virtual_pipeline: bool = False
     overlap: bool = False  # overlapped gradient reduction and parameter gather, distributed optimizer's buffers
     masked: bool = False  # labels are valid and the model gets the mask; fused, masked rows are ignored and skipped
+    known: bool = False  # the flag makes gradients in forward
     dtype: torch.dtype = torch.float32
     hidden_size: int = 32
     config: tuple[tuple[str, Any], ...] = ()  # further TransformerConfig fields
 
     @property
     def name(self) -> str:
-        flags = ("sequence_parallel", "mtp", "pipeline", "main_grad", "virtual_pipeline", "overlap", "masked")
+        flags = ("sequence_parallel", "mtp", "pipeline", "main_grad", "virtual_pipeline", "overlap", "masked", "known")
         words = ["tied" if self.tied else "untied", *(flag for flag in flags if getattr(self, flag))]
         words += [str(self.dtype).removeprefix("torch.")] if self.dtype != torch.float32 else []
         return " ".join([*words, *(f"{key}={value}" for key, value in self.config)])

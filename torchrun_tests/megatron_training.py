@@ -24,8 +24,8 @@ def train(case: cases.Case, device: torch.device, *, fused: bool, like: list[nn.
     chunks = cases.build(case, device)
     if like is not None:
         cases.copy_weights(like, chunks)
-    masked = {"skip_masked": case.masked}
-    handle = enable_fused_linear_ce(chunks, use_fused_linear_ce=fused, **masked)
+    options = {"skip_masked": case.masked, "known_loss": case.known}
+    handle = enable_fused_linear_ce(chunks, use_fused_linear_ce=fused, **options)
     forward_step = functools.partial(cases.forward_step, masked=case.masked)
     if fused and case.main_grad:
         cases.set_main_grad_fusion(chunks)

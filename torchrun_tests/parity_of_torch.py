@@ -124,6 +124,17 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+class Around(nn.Module):
+    """A head in a module that is given its temperature."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.head = megatron_lce.FusedLinearHead(HIDDEN_SIZE, 50, device=device, dtype=torch.float32)
+
+    def forward(self, hidden: Tensor, labels: Tensor, temperature: Tensor) -> Tensor:
+        return self.head(hidden, labels, temperature=temperature).logprobs
+
+
 class TinyModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -184,7 +195,11 @@ def check_fsdp_temperature(mesh: DeviceMesh, device: torch.device, report: Repor
             message = "no error"
         except TypeError as error:
             message = str(error)
-    report.check("FSDP2: a 16-bit temperature", message.startswith("temperature must be float32"), message)
+    report.check("FSDP2: a 16-bit temperature", message.startswith("temperature must be a float, float32"), message)
+    # Rounded by another module's policy: the head, which is no FSDP module then, can tell by the dtype alone.
+    model = fully_shard(Around(device), mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    call = {"hidden": hidden, "labels": labels, "temperature": temperature}
+    check_refusal(model, call, "temperature must be a float, float32 or float64, got torch.bfloat16", report)
 
 
 def run_async_tensors(backend: str, group: ProcessGroup, device: torch.device, report: Report) -> None:

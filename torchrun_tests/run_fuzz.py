@@ -14,8 +14,9 @@ import argparse
 import re
 import traceback
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from itertools import combinations
 from pathlib import Path
 
 import fuzz_cases
@@ -74,8 +75,9 @@ class Team:
     """Some ranks of the world."""
 
     first: int
+    size: int
     world: ProcessGroup | None  # all of them
-    groups: dict[int, ProcessGroup | None]  # the first one, two and so on; None: this rank is not among them
+    groups: dict[tuple[int, ...], ProcessGroup | None]  # of every choice of its ranks; None: this one is not chosen
 
     def broadcast(self, case: Case | None) -> Case | None:
         box = [case]
@@ -83,7 +85,7 @@ class Team:
         return box[0]
 
     def gather(self, mine: object) -> list:
-        everyone = [None] * len(self.groups)
+        everyone = [None] * self.size
         dist.all_gather_object(everyone, mine, group=self.world)
         return everyone
 
@@ -96,10 +98,12 @@ def make_team(size: int) -> Team:
     for first in range(0, dist.get_world_size(), size):
         ranks = list(range(first, first + size))
         world = dist.new_group(ranks)
-        groups = {number: dist.new_group(ranks[:number], timeout=timeout) for number in range(1, size + 1)}
+        choices = [chosen for number in range(1, size + 1) for chosen in combinations(range(size), number)]
+        groups = {chosen: dist.new_group([ranks[i] for i in chosen], timeout=timeout) for chosen in choices}
         if dist.get_rank() in ranks:
             mine = dist.get_rank() - first
-            team = Team(first, world, {number: group if mine < number else None for number, group in groups.items()})
+            known = {chosen: group if mine in chosen else None for chosen, group in groups.items()}
+            team = Team(first, size, world, known)
     assert team is not None
     return team
 
@@ -111,6 +115,7 @@ def shared_verdict(case: Case, setting: Setting, team: Team) -> str:
         Failed: it is wrong on some rank, or the ranks part.
         SystemExit: they parted so that they wait for each other; the group is of no more use.
     """
+    setting = replace(setting, group=team.groups[case.members])
     mine = verdict(case, setting) if setting.group is not None else None
     found = [one for one in team.gather(mine) if one is not None]
     wrong = [f"rank {rank}: {message}" for rank, (kind, message) in enumerate(found) if kind == "wrong"]
@@ -135,7 +140,7 @@ def search(setting: Setting, team: Team, num_cases: int, seed: int) -> Tally:
         phases=(hypothesis.Phase.generate, hypothesis.Phase.shrink),
         suppress_health_check=list(hypothesis.HealthCheck),
     )
-    @hypothesis.given(fuzz_cases.cases(setting.operation, setting.ranks))
+    @hypothesis.given(fuzz_cases.cases(setting.operation, setting.ranks, team.size))
     def every_case(case: Case) -> None:
         team.broadcast(case)
         try:
@@ -179,8 +184,9 @@ def summary(settings: list[Setting], found: list[list[Tally]], seed: int) -> str
         "# Random calls against the oracles",
         "",
         f"`make fuzz`, seed {seed}, torch {torch.__version__}: {total} calls, {failed} failures. Each call's shapes,"
-        " dtypes, strides, shards, labels and",
-        "keywords are drawn by hypothesis (`torchrun_tests/fuzz_cases.py`); outputs and both gradients are held to the"
+        " dtypes, strides, shards, labels and keywords,",
+        "its ranks, torch's default dtype and whether its tensors are still being gathered are drawn by"
+        " hypothesis (`torchrun_tests/fuzz_cases.py`); outputs and both gradients are held to the"
         " tests' own budgets",
         "against fp64, and outputs to the same bits on every rank, without gradients, and on one rank"
         " (`torchrun_tests/fuzz_checks.py`).",
@@ -216,7 +222,7 @@ def repeat(text: str, team: Team, device: torch.device) -> bool:
     where, _, arguments = text.partition(": ")
     case = eval(arguments)
     operation, backend = where.split(", ")
-    setting = Setting(operation, backend, len(case.shards), team.groups[len(case.shards)], device)
+    setting = Setting(operation, backend, len(case.shards), None, device)
     try:
         found = shared_verdict(case, setting, team)
     except Failed as failed:
@@ -238,10 +244,10 @@ def main() -> None:
     if arguments.repeat:
         harness.end(repeat(arguments.repeat, team, device))
     settings = [
-        Setting(operation, backend, ranks, group, device)
+        Setting(operation, backend, ranks, None, device)
         for operation in arguments.operations.split(",")
         for backend in harness.available_backends()
-        for ranks, group in team.groups.items()
+        for ranks in range(1, size + 1)
     ]
     cases = -(-arguments.cases // len(settings) // num_teams)
     tallies = []

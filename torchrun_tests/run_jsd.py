@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import Report, available_backends, main
+from harness import Report, available_backends, main, refuse_deprecated_collectives
 from torch import Tensor
 
 from megatron_lce import linear_cross_entropy, linear_jsd
@@ -248,6 +248,7 @@ def check_student_outputs(backend: str, device: torch.device, report: Report) ->
 
 
 def program(device: torch.device, report: Report) -> None:
+    refuse_deprecated_collectives()
     for backend in available_backends():
         check_refusals(backend, device, report)
         check_student_outputs(backend, device, report)

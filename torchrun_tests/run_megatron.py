@@ -35,6 +35,14 @@ FURTHER_CASES = [
     cases.Case(sequence_parallel=True, mtp=True, masked=True),
     cases.Case(tied=True, main_grad=True, masked=True),
 ]
+FURTHER_CASES += [
+    cases.Case(known=True),
+    cases.Case(tied=True, sequence_parallel=True, masked=True, known=True),
+    cases.Case(sequence_parallel=True, mtp=True, masked=True, known=True),
+    cases.Case(tied=True, mtp=True, main_grad=True, overlap=True, known=True),
+    cases.Case(tied=True, pipeline=True, virtual_pipeline=True, known=True),
+    cases.Case(sequence_parallel=True, pipeline=True, main_grad=True, masked=True, known=True),
+]
 OTHER_MODEL_CASES = [cases.Case(), cases.Case(tied=True, sequence_parallel=True)]
 TOUCHED_CASES = [cases.Case(), cases.Case(tied=True, sequence_parallel=True)]  # main_grad: Megatron's needs Apex
 TOUCHED_CASES.append(cases.Case(sequence_parallel=True, masked=True))
@@ -62,7 +70,7 @@ def checks(combinations: str) -> list[tuple[Callable, cases.Case]]:
         (check_own_flag, OWN_FLAG_CASES),
         (check_captured_training, CAPTURED_CASES),
         (check_other_models, OTHER_MODEL_CASES),
-        (check_bf16, [cases.in_bf16(case) for case in training]),
+        (check_bf16, [cases.in_bf16(case) for case in (*training, cases.Case(sequence_parallel=True, known=True))]),
         (check_capture, plain),
         (check_captured_jsd, [cases.Case(main_grad=True), cases.Case(tied=True, sequence_parallel=True)]),
         (check_logits, plain),

@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from harness import Report, available_backends, main
+from harness import Report, available_backends, main, refuse_deprecated_collectives
 from parity_cases import BF16, CASES, SEQUENCE, Case, Problem, ignore_some, sequence_shard, uneven, verdict
 from parity_of_compat import check_refusal, run_compat, run_disagreements_of_compat, run_megatrons_call, run_torchs_call
 from parity_of_torch import run_async_tensors, run_compiled, run_cuda_graph, run_dtensors, run_fsdp
@@ -320,6 +320,7 @@ def subgroup_of_this_rank() -> ProcessGroup:
 
 
 def program(device: torch.device, report: Report) -> None:
+    refuse_deprecated_collectives()
     world = dist.group.WORLD
     subgroup = subgroup_of_this_rank()
     run_errors(world, device, report)

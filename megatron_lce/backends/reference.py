@@ -34,7 +34,7 @@ def reference_linear_cross_entropy(
         broken = broken | ~usable
         temperature = torch.where(usable, temperature, 1.0).to(dtype)[:, None]
     logits = logits / temperature
-    nan_where_broken = torch.where(broken & ~ignored, float("nan"), 1.0).to(dtype)
+    nan_where_broken = torch.ones_like(labels, dtype=dtype).masked_fill(broken & ~ignored, torch.nan)
 
     lse = torch.logsumexp(logits, dim=-1)
     label_logit = logits.gather(1, torch.where(unowned, 0, labels)[:, None])[:, 0]

@@ -213,7 +213,9 @@ class JsdPass:
             diverge_block(part, self._room, self.call, found[:, tokens], gradient)
         yield from kept_slabs(grad, num_columns)
 
-    def total(self) -> Tensor:
+    factor = staticmethod(Tensor.float)  # the factor of a sum's gradients is its upstream gradient
+
+    def result(self) -> Tensor:
         """Return the weighted sum of the divergences in nats, after all blocks."""
         losses, _ = losses_in_nats(self._found, self._rows, self._jsd.beta)
         total = torch.where(self._rows.ignored, 0.0, self._token_weights * losses).sum()

@@ -1,6 +1,6 @@
 """A scalar whose gradients are made in forward, while its logits are there; backward scales them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -23,19 +23,23 @@ class KnownLossPass(Protocol):
     def slabs(self, block: TokenBlock, bytes_per_column: int) -> Iterator[Slab]:
         """Adds a block's losses, then yields the gradients of its products if any were asked for."""
 
-    def total(self) -> Tensor:
-        """The sum of the losses, once all blocks have been there."""
+    def result(self) -> Tensor:
+        """What the call returns, once all blocks have been there: the sum of the losses, or each of them."""
+
+    @property
+    def factor(self) -> Callable[[Tensor], Tensor]:
+        """From the result's upstream gradient to the number, [] fp32, that the gradients are to be multiplied by."""
 
 
 def known_loss(run: KnownLossPass, with_gradient: bool) -> Tensor:
-    """The sum of a pass's losses, with a gradient of hidden and weight or without one."""
+    """The result of a pass, with a gradient of hidden and weight or without one."""
     if with_gradient:
         return _KnownLoss.apply(run.call.hidden, run.call.weight, run)
     with torch.no_grad(), own_arithmetic(run.call.hidden.device, run.name):
         for block in run.tokens.blocks() if run.tokens.num_computed else ():
             for _ in run.slabs(block, 0):
                 raise AssertionError("no gradient was asked for")
-    return run.total()
+    return run.result()
 
 
 def unscaled_dtype(call: Call) -> torch.dtype:
@@ -49,7 +53,7 @@ def scales_a_sum(call: Call) -> bool:
 
 
 class _KnownLoss(torch.autograd.Function):
-    """The sum over tokens of a loss that is known in forward, where both gradients are made; backward scales them.
+    """A loss that is known in forward, where both gradients of its sum over tokens are made; backward scales them.
 
     hidden  replicated, or sharded along the sequence  -> its gradient is summed over the group
     weight  this rank's shard                          -> its gradient is complete on this rank
@@ -69,28 +73,29 @@ class _KnownLoss(torch.autograd.Function):
             )
         ctx.save_for_backward(weight, grad_hidden, weight_sum)
         ctx.sink, ctx.name, ctx.scale, ctx.scaled = call.options.weight_grad_sink, run.name, call.backend.scale, False
-        return run.total()
+        ctx.factor = run.factor
+        return run.result()
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         refuse_double_backward(ctx.name)
         if ctx.scaled:
             raise RuntimeError(f"a second backward through {ctx.name} is not possible: the first scaled its gradients")
+        factor = ctx.factor(grad_loss)
         ctx.scaled = True
         weight, grad_hidden, weight_sum = ctx.saved_tensors
-        grad_loss = grad_loss.float()
         if grad_hidden is not None:
             unscaled = grad_hidden
             if unscaled.dtype != weight.dtype:
                 grad_hidden = torch.empty_like(unscaled, dtype=weight.dtype)
-            ctx.scale(unscaled, grad_loss, grad_hidden, accumulate=False)
+            ctx.scale(unscaled, factor, grad_hidden, accumulate=False)
         grad_weight = None
         if weight_sum is not None and ctx.sink is not None:
-            ctx.scale(weight_sum, grad_loss, ctx.sink.buffer()[: weight_sum.shape[0]], accumulate=True)
+            ctx.scale(weight_sum, factor, ctx.sink.buffer()[: weight_sum.shape[0]], accumulate=True)
             grad_weight = ctx.sink.finish()
         elif weight_sum is not None:
             num_columns, in_place = weight_sum.shape[0], weight_sum.dtype == weight.dtype
             grad_weight = weight_sum if in_place and num_columns == weight.shape[0] else torch.empty_like(weight)
-            ctx.scale(weight_sum, grad_loss, grad_weight[:num_columns], accumulate=False)
+            ctx.scale(weight_sum, factor, grad_weight[:num_columns], accumulate=False)
             grad_weight[num_columns:].zero_()
         return grad_hidden, grad_weight, None

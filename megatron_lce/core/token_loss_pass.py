@@ -17,6 +17,7 @@ from megatron_lce.core.options import DIFFERENTIABLE, LinearCrossEntropyOutput
 from megatron_lce.core.plan import plan_known_loss
 from megatron_lce.core.rows import Rows
 from megatron_lce.core.tokens import Counted, TokenBlock, Tokens, counted_rows, new_outputs, rows_to_compute
+from megatron_lce.core.upstream import OneNumber, Promise
 
 _EVERYTHING = 2**62  # bytes of a cache that holds what there is
 
@@ -79,7 +80,9 @@ class TokenLossPass:
         whole = block._replace(rows=slice(0, hidden.shape[0]))
         yield from grad_logits_slabs(gradients, whole, bytes_per_column, ready)
 
-    def total(self) -> Tensor:
+    factor = staticmethod(Tensor.float)  # of a sum's upstream gradient, which is the number itself
+
+    def result(self) -> Tensor:
         """The sum of the losses."""
         return self._total if self._counted.unless_nan is None else self._total * self._counted.unless_nan
 
@@ -142,6 +145,27 @@ class TokenLossPass:
         if self._order is None:
             return metric
         return metric.new_zeros(self._num_tokens, *metric.shape[1:]).index_copy_(0, self._order, metric)
+
+
+class TokenLossesPass(TokenLossPass):
+    """The same of each token's negative log-likelihood, where one number will be the upstream of all that count."""
+
+    name = "linear_token_losses"
+
+    def __init__(self, call: Call, promise: Promise, with_gradient: bool) -> None:
+        super().__init__(call, lambda outputs: -outputs.logprobs, (), with_gradient)
+        self.factor = OneNumber(call.labels != call.options.ignore_index, promise)  # type: ignore[assignment]
+        self._all: LinearCrossEntropyOutput | None = None
+
+    def result(self) -> Tensor:
+        """The loss of every token, [N]: 0 where it is ignored."""
+        return -self.outputs().logprobs
+
+    def outputs(self) -> LinearCrossEntropyOutput:
+        """Those of every token, once all blocks have been there."""
+        if self._all is None:
+            self._all, _ = self.results()
+        return self._all
 
 
 def checked_losses(result: Any, num_tokens: int) -> tuple[Tensor, Metrics]:

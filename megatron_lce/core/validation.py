@@ -138,6 +138,7 @@ def check_temperature(
 ) -> None:
     """Check that the temperature is a positive number, or a floating tensor of labels' shape and device."""
     if isinstance(temperature, Tensor):
+        check_tensor(name, temperature)
         if not temperature.is_floating_point():
             raise TypeError(f"{name} must be a float or a floating tensor, got a tensor of {temperature.dtype}")
         if temperature.shape != shape:

@@ -40,7 +40,8 @@ class FusedLinearCE:
     def __repr__(self) -> str:
         if self._fused is None or not self.enabled:
             return f"FusedLinearCE(not enabled: {'; '.join(self.reasons)})"
-        options = dict(self._fused.options, skip_masked=self._fused.skip_masked)
+        known = self._fused.promise is not None
+        options = dict(self._fused.options, skip_masked=self._fused.skip_masked, known_loss=known)
         device = next(self._fused.language_model.parameters()).device
         backend = describe_backend(options.pop("backend"), device)
         asked = {name: value for name, value in options.items() if value is not None and value is not False}
@@ -79,6 +80,7 @@ def enable_fused_linear_ce(
     vocab_size: int | None = None,
     softcap: float | None = None,
     skip_masked: bool = False,
+    known_loss: bool = False,
     backend: BackendName = "auto",
 ) -> FusedLinearCE:
     """From now on `model(..., labels=labels)` computes its loss, and its MTP losses, without logits.
@@ -102,6 +104,13 @@ def enable_fused_linear_ce(
             is called with one (LLaVA keeps it to itself; a call with labels and no mask warns once), those of the MTP
             losses as Megatron shifts the mask; and all ignored rows are left out of the head. They are counted on the
             device, for which the host waits once in each pass. While a CUDA graph is captured all rows are computed.
+        known_loss: the gradient that will reach the losses of all counted tokens is one number, as in Megatron's own
+            loops (a 0/1 `loss_mask`, then a mean, a scale). Gradients are made in forward then, for an upstream of 1:
+            three products instead of four. From forward to backward a call holds hidden's gradient (2 N H bytes) and
+            the weight's, or its fp32 sum (4 V/tp H bytes); each microbatch in flight holds its own. Tokens whose
+            `loss_mask` is 0 do not count. MTP's losses are computed as without it. Backward checks the promise: an
+            upstream that is not one number raises in the first pass, and makes the gradients NaN later. Takes no
+            `logits_cache_bytes`.
 
     Returns:
         A handle: `enabled`, `reasons`, `remove()`. The decision is made here, once, and together: all ranks of the
@@ -129,6 +138,11 @@ def enable_fused_linear_ce(
     check_options(Options(**options))
     check_flag("use_fused_linear_ce", use_fused_linear_ce)
     check_flag("skip_masked", skip_masked)
+    check_flag("known_loss", known_loss)
+    if known_loss and logits_cache_bytes:
+        raise ValueError(
+            f"logits_cache_bytes must be 0 with known_loss, got {logits_cache_bytes}: nothing is recomputed"
+        )
     modules = modules_of(model)
     if use_fused_linear_ce and any(isinstance(owner, CapturedHead) for owner in _owners(modules)):
         raise RuntimeError("capture_lm_head is open on this model: enable before or after it")
@@ -149,7 +163,7 @@ def enable_fused_linear_ce(
     if reasons:
         warn_on_one_rank(message + not_applied(options))
         return FusedLinearCE(reasons)
-    return FusedLinearCE((), FusedLoss(language_model, options, skip_masked))
+    return FusedLinearCE((), FusedLoss(language_model, options, skip_masked, known_loss))
 
 
 def _overrides(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, MethodOverride]]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lce.core.options import IGNORE_INDEX
+from megatron_lce.core.upstream import Promise
 from megatron_lce.megatron_integration.head_call import BackwardPasses, HeadCall
 from megatron_lce.megatron_integration.method_overrides import MethodOverride, argument_names, overrides_of, with_labels
 from megatron_lce.megatron_integration.support import managed_weight_reason, warn_on_one_rank
@@ -23,10 +24,12 @@ _NO_LABELS = "the model was called without labels"
 class FusedLoss:
     """A model's head and loss with the options of `enable_fused_linear_ce`, in place until `close`."""
 
-    def __init__(self, language_model: LanguageModule, options: dict[str, Any], skip_masked: bool):
+    def __init__(self, language_model: LanguageModule, options: dict[str, Any], skip_masked: bool, known_loss: bool):
         self.language_model = language_model
         self.head: ColumnParallelLinear = language_model.output_layer
         self.options, self.skip_masked = options, skip_masked
+        self.promise = Promise() if known_loss else None
+        self._mtp_losses_left = 0  # in this pass, in front of the main one
         self._warned: set[str] = set()
         self._backward_passes = BackwardPasses()
         self._wants_logits = False  # in a pass without labels
@@ -64,6 +67,13 @@ class FusedLoss:
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         return self.options | {"skip_ignored": self.skip_masked and not capturing}
 
+    def _promise_now(self) -> Promise | None:
+        """The promise of the main loss. Megatron gives the last tokens of MTP's, which count, a weight of 0."""
+        if self._mtp_losses_left == 0:
+            return self.promise
+        self._mtp_losses_left -= 1
+        return None
+
     def forward(
         self,
         input_: Tensor,
@@ -93,7 +103,8 @@ class FusedLoss:
             return type(head).forward(head, input_, weight, runtime_gather_output, **of_loss)
         call = HeadCall.of(head, input_, weight, self._backward_passes)
         if output_cross_entropy_loss:
-            return UncomputedLogits(call, HeadCall.logits).compute_loss(**of_loss, **self.options_now())
+            logits = UncomputedLogits(call, HeadCall.logits)
+            return logits.compute_loss(promise=self._promise_now(), **of_loss, **self.options_now())
         return UncomputedLogits.in_graph(call, self._compute_logits), None
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
@@ -106,7 +117,7 @@ class FusedLoss:
             return type(self.language_model).compute_language_model_loss(self.language_model, labels, logits)
         # MTP's acceptance metrics read the largest logit after the loss, in training.
         telemetry = self.language_model.training and bool(self.language_model.config.mtp_num_layers)
-        return logits.compute_loss(labels, telemetry=telemetry, **self.options_now())
+        return logits.compute_loss(labels, telemetry, promise=self._promise_now(), **self.options_now())
 
     def _compute_logits(self, call: HeadCall) -> Tensor:
         if self.language_model.training:
@@ -122,7 +133,10 @@ class FusedLoss:
         given = dict(zip(names, args, strict=False)) | kwargs
         labels, loss_mask = given.get("labels"), given.get("loss_mask")
         self._wants_logits = labels is None and "labels" in names
-        if labels is None or not self.skip_masked:
+        self._mtp_losses_left = self.language_model.config.mtp_num_layers or 0
+        if labels is None or not (self.skip_masked or self.promise):
+            return None
+        if loss_mask is None and not self.skip_masked:
             return None
         if loss_mask is None:
             called = f"{type(model).__name__} was called with labels and without loss_mask"

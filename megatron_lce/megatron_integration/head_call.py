@@ -11,9 +11,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_lce.core.options import LinearCrossEntropyOutput
+from megatron_lce.core.upstream import Promise
 from megatron_lce.core.validation import check_number
 from megatron_lce.cross_entropy import linear_cross_entropy
 from megatron_lce.jsd import linear_jsd
+from megatron_lce.known_upstream import linear_token_losses
 from megatron_lce.megatron_integration.heads import check_softcap, form_of
 from megatron_lce.megatron_integration.main_grad import MainGradSink, main_grad_sink
 from megatron_lce.token_loss import TokenLoss, TokenLossFunction, linear_token_loss
@@ -85,6 +87,16 @@ class HeadCall:
         labels = self._sequence_first("labels", labels)
         keywords = self._keywords(temperature, logits_scale, keywords)
         return batch_first(linear_cross_entropy(self.hidden, self.weight, labels, **keywords))
+
+    def linear_token_losses(
+        self, labels: Tensor, promise: Promise, **keywords: Any
+    ) -> tuple[Tensor, LinearCrossEntropyOutput]:
+        """`linear_token_losses` of this call; labels, losses and outputs are [b, s]."""
+        keywords = self._keywords(1.0, 1.0, keywords)
+        losses, outputs = linear_token_losses(
+            self.hidden, self.weight, self._sequence_first("labels", labels), promise, **keywords
+        )
+        return swap(losses), batch_first(outputs)
 
     def linear_token_loss(
         self,

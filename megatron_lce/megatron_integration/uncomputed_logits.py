@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map
 
 from megatron_lce.compat_arguments import Reduction, reduce_loss
 from megatron_lce.core.options import IGNORE_INDEX
+from megatron_lce.core.upstream import Promise
 from megatron_lce.core.validation import as_int64, refuse_double_backward
 from megatron_lce.megatron_integration.head_call import HeadCall, swap, version_of
 from megatron_lce.megatron_integration.method_overrides import uncompiled
@@ -94,13 +95,15 @@ class UncomputedLogits(Tensor):
         labels: Tensor,
         telemetry: bool = False,
         *,
+        promise: Promise | None = None,
         reduction: Reduction = "none",
         ignore_index: int = IGNORE_INDEX,
         **options: Any,
     ) -> Tensor:
         """Cross-entropy [b, s] of labels [b, s] of any integer dtype, its sum, or its mean over counted rows; fp32.
 
-        Rows whose label is negative or `ignore_index` are ignored.
+        Rows whose label is negative or `ignore_index` are ignored. With a promise that one number is the upstream of
+        the others, gradients are made here, and backward scales them.
 
         Raises:
             RuntimeError: the logits were changed in place, have a hook or retain their gradient.
@@ -108,14 +111,18 @@ class UncomputedLogits(Tensor):
         self.check_untouched()
         labels = as_int64(labels)
         labels = labels.masked_fill((labels < 0) | (labels == ignore_index), IGNORE_INDEX)
-        out = self.call.linear_cross_entropy(
-            labels, ignore_index=IGNORE_INDEX, entropy=False, telemetry=telemetry, **options
-        )
+        options |= {"ignore_index": IGNORE_INDEX, "entropy": False, "telemetry": telemetry}
+        if promise is None or not torch.is_grad_enabled():
+            out = self.call.linear_cross_entropy(labels, **options)
+            losses = -out.logprobs
+        else:
+            del options["logits_cache_bytes"]
+            losses, out = self.call.linear_token_losses(labels, promise, **options)
         if out.max_logit is not None and out.argmax is not None:
             self.largest = swap(out.max_logit), swap(out.argmax)
-        if out.logprobs.requires_grad and self.call.backward_passes is not None:
-            out.logprobs.register_hook(self.call.backward_passes.note)
-        return reduce_loss(-out.logprobs, labels != IGNORE_INDEX, reduction)
+        if losses.requires_grad and self.call.backward_passes is not None:
+            losses.register_hook(self.call.backward_passes.note)
+        return reduce_loss(losses, labels != IGNORE_INDEX, reduction)
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):

@@ -1,0 +1,105 @@
+"""`enable_fused_linear_ce(known_loss=True)` on one rank: three products, a promise, and its check."""
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core")
+
+from tests import megatron_world
+from tests.megatron_world import enable
+
+
+def masked_mean(losses, mask):
+    return (losses * mask).sum() / mask.sum().clamp(min=1)
+
+
+@pytest.fixture
+def mask(device):
+    mask = torch.ones(megatron_world.BATCH, megatron_world.SEQUENCE, device=device)
+    mask[0, :9] = mask[2, 3:] = 0
+    return mask
+
+
+@pytest.mark.parametrize("skip_masked", [False, True])
+@pytest.mark.parametrize("kept", ["some", "all", "none"])
+def test_losses_and_gradients_are_megatrons(model, device, mask, kept, skip_masked):
+    tensors, labels = megatron_world.inputs(device)
+    mask = {"some": mask, "all": torch.ones_like(mask), "none": torch.zeros_like(mask)}[kept]
+    plain = model(*tensors, labels=labels)
+    expected = megatron_world.gradients(model, masked_mean(plain, mask) * 3)
+    enable(model, known_loss=True, skip_masked=skip_masked)
+    losses = model(*tensors, labels=labels, loss_mask=mask)
+    torch.testing.assert_close(losses * mask, plain * mask, rtol=1e-5, atol=1e-6)
+    actual = megatron_world.gradients(model, masked_mean(losses, mask) * 3)
+    if kept == "none":
+        assert not any(gradient.any() for gradient in actual.values())
+    else:
+        megatron_world.assert_same_gradients(actual, expected)
+
+
+def test_without_a_mask_all_labels_that_are_not_negative_count(model, device):
+    tensors, labels = megatron_world.inputs(device)
+    labels[1, ::2] = -1
+    counted = (labels >= 0).float()
+    expected = megatron_world.gradients(model, masked_mean(model(*tensors, labels=labels.clamp(min=0)), counted))
+    enable(model, known_loss=True)
+    losses = model(*tensors, labels=labels)
+    assert not losses[1, ::2].any()
+    megatron_world.assert_same_gradients(megatron_world.gradients(model, masked_mean(losses, counted)), expected)
+
+
+def test_a_loss_that_weights_tokens_raises_at_first_and_is_nan_later(untied, device, mask):
+    tensors, labels = megatron_world.inputs(device)
+    weights = torch.linspace(1, 2, labels.numel(), device=device).view_as(labels)
+    enable(untied, known_loss=True)
+    with pytest.raises(RuntimeError, match="known_loss needs one upstream gradient for all counted tokens, got 1 to 2"):
+        (untied(*tensors, labels=labels) * weights).sum().backward()
+    untied.zero_grad()
+    (untied(*tensors, labels=labels) * weights).sum().backward()
+    assert untied.output_layer.weight.grad.isnan().all()
+
+
+def test_a_float_mask_raises(untied, device, mask):
+    tensors, labels = megatron_world.inputs(device)
+    enable(untied, known_loss=True)
+    mask = mask * torch.linspace(0.5, 1, mask.numel(), device=device).view_as(mask)
+    with pytest.raises(RuntimeError, match="a loss_mask that is not 0 or 1"):
+        masked_mean(untied(*tensors, labels=labels, loss_mask=mask), mask).backward()
+
+
+def test_a_microbatch_without_a_counted_token_keeps_the_look_for_later(untied, device, mask):
+    tensors, labels = megatron_world.inputs(device)
+    enable(untied, known_loss=True)
+    none = torch.zeros_like(mask)
+    masked_mean(untied(*tensors, labels=labels, loss_mask=none), none).backward()
+    weights = torch.linspace(1, 2, labels.numel(), device=device).view_as(labels)
+    with pytest.raises(RuntimeError, match="known_loss needs one upstream"):
+        (untied(*tensors, labels=labels) * weights).sum().backward()
+
+
+def test_a_second_backward_raises_and_no_gradient_makes_nothing(untied, device):
+    tensors, labels = megatron_world.inputs(device)
+    enable(untied, known_loss=True)
+    loss = untied(*tensors, labels=labels).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="a second backward"):
+        loss.backward()
+    with torch.no_grad():
+        assert not untied(*tensors, labels=labels).requires_grad
+
+
+def test_fp16_scaled_losses_overflow_only_where_the_gradients_do(device):
+    from scripts import megatron_runtime
+
+    model = megatron_runtime.build_gpt(megatron_world.options(), device=device)
+    tensors, labels = megatron_world.inputs(device)
+    expected = megatron_world.gradients(model, model(*tensors, labels=labels).mean())
+    enable(model, known_loss=True)
+    loss = model(*tensors, labels=labels).mean()
+    actual = megatron_world.gradients(model, loss * 2.0**14)
+    megatron_world.assert_same_gradients({name: grad / 2.0**14 for name, grad in actual.items()}, expected)
+
+
+def test_kept_logits_are_refused(model):
+    with pytest.raises(ValueError, match="logits_cache_bytes must be 0 with known_loss, got 1"):
+        enable(model, known_loss=True, logits_cache_bytes=1)
