@@ -1,4 +1,4 @@
-"""What supplies the primitives of both operations: `torch` and `triton`; beside them `reference`, the oracle.
+"""The backends `torch` and `triton` supply the primitives of both operations; `reference` is the oracle.
 
-The choice is in a module of its own: here the name `torch` is the folder's, once that is imported.
+`choice` is a module of its own, because the name `torch` is this package's folder here.
 """

@@ -1,4 +1,4 @@
-"""Which backend runs."""
+"""The choice of a backend: by configuration and hardware alone, so that ranks agree."""
 
 import importlib.util
 import warnings
@@ -12,7 +12,7 @@ from megatron_lce.core.protocols import Backend
 
 
 def load_backend(backend: BackendName, device: torch.device) -> Backend:
-    """The module that supplies the primitives, by configuration and hardware alone. "reference" has none: torch's."""
+    """Return the module that supplies the primitives; "reference" has none of its own and gets torch's."""
     if backend in ("torch", "reference") or (backend == "auto" and device.type != "cuda"):
         return torch_backend
     obstacle = triton_obstacle(device)
@@ -32,7 +32,7 @@ def _warn_once(obstacle: str) -> None:
 
 
 def describe_backend(backend: BackendName, device: torch.device) -> str:
-    """Which backend runs on this device, in words; and where a GPU's is not triton, why."""
+    """Describe which backend runs on this device and, if a GPU's is not triton, why."""
     obstacle = triton_obstacle(device)
     if backend == "auto":
         on_gpu = "triton" if obstacle is None else f"torch, not triton: {obstacle}"
@@ -41,7 +41,7 @@ def describe_backend(backend: BackendName, device: torch.device) -> str:
 
 
 def triton_obstacle(device: torch.device) -> str | None:
-    """Why Triton cannot run on tensors of this device; None if it can."""
+    """Return why Triton cannot run on tensors of this device, or None if it can."""
     if not _triton_installed():
         return "triton is not installed"
     if device.type == "cuda":

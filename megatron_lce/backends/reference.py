@@ -1,4 +1,4 @@
-"""The oracle: materialised logits and plain autograd on one rank. It shares no code with the backends."""
+"""The oracle materialises logits and uses plain autograd, on one rank. It shares no code with the backends."""
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ def reference_linear_cross_entropy(
     entropy: bool = True,
     telemetry: bool = False,
 ) -> LinearCrossEntropyOutput:
-    """Logprobs, entropy and log-sum-exp of every row, computed in fp32, or in fp64 when the inputs are."""
+    """Return logprobs, entropy and log-sum-exp of every row, computed in fp32, or in fp64 if the inputs are."""
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     num_columns = weight.shape[0] if vocab_size is None else min(vocab_size, weight.shape[0])
     logits = logits_scale * (hidden.to(dtype) @ weight[:num_columns].to(dtype).T)  # [N, V]

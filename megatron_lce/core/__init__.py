@@ -1,1 +1,1 @@
-"""The order of events of both operations: what is launched, saved and exchanged. Knows backends by what they supply."""
+"""Core orders the launches, savings and collectives of both operations. It knows backends by their protocol alone."""

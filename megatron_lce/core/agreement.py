@@ -1,4 +1,4 @@
-"""What the ranks of a group must have in common, looked at once for each configuration and remembered."""
+"""Ranks of a group compare what they call with, once for each configuration, and remember that they agreed."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -31,22 +31,22 @@ def agreed(
     group_name: str = "tp_group",
     exchange: bool = True,
 ) -> tuple[_Checked, int | None]:
-    """What `check(ranks)` makes of a call's arguments; and the columns of the largest shard, None without other ranks.
+    """Return what `check(ranks)` makes of a call's arguments, and the largest shard's columns, None on one rank.
 
-    Ranks that call with a new configuration exchange it, with what is wrong with it on each of them; all of them raise
-    or none does. That is one gather of small objects, which synchronises; later calls find it here, but for the largest
-    shard where a `vocab_start` is given and nobody knows it. A rank that leaves a known configuration by itself is not
-    seen: it exchanges, and the others do not.
+    Ranks that call with a new configuration exchange it, and each one's error; all of them raise or none does. The
+    exchange is one gather of small objects, for which the host waits. Later calls compare nothing. Only the largest
+    shard is asked for at each call if a `vocab_start` is given and no `largest_shard`: the host waits for it. A rank
+    that changes its configuration alone is not seen: it exchanges, and the others do not.
 
     Args:
-        describe: what every rank must call with. It is asked even where this rank's arguments are refused.
-        changing: the same of what changes from call to call: compared with a new configuration, and not remembered.
-        largest_shard: columns of the largest shard, where every rank knows it.
-        exchange: whether the others are asked.
+        describe: returns what every rank must call with. It is called even if this rank's arguments are refused.
+        changing: what may change from call to call: it is compared under a new configuration, and not remembered.
+        largest_shard: columns of the largest shard, if every rank knows it.
+        exchange: False: nothing is compared.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: on every rank, where any found an error or they differ; under a
-            configuration that is known already, on this rank alone.
+        TypeError, ValueError, NotImplementedError: on every rank, if one has an error or they differ; under a known
+            configuration, on this rank alone.
     """
     ranks = validation.check_group(group, group_name)
     error = None
@@ -81,7 +81,7 @@ def _exchange(
     group_name: str,
     vocab_size: int | None,
 ) -> int:
-    """The columns of the group's largest shard, once every rank has told its configuration and its error."""
+    """Compare every rank's configuration and error, and return the columns of the group's largest shard."""
     everyone = collectives.gather_objects(mine, group)
     if error is not None:
         raise error

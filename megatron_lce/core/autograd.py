@@ -1,14 +1,18 @@
 """The one autograd function of `linear_cross_entropy`: the order of launches and collectives, and what is saved.
 
-Forward: labels and temperatures become `Rows`; the rows that count are found; their `Tokens` come block by block, a
-gather ahead under sequence parallel; of each block the backend takes statistics of every 128 columns, with the logits
-in registers, and fills the `LogitsCache` if there is one; extremes are exchanged over the group, then sums; `finish`
-makes the outputs.
+Forward:
 
-Backward: upstream gradients and what forward saved become `RowTerms`, the few numbers from which the gradient of any
-logit of a row follows. What was cached turns into gradients in place; the other logits are made once more, `Slab` by
-slab of the vocabulary. Two matrix products take each slab to hidden's and the weight's gradient. Behind the last slab's
-product for hidden the sum over the group starts, and the last product for the weight runs under it.
+1. Labels and temperatures become `Rows`. `counted_rows` decides which rows are computed.
+2. `Tokens` yield hidden states block by block. Under sequence parallel the next block is gathered meanwhile.
+3. The backend takes statistics of every 128 columns, with the logits in registers, and fills the `LogitsCache` if any.
+4. The ranks exchange extremes, then sums. `finish` makes the outputs.
+
+Backward:
+
+1. Upstream gradients and what forward saved become `RowTerms`, from which the gradient of any logit of a row follows.
+2. Kept exponentials become gradients in place. The other logits are computed again, `Slab` by slab of the vocabulary.
+3. Two matrix products make hidden's and the weight's gradient of each slab.
+4. After the last slab's product for hidden, its sum over the group starts. The weight's last product runs under it.
 
 How many tokens and columns go at once is decided in `plan` before anything runs.
 """
@@ -52,7 +56,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        hidden: Tensor,  # the call's; here for autograd
+        hidden: Tensor,  # the call's hidden and weight, which autograd must see as arguments
         weight: Tensor,
         call: Call,
         grad_enabled: bool,
@@ -116,16 +120,13 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
 
 
 def linear_cross_entropy_autograd(call: Call) -> LinearCrossEntropyOutput:
-    """Apply the function; outputs of `call.shape`."""
+    """Apply the function, and return outputs of `call.shape`."""
     grad_enabled = torch.is_grad_enabled() and (call.hidden.requires_grad or call.weight.requires_grad)
     return LinearCrossEntropyOutput(*LinearCrossEntropyFunction.apply(call.hidden, call.weight, call, grad_enabled))
 
 
 def check_workspace(call: Call, needs_grad: bool, needs_weight: bool) -> None:
-    """Every pass must find room for its smallest block before the first runs.
-
-    Asked of the largest shard of the group, so that ranks agree.
-    """
+    """Raise ValueError if a pass, backward included, has no room for its smallest block of the largest shard."""
     smallest = smallest_workspace(call.size, needs_grad, needs_weight)
     if call.options.workspace_bytes < smallest:
         raise ValueError(
@@ -134,7 +135,7 @@ def check_workspace(call: Call, needs_grad: bool, needs_weight: bool) -> None:
 
 
 def _tokens(call: Call, counted: Counted, num_tokens: int | None = None) -> Tokens:
-    """The computed rows, in the blocks that backward's outer loop takes."""
+    """Return the computed rows, in the blocks of backward's outer loop."""
     num_tokens = call.labels.shape[0] if num_tokens is None else num_tokens
     computed = num_tokens if counted.rows is None else counted.rows.shape[0]
     block = backward_tokens(call.size, computed, call.options.workspace_bytes)
@@ -144,7 +145,7 @@ def _tokens(call: Call, counted: Counted, num_tokens: int | None = None) -> Toke
 def _rows_with_gradient(
     tokens: Tokens, order: Tensor | None, gradients: LogitGradients, counts: Tensor, ready: ReadyGradients | None
 ) -> tuple[Tokens, LogitGradients]:
-    """The rows whose gradient is not zero on some rank; `ready` learns which of its own they are."""
+    """Return the rows whose gradient is not zero on some rank, and write their numbers into `ready.rows`."""
     counted = rows_that_count(counts, gradients.call.options)
     if counted.rows is None:
         return tokens, gradients

@@ -15,13 +15,13 @@ from megatron_lce.core.statistics import packed_rows
 
 @dataclass(frozen=True)
 class Call:
-    """One call: its tensors localised and laid out, its options checked and agreed over the group.
+    """It holds one call's tensors, localised and laid out, and its options, checked and agreed over the group.
 
     hidden   [N, H], under sequence parallel [N / tp, H]; rows start at 16 bytes and may be up to 7 zeros wider
-    weight   [V_local, H], hidden's dtype, its rows alike
+    weight   [V_local, H], hidden's dtype, rows as wide as hidden's
     labels   [N] int64 global ids
-    options  tp_group is None where there is nobody to communicate with, and sequence_parallel only ever with a group
-    shape    of the labels as the caller has them, N elements
+    options  tp_group is None on one rank; sequence_parallel is True only with a tp_group
+    shape    the caller's shape of labels, N elements
     """
 
     hidden: Tensor
@@ -35,7 +35,7 @@ class Call:
 
     @cached_property
     def size(self) -> HeadSize:
-        """The head as its ranks plan it."""
+        """The sizes by which all ranks plan: they are the same on every rank."""
         options, hidden = self.options, self.hidden
         return HeadSize(
             hidden=hidden.shape[1],
@@ -48,10 +48,10 @@ class Call:
         )
 
     def without_tensors(self) -> Self:
-        """The same for an autograd node, which saves tensors its own way."""
+        """Return a copy without tensors: an autograd node saves tensors itself."""
         nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
         return replace(self, hidden=nothing, weight=nothing, labels=nothing, temperature=1.0)
 
     def with_tensors(self, hidden: Tensor, weight: Tensor) -> Self:
-        """The same in backward, with what its node saved."""
+        """Return a copy with the tensors that an autograd node saved."""
         return replace(self, hidden=hidden, weight=weight)

@@ -1,4 +1,4 @@
-"""The only torch.distributed calls. Every rank of the group makes the same ones in the same order."""
+"""The only torch.distributed calls of the package: every rank of a group makes the same ones in the same order."""
 
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from megatron_lce.core.trace import trace_range
 
 
 class Pending(NamedTuple):
-    """A tensor that a collective may still be filling: `wait()` before reading it, as often as is convenient."""
+    """A tensor that a collective may still be filling: call `wait()` before every read."""
 
     tensor: Tensor
     work: Work | None = None
@@ -34,7 +34,7 @@ class _Waited(torch.autograd.Function):
 
 
 def waited(value: Any) -> Any:
-    """A tensor that a functional collective was still filling, as a plain one; anything else as it is."""
+    """Return a plain tensor for one that a functional collective is still filling, and any other value unchanged."""
     if not isinstance(value, AsyncCollectiveTensor):
         return value
     return _Waited.apply(value) if value.requires_grad else value.wait()
@@ -54,7 +54,7 @@ def group_rank(group: ProcessGroup | None) -> int:
 
 
 def group_named(name: str) -> ProcessGroup:
-    """The group that has this `group_name`."""
+    """Return the group that has this `group_name`."""
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
 
@@ -65,26 +65,26 @@ def same_ranks(one: ProcessGroup | None, other: ProcessGroup | None) -> bool:
 
 
 def gather_objects(value: Any, group: ProcessGroup) -> list[Any]:
-    """A small picklable value of each rank, ranks in order. Synchronises: not for the hot path."""
+    """Return every rank's small picklable value, ranks in order. The host waits: not for the hot path."""
     gathered = [None] * group_size(group)
     dist.all_gather_object(gathered, value, group=group)
     return gathered
 
 
 def largest_over_group(value: int, group: ProcessGroup, device: torch.device | None) -> int:
-    """The largest of the ranks' numbers. The host waits for it."""
+    """Return the largest of the ranks' numbers. The host waits for it."""
     largest = torch.tensor(value, dtype=torch.int64, device=device)
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     return int(largest)
 
 
 def is_captured() -> bool:
-    """Whether this stream's work goes into a CUDA graph, where the host cannot wait for any of it."""
+    """Return whether this stream is captured as a CUDA graph: then the host cannot wait for its work."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def any_over_group(mask: Tensor, group: ProcessGroup) -> Tensor:
-    """Where the mask is true on any rank."""
+    """Return a mask that is true where any rank's is."""
     seen = mask.to(torch.uint8)
     with trace_range("any over the group"):
         dist.all_reduce(seen, dist.ReduceOp.MAX, group=group)
@@ -92,18 +92,18 @@ def any_over_group(mask: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def add_over_group(tensor: Tensor, group: ProcessGroup) -> None:
-    """Sum over the group, in place."""
+    """Sum the tensor over the group, in place."""
     with trace_range("sums over the group"):
         dist.all_reduce(tensor, group=group)
 
 
 def stack_over_group(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """[...] on each rank -> [tp, ...], ranks in order, the same bits on every rank."""
+    """Stack every rank's tensor [...] to [tp, ...], ranks in order, with the same bits on every rank."""
     return gather_rows(tensor, group).view(group_size(group), *tensor.shape)  # gloo gathers along dim 0 only
 
 
 def gather_rows(shard: Tensor, group: ProcessGroup) -> Tensor:
-    """[n / tp, H] on each rank -> [n, H], ranks in order."""
+    """Gather every rank's rows [n / tp, H] to [n, H], ranks in order."""
     return start_gather_rows(shard, group).wait()
 
 
@@ -114,13 +114,13 @@ def start_gather_rows(shard: Tensor, group: ProcessGroup) -> Pending:
 
 
 def start_all_reduce(tensor: Tensor, group: ProcessGroup) -> Pending:
-    """Sum over the group, in place."""
+    """Start to sum the tensor over the group, in place."""
     with trace_range("sum of hidden's gradient over the group"):
         return Pending(tensor, dist.all_reduce(tensor, group=group, async_op=True))
 
 
 def start_reduce_scatter(tensor: Tensor, group: ProcessGroup) -> Pending:
-    """[n, H] -> this rank's rows [n / tp, H] of the sum over the group."""
+    """Start to sum [n, H] over the group; the result is this rank's rows [n / tp, H] of the sum."""
     out = tensor.new_empty(tensor.shape[0] // group_size(group), *tensor.shape[1:])
     with trace_range("sum of hidden's gradient over the group, scattered"):
         return Pending(out, _reduce_scatter(out, tensor, group=group, async_op=True))

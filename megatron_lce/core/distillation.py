@@ -1,7 +1,7 @@
 """The order of passes and collectives of `megatron_lce.jsd`: per token, and of a weighted sum with known weights.
 
-Per token, forward finds each row's `Found` and backward makes the gradients of both heads' products once more. With
-known weights a block of tokens goes all the way to its gradients while its products are there.
+Per token, forward fills each row's `Found`, and backward recomputes both heads' products for the gradients. With known
+weights a block of tokens gets its gradients in forward, while its products are in memory.
 """
 
 from collections.abc import Iterator
@@ -48,7 +48,7 @@ from megatron_lce.core.validation import refuse_double_backward
 
 
 class JsdCall(NamedTuple):
-    """One call of `linear_jsd`: the student's, and what is of two heads."""
+    """It is one call of `linear_jsd`: the student's `Call`, both heads, and their keywords."""
 
     call: Call
     student: Head  # its hidden [N, H_s], under sequence parallel [N / tp, H_s]
@@ -58,7 +58,7 @@ class JsdCall(NamedTuple):
     return_student: bool
 
     def rows(self, labels: Tensor) -> tuple[Rows, Tensor]:
-        """What each token brings, and the teacher's scale, [N]."""
+        """Return each token's `Rows`, and the teacher's scale, [N]."""
         call, prepare = self.call, self.call.backend.prepare_rows
         rows = prepare(labels, call.temperature, call.options, call.shard)
         if self.teacher_temperature is None:
@@ -66,9 +66,9 @@ class JsdCall(NamedTuple):
         return rows, prepare(labels, self.teacher_temperature, call.options, call.shard).scale
 
     def heads(self, student: Head, teacher: Head, rows: Rows, teacher_scale: Tensor) -> Heads:
-        """Both heads of these rows."""
+        """Return both heads with these rows' scales."""
         labels = rows.labels if self.return_student else None
-        student, teacher = student.of_rows(rows.scale), teacher.of_rows(teacher_scale)
+        student, teacher = student.with_scale(rows.scale), teacher.with_scale(teacher_scale)
         return Heads(student, teacher, labels, self.beta, self.call.backend)
 
 
@@ -99,7 +99,7 @@ class _LinearJsd(torch.autograd.Function):
             loss, *student_results = (to_every_row(output, counted, num_tokens) for output in outputs)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*student_results)
-        # A tensor of inference mode cannot be saved for backward; nor can it change outside of that mode.
+        # A tensor of inference mode cannot be saved for backward, and cannot change outside of that mode.
         ctx.inference = [t if t.is_inference() else None for t in teacher[:2]]
         saved = (None if t.is_inference() else t for t in teacher[:2])
         ctx.save_for_backward(hidden, weight, *saved, counted.rows, rows.scale, teacher_scale, to_nats, found)
@@ -121,19 +121,19 @@ class _LinearJsd(torch.autograd.Function):
             upstream = _some(grad_loss.float(), order)
             coefficient = gradient_coefficient(upstream, to_nats, scale, student, ctx.beta)
             if options.skip_ignored is True:
-                # Rows whose gradient is not zero. A broken row is NaN whatever comes.
+                # Rows whose gradient is not zero. A broken row's is NaN whatever its upstream.
                 rows = rows_that_count((upstream != 0) | to_nats.isnan(), options).rows
                 if rows is not None:
                     found, coefficient = found[:, rows], coefficient[rows]
                     scale, teacher_scale = scale[rows], teacher_scale[rows]
                     order = rows if order is None else order[rows]
             if scale.shape[0] > 0:
-                # Before anything that a rank without columns leaves out: ranks must agree on the order of collectives.
+                # Gathered here, as a rank without columns makes no slabs: ranks must agree on the order of collectives.
                 teacher = _computed(teacher, order, options)
 
             def slabs(block: TokenBlock, bytes_per_column: int) -> Iterator[Slab]:
-                whole = student._replace(hidden=block.hidden.wait())
-                heads = Heads(whole.of_rows(scale), teacher.of_rows(teacher_scale), None, ctx.beta, call.backend)
+                head = student._replace(hidden=block.hidden.wait())
+                heads = Heads(head.with_scale(scale), teacher.with_scale(teacher_scale), None, ctx.beta, call.backend)
                 return recomputed_slabs(heads, found, coefficient, call, bytes_per_column)
 
             gradients = head_gradients(
@@ -147,23 +147,23 @@ class _LinearJsd(torch.autograd.Function):
 
 
 def linear_jsd_autograd(jsd: JsdCall) -> tuple[Tensor, list[Tensor] | None]:
-    """The loss [N], and where they are asked for the student's logprobs, entropy and lse."""
+    """Return the loss [N], and if they were asked for, the student's logprobs, entropy and lse."""
     loss, *student_results = _LinearJsd.apply(jsd.call.hidden, jsd.call.weight, jsd)
     return loss, student_results or None
 
 
 class JsdPass:
-    """One pass over the tokens: the weighted sum of their divergences, and what its gradients are made of."""
+    """It is one pass over the tokens, which sums their weighted divergences and makes the gradients."""
 
     name = "linear_jsd"
 
     def __init__(self, jsd: JsdCall, token_weights: Tensor, with_gradient: bool) -> None:
-        """`token_weights`: [N]; 0: an ignored row."""
+        """Cut the tokens into blocks. `token_weights` [N]; a row of weight 0 is ignored."""
         self._jsd, self.call, self._with_gradient = jsd, jsd.call, with_gradient
         call, options, num_tokens = jsd.call, jsd.call.options, jsd.call.labels.shape[0]
         weighted = call.labels.masked_fill(token_weights == 0, options.ignore_index)
         rows, teacher_scale = jsd.rows(weighted)
-        # A number from the caller is of the labels.
+        # A number from the caller counts labels; weights of 0 do not change it.
         self._counted = counted_rows(weighted if options.skip_ignored is True else call.labels, options)
         computed = num_tokens if self._counted.rows is None else self._counted.rows.shape[0]
         heads = jsd.heads(jsd.student, jsd.teacher, rows, teacher_scale)
@@ -183,16 +183,16 @@ class JsdPass:
             self._token_weights, self._rows.to_nats, self._rows.scale, jsd.student, jsd.beta
         )
         self._found = teacher_scale.new_empty(found_rows(jsd.return_student), computed)
-        # Gradients of a block's products are collected from smaller blocks whose products are there for every reading.
+        # A block collects gradients of smaller blocks, whose products stay in memory for every reading.
         if blocks is not None:
             self._room = ProductsRoom(heads, blocks[0], call.shard.columns)
             self._gradients = call.hidden.new_empty(blocks[1], slab_row_stride(call.shard.columns))
         self._keeps = blocks is not None
 
     def slabs(self, block: TokenBlock, bytes_per_column: int) -> Iterator[Slab]:
-        """Find a block's divergences, then yield the gradients of the student's products."""
+        """Fill a block's divergences, then yield the gradients of the student's products."""
         jsd = self._jsd
-        # Before anything that a rank without columns leaves out: ranks must agree on the order of collectives.
+        # Gathered first, as a rank without columns leaves out what follows: ranks must agree on collectives' order.
         student = jsd.student._replace(hidden=block.hidden.wait())
         teacher = jsd.teacher._replace(hidden=next(self._teacher_blocks).hidden.wait())
         heads = jsd.heads(student, teacher, self._rows.select(block.rows), self._teacher_scale[block.rows])
@@ -213,29 +213,29 @@ class JsdPass:
             diverge_block(part, self._room, self.call, found[:, tokens], gradient)
         yield from kept_slabs(grad, num_columns)
 
-    factor = staticmethod(Tensor.float)  # of a sum's upstream gradient, which is the number itself
+    factor = staticmethod(Tensor.float)  # the factor of a sum's gradients is its upstream gradient
 
     def result(self) -> Tensor:
-        """The weighted sum of the divergences."""
+        """Return the weighted sum of the divergences in nats, after all blocks."""
         losses, _ = losses_in_nats(self._found, self._rows, self._jsd.beta)
         total = torch.where(self._rows.ignored, 0.0, self._token_weights * losses).sum()
         unless_nan = self._counted.unless_nan
         return total if unless_nan is None else total * unless_nan
 
     def student_outputs(self) -> list[Tensor]:
-        """The student's logprobs, entropy and lse, [N] each, once all blocks have been there."""
+        """Return the student's logprobs, entropy and lse, [N] each, after all blocks."""
         rows = self._counted if self._order is None else self._counted._replace(rows=self._order)
         outputs = student_outputs(self._found, self._rows)
         return [to_every_row(output, rows, self.call.labels.shape[0]) for output in outputs]
 
 
 def _some(per_row: Tensor, order: Tensor | None) -> Tensor:
-    """Numbers of the rows that are computed, in their order; None: of all as they are."""
+    """Return the numbers of the computed rows in their order, or all of them if `order` is None."""
     return per_row if order is None else per_row.index_select(0, order)
 
 
 def _computed(head: Head, rows: Tensor | None, options: Options) -> Head:
-    """The head with the hidden of every token that is computed; `rows` None: all."""
+    """Return the head with the hidden states of the computed tokens, gathered; `rows` None: all."""
     if options.sequence_parallel:
         assert options.tp_group is not None
         head = head._replace(hidden=collectives.gather_rows(head.hidden, options.tp_group))

@@ -13,11 +13,11 @@ from megatron_lce.core.tokens import Tokens
 
 
 def stats_over_group(tokens: Tokens, rows: Rows, call: Call, cache: LogitsCache | None) -> tuple[Tensor, Tensor]:
-    """Extremes [E, N] and sums [`num_sums`, N] of the whole vocabulary, the same bits on every rank."""
+    """Return the whole vocabulary's extremes [E, N] and sums [`num_sums`, N], with the same bits on every rank."""
     parts = []
     for block in tokens.blocks() if tokens.num_computed else ():
-        kept = None if cache is None else cache.select(block.rows)
-        parts.append(stats_of_tokens(block.hidden.wait(), rows.select(block.rows), call, kept))
+        block_cache = None if cache is None else cache.select(block.rows)
+        parts.append(stats_of_tokens(block.hidden.wait(), rows.select(block.rows), call, block_cache))
     if not parts:
         options, device = call.options, call.hidden.device
         return empty_extremes(0, options.telemetry, device), empty_sums(0, options.entropy, options.telemetry, device)
@@ -30,19 +30,19 @@ def stats_of_tokens(
     call: Call,
     cache: LogitsCache | None,
 ) -> tuple[Tensor, Tensor]:
-    """The same of hidden states that are here, as many at a time as the workspace has room for."""
+    """Return the extremes and sums of gathered hidden states, as many at a time as the workspace has room for."""
     most = stats_tokens(call.size, hidden.shape[0], call.options.workspace_bytes)
     if most >= hidden.shape[0]:
         return _stats_of_part(hidden, rows, call, cache)
     parts = []
     for part in cut(hidden.shape[0], most):
-        kept = None if cache is None else cache.select(part)
-        parts.append(_stats_of_part(hidden[part], rows.select(part), call, kept))
+        part_cache = None if cache is None else cache.select(part)
+        parts.append(_stats_of_part(hidden[part], rows.select(part), call, part_cache))
     return _side_by_side(parts)
 
 
 def _side_by_side(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Consecutive tokens' statistics as one."""
+    """Concatenate consecutive tokens' statistics."""
     if len(parts) == 1:
         return parts[0]
     extremes, sums = zip(*parts, strict=True)
@@ -50,7 +50,7 @@ def _side_by_side(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def _stats_of_part(hidden: Tensor, rows: Rows, call: Call, cache: LogitsCache | None) -> tuple[Tensor, Tensor]:
-    """Extremes and sums over the group's vocabulary: one exchange for the largest logits, one for the sums."""
+    """Return extremes and sums over the group's vocabulary: one exchange for the extremes, one for the sums."""
     backend, options, shard, num_tokens = call.backend, call.options, call.shard, hidden.shape[0]
     entropy, telemetry = options.entropy, options.telemetry
     if shard.columns == 0:

@@ -1,4 +1,7 @@
-"""Gradients of logits to gradients of hidden and weight: products, with the sum over the group under the last one."""
+"""Two products turn a slab's gradients of logits into those of hidden and weight.
+
+The sum of hidden's gradient over the group runs under the last product.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -14,13 +17,15 @@ from megatron_lce.core.tokens import TokenBlock, Tokens
 
 
 class Slab(NamedTuple):
-    columns: slice
+    """It holds the gradients of some logits of a block, which two matrix products consume."""
+
+    columns: slice  # of the shard
     tokens: slice  # of the block
     grad: Tensor  # [tokens, columns] gradient of the products, in hidden's dtype
-    first_tokens: bool  # no tokens of the block went before in these columns
-    last_tokens: bool  # none follows
-    is_last: bool  # of the block
-    factor: Tensor | None = None  # [tokens] fp32: the gradient is this times `grad`, in all slabs of a token or in none
+    first_tokens: bool  # the slab holds the block's first tokens
+    last_tokens: bool  # the slab holds the block's last tokens
+    is_last: bool  # no slab of the block follows
+    factor: Tensor | None = None  # [tokens] fp32: the gradient is factor * grad; in all slabs of a token or in none
 
 
 def head_gradients(
@@ -32,16 +37,17 @@ def head_gradients(
     needs_weight: bool,
     weight_sum: bool = False,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Both gradients, block by block and slab by slab. A block's sum over the group runs under its last product.
+    """Return the gradients of hidden and weight. A block's sum over the group runs under its last product.
 
-    Without a group hidden's gradient gets its dtype when the slabs' memory is gone.
+    Without a group hidden's gradient is cast to its dtype when the slabs' memory is free.
 
-    `slabs(block, bytes_per_column)` yields the gradient of every product of a block, where a slab's column takes that
-    many bytes of the workspace if its tokens come in several parts.
-    `weight_sum`: give the weight's gradient as the fp32 sum that it is made of, [num_columns, H].
+    Args:
+        slabs: `slabs(block, bytes_per_column)` yields the gradient of every product of a block. A column of a slab
+            takes `bytes_per_column` of the workspace if a block's tokens come in several slabs.
+        weight_sum: return the weight's gradient as its fp32 sum, [num_columns, H].
     """
     weight_grad = _WeightGrad(call, tokens.num_blocks, weight_sum) if needs_weight else None
-    # `weight_sum` is beside the workspace, and every part of the tokens is added to it.
+    # A `weight_sum` lies beside the workspace, and all tokens are added to it directly.
     per_column = call.size.weight_sum_column if needs_weight and not weight_sum else 0
     for block in tokens.blocks() if tokens.num_computed else ():
         hidden_grad = _HiddenGrad(tokens, block, call) if needs_hidden else None
@@ -52,7 +58,7 @@ def head_gradients(
                     hidden_grad.finish()
             if weight_grad is not None:
                 weight_grad.add(slab, _scaled_for_products(slab, block.hidden.wait(), call.backend), block.is_first)
-            del slab  # its memory goes before the next buffer, or a sink's placeholder, comes
+            del slab  # its memory is freed before the next buffer, or a sink's placeholder, is allocated
         if call.shard.columns == 0 and needs_hidden:
             tokens.grad_rows(block).zero_()
             tokens.reduce(block)
@@ -72,7 +78,10 @@ def computed_slabs(
     blocks: Blocks,
     compute: Callable[[slice, slice, Tensor], None],
 ) -> Iterator[Slab]:
-    """Slabs of some of `num_columns` that `compute(tokens, columns, grad)` fills, in one buffer of like's dtype."""
+    """Yield slabs of `all_columns` that `compute(tokens, columns, grad)` fills, in one buffer of like's dtype.
+
+    `num_columns` are the shard's: its last column makes a slab the block's last.
+    """
     buffer = like.new_empty(blocks.tokens * slab_row_stride(blocks.columns))
     for columns in cut_columns(all_columns.stop, blocks.columns, start=all_columns.start):
         width = columns.stop - columns.start
@@ -85,7 +94,7 @@ def computed_slabs(
 
 
 def kept_slabs(grad: Tensor, num_columns: int, factor: Tensor | None = None) -> Iterator[Slab]:
-    """Slabs of a gradient [N, C] that is there already, up to its factor: of the first C of `num_columns`."""
+    """Yield slabs of a finished gradient, factor * grad [N, C], of the first C of `num_columns`."""
     num_tokens, kept_columns = grad.shape
     for columns in cut_columns(kept_columns, max(kept_columns, 1)):
         slab = _slab(columns, slice(0, num_tokens), grad[:, columns], num_tokens, num_columns)
@@ -98,7 +107,7 @@ def _slab(columns: slice, tokens: slice, grad: Tensor, num_tokens: int, num_colu
 
 
 class _HiddenGrad:
-    """A block's gradient of hidden: one product's own sum where a slab holds all columns, else an fp32 accumulator."""
+    """It adds up a block's gradient of hidden: in one product if a slab holds all columns, else in an fp32 sum."""
 
     def __init__(self, tokens: Tokens, block: TokenBlock, call: Call) -> None:
         self._tokens, self._block, self._call = tokens, block, call
@@ -109,11 +118,11 @@ class _HiddenGrad:
             self._sum = self._new_sum(slab.columns == slice(0, self._call.shard.columns))
         product(slab.grad, self._call.weight[slab.columns], self._sum[slab.tokens], accumulate=slab.columns.start > 0)
         if slab.factor is not None and slab.columns.stop == self._call.shard.columns:
-            # No name for it: the sum goes before the reduction's memory comes.
+            # A local name for the sum would keep its memory while the reduction allocates.
             self._call.backend.scale(self._sum[slab.tokens], slab.factor, self._sum[slab.tokens], accumulate=False)
 
     def finish(self) -> None:
-        """Behind the last slab: the gradient in hidden's dtype, and its sum over the group is started."""
+        """Cast the gradient to its dtype after the last slab, and start its sum over the group."""
         assert self._sum is not None
         grad = self._tokens.grad_rows(self._block)
         if grad.data_ptr() != self._sum.data_ptr():
@@ -130,14 +139,14 @@ class _HiddenGrad:
 
 
 class _WeightGrad:
-    """This shard's weight gradient: a tensor of weight's dtype, or added into a sink's fp32 buffer."""
+    """It makes this shard's weight gradient, as a tensor of weight's dtype, or adds it to a sink's fp32 buffer."""
 
     def __init__(self, call: Call, num_blocks: int, as_sum: bool) -> None:
         weight = call.weight
         self._weight, self._num_columns, self._as_sum = weight, call.shard.columns, as_sum
         self._sink = None if as_sum else call.options.weight_grad_sink
         self._one_block = num_blocks <= 1
-        # An fp32 sum over blocks; the gradient itself, where that is such a sum.
+        # fp32 gradients need no separate sum over blocks.
         sum_over_blocks = as_sum or (self._sink is None and weight.dtype != torch.float32 and not self._one_block)
         self._sum: Tensor | None = None
         self._grad: Tensor | None = None
@@ -145,7 +154,7 @@ class _WeightGrad:
             self._sum = weight.new_empty(self._num_columns, weight.shape[1], dtype=torch.float32)
         else:
             self._grad = torch.empty_like(weight) if self._sink is None else self._sink.buffer()
-        self._partial: Tensor | None = None  # of one slab, where its gradient cannot be written in place
+        self._partial: Tensor | None = None  # fp32 sum of one slab's columns over the block's tokens
         self._nothing_added = True
 
     def add(self, slab: Slab, hidden: Tensor, first_block: bool) -> None:
@@ -160,7 +169,7 @@ class _WeightGrad:
             product(slab.grad.T, hidden, grad, accumulate=self._sink is not None or not first)
             return
         if slab.first_tokens:
-            self._partial = None  # the last slab's memory goes first
+            self._partial = None  # free the last slab's before the next is allocated
             self._partial = hidden.new_empty(grad.shape, dtype=torch.float32)
         assert self._partial is not None
         product(slab.grad.T, hidden, self._partial, accumulate=not slab.first_tokens)
@@ -186,7 +195,7 @@ class _WeightGrad:
 
 
 def _scaled_for_products(slab: Slab, hidden: Tensor, backend: Backend) -> Tensor:
-    """The slab's rows of hidden, times its factor: the weight's gradient sums over tokens."""
+    """Return the slab's rows of hidden times its factor: the weight's gradient sums over tokens, factor included."""
     rows = hidden[slab.tokens]
     if slab.factor is None:
         return rows

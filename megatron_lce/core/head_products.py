@@ -1,8 +1,8 @@
-"""How `megatron_lce.jsd` looks at two heads' products: which are there at once, who reads them, and what is exchanged.
+"""`megatron_lce.jsd` makes both heads' products block by block; the backend reads them, the ranks exchange the results.
 
-A block of tokens has its products with all columns in memory while both softmaxes, the divergence and, where the
-upstream gradient is known, the gradient are found. Where the workspace holds too few tokens so, columns come in pieces,
-and are computed once more for the next reading. A gradient of which all is found already takes any part of the columns.
+The products of a block of tokens with all columns stay in memory while the backend finds both softmaxes, the divergence
+and, if the upstream gradient is known, the gradient. If the workspace holds too few tokens so, columns come in pieces,
+which are computed again for the next reading. Backward, which has every token's `Found`, takes any range of columns.
 """
 
 from collections.abc import Iterator
@@ -31,13 +31,13 @@ from megatron_lce.core.products import product
 from megatron_lce.core.protocols import Backend
 from megatron_lce.core.two_heads import STATS_ROWS, Gradient, Head, Pair, merged_stats
 
-BYTES_PER_LOGIT = 2 * 4  # of two heads' products in fp32
-SLAB_PARTS = 4  # products of so large a part of a slab's tokens are there at once in backward
-LOGITS_SHARE = 3  # one part of so many of the room is products, the others are gradients, where both are kept
+BYTES_PER_LOGIT = 2 * 4  # bytes of two heads' products in fp32
+SLAB_PARTS = 4  # in backward the products of a quarter of a slab's tokens are in memory at once
+LOGITS_SHARE = 3  # with known weights products take a third of the room, gradients the rest
 
 
 class Heads(NamedTuple):
-    """Student and teacher, and what every reading of some of their products shares."""
+    """They are student and teacher, and all else that a reading of their products takes."""
 
     student: Head
     teacher: Head
@@ -46,7 +46,7 @@ class Heads(NamedTuple):
     backend: Backend
 
     def block(self, tokens: slice, columns: slice) -> "Heads":
-        """Both heads of some tokens and some columns."""
+        """Return both heads of some tokens and some columns."""
         student, teacher = (head.block(tokens, columns) for head in (self.student, self.teacher))
         labels = None if self.labels is None else self.labels[tokens] - (columns.start or 0)
         return self._replace(student=student, teacher=teacher, labels=labels)
@@ -57,17 +57,17 @@ class Heads(NamedTuple):
 
 
 class ProductsRoom:
-    """Memory for both heads' products of some tokens with some columns."""
+    """It is memory for both heads' products of some tokens with some columns."""
 
     def __init__(self, heads: Heads, tokens: int, columns: int) -> None:
         self.tokens, self.columns = tokens, max(columns, 1)
         size = tokens * slab_row_stride(columns)
         self._flat = torch.empty(2, size, dtype=torch.float32, device=heads.student.hidden.device)
-        # A CPU's products copy 16-bit weights.
+        # A CPU's products copy 16-bit weights to fp32: few at a time.
         self._step = COLUMN_STEP if _copied_bytes(heads) else self.columns
 
     def fill(self, heads: Heads) -> Pair:
-        """Both heads' products, valid until the next are asked for."""
+        """Compute both heads' products, which stay until the next `fill`."""
         num_tokens, width = heads.student.hidden.shape[0], heads.num_columns
         stride = slab_row_stride(width)
         room = self._flat[:, : num_tokens * stride].view(2, num_tokens, stride)[:, :, :width]
@@ -78,7 +78,7 @@ class ProductsRoom:
 
 
 def diverge(heads: Heads, call: Call, found: Tensor) -> None:
-    """Fill `Found`, [6, N], block of tokens by block."""
+    """Fill `Found`, [6, N] or [9, N], block of tokens by block."""
     heads = heads.block(slice(None), slice(0, call.shard.columns))
     blocks = products_blocks(heads, found.shape[1], call)
     room = ProductsRoom(heads, *blocks)
@@ -89,34 +89,34 @@ def diverge(heads: Heads, call: Call, found: Tensor) -> None:
 def diverge_block(
     heads: Heads, room: ProductsRoom, call: Call, found: Tensor, gradient: Gradient | None = None
 ) -> None:
-    """Fill `Found` of a block: one exchange over the group for both softmaxes, one for what they are apart.
+    """Fill `Found` of a block: one exchange over the group for both softmaxes, one for the sums behind them.
 
-    `gradient` is made, too; the room must hold all columns then.
+    A `gradient` is filled, too; then the room must hold all columns.
     """
-    group, whole, read = call.options.tp_group, slice(None), heads.backend.read_products
+    group, all_tokens, read = call.options.tp_group, slice(None), heads.backend.read_products
     pieces = list(cut(heads.num_columns, room.columns))
     if group is None and len(pieces) == 1:
         read(room.fill(heads), found, gradient, softmaxes=True, divergence=True)
         return
-    kept = room.fill(heads) if len(pieces) == 1 else None
+    pair = room.fill(heads) if len(pieces) == 1 else None  # both heads' products with all columns
     part = torch.empty_like(found)
     stats, sums = found[:STATS_ROWS], found[STATS_ROWS:]
-    stats.zero_()  # of no columns
+    stats.zero_()  # the statistics of no columns: sums of 0, and -inf as the largest
     stats[::2] = -torch.inf
     for columns in pieces:
-        read(kept or room.fill(heads.block(whole, columns)), part, softmaxes=True)
+        read(pair or room.fill(heads.block(all_tokens, columns)), part, softmaxes=True)
         stats.copy_(merged_stats(torch.stack([stats, part[:STATS_ROWS]])))
     if group is not None:
         stats.copy_(merged_stats(collectives.stack_over_group(stats, group)))
     part[:STATS_ROWS] = stats
     sums.zero_()
     for columns in pieces:
-        read(kept or room.fill(heads.block(whole, columns)), part, divergence=True)
+        read(pair or room.fill(heads.block(all_tokens, columns)), part, divergence=True)
         sums.add_(part[STATS_ROWS:])
     if group is not None:
         sums.copy_(collectives.stack_over_group(sums, group).sum(dim=0))
-    if gradient is not None and kept is not None:
-        read(kept, found, gradient)
+    if gradient is not None and pair is not None:
+        read(pair, found, gradient)
 
 
 def recomputed_slabs(
@@ -126,7 +126,7 @@ def recomputed_slabs(
     call: Call,
     bytes_per_column: int,
 ) -> Iterator[Slab]:
-    """Gradients of the student's products, slab by slab, of both heads' products once more."""
+    """Yield gradients of the student's products, slab by slab, from both heads' recomputed products."""
     num_tokens, num_columns = found.shape[1], call.shard.columns
     if num_columns == 0:
         return
@@ -138,7 +138,7 @@ def recomputed_slabs(
         block_bytes,
         per_column_if_tokens_are_cut=bytes_per_column,
     )
-    # As many tokens at once as there is room for: products of forward's shape are its numbers to the last bit.
+    # As many tokens at once as have room: products of forward's shape have the bits of forward's.
     summed = blocks.columns * bytes_per_column if blocks.tokens < num_tokens else 0
     stride = slab_row_stride(blocks.columns)
     left = workspace - summed - blocks.tokens * stride * heads.student.hidden.element_size()
@@ -154,11 +154,11 @@ def recomputed_slabs(
     yield from computed_slabs(heads.student.hidden, num_tokens, slice(0, num_columns), num_columns, blocks, compute)
 
 
-# How a call is cut, by what ranks share: the group's largest shard.
+# A call is cut by the group's largest shard, which all ranks know.
 
 
 def products_blocks(heads: Heads, num_tokens: int, call: Call) -> Blocks:
-    """Tokens and columns whose products are there at once: all columns, unless the workspace holds too few tokens."""
+    """Return the block whose products are in memory at once: all columns, unless the workspace holds too few tokens."""
     room = call.options.workspace_bytes - _copied_bytes(heads)
     most = room // _row_bytes(heads, call)
     if most >= min(num_tokens, MIN_TOKENS):
@@ -167,11 +167,11 @@ def products_blocks(heads: Heads, num_tokens: int, call: Call) -> Blocks:
 
 
 def gradient_blocks(heads: Heads, num_tokens: int, call: Call) -> tuple[int, int] | None:
-    """Tokens whose products are there at once, and tokens whose gradients are; None: there is room for too few.
+    """Return the number of tokens whose products, and whose gradients, are in memory at once; None without room.
 
-    They have the workspace, and the room of the weight's gradient, which is made of its sum over blocks when they are
-    gone. About a third of that is products: a block of gradients reads and writes the weight's whole sum, which costs
-    more than to read both weights for a block of products.
+    They share the workspace and the room of the weight's gradient, which is allocated when they are free. Products take
+    about a third: a block of gradients reads and writes all of the weight's sum, which costs more than to read both
+    weights for a block of products.
     """
     student, workspace = heads.student, call.options.workspace_bytes - _copied_bytes(heads)
     products = _row_bytes(heads, call)
@@ -191,7 +191,7 @@ def gradient_blocks(heads: Heads, num_tokens: int, call: Call) -> tuple[int, int
 
 
 def check_workspace(heads: Heads, call: Call) -> None:
-    """Raise ValueError where a pass, be it backward's, has no room for its smallest block."""
+    """Raise ValueError if a pass, backward included, has no room for its smallest block."""
     slab = _slab_bytes(heads, call)
     slab = slab._replace(per_column=slab.per_column + call.size.weight_sum_column)
     smallest = max(_products_bytes(heads, call).smallest, slab.smallest) + _copied_bytes(heads)
@@ -201,30 +201,30 @@ def check_workspace(heads: Heads, call: Call) -> None:
 
 
 def _products_bytes(heads: Heads, call: Call) -> BlockBytes:
-    """Bytes of both heads' products and of what reads them."""
+    """Bytes of a block of both heads' products and of the intermediates of their reading."""
     return BlockBytes(BYTES_PER_LOGIT, heads.backend.intermediate_bytes(call.shard.largest) + _copied_bytes(heads, 1))
 
 
 def _slab_bytes(heads: Heads, call: Call) -> BlockBytes:
-    """Bytes of a slab of the student's gradients, and of products of one part of its tokens, rounded up."""
+    """Bytes of a slab of the student's gradients and of one part of its tokens' products, rounded up."""
     _, per_token, _ = _products_bytes(heads, call)
     per_logit = heads.student.hidden.element_size() + BYTES_PER_LOGIT // SLAB_PARTS
     return BlockBytes(per_logit, per_token, BYTES_PER_LOGIT)
 
 
 def _row_bytes(heads: Heads, call: Call) -> int:
-    """Bytes of a token's products with all columns and of what reads them."""
+    """Bytes per token of both heads' products with all columns and of the intermediates of their reading."""
     return _products_bytes(heads, call).per_token + slab_row_stride(call.shard.largest) * BYTES_PER_LOGIT
 
 
 def _copied_bytes(heads: Heads, rows: int = COLUMN_STEP) -> int:
-    """Bytes of rows of hidden states or weight in fp32, which a CPU's products of 16-bit inputs copy; else 0."""
+    """Bytes of rows of hidden or weight in fp32, which a CPU's products of 16-bit inputs copy; 0 on a GPU."""
     hiddens = [head.hidden for head in (heads.student, heads.teacher) if head.hidden.dtype != torch.float32]
     return rows * max((4 * hidden.shape[1] for hidden in hiddens if hidden.device.type == "cpu"), default=0)
 
 
 def _even(num_tokens: int, most: int, step: int) -> int:
-    """Tokens of a block, a multiple of `step` where `most` allows it, that cuts `num_tokens` most evenly."""
+    """Number of tokens of at most `most` a block that cuts `num_tokens` most evenly; `step` limits `most` alone."""
     if most >= num_tokens:
         return num_tokens
     if most >= step:

@@ -1,4 +1,4 @@
-"""Gradients of a block's logits, slab by slab: from what was kept of them, or from their products once more."""
+"""Gradients of a block's logits, slab by slab, are made of kept exponentials or of recomputed products."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,29 +18,29 @@ from megatron_lce.core.tokens import TokenBlock
 
 
 class LogitGradients(NamedTuple):
-    """What the gradient of any logit of any computed row is made of."""
+    """It holds all that the gradient of any logit of any computed row is made of."""
 
     call: Call
     rows: Rows
     terms: Tensor  # [6 or 7, N] fp32, `RowTerms`
-    entropy: bool  # whether it has an upstream gradient
+    entropy: bool  # the entropy has an upstream gradient
 
     def select(self, tokens: slice | Tensor) -> "LogitGradients":
         return self._replace(rows=self.rows.select(tokens), terms=self.terms[:, tokens])
 
     @property
     def want_every_logit(self) -> bool:
-        """The mean's gradient takes the softcap's slope at each, also where an exponential kept nothing of it."""
+        """Whether exponentials do not suffice: a mean's gradient under a softcap takes the slope at every logit."""
         return self.call.options.softcap is not None and RowTerms(*self.terms).mean_term is not None
 
     def compute(self, hidden: Tensor, tokens: slice, columns: slice, grad: Tensor) -> None:
-        """Gradients of these products, made once more."""
-        here = self.select(tokens)
+        """Recompute these products and write their gradient to `grad`."""
+        part = self.select(tokens)
         self.call.backend.grad_logits(
             hidden[tokens],
             self.call.weight[columns],
-            here.rows,
-            here.terms,
+            part.rows,
+            part.terms,
             grad,
             first_column=columns.start,
             softcap_scale=softcap_scale(self.call.options),
@@ -50,18 +50,18 @@ class LogitGradients(NamedTuple):
 
 @dataclass
 class ReadyGradients:
-    """Gradients of the first columns' products that are there already."""
+    """It holds finished gradients of the first columns' products, made of a cache in its memory."""
 
     grad: Tensor  # [*, C]
-    factor: Tensor | None = None  # [*] fp32 that it is still to be multiplied by
-    rows: Tensor | None = None  # [N] int64, which of them; None: all N
+    factor: Tensor | None = None  # [*] fp32; the gradient is factor * grad
+    rows: Tensor | None = None  # [N] int64, the rows of `grad` that backward computes; None: all
 
     def free(self) -> None:
         del self.grad
 
 
 def gradients_of_cache(gradients: LogitGradients, cache: LogitsCache) -> ReadyGradients | None:
-    """What was kept of every row turns into its gradients, in place; None where they `want_every_logit`."""
+    """Turn every row's kept exponentials into gradients, in place; None if the gradients `want_every_logit`."""
     if gradients.want_every_logit:
         return None
     call = gradients.call
@@ -72,7 +72,7 @@ def gradients_of_cache(gradients: LogitGradients, cache: LogitsCache) -> ReadyGr
         gradients.terms,
         softcap=call.options.softcap is not None,
         entropy=gradients.entropy,
-        factored=not call.options.entropy  # asked for, it may have had a gradient: what was kept has nothing in common
+        factored=not call.options.entropy  # a call with an entropy kept exponentials relative to different references
         and cache.exp.shape[1] == call.shard.columns
         and scaled_hidden <= call.options.workspace_bytes,
     )
@@ -80,7 +80,7 @@ def gradients_of_cache(gradients: LogitGradients, cache: LogitsCache) -> ReadyGr
 
 
 def gradients_in_cache(gradients: LogitGradients, cache: LogitsCache, hidden: Tensor) -> ReadyGradients:
-    """The same gradients, in the same place, from their products."""
+    """Recompute the products of the cache's columns, and write their gradients over the cache."""
     num_tokens, num_columns = cache.exp.shape
     gradients.compute(hidden, slice(0, num_tokens), slice(0, num_columns), cache.exp)
     return ReadyGradients(cache.exp)
@@ -89,9 +89,9 @@ def gradients_in_cache(gradients: LogitGradients, cache: LogitsCache, hidden: Te
 def grad_logits_slabs(
     gradients: LogitGradients, block: TokenBlock, bytes_per_column: int, ready: ReadyGradients | None
 ) -> Iterator[Slab]:
-    """Gradients of a block's products, those that are there first, then the others in one reused buffer."""
-    here, hidden, call = gradients.select(block.rows), block.hidden, gradients.call
-    num_tokens, num_columns = here.rows.labels.shape[0], call.shard.columns
+    """Yield the gradients of a block's products: first those that are ready, then the others in one reused buffer."""
+    block_gradients, hidden, call = gradients.select(block.rows), block.hidden, gradients.call
+    num_tokens, num_columns = block_gradients.rows.labels.shape[0], call.shard.columns
     slabs = partial(computed_slabs, hidden.tensor, num_tokens)
 
     def blocks(columns: int) -> Blocks:
@@ -111,13 +111,14 @@ def grad_logits_slabs(
         if block.is_last:
             ready.free()
     if first < num_columns:
-        compute = partial(here.compute, hidden.wait())
+        compute = partial(block_gradients.compute, hidden.wait())
         yield from slabs(slice(first, num_columns), num_columns, blocks(num_columns - first), compute)
 
 
 def _copy_rows(
     ready: ReadyGradients, rows: Tensor, backend: Backend, tokens: slice, columns: slice, out: Tensor
 ) -> None:
+    """Copy some rows and columns of the ready gradients, times their factor, to `out`."""
     torch.index_select(ready.grad[:, columns], 0, rows[tokens], out=out)
     if ready.factor is not None:
         backend.scale(out, ready.factor[rows[tokens]], out, accumulate=False)

@@ -1,4 +1,4 @@
-"""What is kept of logits from forward to backward."""
+"""Exponentials of logits that are kept from forward to backward."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -12,14 +12,14 @@ from megatron_lce.core.products import with_zeros_behind
 
 @dataclass
 class LogitsCache:
-    """2^(z - reference) of the first columns in the inputs' dtype, with one reference for each row of each chunk.
+    """It keeps 2^(z - reference) of the first columns in the inputs' dtype, a reference for each row of each chunk.
 
-    The reference is the chunk's largest logit or, as far as the dtype's range allows, 0: exponentials of a whole row
-    then have their denominator in common. Not where a gradient takes their logarithm, for an entropy or a softcap: of
-    the largest, which counts most, that must be exact.
+    `softmax_stats` of the Triton backend chooses the reference: 0 if the dtype's range holds the chunk's largest logit,
+    else that logit. With 0 throughout a row, its exponentials have one denominator. A call with an entropy or a softcap
+    takes the largest logit always: its gradient takes the logarithm of what was kept, which is exact for the largest.
     """
 
-    exp: Tensor  # [N, C], rows `SLAB_ROW_STEP` apart, zeros behind them
+    exp: Tensor  # [N, C], rows a multiple of `SLAB_ROW_STEP` apart, zeros behind them
     reference: Tensor  # [chunks, N] fp32, base 2
 
     @property
@@ -27,7 +27,7 @@ class LogitsCache:
         return self.exp, self.reference
 
     def select(self, rows: slice) -> Self:
-        """A view of some of the rows."""
+        """Return a view of some of the rows."""
         return type(self)(self.exp[rows], self.reference[:, rows])
 
 
@@ -38,7 +38,7 @@ def new_cache(
     num_bytes: int,
     like: Tensor,  # hidden, for its dtype and device
 ) -> LogitsCache | None:
-    """Room for what that many bytes keep of the tokens' logits; None: of no column."""
+    """Allocate a cache of as many columns as `num_bytes` hold, or return None if that is none."""
     columns = size.cache_columns(num_tokens, num_columns, num_bytes)
     if columns == 0:
         return None

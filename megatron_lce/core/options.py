@@ -1,4 +1,4 @@
-"""What a call takes and returns, as types."""
+"""The types of what a call takes and returns."""
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
@@ -13,7 +13,7 @@ IGNORE_INDEX = -100  # the label of a row that takes no part, as in torch
 
 
 class LinearCrossEntropyOutput(NamedTuple):
-    """Per-token results, each of the labels' shape; `None` where it was not asked for.
+    """Per-token results have the labels' shape each; a result that was not asked for is `None`.
 
     logprobs        fp32, log p(label), never positive
     entropy         fp32, in nats
@@ -41,25 +41,25 @@ DIFFERENTIABLE = ("logprobs", "entropy", "lse", "mean_logit")
 
 
 def outputs_asked_for(entropy: bool, telemetry: bool) -> dict[str, torch.dtype]:
-    """The outputs that a call fills, in their order, and their dtypes."""
+    """Return the names and dtypes of the outputs that a call fills, in order."""
     names = LinearCrossEntropyOutput._fields[: None if telemetry else 3]
     dtypes = {name: torch.int64 if name == "argmax" else torch.float32 for name in names}
     return {name: dtype for name, dtype in dtypes.items() if entropy or name != "entropy"}
 
 
 class WeightGradSink(Protocol):
-    """Where a caller wants the weight's gradient added instead of returned (Megatron's `main_grad`)."""
+    """A caller's sink has the weight's gradient added to it instead of returned (Megatron's `main_grad`)."""
 
     def buffer(self) -> Tensor:
-        """The fp32 [V_local, H] tensor that each slab's gradient is added to."""
+        """Return the fp32 [V_local, H] tensor that each slab's gradient is added to."""
 
     def finish(self) -> Tensor | None:
-        """Called once, after the last addition; what autograd then receives as the weight's gradient."""
+        """Return what autograd receives as the weight's gradient. Called once, after the last addition."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """The keywords of `linear_cross_entropy`, which says what they mean."""
+    """They are the keywords of `linear_cross_entropy`, which documents them."""
 
     tp_group: ProcessGroup | None = None
     sequence_parallel: bool = False
@@ -80,8 +80,8 @@ class Options:
 
 
 class Shard(NamedTuple):
-    """This rank's part of the vocabulary."""
+    """It is this rank's part of the vocabulary."""
 
     start: int  # the global id of its first column
-    columns: int  # those that are vocabulary; behind them is padding
-    largest: int  # columns of the group's largest shard, padding included: what ranks plan by together
+    columns: int  # number of columns of vocabulary; the others, behind them, are padding
+    largest: int  # number of columns of the group's largest shard, padding included, by which all ranks plan

@@ -1,4 +1,4 @@
-"""The two plain matrix products of backward, accumulated in fp32, and matrices laid out so that they are fast."""
+"""Plain matrix products accumulate in fp32; matrices are laid out so that the products are fast."""
 
 import contextlib
 import threading
@@ -12,10 +12,10 @@ from megatron_lce.core.trace import trace_range
 
 @contextlib.contextmanager
 def full_fp32() -> Iterator[None]:
-    """Products of fp32 matrices in full fp32 inside, whatever TF32 setting the user trains with.
+    """Compute products of fp32 matrices in full fp32 inside the context, whatever TF32 setting the user trains with.
 
-    torch has that setting for the whole process. It is touched only where it is reduced, by the first thread that
-    comes in, and put back by the last that leaves.
+    torch has that setting for the whole process. It is changed only if it is reduced, by the first thread that enters,
+    and restored by the last thread that leaves.
     """
     _full_fp32.enter()
     try:
@@ -26,7 +26,7 @@ def full_fp32() -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_arithmetic(device: torch.device, name: str) -> Iterator[None]:
-    """Autocast off and products in full fp32 inside; a range of that name in a profiler's trace."""
+    """Turn autocast off and compute products in full fp32 inside, with a range of that name in a profiler's trace."""
     autocast = torch.is_autocast_enabled(device.type)
     without = torch.autocast(device.type, enabled=False) if autocast else contextlib.nullcontext()
     with without, full_fp32(), trace_range(name):
@@ -34,18 +34,19 @@ def own_arithmetic(device: torch.device, name: str) -> Iterator[None]:
 
 
 class _FullFp32:
-    """What `full_fp32` found, and how many threads are inside."""
+    """It holds the settings to restore, and the number of threads that are inside `full_fp32`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._inside = 0
-        self._found: list[tuple[str, str]] = []
+        self._to_restore: list[tuple[str, str]] = []
 
     def enter(self) -> None:
         with self._lock:
             if self._inside == 0:
-                self._found = [(backend, found) for backend in ("cuda", "mkldnn") if (found := _reduced(backend))]
-                for backend, _ in self._found:
+                settings = ((backend, _reduced(backend)) for backend in ("cuda", "mkldnn"))
+                self._to_restore = [(backend, setting) for backend, setting in settings if setting is not None]
+                for backend, _ in self._to_restore:
                     torch._C._set_fp32_precision_setter(backend, "matmul", "ieee")
             self._inside += 1
 
@@ -53,16 +54,16 @@ class _FullFp32:
         with self._lock:
             self._inside -= 1
             if self._inside == 0:
-                for backend, found in self._found:
-                    torch._C._set_fp32_precision_setter(backend, "matmul", found)
+                for backend, setting in self._to_restore:
+                    torch._C._set_fp32_precision_setter(backend, "matmul", setting)
 
 
 def _reduced(backend: str) -> str | None:
-    """The setting of this backend's products if it is less than fp32: "none" where it is inherited from the backend's.
+    """Return the setting of this backend's products if it is less than fp32, "none" if the backend's is inherited.
 
-    A setting of its own that is the backend's too cannot be told from an inherited one.
+    An own setting that equals the backend's cannot be told from an inherited one.
     """
-    own, inherited = (torch._C._get_fp32_precision_getter(backend, of) for of in ("matmul", "all"))
+    own, inherited = (torch._C._get_fp32_precision_getter(backend, operation) for operation in ("matmul", "all"))
     if own in ("none", "ieee"):
         return None
     return "none" if own == inherited else own
@@ -78,10 +79,10 @@ def product(
     *,
     accumulate: bool,  # True: out += a @ b, False: out = a @ b
 ) -> None:
-    """One matrix product into `out`, which keeps the fp32 accumulator of 16-bit inputs when it is fp32 itself."""
-    assert out.shape == (a.shape[0], b.shape[1])  # torch would make `out` fit, as another tensor than the caller has
+    """Write one matrix product to `out`; an fp32 `out` keeps the fp32 accumulator of 16-bit inputs."""
+    assert out.shape == (a.shape[0], b.shape[1])  # torch would resize `out`, and the caller's tensor stay unfilled
     if a.device.type == "cpu":
-        # No mixed-dtype product there, and a 16-bit one reads what lies behind a row on CPUs with AMX.
+        # A CPU has no mixed-dtype product, and with AMX its 16-bit product reads what lies behind a row.
         a, b = a.float(), b.float()
         if out.dtype != torch.float32:
             assert not accumulate
@@ -96,9 +97,9 @@ def product(
 
 
 def with_zeros_behind(rows: Tensor, num_columns: int) -> Tensor:
-    """The first columns of each row; the others become zero.
+    """Return the first columns of each row, and set the others to zero.
 
-    What lies behind a row must be numbers: some libraries' products read it, as far as they read whole vectors.
+    What lies behind a row must be finite: products of some libraries read whole vectors past its end.
     """
     if num_columns < rows.shape[1]:
         rows[:, num_columns:].zero_()
@@ -106,9 +107,9 @@ def with_zeros_behind(rows: Tensor, num_columns: int) -> Tensor:
 
 
 def laid_out(matrix: Tensor) -> Tensor:
-    """The matrix [rows, H], whose rows start at 16 bytes; else a copy, up to 7 columns of zeros wider.
+    """Return the matrix [rows, H] if its rows start at 16 bytes, else a copy whose rows do, up to 7 zeros wider.
 
-    Both cuBLAS and tensor-memory descriptors want that: with an odd H cuBLAS takes five times as long.
+    Tensor-memory descriptors need that, and cuBLAS takes five times as long without.
     """
     step = 16 // matrix.element_size()
     if missing := -matrix.shape[1] % step:

@@ -1,4 +1,4 @@
-"""What a backend supplies: a module with these functions. Core calls them and knows no more of a backend."""
+"""A backend is a module with these functions; core calls them and knows no more of a backend."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -13,10 +13,10 @@ from megatron_lce.core.two_heads import Gradient, Pair
 
 
 class Backend(Protocol):
-    """The primitives; what their arguments mean is said where core defines the types."""
+    """A backend supplies these primitives; core defines the types of their arguments."""
 
     def costs(self, hidden: Tensor, telemetry: bool) -> Costs:
-        """Bytes that the primitives take beside inputs and results."""
+        """Return the bytes that the primitives take beside inputs and results."""
 
     def prepare_rows(
         self,
@@ -25,13 +25,13 @@ class Backend(Protocol):
         options: Options,
         shard: Shard,
     ) -> Rows:
-        """What the primitives read of each row."""
+        """Return what the primitives read of each row: NaN for an unusable temperature."""
 
     def softmax_stats(
         self,
         hidden: Tensor,  # [N, H]
         weight: Tensor,  # [V, H]
-        labels: Tensor,  # [N] int32 ids into weight's rows; -1: owned by nobody here
+        labels: Tensor,  # [N] int32 ids into weight's rows; -1: not this shard's
         row_scale: Tensor,  # [N] fp32
         *,
         softcap_scale: float | None,
@@ -40,20 +40,20 @@ class Backend(Protocol):
         vocab_start: int,
         cache: LogitsCache | None = None,
     ) -> Tensor:
-        """Statistics [chunks, K, N], see `megatron_lce.core.statistics`. Fills the cache, if any."""
+        """Return statistics [chunks, K, N], see `megatron_lce.core.statistics`, and fill the cache, if any."""
 
     def merge_extremes(self, parts: Tensor, telemetry: bool) -> Tensor:
-        """[S, E or more, N] of S disjoint sets of columns -> [E, N] of their union."""
+        """Merge the extremes of S disjoint sets of columns, [S, E or more, N], to their union's, [E, N]."""
 
     def sum_chunks(
         self,
-        parts: Tensor,  # [chunks, K, N] of so many columns
-        all_extremes: Tensor,  # [S, E or more, N] of S disjoint sets of columns, which are the whole vocabulary
-        num_columns: int,
+        parts: Tensor,  # [chunks, K, N]
+        all_extremes: Tensor,  # [S, E or more, N] of S disjoint sets of columns that make up the vocabulary
+        num_columns: int,  # of the chunks
         entropy: bool,
         telemetry: bool,
     ) -> tuple[Tensor, Tensor]:
-        """The whole vocabulary's extremes [E, N], and the sums of these columns int64 [`num_sums`, N], in `UNIT`s."""
+        """Return the vocabulary's extremes [E, N], and the chunks' sums, int64 [`num_sums`, N] in `UNIT`s."""
 
     def finish(
         self,
@@ -61,10 +61,10 @@ class Backend(Protocol):
         sums: Tensor,  # [`num_sums`, N]
         rows: Rows,  # [N]
         options: Options,
-        outputs: LinearCrossEntropyOutput,  # out, those that are asked for, contiguous
-        order: Tensor | None,  # [N] int64, where in the flat outputs a row's go; None: N of them, as they are
+        outputs: LinearCrossEntropyOutput,  # out, contiguous; None: not asked for
+        order: Tensor | None,  # [N] int64, a row's place in the flat outputs; None: the row's own number
     ) -> Saved:
-        """Statistics of the whole vocabulary to outputs in nats: 0 in ignored rows, NaN in broken ones."""
+        """Turn the vocabulary's statistics into outputs in nats: 0 in ignored rows, NaN in broken ones."""
 
     def row_terms(
         self,
@@ -74,9 +74,9 @@ class Backend(Protocol):
         options: Options,
         order: Tensor | None,  # as in `finish`
     ) -> tuple[Tensor, Tensor]:
-        """[6, N], packed `RowTerms`, or [7, N] with a gradient of the mean logit; and [N] bool, where there is any.
+        """Return packed `RowTerms`, [6, N], or [7, N] with a gradient of the mean logit; and a mask [N] of rows.
 
-        There is in a broken row, whose terms are NaN, whatever its upstream gradient.
+        The mask is true in rows whose gradient is not zero. A broken row's terms are NaN, and it is true there.
         """
 
     def grad_logits(
@@ -91,7 +91,7 @@ class Backend(Protocol):
         softcap_scale: float | None,
         entropy: bool,
     ) -> None:
-        """Gradient of one slab of the products `hidden @ weight.T`."""
+        """Write the gradient of one slab of the products `hidden @ weight.T` to `out`."""
 
     def grad_logits_from_cache(
         self,
@@ -103,28 +103,28 @@ class Backend(Protocol):
         entropy: bool,
         factored: bool,
     ) -> Tensor | None:
-        """Kept exponentials to the gradient of their products, in place; not with a `mean_term` under a softcap.
+        """Turn kept exponentials into the gradient of their products, in place; no `mean_term` under a softcap.
 
-        Where `factored`, of all columns, it may return numbers [N] which every gradient is still to be multiplied by.
+        If `factored` (the cache then holds all columns), it may return factors [N]: the gradient is factor * cache.
         """
 
     def intermediate_bytes(self, num_columns: int) -> int:
-        """Bytes per token that `read_products` takes beside its arguments for so many columns."""
+        """Return the bytes per token that `read_products` takes for that many columns beside its arguments."""
 
     def read_products(
         self,
         pair: Pair,
-        found: Tensor,  # [6, N], packed `Found`
+        found: Tensor,  # [6 or 9, N], packed `Found`
         gradient: Gradient | None = None,
         *,
         softmaxes: bool = False,
         divergence: bool = False,
     ) -> None:
-        """Read both heads' products with C columns up to three times, each time with what was found before.
+        """Read both heads' products with C columns up to three times.
 
-        `softmaxes` fills the first four rows of `found`, `divergence` the last two; then comes the gradient of the
-        student's products. What is not filled is read, where it is needed: with C columns of many, numbers of all.
+        `softmaxes` fills the first four rows of `found`; `divergence` fills the others from them; `gradient` is filled
+        from both. Rows that are not asked for are read if needed: they may be those of more columns than C.
         """
 
     def scale(self, matrix: Tensor, factor: Tensor, out: Tensor, *, accumulate: bool) -> None:
-        """`out = factor * matrix`, or `out += factor * matrix`, in fp32; a factor [], or one for each row, [M]."""
+        """Compute `out = factor * matrix`, or `out += ...`, in fp32; one factor, [], or one for each row, [M]."""

@@ -1,7 +1,7 @@
-"""Statistics of a softmax over part of the vocabulary, and how they are merged without an order of addition.
+"""Statistics of a softmax are taken of chunks of the vocabulary, and merge to the same bits in any order.
 
-All logits are in base 2 (z * log2 e), which is what the exponential unit of a GPU computes. The vocabulary is looked at
-in chunks of at most `CHUNK_COLUMNS` columns; with m the largest logit of a chunk,
+All logits are in base 2 (z * log2 e), which is what the exponential unit of a GPU computes. A chunk has at most
+`CHUNK_COLUMNS` columns. With m the largest logit of a chunk,
 
     sum_exp        sum of 2^(z - m)
     sum_exp_logit  sum of 2^(z - m) * (z - m)
@@ -16,12 +16,12 @@ logprob is ever positive. The terms of S and T are rounded to integers, multiple
 sum in any order: a token's outputs are the same bits however the vocabulary is cut over ranks, as long as it is cut
 between chunks. Rounding to `UNIT` is an error of 2^-37 a chunk beside a sum of at least 1.
 
-Telemetry has three sums more, of 2^(2 (z - m)), z and z^2. The first is merged as S is, with the factor's square; of
-z and z^2 the integers are of z / A and (z / A)^2, with A the largest absolute logit of the whole vocabulary, and their
-error is one of A. The number of columns is summed beside them.
+Telemetry has three sums more, of 2^(2 (z - m)), z and z^2. The first is merged as S is, with the factor's square. The
+sums of z and z^2 become integers as sums of z / A and (z / A)^2, with A the largest absolute logit of the whole
+vocabulary; their error is relative to A. The number of columns is summed, too.
 
-A chunk's numbers are the rows of `parts` [chunks, K, N] fp32: its extremes, then its sums. A chunk with a NaN
-among its logits has a NaN as its largest.
+A chunk's numbers are the rows of `parts` [chunks, K, N] fp32: its extremes, then its sums. If a logit of a chunk is
+NaN, its largest logit is NaN.
 """
 
 from typing import NamedTuple
@@ -33,51 +33,51 @@ LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 
 CHUNK_COLUMNS = 128
-LOWEST_LOGIT = float(torch.finfo(torch.float32).min)  # as which -inf counts where it meets a 0 or itself
-UNIT = 2.0**-36  # of S and T as integers: 2^63 units are the sums of a vocabulary of 2^27 equal logits
+LOWEST_LOGIT = float(torch.finfo(torch.float32).min)  # stands for -inf in 0 * -inf and -inf - -inf
+UNIT = 2.0**-36  # S and T are integers times this: 2^63 units are the sum of 2^27 equal logits
 
 
 class Extremes(NamedTuple):
-    """The rows of a packed [..., E, N] fp32 tensor, in the order in which they are packed."""
+    """They are the rows of a packed [..., E, N] fp32 tensor, in order."""
 
     max_logit: Tensor
-    label_logit: Tensor  # -inf where the label is in none of the columns seen
+    label_logit: Tensor  # -inf if the label is none of the columns
     min_logit: Tensor | None = None
     argmax: Tensor | None = None  # a global vocabulary id; fp32 holds it exactly up to 2^24
 
 
 def num_extremes(telemetry: bool) -> int:
-    """E: how many rows of extremes there are."""
+    """E, the number of rows of extremes."""
     return 2 + 2 * telemetry
 
 
 def num_chunk_sums(entropy: bool, telemetry: bool) -> int:
-    """How many sums a chunk has: of 2^(z - m), times z - m where the entropy is wanted; with telemetry three more."""
+    """Number of sums of a chunk: of 2^(z - m); for the entropy, of that times z - m; with telemetry three more."""
     return 1 + entropy + 3 * telemetry
 
 
 def num_sums(entropy: bool, telemetry: bool) -> int:
-    """How many sums the vocabulary has: the chunks' and, with telemetry, the number of columns, in the last row."""
+    """Number of sums of the vocabulary: a chunk's and, with telemetry, the number of columns, in the last row."""
     return num_chunk_sums(entropy, telemetry) + telemetry
 
 
 def packed_rows(entropy: bool, telemetry: bool) -> int:
-    """K: how many rows a chunk has."""
+    """K, the number of rows of a chunk."""
     return num_extremes(telemetry) + num_chunk_sums(entropy, telemetry)
 
 
 def unpack_extremes(packed: Tensor, telemetry: bool) -> Extremes:
-    """Of a [..., E, N] tensor, or of the first rows of a [..., K, N] one."""
+    """Return the extremes of a [..., E, N] tensor, or of the first rows of a [..., K, N] one."""
     return Extremes(*packed.unbind(dim=-2)[: num_extremes(telemetry)])
 
 
 def empty_extremes(num_tokens: int, telemetry: bool, device: torch.device) -> Tensor:
-    """Packed [E, N] of no columns at all: what a shard that is all padding brings to a merge."""
+    """Return packed extremes [E, N] of no columns, which a shard that is all padding brings to a merge."""
     packed = torch.full((num_extremes(telemetry), num_tokens), -torch.inf, dtype=torch.float32, device=device)
     packed[2:] = torch.inf  # the smallest logit, and the id of the largest
     return packed
 
 
 def empty_sums(num_tokens: int, entropy: bool, telemetry: bool, device: torch.device) -> Tensor:
-    """int64 [`num_sums`, N] of no columns at all."""
+    """Return sums of no columns, int64 [`num_sums`, N]."""
     return torch.zeros(num_sums(entropy, telemetry), num_tokens, dtype=torch.int64, device=device)

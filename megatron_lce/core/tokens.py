@@ -1,4 +1,4 @@
-"""Which rows of a call are computed, in what order, and the way of their hidden states and gradients over the group."""
+"""Tokens decide which rows of a call are computed, block by block, and carry hidden states there and gradients back."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -14,21 +14,23 @@ from megatron_lce.core.rows import Rows
 
 
 class Counted(NamedTuple):
-    """The rows that take part where ignored ones are skipped."""
+    """They are the rows that are computed if ignored rows are skipped."""
 
     rows: Tensor | None  # int64, ascending; None: every row
-    unless_nan: Tensor | None = None  # a 1; NaN where the caller's count is not the labels'; None: nothing to check
+    unless_nan: Tensor | None = None  # 1, or NaN if the caller's count is not the labels'; None: nothing to check
 
 
 class TokenBlock(NamedTuple):
-    rows: slice  # of the rows that are computed
+    """It is a range of the computed rows with their hidden states."""
+
+    rows: slice
     hidden: Pending  # [rows, H]
     is_first: bool
     is_last: bool
 
 
 def counted_rows(labels: Tensor, options: Options) -> Counted:
-    """The rows that are not ignored. With `skip_ignored=True` the host waits for their number, with an int it does not.
+    """Return the rows that are not ignored, all unless they are skipped. With `skip_ignored=True` the host waits.
 
     Raises:
         RuntimeError: `skip_ignored=True` while a CUDA graph is captured.
@@ -50,7 +52,7 @@ def counted_rows(labels: Tensor, options: Options) -> Counted:
 
 
 def rows_that_count(counts: Tensor, options: Options) -> Counted:
-    """The rows [N] whose bool is true on any rank of the group, so that ranks do not part. The host waits."""
+    """Return the rows whose `counts` [N] is true on any rank, so that ranks do not part. The host waits."""
     if options.tp_group is not None:
         counts = collectives.any_over_group(counts, options.tp_group)
     rows = counts.nonzero()[:, 0]
@@ -58,7 +60,7 @@ def rows_that_count(counts: Tensor, options: Options) -> Counted:
 
 
 def rows_to_compute(rows: Rows, order: Tensor | None, counted: Counted) -> Rows:
-    """The rows that are computed, in the order in which blocks hold them."""
+    """Return the computed rows in the order of the blocks, NaN if the caller's count is not the labels'."""
     if order is not None:
         rows = rows.select(order)
     if counted.unless_nan is not None:
@@ -69,9 +71,9 @@ def rows_to_compute(rows: Rows, order: Tensor | None, counted: Counted) -> Rows:
 def new_outputs(
     shape: Sequence[int], counted: Counted, options: Options, device: torch.device
 ) -> LinearCrossEntropyOutput:
-    """Those of every row, in any shape, for the counted ones to be written; skipped rows are 0.
+    """Allocate outputs of every row, in any shape, to which counted rows are written; skipped rows are 0.
 
-    NaN, and -1 as an argmax, where the caller's count is not the labels'.
+    If the caller's count is not the labels', skipped rows are NaN, and -1 as an argmax.
     """
     new = {}
     for name, dtype in outputs_asked_for(options.entropy, options.telemetry).items():
@@ -83,19 +85,20 @@ def new_outputs(
 
 
 def to_every_row(output: Tensor, counted: Counted, num_tokens: int) -> Tensor:
-    """An output of the counted rows to one of all rows, in the same way."""
+    """Spread an output of the counted rows over all rows, as `new_outputs` fills the skipped ones."""
     if counted.rows is None:
         return output
-    whole = _skipped((num_tokens,), counted, output.dtype, output.device, torch.nan)
-    return whole.index_copy_(0, counted.rows, output)
+    all_rows = _skipped((num_tokens,), counted, output.dtype, output.device, torch.nan)
+    return all_rows.index_copy_(0, counted.rows, output)
 
 
 def nan_unless(condition: Tensor) -> Tensor:
-    """A 1 in fp32; NaN where the condition [] does not hold."""
+    """Return 1 in fp32 if the condition [] holds, else NaN, without a wait for it."""
     return condition.new_ones((), dtype=torch.float32).masked_fill_(~condition, torch.nan)
 
 
 def _skipped(shape: Sequence[int], counted: Counted, dtype: torch.dtype, device: torch.device, broken: float) -> Tensor:
+    """Return an output of skipped rows: 0, or `broken` if the caller's count is not the labels'."""
     skipped = torch.zeros(shape, dtype=dtype, device=device)
     if counted.unless_nan is not None:
         skipped.masked_fill_(counted.unless_nan.isnan(), broken)
@@ -103,18 +106,18 @@ def _skipped(shape: Sequence[int], counted: Counted, dtype: torch.dtype, device:
 
 
 class Tokens:
-    """The hidden states of a call's computed rows, block by block, and the same way back for their gradients.
+    """They yield the hidden states of a call's computed rows block by block, and take their gradients back.
 
-    Under sequence parallel the blocks are made of the same rows of every rank's shard where all rows are computed, so
-    that each is gathered, and its gradient reduce-scattered, by itself; otherwise hidden is gathered whole.
+    Under sequence parallel, if all rows are computed, a block holds the same rows of every rank's shard: it is
+    gathered, and its gradient reduce-scattered, by itself. If rows are skipped, all of hidden is gathered at once.
     """
 
     def __init__(
         self,
         hidden: Tensor,  # [N, H], under sequence parallel [N / tp, H]
         num_tokens: int,  # N
-        rows: Counted,  # those that are computed
-        block_tokens: int,  # most rows of a block
+        rows: Counted,  # the computed rows
+        block_tokens: int,  # at most so many rows make a block
         options: Options,
         grad_dtype: torch.dtype | None = None,  # of hidden's gradient; None: hidden's
     ) -> None:
@@ -131,31 +134,31 @@ class Tokens:
         self._reductions: list[Pending] = []
 
     def order(self) -> Tensor | None:
-        """The rows in the order in which blocks hold them; None: as they are."""
+        """Return the computed rows' numbers in the order of the blocks, or None if all rows keep theirs."""
         if not self._by_shard:
             return self._counted
         rows = torch.arange(self.num_tokens, dtype=torch.int64, device=self.hidden.device).view(self._ranks, -1)
         return torch.cat([rows[:, part].reshape(-1) for part in self._shard_parts()])
 
     def blocks(self) -> Iterator[TokenBlock]:
-        """Each block's hidden; the next one's gather runs while a block is worked on."""
+        """Yield the blocks; the next block is gathered while one is computed."""
         if self._by_shard:
             yield from self._blocks_by_shard()
             return
-        whole = self._start_gather()  # its memory goes with the last block
+        gathered = self._start_gather()  # its memory is free after the last block
         for rows in cut(self.num_computed, self._block_tokens):
-            yield TokenBlock(rows, self._rows_of(whole, rows), rows.start == 0, rows.stop == self.num_computed)
-        whole.wait()  # also where nothing read it: its memory must not go to others before it is filled
+            yield TokenBlock(rows, self._select(gathered, rows), rows.start == 0, rows.stop == self.num_computed)
+        gathered.wait()  # even if nothing read it: its memory must not be used again before it is filled
 
     def grad_rows(self, block: TokenBlock) -> Tensor:
-        """Where the block's gradient [rows, H] goes, in `grad_dtype`, before `reduce`."""
+        """Return the tensor [rows, H], of `grad_dtype`, to which the block's gradient is written before `reduce`."""
         num_rows, hidden_size = block.rows.stop - block.rows.start, self.hidden.shape[1]
         if self._by_shard:
             self._grad = self.hidden.new_empty(num_rows, hidden_size, dtype=self.grad_dtype)
             return self._grad
         if self._grad is None:
-            skips = self._counted is not None  # then a row comes behind: the gradient of every skipped one
-            self._grad = self.hidden.new_empty(self.num_computed + skips, hidden_size, dtype=self.grad_dtype)
+            zero_row = self._counted is not None  # the gradient of every skipped row, behind the others
+            self._grad = self.hidden.new_empty(self.num_computed + zero_row, hidden_size, dtype=self.grad_dtype)
         return self._grad[block.rows]
 
     @property
@@ -164,7 +167,7 @@ class Tokens:
         return self._options.tp_group is not None and self._options.reduce_grad_hidden
 
     def reduce(self, block: TokenBlock) -> None:
-        """Start the sum over the group of what was written to `grad_rows`, where it is summed."""
+        """Start to sum over the group what was written to `grad_rows`, unless the caller sums it."""
         if not self.reduces:
             return
         options, grad = self._options, self._grad
@@ -178,7 +181,7 @@ class Tokens:
             self._reductions.append(collectives.start_reduce_scatter(self._spread(grad), options.tp_group))
 
     def grad_hidden(self) -> Tensor:
-        """The gradient, of hidden's shape, once every block was reduced."""
+        """Return the gradient, of hidden's shape, after every block's `reduce`."""
         if self.num_computed == 0:
             return torch.zeros_like(self.hidden, dtype=self.grad_dtype)
         summed = [reduction.wait() for reduction in self._reductions]
@@ -188,7 +191,7 @@ class Tokens:
         return self._spread(self._grad)
 
     def _spread(self, grad: Tensor) -> Tensor:
-        """The gradients of the computed rows -> [N, H], zeros where a row was skipped."""
+        """Spread the computed rows' gradients over all rows, [N, H]; skipped rows are 0."""
         if self._counted is None:
             return grad
         grad[self.num_computed :].zero_()
@@ -202,10 +205,11 @@ class Tokens:
         assert self._options.tp_group is not None
         return collectives.start_gather_rows(self.hidden, self._options.tp_group)
 
-    def _rows_of(self, whole: Pending, rows: slice) -> Pending:
+    def _select(self, gathered: Pending, rows: slice) -> Pending:
+        """Return a block's rows of all hidden states."""
         if self._counted is not None:
-            return Pending(whole.wait().index_select(0, self._counted[rows]))
-        return whole if self.num_blocks == 1 else Pending(whole.wait()[rows])
+            return Pending(gathered.wait().index_select(0, self._counted[rows]))
+        return gathered if self.num_blocks == 1 else Pending(gathered.wait()[rows])
 
     def _shard_parts(self) -> Iterator[slice]:
         return cut(self.hidden.shape[0], self._block_tokens // self._ranks)

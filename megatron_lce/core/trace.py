@@ -11,10 +11,10 @@ _NO_RANGE = contextlib.nullcontext()
 
 
 def trace_range(name: str) -> AbstractContextManager[Any]:
-    """A range of that name where a profiler is on: `record_function` takes a slow host 18 us also where none is.
+    """Return a range of that name if a profiler is on: `record_function` costs a slow host 18 us even without one.
 
-    As torch's own ranges of this kind it is not in the trace of a daemon, which turns its profiler on from outside.
+    A daemon, which turns its profiler on from outside, does not see the range.
     """
-    # Also within `emit_nvtx`, and on autograd's threads. torch's own flag: were it gone, ranges are made always.
+    # torch's own flag, also set under `emit_nvtx` and on autograd's threads. If torch lacks it, ranges are always made.
     profiling = getattr(torch.autograd.profiler, "_is_profiler_enabled", True)
     return record_function(f"megatron_lce: {name}") if profiling else _NO_RANGE

@@ -1,4 +1,4 @@
-"""What every backend requires of its inputs, and the messages when it is not so."""
+"""Arguments are checked here; an error names the argument, what it must be and what it was."""
 
 import math
 from typing import get_args
@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_lce.core.options import BackendName, Options
 
-# Also 1 over it, and log2 e times it, are numbers that fp32 holds.
+# fp32 also holds 1 over such a number and log2 e times it.
 _SMALLEST, _LARGEST = 1e-37, 1e38
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -18,8 +18,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def check_labels(labels: Tensor, vocab_size: int, ignore_index: int = -100) -> None:
     """Raise `ValueError` if any label is neither in `[0, vocab_size)` nor `ignore_index`.
 
-    `linear_cross_entropy` turns such rows into NaN without looking, because looking synchronises with the device;
-    this does look.
+    `linear_cross_entropy` does not check labels, as the host would wait for the device: it makes such rows NaN.
 
     Args:
         labels: int64 tensor of any shape.
@@ -82,7 +81,7 @@ def holds_integers(tensor: Tensor) -> bool:
 
 
 def as_int64(labels: Tensor) -> Tensor:
-    """Labels of any integer dtype as int64; others as they are, to be refused on every rank."""
+    """Return labels of any integer dtype as int64, and others unchanged, to be refused on every rank."""
     return labels.long() if holds_integers(labels) else labels
 
 
@@ -125,7 +124,7 @@ def check_labels_of(
 
 
 def labels_shape(hidden_name: str, hidden: Tensor, sequence_shards: int) -> tuple[int, ...]:
-    """The shape that labels must have for this hidden."""
+    """Return the shape that labels must have for this hidden."""
     shape = tuple(hidden.shape[:-1])
     if sequence_shards > 1:
         if not shape:
@@ -137,7 +136,7 @@ def labels_shape(hidden_name: str, hidden: Tensor, sequence_shards: int) -> tupl
 def check_temperature(
     temperature: float | Tensor, shape: tuple[int, ...], device: torch.device, name: str = "temperature"
 ) -> None:
-    """Check a number, or a tensor of labels' shape and device."""
+    """Check that the temperature is a positive number, or a floating tensor of labels' shape and device."""
     if isinstance(temperature, Tensor):
         check_tensor(name, temperature)
         if not temperature.is_floating_point():
@@ -155,7 +154,7 @@ def check_temperature(
 
 
 def check_options(options: Options) -> None:
-    """Check the keywords that can be given before there is a call to make."""
+    """Check the keywords that do not depend on a call's tensors."""
     if options.vocab_size is not None:
         check_integer("vocab_size", options.vocab_size, minimum=1)
     if options.softcap is not None:
@@ -167,7 +166,7 @@ def check_options(options: Options) -> None:
 
 
 def check_vocab_size(vocab_size: int | None, columns: int) -> None:
-    """Check that the group's shards hold so many columns together."""
+    """Check that the vocabulary is no larger than the group's shards, which hold `columns` together."""
     if vocab_size is not None and vocab_size > columns:
         raise ValueError(
             f"vocab_size must be at most the {columns} columns of all shards, got {vocab_size}: is tp_group missing?"
@@ -200,13 +199,13 @@ def check_integer(name: str, value: object, *, minimum: int | None = None) -> No
 
 
 def _type_name(value: object) -> str:
-    """With its module: numpy has a float32 and an int64 that are neither a float nor an int."""
+    """Return a type's name with its module: numpy's float32 and int64 are neither a float nor an int."""
     kind = type(value)
     return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
 
 
 def check_group(group: ProcessGroup | None, name: str = "tp_group") -> int:
-    """The group's size."""
+    """Check that it is a group or None, and return its size, 1 for None."""
     if group is not None and not isinstance(group, ProcessGroup):
         raise TypeError(f"{name} must be a torch.distributed.ProcessGroup or None, got {type(group).__name__}")
     return 1 if group is None else group.size()
@@ -222,12 +221,12 @@ def check_skip_ignored(value: bool | int, num_tokens: int) -> None:
 
 
 def kind_of_skipping(skip_ignored: object) -> object:
-    """`skip_ignored` but for a number, which changes from call to call."""
+    """Return `skip_ignored`, or its type if it is a number, which may change from call to call."""
     return skip_ignored if isinstance(skip_ignored, bool) else type(skip_ignored).__name__
 
 
 def kind_of(tensor: object) -> str:
-    """A tensor's dtype and last dimension, without its number of rows."""
+    """Describe a tensor by its dtype, last dimension and device type, without its number of rows."""
     if not isinstance(tensor, Tensor):
         return type(tensor).__name__
     return f"{tensor.dtype} [..., {tensor.shape[-1] if tensor.dim() else ''}] on {tensor.device.type}"
@@ -242,6 +241,6 @@ def rows_of(weight: object) -> int | None:
 
 
 def refuse_double_backward(operation: str) -> None:
-    """Inside a backward. What it returns has no graph, and autograd would drop a loss of the gradients silently."""
+    """Raise RuntimeError in a backward under create_graph=True: its results have no graph for a loss of them."""
     if torch.is_grad_enabled():
         raise RuntimeError(f"create_graph must be False: {operation} has no double backward")

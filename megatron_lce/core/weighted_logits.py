@@ -1,4 +1,4 @@
-"""A weighted sum of a token's logits over the vocabulary, which needs no logits: hidden times one vector.
+"""A weighted sum of a token's logits over the vocabulary is hidden times one vector, and needs no logits.
 
     sum over v of w[v] (hidden[n] . weight[v]) = hidden[n] . (sum over v of w[v] weight[v])
 
@@ -16,13 +16,13 @@ from megatron_lce.core.plan import cut
 from megatron_lce.core.products import own_arithmetic
 from megatron_lce.core.validation import refuse_double_backward
 
-_ROWS = 1024  # of hidden or weight that are in fp32 at a time
+_ROWS = 1024  # rows of hidden or weight that are in fp32 at a time
 
 
 class _WeightedLogits(torch.autograd.Function):
-    """The sum over a vocab-sharded vocabulary of a factor times the logit.
+    """It sums a factor times the logit over a vocab-sharded vocabulary.
 
-    hidden   replicated        -> its gradient is whole on every rank, with nothing to sum
+    hidden   replicated        -> its gradient is complete on every rank
     weight   this rank's shard -> its gradient is complete on this rank
     factors  this rank's       -> no gradient
     """
@@ -61,12 +61,12 @@ def weighted_logits(
     factors: Tensor,  # [V_local] fp32, of this rank's rows
     group: ProcessGroup | None,
 ) -> Tensor:
-    """[N] fp32. The gradient of it takes [V_local, H] of weight's dtype beside the one that it is added to."""
+    """Return the sums, [N] fp32. Backward makes a gradient [V_local, H] of weight's dtype, which autograd adds."""
     return _WeightedLogits.apply(hidden, weight, factors, group)
 
 
 def _weighted_sum(factors: Tensor, rows: Tensor) -> Tensor:
-    """[n] fp32 and [n, H] -> [H] fp32. A row whose factor is 0 takes no part, whatever is in it: an ignored token's."""
+    """Sum the rows [n, H] times their factors [n] to [H] fp32. A row with a factor of 0 may hold anything."""
     total = factors.new_zeros(rows.shape[1])
     for part in cut(rows.shape[0], _ROWS):
         in_fp32 = rows[part].to(torch.float32, copy=True)
@@ -75,7 +75,7 @@ def _weighted_sum(factors: Tensor, rows: Tensor) -> Tensor:
 
 
 def _outer(column: Tensor, row: Tensor, like: Tensor) -> Tensor:
-    """[n] and [H] -> [n, H] of `like`'s dtype."""
+    """Return the outer product of [n] and [H], [n, H] of `like`'s dtype."""
     out = torch.empty_like(like)
     for part in cut(like.shape[0], _ROWS):
         out[part] = column[part, None] * row

@@ -1,4 +1,4 @@
-"""The primitives of `megatron_lce.jsd` in plain torch: what follows from both heads' products, a chunk at a time."""
+"""`read_products` of `megatron_lce.jsd` in plain torch, a chunk of columns at a time."""
 
 import torch
 from torch import Tensor
@@ -7,12 +7,12 @@ from megatron_lce.core.plan import cut
 from megatron_lce.core.statistics import LN_2
 from megatron_lce.core.two_heads import STATS_ROWS, Found, Gradient, Pair, Products, merged_stats
 
-_LARGEST_RATIO = 126.0  # of two probabilities, in base 2
-_CHUNK_COLUMNS = 1024  # that are looked at together
+_LARGEST_RATIO = 126.0  # log2 of a ratio of probabilities is clamped to this
+_CHUNK_COLUMNS = 1024  # columns that are read together
 
 
 def intermediate_bytes(num_columns: int) -> int:
-    """Bytes per token of a chunk's intermediates: six fp32 numbers a logit."""
+    """Bytes per token of a chunk's intermediates, six fp32 numbers a logit."""
     return 6 * 4 * min(num_columns, _CHUNK_COLUMNS)
 
 
@@ -24,7 +24,7 @@ def read_products(
     softmaxes: bool = False,
     divergence: bool = False,
 ) -> None:
-    """Softmax statistics, sums and gradient, each read from the products chunk by chunk: see `Backend`."""
+    """Read the products chunk by chunk for softmax statistics, for the sums, and for the gradient: see `Backend`."""
     chunks = list(cut(pair.student.values.shape[1], _CHUNK_COLUMNS))
     if softmaxes:
         found[:STATS_ROWS] = merged_stats(torch.stack([_chunk_stats(pair, c) for c in chunks]))
@@ -36,11 +36,11 @@ def read_products(
             _chunk_gradient(pair, c, found, gradient)
 
 
-# A chunk's tensors are the locals of a function of its own, so that they are gone before the next chunk's come.
+# A function for each chunk: its tensors are free before the next chunk's are allocated.
 
 
 def _logits(products: Products, columns: slice) -> Tensor:
-    """Base-2 logits of a chunk, [N, C]."""
+    """Return the base-2 logits of a chunk, [N, C]."""
     values = products.values[:, columns]
     if products.softcap_scale is None:
         return values * products.scale[:, None]
@@ -48,7 +48,7 @@ def _logits(products: Products, columns: slice) -> Tensor:
 
 
 def _chunk_stats(pair: Pair, columns: slice) -> Tensor:
-    """Either head's largest logit and sum of one chunk, [4, N]."""
+    """Return both heads' largest logit and sum of exponentials of one chunk, [4, N]."""
     stats = []
     for products in (pair.student, pair.teacher):
         logits = _logits(products, columns)
@@ -60,7 +60,7 @@ def _chunk_stats(pair: Pair, columns: slice) -> Tensor:
 
 
 def _chunk_divergence(pair: Pair, columns: slice, found: Tensor) -> Tensor:
-    """Divergence and KL(p_student || m) of one chunk, and what of it is the labels': [2 or 5, N]."""
+    """Return one chunk's part of divergence and KL(p_student || m) and, with labels, of the student's: [2 or 5, N]."""
     student, teacher = _logits(pair.student, columns), _logits(pair.teacher, columns)
     sums = _divergence_sums(student, teacher, found, pair.beta)
     if pair.labels is not None:
@@ -74,7 +74,7 @@ def _chunk_divergence(pair: Pair, columns: slice, found: Tensor) -> Tensor:
 
 
 def _divergence_sums(student: Tensor, teacher: Tensor, found: Tensor, beta: float) -> list[Tensor]:
-    """Divergence and KL(p_student || m) of base-2 logits, [N] each."""
+    """Return divergence and KL(p_student || m) of base-2 logits, [N] each."""
     ratio = _log_ratio(student, teacher, found)
     if beta == 0:
         kl = _probability(teacher, *found[2:4]).mul_(ratio).sum(dim=1)
@@ -106,22 +106,22 @@ def _chunk_gradient(pair: Pair, columns: slice, found: Tensor, gradient: Gradien
 
 
 def _probability(logits: Tensor, max_logit: Tensor, total: Tensor) -> Tensor:
-    """Probabilities of one head, [N, C]."""
+    """Return the probabilities of one head, [N, C]."""
     return (logits - max_logit[:, None]).sub_(total.log2()[:, None]).exp2_()
 
 
 def _log_ratio(student: Tensor, teacher: Tensor, found: Tensor) -> Tensor:
-    """log2(p_t / p_s), [N, C]: where the heads are close this keeps more digits than log p_t - log p_s does."""
+    """Return log2(p_t / p_s), [N, C], with more digits for close heads than log p_t - log p_s has."""
     rows = Found(*found.unsqueeze(2))
     ratio = (teacher - rows.teacher_max).sub_(student - rows.student_max)
     return ratio.add_((rows.student_sum / rows.teacher_sum).log2())
 
 
 def _log_over_mixture(ratio: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """log2(p_s / m) and log2(p_t / m) from log2(p_t / p_s), in its memory, for beta between its ends.
+    """Return log2(p_s / m) and log2(p_t / m) from log2(p_t / p_s), in its memory, for 0 < beta < 1.
 
-    Of the head that weighs more in m it is -log2(1 + w (q / p - 1)), with the other's probability q and weight w, and
-    as exact as it is small. Held where a probability that is so much smaller than the other has no weight.
+    For the head with the larger weight in m it is -log2(1 + w (q / p - 1)), with the other's probability q and weight
+    w, and its error is relative. The ratio is clamped where the smaller probability has no weight.
     """
     to_other = (ratio if beta <= 0.5 else ratio.neg_()).clamp_(-_LARGEST_RATIO, _LARGEST_RATIO)
     nearer = (to_other * LN_2).expm1_().mul_(min(beta, 1 - beta)).log1p_().div_(-LN_2)

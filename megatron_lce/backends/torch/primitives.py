@@ -38,7 +38,7 @@ __all__ = [
 
 
 def costs(hidden: Tensor, telemetry: bool) -> Costs:
-    """Nothing is kept: where this backend runs, a cache is not what saves time."""
+    """Return the costs. This backend keeps no logits, as a cache saves little where it runs."""
     return Costs(
         CHUNK_COLUMNS,
         logit=3 * 4,
@@ -50,13 +50,14 @@ def costs(hidden: Tensor, telemetry: bool) -> Costs:
 def grad_logits_from_cache(
     cache: LogitsCache, rows: Rows, row_terms: Tensor, *, softcap: bool, entropy: bool, factored: bool
 ) -> Tensor | None:
+    """Raise AssertionError: `costs` allow no cache."""
     raise AssertionError("nothing was kept")
 
 
 def softmax_stats(
     hidden: Tensor,  # [N, H]
     weight: Tensor,  # [V, H]
-    labels: Tensor,  # [N] int32 ids into weight's rows; -1: owned by nobody here
+    labels: Tensor,  # [N] int32 ids into weight's rows; -1: not this shard's
     row_scale: Tensor,  # [N] fp32, see `logits_base2`
     *,
     softcap_scale: float | None,
@@ -65,9 +66,9 @@ def softmax_stats(
     vocab_start: int,
     cache: LogitsCache | None = None,
 ) -> Tensor:
-    """Statistics [chunks, K, N] of V columns, see `megatron_lce.core.statistics`.
+    """Return statistics [chunks, K, N] of V columns, see `megatron_lce.core.statistics`.
 
-    Every chunk is a product of its own: a library's product may add in another order for another width.
+    Every chunk has a product of its own: a library may add in another order for another width.
     """
     chunks = list(cut(weight.shape[0], CHUNK_COLUMNS))
     parts = hidden.new_empty(len(chunks), packed_rows(entropy, telemetry), hidden.shape[0], dtype=torch.float32)
@@ -80,7 +81,7 @@ def softmax_stats(
 
 
 def merge_extremes(parts: Tensor, telemetry: bool) -> Tensor:
-    """[S, E or more, N] of S disjoint sets of columns -> [E, N] of their union."""
+    """Merge the extremes of S disjoint sets of columns, [S, E or more, N], to their union's, [E, N]."""
     extremes = unpack_extremes(parts, telemetry)
     max_logit = extremes.max_logit.amax(dim=0)
     merged = [max_logit, extremes.label_logit.amax(dim=0)]
@@ -92,14 +93,14 @@ def merge_extremes(parts: Tensor, telemetry: bool) -> Tensor:
 
 def sum_chunks(
     parts: Tensor,  # [chunks, K, N]
-    all_extremes: Tensor,  # [S, E or more, N] of S disjoint sets of columns, which are the whole vocabulary
+    all_extremes: Tensor,  # [S, E or more, N] of S disjoint sets of columns that make up the vocabulary
     num_columns: int,
     entropy: bool,
     telemetry: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The whole vocabulary's extremes [E, N]; the chunks' sums relative to them, int64 [`num_sums`, N] in `UNIT`s.
+    """Return the vocabulary's extremes [E, N], and the chunks' sums relative to them, int64 [`num_sums`, N] in `UNIT`s.
 
-    Chunk by chunk: an exponential of torch may be rounded another way at another place of a longer tensor.
+    It goes chunk by chunk, as torch may round an exponential differently at another place of a longer tensor.
     """
     packed_extremes = merge_extremes(all_extremes, telemetry)
     extremes = unpack_extremes(packed_extremes, telemetry)
@@ -135,7 +136,7 @@ def grad_logits(
     softcap_scale: float | None,
     entropy: bool,
 ) -> None:
-    """Gradient of one slab of the products `hidden @ weight.T`."""
+    """Write the gradient of one slab of the products `hidden @ weight.T` to `out`."""
     terms = RowTerms(*row_terms[:, :, None])
     logits = logits_base2(hidden, weight, rows.scale, softcap_scale)
     tanh_squared = (logits / rows.scale[:, None]).square_() if softcap_scale is not None else None
@@ -157,9 +158,9 @@ def grad_logits(
 
 
 def logits_base2(hidden: Tensor, weight: Tensor, row_scale: Tensor, softcap_scale: float | None) -> Tensor:
-    """`row_scale * hidden @ weight.T`, or `row_scale * tanh(softcap_scale * hidden @ weight.T)`: [N, C] in fp32."""
+    """Return `row_scale * x` or `row_scale * tanh(softcap_scale * x)`, x = hidden @ weight.T: [N, C] fp32."""
     logits = hidden.new_empty(hidden.shape[0], weight.shape[0], dtype=torch.float32)
-    # Sums of sums in fp32: one running sum over a long H would lose what full fp32 products are asked for.
+    # fp32 inputs: sums over 256 of H are added up, as one running sum over a long H loses digits.
     for part in cut(hidden.shape[1], 256 if weight.dtype == torch.float32 else hidden.shape[1]):
         for columns in cut(weight.shape[0], CHUNK_COLUMNS):  # as in the statistics, so that both have the same bits
             product(hidden[:, part], weight[columns, part].T, logits[:, columns], accumulate=part.start > 0)
@@ -169,12 +170,12 @@ def logits_base2(hidden: Tensor, weight: Tensor, row_scale: Tensor, softcap_scal
 
 
 def upcast_row_bytes(matrix: Tensor) -> int:
-    """Bytes of a row's fp32 copy, where products need one."""
+    """Bytes of a row's fp32 copy, which a CPU's products of 16-bit inputs need; else 0."""
     return 4 * matrix.shape[1] if matrix.device.type == "cpu" and matrix.dtype != torch.float32 else 0
 
 
 def chunk_stats(logits: Tensor, labels: Tensor, first_id: int | Tensor, entropy: bool, telemetry: bool) -> Tensor:
-    """Statistics [K, N] of one chunk of base-2 logits [N, C]; `first_id` of its first column, or of each row's."""
+    """Return statistics [K, N] of one chunk of base-2 logits [N, C]. `first_id`: the first column's, or each row's."""
     in_chunk = (labels >= 0) & (labels < logits.shape[1])
     label_logit = logits.gather(1, torch.where(in_chunk, labels, 0).long()[:, None])[:, 0]
     max_logit, argmax = logits.max(dim=1)

@@ -1,4 +1,4 @@
-"""A token's numbers before and after the vocabulary is looked at, in plain torch.
+"""`prepare_rows`, `finish` and `row_terms` compute each token's numbers before and after the vocabulary's, in torch.
 
 `megatron_lce.backends.triton.row_numbers` has the same three functions as one launch each.
 """
@@ -22,7 +22,7 @@ from megatron_lce.core.statistics import CHUNK_COLUMNS, LN_2, UNIT, unpack_extre
 
 
 def prepare_rows(labels: Tensor, temperature: Tensor | float, options: Options, shard: Shard) -> Rows:
-    """int64 global labels [N] and their temperature -> what the primitives read of each row."""
+    """Return the `Rows` of int64 global labels [N] and their temperature."""
     local = labels - shard.start
     ignored = labels == options.ignore_index
     owned = (local >= 0) & (local < shard.columns) & ~ignored
@@ -42,7 +42,7 @@ def prepare_rows(labels: Tensor, temperature: Tensor | float, options: Options, 
 
 
 def largest_logit(max_logit: Tensor, min_logit: Tensor) -> Tensor:
-    """The largest absolute one."""
+    """Return the largest absolute logit."""
     return torch.maximum(max_logit.abs(), min_logit.abs())
 
 
@@ -52,12 +52,12 @@ def finish(
     rows: Rows,
     options: Options,
     outputs: LinearCrossEntropyOutput,
-    order: Tensor | None,  # [N] int64, where in the flat outputs a row's go; None: as they are
+    order: Tensor | None,  # [N] int64, a row's place in the flat outputs; None: the row's own number
 ) -> Saved:
-    """The whole vocabulary's to outputs in nats: 0 in ignored rows, NaN in broken ones."""
+    """Turn the vocabulary's statistics into outputs in nats: 0 in ignored rows, NaN in broken ones."""
     extremes = unpack_extremes(packed_extremes, options.telemetry)
     ignored = rows.ignored
-    # No rank owns the label where it is -inf on all of them.
+    # A label whose logit is -inf on every rank is owned by none: its row is NaN.
     to_nats = torch.where(extremes.label_logit == -torch.inf, torch.nan, rows.to_nats)
 
     def in_nats(value: Tensor) -> Tensor:
@@ -66,10 +66,10 @@ def finish(
     sum_exp, *others = (sums.float() * UNIT).unbind()
     log_sum = sum_exp.log2()
     label_logprob = (extremes.label_logit - extremes.max_logit) - log_sum
-    # M is NaN where a sum is made of NaN, which integers do not show.
+    # An integer sum cannot be NaN; the largest logit is, if any logit is.
     unless_nan = extremes.max_logit * 0.0
     entropy = log_sum - others[0] / sum_exp + unless_nan if options.entropy else None
-    found = LinearCrossEntropyOutput(
+    results = LinearCrossEntropyOutput(
         in_nats(label_logprob), None if entropy is None else in_nats(entropy), in_nats(extremes.max_logit + log_sum)
     )
     num_columns = None
@@ -77,11 +77,11 @@ def finish(
         max_logit = in_nats(extremes.max_logit)
         argmax = torch.where(max_logit.isnan(), -1, torch.where(ignored, 0, extremes.argmax))
         largest = largest_logit(extremes.max_logit, extremes.min_logit)
-        # A chunk's sum of squares is within fp32, or what is made of it and its like is NaN.
+        # NaN if a chunk's sum of squares is beyond fp32.
         unless_huge = unless_nan + CHUNK_COLUMNS * largest * largest * 0.0
         sum_exp_squared, sum_logit, sum_logit_squared = others[-4:-1]
         num_columns = sums[-1].float()
-        found = found._replace(
+        results = results._replace(
             max_logit=max_logit,
             min_logit=in_nats(extremes.min_logit),
             argmax=argmax.long(),
@@ -91,7 +91,7 @@ def finish(
             logits_norm=in_nats(largest * sum_logit_squared.sqrt() + unless_huge),
             mean_logit=in_nats(largest * (sum_logit / num_columns) + unless_huge),
         )
-    for output, value in zip(outputs, found, strict=True):
+    for output, value in zip(outputs, results, strict=True):
         if output is not None and value is not None:
             flat = output.view(-1)
             flat.copy_(value) if order is None else flat.index_copy_(0, order, value)
@@ -103,9 +103,9 @@ def row_terms(
     saved: Saved,
     upstream: Sequence[Tensor | None],  # gradients of the `DIFFERENTIABLE` outputs, fp32
     options: Options,
-    order: Tensor | None,  # [N] int64, which of the outputs are a row's; None: as they are
+    order: Tensor | None,  # [N] int64, a row's place in the flat outputs; None: the row's own number
 ) -> tuple[Tensor, Tensor]:
-    """Packed `RowTerms`, [6, N] fp32, or [7, N] with a gradient of the mean logit; and [N] bool, where there is any."""
+    """Return packed `RowTerms`, [6 or 7, N] fp32, and a mask [N] of rows with a gradient: see `Backend`."""
     if order is not None:
         upstream = [None if grad is None else grad.index_select(0, order) for grad in upstream]
     grad_logprobs, grad_entropy, grad_lse, grad_mean_logit = upstream

@@ -1,10 +1,10 @@
-"""A matrix times one number on the device, or times one a row, in fp32."""
+"""`scale` multiplies a matrix by one number on the device, or by one for each row, in fp32."""
 
 from torch import Tensor
 
 from megatron_lce.core.plan import cut
 
-_ROWS = 1024  # that are in fp32 at a time
+_ROWS = 1024  # rows that are in fp32 at a time
 
 
 def scale(
@@ -14,7 +14,7 @@ def scale(
     *,
     accumulate: bool,  # True: out += factor * matrix, False: out = factor * matrix
 ) -> None:
-    """Not in the matrix's dtype: torch rounds the factor to it first."""
+    """Scale in fp32: in the matrix's dtype torch would round the factor first."""
     for rows in cut(matrix.shape[0], _ROWS):
         scaled = matrix[rows].float() * (factor[rows, None] if factor.dim() else factor)
         out[rows].copy_(scaled.add_(out[rows]) if accumulate else scaled)

@@ -1,8 +1,7 @@
-"""The primitives of `megatron_lce.jsd`: a program owns a row and reads both heads' products of it up to three times.
+"""`read_products` of `megatron_lce.jsd`: a program reads a row of both heads' products up to three times.
 
-A row's gradient wants its divergence, and that wants both softmaxes: what one reading finds stays in registers for the
-next, or in memory where other columns have a part in it. Reading is all that takes time: two heads' products of some
-rows are more than a GPU's caches hold.
+A row's gradient needs its divergence, which needs both softmaxes. The results of a reading stay in registers for the
+next, or come from memory if other columns contribute. Only reading takes time: a GPU's caches cannot hold the products.
 """
 
 from typing import Any
@@ -16,15 +15,15 @@ from megatron_lce.backends.triton.tile_products import MASKED_LOGIT, fast_log2, 
 from megatron_lce.core.plan import ceil_div
 from megatron_lce.core.two_heads import Gradient, Pair
 
-# Of a program, measured on Hopper at 151,936 columns.
-COLUMNS = 4096  # that it reads at a time
+# A program's constants, measured on Hopper at 151,936 columns.
+COLUMNS = 4096  # columns that it reads at a time
 WARPS = 16
-_ROWS_OF_INTERPRETER = 16  # of a program: it pays by the program, and computes whole tensors in numpy
-_NEIGHBOURS = tl.constexpr(4)  # columns that share a running maximum: a thread loads so many at once
+_ROWS_OF_INTERPRETER = 16  # rows of a program under the interpreter, which pays by the program
+_NEIGHBOURS = tl.constexpr(4)  # columns that share a running maximum, as many as a thread loads at once
 
 
 def intermediate_bytes(num_columns: int) -> int:
-    """Bytes per token beside the arguments: there are none."""
+    """Bytes per token beside the arguments, 0 as nothing is allocated."""
     return 0
 
 
@@ -36,7 +35,7 @@ def read_products(
     softmaxes: bool = False,
     divergence: bool = False,
 ) -> None:
-    """Softmax statistics, sums and gradient in one launch: see `Backend`."""
+    """Read the products for softmax statistics, sums and gradient in one launch: see `Backend`."""
     student, teacher, beta, labels = pair
     num_tokens, num_columns = student.values.shape
     assert teacher.values.stride() == student.values.stride()
@@ -67,12 +66,12 @@ def read_products(
         PTX=tiles.speaks_ptx(),
         BLOCK_N=block_n,
         **_columns_at_a_time(num_columns),
-        enable_fp_fusion=False,  # a logit is the same number in every reading
+        enable_fp_fusion=False,  # a logit must have the same bits in every reading
     )
 
 
 def _columns_at_a_time(num_columns: int) -> dict[str, Any]:
-    """Block and warps of a program, of a narrow shard no more than it fills."""
+    """Return a program's columns and warps, as many as a narrow shard fills."""
     columns = min(COLUMNS, max(256, triton.next_power_of_2(num_columns)))
     return {"BLOCK_V": columns, "num_warps": max(1, WARPS * columns // COLUMNS)}
 
@@ -83,7 +82,7 @@ def _read_products_kernel(
     teacher_ptr,  # as the student's
     student_scale_ptr,  # [N] fp32
     teacher_scale_ptr,
-    label_ptr,  # [N] int32, or None: of no use
+    label_ptr,  # [N] int32, or None: no student's outputs
     found_ptr,  # [6, N] fp32, or [9, N] with labels, rows found_stride apart
     coefficient_ptr,  # [N] fp32, or None: no gradient
     out_ptr,  # [N, V] out, rows row_stride apart, or None
@@ -94,7 +93,7 @@ def _read_products_kernel(
     student_softcap_scale,  # or None
     teacher_softcap_scale,
     teacher_weight,  # beta
-    student_weight,  # 1 - beta, of which fp32 would lose digits
+    student_weight,  # 1 - beta, computed in fp64: fp32 would lose digits
     SOFTMAXES: tl.constexpr,
     DIVERGENCE: tl.constexpr,
     FORWARD_KL: tl.constexpr,
@@ -137,7 +136,7 @@ def _read_products_kernel(
     log_sums = tl.log2(student_sum / teacher_sum)
     unless_nan = (student_sum + teacher_sum) * 0.0
 
-    # The gradient of forward KL wants no sums, so that one reading makes both.
+    # The gradient of forward KL needs no sums: one reading makes both.
     AT_ONCE: tl.constexpr = FORWARD_KL and out_ptr is not None and label_ptr is None
     over_student_sum, over_teacher_sum, expected, label_logit = nothing, nothing, nothing, nothing
     if label_ptr is not None:
@@ -211,9 +210,9 @@ def _read_products_kernel(
 
 @triton.jit
 def _places(first, column, V, row_stride, BLOCK_V: tl.constexpr):
-    """Where the columns from this one on lie, up to the end of a row's storage, and which of them are wanted.
+    """Return the places of the columns from this one on, which of them are stored, and which lie before V.
 
-    Triton knows that end, not V, to be a multiple of 16, so that whole vectors are read and written.
+    A row is stored up to row_stride, which Triton knows to be a multiple of 16: so whole vectors are read and written.
     """
     columns = column + tl.arange(0, BLOCK_V)[None, :]
     return first + columns, columns < row_stride, columns < V
@@ -221,7 +220,7 @@ def _places(first, column, V, row_stride, BLOCK_V: tl.constexpr):
 
 @triton.jit
 def _logits(places, stored, wanted, scale, softcap_scale):
-    """Base-2 logits, of no weight where not wanted, and what they are multiples of: products, or their tanh."""
+    """Return base-2 logits, masked past V, and the products, or their tanh, that they are multiples of."""
     products = tl.load(places, stored, other=0.0)
     if softcap_scale is not None:
         products = tanh(products * softcap_scale)
@@ -230,7 +229,7 @@ def _logits(places, stored, wanted, scale, softcap_scale):
 
 @triton.jit
 def _with_more(max_logit, total, logits):
-    """Running maxima and sums of 2^(z - maximum) with more logits; a sum is NaN once a logit is not finite."""
+    """Add logits to running maxima and sums of 2^(z - maximum); a sum is NaN once a logit is not finite."""
     logits = tl.reshape(logits, (logits.shape[0], logits.shape[1] // _NEIGHBOURS, _NEIGHBOURS))
     larger = tl.maximum(max_logit, tl.max(logits, 2))
     exps = tl.fma(logits, 0.0, tl.exp2(logits - larger[:, :, None]))
@@ -239,23 +238,23 @@ def _with_more(max_logit, total, logits):
 
 @triton.jit
 def _joined(max_logit, total):
-    """The row's maximum and sum, [BLOCK_N, 1] each."""
+    """Merge running maxima and sums to the row's, [BLOCK_N, 1] each."""
     largest = tl.max(max_logit, 1, keep_dims=True)
     return largest, tl.sum(total * tl.exp2(max_logit - largest), 1, keep_dims=True)
 
 
 @triton.jit
 def _neighbours_sum(values):
-    """[BLOCK_N, BLOCK_V] -> [BLOCK_N, BLOCK_V / _NEIGHBOURS]."""
+    """Add up neighbours, [BLOCK_N, BLOCK_V] to [BLOCK_N, BLOCK_V / _NEIGHBOURS]."""
     return tl.sum(tl.reshape(values, (values.shape[0], values.shape[1] // _NEIGHBOURS, _NEIGHBOURS)), 2)
 
 
 @triton.jit
 def _mixture_over_both(ratio, teacher_weight, student_weight, STUDENT_LEADS: tl.constexpr, PTX: tl.constexpr):
-    """log2(m / p_s) and log2(m / p_t) from log2(p_t / p_s), for beta between its ends; finite though that is not.
+    """Return log2(m / p_s) and log2(m / p_t) from log2(p_t / p_s), for 0 < beta < 1, finite even if that is not.
 
-    Of the head that weighs more in m, which leads, it is log2(1 + w (q / p - 1)), with the other's probability q and
-    weight w, and as exact as it is small. Held where p is so much smaller than q that it has no weight.
+    For the head with the larger weight in m, which leads, it is log2(1 + w (q / p - 1)), with the other's probability
+    q and weight w, and its error is relative. The ratio is clamped where p is too small beside q to have a weight.
     """
     to_other = tl.minimum(ratio if STUDENT_LEADS else -ratio, 126.0)
     others_weight = tl.zeros_like(ratio) + (teacher_weight if STUDENT_LEADS else student_weight)
@@ -268,9 +267,9 @@ def _mixture_over_both(ratio, teacher_weight, student_weight, STUDENT_LEADS: tl.
 
 @triton.jit
 def _log2_of_1_plus(x, PTX: tl.constexpr):
-    """log2(1 + x) from -1/2 to 2^126, to 8e-7 of the result; to 3e-7 where x is small.
+    """Return log2(1 + x) for x from -1/2 to 2^126, to a relative error of 8e-7, of 3e-7 for small x.
 
-    Up to 1/4 x times a polynomial (minimax fit): the logarithm of the sum would lose what its rounding loses of x.
+    Up to 1/4 it is x times a polynomial (minimax fit), as rounding 1 + x loses digits of x.
     """
     polynomial = tl.fma(x, 0.22733094, -0.26152116)
     polynomial = tl.fma(x, polynomial, 0.28770784)

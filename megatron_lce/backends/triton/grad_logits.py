@@ -1,6 +1,7 @@
-"""Second primitive: the gradient of one slab of logits, in hidden's dtype; recomputed, or from kept exponentials.
+"""The second primitive is the gradient of one slab of logits, recomputed or from kept exponentials.
 
-Of the raw logits, the products hidden @ weight.T: scale, softcap and temperature are in the row terms and the kernels.
+It is the gradient of the products hidden @ weight.T, in hidden's dtype: scale, softcap (its derivative, `slope`) and
+temperature are in the row terms and the kernels.
 """
 
 import torch
@@ -23,8 +24,8 @@ from megatron_lce.core.logits_cache import LogitsCache
 from megatron_lce.core.plan import ceil_div, slab_row_stride
 from megatron_lce.core.rows import LOWEST_LOG_P, NUM_TERMS, Rows
 
-# A row's factor and its label's exponential lie between 1 over this and this: their products with what is 16 bits wide,
-# and sums of those, are far from the ends of fp32.
+# A row's factor and its label's exponential lie between 1 over this and this: their products with 16-bit numbers, and
+# the sums of such products, are far from the limits of fp32.
 _LARGEST_FACTOR = tl.constexpr(2.0**96)
 _LOWEST_LOG_P = tl.constexpr(LOWEST_LOG_P)
 
@@ -40,7 +41,7 @@ def grad_logits(
     softcap_scale: float | None,
     entropy: bool,
 ) -> None:
-    """Gradient of one slab of the products `hidden @ weight.T`, recomputing them."""
+    """Recompute one slab of the products `hidden @ weight.T`, and write their gradient to `out`."""
     tile = tiles.choose_tiles(hidden.dtype, hidden.device)
     num_tokens, num_columns = out.shape
     num_tiles = ceil_div(num_tokens, tile.block_n) * ceil_div(num_columns, tile.block_v)
@@ -67,7 +68,7 @@ def grad_logits(
         GROUP_N=tiles.GROUP_N,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        # With it the softcap's registers spill; and fp32 wants z - max to be 0 at the largest z, however large that is.
+        # With fusion a softcap spills registers, and z - max in fp32 would not be 0 at the largest z.
         enable_fp_fusion=softcap_scale is None and hidden.dtype != torch.float32,
     )
 
@@ -81,11 +82,11 @@ def grad_logits_from_cache(
     entropy: bool,
     factored: bool,
 ) -> Tensor | None:
-    """Kept exponentials to the gradient of their products, in place; what lies behind its rows are numbers.
+    """Turn kept exponentials into the gradient of their products, in place, with finite numbers behind the rows.
 
-    A `mean_term` takes no softcap: its slope is wanted of logits of which an exponential of 0 kept nothing.
-    `factored`: where a gradient is its exponential times one number a row, but for the label's, only the label's is
-    written, and those numbers are returned, [N] fp32, which the gradient is still to be multiplied by.
+    A softcap admits no `mean_term`: its slope at a logit cannot be told from an exponential of 0.
+    If `factored`, rows whose gradient is a number of the row times the exponential are left as they are, but for the
+    label's column. The numbers are returned, [N] fp32, 1 for the other rows: the gradient is factor * exp.
     """
     mean = row_terms.shape[0] > NUM_TERMS
     assert not (softcap and mean)
@@ -94,8 +95,7 @@ def grad_logits_from_cache(
     num_tokens, num_columns = cache.exp.shape
     num_chunks = ceil_div(num_columns, chunk)
     factor = row_terms.new_empty(num_tokens) if factored else None
-    # Rows of a program, and into how many programs the columns go. H200, ms of 2048 x 131072: 0.27 by 4 rows and 4
-    # chunks, 0.30 by 8 rows and 1 chunk; a copy takes 0.26.
+    # Rows of a program, and programs among which the columns go. Unless factored it takes a copy's time and 4 % (H200).
     block_n, parts = (8, min(num_chunks, 4)) if factored else (4, ceil_div(num_chunks, 4))
     _grad_from_exp_kernel[(parts * ceil_div(num_tokens, block_n),)](
         cache.exp,
@@ -105,7 +105,7 @@ def grad_logits_from_cache(
         row_terms,
         factor,
         num_tokens,
-        # To the end of a row's storage, not to its last column: a bound that Triton knows to be a multiple of 16.
+        # The end of a row's storage instead of its last column: Triton knows it to be a multiple of 16.
         slab_row_stride(num_columns),
         cache.exp.stride(0),
         cache.reference.stride(0),
@@ -146,7 +146,7 @@ def _grad_logits_kernel(
     BLOCK_H: tl.constexpr,
     GROUP_N: tl.constexpr,
 ):
-    """p (p_term - entropy_term log2 p) + 1[label] label_term + mean_term, for each tile; times a softcap's slope."""
+    """Write p (p_term - entropy_term log2 p) + 1[label] label_term + mean_term, times a softcap's slope."""
     num_row_blocks = tl.cdiv(N, BLOCK_N)
     num_column_tiles = tl.cdiv(C, BLOCK_V)
     for tile in tl.range(tl.program_id(0), num_row_blocks * num_column_tiles, tl.num_programs(0), flatten=True):
@@ -158,7 +158,7 @@ def _grad_logits_kernel(
         label = tl.load(label_ptr + rows, mask=row_mask, other=-1) - first_column
 
         logits = tile_products(hidden_desc, weight_desc, row, column, H, BLOCK_N, BLOCK_V, BLOCK_H, UPCAST)
-        # Loaded after the products: held across them, these spill the accumulator's registers.
+        # Loaded after the products: held across them, they spill registers.
         row_scale = tl.load(row_scale_ptr + rows, mask=row_mask, other=0.0)
         max_logit = tl.load(terms_ptr + rows, mask=row_mask, other=0.0)
         log_sum = tl.load(terms_ptr + terms_stride + rows, mask=row_mask, other=0.0)
@@ -192,14 +192,14 @@ def _grad_from_exp_kernel(
     label_ptr,  # [N] int32
     row_scale_ptr,  # [N] fp32
     terms_ptr,  # [6 + MEAN, N] fp32, rows terms_stride apart
-    factor_ptr,  # [N] fp32 out, what the gradient is still to be multiplied by; None: nothing
+    factor_ptr,  # [N] fp32 out, the gradient is factor * exp; None: the gradient is written
     N,
     stop,
     exp_stride,
     reference_stride,
     terms_stride,
     num_chunks,
-    parts,  # of the columns
+    parts,  # programs among which the columns go
     ENTROPY: tl.constexpr,
     MEAN: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -207,7 +207,7 @@ def _grad_from_exp_kernel(
     BLOCK_N: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """The same gradient from the kept exponentials; the label's own column from its exact logprob."""
+    """Write the same gradient from kept exponentials, and the label's column from its exact logprob."""
     part = tl.program_id(0) % parts
     rows = tl.program_id(0) // parts * BLOCK_N + tl.arange(0, BLOCK_N)
     row_mask = rows < N

@@ -1,4 +1,4 @@
-"""Merging statistics of disjoint sets of columns, see `megatron_lce.core.statistics`: first extremes, then sums."""
+"""Statistics of disjoint sets of columns are merged, see `megatron_lce.core.statistics`: first extremes, then sums."""
 
 import torch
 import triton
@@ -14,7 +14,7 @@ _UNITS = tl.constexpr(1 / UNIT)
 
 
 def merge_extremes(parts: Tensor, telemetry: bool) -> Tensor:
-    """[S, E or more, N] of S disjoint sets of columns -> [E, N] of their union."""
+    """Merge the extremes of S disjoint sets of columns, [S, E or more, N], to their union's, [E, N]."""
     num_parts, rows_of_part, num_tokens = parts.shape
     merged = parts.new_empty(num_extremes(telemetry), num_tokens)
     block_n = tiles.merging_rows(parts.device)
@@ -34,14 +34,14 @@ def merge_extremes(parts: Tensor, telemetry: bool) -> Tensor:
 
 def sum_chunks(
     parts: Tensor,  # [chunks, K, N]
-    all_extremes: Tensor,  # [S, E or more, N] of S disjoint sets of columns, which are the whole vocabulary
+    all_extremes: Tensor,  # [S, E or more, N] of S disjoint sets of columns that make up the vocabulary
     num_columns: int,
     entropy: bool,
     telemetry: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The whole vocabulary's extremes [E, N]; the chunks' sums relative to them, int64 [`num_sums`, N] in `UNIT`s.
+    """Return the vocabulary's extremes [E, N], and the chunks' sums relative to them, int64 [`num_sums`, N] in `UNIT`s.
 
-    One launch: where the chunks are the whole vocabulary, they are `all_extremes` too.
+    One launch does both. On one rank `parts` are the `all_extremes`, too.
     """
     num_chunks, rows_of_part, num_tokens = parts.shape
     extremes = parts.new_empty(num_extremes(telemetry), num_tokens)
@@ -71,7 +71,7 @@ def sum_chunks(
 
 @triton.jit
 def _largest(running, values):
-    """Over the first dimension; NaN where there is one, which tl.max passes over."""
+    """Return the largest value over the first dimension, NaN if any is, which tl.max would pass over."""
     largest = tl.maximum(running, tl.max(values, 0), propagate_nan=tl.PropagateNan.ALL)
     return tl.where(tl.max((values != values).to(tl.int32), 0) > 0, float("nan"), largest)
 
@@ -103,7 +103,7 @@ def _merged_extremes(
     BLOCK_S: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Stores them; returns the largest and, with telemetry, the smallest."""
+    """Store the union's extremes, and return the largest logit and, with telemetry, the smallest."""
     token_mask = tokens < N
     max_logit = tl.full((BLOCK_N,), float("-inf"), tl.float32)
     label_logit = tl.full((BLOCK_N,), float("-inf"), tl.float32)
@@ -135,7 +135,7 @@ def _merged_extremes(
 
 @triton.jit
 def largest_logit(max_logit, min_logit):
-    """The largest absolute one."""
+    """Return the largest absolute logit."""
     return tl.maximum(tl.abs(max_logit), tl.abs(min_logit))
 
 

@@ -1,4 +1,4 @@
-"""The Triton backend: the primitives of this package, under the names that every backend has."""
+"""The Triton backend's primitives, under the names of the `Backend` protocol."""
 
 from megatron_lce.backends.triton.divergence import intermediate_bytes, read_products
 from megatron_lce.backends.triton.grad_logits import grad_logits, grad_logits_from_cache

@@ -1,4 +1,4 @@
-"""What torch's `row_numbers` does, one launch each: at TP=8 a dozen small ones cost as much as a slab's product."""
+"""`prepare_rows`, `finish` and `row_terms` are one launch each: at TP=8 a dozen take as long as a slab's product."""
 
 from collections.abc import Sequence
 
@@ -30,7 +30,7 @@ _SCALE_OF_IGNORED_ROW = tl.constexpr(SCALE_OF_IGNORED_ROW)
 
 
 def prepare_rows(labels: Tensor, temperature: Tensor | float, options: Options, shard: Shard) -> Rows:
-    """See `megatron_lce.backends.torch.row_numbers.prepare_rows`."""
+    """Return the `Rows`, as torch's `prepare_rows` does, in one launch."""
     num_tokens = labels.shape[0]
     rows = Rows(
         torch.empty_like(labels, dtype=torch.int32),
@@ -54,13 +54,13 @@ def prepare_rows(labels: Tensor, temperature: Tensor | float, options: Options, 
 
 def finish(
     packed_extremes: Tensor,  # [E, N or more]
-    sums: Tensor,  # [`num_sums`, as many] int64
+    sums: Tensor,  # [`num_sums`, N or more] int64, as wide as the extremes
     rows: Rows,
     options: Options,
     outputs: LinearCrossEntropyOutput,
     order: Tensor | None,  # [N] int64
 ) -> Saved:
-    """See `megatron_lce.backends.torch.row_numbers.finish`."""
+    """Turn statistics into outputs, as torch's `finish` does, in one launch."""
     num_tokens, entropy, telemetry = rows.labels.shape[0], options.entropy, options.telemetry
     wanted = (True, True, entropy, telemetry)
     saved = [packed_extremes.new_empty(num_tokens) if want else None for want in wanted]
@@ -88,7 +88,7 @@ def row_terms(
     options: Options,
     order: Tensor | None,  # [N] int64
 ) -> tuple[Tensor, Tensor]:
-    """See `megatron_lce.backends.torch.row_numbers.row_terms`: [6 or 7, N] fp32, [N] bool."""
+    """Return `RowTerms` [6 or 7, N] fp32 and a mask [N] of rows with a gradient, in one launch: see `Backend`."""
     num_tokens = rows.labels.shape[0]
     with_mean = upstream[DIFFERENTIABLE.index("mean_logit")] is not None
     terms = rows.scale.new_empty(NUM_TERMS + with_mean, num_tokens)
@@ -144,7 +144,7 @@ def _prepare_rows_kernel(
 
 @triton.jit
 def _places(order_ptr, rows, mask):
-    """Of these rows' numbers in tensors of every row."""
+    """Return these rows' places in tensors of every row."""
     places = rows.to(tl.int64)
     if order_ptr is not None:
         places = tl.load(order_ptr + rows, mask=mask, other=0)
@@ -153,7 +153,7 @@ def _places(order_ptr, rows, mask):
 
 @triton.jit
 def _in_nats(value, to_nats):
-    """Base 2 to nats; 0 in ignored rows, whatever they hold; NaN in broken ones."""
+    """Return the value in nats: 0 in ignored rows, whatever they hold, and NaN in broken ones."""
     return tl.where(to_nats == 0, 0.0, value * to_nats)
 
 
@@ -162,7 +162,7 @@ def _finish_kernel(
     extremes_ptr,  # [E, N] packed, rows stats_stride apart
     sums_ptr,  # [1 + ENTROPY + 4 * TELEMETRY, N] int64, rows as far apart
     to_nats_ptr,  # [N]
-    order_ptr,  # [N] int64, where a row's outputs go; None: as they are
+    order_ptr,  # [N] int64, a row's place in the outputs; None: the row's own number
     logprobs_ptr,  # out, as all that follow; None where not wanted
     entropy_ptr,
     lse_ptr,
@@ -190,12 +190,12 @@ def _finish_kernel(
     label_logit = tl.load(extremes + stats_stride, mask=mask, other=0.0)
     sum_exp = tl.load(sums_ptr + rows, mask=mask, other=1).to(tl.float32) * _UNIT
     to_nats = tl.load(to_nats_ptr + rows, mask=mask, other=0.0)
-    # No rank owns the label where it is -inf on all of them.
+    # A label whose logit is -inf on every rank is owned by none: its row is NaN.
     to_nats = tl.where((label_logit == float("-inf")) & (to_nats != 0), float("nan"), to_nats)
     log_sum = tl.log2(sum_exp)
-    log_sum = tl.where(log_sum < 0, 0.0, log_sum)  # the sum is at least 1; no rounding may say otherwise
+    log_sum = tl.where(log_sum < 0, 0.0, log_sum)  # the sum is at least 1, but for rounding
     label_shift = label_logit - max_logit
-    label_shift = tl.where(label_shift > 0, 0.0, label_shift)  # they come from two kernels
+    label_shift = tl.where(label_shift > 0, 0.0, label_shift)  # two kernels computed the two logits
     label_logprob = label_shift - log_sum
     tl.store(saved_log_sum_ptr + rows, log_sum, mask=mask)
     tl.store(saved_label_logprob_ptr + rows, label_logprob, mask=mask)
@@ -203,7 +203,7 @@ def _finish_kernel(
     tl.store(logprobs_ptr + places, _in_nats(label_logprob, to_nats), mask=mask)
     if ENTROPY:
         sum_exp_logit = tl.load(sums_ptr + stats_stride + rows, mask=mask, other=0).to(tl.float32) * _UNIT
-        # The largest logit is NaN where a sum is made of NaN, which integers do not show.
+        # An integer sum cannot be NaN; the largest logit is, if any logit is.
         entropy = log_sum - sum_exp_logit / sum_exp + max_logit * 0.0
         tl.store(saved_entropy_ptr + rows, entropy, mask=mask)
         tl.store(entropy_ptr + places, _in_nats(entropy, to_nats), mask=mask)
@@ -211,7 +211,7 @@ def _finish_kernel(
         min_logit = tl.load(extremes + 2 * stats_stride, mask=mask, other=0.0)
         largest = largest_logit(max_logit, min_logit)
         unless_nan = max_logit * 0.0
-        # A chunk's sum of squares is within fp32, or what is made of it and its like is NaN.
+        # NaN if a chunk's sum of squares is beyond fp32.
         unless_huge = unless_nan + _CHUNK_COLUMNS * largest * largest * 0.0
         sums = sums_ptr + (1 + ENTROPY) * stats_stride + rows
         sum_exp_squared = tl.load(sums, mask=mask, other=0).to(tl.float32) * _UNIT
@@ -251,7 +251,7 @@ def _row_terms_kernel(
     saved_label_logprob_ptr,
     saved_entropy_ptr,  # or None
     saved_num_columns_ptr,  # or None
-    order_ptr,  # [N] int64, which of the upstream gradients are a row's; None: as they are
+    order_ptr,  # [N] int64, a row's place in the upstream gradients; None: the row's own number
     grad_logprobs_ptr,  # or None, as the other upstream gradients
     grad_entropy_ptr,
     grad_lse_ptr,
@@ -261,7 +261,7 @@ def _row_terms_kernel(
     grad_lse_stride,
     grad_mean_logit_stride,
     terms_ptr,  # [6 or 7, N] out, `RowTerms`
-    counts_ptr,  # [N] bool out: whether any of its gradients is not zero
+    counts_ptr,  # [N] bool out: the row has a gradient that is not zero
     N,
     inner_factor,
     BLOCK_N: tl.constexpr,

@@ -1,4 +1,4 @@
-"""A matrix times one number on the device, or times one a row, in fp32."""
+"""`scale` multiplies a matrix by one number on the device, or by one for each row, in fp32."""
 
 import triton
 import triton.language as tl
@@ -16,7 +16,7 @@ def scale(
     *,
     accumulate: bool,  # True: out += factor * matrix, False: out = factor * matrix
 ) -> None:
-    """torch rounds the factor to a 16-bit matrix's dtype first, and reads at a fifth of the memory's speed."""
+    """Scale in one launch: torch would round the factor to 16 bits first, and reads at a fifth of memory's speed."""
     num_rows, num_columns = matrix.shape
     in_place = out.data_ptr() == matrix.data_ptr() and not accumulate
     rows = 64 if matrix.device.type == "cpu" else 1  # an interpreter pays by the program
@@ -48,14 +48,14 @@ def _scale_kernel(
     out_row_stride,
     out_column_stride,
     PER_ROW: tl.constexpr,
-    UNLESS_ONE: tl.constexpr,  # times 1 the matrix is what it is, as a loss's own gradient often is
+    UNLESS_ONE: tl.constexpr,  # nothing is done for a factor of 1, which the gradient of a loss often is
     ACCUMULATE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     rows = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
     factor = tl.load(factor_ptr + rows, rows < M) if PER_ROW else tl.load(factor_ptr)
-    if UNLESS_ONE:  # noqa: SIM102 - this is decided by the compiler, the next on the device
+    if UNLESS_ONE:  # noqa: SIM102 - the compiler decides this, the device the next
         if factor == 1.0:
             return
     for start in range(0, K, BLOCK_K):

@@ -1,4 +1,4 @@
-"""First primitive: softmax statistics of hidden @ weight.T, with the logits in registers only."""
+"""The first primitive takes softmax statistics of hidden @ weight.T, with the logits in registers only."""
 
 import torch
 import triton
@@ -19,7 +19,7 @@ from megatron_lce.core.logits_cache import LogitsCache
 from megatron_lce.core.plan import ceil_div
 from megatron_lce.core.statistics import LOWEST_LOGIT, packed_rows
 
-# The absolute logit, base 2, up to which a chunk's largest is kept without a reference: bf16's range goes to 2^127, and
+# Base 2. In bf16 a chunk's reference is 0 if its largest absolute logit is no larger: bf16's range goes to 2^127, and
 # leaves room for products.
 LARGEST_WITHOUT = 64.0
 _LOWEST_LOGIT = tl.constexpr(LOWEST_LOGIT)
@@ -28,7 +28,7 @@ _LOWEST_LOGIT = tl.constexpr(LOWEST_LOGIT)
 def softmax_stats(
     hidden: Tensor,  # [N, H]
     weight: Tensor,  # [V, H]
-    labels: Tensor,  # [N] int32 ids into weight's rows; -1: owned by nobody here
+    labels: Tensor,  # [N] int32 ids into weight's rows; -1: not this shard's
     row_scale: Tensor,  # [N] fp32 factor from products (or their tanh) to base-2 logits
     *,
     softcap_scale: float | None,
@@ -37,7 +37,7 @@ def softmax_stats(
     vocab_start: int,
     cache: LogitsCache | None = None,
 ) -> Tensor:
-    """Statistics [chunks, K, N] of V columns, see `megatron_lce.core.statistics`. Fills the cache, if any."""
+    """Return statistics [chunks, K, N] of V columns, see `megatron_lce.core.statistics`, and fill the cache, if any."""
     num_tokens, num_columns = hidden.shape[0], weight.shape[0]
     tile, chunk = tiles.choose_tiles(hidden.dtype, hidden.device), tiles.chunk_columns(hidden)
     rows = packed_rows(entropy, telemetry)
@@ -78,7 +78,7 @@ def softmax_stats(
             num_stages=tile.num_stages,
             enable_fp_fusion=False,
         )
-    # Behind what fills its row of `parts`.
+    # After the other kernel, which fills the label's row of `parts` with -inf.
     _label_logits(hidden_desc, weight, labels, row_scale, parts[0, 1], softcap_scale)
     return parts
 
@@ -116,9 +116,9 @@ def _label_logits(
 def _label_logits_kernel(
     hidden_desc,  # [N, H]
     weight_ptr,  # [V, H]
-    label_ptr,  # [N] int32; -1: owned by nobody here
+    label_ptr,  # [N] int32; -1: not this shard's
     row_scale_ptr,  # [N] fp32
-    out_ptr,  # [N] fp32 out; -inf where nobody here owns the label
+    out_ptr,  # [N] fp32 out; -inf for a label of -1
     N,
     H,
     weight_stride,
@@ -128,10 +128,10 @@ def _label_logits_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """The logit of each token's label, as the diagonal of a tile whose columns are the tokens' labels.
+    """Compute the logit of each token's label, as the diagonal of a tile whose columns are the tokens' labels.
 
-    The bits are those of the statistics' tiles, so that no label's logit is above the largest. To look for it there
-    costs each tile a comparison and a maximum a logit: 1 to 5 % of the forward.
+    The bits are those of the statistics' tiles, so that no label's logit is above the largest. A search for it in those
+    tiles would take 1 to 5 % of the forward.
     """
     row = tl.program_id(0) * BLOCK_N
     rows = row + tl.arange(0, BLOCK_N)
@@ -148,13 +148,13 @@ def _label_logits_kernel(
     tl.store(out_ptr + rows, tl.where(label >= 0, label_logit, float("-inf")), row_mask)
 
 
-# fp fusion is off in the launches: logprobs must keep their bits whichever of the constexprs are set.
+# fp fusion is off in the launches: logprobs must have the same bits for all constexprs.
 @triton.jit(do_not_specialize=["N", "V", "first_column", "vocab_start", "reference_stride"])
 def _softmax_stats_kernel(
     hidden_desc,  # [N, H]
     weight_desc,  # [V, H]
     row_scale_ptr,  # [N] fp32
-    stats_ptr,  # [chunks, K, N] fp32 out; the label's row as of a chunk without it
+    stats_ptr,  # [chunks, K, N] fp32 out; the label's row is -inf
     exp_desc,  # [N, V] out; None: not kept
     reference_ptr,  # [chunks, N] fp32 out, rows reference_stride apart; None: not kept
     N,
@@ -166,7 +166,7 @@ def _softmax_stats_kernel(
     softcap_scale,
     ENTROPY: tl.constexpr,
     TELEMETRY: tl.constexpr,
-    LARGEST_WITHOUT: tl.constexpr,  # logit of a chunk that is kept without a reference
+    LARGEST_WITHOUT: tl.constexpr,  # largest absolute logit, base 2, of a chunk whose reference is 0; 0: none is
     SOFTCAP: tl.constexpr,
     UPCAST: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -175,7 +175,7 @@ def _softmax_stats_kernel(
     CHUNK: tl.constexpr,
     GROUP_N: tl.constexpr,
 ):
-    """Statistics of each tile of logits, [BLOCK_N, BLOCK_V], which never leaves the registers (but for its exp)."""
+    """Take statistics of each tile of logits, [BLOCK_N, BLOCK_V], which never leaves the registers (its exp may)."""
     FIRST_SUM: tl.constexpr = 2 + 2 * TELEMETRY
     K: tl.constexpr = FIRST_SUM + 1 + ENTROPY + 3 * TELEMETRY
     CHUNKS: tl.constexpr = BLOCK_V // CHUNK
@@ -199,9 +199,9 @@ def _softmax_stats_kernel(
         stats = stats_ptr + (column_tile * CHUNKS + chunks).to(tl.int64)[None, :] * (K * N) + rows[:, None]
         mask = row_mask[:, None] & (column + chunks * CHUNK < V)[None, :]  # [BLOCK_N, CHUNKS]
         if TELEMETRY:
-            # Past the vocabulary's end they are zero still. In this order, and not behind the minimum, nothing spills.
+            # Products past the vocabulary's end are zero. Sums before the minimum: in this order no register spills.
             zero_ended = logits
-            if SOFTCAP:  # but NaN there where hidden is infinite, whose other logits the tanh makes finite
+            if SOFTCAP:  # an infinite hidden makes NaN there, while the tanh keeps the vocabulary's logits finite
                 zero_ended = tl.where((columns < V)[None, :], logits, 0.0)
             zero_ended = tl.reshape(zero_ended, (BLOCK_N, CHUNKS, CHUNK))
             tl.store(stats + (K - 2) * N, tl.sum(zero_ended, 2), mask)
@@ -220,13 +220,13 @@ def _softmax_stats_kernel(
         exp = tl.exp2(shifted)
         sum_exp = tl.sum(exp, 2)
         if ENTROPY:
-            # 0 times -inf is to be 0. A branch for the chunks that need it costs 5 to 10 % of the kernel, this nothing.
+            # 0 times -inf must be 0. A maximum costs nothing, a branch for the chunks that need it 5 to 10 %.
             finite = tl.maximum(shifted, _LOWEST_LOGIT)
             tl.store(stats + (FIRST_SUM + 1) * N, tl.sum(exp * finite, 2), mask)
         if TELEMETRY:
             tl.store(stats + (K - 3) * N, tl.sum(exp * exp, 2), mask)
         tl.store(stats + FIRST_SUM * N, sum_exp, mask)
-        # tl.max passes over a NaN; the sum does not.
+        # tl.max passes over a NaN; a sum does not.
         max_logit = tl.where(sum_exp == sum_exp, max_logit, float("nan"))
         tl.store(stats, max_logit, mask)
         tl.store(stats + N, tl.full((BLOCK_N, CHUNKS), float("-inf"), tl.float32), mask)

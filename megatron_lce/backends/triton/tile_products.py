@@ -1,4 +1,4 @@
-"""What the kernels share: which tile a program works on, its products, and the logits made of them."""
+"""The kernels share the order of tiles, the products of a tile, and what makes logits of them."""
 
 import torch
 import triton
@@ -7,13 +7,13 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 FP32_SUM = tl.constexpr(256)
-MASKED_LOGIT = tl.constexpr(-1e38)  # finite, so that 0 * (masked - max) is 0 and not NaN
+MASKED_LOGIT = tl.constexpr(-1e38)  # finite, so that 0 * (masked - max) is 0 instead of NaN
 SMALLEST_NORMAL = tl.constexpr(1.1754943508222875e-38)
 
 
 @triton.jit
 def tile_position(tile, num_row_blocks, num_column_tiles, GROUP_N: tl.constexpr):
-    """Row block and column tile: groups of GROUP_N row blocks walk the columns together."""
+    """Return the row block and column tile of a tile's number: GROUP_N row blocks go through the columns together."""
     tiles_in_group = GROUP_N * num_column_tiles
     group = tile // tiles_in_group
     first_row_block = group * GROUP_N
@@ -24,7 +24,7 @@ def tile_position(tile, num_row_blocks, num_column_tiles, GROUP_N: tl.constexpr)
 
 @triton.jit
 def _weight_tile(weight, column, h, H, BLOCK_H: tl.constexpr):
-    """[BLOCK_V, BLOCK_H], zero past the ends."""
+    """Load weight [BLOCK_V, BLOCK_H] at a column and h, zero past the ends."""
     if weight.dtype.is_ptr():
         inner = h + tl.arange(0, BLOCK_H)
         tile = tl.load(weight + inner[None, :], mask=(inner < H)[None, :], other=0.0)
@@ -36,7 +36,7 @@ def _weight_tile(weight, column, h, H, BLOCK_H: tl.constexpr):
 @triton.jit
 def tile_products(
     hidden_desc,  # [N, H]
-    weight,  # the descriptor of [V, H], or pointers [BLOCK_V, 1] to the rows that are taken whatever `column` is
+    weight,  # the descriptor of [V, H], or pointers [BLOCK_V, 1] to rows, which ignore `column`
     row,
     column,
     H,
@@ -45,10 +45,10 @@ def tile_products(
     BLOCK_H: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """hidden[row:] @ weight[column:].T in fp32; rows and columns past the end are zero."""
+    """Return a tile of hidden[row:] @ weight[column:].T in fp32; rows and columns past the end are zero."""
     products = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
     if hidden_desc.dtype == tl.float32:
-        # Sums of sums: one running sum over a long H would lose what full fp32 products are asked for.
+        # Sums over FP32_SUM of H are added up, as one running sum over a long H loses digits.
         for start in range(0, H, FP32_SUM):
             partial = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
             for h in range(start, min(start + FP32_SUM, H), BLOCK_H):
@@ -69,15 +69,15 @@ def tile_products(
 
 @triton.jit
 def halves(tile):
-    """Its left and right columns: stored one after the other they take less of the shared memory than the whole."""
+    """Return a tile's left and right columns: two stores take less shared memory than one."""
     return tile.reshape(tile.shape[0], 2, tile.shape[1] // 2).permute(0, 2, 1).split()
 
 
 @triton.jit
 def tanh(x):
-    """To 2e-7 of the result, and exact at infinity: a softcap multiplies it by a number that may be large.
+    """Return tanh to a relative error of 2e-7, and exact at infinity: a softcap multiplies it by a large number.
 
-    Below 1/2 x times a polynomial in x^2 (minimax fit); beyond, where nothing cancels, from the exponential.
+    Below 1/2 it is x times a polynomial in x^2 (minimax fit), from there on it is computed from the exponential.
     """
     square = x * x
     polynomial = 0.13324779 + square * (-0.05298606 + square * 0.017134985)
@@ -88,9 +88,9 @@ def tanh(x):
 
 @triton.jit
 def fast_log2(x, PTX: tl.constexpr):
-    """log2 of what is positive and no subnormal number, to 2^-22 of the result or, near 1, absolutely.
+    """Return log2 of a positive normal number, to a relative error of 2^-22 or, near 1, an absolute one.
 
-    The general logarithm takes 24 instructions a number for 1, and so longer than what reads the number.
+    The general logarithm takes 24 instructions instead of 1, and more time than the load of the number.
     """
     if PTX:
         return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
