@@ -23,22 +23,17 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="megatron-lce", description="Fused linear cross-entropy for Megatron-LM.")
     parser.add_argument("--version", action="version", version=f"megatron-lce {__version__}")
     commands = parser.add_subparsers(required=True)
-    _add_doctor(commands)
-    _add_estimate(commands)
-    return parser
-
-
-def _add_doctor(commands: Any) -> None:
     text = (
         "Prints the versions of what is installed, which backend would run and why others would not, and runs that "
         "backend against fp64. Exits with 0 if all is well, with 1 if there is a problem."
     )
     command = commands.add_parser("doctor", help="check this machine", description=text)
-    command.add_argument(
-        "--device", choices=("cpu", "cuda"), help="Device to check (default: cuda where there is one)."
-    )
+    what = "Device to check (default: cuda where there is one)."
+    command.add_argument("--device", choices=("cpu", "cuda"), help=what)
     command.add_argument("--json", action="store_true", help="Print one JSON object instead of text.")
     command.set_defaults(run=_doctor)
+    _add_estimate(commands)
+    return parser
 
 
 def _add_estimate(commands: Any) -> None:
@@ -60,12 +55,8 @@ def _add_estimate(commands: Any) -> None:
     add("--dtype", choices=ITEMSIZES, default="bf16", help="Of hidden and weight (default: %(default)s).")
     add("--main-grad", action="store_true", help="The head has gradient_accumulation_fusion set.")
     add("--no-entropy", action="store_true", help="Log-probabilities only, as a loss needs them.")
-    add(
-        "--workspace-mib",
-        type=count,
-        default=WORKSPACE_BYTES // MIB,
-        help="The argument workspace_bytes (default: %(default)s MiB).",
-    )
+    workspace = "The argument workspace_bytes (default: %(default)s MiB)."
+    add("--workspace-mib", type=count, default=WORKSPACE_BYTES // MIB, help=workspace)
     kept = _number(int, lambda value: value >= 0, "a whole number, at least 0")
     add("--cache-mib", type=kept, help="Add a row with this logits_cache_bytes.")
     share = _number(float, lambda value: 0 <= value <= 1, "a share, between 0 and 1")
@@ -105,28 +96,23 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 def _estimate(arguments: argparse.Namespace) -> int:
     cache_bytes = None if arguments.cache_mib is None else arguments.cache_mib * MIB
+    memory_bytes = None if arguments.memory_gib is None else int(arguments.memory_gib * GIB)
     try:
         title, step = _head_step(arguments)
     except ValueError as error:
         arguments.fail(str(error))
-    memory_bytes = None if arguments.memory_gib is None else int(arguments.memory_gib * GIB)
     try:
         rows = estimate_table(step, cache_bytes=cache_bytes, tflops=arguments.tflops, memory_bytes=memory_bytes)
     except ValueError as error:  # of a workspace that is too small for the head
         arguments.fail(f"--workspace-mib {arguments.workspace_mib}: {error}")
-    if arguments.json:
-        print(json.dumps({"head": title, "ways": rows}, indent=1))
-    else:
-        print(format_estimates(title, rows))
-        if arguments.model and arguments.vocab is None:
-            _print_padded_vocabulary(arguments.model[1].vocab, arguments.tp)
+    print(json.dumps({"head": title, "ways": rows}, indent=1) if arguments.json else format_estimates(title, rows))
+    if arguments.model and arguments.vocab is None and not arguments.json:
+        vocab = arguments.model[1].vocab
+        padded = round_up(vocab, MEGATRON_PADS_TO * arguments.tp)
+        if padded > vocab:
+            told = f"--vocab {padded}"
+            print(f"\nMegatron pads this vocabulary of {vocab:,} to {padded:,}, unless told otherwise: {told}")
     return 0
-
-
-def _print_padded_vocabulary(vocab: int, tp: int) -> None:
-    padded = round_up(vocab, MEGATRON_PADS_TO * tp)
-    if padded > vocab:
-        print(f"\nMegatron pads this vocabulary of {vocab:,} to {padded:,}, unless told otherwise: --vocab {padded}")
 
 
 def _head_step(arguments: argparse.Namespace) -> tuple[str, HeadStep]:
@@ -142,9 +128,8 @@ def _head_step(arguments: argparse.Namespace) -> tuple[str, HeadStep]:
     if hidden % ALIGNED_COLUMNS:
         raise ValueError(f"--hidden must be a multiple of {ALIGNED_COLUMNS} for an estimate, got {hidden}")
     if arguments.cache_mib and arguments.dtype == "fp32":
-        raise ValueError(
-            f"--cache-mib must be 0 with --dtype fp32, of which nothing is kept, got {arguments.cache_mib}"
-        )
+        kept = arguments.cache_mib
+        raise ValueError(f"--cache-mib must be 0 with --dtype fp32, of which nothing is kept, got {kept}")
     columns = ceil_div(vocab, arguments.tp)
     step = HeadStep(
         arguments.tokens,

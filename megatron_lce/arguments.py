@@ -1,7 +1,7 @@
 """From what a caller passes to a `Call`: checked, agreed over the group once, laid out."""
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -15,8 +15,34 @@ from megatron_lce.core.call import Call
 from megatron_lce.core.options import Options, Shard, WeightGradSink
 from megatron_lce.core.products import laid_out
 
+HEAD = ("hidden", "weight", "labels")
 _OWN = ("tp_group", "vocab_start")  # what ranks need not have in common
 _BY_TYPE = ("temperature", "weight_grad_sink")  # what may change from call to call, but for its type
+
+
+def _as_given(labels: Any, options: Options, ranks: int) -> tuple[Tensor, Options]:
+    return labels, options
+
+
+@dataclass(frozen=True)
+class Operation:
+    """How an operation names its arguments, and what it has beside those of `linear_cross_entropy`.
+
+    tensors   names of hidden, weight and labels
+    group     the name of the group
+    prepare   checks what else the operation takes, and makes its labels and options those of `linear_cross_entropy`,
+              over so many ranks; where it raises on one rank, all of them do at the first call of a kind
+    own       what else every rank must call with
+    """
+
+    name: str = "linear_cross_entropy"
+    tensors: tuple[str, str, str] = HEAD
+    group: str = "tp_group"
+    prepare: Callable[[Any, Options, int], tuple[Tensor, Options]] = _as_given
+    own: dict[str, Any] = field(default_factory=dict)
+
+
+LINEAR_CROSS_ENTROPY = Operation()
 
 
 def make_call(
@@ -24,21 +50,13 @@ def make_call(
     weight: Tensor,
     labels: Tensor | None,
     options: Options,
-    *,
-    operation: str = "linear_cross_entropy",
-    check: Callable[[int], None] = lambda ranks: None,
-    describe: Callable[[], dict[str, Any]] = dict,
-    role: str = "",
+    operation: Operation = LINEAR_CROSS_ENTROPY,
     largest_shard: int | None = None,
 ) -> Call:
     """The call of plain tensors, checked on every rank of the group at the first call of its kind.
 
     Args:
-        labels: None: no row is ignored.
-        check: what else the operation requires of its arguments, over so many ranks; where it raises, or anything here
-            does, on one rank, it does on all of them at that first call.
-        describe: what else every rank must call with.
-        role: what stands in front of "hidden" and "weight" in their names.
+        labels: None where the operation prepares them.
         largest_shard: columns of the group's largest shard, where the caller knows it.
 
     Raises:
@@ -48,27 +66,31 @@ def make_call(
     options = replace(options, temperature=collectives.waited(options.temperature))
 
     def checked(ranks: int) -> tuple[Options, Shard, Tensor]:
-        check(ranks)
-        ids = _labels_that_count(hidden, options, ranks, role) if labels is None else labels
-        return *checked_options(hidden, weight, ids, options, ranks, role), ids
+        ids, prepared = operation.prepare(labels, options, ranks)
+        return *checked_options(hidden, weight, ids, prepared, ranks, operation.tensors), ids
 
-    (options, shard, ids), largest = agreed(
+    (options_of_core, shard, ids), largest = agreed(
         options.tp_group,
         checked,
-        lambda: {"operation": operation, **_describe(hidden, weight, labels, options, role), **describe()},
+        lambda: {
+            "operation": operation.name,
+            **operation.own,
+            **_describe(hidden, weight, labels, options, operation.tensors),
+        },
         weight,
         options.vocab_start,
-        {f"the shape of {role}hidden": validation.shape_of(hidden)},
+        {f"the shape of {operation.tensors[0]}": validation.shape_of(hidden)},
         largest_shard=largest_shard,
         vocab_size=options.vocab_size,
+        group_name=operation.group,
     )
-    temperature = options.temperature
+    temperature = options_of_core.temperature
     return Call(
         hidden=laid_out(hidden.reshape(-1, hidden.shape[-1])),
         weight=laid_out(weight.contiguous()),
         labels=ids.reshape(-1),
         temperature=temperature.reshape(-1) if isinstance(temperature, Tensor) else float(temperature),
-        options=options,
+        options=options_of_core,
         shard=shard if largest is None else shard._replace(largest=largest),
         backend=load_backend(options.backend, hidden.device),
         shape=ids.shape,
@@ -76,9 +98,9 @@ def make_call(
 
 
 def checked_options(
-    hidden: Tensor, weight: Tensor, labels: Tensor, options: Options, ranks: int, role: str = ""
+    hidden: Tensor, weight: Tensor, labels: Tensor, options: Options, ranks: int, names: tuple[str, str, str] = HEAD
 ) -> tuple[Options, Shard]:
-    """The options as core takes them, and this rank's shard.
+    """The options as core takes them, and this rank's shard. `names`: of the tensors.
 
     Raises:
         TypeError, ValueError: see `linear_cross_entropy`.
@@ -86,7 +108,10 @@ def checked_options(
     for name in ("entropy", "telemetry", "reduce_grad_hidden", "sequence_parallel"):
         validation.check_flag(name, getattr(options, name))
     sequence_parallel = options.sequence_parallel and ranks > 1
-    validation.check_tensors(hidden, weight, labels, ranks if sequence_parallel else 1, role)
+    for name, tensor in zip(names, (hidden, weight, labels), strict=True):
+        validation.check_tensor(name, tensor)
+    validation.check_head(names[0], hidden, names[1], weight)
+    validation.check_labels_of(names[0], hidden, labels, ranks if sequence_parallel else 1, names[2])
     validation.check_temperature(options.temperature, labels.shape, labels.device)
     validation.check_number("logits_scale", options.logits_scale)
     validation.check_integer("ignore_index", options.ignore_index)
@@ -106,13 +131,6 @@ def checked_options(
     ), shard
 
 
-def _labels_that_count(hidden: Tensor, options: Options, ranks: int, role: str) -> Tensor:
-    """Labels of rows none of which is ignored."""
-    validation.check_tensor(f"{role}hidden", hidden)
-    shape = validation.labels_shape(f"{role}hidden", hidden, ranks if options.sequence_parallel else 1)
-    return torch.full(shape, int(options.ignore_index == 0), dtype=torch.int64, device=hidden.device)
-
-
 def shard_of(weight: Tensor, tp_group: ProcessGroup | None, vocab_start: int | None, vocab_size: int | None) -> Shard:
     """This rank's part of the vocabulary, as far as it knows."""
     if vocab_start is not None:
@@ -123,14 +141,14 @@ def shard_of(weight: Tensor, tp_group: ProcessGroup | None, vocab_start: int | N
 
 
 def _describe(
-    hidden: Tensor, weight: Tensor, labels: Tensor | None, options: Options, role: str = ""
+    hidden: Tensor, weight: Tensor, labels: Tensor | None, options: Options, names: tuple[str, str, str] = HEAD
 ) -> dict[str, Any]:
     """What every rank of a group must call with."""
-    values = {field.name: getattr(options, field.name) for field in fields(options) if field.name not in _OWN}
+    values = {f.name: getattr(options, f.name) for f in fields(options) if f.name not in _OWN}
     return {
-        f"{role}hidden": validation.kind_of(hidden),
-        f"{role}weight": validation.kind_of(weight),
-        "labels": validation.kind_of(labels[..., None]) if isinstance(labels, Tensor) else type(labels),
+        names[0]: validation.kind_of(hidden),
+        names[1]: validation.kind_of(weight),
+        names[2]: validation.kind_of(labels[..., None]) if isinstance(labels, Tensor) else type(labels),
         "gradients": (torch.is_grad_enabled(), *(getattr(x, "requires_grad", None) for x in (hidden, weight))),
         **{name: type(value).__name__ if name in _BY_TYPE else value for name, value in values.items()},
         "skip_ignored": validation.kind_of_skipping(options.skip_ignored),

@@ -5,26 +5,27 @@ Keywords that those do not have stand behind all of theirs and are taken by name
 `torch_linear_cross_entropy`.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_lce import cross_entropy as api
+from megatron_lce.arguments import Operation
 from megatron_lce.compat_arguments import (
     Reduction,
-    agreed_call,
     check_classes,
     check_reduction,
     check_torchs_head,
     checked_labels,
-    describe_head,
     over_all_rows,
     over_counted_rows,
     refuse_unsupported,
 )
 from megatron_lce.core import collectives, validation
-from megatron_lce.core.options import IGNORE_INDEX, LinearCrossEntropyOutput
+from megatron_lce.core.options import IGNORE_INDEX, Options
 from megatron_lce.core.weighted_logits import weighted_logits
+from megatron_lce.cross_entropy import fused_outputs
 
 
 def linear_cross_entropy(
@@ -59,9 +60,10 @@ def linear_cross_entropy(
         TypeError, ValueError: see `megatron_lce.linear_cross_entropy`.
         ValueError: parts of hidden come out of such an operation, and others do not.
     """
-    out, _ = _outputs(hidden, weight, labels, temperature, reduction, dist_process_group, skip_ignored, False)
-    assert out.entropy is not None
-    return over_all_rows(out.logprobs, reduction), over_all_rows(out.entropy, reduction)
+    logprobs, entropy = areal_linear_cross_entropy(
+        hidden, weight, labels, temperature, reduction, dist_process_group, skip_ignored=skip_ignored
+    )
+    return logprobs, entropy
 
 
 verl_linear_cross_entropy = linear_cross_entropy
@@ -82,69 +84,42 @@ def areal_linear_cross_entropy(
 
     That is fp32 [N], whatever the reduction, before the temperature, without gradient, and 0 in ignored rows.
     """
-    out, temperature = _outputs(
-        hidden, weight, labels, temperature, reduction, dist_process_group, skip_ignored, return_max_logits
-    )
-    assert out.entropy is not None
-    results = over_all_rows(out.logprobs, reduction), over_all_rows(out.entropy, reduction)
-    return results if out.max_logit is None else (*results, (out.max_logit * temperature).float())
-
-
-def _outputs(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    temperature: float | Tensor,
-    reduction: str,
-    group: ProcessGroup | None,
-    skip_ignored: bool | int,
-    return_max_logits: bool,
-) -> tuple[LinearCrossEntropyOutput, float | Tensor]:
-    """Outputs [N], and the temperature that they were computed with."""
-
     # Imported here: the Megatron part stands on this file.
     from megatron_lce.megatron_integration.summed_in_front import is_summed_in_front
 
-    def check(ranks: int) -> tuple[Tensor, float | Tensor, bool]:
+    def prepare(labels: Tensor, options: Options, ranks: int) -> tuple[Tensor, Options]:
         check_reduction(reduction)
         validation.check_flag("return_max_logits", return_max_logits)
-        ids = checked_labels(hidden, weight, labels, skip_ignored, 1).reshape(-1)
-        return ids, _checked_temperature(temperature, ids), is_summed_in_front(hidden, group)
+        ids = checked_labels(hidden, weight, labels, 1)
+        return ids.where(ids >= 0, IGNORE_INDEX), replace(
+            options,
+            temperature=_checked_temperature(options.temperature, ids),
+            reduce_grad_hidden=not is_summed_in_front(hidden, dist_process_group),
+        )
 
-    labels, temperature, summed_in_front = agreed_call(
-        group,
-        "dist_process_group",
-        check,
-        lambda: {
-            **describe_head(skip_ignored, hidden=hidden, weight=weight, labels=labels),
-            "temperature": type(temperature).__name__,
-            "reduction": reduction,
-            "return_max_logits": return_max_logits,
-        },
-        weight,
+    options = Options(
+        dist_process_group, temperature=temperature, telemetry=return_max_logits, skip_ignored=skip_ignored
     )
-    out = api.linear_cross_entropy(
-        hidden.reshape(-1, hidden.shape[-1]),
-        weight,
-        labels.where(labels >= 0, IGNORE_INDEX),
-        tp_group=group,
-        temperature=temperature,
-        ignore_index=IGNORE_INDEX,
-        telemetry=return_max_logits,
-        skip_ignored=skip_ignored,
-        reduce_grad_hidden=not summed_in_front,
-    )
-    return out, temperature
+    own = {"reduction": reduction, "return_max_logits": return_max_logits, "rows of weight": validation.rows_of(weight)}
+    operation = Operation("areal_linear_cross_entropy", group="dist_process_group", prepare=prepare, own=own)
+    out = fused_outputs(hidden, weight, labels, options, operation)
+    assert out.entropy is not None
+    results = tuple(over_all_rows(value.reshape(-1), reduction) for value in (out.logprobs, out.entropy))
+    if out.max_logit is None:
+        return results
+    temperature = _checked_temperature(temperature, labels.reshape(out.max_logit.shape))
+    return *results, (out.max_logit * temperature).float().reshape(-1)
 
 
 def _checked_temperature(temperature: float | Tensor, labels: Tensor) -> float | Tensor:
-    """One number, or one a token [N]; 1 in ignored rows, where it may be anything."""
-    if isinstance(temperature, Tensor):
-        temperature = temperature.reshape(-1)
-        if temperature.numel() == 1:
-            temperature = temperature.expand(labels.shape)
-    validation.check_temperature(temperature, labels.shape, labels.device)
-    return temperature.where(labels >= 0, 1.0) if isinstance(temperature, Tensor) else temperature
+    """One number, or one a token, of labels' shape; 1 in ignored rows, where it may be anything."""
+    if not isinstance(temperature, Tensor):
+        return temperature
+    temperature = temperature.reshape(-1)
+    if temperature.numel() == 1:
+        temperature = temperature.expand(labels.numel())
+    validation.check_temperature(temperature, (labels.numel(),), labels.device)
+    return temperature.view(labels.shape).where(labels >= 0, 1.0)
 
 
 def megatron_linear_cross_entropy(
@@ -177,36 +152,21 @@ def megatron_linear_cross_entropy(
         TypeError, ValueError: see `megatron_lce.linear_cross_entropy`.
     """
 
-    def check(ranks: int) -> Tensor:
+    def prepare(labels: Tensor, options: Options, ranks: int) -> tuple[Tensor, Options]:
         check_reduction(reduction)
         validation.check_flag("sequence_parallel", sequence_parallel)
         validation.check_integer("ignore_index", ignore_index)
-        return checked_labels(hidden, weight, labels, skip_ignored, ranks if sequence_parallel else 1)
+        ids = checked_labels(hidden, weight, labels, ranks if sequence_parallel else 1)
+        return ids.where(counts(ids), IGNORE_INDEX), replace(options, ignore_index=IGNORE_INDEX)
 
-    labels = agreed_call(
-        tp_group,
-        "tp_group",
-        check,
-        lambda: {
-            **describe_head(skip_ignored, hidden=hidden, weight=weight, labels=labels),
-            "reduction": reduction,
-            "ignore_index": ignore_index,
-            "sequence_parallel": sequence_parallel,
-        },
-        weight,
-    )
-    counted = (labels >= 0) & (labels != ignore_index)
-    out = api.linear_cross_entropy(
-        hidden,
-        weight,
-        labels.where(counted, IGNORE_INDEX),
-        tp_group=tp_group,
-        sequence_parallel=sequence_parallel,
-        ignore_index=IGNORE_INDEX,
-        entropy=False,
-        skip_ignored=skip_ignored,
-    )
-    return over_counted_rows(-out.logprobs.reshape(-1), counted, reduction)
+    def counts(labels: Tensor) -> Tensor:
+        return (labels >= 0) & (labels != ignore_index)
+
+    options = Options(tp_group, sequence_parallel, ignore_index=ignore_index, entropy=False, skip_ignored=skip_ignored)
+    own = {"reduction": reduction, "rows of weight": validation.rows_of(weight)}
+    operation = Operation("megatron_linear_cross_entropy", prepare=prepare, own=own)
+    out = fused_outputs(hidden, weight, labels, options, operation)
+    return over_counted_rows(-out.logprobs.reshape(-1), counts(labels), reduction)
 
 
 def torch_linear_cross_entropy(
@@ -245,32 +205,26 @@ def torch_linear_cross_entropy(
     """
     ignored = IGNORE_INDEX if ignore_index is None else ignore_index
 
-    def check(ranks: int) -> None:
+    def prepare(target: Tensor, call_options: Options, ranks: int) -> tuple[Tensor, Options]:
         refuse_unsupported(linear_bias, options)
         check_reduction(reduction)
-        validation.check_integer("ignore_index", ignored)
-        check_torchs_head(input, linear_weight, target, skip_ignored)
-        check_classes(weight, label_smoothing, linear_weight.shape[0] * ranks, input)
+        check_torchs_head(input, linear_weight, target)
+        check_classes(weight, label_smoothing, linear_weight.shape[0] * collectives.group_size(tp_group), input)
         if label_smoothing:
             validation.check_tensor("input", input)
             validation.check_tensor("linear_weight", linear_weight)
+        return target, call_options
 
-    agreed_call(
-        tp_group,
-        "tp_group",
-        check,
-        lambda: {
-            **describe_head(skip_ignored, input=input, linear_weight=linear_weight, target=target),
-            "weight": validation.kind_of(weight),
-            "reduction": reduction,
-            "ignore_index": ignored,
-            "label_smoothing": label_smoothing,
-        },
-        linear_weight,
-    )
-    out = api.linear_cross_entropy(
-        input, linear_weight, target, ignore_index=ignored, entropy=False, skip_ignored=skip_ignored, tp_group=tp_group
-    )
+    own = {
+        "weight": validation.shape_of(weight),
+        "reduction": reduction,
+        "label_smoothing": label_smoothing,
+        "rows of linear_weight": validation.rows_of(linear_weight),
+    }
+    names = ("input", "linear_weight", "target")
+    operation = Operation("torch_linear_cross_entropy", names, prepare=prepare, own=own)
+    call_options = Options(tp_group, ignore_index=ignored, entropy=False, skip_ignored=skip_ignored)
+    out = fused_outputs(input, linear_weight, target, call_options, operation)
     num_classes = linear_weight.shape[0] * collectives.group_size(tp_group)
     counted, loss = (target != ignored).float(), -out.logprobs
     if label_smoothing:

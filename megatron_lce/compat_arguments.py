@@ -1,18 +1,14 @@
-"""What the calls of `megatron_lce.compat` check, compare between ranks and make of losses."""
+"""What the calls of `megatron_lce.compat` check, and make of losses."""
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Sequence
+from typing import Literal
 
-import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from megatron_lce.core import validation
-from megatron_lce.core.agreement import agreed
 
 Reduction = Literal["none", "sum", "mean"]
-_Checked = TypeVar("_Checked")
 
 
 def reduce_loss(loss: Tensor, counted: Tensor, reduction: Reduction) -> Tensor:
@@ -33,35 +29,7 @@ def over_all_rows(value: Tensor, reduction: str) -> Tensor:
     return value.sum() if reduction == "sum" else value.mean()
 
 
-def agreed_call(
-    group: ProcessGroup | None,
-    group_name: str,
-    check: Callable[[int], _Checked],
-    describe: Callable[[], dict[str, Any]],
-    weight: Tensor,
-) -> _Checked:
-    """`core.agreement.agreed`: the operation's own, which follows, knows the arguments by other names or not at all."""
-    # What torch.compile traces cannot ask the other ranks.
-    exchange = not torch.compiler.is_compiling()
-    return agreed(group, check, describe, weight, group_name=group_name, exchange=exchange)[0]
-
-
-def describe_head(skip_ignored: bool | int, **head: Tensor) -> dict[str, Any]:
-    """What a call is known by. `head`: hidden, weight and labels, under the names that the call has for them."""
-    (hidden_name, hidden), (weight_name, weight), (labels_name, labels) = head.items()
-    return {
-        hidden_name: validation.kind_of(hidden),
-        weight_name: validation.kind_of(weight),
-        f"rows of {weight_name}": validation.rows_of(weight),
-        labels_name: getattr(labels, "dtype", type(labels)),
-        "gradients": (torch.is_grad_enabled(), *(getattr(x, "requires_grad", None) for x in (hidden, weight))),
-        "skip_ignored": validation.kind_of_skipping(skip_ignored),
-    }
-
-
-def checked_labels(
-    hidden: Tensor, weight: Tensor, labels: Tensor, skip_ignored: bool | int, sequence_shards: int
-) -> Tensor:
+def checked_labels(hidden: Tensor, weight: Tensor, labels: Tensor, sequence_shards: int) -> Tensor:
     """Labels as int64 of the shape of hidden's rows, on all of `sequence_shards` ranks."""
     for name, tensor in (("hidden", hidden), ("weight", weight), ("labels", labels)):
         validation.check_is_tensor(name, tensor)
@@ -70,7 +38,6 @@ def checked_labels(
     _check_order(rows, labels)
     labels = validation.as_int64(labels.reshape(rows))
     validation.check_labels_of("hidden", hidden, labels, sequence_shards)
-    validation.check_skip_ignored(skip_ignored, labels.numel())
     return labels
 
 
@@ -84,7 +51,7 @@ def refuse_unsupported(linear_bias: object, options: object) -> None:
         )
 
 
-def check_torchs_head(input: Tensor, linear_weight: Tensor, target: Tensor, skip_ignored: bool | int) -> None:
+def check_torchs_head(input: Tensor, linear_weight: Tensor, target: Tensor) -> None:
     for name, tensor in (("input", input), ("linear_weight", linear_weight), ("target", target)):
         validation.check_is_tensor(name, tensor)
     if linear_weight.dim() > 2:
@@ -96,7 +63,6 @@ def check_torchs_head(input: Tensor, linear_weight: Tensor, target: Tensor, skip
         raise NotImplementedError(f"target must be class ids: probabilities are not supported, got {target.dtype}")
     validation.check_head("input", input, "linear_weight", linear_weight)
     validation.check_labels_of("input", input, target, 1, "target")
-    validation.check_skip_ignored(skip_ignored, target.numel())
 
 
 def check_classes(weight: Tensor | None, label_smoothing: float, num_classes: int, input: Tensor) -> None:

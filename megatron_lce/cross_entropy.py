@@ -5,8 +5,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from megatron_lce.arguments import make_call
+from megatron_lce.arguments import LINEAR_CROSS_ENTROPY, Operation, make_call
 from megatron_lce.backends.reference import reference_linear_cross_entropy
+from megatron_lce.core import validation
 from megatron_lce.core.autograd import linear_cross_entropy_autograd
 from megatron_lce.core.call import Call
 from megatron_lce.core.options import (
@@ -118,13 +119,22 @@ def linear_cross_entropy(
         backend=backend,
         weight_grad_sink=weight_grad_sink,
     )
+    return fused_outputs(hidden, weight, labels, options)
+
+
+def fused_outputs(
+    hidden: Tensor, weight: Tensor, labels: Tensor, options: Options, operation: Operation = LINEAR_CROSS_ENTROPY
+) -> LinearCrossEntropyOutput:
+    """The outputs of `linear_cross_entropy`, for it and for the operations that have other names for its arguments."""
     largest_shard = None
     if isinstance(hidden, DTensor) or isinstance(weight, DTensor):
         hidden, weight, labels, options, largest_shard = localised(hidden, weight, labels, options)
-    if torch.compiler.is_compiling() and backend != "reference" and weight_grad_sink is None:
-        return _as_one_node(hidden, weight, labels, options)
-    call = make_call(hidden, weight, labels, options, largest_shard=largest_shard)
-    return _reference(call) if backend == "reference" else linear_cross_entropy_autograd(call)
+    if torch.compiler.is_compiling() and options.backend != "reference" and options.weight_grad_sink is None:
+        # What torch.compile traces cannot ask the other ranks; the node does.
+        ranks = validation.check_group(options.tp_group, operation.group)
+        return _as_one_node(hidden, weight, *operation.prepare(labels, options, ranks))
+    call = make_call(hidden, weight, labels, options, operation, largest_shard)
+    return _reference(call) if options.backend == "reference" else linear_cross_entropy_autograd(call)
 
 
 def _as_one_node(hidden: Tensor, weight: Tensor, labels: Tensor, options: Options) -> LinearCrossEntropyOutput:

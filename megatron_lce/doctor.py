@@ -3,6 +3,7 @@
 Nothing is installed, started or changed.
 """
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import platform
@@ -10,6 +11,7 @@ import re
 import shutil
 import subprocess
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ OLDEST = {"torch": (2, 9), "triton": (3, 5), "megatron-core": (0, 14)}
 ALLOWED_OVER_EAGER = 2.0  # errors against fp64 may be so many times those of eager torch in the same dtype
 ROUNDING = 1e-6  # of fp32, where eager happens to be nearly exact
 TOKENS, HIDDEN, VOCAB, PADDED_VOCAB = 48, 128, 1000, 1024
+Head = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, ...]]
 
 
 def examine(device: str | None = None) -> dict[str, Any]:
@@ -65,25 +68,20 @@ def versions() -> dict[str, str | None]:
             found[package] = None
     found["torch"] = torch.__version__  # with the name of its build
     if found["megatron-core"] is None and importlib.util.find_spec("megatron") is not None:
-        found["megatron-core"] = _version_of_a_checkout()
+        with contextlib.suppress(ImportError):
+            found["megatron-core"] = importlib.import_module("megatron.core").__version__  # of a checkout
     return found
 
 
-def _version_of_a_checkout() -> str | None:
-    try:
-        import megatron.core
-    except ImportError:
-        return None
-    return megatron.core.__version__
-
-
 def _too_old(found: dict[str, str | None]) -> list[str]:
-    problems = []
-    for package, oldest in OLDEST.items():
-        version = found[package]
-        if version is not None and tuple(map(int, re.findall(r"\d+", version)[:2])) < oldest:
-            problems.append(f"{package} must be at least {'.'.join(map(str, oldest))}, got {version}")
-    return problems
+    def numbers(version: str) -> tuple[int, ...]:
+        return tuple(map(int, re.findall(r"\d+", version)[:2]))
+
+    return [
+        f"{package} must be at least {'.'.join(map(str, oldest))}, got {found[package]}"
+        for package, oldest in OLDEST.items()
+        if numbers(found[package] or "999.0") < oldest
+    ]
 
 
 def _describe_device(kind: str) -> dict[str, str]:
@@ -127,7 +125,9 @@ def self_test(device: torch.device) -> dict[str, Any]:
     errors: dict[str, float] = {}
     for dtype in (torch.bfloat16, torch.float32):
         inputs = _inputs(dtype, device)
-        exact = _gradients(_reference, tuple(x.double() if x.is_floating_point() else x for x in inputs))
+        exact = _gradients(
+            _head(reference_linear_cross_entropy), tuple(x.double() if x.is_floating_point() else x for x in inputs)
+        )
         allowed = [
             ALLOWED_OVER_EAGER * _error(eager, reference) + ROUNDING
             for eager, reference in zip(_gradients(_eager, inputs), exact, strict=True)
@@ -135,7 +135,7 @@ def self_test(device: torch.device) -> dict[str, Any]:
         for cache in (0, 2**30) if dtype == torch.bfloat16 else (0,):
             name = f"{str(dtype).removeprefix('torch.')}{', cached' if cache else ''}"
             try:
-                actual = _gradients(_ours(cache), inputs)
+                actual = _gradients(_head(linear_cross_entropy, logits_cache_bytes=cache), inputs)
             except _errors_of_kernels() as error:
                 failures.append(f"{name}: {type(error).__name__}: {error}")
                 continue
@@ -161,33 +161,18 @@ def _inputs(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
     return tuple(x.to(device) for x in (hidden.to(dtype), weight.to(dtype), labels, temperature, *upstream))
 
 
-def _gradients(head: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _gradients(head: Head, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     hidden, weight, labels, temperature, *upstream = inputs
     hidden, weight = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
     outputs = head(hidden, weight, labels, temperature)
     return *(x.detach() for x in outputs), *torch.autograd.grad(outputs, (hidden, weight), upstream)
 
 
-def _ours(logits_cache_bytes: int) -> Any:
-    def head(hidden: Tensor, weight: Tensor, labels: Tensor, temperature: Tensor) -> tuple[Tensor, ...]:
-        out = linear_cross_entropy(
-            hidden,
-            weight,
-            labels,
-            temperature=temperature,
-            vocab_size=VOCAB,
-            logits_cache_bytes=logits_cache_bytes,
-        )
-        assert out.entropy is not None
-        return out.logprobs, out.entropy
-
-    return head
-
-
-def _reference(hidden: Tensor, weight: Tensor, labels: Tensor, temperature: Tensor) -> tuple[Tensor, ...]:
-    out = reference_linear_cross_entropy(hidden, weight, labels, temperature, vocab_size=VOCAB)
-    assert out.entropy is not None
-    return out.logprobs, out.entropy
+def _head(operation: Callable[..., Any], **keywords: int) -> Head:
+    """Its logprobs and entropy of the vocabulary without the padding."""
+    return lambda hidden, weight, labels, temperature: operation(
+        hidden, weight, labels, temperature=temperature, vocab_size=VOCAB, **keywords
+    )[:2]
 
 
 def _eager(hidden: Tensor, weight: Tensor, labels: Tensor, temperature: Tensor) -> tuple[Tensor, ...]:

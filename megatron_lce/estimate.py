@@ -6,7 +6,7 @@
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from megatron_lce.head_memory import WAYS, HeadStep, token_loss_plan
+from megatron_lce.head_memory import FORMULAS, HeadStep, token_loss_plan
 
 
 class Estimate(NamedTuple):
@@ -32,8 +32,9 @@ class Estimate(NamedTuple):
 
 
 def estimate(way: str, step: HeadStep) -> Estimate:
-    """Products and memory of one of `WAYS`."""
-    products, phases = WAYS[way](step)
+    """Products and memory of one of `FORMULAS`."""
+    products, phases = FORMULAS[way](step)
+    phases = {phase: {part: size for part, size in parts.items() if size} for phase, parts in phases.items()}
     totals = {phase: sum(parts.values()) for phase, parts in phases.items()}
     largest = max(totals, key=lambda phase: totals[phase])
     return Estimate(way, products, totals["kept"], totals[largest], largest, phases[largest])
@@ -64,11 +65,7 @@ def largest_tokens(way: str, step: HeadStep, memory_bytes: int, *, everything_ke
 
 
 def estimate_table(
-    step: HeadStep,
-    *,
-    cache_bytes: int | None = None,
-    tflops: float | None = None,
-    memory_bytes: int | None = None,
+    step: HeadStep, *, cache_bytes: int | None = None, tflops: float | None = None, memory_bytes: int | None = None
 ) -> list[dict[str, Any]]:
     """All ways that apply to this step, as rows: way, products, kept_mib, peak_mib, and what else is asked for.
 
@@ -77,40 +74,31 @@ def estimate_table(
         tflops: adds `time_ms`, of the products at so many TFLOP/s.
         memory_bytes: adds `largest_tokens`, whose peak stays within it.
     """
-    everything = replace(step, logits_cache_bytes=step.everything)
-    cases = [("Megatron, unfused", "Megatron, unfused", step)]
-    if step.itemsize == 2:  # on fp32 logits Megatron's fused gradient is bf16: not the same thing
-        cases.append(("Megatron, fused cross-entropy", "Megatron, fused cross-entropy", step))
-    cases.append(("megatron_lce", "megatron_lce", step))
-    if cache_bytes is not None:
-        kept = replace(step, logits_cache_bytes=cache_bytes)
-        cases.append((f"megatron_lce, cache of {cache_bytes / 2**20:,.0f} MiB", "megatron_lce", kept))
-    if step.itemsize == 2:
-        cases.append(("megatron_lce, everything cached", "megatron_lce", everything))
-    if token_loss_plan(step) is not None:
-        cases.append(("megatron_lce, linear_token_loss", "megatron_lce, linear_token_loss", step))
-    if step.ignored:
-        cases.append((f"megatron_lce, {step.ignored:.0%} ignored and skipped", "megatron_lce, skip_ignored", step))
+    native, ours, in_16_bits = "Megatron, unfused", "megatron_lce", step.itemsize == 2
+    fused, token_loss = "Megatron, fused cross-entropy", "megatron_lce, linear_token_loss"
+    cached, everything = (replace(step, logits_cache_bytes=size) for size in (cache_bytes or 0, step.everything))
+    cases = [
+        (True, native, native, step),
+        (in_16_bits, fused, fused, step),  # on fp32 logits Megatron's fused gradient is bf16: not the same thing
+        (True, ours, ours, step),
+        (cache_bytes is not None, f"{ours}, cache of {cached.logits_cache_bytes / 2**20:,.0f} MiB", ours, cached),
+        (in_16_bits, f"{ours}, everything cached", ours, everything),
+        (token_loss_plan(step) is not None, token_loss, token_loss, step),
+        (step.ignored > 0, f"{ours}, {step.ignored:.0%} ignored and skipped", f"{ours}, skip_ignored", step),
+    ]
     rows = []
-    for title, way, of_way in cases:
+    for _, title, way, of_way in (case for case in cases if case[0]):
         result = estimate(way, of_way)
         row: dict[str, Any] = {"way": title, "products": round(float(result.products), 2)}
         if tflops is not None:
             row["time_ms"] = round(result.time_ms(step, tflops), 1)
         row |= {"kept_mib": round(result.kept_bytes / 2**20), "peak_mib": round(result.peak_bytes / 2**20)}
         if memory_bytes is not None:
-            row["largest_tokens"] = largest_tokens(
-                way,
-                of_way,
-                memory_bytes,
-                everything_kept=of_way.logits_cache_bytes == everything.logits_cache_bytes > 0,
-            )
-        rows.append(row | {"peak_is": result.phase, "peak_parts_mib": _in_mib(result.parts)})
+            kept = of_way.logits_cache_bytes == everything.logits_cache_bytes > 0
+            row["largest_tokens"] = largest_tokens(way, of_way, memory_bytes, everything_kept=kept)
+        parts = {part: round(size / 2**20) for part, size in result.parts.items() if size >= 2**19}
+        rows.append(row | {"peak_is": result.phase, "peak_parts_mib": parts})
     return rows
-
-
-def _in_mib(parts: dict[str, int]) -> dict[str, int]:
-    return {part: round(size / 2**20) for part, size in parts.items() if size >= 2**19}
 
 
 COLUMNS = {
@@ -126,11 +114,11 @@ def format_estimates(title: str, rows: list[dict[str, Any]]) -> str:
     """The rows as a table in plain text; below it what the columns say, and what each peak is made of."""
     names = ["way", *(name for name in COLUMNS if name in rows[0])]
     cells = [names] + [[f"{row[name]:,}" if name != "way" else row[name] for name in names] for row in rows]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(names))]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [title, ""]
-    for line in cells:
-        numbers = "".join(cell.rjust(width + 2) for cell, width in zip(line[1:], widths[1:], strict=True))
-        lines.append(line[0].ljust(widths[0]) + numbers)
+    for way, *numbers in cells:
+        aligned = (number.rjust(width + 2) for number, width in zip(numbers, widths[1:], strict=True))
+        lines.append(way.ljust(widths[0]) + "".join(aligned))
     lines += ["", *(f"{name}: {COLUMNS[name]}" for name in names[1:])]
     lines += ["", "The phase in which each way peaks, and what is allocated then, in MiB:"]
     for row in rows:

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_lce.arguments import make_call
+from megatron_lce.arguments import Operation, make_call
 from megatron_lce.core import validation
 from megatron_lce.core.collectives import waited
 from megatron_lce.core.distillation import JsdCall, JsdPass, linear_jsd_autograd
@@ -153,27 +153,24 @@ def linear_jsd(
         weight_grad_sink=weight_grad_sink,
     )
 
-    def check(ranks: int) -> None:
-        _check(student, teacher, beta, options, ranks, token_weights, teacher_temperature)
+    def prepare(labels: Tensor | None, options: Options, ranks: int) -> tuple[Tensor, Options]:
+        shape = _check(student, teacher, beta, options, ranks, token_weights, teacher_temperature)
         validation.check_flag("return_student", return_student)
-        if return_student and labels is None:
+        if labels is not None:
+            return labels, options
+        if return_student:
             raise ValueError("labels must be given for return_student, got None")
+        counted = int(ignore_index == 0)  # a label that is not ignored
+        return torch.full(shape, counted, dtype=torch.int64, device=student.hidden.device), options
 
-    call = make_call(
-        student_hidden,
-        student_weight,
-        labels,
-        options,
-        operation="linear_jsd",
-        check=check,
-        describe=lambda: {
-            **_describe(student, teacher, beta),
-            "token_weights": type(token_weights).__name__,
-            "teacher_temperature": type(teacher_temperature).__name__,
-            "return_student": return_student,
-        },
-        role="student_",
-    )
+    own = {
+        **_describe(student, teacher, beta),
+        "token_weights": type(token_weights).__name__,
+        "teacher_temperature": type(teacher_temperature).__name__,
+        "return_student": return_student,
+    }
+    operation = Operation("linear_jsd", ("student_hidden", "student_weight", "labels"), prepare=prepare, own=own)
+    call = make_call(student_hidden, student_weight, labels, options, operation)
     jsd = JsdCall(
         call,
         Head(call.hidden, call.weight, float(student_logits_scale), student_softcap),
@@ -209,8 +206,8 @@ def _check(
     ranks: int,
     token_weights: Tensor | None,
     teacher_temperature: Tensor | float | None,
-) -> None:
-    """Check what `linear_jsd` requires beside what every operation does."""
+) -> tuple[int, ...]:
+    """The shape of labels, once what `linear_jsd` requires beside what every operation does is checked."""
     validation.check_flag("sequence_parallel", options.sequence_parallel)
     _check_heads(student, teacher)
     shape = validation.labels_shape("student_hidden", student.hidden, ranks if options.sequence_parallel else 1)
@@ -227,6 +224,7 @@ def _check(
             validation.check_number(f"{name}_softcap", head.softcap, positive=True)
     if options.backend == "reference":
         raise ValueError("backend must be 'auto', 'triton' or 'torch' for linear_jsd, got 'reference'")
+    return shape
 
 
 def _check_token_weights(token_weights: Tensor, shape: tuple[int, ...], device: torch.device) -> None:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_lce.arguments import make_call
+from megatron_lce.arguments import Operation, make_call
 from megatron_lce.core import validation
 from megatron_lce.core.autograd import check_workspace
 from megatron_lce.core.collectives import waited
@@ -80,7 +80,7 @@ def linear_token_loss(
     unknown = keywords.keys() - Options.__dataclass_fields__.keys() | {"logits_cache_bytes"} & keywords.keys()
     options = Options(**{name: value for name, value in keywords.items() if name not in unknown})
 
-    def check(ranks: int) -> None:
+    def checked(labels: Tensor, options: Options, ranks: int) -> tuple[Tensor, Options]:
         if unknown:
             within = ": it keeps logits within workspace_bytes" if "logits_cache_bytes" in unknown else ""
             raise TypeError(f"linear_token_loss has no keyword {', '.join(sorted(unknown))}{within}")
@@ -90,8 +90,9 @@ def linear_token_loss(
             raise TypeError(f"loss must be a function of the outputs and of per_token, got {type(loss).__name__}")
         validation.check_tensor("labels", labels)
         _check_per_token(per_token, labels)
+        return labels, options
 
-    call = make_call(hidden, weight, labels, options, operation="linear_token_loss", check=check)
+    call = make_call(hidden, weight, labels, options, Operation("linear_token_loss", prepare=checked))
     with_gradient = torch.is_grad_enabled() and (call.hidden.requires_grad or call.weight.requires_grad)
     check_workspace(call, with_gradient, call.weight.requires_grad)
     with torch.no_grad(), own_arithmetic(hidden.device, "linear_token_loss"):
