@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lce.arguments import make_call
+from megatron_lce.arguments import Operation, make_call
 from megatron_lce.core.autograd import check_workspace
 from megatron_lce.core.known_loss import known_loss
 from megatron_lce.core.options import LinearCrossEntropyOutput, Options
@@ -34,7 +34,7 @@ def linear_token_losses(
         TypeError, ValueError: see `linear_cross_entropy`.
         RuntimeError: in a second backward, or where the upstream is not one number.
     """
-    call = make_call(hidden, weight, labels, Options(**keywords), operation="linear_token_losses")
+    call = make_call(hidden, weight, labels, Options(**keywords), operation=Operation("linear_token_losses"))
     with_gradient = torch.is_grad_enabled() and (call.hidden.requires_grad or call.weight.requires_grad)
     check_workspace(call, with_gradient, call.weight.requires_grad)
     with torch.no_grad(), own_arithmetic(call.hidden.device, "linear_token_losses"):
