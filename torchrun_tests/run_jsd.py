@@ -192,6 +192,8 @@ def check_same_bits(name: str, actual: JsdResult, case: Case, report: Report) ->
 def check_refusals(backend: str, device: torch.device, report: Report) -> None:
     """What one rank finds wrong, or does otherwise, is an error on all of them."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
+    if ranks == 1:
+        return
     columns = 20 if rank < ranks - 1 else 300  # tiles of a kernel, which take workspace
     heads = [torch.ones(shape, device=device) for shape in ((4, 8), (columns, 8), (4, 8), (columns, 8))]
     for name, keywords, expected in (
