@@ -117,7 +117,7 @@ class Tokens:
         hidden: Tensor,  # [N, H], under sequence parallel [N / tp, H]
         num_tokens: int,  # N
         rows: Counted,  # the computed rows
-        block_tokens: int,  # at most so many rows make a block
+        block_tokens: int,  # most rows of a block
         options: Options,
         grad_dtype: torch.dtype | None = None,  # of hidden's gradient; None: hidden's
     ) -> None:

@@ -103,6 +103,7 @@ def _read_products_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
+    """Read rows of both heads' products: for their softmaxes, for their sums, and for the student's gradient."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
     row_mask = rows < N
     rows = tl.minimum(rows, N - 1)

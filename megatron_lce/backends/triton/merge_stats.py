@@ -87,6 +87,7 @@ def _merge_extremes_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
+    """Merge the extremes of S disjoint sets of columns for BLOCK_N tokens."""
     tokens = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     _merged_extremes(parts_ptr, out_ptr, tokens, S, N, part_stride, TELEMETRY, BLOCK_S, BLOCK_N)
 
@@ -157,6 +158,7 @@ def _sum_chunks_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
+    """Merge the vocabulary's extremes, and add up the chunks' sums relative to them, for BLOCK_N tokens."""
     tokens = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     token_mask = tokens < N
     max_logit, min_logit = _merged_extremes(

@@ -124,6 +124,7 @@ def _prepare_rows_kernel(
     num_columns,
     BLOCK_N: tl.constexpr,
 ):
+    """Write the `Rows` of BLOCK_N tokens."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = rows < N
     label = tl.load(label_ptr + rows, mask=mask, other=0)
@@ -182,6 +183,7 @@ def _finish_kernel(
     TELEMETRY: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
+    """Write the outputs and what backward needs of BLOCK_N tokens."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = rows < N
     places = _places(order_ptr, rows, mask)
@@ -266,6 +268,7 @@ def _row_terms_kernel(
     inner_factor,
     BLOCK_N: tl.constexpr,
 ):
+    """Write the `RowTerms` of BLOCK_N tokens, and which of them have a gradient."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = rows < N
     places = _places(order_ptr, rows, mask)

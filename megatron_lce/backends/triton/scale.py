@@ -53,6 +53,7 @@ def _scale_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
+    """Write factor * matrix to `out`, or add it, for BLOCK_M rows."""
     rows = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
     factor = tl.load(factor_ptr + rows, rows < M) if PER_ROW else tl.load(factor_ptr)
     if UNLESS_ONE:  # noqa: SIM102 - the compiler decides this, the device the next
