@@ -69,7 +69,7 @@ class Results:
         return self.document.setdefault(name, [])
 
     def save(self) -> None:
-        ratios.add_all(self.document)
+        ratios.add_ratios(self.document)
         if self.path:
             self.path.write_text(as_text(self.document))
 

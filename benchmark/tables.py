@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmark import results
+from benchmark import ratios, results
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmark" / "results"
@@ -72,10 +72,9 @@ def step_cell(record: dict) -> str:
 
 
 def measured(name: str, section: str, *keys: str) -> dict[tuple, dict]:
-    """What was measured, by the values of some of its fields."""
-    return {
-        tuple(x[key] for key in keys): x for x in results.load(RESULTS / f"{name}.json")[section] if x["status"] == "ok"
-    }
+    """What was measured, by the values of some of its fields; of equal ones the last counts."""
+    found = ratios.measured(results.load(RESULTS / f"{name}.json"), section)
+    return {values: records[-1] for values, records in ratios.grouped(found, *keys).items()}
 
 
 def head(name: str, mode: str, header: str, ratio: str | None = None) -> str:
