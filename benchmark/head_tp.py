@@ -67,14 +67,11 @@ def megatron(group: ProcessGroup) -> Head:
     return head
 
 
+_BOTH = ("rl", "logprob")
 HEADS: dict[str, tuple[Callable[[ProcessGroup], Head], tuple[str, ...], str | None]] = {
-    "ours": (lambda group: Ours(tp_group=group), ("rl", "logprob"), None),
-    "ours-cached": (lambda group: Ours(cache_fraction=1, tp_group=group), ("rl", "logprob"), None),
-    "ours-token-640": (
-        lambda group: Ours(token_loss=True, workspace_bytes=640 * MIB, tp_group=group),
-        ("rl", "logprob"),
-        None,
-    ),
+    "ours": (lambda group: Ours(tp_group=group), _BOTH, None),
+    "ours-cached": (lambda group: Ours(cache_fraction=1, tp_group=group), _BOTH, None),
+    "ours-token-640": (lambda group: Ours(workspace_bytes=640 * MIB, token_loss=True, tp_group=group), _BOTH, None),
     "verl": (verl, ("rl",), "verl"),
     "megatron": (megatron, ("logprob",), "megatron-core"),
 }
@@ -96,7 +93,7 @@ def compare(head: Head, inputs: Inputs, mode: str, reference: dict) -> dict:
     first_logprobs, first_grad_hidden = reference.setdefault(mode, (logprobs.detach(), grad_hidden))
     return {
         "logprobs_difference": (logprobs - first_logprobs).abs().max().item(),
-        "grad_hidden_difference": ((grad_hidden - first_grad_hidden).norm() / first_grad_hidden.norm()).item(),
+        "grad_hidden_difference": measure.relative_error(grad_hidden, first_grad_hidden),
     }
 
 
@@ -127,40 +124,37 @@ def measure_heads(
     device = results.device
     measure.free_memory(device)
     inputs = shard_inputs(shape, group, results.dtype, device)
-    name = f"tp{group.size()} {shape.name}"
     gradient = torch.zeros_like(inputs.hidden)
     all_reduce = functools.partial(dist.all_reduce, gradient, group=group)
-    size = {"shape": name, "tp": group.size()}
+    size = {"shape": f"tp{group.size()} {shape.name}", "tp": group.size()}
     once_ms = _sum_ms(measure_slowest_products(inputs, group, device, repeats=3))
     calls = measure.calls_of_a_turn(budget_ms, once_ms)
-    dist.barrier()
-    results.attempt(
-        "all_reduce",
-        size | {"mib": gradient.nbytes / measure.MIB},
-        lambda: measure.slowest_rank(measure.measure_call(all_reduce, device, **calls), group),
-    )
+
+    def reduction() -> dict:
+        return measure.slowest_rank(measure.measure_call(all_reduce, device, **calls), group)
 
     def products() -> None:
         dist.barrier()
-        results.attempt("products", {"shape": name}, lambda: measure_slowest_products(inputs, group, device, **calls))
+        measured = functools.partial(measure_slowest_products, inputs, group, device, **calls)
+        results.attempt("products", {"shape": size["shape"]}, measured)
 
+    dist.barrier()
+    results.attempt("all_reduce", size | {"mib": gradient.nbytes / measure.MIB}, reduction)
     turns = []
-    for head_name, head in heads.items():
-        for mode in HEADS[head_name][1]:
-            record = size | {"tokens": shape.tokens, "mode": mode, "provider": head_name}
+    for name, head in heads.items():
+        for mode in HEADS[name][1]:
+            record = size | {"tokens": shape.tokens, "mode": mode, "provider": name}
             record |= {"gradients_mib": measure.gradients_mib(inputs, mode)}
             turns.append((record, measure.Timed(functools.partial(measure.run_step, head, inputs, mode), device)))
     results.take_turns("times", turns, products, **calls)
     reference: dict = {}
+
+    def compared(record: dict) -> dict:
+        difference = compare(heads[record["provider"]], inputs, record["mode"], reference)
+        return measure.slowest_rank(record, group) | difference
+
     for record, _ in turns:
-        results.complete(
-            "times",
-            record,
-            lambda record=record: (
-                measure.slowest_rank(record, group)
-                | compare(heads[record["provider"]], inputs, record["mode"], reference)
-            ),
-        )
+        results.complete("times", record, functools.partial(compared, record))
 
 
 def measure_case(results: Results, arguments: Any) -> None:

@@ -24,21 +24,15 @@ Loss = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
 
 
 def materialised(
-    student_hidden: Tensor,  # [N, Hs]
-    student_weight: Tensor,  # [V, Hs]
-    teacher_hidden: Tensor,  # [N, Ht]
-    teacher_weight: Tensor,  # [V, Ht]
-    beta: float,
+    student_hidden: Tensor, student_weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, beta: float
 ) -> Tensor:
     """Mean generalised JSD over whole logits, in fp32 at least."""
     student, teacher = (
         (hidden @ weight.T).to(torch.promote_types(hidden.dtype, torch.float32)).log_softmax(-1)
         for hidden, weight in ((student_hidden, student_weight), (teacher_hidden, teacher_weight))
     )
-    if beta == 0:
-        return _kl(teacher, student).mean()
-    if beta == 1:
-        return _kl(student, teacher).mean()
+    if beta in (0, 1):
+        return (_kl(teacher, student) if beta == 0 else _kl(student, teacher)).mean()
     mixture = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
     return (beta * _kl(teacher, mixture) + (1 - beta) * _kl(student, mixture)).mean()
 
@@ -47,12 +41,13 @@ def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
-def _ours(student_hidden: Tensor, student_weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, beta: float):
-    return megatron_lce.linear_jsd(student_hidden, student_weight, teacher_hidden, teacher_weight, beta=beta).mean()
+def _ours(*heads_and_beta: Any) -> Tensor:
+    *heads, beta = heads_and_beta
+    return megatron_lce.linear_jsd(*heads, beta=beta).mean()
 
 
-def _ours_weights(*tensors: Tensor, workspace_bytes: int = 2**29) -> Tensor:
-    *heads, beta = tensors
+def _ours_weights(*heads_and_beta: Any, workspace_bytes: int) -> Tensor:
+    *heads, beta = heads_and_beta
     tokens = heads[0].shape[0]
     weights = heads[0].new_full((tokens,), 1 / tokens, dtype=torch.float32)
     return megatron_lce.linear_jsd(*heads, beta=beta, token_weights=weights, workspace_bytes=workspace_bytes)
@@ -78,7 +73,7 @@ class Provider:
 
 PROVIDERS = {
     "ours": Provider(lambda: _ours),
-    "ours-weights-512": Provider(lambda: _ours_weights),
+    "ours-weights-512": Provider(lambda: functools.partial(_ours_weights, workspace_bytes=2**29)),
     "ours-weights-1024": Provider(lambda: functools.partial(_ours_weights, workspace_bytes=2**30)),
     "liger": Provider(_load_liger, "liger-kernel"),
     "compile": Provider(lambda: torch.compile(materialised, dynamic=False), holds_logits=True),
@@ -117,10 +112,7 @@ def measure_error(loss: Loss, heads: Heads, beta: float) -> dict:
         tensor.requires_grad_()
     reference, actual = step(materialised, tuple(exact), beta), step(loss, heads.tensors(), beta)
     names = ("loss_relative_error", "grad_hidden_relative_error", "grad_weight_relative_error")
-    return {
-        name: ((value.double() - expected).norm() / expected.norm()).item()
-        for name, value, expected in zip(names, actual, reference, strict=True)
-    }
+    return {name: measure.relative_error(*pair) for name, *pair in zip(names, actual, reference, strict=True)}
 
 
 def measure_products(heads: Heads, device: torch.device, budget_ms: float) -> dict:
@@ -139,16 +131,12 @@ def times(results: Results, losses: dict[str, Loss], arguments: Any) -> None:
     gradients_mib = measure.gradients_mib(heads.student, "sft")
     for beta in arguments.betas:
         measure.free_memory(device)
-        turns = [
-            (
-                shape | {"beta": beta, "provider": name, "gradients_mib": gradients_mib},
-                measure.Timed(functools.partial(step, loss, heads.tensors(), beta), device),
-            )
-            for name, loss in losses.items()
-        ]
-        results.take_turns(
-            "jsd", turns, lambda: results.attempt("jsd_products", dict(shape), measure_them), budget_ms=budget_ms
-        )
+        turns = []
+        for name, loss in losses.items():
+            record = shape | {"beta": beta, "provider": name, "gradients_mib": gradients_mib}
+            turns.append((record, measure.Timed(functools.partial(step, loss, heads.tensors(), beta), device)))
+        yardstick = functools.partial(results.attempt, "jsd_products", shape, measure_them)
+        results.take_turns("jsd", turns, yardstick, budget_ms=budget_ms)
 
 
 def _text(shape: list[int]) -> str:

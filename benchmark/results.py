@@ -75,6 +75,7 @@ class Results:
 
     def attempt(self, section: str, record: dict, measurement: Callable[[], dict]) -> None:
         """Adds the record with what `measurement` returns, or with why there is nothing."""
+        record = dict(record)
         self.section(section).append(record)
         self._update(section, record, measurement)
         self._print(section, record)
