@@ -6,7 +6,6 @@ and cuBLAS on one rank's shard. hidden is replicated; every head leaves its grad
 """
 
 import functools
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from statistics import median
@@ -19,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from benchmark import measure
 from benchmark.ours import MIB, Ours
-from benchmark.providers import Head, load_verl_kernel
+from benchmark.providers import Head, Provider, load_verl_kernel
 from benchmark.results import Results
 from benchmark.shapes import Inputs, Shape, make_inputs
 
@@ -68,12 +67,17 @@ def megatron(group: ProcessGroup) -> Head:
 
 
 _BOTH = ("rl", "logprob")
-HEADS: dict[str, tuple[Callable[[ProcessGroup], Head], tuple[str, ...], str | None]] = {
-    "ours": (lambda group: Ours(tp_group=group), _BOTH, None),
-    "ours-cached": (lambda group: Ours(cache_fraction=1, tp_group=group), _BOTH, None),
-    "ours-token-640": (lambda group: Ours(workspace_bytes=640 * MIB, token_loss=True, tp_group=group), _BOTH, None),
-    "verl": (verl, ("rl",), "verl"),
-    "megatron": (megatron, ("logprob",), "megatron-core"),
+HEADS = {  # each is loaded for a group
+    head.name: head
+    for head in (
+        Provider("ours", lambda group: Ours(tp_group=group), _BOTH),
+        Provider("ours-cached", lambda group: Ours(cache_fraction=1, tp_group=group), _BOTH),
+        Provider(
+            "ours-token-640", lambda group: Ours(workspace_bytes=640 * MIB, token_loss=True, tp_group=group), _BOTH
+        ),
+        Provider("verl", verl, ("rl",), package="verl"),
+        Provider("megatron", megatron, ("logprob",), holds_logits=True, package="megatron-core"),
+    )
 }
 
 
@@ -108,15 +112,6 @@ def _sum_ms(products: dict) -> float:
     return sum(median(times) for times in products.values())
 
 
-def load_heads(results: Results, names: list[str], group: ProcessGroup) -> dict[str, Head]:
-    """The heads that are installed, bound to the group."""
-    loaded = {}
-    for name in names:
-        load, _, package = HEADS[name]
-        loaded[name] = results.load(name, functools.partial(load, group), package, tp=group.size())
-    return {name: head for name, head in loaded.items() if head is not None}
-
-
 def measure_heads(
     results: Results, shape: Shape, group: ProcessGroup, heads: dict[str, Head], budget_ms: float
 ) -> None:
@@ -142,7 +137,7 @@ def measure_heads(
     results.attempt("all_reduce", size | {"mib": gradient.nbytes / measure.MIB}, reduction)
     turns = []
     for name, head in heads.items():
-        for mode in HEADS[name][1]:
+        for mode in HEADS[name].modes:
             record = size | {"tokens": shape.tokens, "mode": mode, "provider": name}
             record |= {"gradients_mib": measure.gradients_mib(inputs, mode)}
             turns.append((record, measure.Timed(functools.partial(measure.run_step, head, inputs, mode), device)))
@@ -161,7 +156,7 @@ def measure_case(results: Results, arguments: Any) -> None:
     dist.init_process_group("nccl" if results.device.type == "cuda" else "gloo", timeout=timedelta(minutes=5))
     for tp in arguments.tp:
         group, _ = dist.new_subgroups(group_size=tp)
-        heads = load_heads(results, arguments.heads, group)
+        heads = results.load((HEADS[name] for name in arguments.heads), group, tp=tp)
         for tokens in arguments.tokens:
             shape = Shape(f"{tokens}x{arguments.hidden}x{arguments.vocab}", tokens, arguments.hidden, arguments.vocab)
             measure_heads(results, shape, group, heads, arguments.budget_ms)

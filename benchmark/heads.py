@@ -19,11 +19,8 @@ class Run:
 
     def __init__(self, results: Results, providers: list[Provider], budget_ms: float):
         self.results, self.device, self.budget_ms = results, results.device, budget_ms
-        self.heads: list[tuple[Provider, Head]] = []
-        for provider in providers:
-            head = results.load(provider.name, provider.load, provider.package, holds_logits=provider.holds_logits)
-            if head is not None:
-                self.heads.append((provider, head))
+        heads: dict[str, Head] = results.load(providers)
+        self.heads = [(provider, heads[provider.name]) for provider in providers if provider.name in heads]
 
     def inputs(self, shape: Shape) -> Inputs:
         measure.free_memory(self.device)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 import megatron_lce
 from benchmark import measure
+from benchmark.providers import Provider
 from benchmark.results import Results
 from benchmark.shapes import Inputs, Shape, make_inputs
 
@@ -62,22 +63,16 @@ def _load_liger() -> Loss:
     )
 
 
-@dataclass(frozen=True)
-class Provider:
-    """How to load a head's loss, the distribution whose version is reported, and whether it keeps N x V tensors."""
-
-    load: Callable[[], Loss]
-    package: str | None = None
-    holds_logits: bool = False
-
-
 PROVIDERS = {
-    "ours": Provider(lambda: _ours),
-    "ours-weights-512": Provider(lambda: functools.partial(_ours_weights, workspace_bytes=2**29)),
-    "ours-weights-1024": Provider(lambda: functools.partial(_ours_weights, workspace_bytes=2**30)),
-    "liger": Provider(_load_liger, "liger-kernel"),
-    "compile": Provider(lambda: torch.compile(materialised, dynamic=False), holds_logits=True),
-    "eager": Provider(lambda: materialised, holds_logits=True),
+    provider.name: provider
+    for provider in (
+        Provider("ours", lambda: _ours),
+        Provider("ours-weights-512", lambda: functools.partial(_ours_weights, workspace_bytes=2**29)),
+        Provider("ours-weights-1024", lambda: functools.partial(_ours_weights, workspace_bytes=2**30)),
+        Provider("liger", _load_liger, package="liger-kernel"),
+        Provider("compile", lambda: torch.compile(materialised, dynamic=False), holds_logits=True),
+        Provider("eager", lambda: materialised, holds_logits=True),
+    )
 }
 
 
@@ -144,12 +139,7 @@ def _text(shape: list[int]) -> str:
 
 
 def measure_case(results: Results, arguments: Any) -> None:
-    losses = {}
-    for name in arguments.providers:
-        provider = PROVIDERS[name]
-        loss = results.load(name, provider.load, provider.package, holds_logits=provider.holds_logits)
-        if loss is not None:
-            losses[name] = loss
+    losses = results.load(PROVIDERS[name] for name in arguments.providers)
     times(results, losses, arguments)
     measure.free_memory(results.device)
     heads = make_heads(*arguments.error_shape, results.dtype, results.device)

@@ -108,8 +108,7 @@ def take_turns(
 
 
 def measure_case(results: Results, arguments: Any) -> None:
-    results.load("ours", Ours, None)
-    peer = results.load(PEER, PROVIDERS[PEER].load, PROVIDERS[PEER].package)
+    peer = results.load([PROVIDERS["ours"], PROVIDERS[PEER]]).get(PEER)
     for shape in arguments.shapes:
         measure.free_memory(results.device)
         inputs = make_inputs(shape, results.dtype, results.device)
