@@ -86,19 +86,14 @@ def merge(documents: list[dict]) -> dict:
     for document in documents[1:]:
         for section, records in document.items():
             if isinstance(records, list):
-                known = {_key(record) for record in merged.get(section, [])}
-                merged[section] = merged.get(section, []) + [x for x in records if _key(x) not in known]
+                keys = ("provider", *SECTIONS.get(section, ("", ("shape",)))[1])
+                known = {tuple(map(record.get, keys)) for record in merged.get(section, [])}
+                new = [record for record in records if tuple(map(record.get, keys)) not in known]
+                merged[section] = merged.get(section, []) + new
     dates = sorted({document["environment"]["date"] for document in documents})
     devices = dict.fromkeys(document["environment"]["device"] for document in documents)
     merged["environment"] |= {"date": dates[-1], "device": ", ".join(devices)}
     return merged
-
-
-_SIZES = ("fraction", "workspace_mib", "ignored", "layout", "variant", "masked")
-
-
-def _key(record: dict) -> tuple:
-    return tuple(record.get(name) for name in ("provider", "shape", "tokens", "mode", *_SIZES))
 
 
 def build_parser() -> argparse.ArgumentParser:
