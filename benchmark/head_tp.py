@@ -6,7 +6,6 @@ and cuBLAS on one rank's shard. hidden is replicated; every head leaves its grad
 """
 
 import functools
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from statistics import median
@@ -19,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from benchmark import measure
 from benchmark.ours import MIB, Ours
-from benchmark.providers import Head, load_verl_kernel
+from benchmark.providers import Head, Provider, load_verl_kernel
 from benchmark.results import Results
 from benchmark.shapes import Inputs, Shape, make_inputs
 
@@ -67,16 +66,18 @@ def megatron(group: ProcessGroup) -> Head:
     return head
 
 
-HEADS: dict[str, tuple[Callable[[ProcessGroup], Head], tuple[str, ...], str | None]] = {
-    "ours": (lambda group: Ours(tp_group=group), ("rl", "logprob"), None),
-    "ours-cached": (lambda group: Ours(cache_fraction=1, tp_group=group), ("rl", "logprob"), None),
-    "ours-token-640": (
-        lambda group: Ours(token_loss=True, workspace_bytes=640 * MIB, tp_group=group),
-        ("rl", "logprob"),
-        None,
-    ),
-    "verl": (verl, ("rl",), "verl"),
-    "megatron": (megatron, ("logprob",), "megatron-core"),
+_BOTH = ("rl", "logprob")
+HEADS = {  # each is loaded for a group
+    head.name: head
+    for head in (
+        Provider("ours", lambda group: Ours(tp_group=group), _BOTH),
+        Provider("ours-cached", lambda group: Ours(cache_fraction=1, tp_group=group), _BOTH),
+        Provider(
+            "ours-token-640", lambda group: Ours(workspace_bytes=640 * MIB, token_loss=True, tp_group=group), _BOTH
+        ),
+        Provider("verl", verl, ("rl",), package="verl"),
+        Provider("megatron", megatron, ("logprob",), holds_logits=True, package="megatron-core"),
+    )
 }
 
 
@@ -96,7 +97,7 @@ def compare(head: Head, inputs: Inputs, mode: str, reference: dict) -> dict:
     first_logprobs, first_grad_hidden = reference.setdefault(mode, (logprobs.detach(), grad_hidden))
     return {
         "logprobs_difference": (logprobs - first_logprobs).abs().max().item(),
-        "grad_hidden_difference": ((grad_hidden - first_grad_hidden).norm() / first_grad_hidden.norm()).item(),
+        "grad_hidden_difference": measure.relative_error(grad_hidden, first_grad_hidden),
     }
 
 
@@ -111,15 +112,6 @@ def _sum_ms(products: dict) -> float:
     return sum(median(times) for times in products.values())
 
 
-def load_heads(results: Results, names: list[str], group: ProcessGroup) -> dict[str, Head]:
-    """The heads that are installed, bound to the group."""
-    loaded = {}
-    for name in names:
-        load, _, package = HEADS[name]
-        loaded[name] = results.load(name, functools.partial(load, group), package, tp=group.size())
-    return {name: head for name, head in loaded.items() if head is not None}
-
-
 def measure_heads(
     results: Results, shape: Shape, group: ProcessGroup, heads: dict[str, Head], budget_ms: float
 ) -> None:
@@ -127,47 +119,44 @@ def measure_heads(
     device = results.device
     measure.free_memory(device)
     inputs = shard_inputs(shape, group, results.dtype, device)
-    name = f"tp{group.size()} {shape.name}"
     gradient = torch.zeros_like(inputs.hidden)
     all_reduce = functools.partial(dist.all_reduce, gradient, group=group)
-    size = {"shape": name, "tp": group.size()}
+    size = {"shape": f"tp{group.size()} {shape.name}", "tp": group.size()}
     once_ms = _sum_ms(measure_slowest_products(inputs, group, device, repeats=3))
     calls = measure.calls_of_a_turn(budget_ms, once_ms)
-    dist.barrier()
-    results.attempt(
-        "all_reduce",
-        size | {"mib": gradient.nbytes / measure.MIB},
-        lambda: measure.slowest_rank(measure.measure_call(all_reduce, device, **calls), group),
-    )
+
+    def reduction() -> dict:
+        return measure.slowest_rank(measure.measure_call(all_reduce, device, **calls), group)
 
     def products() -> None:
         dist.barrier()
-        results.attempt("products", {"shape": name}, lambda: measure_slowest_products(inputs, group, device, **calls))
+        measured = functools.partial(measure_slowest_products, inputs, group, device, **calls)
+        results.attempt("products", {"shape": size["shape"]}, measured)
 
+    dist.barrier()
+    results.attempt("all_reduce", size | {"mib": gradient.nbytes / measure.MIB}, reduction)
     turns = []
-    for head_name, head in heads.items():
-        for mode in HEADS[head_name][1]:
-            record = size | {"tokens": shape.tokens, "mode": mode, "provider": head_name}
+    for name, head in heads.items():
+        for mode in HEADS[name].modes:
+            record = size | {"tokens": shape.tokens, "mode": mode, "provider": name}
             record |= {"gradients_mib": measure.gradients_mib(inputs, mode)}
             turns.append((record, measure.Timed(functools.partial(measure.run_step, head, inputs, mode), device)))
     results.take_turns("times", turns, products, **calls)
     reference: dict = {}
+
+    def compared(record: dict) -> dict:
+        difference = compare(heads[record["provider"]], inputs, record["mode"], reference)
+        return measure.slowest_rank(record, group) | difference
+
     for record, _ in turns:
-        results.complete(
-            "times",
-            record,
-            lambda record=record: (
-                measure.slowest_rank(record, group)
-                | compare(heads[record["provider"]], inputs, record["mode"], reference)
-            ),
-        )
+        results.complete("times", record, functools.partial(compared, record))
 
 
 def measure_case(results: Results, arguments: Any) -> None:
     dist.init_process_group("nccl" if results.device.type == "cuda" else "gloo", timeout=timedelta(minutes=5))
     for tp in arguments.tp:
         group, _ = dist.new_subgroups(group_size=tp)
-        heads = load_heads(results, arguments.heads, group)
+        heads = results.load((HEADS[name] for name in arguments.heads), group, tp=tp)
         for tokens in arguments.tokens:
             shape = Shape(f"{tokens}x{arguments.hidden}x{arguments.vocab}", tokens, arguments.hidden, arguments.vocab)
             measure_heads(results, shape, group, heads, arguments.budget_ms)

@@ -1,12 +1,13 @@
 """Our head beside its peers in one process: times, errors, memory, over caches and workspaces, and the host's time."""
 
-import contextlib
-import functools
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from benchmark import measure
+from benchmark.measure import gradients_mib, run_step
 from benchmark.ours import MIB, Ours, cache_bytes
 from benchmark.providers import Head, Provider
 from benchmark.results import Results
@@ -18,106 +19,87 @@ class Run:
 
     def __init__(self, results: Results, providers: list[Provider], budget_ms: float):
         self.results, self.device, self.budget_ms = results, results.device, budget_ms
-        self.heads: list[tuple[Provider, Head]] = []
-        for provider in providers:
-            head = results.load(provider.name, provider.load, provider.package, holds_logits=provider.holds_logits)
-            if head is not None:
-                self.heads.append((provider, head))
+        heads: dict[str, Head] = results.load(providers)
+        self.heads = [(provider, heads[provider.name]) for provider in providers if provider.name in heads]
 
-    @contextlib.contextmanager
-    def inputs(self, shape: Shape) -> Iterator[Inputs]:
+    def inputs(self, shape: Shape) -> Inputs:
         measure.free_memory(self.device)
-        yield make_inputs(shape, self.results.dtype, self.device)
+        return make_inputs(shape, self.results.dtype, self.device)
 
-    def _take_turns(
-        self, section: str, shape: Shape, inputs: Inputs, steps: list[tuple[dict, Callable[[], object]]]
-    ) -> None:
-        """The steps take turns with each other and with the products."""
-        products = functools.partial(measure.measure_products, inputs, self.device, budget_ms=self.budget_ms)
-        self.results.take_turns(
-            section,
-            [(record, measure.Timed(step, self.device)) for record, step in steps],
-            lambda: self.results.attempt("products", {"shape": shape.name}, products),
-            budget_ms=self.budget_ms,
-        )
+    def take_turns(self, section: str, shape: Shape, inputs: Inputs, steps: Iterable[tuple[dict, Head, str]]) -> None:
+        """Steps (what tells them apart, head, mode) take turns with each other and with the products."""
+        turns = []
+        for properties, head, mode in steps:
+            record = {"shape": shape.name, "mode": mode, **properties}
+            record["gradients_mib"] = gradients_mib(inputs, mode, head)
+            turns.append((record, measure.Timed(partial(run_step, head, inputs, mode), self.device)))
+        products = partial(measure.measure_products, inputs, self.device, budget_ms=self.budget_ms)
+        yardstick = partial(self.results.attempt, "products", {"shape": shape.name}, products)
+        self.results.take_turns(section, turns, yardstick, budget_ms=self.budget_ms)
 
     def times(self, shape: Shape, modes: list[str]) -> None:
         """Every head that has the mode, mode by mode."""
-        with self.inputs(shape) as inputs:
-            for mode in modes:
-                measure.free_memory(self.device)
-                steps = []
-                for provider, head in self.heads:
+        inputs = self.inputs(shape)
+        for mode in modes:
+            measure.free_memory(self.device)
+            for provider, _ in self.heads:
+                if mode not in provider.modes:
                     record = {"shape": shape.name, "mode": mode, "provider": provider.name}
-                    if mode in provider.modes:
-                        record |= {"gradients_mib": measure.gradients_mib(inputs, mode, head)}
-                        steps.append((record, functools.partial(measure.run_step, head, inputs, mode)))
-                    else:
-                        self.results.unsupported("times", record, provider.missing)
-                self._take_turns("times", shape, inputs, steps)
+                    self.results.unsupported("times", record, provider.missing)
+            able = [(provider.name, head) for provider, head in self.heads if mode in provider.modes]
+            self.take_turns("times", shape, inputs, [({"provider": name}, head, mode) for name, head in able])
 
     def errors(self, shape: Shape) -> None:
         """Every head against fp64, in the first mode with gradients that it supports."""
-        with self.inputs(shape) as inputs:
-            expected = measure.oracle(inputs)
-            for provider, head in self.heads:
-                mode = _gradient_mode(provider)
-                record = {"shape": shape.name, "provider": provider.name, "mode": mode}
-                error = functools.partial(measure.measure_error, head, inputs, mode, expected)
-                self.results.attempt("errors", record, error)
+        inputs = self.inputs(shape)
+        expected = measure.oracle(inputs)
+        for provider, head in self.heads:
+            mode = _gradient_mode(provider)
+            record = {"shape": shape.name, "provider": provider.name, "mode": mode}
+            self.results.attempt("errors", record, partial(measure.measure_error, head, inputs, mode, expected))
 
     def cache_budgets(self, shape: Shape, fractions: list[float], modes: list[str]) -> None:
         """Time and memory of ours over `logits_cache_bytes`."""
-        with self.inputs(shape) as inputs:
-            steps = []
-            for fraction in fractions:
-                budget = cache_bytes(shape.tokens, shape.vocab, fraction)
-                for mode in modes:
-                    record = {"shape": shape.name, "mode": mode, "fraction": fraction, "logits_cache_bytes": budget}
-                    record |= {"gradients_mib": measure.gradients_mib(inputs, mode)}
-                    steps.append((record, functools.partial(measure.run_step, Ours(fraction), inputs, mode)))
-            self._take_turns("cache", shape, inputs, steps)
+        sizes = {fraction: cache_bytes(shape.tokens, shape.vocab, fraction) for fraction in fractions}
+        steps = [
+            ({"fraction": fraction, "logits_cache_bytes": size}, Ours(fraction), mode)
+            for (fraction, size), mode in itertools.product(sizes.items(), modes)
+        ]
+        self.take_turns("cache", shape, self.inputs(shape), steps)
 
     def workspaces(self, shape: Shape, sizes_mib: list[int], modes: list[str]) -> None:
         """Time and memory of `linear_token_loss` over `workspace_bytes`."""
-        with self.inputs(shape) as inputs:
-            steps = []
-            for size in sizes_mib:
-                for mode in modes:
-                    record = {"shape": shape.name, "mode": mode, "provider": "ours-token", "workspace_mib": size}
-                    record |= {"gradients_mib": measure.gradients_mib(inputs, mode)}
-                    head = Ours(workspace_bytes=size * MIB, token_loss=True)
-                    steps.append((record, functools.partial(measure.run_step, head, inputs, mode)))
-            self._take_turns("workspace", shape, inputs, steps)
+        steps = [
+            ({"provider": "ours-token", "workspace_mib": size}, Ours(workspace_bytes=size * MIB, token_loss=True), mode)
+            for size, mode in itertools.product(sizes_mib, modes)
+        ]
+        self.take_turns("workspace", shape, self.inputs(shape), steps)
 
     def host_times(self, shape: Shape, modes: list[str]) -> None:
         """How long a call keeps the host, beside how long the device takes."""
-        with self.inputs(shape) as inputs:
-            for mode in modes:
-                for provider, head in self.heads:
-                    if mode in provider.modes:
-                        record = {"shape": shape.name, "mode": mode, "provider": provider.name}
-                        step = functools.partial(measure.run_step, head, inputs, mode)
-                        host = functools.partial(measure.host_times, step, self.device, budget_ms=self.budget_ms)
-                        self.results.attempt("host", record, host)
+        inputs = self.inputs(shape)
+        for mode, (provider, head) in itertools.product(modes, self.heads):
+            if mode in provider.modes:
+                record = {"shape": shape.name, "mode": mode, "provider": provider.name}
+                step = partial(run_step, head, inputs, mode)
+                host = partial(measure.host_times, step, self.device, budget_ms=self.budget_ms)
+                self.results.attempt("host", record, host)
 
     def memory(self, shape: Shape, tokens: list[int], modes: list[str]) -> None:
         """Extra peak memory over the number of tokens at the shape's H and V."""
         for count in tokens:
-            with self.inputs(replace(shape, tokens=count)) as inputs:
-                for provider, head in self.heads:
-                    for mode in [mode for mode in modes if mode in provider.modes] or [_gradient_mode(provider)]:
-                        measure.free_memory(self.device)
-                        record = {"shape": shape.name, "tokens": count, "mode": mode, "provider": provider.name}
-                        self.results.attempt("memory", record, functools.partial(self._peak, head, inputs, mode))
+            inputs = self.inputs(replace(shape, tokens=count))
+            for provider, head in self.heads:
+                for mode in [mode for mode in modes if mode in provider.modes] or [_gradient_mode(provider)]:
+                    measure.free_memory(self.device)
+                    record = {"shape": shape.name, "tokens": count, "mode": mode, "provider": provider.name}
+                    self.results.attempt("memory", record, partial(self._peak, head, inputs, mode))
+            del inputs
 
     def _peak(self, head: Head, inputs: Inputs, mode: str) -> dict:
-        def step() -> object:
-            return measure.run_step(head, inputs, mode)
-
+        step = partial(run_step, head, inputs, mode)
         step()  # compiles
-        peak = measure.peak_mib(step, self.device)
-        return {"peak_mib": peak, "gradients_mib": measure.gradients_mib(inputs, mode, head)}
+        return {"peak_mib": measure.peak_mib(step, self.device), "gradients_mib": gradients_mib(inputs, mode, head)}
 
 
 def _gradient_mode(provider: Provider) -> str:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 import megatron_lce
 from benchmark import measure
+from benchmark.providers import Provider
 from benchmark.results import Results
 from benchmark.shapes import Inputs, Shape, make_inputs
 
@@ -24,21 +25,15 @@ Loss = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
 
 
 def materialised(
-    student_hidden: Tensor,  # [N, Hs]
-    student_weight: Tensor,  # [V, Hs]
-    teacher_hidden: Tensor,  # [N, Ht]
-    teacher_weight: Tensor,  # [V, Ht]
-    beta: float,
+    student_hidden: Tensor, student_weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, beta: float
 ) -> Tensor:
     """Mean generalised JSD over whole logits, in fp32 at least."""
     student, teacher = (
         (hidden @ weight.T).to(torch.promote_types(hidden.dtype, torch.float32)).log_softmax(-1)
         for hidden, weight in ((student_hidden, student_weight), (teacher_hidden, teacher_weight))
     )
-    if beta == 0:
-        return _kl(teacher, student).mean()
-    if beta == 1:
-        return _kl(student, teacher).mean()
+    if beta in (0, 1):
+        return (_kl(teacher, student) if beta == 0 else _kl(student, teacher)).mean()
     mixture = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
     return (beta * _kl(teacher, mixture) + (1 - beta) * _kl(student, mixture)).mean()
 
@@ -47,12 +42,13 @@ def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
-def _ours(student_hidden: Tensor, student_weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, beta: float):
-    return megatron_lce.linear_jsd(student_hidden, student_weight, teacher_hidden, teacher_weight, beta=beta).mean()
+def _ours(*heads_and_beta: Any) -> Tensor:
+    *heads, beta = heads_and_beta
+    return megatron_lce.linear_jsd(*heads, beta=beta).mean()
 
 
-def _ours_weights(*tensors: Tensor, workspace_bytes: int = 2**29) -> Tensor:
-    *heads, beta = tensors
+def _ours_weights(*heads_and_beta: Any, workspace_bytes: int) -> Tensor:
+    *heads, beta = heads_and_beta
     tokens = heads[0].shape[0]
     weights = heads[0].new_full((tokens,), 1 / tokens, dtype=torch.float32)
     return megatron_lce.linear_jsd(*heads, beta=beta, token_weights=weights, workspace_bytes=workspace_bytes)
@@ -67,22 +63,16 @@ def _load_liger() -> Loss:
     )
 
 
-@dataclass(frozen=True)
-class Provider:
-    """How to load a head's loss, the distribution whose version is reported, and whether it keeps N x V tensors."""
-
-    load: Callable[[], Loss]
-    package: str | None = None
-    holds_logits: bool = False
-
-
 PROVIDERS = {
-    "ours": Provider(lambda: _ours),
-    "ours-weights-512": Provider(lambda: _ours_weights),
-    "ours-weights-1024": Provider(lambda: functools.partial(_ours_weights, workspace_bytes=2**30)),
-    "liger": Provider(_load_liger, "liger-kernel"),
-    "compile": Provider(lambda: torch.compile(materialised, dynamic=False), holds_logits=True),
-    "eager": Provider(lambda: materialised, holds_logits=True),
+    provider.name: provider
+    for provider in (
+        Provider("ours", lambda: _ours),
+        Provider("ours-weights-512", lambda: functools.partial(_ours_weights, workspace_bytes=2**29)),
+        Provider("ours-weights-1024", lambda: functools.partial(_ours_weights, workspace_bytes=2**30)),
+        Provider("liger", _load_liger, package="liger-kernel"),
+        Provider("compile", lambda: torch.compile(materialised, dynamic=False), holds_logits=True),
+        Provider("eager", lambda: materialised, holds_logits=True),
+    )
 }
 
 
@@ -117,10 +107,7 @@ def measure_error(loss: Loss, heads: Heads, beta: float) -> dict:
         tensor.requires_grad_()
     reference, actual = step(materialised, tuple(exact), beta), step(loss, heads.tensors(), beta)
     names = ("loss_relative_error", "grad_hidden_relative_error", "grad_weight_relative_error")
-    return {
-        name: ((value.double() - expected).norm() / expected.norm()).item()
-        for name, value, expected in zip(names, actual, reference, strict=True)
-    }
+    return {name: measure.relative_error(*pair) for name, *pair in zip(names, actual, reference, strict=True)}
 
 
 def measure_products(heads: Heads, device: torch.device, budget_ms: float) -> dict:
@@ -139,16 +126,12 @@ def times(results: Results, losses: dict[str, Loss], arguments: Any) -> None:
     gradients_mib = measure.gradients_mib(heads.student, "sft")
     for beta in arguments.betas:
         measure.free_memory(device)
-        turns = [
-            (
-                shape | {"beta": beta, "provider": name, "gradients_mib": gradients_mib},
-                measure.Timed(functools.partial(step, loss, heads.tensors(), beta), device),
-            )
-            for name, loss in losses.items()
-        ]
-        results.take_turns(
-            "jsd", turns, lambda: results.attempt("jsd_products", dict(shape), measure_them), budget_ms=budget_ms
-        )
+        turns = []
+        for name, loss in losses.items():
+            record = shape | {"beta": beta, "provider": name, "gradients_mib": gradients_mib}
+            turns.append((record, measure.Timed(functools.partial(step, loss, heads.tensors(), beta), device)))
+        yardstick = functools.partial(results.attempt, "jsd_products", shape, measure_them)
+        results.take_turns("jsd", turns, yardstick, budget_ms=budget_ms)
 
 
 def _text(shape: list[int]) -> str:
@@ -156,12 +139,7 @@ def _text(shape: list[int]) -> str:
 
 
 def measure_case(results: Results, arguments: Any) -> None:
-    losses = {}
-    for name in arguments.providers:
-        provider = PROVIDERS[name]
-        loss = results.load(name, provider.load, provider.package, holds_logits=provider.holds_logits)
-        if loss is not None:
-            losses[name] = loss
+    losses = results.load(PROVIDERS[name] for name in arguments.providers)
     times(results, losses, arguments)
     measure.free_memory(results.device)
     heads = make_heads(*arguments.error_shape, results.dtype, results.device)

@@ -184,6 +184,11 @@ def measure_products(inputs: Inputs, device: torch.device, *, budget_ms: float =
     return record
 
 
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """||actual - expected|| / ||expected||"""
+    return ((actual.to(expected.dtype) - expected).norm() / expected.norm().clamp(min=1e-30)).item()
+
+
 def oracle(inputs: Inputs) -> dict[str, Tensor]:
     """Outputs and gradients of the modes by plain autograd in fp64, `ORACLE_TOKENS` tokens at a time."""
     hidden, weight = (x.detach().double() for x in (inputs.hidden, inputs.weight))
@@ -218,6 +223,5 @@ def measure_error(head: Head, inputs: Inputs, mode: str, expected: dict[str, Ten
         for name, output in zip(names, outputs, strict=False)
     }
     for name, gradient in zip(("grad_hidden", "grad_weight"), gradients, strict=False):
-        reference = references[f"{name}.{mode}"]
-        record[f"{name}_relative_error"] = ((gradient.double() - reference).norm() / reference.norm()).item()
+        record[f"{name}_relative_error"] = relative_error(gradient, references[f"{name}.{mode}"])
     return record

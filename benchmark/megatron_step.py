@@ -149,8 +149,7 @@ def choose(model: nn.Module, variant: str, tokens: int, args: argparse.Namespace
 
 
 def relative_errors(gradients: list[Tensor], exact: list[Tensor]) -> list[float]:
-    pairs = zip(gradients, exact, strict=True)
-    return [((gradient - reference).norm() / reference.norm()).item() for gradient, reference in pairs]
+    return [measure.relative_error(*pair) for pair in zip(gradients, exact, strict=True)]
 
 
 def errors(
@@ -207,21 +206,16 @@ def work(results: Results, args: argparse.Namespace, device: torch.device) -> No
         choose(model, "native", tokens, args)
         native_errors = relative_errors(losses_and_gradients(model, batches)[1], exact[1])
         measure.free_memory(device)
-        turns = [
-            (
-                {"tp": args.tp, "pp": args.pp, "tokens": tokens, "masked": masked, "variant": variant},
-                Variant(
-                    functools.partial(choose, model, variant, tokens, args),
-                    functools.partial(step, model, batches, variant),
-                    functools.partial(errors, model, batches, variant, exact, native_errors),
-                    device,
-                ),
-            )
-            for variant in args.variants
-        ]
+        turns = []
+        for name in args.variants:
+            record = {"tp": args.tp, "pp": args.pp, "tokens": tokens, "masked": masked, "variant": name}
+            step_errors = functools.partial(errors, model, batches, name, exact, native_errors)
+            choose_it = functools.partial(choose, model, name, tokens, args)
+            call = functools.partial(step, model, batches, name)
+            turns.append((record, Variant(choose_it, call, step_errors, device)))
         results.take_turns("steps", turns, dist.barrier, **CALLS)
         for record, _ in turns:
-            results.complete("steps", record, lambda record=record: measure.slowest_rank(record))
+            results.complete("steps", record, functools.partial(measure.slowest_rank, record))
 
 
 def exact_run(args: argparse.Namespace, model: nn.Module, batches: list[dict[str, Tensor]], device) -> tuple:

@@ -19,6 +19,7 @@ import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +37,7 @@ Head = Callable[[Tensor, Tensor, Tensor, str], tuple[Tensor, ...]] | Ours
 class Provider:
     """One head: how to load it, and what it can and cannot do.
 
+    load          imports and returns what is called: a `Head`, or another case's loss
     modes         the modes it supports
     missing       why it does not support the others
     holds_logits  whether it keeps a tensor of N x V elements
@@ -43,7 +45,7 @@ class Provider:
     """
 
     name: str
-    load: Callable[[], Head]
+    load: Callable[..., Any]
     modes: tuple[str, ...] = MODES
     missing: str = ""
     holds_logits: bool = False
@@ -59,10 +61,6 @@ def _eager_head(hidden: Tensor, weight: Tensor, labels: Tensor, mode: str) -> tu
     if mode == "logprob":
         return (logprobs,)
     return logprobs, -(log_softmax.exp() * log_softmax).sum(-1)
-
-
-def _load_compile() -> Head:
-    return torch.compile(_eager_head, dynamic=False)
 
 
 def _load_megatron() -> Head:
@@ -159,6 +157,7 @@ def _load_verl() -> Head:
 
 _GRADIENT = ("rl", "logprob", "sft")
 _KNOWN_LOSS = {"modes": _GRADIENT, "missing": "is about gradients"}
+_IN_640_MIB = {"workspace_bytes": 640 * MIB, "token_loss": True}
 _NO_ENTROPY = {"modes": ("logprob", "sft"), "missing": "gives no entropy"}
 
 PROVIDERS = {
@@ -166,16 +165,12 @@ PROVIDERS = {
     for provider in (
         Provider("ours", Ours),
         Provider("ours-cached", partial(Ours, 1), _GRADIENT, "a cache is kept for backward only", holds_logits=True),
-        Provider("ours-token-640", partial(Ours, workspace_bytes=640 * MIB, token_loss=True), **_KNOWN_LOSS),
+        Provider("ours-token-640", partial(Ours, **_IN_640_MIB), **_KNOWN_LOSS),
         Provider("ours-token-1280", partial(Ours, workspace_bytes=1280 * MIB, token_loss=True), **_KNOWN_LOSS),
         Provider("ours-main-grad", partial(Ours, main_grad=True), **_KNOWN_LOSS),
-        Provider(
-            "ours-token-main-grad",
-            partial(Ours, workspace_bytes=640 * MIB, token_loss=True, main_grad=True),
-            **_KNOWN_LOSS,
-        ),
+        Provider("ours-token-main-grad", partial(Ours, **_IN_640_MIB, main_grad=True), **_KNOWN_LOSS),
         Provider("eager", lambda: _eager_head, holds_logits=True),
-        Provider("compile", _load_compile, holds_logits=True),
+        Provider("compile", lambda: torch.compile(_eager_head, dynamic=False), holds_logits=True),
         Provider("megatron", _load_megatron, **_NO_ENTROPY, holds_logits=True, package="megatron-core"),
         Provider("liger", _load_liger, **_NO_ENTROPY, package="liger-kernel"),
         Provider("verl", _load_verl, package="verl"),

@@ -1,18 +1,31 @@
-"""Times as multiples of the cuBLAS products of the same run."""
+"""Records of a document by their fields, and their times as multiples of the cuBLAS products of the same run."""
 
 from statistics import median
+from typing import Any
 
 
-def products_ms(document: dict, shape: str) -> tuple[float, float, float] | None:
-    """Median cuBLAS times of one shape in this run: logits, hidden's gradient, weight's gradient."""
-    records = [
-        record for record in document.get("products", []) if record["shape"] == shape and record["status"] == "ok"
-    ]
-    if not records:
-        return None
-    names = ("logits_ms", "grad_hidden_ms", "grad_weight_ms")
-    logits, grad_hidden, grad_weight = (median(ms for record in records for ms in record[name]) for name in names)
-    return logits, grad_hidden, grad_weight
+def measured(document: dict, section: str, **values: Any) -> list[dict]:
+    """The records of a section that have a result, and these values."""
+    records = (record for record in document.get(section, []) if record["status"] == "ok")
+    return [x for x in records if all(x[name] == value for name, value in values.items())]
+
+
+def grouped(records: list[dict], *keys: str) -> dict[tuple, list[dict]]:
+    """The records by the values of some of their fields, in the order in which these come."""
+    groups: dict[tuple, list[dict]] = {}
+    for record in records:
+        groups.setdefault(tuple(record[key] for key in keys), []).append(record)
+    return groups
+
+
+def _median_ms(records: list[dict], *names: str) -> list[float]:
+    """Of each of these times over all records; nothing where there are none."""
+    return [median(ms for record in records for ms in record[name]) for name in names] if records else []
+
+
+def products_ms(document: dict, shape: str) -> list[float]:
+    """Median cuBLAS times of one shape in this run: logits, hidden's gradient, weight's gradient; or nothing."""
+    return _median_ms(measured(document, "products", shape=shape), "logits_ms", "grad_hidden_ms", "grad_weight_ms")
 
 
 def products_by(document: dict) -> str:
@@ -20,64 +33,38 @@ def products_by(document: dict) -> str:
     return "matmul" if document["environment"]["device"] == "CPU" else "cuBLAS"
 
 
-def add_all(document: dict) -> None:
-    add_ratios(document)
-    add_ratios_of_rows(document)
-    add_jsd_ratios(document)
-
-
-def add_ratios(document: dict) -> None:
-    """Adds to every time its ratio to the products the mode cannot do without.
-
-    over_products             F for mode `fwd`, else F + dX + dW
-    over_products_recomputed  2F + dX + dW: what a head must do that keeps no logits for its backward
-    """
-    for record in [x for section in ("times", "cache", "workspace") for x in document.get(section, [])]:
-        products = products_ms(document, record["shape"])
-        if record["status"] != "ok" or products is None:
-            continue
-        if record["mode"] == "fwd":
-            record["over_products"] = record["time_ms"] / products[0]
-        else:
-            record["over_products"] = record["time_ms"] / sum(products)
-            record["over_products_recomputed"] = record["time_ms"] / (products[0] + sum(products))
-
-
-def add_ratios_of_rows(document: dict) -> None:
-    """Adds to every time its ratio to that of the counted rows by themselves: `over_alone`."""
-
-    def case(record: dict) -> tuple:
-        return tuple(record[name] for name in ("shape", "mode", "ignored", "layout"))
-
-    measured = [record for record in document.get("rows", []) if record["status"] == "ok"]
-    alone = {case(record): record["time_ms"] for record in measured if record["provider"] == "ours-alone"}
-    for record in measured:
-        if case(record) in alone:
-            record["over_alone"] = record["time_ms"] / alone[case(record)]
+def limits_ms(document: dict, shape: str, mode: str) -> dict[str, float]:
+    """cuBLAS's time for the products that the mode needs, with and without computing the logits again; or nothing."""
+    products = products_ms(document, shape)
+    if not products or mode == "fwd":
+        return {"F": products[0]} if products else {}
+    return {"F+dX+dW": sum(products), "2F+dX+dW": products[0] + sum(products)}
 
 
 def jsd_limits_ms(document: dict) -> dict[str, float]:
-    """cuBLAS time of the products that a divergence and its gradients take, from all measurements in the document.
+    """The same of a divergence and its gradients, from all measurements in the document."""
+    names = ("student_logits_ms", "teacher_logits_ms", "grad_hidden_ms", "grad_weight_ms")
+    products = _median_ms(measured(document, "jsd_products"), *names)
+    return {"Fs+Ft+dX+dW": sum(products), "2(Fs+Ft)+dX+dW": sum(products) + sum(products[:2])} if products else {}
 
-    Where each head's logits are made once, and where backward makes them again; nothing where nothing was measured.
+
+def add_ratios(document: dict) -> None:
+    """Adds to every time its ratio to the products that the mode cannot do without.
+
+    over_products             F for mode `fwd`, else F + dX + dW; for a divergence Fs + Ft + dX + dW
+    over_products_recomputed  2F + dX + dW: what a head must do that keeps no logits for its backward
+    over_alone                the counted rows by themselves
     """
-    records = [record for record in document.get("jsd_products", []) if record["status"] == "ok"]
-    if not records:
-        return {}
-    student, teacher, grad_hidden, grad_weight = (
-        median(ms for record in records for ms in record[name])
-        for name in ("student_logits_ms", "teacher_logits_ms", "grad_hidden_ms", "grad_weight_ms")
-    )
-    logits, gradients = student + teacher, grad_hidden + grad_weight
-    return {"Fs+Ft+dX+dW": logits + gradients, "2(Fs+Ft)+dX+dW": 2 * logits + gradients}
-
-
-def add_jsd_ratios(document: dict) -> None:
-    """over_products            Fs + Ft + dX + dW
-    over_products_recomputed  2 (Fs + Ft) + dX + dW: what a form must do that keeps no logits for its backward
-    """
-    limits = jsd_limits_ms(document)
-    for record in document.get("jsd", []):
-        if record["status"] == "ok" and limits:
-            names = ("over_products", "over_products_recomputed")
-            record |= {name: record["time_ms"] / ms for name, ms in zip(names, limits.values(), strict=True)}
+    timed = [
+        (record, limits_ms(document, record["shape"], record["mode"]))
+        for section in ("times", "cache", "workspace")
+        for record in measured(document, section)
+    ]
+    timed += [(record, jsd_limits_ms(document)) for record in measured(document, "jsd")]
+    for record, limits in timed:
+        names = ("over_products", "over_products_recomputed")
+        record |= {name: record["time_ms"] / ms for name, ms in zip(names, limits.values(), strict=False)}
+    for records in grouped(measured(document, "rows"), "shape", "mode", "ignored", "layout").values():
+        for alone in [record["time_ms"] for record in records if record["provider"] == "ours-alone"]:
+            for record in records:
+                record["over_alone"] = record["time_ms"] / alone

@@ -1,7 +1,8 @@
 """Tables and pictures of benchmarks' JSON: `python -m benchmark.report results.json --pictures folder`."""
 
 import argparse
-from collections.abc import Iterable
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,35 +22,25 @@ def print_header(document: dict, console: Any) -> None:
         console.print(line, markup=False, highlight=False)
 
 
-_TIMES = ("time_ms", "over_products", "over_products_recomputed", "peak_mib", "gradients_mib", "first_call_s")
-_DIFFERENCES = ("logprobs_difference", "grad_hidden_difference", "grad_weight_difference")
-_ERRORS = ("logprobs_max_error", "entropy_max_error", "loss_max_error", "loss_relative_error")
-_ERRORS += ("grad_hidden_relative_error", "grad_weight_relative_error")
-_STEP = ("time_ms", "fastest_ms", "peak_mib", "loss", "loss_max_error", "gradient_relative_error", "over_native_error")
-SECTIONS = {  # title, what tells records apart, what was measured
-    "times": ("forward and backward", ("shape", "mode", "provider"), _TIMES + _DIFFERENCES),
-    "errors": ("error against fp64", ("shape", "provider", "mode"), _ERRORS),
-    "cache": ("ours over logits_cache_bytes", ("shape", "mode", "fraction", "logits_cache_bytes"), _TIMES),
-    "workspace": ("linear_token_loss over workspace_bytes", ("shape", "mode", "workspace_mib"), _TIMES),
+SECTIONS = {  # title, and what tells records apart; every other number in them is a column
+    "times": ("forward and backward", ("shape", "mode", "provider")),
+    "errors": ("error against fp64", ("shape", "provider", "mode")),
+    "cache": ("ours over logits_cache_bytes", ("shape", "mode", "fraction", "logits_cache_bytes")),
+    "workspace": ("linear_token_loss over workspace_bytes", ("shape", "mode", "workspace_mib")),
     "host": (
         "a call on an idle device: until it returns, until the device is done",
         ("shape", "mode", "provider"),
-        ("host_ms", "time_ms"),
     ),
-    "memory": ("memory over tokens", ("shape", "tokens", "mode", "provider"), ("peak_mib", "gradients_mib")),
-    "rows": (
-        "time over the share of ignored rows",
-        ("shape", "mode", "ignored", "layout", "provider"),
-        ("time_ms", "over_alone", "peak_mib", *_DIFFERENCES),
-    ),
-    "jsd": ("linear JSD, forward and backward", ("shape", "beta", "provider"), _TIMES),
-    "jsd_errors": ("error against fp64", ("shape", "beta", "provider"), _ERRORS),
+    "memory": ("memory over tokens", ("shape", "tokens", "mode", "provider")),
+    "rows": ("time over the share of ignored rows", ("shape", "mode", "ignored", "layout", "provider")),
+    "jsd": ("linear JSD, forward and backward", ("shape", "beta", "provider")),
+    "jsd_errors": ("error against fp64", ("shape", "beta", "provider")),
     "steps": (
         "forward and backward of a GPT: slowest rank, peak memory over the resting state",
         ("tp", "pp", "tokens", "masked", "variant"),
-        _STEP,
     ),
 }
+NO_COLUMNS = ("status", "reason", "provider", "fastest_ms", "slowest_ms", "repeats", "first_call_s")
 
 
 def print_tables(document: dict) -> None:
@@ -65,20 +56,19 @@ def print_tables(document: dict) -> None:
     for record in document.get("all_reduce", []):
         if record["status"] == "ok":
             console.print(f"{record['shape']}: all-reduce {record['time_ms']:.2f} ms", highlight=False)
-    for section, (title, keys, columns) in SECTIONS.items():
-        print_table(console, title, keys, columns, document.get(section, []))
+    for section, (title, keys) in SECTIONS.items():
+        if records := document.get(section):
+            console.print(as_table(title, keys, records))
 
 
-def print_table(console: Any, title: str, keys: Iterable, columns: Iterable, records: list[dict]) -> None:
-    """One row a record: its keys, its columns, and why it has none where it was not measured."""
+def as_table(title: str, keys: Sequence[str], records: list[dict]) -> Any:
+    """One row a record: its keys, what was measured, and why it has nothing where it was not."""
     from rich.table import Table  # of an extra
 
-    if not records:
-        return
-    columns = [name for name in columns if any(name in record for record in records)]
-    table = Table(title=title, title_justify="left")
-    for name in (*keys, *columns):
-        table.add_column(name, justify="left" if name in keys else "right")
+    columns = [name for name in dict.fromkeys(itertools.chain(*records)) if name not in (*keys, *NO_COLUMNS)]
+    table = Table(*keys, title=title, title_justify="left")
+    for name in columns:
+        table.add_column(name, justify="right")
     all_measured = all(record["status"] == "ok" for record in records)
     if not all_measured:
         table.add_column("not measured", overflow="fold")
@@ -87,7 +77,7 @@ def print_table(console: Any, title: str, keys: Iterable, columns: Iterable, rec
         if not all_measured:
             cells.append("" if record["status"] == "ok" else f"{record['status']}: {record.get('reason', '')}"[:120])
         table.add_row(*cells)
-    console.print(table)
+    return table
 
 
 def merge(documents: list[dict]) -> dict:
@@ -96,19 +86,14 @@ def merge(documents: list[dict]) -> dict:
     for document in documents[1:]:
         for section, records in document.items():
             if isinstance(records, list):
-                known = {_key(record) for record in merged.get(section, [])}
-                merged[section] = merged.get(section, []) + [x for x in records if _key(x) not in known]
+                keys = ("provider", *SECTIONS.get(section, ("", ("shape",)))[1])
+                known = {tuple(map(record.get, keys)) for record in merged.get(section, [])}
+                new = [record for record in records if tuple(map(record.get, keys)) not in known]
+                merged[section] = merged.get(section, []) + new
     dates = sorted({document["environment"]["date"] for document in documents})
     devices = dict.fromkeys(document["environment"]["device"] for document in documents)
     merged["environment"] |= {"date": dates[-1], "device": ", ".join(devices)}
     return merged
-
-
-_SIZES = ("fraction", "workspace_mib", "ignored", "layout", "variant", "masked")
-
-
-def _key(record: dict) -> tuple:
-    return tuple(record.get(name) for name in ("provider", "shape", "tokens", "mode", *_SIZES))
 
 
 def build_parser() -> argparse.ArgumentParser:

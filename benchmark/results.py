@@ -6,7 +6,7 @@ import importlib.metadata
 import json
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -69,22 +69,19 @@ class Results:
         return self.document.setdefault(name, [])
 
     def save(self) -> None:
-        ratios.add_all(self.document)
+        ratios.add_ratios(self.document)
         if self.path:
             self.path.write_text(as_text(self.document))
 
     def attempt(self, section: str, record: dict, measurement: Callable[[], dict]) -> None:
         """Adds the record with what `measurement` returns, or with why there is nothing."""
+        record = dict(record)
         self.section(section).append(record)
         self._update(section, record, measurement)
         self._print(section, record)
 
     def take_turns(
-        self,
-        section: str,
-        turns: list[tuple[dict, Timed]],
-        start_round: Callable[[], None],
-        **calls: Any,
+        self, section: str, turns: list[tuple[dict, Timed]], start_round: Callable[[], None], **calls: Any
     ) -> None:
         """Adds the records with the times of their calls, `Timed.round`, in rounds: clocks fall as a GPU warms.
 
@@ -116,20 +113,20 @@ class Results:
 
     def _update(self, section: str, record: dict, measurement: Callable[[], dict]) -> bool:
         """Whether the measurement went well; the document has its result either way."""
-        succeeded = False
         try:
             record |= {"status": "ok"} | measurement()
-            succeeded = True
+            return True
         except torch.OutOfMemoryError:
             record |= {"status": "out of memory"}
         except Exception as error:  # foreign code may raise anything: its failure is a result, and the others still run
             absent = section == "providers" and isinstance(error, ImportError)
             reason = str(error) if absent else f"{type(error).__name__}: {error}"
             record |= {"status": "not installed" if absent else "failed", "reason": reason[:500]}
-        self.save()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # raises, and ends the run, where the failure took the device along
-        return succeeded
+        finally:
+            self.save()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)  # raises, and ends the run, where the failure took the device along
+        return False
 
     def _print(self, section: str, record: dict) -> None:
         if not self.quiet and not section.endswith("products"):  # those are one of each round
@@ -138,16 +135,18 @@ class Results:
     def unsupported(self, section: str, record: dict, reason: str) -> None:
         self.section(section).append(record | {"status": "unsupported", "reason": reason})
 
-    def load(self, provider: str, load: Callable[[], Any], package: str | None, **properties: Any) -> Any:
-        """What `load` imports and returns; None, and the reason in the document, where it cannot."""
-        loaded = []
+    def load(self, providers: Iterable[Any], *arguments: Any, **properties: Any) -> dict[str, Any]:
+        """What `load` of `benchmark.providers.Provider` imports and returns; else the document has the reason."""
+        loaded = {}
 
-        def measurement() -> dict:
-            loaded.append(load())
-            return {"version": importlib.metadata.version(package) if package else None}
+        def measurement(provider: Any) -> dict:
+            loaded[provider.name] = provider.load(*arguments)
+            return {"version": importlib.metadata.version(provider.package) if provider.package else None}
 
-        self.attempt("providers", {"provider": provider, **properties}, measurement)
-        return loaded[0] if loaded else None
+        for provider in providers:
+            record = {"provider": provider.name, "holds_logits": provider.holds_logits, **properties}
+            self.attempt("providers", record, partial(measurement, provider))
+        return loaded
 
 
 def source_digest() -> str:

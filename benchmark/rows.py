@@ -38,12 +38,6 @@ def ignore(inputs: Inputs, share: float, layout: str) -> tuple[Inputs, Tensor]:
     return replace(inputs, labels=inputs.labels.index_fill(0, order[:first], IGNORED)), order[first:].sort().values
 
 
-def without_upstream(inputs: Inputs, labels: Tensor) -> Inputs:
-    """The inputs whose upstream gradients are zero where those labels are ignored."""
-    counts = labels != IGNORED
-    return replace(inputs, grad_logprobs=inputs.grad_logprobs * counts, grad_entropy=inputs.grad_entropy * counts)
-
-
 def backward_alone(head: Ours, inputs: Inputs) -> Callable[[], object]:
     """Of a forward that runs here, once."""
     tensors = inputs.hidden, inputs.weight
@@ -54,13 +48,9 @@ def backward_alone(head: Ours, inputs: Inputs) -> Callable[[], object]:
 
 def alone(inputs: Inputs, rows: Tensor) -> Inputs:
     """These rows, as a program would hand them over that had left out the others itself."""
-    return Inputs(
-        inputs.hidden.detach()[rows].requires_grad_(),
-        inputs.weight,
-        inputs.labels[rows],
-        inputs.grad_logprobs[rows],
-        inputs.grad_entropy[rows],
-    )
+    hidden = inputs.hidden.detach()[rows].requires_grad_()
+    per_row = (tensor[rows] for tensor in (inputs.labels, inputs.grad_logprobs, inputs.grad_entropy))
+    return Inputs(hidden, inputs.weight, *per_row)
 
 
 def differences(head: Head, inputs: Inputs, mode: str, rows: Tensor, expected: dict[str, Tensor]) -> dict:
@@ -68,13 +58,11 @@ def differences(head: Head, inputs: Inputs, mode: str, rows: Tensor, expected: d
     found = results_of(head, inputs, mode)
     if len(inputs.labels) != len(rows):
         found |= {name: found[name][rows] for name in ("logprobs", "grad_hidden")}
-    record = {
-        "logprobs_difference": (found["logprobs"] - expected["logprobs"]).abs().max().item() if len(rows) else 0.0
+    largest = (found["logprobs"] - expected["logprobs"]).abs().max().item() if len(rows) else 0.0
+    return {"logprobs_difference": largest} | {
+        f"{name}_difference": measure.relative_error(found[name], expected[name])
+        for name in ("grad_hidden", "grad_weight")
     }
-    for name in ("grad_hidden", "grad_weight"):
-        difference, size = (found[name] - expected[name]).norm(), expected[name].norm()
-        record[f"{name}_difference"] = (difference / size.clamp(min=1e-30)).item()
-    return record
 
 
 def results_of(head: Head, inputs: Inputs, mode: str) -> dict[str, Tensor]:
@@ -89,7 +77,9 @@ def take_turns(
     share, layout, mode = case
     given, rows = ignore(inputs, share, layout)
     if mode == "backward":
-        given = without_upstream(inputs, given.labels)
+        counts = given.labels != IGNORED
+        upstream = {"grad_logprobs": inputs.grad_logprobs * counts, "grad_entropy": inputs.grad_entropy * counts}
+        given = replace(inputs, **upstream)
     ours = partial(Ours, cache_fraction=1.0 if mode == "rl-cached" else 0.0)
     heads: dict[str, tuple[Head, Inputs]] = {
         "ours": (ours(), given),
@@ -118,8 +108,7 @@ def take_turns(
 
 
 def measure_case(results: Results, arguments: Any) -> None:
-    results.load("ours", Ours, None)
-    peer = results.load(PEER, PROVIDERS[PEER].load, PROVIDERS[PEER].package)
+    peer = results.load([PROVIDERS["ours"], PROVIDERS[PEER]]).get(PEER)
     for shape in arguments.shapes:
         measure.free_memory(results.device)
         inputs = make_inputs(shape, results.dtype, results.device)

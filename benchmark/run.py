@@ -22,19 +22,9 @@ from scripts.arguments import HelpFormatter
 from scripts.ranks import device_of_rank
 
 VARIANTS = ("native", "native-fused", "ours", "ours-skip", "ours-512-mib", "ours-cached", "ours-main-grad")
-VARIANTS += (
-    "ours-known",
-    "ours-known-skip",
-    "ours-main-grad-512-mib",
-    "ours-token-640",
-    "ours-token-main-grad",
-    "own-flag",
-)
-EXTRAS = {
-    "rich": "benchmark",
-    "matplotlib": "benchmark",
-    "megatron": "megatron",
-}  # where a package is named in setup.py
+VARIANTS += ("ours-known", "ours-known-skip", "ours-main-grad-512-mib", "ours-token-640", "ours-token-main-grad")
+VARIANTS += ("own-flag",)
+EXTRAS = {"rich": "benchmark", "matplotlib": "benchmark", "megatron": "megatron"}  # where setup.py names a package
 
 
 @dataclass(frozen=True)
@@ -234,10 +224,8 @@ def main(argv: list[str] | None = None) -> dict:
             raise
         sys.exit(f"{error.name} is not installed: pip install '.[{extra}]'")
     # The last rank has the losses of a pipeline; of other cases every rank has the same.
-    path, settings = (
-        arguments.json if rank == ranks - 1 else None,
-        {"command": argv} | ({"ranks": ranks} if ranks > 1 else {}),
-    )
+    path = arguments.json if rank == ranks - 1 else None
+    settings = {"command": argv} | ({"ranks": ranks} if ranks > 1 else {})
     found = results.Results(arguments.on, arguments.dtype, path, settings)
     found.rounds, found.quiet = arguments.rounds, rank != ranks - 1
     module.measure_case(found, arguments)

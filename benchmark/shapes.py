@@ -19,11 +19,6 @@ class Shape:
     hidden: int
     vocab: int
 
-    @property
-    def logits(self) -> int:
-        """Elements of the logits that a materialising head holds."""
-        return self.tokens * self.vocab
-
 
 NAMED_SHAPES = {
     shape.name: shape

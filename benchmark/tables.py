@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmark import results
+from benchmark import ratios, results
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmark" / "results"
@@ -72,10 +72,9 @@ def step_cell(record: dict) -> str:
 
 
 def measured(name: str, section: str, *keys: str) -> dict[tuple, dict]:
-    """What was measured, by the values of some of its fields."""
-    return {
-        tuple(x[key] for key in keys): x for x in results.load(RESULTS / f"{name}.json")[section] if x["status"] == "ok"
-    }
+    """What was measured, by the values of some of its fields; of equal ones the last counts."""
+    found = ratios.measured(results.load(RESULTS / f"{name}.json"), section)
+    return {values: records[-1] for values, records in ratios.grouped(found, *keys).items()}
 
 
 def head(name: str, mode: str, header: str, ratio: str | None = None) -> str:
@@ -92,27 +91,27 @@ def head(name: str, mode: str, header: str, ratio: str | None = None) -> str:
 def over_products() -> str:
     """Ours as multiples of the products that each way needs."""
     records = measured("head_h200", "times", "provider", "mode", "shape")
-    cases = {
-        "forward without gradient, over F": ("ours", "fwd", "over_products"),
-        "rl, nothing cached, over 2F + dX + dW": ("ours", "rl", "over_products_recomputed"),
-        "rl, everything cached, over F + dX + dW": ("ours-cached", "rl", "over_products"),
-        "sft, nothing cached, over 2F + dX + dW": ("ours", "sft", "over_products_recomputed"),
-        "sft, everything cached, over F + dX + dW": ("ours-cached", "sft", "over_products"),
-    }
+    cases = [("forward without gradient, over F", "ours", "fwd", "over_products")]
+    for mode in ("rl", "sft"):
+        cases.append((f"{mode}, nothing cached, over 2F + dX + dW", "ours", mode, "over_products_recomputed"))
+        cases.append((f"{mode}, everything cached, over F + dX + dW", "ours-cached", mode, "over_products"))
     rows = [
         [title, *(cell(records[provider, mode, shape], ratio, memory=False) for shape in SHAPES)]
-        for title, (provider, mode, ratio) in cases.items()
+        for title, provider, mode, ratio in cases
     ]
     return markdown(["ms (over the products)", *SHAPES], rows)
 
 
 def ignored_rows() -> str:
     """Time over the share of ignored rows, and its ratio to that of the other rows by themselves."""
-    records = measured("rows_h200", "rows", "shape", "provider", "ignored", "mode", "layout")
-    rows = []
-    for shape, (provider, title) in itertools.product(("S1", "S3"), SKIPPING.items()):
-        of_shares = [records[shape, provider, share, "rl", "scattered"] for share in SHARES]
-        rows.append([f"{shape}, {title}", *(cell(record, "over_alone", memory=False) for record in of_shares)])
+    records = measured("rows_h200", "rows", "mode", "layout", "shape", "provider", "ignored")
+    rows = [
+        [
+            f"{shape}, {title}",
+            *(cell(records["rl", "scattered", shape, name, x], "over_alone", memory=False) for x in SHARES),
+        ]
+        for shape, (name, title) in itertools.product(("S1", "S3"), SKIPPING.items())
+    ]
     return markdown(["rl: ms (over the counted rows alone)", *(f"{share:.0%} ignored" for share in SHARES)], rows)
 
 
@@ -120,8 +119,7 @@ def jsd() -> str:
     """Distillation: time, its ratio to the products that each way needs, memory."""
     records, betas = measured("jsd_h200", "jsd", "provider", "beta"), (0.5, 0, 1)
     rows = [
-        [title, *(cell(records[provider, beta], ratio) for beta in betas)]
-        for provider, (title, ratio) in JSD_HEADS.items()
+        [title, *(cell(records[name, beta], ratio) for beta in betas)] for name, (title, ratio) in JSD_HEADS.items()
     ]
     return markdown(["ms (over the products) / extra GiB", *(f"beta {beta}" for beta in betas)], rows)
 
@@ -143,26 +141,28 @@ def known_steps() -> str:
 
 def masked_steps() -> str:
     """The same with masked tokens, at TP=2 and on one GPU."""
-    titles = VARIANTS | {"ours-skip": "flag on, `skip_masked=True`"}
     rows = []
     for tp, gpu in ((2, "h100"), (1, "h200")):
         records = measured(f"step_masked_tp{tp}_{gpu}", "steps", "variant", "masked")
-        for variant in ("native-fused", "ours", "ours-skip"):
-            cells = (step_cell(records[variant, share]) for share in SHARES)
-            rows.append([f"TP={tp}, {gpu.upper()}: {titles[variant]}", *cells])
+        for name in ("native-fused", "ours", "ours-skip"):
+            title = VARIANTS.get(name, "flag on, `skip_masked=True`")
+            rows.append([f"TP={tp}, {gpu.upper()}: {title}", *(step_cell(records[name, share]) for share in SHARES)])
     return markdown(["ms / MiB over the resting state", *(f"{share:.0%} masked" for share in SHARES)], rows)
 
 
 def heads_tp() -> str:
     """The head alone at TP=1 and 2, communication included."""
     modes = {"ours": "rl", "ours-cached": "rl", "ours-token-640": "rl", "verl": "rl", "megatron": "logprob"}
-    sizes = [(tp, tokens) for tp in (1, 2) for tokens in (8192, 16384)]
     keys = ("tp", "tokens", "provider", "mode")
     records = measured("head_tp_1xh100", "times", *keys) | measured("head_tp_2xh100", "times", *keys)
-    rows = []
-    for provider, mode in modes.items():
-        cells = [cell(records[*size, provider, mode], "over_products") for size in sizes]
-        rows.append([f"{HEADS[provider]}{', no entropy' if mode == 'logprob' else ''}", *cells])
+    sizes = [(tp, tokens) for tp in (1, 2) for tokens in (8192, 16384)]
+    rows = [
+        [
+            f"{HEADS[name]}{', no entropy' if mode == 'logprob' else ''}",
+            *(cell(records[*size, name, mode], "over_products") for size in sizes),
+        ]
+        for name, mode in modes.items()
+    ]
     header = [f"TP={tp}, {tokens:,} tokens" for tp, tokens in sizes]
     return markdown(["ms (over F + dX + dW) / extra GiB", *header], rows)
 
@@ -171,8 +171,8 @@ def errors() -> str:
     """Errors against fp64 of every head that was compared."""
     rows = []
     for (provider, mode), record in measured("head_h200", "errors", "provider", "mode").items():
-        values = [record.get("logprobs_max_error", record.get("loss_max_error"))]
-        values += [record["grad_hidden_relative_error"], record["grad_weight_relative_error"]]
+        largest = record.get("logprobs_max_error", record.get("loss_max_error"))
+        values = largest, record["grad_hidden_relative_error"], record["grad_weight_relative_error"]
         rows.append([HEADS[provider], mode, *(f"{value:.1e}" for value in values)])
     return markdown(["", "mode", "logprob (sft: loss), largest error", "dX, relative", "dW, relative"], rows)
 

@@ -1,6 +1,5 @@
 """Fused linear cross-entropy for Megatron-LM: the loss of a vocab-sharded head without its logits."""
 
-import megatron_lce.compiled  # noqa: F401  its nodes are there once it is imported
 from megatron_lce import compat
 from megatron_lce.core.options import LinearCrossEntropyOutput
 from megatron_lce.core.validation import check_labels

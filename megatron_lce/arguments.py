@@ -131,6 +131,18 @@ def checked_options(
     ), shard
 
 
+def check_per_token(name: str, tensor: Tensor, shape: tuple[int, ...], device: torch.device, first: bool) -> None:
+    """Check a tensor without gradient of labels' shape and device; `first`: it may have further dimensions."""
+    validation.check_tensor(name, tensor)
+    if tuple(tensor.shape[: len(shape)] if first else tensor.shape) != tuple(shape):
+        what = "labels' shape first" if first else "labels' shape"
+        raise ValueError(f"{name} must have {what}, {tuple(shape)}, got {tuple(tensor.shape)}")
+    if tensor.device != device:
+        raise ValueError(f"{name} must be on labels' device, {device}, got {tensor.device}")
+    if tensor.requires_grad:
+        raise ValueError(f"{name} must not require grad: it gets no gradient; got requires_grad=True")
+
+
 def shard_of(weight: Tensor, tp_group: ProcessGroup | None, vocab_start: int | None, vocab_size: int | None) -> Shard:
     """This rank's part of the vocabulary, as far as it knows."""
     if vocab_start is not None:

@@ -7,7 +7,7 @@ passes a node has shapes, which is all that the compiler sees while it traces.
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -46,7 +46,42 @@ _KEYWORDS = {  # the type of each in a schema
 }
 _OF_NODE = ("needs_hidden", "needs_weight", "itself")  # which `linear_cross_entropy` has not
 _TENSORS = ("temperature", "temperatures", "logits_scale")  # that backward needs once more
+# Those of `Options` that travel into a node without another form.
+_AS_THEY_ARE = tuple(
+    field.name
+    for field in fields(Options)
+    if field.name in _KEYWORDS and field.name not in (*_TENSORS, "tp_group", "skip_ignored")
+)
 _SCHEMA_END = ", ".join(f"{kind} {name}" for name, kind in _KEYWORDS.items()) + ") -> Tensor[]"
+
+
+def as_one_node(hidden: Tensor, weight: Tensor, labels: Tensor, options: Options) -> LinearCrossEntropyOutput:
+    """The call as torch.compile traces it."""
+    counted, temperature = not isinstance(options.skip_ignored, bool), options.temperature
+    grad = torch.is_grad_enabled()
+    outputs = torch.ops.megatron_lce.linear_cross_entropy(
+        hidden,
+        weight,
+        labels,
+        temperature=_as_tensor(1.0 if isinstance(temperature, Tensor) else temperature),
+        temperatures=temperature if isinstance(temperature, Tensor) else None,
+        logits_scale=_as_tensor(options.logits_scale),
+        tp_group=None if options.tp_group is None else options.tp_group.group_name,
+        skip_ignored=False if counted else options.skip_ignored,
+        num_counted=options.skip_ignored if counted else None,
+        needs_hidden=grad and hidden.requires_grad,
+        needs_weight=grad and weight.requires_grad,
+        # The compiler makes one node of equal ones, and one cache serves one backward. No two empty tensors are equal.
+        itself=torch.empty(0, dtype=torch.uint8, device=hidden.device) if options.logits_cache_bytes else None,
+        **{name: getattr(options, name) for name in _AS_THEY_ARE},
+    )
+    given = dict(zip(outputs_asked_for(options.entropy, options.telemetry), outputs, strict=False))
+    return LinearCrossEntropyOutput(*(given.get(name) for name in LinearCrossEntropyOutput._fields))  # type: ignore[arg-type]
+
+
+def _as_tensor(number: float) -> Tensor:
+    """[] fp64 on the host. A product: of a float that changes, the compiler makes a number of its graph there alone."""
+    return torch.ones((), dtype=torch.float64, device="cpu") * number
 
 
 class _Context:

@@ -7,6 +7,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_lce.arguments import LINEAR_CROSS_ENTROPY, Operation, make_call
 from megatron_lce.backends.reference import reference_linear_cross_entropy
+from megatron_lce.compiled import as_one_node
 from megatron_lce.core import validation
 from megatron_lce.core.autograd import linear_cross_entropy_autograd
 from megatron_lce.core.call import Call
@@ -16,7 +17,6 @@ from megatron_lce.core.options import (
     LinearCrossEntropyOutput,
     Options,
     WeightGradSink,
-    outputs_asked_for,
 )
 from megatron_lce.core.tokens import nan_unless
 from megatron_lce.dtensors import localised
@@ -132,54 +132,9 @@ def fused_outputs(
     if torch.compiler.is_compiling() and options.backend != "reference" and options.weight_grad_sink is None:
         # What torch.compile traces cannot ask the other ranks; the node does.
         ranks = validation.check_group(options.tp_group, operation.group)
-        return _as_one_node(hidden, weight, *operation.prepare(labels, options, ranks))
+        return as_one_node(hidden, weight, *operation.prepare(labels, options, ranks))
     call = make_call(hidden, weight, labels, options, operation, largest_shard)
     return _reference(call) if options.backend == "reference" else linear_cross_entropy_autograd(call)
-
-
-def _as_one_node(hidden: Tensor, weight: Tensor, labels: Tensor, options: Options) -> LinearCrossEntropyOutput:
-    """The call as torch.compile traces it, see `megatron_lce.compiled`."""
-    counted, temperature = not isinstance(options.skip_ignored, bool), options.temperature
-    grad = torch.is_grad_enabled()
-    outputs = torch.ops.megatron_lce.linear_cross_entropy(
-        hidden,
-        weight,
-        labels,
-        temperature=_as_tensor(1.0 if isinstance(temperature, Tensor) else temperature),
-        temperatures=temperature if isinstance(temperature, Tensor) else None,
-        logits_scale=_as_tensor(options.logits_scale),
-        tp_group=None if options.tp_group is None else options.tp_group.group_name,
-        skip_ignored=False if counted else options.skip_ignored,
-        num_counted=options.skip_ignored if counted else None,
-        needs_hidden=grad and hidden.requires_grad,
-        needs_weight=grad and weight.requires_grad,
-        # The compiler makes one node of equal ones, and one cache serves one backward. No two empty tensors are equal.
-        itself=torch.empty(0, dtype=torch.uint8, device=hidden.device) if options.logits_cache_bytes else None,
-        **{name: getattr(options, name) for name in TRACED_AS_THEY_ARE},
-    )
-    given = dict(zip(outputs_asked_for(options.entropy, options.telemetry), outputs, strict=False))
-    return LinearCrossEntropyOutput(*(given.get(name) for name in LinearCrossEntropyOutput._fields))  # type: ignore[arg-type]
-
-
-def _as_tensor(number: float) -> Tensor:
-    """[] fp64 on the host. A product: of a float that changes, the compiler makes a number of its graph there alone."""
-    return torch.ones((), dtype=torch.float64, device="cpu") * number
-
-
-# Keywords that travel into a node of torch.compile's graph without another form.
-TRACED_AS_THEY_ARE = (
-    "sequence_parallel",
-    "softcap",
-    "ignore_index",
-    "vocab_start",
-    "vocab_size",
-    "entropy",
-    "telemetry",
-    "logits_cache_bytes",
-    "workspace_bytes",
-    "reduce_grad_hidden",
-    "backend",
-)
 
 
 def _reference(call: Call) -> LinearCrossEntropyOutput:

@@ -74,13 +74,10 @@ def versions() -> dict[str, str | None]:
 
 
 def _too_old(found: dict[str, str | None]) -> list[str]:
-    def numbers(version: str) -> tuple[int, ...]:
-        return tuple(map(int, re.findall(r"\d+", version)[:2]))
-
     return [
-        f"{package} must be at least {'.'.join(map(str, oldest))}, got {found[package]}"
+        f"{package} must be at least {'.'.join(map(str, oldest))}, got {version}"
         for package, oldest in OLDEST.items()
-        if numbers(found[package] or "999.0") < oldest
+        if (version := found[package]) and tuple(map(int, re.findall(r"\d+", version)[:2])) < oldest
     ]
 
 
@@ -125,9 +122,8 @@ def self_test(device: torch.device) -> dict[str, Any]:
     errors: dict[str, float] = {}
     for dtype in (torch.bfloat16, torch.float32):
         inputs = _inputs(dtype, device)
-        exact = _gradients(
-            _head(reference_linear_cross_entropy), tuple(x.double() if x.is_floating_point() else x for x in inputs)
-        )
+        in_fp64 = tuple(x.double() if x.is_floating_point() else x for x in inputs)
+        exact = _gradients(_head(reference_linear_cross_entropy), in_fp64)
         allowed = [
             ALLOWED_OVER_EAGER * _error(eager, reference) + ROUNDING
             for eager, reference in zip(_gradients(_eager, inputs), exact, strict=True)

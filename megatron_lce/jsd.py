@@ -31,18 +31,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_lce.arguments import Operation, make_call
+from megatron_lce.arguments import Operation, check_per_token, make_call
 from megatron_lce.core import validation
 from megatron_lce.core.collectives import waited
 from megatron_lce.core.distillation import JsdCall, JsdPass, linear_jsd_autograd
 from megatron_lce.core.known_loss import known_loss
-from megatron_lce.core.options import (
-    WORKSPACE_BYTES,
-    BackendName,
-    LinearCrossEntropyOutput,
-    Options,
-    WeightGradSink,
-)
+from megatron_lce.core.options import WORKSPACE_BYTES, BackendName, LinearCrossEntropyOutput, Options, WeightGradSink
 from megatron_lce.core.products import laid_out
 from megatron_lce.core.two_heads import Head
 
@@ -212,7 +206,9 @@ def _check(
     _check_heads(student, teacher)
     shape = validation.labels_shape("student_hidden", student.hidden, ranks if options.sequence_parallel else 1)
     if token_weights is not None:
-        _check_token_weights(token_weights, shape, student.hidden.device)
+        check_per_token("token_weights", token_weights, shape, student.hidden.device, first=False)
+        if not token_weights.is_floating_point():
+            raise TypeError(f"token_weights must be a floating tensor, got {token_weights.dtype}")
     if teacher_temperature is not None:
         validation.check_temperature(teacher_temperature, shape, student.hidden.device, "teacher_temperature")
     validation.check_number("beta", beta)
@@ -227,18 +223,6 @@ def _check(
     return shape
 
 
-def _check_token_weights(token_weights: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
-    validation.check_tensor("token_weights", token_weights)
-    if not token_weights.is_floating_point():
-        raise TypeError(f"token_weights must be a floating tensor, got {token_weights.dtype}")
-    if tuple(token_weights.shape) != shape:
-        raise ValueError(f"token_weights must have labels' shape, {shape}, got {tuple(token_weights.shape)}")
-    if token_weights.device != device:
-        raise ValueError(f"token_weights must be on labels' device, {device}, got {token_weights.device}")
-    if token_weights.requires_grad:
-        raise ValueError("token_weights must not require grad: it gets no gradient; got requires_grad=True")
-
-
 def _describe(student: Head, teacher: Head, beta: float) -> dict[str, Any]:
     """What every rank of a group must call with beside what every operation takes."""
     heads = {
@@ -246,11 +230,7 @@ def _describe(student: Head, teacher: Head, beta: float) -> dict[str, Any]:
         for name, head in (("student", student), ("teacher", teacher))
         for argument, value in head._asdict().items()
     }
-    between = "between 0 and 1"
-    return {
-        **heads,
-        "beta": beta if isinstance(beta, (int, float)) and beta in (0, 1) else between,
-    }
+    return heads | {"beta": beta if isinstance(beta, (int, float)) and beta in (0, 1) else "between 0 and 1"}
 
 
 def _check_heads(student: Head, teacher: Head) -> None:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_lce.arguments import Operation, make_call
+from megatron_lce.arguments import Operation, check_per_token, make_call
 from megatron_lce.core import validation
 from megatron_lce.core.autograd import check_workspace
 from megatron_lce.core.collectives import waited
@@ -89,7 +89,8 @@ def linear_token_loss(
         if not callable(loss):
             raise TypeError(f"loss must be a function of the outputs and of per_token, got {type(loss).__name__}")
         validation.check_tensor("labels", labels)
-        _check_per_token(per_token, labels)
+        for index, tensor in enumerate(per_token):
+            check_per_token(f"per_token[{index}]", tensor, labels.shape, labels.device, first=True)
         return labels, options
 
     call = make_call(hidden, weight, labels, options, Operation("linear_token_loss", prepare=checked))
@@ -104,15 +105,3 @@ def linear_token_loss(
     outputs = LinearCrossEntropyOutput(*(None if o is None else o.view(labels.shape) for o in outputs))  # type: ignore[arg-type]
     metrics = {name: metric.view(labels.shape + metric.shape[1:]) for name, metric in metrics.items()}
     return TokenLoss(total, outputs, metrics)
-
-
-def _check_per_token(per_token: tuple[Tensor, ...], labels: Tensor) -> None:
-    for index, tensor in enumerate(per_token):
-        name = f"per_token[{index}]"
-        validation.check_tensor(name, tensor)
-        if tensor.shape[: labels.dim()] != labels.shape:
-            raise ValueError(f"{name} must have labels' shape first, {tuple(labels.shape)}, got {tuple(tensor.shape)}")
-        if tensor.device != labels.device:
-            raise ValueError(f"{name} must be on labels' device, {labels.device}, got {tensor.device}")
-        if tensor.requires_grad:
-            raise ValueError(f"{name} must not require grad: it gets no gradient; got requires_grad=True")

@@ -90,7 +90,7 @@ def test_times_count_repeats_and_the_call(monkeypatch):
 
 
 def test_ratios_are_to_the_products_of_the_same_shape():
-    document = {"products": [], "times": [], "cache": []}
+    document = {"products": [], "times": []}
     for logits_ms in (1.0, 3.0):  # before and after the providers
         document["products"].append(
             {"shape": "a", "status": "ok", "logits_ms": [logits_ms], "grad_hidden_ms": [3.0], "grad_weight_ms": [5.0]}

@@ -133,10 +133,8 @@ def work(args: argparse.Namespace, device: torch.device) -> bool:
     for record, _ in turns:
         results.complete("verl", record, lambda record=record: measure.slowest_rank(record))
     if path:
-        columns = ("time_ms", "fastest_ms", "peak_mib", "logprobs_relative_error", "entropy_relative_error")
-        columns += ("gradient_relative_error", "over_unfused_error")
         title = "verl, forward and backward: slowest rank, peak memory over the resting state, errors against fp32"
-        report.print_table(Console(width=170), title, ("variant",), columns, results.section("verl"))
+        Console(width=170).print(report.as_table(title, (*shape, "variant"), results.section("verl")))
     ours = next(record for record, _ in turns if record["variant"] == "ours")
     return ours["status"] == "ok" and ours["over_unfused_error"] <= ALLOWED
 
