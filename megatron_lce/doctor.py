@@ -20,7 +20,9 @@ from torch import Tensor
 import megatron_lce
 from megatron_lce.backends.choice import triton_obstacle
 from megatron_lce.backends.reference import reference_linear_cross_entropy
+from megatron_lce.core.upstream import Promise
 from megatron_lce.cross_entropy import linear_cross_entropy
+from megatron_lce.known_upstream import linear_token_losses
 
 OLDEST = {"torch": (2, 9), "triton": (3, 5), "megatron-core": (0, 14)}
 ALLOWED_OVER_EAGER = 2.0  # errors against fp64 may be so many times those of eager torch in the same dtype
@@ -115,7 +117,8 @@ def _ask_nvidia_smi(what: str) -> str | None:
 def self_test(device: torch.device) -> dict[str, Any]:
     """Outputs and gradients of the backend that "auto" takes, against fp64, for a small head with all that differs.
 
-    Ignored rows, a padded vocabulary and a temperature a token; 16-bit and fp32, with and without kept logits.
+    Ignored rows, a padded vocabulary and a temperature a token; 16-bit and fp32, with and without kept
+    logits, and with gradients made in forward.
     """
     started = time.perf_counter()
     failures: list[str] = []
@@ -123,19 +126,21 @@ def self_test(device: torch.device) -> dict[str, Any]:
     for dtype in (torch.bfloat16, torch.float32):
         inputs = _inputs(dtype, device)
         in_fp64 = tuple(x.double() if x.is_floating_point() else x for x in inputs)
-        exact = _gradients(_head(reference_linear_cross_entropy), in_fp64)
-        allowed = [
-            ALLOWED_OVER_EAGER * _error(eager, reference) + ROUNDING
-            for eager, reference in zip(_gradients(_eager, inputs), exact, strict=True)
-        ]
-        for cache in (0, 2**30) if dtype == torch.bfloat16 else (0,):
-            name = f"{str(dtype).removeprefix('torch.')}{', cached' if cache else ''}"
+        plain, cached = _head(linear_cross_entropy), _head(linear_cross_entropy, logits_cache_bytes=2**30)
+        heads = {"": plain, ", cached": cached, ", known loss": _known} if dtype == torch.bfloat16 else {"": plain}
+        for suffix, head in heads.items():
+            name, count = f"{str(dtype).removeprefix('torch.')}{suffix}", 1 if head is _known else 2
+            exact = _gradients(_head(reference_linear_cross_entropy, count=count), in_fp64)
+            eager = _gradients(lambda *head, count=count: _eager(*head)[:count], inputs)
+            allowed = [ALLOWED_OVER_EAGER * _error(*pair) + ROUNDING for pair in zip(eager, exact, strict=True)]
             try:
-                actual = _gradients(_head(linear_cross_entropy, logits_cache_bytes=cache), inputs)
+                actual = _gradients(head, inputs)
             except _errors_of_kernels() as error:
                 failures.append(f"{name}: {type(error).__name__}: {error}")
                 continue
-            for what, value, reference, limit in zip(RESULTS, actual, exact, allowed, strict=True):
+            for what, value, reference, limit in zip(
+                RESULTS[:count] + RESULTS[2:], actual, exact, allowed, strict=True
+            ):
                 off = errors[f"{name}: {what}"] = _error(value, reference)
                 if not off <= limit:
                     failures.append(f"{name}: {what} is off by {off:.1e}, allowed is {limit:.1e}")
@@ -161,14 +166,22 @@ def _gradients(head: Head, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     hidden, weight, labels, temperature, *upstream = inputs
     hidden, weight = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
     outputs = head(hidden, weight, labels, temperature)
+    if len(outputs) == 1:  # one number is the upstream of all
+        upstream = [torch.ones_like(outputs[0])]
     return *(x.detach() for x in outputs), *torch.autograd.grad(outputs, (hidden, weight), upstream)
 
 
-def _head(operation: Callable[..., Any], **keywords: int) -> Head:
-    """Its logprobs and entropy of the vocabulary without the padding."""
+def _known(hidden: Tensor, weight: Tensor, labels: Tensor, temperature: Tensor) -> tuple[Tensor, ...]:
+    """The logprobs by the way of the flag's `known_loss`."""
+    losses, _ = linear_token_losses(hidden, weight, labels, Promise(), temperature=temperature, vocab_size=VOCAB)
+    return (-losses,)
+
+
+def _head(operation: Callable[..., Any], count: int = 2, **keywords: int) -> Head:
+    """An operation's logprobs and, for a count of 2, entropy of the vocabulary without the padding."""
     return lambda hidden, weight, labels, temperature: operation(
         hidden, weight, labels, temperature=temperature, vocab_size=VOCAB, **keywords
-    )[:2]
+    )[:count]
 
 
 def _eager(hidden: Tensor, weight: Tensor, labels: Tensor, temperature: Tensor) -> tuple[Tensor, ...]:

@@ -83,7 +83,7 @@ def estimate_table(
         (True, ours, ours, step),
         (cache_bytes is not None, f"{ours}, cache of {cached.logits_cache_bytes / 2**20:,.0f} MiB", ours, cached),
         (in_16_bits, f"{ours}, everything cached", ours, everything),
-        (token_loss_plan(step) is not None, token_loss, token_loss, step),
+        (token_loss_plan(step) is not None, f"{ours}, known_loss of the flag, linear_token_loss", token_loss, step),
         (step.ignored > 0, f"{ours}, {step.ignored:.0%} ignored and skipped", f"{ours}, skip_ignored", step),
     ]
     rows = []

@@ -24,7 +24,7 @@ def test_a_healthy_machine(capsys, usual_torch):
         f"megatron-lce  {megatron_lce.__version__}",
         "backend='auto' runs torch",
         "self-test against fp64: passed",
-        "12 results",
+        "15 results",
         "no problems found",
     ):
         assert text in printed

@@ -302,7 +302,7 @@ def test_rows_of_the_table():
         OURS,
         f"{OURS}, cache of 16 MiB",
         f"{OURS}, everything cached",
-        TOKEN_LOSS,
+        f"{OURS}, known_loss of the flag, linear_token_loss",
         f"{OURS}, 60% ignored and skipped",
     ]
     assert rows[3]["products"] < rows[2]["products"] > rows[4]["products"] == rows[5]["products"] > rows[6]["products"]
