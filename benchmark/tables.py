@@ -10,13 +10,14 @@ import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from benchmark import ratios, results
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmark" / "results"
 PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-SHAPES = ("S1", "S2", "S3")
+SHAPES = {shape: shape for shape in ("S1", "S2", "S3")}
 SHARES = (0.0, 0.3, 0.6, 0.9)
 HEADS = {
     "ours": "**megatron_lce**, the default",
@@ -37,11 +38,11 @@ SKIPPING = {
     "ours-skip": "`skip_ignored=True`",
     "ours-count": "`skip_ignored=` the number of counted rows",
 }
-JSD_HEADS = {  # and the products that each cannot do without
-    "ours": ("per token, over 2 (Fs + Ft) + dX + dW", "over_products_recomputed"),
-    "ours-weights-512": ("`token_weights`, 512 MiB, over Fs + Ft + dX + dW", "over_products"),
-    "ours-weights-1024": ("`token_weights`, 1 GiB, over the same", "over_products"),
-    "compile": ("torch.compile with all logits, over the same", "over_products"),
+JSD_HEADS = {  # by name, and by the products that each cannot do without
+    ("ours", "over_products_recomputed"): "per token, over 2 (Fs + Ft) + dX + dW",
+    ("ours-weights-512", "over_products"): "`token_weights`, 512 MiB, over Fs + Ft + dX + dW",
+    ("ours-weights-1024", "over_products"): "`token_weights`, 1 GiB, over the same",
+    ("compile", "over_products"): "torch.compile with all logits, over the same",
 }
 VARIANTS = {
     "native": "Megatron, unfused cross-entropy",
@@ -59,6 +60,12 @@ VARIANTS = {
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def grid(what: str, rows: dict[Any, str], columns: dict[Any, str], text: Callable[[Any, Any], str]) -> str:
+    """A table of `text(row, column)` below the columns' titles and behind the rows'."""
+    lines = [[title, *(text(row, column) for column in columns)] for row, title in rows.items()]
+    return markdown([what, *columns.values()], lines)
 
 
 def cell(record: dict, ratio: str | None = None, memory: bool = True) -> str:
@@ -79,56 +86,47 @@ def measured(name: str, section: str, *keys: str) -> dict[tuple, dict]:
 
 def head(name: str, mode: str, header: str, ratio: str | None = None) -> str:
     """Every head that has this mode at the three shapes."""
-    records = measured(name, "times", "provider", "mode", "shape")
-    rows = [
-        [title, *(cell(records[provider, mode, shape], ratio) for shape in SHAPES)]
-        for provider, title in HEADS.items()
-        if all((provider, mode, shape) in records for shape in SHAPES)
-    ]
-    return markdown([f"{mode}: {header}", *SHAPES], rows)
+    records = measured(name, "times", "mode", "provider", "shape")
+    rows = {head: title for head, title in HEADS.items() if all((mode, head, shape) in records for shape in SHAPES)}
+    return grid(f"{mode}: {header}", rows, SHAPES, lambda head, shape: cell(records[mode, head, shape], ratio))
 
 
 def over_products() -> str:
     """Ours as multiples of the products that each way needs."""
     records = measured("head_h200", "times", "provider", "mode", "shape")
-    cases = [("forward without gradient, over F", "ours", "fwd", "over_products")]
+    rows = {("ours", "fwd", "over_products"): "forward without gradient, over F"}
     for mode in ("rl", "sft"):
-        cases.append((f"{mode}, nothing cached, over 2F + dX + dW", "ours", mode, "over_products_recomputed"))
-        cases.append((f"{mode}, everything cached, over F + dX + dW", "ours-cached", mode, "over_products"))
-    rows = [
-        [title, *(cell(records[provider, mode, shape], ratio, memory=False) for shape in SHAPES)]
-        for title, provider, mode, ratio in cases
-    ]
-    return markdown(["ms (over the products)", *SHAPES], rows)
+        rows["ours", mode, "over_products_recomputed"] = f"{mode}, nothing cached, over 2F + dX + dW"
+        rows["ours-cached", mode, "over_products"] = f"{mode}, everything cached, over F + dX + dW"
+    return grid(
+        "ms (over the products)", rows, SHAPES, lambda row, shape: cell(records[*row[:2], shape], row[2], memory=False)
+    )
 
 
 def ignored_rows() -> str:
     """Time over the share of ignored rows, and its ratio to that of the other rows by themselves."""
     records = measured("rows_h200", "rows", "mode", "layout", "shape", "provider", "ignored")
-    rows = [
-        [
-            f"{shape}, {title}",
-            *(cell(records["rl", "scattered", shape, name, x], "over_alone", memory=False) for x in SHARES),
-        ]
-        for shape, (name, title) in itertools.product(("S1", "S3"), SKIPPING.items())
-    ]
-    return markdown(["rl: ms (over the counted rows alone)", *(f"{share:.0%} ignored" for share in SHARES)], rows)
+    cases = itertools.product(("S1", "S3"), SKIPPING)
+    return grid(
+        "rl: ms (over the counted rows alone)",
+        {(shape, name): f"{shape}, {SKIPPING[name]}" for shape, name in cases},
+        {share: f"{share:.0%} ignored" for share in SHARES},
+        lambda row, share: cell(records["rl", "scattered", *row, share], "over_alone", memory=False),
+    )
 
 
 def jsd() -> str:
     """Distillation: time, its ratio to the products that each way needs, memory."""
-    records, betas = measured("jsd_h200", "jsd", "provider", "beta"), (0.5, 0, 1)
-    rows = [
-        [title, *(cell(records[name, beta], ratio) for beta in betas)] for name, (title, ratio) in JSD_HEADS.items()
-    ]
-    return markdown(["ms (over the products) / extra GiB", *(f"beta {beta}" for beta in betas)], rows)
+    records, betas = measured("jsd_h200", "jsd", "provider", "beta"), {beta: f"beta {beta}" for beta in (0.5, 0, 1)}
+    what = "ms (over the products) / extra GiB"
+    return grid(what, JSD_HEADS, betas, lambda row, beta: cell(records[row[0], beta], row[1]))
 
 
 def steps() -> str:
     """A whole step of a GPT at TP=2."""
-    records, sizes = measured("megatron_step_tp2_h100", "steps", "variant", "tokens"), (8192, 16384)
-    rows = [[title, *(step_cell(records[variant, size]) for size in sizes)] for variant, title in VARIANTS.items()]
-    return markdown(["ms / MiB over the resting state", *(f"{tokens:,} tokens" for tokens in sizes)], rows)
+    records = measured("megatron_step_tp2_h100", "steps", "variant", "tokens")
+    sizes = {tokens: f"{tokens:,} tokens" for tokens in (8192, 16384)}
+    return grid("ms / MiB over the resting state", VARIANTS, sizes, lambda *case: step_cell(records[case]))
 
 
 def known_steps() -> str:
@@ -141,30 +139,24 @@ def known_steps() -> str:
 
 def masked_steps() -> str:
     """The same with masked tokens, at TP=2 and on one GPU."""
-    rows = []
+    records, rows = {}, {}
     for tp, gpu in ((2, "h100"), (1, "h200")):
-        records = measured(f"step_masked_tp{tp}_{gpu}", "steps", "variant", "masked")
+        records |= measured(f"step_masked_tp{tp}_{gpu}", "steps", "tp", "variant", "masked")
         for name in ("native-fused", "ours", "ours-skip"):
-            title = VARIANTS.get(name, "flag on, `skip_masked=True`")
-            rows.append([f"TP={tp}, {gpu.upper()}: {title}", *(step_cell(records[name, share]) for share in SHARES)])
-    return markdown(["ms / MiB over the resting state", *(f"{share:.0%} masked" for share in SHARES)], rows)
+            rows[tp, name] = f"TP={tp}, {gpu.upper()}: {VARIANTS.get(name, 'flag on, `skip_masked=True`')}"
+    shares = {share: f"{share:.0%} masked" for share in SHARES}
+    return grid("ms / MiB over the resting state", rows, shares, lambda row, share: step_cell(records[*row, share]))
 
 
 def heads_tp() -> str:
     """The head alone at TP=1 and 2, communication included."""
-    modes = {"ours": "rl", "ours-cached": "rl", "ours-token-640": "rl", "verl": "rl", "megatron": "logprob"}
-    keys = ("tp", "tokens", "provider", "mode")
+    keys = ("provider", "mode", "tp", "tokens")
     records = measured("head_tp_1xh100", "times", *keys) | measured("head_tp_2xh100", "times", *keys)
-    sizes = [(tp, tokens) for tp in (1, 2) for tokens in (8192, 16384)]
-    rows = [
-        [
-            f"{HEADS[name]}{', no entropy' if mode == 'logprob' else ''}",
-            *(cell(records[*size, name, mode], "over_products") for size in sizes),
-        ]
-        for name, mode in modes.items()
-    ]
-    header = [f"TP={tp}, {tokens:,} tokens" for tp, tokens in sizes]
-    return markdown(["ms (over F + dX + dW) / extra GiB", *header], rows)
+    rows = {(name, "rl"): HEADS[name] for name in ("ours", "ours-cached", "ours-token-640", "verl")}
+    rows["megatron", "logprob"] = f"{HEADS['megatron']}, no entropy"
+    sizes = {(tp, tokens): f"TP={tp}, {tokens:,} tokens" for tp in (1, 2) for tokens in (8192, 16384)}
+    what = "ms (over F + dX + dW) / extra GiB"
+    return grid(what, rows, sizes, lambda row, size: cell(records[*row, *size], "over_products"))
 
 
 def errors() -> str:
