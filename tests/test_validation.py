@@ -160,16 +160,16 @@ def test_label_smoothing_takes_no_dtensor(mesh):
 
 
 def test_labels_under_sequence_parallel_are_the_whole_sequence():
-    hidden, weight = zeros(3, 2, 8), zeros(20, 8)
-    validation.check_tensors(hidden, weight, zeros(12, 2, **LONG), 4)
+    hidden = zeros(3, 2, 8)
+    validation.check_labels_of("hidden", hidden, zeros(12, 2, **LONG), 4)
     expected = r"labels must have hidden's shape without H gathered over 4 sequence-parallel ranks, \(12, 2\), "
     with pytest.raises(ValueError, match=expected + r"got \(3, 2\) for hidden \(3, 2, 8\)"):
-        validation.check_tensors(hidden, weight, zeros(3, 2, **LONG), 4)
+        validation.check_labels_of("hidden", hidden, zeros(3, 2, **LONG), 4)
 
 
 def test_sequence_parallel_needs_a_sequence():
     with pytest.raises(ValueError, match=r"hidden must be \[s/tp, \.\.\., H\] under sequence_parallel, got one dim"):
-        validation.check_tensors(zeros(8), zeros(20, 8), zeros((), **LONG), 2)
+        validation.check_labels_of("hidden", zeros(8), zeros((), **LONG), 2)
 
 
 def test_triton_that_is_not_installed(monkeypatch):

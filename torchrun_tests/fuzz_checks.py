@@ -126,7 +126,8 @@ def check_cross_entropy(case: Case, tensors: Tensors, share: Share, setting: Set
     for name, error, allowed in comparisons(actual, expected, *inputs, **parts, **options):
         if name == "argmax" and error:
             error = largest_gap(actual.outputs.argmax, expected.outputs, *inputs[:2], **options)
-            allowed = 8 * torch.finfo(torch.float32).eps
+            # A sum of H fp32 terms, about sqrt(H) roundings, and the few that follow it.
+            allowed = (8 + hidden.shape[-1] ** 0.5) * torch.finfo(torch.float32).eps
         allowed += floors.get(name, 0.0)
         findings.require(error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.1e}")
     findings.require(

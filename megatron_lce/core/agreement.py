@@ -29,7 +29,6 @@ def agreed(
     largest_shard: int | None = None,
     vocab_size: int | None = None,
     group_name: str = "tp_group",
-    exchange: bool = True,
 ) -> tuple[_Checked, int | None]:
     """Return what `check(ranks)` makes of a call's arguments, and the largest shard's columns, None on one rank.
 
@@ -42,7 +41,6 @@ def agreed(
         describe: returns what every rank must call with. It is called even if this rank's arguments are refused.
         changing: what may change from call to call: it is compared under a new configuration, and not remembered.
         largest_shard: columns of the largest shard, if every rank knows it.
-        exchange: False: nothing is compared.
 
     Raises:
         TypeError, ValueError, NotImplementedError: on every rank, if one has an error or they differ; under a known
@@ -55,7 +53,7 @@ def agreed(
     except (TypeError, ValueError, NotImplementedError) as refusal:
         error = refusal
     largest = None
-    if exchange and group is not None and ranks > 1:
+    if group is not None and ranks > 1:
         rows, known = validation.rows_of(weight), _agreed.setdefault(group, {})
         shared = {**describe(), "largest shard": largest_shard}
         key = _in_words(shared), rows if vocab_start is None else None

@@ -42,14 +42,6 @@ def check_labels(labels: Tensor, vocab_size: int, ignore_index: int = -100) -> N
         )
 
 
-def check_tensors(hidden: Tensor, weight: Tensor, labels: Tensor, sequence_shards: int, role: str = "") -> None:
-    """Check the three tensors of a head. `sequence_shards`: ranks that `hidden`'s first dimension is cut over."""
-    for name, tensor in ((f"{role}hidden", hidden), (f"{role}weight", weight), ("labels", labels)):
-        check_tensor(name, tensor)
-    check_head(f"{role}hidden", hidden, f"{role}weight", weight)
-    check_labels_of(f"{role}hidden", hidden, labels, sequence_shards)
-
-
 def check_is_tensor(name: str, value: object) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
