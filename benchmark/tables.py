@@ -117,7 +117,7 @@ def ignored_rows() -> str:
 
 def jsd() -> str:
     """Distillation: time, its ratio to the products that each way needs, memory."""
-    records, betas = measured("jsd_h200", "jsd", "provider", "beta"), {beta: f"beta {beta}" for beta in (0.5, 0, 1)}
+    records, betas = measured("jsd_h100", "jsd", "provider", "beta"), {beta: f"beta {beta}" for beta in (0.5, 0, 1)}
     what = "ms (over the products) / extra GiB"
     return grid(what, JSD_HEADS, betas, lambda row, beta: cell(records[row[0], beta], row[1]))
 

@@ -185,11 +185,10 @@ def summary(settings: list[Setting], found: list[list[Tally]], seed: int) -> str
         "",
         f"`make fuzz`, seed {seed}, torch {torch.__version__}: {total} calls, {failed} failures. Each call's shapes,"
         " dtypes, strides, shards, labels and keywords,",
-        "its ranks, torch's default dtype and whether its tensors are still being gathered are drawn by"
-        " hypothesis (`torchrun_tests/fuzz_cases.py`); outputs and both gradients are held to the"
-        " tests' own budgets",
-        "against fp64, and outputs to the same bits on every rank, without gradients, and on one rank"
-        " (`torchrun_tests/fuzz_checks.py`).",
+        "its ranks, torch's default dtype and whether its tensors are still being gathered are drawn by hypothesis",
+        "(`torchrun_tests/fuzz_cases.py`); outputs and both gradients are held to the tests' own budgets against fp64,",
+        "and outputs to the same bits on every rank, without gradients, and on one rank",
+        "(`torchrun_tests/fuzz_checks.py`).",
         "",
         "| operation | backend | ranks | calls | in the smallest workspace that the error names | refused | failures |",
         "|---|---|---|---|---|---|---|",
