@@ -25,8 +25,9 @@ VOCAB_SIZE, SEQUENCE, BATCH, MICROBATCHES = 24, 16, 2, 4
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One combination of what a Megatron user may have switched on; TP is 2 throughout."""
+    """One combination of what a Megatron user may have switched on."""
 
+    tensor_parallel: int = 2
     tied: bool = False
     sequence_parallel: bool = False
     mtp: bool = False
@@ -43,14 +44,15 @@ class Case:
     @property
     def name(self) -> str:
         flags = ("sequence_parallel", "mtp", "pipeline", "main_grad", "virtual_pipeline", "overlap", "masked", "known")
-        words = ["tied" if self.tied else "untied", *(flag for flag in flags if getattr(self, flag))]
+        words = [f"TP={self.tensor_parallel}"] if self.tensor_parallel != 2 else []
+        words += ["tied" if self.tied else "untied", *(flag for flag in flags if getattr(self, flag))]
         words += [str(self.dtype).removeprefix("torch.")] if self.dtype != torch.float32 else []
         return " ".join([*words, *(f"{key}={value}" for key, value in self.config)])
 
     @property
     def layout(self) -> tuple[int, int, int | None]:
         """Tensor, pipeline and virtual pipeline parallel sizes."""
-        return 2, 2 if self.pipeline else 1, 2 if self.virtual_pipeline else None
+        return self.tensor_parallel, 2 if self.pipeline else 1, 2 if self.virtual_pipeline else None
 
     @property
     def ranks(self) -> int:

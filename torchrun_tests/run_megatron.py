@@ -1,8 +1,9 @@
-"""Megatron models at TP=2 with the fused head on and off: losses, logits and every parameter's gradient.
+"""Megatron models at TP=2 and 4, the fused head on and off: losses, logits and every parameter's gradient.
 
     torchrun --nproc-per-node 4 torchrun_tests/run_megatron.py --device cpu [--combinations all]
 
-On 4 ranks, cases without pipeline parallelism have two data-parallel replicas; on 2, those with it are left out.
+On 4 ranks, cases at TP=2 without pipeline parallelism have two data-parallel replicas; on 2 ranks, cases that need 4 are
+left out.
 """
 
 import importlib.util
@@ -42,6 +43,8 @@ FURTHER_CASES += [
     cases.Case(tied=True, mtp=True, main_grad=True, overlap=True, known=True),
     cases.Case(tied=True, pipeline=True, virtual_pipeline=True, known=True),
     cases.Case(sequence_parallel=True, pipeline=True, main_grad=True, masked=True, known=True),
+    cases.Case(tensor_parallel=4, masked=True, known=True),
+    cases.Case(tensor_parallel=4, tied=True, sequence_parallel=True, mtp=True, known=True),
 ]
 OTHER_MODEL_CASES = [cases.Case(), cases.Case(tied=True, sequence_parallel=True)]
 TOUCHED_CASES = [cases.Case(), cases.Case(tied=True, sequence_parallel=True)]  # main_grad: Megatron's needs Apex
