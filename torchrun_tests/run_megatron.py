@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 4 torchrun_tests/run_megatron.py --device cpu [--combinations all]
 
-On 4 ranks, cases at TP=2 without pipeline parallelism have two data-parallel replicas; on 2 ranks, cases that need 4 are
-left out.
+On 4 ranks, cases at TP=2 without pipeline parallelism have two data-parallel replicas; on 2 ranks, cases that need 4
+are left out.
 """
 
 import importlib.util
