@@ -21,6 +21,7 @@ from scripts import megatron_runtime
 
 # A vocabulary so small that an untrained model's guess is right now and then.
 VOCAB_SIZE, SEQUENCE, BATCH, MICROBATCHES = 24, 16, 2, 4
+LOSS_SCALE = 2.0**12  # of fp16, by which Megatron's schedule multiplies the loss
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,9 +120,9 @@ def counted_additions() -> Iterator[mock.Mock]:
         yield finish
 
 
-def in_bf16(case: Case) -> Case:
+def in_16_bit(case: Case, dtype: torch.dtype = torch.bfloat16) -> Case:
     """Wider as well: the ratio of two rounding errors of 32 numbers is mostly noise."""
-    return dataclasses.replace(case, dtype=torch.bfloat16, hidden_size=128)
+    return dataclasses.replace(case, dtype=dtype, hidden_size=128)
 
 
 def in_fp32(case: Case) -> Case:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib.util
+import operator
 
 import harness
 import megatron_cases as cases
@@ -14,7 +15,7 @@ from torch import nn
 from megatron_lce import enable_fused_linear_ce, install_megatron_linear_cross_entropy
 from scripts import megatron_runtime
 
-ALLOWED_BF16 = 1.5  # times Megatron's own error, per parameter
+ALLOWED_16_BIT = 1.5  # times Megatron's own error, per parameter
 LOSS_OF_HEAD = importlib.util.find_spec("megatron.core.transformer.linear_cross_entropy") is not None
 OWN_FLAG = (("cross_entropy_loss_fusion", True), ("cross_entropy_fusion_impl", "linear"))
 
@@ -24,6 +25,9 @@ def train(case: cases.Case, device: torch.device, *, fused: bool, like: list[nn.
     chunks = cases.build(case, device)
     if like is not None:
         cases.copy_weights(like, chunks)
+    scale = cases.LOSS_SCALE if case.dtype == torch.float16 else 1.0
+    for chunk in chunks:
+        chunk.config.grad_scale_func = functools.partial(operator.mul, scale) if scale != 1.0 else None
     options = {"skip_masked": case.masked, "known_loss": case.known}
     handle = enable_fused_linear_ce(chunks, use_fused_linear_ce=fused, **options)
     forward_step = functools.partial(cases.forward_step, masked=case.masked)
@@ -37,7 +41,7 @@ def train(case: cases.Case, device: torch.device, *, fused: bool, like: list[nn.
             losses = cases.train_step(chunks, forward_step, cases.microbatches(device))
     assert handle.enabled == (fused and cases.has_head(chunks)), handle.reasons
     assert additions.called == (handle.enabled and case.main_grad), case
-    return losses, cases.gradients(chunks), chunks
+    return losses, {name: grad / scale for name, grad in cases.gradients(chunks).items()}, chunks
 
 
 def check_training(case: cases.Case, device: torch.device, report: harness.Report) -> None:
@@ -77,8 +81,8 @@ def check_captured_training(case: cases.Case, device: torch.device, report: harn
     compare_all(report, f"{case.name}: captured, gradients", cases.gradients(chunks), expected)
 
 
-def check_bf16(case: cases.Case, device: torch.device, report: harness.Report) -> None:
-    """In bf16: our error against an fp32 run of the same weights, beside Megatron's own."""
+def check_16_bit(case: cases.Case, device: torch.device, report: harness.Report) -> None:
+    """In bf16, and in fp16 with a scaled loss: our error against an fp32 run of the same weights, beside Megatron's own."""
     _, native, chunks = train(case, device, fused=False)
     _, fused, _ = train(case, device, fused=True)
     _, exact, _ = train(cases.in_fp32(case), device, fused=False, like=chunks)
@@ -87,8 +91,8 @@ def check_bf16(case: cases.Case, device: torch.device, report: harness.Report) -
         for name, expected in exact.items()
     }
     count, worst, ratio = worst_of_all_ranks(ratios)
-    detail = f"{count} tensors, worst {worst}: {ratio:.2f} times Megatron's error, allowed {ALLOWED_BF16}"
-    report.check(f"{case.name}: gradients", ratio <= ALLOWED_BF16, detail)
+    detail = f"{count} tensors, worst {worst}: {ratio:.2f} times Megatron's error, allowed {ALLOWED_16_BIT}"
+    report.check(f"{case.name}: gradients", ratio <= ALLOWED_16_BIT, detail)
 
 
 def check_other_models(case: cases.Case, device: torch.device, report: harness.Report) -> None:

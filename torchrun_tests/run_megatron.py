@@ -20,7 +20,7 @@ from megatron_heads import check_capture, check_captured_jsd, check_compat, chec
 from megatron_ranks import check_fallback, check_read_logits, check_reasons_of_one_rank, check_touch_of_one_rank
 from megatron_training import (
     LOSS_OF_HEAD,
-    check_bf16,
+    check_16_bit,
     check_captured_training,
     check_other_models,
     check_own_flag,
@@ -46,6 +46,7 @@ FURTHER_CASES += [
     cases.Case(tensor_parallel=4, masked=True, known=True),
     cases.Case(tensor_parallel=4, tied=True, sequence_parallel=True, mtp=True, known=True),
 ]
+IN_FP16 = [cases.Case(), cases.Case(sequence_parallel=True, known=True), cases.Case(tied=True, mtp=True, known=True)]
 OTHER_MODEL_CASES = [cases.Case(), cases.Case(tied=True, sequence_parallel=True)]
 TOUCHED_CASES = [cases.Case(), cases.Case(tied=True, sequence_parallel=True)]  # main_grad: Megatron's needs Apex
 TOUCHED_CASES.append(cases.Case(sequence_parallel=True, masked=True))
@@ -73,7 +74,8 @@ def checks(combinations: str) -> list[tuple[Callable, cases.Case]]:
         (check_own_flag, OWN_FLAG_CASES),
         (check_captured_training, CAPTURED_CASES),
         (check_other_models, OTHER_MODEL_CASES),
-        (check_bf16, [cases.in_bf16(case) for case in (*training, cases.Case(sequence_parallel=True, known=True))]),
+        (check_16_bit, [cases.in_16_bit(case) for case in (*training, cases.Case(sequence_parallel=True, known=True))]),
+        (check_16_bit, [cases.in_16_bit(case, torch.float16) for case in IN_FP16]),
         (check_capture, plain),
         (check_captured_jsd, [cases.Case(main_grad=True), cases.Case(tied=True, sequence_parallel=True)]),
         (check_logits, plain),
