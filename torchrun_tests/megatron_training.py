@@ -82,7 +82,7 @@ def check_captured_training(case: cases.Case, device: torch.device, report: harn
 
 
 def check_16_bit(case: cases.Case, device: torch.device, report: harness.Report) -> None:
-    """In bf16, and in fp16 with a scaled loss: our error against an fp32 run of the same weights, beside Megatron's own."""
+    """In bf16, and in fp16 with a scaled loss: our error against fp32 with the same weights, beside Megatron's own."""
     _, native, chunks = train(case, device, fused=False)
     _, fused, _ = train(case, device, fused=True)
     _, exact, _ = train(cases.in_fp32(case), device, fused=False, like=chunks)
