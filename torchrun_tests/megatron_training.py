@@ -95,6 +95,28 @@ def check_16_bit(case: cases.Case, device: torch.device, report: harness.Report)
     report.check(f"{case.name}: gradients", ratio <= ALLOWED_16_BIT, detail)
 
 
+def check_weighted_loss(case: cases.Case, device: torch.device, report: harness.Report) -> None:
+    """Under `known_loss` a loss that weights tokens raises on every rank at first; later its gradients are NaN."""
+    batch = cases.microbatches(device)[0]
+    weights = torch.linspace(1, 2, batch["labels"].numel(), device=device).view_as(batch["labels"])
+    for name, first in (("first", weights), ("later", torch.ones_like(weights))):
+        chunks = cases.build(case, device)
+        enable_fused_linear_ce(chunks, known_loss=True)
+        message = ""
+        try:
+            for factors in (first, weights):
+                losses, _ = cases.forward_step(iter([batch]), chunks[0])
+                (losses * factors).sum().backward()
+        except RuntimeError as error:
+            message = str(error)
+        if name == "first":
+            report.check(f"{case.name}: weighted at first", "one upstream gradient" in message, message)
+        else:
+            grads = cases.gradients(chunks)
+            right = not message and bool(grads["0.output_layer.weight"].isnan().all())
+            report.check(f"{case.name}: weighted later", right, message or "gradients are NaN")
+
+
 def check_other_models(case: cases.Case, device: torch.device, report: harness.Report) -> None:
     """Flag on against off for a hybrid model and, where it has what the case asks for, for LLaVA around a GPTModel."""
     kinds = [("hybrid", models.hybrid_model, models.text_loss)]

@@ -25,6 +25,7 @@ from megatron_training import (
     check_other_models,
     check_own_flag,
     check_training,
+    check_weighted_loss,
 )
 
 from scripts import megatron_runtime
@@ -76,6 +77,7 @@ def checks(combinations: str) -> list[tuple[Callable, cases.Case]]:
         (check_other_models, OTHER_MODEL_CASES),
         (check_16_bit, [cases.in_16_bit(case) for case in (*training, cases.Case(sequence_parallel=True, known=True))]),
         (check_16_bit, [cases.in_16_bit(case, torch.float16) for case in IN_FP16]),
+        (check_weighted_loss, [cases.Case(known=True), cases.Case(sequence_parallel=True, known=True)]),
         (check_capture, plain),
         (check_captured_jsd, [cases.Case(main_grad=True), cases.Case(tied=True, sequence_parallel=True)]),
         (check_logits, plain),
