@@ -1,7 +1,8 @@
 """The tables of README and docs, from committed results: `python -m benchmark.tables` writes them into the pages.
 
 A page says where a table goes by a comment, `<!-- table: NAME -->`, and ends it by `<!-- end -->`; what stands between
-is replaced. `tests/test_docs.py` fails where a page differs from the files.
+is replaced, and says on which GPU, when and with which package it was measured. `tests/test_docs.py` fails where a page
+differs from the files.
 """
 
 import argparse
@@ -17,8 +18,13 @@ from benchmark import ratios, results
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmark" / "results"
 PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-SHAPES = {shape: shape for shape in ("S1", "S2", "S3")}
+SHAPES = {
+    "S1": "Qwen3-8B, 8k tokens (S1)",
+    "S2": "vocabulary 131k, 16k tokens (S2)",
+    "S3": "its TP=8 shard, 16k tokens (S3)",
+}
 SHARES = (0.0, 0.3, 0.6, 0.9)
+REBUILT = "2026-11-25T06"  # when the package was last rebuilt: times of before are marked
 HEADS = {
     "ours": "**megatron_lce**, the default",
     "ours-cached": "**megatron_lce**, everything cached",
@@ -84,11 +90,27 @@ def measured(name: str, section: str, *keys: str) -> dict[tuple, dict]:
     return {values: records[-1] for values, records in ratios.grouped(found, *keys).items()}
 
 
-def head(name: str, mode: str, header: str, ratio: str | None = None) -> str:
-    """Every head that has this mode at the three shapes."""
-    records = measured(name, "times", "mode", "provider", "shape")
+def heads() -> str:
+    """Every head, in both kinds of a step, at two shapes."""
+    records = measured("head_h200", "times", "mode", "provider", "shape")
+    modes = {"rl": "RL", "sft": "SFT"}
+    columns = {(mode, shape): f"{SHAPES[shape]}: {modes[mode]}" for shape in ("S1", "S3") for mode in modes}
+    rows = {name: title for name, title in HEADS.items() if ("sft", name, "S1") in records}
+
+    def text(name: str, column: tuple[str, str]) -> str:
+        record = records.get((column[0], name, column[1]))
+        return cell(record) if record else "–"
+
+    return grid("ms / extra GiB", rows, columns, text)
+
+
+def known_loss(mode: str) -> str:
+    """Every head that has this mode at the three shapes, beside gradients that are made in forward."""
+    records = measured("known_loss_h200", "times", "mode", "provider", "shape")
     rows = {head: title for head, title in HEADS.items() if all((mode, head, shape) in records for shape in SHAPES)}
-    return grid(f"{mode}: {header}", rows, SHAPES, lambda head, shape: cell(records[mode, head, shape], ratio))
+    rows.pop("ours-token-1280", None)  # as 640 MiB
+    what = f"{mode}: ms (over F + dX + dW) / extra GiB"
+    return grid(what, rows, SHAPES, lambda head, shape: cell(records[mode, head, shape], "over_products"))
 
 
 def over_products() -> str:
@@ -106,7 +128,7 @@ def over_products() -> str:
 def ignored_rows() -> str:
     """Time over the share of ignored rows, and its ratio to that of the other rows by themselves."""
     records = measured("rows_h200", "rows", "mode", "layout", "shape", "provider", "ignored")
-    cases = itertools.product(("S1", "S3"), SKIPPING)
+    cases = itertools.product(("S1", "S3"), ("ours", "ours-skip"))
     return grid(
         "rl: ms (over the counted rows alone)",
         {(shape, name): f"{shape}, {SKIPPING[name]}" for shape, name in cases},
@@ -143,20 +165,19 @@ def masked_steps() -> str:
     for tp, gpu in ((2, "h100"), (1, "h200")):
         records |= measured(f"step_masked_tp{tp}_{gpu}", "steps", "tp", "variant", "masked")
         for name in ("native-fused", "ours", "ours-skip"):
-            rows[tp, name] = f"TP={tp}, {gpu.upper()}: {VARIANTS.get(name, 'flag on, `skip_masked=True`')}"
+            rows[tp, name] = f"TP={tp}: {VARIANTS.get(name, 'flag on, `skip_masked=True`')}"
     shares = {share: f"{share:.0%} masked" for share in SHARES}
     return grid("ms / MiB over the resting state", rows, shares, lambda row, share: step_cell(records[*row, share]))
 
 
 def heads_tp() -> str:
-    """The head alone at TP=1 and 2, communication included."""
-    keys = ("provider", "mode", "tp", "tokens")
-    records = measured("head_tp_1xh100", "times", *keys) | measured("head_tp_2xh100", "times", *keys)
+    """The head alone at TP=2, communication included."""
+    records = measured("head_tp_2xh100", "times", "provider", "mode", "tokens")
     rows = {(name, "rl"): HEADS[name] for name in ("ours", "ours-cached", "ours-token-640", "verl")}
     rows["megatron", "logprob"] = f"{HEADS['megatron']}, no entropy"
-    sizes = {(tp, tokens): f"TP={tp}, {tokens:,} tokens" for tp in (1, 2) for tokens in (8192, 16384)}
+    sizes = {tokens: f"{tokens:,} tokens" for tokens in (8192, 16384)}
     what = "ms (over F + dX + dW) / extra GiB"
-    return grid(what, rows, sizes, lambda row, size: cell(records[*row, *size], "over_products"))
+    return grid(what, rows, sizes, lambda row, size: cell(records[*row, size], "over_products"))
 
 
 def errors() -> str:
@@ -169,25 +190,39 @@ def errors() -> str:
     return markdown(["", "mode", "logprob (sft: loss), largest error", "dX, relative", "dW, relative"], rows)
 
 
-TABLES: dict[str, Callable[[], str]] = {
-    "head_rl": partial(head, "head_h200", "rl", "ms / extra GiB"),
-    "head_sft": partial(head, "head_h200", "sft", "ms / extra GiB"),
-    "over_products": over_products,
-    "known_rl": partial(head, "known_loss_h200", "rl", "ms (over F + dX + dW) / extra GiB", "over_products"),
-    "known_sft": partial(head, "known_loss_h200", "sft", "ms (over F + dX + dW) / extra GiB", "over_products"),
-    "ignored_rows": ignored_rows,
-    "jsd": jsd,
-    "errors": errors,
-    "heads_tp": heads_tp,
-    "steps": steps,
-    "known_steps": known_steps,
-    "masked_steps": masked_steps,
+TABLES: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {  # and the files of results
+    "heads": (heads, ("head_h200",)),
+    "over_products": (over_products, ("head_h200",)),
+    "known_rl": (partial(known_loss, "rl"), ("known_loss_h200",)),
+    "known_sft": (partial(known_loss, "sft"), ("known_loss_h200",)),
+    "ignored_rows": (ignored_rows, ("rows_h200",)),
+    "jsd": (jsd, ("jsd_h100",)),
+    "errors": (errors, ("head_h200",)),
+    "heads_tp": (heads_tp, ("head_tp_2xh100",)),
+    "steps": (steps, ("megatron_step_tp2_h100",)),
+    "known_steps": (known_steps, ("step_known_tp1_h100", "step_known_tp2_h100")),
+    "masked_steps": (masked_steps, ("step_masked_tp1_h200", "step_masked_tp2_h100")),
 }
+
+
+def source(*files: str) -> str:
+    """Where and when the files were measured, and with which package; one line."""
+    found = [results.load(RESULTS / f"{name}.json")["environment"] for name in files]
+    gpus = " and ".join(dict.fromkeys(x["device"].split()[1] for x in found))
+    package = " and ".join(dict.fromkeys(x["megatron_lce_source"][:8] for x in found))
+    dates = " and ".join(dict.fromkeys(x["date"][:10] for x in sorted(found, key=lambda x: x["date"])))
+    before = ", before the rebuild" if min(x["date"] for x in found) < REBUILT else ""
+    return f"({gpus}, {dates}, package {package}{before}.)\n"
 
 
 def fill(page: str) -> str:
     """The page with its tables made anew."""
-    return PLACE.sub(lambda place: f"{place[1]}\n{TABLES[place[2]]()}\n{place[3]}", page)
+
+    def table(place: re.Match[str]) -> str:
+        make, files = TABLES[place[2]]
+        return f"{place[1]}\n{make()}\n{source(*files)}\n{place[3]}"
+
+    return PLACE.sub(table, page)
 
 
 def pages() -> list[Path]:
