@@ -9,11 +9,13 @@ import argparse
 import itertools
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmark import ratios, results
+from megatron_lce import head_memory
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmark" / "results"
@@ -190,6 +192,22 @@ def errors() -> str:
     return markdown(["", "mode", "logprob (sft: loss), largest error", "dX, relative", "dW, relative"], rows)
 
 
+def phases() -> str:
+    """What S1 allocates in each phase of the default, and at the peak of two other ways."""
+    step = head_memory.HeadStep(tokens=8192, hidden=4096, columns=151936)
+    cached = replace(step, logits_cache_bytes=step.everything)
+    peak = "its largest phase"
+    ways = {"everything cached": head_memory.ours(cached)[1], "a known loss": head_memory.token_loss(step)[1]}
+    found = [("the default", phase, parts) for phase, parts in head_memory.ours(step)[1].items()]
+    found += [(way, peak, max(parts.values(), key=lambda x: sum(x.values()))) for way, parts in ways.items()]
+    rows = []
+    for way, phase, parts in found:
+        there = {name: f"{size / 2**20:,.0f}" for name, size in parts.items() if size >= 2**20}
+        total = f"{sum(parts.values()) / 2**20:,.0f}"
+        rows.append([way, phase, total, ", ".join(f"{name} {size}" for name, size in there.items())])
+    return markdown(["way", "phase", "MiB", "of them"], rows)
+
+
 TABLES: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {  # and the files of results
     "heads": (heads, ("head_h200",)),
     "over_products": (over_products, ("head_h200",)),
@@ -197,6 +215,7 @@ TABLES: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {  # and the file
     "known_sft": (partial(known_loss, "sft"), ("known_loss_h200",)),
     "ignored_rows": (ignored_rows, ("rows_h200",)),
     "jsd": (jsd, ("jsd_h100",)),
+    "phases": (phases, ()),
     "errors": (errors, ("head_h200",)),
     "heads_tp": (heads_tp, ("head_tp_2xh100",)),
     "steps": (steps, ("megatron_step_tp2_h100",)),
@@ -206,7 +225,9 @@ TABLES: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {  # and the file
 
 
 def source(*files: str) -> str:
-    """Where and when the files were measured, and with which package; one line."""
+    """Where and when the files were measured, and with which package, in a line; of no file, nothing."""
+    if not files:
+        return ""
     found = [results.load(RESULTS / f"{name}.json")["environment"] for name in files]
     gpus = " and ".join(dict.fromkeys(x["device"].split()[1] for x in found))
     package = " and ".join(dict.fromkeys(x["megatron_lce_source"][:8] for x in found))
