@@ -23,7 +23,7 @@ PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 SHAPES = {
     "S1": "Qwen3-8B, 8k tokens (S1)",
     "S2": "vocabulary 131k, 16k tokens (S2)",
-    "S3": "its TP=8 shard, 16k tokens (S3)",
+    "S3": "Qwen3-8B's TP=8 shard, 16k tokens (S3)",
 }
 SHARES = (0.0, 0.3, 0.6, 0.9)
 REBUILT = "2026-11-25T06"  # when the package was last rebuilt: times of before are marked
@@ -167,7 +167,7 @@ def masked_steps() -> str:
     for tp, gpu in ((2, "h100"), (1, "h200")):
         records |= measured(f"step_masked_tp{tp}_{gpu}", "steps", "tp", "variant", "masked")
         for name in ("native-fused", "ours", "ours-skip"):
-            rows[tp, name] = f"TP={tp}: {VARIANTS.get(name, 'flag on, `skip_masked=True`')}"
+            rows[tp, name] = f"TP={tp}, {gpu.upper()}: {VARIANTS.get(name, 'flag on, `skip_masked=True`')}"
     shares = {share: f"{share:.0%} masked" for share in SHARES}
     return grid("ms / MiB over the resting state", rows, shares, lambda row, share: step_cell(records[*row, share]))
 
@@ -204,7 +204,8 @@ def phases() -> str:
     for way, phase, parts in found:
         there = {name: f"{size / 2**20:,.0f}" for name, size in parts.items() if size >= 2**20}
         total = f"{sum(parts.values()) / 2**20:,.0f}"
-        rows.append([way, phase, total, ", ".join(f"{name} {size}" for name, size in there.items())])
+        if there:
+            rows.append([way, phase, total, ", ".join(f"{name} {size}" for name, size in there.items())])
     return markdown(["way", "phase", "MiB", "of them"], rows)
 
 
@@ -220,7 +221,7 @@ TABLES: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {  # and the file
     "heads_tp": (heads_tp, ("head_tp_2xh100",)),
     "steps": (steps, ("megatron_step_tp2_h100",)),
     "known_steps": (known_steps, ("step_known_tp1_h100", "step_known_tp2_h100")),
-    "masked_steps": (masked_steps, ("step_masked_tp1_h200", "step_masked_tp2_h100")),
+    "masked_steps": (masked_steps, ("step_masked_tp2_h100", "step_masked_tp1_h200")),
 }
 
 
