@@ -101,7 +101,7 @@ def heads() -> str:
 
     def text(name: str, column: tuple[str, str]) -> str:
         record = records.get((column[0], name, column[1]))
-        return cell(record) if record else "–"
+        return cell(record) if record else "-"
 
     return grid("ms / extra GiB", rows, columns, text)
 
@@ -198,14 +198,15 @@ def phases() -> str:
     cached = replace(step, logits_cache_bytes=step.everything)
     peak = "its largest phase"
     ways = {"everything cached": head_memory.ours(cached)[1], "a known loss": head_memory.token_loss(step)[1]}
-    found = [("the default", phase, parts) for phase, parts in head_memory.ours(step)[1].items()]
+    default = head_memory.ours(step)[1]
+    in_order = ("forward", "slabs", "cast of hidden's gradient", "gradients")
+    found = [("the default", phase, default[phase]) for phase in in_order]
     found += [(way, peak, max(parts.values(), key=lambda x: sum(x.values()))) for way, parts in ways.items()]
     rows = []
     for way, phase, parts in found:
         there = {name: f"{size / 2**20:,.0f}" for name, size in parts.items() if size >= 2**20}
         total = f"{sum(parts.values()) / 2**20:,.0f}"
-        if there:
-            rows.append([way, phase, total, ", ".join(f"{name} {size}" for name, size in there.items())])
+        rows.append([way, phase, total, ", ".join(f"{name} {size}" for name, size in there.items())])
     return markdown(["way", "phase", "MiB", "of them"], rows)
 
 
@@ -226,9 +227,7 @@ TABLES: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {  # and the file
 
 
 def source(*files: str) -> str:
-    """Where and when the files were measured, and with which package, in a line; of no file, nothing."""
-    if not files:
-        return ""
+    """Where and when the files were measured, and with which package; one line."""
     found = [results.load(RESULTS / f"{name}.json")["environment"] for name in files]
     gpus = " and ".join(dict.fromkeys(x["device"].split()[1] for x in found))
     package = " and ".join(dict.fromkeys(x["megatron_lce_source"][:8] for x in found))
@@ -242,7 +241,8 @@ def fill(page: str) -> str:
 
     def table(place: re.Match[str]) -> str:
         make, files = TABLES[place[2]]
-        return f"{place[1]}\n{make()}\n{source(*files)}\n{place[3]}"
+        below = f"{source(*files)}\n" if files else ""
+        return f"{place[1]}\n{make()}\n{below}{place[3]}"
 
     return PLACE.sub(table, page)
 
