@@ -103,7 +103,7 @@ def build_parser() -> argparse.ArgumentParser:
     help = "JSON files written by benchmark.run; where several have the same measurement, the first one's counts."
     parser.add_argument("results", nargs="+", type=Path, help=help)
     parser.add_argument("--pictures", type=Path, help="Folder for the pictures; None: no pictures.")
-    parser.add_argument("--only", default="", help="Comma-separated pictures, such as time_rl,memory; empty: all.")
+    parser.add_argument("--only", default="", help="Comma-separated pictures, such as time_rl,jsd; empty: all.")
     return parser
 
 

@@ -66,8 +66,8 @@ VARIANTS = {
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    lines = [f"| {' | '.join(line)} |\n" for line in (header, *rows)]
+    return "".join([lines[0], f"|{'---|' * len(header)}\n", *lines[1:]])
 
 
 def grid(what: str, rows: dict[Any, str], columns: dict[Any, str], text: Callable[[Any, Any], str]) -> str:
@@ -162,24 +162,11 @@ def known_steps() -> str:
 
 
 def masked_steps() -> str:
-    """The same with masked tokens, at TP=2 and on one GPU."""
-    records, rows = {}, {}
-    for tp, gpu in ((2, "h100"), (1, "h200")):
-        records |= measured(f"step_masked_tp{tp}_{gpu}", "steps", "tp", "variant", "masked")
-        for name in ("native-fused", "ours", "ours-skip"):
-            rows[tp, name] = f"TP={tp}, {gpu.upper()}: {VARIANTS.get(name, 'flag on, `skip_masked=True`')}"
+    """The same with masked tokens."""
+    records = measured("step_masked_tp2_h100", "steps", "variant", "masked")
+    rows = {name: VARIANTS.get(name, "flag on, `skip_masked=True`") for name in ("native-fused", "ours", "ours-skip")}
     shares = {share: f"{share:.0%} masked" for share in SHARES}
-    return grid("ms / MiB over the resting state", rows, shares, lambda row, share: step_cell(records[*row, share]))
-
-
-def heads_tp() -> str:
-    """The head alone at TP=2, communication included."""
-    records = measured("head_tp_2xh100", "times", "provider", "mode", "tokens")
-    rows = {(name, "rl"): HEADS[name] for name in ("ours", "ours-cached", "ours-token-640", "verl")}
-    rows["megatron", "logprob"] = f"{HEADS['megatron']}, no entropy"
-    sizes = {tokens: f"{tokens:,} tokens" for tokens in (8192, 16384)}
-    what = "ms (over F + dX + dW) / extra GiB"
-    return grid(what, rows, sizes, lambda row, size: cell(records[*row, size], "over_products"))
+    return grid("ms / MiB over the resting state", rows, shares, lambda *case: step_cell(records[case]))
 
 
 def errors() -> str:
@@ -219,10 +206,9 @@ TABLES: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {  # and the file
     "jsd": (jsd, ("jsd_h100",)),
     "phases": (phases, ()),
     "errors": (errors, ("head_h200",)),
-    "heads_tp": (heads_tp, ("head_tp_2xh100",)),
     "steps": (steps, ("megatron_step_tp2_h100",)),
     "known_steps": (known_steps, ("step_known_tp1_h100", "step_known_tp2_h100")),
-    "masked_steps": (masked_steps, ("step_masked_tp2_h100", "step_masked_tp1_h200")),
+    "masked_steps": (masked_steps, ("step_masked_tp2_h100",)),
 }
 
 
