@@ -21,7 +21,8 @@ def test_a_healthy_machine(capsys, usual_torch):
     assert commands.main(["doctor", "--device", "cpu"]) == 0
     printed = capsys.readouterr().out
     for text in (
-        f"megatron-lce  {megatron_lce.__version__}",
+        f"megatron-lce        {megatron_lce.__version__}",
+        "transformer-engine  not installed",
         "backend='auto' runs torch",
         "self-test against fp64: passed",
         "15 results",
@@ -81,6 +82,15 @@ def test_a_gpu_that_torch_does_not_see_is_a_problem(monkeypatch, capsys, quick_s
 def test_versions_that_are_too_old_are_a_problem():
     found = {"torch": "2.8.1+cu128", "triton": None, "megatron-core": "0.14.0rc1"}
     assert doctor._too_old(found) == ["torch must be at least 2.9, got 2.8.1+cu128"]
+
+
+def test_versions_that_nobody_ran_are_noted(monkeypatch, capsys, quick_self_test):
+    found = doctor.versions() | {"torch": "2.99.0", "triton": None}
+    monkeypatch.setattr(doctor, "versions", lambda: found)
+    assert commands.main(["doctor", "--device", "cpu"]) == 0
+    printed = capsys.readouterr().out
+    assert "note: torch 2.99.0 is newer than any the tests ran with, 2.13: look at the self-test" in printed
+    assert "no problems found" in printed
 
 
 def test_an_estimate_of_a_public_model(capsys):
