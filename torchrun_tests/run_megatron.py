@@ -3,9 +3,10 @@
     torchrun --nproc-per-node 4 torchrun_tests/run_megatron.py --device cpu [--combinations all]
 
 On 4 ranks, cases at TP=2 without pipeline parallelism have two data-parallel replicas; on 2 ranks, cases that need 4
-are left out.
+are left out. One rank runs what is left without tensor, sequence and pipeline parallelism.
 """
 
+import dataclasses
 import importlib.util
 import os
 import sys
@@ -90,6 +91,10 @@ def checks(combinations: str) -> list[tuple[Callable, cases.Case]]:
     return [(check, case) for check, chosen in groups for case in chosen]
 
 
+def on_one_rank(case: cases.Case) -> cases.Case:
+    return dataclasses.replace(case, tensor_parallel=1, sequence_parallel=False, pipeline=False, virtual_pipeline=False)
+
+
 def main() -> None:
     parser = harness.argument_parser(__doc__)
     parser.add_argument(
@@ -101,8 +106,11 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     report = harness.Report()
-    runnable = [pair for pair in checks(arguments.combinations) if pair[1].ranks <= int(os.environ["WORLD_SIZE"])]
-    device = megatron_runtime.initialize(2, device=arguments.device)
+    ranks = int(os.environ["WORLD_SIZE"])
+    runnable = [pair for pair in checks(arguments.combinations) if pair[1].ranks <= max(ranks, 2)]
+    if ranks == 1:
+        runnable = list(dict.fromkeys((check, on_one_rank(case)) for check, case in runnable))
+    device = megatron_runtime.initialize(min(ranks, 2), device=arguments.device)
     # Layout by layout, few changes: Megatron never destroys its process groups, and each one's gloo threads stay.
     for layout in sorted({case.layout for _, case in runnable}, key=str):
         parallel_state.destroy_model_parallel()
