@@ -68,3 +68,22 @@ def add_ratios(document: dict) -> None:
         for alone in [record["time_ms"] for record in records if record["provider"] == "ours-alone"]:
             for record in records:
                 record["over_alone"] = record["time_ms"] / alone
+    for records in grouped(measured(document, "curves"), "masked").values():
+        _add_differences(records)
+
+
+def _add_differences(records: list[dict]) -> None:
+    """Adds to every training run how far its losses are from the native run's, and that over the noise.
+
+    difference_rms, difference_largest  over the steps
+    over_noise                          difference_rms over that of native runs whose sums are in another order
+    """
+    native = [record for record in records if record["variant"] == "native-fused"]
+    for first in [record for record in native if record["order"] == "blocks"]:
+        for record in (record for record in records if record is not first):
+            differences = [abs(a - b) for a, b in zip(record["losses"], first["losses"], strict=True)]
+            record["difference_rms"] = (sum(x * x for x in differences) / len(differences)) ** 0.5
+            record["difference_largest"] = max(differences)
+        noise = [record["difference_rms"] for record in native if record is not first]
+        for record in (record for record in records if noise and any(noise) and record is not first):
+            record["over_noise"] = record["difference_rms"] / (sum(noise) / len(noise))

@@ -1,0 +1,80 @@
+"""Training curves on a CPU at a tiny size: that runs see the same text, and differ by nothing but their way."""
+
+import random
+
+import pytest
+import torch
+
+from benchmark import pictures, results, run, tables, training_text
+from tests.ranks import run_ranks
+
+
+def words(tmp_path):
+    """A file of 4,020 tokens of few words, in documents of 500 bytes and more."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    generator = random.Random(0)
+    for index in range(20):
+        text = " ".join(generator.choice(["a", "fused", "head", "takes", "no", "logits"]) for _ in range(200))
+        (folder / f"{index}.md").write_text(text)
+    (folder / "again.md").write_text((folder / "0.md").read_text())
+    path = tmp_path / "tokens.bin"
+    return path, training_text.prepare(path, [folder], 300, 5000)
+
+
+def test_tokens_of_text_are_those_that_were_written(tmp_path):
+    pytest.importorskip("tokenizers")
+    path, written = words(tmp_path)
+    header, tokens = training_text.load(path)
+    assert header == written
+    assert (len(tokens), tokens.dtype) == (header["tokens"], torch.int64)
+    ends = (tokens == 1).nonzero().flatten()  # the end of a text
+    assert len(ends) == header["documents"] == 20  # the one that is there twice counts once
+    assert int(tokens.max()) < header["vocab"] <= 300
+
+
+@pytest.mark.torchrun
+def test_training_curves_differ_by_the_order_of_sums_only(tmp_path, monkeypatch):
+    pytest.importorskip("megatron.core")
+    path, _ = words(tmp_path)
+    output = tmp_path / "curves_h100.json"
+    arguments = f"curves --device cpu --dtype bf16 --text {path} --steps 6 --layers 1 --vocab 300 --json {output}"
+    run_ranks(1, "benchmark.run", *arguments.split())
+    document = results.load(output)
+    records = {record["run"]: record for record in document["curves"]}
+    assert tuple(records) == run.RUNS
+    for name, record in records.items():
+        native = records["masked-native" if record["masked"] else "native"]
+        assert record["status"] == "ok"
+        assert record["losses"][0] == pytest.approx(native["losses"][0], abs=1e-4), name  # of the same tokens
+        assert record["losses"][-1] < record["losses"][0] - 0.1, name
+        assert record is native or record["over_noise"] < 3, name
+        record["peak_mib"] = record["time_ms"]  # for the picture: a CPU has none
+    assert records["native-dealt"]["difference_rms"] > 0
+    assert records["masked-native"]["losses"][0] != records["native"]["losses"][0]
+    output.write_text(results.as_text(document))
+    assert pictures.draw(document, tmp_path, ["curves"]) == [tmp_path / "curves.png"]
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    assert tables.TABLES["curves"]().count("\n") == 2 + len(run.RUNS)
+
+
+def test_runs_that_take_sums_in_another_order_see_the_same_sequences(tmp_path):
+    pytest.importorskip("megatron.core")
+    curves = pytest.importorskip("benchmark.training_curves")
+    path, _ = words(tmp_path)
+    arguments = run.parse_arguments(f"curves --device cpu --text {path} --steps 10 --vocab 300".split())
+    text = curves.Text(arguments, torch.device("cpu"))
+    split = {}
+    for order in curves.ORDERS:
+        batches = text.step(3, curves.Run("", order))
+        assert len(batches) == arguments.microbatches
+        split[order] = [{tuple(sequence) for sequence in batch["input_ids"].tolist()} for batch in batches]
+        assert torch.equal(batches[0]["input_ids"][:, 1:], batches[0]["labels"][:, :-1])
+    assert len({frozenset().union(*sets) for sets in split.values()}) == 1
+    assert len({frozenset(map(frozenset, sets)) for sets in split.values()}) == len(curves.ORDERS)
+    masked = text.step(3, curves.Run("", masked=True))
+    share = torch.cat([batch["loss_mask"] for batch in masked]).mean()
+    assert 0.1 <= share <= 0.7
+    arguments.steps = 100
+    with pytest.raises(ValueError, match="steps: must be at most"):
+        curves.Text(arguments, torch.device("cpu"))
