@@ -17,6 +17,7 @@ COLORS = {
     "ours-token": "teal",
     "ours-token-640": "teal",
     "ours-token-1280": "mediumturquoise",
+    "ours-known-640": "steelblue",
     "ours-main-grad": "darkolivegreen",
     "ours-token-main-grad": "darkslategray",
     "ours-skip": "deepskyblue",

@@ -53,6 +53,7 @@ def add_ratios(document: dict) -> None:
 
     over_products             F for mode `fwd`, else F + dX + dW; for a divergence Fs + Ft + dX + dW
     over_products_recomputed  2F + dX + dW: what a head must do that keeps no logits for its backward
+    over_token_loss           the flag's `known_loss` over `linear_token_loss` with the same workspace
     over_alone                the counted rows by themselves
     """
     timed = [
@@ -64,6 +65,11 @@ def add_ratios(document: dict) -> None:
     for record, limits in timed:
         names = ("over_products", "over_products_recomputed")
         record |= {name: record["time_ms"] / ms for name, ms in zip(names, limits.values(), strict=False)}
+    for records in grouped(measured(document, "times", mode="sft"), "shape").values():
+        times = {record["provider"]: record["time_ms"] for record in records if "provider" in record}
+        for record in records:
+            if record.get("provider") == "ours-known-640" and "ours-token-640" in times:
+                record["over_token_loss"] = record["time_ms"] / times["ours-token-640"]
     for records in grouped(measured(document, "rows"), "shape", "mode", "ignored", "layout").values():
         for alone in [record["time_ms"] for record in records if record["provider"] == "ours-alone"]:
             for record in records:

@@ -99,7 +99,10 @@ HEAD = PICTURES | {
 }
 KNOWN_LOSS = {
     "modes": "rl,sft", "error_shape": "", "shapes": ("S1,S2,S3", "64x128x1000"),
-    "providers": ("ours,ours-cached,ours-token-640,ours-token-1280,compile,liger,quack", "ours,ours-token-640"),
+    "providers": (
+        "ours,ours-cached,ours-token-640,ours-token-1280,ours-known-640,compile,liger,quack",
+        "ours,ours-token-640,ours-known-640",
+    ),
 }
 JSD_PROVIDERS = f"Comma-separated: all, {', '.join(jsd.PROVIDERS)}.", ("all", "ours,ours-weights-512,liger,eager")
 JSD = PICTURES | {

@@ -24,6 +24,7 @@ HEADS = {
     "ours-cached": "**megatron_lce**, everything cached",
     "ours-token-640": "**megatron_lce**, `linear_token_loss`, 640 MiB",
     "ours-token-1280": "**megatron_lce**, `linear_token_loss`, 1.25 GiB",
+    "ours-known-640": "**megatron_lce**, `known_loss` of the flag, 640 MiB",
     "megatron": "Megatron, fused cross-entropy",
     "eager": "PyTorch, eager",
     "compile": "PyTorch, torch.compile",

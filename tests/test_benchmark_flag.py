@@ -1,12 +1,26 @@
-"""Training curves on a CPU at a tiny size: that runs see the same text, and differ by nothing but their way."""
+"""Benchmarks of the flag on a CPU at a tiny size: its head, and training runs that differ by nothing but their way."""
 
 import random
 
 import pytest
 import torch
 
-from benchmark import pictures, results, run, tables, training_text
+from benchmark import measure, pictures, providers, results, run, tables, training_text
+from benchmark.shapes import make_inputs, parse_shape
 from tests.ranks import run_ranks
+
+
+def test_the_flags_known_loss_is_measured_beside_linear_token_loss():
+    arguments = "known_loss --device cpu --dtype fp32 --shapes 12x8x40 --budget-ms 1 --rounds 1"
+    document = run.main(arguments.split())
+    times = {(record["provider"], record["mode"]): record for record in document["times"]}
+    assert times["ours-known-640", "rl"]["status"] == "unsupported"
+    known, told = times["ours-known-640", "sft"], times["ours-token-640", "sft"]
+    assert known["over_token_loss"] == pytest.approx(known["time_ms"] / told["time_ms"])
+    inputs = make_inputs(parse_shape("12x8x40"), torch.float32, torch.device("cpu"))
+    head = providers.PROVIDERS["ours-known-640"].load()
+    for _ in range(2):
+        assert max(measure.measure_error(head, inputs, "sft", measure.oracle(inputs)).values()) < 1e-5
 
 
 def words(tmp_path):
