@@ -142,6 +142,7 @@ STEP = ROUNDS | SIZES | {
 RUNS = ("native", "native-dealt", "native-turned", "flag", "known")  # of training_curves, which needs Megatron
 RUNS += tuple(f"masked-{name}" for name in RUNS)
 CURVES = {
+    "pictures": PICTURES["pictures"],
     "text": ("File that benchmark.training_text wrote.", "tokens.bin", Path),
     "runs": (f"Comma-separated: all, {', '.join(RUNS)}.", "all", names("a run", RUNS)),
     "steps": ("Optimizer steps of each run.", ("200", "8"), count),

@@ -52,8 +52,8 @@ def test_training_curves_differ_by_the_order_of_sums_only(tmp_path, monkeypatch)
     pytest.importorskip("megatron.core")
     path, _ = words(tmp_path)
     output = tmp_path / "curves_h100.json"
-    arguments = f"curves --device cpu --dtype bf16 --text {path} --steps 6 --layers 1 --vocab 300 --json {output}"
-    run_ranks(1, "benchmark.run", *arguments.split())
+    sizes = "--steps 4 --layers 1 --vocab 300 --tokens 32"
+    run_ranks(1, "benchmark.run", "curves", "--device", "cpu", "--text", path, *sizes.split(), "--json", output)
     document = results.load(output)
     records = {record["run"]: record for record in document["curves"]}
     assert tuple(records) == run.RUNS
@@ -61,7 +61,7 @@ def test_training_curves_differ_by_the_order_of_sums_only(tmp_path, monkeypatch)
         native = records["masked-native" if record["masked"] else "native"]
         assert record["status"] == "ok"
         assert record["losses"][0] == pytest.approx(native["losses"][0], abs=1e-4), name  # of the same tokens
-        assert record["losses"][-1] < record["losses"][0] - 0.1, name
+        assert record["losses"][-1] < record["losses"][0] - 0.05, name
         assert record is native or record["over_noise"] < 3, name
         record["peak_mib"] = record["time_ms"]  # for the picture: a CPU has none
     assert records["native-dealt"]["difference_rms"] > 0
