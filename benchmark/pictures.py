@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmark.curves_picture import draw_curves
 from benchmark.ratios import grouped, jsd_limits_ms, limits_ms, measured, products_by
 from benchmark.shapes import parse_shape
 from benchmark.tables import HEADS, SKIPPING
@@ -16,6 +17,7 @@ COLORS = {
     "ours-token": "teal",
     "ours-token-640": "teal",
     "ours-token-1280": "mediumturquoise",
+    "ours-known-640": "steelblue",
     "ours-main-grad": "darkolivegreen",
     "ours-token-main-grad": "darkslategray",
     "ours-skip": "deepskyblue",
@@ -46,9 +48,9 @@ HOLDS = "holds an N x V tensor"
 
 def draw(document: dict, folder: Path, only: Collection[str] = ()) -> list[Path]:
     """Time bars with the cuBLAS limit, time over cache budget, time against memory, memory over tokens, time over the
-    share of ignored rows, JSD: those there are records for.
+    share of ignored rows, JSD, training curves: those there are records for.
 
-    `only`: the names of those that are wanted (`time_rl`, `cache`, `trade`, `memory_S1`, `rows`, `jsd`); empty: all.
+    `only`: names of those that are wanted (`time_rl`, `cache`, `trade`, `memory_S1`, `rows`, `jsd`, `curves`), or all.
 
     Raises:
         ValueError: there are no records for one of `only`.
@@ -59,7 +61,7 @@ def draw(document: dict, folder: Path, only: Collection[str] = ()) -> list[Path]
     shapes = dict.fromkeys(record["shape"] for record in document.get("memory", []))
     draw_it |= {f"memory_{shape}": partial(_draw_memory, shape=shape) for shape in shapes}
     sections = {"cache": ("cache", _draw_cache), "times": ("trade", _draw_trade)}
-    sections |= {"rows": ("rows", _draw_rows), "jsd": ("jsd", _draw_jsd)}
+    sections |= {"rows": ("rows", _draw_rows), "jsd": ("jsd", _draw_jsd), "curves": ("curves", draw_curves)}
     draw_it |= dict(named for section, named in sections.items() if document.get(section))
     if unknown := set(only) - draw_it.keys():
         raise ValueError(f"only must name some of {', '.join(draw_it)}, got {', '.join(sorted(unknown))}")

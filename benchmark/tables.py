@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmark import ratios, results
+from benchmark import curves_picture, ratios, results
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmark" / "results"
@@ -24,6 +24,7 @@ HEADS = {
     "ours-cached": "**megatron_lce**, everything cached",
     "ours-token-640": "**megatron_lce**, `linear_token_loss`, 640 MiB",
     "ours-token-1280": "**megatron_lce**, `linear_token_loss`, 1.25 GiB",
+    "ours-known-640": "**megatron_lce**, `known_loss` of the flag, 640 MiB",
     "megatron": "Megatron, fused cross-entropy",
     "eager": "PyTorch, eager",
     "compile": "PyTorch, torch.compile",
@@ -148,6 +149,20 @@ def masked_steps() -> str:
     return grid("ms / MiB over the resting state", rows, shares, lambda row, share: step_cell(records[*row, share]))
 
 
+def curves() -> str:
+    """Training runs: speed and memory, the loss at the end, and how far all losses are from the native run's."""
+    rows = []
+    for record in measured("curves_h100", "curves", "run").values():
+        title = ("masked prompts: " if record["masked"] else "") + curves_picture.TITLES[record["variant"]]
+        title += "" if record["order"] == "blocks" else ", sums in another order"
+        values = [f"{record['time_ms']:.1f} / {record['peak_mib']:,.0f}", f"{record['held_out_loss']:.4f}"]
+        apart = (f"{record[field]:.1e}" for field in ("difference_rms", "difference_largest") if field in record)
+        over = f" ({record['over_noise']:.2f})" if "over_noise" in record else ""
+        rows.append([title, *values, (" / ".join(apart) or "-") + over])
+    header = ["", "ms a step / MiB over the resting state", "loss of held-out text"]
+    return markdown([*header, "difference to the native run: root mean square / largest (over the noise)"], rows)
+
+
 def heads_tp() -> str:
     """The head alone at TP=1 and 2, communication included."""
     keys = ("provider", "mode", "tp", "tokens")
@@ -182,6 +197,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "steps": steps,
     "known_steps": known_steps,
     "masked_steps": masked_steps,
+    "curves": curves,
 }
 
 

@@ -23,6 +23,7 @@ from megatron_training import (
     LOSS_OF_HEAD,
     check_16_bit,
     check_captured_training,
+    check_loss_scaler,
     check_other_models,
     check_own_flag,
     check_training,
@@ -49,6 +50,11 @@ FURTHER_CASES += [
     cases.Case(tensor_parallel=4, tied=True, sequence_parallel=True, mtp=True, known=True),
 ]
 IN_FP16 = [cases.Case(), cases.Case(sequence_parallel=True, known=True), cases.Case(tied=True, mtp=True, known=True)]
+SCALED = [
+    cases.Case(),
+    cases.Case(sequence_parallel=True, masked=True, known=True),
+    cases.Case(tied=True, mtp=True, main_grad=True, overlap=True, known=True),
+]
 OTHER_MODEL_CASES = [cases.Case(), cases.Case(tied=True, sequence_parallel=True)]
 TOUCHED_CASES = [cases.Case(), cases.Case(tied=True, sequence_parallel=True)]  # main_grad: Megatron's needs Apex
 TOUCHED_CASES.append(cases.Case(sequence_parallel=True, masked=True))
@@ -78,6 +84,7 @@ def checks(combinations: str) -> list[tuple[Callable, cases.Case]]:
         (check_other_models, OTHER_MODEL_CASES),
         (check_16_bit, [cases.in_16_bit(case) for case in (*training, cases.Case(sequence_parallel=True, known=True))]),
         (check_16_bit, [cases.in_16_bit(case, torch.float16) for case in IN_FP16]),
+        (check_loss_scaler, [cases.in_16_bit(case, torch.float16) for case in SCALED]),
         (check_weighted_loss, [cases.Case(known=True), cases.Case(sequence_parallel=True, known=True)]),
         (check_capture, plain),
         (check_captured_jsd, [cases.Case(main_grad=True), cases.Case(tied=True, sequence_parallel=True)]),
