@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmark.curves_picture import draw_curves
 from benchmark.ratios import grouped, jsd_limits_ms, limits_ms, measured, products_by
 from benchmark.shapes import parse_shape
 from benchmark.tables import HEADS, SHAPES, SKIPPING
@@ -17,6 +18,7 @@ OURS = {  # every other head is grey
     "ours-main-grad": TEAL,
     "ours-token-640": ORANGE,
     "ours-token-1280": ORANGE,
+    "ours-known-640": "#b45309",
     "ours-token-main-grad": "#b45309",
     "ours-skip": ORANGE,
     "ours-count": TEAL,
@@ -40,10 +42,10 @@ HOLDS = "hatched: holds the logits of all tokens"
 
 def draw(document: dict, folder: Path, only: Collection[str] = ()) -> list[Path]:
     """Time bars with the cuBLAS limit, time against memory, memory over tokens, time over the share of ignored rows,
-    JSD: those there are records for.
+    JSD, training curves: those there are records for.
 
-    `only`: the names of those that are wanted (`time_rl`, `trade_rl_S1`, `memory_rl_S3`, `rows_rl_S1`, `jsd`); empty:
-    all.
+    `only`: the names of those that are wanted (`time_rl`, `trade_rl_S1`, `memory_rl_S3`, `rows_rl_S1`, `jsd`,
+    `curves`); empty: all.
 
     Raises:
         ValueError: there are no records for one of `only`.
@@ -57,8 +59,8 @@ def draw(document: dict, folder: Path, only: Collection[str] = ()) -> list[Path]
         for mode, shape in grouped(document.get(section, []), "mode", "shape"):
             if name != "trade" or mode != "fwd":
                 draw_it[f"{name}_{mode}_{shape}"] = partial(drawing, mode=mode, shape=shape)
-    if document.get("jsd"):
-        draw_it["jsd"] = _draw_jsd
+    whole = {"jsd": _draw_jsd, "curves": draw_curves}
+    draw_it |= {name: drawing for name, drawing in whole.items() if document.get(name)}
     if unknown := set(only) - draw_it.keys():
         raise ValueError(f"only must name some of {', '.join(draw_it)}, got {', '.join(sorted(unknown))}")
     chosen = {name: drawing for name, drawing in draw_it.items() if not only or name in only}

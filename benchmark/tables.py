@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmark import ratios, results
+from benchmark import curves_picture, ratios, results
 from megatron_lce import head_memory
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,6 +32,7 @@ HEADS = {
     "ours-cached": "**megatron_lce**, everything cached",
     "ours-token-640": "**megatron_lce**, `linear_token_loss`, 640 MiB",
     "ours-token-1280": "**megatron_lce**, `linear_token_loss`, 1.25 GiB",
+    "ours-known-640": "**megatron_lce**, `known_loss` of the flag, 640 MiB",
     "megatron": "Megatron, fused cross-entropy",
     "eager": "PyTorch, eager",
     "compile": "PyTorch, torch.compile",
@@ -169,6 +170,20 @@ def masked_steps() -> str:
     return grid("ms / MiB over the resting state", rows, shares, lambda *case: step_cell(records[case]))
 
 
+def curves() -> str:
+    """Training runs: speed and memory, the loss at the end, and how far all losses are from the native run's."""
+    rows = []
+    for record in measured("curves_h100", "curves", "run").values():
+        title = ("masked prompts: " if record["masked"] else "") + curves_picture.TITLES[record["variant"]]
+        title += "" if record["order"] == "blocks" else ", sums in another order"
+        values = [f"{record['time_ms']:.1f} / {record['peak_mib']:,.0f}", f"{record['held_out_loss']:.4f}"]
+        apart = (f"{record[field]:.1e}" for field in ("difference_rms", "difference_largest") if field in record)
+        over = f" ({record['over_noise']:.2f})" if "over_noise" in record else ""
+        rows.append([title, *values, (" / ".join(apart) or "-") + over])
+    header = ["", "ms a step / MiB over the resting state", "loss of held-out text"]
+    return markdown([*header, "difference to the native run: root mean square / largest (over the noise)"], rows)
+
+
 def errors() -> str:
     """Errors against fp64 of every head that was compared."""
     rows = []
@@ -184,8 +199,8 @@ def phases() -> str:
     step = head_memory.HeadStep(tokens=8192, hidden=4096, columns=151936)
     cached = replace(step, logits_cache_bytes=step.everything)
     peak = "its largest phase"
-    ways = {"everything cached": head_memory.ours(cached)[1], "a known loss": head_memory.token_loss(step)[1]}
-    default = head_memory.ours(step)[1]
+    ways = {"everything cached": head_memory.ours(cached)[-1], "a known loss": head_memory.token_loss(step)[-1]}
+    default = head_memory.ours(step)[-1]
     in_order = ("forward", "slabs", "cast of hidden's gradient", "gradients")
     found = [("the default", phase, default[phase]) for phase in in_order]
     found += [(way, peak, max(parts.values(), key=lambda x: sum(x.values()))) for way, parts in ways.items()]
@@ -197,18 +212,32 @@ def phases() -> str:
     return markdown(["way", "phase", "MiB", "of them"], rows)
 
 
-TABLES: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {  # and the files of results
-    "heads": (heads, ("head_h200",)),
-    "over_products": (over_products, ("head_h200",)),
-    "known_rl": (partial(known_loss, "rl"), ("known_loss_h200",)),
-    "known_sft": (partial(known_loss, "sft"), ("known_loss_h200",)),
-    "ignored_rows": (ignored_rows, ("rows_h200",)),
-    "jsd": (jsd, ("jsd_h100",)),
-    "phases": (phases, ()),
-    "errors": (errors, ("head_h200",)),
-    "steps": (steps, ("megatron_step_tp2_h100",)),
-    "known_steps": (known_steps, ("step_known_tp1_h100", "step_known_tp2_h100")),
-    "masked_steps": (masked_steps, ("step_masked_tp2_h100",)),
+TABLES: dict[str, Callable[[], str]] = {
+    "heads": heads,
+    "over_products": over_products,
+    "known_rl": partial(known_loss, "rl"),
+    "known_sft": partial(known_loss, "sft"),
+    "ignored_rows": ignored_rows,
+    "jsd": jsd,
+    "phases": phases,
+    "errors": errors,
+    "steps": steps,
+    "known_steps": known_steps,
+    "curves": curves,
+    "masked_steps": masked_steps,
+}
+FILES = {  # of results, that a table is made of
+    "heads": ("head_h200",),
+    "over_products": ("head_h200",),
+    "known_rl": ("known_loss_h200",),
+    "known_sft": ("known_loss_h200",),
+    "ignored_rows": ("rows_h200",),
+    "jsd": ("jsd_h100",),
+    "errors": ("head_h200",),
+    "steps": ("megatron_step_tp2_h100",),
+    "known_steps": ("step_known_tp1_h100", "step_known_tp2_h100"),
+    "curves": ("curves_h100",),
+    "masked_steps": ("step_masked_tp2_h100",),
 }
 
 
@@ -226,9 +255,9 @@ def fill(page: str) -> str:
     """The page with its tables made anew."""
 
     def table(place: re.Match[str]) -> str:
-        make, files = TABLES[place[2]]
-        below = f"{source(*files)}\n" if files else ""
-        return f"{place[1]}\n{make()}\n{below}{place[3]}"
+        name = place[2]
+        below = f"{source(*FILES[name])}\n" if name in FILES else ""
+        return f"{place[1]}\n{TABLES[name]()}\n{below}{place[3]}"
 
     return PLACE.sub(table, page)
 
