@@ -132,14 +132,7 @@ def _seen_once(loss: TokenLossFunction) -> TokenLossFunction:
                     for part in parts
                 ]
             )
-        off = ~torch.isclose(losses, apart, rtol=1e-4, atol=1e-5, equal_nan=True)
-        if off.any():
-            token = int(off.nonzero()[0])
-            raise ValueError(
-                "loss must treat each token for itself, as nobody says which tokens meet in a call, got "
-                f"{float(losses[token]):.6g} for a token among {tokens}, {float(apart[token]):.6g} among half of them: "
-                "pass per token what depends on others (a mean, a maximum), or use linear_cross_entropy"
-            )
+        check_tokens_apart(losses, apart)
         _seen.add(code)
         return result
 
@@ -149,3 +142,15 @@ def _seen_once(loss: TokenLossFunction) -> TokenLossFunction:
 def _losses_of(loss: TokenLossFunction, outputs: list[Tensor | None], per_token: list[Tensor]) -> Tensor:
     some = LinearCrossEntropyOutput(*outputs)  # type: ignore[arg-type]
     return checked_losses(loss(some, *per_token), some.logprobs.shape[0])[0]
+
+
+def check_tokens_apart(losses: Tensor, apart: Tensor) -> None:
+    """Compare the losses of some tokens with those of halves of them; the host waits for it."""
+    off = ~torch.isclose(losses, apart, rtol=1e-4, atol=1e-5, equal_nan=True)
+    if off.any():
+        token = int(off.nonzero()[0])
+        raise ValueError(
+            "loss must treat each token for itself, as nobody says which tokens meet in a call, got "
+            f"{float(losses[token]):.6g} for a token among {len(losses)}, {float(apart[token]):.6g} among half of them: "
+            "pass per token what depends on others (a mean, a maximum), or use linear_cross_entropy"
+        )
