@@ -150,7 +150,7 @@ def check_tokens_apart(losses: Tensor, apart: Tensor) -> None:
     if off.any():
         token = int(off.nonzero()[0])
         raise ValueError(
-            "loss must treat each token for itself, as nobody says which tokens meet in a call, got "
-            f"{float(losses[token]):.6g} for a token among {len(losses)}, {float(apart[token]):.6g} among half of them: "
+            "loss must treat each token for itself, as nobody says which tokens meet in one call, "
+            f"got {float(losses[token]):.6g} for one of {len(losses)}, {float(apart[token]):.6g} among half of them: "
             "pass per token what depends on others (a mean, a maximum), or use linear_cross_entropy"
         )

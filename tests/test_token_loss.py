@@ -108,7 +108,7 @@ def centred(out, scale=1.0):
 def test_a_loss_that_depends_on_other_tokens_is_refused(device, loss):
     problem = make_problem(6, 8, 40, device, FP32)
     for _ in range(2):  # it is not taken for seen after the first time
-        with pytest.raises(ValueError, match=r"loss must treat each token for itself.*among 6, .* among half of them"):
+        with pytest.raises(ValueError, match=r"loss must treat each token for itself.*of 6, .* among half of them"):
             run(problem, loss, ())
 
 
