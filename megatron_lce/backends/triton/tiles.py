@@ -24,7 +24,7 @@ class Tiles(NamedTuple):
 HOPPER_16_BIT = Tiles(128, 256, 64, num_warps=8, num_stages=3)
 # Compiled, not run. 128 x 256 spills registers there.
 BLACKWELL_16_BIT = Tiles(128, 128, 64, num_warps=8, num_stages=4)
-# 82 KiB: they fit the 99 KiB of shared memory of Ada and of capability 12.0. Run as Ampere's code on a Hopper GPU.
+# 84 KiB: they fit the 99 KiB of shared memory of Ada and of capability 12.0. Run as 8.0's code on a Hopper GPU.
 AMPERE_16_BIT = Tiles(128, 128, 64, num_warps=8, num_stages=3)
 # Compiled, not run: they fill the 64 KiB of an MI300.
 AMD_16_BIT = Tiles(128, 128, 32, num_warps=8, num_stages=3)
