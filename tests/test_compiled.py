@@ -18,6 +18,7 @@ CASES = {
     "their number known": {"skip_ignored": 10},
     "part of the logits kept": {"logits_cache_bytes": 4000, "dtype": torch.bfloat16},
     "all of them kept": {"logits_cache_bytes": 2**20, "dtype": torch.bfloat16},
+    "rounded logits": {"logits_dtype": torch.bfloat16, "dtype": torch.bfloat16},
 }
 
 

@@ -1,5 +1,6 @@
 """What `run_fuzz.py` draws: one call of an operation, as a few numbers that its tensors follow from."""
 
+import math
 from dataclasses import dataclass
 from itertools import accumulate, combinations
 from typing import Any, NamedTuple
@@ -33,6 +34,7 @@ CROSS_ENTROPY = COMMON | {
     "softcap": SOFTCAPS,
     "entropy": st.booleans(),
     "telemetry": st.booleans(),
+    "logits_dtype": st.sampled_from([None, None, torch.bfloat16]),
     "skip_ignored": st.sampled_from([False, False, True, "count", "miscount"]),
     "reduce_grad_hidden": st.sampled_from([True, True, True, False]),
     "logits_cache_bytes": st.sampled_from([0, 0, 1, 3000, 40_000, 2**30]),
@@ -197,7 +199,16 @@ def _head(
     if case.offset and hidden_size > 1:
         hidden[..., 0] = abs(case.offset) ** 0.5
         weight[:, 0] = case.offset / abs(case.offset) ** 0.5
+    if case.keywords.get("logits_dtype") is not None:  # fp32 is to hold the products, so that all round them alike
+        hidden, weight = _on_a_grid(hidden, 31), _on_a_grid(weight, 127)
     return hidden.to(device, dtype), weight.to(device, dtype)
+
+
+def _on_a_grid(tensor: Tensor, steps: int) -> Tensor:
+    """Multiples, at most so many, of a power of two."""
+    largest = float(tensor.abs().max()) if tensor.numel() else 0.0
+    step = 2.0 ** math.ceil(math.log2(largest / steps)) if largest else 1.0
+    return (tensor / step).round() * step
 
 
 def laid_out(tensor: Tensor, layout: str) -> Tensor:

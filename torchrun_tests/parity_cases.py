@@ -109,12 +109,19 @@ def tied_maxima(problem: Problem) -> None:
     problem.hidden.abs_()
 
 
+def exact_products(problem: Problem) -> None:
+    """Few bits a number: fp32 holds every sum of products, so that all round them alike."""
+    problem.hidden = (problem.hidden.float() * 8).round().div(8).to(problem.hidden.dtype)
+    problem.weight = (problem.weight.float() * 64).round().clamp(-127, 127).div(64).to(problem.weight.dtype)
+
+
 def uneven(ranks: int) -> list[int]:
     return [13 + 9 * (rank % 2) + rank for rank in range(ranks)]
 
 
 BF16 = torch.bfloat16
 TELEMETRY = {"telemetry": True}
+ROUNDED = {"logits_dtype": BF16, "temperature": 0.7}
 CASES = [
     Case("even shards"),
     Case("even shards, b=3", shape=(SEQUENCE, 3)),
@@ -194,6 +201,16 @@ CASES = [
         "blocks of tokens outside", (144,), workspace_bytes=2**16, wide_block=16, shards=uneven, pass_vocab_start=True
     ),
     Case("blocks of shards", (144,), sequence_parallel=True, workspace_bytes=2**16, wide_block=16, dtype=BF16),
+    Case("rounded", shards=uneven, pass_vocab_start=True, change=exact_products, keywords=ROUNDED),
+    Case(
+        "rounded, cached, sequence parallel",
+        shards=lambda n: [300] * n,
+        change=exact_products,
+        dtype=BF16,
+        sequence_parallel=True,
+        logits_cache_bytes=12 * 300 * 2,
+        keywords=ROUNDED,
+    ),
 ]
 
 

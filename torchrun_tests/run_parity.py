@@ -219,11 +219,12 @@ def check_refused(call: dict[str, Any], expected: str, group: ProcessGroup, repo
 def run_bits_of_all_sizes(backend: str, group: ProcessGroup, device: torch.device, report: Report) -> None:
     """Outputs are those of one rank to the last bit, where shards are cut at multiples of 128 columns."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    for dtype in (torch.float32, BF16):
+    for dtype, logits_dtype in ((torch.float32, None), (BF16, None), (BF16, BF16)):
         case = Case("", shards=lambda n: [128 * (1 + r % 2) for r in range(n - 1)] + [77], dtype=dtype)
         problem = Problem(case, ranks, device)
         shard = slice(problem.starts[rank], problem.starts[rank + 1])
         call = functools.partial(megatron_lce.linear_cross_entropy, telemetry=True, backend=backend)
+        call = functools.partial(call, logits_dtype=logits_dtype)
         with torch.no_grad():
             alone = call(problem.hidden, problem.weight, problem.labels)
             together = call(
@@ -231,7 +232,7 @@ def run_bits_of_all_sizes(backend: str, group: ProcessGroup, device: torch.devic
             )
         for name, one, other in zip(alone._fields, alone, together, strict=True):
             different = int((one != other).sum())
-            title = f"{backend}: {dtype}: bits of {name} on {ranks} and on one"
+            title = f"{backend}: {dtype}, logits {logits_dtype}: bits of {name} on {ranks} and on one"
             report.check(title, different == 0, f"{different} differ")
 
 

@@ -63,6 +63,7 @@ def _stats_of_part(hidden: Tensor, rows: Rows, call: Call, cache: LogitsCache | 
             rows.labels,
             rows.scale,
             softcap_scale=softcap_scale(options),
+            logits_dtype=options.logits_dtype,
             entropy=entropy,
             telemetry=telemetry,
             vocab_start=shard.start,

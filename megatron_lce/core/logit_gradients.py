@@ -44,6 +44,7 @@ class LogitGradients(NamedTuple):
             grad,
             first_column=columns.start,
             softcap_scale=softcap_scale(self.call.options),
+            logits_dtype=self.call.options.logits_dtype,
             entropy=self.entropy,
         )
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from megatron_lce.core.logits_cache import LogitsCache
@@ -39,8 +40,12 @@ class Backend(Protocol):
         telemetry: bool,
         vocab_start: int,
         cache: LogitsCache | None = None,
+        logits_dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """Return statistics [chunks, K, N], see `megatron_lce.core.statistics`, and fill the cache, if any."""
+        """Return statistics [chunks, K, N], see `megatron_lce.core.statistics`, and fill the cache, if any.
+
+        Products are rounded to `logits_dtype`, if any, before anything is made of them; likewise in `grad_logits`.
+        """
 
     def merge_extremes(self, parts: Tensor, telemetry: bool) -> Tensor:
         """Merge the extremes of S disjoint sets of columns, [S, E or more, N], to their union's, [E, N]."""
@@ -90,6 +95,7 @@ class Backend(Protocol):
         first_column: int,
         softcap_scale: float | None,
         entropy: bool,
+        logits_dtype: torch.dtype | None = None,
     ) -> None:
         """Write the gradient of one slab of the products `hidden @ weight.T` to `out`."""
 

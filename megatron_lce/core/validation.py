@@ -151,6 +151,8 @@ def check_options(options: Options) -> None:
         check_integer("vocab_size", options.vocab_size, minimum=1)
     if options.softcap is not None:
         check_number("softcap", options.softcap, positive=True)
+    if options.logits_dtype not in (None, torch.bfloat16):
+        raise ValueError(f"logits_dtype must be torch.bfloat16 or None, got {options.logits_dtype!r}")
     check_integer("logits_cache_bytes", options.logits_cache_bytes, minimum=0)
     check_integer("workspace_bytes", options.workspace_bytes, minimum=0)
     if options.backend not in get_args(BackendName):

@@ -65,6 +65,7 @@ def softmax_stats(
     telemetry: bool,
     vocab_start: int,
     cache: LogitsCache | None = None,
+    logits_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Return statistics [chunks, K, N] of V columns, see `megatron_lce.core.statistics`.
 
@@ -75,7 +76,7 @@ def softmax_stats(
     if upcast_row_bytes(hidden):
         hidden = hidden.float()
     for part, columns in zip(parts, chunks, strict=True):
-        logits = logits_base2(hidden, weight[columns], row_scale, softcap_scale)
+        logits = logits_base2(hidden, weight[columns], row_scale, softcap_scale, logits_dtype)
         part.copy_(chunk_stats(logits, labels - columns.start, vocab_start + columns.start, entropy, telemetry))
     return parts
 
@@ -135,10 +136,11 @@ def grad_logits(
     first_column: int,
     softcap_scale: float | None,
     entropy: bool,
+    logits_dtype: torch.dtype | None = None,
 ) -> None:
     """Write the gradient of one slab of the products `hidden @ weight.T` to `out`."""
     terms = RowTerms(*row_terms[:, :, None])
-    logits = logits_base2(hidden, weight, rows.scale, softcap_scale)
+    logits = logits_base2(hidden, weight, rows.scale, softcap_scale, logits_dtype)
     tanh_squared = (logits / rows.scale[:, None]).square_() if softcap_scale is not None else None
     log_p = logits.sub_(terms.max_logit).sub_(terms.log_sum)
     grad = log_p.exp2()
@@ -157,13 +159,21 @@ def grad_logits(
     out.copy_(grad)
 
 
-def logits_base2(hidden: Tensor, weight: Tensor, row_scale: Tensor, softcap_scale: float | None) -> Tensor:
+def logits_base2(
+    hidden: Tensor,
+    weight: Tensor,
+    row_scale: Tensor,
+    softcap_scale: float | None,
+    logits_dtype: torch.dtype | None = None,  # what the products x are rounded to
+) -> Tensor:
     """Return `row_scale * x` or `row_scale * tanh(softcap_scale * x)`, x = hidden @ weight.T: [N, C] fp32."""
     logits = hidden.new_empty(hidden.shape[0], weight.shape[0], dtype=torch.float32)
     # fp32 inputs: sums over 256 of H are added up, as one running sum over a long H loses digits.
     for part in cut(hidden.shape[1], 256 if weight.dtype == torch.float32 else hidden.shape[1]):
         for columns in cut(weight.shape[0], CHUNK_COLUMNS):  # as in the statistics, so that both have the same bits
             product(hidden[:, part], weight[columns, part].T, logits[:, columns], accumulate=part.start > 0)
+    if logits_dtype is not None:
+        logits.copy_(logits.to(logits_dtype))
     if softcap_scale is not None:
         logits.mul_(softcap_scale).tanh_()
     return logits.mul_(row_scale[:, None])

@@ -15,6 +15,7 @@ from megatron_lce.backends.triton.tile_products import (
     descriptor,
     fast_log2,
     halves,
+    rounding,
     tanh,
     tile_position,
     tile_products,
@@ -40,6 +41,7 @@ def grad_logits(
     first_column: int,
     softcap_scale: float | None,
     entropy: bool,
+    logits_dtype: torch.dtype | None = None,
 ) -> None:
     """Recompute one slab of the products `hidden @ weight.T`, and write their gradient to `out`."""
     tile = tiles.choose_tiles(hidden.dtype, hidden.device)
@@ -62,6 +64,7 @@ def grad_logits(
         MEAN=row_terms.shape[0] > NUM_TERMS,
         SOFTCAP=softcap_scale is not None,
         UPCAST=upcasts(hidden.dtype, tiles.interpreting()),
+        ROUND=rounding(logits_dtype, tiles.interpreting()),
         BLOCK_N=tile.block_n,
         BLOCK_V=tile.block_v,
         BLOCK_H=tile.block_h,
@@ -141,6 +144,7 @@ def _grad_logits_kernel(
     MEAN: tl.constexpr,
     SOFTCAP: tl.constexpr,
     UPCAST: tl.constexpr,
+    ROUND: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -157,7 +161,7 @@ def _grad_logits_kernel(
         row_mask = rows < N
         label = tl.load(label_ptr + rows, mask=row_mask, other=-1) - first_column
 
-        logits = tile_products(hidden_desc, weight_desc, row, column, H, BLOCK_N, BLOCK_V, BLOCK_H, UPCAST)
+        logits = tile_products(hidden_desc, weight_desc, row, column, H, BLOCK_N, BLOCK_V, BLOCK_H, UPCAST, ROUND)
         # Loaded after the products: held across them, they spill registers.
         row_scale = tl.load(row_scale_ptr + rows, mask=row_mask, other=0.0)
         max_logit = tl.load(terms_ptr + rows, mask=row_mask, other=0.0)

@@ -10,6 +10,7 @@ from megatron_lce.backends.triton import tiles
 from megatron_lce.backends.triton.tile_products import (
     descriptor,
     halves,
+    rounding,
     tanh,
     tile_position,
     tile_products,
@@ -36,6 +37,7 @@ def softmax_stats(
     telemetry: bool,
     vocab_start: int,
     cache: LogitsCache | None = None,
+    logits_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Return statistics [chunks, K, N] of V columns, see `megatron_lce.core.statistics`, and fill the cache, if any."""
     num_tokens, num_columns = hidden.shape[0], weight.shape[0]
@@ -69,6 +71,7 @@ def softmax_stats(
             LARGEST_WITHOUT=LARGEST_WITHOUT if hidden.dtype == torch.bfloat16 and not takes_logarithm else 0.0,
             SOFTCAP=softcap_scale is not None,
             UPCAST=upcasts(hidden.dtype, tiles.interpreting()),
+            ROUND=rounding(logits_dtype, tiles.interpreting()),
             BLOCK_N=tile.block_n,
             BLOCK_V=tile.block_v,
             BLOCK_H=tile.block_h,
@@ -79,7 +82,7 @@ def softmax_stats(
             enable_fp_fusion=False,
         )
     # After the other kernel, which fills the label's row of `parts` with -inf.
-    _label_logits(hidden_desc, weight, labels, row_scale, parts[0, 1], softcap_scale)
+    _label_logits(hidden_desc, weight, labels, row_scale, parts[0, 1], softcap_scale, logits_dtype)
     return parts
 
 
@@ -90,6 +93,7 @@ def _label_logits(
     row_scale: Tensor,
     out: Tensor,  # [N] fp32
     softcap_scale: float | None,
+    logits_dtype: torch.dtype | None,
 ) -> None:
     tile, num_tokens = tiles.choose_tiles(weight.dtype, weight.device), out.shape[0]
     _label_logits_kernel[(ceil_div(num_tokens, tile.block_n),)](
@@ -104,6 +108,7 @@ def _label_logits(
         0.0 if softcap_scale is None else softcap_scale,
         SOFTCAP=softcap_scale is not None,
         UPCAST=upcasts(weight.dtype, tiles.interpreting()),
+        ROUND=rounding(logits_dtype, tiles.interpreting()),
         BLOCK_N=tile.block_n,
         BLOCK_H=tile.block_h,
         num_warps=tile.num_warps,
@@ -125,6 +130,7 @@ def _label_logits_kernel(
     softcap_scale,
     SOFTCAP: tl.constexpr,
     UPCAST: tl.constexpr,
+    ROUND: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
@@ -139,7 +145,7 @@ def _label_logits_kernel(
     label = tl.load(label_ptr + rows, mask=row_mask, other=-1)
     row_scale = tl.load(row_scale_ptr + rows, mask=row_mask, other=0.0)
     label_rows = weight_ptr + tl.where(label >= 0, label, 0).to(tl.int64)[:, None] * weight_stride
-    logits = tile_products(hidden_desc, label_rows, row, 0, H, BLOCK_N, BLOCK_N, BLOCK_H, UPCAST)
+    logits = tile_products(hidden_desc, label_rows, row, 0, H, BLOCK_N, BLOCK_N, BLOCK_H, UPCAST, ROUND)
     if SOFTCAP:
         logits = tanh(logits * softcap_scale)
     logits = logits * row_scale[:, None]
@@ -169,6 +175,7 @@ def _softmax_stats_kernel(
     LARGEST_WITHOUT: tl.constexpr,  # largest absolute logit, base 2, of a chunk whose reference is 0; 0: none is
     SOFTCAP: tl.constexpr,
     UPCAST: tl.constexpr,
+    ROUND: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -189,7 +196,7 @@ def _softmax_stats_kernel(
         row_mask = rows < N
         row_scale = tl.load(row_scale_ptr + rows, mask=row_mask, other=0.0)
 
-        logits = tile_products(hidden_desc, weight_desc, row, column, H, BLOCK_N, BLOCK_V, BLOCK_H, UPCAST)
+        logits = tile_products(hidden_desc, weight_desc, row, column, H, BLOCK_N, BLOCK_V, BLOCK_H, UPCAST, ROUND)
         if SOFTCAP:
             logits = tanh(logits * softcap_scale)
         logits = logits * row_scale[:, None]  # [BLOCK_N, BLOCK_V]

@@ -44,6 +44,7 @@ def tile_products(
     BLOCK_V: tl.constexpr,
     BLOCK_H: tl.constexpr,
     UPCAST: tl.constexpr,
+    ROUND: tl.constexpr,
 ):
     """Return a tile of hidden[row:] @ weight[column:].T in fp32; rows and columns past the end are zero."""
     products = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
@@ -56,7 +57,7 @@ def tile_products(
                 weight_tile = _weight_tile(weight, column, h, H, BLOCK_H)
                 partial = tl.dot(hidden, weight_tile.T, partial, input_precision="ieee")
             products += partial
-        return products
+        return rounded(products, ROUND)
     for h in range(0, H, BLOCK_H):
         hidden = hidden_desc.load([row, h])  # [BLOCK_N, BLOCK_H]
         weight_tile = _weight_tile(weight, column, h, H, BLOCK_H)  # [BLOCK_V, BLOCK_H]
@@ -64,7 +65,19 @@ def tile_products(
             hidden = hidden.to(tl.float32)
             weight_tile = weight_tile.to(tl.float32)
         products = tl.dot(hidden, weight_tile.T, products)
-    return products
+    return rounded(products, ROUND)
+
+
+@triton.jit
+def rounded(x, ROUND: tl.constexpr):
+    """Return fp32 numbers as they are, or rounded to bf16 (to nearest even) by a cast or, as "integers", by hand."""
+    if ROUND == "cast":
+        x = x.to(tl.bfloat16).to(tl.float32)
+    elif ROUND == "integers":  # the interpreter's cast truncates
+        bits = x.to(tl.uint32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        x = tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
+    return x
 
 
 @triton.jit
@@ -103,3 +116,10 @@ def descriptor(matrix: Tensor, block_rows: int, block_columns: int) -> TensorDes
 
 def upcasts(dtype: torch.dtype, interpreting: bool) -> bool:
     return interpreting and dtype != torch.float32
+
+
+def rounding(logits_dtype: torch.dtype | None, interpreting: bool) -> str:
+    """Return `ROUND` for logits of that dtype, "" if they are not rounded."""
+    if logits_dtype is None:
+        return ""
+    return "integers" if interpreting else "cast"
