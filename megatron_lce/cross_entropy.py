@@ -59,7 +59,8 @@ def linear_cross_entropy(
 
     Args:
         hidden: [..., H], fp32, bf16 or fp16; under `sequence_parallel` this rank's [s / tp, ..., H].
-        weight: [V_local, H] of hidden's dtype, this rank's rows of the vocabulary.
+        weight: [V_local, H] of hidden's dtype, this rank's rows of the vocabulary; or fp32 beside 16-bit hidden states,
+            which are then multiplied exactly, as if they were fp32 too, and the gradient is fp32.
         labels: [...] int64 global vocabulary ids; under `sequence_parallel` the full [s, ...]. A label that no rank
             owns makes its row NaN (see `check_labels`).
         tp_group: the ranks that the vocabulary is sharded over; `None`: the weight is whole.

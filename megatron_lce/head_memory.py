@@ -13,12 +13,14 @@ from functools import partial
 from megatron_lce.core.options import WORKSPACE_BYTES
 from megatron_lce.core.plan import (
     ALIGNED_COLUMNS,
+    SLAB_ROW_STEP,
     Costs,
     HeadSize,
     KnownLossPlan,
     backward_tokens,
     plan_known_loss,
     plan_slabs,
+    round_up,
     slab_row_stride,
     stats_tokens,
 )
@@ -26,7 +28,6 @@ from megatron_lce.core.statistics import num_extremes, num_sums, packed_rows
 
 Phases = dict[str, dict[str, int]]  # phase: {what is allocated in it: bytes}
 
-COSTS = {2: Costs(128, tile_columns=256), 4: Costs(64)}  # of the Triton backend, by bytes of an element
 PER_TOKEN_BYTES = 40  # a token's labels, factors, outputs and what backward needs of them
 TERMS_BYTES = 24  # a token's row terms in backward
 
@@ -61,7 +62,7 @@ class HeadStep:
         for name in ("tokens", "hidden", "columns", "tp"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.itemsize not in COSTS:
+        if self.itemsize not in (2, 4):
             raise ValueError(f"itemsize must be 2 or 4, got {self.itemsize}")
         if self.hidden % ALIGNED_COLUMNS:
             raise ValueError(f"hidden must be a multiple of {ALIGNED_COLUMNS} for an estimate, got {self.hidden}")
@@ -108,10 +109,18 @@ class HeadStep:
             columns=self.columns,
             itemsize=self.itemsize,
             stats_rows=packed_rows(self.entropy, telemetry=False),
-            costs=COSTS[self.itemsize],
+            costs=costs_on_a_gpu(self.itemsize, self.hidden),
             sums_weight=self.itemsize == 2 and not self.main_grad,
             even=self.columns % ALIGNED_COLUMNS == 0,
         )
+
+
+def costs_on_a_gpu(itemsize: int, hidden: int) -> Costs:
+    """Of the Triton backend, on NVIDIA's GPUs."""
+    if itemsize == 2:
+        return Costs(128, tile_columns=256)
+    row = 6 * round_up(hidden, SLAB_ROW_STEP)  # three bf16 parts
+    return Costs(64, logit=6, slab_token=row, slab_column=row)
 
 
 def megatron(step: HeadStep, fused: bool = False) -> tuple[float, Phases]:
@@ -276,4 +285,11 @@ def _slab(step: HeadStep, block: int, columns: int) -> tuple[int, dict[str, int]
     slab = plan_slabs(step.size, block, columns, step.workspace_bytes, per_column_if_tokens_are_cut=per_column)
     sum_bytes = slab.columns * per_column if slab.tokens < block else 0
     logits = slab.tokens * slab_row_stride(slab.columns) * step.itemsize
-    return slab.columns, {"slab of logits": logits, "fp32 sum of the slab's weight's gradient": sum_bytes}
+    costs = step.size.costs
+    parts = costs.logit * slab.tokens * slab_row_stride(slab.columns)
+    parts += max(slab.tokens * costs.slab_token, slab.columns * costs.slab_column)
+    return slab.columns, {
+        "slab of logits": logits,
+        "parts of a product's operands": parts,
+        "fp32 sum of the slab's weight's gradient": sum_bytes,
+    }

@@ -165,12 +165,13 @@ def linear_jsd(
     }
     operation = Operation("linear_jsd", ("student_hidden", "student_weight", "labels"), prepare=prepare, own=own)
     call = make_call(student_hidden, student_weight, labels, options, operation)
+    step = 16 // teacher_hidden.element_size()
     jsd = JsdCall(
         call,
         Head(call.hidden, call.weight, float(student_logits_scale), student_softcap),
         Head(
-            laid_out(teacher_hidden.detach().reshape(-1, teacher_hidden.shape[-1])),
-            laid_out(teacher_weight.detach().contiguous()),
+            laid_out(teacher_hidden.detach().reshape(-1, teacher_hidden.shape[-1]), step),
+            laid_out(teacher_weight.detach().contiguous(), step),
             float(teacher_logits_scale),
             teacher_softcap,
         ),
@@ -239,7 +240,7 @@ def _check_heads(student: Head, teacher: Head) -> None:
     for name, head in (("student", student), ("teacher", teacher)):
         validation.check_tensor(f"{name}_hidden", head.hidden)
         validation.check_tensor(f"{name}_weight", head.weight)
-        validation.check_head(f"{name}_hidden", head.hidden, f"{name}_weight", head.weight)
+        validation.check_head(f"{name}_hidden", head.hidden, f"{name}_weight", head.weight, fp32_weight=False)
     if teacher_hidden.device != student_hidden.device:
         raise ValueError(
             f"teacher_hidden must be on student_hidden's device, {student_hidden.device}, got {teacher_hidden.device}"

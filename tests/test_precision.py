@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import megatron_lce
-from tests.oracle import Upstream
+from tests.oracle import Upstream, comparisons, oracle, relative_error
 from tests.problems import Problem, assert_same_outputs, logits_of, make_problem
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -82,3 +82,92 @@ def test_no_other_rounding(dtype, device):
     problem = make_problem(4, 8, 20, device)
     with pytest.raises(ValueError, match=r"logits_dtype must be torch.bfloat16 or None, got "):
         megatron_lce.linear_cross_entropy(*problem[:3], logits_dtype=dtype)
+
+
+MIXED = [
+    {},
+    {"temperature": 0.7, "logits_scale": -1.5, "telemetry": True, "entropy": False},
+    {"softcap": 3.0, "vocab_size": 290, "telemetry": True},
+]
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("options", MIXED, ids=["plain", "scaled", "softcap"])
+def test_a_weight_in_fp32_beside_16_bit_hidden_states(options, dtype, backend, device):
+    """Outputs and the weight's gradient as exact as if hidden were fp32, hidden's gradient but for its own rounding."""
+    problem = make_problem((11, 3), 33, 300, device)
+    problem = problem._replace(hidden=problem.hidden.to(dtype), labels=problem.labels % 290)
+    mixed = problem.run(backend, **options)
+    assert (mixed.grad_hidden.dtype, mixed.grad_weight.dtype) == (dtype, FP32)
+    in_fp32 = problem._replace(hidden=problem.hidden.float())
+    expected = oracle(*in_fp32, **options)
+    rounded = mixed._replace(grad_hidden=expected.grad_hidden.float())
+    for name, error, allowed in comparisons(rounded, expected, *in_fp32, **options):
+        assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.1e}"
+    own_rounding = relative_error(expected.grad_hidden.to(dtype), expected.grad_hidden)
+    assert relative_error(mixed.grad_hidden, expected.grad_hidden) <= 1.05 * own_rounding
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_blocks_and_slabs_of_a_weight_in_fp32(dtype, backend, device):
+    problem = make_problem(150, 24, 600, device)
+    problem = problem._replace(hidden=problem.hidden.to(dtype))
+    whole, cut = (problem.run(backend, telemetry=True, workspace_bytes=size) for size in (2**29, 2**17))
+    for name, one, other in zip(whole.outputs._fields, whole.outputs, cut.outputs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5, msg=name)
+    assert relative_error(cut.grad_weight, whole.grad_weight) <= 1e-5
+    assert relative_error(cut.grad_hidden, whole.grad_hidden) <= torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_a_token_loss_with_a_weight_in_fp32(dtype, backend, device):
+    problem = make_problem(40, 24, 300, device)
+    problem = problem._replace(hidden=problem.hidden.to(dtype), upstream=Upstream(torch.ones(40, device=device)))
+    expected = problem.run(backend, entropy=False)
+    hidden, weight = (tensor.clone().requires_grad_() for tensor in problem[:2])
+    result = megatron_lce.linear_token_loss(
+        hidden, weight, problem.labels, lambda out: out.logprobs, entropy=False, backend=backend
+    )
+    (2 * result.loss).backward()
+    assert_same_outputs(expected, expected._replace(outputs=result.outputs))
+    assert (hidden.grad.dtype, weight.grad.dtype) == (dtype, FP32)
+    assert relative_error(weight.grad, 2 * expected.grad_weight) <= 1e-6
+    assert relative_error(hidden.grad, 2 * expected.grad_hidden.float()) <= torch.finfo(dtype).eps
+
+
+def test_an_infinite_row_of_an_fp32_weight_takes_no_probability(backend, device):
+    problem = make_problem(9, 24, 300, device)
+    problem = problem._replace(hidden=problem.hidden.abs().bfloat16(), labels=problem.labels % 290)
+    expected = problem.run(backend, vocab_size=290)
+    problem.weight[290:] = -torch.inf
+    out = megatron_lce.linear_cross_entropy(*problem[:3], backend=backend)
+    torch.testing.assert_close(out.logprobs, expected.outputs.logprobs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (5, 70, 300), (130, 3, 65)], ids=str)
+def test_three_parts_are_the_number(shape, device):
+    parts = pytest.importorskip("megatron_lce.backends.triton.parts")
+    rows, columns, exponent = shape
+    generator = torch.Generator().manual_seed(0)
+    wide = torch.randn(rows, columns + 3, generator=generator) * 2.0 ** torch.randint(-exponent // 9, 9, (rows, 1))
+    matrix = wide.to(device)[:, :columns]
+    split = parts.split(matrix)
+    assert torch.equal(split.double().sum(1)[:, :columns], matrix.double())
+    assert not split[:, :, columns:].any()
+    assert torch.equal(split[:, 2, :columns], matrix.bfloat16())
+
+
+def test_products_of_parts_are_those_of_fp32(device, monkeypatch):
+    """The arithmetic of a GPU's gradients, here with the CPU's products of the parts."""
+    parts = pytest.importorskip("megatron_lce.backends.triton.parts")
+    monkeypatch.setattr(parts.tiles, "speaks_ptx", lambda: True)
+    monkeypatch.setattr(parts, "PIECE", 64)
+    generator = torch.Generator().manual_seed(0)
+    a, b = torch.randn(300, 40, generator=generator).to(device).T, torch.randn(300, 24, generator=generator).to(device)
+    for left, right in ((a, b), (a, b.bfloat16()), (a.half(), b), (a.bfloat16(), b)):
+        exact = left.double() @ right.double()
+        out = torch.full((40, 24), 3.0, device=device)
+        parts.product(left, right, out, accumulate=True)
+        assert relative_error(out - 3, exact) <= 1e-6
+        parts.product(left, right, out, accumulate=False)
+        assert relative_error(out, exact) <= 2 * relative_error(left.float() @ right.float(), exact)

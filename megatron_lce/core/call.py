@@ -18,7 +18,7 @@ class Call:
     """It holds one call's tensors, localised and laid out, and its options, checked and agreed over the group.
 
     hidden   [N, H], under sequence parallel [N / tp, H]; rows start at 16 bytes and may be up to 7 zeros wider
-    weight   [V_local, H], hidden's dtype, rows as wide as hidden's
+    weight   [V_local, H], hidden's dtype or fp32, rows as wide as hidden's
     labels   [N] int64 global ids
     options  tp_group is None on one rank; sequence_parallel is True only with a tp_group
     shape    the caller's shape of labels, N elements
@@ -40,10 +40,10 @@ class Call:
         return HeadSize(
             hidden=hidden.shape[1],
             columns=self.shard.largest,
-            itemsize=hidden.element_size(),
+            itemsize=self.weight.element_size(),
             stats_rows=packed_rows(options.entropy, options.telemetry),
-            costs=self.backend.costs(hidden, options.telemetry),
-            sums_weight=hidden.dtype != torch.float32 and options.weight_grad_sink is None,
+            costs=self.backend.costs(hidden, self.weight, options.telemetry),
+            sums_weight=self.weight.dtype != torch.float32 and options.weight_grad_sink is None,
             even=not any(columns % ALIGNED_COLUMNS for columns in (self.shard.largest, options.vocab_size or 0)),
         )
 

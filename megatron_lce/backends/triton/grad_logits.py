@@ -1,6 +1,6 @@
 """The second primitive is the gradient of one slab of logits, recomputed or from kept exponentials.
 
-It is the gradient of the products hidden @ weight.T, in hidden's dtype: scale, softcap (its derivative, `slope`) and
+It is the gradient of the products hidden @ weight.T, in weight's dtype: scale, softcap (its derivative, `slope`) and
 temperature are in the row terms and the kernels.
 """
 
@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_lce.backends.triton import tiles
+from megatron_lce.backends.triton.parts import split
 from megatron_lce.backends.triton.tile_products import (
     SMALLEST_NORMAL,
     descriptor,
@@ -36,7 +37,7 @@ def grad_logits(
     weight: Tensor,  # [C, H], the slab
     rows: Rows,  # labels are ids; the slab's rows are first_column and up
     row_terms: Tensor,  # [6 or 7, N] fp32, `RowTerms`
-    out: Tensor,  # [N, C] of hidden's dtype
+    out: Tensor,  # [N, C] of weight's dtype
     *,
     first_column: int,
     softcap_scale: float | None,
@@ -44,7 +45,10 @@ def grad_logits(
     logits_dtype: torch.dtype | None = None,
 ) -> None:
     """Recompute one slab of the products `hidden @ weight.T`, and write their gradient to `out`."""
-    tile = tiles.choose_tiles(hidden.dtype, hidden.device)
+    products = tiles.products_of(hidden.dtype, weight.dtype)
+    tile = tiles.choose_tiles(tiles.tile_dtype(hidden.dtype, weight.dtype), hidden.device)
+    if products == "split":
+        weight = split(weight).flatten(1)
     num_tokens, num_columns = out.shape
     num_tiles = ceil_div(num_tokens, tile.block_n) * ceil_div(num_columns, tile.block_v)
     _grad_logits_kernel[(min(num_tiles, tiles.num_programs(hidden.device)),)](
@@ -63,6 +67,7 @@ def grad_logits(
         ENTROPY=entropy,
         MEAN=row_terms.shape[0] > NUM_TERMS,
         SOFTCAP=softcap_scale is not None,
+        PRODUCTS=products,
         UPCAST=upcasts(hidden.dtype, tiles.interpreting()),
         ROUND=rounding(logits_dtype, tiles.interpreting()),
         BLOCK_N=tile.block_n,
@@ -72,7 +77,7 @@ def grad_logits(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         # With fusion a softcap spills registers, and z - max in fp32 would not be 0 at the largest z.
-        enable_fp_fusion=softcap_scale is None and hidden.dtype != torch.float32,
+        enable_fp_fusion=softcap_scale is None and out.dtype != torch.float32,
     )
 
 
@@ -94,7 +99,7 @@ def grad_logits_from_cache(
     mean = row_terms.shape[0] > NUM_TERMS
     assert not (softcap and mean)
     factored = factored and not (softcap or mean or entropy) and cache.exp.dtype == torch.bfloat16
-    chunk = tiles.chunk_columns(cache.exp)
+    chunk = tiles.chunk_columns(cache.exp.dtype, cache.exp.device)
     num_tokens, num_columns = cache.exp.shape
     num_chunks = ceil_div(num_columns, chunk)
     factor = row_terms.new_empty(num_tokens) if factored else None
@@ -143,6 +148,7 @@ def _grad_logits_kernel(
     ENTROPY: tl.constexpr,
     MEAN: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    PRODUCTS: tl.constexpr,
     UPCAST: tl.constexpr,
     ROUND: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -161,7 +167,9 @@ def _grad_logits_kernel(
         row_mask = rows < N
         label = tl.load(label_ptr + rows, mask=row_mask, other=-1) - first_column
 
-        logits = tile_products(hidden_desc, weight_desc, row, column, H, BLOCK_N, BLOCK_V, BLOCK_H, UPCAST, ROUND)
+        logits = tile_products(
+            hidden_desc, weight_desc, row, column, H, BLOCK_N, BLOCK_V, BLOCK_H, PRODUCTS, UPCAST, ROUND
+        )
         # Loaded after the products: held across them, they spill registers.
         row_scale = tl.load(row_scale_ptr + rows, mask=row_mask, other=0.0)
         max_logit = tl.load(terms_ptr + rows, mask=row_mask, other=0.0)

@@ -7,6 +7,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_lce.backends.triton import tiles
+from megatron_lce.backends.triton.parts import split
 from megatron_lce.backends.triton.tile_products import (
     descriptor,
     halves,
@@ -17,7 +18,7 @@ from megatron_lce.backends.triton.tile_products import (
     upcasts,
 )
 from megatron_lce.core.logits_cache import LogitsCache
-from megatron_lce.core.plan import ceil_div
+from megatron_lce.core.plan import ceil_div, cut
 from megatron_lce.core.statistics import LOWEST_LOGIT, packed_rows
 
 # Base 2. In bf16 a chunk's reference is 0 if its largest absolute logit is no larger: bf16's range goes to 2^127, and
@@ -38,19 +39,23 @@ def softmax_stats(
     vocab_start: int,
     cache: LogitsCache | None = None,
     logits_dtype: torch.dtype | None = None,
+    columns_at_once: int | None = None,
 ) -> Tensor:
     """Return statistics [chunks, K, N] of V columns, see `megatron_lce.core.statistics`, and fill the cache, if any."""
     num_tokens, num_columns = hidden.shape[0], weight.shape[0]
-    tile, chunk = tiles.choose_tiles(hidden.dtype, hidden.device), tiles.chunk_columns(hidden)
+    dtype, products = tiles.tile_dtype(hidden.dtype, weight.dtype), tiles.products_of(hidden.dtype, weight.dtype)
+    tile, chunk = tiles.choose_tiles(dtype, hidden.device), tiles.chunk_columns(dtype, hidden.device)
     rows = packed_rows(entropy, telemetry)
     parts = hidden.new_empty(ceil_div(num_columns, chunk), rows, num_tokens, dtype=torch.float32)
     hidden_desc = descriptor(hidden, tile.block_n, tile.block_h)
     takes_logarithm = entropy or softcap_scale is not None
     kept_columns = 0 if cache is None else cache.exp.shape[1]
-    for columns, kept in ((slice(0, kept_columns), cache), (slice(kept_columns, num_columns), None)):
+    step = max(num_columns, 1) if products != "split" or columns_at_once is None else columns_at_once
+    without = ((columns, None) for columns in cut(num_columns, step, start=kept_columns))
+    for columns, kept in ((slice(0, kept_columns), cache), *without):
         if columns.start == columns.stop:
             continue
-        slab = weight[columns]
+        slab = split(weight[columns]).flatten(1) if products == "split" else weight[columns]
         num_tiles = ceil_div(num_tokens, tile.block_n) * ceil_div(slab.shape[0], tile.block_v)
         _softmax_stats_kernel[(min(num_tiles, tiles.num_programs(hidden.device)),)](
             hidden_desc,
@@ -70,6 +75,7 @@ def softmax_stats(
             TELEMETRY=telemetry,
             LARGEST_WITHOUT=LARGEST_WITHOUT if hidden.dtype == torch.bfloat16 and not takes_logarithm else 0.0,
             SOFTCAP=softcap_scale is not None,
+            PRODUCTS=products,
             UPCAST=upcasts(hidden.dtype, tiles.interpreting()),
             ROUND=rounding(logits_dtype, tiles.interpreting()),
             BLOCK_N=tile.block_n,
@@ -95,7 +101,8 @@ def _label_logits(
     softcap_scale: float | None,
     logits_dtype: torch.dtype | None,
 ) -> None:
-    tile, num_tokens = tiles.choose_tiles(weight.dtype, weight.device), out.shape[0]
+    hidden_dtype, num_tokens = hidden_desc.base.dtype, out.shape[0]
+    tile = tiles.choose_tiles(tiles.tile_dtype(hidden_dtype, weight.dtype), weight.device)
     _label_logits_kernel[(ceil_div(num_tokens, tile.block_n),)](
         hidden_desc,
         weight,
@@ -107,7 +114,8 @@ def _label_logits(
         weight.stride(0),
         0.0 if softcap_scale is None else softcap_scale,
         SOFTCAP=softcap_scale is not None,
-        UPCAST=upcasts(weight.dtype, tiles.interpreting()),
+        PRODUCTS=tiles.products_of(hidden_dtype, weight.dtype),
+        UPCAST=upcasts(hidden_dtype, tiles.interpreting()),
         ROUND=rounding(logits_dtype, tiles.interpreting()),
         BLOCK_N=tile.block_n,
         BLOCK_H=tile.block_h,
@@ -129,6 +137,7 @@ def _label_logits_kernel(
     weight_stride,
     softcap_scale,
     SOFTCAP: tl.constexpr,
+    PRODUCTS: tl.constexpr,
     UPCAST: tl.constexpr,
     ROUND: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -145,7 +154,7 @@ def _label_logits_kernel(
     label = tl.load(label_ptr + rows, mask=row_mask, other=-1)
     row_scale = tl.load(row_scale_ptr + rows, mask=row_mask, other=0.0)
     label_rows = weight_ptr + tl.where(label >= 0, label, 0).to(tl.int64)[:, None] * weight_stride
-    logits = tile_products(hidden_desc, label_rows, row, 0, H, BLOCK_N, BLOCK_N, BLOCK_H, UPCAST, ROUND)
+    logits = tile_products(hidden_desc, label_rows, row, 0, H, BLOCK_N, BLOCK_N, BLOCK_H, PRODUCTS, UPCAST, ROUND)
     if SOFTCAP:
         logits = tanh(logits * softcap_scale)
     logits = logits * row_scale[:, None]
@@ -174,6 +183,7 @@ def _softmax_stats_kernel(
     TELEMETRY: tl.constexpr,
     LARGEST_WITHOUT: tl.constexpr,  # largest absolute logit, base 2, of a chunk whose reference is 0; 0: none is
     SOFTCAP: tl.constexpr,
+    PRODUCTS: tl.constexpr,
     UPCAST: tl.constexpr,
     ROUND: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -196,7 +206,9 @@ def _softmax_stats_kernel(
         row_mask = rows < N
         row_scale = tl.load(row_scale_ptr + rows, mask=row_mask, other=0.0)
 
-        logits = tile_products(hidden_desc, weight_desc, row, column, H, BLOCK_N, BLOCK_V, BLOCK_H, UPCAST, ROUND)
+        logits = tile_products(
+            hidden_desc, weight_desc, row, column, H, BLOCK_N, BLOCK_V, BLOCK_H, PRODUCTS, UPCAST, ROUND
+        )
         if SOFTCAP:
             logits = tanh(logits * softcap_scale)
         logits = logits * row_scale[:, None]  # [BLOCK_N, BLOCK_V]
