@@ -117,14 +117,17 @@ def comparisons(
     nudged = None
     if keywords.get("logits_dtype") is None:  # else ties would round the other way
         nudged = oracle(hidden, weight.double() * (1 + _EPS_FP32 / 2 * sign), labels, upstream, **keywords)
-    times = TIMES_EAGER_FP32 if hidden.dtype == torch.float32 else TIMES_EAGER_16_BIT
-    for name, part in (("grad_hidden", hidden_rows), ("grad_weight", weight_rows)):
+    for name, part, dtype in (
+        ("grad_hidden", hidden_rows, hidden.dtype),
+        ("grad_weight", weight_rows, weight.dtype),
+    ):
+        times = TIMES_EAGER_FP32 if dtype == torch.float32 else TIMES_EAGER_16_BIT
         value, exact, eager = (getattr(result, name) for result in (actual, expected, same_dtype))
         if value is None:
             continue
         # Where eager happens to be exact: rounding of the result, and of the logits that p = exp(z - lse) is made of.
         # Over many numbers a rounding is a quarter of eps on average, of a single one it is up to a half.
-        floor = max(torch.finfo(hidden.dtype).eps, _EPS_FP32 * largest_logit) / (4 if value.numel() > 1 else 2)
+        floor = max(torch.finfo(dtype).eps, _EPS_FP32 * largest_logit) / (4 if value.numel() > 1 else 2)
         sensitivity = 0.0 if nudged is None else relative_error(getattr(nudged, name), exact)
         allowed = times * max(relative_error(eager, exact), floor, sensitivity)
         yield Comparison(name, relative_error(value, exact[part]), allowed)
@@ -162,6 +165,8 @@ def eager_linear_cross_entropy(
     logits_dtype: torch.dtype | None = None,
 ) -> LinearCrossEntropyOutput:
     """What a user writes in eager PyTorch: logits in the inputs' dtype, an fp32 softmax over them."""
+    if hidden.dtype != weight.dtype:  # an fp32 head
+        hidden = hidden.float()
     products = (hidden @ weight[:vocab_size].T).float()
     if logits_dtype is not None:
         products = products + (products.detach().to(logits_dtype).float() - products.detach())

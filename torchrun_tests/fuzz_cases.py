@@ -61,6 +61,7 @@ class Case:
     pass_vocab_start: bool
     padding: int  # columns at the end that are no vocabulary
     dtype: str
+    fp32_weight: bool  # beside hidden of that dtype
     layout: str  # of every tensor in memory
     default_dtype: str  # torch's
     pending: bool  # every tensor is one that a functional collective is still filling
@@ -115,6 +116,7 @@ def cases(draw: st.DrawFn, operation: str, ranks: int, team: int) -> Case:
         "pass_vocab_start": draw(st.booleans()),
         "padding": draw(st.sampled_from([0, 0, 1, shards[-1], sum(shards) - 1])),
         "dtype": draw(st.sampled_from(list(DTYPES))),
+        "fp32_weight": operation != "linear_jsd" and draw(st.sampled_from([False, False, True])),
         "layout": draw(st.sampled_from(["contiguous", "contiguous", *LAYOUTS])),
         "default_dtype": draw(st.sampled_from(["fp32", "fp32", "bf16", "fp16", "fp64"])),
         "pending": draw(st.booleans()),
@@ -201,7 +203,7 @@ def _head(
         weight[:, 0] = case.offset / abs(case.offset) ** 0.5
     if case.keywords.get("logits_dtype") is not None:  # fp32 is to hold the products, so that all round them alike
         hidden, weight = _on_a_grid(hidden, 31), _on_a_grid(weight, 127)
-    return hidden.to(device, dtype), weight.to(device, dtype)
+    return hidden.to(device, dtype), weight.to(device, torch.float32 if case.fp32_weight else dtype)
 
 
 def _on_a_grid(tensor: Tensor, steps: int) -> Tensor:
