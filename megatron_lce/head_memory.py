@@ -13,14 +13,12 @@ from functools import partial
 from megatron_lce.core.options import WORKSPACE_BYTES
 from megatron_lce.core.plan import (
     ALIGNED_COLUMNS,
-    SLAB_ROW_STEP,
     Costs,
     HeadSize,
     KnownLossPlan,
     backward_tokens,
     plan_known_loss,
     plan_slabs,
-    round_up,
     slab_row_stride,
     stats_tokens,
 )
@@ -119,8 +117,7 @@ def costs_on_a_gpu(itemsize: int, hidden: int) -> Costs:
     """Of the Triton backend, on NVIDIA's GPUs."""
     if itemsize == 2:
         return Costs(128, tile_columns=256)
-    row = 6 * round_up(hidden, SLAB_ROW_STEP)  # three bf16 parts
-    return Costs(64, logit=6, slab_token=row, slab_column=row)
+    return Costs(64, logit=6, slab_token=6 * hidden, slab_column=6 * hidden)  # three bf16 parts
 
 
 def megatron(step: HeadStep, fused: bool = False) -> tuple[float, Phases]:

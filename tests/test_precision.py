@@ -146,7 +146,7 @@ def test_three_parts_are_the_number(shape, device):
     generator = torch.Generator().manual_seed(0)
     wide = torch.randn(rows, columns + 3, generator=generator) * 2.0 ** torch.randint(-exponent // 9, 9, (rows, 1))
     matrix = wide.to(device)[:, :columns]
-    split = parts.split(matrix)
+    split = parts.split(matrix, 64)
     assert torch.equal(split.double().sum(1)[:, :columns], matrix.double())
     assert not split[:, :, columns:].any()
     assert torch.equal(split[:, 2, :columns], matrix.bfloat16())

@@ -16,14 +16,12 @@ from megatron_lce.backends.triton.tile_products import (
     descriptor,
     fast_log2,
     halves,
-    rounding,
     tanh,
     tile_position,
     tile_products,
-    upcasts,
 )
 from megatron_lce.core.logits_cache import LogitsCache
-from megatron_lce.core.plan import ceil_div, slab_row_stride
+from megatron_lce.core.plan import SLAB_ROW_STEP, ceil_div, slab_row_stride
 from megatron_lce.core.rows import LOWEST_LOG_P, NUM_TERMS, Rows
 
 # A row's factor and its label's exponential lie between 1 over this and this: their products with 16-bit numbers, and
@@ -48,7 +46,7 @@ def grad_logits(
     products = tiles.products_of(hidden.dtype, weight.dtype)
     tile = tiles.choose_tiles(tiles.tile_dtype(hidden.dtype, weight.dtype), hidden.device)
     if products == "split":
-        weight = split(weight).flatten(1)
+        weight = split(weight, SLAB_ROW_STEP).flatten(1)
     num_tokens, num_columns = out.shape
     num_tiles = ceil_div(num_tokens, tile.block_n) * ceil_div(num_columns, tile.block_v)
     _grad_logits_kernel[(min(num_tiles, tiles.num_programs(hidden.device)),)](
@@ -68,8 +66,7 @@ def grad_logits(
         MEAN=row_terms.shape[0] > NUM_TERMS,
         SOFTCAP=softcap_scale is not None,
         PRODUCTS=products,
-        UPCAST=upcasts(hidden.dtype, tiles.interpreting()),
-        ROUND=rounding(logits_dtype, tiles.interpreting()),
+        ROUND=logits_dtype is not None,
         BLOCK_N=tile.block_n,
         BLOCK_V=tile.block_v,
         BLOCK_H=tile.block_h,
@@ -149,7 +146,6 @@ def _grad_logits_kernel(
     MEAN: tl.constexpr,
     SOFTCAP: tl.constexpr,
     PRODUCTS: tl.constexpr,
-    UPCAST: tl.constexpr,
     ROUND: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -167,9 +163,7 @@ def _grad_logits_kernel(
         row_mask = rows < N
         label = tl.load(label_ptr + rows, mask=row_mask, other=-1) - first_column
 
-        logits = tile_products(
-            hidden_desc, weight_desc, row, column, H, BLOCK_N, BLOCK_V, BLOCK_H, PRODUCTS, UPCAST, ROUND
-        )
+        logits = tile_products(hidden_desc, weight_desc, row, column, H, BLOCK_N, BLOCK_V, BLOCK_H, PRODUCTS, ROUND)
         # Loaded after the products: held across them, they spill registers.
         row_scale = tl.load(row_scale_ptr + rows, mask=row_mask, other=0.0)
         max_logit = tl.load(terms_ptr + rows, mask=row_mask, other=0.0)

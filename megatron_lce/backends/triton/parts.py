@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron_lce.backends.triton import tiles
 from megatron_lce.core import products
-from megatron_lce.core.plan import SLAB_ROW_STEP, ceil_div, cut, round_up
+from megatron_lce.core.plan import ALIGNED_COLUMNS, ceil_div, cut, round_up
 
 # Tensor cores truncate as they add: their sums over this many rows are added up in fp32. Only the product of both
 # largest parts needs it. Half as many read and write the sum twice as often.
@@ -43,16 +43,16 @@ def _parts(matrix: Tensor) -> list[Tensor]:
         return [matrix]
     if matrix.stride(1) != 1:
         return [part.T for part in _parts(matrix.T)]
-    return [part[:, : matrix.shape[1]] for part in reversed(split(matrix).unbind(1))]
+    return [part[:, : matrix.shape[1]] for part in reversed(split(matrix, ALIGNED_COLUMNS).unbind(1))]
 
 
-def split(matrix: Tensor) -> Tensor:
-    """Return the three bf16 parts of each row of an fp32 or fp16 matrix [M, K]: [M, 3, K rounded up], smallest first.
+def split(matrix: Tensor, step: int) -> Tensor:
+    """Return the three bf16 parts of each row of an fp32 or fp16 matrix [M, K]: [M, 3, width], smallest first.
 
-    Each row of a part has zeros behind it, up to a multiple of `SLAB_ROW_STEP`.
+    The width is a multiple of `step`; behind a part are zeros.
     """
     num_rows, num_columns = matrix.shape
-    width = round_up(num_columns, SLAB_ROW_STEP)
+    width = round_up(num_columns, step)
     parts = matrix.new_empty(num_rows, 3, width, dtype=torch.bfloat16)
     rows = 64 if matrix.device.type == "cpu" else 1  # an interpreter pays by the program
     _split_kernel[(ceil_div(num_rows, rows),)](

@@ -11,14 +11,12 @@ from megatron_lce.backends.triton.parts import split
 from megatron_lce.backends.triton.tile_products import (
     descriptor,
     halves,
-    rounding,
     tanh,
     tile_position,
     tile_products,
-    upcasts,
 )
 from megatron_lce.core.logits_cache import LogitsCache
-from megatron_lce.core.plan import ceil_div, cut
+from megatron_lce.core.plan import SLAB_ROW_STEP, ceil_div, cut
 from megatron_lce.core.statistics import LOWEST_LOGIT, packed_rows
 
 # Base 2. In bf16 a chunk's reference is 0 if its largest absolute logit is no larger: bf16's range goes to 2^127, and
@@ -55,7 +53,7 @@ def softmax_stats(
     for columns, kept in ((slice(0, kept_columns), cache), *without):
         if columns.start == columns.stop:
             continue
-        slab = split(weight[columns]).flatten(1) if products == "split" else weight[columns]
+        slab = split(weight[columns], SLAB_ROW_STEP).flatten(1) if products == "split" else weight[columns]
         num_tiles = ceil_div(num_tokens, tile.block_n) * ceil_div(slab.shape[0], tile.block_v)
         _softmax_stats_kernel[(min(num_tiles, tiles.num_programs(hidden.device)),)](
             hidden_desc,
@@ -76,8 +74,7 @@ def softmax_stats(
             LARGEST_WITHOUT=LARGEST_WITHOUT if hidden.dtype == torch.bfloat16 and not takes_logarithm else 0.0,
             SOFTCAP=softcap_scale is not None,
             PRODUCTS=products,
-            UPCAST=upcasts(hidden.dtype, tiles.interpreting()),
-            ROUND=rounding(logits_dtype, tiles.interpreting()),
+            ROUND=logits_dtype is not None,
             BLOCK_N=tile.block_n,
             BLOCK_V=tile.block_v,
             BLOCK_H=tile.block_h,
@@ -115,8 +112,7 @@ def _label_logits(
         0.0 if softcap_scale is None else softcap_scale,
         SOFTCAP=softcap_scale is not None,
         PRODUCTS=tiles.products_of(hidden_dtype, weight.dtype),
-        UPCAST=upcasts(hidden_dtype, tiles.interpreting()),
-        ROUND=rounding(logits_dtype, tiles.interpreting()),
+        ROUND=logits_dtype is not None,
         BLOCK_N=tile.block_n,
         BLOCK_H=tile.block_h,
         num_warps=tile.num_warps,
@@ -138,7 +134,6 @@ def _label_logits_kernel(
     softcap_scale,
     SOFTCAP: tl.constexpr,
     PRODUCTS: tl.constexpr,
-    UPCAST: tl.constexpr,
     ROUND: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -154,7 +149,7 @@ def _label_logits_kernel(
     label = tl.load(label_ptr + rows, mask=row_mask, other=-1)
     row_scale = tl.load(row_scale_ptr + rows, mask=row_mask, other=0.0)
     label_rows = weight_ptr + tl.where(label >= 0, label, 0).to(tl.int64)[:, None] * weight_stride
-    logits = tile_products(hidden_desc, label_rows, row, 0, H, BLOCK_N, BLOCK_N, BLOCK_H, PRODUCTS, UPCAST, ROUND)
+    logits = tile_products(hidden_desc, label_rows, row, 0, H, BLOCK_N, BLOCK_N, BLOCK_H, PRODUCTS, ROUND)
     if SOFTCAP:
         logits = tanh(logits * softcap_scale)
     logits = logits * row_scale[:, None]
@@ -184,7 +179,6 @@ def _softmax_stats_kernel(
     LARGEST_WITHOUT: tl.constexpr,  # largest absolute logit, base 2, of a chunk whose reference is 0; 0: none is
     SOFTCAP: tl.constexpr,
     PRODUCTS: tl.constexpr,
-    UPCAST: tl.constexpr,
     ROUND: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -206,9 +200,7 @@ def _softmax_stats_kernel(
         row_mask = rows < N
         row_scale = tl.load(row_scale_ptr + rows, mask=row_mask, other=0.0)
 
-        logits = tile_products(
-            hidden_desc, weight_desc, row, column, H, BLOCK_N, BLOCK_V, BLOCK_H, PRODUCTS, UPCAST, ROUND
-        )
+        logits = tile_products(hidden_desc, weight_desc, row, column, H, BLOCK_N, BLOCK_V, BLOCK_H, PRODUCTS, ROUND)
         if SOFTCAP:
             logits = tanh(logits * softcap_scale)
         logits = logits * row_scale[:, None]  # [BLOCK_N, BLOCK_V]

@@ -1,15 +1,15 @@
 """The kernels share the order of tiles, the products of a tile, and what makes logits of them."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_lce.backends.triton.parts import three_parts
+from megatron_lce.backends.triton.tiles import interpreting
 from megatron_lce.core.plan import SLAB_ROW_STEP
 
-FP32_SUM = tl.constexpr(256)
+INTERPRETED = tl.constexpr(interpreting())  # which Triton decides when a kernel is defined
 SPLIT_SUM = tl.constexpr(1024)
 ROW_STEP = tl.constexpr(SLAB_ROW_STEP)
 MASKED_LOGIT = tl.constexpr(-1e38)  # finite, so that 0 * (masked - max) is 0 instead of NaN
@@ -39,44 +39,14 @@ def _weight_tile(weight, column, h, H, BLOCK_H: tl.constexpr):
 
 
 @triton.jit
-def _weight_part(weight, column, part, h, H, width, BLOCK_H: tl.constexpr):
-    """Load part 0, 1 or 2, the largest, of weight [BLOCK_V, BLOCK_H]: of rows of `width` * 3, or made of fp32 rows."""
+def _weight_part(weight, column, step, H, width, BLOCK_H: tl.constexpr):
+    """Load [BLOCK_V, BLOCK_H] of rows of three parts of `width` each, or make it of fp32 rows."""
     if weight.dtype.is_ptr():
-        low, middle, high = three_parts(_weight_tile(weight, column, h, H, BLOCK_H))
-        tile = tl.where(part == 2, high, tl.where(part == 1, middle, low))
+        low, middle, high = three_parts(_weight_tile(weight, column, step % width, H, BLOCK_H))
+        tile = tl.where(step >= 2 * width, high, tl.where(step >= width, middle, low))
     else:
-        tile = weight.load([column, part * width + h])
+        tile = weight.load([column, step])
     return tile
-
-
-@triton.jit
-def _split_products(
-    hidden_desc,
-    weight,
-    row,
-    column,
-    H,
-    BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
-    """Return the products of bf16 hidden with the three bf16 parts of an fp32 weight, which are exact."""
-    width = tl.cdiv(H, ROW_STEP) * ROW_STEP
-    products = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
-    # Tensor cores truncate as they add, by what the sum amounts to. So sums over SPLIT_SUM of H are added up; those of
-    # the two small parts, which come first, are one sum.
-    for piece in range(0, 1 + tl.cdiv(width, SPLIT_SUM)):
-        start = tl.where(piece == 0, 0, 2 * width + (piece - 1) * SPLIT_SUM)
-        stop = tl.where(piece == 0, 2 * width, min(start + SPLIT_SUM, 3 * width))
-        partial = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
-        for step in range(start, stop, BLOCK_H):
-            h = step % width
-            hidden = hidden_desc.load([row, h])
-            part = _weight_part(weight, column, step // width, h, H, width, BLOCK_H)
-            partial = _add_product(hidden, part, partial, UPCAST)
-        products += partial
-    return products
 
 
 @triton.jit
@@ -90,55 +60,56 @@ def tile_products(
     BLOCK_V: tl.constexpr,
     BLOCK_H: tl.constexpr,
     PRODUCTS: tl.constexpr,  # `tiles.products_of`
-    UPCAST: tl.constexpr,
-    ROUND: tl.constexpr,
+    ROUND: tl.constexpr,  # to bf16
 ):
     """Return a tile of hidden[row:] @ weight[column:].T in fp32; rows and columns past the end are zero."""
     products = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
     if PRODUCTS == "split":
-        products = _split_products(hidden_desc, weight, row, column, H, BLOCK_N, BLOCK_V, BLOCK_H, UPCAST)
-    elif PRODUCTS == "tf32x3":
-        # Triton adds each step's sum to `products` in fp32: tensor cores never sum over more than BLOCK_H of H.
+        width = tl.cdiv(H, ROW_STEP) * ROW_STEP
+        # Tensor cores truncate as they add, by what the sum amounts to. So sums over SPLIT_SUM of H are added up; those
+        # of the two small parts, which come first, are one sum.
+        for piece in range(0, 1 + tl.cdiv(width, SPLIT_SUM)):
+            start = tl.where(piece == 0, 0, 2 * width + (piece - 1) * SPLIT_SUM)
+            stop = tl.where(piece == 0, 2 * width, min(start + SPLIT_SUM, 3 * width))
+            partial = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
+            for step in range(start, stop, BLOCK_H):
+                hidden = hidden_desc.load([row, step % width])
+                partial = _add_product(hidden, _weight_part(weight, column, step, H, width, BLOCK_H), partial)
+            products += partial
+    elif PRODUCTS == "plain":
+        for h in range(0, H, BLOCK_H):
+            hidden = hidden_desc.load([row, h])  # [BLOCK_N, BLOCK_H]
+            products = _add_product(hidden, _weight_tile(weight, column, h, H, BLOCK_H), products)
+    else:
+        # Each step's sum is added to `products` in fp32: tensor cores never sum over more than BLOCK_H of H.
         for h in range(0, H, BLOCK_H):
             hidden = hidden_desc.load([row, h]).to(tl.float32)
             weight_tile = _weight_tile(weight, column, h, H, BLOCK_H)
-            products = tl.dot(hidden, weight_tile.T, products, input_precision="tf32x3")
-    elif PRODUCTS == "ieee":
-        # Sums over FP32_SUM of H are added up, as one running sum over a long H loses digits.
-        for start in range(0, H, FP32_SUM):
-            partial = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
-            for h in range(start, min(start + FP32_SUM, H), BLOCK_H):
-                hidden = hidden_desc.load([row, h]).to(tl.float32)
-                weight_tile = _weight_tile(weight, column, h, H, BLOCK_H)
-                partial = tl.dot(hidden, weight_tile.T, partial, input_precision="ieee")
-            products += partial
-    else:
-        for h in range(0, H, BLOCK_H):
-            hidden = hidden_desc.load([row, h])  # [BLOCK_N, BLOCK_H]
-            weight_tile = _weight_tile(weight, column, h, H, BLOCK_H)  # [BLOCK_V, BLOCK_H]
-            products = _add_product(hidden, weight_tile, products, UPCAST)
-    return rounded(products, ROUND)
+            products = tl.dot(hidden, weight_tile.T, products, input_precision=PRODUCTS)
+    if ROUND:
+        products = _rounded_to_bf16(products)
+    return products
 
 
 @triton.jit
-def _add_product(hidden, weight_tile, products, UPCAST: tl.constexpr):
-    """Return products + hidden @ weight_tile.T of 16-bit tiles."""
-    if UPCAST:
+def _add_product(hidden, weight_tile, products):
+    """Return products + hidden @ weight_tile.T of 16-bit tiles [BLOCK_N, BLOCK_H] and [BLOCK_V, BLOCK_H]."""
+    if INTERPRETED:  # the interpreter computes bf16 products wrongly
         hidden = hidden.to(tl.float32)
         weight_tile = weight_tile.to(tl.float32)
     return tl.dot(hidden, weight_tile.T, products)
 
 
 @triton.jit
-def rounded(x, ROUND: tl.constexpr):
-    """Return fp32 numbers as they are, or rounded to bf16 (to nearest even) by a cast or, as "integers", by hand."""
-    if ROUND == "cast":
-        x = x.to(tl.bfloat16).to(tl.float32)
-    elif ROUND == "integers":  # the interpreter's cast truncates
+def _rounded_to_bf16(x):
+    """Return fp32 numbers rounded to nearest even."""
+    if INTERPRETED:  # its cast truncates
         bits = x.to(tl.uint32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
-        x = tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
-    return x
+        rounded = tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
+    else:
+        rounded = x.to(tl.bfloat16).to(tl.float32)
+    return rounded
 
 
 @triton.jit
@@ -173,14 +144,3 @@ def fast_log2(x, PTX: tl.constexpr):
 
 def descriptor(matrix: Tensor, block_rows: int, block_columns: int) -> TensorDescriptor:
     return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [block_rows, block_columns])
-
-
-def upcasts(dtype: torch.dtype, interpreting: bool) -> bool:
-    return interpreting and dtype != torch.float32
-
-
-def rounding(logits_dtype: torch.dtype | None, interpreting: bool) -> str:
-    """Return `ROUND` for logits of that dtype, "" if they are not rounded."""
-    if logits_dtype is None:
-        return ""
-    return "integers" if interpreting else "cast"

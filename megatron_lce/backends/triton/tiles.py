@@ -75,17 +75,9 @@ def costs(hidden: torch.Tensor, weight: torch.Tensor, telemetry: bool) -> Costs:
     chunk = chunk_columns(dtype, hidden.device)
     if weight.dtype != torch.float32:
         return Costs(chunk, choose_tiles(dtype, hidden.device).block_v)
-    row = 6 * round_up(weight.shape[1], SLAB_ROW_STEP)
-    stats_column = row if hidden.dtype == torch.bfloat16 else 0
-    if not speaks_ptx():  # `parts.product` splits nothing
-        return Costs(chunk, stats_column=stats_column, slab_column=stats_column)
-    return Costs(
-        chunk,
-        logit=6,
-        stats_column=stats_column,
-        slab_token=0 if hidden.dtype == torch.bfloat16 else row,
-        slab_column=row,
-    )
+    row = 6 * weight.shape[1]  # bytes of three bf16 parts
+    in_kernel = 6 * round_up(weight.shape[1], SLAB_ROW_STEP) if hidden.dtype == torch.bfloat16 else 0
+    return Costs(chunk, logit=6, stats_column=in_kernel, slab_token=row, slab_column=max(row, in_kernel))
 
 
 def tile_dtype(hidden: torch.dtype, weight: torch.dtype) -> torch.dtype:
