@@ -85,6 +85,7 @@ def make_call(
         group_name=operation.group,
     )
     temperature, step = options_of_core.temperature, 16 // hidden.element_size()
+    backend = load_backend(options.backend, hidden.device)
     return Call(
         hidden=laid_out(hidden.reshape(-1, hidden.shape[-1]), step),
         weight=laid_out(weight.contiguous(), step),
@@ -92,8 +93,9 @@ def make_call(
         temperature=temperature.reshape(-1) if isinstance(temperature, Tensor) else float(temperature),
         options=options_of_core,
         shard=shard if largest is None else shard._replace(largest=largest),
-        backend=load_backend(options.backend, hidden.device),
+        backend=backend,
         shape=ids.shape,
+        product=backend.product,
     )
 
 

@@ -285,8 +285,5 @@ def _slab(step: HeadStep, block: int, columns: int) -> tuple[int, dict[str, int]
     costs = step.size.costs
     parts = costs.logit * slab.tokens * slab_row_stride(slab.columns)
     parts += max(slab.tokens * costs.slab_token, slab.columns * costs.slab_column)
-    return slab.columns, {
-        "slab of logits": logits,
-        "parts of a product's operands": parts,
-        "fp32 sum of the slab's weight's gradient": sum_bytes,
-    }
+    beside = {"bf16 parts of it and of rows": parts, "fp32 sum of the slab's weight's gradient": sum_bytes}
+    return slab.columns, {"slab of logits": logits} | beside

@@ -1,5 +1,6 @@
 """One call of an operation: the tensors and options that everything else is handed."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Self
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from megatron_lce.core.options import Options, Shard
 from megatron_lce.core.plan import ALIGNED_COLUMNS, HeadSize
+from megatron_lce.core.products import product
 from megatron_lce.core.protocols import Backend
 from megatron_lce.core.statistics import packed_rows
 
@@ -32,6 +34,7 @@ class Call:
     shard: Shard
     backend: Backend
     shape: tuple[int, ...]
+    product: Callable[..., None] = product  # of the gradients; a backend's may take the copies that `size` counts
 
     @cached_property
     def size(self) -> HeadSize:

@@ -117,7 +117,7 @@ class _HiddenGrad:
         if self._sum is None:
             self._sum = self._new_sum(slab.columns == slice(0, self._call.shard.columns))
         weight, rows = self._call.weight[slab.columns], self._sum[slab.tokens]
-        self._call.backend.product(slab.grad, weight, rows, accumulate=slab.columns.start > 0)
+        self._call.product(slab.grad, weight, rows, accumulate=slab.columns.start > 0)
         if slab.factor is not None and slab.columns.stop == self._call.shard.columns:
             # A local name for the sum would keep its memory while the reduction allocates.
             self._call.backend.scale(self._sum[slab.tokens], slab.factor, self._sum[slab.tokens], accumulate=False)
@@ -143,7 +143,7 @@ class _WeightGrad:
     """It makes this shard's weight gradient, as a tensor of weight's dtype, or adds it to a sink's fp32 buffer."""
 
     def __init__(self, call: Call, num_blocks: int, as_sum: bool) -> None:
-        weight, self._product = call.weight, call.backend.product
+        weight, self._product = call.weight, call.product
         self._weight, self._num_columns, self._as_sum = weight, call.shard.columns, as_sum
         self._sink = None if as_sum else call.options.weight_grad_sink
         self._one_block = num_blocks <= 1

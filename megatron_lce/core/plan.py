@@ -127,8 +127,7 @@ def stats_tokens(size: HeadSize, num_tokens: int, workspace_bytes: int) -> int:
 
 def stats_columns(size: HeadSize, num_tokens: int, workspace_bytes: int) -> int:
     """Number of columns whose copies have room beside the statistics of `stats_tokens`."""
-    room = workspace_bytes - num_tokens * size.stats.per_token
-    most = max(COLUMN_STEP, room // max(size.stats.per_column, 1))
+    most = max(COLUMN_STEP, (workspace_bytes - num_tokens * size.stats.per_token) // max(size.stats.per_column, 1))
     return max(COLUMN_STEP, _even(size.columns, most, COLUMN_STEP))
 
 

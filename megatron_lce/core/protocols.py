@@ -40,13 +40,10 @@ class Backend(Protocol):
         telemetry: bool,
         vocab_start: int,
         cache: LogitsCache | None = None,
-        logits_dtype: torch.dtype | None = None,
+        logits_dtype: torch.dtype | None = None,  # what products are rounded to, here and in `grad_logits`
         columns_at_once: int | None = None,  # of which the weight's rows may be copied; None: all
     ) -> Tensor:
-        """Return statistics [chunks, K, N], see `megatron_lce.core.statistics`, and fill the cache, if any.
-
-        Products are rounded to `logits_dtype`, if any, before anything is made of them; likewise in `grad_logits`.
-        """
+        """Return statistics [chunks, K, N], see `megatron_lce.core.statistics`, and fill the cache, if any."""
 
     def merge_extremes(self, parts: Tensor, telemetry: bool) -> Tensor:
         """Merge the extremes of S disjoint sets of columns, [S, E or more, N], to their union's, [E, N]."""

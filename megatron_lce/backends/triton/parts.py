@@ -12,7 +12,6 @@ from megatron_lce.core.plan import ALIGNED_COLUMNS, ceil_div, cut, round_up
 # Tensor cores truncate as they add: their sums over this many rows are added up in fp32. Only the product of both
 # largest parts needs it. Half as many read and write the sum twice as often.
 PIECE = 512
-_BLOCK = 1024
 
 
 def product(
@@ -56,7 +55,7 @@ def split(matrix: Tensor, step: int) -> Tensor:
     parts = matrix.new_empty(num_rows, 3, width, dtype=torch.bfloat16)
     rows = 64 if matrix.device.type == "cpu" else 1  # an interpreter pays by the program
     _split_kernel[(ceil_div(num_rows, rows),)](
-        matrix, parts, num_rows, num_columns, width, matrix.stride(0), BLOCK_M=rows, BLOCK_K=_BLOCK
+        matrix, parts, num_rows, num_columns, width, matrix.stride(0), BLOCK_M=rows, BLOCK_K=1024
     )
     return parts
 

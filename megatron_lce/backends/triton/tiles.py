@@ -24,11 +24,9 @@ class Tiles(NamedTuple):
 HOPPER_16_BIT = Tiles(128, 256, 64, num_warps=8, num_stages=3)
 # They fit the 99 KiB of shared memory of Ada.
 GENERIC_16_BIT = Tiles(128, 128, 32, num_warps=8, num_stages=3)
-# Of "tf32x3" products.
-HOPPER_FP32 = Tiles(128, 64, 32, num_warps=4, num_stages=3)
+HOPPER_FP32 = Tiles(128, 64, 32, num_warps=4, num_stages=3)  # of "tf32x3" products
 GENERIC_FP32 = Tiles(128, 64, 32, num_warps=8, num_stages=3)  # with 4 warps 272 bytes spill on sm89
-# Of "ieee" products.
-FP32 = Tiles(64, 64, 32, num_warps=8, num_stages=2)
+FP32 = Tiles(64, 64, 32, num_warps=8, num_stages=2)  # of "ieee" products
 
 GROUP_N = 8  # row blocks that walk the vocabulary together, so that a weight tile is read from L2 by all of them
 
@@ -50,12 +48,8 @@ def merging_rows(device: torch.device) -> int:
 
 
 def products_of(hidden: torch.dtype, weight: torch.dtype) -> str:
-    """Return how a tile's products are made.
-
-    "plain"   of 16-bit inputs, on tensor cores
-    "split"   of bf16 hidden and an fp32 weight, from three bf16 parts of the weight
-    "tf32x3"  of other fp32 inputs, from two TF32 parts of each number
-    "ieee"    of the same, on CUDA cores or in the interpreter
+    """Return how a tile's products are made: "plain", of 16-bit inputs; "split", of bf16 hidden and three bf16 parts of
+    an fp32 weight; else of fp32 numbers, as "tf32x3" of two parts each, or "ieee" where Triton has no such product.
     """
     if weight != torch.float32:
         return "plain"
