@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import megatron_lce
+from tests.live_bytes import peak_live_bytes
 from tests.oracle import Upstream, oracle, relative_error
 from tests.problems import Problem, assert_same_outputs, logits_of, make_problem
 
@@ -166,3 +167,20 @@ def test_products_of_parts_are_those_of_fp32(device, monkeypatch):
         assert relative_error(out - 3, exact) <= 1e-6
         parts.product(left, right, out, accumulate=False)
         assert relative_error(out, exact) <= 2 * relative_error(left.float() @ right.float(), exact)
+
+
+def test_copies_of_an_fp32_weight_stay_within_the_workspace(device, usual_torch):
+    """Its parts are made for a few columns at a time, and freed before the next ones."""
+    pytest.importorskip("triton")
+    problem = make_problem(16, 128, 2048, device)
+    hidden, workspace = problem.hidden.bfloat16(), 900_000  # parts of all columns take 1.5 MB
+
+    def forward():
+        with torch.no_grad():
+            return megatron_lce.linear_cross_entropy(
+                hidden, problem.weight, problem.labels, workspace_bytes=workspace, backend="triton"
+            )
+
+    peak, out = peak_live_bytes(forward)
+    assert workspace / 2 < peak <= workspace + 64 * 16
+    assert torch.equal(out.logprobs, problem._replace(hidden=hidden).run("triton").outputs.logprobs)

@@ -44,8 +44,7 @@ def costs(hidden: Tensor, weight: Tensor, telemetry: bool) -> Costs:
     return Costs(
         CHUNK_COLUMNS,
         logit=3 * 4,
-        # Logits of a chunk, exponentials and the like.
-        stats_token=4 * (3 + telemetry) * CHUNK_COLUMNS + hidden_row,
+        stats_token=4 * (3 + telemetry) * CHUNK_COLUMNS + hidden_row,  # logits of a chunk, exponentials and the like
         stats_column=weight_row,
         slab_token=hidden_row,
         slab_column=weight_row,

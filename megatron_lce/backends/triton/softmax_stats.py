@@ -84,6 +84,7 @@ def softmax_stats(
             num_stages=tile.num_stages,
             enable_fp_fusion=False,
         )
+        del slab  # before the next one's copy is made
     # After the other kernel, which fills the label's row of `parts` with -inf.
     _label_logits(hidden_desc, weight, labels, row_scale, parts[0, 1], softcap_scale, logits_dtype)
     return parts
