@@ -84,16 +84,18 @@ def make_call(
         vocab_size=options.vocab_size,
         group_name=operation.group,
     )
-    temperature = options_of_core.temperature
+    temperature, step = options_of_core.temperature, 16 // hidden.element_size()
+    backend = load_backend(options.backend, hidden.device)
     return Call(
-        hidden=laid_out(hidden.reshape(-1, hidden.shape[-1])),
-        weight=laid_out(weight.contiguous()),
+        hidden=laid_out(hidden.reshape(-1, hidden.shape[-1]), step),
+        weight=laid_out(weight.contiguous(), step),
         labels=ids.reshape(-1),
         temperature=temperature.reshape(-1) if isinstance(temperature, Tensor) else float(temperature),
         options=options_of_core,
         shard=shard if largest is None else shard._replace(largest=largest),
-        backend=load_backend(options.backend, hidden.device),
+        backend=backend,
         shape=ids.shape,
+        product=backend.product,
     )
 
 
@@ -123,7 +125,7 @@ def checked_options(
         validation.check_vocab_size(options.vocab_size, first + ranks * weight.shape[0])
     if sequence_parallel and not options.reduce_grad_hidden:
         raise ValueError("reduce_grad_hidden must be True with sequence_parallel, got False")
-    _check_sink(options.weight_grad_sink, weight)
+    _check_sink(options.weight_grad_sink, hidden, weight)
     if options.backend == "reference":
         _check_reference(ranks, shard.start, options.weight_grad_sink)
     return replace(
@@ -167,8 +169,8 @@ def _describe(
     }
 
 
-def _check_sink(sink: WeightGradSink | None, weight: Tensor) -> None:
-    step = 16 // weight.element_size()
+def _check_sink(sink: WeightGradSink | None, hidden: Tensor, weight: Tensor) -> None:
+    step = 16 // hidden.element_size()
     if sink is not None and weight.shape[1] % step:
         raise ValueError(f"weight_grad_sink must be None where H is no multiple of {step}, got {tuple(weight.shape)}")
 

@@ -34,6 +34,7 @@ _KEYWORDS = {  # the type of each in a schema
     "vocab_size": "int?",
     "entropy": "bool",
     "telemetry": "bool",
+    "logits_dtype": "ScalarType?",
     "skip_ignored": "bool",
     "num_counted": "SymInt?",  # `skip_ignored` where it is a number
     "logits_cache_bytes": "int",

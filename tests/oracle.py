@@ -114,16 +114,21 @@ def comparisons(
         yield Comparison(name, largest_error(value, exact), TIMES_EAGER_FP32 * max(eager_error, floor))
     # What the exact gradients of weights one rounding away differ by: of a single number eager may be right by luck.
     sign = 1 - 2 * (torch.arange(len(weight), device=weight.device) % 2)[:, None]
-    nudged = oracle(hidden, weight.double() * (1 + _EPS_FP32 / 2 * sign), labels, upstream, **keywords)
-    times = TIMES_EAGER_FP32 if hidden.dtype == torch.float32 else TIMES_EAGER_16_BIT
-    for name, part in (("grad_hidden", hidden_rows), ("grad_weight", weight_rows)):
+    nudged = None
+    if keywords.get("logits_dtype") is None:  # else ties would round the other way
+        nudged = oracle(hidden, weight.double() * (1 + _EPS_FP32 / 2 * sign), labels, upstream, **keywords)
+    for name, part, dtype in (
+        ("grad_hidden", hidden_rows, hidden.dtype),
+        ("grad_weight", weight_rows, weight.dtype),
+    ):
+        times = TIMES_EAGER_FP32 if dtype == torch.float32 else TIMES_EAGER_16_BIT
         value, exact, eager = (getattr(result, name) for result in (actual, expected, same_dtype))
         if value is None:
             continue
         # Where eager happens to be exact: rounding of the result, and of the logits that p = exp(z - lse) is made of.
         # Over many numbers a rounding is a quarter of eps on average, of a single one it is up to a half.
-        floor = max(torch.finfo(hidden.dtype).eps, _EPS_FP32 * largest_logit) / (4 if value.numel() > 1 else 2)
-        sensitivity = relative_error(getattr(nudged, name), exact)
+        floor = max(torch.finfo(dtype).eps, _EPS_FP32 * largest_logit) / (4 if value.numel() > 1 else 2)
+        sensitivity = 0.0 if nudged is None else relative_error(getattr(nudged, name), exact)
         allowed = times * max(relative_error(eager, exact), floor, sensitivity)
         yield Comparison(name, relative_error(value, exact[part]), allowed)
 
@@ -157,9 +162,15 @@ def eager_linear_cross_entropy(
     vocab_size: int | None = None,
     entropy: bool = True,
     telemetry: bool = False,
+    logits_dtype: torch.dtype | None = None,
 ) -> LinearCrossEntropyOutput:
     """What a user writes in eager PyTorch: logits in the inputs' dtype, an fp32 softmax over them."""
-    logits = (hidden @ weight[:vocab_size].T).float() * logits_scale
+    if hidden.dtype != weight.dtype:  # an fp32 head
+        hidden = hidden.float()
+    products = (hidden @ weight[:vocab_size].T).float()
+    if logits_dtype is not None:
+        products = products + (products.detach().to(logits_dtype).float() - products.detach())
+    logits = products * logits_scale
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     logits = logits / (temperature[:, None] if isinstance(temperature, Tensor) else temperature)

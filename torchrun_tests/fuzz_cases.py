@@ -1,5 +1,6 @@
 """What `run_fuzz.py` draws: one call of an operation, as a few numbers that its tensors follow from."""
 
+import math
 from dataclasses import dataclass
 from itertools import accumulate, combinations
 from typing import Any, NamedTuple
@@ -33,6 +34,7 @@ CROSS_ENTROPY = COMMON | {
     "softcap": SOFTCAPS,
     "entropy": st.booleans(),
     "telemetry": st.booleans(),
+    "logits_dtype": st.sampled_from([None, None, torch.bfloat16]),
     "skip_ignored": st.sampled_from([False, False, True, "count", "miscount"]),
     "reduce_grad_hidden": st.sampled_from([True, True, True, False]),
     "logits_cache_bytes": st.sampled_from([0, 0, 1, 3000, 40_000, 2**30]),
@@ -59,6 +61,7 @@ class Case:
     pass_vocab_start: bool
     padding: int  # columns at the end that are no vocabulary
     dtype: str
+    fp32_weight: bool  # beside hidden of that dtype
     layout: str  # of every tensor in memory
     default_dtype: str  # torch's
     pending: bool  # every tensor is one that a functional collective is still filling
@@ -113,6 +116,7 @@ def cases(draw: st.DrawFn, operation: str, ranks: int, team: int) -> Case:
         "pass_vocab_start": draw(st.booleans()),
         "padding": draw(st.sampled_from([0, 0, 1, shards[-1], sum(shards) - 1])),
         "dtype": draw(st.sampled_from(list(DTYPES))),
+        "fp32_weight": operation != "linear_jsd" and draw(st.sampled_from([False, False, True])),
         "layout": draw(st.sampled_from(["contiguous", "contiguous", *LAYOUTS])),
         "default_dtype": draw(st.sampled_from(["fp32", "fp32", "bf16", "fp16", "fp64"])),
         "pending": draw(st.booleans()),
@@ -197,7 +201,16 @@ def _head(
     if case.offset and hidden_size > 1:
         hidden[..., 0] = abs(case.offset) ** 0.5
         weight[:, 0] = case.offset / abs(case.offset) ** 0.5
-    return hidden.to(device, dtype), weight.to(device, dtype)
+    if case.keywords.get("logits_dtype") is not None:  # fp32 is to hold the products, so that all round them alike
+        hidden, weight = _on_a_grid(hidden, 31), _on_a_grid(weight, 127)
+    return hidden.to(device, dtype), weight.to(device, torch.float32 if case.fp32_weight else dtype)
+
+
+def _on_a_grid(tensor: Tensor, steps: int) -> Tensor:
+    """Multiples, at most so many, of a power of two."""
+    largest = float(tensor.abs().max()) if tensor.numel() else 0.0
+    step = 2.0 ** math.ceil(math.log2(largest / steps)) if largest else 1.0
+    return (tensor / step).round() * step
 
 
 def laid_out(tensor: Tensor, layout: str) -> Tensor:

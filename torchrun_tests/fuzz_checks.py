@@ -130,9 +130,8 @@ def check_cross_entropy(case: Case, tensors: Tensors, share: Share, setting: Set
             allowed = (8 + hidden.shape[-1] ** 0.5) * torch.finfo(torch.float32).eps
         allowed += floors.get(name, 0.0)
         findings.require(error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.1e}")
-    findings.require(
-        actual.grad_hidden.dtype == actual.grad_weight.dtype == hidden.dtype, "gradients have another dtype"
-    )
+    same_dtypes = actual.grad_hidden.dtype == hidden.dtype and actual.grad_weight.dtype == weight.dtype
+    findings.require(same_dtypes, "gradients have another dtype")
     check_same_bits_on_every_rank([t for t in actual.outputs if t is not None], setting, findings)
     # torch's own products have other bits where the workspace or a loss cuts the tokens differently.
     if setting.backend == "triton" or share.keywords["workspace_bytes"] == WIDE_WORKSPACE:
@@ -237,7 +236,7 @@ def rounding(
     upstream = sum(gradient.double().abs() for gradient in tensors.upstream.values() if gradient is not None)
     size = float((upstream * factor).norm()) * (1 + math.log(len(weight)) + spread * isinstance(case, JsdCase))
     eps, own_eps = torch.finfo(torch.float32).eps, torch.finfo(DTYPES[case.dtype]).eps
-    keeps = setting.backend == "triton" and case.dtype != "fp32"
+    keeps = setting.backend == "triton" and case.dtype != "fp32" and not case.fp32_weight
     keeps = keeps and (keywords.get("logits_cache_bytes") or setting.operation == "linear_token_loss")
     step = torch.finfo(DTYPES[case.dtype]).smallest_normal * own_eps  # of subnormal numbers
     num_logits = tensors.labels.numel() * len(weight)

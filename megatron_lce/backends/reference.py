@@ -18,11 +18,15 @@ def reference_linear_cross_entropy(
     vocab_size: int | None = None,  # columns at or past it are padding
     entropy: bool = True,
     telemetry: bool = False,
+    logits_dtype: torch.dtype | None = None,
 ) -> LinearCrossEntropyOutput:
     """Return logprobs, entropy and log-sum-exp of every row, computed in fp32, or in fp64 if the inputs are."""
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     num_columns = weight.shape[0] if vocab_size is None else min(vocab_size, weight.shape[0])
-    logits = logits_scale * (hidden.to(dtype) @ weight[:num_columns].to(dtype).T)  # [N, V]
+    products = hidden.to(dtype) @ weight[:num_columns].to(dtype).T  # [N, V]
+    if logits_dtype is not None:  # the gradient passes
+        products = products + (products.detach().to(logits_dtype).to(dtype) - products.detach())
+    logits = logits_scale * products
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
 

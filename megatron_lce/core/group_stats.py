@@ -6,7 +6,7 @@ from torch import Tensor
 from megatron_lce.core import collectives
 from megatron_lce.core.call import Call
 from megatron_lce.core.logits_cache import LogitsCache
-from megatron_lce.core.plan import cut, stats_tokens
+from megatron_lce.core.plan import cut, stats_columns, stats_tokens
 from megatron_lce.core.rows import Rows, softcap_scale
 from megatron_lce.core.statistics import empty_extremes, empty_sums, packed_rows
 from megatron_lce.core.tokens import Tokens
@@ -63,6 +63,8 @@ def _stats_of_part(hidden: Tensor, rows: Rows, call: Call, cache: LogitsCache | 
             rows.labels,
             rows.scale,
             softcap_scale=softcap_scale(options),
+            logits_dtype=options.logits_dtype,
+            columns_at_once=stats_columns(call.size, num_tokens, options.workspace_bytes),
             entropy=entropy,
             telemetry=telemetry,
             vocab_start=shard.start,

@@ -44,6 +44,7 @@ class LogitGradients(NamedTuple):
             grad,
             first_column=columns.start,
             softcap_scale=softcap_scale(self.call.options),
+            logits_dtype=self.call.options.logits_dtype,
             entropy=self.entropy,
         )
 
@@ -92,7 +93,7 @@ def grad_logits_slabs(
     """Yield the gradients of a block's products: first those that are ready, then the others in one reused buffer."""
     block_gradients, hidden, call = gradients.select(block.rows), block.hidden, gradients.call
     num_tokens, num_columns = block_gradients.rows.labels.shape[0], call.shard.columns
-    slabs = partial(computed_slabs, hidden.tensor, num_tokens)
+    slabs = partial(computed_slabs, call.weight, num_tokens)
 
     def blocks(columns: int) -> Blocks:
         workspace = call.options.workspace_bytes

@@ -71,6 +71,7 @@ class Options:
     vocab_size: int | None = None
     entropy: bool = True
     telemetry: bool = False
+    logits_dtype: torch.dtype | None = None
     skip_ignored: bool | int = False
     logits_cache_bytes: int = 0
     workspace_bytes: int = WORKSPACE_BYTES

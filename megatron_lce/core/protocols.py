@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from megatron_lce.core.logits_cache import LogitsCache
@@ -15,7 +16,7 @@ from megatron_lce.core.two_heads import Gradient, Pair
 class Backend(Protocol):
     """A backend supplies these primitives; core defines the types of their arguments."""
 
-    def costs(self, hidden: Tensor, telemetry: bool) -> Costs:
+    def costs(self, hidden: Tensor, weight: Tensor, telemetry: bool) -> Costs:
         """Return the bytes that the primitives take beside inputs and results."""
 
     def prepare_rows(
@@ -39,6 +40,8 @@ class Backend(Protocol):
         telemetry: bool,
         vocab_start: int,
         cache: LogitsCache | None = None,
+        logits_dtype: torch.dtype | None = None,  # what products are rounded to, here and in `grad_logits`
+        columns_at_once: int | None = None,  # of which the weight's rows may be copied; None: all
     ) -> Tensor:
         """Return statistics [chunks, K, N], see `megatron_lce.core.statistics`, and fill the cache, if any."""
 
@@ -85,11 +88,12 @@ class Backend(Protocol):
         weight: Tensor,  # [C, H], the slab
         rows: Rows,  # labels are ids; the slab's rows are first_column and up
         row_terms: Tensor,  # [6 or 7, N]
-        out: Tensor,  # [N, C] of hidden's dtype
+        out: Tensor,  # [N, C] of weight's dtype
         *,
         first_column: int,
         softcap_scale: float | None,
         entropy: bool,
+        logits_dtype: torch.dtype | None = None,
     ) -> None:
         """Write the gradient of one slab of the products `hidden @ weight.T` to `out`."""
 
@@ -125,6 +129,9 @@ class Backend(Protocol):
         `softmaxes` fills the first four rows of `found`; `divergence` fills the others from them; `gradient` is filled
         from both. Rows that are not asked for are read if needed: they may be those of more columns than C.
         """
+
+    def product(self, a: Tensor, b: Tensor, out: Tensor, *, accumulate: bool) -> None:
+        """Compute `out = a @ b`, or `out += ...`, as `megatron_lce.core.products` does or better."""
 
     def scale(self, matrix: Tensor, factor: Tensor, out: Tensor, *, accumulate: bool) -> None:
         """Compute `out = factor * matrix`, or `out += ...`, in fp32; one factor, [], or one for each row, [M]."""

@@ -110,6 +110,24 @@ def test_jsd_is_that_of_the_models_logits(model, teacher, device, beta):
     torch.testing.assert_close(student.entropy, out.entropy)
 
 
+def test_bf16_hidden_states_beside_a_weight_in_fp32_and_a_samplers_rounding(model, device):
+    tensors, labels = megatron_world.inputs(device)
+    model.output_layer.register_forward_pre_hook(lambda module, args: (args[0].bfloat16(), *args[1:]))
+    with capture_lm_head(model) as head:
+        model(*tensors)
+    assert (head.hidden.dtype, head.weight.dtype) == (torch.bfloat16, torch.float32)
+    logits = (head.hidden.double() @ head.weight.double().T).transpose(0, 1)
+    largest = float(logits.abs().max())
+    for dtype, allowed in ((None, 1e-6), (torch.bfloat16, 2**-8 * largest)):
+        out = head.linear_cross_entropy(labels, logits_dtype=dtype, backend="torch")
+        expected = logits.to(dtype or torch.float64).double().log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+        wrong = (out.logprobs - expected).abs()
+        assert wrong.median() <= 1e-6  # of the others a product may round the other way
+        assert wrong.max() <= max(allowed, 1e-6)
+        (gradient,) = torch.autograd.grad(out.logprobs.sum(), head.weight, retain_graph=True)
+        assert gradient.dtype == torch.float32
+
+
 @pytest.mark.parametrize("enabled", [False, True])
 def test_an_exception_leaves_the_model_as_it_was(model, device, enabled):
     tensors, labels = megatron_world.inputs(device)

@@ -3,6 +3,7 @@
 from megatron_lce.backends.triton.divergence import intermediate_bytes, read_products
 from megatron_lce.backends.triton.grad_logits import grad_logits, grad_logits_from_cache
 from megatron_lce.backends.triton.merge_stats import merge_extremes, sum_chunks
+from megatron_lce.backends.triton.parts import product
 from megatron_lce.backends.triton.row_numbers import finish, prepare_rows, row_terms
 from megatron_lce.backends.triton.scale import scale
 from megatron_lce.backends.triton.softmax_stats import softmax_stats
@@ -16,6 +17,7 @@ __all__ = [
     "intermediate_bytes",
     "merge_extremes",
     "prepare_rows",
+    "product",
     "read_products",
     "row_terms",
     "scale",
