@@ -6,6 +6,7 @@ from megatron_lce.core.validation import check_labels
 from megatron_lce.cross_entropy import linear_cross_entropy
 from megatron_lce.head import FusedLinearHead
 from megatron_lce.jsd import linear_jsd
+from megatron_lce.logits_at import linear_logits_at
 from megatron_lce.megatron_integration import (
     CapturedHead,
     Explanation,
@@ -43,6 +44,7 @@ __all__ = [
     "install_megatron_linear_cross_entropy",
     "linear_cross_entropy",
     "linear_jsd",
+    "linear_logits_at",
     "linear_token_loss",
     "shift_labels",
 ]

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from harness import Report, available_backends, main, refuse_deprecated_collectives
 from parity_cases import BF16, CASES, SEQUENCE, Case, Problem, ignore_some, sequence_shard, uneven, verdict
 from parity_of_compat import check_refusal, run_compat, run_disagreements_of_compat, run_megatrons_call, run_torchs_call
+from parity_of_ids import run_ids
 from parity_of_torch import run_async_tensors, run_compiled, run_cuda_graph, run_dtensors, run_fsdp
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -350,6 +351,7 @@ def program(device: torch.device, report: Report) -> None:
         for group in (world, subgroup):
             run_bits_of_all_sizes(backend, group, device, report)
         run_token_loss(backend, world, device, report)
+        run_ids(backend, world, device, report)
         run_dtensors(backend, world, device, report)
         run_async_tensors(backend, world, device, report)
         if dist.get_world_size() == 2:  # no more is to be learnt of more

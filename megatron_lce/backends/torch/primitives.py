@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from megatron_lce.backends.torch.divergence import intermediate_bytes, read_products
+from megatron_lce.backends.torch.gathered import gathered_products, gathered_sums
 from megatron_lce.backends.torch.row_numbers import finish, largest_logit, prepare_rows, row_terms
 from megatron_lce.backends.torch.scale import scale
 from megatron_lce.core.logits_cache import LogitsCache
@@ -24,6 +25,8 @@ __all__ = [
     "chunk_stats",
     "costs",
     "finish",
+    "gathered_products",
+    "gathered_sums",
     "grad_logits",
     "grad_logits_from_cache",
     "intermediate_bytes",
