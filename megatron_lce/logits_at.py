@@ -9,7 +9,7 @@ from megatron_lce.arguments import Operation, make_call
 from megatron_lce.core import validation
 from megatron_lce.core.call import Call
 from megatron_lce.core.collectives import waited
-from megatron_lce.core.gathered import LogitsAtFunction, ids_of_offsets, ids_of_rows
+from megatron_lce.core.gathered_logits import LogitsAtFunction, ids_of_offsets, ids_of_rows
 from megatron_lce.core.options import Options
 
 # Keywords of `linear_cross_entropy` that say how a head is cut and what its logits are.
