@@ -37,6 +37,7 @@ def linear_cross_entropy(
     vocab_size: int | None = None,
     entropy: bool = True,
     telemetry: bool = False,
+    candidates: Tensor | None = None,
     skip_ignored: bool | int = False,
     logits_cache_bytes: int = 0,
     workspace_bytes: int = WORKSPACE_BYTES,
@@ -76,6 +77,9 @@ def linear_cross_entropy(
         entropy: False: `entropy` is None and costs nothing.
         telemetry: True: `max_logit`, `min_logit`, `argmax`, `sum_pi_squared`, `logits_norm` and `mean_logit` are
             filled; only `mean_logit` has a gradient. False: they cost nothing.
+        candidates: int64 [..., K] global ids, K of them for each label, in any order, repeated or not; negative:
+            padding. `candidate_logprobs` [..., K] are then filled, with a gradient: 0 at padding, NaN at an id that no
+            rank owns. They cost K products of length H a token, and about 100 bytes an id beside the workspace.
         skip_ignored: leave ignored rows out of products and statistics. True: they are counted on the device, for which
             the host waits once, and backward leaves out rows whose upstream gradients are all zero too, for which it
             waits once more. An int: how many rows are not ignored, known to the host; nothing is looked at, and every
@@ -112,6 +116,7 @@ def linear_cross_entropy(
         vocab_size=vocab_size,
         entropy=entropy,
         telemetry=telemetry,
+        candidates=candidates,
         skip_ignored=skip_ignored,
         logits_cache_bytes=logits_cache_bytes,
         workspace_bytes=workspace_bytes,
@@ -151,8 +156,13 @@ def _reference(call: Call) -> LinearCrossEntropyOutput:
             vocab_size=call.shard.columns,
             entropy=options.entropy,
             telemetry=options.telemetry,
+            candidates=call.candidates,
         )
-    given = {name: output.view(call.shape) for name, output in outputs._asdict().items() if output is not None}
+    given = {
+        name: output.view(call.shape + output.shape[1:])
+        for name, output in outputs._asdict().items()
+        if output is not None
+    }
     if not isinstance(options.skip_ignored, bool):
         is_count = (call.labels != options.ignore_index).sum() == options.skip_ignored
         unless_nan = nan_unless(is_count)

@@ -98,7 +98,25 @@ def run_logits_at(part: Part, name: str, report: Report) -> None:
     part.check_gradients(f"{name}: logits_at", report)
 
 
+def run_candidates(part: Part, name: str, report: Report) -> None:
+    """Beside the label's logprob; a shard's label is a candidate, too."""
+    ids, labels = part.some_ids(6), part.problem.labels
+    ids[..., 1] = labels
+    out = megatron_lce.linear_cross_entropy(
+        part.hidden, part.weight, labels, candidates=ids, skip_ignored=True, **part.keywords
+    )
+    upstream = part.upstream(ids.shape), part.upstream(labels.shape)
+    torch.autograd.backward([out.candidate_logprobs, out.entropy], upstream)
+    all_logprobs = part.logits.log_softmax(-1)
+    exact = at(all_logprobs, ids), -(all_logprobs.exp() * all_logprobs).sum(-1)
+    torch.autograd.backward(exact, [grad.double() for grad in upstream], retain_graph=True)
+    part.check(f"{name}: candidates", out.candidate_logprobs, exact[0], report)
+    report.check(f"{name}: candidates: the label's bits", torch.equal(out.candidate_logprobs[..., 1], out.logprobs))
+    part.check_gradients(f"{name}: candidates", report)
+
+
 def run_ids(backend: str, group: ProcessGroup, device: torch.device, report: Report) -> None:
     for case in CASES:
         part, name = Part(case, backend, group, device), f"{backend}: ids: {case.name}"
         run_logits_at(part, name, report)
+        run_candidates(part, name, report)

@@ -18,6 +18,7 @@ def reference_linear_cross_entropy(
     vocab_size: int | None = None,  # columns at or past it are padding
     entropy: bool = True,
     telemetry: bool = False,
+    candidates: Tensor | None = None,  # [N, K]; negative: padding
 ) -> LinearCrossEntropyOutput:
     """Return logprobs, entropy and log-sum-exp of every row, computed in fp32, or in fp64 if the inputs are."""
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
@@ -60,6 +61,12 @@ def reference_linear_cross_entropy(
             "logits_norm": finish(detached.norm(dim=-1)),
             "mean_logit": finish(logits.mean(dim=-1)),
         }
+    if candidates is not None:
+        unknown = candidates >= num_columns
+        at = torch.where((candidates < 0) | unknown, 0, candidates)
+        candidate_logprobs = torch.where(candidates < 0, 0.0, logits.gather(1, at) - lse[:, None])
+        candidate_logprobs = candidate_logprobs.masked_fill(unknown, torch.nan) * nan_where_broken[:, None]
+        statistics["candidate_logprobs"] = torch.where(ignored[:, None], 0.0, candidate_logprobs)
     return LinearCrossEntropyOutput(
         finish(logprobs), None if row_entropy is None else finish(row_entropy), finish(lse), **statistics
     )

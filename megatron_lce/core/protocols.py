@@ -131,6 +131,14 @@ class Backend(Protocol):
     ) -> None:
         """Write the sums of factors * matrix[places] over each part to `out`, or add them, always in one order."""
 
+    def write_columns(
+        self,
+        matrix: Tensor,  # [N, C]
+        columns: Tensor,  # [N, K] int64, each at most once a row; outside [0, C): none
+        values: Tensor,  # [N, K] fp32
+    ) -> None:
+        """Write values to some columns of each row."""
+
     def intermediate_bytes(self, num_columns: int) -> int:
         """Return the bytes per token that `read_products` takes for that many columns beside its arguments."""
 

@@ -41,3 +41,17 @@ def gathered_sums(
         terms.masked_fill_(nowhere, 0.0)
         sums = torch.segment_reduce(terms, "sum", offsets=offsets, unsafe=True)
         out[:, columns] = out[:, columns].float() + sums if accumulate else sums
+
+
+def write_columns(
+    matrix: Tensor,  # [N, C]
+    columns: Tensor,  # [N, K] int64, each at most once a row; outside [0, C): none
+    values: Tensor,  # [N, K] fp32
+) -> None:
+    """Write values to some columns of each row. The other places repeat what is written to one of the row's columns."""
+    inside = (columns >= 0) & (columns < matrix.shape[1])
+    one = inside.to(torch.uint8).argmax(dim=1, keepdim=True)
+    any_inside = inside.gather(1, one)
+    column = torch.where(any_inside, columns.gather(1, one), 0)
+    value = torch.where(any_inside, values.gather(1, one).to(matrix.dtype), matrix.gather(1, column))
+    matrix.scatter_(1, torch.where(inside, columns, column), torch.where(inside, values.to(matrix.dtype), value))

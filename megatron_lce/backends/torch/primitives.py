@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from megatron_lce.backends.torch.divergence import intermediate_bytes, read_products
-from megatron_lce.backends.torch.gathered import gathered_products, gathered_sums
+from megatron_lce.backends.torch.gathered import gathered_products, gathered_sums, write_columns
 from megatron_lce.backends.torch.row_numbers import finish, largest_logit, prepare_rows, row_terms
 from megatron_lce.backends.torch.scale import scale
 from megatron_lce.core.logits_cache import LogitsCache
@@ -37,6 +37,7 @@ __all__ = [
     "scale",
     "softmax_stats",
     "sum_chunks",
+    "write_columns",
 ]
 
 

@@ -65,6 +65,26 @@ def gathered_sums(
     )
 
 
+def write_columns(
+    matrix: Tensor,  # [N, C]
+    columns: Tensor,  # [N, K] int64, each at most once a row; outside [0, C): none
+    values: Tensor,  # [N, K] fp32
+) -> None:
+    """Write values to some columns of each row."""
+    block = 4096 if matrix.device.type == "cpu" else 512
+    if columns.numel():
+        _write_columns_kernel[(ceil_div(columns.numel(), block),)](
+            matrix,
+            columns.contiguous(),
+            values.contiguous(),
+            columns.numel(),
+            columns.shape[1],
+            matrix.shape[1],
+            matrix.stride(0),
+            BLOCK=block,
+        )
+
+
 @triton.jit(do_not_specialize=["M"])
 def _gathered_products_kernel(
     hidden_ptr,  # [N, H]
@@ -130,3 +150,22 @@ def _gathered_sums_kernel(
     if ACCUMULATE:
         total += tl.load(out, mask=inner < H, other=0.0).to(tl.float32)
     tl.store(out, total.to(out_ptr.dtype.element_ty), mask=inner < H)
+
+
+@triton.jit(do_not_specialize=["M", "K", "C"])
+def _write_columns_kernel(
+    matrix_ptr,  # [N, C] out
+    columns_ptr,  # [N, K] int64
+    values_ptr,  # [N, K] fp32
+    M,
+    K,
+    C,
+    matrix_stride,
+    BLOCK: tl.constexpr,
+):
+    """Write BLOCK values."""
+    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    columns = tl.load(columns_ptr + places, mask=places < M, other=-1)
+    inside = (columns >= 0) & (columns < C)
+    values = tl.load(values_ptr + places, mask=inside, other=0.0)
+    tl.store(matrix_ptr + places // K * matrix_stride + columns, values.to(matrix_ptr.dtype.element_ty), mask=inside)
