@@ -20,6 +20,7 @@ from megatron_lce.megatron_integration import (
     install_megatron_linear_cross_entropy,
 )
 from megatron_lce.packed import context_parallel_gather, context_parallel_shard, shift_labels
+from megatron_lce.support_logprobs import support_logprobs
 from megatron_lce.token_loss import TokenLoss, linear_token_loss
 
 __version__ = "0.1.0"  # the one place: setup.py reads it from here
@@ -47,4 +48,5 @@ __all__ = [
     "linear_logits_at",
     "linear_token_loss",
     "shift_labels",
+    "support_logprobs",
 ]

@@ -221,9 +221,7 @@ def _backward(
     num_rows = _num_saved_rows(keywords)
     per_row, of_cache = tensors[:num_rows], tensors[num_rows:]
     left = iter(per_row[6:])
-    saved: list[Tensor | None] = per_row[:6]
-    saved += [next(left) if keywords[name] else None for name in ("entropy", "telemetry")]
-    saved += left
+    saved = [*per_row[:6], *(next(left) if keywords[name] else None for name in ("entropy", "telemetry")), *left]
     everything = per_row[0].shape[0] == labels.numel()
     context.save_for_backward(call.hidden, call.weight, None if everything else counted, *saved)
     if of_cache:

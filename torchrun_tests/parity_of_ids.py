@@ -115,8 +115,31 @@ def run_candidates(part: Part, name: str, report: Report) -> None:
     part.check_gradients(f"{name}: candidates", report)
 
 
+def run_support(part: Part, name: str, report: Report) -> None:
+    """Sets of 0 to 5 ids, the label among them, and a repeated one."""
+    labels, size = part.problem.labels, part.logits.shape[-1]
+    counts = torch.arange(labels.numel(), device=labels.device) % 6
+    offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    rows = torch.arange(labels.numel(), device=labels.device).repeat_interleave(counts)
+    ids = torch.randint(size, (len(rows),), generator=part.generator).to(labels.device)
+    ids[offsets[:-1][counts > 0]] = labels.view(-1)[counts > 0]
+    ids[offsets[1:][counts > 2] - 1] = labels.view(-1)[counts > 2]
+    logprobs = megatron_lce.support_logprobs(part.hidden, part.weight, labels, ids, offsets, **part.keywords)
+    upstream = part.upstream(labels.shape)
+    logprobs.backward(upstream)
+    logits = part.logits.view(-1, size)
+    kept = (counts == 0)[:, None].expand(-1, size).clone()
+    kept[rows, ids] = True
+    all_logprobs = logits.masked_fill(~kept, -torch.inf).log_softmax(-1)
+    exact = all_logprobs.gather(1, labels.view(-1, 1)).view(labels.shape)
+    exact.backward(upstream.double(), retain_graph=True)
+    part.check(f"{name}: support", logprobs, exact, report)
+    part.check_gradients(f"{name}: support", report)
+
+
 def run_ids(backend: str, group: ProcessGroup, device: torch.device, report: Report) -> None:
     for case in CASES:
         part, name = Part(case, backend, group, device), f"{backend}: ids: {case.name}"
         run_logits_at(part, name, report)
         run_candidates(part, name, report)
+        run_support(part, name, report)

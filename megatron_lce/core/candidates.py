@@ -70,24 +70,13 @@ def candidate_pass(call: Call, rows: Rows, order: Tensor | None) -> CandidatePas
     return CandidatePass(call, *((ids, labels) if order is None else (ids[order], labels[order])), rows)
 
 
-def without_padding(upstream: Tensor, ids: Tensor) -> Tensor:
-    """Return upstream gradients [N, K] in fp32, 0 at padding."""
-    return upstream.reshape(ids.shape).float().masked_fill(ids < 0, 0.0)
-
-
-def lse_upstream(upstream: Tensor, of_lse: Tensor | None) -> Tensor:
-    """Return what the log-sum-exp's upstream gradient [N] is beside those of candidates [N, K]."""
-    of_candidates = -upstream.sum(dim=1)
-    return of_candidates if of_lse is None else of_candidates + of_lse
-
-
 def candidate_gradients(
     upstream: Tensor,  # [N, K] fp32, 0 at padding
     ids: Tensor,  # [N, K] global
     log_p: Tensor,  # [N, K] base 2
     rows: Rows,
     saved: Saved,
-    packed_terms: Tensor,  # [6 or 7, N], made with `lse_upstream`
+    packed_terms: Tensor,  # [6 or 7, N], the log-sum-exp's upstream less by the sum of these
     call: Call,
 ) -> CandidateGradients:
     """Return the whole gradient of the candidates' products, that of every output included."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_lce.core.call import Call
-from megatron_lce.core.candidates import CandidateGradients, candidate_gradients, lse_upstream, without_padding
+from megatron_lce.core.candidates import CandidateGradients, candidate_gradients
 from megatron_lce.core.head_gradients import Slab, computed_slabs, kept_slabs
 from megatron_lce.core.logits_cache import LogitsCache
 from megatron_lce.core.options import DIFFERENTIABLE
@@ -50,6 +50,8 @@ class LogitGradients(NamedTuple):
             softcap_scale=softcap_scale(self.call.options),
             entropy=self.entropy,
         )
+        if part.candidates is not None:
+            self.call.backend.write_columns(grad, part.candidates.columns - columns.start, part.candidates.grad)
 
 
 def logit_gradients(
@@ -63,8 +65,9 @@ def logit_gradients(
     """Return what gradients of logits are made of, and a mask [N] of rows where they are not all zero."""
     of_candidates = None
     if kept and (grad := upstream["candidate_logprobs"]) is not None:
-        of_candidates = without_padding(grad, kept[0])
-        upstream = {**upstream, "lse": lse_upstream(of_candidates, upstream["lse"])}
+        of_candidates = grad.reshape(kept[0].shape).float().masked_fill(kept[0] < 0, 0.0)
+        of_lse = 0.0 if upstream["lse"] is None else upstream["lse"].float()
+        upstream = {**upstream, "lse": of_lse - of_candidates.sum(dim=1)}
     differentiable = [upstream[name] for name in DIFFERENTIABLE]
     terms, counts = call.backend.row_terms(rows, saved, differentiable, call.options, order)
     gradients = LogitGradients(call, rows, terms, upstream["entropy"] is not None)
@@ -106,6 +109,8 @@ def gradients_of_cache(gradients: LogitGradients, cache: LogitsCache) -> ReadyGr
         and cache.exp.shape[1] == call.shard.columns
         and scaled_hidden <= call.options.workspace_bytes,
     )
+    if gradients.candidates is not None:
+        call.backend.write_columns(cache.exp, *gradients.candidates)
     return ReadyGradients(cache.exp, factor)
 
 
@@ -120,24 +125,7 @@ def grad_logits_slabs(
     gradients: LogitGradients, block: TokenBlock, bytes_per_column: int, ready: ReadyGradients | None
 ) -> Iterator[Slab]:
     """Yield the gradients of a block's products: first those that are ready, then the others in one reused buffer."""
-    block_gradients = gradients.select(block.rows)
-    for slab in _slabs_of_block(gradients, block_gradients, block, bytes_per_column, ready):
-        if block_gradients.candidates is not None:
-            columns, grad = block_gradients.candidates.select(slab.tokens)
-            gradients.call.backend.write_columns(slab.grad, columns - slab.columns.start, grad)
-        yield slab
-        del slab  # a reference here would keep a buffer that its maker frees
-
-
-def _slabs_of_block(
-    gradients: LogitGradients,
-    block_gradients: LogitGradients,
-    block: TokenBlock,
-    bytes_per_column: int,
-    ready: ReadyGradients | None,
-) -> Iterator[Slab]:
-    """Yield the slabs as they are but for the candidates."""
-    hidden, call = block.hidden, gradients.call
+    block_gradients, hidden, call = gradients.select(block.rows), block.hidden, gradients.call
     num_tokens, num_columns = block_gradients.rows.labels.shape[0], call.shard.columns
     slabs = partial(computed_slabs, hidden.tensor, num_tokens)
 
