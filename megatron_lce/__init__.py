@@ -22,6 +22,7 @@ from megatron_lce.megatron_integration import (
 from megatron_lce.packed import context_parallel_gather, context_parallel_shard, shift_labels
 from megatron_lce.support_logprobs import support_logprobs
 from megatron_lce.token_loss import TokenLoss, linear_token_loss
+from megatron_lce.topk import TopK, linear_topk
 
 __version__ = "0.1.0"  # the one place: setup.py reads it from here
 
@@ -33,6 +34,7 @@ __all__ = [
     "FusedOutputContext",
     "LinearCrossEntropyOutput",
     "TokenLoss",
+    "TopK",
     "accept_head",
     "capture_lm_head",
     "check_labels",
@@ -47,6 +49,7 @@ __all__ = [
     "linear_jsd",
     "linear_logits_at",
     "linear_token_loss",
+    "linear_topk",
     "shift_labels",
     "support_logprobs",
 ]

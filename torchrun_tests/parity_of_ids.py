@@ -137,9 +137,23 @@ def run_support(part: Part, name: str, report: Report) -> None:
     part.check_gradients(f"{name}: support", report)
 
 
+def run_topk(part: Part, name: str, report: Report) -> None:
+    """The ids of a stable sort, wherever they lie; all of the vocabulary if it holds fewer."""
+    size, names = part.logits.shape[-1], ("logprobs", "lse", "mass")
+    k = min(7, size)
+    found = megatron_lce.linear_topk(part.hidden, part.weight, k, workspace_bytes=2**14, **part.keywords)
+    values, ids = part.logits.detach().sort(dim=-1, descending=True, stable=True)
+    lse = part.logits.detach().logsumexp(-1)
+    logprobs = (values - lse[..., None])[..., :k]
+    report.check(f"{name}: topk: ids", torch.equal(found.ids, ids[..., :k]))
+    for what, exact in zip(names, (logprobs, lse, logprobs.exp().sum(-1)), strict=True):
+        part.check(f"{name}: topk: {what}", getattr(found, what), exact, report)
+
+
 def run_ids(backend: str, group: ProcessGroup, device: torch.device, report: Report) -> None:
     for case in CASES:
         part, name = Part(case, backend, group, device), f"{backend}: ids: {case.name}"
         run_logits_at(part, name, report)
         run_candidates(part, name, report)
         run_support(part, name, report)
+        run_topk(part, name, report)

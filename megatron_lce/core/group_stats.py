@@ -63,9 +63,8 @@ def _stats_of_part(hidden: Tensor, rows: Rows, call: Call, cache: LogitsCache | 
     entropy, telemetry = options.entropy, options.telemetry
     if shard.columns == 0:
         parts = hidden.new_empty(0, packed_rows(entropy, telemetry), num_tokens, dtype=torch.float32)
-        all_extremes = empty_extremes(num_tokens, telemetry, hidden.device)[None]
     else:
-        all_extremes = parts = backend.softmax_stats(
+        parts = backend.softmax_stats(
             hidden,
             call.weight[: shard.columns],
             rows.labels,
@@ -76,6 +75,16 @@ def _stats_of_part(hidden: Tensor, rows: Rows, call: Call, cache: LogitsCache | 
             vocab_start=shard.start,
             cache=cache,
         )
+    return merged_over_group(parts, call)
+
+
+def merged_over_group(parts: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """Return the extremes and sums over the group's vocabulary of this shard's statistics [chunks, K, N]."""
+    backend, options, shard = call.backend, call.options, call.shard
+    entropy, telemetry = options.entropy, options.telemetry
+    all_extremes = parts
+    if shard.columns == 0:
+        all_extremes = empty_extremes(parts.shape[2], telemetry, parts.device)[None]
     if options.tp_group is not None:
         extremes = backend.merge_extremes(all_extremes, telemetry)
         all_extremes = collectives.stack_over_group(extremes, options.tp_group)

@@ -131,6 +131,9 @@ class Backend(Protocol):
     ) -> None:
         """Write the sums of factors * matrix[places] over each part to `out`, or add them, always in one order."""
 
+    def product_stats(self, products: Tensor, row_scale: Tensor) -> Tensor:
+        """Return `softmax_stats`, without entropy and telemetry, of fp32 products [N, C] times their scale [N]."""
+
     def write_columns(
         self,
         matrix: Tensor,  # [N, C]

@@ -32,6 +32,7 @@ __all__ = [
     "intermediate_bytes",
     "merge_extremes",
     "prepare_rows",
+    "product_stats",
     "read_products",
     "row_terms",
     "scale",
@@ -82,6 +83,17 @@ def softmax_stats(
         logits = logits_base2(hidden, weight[columns], row_scale, softcap_scale)
         part.copy_(chunk_stats(logits, labels - columns.start, vocab_start + columns.start, entropy, telemetry))
     return parts
+
+
+def product_stats(products: Tensor, row_scale: Tensor) -> Tensor:
+    """Return statistics [chunks, 3, N] of every `CHUNK_COLUMNS` of fp32 products [N, C] times their scale [N]."""
+    num_tokens, num_columns = products.shape
+    nowhere = torch.full((num_tokens,), -1, dtype=torch.int32, device=products.device)
+    parts = [
+        chunk_stats(products[:, columns] * row_scale[:, None], nowhere, 0, False, False)
+        for columns in cut(num_columns, CHUNK_COLUMNS)
+    ]
+    return torch.stack(parts) if parts else products.new_empty(0, packed_rows(False, False), num_tokens)
 
 
 def merge_extremes(parts: Tensor, telemetry: bool) -> Tensor:
