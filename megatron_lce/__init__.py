@@ -23,6 +23,7 @@ from megatron_lce.packed import context_parallel_gather, context_parallel_shard,
 from megatron_lce.support_logprobs import support_logprobs
 from megatron_lce.token_loss import TokenLoss, linear_token_loss
 from megatron_lce.topk import TopK, linear_topk
+from megatron_lce.topk_distillation import topk_divergence
 
 __version__ = "0.1.0"  # the one place: setup.py reads it from here
 
@@ -52,4 +53,5 @@ __all__ = [
     "linear_topk",
     "shift_labels",
     "support_logprobs",
+    "topk_divergence",
 ]

@@ -179,8 +179,8 @@ def eager_linear_cross_entropy(
         outputs.insert(5, logits.argmax(dim=-1))
     result = LinearCrossEntropyOutput(*outputs)
     if candidates is not None:
-        at = all_logprobs.gather(1, candidates.clamp(0, logits.shape[1] - 1)).masked_fill(candidates < 0, 0.0)
-        at = at.masked_fill(candidates >= logits.shape[1], torch.nan)
+        factor = (candidates >= 0).float().masked_fill(candidates >= logits.shape[1], torch.nan)
+        at = all_logprobs.gather(1, candidates.clamp(0, logits.shape[1] - 1)) * factor
         result = result._replace(candidate_logprobs=(at * kept[:, None]).masked_fill(kept[:, None] == 0, 0.0))
     return result
 

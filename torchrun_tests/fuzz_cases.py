@@ -33,6 +33,7 @@ CROSS_ENTROPY = COMMON | {
     "softcap": SOFTCAPS,
     "entropy": st.booleans(),
     "telemetry": st.booleans(),
+    "candidates": st.sampled_from([None, None, 1, 4, 30]),  # how many a token
     "skip_ignored": st.sampled_from([False, False, True, "count", "miscount"]),
     "reduce_grad_hidden": st.sampled_from([True, True, True, False]),
     "logits_cache_bytes": st.sampled_from([0, 0, 1, 3000, 40_000, 2**30]),
@@ -100,6 +101,7 @@ def cases(draw: st.DrawFn, operation: str, ranks: int, team: int) -> Case:
     shards = draw(_shards(ranks, max(1, MOST_LOGITS // max(tokens, 1) // ranks)))
     outputs = ["logprobs", "lse", *(["entropy"] if keywords.get("entropy", False) else [])]
     outputs += ["mean_logit"] if keywords.get("telemetry", False) else []
+    outputs += ["candidate_logprobs"] if keywords.get("candidates") else []
     shape = draw(st.sampled_from([(tokens,), (tokens, 1), (2, tokens // 2), (tokens // 3, 3)]))
     if keywords["sequence_parallel"]:
         shape = (-(-shape[0] // ranks) * ranks, *shape[1:])
@@ -185,6 +187,12 @@ def build(case: Case, device: torch.device) -> Tensors:
         name: torch.randn(case.shape, generator=generator).to(device) if name in case.upstream else None
         for name in DIFFERENTIABLE
     }
+    if width := keywords.get("candidates"):
+        ids = torch.randint(-1, valid, (*case.shape, width), generator=generator)
+        ids[..., 0] = torch.where((labels >= 0) & (labels < valid), labels, ids[..., 0])
+        keywords["candidates"] = ids.to(device)
+        grad = torch.randn(ids.shape, generator=generator).to(device)
+        upstream["candidate_logprobs"] = grad if "candidate_logprobs" in case.upstream else None
     return Tensors(heads, labels.to(device), upstream, keywords)
 
 

@@ -169,6 +169,7 @@ def check_bits(
     ((hidden, weight),), labels = tensors.heads, tensors.labels
     with torch.no_grad():
         forward = {"entropy": False, "telemetry": False, "logits_cache_bytes": 0, "reduce_grad_hidden": True}
+        forward["candidates"] = None
         keywords = share.keywords | {"drawn": partial(as_drawn, case)}
         # Copies, as of those with gradients: a CPU's product of one column has other bits where it starts elsewhere.
         own = hidden[share.rows].clone(), weight[share.columns].clone()
@@ -234,7 +235,8 @@ def rounding(
         0, 0, 0
     )
     largest, spread = logits_range(tensors, temperature)
-    upstream = sum(gradient.double().abs() for gradient in tensors.upstream.values() if gradient is not None)
+    given = {name: gradient.double().abs() for name, gradient in tensors.upstream.items() if gradient is not None}
+    upstream = sum(gradient.sum(-1) if name == "candidate_logprobs" else gradient for name, gradient in given.items())
     size = float((upstream * factor).norm()) * (1 + math.log(len(weight)) + spread * isinstance(case, JsdCase))
     eps, own_eps = torch.finfo(torch.float32).eps, torch.finfo(DTYPES[case.dtype]).eps
     keeps = setting.backend == "triton" and case.dtype != "fp32"
@@ -297,7 +299,10 @@ def evaluate_token_loss(
     given = {name: gradient for name, gradient in upstream._asdict().items() if gradient is not None}
 
     def loss(outputs: LinearCrossEntropyOutput, *gradients: Tensor) -> Tensor:
-        return sum(getattr(outputs, name) * gradient for name, gradient in zip(given, gradients, strict=True))
+        terms = [getattr(outputs, name) * gradient for name, gradient in zip(given, gradients, strict=True)]
+        return sum(
+            term if name != "candidate_logprobs" else term.sum(-1) for name, term in zip(given, terms, strict=True)
+        )
 
     tensors, per_token = map(drawn, (hidden, weight, labels)), map(drawn, given.values())
     result = megatron_lce.linear_token_loss(*tensors, loss, *per_token, **tensors_drawn(keywords, drawn))

@@ -224,7 +224,10 @@ def run_bits_of_all_sizes(backend: str, group: ProcessGroup, device: torch.devic
         case = Case("", shards=lambda n: [128 * (1 + r % 2) for r in range(n - 1)] + [77], dtype=dtype)
         problem = Problem(case, ranks, device)
         shard = slice(problem.starts[rank], problem.starts[rank + 1])
-        call = functools.partial(megatron_lce.linear_cross_entropy, telemetry=True, backend=backend)
+        ids = (
+            torch.arange(problem.labels.numel() * 5, device=device).view(*problem.labels.shape, 5) % problem.starts[-1]
+        )
+        call = functools.partial(megatron_lce.linear_cross_entropy, telemetry=True, candidates=ids, backend=backend)
         with torch.no_grad():
             alone = call(problem.hidden, problem.weight, problem.labels)
             together = call(

@@ -62,10 +62,9 @@ def reference_linear_cross_entropy(
             "mean_logit": finish(logits.mean(dim=-1)),
         }
     if candidates is not None:
-        unknown = candidates >= num_columns
-        at = torch.where((candidates < 0) | unknown, 0, candidates)
-        candidate_logprobs = torch.where(candidates < 0, 0.0, logits.gather(1, at) - lse[:, None])
-        candidate_logprobs = candidate_logprobs.masked_fill(unknown, torch.nan) * nan_where_broken[:, None]
+        factor = (candidates >= 0).to(dtype).masked_fill(candidates >= num_columns, torch.nan)
+        at = candidates.clamp(0, num_columns - 1)
+        candidate_logprobs = (logits.gather(1, at) - lse[:, None]) * factor * nan_where_broken[:, None]
         statistics["candidate_logprobs"] = torch.where(ignored[:, None], 0.0, candidate_logprobs)
     return LinearCrossEntropyOutput(
         finish(logprobs), None if row_entropy is None else finish(row_entropy), finish(lse), **statistics

@@ -76,6 +76,10 @@ def logit_gradients(
     ids = kept[0]
     if order is not None:
         ids, of_candidates = ids[order], of_candidates[order]
+    unknown = (kept[1].isnan() & (ids >= 0)).any(
+        dim=1
+    )  # an id of no rank makes its row's gradient NaN, as a label does
+    terms[2].masked_fill_(unknown & ~rows.ignored, torch.nan)
     candidates = candidate_gradients(of_candidates, ids, kept[1], rows, saved, terms, call)
     return gradients._replace(candidates=candidates), counts | (of_candidates != 0).any(dim=1)
 
