@@ -77,12 +77,13 @@ def linear_topk(
 def _topk(call: Call, k: int) -> TopK:
     num_tokens, stride = call.labels.shape[0], slab_row_stride(call.size.columns)
     of_token = 4 * stride + 48 * ceil_div(stride, CHUNK_COLUMNS) + 24 * min(k * CHUNK_COLUMNS, stride)
-    most = call.options.workspace_bytes // of_token
+    ranks = num_tokens // call.hidden.shape[0] if call.options.sequence_parallel and num_tokens else 1
+    most = call.options.workspace_bytes // (of_token * ranks) * ranks  # a block has a token of every rank, or several
     if most == 0:
         raise ValueError(
-            f"workspace_bytes must be at least {of_token} for this head, got {call.options.workspace_bytes}"
+            f"workspace_bytes must be at least {of_token * ranks} for this head, got {call.options.workspace_bytes}"
         )
-    most = most // MIN_TOKENS * MIN_TOKENS or most
+    most = most // (MIN_TOKENS * ranks) * MIN_TOKENS * ranks or most
     tokens = Tokens(call.hidden, num_tokens, Counted(None), min(most, max(num_tokens, 1)), call.options)
     rows, order = call.backend.prepare_rows(call.labels, call.temperature, call.options, call.shard), tokens.order()
     rows = rows if order is None else rows.select(order)

@@ -95,6 +95,10 @@ def cases(draw: st.DrawFn, operation: str, ranks: int, team: int) -> Case:
     keywords = {name: draw(values) for name, values in (JSD if operation == "linear_jsd" else CROSS_ENTROPY).items()}
     if operation == "linear_token_loss":
         del keywords["logits_cache_bytes"]
+    if operation == "linear_logits_at":
+        names = ("entropy", "telemetry", "skip_ignored", "reduce_grad_hidden", "logits_cache_bytes")
+        keywords = {name: value for name, value in keywords.items() if name not in names}
+        keywords["candidates"] = draw(st.sampled_from([1, 2, 5, 30, 150]))
     tokens = draw(st.sampled_from([0, 1, 2, 5, 12, 33, 64, 130, 150]))
     if tokens > MOST_TOKENS_ALONE:  # the smallest workspace holds a token at a time
         keywords["workspace_bytes"] = max(keywords["workspace_bytes"], 2**18)
@@ -125,6 +129,8 @@ def cases(draw: st.DrawFn, operation: str, ranks: int, team: int) -> Case:
         "upstream": tuple(sorted(draw(st.sets(st.sampled_from(outputs), min_size=1)))),
         "keywords": keywords,
     }
+    if operation == "linear_logits_at":
+        fields["upstream"] = ("candidate_logprobs",)
     if operation != "linear_jsd":
         return Case(**fields)
     return JsdCase(

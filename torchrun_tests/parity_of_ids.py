@@ -1,5 +1,6 @@
 """What has to do with some ids of the vocabulary, over any number of ranks, against fp64 on materialised logits."""
 
+import re
 from typing import Any
 
 import torch
@@ -141,7 +142,12 @@ def run_topk(part: Part, name: str, report: Report) -> None:
     """The ids of a stable sort, wherever they lie; all of the vocabulary if it holds fewer."""
     size, names = part.logits.shape[-1], ("logprobs", "lse", "mass")
     k = min(7, size)
-    found = megatron_lce.linear_topk(part.hidden, part.weight, k, workspace_bytes=2**14, **part.keywords)
+    arguments = (part.hidden, part.weight, k)
+    try:
+        megatron_lce.linear_topk(*arguments, workspace_bytes=1, **part.keywords)
+    except ValueError as error:
+        smallest = int(re.search(r"at least (\d+) for", str(error))[1])
+    found = megatron_lce.linear_topk(*arguments, workspace_bytes=smallest, **part.keywords)
     values, ids = part.logits.detach().sort(dim=-1, descending=True, stable=True)
     lse = part.logits.detach().logsumexp(-1)
     logprobs = (values - lse[..., None])[..., :k]

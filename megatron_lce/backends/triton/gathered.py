@@ -135,9 +135,11 @@ def _gathered_sums_kernel(
     last = tl.load(offsets_ptr + part + 1)
     inner = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H))[None, :]
     sums = tl.zeros((BLOCK_M, BLOCK_H), dtype=tl.float32)
-    if ACCUMULATE:  # noqa: SIM102 - the compiler decides this, the device the next
-        if first >= last:
-            return
+    out = out_ptr + part * out_stride + inner
+    if first >= last:  # as most ids of a vocabulary
+        if not ACCUMULATE:
+            tl.store(out, tl.zeros((1, BLOCK_H), dtype=out_ptr.dtype.element_ty), mask=inner < H)
+        return
     for start in range(first, last, BLOCK_M):
         entries = start + tl.arange(0, BLOCK_M)
         places = tl.load(places_ptr + entries, mask=entries < last, other=-1)
@@ -146,7 +148,6 @@ def _gathered_sums_kernel(
         rows = tl.load(matrix_ptr + places[:, None] * matrix_stride + inner, mask=mask, other=0.0)
         sums += tl.where(mask, factors[:, None] * rows.to(tl.float32), 0.0)
     total = tl.sum(sums, 0)[None, :]
-    out = out_ptr + part * out_stride + inner
     if ACCUMULATE:
         total += tl.load(out, mask=inner < H, other=0.0).to(tl.float32)
     tl.store(out, total.to(out_ptr.dtype.element_ty), mask=inner < H)
