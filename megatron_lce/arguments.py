@@ -63,7 +63,11 @@ def make_call(
         TypeError, ValueError: see `linear_cross_entropy`.
     """
     hidden, weight, labels = (collectives.waited(tensor) for tensor in (hidden, weight, labels))
-    options = replace(options, temperature=collectives.waited(options.temperature))
+    options = replace(
+        options,
+        temperature=collectives.waited(options.temperature),
+        candidates=collectives.waited(options.candidates),
+    )
 
     def checked(ranks: int) -> tuple[Options, Shard, Tensor]:
         ids, prepared = operation.prepare(labels, options, ranks)
@@ -116,6 +120,8 @@ def checked_options(
     validation.check_labels_of(names[0], hidden, labels, ranks if sequence_parallel else 1, names[2])
     validation.check_temperature(options.temperature, labels.shape, labels.device)
     validation.check_number("logits_scale", options.logits_scale)
+    if options.candidates is not None:
+        validation.check_candidates(options.candidates, labels)
     validation.check_integer("ignore_index", options.ignore_index)
     validation.check_skip_ignored(options.skip_ignored, labels.numel())
     validation.check_options(options)
@@ -166,6 +172,7 @@ def _describe(
         "gradients": (torch.is_grad_enabled(), *(getattr(x, "requires_grad", None) for x in (hidden, weight))),
         **{name: type(value).__name__ if name in _BY_TYPE else value for name, value in values.items()},
         "skip_ignored": validation.kind_of_skipping(options.skip_ignored),
+        "candidates": validation.kind_of(options.candidates),
     }
 
 

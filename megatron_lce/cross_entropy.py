@@ -38,6 +38,7 @@ def linear_cross_entropy(
     entropy: bool = True,
     telemetry: bool = False,
     logits_dtype: torch.dtype | None = None,
+    candidates: Tensor | None = None,
     skip_ignored: bool | int = False,
     logits_cache_bytes: int = 0,
     workspace_bytes: int = WORKSPACE_BYTES,
@@ -81,6 +82,9 @@ def linear_cross_entropy(
         logits_dtype: torch.bfloat16: each product is rounded to it once, before scale, softcap and temperature, as a
             sampler rounds its logits (docs/precision.md); gradients pass the rounding as if it were not there. `None`:
             never rounded.
+        candidates: int64 [..., K] global ids, K of them for each label, in any order, repeated or not; negative:
+            padding. `candidate_logprobs` [..., K] are then filled, with a gradient: 0 at padding, NaN at an id that no
+            rank owns. They cost K products of length H a token, and about 100 bytes an id beside the workspace.
         skip_ignored: leave ignored rows out of products and statistics. True: they are counted on the device, for which
             the host waits once, and backward leaves out rows whose upstream gradients are all zero too, for which it
             waits once more. An int: how many rows are not ignored, known to the host; nothing is looked at, and every
@@ -119,6 +123,7 @@ def linear_cross_entropy(
         entropy=entropy,
         telemetry=telemetry,
         logits_dtype=logits_dtype,
+        candidates=candidates,
         skip_ignored=skip_ignored,
         logits_cache_bytes=logits_cache_bytes,
         workspace_bytes=workspace_bytes,
@@ -159,8 +164,13 @@ def _reference(call: Call) -> LinearCrossEntropyOutput:
             entropy=options.entropy,
             telemetry=options.telemetry,
             logits_dtype=options.logits_dtype,
+            candidates=call.candidates,
         )
-    given = {name: output.view(call.shape) for name, output in outputs._asdict().items() if output is not None}
+    given = {
+        name: output.view(call.shape + output.shape[1:])
+        for name, output in outputs._asdict().items()
+        if output is not None
+    }
     if not isinstance(options.skip_ignored, bool):
         is_count = (call.labels != options.ignore_index).sum() == options.skip_ignored
         unless_nan = nan_unless(is_count)

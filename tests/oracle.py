@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_lce.backends.reference import reference_linear_cross_entropy
-from megatron_lce.core.options import DIFFERENTIABLE, LinearCrossEntropyOutput
+from megatron_lce.core.options import LinearCrossEntropyOutput
 
 # An error within this many times that of eager PyTorch is rounding; a wrong formula is orders of magnitude larger.
 TIMES_EAGER_FP32 = 4.0
@@ -23,6 +23,7 @@ class Upstream(NamedTuple):
     entropy: Tensor | None = None
     lse: Tensor | None = None
     mean_logit: Tensor | None = None  # of no account without telemetry
+    candidate_logprobs: Tensor | None = None  # of no account without candidates
 
 
 class Result(NamedTuple):
@@ -62,7 +63,7 @@ def evaluate(
 
 def differentiable(outputs: LinearCrossEntropyOutput, upstream: Upstream) -> tuple[list[Tensor], list[Tensor]]:
     """The outputs that were asked for and take part in the loss, and their upstream gradients."""
-    pairs = [(getattr(outputs, name), getattr(upstream, name)) for name in DIFFERENTIABLE]
+    pairs = [(getattr(outputs, name), getattr(upstream, name)) for name in Upstream._fields]
     pairs = [(output, grad.to(output)) for output, grad in pairs if output is not None and grad is not None]
     return [output for output, _ in pairs], [grad for _, grad in pairs]
 
@@ -163,6 +164,7 @@ def eager_linear_cross_entropy(
     entropy: bool = True,
     telemetry: bool = False,
     logits_dtype: torch.dtype | None = None,
+    candidates: Tensor | None = None,
 ) -> LinearCrossEntropyOutput:
     """What a user writes in eager PyTorch: logits in the inputs' dtype, an fp32 softmax over them."""
     if hidden.dtype != weight.dtype:  # an fp32 head
@@ -186,7 +188,12 @@ def eager_linear_cross_entropy(
     outputs = [None if o is None else o * kept for o in outputs]
     if telemetry:
         outputs.insert(5, logits.argmax(dim=-1))
-    return LinearCrossEntropyOutput(*outputs)
+    result = LinearCrossEntropyOutput(*outputs)
+    if candidates is not None:
+        factor = (candidates >= 0).float().masked_fill(candidates >= logits.shape[1], torch.nan)
+        at = all_logprobs.gather(1, candidates.clamp(0, logits.shape[1] - 1)) * factor
+        result = result._replace(candidate_logprobs=(at * kept[:, None]).masked_fill(kept[:, None] == 0, 0.0))
+    return result
 
 
 def _any_shape(function: Callable[..., LinearCrossEntropyOutput]) -> Callable[..., LinearCrossEntropyOutput]:
@@ -195,7 +202,9 @@ def _any_shape(function: Callable[..., LinearCrossEntropyOutput]) -> Callable[..
     def call(hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float | Tensor = 1.0, **keywords: Any):
         if isinstance(temperature, Tensor):
             temperature = temperature.reshape(-1)
+        if (candidates := keywords.get("candidates")) is not None:
+            keywords = {**keywords, "candidates": candidates.reshape(-1, candidates.shape[-1])}
         flat = function(hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), temperature, **keywords)
-        return LinearCrossEntropyOutput(*(None if o is None else o.reshape(labels.shape) for o in flat))
+        return LinearCrossEntropyOutput(*(None if o is None else o.reshape(labels.shape + o.shape[1:]) for o in flat))
 
     return call

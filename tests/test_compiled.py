@@ -16,6 +16,8 @@ CASES = {
     "a temperature a token": {"temperature": torch.linspace(0.5, 2.0, 12)},
     "ignored rows skipped": {"skip_ignored": True},
     "their number known": {"skip_ignored": 10},
+    "candidates": {"candidates": torch.arange(-1, 59).view(12, 5), "entropy": False},
+    "candidates, ignored rows skipped": {"candidates": torch.arange(-1, 59).view(12, 5), "skip_ignored": True},
     "part of the logits kept": {"logits_cache_bytes": 4000, "dtype": torch.bfloat16},
     "all of them kept": {"logits_cache_bytes": 2**20, "dtype": torch.bfloat16},
     "a weight in fp32": {"dtype": torch.bfloat16, "weight_dtype": torch.float32},
@@ -35,6 +37,8 @@ def step(hidden: Tensor, weight: Tensor, labels: Tensor, keywords: dict) -> tupl
         loss = loss + 0.1 * out.entropy.sum()
     if out.mean_logit is not None:
         loss = loss + 0.2 * out.mean_logit.sum()
+    if out.candidate_logprobs is not None:
+        loss = loss + 0.3 * out.candidate_logprobs.square().sum()
     return loss, [output.detach() for output in out if output is not None]
 
 

@@ -29,6 +29,7 @@ from parity_cases import (
     verdict,
 )
 from parity_of_compat import check_refusal, run_compat, run_disagreements_of_compat, run_megatrons_call, run_torchs_call
+from parity_of_ids import run_ids
 from parity_of_torch import run_async_tensors, run_compiled, run_cuda_graph, run_dtensors, run_fsdp
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -235,7 +236,10 @@ def run_bits_of_all_sizes(backend: str, group: ProcessGroup, device: torch.devic
         case = Case("", shards=lambda n: [128 * (1 + r % 2) for r in range(n - 1)] + [77], dtype=dtype)
         problem = Problem(dataclasses.replace(case, change=change), ranks, device)
         shard = slice(problem.starts[rank], problem.starts[rank + 1])
-        call = functools.partial(megatron_lce.linear_cross_entropy, telemetry=True, backend=backend)
+        ids = (
+            torch.arange(problem.labels.numel() * 5, device=device).view(*problem.labels.shape, 5) % problem.starts[-1]
+        )
+        call = functools.partial(megatron_lce.linear_cross_entropy, telemetry=True, candidates=ids, backend=backend)
         call = functools.partial(call, logits_dtype=logits_dtype)
         with torch.no_grad():
             alone = call(problem.hidden, problem.weight, problem.labels)
@@ -262,7 +266,7 @@ def run_token_loss(backend: str, group: ProcessGroup, device: torch.device, repo
         shard = slice(problem.starts[rank], problem.starts[rank + 1])
         rows = sequence_shard(case, rank, ranks)
         hidden, weight = (t.clone().requires_grad_() for t in (problem.hidden[rows], problem.weight[shard]))
-        weights = torch.stack(problem.upstream, dim=-1)
+        weights = torch.stack(problem.upstream[:4], dim=-1)
 
         def loss(out: LinearCrossEntropyOutput, weights: Tensor) -> Tensor:
             return (torch.stack([getattr(out, name) for name in DIFFERENTIABLE], dim=-1) * weights).sum(-1)
@@ -365,6 +369,7 @@ def program(device: torch.device, report: Report) -> None:
         for group in (world, subgroup):
             run_bits_of_all_sizes(backend, group, device, report)
         run_token_loss(backend, world, device, report)
+        run_ids(backend, world, device, report)
         run_dtensors(backend, world, device, report)
         run_async_tensors(backend, world, device, report)
         if dist.get_world_size() == 2:  # no more is to be learnt of more

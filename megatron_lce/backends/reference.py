@@ -19,6 +19,7 @@ def reference_linear_cross_entropy(
     entropy: bool = True,
     telemetry: bool = False,
     logits_dtype: torch.dtype | None = None,
+    candidates: Tensor | None = None,  # [N, K]; negative: padding
 ) -> LinearCrossEntropyOutput:
     """Return logprobs, entropy and log-sum-exp of every row, computed in fp32, or in fp64 if the inputs are."""
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
@@ -64,6 +65,12 @@ def reference_linear_cross_entropy(
             "logits_norm": finish(detached.norm(dim=-1)),
             "mean_logit": finish(logits.mean(dim=-1)),
         }
+    if candidates is not None:
+        factor = (candidates >= 0).to(dtype).masked_fill(candidates >= num_columns, torch.nan)
+        factor = factor.masked_fill(ignored[:, None], 0.0)  # NaN would reach the row's gradient
+        at = candidates.clamp(0, num_columns - 1)
+        candidate_logprobs = (logits.gather(1, at) - lse[:, None]) * factor * nan_where_broken[:, None]
+        statistics["candidate_logprobs"] = torch.where(ignored[:, None], 0.0, candidate_logprobs)
     return LinearCrossEntropyOutput(
         finish(logprobs), None if row_entropy is None else finish(row_entropy), finish(lse), **statistics
     )

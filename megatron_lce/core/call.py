@@ -50,10 +50,17 @@ class Call:
             even=not any(columns % ALIGNED_COLUMNS for columns in (self.shard.largest, options.vocab_size or 0)),
         )
 
+    @property
+    def candidates(self) -> Tensor | None:
+        """[N, K] int64 global ids, or None."""
+        ids = self.options.candidates
+        return None if ids is None else ids.reshape(-1, ids.shape[-1])
+
     def without_tensors(self) -> Self:
         """Return a copy without tensors: an autograd node saves tensors itself."""
         nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
-        return replace(self, hidden=nothing, weight=nothing, labels=nothing, temperature=1.0)
+        options = replace(self.options, candidates=None)
+        return replace(self, hidden=nothing, weight=nothing, labels=nothing, temperature=1.0, options=options)
 
     def with_tensors(self, hidden: Tensor, weight: Tensor) -> Self:
         """Return a copy with the tensors that an autograd node saved."""

@@ -112,6 +112,40 @@ class Backend(Protocol):
         If `factored` (the cache then holds all columns), it may return factors [N]: the gradient is factor * cache.
         """
 
+    def gathered_products(
+        self,
+        hidden: Tensor,  # [N, H]
+        weight: Tensor,  # [V, H]
+        rows: Tensor,  # [M] int64 numbers of hidden's rows
+        ids: Tensor,  # [M] int64 numbers of weight's rows; -1: none
+        workspace_bytes: int,
+    ) -> Tensor:
+        """Return hidden[rows] . weight[ids], [M] fp32, 0 without an id."""
+
+    def gathered_sums(
+        self,
+        matrix: Tensor,  # [R, H]
+        places: Tensor,  # [M] int64 numbers of matrix's rows; -1: none
+        factors: Tensor,  # [M] fp32
+        offsets: Tensor,  # [S + 1] int64, where each sum's part of the M begins
+        out: Tensor,  # [S, H]
+        *,
+        accumulate: bool,
+        workspace_bytes: int,
+    ) -> None:
+        """Write the sums of factors * matrix[places] over each part to `out`, or add them, always in one order."""
+
+    def product_stats(self, products: Tensor, row_scale: Tensor) -> Tensor:
+        """Return `softmax_stats`, without entropy and telemetry, of fp32 products [N, C] times their scale [N]."""
+
+    def write_columns(
+        self,
+        matrix: Tensor,  # [N, C]
+        columns: Tensor,  # [N, K] int64, each at most once a row; outside [0, C): none
+        values: Tensor,  # [N, K] fp32
+    ) -> None:
+        """Write values to some columns of each row."""
+
     def intermediate_bytes(self, num_columns: int) -> int:
         """Return the bytes per token that `read_products` takes for that many columns beside its arguments."""
 

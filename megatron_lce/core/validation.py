@@ -146,6 +146,18 @@ def check_temperature(
         check_number(name, temperature, positive=True)
 
 
+def check_candidates(candidates: Tensor, labels: Tensor) -> None:
+    """Check that candidates are ids of labels' shape and one dimension more."""
+    check_label_tensor(candidates, "candidates")
+    shape, dims = tuple(labels.shape), labels.dim()
+    if tuple(candidates.shape[:dims]) != shape or candidates.dim() != dims + 1 or candidates.shape[-1] == 0:
+        raise ValueError(
+            f"candidates must be [..., K] with labels' shape, {shape}, first, got {tuple(candidates.shape)}"
+        )
+    if candidates.device != labels.device:
+        raise ValueError(f"candidates must be on labels' device, {labels.device}, got {candidates.device}")
+
+
 def check_options(options: Options) -> None:
     """Check the keywords that do not depend on a call's tensors."""
     if options.vocab_size is not None:

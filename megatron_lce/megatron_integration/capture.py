@@ -21,6 +21,7 @@ from megatron_lce.megatron_integration.method_overrides import MethodOverride, a
 from megatron_lce.megatron_integration.support import NO_HEAD, find_language_model, head_reasons, reasons_of_group
 from megatron_lce.megatron_integration.uncomputed_logits import NoLogits, UncomputedLogits
 from megatron_lce.token_loss import TokenLoss, TokenLossFunction
+from megatron_lce.topk import TopK
 
 if TYPE_CHECKING:
     from megatron.core.models.common.language_module.language_module import LanguageModule
@@ -164,6 +165,27 @@ class CapturedHead:
             return call.linear_jsd(
                 teacher, labels=labels, beta=beta, temperature=temperature, token_weights=token_weights, **keywords
             )
+
+    def linear_logits_at(self, ids: Tensor, offsets: Tensor | None = None, **keywords: Any) -> Tensor:
+        """`megatron_lce.linear_logits_at` of the captured head: `ids` [b, s, K], or CSR over the b * s tokens."""
+        check_not_fixed(keywords)
+        call = self._captured_call()
+        with self._gradient_where_captured():
+            return call.linear_logits_at(ids, offsets, **keywords)
+
+    def support_logprobs(
+        self, labels: Tensor, ids: Tensor, offsets: Tensor, **keywords: Any
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """`megatron_lce.support_logprobs` of the captured head: labels [b, s], CSR over the b * s tokens."""
+        check_not_fixed(keywords)
+        call = self._captured_call()
+        with self._gradient_where_captured():
+            return call.support_logprobs(labels, ids, offsets, **keywords)
+
+    def linear_topk(self, k: int, **keywords: Any) -> TopK:
+        """`megatron_lce.linear_topk` of the captured head: [b, s, K], and [b, s]."""
+        check_not_fixed(keywords)
+        return self._captured_call().linear_topk(k, **keywords)
 
     def _captured_call(self, whose: str = "") -> HeadCall:
         if self._call is None:

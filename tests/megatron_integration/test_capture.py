@@ -63,6 +63,42 @@ def test_outputs_are_those_of_the_models_logits(model, device):
     megatron_world.assert_same_gradients(actual, expected)
 
 
+def test_some_ids_are_those_of_the_models_logits(model, device):
+    """[b, s] everywhere, three sequences beside one another, and offsets over the b * s tokens in that order."""
+    tensors, labels = megatron_world.inputs(device)
+    head, keywords = captured(model, tensors), {"temperature": 0.7, "backend": "torch"}
+    logits = model(*tensors) / 0.7
+    logprobs = logits.log_softmax(-1)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(VOCAB_SIZE, (*labels.shape, 4), generator=generator).to(device)
+    at = head.linear_logits_at(ids, **keywords)
+    torch.testing.assert_close(at, logits.gather(-1, ids), rtol=1e-5, atol=1e-5)
+    out = head.linear_cross_entropy(labels, candidates=ids, **keywords)
+    torch.testing.assert_close(out.candidate_logprobs, logprobs.gather(-1, ids), rtol=1e-5, atol=1e-5)
+    top = head.linear_topk(5, **keywords)
+    values, best = logprobs.topk(5)
+    torch.testing.assert_close(top.logprobs, values, rtol=1e-5, atol=1e-5)
+    assert torch.equal(top.ids, best)
+    counts = torch.randint(4, (labels.numel(),), generator=generator).to(device)
+    offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    rows = torch.arange(labels.numel(), device=device).repeat_interleave(counts)
+    kept = torch.randint(VOCAB_SIZE, rows.shape, generator=generator).to(device)
+    kept[offsets[:-1][counts > 0]] = labels.view(-1)[counts > 0]
+    flat = logits.view(-1, logits.shape[-1])
+    at = head.linear_logits_at(kept, offsets, **keywords)
+    torch.testing.assert_close(at, flat[rows, kept], rtol=1e-5, atol=1e-5)
+    mask = (counts == 0)[:, None].expand(-1, flat.shape[1]).clone()
+    mask[rows, kept] = True
+    exact = flat.masked_fill(~mask, -torch.inf).log_softmax(-1).gather(1, labels.view(-1, 1)).view(labels.shape)
+    found, entropy = head.support_logprobs(labels, kept, offsets, entropy=True, **keywords)
+    torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropy, -(logprobs.exp() * logprobs).sum(-1), rtol=1e-5, atol=1e-5)
+    loss = found.sum() + out.candidate_logprobs.sum() + head.linear_logits_at(ids, **keywords).sum()
+    expected = exact.sum() + logprobs.gather(-1, ids).sum() + logits.gather(-1, ids).sum()
+    actual = megatron_world.gradients(model, loss)
+    megatron_world.assert_same_gradients(actual, megatron_world.gradients(model, expected))
+
+
 @pytest.fixture
 def teacher(device):
     """Of another hidden size; its graph is nobody's."""

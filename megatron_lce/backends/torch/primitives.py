@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from megatron_lce.backends.torch.divergence import intermediate_bytes, read_products
+from megatron_lce.backends.torch.gathered import gathered_products, gathered_sums, write_columns
 from megatron_lce.backends.torch.row_numbers import finish, largest_logit, prepare_rows, row_terms
 from megatron_lce.backends.torch.scale import scale
 from megatron_lce.core.logits_cache import LogitsCache
@@ -24,17 +25,21 @@ __all__ = [
     "chunk_stats",
     "costs",
     "finish",
+    "gathered_products",
+    "gathered_sums",
     "grad_logits",
     "grad_logits_from_cache",
     "intermediate_bytes",
     "merge_extremes",
     "prepare_rows",
     "product",
+    "product_stats",
     "read_products",
     "row_terms",
     "scale",
     "softmax_stats",
     "sum_chunks",
+    "write_columns",
 ]
 
 
@@ -84,6 +89,17 @@ def softmax_stats(
         logits = logits_base2(hidden, weight[columns], row_scale, softcap_scale, logits_dtype)
         part.copy_(chunk_stats(logits, labels - columns.start, vocab_start + columns.start, entropy, telemetry))
     return parts
+
+
+def product_stats(products: Tensor, row_scale: Tensor) -> Tensor:
+    """Return statistics [chunks, 3, N] of every `CHUNK_COLUMNS` of fp32 products [N, C] times their scale [N]."""
+    num_tokens, num_columns = products.shape
+    nowhere = torch.full((num_tokens,), -1, dtype=torch.int32, device=products.device)
+    parts = [
+        chunk_stats(products[:, columns] * row_scale[:, None], nowhere, 0, False, False)
+        for columns in cut(num_columns, CHUNK_COLUMNS)
+    ]
+    return torch.stack(parts) if parts else products.new_empty(0, packed_rows(False, False), num_tokens)
 
 
 def merge_extremes(parts: Tensor, telemetry: bool) -> Tensor:
