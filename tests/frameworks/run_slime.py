@@ -1,4 +1,4 @@
-"""slime's logprobs and entropy, with the diffs of docs/adoption.md, against slime's own of logits.
+"""slime's logprobs and entropy, with the diff of docs/recipes, against slime's own of logits.
 
     torchrun --nproc-per-node 2 tests/frameworks/run_slime.py OWN FUSED  # OWN/slime: as it is, FUSED/slime: with diffs
 

@@ -1,4 +1,4 @@
-"""Other projects' own code with the diffs of docs/adoption.md applied, beside the same code as it is.
+"""Other projects' own code with the diffs of docs/recipes applied, beside the same code as it is.
 
 `make test-frameworks` says where the unpacked wheels lie (FRAMEWORKS, MEGATRON) and passes on the paths of checkouts.
 """
@@ -44,19 +44,20 @@ def run(program: str, ranks: int, *arguments: object, megatron: str = "0.16.1") 
     assert "ok " in result.stdout + result.stderr
 
 
-def adopted(checkout: Path, root: str, tmp_path_factory: pytest.TempPathFactory, under: str = "") -> Path:
-    into = tmp_path_factory.mktemp(root)
-    recipes.adopt(checkout, root, into, under)
+def adopted(recipe: str, checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    into = tmp_path_factory.mktemp(recipe)
+    recipes.adopt(recipe, checkout, into)
     return into
 
 
 @pytest.fixture(scope="session")
 def verl(tmp_path_factory):
-    return adopted(folder_of("FRAMEWORKS", "verl-0.9.1"), "verl", tmp_path_factory)
+    return adopted("verl", folder_of("FRAMEWORKS", "verl-0.9.1"), tmp_path_factory)
 
 
-def test_every_diff_is_of_a_project_that_is_run_here():
-    assert recipes.roots() == {"areal", "nemo_rl", "pretrain_gpt.py", "skyrl", "slime", "verl"}
+def test_every_recipe_is_run_here():
+    tests = Path(__file__).read_text()
+    assert {name for name in recipes.names() if f'adopted("{name}"' not in tests} == set()
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -74,29 +75,29 @@ def test_timing_of_verl(verl, tmp_path):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_nemo_rl(ranks, tmp_path_factory):
-    run("run_nemo_rl.py", ranks, adopted(folder_of("NEMO_RL"), "nemo_rl", tmp_path_factory))
+    run("run_nemo_rl.py", ranks, adopted("nemo_rl", folder_of("NEMO_RL"), tmp_path_factory))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_slime(ranks, tmp_path_factory):
     own = folder_of("SLIME")
-    run("run_slime.py", ranks, own, adopted(own, "slime", tmp_path_factory))
+    run("run_slime.py", ranks, own, adopted("slime", own, tmp_path_factory))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_skyrl(ranks, tmp_path_factory):
-    run("run_skyrl.py", ranks, adopted(folder_of("SKYRL"), "skyrl", tmp_path_factory), megatron="0.19.2")
+    run("run_skyrl.py", ranks, adopted("skyrl", folder_of("SKYRL"), tmp_path_factory), megatron="0.19.2")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_areal(ranks, tmp_path_factory):
-    run("run_areal.py", ranks, adopted(folder_of("AREAL"), "areal", tmp_path_factory, "areal/models/mcore/"))
+    run("run_areal.py", ranks, adopted("areal", folder_of("AREAL"), tmp_path_factory))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_areal_pull(ranks, tmp_path_factory):
     own = folder_of("AREAL_1322")
-    run("run_areal_pull.py", ranks, adopted(own, "areal", tmp_path_factory, "areal/models/lce/"))
+    run("run_areal_pull.py", ranks, adopted("areal_1322", own, tmp_path_factory))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -108,7 +109,7 @@ def test_megatron_bridge(ranks):
 def test_pretrain_gpt(ranks, tmp_path_factory, monkeypatch):
     own = folder_of("MEGATRON_LM")
     monkeypatch.setenv("PYTHONPATH", str(own))
-    run("run_pretrain.py", ranks, own, adopted(own, "pretrain_gpt.py", tmp_path_factory))
+    run("run_pretrain.py", ranks, own, adopted("megatron_lm", own, tmp_path_factory))
 
 
 @pytest.mark.parametrize("what", ["one rank", "two ranks"])

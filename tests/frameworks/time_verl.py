@@ -143,7 +143,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=HelpFormatter)
     add = parser.add_argument
     add("own", type=Path, help="Folder of verl's package as it is.")
-    add("fused", type=Path, help="Folder of verl's package with the diffs of docs/adoption.md.")
+    add("fused", type=Path, help="Folder of verl's package with the diff of docs/recipes.")
     add("--tokens", type=int, default=8192, help="Tokens of a microbatch.")
     add("--sequence-length", type=int, default=1024, help="Tokens of a sequence.")
     add("--layers", type=int, default=1, help="Transformer layers.")
