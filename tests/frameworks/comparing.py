@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -32,7 +33,8 @@ class Case:
     @property
     def name(self) -> str:
         tied = "tied" if self.tied else "untied"
-        return f"TP={dist.get_world_size()}, {tied}{', sequence parallel' * self.sequence_parallel}"
+        ranks = parallel_state.get_tensor_model_parallel_world_size()
+        return f"TP={ranks}, {tied}{', sequence parallel' * self.sequence_parallel}"
 
     def build(self) -> nn.Module:
         """A GPT over all ranks, the same weights whenever it is built."""
@@ -47,7 +49,7 @@ class Case:
 
 
 def cases() -> list[Case]:
-    layouts = (False, True) if dist.get_world_size() > 1 else (False,)
+    layouts = (False, True) if parallel_state.get_tensor_model_parallel_world_size() > 1 else (False,)
     return [Case(*choice) for choice in itertools.product((False, True), layouts)]
 
 
@@ -66,10 +68,13 @@ def compare(name: str, case: Case, fused: Outputs, unfused: Outputs) -> None:
         print(f"ok      {name}: {len(errors)} tensors, largest error {float(verdict):.1e}", flush=True)
 
 
-def main(program: Callable[[], None]) -> None:
-    """Starts the ranks of one tensor-parallel group on the CPU, runs the program, exits non-zero on a failure."""
+def main(program: Callable[[], None], tensor_parallel: int | None = None) -> None:
+    """Starts the ranks on the CPU, all of one tensor-parallel group if no size is given, and runs the program.
+
+    It exits non-zero on a failure.
+    """
     torch.set_num_threads(1)
-    megatron_runtime.initialize(int(os.environ["WORLD_SIZE"]), device="cpu")
+    megatron_runtime.initialize(tensor_parallel or int(os.environ["WORLD_SIZE"]), device="cpu")
     program()
     gc.collect()
     megatron_runtime.teardown()

@@ -112,6 +112,13 @@ def test_pretrain_gpt(ranks, tmp_path_factory, monkeypatch):
     run("run_pretrain.py", ranks, own, adopted("megatron_lm", own, tmp_path_factory))
 
 
+@pytest.mark.parametrize(("ranks", "arguments"), [(1, ()), (2, ()), (2, ("--context",))])
+def test_megatron_rl(ranks, arguments, tmp_path_factory, monkeypatch):
+    own = folder_of("MEGATRON_LM")
+    monkeypatch.setenv("PYTHONPATH", str(own))
+    run("run_megatron_rl.py", ranks, own, adopted("megatron_rl", own, tmp_path_factory), *arguments)
+
+
 @pytest.mark.parametrize("what", ["one rank", "two ranks"])
 def test_megatron_of_a_checkout(what):
     """This project's own integration tests, on a checkout of Megatron-LM: main, dev, or any other."""
