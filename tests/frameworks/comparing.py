@@ -29,6 +29,7 @@ class Case:
     tied: bool
     sequence_parallel: bool
     hidden_size: int = 32
+    mtp_layers: int = 0
 
     @property
     def name(self) -> str:
@@ -44,6 +45,7 @@ class Case:
             vocab_size=VOCABULARY,
             tied=self.tied,
             sequence_parallel=self.sequence_parallel,
+            mtp_layers=self.mtp_layers,
         )
         return megatron_runtime.build_gpt(options)
 
