@@ -129,6 +129,17 @@ def test_megatron_bridge(ranks):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
+def test_megatron_bridge_training(ranks, tmp_path_factory):
+    own = folder_of("MEGATRON_BRIDGE", "src")
+    run("run_bridge_training.py", ranks, own, adopted("megatron_bridge", own, tmp_path_factory))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_mcore_adapter(ranks):
+    run("run_mcore_adapter.py", ranks, folder_of("ROLL"))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_pretrain_gpt(ranks, tmp_path_factory, monkeypatch):
     own = folder_of("MEGATRON_LM")
     monkeypatch.setenv("PYTHONPATH", str(own))
