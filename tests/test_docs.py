@@ -169,7 +169,7 @@ def test_commands_are_accepted(command, capsys):
             else:
                 assert module == "scripts.tiny_gpt"
         case ["python", "tests/frameworks/recipes.py" as program, recipe, _]:
-            assert (ROOT / program).exists() and (ROOT / recipe).exists()
+            assert all((ROOT / path).exists() for path in (program, recipe))
         case ["python", path, *arguments]:
             assert Path(path).name in TORCHRUN_PROGRAMS
             assert set(arguments[::2]) <= {"--device", "--combinations", "--cases"}
