@@ -108,6 +108,12 @@ def test_slime(ranks, tmp_path_factory):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
+def test_miles(ranks, tmp_path_factory):
+    own = folder_of("MILES")
+    run("run_miles.py", ranks, own, adopted("miles", own, tmp_path_factory))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_skyrl(ranks, tmp_path_factory):
     run("run_skyrl.py", ranks, adopted("skyrl", folder_of("SKYRL"), tmp_path_factory), megatron="0.19.2")
 
