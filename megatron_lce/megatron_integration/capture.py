@@ -18,6 +18,7 @@ from megatron_lce.core.options import LinearCrossEntropyOutput
 from megatron_lce.megatron_integration.fused_loss import FusedLoss
 from megatron_lce.megatron_integration.head_call import HeadCall, check_not_fixed
 from megatron_lce.megatron_integration.method_overrides import MethodOverride, argument_names, overrides_of, with_labels
+from megatron_lce.megatron_integration.output_hooks import keep_hooks_off_uncomputed_logits
 from megatron_lce.megatron_integration.support import NO_HEAD, find_language_model, head_reasons, reasons_of_group
 from megatron_lce.megatron_integration.uncomputed_logits import NoLogits, UncomputedLogits
 from megatron_lce.token_loss import TokenLoss, TokenLossFunction
@@ -322,6 +323,7 @@ def _opened(model: nn.Module | Sequence[nn.Module]) -> Iterator[CapturedHead]:
         yield head
         return
     _check_capturable(language_model)
+    keep_hooks_off_uncomputed_logits(language_model.output_layer)
     with contextlib.ExitStack() as stack:
         stack.callback(language_model.register_forward_pre_hook(head._start_pass, with_kwargs=True).remove)
         stack.callback(language_model.register_forward_hook(head._end_pass, always_call=True).remove)
