@@ -51,7 +51,7 @@ def grad_logits(
         weight = split(weight, SLAB_ROW_STEP).flatten(1)
     num_tokens, num_columns = out.shape
     num_tiles = ceil_div(num_tokens, tile.block_n) * ceil_div(num_columns, tile.block_v)
-    _grad_logits_kernel[(min(num_tiles, tiles.num_programs(hidden.device)),)](
+    _grad_logits_kernel[(min(num_tiles, tiles.num_programs(tile, hidden.device)),)](
         descriptor(hidden, tile.block_n, tile.block_h),
         descriptor(weight, tile.block_v, tile.block_h),
         rows.labels,

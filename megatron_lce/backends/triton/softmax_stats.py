@@ -57,7 +57,7 @@ def softmax_stats(
             continue
         slab = split(weight[columns], SLAB_ROW_STEP).flatten(1) if products == "split" else weight[columns]
         num_tiles = ceil_div(num_tokens, tile.block_n) * ceil_div(slab.shape[0], tile.block_v)
-        _softmax_stats_kernel[(min(num_tiles, tiles.num_programs(hidden.device)),)](
+        _softmax_stats_kernel[(min(num_tiles, tiles.num_programs(tile, hidden.device)),)](
             hidden_desc,
             descriptor(slab, tile.block_v, tile.block_h),
             row_scale,

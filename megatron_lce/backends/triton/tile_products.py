@@ -10,7 +10,7 @@ from megatron_lce.backends.triton.parts import three_parts
 from megatron_lce.core.plan import SLAB_ROW_STEP
 
 INTERPRETED = tl.constexpr(tiles.interpreting())  # which Triton decides when a kernel is defined
-SPLIT_SUM = tl.constexpr(1024)
+SPLIT_SUM = tl.constexpr(512)
 ROW_STEP = tl.constexpr(SLAB_ROW_STEP)
 MASKED_LOGIT = tl.constexpr(-1e38)  # finite, so that 0 * (masked - max) is 0 instead of NaN
 SMALLEST_NORMAL = tl.constexpr(1.1754943508222875e-38)
@@ -108,7 +108,7 @@ def tile_products(
         for h in range(0, H, BLOCK_H):
             hidden = hidden_desc.load([row, h]).to(tl.float32)
             weight_tile = _weight_tile(weight, column, h, H, BLOCK_H)
-            products = tl.dot(hidden, weight_tile.T, products, input_precision=PRODUCTS)
+            products += tl.dot(hidden, weight_tile.T, input_precision=PRODUCTS)
     if ROUND:
         products = _rounded_to_bf16(products)
     return products

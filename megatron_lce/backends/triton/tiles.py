@@ -89,11 +89,11 @@ def stats_group(hidden_size: int) -> int:
 
 
 @lru_cache
-def num_programs(device: torch.device) -> int:
-    """Number of programs of a persistent grid, one for each multiprocessor."""
+def num_programs(tile: Tiles, device: torch.device) -> int:
+    """Number of programs of a persistent grid: one of 8 warps, or two of 4, for each multiprocessor."""
     if device.type == "cpu":
         return 2
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return torch.cuda.get_device_properties(device).multi_processor_count * (8 // tile.num_warps)
 
 
 def interpreting() -> bool:
