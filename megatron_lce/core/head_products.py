@@ -29,7 +29,7 @@ from megatron_lce.core.plan import (
 )
 from megatron_lce.core.products import product
 from megatron_lce.core.protocols import Backend
-from megatron_lce.core.two_heads import STATS_ROWS, Gradient, Head, Pair, merged_stats
+from megatron_lce.core.two_heads import STATS_ROWS, Gradient, Head, Pair, Products, merged_stats, softmax_stats
 
 BYTES_PER_LOGIT = 2 * 4  # bytes of two heads' products in fp32
 SLAB_PARTS = 4  # in backward the products of a quarter of a slab's tokens are in memory at once
@@ -67,14 +67,33 @@ class ProductsRoom:
         self._step = COLUMN_STEP if _copied_bytes(heads) else self.columns
 
     def fill(self, heads: Heads) -> Pair:
-        """Compute both heads' products, which stay until the next `fill`."""
+        """Compute both heads' products, which stay until the next call."""
+        pair = self._pair(heads)
+        self._multiply(heads.student, pair.student)
+        self._multiply(heads.teacher, pair.teacher)
+        return pair
+
+    def fill_with_stats(self, heads: Heads, stats: Tensor) -> Pair:
+        """Do as `fill`, and fill the products' softmax statistics, too, [4, N]."""
+        pair = self._pair(heads)
+        for head, products, of_head in (
+            (heads.student, pair.student, stats[:2]),
+            (heads.teacher, pair.teacher, stats[2:]),
+        ):
+            if not heads.backend.products_with_stats(head, products.values, of_head):
+                self._multiply(head, products)
+                of_head.copy_(softmax_stats(products))
+        return pair
+
+    def _pair(self, heads: Heads) -> Pair:
         num_tokens, width = heads.student.hidden.shape[0], heads.num_columns
         stride = slab_row_stride(width)
         room = self._flat[:, : num_tokens * stride].view(2, num_tokens, stride)[:, :, :width]
-        for head, values in zip((heads.student, heads.teacher), room, strict=True):
-            for columns in cut_columns(width, self._step):
-                product(head.hidden, head.weight[columns].T, values[:, columns], accumulate=False)
         return Pair(heads.student.products(room[0]), heads.teacher.products(room[1]), heads.beta, heads.labels)
+
+    def _multiply(self, head: Head, products: Products) -> None:
+        for columns in cut_columns(head.weight.shape[0], self._step):
+            product(head.hidden, head.weight[columns].T, products.values[:, columns], accumulate=False)
 
 
 def diverge(heads: Heads, call: Call, found: Tensor) -> None:
@@ -95,23 +114,25 @@ def diverge_block(
     """
     group, all_tokens, read = call.options.tp_group, slice(None), heads.backend.read_products
     pieces = list(cut(heads.num_columns, room.columns))
-    if group is None and len(pieces) == 1:
-        read(room.fill(heads), found, gradient, softmaxes=True, divergence=True)
-        return
-    pair = room.fill(heads) if len(pieces) == 1 else None  # both heads' products with all columns
-    part = torch.empty_like(found)
     stats, sums = found[:STATS_ROWS], found[STATS_ROWS:]
-    stats.zero_()  # the statistics of no columns: sums of 0, and -inf as the largest
-    stats[::2] = -torch.inf
-    for columns in pieces:
-        read(pair or room.fill(heads.block(all_tokens, columns)), part, softmaxes=True)
-        stats.copy_(merged_stats(torch.stack([stats, part[:STATS_ROWS]])))
+    pair = room.fill_with_stats(heads, stats) if len(pieces) == 1 else None  # both heads' products with all columns
+    part = torch.empty_like(found)
+    if pair is None:
+        stats.zero_()  # the statistics of no columns: sums of 0, and -inf as the largest
+        stats[::2] = -torch.inf
+        for columns in pieces:
+            room.fill_with_stats(heads.block(all_tokens, columns), part[:STATS_ROWS])
+            stats.copy_(merged_stats(torch.stack([stats, part[:STATS_ROWS]])))
     if group is not None:
         stats.copy_(merged_stats(collectives.stack_over_group(stats, group)))
-    part[:STATS_ROWS] = stats
+    elif pair is not None:
+        read(pair, found, gradient, divergence=True)
+        return
     sums.zero_()
     for columns in pieces:
-        read(pair or room.fill(heads.block(all_tokens, columns)), part, divergence=True)
+        piece = pair or room.fill_with_stats(heads.block(all_tokens, columns), part[:STATS_ROWS])
+        part[:STATS_ROWS] = stats
+        read(piece, part, divergence=True)
         sums.add_(part[STATS_ROWS:])
     if group is not None:
         sums.copy_(collectives.stack_over_group(sums, group).sum(dim=0))
@@ -202,7 +223,9 @@ def check_workspace(heads: Heads, call: Call) -> None:
 
 def _products_bytes(heads: Heads, call: Call) -> BlockBytes:
     """Bytes of a block of both heads' products and of the intermediates of their reading."""
-    return BlockBytes(BYTES_PER_LOGIT, heads.backend.intermediate_bytes(call.shard.largest) + _copied_bytes(heads, 1))
+    columns = call.shard.largest
+    per_token = max(heads.backend.intermediate_bytes(head.hidden, columns) for head in (heads.student, heads.teacher))
+    return BlockBytes(BYTES_PER_LOGIT, per_token + _copied_bytes(heads, 1))
 
 
 def _slab_bytes(heads: Heads, call: Call) -> BlockBytes:
