@@ -240,17 +240,18 @@ def _check_heads(student: Head, teacher: Head) -> None:
         validation.check_tensor(f"{name}_hidden", head.hidden)
         validation.check_tensor(f"{name}_weight", head.weight)
         validation.check_head(f"{name}_hidden", head.hidden, f"{name}_weight", head.weight)
-    if teacher_hidden.device != student_hidden.device:
-        raise ValueError(
-            f"teacher_hidden must be on student_hidden's device, {student_hidden.device}, got {teacher_hidden.device}"
-        )
-    if teacher_hidden.shape[:-1] != student_hidden.shape[:-1]:
-        raise ValueError(
-            "teacher_hidden must have student_hidden's shape but for H, "
-            f"{tuple(student_hidden.shape)}, got {tuple(teacher_hidden.shape)}"
-        )
-    if teacher_weight.shape[0] != student_weight.shape[0]:
-        raise ValueError(
-            "teacher_weight must hold as many rows of the vocabulary as student_weight, "
-            f"{student_weight.shape[0]}, got {teacher_weight.shape[0]}"
-        )
+    for requirement, expected, found in (
+        ("teacher_hidden must be on student_hidden's device", student_hidden.device, teacher_hidden.device),
+        (
+            "teacher_hidden must have student_hidden's shape but for H",
+            tuple(student_hidden.shape[:-1]),
+            tuple(teacher_hidden.shape[:-1]),
+        ),
+        (
+            "teacher_weight must hold as many rows of the vocabulary as student_weight",
+            student_weight.shape[0],
+            teacher_weight.shape[0],
+        ),
+    ):
+        if expected != found:
+            raise ValueError(f"{requirement}, {expected}, got {found}")

@@ -6,7 +6,6 @@ reading, or comes from memory if other columns contribute. Only reading takes ti
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -27,15 +26,20 @@ _NEIGHBOURS = tl.constexpr(4)  # columns that share a running sum, as many as a 
 
 
 def intermediate_bytes(hidden: Tensor, num_columns: int) -> int:
-    """Bytes per token of the statistics of chunks or, in fp32, of core's intermediates."""
-    if hidden.dtype == torch.float32:
+    """Bytes per token of the statistics of chunks, or of core's intermediates."""
+    if not _stores_products(hidden):
         return SOFTMAX_LOGIT_BYTES * min(num_columns, CHUNK_COLUMNS)
     return 4 * packed_rows(False, False) * ceil_div(num_columns, tiles.chunk_columns(hidden))
 
 
+def _stores_products(hidden: Tensor) -> bool:
+    """Return whether the kernel of the statistics stores the products of this dtype on this GPU."""
+    return tiles.choose_tiles(hidden.dtype, hidden.device) == tiles.HOPPER_16_BIT
+
+
 def products_with_stats(head: Head, out: Tensor, stats: Tensor) -> bool:
-    """Fill both at once unless inputs are fp32, whose products are a library's: see `Backend`."""
-    if head.hidden.dtype == torch.float32:
+    """Fill both at once if the kernel's products are as fast as a library's: see `Backend`."""
+    if not _stores_products(head.hidden):
         return False
     assert head.scale is not None
     parts = softmax_stats(
