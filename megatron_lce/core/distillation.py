@@ -22,7 +22,7 @@ from megatron_lce.core.head_products import (
     gradient_blocks,
     recomputed_slabs,
 )
-from megatron_lce.core.known_loss import unscaled_dtype
+from megatron_lce.core.known_loss import known_loss, unscaled_dtype
 from megatron_lce.core.options import Options
 from megatron_lce.core.plan import cut, slab_row_stride
 from megatron_lce.core.products import own_arithmetic, with_zeros_behind
@@ -83,28 +83,17 @@ class _LinearJsd(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, jsd: JsdCall) -> tuple[Tensor, ...]:
-        call, student, teacher = jsd.call, jsd.student, jsd.teacher
-        options, num_tokens = call.options, call.labels.shape[0]
-        with own_arithmetic(hidden.device, "linear_jsd forward"):
-            rows, teacher_scale = jsd.rows(call.labels)
-            counted = counted_rows(call.labels, options)
-            rows, teacher_scale = rows_to_compute(rows, counted.rows, counted), _some(teacher_scale, counted.rows)
-            check_workspace(jsd.heads(student, teacher, rows, teacher_scale), call)
-            found = teacher_scale.new_empty(found_rows(jsd.return_student), teacher_scale.shape[0])
-            if teacher_scale.shape[0] > 0:
-                computed = [_computed(head, counted.rows, options) for head in (student, teacher)]
-                diverge(jsd.heads(computed[0], computed[1], rows, teacher_scale), call, found)
-            loss, to_nats = losses_in_nats(found, rows, jsd.beta)
-            outputs = [loss, *student_outputs(found, rows)] if jsd.return_student else [loss]
-            loss, *student_results = (to_every_row(output, counted, num_tokens) for output in outputs)
+        run, teacher = JsdPass(jsd), jsd.teacher
+        loss = known_loss(run, with_gradient=False)
+        student_results = run.student_outputs() if jsd.return_student else []
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*student_results)
         # A tensor of inference mode cannot be saved for backward, and cannot change outside of that mode.
         ctx.inference = [t if t.is_inference() else None for t in teacher[:2]]
         saved = (None if t.is_inference() else t for t in teacher[:2])
-        ctx.save_for_backward(hidden, weight, *saved, counted.rows, rows.scale, teacher_scale, to_nats, found)
-        ctx.forms = student[2:4], teacher[2:4]
-        ctx.beta, ctx.call = jsd.beta, call.without_tensors()
+        ctx.save_for_backward(hidden, weight, *saved, *run.saved())
+        ctx.forms = jsd.student[2:4], teacher[2:4]
+        ctx.beta, ctx.call = jsd.beta, jsd.call.without_tensors()
         return loss, *student_results
 
     @staticmethod
@@ -153,18 +142,20 @@ def linear_jsd_autograd(jsd: JsdCall) -> tuple[Tensor, list[Tensor] | None]:
 
 
 class JsdPass:
-    """It is one pass over the tokens, which sums their weighted divergences and makes the gradients."""
+    """It is one pass over the tokens for their divergences, or for their weighted sum and its gradients."""
 
     name = "linear_jsd"
 
-    def __init__(self, jsd: JsdCall, token_weights: Tensor, with_gradient: bool) -> None:
-        """Cut the tokens into blocks. `token_weights` [N]; a row of weight 0 is ignored."""
+    def __init__(self, jsd: JsdCall, token_weights: Tensor | None = None, with_gradient: bool = False) -> None:
+        """Cut the tokens into blocks. `token_weights` [N]; a row of weight 0 is ignored; without, no sum is made."""
         self._jsd, self.call, self._with_gradient = jsd, jsd.call, with_gradient
         call, options, num_tokens = jsd.call, jsd.call.options, jsd.call.labels.shape[0]
-        weighted = call.labels.masked_fill(token_weights == 0, options.ignore_index)
-        rows, teacher_scale = jsd.rows(weighted)
+        labels = call.labels
+        if token_weights is not None:
+            labels = labels.masked_fill(token_weights == 0, options.ignore_index)
+        rows, teacher_scale = jsd.rows(labels)
         # A number from the caller counts labels; weights of 0 do not change it.
-        self._counted = counted_rows(weighted if options.skip_ignored is True else call.labels, options)
+        self._counted = counted_rows(labels if options.skip_ignored is True else call.labels, options)
         computed = num_tokens if self._counted.rows is None else self._counted.rows.shape[0]
         heads = jsd.heads(jsd.student, jsd.teacher, rows, teacher_scale)
         check_workspace(heads, call)
@@ -178,10 +169,11 @@ class JsdPass:
         self._order = self.tokens.order()
         self._rows = rows_to_compute(rows, self._order, self._counted)
         self._teacher_scale = _some(teacher_scale, self._order)
-        self._token_weights = _some(token_weights, self._order).float()
-        self._coefficient = gradient_coefficient(
-            self._token_weights, self._rows.to_nats, self._rows.scale, jsd.student, jsd.beta
-        )
+        self._token_weights = weights = None if token_weights is None else _some(token_weights, self._order).float()
+        if weights is not None:
+            self._coefficient = gradient_coefficient(
+                weights, self._rows.to_nats, self._rows.scale, jsd.student, jsd.beta
+            )
         self._found = teacher_scale.new_empty(found_rows(jsd.return_student), computed)
         # A block collects gradients of smaller blocks, whose products stay in memory for every reading.
         if blocks is not None:
@@ -196,12 +188,13 @@ class JsdPass:
         student = jsd.student._replace(hidden=block.hidden.wait())
         teacher = jsd.teacher._replace(hidden=next(self._teacher_blocks).hidden.wait())
         heads = jsd.heads(student, teacher, self._rows.select(block.rows), self._teacher_scale[block.rows])
-        found, coefficient = self._found[:, block.rows], self._coefficient[block.rows]
+        found = self._found[:, block.rows]
         if self._keeps:
-            yield from self._kept_slabs(heads, found, coefficient)
+            yield from self._kept_slabs(heads, found, self._coefficient[block.rows])
             return
         diverge(heads, self.call, found)
         if self._with_gradient:
+            coefficient = self._coefficient[block.rows]
             yield from recomputed_slabs(heads, found, coefficient, self.call, bytes_per_column)
 
     def _kept_slabs(self, heads: Heads, found: Tensor, coefficient: Tensor) -> Iterator[Slab]:
@@ -216,11 +209,17 @@ class JsdPass:
     factor = staticmethod(Tensor.float)  # the factor of a sum's gradients is its upstream gradient
 
     def result(self) -> Tensor:
-        """Return the weighted sum of the divergences in nats, after all blocks."""
-        losses, _ = losses_in_nats(self._found, self._rows, self._jsd.beta)
+        """Return each token's divergence in nats, or their weighted sum, after all blocks."""
+        losses, self._to_nats = losses_in_nats(self._found, self._rows, self._jsd.beta)
+        if self._token_weights is None:
+            return to_every_row(losses, self._counted, self.call.labels.shape[0])
         total = torch.where(self._rows.ignored, 0.0, self._token_weights * losses).sum()
         unless_nan = self._counted.unless_nan
         return total if unless_nan is None else total * unless_nan
+
+    def saved(self) -> tuple[Tensor | None, ...]:
+        """Return what backward needs of a pass without weights: see `_LinearJsd`."""
+        return self._order, self._rows.scale, self._teacher_scale, self._to_nats, self._found
 
     def student_outputs(self) -> list[Tensor]:
         """Return the student's logprobs, entropy and lse, [N] each, after all blocks."""
