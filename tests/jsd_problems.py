@@ -37,8 +37,7 @@ def check(backend, inputs, *, only_here=None, evaluate=evaluate_jsd, **keywords)
 def workspace_of(tokens, inputs, backend):
     """Bytes that both heads' logits of so many tokens take, and half as many: gradients, copies."""
     num_columns, device = inputs.student_weight.shape[0], inputs.student_hidden.device
-    intermediate_bytes = load_backend(backend, device).intermediate_bytes
-    per_token = max(intermediate_bytes(inputs[i], num_columns) for i in (0, 2))
+    per_token = load_backend(backend, device).intermediate_bytes(num_columns)
     copied = max(4 * inputs[i].shape[-1] * (inputs[i].dtype != FP32) for i in (0, 2)) if device.type == "cpu" else 0
     return int(1.5 * tokens * (slab_row_stride(num_columns) * 8 + per_token + copied)) + COLUMN_STEP * copied
 

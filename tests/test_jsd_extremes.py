@@ -44,10 +44,9 @@ def test_nan_in_a_tokens_hidden_makes_its_row_nan_and_no_other(argument, beta, b
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("argument", [1, 3], ids=JsdInputs._fields[1:4:2])
 @pytest.mark.parametrize("evaluate", [evaluate_jsd, evaluate_weighted_jsd])
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)  # statistics of a library's products, and of a kernel's
-def test_what_is_not_finite_in_a_weight_makes_every_row_nan(dtype, evaluate, argument, value, beta, backend, device):
+def test_what_is_not_finite_in_a_weight_makes_every_row_nan(evaluate, argument, value, beta, backend, device):
     """One column of the logits; infinities of either sign, by the token's hidden."""
-    inputs = make_inputs(6, 8, 12, 20, device, dtype)
+    inputs = make_inputs(6, 8, 12, 20, device)
     inputs[argument][2, 1] = value
     result = evaluate(linear_jsd, inputs, beta=beta, backend=backend)
     for part in result:

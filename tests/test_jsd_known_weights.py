@@ -53,8 +53,8 @@ def test_known_weights_need_each_heads_logits_once(backend, device, monkeypatch)
     inputs = make_inputs(400, 8, 16, 60, device, BF16)
     fill, computed = head_products.ProductsRoom.fill, []
 
-    def spy(room, heads, stats=None):
-        pair = fill(room, heads, stats)
+    def spy(room, heads):
+        pair = fill(room, heads)
         computed.extend(products.values.shape for products in pair[:2])
         return pair
 

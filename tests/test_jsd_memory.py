@@ -1,10 +1,13 @@
 """What `linear_jsd` takes of the workspace and beside it; on a GPU also that the host waits for nothing."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from megatron_lce import linear_jsd
 from megatron_lce.core import head_products
+from megatron_lce.core.two_heads import Head
 from tests.jsd_problems import BETAS, BF16, FP32, check, make_inputs, workspace_of
 from tests.live_bytes import peak_live_bytes
 
@@ -31,8 +34,8 @@ def test_logits_are_computed_once_where_the_workspace_holds_them(beta, backend, 
     inputs = make_inputs(140, 24, 16, columns, device, BF16)
     fill, computed = head_products.ProductsRoom.fill, []
 
-    def spy(room, heads, stats=None):
-        pair = fill(room, heads, stats)
+    def spy(room, heads):
+        pair = fill(room, heads)
         computed.extend(products.values.numel() for products in pair[:2])
         return pair
 
@@ -88,8 +91,8 @@ def test_known_weights_take_the_workspace_and_the_sum_of_the_weights_gradient():
 @pytest.mark.parametrize(
     ("hidden_size", "columns", "workspace_bytes", "frozen", "expected"),
     [
-        (128, 640, 1_193_000, False, [384, 316]),  # without that room blocks would have 256 tokens
-        (128, 640, 1_193_000, True, []),
+        (128, 640, 1_185_000, False, [384, 316]),  # without that room blocks would have 256 tokens
+        (128, 640, 1_185_000, True, []),
         (256, 637, 1_150_000, False, []),  # an odd vocabulary is two products, with a sum of hidden's gradient
     ],
 )
@@ -119,6 +122,29 @@ def test_blocks_have_the_room_of_the_gradient_that_is_made_of_their_sum(
     assert summed == expected
     sum_bytes = 0 if frozen else 4 * weight.numel()
     assert peak <= workspace_bytes + sum_bytes + sum(g.nbytes for g in gradients) + 192 * num_tokens
+
+
+@pytest.mark.parametrize(
+    ("mib", "columns", "per_token", "known"),
+    [(512, 151_936, 384, (384, 2048)), (1024, 151_936, 512, (512, 2816)), (512, 18_992, 2816, (1664, 8192))],
+)
+def test_blocks_of_products_are_as_long_as_gains(mib, columns, per_token, known, monkeypatch):
+    """512 tokens, or of a narrow shard more; known weights collect gradients in what is left."""
+    heads = [torch.empty(rows, size, dtype=BF16, device="meta") for size in (2048, 4096) for rows in (8192, columns)]
+    backend = SimpleNamespace(intermediate_bytes=lambda columns: 0)
+    student = Head(heads[0], heads[1].requires_grad_(), scale=torch.empty(8192, device="meta"))
+    both = head_products.Heads(student, student._replace(hidden=heads[2], weight=heads[3]), None, 0.5, backend)
+    call = SimpleNamespace(
+        options=SimpleNamespace(workspace_bytes=mib * 2**20, weight_grad_sink=None, tp_group=None),
+        shard=SimpleNamespace(largest=columns, columns=columns),
+        size=SimpleNamespace(weight_sum=4 * columns * 2048, hidden_sum_token=0),
+        weight=student.weight,
+    )
+    lengths = []
+    monkeypatch.setattr(head_products, "_diverge_block", lambda heads, *_: lengths.append(len(heads.student.hidden)))
+    head_products.diverge(both, torch.empty(6, 8192, device="meta"), call)
+    assert max(lengths) == per_token
+    assert head_products.gradient_blocks(both, 8192, call) == known
 
 
 # What only a GPU can show.

@@ -12,20 +12,17 @@ from torch import Tensor
 
 from megatron_lce.core import collectives
 from megatron_lce.core.call import Call
-from megatron_lce.core.head_gradients import Slab, head_gradients, kept_slabs
+from megatron_lce.core.head_gradients import Slab, head_gradients
 from megatron_lce.core.head_products import (
     Heads,
-    ProductsRoom,
     check_workspace,
+    collected_slabs,
     diverge,
-    diverge_block,
     gradient_blocks,
     recomputed_slabs,
 )
 from megatron_lce.core.known_loss import known_loss, unscaled_dtype
-from megatron_lce.core.options import Options
-from megatron_lce.core.plan import cut, slab_row_stride
-from megatron_lce.core.products import own_arithmetic, with_zeros_behind
+from megatron_lce.core.products import own_arithmetic
 from megatron_lce.core.rows import Rows
 from megatron_lce.core.tokens import (
     Counted,
@@ -36,14 +33,7 @@ from megatron_lce.core.tokens import (
     rows_to_compute,
     to_every_row,
 )
-from megatron_lce.core.two_heads import (
-    Gradient,
-    Head,
-    found_rows,
-    gradient_coefficient,
-    losses_in_nats,
-    student_outputs,
-)
+from megatron_lce.core.two_heads import Head, gradient_coefficient, losses_in_nats, student_outputs
 from megatron_lce.core.validation import refuse_double_backward
 
 
@@ -118,7 +108,10 @@ class _LinearJsd(torch.autograd.Function):
                     order = rows if order is None else order[rows]
             if scale.shape[0] > 0:
                 # Gathered here, as a rank without columns makes no slabs: ranks must agree on the order of collectives.
-                teacher = _computed(teacher, order, options)
+                if options.sequence_parallel:
+                    assert options.tp_group is not None
+                    teacher = teacher._replace(hidden=collectives.gather_rows(teacher.hidden, options.tp_group))
+                teacher = teacher._replace(hidden=_some(teacher.hidden, order))
 
             def slabs(block: TokenBlock, bytes_per_column: int) -> Iterator[Slab]:
                 head = student._replace(hidden=block.hidden.wait())
@@ -159,7 +152,8 @@ class JsdPass:
         computed = num_tokens if self._counted.rows is None else self._counted.rows.shape[0]
         heads = jsd.heads(jsd.student, jsd.teacher, rows, teacher_scale)
         check_workspace(heads, call)
-        blocks = gradient_blocks(heads, computed, call) if with_gradient else None
+        # A block collects gradients of smaller blocks, whose products stay in memory for every reading.
+        self._blocks = blocks = gradient_blocks(heads, computed, call) if with_gradient else None
         block_tokens = max(computed, 1) if blocks is None else blocks[1]
         self.tokens, teacher_tokens = (
             Tokens(head.hidden, num_tokens, self._counted, block_tokens, options, unscaled_dtype(call))
@@ -167,19 +161,12 @@ class JsdPass:
         )
         self._teacher_blocks = teacher_tokens.blocks()
         self._order = self.tokens.order()
-        self._rows = rows_to_compute(rows, self._order, self._counted)
+        self._rows = rows = rows_to_compute(rows, self._order, self._counted)
         self._teacher_scale = _some(teacher_scale, self._order)
         self._token_weights = weights = None if token_weights is None else _some(token_weights, self._order).float()
         if weights is not None:
-            self._coefficient = gradient_coefficient(
-                weights, self._rows.to_nats, self._rows.scale, jsd.student, jsd.beta
-            )
-        self._found = teacher_scale.new_empty(found_rows(jsd.return_student), computed)
-        # A block collects gradients of smaller blocks, whose products stay in memory for every reading.
-        if blocks is not None:
-            self._room = ProductsRoom(heads, blocks[0], call.shard.columns)
-            self._gradients = call.hidden.new_empty(blocks[1], slab_row_stride(call.shard.columns))
-        self._keeps = blocks is not None
+            self._coefficient = gradient_coefficient(weights, rows.to_nats, rows.scale, jsd.student, jsd.beta)
+        self._found = teacher_scale.new_empty(9 if jsd.return_student else 6, computed)  # see `Found`
 
     def slabs(self, block: TokenBlock, bytes_per_column: int) -> Iterator[Slab]:
         """Fill a block's divergences, then yield the gradients of the student's products."""
@@ -189,22 +176,14 @@ class JsdPass:
         teacher = jsd.teacher._replace(hidden=next(self._teacher_blocks).hidden.wait())
         heads = jsd.heads(student, teacher, self._rows.select(block.rows), self._teacher_scale[block.rows])
         found = self._found[:, block.rows]
-        if self._keeps:
-            yield from self._kept_slabs(heads, found, self._coefficient[block.rows])
-            return
-        diverge(heads, self.call, found)
+        if self._blocks is None:
+            diverge(heads, found, self.call)
         if self._with_gradient:
-            coefficient = self._coefficient[block.rows]
-            yield from recomputed_slabs(heads, found, coefficient, self.call, bytes_per_column)
-
-    def _kept_slabs(self, heads: Heads, found: Tensor, coefficient: Tensor) -> Iterator[Slab]:
-        num_tokens, num_columns = found.shape[1], self.call.shard.columns
-        grad = with_zeros_behind(self._gradients[:num_tokens], num_columns)
-        for tokens in cut(num_tokens, self._room.tokens):
-            gradient = Gradient(coefficient[tokens], grad[tokens])
-            part = heads.block(tokens, slice(0, num_columns))
-            diverge_block(part, self._room, self.call, found[:, tokens], gradient)
-        yield from kept_slabs(grad, num_columns)
+            arguments = heads, found, self._coefficient[block.rows], self.call
+            if self._blocks is None:
+                yield from recomputed_slabs(*arguments, bytes_per_column)
+            else:
+                yield from collected_slabs(*arguments, self._blocks[0])
 
     factor = staticmethod(Tensor.float)  # the factor of a sum's gradients is its upstream gradient
 
@@ -231,11 +210,3 @@ class JsdPass:
 def _some(per_row: Tensor, order: Tensor | None) -> Tensor:
     """Return the numbers of the computed rows in their order, or all of them if `order` is None."""
     return per_row if order is None else per_row.index_select(0, order)
-
-
-def _computed(head: Head, rows: Tensor | None, options: Options) -> Head:
-    """Return the head with the hidden states of the computed tokens, gathered; `rows` None: all."""
-    if options.sequence_parallel:
-        assert options.tp_group is not None
-        head = head._replace(hidden=collectives.gather_rows(head.hidden, options.tp_group))
-    return head._replace(hidden=_some(head.hidden, rows))

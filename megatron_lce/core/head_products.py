@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_lce.core import collectives
 from megatron_lce.core.call import Call
-from megatron_lce.core.head_gradients import Slab, computed_slabs
+from megatron_lce.core.head_gradients import Slab, computed_slabs, kept_slabs
 from megatron_lce.core.known_loss import scales_a_sum
 from megatron_lce.core.plan import (
     COLUMN_STEP,
@@ -25,13 +25,15 @@ from megatron_lce.core.plan import (
     plan_blocks,
     slab_row_stride,
 )
-from megatron_lce.core.products import product
+from megatron_lce.core.products import product, with_zeros_behind
 from megatron_lce.core.protocols import Backend
-from megatron_lce.core.two_heads import STATS_ROWS, Gradient, Head, Pair, merged_stats, softmax_stats
+from megatron_lce.core.two_heads import STATS_ROWS, Gradient, Head, Pair, merged_stats
 
 BYTES_PER_LOGIT = 2 * 4  # bytes of two heads' products in fp32
 SLAB_PARTS = 4  # in backward the products of a quarter of a slab's tokens are in memory at once
-LOGITS_SHARE = 3  # with known weights products take a third of the room, gradients the rest
+# Products of 8192 x (2048, 4096) x 151936 take 30.4, 23.4, 22.3 and 24.5 ms in blocks of 256, 384, 512, 640 tokens.
+WIDE_PRODUCTS = 512  # tokens of a block: more gain nothing, unless the shard is narrow
+WIDE_LOGITS = 2**26  # a head's logits of a narrow shard's block
 
 
 class Heads(NamedTuple):
@@ -49,63 +51,67 @@ class Heads(NamedTuple):
         labels = None if self.labels is None else self.labels[tokens]
         return self._replace(student=student, teacher=teacher, labels=labels)
 
-    @property
-    def num_columns(self) -> int:
-        return self.student.weight.shape[0]
-
 
 class ProductsRoom:
     """It is memory for both heads' products of some tokens with some columns."""
 
     def __init__(self, heads: Heads, tokens: int, columns: int) -> None:
-        self.tokens, self.columns = tokens, max(columns, 1)
-        size = tokens * slab_row_stride(columns)
+        self.tokens, size = tokens, tokens * slab_row_stride(columns)
         self._flat = torch.empty(2, size, dtype=torch.float32, device=heads.student.hidden.device)
         # A CPU's products copy 16-bit weights to fp32: few at a time.
-        self._step = COLUMN_STEP if _copied_bytes(heads) else self.columns
+        self._step = COLUMN_STEP if _copied_bytes(heads) else columns
 
-    def fill(self, heads: Heads, stats: Tensor | None = None) -> Pair:
-        """Compute both heads' products, which stay until the next call, and if given their `stats`, [4, N]."""
-        num_tokens, width = heads.student.hidden.shape[0], heads.num_columns
+    def fill(self, heads: Heads) -> Pair:
+        """Compute both heads' products, which stay until the next call."""
+        num_tokens, width = heads.student.hidden.shape[0], heads.student.weight.shape[0]
         stride = slab_row_stride(width)
         room = self._flat[:, : num_tokens * stride].view(2, num_tokens, stride)[:, :, :width]
-        both = heads.student, heads.teacher
-        student, teacher = (head.products(values) for head, values in zip(both, room, strict=True))
-        for head, products, rows in zip(both, (student, teacher), (slice(0, 2), slice(2, STATS_ROWS)), strict=True):
-            if stats is not None and heads.backend.products_with_stats(head, products.values, stats[rows]):
-                continue
+        for head, values in zip((heads.student, heads.teacher), room, strict=True):
             for columns in cut_columns(width, self._step):
-                product(head.hidden, head.weight[columns].T, products.values[:, columns], accumulate=False)
-            if stats is not None:
-                stats[rows] = softmax_stats(products)
-        return Pair(student, teacher, heads.beta, heads.labels)
+                product(head.hidden, head.weight[columns].T, values[:, columns], accumulate=False)
+        return Pair(heads.student.products(room[0]), heads.teacher.products(room[1]), heads.beta, heads.labels)
 
 
-def diverge(heads: Heads, call: Call, found: Tensor) -> None:
+def diverge(heads: Heads, found: Tensor, call: Call) -> None:
     """Fill `Found`, [6, N] or [9, N], block of tokens by block."""
-    heads, num_tokens = heads.block(slice(None), slice(0, call.shard.columns)), found.shape[1]
-    most = (call.options.workspace_bytes - _copied_bytes(heads)) // _row_bytes(heads, call)
-    room = ProductsRoom(heads, max(1, even(num_tokens, most, MIN_TOKENS)), call.shard.columns)
+    workspace = call.options.workspace_bytes - _copied_bytes(heads)
+    room = ProductsRoom(heads, _products_tokens(heads, found.shape[1], workspace, call), call.shard.columns)
+    for tokens in cut(found.shape[1], room.tokens):
+        _diverge_block(heads.block(tokens, slice(0, call.shard.columns)), room, call, found[:, tokens])
+
+
+def collected_slabs(
+    heads: Heads, found: Tensor, coefficient: Tensor, call: Call, products_tokens: int
+) -> Iterator[Slab]:
+    """Fill `Found` and collect the gradients of the student's products, `products_tokens` at a time, for one slab."""
+    num_tokens, num_columns = found.shape[1], call.shard.columns
+    room = ProductsRoom(heads, min(products_tokens, num_tokens), num_columns)
+    rows = heads.student.hidden.new_empty(num_tokens, slab_row_stride(num_columns))
+    grad = with_zeros_behind(rows, num_columns)
     for tokens in cut(num_tokens, room.tokens):
-        diverge_block(heads.block(tokens, slice(None)), room, call, found[:, tokens])
+        gradient = Gradient(coefficient[tokens], grad[tokens])
+        _diverge_block(heads.block(tokens, slice(0, num_columns)), room, call, found[:, tokens], gradient)
+    yield from kept_slabs(grad, num_columns)
 
 
-def diverge_block(
+def _diverge_block(
     heads: Heads, room: ProductsRoom, call: Call, found: Tensor, gradient: Gradient | None = None
 ) -> None:
     """Fill `Found` of a block, and its `gradient`: an exchange over the group for both softmaxes, one for the sums."""
     group, read = call.options.tp_group, heads.backend.read_products
-    stats, sums, pair = found[:STATS_ROWS], found[STATS_ROWS:], None
-    if heads.num_columns > 0:
-        pair = room.fill(heads, stats)
-    else:
+    stats, sums = found[:STATS_ROWS], found[STATS_ROWS:]
+    pair = room.fill(heads) if call.shard.columns > 0 else None
+    if pair is None:
         found.zero_()
         stats[::2] = -torch.inf  # the largest of no logits
+    elif group is None:
+        read(pair, found, gradient, softmaxes=True, divergence=True)
+    else:
+        read(pair, found, softmaxes=True)
     if group is not None:
         stats.copy_(merged_stats(collectives.stack_over_group(stats, group)))
-    if pair is not None:
-        read(pair, found, gradient if group is None else None, divergence=True)
-    if group is not None:
+        if pair is not None:
+            read(pair, found, divergence=True)
         sums.copy_(collectives.stack_over_group(sums, group).sum(dim=0))
         if pair is not None and gradient is not None:
             read(pair, found, gradient)
@@ -124,11 +130,7 @@ def recomputed_slabs(
         return
     workspace, block_bytes = call.options.workspace_bytes - _copied_bytes(heads), _slab_bytes(heads, call)
     blocks = plan_blocks(
-        num_tokens,
-        slab_row_stride(num_columns),
-        workspace,
-        block_bytes,
-        per_column_if_tokens_are_cut=bytes_per_column,
+        num_tokens, slab_row_stride(num_columns), workspace, block_bytes, per_column_if_tokens_are_cut=bytes_per_column
     )
     # As many tokens at once as have room: products of forward's shape have the bits of forward's.
     summed = blocks.columns * bytes_per_column if blocks.tokens < num_tokens else 0
@@ -153,8 +155,8 @@ def gradient_blocks(heads: Heads, num_tokens: int, call: Call) -> tuple[int, int
     """Return the number of tokens whose products, and whose gradients, are in memory at once; None without room.
 
     They share the workspace and the room of the weight's gradient, which is allocated when they are free. Products take
-    about a third: a block of gradients reads and writes all of the weight's sum, which costs more than to read both
-    weights for a block of products.
+    up to `WIDE_PRODUCTS` in the workspace, and gradients the rest: a block of these reads and writes the weight's sum.
+    What is left is the products'.
     """
     student, workspace = heads.student, call.options.workspace_bytes - _copied_bytes(heads)
     products = _row_bytes(heads, call)
@@ -168,9 +170,15 @@ def gradient_blocks(heads: Heads, num_tokens: int, call: Call) -> tuple[int, int
     most = room // (products + gradient) // MIN_TOKENS * MIN_TOKENS
     if most == 0:
         return None
-    tokens = min(most, max(1, round(room / LOGITS_SHARE / products / MIN_TOKENS)) * MIN_TOKENS)
+    tokens = min(most, even(num_tokens, min(workspace // products, WIDE_PRODUCTS), MIN_TOKENS))
     gradients = even(num_tokens, (room - tokens * products) // gradient, MIN_TOKENS)
-    return even(gradients, (room - gradients * gradient) // products, MIN_TOKENS), gradients
+    return _products_tokens(heads, gradients, room - gradients * gradient, call), gradients
+
+
+def _products_tokens(heads: Heads, num_tokens: int, room: int, call: Call) -> int:
+    """Number of tokens of a block whose products with all columns have `room` bytes, no more than gain by it."""
+    most = min(room // _row_bytes(heads, call), max(WIDE_PRODUCTS, WIDE_LOGITS // call.shard.largest))
+    return max(1, even(num_tokens, most, MIN_TOKENS))
 
 
 def check_workspace(heads: Heads, call: Call) -> None:
@@ -178,8 +186,7 @@ def check_workspace(heads: Heads, call: Call) -> None:
     slab = _slab_bytes(heads, call)
     slab = slab._replace(per_column=slab.per_column + call.size.weight_sum_column)
     smallest = max(_row_bytes(heads, call), slab.smallest) + _copied_bytes(heads)
-    workspace = call.options.workspace_bytes
-    if workspace < smallest:
+    if (workspace := call.options.workspace_bytes) < smallest:
         raise ValueError(f"workspace_bytes must be at least {smallest} for these heads, got {workspace}")
 
 
@@ -195,9 +202,8 @@ def _row_bytes(heads: Heads, call: Call) -> int:
 
 
 def _token_bytes(heads: Heads, call: Call) -> int:
-    """Bytes per token of the intermediates from which products and what is read of them are made."""
-    hiddens, columns = (heads.student.hidden, heads.teacher.hidden), call.shard.largest
-    return max(heads.backend.intermediate_bytes(hidden, columns) for hidden in hiddens) + _copied_bytes(heads, 1)
+    """Bytes per token of the intermediates of products and of their reading."""
+    return heads.backend.intermediate_bytes(call.shard.largest) + _copied_bytes(heads, 1)
 
 
 def _copied_bytes(heads: Heads, rows: int = COLUMN_STEP) -> int:

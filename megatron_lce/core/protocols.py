@@ -9,7 +9,7 @@ from megatron_lce.core.logits_cache import LogitsCache
 from megatron_lce.core.options import LinearCrossEntropyOutput, Options, Shard
 from megatron_lce.core.plan import Costs
 from megatron_lce.core.rows import Rows, Saved
-from megatron_lce.core.two_heads import Gradient, Head, Pair
+from megatron_lce.core.two_heads import Gradient, Pair
 
 
 class Backend(Protocol):
@@ -108,16 +108,8 @@ class Backend(Protocol):
         If `factored` (the cache then holds all columns), it may return factors [N]: the gradient is factor * cache.
         """
 
-    def intermediate_bytes(self, hidden: Tensor, num_columns: int) -> int:
-        """Return the bytes per token that the two below take for that many columns beside arguments and results."""
-
-    def products_with_stats(
-        self,
-        head: Head,
-        out: Tensor,  # [N, C] fp32
-        stats: Tensor,  # [2, N] fp32 out, see `two_heads.softmax_stats`
-    ) -> bool:
-        """Write a head's products with C columns, and their statistics; or return False, and write nothing."""
+    def intermediate_bytes(self, num_columns: int) -> int:
+        """Return the bytes per token that `read_products` takes for that many columns beside its arguments."""
 
     def read_products(
         self,
@@ -125,12 +117,13 @@ class Backend(Protocol):
         found: Tensor,  # [6 or 9, N], packed `Found`
         gradient: Gradient | None = None,
         *,
+        softmaxes: bool = False,
         divergence: bool = False,
     ) -> None:
-        """Read both heads' products with C columns up to twice.
+        """Read both heads' products with C columns up to three times.
 
-        `divergence` fills the rows of `found` behind the first four from these; `gradient` is filled from both. Rows
-        that are not asked for are read: they may be those of more columns than C.
+        `softmaxes` fills the first four rows of `found`; `divergence` fills the others from them; `gradient` is filled
+        from both. Rows that are not asked for are read if needed: they may be those of more columns than C.
         """
 
     def scale(self, matrix: Tensor, factor: Tensor, out: Tensor, *, accumulate: bool) -> None:

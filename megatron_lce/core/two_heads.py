@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_lce.core.plan import cut
 from megatron_lce.core.rows import Rows
 from megatron_lce.core.statistics import LN_2
 
@@ -36,11 +35,7 @@ class Head(NamedTuple):
     def products(self, values: Tensor) -> "Products":
         """Return products [N, C] of the head's rows, with what makes logits of them."""
         assert self.scale is not None
-        return Products(values, self.scale, self.softcap_scale)
-
-    @property
-    def softcap_scale(self) -> float | None:
-        return None if self.softcap is None else self.logits_scale / self.softcap
+        return Products(values, self.scale, None if self.softcap is None else self.logits_scale / self.softcap)
 
 
 class Products(NamedTuple):
@@ -49,13 +44,6 @@ class Products(NamedTuple):
     values: Tensor  # [N, C] fp32, rows a multiple of `SLAB_ROW_STEP` apart
     scale: Tensor  # [N] fp32
     softcap_scale: float | None
-
-    def logits(self, columns: slice) -> Tensor:
-        """Return the base-2 logits of some columns, [N, C], in memory of their own."""
-        values = self.values[:, columns]
-        if self.softcap_scale is None:
-            return values * self.scale[:, None]
-        return (values * self.softcap_scale).tanh_().mul_(self.scale[:, None])
 
 
 class Pair(NamedTuple):
@@ -92,31 +80,11 @@ class Found(NamedTuple):
     label_owned: Tensor | None = None  # 1; 0: the label is none of the columns
 
 
-CHUNK_COLUMNS = 1024  # columns that torch reads together
-SOFTMAX_LOGIT_BYTES = 2 * 4  # bytes that `softmax_stats` takes for each logit of a chunk
 STATS_ROWS = 4  # rows of `Found` that are both softmaxes' statistics; the others are sums
 
 
-def found_rows(labels: bool) -> int:
-    """Number of rows of `Found`."""
-    return len(Found._fields) if labels else len(Found._fields) - len(Found._field_defaults)
-
-
-def softmax_stats(products: Products) -> Tensor:
-    """Return each token's largest logit and sum of exponentials, [2, N]; the sum is NaN if a logit is not finite."""
-    chunks = [_chunk_stats(products, c) for c in cut(products.values.shape[1], CHUNK_COLUMNS)]
-    return merged_stats(torch.stack(chunks))
-
-
-def _chunk_stats(products: Products, columns: slice) -> Tensor:
-    """Return the same of one chunk: its tensors are free before the next chunk's are allocated."""
-    logits = products.logits(columns)
-    largest, unless_nan = logits.amax(dim=1), (logits * 0.0).sum(dim=1)
-    return torch.stack([largest, logits.sub_(largest[:, None]).exp2_().sum(dim=1) + unless_nan])
-
-
 def merged_stats(parts: Tensor) -> Tensor:
-    """Merge softmax statistics of S disjoint sets of columns, [S, 2 or 4, N], to their union's."""
+    """Merge softmax statistics of S disjoint sets of columns, [S, 4, N], to their union's, [4, N]."""
     max_logits, sums = parts[:, ::2], parts[:, 1::2]
     largest = max_logits.amax(dim=0)
     return torch.stack([largest, (max_logits - largest).exp2_().mul_(sums).sum(dim=0)], dim=1).flatten(0, 1)

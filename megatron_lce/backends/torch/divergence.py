@@ -5,19 +5,15 @@ from torch import Tensor
 
 from megatron_lce.core.plan import cut
 from megatron_lce.core.statistics import LN_2
-from megatron_lce.core.two_heads import CHUNK_COLUMNS, STATS_ROWS, Found, Gradient, Head, Pair
+from megatron_lce.core.two_heads import STATS_ROWS, Found, Gradient, Pair, Products, merged_stats
 
 _LARGEST_RATIO = 126.0  # log2 of a ratio of probabilities is clamped to this
+_CHUNK_COLUMNS = 1024  # columns that are read together
 
 
-def intermediate_bytes(hidden: Tensor, num_columns: int) -> int:
+def intermediate_bytes(num_columns: int) -> int:
     """Bytes per token of a chunk's intermediates, six fp32 numbers a logit."""
-    return 6 * 4 * min(num_columns, CHUNK_COLUMNS)
-
-
-def products_with_stats(head: Head, out: Tensor, stats: Tensor) -> bool:
-    """Return False: core makes the products, and reads them for their statistics."""
-    return False
+    return 6 * 4 * min(num_columns, _CHUNK_COLUMNS)
 
 
 def read_products(
@@ -25,10 +21,13 @@ def read_products(
     found: Tensor,  # [6, N]
     gradient: Gradient | None = None,
     *,
+    softmaxes: bool = False,
     divergence: bool = False,
 ) -> None:
-    """Read the products chunk by chunk for the sums, and for the gradient: see `Backend`."""
-    chunks = list(cut(pair.student.values.shape[1], CHUNK_COLUMNS))
+    """Read the products chunk by chunk for softmax statistics, for the sums, and for the gradient: see `Backend`."""
+    chunks = list(cut(pair.student.values.shape[1], _CHUNK_COLUMNS))
+    if softmaxes:
+        found[:STATS_ROWS] = merged_stats(torch.stack([_chunk_stats(pair, c) for c in chunks]))
     if divergence:
         sums = [_chunk_divergence(pair, c, found) for c in chunks]
         found[STATS_ROWS:] = torch.stack(sums).sum(dim=0)
@@ -40,9 +39,27 @@ def read_products(
 # A function for each chunk: its tensors are free before the next chunk's are allocated.
 
 
+def _logits(products: Products, columns: slice) -> Tensor:
+    """Return the base-2 logits of a chunk, [N, C]."""
+    values = products.values[:, columns]
+    if products.softcap_scale is None:
+        return values * products.scale[:, None]
+    return (values * products.softcap_scale).tanh_().mul_(products.scale[:, None])
+
+
+def _chunk_stats(pair: Pair, columns: slice) -> Tensor:
+    """Return both heads' largest logit and sum of exponentials of one chunk, [4, N]."""
+    stats = []
+    for products in (pair.student, pair.teacher):
+        logits = _logits(products, columns)
+        largest, unless_nan = logits.amax(dim=1), logits.amin(dim=1) * 0.0  # the sum of 2^-inf would be finite
+        stats += [largest, logits.sub_(largest[:, None]).exp2_().sum(dim=1) + unless_nan]
+    return torch.stack(stats)
+
+
 def _chunk_divergence(pair: Pair, columns: slice, found: Tensor) -> Tensor:
     """Return one chunk's part of divergence and KL(p_student || m) and, with labels, of the student's: [2 or 5, N]."""
-    student, teacher = pair.student.logits(columns), pair.teacher.logits(columns)
+    student, teacher = _logits(pair.student, columns), _logits(pair.teacher, columns)
     sums = _divergence_sums(student, teacher, found, pair.beta)
     if pair.labels is not None:
         owned = (pair.labels >= columns.start) & (pair.labels < columns.stop)
@@ -74,7 +91,7 @@ def _divergence_sums(student: Tensor, teacher: Tensor, found: Tensor, beta: floa
 def _chunk_gradient(pair: Pair, columns: slice, found: Tensor, gradient: Gradient) -> None:
     """Write one chunk of the gradient of the student's products."""
     coefficient = gradient.coefficient[:, None]
-    student, teacher, beta = pair.student.logits(columns), pair.teacher.logits(columns), pair.beta
+    student, teacher, beta = _logits(pair.student, columns), _logits(pair.teacher, columns), pair.beta
     if beta == 0:
         grad = _probability(student, *found[:2]).sub_(_probability(teacher, *found[2:4]))
     else:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from megatron_lce.backends.torch.divergence import intermediate_bytes, products_with_stats, read_products
+from megatron_lce.backends.torch.divergence import intermediate_bytes, read_products
 from megatron_lce.backends.torch.row_numbers import finish, largest_logit, prepare_rows, row_terms
 from megatron_lce.backends.torch.scale import scale
 from megatron_lce.core.logits_cache import LogitsCache
@@ -29,7 +29,6 @@ __all__ = [
     "intermediate_bytes",
     "merge_extremes",
     "prepare_rows",
-    "products_with_stats",
     "read_products",
     "row_terms",
     "scale",

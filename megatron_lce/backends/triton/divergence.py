@@ -1,71 +1,28 @@
-"""`megatron_lce.jsd`: a tile's statistics are taken before it is stored; a program reads a row once or twice.
+"""`read_products` of `megatron_lce.jsd`: a program reads a row of both heads' products up to three times.
 
-A row's gradient needs its divergence, which needs both softmaxes. The divergence stays in registers for the second
-reading, or comes from memory if other columns contribute. Only reading takes time.
+A row's gradient needs its divergence, which needs both softmaxes. The results of a reading stay in registers for the
+next, or come from memory if other columns contribute. Only reading takes time: a GPU's caches cannot hold the products.
 """
-
-from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from megatron_lce.backends.triton import tiles
-from megatron_lce.backends.triton.softmax_stats import softmax_stats
 from megatron_lce.backends.triton.tile_products import MASKED_LOGIT, fast_log2, tanh
 from megatron_lce.core.plan import ceil_div
-from megatron_lce.core.statistics import packed_rows
-from megatron_lce.core.two_heads import CHUNK_COLUMNS, SOFTMAX_LOGIT_BYTES, Gradient, Head, Pair
+from megatron_lce.core.two_heads import Gradient, Pair
 
 # A program's constants, measured on Hopper at 151,936 columns.
 COLUMNS = 4096  # columns that it reads at a time
 WARPS = 16
-_MERGED_CHUNKS, _MERGED_ROWS = 512, 8  # chunks at a time, and rows, of a program that merges statistics
 _ROWS_OF_INTERPRETER = 16  # rows of a program under the interpreter, which pays by the program
-_NEIGHBOURS = tl.constexpr(4)  # columns that share a running sum, as many as a thread loads at once
+_NEIGHBOURS = tl.constexpr(4)  # columns that share a running maximum, as many as a thread loads at once
 
 
-def intermediate_bytes(hidden: Tensor, num_columns: int) -> int:
-    """Bytes per token of the statistics of chunks, or of core's intermediates."""
-    if not _stores_products(hidden):
-        return SOFTMAX_LOGIT_BYTES * min(num_columns, CHUNK_COLUMNS)
-    return 4 * packed_rows(False, False) * ceil_div(num_columns, tiles.chunk_columns(hidden))
-
-
-def _stores_products(hidden: Tensor) -> bool:
-    """Return whether the kernel of the statistics stores the products of this dtype on this GPU."""
-    return tiles.choose_tiles(hidden.dtype, hidden.device) == tiles.HOPPER_16_BIT
-
-
-def products_with_stats(head: Head, out: Tensor, stats: Tensor) -> bool:
-    """Fill both at once if the kernel's products are as fast as a library's: see `Backend`."""
-    if not _stores_products(head.hidden):
-        return False
-    assert head.scale is not None
-    parts = softmax_stats(
-        head.hidden,
-        head.weight,
-        None,
-        head.scale,
-        softcap_scale=head.softcap_scale,
-        entropy=False,
-        telemetry=False,
-        vocab_start=0,
-        products=out,
-    )
-    num_chunks, rows, num_tokens = parts.shape
-    _merge_kernel[(ceil_div(num_tokens, _MERGED_ROWS),)](
-        parts,
-        stats,
-        num_chunks,
-        num_tokens,
-        rows * num_tokens,
-        stats.stride(0),
-        BLOCK_S=_MERGED_CHUNKS,
-        BLOCK_N=_MERGED_ROWS,
-        num_warps=8,
-    )
-    return True
+def intermediate_bytes(num_columns: int) -> int:
+    """Bytes per token beside the arguments, 0 as nothing is allocated."""
+    return 0
 
 
 def read_products(
@@ -73,14 +30,16 @@ def read_products(
     found: Tensor,  # [6, N]
     gradient: Gradient | None = None,
     *,
+    softmaxes: bool = False,
     divergence: bool = False,
 ) -> None:
-    """Read the products for sums and gradient in one launch: see `Backend`."""
+    """Read the products for softmax statistics, sums and gradient in one launch: see `Backend`."""
     student, teacher, beta, labels = pair
     num_tokens, num_columns = student.values.shape
     assert teacher.values.stride() == student.values.stride()
     assert gradient is None or gradient.out.stride() == student.values.stride()
     block_n = _ROWS_OF_INTERPRETER if tiles.interpreting() else 1
+    columns = min(COLUMNS, max(256, triton.next_power_of_2(num_columns)))  # a narrow shard fills fewer, and fewer warps
     _read_products_kernel[(ceil_div(num_tokens, block_n),)](
         student.values,
         teacher.values,
@@ -98,50 +57,17 @@ def read_products(
         teacher.softcap_scale,
         float(beta),
         1.0 - beta,
+        SOFTMAXES=softmaxes,
         DIVERGENCE=divergence,
         FORWARD_KL=beta == 0,
         REVERSE_KL=beta == 1,
         STUDENT_LEADS=beta <= 0.5,
         PTX=tiles.speaks_ptx(),
         BLOCK_N=block_n,
-        **_columns_at_a_time(num_columns),
+        BLOCK_V=columns,
+        num_warps=max(1, WARPS * columns // COLUMNS),
         enable_fp_fusion=False,  # a logit must have the same bits in every reading
     )
-
-
-def _columns_at_a_time(num_columns: int) -> dict[str, Any]:
-    """Return a program's columns and warps, as many as a narrow shard fills."""
-    columns = min(COLUMNS, max(256, triton.next_power_of_2(num_columns)))
-    return {"BLOCK_V": columns, "num_warps": max(1, WARPS * columns // COLUMNS)}
-
-
-@triton.jit(do_not_specialize=["S", "N", "part_stride", "stats_stride"])
-def _merge_kernel(
-    parts_ptr,  # [S, 3, N] fp32: the largest logit, a row that is not read, the sum of exponentials
-    stats_ptr,  # [2, N] fp32 out
-    S,
-    N,
-    part_stride,
-    stats_stride,
-    BLOCK_S: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Merge the statistics of chunks for BLOCK_N tokens; a sum is NaN if a chunk's is."""
-    tokens = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    max_logit, total = tl.full((BLOCK_S, BLOCK_N), MASKED_LOGIT, tl.float32), tl.zeros((BLOCK_S, BLOCK_N), tl.float32)
-    for start in range(0, S, BLOCK_S):
-        chunks = start + tl.arange(0, BLOCK_S)
-        mask = (chunks < S)[:, None] & (tokens < N)[None, :]
-        parts = parts_ptr + chunks.to(tl.int64)[:, None] * part_stride + tokens[None, :]
-        of_part = tl.load(parts, mask, other=MASKED_LOGIT)
-        larger = tl.maximum(max_logit, of_part)
-        total = total * tl.exp2(max_logit - larger)
-        total += tl.load(parts + 2 * N, mask, other=0.0) * tl.exp2(of_part - larger)
-        max_logit = larger
-    largest = tl.max(max_logit, 0)
-    stats = stats_ptr + tokens
-    tl.store(stats, largest, tokens < N)
-    tl.store(stats + stats_stride, tl.sum(total * tl.exp2(max_logit - largest[None, :]), 0), tokens < N)
 
 
 @triton.jit(do_not_specialize=["N", "V", "found_stride"])
@@ -162,6 +88,7 @@ def _read_products_kernel(
     teacher_softcap_scale,
     teacher_weight,  # beta
     student_weight,  # 1 - beta, computed in fp64: fp32 would lose digits
+    SOFTMAXES: tl.constexpr,
     DIVERGENCE: tl.constexpr,
     FORWARD_KL: tl.constexpr,
     REVERSE_KL: tl.constexpr,
@@ -170,7 +97,7 @@ def _read_products_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Read rows of both heads' products: for their sums, and for the student's gradient."""
+    """Read rows of both heads' products: for their softmaxes, for their sums, and for the student's gradient."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
     row_mask = rows < N
     rows = tl.minimum(rows, N - 1)
@@ -180,10 +107,26 @@ def _read_products_kernel(
     teacher_scale = tl.load(teacher_scale_ptr + rows)
     nothing = tl.zeros((BLOCK_N, BLOCK_V // _NEIGHBOURS), tl.float32)
 
-    student_max = tl.load(found)
-    student_sum = tl.load(found + found_stride)
-    teacher_max = tl.load(found + 2 * found_stride)
-    teacher_sum = tl.load(found + 3 * found_stride)
+    if SOFTMAXES:
+        student_max, student_sum = nothing + MASKED_LOGIT, nothing
+        teacher_max, teacher_sum = nothing + MASKED_LOGIT, nothing
+        for column in range(0, V, BLOCK_V):
+            places, stored, wanted = _places(first, column, V, row_stride, BLOCK_V)
+            student, _ = _logits(student_ptr + places, stored, wanted, student_scale, student_softcap_scale)
+            teacher, _ = _logits(teacher_ptr + places, stored, wanted, teacher_scale, teacher_softcap_scale)
+            student_max, student_sum = _with_more(student_max, student_sum, student)
+            teacher_max, teacher_sum = _with_more(teacher_max, teacher_sum, teacher)
+        student_max, student_sum = _joined(student_max, student_sum)
+        teacher_max, teacher_sum = _joined(teacher_max, teacher_sum)
+        tl.store(found, student_max, row_mask)
+        tl.store(found + found_stride, student_sum, row_mask)
+        tl.store(found + 2 * found_stride, teacher_max, row_mask)
+        tl.store(found + 3 * found_stride, teacher_sum, row_mask)
+    else:
+        student_max = tl.load(found)
+        student_sum = tl.load(found + found_stride)
+        teacher_max = tl.load(found + 2 * found_stride)
+        teacher_sum = tl.load(found + 3 * found_stride)
     student_inverse, teacher_inverse = 1.0 / student_sum, 1.0 / teacher_sum
     log_sums = tl.log2(student_sum / teacher_sum)
     unless_nan = (student_sum + teacher_sum) * 0.0
@@ -194,8 +137,7 @@ def _read_products_kernel(
     if label_ptr is not None:
         label = tl.load(label_ptr + rows)
     if DIVERGENCE and not AT_ONCE:
-        # Backwards: the last columns are still in the GPU's cache, and the first will be.
-        for back in range(0, V, BLOCK_V):
+        for back in range(0, V, BLOCK_V):  # the last columns of a reading may still be in the GPU's cache
             column = (V - 1) // BLOCK_V * BLOCK_V - back
             places, stored, wanted = _places(first, column, V, row_stride, BLOCK_V)
             student, _ = _logits(student_ptr + places, stored, wanted, student_scale, student_softcap_scale)
@@ -279,6 +221,22 @@ def _logits(places, stored, wanted, scale, softcap_scale):
     if softcap_scale is not None:
         products = tanh(products * softcap_scale)
     return tl.where(wanted, products * scale, MASKED_LOGIT), products
+
+
+@triton.jit
+def _with_more(max_logit, total, logits):
+    """Add logits to running maxima and sums of 2^(z - maximum); a sum is NaN once a logit is not finite."""
+    logits = tl.reshape(logits, (logits.shape[0], logits.shape[1] // _NEIGHBOURS, _NEIGHBOURS))
+    larger = tl.maximum(max_logit, tl.max(logits, 2))
+    exps = tl.fma(logits, 0.0, tl.exp2(logits - larger[:, :, None]))
+    return larger, total * tl.exp2(max_logit - larger) + tl.sum(exps, 2)
+
+
+@triton.jit
+def _joined(max_logit, total):
+    """Merge running maxima and sums to the row's, [BLOCK_N, 1] each."""
+    largest = tl.max(max_logit, 1, keep_dims=True)
+    return largest, tl.sum(total * tl.exp2(max_logit - largest), 1, keep_dims=True)
 
 
 @triton.jit

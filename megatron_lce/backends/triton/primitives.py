@@ -1,6 +1,6 @@
 """The Triton backend's primitives, under the names of the `Backend` protocol."""
 
-from megatron_lce.backends.triton.divergence import intermediate_bytes, products_with_stats, read_products
+from megatron_lce.backends.triton.divergence import intermediate_bytes, read_products
 from megatron_lce.backends.triton.grad_logits import grad_logits, grad_logits_from_cache
 from megatron_lce.backends.triton.merge_stats import merge_extremes, sum_chunks
 from megatron_lce.backends.triton.row_numbers import finish, prepare_rows, row_terms
@@ -16,7 +16,6 @@ __all__ = [
     "intermediate_bytes",
     "merge_extremes",
     "prepare_rows",
-    "products_with_stats",
     "read_products",
     "row_terms",
     "scale",

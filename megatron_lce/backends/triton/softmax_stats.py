@@ -28,7 +28,7 @@ _LOWEST_LOGIT = tl.constexpr(LOWEST_LOGIT)
 def softmax_stats(
     hidden: Tensor,  # [N, H]
     weight: Tensor,  # [V, H]
-    labels: Tensor | None,  # [N] int32 ids into weight's rows; -1: not this shard's; None: of no token
+    labels: Tensor,  # [N] int32 ids into weight's rows; -1: not this shard's
     row_scale: Tensor,  # [N] fp32 factor from products (or their tanh) to base-2 logits
     *,
     softcap_scale: float | None,
@@ -36,7 +36,6 @@ def softmax_stats(
     telemetry: bool,
     vocab_start: int,
     cache: LogitsCache | None = None,
-    products: Tensor | None = None,  # [N, V] fp32 out, without a cache; a chunk with an infinite logit then is NaN
 ) -> Tensor:
     """Return statistics [chunks, K, N] of V columns, see `megatron_lce.core.statistics`, and fill the cache, if any."""
     num_tokens, num_columns = hidden.shape[0], weight.shape[0]
@@ -58,7 +57,6 @@ def softmax_stats(
             parts[columns.start // chunk :],
             None if kept is None else descriptor(kept.exp, tile.block_n, tile.block_v // 2),
             None if kept is None else kept.reference,
-            None if products is None else descriptor(products, tile.block_n, tile.block_v // 2),
             num_tokens,
             slab.shape[0],
             hidden.shape[1],
@@ -81,8 +79,7 @@ def softmax_stats(
             enable_fp_fusion=False,
         )
     # After the other kernel, which fills the label's row of `parts` with -inf.
-    if labels is not None:
-        _label_logits(hidden_desc, weight, labels, row_scale, parts[0, 1], softcap_scale)
+    _label_logits(hidden_desc, weight, labels, row_scale, parts[0, 1], softcap_scale)
     return parts
 
 
@@ -160,7 +157,6 @@ def _softmax_stats_kernel(
     stats_ptr,  # [chunks, K, N] fp32 out; the label's row is -inf
     exp_desc,  # [N, V] out; None: not kept
     reference_ptr,  # [chunks, N] fp32 out, rows reference_stride apart; None: not kept
-    products_desc,  # [N, V] fp32 out; None: not kept
     N,
     V,
     H,
@@ -194,10 +190,6 @@ def _softmax_stats_kernel(
         row_scale = tl.load(row_scale_ptr + rows, mask=row_mask, other=0.0)
 
         logits = tile_products(hidden_desc, weight_desc, row, column, H, BLOCK_N, BLOCK_V, BLOCK_H, UPCAST)
-        if products_desc is not None:
-            left, right = halves(logits)
-            products_desc.store([row, column], left)
-            products_desc.store([row, column + BLOCK_V // 2], right)
         if SOFTCAP:
             logits = tanh(logits * softcap_scale)
         logits = logits * row_scale[:, None]  # [BLOCK_N, BLOCK_V]
@@ -226,8 +218,6 @@ def _softmax_stats_kernel(
             tl.store(stats + 3 * N, argmax.to(tl.float32), mask)
         shifted = logits - max_logit[:, :, None]
         exp = tl.exp2(shifted)
-        if products_desc is not None:
-            exp = tl.fma(logits, 0.0, exp)
         sum_exp = tl.sum(exp, 2)
         if ENTROPY:
             # 0 times -inf must be 0. A maximum costs nothing, a branch for the chunks that need it 5 to 10 %.
