@@ -32,8 +32,17 @@ from scripts import megatron_runtime
 CALLS = {"repeats": 1, "settle": 1}  # in a round; see `measure.SETTLE_MS`
 
 
-def build(args: argparse.Namespace, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """The GPT, its matrices drawn on the device: filling V x H on every CPU rank takes minutes."""
+def build(
+    args: argparse.Namespace,
+    dtype: torch.dtype,
+    device: torch.device,
+    config: dict[str, Any] | None = None,
+    ddp_config: dict[str, Any] | None = None,
+) -> nn.Module:
+    """The GPT, its matrices drawn on the device: filling V x H on every CPU rank takes minutes.
+
+    `config` and `ddp_config` hold further fields of Megatron's configurations, by name.
+    """
     options = megatron_runtime.GptOptions(
         num_layers=args.layers,
         hidden_size=args.hidden,
@@ -42,9 +51,9 @@ def build(args: argparse.Namespace, dtype: torch.dtype, device: torch.device) ->
         max_sequence_length=args.sequence_length,
         sequence_parallel=args.tp > 1,
         dtype=dtype,
-        config={"use_cpu_initialization": False, "perform_initialization": False},
+        config={"use_cpu_initialization": False, "perform_initialization": False, **(config or {})},
     )
-    model = megatron_runtime.build_gpt(options, device=device, ddp=True)
+    model = megatron_runtime.build_gpt(options, device=device, ddp=True, ddp_config=ddp_config)
     generator = torch.Generator(device).manual_seed(1 + dist.get_rank())
     for parameter in model.parameters():
         if parameter.dim() > 1:

@@ -10,6 +10,8 @@ from torch.distributed import ProcessGroup
 import megatron_lce
 from benchmark.shapes import Inputs
 from megatron_lce.core.options import WORKSPACE_BYTES, LinearCrossEntropyOutput
+from megatron_lce.core.upstream import Promise
+from megatron_lce.known_upstream import linear_token_losses
 
 MIB = 2**20
 Step = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]  # outputs, and the gradients of hidden and weight
@@ -42,6 +44,7 @@ class Ours:
 
     cache_fraction  `logits_cache_bytes` as a part of the 16-bit logits
     token_loss      `linear_token_loss`, which is told the upstream gradients in forward; without a cache
+    known_loss      as the flag's: losses per token, whose upstream is to be one number; mode sft alone
     main_grad       the weight's gradient goes into a buffer that stays (and is cleared in front of each step)
     tp_group        the ranks that share the vocabulary; None: the weight is whole
     """
@@ -50,9 +53,11 @@ class Ours:
     workspace_bytes: int = WORKSPACE_BYTES
     skip_ignored: bool | int = False
     token_loss: bool = False
+    known_loss: bool = False
     main_grad: bool = False
     tp_group: ProcessGroup | None = None
     _sum: MainGrad = field(default_factory=MainGrad)
+    _promise: Promise = field(default_factory=Promise)
 
     def step(self, inputs: Inputs, mode: str) -> Step:
         keywords: dict[str, Any] = {"entropy": mode in ("fwd", "rl"), "workspace_bytes": self.workspace_bytes}
@@ -68,6 +73,11 @@ class Ours:
                 outputs = as_mode(mode, result.outputs.logprobs, result.outputs.entropy)
                 total = result.loss / len(inputs.labels) if mode == "sft" else result.loss
                 gradients = torch.autograd.grad(total, tensors[:2])
+            elif self.known_loss:
+                assert mode == "sft"
+                losses, _ = linear_token_losses(*tensors, self._promise, **keywords)
+                outputs = (losses.mean(),)
+                gradients = torch.autograd.grad(outputs, tensors[:2])
             else:
                 cache = cache_bytes(len(inputs.labels), len(inputs.weight), self.cache_fraction)
                 out = megatron_lce.linear_cross_entropy(*tensors, logits_cache_bytes=cache, **keywords)

@@ -185,6 +185,7 @@ def _load_verl(tp_group: ProcessGroup | None = None) -> Head:
 _GRADIENT = ("rl", "logprob", "sft")
 _KNOWN_LOSS = {"modes": _GRADIENT, "missing": "is about gradients"}
 _IN_640_MIB = {"workspace_bytes": 640 * MIB, "token_loss": True}
+_ONE_NUMBER = "is about one upstream gradient for all tokens"
 _NO_ENTROPY = {"modes": ("logprob", "sft"), "missing": "gives no entropy"}
 
 PROVIDERS = {
@@ -194,6 +195,7 @@ PROVIDERS = {
         Provider("ours-cached", partial(Ours, 1), _GRADIENT, "a cache is kept for backward only", holds_logits=True),
         Provider("ours-token-640", partial(Ours, **_IN_640_MIB), **_KNOWN_LOSS),
         Provider("ours-token-1280", partial(Ours, workspace_bytes=1280 * MIB, token_loss=True), **_KNOWN_LOSS),
+        Provider("ours-known-640", partial(Ours, workspace_bytes=640 * MIB, known_loss=True), ("sft",), _ONE_NUMBER),
         Provider("ours-main-grad", partial(Ours, main_grad=True), **_KNOWN_LOSS),
         Provider("ours-token-main-grad", partial(Ours, **_IN_640_MIB, main_grad=True), **_KNOWN_LOSS),
         Provider("eager", lambda: _eager_head, holds_logits=True),

@@ -53,6 +53,7 @@ def add_ratios(document: dict) -> None:
 
     over_products             F for mode `fwd`, else F + dX + dW; for a divergence Fs + Ft + dX + dW
     over_products_recomputed  2F + dX + dW: what a head must do that keeps no logits for its backward
+    over_token_loss           the flag's `known_loss` over `linear_token_loss` with the same workspace
     over_alone                the counted rows by themselves
     """
     timed = [
@@ -64,7 +65,31 @@ def add_ratios(document: dict) -> None:
     for record, limits in timed:
         names = ("over_products", "over_products_recomputed")
         record |= {name: record["time_ms"] / ms for name, ms in zip(names, limits.values(), strict=False)}
+    for records in grouped(measured(document, "times", mode="sft"), "shape").values():
+        times = {record["provider"]: record["time_ms"] for record in records if "provider" in record}
+        for record in records:
+            if record.get("provider") == "ours-known-640" and "ours-token-640" in times:
+                record["over_token_loss"] = record["time_ms"] / times["ours-token-640"]
     for records in grouped(measured(document, "rows"), "shape", "mode", "ignored", "layout").values():
         for alone in [record["time_ms"] for record in records if record["provider"] == "ours-alone"]:
             for record in records:
                 record["over_alone"] = record["time_ms"] / alone
+    for records in grouped(measured(document, "curves"), "masked").values():
+        _add_differences(records)
+
+
+def _add_differences(records: list[dict]) -> None:
+    """Adds to every training run how far its losses are from the native run's, and that over the noise.
+
+    difference_rms, difference_largest  over the steps
+    over_noise                          difference_rms over that of native runs whose sums are in another order
+    """
+    native = [record for record in records if record["variant"] == "native-fused"]
+    for first in [record for record in native if record["order"] == "blocks"]:
+        for record in (record for record in records if record is not first):
+            differences = [abs(a - b) for a, b in zip(record["losses"], first["losses"], strict=True)]
+            record["difference_rms"] = (sum(x * x for x in differences) / len(differences)) ** 0.5
+            record["difference_largest"] = max(differences)
+        noise = [record["difference_rms"] for record in native if record is not first]
+        for record in (record for record in records if noise and any(noise) and record is not first):
+            record["over_noise"] = record["difference_rms"] / (sum(noise) / len(noise))

@@ -39,8 +39,13 @@ SECTIONS = {  # title, and what tells records apart; every other number in them 
         "forward and backward of a GPT: slowest rank, peak memory over the resting state",
         ("tp", "pp", "tokens", "masked", "variant"),
     ),
+    "curves": (
+        "a GPT trained on real text: peak memory over the resting state, losses beside the native run's",
+        ("tp", "run", "variant"),
+    ),
 }
 NO_COLUMNS = ("status", "reason", "provider", "fastest_ms", "slowest_ms", "repeats", "first_call_s")
+NO_COLUMNS += ("losses", "order")  # of training curves: one is long, the other in the name
 
 
 def print_tables(document: dict) -> None:
@@ -103,7 +108,7 @@ def build_parser() -> argparse.ArgumentParser:
     help = "JSON files written by benchmark.run; where several have the same measurement, the first one's counts."
     parser.add_argument("results", nargs="+", type=Path, help=help)
     parser.add_argument("--pictures", type=Path, help="Folder for the pictures; None: no pictures.")
-    parser.add_argument("--only", default="", help="Comma-separated pictures, such as time_rl,memory; empty: all.")
+    parser.add_argument("--only", default="", help="Comma-separated pictures, such as time_rl,jsd; empty: all.")
     return parser
 
 

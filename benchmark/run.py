@@ -99,7 +99,10 @@ HEAD = PICTURES | {
 }
 KNOWN_LOSS = {
     "modes": "rl,sft", "error_shape": "", "shapes": ("S1,S2,S3", "64x128x1000"),
-    "providers": ("ours,ours-cached,ours-token-640,ours-token-1280,compile,liger,quack", "ours,ours-token-640"),
+    "providers": (
+        "ours,ours-cached,ours-token-640,ours-token-1280,ours-known-640,compile,liger,quack",
+        "ours,ours-token-640,ours-known-640",
+    ),
 }
 JSD_PROVIDERS = f"Comma-separated: all, {', '.join(jsd.PROVIDERS)}.", ("all", "ours,ours-weights-512,liger,eager")
 JSD = PICTURES | {
@@ -136,6 +139,23 @@ STEP = ROUNDS | SIZES | {
     "layers": ("Transformer layers.", 4, count),
     "heads": ("Attention heads.", 32, count),
 }
+RUNS = ("native", "native-dealt", "native-turned", "flag", "known")  # of training_curves, which needs Megatron
+RUNS += tuple(f"masked-{name}" for name in RUNS)
+CURVES = {
+    "pictures": PICTURES["pictures"],
+    "text": ("File that benchmark.training_text wrote.", "tokens.bin", Path),
+    "runs": (f"Comma-separated: all, {', '.join(RUNS)}.", "all", names("a run", RUNS)),
+    "steps": ("Optimizer steps of each run.", ("200", "8"), count),
+    "tokens": ("Tokens of a microbatch.", ("8192", "64"), count),
+    "microbatches": ("Microbatches of a step.", 4, count),
+    "lr": ("Largest learning rate of Adam.", 6e-4, float),
+    "sequence_length": ("Tokens of a sequence.", ("2048", "16"), count),
+    "tp": ("Tensor-parallel size; sequence parallel from 2 on.", 1, count),
+    "vocab": ("Vocabulary of all ranks together.", ("131072", "512"), count),
+    "hidden": ("Hidden size.", ("1024", "32"), count),
+    "layers": ("Transformer layers.", ("8", "2"), count),
+    "heads": ("Attention heads.", ("16", "4"), count),
+}
 
 CASES = {
     "head": Case("Our head beside its peers in one process.", "heads", HEAD),
@@ -153,6 +173,7 @@ CASES = {
         "A whole training step of a Megatron GPT, flag on and off; by torchrun.", "megatron_step", STEP,
         {"tokens": "8192,16384"},
     ),
+    "curves": Case("A GPT trained on real text, flag on and off, beside the noise of sums.", "training_curves", CURVES),
 }
 # fmt: on
 
@@ -201,8 +222,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         for tp in arguments.tp:
             if ranks % tp or arguments.vocab % tp:
                 parser.error(f"tp: must divide {ranks} processes and {arguments.vocab} columns, got {tp}")
-    if arguments.case == "megatron_step":
-        for tokens in arguments.tokens:
+    if arguments.case in ("megatron_step", "curves"):
+        for tokens in arguments.tokens if arguments.case == "megatron_step" else [arguments.tokens]:
             if tokens % arguments.sequence_length:
                 parser.error(f"tokens: must be multiples of sequence-length {arguments.sequence_length}, got {tokens}")
     return arguments
@@ -227,7 +248,7 @@ def main(argv: list[str] | None = None) -> dict:
     path = arguments.json if rank == ranks - 1 else None
     settings = {"command": argv} | ({"ranks": ranks} if ranks > 1 else {})
     found = results.Results(arguments.on, arguments.dtype, path, settings)
-    found.rounds, found.quiet = arguments.rounds, rank != ranks - 1
+    found.rounds, found.quiet = getattr(arguments, "rounds", results.ROUNDS), rank != ranks - 1
     module.measure_case(found, arguments)
     found.save()
     if torch.distributed.is_initialized():

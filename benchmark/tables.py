@@ -1,29 +1,37 @@
 """The tables of README and docs, from committed results: `python -m benchmark.tables` writes them into the pages.
 
 A page says where a table goes by a comment, `<!-- table: NAME -->`, and ends it by `<!-- end -->`; what stands between
-is replaced. `tests/test_docs.py` fails where a page differs from the files.
+is replaced, and says on which GPU, when and with which package it was measured. `tests/test_docs.py` fails where a page
+differs from the files.
 """
 
 import argparse
 import itertools
 import re
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmark import ratios, results
+from benchmark import curves_picture, ratios, results
+from megatron_lce import head_memory
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmark" / "results"
 PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-SHAPES = {shape: shape for shape in ("S1", "S2", "S3")}
+SHAPES = {
+    "S1": "Qwen3-8B, 8k tokens (S1)",
+    "S2": "vocabulary 131k, 16k tokens (S2)",
+    "S3": "Qwen3-8B's TP=8 shard, 16k tokens (S3)",
+}
 SHARES = (0.0, 0.3, 0.6, 0.9)
+REBUILT = "2026-11-25T06"  # when the package was last rebuilt: times of before are marked
 HEADS = {
     "ours": "**megatron_lce**, the default",
     "ours-cached": "**megatron_lce**, everything cached",
     "ours-token-640": "**megatron_lce**, `linear_token_loss`, 640 MiB",
     "ours-token-1280": "**megatron_lce**, `linear_token_loss`, 1.25 GiB",
+    "ours-known-640": "**megatron_lce**, `known_loss` of the flag, 640 MiB",
     "megatron": "Megatron, fused cross-entropy",
     "eager": "PyTorch, eager",
     "compile": "PyTorch, torch.compile",
@@ -58,8 +66,8 @@ VARIANTS = {
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    lines = [f"| {' | '.join(line)} |\n" for line in (header, *rows)]
+    return "".join([lines[0], f"|{'---|' * len(header)}\n", *lines[1:]])
 
 
 def grid(what: str, rows: dict[Any, str], columns: dict[Any, str], text: Callable[[Any, Any], str]) -> str:
@@ -84,29 +92,38 @@ def measured(name: str, section: str, *keys: str) -> dict[tuple, dict]:
     return {values: records[-1] for values, records in ratios.grouped(found, *keys).items()}
 
 
-def head(name: str, mode: str, header: str, ratio: str | None = None) -> str:
-    """Every head that has this mode at the three shapes."""
-    records = measured(name, "times", "mode", "provider", "shape")
-    rows = {head: title for head, title in HEADS.items() if all((mode, head, shape) in records for shape in SHAPES)}
-    return grid(f"{mode}: {header}", rows, SHAPES, lambda head, shape: cell(records[mode, head, shape], ratio))
+def heads() -> str:
+    """Every head, in both kinds of a step, at two shapes."""
+    records = measured("head_h200", "times", "mode", "provider", "shape")
+    modes = {"rl": "RL", "sft": "SFT"}
+    columns = {(mode, shape): f"{SHAPES[shape]}: {modes[mode]}" for shape in ("S1", "S3") for mode in modes}
+    rows = {name: title for name, title in HEADS.items() if ("sft", name, "S1") in records}
+
+    def text(name: str, column: tuple[str, str]) -> str:
+        record = records.get((column[0], name, column[1]))
+        return cell(record) if record else "-"
+
+    return grid("ms / extra GiB", rows, columns, text)
 
 
-def over_products() -> str:
-    """Ours as multiples of the products that each way needs."""
-    records = measured("head_h200", "times", "provider", "mode", "shape")
-    rows = {("ours", "fwd", "over_products"): "forward without gradient, over F"}
-    for mode in ("rl", "sft"):
-        rows["ours", mode, "over_products_recomputed"] = f"{mode}, nothing cached, over 2F + dX + dW"
-        rows["ours-cached", mode, "over_products"] = f"{mode}, everything cached, over F + dX + dW"
-    return grid(
-        "ms (over the products)", rows, SHAPES, lambda row, shape: cell(records[*row[:2], shape], row[2], memory=False)
-    )
+def known_loss() -> str:
+    """Gradients that are made in forward beside other heads, in both kinds of a step, at two shapes."""
+    records = measured("known_loss_h200", "times", "mode", "provider", "shape")
+    columns = {(mode, shape): f"{shape}, {mode}" for shape in ("S1", "S2") for mode in ("rl", "sft")}
+    rows = {name: title for name, title in HEADS.items() if ("sft", name, "S1") in records}
+    rows.pop("ours-token-1280", None)  # as 640 MiB
+
+    def text(name: str, column: tuple[str, str]) -> str:
+        record = records.get((column[0], name, column[1]))
+        return cell(record, "over_products") if record else "-"
+
+    return grid("ms (over F + dX + dW) / extra GiB", rows, columns, text)
 
 
 def ignored_rows() -> str:
     """Time over the share of ignored rows, and its ratio to that of the other rows by themselves."""
     records = measured("rows_h200", "rows", "mode", "layout", "shape", "provider", "ignored")
-    cases = itertools.product(("S1", "S3"), SKIPPING)
+    cases = itertools.product(("S1", "S3"), ("ours", "ours-skip"))
     return grid(
         "rl: ms (over the counted rows alone)",
         {(shape, name): f"{shape}, {SKIPPING[name]}" for shape, name in cases},
@@ -123,10 +140,12 @@ def jsd() -> str:
 
 
 def steps() -> str:
-    """A whole step of a GPT at TP=2."""
+    """A whole step of a GPT at TP=2, without the ways that differ little from those here."""
     records = measured("megatron_step_tp2_h100", "steps", "variant", "tokens")
     sizes = {tokens: f"{tokens:,} tokens" for tokens in (8192, 16384)}
-    return grid("ms / MiB over the resting state", VARIANTS, sizes, lambda *case: step_cell(records[case]))
+    left_out = ("native", "ours-main-grad-512-mib", "ours-token-main-grad")
+    rows = {name: title for name, title in VARIANTS.items() if name not in left_out}
+    return grid("ms / MiB over the resting state", rows, sizes, lambda *case: step_cell(records[case]))
 
 
 def known_steps() -> str:
@@ -138,25 +157,25 @@ def known_steps() -> str:
 
 
 def masked_steps() -> str:
-    """The same with masked tokens, at TP=2 and on one GPU."""
-    records, rows = {}, {}
-    for tp, gpu in ((2, "h100"), (1, "h200")):
-        records |= measured(f"step_masked_tp{tp}_{gpu}", "steps", "tp", "variant", "masked")
-        for name in ("native-fused", "ours", "ours-skip"):
-            rows[tp, name] = f"TP={tp}, {gpu.upper()}: {VARIANTS.get(name, 'flag on, `skip_masked=True`')}"
+    """The same with masked tokens."""
+    records = measured("step_masked_tp2_h100", "steps", "variant", "masked")
+    rows = {name: VARIANTS.get(name, "flag on, `skip_masked=True`") for name in ("native-fused", "ours", "ours-skip")}
     shares = {share: f"{share:.0%} masked" for share in SHARES}
-    return grid("ms / MiB over the resting state", rows, shares, lambda row, share: step_cell(records[*row, share]))
+    return grid("ms / MiB over the resting state", rows, shares, lambda *case: step_cell(records[case]))
 
 
-def heads_tp() -> str:
-    """The head alone at TP=1 and 2, communication included."""
-    keys = ("provider", "mode", "tp", "tokens")
-    records = measured("head_tp_1xh100", "times", *keys) | measured("head_tp_2xh100", "times", *keys)
-    rows = {(name, "rl"): HEADS[name] for name in ("ours", "ours-cached", "ours-token-640", "verl")}
-    rows["megatron", "logprob"] = f"{HEADS['megatron']}, no entropy"
-    sizes = {(tp, tokens): f"TP={tp}, {tokens:,} tokens" for tp in (1, 2) for tokens in (8192, 16384)}
-    what = "ms (over F + dX + dW) / extra GiB"
-    return grid(what, rows, sizes, lambda row, size: cell(records[*row, *size], "over_products"))
+def curves() -> str:
+    """Training runs: speed and memory, the loss at the end, and how far all losses are from the native run's."""
+    rows = []
+    for record in measured("curves_h100", "curves", "run").values():
+        title = ("masked prompts: " if record["masked"] else "") + curves_picture.TITLES[record["variant"]]
+        title += "" if record["order"] == "blocks" else ", sums in another order"
+        values = [f"{record['time_ms']:.1f} / {record['peak_mib']:,.0f}", f"{record['held_out_loss']:.4f}"]
+        apart = (f"{record[field]:.1e}" for field in ("difference_rms", "difference_largest") if field in record)
+        over = f" ({record['over_noise']:.2f})" if "over_noise" in record else ""
+        rows.append([title, *values, (" / ".join(apart) or "-") + over])
+    header = ["", "ms a step / MiB over the resting state", "loss of held-out text"]
+    return markdown([*header, "difference to the native run: root mean square / largest (over the noise)"], rows)
 
 
 def errors() -> str:
@@ -169,25 +188,68 @@ def errors() -> str:
     return markdown(["", "mode", "logprob (sft: loss), largest error", "dX, relative", "dW, relative"], rows)
 
 
+def phases() -> str:
+    """What S1 allocates in each phase of the default, and at the peak of two other ways."""
+    step = head_memory.HeadStep(tokens=8192, hidden=4096, columns=151936)
+    cached = replace(step, logits_cache_bytes=step.everything)
+    peak = "its largest phase"
+    ways = {"everything cached": head_memory.ours(cached)[-1], "a known loss": head_memory.token_loss(step)[-1]}
+    default = head_memory.ours(step)[-1]
+    in_order = ("forward", "slabs", "cast of hidden's gradient", "gradients")
+    found = [("the default", phase, default[phase]) for phase in in_order]
+    found += [(way, peak, max(parts.values(), key=lambda x: sum(x.values()))) for way, parts in ways.items()]
+    rows = []
+    for way, phase, parts in found:
+        there = {name: f"{size / 2**20:,.0f}" for name, size in parts.items() if size >= 2**20}
+        total = f"{sum(parts.values()) / 2**20:,.0f}"
+        rows.append([way, phase, total, ", ".join(f"{name} {size}" for name, size in there.items())])
+    return markdown(["way", "phase", "MiB", "of them"], rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
-    "head_rl": partial(head, "head_h200", "rl", "ms / extra GiB"),
-    "head_sft": partial(head, "head_h200", "sft", "ms / extra GiB"),
-    "over_products": over_products,
-    "known_rl": partial(head, "known_loss_h200", "rl", "ms (over F + dX + dW) / extra GiB", "over_products"),
-    "known_sft": partial(head, "known_loss_h200", "sft", "ms (over F + dX + dW) / extra GiB", "over_products"),
+    "heads": heads,
+    "known_loss": known_loss,
     "ignored_rows": ignored_rows,
     "jsd": jsd,
+    "phases": phases,
     "errors": errors,
-    "heads_tp": heads_tp,
     "steps": steps,
     "known_steps": known_steps,
+    "curves": curves,
     "masked_steps": masked_steps,
 }
+FILES = {  # of results, that a table is made of
+    "heads": ("head_h200",),
+    "known_loss": ("known_loss_h200",),
+    "ignored_rows": ("rows_h200",),
+    "jsd": ("jsd_h100",),
+    "errors": ("head_h200",),
+    "steps": ("megatron_step_tp2_h100",),
+    "known_steps": ("step_known_tp1_h100", "step_known_tp2_h100"),
+    "curves": ("curves_h100",),
+    "masked_steps": ("step_masked_tp2_h100",),
+}
+
+
+def source(*files: str) -> str:
+    """Where and when the files were measured, and with which package; one line."""
+    found = [results.load(RESULTS / f"{name}.json")["environment"] for name in files]
+    gpus = " and ".join(dict.fromkeys(x["device"].split()[1] for x in found))
+    package = " and ".join(dict.fromkeys(x["megatron_lce_source"][:8] for x in found))
+    dates = " and ".join(dict.fromkeys(x["date"][:10] for x in sorted(found, key=lambda x: x["date"])))
+    before = ", before the rebuild" if min(x["date"] for x in found) < REBUILT else ""
+    return f"({gpus}, {dates}, package {package}{before}.)\n"
 
 
 def fill(page: str) -> str:
     """The page with its tables made anew."""
-    return PLACE.sub(lambda place: f"{place[1]}\n{TABLES[place[2]]()}\n{place[3]}", page)
+
+    def table(place: re.Match[str]) -> str:
+        name = place[2]
+        below = f"{source(*FILES[name])}\n" if name in FILES else ""
+        return f"{place[1]}\n{TABLES[name]()}\n{below}{place[3]}"
+
+    return PLACE.sub(table, page)
 
 
 def pages() -> list[Path]:

@@ -5,14 +5,15 @@ import json
 import math
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from megatron_lce import __version__, doctor
 from megatron_lce.core.options import WORKSPACE_BYTES
 from megatron_lce.core.plan import ALIGNED_COLUMNS, ceil_div, round_up
-from megatron_lce.estimate import estimate_table, format_estimates
+from megatron_lce.estimate import TERABYTES, estimate_table, format_estimates
 from megatron_lce.head_memory import HeadStep
-from megatron_lce.model_shapes import MODEL_SHAPES, ModelShape, find_model
+from megatron_lce.model_shapes import MODEL_SHAPES, ModelShape, find_model, read_config
 
 MIB, GIB = 2**20, 2**30
 MEGATRON_PADS_TO = 128  # columns of each rank: its --make-vocab-size-divisible-by
@@ -39,14 +40,14 @@ def build_parser() -> argparse.ArgumentParser:
 def _add_estimate(commands: Any) -> None:
     text = (
         "Memory and time of the head's forward and backward on one rank, for Megatron's own paths and for this "
-        "package. Hidden, weight and main_grad are there anyway and are not counted; both gradients are. Time is that "
-        "of the matrix products alone; Megatron's passes over the logits come on top."
+        "package. Hidden, weight and main_grad are there anyway and are not counted; both gradients are."
     )
     command = commands.add_parser("estimate", help="memory and time by formula, without a GPU", description=text)
     add = command.add_argument
     count = _number(int, lambda value: value >= 1, "a whole number, at least 1")
     models = f"Public model that gives hidden size and vocabulary: {', '.join(MODEL_SHAPES)}."
     add("--model", type=_model, help=models)
+    add("--config", type=_config, help="A Hugging Face config.json that gives them, in place of --model.")
     add("--hidden", type=count, help=f"Hidden size, a multiple of {ALIGNED_COLUMNS}; with --vocab for any other model.")
     add("--vocab", type=count, help="Vocabulary of all ranks together, padding included (default: the model's own).")
     add("--tokens", type=count, default=8192, help="Tokens of a microbatch, whole sequences (default: %(default)s).")
@@ -62,7 +63,8 @@ def _add_estimate(commands: Any) -> None:
     share = _number(float, lambda value: 0 <= value <= 1, "a share, between 0 and 1")
     add("--ignored", type=share, default=0.0, help="Share of ignored rows, for skip_ignored (default: %(default)s).")
     size = _number(float, lambda value: 0 < value < math.inf, "a number, positive and finite")
-    add("--tflops", type=size, help="TFLOP/s that the GPU's products reach: adds their time in ms.")
+    add("--tflops", type=size, help="TFLOP/s that the GPU's products reach: adds the time in ms.")
+    add("--bandwidth", type=size, default=TERABYTES, help="TB/s of its memory, for that time (default: %(default)s).")
     add("--memory-gib", type=size, help="Add the largest number of tokens whose head fits in so much memory.")
     add("--json", action="store_true", help="Print one JSON object instead of a table.")
     command.set_defaults(run=_estimate, fail=command.error)
@@ -88,6 +90,13 @@ def _model(name: str) -> tuple[str, ModelShape]:
         raise argparse.ArgumentTypeError(f"{error}; --hidden and --vocab describe any other") from None
 
 
+def _config(path: str) -> tuple[str, ModelShape]:
+    try:
+        return read_config(Path(path))
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _doctor(arguments: argparse.Namespace) -> int:
     report = doctor.examine(arguments.device)
     print(json.dumps(report, indent=1) if arguments.json else doctor.format_report(report))
@@ -98,11 +107,21 @@ def _estimate(arguments: argparse.Namespace) -> int:
     cache_bytes = None if arguments.cache_mib is None else arguments.cache_mib * MIB
     memory_bytes = None if arguments.memory_gib is None else int(arguments.memory_gib * GIB)
     try:
+        if arguments.config is not None:
+            if arguments.model is not None:
+                raise ValueError("--model must not be given beside --config")
+            arguments.model = arguments.config
         title, step = _head_step(arguments)
     except ValueError as error:
         arguments.fail(str(error))
     try:
-        rows = estimate_table(step, cache_bytes=cache_bytes, tflops=arguments.tflops, memory_bytes=memory_bytes)
+        rows = estimate_table(
+            step,
+            cache_bytes=cache_bytes,
+            tflops=arguments.tflops,
+            terabytes=arguments.bandwidth,
+            memory_bytes=memory_bytes,
+        )
     except ValueError as error:  # of a workspace that is too small for the head
         arguments.fail(f"--workspace-mib {arguments.workspace_mib}: {error}")
     print(json.dumps({"head": title, "ways": rows}, indent=1) if arguments.json else format_estimates(title, rows))
@@ -120,11 +139,11 @@ def _head_step(arguments: argparse.Namespace) -> tuple[str, HeadStep]:
     if arguments.model:
         name, shape = arguments.model
         if hidden is not None:
-            raise ValueError(f"--hidden must not be given beside --model, got {hidden}")
+            raise ValueError(f"--hidden must not be given beside --model or --config, got {hidden}")
         hidden, vocab = shape.hidden, shape.vocab if vocab is None else vocab
         name += " (tied head): " if shape.tied else ": "
     if hidden is None or vocab is None:
-        raise ValueError("either --model or both --hidden and --vocab must be given")
+        raise ValueError("--model, --config, or both --hidden and --vocab must be given")
     if hidden % ALIGNED_COLUMNS:
         raise ValueError(f"--hidden must be a multiple of {ALIGNED_COLUMNS} for an estimate, got {hidden}")
     if arguments.cache_mib and arguments.dtype == "fp32":

@@ -83,7 +83,8 @@ def linear_cross_entropy(
             are computed.
         logits_cache_bytes: most that this call keeps from forward to spare backward recomputation; nothing is kept of
             fp32 inputs, nor by the torch backend, and a second backward raises where something was. What is kept has 16
-            bits, which shows in the entropy's gradient of rows whose logits differ by less than about 0.3.
+            bits, which shows in the entropy's gradient of rows whose logits differ by less than about 0.3. This number
+            and workspace_bytes are the same on every rank, so never taken from free memory: ranks plan by them.
         workspace_bytes: most that transient buffers take, for any number of tokens. Beside it backward holds an fp32
             accumulator: of hidden's gradient (4 N H bytes) or, where the shard has fewer columns than there are tokens
             and they hold all its logits of 4096 tokens, of the weight's (4 V_local H bytes; none with a sink). Under

@@ -18,13 +18,15 @@ import torch
 from torch import Tensor
 
 import megatron_lce
-from megatron_lce.backends.choice import triton_obstacle
+from megatron_lce.backends.choice import auto_obstacle, triton_obstacle
 from megatron_lce.backends.reference import reference_linear_cross_entropy
 from megatron_lce.core.upstream import Promise
 from megatron_lce.cross_entropy import linear_cross_entropy
 from megatron_lce.known_upstream import linear_token_losses
 
 OLDEST = {"torch": (2, 9), "triton": (3, 5), "megatron-core": (0, 14)}
+NEWEST = {"torch": (2, 13), "triton": (3, 9), "megatron-core": (0, 19)}  # that the tests ran with
+BESIDE = ("transformer-engine", "apex")  # Megatron takes layers and kernels from them
 ALLOWED_OVER_EAGER = 2.0  # errors against fp64 may be so many times those of eager torch in the same dtype
 ROUNDING = 1e-6  # of fp32, where eager happens to be nearly exact
 TOKENS, HIDDEN, VOCAB, PADDED_VOCAB = 48, 128, 1000, 1024
@@ -41,14 +43,15 @@ def examine(device: str | None = None) -> dict[str, Any]:
     kind = device or ("cuda" if has_cuda else "cpu")
     found = versions()
     report: dict[str, Any] = {"versions": found, "device": _describe_device(kind), "problems": _too_old(found)}
+    report["notes"] = _too_new(found)
     if device is None and not has_cuda and (unseen := _ask_nvidia_smi("name")):
         report["problems"].append(f"torch {torch.__version__} does not see this machine's GPU, {unseen}")
     if kind == "cuda" and not has_cuda:
         report["problems"].append("no CUDA device is available to torch")
         return report
-    obstacle = triton_obstacle(torch.device(kind))
+    obstacle = auto_obstacle(torch.device(kind))
     report["backends"] = {
-        "triton": obstacle or "can run",
+        "triton": triton_obstacle(torch.device(kind)) or "can run",
         "torch": "can run",
         "reference": "can run on one rank, by materialising the logits",
     }
@@ -63,7 +66,7 @@ def examine(device: str | None = None) -> dict[str, Any]:
 def versions() -> dict[str, str | None]:
     """Of everything that decides what runs; None: not installed."""
     found: dict[str, str | None] = {"python": platform.python_version(), "megatron-lce": megatron_lce.__version__}
-    for package in ("torch", "triton", "megatron-core"):
+    for package in (*OLDEST, *BESIDE):
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -79,8 +82,20 @@ def _too_old(found: dict[str, str | None]) -> list[str]:
     return [
         f"{package} must be at least {'.'.join(map(str, oldest))}, got {version}"
         for package, oldest in OLDEST.items()
-        if (version := found[package]) and tuple(map(int, re.findall(r"\d+", version)[:2])) < oldest
+        if (version := found[package]) and _first_two(version) < oldest
     ]
+
+
+def _too_new(found: dict[str, str | None]) -> list[str]:
+    return [
+        f"{package} {version} is newer than any the tests ran with, {'.'.join(map(str, newest))}: look at the self-test"
+        for package, newest in NEWEST.items()
+        if (version := found[package]) and _first_two(version) > newest
+    ]
+
+
+def _first_two(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))
 
 
 def _describe_device(kind: str) -> dict[str, str]:
@@ -210,7 +225,7 @@ _DEVICE = {"name": "device", "count": "devices"}  # what stands under a heading 
 
 def format_report(report: dict[str, Any]) -> str:
     """The report as text."""
-    lines = [f"{package:<14}{version or 'not installed'}" for package, version in report["versions"].items()]
+    lines = [f"{package:<20}{version or 'not installed'}" for package, version in report["versions"].items()]
     lines += ["", *(f"{_DEVICE.get(name, name):<20}{value}" for name, value in report["device"].items())]
     if "backends" in report:
         lines += ["", f"backend='auto' runs {report['auto']}"]
@@ -220,5 +235,6 @@ def format_report(report: dict[str, Any]) -> str:
         largest = max(test["errors"].items(), key=lambda item: item[1], default=("none", 0.0))
         lines += ["", f"self-test against fp64: {verdict}, in {test['seconds']} s"]
         lines += [f"  {len(test['errors'])} results, largest relative error {largest[1]:.1e} ({largest[0]})"]
-    lines += ["", *(f"PROBLEM: {problem}" for problem in report["problems"])]
-    return "\n".join(lines) + ("" if report["problems"] else "no problems found")
+    lines += ["", *(f"note: {note}" for note in report["notes"])]
+    lines += [f"PROBLEM: {problem}" for problem in report["problems"]]
+    return "\n".join(lines + ([] if report["problems"] else ["no problems found"]))

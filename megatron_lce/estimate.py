@@ -8,11 +8,14 @@ from typing import Any, NamedTuple
 
 from megatron_lce.head_memory import FORMULAS, HeadStep, token_loss_plan
 
+TERABYTES = 3.35  # TB/s of an H100's memory
+
 
 class Estimate(NamedTuple):
     """One way of computing the head.
 
     products       matrix products of N x H x V / tp each; eager torch's forward and backward are 3
+    moved_bytes    through memory, by passes over logits beside the products
     kept_bytes     held from forward to backward
     peak_bytes     largest phase, gradients included
     phase          the largest one
@@ -21,23 +24,25 @@ class Estimate(NamedTuple):
 
     way: str
     products: float
+    moved_bytes: float
     kept_bytes: int
     peak_bytes: int
     phase: str
     parts: dict[str, int]
 
-    def time_ms(self, step: HeadStep, tflops: float) -> float:
-        """Time of the products alone at that many TFLOP/s, in ms."""
-        return self.products * 2 * step.logits * step.hidden / (tflops * 1e9)
+    def time_ms(self, step: HeadStep, tflops: float, terabytes: float) -> float:
+        """Time in ms of the products at so many TFLOP/s, and of the passes over logits at so many TB/s."""
+        products = self.products * 2 * step.logits * step.hidden
+        return products / (tflops * 1e9) + self.moved_bytes / (terabytes * 1e9)
 
 
 def estimate(way: str, step: HeadStep) -> Estimate:
     """Products and memory of one of `FORMULAS`."""
-    products, phases = FORMULAS[way](step)
+    products, moved, phases = FORMULAS[way](step)
     phases = {phase: {part: size for part, size in parts.items() if size} for phase, parts in phases.items()}
     totals = {phase: sum(parts.values()) for phase, parts in phases.items()}
     largest = max(totals, key=lambda phase: totals[phase])
-    return Estimate(way, products, totals["kept"], totals[largest], largest, phases[largest])
+    return Estimate(way, products, moved * step.logits, totals["kept"], totals[largest], largest, phases[largest])
 
 
 def largest_tokens(way: str, step: HeadStep, memory_bytes: int, *, everything_kept: bool = False) -> int:
@@ -65,13 +70,19 @@ def largest_tokens(way: str, step: HeadStep, memory_bytes: int, *, everything_ke
 
 
 def estimate_table(
-    step: HeadStep, *, cache_bytes: int | None = None, tflops: float | None = None, memory_bytes: int | None = None
+    step: HeadStep,
+    *,
+    cache_bytes: int | None = None,
+    tflops: float | None = None,
+    terabytes: float = TERABYTES,
+    memory_bytes: int | None = None,
 ) -> list[dict[str, Any]]:
     """All ways that apply to this step, as rows: way, products, kept_mib, peak_mib, and what else is asked for.
 
     Args:
         cache_bytes: adds a row with this `logits_cache_bytes`.
-        tflops: adds `time_ms`, of the products at so many TFLOP/s.
+        tflops: adds `time_ms`, with products at so many TFLOP/s.
+        terabytes: TB/s of memory, for `time_ms`.
         memory_bytes: adds `largest_tokens`, whose peak stays within it.
     """
     native, ours, in_16_bits = "Megatron, unfused", "megatron_lce", step.itemsize == 2
@@ -91,7 +102,7 @@ def estimate_table(
         result = estimate(way, of_way)
         row: dict[str, Any] = {"way": title, "products": round(float(result.products), 2)}
         if tflops is not None:
-            row["time_ms"] = round(result.time_ms(step, tflops), 1)
+            row["time_ms"] = round(result.time_ms(step, tflops, terabytes), 1)
         row |= {"kept_mib": round(result.kept_bytes / 2**20), "peak_mib": round(result.peak_bytes / 2**20)}
         if memory_bytes is not None:
             kept = of_way.logits_cache_bytes == everything.logits_cache_bytes > 0
@@ -103,7 +114,7 @@ def estimate_table(
 
 COLUMNS = {
     "products": "matrix products of tokens x hidden x columns, forward and backward",
-    "time_ms": "of these products alone; Megatron's passes over its logits come on top",
+    "time_ms": "of these products and of the passes over logits",
     "kept_mib": "held from forward to backward",
     "peak_mib": "the most of the step, both gradients included; hidden, weight and main_grad are not",
     "largest_tokens": "the most tokens whose peak stays within the given memory",
@@ -124,4 +135,23 @@ def format_estimates(title: str, rows: list[dict[str, Any]]) -> str:
     for row in rows:
         parts = ", ".join(f"{part} {size:,}" for part, size in row["peak_parts_mib"].items())
         lines.append(f"{row['way']} ({row['peak_is']}): {parts}")
+    lines += _remarks(rows)
     return "\n".join(lines)
+
+
+def _remarks(rows: list[dict[str, Any]]) -> list[str]:
+    """What a reader may not expect of these rows."""
+    ways = {row["way"]: row for row in rows}
+    lines = [
+        f"{way}: no number of tokens fits, as the weight's gradient and the workspace take more than that memory alone"
+        for way, row in ways.items()
+        if row.get("largest_tokens") == 0
+    ]
+    if ways["megatron_lce"]["kept_mib"] == 0:
+        lines.append("megatron_lce keeps a few bytes a token from forward to backward, here less than 0.5 MiB")
+    lines += [
+        f"{way}: skipping raises the peak, as the counted rows of hidden or its gradient stand beside all of them"
+        for way, row in ways.items()
+        if "skipped" in way and row["peak_mib"] > ways["megatron_lce"]["peak_mib"]
+    ]
+    return ["", *lines] if lines else []

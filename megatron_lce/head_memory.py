@@ -1,9 +1,9 @@
 """One step of the head by formula: its products of matrices, and what it allocates on one rank, phase by phase.
 
-Every way of computing the head is a function in `FORMULAS`: from a `HeadStep` to its products and to what is allocated
-in each phase of the step. Hidden and weight themselves, and Megatron's `main_grad`, are there anyway and are not
-counted; both gradients are. This is the only place with these formulas, and `tests/test_estimate.py` holds them against
-measured peaks.
+Every way of computing the head is a function in `FORMULAS`: from a `HeadStep` to its products, to the bytes a logit
+that it moves beside them, and to what is allocated in each phase of the step. Hidden and weight themselves, and
+Megatron's `main_grad`, are there anyway and are not counted; both gradients are. This is the only place with these
+formulas, and `tests/test_estimate.py` holds them against measured peaks and times.
 """
 
 from collections.abc import Callable
@@ -28,6 +28,10 @@ Phases = dict[str, dict[str, int]]  # phase: {what is allocated in it: bytes}
 
 COSTS = {2: Costs(128, tile_columns=256), 4: Costs(64)}  # of the Triton backend, by bytes of an element
 PER_TOKEN_BYTES = 40  # a token's labels, factors, outputs and what backward needs of them
+# Bytes a logit that pass through memory beside the products: of bf16 heads on an H200, the measured time less that of
+# the products, times 4.8 TB/s (heads alone at S1 to S3, whole steps at S1).
+MOVED_UNFUSED, MOVED_FUSED = 70, 40  # by Megatron
+MOVED_RECOMPUTED, MOVED_KEPT = 2, 8  # of a logit that backward makes again, and of one that was kept
 TERMS_BYTES = 24  # a token's row terms in backward
 
 
@@ -114,7 +118,7 @@ class HeadStep:
         )
 
 
-def megatron(step: HeadStep, fused: bool = False) -> tuple[float, Phases]:
+def megatron(step: HeadStep, fused: bool = False) -> tuple[float, float, Phases]:
     """Megatron's vocab-parallel cross-entropy: logits, and fp32 ones that turn into the softmax in place.
 
     `fused`, its `cross_entropy_loss_fusion` (16-bit heads): these and their exponentials at once.
@@ -122,15 +126,19 @@ def megatron(step: HeadStep, fused: bool = False) -> tuple[float, Phases]:
     logits, kept = step.itemsize * step.logits, {"fp32 softmax": 4 * step.logits}
     rounded = logits if step.itemsize == 2 else 0
     gradients = {"hidden's gradient": step.hidden_bytes} | _over_group(step) | {"weight's gradient": step.weight_bytes}
-    return 3, {
-        "forward": {"logits": rounded, "fp32 logits": 4 * step.logits if fused else 0} | kept,
-        "kept": kept,
-        "gradient of logits": kept | {"gradient of logits" if fused else "its cast": rounded},
-        "products": {"gradient of logits": logits} | _gathered(step) | gradients,
-    }
+    return (
+        3,
+        MOVED_FUSED if fused else MOVED_UNFUSED,
+        {
+            "forward": {"logits": rounded, "fp32 logits": 4 * step.logits if fused else 0} | kept,
+            "kept": kept,
+            "gradient of logits": kept | {"gradient of logits" if fused else "its cast": rounded},
+            "products": {"gradient of logits": logits} | _gathered(step) | gradients,
+        },
+    )
 
 
-def ours(step: HeadStep) -> tuple[float, Phases]:
+def ours(step: HeadStep) -> tuple[float, float, Phases]:
     """`linear_cross_entropy`, as `megatron_lce.core` orders and allocates it."""
     size, computed = step.size, step.computed
     block = _tokens_of_a_block(step)
@@ -165,15 +173,17 @@ def ours(step: HeadStep) -> tuple[float, Phases]:
     phases["end"] = backward | reduced | _all_rows(step) | (made if sums else {})  # beside its sum
     # Which main_grad replaces by a placeholder, in front of DDP's hook.
     phases["gradients"] = per_token | {"hidden's gradient": step.own_hidden_bytes} | made
-    return (4 - kept_columns / step.columns) * computed / step.tokens, phases
+    kept_share, rows_share = kept_columns / step.columns, computed / step.tokens
+    moved = kept_share * MOVED_KEPT + (1 - kept_share) * MOVED_RECOMPUTED
+    return (4 - kept_share) * rows_share, moved * rows_share, phases
 
 
-def skipped(step: HeadStep) -> tuple[float, Phases]:
+def skipped(step: HeadStep) -> tuple[float, float, Phases]:
     """`linear_cross_entropy(skip_ignored=...)`: the counted rows alone."""
     return ours(replace(step, skip_ignored=True))
 
 
-def token_loss(step: HeadStep) -> tuple[float, Phases]:
+def token_loss(step: HeadStep) -> tuple[float, float, Phases]:
     """`linear_token_loss` of 16-bit inputs: blocks of tokens go all the way in forward; backward scales gradients."""
     size, plan = step.size, token_loss_plan(step)
     row_bytes, row_of_hidden = size.kept_token(step.columns), step.hidden * step.itemsize
@@ -193,16 +203,20 @@ def token_loss(step: HeadStep) -> tuple[float, Phases]:
     logits = forward | {"logits of a block": block * row_bytes}
     # Kept columns in two products: the odd end of a vocabulary is one of its own.
     odd_sum = {"fp32 sum of hidden's gradient": block * size.hidden_sum_token}
-    return 3 * step.computed / step.tokens, {
-        "statistics of a block": logits | {"statistics": _statistics_bytes(left, block)},
-        "products of a block": logits | _hidden_with_factor(left, block, step.columns) | odd_sum,
-        "end of forward": forward | _over_group(step) | _all_rows(step),
-        "kept": saved,
-        "gradients scaled": saved | {"weight's gradient": step.weight_bytes if summed else 0},
-    }
+    return (
+        3 * step.computed / step.tokens,
+        MOVED_KEPT * step.computed / step.tokens,
+        {
+            "statistics of a block": logits | {"statistics": _statistics_bytes(left, block)},
+            "products of a block": logits | _hidden_with_factor(left, block, step.columns) | odd_sum,
+            "end of forward": forward | _over_group(step) | _all_rows(step),
+            "kept": saved,
+            "gradients scaled": saved | {"weight's gradient": step.weight_bytes if summed else 0},
+        },
+    )
 
 
-FORMULAS: dict[str, Callable[[HeadStep], tuple[float, Phases]]] = {
+FORMULAS: dict[str, Callable[[HeadStep], tuple[float, float, Phases]]] = {
     "Megatron, unfused": megatron,
     "Megatron, fused cross-entropy": partial(megatron, fused=True),
     "megatron_lce": ours,

@@ -5,6 +5,8 @@ Source of every row: `config.json` of that name on the Hugging Face hub (`hidden
 framework may pad the vocabulary further.
 """
 
+import json
+from pathlib import Path
 from typing import NamedTuple
 
 
@@ -41,3 +43,21 @@ def find_model(name: str) -> tuple[str, ModelShape]:
         if name.lower() in (full_name.lower(), full_name.split("/")[1].lower()):
             return full_name, shape
     raise ValueError(f"model must be one of {', '.join(MODEL_SHAPES)}, got {name!r}")
+
+
+def read_config(path: Path) -> tuple[str, ModelShape]:
+    """A model's name and shape from its `config.json`; of a VLM those of its `text_config`.
+
+    Raises:
+        ValueError: it is no JSON object with `hidden_size` and `vocab_size`.
+        OSError: it cannot be read.
+    """
+    whole = json.loads(path.read_text(encoding="utf-8"))
+    config = whole.get("text_config", whole) if isinstance(whole, dict) else {}
+    hidden, vocab = config.get("hidden_size"), config.get("vocab_size")
+    if not (isinstance(hidden, int) and isinstance(vocab, int) and hidden > 0 and vocab > 0):
+        raise ValueError(f"{path} must hold hidden_size and vocab_size, got {hidden} and {vocab}")
+    name = whole.get("_name_or_path") or path.parent.name or path.name
+    return name, ModelShape(
+        hidden, vocab, tied=bool(config.get("tie_word_embeddings", whole.get("tie_word_embeddings")))
+    )

@@ -1,5 +1,7 @@
 """`linear_token_loss`: a loss that is known in forward, so that no logit is computed twice."""
 
+import functools
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +14,9 @@ from megatron_lce.core.collectives import waited
 from megatron_lce.core.known_loss import known_loss
 from megatron_lce.core.options import LinearCrossEntropyOutput, Options
 from megatron_lce.core.products import own_arithmetic
-from megatron_lce.core.token_loss_pass import Metrics, TokenLossFunction, TokenLossPass
+from megatron_lce.core.token_loss_pass import Metrics, TokenLossFunction, TokenLossPass, checked_losses
+
+_seen: set[CodeType | type] = set()  # loss functions whose tokens were seen not to depend on each other
 
 
 class TokenLoss(NamedTuple):
@@ -98,10 +102,55 @@ def linear_token_loss(
     check_workspace(call, with_gradient, call.weight.requires_grad)
     with torch.no_grad(), own_arithmetic(hidden.device, "linear_token_loss"):
         flat = [tensor.reshape(labels.numel(), *tensor.shape[labels.dim() :]) for tensor in per_token]
-        run = TokenLossPass(call, loss, flat, with_gradient)
+        run = TokenLossPass(call, _seen_once(loss), flat, with_gradient)
     total = known_loss(run, with_gradient)
     with torch.no_grad(), own_arithmetic(hidden.device, "linear_token_loss"):
         outputs, metrics = run.results()
     outputs = LinearCrossEntropyOutput(*(None if o is None else o.view(labels.shape) for o in outputs))  # type: ignore[arg-type]
     metrics = {name: metric.view(labels.shape + metric.shape[1:]) for name, metric in metrics.items()}
     return TokenLoss(total, outputs, metrics)
+
+
+def _seen_once(loss: TokenLossFunction) -> TokenLossFunction:
+    """The loss, or, where its code is new, one that compares the first block's losses with those of its two halves."""
+    function = loss
+    while isinstance(function, functools.partial):
+        function = function.func
+    code = getattr(function, "__code__", type(function))
+
+    def compared(outputs: LinearCrossEntropyOutput, *per_token: Tensor) -> Any:
+        result, tokens = loss(outputs, *per_token), outputs.logprobs.shape[0]
+        losses = checked_losses(result, tokens)[0].detach()
+        capturing = losses.is_cuda and torch.cuda.is_current_stream_capturing()
+        if code in _seen or tokens < 2 or capturing:
+            return result
+        parts = slice(tokens // 2), slice(tokens // 2, tokens)
+        with torch.no_grad():
+            apart = torch.cat(
+                [
+                    _losses_of(loss, [x if x is None else x[part] for x in outputs], [x[part] for x in per_token])
+                    for part in parts
+                ]
+            )
+        check_tokens_apart(losses, apart)
+        _seen.add(code)
+        return result
+
+    return loss if code in _seen else compared
+
+
+def _losses_of(loss: TokenLossFunction, outputs: list[Tensor | None], per_token: list[Tensor]) -> Tensor:
+    some = LinearCrossEntropyOutput(*outputs)  # type: ignore[arg-type]
+    return checked_losses(loss(some, *per_token), some.logprobs.shape[0])[0]
+
+
+def check_tokens_apart(losses: Tensor, apart: Tensor) -> None:
+    """Compare the losses of some tokens with those of halves of them; the host waits for it."""
+    off = ~torch.isclose(losses, apart, rtol=1e-4, atol=1e-5, equal_nan=True)
+    if off.any():
+        token = int(off.nonzero()[0])
+        raise ValueError(
+            "loss must treat each token for itself, as nobody says which tokens meet in one call, "
+            f"got {float(losses[token]):.6g} for one of {len(losses)}, {float(apart[token]):.6g} among half of them: "
+            "pass per token what depends on others (a mean, a maximum), or use linear_cross_entropy"
+        )

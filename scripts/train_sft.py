@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node 2 -m scripts.train_sft --tp 2 --sequence-parallel
 
-The flag is the only difference between the two runs: `megatron_lce.enable_fused_linear_ce` below. With --loss token the
-fused head is captured instead and told the loss in advance, which spares one of its four products.
+The flag is the only difference between the two runs: `megatron_lce.enable_fused_linear_ce` below, which makes gradients
+in forward and so takes three products. With --loss token the fused head is captured instead and told the loss in
+advance, as a loss that weights its tokens wants it.
 """
 
 import argparse

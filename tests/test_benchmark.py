@@ -150,7 +150,7 @@ def test_a_run_records_what_failed_and_what_is_missing_and_goes_on(tmp_path, mon
     printed = capsys.readouterr().out
     assert "absent: not installed: No module named 'peer'" in printed
     assert "no such kernel" in printed
-    names = {"time_fwd.png", "time_rl.png", "cache.png", "memory_8x8x24.png", "trade.png"}
+    names = {"time_fwd.png", "time_rl.png", "memory_rl_8x8x24.png", "memory_sft_8x8x24.png", "trade_rl_8x8x24.png"}
     assert {path.name for path in tmp_path.glob("*.png")} == names
 
 
@@ -218,7 +218,7 @@ def test_a_run_over_ignored_rows_compares_every_head(tmp_path, monkeypatch):
     for record in records.values():
         errors = [record[f"{name}_difference"] for name in ("logprobs", "grad_hidden", "grad_weight")]
         assert (max(errors) < 1e-5) == (record["provider"] != "cce")
-    assert (tmp_path / "rows.png").exists()
+    assert {path.name for path in tmp_path.glob("*.png")} == {f"rows_{mode}_10x8x24.png" for mode, *_ in records}
 
 
 def test_unknown_names_are_refused(capsys):

@@ -21,7 +21,8 @@ def test_a_healthy_machine(capsys, usual_torch):
     assert commands.main(["doctor", "--device", "cpu"]) == 0
     printed = capsys.readouterr().out
     for text in (
-        f"megatron-lce  {megatron_lce.__version__}",
+        f"megatron-lce        {megatron_lce.__version__}",
+        "transformer-engine  not installed",
         "backend='auto' runs torch",
         "self-test against fp64: passed",
         "15 results",
@@ -63,7 +64,8 @@ def test_a_backend_that_raises_is_a_problem(monkeypatch, capsys, usual_torch):
 def test_a_gpu_without_triton_is_a_problem(monkeypatch, capsys, quick_self_test):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(doctor, "_describe_device", lambda kind: {"name": "a GPU"})
-    monkeypatch.setattr(doctor, "triton_obstacle", lambda device: "triton is not installed")
+    for obstacle in ("auto_obstacle", "triton_obstacle"):
+        monkeypatch.setattr(doctor, obstacle, lambda device: "triton is not installed")
     assert commands.main(["doctor"]) == 1
     printed = capsys.readouterr().out
     assert "backend='auto' runs torch" in printed
@@ -81,6 +83,15 @@ def test_a_gpu_that_torch_does_not_see_is_a_problem(monkeypatch, capsys, quick_s
 def test_versions_that_are_too_old_are_a_problem():
     found = {"torch": "2.8.1+cu128", "triton": None, "megatron-core": "0.14.0rc1"}
     assert doctor._too_old(found) == ["torch must be at least 2.9, got 2.8.1+cu128"]
+
+
+def test_versions_that_nobody_ran_are_noted(monkeypatch, capsys, quick_self_test):
+    found = doctor.versions() | {"torch": "2.99.0", "triton": None}
+    monkeypatch.setattr(doctor, "versions", lambda: found)
+    assert commands.main(["doctor", "--device", "cpu"]) == 0
+    printed = capsys.readouterr().out
+    assert "note: torch 2.99.0 is newer than any the tests ran with, 2.13: look at the self-test" in printed
+    assert "no problems found" in printed
 
 
 def test_an_estimate_of_a_public_model(capsys):
@@ -123,12 +134,12 @@ def test_megatrons_padding_is_told(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--hidden 64", "either --model or both --hidden and --vocab must be given"),
+        ("--hidden 64", "--model, --config, or both --hidden and --vocab must be given"),
         (
             "--model gpt-9",
             "--model: model must be one of Qwen/Qwen3-0.6B, .* got 'gpt-9'; --hidden and --vocab describe",
         ),
-        ("--model qwen3-8b --hidden 64", "--hidden must not be given beside --model, got 64"),
+        ("--model qwen3-8b --hidden 64", "--hidden must not be given beside --model or --config, got 64"),
         ("--hidden 100 --vocab 64", "--hidden must be a multiple of 8 for an estimate, got 100"),
         ("--hidden 64 --vocab 0", "--vocab: must be a whole number, at least 1, got 0"),
         ("--hidden 64 --vocab 64 --tokens 8k", "--tokens: must be a whole number, at least 1, got 8k"),
@@ -154,3 +165,37 @@ def test_what_cannot_be_estimated_says_what_can(arguments, message, capsys):
 def test_models_are_found_with_and_without_their_owner():
     assert find_model("QWEN/qwen3-8b") == find_model("Qwen3-8B")
     assert find_model("Qwen3-8B")[1].hidden == 4096
+
+
+def test_a_config_of_the_hub(tmp_path, capsys):
+    path = tmp_path / "config.json"
+    path.write_text(
+        json.dumps({"text_config": {"hidden_size": 4096, "vocab_size": 151936}, "tie_word_embeddings": True})
+    )
+    assert commands.main(["estimate", "--config", str(path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["head"].endswith(" (tied head): 8192 tokens x 4096 x 151936, bf16")
+    assert commands.main(["estimate", "--model", "Qwen3-8B", "--json"]) == 0
+    assert found["ways"] == json.loads(capsys.readouterr().out)["ways"]
+    path.write_text("{}")
+    for arguments, message in (
+        ([str(path)], "must hold hidden_size and vocab_size, got None and None"),
+        ([str(tmp_path)], "Is a directory"),
+        ([str(tmp_path / "config.json"), "--model", "Qwen3-8B"], "must hold"),
+    ):
+        with pytest.raises(SystemExit):
+            commands.main(["estimate", "--config", *arguments])
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ("--tokens 16384 --memory-gib 1", "Megatron, unfused: no number of tokens fits, as the weight's gradient"),
+        ("--tokens 4096", "megatron_lce keeps a few bytes a token from forward to backward, here less than 0.5 MiB"),
+        ("--tokens 16384 --ignored 0.1", "10% ignored and skipped: skipping raises the peak"),
+    ],
+)
+def test_rows_that_one_may_not_expect_are_explained(arguments, told, capsys):
+    assert commands.main(["estimate", "--model", "Qwen3-8B", *arguments.split()]) == 0
+    assert told in capsys.readouterr().out

@@ -160,6 +160,8 @@ def test_commands_are_accepted(command, capsys):
             assert "Megatron, fused cross-entropy" in capsys.readouterr().out
         case ["megatron-lce", *arguments]:
             commands.build_parser().parse_args(arguments)
+        case ["python", "-m", "pytest", "-p", plugin, *paths]:
+            assert all((ROOT / path).exists() for path in (plugin.replace(".", "/") + ".py", *paths))
         case ["python", "-m", "pytest", *paths]:
             assert all((ROOT / path).exists() for path in paths)
         case ["python", "-m", module, *arguments]:

@@ -5,8 +5,8 @@ import contextlib
 import pytest
 import torch
 
-from megatron_lce.core import head_gradients, trace
-from megatron_lce.core.products import full_fp32, product
+from megatron_lce.core import head_gradients, products, trace
+from megatron_lce.core.products import copies_to_fp32, full_fp32, product
 from tests.problems import all_equal, make_problem
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -114,6 +114,41 @@ def test_ranges_are_made_for_nvtx_and_where_no_profiler_is_on_for_nobody(monkeyp
     with torch.autograd.profiler.emit_nvtx():
         problem.run("torch")
     assert seen == [f"megatron_lce: linear_cross_entropy {pass_}" for pass_ in ("forward", "backward")]
+
+
+@pytest.fixture
+def asked_anew():
+    """Nothing that torch was asked in other tests, nor here, is remembered."""
+    products._has_fp32_result.cache_clear()
+    yield
+    products._has_fp32_result.cache_clear()
+
+
+def test_fp32_results_of_16_bit_products_are_asked_of_torch(asked_anew, monkeypatch):
+    """As on a GPU, but a tensor without memory is what there is here: which operands are multiplied is looked at."""
+    a, b, out = (torch.empty(16, 16, dtype=dtype, device="meta") for dtype in (BF16, BF16, torch.float32))
+    assert not copies_to_fp32(a)
+    products._has_fp32_result.cache_clear()
+    multiplied = []
+
+    def without_out_dtype(bias, a, b, *, out_dtype=None, out=None):
+        if out_dtype is not None:
+            raise RuntimeError("not implemented for ROCm")
+        multiplied.append((a.dtype, b.dtype))
+
+    monkeypatch.setattr(torch, "addmm", without_out_dtype)
+    assert copies_to_fp32(a)
+    assert not copies_to_fp32(out)
+    product(a, b, out, accumulate=True)
+    product(a, b, a.clone(), accumulate=True)
+    assert multiplied == [(torch.float32, torch.float32), (BF16, BF16)]
+
+
+@pytest.mark.parametrize("backend_on_gpu", ["torch", "triton"])
+@pytest.mark.gpu
+def test_a_gpu_whose_products_have_no_fp32_result(backend_on_gpu, device, monkeypatch):
+    monkeypatch.setattr(products, "_has_fp32_result", lambda device, dtype: False)
+    make_problem(150, 64, 600, device, BF16).check(backend_on_gpu)
 
 
 @pytest.mark.gpu

@@ -127,9 +127,9 @@ def test_a_program_ends_with_its_report_the_head_and_the_peak():
 
 def test_committed_pictures_are_drawn_again_from_committed_files(tmp_path, capsys):
     results = ROOT / "benchmark" / "results"
-    files = [str(results / f"{name}_h200.json") for name in ("memory_131072", "memory", "memory_peers")]
-    report.main([*files, "--pictures", str(tmp_path), "--only", "memory_S1"])
-    assert capsys.readouterr().out.endswith(f"Picture: {tmp_path / 'memory_S1.png'}\n")
+    files = [str(results / f"{name}_h200.json") for name in ("head", "cache")]
+    report.main([*files, "--pictures", str(tmp_path), "--only", "trade_rl_S1"])
+    assert capsys.readouterr().out.endswith(f"Picture: {tmp_path / 'trade_rl_S1.png'}\n")
     where = {"environment": {"date": "1", "device": "a"}}
     merged = report.merge([where | {"memory": [{"provider": "x", "peak_mib": size}]} for size in (1, 2)])
     assert merged["memory"] == [{"provider": "x", "peak_mib": 1}]

@@ -95,7 +95,21 @@ def test_blocks_are_as_wide_as_the_workspace_allows(device, monkeypatch):
         return -out.logprobs
 
     run(problem, loss, (), backend="triton", workspace_bytes=128 * KEPT_BYTES)
-    assert seen == [128, 128, 44]
+    assert seen == [128, 64, 64, 128, 44]  # a new loss is also asked about the halves of the first block
+    run(problem, loss, (), backend="triton", workspace_bytes=128 * KEPT_BYTES)
+    assert seen[5:] == [128, 128, 44]
+
+
+def centred(out, scale=1.0):
+    return scale * (out.logprobs.detach().mean() - out.logprobs)
+
+
+@pytest.mark.parametrize("loss", [centred, functools.partial(centred, scale=2.0), lambda out: centred(out)])
+def test_a_loss_that_depends_on_other_tokens_is_refused(device, loss):
+    problem = make_problem(6, 8, 40, device, FP32)
+    for _ in range(2):  # it is not taken for seen after the first time
+        with pytest.raises(ValueError, match=r"loss must treat each token for itself.*of 6, .* among half of them"):
+            run(problem, loss, ())
 
 
 @pytest.mark.parametrize("frozen", [None, "hidden", "weight"])
@@ -294,7 +308,8 @@ def test_every_block_of_tokens_is_looked_at(in_later_blocks, error, message, dev
     calls = []
 
     def loss(out):
-        calls.append(out)
+        if len(out.logprobs) != 64:  # a half of the first block, which a new loss is asked about
+            calls.append(out)
         return -out.logprobs if len(calls) == 1 else in_later_blocks(out)
 
     with pytest.raises(error, match=message):

@@ -14,6 +14,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import megatron_lce
 from megatron_lce import arguments
+from megatron_lce.backends import choice
 from megatron_lce.backends.choice import load_backend
 from megatron_lce.core import validation
 from megatron_lce.core.options import Options
@@ -185,6 +186,38 @@ def test_a_gpu_without_triton_is_told_once(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         load_backend("auto", torch.device("cuda"))
+
+
+@pytest.fixture
+def amd(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    for remembered in (choice._triton_backend, choice._warn_once):
+        remembered.cache_clear()
+    yield torch.device("cuda")
+    choice._triton_backend.cache_clear()
+
+
+def test_auto_is_torch_on_an_amd_gpu(amd):
+    with pytest.warns(UserWarning, match="torch backend, which is slower: nobody has run its kernels on an AMD GPU"):
+        assert load_backend("auto", amd).__name__ == "megatron_lce.backends.torch.primitives"
+    assert choice.describe_backend("auto", amd).startswith("torch, not triton: nobody has run its kernels")
+
+
+@pytest.mark.parametrize("error", [RuntimeError("PassManager::run failed"), "CompilationError"], ids=str)
+def test_triton_may_be_asked_for_on_an_amd_gpu(error, amd, monkeypatch):
+    triton = pytest.importorskip("triton")
+    primitives = pytest.importorskip("megatron_lce.backends.triton.primitives")
+    error = triton.errors.TritonError(error) if isinstance(error, str) else error
+
+    def fails(*arguments):
+        raise error
+
+    fails.__name__ = "softmax_stats"
+    monkeypatch.setattr(primitives, "softmax_stats", fails)
+    backend = load_backend("triton", amd)
+    assert choice.describe_backend("triton", amd) == "triton"
+    with pytest.raises(RuntimeError, match=r"softmax_stats failed on this AMD GPU, .* use backend='torch' there: "):
+        backend.softmax_stats()
 
 
 def test_triton_on_cpu_tensors_without_its_interpreter(monkeypatch):

@@ -16,6 +16,7 @@ from megatron_lce import enable_fused_linear_ce, install_megatron_linear_cross_e
 from scripts import megatron_runtime
 
 ALLOWED_16_BIT = 1.5  # times Megatron's own error, per parameter
+SPIKES = 2.0**40, float("inf"), 1.0  # what the losses of three steps are multiplied by
 LOSS_OF_HEAD = importlib.util.find_spec("megatron.core.transformer.linear_cross_entropy") is not None
 OWN_FLAG = (("cross_entropy_loss_fusion", True), ("cross_entropy_fusion_impl", "linear"))
 
@@ -86,13 +87,65 @@ def check_16_bit(case: cases.Case, device: torch.device, report: harness.Report)
     _, native, chunks = train(case, device, fused=False)
     _, fused, _ = train(case, device, fused=True)
     _, exact, _ = train(cases.in_fp32(case), device, fused=False, like=chunks)
+    check_errors(f"{case.name}: gradients", fused, native, exact, report)
+
+
+def check_errors(name: str, fused: dict, native: dict, exact: dict, report: harness.Report) -> None:
+    """Our error of every gradient against Megatron's own."""
     ratios = {
-        name: error_ratio(relative_error(fused[name], expected), relative_error(native[name], expected))
-        for name, expected in exact.items()
+        key: error_ratio(relative_error(fused[key], expected), relative_error(native[key], expected))
+        for key, expected in exact.items()
     }
     count, worst, ratio = worst_of_all_ranks(ratios)
     detail = f"{count} tensors, worst {worst}: {ratio:.2f} times Megatron's error, allowed {ALLOWED_16_BIT}"
-    report.check(f"{case.name}: gradients", ratio <= ALLOWED_16_BIT, detail)
+    report.check(name, ratio <= ALLOWED_16_BIT, detail)
+
+
+def scaled_steps(case: cases.Case, device: torch.device, *, fused: bool) -> tuple[list[tuple[bool, float]], dict]:
+    """Steps under Megatron's dynamic loss scaler whose losses are multiplied by `SPIKES`.
+
+    Returns (whether the optimizer stepped, the scale behind it) of each, and the last one's gradients.
+    """
+    chunks = cases.build(case, device)
+    optimizer = megatron_runtime.build_optimizer(
+        chunks, case.dtype, initial_loss_scale=cases.LOSS_SCALE, hysteresis=1, use_distributed_optimizer=case.overlap
+    )
+    handle = enable_fused_linear_ce(
+        chunks, use_fused_linear_ce=fused, skip_masked=case.masked, known_loss=case.known, on_unsupported="raise"
+    )
+    assert handle.enabled == (fused and cases.has_head(chunks)), handle.reasons
+    if fused and case.main_grad:
+        cases.set_main_grad_fusion(chunks)
+    steps, grads = [], {}
+    for spike in SPIKES:
+
+        def forward_step(batches, model, spike=spike):
+            output, loss_of = cases.forward_step(batches, model, masked=case.masked)
+
+            def spiked(losses):
+                loss, report = loss_of(losses)
+                return loss * spike, report
+
+            return output, spiked
+
+        cases.train_step(chunks, forward_step, cases.microbatches(device))
+        scale = float(optimizer.get_loss_scale())
+        grads = {name: grad / scale for name, grad in cases.gradients(chunks).items()}
+        stepped, *_ = optimizer.step()
+        steps.append((stepped, float(optimizer.get_loss_scale())))
+    return steps, grads
+
+
+def check_loss_scaler(case: cases.Case, device: torch.device, report: harness.Report) -> None:
+    """Two overflows that flag and native both skip, and then gradients like those of `check_16_bit`."""
+    native_steps, native = scaled_steps(case, device, fused=False)
+    steps, fused = scaled_steps(case, device, fused=True)
+    scale = cases.LOSS_SCALE
+    expected = [(False, scale / 2), (False, scale / 4), (True, scale / 4)]
+    right = steps == native_steps == expected
+    report.check(f"{case.name}: overflows are skipped", right, f"native {native_steps}, flag {steps}")
+    _, exact, _ = train(cases.in_fp32(case), device, fused=False, like=cases.build(case, device))
+    check_errors(f"{case.name}: gradients under the loss scaler", fused, native, exact, report)
 
 
 def check_weighted_loss(case: cases.Case, device: torch.device, report: harness.Report) -> None:

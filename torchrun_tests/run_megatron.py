@@ -3,9 +3,10 @@
     torchrun --nproc-per-node 4 torchrun_tests/run_megatron.py --device cpu [--combinations all]
 
 On 4 ranks, cases at TP=2 without pipeline parallelism have two data-parallel replicas; on 2 ranks, cases that need 4
-are left out.
+are left out. One rank runs what is left without tensor, sequence and pipeline parallelism.
 """
 
+import dataclasses
 import importlib.util
 import os
 import sys
@@ -22,6 +23,7 @@ from megatron_training import (
     LOSS_OF_HEAD,
     check_16_bit,
     check_captured_training,
+    check_loss_scaler,
     check_other_models,
     check_own_flag,
     check_training,
@@ -48,6 +50,11 @@ FURTHER_CASES += [
     cases.Case(tensor_parallel=4, tied=True, sequence_parallel=True, mtp=True, known=True),
 ]
 IN_FP16 = [cases.Case(), cases.Case(sequence_parallel=True, known=True), cases.Case(tied=True, mtp=True, known=True)]
+SCALED = [
+    cases.Case(),
+    cases.Case(sequence_parallel=True, masked=True, known=True),
+    cases.Case(tied=True, mtp=True, main_grad=True, overlap=True, known=True),
+]
 OTHER_MODEL_CASES = [cases.Case(), cases.Case(tied=True, sequence_parallel=True)]
 TOUCHED_CASES = [cases.Case(), cases.Case(tied=True, sequence_parallel=True)]  # main_grad: Megatron's needs Apex
 TOUCHED_CASES.append(cases.Case(sequence_parallel=True, masked=True))
@@ -77,6 +84,7 @@ def checks(combinations: str) -> list[tuple[Callable, cases.Case]]:
         (check_other_models, OTHER_MODEL_CASES),
         (check_16_bit, [cases.in_16_bit(case) for case in (*training, cases.Case(sequence_parallel=True, known=True))]),
         (check_16_bit, [cases.in_16_bit(case, torch.float16) for case in IN_FP16]),
+        (check_loss_scaler, [cases.in_16_bit(case, torch.float16) for case in SCALED]),
         (check_weighted_loss, [cases.Case(known=True), cases.Case(sequence_parallel=True, known=True)]),
         (check_capture, plain),
         (check_captured_jsd, [cases.Case(main_grad=True), cases.Case(tied=True, sequence_parallel=True)]),
@@ -90,6 +98,10 @@ def checks(combinations: str) -> list[tuple[Callable, cases.Case]]:
     return [(check, case) for check, chosen in groups for case in chosen]
 
 
+def on_one_rank(case: cases.Case) -> cases.Case:
+    return dataclasses.replace(case, tensor_parallel=1, sequence_parallel=False, pipeline=False, virtual_pipeline=False)
+
+
 def main() -> None:
     parser = harness.argument_parser(__doc__)
     parser.add_argument(
@@ -101,8 +113,11 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     report = harness.Report()
-    runnable = [pair for pair in checks(arguments.combinations) if pair[1].ranks <= int(os.environ["WORLD_SIZE"])]
-    device = megatron_runtime.initialize(2, device=arguments.device)
+    ranks = int(os.environ["WORLD_SIZE"])
+    runnable = [pair for pair in checks(arguments.combinations) if pair[1].ranks <= max(ranks, 2)]
+    if ranks == 1:
+        runnable = list(dict.fromkeys((check, on_one_rank(case)) for check, case in runnable))
+    device = megatron_runtime.initialize(min(ranks, 2), device=arguments.device)
     # Layout by layout, few changes: Megatron never destroys its process groups, and each one's gloo threads stay.
     for layout in sorted({case.layout for _, case in runnable}, key=str):
         parallel_state.destroy_model_parallel()

@@ -2,7 +2,10 @@
 
 import importlib.util
 import warnings
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, wraps
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 
@@ -15,15 +18,42 @@ def load_backend(backend: BackendName, device: torch.device) -> Backend:
     """Return the module that supplies the primitives; "reference" has none of its own and gets torch's."""
     if backend in ("torch", "reference") or (backend == "auto" and device.type != "cuda"):
         return torch_backend
-    obstacle = triton_obstacle(device)
+    obstacle = auto_obstacle(device) if backend == "auto" else triton_obstacle(device)
     if obstacle is None:
-        from megatron_lce.backends.triton import primitives as triton_backend
-
-        return triton_backend
+        return _triton_backend()
     if backend == "triton":
         raise ValueError(f"backend must be one that can run here, got 'triton', but {obstacle}")
     _warn_once(obstacle)
     return torch_backend
+
+
+@lru_cache
+def _triton_backend() -> Backend:
+    from megatron_lce.backends.triton import primitives
+
+    if torch.version.hip is None:
+        return primitives
+    names = primitives.__all__
+    return cast(Backend, SimpleNamespace(**{name: _untried(getattr(primitives, name)) for name in names}))
+
+
+def _untried(primitive: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the primitive, whose errors say that nobody has run it on an AMD GPU, and what to do."""
+    from triton.errors import TritonError
+
+    @wraps(primitive)
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        try:
+            return primitive(*arguments, **keywords)
+        except torch.OutOfMemoryError:
+            raise
+        except (TritonError, RuntimeError) as error:
+            raise RuntimeError(
+                f"{primitive.__name__} failed on this AMD GPU, where nobody has run its Triton kernels; "
+                f"use backend='torch' there: {error}"
+            ) from error
+
+    return call
 
 
 @lru_cache
@@ -33,11 +63,18 @@ def _warn_once(obstacle: str) -> None:
 
 def describe_backend(backend: BackendName, device: torch.device) -> str:
     """Describe which backend runs on this device and, if a GPU's is not triton, why."""
-    obstacle = triton_obstacle(device)
+    obstacle = auto_obstacle(device) if backend == "auto" else triton_obstacle(device)
     if backend == "auto":
         on_gpu = "triton" if obstacle is None else f"torch, not triton: {obstacle}"
         return on_gpu if device.type == "cuda" else "torch"
     return f"triton, which cannot run: {obstacle}" if backend == "triton" and obstacle is not None else backend
+
+
+def auto_obstacle(device: torch.device) -> str | None:
+    """Return why "auto" does not take Triton for tensors of this device, or None if it does."""
+    if torch.version.hip is None or device.type != "cuda":
+        return triton_obstacle(device)
+    return triton_obstacle(device) or "nobody has run its kernels on an AMD GPU; backend='triton' asks for them"
 
 
 def triton_obstacle(device: torch.device) -> str | None:

@@ -25,7 +25,7 @@ from megatron_lce.core.plan import (
     plan_blocks,
     slab_row_stride,
 )
-from megatron_lce.core.products import product, with_zeros_behind
+from megatron_lce.core.products import copies_to_fp32, product, with_zeros_behind
 from megatron_lce.core.protocols import Backend
 from megatron_lce.core.two_heads import STATS_ROWS, Gradient, Head, Pair, merged_stats
 
@@ -207,6 +207,6 @@ def _token_bytes(heads: Heads, call: Call) -> int:
 
 
 def _copied_bytes(heads: Heads, rows: int = COLUMN_STEP) -> int:
-    """Bytes of rows of hidden or weight in fp32, which a CPU's products of 16-bit inputs copy; 0 on a GPU."""
-    hiddens = [head.hidden for head in (heads.student, heads.teacher) if head.hidden.dtype != torch.float32]
-    return rows * max((4 * hidden.shape[1] for hidden in hiddens if hidden.device.type == "cpu"), default=0)
+    """Bytes of rows of hidden or weight in fp32, which products of 16-bit inputs copy on a CPU; else 0."""
+    hiddens = [head.hidden for head in (heads.student, heads.teacher) if copies_to_fp32(head.hidden)]
+    return rows * max((4 * hidden.shape[1] for hidden in hiddens), default=0)

@@ -3,6 +3,7 @@
 import contextlib
 import threading
 from collections.abc import Iterator
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -81,8 +82,8 @@ def product(
 ) -> None:
     """Write one matrix product to `out`; an fp32 `out` keeps the fp32 accumulator of 16-bit inputs."""
     assert out.shape == (a.shape[0], b.shape[1])  # torch would resize `out`, and the caller's tensor stay unfilled
-    if a.device.type == "cpu":
-        # A CPU has no mixed-dtype product, and with AMX its 16-bit product reads what lies behind a row.
+    if a.device.type == "cpu" or (a.dtype != out.dtype and copies_to_fp32(a)):
+        # With AMX a CPU's 16-bit product reads what lies behind a row.
         a, b = a.float(), b.float()
         if out.dtype != torch.float32:
             assert not accumulate
@@ -94,6 +95,26 @@ def product(
         torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
     else:
         torch.mm(a, b, out_dtype=out.dtype, out=out)
+
+
+def copies_to_fp32(matrix: Tensor) -> bool:
+    """Return whether a product of such matrices with an fp32 result takes fp32 copies of them."""
+    return matrix.dtype != torch.float32 and not _has_fp32_result(matrix.device, matrix.dtype)
+
+
+@lru_cache
+def _has_fp32_result(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether torch multiplies 16-bit matrices there with an fp32 result; it is asked for a small product."""
+    if device.type == "cpu":
+        return False
+    small = torch.zeros(8, 8, dtype=dtype, device=device)
+    try:
+        torch.addmm(small.float(), small, small, out_dtype=torch.float32)
+    except torch.OutOfMemoryError:
+        raise
+    except (NotImplementedError, RuntimeError):
+        return False
+    return True
 
 
 def with_zeros_behind(rows: Tensor, num_columns: int) -> Tensor:

@@ -19,7 +19,7 @@ from megatron_lce.megatron_integration.fused_loss import FusedLoss
 from megatron_lce.megatron_integration.head_call import HeadCall, check_not_fixed
 from megatron_lce.megatron_integration.method_overrides import MethodOverride, argument_names, overrides_of, with_labels
 from megatron_lce.megatron_integration.support import NO_HEAD, find_language_model, head_reasons, reasons_of_group
-from megatron_lce.megatron_integration.uncomputed_logits import UncomputedLogits
+from megatron_lce.megatron_integration.uncomputed_logits import NoLogits, UncomputedLogits
 from megatron_lce.token_loss import TokenLoss, TokenLossFunction
 
 if TYPE_CHECKING:
@@ -237,7 +237,7 @@ class CapturedHead:
         self._call = call
         self._mtp_losses_left = self._mtp_layers()
         batch, sequence = call.tokens
-        return call.hidden.new_empty((sequence, batch, 0))
+        return call.hidden.new_empty((sequence, batch, 0)).as_subclass(NoLogits)
 
     def _enabled_options(self) -> dict[str, Any]:
         """Those of the enabled loss that the capture is open on: its softcap, say, is the MTP losses' too."""
@@ -250,17 +250,33 @@ class CapturedHead:
         return 0 if self._language_model is None else self._language_model.config.mtp_num_layers or 0
 
 
-@contextlib.contextmanager
-def capture_lm_head(model: nn.Module | Sequence[nn.Module]) -> Iterator[CapturedHead]:
+class Capture(contextlib.AbstractContextManager["CapturedHead", None]):
+    """What `capture_lm_head` returns, to be opened by `with`."""
+
+    def __init__(self, model: nn.Module | Sequence[nn.Module]):
+        self._opened = _opened(model)
+
+    def __enter__(self) -> CapturedHead:
+        return self._opened.__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        self._opened.__exit__(*raised)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"a capture has no {name} before it is opened: `with capture_lm_head(model) as head:`")
+
+
+def capture_lm_head(model: nn.Module | Sequence[nn.Module]) -> Capture:
     """While open, the model's forward pass stops before the logits and leaves what they are made of in the result.
 
         with capture_lm_head(model) as head:
             model(input_ids, position_ids, attention_mask)
         out = head.linear_cross_entropy(labels, temperature=0.7)
 
-    The model returns an empty [b, s, 0] tensor. With MTP, pass the labels: the MTP losses are computed, fused, and
-    take effect on the hidden states as in Megatron; the main loss is left to the caller. Of several forward passes
-    the last is kept. The result stays valid after the context; it holds hidden and its graph alive.
+    The model returns an empty [b, s, 0] tensor; to read it as logits raises. With MTP, pass the labels: the MTP losses
+    are computed, fused, and take effect on the hidden states as in Megatron; the main loss is left to the caller. Of
+    several forward passes the last is kept. The result stays valid after the context; it holds hidden and its graph
+    alive.
 
     All ranks of the head's tensor-parallel group must open its first capture: they agree there on whether it can be.
 
@@ -273,6 +289,11 @@ def capture_lm_head(model: nn.Module | Sequence[nn.Module]) -> Iterator[Captured
         ValueError: the head is one that hidden and weight do not describe, and the message lists the reasons; or
             `model` holds several heads.
     """
+    return Capture(model)
+
+
+@contextlib.contextmanager
+def _opened(model: nn.Module | Sequence[nn.Module]) -> Iterator[CapturedHead]:
     language_model = find_language_model(model)
     head = CapturedHead(language_model)
     if language_model is None:

@@ -44,7 +44,10 @@ def find_language_model(model: nn.Module | Sequence[nn.Module]) -> LanguageModul
     if not any(isinstance(module, MegatronModule) for module in modules):
         chunks = [model] if isinstance(model, nn.Module) else model
         kinds = ", ".join(type(chunk).__name__ for chunk in chunks) or "an empty list"
-        raise TypeError(f"model must be or hold a megatron-core language model, got {kinds}")
+        raise TypeError(
+            f"model must be or hold a megatron-core language model, got {kinds}; for other models (Hugging Face, FSDP) "
+            "there are megatron_lce.linear_cross_entropy(hidden, weight, labels) and megatron_lce.FusedLinearHead"
+        )
     owners = [module for module in modules if isinstance(module, LanguageModule) and _makes_logits(module)]
     if len(owners) > 1:
         kinds = ", ".join(type(owner).__name__ for owner in owners)

@@ -174,6 +174,27 @@ class UncomputedLogits(Tensor):
         return value.masked_fill(~owned, -torch.inf), local.masked_fill(~owned, 0)
 
 
+class NoLogits(Tensor):
+    """What a model returns inside a capture, [b, s, 0]; to read it as logits raises instead of giving NaN."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            given = (x for x in (*args, *(kwargs or {}).values()) if isinstance(x, Tensor))
+            reads, result = any(x.numel() for x in given), None
+            if not reads:  # else an index past the end might end the CUDA context
+                try:
+                    result = func(*args, **(kwargs or {}))
+                except IndexError:  # the largest of nothing
+                    reads = True
+            if reads or (isinstance(result, Tensor) and result.numel()):
+                raise RuntimeError(
+                    f"{func.__name__}: a model's output inside capture_lm_head holds no logits: call "
+                    "head.linear_cross_entropy(labels) of the capture, or the model outside of it"
+                )
+            return result.as_subclass(cls) if isinstance(result, Tensor) else result
+
+
 class _HeadOutput(torch.autograd.Function):
     """Hidden and weight to uncomputed logits.
 

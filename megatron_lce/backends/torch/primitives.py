@@ -8,7 +8,7 @@ from megatron_lce.backends.torch.row_numbers import finish, largest_logit, prepa
 from megatron_lce.backends.torch.scale import scale
 from megatron_lce.core.logits_cache import LogitsCache
 from megatron_lce.core.plan import Costs, cut
-from megatron_lce.core.products import product
+from megatron_lce.core.products import copies_to_fp32, product
 from megatron_lce.core.rows import LOWEST_LOG_P, Rows, RowTerms
 from megatron_lce.core.statistics import (
     CHUNK_COLUMNS,
@@ -170,8 +170,8 @@ def logits_base2(hidden: Tensor, weight: Tensor, row_scale: Tensor, softcap_scal
 
 
 def upcast_row_bytes(matrix: Tensor) -> int:
-    """Bytes of a row's fp32 copy, which a CPU's products of 16-bit inputs need; else 0."""
-    return 4 * matrix.shape[1] if matrix.device.type == "cpu" and matrix.dtype != torch.float32 else 0
+    """Bytes of a row's fp32 copy, which products of 16-bit inputs need on a CPU; else 0."""
+    return 4 * matrix.shape[1] if copies_to_fp32(matrix) else 0
 
 
 def chunk_stats(logits: Tensor, labels: Tensor, first_id: int | Tensor, entropy: bool, telemetry: bool) -> Tensor:

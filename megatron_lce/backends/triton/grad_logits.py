@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_lce.backends.triton import tiles
 from megatron_lce.backends.triton.tile_products import (
     SMALLEST_NORMAL,
+    as_descriptor,
     descriptor,
     fast_log2,
     halves,
@@ -147,6 +148,9 @@ def _grad_logits_kernel(
     GROUP_N: tl.constexpr,
 ):
     """Write p (p_term - entropy_term log2 p) + 1[label] label_term + mean_term, times a softcap's slope."""
+    hidden_desc = as_descriptor(hidden_desc, N, H, BLOCK_N, BLOCK_H)
+    weight_desc = as_descriptor(weight_desc, C, H, BLOCK_V, BLOCK_H)
+    out_desc = as_descriptor(out_desc, N, C, BLOCK_N, BLOCK_V // 2)
     num_row_blocks = tl.cdiv(N, BLOCK_N)
     num_column_tiles = tl.cdiv(C, BLOCK_V)
     for tile in tl.range(tl.program_id(0), num_row_blocks * num_column_tiles, tl.num_programs(0), flatten=True):

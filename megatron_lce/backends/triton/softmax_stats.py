@@ -8,6 +8,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_lce.backends.triton import tiles
 from megatron_lce.backends.triton.tile_products import (
+    as_descriptor,
     descriptor,
     halves,
     tanh,
@@ -84,7 +85,7 @@ def softmax_stats(
 
 
 def _label_logits(
-    hidden_desc: TensorDescriptor,  # [N, H]
+    hidden_desc: TensorDescriptor | tuple[Tensor, int],  # [N, H]
     weight: Tensor,  # [V, H]
     labels: Tensor,
     row_scale: Tensor,
@@ -133,6 +134,7 @@ def _label_logits_kernel(
     The bits are those of the statistics' tiles, so that no label's logit is above the largest. A search for it in those
     tiles would take 1 to 5 % of the forward.
     """
+    hidden_desc = as_descriptor(hidden_desc, N, H, BLOCK_N, BLOCK_H)
     row = tl.program_id(0) * BLOCK_N
     rows = row + tl.arange(0, BLOCK_N)
     row_mask = rows < N
@@ -179,6 +181,10 @@ def _softmax_stats_kernel(
     FIRST_SUM: tl.constexpr = 2 + 2 * TELEMETRY
     K: tl.constexpr = FIRST_SUM + 1 + ENTROPY + 3 * TELEMETRY
     CHUNKS: tl.constexpr = BLOCK_V // CHUNK
+    hidden_desc = as_descriptor(hidden_desc, N, H, BLOCK_N, BLOCK_H)
+    weight_desc = as_descriptor(weight_desc, V, H, BLOCK_V, BLOCK_H)
+    if exp_desc is not None:
+        exp_desc = as_descriptor(exp_desc, N, V, BLOCK_N, BLOCK_V // 2)
     num_row_blocks = tl.cdiv(N, BLOCK_N)
     num_column_tiles = tl.cdiv(V, BLOCK_V)
     for tile in tl.range(tl.program_id(0), num_row_blocks * num_column_tiles, tl.num_programs(0), flatten=True):

@@ -6,6 +6,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from megatron_lce.backends.triton import tiles
+
 FP32_SUM = tl.constexpr(256)
 MASKED_LOGIT = tl.constexpr(-1e38)  # finite, so that 0 * (masked - max) is 0 instead of NaN
 SMALLEST_NORMAL = tl.constexpr(1.1754943508222875e-38)
@@ -20,6 +22,20 @@ def tile_position(tile, num_row_blocks, num_column_tiles, GROUP_N: tl.constexpr)
     row_blocks = min(num_row_blocks - first_row_block, GROUP_N)
     within = tile - group * tiles_in_group
     return first_row_block + within % row_blocks, within // row_blocks
+
+
+@triton.jit
+def as_descriptor(matrix, num_rows, num_columns, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
+    """Return what `descriptor` made of a matrix [num_rows, num_columns], or make a descriptor of it here.
+
+    Rows start at 16 bytes and are stored in whole 16 bytes. Triton must read that in the code to move as many at once.
+    """
+    result = matrix
+    if not isinstance(matrix, tl.core.tensor_descriptor_base):
+        step: tl.constexpr = 128 // matrix[0].dtype.element_ty.primitive_bitwidth
+        stored, stride = (num_columns + step - 1) // step * step, matrix[1] // step * step
+        result = tl.make_tensor_descriptor(matrix[0], [num_rows, stored], [stride, 1], [BLOCK_ROWS, BLOCK_COLUMNS])
+    return result
 
 
 @triton.jit
@@ -97,7 +113,16 @@ def fast_log2(x, PTX: tl.constexpr):
     return tl.log2(x)
 
 
-def descriptor(matrix: Tensor, block_rows: int, block_columns: int) -> TensorDescriptor:
+def descriptor(matrix: Tensor, block_rows: int, block_columns: int) -> TensorDescriptor | tuple[Tensor, int]:
+    """Return a descriptor, or the matrix and its row stride, of which `as_descriptor` makes one in the kernel.
+
+    The latter on GPUs without tensor-memory hardware: in descriptors from the host Triton knows of no alignment there,
+    and loads 2 bytes at a time.
+    """
+    if not tiles.takes_descriptors(matrix.device):
+        assert matrix.stride(1) == 1
+        assert matrix.stride(0) * matrix.element_size() % 16 == 0
+        return matrix, matrix.stride(0)
     return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [block_rows, block_columns])
 
 

@@ -22,8 +22,12 @@ class Tiles(NamedTuple):
 
 # 3 stages are 3 to 6 % faster than 4 on an H200 (performance log, "Times behind constants").
 HOPPER_16_BIT = Tiles(128, 256, 64, num_warps=8, num_stages=3)
-# They fit the 99 KiB of shared memory of Ada.
-GENERIC_16_BIT = Tiles(128, 128, 32, num_warps=8, num_stages=3)
+# Compiled, not run. 128 x 256 spills registers there.
+BLACKWELL_16_BIT = Tiles(128, 128, 64, num_warps=8, num_stages=4)
+# 84 KiB: they fit the 99 KiB of shared memory of Ada and of capability 12.0. Run as 8.0's code on a Hopper GPU.
+AMPERE_16_BIT = Tiles(128, 128, 64, num_warps=8, num_stages=3)
+# Compiled, not run: they fill the 64 KiB of an MI300.
+AMD_16_BIT = Tiles(128, 128, 32, num_warps=8, num_stages=3)
 # Full fp32 products run on CUDA cores, not on tensor cores.
 FP32 = Tiles(64, 64, 32, num_warps=8, num_stages=2)
 
@@ -34,9 +38,9 @@ def choose_tiles(dtype: torch.dtype, device: torch.device) -> Tiles:
     """Return the tiles by dtype and device alone, so that a token's reductions have the same bits in every call."""
     if dtype == torch.float32:
         return FP32
-    if device.type == "cpu" or _capability(device) == (9, 0):
+    if device.type == "cpu":
         return HOPPER_16_BIT
-    return GENERIC_16_BIT
+    return {0: AMD_16_BIT, 9: HOPPER_16_BIT, 10: BLACKWELL_16_BIT}.get(_capability(device)[0], AMPERE_16_BIT)
 
 
 def merging_rows(device: torch.device) -> int:
@@ -78,6 +82,12 @@ def speaks_ptx() -> bool:
     return not interpreting() and torch.version.hip is None
 
 
+def takes_descriptors(device: torch.device) -> bool:
+    """Return whether the GPU has hardware for tensor-memory descriptors; the interpreter has them, too."""
+    return device.type == "cpu" or _capability(device) >= (9, 0)
+
+
 @lru_cache
 def _capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability, (0, 0) of an AMD GPU."""
     return torch.cuda.get_device_capability(device) if torch.version.hip is None else (0, 0)

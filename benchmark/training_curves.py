@@ -1,0 +1,169 @@
+"""One GPT trained again and again from one seed on the same real text: what the way of its loss changes.
+
+Megatron's modules, schedule, DDP with fp32 gradients and distributed optimizer with fp32 Adam. Every run records the
+loss of each step, the loss of held-out text at its end, the median step time and the peak memory over the resting state
+(weights, gradients, optimizer). Runs named `-dealt` and `-turned` are the native one with a step's sequences dealt to
+the microbatches otherwise: sums are taken in another order, and nothing else differs. How far these part from the
+native run is the noise that the other ways are held against. `masked-` runs count only the last part of each sequence,
+as supervised fine-tuning counts answers.
+"""
+
+import argparse
+import functools
+import gc
+import math
+import sys
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from benchmark import measure, megatron_step, training_text
+from benchmark.results import Results
+from scripts import megatron_runtime, training
+
+WARM_UP = 0.05  # of the steps: the learning rate rises in them, and falls to a tenth in the others
+HELD_OUT = 4  # microbatches
+PROMPT = 0.3, 0.9  # the shares of a sequence between which the length of its prompt is drawn
+PROGRESS = 25  # steps from one line to the next
+ORDERS = ("blocks", "dealt", "turned")
+
+
+class Run(NamedTuple):
+    """A way of the loss (see `megatron_step.choose`), how sequences are dealt, and whether prompts are masked."""
+
+    variant: str
+    order: str = "blocks"
+    masked: bool = False
+
+
+RUNS = {
+    "native": Run("native-fused"),
+    "native-dealt": Run("native-fused", "dealt"),
+    "native-turned": Run("native-fused", "turned"),
+    "flag": Run("ours"),
+    "known": Run("ours-known"),
+    "masked-native": Run("native-fused", masked=True),
+    "masked-native-dealt": Run("native-fused", "dealt", masked=True),
+    "masked-native-turned": Run("native-fused", "turned", masked=True),
+    "masked-flag": Run("ours-skip", masked=True),
+    "masked-known": Run("ours-known-skip", masked=True),
+}
+
+
+class Text:
+    """Sequences of the token file, in its order: first those that are held out, then each step's.
+
+    Raises:
+        ValueError: the file has too few tokens for the steps, or tokens that the model does not know.
+    """
+
+    def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
+        self.header, tokens = training_text.load(args.text)
+        self.microbatches, self.device, length = args.microbatches, device, args.sequence_length
+        if int(tokens.max()) >= args.vocab:
+            raise ValueError(f"vocab: must be more than {int(tokens.max())}, a token of {args.text}, got {args.vocab}")
+        self.sequences = tokens[: (len(tokens) - 1) // length * length + 1].unfold(0, length + 1, length)
+        self.together = args.tokens // length  # sequences of a microbatch
+        most = len(self.sequences) // (self.together * self.microbatches) - math.ceil(HELD_OUT / self.microbatches)
+        if args.steps > most:
+            raise ValueError(f"steps: must be at most {most} with {len(tokens):,} tokens of text, got {args.steps}")
+        shares = torch.empty(len(self.sequences), dtype=torch.float32)
+        shares.uniform_(*PROMPT, generator=torch.Generator().manual_seed(0))
+        self.prompts = (shares * length).long()  # tokens of each sequence that do not count
+
+    def held_out(self, masked: bool) -> list[dict[str, Tensor]]:
+        indices = torch.arange(HELD_OUT * self.together).view(HELD_OUT, self.together)
+        return [self._batch(chosen, masked) for chosen in indices]
+
+    def step(self, step: int, run: Run) -> list[dict[str, Tensor]]:
+        """The microbatches of a step; their order and composition are the run's, their union is not."""
+        first = self.together * (HELD_OUT + step * self.microbatches)
+        indices = torch.arange(first, first + self.together * self.microbatches)
+        if run.order == "dealt":  # one by one
+            indices = indices.view(self.together, self.microbatches).T.flatten()
+        if run.order == "turned":  # the last half of a microbatch with the first half of the next one
+            indices = indices.roll(max(1, self.together // 2)).flip(0)
+        return [self._batch(chosen, run.masked) for chosen in indices.view(self.microbatches, self.together)]
+
+    def _batch(self, indices: Tensor, masked: bool) -> dict[str, Tensor]:
+        tokens, positions = self.sequences[indices], torch.arange(self.sequences.shape[1] - 1)
+        counted = positions >= self.prompts[indices, None] * int(masked)
+        batch = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:], "loss_mask": counted.float()}
+        batch["position_ids"] = positions.expand_as(counted)
+        return {name: tensor.contiguous().to(self.device) for name, tensor in batch.items()}
+
+
+def forward_step(batches: Any, model: nn.Module) -> tuple[Tensor, Any]:
+    """Megatron's: the loss per token, and the function that masks and sums it."""
+    batch = next(batches)
+    return model(**batch, attention_mask=None), functools.partial(masked_sum, batch["loss_mask"])
+
+
+def masked_sum(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """(summed loss, tokens that count, both to report); Megatron divides by the tokens of all microbatches."""
+    total, count = (losses.float() * loss_mask).sum(), loss_mask.sum()
+    return total, count.int(), (total.detach(), count)
+
+
+def mean_loss(reports: list[tuple[Tensor, Tensor]]) -> Tensor:
+    total, count = (torch.stack(column).double().sum() for column in zip(*reports, strict=True))
+    return total / count
+
+
+@torch.no_grad()
+def held_out_loss(model: nn.Module, batches: list[dict[str, Tensor]]) -> float:
+    return float(mean_loss([masked_sum(x["loss_mask"], model(**x, attention_mask=None))[2] for x in batches]))
+
+
+def learning_rate(args: argparse.Namespace, step: int) -> float:
+    warm_up = max(1, round(WARM_UP * args.steps))
+    if step < warm_up:
+        return args.lr * (step + 1) / warm_up
+    return args.lr * (0.55 + 0.45 * math.cos(math.pi * (step - warm_up) / max(1, args.steps - warm_up)))
+
+
+def train(args: argparse.Namespace, name: str, text: Text, dtype: torch.dtype, quiet: bool) -> dict:
+    """One run from the seed's weights."""
+    run, device = RUNS[name], text.device
+    sums = {"config": {"calculate_per_token_loss": True}, "ddp_config": {"use_distributed_optimizer": True}}
+    model = megatron_step.build(args, dtype, device, **sums)
+    settings = {"use_distributed_optimizer": True, "adam_eps": 1e-8, "adam_beta2": 0.95, "weight_decay": 0.1}
+    optimizer = megatron_runtime.build_optimizer([model], dtype, args.lr, initial_loss_scale=2.0**16, **settings)
+    handle = megatron_step.choose(model, run.variant, args.tokens, args)
+    timer, losses, resting = training.StepTimer(device), [], None
+    for step in range(args.steps):
+        if step == training.WARM_UP_STEPS and device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            resting = torch.cuda.memory_allocated(device)
+        batches = text.step(step, run)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(args, step)
+        with timer:
+            reports = training.train_step(model, optimizer, forward_step, iter(batches), len(batches))
+        losses.append(mean_loss(reports))
+        if not quiet and (step + 1) % PROGRESS == 0:
+            print(f"{name}: step {step + 1} of {args.steps}, loss {losses[-1]:.4f}", file=sys.stderr, flush=True)
+    record = {"parameters": sum(parameter.numel() for parameter in model.parameters())}  # of this rank
+    record |= {"time_ms": timer.median_ms(), "resting_mib": None, "peak_mib": None}
+    if resting is not None:
+        record |= {"resting_mib": resting / measure.MIB}
+        record |= {"peak_mib": (torch.cuda.max_memory_allocated(device) - resting) / measure.MIB}
+    record["held_out_loss"] = held_out_loss(model, text.held_out(run.masked))
+    handle.remove()
+    record["losses"] = [round(loss, 6) for loss in torch.stack(losses).tolist()]
+    return record
+
+
+def measure_case(results: Results, args: argparse.Namespace) -> None:
+    """The runs one after another; what each builds is gone before the next begins."""
+    device = megatron_runtime.initialize(args.tp, device=args.device)
+    text = Text(args, device)
+    results.document["text"] = text.header
+    for name in args.runs:
+        run = RUNS[name]
+        record = {"run": name, "tp": args.tp, **run._asdict(), "step_tokens": args.tokens * args.microbatches}
+        results.attempt("curves", record, functools.partial(train, args, name, text, results.dtype, results.quiet))
+        gc.collect()  # DDP's hooks make circles
+        torch.cuda.empty_cache()  # nothing without a GPU
+    megatron_runtime.teardown()

@@ -1,0 +1,136 @@
+"""Every kernel is compiled for a GPU that is not there, in a process of its own.
+
+    TRITON_INTERPRET=0 python -m tests.compiled_ahead 80
+
+The calls are those of users, on tensors without memory. What launchers ask of torch and of the driver is answered as
+for that GPU, and nothing is launched. The process prints one line of JSON for each kernel.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+import megatron_lce
+from megatron_lce.backends import choice
+
+# KiB of shared memory that a program may have.
+SHARED_KIB = {"80": 163, "86": 99, "89": 99, "90": 227, "100": 227, "120": 99, "gfx942": 64}
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+OPTIONS = ["", "no_entropy", "softcap", "telemetry", "cache", "softcap+telemetry", "softcap+cache", "cache+no_entropy"]
+OPTIONS += ["token_loss", "jsd", "jsd+softcap", "jsd+beta0", "jsd+weights", "jsd+beta0+weights"]
+SOME = [(BF16, "softcap"), (FP16, "telemetry+cache"), (FP32, ""), (BF16, "jsd")]  # every kernel and option once
+
+
+class Driver:
+    """It answers what launchers ask of a GPU's driver, and forgets what it should launch."""
+
+    def __init__(self, target: GPUTarget, shared_bytes: int) -> None:
+        self._target = target
+        self.utils = SimpleNamespace(
+            get_device_properties=lambda device: {"max_shared_mem": shared_bytes},
+            load_binary=lambda *arguments: (1, 1, 0, 0, 1024),  # module, function, registers, spills, largest program
+        )
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Any:
+        return lambda *arguments: None
+
+
+def imitate(name: str) -> None:
+    """Has torch and Triton answer, from now on, as if tensors of device "meta" were on that GPU."""
+    amd = name.startswith("gfx")
+    target = GPUTarget("hip", name, 64) if amd else GPUTarget("cuda", int(name), 32)
+    triton.runtime.driver.set_active(Driver(target, 1024 * SHARED_KIB[name]))
+    torch.version.hip = "of an imitation" if amd else None
+    torch.cuda.get_device_capability = lambda device=None: divmod(int(name), 10)
+    torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=132)
+    torch.is_autocast_enabled = lambda device_type: False
+    choice.triton_obstacle = lambda device: None
+
+
+def run(dtype: torch.dtype, option: str) -> None:
+    """Call one operation, forward and backward."""
+    options = option.split("+")
+    hidden = torch.empty(256, 1024, dtype=dtype, device="meta", requires_grad=True)
+    weight = torch.empty(4000, 1024, dtype=dtype, device="meta", requires_grad=True)
+    labels = torch.empty(256, dtype=torch.int64, device="meta")
+    softcap = 30.0 if "softcap" in options else None
+    if "jsd" in options:
+        loss = megatron_lce.linear_jsd(
+            hidden,
+            weight,
+            hidden.detach(),
+            weight.detach(),
+            beta=0.0 if "beta0" in options else 0.5,
+            student_softcap=softcap,
+            teacher_softcap=softcap,
+            token_weights=torch.empty(256, dtype=FP32, device="meta") if "weights" in options else None,
+            backend="triton",
+        )
+        loss.sum().backward()
+        return
+    keywords: dict[str, Any] = {"softcap": softcap, "telemetry": "telemetry" in options, "backend": "triton"}
+    if "token_loss" in options:
+        megatron_lce.linear_token_loss(hidden, weight, labels, lambda out: -out.logprobs, **keywords).loss.backward()
+        return
+    out = megatron_lce.linear_cross_entropy(
+        hidden,
+        weight,
+        labels,
+        entropy="no_entropy" not in options,
+        logits_cache_bytes=2**30 if "cache" in options else 0,
+        **keywords,
+    )
+    outputs = [output for output in (out.logprobs, out.entropy, out.mean_logit) if output is not None]
+    torch.stack(outputs).sum().backward()
+
+
+def describe(name: str, files: dict[str, str]) -> dict[str, Any]:
+    """Return what the compiler says of a kernel, from the files in Triton's cache."""
+    description = {"kernel": name, "shared_bytes": json.loads(Path(files[f"{name}.json"]).read_text())["shared"]}
+    if f"{name}.ptx" not in files:
+        return description
+    ptx = Path(files[f"{name}.ptx"]).read_text()
+    cuobjdump = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", files[f"{name}.cubin"]]
+    usage = subprocess.run(cuobjdump, check=True, capture_output=True, text=True).stdout
+    return description | {
+        "stack_bytes": int(re.findall(r"STACK:(\d+)", usage)[0]),
+        "narrow_loads": len(re.findall(r"\bld\.global(?:\.\w+)*\.[bsu]16\b", ptx)),
+        "asynchronous_copies": len(re.findall(r"\bcp\.async\.(?:c[ag]\.shared|bulk\.tensor)", ptx)),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("gpu", choices=SHARED_KIB)
+    parser.add_argument("--all", action="store_true", help="every option with every dtype")
+    given = parser.parse_args()
+    imitate(given.gpu)
+    calls = [(dtype, option) for dtype in (BF16, FP16, FP32) for option in OPTIONS] if given.all else SOME
+    for dtype, option in calls:
+
+        def announce(module: Any, function: Any, name: str, files: dict, digest: str, call=f"{dtype} {option}") -> None:
+            print(json.dumps({"call": call, **describe(name, files)}), flush=True)
+
+        triton.knobs.runtime.kernel_load_end_hook.calls = [announce]
+        run(dtype, option)
+
+
+if __name__ == "__main__":
+    main()

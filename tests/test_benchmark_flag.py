@@ -1,0 +1,94 @@
+"""Benchmarks of the flag on a CPU at a tiny size: its head, and training runs that differ by nothing but their way."""
+
+import random
+
+import pytest
+import torch
+
+from benchmark import measure, pictures, providers, results, run, tables, training_text
+from benchmark.shapes import make_inputs, parse_shape
+from tests.ranks import run_ranks
+
+
+def test_the_flags_known_loss_is_measured_beside_linear_token_loss():
+    arguments = "known_loss --device cpu --dtype fp32 --shapes 12x8x40 --budget-ms 1 --rounds 1"
+    document = run.main(arguments.split())
+    times = {(record["provider"], record["mode"]): record for record in document["times"]}
+    assert times["ours-known-640", "rl"]["status"] == "unsupported"
+    known, told = times["ours-known-640", "sft"], times["ours-token-640", "sft"]
+    assert known["over_token_loss"] == pytest.approx(known["time_ms"] / told["time_ms"])
+    inputs = make_inputs(parse_shape("12x8x40"), torch.float32, torch.device("cpu"))
+    head = providers.PROVIDERS["ours-known-640"].load()
+    for _ in range(2):
+        assert max(measure.measure_error(head, inputs, "sft", measure.oracle(inputs)).values()) < 1e-5
+
+
+def words(tmp_path):
+    """A file of 4,020 tokens of few words, in documents of 500 bytes and more."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    generator = random.Random(0)
+    for index in range(20):
+        text = " ".join(generator.choice(["a", "fused", "head", "takes", "no", "logits"]) for _ in range(200))
+        (folder / f"{index}.md").write_text(text)
+    (folder / "again.md").write_text((folder / "0.md").read_text())
+    path = tmp_path / "tokens.bin"
+    return path, training_text.prepare(path, [folder], 300, 5000)
+
+
+def test_tokens_of_text_are_those_that_were_written(tmp_path):
+    pytest.importorskip("tokenizers")
+    path, written = words(tmp_path)
+    header, tokens = training_text.load(path)
+    assert header == written
+    assert (len(tokens), tokens.dtype) == (header["tokens"], torch.int64)
+    ends = (tokens == 1).nonzero().flatten()  # the end of a text
+    assert len(ends) == header["documents"] == 20  # the one that is there twice counts once
+    assert int(tokens.max()) < header["vocab"] <= 300
+
+
+@pytest.mark.torchrun
+def test_training_curves_differ_by_the_order_of_sums_only(tmp_path, monkeypatch):
+    pytest.importorskip("megatron.core")
+    path, _ = words(tmp_path)
+    output = tmp_path / "curves_h100.json"
+    sizes = "--steps 4 --layers 1 --vocab 300 --tokens 32"
+    run_ranks(1, "benchmark.run", "curves", "--device", "cpu", "--text", path, *sizes.split(), "--json", output)
+    document = results.load(output)
+    records = {record["run"]: record for record in document["curves"]}
+    assert tuple(records) == run.RUNS
+    for name, record in records.items():
+        native = records["masked-native" if record["masked"] else "native"]
+        assert record["status"] == "ok"
+        assert record["losses"][0] == pytest.approx(native["losses"][0], abs=1e-4), name  # of the same tokens
+        assert record["losses"][-1] < record["losses"][0] - 0.05, name
+        assert record is native or record["over_noise"] < 3, name
+        record["peak_mib"] = record["time_ms"]  # for the picture: a CPU has none
+    assert records["native-dealt"]["difference_rms"] > 0
+    assert records["masked-native"]["losses"][0] != records["native"]["losses"][0]
+    output.write_text(results.as_text(document))
+    assert pictures.draw(document, tmp_path, ["curves"]) == [tmp_path / "curves.png"]
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    assert tables.TABLES["curves"]().count("\n") == 2 + len(run.RUNS)
+
+
+def test_runs_that_take_sums_in_another_order_see_the_same_sequences(tmp_path):
+    pytest.importorskip("megatron.core")
+    curves = pytest.importorskip("benchmark.training_curves")
+    path, _ = words(tmp_path)
+    arguments = run.parse_arguments(f"curves --device cpu --text {path} --steps 10 --vocab 300".split())
+    text = curves.Text(arguments, torch.device("cpu"))
+    split = {}
+    for order in curves.ORDERS:
+        batches = text.step(3, curves.Run("", order))
+        assert len(batches) == arguments.microbatches
+        split[order] = [{tuple(sequence) for sequence in batch["input_ids"].tolist()} for batch in batches]
+        assert torch.equal(batches[0]["input_ids"][:, 1:], batches[0]["labels"][:, :-1])
+    assert len({frozenset().union(*sets) for sets in split.values()}) == 1
+    assert len({frozenset(map(frozenset, sets)) for sets in split.values()}) == len(curves.ORDERS)
+    masked = text.step(3, curves.Run("", masked=True))
+    share = torch.cat([batch["loss_mask"] for batch in masked]).mean()
+    assert 0.1 <= share <= 0.7
+    arguments.steps = 100
+    with pytest.raises(ValueError, match="steps: must be at most"):
+        curves.Text(arguments, torch.device("cpu"))
