@@ -64,10 +64,10 @@ test-matrix: $(INSTALLED) $(MEGATRON_VERSIONS:%=$(MEGATRON)/%/megatron)
 		PYTHONPATH=$$path $(BIN)/python $(MATRIX_PROGRAM); \
 	done
 
-# Other projects' own code with the diffs of docs/adoption.md: of released wheels, and of checkouts whose paths are given,
+# Other projects' own code with the diff of docs/recipes: of released wheels, and of checkouts whose paths are given,
 # as in `make test-frameworks SLIME=../slime`. What is skipped says what it needs.
 FRAMEWORKS := $(VENV)/frameworks
-FRAMEWORK_WHEELS := verl-0.9.1
+FRAMEWORK_WHEELS := verl-0.9.1 ms_swift-4.6.0 mcore_bridge-1.6.5
 
 $(FRAMEWORKS)/%: $(INSTALLED)
 	$(BIN)/python -m pip download --quiet --no-deps --python-version 3.12 --only-binary=:all: \

@@ -6,6 +6,7 @@ from megatron_lce.core.validation import check_labels
 from megatron_lce.cross_entropy import linear_cross_entropy
 from megatron_lce.head import FusedLinearHead
 from megatron_lce.jsd import linear_jsd
+from megatron_lce.logits_at import linear_logits_at
 from megatron_lce.megatron_integration import (
     CapturedHead,
     Explanation,
@@ -19,7 +20,10 @@ from megatron_lce.megatron_integration import (
     install_megatron_linear_cross_entropy,
 )
 from megatron_lce.packed import context_parallel_gather, context_parallel_shard, shift_labels
+from megatron_lce.support_logprobs import support_logprobs
 from megatron_lce.token_loss import TokenLoss, linear_token_loss
+from megatron_lce.topk import TopK, linear_topk
+from megatron_lce.topk_distillation import topk_divergence
 
 __version__ = "0.1.0"  # the one place: setup.py reads it from here
 
@@ -31,6 +35,7 @@ __all__ = [
     "FusedOutputContext",
     "LinearCrossEntropyOutput",
     "TokenLoss",
+    "TopK",
     "accept_head",
     "capture_lm_head",
     "check_labels",
@@ -43,6 +48,10 @@ __all__ = [
     "install_megatron_linear_cross_entropy",
     "linear_cross_entropy",
     "linear_jsd",
+    "linear_logits_at",
     "linear_token_loss",
+    "linear_topk",
     "shift_labels",
+    "support_logprobs",
+    "topk_divergence",
 ]

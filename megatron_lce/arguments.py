@@ -63,7 +63,11 @@ def make_call(
         TypeError, ValueError: see `linear_cross_entropy`.
     """
     hidden, weight, labels = (collectives.waited(tensor) for tensor in (hidden, weight, labels))
-    options = replace(options, temperature=collectives.waited(options.temperature))
+    options = replace(
+        options,
+        temperature=collectives.waited(options.temperature),
+        candidates=collectives.waited(options.candidates),
+    )
 
     def checked(ranks: int) -> tuple[Options, Shard, Tensor]:
         ids, prepared = operation.prepare(labels, options, ranks)
@@ -84,16 +88,18 @@ def make_call(
         vocab_size=options.vocab_size,
         group_name=operation.group,
     )
-    temperature = options_of_core.temperature
+    temperature, step = options_of_core.temperature, 16 // hidden.element_size()
+    backend = load_backend(options.backend, hidden.device)
     return Call(
-        hidden=laid_out(hidden.reshape(-1, hidden.shape[-1])),
-        weight=laid_out(weight.contiguous()),
+        hidden=laid_out(hidden.reshape(-1, hidden.shape[-1]), step),
+        weight=laid_out(weight.contiguous(), step),
         labels=ids.reshape(-1),
         temperature=temperature.reshape(-1) if isinstance(temperature, Tensor) else float(temperature),
         options=options_of_core,
         shard=shard if largest is None else shard._replace(largest=largest),
-        backend=load_backend(options.backend, hidden.device),
+        backend=backend,
         shape=ids.shape,
+        product=backend.product,
     )
 
 
@@ -114,6 +120,8 @@ def checked_options(
     validation.check_labels_of(names[0], hidden, labels, ranks if sequence_parallel else 1, names[2])
     validation.check_temperature(options.temperature, labels.shape, labels.device)
     validation.check_number("logits_scale", options.logits_scale)
+    if options.candidates is not None:
+        validation.check_candidates(options.candidates, labels)
     validation.check_integer("ignore_index", options.ignore_index)
     validation.check_skip_ignored(options.skip_ignored, labels.numel())
     validation.check_options(options)
@@ -123,7 +131,7 @@ def checked_options(
         validation.check_vocab_size(options.vocab_size, first + ranks * weight.shape[0])
     if sequence_parallel and not options.reduce_grad_hidden:
         raise ValueError("reduce_grad_hidden must be True with sequence_parallel, got False")
-    _check_sink(options.weight_grad_sink, weight)
+    _check_sink(options.weight_grad_sink, hidden, weight)
     if options.backend == "reference":
         _check_reference(ranks, shard.start, options.weight_grad_sink)
     return replace(
@@ -164,11 +172,12 @@ def _describe(
         "gradients": (torch.is_grad_enabled(), *(getattr(x, "requires_grad", None) for x in (hidden, weight))),
         **{name: type(value).__name__ if name in _BY_TYPE else value for name, value in values.items()},
         "skip_ignored": validation.kind_of_skipping(options.skip_ignored),
+        "candidates": validation.kind_of(options.candidates),
     }
 
 
-def _check_sink(sink: WeightGradSink | None, weight: Tensor) -> None:
-    step = 16 // weight.element_size()
+def _check_sink(sink: WeightGradSink | None, hidden: Tensor, weight: Tensor) -> None:
+    step = 16 // hidden.element_size()
     if sink is not None and weight.shape[1] % step:
         raise ValueError(f"weight_grad_sink must be None where H is no multiple of {step}, got {tuple(weight.shape)}")
 

@@ -25,6 +25,7 @@ from megatron_lce.core.options import DIFFERENTIABLE, LinearCrossEntropyOutput, 
 _KEYWORDS = {  # the type of each in a schema
     "temperature": "Tensor",  # a number, [] fp64 on the host: the compiler would make a graph for each float
     "temperatures": "Tensor?",  # one a token, instead
+    "candidates": "Tensor?",
     "tp_group": "str?",  # its name
     "sequence_parallel": "bool",
     "logits_scale": "Tensor",  # as the temperature
@@ -34,6 +35,7 @@ _KEYWORDS = {  # the type of each in a schema
     "vocab_size": "int?",
     "entropy": "bool",
     "telemetry": "bool",
+    "logits_dtype": "ScalarType?",
     "skip_ignored": "bool",
     "num_counted": "SymInt?",  # `skip_ignored` where it is a number
     "logits_cache_bytes": "int",
@@ -45,7 +47,7 @@ _KEYWORDS = {  # the type of each in a schema
     "itself": "Tensor?",  # another one for each call that keeps logits
 }
 _OF_NODE = ("needs_hidden", "needs_weight", "itself")  # which `linear_cross_entropy` has not
-_TENSORS = ("temperature", "temperatures", "logits_scale")  # that backward needs once more
+_TENSORS = ("temperature", "temperatures", "logits_scale", "candidates")  # that backward needs once more
 # Those of `Options` that travel into a node without another form.
 _AS_THEY_ARE = tuple(
     field.name
@@ -65,6 +67,7 @@ def as_one_node(hidden: Tensor, weight: Tensor, labels: Tensor, options: Options
         labels,
         temperature=_as_tensor(1.0 if isinstance(temperature, Tensor) else temperature),
         temperatures=temperature if isinstance(temperature, Tensor) else None,
+        candidates=options.candidates,
         logits_scale=_as_tensor(options.logits_scale),
         tp_group=None if options.tp_group is None else options.tp_group.group_name,
         skip_ignored=False if counted else options.skip_ignored,
@@ -75,7 +78,13 @@ def as_one_node(hidden: Tensor, weight: Tensor, labels: Tensor, options: Options
         itself=torch.empty(0, dtype=torch.uint8, device=hidden.device) if options.logits_cache_bytes else None,
         **{name: getattr(options, name) for name in _AS_THEY_ARE},
     )
-    given = dict(zip(outputs_asked_for(options.entropy, options.telemetry), outputs, strict=False))
+    given = dict(
+        zip(
+            _outputs({name: getattr(options, name) for name in ("entropy", "telemetry", "candidates")}),
+            outputs,
+            strict=False,
+        )
+    )
     return LinearCrossEntropyOutput(*(given.get(name) for name in LinearCrossEntropyOutput._fields))  # type: ignore[arg-type]
 
 
@@ -151,7 +160,11 @@ def _(hidden: Tensor, weight: Tensor, labels: Tensor, *values: Any) -> list[Tens
     options, shard = checked_options(
         hidden, weight, labels, replace(options, skip_ignored=keywords["skip_ignored"]), ranks
     )
-    outputs = [labels.new_empty(labels.shape, dtype=dtype) for dtype in _outputs(keywords).values()]
+    names, candidates = _outputs(keywords), keywords["candidates"]
+    outputs = [
+        labels.new_empty(candidates.shape if name == "candidate_logprobs" else labels.shape, dtype=dtype)
+        for name, dtype in names.items()
+    ]
     if not (keywords["needs_hidden"] or keywords["needs_weight"]):
         return outputs
     computed: Any = num_tokens
@@ -165,19 +178,26 @@ def _(hidden: Tensor, weight: Tensor, labels: Tensor, *values: Any) -> list[Tens
         flat, backend = hidden.reshape(-1, hidden.shape[-1]), load_backend(options.backend, hidden.device)
         call = Call(flat, weight, labels, 1.0, options, shard, backend, labels.shape)
         cache = new_cache(call.size, computed, shard.columns, options.logits_cache_bytes, flat)
-    floats = _num_saved_rows(keywords) - 1
+    floats = 5 + keywords["entropy"] + keywords["telemetry"]
     per_row = [labels.new_empty(computed, dtype=dtype) for dtype in (torch.int32, *(torch.float32,) * floats)]
+    if candidates is not None:
+        width = candidates.shape[-1]
+        per_row += [
+            labels.new_empty(num_tokens, width),
+            labels.new_empty(computed, width, dtype=torch.float32),
+        ]
     kept = [labels.new_empty(listed), *per_row]
     return [*outputs, *kept, *(() if cache is None else cache.tensors)]
 
 
 def _outputs(keywords: dict[str, Any]) -> dict[str, torch.dtype]:
-    return outputs_asked_for(keywords["entropy"], keywords["telemetry"])
+    names = outputs_asked_for(keywords["entropy"], keywords["telemetry"])
+    return names if keywords["candidates"] is None else names | {"candidate_logprobs": torch.float32}
 
 
 def _num_saved_rows(keywords: dict[str, Any]) -> int:
-    """How many numbers of each token travel to backward: `Rows` and `Saved`."""
-    return 6 + keywords["entropy"] + keywords["telemetry"]
+    """How many tensors of each token travel to backward: of `Rows`, of `Saved`, and two of candidates."""
+    return 6 + keywords["entropy"] + keywords["telemetry"] + 2 * (keywords["candidates"] is not None)
 
 
 @torch.library.custom_op(
@@ -201,7 +221,8 @@ def _backward(
     counted, *tensors = kept
     num_rows = _num_saved_rows(keywords)
     per_row, of_cache = tensors[:num_rows], tensors[num_rows:]
-    saved: list[Tensor | None] = [*per_row] if keywords["entropy"] else [*per_row[:6], None, *per_row[6:]]
+    left = iter(per_row[6:])
+    saved = [*per_row[:6], *(next(left) if keywords[name] else None for name in ("entropy", "telemetry")), *left]
     everything = per_row[0].shape[0] == labels.numel()
     context.save_for_backward(call.hidden, call.weight, None if everything else counted, *saved)
     if of_cache:
@@ -229,7 +250,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
     kept = output[len(names) :]
     ctx.save_for_backward(hidden, weight, labels, *(keywords[name] for name in _TENSORS), *kept)
     ctx.values = [None if isinstance(value, Tensor) else value for value in values]
-    others = (tensor for name, tensor in zip(names, output, strict=False) if name not in DIFFERENTIABLE)
+    with_gradient = (*DIFFERENTIABLE, "candidate_logprobs")
+    others = (tensor for name, tensor in zip(names, output, strict=False) if name not in with_gradient)
     ctx.mark_non_differentiable(*others, *kept)
     ctx.set_materialize_grads(False)
 

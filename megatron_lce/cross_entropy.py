@@ -37,6 +37,8 @@ def linear_cross_entropy(
     vocab_size: int | None = None,
     entropy: bool = True,
     telemetry: bool = False,
+    logits_dtype: torch.dtype | None = None,
+    candidates: Tensor | None = None,
     skip_ignored: bool | int = False,
     logits_cache_bytes: int = 0,
     workspace_bytes: int = WORKSPACE_BYTES,
@@ -58,7 +60,8 @@ def linear_cross_entropy(
 
     Args:
         hidden: [..., H], fp32, bf16 or fp16; under `sequence_parallel` this rank's [s / tp, ..., H].
-        weight: [V_local, H] of hidden's dtype, this rank's rows of the vocabulary.
+        weight: [V_local, H] of hidden's dtype, this rank's rows of the vocabulary; or fp32 beside 16-bit hidden states,
+            which are then multiplied exactly, as if they were fp32 too, and the gradient is fp32.
         labels: [...] int64 global vocabulary ids; under `sequence_parallel` the full [s, ...]. A label that no rank
             owns makes its row NaN (see `check_labels`).
         tp_group: the ranks that the vocabulary is sharded over; `None`: the weight is whole.
@@ -76,6 +79,12 @@ def linear_cross_entropy(
         entropy: False: `entropy` is None and costs nothing.
         telemetry: True: `max_logit`, `min_logit`, `argmax`, `sum_pi_squared`, `logits_norm` and `mean_logit` are
             filled; only `mean_logit` has a gradient. False: they cost nothing.
+        logits_dtype: torch.bfloat16: each product is rounded to it once, before scale, softcap and temperature, as a
+            sampler rounds its logits (docs/precision.md); gradients pass the rounding as if it were not there. `None`:
+            never rounded.
+        candidates: int64 [..., K] global ids, K of them for each label, in any order, repeated or not; negative:
+            padding. `candidate_logprobs` [..., K] are then filled, with a gradient: 0 at padding, NaN at an id that no
+            rank owns. They cost K products of length H a token, and about 100 bytes an id beside the workspace.
         skip_ignored: leave ignored rows out of products and statistics. True: they are counted on the device, for which
             the host waits once, and backward leaves out rows whose upstream gradients are all zero too, for which it
             waits once more. An int: how many rows are not ignored, known to the host; nothing is looked at, and every
@@ -113,6 +122,8 @@ def linear_cross_entropy(
         vocab_size=vocab_size,
         entropy=entropy,
         telemetry=telemetry,
+        logits_dtype=logits_dtype,
+        candidates=candidates,
         skip_ignored=skip_ignored,
         logits_cache_bytes=logits_cache_bytes,
         workspace_bytes=workspace_bytes,
@@ -152,8 +163,14 @@ def _reference(call: Call) -> LinearCrossEntropyOutput:
             vocab_size=call.shard.columns,
             entropy=options.entropy,
             telemetry=options.telemetry,
+            logits_dtype=options.logits_dtype,
+            candidates=call.candidates,
         )
-    given = {name: output.view(call.shape) for name, output in outputs._asdict().items() if output is not None}
+    given = {
+        name: output.view(call.shape + output.shape[1:])
+        for name, output in outputs._asdict().items()
+        if output is not None
+    }
     if not isinstance(options.skip_ignored, bool):
         is_count = (call.labels != options.ignore_index).sum() == options.skip_ignored
         unless_nan = nan_unless(is_count)

@@ -52,6 +52,7 @@ def localised(
     options = replace(
         options,
         temperature=_replicated("temperature", options.temperature),
+        candidates=_replicated("candidates", options.candidates),
         tp_group=mesh.get_group(),
         vocab_start=min(mesh.get_local_rank() * largest, weight.shape[0]),
         sequence_parallel=tokens.is_shard(0),

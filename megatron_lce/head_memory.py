@@ -26,7 +26,6 @@ from megatron_lce.core.statistics import num_extremes, num_sums, packed_rows
 
 Phases = dict[str, dict[str, int]]  # phase: {what is allocated in it: bytes}
 
-COSTS = {2: Costs(128, tile_columns=256), 4: Costs(64)}  # of the Triton backend, by bytes of an element
 PER_TOKEN_BYTES = 40  # a token's labels, factors, outputs and what backward needs of them
 # Bytes a logit that pass through memory beside the products: of bf16 heads on an H200, the measured time less that of
 # the products, times 4.8 TB/s (heads alone at S1 to S3, whole steps at S1).
@@ -65,7 +64,7 @@ class HeadStep:
         for name in ("tokens", "hidden", "columns", "tp"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.itemsize not in COSTS:
+        if self.itemsize not in (2, 4):
             raise ValueError(f"itemsize must be 2 or 4, got {self.itemsize}")
         if self.hidden % ALIGNED_COLUMNS:
             raise ValueError(f"hidden must be a multiple of {ALIGNED_COLUMNS} for an estimate, got {self.hidden}")
@@ -112,10 +111,17 @@ class HeadStep:
             columns=self.columns,
             itemsize=self.itemsize,
             stats_rows=packed_rows(self.entropy, telemetry=False),
-            costs=COSTS[self.itemsize],
+            costs=costs_on_a_gpu(self.itemsize, self.hidden),
             sums_weight=self.itemsize == 2 and not self.main_grad,
             even=self.columns % ALIGNED_COLUMNS == 0,
         )
+
+
+def costs_on_a_gpu(itemsize: int, hidden: int) -> Costs:
+    """Of the Triton backend, on NVIDIA's GPUs."""
+    if itemsize == 2:
+        return Costs(128, tile_columns=256)
+    return Costs(64, logit=6, slab_token=6 * hidden, slab_column=6 * hidden)  # three bf16 parts
 
 
 def megatron(step: HeadStep, fused: bool = False) -> tuple[float, float, Phases]:
@@ -290,4 +296,8 @@ def _slab(step: HeadStep, block: int, columns: int) -> tuple[int, dict[str, int]
     slab = plan_slabs(step.size, block, columns, step.workspace_bytes, per_column_if_tokens_are_cut=per_column)
     sum_bytes = slab.columns * per_column if slab.tokens < block else 0
     logits = slab.tokens * slab_row_stride(slab.columns) * step.itemsize
-    return slab.columns, {"slab of logits": logits, "fp32 sum of the slab's weight's gradient": sum_bytes}
+    costs = step.size.costs
+    parts = costs.logit * slab.tokens * slab_row_stride(slab.columns)
+    parts += max(slab.tokens * costs.slab_token, slab.columns * costs.slab_column)
+    beside = {"bf16 parts of it and of rows": parts, "fp32 sum of the slab's weight's gradient": sum_bytes}
+    return slab.columns, {"slab of logits": logits} | beside

@@ -25,6 +25,7 @@ log2(1 + w (q / p - 1)), where q is the other's probability and w its weight: it
 close, and where they are far apart it is finite, and multiplies a probability that is zero.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ from megatron_lce.core.collectives import waited
 from megatron_lce.core.distillation import JsdCall, JsdPass, linear_jsd_autograd
 from megatron_lce.core.known_loss import known_loss
 from megatron_lce.core.options import WORKSPACE_BYTES, BackendName, LinearCrossEntropyOutput, Options, WeightGradSink
-from megatron_lce.core.products import laid_out
+from megatron_lce.core.products import laid_out, product
 from megatron_lce.core.two_heads import Head
 
 
@@ -164,13 +165,14 @@ def linear_jsd(
         "return_student": return_student,
     }
     operation = Operation("linear_jsd", ("student_hidden", "student_weight", "labels"), prepare=prepare, own=own)
-    call = make_call(student_hidden, student_weight, labels, options, operation)
+    call = replace(make_call(student_hidden, student_weight, labels, options, operation), product=product)
+    step = 16 // teacher_hidden.element_size()
     jsd = JsdCall(
         call,
         Head(call.hidden, call.weight, float(student_logits_scale), student_softcap),
         Head(
-            laid_out(teacher_hidden.detach().reshape(-1, teacher_hidden.shape[-1])),
-            laid_out(teacher_weight.detach().contiguous()),
+            laid_out(teacher_hidden.detach().reshape(-1, teacher_hidden.shape[-1]), step),
+            laid_out(teacher_weight.detach().contiguous(), step),
             float(teacher_logits_scale),
             teacher_softcap,
         ),
@@ -238,7 +240,7 @@ def _check_heads(student: Head, teacher: Head) -> None:
     for name, head in (("student", student), ("teacher", teacher)):
         validation.check_tensor(f"{name}_hidden", head.hidden)
         validation.check_tensor(f"{name}_weight", head.weight)
-        validation.check_head(f"{name}_hidden", head.hidden, f"{name}_weight", head.weight)
+        validation.check_head(f"{name}_hidden", head.hidden, f"{name}_weight", head.weight, fp32_weight=False)
     requirements = (
         "teacher_hidden must be on student_hidden's device",
         "teacher_hidden must have student_hidden's shape but for H",

@@ -106,7 +106,7 @@ def linear_token_loss(
     total = known_loss(run, with_gradient)
     with torch.no_grad(), own_arithmetic(hidden.device, "linear_token_loss"):
         outputs, metrics = run.results()
-    outputs = LinearCrossEntropyOutput(*(None if o is None else o.view(labels.shape) for o in outputs))  # type: ignore[arg-type]
+    outputs = LinearCrossEntropyOutput(*(None if o is None else o.view(labels.shape + o.shape[1:]) for o in outputs))  # type: ignore[arg-type]
     metrics = {name: metric.view(labels.shape + metric.shape[1:]) for name, metric in metrics.items()}
     return TokenLoss(total, outputs, metrics)
 

@@ -5,6 +5,7 @@
 First the teacher is trained as train_sft trains it, then it is frozen and a student of fewer layers and a smaller
 hidden size learns its next-token distributions, through Megatron's schedule. With the flag, both models' heads are
 captured and `linear_jsd` takes them; without it, both models' logits are materialised. Everything else is the same.
+With --topk the student learns from the teacher's most probable ids, which are computed once for each row and stored.
 """
 
 import argparse
@@ -42,6 +43,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--student-hidden-size", type=int, default=64, help="Hidden size of the student.")
     add("--beta", type=float, default=0.5, help="The divergence: 0 is forward KL, 1 reverse KL, between them JSD.")
     add("--temperature", type=float, default=1.0, help="Temperature of both softmaxes.")
+    add("--topk", type=int, default=0, help="Ids of the teacher that the student learns from; 0: the vocabulary.")
+    add("--tail", default="bin", choices=["drop", "bin", "renormalise"], help="What becomes of all other ids.")
     add("--held-out-rows", type=int, default=8, help="Packed rows that the cross-entropies are taken on.")
     add("--report", default="distill.json", help="Name of the report in --out.")
     return parser
@@ -58,18 +61,38 @@ def divergence(
             teacher_logits = teacher(*inputs, packed_seq_params=packed)
         student_logits = student(*inputs, packed_seq_params=packed)  # [1, T, V / tp]
         return materialised_jsd(student_logits, teacher_logits, args.beta, args.temperature) * batch.loss_mask
-    with torch.no_grad(), megatron_lce.capture_lm_head(teacher) as teacher_head:
-        teacher(*inputs, packed_seq_params=packed)
+    labels = torch.where(batch.loss_mask > 0, batch.labels, IGNORED)
+    keywords = {
+        "temperature": args.temperature,
+        "ignore_index": IGNORED,
+        "workspace_bytes": int(args.workspace_mib * 2**20),
+    }
+    top = teachers_topk(teacher, batch, args) if args.topk else None
+    if top is None:
+        with torch.no_grad(), megatron_lce.capture_lm_head(teacher) as teacher_head:
+            teacher(*inputs, packed_seq_params=packed)
     with megatron_lce.capture_lm_head(student) as student_head:
         student(*inputs, packed_seq_params=packed)
-    return student_head.linear_jsd(
-        teacher_head,
-        labels=torch.where(batch.loss_mask > 0, batch.labels, IGNORED),
-        beta=args.beta,
-        temperature=args.temperature,
-        ignore_index=IGNORED,
-        workspace_bytes=int(args.workspace_mib * 2**20),
-    )
+    if top is None:
+        return student_head.linear_jsd(teacher_head, labels=labels, beta=args.beta, **keywords)
+    out = student_head.linear_cross_entropy(labels, candidates=top.ids, entropy=False, **keywords)
+    kind = {0: "forward", 1: "reverse"}.get(args.beta, "jsd")
+    losses = megatron_lce.topk_divergence(out.candidate_logprobs, top.logprobs, kind, tail=args.tail, beta=args.beta)
+    return losses * (batch.loss_mask > 0)
+
+
+_stored: dict[bytes, megatron_lce.TopK] = {}  # of each packed row that has come, on the host
+
+
+def teachers_topk(teacher: torch.nn.Module, batch: PackedBatch, args: argparse.Namespace) -> megatron_lce.TopK:
+    """The teacher's most probable ids of a packed row, [1, T, K]; the teacher sees a row once."""
+    row = batch.tokens.cpu().numpy().tobytes()
+    if row not in _stored:
+        with torch.no_grad(), megatron_lce.capture_lm_head(teacher) as head:
+            teacher(batch.tokens, batch.position_ids, None, packed_seq_params=batch.packed_seq_params())
+        found = head.linear_topk(args.topk, temperature=args.temperature)
+        _stored[row] = megatron_lce.TopK(*(part.cpu() for part in found))
+    return megatron_lce.TopK(*(part.to(batch.tokens.device) for part in _stored[row]))
 
 
 def materialised_jsd(student_logits: Tensor, teacher_logits: Tensor, beta: float, temperature: float) -> Tensor:
@@ -152,6 +175,8 @@ def load_batches(args: argparse.Namespace, device: torch.device) -> tuple[Iterat
 
 
 def work(args: argparse.Namespace, device: torch.device) -> None:
+    if args.topk and not args.use_fused_linear_ce:
+        raise SystemExit("--topk needs --use-fused-linear-ce")
     batches, held_out = load_batches(args, device)
     options = training.gpt_options(args, vocab_size=args.vocab_size)
     teacher = megatron_runtime.build_gpt(options, device=device, ddp=True)

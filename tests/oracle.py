@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_lce.backends.reference import reference_linear_cross_entropy
-from megatron_lce.core.options import DIFFERENTIABLE, LinearCrossEntropyOutput
+from megatron_lce.core.options import LinearCrossEntropyOutput
 
 # An error within this many times that of eager PyTorch is rounding; a wrong formula is orders of magnitude larger.
 TIMES_EAGER_FP32 = 4.0
@@ -23,6 +23,7 @@ class Upstream(NamedTuple):
     entropy: Tensor | None = None
     lse: Tensor | None = None
     mean_logit: Tensor | None = None  # of no account without telemetry
+    candidate_logprobs: Tensor | None = None  # of no account without candidates
 
 
 class Result(NamedTuple):
@@ -62,7 +63,7 @@ def evaluate(
 
 def differentiable(outputs: LinearCrossEntropyOutput, upstream: Upstream) -> tuple[list[Tensor], list[Tensor]]:
     """The outputs that were asked for and take part in the loss, and their upstream gradients."""
-    pairs = [(getattr(outputs, name), getattr(upstream, name)) for name in DIFFERENTIABLE]
+    pairs = [(getattr(outputs, name), getattr(upstream, name)) for name in Upstream._fields]
     pairs = [(output, grad.to(output)) for output, grad in pairs if output is not None and grad is not None]
     return [output for output, _ in pairs], [grad for _, grad in pairs]
 
@@ -114,16 +115,21 @@ def comparisons(
         yield Comparison(name, largest_error(value, exact), TIMES_EAGER_FP32 * max(eager_error, floor))
     # What the exact gradients of weights one rounding away differ by: of a single number eager may be right by luck.
     sign = 1 - 2 * (torch.arange(len(weight), device=weight.device) % 2)[:, None]
-    nudged = oracle(hidden, weight.double() * (1 + _EPS_FP32 / 2 * sign), labels, upstream, **keywords)
-    times = TIMES_EAGER_FP32 if hidden.dtype == torch.float32 else TIMES_EAGER_16_BIT
-    for name, part in (("grad_hidden", hidden_rows), ("grad_weight", weight_rows)):
+    nudged = None
+    if keywords.get("logits_dtype") is None:  # else ties would round the other way
+        nudged = oracle(hidden, weight.double() * (1 + _EPS_FP32 / 2 * sign), labels, upstream, **keywords)
+    for name, part, dtype in (
+        ("grad_hidden", hidden_rows, hidden.dtype),
+        ("grad_weight", weight_rows, weight.dtype),
+    ):
+        times = TIMES_EAGER_FP32 if dtype == torch.float32 else TIMES_EAGER_16_BIT
         value, exact, eager = (getattr(result, name) for result in (actual, expected, same_dtype))
         if value is None:
             continue
         # Where eager happens to be exact: rounding of the result, and of the logits that p = exp(z - lse) is made of.
         # Over many numbers a rounding is a quarter of eps on average, of a single one it is up to a half.
-        floor = max(torch.finfo(hidden.dtype).eps, _EPS_FP32 * largest_logit) / (4 if value.numel() > 1 else 2)
-        sensitivity = relative_error(getattr(nudged, name), exact)
+        floor = max(torch.finfo(dtype).eps, _EPS_FP32 * largest_logit) / (4 if value.numel() > 1 else 2)
+        sensitivity = 0.0 if nudged is None else relative_error(getattr(nudged, name), exact)
         allowed = times * max(relative_error(eager, exact), floor, sensitivity)
         yield Comparison(name, relative_error(value, exact[part]), allowed)
 
@@ -157,9 +163,16 @@ def eager_linear_cross_entropy(
     vocab_size: int | None = None,
     entropy: bool = True,
     telemetry: bool = False,
+    logits_dtype: torch.dtype | None = None,
+    candidates: Tensor | None = None,
 ) -> LinearCrossEntropyOutput:
     """What a user writes in eager PyTorch: logits in the inputs' dtype, an fp32 softmax over them."""
-    logits = (hidden @ weight[:vocab_size].T).float() * logits_scale
+    if hidden.dtype != weight.dtype:  # an fp32 head
+        hidden = hidden.float()
+    products = (hidden @ weight[:vocab_size].T).float()
+    if logits_dtype is not None:
+        products = products + (products.detach().to(logits_dtype).float() - products.detach())
+    logits = products * logits_scale
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     logits = logits / (temperature[:, None] if isinstance(temperature, Tensor) else temperature)
@@ -175,7 +188,12 @@ def eager_linear_cross_entropy(
     outputs = [None if o is None else o * kept for o in outputs]
     if telemetry:
         outputs.insert(5, logits.argmax(dim=-1))
-    return LinearCrossEntropyOutput(*outputs)
+    result = LinearCrossEntropyOutput(*outputs)
+    if candidates is not None:
+        factor = (candidates >= 0).float().masked_fill(candidates >= logits.shape[1], torch.nan)
+        at = all_logprobs.gather(1, candidates.clamp(0, logits.shape[1] - 1)) * factor
+        result = result._replace(candidate_logprobs=(at * kept[:, None]).masked_fill(kept[:, None] == 0, 0.0))
+    return result
 
 
 def _any_shape(function: Callable[..., LinearCrossEntropyOutput]) -> Callable[..., LinearCrossEntropyOutput]:
@@ -184,7 +202,9 @@ def _any_shape(function: Callable[..., LinearCrossEntropyOutput]) -> Callable[..
     def call(hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float | Tensor = 1.0, **keywords: Any):
         if isinstance(temperature, Tensor):
             temperature = temperature.reshape(-1)
+        if (candidates := keywords.get("candidates")) is not None:
+            keywords = {**keywords, "candidates": candidates.reshape(-1, candidates.shape[-1])}
         flat = function(hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), temperature, **keywords)
-        return LinearCrossEntropyOutput(*(None if o is None else o.reshape(labels.shape) for o in flat))
+        return LinearCrossEntropyOutput(*(None if o is None else o.reshape(labels.shape + o.shape[1:]) for o in flat))
 
     return call

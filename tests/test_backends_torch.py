@@ -117,7 +117,7 @@ def test_gradient_of_a_slab(columns, entropy, mean, dtype, primitives, device):
 
 def test_torch_keeps_no_cache(device):
     hidden = torch.zeros(4, 8, dtype=torch.bfloat16, device=device)
-    assert torch_backend.costs(hidden, telemetry=False).tile_columns == 0
+    assert torch_backend.costs(hidden, hidden, telemetry=False).tile_columns == 0
 
 
 def test_logits_are_fp32_products_of_16_bit_inputs(device):

@@ -56,6 +56,7 @@ def test_kernels_know_torch_triton_and_plans_only(path):
         "triton",
         "megatron_lce.backends.triton",
         "megatron_lce.core.plan",
+        "megatron_lce.core.products",
         "megatron_lce.core.statistics",
     )
     allowed += (

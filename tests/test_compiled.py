@@ -16,8 +16,12 @@ CASES = {
     "a temperature a token": {"temperature": torch.linspace(0.5, 2.0, 12)},
     "ignored rows skipped": {"skip_ignored": True},
     "their number known": {"skip_ignored": 10},
+    "candidates": {"candidates": torch.arange(-1, 59).view(12, 5), "entropy": False},
+    "candidates, ignored rows skipped": {"candidates": torch.arange(-1, 59).view(12, 5), "skip_ignored": True},
     "part of the logits kept": {"logits_cache_bytes": 4000, "dtype": torch.bfloat16},
     "all of them kept": {"logits_cache_bytes": 2**20, "dtype": torch.bfloat16},
+    "a weight in fp32": {"dtype": torch.bfloat16, "weight_dtype": torch.float32},
+    "rounded logits": {"logits_dtype": torch.bfloat16, "dtype": torch.bfloat16},
 }
 
 
@@ -33,16 +37,21 @@ def step(hidden: Tensor, weight: Tensor, labels: Tensor, keywords: dict) -> tupl
         loss = loss + 0.1 * out.entropy.sum()
     if out.mean_logit is not None:
         loss = loss + 0.2 * out.mean_logit.sum()
+    if out.candidate_logprobs is not None:
+        loss = loss + 0.3 * out.candidate_logprobs.square().sum()
     return loss, [output.detach() for output in out if output is not None]
 
 
-def inputs(dtype: torch.dtype, device: torch.device, tokens: int = 12) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(
+    dtype: torch.dtype, device: torch.device, tokens: int = 12, weight_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(tokens, HIDDEN, generator=generator)
     weight = torch.randn(VOCABULARY, HIDDEN, generator=generator)
     labels = torch.randint(290, (tokens,), generator=generator)
     labels[[2, 7]] = -100
-    hidden, weight = (tensor.to(device, dtype).requires_grad_() for tensor in (hidden, weight))
+    hidden = hidden.to(device, dtype).requires_grad_()
+    weight = weight.to(device, weight_dtype or dtype).requires_grad_()
     return hidden, weight, labels.to(device)
 
 
@@ -60,7 +69,8 @@ def same(some: list[Tensor], others: list[Tensor]) -> bool:
 @pytest.mark.parametrize("case", CASES)
 def test_one_graph_with_the_bits_of_eager(case, backend, device):
     keywords = {"backend": backend, **CASES[case]}
-    problem = inputs(keywords.pop("dtype", torch.float32), device)
+    weight_dtype = keywords.pop("weight_dtype", None)
+    problem = inputs(keywords.pop("dtype", torch.float32), device, weight_dtype=weight_dtype)
     keywords = {name: v.to(device) if isinstance(v, Tensor) else v for name, v in keywords.items()}
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     assert same(bits(compiled, *problem, keywords), bits(step, *problem, keywords))

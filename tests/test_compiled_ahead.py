@@ -9,6 +9,8 @@ import pytest
 
 # Bytes of a thread's registers that wait in memory: Hopper's gradients under a softcap, behind the products.
 MOST_SPILLED = 192
+# The label's tile of fp32 products has as many columns as rows, but it is one a block of tokens.
+MOST_SPILLED_OF_LABELS = 320
 PRODUCTS = {"_softmax_stats_kernel", "_label_logits_kernel", "_grad_logits_kernel"}
 OTHERS = {
     "_prepare_rows_kernel",
@@ -36,7 +38,8 @@ def test_kernels_are_compiled_as_launched(arguments, tmp_path):
     if "gfx942" in arguments:
         return
     for kernel in kernels:
-        assert kernel["stack_bytes"] <= MOST_SPILLED, kernel
+        of_labels = kernel["kernel"] == "_label_logits_kernel"
+        assert kernel["stack_bytes"] <= (MOST_SPILLED_OF_LABELS if of_labels else MOST_SPILLED), kernel
         if kernel["kernel"] in PRODUCTS:
             assert kernel["narrow_loads"] == 0, kernel
             assert kernel["asynchronous_copies"] > 0, kernel

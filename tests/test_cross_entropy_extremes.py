@@ -80,7 +80,7 @@ def test_logits_near_the_lowest_number(columns, backend, device):
 def test_very_large_logits(backend, device):
     """A spread of thousands: probabilities are 0 or 1 and nothing overflows."""
     result = make_problem(17, 24, 70, device, logit_std=2000.0).check(backend, telemetry=True)
-    assert all(o.isfinite().all() for o in result.outputs)
+    assert all(o.isfinite().all() for o in result.outputs[:-1])
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
@@ -137,7 +137,7 @@ def test_an_ignored_row_needs_no_valid_temperature(backend, device):
     usable = torch.where(problem.labels == -100, 1.0, temperature)
     result = problem.run(backend, temperature=temperature, telemetry=True)
     expected = problem.check(backend, temperature=usable, telemetry=True)
-    assert all(torch.equal(a, e) for a, e in zip(result.outputs, expected.outputs, strict=True))
+    assert all(torch.equal(a, e) for a, e in zip(result.outputs[:-1], expected.outputs[:-1], strict=True))
     assert torch.equal(result.grad_hidden, expected.grad_hidden)
     assert torch.equal(result.grad_weight, expected.grad_weight)
 
@@ -158,8 +158,8 @@ def test_an_unusable_temperature_makes_its_row_nan(temperature, backend, device)
 
 
 def check_only_row_is_nan(result, row):
-    for output in (output.double() for name, output in result.outputs._asdict().items() if name != "argmax"):
-        assert output.isnan().nonzero().flatten().tolist() == [row]
+    for output in (o for name, o in result.outputs._asdict().items() if name != "argmax" and o is not None):
+        assert output.double().isnan().nonzero().flatten().tolist() == [row]
     assert result.grad_hidden.isnan().all(dim=1).nonzero().flatten().tolist() == [row]
     assert result.grad_hidden.isnan().any(dim=1).nonzero().flatten().tolist() == [row]
 
@@ -185,5 +185,5 @@ def test_telemetry_of_an_infinite_hidden_under_a_softcap(dtype, backend, device)
         megatron_lce.linear_cross_entropy(*problem[:3], softcap=5.0, telemetry=True, backend=name)
         for name in (backend, "reference")
     )
-    for name, value, exact in zip(actual._fields, actual, expected, strict=True):
+    for name, value, exact in zip(actual._fields[:-1], actual[:-1], expected[:-1], strict=True):  # no candidates
         torch.testing.assert_close(value, exact, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")

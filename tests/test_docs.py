@@ -170,6 +170,8 @@ def test_commands_are_accepted(command, capsys):
                 program.build_parser().parse_args(arguments)
             else:
                 assert module == "scripts.tiny_gpt"
+        case ["python", "tests/frameworks/recipes.py" as program, recipe, _]:
+            assert all((ROOT / path).exists() for path in (program, recipe))
         case ["python", path, *arguments]:
             assert Path(path).name in TORCHRUN_PROGRAMS
             assert set(arguments[::2]) <= {"--device", "--combinations", "--cases"}

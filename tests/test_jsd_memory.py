@@ -112,7 +112,7 @@ def test_blocks_have_the_room_of_the_gradient_that_is_made_of_their_sum(
         if out.shape == weight.shape:
             summed.append(a.shape[1])
 
-    monkeypatch.setattr("megatron_lce.core.head_gradients.product", no_product)
+    monkeypatch.setattr("megatron_lce.jsd.product", no_product)
 
     def step():
         loss = linear_jsd(*inputs[:4], token_weights=inputs.upstream, workspace_bytes=workspace_bytes, backend="triton")
@@ -141,7 +141,7 @@ def test_blocks_of_products_are_as_long_as_gains(mib, columns, per_token, known,
         weight=student.weight,
     )
     lengths = []
-    monkeypatch.setattr(head_products, "_diverge_block", lambda heads, *_: lengths.append(len(heads.student.hidden)))
+    monkeypatch.setattr(head_products, "_find_block", lambda heads, *_: lengths.append(len(heads.student.hidden)))
     head_products.diverge(both, torch.empty(6, 8192, device="meta"), call)
     assert max(lengths) == per_token
     assert head_products.gradient_blocks(both, 8192, call) == known

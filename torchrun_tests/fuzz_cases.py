@@ -1,5 +1,6 @@
 """What `run_fuzz.py` draws: one call of an operation, as a few numbers that its tensors follow from."""
 
+import math
 from dataclasses import dataclass
 from itertools import accumulate, combinations
 from typing import Any, NamedTuple
@@ -33,6 +34,8 @@ CROSS_ENTROPY = COMMON | {
     "softcap": SOFTCAPS,
     "entropy": st.booleans(),
     "telemetry": st.booleans(),
+    "logits_dtype": st.sampled_from([None, None, torch.bfloat16]),
+    "candidates": st.sampled_from([None, None, 1, 4, 30]),  # how many a token
     "skip_ignored": st.sampled_from([False, False, True, "count", "miscount"]),
     "reduce_grad_hidden": st.sampled_from([True, True, True, False]),
     "logits_cache_bytes": st.sampled_from([0, 0, 1, 3000, 40_000, 2**30]),
@@ -59,6 +62,7 @@ class Case:
     pass_vocab_start: bool
     padding: int  # columns at the end that are no vocabulary
     dtype: str
+    fp32_weight: bool  # beside hidden of that dtype
     layout: str  # of every tensor in memory
     default_dtype: str  # torch's
     pending: bool  # every tensor is one that a functional collective is still filling
@@ -94,12 +98,17 @@ def cases(draw: st.DrawFn, operation: str, ranks: int, team: int) -> Case:
     keywords = {name: draw(values) for name, values in (JSD if operation == "linear_jsd" else CROSS_ENTROPY).items()}
     if operation == "linear_token_loss":
         del keywords["logits_cache_bytes"]
+    if operation == "linear_logits_at":
+        names = ("entropy", "telemetry", "skip_ignored", "reduce_grad_hidden", "logits_cache_bytes")
+        keywords = {name: value for name, value in keywords.items() if name not in names}
+        keywords["candidates"] = draw(st.sampled_from([1, 2, 5, 30, 150]))
     tokens = draw(st.sampled_from([0, 1, 2, 5, 12, 33, 64, 130, 150]))
     if tokens > MOST_TOKENS_ALONE:  # the smallest workspace holds a token at a time
         keywords["workspace_bytes"] = max(keywords["workspace_bytes"], 2**18)
     shards = draw(_shards(ranks, max(1, MOST_LOGITS // max(tokens, 1) // ranks)))
     outputs = ["logprobs", "lse", *(["entropy"] if keywords.get("entropy", False) else [])]
     outputs += ["mean_logit"] if keywords.get("telemetry", False) else []
+    outputs += ["candidate_logprobs"] if keywords.get("candidates") else []
     shape = draw(st.sampled_from([(tokens,), (tokens, 1), (2, tokens // 2), (tokens // 3, 3)]))
     if keywords["sequence_parallel"]:
         shape = (-(-shape[0] // ranks) * ranks, *shape[1:])
@@ -113,6 +122,7 @@ def cases(draw: st.DrawFn, operation: str, ranks: int, team: int) -> Case:
         "pass_vocab_start": draw(st.booleans()),
         "padding": draw(st.sampled_from([0, 0, 1, shards[-1], sum(shards) - 1])),
         "dtype": draw(st.sampled_from(list(DTYPES))),
+        "fp32_weight": operation != "linear_jsd" and draw(st.sampled_from([False, False, True])),
         "layout": draw(st.sampled_from(["contiguous", "contiguous", *LAYOUTS])),
         "default_dtype": draw(st.sampled_from(["fp32", "fp32", "bf16", "fp16", "fp64"])),
         "pending": draw(st.booleans()),
@@ -123,6 +133,8 @@ def cases(draw: st.DrawFn, operation: str, ranks: int, team: int) -> Case:
         "upstream": tuple(sorted(draw(st.sets(st.sampled_from(outputs), min_size=1)))),
         "keywords": keywords,
     }
+    if operation == "linear_logits_at":
+        fields["upstream"] = ("candidate_logprobs",)
     if operation != "linear_jsd":
         return Case(**fields)
     return JsdCase(
@@ -185,6 +197,12 @@ def build(case: Case, device: torch.device) -> Tensors:
         name: torch.randn(case.shape, generator=generator).to(device) if name in case.upstream else None
         for name in DIFFERENTIABLE
     }
+    if width := keywords.get("candidates"):
+        ids = torch.randint(-1, valid, (*case.shape, width), generator=generator)
+        ids[..., 0] = torch.where((labels >= 0) & (labels < valid), labels, ids[..., 0])
+        keywords["candidates"] = ids.to(device)
+        grad = torch.randn(ids.shape, generator=generator).to(device)
+        upstream["candidate_logprobs"] = grad if "candidate_logprobs" in case.upstream else None
     return Tensors(heads, labels.to(device), upstream, keywords)
 
 
@@ -197,7 +215,16 @@ def _head(
     if case.offset and hidden_size > 1:
         hidden[..., 0] = abs(case.offset) ** 0.5
         weight[:, 0] = case.offset / abs(case.offset) ** 0.5
-    return hidden.to(device, dtype), weight.to(device, dtype)
+    if case.keywords.get("logits_dtype") is not None:  # fp32 is to hold the products, so that all round them alike
+        hidden, weight = _on_a_grid(hidden, 31), _on_a_grid(weight, 127)
+    return hidden.to(device, dtype), weight.to(device, torch.float32 if case.fp32_weight else dtype)
+
+
+def _on_a_grid(tensor: Tensor, steps: int) -> Tensor:
+    """Multiples, at most so many, of a power of two."""
+    largest = float(tensor.abs().max()) if tensor.numel() else 0.0
+    step = 2.0 ** math.ceil(math.log2(largest / steps)) if largest else 1.0
+    return (tensor / step).round() * step
 
 
 def laid_out(tensor: Tensor, layout: str) -> Tensor:

@@ -26,7 +26,7 @@ from tests.jsd_oracle import (
     logits_of_products,
     materialised_jsd,
 )
-from tests.oracle import Result, Upstream, comparisons, evaluate, oracle
+from tests.oracle import Result, Upstream, comparisons, evaluate, largest_error, oracle
 
 FEW = 64  # numbers of a gradient
 WIDE_WORKSPACE = 2**29  # bytes: every token at once
@@ -94,7 +94,7 @@ def check_case(case: Case, setting: Setting, **changes: Any) -> Findings:
     tensors = build(case, setting.device)
     tensors.keywords.update(changes)
     share = share_of(case, tensors, setting)
-    check = check_jsd if setting.operation == "linear_jsd" else check_cross_entropy
+    check = {"linear_jsd": check_jsd, "linear_logits_at": check_ids}.get(setting.operation, check_cross_entropy)
     findings = Findings()
     check(case, tensors, share, setting, findings)
     return findings
@@ -130,9 +130,8 @@ def check_cross_entropy(case: Case, tensors: Tensors, share: Share, setting: Set
             allowed = (8 + hidden.shape[-1] ** 0.5) * torch.finfo(torch.float32).eps
         allowed += floors.get(name, 0.0)
         findings.require(error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.1e}")
-    findings.require(
-        actual.grad_hidden.dtype == actual.grad_weight.dtype == hidden.dtype, "gradients have another dtype"
-    )
+    same_dtypes = actual.grad_hidden.dtype == hidden.dtype and actual.grad_weight.dtype == weight.dtype
+    findings.require(same_dtypes, "gradients have another dtype")
     check_same_bits_on_every_rank([t for t in actual.outputs if t is not None], setting, findings)
     # torch's own products have other bits where the workspace or a loss cuts the tokens differently.
     if setting.backend == "triton" or share.keywords["workspace_bytes"] == WIDE_WORKSPACE:
@@ -169,6 +168,7 @@ def check_bits(
     ((hidden, weight),), labels = tensors.heads, tensors.labels
     with torch.no_grad():
         forward = {"entropy": False, "telemetry": False, "logits_cache_bytes": 0, "reduce_grad_hidden": True}
+        forward["candidates"] = None
         keywords = share.keywords | {"drawn": partial(as_drawn, case)}
         # Copies, as of those with gradients: a CPU's product of one column has other bits where it starts elsewhere.
         own = hidden[share.rows].clone(), weight[share.columns].clone()
@@ -187,6 +187,74 @@ def check_bits(
             whole = cross_entropy(hidden, weight, labels, **keywords | alone)
             for name, mine, theirs in zip(outputs._fields, outputs, whole, strict=True):
                 findings.require(mine is None or same_bits(mine, theirs), f"{name}: other bits on one rank")
+
+
+def check_ids(case: Case, tensors: Tensors, share: Share, setting: Setting, findings: Findings) -> None:
+    """`linear_logits_at`, `support_logprobs` over the same ids, and `linear_topk`, against materialised logits."""
+    ((hidden, weight),), labels, ids = tensors.heads, tensors.labels, tensors.keywords["candidates"]
+    ignored, upstream = labels == tensors.keywords["ignore_index"], tensors.upstream["candidate_logprobs"]
+    keywords = {name: value for name, value in share.keywords.items() if name not in ("candidates", "ignore_index")}
+    own = [tensor.clone().requires_grad_() for tensor in (hidden[share.rows], weight[share.columns])]
+    drawn, width = partial(as_drawn, case), ids.shape[-1]
+    offsets = torch.arange(labels.numel() + 1, dtype=torch.int64, device=labels.device) * width
+    sets = {"ignore_index": tensors.keywords["ignore_index"], "empty_rows": case.padding == 0}
+    with default_dtype(DEFAULT_DTYPES[case.default_dtype]):
+        heads = list(map(drawn, own))
+        others = tensors_drawn(keywords, drawn)
+        logits = megatron_lce.linear_logits_at(*heads, drawn(ids), **others)
+        logits.backward(upstream)
+        support = megatron_lce.support_logprobs(
+            *heads, drawn(labels), drawn(ids.reshape(-1)), drawn(offsets), **sets, **others
+        ).detach()
+        top = megatron_lce.linear_topk(*heads, width, **others)
+    leaves = [tensor.double().requires_grad_() for tensor in (hidden, weight)]
+    temperature = torch.as_tensor(keywords["temperature"], dtype=torch.float64, device=labels.device)
+    temperature = torch.where((temperature > 0) & temperature.isfinite(), temperature, torch.nan)[..., None]
+    products = (leaves[0] @ leaves[1].T)[..., : keywords["vocab_size"]]
+    exact = logits_of_products(products, keywords["logits_scale"], keywords.get("softcap"))
+    usable, exact = ~temperature.isnan()[..., 0].expand(labels.shape), exact / temperature.nan_to_num(1.0)
+    exact = exact.masked_fill(~usable[..., None], torch.nan)
+    size, padding = exact.shape[-1], ids < 0
+    at = exact.gather(-1, ids.clamp(min=0)).masked_fill(padding, 0.0)
+    # Of rows without a temperature fp64 makes every gradient NaN, and the operation those of their ids.
+    torch.where(usable[..., None], at, 0.0).backward(upstream.double())
+    eps, own_eps, exact = torch.finfo(torch.float32).eps, torch.finfo(hidden.dtype).eps, exact.detach()
+    factor = (keywords["logits_scale"] / temperature).nan_to_num(0, 0, 0)
+    largest = float((products.detach() * factor).abs().max()) if ids.numel() else 0.0
+    allowed = 8 * eps * (1 + largest)
+
+    def compare(name: str, value: Tensor, expected: Tensor, most: float) -> None:
+        error = largest_error(value.detach(), expected)
+        findings.require(error <= most, f"{name}: error {error:.2e}, allowed {most:.1e}")
+
+    compare("logits_at", logits, at.detach(), allowed)
+    for name, found, leaf, part, other in (
+        ("grad_hidden", own[0].grad, leaves[0].grad, share.rows, leaves[1]),
+        ("grad_weight", own[1].grad, leaves[1].grad, share.columns, leaves[0]),
+    ):
+        row = float(other.detach().norm(dim=-1).max()) if other.numel() else 0.0
+        terms = float((upstream.double().abs() * factor.abs()).sum()) * row
+        step = torch.finfo(hidden.dtype).smallest_normal * own_eps  # of subnormal numbers
+        most = 2 * own_eps * float(leaf.nan_to_num().norm()) + (allowed + 8 * eps) * terms + step * leaf.numel() ** 0.5
+        wrong = found.isnan() & bool(usable.all())
+        error = (found.double() - leaf[part].nan_to_num()).masked_fill(found.isnan() & ~wrong, 0.0).norm()
+        findings.require(float(error) <= most, f"{name}: error {float(error):.2e}, allowed {most:.1e}")
+    kept = torch.zeros_like(exact).scatter_add_(-1, ids.clamp(min=0), (~padding).double()) > 0
+    empty = padding.all(-1, keepdim=True)
+    valid = (labels >= 0) & (labels < size)
+    of_label = torch.where(valid, labels, 0)[..., None]
+    inside = valid[..., None] & (kept | empty).gather(-1, of_label) & (~empty | sets["empty_rows"])
+    expected = exact.masked_fill(~(kept | empty), -torch.inf).log_softmax(-1).gather(-1, of_label)
+    expected = expected.masked_fill(~inside, torch.nan)[..., 0].masked_fill(ignored, 0.0)
+    compare("support_logprobs", support, expected, 8 * allowed)
+    best = exact.sort(-1, descending=True).values[..., :width]
+    lse = exact.logsumexp(-1, keepdim=True)
+    logprobs = torch.nn.functional.pad(best - lse, (0, width - best.shape[-1]), value=-torch.inf)
+    compare("topk: logprobs", top.logprobs[usable].exp(), logprobs[usable].exp(), 8 * allowed)
+    chosen = exact.gather(-1, top.ids[..., : best.shape[-1]].clamp(min=0))
+    compare("topk: ids", chosen[usable], best[usable], 4 * allowed)
+    findings.require(bool((top.ids[~usable] == -1).all()), "topk: ids of unusable rows")
+    check_same_bits_on_every_rank([logits.detach(), support, *top], setting, findings)
 
 
 def check_jsd(case: Case, tensors: Tensors, share: Share, setting: Setting, findings: Findings) -> None:
@@ -234,10 +302,11 @@ def rounding(
         0, 0, 0
     )
     largest, spread = logits_range(tensors, temperature)
-    upstream = sum(gradient.double().abs() for gradient in tensors.upstream.values() if gradient is not None)
+    given = {name: gradient.double().abs() for name, gradient in tensors.upstream.items() if gradient is not None}
+    upstream = sum(gradient.sum(-1) if name == "candidate_logprobs" else gradient for name, gradient in given.items())
     size = float((upstream * factor).norm()) * (1 + math.log(len(weight)) + spread * isinstance(case, JsdCase))
     eps, own_eps = torch.finfo(torch.float32).eps, torch.finfo(DTYPES[case.dtype]).eps
-    keeps = setting.backend == "triton" and case.dtype != "fp32"
+    keeps = setting.backend == "triton" and case.dtype != "fp32" and not case.fp32_weight
     keeps = keeps and (keywords.get("logits_cache_bytes") or setting.operation == "linear_token_loss")
     step = torch.finfo(DTYPES[case.dtype]).smallest_normal * own_eps  # of subnormal numbers
     num_logits = tensors.labels.numel() * len(weight)
@@ -297,7 +366,10 @@ def evaluate_token_loss(
     given = {name: gradient for name, gradient in upstream._asdict().items() if gradient is not None}
 
     def loss(outputs: LinearCrossEntropyOutput, *gradients: Tensor) -> Tensor:
-        return sum(getattr(outputs, name) * gradient for name, gradient in zip(given, gradients, strict=True))
+        terms = [getattr(outputs, name) * gradient for name, gradient in zip(given, gradients, strict=True)]
+        return sum(
+            term if name != "candidate_logprobs" else term.sum(-1) for name, term in zip(given, terms, strict=True)
+        )
 
     tensors, per_token = map(drawn, (hidden, weight, labels)), map(drawn, given.values())
     result = megatron_lce.linear_token_loss(*tensors, loss, *per_token, **tensors_drawn(keywords, drawn))

@@ -9,6 +9,7 @@ import torch
 
 from tests.oracle import Upstream, random_upstream
 
+BF16 = torch.bfloat16
 HIDDEN_SIZE = 24
 SEQUENCE = 12  # divisible by 1, 2, 3 and 4 ranks
 
@@ -109,12 +110,23 @@ def tied_maxima(problem: Problem) -> None:
     problem.hidden.abs_()
 
 
+def exact_products(problem: Problem) -> None:
+    """Few bits a number: fp32 holds every sum of products, so that all round them alike."""
+    problem.hidden = (problem.hidden.float() * 8).round().div(8).to(problem.hidden.dtype)
+    problem.weight = (problem.weight.float() * 64).round().clamp(-127, 127).div(64).to(problem.weight.dtype)
+
+
+def hidden_in_bf16(problem: Problem) -> None:
+    """Beside a weight in fp32."""
+    problem.hidden = problem.hidden.to(BF16)
+
+
 def uneven(ranks: int) -> list[int]:
     return [13 + 9 * (rank % 2) + rank for rank in range(ranks)]
 
 
-BF16 = torch.bfloat16
 TELEMETRY = {"telemetry": True}
+ROUNDED = {"logits_dtype": BF16, "temperature": 0.7}
 CASES = [
     Case("even shards"),
     Case("even shards, b=3", shape=(SEQUENCE, 3)),
@@ -194,6 +206,20 @@ CASES = [
         "blocks of tokens outside", (144,), workspace_bytes=2**16, wide_block=16, shards=uneven, pass_vocab_start=True
     ),
     Case("blocks of shards", (144,), sequence_parallel=True, workspace_bytes=2**16, wide_block=16, dtype=BF16),
+    Case("fp32 weight, bf16 hidden", shards=uneven, pass_vocab_start=True, change=hidden_in_bf16, keywords=TELEMETRY),
+    Case(
+        "fp32 weight, sequence parallel", (144,), sequence_parallel=True, workspace_bytes=2**17, change=hidden_in_bf16
+    ),
+    Case("rounded", shards=uneven, pass_vocab_start=True, change=exact_products, keywords=ROUNDED),
+    Case(
+        "rounded, cached, sequence parallel",
+        shards=lambda n: [300] * n,
+        change=exact_products,
+        dtype=BF16,
+        sequence_parallel=True,
+        logits_cache_bytes=12 * 300 * 2,
+        keywords=ROUNDED,
+    ),
 ]
 
 

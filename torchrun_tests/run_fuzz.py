@@ -30,7 +30,7 @@ from torch.distributed import ProcessGroup
 
 from scripts.ranks import device_of_rank
 
-OPERATIONS = ("linear_cross_entropy", "linear_token_loss", "linear_jsd")
+OPERATIONS = ("linear_cross_entropy", "linear_token_loss", "linear_jsd", "linear_logits_at")
 MOST_RANKS = 3
 WORKSPACE = re.compile(r"workspace_bytes must be at least (\d+) ")
 SMALL_WORKSPACE = "workspace_bytes too small"

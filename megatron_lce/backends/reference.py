@@ -18,11 +18,16 @@ def reference_linear_cross_entropy(
     vocab_size: int | None = None,  # columns at or past it are padding
     entropy: bool = True,
     telemetry: bool = False,
+    logits_dtype: torch.dtype | None = None,
+    candidates: Tensor | None = None,  # [N, K]; negative: padding
 ) -> LinearCrossEntropyOutput:
     """Return logprobs, entropy and log-sum-exp of every row, computed in fp32, or in fp64 if the inputs are."""
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     num_columns = weight.shape[0] if vocab_size is None else min(vocab_size, weight.shape[0])
-    logits = logits_scale * (hidden.to(dtype) @ weight[:num_columns].to(dtype).T)  # [N, V]
+    products = hidden.to(dtype) @ weight[:num_columns].to(dtype).T  # [N, V]
+    if logits_dtype is not None:  # the gradient passes
+        products = products + (products.detach().to(logits_dtype).to(dtype) - products.detach())
+    logits = logits_scale * products
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
 
@@ -60,6 +65,12 @@ def reference_linear_cross_entropy(
             "logits_norm": finish(detached.norm(dim=-1)),
             "mean_logit": finish(logits.mean(dim=-1)),
         }
+    if candidates is not None:
+        factor = (candidates >= 0).to(dtype).masked_fill(candidates >= num_columns, torch.nan)
+        factor = factor.masked_fill(ignored[:, None], 0.0)  # NaN would reach the row's gradient
+        at = candidates.clamp(0, num_columns - 1)
+        candidate_logprobs = (logits.gather(1, at) - lse[:, None]) * factor * nan_where_broken[:, None]
+        statistics["candidate_logprobs"] = torch.where(ignored[:, None], 0.0, candidate_logprobs)
     return LinearCrossEntropyOutput(
         finish(logprobs), None if row_entropy is None else finish(row_entropy), finish(lse), **statistics
     )

@@ -24,9 +24,16 @@ import torch
 from torch import Tensor
 
 from megatron_lce.core.call import Call
+from megatron_lce.core.candidates import candidate_pass
 from megatron_lce.core.group_stats import stats_over_group
 from megatron_lce.core.head_gradients import Slab, head_gradients
-from megatron_lce.core.logit_gradients import LogitGradients, ReadyGradients, grad_logits_slabs, gradients_of_cache
+from megatron_lce.core.logit_gradients import (
+    LogitGradients,
+    ReadyGradients,
+    grad_logits_slabs,
+    gradients_of_cache,
+    logit_gradients,
+)
 from megatron_lce.core.logits_cache import new_cache
 from megatron_lce.core.options import DIFFERENTIABLE, LinearCrossEntropyOutput
 from megatron_lce.core.plan import backward_tokens, smallest_workspace
@@ -75,14 +82,19 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             if grad_enabled:
                 computed, cache_bytes = tokens.num_computed, options.logits_cache_bytes
                 cache = new_cache(call.size, computed, call.shard.columns, cache_bytes, hidden)
-            extremes, sums = stats_over_group(tokens, rows, call, cache)
+            candidates = candidate_pass(call, rows, order)
+            extremes, sums = stats_over_group(tokens, rows, call, cache, candidates)
             saved = backend.finish(extremes, sums, rows, options, outputs, order)
+            kept: tuple[Tensor | None, ...] = ()
+            if candidates is not None and outputs.candidate_logprobs is not None:
+                kept = call.candidates, candidates.finish(saved, outputs.candidate_logprobs, order)
         ctx.set_materialize_grads(False)
         if grad_enabled:
-            ctx.save_for_backward(hidden, weight, counted.rows, *rows, *saved)
+            ctx.save_for_backward(hidden, weight, counted.rows, *rows, *saved, *kept)
             ctx.num_tokens, ctx.call = call.labels.shape[0], call.without_tensors()
             ctx.cache, ctx.cached = cache, cache is not None
-        others = (output for name, output in outputs._asdict().items() if name not in DIFFERENTIABLE)
+        with_gradient = (*DIFFERENTIABLE, "candidate_logprobs")
+        others = (output for name, output in outputs._asdict().items() if name not in with_gradient)
         ctx.mark_non_differentiable(*(output for output in others if output is not None))
         return tuple(outputs)
 
@@ -100,12 +112,10 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         with own_arithmetic(hidden.device, "linear_cross_entropy backward"):
             tokens = _tokens(call, Counted(counted), ctx.num_tokens)
             order = tokens.order()
-            rows, saved = Rows(*per_row[:3]), Saved(*per_row[3:])
+            rows, saved, kept = Rows(*per_row[:3]), Saved(*per_row[3:8]), per_row[8:]
             flat = (None if grad is None else grad.reshape(-1) for grad in grad_outputs)
             upstream = dict(zip(LinearCrossEntropyOutput._fields, flat, strict=True))
-            differentiable = [upstream[name] for name in DIFFERENTIABLE]
-            terms, counts = call.backend.row_terms(rows, saved, differentiable, call.options, order)
-            gradients = LogitGradients(call, rows, terms, upstream["entropy"] is not None)
+            gradients, counts = logit_gradients(call, rows, saved, upstream, order, kept)
             ready = None if cache is None else gradients_of_cache(gradients, cache)
             del cache
             if call.options.skip_ignored is True:

@@ -1,5 +1,6 @@
 """One call of an operation: the tensors and options that everything else is handed."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Self
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from megatron_lce.core.options import Options, Shard
 from megatron_lce.core.plan import ALIGNED_COLUMNS, HeadSize
+from megatron_lce.core.products import product
 from megatron_lce.core.protocols import Backend
 from megatron_lce.core.statistics import packed_rows
 
@@ -18,7 +20,7 @@ class Call:
     """It holds one call's tensors, localised and laid out, and its options, checked and agreed over the group.
 
     hidden   [N, H], under sequence parallel [N / tp, H]; rows start at 16 bytes and may be up to 7 zeros wider
-    weight   [V_local, H], hidden's dtype, rows as wide as hidden's
+    weight   [V_local, H], hidden's dtype or fp32, rows as wide as hidden's
     labels   [N] int64 global ids
     options  tp_group is None on one rank; sequence_parallel is True only with a tp_group
     shape    the caller's shape of labels, N elements
@@ -32,6 +34,7 @@ class Call:
     shard: Shard
     backend: Backend
     shape: tuple[int, ...]
+    product: Callable[..., None] = product  # of the gradients; a backend's may take the copies that `size` counts
 
     @cached_property
     def size(self) -> HeadSize:
@@ -40,17 +43,24 @@ class Call:
         return HeadSize(
             hidden=hidden.shape[1],
             columns=self.shard.largest,
-            itemsize=hidden.element_size(),
+            itemsize=self.weight.element_size(),
             stats_rows=packed_rows(options.entropy, options.telemetry),
-            costs=self.backend.costs(hidden, options.telemetry),
-            sums_weight=hidden.dtype != torch.float32 and options.weight_grad_sink is None,
+            costs=self.backend.costs(hidden, self.weight, options.telemetry),
+            sums_weight=self.weight.dtype != torch.float32 and options.weight_grad_sink is None,
             even=not any(columns % ALIGNED_COLUMNS for columns in (self.shard.largest, options.vocab_size or 0)),
         )
+
+    @property
+    def candidates(self) -> Tensor | None:
+        """[N, K] int64 global ids, or None."""
+        ids = self.options.candidates
+        return None if ids is None else ids.reshape(-1, ids.shape[-1])
 
     def without_tensors(self) -> Self:
         """Return a copy without tensors: an autograd node saves tensors itself."""
         nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
-        return replace(self, hidden=nothing, weight=nothing, labels=nothing, temperature=1.0)
+        options = replace(self.options, candidates=None)
+        return replace(self, hidden=nothing, weight=nothing, labels=nothing, temperature=1.0, options=options)
 
     def with_tensors(self, hidden: Tensor, weight: Tensor) -> Self:
         """Return a copy with the tensors that an autograd node saved."""

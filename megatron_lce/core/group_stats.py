@@ -5,19 +5,27 @@ from torch import Tensor
 
 from megatron_lce.core import collectives
 from megatron_lce.core.call import Call
+from megatron_lce.core.candidates import CandidatePass
 from megatron_lce.core.logits_cache import LogitsCache
-from megatron_lce.core.plan import cut, stats_tokens
+from megatron_lce.core.plan import cut, stats_columns, stats_tokens
 from megatron_lce.core.rows import Rows, softcap_scale
 from megatron_lce.core.statistics import empty_extremes, empty_sums, packed_rows
 from megatron_lce.core.tokens import Tokens
 
 
-def stats_over_group(tokens: Tokens, rows: Rows, call: Call, cache: LogitsCache | None) -> tuple[Tensor, Tensor]:
-    """Return the whole vocabulary's extremes [E, N] and sums [`num_sums`, N], with the same bits on every rank."""
+def stats_over_group(
+    tokens: Tokens, rows: Rows, call: Call, cache: LogitsCache | None, candidates: CandidatePass | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the whole vocabulary's extremes [E, N] and sums [`num_sums`, N], with the same bits on every rank.
+
+    The candidates' logits are taken of the same blocks, as long as their hidden states are there.
+    """
     parts = []
     for block in tokens.blocks() if tokens.num_computed else ():
         block_cache = None if cache is None else cache.select(block.rows)
         parts.append(stats_of_tokens(block.hidden.wait(), rows.select(block.rows), call, block_cache))
+        if candidates is not None:
+            candidates.take(block.hidden.wait(), block.rows)
     if not parts:
         options, device = call.options, call.hidden.device
         return empty_extremes(0, options.telemetry, device), empty_sums(0, options.entropy, options.telemetry, device)
@@ -55,19 +63,30 @@ def _stats_of_part(hidden: Tensor, rows: Rows, call: Call, cache: LogitsCache | 
     entropy, telemetry = options.entropy, options.telemetry
     if shard.columns == 0:
         parts = hidden.new_empty(0, packed_rows(entropy, telemetry), num_tokens, dtype=torch.float32)
-        all_extremes = empty_extremes(num_tokens, telemetry, hidden.device)[None]
     else:
-        all_extremes = parts = backend.softmax_stats(
+        parts = backend.softmax_stats(
             hidden,
             call.weight[: shard.columns],
             rows.labels,
             rows.scale,
             softcap_scale=softcap_scale(options),
+            logits_dtype=options.logits_dtype,
+            columns_at_once=stats_columns(call.size, num_tokens, options.workspace_bytes),
             entropy=entropy,
             telemetry=telemetry,
             vocab_start=shard.start,
             cache=cache,
         )
+    return merged_over_group(parts, call)
+
+
+def merged_over_group(parts: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """Return the extremes and sums over the group's vocabulary of this shard's statistics [chunks, K, N]."""
+    backend, options, shard = call.backend, call.options, call.shard
+    entropy, telemetry = options.entropy, options.telemetry
+    all_extremes = parts
+    if shard.columns == 0:
+        all_extremes = empty_extremes(parts.shape[2], telemetry, parts.device)[None]
     if options.tp_group is not None:
         extremes = backend.merge_extremes(all_extremes, telemetry)
         all_extremes = collectives.stack_over_group(extremes, options.tp_group)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_lce.core.call import Call
 from megatron_lce.core.plan import Blocks, cut, cut_columns, slab_row_stride
-from megatron_lce.core.products import product, with_zeros_behind
+from megatron_lce.core.products import with_zeros_behind
 from megatron_lce.core.protocols import Backend
 from megatron_lce.core.tokens import TokenBlock, Tokens
 
@@ -21,7 +21,7 @@ class Slab(NamedTuple):
 
     columns: slice  # of the shard
     tokens: slice  # of the block
-    grad: Tensor  # [tokens, columns] gradient of the products, in hidden's dtype
+    grad: Tensor  # [tokens, columns] gradient of the products, in weight's dtype
     first_tokens: bool  # the slab holds the block's first tokens
     last_tokens: bool  # the slab holds the block's last tokens
     is_last: bool  # no slab of the block follows
@@ -116,7 +116,8 @@ class _HiddenGrad:
     def add(self, slab: Slab) -> None:
         if self._sum is None:
             self._sum = self._new_sum(slab.columns == slice(0, self._call.shard.columns))
-        product(slab.grad, self._call.weight[slab.columns], self._sum[slab.tokens], accumulate=slab.columns.start > 0)
+        weight, rows = self._call.weight[slab.columns], self._sum[slab.tokens]
+        self._call.product(slab.grad, weight, rows, accumulate=slab.columns.start > 0)
         if slab.factor is not None and slab.columns.stop == self._call.shard.columns:
             # A local name for the sum would keep its memory while the reduction allocates.
             self._call.backend.scale(self._sum[slab.tokens], slab.factor, self._sum[slab.tokens], accumulate=False)
@@ -131,10 +132,10 @@ class _HiddenGrad:
         self._tokens.reduce(self._block)
 
     def _new_sum(self, one_product: bool) -> Tensor:
-        if one_product or self._tokens.grad_dtype == torch.float32:
+        weight, grad_dtype = self._call.weight, self._tokens.grad_dtype
+        if grad_dtype == torch.float32 or (one_product and grad_dtype == weight.dtype):
             return self._tokens.grad_rows(self._block)
         num_rows = self._block.rows.stop - self._block.rows.start
-        weight = self._call.weight
         return weight.new_empty(num_rows, weight.shape[1], dtype=torch.float32)
 
 
@@ -142,7 +143,7 @@ class _WeightGrad:
     """It makes this shard's weight gradient, as a tensor of weight's dtype, or adds it to a sink's fp32 buffer."""
 
     def __init__(self, call: Call, num_blocks: int, as_sum: bool) -> None:
-        weight = call.weight
+        weight, self._product = call.weight, call.product
         self._weight, self._num_columns, self._as_sum = weight, call.shard.columns, as_sum
         self._sink = None if as_sum else call.options.weight_grad_sink
         self._one_block = num_blocks <= 1
@@ -161,18 +162,18 @@ class _WeightGrad:
         self._nothing_added = False
         first = first_block and slab.first_tokens
         if self._sum is not None:
-            product(slab.grad.T, hidden, self._sum[slab.columns], accumulate=not first)
+            self._product(slab.grad.T, hidden, self._sum[slab.columns], accumulate=not first)
             return
         assert self._grad is not None
         grad = self._grad[slab.columns]
         if (self._one_block and slab.first_tokens and slab.last_tokens) or grad.dtype == torch.float32:
-            product(slab.grad.T, hidden, grad, accumulate=self._sink is not None or not first)
+            self._product(slab.grad.T, hidden, grad, accumulate=self._sink is not None or not first)
             return
         if slab.first_tokens:
             self._partial = None  # free the last slab's before the next is allocated
             self._partial = hidden.new_empty(grad.shape, dtype=torch.float32)
         assert self._partial is not None
-        product(slab.grad.T, hidden, self._partial, accumulate=not slab.first_tokens)
+        self._product(slab.grad.T, hidden, self._partial, accumulate=not slab.first_tokens)
         if slab.last_tokens:
             grad.copy_(self._partial)
             self._partial = None

@@ -77,7 +77,7 @@ def diverge(heads: Heads, found: Tensor, call: Call) -> None:
     workspace = call.options.workspace_bytes - _copied_bytes(heads)
     room = ProductsRoom(heads, _products_tokens(heads, found.shape[1], workspace, call), call.shard.columns)
     for tokens in cut(found.shape[1], room.tokens):
-        _diverge_block(heads.block(tokens, slice(0, call.shard.columns)), room, call, found[:, tokens])
+        _find_block(heads.block(tokens, slice(0, call.shard.columns)), room, call, found[:, tokens])
 
 
 def collected_slabs(
@@ -86,17 +86,14 @@ def collected_slabs(
     """Fill `Found` and collect the gradients of the student's products, `products_tokens` at a time, for one slab."""
     num_tokens, num_columns = found.shape[1], call.shard.columns
     room = ProductsRoom(heads, min(products_tokens, num_tokens), num_columns)
-    rows = heads.student.hidden.new_empty(num_tokens, slab_row_stride(num_columns))
-    grad = with_zeros_behind(rows, num_columns)
+    grad = with_zeros_behind(heads.student.hidden.new_empty(num_tokens, slab_row_stride(num_columns)), num_columns)
     for tokens in cut(num_tokens, room.tokens):
         gradient = Gradient(coefficient[tokens], grad[tokens])
-        _diverge_block(heads.block(tokens, slice(0, num_columns)), room, call, found[:, tokens], gradient)
+        _find_block(heads.block(tokens, slice(0, num_columns)), room, call, found[:, tokens], gradient)
     yield from kept_slabs(grad, num_columns)
 
 
-def _diverge_block(
-    heads: Heads, room: ProductsRoom, call: Call, found: Tensor, gradient: Gradient | None = None
-) -> None:
+def _find_block(heads: Heads, room: ProductsRoom, call: Call, found: Tensor, gradient: Gradient | None = None) -> None:
     """Fill `Found` of a block, and its `gradient`: an exchange over the group for both softmaxes, one for the sums."""
     group, read = call.options.tp_group, heads.backend.read_products
     stats, sums = found[:STATS_ROWS], found[STATS_ROWS:]

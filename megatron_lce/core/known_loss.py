@@ -73,7 +73,7 @@ class _KnownLoss(torch.autograd.Function):
             )
         ctx.save_for_backward(weight, grad_hidden, weight_sum)
         ctx.sink, ctx.name, ctx.scale, ctx.scaled = call.options.weight_grad_sink, run.name, call.backend.scale, False
-        ctx.factor = run.factor
+        ctx.factor, ctx.hidden_dtype = run.factor, hidden.dtype
         return run.result()
 
     @staticmethod
@@ -86,8 +86,8 @@ class _KnownLoss(torch.autograd.Function):
         weight, grad_hidden, weight_sum = ctx.saved_tensors
         if grad_hidden is not None:
             unscaled = grad_hidden
-            if unscaled.dtype != weight.dtype:
-                grad_hidden = torch.empty_like(unscaled, dtype=weight.dtype)
+            if unscaled.dtype != ctx.hidden_dtype:
+                grad_hidden = torch.empty_like(unscaled, dtype=ctx.hidden_dtype)
             ctx.scale(unscaled, factor, grad_hidden, accumulate=False)
         grad_weight = None
         if weight_sum is not None and ctx.sink is not None:

@@ -1,6 +1,6 @@
 """Gradients of a block's logits, slab by slab, are made of kept exponentials or of recomputed products."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from megatron_lce.core.call import Call
+from megatron_lce.core.candidates import CandidateGradients, candidate_gradients
 from megatron_lce.core.head_gradients import Slab, computed_slabs, kept_slabs
 from megatron_lce.core.logits_cache import LogitsCache
+from megatron_lce.core.options import DIFFERENTIABLE
 from megatron_lce.core.plan import Blocks, plan_slabs
 from megatron_lce.core.protocols import Backend
-from megatron_lce.core.rows import Rows, RowTerms, softcap_scale
+from megatron_lce.core.rows import Rows, RowTerms, Saved, softcap_scale
 from megatron_lce.core.tokens import TokenBlock
 
 
@@ -24,9 +26,11 @@ class LogitGradients(NamedTuple):
     rows: Rows
     terms: Tensor  # [6 or 7, N] fp32, `RowTerms`
     entropy: bool  # the entropy has an upstream gradient
+    candidates: CandidateGradients | None = None  # what replaces the gradients of some products
 
     def select(self, tokens: slice | Tensor) -> "LogitGradients":
-        return self._replace(rows=self.rows.select(tokens), terms=self.terms[:, tokens])
+        candidates = None if self.candidates is None else self.candidates.select(tokens)
+        return self._replace(rows=self.rows.select(tokens), terms=self.terms[:, tokens], candidates=candidates)
 
     @property
     def want_every_logit(self) -> bool:
@@ -44,8 +48,41 @@ class LogitGradients(NamedTuple):
             grad,
             first_column=columns.start,
             softcap_scale=softcap_scale(self.call.options),
+            logits_dtype=self.call.options.logits_dtype,
             entropy=self.entropy,
         )
+        if part.candidates is not None:
+            self.call.backend.write_columns(grad, part.candidates.columns - columns.start, part.candidates.grad)
+
+
+def logit_gradients(
+    call: Call,
+    rows: Rows,
+    saved: Saved,
+    upstream: dict[str, Tensor | None],  # of the flat outputs
+    order: Tensor | None,  # as in `Backend.finish`
+    kept: Sequence[Tensor],  # the candidates' ids of all rows, and base-2 logprobs of the computed ones; or nothing
+) -> tuple[LogitGradients, Tensor]:
+    """Return what gradients of logits are made of, and a mask [N] of rows where they are not all zero."""
+    of_candidates = None
+    if kept and (grad := upstream["candidate_logprobs"]) is not None:
+        of_candidates = grad.reshape(kept[0].shape).float().masked_fill(kept[0] < 0, 0.0)
+        of_lse = 0.0 if upstream["lse"] is None else upstream["lse"].float()
+        upstream = {**upstream, "lse": of_lse - of_candidates.sum(dim=1)}
+    differentiable = [upstream[name] for name in DIFFERENTIABLE]
+    terms, counts = call.backend.row_terms(rows, saved, differentiable, call.options, order)
+    gradients = LogitGradients(call, rows, terms, upstream["entropy"] is not None)
+    if of_candidates is None:
+        return gradients, counts
+    ids = kept[0]
+    if order is not None:
+        ids, of_candidates = ids[order], of_candidates[order]
+    unknown = (kept[1].isnan() & (ids >= 0)).any(
+        dim=1
+    )  # an id of no rank makes its row's gradient NaN, as a label does
+    terms[2].masked_fill_(unknown & ~rows.ignored, torch.nan)
+    candidates = candidate_gradients(of_candidates, ids, kept[1], rows, saved, terms, call)
+    return gradients._replace(candidates=candidates), counts | (of_candidates != 0).any(dim=1)
 
 
 @dataclass
@@ -72,10 +109,13 @@ def gradients_of_cache(gradients: LogitGradients, cache: LogitsCache) -> ReadyGr
         gradients.terms,
         softcap=call.options.softcap is not None,
         entropy=gradients.entropy,
-        factored=not call.options.entropy  # a call with an entropy kept exponentials relative to different references
+        factored=gradients.candidates is None
+        and not call.options.entropy  # a call with an entropy kept exponentials relative to different references
         and cache.exp.shape[1] == call.shard.columns
         and scaled_hidden <= call.options.workspace_bytes,
     )
+    if gradients.candidates is not None:
+        call.backend.write_columns(cache.exp, *gradients.candidates)
     return ReadyGradients(cache.exp, factor)
 
 
@@ -92,7 +132,7 @@ def grad_logits_slabs(
     """Yield the gradients of a block's products: first those that are ready, then the others in one reused buffer."""
     block_gradients, hidden, call = gradients.select(block.rows), block.hidden, gradients.call
     num_tokens, num_columns = block_gradients.rows.labels.shape[0], call.shard.columns
-    slabs = partial(computed_slabs, hidden.tensor, num_tokens)
+    slabs = partial(computed_slabs, call.weight, num_tokens)
 
     def blocks(columns: int) -> Blocks:
         workspace = call.options.workspace_bytes

@@ -24,6 +24,7 @@ class LinearCrossEntropyOutput(NamedTuple):
     sum_pi_squared  fp32, sum of p^2 over the valid columns; no gradient
     logits_norm     fp32, L2 norm of the logits of the valid columns, NaN where one is beyond 1e18; no gradient
     mean_logit      fp32, mean of the logits of the valid columns, NaN where one is beyond 1e18
+    candidate_logprobs  fp32 [..., K], log p(candidate), never positive, with the bits of `logprobs` at the label
     """
 
     logprobs: Tensor
@@ -35,14 +36,15 @@ class LinearCrossEntropyOutput(NamedTuple):
     sum_pi_squared: Tensor | None = None
     logits_norm: Tensor | None = None
     mean_logit: Tensor | None = None
+    candidate_logprobs: Tensor | None = None
 
 
-DIFFERENTIABLE = ("logprobs", "entropy", "lse", "mean_logit")
+DIFFERENTIABLE = ("logprobs", "entropy", "lse", "mean_logit")  # of one number a token; `candidate_logprobs` is, too
 
 
 def outputs_asked_for(entropy: bool, telemetry: bool) -> dict[str, torch.dtype]:
-    """Return the names and dtypes of the outputs that a call fills, in order."""
-    names = LinearCrossEntropyOutput._fields[: None if telemetry else 3]
+    """Return the names and dtypes of the per-token outputs that a call fills, in order."""
+    names = LinearCrossEntropyOutput._fields[: 9 if telemetry else 3]
     dtypes = {name: torch.int64 if name == "argmax" else torch.float32 for name in names}
     return {name: dtype for name, dtype in dtypes.items() if entropy or name != "entropy"}
 
@@ -71,6 +73,8 @@ class Options:
     vocab_size: int | None = None
     entropy: bool = True
     telemetry: bool = False
+    logits_dtype: torch.dtype | None = None
+    candidates: Tensor | None = None
     skip_ignored: bool | int = False
     logits_cache_bytes: int = 0
     workspace_bytes: int = WORKSPACE_BYTES

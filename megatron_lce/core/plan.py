@@ -46,7 +46,9 @@ class Costs(NamedTuple):
     tile_columns: int = 0  # a partial cache keeps a multiple of this many columns; 0: there is no cache
     logit: int = 0  # bytes of intermediates for each logit of a slab
     stats_token: int = 0  # bytes of intermediates for each token's statistics
-    upcast_row: int = 0  # bytes of an fp32 copy of a row of hidden or weight
+    stats_column: int = 0  # bytes of a copy of a column's row of the weight while statistics are taken
+    slab_token: int = 0  # bytes of a copy of a token's row of hidden for a slab
+    slab_column: int = 0  # bytes of a copy of a column's row of the weight for a slab
 
 
 class HeadSize(NamedTuple):
@@ -54,7 +56,7 @@ class HeadSize(NamedTuple):
 
     hidden: int  # H
     columns: int  # of the group's largest shard, padding included
-    itemsize: int  # bytes of an element of hidden and weight
+    itemsize: int  # bytes of an element of the weight and of the gradient of a logit
     stats_rows: int  # K, numbers of a token's statistics of one chunk
     costs: Costs
     sums_weight: bool  # the weight's gradient needs an fp32 sum over blocks of tokens beside it
@@ -64,13 +66,12 @@ class HeadSize(NamedTuple):
     def stats(self) -> BlockBytes:
         """Bytes of a token's statistics and of the intermediates from which they are taken."""
         chunks = ceil_div(self.columns, self.costs.chunk_columns)
-        per_token = 4 * chunks * self.stats_rows + self.costs.stats_token + self.costs.upcast_row
-        return BlockBytes(0, per_token, self.costs.upcast_row)
+        return BlockBytes(0, 4 * chunks * self.stats_rows + self.costs.stats_token, self.costs.stats_column)
 
     @property
     def slab(self) -> BlockBytes:
         """Bytes of a slab of gradients of logits and of the intermediates from which it is made."""
-        return BlockBytes(self.itemsize + self.costs.logit, self.costs.upcast_row, self.costs.upcast_row)
+        return BlockBytes(self.itemsize + self.costs.logit, self.costs.slab_token, self.costs.slab_column)
 
     @property
     def weight_sum_column(self) -> int:
@@ -122,6 +123,12 @@ def stats_tokens(size: HeadSize, num_tokens: int, workspace_bytes: int) -> int:
     columns = max(COLUMN_STEP, workspace_bytes // 4 // max(size.stats.per_column, 1))
     room = workspace_bytes - min(columns, PREFERRED_COLUMNS) * size.stats.per_column
     return max(1, even(num_tokens, room // size.stats.per_token, MIN_TOKENS))
+
+
+def stats_columns(size: HeadSize, num_tokens: int, workspace_bytes: int) -> int:
+    """Number of columns whose copies have room beside the statistics of `stats_tokens`."""
+    most = max(COLUMN_STEP, (workspace_bytes - num_tokens * size.stats.per_token) // max(size.stats.per_column, 1))
+    return max(COLUMN_STEP, even(size.columns, most, COLUMN_STEP))
 
 
 def backward_tokens(size: HeadSize, num_tokens: int, workspace_bytes: int) -> int:

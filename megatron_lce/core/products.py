@@ -75,7 +75,7 @@ _full_fp32 = _FullFp32()
 
 def product(
     a: Tensor,  # [m, k]
-    b: Tensor,  # [k, n], a's dtype
+    b: Tensor,  # [k, n], a's dtype, or one of both is fp32
     out: Tensor,  # [m, n], a's dtype or fp32
     *,
     accumulate: bool,  # True: out += a @ b, False: out = a @ b
@@ -89,6 +89,8 @@ def product(
             assert not accumulate
             out.copy_(a @ b)
             return
+    elif a.dtype != b.dtype:
+        a, b = a.float(), b.float()
     if a.dtype == out.dtype:
         torch.addmm(out, a, b, out=out) if accumulate else torch.mm(a, b, out=out)
     elif accumulate:
@@ -127,12 +129,12 @@ def with_zeros_behind(rows: Tensor, num_columns: int) -> Tensor:
     return rows[:, :num_columns]
 
 
-def laid_out(matrix: Tensor) -> Tensor:
-    """Return the matrix [rows, H] if its rows start at 16 bytes, else a copy whose rows do, up to 7 zeros wider.
+def laid_out(matrix: Tensor, step: int) -> Tensor:
+    """Return the matrix [rows, H] if its rows start at 16 bytes, else a copy whose rows do.
 
-    Tensor-memory descriptors need that, and cuBLAS takes five times as long without.
+    Tensor-memory descriptors need that, and cuBLAS takes five times as long without. An H that is no multiple of `step`
+    elements, at least 16 bytes, is padded with zeros.
     """
-    step = 16 // matrix.element_size()
     if missing := -matrix.shape[1] % step:
         return torch.nn.functional.pad(matrix, (0, missing))
     if matrix.stride(1) == 1 and matrix.stride(0) % step == 0 and matrix.data_ptr() % 16 == 0:

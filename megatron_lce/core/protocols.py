@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from megatron_lce.core.logits_cache import LogitsCache
@@ -15,7 +16,7 @@ from megatron_lce.core.two_heads import Gradient, Pair
 class Backend(Protocol):
     """A backend supplies these primitives; core defines the types of their arguments."""
 
-    def costs(self, hidden: Tensor, telemetry: bool) -> Costs:
+    def costs(self, hidden: Tensor, weight: Tensor, telemetry: bool) -> Costs:
         """Return the bytes that the primitives take beside inputs and results."""
 
     def prepare_rows(
@@ -39,6 +40,8 @@ class Backend(Protocol):
         telemetry: bool,
         vocab_start: int,
         cache: LogitsCache | None = None,
+        logits_dtype: torch.dtype | None = None,  # what products are rounded to, here and in `grad_logits`
+        columns_at_once: int | None = None,  # of which the weight's rows may be copied; None: all
     ) -> Tensor:
         """Return statistics [chunks, K, N], see `megatron_lce.core.statistics`, and fill the cache, if any."""
 
@@ -85,11 +88,12 @@ class Backend(Protocol):
         weight: Tensor,  # [C, H], the slab
         rows: Rows,  # labels are ids; the slab's rows are first_column and up
         row_terms: Tensor,  # [6 or 7, N]
-        out: Tensor,  # [N, C] of hidden's dtype
+        out: Tensor,  # [N, C] of weight's dtype
         *,
         first_column: int,
         softcap_scale: float | None,
         entropy: bool,
+        logits_dtype: torch.dtype | None = None,
     ) -> None:
         """Write the gradient of one slab of the products `hidden @ weight.T` to `out`."""
 
@@ -108,6 +112,40 @@ class Backend(Protocol):
         If `factored` (the cache then holds all columns), it may return factors [N]: the gradient is factor * cache.
         """
 
+    def gathered_products(
+        self,
+        hidden: Tensor,  # [N, H]
+        weight: Tensor,  # [V, H]
+        rows: Tensor,  # [M] int64 numbers of hidden's rows
+        ids: Tensor,  # [M] int64 numbers of weight's rows; -1: none
+        workspace_bytes: int,
+    ) -> Tensor:
+        """Return hidden[rows] . weight[ids], [M] fp32, 0 without an id."""
+
+    def gathered_sums(
+        self,
+        matrix: Tensor,  # [R, H]
+        places: Tensor,  # [M] int64 numbers of matrix's rows; -1: none
+        factors: Tensor,  # [M] fp32
+        offsets: Tensor,  # [S + 1] int64, where each sum's part of the M begins
+        out: Tensor,  # [S, H]
+        *,
+        accumulate: bool,
+        workspace_bytes: int,
+    ) -> None:
+        """Write the sums of factors * matrix[places] over each part to `out`, or add them, always in one order."""
+
+    def product_stats(self, products: Tensor, row_scale: Tensor) -> Tensor:
+        """Return `softmax_stats`, without entropy and telemetry, of fp32 products [N, C] times their scale [N]."""
+
+    def write_columns(
+        self,
+        matrix: Tensor,  # [N, C]
+        columns: Tensor,  # [N, K] int64, each at most once a row; outside [0, C): none
+        values: Tensor,  # [N, K] fp32
+    ) -> None:
+        """Write values to some columns of each row."""
+
     def intermediate_bytes(self, num_columns: int) -> int:
         """Return the bytes per token that `read_products` takes for that many columns beside its arguments."""
 
@@ -125,6 +163,9 @@ class Backend(Protocol):
         `softmaxes` fills the first four rows of `found`; `divergence` fills the others from them; `gradient` is filled
         from both. Rows that are not asked for are read if needed: they may be those of more columns than C.
         """
+
+    def product(self, a: Tensor, b: Tensor, out: Tensor, *, accumulate: bool) -> None:
+        """Compute `out = a @ b`, or `out += ...`, as `megatron_lce.core.products` does or better."""
 
     def scale(self, matrix: Tensor, factor: Tensor, out: Tensor, *, accumulate: bool) -> None:
         """Compute `out = factor * matrix`, or `out += ...`, in fp32; one factor, [], or one for each row, [M]."""

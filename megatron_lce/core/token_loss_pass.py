@@ -8,14 +8,15 @@ import torch
 from torch import Tensor
 
 from megatron_lce.core.call import Call
+from megatron_lce.core.candidates import CandidatePass
 from megatron_lce.core.group_stats import stats_of_tokens
 from megatron_lce.core.head_gradients import Slab
 from megatron_lce.core.known_loss import scales_a_sum, unscaled_dtype
-from megatron_lce.core.logit_gradients import LogitGradients, grad_logits_slabs, gradients_in_cache, gradients_of_cache
+from megatron_lce.core.logit_gradients import grad_logits_slabs, gradients_in_cache, gradients_of_cache, logit_gradients
 from megatron_lce.core.logits_cache import new_cache
 from megatron_lce.core.options import DIFFERENTIABLE, LinearCrossEntropyOutput
 from megatron_lce.core.plan import plan_known_loss
-from megatron_lce.core.rows import Rows
+from megatron_lce.core.rows import Rows, Saved
 from megatron_lce.core.tokens import Counted, TokenBlock, Tokens, counted_rows, new_outputs, rows_to_compute
 from megatron_lce.core.upstream import OneNumber, Promise
 
@@ -69,16 +70,29 @@ class TokenLossPass:
         extremes, sums = stats_of_tokens(hidden, rows, call, cache)
         outputs = new_outputs(rows.labels.shape, Counted(None), options, hidden.device)
         saved = backend.finish(extremes, sums, rows, options, outputs, None)
+        kept = self._take_candidates(hidden, rows, block, saved, outputs)
         upstream = self._losses(outputs, rows, block)
         if not self._with_gradient:
             return
-        terms, _ = backend.row_terms(rows, saved, upstream, options, None)
-        gradients = LogitGradients(call, rows, terms, upstream[1] is not None)
+        gradients, _ = logit_gradients(call, rows, saved, upstream, None, kept)
         ready = None
         if cache is not None:
             ready = gradients_of_cache(gradients, cache) or gradients_in_cache(gradients, cache, hidden)
         whole = block._replace(rows=slice(0, hidden.shape[0]))
         yield from grad_logits_slabs(gradients, whole, bytes_per_column, ready)
+
+    def _take_candidates(
+        self, hidden: Tensor, rows: Rows, block: TokenBlock, saved: Saved, outputs: LinearCrossEntropyOutput
+    ) -> Sequence[Tensor]:
+        """Fill the outputs' `candidate_logprobs`, if any, and return what their gradient needs."""
+        ids, labels = self.call.candidates, self.call.labels
+        if ids is None or outputs.candidate_logprobs is None:
+            return ()
+        rows_of_block = block.rows if self._order is None else self._order[block.rows]
+        ids = ids[rows_of_block]
+        candidates = CandidatePass(self._block_call, ids, labels[rows_of_block], rows)
+        candidates.take(hidden, slice(0, hidden.shape[0]))
+        return ids, candidates.finish(saved, outputs.candidate_logprobs, None)
 
     factor = staticmethod(Tensor.float)  # of a sum's upstream gradient, which is the number itself
 
@@ -100,9 +114,10 @@ class TokenLossPass:
         metrics = {name: torch.cat([part[name] for part in self._metrics]) for name in self._metrics[0]}
         return outputs, {name: self._spread(metric) for name, metric in metrics.items()}
 
-    def _losses(self, outputs: LinearCrossEntropyOutput, rows: Rows, block: TokenBlock) -> Sequence[Tensor | None]:
-        """Call the caller's loss; the gradient of its sum by each of the `DIFFERENTIABLE` outputs."""
-        given = {name: getattr(outputs, name) for name in DIFFERENTIABLE}
+    def _losses(self, outputs: LinearCrossEntropyOutput, rows: Rows, block: TokenBlock) -> dict[str, Tensor | None]:
+        """Call the caller's loss; the gradient of its sum by each of the outputs that have one."""
+        names = (*DIFFERENTIABLE, "candidate_logprobs")
+        given = {name: getattr(outputs, name) for name in names}
         leaves = {name: o.detach().requires_grad_(self._with_gradient) for name, o in given.items() if o is not None}
         self._outputs.append(outputs)
         # Not by the hooks of a checkpoint around the call, which would make all of it again for each block.
@@ -122,11 +137,11 @@ class TokenLossPass:
             )
         self._metrics.append({name: self._unless_ignored(metric, rows) for name, metric in metrics.items()})
         if not self._with_gradient:
-            return ()
+            return {}
         check_graph(total, list(leaves.values()))
         found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
         upstream = dict(zip(leaves, found, strict=True))
-        return [upstream.get(name) for name in DIFFERENTIABLE]
+        return {name: upstream.get(name) for name in names}
 
     def _losses_of_no_token(self) -> None:
         """Where no token is computed the caller's loss is asked about none, for the names of its metrics."""

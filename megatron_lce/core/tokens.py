@@ -81,6 +81,12 @@ def new_outputs(
             new[name] = torch.empty(shape, dtype=dtype, device=device)
         else:
             new[name] = _skipped(shape, counted, dtype, device, -1 if name == "argmax" else torch.nan)
+    if options.candidates is not None:
+        shape, dtype = (*shape, options.candidates.shape[-1]), torch.float32
+        if counted.rows is None:
+            new["candidate_logprobs"] = torch.empty(shape, dtype=dtype, device=device)
+        else:
+            new["candidate_logprobs"] = _skipped(shape, counted, dtype, device, torch.nan)
     return LinearCrossEntropyOutput(*(new.get(name) for name in LinearCrossEntropyOutput._fields))  # type: ignore[arg-type]
 
 

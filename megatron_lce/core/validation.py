@@ -77,12 +77,13 @@ def as_int64(labels: Tensor) -> Tensor:
     return labels.long() if holds_integers(labels) else labels
 
 
-def check_head(hidden_name: str, hidden: Tensor, weight_name: str, weight: Tensor) -> None:
-    """Check that `hidden` [..., H] and `weight` [V_local, H] belong together."""
+def check_head(hidden_name: str, hidden: Tensor, weight_name: str, weight: Tensor, *, fp32_weight: bool = True) -> None:
+    """Check that `hidden` [..., H] and `weight` [V_local, H] belong together; `fp32_weight`: beside any hidden."""
     if hidden.dtype not in DTYPES:
         raise TypeError(f"{hidden_name} must be float32, bfloat16 or float16, got {hidden.dtype}")
-    if weight.dtype != hidden.dtype:
-        raise TypeError(f"{weight_name} must have {hidden_name}'s dtype, {hidden.dtype}, got {weight.dtype}")
+    if weight.dtype != hidden.dtype and not (fp32_weight and weight.dtype == torch.float32):
+        dtypes = f"{hidden.dtype}{' or torch.float32' if fp32_weight and hidden.dtype != torch.float32 else ''}"
+        raise TypeError(f"{weight_name} must have {hidden_name}'s dtype, {dtypes}, got {weight.dtype}")
     if weight.device != hidden.device:
         raise ValueError(f"{weight_name} must be on {hidden_name}'s device, {hidden.device}, got {weight.device}")
     if hidden.dim() < 1:
@@ -145,12 +146,26 @@ def check_temperature(
         check_number(name, temperature, positive=True)
 
 
+def check_candidates(candidates: Tensor, labels: Tensor) -> None:
+    """Check that candidates are ids of labels' shape and one dimension more."""
+    check_label_tensor(candidates, "candidates")
+    shape, dims = tuple(labels.shape), labels.dim()
+    if tuple(candidates.shape[:dims]) != shape or candidates.dim() != dims + 1 or candidates.shape[-1] == 0:
+        raise ValueError(
+            f"candidates must be [..., K] with labels' shape, {shape}, first, got {tuple(candidates.shape)}"
+        )
+    if candidates.device != labels.device:
+        raise ValueError(f"candidates must be on labels' device, {labels.device}, got {candidates.device}")
+
+
 def check_options(options: Options) -> None:
     """Check the keywords that do not depend on a call's tensors."""
     if options.vocab_size is not None:
         check_integer("vocab_size", options.vocab_size, minimum=1)
     if options.softcap is not None:
         check_number("softcap", options.softcap, positive=True)
+    if options.logits_dtype not in (None, torch.bfloat16):
+        raise ValueError(f"logits_dtype must be torch.bfloat16 or None, got {options.logits_dtype!r}")
     check_integer("logits_cache_bytes", options.logits_cache_bytes, minimum=0)
     check_integer("workspace_bytes", options.workspace_bytes, minimum=0)
     if options.backend not in get_args(BackendName):

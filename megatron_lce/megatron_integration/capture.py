@@ -18,9 +18,11 @@ from megatron_lce.core.options import LinearCrossEntropyOutput
 from megatron_lce.megatron_integration.fused_loss import FusedLoss
 from megatron_lce.megatron_integration.head_call import HeadCall, check_not_fixed
 from megatron_lce.megatron_integration.method_overrides import MethodOverride, argument_names, overrides_of, with_labels
+from megatron_lce.megatron_integration.output_hooks import keep_hooks_off_uncomputed_logits
 from megatron_lce.megatron_integration.support import NO_HEAD, find_language_model, head_reasons, reasons_of_group
 from megatron_lce.megatron_integration.uncomputed_logits import NoLogits, UncomputedLogits
 from megatron_lce.token_loss import TokenLoss, TokenLossFunction
+from megatron_lce.topk import TopK
 
 if TYPE_CHECKING:
     from megatron.core.models.common.language_module.language_module import LanguageModule
@@ -165,6 +167,27 @@ class CapturedHead:
                 teacher, labels=labels, beta=beta, temperature=temperature, token_weights=token_weights, **keywords
             )
 
+    def linear_logits_at(self, ids: Tensor, offsets: Tensor | None = None, **keywords: Any) -> Tensor:
+        """`megatron_lce.linear_logits_at` of the captured head: `ids` [b, s, K], or CSR over the b * s tokens."""
+        check_not_fixed(keywords)
+        call = self._captured_call()
+        with self._gradient_where_captured():
+            return call.linear_logits_at(ids, offsets, **keywords)
+
+    def support_logprobs(
+        self, labels: Tensor, ids: Tensor, offsets: Tensor, **keywords: Any
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """`megatron_lce.support_logprobs` of the captured head: labels [b, s], CSR over the b * s tokens."""
+        check_not_fixed(keywords)
+        call = self._captured_call()
+        with self._gradient_where_captured():
+            return call.support_logprobs(labels, ids, offsets, **keywords)
+
+    def linear_topk(self, k: int, **keywords: Any) -> TopK:
+        """`megatron_lce.linear_topk` of the captured head: [b, s, K], and [b, s]."""
+        check_not_fixed(keywords)
+        return self._captured_call().linear_topk(k, **keywords)
+
     def _captured_call(self, whose: str = "") -> HeadCall:
         if self._call is None:
             raise RuntimeError(f"nothing was captured{whose}: {self._why_nothing()}")
@@ -300,6 +323,7 @@ def _opened(model: nn.Module | Sequence[nn.Module]) -> Iterator[CapturedHead]:
         yield head
         return
     _check_capturable(language_model)
+    keep_hooks_off_uncomputed_logits(language_model.output_layer)
     with contextlib.ExitStack() as stack:
         stack.callback(language_model.register_forward_pre_hook(head._start_pass, with_kwargs=True).remove)
         stack.callback(language_model.register_forward_hook(head._end_pass, always_call=True).remove)

@@ -11,6 +11,7 @@ from megatron_lce.core.options import IGNORE_INDEX
 from megatron_lce.core.upstream import Promise
 from megatron_lce.megatron_integration.head_call import BackwardPasses, HeadCall
 from megatron_lce.megatron_integration.method_overrides import MethodOverride, argument_names, overrides_of, with_labels
+from megatron_lce.megatron_integration.output_hooks import keep_hooks_off_uncomputed_logits
 from megatron_lce.megatron_integration.support import managed_weight_reason, warn_on_one_rank
 from megatron_lce.megatron_integration.uncomputed_logits import UncomputedLogits
 
@@ -34,6 +35,7 @@ class FusedLoss:
         self._backward_passes = BackwardPasses()
         self._wants_logits = False  # in a pass without labels
         self._not_used: str | None = None  # why the head last gave Megatron's logits although there are labels
+        keep_hooks_off_uncomputed_logits(self.head)
         self._overrides = (
             MethodOverride(self.head, "forward", self.forward),
             MethodOverride(language_model, "compute_language_model_loss", self.compute_language_model_loss),

@@ -16,9 +16,12 @@ from megatron_lce.core.validation import check_number
 from megatron_lce.cross_entropy import linear_cross_entropy
 from megatron_lce.jsd import linear_jsd
 from megatron_lce.known_upstream import linear_token_losses
+from megatron_lce.logits_at import linear_logits_at
 from megatron_lce.megatron_integration.heads import check_softcap, form_of
 from megatron_lce.megatron_integration.main_grad import MainGradSink, main_grad_sink
+from megatron_lce.support_logprobs import support_logprobs
 from megatron_lce.token_loss import TokenLoss, TokenLossFunction, linear_token_loss
+from megatron_lce.topk import TopK, linear_topk
 
 if TYPE_CHECKING:
     from megatron.core.tensor_parallel import ColumnParallelLinear
@@ -119,9 +122,51 @@ class HeadCall:
         metrics = {name: swap(metric) for name, metric in result.metrics.items()}
         return TokenLoss(result.loss, batch_first(result.outputs), metrics)
 
+    def linear_logits_at(
+        self,
+        ids: Tensor,
+        offsets: Tensor | None = None,
+        temperature: float | Tensor = 1.0,
+        logits_scale: float = 1.0,
+        **keywords: Any,
+    ) -> Tensor:
+        """`megatron_lce.linear_logits_at` of this call; ids are [b, s, K], or CSR's of b * s tokens."""
+        keywords = self._keywords(temperature, logits_scale, keywords)
+        if offsets is None:
+            return swap(linear_logits_at(self.hidden, self.weight, self._sequence_first("ids", ids), **keywords))
+        ids, offsets, places = csr_sequence_first(ids, offsets, self.tokens)
+        logits = linear_logits_at(self.hidden, self.weight, ids, offsets, **keywords)
+        return logits if places is None else torch.empty_like(logits).index_copy(0, places, logits)
+
+    def support_logprobs(
+        self,
+        labels: Tensor,
+        ids: Tensor,
+        offsets: Tensor,
+        temperature: float | Tensor = 1.0,
+        logits_scale: float = 1.0,
+        **keywords: Any,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """`megatron_lce.support_logprobs` of this call; labels and results are [b, s], offsets of b * s tokens."""
+        keywords = self._keywords(temperature, logits_scale, keywords)
+        ids, offsets, _ = csr_sequence_first(ids, offsets, self.tokens)
+        labels = self._sequence_first("labels", labels)
+        found = support_logprobs(self.hidden, self.weight, labels, ids, offsets, **keywords)
+        return tuple(map(swap, found)) if isinstance(found, tuple) else swap(found)  # type: ignore[return-value]
+
+    def linear_topk(
+        self, k: int, temperature: float | Tensor = 1.0, logits_scale: float = 1.0, **keywords: Any
+    ) -> TopK:
+        """`megatron_lce.linear_topk` of this call: [b, s, K], and [b, s]."""
+        keywords = self._keywords(temperature, logits_scale, keywords)
+        del keywords["weight_grad_sink"]
+        return TopK(*map(swap, linear_topk(self.hidden, self.weight, k, **keywords)))
+
     def _keywords(self, temperature: float | Tensor, logits_scale: float, keywords: dict[str, Any]) -> dict[str, Any]:
         """The caller's keywords and what this head fixes."""
         self.check_unchanged()
+        if "candidates" in keywords:
+            keywords = {**keywords, "candidates": self._sequence_first("candidates", keywords["candidates"])}
         check_number("logits_scale", logits_scale)
         logits_scale *= self.logits_scale
         check_softcap(self.head, keywords.get("softcap"))
@@ -250,6 +295,20 @@ def check_not_fixed(keywords: Mapping[str, Any]) -> None:
 
 def batch_first(output: LinearCrossEntropyOutput) -> LinearCrossEntropyOutput:
     return output._replace(**{name: swap(part) for name, part in output._asdict().items() if part is not None})
+
+
+def csr_sequence_first(ids: Tensor, offsets: Tensor, tokens: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return CSR of tokens [b, s] as that of [s, b], and each id's place in the former; None: they are the same."""
+    batch, sequence = tokens
+    sound = isinstance(offsets, Tensor) and tuple(offsets.shape) == (batch * sequence + 1,) and ids.numel() > 0
+    if batch == 1 or not sound:  # what is not sound is refused as it is
+        return ids, offsets, None
+    row = torch.arange(batch * sequence, dtype=torch.int64, device=offsets.device).view(batch, sequence).T.reshape(-1)
+    new = torch.cat([offsets[:1], offsets[:1] + offsets.diff()[row].cumsum(0)])
+    place = torch.arange(ids.shape[0], dtype=torch.int64, device=offsets.device)
+    new_row = torch.searchsorted(new[1:].contiguous(), place, right=True).clamp_(max=row.shape[0] - 1)
+    places = (place + (offsets[:-1][row] - new[:-1])[new_row]).clamp_(0, ids.shape[0] - 1)
+    return ids[places], new, places
 
 
 def swap(per_token: Tensor) -> Tensor:

@@ -71,10 +71,10 @@ def main_grad_sink(weight: Tensor, head: ColumnParallelLinear) -> MainGradSink |
     """A sink for the weight that `head` is called with, where its gradient can go into an fp32 `main_grad`; else None.
 
     Without one the gradient is returned, and DDP's hook adds it. That is so for a `main_grad` of another dtype,
-    as slabs are accumulated in fp32 only, and for rows that do not start at 16 bytes, which are copied.
+    as slabs are accumulated in fp32 only, and for an H that is no multiple of 8, whose rows are copied.
     """
     main_grad = getattr(weight, "main_grad", None)
     if not head.gradient_accumulation_fusion or not weight.requires_grad or main_grad is None:
         return None
-    aligned = weight.shape[1] * weight.element_size() % 16 == 0
+    aligned = weight.shape[1] % 8 == 0
     return MainGradSink(weight) if main_grad.dtype == torch.float32 and aligned else None

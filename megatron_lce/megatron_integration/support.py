@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from megatron_lce.core import collectives
 from megatron_lce.core.validation import DTYPES
 from megatron_lce.megatron_integration.heads import unknown_head_reasons
+from megatron_lce.megatron_integration.output_hooks import has_unknown_hooks
 
 if TYPE_CHECKING:
     from megatron.core.models.common.language_module.language_module import LanguageModule
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 NO_HEAD = "this pipeline stage has no LM head"
 _OURS = "megatron_lce.megatron_integration."  # a captured or fused head's own methods
+# Of models, beside LanguageModule's. mcore_adapter's, of ROLL and LLaMA-Factory, can take another kernel for it.
+_PLAIN_LOSSES = {"mcore_adapter.models.model_factory.McaGPTModel.compute_language_model_loss"}
 
 
 def find_language_model(model: nn.Module | Sequence[nn.Module]) -> LanguageModule | None:
@@ -95,7 +98,7 @@ def reasons_of_head(head: nn.Module, config: TransformerConfig, weight: Tensor |
         "ColumnParallelLinear._forward_impl was replaced by another library": (
             _patched(ColumnParallelLinear._forward_impl, ColumnParallelLinear)
         ),
-        "output_layer has forward or backward hooks, which expect logits": _has_output_hooks(head),
+        "output_layer has forward or backward hooks, which expect logits": has_unknown_hooks(head),
         "output_layer has a bias": head.bias is not None,
         "output_layer has disable_grad_reduce set": head.disable_grad_reduce,
         "output_layer is sharded by generalized tensor parallelism": getattr(head, "gtp_remat_size", 1) > 1,
@@ -110,12 +113,14 @@ def loss_reasons(language_model: LanguageModule) -> tuple[str, ...]:
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
     kind = type(language_model)
+    loss = kind.compute_language_model_loss
     reasons = {
         "output_layer gathers its output (parallel_output=False)": bool(
             getattr(language_model.output_layer, "gather_output", False)
         ),
         f"{kind.__name__} has its own compute_language_model_loss": (
-            kind.compute_language_model_loss is not LanguageModule.compute_language_model_loss
+            loss is not LanguageModule.compute_language_model_loss
+            and f"{loss.__module__}.{loss.__qualname__}" not in _PLAIN_LOSSES
         ),
         "compute_language_model_loss was replaced by another library": _replaced(
             language_model, "compute_language_model_loss"
@@ -160,11 +165,6 @@ def _patched(method: Callable, owner: type) -> bool:
 def _replaced(module: nn.Module, method: str) -> bool:
     replacement = vars(module).get(method)
     return replacement is not None and not type(getattr(replacement, "__self__", None)).__module__.startswith(_OURS)
-
-
-def _has_output_hooks(head: nn.Module) -> bool:
-    # Forward pre-hooks see the hidden only, and DDP uses them to wait for parameters: they run and are welcome.
-    return bool(head._forward_hooks or head._backward_hooks or head._backward_pre_hooks)
 
 
 def warn_on_one_rank(message: str) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -28,11 +29,13 @@ class Case:
     tied: bool
     sequence_parallel: bool
     hidden_size: int = 32
+    mtp_layers: int = 0
 
     @property
     def name(self) -> str:
         tied = "tied" if self.tied else "untied"
-        return f"TP={dist.get_world_size()}, {tied}{', sequence parallel' * self.sequence_parallel}"
+        ranks = parallel_state.get_tensor_model_parallel_world_size()
+        return f"TP={ranks}, {tied}{', sequence parallel' * self.sequence_parallel}"
 
     def build(self) -> nn.Module:
         """A GPT over all ranks, the same weights whenever it is built."""
@@ -42,12 +45,13 @@ class Case:
             vocab_size=VOCABULARY,
             tied=self.tied,
             sequence_parallel=self.sequence_parallel,
+            mtp_layers=self.mtp_layers,
         )
         return megatron_runtime.build_gpt(options)
 
 
 def cases() -> list[Case]:
-    layouts = (False, True) if dist.get_world_size() > 1 else (False,)
+    layouts = (False, True) if parallel_state.get_tensor_model_parallel_world_size() > 1 else (False,)
     return [Case(*choice) for choice in itertools.product((False, True), layouts)]
 
 
@@ -66,10 +70,13 @@ def compare(name: str, case: Case, fused: Outputs, unfused: Outputs) -> None:
         print(f"ok      {name}: {len(errors)} tensors, largest error {float(verdict):.1e}", flush=True)
 
 
-def main(program: Callable[[], None]) -> None:
-    """Starts the ranks of one tensor-parallel group on the CPU, runs the program, exits non-zero on a failure."""
+def main(program: Callable[[], None], tensor_parallel: int | None = None) -> None:
+    """Starts the ranks on the CPU, all of one tensor-parallel group if no size is given, and runs the program.
+
+    It exits non-zero on a failure.
+    """
     torch.set_num_threads(1)
-    megatron_runtime.initialize(int(os.environ["WORLD_SIZE"]), device="cpu")
+    megatron_runtime.initialize(tensor_parallel or int(os.environ["WORLD_SIZE"]), device="cpu")
     program()
     gc.collect()
     megatron_runtime.teardown()

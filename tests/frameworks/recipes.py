@@ -1,44 +1,46 @@
-"""The diffs of docs/adoption.md, applied to copies of the files that they name."""
+"""Makes the changes of docs/recipes in another project's files.
+
+    python tests/frameworks/recipes.py docs/recipes/slime.diff ../slime      # where the project's repository lies
+
+The hunks have no line numbers, since those move: what a hunk replaces is found by its text.
+"""
 
 import re
 import shutil
+import sys
 from pathlib import Path
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "adoption.md"
-_BLOCK = re.compile(r"^```diff\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-_HEADER = re.compile(r"--- a/(\S+)\n\+\+\+ b/(\S+)\n")
+FOLDER = Path(__file__).resolve().parents[2] / "docs" / "recipes"
+_HEADER = re.compile(r"^--- a/(\S+)\n\+\+\+ b/(\S+)\n", re.MULTILINE)
 
 
-def roots() -> set[str]:
-    """The packages, and files in no package, that the page has diffs for."""
-    return {path.partition("/")[0] for path in _hunks()}
+def names() -> set[str]:
+    return {path.stem for path in FOLDER.glob("*.diff")}
 
 
-def _hunks() -> dict[str, str]:
-    """The hunks for each file, by its path."""
-    found: dict[str, str] = {}
-    for block in _BLOCK.findall(PAGE.read_text()):
-        _, *parts = _HEADER.split(block)
-        for path, other, hunks in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
-            assert path == other, f"{path} becomes {other}"
-            assert path not in found, f"two diffs of {path}"
-            found[path] = hunks
-    return found
-
-
-def adopt(checkout: Path, root: str, into: Path, under: str = "") -> list[str]:
-    """Copies the folder or file `checkout/root` to `into/root`, with the page's diffs; the files that were changed.
-
-    `under`: only the diffs of files there, where another version of the project has the others'.
-    """
+def adopt(name: str, checkout: Path, into: Path) -> None:
+    """Copies the package or the file that a recipe is about to `into` and makes the recipe's changes in the copy."""
+    text = (FOLDER / f"{name}.diff").read_text()
+    (root,) = {path.partition("/")[0] for path in _hunks(text)}
     copy = shutil.copytree if (checkout / root).is_dir() else shutil.copy
     copy(checkout / root, into / root)
-    changed = {path: hunks for path, hunks in _hunks().items() if path.startswith(under or root)}
-    assert changed, f"{PAGE.name} has no diff for {under or root}"
-    for path, hunks in changed.items():
-        file = into / path
-        file.write_text(apply(hunks, file.read_text(), path))
-    return list(changed)
+    change(text, into)
+
+
+def change(diff: str, folder: Path) -> None:
+    """Makes all the changes, or none where one does not fit."""
+    changed = {folder / path: apply(hunks, (folder / path).read_text(), path) for path, hunks in _hunks(diff).items()}
+    for file, text in changed.items():
+        file.write_text(text)
+
+
+def _hunks(diff: str) -> dict[str, str]:
+    """The hunks for each file, by its path."""
+    _, *parts = _HEADER.split(diff)
+    found = dict(zip(parts[::3], parts[2::3], strict=True))
+    assert len(found) == len(parts) // 3, "two diffs of one file"
+    assert parts[::3] == parts[1::3], "a file changes its name"
+    return found
 
 
 def apply(hunks: str, text: str, path: str) -> str:
@@ -52,3 +54,7 @@ def apply(hunks: str, text: str, path: str) -> str:
         assert f"\n{text}".count(f"\n{before}") == 1, f"{path} has not once:\n{before}"
         text = f"\n{text}".replace(f"\n{before}", f"\n{after}")[1:]
     return text
+
+
+if __name__ == "__main__":
+    change(Path(sys.argv[1]).read_text(), Path(sys.argv[2]))

@@ -1,4 +1,4 @@
-"""AReaL's logprobs from hidden states, with the diff of docs/adoption.md, against its own of logits.
+"""AReaL's logprobs from hidden states, with the diff of docs/recipes, against its own of logits.
 
     torchrun --nproc-per-node 2 tests/frameworks/run_areal.py FOLDER      # FOLDER/areal: with the diff applied
 

@@ -1,4 +1,4 @@
-"""The engine of AReaL's pull request 1322, with the diff of docs/adoption.md, against the same engine's logits.
+"""The engine of AReaL's pull request 1322, with the diff of docs/recipes, against the same engine's logits.
 
     torchrun --nproc-per-node 2 tests/frameworks/run_areal_pull.py FOLDER      # FOLDER/areal: with the diff applied
 

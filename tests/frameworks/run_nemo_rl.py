@@ -1,4 +1,4 @@
-"""NeMo-RL's logprobs from hidden states, with the diff of docs/adoption.md, against its logprobs from logits.
+"""NeMo-RL's logprobs from hidden states, with the diff of docs/recipes, against its logprobs from logits.
 
 torchrun --nproc-per-node 2 tests/frameworks/run_nemo_rl.py FOLDER      # FOLDER/nemo_rl: with the diff applied
 """

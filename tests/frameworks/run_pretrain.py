@@ -1,4 +1,4 @@
-"""The forward step of Megatron-LM's pretrain_gpt.py, with the diff of docs/adoption.md, against the step as it is.
+"""The forward step of Megatron-LM's pretrain_gpt.py, with the diff of docs/recipes, against the step as it is.
 
     torchrun --nproc-per-node 2 tests/frameworks/run_pretrain.py OWN FUSED      # folders that have pretrain_gpt.py
 
@@ -23,6 +23,8 @@ from torch import Tensor, nn
 
 import megatron_lce
 
+MASK = (torch.arange(12) > 4).expand(3, -1).float()  # of the tokens that count
+
 
 class Detector(contextlib.nullcontext):
     def __call__(self, **_: Any) -> "Detector":
@@ -32,9 +34,9 @@ class Detector(contextlib.nullcontext):
 def forward_step(folder: str) -> Callable[[None, nn.Module], Any]:
     file = Path(folder, "pretrain_gpt.py")
     tokens, labels = torch.randint(VOCABULARY, (2, 3, 12), generator=torch.Generator().manual_seed(0))
-    batch = {"tokens": tokens, "labels": labels, "position_ids": torch.arange(12)[None]}
+    batch = {"tokens": tokens, "labels": labels, "position_ids": torch.arange(12)[None], "loss_mask": MASK}
     known = {
-        "get_args": lambda: Namespace(use_legacy_models=False),
+        "get_args": lambda: Namespace(use_legacy_models=False, sft=True),
         "get_timers": lambda: lambda *_, **__: Namespace(start=lambda: None, stop=lambda: None),
         "get_batch": lambda *_: [batch.get(name) for name in names_of_batch(file)],
         "loss_func": lambda *_: None,
@@ -61,7 +63,7 @@ def program() -> None:
             output, _ = step(None, model)
             assert hasattr(model, "fused_linear_ce") == (step is fused)
             assert step is own or model.fused_linear_ce.enabled
-            return {"loss": output}
+            return {"loss": output * MASK}
 
         return call
 

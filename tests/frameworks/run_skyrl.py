@@ -1,4 +1,4 @@
-"""SkyRL's forward passes with its fused head switched on and the diff of docs/adoption.md, against its logits.
+"""SkyRL's forward passes with its fused head switched on and the diff of docs/recipes, against its logits.
 
     PYTHONPATH=MEGATRON torchrun --nproc-per-node 2 tests/frameworks/run_skyrl.py FOLDER      # FOLDER/skyrl: adopted
 

@@ -1,4 +1,4 @@
-"""verl's own forward files with the diffs of docs/adoption.md, against verl's unfused path, on any number of ranks.
+"""verl's own forward files with the diff of docs/recipes, against verl's unfused path, on any number of ranks.
 
     torchrun --nproc-per-node 2 tests/frameworks/run_verl.py FOLDER      # FOLDER/verl: verl with the diffs applied
 

@@ -240,6 +240,61 @@ def test_a_function_in_place_of_the_product(model, problem):
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
 
 
+class ContiguousGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits):
+        return logits
+
+    @staticmethod
+    def backward(ctx, grad_logits):
+        return grad_logits.contiguous()
+
+
+def as_of_mcore_adapter(model):
+    """What mcore_adapter (ROLL, LLaMA-Factory) makes of a model: a hook, whose calls are returned, and its own loss."""
+    seen = []
+
+    def mca_lora_logits_postprocess_hook(module, args, output):
+        seen.append(type(output[0]))
+        return ContiguousGradient.apply(output[0]), output[1]
+
+    class McaGPTModel(type(model)):
+        def compute_language_model_loss(self, labels, logits):
+            return super().compute_language_model_loss(labels, logits)
+
+    mca_lora_logits_postprocess_hook.__module__ = "mcore_adapter.models.model_utils"
+    mca_lora_logits_postprocess_hook.__qualname__ = "mca_lora_logits_postprocess_hook"
+    McaGPTModel.compute_language_model_loss.__module__ = "mcore_adapter.models.model_factory"
+    McaGPTModel.compute_language_model_loss.__qualname__ = "McaGPTModel.compute_language_model_loss"
+    model.__class__ = McaGPTModel
+    model.output_layer.register_forward_hook(mca_lora_logits_postprocess_hook)
+    return seen
+
+
+def test_the_hook_and_the_loss_of_mcore_adapter(model, device):
+    tensors, labels = megatron_world.inputs(device)
+    expected_logits, expected = model(*tensors), model(*tensors, labels=labels)
+    expected.sum().backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    seen = as_of_mcore_adapter(
+        model
+    )  # behind the expected: Megatron changes fp32 logits in place, which such a hook forbids
+    handle = enable(model)
+    loss = model(*tensors, labels=labels)
+    loss.sum().backward()
+    with capture_lm_head(model) as head:
+        model(*tensors)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+    check({name: parameter.grad for name, parameter in model.named_parameters()}, gradients)
+    torch.testing.assert_close(-head.linear_cross_entropy(labels).logprobs, expected, rtol=1e-5, atol=1e-6)
+    assert not seen, "the hook saw logits that nobody computes"
+    assert torch.equal(model.eval()(*tensors), expected_logits)
+    handle.remove()
+    assert torch.equal(model.train()(*tensors, labels=labels), expected)
+    assert seen == [torch.Tensor, torch.Tensor]
+
+
 def test_reasons(model):
     class Doubled(ColumnParallelLinear):
         def forward(self, *args, **kwargs):

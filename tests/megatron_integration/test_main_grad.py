@@ -109,6 +109,14 @@ def token_loss(head, teacher, labels):
     return result.loss / 3
 
 
+def some_ids(head, teacher, labels):
+    """Logits at ids, and logprobs over sets of two, one of them empty."""
+    ids = torch.stack([labels, labels.roll(1, 1)], dim=-1)
+    offsets = (2 * torch.arange(labels.numel() + 1, device=labels.device)).clamp(max=2 * labels.numel() - 2)
+    kept = head.support_logprobs(labels, ids.view(-1)[:-2], offsets, backend="torch")
+    return head.linear_logits_at(ids, backend="torch").square().sum() - kept.sum()
+
+
 def plain_logits(head, teacher, labels):
     return F.linear(head.hidden, head.weight).logsumexp(-1).sum()
 
@@ -123,7 +131,8 @@ def logits_of_megatrons_own(head, teacher, labels):
 
 @pytest.mark.parametrize("mtp_layers", [0, 1])
 @pytest.mark.parametrize(
-    "other", [token_loss, jsd, weighted_jsd, jsd_of_the_tensors, plain_logits, weight_alone, logits_of_megatrons_own]
+    "other",
+    [token_loss, some_ids, jsd, weighted_jsd, jsd_of_the_tensors, plain_logits, weight_alone, logits_of_megatrons_own],
 )
 @pytest.mark.parametrize("together", [False, True], ids=["microbatch by microbatch", "in one backward"])
 def test_every_use_of_the_captured_head_reaches_main_grad(device, together, other, mtp_layers):

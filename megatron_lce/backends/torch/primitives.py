@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from megatron_lce.backends.torch.divergence import intermediate_bytes, read_products
+from megatron_lce.backends.torch.gathered import gathered_products, gathered_sums, write_columns
 from megatron_lce.backends.torch.row_numbers import finish, largest_logit, prepare_rows, row_terms
 from megatron_lce.backends.torch.scale import scale
 from megatron_lce.core.logits_cache import LogitsCache
@@ -24,26 +25,34 @@ __all__ = [
     "chunk_stats",
     "costs",
     "finish",
+    "gathered_products",
+    "gathered_sums",
     "grad_logits",
     "grad_logits_from_cache",
     "intermediate_bytes",
     "merge_extremes",
     "prepare_rows",
+    "product",
+    "product_stats",
     "read_products",
     "row_terms",
     "scale",
     "softmax_stats",
     "sum_chunks",
+    "write_columns",
 ]
 
 
-def costs(hidden: Tensor, telemetry: bool) -> Costs:
+def costs(hidden: Tensor, weight: Tensor, telemetry: bool) -> Costs:
     """Return the costs. This backend keeps no logits, as a cache saves little where it runs."""
+    hidden_row, weight_row = upcast_row_bytes(hidden, weight.dtype), upcast_row_bytes(weight, weight.dtype)
     return Costs(
         CHUNK_COLUMNS,
         logit=3 * 4,
-        stats_token=4 * (3 + telemetry) * CHUNK_COLUMNS,  # logits of a chunk, exponentials and the like
-        upcast_row=upcast_row_bytes(hidden),
+        stats_token=4 * (3 + telemetry) * CHUNK_COLUMNS + hidden_row,  # logits of a chunk, exponentials and the like
+        stats_column=weight_row,
+        slab_token=hidden_row,
+        slab_column=weight_row,
     )
 
 
@@ -65,6 +74,8 @@ def softmax_stats(
     telemetry: bool,
     vocab_start: int,
     cache: LogitsCache | None = None,
+    logits_dtype: torch.dtype | None = None,
+    columns_at_once: int | None = None,
 ) -> Tensor:
     """Return statistics [chunks, K, N] of V columns, see `megatron_lce.core.statistics`.
 
@@ -72,12 +83,23 @@ def softmax_stats(
     """
     chunks = list(cut(weight.shape[0], CHUNK_COLUMNS))
     parts = hidden.new_empty(len(chunks), packed_rows(entropy, telemetry), hidden.shape[0], dtype=torch.float32)
-    if upcast_row_bytes(hidden):
+    if upcast_row_bytes(hidden, weight.dtype):
         hidden = hidden.float()
     for part, columns in zip(parts, chunks, strict=True):
-        logits = logits_base2(hidden, weight[columns], row_scale, softcap_scale)
+        logits = logits_base2(hidden, weight[columns], row_scale, softcap_scale, logits_dtype)
         part.copy_(chunk_stats(logits, labels - columns.start, vocab_start + columns.start, entropy, telemetry))
     return parts
+
+
+def product_stats(products: Tensor, row_scale: Tensor) -> Tensor:
+    """Return statistics [chunks, 3, N] of every `CHUNK_COLUMNS` of fp32 products [N, C] times their scale [N]."""
+    num_tokens, num_columns = products.shape
+    nowhere = torch.full((num_tokens,), -1, dtype=torch.int32, device=products.device)
+    parts = [
+        chunk_stats(products[:, columns] * row_scale[:, None], nowhere, 0, False, False)
+        for columns in cut(num_columns, CHUNK_COLUMNS)
+    ]
+    return torch.stack(parts) if parts else products.new_empty(0, packed_rows(False, False), num_tokens)
 
 
 def merge_extremes(parts: Tensor, telemetry: bool) -> Tensor:
@@ -130,15 +152,16 @@ def grad_logits(
     weight: Tensor,  # [C, H], the slab
     rows: Rows,  # labels are ids; the slab's rows are first_column and up
     row_terms: Tensor,  # [6 or 7, N] fp32, `RowTerms`
-    out: Tensor,  # [N, C] of hidden's dtype
+    out: Tensor,  # [N, C] of weight's dtype
     *,
     first_column: int,
     softcap_scale: float | None,
     entropy: bool,
+    logits_dtype: torch.dtype | None = None,
 ) -> None:
     """Write the gradient of one slab of the products `hidden @ weight.T` to `out`."""
     terms = RowTerms(*row_terms[:, :, None])
-    logits = logits_base2(hidden, weight, rows.scale, softcap_scale)
+    logits = logits_base2(hidden, weight, rows.scale, softcap_scale, logits_dtype)
     tanh_squared = (logits / rows.scale[:, None]).square_() if softcap_scale is not None else None
     log_p = logits.sub_(terms.max_logit).sub_(terms.log_sum)
     grad = log_p.exp2()
@@ -157,21 +180,32 @@ def grad_logits(
     out.copy_(grad)
 
 
-def logits_base2(hidden: Tensor, weight: Tensor, row_scale: Tensor, softcap_scale: float | None) -> Tensor:
+def logits_base2(
+    hidden: Tensor,
+    weight: Tensor,
+    row_scale: Tensor,
+    softcap_scale: float | None,
+    logits_dtype: torch.dtype | None = None,  # what the products x are rounded to
+) -> Tensor:
     """Return `row_scale * x` or `row_scale * tanh(softcap_scale * x)`, x = hidden @ weight.T: [N, C] fp32."""
+    if weight.dtype == torch.float32:
+        hidden = hidden.float()
     logits = hidden.new_empty(hidden.shape[0], weight.shape[0], dtype=torch.float32)
     # fp32 inputs: sums over 256 of H are added up, as one running sum over a long H loses digits.
     for part in cut(hidden.shape[1], 256 if weight.dtype == torch.float32 else hidden.shape[1]):
         for columns in cut(weight.shape[0], CHUNK_COLUMNS):  # as in the statistics, so that both have the same bits
             product(hidden[:, part], weight[columns, part].T, logits[:, columns], accumulate=part.start > 0)
+    if logits_dtype is not None:
+        logits.copy_(logits.to(logits_dtype))
     if softcap_scale is not None:
         logits.mul_(softcap_scale).tanh_()
     return logits.mul_(row_scale[:, None])
 
 
-def upcast_row_bytes(matrix: Tensor) -> int:
-    """Bytes of a row's fp32 copy, which products of 16-bit inputs need on a CPU; else 0."""
-    return 4 * matrix.shape[1] if copies_to_fp32(matrix) else 0
+def upcast_row_bytes(matrix: Tensor, weight: torch.dtype) -> int:
+    """Bytes of a row's fp32 copy, which 16-bit inputs need for products on a CPU or with an fp32 weight; else 0."""
+    copied = copies_to_fp32(matrix) or (weight == torch.float32 and matrix.dtype != torch.float32)
+    return 4 * matrix.shape[1] if copied else 0
 
 
 def chunk_stats(logits: Tensor, labels: Tensor, first_id: int | Tensor, entropy: bool, telemetry: bool) -> Tensor:

@@ -1,6 +1,6 @@
 """The second primitive is the gradient of one slab of logits, recomputed or from kept exponentials.
 
-It is the gradient of the products hidden @ weight.T, in hidden's dtype: scale, softcap (its derivative, `slope`) and
+It is the gradient of the products hidden @ weight.T, in weight's dtype: scale, softcap (its derivative, `slope`) and
 temperature are in the row terms and the kernels.
 """
 
@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_lce.backends.triton import tiles
+from megatron_lce.backends.triton.parts import split
 from megatron_lce.backends.triton.tile_products import (
     SMALLEST_NORMAL,
     as_descriptor,
@@ -19,10 +20,10 @@ from megatron_lce.backends.triton.tile_products import (
     tanh,
     tile_position,
     tile_products,
-    upcasts,
+    weight_columns,
 )
 from megatron_lce.core.logits_cache import LogitsCache
-from megatron_lce.core.plan import ceil_div, slab_row_stride
+from megatron_lce.core.plan import SLAB_ROW_STEP, ceil_div, slab_row_stride
 from megatron_lce.core.rows import LOWEST_LOG_P, NUM_TERMS, Rows
 
 # A row's factor and its label's exponential lie between 1 over this and this: their products with 16-bit numbers, and
@@ -36,14 +37,18 @@ def grad_logits(
     weight: Tensor,  # [C, H], the slab
     rows: Rows,  # labels are ids; the slab's rows are first_column and up
     row_terms: Tensor,  # [6 or 7, N] fp32, `RowTerms`
-    out: Tensor,  # [N, C] of hidden's dtype
+    out: Tensor,  # [N, C] of weight's dtype
     *,
     first_column: int,
     softcap_scale: float | None,
     entropy: bool,
+    logits_dtype: torch.dtype | None = None,
 ) -> None:
     """Recompute one slab of the products `hidden @ weight.T`, and write their gradient to `out`."""
-    tile = tiles.choose_tiles(hidden.dtype, hidden.device)
+    products = tiles.products_of(hidden.dtype, weight.dtype)
+    tile = tiles.choose_tiles(tiles.tile_dtype(hidden.dtype, weight.dtype), hidden.device)
+    if products == "split":
+        weight = split(weight, SLAB_ROW_STEP).flatten(1)
     num_tokens, num_columns = out.shape
     num_tiles = ceil_div(num_tokens, tile.block_n) * ceil_div(num_columns, tile.block_v)
     _grad_logits_kernel[(min(num_tiles, tiles.num_programs(hidden.device)),)](
@@ -62,7 +67,8 @@ def grad_logits(
         ENTROPY=entropy,
         MEAN=row_terms.shape[0] > NUM_TERMS,
         SOFTCAP=softcap_scale is not None,
-        UPCAST=upcasts(hidden.dtype, tiles.interpreting()),
+        PRODUCTS=products,
+        ROUND=logits_dtype is not None,
         BLOCK_N=tile.block_n,
         BLOCK_V=tile.block_v,
         BLOCK_H=tile.block_h,
@@ -70,7 +76,7 @@ def grad_logits(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         # With fusion a softcap spills registers, and z - max in fp32 would not be 0 at the largest z.
-        enable_fp_fusion=softcap_scale is None and hidden.dtype != torch.float32,
+        enable_fp_fusion=softcap_scale is None and out.dtype != torch.float32,
     )
 
 
@@ -92,7 +98,7 @@ def grad_logits_from_cache(
     mean = row_terms.shape[0] > NUM_TERMS
     assert not (softcap and mean)
     factored = factored and not (softcap or mean or entropy) and cache.exp.dtype == torch.bfloat16
-    chunk = tiles.chunk_columns(cache.exp)
+    chunk = tiles.chunk_columns(cache.exp.dtype, cache.exp.device)
     num_tokens, num_columns = cache.exp.shape
     num_chunks = ceil_div(num_columns, chunk)
     factor = row_terms.new_empty(num_tokens) if factored else None
@@ -141,7 +147,8 @@ def _grad_logits_kernel(
     ENTROPY: tl.constexpr,
     MEAN: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    UPCAST: tl.constexpr,
+    PRODUCTS: tl.constexpr,
+    ROUND: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -149,7 +156,7 @@ def _grad_logits_kernel(
 ):
     """Write p (p_term - entropy_term log2 p) + 1[label] label_term + mean_term, times a softcap's slope."""
     hidden_desc = as_descriptor(hidden_desc, N, H, BLOCK_N, BLOCK_H)
-    weight_desc = as_descriptor(weight_desc, C, H, BLOCK_V, BLOCK_H)
+    weight_desc = as_descriptor(weight_desc, C, weight_columns(H, PRODUCTS), BLOCK_V, BLOCK_H)
     out_desc = as_descriptor(out_desc, N, C, BLOCK_N, BLOCK_V // 2)
     num_row_blocks = tl.cdiv(N, BLOCK_N)
     num_column_tiles = tl.cdiv(C, BLOCK_V)
@@ -161,7 +168,7 @@ def _grad_logits_kernel(
         row_mask = rows < N
         label = tl.load(label_ptr + rows, mask=row_mask, other=-1) - first_column
 
-        logits = tile_products(hidden_desc, weight_desc, row, column, H, BLOCK_N, BLOCK_V, BLOCK_H, UPCAST)
+        logits = tile_products(hidden_desc, weight_desc, row, column, H, BLOCK_N, BLOCK_V, BLOCK_H, PRODUCTS, ROUND)
         # Loaded after the products: held across them, they spill registers.
         row_scale = tl.load(row_scale_ptr + rows, mask=row_mask, other=0.0)
         max_logit = tl.load(terms_ptr + rows, mask=row_mask, other=0.0)

@@ -1,8 +1,11 @@
 """The Triton backend's primitives, under the names of the `Backend` protocol."""
 
 from megatron_lce.backends.triton.divergence import intermediate_bytes, read_products
+from megatron_lce.backends.triton.gathered import gathered_products, gathered_sums, write_columns
 from megatron_lce.backends.triton.grad_logits import grad_logits, grad_logits_from_cache
 from megatron_lce.backends.triton.merge_stats import merge_extremes, sum_chunks
+from megatron_lce.backends.triton.parts import product
+from megatron_lce.backends.triton.product_stats import product_stats
 from megatron_lce.backends.triton.row_numbers import finish, prepare_rows, row_terms
 from megatron_lce.backends.triton.scale import scale
 from megatron_lce.backends.triton.softmax_stats import softmax_stats
@@ -11,14 +14,19 @@ from megatron_lce.backends.triton.tiles import costs
 __all__ = [
     "costs",
     "finish",
+    "gathered_products",
+    "gathered_sums",
     "grad_logits",
     "grad_logits_from_cache",
     "intermediate_bytes",
     "merge_extremes",
     "prepare_rows",
+    "product",
+    "product_stats",
     "read_products",
     "row_terms",
     "scale",
     "softmax_stats",
     "sum_chunks",
+    "write_columns",
 ]

@@ -69,7 +69,7 @@ def finish(
         sums,
         rows.to_nats,
         order,
-        *outputs,
+        *outputs[:-1],  # `CandidatePass` makes candidate_logprobs
         *saved,
         num_tokens,
         sums.shape[1],

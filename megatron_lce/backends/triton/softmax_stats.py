@@ -7,6 +7,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_lce.backends.triton import tiles
+from megatron_lce.backends.triton.parts import split
 from megatron_lce.backends.triton.tile_products import (
     as_descriptor,
     descriptor,
@@ -14,10 +15,10 @@ from megatron_lce.backends.triton.tile_products import (
     tanh,
     tile_position,
     tile_products,
-    upcasts,
+    weight_columns,
 )
 from megatron_lce.core.logits_cache import LogitsCache
-from megatron_lce.core.plan import ceil_div
+from megatron_lce.core.plan import SLAB_ROW_STEP, ceil_div, cut
 from megatron_lce.core.statistics import LOWEST_LOGIT, packed_rows
 
 # Base 2. In bf16 a chunk's reference is 0 if its largest absolute logit is no larger: bf16's range goes to 2^127, and
@@ -37,19 +38,24 @@ def softmax_stats(
     telemetry: bool,
     vocab_start: int,
     cache: LogitsCache | None = None,
+    logits_dtype: torch.dtype | None = None,
+    columns_at_once: int | None = None,
 ) -> Tensor:
     """Return statistics [chunks, K, N] of V columns, see `megatron_lce.core.statistics`, and fill the cache, if any."""
     num_tokens, num_columns = hidden.shape[0], weight.shape[0]
-    tile, chunk = tiles.choose_tiles(hidden.dtype, hidden.device), tiles.chunk_columns(hidden)
+    dtype, products = tiles.tile_dtype(hidden.dtype, weight.dtype), tiles.products_of(hidden.dtype, weight.dtype)
+    tile, chunk = tiles.choose_tiles(dtype, hidden.device), tiles.chunk_columns(dtype, hidden.device)
     rows = packed_rows(entropy, telemetry)
     parts = hidden.new_empty(ceil_div(num_columns, chunk), rows, num_tokens, dtype=torch.float32)
     hidden_desc = descriptor(hidden, tile.block_n, tile.block_h)
     takes_logarithm = entropy or softcap_scale is not None
     kept_columns = 0 if cache is None else cache.exp.shape[1]
-    for columns, kept in ((slice(0, kept_columns), cache), (slice(kept_columns, num_columns), None)):
+    step = max(num_columns, 1) if products != "split" or columns_at_once is None else columns_at_once
+    without = ((columns, None) for columns in cut(num_columns, step, start=kept_columns))
+    for columns, kept in ((slice(0, kept_columns), cache), *without):
         if columns.start == columns.stop:
             continue
-        slab = weight[columns]
+        slab = split(weight[columns], SLAB_ROW_STEP).flatten(1) if products == "split" else weight[columns]
         num_tiles = ceil_div(num_tokens, tile.block_n) * ceil_div(slab.shape[0], tile.block_v)
         _softmax_stats_kernel[(min(num_tiles, tiles.num_programs(hidden.device)),)](
             hidden_desc,
@@ -69,7 +75,8 @@ def softmax_stats(
             TELEMETRY=telemetry,
             LARGEST_WITHOUT=LARGEST_WITHOUT if hidden.dtype == torch.bfloat16 and not takes_logarithm else 0.0,
             SOFTCAP=softcap_scale is not None,
-            UPCAST=upcasts(hidden.dtype, tiles.interpreting()),
+            PRODUCTS=products,
+            ROUND=logits_dtype is not None,
             BLOCK_N=tile.block_n,
             BLOCK_V=tile.block_v,
             BLOCK_H=tile.block_h,
@@ -79,20 +86,24 @@ def softmax_stats(
             num_stages=tile.num_stages,
             enable_fp_fusion=False,
         )
+        del slab  # before the next one's copy is made
     # After the other kernel, which fills the label's row of `parts` with -inf.
-    _label_logits(hidden_desc, weight, labels, row_scale, parts[0, 1], softcap_scale)
+    _label_logits(hidden, hidden_desc, weight, labels, row_scale, parts[0, 1], softcap_scale, logits_dtype)
     return parts
 
 
 def _label_logits(
-    hidden_desc: TensorDescriptor | tuple[Tensor, int],  # [N, H]
+    hidden: Tensor,  # [N, H]
+    hidden_desc: TensorDescriptor | tuple[Tensor, int],
     weight: Tensor,  # [V, H]
     labels: Tensor,
     row_scale: Tensor,
     out: Tensor,  # [N] fp32
     softcap_scale: float | None,
+    logits_dtype: torch.dtype | None,
 ) -> None:
-    tile, num_tokens = tiles.choose_tiles(weight.dtype, weight.device), out.shape[0]
+    hidden_dtype, num_tokens = hidden.dtype, out.shape[0]
+    tile = tiles.choose_tiles(tiles.tile_dtype(hidden_dtype, weight.dtype), weight.device)
     _label_logits_kernel[(ceil_div(num_tokens, tile.block_n),)](
         hidden_desc,
         weight,
@@ -104,7 +115,8 @@ def _label_logits(
         weight.stride(0),
         0.0 if softcap_scale is None else softcap_scale,
         SOFTCAP=softcap_scale is not None,
-        UPCAST=upcasts(weight.dtype, tiles.interpreting()),
+        PRODUCTS=tiles.products_of(hidden_dtype, weight.dtype),
+        ROUND=logits_dtype is not None,
         BLOCK_N=tile.block_n,
         BLOCK_H=tile.block_h,
         num_warps=tile.num_warps,
@@ -125,7 +137,8 @@ def _label_logits_kernel(
     weight_stride,
     softcap_scale,
     SOFTCAP: tl.constexpr,
-    UPCAST: tl.constexpr,
+    PRODUCTS: tl.constexpr,
+    ROUND: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
@@ -141,7 +154,7 @@ def _label_logits_kernel(
     label = tl.load(label_ptr + rows, mask=row_mask, other=-1)
     row_scale = tl.load(row_scale_ptr + rows, mask=row_mask, other=0.0)
     label_rows = weight_ptr + tl.where(label >= 0, label, 0).to(tl.int64)[:, None] * weight_stride
-    logits = tile_products(hidden_desc, label_rows, row, 0, H, BLOCK_N, BLOCK_N, BLOCK_H, UPCAST)
+    logits = tile_products(hidden_desc, label_rows, row, 0, H, BLOCK_N, BLOCK_N, BLOCK_H, PRODUCTS, ROUND)
     if SOFTCAP:
         logits = tanh(logits * softcap_scale)
     logits = logits * row_scale[:, None]
@@ -170,7 +183,8 @@ def _softmax_stats_kernel(
     TELEMETRY: tl.constexpr,
     LARGEST_WITHOUT: tl.constexpr,  # largest absolute logit, base 2, of a chunk whose reference is 0; 0: none is
     SOFTCAP: tl.constexpr,
-    UPCAST: tl.constexpr,
+    PRODUCTS: tl.constexpr,
+    ROUND: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -182,7 +196,7 @@ def _softmax_stats_kernel(
     K: tl.constexpr = FIRST_SUM + 1 + ENTROPY + 3 * TELEMETRY
     CHUNKS: tl.constexpr = BLOCK_V // CHUNK
     hidden_desc = as_descriptor(hidden_desc, N, H, BLOCK_N, BLOCK_H)
-    weight_desc = as_descriptor(weight_desc, V, H, BLOCK_V, BLOCK_H)
+    weight_desc = as_descriptor(weight_desc, V, weight_columns(H, PRODUCTS), BLOCK_V, BLOCK_H)
     if exp_desc is not None:
         exp_desc = as_descriptor(exp_desc, N, V, BLOCK_N, BLOCK_V // 2)
     num_row_blocks = tl.cdiv(N, BLOCK_N)
@@ -195,7 +209,7 @@ def _softmax_stats_kernel(
         row_mask = rows < N
         row_scale = tl.load(row_scale_ptr + rows, mask=row_mask, other=0.0)
 
-        logits = tile_products(hidden_desc, weight_desc, row, column, H, BLOCK_N, BLOCK_V, BLOCK_H, UPCAST)
+        logits = tile_products(hidden_desc, weight_desc, row, column, H, BLOCK_N, BLOCK_V, BLOCK_H, PRODUCTS, ROUND)
         if SOFTCAP:
             logits = tanh(logits * softcap_scale)
         logits = logits * row_scale[:, None]  # [BLOCK_N, BLOCK_V]

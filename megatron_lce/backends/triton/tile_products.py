@@ -1,14 +1,17 @@
 """The kernels share the order of tiles, the products of a tile, and what makes logits of them."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_lce.backends.triton import tiles
+from megatron_lce.backends.triton.parts import three_parts
+from megatron_lce.core.plan import SLAB_ROW_STEP
 
-FP32_SUM = tl.constexpr(256)
+INTERPRETED = tl.constexpr(tiles.interpreting())  # which Triton decides when a kernel is defined
+SPLIT_SUM = tl.constexpr(1024)
+ROW_STEP = tl.constexpr(SLAB_ROW_STEP)
 MASKED_LOGIT = tl.constexpr(-1e38)  # finite, so that 0 * (masked - max) is 0 instead of NaN
 SMALLEST_NORMAL = tl.constexpr(1.1754943508222875e-38)
 
@@ -39,6 +42,15 @@ def as_descriptor(matrix, num_rows, num_columns, BLOCK_ROWS: tl.constexpr, BLOCK
 
 
 @triton.jit
+def weight_columns(H, PRODUCTS: tl.constexpr):
+    """Return the number of columns of what the kernels read the weight from: those of three parts, if it is split."""
+    columns = H
+    if PRODUCTS == "split":
+        columns = 3 * (tl.cdiv(H, ROW_STEP) * ROW_STEP)
+    return columns
+
+
+@triton.jit
 def _weight_tile(weight, column, h, H, BLOCK_H: tl.constexpr):
     """Load weight [BLOCK_V, BLOCK_H] at a column and h, zero past the ends."""
     if weight.dtype.is_ptr():
@@ -50,37 +62,77 @@ def _weight_tile(weight, column, h, H, BLOCK_H: tl.constexpr):
 
 
 @triton.jit
+def _weight_part(weight, column, step, H, width, BLOCK_H: tl.constexpr):
+    """Load [BLOCK_V, BLOCK_H] of rows of three parts of `width` each, or make it of fp32 rows."""
+    if weight.dtype.is_ptr():
+        low, middle, high = three_parts(_weight_tile(weight, column, step % width, H, BLOCK_H))
+        tile = tl.where(step >= 2 * width, high, tl.where(step >= width, middle, low))
+    else:
+        tile = weight.load([column, step])
+    return tile
+
+
+@triton.jit
 def tile_products(
     hidden_desc,  # [N, H]
-    weight,  # the descriptor of [V, H], or pointers [BLOCK_V, 1] to rows, which ignore `column`
+    weight,  # the descriptor of [V, H] or parts [V, 3 * width], or pointers [BLOCK_V, 1] to rows, without `column`
     row,
     column,
     H,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_H: tl.constexpr,
-    UPCAST: tl.constexpr,
+    PRODUCTS: tl.constexpr,  # `tiles.products_of`
+    ROUND: tl.constexpr,  # to bf16
 ):
     """Return a tile of hidden[row:] @ weight[column:].T in fp32; rows and columns past the end are zero."""
     products = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
-    if hidden_desc.dtype == tl.float32:
-        # Sums over FP32_SUM of H are added up, as one running sum over a long H loses digits.
-        for start in range(0, H, FP32_SUM):
+    if PRODUCTS == "split":
+        width = tl.cdiv(H, ROW_STEP) * ROW_STEP
+        # Tensor cores truncate as they add, by what the sum amounts to. So sums over SPLIT_SUM of H are added up; those
+        # of the two small parts, which come first, are one sum.
+        for piece in range(0, 1 + tl.cdiv(width, SPLIT_SUM)):
+            start = tl.where(piece == 0, 0, 2 * width + (piece - 1) * SPLIT_SUM)
+            stop = tl.where(piece == 0, 2 * width, min(start + SPLIT_SUM, 3 * width))
             partial = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
-            for h in range(start, min(start + FP32_SUM, H), BLOCK_H):
-                hidden = hidden_desc.load([row, h])
-                weight_tile = _weight_tile(weight, column, h, H, BLOCK_H)
-                partial = tl.dot(hidden, weight_tile.T, partial, input_precision="ieee")
+            for step in range(start, stop, BLOCK_H):
+                hidden = hidden_desc.load([row, step % width])
+                partial = _add_product(hidden, _weight_part(weight, column, step, H, width, BLOCK_H), partial)
             products += partial
-        return products
-    for h in range(0, H, BLOCK_H):
-        hidden = hidden_desc.load([row, h])  # [BLOCK_N, BLOCK_H]
-        weight_tile = _weight_tile(weight, column, h, H, BLOCK_H)  # [BLOCK_V, BLOCK_H]
-        if UPCAST:
-            hidden = hidden.to(tl.float32)
-            weight_tile = weight_tile.to(tl.float32)
-        products = tl.dot(hidden, weight_tile.T, products)
+    elif PRODUCTS == "plain":
+        for h in range(0, H, BLOCK_H):
+            hidden = hidden_desc.load([row, h])  # [BLOCK_N, BLOCK_H]
+            products = _add_product(hidden, _weight_tile(weight, column, h, H, BLOCK_H), products)
+    else:
+        # Each step's sum is added to `products` in fp32: tensor cores never sum over more than BLOCK_H of H.
+        for h in range(0, H, BLOCK_H):
+            hidden = hidden_desc.load([row, h]).to(tl.float32)
+            weight_tile = _weight_tile(weight, column, h, H, BLOCK_H)
+            products = tl.dot(hidden, weight_tile.T, products, input_precision=PRODUCTS)
+    if ROUND:
+        products = _rounded_to_bf16(products)
     return products
+
+
+@triton.jit
+def _add_product(hidden, weight_tile, products):
+    """Return products + hidden @ weight_tile.T of 16-bit tiles [BLOCK_N, BLOCK_H] and [BLOCK_V, BLOCK_H]."""
+    if INTERPRETED:  # the interpreter computes bf16 products wrongly
+        hidden = hidden.to(tl.float32)
+        weight_tile = weight_tile.to(tl.float32)
+    return tl.dot(hidden, weight_tile.T, products)
+
+
+@triton.jit
+def _rounded_to_bf16(x):
+    """Return fp32 numbers rounded to nearest even."""
+    if INTERPRETED:  # its cast truncates
+        bits = x.to(tl.uint32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        rounded = tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
+    else:
+        rounded = x.to(tl.bfloat16).to(tl.float32)
+    return rounded
 
 
 @triton.jit
@@ -124,7 +176,3 @@ def descriptor(matrix: Tensor, block_rows: int, block_columns: int) -> TensorDes
         assert matrix.stride(0) * matrix.element_size() % 16 == 0
         return matrix, matrix.stride(0)
     return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [block_rows, block_columns])
-
-
-def upcasts(dtype: torch.dtype, interpreting: bool) -> bool:
-    return interpreting and dtype != torch.float32

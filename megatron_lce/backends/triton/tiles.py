@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from megatron_lce.core.plan import Costs
+from megatron_lce.core.plan import SLAB_ROW_STEP, Costs, round_up
 from megatron_lce.core.statistics import CHUNK_COLUMNS
 
 
@@ -28,14 +28,17 @@ BLACKWELL_16_BIT = Tiles(128, 128, 64, num_warps=8, num_stages=4)
 AMPERE_16_BIT = Tiles(128, 128, 64, num_warps=8, num_stages=3)
 # Compiled, not run: they fill the 64 KiB of an MI300.
 AMD_16_BIT = Tiles(128, 128, 32, num_warps=8, num_stages=3)
-# Full fp32 products run on CUDA cores, not on tensor cores.
-FP32 = Tiles(64, 64, 32, num_warps=8, num_stages=2)
+HOPPER_FP32 = Tiles(128, 64, 32, num_warps=4, num_stages=3)  # of "tf32x3" products
+GENERIC_FP32 = Tiles(128, 64, 32, num_warps=8, num_stages=3)  # with 4 warps 272 bytes spill on sm89
+FP32 = Tiles(64, 64, 32, num_warps=8, num_stages=2)  # of "ieee" products
 
 GROUP_N = 8  # row blocks that walk the vocabulary together, so that a weight tile is read from L2 by all of them
 
 
 def choose_tiles(dtype: torch.dtype, device: torch.device) -> Tiles:
     """Return the tiles by dtype and device alone, so that a token's reductions have the same bits in every call."""
+    if dtype == torch.float32 and speaks_ptx():
+        return HOPPER_FP32 if device.type == "cpu" or _capability(device) == (9, 0) else GENERIC_FP32
     if dtype == torch.float32:
         return FP32
     if device.type == "cpu":
@@ -48,15 +51,36 @@ def merging_rows(device: torch.device) -> int:
     return 64 if device.type == "cpu" else 8
 
 
-def chunk_columns(hidden: torch.Tensor) -> int:
+def products_of(hidden: torch.dtype, weight: torch.dtype) -> str:
+    """Return how a tile's products are made: "plain", of 16-bit inputs; "split", of bf16 hidden and three bf16 parts of
+    an fp32 weight; else of fp32 numbers, as "tf32x3" of two parts each, or "ieee" where Triton has no such product.
+    """
+    if weight != torch.float32:
+        return "plain"
+    if hidden == torch.bfloat16:
+        return "split"
+    return "tf32x3" if speaks_ptx() else "ieee"
+
+
+def chunk_columns(dtype: torch.dtype, device: torch.device) -> int:
     """Number of columns of a chunk: as many as a tile has, at most `CHUNK_COLUMNS`; it depends on dtype and device."""
-    return min(CHUNK_COLUMNS, choose_tiles(hidden.dtype, hidden.device).block_v)
+    return min(CHUNK_COLUMNS, choose_tiles(dtype, device).block_v)
 
 
-def costs(hidden: torch.Tensor, telemetry: bool) -> Costs:
-    """Return the costs; of fp32 inputs there is no cache."""
-    tile = choose_tiles(hidden.dtype, hidden.device)
-    return Costs(chunk_columns(hidden), 0 if hidden.dtype == torch.float32 else tile.block_v)
+def costs(hidden: torch.Tensor, weight: torch.Tensor, telemetry: bool) -> Costs:
+    """Return the costs; beside an fp32 weight there is no cache, and products are made of bf16 parts."""
+    dtype = tile_dtype(hidden.dtype, weight.dtype)
+    chunk = chunk_columns(dtype, hidden.device)
+    if weight.dtype != torch.float32:
+        return Costs(chunk, choose_tiles(dtype, hidden.device).block_v)
+    row = 6 * weight.shape[1]  # bytes of three bf16 parts
+    in_kernel = 6 * round_up(weight.shape[1], SLAB_ROW_STEP) if hidden.dtype == torch.bfloat16 else 0
+    return Costs(chunk, logit=6, stats_column=in_kernel, slab_token=row, slab_column=max(row, in_kernel))
+
+
+def tile_dtype(hidden: torch.dtype, weight: torch.dtype) -> torch.dtype:
+    """Return the dtype of what a tile's products are made of."""
+    return hidden if products_of(hidden, weight) in ("plain", "split") else torch.float32
 
 
 def stats_group(hidden_size: int) -> int:

@@ -1,0 +1,57 @@
+"""Products of hidden states with single rows of the weight, and their gradients, in torch."""
+
+import torch
+from torch import Tensor
+
+from megatron_lce.core.plan import cut
+
+
+def gathered_products(
+    hidden: Tensor,  # [N, H]
+    weight: Tensor,  # [V, H]
+    rows: Tensor,  # [M] int64 numbers of hidden's rows
+    ids: Tensor,  # [M] int64 numbers of weight's rows; -1: none
+    workspace_bytes: int,
+) -> Tensor:
+    """Return hidden[rows] . weight[ids], [M] fp32, 0 without an id."""
+    products = hidden.new_empty(ids.shape[0], dtype=torch.float32)
+    bytes_of_one = hidden.shape[1] * (2 * hidden.element_size() + 3 * 4)  # both rows, in fp32 too, and their product
+    for part in cut(ids.shape[0], max(1, workspace_bytes // bytes_of_one)):
+        of_hidden = hidden.index_select(0, rows[part]).float()
+        of_weight = weight.index_select(0, ids[part].clamp(min=0)).float()
+        torch.sum(of_hidden * of_weight, dim=1, out=products[part])
+    return products.masked_fill_(ids < 0, 0.0)
+
+
+def gathered_sums(
+    matrix: Tensor,  # [R, H]
+    places: Tensor,  # [M] int64 numbers of matrix's rows; -1: none
+    factors: Tensor,  # [M] fp32
+    offsets: Tensor,  # [S + 1] int64, where each sum's part of the M begins
+    out: Tensor,  # [S, H]
+    *,
+    accumulate: bool,
+    workspace_bytes: int,
+) -> None:
+    """Write the sums of factors * matrix[places] over each part to `out`, or add them; some columns at a time."""
+    bytes_of_column = places.shape[0] * (matrix.element_size() + 2 * 4) + 2 * 4 * out.shape[0]
+    nowhere = (places < 0)[:, None]
+    for columns in cut(out.shape[1], max(1, workspace_bytes // max(bytes_of_column, 1))):
+        terms = matrix[:, columns].index_select(0, places.clamp(min=0)).float().mul_(factors[:, None])
+        terms.masked_fill_(nowhere, 0.0)
+        sums = torch.segment_reduce(terms, "sum", offsets=offsets, unsafe=True)
+        out[:, columns] = out[:, columns].float() + sums if accumulate else sums
+
+
+def write_columns(
+    matrix: Tensor,  # [N, C]
+    columns: Tensor,  # [N, K] int64, each at most once a row; outside [0, C): none
+    values: Tensor,  # [N, K] fp32
+) -> None:
+    """Write values to some columns of each row. The other places repeat what is written to one of the row's columns."""
+    inside = (columns >= 0) & (columns < matrix.shape[1])
+    one = inside.to(torch.uint8).argmax(dim=1, keepdim=True)
+    any_inside = inside.gather(1, one)
+    column = torch.where(any_inside, columns.gather(1, one), 0)
+    value = torch.where(any_inside, values.gather(1, one).to(matrix.dtype), matrix.gather(1, column))
+    matrix.scatter_(1, torch.where(inside, columns, column), torch.where(inside, values.to(matrix.dtype), value))

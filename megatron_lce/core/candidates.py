@@ -1,0 +1,112 @@
+"""Candidates: logprobs at K ids of each token beside the label's, and their part of the gradient of the logits.
+
+Forward takes their logits as `gathered_logits` does, and the log-sum-exp from the statistics. With g their upstream
+gradients, backward adds sum over k of g_k (1[candidate k] - p) to the gradient of the logits: the second part is that
+of a log-sum-exp, whose upstream is less by the sum of g; the first changes K columns of a row, which are written anew
+into the slab. They are computed in fp32 from their own logprobs: where p is near 1, a 16-bit p would swamp 1 - p.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_lce.core.call import Call
+from megatron_lce.core.gathered_logits import ids_of_rows, logits_over_group, products_factor
+from megatron_lce.core.rows import LOWEST_LOG_P, Rows, RowTerms, Saved
+
+
+class CandidateGradients(NamedTuple):
+    """They are the gradients of some products of each row, which replace a slab's."""
+
+    columns: Tensor  # [N, K] int64 numbers in this shard, each once a row; -1: none
+    grad: Tensor  # [N, K] fp32
+
+    def select(self, tokens: slice | Tensor) -> "CandidateGradients":
+        return CandidateGradients(self.columns[tokens], self.grad[tokens])
+
+
+class CandidatePass:
+    """It takes the candidates' logits block by block, and makes logprobs of them when the statistics are there."""
+
+    def __init__(
+        self,
+        call: Call,
+        ids: Tensor,  # [N, K] global, of the computed rows
+        labels: Tensor,  # [N] global
+        rows: Rows,
+    ) -> None:
+        self._call, self._ids, self._labels, self._rows = call, ids, labels, rows
+        self._logits = torch.empty_like(ids, dtype=torch.float32)  # base 2
+
+    def take(self, hidden: Tensor, block: slice) -> None:
+        """Take a block's logits, with the same bits on every rank."""
+        ids = self._ids[block]
+        logits = logits_over_group(hidden, ids_of_rows(ids), self._rows.select(block), self._call)
+        self._logits[block] = logits.view(ids.shape)
+
+    def finish(self, saved: Saved, out: Tensor, order: Tensor | None) -> Tensor:
+        """Write logprobs to `out` [..., K]: 0 at padding and in ignored rows, NaN in broken ones. Return base-2 ones.
+
+        At the label they have the bits of its own.
+        """
+        log_p = self._logits.sub_(saved.max_logit[:, None]).sub_(saved.log_sum[:, None]).clamp_(max=0.0)
+        of_label = saved.label_logprob[:, None]
+        log_p = torch.where(self._ids == self._labels[:, None], of_label, log_p)
+        log_p.masked_fill_(of_label.isneginf(), torch.nan)  # no rank owns the label
+        logprobs = log_p * self._rows.to_nats[:, None]
+        padding = (self._ids < 0) & ~(of_label * self._rows.to_nats[:, None]).isnan() & ~of_label.isneginf()
+        logprobs.masked_fill_(padding | self._rows.ignored[:, None], 0.0)
+        flat = out.view(-1, out.shape[-1])
+        flat.copy_(logprobs) if order is None else flat.index_copy_(0, order, logprobs)
+        return log_p
+
+
+def candidate_pass(call: Call, rows: Rows, order: Tensor | None) -> CandidatePass | None:
+    """Return the pass of the computed rows' candidates, or None if the call has none."""
+    ids, labels = call.candidates, call.labels
+    if ids is None:
+        return None
+    return CandidatePass(call, *((ids, labels) if order is None else (ids[order], labels[order])), rows)
+
+
+def candidate_gradients(
+    upstream: Tensor,  # [N, K] fp32, 0 at padding
+    ids: Tensor,  # [N, K] global
+    log_p: Tensor,  # [N, K] base 2
+    rows: Rows,
+    saved: Saved,
+    packed_terms: Tensor,  # [6 or 7, N], the log-sum-exp's upstream less by the sum of these
+    call: Call,
+) -> CandidateGradients:
+    """Return the whole gradient of the candidates' products, that of every output included."""
+    flat = ids_of_rows(ids)
+    columns = flat.local(call.shard).view(ids.shape).masked_fill_(rows.ignored[:, None], -1)
+    terms = RowTerms(*packed_terms[:, :, None])
+    grad = log_p.exp2() * (terms.p_term - terms.entropy_term * log_p.clamp(min=LOWEST_LOG_P))
+    grad += torch.where(columns == rows.labels[:, None], terms.label_term, 0.0)
+    if terms.mean_term is not None:
+        grad += terms.mean_term
+    if call.options.softcap is not None:
+        logits = (log_p + saved.log_sum[:, None]) + saved.max_logit[:, None]
+        grad *= 1.0 - (logits / rows.scale[:, None]).square_()
+    else:
+        logits = log_p
+    factor = products_factor(logits.reshape(-1), flat, rows, call).view(ids.shape)
+    upstream, columns = _each_once(upstream, columns)
+    return CandidateGradients(columns, grad.addcmul_(upstream, factor * rows.to_nats[:, None]))
+
+
+def _each_once(upstream: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sum of a row's upstream gradients at its first place of each column, and -1 at its other places."""
+    by_column, order = columns.sort(dim=1, stable=True)
+    is_first = torch.ones_like(by_column, dtype=torch.bool)
+    is_first[:, 1:] = by_column[:, 1:] != by_column[:, :-1]
+    flat, size = is_first.reshape(-1), columns.numel()
+    places = torch.arange(size + 1, dtype=torch.int64, device=columns.device)
+    starts = places.clone()
+    starts[:size].masked_fill_(~flat, size)
+    starts = starts.flip(0).cummin(0).values.flip(0)  # the next first place, of each place
+    sums = torch.segment_reduce(upstream.gather(1, order).reshape(-1), "sum", offsets=starts, unsafe=True)
+    sums = torch.zeros_like(upstream).scatter_(1, order, sums.view(upstream.shape))
+    return sums, columns.masked_fill(~is_first.new_zeros(is_first.shape).scatter_(1, order, is_first), -1)

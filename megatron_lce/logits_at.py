@@ -1,0 +1,119 @@
+"""`linear_logits_at`: the logits of some ids of the vocabulary, at a cost that goes with the ids."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_lce.arguments import Operation, make_call
+from megatron_lce.core import validation
+from megatron_lce.core.call import Call
+from megatron_lce.core.collectives import waited
+from megatron_lce.core.gathered_logits import LogitsAtFunction, ids_of_offsets, ids_of_rows
+from megatron_lce.core.options import Options
+
+# Keywords of `linear_cross_entropy` that say how a head is cut and what its logits are.
+OF_HEAD = (
+    "tp_group",
+    "sequence_parallel",
+    "temperature",
+    "logits_scale",
+    "softcap",
+    "vocab_start",
+    "vocab_size",
+    "workspace_bytes",
+    "backend",
+)
+OF_GRADIENT = ("reduce_grad_hidden", "weight_grad_sink")
+
+
+def linear_logits_at(
+    hidden: Tensor,  # [..., H]
+    weight: Tensor,  # [V_local, H]
+    ids: Tensor,  # [..., K], or [M] with offsets
+    offsets: Tensor | None = None,  # [N + 1]
+    **keywords: Any,
+) -> Tensor:
+    """The logits of K ids of each token, with a gradient: K products of length H a token, and nothing of length V.
+
+        logits = megatron_lce.linear_logits_at(hidden, weight, ids, tp_group=group, temperature=0.7)
+
+    Logits are `softcap * tanh(logits_scale * hidden @ weight.T / softcap) / temperature`. Tokens may have different
+    numbers of ids (CSR): token n then has `ids[offsets[n] : offsets[n + 1]]`. Ids, offsets and the upstream gradient
+    must be equal on every rank of the group. Gradients are the same from run to run.
+
+    Args:
+        hidden, weight: as `linear_cross_entropy` takes them, but no DTensors.
+        ids: int64 global ids of the vocabulary, in any order, repeated or not; negative: padding. [..., K], tokens'
+            shape first (under `sequence_parallel` the full [s, ...]); with `offsets` [M].
+        offsets: int64 [N + 1] from 0 to M, ascending, for the N tokens one after another; an id outside them is NaN.
+        keywords: tp_group, sequence_parallel, temperature, logits_scale, softcap, vocab_start, vocab_size,
+            workspace_bytes, backend ("triton", "torch" or "auto"), reduce_grad_hidden and weight_grad_sink, with
+            `linear_cross_entropy`'s meaning. Beside the workspace a call takes about 100 bytes an id.
+
+    Returns:
+        fp32 logits of ids' shape, the same bits on every rank: 0 at padding, NaN (without gradient) at an id that no
+        rank owns, NaN in a row whose temperature is not positive and finite.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described; the message names it, what it must be and what it was.
+        RuntimeError: in backward with `create_graph=True`.
+    """
+    ids, offsets = waited(ids), waited(offsets)
+
+    def check(shape: tuple[int, ...]) -> None:
+        check_ids(ids, offsets, shape, hidden.device)
+
+    width = ids.shape[-1] if isinstance(ids, Tensor) and ids.dim() and offsets is None else None
+    own = {"ids": width, "offsets": type(offsets).__name__}
+    call = call_of_head("linear_logits_at", hidden, weight, keywords, (*OF_HEAD, *OF_GRADIENT), check, own)
+    with torch.no_grad():
+        flat = ids_of_rows(ids.reshape(-1, ids.shape[-1])) if offsets is None else ids_of_offsets(ids, offsets)
+    return LogitsAtFunction.apply(call.hidden, call.weight, call, flat).view(ids.shape)
+
+
+def call_of_head(
+    name: str,
+    hidden: Tensor,
+    weight: Tensor,
+    keywords: dict[str, Any],
+    known: tuple[str, ...],
+    check: Any,  # of the tokens' shape: what else the operation takes
+    own: dict[str, Any],  # what else every rank must call with
+) -> Call:
+    """The `Call` of an operation that reads no labels: it has a label of 0 for every token."""
+    unknown = keywords.keys() - {*known}
+    options = Options(entropy=False, **{name: value for name, value in keywords.items() if name not in unknown})
+
+    def prepare(_: Any, options: Options, ranks: int) -> tuple[Tensor, Options]:
+        if unknown:
+            raise TypeError(f"{name} has no keyword {', '.join(sorted(unknown))}")
+        if options.backend == "reference":
+            raise ValueError(f"backend must be 'auto', 'triton' or 'torch' for {name}, got 'reference'")
+        for argument, tensor in (("hidden", hidden), ("weight", weight)):
+            validation.check_tensor(argument, tensor)
+        validation.check_flag("sequence_parallel", options.sequence_parallel)
+        validation.check_head("hidden", hidden, "weight", weight)
+        shape = validation.labels_shape("hidden", hidden, ranks if options.sequence_parallel else 1)
+        check(shape)
+        return torch.zeros(shape, dtype=torch.int64, device=hidden.device), options
+
+    return make_call(hidden, weight, None, options, Operation(name, prepare=prepare, own=own))
+
+
+def check_ids(ids: Tensor, offsets: Tensor | None, shape: tuple[int, ...], device: torch.device) -> None:
+    """Check ids [..., K] of tokens of that shape, or CSR's ids [M] and offsets [N + 1]."""
+    given = [("ids", ids)] if offsets is None else [("ids", ids), ("offsets", offsets)]
+    for name, tensor in given:
+        validation.check_label_tensor(tensor, name)
+        if tensor.device != device:
+            raise ValueError(f"{name} must be on hidden's device, {device}, got {tensor.device}")
+    if offsets is None:
+        if tuple(ids.shape[:-1]) != shape or ids.dim() != len(shape) + 1 or ids.shape[-1] == 0:
+            raise ValueError(f"ids must be [..., K] with the tokens' shape, {shape}, first, got {tuple(ids.shape)}")
+        return
+    num_tokens = torch.Size(shape).numel()
+    if ids.dim() != 1:
+        raise ValueError(f"ids must be [M] beside offsets, got {tuple(ids.shape)}")
+    if tuple(offsets.shape) != (num_tokens + 1,):
+        raise ValueError(f"offsets must be [N + 1] for the {num_tokens} tokens, got {tuple(offsets.shape)}")

@@ -1,0 +1,79 @@
+"""mcore_adapter's model (ROLL, LLaMA-Factory) under the flag and in a capture, against its own loss and logprobs.
+
+    torchrun --nproc-per-node 2 tests/frameworks/run_mcore_adapter.py FOLDER  # ROLL: FOLDER/mcore_adapter, FOLDER/roll
+
+Of the model's class, which wants transformers, its loss and the hook that its constructor puts on the head are taken.
+Its own losses change fp32 logits in place, which torch forbids behind the hook: beside them the hook gives a copy.
+"""
+
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from comparing import VOCABULARY, cases, compare, main
+from megatron.core.models.gpt import GPTModel
+from stand_ins import definitions, packages_without_their_init, stand_in
+from torch import Tensor, nn
+
+import megatron_lce
+
+TEMPERATURE = 0.7
+
+
+def import_adapter(folder: Path) -> tuple[type, Any, Any, Any]:
+    """The model's class, the hook on its head, and ROLL's logprobs and entropy of logits."""
+    models = folder / "mcore_adapter/src/mcore_adapter/models"
+    names = "_McaLoraLogitsHelper", "_mca_lora_logits_postprocess", "mca_lora_logits_postprocess_hook"
+    *_, hook = definitions(models / "model_utils.py", "mcore_adapter.models.model_utils", *names, torch=torch)
+    known = {"GPTModel": GPTModel, "PretrainedModel": nn.Module, "McaModelConfig": None, "torch": torch}
+    (kind,) = definitions(models / "model_factory.py", "mcore_adapter.models.model_factory", "McaGPTModel", **known)
+    packages_without_their_init(folder / "mcore_adapter/src", "mcore_adapter", "mcore_adapter.parallel_functions")
+    packages_without_their_init(folder, "roll", "roll.third_party", "roll.third_party.megatron", "roll.utils")
+    stand_in("mcore_adapter.utils", divide=None, get_logger=logging.getLogger)
+    stand_in("roll.utils.logging", get_logger=logging.getLogger)
+    from mcore_adapter.parallel_functions import vocab_parallel
+    from roll.third_party.megatron import tensor_parallel
+
+    return kind, hook, vocab_parallel.vocab_parallel_logprobs, tensor_parallel.vocab_parallel_entropy
+
+
+def program() -> None:
+    kind, hook, logprobs_of, entropy_of = import_adapter(Path(sys.argv[1]))
+    tokens, labels = torch.randint(VOCABULARY, (2, 3, 12), generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(12)[None]
+
+    def adapted(model: nn.Module, fused: bool) -> nn.Module:
+        model.__class__ = kind
+        model.output_layer.register_forward_hook(hook)
+        if not fused:
+            model.output_layer.register_forward_hook(lambda head, args, output: (output[0].clone(), output[1]))
+        return model
+
+    def flag(model: nn.Module) -> dict[str, Tensor]:
+        model = adapted(model, True)
+        megatron_lce.enable_fused_linear_ce(model, on_unsupported="raise")
+        return {"loss": model(tokens, positions, None, labels=labels)}
+
+    def own_loss(model: nn.Module) -> dict[str, Tensor]:
+        return {"loss": adapted(model, False)(tokens, positions, None, labels=labels)}
+
+    def captured(model: nn.Module) -> dict[str, Tensor]:
+        with megatron_lce.capture_lm_head(adapted(model, True)) as head:
+            model(tokens, positions, None)
+        out = head.linear_cross_entropy(labels, TEMPERATURE)
+        return {"logprobs": out.logprobs, "entropy": out.entropy}
+
+    def of_logits(model: nn.Module) -> dict[str, Tensor]:
+        logits = adapted(model, False)(tokens, positions, None) / TEMPERATURE
+        entropy = entropy_of(logits.clone(), use_fused_kernel=False)
+        return {"logprobs": logprobs_of(logits.clone(), labels, use_fused_kernel=False), "entropy": entropy}
+
+    for case in cases():
+        compare(f"mcore_adapter, flag, {case.name}", case, flag, own_loss)
+        compare(f"ROLL, {case.name}", case, captured, of_logits)
+
+
+if __name__ == "__main__":
+    main(program)

@@ -1,0 +1,89 @@
+"""Megatron-RL's logprobs, with the diff of docs/recipes, against its own of gathered logits; context-parallel too.
+
+    PYTHONPATH=OWN torchrun --nproc-per-node 2 tests/frameworks/run_megatron_rl.py OWN FUSED  # they have megatron/rl
+
+Stand-ins: arguments, timers, the precision wrapper, and the function of TransformerEngine that says which tokens a rank
+has. Under context parallelism (`--context`) attention sees a rank's own tokens only, as it does on both sides.
+"""
+
+import contextlib
+import copy
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn
+from comparing import VOCABULARY, cases, compare, main
+from megatron.core.packed_seq_params import PackedSeqParams
+from stand_ins import definitions
+from torch import Tensor, nn
+
+import megatron_lce
+
+LENGTH = 16
+
+
+class Precision(nn.Module):
+    """In place of Float16Module, which takes `fp32_output`; the attention of these tests knows no ranks of context."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module, self.config = module, module.config
+
+    def forward(self, *args: Any, fp32_output: bool, packed_seq_params: PackedSeqParams, **keywords: Any) -> Tensor:
+        packed = None if packed_seq_params.cp_group is not None else packed_seq_params
+        return self.module(*args, packed_seq_params=packed, **keywords)
+
+
+def partitioned_indices(_: Tensor, length: int, ranks: int, rank: int) -> Tensor:
+    """Of one sequence: chunk `rank` from the front and from the back."""
+    chunks = torch.arange(length).chunk(2 * ranks)
+    return torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]])
+
+
+def get_logprobs(folder: str, context: bool) -> Callable[..., Tensor]:
+    alone = dist.new_subgroups(group_size=1)[0]
+    groups = SimpleNamespace(cp=dist.group.WORLD if context else alone, pp=alone)
+    known = {
+        "HAVE_TEX": True,
+        "PackedSeqParams": PackedSeqParams,
+        "_CPScatterCache": SimpleNamespace,
+        "copy": copy,
+        "get_args": lambda: Namespace(fp16=False, bf16=False),
+        "get_attr_wrapped_model": lambda model, name: groups,
+        "get_nvtx_range": lambda: lambda *_, **__: contextlib.nullcontext(),
+        "is_batch_invariant_mode_enabled": lambda: False,
+        "is_pp_last_stage": lambda group: True,
+        "megatron_lce": megatron_lce,
+        "nullcontext": contextlib.nullcontext,
+        "set_model_config_attribute": lambda model, name, value: setattr(model.config, name, value),
+        "tex": SimpleNamespace(thd_get_partitioned_indices=partitioned_indices),
+        "torch": torch,
+    }
+    names = "selective_log_softmax", "_build_cp_scatter_cache", "_scatter_for_context_parallel"
+    file = Path(folder, "megatron/rl/rl_utils.py")
+    return definitions(file, "megatron.rl.rl_utils", *names, "get_logprobs", **known)[-1]
+
+
+def program() -> None:
+    context = "--context" in sys.argv
+    own, fused = (get_logprobs(folder, context) for folder in sys.argv[1:3])
+    tokens = torch.randint(VOCABULARY, (1, LENGTH), generator=torch.Generator().manual_seed(0))
+
+    def outputs(function: Callable[..., Tensor]) -> Any:
+        def of(model: nn.Module) -> dict[str, Tensor]:
+            return {"logprobs": function(Precision(model), tokens, torch.arange(LENGTH)[None])}
+
+        return of
+
+    for case in cases():
+        compare(f"Megatron-RL{', context-parallel' * context}, {case.name}", case, outputs(fused), outputs(own))
+
+
+if __name__ == "__main__":
+    main(program, tensor_parallel=1 if "--context" in sys.argv else None)

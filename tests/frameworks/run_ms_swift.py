@@ -1,0 +1,176 @@
+"""Megatron-SWIFT's GRPO and GKD steps and its logprobs, with the diff of docs/recipes, against its own of logits.
+
+    torchrun --nproc-per-node 2 tests/frameworks/run_ms_swift.py OWN FUSED BRIDGE
+
+OWN/swift: as it is, FUSED/swift: with the diff, BRIDGE/mcore_bridge: whose model's way from hidden to logits is taken.
+Stand-ins: the batch's preparation, router replay, profiling, and what reduces metrics.
+"""
+
+import contextlib
+import functools
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Optional
+
+import torch
+from comparing import VOCABULARY, cases, compare, main
+from megatron.core import mpu
+from megatron.core.config_logger import has_config_logger_enabled
+from megatron.core.models.gpt import GPTModel
+from megatron.core.utils import get_attr_wrapped_model
+from stand_ins import definitions, packages_without_their_init, stand_in
+from torch import Tensor, nn
+
+import megatron_lce
+
+TEMPERATURE, PROMPT, LENGTH = 0.7, 5, 12
+TRAINERS = "swift.megatron.trainers"
+NO_REPLAY = SimpleNamespace(
+    is_replay_backward_action=lambda config: False,
+    is_replay_forward_action=lambda config: False,
+    is_r2_record_action=lambda config: False,
+)
+
+
+def import_swift(folder: Path) -> SimpleNamespace:
+    """The three functions that stand between a model and its logprobs or its divergence."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "swift"]:
+        del sys.modules[name]
+    packages_without_their_init(folder, "swift", "swift.megatron", TRAINERS, "swift.rlhf_trainers")
+    stand_in("mcore_bridge", split_cp_inputs=None)
+    from swift.megatron.trainers import gkd_utils, vocab_parallel_utils
+    from swift.rlhf_trainers import gkd_loss
+
+    imported = {**vars(gkd_utils), **vars(vocab_parallel_utils), **vars(gkd_loss)}
+    known = {name: value for name, value in imported.items() if not name.startswith("__")}
+    known |= {
+        "ContextManagers": lambda contexts: contextlib.nullcontext(),
+        "Optional": Optional,
+        "RouterReplayHelper": NO_REPLAY,
+        "get_attr_wrapped_model": get_attr_wrapped_model,
+        "megatron_lce": megatron_lce,
+        "mpu": mpu,
+        "nullcontext": contextlib.nullcontext,
+        "partial": functools.partial,
+        "prepare_batch": lambda args, batch: dict(batch),
+        "profiling_decorator": lambda method: method,
+    }
+    (helper,) = definitions(
+        folder / "swift/megatron/utils/utils.py", "swift.megatron.utils", "forward_step_helper", **known
+    )
+    known["forward_step_helper"] = helper
+    replay = dict.fromkeys(("get_local_topk_idx_for_current_rank", "get_router_replay_data", "set_router_replay_data"))
+    stand_in("swift.megatron.utils", forward_step_helper=helper, RouterReplayHelper=NO_REPLAY, **replay)
+
+    def functions(file: str, *names: str) -> list[Any]:
+        own = {**known}
+        with contextlib.suppress(AssertionError):  # of the diff only
+            path = folder / f"swift/megatron/trainers/{file}.py"
+            own["fused_gkd_loss"] = definitions(path, f"{TRAINERS}.{file}", "fused_gkd_loss", **known)[0]
+        return definitions(folder / f"swift/megatron/trainers/{file}.py", f"{TRAINERS}.{file}", *names, **own)
+
+    gkd = "forward_step", "loss_func", "_compute_teacher_logits_local"
+    return SimpleNamespace(
+        grpo=functions("grpo_trainer", "forward_step")[0],
+        logprobs=functions("utils", "compute_per_token_logps_fn")[0],
+        gkd=dict(zip(gkd, functions("gkd_trainer", *gkd), strict=True)),
+    )
+
+
+def head_of_mcore_bridge(folder: Path) -> type:
+    """Megatron's GPTModel with mcore_bridge's way from hidden states to logits."""
+    names = "_postprocess", "_forward_output_layer", "get_input_tensor"
+    known = {"has_config_logger_enabled": has_config_logger_enabled, "Optional": Optional}
+    found = definitions(folder / "mcore_bridge/model/gpt_model.py", "mcore_bridge.model.gpt_model", *names, **known)
+    return type("BridgeModel", (GPTModel,), dict(zip(names, found, strict=True)))
+
+
+class Wrapper(nn.Module):
+    """In place of DDP and of Float16Module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, **keywords: Any) -> Tensor:
+        return self.module(**keywords)
+
+
+def batch() -> dict[str, Tensor | None]:
+    """Two sequences whose prompt, and one token more, are not counted."""
+    tokens, labels = torch.randint(VOCABULARY, (2, 2, LENGTH), generator=torch.Generator().manual_seed(0))
+    labels[:, :PROMPT] = labels[0, -2] = -100
+    positions = torch.arange(LENGTH).expand(2, -1)
+    return {"input_ids": tokens, "position_ids": positions, "attention_mask": None, "labels": labels}
+
+
+def trainer(**settings: Any) -> Any:
+    args = SimpleNamespace(context_parallel_size=1, padding_free=False)
+    return SimpleNamespace(
+        args=args,
+        temperature=TEMPERATURE,
+        enable_routing_replay=False,
+        micro_batch_size=2,
+        steps_per_generation=1,
+        _step=0,
+        _prepare_batch=lambda data, vp_stage=None: dict(data),
+        _all_reduce_metric=lambda metric, *_, **__: metric,
+        _flush_log_completions=lambda: None,
+        loss_func=lambda: None,
+        **settings,
+    )
+
+
+def grpo(swift: SimpleNamespace, model: nn.Module) -> dict[str, Tensor]:
+    counted = batch()["labels"] != -100
+    inputs = batch() | {"grpo_batch": SimpleNamespace(completion_mask=counted)}
+    logprobs, loss = swift.grpo(trainer(compute_entropy=True), iter([inputs]), model)
+    return {"logprobs": logprobs, "entropy": loss.keywords["data"]["per_token_entropy"][counted]}
+
+
+def logprobs(swift: SimpleNamespace, model: nn.Module) -> dict[str, Tensor]:
+    args = SimpleNamespace(context_parallel_size=1)
+    return {"logprobs": swift.logprobs(model, args, iter([batch()]), TEMPERATURE, no_grad=False)[0]}
+
+
+def gkd(swift: SimpleNamespace, teacher: nn.Module, beta: float, model: nn.Module) -> dict[str, Tensor]:
+    settings = {"_is_self_distillation": False, "teacher_models": [teacher], "gkd_logits_topk": None, "beta": beta}
+    own = trainer(use_teacher_api=False, sft_alpha=0.5, unwrapped_models=[model], **settings)
+    own.load_teacher_model_context = contextlib.nullcontext
+    own.loss_func = functools.partial(swift.gkd["loss_func"], own)
+    inputs: dict[str, Any] = batch() | {"teacher_model_inputs": batch()}
+    swift.gkd["_compute_teacher_logits_local"](own, [inputs])
+    output, loss = swift.gkd["forward_step"](own, iter([inputs]), Wrapper(Wrapper(model)))
+    total, *number, _ = loss(output)
+    if not number:  # of a version whose loss is a mean
+        total = total * (inputs["labels"] != -100).sum()
+    return {"divergence": total[None]}
+
+
+def program() -> None:
+    fused, own = (import_swift(Path(folder)) for folder in sys.argv[2:0:-1])  # own's is what stays in sys.modules
+    bridge = head_of_mcore_bridge(Path(sys.argv[3]))
+
+    def bridged(model: nn.Module) -> nn.Module:
+        model.__class__ = bridge
+        model.config.task_type, model.config.is_multimodal = "causal_lm", False
+        return model
+
+    for case in cases():
+        teacher = bridged(case.build())
+        with torch.no_grad():
+            for parameter in teacher.parameters():
+                parameter.mul_(1.5)
+        ways = {"GRPO": grpo, "logprobs": logprobs}
+        ways |= {f"GKD, beta {beta}": functools.partial(gkd, teacher=teacher, beta=beta) for beta in (0, 0.5, 1)}
+        for name, way in ways.items():
+
+            def outputs(swift: SimpleNamespace, way: Any = way) -> Any:
+                return lambda model: way(swift, model=bridged(model))
+
+            compare(f"ms-swift, {name}, {case.name}", case, outputs(fused), outputs(own))
+
+
+if __name__ == "__main__":
+    main(program)

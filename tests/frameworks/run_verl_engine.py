@@ -1,0 +1,122 @@
+"""The forward step of verl's Megatron engine, with the diff of docs/recipes, against the same step as it is.
+
+    torchrun --nproc-per-node 2 tests/frameworks/run_verl_engine.py OWN FUSED      # OWN/verl: as it is, FUSED/verl
+
+With a temperature for each sample, sum_pi_squared, MTP, and tokens in prompts and answers that do not count: what
+verl's fused path refuses, or computes. Stand-ins: those of run_verl.py, TensorDict, configurations, router replay.
+"""
+
+import dataclasses
+import sys
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from comparing import VOCABULARY, cases, compare, main
+from megatron.core.utils import unwrap_model
+from run_verl import import_verl
+from stand_ins import definitions
+from torch import Tensor, nn
+
+import megatron_lce
+
+PROMPTS, LENGTHS = (4, 2, 3), (9, 6, 12)
+TEMPERATURES = (0.7, 1.0, 1.3)
+PAD_MODE = SimpleNamespace(NO_PADDING="no padding")
+
+
+class Batch(dict):
+    """In place of TensorDict."""
+
+    def to(self, device: object) -> "Batch":
+        return self
+
+
+def jagged(parts: list[Tensor]) -> Tensor:
+    return torch.nested.nested_tensor(parts, layout=torch.jagged)
+
+
+def batch() -> Batch:
+    generator = torch.Generator().manual_seed(0)
+    tokens = [torch.randint(VOCABULARY, (length,), generator=generator) for length in LENGTHS]
+    answers = [torch.ones(length - prompt, dtype=torch.int64) for prompt, length in zip(PROMPTS, LENGTHS, strict=True)]
+    answers[0][2] = 0  # a tool's
+    settings = {"pad_mode": PAD_MODE.NO_PADDING, "calculate_entropy": True, "calculate_sum_pi_squared": True}
+    temperature = torch.tensor(TEMPERATURES)
+    return Batch(input_ids=jagged(tokens), loss_mask=jagged(answers), temperature=temperature, **settings)
+
+
+def counted() -> Tensor:
+    """Of all tokens one after another, those whose next is a token of an answer that counts."""
+    answers = zip(PROMPTS, batch()["loss_mask"].unbind(), strict=True)
+    return torch.cat([nn.functional.pad(answer, (prompt - 1, 1)) for prompt, answer in answers]).bool()
+
+
+def engine(folder: Path, verl: SimpleNamespace, mtp: bool) -> Any:
+    """MegatronEngineWithLMHead without what its base class sets up."""
+    file = folder / "verl/utils/torch_functional.py"
+    (expand,) = definitions(file, "verl.utils.torch_functional", "expand_as_nested", torch=torch)
+    no_replay = "is_replay_backward_action", "is_replay_forward_action", "is_r2_record_action"
+    known = {name: value for name, value in vars(verl.parallel).items() if not name.startswith("__")}
+    known |= {
+        "DatasetPadMode": PAD_MODE,
+        "EngineRegistry": SimpleNamespace(register=lambda **_: lambda engine: engine),
+        "MegatronEngine": object,
+        "RouterReplayHelper": SimpleNamespace(**dict.fromkeys(no_replay, lambda *_, **__: False)),
+        "extract_multi_modal_inputs": lambda inputs: {},
+        "get_device_id": lambda: "cpu",
+        "megatron_lce": megatron_lce,
+        "partial": partial,
+        "torch": torch,
+        "tu": SimpleNamespace(get_non_tensor_data=lambda data, key, default: data.get(key, default)),
+        "unwrap_model": unwrap_model,
+        "verl_F": SimpleNamespace(expand_as_nested=expand),
+    }
+    file = folder / "verl/workers/engine/megatron/transformer_impl.py"
+    (kind,) = definitions(file, "verl.engine", "MegatronEngineWithLMHead", **known)
+    own = kind()
+    flags = "use_fused_kernels", "pad_to_length", "dynamic_context_parallel", "entropy_from_logits_with_chunking"
+    own.engine_config = SimpleNamespace(**dict.fromkeys(flags, False), use_remove_padding=True)
+    own.model_config = SimpleNamespace(
+        hf_config=None, mtp=SimpleNamespace(enable=mtp, enable_train=mtp), tokenizer=SimpleNamespace(pad_token_id=0)
+    )
+    own.tf_config = SimpleNamespace(calculate_per_token_loss=False)
+    own.enable_routing_replay = False
+    own._get_context_parallel_layout = lambda model: "zigzag"
+    return own
+
+
+def let_engine_find(forward: Any) -> None:
+    """In place of the package's init, which is not run."""
+    sys.modules["verl.models.mcore"].get_mcore_engine_forward_fn = lambda configuration: forward
+
+
+def program() -> None:
+    folders = [Path(folder) for folder in sys.argv[1:]]
+    verl = import_verl(folders[0])  # the diff changes none of these files
+    from verl.models.mcore import mtp_patch
+
+    let_engine_find(verl.unfused)
+
+    for mtp in (False, True):
+        own, fused = (engine(folder, verl, mtp) for folder in folders)
+
+        def outputs(step: Any, mtp: bool = mtp) -> Any:
+            def of(model: nn.Module) -> dict[str, Tensor]:
+                if mtp:
+                    mtp_patch.patch_postprocess(model)
+                found, _ = step.forward_step(iter([batch()]), model, None, lambda **_: None)
+                found["sum_pi_squared"] = found["sum_pi_squared"].detach()
+                return {name: values.values()[counted()] for name, values in found.items()}
+
+            return of
+
+        for case in cases():
+            case = dataclasses.replace(case, mtp_layers=int(mtp))
+            compare(f"verl's engine{', MTP' * mtp}, {case.name}", case, outputs(fused), outputs(own))
+
+
+if __name__ == "__main__":
+    main(program)

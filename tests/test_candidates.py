@@ -1,0 +1,153 @@
+"""`candidates=` of `linear_cross_entropy` and `linear_token_loss` against fp64 on materialised logits."""
+
+import pytest
+import torch
+
+import megatron_lce
+from tests.oracle import Upstream, comparisons, oracle
+from tests.problems import all_equal, ignoring, make_problem
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+ALL = Upstream._fields
+
+
+def with_candidates(problem, width, outputs=ALL, seed=3):
+    """The problem with an upstream gradient of those outputs alone; and ids: labels, duplicates, padding, any."""
+    generator = torch.Generator().manual_seed(seed)
+    num_columns, shape = problem.weight.shape[0], (*problem.labels.shape, width)
+    ids = torch.randint(num_columns, shape, generator=generator).to(problem.labels.device)
+    ids[..., 0] = problem.labels
+    ids[..., -1] = ids[..., width // 2]
+    ids.view(-1)[4::7] = -1
+    upstream = problem.upstream._replace(candidate_logprobs=torch.randn(shape, generator=generator).to(ids.device))
+    upstream = Upstream(**{name: value if name in outputs else None for name, value in upstream._asdict().items()})
+    return problem._replace(upstream=upstream), ids
+
+
+CASES = [  # dtype, shape, columns, K, keywords, only here, upstream
+    (FP32, (7,), 70, 5, {}, {}, ALL),
+    (FP32, (3, 2), 300, 3, {"softcap": 3.0, "logits_scale": 0.7, "temperature": 1.6, "telemetry": True}, {}, ALL),
+    (BF16, (3, 3), 600, 40, {}, {"workspace_bytes": 2**19}, ALL),
+    (BF16, (5,), 300, 5, {"vocab_size": 290}, {"logits_cache_bytes": 2**20}, ALL),
+    (BF16, (5,), 600, 5, {"softcap": 4.0}, {"logits_cache_bytes": 5 * 256 * 3}, ALL),
+    (BF16, (9,), 300, 6, {"entropy": False}, {"logits_cache_bytes": 2**20, "skip_ignored": True}, ALL),
+    (BF16, (9,), 300, 6, {"entropy": False}, {"logits_cache_bytes": 2**20}, ("candidate_logprobs",)),
+    (FP16, (6,), 200, 2, {}, {"skip_ignored": 4}, ("candidate_logprobs", "entropy")),
+]
+
+
+@pytest.mark.parametrize(("dtype", "shape", "columns", "width", "keywords", "only_here", "outputs"), CASES)
+def test_outputs_and_gradients(dtype, shape, columns, width, keywords, only_here, outputs, backend, device):
+    problem = make_problem(shape, 64, columns, device, dtype)
+    problem, ids = with_candidates(problem._replace(labels=problem.labels % keywords.get("vocab_size", columns)), width)
+    if "skip_ignored" in only_here:
+        problem = ignoring(problem, slice(1, 3))
+    ids = ids.clamp(max=keywords.get("vocab_size", columns) - 1)
+    result = problem.check(backend, candidates=ids, only_here=only_here, **keywords).outputs
+    at_label = (ids == problem.labels[..., None]) & (ids >= 0)
+    labels = result.logprobs[..., None].expand(ids.shape)
+    assert torch.equal(result.candidate_logprobs[at_label], labels[at_label])
+    assert (result.candidate_logprobs <= 0).all()
+    plain = megatron_lce.linear_cross_entropy(*problem[:3], backend=backend, **keywords, **only_here)
+    assert torch.equal(plain.logprobs, result.logprobs)
+    assert torch.equal(plain.lse, result.lse)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_where_one_token_takes_all_the_probability(dtype, backend, device):
+    """A gradient of 1 - p, where p is near 1, keeps its digits though p itself has 16 bits."""
+    problem, ids = with_candidates(make_problem(8, 64, 200, device, dtype, logit_std=6.0), 6, ("candidate_logprobs",))
+    best = megatron_lce.linear_cross_entropy(*problem[:3], telemetry=True, backend=backend).argmax
+    ids[:, 1] = best
+    ids[:, 2:] = -1
+    problem.check(backend, candidates=ids)
+
+
+def test_a_mean_over_all_ids_is_the_same_as_the_dense_gradient(backend, device):
+    """K as large as the vocabulary: sum of q log p, whose gradient is q - p."""
+    problem = make_problem(4, 32, 50, device)
+    ids = torch.arange(50, device=device).expand(4, -1)
+    q = torch.randn(4, 50, generator=torch.Generator().manual_seed(0)).softmax(-1).to(device)
+    problem = problem._replace(upstream=Upstream(candidate_logprobs=q))
+    result = problem.check(backend, candidates=ids)
+    total = result.outputs.candidate_logprobs.exp().sum(-1)
+    assert torch.allclose(total, torch.ones_like(total), atol=1e-6)
+
+
+def test_broken_rows_and_ids_of_nobody(backend, device):
+    problem = make_problem(7, 24, 70, device)
+    problem, ids = with_candidates(ignoring(problem._replace(labels=problem.labels % 61), slice(5, 6)), 4)
+    problem.labels[4] = 66
+    ids[2, 1] = 65
+    temperature = torch.tensor([1.0, 0.0, 1.0, 2.0, 1.0, 1.0, 1.0], device=device)
+    result = problem.run(backend, candidates=ids, vocab_size=61, temperature=temperature)
+    expected = oracle(*problem, candidates=ids, vocab_size=61, temperature=temperature)
+    logprobs, exact = result.outputs.candidate_logprobs, expected.outputs.candidate_logprobs
+    assert torch.equal(logprobs.isnan(), exact.isnan())
+    assert logprobs[[1, 4]].isnan().all()
+    assert (logprobs[5] == 0).all()
+    broken = result.grad_hidden.isnan()
+    assert broken[[1, 2, 4]].all()
+    assert not broken[5].any()
+    assert torch.equal(broken, expected.grad_hidden.isnan())
+
+
+def test_the_same_gradients_from_run_to_run(backend, device):
+    problem, ids = with_candidates(make_problem(5, 24, 70, device, BF16), 30)
+    runs = [problem.run(backend, candidates=ids) for _ in range(2)]
+    assert all_equal(*runs)
+
+
+def test_no_tokens(backend, device):
+    problem, ids = make_problem(0, 24, 70, device), torch.zeros(0, 3, dtype=torch.int64, device=device)
+    upstream = Upstream(candidate_logprobs=torch.zeros(0, 3, device=device))
+    result = problem._replace(upstream=upstream).run(backend, candidates=ids)
+    assert result.outputs.candidate_logprobs.shape == (0, 3)
+    assert torch.equal(result.grad_weight, torch.zeros_like(problem.weight))
+
+
+def distillation_loss(out, teacher_p):
+    """Forward KL's part of the student, with an entropy bonus, and what one would log."""
+    loss = -(teacher_p * out.candidate_logprobs).sum(-1) - 0.1 * out.entropy
+    return loss, {"mass": out.candidate_logprobs.exp().sum(-1)}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "only_here"),
+    [(FP32, {}), (BF16, {"workspace_bytes": 400_000}), (BF16, {"skip_ignored": True}), (BF16, {"softcap": 5.0})],
+)
+def test_token_loss(dtype, only_here, backend, device):
+    problem, ids = with_candidates(ignoring(make_problem((150, 2), 64, 300, device, dtype), slice(0, 100)), 5)
+    teacher = torch.rand(ids.shape, generator=torch.Generator().manual_seed(1)).to(device)
+    counted = (problem.labels != -100).float()
+    upstream = Upstream(entropy=-0.1 * counted, candidate_logprobs=-teacher * counted[..., None])
+    hidden, weight = (t.clone().requires_grad_() for t in problem[:2])
+    keywords = {"candidates": ids, **only_here}
+    result = megatron_lce.linear_token_loss(
+        hidden, weight, problem.labels, distillation_loss, teacher, backend=backend, **keywords
+    )
+    result.loss.backward()
+    inputs = (*problem[:3], upstream)
+    options = {"candidates": ids, **{name: value for name, value in only_here.items() if name == "softcap"}}
+    actual = type(problem.run(backend, candidates=ids))(result.outputs, hidden.grad, weight.grad)
+    for name, error, allowed in comparisons(actual, oracle(*inputs, **options), *inputs, **options):
+        assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.1e}"
+    mass = (result.outputs.candidate_logprobs.exp().sum(-1) * counted).to(device)
+    assert torch.equal(result.metrics["mass"], mass)
+
+
+@pytest.mark.parametrize(
+    ("candidates", "error", "message"),
+    [
+        ([1], TypeError, "candidates must be a torch.Tensor, got list"),
+        (torch.zeros(4, 2, dtype=torch.int32), TypeError, "candidates must be int64, got torch.int32"),
+        (torch.zeros(4, dtype=torch.int64), ValueError, "candidates must be [..., K] with labels' shape, (4,), first"),
+        (torch.zeros(4, 0, dtype=torch.int64), ValueError, "candidates must be [..., K] with labels' shape"),
+    ],
+)
+def test_errors(candidates, error, message):
+    with pytest.raises(error) as raised:
+        megatron_lce.linear_cross_entropy(
+            torch.zeros(4, 8), torch.zeros(6, 8), torch.zeros(4, dtype=torch.int64), candidates=candidates
+        )
+    assert str(raised.value).startswith(message)

@@ -1,0 +1,167 @@
+"""`linear_logits_at` against fp64 on materialised logits."""
+
+import pytest
+import torch
+
+import megatron_lce
+from tests.oracle import largest_error, relative_error
+from tests.problems import logits_of, make_problem
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+EPS = {dtype: torch.finfo(dtype).eps for dtype in (FP32, BF16, FP16)}
+
+
+def some_ids(shape, num_columns, width, generator, device):
+    """Ids with duplicates, padding, and the first and last column."""
+    ids = torch.randint(num_columns, (*shape, width), generator=generator)
+    ids[..., : width // 2] = ids[..., :1] if width > 1 else ids
+    ids.view(-1)[::5] = -1
+    ids.view(-1)[1:3] = torch.tensor([0, num_columns - 1])[: ids.numel() - 1]
+    return ids.to(device)
+
+
+def exact_logits(problem, temperature=1.0, logits_scale=1.0, softcap=None):
+    """Leaves in fp64 and the logits [N, V] of them."""
+    hidden, weight = (t.double().requires_grad_() for t in problem[:2])
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    logits = logits_scale * flat @ weight.T
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    return (
+        hidden,
+        weight,
+        logits / (temperature.reshape(-1, 1) if isinstance(temperature, torch.Tensor) else temperature),
+    )
+
+
+def check(problem, ids, backend, upstream, offsets=None, only_here=None, **keywords):
+    hidden, weight = (t.clone().requires_grad_() for t in problem[:2])
+    actual = megatron_lce.linear_logits_at(
+        hidden, weight, ids, offsets, backend=backend, **keywords, **(only_here or {})
+    )
+    actual.backward(upstream)
+    exact_hidden, exact_weight, logits = exact_logits(problem, **keywords)
+    flat = ids.reshape(-1)
+    if offsets is None:
+        rows = torch.arange(logits.shape[0], device=ids.device).repeat_interleave(ids.shape[-1])
+    else:
+        rows = torch.arange(logits.shape[0], device=ids.device).repeat_interleave(offsets.diff())
+    expected = torch.where(flat < 0, 0.0, logits[rows, flat.clamp(min=0)]).view(ids.shape)
+    expected.backward(upstream.double())
+    assert actual.dtype == FP32
+    assert torch.equal(actual[ids < 0], torch.zeros_like(actual[ids < 0]))
+    largest = max(1.0, float(logits.detach().abs().max())) if logits.numel() else 1.0
+    assert largest_error(actual.detach(), expected.detach()) <= 4 * EPS[FP32] * largest
+    dtype = problem.hidden.dtype
+    for found, exact in ((hidden.grad, exact_hidden.grad), (weight.grad, exact_weight.grad)):
+        assert found.dtype == dtype
+        assert relative_error(found, exact) <= (4 if dtype == FP32 else 1) * EPS[dtype]
+    return actual.detach(), hidden.grad, weight.grad
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "hidden_size", "width", "keywords", "only_here"),
+    [
+        (FP32, (5,), 24, 1, {}, {}),
+        (FP32, (3, 4), 520, 7, {"temperature": 0.7, "logits_scale": 1.3}, {"workspace_bytes": 10_000}),
+        (BF16, (9,), 64, 40, {"softcap": 3.0, "temperature": 1.6}, {}),
+        (FP16, (2, 3), 13, 33, {}, {"workspace_bytes": 1}),
+    ],
+)
+def test_dense_ids(backend, device, dtype, shape, hidden_size, width, keywords, only_here):
+    problem = make_problem(shape, hidden_size, 90, device, dtype)
+    generator = torch.Generator().manual_seed(1)
+    ids = some_ids(shape, 90, width, generator, device)
+    upstream = torch.randn(ids.shape, generator=generator).to(device)
+    check(problem, ids, backend, upstream, only_here=only_here, **keywords)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_csr_equals_the_dense_form(backend, device, dtype):
+    problem = make_problem(6, 40, 70, device, dtype)
+    counts = torch.tensor([3, 0, 1, 150, 0, 2])
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]).to(device)
+    generator = torch.Generator().manual_seed(1)
+    ids = some_ids((), 70, int(counts.sum()), generator, device)
+    upstream = torch.randn(ids.shape, generator=generator).to(device)
+    temperature = torch.linspace(0.5, 2.0, 6, device=device)
+    logits, *_ = check(problem, ids, backend, upstream, offsets, temperature=temperature)
+    padded = torch.full((6, 150), -1, device=device)
+    for row in range(6):
+        padded[row, : counts[row]] = ids[offsets[row] : offsets[row + 1]]
+    dense = megatron_lce.linear_logits_at(
+        problem.hidden, problem.weight, padded, temperature=temperature, backend=backend
+    )
+    assert torch.equal(torch.cat([dense[row, : counts[row]] for row in range(6)]), logits)
+
+
+def test_same_gradients_from_run_to_run_and_beside_other_ids(backend, device):
+    problem = make_problem(4, 64, 50, device, BF16)
+    ids = some_ids((4,), 50, 20, torch.Generator().manual_seed(1), device)
+    one, other = (check(problem, ids, backend, torch.ones_like(ids, dtype=FP32)) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    alone = megatron_lce.linear_logits_at(problem.hidden[1:2], problem.weight, ids[1:2, 3:4], backend=backend)
+    assert torch.equal(alone[0, 0], one[0][1, 3])
+
+
+def test_ids_of_nobody_and_rows_without_a_temperature_are_nan(backend, device):
+    problem = make_problem(3, 16, 20, device)
+    ids = torch.tensor([[3, 20], [25, 19], [4, -1]], device=device)
+    temperature = torch.tensor([1.0, 1.0, 0.0], device=device)
+    hidden = problem.hidden.clone().requires_grad_()
+    logits = megatron_lce.linear_logits_at(
+        hidden, problem.weight, ids, vocab_size=19, temperature=temperature, backend=backend
+    )
+    assert logits.isnan().tolist() == [[False, True], [True, True], [True, False]]
+    logits[0, 0].backward()
+    assert not hidden.grad[:2].isnan().any()
+    offsets = torch.tensor([1, 2, 2, 3], device=device)
+    of_csr = megatron_lce.linear_logits_at(problem.hidden, problem.weight, ids.view(-1), offsets, backend=backend)
+    assert of_csr.isnan().tolist() == [True, True, True, True, True, False]
+    assert megatron_lce.linear_logits_at(problem.hidden[:0], problem.weight, ids[:0], backend=backend).shape == (0, 2)
+
+
+def test_no_tokens_give_zero_gradients(backend, device):
+    problem = make_problem(3, 16, 20, device)
+    hidden, weight = problem.hidden[:0].clone().requires_grad_(), problem.weight.clone().requires_grad_()
+    ids = torch.zeros(0, 4, dtype=torch.int64, device=device)
+    megatron_lce.linear_logits_at(hidden, weight, ids, backend=backend).sum().backward()
+    assert hidden.grad.shape == (0, 16)
+    assert torch.equal(weight.grad, torch.zeros_like(weight))
+
+
+def test_exact_where_logits_are_far_from_zero(backend, device):
+    problem = make_problem(4, 32, 30, device, logit_std=300.0)
+    ids = torch.arange(30, device=device).expand(4, -1)
+    logits = megatron_lce.linear_logits_at(problem.hidden, problem.weight, ids, backend=backend)
+    exact = logits_of(problem)
+    assert largest_error(logits, exact) <= 4 * EPS[FP32] * float(exact.abs().max())
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"ids": [1]}, TypeError, "ids must be a torch.Tensor, got list"),
+        ({"ids": torch.zeros(4, 2, dtype=torch.int32)}, TypeError, "ids must be int64, got torch.int32"),
+        ({"ids": torch.zeros(3, 2, dtype=torch.int64)}, ValueError, "ids must be [..., K] with the tokens' shape"),
+        ({"ids": torch.zeros(4, 0, dtype=torch.int64)}, ValueError, "ids must be [..., K] with the tokens' shape"),
+        ({"offsets": torch.zeros(5, dtype=torch.int64)}, ValueError, "ids must be [M] beside offsets"),
+        (
+            {"ids": torch.zeros(8, dtype=torch.int64), "offsets": torch.zeros(4, dtype=torch.int64)},
+            ValueError,
+            "offsets must be [N + 1] for the 4 tokens, got (4,)",
+        ),
+        ({"entropy": True}, TypeError, "linear_logits_at has no keyword entropy"),
+        ({"backend": "reference"}, ValueError, "backend must be 'auto', 'triton' or 'torch'"),
+        ({"temperature": 0.0}, ValueError, "temperature must be positive"),
+    ],
+)
+def test_errors(changes, error, message):
+    arguments = {
+        "hidden": torch.zeros(4, 8),
+        "weight": torch.zeros(6, 8),
+        "ids": torch.zeros(4, 2, dtype=torch.int64),
+    }
+    with pytest.raises(error) as raised:
+        megatron_lce.linear_logits_at(**arguments | changes)
+    assert str(raised.value).startswith(message)

@@ -1,0 +1,186 @@
+"""Logits rounded as a sampler's, against the fp64 oracle; the products are exact in fp32, so that all round alike."""
+
+import pytest
+import torch
+
+import megatron_lce
+from tests.live_bytes import peak_live_bytes
+from tests.oracle import Upstream, oracle, relative_error
+from tests.problems import Problem, assert_same_outputs, logits_of, make_problem
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+ROUNDED = {"logits_dtype": BF16}
+
+
+def on_a_grid(problem: Problem) -> Problem:
+    """Hidden in eighths and weight in 64ths of small integers: bf16 holds them, and fp32 every sum of products."""
+    hidden = (problem.hidden.float() * 8).round().clamp(-31, 31) / 8
+    weight = (problem.weight.float() * 64).round().clamp(-127, 127) / 64
+    return problem._replace(hidden=hidden.to(problem.hidden.dtype), weight=weight.to(problem.weight.dtype))
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"temperature": 0.7, "logits_scale": -1.5, "telemetry": True},
+        {"softcap": 3.0, "logits_scale": 0.3, "vocab_size": 290, "telemetry": True, "temperature": 1.7},
+    ],
+    ids=["plain", "scaled", "softcap"],
+)
+def test_products_are_rounded_once_before_everything(options, dtype, backend, device):
+    problem = on_a_grid(make_problem(33, 48, 300, device, dtype))
+    problem = problem._replace(labels=problem.labels % 290)
+    products = logits_of(problem)
+    assert (products.float() == products).all()
+    assert (products.to(BF16) != products).float().mean() > 0.5  # the rounding is there to be seen
+    rounded = problem.check(backend, **options, **ROUNDED)
+    exact = problem.run(backend, **options)
+    assert not torch.equal(rounded.outputs.logprobs, exact.outputs.logprobs)
+
+
+def test_ties_go_to_even_and_what_is_no_number_stays(backend, device):
+    """One column of H numbers times 1: 1 + 2^-8 lies between 1 and 1 + 2^-7, 1 + 3 * 2^-8 between that and 1 + 2^-6."""
+    values = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, 1 + 2**-8 + 2**-20, torch.inf, torch.nan])
+    for value, expected in zip(values, (1.0, 1 + 2**-6, -1.0, 1 + 2**-7, torch.nan, torch.nan), strict=True):
+        weight = torch.stack([value, torch.tensor(0.0)])[:, None].to(device)
+        inputs = torch.ones(1, 1, device=device), weight, torch.tensor([0], device=device)
+        out = megatron_lce.linear_cross_entropy(*inputs, telemetry=True, backend=backend, **ROUNDED)
+        assert float(out.mean_logit) == pytest.approx(expected / 2, abs=1e-7, nan_ok=True)
+
+
+@pytest.mark.parametrize("kept", [0, 2**14, 2**20])
+def test_recomputed_and_kept_logits_are_rounded_alike(kept, device):
+    pytest.importorskip("triton")
+    problem = on_a_grid(make_problem(40, 24, 600, device, BF16))
+    result = problem.check("triton", only_here={"logits_cache_bytes": kept}, **ROUNDED)
+    assert_same_outputs(result, problem.run("triton", **ROUNDED))
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_a_token_loss_rounds_too(dtype, backend, device):
+    problem = on_a_grid(make_problem(40, 24, 300, device, dtype))
+    problem = problem._replace(upstream=Upstream(torch.ones(40, device=device)))
+    expected = problem.check(backend, **ROUNDED)
+    hidden, weight = (tensor.clone().requires_grad_() for tensor in problem[:2])
+    result = megatron_lce.linear_token_loss(
+        hidden, weight, problem.labels, lambda out: out.logprobs, backend=backend, **ROUNDED
+    )
+    result.loss.backward()
+    assert_same_outputs(expected, expected._replace(outputs=result.outputs))
+    tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype == FP32 else {"rtol": 2.0**-6, "atol": 1e-3}
+    torch.testing.assert_close(hidden.grad, expected.grad_hidden, **tolerance)
+    torch.testing.assert_close(weight.grad, expected.grad_weight, **tolerance)
+
+
+def test_the_reference_rounds(device):
+    on_a_grid(make_problem(9, 24, 70, device)).check("reference", telemetry=True, **ROUNDED)
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP16, "bfloat16"], ids=str)
+def test_no_other_rounding(dtype, device):
+    problem = make_problem(4, 8, 20, device)
+    with pytest.raises(ValueError, match=r"logits_dtype must be torch.bfloat16 or None, got "):
+        megatron_lce.linear_cross_entropy(*problem[:3], logits_dtype=dtype)
+
+
+MIXED = [
+    {},
+    {"temperature": 0.7, "logits_scale": -1.5, "telemetry": True, "entropy": False},
+    {"softcap": 3.0, "vocab_size": 290, "telemetry": True},
+]
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("options", MIXED, ids=["plain", "scaled", "softcap"])
+def test_a_weight_in_fp32_beside_16_bit_hidden_states(options, dtype, backend, device):
+    """Outputs and the weight's gradient as exact as if hidden were fp32, hidden's gradient but for its own rounding."""
+    problem = make_problem((11, 3), 33, 300, device)
+    problem = problem._replace(hidden=problem.hidden.to(dtype), labels=problem.labels % 290)
+    mixed = problem.check(backend, **options)
+    assert (mixed.grad_hidden.dtype, mixed.grad_weight.dtype) == (dtype, FP32)
+    exact = oracle(*problem, **options).grad_hidden
+    assert relative_error(mixed.grad_hidden, exact) <= 1.05 * relative_error(exact.to(dtype), exact)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_blocks_and_slabs_of_a_weight_in_fp32(dtype, backend, device):
+    problem = make_problem(150, 24, 600, device)
+    problem = problem._replace(hidden=problem.hidden.to(dtype))
+    whole, cut = (problem.run(backend, telemetry=True, workspace_bytes=size) for size in (2**29, 2**17))
+    for name, one, other in zip(whole.outputs._fields, whole.outputs, cut.outputs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5, msg=name)
+    assert relative_error(cut.grad_weight, whole.grad_weight) <= 1e-5
+    assert relative_error(cut.grad_hidden, whole.grad_hidden) <= torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_a_token_loss_with_a_weight_in_fp32(dtype, backend, device):
+    problem = make_problem(40, 24, 300, device)
+    problem = problem._replace(hidden=problem.hidden.to(dtype), upstream=Upstream(torch.ones(40, device=device)))
+    expected = problem.run(backend, entropy=False)
+    hidden, weight = (tensor.clone().requires_grad_() for tensor in problem[:2])
+    result = megatron_lce.linear_token_loss(
+        hidden, weight, problem.labels, lambda out: out.logprobs, entropy=False, backend=backend
+    )
+    (2 * result.loss).backward()
+    assert_same_outputs(expected, expected._replace(outputs=result.outputs))
+    assert (hidden.grad.dtype, weight.grad.dtype) == (dtype, FP32)
+    assert relative_error(weight.grad, 2 * expected.grad_weight) <= 1e-6
+    assert relative_error(hidden.grad, 2 * expected.grad_hidden.float()) <= torch.finfo(dtype).eps
+
+
+def test_an_infinite_row_of_an_fp32_weight_takes_no_probability(backend, device):
+    problem = make_problem(9, 24, 300, device)
+    problem = problem._replace(hidden=problem.hidden.abs().bfloat16(), labels=problem.labels % 290)
+    expected = problem.run(backend, vocab_size=290)
+    problem.weight[290:] = -torch.inf
+    out = megatron_lce.linear_cross_entropy(*problem[:3], backend=backend)
+    torch.testing.assert_close(out.logprobs, expected.outputs.logprobs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (5, 70, 300), (130, 3, 65)], ids=str)
+def test_three_parts_are_the_number(shape, device):
+    parts = pytest.importorskip("megatron_lce.backends.triton.parts")
+    rows, columns, exponent = shape
+    generator = torch.Generator().manual_seed(0)
+    wide = torch.randn(rows, columns + 3, generator=generator) * 2.0 ** torch.randint(-exponent // 9, 9, (rows, 1))
+    matrix = wide.to(device)[:, :columns]
+    split = parts.split(matrix, 64)
+    assert torch.equal(split.double().sum(1)[:, :columns], matrix.double())
+    assert not split[:, :, columns:].any()
+    assert torch.equal(split[:, 2, :columns], matrix.bfloat16())
+
+
+def test_products_of_parts_are_those_of_fp32(device, monkeypatch):
+    """The arithmetic of a GPU's gradients, here with the CPU's products of the parts."""
+    parts = pytest.importorskip("megatron_lce.backends.triton.parts")
+    monkeypatch.setattr(parts.tiles, "speaks_ptx", lambda: True)
+    monkeypatch.setattr(parts, "PIECE", 64)
+    generator = torch.Generator().manual_seed(0)
+    a, b = torch.randn(300, 40, generator=generator).to(device).T, torch.randn(300, 24, generator=generator).to(device)
+    for left, right in ((a, b), (a, b.bfloat16()), (a.half(), b), (a.bfloat16(), b)):
+        exact = left.double() @ right.double()
+        out = torch.full((40, 24), 3.0, device=device)
+        parts.product(left, right, out, accumulate=True)
+        assert relative_error(out - 3, exact) <= 1e-6
+        parts.product(left, right, out, accumulate=False)
+        assert relative_error(out, exact) <= 2 * relative_error(left.float() @ right.float(), exact)
+
+
+def test_copies_of_an_fp32_weight_stay_within_the_workspace(device, usual_torch):
+    """Its parts are made for a few columns at a time, and freed before the next ones."""
+    pytest.importorskip("triton")
+    problem = make_problem(16, 128, 2048, device)
+    hidden, workspace = problem.hidden.bfloat16(), 900_000  # parts of all columns take 1.5 MB
+
+    def forward():
+        with torch.no_grad():
+            return megatron_lce.linear_cross_entropy(
+                hidden, problem.weight, problem.labels, workspace_bytes=workspace, backend="triton"
+            )
+
+    peak, out = peak_live_bytes(forward)
+    assert workspace / 2 < peak <= workspace + 64 * 16
+    assert torch.equal(out.logprobs, problem._replace(hidden=hidden).run("triton").outputs.logprobs)

@@ -1,0 +1,129 @@
+"""`support_logprobs` against a dense mask of -inf over materialised logits in fp64."""
+
+import pytest
+import torch
+
+import megatron_lce
+from tests.oracle import largest_error, relative_error
+from tests.problems import make_problem
+
+FP32, BF16 = torch.float32, torch.bfloat16
+
+
+def sets_with_the_label(labels, num_columns, counts, seed=2):
+    """CSR of the label, padding and repeated ids; none where the count is 0."""
+    generator = torch.Generator().manual_seed(seed)
+    parts = []
+    for label, count in zip(labels.reshape(-1).tolist(), counts, strict=True):
+        ids = torch.randint(num_columns, (count,), generator=generator)
+        if count:
+            ids[count // 2] = label
+        if count > 3:
+            ids[0], ids[1] = ids[-1], -1
+        parts.append(ids)
+    offsets = torch.tensor([0, *counts]).cumsum(0)
+    return torch.cat(parts).to(labels.device), offsets.to(labels.device)
+
+
+def dense(logits, labels, ids, offsets):
+    """log_softmax over the kept ids, or all of them, at the label: [N]."""
+    kept = torch.zeros_like(logits, dtype=torch.bool)
+    for row in range(logits.shape[0]):
+        of_row = ids[offsets[row] : offsets[row + 1]]
+        kept[row, of_row[of_row >= 0]] = True
+        if (of_row < 0).all():
+            kept[row] = True
+    masked = logits.masked_fill(~kept, -torch.inf)
+    return masked.log_softmax(-1).gather(1, labels.reshape(-1, 1).clamp(min=0))[:, 0]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "counts", "softcap"),
+    [
+        (FP32, [1, 2, 9, 40, 3, 1], None),
+        (FP32, [5, 0, 2, 0, 1, 7], 3.0),
+        (BF16, [0, 2, 9, 150, 3, 1], None),
+        (FP32, [0] * 6, None),
+    ],
+)
+def test_values_and_gradients(dtype, counts, softcap, backend, device):
+    problem = make_problem((3, 2), 40, 90, device, dtype)
+    ids, offsets = sets_with_the_label(problem.labels, 90, counts)
+    temperature = torch.linspace(0.5, 2.0, 6, device=device).view(3, 2)
+    upstream = torch.randn(3, 2, generator=torch.Generator().manual_seed(0)).to(device)
+    hidden, weight = (t.clone().requires_grad_() for t in problem[:2])
+    keywords = {"temperature": temperature, "softcap": softcap, "backend": backend}
+    actual, entropy = megatron_lce.support_logprobs(
+        hidden, weight, problem.labels, ids, offsets, entropy=True, **keywords
+    )
+    actual.backward(upstream)
+    exact_hidden, exact_weight = (t.double().requires_grad_() for t in problem[:2])
+    logits = exact_hidden.reshape(6, -1) @ exact_weight.T
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    logits = logits / temperature.view(-1, 1)
+    expected = dense(logits, problem.labels, ids, offsets).view(3, 2)
+    expected.backward(upstream.double())
+    assert largest_error(actual.detach(), expected.detach()) <= 2e-6
+    assert (actual <= 0).all()
+    full = megatron_lce.linear_cross_entropy(*problem[:3], **keywords).entropy
+    assert torch.equal(entropy, full)
+    assert not entropy.requires_grad
+    eps = torch.finfo(dtype).eps
+    for found, exact in ((hidden.grad, exact_hidden.grad), (weight.grad, exact_weight.grad)):
+        assert relative_error(found, exact) <= eps * (8 if dtype == FP32 else 1)
+
+
+def test_one_id_is_exactly_certain_and_trains_nothing(backend, device):
+    problem = make_problem(5, 24, 60, device, BF16)
+    hidden, weight = (t.clone().requires_grad_() for t in problem[:2])
+    ids = problem.labels.repeat_interleave(3)  # repeated ids count once
+    offsets = torch.arange(6, device=device) * 3
+    logprobs = megatron_lce.support_logprobs(hidden, weight, problem.labels, ids, offsets, backend=backend)
+    logprobs.sum().backward()
+    assert torch.equal(logprobs, torch.zeros_like(logprobs))
+    assert torch.equal(hidden.grad, torch.zeros_like(hidden))
+    assert torch.equal(weight.grad, torch.zeros_like(weight))
+
+
+def test_rows_that_are_ignored_or_broken(backend, device):
+    problem = make_problem(5, 24, 60, device)
+    labels = problem.labels.clone()
+    labels[1], labels[3] = -100, 7
+    ids = torch.tensor([labels[0], 3, 4, 8, 9, labels[2], 60, 1, 2], device=device)
+    offsets = torch.tensor([0, 2, 3, 7, 9, 9], device=device)  # 3: outside its set; 2: an id of nobody; 4: no ids
+    hidden, weight = (t.clone().requires_grad_() for t in problem[:2])
+    keywords = {"backend": backend}
+    logprobs = megatron_lce.support_logprobs(hidden, weight, labels, ids, offsets, **keywords)
+    whole = megatron_lce.linear_cross_entropy(problem.hidden, problem.weight, labels, **keywords).logprobs
+    assert logprobs.isnan().tolist() == [False, False, True, True, False]
+    assert logprobs[1] == 0
+    assert torch.allclose(logprobs[4], whole[4], atol=1e-6)
+    logprobs.sum().backward()
+    assert hidden.grad.isnan().any(1).tolist() == [False, False, True, True, False]
+    assert (hidden.grad[1] == 0).all()
+    certain = megatron_lce.support_logprobs(hidden, weight, labels, ids, offsets, empty_rows=False, **keywords)
+    assert certain.isnan().tolist() == [False, False, True, True, True]
+    nothing = megatron_lce.support_logprobs(hidden[:0], weight, labels[:0], ids[:0], offsets[:1], **keywords)
+    assert nothing.shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"labels": torch.zeros(3, dtype=torch.int64)}, ValueError, "labels must be (4,) on cpu, got (3,)"),
+        ({"offsets": None}, TypeError, "offsets must be a torch.Tensor, got NoneType"),
+        ({"entropy": 1}, TypeError, "entropy must be a bool, got int"),
+        ({"candidates": None}, TypeError, "support_logprobs has no keyword candidates"),
+    ],
+)
+def test_errors(changes, error, message):
+    arguments = {
+        "hidden": torch.zeros(4, 8),
+        "weight": torch.zeros(6, 8),
+        "labels": torch.zeros(4, dtype=torch.int64),
+        "ids": torch.zeros(4, dtype=torch.int64),
+        "offsets": torch.arange(5),
+    }
+    with pytest.raises(error) as raised:
+        megatron_lce.support_logprobs(**arguments | changes)
+    assert str(raised.value).startswith(message)

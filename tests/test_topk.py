@@ -1,0 +1,100 @@
+"""`linear_topk` against a stable sort of materialised logits."""
+
+import pytest
+import torch
+
+import megatron_lce
+from megatron_lce import topk
+from tests.oracle import largest_error
+from tests.problems import make_problem
+
+FP32, BF16 = torch.float32, torch.bfloat16
+
+
+def exact_topk(problem, k, temperature=1.0, softcap=None, scale=1.0):
+    """Logprobs and ids in fp64, ties by the lowest id; and the lse."""
+    hidden = problem.hidden.double().reshape(-1, problem.hidden.shape[-1])
+    logits = scale * hidden @ problem.weight.double().T
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    logits = logits / (temperature.reshape(-1, 1) if isinstance(temperature, torch.Tensor) else temperature)
+    values, ids = logits.sort(dim=1, descending=True, stable=True)
+    lse = logits.logsumexp(-1)
+    return (values - lse[:, None])[:, :k], ids[:, :k], lse
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "hidden_size", "columns", "k", "keywords", "workspace"),
+    [
+        (FP32, (5,), 24, 70, 1, {}, 2**29),
+        (FP32, (3, 2), 300, 1000, 5, {"temperature": 0.7, "scale": -1.3}, 2**29),
+        (BF16, (7,), 64, 1500, 3, {"softcap": 3.0}, 60_000),
+        (BF16, (2, 2), 64, 300, 300, {}, 2**29),
+    ],
+)
+def test_values_ids_and_mass(dtype, shape, hidden_size, columns, k, keywords, workspace, backend, device):
+    problem = make_problem(shape, hidden_size, columns, device, dtype)
+    logprobs, ids, lse = exact_topk(problem, k, **keywords)
+    options = {"logits_scale" if name == "scale" else name: value for name, value in keywords.items()}
+    hidden, weight = (t.clone().requires_grad_() for t in problem[:2])
+    found = megatron_lce.linear_topk(hidden, weight, k, workspace_bytes=workspace, backend=backend, **options)
+    assert torch.equal(found.ids.view(-1, k), ids)
+    allowed = 8 * torch.finfo(FP32).eps * float((logprobs + lse[:, None]).abs().max())
+    assert largest_error(found.logprobs.view(-1, k), logprobs) <= allowed
+    assert largest_error(found.lse.view(-1), lse) <= allowed
+    assert largest_error(found.mass.view(-1), logprobs.exp().sum(-1)) <= allowed
+    assert found.logprobs.shape == (*shape, k)
+    assert found.lse.shape == shape
+    assert not any(part.requires_grad for part in found)
+
+
+def test_ties_go_to_the_lowest_id(backend, device):
+    """Values of three kinds, exact in any dtype, so that most are ties, in chunks and within one."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randint(0, 3, (700, 8), generator=generator).to(device, BF16)
+    hidden = torch.tensor([[1.0] + [0.0] * 7, [0.0] * 8, [-1.0, 1.0] + [0.0] * 6], device=device, dtype=BF16)
+    logits = hidden.double() @ weight.double().T
+    ids = logits.sort(dim=1, descending=True, stable=True).indices
+    for k in (1, 4, 40, 250):
+        assert torch.equal(megatron_lce.linear_topk(hidden, weight, k, backend=backend).ids, ids[:, :k])
+
+
+def test_fewer_ids_than_asked_for_padding_and_broken_rows(backend, device):
+    problem = make_problem(3, 16, 20, device)
+    temperature = torch.tensor([1.0, 0.0, 2.0], device=device)
+    found = megatron_lce.linear_topk(
+        problem.hidden, problem.weight, 8, vocab_size=5, temperature=temperature, backend=backend
+    )
+    assert found.ids[::2, :5].sort(-1).values.tolist() == [[0, 1, 2, 3, 4]] * 2
+    assert (found.ids[::2, 5:] == -1).all()
+    assert (found.logprobs[::2, 5:] == -torch.inf).all()
+    assert (found.ids[1] == -1).all()
+    assert found.logprobs[1].isnan().all()
+    assert torch.allclose(found.mass[::2], torch.ones(2, device=device))
+    nothing = megatron_lce.linear_topk(problem.hidden[:0], problem.weight, 2, backend=backend)
+    assert [part.shape for part in nothing] == [(0, 2), (0, 2), (0,), (0,)]
+
+
+def test_is_the_largest_of_the_statistics(backend, device):
+    """argmax and lse of `linear_cross_entropy`."""
+    problem = make_problem(9, 64, 700, device, BF16)
+    out = megatron_lce.linear_cross_entropy(*problem[:3], telemetry=True, backend=backend)
+    found = megatron_lce.linear_topk(problem.hidden, problem.weight, 1, backend=backend)
+    assert torch.equal(found.ids[:, 0], out.argmax)
+    assert torch.allclose(found.lse, out.lse, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"k": 0}, ValueError, "k must be at least 1, got 0"),
+        ({"k": topk.MOST + 1}, ValueError, "k must be at most 1024, got 1025"),
+        ({"k": 2.0}, TypeError, "k must be an int, got float"),
+        ({"labels": 1}, TypeError, "linear_topk has no keyword labels"),
+        ({"workspace_bytes": 10}, ValueError, "workspace_bytes must be at least "),
+    ],
+)
+def test_errors(changes, error, message):
+    arguments = {"hidden": torch.zeros(4, 8), "weight": torch.zeros(6, 8), "k": 2}
+    with pytest.raises(error) as raised:
+        megatron_lce.linear_topk(**arguments | changes)
+    assert str(raised.value).startswith(message)
