@@ -13,71 +13,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from benchmark import measure
-from benchmark.ours import MIB, Ours
-from benchmark.providers import Head, Provider, load_verl_kernel
+from benchmark.providers import PROVIDERS, Head
 from benchmark.results import Results
 from benchmark.shapes import Inputs, Shape, make_inputs
 
-
-class _SumGradient(torch.autograd.Function):
-    """Identity whose gradient is summed over the group: what verl's kernel leaves to its caller."""
-
-    @staticmethod
-    def forward(ctx, hidden: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx, grad_hidden: Tensor) -> tuple[Tensor, None]:
-        dist.all_reduce(grad_hidden, group=ctx.group)
-        return grad_hidden, None
-
-
-def verl(group: ProcessGroup) -> Head:
-    kernel = load_verl_kernel()
-
-    def head(hidden: Tensor, weight: Tensor, labels: Tensor, mode: str) -> tuple[Tensor, ...]:
-        outputs = kernel(_SumGradient.apply(hidden, group), weight, labels, 1.0, "none", group)
-        return tuple(outputs) if mode == "rl" else tuple(outputs[:1])
-
-    return head
-
-
-def megatron(group: ProcessGroup) -> Head:
-    from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
-    from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
-
-    def head(hidden: Tensor, weight: Tensor, labels: Tensor, mode: str) -> tuple[Tensor, ...]:
-        logits = linear_with_grad_accumulation_and_async_allreduce(
-            input=hidden,
-            weight=weight,
-            bias=None,
-            gradient_accumulation_fusion=False,
-            allreduce_dgrad=group.size() > 1,
-            sequence_parallel=False,
-            tp_group=group,
-        )
-        return (-fused_vocab_parallel_cross_entropy(logits, labels, group),)
-
-    return head
-
-
-_BOTH = ("rl", "logprob")
-HEADS = {  # each is loaded for a group
-    head.name: head
-    for head in (
-        Provider("ours", lambda group: Ours(tp_group=group), _BOTH),
-        Provider("ours-cached", lambda group: Ours(cache_fraction=1, tp_group=group), _BOTH),
-        Provider(
-            "ours-token-640", lambda group: Ours(workspace_bytes=640 * MIB, token_loss=True, tp_group=group), _BOTH
-        ),
-        Provider("verl", verl, ("rl",), package="verl"),
-        Provider("megatron", megatron, ("logprob",), holds_logits=True, package="megatron-core"),
-    )
+HEADS = {  # and the kinds of a step that are measured
+    **dict.fromkeys(("ours", "ours-cached", "ours-token-640"), ("rl", "logprob")),
+    "verl": ("rl",),
+    "megatron": ("logprob",),
 }
 
 
@@ -137,7 +83,7 @@ def measure_heads(
     results.attempt("all_reduce", size | {"mib": gradient.nbytes / measure.MIB}, reduction)
     turns = []
     for name, head in heads.items():
-        for mode in HEADS[name].modes:
+        for mode in HEADS[name]:
             record = size | {"tokens": shape.tokens, "mode": mode, "provider": name}
             record |= {"gradients_mib": measure.gradients_mib(inputs, mode)}
             turns.append((record, measure.Timed(functools.partial(measure.run_step, head, inputs, mode), device)))
@@ -156,7 +102,7 @@ def measure_case(results: Results, arguments: Any) -> None:
     dist.init_process_group("nccl" if results.device.type == "cuda" else "gloo", timeout=timedelta(minutes=5))
     for tp in arguments.tp:
         group, _ = dist.new_subgroups(group_size=tp)
-        heads = results.load((HEADS[name] for name in arguments.heads), group, tp=tp)
+        heads = results.load((PROVIDERS[name] for name in arguments.heads), group, tp=tp)
         for tokens in arguments.tokens:
             shape = Shape(f"{tokens}x{arguments.hidden}x{arguments.vocab}", tokens, arguments.hidden, arguments.vocab)
             measure_heads(results, shape, group, heads, arguments.budget_ms)

@@ -42,16 +42,13 @@ def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
-def _ours(*heads_and_beta: Any) -> Tensor:
+def _ours(*heads_and_beta: Any, weights_workspace: int | None = None) -> Tensor:
+    """With `token_weights` in a workspace of so many bytes; None: without."""
     *heads, beta = heads_and_beta
-    return megatron_lce.linear_jsd(*heads, beta=beta).mean()
-
-
-def _ours_weights(*heads_and_beta: Any, workspace_bytes: int) -> Tensor:
-    *heads, beta = heads_and_beta
-    tokens = heads[0].shape[0]
-    weights = heads[0].new_full((tokens,), 1 / tokens, dtype=torch.float32)
-    return megatron_lce.linear_jsd(*heads, beta=beta, token_weights=weights, workspace_bytes=workspace_bytes)
+    if weights_workspace is None:
+        return megatron_lce.linear_jsd(*heads, beta=beta).mean()
+    weights = heads[0].new_full((len(heads[0]),), 1 / len(heads[0]), dtype=torch.float32)
+    return megatron_lce.linear_jsd(*heads, beta=beta, token_weights=weights, workspace_bytes=weights_workspace)
 
 
 def _load_liger() -> Loss:
@@ -67,8 +64,8 @@ PROVIDERS = {
     provider.name: provider
     for provider in (
         Provider("ours", lambda: _ours),
-        Provider("ours-weights-512", lambda: functools.partial(_ours_weights, workspace_bytes=2**29)),
-        Provider("ours-weights-1024", lambda: functools.partial(_ours_weights, workspace_bytes=2**30)),
+        Provider("ours-weights-512", lambda: functools.partial(_ours, weights_workspace=2**29)),
+        Provider("ours-weights-1024", lambda: functools.partial(_ours, weights_workspace=2**30)),
         Provider("liger", _load_liger, package="liger-kernel"),
         Provider("compile", lambda: torch.compile(materialised, dynamic=False), holds_logits=True),
         Provider("eager", lambda: materialised, holds_logits=True),

@@ -22,8 +22,10 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from benchmark.ours import MIB, Ours, as_mode
 from benchmark.shapes import choose
@@ -37,7 +39,7 @@ Head = Callable[[Tensor, Tensor, Tensor, str], tuple[Tensor, ...]] | Ours
 class Provider:
     """One head: how to load it, and what it can and cannot do.
 
-    load          imports and returns what is called: a `Head`, or another case's loss
+    load          imports and returns what is called: a `Head` (some for a `tp_group`), or another case's loss
     modes         the modes it supports
     missing       why it does not support the others
     holds_logits  whether it keeps a tensor of N x V elements
@@ -63,17 +65,26 @@ def _eager_head(hidden: Tensor, weight: Tensor, labels: Tensor, mode: str) -> tu
     return logprobs, -(log_softmax.exp() * log_softmax).sum(-1)
 
 
-def _load_megatron() -> Head:
+def _load_megatron(tp_group: ProcessGroup | None = None) -> Head:
     from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
+    from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
 
-    if not torch.distributed.is_initialized():
+    if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    group = tp_group or dist.group.WORLD
 
     def head(hidden: Tensor, weight: Tensor, labels: Tensor, mode: str) -> tuple[Tensor, ...]:
-        logits = hidden @ weight.T
-        losses = fused_vocab_parallel_cross_entropy(logits, labels, torch.distributed.group.WORLD)
-        return as_mode(mode, -losses, None)
+        logits = linear_with_grad_accumulation_and_async_allreduce(
+            input=hidden,
+            weight=weight,
+            bias=None,
+            gradient_accumulation_fusion=False,
+            allreduce_dgrad=group.size() > 1,
+            sequence_parallel=False,
+            tp_group=group,
+        )
+        return as_mode(mode, -fused_vocab_parallel_cross_entropy(logits, labels, group), None)
 
     return head
 
@@ -145,11 +156,27 @@ def load_verl_kernel() -> Callable[..., tuple[Tensor, Tensor]]:
     return importlib.import_module("verl.utils.kernel.linear_cross_entropy").linear_cross_entropy
 
 
-def _load_verl() -> Head:
+class _SumGradient(torch.autograd.Function):
+    """Identity whose gradient is summed over the group: what verl's kernel leaves to its caller."""
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx, grad_hidden: Tensor) -> tuple[Tensor, None]:
+        dist.all_reduce(grad_hidden, group=ctx.group)
+        return grad_hidden, None
+
+
+def _load_verl(tp_group: ProcessGroup | None = None) -> Head:
     kernel = load_verl_kernel()
 
     def head(hidden: Tensor, weight: Tensor, labels: Tensor, mode: str) -> tuple[Tensor, ...]:
-        logprobs, entropy = kernel(hidden, weight, labels, 1.0, "none", None)
+        if tp_group is not None:
+            hidden = _SumGradient.apply(hidden, tp_group)
+        logprobs, entropy = kernel(hidden, weight, labels, 1.0, "none", tp_group)
         return as_mode(mode, logprobs, entropy if mode in ("fwd", "rl") else None)
 
     return head

@@ -135,12 +135,12 @@ class Results:
     def unsupported(self, section: str, record: dict, reason: str) -> None:
         self.section(section).append(record | {"status": "unsupported", "reason": reason})
 
-    def load(self, providers: Iterable[Any], *arguments: Any, **properties: Any) -> dict[str, Any]:
+    def load(self, providers: Iterable[Any], tp_group: Any = None, **properties: Any) -> dict[str, Any]:
         """What `load` of `benchmark.providers.Provider` imports and returns; else the document has the reason."""
-        loaded = {}
+        loaded, keywords = {}, {} if tp_group is None else {"tp_group": tp_group}
 
         def measurement(provider: Any) -> dict:
-            loaded[provider.name] = provider.load(*arguments)
+            loaded[provider.name] = provider.load(**keywords)
             return {"version": importlib.metadata.version(provider.package) if provider.package else None}
 
         for provider in providers:

@@ -237,22 +237,16 @@ def _describe(student: Head, teacher: Head, beta: float) -> dict[str, Any]:
 
 def _check_heads(student: Head, teacher: Head) -> None:
     """Check that both heads are whole, see the same tokens and hold the same rows of a vocabulary."""
-    (student_hidden, student_weight, *_), (teacher_hidden, teacher_weight, *_) = student, teacher
     for name, head in (("student", student), ("teacher", teacher)):
         validation.check_tensor(f"{name}_hidden", head.hidden)
         validation.check_tensor(f"{name}_weight", head.weight)
         validation.check_head(f"{name}_hidden", head.hidden, f"{name}_weight", head.weight, fp32_weight=False)
-    if teacher_hidden.device != student_hidden.device:
-        raise ValueError(
-            f"teacher_hidden must be on student_hidden's device, {student_hidden.device}, got {teacher_hidden.device}"
-        )
-    if teacher_hidden.shape[:-1] != student_hidden.shape[:-1]:
-        raise ValueError(
-            "teacher_hidden must have student_hidden's shape but for H, "
-            f"{tuple(student_hidden.shape)}, got {tuple(teacher_hidden.shape)}"
-        )
-    if teacher_weight.shape[0] != student_weight.shape[0]:
-        raise ValueError(
-            "teacher_weight must hold as many rows of the vocabulary as student_weight, "
-            f"{student_weight.shape[0]}, got {teacher_weight.shape[0]}"
-        )
+    requirements = (
+        "teacher_hidden must be on student_hidden's device",
+        "teacher_hidden must have student_hidden's shape but for H",
+        "teacher_weight must hold as many rows of the vocabulary as student_weight",
+    )
+    theirs = ((h.hidden.device, tuple(h.hidden.shape[:-1]), h.weight.shape[0]) for h in (student, teacher))
+    for requirement, expected, found in zip(requirements, *theirs, strict=True):
+        if expected != found:
+            raise ValueError(f"{requirement}, {expected}, got {found}")

@@ -206,7 +206,7 @@ def test_torchs_default_dtype_changes_no_bit(default, evaluate, backend, device)
     labels = ignoring(slice(0, 3), 9, device)
     forms = [{"beta": beta} for beta in BETAS]
     forms += [{"labels": labels, "skip_ignored": skip, "student_softcap": 3.0} for skip in (True, 6)]
-    forms += [{"workspace_bytes": 2**17}]  # columns in pieces
+    forms += [{"workspace_bytes": 2**17}]  # blocks of few tokens
     for keywords in forms:
         usual = evaluate(linear_jsd, inputs, backend=backend, **keywords)
         torch.set_default_dtype(default)

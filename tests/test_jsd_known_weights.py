@@ -51,13 +51,14 @@ def test_gradients_are_as_small_as_the_weights(beta, backend, device):
 def test_known_weights_need_each_heads_logits_once(backend, device, monkeypatch):
     """In blocks whose gradients are collected: products that sum over tokens are of more of them than logits are."""
     inputs = make_inputs(400, 8, 16, 60, device, BF16)
-    compute, computed = head_products.product, []
+    fill, computed = head_products.ProductsRoom.fill, []
 
-    def spy(a, b, out, *, accumulate):
-        computed.append(out.shape)
-        compute(a, b, out, accumulate=accumulate)
+    def spy(room, heads):
+        pair = fill(room, heads)
+        computed.extend(products.values.shape for products in pair[:2])
+        return pair
 
-    monkeypatch.setattr(head_products, "product", spy)
+    monkeypatch.setattr(head_products.ProductsRoom, "fill", spy)
     evaluate_weighted_jsd(linear_jsd, inputs, workspace_bytes=workspace_of(200, inputs, backend), backend=backend)
     assert sum(shape.numel() for shape in computed) == 2 * 400 * 60
     assert max(tokens for tokens, _ in computed) <= 256

@@ -12,20 +12,17 @@ from torch import Tensor
 
 from megatron_lce.core import collectives
 from megatron_lce.core.call import Call
-from megatron_lce.core.head_gradients import Slab, head_gradients, kept_slabs
+from megatron_lce.core.head_gradients import Slab, head_gradients
 from megatron_lce.core.head_products import (
     Heads,
-    ProductsRoom,
     check_workspace,
+    collected_slabs,
     diverge,
-    diverge_block,
     gradient_blocks,
     recomputed_slabs,
 )
-from megatron_lce.core.known_loss import unscaled_dtype
-from megatron_lce.core.options import Options
-from megatron_lce.core.plan import cut, slab_row_stride
-from megatron_lce.core.products import own_arithmetic, with_zeros_behind
+from megatron_lce.core.known_loss import known_loss, unscaled_dtype
+from megatron_lce.core.products import own_arithmetic
 from megatron_lce.core.rows import Rows
 from megatron_lce.core.tokens import (
     Counted,
@@ -36,14 +33,7 @@ from megatron_lce.core.tokens import (
     rows_to_compute,
     to_every_row,
 )
-from megatron_lce.core.two_heads import (
-    Gradient,
-    Head,
-    found_rows,
-    gradient_coefficient,
-    losses_in_nats,
-    student_outputs,
-)
+from megatron_lce.core.two_heads import Head, gradient_coefficient, losses_in_nats, student_outputs
 from megatron_lce.core.validation import refuse_double_backward
 
 
@@ -83,28 +73,17 @@ class _LinearJsd(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, jsd: JsdCall) -> tuple[Tensor, ...]:
-        call, student, teacher = jsd.call, jsd.student, jsd.teacher
-        options, num_tokens = call.options, call.labels.shape[0]
-        with own_arithmetic(hidden.device, "linear_jsd forward"):
-            rows, teacher_scale = jsd.rows(call.labels)
-            counted = counted_rows(call.labels, options)
-            rows, teacher_scale = rows_to_compute(rows, counted.rows, counted), _some(teacher_scale, counted.rows)
-            check_workspace(jsd.heads(student, teacher, rows, teacher_scale), call)
-            found = teacher_scale.new_empty(found_rows(jsd.return_student), teacher_scale.shape[0])
-            if teacher_scale.shape[0] > 0:
-                computed = [_computed(head, counted.rows, options) for head in (student, teacher)]
-                diverge(jsd.heads(computed[0], computed[1], rows, teacher_scale), call, found)
-            loss, to_nats = losses_in_nats(found, rows, jsd.beta)
-            outputs = [loss, *student_outputs(found, rows)] if jsd.return_student else [loss]
-            loss, *student_results = (to_every_row(output, counted, num_tokens) for output in outputs)
+        run, teacher = JsdPass(jsd), jsd.teacher
+        loss = known_loss(run, with_gradient=False)
+        student_results = run.student_outputs() if jsd.return_student else []
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*student_results)
         # A tensor of inference mode cannot be saved for backward, and cannot change outside of that mode.
         ctx.inference = [t if t.is_inference() else None for t in teacher[:2]]
         saved = (None if t.is_inference() else t for t in teacher[:2])
-        ctx.save_for_backward(hidden, weight, *saved, counted.rows, rows.scale, teacher_scale, to_nats, found)
-        ctx.forms = student[2:4], teacher[2:4]
-        ctx.beta, ctx.call = jsd.beta, call.without_tensors()
+        ctx.save_for_backward(hidden, weight, *saved, *run.saved())
+        ctx.forms = jsd.student[2:4], teacher[2:4]
+        ctx.beta, ctx.call = jsd.beta, jsd.call.without_tensors()
         return loss, *student_results
 
     @staticmethod
@@ -129,7 +108,10 @@ class _LinearJsd(torch.autograd.Function):
                     order = rows if order is None else order[rows]
             if scale.shape[0] > 0:
                 # Gathered here, as a rank without columns makes no slabs: ranks must agree on the order of collectives.
-                teacher = _computed(teacher, order, options)
+                if options.sequence_parallel:
+                    assert options.tp_group is not None
+                    teacher = teacher._replace(hidden=collectives.gather_rows(teacher.hidden, options.tp_group))
+                teacher = teacher._replace(hidden=_some(teacher.hidden, order))
 
             def slabs(block: TokenBlock, bytes_per_column: int) -> Iterator[Slab]:
                 head = student._replace(hidden=block.hidden.wait())
@@ -153,22 +135,25 @@ def linear_jsd_autograd(jsd: JsdCall) -> tuple[Tensor, list[Tensor] | None]:
 
 
 class JsdPass:
-    """It is one pass over the tokens, which sums their weighted divergences and makes the gradients."""
+    """It is one pass over the tokens for their divergences, or for their weighted sum and its gradients."""
 
     name = "linear_jsd"
 
-    def __init__(self, jsd: JsdCall, token_weights: Tensor, with_gradient: bool) -> None:
-        """Cut the tokens into blocks. `token_weights` [N]; a row of weight 0 is ignored."""
+    def __init__(self, jsd: JsdCall, token_weights: Tensor | None = None, with_gradient: bool = False) -> None:
+        """Cut the tokens into blocks. `token_weights` [N]; a row of weight 0 is ignored; without, no sum is made."""
         self._jsd, self.call, self._with_gradient = jsd, jsd.call, with_gradient
         call, options, num_tokens = jsd.call, jsd.call.options, jsd.call.labels.shape[0]
-        weighted = call.labels.masked_fill(token_weights == 0, options.ignore_index)
-        rows, teacher_scale = jsd.rows(weighted)
+        labels = call.labels
+        if token_weights is not None:
+            labels = labels.masked_fill(token_weights == 0, options.ignore_index)
+        rows, teacher_scale = jsd.rows(labels)
         # A number from the caller counts labels; weights of 0 do not change it.
-        self._counted = counted_rows(weighted if options.skip_ignored is True else call.labels, options)
+        self._counted = counted_rows(labels if options.skip_ignored is True else call.labels, options)
         computed = num_tokens if self._counted.rows is None else self._counted.rows.shape[0]
         heads = jsd.heads(jsd.student, jsd.teacher, rows, teacher_scale)
         check_workspace(heads, call)
-        blocks = gradient_blocks(heads, computed, call) if with_gradient else None
+        # A block collects gradients of smaller blocks, whose products stay in memory for every reading.
+        self._blocks = blocks = gradient_blocks(heads, computed, call) if with_gradient else None
         block_tokens = max(computed, 1) if blocks is None else blocks[1]
         self.tokens, teacher_tokens = (
             Tokens(head.hidden, num_tokens, self._counted, block_tokens, options, unscaled_dtype(call))
@@ -176,18 +161,12 @@ class JsdPass:
         )
         self._teacher_blocks = teacher_tokens.blocks()
         self._order = self.tokens.order()
-        self._rows = rows_to_compute(rows, self._order, self._counted)
+        self._rows = rows = rows_to_compute(rows, self._order, self._counted)
         self._teacher_scale = _some(teacher_scale, self._order)
-        self._token_weights = _some(token_weights, self._order).float()
-        self._coefficient = gradient_coefficient(
-            self._token_weights, self._rows.to_nats, self._rows.scale, jsd.student, jsd.beta
-        )
-        self._found = teacher_scale.new_empty(found_rows(jsd.return_student), computed)
-        # A block collects gradients of smaller blocks, whose products stay in memory for every reading.
-        if blocks is not None:
-            self._room = ProductsRoom(heads, blocks[0], call.shard.columns)
-            self._gradients = call.hidden.new_empty(blocks[1], slab_row_stride(call.shard.columns))
-        self._keeps = blocks is not None
+        self._token_weights = weights = None if token_weights is None else _some(token_weights, self._order).float()
+        if weights is not None:
+            self._coefficient = gradient_coefficient(weights, rows.to_nats, rows.scale, jsd.student, jsd.beta)
+        self._found = teacher_scale.new_empty(9 if jsd.return_student else 6, computed)  # see `Found`
 
     def slabs(self, block: TokenBlock, bytes_per_column: int) -> Iterator[Slab]:
         """Fill a block's divergences, then yield the gradients of the student's products."""
@@ -196,31 +175,30 @@ class JsdPass:
         student = jsd.student._replace(hidden=block.hidden.wait())
         teacher = jsd.teacher._replace(hidden=next(self._teacher_blocks).hidden.wait())
         heads = jsd.heads(student, teacher, self._rows.select(block.rows), self._teacher_scale[block.rows])
-        found, coefficient = self._found[:, block.rows], self._coefficient[block.rows]
-        if self._keeps:
-            yield from self._kept_slabs(heads, found, coefficient)
-            return
-        diverge(heads, self.call, found)
+        found = self._found[:, block.rows]
+        if self._blocks is None:
+            diverge(heads, found, self.call)
         if self._with_gradient:
-            yield from recomputed_slabs(heads, found, coefficient, self.call, bytes_per_column)
-
-    def _kept_slabs(self, heads: Heads, found: Tensor, coefficient: Tensor) -> Iterator[Slab]:
-        num_tokens, num_columns = found.shape[1], self.call.shard.columns
-        grad = with_zeros_behind(self._gradients[:num_tokens], num_columns)
-        for tokens in cut(num_tokens, self._room.tokens):
-            gradient = Gradient(coefficient[tokens], grad[tokens])
-            part = heads.block(tokens, slice(0, num_columns))
-            diverge_block(part, self._room, self.call, found[:, tokens], gradient)
-        yield from kept_slabs(grad, num_columns)
+            arguments = heads, found, self._coefficient[block.rows], self.call
+            if self._blocks is None:
+                yield from recomputed_slabs(*arguments, bytes_per_column)
+            else:
+                yield from collected_slabs(*arguments, self._blocks[0])
 
     factor = staticmethod(Tensor.float)  # the factor of a sum's gradients is its upstream gradient
 
     def result(self) -> Tensor:
-        """Return the weighted sum of the divergences in nats, after all blocks."""
-        losses, _ = losses_in_nats(self._found, self._rows, self._jsd.beta)
+        """Return each token's divergence in nats, or their weighted sum, after all blocks."""
+        losses, self._to_nats = losses_in_nats(self._found, self._rows, self._jsd.beta)
+        if self._token_weights is None:
+            return to_every_row(losses, self._counted, self.call.labels.shape[0])
         total = torch.where(self._rows.ignored, 0.0, self._token_weights * losses).sum()
         unless_nan = self._counted.unless_nan
         return total if unless_nan is None else total * unless_nan
+
+    def saved(self) -> tuple[Tensor | None, ...]:
+        """Return what backward needs of a pass without weights: see `_LinearJsd`."""
+        return self._order, self._rows.scale, self._teacher_scale, self._to_nats, self._found
 
     def student_outputs(self) -> list[Tensor]:
         """Return the student's logprobs, entropy and lse, [N] each, after all blocks."""
@@ -232,11 +210,3 @@ class JsdPass:
 def _some(per_row: Tensor, order: Tensor | None) -> Tensor:
     """Return the numbers of the computed rows in their order, or all of them if `order` is None."""
     return per_row if order is None else per_row.index_select(0, order)
-
-
-def _computed(head: Head, rows: Tensor | None, options: Options) -> Head:
-    """Return the head with the hidden states of the computed tokens, gathered; `rows` None: all."""
-    if options.sequence_parallel:
-        assert options.tp_group is not None
-        head = head._replace(hidden=collectives.gather_rows(head.hidden, options.tp_group))
-    return head._replace(hidden=_some(head.hidden, rows))

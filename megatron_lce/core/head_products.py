@@ -1,8 +1,8 @@
 """`megatron_lce.jsd` makes both heads' products block by block; the backend reads them, the ranks exchange the results.
 
 The products of a block of tokens with all columns stay in memory while the backend finds both softmaxes, the divergence
-and, if the upstream gradient is known, the gradient. If the workspace holds too few tokens so, columns come in pieces,
-which are computed again for the next reading. Backward, which has every token's `Found`, takes any range of columns.
+and, if the upstream gradient is known, the gradient. Backward, which has every token's `Found`, takes any range of
+columns.
 """
 
 from collections.abc import Iterator
@@ -13,27 +13,27 @@ from torch import Tensor
 
 from megatron_lce.core import collectives
 from megatron_lce.core.call import Call
-from megatron_lce.core.head_gradients import Slab, computed_slabs
+from megatron_lce.core.head_gradients import Slab, computed_slabs, kept_slabs
 from megatron_lce.core.known_loss import scales_a_sum
 from megatron_lce.core.plan import (
     COLUMN_STEP,
     MIN_TOKENS,
     BlockBytes,
-    Blocks,
-    ceil_div,
     cut,
     cut_columns,
+    even,
     plan_blocks,
-    round_up,
     slab_row_stride,
 )
-from megatron_lce.core.products import copies_to_fp32, product
+from megatron_lce.core.products import copies_to_fp32, product, with_zeros_behind
 from megatron_lce.core.protocols import Backend
 from megatron_lce.core.two_heads import STATS_ROWS, Gradient, Head, Pair, merged_stats
 
 BYTES_PER_LOGIT = 2 * 4  # bytes of two heads' products in fp32
 SLAB_PARTS = 4  # in backward the products of a quarter of a slab's tokens are in memory at once
-LOGITS_SHARE = 3  # with known weights products take a third of the room, gradients the rest
+# Products of 8192 x (2048, 4096) x 151936 take 30.4, 23.4, 22.3 and 24.5 ms in blocks of 256, 384, 512, 640 tokens.
+WIDE_PRODUCTS = 512  # tokens of a block: more gain nothing, unless the shard is narrow
+WIDE_LOGITS = 2**26  # a head's logits of a narrow shard's block
 
 
 class Heads(NamedTuple):
@@ -48,27 +48,22 @@ class Heads(NamedTuple):
     def block(self, tokens: slice, columns: slice) -> "Heads":
         """Return both heads of some tokens and some columns."""
         student, teacher = (head.block(tokens, columns) for head in (self.student, self.teacher))
-        labels = None if self.labels is None else self.labels[tokens] - (columns.start or 0)
+        labels = None if self.labels is None else self.labels[tokens]
         return self._replace(student=student, teacher=teacher, labels=labels)
-
-    @property
-    def num_columns(self) -> int:
-        return self.student.weight.shape[0]
 
 
 class ProductsRoom:
     """It is memory for both heads' products of some tokens with some columns."""
 
     def __init__(self, heads: Heads, tokens: int, columns: int) -> None:
-        self.tokens, self.columns = tokens, max(columns, 1)
-        size = tokens * slab_row_stride(columns)
+        self.tokens, size = tokens, tokens * slab_row_stride(columns)
         self._flat = torch.empty(2, size, dtype=torch.float32, device=heads.student.hidden.device)
         # A CPU's products copy 16-bit weights to fp32: few at a time.
-        self._step = COLUMN_STEP if _copied_bytes(heads) else self.columns
+        self._step = COLUMN_STEP if _copied_bytes(heads) else columns
 
     def fill(self, heads: Heads) -> Pair:
-        """Compute both heads' products, which stay until the next `fill`."""
-        num_tokens, width = heads.student.hidden.shape[0], heads.num_columns
+        """Compute both heads' products, which stay until the next call."""
+        num_tokens, width = heads.student.hidden.shape[0], heads.student.weight.shape[0]
         stride = slab_row_stride(width)
         room = self._flat[:, : num_tokens * stride].view(2, num_tokens, stride)[:, :, :width]
         for head, values in zip((heads.student, heads.teacher), room, strict=True):
@@ -77,46 +72,46 @@ class ProductsRoom:
         return Pair(heads.student.products(room[0]), heads.teacher.products(room[1]), heads.beta, heads.labels)
 
 
-def diverge(heads: Heads, call: Call, found: Tensor) -> None:
+def diverge(heads: Heads, found: Tensor, call: Call) -> None:
     """Fill `Found`, [6, N] or [9, N], block of tokens by block."""
-    heads = heads.block(slice(None), slice(0, call.shard.columns))
-    blocks = products_blocks(heads, found.shape[1], call)
-    room = ProductsRoom(heads, *blocks)
-    for tokens in cut(found.shape[1], blocks.tokens):
-        diverge_block(heads.block(tokens, slice(None)), room, call, found[:, tokens])
+    workspace = call.options.workspace_bytes - _copied_bytes(heads)
+    room = ProductsRoom(heads, _products_tokens(heads, found.shape[1], workspace, call), call.shard.columns)
+    for tokens in cut(found.shape[1], room.tokens):
+        _find_block(heads.block(tokens, slice(0, call.shard.columns)), room, call, found[:, tokens])
 
 
-def diverge_block(
-    heads: Heads, room: ProductsRoom, call: Call, found: Tensor, gradient: Gradient | None = None
-) -> None:
-    """Fill `Found` of a block: one exchange over the group for both softmaxes, one for the sums behind them.
+def collected_slabs(
+    heads: Heads, found: Tensor, coefficient: Tensor, call: Call, products_tokens: int
+) -> Iterator[Slab]:
+    """Fill `Found` and collect the gradients of the student's products, `products_tokens` at a time, for one slab."""
+    num_tokens, num_columns = found.shape[1], call.shard.columns
+    room = ProductsRoom(heads, min(products_tokens, num_tokens), num_columns)
+    grad = with_zeros_behind(heads.student.hidden.new_empty(num_tokens, slab_row_stride(num_columns)), num_columns)
+    for tokens in cut(num_tokens, room.tokens):
+        gradient = Gradient(coefficient[tokens], grad[tokens])
+        _find_block(heads.block(tokens, slice(0, num_columns)), room, call, found[:, tokens], gradient)
+    yield from kept_slabs(grad, num_columns)
 
-    A `gradient` is filled, too; then the room must hold all columns.
-    """
-    group, all_tokens, read = call.options.tp_group, slice(None), heads.backend.read_products
-    pieces = list(cut(heads.num_columns, room.columns))
-    if group is None and len(pieces) == 1:
-        read(room.fill(heads), found, gradient, softmaxes=True, divergence=True)
-        return
-    pair = room.fill(heads) if len(pieces) == 1 else None  # both heads' products with all columns
-    part = torch.empty_like(found)
+
+def _find_block(heads: Heads, room: ProductsRoom, call: Call, found: Tensor, gradient: Gradient | None = None) -> None:
+    """Fill `Found` of a block, and its `gradient`: an exchange over the group for both softmaxes, one for the sums."""
+    group, read = call.options.tp_group, heads.backend.read_products
     stats, sums = found[:STATS_ROWS], found[STATS_ROWS:]
-    stats.zero_()  # the statistics of no columns: sums of 0, and -inf as the largest
-    stats[::2] = -torch.inf
-    for columns in pieces:
-        read(pair or room.fill(heads.block(all_tokens, columns)), part, softmaxes=True)
-        stats.copy_(merged_stats(torch.stack([stats, part[:STATS_ROWS]])))
+    pair = room.fill(heads) if call.shard.columns > 0 else None
+    if pair is None:
+        found.zero_()
+        stats[::2] = -torch.inf  # the largest of no logits
+    elif group is None:
+        read(pair, found, gradient, softmaxes=True, divergence=True)
+    else:
+        read(pair, found, softmaxes=True)
     if group is not None:
         stats.copy_(merged_stats(collectives.stack_over_group(stats, group)))
-    part[:STATS_ROWS] = stats
-    sums.zero_()
-    for columns in pieces:
-        read(pair or room.fill(heads.block(all_tokens, columns)), part, divergence=True)
-        sums.add_(part[STATS_ROWS:])
-    if group is not None:
+        if pair is not None:
+            read(pair, found, divergence=True)
         sums.copy_(collectives.stack_over_group(sums, group).sum(dim=0))
-    if gradient is not None and pair is not None:
-        read(pair, found, gradient)
+        if pair is not None and gradient is not None:
+            read(pair, found, gradient)
 
 
 def recomputed_slabs(
@@ -132,18 +127,14 @@ def recomputed_slabs(
         return
     workspace, block_bytes = call.options.workspace_bytes - _copied_bytes(heads), _slab_bytes(heads, call)
     blocks = plan_blocks(
-        num_tokens,
-        slab_row_stride(num_columns),
-        workspace,
-        block_bytes,
-        per_column_if_tokens_are_cut=bytes_per_column,
+        num_tokens, slab_row_stride(num_columns), workspace, block_bytes, per_column_if_tokens_are_cut=bytes_per_column
     )
     # As many tokens at once as have room: products of forward's shape have the bits of forward's.
     summed = blocks.columns * bytes_per_column if blocks.tokens < num_tokens else 0
     stride = slab_row_stride(blocks.columns)
     left = workspace - summed - blocks.tokens * stride * heads.student.hidden.element_size()
     most = left // (stride * BYTES_PER_LOGIT + block_bytes.per_token)
-    room = ProductsRoom(heads, _even(blocks.tokens, most, MIN_TOKENS), blocks.columns)
+    room = ProductsRoom(heads, even(blocks.tokens, most, MIN_TOKENS), blocks.columns)
 
     def compute(tokens: slice, columns: slice, grad: Tensor) -> None:
         for part in cut(tokens.stop, room.tokens, start=tokens.start):
@@ -157,21 +148,12 @@ def recomputed_slabs(
 # A call is cut by the group's largest shard, which all ranks know.
 
 
-def products_blocks(heads: Heads, num_tokens: int, call: Call) -> Blocks:
-    """Return the block whose products are in memory at once: all columns, unless the workspace holds too few tokens."""
-    room = call.options.workspace_bytes - _copied_bytes(heads)
-    most = room // _row_bytes(heads, call)
-    if most >= min(num_tokens, MIN_TOKENS):
-        return Blocks(max(1, _even(num_tokens, most, MIN_TOKENS)), call.shard.largest)
-    return plan_blocks(num_tokens, slab_row_stride(call.shard.largest), room, _products_bytes(heads, call))
-
-
 def gradient_blocks(heads: Heads, num_tokens: int, call: Call) -> tuple[int, int] | None:
     """Return the number of tokens whose products, and whose gradients, are in memory at once; None without room.
 
     They share the workspace and the room of the weight's gradient, which is allocated when they are free. Products take
-    about a third: a block of gradients reads and writes all of the weight's sum, which costs more than to read both
-    weights for a block of products.
+    up to `WIDE_PRODUCTS` in the workspace, and gradients the rest: a block of these reads and writes the weight's sum.
+    What is left is the products'.
     """
     student, workspace = heads.student, call.options.workspace_bytes - _copied_bytes(heads)
     products = _row_bytes(heads, call)
@@ -185,48 +167,43 @@ def gradient_blocks(heads: Heads, num_tokens: int, call: Call) -> tuple[int, int
     most = room // (products + gradient) // MIN_TOKENS * MIN_TOKENS
     if most == 0:
         return None
-    tokens = min(most, max(1, round(room / LOGITS_SHARE / products / MIN_TOKENS)) * MIN_TOKENS)
-    gradients = _even(num_tokens, (room - tokens * products) // gradient, MIN_TOKENS)
-    return _even(gradients, (room - gradients * gradient) // products, MIN_TOKENS), gradients
+    tokens = min(most, even(num_tokens, min(workspace // products, WIDE_PRODUCTS), MIN_TOKENS))
+    gradients = even(num_tokens, (room - tokens * products) // gradient, MIN_TOKENS)
+    return _products_tokens(heads, gradients, room - gradients * gradient, call), gradients
+
+
+def _products_tokens(heads: Heads, num_tokens: int, room: int, call: Call) -> int:
+    """Number of tokens of a block whose products with all columns have `room` bytes, no more than gain by it."""
+    most = min(room // _row_bytes(heads, call), max(WIDE_PRODUCTS, WIDE_LOGITS // call.shard.largest))
+    return max(1, even(num_tokens, most, MIN_TOKENS))
 
 
 def check_workspace(heads: Heads, call: Call) -> None:
     """Raise ValueError if a pass, backward included, has no room for its smallest block."""
     slab = _slab_bytes(heads, call)
     slab = slab._replace(per_column=slab.per_column + call.size.weight_sum_column)
-    smallest = max(_products_bytes(heads, call).smallest, slab.smallest) + _copied_bytes(heads)
-    workspace = call.options.workspace_bytes
-    if workspace < smallest:
+    smallest = max(_row_bytes(heads, call), slab.smallest) + _copied_bytes(heads)
+    if (workspace := call.options.workspace_bytes) < smallest:
         raise ValueError(f"workspace_bytes must be at least {smallest} for these heads, got {workspace}")
-
-
-def _products_bytes(heads: Heads, call: Call) -> BlockBytes:
-    """Bytes of a block of both heads' products and of the intermediates of their reading."""
-    return BlockBytes(BYTES_PER_LOGIT, heads.backend.intermediate_bytes(call.shard.largest) + _copied_bytes(heads, 1))
 
 
 def _slab_bytes(heads: Heads, call: Call) -> BlockBytes:
     """Bytes of a slab of the student's gradients and of one part of its tokens' products, rounded up."""
-    _, per_token, _ = _products_bytes(heads, call)
     per_logit = heads.student.hidden.element_size() + BYTES_PER_LOGIT // SLAB_PARTS
-    return BlockBytes(per_logit, per_token, BYTES_PER_LOGIT)
+    return BlockBytes(per_logit, _token_bytes(heads, call), BYTES_PER_LOGIT)
 
 
 def _row_bytes(heads: Heads, call: Call) -> int:
     """Bytes per token of both heads' products with all columns and of the intermediates of their reading."""
-    return _products_bytes(heads, call).per_token + slab_row_stride(call.shard.largest) * BYTES_PER_LOGIT
+    return _token_bytes(heads, call) + slab_row_stride(call.shard.largest) * BYTES_PER_LOGIT
+
+
+def _token_bytes(heads: Heads, call: Call) -> int:
+    """Bytes per token of the intermediates of products and of their reading."""
+    return heads.backend.intermediate_bytes(call.shard.largest) + _copied_bytes(heads, 1)
 
 
 def _copied_bytes(heads: Heads, rows: int = COLUMN_STEP) -> int:
     """Bytes of rows of hidden or weight in fp32, which products of 16-bit inputs copy on a CPU; else 0."""
     hiddens = [head.hidden for head in (heads.student, heads.teacher) if copies_to_fp32(head.hidden)]
     return rows * max((4 * hidden.shape[1] for hidden in hiddens), default=0)
-
-
-def _even(num_tokens: int, most: int, step: int) -> int:
-    """Number of tokens of at most `most` a block that cuts `num_tokens` most evenly; `step` limits `most` alone."""
-    if most >= num_tokens:
-        return num_tokens
-    if most >= step:
-        most -= most % step
-    return min(most, round_up(ceil_div(num_tokens, ceil_div(num_tokens, most)), step))

@@ -122,13 +122,13 @@ def stats_tokens(size: HeadSize, num_tokens: int, workspace_bytes: int) -> int:
     """Number of tokens whose statistics are taken at once; copies of columns have a quarter of the workspace."""
     columns = max(COLUMN_STEP, workspace_bytes // 4 // max(size.stats.per_column, 1))
     room = workspace_bytes - min(columns, PREFERRED_COLUMNS) * size.stats.per_column
-    return max(1, _even(num_tokens, room // size.stats.per_token, MIN_TOKENS))
+    return max(1, even(num_tokens, room // size.stats.per_token, MIN_TOKENS))
 
 
 def stats_columns(size: HeadSize, num_tokens: int, workspace_bytes: int) -> int:
     """Number of columns whose copies have room beside the statistics of `stats_tokens`."""
     most = max(COLUMN_STEP, (workspace_bytes - num_tokens * size.stats.per_token) // max(size.stats.per_column, 1))
-    return max(COLUMN_STEP, _even(size.columns, most, COLUMN_STEP))
+    return max(COLUMN_STEP, even(size.columns, most, COLUMN_STEP))
 
 
 def backward_tokens(size: HeadSize, num_tokens: int, workspace_bytes: int) -> int:
@@ -144,7 +144,7 @@ def backward_tokens(size: HeadSize, num_tokens: int, workspace_bytes: int) -> in
     block = max((room - size.weight_sum) // row_bytes, min(WIDE_BLOCK, room // row_bytes))
     if columns >= num_tokens or block < WIDE_BLOCK:
         return max(num_tokens, 1)
-    return _even(num_tokens, block, MIN_TOKENS)
+    return even(num_tokens, block, MIN_TOKENS)
 
 
 def plan_slabs(
@@ -243,7 +243,7 @@ def _columns_of_all_tokens(
     columns = (workspace_bytes - num_tokens * per_token) // (num_tokens * per_logit + per_column)
     num_slabs = max(1, min(num_columns // preferred, round(num_columns * num_tokens / SLAB_LOGITS)))
     columns = min(columns, round_up(ceil_div(num_columns, num_slabs), COLUMN_STEP))
-    return _even(num_columns, columns, COLUMN_STEP)
+    return even(num_columns, columns, COLUMN_STEP)
 
 
 def _blocks_of_cut_tokens(
@@ -262,7 +262,7 @@ def _blocks_of_cut_tokens(
         smallest = block_bytes.smallest
         raise ValueError(f"workspace_bytes must be at least {smallest} for this head, got {workspace_bytes}")
     columns = min(possible, key=lambda width: (1 / width + 1 / tokens_beside(width), width))
-    return Blocks(_even(num_tokens, tokens_beside(columns), MIN_TOKENS), _even(num_columns, columns, COLUMN_STEP))
+    return Blocks(even(num_tokens, tokens_beside(columns), MIN_TOKENS), even(num_columns, columns, COLUMN_STEP))
 
 
 def cut(stop: int, step: int, start: int = 0) -> Iterator[slice]:
@@ -292,7 +292,7 @@ def round_up(value: int, step: int) -> int:
     return ceil_div(value, step) * step
 
 
-def _even(length: int, most: int, step: int) -> int:
+def even(length: int, most: int, step: int) -> int:
     """Block length of at most `most` that cuts `length` most evenly; a multiple of `step` if `most` holds one."""
     if most >= length:
         return length

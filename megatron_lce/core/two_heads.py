@@ -83,11 +83,6 @@ class Found(NamedTuple):
 STATS_ROWS = 4  # rows of `Found` that are both softmaxes' statistics; the others are sums
 
 
-def found_rows(labels: bool) -> int:
-    """Number of rows of `Found`."""
-    return len(Found._fields) if labels else len(Found._fields) - len(Found._field_defaults)
-
-
 def merged_stats(parts: Tensor) -> Tensor:
     """Merge softmax statistics of S disjoint sets of columns, [S, 4, N], to their union's, [4, N]."""
     max_logits, sums = parts[:, ::2], parts[:, 1::2]

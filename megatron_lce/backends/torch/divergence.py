@@ -52,10 +52,8 @@ def _chunk_stats(pair: Pair, columns: slice) -> Tensor:
     stats = []
     for products in (pair.student, pair.teacher):
         logits = _logits(products, columns)
-        largest = logits.amax(dim=1)
-        finite = logits.isfinite().all(dim=1)
-        total = logits.sub_(largest[:, None]).exp2_().sum(dim=1)
-        stats += [largest, torch.where(finite, total, torch.nan)]
+        largest, unless_nan = logits.amax(dim=1), logits.amin(dim=1) * 0.0  # the sum of 2^-inf would be finite
+        stats += [largest, logits.sub_(largest[:, None]).exp2_().sum(dim=1) + unless_nan]
     return torch.stack(stats)
 
 

@@ -4,8 +4,6 @@ A row's gradient needs its divergence, which needs both softmaxes. The results o
 next, or come from memory if other columns contribute. Only reading takes time: a GPU's caches cannot hold the products.
 """
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -41,6 +39,7 @@ def read_products(
     assert teacher.values.stride() == student.values.stride()
     assert gradient is None or gradient.out.stride() == student.values.stride()
     block_n = _ROWS_OF_INTERPRETER if tiles.interpreting() else 1
+    columns = min(COLUMNS, max(256, triton.next_power_of_2(num_columns)))  # a narrow shard fills fewer, and fewer warps
     _read_products_kernel[(ceil_div(num_tokens, block_n),)](
         student.values,
         teacher.values,
@@ -65,15 +64,10 @@ def read_products(
         STUDENT_LEADS=beta <= 0.5,
         PTX=tiles.speaks_ptx(),
         BLOCK_N=block_n,
-        **_columns_at_a_time(num_columns),
+        BLOCK_V=columns,
+        num_warps=max(1, WARPS * columns // COLUMNS),
         enable_fp_fusion=False,  # a logit must have the same bits in every reading
     )
-
-
-def _columns_at_a_time(num_columns: int) -> dict[str, Any]:
-    """Return a program's columns and warps, as many as a narrow shard fills."""
-    columns = min(COLUMNS, max(256, triton.next_power_of_2(num_columns)))
-    return {"BLOCK_V": columns, "num_warps": max(1, WARPS * columns // COLUMNS)}
 
 
 @triton.jit(do_not_specialize=["N", "V", "found_stride"])
@@ -143,7 +137,8 @@ def _read_products_kernel(
     if label_ptr is not None:
         label = tl.load(label_ptr + rows)
     if DIVERGENCE and not AT_ONCE:
-        for column in range(0, V, BLOCK_V):
+        for back in range(0, V, BLOCK_V):  # the last columns of a reading may still be in the GPU's cache
+            column = (V - 1) // BLOCK_V * BLOCK_V - back
             places, stored, wanted = _places(first, column, V, row_stride, BLOCK_V)
             student, _ = _logits(student_ptr + places, stored, wanted, student_scale, student_softcap_scale)
             teacher, _ = _logits(teacher_ptr + places, stored, wanted, teacher_scale, teacher_softcap_scale)
