@@ -1,6 +1,8 @@
 """Who may import whom, what the package never does, and that it imports with neither triton nor megatron-core."""
 
 import ast
+import importlib.util
+import re
 import subprocess
 import sys
 import textwrap
@@ -200,3 +202,14 @@ def test_importing_the_package_imports_neither_triton_kernels_nor_megatron():
         assert not [name for name in sys.modules if name.startswith("megatron_lce.backends.triton.")]
     """)
     assert result.returncode == 0, result.stderr
+
+
+def test_no_test_skips_for_want_of_a_module_of_ours():
+    """`importorskip` of a module that has moved skips in silence; those of a backend need its library alone."""
+    tests = Path(__file__).resolve().parent
+    names = {
+        name
+        for path in tests.rglob("*.py")
+        for name in re.findall(r'importorskip\("((?:megatron_lce|benchmark)\S+)"\)', path.read_text())
+    }
+    assert [name for name in names if importlib.util.find_spec(name) is None] == []

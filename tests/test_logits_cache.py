@@ -6,6 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import megatron_lce
+from megatron_lce.core import autograd
+from megatron_lce.core.logits_cache import new_cache
+from megatron_lce.core.plan import Costs, HeadSize
 from tests.oracle import Upstream, comparisons, oracle, relative_error
 from tests.problems import make_problem
 
@@ -23,31 +26,31 @@ COLUMNS_KEPT = [0, 256, 512, 600]  # of 100 tokens and 600 columns: none, one ti
 
 @pytest.mark.parametrize(("logits_cache_bytes", "columns"), list(zip(CACHE_BYTES, COLUMNS_KEPT, strict=True)))
 def test_a_cache_of_that_many_bytes_is_used(logits_cache_bytes, columns, device, monkeypatch):
-    kernels = pytest.importorskip("megatron_lce.backends.triton.logits_cache")
-    allocated = []
-    allocate = kernels.LogitsCache.allocate
-    spy = lambda tokens, columns, hidden: allocated.append(columns) or allocate(tokens, columns, hidden)  # noqa: E731
-    monkeypatch.setattr(kernels.LogitsCache, "allocate", spy)
+    pytest.importorskip("triton")
+    made = []
+    spy = lambda *arguments: made.append(new_cache(*arguments)) or made[-1]  # noqa: E731
+    monkeypatch.setattr(autograd, "new_cache", spy)
     make_problem(100, 24, 600, device, BF16).run("triton", logits_cache_bytes=logits_cache_bytes)
-    assert allocated == ([columns] if columns else [])
+    assert [0 if cache is None else cache.exp.shape[1] for cache in made] == [columns]
+
+
+def size_of(columns):
+    """A head of 16 as the Triton backend plans it, by its columns."""
+    return HeadSize(16, columns, 2, stats_rows=2, costs=Costs(128, tile_columns=256), sums_weight=True, even=False)
 
 
 @given(st.integers(1, 3000), st.integers(1, 3000), st.integers(0, 2**24))
 def test_a_cache_takes_no_more_than_it_may(num_tokens, num_columns, logits_cache_bytes):
-    kernels = pytest.importorskip("megatron_lce.backends.triton.logits_cache")
     hidden = torch.empty(0, dtype=BF16)
-    columns = kernels.cache_columns(num_tokens, num_columns, hidden, logits_cache_bytes)
-    assert 0 <= columns <= num_columns
-    if columns:
-        cache = kernels.LogitsCache.allocate(num_tokens, columns, hidden)
-        storages = (cache.exp.untyped_storage(), cache.reference.untyped_storage())
-        assert sum(storage.nbytes() for storage in storages) <= logits_cache_bytes
+    cache = new_cache(size_of(num_columns), num_tokens, num_columns, logits_cache_bytes, hidden)
+    if cache is not None:
+        assert 0 < cache.exp.shape[1] <= num_columns
+        assert sum(tensor.untyped_storage().nbytes() for tensor in cache.tensors) <= logits_cache_bytes
 
 
 def test_what_lies_behind_a_row_is_zero(device):
     """Some products read it: torch's 16-bit one on a CPU with AMX, where NaN times nothing was NaN."""
-    kernels = pytest.importorskip("megatron_lce.backends.triton.logits_cache")
-    cache = kernels.LogitsCache.allocate(100, 600, torch.empty(0, dtype=BF16, device=device))
+    cache = new_cache(size_of(600), 100, 600, 2**30, torch.empty(0, dtype=BF16, device=device))
     behind = cache.exp.as_strided((100, 40), (640, 1), 600)
     assert cache.exp.stride() == (640, 1)
     assert (behind == 0).all()
