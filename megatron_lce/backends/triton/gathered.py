@@ -50,7 +50,9 @@ def gathered_sums(
     """Write the sums of factors * matrix[places] over each part to `out`, or add them, in the order of the parts."""
     if out.shape[0] == 0:
         return
-    _gathered_sums_kernel[(out.shape[0], ceil_div(out.shape[1], _BLOCK_H))](
+    # Most ids of a vocabulary have no tokens: few programs, which each fill much of a row.
+    block = min(2048, triton.next_power_of_2(out.shape[1]))
+    _gathered_sums_kernel[(out.shape[0], ceil_div(out.shape[1], block))](
         matrix,
         places,
         factors,
@@ -60,8 +62,8 @@ def gathered_sums(
         matrix.stride(0),
         out.stride(0),
         ACCUMULATE=accumulate,
-        BLOCK_M=8,
-        BLOCK_H=_BLOCK_H,
+        BLOCK_M=4,
+        BLOCK_H=block,
     )
 
 
