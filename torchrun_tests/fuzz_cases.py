@@ -99,7 +99,7 @@ def cases(draw: st.DrawFn, operation: str, ranks: int, team: int) -> Case:
     if operation == "linear_token_loss":
         del keywords["logits_cache_bytes"]
     if operation == "linear_logits_at":
-        names = ("entropy", "telemetry", "skip_ignored", "reduce_grad_hidden", "logits_cache_bytes")
+        names = ("entropy", "telemetry", "logits_dtype", "skip_ignored", "reduce_grad_hidden", "logits_cache_bytes")
         keywords = {name: value for name, value in keywords.items() if name not in names}
         keywords["candidates"] = draw(st.sampled_from([1, 2, 5, 30, 150]))
     tokens = draw(st.sampled_from([0, 1, 2, 5, 12, 33, 64, 130, 150]))

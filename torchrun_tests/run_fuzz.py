@@ -180,28 +180,30 @@ def summary(settings: list[Setting], found: list[list[Tally]], seed: int) -> str
         sum(count(tally) for tallies in found for tally in tallies)
         for count in (lambda tally: tally.cases, lambda tally: bool(tally.failure))
     )
+    most_ranks = max(setting.ranks for setting in settings)
     lines = [
         "# Random calls against the oracles",
         "",
-        f"`make fuzz`, seed {seed}, torch {torch.__version__}: {total} calls, {failed} failures. Each call's shapes,"
-        " dtypes, strides, shards, labels and keywords,",
-        "its ranks, torch's default dtype and whether its tensors are still being gathered are drawn by hypothesis",
-        "(`torchrun_tests/fuzz_cases.py`); outputs and both gradients are held to the tests' own budgets against fp64,",
-        "and outputs to the same bits on every rank, without gradients, and on one rank",
+        f"`make fuzz`, seed {seed}, torch {torch.__version__}:"
+        f" {total} calls on 1 to {most_ranks} ranks, {failed} failures.",
+        "Hypothesis draws each call (`torchrun_tests/fuzz_cases.py`). Outputs and both gradients are held to the",
+        "tests' budgets against fp64, and outputs to the same bits on every rank, without gradients, and on one rank",
         "(`torchrun_tests/fuzz_checks.py`).",
         "",
-        "| operation | backend | ranks | calls | in the smallest workspace that the error names | refused | failures |",
-        "|---|---|---|---|---|---|---|",
+        "| operation | backend | calls | in the smallest workspace that the error names | refused | failures |",
+        "|---|---|---|---|---|---|",
     ]
+    on_all_ranks: dict[tuple[str, str], list[Tally]] = {}
     for setting, tallies in zip(settings, zip(*found, strict=True), strict=True):
+        on_all_ranks.setdefault((setting.operation, setting.backend), []).extend(tallies)
+    for names, tallies in on_all_ranks.items():
         counts = (
             sum(tally.cases for tally in tallies),
             sum(tally.refused[SMALL_WORKSPACE] for tally in tallies),
             sum(tally.refused[EXCLUSIVE] for tally in tallies),
             sum(bool(tally.failure) for tally in tallies),
         )
-        columns = (setting.operation, setting.backend, setting.ranks, *counts)
-        lines.append("| " + " | ".join(map(str, columns)) + " |")
+        lines.append("| " + " | ".join(map(str, (*names, *counts))) + " |")
     lines += ["", f"Refused: {EXCLUSIVE}.", ""]
     return "\n".join(lines)
 
