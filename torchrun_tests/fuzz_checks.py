@@ -217,7 +217,12 @@ def check_ids(case: Case, tensors: Tensors, share: Share, setting: Setting, find
     size, padding = exact.shape[-1], ids < 0
     at = exact.gather(-1, ids.clamp(min=0)).masked_fill(padding, 0.0)
     # Of rows without a temperature fp64 makes every gradient NaN, and the operation those of their ids.
+    products.retain_grad()
     torch.where(usable[..., None], at, 0.0).backward(upstream.double())
+    # Each rank rounds its part of hidden's gradient, which may cancel another's.
+    part_of_rank = products.grad[..., share.columns] @ leaves[1].detach()[: products.shape[-1]][share.columns]
+    rounded = part_of_rank.nan_to_num().norm()[None]
+    dist.all_reduce(rounded, group=setting.group)
     eps, own_eps, exact = torch.finfo(torch.float32).eps, torch.finfo(hidden.dtype).eps, exact.detach()
     factor = (keywords["logits_scale"] / temperature).nan_to_num(0, 0, 0)
     largest = float((products.detach() * factor).abs().max()) if ids.numel() else 0.0
@@ -228,14 +233,21 @@ def check_ids(case: Case, tensors: Tensors, share: Share, setting: Setting, find
         findings.require(error <= most, f"{name}: error {error:.2e}, allowed {most:.1e}")
 
     compare("logits_at", logits, at.detach(), allowed)
-    for name, found, leaf, part, other in (
-        ("grad_hidden", own[0].grad, leaves[0].grad, share.rows, leaves[1]),
-        ("grad_weight", own[1].grad, leaves[1].grad, share.columns, leaves[0]),
+    for name, found, leaf, part, other, norm in (
+        ("grad_hidden", own[0].grad, leaves[0].grad, share.rows, leaves[1], float(rounded)),
+        (
+            "grad_weight",
+            own[1].grad,
+            leaves[1].grad,
+            share.columns,
+            leaves[0],
+            float(leaves[1].grad.nan_to_num().norm()),
+        ),
     ):
         row = float(other.detach().norm(dim=-1).max()) if other.numel() else 0.0
         terms = float((upstream.double().abs() * factor.abs()).sum()) * row
         step = torch.finfo(hidden.dtype).smallest_normal * own_eps  # of subnormal numbers
-        most = 2 * own_eps * float(leaf.nan_to_num().norm()) + (allowed + 8 * eps) * terms + step * leaf.numel() ** 0.5
+        most = 2 * own_eps * norm + (allowed + 8 * eps) * terms + step * leaf.numel() ** 0.5
         wrong = found.isnan() & bool(usable.all())
         error = (found.double() - leaf[part].nan_to_num()).masked_fill(found.isnan() & ~wrong, 0.0).norm()
         findings.require(float(error) <= most, f"{name}: error {float(error):.2e}, allowed {most:.1e}")
