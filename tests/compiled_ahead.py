@@ -27,7 +27,9 @@ SHARED_KIB = {"80": 163, "86": 99, "89": 99, "90": 227, "100": 227, "120": 99, "
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 OPTIONS = ["", "no_entropy", "softcap", "telemetry", "cache", "softcap+telemetry", "softcap+cache", "cache+no_entropy"]
 OPTIONS += ["token_loss", "jsd", "jsd+softcap", "jsd+beta0", "jsd+weights", "jsd+beta0+weights"]
-SOME = [(BF16, "softcap"), (FP16, "telemetry+cache"), (FP32, ""), (BF16, "jsd")]  # every kernel and option once
+OPTIONS += ["candidates"]
+# Every kernel and option once.
+SOME = [(BF16, "softcap"), (FP16, "telemetry+cache"), (FP32, ""), (BF16, "jsd"), (BF16, "candidates")]
 
 
 class Driver:
@@ -89,6 +91,16 @@ def run(dtype: torch.dtype, option: str) -> None:
             backend="triton",
         )
         loss.sum().backward()
+        return
+    if "candidates" in options:  # rows 1032 and 2064 apart
+        hidden, weight = (torch.empty(rows, 1032, dtype=dtype, device="meta") for rows in (256, 4000))
+        ids = torch.empty(256, 4, dtype=torch.int64, device="meta")
+        for step in (1, 2):
+            rows = hidden[::step].requires_grad_()
+            out = megatron_lce.linear_cross_entropy(
+                rows, weight, labels[::step], candidates=ids[::step], backend="triton"
+            )
+            out.candidate_logprobs.sum().backward()
         return
     keywords: dict[str, Any] = {"softcap": softcap, "telemetry": "telemetry" in options, "backend": "triton"}
     if "token_loss" in options:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 # Bytes of a thread's registers that wait in memory: Hopper's gradients under a softcap, behind the products.
 MOST_SPILLED = 192
@@ -19,6 +20,8 @@ OTHERS = {
     "_row_terms_kernel",
     "_grad_from_exp_kernel",
     "_read_products_kernel",
+    "_gathered_products_kernel",
+    "_write_columns_kernel",
 }
 # Of the GPUs with one code (8.0, 8.6, 8.9) the one with least memory.
 SOME = [[gpu] for gpu in ("89", "90", "100", "120")]
@@ -28,6 +31,8 @@ EVERY = [[gpu, "--all"] for gpu in ("80", "86", "89", "90", "100", "120", "gfx94
 @pytest.mark.parametrize("arguments", [*SOME, *(pytest.param(of, marks=pytest.mark.slow) for of in EVERY)], ids=str)
 def test_kernels_are_compiled_as_launched(arguments, tmp_path):
     pytest.importorskip("triton")
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
+        pytest.skip("torch before 2.13 has no product of 16-bit tensors without memory with an fp32 result")
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     environment.pop("TRITON_OVERRIDE_ARCH", None)
     command = [sys.executable, "-m", "tests.compiled_ahead", *arguments]
@@ -35,11 +40,14 @@ def test_kernels_are_compiled_as_launched(arguments, tmp_path):
     assert process.returncode == 0, process.stderr  # one that takes more shared memory than there is, too
     kernels = [json.loads(line) for line in process.stdout.splitlines()]
     assert {kernel["kernel"] for kernel in kernels} >= PRODUCTS | OTHERS
+    # One code for all strides of hidden, so that a token's bits do not depend on them.
+    gathered = [kernel for kernel in kernels if kernel["kernel"] == "_gathered_products_kernel"]
+    assert len(gathered) == len({kernel["call"] for kernel in gathered})
     if "gfx942" in arguments:
         return
     for kernel in kernels:
         of_labels = kernel["kernel"] == "_label_logits_kernel"
         assert kernel["stack_bytes"] <= (MOST_SPILLED_OF_LABELS if of_labels else MOST_SPILLED), kernel
-        if kernel["kernel"] in PRODUCTS:
+        if kernel["kernel"] in PRODUCTS and "candidates" not in kernel["call"]:  # an H of 8 mod 16 is slower there
             assert kernel["narrow_loads"] == 0, kernel
             assert kernel["asynchronous_copies"] > 0, kernel

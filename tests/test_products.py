@@ -130,6 +130,7 @@ def asked_anew():
 def test_fp32_results_of_16_bit_products_are_asked_of_torch(asked_anew, monkeypatch):
     """As on a GPU, but a tensor without memory is what there is here: which operands are multiplied is looked at."""
     a, b, out = (torch.empty(16, 16, dtype=dtype, device="meta") for dtype in (BF16, BF16, torch.float32))
+    monkeypatch.setattr(torch, "addmm", lambda *_, **__: None)  # torch 2.11 has no such product without memory
     assert not copies_to_fp32(a)
     products._has_fp32_result.cache_clear()
     multiplied = []

@@ -87,7 +87,8 @@ def write_columns(
         )
 
 
-@triton.jit(do_not_specialize=["M"])
+# One code for all strides: with another one, sums would have another order.
+@triton.jit(do_not_specialize=["M", "hidden_stride", "weight_stride"])
 def _gathered_products_kernel(
     hidden_ptr,  # [N, H]
     weight_ptr,  # [V, H]
@@ -106,9 +107,12 @@ def _gathered_products_kernel(
     ids = tl.load(ids_ptr + entries, mask=entries < M, other=-1)
     rows = tl.load(rows_ptr + entries, mask=entries < M, other=0)
     sums = tl.zeros((BLOCK_M, BLOCK_H), dtype=tl.float32)
+    # Rows start at 16 bytes, which Triton must read in the code to load as many at once.
+    hidden_step: tl.constexpr = 128 // hidden_ptr.dtype.element_ty.primitive_bitwidth
+    weight_step: tl.constexpr = 128 // weight_ptr.dtype.element_ty.primitive_bitwidth
     if tl.max(ids, 0) >= 0:
-        hidden_rows = hidden_ptr + rows[:, None] * hidden_stride
-        weight_rows = weight_ptr + ids[:, None] * weight_stride
+        hidden_rows = hidden_ptr + rows[:, None] * (hidden_stride // hidden_step * hidden_step)
+        weight_rows = weight_ptr + ids[:, None] * (weight_stride // weight_step * weight_step)
         for start in range(0, H, BLOCK_H):
             inner = (start + tl.arange(0, BLOCK_H))[None, :]
             mask = (ids >= 0)[:, None] & (inner < H)
