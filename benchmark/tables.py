@@ -149,11 +149,20 @@ def steps() -> str:
 
 
 def known_steps() -> str:
-    """A whole step where the flag makes gradients in forward."""
-    titles = VARIANTS | {"ours-known": "flag on, `known_loss=True`"}
-    records = [measured(f"step_known_tp{tp}_h100", "steps", "variant") for tp in (1, 2)]
-    rows = [[titles[name], *(step_cell(sized[name,]) for sized in records)] for (name,) in records[0]]
-    return markdown(["ms / MiB over the resting state, H100, 8,192 tokens", "TP=1", "TP=2"], rows)
+    """A whole step where the flag makes gradients in forward, and where it leaves masked tokens out."""
+    titles = VARIANTS | {"ours-known": "flag on, `known_loss=True`", "ours-skip": "flag on, `skip_masked=True`"}
+    titles["ours-known-skip"] = "flag on, both"
+    records = {}
+    for tp in (1, 2):
+        found = measured(f"step_known_tp{tp}_h100", "steps", "variant", "masked")
+        records |= {(name, (tp, masked)): record for (name, masked), record in found.items()}
+    rows = {name: titles[name] for name in dict.fromkeys(name for name, _ in records)}
+    columns = {(1, 0.0): "TP=1", (2, 0.0): "TP=2", (2, 0.6): "TP=2, 60 % masked"}
+
+    def text(name: str, column: tuple[int, float]) -> str:
+        return step_cell(records[name, column]) if (name, column) in records else "-"
+
+    return grid("ms / MiB over the resting state, H100, 8,192 tokens", rows, columns, text)
 
 
 def masked_steps() -> str:
