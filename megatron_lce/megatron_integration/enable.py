@@ -107,8 +107,8 @@ def enable_fused_linear_ce(
         known_loss: the gradient that will reach the losses of all counted tokens is one number, as in Megatron's own
             loops (a 0/1 `loss_mask`, then a mean, a scale). Gradients are made in forward then, for an upstream of 1:
             three products instead of four. From forward to backward a call holds hidden's gradient (2 N H bytes) and
-            the weight's, or its fp32 sum (4 V/tp H bytes); each microbatch in flight holds its own. Tokens whose
-            `loss_mask` is 0 do not count. MTP's losses are computed as without it. Backward checks the promise: an
+            the weight's, or its fp32 sum (4 V H bytes for the V columns of a rank); each microbatch in flight, and each
+            MTP loss, holds its own. Tokens whose `loss_mask` is 0 do not count. Backward checks the promise: an
             upstream that is not one number raises in the first pass, and makes the gradients NaN later. Takes no
             `logits_cache_bytes`.
 

@@ -29,8 +29,11 @@ class FusedLoss:
         self.language_model = language_model
         self.head: ColumnParallelLinear = language_model.output_layer
         self.options, self.skip_masked = options, skip_masked
-        self.promise = Promise() if known_loss else None
+        mtp_losses = language_model.config.mtp_num_layers or 0
+        self.promise = Promise(looks=1 + mtp_losses) if known_loss else None
         self._mtp_losses_left = 0  # in this pass, in front of the main one
+        self._mtp_mask: Tensor | None = None  # [b, s], 0 where the last MTP loss, in its turn, does not count
+        self._packed: Any = None  # Megatron's parameters of packed sequences
         self._warned: set[str] = set()
         self._backward_passes = BackwardPasses()
         self._wants_logits = False  # in a pass without labels
@@ -69,12 +72,13 @@ class FusedLoss:
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         return self.options | {"skip_ignored": self.skip_masked and not capturing}
 
-    def _promise_now(self) -> Promise | None:
-        """The promise of the main loss. Megatron gives the last tokens of MTP's, which count, a weight of 0."""
-        if self._mtp_losses_left == 0:
-            return self.promise
+    def _counted_labels(self, labels: Tensor) -> Tensor:
+        """Labels of the main or the next MTP loss. Megatron gives the tokens that it rolls in a weight of 0."""
+        if self._mtp_losses_left == 0 or self._mtp_mask is None:
+            return labels
         self._mtp_losses_left -= 1
-        return None
+        self._mtp_mask = _rolled(self.language_model, self._packed, self._mtp_mask)
+        return labels.masked_fill(self._mtp_mask == 0, IGNORE_INDEX)
 
     def forward(
         self,
@@ -106,7 +110,8 @@ class FusedLoss:
         call = HeadCall.of(head, input_, weight, self._backward_passes)
         if output_cross_entropy_loss:
             logits = UncomputedLogits(call, HeadCall.logits)
-            return logits.compute_loss(promise=self._promise_now(), **of_loss, **self.options_now())
+            of_loss["labels"] = self._counted_labels(of_loss["labels"])
+            return logits.compute_loss(promise=self.promise, **of_loss, **self.options_now())
         return UncomputedLogits.in_graph(call, self._compute_logits), None
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
@@ -119,7 +124,8 @@ class FusedLoss:
             return type(self.language_model).compute_language_model_loss(self.language_model, labels, logits)
         # MTP's acceptance metrics read the largest logit after the loss, in training.
         telemetry = self.language_model.training and bool(self.language_model.config.mtp_num_layers)
-        return logits.compute_loss(labels, telemetry, promise=self._promise_now(), **self.options_now())
+        labels = self._counted_labels(labels)
+        return logits.compute_loss(labels, telemetry, promise=self.promise, **self.options_now())
 
     def _compute_logits(self, call: HeadCall) -> Tensor:
         if self.language_model.training:
@@ -135,7 +141,10 @@ class FusedLoss:
         given = dict(zip(names, args, strict=False)) | kwargs
         labels, loss_mask = given.get("labels"), given.get("loss_mask")
         self._wants_logits = labels is None and "labels" in names
-        self._mtp_losses_left = self.language_model.config.mtp_num_layers or 0
+        self._mtp_losses_left, self._mtp_mask = self.language_model.config.mtp_num_layers or 0, None
+        if self.promise and labels is not None and self._mtp_losses_left:
+            self._mtp_mask = torch.ones_like(labels) if loss_mask is None else (loss_mask != 0).long()
+            self._packed = given.get("packed_seq_params")
         if labels is None or not (self.skip_masked or self.promise):
             return None
         if loss_mask is None and not self.skip_masked:
@@ -156,6 +165,16 @@ class FusedLoss:
         if reason not in self._warned:
             self._warned.add(reason)
             warn_on_one_rank(f"{what}: {reason}")
+
+
+def _rolled(model: LanguageModule, packed: Any, mask: Tensor) -> Tensor:
+    """A mask [b, s] of the tokens whose next MTP loss counts, rolled by Megatron as it rolls the labels."""
+    from megatron.core.transformer.multi_token_prediction import roll_tensor
+
+    groups = getattr(model, "pg_collection", None)
+    context = getattr(model, "cp_group", None) if groups is None else groups.cp
+    given = {} if packed is None else {"packed_seq_params": packed}
+    return roll_tensor(mask, shifts=-1, dims=-1, cp_group=context, **given)[0]
 
 
 def not_applied(options: dict[str, Any]) -> str:

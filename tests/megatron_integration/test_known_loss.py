@@ -5,6 +5,8 @@ import torch
 
 pytest.importorskip("megatron.core")
 
+from megatron_lce.megatron_integration.head_call import HeadCall
+from scripts import megatron_runtime
 from tests import megatron_world
 from tests.megatron_world import enable
 
@@ -103,3 +105,24 @@ def test_fp16_scaled_losses_overflow_only_where_the_gradients_do(device):
 def test_kept_logits_are_refused(model):
     with pytest.raises(ValueError, match="logits_cache_bytes must be 0 with known_loss, got 1"):
         enable(model, known_loss=True, logits_cache_bytes=1)
+
+
+@pytest.mark.parametrize("kept", ["some", "all"])
+def test_mtp_losses_are_known_too(device, mask, kept, monkeypatch):
+    """Megatron rolls labels and mask, and gives what it rolls in a weight of 0."""
+    options = megatron_world.options(mtp_layers=2, config={"mtp_loss_scaling_factor": 0.1})
+    model = megatron_runtime.build_gpt(options, device=device)
+    tensors, labels = megatron_world.inputs(device)
+    mask = mask if kept == "some" else torch.ones_like(mask)
+    given = {"labels": labels, "loss_mask": mask}
+    expected = megatron_world.gradients(model, masked_mean(model(*tensors, **given), mask) * 3)
+    enable(model, known_loss=True)
+    called = []
+    run = HeadCall.linear_token_losses
+    monkeypatch.setattr(
+        HeadCall, "linear_token_losses", lambda *args, **kwargs: called.append(1) or run(*args, **kwargs)
+    )
+    for _ in range(2):  # looked at by the host, then on the device
+        actual = megatron_world.gradients(model, masked_mean(model(*tensors, **given), mask) * 3)
+        megatron_world.assert_same_gradients(actual, expected)
+    assert len(called) == 2 * 3
