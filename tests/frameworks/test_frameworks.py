@@ -108,6 +108,12 @@ def test_slime(ranks, tmp_path_factory):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("project", "version"), [("verl", "verl-0.9.1"), ("verl", "VERL"), ("slime", "SLIME")])
+def test_ids(project, version, ranks):
+    run("run_ids.py", ranks, project, source(version))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_miles(ranks, tmp_path_factory):
     own = folder_of("MILES")
     run("run_miles.py", ranks, own, adopted("miles", own, tmp_path_factory))

@@ -1,0 +1,169 @@
+"""What is computed at some ids, against the code of verl and slime for it, which takes the logits of a head.
+
+    torchrun --nproc-per-node 2 tests/frameworks/run_ids.py verl FOLDER     # FOLDER/verl: its forward_kl_topk
+    torchrun --nproc-per-node 2 tests/frameworks/run_ids.py slime FOLDER    # FOLDER/slime: its replay of top-p
+
+The head is alone: its hidden states are a parameter, for their gradient. Stand-ins beside those of run_verl.py and
+run_slime.py: types that only annotate, and Ulysses' sizes for verl's FSDP form, which one rank runs too.
+"""
+
+import itertools
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from comparing import VOCABULARY, Case, cases, compare, main
+from megatron.core import parallel_state, tensor_parallel
+from run_slime import ARGUMENTS, import_slime, make_batch
+from run_verl import LENGTHS, batch, import_verl
+from stand_ins import packages_without_their_init, stand_in
+from torch import Tensor, nn
+
+import megatron_lce
+
+K = 8
+
+
+@dataclass(frozen=True)
+class HeadCase(Case):
+    rows: int = 0
+
+    def build(self) -> nn.Module:
+        """A head's hidden states and weight, this rank's part of them."""
+        generator = torch.Generator().manual_seed(2)
+        hidden = torch.randn(self.rows, self.hidden_size, generator=generator)
+        weight = torch.randn(VOCABULARY, self.hidden_size, generator=generator) * 0.4
+        ranks, rank = _tensor_parallel()
+        head = nn.Module()
+        head.hidden = nn.Parameter(hidden.chunk(ranks)[rank] if self.sequence_parallel else hidden)
+        head.weight = nn.Parameter(weight.chunk(ranks)[rank].clone())
+        return head
+
+    def logits(self, head: nn.Module) -> Tensor:
+        """This rank's columns [1, rows, V / tp], as Megatron-core makes them."""
+        if self.sequence_parallel:
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(head.hidden)
+        else:
+            hidden = tensor_parallel.copy_to_tensor_model_parallel_region(head.hidden)
+        return (hidden @ head.weight.T)[None]
+
+    def keywords(self) -> dict[str, Any]:
+        group = parallel_state.get_tensor_model_parallel_group()
+        return {"tp_group": group, "sequence_parallel": self.sequence_parallel}
+
+
+def _tensor_parallel() -> tuple[int, int]:
+    return (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_rank(),
+    )
+
+
+def head_cases(rows: int) -> list[HeadCase]:
+    return [HeadCase(False, case.sequence_parallel, rows=rows) for case in cases() if not case.tied]
+
+
+def import_topk(folder: Path) -> tuple[dict[str, Callable[..., dict[str, Tensor]]], Callable[..., Any]]:
+    """verl's `compute_forward_kl_topk` of either engine, and what packs sequences as its Megatron engine does."""
+    import_verl(folder)
+    names = ("verl.trainer", "verl.trainer.distillation")
+    packages_without_their_init(folder, *names, *(f"{names[1]}.{engine}" for engine in ("megatron", "fsdp")))
+    stand_in("verl.workers.config", DistillationConfig=None, DistillationLossConfig=None)
+    stand_in("verl.utils.ulysses", get_ulysses_sequence_parallel_world_size=lambda: 1, slice_input_tensor=None)
+    from verl.models.mcore.util import preprocess_thd_engine
+    from verl.trainer.distillation.fsdp import losses as fsdp
+    from verl.trainer.distillation.megatron import losses as megatron
+
+    engines = {"Megatron": megatron.compute_forward_kl_topk}
+    if _tensor_parallel()[0] == 1:
+        engines["FSDP"] = fsdp.compute_forward_kl_topk
+    return engines, preprocess_thd_engine
+
+
+def verl(folder: Path) -> None:
+    engines, pack = import_topk(folder)
+    tokens = batch()
+    teacher = torch.randn(sum(LENGTHS), VOCABULARY, generator=torch.Generator().manual_seed(3)) * 2
+    top = teacher.log_softmax(-1).topk(K)
+    jagged = [torch.nested.nested_tensor_from_jagged(values, tokens.offsets()) for values in top]
+    numbers = torch.nested.nested_tensor_from_jagged(torch.arange(1, sum(LENGTHS) + 1), tokens.offsets())
+    places = pack(numbers)[0][0]  # [rows]: which token, from 1; 0: alignment
+    counted = places > 0
+    ids = torch.where(counted[:, None], top.indices[places - 1], -1)
+
+    def fused(case: HeadCase, least: float | None, head: nn.Module) -> dict[str, Tensor]:
+        labels = torch.where(counted, 0, -100)
+        out = megatron_lce.linear_cross_entropy(head.hidden, head.weight, labels, candidates=ids, **case.keywords())
+        student, target = out.candidate_logprobs[counted], top.values
+        if least is not None:
+            assert (student < least).any()
+            student, target = student.clamp_min(least), target.clamp_min(least)
+        own = megatron_lce.linear_topk(head.hidden, head.weight, K, **case.keywords()).ids[counted]
+        return {
+            "distillation_losses": megatron_lce.topk_divergence(student, target, "forward", tail="drop"),
+            "overlap_count": (top.indices[..., None] == own[:, None]).any(-1).sum(-1),
+        }
+
+    def unfused(engine: str, case: HeadCase, least: float | None, head: nn.Module) -> dict[str, Tensor]:
+        config = Namespace(distillation_loss=Namespace(log_prob_min_clamp=least))
+        found = engines[engine](case.logits(head), *jagged, config, "thd")
+        return {name: values[0][counted] for name, values in found.items()}
+
+    for case, least, engine in itertools.product(head_cases(len(places)), (None, -5.0), engines):
+        name = f"verl, forward_kl_topk of {engine}, clamp {least}, {case.name}"
+        compare(name, case, partial(fused, case, least), partial(unfused, engine, case, least))
+
+
+def kept_ids(batch: dict[str, Any]) -> tuple[list[list[int]], list[list[int]]]:
+    """For each sample its answer's kept ids, and offsets: the last sample's stop early, some sets lack the label."""
+    generator = torch.Generator().manual_seed(4)
+    ids, offsets = [], []
+    for length in batch["response_lengths"]:
+        sizes = torch.randint(0, 12, (length,), generator=generator).tolist()
+        sets = [torch.randperm(VOCABULARY, generator=generator)[:size].tolist() for size in sizes]
+        ids.append(list(itertools.chain(*sets)))
+        offsets.append([0, *torch.tensor(sizes).cumsum(0).tolist()])
+    offsets[-1] = offsets[-1][:-2]  # two tokens of which no set was recorded: the whole vocabulary
+    return ids, offsets
+
+
+def slime(folder: Path) -> None:
+    loss, _ = import_slime(folder)
+    batch = make_batch()
+    lists, their_offsets = kept_ids(batch)
+    labels = torch.full((sum(batch["total_lengths"]),), -100)
+    sets: list[list[int]] = [[] for _ in labels]
+    start = 0
+    for i, (total, response) in enumerate(zip(batch["total_lengths"], batch["response_lengths"], strict=True)):
+        first = start + total - response - 1  # the position that predicts the answer's first token
+        labels[first : first + response] = batch["unconcat_tokens"][i][total - response :]
+        for token, (begin, end) in enumerate(zip(their_offsets[i], their_offsets[i][1:], strict=False)):
+            sets[first + token] = [*lists[i][begin:end], int(labels[first + token])]  # slime adds the label itself
+        start += total
+    ids = torch.tensor(list(itertools.chain(*sets)))
+    offsets = torch.tensor([0, *map(len, sets)]).cumsum(0)
+    answers = labels >= 0
+    args = Namespace(**ARGUMENTS | {"entropy_coef": 0.0})  # else its entropy has a gradient
+
+    def fused(case: HeadCase, head: nn.Module) -> dict[str, Tensor]:
+        keywords = {"entropy": True, "temperature": args.rollout_temperature, **case.keywords()}
+        found = megatron_lce.support_logprobs(head.hidden, head.weight, labels, ids, offsets, **keywords)
+        return {name: values[answers] for name, values in zip(("log_probs", "entropy"), found, strict=True)}
+
+    def unfused(case: HeadCase, head: nn.Module) -> dict[str, Tensor]:
+        inputs = {name: batch[name] for name in ("unconcat_tokens", "total_lengths", "response_lengths")}
+        inputs |= {"top_p_token_ids": lists, "top_p_token_offsets": their_offsets}
+        _, found = loss.get_log_probs_and_entropy(case.logits(head), args=args, with_entropy=True, **inputs)
+        return {name: torch.cat(values) for name, values in found.items()}
+
+    for case in head_cases(len(labels)):
+        compare(f"slime, replay of top-p, {case.name}", case, partial(fused, case), partial(unfused, case))
+
+
+if __name__ == "__main__":
+    main(lambda: {"verl": verl, "slime": slime}[sys.argv[1]](Path(sys.argv[2])))
