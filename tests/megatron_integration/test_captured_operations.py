@@ -1,0 +1,88 @@
+"""What a captured head computes, against the model's own logits."""
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core")
+
+from megatron_lce import capture_lm_head
+from tests import megatron_world
+from tests.megatron_world import VOCAB_SIZE
+
+
+def test_outputs_are_those_of_the_models_logits(model, device):
+    tensors, labels = megatron_world.inputs(device)
+    temperature = torch.linspace(0.5, 2, labels.numel(), device=device).view_as(labels)
+    with capture_lm_head(model) as head:
+        model(*tensors)
+    out = head.linear_cross_entropy(labels, temperature=temperature, telemetry=True, backend="torch")
+    logits = model(*tensors).double() / temperature.double().unsqueeze(-1)
+    logprobs = torch.log_softmax(logits, -1)
+    entropy = -(logprobs.exp() * logprobs).sum(-1)
+    picked = logprobs.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    torch.testing.assert_close(out.logprobs.double(), picked, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(out.entropy.double(), entropy, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(out.lse.double(), logits.logsumexp(-1), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(out.mean_logit.double(), logits.mean(-1), rtol=1e-5, atol=1e-6)
+    assert torch.equal(out.argmax, logits.argmax(-1))
+
+    upstream = torch.cos(torch.arange(labels.numel(), device=device)).view_as(labels)
+    actual = megatron_world.gradients(model, (out.logprobs * upstream + out.entropy + out.mean_logit).sum())
+    expected = megatron_world.gradients(model, (picked * upstream + entropy + logits.mean(-1)).sum())
+    megatron_world.assert_same_gradients(actual, expected)
+
+
+def test_some_ids_are_those_of_the_models_logits(model, device):
+    """[b, s] everywhere, three sequences beside one another, and offsets over the b * s tokens in that order."""
+    tensors, labels = megatron_world.inputs(device)
+    with capture_lm_head(model) as head:
+        model(*tensors)
+    keywords = {"temperature": 0.7, "backend": "torch"}
+    logits = model(*tensors) / 0.7
+    logprobs = logits.log_softmax(-1)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(VOCAB_SIZE, (*labels.shape, 4), generator=generator).to(device)
+    at = head.linear_logits_at(ids, **keywords)
+    torch.testing.assert_close(at, logits.gather(-1, ids), rtol=1e-5, atol=1e-5)
+    out = head.linear_cross_entropy(labels, candidates=ids, **keywords)
+    torch.testing.assert_close(out.candidate_logprobs, logprobs.gather(-1, ids), rtol=1e-5, atol=1e-5)
+    top = head.linear_topk(5, **keywords)
+    values, best = logprobs.topk(5)
+    torch.testing.assert_close(top.logprobs, values, rtol=1e-5, atol=1e-5)
+    assert torch.equal(top.ids, best)
+    counts = torch.randint(4, (labels.numel(),), generator=generator).to(device)
+    offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    rows = torch.arange(labels.numel(), device=device).repeat_interleave(counts)
+    kept = torch.randint(VOCAB_SIZE, rows.shape, generator=generator).to(device)
+    kept[offsets[:-1][counts > 0]] = labels.view(-1)[counts > 0]
+    flat = logits.view(-1, logits.shape[-1])
+    at = head.linear_logits_at(kept, offsets, **keywords)
+    torch.testing.assert_close(at, flat[rows, kept], rtol=1e-5, atol=1e-5)
+    mask = (counts == 0)[:, None].expand(-1, flat.shape[1]).clone()
+    mask[rows, kept] = True
+    exact = flat.masked_fill(~mask, -torch.inf).log_softmax(-1).gather(1, labels.view(-1, 1)).view(labels.shape)
+    found, entropy = head.support_logprobs(labels, kept, offsets, entropy=True, **keywords)
+    torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropy, -(logprobs.exp() * logprobs).sum(-1), rtol=1e-5, atol=1e-5)
+    loss = found.sum() + out.candidate_logprobs.sum() + head.linear_logits_at(ids, **keywords).sum()
+    expected = exact.sum() + logprobs.gather(-1, ids).sum() + logits.gather(-1, ids).sum()
+    actual = megatron_world.gradients(model, loss)
+    megatron_world.assert_same_gradients(actual, megatron_world.gradients(model, expected))
+
+
+def test_bf16_hidden_states_beside_a_weight_in_fp32_and_a_samplers_rounding(model, device):
+    tensors, labels = megatron_world.inputs(device)
+    model.output_layer.register_forward_pre_hook(lambda module, args: (args[0].bfloat16(), *args[1:]))
+    with capture_lm_head(model) as head:
+        model(*tensors)
+    assert (head.hidden.dtype, head.weight.dtype) == (torch.bfloat16, torch.float32)
+    logits = (head.hidden.double() @ head.weight.double().T).transpose(0, 1)
+    largest = float(logits.abs().max())
+    for dtype, allowed in ((None, 1e-6), (torch.bfloat16, 2**-8 * largest)):
+        out = head.linear_cross_entropy(labels, logits_dtype=dtype, backend="torch")
+        expected = logits.to(dtype or torch.float64).double().log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+        wrong = (out.logprobs - expected).abs()
+        assert wrong.median() <= 1e-6  # of the others a product may round the other way
+        assert wrong.max() <= max(allowed, 1e-6)
+        (gradient,) = torch.autograd.grad(out.logprobs.sum(), head.weight, retain_graph=True)
+        assert gradient.dtype == torch.float32
