@@ -27,9 +27,10 @@ SHARED_KIB = {"80": 163, "86": 99, "89": 99, "90": 227, "100": 227, "120": 99, "
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 OPTIONS = ["", "no_entropy", "softcap", "telemetry", "cache", "softcap+telemetry", "softcap+cache", "cache+no_entropy"]
 OPTIONS += ["token_loss", "jsd", "jsd+softcap", "jsd+beta0", "jsd+weights", "jsd+beta0+weights"]
-OPTIONS += ["candidates"]
+OPTIONS += ["candidates", "fp32_weight"]
 # Every kernel and option once.
 SOME = [(BF16, "softcap"), (FP16, "telemetry+cache"), (FP32, ""), (BF16, "jsd"), (BF16, "candidates")]
+SOME += [(BF16, "fp32_weight")]
 
 
 class Driver:
@@ -75,7 +76,8 @@ def run(dtype: torch.dtype, option: str) -> None:
     """Call one operation, forward and backward."""
     options = option.split("+")
     hidden = torch.empty(256, 1024, dtype=dtype, device="meta", requires_grad=True)
-    weight = torch.empty(4000, 1024, dtype=dtype, device="meta", requires_grad=True)
+    weight_dtype = FP32 if "fp32_weight" in options else dtype
+    weight = torch.empty(4000, 1024, dtype=weight_dtype, device="meta", requires_grad=True)
     labels = torch.empty(256, dtype=torch.int64, device="meta")
     softcap = 30.0 if "softcap" in options else None
     if "jsd" in options:

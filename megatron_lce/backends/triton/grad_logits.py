@@ -46,12 +46,12 @@ def grad_logits(
 ) -> None:
     """Recompute one slab of the products `hidden @ weight.T`, and write their gradient to `out`."""
     products = tiles.products_of(hidden.dtype, weight.dtype)
-    tile = tiles.choose_tiles(tiles.tile_dtype(hidden.dtype, weight.dtype), hidden.device)
+    tile = tiles.choose_tiles(hidden.dtype, weight.dtype, hidden.device)
     if products == "split":
         weight = split(weight, SLAB_ROW_STEP).flatten(1)
     num_tokens, num_columns = out.shape
     num_tiles = ceil_div(num_tokens, tile.block_n) * ceil_div(num_columns, tile.block_v)
-    _grad_logits_kernel[(min(num_tiles, tiles.num_programs(tile, hidden.device)),)](
+    _grad_logits_kernel[(tiles.num_programs(num_tiles, tile, hidden.device),)](
         descriptor(hidden, tile.block_n, tile.block_h),
         descriptor(weight, tile.block_v, tile.block_h),
         rows.labels,
@@ -67,6 +67,7 @@ def grad_logits(
         ENTROPY=entropy,
         MEAN=row_terms.shape[0] > NUM_TERMS,
         SOFTCAP=softcap_scale is not None,
+        PERSISTENT=tiles.takes_descriptors(hidden.device),
         PRODUCTS=products,
         ROUND=logits_dtype is not None,
         BLOCK_N=tile.block_n,
@@ -98,7 +99,7 @@ def grad_logits_from_cache(
     mean = row_terms.shape[0] > NUM_TERMS
     assert not (softcap and mean)
     factored = factored and not (softcap or mean or entropy) and cache.exp.dtype == torch.bfloat16
-    chunk = tiles.chunk_columns(cache.exp.dtype, cache.exp.device)
+    chunk = tiles.chunk_columns(tiles.choose_tiles(cache.exp.dtype, cache.exp.dtype, cache.exp.device))
     num_tokens, num_columns = cache.exp.shape
     num_chunks = ceil_div(num_columns, chunk)
     factor = row_terms.new_empty(num_tokens) if factored else None
@@ -147,6 +148,7 @@ def _grad_logits_kernel(
     ENTROPY: tl.constexpr,
     MEAN: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    PERSISTENT: tl.constexpr,  # programs take one tile after the other
     PRODUCTS: tl.constexpr,
     ROUND: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -160,7 +162,7 @@ def _grad_logits_kernel(
     out_desc = as_descriptor(out_desc, N, C, BLOCK_N, BLOCK_V // 2)
     num_row_blocks = tl.cdiv(N, BLOCK_N)
     num_column_tiles = tl.cdiv(C, BLOCK_V)
-    for tile in tl.range(tl.program_id(0), num_row_blocks * num_column_tiles, tl.num_programs(0), flatten=True):
+    for tile in tl.range(tl.program_id(0), num_row_blocks * num_column_tiles, tl.num_programs(0), flatten=PERSISTENT):
         row_block, column_tile = tile_position(tile, num_row_blocks, num_column_tiles, GROUP_N)
         row = row_block * BLOCK_N
         column = column_tile * BLOCK_V

@@ -43,8 +43,9 @@ def softmax_stats(
 ) -> Tensor:
     """Return statistics [chunks, K, N] of V columns, see `megatron_lce.core.statistics`, and fill the cache, if any."""
     num_tokens, num_columns = hidden.shape[0], weight.shape[0]
-    dtype, products = tiles.tile_dtype(hidden.dtype, weight.dtype), tiles.products_of(hidden.dtype, weight.dtype)
-    tile, chunk = tiles.choose_tiles(dtype, hidden.device), tiles.chunk_columns(dtype, hidden.device)
+    products = tiles.products_of(hidden.dtype, weight.dtype)
+    tile = tiles.choose_tiles(hidden.dtype, weight.dtype, hidden.device)
+    chunk = tiles.chunk_columns(tile)
     rows = packed_rows(entropy, telemetry)
     parts = hidden.new_empty(ceil_div(num_columns, chunk), rows, num_tokens, dtype=torch.float32)
     hidden_desc = descriptor(hidden, tile.block_n, tile.block_h)
@@ -57,7 +58,7 @@ def softmax_stats(
             continue
         slab = split(weight[columns], SLAB_ROW_STEP).flatten(1) if products == "split" else weight[columns]
         num_tiles = ceil_div(num_tokens, tile.block_n) * ceil_div(slab.shape[0], tile.block_v)
-        _softmax_stats_kernel[(min(num_tiles, tiles.num_programs(tile, hidden.device)),)](
+        _softmax_stats_kernel[(tiles.num_programs(num_tiles, tile, hidden.device),)](
             hidden_desc,
             descriptor(slab, tile.block_v, tile.block_h),
             row_scale,
@@ -75,6 +76,7 @@ def softmax_stats(
             TELEMETRY=telemetry,
             LARGEST_WITHOUT=LARGEST_WITHOUT if hidden.dtype == torch.bfloat16 and not takes_logarithm else 0.0,
             SOFTCAP=softcap_scale is not None,
+            PERSISTENT=tiles.takes_descriptors(hidden.device),
             PRODUCTS=products,
             ROUND=logits_dtype is not None,
             BLOCK_N=tile.block_n,
@@ -103,7 +105,7 @@ def _label_logits(
     logits_dtype: torch.dtype | None,
 ) -> None:
     hidden_dtype, num_tokens = hidden.dtype, out.shape[0]
-    tile = tiles.choose_tiles(tiles.tile_dtype(hidden_dtype, weight.dtype), weight.device)
+    tile = tiles.choose_tiles(hidden_dtype, weight.dtype, weight.device)
     _label_logits_kernel[(ceil_div(num_tokens, tile.block_n),)](
         hidden_desc,
         weight,
@@ -183,6 +185,7 @@ def _softmax_stats_kernel(
     TELEMETRY: tl.constexpr,
     LARGEST_WITHOUT: tl.constexpr,  # largest absolute logit, base 2, of a chunk whose reference is 0; 0: none is
     SOFTCAP: tl.constexpr,
+    PERSISTENT: tl.constexpr,  # programs take one tile after the other
     PRODUCTS: tl.constexpr,
     ROUND: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -201,7 +204,7 @@ def _softmax_stats_kernel(
         exp_desc = as_descriptor(exp_desc, N, V, BLOCK_N, BLOCK_V // 2)
     num_row_blocks = tl.cdiv(N, BLOCK_N)
     num_column_tiles = tl.cdiv(V, BLOCK_V)
-    for tile in tl.range(tl.program_id(0), num_row_blocks * num_column_tiles, tl.num_programs(0), flatten=True):
+    for tile in tl.range(tl.program_id(0), num_row_blocks * num_column_tiles, tl.num_programs(0), flatten=PERSISTENT):
         row_block, column_tile = tile_position(tile, num_row_blocks, num_column_tiles, GROUP_N)
         row = row_block * BLOCK_N
         column = column_tile * BLOCK_V

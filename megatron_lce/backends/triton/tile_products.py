@@ -62,14 +62,13 @@ def _weight_tile(weight, column, h, H, BLOCK_H: tl.constexpr):
 
 
 @triton.jit
-def _weight_part(weight, column, step, H, width, BLOCK_H: tl.constexpr):
-    """Load [BLOCK_V, BLOCK_H] of rows of three parts of `width` each, or make it of fp32 rows."""
+def _weight_parts(weight, column, h, H, width, BLOCK_H: tl.constexpr):
+    """Load [BLOCK_V, BLOCK_H] of each of three parts, the smallest first, `width` apart, or make them of fp32 rows."""
     if weight.dtype.is_ptr():
-        low, middle, high = three_parts(_weight_tile(weight, column, step % width, H, BLOCK_H))
-        tile = tl.where(step >= 2 * width, high, tl.where(step >= width, middle, low))
+        parts = three_parts(_weight_tile(weight, column, h, H, BLOCK_H))
     else:
-        tile = weight.load([column, step])
-    return tile
+        parts = weight.load([column, h]), weight.load([column, width + h]), weight.load([column, 2 * width + h])
+    return parts
 
 
 @triton.jit
@@ -89,16 +88,19 @@ def tile_products(
     products = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
     if PRODUCTS == "split":
         width = tl.cdiv(H, ROW_STEP) * ROW_STEP
-        # Tensor cores truncate as they add, by what the sum amounts to. So sums over SPLIT_SUM of H are added up; those
-        # of the two small parts, which come first, are one sum.
-        for piece in range(0, 1 + tl.cdiv(width, SPLIT_SUM)):
-            start = tl.where(piece == 0, 0, 2 * width + (piece - 1) * SPLIT_SUM)
-            stop = tl.where(piece == 0, 2 * width, min(start + SPLIT_SUM, 3 * width))
+        # Tensor cores truncate as they add, by what the sum amounts to. So the sums of the largest parts over SPLIT_SUM
+        # of H are added up, and those of the two small parts are a sum of their own.
+        small = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
+        for start in range(0, width, SPLIT_SUM):
             partial = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
-            for step in range(start, stop, BLOCK_H):
-                hidden = hidden_desc.load([row, step % width])
-                partial = _add_product(hidden, _weight_part(weight, column, step, H, width, BLOCK_H), partial)
+            for h in range(start, min(start + SPLIT_SUM, width), BLOCK_H):
+                hidden = hidden_desc.load([row, h])
+                low, middle, high = _weight_parts(weight, column, h, H, width, BLOCK_H)
+                small = _add_product(hidden, low, small)
+                small = _add_product(hidden, middle, small)
+                partial = _add_product(hidden, high, partial)
             products += partial
+        products += small
     elif PRODUCTS == "plain":
         for h in range(0, H, BLOCK_H):
             hidden = hidden_desc.load([row, h])  # [BLOCK_N, BLOCK_H]

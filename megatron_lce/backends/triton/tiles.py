@@ -24,23 +24,28 @@ class Tiles(NamedTuple):
 HOPPER_16_BIT = Tiles(128, 256, 64, num_warps=8, num_stages=3)
 # Compiled, not run. 128 x 256 spills registers there.
 BLACKWELL_16_BIT = Tiles(128, 128, 64, num_warps=8, num_stages=4)
-# 84 KiB: they fit the 99 KiB of shared memory of Ada and of capability 12.0. Run as 8.0's code on a Hopper GPU.
-AMPERE_16_BIT = Tiles(128, 128, 64, num_warps=8, num_stages=3)
+# 64 KiB: two programs fit an A100's multiprocessor, one Ada's or 12.0's. Run as 8.0's code on a Hopper GPU.
+AMPERE_16_BIT = Tiles(128, 128, 64, num_warps=4, num_stages=3)
 # Compiled, not run: they fill the 64 KiB of an MI300.
 AMD_16_BIT = Tiles(128, 128, 32, num_warps=8, num_stages=3)
 HOPPER_FP32 = Tiles(128, 64, 32, num_warps=4, num_stages=3)  # of "tf32x3" products
 GENERIC_FP32 = Tiles(128, 64, 32, num_warps=8, num_stages=3)  # with 4 warps 272 bytes spill on sm89
 FP32 = Tiles(64, 64, 32, num_warps=8, num_stages=2)  # of "ieee" products
+# Of "split" products: a step loads three tiles of the weight, and a program has three sums.
+HOPPER_SPLIT = Tiles(128, 128, 64, num_warps=8, num_stages=3)
+GENERIC_SPLIT = Tiles(128, 64, 32, num_warps=8, num_stages=3)
 
 GROUP_N = 8  # row blocks that walk the vocabulary together, so that a weight tile is read from L2 by all of them
 
 
-def choose_tiles(dtype: torch.dtype, device: torch.device) -> Tiles:
-    """Return the tiles by dtype and device alone, so that a token's reductions have the same bits in every call."""
-    if dtype == torch.float32 and speaks_ptx():
-        return HOPPER_FP32 if device.type == "cpu" or _capability(device) == (9, 0) else GENERIC_FP32
-    if dtype == torch.float32:
-        return FP32
+def choose_tiles(hidden: torch.dtype, weight: torch.dtype, device: torch.device) -> Tiles:
+    """Return the tiles by dtypes and device alone, so that a token's reductions have the same bits in every call."""
+    products = products_of(hidden, weight)
+    hopper = device.type == "cpu" or _capability(device) == (9, 0)
+    if products == "split":
+        return HOPPER_SPLIT if hopper else GENERIC_SPLIT
+    if products != "plain":
+        return FP32 if products == "ieee" else HOPPER_FP32 if hopper else GENERIC_FP32
     if device.type == "cpu":
         return HOPPER_16_BIT
     return {0: AMD_16_BIT, 9: HOPPER_16_BIT, 10: BLACKWELL_16_BIT}.get(_capability(device)[0], AMPERE_16_BIT)
@@ -62,25 +67,19 @@ def products_of(hidden: torch.dtype, weight: torch.dtype) -> str:
     return "tf32x3" if speaks_ptx() else "ieee"
 
 
-def chunk_columns(dtype: torch.dtype, device: torch.device) -> int:
-    """Number of columns of a chunk: as many as a tile has, at most `CHUNK_COLUMNS`; it depends on dtype and device."""
-    return min(CHUNK_COLUMNS, choose_tiles(dtype, device).block_v)
+def chunk_columns(tile: Tiles) -> int:
+    """Number of columns of a chunk: as many as a tile has, at most `CHUNK_COLUMNS`."""
+    return min(CHUNK_COLUMNS, tile.block_v)
 
 
 def costs(hidden: torch.Tensor, weight: torch.Tensor, telemetry: bool) -> Costs:
     """Return the costs; beside an fp32 weight there is no cache, and products are made of bf16 parts."""
-    dtype = tile_dtype(hidden.dtype, weight.dtype)
-    chunk = chunk_columns(dtype, hidden.device)
+    tile = choose_tiles(hidden.dtype, weight.dtype, hidden.device)
     if weight.dtype != torch.float32:
-        return Costs(chunk, choose_tiles(dtype, hidden.device).block_v)
+        return Costs(chunk_columns(tile), tile.block_v)
     row = 6 * weight.shape[1]  # bytes of three bf16 parts
     in_kernel = 6 * round_up(weight.shape[1], SLAB_ROW_STEP) if hidden.dtype == torch.bfloat16 else 0
-    return Costs(chunk, logit=6, stats_column=in_kernel, slab_token=row, slab_column=max(row, in_kernel))
-
-
-def tile_dtype(hidden: torch.dtype, weight: torch.dtype) -> torch.dtype:
-    """Return the dtype of what a tile's products are made of."""
-    return hidden if products_of(hidden, weight) in ("plain", "split") else torch.float32
+    return Costs(chunk_columns(tile), logit=6, stats_column=in_kernel, slab_token=row, slab_column=max(row, in_kernel))
 
 
 def stats_group(hidden_size: int) -> int:
@@ -88,12 +87,16 @@ def stats_group(hidden_size: int) -> int:
     return 32 if hidden_size <= 2048 else 16
 
 
+def num_programs(num_tiles: int, tile: Tiles, device: torch.device) -> int:
+    """Number of programs of a grid: one a tile, if persistent one of 8 warps, or two of 4, a multiprocessor."""
+    if not takes_descriptors(device):  # with nothing that loads the next tile meanwhile
+        return num_tiles
+    return min(num_tiles, 2 if device.type == "cpu" else _multiprocessors(device) * (8 // tile.num_warps))
+
+
 @lru_cache
-def num_programs(tile: Tiles, device: torch.device) -> int:
-    """Number of programs of a persistent grid: one of 8 warps, or two of 4, for each multiprocessor."""
-    if device.type == "cpu":
-        return 2
-    return torch.cuda.get_device_properties(device).multi_processor_count * (8 // tile.num_warps)
+def _multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def interpreting() -> bool:
