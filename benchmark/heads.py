@@ -9,7 +9,7 @@ from typing import Any
 from benchmark import measure
 from benchmark.measure import gradients_mib, run_step
 from benchmark.ours import MIB, Ours, cache_bytes
-from benchmark.providers import Head, Provider
+from benchmark.providers import Head, LigerNative, Provider
 from benchmark.results import Results
 from benchmark.shapes import Inputs, Shape, make_inputs
 
@@ -28,7 +28,7 @@ class Run:
 
     def take_turns(self, section: str, shape: Shape, inputs: Inputs, steps: Iterable[tuple[dict, Head, str]]) -> None:
         """Steps (what tells them apart, head, mode) take turns with each other and with the products."""
-        turns = []
+        turns, steps = [], list(steps)
         for properties, head, mode in steps:
             record = {"shape": shape.name, "mode": mode, **properties}
             record["gradients_mib"] = gradients_mib(inputs, mode, head)
@@ -36,6 +36,8 @@ class Run:
         products = partial(measure.measure_products, inputs, self.device, budget_ms=self.budget_ms)
         yardstick = partial(self.results.attempt, "products", {"shape": shape.name}, products)
         self.results.take_turns(section, turns, yardstick, budget_ms=self.budget_ms)
+        for (record, _), (_, head, _) in zip(turns, steps, strict=True):
+            self.results.complete(section, record, partial(_outside, head))
 
     def times(self, shape: Shape, modes: list[str]) -> None:
         """Every head that has the mode, mode by mode."""
@@ -99,11 +101,17 @@ class Run:
     def _peak(self, head: Head, inputs: Inputs, mode: str) -> dict:
         step = partial(run_step, head, inputs, mode)
         step()  # compiles
-        return {"peak_mib": measure.peak_mib(step, self.device), "gradients_mib": gradients_mib(inputs, mode, head)}
+        peak_mib = measure.peak_mib(step, self.device)
+        return {"peak_mib": peak_mib, "gradients_mib": gradients_mib(inputs, mode, head), **_outside(head)}
 
 
 def _gradient_mode(provider: Provider) -> str:
     return next(mode for mode in provider.modes if mode != "fwd")
+
+
+def _outside(head: Head) -> dict[str, float]:
+    """What the head holds outside of torch's allocator at the shape of its last call, where it knows of such memory."""
+    return {"outside_mib": head.outside_mib} if isinstance(head, LigerNative) else {}
 
 
 def measure_case(results: Results, arguments: Any) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmark.curves_picture import draw_curves
-from benchmark.ratios import grouped, jsd_limits_ms, limits_ms, measured, products_by
+from benchmark.ratios import extra_gib, grouped, jsd_limits_ms, limits_ms, measured, products_by
 from benchmark.shapes import parse_shape
 from benchmark.tables import HEADS, SHAPES, SKIPPING
 
@@ -80,10 +80,6 @@ def _title(mode: str, name: str) -> str:
     shape = parse_shape(name)
     sizes = f"{shape.tokens:,} tokens, hidden {shape.hidden:,}, vocabulary {shape.vocab:,}"
     return f"Forward and backward of {MODES.get(mode, mode)}: {SHAPES.get(name, sizes)}"
-
-
-def _over_gradients_gib(record: dict) -> float:
-    return (record["peak_mib"] - record["gradients_mib"]) / 1024
 
 
 def _with_memory(document: dict, section: str, **values: str) -> list[dict]:
@@ -160,7 +156,7 @@ def _draw_trade(document: dict, mode: str, shape: str) -> Any:
         found = {name: record for name, record in found.items() if name not in ("ours", "ours-cached")}
         _plot_curve(axis, curve)
     for provider, record in found.items():
-        point = _over_gradients_gib(record), record["time_ms"]
+        point = extra_gib(record), record["time_ms"]
         axis.plot(*point, "o", color=_color(provider), markersize=8)
         place = {"megatron": {"y": 2, "verticalalignment": "bottom"}, "eager": {"x": -9}}.get(provider, {"y": 2})
         _label(axis, names.get(provider) or _name(provider), point, _color(provider), **({"x": 9} | place))
@@ -181,7 +177,7 @@ def _draw_trade(document: dict, mode: str, shape: str) -> Any:
 def _plot_curve(axis: Any, records: list[dict]) -> None:
     """Ours over its cache: points that say how much is kept where there is room."""
     records = sorted(records, key=lambda record: record["logits_cache_bytes"])
-    points = [(_over_gradients_gib(record), record["time_ms"]) for record in records]
+    points = [(extra_gib(record), record["time_ms"]) for record in records]
     kept = [f"{record['logits_cache_bytes'] / 2**30:.1f}" for record in records]
     axis.plot(*zip(*points, strict=True), "o-", color=BLUE, markersize=6, linewidth=2)
     _label(axis, "megatron_lce,\nthe default", points[0], BLUE, x=-9, y=-12)
@@ -219,7 +215,7 @@ def _draw_memory(document: dict, mode: str, shape: str) -> Any:
     figure, (axis,) = _figure(1, 4)
     ends = []
     for (provider,), records in grouped(_with_memory(document, "memory", mode=mode, shape=shape), "provider").items():
-        points = sorted((record["tokens"], _over_gradients_gib(record)) for record in records)
+        points = sorted((record["tokens"], extra_gib(record)) for record in records)
         axis.plot(*zip(*points, strict=True), "o-", color=_color(provider), linewidth=2, markersize=5)
         ends.append((_name(provider), *points[-1], _color(provider)))
     axis.set_xscale("log", base=2)

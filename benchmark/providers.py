@@ -65,14 +65,19 @@ def _eager_head(hidden: Tensor, weight: Tensor, labels: Tensor, mode: str) -> tu
     return logprobs, -(log_softmax.exp() * log_softmax).sum(-1)
 
 
+def _group_of_all() -> ProcessGroup:
+    """The group of all ranks; of this process alone where there is none yet."""
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return dist.group.WORLD
+
+
 def _load_megatron(tp_group: ProcessGroup | None = None) -> Head:
     from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
     from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
 
-    if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    group = tp_group or dist.group.WORLD
+    group = tp_group or _group_of_all()
 
     def head(hidden: Tensor, weight: Tensor, labels: Tensor, mode: str) -> tuple[Tensor, ...]:
         logits = linear_with_grad_accumulation_and_async_allreduce(
@@ -112,6 +117,66 @@ def _load_liger_scaled() -> Head:
         return as_mode(mode, -losses, entropies.float() if entropy else None)
 
     return head
+
+
+class LigerNative:
+    """Liger's tensor-parallel head of CUTLASS and NVSHMEM, over a group of one.
+
+    outside_mib  device memory that it holds outside of torch's allocator, in MiB: NVSHMEM's heap and its pools, which
+                 are as large as the shape of the last call needs
+    """
+
+    def __init__(self) -> None:
+        # Named directly: the public dispatcher falls back to plain torch, silently, where this kernel cannot run.
+        from liger_cute_kernels import nvshmem
+        from liger_kernel.ops import configure
+        from liger_kernel.ops.cute.fused_linear_scaled_cross_entropy_tp import (
+            LigerFusedLinearScaledCrossEntropyNativeTPFunction as function,
+        )
+
+        self._group, self._function = _group_of_all(), function
+        self._clear_pools, self._module = nvshmem.pool_clear_all, configure
+        self._sizes: tuple[int, int, int] | None = None
+        self.outside_mib = 0.0
+        one = torch.ones(1, dtype=torch.float32, device="cuda")
+        dist.all_reduce(one, group=self._group)  # NCCL's memory is none of this head's
+        self._hold(self._configure)
+
+    def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor, mode: str) -> tuple[Tensor, ...]:
+        if self._sizes != (len(hidden), *weight.shape[::-1]):
+            self._hold(partial(self._reserve, hidden, weight, labels))
+        losses, entropy = self._apply(hidden, weight, labels, mode in ("fwd", "rl"))
+        return as_mode(mode, -losses, entropy)
+
+    def _apply(self, hidden: Tensor, weight: Tensor, labels: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
+        # vocab_start, temperature, ignore_index, tiles_per_reduce: as the public dispatcher passes them on one rank
+        out = self._function.apply(hidden, weight, labels, 0, 1.0, -100, 1, entropy, self._group)
+        return out if entropy else (out, None)
+
+    def _reserve(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
+        """Pools for this shape in place of those of the shape before, which cannot grow."""
+        if self._sizes:
+            torch.cuda.synchronize()
+            self._clear_pools()
+        self._sizes = len(hidden), *weight.shape[::-1]
+        self._configure(flsce=self._module.FusedLinearCrossEntropyConfig(*self._sizes))
+        self._apply(hidden.detach(), weight.detach(), labels, True)  # forward reserves its own when it is called
+
+    def _configure(self, **sections: Any) -> None:
+        if not self._module.configure(device="cuda", **sections):
+            raise RuntimeError("needs a Hopper or a Blackwell GPU")
+
+    def _hold(self, call: Callable[[], None]) -> None:
+        """Adds to `outside_mib` what the call takes of the device beside what torch reserves."""
+        before = _outside_mib()
+        call()
+        self.outside_mib += _outside_mib() - before
+
+
+def _outside_mib() -> float:
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    return (total - free - torch.cuda.memory_reserved()) / MIB
 
 
 def _load_cut_cross_entropy() -> Head:
@@ -205,6 +270,7 @@ PROVIDERS = {
         Provider("verl", _load_verl, package="verl"),
         Provider("cce", _load_cut_cross_entropy, **_NO_ENTROPY, package="cut-cross-entropy"),
         Provider("liger-sm90", _load_liger_scaled, package="liger-kernel"),
+        Provider("liger-tp", LigerNative, package="liger-cute-kernels"),
         Provider("quack", _load_quack, ("sft",), "gives the mean loss only", package="quack-kernels"),
     )
 }

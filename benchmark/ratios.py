@@ -18,6 +18,11 @@ def grouped(records: list[dict], *keys: str) -> dict[tuple, list[dict]]:
     return groups
 
 
+def extra_gib(record: dict) -> float:
+    """Peak memory over the gradients, and what the head holds outside of torch's allocator, in GiB."""
+    return (record["peak_mib"] - record["gradients_mib"] + record.get("outside_mib", 0.0)) / 1024
+
+
 def _median_ms(records: list[dict], *names: str) -> list[float]:
     """Of each of these times over all records; nothing where there are none."""
     return [median(ms for record in records for ms in record[name]) for name in names] if records else []

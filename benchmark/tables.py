@@ -37,6 +37,7 @@ HEADS = {
     "compile": "PyTorch, torch.compile",
     "liger": "Liger, Triton",
     "liger-sm90": "Liger, for Hopper",
+    "liger-tp": "Liger, TP, on one rank",
     "verl": "verl",
     "quack": "quack",
     "cce": "Cut Cross-Entropy",
@@ -79,7 +80,7 @@ def grid(what: str, rows: dict[Any, str], columns: dict[Any, str], text: Callabl
 def cell(record: dict, ratio: str | None = None, memory: bool = True) -> str:
     """Time, its ratio to products, and memory over the gradients."""
     text = f"{record['time_ms']:.1f}" + (f" ({record[ratio]:.2f})" if ratio else "")
-    return text + (f" / {(record['peak_mib'] - record['gradients_mib']) / 1024:.2f}" if memory else "")
+    return text + (f" / {ratios.extra_gib(record):.2f}" if memory else "")
 
 
 def step_cell(record: dict) -> str:

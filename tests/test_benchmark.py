@@ -2,6 +2,7 @@
 
 import json
 import sys
+import types
 
 import pytest
 import torch
@@ -232,6 +233,42 @@ def test_rows_take_at_least_one_round(capsys):
     with pytest.raises(SystemExit):
         run.parse_arguments(["rows", "--rounds", "0"])
     assert "rounds: must be at least 1, got 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("package", ["liger_kernel", "liger_cute_kernels"])
+def test_ligers_native_head_is_reported_where_it_is_not_installed(monkeypatch, package):
+    native = types.ModuleType("liger_cute_kernels")
+    native.nvshmem = None
+    monkeypatch.setitem(sys.modules, "liger_cute_kernels", native)
+    monkeypatch.setitem(sys.modules, package, None)
+    found = results.Results(CPU, torch.float32, None, {})
+    assert found.load(providers.select_providers("liger-tp")) == {}
+    (record,) = found.document["providers"]
+    assert record["status"] == "not installed"
+    assert package in record["reason"]
+
+
+def test_memory_outside_of_torchs_allocator_is_in_the_records_and_tables(monkeypatch):
+    class Fake(providers.LigerNative):
+        outside_mib = 0.0
+
+        def __init__(self):
+            pass
+
+        def __call__(self, hidden, weight, labels, mode):
+            self.outside_mib = float(len(hidden))
+            return providers._eager_head(hidden, weight, labels, mode)
+
+    monkeypatch.setitem(providers.PROVIDERS, "liger-tp", providers.Provider("liger-tp", Fake))
+    arguments = "head --device cpu --dtype fp32 --shapes 4x8x24,6x8x24 --providers ours,liger-tp --modes fwd,rl"
+    document = run.main([*arguments.split(), "--error-shape", "", "--budget-ms", "0", "--memory-tokens", "5"])
+    times = {(x["shape"], x["mode"]): x for x in document["times"] if x["provider"] == "liger-tp"}
+    assert {key: x["outside_mib"] for key, x in times.items()} == {
+        ("4x8x24", "fwd"): 4, ("4x8x24", "rl"): 4, ("6x8x24", "fwd"): 6, ("6x8x24", "rl"): 6,
+    }  # fmt: skip
+    assert [x["outside_mib"] for x in document["memory"] if x["provider"] == "liger-tp"] == [5]
+    assert all("outside_mib" not in x for x in document["times"] + document["memory"] if x["provider"] == "ours")
+    assert ratios.extra_gib({"peak_mib": 3072.0, "gradients_mib": 1024.0, "outside_mib": 512.0}) == 2.5
 
 
 def test_megatron_and_our_head_agree():
