@@ -78,9 +78,11 @@ def grid(what: str, rows: dict[Any, str], columns: dict[Any, str], text: Callabl
 
 
 def cell(record: dict, ratio: str | None = None, memory: bool = True) -> str:
-    """Time, its ratio to products, and memory over the gradients."""
+    """Time, its ratio to products, and memory over the gradients: torch's, and what is held outside of it."""
     text = f"{record['time_ms']:.1f}" + (f" ({record[ratio]:.2f})" if ratio else "")
-    return text + (f" / {ratios.extra_gib(record):.2f}" if memory else "")
+    outside = record.get("outside_mib", 0.0) / 1024
+    extra = f" / {ratios.extra_gib(record) - outside:.2f}" + (f" + {outside:.2f}" if outside else "")
+    return text + (extra if memory else "")
 
 
 def step_cell(record: dict) -> str:
@@ -119,6 +121,16 @@ def known_loss() -> str:
         return cell(record, "over_products") if record else "-"
 
     return grid("ms (over F + dX + dW) / extra GiB", rows, columns, text)
+
+
+def liger_tp() -> str:
+    """The default beside Liger's native head: each way over the products that a head needs which keeps no logits."""
+    records = measured("liger_tp_h100", "times", "shape", "mode", "provider")
+    kinds = {"fwd": ("over_products", "over F"), "rl": ("over_products_recomputed", "over 2F + dX + dW")}
+    rows = {(x, mode): f"{x}, {mode}, {kinds[mode][1]}" for x, mode in dict.fromkeys(key[:2] for key in records)}
+    columns = {name: HEADS[name] for name in ("ours", "liger-tp")}
+    what = "ms (over the products) / extra GiB, + outside of torch's allocator"
+    return grid(what, rows, columns, lambda row, name: cell(records[*row, name], kinds[row[1]][0]))
 
 
 def ignored_rows() -> str:
@@ -191,7 +203,8 @@ def curves() -> str:
 def errors() -> str:
     """Errors against fp64 of every head that was compared."""
     rows = []
-    for (provider, mode), record in measured("head_h200", "errors", "provider", "mode").items():
+    found, later = (measured(name, "errors", "provider", "mode") for name in FILES["errors"])
+    for (provider, mode), record in (found | later | found).items():
         largest = record.get("logprobs_max_error", record.get("loss_max_error"))
         values = largest, record["grad_hidden_relative_error"], record["grad_weight_relative_error"]
         rows.append([HEADS[provider], mode, *(f"{value:.1e}" for value in values)])
@@ -219,6 +232,7 @@ def phases() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "heads": heads,
     "known_loss": known_loss,
+    "liger_tp": liger_tp,
     "ignored_rows": ignored_rows,
     "jsd": jsd,
     "phases": phases,
@@ -231,9 +245,10 @@ TABLES: dict[str, Callable[[], str]] = {
 FILES = {  # of results, that a table is made of
     "heads": ("head_h200",),
     "known_loss": ("known_loss_h200",),
+    "liger_tp": ("liger_tp_h100",),
     "ignored_rows": ("rows_h200",),
     "jsd": ("jsd_h100",),
-    "errors": ("head_h200",),
+    "errors": ("head_h200", "liger_tp_h100"),
     "steps": ("megatron_step_tp2_h100",),
     "known_steps": ("step_known_tp1_h100", "step_known_tp2_h100"),
     "curves": ("curves_h100",),
