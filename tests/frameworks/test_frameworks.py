@@ -97,6 +97,12 @@ def test_ms_swift_of_a_checkout_beside_the_release(tmp_path_factory):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("version", ["ms_swift-4.6.0", "MS_SWIFT"])
+def test_ms_swift_preference(version, ranks):
+    run("run_ms_swift_preference.py", ranks, source(version), folder_of("FRAMEWORKS", "mcore_bridge-1.6.5"))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_nemo_rl(ranks, tmp_path_factory):
     run("run_nemo_rl.py", ranks, adopted("nemo_rl", folder_of("NEMO_RL"), tmp_path_factory))
 
