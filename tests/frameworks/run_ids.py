@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from comparing import VOCABULARY, Case, cases, compare, main
+from comparing import COLUMNS, VOCABULARY, Case, cases, clear_padding, compare, main
 from megatron.core import parallel_state, tensor_parallel
 from run_slime import ARGUMENTS, import_slime, make_batch
 from run_verl import LENGTHS, batch, import_verl
@@ -37,11 +37,12 @@ class HeadCase(Case):
         """A head's hidden states and weight, this rank's part of them."""
         generator = torch.Generator().manual_seed(2)
         hidden = torch.randn(self.rows, self.hidden_size, generator=generator)
-        weight = torch.randn(VOCABULARY, self.hidden_size, generator=generator) * 0.4
+        weight = torch.randn(COLUMNS, self.hidden_size, generator=generator) * 0.4
         ranks, rank = _tensor_parallel()
         head = nn.Module()
         head.hidden = nn.Parameter(hidden.chunk(ranks)[rank] if self.sequence_parallel else hidden)
         head.weight = nn.Parameter(weight.chunk(ranks)[rank].clone())
+        clear_padding(head.weight)
         return head
 
     def logits(self, head: nn.Module) -> Tensor:

@@ -104,7 +104,8 @@ def test_ms_swift_preference(version, ranks):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_nemo_rl(ranks, tmp_path_factory):
-    run("run_nemo_rl.py", ranks, adopted("nemo_rl", folder_of("NEMO_RL"), tmp_path_factory))
+    own = folder_of("NEMO_RL")
+    run("run_nemo_rl.py", ranks, adopted("nemo_rl", own, tmp_path_factory), own)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
