@@ -1,4 +1,4 @@
-"""NeMo-RL's logprobs from hidden states, with the diff of docs/recipes, and its distillation, against its own of logits.
+"""NeMo-RL's logprobs from hidden states, with the diff of docs/recipes, and its distillation, against those of logits.
 
     torchrun --nproc-per-node 2 tests/frameworks/run_nemo_rl.py FUSED OWN     # FUSED/nemo_rl: with the diff applied
 
@@ -33,7 +33,9 @@ def tokens_of() -> Tensor:
 
 def losses_of(folder: Path, model_utils: Any) -> tuple[Any, type]:
     """The class whose `_direct_full_vocab_kl` is the divergence over the vocabulary, and DistillationLossFn."""
-    (mean,) = definitions(folder / "nemo_rl/algorithms/utils.py", "nemo_rl.algorithms.utils", "masked_mean", torch=torch)
+    (mean,) = definitions(
+        folder / "nemo_rl/algorithms/utils.py", "nemo_rl.algorithms.utils", "masked_mean", torch=torch
+    )
     known = {name: value for name, value in vars(model_utils).items() if not name.startswith("__")}
     known |= {"masked_mean": mean, "to_local_if_dtensor": lambda tensor: tensor, "LossFunction": object}
     known |= dict.fromkeys(("LossType", "LossInputType"), SimpleNamespace(TOKEN_LEVEL=None, DISTILLATION=None))
@@ -64,7 +66,9 @@ def distil(case: Case, folder: Path, model_utils: Any) -> None:
     number = weights.sum()
     with torch.no_grad():
         teacher_head = captured(teacher_of(case))
-        logits = tensor_parallel.gather_from_tensor_model_parallel_region(teacher_of(case)(tokens_of(), POSITIONS, None))
+        logits = tensor_parallel.gather_from_tensor_model_parallel_region(
+            teacher_of(case)(tokens_of(), POSITIONS, None)
+        )
     top = logits.topk(K)
 
     def over_vocabulary(model: nn.Module, reverse: bool) -> dict[str, Tensor]:
@@ -82,7 +86,9 @@ def distil(case: Case, folder: Path, model_utils: Any) -> None:
         labels = tokens_of().masked_fill(weights == 0, -100)
         out = captured(model).linear_cross_entropy(labels, candidates=top.indices, entropy=False, skip_ignored=True)
         target = top.values.log_softmax(-1)
-        losses = megatron_lce.topk_divergence(out.candidate_logprobs, target, kind, tail="drop" if zero else "renormalise")
+        losses = megatron_lce.topk_divergence(
+            out.candidate_logprobs, target, kind, tail="drop" if zero else "renormalise"
+        )
         return {"loss": ((losses * weights).sum() / number)[None]}
 
     def own_over_topk(model: nn.Module, kind: str, zero: bool) -> dict[str, Tensor]:
