@@ -59,7 +59,7 @@ def program() -> None:
     own, fused = (forward_step(folder, batch) for folder in folders)
 
     def enable(model: list[nn.Module]) -> list[nn.Module]:
-        assert megatron_lce.enable_fused_linear_ce(model, skip_masked=True).enabled
+        assert megatron_lce.enable_fused_linear_ce(model, known_loss=True, skip_masked=True).enabled
         return model
 
     def with_hook(model: nn.Module) -> dict[str, Tensor]:
@@ -70,7 +70,7 @@ def program() -> None:
 
     def of(model: nn.Module, step: Any) -> dict[str, Tensor]:
         losses, loss_mask = step(state, None, model)
-        return {"loss": losses * loss_mask}
+        return {"losses": (losses * loss_mask).detach(), "loss": (losses * loss_mask).sum()[None]}
 
     for case in cases():
         compare(f"Megatron-Bridge's training, {case.name}", case, with_hook, lambda model: of(model, own))

@@ -43,6 +43,7 @@ def program() -> None:
     kind, hook, logprobs_of, entropy_of = import_adapter(Path(sys.argv[1]))
     tokens, labels = torch.randint(VOCABULARY, (2, 3, 12), generator=torch.Generator().manual_seed(0))
     positions = torch.arange(12)[None]
+    mask = (torch.arange(12) > 4).expand(3, -1).float()  # of the tokens that count
 
     def adapted(model: nn.Module, fused: bool) -> nn.Module:
         model.__class__ = kind
@@ -53,11 +54,16 @@ def program() -> None:
 
     def flag(model: nn.Module) -> dict[str, Tensor]:
         model = adapted(model, True)
-        megatron_lce.enable_fused_linear_ce(model, on_unsupported="raise")
-        return {"loss": model(tokens, positions, None, labels=labels)}
+        megatron_lce.enable_fused_linear_ce(model, on_unsupported="raise", known_loss=True, skip_masked=True)
+        return loss_of(model)
 
     def own_loss(model: nn.Module) -> dict[str, Tensor]:
-        return {"loss": adapted(model, False)(tokens, positions, None, labels=labels)}
+        return loss_of(adapted(model, False))
+
+    def loss_of(model: nn.Module) -> dict[str, Tensor]:
+        """What mcore_adapter's trainer and ROLL's SFT take."""
+        losses = model(tokens, positions, None, labels=labels, loss_mask=mask) * mask
+        return {"losses": losses.detach(), "loss": losses.sum()[None]}
 
     def captured(model: nn.Module) -> dict[str, Tensor]:
         with megatron_lce.capture_lm_head(adapted(model, True)) as head:

@@ -1,50 +1,135 @@
-"""NeMo-RL's logprobs from hidden states, with the diff of docs/recipes, against its logprobs from logits.
+"""NeMo-RL's logprobs from hidden states, with the diff of docs/recipes, and its distillation, against those of logits.
 
-torchrun --nproc-per-node 2 tests/frameworks/run_nemo_rl.py FOLDER      # FOLDER/nemo_rl: with the diff applied
+    torchrun --nproc-per-node 2 tests/frameworks/run_nemo_rl.py FUSED OWN     # FUSED/nemo_rl: with the diff applied
+
+Distillation changes no file: its losses over a teacher's whole vocabulary and over its top-k are computed from captured
+heads, the teacher's being its hidden states and this rank's shard of its weight.
 """
 
+import dataclasses
+import functools
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from comparing import VOCABULARY, cases, compare, main
-from stand_ins import packages_without_their_init
+from comparing import COLUMNS, VOCABULARY, Case, cases, compare, main
+from megatron.core import tensor_parallel
+from stand_ins import definitions, packages_without_their_init
 from torch import Tensor, nn
 
+import megatron_lce
 from megatron_lce import capture_lm_head
+
+K, TEMPERATURE, POSITIONS = 8, 0.7, torch.arange(12)[None]
+MASK = (torch.arange(12) > 4).expand(2, -1).float()  # of the tokens that count, as labels of those before them
 
 
 def tokens_of() -> Tensor:
     return torch.randint(VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(0))
 
 
+def losses_of(folder: Path, model_utils: Any) -> tuple[Any, type]:
+    """The class whose `_direct_full_vocab_kl` is the divergence over the vocabulary, and DistillationLossFn."""
+    (mean,) = definitions(
+        folder / "nemo_rl/algorithms/utils.py", "nemo_rl.algorithms.utils", "masked_mean", torch=torch
+    )
+    known = {name: value for name, value in vars(model_utils).items() if not name.startswith("__")}
+    known |= {"masked_mean": mean, "to_local_if_dtensor": lambda tensor: tensor, "LossFunction": object}
+    known |= dict.fromkeys(("LossType", "LossInputType"), SimpleNamespace(TOKEN_LEVEL=None, DISTILLATION=None))
+    methods = "_direct_full_vocab_kl", "_same_vocab_masked_kl"
+    file, module = folder / "nemo_rl/algorithms/loss/loss_functions.py", "nemo_rl.algorithms.loss.loss_functions"
+    found = definitions(file, module, "DistillationLossFn", *methods, **known)
+    return type("FullVocabulary", (), dict(zip(methods, found[1:], strict=True))), found[0]
+
+
+def captured(model: nn.Module) -> megatron_lce.CapturedHead:
+    with capture_lm_head(model) as head:
+        model(tokens_of(), POSITIONS, None)
+    return head
+
+
+def teacher_of(case: Case) -> nn.Module:
+    teacher = dataclasses.replace(case, hidden_size=64).build()
+    with torch.no_grad():
+        for parameter in teacher.parameters():
+            parameter.mul_(1.5)
+    return teacher
+
+
+def distil(case: Case, folder: Path, model_utils: Any) -> None:
+    full, topk = losses_of(folder, model_utils)
+    group, rank = dist.group.WORLD, dist.get_rank()
+    weights = nn.functional.pad(MASK[:, 1:], (0, 1))
+    number = weights.sum()
+    with torch.no_grad():
+        teacher_head = captured(teacher_of(case))
+        logits = tensor_parallel.gather_from_tensor_model_parallel_region(
+            teacher_of(case)(tokens_of(), POSITIONS, None)
+        )
+    top = logits.topk(K)
+
+    def over_vocabulary(model: nn.Module, reverse: bool) -> dict[str, Tensor]:
+        options = {"beta": float(reverse), "temperature": TEMPERATURE, "token_weights": weights / number}
+        return {"loss": captured(model).linear_jsd(teacher_head, **options)[None] * TEMPERATURE**2}
+
+    def own_over_vocabulary(model: nn.Module, reverse: bool) -> dict[str, Tensor]:
+        own = full()
+        own.temperature, own.reverse_kl = TEMPERATURE, reverse
+        align = SimpleNamespace(student_token_mask=MASK, sample_mask=torch.ones(2))
+        student = model(tokens_of(), POSITIONS, None)
+        return {"loss": own._direct_full_vocab_kl(student, logits, align, number, tp_group=group, cp_group=None)[None]}
+
+    def over_topk(model: nn.Module, kind: str, zero: bool) -> dict[str, Tensor]:
+        labels = tokens_of().masked_fill(weights == 0, -100)
+        out = captured(model).linear_cross_entropy(labels, candidates=top.indices, entropy=False, skip_ignored=True)
+        target = top.values.log_softmax(-1)
+        losses = megatron_lce.topk_divergence(
+            out.candidate_logprobs, target, kind, tail="drop" if zero else "renormalise"
+        )
+        return {"loss": ((losses * weights).sum() / number)[None]}
+
+    def own_over_topk(model: nn.Module, kind: str, zero: bool) -> dict[str, Tensor]:
+        own = topk(SimpleNamespace(kl_type=kind, mixed_kl_weight=0.5, zero_outside_topk=zero))
+        student = model(tokens_of(), POSITIONS, None)
+        found = model_utils.get_distillation_topk_logprobs_from_logits(
+            student, top.values, top.indices, zero, False, vocab_parallel_rank=rank, vocab_parallel_group=group
+        )
+        data = {"token_mask": MASK, "sample_mask": torch.ones(2), "input_ids": tokens_of()}
+        return {"loss": own(*found, data, None, number)[0][None]}
+
+    for reverse in (False, True):
+        ways = (functools.partial(way, reverse=reverse) for way in (over_vocabulary, own_over_vocabulary))
+        compare(f"NeMo-RL, KL over the vocabulary{', reverse' * reverse}, {case.name}", case, *ways)
+    for kind, zero in (("forward", False), ("reverse", False), ("forward", True)):
+        ways = (functools.partial(way, kind=kind, zero=zero) for way in (over_topk, own_over_topk))
+        compare(f"NeMo-RL, top-k, {kind}{', zero outside' * zero}, {case.name}", case, *ways)
+
+
 def program() -> None:
     packages_without_their_init(Path(sys.argv[1]), "nemo_rl", "nemo_rl.distributed", "nemo_rl.algorithms")
     from nemo_rl.distributed import model_utils
 
-    tokens, positions = tokens_of(), torch.arange(12)[None]
-    rank, ranks, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
-    shard = SimpleNamespace(
-        vocab_start_index=VOCABULARY // ranks * rank, vocab_end_index=VOCABULARY // ranks * (rank + 1)
-    )
+    tokens, rank, ranks, group = tokens_of(), dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    shard = {"vocab_start_index": COLUMNS // ranks * rank, "vocab_end_index": COLUMNS // ranks * (rank + 1)}
 
     def fused(model: nn.Module) -> dict[str, Tensor]:
         """NeMo-RL's own forward of GPTModel gives the function these; of which Megatron it is, is another matter."""
-        with capture_lm_head(model) as head:
-            model(tokens, positions, None)
+        head = captured(model)
         logprobs = model_utils.from_parallel_hidden_states_to_logprobs(
-            head.hidden, head.weight, None, tokens, tp_group=group, chunk_size=4, **vars(shard)
+            head.hidden, head.weight, None, tokens, tp_group=group, chunk_size=4, **shard
         )
         return {"logprobs": logprobs}
 
     def unfused(model: nn.Module) -> dict[str, Tensor]:
-        logits = model(tokens, positions, None)
-        return {"logprobs": model_utils.from_parallel_logits_to_logprobs(logits, tokens, tp_group=group, **vars(shard))}
+        logits = model(tokens, POSITIONS, None)
+        return {"logprobs": model_utils.from_parallel_logits_to_logprobs(logits, tokens, tp_group=group, **shard)}
 
     for case in cases():
         compare(f"NeMo-RL, {case.name}", case, fused, unfused)
+        distil(case, Path(sys.argv[2]), model_utils)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,14 @@
 
     torchrun --nproc-per-node 2 tests/frameworks/run_slime.py OWN FUSED  # OWN/slime: as it is, FUSED/slime: with diffs
 
-The two forward steps are those inside of model.py's `forward_only` and `train_one_step`. Stand-ins: the schedule, the
-batch, an optimizer, a whitening of advantages, a loader of functions by name, and a type that only annotates.
+Under `--context` the ranks are those of context parallelism, whose attention sees a rank's own tokens only, on both
+sides. The forward steps are those inside of model.py's `forward_only` and `train_one_step`. Stand-ins: the schedule,
+the batch, an optimizer, a whitening of advantages, a loader of functions by name, and a type that only annotates.
 """
 
 import contextlib
 import gc
+import itertools
 import sys
 import weakref
 from argparse import Namespace
@@ -19,7 +21,9 @@ from typing import Any
 from unittest import mock
 
 import torch
-from comparing import VOCABULARY, cases, compare, main
+import torch.distributed as dist
+from comparing import COLUMNS, VOCABULARY, cases, compare, main
+from megatron.core import parallel_state
 from stand_ins import definitions, packages_without_their_init, stand_in
 from torch import Tensor, nn
 
@@ -40,7 +44,7 @@ class Reached(Exception):
 
 def own_loss(args: Namespace, batch: dict, logits: Tensor, mean: Any) -> tuple[Tensor, dict]:
     """What a user's `custom_loss` may be: it reads logits."""
-    assert logits.shape[-1] * torch.distributed.get_world_size() == VOCABULARY
+    assert logits.shape[-1] * parallel_state.get_tensor_model_parallel_world_size() == COLUMNS
     return logits.square().sum(), {}
 
 
@@ -52,7 +56,10 @@ def import_slime(folder: Path) -> tuple[ModuleType, Callable[..., Step]]:
     stand_in("slime.utils.distributed_utils", distributed_masked_whiten=None)
     stand_in("slime.utils.misc", load_function=lambda path: own_loss)
     stand_in("slime.utils.types", RolloutBatch=dict)
-    from slime.backends.megatron_utils import loss
+    from slime.backends.megatron_utils import cp_utils, loss
+
+    loss.mpu = cp_utils.mpu = parallel_state_of_slime()
+    loss.slice_with_cp = cp_utils.slice_with_cp
 
     def step(function: str, args: Namespace, batch: dict, *arguments: Any) -> Step:
         found: list[Step] = []
@@ -82,13 +89,37 @@ def import_slime(folder: Path) -> tuple[ModuleType, Callable[..., Step]]:
     return loss, step
 
 
-def make_batch() -> dict[str, Any]:
-    tokens = torch.randint(VOCABULARY, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
+def parallel_state_of_slime() -> Namespace:
+    """Megatron's, and under `--context` ranks of context that the model's attention does not know."""
+    if "--context" not in sys.argv:
+        return Namespace(**vars(parallel_state))
+    ranks = {"get_context_parallel_world_size": dist.get_world_size, "get_context_parallel_rank": dist.get_rank}
+    return Namespace(**vars(parallel_state) | ranks | {"get_context_parallel_group": lambda: dist.group.WORLD})
+
+
+def kept_ids() -> tuple[list[list[int]], list[list[int]]]:
+    """For each sample its answer's kept ids, and offsets: the last sample's stop early, some sets lack the label."""
+    generator = torch.Generator().manual_seed(4)
+    ids, offsets = [], []
+    for length in RESPONSES:
+        sizes = torch.randint(0, 12, (length,), generator=generator).tolist()
+        sets = [torch.randperm(VOCABULARY, generator=generator)[:size].tolist() for size in sizes]
+        ids.append(list(itertools.chain(*sets)))
+        offsets.append([0, *torch.tensor(sizes).cumsum(0).tolist()])
+    offsets[-1] = offsets[-1][:-2]  # two tokens of which no set was recorded: the whole vocabulary
+    return ids, offsets
+
+
+def make_batch(slice_with_cp: Callable[[Tensor, int], Tensor] = lambda tokens, padding: tokens) -> dict[str, Any]:
+    tokens = torch.randint(VOCABULARY, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0)).split(LENGTHS)
     masks = [torch.ones(length) for length in RESPONSES]
     masks[2][1] = 0.0
+    kept, offsets = kept_ids()
     return {
-        "unconcat_tokens": list(tokens.split(LENGTHS)),
-        "tokens": tokens[None],
+        "unconcat_tokens": list(tokens),
+        "tokens": torch.cat([slice_with_cp(sequence, 0) for sequence in tokens])[None],
+        "rollout_top_p_token_ids": kept,
+        "rollout_top_p_token_offsets": offsets,
         "packed_seq_params": None,
         "total_lengths": LENGTHS,
         "response_lengths": RESPONSES,
@@ -111,7 +142,7 @@ class Positions(nn.Module):
 
 
 def steps(loss: ModuleType, step: Callable[..., Step]) -> dict[str, Callable[[nn.Module], dict[str, Tensor]]]:
-    batch, stub = make_batch(), mock.MagicMock()
+    batch, stub = make_batch(loss.slice_with_cp), mock.MagicMock()
     sizes = {
         "seq_length": 1,
         "micro_batch_size": 1,
@@ -119,11 +150,11 @@ def steps(loss: ModuleType, step: Callable[..., Step]) -> dict[str, Callable[[nn
         "data_pad_size_multiplier": 1,
         "use_rollout_entropy": True,
     }
-    more = {"custom_loss_function_path": "own", "calculate_per_token_loss": True, "use_rollout_top_p_replay": False}
+    more = {"custom_loss_function_path": "own", "calculate_per_token_loss": True, "rollout_top_p": 0.9}
 
-    def logprobs(model: nn.Module) -> dict[str, Tensor]:
+    def logprobs(model: nn.Module, replay: bool) -> dict[str, Tensor]:
         args = Namespace(**ARGUMENTS, **sizes, **more, **dict.fromkeys(OFF))
-        forward = step("forward_only", args, batch, loss.get_log_probs_and_entropy, args, [stub], [], [1])
+        forward = step("forward_only", args, batch, loss.get_log_probs_and_entropy, args, [stub], [], [1], "", replay)
         output, function = forward(None, Positions(model))
         _, found = function(output)
         return {name: torch.cat(parts) for name, parts in found.items()}
@@ -135,11 +166,13 @@ def steps(loss: ModuleType, step: Callable[..., Step]) -> dict[str, Callable[[nn
         return {"loss": function(output)[0][None]}
 
     losses = {f"loss ({kind})": partial(trained, loss_type=kind) for kind in ("sft_loss", "custom_loss")}
-    return {"logprobs and entropy": logprobs, **losses}
+    ways = {"logprobs and entropy": False, "replay of top-p": True}
+    return {name: partial(logprobs, replay=replay) for name, replay in ways.items()} | losses
 
 
 def program() -> None:
-    own, fused = (import_slime(Path(folder)) for folder in sys.argv[1:])
+    context = "--context" in sys.argv
+    own, fused = (import_slime(Path(folder)) for folder in sys.argv[1:3])
     inputs = {"input_ids": make_batch()["tokens"], "position_ids": None, "attention_mask": None}
     model = Positions(cases()[0].build())
     gc.disable()  # what a microbatch leaves behind must go without the collector
@@ -153,8 +186,8 @@ def program() -> None:
     with_logits = steps(*own)
     for case in cases():
         for name, with_head in steps(*fused).items():
-            compare(f"slime, {name}, {case.name}", case, with_head, with_logits[name])
+            compare(f"slime{', context-parallel' * context}, {name}, {case.name}", case, with_head, with_logits[name])
 
 
 if __name__ == "__main__":
-    main(program)
+    main(program, tensor_parallel=1 if "--context" in sys.argv else None)

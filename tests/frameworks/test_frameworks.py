@@ -97,20 +97,27 @@ def test_ms_swift_of_a_checkout_beside_the_release(tmp_path_factory):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("version", ["ms_swift-4.6.0", "MS_SWIFT"])
+def test_ms_swift_preference(version, ranks):
+    run("run_ms_swift_preference.py", ranks, source(version), folder_of("FRAMEWORKS", "mcore_bridge-1.6.5"))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_nemo_rl(ranks, tmp_path_factory):
-    run("run_nemo_rl.py", ranks, adopted("nemo_rl", folder_of("NEMO_RL"), tmp_path_factory))
+    own = folder_of("NEMO_RL")
+    run("run_nemo_rl.py", ranks, adopted("nemo_rl", own, tmp_path_factory), own)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_slime(ranks, tmp_path_factory):
+@pytest.mark.parametrize(("ranks", "arguments"), [(1, ()), (2, ()), (2, ("--context",))])
+def test_slime(ranks, arguments, tmp_path_factory):
     own = folder_of("SLIME")
-    run("run_slime.py", ranks, own, adopted("slime", own, tmp_path_factory))
+    run("run_slime.py", ranks, own, adopted("slime", own, tmp_path_factory), *arguments)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize(("project", "version"), [("verl", "verl-0.9.1"), ("verl", "VERL"), ("slime", "SLIME")])
-def test_ids(project, version, ranks):
-    run("run_ids.py", ranks, project, source(version))
+@pytest.mark.parametrize("version", ["verl-0.9.1", "VERL"])
+def test_verl_topk(version, ranks):
+    run("run_verl_topk.py", ranks, source(version))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -14,9 +14,12 @@ import argparse
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import median
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +34,7 @@ from benchmark.megatron_step import build
 from benchmark.results import Results
 from scripts.arguments import HelpFormatter
 
-REPEATS = 1  # in a round
+REPEATS = 1  # in a round, of which the forward is timed, too
 ALLOWED = 1.5  # times the unfused path's own error
 Forward = Callable[[SimpleNamespace, nn.Module, Tensor], dict[str, Tensor]]
 
@@ -62,6 +65,8 @@ class Step(measure.Timed):
 
     def __init__(self, verl: Verl, forward: Forward, tokens: Tensor, counts: Tensor, model: nn.Module) -> None:
         super().__init__(self.take, counts.device)
+        self.marks: list[Any] = []  # of the last step: in front of its forward and behind it
+        self.forward_times_ms: list[float] = []
         self.verl, self.forward, self.tokens, self.counts, self.model = verl, forward, tokens, counts, model
         self.errors: Callable[[], dict] = dict
         generator = torch.Generator().manual_seed(1)
@@ -71,8 +76,10 @@ class Step(measure.Timed):
     def take(self, model: nn.Module | None = None) -> dict[str, Tensor]:
         """Adds to the parameters' `main_grad`; logprobs and entropy of the tokens that count."""
         with self.verl.imported():
+            start = mark(self.device)
             outputs = self.forward(self.verl.names, model or self.model, self.tokens)
             outputs = {name: outputs[name].values() for name in self.upstream}
+            self.marks = [start, mark(self.device)]
             torch.autograd.backward(list(outputs.values()), list(self.upstream.values()))
         return {name: values.detach() for name, values in outputs.items()}
 
@@ -87,7 +94,22 @@ class Step(measure.Timed):
         return self.errors() | super().warm_up()
 
     def round(self, **repeats: int) -> dict:
-        return super().round(**repeats) | {"times_ms": self.times_ms}
+        record = super().round(**repeats)
+        self.forward_times_ms.append(elapsed_ms(*self.marks))
+        return record | {"forward_ms": median(self.forward_times_ms), "times_ms": self.times_ms}
+
+
+def mark(device: torch.device) -> Any:
+    """A point in the device's time."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def elapsed_ms(start: Any, end: Any) -> float:
+    return (end - start) * 1e3 if isinstance(start, float) else start.elapsed_time(end)
 
 
 def step_of_engine(verl: Verl, folder: Path, mask: Tensor) -> Forward:

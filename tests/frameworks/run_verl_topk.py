@@ -1,10 +1,9 @@
-"""What is computed at some ids, against the code of verl and slime for it, which takes the logits of a head.
+"""Candidates and `topk_divergence` against verl's forward_kl_topk, which takes the logits of a head.
 
-    torchrun --nproc-per-node 2 tests/frameworks/run_ids.py verl FOLDER     # FOLDER/verl: its forward_kl_topk
-    torchrun --nproc-per-node 2 tests/frameworks/run_ids.py slime FOLDER    # FOLDER/slime: its replay of top-p
+    torchrun --nproc-per-node 2 tests/frameworks/run_verl_topk.py FOLDER     # FOLDER/verl
 
-The head is alone: its hidden states are a parameter, for their gradient. Stand-ins beside those of run_verl.py and
-run_slime.py: types that only annotate, and Ulysses' sizes for verl's FSDP form, which one rank runs too.
+The head is alone: its hidden states are a parameter, for their gradient. Stand-ins beside those of run_verl.py: types
+that only annotate, and Ulysses' sizes for verl's FSDP form, which one rank runs too.
 """
 
 import itertools
@@ -17,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from comparing import VOCABULARY, Case, cases, compare, main
+from comparing import COLUMNS, VOCABULARY, Case, cases, clear_padding, compare, main
 from megatron.core import parallel_state, tensor_parallel
-from run_slime import ARGUMENTS, import_slime, make_batch
 from run_verl import LENGTHS, batch, import_verl
 from stand_ins import packages_without_their_init, stand_in
 from torch import Tensor, nn
@@ -37,11 +35,12 @@ class HeadCase(Case):
         """A head's hidden states and weight, this rank's part of them."""
         generator = torch.Generator().manual_seed(2)
         hidden = torch.randn(self.rows, self.hidden_size, generator=generator)
-        weight = torch.randn(VOCABULARY, self.hidden_size, generator=generator) * 0.4
+        weight = torch.randn(COLUMNS, self.hidden_size, generator=generator) * 0.4
         ranks, rank = _tensor_parallel()
         head = nn.Module()
         head.hidden = nn.Parameter(hidden.chunk(ranks)[rank] if self.sequence_parallel else hidden)
         head.weight = nn.Parameter(weight.chunk(ranks)[rank].clone())
+        clear_padding(head.weight)
         return head
 
     def logits(self, head: nn.Module) -> Tensor:
@@ -119,51 +118,5 @@ def verl(folder: Path) -> None:
         compare(name, case, partial(fused, case, least), partial(unfused, engine, case, least))
 
 
-def kept_ids(batch: dict[str, Any]) -> tuple[list[list[int]], list[list[int]]]:
-    """For each sample its answer's kept ids, and offsets: the last sample's stop early, some sets lack the label."""
-    generator = torch.Generator().manual_seed(4)
-    ids, offsets = [], []
-    for length in batch["response_lengths"]:
-        sizes = torch.randint(0, 12, (length,), generator=generator).tolist()
-        sets = [torch.randperm(VOCABULARY, generator=generator)[:size].tolist() for size in sizes]
-        ids.append(list(itertools.chain(*sets)))
-        offsets.append([0, *torch.tensor(sizes).cumsum(0).tolist()])
-    offsets[-1] = offsets[-1][:-2]  # two tokens of which no set was recorded: the whole vocabulary
-    return ids, offsets
-
-
-def slime(folder: Path) -> None:
-    loss, _ = import_slime(folder)
-    batch = make_batch()
-    lists, their_offsets = kept_ids(batch)
-    labels = torch.full((sum(batch["total_lengths"]),), -100)
-    sets: list[list[int]] = [[] for _ in labels]
-    start = 0
-    for i, (total, response) in enumerate(zip(batch["total_lengths"], batch["response_lengths"], strict=True)):
-        first = start + total - response - 1  # the position that predicts the answer's first token
-        labels[first : first + response] = batch["unconcat_tokens"][i][total - response :]
-        for token, (begin, end) in enumerate(zip(their_offsets[i], their_offsets[i][1:], strict=False)):
-            sets[first + token] = [*lists[i][begin:end], int(labels[first + token])]  # slime adds the label itself
-        start += total
-    ids = torch.tensor(list(itertools.chain(*sets)))
-    offsets = torch.tensor([0, *map(len, sets)]).cumsum(0)
-    answers = labels >= 0
-    args = Namespace(**ARGUMENTS | {"entropy_coef": 0.0})  # else its entropy has a gradient
-
-    def fused(case: HeadCase, head: nn.Module) -> dict[str, Tensor]:
-        keywords = {"entropy": True, "temperature": args.rollout_temperature, **case.keywords()}
-        found = megatron_lce.support_logprobs(head.hidden, head.weight, labels, ids, offsets, **keywords)
-        return {name: values[answers] for name, values in zip(("log_probs", "entropy"), found, strict=True)}
-
-    def unfused(case: HeadCase, head: nn.Module) -> dict[str, Tensor]:
-        inputs = {name: batch[name] for name in ("unconcat_tokens", "total_lengths", "response_lengths")}
-        inputs |= {"top_p_token_ids": lists, "top_p_token_offsets": their_offsets}
-        _, found = loss.get_log_probs_and_entropy(case.logits(head), args=args, with_entropy=True, **inputs)
-        return {name: torch.cat(values) for name, values in found.items()}
-
-    for case in head_cases(len(labels)):
-        compare(f"slime, replay of top-p, {case.name}", case, partial(fused, case), partial(unfused, case))
-
-
 if __name__ == "__main__":
-    main(lambda: {"verl": verl, "slime": slime}[sys.argv[1]](Path(sys.argv[2])))
+    main(lambda: verl(Path(sys.argv[1])))
