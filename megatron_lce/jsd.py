@@ -35,11 +35,11 @@ from torch.distributed import ProcessGroup
 from megatron_lce.arguments import Operation, check_per_token, make_call
 from megatron_lce.core import validation
 from megatron_lce.core.collectives import waited
-from megatron_lce.core.distillation import JsdCall, JsdPass, linear_jsd_autograd
+from megatron_lce.core.distillation import JsdPass, linear_jsd_autograd
 from megatron_lce.core.known_loss import known_loss
 from megatron_lce.core.options import WORKSPACE_BYTES, BackendName, LinearCrossEntropyOutput, Options, WeightGradSink
 from megatron_lce.core.products import laid_out, product
-from megatron_lce.core.two_heads import Head
+from megatron_lce.core.two_heads import Head, Heads
 
 
 def linear_jsd(
@@ -167,8 +167,7 @@ def linear_jsd(
     operation = Operation("linear_jsd", ("student_hidden", "student_weight", "labels"), prepare=prepare, own=own)
     call = replace(make_call(student_hidden, student_weight, labels, options, operation), product=product)
     step = 16 // teacher_hidden.element_size()
-    jsd = JsdCall(
-        call,
+    heads = Heads(
         Head(call.hidden, call.weight, float(student_logits_scale), student_softcap),
         Head(
             laid_out(teacher_hidden.detach().reshape(-1, teacher_hidden.shape[-1]), step),
@@ -176,20 +175,20 @@ def linear_jsd(
             float(teacher_logits_scale),
             teacher_softcap,
         ),
-        teacher_temperature.reshape(-1) if isinstance(teacher_temperature, Tensor) else teacher_temperature,
         float(beta),
-        return_student,
     )
-    if token_weights is None:
-        loss, outputs = linear_jsd_autograd(jsd)
+    if isinstance(teacher_temperature, Tensor):
+        teacher_temperature = teacher_temperature.reshape(-1)
+    weights = None if token_weights is None else token_weights.reshape(-1)
+    with_gradient = torch.is_grad_enabled() and (student_hidden.requires_grad or student_weight.requires_grad)
+    with torch.no_grad():
+        run = JsdPass(call, heads, teacher_temperature, return_student, weights, with_gradient and weights is not None)
+    if weights is None:
+        loss, outputs = linear_jsd_autograd(run)
         loss = loss.view(call.shape)
     else:
-        with_gradient = torch.is_grad_enabled() and (student_hidden.requires_grad or student_weight.requires_grad)
-        with torch.no_grad():
-            run = JsdPass(jsd, token_weights.reshape(-1), with_gradient)
-        loss = known_loss(run, with_gradient)
-        outputs = run.student_outputs() if return_student else None
-    if outputs is None:
+        loss, outputs = known_loss(run, with_gradient), run.student_outputs() if return_student else []
+    if not return_student:
         return loss
     return loss, LinearCrossEntropyOutput(*(output.view(call.shape) for output in outputs))
 

@@ -7,7 +7,7 @@ import torch
 
 from megatron_lce import linear_jsd
 from megatron_lce.core import head_products
-from megatron_lce.core.two_heads import Head
+from megatron_lce.core.two_heads import Head, Heads
 from tests.jsd_problems import BETAS, BF16, FP32, check, make_inputs, workspace_of
 from tests.live_bytes import peak_live_bytes
 
@@ -35,9 +35,9 @@ def test_logits_are_computed_once_where_the_workspace_holds_them(beta, backend, 
     fill, computed = head_products.ProductsRoom.fill, []
 
     def spy(room, heads):
-        pair = fill(room, heads)
-        computed.extend(products.values.numel() for products in pair[:2])
-        return pair
+        products = fill(room, heads)
+        computed.append(products.numel())
+        return products
 
     monkeypatch.setattr(head_products.ProductsRoom, "fill", spy)
     losses = []
@@ -131,14 +131,14 @@ def test_blocks_have_the_room_of_the_gradient_that_is_made_of_their_sum(
 def test_blocks_of_products_are_as_long_as_gains(mib, columns, per_token, known, monkeypatch):
     """512 tokens, or of a narrow shard more; known weights collect gradients in what is left."""
     heads = [torch.empty(rows, size, dtype=BF16, device="meta") for size in (2048, 4096) for rows in (8192, columns)]
-    backend = SimpleNamespace(intermediate_bytes=lambda columns: 0)
     student = Head(heads[0], heads[1].requires_grad_(), scale=torch.empty(8192, device="meta"))
-    both = head_products.Heads(student, student._replace(hidden=heads[2], weight=heads[3]), None, 0.5, backend)
+    both = Heads(student, student._replace(hidden=heads[2], weight=heads[3]), 0.5)
     call = SimpleNamespace(
         options=SimpleNamespace(workspace_bytes=mib * 2**20, weight_grad_sink=None, tp_group=None),
         shard=SimpleNamespace(largest=columns, columns=columns),
         size=SimpleNamespace(weight_sum=4 * columns * 2048, hidden_sum_token=0),
         weight=student.weight,
+        backend=SimpleNamespace(intermediate_bytes=lambda columns: 0),
     )
     lengths = []
     monkeypatch.setattr(head_products, "copies_to_fp32", lambda matrix: False)  # as a GPU answers

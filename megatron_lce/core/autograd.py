@@ -147,8 +147,7 @@ def check_workspace(call: Call, needs_grad: bool, needs_weight: bool) -> None:
 def _tokens(call: Call, counted: Counted, num_tokens: int | None = None) -> Tokens:
     """Return the computed rows, in the blocks of backward's outer loop."""
     num_tokens = call.labels.shape[0] if num_tokens is None else num_tokens
-    computed = num_tokens if counted.rows is None else counted.rows.shape[0]
-    block = backward_tokens(call.size, computed, call.options.workspace_bytes)
+    block = backward_tokens(call.size, counted.of(num_tokens), call.options.workspace_bytes)
     return Tokens(call.hidden, num_tokens, counted, block, call.options)
 
 

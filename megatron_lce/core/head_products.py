@@ -6,7 +6,6 @@ columns.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,30 +25,13 @@ from megatron_lce.core.plan import (
     slab_row_stride,
 )
 from megatron_lce.core.products import copies_to_fp32, product, with_zeros_behind
-from megatron_lce.core.protocols import Backend
-from megatron_lce.core.two_heads import STATS_ROWS, Gradient, Head, Pair, merged_stats
+from megatron_lce.core.two_heads import STATS_ROWS, Heads, merged_stats
 
 BYTES_PER_LOGIT = 2 * 4  # bytes of two heads' products in fp32
 SLAB_PARTS = 4  # in backward the products of a quarter of a slab's tokens are in memory at once
 # Products of 8192 x (2048, 4096) x 151936 take 30.4, 23.4, 22.3 and 24.5 ms in blocks of 256, 384, 512, 640 tokens.
 WIDE_PRODUCTS = 512  # tokens of a block: more gain nothing, unless the shard is narrow
 WIDE_LOGITS = 2**26  # a head's logits of a narrow shard's block
-
-
-class Heads(NamedTuple):
-    """They are student and teacher, and all else that a reading of their products takes."""
-
-    student: Head
-    teacher: Head
-    labels: Tensor | None  # [N] int32, see `Pair`
-    beta: float
-    backend: Backend
-
-    def block(self, tokens: slice, columns: slice) -> "Heads":
-        """Return both heads of some tokens and some columns."""
-        student, teacher = (head.block(tokens, columns) for head in (self.student, self.teacher))
-        labels = None if self.labels is None else self.labels[tokens]
-        return self._replace(student=student, teacher=teacher, labels=labels)
 
 
 class ProductsRoom:
@@ -61,66 +43,62 @@ class ProductsRoom:
         # A CPU's products copy 16-bit weights to fp32: few at a time.
         self._step = COLUMN_STEP if _copied_bytes(heads) else columns
 
-    def fill(self, heads: Heads) -> Pair:
-        """Compute both heads' products, which stay until the next call."""
+    def fill(self, heads: Heads) -> Tensor:
+        """Compute both heads' products [2, N, C], which stay until the next call."""
         num_tokens, width = heads.student.hidden.shape[0], heads.student.weight.shape[0]
         stride = slab_row_stride(width)
         room = self._flat[:, : num_tokens * stride].view(2, num_tokens, stride)[:, :, :width]
-        for head, values in zip((heads.student, heads.teacher), room, strict=True):
+        for head, values in zip(heads[:2], room, strict=True):
             for columns in cut_columns(width, self._step):
                 product(head.hidden, head.weight[columns].T, values[:, columns], accumulate=False)
-        return Pair(heads.student.products(room[0]), heads.teacher.products(room[1]), heads.beta, heads.labels)
+        return room
 
 
-def diverge(heads: Heads, found: Tensor, call: Call) -> None:
-    """Fill `Found`, [6, N] or [9, N], block of tokens by block."""
-    workspace = call.options.workspace_bytes - _copied_bytes(heads)
-    room = ProductsRoom(heads, _products_tokens(heads, found.shape[1], workspace, call), call.shard.columns)
-    for tokens in cut(found.shape[1], room.tokens):
-        _find_block(heads.block(tokens, slice(0, call.shard.columns)), room, call, found[:, tokens])
-
-
-def collected_slabs(
-    heads: Heads, found: Tensor, coefficient: Tensor, call: Call, products_tokens: int
-) -> Iterator[Slab]:
-    """Fill `Found` and collect the gradients of the student's products, `products_tokens` at a time, for one slab."""
-    num_tokens, num_columns = found.shape[1], call.shard.columns
-    room = ProductsRoom(heads, min(products_tokens, num_tokens), num_columns)
-    grad = with_zeros_behind(heads.student.hidden.new_empty(num_tokens, slab_row_stride(num_columns)), num_columns)
+def diverge(
+    heads: Heads, found: Tensor, call: Call, products_tokens: int | None = None, gradient: Tensor | None = None
+) -> None:
+    """Fill `Found`, [6, N] or [9, N], and the gradient [N, C], if any, a block of `products_tokens` at a time."""
+    num_tokens, all_columns = found.shape[1], slice(0, call.shard.columns)
+    if products_tokens is None:
+        workspace = call.options.workspace_bytes - _copied_bytes(heads)
+        products_tokens = _products_tokens(heads, num_tokens, workspace, call)
+    room = ProductsRoom(heads, min(products_tokens, num_tokens), call.shard.columns)
     for tokens in cut(num_tokens, room.tokens):
-        gradient = Gradient(coefficient[tokens], grad[tokens])
-        _find_block(heads.block(tokens, slice(0, num_columns)), room, call, found[:, tokens], gradient)
+        grad = None if gradient is None else gradient[tokens]
+        _find_block(heads.block(tokens, all_columns), room, call, found[:, tokens], grad)
+
+
+def collected_slabs(heads: Heads, found: Tensor, call: Call, products_tokens: int) -> Iterator[Slab]:
+    """Fill `Found` and collect the gradients of the student's products, `products_tokens` at a time, for one slab."""
+    num_columns = call.shard.columns
+    grad = heads.student.hidden.new_empty(found.shape[1], slab_row_stride(num_columns))
+    grad = with_zeros_behind(grad, num_columns)
+    diverge(heads, found, call, products_tokens, grad)
     yield from kept_slabs(grad, num_columns)
 
 
-def _find_block(heads: Heads, room: ProductsRoom, call: Call, found: Tensor, gradient: Gradient | None = None) -> None:
+def _find_block(heads: Heads, room: ProductsRoom, call: Call, found: Tensor, gradient: Tensor | None = None) -> None:
     """Fill `Found` of a block, and its `gradient`: an exchange over the group for both softmaxes, one for the sums."""
-    group, read = call.options.tp_group, heads.backend.read_products
+    group, read = call.options.tp_group, call.backend.read_products
     stats, sums = found[:STATS_ROWS], found[STATS_ROWS:]
-    pair = room.fill(heads) if call.shard.columns > 0 else None
-    if pair is None:
+    products = room.fill(heads) if call.shard.columns > 0 else None
+    if products is None:
         found.zero_()
         stats[::2] = -torch.inf  # the largest of no logits
     elif group is None:
-        read(pair, found, gradient, softmaxes=True, divergence=True)
+        read(heads, products, found, gradient, softmaxes=True, divergence=True)
     else:
-        read(pair, found, softmaxes=True)
+        read(heads, products, found, softmaxes=True)
     if group is not None:
         stats.copy_(merged_stats(collectives.stack_over_group(stats, group)))
-        if pair is not None:
-            read(pair, found, divergence=True)
+        if products is not None:
+            read(heads, products, found, divergence=True)
         sums.copy_(collectives.stack_over_group(sums, group).sum(dim=0))
-        if pair is not None and gradient is not None:
-            read(pair, found, gradient)
+        if products is not None and gradient is not None:
+            read(heads, products, found, gradient)
 
 
-def recomputed_slabs(
-    heads: Heads,
-    found: Tensor,  # [6, N]
-    coefficient: Tensor,  # [N]
-    call: Call,
-    bytes_per_column: int,
-) -> Iterator[Slab]:
+def recomputed_slabs(heads: Heads, found: Tensor, call: Call, bytes_per_column: int) -> Iterator[Slab]:
     """Yield gradients of the student's products, slab by slab, from both heads' recomputed products."""
     num_tokens, num_columns = found.shape[1], call.shard.columns
     if num_columns == 0:
@@ -140,7 +118,7 @@ def recomputed_slabs(
         for part in cut(tokens.stop, room.tokens, start=tokens.start):
             out = grad[part.start - tokens.start : part.stop - tokens.start]
             block = heads.block(part, columns)
-            heads.backend.read_products(room.fill(block), found[:, part], Gradient(coefficient[part], out))
+            call.backend.read_products(block, room.fill(block), found[:, part], out)
 
     yield from computed_slabs(heads.student.hidden, num_tokens, slice(0, num_columns), num_columns, blocks, compute)
 
@@ -200,10 +178,10 @@ def _row_bytes(heads: Heads, call: Call) -> int:
 
 def _token_bytes(heads: Heads, call: Call) -> int:
     """Bytes per token of the intermediates of products and of their reading."""
-    return heads.backend.intermediate_bytes(call.shard.largest) + _copied_bytes(heads, 1)
+    return call.backend.intermediate_bytes(call.shard.largest) + _copied_bytes(heads, 1)
 
 
 def _copied_bytes(heads: Heads, rows: int = COLUMN_STEP) -> int:
     """Bytes of rows of hidden or weight in fp32, which products of 16-bit inputs copy on a CPU; else 0."""
-    hiddens = [head.hidden for head in (heads.student, heads.teacher) if copies_to_fp32(head.hidden)]
+    hiddens = [head.hidden for head in heads[:2] if copies_to_fp32(head.hidden)]
     return rows * max((4 * hidden.shape[1] for hidden in hiddens), default=0)

@@ -1,7 +1,7 @@
 """A scalar whose gradients are made in forward, while its logits are there; backward scales them."""
 
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,26 +9,48 @@ from torch import Tensor
 from megatron_lce.core.call import Call
 from megatron_lce.core.head_gradients import Slab, head_gradients
 from megatron_lce.core.products import own_arithmetic
-from megatron_lce.core.tokens import TokenBlock, Tokens
+from megatron_lce.core.rows import Rows
+from megatron_lce.core.tokens import Counted, TokenBlock, Tokens, in_order, rows_to_compute, to_every_row
 from megatron_lce.core.validation import refuse_double_backward
 
 
-class KnownLossPass(Protocol):
-    """One pass over a call's tokens, that adds up their losses."""
+class KnownLossPass:
+    """It is one pass over a call's tokens, block by block, that adds up their losses and makes their gradients."""
 
     name: str  # of the operation, as users call it
-    call: Call
-    tokens: Tokens
+    factor: Callable[[Tensor], Tensor] = staticmethod(Tensor.float)
+    """From the result's upstream gradient to the number, [] fp32, that gradients are multiplied by; of a sum itself."""
+
+    def __init__(self, call: Call, rows: Rows, counted: Counted, block_tokens: int) -> None:
+        self.call, self.counted, self._block_tokens = call, counted, block_tokens
+        self.tokens = self.new_tokens(call.hidden)
+        self.order = self.tokens.order()
+        self.rows = rows_to_compute(rows, self.order, counted)
+
+    def new_tokens(self, hidden: Tensor) -> Tokens:
+        """Return the computed rows of a hidden in the blocks of the pass."""
+        num_tokens, dtype = self.call.labels.shape[0], unscaled_dtype(self.call)
+        return Tokens(hidden, num_tokens, self.counted, self._block_tokens, self.call.options, dtype)
 
     def slabs(self, block: TokenBlock, bytes_per_column: int) -> Iterator[Slab]:
-        """Adds a block's losses, then yields the gradients of its products if any were asked for."""
+        """Add a block's losses, then yield the gradients of its products if any were asked for."""
+        raise NotImplementedError
 
     def result(self) -> Tensor:
-        """What the call returns, once all blocks have been there: the sum of the losses, or each of them."""
+        """Return what the call returns, after all blocks: the sum of the losses, or each of them."""
+        raise NotImplementedError
 
-    @property
-    def factor(self) -> Callable[[Tensor], Tensor]:
-        """From the result's upstream gradient to the number, [] fp32, that the gradients are to be multiplied by."""
+    def in_order(self, per_row: Tensor) -> Tensor:
+        """Return the computed rows of a tensor of every row, in the order of the blocks."""
+        return in_order(per_row, self.order)
+
+    def to_every_row(self, output: Tensor) -> Tensor:
+        """Spread an output of the computed rows over all rows; skipped rows are 0."""
+        return to_every_row(output, self.counted._replace(rows=self.order), self.call.labels.shape[0])
+
+    def unless_nan(self, total: Tensor) -> Tensor:
+        """Return a sum over tokens, NaN if the caller's count is not the labels'."""
+        return total if self.counted.unless_nan is None else total * self.counted.unless_nan
 
 
 def known_loss(run: KnownLossPass, with_gradient: bool) -> Tensor:

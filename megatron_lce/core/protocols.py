@@ -10,7 +10,7 @@ from megatron_lce.core.logits_cache import LogitsCache
 from megatron_lce.core.options import LinearCrossEntropyOutput, Options, Shard
 from megatron_lce.core.plan import Costs
 from megatron_lce.core.rows import Rows, Saved
-from megatron_lce.core.two_heads import Gradient, Pair
+from megatron_lce.core.two_heads import Heads
 
 
 class Backend(Protocol):
@@ -151,9 +151,10 @@ class Backend(Protocol):
 
     def read_products(
         self,
-        pair: Pair,
+        heads: Heads,  # of N tokens and C columns
+        products: Tensor,  # [2, N, C] fp32, of the student and the teacher, rows a multiple of `SLAB_ROW_STEP` apart
         found: Tensor,  # [6 or 9, N], packed `Found`
-        gradient: Gradient | None = None,
+        gradient: Tensor | None = None,  # [N, C] of the student's dtype, rows as far apart as the products'
         *,
         softmaxes: bool = False,
         divergence: bool = False,

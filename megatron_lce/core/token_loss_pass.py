@@ -11,13 +11,13 @@ from megatron_lce.core.call import Call
 from megatron_lce.core.candidates import CandidatePass
 from megatron_lce.core.group_stats import stats_of_tokens
 from megatron_lce.core.head_gradients import Slab
-from megatron_lce.core.known_loss import scales_a_sum, unscaled_dtype
+from megatron_lce.core.known_loss import KnownLossPass, scales_a_sum
 from megatron_lce.core.logit_gradients import grad_logits_slabs, gradients_in_cache, gradients_of_cache, logit_gradients
 from megatron_lce.core.logits_cache import new_cache
 from megatron_lce.core.options import DIFFERENTIABLE, LinearCrossEntropyOutput
 from megatron_lce.core.plan import plan_known_loss
 from megatron_lce.core.rows import Rows, Saved
-from megatron_lce.core.tokens import Counted, TokenBlock, Tokens, counted_rows, new_outputs, rows_to_compute
+from megatron_lce.core.tokens import Counted, TokenBlock, counted_rows, new_outputs, to_every_row
 from megatron_lce.core.upstream import OneNumber, Promise
 
 _EVERYTHING = 2**62  # bytes of a cache that holds what there is
@@ -26,7 +26,7 @@ Metrics = dict[str, Tensor]
 TokenLossFunction = Callable[..., Tensor | tuple[Tensor, Metrics]]
 
 
-class TokenLossPass:
+class TokenLossPass(KnownLossPass):
     """One pass over the tokens: their outputs, losses and metrics, and what their gradients are made of."""
 
     name = "linear_token_loss"
@@ -38,13 +38,11 @@ class TokenLossPass:
         per_token: Sequence[Tensor],  # [N, ...] each
         with_gradient: bool,
     ) -> None:
-        self.call, self._loss, self._with_gradient = call, loss, with_gradient
-        options, device = call.options, call.hidden.device
-        self._num_tokens = call.labels.shape[0]
+        self._loss, self._with_gradient = loss, with_gradient
+        options, num_tokens = call.options, call.labels.shape[0]
         rows = call.backend.prepare_rows(call.labels, call.temperature, options, call.shard)
-        self._counted = counted_rows(call.labels, options)
-        computed = self._num_tokens if self._counted.rows is None else self._counted.rows.shape[0]
-        plan, self._cache = None, None
+        counted = counted_rows(call.labels, options)
+        computed, plan, self._cache = counted.of(num_tokens), None, None
         if with_gradient:
             size = call.size._replace(sums_weight=call.size.sums_weight and call.weight.requires_grad)
             plan = plan_known_loss(size, computed, options.workspace_bytes, single_is_sum=scales_a_sum(call))
@@ -54,17 +52,15 @@ class TokenLossPass:
         block = max(computed, 1) if plan is None else plan.tokens
         left = options.workspace_bytes if plan is None else plan.workspace_bytes
         self._block_call = replace(call, options=replace(options, workspace_bytes=left))
-        self.tokens = Tokens(call.hidden, self._num_tokens, self._counted, block, options, unscaled_dtype(call))
-        self._order = self.tokens.order()
-        self._per_token = [tensor if self._order is None else tensor[self._order] for tensor in per_token]
-        self._rows = rows_to_compute(rows, self._order, self._counted)
-        self._total = torch.zeros((), dtype=torch.float32, device=device)
+        super().__init__(call, rows, counted, block)
+        self._per_token = [self.in_order(tensor) for tensor in per_token]
+        self._total = torch.zeros((), dtype=torch.float32, device=call.hidden.device)
         self._outputs: list[LinearCrossEntropyOutput] = []
         self._metrics: list[Metrics] = []
 
     def slabs(self, block: TokenBlock, bytes_per_column: int) -> Iterator[Slab]:
         """A block's outputs and losses, then the gradients of its logits."""
-        call, hidden, rows = self._block_call, block.hidden.wait(), self._rows.select(block.rows)
+        call, hidden, rows = self._block_call, block.hidden.wait(), self.rows.select(block.rows)
         options, backend = call.options, call.backend
         cache = None if self._cache is None else self._cache.select(slice(0, hidden.shape[0]))
         extremes, sums = stats_of_tokens(hidden, rows, call, cache)
@@ -88,31 +84,25 @@ class TokenLossPass:
         ids, labels = self.call.candidates, self.call.labels
         if ids is None or outputs.candidate_logprobs is None:
             return ()
-        rows_of_block = block.rows if self._order is None else self._order[block.rows]
+        rows_of_block = block.rows if self.order is None else self.order[block.rows]
         ids = ids[rows_of_block]
         candidates = CandidatePass(self._block_call, ids, labels[rows_of_block], rows)
         candidates.take(hidden, slice(0, hidden.shape[0]))
         return ids, candidates.finish(saved, outputs.candidate_logprobs, None)
 
-    factor = staticmethod(Tensor.float)  # of a sum's upstream gradient, which is the number itself
-
     def result(self) -> Tensor:
         """The sum of the losses."""
-        return self._total if self._counted.unless_nan is None else self._total * self._counted.unless_nan
+        return self.unless_nan(self._total)
 
     def results(self) -> tuple[LinearCrossEntropyOutput, Metrics]:
         """The outputs and metrics of every token: 0 in skipped rows."""
-        counted = Counted(self._order, self._counted.unless_nan)
         if not self._outputs:
             self._losses_of_no_token()
-        outputs = new_outputs((self._num_tokens,), counted, self.call.options, self.call.hidden.device)
-        for output, *parts in zip(outputs, *self._outputs, strict=True):
-            if self._order is None and output is not None:
-                torch.cat(parts, out=output)
-            elif output is not None:
-                output.index_copy_(0, self._order, torch.cat(parts))
+        parts = zip(*self._outputs, strict=True)
+        outputs = (None if part[0] is None else self.to_every_row(torch.cat(part)) for part in parts)
         metrics = {name: torch.cat([part[name] for part in self._metrics]) for name in self._metrics[0]}
-        return outputs, {name: self._spread(metric) for name, metric in metrics.items()}
+        spread = {n: to_every_row(m, Counted(self.order), self.call.labels.shape[0]) for n, m in metrics.items()}
+        return LinearCrossEntropyOutput(*outputs), spread  # type: ignore[arg-type]
 
     def _losses(self, outputs: LinearCrossEntropyOutput, rows: Rows, block: TokenBlock) -> dict[str, Tensor | None]:
         """Call the caller's loss; the gradient of its sum by each of the outputs that have one."""
@@ -155,11 +145,6 @@ class TokenLossPass:
     def _unless_ignored(metric: Tensor, rows: Rows) -> Tensor:
         ignored = rows.ignored.view(-1, *(1,) * (metric.dim() - 1))
         return metric.detach().masked_fill(ignored, 0)
-
-    def _spread(self, metric: Tensor) -> Tensor:
-        if self._order is None:
-            return metric
-        return metric.new_zeros(self._num_tokens, *metric.shape[1:]).index_copy_(0, self._order, metric)
 
 
 class TokenLossesPass(TokenLossPass):

@@ -19,6 +19,10 @@ class Counted(NamedTuple):
     rows: Tensor | None  # int64, ascending; None: every row
     unless_nan: Tensor | None = None  # 1, or NaN if the caller's count is not the labels'; None: nothing to check
 
+    def of(self, num_tokens: int) -> int:
+        """Return the number of computed rows of so many tokens."""
+        return num_tokens if self.rows is None else self.rows.shape[0]
+
 
 class TokenBlock(NamedTuple):
     """It is a range of the computed rows with their hidden states."""
@@ -75,27 +79,25 @@ def new_outputs(
 
     If the caller's count is not the labels', skipped rows are NaN, and -1 as an argmax.
     """
-    new = {}
-    for name, dtype in outputs_asked_for(options.entropy, options.telemetry).items():
-        if counted.rows is None:
-            new[name] = torch.empty(shape, dtype=dtype, device=device)
-        else:
-            new[name] = _skipped(shape, counted, dtype, device, -1 if name == "argmax" else torch.nan)
+    asked_for = outputs_asked_for(options.entropy, options.telemetry)
+    new = {name: _room(shape, counted, dtype, device) for name, dtype in asked_for.items()}
     if options.candidates is not None:
-        shape, dtype = (*shape, options.candidates.shape[-1]), torch.float32
-        if counted.rows is None:
-            new["candidate_logprobs"] = torch.empty(shape, dtype=dtype, device=device)
-        else:
-            new["candidate_logprobs"] = _skipped(shape, counted, dtype, device, torch.nan)
+        shape = (*shape, options.candidates.shape[-1])
+        new["candidate_logprobs"] = _room(shape, counted, torch.float32, device)
     return LinearCrossEntropyOutput(*(new.get(name) for name in LinearCrossEntropyOutput._fields))  # type: ignore[arg-type]
 
 
 def to_every_row(output: Tensor, counted: Counted, num_tokens: int) -> Tensor:
-    """Spread an output of the counted rows over all rows, as `new_outputs` fills the skipped ones."""
+    """Spread an output [n, ...] of the counted rows over all rows, as `new_outputs` fills the skipped ones."""
     if counted.rows is None:
         return output
-    all_rows = _skipped((num_tokens,), counted, output.dtype, output.device, torch.nan)
+    all_rows = _room((num_tokens, *output.shape[1:]), counted, output.dtype, output.device)
     return all_rows.index_copy_(0, counted.rows, output)
+
+
+def in_order(per_row: Tensor, order: Tensor | None) -> Tensor:
+    """Return the computed rows of a tensor of every row, in the order of the blocks."""
+    return per_row if order is None else per_row.index_select(0, order)
 
 
 def nan_unless(condition: Tensor) -> Tensor:
@@ -103,12 +105,14 @@ def nan_unless(condition: Tensor) -> Tensor:
     return condition.new_ones((), dtype=torch.float32).masked_fill_(~condition, torch.nan)
 
 
-def _skipped(shape: Sequence[int], counted: Counted, dtype: torch.dtype, device: torch.device, broken: float) -> Tensor:
-    """Return an output of skipped rows: 0, or `broken` if the caller's count is not the labels'."""
-    skipped = torch.zeros(shape, dtype=dtype, device=device)
+def _room(shape: Sequence[int], counted: Counted, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return room for an output; skipped rows are 0, NaN (integers: -1) if the caller's count is not the labels'."""
+    if counted.rows is None:
+        return torch.empty(shape, dtype=dtype, device=device)
+    room = torch.zeros(shape, dtype=dtype, device=device)
     if counted.unless_nan is not None:
-        skipped.masked_fill_(counted.unless_nan.isnan(), broken)
-    return skipped
+        room.masked_fill_(counted.unless_nan.isnan(), torch.nan if dtype.is_floating_point else -1)
+    return room
 
 
 class Tokens:
@@ -130,7 +134,7 @@ class Tokens:
         counted = rows.rows
         self.grad_dtype = hidden.dtype if grad_dtype is None else grad_dtype
         self.hidden, self.num_tokens, self._counted, self._options = hidden, num_tokens, counted, options
-        self.num_computed = num_tokens if counted is None else counted.shape[0]
+        self.num_computed = rows.of(num_tokens)
         ranks = num_tokens // hidden.shape[0] if options.sequence_parallel and num_tokens else 1
         self._block_tokens = max(1, block_tokens // ranks) * ranks if counted is None else max(1, block_tokens)
         self.num_blocks = ceil_div(self.num_computed, self._block_tokens)

@@ -1,4 +1,4 @@
-"""The types of `megatron_lce.jsd` that core and backends share: two heads, their products, and each token's `Found`.
+"""The types of `megatron_lce.jsd` that core and backends share: two heads, and each token's `Found`.
 
 All logits are in base 2, as in `megatron_lce.core.statistics`.
 """
@@ -14,52 +14,47 @@ from megatron_lce.core.statistics import LN_2
 
 
 class Head(NamedTuple):
-    """It is one model's last layer; both heads have the same tokens and the same rows of the vocabulary."""
+    """It is one model's last layer; both heads have the same tokens and the same rows of the vocabulary.
+
+    With its products `x = hidden @ weight.T` its logits are `scale * x`, or `scale * tanh(softcap_scale * x)`.
+    """
 
     hidden: Tensor  # [N, H]
     weight: Tensor  # [V, H], hidden's dtype
     logits_scale: float = 1.0
     softcap: float | None = None
-    scale: Tensor | None = None  # [N] fp32, see `Products`; None until `with_scale`
+    scale: Tensor | None = None  # [N] fp32; None until `of_rows`
 
-    def with_scale(self, scale: Tensor) -> "Head":
-        """Return the head with its rows' scale, from the scale [N] at a logits_scale of 1."""
+    @property
+    def softcap_scale(self) -> float | None:
+        """The factor from products to the argument of tanh, or None without a softcap."""
+        return None if self.softcap is None else self.logits_scale / self.softcap
+
+    def of_rows(self, hidden: Tensor, scale: Tensor) -> "Head":
+        """Return the head of these rows, whose scale [N] is that at a logits_scale of 1."""
         factor = self.logits_scale if self.softcap is None else self.softcap
-        return self._replace(scale=scale if factor == 1.0 else scale * factor)
+        return self._replace(hidden=hidden, scale=scale if factor == 1.0 else scale * factor)
 
     def block(self, tokens: slice, columns: slice) -> "Head":
         """Return the head of some tokens and some columns."""
         assert self.scale is not None
         return self._replace(hidden=self.hidden[tokens], weight=self.weight[columns], scale=self.scale[tokens])
 
-    def products(self, values: Tensor) -> "Products":
-        """Return products [N, C] of the head's rows, with what makes logits of them."""
-        assert self.scale is not None
-        return Products(values, self.scale, None if self.softcap is None else self.logits_scale / self.softcap)
 
+class Heads(NamedTuple):
+    """They are student and teacher, and what else their comparison takes of each token."""
 
-class Products(NamedTuple):
-    """They are one head's `x = hidden @ weight.T`; its logits are `scale * x` or `scale * tanh(softcap_scale * x)`."""
-
-    values: Tensor  # [N, C] fp32, rows a multiple of `SLAB_ROW_STEP` apart
-    scale: Tensor  # [N] fp32
-    softcap_scale: float | None
-
-
-class Pair(NamedTuple):
-    """It holds both heads' products of the same tokens with the same columns, and the beta that compares them."""
-
-    student: Products
-    teacher: Products
+    student: Head
+    teacher: Head
     beta: float
     labels: Tensor | None = None  # [N] int32 columns; outside [0, C): none of these; None: no student's outputs
+    coefficient: Tensor | None = None  # [N] fp32, multiplies a row's gradient; 0: the row is zero; None: no gradient
 
-
-class Gradient(NamedTuple):
-    """It holds room for the gradient of the student's products, and the number that multiplies each of its rows."""
-
-    coefficient: Tensor  # [N] fp32; 0: the row is zero
-    out: Tensor  # [N, C] of the student's dtype, rows as far apart as the products'
+    def block(self, tokens: slice, columns: slice) -> "Heads":
+        """Return both heads of some tokens and some columns."""
+        student, teacher = (head.block(tokens, columns) for head in (self.student, self.teacher))
+        labels, coefficient = (None if each is None else each[tokens] for each in (self.labels, self.coefficient))
+        return Heads(student, teacher, self.beta, labels, coefficient)
 
 
 class Found(NamedTuple):

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from megatron_lce.core.plan import cut
 from megatron_lce.core.statistics import LN_2
-from megatron_lce.core.two_heads import STATS_ROWS, Found, Gradient, Pair, Products, merged_stats
+from megatron_lce.core.two_heads import STATS_ROWS, Found, Head, Heads, merged_stats
 
 _LARGEST_RATIO = 126.0  # log2 of a ratio of probabilities is clamped to this
 _CHUNK_COLUMNS = 1024  # columns that are read together
@@ -17,53 +17,58 @@ def intermediate_bytes(num_columns: int) -> int:
 
 
 def read_products(
-    pair: Pair,
-    found: Tensor,  # [6, N]
-    gradient: Gradient | None = None,
+    heads: Heads,
+    products: Tensor,  # [2, N, C]
+    found: Tensor,  # [6 or 9, N]
+    gradient: Tensor | None = None,
     *,
     softmaxes: bool = False,
     divergence: bool = False,
 ) -> None:
     """Read the products chunk by chunk for softmax statistics, for the sums, and for the gradient: see `Backend`."""
-    chunks = list(cut(pair.student.values.shape[1], _CHUNK_COLUMNS))
+    chunks = list(cut(products.shape[2], _CHUNK_COLUMNS))
     if softmaxes:
-        found[:STATS_ROWS] = merged_stats(torch.stack([_chunk_stats(pair, c) for c in chunks]))
+        found[:STATS_ROWS] = merged_stats(torch.stack([_chunk_stats(heads, products[:, :, c]) for c in chunks]))
     if divergence:
-        sums = [_chunk_divergence(pair, c, found) for c in chunks]
+        sums = [_chunk_divergence(heads, products, c, found) for c in chunks]
         found[STATS_ROWS:] = torch.stack(sums).sum(dim=0)
     if gradient is not None:
         for c in chunks:
-            _chunk_gradient(pair, c, found, gradient)
+            _chunk_gradient(heads, products[:, :, c], found, gradient[:, c])
 
 
 # A function for each chunk: its tensors are free before the next chunk's are allocated.
 
 
-def _logits(products: Products, columns: slice) -> Tensor:
-    """Return the base-2 logits of a chunk, [N, C]."""
-    values = products.values[:, columns]
-    if products.softcap_scale is None:
-        return values * products.scale[:, None]
-    return (values * products.softcap_scale).tanh_().mul_(products.scale[:, None])
+def _logits(head: Head, products: Tensor) -> Tensor:
+    """Return base-2 logits, [N, C]."""
+    assert head.scale is not None
+    if head.softcap_scale is None:
+        return products * head.scale[:, None]
+    return (products * head.softcap_scale).tanh_().mul_(head.scale[:, None])
 
 
-def _chunk_stats(pair: Pair, columns: slice) -> Tensor:
+def _both_logits(heads: Heads, products: Tensor) -> tuple[Tensor, Tensor]:
+    return _logits(heads.student, products[0]), _logits(heads.teacher, products[1])
+
+
+def _chunk_stats(heads: Heads, products: Tensor) -> Tensor:
     """Return both heads' largest logit and sum of exponentials of one chunk, [4, N]."""
     stats = []
-    for products in (pair.student, pair.teacher):
-        logits = _logits(products, columns)
+    for head, values in zip(heads[:2], products, strict=True):
+        logits = _logits(head, values)
         largest, unless_nan = logits.amax(dim=1), logits.amin(dim=1) * 0.0  # the sum of 2^-inf would be finite
         stats += [largest, logits.sub_(largest[:, None]).exp2_().sum(dim=1) + unless_nan]
     return torch.stack(stats)
 
 
-def _chunk_divergence(pair: Pair, columns: slice, found: Tensor) -> Tensor:
+def _chunk_divergence(heads: Heads, products: Tensor, columns: slice, found: Tensor) -> Tensor:
     """Return one chunk's part of divergence and KL(p_student || m) and, with labels, of the student's: [2 or 5, N]."""
-    student, teacher = _logits(pair.student, columns), _logits(pair.teacher, columns)
-    sums = _divergence_sums(student, teacher, found, pair.beta)
-    if pair.labels is not None:
-        owned = (pair.labels >= columns.start) & (pair.labels < columns.stop)
-        place = torch.where(owned, pair.labels - columns.start, 0).long()
+    student, teacher = _both_logits(heads, products[:, :, columns])
+    sums = _divergence_sums(student, teacher, found, heads.beta)
+    if heads.labels is not None:
+        owned = (heads.labels >= columns.start) & (heads.labels < columns.stop)
+        place = torch.where(owned, heads.labels - columns.start, 0).long()
         student.sub_(found[0][:, None])
         label_logit = torch.where(owned, student.gather(1, place[:, None])[:, 0], 0.0)
         expected = _probability(student, torch.zeros_like(label_logit), found[1]).mul_(student).sum(dim=1)
@@ -88,19 +93,21 @@ def _divergence_sums(student: Tensor, teacher: Tensor, found: Tensor, beta: floa
     return [kl_s.mul_(1 - beta).add_(kl_t, alpha=beta).sum(dim=1), student_kl]
 
 
-def _chunk_gradient(pair: Pair, columns: slice, found: Tensor, gradient: Gradient) -> None:
+def _chunk_gradient(heads: Heads, products: Tensor, found: Tensor, gradient: Tensor) -> None:
     """Write one chunk of the gradient of the student's products."""
-    coefficient = gradient.coefficient[:, None]
-    student, teacher, beta = _logits(pair.student, columns), _logits(pair.teacher, columns), pair.beta
+    assert heads.coefficient is not None
+    assert heads.student.scale is not None
+    coefficient, beta = heads.coefficient[:, None], heads.beta
+    student, teacher = _both_logits(heads, products)
     if beta == 0:
         grad = _probability(student, *found[:2]).sub_(_probability(teacher, *found[2:4]))
     else:
         ratio = _log_ratio(student, teacher, found)
         student_over_m = ratio.neg_() if beta == 1 else _log_over_mixture(ratio, beta)[0]
         grad = student_over_m.sub_(found[5][:, None]).mul_(_probability(student, *found[:2]))
-    if pair.student.softcap_scale is not None:
-        grad.mul_(student.div_(pair.student.scale[:, None]).square_().neg_().add_(1.0))
-    gradient.out[:, columns].copy_(grad.mul_(coefficient).masked_fill_(coefficient == 0, 0.0))
+    if heads.student.softcap_scale is not None:
+        grad.mul_(student.div_(heads.student.scale[:, None]).square_().neg_().add_(1.0))
+    gradient.copy_(grad.mul_(coefficient).masked_fill_(coefficient == 0, 0.0))
 
 
 def _probability(logits: Tensor, max_logit: Tensor, total: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_lce.backends.triton import tiles
 from megatron_lce.backends.triton.tile_products import MASKED_LOGIT, fast_log2, tanh
 from megatron_lce.core.plan import ceil_div
-from megatron_lce.core.two_heads import Gradient, Pair
+from megatron_lce.core.two_heads import Heads
 
 # A program's constants, measured on Hopper at 151,936 columns.
 COLUMNS = 4096  # columns that it reads at a time
@@ -26,32 +26,32 @@ def intermediate_bytes(num_columns: int) -> int:
 
 
 def read_products(
-    pair: Pair,
-    found: Tensor,  # [6, N]
-    gradient: Gradient | None = None,
+    heads: Heads,
+    products: Tensor,  # [2, N, C]
+    found: Tensor,  # [6 or 9, N]
+    gradient: Tensor | None = None,
     *,
     softmaxes: bool = False,
     divergence: bool = False,
 ) -> None:
     """Read the products for softmax statistics, sums and gradient in one launch: see `Backend`."""
-    student, teacher, beta, labels = pair
-    num_tokens, num_columns = student.values.shape
-    assert teacher.values.stride() == student.values.stride()
-    assert gradient is None or gradient.out.stride() == student.values.stride()
+    student, teacher, beta, labels, coefficient = heads
+    _, num_tokens, num_columns = products.shape
+    assert gradient is None or (coefficient is not None and gradient.stride() == products.stride()[1:])
     block_n = _ROWS_OF_INTERPRETER if tiles.interpreting() else 1
     columns = min(COLUMNS, max(256, triton.next_power_of_2(num_columns)))  # a narrow shard fills fewer, and fewer warps
     _read_products_kernel[(ceil_div(num_tokens, block_n),)](
-        student.values,
-        teacher.values,
+        products[0],
+        products[1],
         student.scale,
         teacher.scale,
         labels,
         found,
-        None if gradient is None else gradient.coefficient,
-        None if gradient is None else gradient.out,
+        None if gradient is None else coefficient,
+        gradient,
         num_tokens,
         num_columns,
-        student.values.stride(0),
+        products.stride(1),
         found.stride(0),
         student.softcap_scale,
         teacher.softcap_scale,
@@ -78,8 +78,8 @@ def _read_products_kernel(
     teacher_scale_ptr,
     label_ptr,  # [N] int32, or None: no student's outputs
     found_ptr,  # [6, N] fp32, or [9, N] with labels, rows found_stride apart
-    coefficient_ptr,  # [N] fp32, or None: no gradient
-    out_ptr,  # [N, V] out, rows row_stride apart, or None
+    coefficient_ptr,  # [N] fp32, or None
+    out_ptr,  # [N, V] out, rows row_stride apart, or None: no gradient
     N,
     V,
     row_stride,
