@@ -7,7 +7,7 @@ from megatron_lce.backends.choice import load_backend
 from megatron_lce.backends.torch import primitives as torch_backend
 from megatron_lce.core.plan import round_up
 from megatron_lce.core.rows import Rows, RowTerms
-from megatron_lce.core.statistics import LN_2, LOG2_E, UNIT, unpack_extremes
+from megatron_lce.core.statistics import LN_2, LOG2_E, UNIT, merge_extremes, unpack_extremes
 from tests.problems import make_problem
 
 
@@ -64,7 +64,7 @@ def test_shards_cut_at_whole_chunks_give_the_same_bits(cuts, dtype, primitives, 
     whole_extremes, whole_sums = merged(primitives, stats_of(primitives, problem))
     starts = [sum(cuts[:i]) for i in range(len(cuts))]
     shards = [stats_of(primitives, problem, slice(a, a + n)) for a, n in zip(starts, cuts, strict=True)]
-    of_all = torch.stack([primitives.merge_extremes(s, True) for s in shards])
+    of_all = torch.stack([merge_extremes(s, True) for s in shards])
     extremes, sums = zip(*(primitives.sum_chunks(s, of_all, 0, True, True) for s in shards), strict=True)
     assert all(torch.equal(of_shard, whole_extremes) for of_shard in extremes)
     assert torch.equal(sum(sums), whole_sums)

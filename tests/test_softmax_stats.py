@@ -9,6 +9,7 @@ from megatron_lce.core.statistics import (
     LOG2_E,
     UNIT,
     empty_extremes,
+    merge_extremes,
     num_extremes,
     packed_rows,
     unpack_extremes,
@@ -47,7 +48,7 @@ def make_logits(device, level=0.0, spread=4.0, columns=50):
 
 def merged(merges, parts, columns=50):
     extremes, sums = merges.sum_chunks(parts, parts, columns, True, True)
-    torch.testing.assert_close(extremes, merges.merge_extremes(parts, True), rtol=0.0, atol=0.0, equal_nan=True)
+    torch.testing.assert_close(extremes, merge_extremes(parts, True), rtol=0.0, atol=0.0, equal_nan=True)
     return unpack_extremes(extremes, True), sums
 
 
@@ -95,7 +96,7 @@ def test_no_order_of_chunks_or_ranks_is_preferred(merges, device):
     assert torch.equal(torch.stack(extremes), torch.stack(shuffled_extremes))
     assert torch.equal(sums, shuffled_sums)
     ranks = [parts[:1], parts[1:130], parts[130:]]
-    of_all = torch.stack([merges.merge_extremes(rank, True) for rank in ranks])
+    of_all = torch.stack([merge_extremes(rank, True) for rank in ranks])
     of_ranks = [merges.sum_chunks(rank, of_all, 4 * len(rank), True, True) for rank in ranks]
     assert all(torch.equal(of_rank, torch.stack(extremes)) for of_rank, _ in of_ranks)
     assert torch.equal(sum(sums_of_rank for _, sums_of_rank in of_ranks), sums)
@@ -105,9 +106,9 @@ def test_no_order_of_chunks_or_ranks_is_preferred(merges, device):
 def test_an_empty_part_changes_nothing(position, merges, device):
     logits, labels = make_logits(device, level=-1e4)
     parts = list(parts_of(logits, labels, 25)[:, : num_extremes(True)])
-    expected = merges.merge_extremes(torch.stack(parts), True)
+    expected = merge_extremes(torch.stack(parts), True)
     parts.insert(position, empty_extremes(TOKENS, True, device))
-    assert torch.equal(merges.merge_extremes(torch.stack(parts), True), expected)
+    assert torch.equal(merge_extremes(torch.stack(parts), True), expected)
 
 
 @pytest.mark.parametrize("entropy", [True, False])
@@ -130,7 +131,7 @@ def test_ties_go_to_the_lowest_id_wherever_it_lies(merges, device):
     logits[:, [5, 30, 49]] = 99.0
     parts = parts_of(logits, labels, 10)
     for order in ([0, 1, 2, 3, 4], [4, 3, 2, 1, 0]):
-        assert (merges.merge_extremes(parts[order], True)[3] == 5).all()
+        assert (merge_extremes(parts[order], True)[3] == 5).all()
 
 
 @pytest.mark.parametrize("part", [0, 1])

@@ -44,7 +44,7 @@ class Call:
             hidden=hidden.shape[1],
             columns=self.shard.largest,
             itemsize=self.weight.element_size(),
-            stats_rows=packed_rows(options.entropy, options.telemetry),
+            stats_rows=packed_rows(options.entropy, options.telemetry) + 2 * options.telemetry,
             costs=self.backend.costs(hidden, self.weight, options.telemetry),
             sums_weight=self.weight.dtype != torch.float32 and options.weight_grad_sink is None,
             even=not any(columns % ALIGNED_COLUMNS for columns in (self.shard.largest, options.vocab_size or 0)),

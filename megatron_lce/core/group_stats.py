@@ -9,7 +9,7 @@ from megatron_lce.core.candidates import CandidatePass
 from megatron_lce.core.logits_cache import LogitsCache
 from megatron_lce.core.plan import cut, stats_columns, stats_tokens
 from megatron_lce.core.rows import Rows, softcap_scale
-from megatron_lce.core.statistics import empty_extremes, empty_sums, packed_rows
+from megatron_lce.core.statistics import empty_extremes, empty_sums, merge_extremes, packed_rows
 from megatron_lce.core.tokens import Tokens
 
 
@@ -88,7 +88,7 @@ def merged_over_group(parts: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     if shard.columns == 0:
         all_extremes = empty_extremes(parts.shape[2], telemetry, parts.device)[None]
     if options.tp_group is not None:
-        extremes = backend.merge_extremes(all_extremes, telemetry)
+        extremes = merge_extremes(all_extremes, telemetry)
         all_extremes = collectives.stack_over_group(extremes, options.tp_group)
     extremes, sums = backend.sum_chunks(parts, all_extremes, shard.columns, entropy, telemetry)
     if options.tp_group is not None:

@@ -57,7 +57,7 @@ class HeadSize(NamedTuple):
     hidden: int  # H
     columns: int  # of the group's largest shard, padding included
     itemsize: int  # bytes of an element of the weight and of the gradient of a logit
-    stats_rows: int  # K, numbers of a token's statistics of one chunk
+    stats_rows: int  # numbers of a token's statistics of one chunk, and, with telemetry, of their merge
     costs: Costs
     sums_weight: bool  # the weight's gradient needs an fp32 sum over blocks of tokens beside it
     even: bool = True  # no shard's last columns need a slab of their own, see `cut_columns`

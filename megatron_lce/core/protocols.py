@@ -45,9 +45,6 @@ class Backend(Protocol):
     ) -> Tensor:
         """Return statistics [chunks, K, N], see `megatron_lce.core.statistics`, and fill the cache, if any."""
 
-    def merge_extremes(self, parts: Tensor, telemetry: bool) -> Tensor:
-        """Merge the extremes of S disjoint sets of columns, [S, E or more, N], to their union's, [E, N]."""
-
     def sum_chunks(
         self,
         parts: Tensor,  # [chunks, K, N]

@@ -71,6 +71,15 @@ def unpack_extremes(packed: Tensor, telemetry: bool) -> Extremes:
     return Extremes(*packed.unbind(dim=-2)[: num_extremes(telemetry)])
 
 
+def merge_extremes(parts: Tensor, telemetry: bool) -> Tensor:
+    """Merge the extremes of S disjoint sets of columns, [S, E or more, N], to their union's, [E, N]."""
+    merged = parts[:, :2].amax(dim=0)  # NaN if any is
+    if not telemetry:
+        return merged
+    ids = torch.where(parts[:, 0] == merged[0], parts[:, 3], torch.inf)  # the lowest on ties
+    return torch.cat([merged, parts[:, 2].amin(dim=0, keepdim=True), ids.amin(dim=0, keepdim=True)])
+
+
 def empty_extremes(num_tokens: int, telemetry: bool, device: torch.device) -> Tensor:
     """Return packed extremes [E, N] of no columns, which a shard that is all padding brings to a merge."""
     packed = torch.full((num_extremes(telemetry), num_tokens), -torch.inf, dtype=torch.float32, device=device)

@@ -15,6 +15,7 @@ from megatron_lce.core.statistics import (
     CHUNK_COLUMNS,
     LOWEST_LOGIT,
     UNIT,
+    merge_extremes,
     num_extremes,
     num_sums,
     packed_rows,
@@ -30,7 +31,6 @@ __all__ = [
     "grad_logits",
     "grad_logits_from_cache",
     "intermediate_bytes",
-    "merge_extremes",
     "prepare_rows",
     "product",
     "product_stats",
@@ -100,17 +100,6 @@ def product_stats(products: Tensor, row_scale: Tensor) -> Tensor:
         for columns in cut(num_columns, CHUNK_COLUMNS)
     ]
     return torch.stack(parts) if parts else products.new_empty(0, packed_rows(False, False), num_tokens)
-
-
-def merge_extremes(parts: Tensor, telemetry: bool) -> Tensor:
-    """Merge the extremes of S disjoint sets of columns, [S, E or more, N], to their union's, [E, N]."""
-    extremes = unpack_extremes(parts, telemetry)
-    max_logit = extremes.max_logit.amax(dim=0)
-    merged = [max_logit, extremes.label_logit.amax(dim=0)]
-    if extremes.min_logit is not None and extremes.argmax is not None:
-        is_max = extremes.max_logit == max_logit
-        merged += [extremes.min_logit.amin(dim=0), torch.where(is_max, extremes.argmax, torch.inf).amin(dim=0)]
-    return torch.stack(merged)
 
 
 def sum_chunks(

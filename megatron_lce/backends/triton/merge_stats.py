@@ -1,4 +1,4 @@
-"""Statistics of disjoint sets of columns are merged, see `megatron_lce.core.statistics`: first extremes, then sums."""
+"""Chunks' extremes and sums are merged to the vocabulary's in one launch, see `megatron_lce.core.statistics`."""
 
 import torch
 import triton
@@ -11,25 +11,6 @@ from megatron_lce.core.statistics import UNIT, num_chunk_sums, num_extremes, num
 
 _BLOCK_S = 64
 _UNITS = tl.constexpr(1 / UNIT)
-
-
-def merge_extremes(parts: Tensor, telemetry: bool) -> Tensor:
-    """Merge the extremes of S disjoint sets of columns, [S, E or more, N], to their union's, [E, N]."""
-    num_parts, rows_of_part, num_tokens = parts.shape
-    merged = parts.new_empty(num_extremes(telemetry), num_tokens)
-    block_n = tiles.merging_rows(parts.device)
-    _merge_extremes_kernel[(ceil_div(num_tokens, block_n),)](
-        parts,
-        merged,
-        num_parts,
-        num_tokens,
-        rows_of_part * num_tokens,
-        TELEMETRY=telemetry,
-        BLOCK_S=_BLOCK_S,
-        BLOCK_N=block_n,
-        num_warps=1,
-    )
-    return merged
 
 
 def sum_chunks(
@@ -76,26 +57,10 @@ def _largest(running, values):
     return tl.where(tl.max((values != values).to(tl.int32), 0) > 0, float("nan"), largest)
 
 
-@triton.jit(do_not_specialize=["S", "N", "part_stride"])
-def _merge_extremes_kernel(
-    parts_ptr,  # [S, >= E, N]
-    out_ptr,  # [E, N]
-    S,
-    N,
-    part_stride,
-    TELEMETRY: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Merge the extremes of S disjoint sets of columns for BLOCK_N tokens."""
-    tokens = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    _merged_extremes(parts_ptr, out_ptr, tokens, S, N, part_stride, TELEMETRY, BLOCK_S, BLOCK_N)
-
-
 @triton.jit
 def _merged_extremes(
-    parts_ptr,  # as above
-    out_ptr,
+    parts_ptr,  # [S, >= E, N]
+    out_ptr,  # [E, N]
     tokens,
     S,
     N,
@@ -104,7 +69,7 @@ def _merged_extremes(
     BLOCK_S: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Store the union's extremes, and return the largest logit and, with telemetry, the smallest."""
+    """Store the extremes of the union of S sets of columns, and return the largest logit and the smallest, if asked."""
     token_mask = tokens < N
     max_logit = tl.full((BLOCK_N,), float("-inf"), tl.float32)
     label_logit = tl.full((BLOCK_N,), float("-inf"), tl.float32)

@@ -3,7 +3,7 @@
 from megatron_lce.backends.triton.divergence import intermediate_bytes, read_products
 from megatron_lce.backends.triton.gathered import gathered_products, gathered_sums, write_columns
 from megatron_lce.backends.triton.grad_logits import grad_logits, grad_logits_from_cache
-from megatron_lce.backends.triton.merge_stats import merge_extremes, sum_chunks
+from megatron_lce.backends.triton.merge_stats import sum_chunks
 from megatron_lce.backends.triton.parts import product
 from megatron_lce.backends.triton.product_stats import product_stats
 from megatron_lce.backends.triton.row_numbers import finish, prepare_rows, row_terms
@@ -19,7 +19,6 @@ __all__ = [
     "grad_logits",
     "grad_logits_from_cache",
     "intermediate_bytes",
-    "merge_extremes",
     "prepare_rows",
     "product",
     "product_stats",
