@@ -5,6 +5,7 @@ import torch
 
 from megatron_lce.backends.choice import load_backend
 from megatron_lce.backends.torch import primitives as torch_backend
+from megatron_lce.core.options import Options
 from megatron_lce.core.plan import round_up
 from megatron_lce.core.rows import Rows, RowTerms
 from megatron_lce.core.statistics import LN_2, LOG2_E, UNIT, merge_extremes, unpack_extremes
@@ -16,22 +17,14 @@ def primitives(backend, device):
     return load_backend(backend, device)
 
 
-def stats_of(primitives, problem, columns=slice(None), *, softcap_scale=None):
+def stats_of(primitives, problem, columns=slice(None), **keywords):
     first = columns.start or 0
     row_scale = torch.full((problem.labels.numel(),), LOG2_E, device=problem.hidden.device)
     labels = problem.labels - first
     weight = problem.weight[columns]
     labels = torch.where((labels >= 0) & (labels < weight.shape[0]), labels, -1).int()
-    return primitives.softmax_stats(
-        problem.hidden,
-        weight,
-        labels,
-        row_scale,
-        softcap_scale=softcap_scale,
-        entropy=True,
-        telemetry=True,
-        vocab_start=first,
-    )
+    rows, options = Rows(labels, row_scale, row_scale * LN_2), Options(telemetry=True, **keywords)
+    return primitives.softmax_stats(problem.hidden, weight, rows, options, vocab_start=first)
 
 
 def merged(primitives, parts):
@@ -101,8 +94,8 @@ def test_gradient_of_a_slab(columns, entropy, mean, dtype, primitives, device):
         Rows(problem.labels.int(), torch.full((9,), LOG2_E, device=device), zero),
         torch.stack(terms[: 6 + mean]),
         buffer[:, :width],
+        Options(),
         first_column=columns.start,
-        softcap_scale=None,
         entropy=entropy,
     )
     log_p = logits - lse[:, None]
@@ -123,21 +116,21 @@ def test_torch_keeps_no_cache(device):
 def test_logits_are_fp32_products_of_16_bit_inputs(device):
     problem = make_problem(9, 256, 40, device, torch.bfloat16)
     ones = torch.ones(9, device=device)
-    logits = torch_backend.logits_base2(problem.hidden, problem.weight, ones, None)
+    logits = torch_backend.logits_base2(problem.hidden, problem.weight, ones, Options())
     exact = problem.hidden.double() @ problem.weight.double().T
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits.double(), exact, rtol=1e-6, atol=1e-5)
 
 
-@pytest.mark.parametrize("softcap_scale", [None, 0.3])
+@pytest.mark.parametrize("softcap", [None, 1.0])
 @pytest.mark.parametrize(("hidden_size", "dtype"), [(16, torch.bfloat16), (304, torch.float16), (300, torch.float32)])
-def test_the_labels_logit_has_the_bits_of_the_statistics(hidden_size, dtype, softcap_scale, primitives, device):
+def test_the_labels_logit_has_the_bits_of_the_statistics(hidden_size, dtype, softcap, primitives, device):
     """Where the label has the largest logit, that is it."""
     problem = make_problem(70, hidden_size, 300, device, dtype)
-    extremes, _ = merged(primitives, stats_of(primitives, problem, softcap_scale=softcap_scale))
+    extremes, _ = merged(primitives, stats_of(primitives, problem, softcap=softcap, logits_scale=0.3))
     largest = unpack_extremes(extremes, True)
     problem = problem._replace(labels=largest.argmax.long())
-    extremes, _ = merged(primitives, stats_of(primitives, problem, softcap_scale=softcap_scale))
+    extremes, _ = merged(primitives, stats_of(primitives, problem, softcap=softcap, logits_scale=0.3))
     assert torch.equal(unpack_extremes(extremes, True).label_logit, largest.max_logit)
 
 

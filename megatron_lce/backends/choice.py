@@ -33,7 +33,7 @@ def _triton_backend() -> Backend:
 
     if torch.version.hip is None:
         return primitives
-    names = primitives.__all__
+    names = [name for name in vars(Backend) if not name.startswith("_")]
     return cast(Backend, SimpleNamespace(**{name: _untried(getattr(primitives, name)) for name in names}))
 
 

@@ -8,7 +8,7 @@ from megatron_lce.core.call import Call
 from megatron_lce.core.candidates import CandidatePass
 from megatron_lce.core.logits_cache import LogitsCache
 from megatron_lce.core.plan import cut, stats_columns, stats_tokens
-from megatron_lce.core.rows import Rows, softcap_scale
+from megatron_lce.core.rows import Rows
 from megatron_lce.core.statistics import empty_extremes, empty_sums, merge_extremes, packed_rows
 from megatron_lce.core.tokens import Tokens
 
@@ -60,22 +60,18 @@ def _side_by_side(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 def _stats_of_part(hidden: Tensor, rows: Rows, call: Call, cache: LogitsCache | None) -> tuple[Tensor, Tensor]:
     """Return extremes and sums over the group's vocabulary: one exchange for the extremes, one for the sums."""
     backend, options, shard, num_tokens = call.backend, call.options, call.shard, hidden.shape[0]
-    entropy, telemetry = options.entropy, options.telemetry
     if shard.columns == 0:
-        parts = hidden.new_empty(0, packed_rows(entropy, telemetry), num_tokens, dtype=torch.float32)
+        num_rows = packed_rows(options.entropy, options.telemetry)
+        parts = hidden.new_empty(0, num_rows, num_tokens, dtype=torch.float32)
     else:
         parts = backend.softmax_stats(
             hidden,
             call.weight[: shard.columns],
-            rows.labels,
-            rows.scale,
-            softcap_scale=softcap_scale(options),
-            logits_dtype=options.logits_dtype,
-            columns_at_once=stats_columns(call.size, num_tokens, options.workspace_bytes),
-            entropy=entropy,
-            telemetry=telemetry,
+            rows,
+            options,
             vocab_start=shard.start,
             cache=cache,
+            columns_at_once=stats_columns(call.size, num_tokens, options.workspace_bytes),
         )
     return merged_over_group(parts, call)
 

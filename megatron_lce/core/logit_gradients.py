@@ -15,7 +15,7 @@ from megatron_lce.core.logits_cache import LogitsCache
 from megatron_lce.core.options import DIFFERENTIABLE
 from megatron_lce.core.plan import Blocks, plan_slabs
 from megatron_lce.core.protocols import Backend
-from megatron_lce.core.rows import Rows, RowTerms, Saved, softcap_scale
+from megatron_lce.core.rows import Rows, RowTerms, Saved
 from megatron_lce.core.tokens import TokenBlock
 
 
@@ -46,9 +46,8 @@ class LogitGradients(NamedTuple):
             part.rows,
             part.terms,
             grad,
+            self.call.options,
             first_column=columns.start,
-            softcap_scale=softcap_scale(self.call.options),
-            logits_dtype=self.call.options.logits_dtype,
             entropy=self.entropy,
         )
         if part.candidates is not None:
@@ -107,7 +106,7 @@ def gradients_of_cache(gradients: LogitGradients, cache: LogitsCache) -> ReadyGr
         cache,
         gradients.rows,
         gradients.terms,
-        softcap=call.options.softcap is not None,
+        call.options,
         entropy=gradients.entropy,
         factored=gradients.candidates is None
         and not call.options.entropy  # a call with an entropy kept exponentials relative to different references

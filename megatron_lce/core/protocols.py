@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from megatron_lce.core.logits_cache import LogitsCache
@@ -32,15 +31,11 @@ class Backend(Protocol):
         self,
         hidden: Tensor,  # [N, H]
         weight: Tensor,  # [V, H]
-        labels: Tensor,  # [N] int32 ids into weight's rows; -1: not this shard's
-        row_scale: Tensor,  # [N] fp32
+        rows: Rows,
+        options: Options,
         *,
-        softcap_scale: float | None,
-        entropy: bool,
-        telemetry: bool,
         vocab_start: int,
         cache: LogitsCache | None = None,
-        logits_dtype: torch.dtype | None = None,  # what products are rounded to, here and in `grad_logits`
         columns_at_once: int | None = None,  # of which the weight's rows may be copied; None: all
     ) -> Tensor:
         """Return statistics [chunks, K, N], see `megatron_lce.core.statistics`, and fill the cache, if any."""
@@ -84,13 +79,12 @@ class Backend(Protocol):
         hidden: Tensor,  # [N, H]
         weight: Tensor,  # [C, H], the slab
         rows: Rows,  # labels are ids; the slab's rows are first_column and up
-        row_terms: Tensor,  # [6 or 7, N]
+        terms: Tensor,  # [6 or 7, N], packed `RowTerms`
         out: Tensor,  # [N, C] of weight's dtype
+        options: Options,
         *,
         first_column: int,
-        softcap_scale: float | None,
-        entropy: bool,
-        logits_dtype: torch.dtype | None = None,
+        entropy: bool,  # it has an upstream gradient
     ) -> None:
         """Write the gradient of one slab of the products `hidden @ weight.T` to `out`."""
 
@@ -98,10 +92,10 @@ class Backend(Protocol):
         self,
         cache: LogitsCache,
         rows: Rows,
-        row_terms: Tensor,  # [6 or 7, N]
+        terms: Tensor,  # [6 or 7, N], packed `RowTerms`
+        options: Options,
         *,
-        softcap: bool,
-        entropy: bool,
+        entropy: bool,  # it has an upstream gradient
         factored: bool,
     ) -> Tensor | None:
         """Turn kept exponentials into the gradient of their products, in place; no `mean_term` under a softcap.

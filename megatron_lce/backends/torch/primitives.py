@@ -6,11 +6,11 @@ from torch import Tensor
 from megatron_lce.backends.torch.divergence import intermediate_bytes, read_products
 from megatron_lce.backends.torch.gathered import gathered_products, gathered_sums, write_columns
 from megatron_lce.backends.torch.row_numbers import finish, largest_logit, prepare_rows, row_terms
-from megatron_lce.backends.torch.scale import scale
 from megatron_lce.core.logits_cache import LogitsCache
+from megatron_lce.core.options import Options
 from megatron_lce.core.plan import Costs, cut
 from megatron_lce.core.products import copies_to_fp32, product
-from megatron_lce.core.rows import LOWEST_LOG_P, Rows, RowTerms
+from megatron_lce.core.rows import LOWEST_LOG_P, Rows, RowTerms, softcap_scale
 from megatron_lce.core.statistics import (
     CHUNK_COLUMNS,
     LOWEST_LOGIT,
@@ -22,25 +22,7 @@ from megatron_lce.core.statistics import (
     unpack_extremes,
 )
 
-__all__ = [
-    "chunk_stats",
-    "costs",
-    "finish",
-    "gathered_products",
-    "gathered_sums",
-    "grad_logits",
-    "grad_logits_from_cache",
-    "intermediate_bytes",
-    "prepare_rows",
-    "product",
-    "product_stats",
-    "read_products",
-    "row_terms",
-    "scale",
-    "softmax_stats",
-    "sum_chunks",
-    "write_columns",
-]
+_ROWS = 1024  # rows that `scale` holds in fp32 at a time
 
 
 def costs(hidden: Tensor, weight: Tensor, telemetry: bool) -> Costs:
@@ -57,7 +39,7 @@ def costs(hidden: Tensor, weight: Tensor, telemetry: bool) -> Costs:
 
 
 def grad_logits_from_cache(
-    cache: LogitsCache, rows: Rows, row_terms: Tensor, *, softcap: bool, entropy: bool, factored: bool
+    cache: LogitsCache, rows: Rows, terms: Tensor, options: Options, *, entropy: bool, factored: bool
 ) -> Tensor | None:
     """Raise AssertionError: `costs` allow no cache."""
     raise AssertionError("nothing was kept")
@@ -66,15 +48,11 @@ def grad_logits_from_cache(
 def softmax_stats(
     hidden: Tensor,  # [N, H]
     weight: Tensor,  # [V, H]
-    labels: Tensor,  # [N] int32 ids into weight's rows; -1: not this shard's
-    row_scale: Tensor,  # [N] fp32, see `logits_base2`
+    rows: Rows,
+    options: Options,
     *,
-    softcap_scale: float | None,
-    entropy: bool,
-    telemetry: bool,
     vocab_start: int,
     cache: LogitsCache | None = None,
-    logits_dtype: torch.dtype | None = None,
     columns_at_once: int | None = None,
 ) -> Tensor:
     """Return statistics [chunks, K, N] of V columns, see `megatron_lce.core.statistics`.
@@ -82,12 +60,13 @@ def softmax_stats(
     Every chunk has a product of its own: a library may add in another order for another width.
     """
     chunks = list(cut(weight.shape[0], CHUNK_COLUMNS))
+    entropy, telemetry = options.entropy, options.telemetry
     parts = hidden.new_empty(len(chunks), packed_rows(entropy, telemetry), hidden.shape[0], dtype=torch.float32)
     if upcast_row_bytes(hidden, weight.dtype):
         hidden = hidden.float()
     for part, columns in zip(parts, chunks, strict=True):
-        logits = logits_base2(hidden, weight[columns], row_scale, softcap_scale, logits_dtype)
-        part.copy_(chunk_stats(logits, labels - columns.start, vocab_start + columns.start, entropy, telemetry))
+        logits = logits_base2(hidden, weight[columns], rows.scale, options)
+        part.copy_(chunk_stats(logits, rows.labels - columns.start, vocab_start + columns.start, entropy, telemetry))
     return parts
 
 
@@ -124,13 +103,13 @@ def sum_chunks(
     for part in parts:
         sum_exp, *others = part[num_extremes(telemetry) :]
         shift = part[0] - extremes.max_logit
-        scale = shift.exp2()
-        terms = [scale * sum_exp]
+        factor = shift.exp2()
+        terms = [factor * sum_exp]
         if entropy:
-            terms.append(torch.where(scale > 0, scale * (others.pop(0) + sum_exp * shift), 0.0))
+            terms.append(torch.where(factor > 0, factor * (others.pop(0) + sum_exp * shift), 0.0))
         if largest is not None:
             sum_exp_squared, sum_logit, sum_logit_squared = others
-            terms += [scale * scale * sum_exp_squared, sum_logit / largest, sum_logit_squared / largest / largest]
+            terms += [factor * factor * sum_exp_squared, sum_logit / largest, sum_logit_squared / largest / largest]
         for total, term in zip(sums, terms, strict=False):
             total += (term / UNIT).long()
     return packed_extremes, sums
@@ -140,42 +119,35 @@ def grad_logits(
     hidden: Tensor,  # [N, H]
     weight: Tensor,  # [C, H], the slab
     rows: Rows,  # labels are ids; the slab's rows are first_column and up
-    row_terms: Tensor,  # [6 or 7, N] fp32, `RowTerms`
+    terms: Tensor,  # [6 or 7, N], packed `RowTerms`
     out: Tensor,  # [N, C] of weight's dtype
+    options: Options,
     *,
     first_column: int,
-    softcap_scale: float | None,
     entropy: bool,
-    logits_dtype: torch.dtype | None = None,
 ) -> None:
     """Write the gradient of one slab of the products `hidden @ weight.T` to `out`."""
-    terms = RowTerms(*row_terms[:, :, None])
-    logits = logits_base2(hidden, weight, rows.scale, softcap_scale, logits_dtype)
-    tanh_squared = (logits / rows.scale[:, None]).square_() if softcap_scale is not None else None
-    log_p = logits.sub_(terms.max_logit).sub_(terms.log_sum)
+    each = RowTerms(*terms[:, :, None])
+    logits = logits_base2(hidden, weight, rows.scale, options)
+    tanh_squared = (logits / rows.scale[:, None]).square_() if options.softcap is not None else None
+    log_p = logits.sub_(each.max_logit).sub_(each.log_sum)
     grad = log_p.exp2()
     if entropy:
-        grad.mul_(log_p.clamp_(min=LOWEST_LOG_P).mul_(-terms.entropy_term).add_(terms.p_term))
+        grad.mul_(log_p.clamp_(min=LOWEST_LOG_P).mul_(-each.entropy_term).add_(each.p_term))
     else:
-        grad.mul_(terms.p_term)
+        grad.mul_(each.p_term)
     labels = rows.labels - first_column
     in_slab = (labels >= 0) & (labels < weight.shape[0])
     column = torch.where(in_slab, labels, 0).long()[:, None]
-    grad.scatter_(1, column, grad.gather(1, column) + torch.where(in_slab[:, None], terms.label_term, 0.0))
-    if terms.mean_term is not None:
-        grad.add_(terms.mean_term)
+    grad.scatter_(1, column, grad.gather(1, column) + torch.where(in_slab[:, None], each.label_term, 0.0))
+    if each.mean_term is not None:
+        grad.add_(each.mean_term)
     if tanh_squared is not None:
         grad.mul_(tanh_squared.neg_().add_(1.0))
     out.copy_(grad)
 
 
-def logits_base2(
-    hidden: Tensor,
-    weight: Tensor,
-    row_scale: Tensor,
-    softcap_scale: float | None,
-    logits_dtype: torch.dtype | None = None,  # what the products x are rounded to
-) -> Tensor:
+def logits_base2(hidden: Tensor, weight: Tensor, row_scale: Tensor, options: Options) -> Tensor:
     """Return `row_scale * x` or `row_scale * tanh(softcap_scale * x)`, x = hidden @ weight.T: [N, C] fp32."""
     if weight.dtype == torch.float32:
         hidden = hidden.float()
@@ -184,10 +156,11 @@ def logits_base2(
     for part in cut(hidden.shape[1], 256 if weight.dtype == torch.float32 else hidden.shape[1]):
         for columns in cut(weight.shape[0], CHUNK_COLUMNS):  # as in the statistics, so that both have the same bits
             product(hidden[:, part], weight[columns, part].T, logits[:, columns], accumulate=part.start > 0)
-    if logits_dtype is not None:
-        logits.copy_(logits.to(logits_dtype))
-    if softcap_scale is not None:
-        logits.mul_(softcap_scale).tanh_()
+    if options.logits_dtype is not None:
+        logits.copy_(logits.to(options.logits_dtype))
+    cap = softcap_scale(options)
+    if cap is not None:
+        logits.mul_(cap).tanh_()
     return logits.mul_(row_scale[:, None])
 
 
@@ -216,3 +189,16 @@ def chunk_stats(logits: Tensor, labels: Tensor, first_id: int | Tensor, entropy:
     if entropy:
         stats.append(exp.mul_(shifted.clamp_(min=LOWEST_LOGIT)).sum(dim=1))  # 0 times -inf is to be 0
     return torch.stack(stats + sum_exp_squared + logit_sums)
+
+
+def scale(
+    matrix: Tensor,  # [M, K]
+    factor: Tensor,  # [] or [M] fp32
+    out: Tensor,  # [M, K]; may be the matrix
+    *,
+    accumulate: bool,  # True: out += factor * matrix, False: out = factor * matrix
+) -> None:
+    """Scale in fp32: in the matrix's dtype torch would round the factor first."""
+    for rows in cut(matrix.shape[0], _ROWS):
+        scaled = matrix[rows].float() * (factor[rows, None] if factor.dim() else factor)
+        out[rows].copy_(scaled.add_(out[rows]) if accumulate else scaled)

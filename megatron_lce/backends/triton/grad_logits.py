@@ -23,8 +23,9 @@ from megatron_lce.backends.triton.tile_products import (
     weight_columns,
 )
 from megatron_lce.core.logits_cache import LogitsCache
+from megatron_lce.core.options import Options
 from megatron_lce.core.plan import SLAB_ROW_STEP, ceil_div, slab_row_stride
-from megatron_lce.core.rows import LOWEST_LOG_P, NUM_TERMS, Rows
+from megatron_lce.core.rows import LOWEST_LOG_P, NUM_TERMS, Rows, softcap_scale
 
 # A row's factor and its label's exponential lie between 1 over this and this: their products with 16-bit numbers, and
 # the sums of such products, are far from the limits of fp32.
@@ -36,16 +37,15 @@ def grad_logits(
     hidden: Tensor,  # [N, H]
     weight: Tensor,  # [C, H], the slab
     rows: Rows,  # labels are ids; the slab's rows are first_column and up
-    row_terms: Tensor,  # [6 or 7, N] fp32, `RowTerms`
+    terms: Tensor,  # [6 or 7, N], packed `RowTerms`
     out: Tensor,  # [N, C] of weight's dtype
+    options: Options,
     *,
     first_column: int,
-    softcap_scale: float | None,
     entropy: bool,
-    logits_dtype: torch.dtype | None = None,
 ) -> None:
     """Recompute one slab of the products `hidden @ weight.T`, and write their gradient to `out`."""
-    products = tiles.products_of(hidden.dtype, weight.dtype)
+    products, cap = tiles.products_of(hidden.dtype, weight.dtype), softcap_scale(options)
     tile = tiles.choose_tiles(hidden.dtype, weight.dtype, hidden.device)
     if products == "split":
         weight = split(weight, SLAB_ROW_STEP).flatten(1)
@@ -56,20 +56,20 @@ def grad_logits(
         descriptor(weight, tile.block_v, tile.block_h),
         rows.labels,
         rows.scale,
-        row_terms,
+        terms,
         descriptor(out, tile.block_n, tile.block_v // 2),
         num_tokens,
         num_columns,
         hidden.shape[1],
-        row_terms.stride(0),
+        terms.stride(0),
         first_column,
-        0.0 if softcap_scale is None else softcap_scale,
+        0.0 if cap is None else cap,
         ENTROPY=entropy,
-        MEAN=row_terms.shape[0] > NUM_TERMS,
-        SOFTCAP=softcap_scale is not None,
+        MEAN=terms.shape[0] > NUM_TERMS,
+        SOFTCAP=cap is not None,
         PERSISTENT=tiles.takes_descriptors(hidden.device),
         PRODUCTS=products,
-        ROUND=logits_dtype is not None,
+        ROUND=options.logits_dtype is not None,
         BLOCK_N=tile.block_n,
         BLOCK_V=tile.block_v,
         BLOCK_H=tile.block_h,
@@ -77,16 +77,16 @@ def grad_logits(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         # With fusion a softcap spills registers, and z - max in fp32 would not be 0 at the largest z.
-        enable_fp_fusion=softcap_scale is None and out.dtype != torch.float32,
+        enable_fp_fusion=cap is None and out.dtype != torch.float32,
     )
 
 
 def grad_logits_from_cache(
     cache: LogitsCache,
     rows: Rows,
-    row_terms: Tensor,  # [6 or 7, N] fp32
+    terms: Tensor,  # [6 or 7, N], packed `RowTerms`
+    options: Options,
     *,
-    softcap: bool,
     entropy: bool,
     factored: bool,
 ) -> Tensor | None:
@@ -96,13 +96,13 @@ def grad_logits_from_cache(
     If `factored`, rows whose gradient is a number of the row times the exponential are left as they are, but for the
     label's column. The numbers are returned, [N] fp32, 1 for the other rows: the gradient is factor * exp.
     """
-    mean = row_terms.shape[0] > NUM_TERMS
+    mean, softcap = terms.shape[0] > NUM_TERMS, options.softcap is not None
     assert not (softcap and mean)
     factored = factored and not (softcap or mean or entropy) and cache.exp.dtype == torch.bfloat16
     chunk = tiles.chunk_columns(tiles.choose_tiles(cache.exp.dtype, cache.exp.dtype, cache.exp.device))
     num_tokens, num_columns = cache.exp.shape
     num_chunks = ceil_div(num_columns, chunk)
-    factor = row_terms.new_empty(num_tokens) if factored else None
+    factor = terms.new_empty(num_tokens) if factored else None
     # Rows of a program, and programs among which the columns go. Unless factored it takes a copy's time and 4 % (H200).
     block_n, parts = (8, min(num_chunks, 4)) if factored else (4, ceil_div(num_chunks, 4))
     _grad_from_exp_kernel[(parts * ceil_div(num_tokens, block_n),)](
@@ -110,14 +110,14 @@ def grad_logits_from_cache(
         cache.reference,
         rows.labels,
         rows.scale,
-        row_terms,
+        terms,
         factor,
         num_tokens,
         # The end of a row's storage instead of its last column: Triton knows it to be a multiple of 16.
         slab_row_stride(num_columns),
         cache.exp.stride(0),
         cache.reference.stride(0),
-        row_terms.stride(0),
+        terms.stride(0),
         num_chunks,
         parts,
         ENTROPY=entropy,

@@ -10,22 +10,3 @@ from megatron_lce.backends.triton.row_numbers import finish, prepare_rows, row_t
 from megatron_lce.backends.triton.scale import scale
 from megatron_lce.backends.triton.softmax_stats import softmax_stats
 from megatron_lce.backends.triton.tiles import costs
-
-__all__ = [
-    "costs",
-    "finish",
-    "gathered_products",
-    "gathered_sums",
-    "grad_logits",
-    "grad_logits_from_cache",
-    "intermediate_bytes",
-    "prepare_rows",
-    "product",
-    "product_stats",
-    "read_products",
-    "row_terms",
-    "scale",
-    "softmax_stats",
-    "sum_chunks",
-    "write_columns",
-]

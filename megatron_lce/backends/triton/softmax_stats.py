@@ -18,7 +18,9 @@ from megatron_lce.backends.triton.tile_products import (
     weight_columns,
 )
 from megatron_lce.core.logits_cache import LogitsCache
+from megatron_lce.core.options import Options
 from megatron_lce.core.plan import SLAB_ROW_STEP, ceil_div, cut
+from megatron_lce.core.rows import Rows, softcap_scale
 from megatron_lce.core.statistics import LOWEST_LOGIT, packed_rows
 
 # Base 2. In bf16 a chunk's reference is 0 if its largest absolute logit is no larger: bf16's range goes to 2^127, and
@@ -30,15 +32,11 @@ _LOWEST_LOGIT = tl.constexpr(LOWEST_LOGIT)
 def softmax_stats(
     hidden: Tensor,  # [N, H]
     weight: Tensor,  # [V, H]
-    labels: Tensor,  # [N] int32 ids into weight's rows; -1: not this shard's
-    row_scale: Tensor,  # [N] fp32 factor from products (or their tanh) to base-2 logits
+    rows: Rows,
+    options: Options,
     *,
-    softcap_scale: float | None,
-    entropy: bool,
-    telemetry: bool,
     vocab_start: int,
     cache: LogitsCache | None = None,
-    logits_dtype: torch.dtype | None = None,
     columns_at_once: int | None = None,
 ) -> Tensor:
     """Return statistics [chunks, K, N] of V columns, see `megatron_lce.core.statistics`, and fill the cache, if any."""
@@ -46,10 +44,11 @@ def softmax_stats(
     products = tiles.products_of(hidden.dtype, weight.dtype)
     tile = tiles.choose_tiles(hidden.dtype, weight.dtype, hidden.device)
     chunk = tiles.chunk_columns(tile)
-    rows = packed_rows(entropy, telemetry)
-    parts = hidden.new_empty(ceil_div(num_columns, chunk), rows, num_tokens, dtype=torch.float32)
+    entropy, telemetry, cap = options.entropy, options.telemetry, softcap_scale(options)
+    num_rows = packed_rows(entropy, telemetry)
+    parts = hidden.new_empty(ceil_div(num_columns, chunk), num_rows, num_tokens, dtype=torch.float32)
     hidden_desc = descriptor(hidden, tile.block_n, tile.block_h)
-    takes_logarithm = entropy or softcap_scale is not None
+    takes_logarithm = entropy or cap is not None
     kept_columns = 0 if cache is None else cache.exp.shape[1]
     step = max(num_columns, 1) if products != "split" or columns_at_once is None else columns_at_once
     without = ((columns, None) for columns in cut(num_columns, step, start=kept_columns))
@@ -61,7 +60,7 @@ def softmax_stats(
         _softmax_stats_kernel[(tiles.num_programs(num_tiles, tile, hidden.device),)](
             hidden_desc,
             descriptor(slab, tile.block_v, tile.block_h),
-            row_scale,
+            rows.scale,
             parts[columns.start // chunk :],
             None if kept is None else descriptor(kept.exp, tile.block_n, tile.block_v // 2),
             None if kept is None else kept.reference,
@@ -71,14 +70,14 @@ def softmax_stats(
             columns.start,
             vocab_start,
             0 if kept is None else kept.reference.stride(0),
-            0.0 if softcap_scale is None else softcap_scale,
+            0.0 if cap is None else cap,
             ENTROPY=entropy,
             TELEMETRY=telemetry,
             LARGEST_WITHOUT=LARGEST_WITHOUT if hidden.dtype == torch.bfloat16 and not takes_logarithm else 0.0,
-            SOFTCAP=softcap_scale is not None,
+            SOFTCAP=cap is not None,
             PERSISTENT=tiles.takes_descriptors(hidden.device),
             PRODUCTS=products,
-            ROUND=logits_dtype is not None,
+            ROUND=options.logits_dtype is not None,
             BLOCK_N=tile.block_n,
             BLOCK_V=tile.block_v,
             BLOCK_H=tile.block_h,
@@ -90,7 +89,7 @@ def softmax_stats(
         )
         del slab  # before the next one's copy is made
     # After the other kernel, which fills the label's row of `parts` with -inf.
-    _label_logits(hidden, hidden_desc, weight, labels, row_scale, parts[0, 1], softcap_scale, logits_dtype)
+    _label_logits(hidden, hidden_desc, weight, rows, options, parts[0, 1])
     return parts
 
 
@@ -98,27 +97,25 @@ def _label_logits(
     hidden: Tensor,  # [N, H]
     hidden_desc: TensorDescriptor | tuple[Tensor, int],
     weight: Tensor,  # [V, H]
-    labels: Tensor,
-    row_scale: Tensor,
+    rows: Rows,
+    options: Options,
     out: Tensor,  # [N] fp32
-    softcap_scale: float | None,
-    logits_dtype: torch.dtype | None,
 ) -> None:
-    hidden_dtype, num_tokens = hidden.dtype, out.shape[0]
-    tile = tiles.choose_tiles(hidden_dtype, weight.dtype, weight.device)
+    num_tokens, cap = out.shape[0], softcap_scale(options)
+    tile = tiles.choose_tiles(hidden.dtype, weight.dtype, weight.device)
     _label_logits_kernel[(ceil_div(num_tokens, tile.block_n),)](
         hidden_desc,
         weight,
-        labels,
-        row_scale,
+        rows.labels,
+        rows.scale,
         out,
         num_tokens,
         weight.shape[1],
         weight.stride(0),
-        0.0 if softcap_scale is None else softcap_scale,
-        SOFTCAP=softcap_scale is not None,
-        PRODUCTS=tiles.products_of(hidden_dtype, weight.dtype),
-        ROUND=logits_dtype is not None,
+        0.0 if cap is None else cap,
+        SOFTCAP=cap is not None,
+        PRODUCTS=tiles.products_of(hidden.dtype, weight.dtype),
+        ROUND=options.logits_dtype is not None,
         BLOCK_N=tile.block_n,
         BLOCK_H=tile.block_h,
         num_warps=tile.num_warps,
