@@ -65,7 +65,7 @@ class Backend(Protocol):
         self,
         rows: Rows,
         saved: Saved,
-        upstream: Sequence[Tensor | None],  # gradients of the flat `DIFFERENTIABLE` outputs, fp32
+        upstream: Sequence[Tensor | None],  # gradients of the flat `DIFFERENTIABLE` outputs, fp32, of any stride
         options: Options,
         order: Tensor | None,  # as in `finish`
     ) -> tuple[Tensor, Tensor]:
@@ -160,4 +160,7 @@ class Backend(Protocol):
         """Compute `out = a @ b`, or `out += ...`, as `megatron_lce.core.products` does or better."""
 
     def scale(self, matrix: Tensor, factor: Tensor, out: Tensor, *, accumulate: bool) -> None:
-        """Compute `out = factor * matrix`, or `out += ...`, in fp32; one factor, [], or one for each row, [M]."""
+        """Compute `out = factor * matrix`, or `out += ...`, in fp32; one factor, [], or one for each row, [M].
+
+        `out` [M, K] may be the matrix.
+        """

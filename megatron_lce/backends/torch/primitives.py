@@ -82,11 +82,7 @@ def product_stats(products: Tensor, row_scale: Tensor) -> Tensor:
 
 
 def sum_chunks(
-    parts: Tensor,  # [chunks, K, N]
-    all_extremes: Tensor,  # [S, E or more, N] of S disjoint sets of columns that make up the vocabulary
-    num_columns: int,
-    entropy: bool,
-    telemetry: bool,
+    parts: Tensor, all_extremes: Tensor, num_columns: int, entropy: bool, telemetry: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the vocabulary's extremes [E, N], and the chunks' sums relative to them, int64 [`num_sums`, N] in `UNIT`s.
 
@@ -191,13 +187,7 @@ def chunk_stats(logits: Tensor, labels: Tensor, first_id: int | Tensor, entropy:
     return torch.stack(stats + sum_exp_squared + logit_sums)
 
 
-def scale(
-    matrix: Tensor,  # [M, K]
-    factor: Tensor,  # [] or [M] fp32
-    out: Tensor,  # [M, K]; may be the matrix
-    *,
-    accumulate: bool,  # True: out += factor * matrix, False: out = factor * matrix
-) -> None:
+def scale(matrix: Tensor, factor: Tensor, out: Tensor, *, accumulate: bool) -> None:
     """Scale in fp32: in the matrix's dtype torch would round the factor first."""
     for rows in cut(matrix.shape[0], _ROWS):
         scaled = matrix[rows].float() * (factor[rows, None] if factor.dim() else factor)

@@ -99,11 +99,7 @@ def finish(
 
 
 def row_terms(
-    rows: Rows,
-    saved: Saved,
-    upstream: Sequence[Tensor | None],  # gradients of the `DIFFERENTIABLE` outputs, fp32
-    options: Options,
-    order: Tensor | None,  # [N] int64, a row's place in the flat outputs; None: the row's own number
+    rows: Rows, saved: Saved, upstream: Sequence[Tensor | None], options: Options, order: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return packed `RowTerms`, [6 or 7, N] fp32, and a mask [N] of rows with a gradient: see `Backend`."""
     if order is not None:

@@ -82,13 +82,7 @@ def grad_logits(
 
 
 def grad_logits_from_cache(
-    cache: LogitsCache,
-    rows: Rows,
-    terms: Tensor,  # [6 or 7, N], packed `RowTerms`
-    options: Options,
-    *,
-    entropy: bool,
-    factored: bool,
+    cache: LogitsCache, rows: Rows, terms: Tensor, options: Options, *, entropy: bool, factored: bool
 ) -> Tensor | None:
     """Turn kept exponentials into the gradient of their products, in place, with finite numbers behind the rows.
 

@@ -14,11 +14,7 @@ _UNITS = tl.constexpr(1 / UNIT)
 
 
 def sum_chunks(
-    parts: Tensor,  # [chunks, K, N]
-    all_extremes: Tensor,  # [S, E or more, N] of S disjoint sets of columns that make up the vocabulary
-    num_columns: int,
-    entropy: bool,
-    telemetry: bool,
+    parts: Tensor, all_extremes: Tensor, num_columns: int, entropy: bool, telemetry: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the vocabulary's extremes [E, N], and the chunks' sums relative to them, int64 [`num_sums`, N] in `UNIT`s.
 

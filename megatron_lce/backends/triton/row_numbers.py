@@ -53,8 +53,8 @@ def prepare_rows(labels: Tensor, temperature: Tensor | float, options: Options, 
 
 
 def finish(
-    packed_extremes: Tensor,  # [E, N or more]
-    sums: Tensor,  # [`num_sums`, N or more] int64, as wide as the extremes
+    packed_extremes: Tensor,  # [E, N]
+    sums: Tensor,  # [`num_sums`, N] int64
     rows: Rows,
     options: Options,
     outputs: LinearCrossEntropyOutput,
@@ -72,21 +72,16 @@ def finish(
         *outputs[:-1],  # `CandidatePass` makes candidate_logprobs
         *saved,
         num_tokens,
-        sums.shape[1],
         ENTROPY=entropy,
         TELEMETRY=telemetry,
         BLOCK_N=BLOCK_N,
         enable_fp_fusion=False,  # the same bits with and without the optional outputs
     )
-    return Saved(packed_extremes[0, :num_tokens], *saved)  # type: ignore[arg-type]
+    return Saved(packed_extremes[0], *saved)  # type: ignore[arg-type]
 
 
 def row_terms(
-    rows: Rows,
-    saved: Saved,
-    upstream: Sequence[Tensor | None],  # gradients of the `DIFFERENTIABLE` outputs, fp32, of any stride
-    options: Options,
-    order: Tensor | None,  # [N] int64
+    rows: Rows, saved: Saved, upstream: Sequence[Tensor | None], options: Options, order: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return `RowTerms` [6 or 7, N] fp32 and a mask [N] of rows with a gradient, in one launch: see `Backend`."""
     num_tokens = rows.labels.shape[0]
@@ -158,10 +153,10 @@ def _in_nats(value, to_nats):
     return tl.where(to_nats == 0, 0.0, value * to_nats)
 
 
-@triton.jit(do_not_specialize=["N", "stats_stride"])
+@triton.jit(do_not_specialize=["N"])
 def _finish_kernel(
-    extremes_ptr,  # [E, N] packed, rows stats_stride apart
-    sums_ptr,  # [1 + ENTROPY + 4 * TELEMETRY, N] int64, rows as far apart
+    extremes_ptr,  # [E, N] packed
+    sums_ptr,  # [1 + ENTROPY + 4 * TELEMETRY, N] int64
     to_nats_ptr,  # [N]
     order_ptr,  # [N] int64, a row's place in the outputs; None: the row's own number
     logprobs_ptr,  # out, as all that follow; None where not wanted
@@ -178,7 +173,6 @@ def _finish_kernel(
     saved_entropy_ptr,
     saved_num_columns_ptr,
     N,
-    stats_stride,
     ENTROPY: tl.constexpr,
     TELEMETRY: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -189,7 +183,7 @@ def _finish_kernel(
     places = _places(order_ptr, rows, mask)
     extremes = extremes_ptr + rows
     max_logit = tl.load(extremes, mask=mask, other=0.0)
-    label_logit = tl.load(extremes + stats_stride, mask=mask, other=0.0)
+    label_logit = tl.load(extremes + N, mask=mask, other=0.0)
     sum_exp = tl.load(sums_ptr + rows, mask=mask, other=1).to(tl.float32) * _UNIT
     to_nats = tl.load(to_nats_ptr + rows, mask=mask, other=0.0)
     # A label whose logit is -inf on every rank is owned by none: its row is NaN.
@@ -204,22 +198,22 @@ def _finish_kernel(
     tl.store(lse_ptr + places, _in_nats(max_logit + log_sum, to_nats), mask=mask)
     tl.store(logprobs_ptr + places, _in_nats(label_logprob, to_nats), mask=mask)
     if ENTROPY:
-        sum_exp_logit = tl.load(sums_ptr + stats_stride + rows, mask=mask, other=0).to(tl.float32) * _UNIT
+        sum_exp_logit = tl.load(sums_ptr + N + rows, mask=mask, other=0).to(tl.float32) * _UNIT
         # An integer sum cannot be NaN; the largest logit is, if any logit is.
         entropy = log_sum - sum_exp_logit / sum_exp + max_logit * 0.0
         tl.store(saved_entropy_ptr + rows, entropy, mask=mask)
         tl.store(entropy_ptr + places, _in_nats(entropy, to_nats), mask=mask)
     if TELEMETRY:
-        min_logit = tl.load(extremes + 2 * stats_stride, mask=mask, other=0.0)
+        min_logit = tl.load(extremes + 2 * N, mask=mask, other=0.0)
         largest = largest_logit(max_logit, min_logit)
         unless_nan = max_logit * 0.0
         # NaN if a chunk's sum of squares is beyond fp32.
         unless_huge = unless_nan + _CHUNK_COLUMNS * largest * largest * 0.0
-        sums = sums_ptr + (1 + ENTROPY) * stats_stride + rows
+        sums = sums_ptr + (1 + ENTROPY) * N + rows
         sum_exp_squared = tl.load(sums, mask=mask, other=0).to(tl.float32) * _UNIT
-        sum_logit = tl.load(sums + stats_stride, mask=mask, other=0).to(tl.float32) * _UNIT
-        sum_logit_squared = tl.load(sums + 2 * stats_stride, mask=mask, other=0).to(tl.float32) * _UNIT
-        num_columns = tl.load(sums + 3 * stats_stride, mask=mask, other=1).to(tl.float32)
+        sum_logit = tl.load(sums + N, mask=mask, other=0).to(tl.float32) * _UNIT
+        sum_logit_squared = tl.load(sums + 2 * N, mask=mask, other=0).to(tl.float32) * _UNIT
+        num_columns = tl.load(sums + 3 * N, mask=mask, other=1).to(tl.float32)
         sum_pi_squared = sum_exp_squared / (sum_exp * sum_exp) + unless_nan + to_nats * 0.0
         tl.store(sum_pi_squared_ptr + places, tl.where(to_nats == 0, 0.0, sum_pi_squared), mask=mask)
         logits_norm = largest * tl.sqrt(sum_logit_squared) + unless_huge
@@ -228,7 +222,7 @@ def _finish_kernel(
         tl.store(mean_logit_ptr + places, _in_nats(mean_logit, to_nats), mask=mask)
         tl.store(saved_num_columns_ptr + rows, num_columns, mask=mask)
         max_logit = _in_nats(max_logit, to_nats)
-        argmax = tl.load(extremes + 3 * stats_stride, mask=mask, other=0.0)
+        argmax = tl.load(extremes + 3 * N, mask=mask, other=0.0)
         argmax = tl.where(to_nats == 0, 0.0, tl.where(max_logit != max_logit, -1.0, argmax))
         tl.store(max_logit_ptr + places, max_logit, mask=mask)
         tl.store(min_logit_ptr + places, _in_nats(min_logit, to_nats), mask=mask)
