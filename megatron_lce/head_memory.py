@@ -17,8 +17,8 @@ from megatron_lce.core.plan import (
     HeadSize,
     KnownLossPlan,
     backward_tokens,
+    plan_blocks,
     plan_known_loss,
-    plan_slabs,
     slab_row_stride,
     stats_tokens,
 )
@@ -293,7 +293,8 @@ def _hidden_with_factor(step: HeadStep, tokens: int, kept_columns: int) -> dict[
 def _slab(step: HeadStep, block: int, columns: int) -> tuple[int, dict[str, int]]:
     """Width of one slab of a block; its bytes, and those of its weight's gradient's sum where its tokens are cut."""
     per_column = step.size.weight_sum_column
-    slab = plan_slabs(step.size, block, columns, step.workspace_bytes, per_column_if_tokens_are_cut=per_column)
+    stride, room = slab_row_stride(columns), step.workspace_bytes
+    slab = plan_blocks(block, stride, room, step.size.slab, per_column_if_tokens_are_cut=per_column)
     sum_bytes = slab.columns * per_column if slab.tokens < block else 0
     logits = slab.tokens * slab_row_stride(slab.columns) * step.itemsize
     costs = step.size.costs

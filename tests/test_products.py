@@ -74,7 +74,7 @@ def test_two_threads_leave_the_precision_as_it_was():
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
-        reduced, first, second = setting.fp32_precision, full_fp32(), full_fp32()
+        reduced, first, second = setting.fp32_precision, full_fp32, full_fp32
         first.__enter__()
         second.__enter__()
         first.__exit__(None, None, None)
@@ -89,7 +89,7 @@ def test_an_inherited_precision_stays_inherited():
     before = torch.backends.fp32_precision
     try:
         torch.backends.fp32_precision = "tf32"
-        with full_fp32():
+        with full_fp32:
             assert torch.backends.cuda.matmul.fp32_precision == "ieee"
         torch.backends.fp32_precision = "ieee"
         assert torch.backends.cuda.matmul.fp32_precision == "ieee"

@@ -39,11 +39,8 @@ def stats_of_tokens(
     cache: LogitsCache | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the extremes and sums of gathered hidden states, as many at a time as the workspace has room for."""
-    most = stats_tokens(call.size, hidden.shape[0], call.options.workspace_bytes)
-    if most >= hidden.shape[0]:
-        return _stats_of_part(hidden, rows, call, cache)
     parts = []
-    for part in cut(hidden.shape[0], most):
+    for part in cut(hidden.shape[0], stats_tokens(call.size, hidden.shape[0], call.options.workspace_bytes)):
         part_cache = None if cache is None else cache.select(part)
         parts.append(_stats_of_part(hidden[part], rows.select(part), call, part_cache))
     return _side_by_side(parts)
@@ -53,8 +50,8 @@ def _side_by_side(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Concatenate consecutive tokens' statistics."""
     if len(parts) == 1:
         return parts[0]
-    extremes, sums = zip(*parts, strict=True)
-    return torch.cat(extremes, dim=1), torch.cat(sums, dim=1)
+    extremes, sums = (torch.cat(part, dim=1) for part in zip(*parts, strict=True))
+    return extremes, sums
 
 
 def _stats_of_part(hidden: Tensor, rows: Rows, call: Call, cache: LogitsCache | None) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,6 @@ from torch import Tensor
 from megatron_lce.core.call import Call
 from megatron_lce.core.plan import Blocks, cut, cut_columns, slab_row_stride
 from megatron_lce.core.products import with_zeros_behind
-from megatron_lce.core.protocols import Backend
 from megatron_lce.core.tokens import TokenBlock, Tokens
 
 
@@ -57,7 +56,7 @@ def head_gradients(
                 if slab.is_last and tokens.reduces:
                     hidden_grad.finish()
             if weight_grad is not None:
-                weight_grad.add(slab, _scaled_for_products(slab, block.hidden.wait(), call.backend), block.is_first)
+                weight_grad.add(slab, block.hidden.wait()[slab.tokens], block.is_first)
             del slab  # its memory is freed before the next buffer, or a sink's placeholder, is allocated
         if call.shard.columns == 0 and needs_hidden:
             tokens.grad_rows(block).zero_()
@@ -143,7 +142,7 @@ class _WeightGrad:
     """It makes this shard's weight gradient, as a tensor of weight's dtype, or adds it to a sink's fp32 buffer."""
 
     def __init__(self, call: Call, num_blocks: int, as_sum: bool) -> None:
-        weight, self._product = call.weight, call.product
+        weight, self._product, self._scale = call.weight, call.product, call.backend.scale
         self._weight, self._num_columns, self._as_sum = weight, call.shard.columns, as_sum
         self._sink = None if as_sum else call.options.weight_grad_sink
         self._one_block = num_blocks <= 1
@@ -160,6 +159,9 @@ class _WeightGrad:
 
     def add(self, slab: Slab, hidden: Tensor, first_block: bool) -> None:
         self._nothing_added = False
+        if slab.factor is not None:  # the gradient sums over tokens, factor included
+            rows, hidden = hidden, torch.empty_like(hidden)
+            self._scale(rows, slab.factor, hidden, accumulate=False)
         first = first_block and slab.first_tokens
         if self._sum is not None:
             self._product(slab.grad.T, hidden, self._sum[slab.columns], accumulate=not first)
@@ -193,13 +195,3 @@ class _WeightGrad:
         assert grad is not None
         grad[self._num_columns :].zero_()  # padding
         return grad
-
-
-def _scaled_for_products(slab: Slab, hidden: Tensor, backend: Backend) -> Tensor:
-    """Return the slab's rows of hidden times its factor: the weight's gradient sums over tokens, factor included."""
-    rows = hidden[slab.tokens]
-    if slab.factor is None:
-        return rows
-    scaled = torch.empty_like(rows)
-    backend.scale(rows, slab.factor, scaled, accumulate=False)
-    return scaled

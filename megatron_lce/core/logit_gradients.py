@@ -13,7 +13,7 @@ from megatron_lce.core.candidates import CandidateGradients, candidate_gradients
 from megatron_lce.core.head_gradients import Slab, computed_slabs, kept_slabs
 from megatron_lce.core.logits_cache import LogitsCache
 from megatron_lce.core.options import DIFFERENTIABLE
-from megatron_lce.core.plan import Blocks, plan_slabs
+from megatron_lce.core.plan import Blocks, plan_blocks, slab_row_stride
 from megatron_lce.core.protocols import Backend
 from megatron_lce.core.rows import Rows, RowTerms, Saved
 from megatron_lce.core.tokens import TokenBlock
@@ -96,10 +96,21 @@ class ReadyGradients:
         del self.grad
 
 
-def gradients_of_cache(gradients: LogitGradients, cache: LogitsCache) -> ReadyGradients | None:
-    """Turn every row's kept exponentials into gradients, in place; None if the gradients `want_every_logit`."""
+def gradients_of_cache(
+    gradients: LogitGradients,
+    cache: LogitsCache,
+    hidden: Tensor | None = None,  # of the cache's rows
+) -> ReadyGradients | None:
+    """Turn every row's kept exponentials into gradients, in place.
+
+    If the gradients `want_every_logit`, they are computed from hidden to the cache's memory; None without it.
+    """
     if gradients.want_every_logit:
-        return None
+        if hidden is None:
+            return None
+        num_tokens, num_columns = cache.exp.shape
+        gradients.compute(hidden, slice(0, num_tokens), slice(0, num_columns), cache.exp)
+        return ReadyGradients(cache.exp)
     call = gradients.call
     scaled_hidden = cache.exp.shape[0] * call.weight.shape[1] * call.weight.element_size()
     factor = call.backend.grad_logits_from_cache(
@@ -118,13 +129,6 @@ def gradients_of_cache(gradients: LogitGradients, cache: LogitsCache) -> ReadyGr
     return ReadyGradients(cache.exp, factor)
 
 
-def gradients_in_cache(gradients: LogitGradients, cache: LogitsCache, hidden: Tensor) -> ReadyGradients:
-    """Recompute the products of the cache's columns, and write their gradients over the cache."""
-    num_tokens, num_columns = cache.exp.shape
-    gradients.compute(hidden, slice(0, num_tokens), slice(0, num_columns), cache.exp)
-    return ReadyGradients(cache.exp)
-
-
 def grad_logits_slabs(
     gradients: LogitGradients, block: TokenBlock, bytes_per_column: int, ready: ReadyGradients | None
 ) -> Iterator[Slab]:
@@ -134,8 +138,8 @@ def grad_logits_slabs(
     slabs = partial(computed_slabs, call.weight, num_tokens)
 
     def blocks(columns: int) -> Blocks:
-        workspace = call.options.workspace_bytes
-        return plan_slabs(call.size, num_tokens, columns, workspace, per_column_if_tokens_are_cut=bytes_per_column)
+        stride, workspace = slab_row_stride(columns), call.options.workspace_bytes
+        return plan_blocks(num_tokens, stride, workspace, call.size.slab, per_column_if_tokens_are_cut=bytes_per_column)
 
     first = 0
     if ready is not None:

@@ -147,19 +147,6 @@ def backward_tokens(size: HeadSize, num_tokens: int, workspace_bytes: int) -> in
     return even(num_tokens, block, MIN_TOKENS)
 
 
-def plan_slabs(
-    size: HeadSize, num_tokens: int, num_columns: int, workspace_bytes: int, *, per_column_if_tokens_are_cut: int = 0
-) -> Blocks:
-    """Return the blocks of one buffer for the gradients of `num_columns` columns' logits."""
-    return plan_blocks(
-        num_tokens,
-        slab_row_stride(num_columns),
-        workspace_bytes,
-        size.slab,
-        per_column_if_tokens_are_cut=per_column_if_tokens_are_cut,
-    )
-
-
 def plan_known_loss(
     size: HeadSize, num_tokens: int, workspace_bytes: int, *, single_is_sum: bool = False
 ) -> KnownLossPlan | None:
@@ -182,15 +169,9 @@ def plan_known_loss(
 
 
 def kept_tokens(
-    num_tokens: int,
-    room: int,
-    bytes_per_token: int,
-    sum_bytes: int = 0,
-    step: int = MIN_TOKENS,
-    *,
-    single_is_sum: bool = False,
+    num_tokens: int, room: int, bytes_per_token: int, sum_bytes: int = 0, *, single_is_sum: bool = False
 ) -> int | None:
-    """Number of tokens of a block whose logits are kept until their gradients are made; None if `step` have no room.
+    """Tokens of a block whose logits are kept until their gradients are made; None if `MIN_TOKENS` have no room.
 
     A call takes `room` bytes beside its gradients, and `sum_bytes` for the fp32 sum of the weight's gradient over
     blocks; 0: there is no such sum. A single block needs no sum, and may take its room. With several blocks the
@@ -199,10 +180,9 @@ def kept_tokens(
     if num_tokens * bytes_per_token <= room + (sum_bytes // 2 if single_is_sum else sum_bytes):
         return max(1, num_tokens)
     most = (room + sum_bytes // 2) // bytes_per_token
-    if most < step:
+    if most < MIN_TOKENS:
         return None
-    wide = round_up(KNOWN_LOSS_STEP, step)
-    return min(max(1, num_tokens), most // wide * wide or most // step * step)
+    return min(num_tokens, most // KNOWN_LOSS_STEP * KNOWN_LOSS_STEP or most // MIN_TOKENS * MIN_TOKENS)
 
 
 def plan_blocks(

@@ -11,38 +11,19 @@ from torch import Tensor
 from megatron_lce.core.trace import trace_range
 
 
-@contextlib.contextmanager
-def full_fp32() -> Iterator[None]:
+class _FullFp32:
     """Compute products of fp32 matrices in full fp32 inside the context, whatever TF32 setting the user trains with.
 
     torch has that setting for the whole process. It is changed only if it is reduced, by the first thread that enters,
     and restored by the last thread that leaves.
     """
-    _full_fp32.enter()
-    try:
-        yield
-    finally:
-        _full_fp32.leave()
-
-
-@contextlib.contextmanager
-def own_arithmetic(device: torch.device, name: str) -> Iterator[None]:
-    """Turn autocast off and compute products in full fp32 inside, with a range of that name in a profiler's trace."""
-    autocast = torch.is_autocast_enabled(device.type)
-    without = torch.autocast(device.type, enabled=False) if autocast else contextlib.nullcontext()
-    with without, full_fp32(), trace_range(name):
-        yield
-
-
-class _FullFp32:
-    """It holds the settings to restore, and the number of threads that are inside `full_fp32`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._inside = 0
+        self._inside = 0  # number of threads
         self._to_restore: list[tuple[str, str]] = []
 
-    def enter(self) -> None:
+    def __enter__(self) -> None:
         with self._lock:
             if self._inside == 0:
                 settings = ((backend, _reduced(backend)) for backend in ("cuda", "mkldnn"))
@@ -51,12 +32,24 @@ class _FullFp32:
                     torch._C._set_fp32_precision_setter(backend, "matmul", "ieee")
             self._inside += 1
 
-    def leave(self) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._lock:
             self._inside -= 1
             if self._inside == 0:
                 for backend, setting in self._to_restore:
                     torch._C._set_fp32_precision_setter(backend, "matmul", setting)
+
+
+full_fp32 = _FullFp32()
+
+
+@contextlib.contextmanager
+def own_arithmetic(device: torch.device, name: str) -> Iterator[None]:
+    """Turn autocast off and compute products in full fp32 inside, with a range of that name in a profiler's trace."""
+    autocast = torch.is_autocast_enabled(device.type)
+    without = torch.autocast(device.type, enabled=False) if autocast else contextlib.nullcontext()
+    with without, full_fp32, trace_range(name):
+        yield
 
 
 def _reduced(backend: str) -> str | None:
@@ -68,9 +61,6 @@ def _reduced(backend: str) -> str | None:
     if own in ("none", "ieee"):
         return None
     return "none" if own == inherited else own
-
-
-_full_fp32 = _FullFp32()
 
 
 def product(

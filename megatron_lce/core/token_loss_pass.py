@@ -12,7 +12,7 @@ from megatron_lce.core.candidates import CandidatePass
 from megatron_lce.core.group_stats import stats_of_tokens
 from megatron_lce.core.head_gradients import Slab
 from megatron_lce.core.known_loss import KnownLossPass, scales_a_sum
-from megatron_lce.core.logit_gradients import grad_logits_slabs, gradients_in_cache, gradients_of_cache, logit_gradients
+from megatron_lce.core.logit_gradients import grad_logits_slabs, gradients_of_cache, logit_gradients
 from megatron_lce.core.logits_cache import new_cache
 from megatron_lce.core.options import DIFFERENTIABLE, LinearCrossEntropyOutput
 from megatron_lce.core.plan import plan_known_loss
@@ -71,9 +71,7 @@ class TokenLossPass(KnownLossPass):
         if not self._with_gradient:
             return
         gradients, _ = logit_gradients(call, rows, saved, upstream, None, kept)
-        ready = None
-        if cache is not None:
-            ready = gradients_of_cache(gradients, cache) or gradients_in_cache(gradients, cache, hidden)
+        ready = None if cache is None else gradients_of_cache(gradients, cache, hidden)
         whole = block._replace(rows=slice(0, hidden.shape[0]))
         yield from grad_logits_slabs(gradients, whole, bytes_per_column, ready)
 

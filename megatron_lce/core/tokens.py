@@ -155,7 +155,10 @@ class Tokens:
         if self._by_shard:
             yield from self._blocks_by_shard()
             return
-        gathered = self._start_gather()  # its memory is free after the last block
+        gathered = Pending(self.hidden)
+        if self._ranks > 1:  # its memory is free after the last block
+            assert self._options.tp_group is not None
+            gathered = collectives.start_gather_rows(self.hidden, self._options.tp_group)
         for rows in cut(self.num_computed, self._block_tokens):
             yield TokenBlock(rows, self._select(gathered, rows), rows.start == 0, rows.stop == self.num_computed)
         gathered.wait()  # even if nothing read it: its memory must not be used again before it is filled
@@ -208,12 +211,6 @@ class Tokens:
         places = self._counted.new_full((self.num_tokens,), self.num_computed)
         places.index_copy_(0, self._counted, torch.arange(self.num_computed, dtype=torch.int64, device=places.device))
         return grad.index_select(0, places)
-
-    def _start_gather(self) -> Pending:
-        if self._ranks == 1:
-            return Pending(self.hidden)
-        assert self._options.tp_group is not None
-        return collectives.start_gather_rows(self.hidden, self._options.tp_group)
 
     def _select(self, gathered: Pending, rows: slice) -> Pending:
         """Return a block's rows of all hidden states."""
