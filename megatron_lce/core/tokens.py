@@ -151,17 +151,21 @@ class Tokens:
         return torch.cat([rows[:, part].reshape(-1) for part in self._shard_parts()])
 
     def blocks(self) -> Iterator[TokenBlock]:
-        """Yield the blocks; the next block is gathered while one is computed."""
-        if self._by_shard:
-            yield from self._blocks_by_shard()
-            return
-        gathered = Pending(self.hidden)
-        if self._ranks > 1:  # its memory is free after the last block
-            assert self._options.tp_group is not None
-            gathered = collectives.start_gather_rows(self.hidden, self._options.tp_group)
-        for rows in cut(self.num_computed, self._block_tokens):
-            yield TokenBlock(rows, self._select(gathered, rows), rows.start == 0, rows.stop == self.num_computed)
-        gathered.wait()  # even if nothing read it: its memory must not be used again before it is filled
+        """Yield the blocks; the next part of the shards is gathered while one is computed."""
+        parts = self._shard_parts()
+        gathering = self._start_gather(parts[0])
+        for part, following in zip(parts, [*parts[1:], None], strict=True):
+            gathered = gathering
+            if following is not None:
+                gathering = self._start_gather(following)
+            if self._by_shard:
+                rows = slice(part.start * self._ranks, part.stop * self._ranks)
+                yield TokenBlock(rows, gathered, part.start == 0, following is None)
+            else:
+                for rows in cut(self.num_computed, self._block_tokens):
+                    hidden = self._select(gathered, rows)
+                    yield TokenBlock(rows, hidden, rows.start == 0, rows.stop == self.num_computed)
+            gathered.wait()  # even if nothing read it: its memory must not be used again before it is filled
 
     def grad_rows(self, block: TokenBlock) -> Tensor:
         """Return the tensor [rows, H], of `grad_dtype`, to which the block's gradient is written before `reduce`."""
@@ -218,18 +222,13 @@ class Tokens:
             return Pending(gathered.wait().index_select(0, self._counted[rows]))
         return gathered if self.num_blocks == 1 else Pending(gathered.wait()[rows])
 
-    def _shard_parts(self) -> Iterator[slice]:
-        return cut(self.hidden.shape[0], self._block_tokens // self._ranks)
+    def _shard_parts(self) -> list[slice]:
+        """Return the parts of a rank's shard that are gathered one after another."""
+        rows = self.hidden.shape[0]
+        return list(cut(rows, self._block_tokens // self._ranks)) if self._by_shard else [slice(0, rows)]
 
-    def _blocks_by_shard(self) -> Iterator[TokenBlock]:
-        group = self._options.tp_group
-        assert group is not None
-        parts = list(self._shard_parts())
-        gathering = collectives.start_gather_rows(self.hidden[parts[0]], group)
-        for part, following in zip(parts, [*parts[1:], None], strict=True):
-            gathered = gathering
-            if following is not None:
-                gathering = collectives.start_gather_rows(self.hidden[following], group)
-            rows = slice(part.start * self._ranks, part.stop * self._ranks)
-            yield TokenBlock(rows, gathered, part.start == 0, following is None)
-            gathered.wait()
+    def _start_gather(self, part: slice) -> Pending:
+        if self._ranks == 1:
+            return Pending(self.hidden[part])
+        assert self._options.tp_group is not None
+        return collectives.start_gather_rows(self.hidden[part], self._options.tp_group)
