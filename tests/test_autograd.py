@@ -6,6 +6,7 @@ import torch
 import megatron_lce
 from megatron_lce.backends.torch import primitives as torch_backend
 from megatron_lce.core.head_gradients import computed_slabs
+from megatron_lce.core.options import Options
 from megatron_lce.core.options import DIFFERENTIABLE
 from tests.oracle import Upstream, differentiable, oracle, relative_error
 from tests.problems import Problem, all_equal, make_problem
@@ -68,7 +69,8 @@ def test_entropy_costs_nothing_where_it_is_not_used(used, monkeypatch, device):
         primitive = getattr(torch_backend, name)
 
         def spy(*arguments, primitive=primitive, **keywords):
-            asked.append(keywords["entropy"])
+            options = next(argument for argument in arguments if isinstance(argument, Options))
+            asked.append(keywords.get("entropy", options.entropy))
             return primitive(*arguments, **keywords)
 
         monkeypatch.setattr(torch_backend, name, spy)
