@@ -6,8 +6,7 @@ import torch
 import megatron_lce
 from megatron_lce.backends.torch import primitives as torch_backend
 from megatron_lce.core.head_gradients import computed_slabs
-from megatron_lce.core.options import Options
-from megatron_lce.core.options import DIFFERENTIABLE
+from megatron_lce.core.options import DIFFERENTIABLE, Options
 from tests.oracle import Upstream, differentiable, oracle, relative_error
 from tests.problems import Problem, all_equal, make_problem
 

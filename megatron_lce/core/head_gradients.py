@@ -21,9 +21,6 @@ class Slab(NamedTuple):
     columns: slice  # of the shard
     tokens: slice  # of the block
     grad: Tensor  # [tokens, columns] gradient of the products, in weight's dtype
-    first_tokens: bool  # the slab holds the block's first tokens
-    last_tokens: bool  # the slab holds the block's last tokens
-    is_last: bool  # no slab of the block follows
     factor: Tensor | None = None  # [tokens] fp32: the gradient is factor * grad; in all slabs of a token or in none
 
 
@@ -53,10 +50,11 @@ def head_gradients(
         for slab in slabs(block, per_column):
             if hidden_grad is not None:
                 hidden_grad.add(slab)
-                if slab.is_last and tokens.reduces:
+                is_last = slab.tokens.stop == block.hidden.tensor.shape[0] and slab.columns.stop == call.shard.columns
+                if is_last and tokens.reduces:
                     hidden_grad.finish()
             if weight_grad is not None:
-                weight_grad.add(slab, block.hidden.wait()[slab.tokens], block.is_first)
+                weight_grad.add(slab, block.hidden.wait(), block.is_first)
             del slab  # its memory is freed before the next buffer, or a sink's placeholder, is allocated
         if call.shard.columns == 0 and needs_hidden:
             tokens.grad_rows(block).zero_()
@@ -73,14 +71,10 @@ def computed_slabs(
     like: Tensor,
     num_tokens: int,
     all_columns: slice,
-    num_columns: int,
     blocks: Blocks,
     compute: Callable[[slice, slice, Tensor], None],
 ) -> Iterator[Slab]:
-    """Yield slabs of `all_columns` that `compute(tokens, columns, grad)` fills, in one buffer of like's dtype.
-
-    `num_columns` are the shard's: its last column makes a slab the block's last.
-    """
+    """Yield slabs of `all_columns` that `compute(tokens, columns, grad)` fills, in one buffer of like's dtype."""
     buffer = like.new_empty(blocks.tokens * slab_row_stride(blocks.columns))
     for columns in cut_columns(all_columns.stop, blocks.columns, start=all_columns.start):
         width = columns.stop - columns.start
@@ -89,20 +83,14 @@ def computed_slabs(
             length = tokens.stop - tokens.start
             grad = with_zeros_behind(buffer[: length * stride].view(length, stride), width)
             compute(tokens, columns, grad)
-            yield _slab(columns, tokens, grad, num_tokens, num_columns)
+            yield Slab(columns, tokens, grad)
 
 
-def kept_slabs(grad: Tensor, num_columns: int, factor: Tensor | None = None) -> Iterator[Slab]:
-    """Yield slabs of a finished gradient, factor * grad [N, C], of the first C of `num_columns`."""
+def kept_slabs(grad: Tensor, factor: Tensor | None = None) -> Iterator[Slab]:
+    """Yield slabs of a finished gradient of the first C columns, factor * grad [N, C]."""
     num_tokens, kept_columns = grad.shape
     for columns in cut_columns(kept_columns, max(kept_columns, 1)):
-        slab = _slab(columns, slice(0, num_tokens), grad[:, columns], num_tokens, num_columns)
-        yield slab._replace(factor=factor)
-
-
-def _slab(columns: slice, tokens: slice, grad: Tensor, num_tokens: int, num_columns: int) -> Slab:
-    last_tokens = tokens.stop == num_tokens
-    return Slab(columns, tokens, grad, tokens.start == 0, last_tokens, last_tokens and columns.stop == num_columns)
+        yield Slab(columns, slice(0, num_tokens), grad[:, columns], factor)
 
 
 class _HiddenGrad:
@@ -158,25 +146,28 @@ class _WeightGrad:
         self._nothing_added = True
 
     def add(self, slab: Slab, hidden: Tensor, first_block: bool) -> None:
+        """Add a slab's part; `hidden` is the block's."""
         self._nothing_added = False
+        is_first, is_last = slab.tokens.start == 0, slab.tokens.stop == hidden.shape[0]
+        hidden = hidden[slab.tokens]
         if slab.factor is not None:  # the gradient sums over tokens, factor included
             rows, hidden = hidden, torch.empty_like(hidden)
             self._scale(rows, slab.factor, hidden, accumulate=False)
-        first = first_block and slab.first_tokens
+        first = first_block and is_first
         if self._sum is not None:
             self._product(slab.grad.T, hidden, self._sum[slab.columns], accumulate=not first)
             return
         assert self._grad is not None
         grad = self._grad[slab.columns]
-        if (self._one_block and slab.first_tokens and slab.last_tokens) or grad.dtype == torch.float32:
+        if (self._one_block and is_first and is_last) or grad.dtype == torch.float32:
             self._product(slab.grad.T, hidden, grad, accumulate=self._sink is not None or not first)
             return
-        if slab.first_tokens:
+        if is_first:
             self._partial = None  # free the last slab's before the next is allocated
             self._partial = hidden.new_empty(grad.shape, dtype=torch.float32)
         assert self._partial is not None
-        self._product(slab.grad.T, hidden, self._partial, accumulate=not slab.first_tokens)
-        if slab.last_tokens:
+        self._product(slab.grad.T, hidden, self._partial, accumulate=not is_first)
+        if is_last:
             grad.copy_(self._partial)
             self._partial = None
 

@@ -74,7 +74,7 @@ def collected_slabs(heads: Heads, found: Tensor, call: Call, products_tokens: in
     grad = heads.student.hidden.new_empty(found.shape[1], slab_row_stride(num_columns))
     grad = with_zeros_behind(grad, num_columns)
     diverge(heads, found, call, products_tokens, grad)
-    yield from kept_slabs(grad, num_columns)
+    yield from kept_slabs(grad)
 
 
 def _find_block(heads: Heads, room: ProductsRoom, call: Call, found: Tensor, gradient: Tensor | None = None) -> None:
@@ -120,7 +120,7 @@ def recomputed_slabs(heads: Heads, found: Tensor, call: Call, bytes_per_column: 
             block = heads.block(part, columns)
             call.backend.read_products(block, room.fill(block), found[:, part], out)
 
-    yield from computed_slabs(heads.student.hidden, num_tokens, slice(0, num_columns), num_columns, blocks, compute)
+    yield from computed_slabs(heads.student.hidden, num_tokens, slice(0, num_columns), blocks, compute)
 
 
 # A call is cut by the group's largest shard, which all ranks know.

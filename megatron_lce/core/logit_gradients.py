@@ -146,16 +146,16 @@ def grad_logits_slabs(
         first = ready.grad.shape[1]
         if ready.rows is None:
             factor = None if ready.factor is None else ready.factor[block.rows]
-            yield from kept_slabs(ready.grad[block.rows], num_columns, factor)
+            yield from kept_slabs(ready.grad[block.rows], factor)
         else:
             copy = partial(_copy_rows, ready, ready.rows[block.rows], call.backend)
-            yield from slabs(slice(0, first), num_columns, blocks(first), copy)
+            yield from slabs(slice(0, first), blocks(first), copy)
             del copy
         if block.is_last:
             ready.free()
     if first < num_columns:
         compute = partial(block_gradients.compute, hidden.wait())
-        yield from slabs(slice(first, num_columns), num_columns, blocks(num_columns - first), compute)
+        yield from slabs(slice(first, num_columns), blocks(num_columns - first), compute)
 
 
 def _copy_rows(
