@@ -19,6 +19,7 @@ OF_HEAD = (
     "temperature",
     "logits_scale",
     "softcap",
+    "logits_dtype",
     "vocab_start",
     "vocab_size",
     "workspace_bytes",
@@ -47,9 +48,9 @@ def linear_logits_at(
         ids: int64 global ids of the vocabulary, in any order, repeated or not; negative: padding. [..., K], tokens'
             shape first (under `sequence_parallel` the full [s, ...]); with `offsets` [M].
         offsets: int64 [N + 1] from 0 to M, ascending, for the N tokens one after another; an id outside them is NaN.
-        keywords: tp_group, sequence_parallel, temperature, logits_scale, softcap, vocab_start, vocab_size,
-            workspace_bytes, backend ("triton", "torch" or "auto"), reduce_grad_hidden and weight_grad_sink, with
-            `linear_cross_entropy`'s meaning. Beside the workspace a call takes about 100 bytes an id.
+        keywords: tp_group, sequence_parallel, temperature, logits_scale, softcap, logits_dtype, vocab_start,
+            vocab_size, workspace_bytes, backend ("triton", "torch" or "auto"), reduce_grad_hidden and weight_grad_sink,
+            as in `linear_cross_entropy`. Beside the workspace a call takes about 100 bytes an id.
 
     Returns:
         fp32 logits of ids' shape, the same bits on every rank: 0 at padding, NaN (without gradient) at an id that no

@@ -7,13 +7,10 @@ from torch import Tensor
 
 from megatron_lce.core import validation
 from megatron_lce.core.collectives import waited
-from megatron_lce.core.gathered_logits import Ids, LogitsAtFunction, ids_of_offsets
-from megatron_lce.core.products import own_arithmetic
+from megatron_lce.core.gathered_logits import LogitsAtFunction, ids_of_offsets, sets_of
 from megatron_lce.core.tokens import rows_that_count
 from megatron_lce.cross_entropy import linear_cross_entropy
 from megatron_lce.logits_at import OF_GRADIENT, OF_HEAD, call_of_head, check_ids
-
-_PADDING = 2**32 - 1  # in the lower half of a key that sorts ids by token and id
 
 
 def support_logprobs(
@@ -68,17 +65,16 @@ def support_logprobs(
     flat = labels.reshape(-1)
     ignored = flat == ignore_index
     with torch.no_grad():
-        kept = _each_once(ids_of_offsets(ids, offsets), ignored)
-        empty = _sums((kept.ids >= 0).float(), kept) == 0
-        counted = rows_that_count(empty & ~ignored, call.options) if empty_rows else None
-    with own_arithmetic(call.hidden.device, "support_logprobs"):
-        logits = LogitsAtFunction.apply(call.hidden, call.weight, call, kept)
-        logprobs = _log_softmax(logits, kept, flat).masked_fill(ignored, 0.0).view(labels.shape)
-    num_empty = 0
-    if counted is not None:
-        num_empty = flat.shape[0] if counted.rows is None else counted.rows.shape[0]
+        kept, once = sets_of(ids_of_offsets(ids, offsets), ignored)
+    logprobs = LogitsAtFunction.apply(call.hidden, call.weight, call, kept, once, flat)
+    logprobs = logprobs.masked_fill(ignored, 0.0).view(labels.shape)
+    if empty_rows:
+        sizes = torch.segment_reduce((once >= 0).float(), "sum", offsets=kept.offsets, unsafe=True)
+        empty = (sizes == 0) & ~ignored
+        counted = rows_that_count(empty, call.options).rows
+        num_empty = flat.shape[0] if counted is None else counted.shape[0]
     others = {"ignore_index": ignore_index, **keywords}
-    if num_empty:
+    if empty_rows and num_empty:
         empty = empty.view(labels.shape)
         of_empty = labels.masked_fill(~empty, ignore_index)
         dense = linear_cross_entropy(hidden, weight, of_empty, entropy=False, skip_ignored=num_empty, **others)
@@ -89,32 +85,3 @@ def support_logprobs(
         full = linear_cross_entropy(hidden, weight, labels, **others).entropy
     assert full is not None
     return logprobs, full
-
-
-def _each_once(ids: Ids, ignored: Tensor) -> Ids:
-    """Sort each token's ids; repeated ones and those of ignored tokens become padding."""
-    low = ids.ids.clamp(max=_PADDING - 1).masked_fill_((ids.ids < 0) | ignored[ids.rows], _PADDING)
-    key = (ids.rows * (_PADDING + 1) + low).sort().values
-    low = key % (_PADDING + 1)
-    nothing = low == _PADDING
-    nothing[1:] |= key[1:] == key[:-1]
-    return Ids(low.masked_fill_(nothing, -1), ids.rows, ids.offsets)
-
-
-def _sums(values: Tensor, ids: Ids) -> Tensor:
-    """Return the sum [N] over each token's values [M], which has a gradient."""
-    return torch.segment_reduce(values, "sum", offsets=ids.offsets, unsafe=True)
-
-
-def _log_softmax(logits: Tensor, ids: Ids, labels: Tensor) -> Tensor:
-    """Return the logprob [N] of each label among its token's logits [M], NaN where it is none of them."""
-    given = ids.ids >= 0
-    is_label = given & (ids.ids == labels[ids.rows])
-    largest = torch.segment_reduce(
-        logits.detach().masked_fill(~given, -torch.inf), "max", offsets=ids.offsets, unsafe=True
-    )
-    shifted = torch.where(given, logits - largest[ids.rows], -torch.inf)
-    log_sum = _sums(shifted.exp(), ids).log()
-    of_label = _sums(shifted.masked_fill(~is_label, 0.0), ids)
-    found = _sums(is_label.float(), ids)
-    return (of_label - log_sum) * (found / found)  # a factor: the gradient of such a row is NaN, too

@@ -138,6 +138,24 @@ def test_exact_where_logits_are_far_from_zero(backend, device):
     assert largest_error(logits, exact) <= 4 * EPS[FP32] * float(exact.abs().max())
 
 
+def test_logits_of_16_bits(backend, device):
+    """Each product is rounded once; the gradient passes."""
+    problem = make_problem(4, 64, 50, device, BF16)
+    ids = torch.arange(50, device=device).expand(4, -1)
+    hidden = problem.hidden.clone().requires_grad_()
+    keywords = {"logits_dtype": BF16, "temperature": 0.7, "backend": backend}
+    logits = megatron_lce.linear_logits_at(hidden, problem.weight, ids, **keywords)
+    rounded = (problem.hidden.double() @ problem.weight.double().T).to(BF16).double() / 0.7
+    assert largest_error(logits.detach(), rounded) <= 4 * EPS[FP32] * float(rounded.abs().max())
+    logits.sum().backward()
+    assert relative_error(hidden.grad, (problem.weight.double().sum(0) / 0.7).expand(4, -1)) <= EPS[BF16]
+    logprobs = megatron_lce.support_logprobs(
+        hidden, problem.weight, problem.labels, ids.reshape(-1), 50 * torch.arange(5, device=device), **keywords
+    )
+    exact = rounded.log_softmax(-1).gather(1, problem.labels[:, None])[:, 0]
+    assert largest_error(logprobs.detach(), exact) <= 4e-6
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [

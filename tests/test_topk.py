@@ -47,8 +47,10 @@ def test_values_ids_and_mass(dtype, shape, hidden_size, columns, k, keywords, wo
     assert not any(part.requires_grad for part in found)
 
 
-def test_ties_go_to_the_lowest_id(backend, device):
+@pytest.mark.parametrize("most_values", [2**14, 256])
+def test_ties_go_to_the_lowest_id(most_values, backend, device, monkeypatch):
     """Values of three kinds, exact in any dtype, so that most are ties, in chunks and within one."""
+    monkeypatch.setattr(topk, "_MOST_VALUES", most_values)
     generator = torch.Generator().manual_seed(0)
     weight = torch.randint(0, 3, (700, 8), generator=generator).to(device, BF16)
     hidden = torch.tensor([[1.0] + [0.0] * 7, [0.0] * 8, [-1.0, 1.0] + [0.0] * 6], device=device, dtype=BF16)
@@ -72,6 +74,16 @@ def test_fewer_ids_than_asked_for_padding_and_broken_rows(backend, device):
     assert torch.allclose(found.mass[::2], torch.ones(2, device=device))
     nothing = megatron_lce.linear_topk(problem.hidden[:0], problem.weight, 2, backend=backend)
     assert [part.shape for part in nothing] == [(0, 2), (0, 2), (0,), (0,)]
+
+
+def test_logits_of_16_bits(backend, device):
+    """Products are rounded once, so that many are ties."""
+    problem = make_problem(4, 64, 300, device, BF16)
+    logits = (problem.hidden.double() @ problem.weight.double().T).to(BF16).float()
+    ids = logits.sort(dim=1, descending=True, stable=True).indices[:, :50]
+    found = megatron_lce.linear_topk(problem.hidden, problem.weight, 50, logits_dtype=BF16, backend=backend)
+    assert torch.equal(found.ids, ids)
+    assert largest_error(found.logprobs, logits.double().log_softmax(-1).gather(1, ids)) <= 4e-6
 
 
 def test_is_the_largest_of_the_statistics(backend, device):

@@ -126,6 +126,19 @@ class Backend(Protocol):
     ) -> None:
         """Write the sums of factors * matrix[places] over each part to `out`, or add them, always in one order."""
 
+    def set_logprobs(
+        self,
+        logits: Tensor,  # [M] base 2
+        ids: Tensor,  # [M] int64, each once in a set; negative: none
+        rows: Tensor,  # [M] int64 numbers of the sets
+        offsets: Tensor,  # [N + 1] int64, where a set begins
+        labels: Tensor,  # [N] int64
+    ) -> tuple[Tensor, Tensor]:
+        """Return base-2 logprobs [N] of labels in their sets, NaN outside; and their derivatives by the logits [M]."""
+
+    def largest_places(self, values: Tensor, k: int) -> Tensor:
+        """Return the places [N, k] of each row's largest values [N, C], ascending; on ties the first ones."""
+
     def product_stats(self, products: Tensor, row_scale: Tensor) -> Tensor:
         """Return `softmax_stats`, without entropy and telemetry, of fp32 products [N, C] times their scale [N]."""
 

@@ -23,6 +23,34 @@ def gathered_products(
     return products.masked_fill_(ids < 0, 0.0)
 
 
+def set_logprobs(
+    logits: Tensor,  # [M] base 2
+    ids: Tensor,  # [M] int64, each once in a set; negative: none
+    rows: Tensor,  # [M] int64 numbers of the sets
+    offsets: Tensor,  # [N + 1] int64, where a set begins
+    labels: Tensor,  # [N] int64
+) -> tuple[Tensor, Tensor]:
+    """Return base-2 logprobs [N] of labels in their sets, NaN outside; and their derivatives by the logits [M]."""
+
+    def of_sets(how: str, values: Tensor) -> Tensor:
+        return torch.segment_reduce(values, how, offsets=offsets, unsafe=True)
+
+    absent = ids < 0
+    is_label = (ids == labels[rows]).masked_fill_(absent, False)
+    shifted = logits - of_sets("max", logits.masked_fill(absent, -torch.inf))[rows]
+    exp = shifted.exp2().masked_fill_(absent, 0.0)
+    total = of_sets("sum", exp)
+    found = of_sets("sum", is_label.float())
+    logprobs = (of_sets("sum", torch.where(is_label, shifted, 0.0)) - total.log2()) * (found / found)
+    slopes = is_label.float() - exp / total[rows] + 0.0 * logprobs[rows]
+    return logprobs, slopes.masked_fill_(absent, 0.0)
+
+
+def largest_places(values: Tensor, k: int) -> Tensor:
+    """Return the places [N, k] of each row's largest values [N, C], ascending; on ties the first ones."""
+    return (values + 0.0).sort(dim=1, descending=True, stable=True).indices[:, :k].sort(dim=1).values
+
+
 def gathered_sums(
     matrix: Tensor,  # [R, H]
     places: Tensor,  # [M] int64 numbers of matrix's rows; -1: none

@@ -4,7 +4,13 @@ import torch
 from torch import Tensor
 
 from megatron_lce.backends.torch.divergence import intermediate_bytes, read_products
-from megatron_lce.backends.torch.gathered import gathered_products, gathered_sums, write_columns
+from megatron_lce.backends.torch.gathered import (
+    gathered_products,
+    gathered_sums,
+    largest_places,
+    set_logprobs,
+    write_columns,
+)
 from megatron_lce.backends.torch.row_numbers import finish, largest_logit, prepare_rows, row_terms
 from megatron_lce.core.logits_cache import LogitsCache
 from megatron_lce.core.options import Options

@@ -1,0 +1,112 @@
+"""A softmax over some ids of each token, and the largest of each row's values: one launch each."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_lce.core.statistics import LOWEST_LOGIT
+
+_LOWEST_LOGIT = tl.constexpr(LOWEST_LOGIT)
+
+
+def set_logprobs(
+    logits: Tensor,  # [M] base 2
+    ids: Tensor,  # [M] int64, each once in a set; negative: none
+    rows: Tensor,  # [M] int64 numbers of the sets
+    offsets: Tensor,  # [N + 1] int64, where a set begins
+    labels: Tensor,  # [N] int64
+) -> tuple[Tensor, Tensor]:
+    """Return base-2 logprobs [N] of labels in their sets, NaN outside; and their derivatives by the logits [M]."""
+    logprobs, slopes = logits.new_empty(labels.shape[0]), torch.empty_like(logits)
+    if labels.shape[0]:
+        _set_logprobs_kernel[(labels.shape[0],)](
+            logits, ids, offsets, labels.contiguous(), logprobs, slopes, BLOCK=64, num_warps=1
+        )
+    return logprobs, slopes
+
+
+def largest_places(values: Tensor, k: int) -> Tensor:
+    """Return the places [N, k] of each row's largest values [N, C], ascending; on ties the first ones."""
+    num_rows, num_columns = values.shape
+    places = values.new_empty(num_rows, k, dtype=torch.int64)
+    block = max(128, triton.next_power_of_2(num_columns))
+    if places.numel():
+        _largest_places_kernel[(num_rows,)](
+            values,
+            places,
+            k,
+            num_columns,
+            *values.stride(),
+            BLOCK_C=block,
+            num_warps=min(max(block // 512, 1), 16),
+        )
+    return places
+
+
+@triton.jit
+def _set_logprobs_kernel(
+    logits_ptr,  # [M] fp32
+    ids_ptr,  # [M] int64
+    offsets_ptr,  # [N + 1] int64
+    labels_ptr,  # [N] int64
+    logprobs_ptr,  # [N] fp32 out
+    slopes_ptr,  # [M] fp32 out
+    BLOCK: tl.constexpr,
+):
+    """Write one set's logprob, from running sums of BLOCK parts of it, and then its derivatives."""
+    row = tl.program_id(0)
+    first, last = tl.load(offsets_ptr + row), tl.load(offsets_ptr + row + 1)
+    label = tl.load(labels_ptr + row)
+    largest = tl.full((BLOCK,), _LOWEST_LOGIT, tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    of_label = tl.full((BLOCK,), float("-inf"), tl.float32)
+    for start in range(first, last, BLOCK):
+        entries = start + tl.arange(0, BLOCK)
+        ids = tl.load(ids_ptr + entries, mask=entries < last, other=-1)
+        logits = tl.load(logits_ptr + entries, mask=ids >= 0, other=float("-inf"))
+        larger = tl.maximum(largest, logits)
+        total = total * tl.exp2(largest - larger) + tl.exp2(logits - larger)
+        largest = larger
+        of_label = tl.where((ids == label) & (ids >= 0), logits, of_label)
+    max_logit = tl.max(largest, 0)
+    sum_exp = tl.sum(total * tl.exp2(largest - max_logit), 0)
+    logprob = (tl.max(of_label, 0) - max_logit) - tl.log2(sum_exp)
+    logprob = tl.where(logprob > float("-inf"), logprob, float("nan"))
+    tl.store(logprobs_ptr + row, logprob)
+    for start in range(first, last, BLOCK):
+        entries = start + tl.arange(0, BLOCK)
+        ids = tl.load(ids_ptr + entries, mask=entries < last, other=-1)
+        logits = tl.load(logits_ptr + entries, mask=ids >= 0, other=0.0)
+        slopes = tl.where(ids == label, 1.0, 0.0) - tl.exp2(logits - max_logit) / sum_exp + 0.0 * logprob
+        tl.store(slopes_ptr + entries, tl.where(ids >= 0, slopes, 0.0), mask=entries < last)
+
+
+@triton.jit(do_not_specialize=["K"])
+def _largest_places_kernel(
+    values_ptr,  # [N, C] fp32
+    places_ptr,  # [N, K] int64 out
+    K,
+    C,
+    row_stride,
+    column_stride,
+    BLOCK_C: tl.constexpr,
+):
+    """Find the K-th largest of one row's values bit by bit, and write the places of the values above, and at, it."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK_C)
+    inside = columns < C
+    values = tl.load(values_ptr + row * row_stride + columns.to(tl.int64) * column_stride, mask=inside, other=0.0)
+    bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)  # -0.0 is 0.0
+    keys = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # integers in the values' order
+    enough = tl.sum((inside & (keys >= 0)).to(tl.int32), 0) >= K
+    threshold = tl.where(enough, 0, -2147483648)
+    for step in range(31):
+        higher = threshold | (1 << (30 - step))
+        enough = tl.sum((inside & (keys >= higher)).to(tl.int32), 0) >= K
+        threshold = tl.where(enough, higher, threshold)
+    above = inside & (keys > threshold)
+    equal = (inside & (keys == threshold)).to(tl.int32)
+    chosen = above | ((equal > 0) & (tl.cumsum(equal, 0) <= K - tl.sum(above.to(tl.int32), 0)))
+    places = tl.cumsum(chosen.to(tl.int32), 0) - 1
+    tl.store(places_ptr + row * K + places, columns.to(tl.int64), mask=chosen)
