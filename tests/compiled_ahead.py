@@ -27,9 +27,9 @@ SHARED_KIB = {"80": 163, "86": 99, "89": 99, "90": 227, "100": 227, "120": 99, "
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 OPTIONS = ["", "no_entropy", "softcap", "telemetry", "cache", "softcap+telemetry", "softcap+cache", "cache+no_entropy"]
 OPTIONS += ["token_loss", "jsd", "jsd+softcap", "jsd+beta0", "jsd+weights", "jsd+beta0+weights"]
-OPTIONS += ["candidates", "fp32_weight"]
+OPTIONS += ["candidates", "ids", "fp32_weight"]
 # Every kernel and option once.
-SOME = [(BF16, "softcap"), (FP16, "telemetry+cache"), (FP32, ""), (BF16, "jsd"), (BF16, "candidates")]
+SOME = [(BF16, "softcap"), (FP16, "telemetry+cache"), (FP32, ""), (BF16, "jsd"), (BF16, "candidates"), (BF16, "ids")]
 SOME += [(BF16, "fp32_weight")]
 
 
@@ -103,6 +103,13 @@ def run(dtype: torch.dtype, option: str) -> None:
                 rows, weight, labels[::step], candidates=ids[::step], backend="triton"
             )
             out.candidate_logprobs.sum().backward()
+        return
+    if "ids" in options:
+        ids, offsets = labels.new_empty(900), labels.new_empty(257)
+        megatron_lce.support_logprobs(
+            hidden, weight, labels, ids, offsets, empty_rows=False, backend="triton"
+        ).sum().backward()
+        megatron_lce.linear_topk(hidden, weight, 64, backend="triton")
         return
     keywords: dict[str, Any] = {"softcap": softcap, "telemetry": "telemetry" in options, "backend": "triton"}
     if "token_loss" in options:

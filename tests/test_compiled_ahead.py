@@ -22,6 +22,10 @@ OTHERS = {
     "_grad_from_exp_kernel",
     "_read_products_kernel",
     "_gathered_products_kernel",
+    "_gathered_sums_kernel",
+    "_set_logprobs_kernel",
+    "_largest_places_kernel",
+    "_product_stats_kernel",
     "_write_columns_kernel",
 }
 # Of the GPUs with one code (8.0, 8.6, 8.9) the one with least memory.
