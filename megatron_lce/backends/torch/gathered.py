@@ -1,4 +1,4 @@
-"""Products of hidden states with single rows of the weight, and their gradients, in torch."""
+"""Products of hidden states with single rows of the weight, and their gradients, in torch; arguments: see `Backend`."""
 
 import torch
 from torch import Tensor
@@ -6,13 +6,7 @@ from torch import Tensor
 from megatron_lce.core.plan import cut
 
 
-def gathered_products(
-    hidden: Tensor,  # [N, H]
-    weight: Tensor,  # [V, H]
-    rows: Tensor,  # [M] int64 numbers of hidden's rows
-    ids: Tensor,  # [M] int64 numbers of weight's rows; -1: none
-    workspace_bytes: int,
-) -> Tensor:
+def gathered_products(hidden: Tensor, weight: Tensor, rows: Tensor, ids: Tensor, workspace_bytes: int) -> Tensor:
     """Return hidden[rows] . weight[ids], [M] fp32, 0 without an id."""
     products = hidden.new_empty(ids.shape[0], dtype=torch.float32)
     bytes_of_one = hidden.shape[1] * (2 * hidden.element_size() + 3 * 4)  # both rows, in fp32 too, and their product
@@ -23,13 +17,7 @@ def gathered_products(
     return products.masked_fill_(ids < 0, 0.0)
 
 
-def set_logprobs(
-    logits: Tensor,  # [M] base 2
-    ids: Tensor,  # [M] int64, each once in a set; negative: none
-    rows: Tensor,  # [M] int64 numbers of the sets
-    offsets: Tensor,  # [N + 1] int64, where a set begins
-    labels: Tensor,  # [N] int64
-) -> tuple[Tensor, Tensor]:
+def set_logprobs(logits: Tensor, ids: Tensor, rows: Tensor, offsets: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Return base-2 logprobs [N] of labels in their sets, NaN outside; and their derivatives by the logits [M]."""
 
     def of_sets(how: str, values: Tensor) -> Tensor:
@@ -52,11 +40,11 @@ def largest_places(values: Tensor, k: int) -> Tensor:
 
 
 def gathered_sums(
-    matrix: Tensor,  # [R, H]
-    places: Tensor,  # [M] int64 numbers of matrix's rows; -1: none
-    factors: Tensor,  # [M] fp32
-    offsets: Tensor,  # [S + 1] int64, where each sum's part of the M begins
-    out: Tensor,  # [S, H]
+    matrix: Tensor,
+    places: Tensor,
+    factors: Tensor,
+    offsets: Tensor,
+    out: Tensor,
     *,
     accumulate: bool,
     workspace_bytes: int,
@@ -71,11 +59,7 @@ def gathered_sums(
         out[:, columns] = out[:, columns].float() + sums if accumulate else sums
 
 
-def write_columns(
-    matrix: Tensor,  # [N, C]
-    columns: Tensor,  # [N, K] int64, each at most once a row; outside [0, C): none
-    values: Tensor,  # [N, K] fp32
-) -> None:
+def write_columns(matrix: Tensor, columns: Tensor, values: Tensor) -> None:
     """Write values to some columns of each row. The other places repeat what is written to one of the row's columns."""
     inside = (columns >= 0) & (columns < matrix.shape[1])
     one = inside.to(torch.uint8).argmax(dim=1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Products of hidden states with single rows of the weight, and their gradients: work that goes with the ids alone."""
+"""Products of hidden states with single rows of the weight, and their gradients; arguments: see `Backend`."""
 
 import torch
 import triton
@@ -10,13 +10,7 @@ from megatron_lce.core.plan import ceil_div
 _BLOCK_H = 512
 
 
-def gathered_products(
-    hidden: Tensor,  # [N, H]
-    weight: Tensor,  # [V, H]
-    rows: Tensor,  # [M] int64 numbers of hidden's rows
-    ids: Tensor,  # [M] int64 numbers of weight's rows; -1: none
-    workspace_bytes: int,
-) -> Tensor:
+def gathered_products(hidden: Tensor, weight: Tensor, rows: Tensor, ids: Tensor, workspace_bytes: int) -> Tensor:
     """Return hidden[rows] . weight[ids], [M] fp32, 0 without an id; the bits of one do not depend on the others."""
     products = hidden.new_empty(ids.shape[0], dtype=torch.float32)
     block = 128 if hidden.device.type == "cpu" else 8  # an interpreter pays by the program
@@ -38,11 +32,11 @@ def gathered_products(
 
 
 def gathered_sums(
-    matrix: Tensor,  # [R, H]
-    places: Tensor,  # [M] int64 numbers of matrix's rows; -1: none
-    factors: Tensor,  # [M] fp32
-    offsets: Tensor,  # [S + 1] int64, where each sum's part of the M begins
-    out: Tensor,  # [S, H]
+    matrix: Tensor,
+    places: Tensor,
+    factors: Tensor,
+    offsets: Tensor,
+    out: Tensor,
     *,
     accumulate: bool,
     workspace_bytes: int,
@@ -67,11 +61,7 @@ def gathered_sums(
     )
 
 
-def write_columns(
-    matrix: Tensor,  # [N, C]
-    columns: Tensor,  # [N, K] int64, each at most once a row; outside [0, C): none
-    values: Tensor,  # [N, K] fp32
-) -> None:
+def write_columns(matrix: Tensor, columns: Tensor, values: Tensor) -> None:
     """Write values to some columns of each row."""
     block = 4096 if matrix.device.type == "cpu" else 512
     if columns.numel():

@@ -1,4 +1,4 @@
-"""A softmax over some ids of each token, and the largest of each row's values: one launch each."""
+"""A softmax over some ids of each token, and the largest of each row's values; arguments: see `Backend`."""
 
 import torch
 import triton
@@ -10,13 +10,7 @@ from megatron_lce.core.statistics import LOWEST_LOGIT
 _LOWEST_LOGIT = tl.constexpr(LOWEST_LOGIT)
 
 
-def set_logprobs(
-    logits: Tensor,  # [M] base 2
-    ids: Tensor,  # [M] int64, each once in a set; negative: none
-    rows: Tensor,  # [M] int64 numbers of the sets
-    offsets: Tensor,  # [N + 1] int64, where a set begins
-    labels: Tensor,  # [N] int64
-) -> tuple[Tensor, Tensor]:
+def set_logprobs(logits: Tensor, ids: Tensor, rows: Tensor, offsets: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Return base-2 logprobs [N] of labels in their sets, NaN outside; and their derivatives by the logits [M]."""
     logprobs, slopes = logits.new_empty(labels.shape[0]), torch.empty_like(logits)
     if labels.shape[0]:
