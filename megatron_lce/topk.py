@@ -2,7 +2,8 @@
 
 A block of tokens has its fp32 logits in one buffer. Statistics of every 128 columns give the log-sum-exp, as they do in
 `linear_cross_entropy`. The K largest logits lie in the K chunks of the largest maxima, so that a selection looks at
-these maxima, and then at K x 128 of the logits.
+these maxima, and then at K x 128 of the logits; for a large K in between at maxima of every 8. What does not need the
+logits is done once, after the last block: on some machines a launch takes as long as a selection.
 """
 
 from typing import Any, NamedTuple
@@ -15,15 +16,14 @@ from megatron_lce.core.call import Call
 from megatron_lce.core.group_stats import merged_over_group
 from megatron_lce.core.plan import MIN_TOKENS, cut, round_up
 from megatron_lce.core.products import own_arithmetic, product
-from megatron_lce.core.protocols import Backend
 from megatron_lce.core.rows import Rows, softcap_scale
-from megatron_lce.core.statistics import CHUNK_COLUMNS, UNIT
+from megatron_lce.core.statistics import CHUNK_COLUMNS, LOWEST_LOGIT, UNIT, empty_extremes, empty_sums
 from megatron_lce.core.tokens import Counted, Tokens
 from megatron_lce.logits_at import OF_HEAD, call_of_head
 
 MOST = 1024
-_MOST_VALUES = 2**14  # that a selection looks at; of more, it first looks at the maxima of every `_FEW`
-_FEW = 8
+_FEW = 8  # columns whose maximum is looked at first where there are more logits than
+_MOST_VALUES = 2**14
 _LOW = 2**32 - 1  # the half of a key that holds an id: the lowest is the largest
 _NOTHING = -(2**63)  # a key below that of any logit
 
@@ -79,8 +79,7 @@ def linear_topk(
 def _topk(call: Call, k: int) -> TopK:
     num_tokens, stride = call.labels.shape[0], round_up(call.size.columns, CHUNK_COLUMNS)
     chunks = stride // CHUNK_COLUMNS
-    values = min(k, chunks) * CHUNK_COLUMNS  # that are gathered, and sorted if they are not too many
-    of_token = 4 * stride + 48 * chunks + 5 * values + 24 * min(values, _MOST_VALUES) + 128 * k
+    of_token = 5 * stride + 48 * chunks + 24 * min(k * CHUNK_COLUMNS, stride, _MOST_VALUES)
     if call.options.logits_dtype is not None:
         of_token += 2 * stride
     ranks = num_tokens // call.hidden.shape[0] if call.options.sequence_parallel and num_tokens else 1
@@ -94,34 +93,51 @@ def _topk(call: Call, k: int) -> TopK:
     rows, order = call.backend.prepare_rows(call.labels, call.temperature, call.options, call.shard), tokens.order()
     rows = rows if order is None else rows.select(order)
     buffer = call.hidden.new_empty(min(most, num_tokens) * stride, dtype=torch.float32)
-    parts = [_topk_of_block(block.hidden.wait(), rows.select(block.rows), call, k, buffer) for block in tokens.blocks()]
-    if not parts:
-        empty = call.hidden.new_empty(0, dtype=torch.float32)
-        return TopK(empty.view(0, k), call.labels.new_empty(0, k), empty, empty)
-    found = TopK(*(torch.cat(part) for part in zip(*parts, strict=True)))
+    logits = buffer.new_full((num_tokens, k), -torch.inf)
+    columns = call.labels.new_full((num_tokens, k), stride)
+    stats = [(empty_extremes(0, False, buffer.device), empty_sums(0, False, False, buffer.device))]
+    for block in tokens.blocks():
+        part = logits[block.rows], columns[block.rows]
+        stats.append(_select(block.hidden.wait(), rows.select(block.rows), call, buffer, *part))
+    del buffer
+    extremes, sums = (torch.cat(parts, dim=1) for parts in zip(*stats, strict=True))
+    log_sum = (sums[0].float() * UNIT).log2()
+    lse, mass = (extremes[0] + log_sum) * rows.to_nats, torch.empty_like(log_sum)
+    for part in cut(
+        num_tokens, max(1, call.options.workspace_bytes // (64 * k * collectives.group_size(call.options.tp_group)))
+    ):
+        keys = _ordered_keys(logits[part], columns[part], call)
+        none = keys == _NOTHING
+        log_p = _logit_of(keys).masked_fill_(none, -torch.inf).sub_(extremes[0, part, None]).sub_(log_sum[part, None])
+        logits[part] = log_p.mul_(rows.to_nats[part, None])
+        columns[part] = (_LOW - (keys & _LOW)).masked_fill_(none | lse[part, None].isnan(), -1)
+        mass[part] = log_p.exp_().sum(dim=1)
+    found = TopK(logits, columns, lse, mass)
     return found if order is None else TopK(*(torch.empty_like(part).index_copy_(0, order, part) for part in found))
 
 
-def _topk_of_block(hidden: Tensor, rows: Rows, call: Call, k: int, buffer: Tensor) -> TopK:
-    num_tokens, columns, options = hidden.shape[0], call.shard.columns, call.options
-    stride = round_up(columns, CHUNK_COLUMNS)
-    products = buffer[: num_tokens * stride].view(num_tokens, stride)
-    _fill(products[:, :columns], hidden, call)
-    stats = call.backend.product_stats(products[:, :columns], rows.scale)
-    extremes, sums = merged_over_group(stats, call)
-    keys = _largest_keys(products, columns, stats[:, 0].T, rows.scale, call, k)
-    if options.tp_group is not None:
-        keys = collectives.stack_over_group(keys, options.tp_group).permute(1, 0, 2).reshape(num_tokens, -1)
-    keys = keys.sort(dim=1, descending=True).values[:, :k]
-    none = keys == _NOTHING
-    log_sum = (sums[0].float() * UNIT).log2()
-    lse = (extremes[0] + log_sum) * rows.to_nats
-    logits = _logit_of(keys).masked_fill_(none, -torch.inf)
-    logprobs = ((logits - extremes[0][:, None]) - log_sum[:, None]) * rows.to_nats[:, None]
-    broken = lse.isnan()[:, None]
-    ids = (_LOW - (keys & _LOW)).masked_fill_(none | broken, -1)
-    logprobs = logprobs.masked_fill_(broken, torch.nan)
-    return TopK(logprobs, ids, lse, logprobs.exp().sum(dim=1))
+def _select(
+    hidden: Tensor, rows: Rows, call: Call, buffer: Tensor, logits: Tensor, columns: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Write a block's largest logits [n, k] and their columns, ascending; return its statistics over the group."""
+    (num_tokens, k), num_columns = logits.shape, call.shard.columns
+    stride = round_up(num_columns, CHUNK_COLUMNS)
+    whole = buffer[: num_tokens * stride].view(num_tokens, stride)
+    products, scale, width = whole[:, :num_columns], rows.scale, CHUNK_COLUMNS
+    _fill(products, hidden, call)
+    stats = call.backend.product_stats(products, scale)
+    _, parts = call.backend.largest(stats[:, 0].T, min(k, stats.shape[0]))
+    if parts.shape[1] * width > max(_MOST_VALUES, _FEW * k):
+        falling = call.options.logits_scale < 0
+        whole[:, num_columns:].fill_(-LOWEST_LOGIT if falling else LOWEST_LOGIT)
+        of_few = whole.view(num_tokens, -1, _FEW)
+        of_few = of_few.amin(dim=2) if falling else of_few.amax(dim=2)
+        _, parts = call.backend.largest(of_few, k, scale, parts, width // _FEW)
+        width = _FEW
+    found = call.backend.largest(products, min(k, parts.shape[1] * width), scale, parts, width)
+    for out, part in zip((logits, columns), found, strict=True):
+        out[:, : part.shape[1]] = part
+    return merged_over_group(stats, call)
 
 
 def _fill(products: Tensor, hidden: Tensor, call: Call) -> None:
@@ -137,37 +153,13 @@ def _fill(products: Tensor, hidden: Tensor, call: Call) -> None:
         products.mul_(cap).tanh_()
 
 
-def _largest_keys(
-    products: Tensor,  # [n, C] and what fills the last chunk
-    num_columns: int,  # C
-    maxima: Tensor,  # [n, chunks] logits
-    scale: Tensor,  # [n]
-    call: Call,
-    k: int,
-) -> Tensor:
-    """Return keys [n, k] of the largest logits, ascending by id, and then `_NOTHING` if there are fewer."""
-    num_tokens, chunks = maxima.shape
-    width, tail = min(k, chunks), num_columns % CHUNK_COLUMNS
-    chosen = call.backend.largest_places(maxima, width)
-    at = chosen[:, :, None].expand(-1, -1, CHUNK_COLUMNS)
-    logits = products.view(num_tokens, chunks, CHUNK_COLUMNS).gather(1, at).mul_(scale[:, None, None])
-    if tail:
-        logits[:, :, tail:].masked_fill_((chosen == chunks - 1)[:, :, None], -torch.inf)
-    logits = logits.view(num_tokens, width * CHUNK_COLUMNS)
-    places = _largest_places(logits, min(k, logits.shape[1]), call.backend)
-    columns = chosen.gather(1, places // CHUNK_COLUMNS) * CHUNK_COLUMNS + places % CHUNK_COLUMNS
-    keys = _keys(logits.gather(1, places), columns + call.shard.start).masked_fill_(columns >= num_columns, _NOTHING)
-    return torch.nn.functional.pad(keys, (0, k - keys.shape[1]), value=_NOTHING)
-
-
-def _largest_places(values: Tensor, k: int, backend: Backend) -> Tensor:
-    """Return the places [n, k] of the largest values [n, C], ascending; on ties the first ones."""
-    if values.shape[1] <= max(_MOST_VALUES, _FEW * k):
-        return backend.largest_places(values, k)
-    of_few = values.unflatten(1, (-1, _FEW))
-    chosen = backend.largest_places(of_few.amax(dim=2), k)
-    places = backend.largest_places(of_few.gather(1, chosen[:, :, None].expand(-1, -1, _FEW)).flatten(1), k)
-    return chosen.gather(1, places // _FEW) * _FEW + places % _FEW
+def _ordered_keys(logits: Tensor, columns: Tensor, call: Call) -> Tensor:
+    """Return the keys [n, k] of the group's largest logits, in order; `_NOTHING` where there are fewer."""
+    (num_tokens, k), group = logits.shape, call.options.tp_group
+    keys = _keys(logits, columns + call.shard.start).masked_fill_(columns >= call.shard.columns, _NOTHING)
+    if group is not None:
+        keys = collectives.stack_over_group(keys, group).permute(1, 0, 2).reshape(num_tokens, -1)
+    return keys.sort(dim=1, descending=True).values[:, :k]
 
 
 def _keys(values: Tensor, ids: Tensor) -> Tensor:

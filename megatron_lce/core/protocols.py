@@ -136,8 +136,18 @@ class Backend(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Return base-2 logprobs [N] of labels in their sets, NaN outside; and their derivatives by the logits [M]."""
 
-    def largest_places(self, values: Tensor, k: int) -> Tensor:
-        """Return the places [N, k] of each row's largest values [N, C], ascending; on ties the first ones."""
+    def largest(
+        self,
+        values: Tensor,  # [N, C] fp32
+        k: int,
+        scale: Tensor | None = None,  # [N] fp32 factors of the values; None: 1
+        parts: Tensor | None = None,  # [N, P] int64 numbers of parts of the columns, ascending; None: all columns
+        width: int = 1,  # columns of a part
+    ) -> tuple[Tensor, Tensor]:
+        """Return the largest values [N, k] of each row's parts and their columns, ascending; on ties the first ones.
+
+        Columns beyond C are -inf.
+        """
 
     def product_stats(self, products: Tensor, row_scale: Tensor) -> Tensor:
         """Return `softmax_stats`, without entropy and telemetry, of fp32 products [N, C] times their scale [N]."""

@@ -34,9 +34,20 @@ def set_logprobs(logits: Tensor, ids: Tensor, rows: Tensor, offsets: Tensor, lab
     return logprobs, slopes.masked_fill_(absent, 0.0)
 
 
-def largest_places(values: Tensor, k: int) -> Tensor:
-    """Return the places [N, k] of each row's largest values [N, C], ascending; on ties the first ones."""
-    return (values + 0.0).sort(dim=1, descending=True, stable=True).indices[:, :k].sort(dim=1).values
+def largest(
+    values: Tensor, k: int, scale: Tensor | None = None, parts: Tensor | None = None, width: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Return the largest values [N, k] of each row's parts and their columns, ascending; on ties the first ones."""
+    columns, num_columns = None, values.shape[1]
+    if parts is not None:
+        within = torch.arange(width, dtype=torch.int64, device=parts.device)
+        columns = (parts[:, :, None] * width + within).flatten(1)
+        values = values.gather(1, columns.clamp(max=num_columns - 1))
+    values = values + 0.0 if scale is None else values * scale[:, None] + 0.0  # -0.0 is 0.0
+    if columns is not None:
+        values.masked_fill_(columns >= num_columns, -torch.inf)
+    places = values.sort(dim=1, descending=True, stable=True).indices[:, :k].sort(dim=1).values
+    return values.gather(1, places), places if columns is None else columns.gather(1, places)
 
 
 def gathered_sums(

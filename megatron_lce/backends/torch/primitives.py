@@ -7,7 +7,7 @@ from megatron_lce.backends.torch.divergence import intermediate_bytes, read_prod
 from megatron_lce.backends.torch.gathered import (
     gathered_products,
     gathered_sums,
-    largest_places,
+    largest,
     set_logprobs,
     write_columns,
 )

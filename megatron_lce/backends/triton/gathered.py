@@ -45,7 +45,7 @@ def gathered_sums(
     if out.shape[0] == 0:
         return
     # Most ids of a vocabulary have no tokens: few programs, which each fill much of a row.
-    block = min(2048, triton.next_power_of_2(out.shape[1]))
+    block = min(1024, triton.next_power_of_2(out.shape[1]))
     _gathered_sums_kernel[(out.shape[0], ceil_div(out.shape[1], block))](
         matrix,
         places,
@@ -56,6 +56,7 @@ def gathered_sums(
         matrix.stride(0),
         out.stride(0),
         ACCUMULATE=accumulate,
+        STAGES=4,
         BLOCK_M=4,
         BLOCK_H=block,
     )
@@ -122,6 +123,7 @@ def _gathered_sums_kernel(
     matrix_stride,
     out_stride,
     ACCUMULATE: tl.constexpr,
+    STAGES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
@@ -136,7 +138,7 @@ def _gathered_sums_kernel(
         if not ACCUMULATE:
             tl.store(out, tl.zeros((1, BLOCK_H), dtype=out_ptr.dtype.element_ty), mask=inner < H)
         return
-    for start in range(first, last, BLOCK_M):
+    for start in tl.range(first, last, BLOCK_M, num_stages=STAGES):
         entries = start + tl.arange(0, BLOCK_M)
         places = tl.load(places_ptr + entries, mask=entries < last, other=-1)
         factors = tl.load(factors_ptr + entries, mask=entries < last, other=0.0)

@@ -20,22 +20,30 @@ def set_logprobs(logits: Tensor, ids: Tensor, rows: Tensor, offsets: Tensor, lab
     return logprobs, slopes
 
 
-def largest_places(values: Tensor, k: int) -> Tensor:
-    """Return the places [N, k] of each row's largest values [N, C], ascending; on ties the first ones."""
+def largest(
+    values: Tensor, k: int, scale: Tensor | None = None, parts: Tensor | None = None, width: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Return the largest values [N, k] of each row's parts and their columns, ascending; on ties the first ones."""
     num_rows, num_columns = values.shape
-    places = values.new_empty(num_rows, k, dtype=torch.int64)
-    block = max(128, triton.next_power_of_2(num_columns))
-    if places.numel():
-        _largest_places_kernel[(num_rows,)](
+    found, columns = values.new_empty(num_rows, k), values.new_empty(num_rows, k, dtype=torch.int64)
+    num_values = num_columns if parts is None else parts.shape[1] * width
+    block = max(128, triton.next_power_of_2(num_values))
+    if found.numel():
+        _largest_kernel[(num_rows,)](
             values,
-            places,
+            scale,
+            parts,
+            found,
+            columns,
             k,
             num_columns,
+            num_values,
             *values.stride(),
-            BLOCK_C=block,
+            WIDTH=width,
+            BLOCK=block,
             num_warps=min(max(block // 512, 1), 16),
         )
-    return places
+    return found, columns
 
 
 @triton.jit
@@ -77,21 +85,33 @@ def _set_logprobs_kernel(
 
 
 @triton.jit(do_not_specialize=["K"])
-def _largest_places_kernel(
+def _largest_kernel(
     values_ptr,  # [N, C] fp32
-    places_ptr,  # [N, K] int64 out
+    scale_ptr,  # [N] fp32, or None
+    parts_ptr,  # [N, P] int64, or None
+    found_ptr,  # [N, K] fp32 out
+    columns_ptr,  # [N, K] int64 out
     K,
     C,
+    num_values,  # P * WIDTH, or C
     row_stride,
     column_stride,
-    BLOCK_C: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Find the K-th largest of one row's values bit by bit, and write the places of the values above, and at, it."""
+    """Find the K-th largest of one row's values bit by bit, and write the values above, and the first ones at it."""
     row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK_C)
-    inside = columns < C
-    values = tl.load(values_ptr + row * row_stride + columns.to(tl.int64) * column_stride, mask=inside, other=0.0)
-    bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)  # -0.0 is 0.0
+    columns = tl.arange(0, BLOCK)
+    inside = columns < num_values
+    if parts_ptr is not None:
+        part = tl.load(parts_ptr + row * (num_values // WIDTH) + columns // WIDTH, mask=inside, other=0).to(tl.int32)
+        columns = part * WIDTH + columns % WIDTH
+    valid = inside & (columns < C)
+    values = tl.load(values_ptr + row * row_stride + columns.to(tl.int64) * column_stride, mask=valid, other=0.0)
+    if scale_ptr is not None:
+        values *= tl.load(scale_ptr + row)
+    values = tl.where(valid, tl.where(values == 0.0, 0.0, values), float("-inf"))  # -0.0 is 0.0
+    bits = values.to(tl.int32, bitcast=True)
     keys = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # integers in the values' order
     enough = tl.sum((inside & (keys >= 0)).to(tl.int32), 0) >= K
     threshold = tl.where(enough, 0, -2147483648)
@@ -102,5 +122,6 @@ def _largest_places_kernel(
     above = inside & (keys > threshold)
     equal = (inside & (keys == threshold)).to(tl.int32)
     chosen = above | ((equal > 0) & (tl.cumsum(equal, 0) <= K - tl.sum(above.to(tl.int32), 0)))
-    places = tl.cumsum(chosen.to(tl.int32), 0) - 1
-    tl.store(places_ptr + row * K + places, columns.to(tl.int64), mask=chosen)
+    places = row * K + tl.cumsum(chosen.to(tl.int32), 0) - 1
+    tl.store(found_ptr + places, values, mask=chosen)
+    tl.store(columns_ptr + places, columns.to(tl.int64), mask=chosen)
