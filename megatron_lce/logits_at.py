@@ -10,7 +10,7 @@ from megatron_lce.core import validation
 from megatron_lce.core.call import Call
 from megatron_lce.core.collectives import waited
 from megatron_lce.core.gathered_logits import LogitsAtFunction, ids_of_offsets, ids_of_rows
-from megatron_lce.core.options import Options
+from megatron_lce.core.options import IGNORE_INDEX, Options
 
 # Keywords of `linear_cross_entropy` that say how a head is cut and what its logits are.
 OF_HEAD = (
@@ -81,10 +81,16 @@ def call_of_head(
     known: tuple[str, ...],
     check: Any,  # of the tokens' shape: what else the operation takes
     own: dict[str, Any],  # what else every rank must call with
+    labels: Tensor | None = None,  # None: a label of 0 for every token
+    ignore_index: int = IGNORE_INDEX,
 ) -> Call:
-    """The `Call` of an operation that reads no labels: it has a label of 0 for every token."""
+    """The `Call` of an operation that reads no logits of all ids."""
     unknown = keywords.keys() - {*known}
-    options = Options(entropy=False, **{name: value for name, value in keywords.items() if name not in unknown})
+    options = Options(
+        entropy=False,
+        ignore_index=ignore_index,
+        **{name: value for name, value in keywords.items() if name not in unknown},
+    )
 
     def prepare(_: Any, options: Options, ranks: int) -> tuple[Tensor, Options]:
         if unknown:
@@ -97,7 +103,8 @@ def call_of_head(
         validation.check_head("hidden", hidden, "weight", weight)
         shape = validation.labels_shape("hidden", hidden, ranks if options.sequence_parallel else 1)
         check(shape)
-        return torch.zeros(shape, dtype=torch.int64, device=hidden.device), options
+        ids = torch.zeros(shape, dtype=torch.int64, device=hidden.device) if labels is None else labels
+        return ids, options
 
     return make_call(hidden, weight, None, options, Operation(name, prepare=prepare, own=own))
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron_lce.core import validation
 from megatron_lce.core.collectives import waited
-from megatron_lce.core.gathered_logits import LogitsAtFunction, ids_of_offsets, sets_of
+from megatron_lce.core.gathered_logits import LogitsAtFunction, ids_of_offsets
 from megatron_lce.core.tokens import rows_that_count
 from megatron_lce.cross_entropy import linear_cross_entropy
 from megatron_lce.logits_at import OF_GRADIENT, OF_HEAD, call_of_head, check_ids
@@ -53,7 +53,6 @@ def support_logprobs(
     def check(shape: tuple[int, ...]) -> None:
         validation.check_flag("entropy", entropy)
         validation.check_flag("empty_rows", empty_rows)
-        validation.check_integer("ignore_index", ignore_index)
         validation.check_tensor("offsets", offsets)
         check_ids(ids, offsets, shape, hidden.device)
         validation.check_label_tensor(labels)
@@ -61,18 +60,17 @@ def support_logprobs(
             raise ValueError(f"labels must be {shape} on {hidden.device}, got {tuple(labels.shape)} on {labels.device}")
 
     own = {"entropy": entropy, "empty_rows": empty_rows}
-    call = call_of_head("support_logprobs", hidden, weight, keywords, (*OF_HEAD, *OF_GRADIENT), check, own)
-    flat = labels.reshape(-1)
-    ignored = flat == ignore_index
+    known = (*OF_HEAD, *OF_GRADIENT)
+    call = call_of_head("support_logprobs", hidden, weight, keywords, known, check, own, labels, ignore_index)
     with torch.no_grad():
-        kept, once = sets_of(ids_of_offsets(ids, offsets), ignored)
-    logprobs = LogitsAtFunction.apply(call.hidden, call.weight, call, kept, once, flat)
-    logprobs = logprobs.masked_fill(ignored, 0.0).view(labels.shape)
+        kept = ids_of_offsets(ids, offsets).sorted()
+        once = kept.each_once()
+    logprobs = LogitsAtFunction.apply(call.hidden, call.weight, call, kept, once).view(labels.shape)
     if empty_rows:
         sizes = torch.segment_reduce((once >= 0).float(), "sum", offsets=kept.offsets, unsafe=True)
-        empty = (sizes == 0) & ~ignored
+        empty = (sizes == 0) & (call.labels != ignore_index)
         counted = rows_that_count(empty, call.options).rows
-        num_empty = flat.shape[0] if counted is None else counted.shape[0]
+        num_empty = labels.numel() if counted is None else counted.shape[0]
     others = {"ignore_index": ignore_index, **keywords}
     if empty_rows and num_empty:
         empty = empty.view(labels.shape)

@@ -97,8 +97,8 @@ def _topk(call: Call, k: int) -> TopK:
     columns = call.labels.new_full((num_tokens, k), stride)
     stats = [(empty_extremes(0, False, buffer.device), empty_sums(0, False, False, buffer.device))]
     for block in tokens.blocks():
-        part = logits[block.rows], columns[block.rows]
-        stats.append(_select(block.hidden.wait(), rows.select(block.rows), call, buffer, *part))
+        found = logits[block.rows], columns[block.rows]
+        stats.append(_select(block.hidden.wait(), rows.select(block.rows), call, buffer, *found))
     del buffer
     extremes, sums = (torch.cat(parts, dim=1) for parts in zip(*stats, strict=True))
     log_sum = (sums[0].float() * UNIT).log2()
@@ -112,8 +112,8 @@ def _topk(call: Call, k: int) -> TopK:
         logits[part] = log_p.mul_(rows.to_nats[part, None])
         columns[part] = (_LOW - (keys & _LOW)).masked_fill_(none | lse[part, None].isnan(), -1)
         mass[part] = log_p.exp_().sum(dim=1)
-    found = TopK(logits, columns, lse, mass)
-    return found if order is None else TopK(*(torch.empty_like(part).index_copy_(0, order, part) for part in found))
+    result = TopK(logits, columns, lse, mass)
+    return result if order is None else TopK(*(torch.empty_like(part).index_copy_(0, order, part) for part in result))
 
 
 def _select(

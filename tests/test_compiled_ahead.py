@@ -21,7 +21,7 @@ OTHERS = {
     "_row_terms_kernel",
     "_grad_from_exp_kernel",
     "_read_products_kernel",
-    "_gathered_products_kernel",
+    "_gathered_logits_kernel",
     "_gathered_sums_kernel",
     "_set_logprobs_kernel",
     "_largest_kernel",
@@ -46,7 +46,7 @@ def test_kernels_are_compiled_as_launched(arguments, tmp_path):
     kernels = [json.loads(line) for line in process.stdout.splitlines()]
     assert {kernel["kernel"] for kernel in kernels} >= PRODUCTS | OTHERS
     # One code for all strides of hidden, so that a token's bits do not depend on them.
-    gathered = [kernel for kernel in kernels if kernel["kernel"] == "_gathered_products_kernel"]
+    gathered = [kernel for kernel in kernels if kernel["kernel"] == "_gathered_logits_kernel"]
     assert len(gathered) == len({kernel["call"] for kernel in gathered})
     if "gfx942" in arguments:
         return

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from megatron_lce.core.call import Call
-from megatron_lce.core.gathered_logits import ids_of_rows, logits_over_group, products_factor
-from megatron_lce.core.rows import LOWEST_LOG_P, Rows, RowTerms, Saved
+from megatron_lce.core.gathered_logits import ids_of_rows, logits_over_group
+from megatron_lce.core.rows import LOWEST_LOG_P, Rows, RowTerms, Saved, inner_factor
 
 
 class CandidateGradients(NamedTuple):
@@ -80,19 +80,19 @@ def candidate_gradients(
     call: Call,
 ) -> CandidateGradients:
     """Return the whole gradient of the candidates' products, that of every output included."""
-    flat = ids_of_rows(ids)
-    columns = flat.local(call.shard).view(ids.shape).masked_fill_(rows.ignored[:, None], -1)
+    columns = ids - call.shard.start
+    columns.masked_fill_((columns < 0) | (columns >= call.shard.columns) | rows.ignored[:, None], -1)
     terms = RowTerms(*packed_terms[:, :, None])
     grad = log_p.exp2() * (terms.p_term - terms.entropy_term * log_p.clamp(min=LOWEST_LOG_P))
     grad += torch.where(columns == rows.labels[:, None], terms.label_term, 0.0)
     if terms.mean_term is not None:
         grad += terms.mean_term
+    factor = rows.scale[:, None] * inner_factor(call.options)
     if call.options.softcap is not None:
         logits = (log_p + saved.log_sum[:, None]) + saved.max_logit[:, None]
-        grad *= 1.0 - (logits / rows.scale[:, None]).square_()
-    else:
-        logits = log_p
-    factor = products_factor(logits.reshape(-1), flat, rows, call).view(ids.shape)
+        slope = 1.0 - (logits / rows.scale[:, None]).square_()
+        grad *= slope
+        factor = factor * slope
     upstream, columns = _each_once(upstream, columns)
     return CandidateGradients(columns, grad.addcmul_(upstream, factor * rows.to_nats[:, None]))
 

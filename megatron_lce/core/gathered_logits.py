@@ -14,12 +14,13 @@ from torch import Tensor
 
 from megatron_lce.core import collectives
 from megatron_lce.core.call import Call
-from megatron_lce.core.options import Shard
 from megatron_lce.core.products import own_arithmetic
-from megatron_lce.core.rows import Rows, inner_factor, softcap_scale
+from megatron_lce.core.rows import Rows, inner_factor
 from megatron_lce.core.statistics import LN_2
 from megatron_lce.core.tokens import Counted, Tokens
 from megatron_lce.core.validation import refuse_double_backward
+
+_LARGEST_ID = 2**31 - 1  # all above are of no rank
 
 
 class Ids(NamedTuple):
@@ -28,12 +29,27 @@ class Ids(NamedTuple):
     ids: Tensor  # [M] int64 global; negative: padding
     rows: Tensor  # [M] int64, the token of each
     offsets: Tensor  # [N + 1] int64, where a token's begin
-    order: Tensor | None = None  # [M] int64, their places by id and then by token; None: not known yet
+    keys: Tensor | None = None  # [M] int64, id * N + token of each in order; None: not sorted yet
+    order: Tensor | None = None  # [M] int64, the places of the keys
 
-    def local(self, shard: Shard) -> Tensor:
-        """Return this shard's own numbers of them, [M]; -1: padding, or another rank's."""
-        local = self.ids - shard.start
-        return local.masked_fill((self.ids < 0) | (local < 0) | (local >= shard.columns), -1)
+    @property
+    def num_tokens(self) -> int:
+        return max(1, self.offsets.shape[0] - 1)
+
+    def sorted(self) -> "Ids":
+        """Return them with keys, among which each id's tokens lie together."""
+        if self.keys is not None:
+            return self
+        keys = torch.add(self.rows, self.ids.clamp(-1, _LARGEST_ID), alpha=self.num_tokens)
+        return self._replace(**dict(zip(("keys", "order"), keys.sort(stable=True), strict=True)))
+
+    def each_once(self) -> Tensor:
+        """Return the ids [M], but -1 where a token's is repeated. They must be sorted."""
+        assert self.keys is not None
+        assert self.order is not None
+        repeated = torch.zeros_like(self.keys, dtype=torch.bool)
+        torch.eq(self.keys[1:], self.keys[:-1], out=repeated[1:])
+        return self.ids.masked_fill(torch.empty_like(repeated).scatter_(0, self.order, repeated), -1)
 
 
 def ids_of_rows(ids: Tensor) -> Ids:
@@ -46,43 +62,19 @@ def ids_of_rows(ids: Tensor) -> Ids:
 def ids_of_offsets(ids: Tensor, offsets: Tensor) -> Ids:
     """Return CSR's ids [M] and offsets [N + 1] as `Ids`. What lies outside the offsets is of no rank."""
     places = torch.arange(ids.shape[0], dtype=torch.int64, device=ids.device)
-    rows = torch.searchsorted(offsets[1:].contiguous(), places, right=True)
-    outside = (places < offsets[0]) | (rows >= offsets.shape[0] - 1)
-    ids = ids.masked_fill(outside & (ids >= 0), torch.iinfo(torch.int64).max)
-    return Ids(ids, rows.clamp_(max=max(offsets.shape[0] - 2, 0)), offsets.clamp(0, ids.shape[0]))
-
-
-def sets_of(ids: Ids, ignored: Tensor) -> tuple[Ids, Tensor]:
-    """Return each token's ids, none of an ignored one's [N], in order, and them with -1 where one is repeated [M]."""
-    given = ids.ids.masked_fill(ignored[ids.rows], -1)
-    by_id, order = given.sort(stable=True)
-    rows, repeated = ids.rows[order], torch.zeros_like(by_id, dtype=torch.bool)
-    repeated[1:] = (by_id[1:] == by_id[:-1]) & (rows[1:] == rows[:-1])
-    return Ids(given, ids.rows, ids.offsets, order), given.index_copy(0, order, by_id.masked_fill_(repeated, -1))
+    rows = torch.searchsorted(offsets.contiguous(), places, right=True).sub_(1)
+    inside = rows.clamp(0, max(offsets.shape[0] - 2, 0))
+    ids = ids.masked_fill((inside != rows) & (ids >= 0), _LARGEST_ID)
+    return Ids(ids, inside, offsets.clamp(0, ids.shape[0]))
 
 
 def logits_over_group(hidden: Tensor, ids: Ids, rows: Rows, call: Call) -> Tensor:
     """Return base-2 logits [M]: 0 at padding, NaN at an id of no rank."""
-    local = ids.local(call.shard)
-    logits = call.backend.gathered_products(hidden, call.weight, ids.rows, local, call.options.workspace_bytes)
-    if call.options.logits_dtype is not None:
-        logits.copy_(logits.to(call.options.logits_dtype))
-    cap = softcap_scale(call.options)
-    if cap is not None:
-        logits.mul_(cap).tanh_()
-    logits.mul_(rows.scale.index_select(0, ids.rows))
-    found = torch.stack([logits, torch.ones_like(logits)]).masked_fill_(local < 0, 0.0)
+    found = call.backend.gathered_logits(hidden, call.weight, ids.rows, ids.ids, rows, call.options, call.shard)
     if call.options.tp_group is not None:
         collectives.add_over_group(found, call.options.tp_group)
-    logits, owners = found.add_(0.0)  # -0.0 is 0.0 on one rank, too
-    return logits.masked_fill_((owners == 0) & (ids.ids >= 0), torch.nan)
-
-
-def products_factor(logits: Tensor, ids: Ids, rows: Rows, call: Call) -> Tensor:
-    """Return the derivative of each base-2 logit by its product, [M]."""
-    scale = rows.scale.index_select(0, ids.rows)
-    factor = scale * inner_factor(call.options)
-    return factor if call.options.softcap is None else factor * (1.0 - (logits / scale).square_())
+    logits, owners = found
+    return logits.masked_fill_(owners == 0, torch.nan)
 
 
 class LogitsAtFunction(torch.autograd.Function):
@@ -99,8 +91,7 @@ class LogitsAtFunction(torch.autograd.Function):
         weight: Tensor,
         call: Call,
         ids: Ids,
-        once: Tensor | None = None,  # [M] of `sets_of`
-        labels: Tensor | None = None,  # [N] global
+        once: Tensor | None = None,  # [M], `Ids.each_once` where logprobs are asked for
     ) -> Tensor:
         ctx.num_tokens = call.labels.shape[0]
         with own_arithmetic(hidden.device, "linear_logits_at forward"):
@@ -108,25 +99,27 @@ class LogitsAtFunction(torch.autograd.Function):
             logits = hidden.new_empty(ids.ids.shape[0], dtype=torch.float32)
             for block in _tokens(call, ctx.num_tokens).blocks():
                 logits = logits_over_group(block.hidden.wait(), ids, rows, call)
-            result, slopes = logits, None
-            if once is not None and labels is not None:
-                result, slopes = call.backend.set_logprobs(logits, once, ids.rows, ids.offsets, labels)
+            if once is None:
+                result, slopes = logits * LN_2, None
+            else:
+                sets = once, ids.rows, ids.offsets, call.labels, rows.to_nats
+                result, slopes = call.backend.set_logprobs(logits, *sets)
         ctx.call = call.without_tensors()
         kept = None if call.options.softcap is None else logits
-        ctx.save_for_backward(hidden, weight, kept, slopes, *rows, *ids)
-        return result * LN_2
+        ctx.save_for_backward(hidden, weight, rows.scale, kept, slopes, *ids)
+        return result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         refuse_double_backward("linear_logits_at")
-        hidden, weight, logits, slopes, *rest = ctx.saved_tensors
-        call, rows, ids = ctx.call.with_tensors(hidden, weight), Rows(*rest[:3]), Ids(*rest[3:])
+        hidden, weight, scale, logits, slopes, *rest = ctx.saved_tensors
+        call, ids, needs = ctx.call.with_tensors(hidden, weight), Ids(*rest), ctx.needs_input_grad
         with own_arithmetic(hidden.device, "linear_logits_at backward"):
-            grad = grad.float() * LN_2
-            factors = grad if slopes is None else grad[ids.rows] * slopes
-            factors = factors * products_factor(logits, ids, rows, call)
-            gradients = _gradients(_tokens(call, ctx.num_tokens), ids, factors, call, ctx.needs_input_grad)
-        return *gradients, None, None, None, None
+            factors, grad = scale * (inner_factor(call.options) * LN_2), grad.reshape(-1).float()
+            factors = factors[ids.rows] * grad if slopes is None else (factors * grad)[ids.rows] * slopes
+            if logits is not None:
+                factors *= 1.0 - (logits / scale[ids.rows]).square_()
+            return *_gradients(_tokens(call, ctx.num_tokens), ids, factors, call, needs), None, None, None
 
 
 def _tokens(call: Call, num_tokens: int) -> Tokens:
@@ -138,12 +131,12 @@ def _gradients(
     tokens: Tokens, ids: Ids, factors: Tensor, call: Call, needs: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of hidden and weight; hidden's sum over the group runs under the weight's gradient."""
-    local, room, backend = ids.local(call.shard), call.options.workspace_bytes, call.backend
-    grad_weight = None
+    grad_weight, room = None, call.options.workspace_bytes
     for block in tokens.blocks():
         if needs[0]:
             out = tokens.grad_rows(block)
-            backend.gathered_sums(call.weight, local, factors, ids.offsets, out, accumulate=False, workspace_bytes=room)
+            terms = ids.ids, factors, ids.offsets
+            call.backend.gathered_sums(call.weight, *terms, out, call.shard, accumulate=False, workspace_bytes=room)
             tokens.reduce(block)
         if needs[1]:
             grad_weight = _weight_grad(block.hidden.wait(), ids, factors, call)
@@ -155,10 +148,12 @@ def _gradients(
 def _weight_grad(hidden: Tensor, ids: Ids, factors: Tensor, call: Call) -> Tensor | None:
     """Return the sum over each id's tokens, which a stable sort of the ids brings together, or add it to the sink."""
     shard, sink, room = call.shard, call.options.weight_grad_sink, call.options.workspace_bytes
-    order = ids.ids.sort(stable=True).indices if ids.order is None else ids.order
-    columns = torch.arange(call.weight.shape[0] + 1, dtype=torch.int64, device=order.device)
-    offsets = torch.searchsorted(ids.ids[order], columns.clamp_(max=shard.columns).add_(shard.start))
+    ids, step = ids.sorted(), ids.num_tokens
+    assert ids.keys is not None
+    first, last = shard.start * step, (shard.start + call.weight.shape[0]) * step
+    starts = torch.arange(first, last + 1, step, dtype=torch.int64, device=ids.keys.device)
+    offsets = torch.searchsorted(ids.keys, starts.clamp_(max=first + shard.columns * step))
     out = torch.empty_like(call.weight) if sink is None else sink.buffer()
-    arguments = (hidden, ids.rows[order], factors[order], offsets, out)
-    call.backend.gathered_sums(*arguments, accumulate=sink is not None, workspace_bytes=room)
+    terms = ids.keys % step, factors[ids.order], offsets
+    call.backend.gathered_sums(hidden, *terms, out, accumulate=sink is not None, workspace_bytes=room)
     return out if sink is None else sink.finish()

@@ -103,23 +103,26 @@ class Backend(Protocol):
         If `factored` (the cache then holds all columns), it may return factors [N]: the gradient is factor * cache.
         """
 
-    def gathered_products(
+    def gathered_logits(
         self,
         hidden: Tensor,  # [N, H]
         weight: Tensor,  # [V, H]
-        rows: Tensor,  # [M] int64 numbers of hidden's rows
-        ids: Tensor,  # [M] int64 numbers of weight's rows; -1: none
-        workspace_bytes: int,
+        tokens: Tensor,  # [M] int64 numbers of hidden's rows
+        ids: Tensor,  # [M] int64 global ids; negative: padding
+        rows: Rows,
+        options: Options,
+        shard: Shard,
     ) -> Tensor:
-        """Return hidden[rows] . weight[ids], [M] fp32, 0 without an id."""
+        """Return [2, M] fp32: base-2 logits, and ones; both 0 at an id of another shard, and the first at padding."""
 
     def gathered_sums(
         self,
         matrix: Tensor,  # [R, H]
-        places: Tensor,  # [M] int64 numbers of matrix's rows; -1: none
-        factors: Tensor,  # [M] fp32
+        places: Tensor,  # [M] int64 numbers of matrix's rows; with a shard global ids
+        factors: Tensor,  # [M] fp32; 0: no term, whatever the matrix holds
         offsets: Tensor,  # [S + 1] int64, where each sum's part of the M begins
         out: Tensor,  # [S, H]
+        shard: Shard | None = None,  # ids of others are left out
         *,
         accumulate: bool,
         workspace_bytes: int,
@@ -130,11 +133,12 @@ class Backend(Protocol):
         self,
         logits: Tensor,  # [M] base 2
         ids: Tensor,  # [M] int64, each once in a set; negative: none
-        rows: Tensor,  # [M] int64 numbers of the sets
+        tokens: Tensor,  # [M] int64 numbers of the sets
         offsets: Tensor,  # [N + 1] int64, where a set begins
         labels: Tensor,  # [N] int64
+        to_nats: Tensor,  # [N] fp32, as in `Rows`
     ) -> tuple[Tensor, Tensor]:
-        """Return base-2 logprobs [N] of labels in their sets, NaN outside; and their derivatives by the logits [M]."""
+        """Return logprobs [N] of labels in their sets in nats, NaN outside, and 1[label] - p [M]; 0 in ignored rows."""
 
     def largest(
         self,

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from megatron_lce.backends.torch.divergence import intermediate_bytes, read_products
 from megatron_lce.backends.torch.gathered import (
-    gathered_products,
+    gathered_logits,
     gathered_sums,
     largest,
     set_logprobs,

@@ -5,30 +5,43 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_lce.backends.triton.tile_products import rounded_to_bf16, tanh
+from megatron_lce.core.options import Options, Shard
 from megatron_lce.core.plan import ceil_div
+from megatron_lce.core.rows import Rows, softcap_scale
 
-_BLOCK_H = 512
 
+def gathered_logits(
+    hidden: Tensor, weight: Tensor, tokens: Tensor, ids: Tensor, rows: Rows, options: Options, shard: Shard
+) -> Tensor:
+    """Return [2, M] fp32: base-2 logits, and ones; both 0 at an id of another shard, and the first at padding.
 
-def gathered_products(hidden: Tensor, weight: Tensor, rows: Tensor, ids: Tensor, workspace_bytes: int) -> Tensor:
-    """Return hidden[rows] . weight[ids], [M] fp32, 0 without an id; the bits of one do not depend on the others."""
-    products = hidden.new_empty(ids.shape[0], dtype=torch.float32)
+    The bits of one do not depend on the others.
+    """
+    num_ids, cap = ids.shape[0], softcap_scale(options)
+    found = hidden.new_empty(2, num_ids, dtype=torch.float32)
     block = 128 if hidden.device.type == "cpu" else 8  # an interpreter pays by the program
-    if ids.shape[0]:
-        _gathered_products_kernel[(ceil_div(ids.shape[0], block),)](
+    if num_ids:
+        _gathered_logits_kernel[(ceil_div(num_ids, block),)](
             hidden,
             weight,
-            rows,
+            tokens,
             ids,
-            products,
-            ids.shape[0],
+            rows.scale,
+            found,
+            num_ids,
             hidden.shape[1],
             hidden.stride(0),
             weight.stride(0),
+            shard.start,
+            shard.columns,
+            0.0 if cap is None else cap,
+            SOFTCAP=cap is not None,
+            ROUND=options.logits_dtype is not None,
             BLOCK_M=block,
-            BLOCK_H=_BLOCK_H,
+            BLOCK_H=512,
         )
-    return products
+    return found
 
 
 def gathered_sums(
@@ -37,29 +50,29 @@ def gathered_sums(
     factors: Tensor,
     offsets: Tensor,
     out: Tensor,
+    shard: Shard | None = None,
     *,
     accumulate: bool,
     workspace_bytes: int,
 ) -> None:
     """Write the sums of factors * matrix[places] over each part to `out`, or add them, in the order of the parts."""
-    if out.shape[0] == 0:
-        return
-    # Most ids of a vocabulary have no tokens: few programs, which each fill much of a row.
     block = min(1024, triton.next_power_of_2(out.shape[1]))
-    _gathered_sums_kernel[(out.shape[0], ceil_div(out.shape[1], block))](
-        matrix,
-        places,
-        factors,
-        offsets,
-        out,
-        out.shape[1],
-        matrix.stride(0),
-        out.stride(0),
-        ACCUMULATE=accumulate,
-        STAGES=4,
-        BLOCK_M=4,
-        BLOCK_H=block,
-    )
+    if out.shape[0]:
+        _gathered_sums_kernel[(out.shape[0], ceil_div(out.shape[1], block))](
+            matrix,
+            places,
+            factors,
+            offsets,
+            out,
+            out.shape[1],
+            matrix.stride(0),
+            out.stride(0),
+            0 if shard is None else shard.start,
+            matrix.shape[0] if shard is None else shard.columns,
+            ACCUMULATE=accumulate,
+            BLOCK_M=4,
+            BLOCK_H=block,
+        )
 
 
 def write_columns(matrix: Tensor, columns: Tensor, values: Tensor) -> None:
@@ -79,37 +92,53 @@ def write_columns(matrix: Tensor, columns: Tensor, values: Tensor) -> None:
 
 
 # One code for all strides: with another one, sums would have another order.
-@triton.jit(do_not_specialize=["M", "hidden_stride", "weight_stride"])
-def _gathered_products_kernel(
+@triton.jit(do_not_specialize=["M", "hidden_stride", "weight_stride", "first_id", "num_columns"])
+def _gathered_logits_kernel(
     hidden_ptr,  # [N, H]
     weight_ptr,  # [V, H]
-    rows_ptr,  # [M] int64
+    tokens_ptr,  # [M] int64
     ids_ptr,  # [M] int64
-    out_ptr,  # [M] fp32 out
+    row_scale_ptr,  # [N] fp32
+    found_ptr,  # [2, M] fp32 out
     M,
     H,
     hidden_stride,
     weight_stride,
+    first_id,
+    num_columns,
+    softcap_scale,
+    SOFTCAP: tl.constexpr,
+    ROUND: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Compute BLOCK_M products; each column of a block of H has a sum of its own, so that few roundings add up."""
+    """Compute BLOCK_M logits; each column of a block of H has a sum of its own, so that few roundings add up."""
     entries = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    ids = tl.load(ids_ptr + entries, mask=entries < M, other=-1)
-    rows = tl.load(rows_ptr + entries, mask=entries < M, other=0)
+    inside = entries < M
+    ids = tl.load(ids_ptr + entries, mask=inside, other=-1)
+    tokens = tl.load(tokens_ptr + entries, mask=inside, other=0)
+    columns = ids - first_id
+    here = inside & (columns >= 0) & (columns < num_columns)
     sums = tl.zeros((BLOCK_M, BLOCK_H), dtype=tl.float32)
     # Rows start at 16 bytes, which Triton must read in the code to load as many at once.
     hidden_step: tl.constexpr = 128 // hidden_ptr.dtype.element_ty.primitive_bitwidth
     weight_step: tl.constexpr = 128 // weight_ptr.dtype.element_ty.primitive_bitwidth
-    if tl.max(ids, 0) >= 0:
-        hidden_rows = hidden_ptr + rows[:, None] * (hidden_stride // hidden_step * hidden_step)
-        weight_rows = weight_ptr + ids[:, None] * (weight_stride // weight_step * weight_step)
+    if tl.max(here.to(tl.int32), 0) > 0:
+        hidden_rows = hidden_ptr + tokens[:, None] * (hidden_stride // hidden_step * hidden_step)
+        weight_rows = weight_ptr + columns[:, None] * (weight_stride // weight_step * weight_step)
         for start in range(0, H, BLOCK_H):
             inner = (start + tl.arange(0, BLOCK_H))[None, :]
-            mask = (ids >= 0)[:, None] & (inner < H)
+            mask = here[:, None] & (inner < H)
             hidden = tl.load(hidden_rows + inner, mask=mask, other=0.0).to(tl.float32)
             sums += hidden * tl.load(weight_rows + inner, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + entries, tl.sum(sums, 1), mask=entries < M)
+    logits = tl.sum(sums, 1)
+    if ROUND:
+        logits = rounded_to_bf16(logits)
+    if SOFTCAP:
+        logits = tanh(logits * softcap_scale)
+    logits *= tl.load(row_scale_ptr + tokens, mask=here, other=0.0)
+    tl.store(found_ptr + entries, tl.where(here & (logits != 0.0), logits, 0.0), mask=inside)  # -0.0 is 0.0
+    tl.store(found_ptr + M + entries, (here | (ids < 0)).to(tl.float32), mask=inside)
 
 
 @triton.jit
@@ -122,8 +151,9 @@ def _gathered_sums_kernel(
     H,
     matrix_stride,
     out_stride,
+    first_place,  # of the matrix's first row
+    num_places,
     ACCUMULATE: tl.constexpr,
-    STAGES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
@@ -138,11 +168,11 @@ def _gathered_sums_kernel(
         if not ACCUMULATE:
             tl.store(out, tl.zeros((1, BLOCK_H), dtype=out_ptr.dtype.element_ty), mask=inner < H)
         return
-    for start in tl.range(first, last, BLOCK_M, num_stages=STAGES):
+    for start in range(first, last, BLOCK_M):
         entries = start + tl.arange(0, BLOCK_M)
-        places = tl.load(places_ptr + entries, mask=entries < last, other=-1)
+        places = tl.load(places_ptr + entries, mask=entries < last, other=-1) - first_place
         factors = tl.load(factors_ptr + entries, mask=entries < last, other=0.0)
-        mask = (places >= 0)[:, None] & (inner < H)
+        mask = ((places >= 0) & (places < num_places) & (factors != 0.0))[:, None] & (inner < H)
         rows = tl.load(matrix_ptr + places[:, None] * matrix_stride + inner, mask=mask, other=0.0)
         sums += tl.where(mask, factors[:, None] * rows.to(tl.float32), 0.0)
     total = tl.sum(sums, 0)[None, :]

@@ -1,7 +1,7 @@
 """The Triton backend's primitives, under the names of the `Backend` protocol."""
 
 from megatron_lce.backends.triton.divergence import intermediate_bytes, read_products
-from megatron_lce.backends.triton.gathered import gathered_products, gathered_sums, write_columns
+from megatron_lce.backends.triton.gathered import gathered_logits, gathered_sums, write_columns
 from megatron_lce.backends.triton.grad_logits import grad_logits, grad_logits_from_cache
 from megatron_lce.backends.triton.merge_stats import sum_chunks
 from megatron_lce.backends.triton.parts import product

@@ -10,12 +10,14 @@ from megatron_lce.core.statistics import LOWEST_LOGIT
 _LOWEST_LOGIT = tl.constexpr(LOWEST_LOGIT)
 
 
-def set_logprobs(logits: Tensor, ids: Tensor, rows: Tensor, offsets: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return base-2 logprobs [N] of labels in their sets, NaN outside; and their derivatives by the logits [M]."""
-    logprobs, slopes = logits.new_empty(labels.shape[0]), torch.empty_like(logits)
+def set_logprobs(
+    logits: Tensor, ids: Tensor, tokens: Tensor, offsets: Tensor, labels: Tensor, to_nats: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return logprobs [N] of labels in their sets in nats, NaN outside, and 1[label] - p [M]; 0 in ignored rows."""
+    logprobs, slopes = torch.empty_like(to_nats), torch.empty_like(logits)
     if labels.shape[0]:
         _set_logprobs_kernel[(labels.shape[0],)](
-            logits, ids, offsets, labels.contiguous(), logprobs, slopes, BLOCK=64, num_warps=1
+            logits, ids, offsets, labels.contiguous(), to_nats, logprobs, slopes, BLOCK=64, num_warps=1
         )
     return logprobs, slopes
 
@@ -52,6 +54,7 @@ def _set_logprobs_kernel(
     ids_ptr,  # [M] int64
     offsets_ptr,  # [N + 1] int64
     labels_ptr,  # [N] int64
+    to_nats_ptr,  # [N] fp32
     logprobs_ptr,  # [N] fp32 out
     slopes_ptr,  # [M] fp32 out
     BLOCK: tl.constexpr,
@@ -59,7 +62,7 @@ def _set_logprobs_kernel(
     """Write one set's logprob, from running sums of BLOCK parts of it, and then its derivatives."""
     row = tl.program_id(0)
     first, last = tl.load(offsets_ptr + row), tl.load(offsets_ptr + row + 1)
-    label = tl.load(labels_ptr + row)
+    label, to_nats = tl.load(labels_ptr + row), tl.load(to_nats_ptr + row)
     largest = tl.full((BLOCK,), _LOWEST_LOGIT, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     of_label = tl.full((BLOCK,), float("-inf"), tl.float32)
@@ -75,12 +78,13 @@ def _set_logprobs_kernel(
     sum_exp = tl.sum(total * tl.exp2(largest - max_logit), 0)
     logprob = (tl.max(of_label, 0) - max_logit) - tl.log2(sum_exp)
     logprob = tl.where(logprob > float("-inf"), logprob, float("nan"))
-    tl.store(logprobs_ptr + row, logprob)
+    tl.store(logprobs_ptr + row, tl.where(to_nats == 0.0, 0.0, logprob * to_nats))
     for start in range(first, last, BLOCK):
         entries = start + tl.arange(0, BLOCK)
         ids = tl.load(ids_ptr + entries, mask=entries < last, other=-1)
         logits = tl.load(logits_ptr + entries, mask=ids >= 0, other=0.0)
         slopes = tl.where(ids == label, 1.0, 0.0) - tl.exp2(logits - max_logit) / sum_exp + 0.0 * logprob
+        slopes = tl.where(to_nats == 0.0, 0.0, slopes)
         tl.store(slopes_ptr + entries, tl.where(ids >= 0, slopes, 0.0), mask=entries < last)
 
 

@@ -112,7 +112,7 @@ def tile_products(
             weight_tile = _weight_tile(weight, column, h, H, BLOCK_H)
             products += tl.dot(hidden, weight_tile.T, input_precision=PRODUCTS)
     if ROUND:
-        products = _rounded_to_bf16(products)
+        products = rounded_to_bf16(products)
     return products
 
 
@@ -126,7 +126,7 @@ def _add_product(hidden, weight_tile, products):
 
 
 @triton.jit
-def _rounded_to_bf16(x):
+def rounded_to_bf16(x):
     """Return fp32 numbers rounded to nearest even."""
     if INTERPRETED:  # its cast truncates
         bits = x.to(tl.uint32, bitcast=True)
