@@ -16,7 +16,7 @@ from megatron_lce.core.call import Call
 from megatron_lce.core.group_stats import merged_over_group
 from megatron_lce.core.plan import MIN_TOKENS, cut, round_up
 from megatron_lce.core.products import own_arithmetic, product
-from megatron_lce.core.rows import Rows, softcap_scale
+from megatron_lce.core.rows import Rows, logits_factor, softcap_scale
 from megatron_lce.core.statistics import CHUNK_COLUMNS, LOWEST_LOGIT, UNIT, empty_extremes, empty_sums
 from megatron_lce.core.tokens import Counted, Tokens
 from megatron_lce.logits_at import OF_HEAD, call_of_head
@@ -103,9 +103,8 @@ def _topk(call: Call, k: int) -> TopK:
     extremes, sums = (torch.cat(parts, dim=1) for parts in zip(*stats, strict=True))
     log_sum = (sums[0].float() * UNIT).log2()
     lse, mass = (extremes[0] + log_sum) * rows.to_nats, torch.empty_like(log_sum)
-    for part in cut(
-        num_tokens, max(1, call.options.workspace_bytes // (64 * k * collectives.group_size(call.options.tp_group)))
-    ):
+    of_token = 64 * k * collectives.group_size(call.options.tp_group)
+    for part in cut(num_tokens, max(1, call.options.workspace_bytes // of_token)):
         keys = _ordered_keys(logits[part], columns[part], call)
         none = keys == _NOTHING
         log_p = _logit_of(keys).masked_fill_(none, -torch.inf).sub_(extremes[0, part, None]).sub_(log_sum[part, None])
@@ -128,7 +127,7 @@ def _select(
     stats = call.backend.product_stats(products, scale)
     _, parts = call.backend.largest(stats[:, 0].T, min(k, stats.shape[0]))
     if parts.shape[1] * width > max(_MOST_VALUES, _FEW * k):
-        falling = call.options.logits_scale < 0
+        falling = logits_factor(call.options) < 0
         whole[:, num_columns:].fill_(-LOWEST_LOGIT if falling else LOWEST_LOGIT)
         of_few = whole.view(num_tokens, -1, _FEW)
         of_few = of_few.amin(dim=2) if falling else of_few.amax(dim=2)

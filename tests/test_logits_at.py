@@ -130,6 +130,20 @@ def test_no_tokens_give_zero_gradients(backend, device):
     assert torch.equal(weight.grad, torch.zeros_like(weight))
 
 
+def test_ids_of_any_stride(backend, device):
+    problem = make_problem(6, 16, 20, device)
+    ids = torch.arange(12, device=device).view(6, 2)
+    logits = megatron_lce.linear_logits_at(problem.hidden, problem.weight, ids[:, :1], backend=backend)
+    assert torch.equal(
+        logits, megatron_lce.linear_logits_at(problem.hidden, problem.weight, ids, backend=backend)[:, :1]
+    )
+    offsets = torch.arange(7, device=device).repeat_interleave(2)[::2]
+    strided = problem.hidden, problem.weight, ids.view(-1)[::2], offsets
+    assert torch.equal(megatron_lce.linear_logits_at(*strided, backend=backend), logits[:, 0])
+    logprobs = megatron_lce.support_logprobs(*strided[:2], strided[2], *strided[2:], backend=backend)
+    assert torch.equal(logprobs, torch.zeros_like(logprobs))
+
+
 def test_exact_where_logits_are_far_from_zero(backend, device):
     problem = make_problem(4, 32, 30, device, logit_std=300.0)
     ids = torch.arange(30, device=device).expand(4, -1)

@@ -14,7 +14,7 @@ FP32, BF16 = torch.float32, torch.bfloat16
 def exact_topk(problem, k, temperature=1.0, softcap=None, scale=1.0):
     """Logprobs and ids in fp64, ties by the lowest id; and the lse."""
     hidden = problem.hidden.double().reshape(-1, problem.hidden.shape[-1])
-    logits = scale * hidden @ problem.weight.double().T
+    logits = scale * (hidden @ problem.weight.double().T)
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     logits = logits / (temperature.reshape(-1, 1) if isinstance(temperature, torch.Tensor) else temperature)
     values, ids = logits.sort(dim=1, descending=True, stable=True)
@@ -28,10 +28,15 @@ def exact_topk(problem, k, temperature=1.0, softcap=None, scale=1.0):
         (FP32, (5,), 24, 70, 1, {}, 2**29),
         (FP32, (3, 2), 300, 1000, 5, {"temperature": 0.7, "scale": -1.3}, 2**29),
         (BF16, (7,), 64, 1500, 3, {"softcap": 3.0}, 60_000),
+        (BF16, (5,), 64, 1500, 3, {"softcap": 3.0, "scale": -0.7}, 2**29),
         (BF16, (2, 2), 64, 300, 300, {}, 2**29),
     ],
 )
-def test_values_ids_and_mass(dtype, shape, hidden_size, columns, k, keywords, workspace, backend, device):
+@pytest.mark.parametrize("most_values", [2**14, 256])
+def test_values_ids_and_mass(
+    dtype, shape, hidden_size, columns, k, keywords, workspace, most_values, backend, device, monkeypatch
+):
+    monkeypatch.setattr(topk, "_MOST_VALUES", most_values)  # one selection more
     problem = make_problem(shape, hidden_size, columns, device, dtype)
     logprobs, ids, lse = exact_topk(problem, k, **keywords)
     options = {"logits_scale" if name == "scale" else name: value for name, value in keywords.items()}

@@ -56,7 +56,7 @@ def ids_of_rows(ids: Tensor) -> Ids:
     """Return [N, K] as `Ids`."""
     num_rows, width = ids.shape
     numbers = torch.arange(num_rows + 1, dtype=torch.int64, device=ids.device)
-    return Ids(ids.reshape(-1), numbers[:num_rows].repeat_interleave(width), numbers * width)
+    return Ids(ids.reshape(-1).contiguous(), numbers[:num_rows].repeat_interleave(width), numbers * width)
 
 
 def ids_of_offsets(ids: Tensor, offsets: Tensor) -> Ids:
