@@ -70,7 +70,7 @@ def linear_logits_at(
     call = call_of_head("linear_logits_at", hidden, weight, keywords, (*OF_HEAD, *OF_GRADIENT), check, own)
     with torch.no_grad():
         flat = ids_of_rows(ids.reshape(-1, ids.shape[-1])) if offsets is None else ids_of_offsets(ids, offsets)
-    return LogitsAtFunction.apply(call.hidden, call.weight, call, flat).view(ids.shape)
+    return LogitsAtFunction.apply(call.hidden, call.weight, call, flat, False).view(ids.shape)
 
 
 def call_of_head(

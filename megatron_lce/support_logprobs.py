@@ -63,11 +63,10 @@ def support_logprobs(
     known = (*OF_HEAD, *OF_GRADIENT)
     call = call_of_head("support_logprobs", hidden, weight, keywords, known, check, own, labels, ignore_index)
     with torch.no_grad():
-        kept = ids_of_offsets(ids, offsets).sorted()
-        once = kept.each_once()
-    logprobs = LogitsAtFunction.apply(call.hidden, call.weight, call, kept, once).view(labels.shape)
+        kept = ids_of_offsets(ids, offsets).each_once()
+    logprobs = LogitsAtFunction.apply(call.hidden, call.weight, call, kept, True).view(labels.shape)
     if empty_rows:
-        sizes = torch.segment_reduce((once >= 0).float(), "sum", offsets=kept.offsets, unsafe=True)
+        sizes = torch.segment_reduce((kept.ids >= 0).float(), "sum", offsets=kept.offsets, unsafe=True)
         empty = (sizes == 0) & (call.labels != ignore_index)
         counted = rows_that_count(empty, call.options).rows
         num_empty = labels.numel() if counted is None else counted.shape[0]

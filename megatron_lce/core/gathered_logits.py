@@ -43,13 +43,15 @@ class Ids(NamedTuple):
         keys = torch.add(self.rows, self.ids.clamp(-1, _LARGEST_ID), alpha=self.num_tokens)
         return self._replace(**dict(zip(("keys", "order"), keys.sort(stable=True), strict=True)))
 
-    def each_once(self) -> Tensor:
-        """Return the ids [M], but -1 where a token's is repeated. They must be sorted."""
-        assert self.keys is not None
-        assert self.order is not None
-        repeated = torch.zeros_like(self.keys, dtype=torch.bool)
-        torch.eq(self.keys[1:], self.keys[:-1], out=repeated[1:])
-        return self.ids.masked_fill(torch.empty_like(repeated).scatter_(0, self.order, repeated), -1)
+    def each_once(self) -> "Ids":
+        """Return them sorted, with padding where a token's id is repeated."""
+        ids = self.sorted()
+        assert ids.keys is not None
+        assert ids.order is not None
+        repeated = torch.zeros_like(ids.keys, dtype=torch.bool)
+        torch.eq(ids.keys[1:], ids.keys[:-1], out=repeated[1:])
+        repeated = torch.empty_like(repeated).scatter_(0, ids.order, repeated)
+        return ids._replace(ids=ids.ids.masked_fill(repeated, -1))
 
 
 def ids_of_rows(ids: Tensor) -> Ids:
@@ -78,32 +80,24 @@ def logits_over_group(hidden: Tensor, ids: Ids, rows: Rows, call: Call) -> Tenso
 
 
 class LogitsAtFunction(torch.autograd.Function):
-    """Logits of a vocab-sharded weight at some ids of each token; of sets of ids, with labels, the labels' logprobs.
+    """Logits of a vocab-sharded weight at some ids of each token; of `sets`, `each_once`, the labels' logprobs.
 
     hidden  replicated, or sharded along the sequence  -> its gradient is summed over the group
     weight  this rank's shard                          -> its gradient is complete on this rank
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        call: Call,
-        ids: Ids,
-        once: Tensor | None = None,  # [M], `Ids.each_once` where logprobs are asked for
-    ) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, call: Call, ids: Ids, sets: bool) -> Tensor:
         ctx.num_tokens = call.labels.shape[0]
         with own_arithmetic(hidden.device, "linear_logits_at forward"):
             rows = call.backend.prepare_rows(call.labels, call.temperature, call.options, call.shard)
             logits = hidden.new_empty(ids.ids.shape[0], dtype=torch.float32)
             for block in _tokens(call, ctx.num_tokens).blocks():
                 logits = logits_over_group(block.hidden.wait(), ids, rows, call)
-            if once is None:
-                result, slopes = logits * LN_2, None
-            else:
-                sets = once, ids.rows, ids.offsets, call.labels, rows.to_nats
-                result, slopes = call.backend.set_logprobs(logits, *sets)
+            result, slopes = logits * LN_2, None
+            if sets:
+                of_sets = ids.ids, ids.rows, ids.offsets, call.labels, rows.to_nats
+                result, slopes = call.backend.set_logprobs(logits, *of_sets)
         ctx.call = call.without_tensors()
         kept = None if call.options.softcap is None else logits
         ctx.save_for_backward(hidden, weight, rows.scale, kept, slopes, *ids)
