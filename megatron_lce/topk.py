@@ -125,15 +125,15 @@ def _select(
     products, scale, width = whole[:, :num_columns], rows.scale, CHUNK_COLUMNS
     _fill(products, hidden, call)
     stats = call.backend.product_stats(products, scale)
-    _, parts = call.backend.largest(stats[:, 0].T, min(k, stats.shape[0]))
+    _, parts = call.backend.largest_values(stats[:, 0].T, min(k, stats.shape[0]))
     if parts.shape[1] * width > max(_MOST_VALUES, _FEW * k):
         falling = logits_factor(call.options) < 0
         whole[:, num_columns:].fill_(-LOWEST_LOGIT if falling else LOWEST_LOGIT)
         of_few = whole.view(num_tokens, -1, _FEW)
         of_few = of_few.amin(dim=2) if falling else of_few.amax(dim=2)
-        _, parts = call.backend.largest(of_few, k, scale, parts, width // _FEW)
+        _, parts = call.backend.largest_values(of_few, k, scale, parts, width // _FEW)
         width = _FEW
-    found = call.backend.largest(products, min(k, parts.shape[1] * width), scale, parts, width)
+    found = call.backend.largest_values(products, min(k, parts.shape[1] * width), scale, parts, width)
     for out, part in zip((logits, columns), found, strict=True):
         out[:, : part.shape[1]] = part
     return merged_over_group(stats, call)

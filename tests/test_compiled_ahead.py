@@ -24,7 +24,7 @@ OTHERS = {
     "_gathered_logits_kernel",
     "_gathered_sums_kernel",
     "_set_logprobs_kernel",
-    "_largest_kernel",
+    "_largest_values_kernel",
     "_product_stats_kernel",
     "_write_columns_kernel",
 }

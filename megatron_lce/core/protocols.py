@@ -140,7 +140,7 @@ class Backend(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Return logprobs [N] of labels in their sets in nats, NaN outside, and 1[label] - p [M]; 0 in ignored rows."""
 
-    def largest(
+    def largest_values(
         self,
         values: Tensor,  # [N, C] fp32
         k: int,

@@ -54,7 +54,7 @@ def set_logprobs(
     return (logprobs * to_nats).masked_fill_(to_nats == 0, 0.0), slopes.masked_fill_(absent, 0.0)
 
 
-def largest(
+def largest_values(
     values: Tensor, k: int, scale: Tensor | None = None, parts: Tensor | None = None, width: int = 1
 ) -> tuple[Tensor, Tensor]:
     """Return the largest values [N, k] of each row's parts and their columns, ascending; on ties the first ones."""

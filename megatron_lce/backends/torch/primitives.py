@@ -7,7 +7,7 @@ from megatron_lce.backends.torch.divergence import intermediate_bytes, read_prod
 from megatron_lce.backends.torch.gathered import (
     gathered_logits,
     gathered_sums,
-    largest,
+    largest_values,
     set_logprobs,
     write_columns,
 )

@@ -22,7 +22,7 @@ def set_logprobs(
     return logprobs, slopes
 
 
-def largest(
+def largest_values(
     values: Tensor, k: int, scale: Tensor | None = None, parts: Tensor | None = None, width: int = 1
 ) -> tuple[Tensor, Tensor]:
     """Return the largest values [N, k] of each row's parts and their columns, ascending; on ties the first ones."""
@@ -31,7 +31,7 @@ def largest(
     num_values = num_columns if parts is None else parts.shape[1] * width
     block = max(128, triton.next_power_of_2(num_values))
     if found.numel():
-        _largest_kernel[(num_rows,)](
+        _largest_values_kernel[(num_rows,)](
             values,
             scale,
             parts,
@@ -89,7 +89,7 @@ def _set_logprobs_kernel(
 
 
 @triton.jit(do_not_specialize=["K"])
-def _largest_kernel(
+def _largest_values_kernel(
     values_ptr,  # [N, C] fp32
     scale_ptr,  # [N] fp32, or None
     parts_ptr,  # [N, P] int64, or None
