@@ -10,7 +10,7 @@ from torch import nn
 from megatron_lce.backends.choice import describe_backend
 from megatron_lce.core.options import WORKSPACE_BYTES, BackendName, Options
 from megatron_lce.core.validation import check_flag, check_options
-from megatron_lce.megatron_integration.capture import CapturedHead
+from megatron_lce.megatron_integration.capture import CapturingHead
 from megatron_lce.megatron_integration.fused_loss import FusedLoss, not_applied
 from megatron_lce.megatron_integration.heads import check_softcap
 from megatron_lce.megatron_integration.method_overrides import MethodOverride, overrides_of
@@ -56,7 +56,7 @@ class FusedLinearCE:
             return ("it was removed, or the model was enabled once more",)
         if not self._fused.has_its_head:
             return ("the model's output_layer was replaced",)
-        if any(isinstance(owner, CapturedHead) for owner in _owners([self._fused.language_model, self._fused.head])):
+        if any(isinstance(owner, CapturingHead) for owner in _owners([self._fused.language_model, self._fused.head])):
             return ("a capture of the model is open",)
         return ("the head's forward or the model's loss was replaced by other code",)
 
@@ -144,7 +144,7 @@ def enable_fused_linear_ce(
             f"logits_cache_bytes must be 0 with known_loss, got {logits_cache_bytes}: nothing is recomputed"
         )
     modules = modules_of(model)
-    if use_fused_linear_ce and any(isinstance(owner, CapturedHead) for owner in _owners(modules)):
+    if use_fused_linear_ce and any(isinstance(owner, CapturingHead) for owner in _owners(modules)):
         raise RuntimeError("capture_lm_head is open on this model: enable before or after it")
     if not use_fused_linear_ce:
         _uninstall(modules)

@@ -97,7 +97,7 @@ def fused_output_processor(
     assert isinstance(logits, UncomputedLogits)
     outputs = logits.call.linear_cross_entropy(
         labels.where(counted, IGNORE_INDEX),
-        temperature,
+        temperature=temperature,
         ignore_index=IGNORE_INDEX,
         entropy=context.entropy,
         **context.keywords,
