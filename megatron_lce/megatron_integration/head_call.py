@@ -16,7 +16,7 @@ from megatron_lce.core.upstream import Promise
 from megatron_lce.core.validation import check_number
 from megatron_lce.cross_entropy import linear_cross_entropy
 from megatron_lce.known_upstream import linear_token_losses
-from megatron_lce.megatron_integration.heads import check_softcap, form_of
+from megatron_lce.megatron_integration.heads import check_softcap, logits_dtype_of, softcap_of
 from megatron_lce.megatron_integration.main_grad import MainGradSink, main_grad_sink
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class HeadCall:
         check_number("logits_scale", logits_scale)
         check_softcap(self.head, keywords.get("softcap"))
         logits_scale *= self.logits_scale
-        softcap = form_of(self.head).softcap
+        softcap = softcap_of(self.head)
         if softcap is None:
             return keywords | {"logits_scale": logits_scale}
         if logits_scale != 1.0:  # after the head, so after its cap
@@ -129,7 +129,7 @@ class HeadCall:
         logits_scale, softcap = keywords.pop(f"{role}_logits_scale", 1.0), keywords.pop(f"{role}_softcap", None)
         check_number(f"{role}_logits_scale", logits_scale)
         check_softcap(self.head, softcap)
-        own, scale = form_of(self.head).softcap, logits_scale * self.logits_scale
+        own, scale = softcap_of(self.head), logits_scale * self.logits_scale
         if own is not None and scale != 1.0:
             raise ValueError(f"{role}_logits_scale must be 1 where the head has a softcap before it, got {scale}")
         return {f"{role}_logits_scale": scale, f"{role}_softcap": softcap if own is None else own}
@@ -145,19 +145,19 @@ class HeadCall:
     @property
     def logits_dtype(self) -> torch.dtype:
         """The dtype of what Megatron's head returns."""
-        return form_of(self.head).logits_dtype or self.autocast_dtype or self.hidden.dtype
+        return logits_dtype_of(self.head) or self.autocast_dtype or self.hidden.dtype
 
     def logits(self) -> Tensor:
         """[s, b, V/tp] as Megatron computes them; under sequence parallel with a collective."""
         self.check_unchanged()
-        logits = self.megatrons_logits(self.hidden, self.weight)
-        return logits if self.logits_scale == 1.0 else logits * self.logits_scale
+        return self.logits_of(self.hidden, self.weight)
 
-    def megatrons_logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+    def logits_of(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """What the head's own forward makes of these, under the autocast of the call."""
         dtype = self.autocast_dtype
         with torch.autocast(hidden.device.type, dtype or torch.bfloat16, enabled=dtype is not None):
-            return type(self.head).forward(self.head, hidden, weight)[0]
+            logits = type(self.head).forward(self.head, hidden, weight)[0]
+        return logits if self.logits_scale == 1.0 else logits * self.logits_scale
 
     def check_unchanged(self) -> None:
         """What is computed of hidden and weight later must be what the forward pass would have computed of them."""
