@@ -18,8 +18,7 @@ from megatron_lce.compat_arguments import (
     check_reduction,
     check_torchs_head,
     checked_labels,
-    over_all_rows,
-    over_counted_rows,
+    reduced,
     refuse_unsupported,
 )
 from megatron_lce.core import collectives, validation
@@ -104,7 +103,7 @@ def areal_linear_cross_entropy(
     operation = Operation("areal_linear_cross_entropy", group="dist_process_group", prepare=prepare, own=own)
     out = fused_outputs(hidden, weight, labels, options, operation)
     assert out.entropy is not None
-    results = tuple(over_all_rows(value.reshape(-1), reduction) for value in (out.logprobs, out.entropy))
+    results = tuple(reduced(value.reshape(-1), reduction) for value in (out.logprobs, out.entropy))
     if out.max_logit is None:
         return results
     temperature = _checked_temperature(temperature, labels.reshape(out.max_logit.shape))
@@ -166,7 +165,7 @@ def megatron_linear_cross_entropy(
     own = {"reduction": reduction, "rows of weight": validation.rows_of(weight)}
     operation = Operation("megatron_linear_cross_entropy", prepare=prepare, own=own)
     out = fused_outputs(hidden, weight, labels, options, operation)
-    return over_counted_rows(-out.logprobs.reshape(-1), counts(labels), reduction)
+    return reduced(-out.logprobs.reshape(-1), reduction, counts(labels))
 
 
 def torch_linear_cross_entropy(
@@ -246,4 +245,4 @@ def torch_linear_cross_entropy(
         loss = loss * counted
     if label_smoothing:
         loss = (1 - label_smoothing) * loss + label_smoothing / num_classes * smooth
-    return over_counted_rows(loss, counted, reduction).to(input.dtype)
+    return reduced(loss, reduction, counted).to(input.dtype)

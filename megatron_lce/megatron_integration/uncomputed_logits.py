@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from megatron_lce.compat_arguments import Reduction, reduce_loss
+from megatron_lce.compat_arguments import Reduction, check_reduction, reduced
 from megatron_lce.core.options import IGNORE_INDEX
 from megatron_lce.core.upstream import Promise
 from megatron_lce.core.validation import as_int64, refuse_double_backward
@@ -104,6 +104,7 @@ class UncomputedLogits(Tensor):
             RuntimeError: the logits were changed in place, have a hook or retain their gradient.
         """
         self.check_untouched()
+        check_reduction(reduction)
         labels = as_int64(labels)
         labels = labels.masked_fill((labels < 0) | (labels == ignore_index), IGNORE_INDEX)
         options |= {"ignore_index": IGNORE_INDEX, "entropy": False, "telemetry": telemetry}
@@ -117,7 +118,7 @@ class UncomputedLogits(Tensor):
             self.largest = swap(out.max_logit), swap(out.argmax)
         if losses.requires_grad and self.call.backward_passes is not None:
             losses.register_hook(self.call.backward_passes.note)
-        return reduce_loss(losses, labels != IGNORE_INDEX, reduction)
+        return reduced(losses, reduction, labels != IGNORE_INDEX)
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
