@@ -22,7 +22,7 @@ from megatron_lce.backends.choice import auto_obstacle, triton_obstacle
 from megatron_lce.backends.reference import reference_linear_cross_entropy
 from megatron_lce.core.upstream import Promise
 from megatron_lce.cross_entropy import linear_cross_entropy
-from megatron_lce.known_upstream import linear_token_losses
+from megatron_lce.token_loss import linear_token_losses
 
 OLDEST = {"torch": (2, 9), "triton": (3, 5), "megatron-core": (0, 14)}
 NEWEST = {"torch": (2, 13), "triton": (3, 9), "megatron-core": (0, 19)}  # that the tests ran with

@@ -15,9 +15,9 @@ from megatron_lce.core.options import LinearCrossEntropyOutput
 from megatron_lce.core.upstream import Promise
 from megatron_lce.core.validation import check_number
 from megatron_lce.cross_entropy import linear_cross_entropy
-from megatron_lce.known_upstream import linear_token_losses
 from megatron_lce.megatron_integration.heads import check_softcap, logits_dtype_of, softcap_of
 from megatron_lce.megatron_integration.main_grad import MainGradSink, main_grad_sink
+from megatron_lce.token_loss import linear_token_losses
 
 if TYPE_CHECKING:
     from megatron.core.tensor_parallel import ColumnParallelLinear
