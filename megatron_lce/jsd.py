@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_lce.arguments import Operation, check_per_token, make_call
+from megatron_lce.arguments import Operation, check_per_token, make_call, shaped
 from megatron_lce.core import validation
 from megatron_lce.core.collectives import waited
 from megatron_lce.core.distillation import JsdPass, linear_jsd_autograd
@@ -190,7 +190,7 @@ def linear_jsd(
         loss, outputs = known_loss(run, with_gradient), run.student_outputs() if return_student else []
     if not return_student:
         return loss
-    return loss, LinearCrossEntropyOutput(*(output.view(call.shape) for output in outputs))
+    return loss, LinearCrossEntropyOutput(*shaped(outputs, call.shape))
 
 
 def _check(

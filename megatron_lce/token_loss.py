@@ -5,14 +5,13 @@ to be one number.
 """
 
 import functools
-from collections.abc import Iterable
 from types import CodeType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from megatron_lce.arguments import Operation, check_per_token, make_call
+from megatron_lce.arguments import Operation, check_per_token, make_call, shaped
 from megatron_lce.core import validation
 from megatron_lce.core.autograd import check_workspace
 from megatron_lce.core.call import Call
@@ -115,9 +114,8 @@ def linear_token_loss(
     flat = [tensor.reshape(labels.numel(), *tensor.shape[labels.dim() :]) for tensor in per_token]
     run, total = _run(TokenLossPass, call, _seen_once(loss), flat)
     with torch.no_grad(), own_arithmetic(hidden.device, "linear_token_loss"):
-        outputs, metrics = run.results()
-    metrics = {name: metric.view(labels.shape + metric.shape[1:]) for name, metric in metrics.items()}
-    return TokenLoss(total, _shaped(outputs, labels.shape), metrics)
+        outputs, metrics = shaped(run.results(), labels.shape)
+    return TokenLoss(total, outputs, metrics)
 
 
 def linear_token_losses(
@@ -142,7 +140,7 @@ def linear_token_losses(
     """
     call = make_call(hidden, weight, labels, Options(**keywords), Operation("linear_token_losses"))
     run, losses = _run(TokenLossesPass, call, promise)
-    return losses.view(labels.shape), _shaped(run.outputs(), labels.shape)
+    return shaped((losses, run.outputs()), labels.shape)
 
 
 def _run(kind: type[Pass], call: Call, *arguments: Any) -> tuple[Pass, Tensor]:
@@ -152,10 +150,6 @@ def _run(kind: type[Pass], call: Call, *arguments: Any) -> tuple[Pass, Tensor]:
     with torch.no_grad(), own_arithmetic(call.hidden.device, kind.name):
         run = kind(call, *arguments, with_gradient)  # type: ignore[call-arg]
     return run, known_loss(run, with_gradient)
-
-
-def _shaped(outputs: Iterable[Tensor | None], shape: torch.Size) -> LinearCrossEntropyOutput:
-    return LinearCrossEntropyOutput(*(None if x is None else x.view(shape + x.shape[1:]) for x in outputs))  # type: ignore[arg-type]
 
 
 def _seen_once(loss: TokenLossFunction) -> TokenLossFunction:

@@ -69,17 +69,18 @@ class FusedLoss(ReplacedHead):
         **of_loss: Any,
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         """Gathered logits are for sampling, never for a loss."""
-        head, self._not_used = self.head, None
-        wants_loss = of_loss.get("output_cross_entropy_loss", False)
-        if not wants_loss and (self._wants_logits or runtime_gather_output):
-            if self._wants_logits and self.language_model.training and torch.is_grad_enabled():
+        head, wants_loss = self.head, of_loss.get("output_cross_entropy_loss", False)
+        if self._wants_logits and not wants_loss:
+            self._not_used = _NO_LABELS
+            if self.language_model.training and torch.is_grad_enabled():
                 self._warn_once(_NO_LABELS)
-            self._not_used = _NO_LABELS if self._wants_logits else "runtime_gather_output asks for gathered logits"
-            return type(head).forward(head, input_, weight, runtime_gather_output, **of_loss)
-        self._not_used = managed_weight_reason(head, head.weight if weight is None else weight)
-        if self._not_used is not None:  # FSDP was wrapped around the head since
-            if wants_loss:
+        elif runtime_gather_output and not wants_loss:
+            self._not_used = "runtime_gather_output asks for gathered logits"
+        else:  # FSDP may have been wrapped around the head since
+            self._not_used = managed_weight_reason(head, head.weight if weight is None else weight)
+            if self._not_used is not None and wants_loss:
                 self._warn_once(self._not_used + not_applied(self.options))
+        if self._not_used is not None:
             return type(head).forward(head, input_, weight, runtime_gather_output, **of_loss)
         call = HeadCall.of(head, input_, weight, self._backward_passes)
         if not wants_loss:
