@@ -23,8 +23,7 @@ from megatron_lce.core.logits_cache import LogitsCache, new_cache
 from megatron_lce.core.options import DIFFERENTIABLE, LinearCrossEntropyOutput, Options, outputs_asked_for
 
 _KEYWORDS = {  # the type of each in a schema
-    "temperature": "Tensor",  # a number, [] fp64 on the host: the compiler would make a graph for each float
-    "temperatures": "Tensor?",  # one a token, instead
+    "temperature": "Tensor",  # one a token; or a number, [] fp64: the compiler would make a graph for each float
     "candidates": "Tensor?",
     "tp_group": "str?",  # its name
     "sequence_parallel": "bool",
@@ -47,7 +46,7 @@ _KEYWORDS = {  # the type of each in a schema
     "itself": "Tensor?",  # another one for each call that keeps logits
 }
 _OF_NODE = ("needs_hidden", "needs_weight", "itself")  # which `linear_cross_entropy` has not
-_TENSORS = ("temperature", "temperatures", "logits_scale", "candidates")  # that backward needs once more
+_TENSORS = ("temperature", "logits_scale", "candidates")  # that backward needs once more
 # Those of `Options` that travel into a node without another form.
 _AS_THEY_ARE = tuple(
     field.name
@@ -65,8 +64,7 @@ def as_one_node(hidden: Tensor, weight: Tensor, labels: Tensor, options: Options
         hidden,
         weight,
         labels,
-        temperature=_as_tensor(1.0 if isinstance(temperature, Tensor) else temperature),
-        temperatures=temperature if isinstance(temperature, Tensor) else None,
+        temperature=temperature if isinstance(temperature, Tensor) else _as_tensor(temperature),
         candidates=options.candidates,
         logits_scale=_as_tensor(options.logits_scale),
         tp_group=None if options.tp_group is None else options.tp_group.group_name,
@@ -78,13 +76,7 @@ def as_one_node(hidden: Tensor, weight: Tensor, labels: Tensor, options: Options
         itself=torch.empty(0, dtype=torch.uint8, device=hidden.device) if options.logits_cache_bytes else None,
         **{name: getattr(options, name) for name in _AS_THEY_ARE},
     )
-    given = dict(
-        zip(
-            _outputs({name: getattr(options, name) for name in ("entropy", "telemetry", "candidates")}),
-            outputs,
-            strict=False,
-        )
-    )
+    given = dict(zip(_outputs(vars(options)), outputs, strict=False))
     return LinearCrossEntropyOutput(*(given.get(name) for name in LinearCrossEntropyOutput._fields))  # type: ignore[arg-type]
 
 
@@ -115,12 +107,10 @@ def _arguments(values: Sequence[Any]) -> tuple[dict[str, Any], Options]:
     """The keywords of a node, and the options of the call that it is."""
     keywords = dict(zip(_KEYWORDS, values, strict=True))
     public = {name: value for name, value in keywords.items() if name not in _OF_NODE}
-    temperatures, num_counted = public.pop("temperatures"), public.pop("num_counted")
+    num_counted = public.pop("num_counted")
     for name in ("temperature", "logits_scale"):
-        # While shapes are traced nobody knows the number, and none is needed.
-        public[name] = 1.0 if isinstance(public[name], FakeTensor) else float(public[name])
-    if temperatures is not None:
-        public["temperature"] = temperatures
+        if public[name].dim() == 0:  # while shapes are traced nobody knows the number, and none is needed
+            public[name] = 1.0 if isinstance(public[name], FakeTensor) else float(public[name])
     if num_counted is not None:
         public["skip_ignored"] = num_counted
     elif public["skip_ignored"]:
