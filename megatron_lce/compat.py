@@ -25,6 +25,7 @@ from megatron_lce.core import collectives, validation
 from megatron_lce.core.options import IGNORE_INDEX, Options
 from megatron_lce.core.weighted_logits import weighted_logits
 from megatron_lce.cross_entropy import fused_outputs
+from megatron_lce.megatron_integration.summed_in_front import is_summed_in_front
 
 
 def linear_cross_entropy(
@@ -83,8 +84,6 @@ def areal_linear_cross_entropy(
 
     That is fp32 [N], whatever the reduction, before the temperature, without gradient, and 0 in ignored rows.
     """
-    # Imported here: the Megatron part stands on this file.
-    from megatron_lce.megatron_integration.summed_in_front import is_summed_in_front
 
     def prepare(labels: Tensor, options: Options, ranks: int) -> tuple[Tensor, Options]:
         check_reduction(reduction)
