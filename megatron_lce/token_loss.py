@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from megatron_lce.arguments import Operation, check_per_token, make_call, shaped
 from megatron_lce.core import validation
@@ -165,24 +166,18 @@ def _seen_once(loss: TokenLossFunction) -> TokenLossFunction:
         capturing = losses.is_cuda and torch.cuda.is_current_stream_capturing()
         if code in _seen or tokens < 2 or capturing:
             return result
-        parts = slice(tokens // 2), slice(tokens // 2, tokens)
+
+        def losses_of(part: slice) -> Tensor:
+            some, theirs = tree_map_only(Tensor, lambda x: x[part], (outputs, per_token))
+            return checked_losses(loss(some, *theirs), some.logprobs.shape[0])[0]
+
         with torch.no_grad():
-            apart = torch.cat(
-                [
-                    _losses_of(loss, [x if x is None else x[part] for x in outputs], [x[part] for x in per_token])
-                    for part in parts
-                ]
-            )
+            apart = torch.cat([losses_of(slice(tokens // 2)), losses_of(slice(tokens // 2, tokens))])
         check_tokens_apart(losses, apart)
         _seen.add(code)
         return result
 
     return loss if code in _seen else compared
-
-
-def _losses_of(loss: TokenLossFunction, outputs: list[Tensor | None], per_token: list[Tensor]) -> Tensor:
-    some = LinearCrossEntropyOutput(*outputs)  # type: ignore[arg-type]
-    return checked_losses(loss(some, *per_token), some.logprobs.shape[0])[0]
 
 
 def check_tokens_apart(losses: Tensor, apart: Tensor) -> None:
