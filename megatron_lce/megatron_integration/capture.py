@@ -29,21 +29,16 @@ class CapturingHead(ReplacedHead):
 
     def __init__(self, language_model: LanguageModule):
         self.captured = CapturedHead()
-        self._in_pass = False  # of this model, of two that share the output layer
         super().__init__(language_model)
 
-    def start_pass(self, model: nn.Module, given: dict[str, Any], takes_labels: bool) -> Tensor | None:
+    def start_pass(self, given: dict[str, Any], takes_labels: bool) -> Tensor | None:
         """Gives the model labels where it has none and no MTP would use them: then it makes nothing of the logits.
 
         So it does under torch.compile, which cannot trace what uncomputed logits are made into.
         """
-        self._in_pass = model is self.language_model
         if given.get("labels") is not None or not takes_labels or self.mtp_layers:
             return None
         return torch.empty(0, dtype=torch.int64)
-
-    def end_pass(self) -> None:
-        self._in_pass = False
 
     def forward(
         self,
@@ -52,7 +47,7 @@ class CapturingHead(ReplacedHead):
         runtime_gather_output: bool | None = None,
         **of_loss: Any,
     ) -> Tensor | tuple[Tensor, Tensor | None]:
-        if not self._in_pass:  # of another model's pass
+        if self.in_pass is not self.language_model:  # of two models that share the output layer
             return self.overrides[0].below()(input_, weight, runtime_gather_output, **of_loss)
         self.captured._call = call = HeadCall.of(self.head, input_, weight)
         logits = UncomputedLogits(call, self._capture)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_lce.core.options import IGNORE_INDEX
 from megatron_lce.core.upstream import Promise
@@ -32,7 +32,7 @@ class FusedLoss(ReplacedHead):
         self._packed: Any = None  # Megatron's parameters of packed sequences
         self._warned: set[str] = set()
         self._backward_passes = BackwardPasses()
-        self._wants_logits = False  # in a pass without labels
+        self._wants_logits = False  # the pass has no labels
         self._not_used: str | None = None  # why the head last gave Megatron's logits although there are labels
 
     @property
@@ -70,7 +70,7 @@ class FusedLoss(ReplacedHead):
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         """Gathered logits are for sampling, never for a loss."""
         head, wants_loss = self.head, of_loss.get("output_cross_entropy_loss", False)
-        if self._wants_logits and not wants_loss:
+        if self._wants_logits and self.in_pass is not None and not wants_loss:
             self._not_used = _NO_LABELS
             if self.language_model.training and torch.is_grad_enabled():
                 self._warn_once(_NO_LABELS)
@@ -107,7 +107,7 @@ class FusedLoss(ReplacedHead):
             self._warn_once("code beside the loss reads them", "the logits of an enabled model are computed")
         return call.logits()
 
-    def start_pass(self, model: nn.Module, given: dict[str, Any], takes_labels: bool) -> Tensor | None:
+    def start_pass(self, given: dict[str, Any], takes_labels: bool) -> Tensor | None:
         """Whether the model wants logits; masked labels [b, s] become ignored ones.
 
         Megatron derives the labels of its MTP losses from these by the shift that it derives their mask by.
@@ -121,15 +121,12 @@ class FusedLoss(ReplacedHead):
             self._packed = given.get("packed_seq_params")
         if loss_mask is None:
             if self.skip_masked:
-                called = f"{type(model).__name__} was called with labels and without loss_mask"
+                called = f"{type(self.in_pass).__name__} was called with labels and without loss_mask"
                 self._warn_once(called, "skip_masked is True but only negative labels are skipped")
             return None
         if loss_mask.shape != labels.shape:
             raise ValueError(f"loss_mask must have labels' shape, {tuple(labels.shape)}, got {tuple(loss_mask.shape)}")
         return labels.masked_fill(loss_mask == 0, IGNORE_INDEX)
-
-    def end_pass(self) -> None:
-        self._wants_logits = False
 
     def _warn_once(self, reason: str, what: str = "fused linear cross-entropy is enabled but was not used") -> None:
         if reason not in self._warned:

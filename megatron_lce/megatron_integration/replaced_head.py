@@ -23,6 +23,7 @@ class ReplacedHead(ABC):
         self.head: ColumnParallelLinear = language_model.output_layer
         self.mtp_layers: int = language_model.config.mtp_num_layers or 0
         self.mtp_losses_left = 0  # in this pass, in front of the main one
+        self.in_pass: nn.Module | None = None  # the model whose forward runs; a shallow copy has the original's hooks
         keep_hooks_off_uncomputed_logits(self.head)
         self._hooks = (
             language_model.register_forward_pre_hook(self._start_pass, with_kwargs=True),
@@ -58,18 +59,14 @@ class ReplacedHead(ABC):
         """In place of LanguageModule's, for the main loss and for MTP's: labels [b, s] to loss [b, s]."""
 
     @abstractmethod
-    def start_pass(self, model: nn.Module, given: dict[str, Any], takes_labels: bool) -> Tensor | None:
+    def start_pass(self, given: dict[str, Any], takes_labels: bool) -> Tensor | None:
         """In front of the model's forward with the arguments `given`: the labels it is to have instead, or None."""
-
-    @abstractmethod
-    def end_pass(self) -> None:
-        """Behind the model's forward, however that ends."""
 
     def _start_pass(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
         names = argument_names(type(model).forward)
-        self.mtp_losses_left = self.mtp_layers
-        labels = self.start_pass(model, dict(zip(names, args, strict=False)) | kwargs, "labels" in names)
+        self.in_pass, self.mtp_losses_left = model, self.mtp_layers
+        labels = self.start_pass(dict(zip(names, args, strict=False)) | kwargs, "labels" in names)
         return None if labels is None else with_labels(names, args, kwargs, labels)
 
     def _end_pass(self, *_: Any) -> None:
-        self.end_pass()
+        self.in_pass = None
