@@ -11,7 +11,7 @@ import megatron_lce
 from benchmark.shapes import Inputs
 from megatron_lce.core.options import WORKSPACE_BYTES, LinearCrossEntropyOutput
 from megatron_lce.core.upstream import Promise
-from megatron_lce.known_upstream import linear_token_losses
+from megatron_lce.token_loss import linear_token_losses
 
 MIB = 2**20
 Step = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]  # outputs, and the gradients of hidden and weight

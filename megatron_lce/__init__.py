@@ -7,18 +7,13 @@ from megatron_lce.cross_entropy import linear_cross_entropy
 from megatron_lce.head import FusedLinearHead
 from megatron_lce.jsd import linear_jsd
 from megatron_lce.logits_at import linear_logits_at
-from megatron_lce.megatron_integration import (
-    CapturedHead,
-    Explanation,
-    FusedLinearCE,
-    FusedOutputContext,
-    accept_head,
-    capture_lm_head,
-    enable_fused_linear_ce,
-    explain,
-    fused_output_processor,
-    install_megatron_linear_cross_entropy,
-)
+from megatron_lce.megatron_integration.capture import capture_lm_head
+from megatron_lce.megatron_integration.captured_head import CapturedHead
+from megatron_lce.megatron_integration.enable import FusedLinearCE, enable_fused_linear_ce
+from megatron_lce.megatron_integration.explanation import Explanation, explain
+from megatron_lce.megatron_integration.heads import accept_head
+from megatron_lce.megatron_integration.output_processor import FusedOutputContext, fused_output_processor
+from megatron_lce.megatron_integration.own_flag import install_megatron_linear_cross_entropy
 from megatron_lce.packed import context_parallel_gather, context_parallel_shard, shift_labels
 from megatron_lce.support_logprobs import support_logprobs
 from megatron_lce.token_loss import TokenLoss, linear_token_loss

@@ -1,6 +1,7 @@
 """The command `megatron-lce`, also `python -m megatron_lce`: `doctor` and `estimate`."""
 
 import argparse
+import contextlib
 import json
 import math
 import sys
@@ -13,7 +14,7 @@ from megatron_lce.core.options import WORKSPACE_BYTES
 from megatron_lce.core.plan import ALIGNED_COLUMNS, ceil_div, round_up
 from megatron_lce.estimate import TERABYTES, estimate_table, format_estimates
 from megatron_lce.head_memory import HeadStep
-from megatron_lce.model_shapes import MODEL_SHAPES, ModelShape, find_model, read_config
+from megatron_lce.model_shapes import MODEL_SHAPES, find_model, read_config
 
 MIB, GIB = 2**20, 2**30
 MEGATRON_PADS_TO = 128  # columns of each rank: its --make-vocab-size-divisible-by
@@ -46,8 +47,12 @@ def _add_estimate(commands: Any) -> None:
     add = command.add_argument
     count = _number(int, lambda value: value >= 1, "a whole number, at least 1")
     models = f"Public model that gives hidden size and vocabulary: {', '.join(MODEL_SHAPES)}."
-    add("--model", type=_model, help=models)
-    add("--config", type=_config, help="A Hugging Face config.json that gives them, in place of --model.")
+    model = command.add_mutually_exclusive_group().add_argument
+    model("--model", type=_parsed_by(find_model, "; --hidden and --vocab describe any other"), help=models)
+    config = _parsed_by(lambda path: read_config(Path(path)))
+    model(
+        "--config", dest="model", type=config, help="A Hugging Face config.json that gives them, in place of --model."
+    )
     add("--hidden", type=count, help=f"Hidden size, a multiple of {ALIGNED_COLUMNS}; with --vocab for any other model.")
     add("--vocab", type=count, help="Vocabulary of all ranks together, padding included (default: the model's own).")
     add("--tokens", type=count, default=8192, help="Tokens of a microbatch, whole sequences (default: %(default)s).")
@@ -70,31 +75,26 @@ def _add_estimate(commands: Any) -> None:
     command.set_defaults(run=_estimate, fail=command.error)
 
 
-def _number(kind: type, is_right: Callable[[Any], bool], what: str) -> Callable[[str], int | float]:
-    def parse(text: str) -> int | float:
+def _parsed_by(parse: Callable[[str], Any], hint: str = "") -> Callable[[str], Any]:
+    """A type for argparse, which shows no other error's message."""
+
+    def parsed(text: str) -> Any:
         try:
-            value = kind(text)
-        except ValueError:
-            value = None
-        if value is None or not is_right(value):
-            raise argparse.ArgumentTypeError(f"must be {what}, got {text}")
-        return value
+            return parse(text)
+        except (OSError, ValueError) as error:
+            raise argparse.ArgumentTypeError(f"{error}{hint}") from None
 
-    return parse
+    return parsed
 
 
-def _model(name: str) -> tuple[str, ModelShape]:
-    try:
-        return find_model(name)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{error}; --hidden and --vocab describe any other") from None
+def _number(kind: type, is_right: Callable[[Any], bool], what: str) -> Callable[[str], Any]:
+    def parse(text: str) -> int | float:
+        with contextlib.suppress(ValueError):
+            if is_right(value := kind(text)):
+                return value
+        raise ValueError(f"must be {what}, got {text}")
 
-
-def _config(path: str) -> tuple[str, ModelShape]:
-    try:
-        return read_config(Path(path))
-    except (OSError, ValueError) as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    return _parsed_by(parse)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
@@ -106,14 +106,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 def _estimate(arguments: argparse.Namespace) -> int:
     cache_bytes = None if arguments.cache_mib is None else arguments.cache_mib * MIB
     memory_bytes = None if arguments.memory_gib is None else int(arguments.memory_gib * GIB)
-    try:
-        if arguments.config is not None:
-            if arguments.model is not None:
-                raise ValueError("--model must not be given beside --config")
-            arguments.model = arguments.config
-        title, step = _head_step(arguments)
-    except ValueError as error:
-        arguments.fail(str(error))
+    title, step = _head_step(arguments)
     try:
         rows = estimate_table(
             step,
@@ -139,16 +132,16 @@ def _head_step(arguments: argparse.Namespace) -> tuple[str, HeadStep]:
     if arguments.model:
         name, shape = arguments.model
         if hidden is not None:
-            raise ValueError(f"--hidden must not be given beside --model or --config, got {hidden}")
+            arguments.fail(f"--hidden must not be given beside --model or --config, got {hidden}")
         hidden, vocab = shape.hidden, shape.vocab if vocab is None else vocab
         name += " (tied head): " if shape.tied else ": "
     if hidden is None or vocab is None:
-        raise ValueError("--model, --config, or both --hidden and --vocab must be given")
+        arguments.fail("--model, --config, or both --hidden and --vocab must be given")
     if hidden % ALIGNED_COLUMNS:
-        raise ValueError(f"--hidden must be a multiple of {ALIGNED_COLUMNS} for an estimate, got {hidden}")
+        arguments.fail(f"--hidden must be a multiple of {ALIGNED_COLUMNS} for an estimate, got {hidden}")
     if arguments.cache_mib and arguments.dtype == "fp32":
         kept = arguments.cache_mib
-        raise ValueError(f"--cache-mib must be 0 with --dtype fp32, of which nothing is kept, got {kept}")
+        arguments.fail(f"--cache-mib must be 0 with --dtype fp32, of which nothing is kept, got {kept}")
     columns = ceil_div(vocab, arguments.tp)
     step = HeadStep(
         arguments.tokens,

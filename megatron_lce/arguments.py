@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.utils._pytree import tree_map_only
 
 from megatron_lce.backends.choice import load_backend
 from megatron_lce.core import collectives, validation
@@ -15,6 +16,7 @@ from megatron_lce.core.call import Call
 from megatron_lce.core.options import Options, Shard, WeightGradSink
 from megatron_lce.core.products import laid_out
 
+T = TypeVar("T")
 HEAD = ("hidden", "weight", "labels")
 _OWN = ("tp_group", "vocab_start")  # what ranks need not have in common
 _BY_TYPE = ("temperature", "weight_grad_sink")  # what may change from call to call, but for its type
@@ -131,12 +133,19 @@ def checked_options(
         validation.check_vocab_size(options.vocab_size, first + ranks * weight.shape[0])
     if sequence_parallel and not options.reduce_grad_hidden:
         raise ValueError("reduce_grad_hidden must be True with sequence_parallel, got False")
-    _check_sink(options.weight_grad_sink, hidden, weight)
+    sink, step = options.weight_grad_sink, 16 // hidden.element_size()
+    if sink is not None and weight.shape[1] % step:
+        raise ValueError(f"weight_grad_sink must be None where H is no multiple of {step}, got {tuple(weight.shape)}")
     if options.backend == "reference":
-        _check_reference(ranks, shard.start, options.weight_grad_sink)
+        _check_reference(ranks, shard.start, sink)
     return replace(
         options, tp_group=options.tp_group if ranks > 1 else None, sequence_parallel=sequence_parallel
     ), shard
+
+
+def shaped(results: T, shape: tuple[int, ...]) -> T:
+    """Per-token results, [N, ...] each, in the caller's shape of labels."""
+    return tree_map_only(Tensor, lambda result: result.view((*shape, *result.shape[1:])), results)
 
 
 def check_per_token(name: str, tensor: Tensor, shape: tuple[int, ...], device: torch.device, first: bool) -> None:
@@ -174,12 +183,6 @@ def _describe(
         "skip_ignored": validation.kind_of_skipping(options.skip_ignored),
         "candidates": validation.kind_of(options.candidates),
     }
-
-
-def _check_sink(sink: WeightGradSink | None, hidden: Tensor, weight: Tensor) -> None:
-    step = 16 // hidden.element_size()
-    if sink is not None and weight.shape[1] % step:
-        raise ValueError(f"weight_grad_sink must be None where H is no multiple of {step}, got {tuple(weight.shape)}")
 
 
 def _check_reference(ranks: int, vocab_start: int, sink: WeightGradSink | None) -> None:

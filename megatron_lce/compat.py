@@ -18,14 +18,14 @@ from megatron_lce.compat_arguments import (
     check_reduction,
     check_torchs_head,
     checked_labels,
-    over_all_rows,
-    over_counted_rows,
+    reduced,
     refuse_unsupported,
 )
 from megatron_lce.core import collectives, validation
 from megatron_lce.core.options import IGNORE_INDEX, Options
 from megatron_lce.core.weighted_logits import weighted_logits
 from megatron_lce.cross_entropy import fused_outputs
+from megatron_lce.megatron_integration.summed_in_front import is_summed_in_front
 
 
 def linear_cross_entropy(
@@ -84,8 +84,6 @@ def areal_linear_cross_entropy(
 
     That is fp32 [N], whatever the reduction, before the temperature, without gradient, and 0 in ignored rows.
     """
-    # Imported here: the Megatron part stands on this file.
-    from megatron_lce.megatron_integration.summed_in_front import is_summed_in_front
 
     def prepare(labels: Tensor, options: Options, ranks: int) -> tuple[Tensor, Options]:
         check_reduction(reduction)
@@ -104,7 +102,7 @@ def areal_linear_cross_entropy(
     operation = Operation("areal_linear_cross_entropy", group="dist_process_group", prepare=prepare, own=own)
     out = fused_outputs(hidden, weight, labels, options, operation)
     assert out.entropy is not None
-    results = tuple(over_all_rows(value.reshape(-1), reduction) for value in (out.logprobs, out.entropy))
+    results = tuple(reduced(value.reshape(-1), reduction) for value in (out.logprobs, out.entropy))
     if out.max_logit is None:
         return results
     temperature = _checked_temperature(temperature, labels.reshape(out.max_logit.shape))
@@ -166,7 +164,7 @@ def megatron_linear_cross_entropy(
     own = {"reduction": reduction, "rows of weight": validation.rows_of(weight)}
     operation = Operation("megatron_linear_cross_entropy", prepare=prepare, own=own)
     out = fused_outputs(hidden, weight, labels, options, operation)
-    return over_counted_rows(-out.logprobs.reshape(-1), counts(labels), reduction)
+    return reduced(-out.logprobs.reshape(-1), reduction, counts(labels))
 
 
 def torch_linear_cross_entropy(
@@ -246,4 +244,4 @@ def torch_linear_cross_entropy(
         loss = loss * counted
     if label_smoothing:
         loss = (1 - label_smoothing) * loss + label_smoothing / num_classes * smooth
-    return over_counted_rows(loss, counted, reduction).to(input.dtype)
+    return reduced(loss, reduction, counted).to(input.dtype)

@@ -1,7 +1,6 @@
 """What the calls of `megatron_lce.compat` check, and make of losses."""
 
 import math
-from collections.abc import Sequence
 from typing import Literal
 
 from torch import Tensor
@@ -11,22 +10,11 @@ from megatron_lce.core import validation
 Reduction = Literal["none", "sum", "mean"]
 
 
-def reduce_loss(loss: Tensor, counted: Tensor, reduction: Reduction) -> Tensor:
-    """The loss per token, its sum, or its mean over the rows that are counted (NaN where none is)."""
-    check_reduction(reduction)
-    return over_counted_rows(loss, counted, reduction)
-
-
-def over_counted_rows(loss: Tensor, counted: Tensor, reduction: Reduction) -> Tensor:
-    if reduction == "none":
-        return loss
-    return loss.sum() if reduction == "sum" else loss.sum() / counted.sum()
-
-
-def over_all_rows(value: Tensor, reduction: str) -> Tensor:
-    if reduction == "none":
-        return value
-    return value.sum() if reduction == "sum" else value.mean()
+def reduced(values: Tensor, reduction: Reduction, counted: Tensor | None = None) -> Tensor:
+    """The values, their sum, or their mean over all, or over what each row counts if given (NaN where none does)."""
+    if reduction == "mean":
+        return values.mean() if counted is None else values.sum() / counted.sum()
+    return values if reduction == "none" else values.sum()
 
 
 def checked_labels(hidden: Tensor, weight: Tensor, labels: Tensor, sequence_shards: int) -> Tensor:
@@ -35,7 +23,10 @@ def checked_labels(hidden: Tensor, weight: Tensor, labels: Tensor, sequence_shar
         validation.check_is_tensor(name, tensor)
     validation.check_head("hidden", hidden, "weight", weight)
     rows = validation.labels_shape("hidden", hidden, sequence_shards)
-    _check_order(rows, labels)
+    # Labels [b, s] beside a hidden of [s, b, H] would meet in the wrong order, flattened.
+    order, ids = ([size for size in sizes if size != 1] for sizes in (rows, labels.shape))
+    if labels.numel() != math.prod(rows) or (len(order) > 1 and len(ids) > 1 and order != ids):
+        raise ValueError(f"labels must have hidden's order of rows, {rows}, got {tuple(labels.shape)}")
     labels = validation.as_int64(labels.reshape(rows))
     validation.check_labels_of("hidden", hidden, labels, sequence_shards)
     return labels
@@ -62,7 +53,6 @@ def check_torchs_head(input: Tensor, linear_weight: Tensor, target: Tensor) -> N
     if target.is_floating_point():
         raise NotImplementedError(f"target must be class ids: probabilities are not supported, got {target.dtype}")
     validation.check_head("input", input, "linear_weight", linear_weight)
-    validation.check_labels_of("input", input, target, 1, "target")
 
 
 def check_classes(weight: Tensor | None, label_smoothing: float, num_classes: int, input: Tensor) -> None:
@@ -84,10 +74,3 @@ def check_classes(weight: Tensor | None, label_smoothing: float, num_classes: in
 def check_reduction(reduction: str) -> None:
     if reduction not in ("none", "sum", "mean"):
         raise ValueError(f"reduction must be 'none', 'sum' or 'mean', got {reduction!r}")
-
-
-def _check_order(shape: Sequence[int], labels: Tensor) -> None:
-    """Refuse labels [b, s] beside a hidden of [s, b, H]: flattened, they would meet in the wrong order."""
-    rows, ids = ([size for size in sizes if size != 1] for sizes in (shape, labels.shape))
-    if labels.numel() != math.prod(shape) or (len(rows) > 1 and len(ids) > 1 and rows != ids):
-        raise ValueError(f"labels must have hidden's order of rows, {tuple(shape)}, got {tuple(labels.shape)}")

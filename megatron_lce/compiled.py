@@ -7,7 +7,7 @@ passes a node has shapes, which is all that the compiler sees while it traces.
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,8 +23,7 @@ from megatron_lce.core.logits_cache import LogitsCache, new_cache
 from megatron_lce.core.options import DIFFERENTIABLE, LinearCrossEntropyOutput, Options, outputs_asked_for
 
 _KEYWORDS = {  # the type of each in a schema
-    "temperature": "Tensor",  # a number, [] fp64 on the host: the compiler would make a graph for each float
-    "temperatures": "Tensor?",  # one a token, instead
+    "temperature": "Tensor",  # one a token; or a number, [] fp64: the compiler would make a graph for each float
     "candidates": "Tensor?",
     "tp_group": "str?",  # its name
     "sequence_parallel": "bool",
@@ -46,14 +45,7 @@ _KEYWORDS = {  # the type of each in a schema
     "needs_weight": "bool",
     "itself": "Tensor?",  # another one for each call that keeps logits
 }
-_OF_NODE = ("needs_hidden", "needs_weight", "itself")  # which `linear_cross_entropy` has not
-_TENSORS = ("temperature", "temperatures", "logits_scale", "candidates")  # that backward needs once more
-# Those of `Options` that travel into a node without another form.
-_AS_THEY_ARE = tuple(
-    field.name
-    for field in fields(Options)
-    if field.name in _KEYWORDS and field.name not in (*_TENSORS, "tp_group", "skip_ignored")
-)
+_TENSORS = ("temperature", "logits_scale", "candidates")  # that backward needs once more
 _SCHEMA_END = ", ".join(f"{kind} {name}" for name, kind in _KEYWORDS.items()) + ") -> Tensor[]"
 
 
@@ -61,30 +53,20 @@ def as_one_node(hidden: Tensor, weight: Tensor, labels: Tensor, options: Options
     """The call as torch.compile traces it."""
     counted, temperature = not isinstance(options.skip_ignored, bool), options.temperature
     grad = torch.is_grad_enabled()
-    outputs = torch.ops.megatron_lce.linear_cross_entropy(
-        hidden,
-        weight,
-        labels,
-        temperature=_as_tensor(1.0 if isinstance(temperature, Tensor) else temperature),
-        temperatures=temperature if isinstance(temperature, Tensor) else None,
-        candidates=options.candidates,
-        logits_scale=_as_tensor(options.logits_scale),
-        tp_group=None if options.tp_group is None else options.tp_group.group_name,
-        skip_ignored=False if counted else options.skip_ignored,
-        num_counted=options.skip_ignored if counted else None,
-        needs_hidden=grad and hidden.requires_grad,
-        needs_weight=grad and weight.requires_grad,
+    values = vars(options) | {
+        "temperature": temperature if isinstance(temperature, Tensor) else _as_tensor(temperature),
+        "logits_scale": _as_tensor(options.logits_scale),
+        "tp_group": None if options.tp_group is None else options.tp_group.group_name,
+        "skip_ignored": False if counted else options.skip_ignored,
+        "num_counted": options.skip_ignored if counted else None,
+        "needs_hidden": grad and hidden.requires_grad,
+        "needs_weight": grad and weight.requires_grad,
         # The compiler makes one node of equal ones, and one cache serves one backward. No two empty tensors are equal.
-        itself=torch.empty(0, dtype=torch.uint8, device=hidden.device) if options.logits_cache_bytes else None,
-        **{name: getattr(options, name) for name in _AS_THEY_ARE},
-    )
-    given = dict(
-        zip(
-            _outputs({name: getattr(options, name) for name in ("entropy", "telemetry", "candidates")}),
-            outputs,
-            strict=False,
-        )
-    )
+        "itself": torch.empty(0, dtype=torch.uint8, device=hidden.device) if options.logits_cache_bytes else None,
+    }
+    keywords = {name: values[name] for name in _KEYWORDS}
+    outputs = torch.ops.megatron_lce.linear_cross_entropy(hidden, weight, labels, **keywords)
+    given = dict(zip(_outputs(vars(options)), outputs, strict=False))
     return LinearCrossEntropyOutput(*(given.get(name) for name in LinearCrossEntropyOutput._fields))  # type: ignore[arg-type]
 
 
@@ -114,15 +96,12 @@ class _Context:
 def _arguments(values: Sequence[Any]) -> tuple[dict[str, Any], Options]:
     """The keywords of a node, and the options of the call that it is."""
     keywords = dict(zip(_KEYWORDS, values, strict=True))
-    public = {name: value for name, value in keywords.items() if name not in _OF_NODE}
-    temperatures, num_counted = public.pop("temperatures"), public.pop("num_counted")
+    public = {name: value for name, value in keywords.items() if name in Options.__dataclass_fields__}
     for name in ("temperature", "logits_scale"):
-        # While shapes are traced nobody knows the number, and none is needed.
-        public[name] = 1.0 if isinstance(public[name], FakeTensor) else float(public[name])
-    if temperatures is not None:
-        public["temperature"] = temperatures
-    if num_counted is not None:
-        public["skip_ignored"] = num_counted
+        if public[name].dim() == 0:  # while shapes are traced nobody knows the number, and none is needed
+            public[name] = 1.0 if isinstance(public[name], FakeTensor) else float(public[name])
+    if keywords["num_counted"] is not None:
+        public["skip_ignored"] = keywords["num_counted"]
     elif public["skip_ignored"]:
         public["logits_cache_bytes"] = 0  # how much that would hold depends on what is on the device
     if public["tp_group"] is not None:
@@ -195,11 +174,6 @@ def _outputs(keywords: dict[str, Any]) -> dict[str, torch.dtype]:
     return names if keywords["candidates"] is None else names | {"candidate_logprobs": torch.float32}
 
 
-def _num_saved_rows(keywords: dict[str, Any]) -> int:
-    """How many tensors of each token travel to backward: of `Rows`, of `Saved`, and two of candidates."""
-    return 6 + keywords["entropy"] + keywords["telemetry"] + 2 * (keywords["candidates"] is not None)
-
-
 @torch.library.custom_op(
     "megatron_lce::linear_cross_entropy_backward",
     mutates_args=(),  # but for the cache, which no other node has
@@ -219,7 +193,8 @@ def _backward(
     call = make_call(hidden.detach(), weight.detach(), labels, options)
     context = _Context(call, keywords)
     counted, *tensors = kept
-    num_rows = _num_saved_rows(keywords)
+    # Of `Rows` and `Saved`, and two of candidates.
+    num_rows = 6 + keywords["entropy"] + keywords["telemetry"] + 2 * (keywords["candidates"] is not None)
     per_row, of_cache = tensors[:num_rows], tensors[num_rows:]
     left = iter(per_row[6:])
     saved = [*per_row[:6], *(next(left) if keywords[name] else None for name in ("entropy", "telemetry")), *left]

@@ -4,8 +4,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
-from megatron_lce.arguments import LINEAR_CROSS_ENTROPY, Operation, make_call
+from megatron_lce.arguments import LINEAR_CROSS_ENTROPY, Operation, make_call, shaped
 from megatron_lce.backends.reference import reference_linear_cross_entropy
 from megatron_lce.compiled import as_one_node
 from megatron_lce.core import validation
@@ -166,16 +167,9 @@ def _reference(call: Call) -> LinearCrossEntropyOutput:
             logits_dtype=options.logits_dtype,
             candidates=call.candidates,
         )
-    given = {
-        name: output.view(call.shape + output.shape[1:])
-        for name, output in outputs._asdict().items()
-        if output is not None
-    }
-    if not isinstance(options.skip_ignored, bool):
-        is_count = (call.labels != options.ignore_index).sum() == options.skip_ignored
-        unless_nan = nan_unless(is_count)
-        given = {
-            name: output * unless_nan if output.is_floating_point() else output.where(is_count, -1)
-            for name, output in given.items()
-        }
-    return outputs._replace(**given)
+    outputs = shaped(outputs, call.shape)
+    if isinstance(options.skip_ignored, bool):
+        return outputs
+    is_count = (call.labels != options.ignore_index).sum() == options.skip_ignored
+    unless_nan = nan_unless(is_count)
+    return tree_map_only(Tensor, lambda x: x * unless_nan if x.is_floating_point() else x.where(is_count, -1), outputs)

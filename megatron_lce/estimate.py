@@ -3,6 +3,7 @@
 `megatron-lce estimate` and `megatron_lce.explain` print it; the formulas are those of `megatron_lce.head_memory`.
 """
 
+from bisect import bisect_left
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -51,22 +52,16 @@ def largest_tokens(way: str, step: HeadStep, memory_bytes: int, *, everything_ke
     By bisection: where blocks are cut anew more tokens may take less, and a larger number may fit as well.
     """
 
-    def fits(blocks: int) -> bool:
+    def exceeds(blocks: int) -> bool:
         longer = replace(step, tokens=128 * blocks)
         if everything_kept:
             longer = replace(longer, logits_cache_bytes=longer.everything)
         try:
-            return estimate(way, longer).peak_bytes <= memory_bytes
+            return estimate(way, longer).peak_bytes > memory_bytes
         except ValueError:  # so many tokens do not go in one block, and blocks have no room
-            return False
+            return True
 
-    low, high = 0, 1
-    while fits(high) and high < 2**24:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return 128 * low
+    return 128 * bisect_left(range(1, 2**24), True, key=exceeds)
 
 
 def estimate_table(

@@ -152,8 +152,9 @@ def ours(step: HeadStep) -> tuple[float, float, Phases]:
     sums = several and size.sums_weight
     kept_columns = size.cache_columns(computed, step.columns, step.logits_cache_bytes)
     kept = {"kept logits": computed * size.kept_token(kept_columns) if kept_columns else 0}
-    per_token, inputs, made = {"per token": PER_TOKEN_BYTES * step.tokens}, _inputs_of_a_block(step, block), _made(step)
-    backward = {"per token": (PER_TOKEN_BYTES + TERMS_BYTES) * step.tokens} | inputs | _weight_sum(step, sums)
+    per_token, inputs = {"per token": PER_TOKEN_BYTES * step.tokens}, _inputs_of_a_block(step, block)
+    backward, made = {"per token": (PER_TOKEN_BYTES + TERMS_BYTES) * step.tokens} | inputs, _weight_gradient(step)
+    backward |= {} if step.main_grad else _weight_gradient(step, sums)
     if kept_columns == step.columns:
         widest, slab = kept_columns, kept
     else:
@@ -202,8 +203,7 @@ def token_loss(step: HeadStep) -> tuple[float, float, Phases]:
         )
     block, left = plan.tokens, replace(step, workspace_bytes=plan.workspace_bytes)
     summed = step.main_grad or block < step.computed
-    made = {"fp32 sum of weight's gradient": 4 * step.columns * step.hidden} if summed else _made(step)
-    made = {"per token": PER_TOKEN_BYTES * step.tokens} | made
+    made = {"per token": PER_TOKEN_BYTES * step.tokens} | _weight_gradient(step, summed)
     saved = made | {"hidden's gradient": step.own_hidden_bytes}
     forward = made | {"hidden's gradient": step.computed * row_of_hidden} | _inputs_of_a_block(step, block)
     logits = forward | {"logits of a block": block * row_bytes}
@@ -236,14 +236,10 @@ def token_loss_plan(step: HeadStep) -> KnownLossPlan | None:
     return plan_known_loss(step.size, step.computed, step.workspace_bytes)
 
 
-def _made(step: HeadStep) -> dict[str, int]:
+def _weight_gradient(step: HeadStep, summed: bool = False) -> dict[str, int]:
+    if summed:
+        return {"fp32 sum of weight's gradient": 4 * step.columns * step.hidden}
     return {"weight's gradient": step.weight_bytes}
-
-
-def _weight_sum(step: HeadStep, sums: bool) -> dict[str, int]:
-    if step.main_grad:
-        return {}
-    return {"fp32 sum of weight's gradient": 4 * step.columns * step.hidden} if sums else _made(step)
 
 
 def _gathered(step: HeadStep) -> dict[str, int]:

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_lce.arguments import Operation, check_per_token, make_call
+from megatron_lce.arguments import Operation, check_per_token, make_call, shaped
 from megatron_lce.core import validation
 from megatron_lce.core.collectives import waited
 from megatron_lce.core.distillation import JsdPass, linear_jsd_autograd
@@ -40,6 +40,12 @@ from megatron_lce.core.known_loss import known_loss
 from megatron_lce.core.options import WORKSPACE_BYTES, BackendName, LinearCrossEntropyOutput, Options, WeightGradSink
 from megatron_lce.core.products import laid_out, product
 from megatron_lce.core.two_heads import Head, Heads
+
+_TEACHERS = (  # what `_tokens_and_rows` compares
+    "teacher_hidden must be on student_hidden's device",
+    "teacher_hidden must have student_hidden's shape but for H",
+    "teacher_weight must hold as many rows of the vocabulary as student_weight",
+)
 
 
 def linear_jsd(
@@ -190,7 +196,7 @@ def linear_jsd(
         loss, outputs = known_loss(run, with_gradient), run.student_outputs() if return_student else []
     if not return_student:
         return loss
-    return loss, LinearCrossEntropyOutput(*(output.view(call.shape) for output in outputs))
+    return loss, LinearCrossEntropyOutput(*shaped(outputs, call.shape))
 
 
 def _check(
@@ -204,7 +210,16 @@ def _check(
 ) -> tuple[int, ...]:
     """The shape of labels, once what `linear_jsd` requires beside what every operation does is checked."""
     validation.check_flag("sequence_parallel", options.sequence_parallel)
-    _check_heads(student, teacher)
+    for name, head in (("student", student), ("teacher", teacher)):
+        validation.check_tensor(f"{name}_hidden", head.hidden)
+        validation.check_tensor(f"{name}_weight", head.weight)
+        validation.check_head(f"{name}_hidden", head.hidden, f"{name}_weight", head.weight, fp32_weight=False)
+        validation.check_number(f"{name}_logits_scale", head.logits_scale)
+        if head.softcap is not None:
+            validation.check_number(f"{name}_softcap", head.softcap, positive=True)
+    for requirement, expected, found in zip(_TEACHERS, *map(_tokens_and_rows, (student, teacher)), strict=True):
+        if expected != found:
+            raise ValueError(f"{requirement}, {expected}, got {found}")
     shape = validation.labels_shape("student_hidden", student.hidden, ranks if options.sequence_parallel else 1)
     if token_weights is not None:
         check_per_token("token_weights", token_weights, shape, student.hidden.device, first=False)
@@ -215,10 +230,6 @@ def _check(
     validation.check_number("beta", beta)
     if not 0 <= beta <= 1:
         raise ValueError(f"beta must lie in [0, 1], got {beta}")
-    for name, head in (("student", student), ("teacher", teacher)):
-        validation.check_number(f"{name}_logits_scale", head.logits_scale)
-        if head.softcap is not None:
-            validation.check_number(f"{name}_softcap", head.softcap, positive=True)
     if options.backend == "reference":
         raise ValueError("backend must be 'auto', 'triton' or 'torch' for linear_jsd, got 'reference'")
     return shape
@@ -234,18 +245,5 @@ def _describe(student: Head, teacher: Head, beta: float) -> dict[str, Any]:
     return heads | {"beta": beta if isinstance(beta, (int, float)) and beta in (0, 1) else "between 0 and 1"}
 
 
-def _check_heads(student: Head, teacher: Head) -> None:
-    """Check that both heads are whole, see the same tokens and hold the same rows of a vocabulary."""
-    for name, head in (("student", student), ("teacher", teacher)):
-        validation.check_tensor(f"{name}_hidden", head.hidden)
-        validation.check_tensor(f"{name}_weight", head.weight)
-        validation.check_head(f"{name}_hidden", head.hidden, f"{name}_weight", head.weight, fp32_weight=False)
-    requirements = (
-        "teacher_hidden must be on student_hidden's device",
-        "teacher_hidden must have student_hidden's shape but for H",
-        "teacher_weight must hold as many rows of the vocabulary as student_weight",
-    )
-    theirs = ((h.hidden.device, tuple(h.hidden.shape[:-1]), h.weight.shape[0]) for h in (student, teacher))
-    for requirement, expected, found in zip(requirements, *theirs, strict=True):
-        if expected != found:
-            raise ValueError(f"{requirement}, {expected}, got {found}")
+def _tokens_and_rows(head: Head) -> tuple[Any, ...]:
+    return head.hidden.device, tuple(head.hidden.shape[:-1]), head.weight.shape[0]

@@ -4,7 +4,7 @@ Bounds of packed sequences may lie on the host or on the device. On the host the
 looks at them, which would wait for it: labels then never leave their row, and a cut that loses tokens fails.
 """
 
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -64,7 +64,8 @@ def shift_labels(
         places = _checked_bounds("cu_seqlens", cu_seqlens, tokens)
         lengths = places.diff()
         if cu_seqlens_padded is not None:
-            places = _checked_padded_bounds(cu_seqlens_padded, cu_seqlens, tokens)
+            places = _checked_bounds("cu_seqlens_padded", cu_seqlens_padded, tokens)
+            _check_fit(cu_seqlens, cu_seqlens_padded)
             lengths = torch.minimum(lengths, places.diff())
         sequence = _sequence_of(positions, places)
         has_next = has_next & (positions - places[sequence] + 1 < lengths[sequence])
@@ -139,21 +140,10 @@ def context_parallel_gather(
         raise ValueError(f"tensor must be [b, s / cp, ...] with s a multiple of {chunks}, got {tuple(tensor.shape)}")
     bounds = _bounds_to_cut(tensor, length, cu_seqlens_padded, chunks)
     positions = [_positions(bounds, length, cp_size, rank, chunks) for rank in range(cp_size)]
-    return _Gather.apply(tensor, group, torch.cat(positions), positions[cp_rank])
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup | None, positions: Tensor, own_positions: Tensor):
-        ctx.save_for_backward(own_positions)
-        rows = tensor.movedim(1, 0)
-        rows = rows if group is None else collectives.gather_rows(rows, group)
-        return torch.empty_like(rows).index_copy_(0, positions, rows).movedim(0, 1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor):
-        (own_positions,) = ctx.saved_tensors
-        return grad.index_select(1, own_positions), None, None, None
+    parts = tensor.detach().movedim(1, 0)
+    parts = parts if group is None else collectives.gather_rows(parts, group)
+    whole = torch.empty_like(parts).index_copy_(0, torch.cat(positions), parts).movedim(0, 1)
+    return whole.index_copy(1, positions[cp_rank], tensor)  # its own part once more, with its gradient
 
 
 def _chunks(layout: Layout, cp_size: int) -> int:
@@ -195,22 +185,16 @@ def _sequence_of(positions: Tensor, bounds: Tensor) -> Tensor:
     return (torch.searchsorted(bounds.to(positions.dtype), positions, right=True) - 1).clamp(min=0, max=last)
 
 
-def _checked_padded_bounds(cu_seqlens_padded: Tensor, cu_seqlens: Tensor, tensor: Tensor) -> Tensor:
-    """Bounds of the places that the sequences of `cu_seqlens` lie in, on the tensor's device."""
-    bounds = _checked_bounds("cu_seqlens_padded", cu_seqlens_padded, tensor)
-    if bounds.shape != cu_seqlens.shape:
-        raise ValueError(
-            f"cu_seqlens_padded must have as many bounds as cu_seqlens, {cu_seqlens.shape[0]}, got {bounds.shape[0]}"
-        )
+def _check_fit(cu_seqlens: Tensor, cu_seqlens_padded: Tensor) -> None:
+    """Check that each sequence of `cu_seqlens` fits into its place, where the host knows both."""
+    if cu_seqlens_padded.shape != cu_seqlens.shape:
+        num_bounds = f"{cu_seqlens.shape[0]}, got {cu_seqlens_padded.shape[0]}"
+        raise ValueError(f"cu_seqlens_padded must have as many bounds as cu_seqlens, {num_bounds}")
     if _on_host(cu_seqlens_padded) and _on_host(cu_seqlens):
         lengths, places = cu_seqlens.diff(), cu_seqlens_padded.diff()
-        if (lengths > places).any():
-            first = int((lengths > places).int().argmax())
-            raise ValueError(
-                "cu_seqlens must fit into cu_seqlens_padded, "
-                f"got a sequence of {int(lengths[first])} in {int(places[first])}"
-            )
-    return bounds
+        if (longer := lengths > places).any():
+            got = f"a sequence of {int(lengths[longer][0])} in {int(places[longer][0])}"
+            raise ValueError(f"cu_seqlens must fit into cu_seqlens_padded, got {got}")
 
 
 def _checked_bounds(name: str, bounds: Tensor, tensor: Tensor, length: int | None = None) -> Tensor:

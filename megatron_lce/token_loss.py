@@ -1,21 +1,35 @@
-"""`linear_token_loss`: a loss that is known in forward, so that no logit is computed twice."""
+"""Losses that are known in forward, so that no logit is computed twice.
+
+`linear_token_loss` sums a caller's loss over tokens; `linear_token_losses` takes the upstream of each token's own loss
+to be one number.
+"""
 
 import functools
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
-from megatron_lce.arguments import Operation, check_per_token, make_call
+from megatron_lce.arguments import Operation, check_per_token, make_call, shaped
 from megatron_lce.core import validation
 from megatron_lce.core.autograd import check_workspace
+from megatron_lce.core.call import Call
 from megatron_lce.core.collectives import waited
 from megatron_lce.core.known_loss import known_loss
 from megatron_lce.core.options import LinearCrossEntropyOutput, Options
 from megatron_lce.core.products import own_arithmetic
-from megatron_lce.core.token_loss_pass import Metrics, TokenLossFunction, TokenLossPass, checked_losses
+from megatron_lce.core.token_loss_pass import (
+    Metrics,
+    TokenLossesPass,
+    TokenLossFunction,
+    TokenLossPass,
+    checked_losses,
+)
+from megatron_lce.core.upstream import Promise
 
+Pass = TypeVar("Pass", bound=TokenLossPass)
 _seen: set[CodeType | type] = set()  # loss functions whose tokens were seen not to depend on each other
 
 
@@ -98,17 +112,45 @@ def linear_token_loss(
         return labels, options
 
     call = make_call(hidden, weight, labels, options, Operation("linear_token_loss", prepare=checked))
+    flat = [tensor.reshape(labels.numel(), *tensor.shape[labels.dim() :]) for tensor in per_token]
+    run, total = _run(TokenLossPass, call, _seen_once(loss), flat)
+    with torch.no_grad(), own_arithmetic(hidden.device, "linear_token_loss"):
+        outputs, metrics = shaped(run.results(), labels.shape)
+    return TokenLoss(total, outputs, metrics)
+
+
+def linear_token_losses(
+    hidden: Tensor,  # [..., H]
+    weight: Tensor,  # [V_local, H]
+    labels: Tensor,  # [...]
+    promise: Promise,
+    **keywords: Any,
+) -> tuple[Tensor, LinearCrossEntropyOutput]:
+    """-log p(label) of each token, fp32 of labels' shape, three products; and the outputs without gradient.
+
+    Backward scales both gradients by the upstream of the tokens that are not ignored, which must be one number: at
+    first the host looks whether it is, and raises where it is not; later the gradients are NaN then.
+
+    Args:
+        hidden, weight, labels, keywords: as `linear_token_loss` takes them.
+        promise: how often the host still looks.
+
+    Raises:
+        TypeError, ValueError: see `linear_cross_entropy`.
+        RuntimeError: in a second backward, or where the upstream is not one number.
+    """
+    call = make_call(hidden, weight, labels, Options(**keywords), Operation("linear_token_losses"))
+    run, losses = _run(TokenLossesPass, call, promise)
+    return shaped((losses, run.outputs()), labels.shape)
+
+
+def _run(kind: type[Pass], call: Call, *arguments: Any) -> tuple[Pass, Tensor]:
+    """A pass over a call's tokens, with gradients where they are wanted, and its result."""
     with_gradient = torch.is_grad_enabled() and (call.hidden.requires_grad or call.weight.requires_grad)
     check_workspace(call, with_gradient, call.weight.requires_grad)
-    with torch.no_grad(), own_arithmetic(hidden.device, "linear_token_loss"):
-        flat = [tensor.reshape(labels.numel(), *tensor.shape[labels.dim() :]) for tensor in per_token]
-        run = TokenLossPass(call, _seen_once(loss), flat, with_gradient)
-    total = known_loss(run, with_gradient)
-    with torch.no_grad(), own_arithmetic(hidden.device, "linear_token_loss"):
-        outputs, metrics = run.results()
-    outputs = LinearCrossEntropyOutput(*(None if o is None else o.view(labels.shape + o.shape[1:]) for o in outputs))  # type: ignore[arg-type]
-    metrics = {name: metric.view(labels.shape + metric.shape[1:]) for name, metric in metrics.items()}
-    return TokenLoss(total, outputs, metrics)
+    with torch.no_grad(), own_arithmetic(call.hidden.device, kind.name):
+        run = kind(call, *arguments, with_gradient)  # type: ignore[call-arg]
+    return run, known_loss(run, with_gradient)
 
 
 def _seen_once(loss: TokenLossFunction) -> TokenLossFunction:
@@ -124,24 +166,18 @@ def _seen_once(loss: TokenLossFunction) -> TokenLossFunction:
         capturing = losses.is_cuda and torch.cuda.is_current_stream_capturing()
         if code in _seen or tokens < 2 or capturing:
             return result
-        parts = slice(tokens // 2), slice(tokens // 2, tokens)
+
+        def losses_of(part: slice) -> Tensor:
+            some, theirs = tree_map_only(Tensor, lambda x: x[part], (outputs, per_token))
+            return checked_losses(loss(some, *theirs), some.logprobs.shape[0])[0]
+
         with torch.no_grad():
-            apart = torch.cat(
-                [
-                    _losses_of(loss, [x if x is None else x[part] for x in outputs], [x[part] for x in per_token])
-                    for part in parts
-                ]
-            )
+            apart = torch.cat([losses_of(slice(tokens // 2)), losses_of(slice(tokens // 2, tokens))])
         check_tokens_apart(losses, apart)
         _seen.add(code)
         return result
 
     return loss if code in _seen else compared
-
-
-def _losses_of(loss: TokenLossFunction, outputs: list[Tensor | None], per_token: list[Tensor]) -> Tensor:
-    some = LinearCrossEntropyOutput(*outputs)  # type: ignore[arg-type]
-    return checked_losses(loss(some, *per_token), some.logprobs.shape[0])[0]
 
 
 def check_tokens_apart(losses: Tensor, apart: Tensor) -> None:

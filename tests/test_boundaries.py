@@ -45,7 +45,7 @@ def test_the_package_imports_nothing_that_is_not_installed_with_it(path):
 
 @pytest.mark.parametrize("path", CORE, ids=name_of)
 def test_the_core_knows_no_integration(path):
-    """But for the search in autograd's graph for Megatron's gathers, which `compat` imports when it is called."""
+    """But for the search in autograd's graph for Megatron's gathers, which `compat` makes."""
     found = {name for name in imports(path) if is_from(name, ("megatron", "megatron_lce.megatron_integration"))}
     search = "megatron_lce.megatron_integration.summed_in_front.is_summed_in_front"
     assert found == ({search} if path.name == "compat.py" else set())

@@ -10,7 +10,7 @@ from torch import nn
 from megatron_lce.backends.choice import describe_backend
 from megatron_lce.core.options import WORKSPACE_BYTES, BackendName, Options
 from megatron_lce.core.validation import check_flag, check_options
-from megatron_lce.megatron_integration.capture import CapturedHead
+from megatron_lce.megatron_integration.capture import CapturingHead
 from megatron_lce.megatron_integration.fused_loss import FusedLoss, not_applied
 from megatron_lce.megatron_integration.heads import check_softcap
 from megatron_lce.megatron_integration.method_overrides import MethodOverride, overrides_of
@@ -56,7 +56,7 @@ class FusedLinearCE:
             return ("it was removed, or the model was enabled once more",)
         if not self._fused.has_its_head:
             return ("the model's output_layer was replaced",)
-        if any(isinstance(owner, CapturedHead) for owner in _owners([self._fused.language_model, self._fused.head])):
+        if _is_captured([self._fused.language_model, self._fused.head]):
             return ("a capture of the model is open",)
         return ("the head's forward or the model's loss was replaced by other code",)
 
@@ -144,7 +144,7 @@ def enable_fused_linear_ce(
             f"logits_cache_bytes must be 0 with known_loss, got {logits_cache_bytes}: nothing is recomputed"
         )
     modules = modules_of(model)
-    if use_fused_linear_ce and any(isinstance(owner, CapturedHead) for owner in _owners(modules)):
+    if use_fused_linear_ce and _is_captured(modules):
         raise RuntimeError("capture_lm_head is open on this model: enable before or after it")
     if not use_fused_linear_ce:
         _uninstall(modules)
@@ -172,9 +172,8 @@ def _overrides(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, Method
             yield from ((module, override) for override in overrides_of(module, name))
 
 
-def _owners(modules: Iterable[nn.Module]) -> list[object]:
-    """The captures and fused losses whose methods are in place."""
-    return [override.owner for _, override in _overrides(modules) if override.is_open]
+def _is_captured(modules: Iterable[nn.Module]) -> bool:
+    return any(one.is_open and isinstance(one.owner, CapturingHead) for _, one in _overrides(modules))
 
 
 def _uninstall(modules: list[nn.Module]) -> None:

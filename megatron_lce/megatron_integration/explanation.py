@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from megatron_lce.backends.choice import describe_backend
+from megatron_lce.core.plan import ALIGNED_COLUMNS
 from megatron_lce.core.validation import check_integer
 from megatron_lce.estimate import estimate_table, format_estimates
 from megatron_lce.head_memory import HeadStep
 from megatron_lce.megatron_integration.main_grad import main_grad_sink
-from megatron_lce.megatron_integration.support import NO_HEAD, find_language_model, head_reasons, loss_reasons
+from megatron_lce.megatron_integration.support import (
+    NO_HEAD,
+    find_language_model,
+    head_reasons,
+    loss_reasons,
+    weight_of,
+)
 
 if TYPE_CHECKING:
     from megatron.core.models.common.language_module.language_module import LanguageModule
@@ -69,51 +76,37 @@ def explain(model: nn.Module | Sequence[nn.Module], tokens: int = 8192) -> Expla
     language_model = find_language_model(model)
     if language_model is None:
         return Explanation(can_capture=False, can_fuse=False, reasons=(NO_HEAD,))
-    of_head = head_reasons(language_model)
+    of_head, weight = head_reasons(language_model), weight_of(language_model)
     reasons = of_head + loss_reasons(language_model)
-    weight = _weight(language_model)
-    if (
-        not isinstance(weight, Tensor)
-        or weight.dim() != 2
-        or weight.element_size() not in (2, 4)
-        or weight.shape[1] % 8
-    ):
-        return Explanation(not of_head, not reasons, reasons)
-    step, description = _step(language_model, weight, tokens)
-    return Explanation(
-        can_capture=not of_head,
-        can_fuse=not reasons,
-        reasons=reasons,
-        backend=describe_backend("auto", weight.device),
-        head=description,
-        ways=tuple(estimate_table(step)),
+    found = Explanation(not of_head, not reasons, reasons)
+    if not isinstance(weight, Tensor) or weight.dim() != 2 or weight.element_size() not in (2, 4):
+        return found
+    if weight.shape[1] % ALIGNED_COLUMNS:
+        return found
+    step, backend = _step(language_model, weight, tokens), describe_backend("auto", weight.device)
+    return replace(
+        found, backend=backend, head=_described(step, weight, language_model), ways=tuple(estimate_table(step))
     )
 
 
-def _weight(language_model: LanguageModule) -> Tensor | None:
-    tied = language_model.share_embeddings_and_output_weights
-    if tied:
-        return language_model.shared_embedding_or_output_weight()
-    return getattr(language_model.output_layer, "weight", None)
-
-
-def _step(language_model: LanguageModule, weight: Tensor, tokens: int) -> tuple[HeadStep, str]:
+def _step(language_model: LanguageModule, weight: Tensor, tokens: int) -> HeadStep:
     head = language_model.output_layer
     group = getattr(head, "tp_group", None)
-    tp = 1 if group is None else group.size()
     columns, hidden = weight.shape
-    fused_gradient = getattr(head, "gradient_accumulation_fusion", False) and main_grad_sink(weight, head) is not None
-    step = HeadStep(
+    return HeadStep(
         tokens,
         hidden,
         columns,
-        tp=tp,
+        tp=1 if group is None else group.size(),
         sequence_parallel=bool(getattr(head, "sequence_parallel", False)),
         itemsize=weight.element_size(),
-        main_grad=fused_gradient,
+        main_grad=getattr(head, "gradient_accumulation_fusion", False) and main_grad_sink(weight, head) is not None,
         entropy=False,
     )
-    settings = [f"TP={tp}"] + ["sequence parallel"] * step.gathers + ["main_grad fusion"] * fused_gradient
+
+
+def _described(step: HeadStep, weight: Tensor, language_model: LanguageModule) -> str:
+    settings = [f"TP={step.tp}"] + ["sequence parallel"] * step.gathers + ["main_grad fusion"] * step.main_grad
     settings += ["tied"] * bool(language_model.share_embeddings_and_output_weights)
     dtype = str(weight.dtype).removeprefix("torch.")
-    return step, f"{tokens} tokens x {hidden} x {columns}, {dtype}, {', '.join(settings)}"
+    return f"{step.tokens} tokens x {step.hidden} x {step.columns}, {dtype}, {', '.join(settings)}"

@@ -5,52 +5,39 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_lce.core.options import IGNORE_INDEX
 from megatron_lce.core.upstream import Promise
 from megatron_lce.megatron_integration.head_call import BackwardPasses, HeadCall
-from megatron_lce.megatron_integration.method_overrides import MethodOverride, argument_names, overrides_of, with_labels
-from megatron_lce.megatron_integration.output_hooks import keep_hooks_off_uncomputed_logits
+from megatron_lce.megatron_integration.method_overrides import overrides_of
+from megatron_lce.megatron_integration.replaced_head import ReplacedHead
 from megatron_lce.megatron_integration.support import managed_weight_reason, warn_on_one_rank
 from megatron_lce.megatron_integration.uncomputed_logits import UncomputedLogits
 
 if TYPE_CHECKING:
     from megatron.core.models.common.language_module.language_module import LanguageModule
-    from megatron.core.tensor_parallel import ColumnParallelLinear
 
 _NO_LABELS = "the model was called without labels"
 
 
-class FusedLoss:
+class FusedLoss(ReplacedHead):
     """A model's head and loss with the options of `enable_fused_linear_ce`, in place until `close`."""
 
     def __init__(self, language_model: LanguageModule, options: dict[str, Any], skip_masked: bool, known_loss: bool):
-        self.language_model = language_model
-        self.head: ColumnParallelLinear = language_model.output_layer
+        super().__init__(language_model)
         self.options, self.skip_masked = options, skip_masked
-        mtp_losses = language_model.config.mtp_num_layers or 0
-        self.promise = Promise(looks=1 + mtp_losses) if known_loss else None
-        self._mtp_losses_left = 0  # in this pass, in front of the main one
+        self.promise = Promise(looks=1 + self.mtp_layers) if known_loss else None
         self._mtp_mask: Tensor | None = None  # [b, s], 0 where the last MTP loss, in its turn, does not count
         self._packed: Any = None  # Megatron's parameters of packed sequences
         self._warned: set[str] = set()
         self._backward_passes = BackwardPasses()
-        self._wants_logits = False  # in a pass without labels
+        self._wants_logits = False  # the pass has no labels
         self._not_used: str | None = None  # why the head last gave Megatron's logits although there are labels
-        keep_hooks_off_uncomputed_logits(self.head)
-        self._overrides = (
-            MethodOverride(self.head, "forward", self.forward),
-            MethodOverride(language_model, "compute_language_model_loss", self.compute_language_model_loss),
-        )
-        self._hooks = (
-            language_model.register_forward_pre_hook(self._start_pass, with_kwargs=True),
-            language_model.register_forward_hook(self._end_pass, always_call=True),
-        )
 
     @property
     def is_closed(self) -> bool:
-        return not any(own.is_open for own in self._overrides)
+        return not any(own.is_open for own in self.overrides)
 
     @property
     def has_its_head(self) -> bool:
@@ -58,14 +45,8 @@ class FusedLoss:
 
     def is_in_place(self) -> bool:
         return self.has_its_head and all(
-            next(overrides_of(own.module, own.name), None) is own for own in self._overrides
+            next(overrides_of(own.module, own.name), None) is own for own in self.overrides
         )
-
-    def close(self) -> None:
-        for override in self._overrides:
-            override.close()
-        for hook in self._hooks:
-            hook.remove()
 
     def options_now(self) -> dict[str, Any]:
         """The loss's options; all rows while a CUDA graph is captured, which cannot wait for their number."""
@@ -74,9 +55,9 @@ class FusedLoss:
 
     def _counted_labels(self, labels: Tensor) -> Tensor:
         """Labels of the main or the next MTP loss. Megatron gives the tokens that it rolls in a weight of 0."""
-        if self._mtp_losses_left == 0 or self._mtp_mask is None:
+        if self.mtp_losses_left == 0 or self._mtp_mask is None:
             return labels
-        self._mtp_losses_left -= 1
+        self.mtp_losses_left -= 1
         self._mtp_mask = _rolled(self.language_model, self._packed, self._mtp_mask)
         return labels.masked_fill(self._mtp_mask == 0, IGNORE_INDEX)
 
@@ -85,37 +66,29 @@ class FusedLoss:
         input_: Tensor,
         weight: Tensor | None = None,
         runtime_gather_output: bool | None = None,
-        output_cross_entropy_loss: bool = False,
         **of_loss: Any,
     ) -> Tensor | tuple[Tensor, Tensor | None]:
-        """In place of the output layer's forward. Gathered logits are for sampling, never for a loss.
-
-        With `output_cross_entropy_loss` it is LinearCrossEntropyModule's, of Megatron's dev branch: the loss at once,
-        of the labels, the reduction and the ignore_index in `of_loss`.
-        """
-        head = self.head
-        self._not_used = None
-        if not output_cross_entropy_loss and (self._wants_logits or runtime_gather_output):
-            if self._wants_logits and self.language_model.training and torch.is_grad_enabled():
+        """Gathered logits are for sampling, never for a loss."""
+        head, wants_loss = self.head, of_loss.get("output_cross_entropy_loss", False)
+        if self._wants_logits and self.in_pass is not None and not wants_loss:
+            self._not_used = _NO_LABELS
+            if self.language_model.training and torch.is_grad_enabled():
                 self._warn_once(_NO_LABELS)
-            self._not_used = _NO_LABELS if self._wants_logits else "runtime_gather_output asks for gathered logits"
-            return type(head).forward(head, input_, weight, runtime_gather_output)
-        reason = managed_weight_reason(head, head.weight if weight is None else weight)
-        if reason is not None:  # FSDP was wrapped around the head since
-            self._not_used = reason
-            if output_cross_entropy_loss:  # an argument that other heads do not have
-                self._warn_once(reason + not_applied(self.options))
-                of_loss["output_cross_entropy_loss"] = True
+        elif runtime_gather_output and not wants_loss:
+            self._not_used = "runtime_gather_output asks for gathered logits"
+        else:  # FSDP may have been wrapped around the head since
+            self._not_used = managed_weight_reason(head, head.weight if weight is None else weight)
+            if self._not_used is not None and wants_loss:
+                self._warn_once(self._not_used + not_applied(self.options))
+        if self._not_used is not None:
             return type(head).forward(head, input_, weight, runtime_gather_output, **of_loss)
         call = HeadCall.of(head, input_, weight, self._backward_passes)
-        if output_cross_entropy_loss:
-            logits = UncomputedLogits(call, HeadCall.logits)
-            of_loss["labels"] = self._counted_labels(of_loss["labels"])
-            return logits.compute_loss(promise=self.promise, **of_loss, **self.options_now())
-        return UncomputedLogits.in_graph(call, self._compute_logits), None
+        if not wants_loss:
+            return UncomputedLogits.in_graph(call, self._compute_logits), None
+        del of_loss["output_cross_entropy_loss"]
+        return self._loss(UncomputedLogits(call, HeadCall.logits), **of_loss)
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
-        """In place of LanguageModule's, for the main loss and for MTP's: labels [b, s] to loss [b, s]."""
         if not isinstance(logits, UncomputedLogits):
             reason = self._not_used or "code in front of the loss made another tensor of the logits"
             if not self.has_its_head:
@@ -123,43 +96,37 @@ class FusedLoss:
             self._warn_once(reason + not_applied(self.options))
             return type(self.language_model).compute_language_model_loss(self.language_model, labels, logits)
         # MTP's acceptance metrics read the largest logit after the loss, in training.
-        telemetry = self.language_model.training and bool(self.language_model.config.mtp_num_layers)
+        return self._loss(logits, labels, telemetry=self.language_model.training and self.mtp_layers > 0)
+
+    def _loss(self, logits: UncomputedLogits, labels: Tensor, **arguments: Any) -> Tensor:
         labels = self._counted_labels(labels)
-        return logits.compute_loss(labels, telemetry, promise=self.promise, **self.options_now())
+        return logits.compute_loss(labels, promise=self.promise, **arguments, **self.options_now())
 
     def _compute_logits(self, call: HeadCall) -> Tensor:
         if self.language_model.training:
             self._warn_once("code beside the loss reads them", "the logits of an enabled model are computed")
         return call.logits()
 
-    def _start_pass(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
-        """In front of the model's forward: whether it wants logits, and masked labels [b, s] become ignored ones.
+    def start_pass(self, given: dict[str, Any], takes_labels: bool) -> Tensor | None:
+        """Whether the model wants logits; masked labels [b, s] become ignored ones.
 
         Megatron derives the labels of its MTP losses from these by the shift that it derives their mask by.
         """
-        names = argument_names(type(model).forward)
-        given = dict(zip(names, args, strict=False)) | kwargs
         labels, loss_mask = given.get("labels"), given.get("loss_mask")
-        self._wants_logits = labels is None and "labels" in names
-        self._mtp_losses_left, self._mtp_mask = self.language_model.config.mtp_num_layers or 0, None
-        if self.promise and labels is not None and self._mtp_losses_left:
-            self._mtp_mask = torch.ones_like(labels) if loss_mask is None else (loss_mask != 0).long()
-            self._packed = given.get("packed_seq_params")
+        self._wants_logits, self._mtp_mask = labels is None and takes_labels, None
         if labels is None or not (self.skip_masked or self.promise):
             return None
-        if loss_mask is None and not self.skip_masked:
-            return None
+        if self.promise and self.mtp_layers:
+            self._mtp_mask = torch.ones_like(labels) if loss_mask is None else (loss_mask != 0).long()
+            self._packed = given.get("packed_seq_params")
         if loss_mask is None:
-            called = f"{type(model).__name__} was called with labels and without loss_mask"
-            self._warn_once(called, "skip_masked is True but only negative labels are skipped")
+            if self.skip_masked:
+                called = f"{type(self.in_pass).__name__} was called with labels and without loss_mask"
+                self._warn_once(called, "skip_masked is True but only negative labels are skipped")
             return None
         if loss_mask.shape != labels.shape:
             raise ValueError(f"loss_mask must have labels' shape, {tuple(labels.shape)}, got {tuple(loss_mask.shape)}")
-        labels = labels.masked_fill(loss_mask == 0, IGNORE_INDEX)
-        return with_labels(names, args, kwargs, labels)
-
-    def _end_pass(self, *_: Any) -> None:
-        self._wants_logits = False
+        return labels.masked_fill(loss_mask == 0, IGNORE_INDEX)
 
     def _warn_once(self, reason: str, what: str = "fused linear cross-entropy is enabled but was not used") -> None:
         if reason not in self._warned:

@@ -4,27 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.utils._pytree import tree_map_only
 
 from megatron_lce.core.options import LinearCrossEntropyOutput
 from megatron_lce.core.upstream import Promise
 from megatron_lce.core.validation import check_number
 from megatron_lce.cross_entropy import linear_cross_entropy
-from megatron_lce.jsd import linear_jsd
-from megatron_lce.known_upstream import linear_token_losses
-from megatron_lce.logits_at import linear_logits_at
-from megatron_lce.megatron_integration.heads import check_softcap, form_of
+from megatron_lce.megatron_integration.heads import check_softcap, logits_dtype_of, softcap_of
 from megatron_lce.megatron_integration.main_grad import MainGradSink, main_grad_sink
-from megatron_lce.support_logprobs import support_logprobs
-from megatron_lce.token_loss import TokenLoss, TokenLossFunction, linear_token_loss
-from megatron_lce.topk import TopK, linear_topk
+from megatron_lce.token_loss import linear_token_losses
 
 if TYPE_CHECKING:
     from megatron.core.tensor_parallel import ColumnParallelLinear
+
+T = TypeVar("T")
+_PER_TOKEN = {"labels": 2, "temperature": 2, "token_weights": 2, "teacher_temperature": 2, "candidates": 3}
 
 
 class BackwardPasses:
@@ -51,6 +50,7 @@ class HeadCall:
     backward_passes: BackwardPasses | None  # None: the call outlives them
     backward_passes_before: int
     autocast_dtype: torch.dtype | None  # None: autocast was off
+    with_gradient: bool  # hidden may have a graph
     logits_scale: float = 1.0
 
     @classmethod
@@ -74,6 +74,7 @@ class HeadCall:
             backward_passes=backward_passes,
             backward_passes_before=0 if backward_passes is None else backward_passes.count,
             autocast_dtype=torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
+            with_gradient=torch.is_grad_enabled(),
         )
 
     @property
@@ -82,191 +83,81 @@ class HeadCall:
         shards = self.tp_group.size() if self.sequence_parallel else 1
         return self.hidden.shape[1], self.hidden.shape[0] * shards
 
-    def linear_cross_entropy(
-        self, labels: Tensor, temperature: float | Tensor = 1.0, **keywords: Any
-    ) -> LinearCrossEntropyOutput:
+    @property
+    def ranks(self) -> list[int]:
+        return torch.distributed.get_process_group_ranks(self.tp_group)
+
+    def linear_cross_entropy(self, labels: Tensor, **keywords: Any) -> LinearCrossEntropyOutput:
         """`megatron_lce.linear_cross_entropy` of this call; labels, a tensor of temperatures and outputs are [b, s]."""
-        logits_scale = keywords.pop("logits_scale", 1.0)
-        labels = self._sequence_first("labels", labels)
-        keywords = self._keywords(temperature, logits_scale, keywords)
-        return batch_first(linear_cross_entropy(self.hidden, self.weight, labels, **keywords))
+        labels = self.sequence_first("labels", labels)
+        return batch_first(linear_cross_entropy(self.hidden, self.weight, labels, **self.keywords(keywords)))
 
     def linear_token_losses(
         self, labels: Tensor, promise: Promise, **keywords: Any
     ) -> tuple[Tensor, LinearCrossEntropyOutput]:
         """`linear_token_losses` of this call; labels, losses and outputs are [b, s]."""
-        keywords = self._keywords(1.0, 1.0, keywords)
-        losses, outputs = linear_token_losses(
-            self.hidden, self.weight, self._sequence_first("labels", labels), promise, **keywords
-        )
-        return swap(losses), batch_first(outputs)
+        labels = self.sequence_first("labels", labels)
+        return batch_first(linear_token_losses(self.hidden, self.weight, labels, promise, **self.keywords(keywords)))
 
-    def linear_token_loss(
-        self,
-        labels: Tensor,
-        loss: TokenLossFunction,
-        *per_token: Tensor,
-        temperature: float | Tensor = 1.0,
-        logits_scale: float = 1.0,
-        **keywords: Any,
-    ) -> TokenLoss:
-        """`megatron_lce.linear_token_loss` of this call; labels, per_token, outputs and metrics are [b, s, ...]."""
-        result = linear_token_loss(
-            self.hidden,
-            self.weight,
-            self._sequence_first("labels", labels),
-            loss,
-            *(self._sequence_first(f"per_token[{i}]", tensor) for i, tensor in enumerate(per_token)),
-            **self._keywords(temperature, logits_scale, keywords),
-        )
-        metrics = {name: swap(metric) for name, metric in result.metrics.items()}
-        return TokenLoss(result.loss, batch_first(result.outputs), metrics)
-
-    def linear_logits_at(
-        self,
-        ids: Tensor,
-        offsets: Tensor | None = None,
-        temperature: float | Tensor = 1.0,
-        logits_scale: float = 1.0,
-        **keywords: Any,
-    ) -> Tensor:
-        """`megatron_lce.linear_logits_at` of this call; ids are [b, s, K], or CSR's of b * s tokens."""
-        keywords = self._keywords(temperature, logits_scale, keywords)
-        if offsets is None:
-            return swap(linear_logits_at(self.hidden, self.weight, self._sequence_first("ids", ids), **keywords))
-        ids, offsets, places = csr_sequence_first(ids, offsets, self.tokens)
-        logits = linear_logits_at(self.hidden, self.weight, ids, offsets, **keywords)
-        return logits if places is None else torch.empty_like(logits).index_copy(0, places, logits)
-
-    def support_logprobs(
-        self,
-        labels: Tensor,
-        ids: Tensor,
-        offsets: Tensor,
-        temperature: float | Tensor = 1.0,
-        logits_scale: float = 1.0,
-        **keywords: Any,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """`megatron_lce.support_logprobs` of this call; labels and results are [b, s], offsets of b * s tokens."""
-        keywords = self._keywords(temperature, logits_scale, keywords)
-        ids, offsets, _ = csr_sequence_first(ids, offsets, self.tokens)
-        labels = self._sequence_first("labels", labels)
-        found = support_logprobs(self.hidden, self.weight, labels, ids, offsets, **keywords)
-        return tuple(map(swap, found)) if isinstance(found, tuple) else swap(found)  # type: ignore[return-value]
-
-    def linear_topk(
-        self, k: int, temperature: float | Tensor = 1.0, logits_scale: float = 1.0, **keywords: Any
-    ) -> TopK:
-        """`megatron_lce.linear_topk` of this call: [b, s, K], and [b, s]."""
-        keywords = self._keywords(temperature, logits_scale, keywords)
-        del keywords["weight_grad_sink"]
-        return TopK(*map(swap, linear_topk(self.hidden, self.weight, k, **keywords)))
-
-    def _keywords(self, temperature: float | Tensor, logits_scale: float, keywords: dict[str, Any]) -> dict[str, Any]:
-        """The caller's keywords and what this head fixes."""
-        self.check_unchanged()
-        if "candidates" in keywords:
-            keywords = {**keywords, "candidates": self._sequence_first("candidates", keywords["candidates"])}
+    def keywords(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The keywords of an operation on this head alone: the caller's, on top of what the head does itself."""
+        keywords = self.call_keywords(given)
+        temperature, logits_scale = keywords.get("temperature", 1.0), keywords.get("logits_scale", 1.0)
         check_number("logits_scale", logits_scale)
-        logits_scale *= self.logits_scale
         check_softcap(self.head, keywords.get("softcap"))
-        softcap = form_of(self.head).softcap
-        if softcap is not None:
-            keywords = {**keywords, "softcap": softcap}
-            if logits_scale != 1.0:  # after the head, so after its cap
-                check_number("logits_scale", logits_scale, positive=True)
-                if not isinstance(temperature, Tensor):
-                    check_number("temperature", temperature, positive=True)
-                    temperature /= logits_scale
-                elif temperature.is_floating_point():  # others are refused as they are
-                    temperature = temperature.float() / logits_scale  # a 16-bit one would round the quotient
-                logits_scale = 1.0
-        return {
-            **keywords,
-            "temperature": self._sequence_first("temperature", temperature),
-            "logits_scale": logits_scale,
-            "tp_group": self.tp_group,
-            "sequence_parallel": self.sequence_parallel,
-            "weight_grad_sink": self.weight_grad_sink,
-        }
+        logits_scale *= self.logits_scale
+        softcap = softcap_of(self.head)
+        if softcap is None:
+            return keywords | {"logits_scale": logits_scale}
+        if logits_scale != 1.0:  # after the head, so after its cap
+            check_number("logits_scale", logits_scale, positive=True)
+            if not isinstance(temperature, Tensor):
+                check_number("temperature", temperature, positive=True)
+                temperature /= logits_scale
+            elif temperature.is_floating_point():  # others are refused as they are
+                temperature = temperature.float() / logits_scale  # a 16-bit one would round the quotient
+        return keywords | {"softcap": softcap, "logits_scale": 1.0, "temperature": temperature}
 
-    def linear_jsd(
-        self,
-        teacher: HeadCall,
-        *,
-        labels: Tensor | None = None,
-        temperature: float | Tensor = 1.0,
-        token_weights: Tensor | None = None,
-        teacher_temperature: float | Tensor | None = None,
-        student_logits_scale: float = 1.0,
-        teacher_logits_scale: float = 1.0,
-        **keywords: Any,
-    ) -> Tensor | tuple[Tensor, LinearCrossEntropyOutput]:
-        """`megatron_lce.linear_jsd` of this call, the student's, and a teacher's; per token as above."""
-        for name, mine, its in (
-            ("sequence_parallel", self.sequence_parallel, teacher.sequence_parallel),
-            ("tokens [b, s]", self.tokens, teacher.tokens),
-            ("ranks in tp_group", _ranks(self.tp_group), _ranks(teacher.tp_group)),
-        ):
-            if mine != its:
-                raise ValueError(f"teacher_head must have the student's {name}, {mine}, got {its}")
+    def call_keywords(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The caller's keywords, those of [b, s] as [s, b], and what the head fixes."""
         self.check_unchanged()
-        teacher.check_unchanged()
-        result = linear_jsd(
-            self.hidden,
-            self.weight,
-            teacher.hidden,
-            teacher.weight,
-            labels=self._sequence_first("labels", labels),
-            temperature=self._sequence_first("temperature", temperature),
-            token_weights=self._sequence_first("token_weights", token_weights),
-            teacher_temperature=self._sequence_first("teacher_temperature", teacher_temperature),
-            **self._form("student", student_logits_scale, keywords.pop("student_softcap", None)),
-            **teacher._form("teacher", teacher_logits_scale, keywords.pop("teacher_softcap", None)),
-            tp_group=self.tp_group,
-            sequence_parallel=self.sequence_parallel,
-            weight_grad_sink=self.weight_grad_sink,
-            **keywords,
-        )
-        loss, of_student = result if isinstance(result, tuple) else (result, None)
-        loss = swap(loss) if token_weights is None else loss
-        return loss if of_student is None else (loss, batch_first(of_student))
+        keywords = {n: self.sequence_first(n, value) if n in _PER_TOKEN else value for n, value in given.items()}
+        return keywords | {n: getattr(self, n) for n in ("tp_group", "sequence_parallel", "weight_grad_sink")}
 
-    def _form(self, role: str, logits_scale: float, softcap: float | None) -> dict[str, Any]:
-        """The keywords of one of a divergence's two heads."""
+    def form(self, role: str, keywords: dict[str, Any]) -> dict[str, Any]:
+        """The keywords of one of a divergence's two heads, taken out of the caller's."""
+        logits_scale, softcap = keywords.pop(f"{role}_logits_scale", 1.0), keywords.pop(f"{role}_softcap", None)
         check_number(f"{role}_logits_scale", logits_scale)
         check_softcap(self.head, softcap)
-        own, scale = form_of(self.head).softcap, logits_scale * self.logits_scale
+        own, scale = softcap_of(self.head), logits_scale * self.logits_scale
         if own is not None and scale != 1.0:
             raise ValueError(f"{role}_logits_scale must be 1 where the head has a softcap before it, got {scale}")
         return {f"{role}_logits_scale": scale, f"{role}_softcap": softcap if own is None else own}
 
-    def _sequence_first(self, name: str, per_token: Any) -> Any:
-        """A tensor [b, s] as [s, b]; anything else as it is."""
+    def sequence_first(self, name: str, per_token: Any) -> Any:
+        """A tensor [b, s, ...] as [s, b, ...]; anything else as it is."""
         if not isinstance(per_token, Tensor):
             return per_token
-        if tuple(per_token.shape[:2]) != self.tokens or (
-            name in ("labels", "temperature", "token_weights", "teacher_temperature") and per_token.dim() > 2
-        ):
+        if tuple(per_token.shape[:2]) != self.tokens or (_PER_TOKEN.get(name) == 2 and per_token.dim() > 2):
             raise ValueError(f"{name} must be [b, s], {self.tokens} for this hidden, got {tuple(per_token.shape)}")
         return swap(per_token)
 
     @property
     def logits_dtype(self) -> torch.dtype:
         """The dtype of what Megatron's head returns."""
-        return form_of(self.head).logits_dtype or self.autocast_dtype or self.hidden.dtype
+        return logits_dtype_of(self.head) or self.autocast_dtype or self.hidden.dtype
 
     def logits(self) -> Tensor:
         """[s, b, V/tp] as Megatron computes them; under sequence parallel with a collective."""
         self.check_unchanged()
-        logits = self.megatrons_logits(self.hidden, self.weight)
-        return logits if self.logits_scale == 1.0 else logits * self.logits_scale
+        return self.logits_of(self.hidden, self.weight)
 
-    def megatrons_logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+    def logits_of(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """What the head's own forward makes of these, under the autocast of the call."""
         dtype = self.autocast_dtype
         with torch.autocast(hidden.device.type, dtype or torch.bfloat16, enabled=dtype is not None):
-            return type(self.head).forward(self.head, hidden, weight)[0]
+            logits = type(self.head).forward(self.head, hidden, weight)[0]
+        return logits if self.logits_scale == 1.0 else logits * self.logits_scale
 
     def check_unchanged(self) -> None:
         """What is computed of hidden and weight later must be what the forward pass would have computed of them."""
@@ -293,8 +184,9 @@ def check_not_fixed(keywords: Mapping[str, Any]) -> None:
         raise TypeError(f"{', '.join(sorted(fixed))} must not be given: the captured head fixes them")
 
 
-def batch_first(output: LinearCrossEntropyOutput) -> LinearCrossEntropyOutput:
-    return output._replace(**{name: swap(part) for name, part in output._asdict().items() if part is not None})
+def batch_first(result: T) -> T:
+    """What an operation returns, each [s, b, ...] of its tensors as [b, s, ...]."""
+    return tree_map_only(Tensor, lambda part: swap(part) if part.dim() > 1 else part, result)
 
 
 def csr_sequence_first(ids: Tensor, offsets: Tensor, tokens: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -313,7 +205,3 @@ def csr_sequence_first(ids: Tensor, offsets: Tensor, tokens: tuple[int, int]) ->
 
 def swap(per_token: Tensor) -> Tensor:
     return per_token.transpose(0, 1).contiguous()
-
-
-def _ranks(group: ProcessGroup) -> list[int]:
-    return torch.distributed.get_process_group_ranks(group)

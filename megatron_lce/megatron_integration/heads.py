@@ -26,14 +26,6 @@ class _Form:
     logits_dtype: Callable[[Any], torch.dtype | None] = lambda head: None
 
 
-@dataclass(frozen=True)
-class HeadForm:
-    """What one head makes of its product: softcap * tanh(product / softcap), in logits_dtype; None: hidden's."""
-
-    softcap: float | None
-    logits_dtype: torch.dtype | None
-
-
 _accepted: dict[object, _Form] = {}
 _KNOWN = {
     # Megatron-LM's dev branch: the plain head, or the loss at once
@@ -110,17 +102,21 @@ def unknown_head_reasons(head: nn.Module) -> Iterator[str]:
         yield f"output_layer is a {kind} with several softcaps"
 
 
-def form_of(head: ColumnParallelLinear) -> HeadForm:
-    """The form of a head that `unknown_head_reasons` has nothing against."""
-    softcaps = _softcaps(head)
+def softcap_of(head: ColumnParallelLinear) -> float | None:
+    """The c of softcap * tanh(product / softcap), of a head that `unknown_head_reasons` has nothing against."""
+    return next(iter(_softcaps(head)), None)
+
+
+def logits_dtype_of(head: ColumnParallelLinear) -> torch.dtype | None:
+    """What such a head returns its logits in; None: in hidden's dtype."""
     own = getattr(head, "output_dtype", None)  # of ColumnParallelLinear, from 0.20
-    dtypes = [dtype for dtype in (*(form.logits_dtype(head) for form in _forms(head)), own) if dtype is not None]
-    return HeadForm(softcaps[0] if softcaps else None, dtypes[0] if dtypes else None)
+    dtypes = [form.logits_dtype(head) for form in _forms(head)]
+    return next((dtype for dtype in (*dtypes, own) if dtype is not None), None)
 
 
 def check_softcap(head: ColumnParallelLinear, softcap: float | None) -> None:
     """Raises ValueError where the caller wants a softcap and the head has its own."""
-    own = form_of(head).softcap
+    own = softcap_of(head)
     if softcap is not None and own is not None:
         raise ValueError(f"softcap must not be given: the head has its own, {own}; got {softcap}")
 

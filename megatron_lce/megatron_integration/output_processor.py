@@ -88,31 +88,22 @@ def fused_output_processor(
     check_label_tensor(labels)
     counted = labels >= 0
     if context.counted is not None:
-        counted &= _checked_counted(context.counted, labels)
+        check_tensor("counted", context.counted)
+        if context.counted.dtype != torch.bool or context.counted.shape != labels.shape:
+            kind = f"{context.counted.dtype} {tuple(context.counted.shape)}"
+            raise ValueError(f"counted must be bool of labels' shape, {tuple(labels.shape)}, got {kind}")
+        counted &= context.counted
     temperature = context.temperature
     if isinstance(temperature, Tensor) and temperature.shape == labels.shape:
         temperature = temperature.where(counted, 1.0)
-    # What Megatron does between head and loss, MuP's factor, is noted by the logits that are never computed.
-    logits = scale_logits(UncomputedLogits(HeadCall.of(output_layer, hidden_states, weight), _refuse))
+    # What Megatron does between head and loss, MuP's factor, is noted by the logits, which are never computed.
+    logits = scale_logits(UncomputedLogits(HeadCall.of(output_layer, hidden_states, weight), HeadCall.logits))
     assert isinstance(logits, UncomputedLogits)
     outputs = logits.call.linear_cross_entropy(
         labels.where(counted, IGNORE_INDEX),
-        temperature,
+        temperature=temperature,
         ignore_index=IGNORE_INDEX,
         entropy=context.entropy,
         **context.keywords,
     )
     return context.result(outputs)
-
-
-def _checked_counted(counted: Tensor, labels: Tensor) -> Tensor:
-    check_tensor("counted", counted)
-    if counted.dtype != torch.bool or counted.shape != labels.shape:
-        raise ValueError(
-            f"counted must be bool of labels' shape, {tuple(labels.shape)}, got {counted.dtype} {tuple(counted.shape)}"
-        )
-    return counted
-
-
-def _refuse(call: HeadCall) -> Tensor:
-    raise AssertionError("scale_logits needs the values of the logits")

@@ -74,13 +74,18 @@ def _makes_logits(module: nn.Module) -> bool:
 def head_reasons(language_model: LanguageModule) -> tuple[str, ...]:
     """Why `hidden` and the head's weight alone do not determine this model's logits; empty when they do."""
     head, vocab_size = language_model.output_layer, getattr(language_model, "vocab_size", None)
-    tied = language_model.share_embeddings_and_output_weights
-    weight = language_model.shared_embedding_or_output_weight() if tied else getattr(head, "weight", None)
-    reasons = reasons_of_head(head, language_model.config, weight)
+    reasons = reasons_of_head(head, language_model.config, weight_of(language_model))
     if getattr(head, "output_size", vocab_size) != vocab_size:
         wrong = f"output_layer has {head.output_size} outputs, not the vocabulary's {vocab_size}"
         return (f"{wrong}: a critic's or classifier's head", *reasons)
     return reasons
+
+
+def weight_of(language_model: LanguageModule) -> Tensor | None:
+    """What the head is called with: the embedding's weight if tied, else its own, if it has one."""
+    if language_model.share_embeddings_and_output_weights:
+        return language_model.shared_embedding_or_output_weight()
+    return getattr(language_model.output_layer, "weight", None)
 
 
 def reasons_of_head(head: nn.Module, config: TransformerConfig, weight: Tensor | None) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from megatron_lce.compat_arguments import Reduction, reduce_loss
+from megatron_lce.compat_arguments import Reduction, check_reduction, reduced
 from megatron_lce.core.options import IGNORE_INDEX
 from megatron_lce.core.upstream import Promise
 from megatron_lce.core.validation import as_int64, refuse_double_backward
@@ -64,14 +64,9 @@ class UncomputedLogits(Tensor):
         shape = (sequence, batch, call.weight.shape[0])
         return Tensor._make_wrapper_subclass(cls, shape, dtype=call.logits_dtype, device=call.hidden.device)
 
-    def __init__(
-        self,
-        call: HeadCall,
-        compute: Callable[[HeadCall], Tensor],
-        unscaled: UncomputedLogits | None = None,
-    ):
-        self.call, self.largest, self.computed, self._copy = call, None, None, None
-        self._compute, self._unscaled = compute, unscaled
+    def __init__(self, call: HeadCall, compute: Callable[[HeadCall], Tensor]):
+        self.call, self._compute = call, compute
+        self.largest = self.computed = self._copy = self._unscaled = None
 
     @classmethod
     def in_graph(cls, call: HeadCall, compute: Callable[[HeadCall], Tensor]) -> UncomputedLogits:
@@ -109,6 +104,7 @@ class UncomputedLogits(Tensor):
             RuntimeError: the logits were changed in place, have a hook or retain their gradient.
         """
         self.check_untouched()
+        check_reduction(reduction)
         labels = as_int64(labels)
         labels = labels.masked_fill((labels < 0) | (labels == ignore_index), IGNORE_INDEX)
         options |= {"ignore_index": IGNORE_INDEX, "entropy": False, "telemetry": telemetry}
@@ -122,7 +118,7 @@ class UncomputedLogits(Tensor):
             self.largest = swap(out.max_logit), swap(out.argmax)
         if losses.requires_grad and self.call.backward_passes is not None:
             losses.register_hook(self.call.backward_passes.note)
-        return reduce_loss(losses, labels != IGNORE_INDEX, reduction)
+        return reduced(losses, reduction, labels != IGNORE_INDEX)
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -133,7 +129,7 @@ class UncomputedLogits(Tensor):
         """A function of torch's with such logits among its arguments."""
         logits = args[0] if args and isinstance(args[0], cls) else None
         if logits is not None and func in _SCALE and not kwargs and _is_scale(args[1], logits.call.logits_scale):
-            return _Scaled.apply(logits, args[1])
+            return logits._times(args[1])
         # Megatron's acceptance metrics ask which token the MTP head would have chosen, after its loss.
         asks_for_largest = func in _MAX | _ARGMAX and _over_last_dimension(*args[1:], **kwargs)
         if asks_for_largest and logits is not None and logits.largest is not None and logits.computed is None:
@@ -163,6 +159,14 @@ class UncomputedLogits(Tensor):
             if self.is_inference():
                 self._copy = self.computed.clone()
         return self.computed
+
+    def _times(self, factor: float) -> UncomputedLogits:
+        """These times a number, uncomputed; the fused loss of the product is refused where one of these would be."""
+        call = replace(self.call, logits_scale=self.call.logits_scale * factor)
+        of_call = UncomputedLogits.in_graph if self.requires_grad else UncomputedLogits
+        scaled = of_call(call, self._compute)
+        scaled._unscaled = self
+        return scaled
 
     def _local_max(self) -> tuple[Tensor, Tensor]:
         """Value and local id of this shard's largest logit [s, b]; -inf where another shard has the largest."""
@@ -217,28 +221,10 @@ class _HeadOutput(torch.autograd.Function):
         with torch.enable_grad():
             hidden = hidden.detach().requires_grad_(ctx.needs_input_grad[0])
             # The weight itself, not a copy: Megatron adds to its main_grad.
-            logits = ctx.call.megatrons_logits(hidden, weight)
+            logits = ctx.call.logits_of(hidden, weight)
             inputs = [x for x, needed in zip((hidden, weight), ctx.needs_input_grad, strict=False) if needed]
             gradients = iter(torch.autograd.grad(logits, inputs, grad_logits))
         return *(next(gradients) if needed else None for needed in ctx.needs_input_grad[:2]), None, None
-
-
-class _Scaled(torch.autograd.Function):
-    """Uncomputed logits times a number, uncomputed."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: UncomputedLogits, factor: float) -> UncomputedLogits:
-        ctx.factor = factor
-        call = replace(logits.call, logits_scale=logits.call.logits_scale * factor)
-        scaled = UncomputedLogits(call, logits._compute, logits)
-        if logits.computed is not None:
-            scaled.computed = logits.computed * factor
-        return scaled
-
-    @staticmethod
-    def backward(ctx: Any, grad_scaled: Tensor):
-        refuse_double_backward("an enabled head")
-        return grad_scaled * ctx.factor, None
 
 
 def _is_scale(factor: object, scale: float) -> bool:

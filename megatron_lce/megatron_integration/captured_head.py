@@ -1,0 +1,201 @@
+"""What a capture leaves: a head's hidden states and weight, and the fused operations on them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_lce.backends.choice import describe_backend
+from megatron_lce.core.options import LinearCrossEntropyOutput
+from megatron_lce.jsd import linear_jsd
+from megatron_lce.logits_at import linear_logits_at
+from megatron_lce.megatron_integration.head_call import HeadCall, batch_first, check_not_fixed, csr_sequence_first
+from megatron_lce.support_logprobs import support_logprobs
+from megatron_lce.token_loss import TokenLoss, TokenLossFunction, linear_token_loss
+from megatron_lce.topk import TopK, linear_topk
+
+_IN_WORDS = {"sequence_parallel": "sequence_parallel", "tokens": "tokens [b, s]", "ranks": "ranks in tp_group"}
+
+
+class CapturedHead:
+    """What the LM head was given in the last forward pass, and the fused operations on it.
+
+    Nothing is copied: `hidden` is the very tensor that the output layer was called with. (To hang the capture on a
+    tensor take another, such as `hidden.view_as(hidden)`: a cycle would keep both until the garbage collector comes.)
+    On a pipeline stage without a head, and before the forward pass, `hidden` and `weight` are None.
+    """
+
+    def __init__(self, why_nothing: str = "no forward pass has reached the head"):
+        self._why_nothing = why_nothing
+        self._call: HeadCall | None = None
+
+    def __repr__(self) -> str:
+        if self._call is None:
+            return f"CapturedHead(nothing captured: {self._why_nothing})"
+        hidden, weight = self._call.hidden, self._call.weight
+        parts = [f"hidden {list(hidden.shape)}, weight {list(weight.shape)}, {hidden.dtype} on {hidden.device}"]
+        parts += [f"tensor-parallel size {self._call.tp_group.size()}"]
+        parts += ["sequence parallel"] * self.sequence_parallel + ["no graph"] * (not self._call.with_gradient)
+        return f"CapturedHead({', '.join(parts)}, backend: {describe_backend('auto', hidden.device)})"
+
+    @property
+    def hidden(self) -> Tensor | None:
+        """[s, b, H]; under sequence parallel this rank's [s/tp, b, H]."""
+        return None if self._call is None else self._call.hidden
+
+    @property
+    def weight(self) -> Tensor | None:
+        """[V/tp, H], this rank's rows of the vocabulary; the embedding's weight if tied."""
+        return None if self._call is None else self._call.weight
+
+    @property
+    def tp_group(self) -> ProcessGroup | None:
+        return None if self._call is None else self._call.tp_group
+
+    @property
+    def sequence_parallel(self) -> bool:
+        return self._call is not None and self._call.sequence_parallel
+
+    def linear_cross_entropy(
+        self, labels: Tensor, temperature: float | Tensor = 1.0, **keywords: Any
+    ) -> LinearCrossEntropyOutput:
+        """`megatron_lce.linear_cross_entropy` of the captured head.
+
+        Args:
+            labels: [b, s] int64, as Megatron passes them; the full sequence also under sequence parallel. Only
+                `ignore_index` is ignored, not every negative label as by `enable_fused_linear_ce`.
+            temperature: a positive float, or a floating tensor [b, s].
+            keywords: those of `megatron_lce.linear_cross_entropy` but tp_group, sequence_parallel, vocab_start,
+                reduce_grad_hidden and weight_grad_sink, which the head fixes. `logits_scale` multiplies the model's own
+                (MuP).
+
+        Returns:
+            fp32 outputs [b, s]. Padded columns of the vocabulary count, as they do in Megatron, unless `vocab_size`
+            is given. Where the forward pass kept no graph, under no_grad or inside a reentrant checkpoint, the outputs
+            have none.
+
+        Raises:
+            RuntimeError: this stage has no head, no forward pass has reached it, or hidden or weight was changed in
+                place since (an optimizer's step).
+            TypeError, ValueError: as `megatron_lce.linear_cross_entropy`.
+        """
+        with self._captured(keywords) as call:
+            return call.linear_cross_entropy(labels, temperature=temperature, **keywords)
+
+    def linear_token_loss(
+        self, labels: Tensor, loss: TokenLossFunction, *per_token: Tensor, **keywords: Any
+    ) -> TokenLoss:
+        """`megatron_lce.linear_token_loss` of the captured head: three products where backward needs no logits again.
+
+        Args:
+            labels: as `linear_cross_entropy` takes them.
+            loss: called with the outputs of n tokens and their part of each of `per_token`, see there.
+            per_token: tensors [b, s, ...].
+            keywords: those of `linear_cross_entropy`, temperature among them, but logits_cache_bytes.
+
+        Returns:
+            The summed loss; outputs and metrics [b, s, ...] without gradient.
+
+        Raises:
+            RuntimeError: as `linear_cross_entropy`.
+            TypeError, ValueError: as `megatron_lce.linear_token_loss`.
+        """
+        with self._captured(keywords) as call:
+            parts = [call.sequence_first(f"per_token[{i}]", tensor) for i, tensor in enumerate(per_token)]
+            labels = call.sequence_first("labels", labels)
+            result = linear_token_loss(call.hidden, call.weight, labels, loss, *parts, **call.keywords(keywords))
+        return batch_first(result)
+
+    def linear_jsd(
+        self,
+        teacher_head: CapturedHead,
+        *,
+        labels: Tensor | None = None,
+        beta: float = 0.5,
+        temperature: float | Tensor = 1.0,
+        token_weights: Tensor | None = None,
+        **keywords: Any,
+    ) -> Tensor | tuple[Tensor, LinearCrossEntropyOutput]:
+        """`megatron_lce.linear_jsd` of this captured head, the student's, and a teacher's.
+
+        Args:
+            teacher_head: what `capture_lm_head` left of the teacher's forward pass over the same tokens, its vocabulary
+                sharded over the same ranks. It gets no gradient, so that its forward pass needs none.
+            labels: [b, s] int64, as Megatron passes them; only tells which rows are ignored. `None`: no row is.
+            beta: weight of the teacher in the mixture, in [0, 1].
+            temperature: a positive float, or a floating tensor [b, s]; so is `teacher_temperature`.
+            token_weights: floating [b, s]; `None`: each token's divergence is wanted.
+            keywords: those of `megatron_lce.linear_jsd` but tp_group, sequence_parallel, vocab_start and
+                weight_grad_sink, which the head fixes. `student_logits_scale` and `teacher_logits_scale` multiply the
+                models' own (MuP).
+
+        Returns:
+            The divergence of each token, fp32 [b, s]; with `token_weights` their weighted sum, whose gradients are made
+            in forward. Padded columns of the vocabulary count, as they do in Megatron,
+            unless `vocab_size` is given. With `return_student` a tuple: that, and the student's outputs [b, s]. Where
+            the student's forward pass kept no graph, under no_grad or inside a reentrant checkpoint, it has none.
+
+        Raises:
+            RuntimeError: this stage has no head, no forward pass has reached it or the teacher's, or a hidden or weight
+                was changed in place since.
+            TypeError, ValueError: as `megatron_lce.linear_jsd`; or the two heads' tokens or ranks differ.
+        """
+        keywords |= {"labels": labels, "beta": beta, "temperature": temperature, "token_weights": token_weights}
+        with self._captured(keywords) as student:
+            if not isinstance(teacher_head, CapturedHead):
+                raise TypeError(f"teacher_head must be a captured head, got {type(teacher_head).__name__}")
+            teacher = teacher_head._captured_call(" of the teacher")
+            for name, words in _IN_WORDS.items():
+                mine, its = getattr(student, name), getattr(teacher, name)
+                if mine != its:
+                    raise ValueError(f"teacher_head must have the student's {words}, {mine}, got {its}")
+            teacher.check_unchanged()
+            forms = student.form("student", keywords) | teacher.form("teacher", keywords)
+            given = student.call_keywords(keywords | forms)
+            return batch_first(linear_jsd(student.hidden, student.weight, teacher.hidden, teacher.weight, **given))
+
+    def linear_logits_at(self, ids: Tensor, offsets: Tensor | None = None, **keywords: Any) -> Tensor:
+        """`megatron_lce.linear_logits_at` of the captured head: `ids` [b, s, K], or CSR over the b * s tokens."""
+        with self._captured(keywords) as call:
+            given, places = call.keywords(keywords), None
+            if offsets is None:
+                ids = call.sequence_first("ids", ids)
+            else:
+                ids, offsets, places = csr_sequence_first(ids, offsets, call.tokens)
+            logits = linear_logits_at(call.hidden, call.weight, ids, offsets, **given)
+            return batch_first(logits) if places is None else torch.empty_like(logits).index_copy(0, places, logits)
+
+    def support_logprobs(
+        self, labels: Tensor, ids: Tensor, offsets: Tensor, **keywords: Any
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """`megatron_lce.support_logprobs` of the captured head: labels [b, s], CSR over the b * s tokens."""
+        with self._captured(keywords) as call:
+            given = call.keywords(keywords)
+            ids, offsets, _ = csr_sequence_first(ids, offsets, call.tokens)
+            labels = call.sequence_first("labels", labels)
+            return batch_first(support_logprobs(call.hidden, call.weight, labels, ids, offsets, **given))
+
+    def linear_topk(self, k: int, **keywords: Any) -> TopK:
+        """`megatron_lce.linear_topk` of the captured head: [b, s, K], and [b, s]."""
+        with self._captured(keywords) as call:
+            given = call.keywords(keywords)
+            del given["weight_grad_sink"]
+            return batch_first(linear_topk(call.hidden, call.weight, k, **given))
+
+    @contextlib.contextmanager
+    def _captured(self, keywords: Mapping[str, Any]) -> Iterator[HeadCall]:
+        """The call for an operation with these keywords; a hidden without its graph would train the head alone."""
+        check_not_fixed(keywords)
+        call = self._captured_call()
+        with torch.set_grad_enabled(torch.is_grad_enabled() and call.with_gradient):
+            yield call
+
+    def _captured_call(self, whose: str = "") -> HeadCall:
+        if self._call is None:
+            raise RuntimeError(f"nothing was captured{whose}: {self._why_nothing}")
+        return self._call
