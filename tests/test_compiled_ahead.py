@@ -9,8 +9,8 @@ import pytest
 import torch
 
 # Bytes of a thread's registers that wait in memory: gradients under a softcap, behind the products; on Hopper 192, and
-# 264 in 8.0's code, whose 4 warps take 0.87 of the time of 8 without spills.
-MOST_SPILLED = 264
+# 272 in 8.0's code, whose 4 warps take 0.87 of the time of 8 without spills.
+MOST_SPILLED = 272
 # The label's tile of fp32 products has as many columns as rows, but it is one a block of tokens.
 MOST_SPILLED_OF_LABELS = 376
 PRODUCTS = {"_softmax_stats_kernel", "_label_logits_kernel", "_grad_logits_kernel"}
