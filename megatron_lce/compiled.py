@@ -46,6 +46,7 @@ _KEYWORDS = {  # the type of each in a schema
     "itself": "Tensor?",  # another one for each call that keeps logits
 }
 _TENSORS = ("temperature", "logits_scale", "candidates")  # that backward needs once more
+_OF_OPTIONS = tuple(Options.__dataclass_fields__)
 _SCHEMA_END = ", ".join(f"{kind} {name}" for name, kind in _KEYWORDS.items()) + ") -> Tensor[]"
 
 
@@ -53,7 +54,7 @@ def as_one_node(hidden: Tensor, weight: Tensor, labels: Tensor, options: Options
     """The call as torch.compile traces it."""
     counted, temperature = not isinstance(options.skip_ignored, bool), options.temperature
     grad = torch.is_grad_enabled()
-    values = vars(options) | {
+    values = {name: getattr(options, name) for name in _OF_OPTIONS} | {  # torch 2.11 traces no `vars(options) |`
         "temperature": temperature if isinstance(temperature, Tensor) else _as_tensor(temperature),
         "logits_scale": _as_tensor(options.logits_scale),
         "tp_group": None if options.tp_group is None else options.tp_group.group_name,
