@@ -169,19 +169,22 @@ def known_steps() -> str:
     for tp in (1, 2):
         found = measured(f"step_known_tp{tp}_h100", "steps", "variant", "masked")
         records |= {(name, (tp, masked)): record for (name, masked), record in found.items()}
+    longer = measured("step_tp2_16384_h100", "steps", "variant", "tokens")
+    records |= {(name, (2, tokens)): record for (name, tokens), record in longer.items()}
     rows = {name: titles[name] for name in dict.fromkeys(name for name, _ in records)}
-    columns = {(1, 0.0): "TP=1", (2, 0.0): "TP=2", (2, 0.6): "TP=2, 60 % masked"}
+    columns = {(1, 0.0): "TP=1", (2, 0.0): "TP=2", (2, 0.6): "TP=2, 60 % masked", (2, 16384): "TP=2, 16,384 tokens"}
 
     def text(name: str, column: tuple[int, float]) -> str:
         return step_cell(records[name, column]) if (name, column) in records else "-"
 
-    return grid("ms / MiB over the resting state, H100, 8,192 tokens", rows, columns, text)
+    return grid("ms / MiB over the resting state, 8,192 tokens", rows, columns, text)
 
 
 def masked_steps() -> str:
     """The same with masked tokens."""
-    records = measured("step_masked_tp2_h100", "steps", "variant", "masked")
-    rows = {name: VARIANTS.get(name, "flag on, `skip_masked=True`") for name in ("native-fused", "ours", "ours-skip")}
+    records = measured("step_known_tp2_h100", "steps", "variant", "masked")
+    own = {"ours-skip": "flag on, `skip_masked=True`", "ours-known-skip": "flag on, and `known_loss=True`"}
+    rows = {name: VARIANTS.get(name, own.get(name, "")) for name in ("native-fused", "ours", *own)}
     shares = {share: f"{share:.0%} masked" for share in SHARES}
     return grid("ms / MiB over the resting state", rows, shares, lambda *case: step_cell(records[case]))
 
@@ -250,9 +253,9 @@ FILES = {  # of results, that a table is made of
     "jsd": ("jsd_h100",),
     "errors": ("head_h200", "liger_tp_h100"),
     "steps": ("megatron_step_tp2_h100",),
-    "known_steps": ("step_known_tp1_h100", "step_known_tp2_h100"),
+    "known_steps": ("step_known_tp1_h100", "step_known_tp2_h100", "step_tp2_16384_h100"),
     "curves": ("curves_h100",),
-    "masked_steps": ("step_masked_tp2_h100",),
+    "masked_steps": ("step_known_tp2_h100",),
 }
 
 
