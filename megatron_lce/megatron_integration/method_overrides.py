@@ -30,10 +30,15 @@ class MethodOverride:
     """
 
     def __init__(self, module: nn.Module, name: str, method: Callable):
-        self.module, self.name, self.method, self.is_open = module, name, method, True
+        self.module, self.name = module, name
+        self.method: Callable | None = method  # None once closed: its owner and what that captured must not stay
         self._before: Callable | None = vars(module).get(name)  # None: the class's
         self._uncompiled = uncompiled()
         setattr(module, name, self.call)
+
+    @property
+    def is_open(self) -> bool:
+        return self.method is not None
 
     @property
     def owner(self) -> object:
@@ -41,14 +46,14 @@ class MethodOverride:
         return getattr(self.method, "__self__", None)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        return self._uncompiled(self.method if self.is_open else self.below(), *args, **kwargs)
+        return self._uncompiled(self.method or self.below(), *args, **kwargs)
 
     def below(self) -> Callable:
         """What the method was before."""
         return MethodType(getattr(type(self.module), self.name), self.module) if self._before is None else self._before
 
     def close(self) -> None:
-        self.is_open = False
+        self.method = None
         while (top := _override(vars(self.module).get(self.name))) is not None and not top.is_open:
             if top._before is None:
                 delattr(self.module, self.name)

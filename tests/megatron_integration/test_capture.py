@@ -1,6 +1,8 @@
 """`capture_lm_head` on one rank; what needs several is in torchrun_tests/run_megatron.py."""
 
+import gc
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -39,6 +41,21 @@ def test_no_logits_are_made(model, device):
         returned = model(*tensors)
     assert spy.seen == []
     assert tuple(returned.shape) == (BATCH, SEQUENCE, 0)
+
+
+def test_hidden_goes_with_the_result(model, device):
+    """And with its graph all activations: nothing of a closed capture may hold itself until the collector comes."""
+    tensors, _ = megatron_world.inputs(device)
+    gc.collect()
+    gc.disable()
+    try:
+        with capture_lm_head(model) as head:
+            model(*tensors)
+        hidden = weakref.ref(head.hidden)
+        del head
+        assert hidden() is None
+    finally:
+        gc.enable()
 
 
 @pytest.fixture
