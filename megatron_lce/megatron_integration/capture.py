@@ -34,8 +34,11 @@ class CapturingHead(ReplacedHead):
     def start_pass(self, given: dict[str, Any], takes_labels: bool) -> Tensor | None:
         """Gives the model labels where it has none and no MTP would use them: then it makes nothing of the logits.
 
-        So it does under torch.compile, which cannot trace what uncomputed logits are made into.
+        So it does under torch.compile, which cannot trace what uncomputed logits are made into. A shallow copy of the
+        model, which has its hooks, keeps its logits.
         """
+        if self.in_pass is not self.language_model:
+            return None
         if given.get("labels") is not None or not takes_labels or self.mtp_layers:
             return None
         return torch.empty(0, dtype=torch.int64)

@@ -1,5 +1,6 @@
 """`capture_lm_head` on one rank; what needs several is in torchrun_tests/run_megatron.py."""
 
+import copy
 import gc
 import itertools
 import weakref
@@ -346,3 +347,16 @@ def test_errors(model, device):
     model.output_layer = torch.nn.Linear(32, 1)
     with pytest.raises(ValueError, match="the LM head cannot be captured: output_layer is a Linear, which is no"):
         capture_lm_head(model).__enter__()
+
+
+@pytest.mark.parametrize("when", ["before", "inside"])
+def test_a_shallow_copy_of_a_captured_model_returns_its_logits(untied, device, when):
+    """It shares the head and the hooks, and is another model."""
+    tensors, _ = megatron_world.inputs(device)
+    expected = untied(*tensors)
+    shallow = copy.copy(untied)
+    with capture_lm_head(untied) as head:
+        if when == "inside":
+            shallow = copy.copy(untied)
+        assert torch.equal(shallow(*tensors), expected)
+        assert head.hidden is None
