@@ -86,19 +86,23 @@ class Capture(contextlib.AbstractContextManager["CapturedHead", None]):
     """What `capture_lm_head` returns, to be opened by `with`."""
 
     def __init__(self, model: nn.Module | Sequence[nn.Module]):
-        self._model, self._open = model, contextlib.ExitStack()
+        self._model = model
+        self._open: list[CapturingHead | None] = []  # of each `with` of it; None: the model has no head
 
     def __enter__(self) -> CapturedHead:
         language_model = find_language_model(self._model)
         if language_model is None:
+            self._open.append(None)
             return CapturedHead(NO_HEAD)
         _check_capturable(language_model)
         head = CapturingHead(language_model)
-        self._open.callback(head.close)
+        self._open.append(head)
         return head.captured
 
     def __exit__(self, *raised: Any) -> None:
-        self._open.close()
+        head = self._open.pop()
+        if head is not None:
+            head.close()
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"a capture has no {name} before it is opened: `with capture_lm_head(model) as head:`")

@@ -235,6 +235,22 @@ def test_captures_are_closed_in_any_order(untied, device, enabled, order):
     assert state(untied) == before
 
 
+def test_a_capture_is_opened_again_inside_itself_and_after(untied, device):
+    """Each `with` closes what it opened."""
+    tensors, _ = megatron_world.inputs(device)
+    before = state(untied)
+    capture = capture_lm_head(untied)
+    for _ in range(2):
+        with capture as outer:
+            with capture as inner:
+                untied(*tensors)
+            assert inner.hidden is not None
+            assert outer.hidden is None
+            untied(*tensors)
+        assert outer.hidden is not None
+        assert state(untied) == before
+
+
 def test_what_another_library_put_on_a_capture_outlives_it(untied, device):
     """Closed under it, the capture passes calls on; put back, it is gone."""
     tensors, labels = megatron_world.inputs(device)
