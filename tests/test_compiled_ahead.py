@@ -8,11 +8,11 @@ import sys
 import pytest
 import torch
 
-# Bytes of a thread's registers that wait in memory: gradients under a softcap, behind the products; on Hopper 192, and
-# 272 in 8.0's code, whose 4 warps take 0.87 of the time of 8 without spills.
-MOST_SPILLED = 272
-# The label's tile of fp32 products has as many columns as rows, but it is one a block of tokens.
-MOST_SPILLED_OF_LABELS = 376
+# Bytes of a thread's registers that wait in memory. Of gradients under a softcap, behind the products: in 8.0's code
+# 4 warps take 0.87 of the time of 8 without spills. The label's tile of fp32 products has as many columns as rows, but
+# it is one a block of tokens.
+MOST_SPILLED = {"90": (192, 320), "100": (192, 320)}  # of other kernels, of the label's
+MOST_SPILLED_ELSEWHERE = (272, 376)
 PRODUCTS = {"_softmax_stats_kernel", "_label_logits_kernel", "_grad_logits_kernel"}
 OTHERS = {
     "_prepare_rows_kernel",
@@ -52,7 +52,7 @@ def test_kernels_are_compiled_as_launched(arguments, tmp_path):
         return
     for kernel in kernels:
         of_labels = kernel["kernel"] == "_label_logits_kernel"
-        assert kernel["stack_bytes"] <= (MOST_SPILLED_OF_LABELS if of_labels else MOST_SPILLED), kernel
+        assert kernel["stack_bytes"] <= MOST_SPILLED.get(arguments[0], MOST_SPILLED_ELSEWHERE)[of_labels], kernel
         if kernel["kernel"] in PRODUCTS and "candidates" not in kernel["call"]:  # an H of 8 mod 16 is slower there
             assert kernel["narrow_loads"] == 0, kernel
             assert kernel["asynchronous_copies"] > 0, kernel
