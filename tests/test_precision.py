@@ -153,6 +153,49 @@ def test_three_parts_are_the_number(shape, device):
     assert torch.equal(split[:, 2, :columns], matrix.bfloat16())
 
 
+@pytest.mark.parametrize("shape", [(1, 1, 1), (5, 70, 90), (300, 3, 20)], ids=str)
+def test_scaled_parts_are_the_number(shape, device):
+    """Rows of any size, with numbers of any size in them, an infinity and a row of zeros."""
+    parts = pytest.importorskip("megatron_lce.backends.triton.parts")
+    rows, columns, exponent = shape
+    generator = torch.Generator().manual_seed(0)
+    matrix = torch.randn(rows, columns, generator=generator) * 2.0 ** torch.randint(-exponent, exponent, (rows, 1))
+    matrix *= 2.0 ** torch.randint(-60, 1, (rows, columns), generator=generator)
+    matrix[rows // 2] = 0.0
+    for number, exact in ((2, matrix.to(device)), (1, matrix.bfloat16().to(device))):
+        split, factors = parts.scaled_parts(exact, number)
+        low, high = split.double().view(rows, number, -1)[:, [0, -1]].unbind(1)
+        low = low / parts.LOW_PART.value if number == 2 else torch.zeros_like(low)
+        error = (high + low)[:, :columns] * factors.double()[:rows, None] - exact.double()
+        largest = exact.abs().amax(1, keepdim=True).double()
+        allowed = 2.0**-50 * largest if number == 2 else 2.0**-39 * largest
+        relative = 2.0**-23 if number == 2 else 0.0
+        assert (error.abs() <= torch.maximum(relative * exact.double().abs(), allowed)).all()
+        assert not high[:, columns:].any()
+        assert torch.equal(factors.log2(), factors.log2().round())
+
+
+def test_an_infinity_is_its_first_part(device):
+    parts = pytest.importorskip("megatron_lce.backends.triton.parts")
+    split, factors = parts.scaled_parts(torch.tensor([[3.0, torch.inf, -torch.inf, torch.nan]], device=device), 2)
+    low, high = split[0, :4].float(), split[0, 64:68].float()
+    assert high[0] * factors[0] == 3.0
+    assert low[:3].tolist() == [0.0, 0.0, 0.0]
+    assert high[1:3].tolist() == [torch.inf, -torch.inf]
+    assert high[3].isnan()
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_rows_of_every_size_beside_an_fp32_weight(dtype, backend, device):
+    """Tiny rows beside huge ones lose nothing: each has a power of two of its own."""
+    problem = make_problem(40, 96, 300, device)
+    problem.weight[::3] *= 2.0**-30
+    problem.weight[1::3] *= 2.0**8
+    problem.hidden[::2] *= 2.0**-12
+    problem.hidden[:, ::7] *= 2.0**-10
+    problem._replace(hidden=problem.hidden.to(dtype)).check(backend, telemetry=True)
+
+
 def test_products_of_parts_are_those_of_fp32(device, monkeypatch):
     """The arithmetic of a GPU's gradients, here with the CPU's products of the parts."""
     parts = pytest.importorskip("megatron_lce.backends.triton.parts")

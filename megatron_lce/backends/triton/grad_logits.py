@@ -10,10 +10,11 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_lce.backends.triton import tiles
-from megatron_lce.backends.triton.parts import split
+from megatron_lce.backends.triton.parts import scaled_parts
 from megatron_lce.backends.triton.tile_products import (
     SMALLEST_NORMAL,
     as_descriptor,
+    as_rows,
     descriptor,
     fast_log2,
     halves,
@@ -24,7 +25,7 @@ from megatron_lce.backends.triton.tile_products import (
 )
 from megatron_lce.core.logits_cache import LogitsCache
 from megatron_lce.core.options import Options
-from megatron_lce.core.plan import SLAB_ROW_STEP, ceil_div, slab_row_stride
+from megatron_lce.core.plan import ceil_div, slab_row_stride
 from megatron_lce.core.rows import LOWEST_LOG_P, NUM_TERMS, Rows, softcap_scale
 
 # A row's factor and its label's exponential lie between 1 over this and this: their products with 16-bit numbers, and
@@ -47,20 +48,23 @@ def grad_logits(
     """Recompute one slab of the products `hidden @ weight.T`, and write their gradient to `out`."""
     products, cap = tiles.products_of(hidden.dtype, weight.dtype), softcap_scale(options)
     tile = tiles.choose_tiles(hidden.dtype, weight.dtype, hidden.device)
+    hidden_size, hidden_factor, weight_factor = hidden.shape[1], None, None
     if products == "split":
-        weight = split(weight, SLAB_ROW_STEP).flatten(1)
+        (hidden, hidden_factor), (weight, weight_factor) = scaled_parts(hidden, 1), scaled_parts(weight, 2)
     num_tokens, num_columns = out.shape
     num_tiles = ceil_div(num_tokens, tile.block_n) * ceil_div(num_columns, tile.block_v)
     _grad_logits_kernel[(tiles.num_programs(num_tiles, tile, hidden.device),)](
         descriptor(hidden, tile.block_n, tile.block_h),
+        hidden_factor,
         descriptor(weight, tile.block_v, tile.block_h),
+        weight_factor,
         rows.labels,
         rows.scale,
         terms,
         descriptor(out, tile.block_n, tile.block_v // 2),
         num_tokens,
         num_columns,
-        hidden.shape[1],
+        hidden_size,
         terms.stride(0),
         first_column,
         0.0 if cap is None else cap,
@@ -128,7 +132,9 @@ def grad_logits_from_cache(
 @triton.jit(do_not_specialize=["N", "C", "terms_stride", "first_column"])
 def _grad_logits_kernel(
     hidden_desc,  # [N, H]
+    hidden_factor,  # [N] fp32; None unless products are "split", as weight_factor
     weight_desc,  # [C, H]
+    weight_factor,  # [C] fp32
     label_ptr,  # [N] int32; column + first_column is compared with it
     row_scale_ptr,  # [N] fp32
     terms_ptr,  # [6 + MEAN, N] fp32, rows terms_stride apart
@@ -151,8 +157,9 @@ def _grad_logits_kernel(
     GROUP_N: tl.constexpr,
 ):
     """Write p (p_term - entropy_term log2 p) + 1[label] label_term + mean_term, times a softcap's slope."""
-    hidden_desc = as_descriptor(hidden_desc, N, H, BLOCK_N, BLOCK_H)
-    weight_desc = as_descriptor(weight_desc, C, weight_columns(H, PRODUCTS), BLOCK_V, BLOCK_H)
+    if PRODUCTS != "plain":
+        hidden_desc = as_descriptor(hidden_desc, N, H, BLOCK_N, BLOCK_H)
+        weight_desc = as_descriptor(weight_desc, C, weight_columns(H, PRODUCTS), BLOCK_V, BLOCK_H)
     out_desc = as_descriptor(out_desc, N, C, BLOCK_N, BLOCK_V // 2)
     num_row_blocks = tl.cdiv(N, BLOCK_N)
     num_column_tiles = tl.cdiv(C, BLOCK_V)
@@ -164,7 +171,11 @@ def _grad_logits_kernel(
         row_mask = rows < N
         label = tl.load(label_ptr + rows, mask=row_mask, other=-1) - first_column
 
-        logits = tile_products(hidden_desc, weight_desc, row, column, H, BLOCK_N, BLOCK_V, BLOCK_H, PRODUCTS, ROUND)
+        hidden, weight = as_rows(hidden_desc, row, N, BLOCK_N), as_rows(weight_desc, column, C, BLOCK_V)
+        logits = tile_products(
+            hidden, hidden_factor, weight, weight_factor, row, column, H,
+            BLOCK_N, BLOCK_V, BLOCK_H, PRODUCTS, ROUND,
+        )  # fmt: skip
         # Loaded after the products: held across them, they spill registers.
         row_scale = tl.load(row_scale_ptr + rows, mask=row_mask, other=0.0)
         max_logit = tl.load(terms_ptr + rows, mask=row_mask, other=0.0)

@@ -1,4 +1,7 @@
-"""Numbers as sums of three bf16 parts, which tensor cores multiply exactly; `product` makes fp32 products of them."""
+"""fp32 numbers as sums of 16-bit parts, which tensor cores multiply exactly.
+
+`product` makes fp32 products of three bf16 parts. The kernels read two fp16 parts of a row times a power of two.
+"""
 
 import torch
 import triton
@@ -7,11 +10,12 @@ from torch import Tensor
 
 from megatron_lce.backends.triton import tiles
 from megatron_lce.core import products
-from megatron_lce.core.plan import ALIGNED_COLUMNS, ceil_div, cut, round_up
+from megatron_lce.core.plan import ALIGNED_COLUMNS, COLUMN_STEP, SLAB_ROW_STEP, ceil_div, cut, round_up
 
 # Tensor cores truncate as they add: their sums over this many rows are added up in fp32. Only the product of both
 # largest parts needs it. 512 take 16 % more time, 2048 twice the error, which is then behind cuBLAS's in fp32.
 PIECE = 1024
+LOW_PART = tl.constexpr(2.0**11)  # what the smaller fp16 part is multiplied by, so that it is a normal number
 
 
 def product(
@@ -60,8 +64,47 @@ def split(matrix: Tensor, step: int) -> Tensor:
     return parts
 
 
+def scaled_parts(matrix: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    """Return one or two fp16 parts of each row of a matrix [M, K], [M, number * width], and what to multiply them by.
+
+    The width is a multiple of `SLAB_ROW_STEP`; behind a part are zeros. Factors are powers of two, [M] and more, up to
+    the end of a tile. Two parts keep a number x to 2^-23 |x|, or to 2^-50 of the row's largest. One keeps all of a
+    16-bit x, or as much as is above 2^-39 of the row's largest.
+    """
+    (num_rows, num_columns), width = matrix.shape, round_up(matrix.shape[1], SLAB_ROW_STEP)
+    parts = matrix.new_empty(num_rows, number * width, dtype=torch.float16)
+    factors = matrix.new_empty(round_up(num_rows, COLUMN_STEP), dtype=torch.float32)
+    rows = 64 if matrix.device.type == "cpu" else 1
+    _scaled_parts_kernel[(factors.shape[0] // rows,)](
+        matrix, parts, factors, num_rows, num_columns, width, matrix.stride(0), PARTS=number, BLOCK_M=rows, BLOCK_K=1024
+    )
+    return parts, factors
+
+
 @triton.jit
-def three_parts(x):
+def finite_magnitude(x):
+    """Return |x|, 0 where it is not finite."""
+    return tl.where(tl.abs(x) < float("inf"), tl.abs(x), 0.0)
+
+
+@triton.jit
+def row_factor(largest):
+    """Return a power of two by which a row is divided: 2^14 to 2^15, of fp16's 2^16, are left of its largest number."""
+    exponent = tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 15)
+    return ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def two_parts(x, factor):
+    """Return fp16 parts of x / factor, LOW_PART times the smaller one first, without which x is off by 2^-11."""
+    x = x * ((254 << 23) - factor.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+    high = x.to(tl.float16)
+    rest = tl.where(high.to(tl.float32) == x, 0.0, x - high.to(tl.float32))  # 0 for an infinity, too
+    return (rest * LOW_PART).to(tl.float16), high
+
+
+@triton.jit
+def _three_parts(x):
     """Return the bf16 parts of fp32 numbers, the smallest first; the sum is exact where numbers are normal."""
     high = x.to(tl.bfloat16)
     # 0 for an infinity, too, whose parts would be NaN.
@@ -86,9 +129,43 @@ def _split_kernel(
     for start in range(0, width, BLOCK_K):
         columns = start + tl.arange(0, BLOCK_K)[None, :]
         x = tl.load(matrix_ptr + rows * row_stride + columns, (rows < M) & (columns < K), other=0.0).to(tl.float32)
-        low, middle, high = three_parts(x)
+        low, middle, high = _three_parts(x)
         parts = parts_ptr + rows * (3 * width) + columns
         mask = (rows < M) & (columns < width)
         tl.store(parts, low, mask)
         tl.store(parts + width, middle, mask)
         tl.store(parts + 2 * width, high, mask)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _scaled_parts_kernel(
+    matrix_ptr,  # [M, K]
+    parts_ptr,  # [M, PARTS * width] fp16 out, the smaller part first
+    factors_ptr,  # [M] fp32 out, and 1 behind
+    M,
+    K,
+    width,
+    row_stride,
+    PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Read BLOCK_M rows twice: for the largest number of each, and for their parts."""
+    rows = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
+    inner = tl.arange(0, BLOCK_K)[None, :]
+    largest = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    for start in range(0, K, BLOCK_K):
+        columns = start + inner
+        x = tl.load(matrix_ptr + rows * row_stride + columns, (rows < M) & (columns < K), other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.max(finite_magnitude(x), 1))
+    factor = row_factor(largest)[:, None]
+    tl.store(factors_ptr + rows, factor)
+    for start in range(0, width, BLOCK_K):
+        columns = start + inner
+        x = tl.load(matrix_ptr + rows * row_stride + columns, (rows < M) & (columns < K), other=0.0).to(tl.float32)
+        low, high = two_parts(x, factor)
+        parts = parts_ptr + rows * (PARTS * width) + columns
+        mask = (rows < M) & (columns < width)
+        if PARTS == 2:
+            tl.store(parts, low, mask)
+        tl.store(parts + (PARTS - 1) * width, high, mask)

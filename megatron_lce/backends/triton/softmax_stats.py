@@ -7,11 +7,13 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_lce.backends.triton import tiles
-from megatron_lce.backends.triton.parts import split
+from megatron_lce.backends.triton.parts import finite_magnitude, row_factor, scaled_parts
 from megatron_lce.backends.triton.tile_products import (
     as_descriptor,
+    as_rows,
     descriptor,
     halves,
+    load_tile,
     tanh,
     tile_position,
     tile_products,
@@ -19,7 +21,7 @@ from megatron_lce.backends.triton.tile_products import (
 )
 from megatron_lce.core.logits_cache import LogitsCache
 from megatron_lce.core.options import Options
-from megatron_lce.core.plan import SLAB_ROW_STEP, ceil_div, cut
+from megatron_lce.core.plan import ceil_div, cut
 from megatron_lce.core.rows import Rows, softcap_scale
 from megatron_lce.core.statistics import LOWEST_LOGIT, packed_rows
 
@@ -47,7 +49,8 @@ def softmax_stats(
     entropy, telemetry, cap = options.entropy, options.telemetry, softcap_scale(options)
     num_rows = packed_rows(entropy, telemetry)
     parts = hidden.new_empty(ceil_div(num_columns, chunk), num_rows, num_tokens, dtype=torch.float32)
-    hidden_desc = descriptor(hidden, tile.block_n, tile.block_h)
+    copy, hidden_factor = scaled_parts(hidden, 1) if products == "split" else (hidden, None)
+    hidden_desc = descriptor(copy, tile.block_n, tile.block_h)
     takes_logarithm = entropy or cap is not None
     kept_columns = 0 if cache is None else cache.exp.shape[1]
     step = max(num_columns, 1) if products != "split" or columns_at_once is None else columns_at_once
@@ -55,11 +58,15 @@ def softmax_stats(
     for columns, kept in ((slice(0, kept_columns), cache), *without):
         if columns.start == columns.stop:
             continue
-        slab = split(weight[columns], SLAB_ROW_STEP).flatten(1) if products == "split" else weight[columns]
+        slab, weight_factor = weight[columns], None
+        if products == "split":
+            slab, weight_factor = scaled_parts(slab, 2)
         num_tiles = ceil_div(num_tokens, tile.block_n) * ceil_div(slab.shape[0], tile.block_v)
         _softmax_stats_kernel[(tiles.num_programs(num_tiles, tile, hidden.device),)](
             hidden_desc,
+            hidden_factor,
             descriptor(slab, tile.block_v, tile.block_h),
+            weight_factor,
             rows.scale,
             parts[columns.start // chunk :],
             None if kept is None else descriptor(kept.exp, tile.block_n, tile.block_v // 2),
@@ -87,24 +94,26 @@ def softmax_stats(
             num_stages=tile.num_stages,
             enable_fp_fusion=False,
         )
-        del slab  # before the next one's copy is made
+        del slab, weight_factor  # before the next one's copy is made
     # After the other kernel, which fills the label's row of `parts` with -inf.
-    _label_logits(hidden, hidden_desc, weight, rows, options, parts[0, 1])
+    _label_logits(hidden_desc, hidden_factor, weight, rows, options, parts[0, 1], products, tile)
     return parts
 
 
 def _label_logits(
-    hidden: Tensor,  # [N, H]
     hidden_desc: TensorDescriptor | tuple[Tensor, int],
+    hidden_factor: Tensor | None,
     weight: Tensor,  # [V, H]
     rows: Rows,
     options: Options,
     out: Tensor,  # [N] fp32
+    products: str,
+    tile: tiles.Tiles,
 ) -> None:
     num_tokens, cap = out.shape[0], softcap_scale(options)
-    tile = tiles.choose_tiles(hidden.dtype, weight.dtype, weight.device)
     _label_logits_kernel[(ceil_div(num_tokens, tile.block_n),)](
         hidden_desc,
+        hidden_factor,
         weight,
         rows.labels,
         rows.scale,
@@ -114,7 +123,7 @@ def _label_logits(
         weight.stride(0),
         0.0 if cap is None else cap,
         SOFTCAP=cap is not None,
-        PRODUCTS=tiles.products_of(hidden.dtype, weight.dtype),
+        PRODUCTS=products,
         ROUND=options.logits_dtype is not None,
         BLOCK_N=tile.block_n,
         BLOCK_H=tile.block_h,
@@ -127,6 +136,7 @@ def _label_logits(
 @triton.jit(do_not_specialize=["N"])
 def _label_logits_kernel(
     hidden_desc,  # [N, H]
+    hidden_factor,  # [N] fp32; None unless products are "split"
     weight_ptr,  # [V, H]
     label_ptr,  # [N] int32; -1: not this shard's
     row_scale_ptr,  # [N] fp32
@@ -146,14 +156,24 @@ def _label_logits_kernel(
     The bits are those of the statistics' tiles, so that no label's logit is above the largest. A search for it in those
     tiles would take 1 to 5 % of the forward.
     """
-    hidden_desc = as_descriptor(hidden_desc, N, H, BLOCK_N, BLOCK_H)
+    if PRODUCTS != "plain":
+        hidden_desc = as_descriptor(hidden_desc, N, H, BLOCK_N, BLOCK_H)
     row = tl.program_id(0) * BLOCK_N
     rows = row + tl.arange(0, BLOCK_N)
     row_mask = rows < N
     label = tl.load(label_ptr + rows, mask=row_mask, other=-1)
     row_scale = tl.load(row_scale_ptr + rows, mask=row_mask, other=0.0)
     label_rows = weight_ptr + tl.where(label >= 0, label, 0).to(tl.int64)[:, None] * weight_stride
-    logits = tile_products(hidden_desc, label_rows, row, 0, H, BLOCK_N, BLOCK_N, BLOCK_H, PRODUCTS, ROUND)
+    weight_factor = None
+    if PRODUCTS == "split":
+        largest = tl.zeros((BLOCK_N,), dtype=tl.float32)
+        for h in range(0, H, BLOCK_H):
+            largest = tl.maximum(largest, tl.max(finite_magnitude(load_tile(label_rows, 0, h, H, BLOCK_H)), 1))
+        weight_factor = row_factor(largest)
+    logits = tile_products(
+        as_rows(hidden_desc, row, N, BLOCK_N), hidden_factor, label_rows, weight_factor, row, 0, H,
+        BLOCK_N, BLOCK_N, BLOCK_H, PRODUCTS, ROUND,
+    )  # fmt: skip
     if SOFTCAP:
         logits = tanh(logits * softcap_scale)
     logits = logits * row_scale[:, None]
@@ -166,7 +186,9 @@ def _label_logits_kernel(
 @triton.jit(do_not_specialize=["N", "V", "first_column", "vocab_start", "reference_stride"])
 def _softmax_stats_kernel(
     hidden_desc,  # [N, H]
+    hidden_factor,  # [N] fp32; None unless products are "split", as weight_factor
     weight_desc,  # [V, H]
+    weight_factor,  # [V] fp32
     row_scale_ptr,  # [N] fp32
     stats_ptr,  # [chunks, K, N] fp32 out; the label's row is -inf
     exp_desc,  # [N, V] out; None: not kept
@@ -195,8 +217,9 @@ def _softmax_stats_kernel(
     FIRST_SUM: tl.constexpr = 2 + 2 * TELEMETRY
     K: tl.constexpr = FIRST_SUM + 1 + ENTROPY + 3 * TELEMETRY
     CHUNKS: tl.constexpr = BLOCK_V // CHUNK
-    hidden_desc = as_descriptor(hidden_desc, N, H, BLOCK_N, BLOCK_H)
-    weight_desc = as_descriptor(weight_desc, V, weight_columns(H, PRODUCTS), BLOCK_V, BLOCK_H)
+    if PRODUCTS != "plain":
+        hidden_desc = as_descriptor(hidden_desc, N, H, BLOCK_N, BLOCK_H)
+        weight_desc = as_descriptor(weight_desc, V, weight_columns(H, PRODUCTS), BLOCK_V, BLOCK_H)
     if exp_desc is not None:
         exp_desc = as_descriptor(exp_desc, N, V, BLOCK_N, BLOCK_V // 2)
     num_row_blocks = tl.cdiv(N, BLOCK_N)
@@ -209,7 +232,11 @@ def _softmax_stats_kernel(
         row_mask = rows < N
         row_scale = tl.load(row_scale_ptr + rows, mask=row_mask, other=0.0)
 
-        logits = tile_products(hidden_desc, weight_desc, row, column, H, BLOCK_N, BLOCK_V, BLOCK_H, PRODUCTS, ROUND)
+        hidden, weight = as_rows(hidden_desc, row, N, BLOCK_N), as_rows(weight_desc, column, V, BLOCK_V)
+        logits = tile_products(
+            hidden, hidden_factor, weight, weight_factor, row, column, H,
+            BLOCK_N, BLOCK_V, BLOCK_H, PRODUCTS, ROUND,
+        )  # fmt: skip
         if SOFTCAP:
             logits = tanh(logits * softcap_scale)
         logits = logits * row_scale[:, None]  # [BLOCK_N, BLOCK_V]
@@ -219,9 +246,10 @@ def _softmax_stats_kernel(
         stats = stats_ptr + (column_tile * CHUNKS + chunks).to(tl.int64)[None, :] * (K * N) + rows[:, None]
         mask = row_mask[:, None] & (column + chunks * CHUNK < V)[None, :]  # [BLOCK_N, CHUNKS]
         if TELEMETRY:
-            # Products past the vocabulary's end are zero. Sums before the minimum: in this order no register spills.
+            # A descriptor's products past the vocabulary's end are zero. Sums first: in this order no register spills.
             zero_ended = logits
-            if SOFTCAP:  # an infinite hidden makes NaN there, while the tanh keeps the vocabulary's logits finite
+            # An infinite hidden makes NaN there under a softcap, while the tanh keeps the vocabulary's logits finite.
+            if SOFTCAP or not PERSISTENT:
                 zero_ended = tl.where((columns < V)[None, :], logits, 0.0)
             zero_ended = tl.reshape(zero_ended, (BLOCK_N, CHUNKS, CHUNK))
             tl.store(stats + (K - 2) * N, tl.sum(zero_ended, 2), mask)

@@ -6,7 +6,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_lce.backends.triton import tiles
-from megatron_lce.backends.triton.parts import three_parts
+from megatron_lce.backends.triton.parts import LOW_PART, two_parts
 from megatron_lce.core.plan import SLAB_ROW_STEP
 
 INTERPRETED = tl.constexpr(tiles.interpreting())  # which Triton decides when a kernel is defined
@@ -42,39 +42,55 @@ def as_descriptor(matrix, num_rows, num_columns, BLOCK_ROWS: tl.constexpr, BLOCK
 
 
 @triton.jit
+def as_rows(matrix, row, num_rows, BLOCK_ROWS: tl.constexpr):
+    """Return pointers [BLOCK_ROWS, 1] to rows of what `descriptor` did not describe: past the end, to the last one.
+
+    So no row needs a mask, each of which is five instructions a load.
+    """
+    result = matrix
+    if not isinstance(matrix, tl.core.tensor_descriptor_base):
+        step: tl.constexpr = 128 // matrix[0].dtype.element_ty.primitive_bitwidth
+        rows = tl.minimum(row + tl.arange(0, BLOCK_ROWS), num_rows - 1).to(tl.int64)
+        result = matrix[0] + rows[:, None] * (matrix[1] // step * step)
+    return result
+
+
+@triton.jit
 def weight_columns(H, PRODUCTS: tl.constexpr):
-    """Return the number of columns of what the kernels read the weight from: those of three parts, if it is split."""
+    """Return the number of columns of what the kernels read the weight from: those of two parts, if it is split."""
     columns = H
     if PRODUCTS == "split":
-        columns = 3 * (tl.cdiv(H, ROW_STEP) * ROW_STEP)
+        columns = 2 * (tl.cdiv(H, ROW_STEP) * ROW_STEP)
     return columns
 
 
 @triton.jit
-def _weight_tile(weight, column, h, H, BLOCK_H: tl.constexpr):
-    """Load weight [BLOCK_V, BLOCK_H] at a column and h, zero past the ends."""
-    if weight.dtype.is_ptr():
+def load_tile(matrix, row, h, H, BLOCK_H: tl.constexpr):
+    """Load a tile [BLOCK, BLOCK_H] at a row and h of a descriptor, zero past its ends, or of pointers, zero past H."""
+    if matrix.dtype.is_ptr():
         inner = h + tl.arange(0, BLOCK_H)
-        tile = tl.load(weight + inner[None, :], mask=(inner < H)[None, :], other=0.0)
+        tile = tl.load(matrix + inner[None, :], mask=(inner < H)[None, :], other=0.0)
     else:
-        tile = weight.load([column, h])
+        tile = matrix.load([row, h])
     return tile
 
 
 @triton.jit
-def _weight_parts(weight, column, h, H, width, BLOCK_H: tl.constexpr):
-    """Load [BLOCK_V, BLOCK_H] of each of three parts, the smallest first, `width` apart, or make them of fp32 rows."""
+def _weight_parts(weight, factor, column, h, H, width, BLOCK_H: tl.constexpr):
+    """Load [BLOCK_V, BLOCK_H] of each of two parts, the smaller first, `width` apart, or make them of fp32 rows."""
     if weight.dtype.is_ptr():
-        parts = three_parts(_weight_tile(weight, column, h, H, BLOCK_H))
+        parts = two_parts(load_tile(weight, column, h, H, BLOCK_H), factor[:, None])
     else:
-        parts = weight.load([column, h]), weight.load([column, width + h]), weight.load([column, 2 * width + h])
+        parts = weight.load([column, h]), weight.load([column, width + h])
     return parts
 
 
 @triton.jit
 def tile_products(
-    hidden_desc,  # [N, H]
-    weight,  # the descriptor of [V, H] or parts [V, 3 * width], or pointers [BLOCK_V, 1] to rows, without `column`
+    hidden_desc,  # [N, H], or pointers [BLOCK_N, 1] to its rows
+    hidden_factor,  # of "split" products, a pointer to [N]
+    weight,  # the descriptor of [V, H] or parts [V, 2 * width], or pointers [BLOCK_V, 1] to rows, without `column`
+    weight_factor,  # of "split" products, a pointer to [V], or the rows' factors [BLOCK_V]
     row,
     column,
     H,
@@ -88,28 +104,33 @@ def tile_products(
     products = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
     if PRODUCTS == "split":
         width = tl.cdiv(H, ROW_STEP) * ROW_STEP
-        # Tensor cores truncate as they add, by what the sum amounts to. So the sums of the largest parts over SPLIT_SUM
-        # of H are added up, and those of the two small parts are a sum of their own.
+        # Tensor cores truncate as they add, by what the sum amounts to. So the sums of the larger parts over SPLIT_SUM
+        # of H are added up, and that of the smaller parts is a sum of its own.
         small = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
         for start in range(0, width, SPLIT_SUM):
             partial = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
             for h in range(start, min(start + SPLIT_SUM, width), BLOCK_H):
                 hidden = hidden_desc.load([row, h])
-                low, middle, high = _weight_parts(weight, column, h, H, width, BLOCK_H)
+                low, high = _weight_parts(weight, weight_factor, column, h, H, width, BLOCK_H)
                 small = _add_product(hidden, low, small)
-                small = _add_product(hidden, middle, small)
                 partial = _add_product(hidden, high, partial)
             products += partial
-        products += small
+        products += small * (1 / LOW_PART)
+        if weight_factor.dtype.is_ptr():
+            weight_factor = tl.load(weight_factor + column + tl.arange(0, BLOCK_V))
+        row_factor = tl.load(hidden_factor + row + tl.arange(0, BLOCK_N))
+        products = products * row_factor[:, None] * weight_factor[None, :]
     elif PRODUCTS == "plain":
+        if hidden_desc.dtype.is_ptr():
+            H = (H + 7) // 8 * 8  # stored in whole 16 bytes: Triton must read that in the code
         for h in range(0, H, BLOCK_H):
-            hidden = hidden_desc.load([row, h])  # [BLOCK_N, BLOCK_H]
-            products = _add_product(hidden, _weight_tile(weight, column, h, H, BLOCK_H), products)
+            hidden = load_tile(hidden_desc, row, h, H, BLOCK_H)
+            products = _add_product(hidden, load_tile(weight, column, h, H, BLOCK_H), products)
     else:
         # Each step's sum is added to `products` in fp32: tensor cores never sum over more than BLOCK_H of H.
         for h in range(0, H, BLOCK_H):
             hidden = hidden_desc.load([row, h]).to(tl.float32)
-            weight_tile = _weight_tile(weight, column, h, H, BLOCK_H)
+            weight_tile = load_tile(weight, column, h, H, BLOCK_H)
             products += tl.dot(hidden, weight_tile.T, input_precision=PRODUCTS)
     if ROUND:
         products = rounded_to_bf16(products)

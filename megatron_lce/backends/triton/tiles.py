@@ -31,7 +31,7 @@ AMD_16_BIT = Tiles(128, 128, 32, num_warps=8, num_stages=3)
 HOPPER_FP32 = Tiles(128, 64, 32, num_warps=4, num_stages=3)  # of "tf32x3" products
 GENERIC_FP32 = Tiles(128, 64, 32, num_warps=8, num_stages=3)  # with 4 warps 272 bytes spill on sm89
 FP32 = Tiles(64, 64, 32, num_warps=8, num_stages=2)  # of "ieee" products
-# Of "split" products: a step loads three tiles of the weight, and a program has three sums.
+# Of "split" products: a step loads two tiles of the weight, and a program has three sums.
 HOPPER_SPLIT = Tiles(128, 128, 64, num_warps=8, num_stages=3)
 GENERIC_SPLIT = Tiles(128, 64, 32, num_warps=8, num_stages=3)
 
@@ -57,12 +57,12 @@ def merging_rows(device: torch.device) -> int:
 
 
 def products_of(hidden: torch.dtype, weight: torch.dtype) -> str:
-    """Return how a tile's products are made: "plain", of 16-bit inputs; "split", of bf16 hidden and three bf16 parts of
+    """Return how a tile's products are made: "plain", of 16-bit inputs; "split", of 16-bit hidden and two fp16 parts of
     an fp32 weight; else of fp32 numbers, as "tf32x3" of two parts each, or "ieee" where Triton has no such product.
     """
     if weight != torch.float32:
         return "plain"
-    if hidden == torch.bfloat16:
+    if hidden != torch.float32:
         return "split"
     return "tf32x3" if speaks_ptx() else "ieee"
 
@@ -73,13 +73,21 @@ def chunk_columns(tile: Tiles) -> int:
 
 
 def costs(hidden: torch.Tensor, weight: torch.Tensor, telemetry: bool) -> Costs:
-    """Return the costs; beside an fp32 weight there is no cache, and products are made of bf16 parts."""
+    """Return the costs; beside an fp32 weight there is no cache, and products are made of 16-bit parts."""
     tile = choose_tiles(hidden.dtype, weight.dtype, hidden.device)
     if weight.dtype != torch.float32:
         return Costs(chunk_columns(tile), tile.block_v)
     row = 6 * weight.shape[1]  # bytes of three bf16 parts
-    in_kernel = 6 * round_up(weight.shape[1], SLAB_ROW_STEP) if hidden.dtype == torch.bfloat16 else 0
-    return Costs(chunk_columns(tile), logit=6, stats_column=in_kernel, slab_token=row, slab_column=max(row, in_kernel))
+    # Bytes of a token's or of half a column's fp16 numbers in the kernels, and of a factor.
+    part = 2 * round_up(weight.shape[1], SLAB_ROW_STEP) + 4 if hidden.dtype != torch.float32 else 0
+    return Costs(
+        chunk_columns(tile),
+        logit=6,
+        stats_token=part,
+        stats_column=2 * part,
+        slab_token=max(row, part),
+        slab_column=max(row, 2 * part),
+    )
 
 
 def stats_group(hidden_size: int) -> int:
