@@ -82,15 +82,19 @@ def scaled_parts(matrix: Tensor, number: int) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit
-def finite_magnitude(x):
-    """Return |x|, 0 where it is not finite."""
-    return tl.where(tl.abs(x) < float("inf"), tl.abs(x), 0.0)
+def magnitude_bits(x):
+    """Return the bits of fp32 |x|, integers in the order of the numbers, 0 where x is not finite.
+
+    A comparison of the numbers would become one of bf16, which 8.0 does not have, where x was bf16 (triton 3.6).
+    """
+    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return tl.where(bits < 0x7F800000, bits, 0)
 
 
 @triton.jit
-def row_factor(largest):
+def row_factor(largest_bits):
     """Return a power of two by which a row is divided: 2^14 to 2^15, of fp16's 2^16, are left of its largest number."""
-    exponent = tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 15)
+    exponent = tl.maximum(largest_bits >> 23, 15)
     return ((exponent - 14) << 23).to(tl.float32, bitcast=True)
 
 
@@ -153,11 +157,11 @@ def _scaled_parts_kernel(
     """Read BLOCK_M rows twice: for the largest number of each, and for their parts."""
     rows = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
     inner = tl.arange(0, BLOCK_K)[None, :]
-    largest = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    largest = tl.zeros((BLOCK_M,), dtype=tl.int32)
     for start in range(0, K, BLOCK_K):
         columns = start + inner
         x = tl.load(matrix_ptr + rows * row_stride + columns, (rows < M) & (columns < K), other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, tl.max(finite_magnitude(x), 1))
+        largest = tl.maximum(largest, tl.max(magnitude_bits(x), 1))
     factor = row_factor(largest)[:, None]
     tl.store(factors_ptr + rows, factor)
     for start in range(0, width, BLOCK_K):

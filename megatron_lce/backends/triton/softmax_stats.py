@@ -7,7 +7,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_lce.backends.triton import tiles
-from megatron_lce.backends.triton.parts import finite_magnitude, row_factor, scaled_parts
+from megatron_lce.backends.triton.parts import magnitude_bits, row_factor, scaled_parts
 from megatron_lce.backends.triton.tile_products import (
     as_descriptor,
     as_rows,
@@ -166,9 +166,9 @@ def _label_logits_kernel(
     label_rows = weight_ptr + tl.where(label >= 0, label, 0).to(tl.int64)[:, None] * weight_stride
     weight_factor = None
     if PRODUCTS == "split":
-        largest = tl.zeros((BLOCK_N,), dtype=tl.float32)
+        largest = tl.zeros((BLOCK_N,), dtype=tl.int32)
         for h in range(0, H, BLOCK_H):
-            largest = tl.maximum(largest, tl.max(finite_magnitude(load_tile(label_rows, 0, h, H, BLOCK_H)), 1))
+            largest = tl.maximum(largest, tl.max(magnitude_bits(load_tile(label_rows, 0, h, H, BLOCK_H)), 1))
         weight_factor = row_factor(largest)
     logits = tile_products(
         as_rows(hidden_desc, row, N, BLOCK_N), hidden_factor, label_rows, weight_factor, row, 0, H,

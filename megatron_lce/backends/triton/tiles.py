@@ -22,9 +22,10 @@ class Tiles(NamedTuple):
 
 # 3 stages are 3 to 6 % faster than 4 on an H200 (performance log, "Times behind constants").
 HOPPER_16_BIT = Tiles(128, 256, 64, num_warps=8, num_stages=3)
-# Compiled, not run. 128 x 256 spills registers there.
+# Compiled, not run. 128 x 256 spills registers there. 12.0 has less shared memory than 10.0.
 BLACKWELL_16_BIT = Tiles(128, 128, 64, num_warps=8, num_stages=4)
-# 64 KiB: two programs fit an A100's multiprocessor, one Ada's or 12.0's. Run as 8.0's code on a Hopper GPU.
+SMALL_BLACKWELL_16_BIT = Tiles(128, 128, 64, num_warps=8, num_stages=3)
+# 64 KiB: two programs fit an A100's multiprocessor, one Ada's. Run as 8.0's code on a Hopper GPU.
 AMPERE_16_BIT = Tiles(128, 128, 64, num_warps=4, num_stages=3)
 # Compiled, not run: they fill the 64 KiB of an MI300.
 AMD_16_BIT = Tiles(128, 128, 32, num_warps=8, num_stages=3)
@@ -48,7 +49,8 @@ def choose_tiles(hidden: torch.dtype, weight: torch.dtype, device: torch.device)
         return FP32 if products == "ieee" else HOPPER_FP32 if hopper else GENERIC_FP32
     if device.type == "cpu":
         return HOPPER_16_BIT
-    return {0: AMD_16_BIT, 9: HOPPER_16_BIT, 10: BLACKWELL_16_BIT}.get(_capability(device)[0], AMPERE_16_BIT)
+    by_family = {0: AMD_16_BIT, 9: HOPPER_16_BIT, 10: BLACKWELL_16_BIT, 12: SMALL_BLACKWELL_16_BIT}
+    return by_family.get(_capability(device)[0], AMPERE_16_BIT)
 
 
 def merging_rows(device: torch.device) -> int:
