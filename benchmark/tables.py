@@ -217,10 +217,15 @@ def errors() -> str:
 def rounding() -> str:
     """A sampler's logprobs beside its trainer's, where logits are rounded on both sides, on one or on none."""
     records = measured("rounding_cpu", "rounding", "trainer")
-    rows = {"same": "the sampler's", "halves": "bf16, two partial sums", "fp32": "fp32"}
+    rows = {"same": "the sampler's", "halves": "bf16, partial sums of TP=2", "fp32": "fp32"}
     columns = {"hidden_difference": "hidden states differ by", "both_fp32": "both fp32"}
     columns |= {"sampler_bf16": "sampler bf16, trainer fp32", "both_bf16": "both bf16"}
-    return grid("trainer's body", rows, columns, lambda name, column: f"{records[name,][column]:.1e}")
+
+    def text(name: str, column: str) -> str:
+        value = records[name,][column]
+        return f"{value:.1e}" if value else "0"
+
+    return grid("trainer's body", rows, columns, text)
 
 
 def phases() -> str:
