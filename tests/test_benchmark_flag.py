@@ -85,11 +85,11 @@ def test_a_sampler_and_its_trainer_differ_by_hidden_states_and_by_rounding(tmp_p
     assert all(record["status"] == "ok" for record in records.values())
     same = records.pop("same")
     assert same["hidden_difference"] == 0
-    assert same["both_fp32"] < 1e-6 < 1e-4 < same["sampler_bf16"]
+    assert same["both_fp32"] < 1e-6 < 2e-5 < same["sampler_bf16"]
     assert same["both_bf16"] < same["sampler_bf16"] / 10
     for record in records.values():
         assert 1e-4 < record["hidden_difference"] < 2**-6
-        assert same["both_fp32"] * 10 < record["both_fp32"] < record["sampler_bf16"]
+        assert record["both_fp32"] > 10 * same["both_fp32"]
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     assert tables.TABLES["rounding"]().count("\n") == 2 + len(document["rounding"])
 
