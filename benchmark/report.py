@@ -43,6 +43,7 @@ SECTIONS = {  # title, and what tells records apart; every other number in them 
         "a GPT trained on real text: peak memory over the resting state, losses beside the native run's",
         ("tp", "run", "variant"),
     ),
+    "rounding": ("mean |difference of logprobs| between sampler and trainer", ("trainer",)),
 }
 NO_COLUMNS = ("status", "reason", "provider", "fastest_ms", "slowest_ms", "repeats", "first_call_s")
 NO_COLUMNS += ("losses", "order")  # of training curves: one is long, the other in the name

@@ -156,6 +156,9 @@ CURVES = {
     "layers": ("Transformer layers.", ("8", "2"), count),
     "heads": ("Attention heads.", ("16", "4"), count),
 }
+ROUNDING = {name: option for name, option in CURVES.items() if name not in ("pictures", "runs", "tp")}
+SMALL = {"steps": "500", "tokens": "1024", "microbatches": "1", "lr": 1e-3, "sequence_length": "256"}
+SMALL |= {"vocab": "16384", "hidden": "512", "layers": "4", "heads": "8"}  # ten minutes on two cores
 
 CASES = {
     "head": Case("Our head beside its peers in one process.", "heads", HEAD),
@@ -174,6 +177,10 @@ CASES = {
         {"tokens": "8192,16384"},
     ),
     "curves": Case("A GPT trained on real text, flag on and off, beside the noise of sums.", "training_curves", CURVES),
+    "rounding": Case(
+        "Logprobs of a trained GPT as a sampler and as its trainer compute them, logits rounded or not.", "rounding",
+        ROUNDING, SMALL,
+    ),
 }
 # fmt: on
 
@@ -222,7 +229,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         for tp in arguments.tp:
             if ranks % tp or arguments.vocab % tp:
                 parser.error(f"tp: must divide {ranks} processes and {arguments.vocab} columns, got {tp}")
-    if arguments.case in ("megatron_step", "curves"):
+    if "sequence_length" in case.options:
         for tokens in arguments.tokens if arguments.case == "megatron_step" else [arguments.tokens]:
             if tokens % arguments.sequence_length:
                 parser.error(f"tokens: must be multiples of sequence-length {arguments.sequence_length}, got {tokens}")

@@ -1,8 +1,8 @@
 """The tables of README and docs, from committed results: `python -m benchmark.tables` writes them into the pages.
 
 A page says where a table goes by a comment, `<!-- table: NAME -->`, and ends it by `<!-- end -->`; what stands between
-is replaced, and says on which GPU, when and with which package it was measured. `tests/test_docs.py` fails where a page
-differs from the files.
+is replaced, and says on which device, when and with which package it was measured. `tests/test_docs.py` fails where a
+page differs from the files.
 """
 
 import argparse
@@ -214,6 +214,20 @@ def errors() -> str:
     return markdown(["", "mode", "logprob (sft: loss), largest error", "dX, relative", "dW, relative"], rows)
 
 
+def rounding() -> str:
+    """A sampler's logprobs beside its trainer's, where logits are rounded on both sides, on one or on none."""
+    records = measured("rounding_cpu", "rounding", "trainer")
+    rows = {"same": "the sampler's", "halves": "bf16, partial sums of TP=2", "fp32": "fp32"}
+    columns = {"hidden_difference": "hidden states differ by", "both_fp32": "both fp32"}
+    columns |= {"sampler_bf16": "sampler bf16, trainer fp32", "both_bf16": "both bf16"}
+
+    def text(name: str, column: str) -> str:
+        value = records[name,][column]
+        return f"{value:.1e}" if value else "0"
+
+    return grid("trainer's body", rows, columns, text)
+
+
 def phases() -> str:
     """What S1 allocates in each phase of the default, and at the peak of two other ways."""
     step = head_memory.HeadStep(tokens=8192, hidden=4096, columns=151936)
@@ -240,6 +254,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "jsd": jsd,
     "phases": phases,
     "errors": errors,
+    "rounding": rounding,
     "steps": steps,
     "known_steps": known_steps,
     "curves": curves,
@@ -252,6 +267,7 @@ FILES = {  # of results, that a table is made of
     "ignored_rows": ("rows_h200",),
     "jsd": ("jsd_h100",),
     "errors": ("head_h200", "liger_tp_h100"),
+    "rounding": ("rounding_cpu",),
     "steps": ("megatron_step_tp2_h100",),
     "known_steps": ("step_known_tp1_h100", "step_known_tp2_h100", "step_tp2_16384_h100"),
     "curves": ("curves_h100",),
@@ -262,7 +278,7 @@ FILES = {  # of results, that a table is made of
 def source(*files: str) -> str:
     """Where and when the files were measured, and with which package; one line."""
     found = [results.load(RESULTS / f"{name}.json")["environment"] for name in files]
-    gpus = " and ".join(dict.fromkeys(x["device"].split()[1] for x in found))
+    gpus = " and ".join(dict.fromkeys(x["device"].removeprefix("NVIDIA ").split()[0] for x in found))
     package = " and ".join(dict.fromkeys(x["megatron_lce_source"][:8] for x in found))
     dates = " and ".join(dict.fromkeys(x["date"][:10] for x in sorted(found, key=lambda x: x["date"])))
     before = ", before the rebuild" if min(x["date"] for x in found) < REBUILT else ""

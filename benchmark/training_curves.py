@@ -123,8 +123,10 @@ def learning_rate(args: argparse.Namespace, step: int) -> float:
     return args.lr * (0.55 + 0.45 * math.cos(math.pi * (step - warm_up) / max(1, args.steps - warm_up)))
 
 
-def train(args: argparse.Namespace, name: str, text: Text, dtype: torch.dtype, quiet: bool) -> dict:
-    """One run from the seed's weights."""
+def train(
+    args: argparse.Namespace, name: str, text: Text, dtype: torch.dtype, quiet: bool
+) -> tuple[nn.Module, dict[str, Any]]:
+    """One run from the seed's weights: the model, and what is recorded of it."""
     run, device = RUNS[name], text.device
     sums = {"config": {"calculate_per_token_loss": True}, "ddp_config": {"use_distributed_optimizer": True}}
     model = megatron_step.build(args, dtype, device, **sums)
@@ -152,7 +154,7 @@ def train(args: argparse.Namespace, name: str, text: Text, dtype: torch.dtype, q
     record["held_out_loss"] = held_out_loss(model, text.held_out(run.masked))
     handle.remove()
     record["losses"] = [round(loss, 6) for loss in torch.stack(losses).tolist()]
-    return record
+    return model, record
 
 
 def measure_case(results: Results, args: argparse.Namespace) -> None:
@@ -163,7 +165,7 @@ def measure_case(results: Results, args: argparse.Namespace) -> None:
     for name in args.runs:
         run = RUNS[name]
         record = {"run": name, "tp": args.tp, **run._asdict(), "step_tokens": args.tokens * args.microbatches}
-        results.attempt("curves", record, functools.partial(train, args, name, text, results.dtype, results.quiet))
+        results.attempt("curves", record, lambda name=name: train(args, name, text, results.dtype, results.quiet)[1])
         gc.collect()  # DDP's hooks make circles
         torch.cuda.empty_cache()  # nothing without a GPU
     megatron_runtime.teardown()

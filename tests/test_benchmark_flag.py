@@ -72,6 +72,28 @@ def test_training_curves_differ_by_the_order_of_sums_only(tmp_path, monkeypatch)
     assert tables.TABLES["curves"]().count("\n") == 2 + len(run.RUNS)
 
 
+@pytest.mark.torchrun
+def test_a_sampler_and_its_trainer_differ_by_hidden_states_and_by_rounding(tmp_path, monkeypatch):
+    pytest.importorskip("megatron.core")
+    path, _ = words(tmp_path)
+    output = tmp_path / "rounding_cpu.json"
+    sizes = "--steps 4 --layers 1 --vocab 300 --tokens 64 --sequence-length 16 --hidden 32 --heads 4"
+    run_ranks(1, "benchmark.run", "rounding", "--device", "cpu", "--text", path, *sizes.split(), "--json", output)
+    document = results.load(output)
+    assert document["model"]["held_out_loss"] < document["model"]["losses"][0]
+    records = {record["trainer"]: record for record in document["rounding"]}
+    assert all(record["status"] == "ok" for record in records.values())
+    same = records.pop("same")
+    assert same["hidden_difference"] == 0
+    assert same["both_fp32"] < 1e-6 < 2e-5 < same["sampler_bf16"]
+    assert same["both_bf16"] < same["sampler_bf16"] / 10
+    for record in records.values():
+        assert 1e-4 < record["hidden_difference"] < 2**-6
+        assert record["both_fp32"] > 10 * same["both_fp32"]
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    assert tables.TABLES["rounding"]().count("\n") == 2 + len(document["rounding"])
+
+
 def test_runs_that_take_sums_in_another_order_see_the_same_sequences(tmp_path):
     pytest.importorskip("megatron.core")
     curves = pytest.importorskip("benchmark.training_curves")
