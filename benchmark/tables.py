@@ -10,6 +10,8 @@ import itertools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import combinations
+from math import dist
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +205,22 @@ def curves() -> str:
     return markdown([*header, "difference to the native run: root mean square / largest (over the noise)"], rows)
 
 
+def training_noise() -> str:
+    """How far training losses part: any two native runs, and ours from the native run of the same process."""
+    rows = []
+    for rate, files in {
+        "6e-4, two processes": FILES["training_noise"][:2],
+        "3e-4": FILES["training_noise"][2:],
+    }.items():
+        for masked in (False, True):
+            runs = [x for file in files for x in measured(file, "curves", "run").values() if x["masked"] == masked]
+            native = [x["losses"] for x in runs if x["variant"] == "native-fused"]
+            pairs = [dist(a, b) / len(a) ** 0.5 for a, b in combinations(native, 2)]
+            ours = [f"{x['difference_rms']:.2e}" for way in ("flag", "known") for x in runs if x["run"].endswith(way)]
+            rows.append([rate + ", masked" * masked, str(len(native)), f"{max(pairs):.2e}", ", ".join(ours)])
+    return markdown(["learning rate", "native runs", "of two native runs, largest", "flag, known_loss"], rows)
+
+
 def errors() -> str:
     """Errors against fp64 of every head that was compared."""
     rows = []
@@ -258,6 +276,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "steps": steps,
     "known_steps": known_steps,
     "curves": curves,
+    "training_noise": training_noise,
     "masked_steps": masked_steps,
 }
 FILES = {  # of results, that a table is made of
@@ -271,6 +290,7 @@ FILES = {  # of results, that a table is made of
     "steps": ("megatron_step_tp2_h100",),
     "known_steps": ("step_known_tp1_h100", "step_known_tp2_h100", "step_tp2_16384_h100"),
     "curves": ("curves_h100",),
+    "training_noise": ("curves_h100", "curves_again_h100", "curves_3e-4_h100"),
     "masked_steps": ("step_known_tp2_h100",),
 }
 
