@@ -1,18 +1,25 @@
 """One drawn call on this rank: the operation, what it is held against, and the properties that hold for every call."""
 
-import contextlib
 import inspect
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from fuzz_cases import DEFAULT_DTYPES, DTYPES, Case, JsdCase, Tensors, as_drawn, build, starts_of, vocab_size_of
+from fuzz_ids import check_ids
+from fuzz_setting import (
+    Drawn,
+    Findings,
+    Setting,
+    Share,
+    check_same_bits_on_every_rank,
+    default_dtype,
+    same_bits,
+    tensors_drawn,
+)
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 import megatron_lce
 from megatron_lce.backends.reference import reference_linear_cross_entropy
@@ -26,40 +33,11 @@ from tests.jsd_oracle import (
     logits_of_products,
     materialised_jsd,
 )
-from tests.oracle import Result, Upstream, comparisons, evaluate, largest_error, oracle
+from tests.oracle import Result, Upstream, comparisons, evaluate, oracle
 
 FEW = 64  # numbers of a gradient
 WIDE_WORKSPACE = 2**29  # bytes: every token at once
-Drawn = Callable[[Tensor], Tensor]  # a tensor as its case has it
 BITS_ALIGNMENT = 128  # shards cut at multiples of it give the bits of the whole
-
-
-@dataclass
-class Setting:
-    """Where a case runs."""
-
-    operation: str
-    backend: str
-    ranks: int
-    group: ProcessGroup | None  # of the ranks that take part in a case; None: this one does not
-    device: torch.device
-
-
-class Findings(list[str]):
-    """What is wrong. Noted, not raised, so that a rank that finds something still takes part in what follows."""
-
-    def require(self, condition: bool, message: str) -> None:
-        if not condition:
-            self.append(message)
-
-
-@dataclass
-class Share:
-    """This rank's part of the case."""
-
-    rows: slice  # of the first dimension of hidden
-    columns: slice  # of the vocabulary
-    keywords: dict[str, Any]  # of the call
 
 
 def share_of(case: Case, tensors: Tensors, setting: Setting) -> Share:
@@ -138,16 +116,6 @@ def check_cross_entropy(case: Case, tensors: Tensors, share: Share, setting: Set
         check_bits(case, tensors, share, actual.outputs, findings)
 
 
-@contextlib.contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """torch's, on which nothing may depend."""
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
 def largest_gap(
     argmax: Tensor, exact: LinearCrossEntropyOutput, hidden: Tensor, weight: Tensor, **options: Any
 ) -> float:
@@ -187,86 +155,6 @@ def check_bits(
             whole = cross_entropy(hidden, weight, labels, **keywords | alone)
             for name, mine, theirs in zip(outputs._fields, outputs, whole, strict=True):
                 findings.require(mine is None or same_bits(mine, theirs), f"{name}: other bits on one rank")
-
-
-def check_ids(case: Case, tensors: Tensors, share: Share, setting: Setting, findings: Findings) -> None:
-    """`linear_logits_at`, `support_logprobs` over the same ids, and `linear_topk`, against materialised logits."""
-    ((hidden, weight),), labels, ids = tensors.heads, tensors.labels, tensors.keywords["candidates"]
-    ignored, upstream = labels == tensors.keywords["ignore_index"], tensors.upstream["candidate_logprobs"]
-    keywords = {name: value for name, value in share.keywords.items() if name not in ("candidates", "ignore_index")}
-    own = [tensor.clone().requires_grad_() for tensor in (hidden[share.rows], weight[share.columns])]
-    drawn, width = partial(as_drawn, case), ids.shape[-1]
-    offsets = torch.arange(labels.numel() + 1, dtype=torch.int64, device=labels.device) * width
-    sets = {"ignore_index": tensors.keywords["ignore_index"], "empty_rows": case.padding == 0}
-    with default_dtype(DEFAULT_DTYPES[case.default_dtype]):
-        heads = list(map(drawn, own))
-        others = tensors_drawn(keywords, drawn)
-        logits = megatron_lce.linear_logits_at(*heads, drawn(ids), **others)
-        logits.backward(upstream)
-        support = megatron_lce.support_logprobs(
-            *heads, drawn(labels), drawn(ids.reshape(-1)), drawn(offsets), **sets, **others
-        ).detach()
-        top = megatron_lce.linear_topk(*heads, width, **others)
-    leaves = [tensor.double().requires_grad_() for tensor in (hidden, weight)]
-    temperature = torch.as_tensor(keywords["temperature"], dtype=torch.float64, device=labels.device)
-    temperature = torch.where((temperature > 0) & temperature.isfinite(), temperature, torch.nan)[..., None]
-    products = (leaves[0] @ leaves[1].T)[..., : keywords["vocab_size"]]
-    exact = logits_of_products(products, keywords["logits_scale"], keywords.get("softcap"))
-    usable, exact = ~temperature.isnan()[..., 0].expand(labels.shape), exact / temperature.nan_to_num(1.0)
-    exact = exact.masked_fill(~usable[..., None], torch.nan)
-    size, padding = exact.shape[-1], ids < 0
-    at = exact.gather(-1, ids.clamp(min=0)).masked_fill(padding, 0.0)
-    # Of rows without a temperature fp64 makes every gradient NaN, and the operation those of their ids.
-    products.retain_grad()
-    torch.where(usable[..., None], at, 0.0).backward(upstream.double())
-    # Each rank rounds its part of hidden's gradient, which may cancel another's.
-    part_of_rank = products.grad[..., share.columns] @ leaves[1].detach()[: products.shape[-1]][share.columns]
-    rounded = part_of_rank.nan_to_num().norm()[None]
-    dist.all_reduce(rounded, group=setting.group)
-    eps, own_eps, exact = torch.finfo(torch.float32).eps, torch.finfo(hidden.dtype).eps, exact.detach()
-    factor = (keywords["logits_scale"] / temperature).nan_to_num(0, 0, 0)
-    largest = float((products.detach() * factor).abs().max()) if ids.numel() else 0.0
-    allowed = 8 * eps * (1 + largest)
-
-    def compare(name: str, value: Tensor, expected: Tensor, most: float) -> None:
-        error = largest_error(value.detach(), expected)
-        findings.require(error <= most, f"{name}: error {error:.2e}, allowed {most:.1e}")
-
-    compare("logits_at", logits, at.detach(), allowed)
-    for name, found, leaf, part, other, norm in (
-        ("grad_hidden", own[0].grad, leaves[0].grad, share.rows, leaves[1], float(rounded)),
-        (
-            "grad_weight",
-            own[1].grad,
-            leaves[1].grad,
-            share.columns,
-            leaves[0],
-            float(leaves[1].grad.nan_to_num().norm()),
-        ),
-    ):
-        row = float(other.detach().norm(dim=-1).max()) if other.numel() else 0.0
-        terms = float((upstream.double().abs() * factor.abs()).sum()) * row
-        step = torch.finfo(hidden.dtype).smallest_normal * own_eps  # of subnormal numbers
-        most = 2 * own_eps * norm + (allowed + 8 * eps) * terms + step * leaf.numel() ** 0.5
-        wrong = found.isnan() & bool(usable.all())
-        error = (found.double() - leaf[part].nan_to_num()).masked_fill(found.isnan() & ~wrong, 0.0).norm()
-        findings.require(float(error) <= most, f"{name}: error {float(error):.2e}, allowed {most:.1e}")
-    kept = torch.zeros_like(exact).scatter_add_(-1, ids.clamp(min=0), (~padding).double()) > 0
-    empty = padding.all(-1, keepdim=True)
-    valid = (labels >= 0) & (labels < size)
-    of_label = torch.where(valid, labels, 0)[..., None]
-    inside = valid[..., None] & (kept | empty).gather(-1, of_label) & (~empty | sets["empty_rows"])
-    expected = exact.masked_fill(~(kept | empty), -torch.inf).log_softmax(-1).gather(-1, of_label)
-    expected = expected.masked_fill(~inside, torch.nan)[..., 0].masked_fill(ignored, 0.0)
-    compare("support_logprobs", support, expected, 8 * allowed)
-    best = exact.sort(-1, descending=True).values[..., :width]
-    lse = exact.logsumexp(-1, keepdim=True)
-    logprobs = torch.nn.functional.pad(best - lse, (0, width - best.shape[-1]), value=-torch.inf)
-    compare("topk: logprobs", top.logprobs[usable].exp(), logprobs[usable].exp(), 8 * allowed)
-    chosen = exact.gather(-1, top.ids[..., : best.shape[-1]].clamp(min=0))
-    compare("topk: ids", chosen[usable], best[usable], 4 * allowed)
-    findings.require(bool((top.ids[~usable] == -1).all()), "topk: ids of unusable rows")
-    check_same_bits_on_every_rank([logits.detach(), support, *top], setting, findings)
 
 
 def check_jsd(case: Case, tensors: Tensors, share: Share, setting: Setting, findings: Findings) -> None:
@@ -360,10 +248,6 @@ def logits_range(tensors: Tensors, temperature: Tensor) -> tuple[float, float]:
     return largest, spread
 
 
-def tensors_drawn(keywords: dict[str, Any], drawn: Drawn) -> dict[str, Any]:
-    return {name: drawn(value) if isinstance(value, Tensor) else value for name, value in keywords.items()}
-
-
 def cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, drawn: Drawn, **keywords: Any
 ) -> LinearCrossEntropyOutput:
@@ -387,15 +271,3 @@ def evaluate_token_loss(
     result = megatron_lce.linear_token_loss(*tensors, loss, *per_token, **tensors_drawn(keywords, drawn))
     result.loss.backward()
     return Result(result.outputs, hidden.grad, weight.grad)
-
-
-def check_same_bits_on_every_rank(tensors: list[Tensor], setting: Setting, findings: Findings) -> None:
-    mine = torch.cat([tensor.double().reshape(-1).nan_to_num(nan=12345.0) for tensor in tensors])
-    everyone = [torch.empty_like(mine) for _ in range(setting.ranks)]
-    if mine.numel():
-        dist.all_gather(everyone, mine, group=setting.group)
-    findings.require(all(torch.equal(other, mine) for other in everyone), "outputs differ between ranks")
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.nan_to_num(nan=12345.0), b.nan_to_num(nan=12345.0))

@@ -25,7 +25,8 @@ import hypothesis
 import torch
 import torch.distributed as dist
 from fuzz_cases import Case, JsdCase  # noqa: F401  (names that --repeat is made of)
-from fuzz_checks import Setting, check_case
+from fuzz_checks import check_case
+from fuzz_setting import Setting
 from torch.distributed import ProcessGroup
 
 from scripts.ranks import device_of_rank

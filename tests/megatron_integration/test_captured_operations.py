@@ -10,6 +10,17 @@ from tests import megatron_world
 from tests.megatron_world import VOCAB_SIZE
 
 
+def exact_logits(head):
+    """[b, s, V] in fp64."""
+    return (head.hidden.double() @ head.weight.double().T).detach().transpose(0, 1)
+
+
+def assert_within_rounding(actual, exact, logits):
+    """Differences are a few roundings in fp32 of numbers as large as the largest logit."""
+    allowed = 8 * torch.finfo(torch.float32).eps * (1 + float(logits.abs().max()))
+    torch.testing.assert_close(actual.detach().double(), exact, rtol=0.0, atol=allowed)
+
+
 def test_outputs_are_those_of_the_models_logits(model, device):
     tensors, labels = megatron_world.inputs(device)
     temperature = torch.linspace(0.5, 2, labels.numel(), device=device).view_as(labels)
@@ -20,10 +31,15 @@ def test_outputs_are_those_of_the_models_logits(model, device):
     logprobs = torch.log_softmax(logits, -1)
     entropy = -(logprobs.exp() * logprobs).sum(-1)
     picked = logprobs.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-    torch.testing.assert_close(out.logprobs.double(), picked, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(out.entropy.double(), entropy, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(out.lse.double(), logits.logsumexp(-1), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(out.mean_logit.double(), logits.mean(-1), rtol=1e-5, atol=1e-6)
+    exact = exact_logits(head) / temperature.double().unsqueeze(-1)
+    exact_logprobs = exact.log_softmax(-1)
+    for value, expected in (
+        (out.logprobs, exact_logprobs.gather(-1, labels.unsqueeze(-1)).squeeze(-1)),
+        (out.entropy, -(exact_logprobs.exp() * exact_logprobs).sum(-1)),
+        (out.lse, exact.logsumexp(-1)),
+        (out.mean_logit, exact.mean(-1)),
+    ):
+        assert_within_rounding(value, expected, exact)
     assert torch.equal(out.argmax, logits.argmax(-1))
 
     upstream = torch.cos(torch.arange(labels.numel(), device=device)).view_as(labels)
@@ -40,32 +56,37 @@ def test_some_ids_are_those_of_the_models_logits(model, device):
     keywords = {"temperature": 0.7, "backend": "torch"}
     logits = model(*tensors) / 0.7
     logprobs = logits.log_softmax(-1)
+    exact = exact_logits(head) / 0.7
+    exact_logprobs = exact.log_softmax(-1)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(VOCAB_SIZE, (*labels.shape, 4), generator=generator).to(device)
     at = head.linear_logits_at(ids, **keywords)
-    torch.testing.assert_close(at, logits.gather(-1, ids), rtol=1e-5, atol=1e-5)
+    assert_within_rounding(at, exact.gather(-1, ids), exact)
     out = head.linear_cross_entropy(labels, candidates=ids, **keywords)
-    torch.testing.assert_close(out.candidate_logprobs, logprobs.gather(-1, ids), rtol=1e-5, atol=1e-5)
+    assert_within_rounding(out.candidate_logprobs, exact_logprobs.gather(-1, ids), exact)
     top = head.linear_topk(5, **keywords)
-    values, best = logprobs.topk(5)
-    torch.testing.assert_close(top.logprobs, values, rtol=1e-5, atol=1e-5)
+    values, best = exact_logprobs.topk(5)
+    assert_within_rounding(top.logprobs, values, exact)
     assert torch.equal(top.ids, best)
     counts = torch.randint(4, (labels.numel(),), generator=generator).to(device)
     offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     rows = torch.arange(labels.numel(), device=device).repeat_interleave(counts)
     kept = torch.randint(VOCAB_SIZE, rows.shape, generator=generator).to(device)
     kept[offsets[:-1][counts > 0]] = labels.view(-1)[counts > 0]
-    flat = logits.view(-1, logits.shape[-1])
+    flat, flat_exact = logits.view(-1, logits.shape[-1]), exact.reshape(-1, exact.shape[-1])
     at = head.linear_logits_at(kept, offsets, **keywords)
-    torch.testing.assert_close(at, flat[rows, kept], rtol=1e-5, atol=1e-5)
+    assert_within_rounding(at, flat_exact[rows, kept], exact)
     mask = (counts == 0)[:, None].expand(-1, flat.shape[1]).clone()
     mask[rows, kept] = True
-    exact = flat.masked_fill(~mask, -torch.inf).log_softmax(-1).gather(1, labels.view(-1, 1)).view(labels.shape)
+    of_kept, of_kept_exact = (
+        x.masked_fill(~mask, -torch.inf).log_softmax(-1).gather(1, labels.view(-1, 1)).view(labels.shape)
+        for x in (flat, flat_exact)
+    )
     found, entropy = head.support_logprobs(labels, kept, offsets, entropy=True, **keywords)
-    torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(entropy, -(logprobs.exp() * logprobs).sum(-1), rtol=1e-5, atol=1e-5)
+    assert_within_rounding(found, of_kept_exact, exact)
+    assert_within_rounding(entropy, -(exact_logprobs.exp() * exact_logprobs).sum(-1), exact)
     loss = found.sum() + out.candidate_logprobs.sum() + head.linear_logits_at(ids, **keywords).sum()
-    expected = exact.sum() + logprobs.gather(-1, ids).sum() + logits.gather(-1, ids).sum()
+    expected = of_kept.sum() + logprobs.gather(-1, ids).sum() + logits.gather(-1, ids).sum()
     actual = megatron_world.gradients(model, loss)
     megatron_world.assert_same_gradients(actual, megatron_world.gradients(model, expected))
 
