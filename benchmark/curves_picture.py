@@ -26,7 +26,7 @@ def draw_curves(document: dict) -> Any:
     size = (4.6 * (len(groups) + 1), 6.6)
     figure, axes = pyplot.subplots(2, len(groups) + 1, figsize=size, squeeze=False, layout="constrained")
     for column, ((masked,), group) in enumerate(groups.items()):
-        first = next(record for record in group if _in_blocks(record) and record["variant"] == "native-fused")
+        first = next(record for record in group if _in_order(record) and record["variant"] == "native-fused")
         _draw_losses(axes[0][column], group)
         _draw_differences(axes[1][column], group, first["losses"])
         tokens = first["step_tokens"] * len(first["losses"])
@@ -39,8 +39,8 @@ def draw_curves(document: dict) -> Any:
     return figure
 
 
-def _in_blocks(record: dict) -> bool:
-    return record["order"] == "blocks"
+def _in_order(record: dict) -> bool:
+    return record["order"] == 0
 
 
 def _style(variant: str) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def _style(variant: str) -> dict[str, Any]:
 
 def _draw_losses(axis: Any, group: list[dict]) -> None:
     """Every way's curve, each thinner than the one below it."""
-    shown = [record for record in group if _in_blocks(record)]
+    shown = [record for record in group if _in_order(record)]
     for index, record in enumerate(shown):
         steps = range(1, len(record["losses"]) + 1)
         axis.plot(
@@ -60,13 +60,13 @@ def _draw_losses(axis: Any, group: list[dict]) -> None:
 
 def _draw_differences(axis: Any, group: list[dict], native: list[float]) -> None:
     steps = range(1, len(native) + 1)
-    noise = [_differences(x, native) for x in group if not _in_blocks(x)]
+    noise = [_differences(x, native) for x in group if not _in_order(x)]
     if noise:
         largest = [max(map(abs, at_step)) for at_step in zip(*noise, strict=True)]
         band = [max(largest[max(0, i - WINDOW) : i + WINDOW + 1]) for i in range(len(largest))]
         axis.fill_between(steps, [-x for x in band], band, color="lightgray", label=f"noise: {NOISE}")
     for record in group:
-        if _in_blocks(record) and record["variant"] != "native-fused":
+        if _in_order(record) and record["variant"] != "native-fused":
             axis.plot(steps, _differences(record, native), **_style(record["variant"]), linewidth=0.9)
     axis.set(xlabel="optimizer step", ylabel="loss less that of the native run")
 
@@ -77,7 +77,7 @@ def _differences(record: dict, native: list[float]) -> list[float]:
 
 def _draw_bars(axis: Any, records: list[dict], field: str, title: str, unit: float) -> None:
     """One bar for each way, the first run on top."""
-    shown = [record for record in reversed(records) if _in_blocks(record) and record[field] is not None]
+    shown = [record for record in reversed(records) if _in_order(record) and record[field] is not None]
     names = [TITLES[x["variant"]] + ("\nmasked prompts" if x["masked"] else "") for x in shown]
     bars = axis.barh(
         names, [record[field] / unit for record in shown], color=[COLORS[record["variant"]] for record in shown]

@@ -1,5 +1,6 @@
 """Records of a document by their fields, and their times as multiples of the cuBLAS products of the same run."""
 
+from math import dist
 from statistics import median
 from typing import Any
 
@@ -84,17 +85,13 @@ def add_ratios(document: dict) -> None:
 
 
 def _add_differences(records: list[dict]) -> None:
-    """Adds to every training run how far its losses are from the native run's, and that over the noise.
+    """Adds to every training run how far its losses are from those of native runs with sums in other orders.
 
-    difference_rms, difference_largest  over the steps
-    over_noise                          difference_rms over that of native runs whose sums are in another order
+    difference_median, difference_largest  of the root mean squares over the steps, one for each native run
     """
     native = [record for record in records if record["variant"] == "native-fused"]
-    for first in [record for record in native if record["order"] == "blocks"]:
-        for record in (record for record in records if record is not first):
-            differences = [abs(a - b) for a, b in zip(record["losses"], first["losses"], strict=True)]
-            record["difference_rms"] = (sum(x * x for x in differences) / len(differences)) ** 0.5
-            record["difference_largest"] = max(differences)
-        noise = [record["difference_rms"] for record in native if record is not first]
-        for record in (record for record in records if noise and any(noise) and record is not first):
-            record["over_noise"] = record["difference_rms"] / (sum(noise) / len(noise))
+    for record in records:
+        others = [other["losses"] for other in native if other is not record]
+        if others:
+            apart = [dist(record["losses"], losses) / len(losses) ** 0.5 for losses in others]
+            record |= {"difference_median": median(apart), "difference_largest": max(apart)}

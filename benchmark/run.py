@@ -139,7 +139,8 @@ STEP = ROUNDS | SIZES | {
     "layers": ("Transformer layers.", 4, count),
     "heads": ("Attention heads.", 32, count),
 }
-RUNS = ("native", "native-dealt", "native-turned", "flag", "known")  # of training_curves, which needs Megatron
+ORDERS = range(1, 6)  # of training_curves, which needs Megatron
+RUNS = ("native", *(f"native-{order}" for order in ORDERS), "flag", "known")
 RUNS += tuple(f"masked-{name}" for name in RUNS)
 CURVES = {
     "pictures": PICTURES["pictures"],

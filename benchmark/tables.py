@@ -10,9 +10,8 @@ import itertools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import combinations
-from math import dist
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmark import curves_picture, ratios, results
@@ -192,33 +191,22 @@ def masked_steps() -> str:
 
 
 def curves() -> str:
-    """Training runs: speed and memory, the loss at the end, and how far all losses are from the native run's."""
+    """Training runs at two learning rates: speed, memory, the loss at the end, how far losses are from native ones."""
+    rates = [measured(name, "curves", "run").values() for name in FILES["curves"]]
     rows = []
-    for record in measured("curves_h100", "curves", "run").values():
-        title = ("masked prompts: " if record["masked"] else "") + curves_picture.TITLES[record["variant"]]
-        title += "" if record["order"] == "blocks" else ", sums in another order"
-        values = [f"{record['time_ms']:.1f} / {record['peak_mib']:,.0f}", f"{record['held_out_loss']:.4f}"]
-        apart = (f"{record[field]:.1e}" for field in ("difference_rms", "difference_largest") if field in record)
-        over = f" ({record['over_noise']:.2f})" if "over_noise" in record else ""
-        rows.append([title, *values, (" / ".join(apart) or "-") + over])
+    for (masked, variant), runs in ratios.grouped(list(rates[0]), "masked", "variant").items():
+        title = ("masked prompts: " if masked else "") + curves_picture.TITLES[variant]
+        ends = sorted(record["held_out_loss"] for record in runs)
+        row = [f"{title}, {len(runs)} runs" if len(runs) > 1 else title]
+        row += [f"{runs[0]['time_ms']:.1f} / {runs[0]['peak_mib']:,.0f}"]
+        row += [" to ".join(f"{end:.4f}" for end in dict.fromkeys((ends[0], ends[-1])))]
+        for records in rates:
+            same = [x for x in records if (x["masked"], x["variant"]) == (masked, variant)]
+            values = median(x["difference_median"] for x in same), max(x["difference_largest"] for x in same)
+            row.append(" / ".join(f"{value:.1e}" for value in values))
+        rows.append(row)
     header = ["", "ms a step / MiB over the resting state", "loss of held-out text"]
-    return markdown([*header, "difference to the native run: root mean square / largest (over the noise)"], rows)
-
-
-def training_noise() -> str:
-    """How far training losses part: any two native runs, and ours from the native run of the same process."""
-    rows = []
-    for rate, files in {
-        "6e-4, two processes": FILES["training_noise"][:2],
-        "3e-4": FILES["training_noise"][2:],
-    }.items():
-        for masked in (False, True):
-            runs = [x for file in files for x in measured(file, "curves", "run").values() if x["masked"] == masked]
-            native = [x["losses"] for x in runs if x["variant"] == "native-fused"]
-            pairs = [dist(a, b) / len(a) ** 0.5 for a, b in combinations(native, 2)]
-            ours = [f"{x['difference_rms']:.2e}" for way in ("flag", "known") for x in runs if x["run"].endswith(way)]
-            rows.append([rate + ", masked" * masked, str(len(native)), f"{max(pairs):.2e}", ", ".join(ours)])
-    return markdown(["learning rate", "native runs", "of two native runs, largest", "flag, known_loss"], rows)
+    return markdown([*header, "from native runs: median / largest", "with half the learning rate"], rows)
 
 
 def errors() -> str:
@@ -276,7 +264,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "steps": steps,
     "known_steps": known_steps,
     "curves": curves,
-    "training_noise": training_noise,
     "masked_steps": masked_steps,
 }
 FILES = {  # of results, that a table is made of
@@ -289,8 +276,7 @@ FILES = {  # of results, that a table is made of
     "rounding": ("rounding_cpu",),
     "steps": ("megatron_step_tp2_h100",),
     "known_steps": ("step_known_tp1_h100", "step_known_tp2_h100", "step_tp2_16384_h100"),
-    "curves": ("curves_h100",),
-    "training_noise": ("curves_h100", "curves_again_h100", "curves_3e-4_h100"),
+    "curves": ("curves_h100", "curves_3e-4_h100"),
     "masked_steps": ("step_known_tp2_h100",),
 }
 

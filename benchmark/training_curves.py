@@ -2,10 +2,10 @@
 
 Megatron's modules, schedule, DDP with fp32 gradients and distributed optimizer with fp32 Adam. Every run records the
 loss of each step, the loss of held-out text at its end, the median step time and the peak memory over the resting state
-(weights, gradients, optimizer). Runs named `-dealt` and `-turned` are the native one with a step's sequences dealt to
-the microbatches otherwise: sums are taken in another order, and nothing else differs. How far these part from the
-native run is the noise that the other ways are held against. `masked-` runs count only the last part of each sequence,
-as supervised fine-tuning counts answers.
+(weights, gradients, optimizer). Runs with a number are the native one with a step's sequences dealt to the microbatches
+otherwise: sums are taken in another order, and nothing else differs. How far native runs part from one another is the
+noise that the other ways are held against. `masked-` runs count only the last part of each sequence, as supervised
+fine-tuning counts answers.
 """
 
 import argparse
@@ -20,34 +20,28 @@ from torch import Tensor, nn
 
 from benchmark import measure, megatron_step, training_text
 from benchmark.results import Results
+from benchmark.run import ORDERS
 from scripts import megatron_runtime, training
 
 WARM_UP = 0.05  # of the steps: the learning rate rises in them, and falls to a tenth in the others
 HELD_OUT = 4  # microbatches
 PROMPT = 0.3, 0.9  # the shares of a sequence between which the length of its prompt is drawn
 PROGRESS = 25  # steps from one line to the next
-ORDERS = ("blocks", "dealt", "turned")
 
 
 class Run(NamedTuple):
     """A way of the loss (see `megatron_step.choose`), how sequences are dealt, and whether prompts are masked."""
 
     variant: str
-    order: str = "blocks"
+    order: int = 0  # of the text; else the seed of a shuffle
     masked: bool = False
 
 
-RUNS = {
-    "native": Run("native-fused"),
-    "native-dealt": Run("native-fused", "dealt"),
-    "native-turned": Run("native-fused", "turned"),
-    "flag": Run("ours"),
-    "known": Run("ours-known"),
-    "masked-native": Run("native-fused", masked=True),
-    "masked-native-dealt": Run("native-fused", "dealt", masked=True),
-    "masked-native-turned": Run("native-fused", "turned", masked=True),
-    "masked-flag": Run("ours-skip", masked=True),
-    "masked-known": Run("ours-known-skip", masked=True),
+RUNS = {"native": Run("native-fused"), "flag": Run("ours"), "known": Run("ours-known")}
+RUNS |= {"masked-native": Run("native-fused", masked=True), "masked-flag": Run("ours-skip", masked=True)}
+RUNS |= {"masked-known": Run("ours-known-skip", masked=True)}
+RUNS |= {
+    f"{name}-{order}": RUNS[name]._replace(order=order) for name in ("native", "masked-native") for order in ORDERS
 }
 
 
@@ -80,10 +74,8 @@ class Text:
         """The microbatches of a step; their order and composition are the run's, their union is not."""
         first = self.together * (HELD_OUT + step * self.microbatches)
         indices = torch.arange(first, first + self.together * self.microbatches)
-        if run.order == "dealt":  # one by one
-            indices = indices.view(self.together, self.microbatches).T.flatten()
-        if run.order == "turned":  # the last half of a microbatch with the first half of the next one
-            indices = indices.roll(max(1, self.together // 2)).flip(0)
+        if run.order:
+            indices = indices[torch.randperm(len(indices), generator=torch.Generator().manual_seed(run.order))]
         return [self._batch(chosen, run.masked) for chosen in indices.view(self.microbatches, self.together)]
 
     def _batch(self, indices: Tensor, masked: bool) -> dict[str, Tensor]:

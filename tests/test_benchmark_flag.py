@@ -52,24 +52,25 @@ def test_training_curves_differ_by_the_order_of_sums_only(tmp_path, monkeypatch)
     pytest.importorskip("megatron.core")
     path, _ = words(tmp_path)
     output = tmp_path / "curves_h100.json"
-    sizes = "--steps 4 --layers 1 --vocab 300 --tokens 32"
+    chosen = [name for name in run.RUNS if not name.endswith(("2", "3", "4", "5"))]
+    sizes = f"--steps 4 --layers 1 --vocab 300 --tokens 32 --runs {','.join(chosen)}"
     run_ranks(1, "benchmark.run", "curves", "--device", "cpu", "--text", path, *sizes.split(), "--json", output)
     document = results.load(output)
     records = {record["run"]: record for record in document["curves"]}
-    assert tuple(records) == run.RUNS
+    assert list(records) == chosen
     for name, record in records.items():
         native = records["masked-native" if record["masked"] else "native"]
         assert record["status"] == "ok"
         assert record["losses"][0] == pytest.approx(native["losses"][0], abs=1e-4), name  # of the same tokens
         assert record["losses"][-1] < record["losses"][0] - 0.05, name
-        assert record is native or record["over_noise"] < 3, name
+        assert 0 < record["difference_median"] <= record["difference_largest"] < 1e-3, name
         record["peak_mib"] = record["time_ms"]  # for the picture: a CPU has none
-    assert records["native-dealt"]["difference_rms"] > 0
     assert records["masked-native"]["losses"][0] != records["native"]["losses"][0]
     output.write_text(results.as_text(document))
     assert pictures.draw(document, tmp_path, ["curves"]) == [tmp_path / "curves.png"]
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    assert tables.TABLES["curves"]().count("\n") == 2 + len(run.RUNS)
+    (tmp_path / "curves_3e-4_h100.json").write_text(output.read_text())
+    assert tables.TABLES["curves"]().count("\n") == 2 + len(chosen) - 2  # native runs share a row
 
 
 @pytest.mark.torchrun
@@ -101,13 +102,14 @@ def test_runs_that_take_sums_in_another_order_see_the_same_sequences(tmp_path):
     arguments = run.parse_arguments(f"curves --device cpu --text {path} --steps 10 --vocab 300".split())
     text = curves.Text(arguments, torch.device("cpu"))
     split = {}
-    for order in curves.ORDERS:
+    orders = (0, *run.ORDERS)
+    for order in orders:
         batches = text.step(3, curves.Run("", order))
         assert len(batches) == arguments.microbatches
         split[order] = [{tuple(sequence) for sequence in batch["input_ids"].tolist()} for batch in batches]
         assert torch.equal(batches[0]["input_ids"][:, 1:], batches[0]["labels"][:, :-1])
     assert len({frozenset().union(*sets) for sets in split.values()}) == 1
-    assert len({frozenset(map(frozenset, sets)) for sets in split.values()}) == len(curves.ORDERS)
+    assert len({frozenset(map(frozenset, sets)) for sets in split.values()}) == len(orders)
     masked = text.step(3, curves.Run("", masked=True))
     share = torch.cat([batch["loss_mask"] for batch in masked]).mean()
     assert 0.1 <= share <= 0.7
