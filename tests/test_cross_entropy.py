@@ -214,7 +214,7 @@ def test_every_second_column_of_a_wider_hidden(backend, device):
 def test_blocks_of_tokens_and_slabs_of_vocabulary(dtype, backend, device):
     """A workspace that holds a small part of the logits gives the same results."""
     problem = make_problem(150, 24, 600, device, dtype)
-    problem.check(backend, telemetry=True, only_here={"workspace_bytes": 2**16})
+    problem.check(backend, telemetry=True, only_here={"workspace_bytes": 2**17})
 
 
 def test_reference_backend_is_the_oracle_in_fp32(device):

@@ -50,7 +50,7 @@ OPTIONS = [
     {"skip_ignored": True, "logits_cache_bytes": 2**20},
     {"skip_ignored": 17, "entropy": False},
     {"skip_ignored": 16},  # not the labels' number: NaN
-    {"workspace_bytes": 60_000},
+    {"workspace_bytes": 120_000},
 ]
 
 

@@ -147,7 +147,9 @@ def test_three_parts_are_the_number(shape, device):
     generator = torch.Generator().manual_seed(0)
     wide = torch.randn(rows, columns + 3, generator=generator) * 2.0 ** torch.randint(-exponent // 9, 9, (rows, 1))
     matrix = wide.to(device)[:, :columns]
-    split = parts.split(matrix, 64)
+    split, factors = parts.split(matrix, 3, torch.bfloat16)
+    split = split.view(rows, 3, -1)
+    assert factors is None
     assert torch.equal(split.double().sum(1)[:, :columns], matrix.double())
     assert not split[:, :, columns:].any()
     assert torch.equal(split[:, 2, :columns], matrix.bfloat16())
@@ -163,7 +165,7 @@ def test_scaled_parts_are_the_number(shape, device):
     matrix *= 2.0 ** torch.randint(-60, 1, (rows, columns), generator=generator)
     matrix[rows // 2] = 0.0
     for number, exact in ((2, matrix.to(device)), (1, matrix.bfloat16().to(device))):
-        split, factors = parts.scaled_parts(exact, number)
+        split, factors = parts.split(exact, number)
         low, high = split.double().view(rows, number, -1)[:, [0, -1]].unbind(1)
         low = low / parts.LOW_PART.value if number == 2 else torch.zeros_like(low)
         error = (high + low)[:, :columns] * factors.double()[:rows, None] - exact.double()
@@ -177,7 +179,7 @@ def test_scaled_parts_are_the_number(shape, device):
 
 def test_an_infinity_is_its_first_part(device):
     parts = pytest.importorskip("megatron_lce.backends.triton.parts")
-    split, factors = parts.scaled_parts(torch.tensor([[3.0, torch.inf, -torch.inf, torch.nan]], device=device), 2)
+    split, factors = parts.split(torch.tensor([[3.0, torch.inf, -torch.inf, torch.nan]], device=device), 2)
     low, high = split[0, :4].float(), split[0, 64:68].float()
     assert high[0] * factors[0] == 3.0
     assert low[:3].tolist() == [0.0, 0.0, 0.0]

@@ -160,7 +160,7 @@ CASES = [
     Case("no tokens", shape=(0, 3)),
     Case("no tokens, sequence parallel", shape=(0, 3), sequence_parallel=True),
     Case("one token, H=1, V_local=1", shape=(1,), hidden_size=1, shards=lambda ranks: [1] * ranks),
-    Case("blocks of tokens", shape=(144,), shards=lambda n: [600] * n, workspace_bytes=2**16),
+    Case("blocks of tokens", shape=(144,), shards=lambda n: [600] * n, workspace_bytes=2**17),
     Case("blocks of tokens, bf16", shape=(144,), shards=lambda n: [600] * n, workspace_bytes=2**16, dtype=BF16),
     Case("bf16", dtype=BF16),
     Case("bf16, sequence parallel", shape=(SEQUENCE, 3), dtype=BF16, sequence_parallel=True),
@@ -203,7 +203,7 @@ CASES = [
     Case("skipped, all", skip_ignored=True, sequence_parallel=True, change=ignore_all),
     Case("skipped, no upstream", skip_ignored=True, change=no_upstream_for_some, keywords=TELEMETRY),
     Case(
-        "blocks of tokens outside", (144,), workspace_bytes=2**16, wide_block=16, shards=uneven, pass_vocab_start=True
+        "blocks of tokens outside", (144,), workspace_bytes=2**17, wide_block=16, shards=uneven, pass_vocab_start=True
     ),
     Case("blocks of shards", (144,), sequence_parallel=True, workspace_bytes=2**16, wide_block=16, dtype=BF16),
     Case("fp32 weight, bf16 hidden", shards=uneven, pass_vocab_start=True, change=hidden_in_bf16, keywords=TELEMETRY),

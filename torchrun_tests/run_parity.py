@@ -283,7 +283,7 @@ def run_token_loss(backend: str, group: ProcessGroup, device: torch.device, repo
             vocab_size=problem.vocab_size,
             telemetry=True,
             # Of triton blocks of 128 tokens' logits, which fp32 does not keep.
-            workspace_bytes=26_000 if backend == "triton" and case.dtype == BF16 else 60_000,
+            workspace_bytes=26_000 if backend == "triton" and case.dtype == BF16 else 120_000,
             skip_ignored=skip,
             backend=backend,
         )

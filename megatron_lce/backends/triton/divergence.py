@@ -62,7 +62,6 @@ def read_products(
         FORWARD_KL=beta == 0,
         REVERSE_KL=beta == 1,
         STUDENT_LEADS=beta <= 0.5,
-        PTX=tiles.speaks_ptx(),
         BLOCK_N=block_n,
         BLOCK_V=columns,
         num_warps=max(1, WARPS * columns // COLUMNS),
@@ -93,7 +92,6 @@ def _read_products_kernel(
     FORWARD_KL: tl.constexpr,
     REVERSE_KL: tl.constexpr,
     STUDENT_LEADS: tl.constexpr,
-    PTX: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
@@ -154,9 +152,7 @@ def _read_products_kernel(
             elif REVERSE_KL:
                 over_student_sum += _neighbours_sum(tl.exp2(student) * ratio)
             else:
-                over_student, over_teacher = _mixture_over_both(
-                    ratio, teacher_weight, student_weight, STUDENT_LEADS, PTX
-                )
+                over_student, over_teacher = _mixture_over_both(ratio, teacher_weight, student_weight, STUDENT_LEADS)
                 over_student_sum += _neighbours_sum(tl.exp2(student) * over_student)
                 over_teacher_sum += _neighbours_sum(tl.exp2(teacher) * over_teacher)
     student_kl = tl.sum(over_student_sum, 1, keep_dims=True) * -student_inverse + unless_nan
@@ -181,7 +177,7 @@ def _read_products_kernel(
             else:
                 over_student = ratio
                 if not REVERSE_KL:
-                    over_student, _ = _mixture_over_both(ratio, teacher_weight, student_weight, STUDENT_LEADS, PTX)
+                    over_student, _ = _mixture_over_both(ratio, teacher_weight, student_weight, STUDENT_LEADS)
                 grad = tl.exp2(student) * (over_student + student_kl)
             grad *= factor
             if student_softcap_scale is not None:
@@ -246,7 +242,7 @@ def _neighbours_sum(values):
 
 
 @triton.jit
-def _mixture_over_both(ratio, teacher_weight, student_weight, STUDENT_LEADS: tl.constexpr, PTX: tl.constexpr):
+def _mixture_over_both(ratio, teacher_weight, student_weight, STUDENT_LEADS: tl.constexpr):
     """Return log2(m / p_s) and log2(m / p_t) from log2(p_t / p_s), for 0 < beta < 1, finite even if that is not.
 
     For the head with the larger weight in m, which leads, it is log2(1 + w (q / p - 1)), with the other's probability
@@ -254,7 +250,7 @@ def _mixture_over_both(ratio, teacher_weight, student_weight, STUDENT_LEADS: tl.
     """
     to_other = tl.minimum(ratio if STUDENT_LEADS else -ratio, 126.0)
     others_weight = tl.zeros_like(ratio) + (teacher_weight if STUDENT_LEADS else student_weight)
-    over_leading = _log2_of_1_plus(tl.fma(others_weight, tl.exp2(to_other), -others_weight), PTX)
+    over_leading = _log2_of_1_plus(tl.fma(others_weight, tl.exp2(to_other), -others_weight))
     over_other = over_leading - to_other
     if STUDENT_LEADS:
         return over_leading, over_other
@@ -262,7 +258,7 @@ def _mixture_over_both(ratio, teacher_weight, student_weight, STUDENT_LEADS: tl.
 
 
 @triton.jit
-def _log2_of_1_plus(x, PTX: tl.constexpr):
+def _log2_of_1_plus(x):
     """Return log2(1 + x) for x from -1/2 to 2^126, to a relative error of 8e-7, of 3e-7 for small x.
 
     Up to 1/4 it is x times a polynomial (minimax fit), as rounding 1 + x loses digits of x.
@@ -273,4 +269,4 @@ def _log2_of_1_plus(x, PTX: tl.constexpr):
     polynomial = tl.fma(x, polynomial, 0.4809085)
     polynomial = tl.fma(x, polynomial, -0.7213528)
     polynomial = tl.fma(x, polynomial, 1.442695)
-    return tl.where(tl.abs(x) <= 0.25, x * polynomial, fast_log2(1.0 + x, PTX))
+    return tl.where(tl.abs(x) <= 0.25, x * polynomial, fast_log2(1.0 + x))

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_lce.backends.triton import tiles
-from megatron_lce.backends.triton.parts import scaled_parts
+from megatron_lce.backends.triton.parts import split
 from megatron_lce.backends.triton.tile_products import (
     SMALLEST_NORMAL,
     as_descriptor,
@@ -18,10 +18,10 @@ from megatron_lce.backends.triton.tile_products import (
     descriptor,
     fast_log2,
     halves,
+    parts_columns,
     tanh,
     tile_position,
     tile_products,
-    weight_columns,
 )
 from megatron_lce.core.logits_cache import LogitsCache
 from megatron_lce.core.options import Options
@@ -46,11 +46,11 @@ def grad_logits(
     entropy: bool,
 ) -> None:
     """Recompute one slab of the products `hidden @ weight.T`, and write their gradient to `out`."""
-    products, cap = tiles.products_of(hidden.dtype, weight.dtype), softcap_scale(options)
+    hidden_parts, cap = tiles.hidden_parts(hidden.dtype, weight.dtype), softcap_scale(options)
     tile = tiles.choose_tiles(hidden.dtype, weight.dtype, hidden.device)
     hidden_size, hidden_factor, weight_factor = hidden.shape[1], None, None
-    if products == "split":
-        (hidden, hidden_factor), (weight, weight_factor) = scaled_parts(hidden, 1), scaled_parts(weight, 2)
+    if hidden_parts:
+        (hidden, hidden_factor), (weight, weight_factor) = split(hidden, hidden_parts), split(weight, 2)
     num_tokens, num_columns = out.shape
     num_tiles = ceil_div(num_tokens, tile.block_n) * ceil_div(num_columns, tile.block_v)
     _grad_logits_kernel[(tiles.num_programs(num_tiles, tile, hidden.device),)](
@@ -72,7 +72,7 @@ def grad_logits(
         MEAN=terms.shape[0] > NUM_TERMS,
         SOFTCAP=cap is not None,
         PERSISTENT=tiles.takes_descriptors(hidden.device),
-        PRODUCTS=products,
+        HIDDEN_PARTS=hidden_parts,
         ROUND=options.logits_dtype is not None,
         BLOCK_N=tile.block_n,
         BLOCK_V=tile.block_v,
@@ -121,7 +121,6 @@ def grad_logits_from_cache(
         ENTROPY=entropy,
         MEAN=mean,
         SOFTCAP=softcap,
-        PTX=tiles.speaks_ptx(),
         BLOCK_N=block_n,
         CHUNK=chunk,
         num_warps=1 if factored else 2,
@@ -132,7 +131,7 @@ def grad_logits_from_cache(
 @triton.jit(do_not_specialize=["N", "C", "terms_stride", "first_column"])
 def _grad_logits_kernel(
     hidden_desc,  # [N, H]
-    hidden_factor,  # [N] fp32; None unless products are "split", as weight_factor
+    hidden_factor,  # [N] fp32; None without parts, as weight_factor
     weight_desc,  # [C, H]
     weight_factor,  # [C] fp32
     label_ptr,  # [N] int32; column + first_column is compared with it
@@ -149,7 +148,7 @@ def _grad_logits_kernel(
     MEAN: tl.constexpr,
     SOFTCAP: tl.constexpr,
     PERSISTENT: tl.constexpr,  # programs take one tile after the other
-    PRODUCTS: tl.constexpr,
+    HIDDEN_PARTS: tl.constexpr,
     ROUND: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -157,9 +156,9 @@ def _grad_logits_kernel(
     GROUP_N: tl.constexpr,
 ):
     """Write p (p_term - entropy_term log2 p) + 1[label] label_term + mean_term, times a softcap's slope."""
-    if PRODUCTS != "plain":
-        hidden_desc = as_descriptor(hidden_desc, N, H, BLOCK_N, BLOCK_H)
-        weight_desc = as_descriptor(weight_desc, C, weight_columns(H, PRODUCTS), BLOCK_V, BLOCK_H)
+    if HIDDEN_PARTS:
+        hidden_desc = as_descriptor(hidden_desc, N, parts_columns(H, HIDDEN_PARTS), BLOCK_N, BLOCK_H)
+        weight_desc = as_descriptor(weight_desc, C, parts_columns(H, 2), BLOCK_V, BLOCK_H)
     out_desc = as_descriptor(out_desc, N, C, BLOCK_N, BLOCK_V // 2)
     num_row_blocks = tl.cdiv(N, BLOCK_N)
     num_column_tiles = tl.cdiv(C, BLOCK_V)
@@ -174,7 +173,7 @@ def _grad_logits_kernel(
         hidden, weight = as_rows(hidden_desc, row, N, BLOCK_N), as_rows(weight_desc, column, C, BLOCK_V)
         logits = tile_products(
             hidden, hidden_factor, weight, weight_factor, row, column, H,
-            BLOCK_N, BLOCK_V, BLOCK_H, PRODUCTS, ROUND,
+            BLOCK_N, BLOCK_V, BLOCK_H, HIDDEN_PARTS, ROUND,
         )  # fmt: skip
         # Loaded after the products: held across them, they spill registers.
         row_scale = tl.load(row_scale_ptr + rows, mask=row_mask, other=0.0)
@@ -221,7 +220,6 @@ def _grad_from_exp_kernel(
     ENTROPY: tl.constexpr,
     MEAN: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    PTX: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
@@ -270,7 +268,7 @@ def _grad_from_exp_kernel(
         exp = tl.load(exp_ptrs, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_N, CHUNK]
         grad = exp * tl.exp2(shift)[:, None]
         if ENTROPY or SOFTCAP:
-            log_p = fast_log2(tl.maximum(exp, SMALLEST_NORMAL), PTX) + shift[:, None]  # -126 where nothing was kept
+            log_p = fast_log2(tl.maximum(exp, SMALLEST_NORMAL)) + shift[:, None]  # -126 where nothing was kept
         grad = grad * (p_term[:, None] - entropy_term[:, None] * log_p) if ENTROPY else grad * p_term[:, None]
         is_label = columns[None, :] == label[:, None]
         grad = tl.where(is_label, label_grad[:, None], grad)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_lce.backends.triton import tiles
 from megatron_lce.core import products
-from megatron_lce.core.plan import ALIGNED_COLUMNS, COLUMN_STEP, SLAB_ROW_STEP, ceil_div, cut, round_up
+from megatron_lce.core.plan import COLUMN_STEP, SLAB_ROW_STEP, ceil_div, cut, round_up
 
 # Tensor cores truncate as they add: their sums over this many rows are added up in fp32. Only the product of both
 # largest parts needs it. 512 take 16 % more time, 2048 twice the error, which is then behind cuBLAS's in fp32.
@@ -32,7 +32,7 @@ def product(
     if torch.float32 not in (a.dtype, b.dtype) or not tiles.speaks_ptx():
         products.product(a, b, out, accumulate=accumulate)
         return
-    rows, columns, length = _parts(a), _parts(b), a.shape[1]
+    rows, columns, length = _bf16_parts(a), _bf16_parts(b), a.shape[1]
     pairs = [(i, j) for i in range(len(rows)) for j in range(len(columns)) if i + j < 3]
     for i, j in sorted(pairs, key=sum, reverse=True):  # small ones first
         for piece in cut(length, length if i + j else PIECE):
@@ -40,43 +40,40 @@ def product(
             accumulate = True
 
 
-def _parts(matrix: Tensor) -> list[Tensor]:
+def _bf16_parts(matrix: Tensor) -> list[Tensor]:
     """Return bf16 matrices whose sum is the matrix, the largest first."""
     if matrix.dtype == torch.bfloat16:
         return [matrix]
     if matrix.stride(1) != 1:
-        return [part.T for part in _parts(matrix.T)]
-    return [part[:, : matrix.shape[1]] for part in reversed(split(matrix, ALIGNED_COLUMNS).unbind(1))]
+        return [part.T for part in _bf16_parts(matrix.T)]
+    parts, _ = split(matrix, 3, torch.bfloat16)
+    return [part[:, : matrix.shape[1]] for part in reversed(parts.chunk(3, 1))]
 
 
-def split(matrix: Tensor, step: int) -> Tensor:
-    """Return the three bf16 parts of each row of an fp32 or fp16 matrix [M, K]: [M, 3, width], smallest first.
+def split(matrix: Tensor, number: int, dtype: torch.dtype = torch.float16) -> tuple[Tensor, Tensor | None]:
+    """Return the parts of each row of a matrix [M, K], [M, number * width], the smallest first, and its factor.
 
-    The width is a multiple of `step`; behind a part are zeros.
-    """
-    num_rows, num_columns = matrix.shape
-    width = round_up(num_columns, step)
-    parts = matrix.new_empty(num_rows, 3, width, dtype=torch.bfloat16)
-    rows = 64 if matrix.device.type == "cpu" else 1  # an interpreter pays by the program
-    _split_kernel[(ceil_div(num_rows, rows),)](
-        matrix, parts, num_rows, num_columns, width, matrix.stride(0), BLOCK_M=rows, BLOCK_K=1024
-    )
-    return parts
-
-
-def scaled_parts(matrix: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    """Return one or two fp16 parts of each row of a matrix [M, K], [M, number * width], and what to multiply them by.
-
-    The width is a multiple of `SLAB_ROW_STEP`; behind a part are zeros. Factors are powers of two, [M] and more, up to
-    the end of a tile. Two parts keep a number x to 2^-23 |x|, or to 2^-50 of the row's largest. One keeps all of a
-    16-bit x, or as much as is above 2^-39 of the row's largest.
+    The width is a multiple of `SLAB_ROW_STEP`; behind a part are zeros. Three bf16 parts are an fp32 number. fp16 parts
+    are to be multiplied by the factors, powers of two, [M] fp32 and more, up to the end of a tile. Two of them keep a
+    number x to 2^-23 |x|, or to 2^-50 of the row's largest; the smaller is `LOW_PART` times as large. One keeps all of
+    a 16-bit x, or as much as is above 2^-39 of the row's largest.
     """
     (num_rows, num_columns), width = matrix.shape, round_up(matrix.shape[1], SLAB_ROW_STEP)
-    parts = matrix.new_empty(num_rows, number * width, dtype=torch.float16)
-    factors = matrix.new_empty(round_up(num_rows, COLUMN_STEP), dtype=torch.float32)
-    rows = 64 if matrix.device.type == "cpu" else 1
-    _scaled_parts_kernel[(factors.shape[0] // rows,)](
-        matrix, parts, factors, num_rows, num_columns, width, matrix.stride(0), PARTS=number, BLOCK_M=rows, BLOCK_K=1024
+    parts, factors = matrix.new_empty(num_rows, number * width, dtype=dtype), None
+    if dtype == torch.float16:
+        factors = matrix.new_empty(round_up(num_rows, COLUMN_STEP), dtype=torch.float32)
+    rows = 64 if matrix.device.type == "cpu" else 1  # an interpreter pays by the program
+    _split_kernel[(ceil_div(num_rows if factors is None else factors.shape[0], rows),)](
+        matrix,
+        parts,
+        factors,
+        num_rows,
+        num_columns,
+        width,
+        matrix.stride(0),
+        PARTS=number,
+        BLOCK_M=rows,
+        BLOCK_K=min(1024, triton.next_power_of_2(width)),
     )
     return parts, factors
 
@@ -99,53 +96,23 @@ def row_factor(largest_bits):
 
 
 @triton.jit
-def two_parts(x, factor):
-    """Return fp16 parts of x / factor, LOW_PART times the smaller one first, without which x is off by 2^-11."""
-    x = x * ((254 << 23) - factor.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
-    high = x.to(tl.float16)
-    rest = tl.where(high.to(tl.float32) == x, 0.0, x - high.to(tl.float32))  # 0 for an infinity, too
-    return (rest * LOW_PART).to(tl.float16), high
+def scaled_down(x, factor):
+    """Return x over a power of two."""
+    return x * ((254 << 23) - factor.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _three_parts(x):
-    """Return the bf16 parts of fp32 numbers, the smallest first; the sum is exact where numbers are normal."""
-    high = x.to(tl.bfloat16)
-    # 0 for an infinity, too, whose parts would be NaN.
-    rest = tl.where(high.to(tl.float32) == x, 0.0, x - high.to(tl.float32))
-    middle = rest.to(tl.bfloat16)
-    return (rest - middle.to(tl.float32)).to(tl.bfloat16), middle, high
+def part_and_rest(x, dtype: tl.constexpr):
+    """Return fp32 numbers rounded to 16 bits, and what is missing: nothing of an infinity."""
+    part = x.to(dtype)
+    return part, tl.where(part.to(tl.float32) == x, 0.0, x - part.to(tl.float32))
 
 
 @triton.jit(do_not_specialize=["M"])
 def _split_kernel(
-    matrix_ptr,  # [M, K] fp32 or fp16
-    parts_ptr,  # [M, 3, width] bf16 out
-    M,
-    K,
-    width,
-    row_stride,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """Split BLOCK_M rows."""
-    rows = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
-    for start in range(0, width, BLOCK_K):
-        columns = start + tl.arange(0, BLOCK_K)[None, :]
-        x = tl.load(matrix_ptr + rows * row_stride + columns, (rows < M) & (columns < K), other=0.0).to(tl.float32)
-        low, middle, high = _three_parts(x)
-        parts = parts_ptr + rows * (3 * width) + columns
-        mask = (rows < M) & (columns < width)
-        tl.store(parts, low, mask)
-        tl.store(parts + width, middle, mask)
-        tl.store(parts + 2 * width, high, mask)
-
-
-@triton.jit(do_not_specialize=["M"])
-def _scaled_parts_kernel(
     matrix_ptr,  # [M, K]
-    parts_ptr,  # [M, PARTS * width] fp16 out, the smaller part first
-    factors_ptr,  # [M] fp32 out, and 1 behind
+    parts_ptr,  # [M, PARTS * width] out, the smallest part first
+    factors_ptr,  # [M] fp32 out, and 1 behind; None: rows are not scaled
     M,
     K,
     width,
@@ -154,22 +121,25 @@ def _scaled_parts_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Read BLOCK_M rows twice: for the largest number of each, and for their parts."""
+    """Read BLOCK_M rows, for the largest number of each if they are scaled, and for their parts."""
     rows = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
     inner = tl.arange(0, BLOCK_K)[None, :]
-    largest = tl.zeros((BLOCK_M,), dtype=tl.int32)
-    for start in range(0, K, BLOCK_K):
-        columns = start + inner
-        x = tl.load(matrix_ptr + rows * row_stride + columns, (rows < M) & (columns < K), other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, tl.max(magnitude_bits(x), 1))
-    factor = row_factor(largest)[:, None]
-    tl.store(factors_ptr + rows, factor)
+    if factors_ptr is not None:
+        largest = tl.zeros((BLOCK_M,), dtype=tl.int32)
+        for start in range(0, K, BLOCK_K):
+            columns = start + inner
+            x = tl.load(matrix_ptr + rows * row_stride + columns, (rows < M) & (columns < K), other=0.0).to(tl.float32)
+            largest = tl.maximum(largest, tl.max(magnitude_bits(x), 1))
+        factor = row_factor(largest)[:, None]
+        tl.store(factors_ptr + rows, factor)
     for start in range(0, width, BLOCK_K):
         columns = start + inner
-        x = tl.load(matrix_ptr + rows * row_stride + columns, (rows < M) & (columns < K), other=0.0).to(tl.float32)
-        low, high = two_parts(x, factor)
+        rest = tl.load(matrix_ptr + rows * row_stride + columns, (rows < M) & (columns < K), other=0.0).to(tl.float32)
+        if factors_ptr is not None:
+            rest = scaled_down(rest, factor)
         parts = parts_ptr + rows * (PARTS * width) + columns
-        mask = (rows < M) & (columns < width)
-        if PARTS == 2:
-            tl.store(parts, low, mask)
-        tl.store(parts + (PARTS - 1) * width, high, mask)
+        for place in tl.static_range(PARTS - 1, -1, -1):
+            part, rest = part_and_rest(rest, parts_ptr.dtype.element_ty)
+            tl.store(parts + place * width, part, (rows < M) & (columns < width))
+            if factors_ptr is not None:
+                rest *= LOW_PART

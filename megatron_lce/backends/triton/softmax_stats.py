@@ -7,17 +7,17 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_lce.backends.triton import tiles
-from megatron_lce.backends.triton.parts import magnitude_bits, row_factor, scaled_parts
+from megatron_lce.backends.triton.parts import magnitude_bits, row_factor, split
 from megatron_lce.backends.triton.tile_products import (
     as_descriptor,
     as_rows,
     descriptor,
     halves,
     load_tile,
+    parts_columns,
     tanh,
     tile_position,
     tile_products,
-    weight_columns,
 )
 from megatron_lce.core.logits_cache import LogitsCache
 from megatron_lce.core.options import Options
@@ -43,24 +43,24 @@ def softmax_stats(
 ) -> Tensor:
     """Return statistics [chunks, K, N] of V columns, see `megatron_lce.core.statistics`, and fill the cache, if any."""
     num_tokens, num_columns = hidden.shape[0], weight.shape[0]
-    products = tiles.products_of(hidden.dtype, weight.dtype)
+    hidden_parts = tiles.hidden_parts(hidden.dtype, weight.dtype)
     tile = tiles.choose_tiles(hidden.dtype, weight.dtype, hidden.device)
     chunk = tiles.chunk_columns(tile)
     entropy, telemetry, cap = options.entropy, options.telemetry, softcap_scale(options)
     num_rows = packed_rows(entropy, telemetry)
     parts = hidden.new_empty(ceil_div(num_columns, chunk), num_rows, num_tokens, dtype=torch.float32)
-    copy, hidden_factor = scaled_parts(hidden, 1) if products == "split" else (hidden, None)
+    copy, hidden_factor = split(hidden, hidden_parts) if hidden_parts else (hidden, None)
     hidden_desc = descriptor(copy, tile.block_n, tile.block_h)
     takes_logarithm = entropy or cap is not None
     kept_columns = 0 if cache is None else cache.exp.shape[1]
-    step = max(num_columns, 1) if products != "split" or columns_at_once is None else columns_at_once
+    step = columns_at_once if hidden_parts and columns_at_once else max(num_columns, 1)
     without = ((columns, None) for columns in cut(num_columns, step, start=kept_columns))
     for columns, kept in ((slice(0, kept_columns), cache), *without):
         if columns.start == columns.stop:
             continue
         slab, weight_factor = weight[columns], None
-        if products == "split":
-            slab, weight_factor = scaled_parts(slab, 2)
+        if hidden_parts:
+            slab, weight_factor = split(slab, 2)
         num_tiles = ceil_div(num_tokens, tile.block_n) * ceil_div(slab.shape[0], tile.block_v)
         _softmax_stats_kernel[(tiles.num_programs(num_tiles, tile, hidden.device),)](
             hidden_desc,
@@ -83,7 +83,7 @@ def softmax_stats(
             LARGEST_WITHOUT=LARGEST_WITHOUT if hidden.dtype == torch.bfloat16 and not takes_logarithm else 0.0,
             SOFTCAP=cap is not None,
             PERSISTENT=tiles.takes_descriptors(hidden.device),
-            PRODUCTS=products,
+            HIDDEN_PARTS=hidden_parts,
             ROUND=options.logits_dtype is not None,
             BLOCK_N=tile.block_n,
             BLOCK_V=tile.block_v,
@@ -96,7 +96,7 @@ def softmax_stats(
         )
         del slab, weight_factor  # before the next one's copy is made
     # After the other kernel, which fills the label's row of `parts` with -inf.
-    _label_logits(hidden_desc, hidden_factor, weight, rows, options, parts[0, 1], products, tile)
+    _label_logits(hidden_desc, hidden_factor, weight, rows, options, parts[0, 1], hidden_parts, tile)
     return parts
 
 
@@ -107,7 +107,7 @@ def _label_logits(
     rows: Rows,
     options: Options,
     out: Tensor,  # [N] fp32
-    products: str,
+    hidden_parts: int,
     tile: tiles.Tiles,
 ) -> None:
     num_tokens, cap = out.shape[0], softcap_scale(options)
@@ -123,7 +123,7 @@ def _label_logits(
         weight.stride(0),
         0.0 if cap is None else cap,
         SOFTCAP=cap is not None,
-        PRODUCTS=products,
+        HIDDEN_PARTS=hidden_parts,
         ROUND=options.logits_dtype is not None,
         BLOCK_N=tile.block_n,
         BLOCK_H=tile.block_h,
@@ -136,7 +136,7 @@ def _label_logits(
 @triton.jit(do_not_specialize=["N"])
 def _label_logits_kernel(
     hidden_desc,  # [N, H]
-    hidden_factor,  # [N] fp32; None unless products are "split"
+    hidden_factor,  # [N] fp32; None without parts
     weight_ptr,  # [V, H]
     label_ptr,  # [N] int32; -1: not this shard's
     row_scale_ptr,  # [N] fp32
@@ -146,7 +146,7 @@ def _label_logits_kernel(
     weight_stride,
     softcap_scale,
     SOFTCAP: tl.constexpr,
-    PRODUCTS: tl.constexpr,
+    HIDDEN_PARTS: tl.constexpr,
     ROUND: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -156,8 +156,8 @@ def _label_logits_kernel(
     The bits are those of the statistics' tiles, so that no label's logit is above the largest. A search for it in those
     tiles would take 1 to 5 % of the forward.
     """
-    if PRODUCTS != "plain":
-        hidden_desc = as_descriptor(hidden_desc, N, H, BLOCK_N, BLOCK_H)
+    if HIDDEN_PARTS:
+        hidden_desc = as_descriptor(hidden_desc, N, parts_columns(H, HIDDEN_PARTS), BLOCK_N, BLOCK_H)
     row = tl.program_id(0) * BLOCK_N
     rows = row + tl.arange(0, BLOCK_N)
     row_mask = rows < N
@@ -165,14 +165,14 @@ def _label_logits_kernel(
     row_scale = tl.load(row_scale_ptr + rows, mask=row_mask, other=0.0)
     label_rows = weight_ptr + tl.where(label >= 0, label, 0).to(tl.int64)[:, None] * weight_stride
     weight_factor = None
-    if PRODUCTS == "split":
+    if HIDDEN_PARTS:
         largest = tl.zeros((BLOCK_N,), dtype=tl.int32)
         for h in range(0, H, BLOCK_H):
             largest = tl.maximum(largest, tl.max(magnitude_bits(load_tile(label_rows, 0, h, H, BLOCK_H)), 1))
         weight_factor = row_factor(largest)
     logits = tile_products(
         as_rows(hidden_desc, row, N, BLOCK_N), hidden_factor, label_rows, weight_factor, row, 0, H,
-        BLOCK_N, BLOCK_N, BLOCK_H, PRODUCTS, ROUND,
+        BLOCK_N, BLOCK_N, BLOCK_H, HIDDEN_PARTS, ROUND,
     )  # fmt: skip
     if SOFTCAP:
         logits = tanh(logits * softcap_scale)
@@ -186,7 +186,7 @@ def _label_logits_kernel(
 @triton.jit(do_not_specialize=["N", "V", "first_column", "vocab_start", "reference_stride"])
 def _softmax_stats_kernel(
     hidden_desc,  # [N, H]
-    hidden_factor,  # [N] fp32; None unless products are "split", as weight_factor
+    hidden_factor,  # [N] fp32; None without parts, as weight_factor
     weight_desc,  # [V, H]
     weight_factor,  # [V] fp32
     row_scale_ptr,  # [N] fp32
@@ -205,7 +205,7 @@ def _softmax_stats_kernel(
     LARGEST_WITHOUT: tl.constexpr,  # largest absolute logit, base 2, of a chunk whose reference is 0; 0: none is
     SOFTCAP: tl.constexpr,
     PERSISTENT: tl.constexpr,  # programs take one tile after the other
-    PRODUCTS: tl.constexpr,
+    HIDDEN_PARTS: tl.constexpr,
     ROUND: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -217,9 +217,9 @@ def _softmax_stats_kernel(
     FIRST_SUM: tl.constexpr = 2 + 2 * TELEMETRY
     K: tl.constexpr = FIRST_SUM + 1 + ENTROPY + 3 * TELEMETRY
     CHUNKS: tl.constexpr = BLOCK_V // CHUNK
-    if PRODUCTS != "plain":
-        hidden_desc = as_descriptor(hidden_desc, N, H, BLOCK_N, BLOCK_H)
-        weight_desc = as_descriptor(weight_desc, V, weight_columns(H, PRODUCTS), BLOCK_V, BLOCK_H)
+    if HIDDEN_PARTS:
+        hidden_desc = as_descriptor(hidden_desc, N, parts_columns(H, HIDDEN_PARTS), BLOCK_N, BLOCK_H)
+        weight_desc = as_descriptor(weight_desc, V, parts_columns(H, 2), BLOCK_V, BLOCK_H)
     if exp_desc is not None:
         exp_desc = as_descriptor(exp_desc, N, V, BLOCK_N, BLOCK_V // 2)
     num_row_blocks = tl.cdiv(N, BLOCK_N)
@@ -235,7 +235,7 @@ def _softmax_stats_kernel(
         hidden, weight = as_rows(hidden_desc, row, N, BLOCK_N), as_rows(weight_desc, column, V, BLOCK_V)
         logits = tile_products(
             hidden, hidden_factor, weight, weight_factor, row, column, H,
-            BLOCK_N, BLOCK_V, BLOCK_H, PRODUCTS, ROUND,
+            BLOCK_N, BLOCK_V, BLOCK_H, HIDDEN_PARTS, ROUND,
         )  # fmt: skip
         if SOFTCAP:
             logits = tanh(logits * softcap_scale)

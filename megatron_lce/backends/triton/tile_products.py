@@ -6,10 +6,11 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_lce.backends.triton import tiles
-from megatron_lce.backends.triton.parts import LOW_PART, two_parts
+from megatron_lce.backends.triton.parts import LOW_PART, part_and_rest, scaled_down
 from megatron_lce.core.plan import SLAB_ROW_STEP
 
 INTERPRETED = tl.constexpr(tiles.interpreting())  # which Triton decides when a kernel is defined
+PTX = tl.constexpr(tiles.speaks_ptx())
 SPLIT_SUM = tl.constexpr(512)
 ROW_STEP = tl.constexpr(SLAB_ROW_STEP)
 MASKED_LOGIT = tl.constexpr(-1e38)  # finite, so that 0 * (masked - max) is 0 instead of NaN
@@ -56,11 +57,11 @@ def as_rows(matrix, row, num_rows, BLOCK_ROWS: tl.constexpr):
 
 
 @triton.jit
-def weight_columns(H, PRODUCTS: tl.constexpr):
-    """Return the number of columns of what the kernels read the weight from: those of two parts, if it is split."""
+def parts_columns(H, PARTS: tl.constexpr):
+    """Return the number of columns of what the kernels read a matrix of H from: those of its parts, if it is split."""
     columns = H
-    if PRODUCTS == "split":
-        columns = 2 * (tl.cdiv(H, ROW_STEP) * ROW_STEP)
+    if PARTS:
+        columns = PARTS * (tl.cdiv(H, ROW_STEP) * ROW_STEP)
     return columns
 
 
@@ -76,33 +77,34 @@ def load_tile(matrix, row, h, H, BLOCK_H: tl.constexpr):
 
 
 @triton.jit
-def _weight_parts(weight, factor, column, h, H, width, BLOCK_H: tl.constexpr):
-    """Load [BLOCK_V, BLOCK_H] of each of two parts, the smaller first, `width` apart, or make them of fp32 rows."""
-    if weight.dtype.is_ptr():
-        parts = two_parts(load_tile(weight, column, h, H, BLOCK_H), factor[:, None])
+def _load_parts(matrix, factor, row, h, H, width, BLOCK_H: tl.constexpr):
+    """Load [BLOCK, BLOCK_H] of each of two parts, the smaller first, `width` apart, or make them of fp32 rows."""
+    if matrix.dtype.is_ptr():
+        high, rest = part_and_rest(scaled_down(load_tile(matrix, row, h, H, BLOCK_H), factor[:, None]), tl.float16)
+        parts = (rest * LOW_PART).to(tl.float16), high
     else:
-        parts = weight.load([column, h]), weight.load([column, width + h])
+        parts = matrix.load([row, h]), matrix.load([row, width + h])
     return parts
 
 
 @triton.jit
 def tile_products(
-    hidden_desc,  # [N, H], or pointers [BLOCK_N, 1] to its rows
-    hidden_factor,  # of "split" products, a pointer to [N]
+    hidden_desc,  # [N, H] or parts [N, HIDDEN_PARTS * width], or pointers [BLOCK_N, 1] to its rows
+    hidden_factor,  # of parts, a pointer to [N]
     weight,  # the descriptor of [V, H] or parts [V, 2 * width], or pointers [BLOCK_V, 1] to rows, without `column`
-    weight_factor,  # of "split" products, a pointer to [V], or the rows' factors [BLOCK_V]
+    weight_factor,  # of parts, a pointer to [V], or the rows' factors [BLOCK_V]
     row,
     column,
     H,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_H: tl.constexpr,
-    PRODUCTS: tl.constexpr,  # `tiles.products_of`
+    HIDDEN_PARTS: tl.constexpr,  # `tiles.hidden_parts`
     ROUND: tl.constexpr,  # to bf16
 ):
     """Return a tile of hidden[row:] @ weight[column:].T in fp32; rows and columns past the end are zero."""
     products = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
-    if PRODUCTS == "split":
+    if HIDDEN_PARTS:
         width = tl.cdiv(H, ROW_STEP) * ROW_STEP
         # Tensor cores truncate as they add, by what the sum amounts to. So the sums of the larger parts over SPLIT_SUM
         # of H are added up, and that of the smaller parts is a sum of its own.
@@ -110,28 +112,27 @@ def tile_products(
         for start in range(0, width, SPLIT_SUM):
             partial = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
             for h in range(start, min(start + SPLIT_SUM, width), BLOCK_H):
-                hidden = hidden_desc.load([row, h])
-                low, high = _weight_parts(weight, weight_factor, column, h, H, width, BLOCK_H)
+                low, high = _load_parts(weight, weight_factor, column, h, H, width, BLOCK_H)
+                if HIDDEN_PARTS == 2:
+                    hidden_low, hidden = _load_parts(hidden_desc, None, row, h, H, width, BLOCK_H)
+                    small = _add_product(hidden_low, high, small)
+                else:
+                    hidden = hidden_desc.load([row, h])
                 small = _add_product(hidden, low, small)
                 partial = _add_product(hidden, high, partial)
             products += partial
-        products += small * (1 / LOW_PART)
+        # It is no number where one of hidden or the weight is not finite; then the larger parts have the result.
+        products += tl.where(tl.abs(small) < float("inf"), small * (1 / LOW_PART), 0.0)
         if weight_factor.dtype.is_ptr():
             weight_factor = tl.load(weight_factor + column + tl.arange(0, BLOCK_V))
         row_factor = tl.load(hidden_factor + row + tl.arange(0, BLOCK_N))
-        products = products * row_factor[:, None] * weight_factor[None, :]
-    elif PRODUCTS == "plain":
+        products *= row_factor[:, None] * weight_factor[None, :]  # together, as one of them alone may overflow
+    else:
         if hidden_desc.dtype.is_ptr():
             H = (H + 7) // 8 * 8  # stored in whole 16 bytes: Triton must read that in the code
         for h in range(0, H, BLOCK_H):
             hidden = load_tile(hidden_desc, row, h, H, BLOCK_H)
             products = _add_product(hidden, load_tile(weight, column, h, H, BLOCK_H), products)
-    else:
-        # Each step's sum is added to `products` in fp32: tensor cores never sum over more than BLOCK_H of H.
-        for h in range(0, H, BLOCK_H):
-            hidden = hidden_desc.load([row, h]).to(tl.float32)
-            weight_tile = load_tile(weight, column, h, H, BLOCK_H)
-            products += tl.dot(hidden, weight_tile.T, input_precision=PRODUCTS)
     if ROUND:
         products = rounded_to_bf16(products)
     return products
@@ -149,12 +150,14 @@ def _add_product(hidden, weight_tile, products):
 @triton.jit
 def rounded_to_bf16(x):
     """Return fp32 numbers rounded to nearest even."""
-    if INTERPRETED:  # its cast truncates
+    if PTX:  # two at once: Triton's casts of one take 3 % of a backward
+        pair: tl.constexpr = "{.reg .b32 t; cvt.rn.bf16x2.f32 t, $3, $2; shl.b32 $0, t, 16; and.b32 $1, t, 0xffff0000;}"
+        bits = tl.inline_asm_elementwise(pair, "=r,=r,f,f", [x], tl.int32, is_pure=True, pack=2)
+        rounded = bits.to(tl.float32, bitcast=True)
+    else:  # the interpreter's casts truncate
         bits = x.to(tl.uint32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
         rounded = tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
-    else:
-        rounded = x.to(tl.bfloat16).to(tl.float32)
     return rounded
 
 
@@ -178,7 +181,7 @@ def tanh(x):
 
 
 @triton.jit
-def fast_log2(x, PTX: tl.constexpr):
+def fast_log2(x):
     """Return log2 of a positive normal number, to a relative error of 2^-22 or, near 1, an absolute one.
 
     The general logarithm takes 24 instructions instead of 1, and more time than the load of the number.

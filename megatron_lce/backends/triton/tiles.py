@@ -29,24 +29,17 @@ SMALL_BLACKWELL_16_BIT = Tiles(128, 128, 64, num_warps=8, num_stages=3)
 AMPERE_16_BIT = Tiles(128, 128, 64, num_warps=4, num_stages=3)
 # Compiled, not run: they fill the 64 KiB of an MI300.
 AMD_16_BIT = Tiles(128, 128, 32, num_warps=8, num_stages=3)
-HOPPER_FP32 = Tiles(128, 64, 32, num_warps=4, num_stages=3)  # of "tf32x3" products
-GENERIC_FP32 = Tiles(128, 64, 32, num_warps=8, num_stages=3)  # with 4 warps 272 bytes spill on sm89
-FP32 = Tiles(64, 64, 32, num_warps=8, num_stages=2)  # of "ieee" products
-# Of "split" products: a step loads two tiles of the weight, and a program has three sums.
-HOPPER_SPLIT = Tiles(128, 128, 64, num_warps=8, num_stages=3)
-GENERIC_SPLIT = Tiles(128, 64, 32, num_warps=8, num_stages=3)
+# Of numbers in parts: a step loads two tiles of the weight and one or two of hidden, and a program has three sums.
+HOPPER_FP32 = Tiles(128, 128, 64, num_warps=8, num_stages=3)
+GENERIC_FP32 = Tiles(128, 64, 32, num_warps=8, num_stages=3)
 
 GROUP_N = 8  # row blocks that walk the vocabulary together, so that a weight tile is read from L2 by all of them
 
 
 def choose_tiles(hidden: torch.dtype, weight: torch.dtype, device: torch.device) -> Tiles:
     """Return the tiles by dtypes and device alone, so that a token's reductions have the same bits in every call."""
-    products = products_of(hidden, weight)
-    hopper = device.type == "cpu" or _capability(device) == (9, 0)
-    if products == "split":
-        return HOPPER_SPLIT if hopper else GENERIC_SPLIT
-    if products != "plain":
-        return FP32 if products == "ieee" else HOPPER_FP32 if hopper else GENERIC_FP32
+    if hidden_parts(hidden, weight):
+        return HOPPER_FP32 if device.type == "cpu" or _capability(device) == (9, 0) else GENERIC_FP32
     if device.type == "cpu":
         return HOPPER_16_BIT
     by_family = {0: AMD_16_BIT, 9: HOPPER_16_BIT, 10: BLACKWELL_16_BIT, 12: SMALL_BLACKWELL_16_BIT}
@@ -58,15 +51,11 @@ def merging_rows(device: torch.device) -> int:
     return 64 if device.type == "cpu" else 8
 
 
-def products_of(hidden: torch.dtype, weight: torch.dtype) -> str:
-    """Return how a tile's products are made: "plain", of 16-bit inputs; "split", of 16-bit hidden and two fp16 parts of
-    an fp32 weight; else of fp32 numbers, as "tf32x3" of two parts each, or "ieee" where Triton has no such product.
-    """
+def hidden_parts(hidden: torch.dtype, weight: torch.dtype) -> int:
+    """Number of fp16 parts of hidden beside two of an fp32 weight; 0: 16-bit inputs are multiplied as they are."""
     if weight != torch.float32:
-        return "plain"
-    if hidden != torch.float32:
-        return "split"
-    return "tf32x3" if speaks_ptx() else "ieee"
+        return 0
+    return 2 if hidden == torch.float32 else 1
 
 
 def chunk_columns(tile: Tiles) -> int:
@@ -79,16 +68,15 @@ def costs(hidden: torch.Tensor, weight: torch.Tensor, telemetry: bool) -> Costs:
     tile = choose_tiles(hidden.dtype, weight.dtype, hidden.device)
     if weight.dtype != torch.float32:
         return Costs(chunk_columns(tile), tile.block_v)
-    row = 6 * weight.shape[1]  # bytes of three bf16 parts
-    # Bytes of a token's or of half a column's fp16 numbers in the kernels, and of a factor.
-    part = 2 * round_up(weight.shape[1], SLAB_ROW_STEP) + 4 if hidden.dtype != torch.float32 else 0
+    part = 2 * round_up(weight.shape[1], SLAB_ROW_STEP)  # bytes; fp16 rows have a factor, too
+    token, column = hidden_parts(hidden.dtype, weight.dtype) * part + 4, 2 * part + 4
     return Costs(
         chunk_columns(tile),
-        logit=6,
-        stats_token=part,
-        stats_column=2 * part,
-        slab_token=max(row, part),
-        slab_column=max(row, 2 * part),
+        logit=6,  # of a slab and of both matrices there are three bf16 parts
+        stats_token=token,
+        stats_column=column,
+        slab_token=3 * part,
+        slab_column=3 * part,
     )
 
 
