@@ -191,10 +191,8 @@ def test_a_gpu_without_triton_is_told_once(monkeypatch):
 @pytest.fixture
 def amd(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    for remembered in (choice._triton_backend, choice._warn_once):
-        remembered.cache_clear()
-    yield torch.device("cuda")
-    choice._triton_backend.cache_clear()
+    choice._warn_once.cache_clear()
+    return torch.device("cuda")
 
 
 def test_auto_is_torch_on_an_amd_gpu(amd):
@@ -203,21 +201,11 @@ def test_auto_is_torch_on_an_amd_gpu(amd):
     assert choice.describe_backend("auto", amd).startswith("torch, not triton: nobody has run its kernels")
 
 
-@pytest.mark.parametrize("error", [RuntimeError("PassManager::run failed"), "CompilationError"], ids=str)
-def test_triton_may_be_asked_for_on_an_amd_gpu(error, amd, monkeypatch):
-    triton = pytest.importorskip("triton")
-    primitives = pytest.importorskip("megatron_lce.backends.triton.primitives")
-    error = triton.errors.TritonError(error) if isinstance(error, str) else error
-
-    def fails(*arguments):
-        raise error
-
-    fails.__name__ = "softmax_stats"
-    monkeypatch.setattr(primitives, "softmax_stats", fails)
-    backend = load_backend("triton", amd)
+def test_triton_may_be_asked_for_on_an_amd_gpu(amd):
+    pytest.importorskip("triton")
+    with pytest.warns(UserWarning, match="nobody has run the Triton kernels on an AMD GPU: .* use backend='torch'"):
+        assert load_backend("triton", amd).__name__ == "megatron_lce.backends.triton.primitives"
     assert choice.describe_backend("triton", amd) == "triton"
-    with pytest.raises(RuntimeError, match=r"softmax_stats failed on this AMD GPU, .* use backend='torch' there: "):
-        backend.softmax_stats()
 
 
 def test_triton_on_cpu_tensors_without_its_interpreter(monkeypatch):

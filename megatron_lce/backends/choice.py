@@ -2,10 +2,7 @@
 
 import importlib.util
 import warnings
-from collections.abc import Callable
-from functools import lru_cache, wraps
-from types import SimpleNamespace
-from typing import Any, cast
+from functools import lru_cache
 
 import torch
 
@@ -20,45 +17,20 @@ def load_backend(backend: BackendName, device: torch.device) -> Backend:
         return torch_backend
     obstacle = auto_obstacle(device) if backend == "auto" else triton_obstacle(device)
     if obstacle is None:
-        return _triton_backend()
+        from megatron_lce.backends.triton import primitives
+
+        if backend == "triton" and torch.version.hip is not None:
+            _warn_once("nobody has run the Triton kernels on an AMD GPU: if one fails there, use backend='torch'")
+        return primitives
     if backend == "triton":
         raise ValueError(f"backend must be one that can run here, got 'triton', but {obstacle}")
-    _warn_once(obstacle)
+    _warn_once(f"megatron_lce runs on its torch backend, which is slower: {obstacle}")
     return torch_backend
 
 
 @lru_cache
-def _triton_backend() -> Backend:
-    from megatron_lce.backends.triton import primitives
-
-    if torch.version.hip is None:
-        return primitives
-    names = [name for name in vars(Backend) if not name.startswith("_")]
-    return cast(Backend, SimpleNamespace(**{name: _untried(getattr(primitives, name)) for name in names}))
-
-
-def _untried(primitive: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the primitive, whose errors say that nobody has run it on an AMD GPU, and what to do."""
-    from triton.errors import TritonError
-
-    @wraps(primitive)
-    def call(*arguments: Any, **keywords: Any) -> Any:
-        try:
-            return primitive(*arguments, **keywords)
-        except torch.OutOfMemoryError:
-            raise
-        except (TritonError, RuntimeError) as error:
-            raise RuntimeError(
-                f"{primitive.__name__} failed on this AMD GPU, where nobody has run its Triton kernels; "
-                f"use backend='torch' there: {error}"
-            ) from error
-
-    return call
-
-
-@lru_cache
-def _warn_once(obstacle: str) -> None:
-    warnings.warn(f"megatron_lce runs on its torch backend, which is slower: {obstacle}", UserWarning, stacklevel=4)
+def _warn_once(message: str) -> None:
+    warnings.warn(message, UserWarning, stacklevel=4)
 
 
 def describe_backend(backend: BackendName, device: torch.device) -> str:

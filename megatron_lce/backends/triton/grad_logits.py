@@ -14,11 +14,10 @@ from megatron_lce.backends.triton.parts import split
 from megatron_lce.backends.triton.tile_products import (
     SMALLEST_NORMAL,
     as_descriptor,
-    as_rows,
     descriptor,
     fast_log2,
     halves,
-    parts_columns,
+    read_columns,
     tanh,
     tile_position,
     tile_products,
@@ -156,9 +155,8 @@ def _grad_logits_kernel(
     GROUP_N: tl.constexpr,
 ):
     """Write p (p_term - entropy_term log2 p) + 1[label] label_term + mean_term, times a softcap's slope."""
-    if HIDDEN_PARTS:
-        hidden_desc = as_descriptor(hidden_desc, N, parts_columns(H, HIDDEN_PARTS), BLOCK_N, BLOCK_H)
-        weight_desc = as_descriptor(weight_desc, C, parts_columns(H, 2), BLOCK_V, BLOCK_H)
+    hidden_desc = as_descriptor(hidden_desc, N, read_columns(H, HIDDEN_PARTS), BLOCK_N, BLOCK_H)
+    weight_desc = as_descriptor(weight_desc, C, read_columns(H, 2 if HIDDEN_PARTS else 0), BLOCK_V, BLOCK_H)
     out_desc = as_descriptor(out_desc, N, C, BLOCK_N, BLOCK_V // 2)
     num_row_blocks = tl.cdiv(N, BLOCK_N)
     num_column_tiles = tl.cdiv(C, BLOCK_V)
@@ -170,9 +168,8 @@ def _grad_logits_kernel(
         row_mask = rows < N
         label = tl.load(label_ptr + rows, mask=row_mask, other=-1) - first_column
 
-        hidden, weight = as_rows(hidden_desc, row, N, BLOCK_N), as_rows(weight_desc, column, C, BLOCK_V)
         logits = tile_products(
-            hidden, hidden_factor, weight, weight_factor, row, column, H,
+            hidden_desc, hidden_factor, weight_desc, weight_factor, row, column, H,
             BLOCK_N, BLOCK_V, BLOCK_H, HIDDEN_PARTS, ROUND,
         )  # fmt: skip
         # Loaded after the products: held across them, they spill registers.

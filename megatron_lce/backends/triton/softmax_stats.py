@@ -10,11 +10,10 @@ from megatron_lce.backends.triton import tiles
 from megatron_lce.backends.triton.parts import magnitude_bits, row_factor, split
 from megatron_lce.backends.triton.tile_products import (
     as_descriptor,
-    as_rows,
     descriptor,
     halves,
     load_tile,
-    parts_columns,
+    read_columns,
     tanh,
     tile_position,
     tile_products,
@@ -156,8 +155,7 @@ def _label_logits_kernel(
     The bits are those of the statistics' tiles, so that no label's logit is above the largest. A search for it in those
     tiles would take 1 to 5 % of the forward.
     """
-    if HIDDEN_PARTS:
-        hidden_desc = as_descriptor(hidden_desc, N, parts_columns(H, HIDDEN_PARTS), BLOCK_N, BLOCK_H)
+    hidden_desc = as_descriptor(hidden_desc, N, read_columns(H, HIDDEN_PARTS), BLOCK_N, BLOCK_H)
     row = tl.program_id(0) * BLOCK_N
     rows = row + tl.arange(0, BLOCK_N)
     row_mask = rows < N
@@ -171,8 +169,7 @@ def _label_logits_kernel(
             largest = tl.maximum(largest, tl.max(magnitude_bits(load_tile(label_rows, 0, h, H, BLOCK_H)), 1))
         weight_factor = row_factor(largest)
     logits = tile_products(
-        as_rows(hidden_desc, row, N, BLOCK_N), hidden_factor, label_rows, weight_factor, row, 0, H,
-        BLOCK_N, BLOCK_N, BLOCK_H, HIDDEN_PARTS, ROUND,
+        hidden_desc, hidden_factor, label_rows, weight_factor, row, 0, H, BLOCK_N, BLOCK_N, BLOCK_H, HIDDEN_PARTS, ROUND
     )  # fmt: skip
     if SOFTCAP:
         logits = tanh(logits * softcap_scale)
@@ -217,9 +214,8 @@ def _softmax_stats_kernel(
     FIRST_SUM: tl.constexpr = 2 + 2 * TELEMETRY
     K: tl.constexpr = FIRST_SUM + 1 + ENTROPY + 3 * TELEMETRY
     CHUNKS: tl.constexpr = BLOCK_V // CHUNK
-    if HIDDEN_PARTS:
-        hidden_desc = as_descriptor(hidden_desc, N, parts_columns(H, HIDDEN_PARTS), BLOCK_N, BLOCK_H)
-        weight_desc = as_descriptor(weight_desc, V, parts_columns(H, 2), BLOCK_V, BLOCK_H)
+    hidden_desc = as_descriptor(hidden_desc, N, read_columns(H, HIDDEN_PARTS), BLOCK_N, BLOCK_H)
+    weight_desc = as_descriptor(weight_desc, V, read_columns(H, 2 if HIDDEN_PARTS else 0), BLOCK_V, BLOCK_H)
     if exp_desc is not None:
         exp_desc = as_descriptor(exp_desc, N, V, BLOCK_N, BLOCK_V // 2)
     num_row_blocks = tl.cdiv(N, BLOCK_N)
@@ -232,9 +228,8 @@ def _softmax_stats_kernel(
         row_mask = rows < N
         row_scale = tl.load(row_scale_ptr + rows, mask=row_mask, other=0.0)
 
-        hidden, weight = as_rows(hidden_desc, row, N, BLOCK_N), as_rows(weight_desc, column, V, BLOCK_V)
         logits = tile_products(
-            hidden, hidden_factor, weight, weight_factor, row, column, H,
+            hidden_desc, hidden_factor, weight_desc, weight_factor, row, column, H,
             BLOCK_N, BLOCK_V, BLOCK_H, HIDDEN_PARTS, ROUND,
         )  # fmt: skip
         if SOFTCAP:

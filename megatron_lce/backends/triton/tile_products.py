@@ -11,7 +11,7 @@ from megatron_lce.core.plan import SLAB_ROW_STEP
 
 INTERPRETED = tl.constexpr(tiles.interpreting())  # which Triton decides when a kernel is defined
 PTX = tl.constexpr(tiles.speaks_ptx())
-SPLIT_SUM = tl.constexpr(512)
+SPLIT_SUM = tl.constexpr(256)
 ROW_STEP = tl.constexpr(SLAB_ROW_STEP)
 MASKED_LOGIT = tl.constexpr(-1e38)  # finite, so that 0 * (masked - max) is 0 instead of NaN
 SMALLEST_NORMAL = tl.constexpr(1.1754943508222875e-38)
@@ -43,26 +43,9 @@ def as_descriptor(matrix, num_rows, num_columns, BLOCK_ROWS: tl.constexpr, BLOCK
 
 
 @triton.jit
-def as_rows(matrix, row, num_rows, BLOCK_ROWS: tl.constexpr):
-    """Return pointers [BLOCK_ROWS, 1] to rows of what `descriptor` did not describe: past the end, to the last one.
-
-    So no row needs a mask, each of which is five instructions a load.
-    """
-    result = matrix
-    if not isinstance(matrix, tl.core.tensor_descriptor_base):
-        step: tl.constexpr = 128 // matrix[0].dtype.element_ty.primitive_bitwidth
-        rows = tl.minimum(row + tl.arange(0, BLOCK_ROWS), num_rows - 1).to(tl.int64)
-        result = matrix[0] + rows[:, None] * (matrix[1] // step * step)
-    return result
-
-
-@triton.jit
-def parts_columns(H, PARTS: tl.constexpr):
+def read_columns(H, PARTS: tl.constexpr):
     """Return the number of columns of what the kernels read a matrix of H from: those of its parts, if it is split."""
-    columns = H
-    if PARTS:
-        columns = PARTS * (tl.cdiv(H, ROW_STEP) * ROW_STEP)
-    return columns
+    return PARTS * (tl.cdiv(H, ROW_STEP) * ROW_STEP) if PARTS else H
 
 
 @triton.jit
@@ -89,7 +72,7 @@ def _load_parts(matrix, factor, row, h, H, width, BLOCK_H: tl.constexpr):
 
 @triton.jit
 def tile_products(
-    hidden_desc,  # [N, H] or parts [N, HIDDEN_PARTS * width], or pointers [BLOCK_N, 1] to its rows
+    hidden_desc,  # [N, H] or parts [N, HIDDEN_PARTS * width]
     hidden_factor,  # of parts, a pointer to [N]
     weight,  # the descriptor of [V, H] or parts [V, 2 * width], or pointers [BLOCK_V, 1] to rows, without `column`
     weight_factor,  # of parts, a pointer to [V], or the rows' factors [BLOCK_V]
@@ -128,11 +111,8 @@ def tile_products(
         row_factor = tl.load(hidden_factor + row + tl.arange(0, BLOCK_N))
         products *= row_factor[:, None] * weight_factor[None, :]  # together, as one of them alone may overflow
     else:
-        if hidden_desc.dtype.is_ptr():
-            H = (H + 7) // 8 * 8  # stored in whole 16 bytes: Triton must read that in the code
         for h in range(0, H, BLOCK_H):
-            hidden = load_tile(hidden_desc, row, h, H, BLOCK_H)
-            products = _add_product(hidden, load_tile(weight, column, h, H, BLOCK_H), products)
+            products = _add_product(hidden_desc.load([row, h]), load_tile(weight, column, h, H, BLOCK_H), products)
     if ROUND:
         products = rounded_to_bf16(products)
     return products
