@@ -13,14 +13,13 @@ from functools import partial
 from megatron_lce.core.options import WORKSPACE_BYTES
 from megatron_lce.core.plan import (
     ALIGNED_COLUMNS,
-    SLAB_ROW_STEP,
     Costs,
     HeadSize,
     KnownLossPlan,
     backward_tokens,
+    costs_of_parts,
     plan_blocks,
     plan_known_loss,
-    round_up,
     slab_row_stride,
     stats_tokens,
 )
@@ -121,11 +120,7 @@ class HeadStep:
 
 def costs_on_a_gpu(itemsize: int, hidden: int) -> Costs:
     """Of the Triton backend, on NVIDIA's GPUs."""
-    if itemsize == 2:
-        return Costs(128, tile_columns=256)
-    part = 2 * round_up(hidden, SLAB_ROW_STEP)  # two fp16 parts and a factor for logits, three bf16 parts for gradients
-    of_logits, of_gradients = 2 * part + 4, 3 * part
-    return Costs(128, 0, 6, of_logits, of_logits, of_gradients, of_gradients)
+    return Costs(128, tile_columns=256) if itemsize == 2 else costs_of_parts(hidden, 2, 128)
 
 
 def megatron(step: HeadStep, fused: bool = False) -> tuple[float, float, Phases]:

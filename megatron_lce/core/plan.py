@@ -51,6 +51,12 @@ class Costs(NamedTuple):
     slab_column: int = 0  # bytes of a copy of a column's row of the weight for a slab
 
 
+def costs_of_parts(hidden_size: int, hidden_parts: int, chunk_columns: int) -> Costs:
+    """Return the costs beside an fp32 weight: fp16 parts and a factor of each row; for gradients three bf16 parts."""
+    part = 2 * round_up(hidden_size, SLAB_ROW_STEP)
+    return Costs(chunk_columns, 0, 6, hidden_parts * part + 4, 2 * part + 4, 3 * part, 3 * part)
+
+
 class HeadSize(NamedTuple):
     """A head has these sizes on every rank of its group; the methods return bytes."""
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from megatron_lce.core.plan import SLAB_ROW_STEP, Costs, round_up
+from megatron_lce.core.plan import Costs, costs_of_parts
 from megatron_lce.core.statistics import CHUNK_COLUMNS
 
 
@@ -25,10 +25,8 @@ HOPPER_16_BIT = Tiles(128, 256, 64, num_warps=8, num_stages=3)
 # Compiled, not run. 128 x 256 spills registers there. 12.0 has less shared memory than 10.0.
 BLACKWELL_16_BIT = Tiles(128, 128, 64, num_warps=8, num_stages=4)
 SMALL_BLACKWELL_16_BIT = Tiles(128, 128, 64, num_warps=8, num_stages=3)
-# 64 KiB: two programs fit an A100's multiprocessor, one Ada's. Run as 8.0's code on a Hopper GPU.
+# 64 KiB: two programs fit an A100's multiprocessor, one Ada's or AMD's. Run as 8.0's code on a Hopper GPU.
 AMPERE_16_BIT = Tiles(128, 128, 64, num_warps=4, num_stages=3)
-# Compiled, not run: they fill the 64 KiB of an MI300.
-AMD_16_BIT = Tiles(128, 128, 32, num_warps=8, num_stages=3)
 # Of numbers in parts: a step loads two tiles of the weight and one or two of hidden, and a program has three sums.
 HOPPER_FP32 = Tiles(128, 128, 64, num_warps=8, num_stages=3)
 GENERIC_FP32 = Tiles(128, 64, 32, num_warps=8, num_stages=3)
@@ -42,7 +40,7 @@ def choose_tiles(hidden: torch.dtype, weight: torch.dtype, device: torch.device)
         return HOPPER_FP32 if device.type == "cpu" or _capability(device) == (9, 0) else GENERIC_FP32
     if device.type == "cpu":
         return HOPPER_16_BIT
-    by_family = {0: AMD_16_BIT, 9: HOPPER_16_BIT, 10: BLACKWELL_16_BIT, 12: SMALL_BLACKWELL_16_BIT}
+    by_family = {9: HOPPER_16_BIT, 10: BLACKWELL_16_BIT, 12: SMALL_BLACKWELL_16_BIT}
     return by_family.get(_capability(device)[0], AMPERE_16_BIT)
 
 
@@ -65,19 +63,10 @@ def chunk_columns(tile: Tiles) -> int:
 
 def costs(hidden: torch.Tensor, weight: torch.Tensor, telemetry: bool) -> Costs:
     """Return the costs; beside an fp32 weight there is no cache, and products are made of 16-bit parts."""
-    tile = choose_tiles(hidden.dtype, weight.dtype, hidden.device)
-    if weight.dtype != torch.float32:
-        return Costs(chunk_columns(tile), tile.block_v)
-    part = 2 * round_up(weight.shape[1], SLAB_ROW_STEP)  # bytes; fp16 rows have a factor, too
-    token, column = hidden_parts(hidden.dtype, weight.dtype) * part + 4, 2 * part + 4
-    return Costs(
-        chunk_columns(tile),
-        logit=6,  # of a slab and of both matrices there are three bf16 parts
-        stats_token=token,
-        stats_column=column,
-        slab_token=3 * part,
-        slab_column=3 * part,
-    )
+    tile, parts = choose_tiles(hidden.dtype, weight.dtype, hidden.device), hidden_parts(hidden.dtype, weight.dtype)
+    if parts:
+        return costs_of_parts(weight.shape[1], parts, chunk_columns(tile))
+    return Costs(chunk_columns(tile), tile.block_v)
 
 
 def stats_group(hidden_size: int) -> int:
