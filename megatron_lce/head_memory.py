@@ -21,6 +21,7 @@ from megatron_lce.core.plan import (
     plan_blocks,
     plan_known_loss,
     slab_row_stride,
+    stats_columns,
     stats_tokens,
 )
 from megatron_lce.core.statistics import num_extremes, num_sums, packed_rows
@@ -275,7 +276,10 @@ def _statistics_bytes(step: HeadStep, block: int) -> int:
     part = stats_tokens(step.size, block, step.workspace_bytes)
     extremes, sums = 4 * num_extremes(telemetry=False), 8 * num_sums(step.entropy, telemetry=False)
     over_group = part * (2 + step.tp) * extremes if step.tp > 1 else 0
-    return part * (step.size.stats.per_token + extremes + sums) + step.computed * (extremes + sums) + over_group
+    copies = stats_columns(step.size, part, step.workspace_bytes) * step.size.stats.per_column
+    return (
+        part * (step.size.stats.per_token + extremes + sums) + copies + step.computed * (extremes + sums) + over_group
+    )
 
 
 def _hidden_with_factor(step: HeadStep, tokens: int, kept_columns: int) -> dict[str, int]:

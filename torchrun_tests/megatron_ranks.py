@@ -108,7 +108,7 @@ def check_read_logits(case: cases.Case, device: torch.device, report: harness.Re
     found = []
     for fused in (False, True):
         chunks = cases.build(case, device)
-        enable_fused_linear_ce(chunks, use_fused_linear_ce=fused, workspace_bytes=60_000, skip_masked=case.masked)
+        enable_fused_linear_ce(chunks, use_fused_linear_ce=fused, workspace_bytes=120_000, skip_masked=case.masked)
         if fused and case.main_grad:
             cases.set_main_grad_fusion(chunks)
         model = find_language_model(chunks)
