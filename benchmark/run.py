@@ -149,7 +149,7 @@ CURVES = {
     "steps": ("Optimizer steps of each run.", ("200", "8"), count),
     "tokens": ("Tokens of a microbatch.", ("8192", "64"), count),
     "microbatches": ("Microbatches of a step.", 4, count),
-    "lr": ("Largest learning rate of Adam.", 6e-4, float),
+    "lr": ("Largest learning rate of Adam.", 1e-4, float),
     "sequence_length": ("Tokens of a sequence.", ("2048", "16"), count),
     "tp": ("Tensor-parallel size; sequence parallel from 2 on.", 1, count),
     "vocab": ("Vocabulary of all ranks together.", ("131072", "512"), count),

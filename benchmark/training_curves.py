@@ -2,10 +2,10 @@
 
 Megatron's modules, schedule, DDP with fp32 gradients and distributed optimizer with fp32 Adam. Every run records the
 loss of each step, the loss of held-out text at its end, the median step time and the peak memory over the resting state
-(weights, gradients, optimizer). Runs with a number are the native one with a step's sequences dealt to the microbatches
-otherwise: sums are taken in another order, and nothing else differs. How far native runs part from one another is the
-noise that the other ways are held against. `masked-` runs count only the last part of each sequence, as supervised
-fine-tuning counts answers.
+(weights, gradients, optimizer). Runs with a number are the native one with the neurons of every layer in another order,
+and with a step's sequences dealt to the microbatches otherwise: sums are taken in another order, and nothing else
+differs. How far native runs part from one another is the noise that the other ways are held against. `masked-` runs
+count only the last part of each sequence, as supervised fine-tuning counts answers.
 """
 
 import argparse
@@ -30,10 +30,10 @@ PROGRESS = 25  # steps from one line to the next
 
 
 class Run(NamedTuple):
-    """A way of the loss (see `megatron_step.choose`), how sequences are dealt, and whether prompts are masked."""
+    """A way of the loss (see `megatron_step.choose`), the order of sums, and whether prompts are masked."""
 
     variant: str
-    order: int = 0  # of the text; else the seed of a shuffle
+    order: int = 0  # the text's and the weights' own; else the seed of a shuffle
     masked: bool = False
 
 
@@ -86,6 +86,18 @@ class Text:
         return {name: tensor.contiguous().to(self.device) for name, tensor in batch.items()}
 
 
+def shuffle_neurons(model: nn.Module, order: int) -> None:
+    """Puts the neurons between the two products of each MLP into another order; the function stays the same."""
+    generator = torch.Generator().manual_seed(order)
+    for mlp in (module for module in model.modules() if hasattr(module, "linear_fc2")):
+        first, second = mlp.linear_fc1, mlp.linear_fc2
+        neurons = torch.randperm(second.weight.shape[1], generator=generator).to(second.weight.device)
+        for parameter in (first.weight, first.bias):
+            if parameter is not None:
+                parameter.data.copy_(parameter.data[neurons])
+        second.weight.data.copy_(second.weight.data[:, neurons])
+
+
 def forward_step(batches: Any, model: nn.Module) -> tuple[Tensor, Any]:
     """Megatron's: the loss per token, and the function that masks and sums it."""
     batch = next(batches)
@@ -122,6 +134,8 @@ def train(
     run, device = RUNS[name], text.device
     sums = {"config": {"calculate_per_token_loss": True}, "ddp_config": {"use_distributed_optimizer": True}}
     model = megatron_step.build(args, dtype, device, **sums)
+    if run.order:
+        shuffle_neurons(model, run.order)
     settings = {"use_distributed_optimizer": True, "adam_eps": 1e-8, "adam_beta2": 0.95, "weight_decay": 0.1}
     optimizer = megatron_runtime.build_optimizer([model], dtype, args.lr, initial_loss_scale=2.0**16, **settings)
     handle = megatron_step.choose(model, run.variant, args.tokens, args)

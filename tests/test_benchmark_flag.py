@@ -53,7 +53,7 @@ def test_training_curves_differ_by_the_order_of_sums_only(tmp_path, monkeypatch)
     path, _ = words(tmp_path)
     output = tmp_path / "curves_h100.json"
     chosen = [name for name in run.RUNS if not name.endswith(("2", "3", "4", "5"))]
-    sizes = f"--steps 4 --layers 1 --vocab 300 --tokens 32 --runs {','.join(chosen)}"
+    sizes = f"--steps 4 --layers 1 --vocab 300 --tokens 32 --lr 6e-4 --runs {','.join(chosen)}"
     run_ranks(1, "benchmark.run", "curves", "--device", "cpu", "--text", path, *sizes.split(), "--json", output)
     document = results.load(output)
     records = {record["run"]: record for record in document["curves"]}
@@ -69,7 +69,8 @@ def test_training_curves_differ_by_the_order_of_sums_only(tmp_path, monkeypatch)
     output.write_text(results.as_text(document))
     assert pictures.draw(document, tmp_path, ["curves"]) == [tmp_path / "curves.png"]
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    (tmp_path / "curves_3e-4_h100.json").write_text(output.read_text())
+    for name in tables.FILES["curves"]:
+        (tmp_path / f"{name}.json").write_text(output.read_text())
     assert tables.TABLES["curves"]().count("\n") == 2 + len(chosen) - 2  # native runs share a row
 
 
@@ -110,6 +111,13 @@ def test_runs_that_take_sums_in_another_order_see_the_same_sequences(tmp_path):
         assert torch.equal(batches[0]["input_ids"][:, 1:], batches[0]["labels"][:, :-1])
     assert len({frozenset().union(*sets) for sets in split.values()}) == 1
     assert len({frozenset(map(frozenset, sets)) for sets in split.values()}) == len(orders)
+    mlp = torch.nn.Module()
+    mlp.linear_fc1, mlp.linear_fc2 = torch.nn.Linear(3, 5), torch.nn.Linear(5, 3)
+    model, x = torch.nn.ModuleList([mlp]), torch.randn(4, 3)
+    before, expected = mlp.linear_fc1.weight.clone(), mlp.linear_fc2(mlp.linear_fc1(x).relu())
+    curves.shuffle_neurons(model, 1)
+    assert not torch.equal(mlp.linear_fc1.weight, before)
+    torch.testing.assert_close(mlp.linear_fc2(mlp.linear_fc1(x).relu()), expected)
     masked = text.step(3, curves.Run("", masked=True))
     share = torch.cat([batch["loss_mask"] for batch in masked]).mean()
     assert 0.1 <= share <= 0.7
