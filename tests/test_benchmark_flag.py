@@ -111,16 +111,27 @@ def test_runs_that_take_sums_in_another_order_see_the_same_sequences(tmp_path):
         assert torch.equal(batches[0]["input_ids"][:, 1:], batches[0]["labels"][:, :-1])
     assert len({frozenset().union(*sets) for sets in split.values()}) == 1
     assert len({frozenset(map(frozenset, sets)) for sets in split.values()}) == len(orders)
-    mlp = torch.nn.Module()
-    mlp.linear_fc1, mlp.linear_fc2 = torch.nn.Linear(3, 5), torch.nn.Linear(5, 3)
-    model, x = torch.nn.ModuleList([mlp]), torch.randn(4, 3)
-    before, expected = mlp.linear_fc1.weight.clone(), mlp.linear_fc2(mlp.linear_fc1(x).relu())
-    curves.shuffle_neurons(model, 1)
-    assert not torch.equal(mlp.linear_fc1.weight, before)
-    torch.testing.assert_close(mlp.linear_fc2(mlp.linear_fc1(x).relu()), expected)
     masked = text.step(3, curves.Run("", masked=True))
     share = torch.cat([batch["loss_mask"] for batch in masked]).mean()
     assert 0.1 <= share <= 0.7
     arguments.steps = 100
     with pytest.raises(ValueError, match="steps: must be at most"):
         curves.Text(arguments, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_channels_in_another_order_are_the_same_function(tied):
+    pytest.importorskip("megatron.core")
+    from benchmark import training_curves
+    from scripts import megatron_runtime
+    from tests import megatron_world
+
+    with megatron_world.world() as device:
+        model = megatron_runtime.build_gpt(megatron_world.options(tied=tied), device=device)
+        for parameter in model.parameters():
+            parameter.data.add_(torch.rand_like(parameter) * 0.1)  # norms begin with ones
+        tensors, _ = megatron_world.inputs(device)
+        before, expected = model.decoder.layers[0].mlp.linear_fc1.weight.clone(), model(*tensors)
+        training_curves.shuffle_channels(model, 1)
+        assert not torch.equal(model.decoder.layers[0].mlp.linear_fc1.weight, before)
+        torch.testing.assert_close(model(*tensors), expected, rtol=1e-4, atol=1e-4)

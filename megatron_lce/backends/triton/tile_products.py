@@ -11,7 +11,7 @@ from megatron_lce.core.plan import SLAB_ROW_STEP
 
 INTERPRETED = tl.constexpr(tiles.interpreting())  # which Triton decides when a kernel is defined
 PTX = tl.constexpr(tiles.speaks_ptx())
-SPLIT_SUM = tl.constexpr(256)
+SPLIT_SUM = tl.constexpr(384)
 ROW_STEP = tl.constexpr(SLAB_ROW_STEP)
 MASKED_LOGIT = tl.constexpr(-1e38)  # finite, so that 0 * (masked - max) is 0 instead of NaN
 SMALLEST_NORMAL = tl.constexpr(1.1754943508222875e-38)
