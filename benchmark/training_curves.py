@@ -2,7 +2,7 @@
 
 Megatron's modules, schedule, DDP with fp32 gradients and distributed optimizer with fp32 Adam. Every run records the
 loss of each step, the loss of held-out text at its end, the median step time and the peak memory over the resting state
-(weights, gradients, optimizer). Runs with a number are native ones with hidden channels and neurons in another order,
+(weights, gradients, optimizer). Runs with a number are native ones with each MLP's neurons in another order,
 and with a step's sequences dealt to the microbatches otherwise: sums are taken in another order, and nothing else
 differs. How far native runs part from one another is the noise that the other ways are held against. `masked-` runs
 count only the last part of each sequence, as supervised fine-tuning counts answers.
@@ -27,11 +27,6 @@ WARM_UP = 0.05  # of the steps: the learning rate rises in them, and falls to a 
 HELD_OUT = 4  # microbatches
 PROMPT = 0.3, 0.9  # the shares of a sequence between which the length of its prompt is drawn
 PROGRESS = 25  # steps from one line to the next
-
-
-# The axis of a parameter that counts hidden channels.
-CHANNELS = {"embeddings.weight": 1, "qkv.weight": 1, "proj.weight": 0, "fc1.weight": 1, "fc2.weight": 0}
-CHANNELS |= {"output_layer.weight": 1}
 
 
 class Run(NamedTuple):
@@ -91,15 +86,9 @@ class Text:
         return {name: tensor.contiguous().to(self.device) for name, tensor in batch.items()}
 
 
-def shuffle_channels(model: nn.Module, order: int) -> None:
-    """Puts hidden channels, and each MLP's neurons, into another order in all weights; the function stays the same."""
+def shuffle_neurons(model: nn.Module, order: int) -> None:
+    """Puts the neurons between the two products of each MLP into another order; the function stays the same."""
     generator = torch.Generator().manual_seed(order)
-    channels = None
-    for name, parameter in model.named_parameters():
-        axis = next((axis for end, axis in CHANNELS.items() if name.endswith(end)), 0)  # a norm has one
-        if channels is None:
-            channels = torch.randperm(parameter.shape[axis], generator=generator)
-        parameter.data.copy_(parameter.data.index_select(axis, channels.to(parameter.device)))
     for mlp in (module for module in model.modules() if hasattr(module, "linear_fc2")):
         first, second = mlp.linear_fc1.weight.data, mlp.linear_fc2.weight.data
         neurons = torch.randperm(len(first), generator=generator).to(first.device)
@@ -144,7 +133,7 @@ def train(
     sums = {"config": {"calculate_per_token_loss": True}, "ddp_config": {"use_distributed_optimizer": True}}
     model = megatron_step.build(args, dtype, device, **sums)
     if run.order:
-        shuffle_channels(model, run.order)
+        shuffle_neurons(model, run.order)
     settings = {"use_distributed_optimizer": True, "adam_eps": 1e-8, "adam_beta2": 0.95, "weight_decay": 0.1}
     optimizer = megatron_runtime.build_optimizer([model], dtype, args.lr, initial_loss_scale=2.0**16, **settings)
     handle = megatron_step.choose(model, run.variant, args.tokens, args)

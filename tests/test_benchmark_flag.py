@@ -120,7 +120,7 @@ def test_runs_that_take_sums_in_another_order_see_the_same_sequences(tmp_path):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_channels_in_another_order_are_the_same_function(tied):
+def test_neurons_in_another_order_are_the_same_function(tied):
     pytest.importorskip("megatron.core")
     from benchmark import training_curves
     from scripts import megatron_runtime
@@ -132,6 +132,6 @@ def test_channels_in_another_order_are_the_same_function(tied):
             parameter.data.add_(torch.rand_like(parameter) * 0.1)  # norms begin with ones
         tensors, _ = megatron_world.inputs(device)
         before, expected = model.decoder.layers[0].mlp.linear_fc1.weight.clone(), model(*tensors)
-        training_curves.shuffle_channels(model, 1)
+        training_curves.shuffle_neurons(model, 1)
         assert not torch.equal(model.decoder.layers[0].mlp.linear_fc1.weight, before)
         torch.testing.assert_close(model(*tensors), expected, rtol=1e-4, atol=1e-4)
