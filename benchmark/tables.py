@@ -195,7 +195,7 @@ def curves() -> str:
     rates = [measured(name, "curves", "run").values() for name in FILES["curves"]]
     rows = []
     for (masked, variant), runs in ratios.grouped(list(rates[0]), "masked", "variant").items():
-        title = ("masked prompts: " if masked else "") + curves_picture.TITLES[variant]
+        title = ("masked: " if masked else "") + curves_picture.TITLES[variant]
         ends = sorted(record["held_out_loss"] for record in runs)
         row = [f"{title}, {len(runs)} runs" if len(runs) > 1 else title]
         row += [f"{runs[0]['time_ms']:.1f} / {runs[0]['peak_mib']:,.0f}"]
