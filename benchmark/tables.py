@@ -10,6 +10,8 @@ import itertools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import combinations
+from math import dist
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -192,21 +194,28 @@ def masked_steps() -> str:
 
 def curves() -> str:
     """Training runs at three learning rates: speed, memory, the last loss, and how far losses are from native ones."""
-    rates = [measured(name, "curves", "run").values() for name in FILES["curves"]]
+    rates = [list(measured(name, "curves", "run").values()) for name in FILES["curves"]]
     rows = []
-    for (masked, variant), runs in ratios.grouped(list(rates[0]), "masked", "variant").items():
+    for (masked, variant), runs in ratios.grouped(rates[0], "masked", "variant").items():
         title = ("masked: " if masked else "") + curves_picture.TITLES[variant]
         ends = sorted(record["held_out_loss"] for record in runs)
         row = [f"{title}, {len(runs)} runs" if len(runs) > 1 else title]
         row += [f"{runs[0]['time_ms']:.1f} / {runs[0]['peak_mib']:,.0f}"]
         row += [" to ".join(f"{end:.4f}" for end in dict.fromkeys((ends[0], ends[-1])))]
-        for records in rates:
-            same = [x for x in records if (x["masked"], x["variant"]) == (masked, variant)]
-            values = median(x["difference_median"] for x in same), max(x["difference_largest"] for x in same)
-            row.append(" / ".join(f"{value:.1e}" for value in values))
-        rows.append(row)
+        rows.append(row + [_distances(records, masked, variant) for records in rates])
     header = ["", "ms a step / MiB over the resting state", "loss of held-out text"]
     return markdown([*header, "from native runs: median / largest", "at 3e-4", "at 6e-4"], rows)
+
+
+def _distances(records: list[dict], masked: bool, variant: str) -> str:
+    """Of every pair of native runs, or of this way's run and a native one."""
+    native = [x["losses"] for x in records if x["masked"] == masked and x["variant"] == "native-fused"]
+    pairs = list(combinations(native, 2))
+    if variant != "native-fused":
+        (own,) = (x["losses"] for x in records if x["masked"] == masked and x["variant"] == variant)
+        pairs = [(own, losses) for losses in native]
+    apart = [dist(*pair) / len(native[0]) ** 0.5 for pair in pairs]
+    return f"{median(apart):.1e} / {max(apart):.1e}"
 
 
 def errors() -> str:

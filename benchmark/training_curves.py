@@ -1,11 +1,11 @@
-"""One GPT trained again and again from one seed on the same real text: what the way of its loss changes.
+"""One GPT is trained again and again from one seed on the same real text, with its loss made in different ways.
 
-Megatron's modules, schedule, DDP with fp32 gradients and distributed optimizer with fp32 Adam. Every run records the
-loss of each step, the loss of held-out text at its end, the median step time and the peak memory over the resting state
-(weights, gradients, optimizer). Runs with a number are native ones with each MLP's neurons in another order,
-and with a step's sequences dealt to the microbatches otherwise: sums are taken in another order, and nothing else
-differs. How far native runs part from one another is the noise that the other ways are held against. `masked-` runs
-count only the last part of each sequence, as supervised fine-tuning counts answers.
+It has Megatron's modules, schedule, DDP with fp32 gradients and distributed optimizer with fp32 Adam. A run records the
+loss of each step, that of held-out text at its end, the median step time and the peak memory over the resting state
+(weights, gradients, optimizer). Runs with a number are native ones with each MLP's neurons in another order, and with a
+step's sequences dealt to the microbatches otherwise: sums are taken in another order, and nothing else differs. The
+distances of native runs from each other are the noise that the other ways are held against. `masked-` runs count only
+the last part of each sequence, as supervised fine-tuning counts answers.
 """
 
 import argparse
