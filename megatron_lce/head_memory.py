@@ -120,7 +120,7 @@ class HeadStep:
 
 
 def costs_on_a_gpu(itemsize: int, hidden: int) -> Costs:
-    """Of the Triton backend, on NVIDIA's GPUs."""
+    """Of the Triton backend, on a Hopper GPU."""
     return Costs(128, tile_columns=256) if itemsize == 2 else costs_of_parts(hidden, 2, 128)
 
 

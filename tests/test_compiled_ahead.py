@@ -9,10 +9,9 @@ import pytest
 import torch
 
 # Bytes of a thread's registers that wait in memory. Of gradients under a softcap, behind the products: in 8.0's code
-# 4 warps take 0.87 of the time of 8 without spills. The label's tile of fp32 products has as many columns as rows, but
-# it is one a block of tokens.
-MOST_SPILLED = {"90": (192, 320), "100": (192, 320)}  # of other kernels, of the label's
-MOST_SPILLED_ELSEWHERE = (272, 376)
+# 4 warps take 0.87 of the time of 8 without spills.
+MOST_SPILLED = {"90": 192, "100": 192}
+MOST_SPILLED_ELSEWHERE = 288
 PRODUCTS = {"_softmax_stats_kernel", "_label_logits_kernel", "_grad_logits_kernel"}
 OTHERS = {
     "_prepare_rows_kernel",
@@ -51,8 +50,8 @@ def test_kernels_are_compiled_as_launched(arguments, tmp_path):
     if "gfx942" in arguments:
         return
     for kernel in kernels:
-        of_labels = kernel["kernel"] == "_label_logits_kernel"
-        assert kernel["stack_bytes"] <= MOST_SPILLED.get(arguments[0], MOST_SPILLED_ELSEWHERE)[of_labels], kernel
-        if kernel["kernel"] in PRODUCTS and "candidates" not in kernel["call"]:  # an H of 8 mod 16 is slower there
+        slow = "candidates" in kernel["call"] and kernel["kernel"] == "_label_logits_kernel"  # at an H of 8 mod 16
+        assert slow or kernel["stack_bytes"] <= MOST_SPILLED.get(arguments[0], MOST_SPILLED_ELSEWHERE), kernel
+        if kernel["kernel"] in PRODUCTS and not slow:
             assert kernel["narrow_loads"] == 0, kernel
             assert kernel["asynchronous_copies"] > 0, kernel

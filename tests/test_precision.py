@@ -131,13 +131,35 @@ def test_a_token_loss_with_a_weight_in_fp32(dtype, backend, device):
     assert relative_error(hidden.grad, 2 * expected.grad_hidden.float()) <= torch.finfo(dtype).eps
 
 
-def test_an_infinite_row_of_an_fp32_weight_takes_no_probability(backend, device):
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("size", [1.0, 2.0**-12])
+def test_an_infinite_row_of_an_fp32_weight_takes_no_probability(size, dtype, backend, device):
     problem = make_problem(9, 24, 300, device)
-    problem = problem._replace(hidden=problem.hidden.abs().bfloat16(), labels=problem.labels % 290)
+    hidden, weight = size * problem.hidden.abs() + size, problem.weight / size
+    problem = problem._replace(hidden=hidden.to(dtype), weight=weight, labels=problem.labels % 290)
     expected = problem.run(backend, vocab_size=290)
-    problem.weight[290:] = -torch.inf
+    problem.weight[290:] = 0.0
+    problem.weight[290:, 3] = -torch.inf
     out = megatron_lce.linear_cross_entropy(*problem[:3], backend=backend)
     torch.testing.assert_close(out.logprobs, expected.outputs.logprobs, rtol=0, atol=0)
+
+
+def test_numbers_whose_rows_are_far_apart_are_no_nan(backend, device):
+    """Each row's power of two is in range, and their product is not; the products themselves are small."""
+    problem = make_problem(4, 24, 300, device)
+    hidden, weight = torch.zeros_like(problem.hidden), 0 * problem.weight
+    hidden[0, 0], weight[:, 1] = 1e30, 1e20
+    result = problem._replace(hidden=hidden, weight=weight).run(backend)
+    assert all(tensor.isfinite().all() for tensor in (*result.outputs[:3], result.grad_hidden, result.grad_weight))
+
+
+def test_logits_of_tiny_numbers_have_their_digits_where_a_scale_makes_them_large(backend, device):
+    problem = make_problem(4, 24, 300, device)
+    problem = problem._replace(hidden=problem.hidden * 2.0**-116, weight=problem.weight * 2.0**-10)
+    out = problem.run(backend, logits_scale=2.0**63, temperature=2.0**-63).outputs
+    logits = problem.hidden.double() @ problem.weight.double().T * 2.0**126
+    expected = logits.log_softmax(-1).gather(1, problem.labels[:, None])[:, 0]
+    torch.testing.assert_close(out.logprobs.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (5, 70, 300), (130, 3, 65)], ids=str)

@@ -19,7 +19,7 @@ def load_backend(backend: BackendName, device: torch.device) -> Backend:
     if obstacle is None:
         from megatron_lce.backends.triton import primitives
 
-        if backend == "triton" and torch.version.hip is not None:
+        if backend == "triton" and device.type == "cuda" and torch.version.hip is not None:
             _warn_once("nobody has run the Triton kernels on an AMD GPU: if one fails there, use backend='torch'")
         return primitives
     if backend == "triton":

@@ -1,6 +1,6 @@
 """fp32 numbers as sums of 16-bit parts, which tensor cores multiply exactly.
 
-`product` makes fp32 products of three bf16 parts. The kernels read two fp16 parts of a row times a power of two.
+`product` makes fp32 products of three bf16 parts. The kernels read one or two fp16 parts of a row over a power of two.
 """
 
 import torch
@@ -112,7 +112,7 @@ def part_and_rest(x, dtype: tl.constexpr):
 def _split_kernel(
     matrix_ptr,  # [M, K]
     parts_ptr,  # [M, PARTS * width] out, the smallest part first
-    factors_ptr,  # [M] fp32 out, and 1 behind; None: rows are not scaled
+    factors_ptr,  # [M] fp32 out, and more up to the end of a tile; None: rows are not scaled
     M,
     K,
     width,

@@ -57,9 +57,7 @@ def softmax_stats(
     for columns, kept in ((slice(0, kept_columns), cache), *without):
         if columns.start == columns.stop:
             continue
-        slab, weight_factor = weight[columns], None
-        if hidden_parts:
-            slab, weight_factor = split(slab, 2)
+        slab, weight_factor = split(weight[columns], 2) if hidden_parts else (weight[columns], None)
         num_tiles = ceil_div(num_tokens, tile.block_n) * ceil_div(slab.shape[0], tile.block_v)
         _softmax_stats_kernel[(tiles.num_programs(num_tiles, tile, hidden.device),)](
             hidden_desc,
@@ -244,7 +242,7 @@ def _softmax_stats_kernel(
             # A descriptor's products past the vocabulary's end are zero. Sums first: in this order no register spills.
             zero_ended = logits
             # An infinite hidden makes NaN there under a softcap, while the tanh keeps the vocabulary's logits finite.
-            if SOFTCAP or not PERSISTENT:
+            if SOFTCAP:
                 zero_ended = tl.where((columns < V)[None, :], logits, 0.0)
             zero_ended = tl.reshape(zero_ended, (BLOCK_N, CHUNKS, CHUNK))
             tl.store(stats + (K - 2) * N, tl.sum(zero_ended, 2), mask)

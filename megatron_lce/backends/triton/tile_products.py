@@ -104,12 +104,14 @@ def tile_products(
                 small = _add_product(hidden, low, small)
                 partial = _add_product(hidden, high, partial)
             products += partial
-        # It is no number where one of hidden or the weight is not finite; then the larger parts have the result.
+        # NaN or infinite only where hidden or the weight is not finite; then the larger parts have the result.
         products += tl.where(tl.abs(small) < float("inf"), small * (1 / LOW_PART), 0.0)
         if weight_factor.dtype.is_ptr():
             weight_factor = tl.load(weight_factor + column + tl.arange(0, BLOCK_V))
-        row_factor = tl.load(hidden_factor + row + tl.arange(0, BLOCK_N))
-        products *= row_factor[:, None] * weight_factor[None, :]  # together, as one of them alone may overflow
+        row_factor = tl.load(hidden_factor + row + tl.arange(0, BLOCK_N))[:, None]
+        # The smaller factor first: the larger one alone may overflow, and both together be 0 or infinite.
+        products *= tl.minimum(row_factor, weight_factor[None, :])
+        products *= tl.maximum(row_factor, weight_factor[None, :])
     else:
         for h in range(0, H, BLOCK_H):
             products = _add_product(hidden_desc.load([row, h]), load_tile(weight, column, h, H, BLOCK_H), products)
