@@ -8,10 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmark import jsd, measure, pictures, providers, ratios, report, results, run, tables
+from benchmark import measure, pictures, providers, ratios, report, results, run, tables
 from benchmark.ours import Ours
 from benchmark.shapes import Shape, make_inputs, parse_shape
-from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
 SHAPE = Shape("tiny", 12, 8, 40)
@@ -271,15 +270,6 @@ def test_memory_outside_of_torchs_allocator_is_in_the_records_and_tables(monkeyp
     assert ratios.extra_gib({"peak_mib": 3072.0, "gradients_mib": 1024.0, "outside_mib": 512.0}) == 2.5
 
 
-def test_megatron_and_our_head_agree():
-    pytest.importorskip("megatron.core")
-    inputs = make_inputs(SHAPE, torch.float32, CPU)
-    with torch.compiler.set_stance("force_eager"):
-        outputs, _ = measure.run_step(providers.PROVIDERS["megatron"].load(), inputs, "logprob")
-    torch.testing.assert_close(outputs[0], measure.run_step(Ours(), inputs, "logprob")[0][0])
-    torch.distributed.destroy_process_group()
-
-
 def test_verl_kernel_is_found_without_importing_verl(tmp_path, monkeypatch):
     kernel = tmp_path / "verl" / "utils" / "kernel"
     kernel.mkdir(parents=True)
@@ -305,79 +295,6 @@ def test_table_under_tensor_parallelism_names_products_once(capsys):
     header, *lines = capsys.readouterr().out.splitlines()
     assert header.startswith("CPU, torch.float32")
     assert lines == ["tp2: matmul F 1.00, dX 2.00, dW 3.00 ms", "tp2: all-reduce 0.50 ms"]
-
-
-@pytest.mark.torchrun
-def test_heads_under_tensor_parallelism_agree(tmp_path):
-    pytest.importorskip("megatron.core")
-    output = tmp_path / "head_tp.json"
-    sizes = "--dtype fp32 --tokens 6,12 --hidden 8 --vocab 40 --budget-ms 0"
-    arguments = f"--device cpu {sizes} --heads ours,ours-cached,ours-token-640,megatron,verl --json {output}"
-    run_ranks(2, "benchmark.run", "head_tp", *arguments.split())
-    times = json.loads(output.read_text())["times"]
-    times = [record for record in times if record["provider"] != "verl"]  # its kernel, where installed, needs a GPU
-    measured = {(record["tp"], record["tokens"], record["provider"], record["mode"]) for record in times}
-    assert len(measured) == len(times) == 2 * 2 * 7
-    for record in times:
-        assert record["status"] == "ok"
-        assert record["over_products"] > 0
-        assert record["logprobs_difference"] < 1e-5
-        # Megatron's fused cross-entropy rounds its gradient to bf16, whatever the dtype
-        assert record["grad_hidden_difference"] < (2**-8 if record["provider"] == "megatron" else 1e-5)
-
-
-@pytest.mark.torchrun
-@pytest.mark.parametrize(("layout", "dtype"), [("--tp 2", "bf16"), ("--tp 1 --pp 2", "fp32")])
-def test_whole_step_agrees_with_the_flag_on_and_off(tmp_path, layout, dtype):
-    pytest.importorskip("megatron.core")
-    output = tmp_path / "megatron_step.json"
-    sizes = "--tokens 32 --sequence-length 16 --layers 2 --hidden 32 --heads 4 --vocab 96"
-    masked = "0.5" if dtype == "bf16" else "0"
-    ours = {"ours", "ours-skip", "ours-main-grad-512-mib", "ours-cached", "ours-token-640", "ours-token-main-grad"}
-    variants = ",".join(["native", "native-fused", *ours])
-    arguments = f"{layout} {sizes} --dtype {dtype} --device cpu --masked {masked} --variants {variants}"
-    run_ranks(2, "benchmark.run", "megatron_step", *arguments.split(), "--json", output)
-    steps = {record["variant"]: record for record in json.loads(output.read_text())["steps"]}
-    assert set(steps) == {"native", "native-fused", *ours}
-    for record in steps.values():
-        assert record["status"] == "ok"
-        assert record["time_ms"] > 0
-        assert record["loss"] == pytest.approx(steps["native"]["loss"], rel=2**-8)
-    for variant in ours:
-        if dtype == "fp32":
-            assert steps[variant]["gradient_relative_error"] < 1e-5
-        else:
-            assert steps[variant]["over_native_error"] < 1.5
-
-
-def test_materialised_jsd_is_the_mean_of_its_definition():
-    heads = jsd.make_heads(5, 8, 12, 20, torch.float64, CPU)
-    student, teacher = ((x.hidden @ x.weight.T).softmax(-1) for x in (heads.student, heads.teacher))
-    for beta in (0.0, 0.1, 0.5, 1.0):
-        mixture = beta * teacher + (1 - beta) * student
-        divergences = (teacher * (teacher / mixture).log()).sum(-1), (student * (student / mixture).log()).sum(-1)
-        # at the ends one of the divergences is from a distribution to itself: what is left is forward and reverse KL
-        weights = {0: (1, 0), 1: (0, 1)}.get(beta, (beta, 1 - beta))
-        expected = weights[0] * divergences[0] + weights[1] * divergences[1]
-        torch.testing.assert_close(jsd.materialised(*heads.tensors(), beta), expected.mean())
-
-
-def test_jsd_run_measures_against_the_products_of_the_same_run(tmp_path):
-    output = tmp_path / "jsd.json"
-    arguments = "jsd --device cpu --dtype fp32 --shape 6x8x4x24 --error-shape 5x8x4x16 --budget-ms 0"
-    arguments += " --providers ours,ours-weights-512,eager"
-    document = run.main([*arguments.split(), "--json", str(output), "--pictures", str(tmp_path)])
-    assert json.loads(output.read_text()) == document
-    assert [record["beta"] for record in document["jsd"] if record["provider"] == "ours"] == [0.5, 0, 1]
-    assert all(record["status"] == "ok" and record["over_products"] > 0 for record in document["jsd"])
-    products = [{"status": "ok", "student_logits_ms": [1.0], "teacher_logits_ms": [2.0]}]
-    products[0] |= {"grad_hidden_ms": [4.0], "grad_weight_ms": [8.0]}
-    limits = ratios.jsd_limits_ms({"jsd_products": products})
-    assert limits == {"Fs+Ft+dX+dW": 15, "2(Fs+Ft)+dX+dW": 18}
-    assert len(document["jsd_errors"]) == 9
-    for record in document["jsd_errors"]:
-        assert max(value for value in record.values() if isinstance(value, float) and value != record["beta"]) < 1e-5
-    assert (tmp_path / "jsd.png").exists()
 
 
 def test_committed_results_are_one_record_a_line():

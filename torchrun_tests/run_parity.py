@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import itertools
 import math
-from typing import Any
 from unittest import mock
 
 import torch
@@ -19,7 +18,6 @@ from harness import Report, available_backends, main, refuse_deprecated_collecti
 from parity_cases import (
     BF16,
     CASES,
-    SEQUENCE,
     Case,
     Problem,
     hidden_in_bf16,
@@ -28,7 +26,8 @@ from parity_cases import (
     uneven,
     verdict,
 )
-from parity_of_compat import check_refusal, run_compat, run_disagreements_of_compat, run_megatrons_call, run_torchs_call
+from parity_of_compat import run_compat, run_disagreements_of_compat, run_megatrons_call, run_torchs_call
+from parity_of_errors import run_disagreements, run_errors
 from parity_of_ids import run_ids
 from parity_of_torch import run_async_tensors, run_compiled, run_cuda_graph, run_dtensors, run_fsdp
 from torch import Tensor
@@ -123,70 +122,6 @@ def run_partial_gradients(backend: str, group: ProcessGroup, device: torch.devic
         report.check(f"{backend}: {case.name}: {result.name}", *verdict(result.error, result.allowed))
 
 
-def run_errors(group: ProcessGroup, device: torch.device, report: Report) -> None:
-    """What cannot be over several ranks is refused, on all of them alike, before any of them communicates."""
-    if dist.get_world_size(group) == 1:
-        return
-    problem = Problem(Case(""), dist.get_world_size(group), device)
-    shard = problem.hidden[: SEQUENCE // dist.get_world_size(group)]
-    refused = [
-        ({"backend": "reference"}, "tp_group must have one rank for backend='reference', got a larger group"),
-        (
-            {"sequence_parallel": True, "reduce_grad_hidden": False},
-            "reduce_grad_hidden must be True with sequence_parallel, got False",
-        ),
-        ({"sequence_parallel": True, "hidden": problem.hidden}, "labels must have hidden's shape without H gathered"),
-        ({"workspace_bytes": 8}, "workspace_bytes must be at least "),
-    ]
-    for keywords, expected in refused:
-        hidden = shard if keywords.get("sequence_parallel") else problem.hidden
-        inputs = {"hidden": hidden, "weight": problem.weight[:20], "labels": problem.labels}
-        try:
-            megatron_lce.linear_cross_entropy(**inputs | keywords, tp_group=group)
-            message = "no error"
-        except ValueError as error:
-            message = str(error)
-        report.check(f"refused: {', '.join(keywords)}", message.startswith(expected), message)
-
-
-def run_disagreements(group: ProcessGroup, report: Report) -> None:
-    """What one rank alone calls otherwise is an error on all of them, and names the difference."""
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    if ranks == 1:
-        return
-    last = rank == ranks - 1
-    hidden, labels = torch.ones(6, 8), torch.zeros(6, dtype=torch.int64)
-    rows = 300 if last else 20  # of the kernels' tiles: statistics that take workspace
-    odd = {  # what the last rank does otherwise
-        "softcap must be the same on every rank": {"softcap": 2.0},
-        "gradients must be the same on every rank": {"weight": torch.ones(20, 8, requires_grad=True)},
-        "weight_grad_sink must be the same on every rank": {"weight_grad_sink": object()},
-        "refuses its arguments: labels must be int64": {"labels": labels.int()},
-        "vocab_start must be given on every rank where shards differ": {"weight": torch.ones(rows, 8)},
-        "hidden must be the same on every rank": {"hidden": hidden.half(), "weight": torch.ones(20, 8).half()},
-        "skip_ignored must be the same on every rank": {"skip_ignored": True},
-        "the shape of hidden must be the same on every rank": {"hidden": hidden[1:], "labels": labels[1:]},
-    }
-    for expected, arguments in odd.items():
-        call = {"hidden": hidden, "weight": torch.ones(20, 8), "labels": labels, **(arguments if last else {})}
-        check_refused(call, expected.split(": ")[-1] if last else expected, group, report)
-    # What is known of another operation is nothing of this one.
-    megatron_lce.linear_cross_entropy(hidden, torch.ones(20, 8), labels, tp_group=group, backend="torch")
-    odd = {
-        "has no keyword logits_cache_bytes": {"logits_cache_bytes": 1},
-        "loss must be a function of the outputs": {"loss": None},
-        "per_token[0] must have labels' shape first": {"per_token": torch.ones(5)},
-    }
-    for expected, arguments in odd.items():
-        given = {"loss": lambda out, _: -out.logprobs, "per_token": torch.ones(6), **(arguments if last else {})}
-        own = given.pop("loss"), given.pop("per_token")
-        inputs = hidden, torch.ones(20, 8), labels, *own
-        operation = functools.partial(megatron_lce.linear_token_loss, *inputs, tp_group=group, backend="torch")
-        check_refusal(operation, given, expected, report)
-    uneven_call = {"hidden": hidden, "weight": torch.ones(rows, 8), "labels": labels, "vocab_start": 20 * rank}
-    check_refused({**uneven_call, "workspace_bytes": 200}, "workspace_bytes must be at least", group, report)
-
-
 def run_two_heads(backend: str, group: ProcessGroup, device: torch.device, report: Report) -> None:
     """Heads whose shards differ on the last rank alone, one after the other: the first ranks see nothing new."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
@@ -221,11 +156,6 @@ def run_memory_of_a_second_head(group: ProcessGroup, device: torch.device, repor
         allowed += 4 * 128 * weight.shape[0]  # a CPU's products have a block's gradients in fp32, too
         title = f"memory of a head whose last shard has {last_rows} columns"
         report.check(title, peak <= allowed, f"{peak} of {allowed} bytes")
-
-
-def check_refused(call: dict[str, Any], expected: str, group: ProcessGroup, report: Report) -> None:
-    operation = functools.partial(megatron_lce.linear_cross_entropy, tp_group=group, backend="torch")
-    check_refusal(operation, call, expected, report)
 
 
 def run_bits_of_all_sizes(backend: str, group: ProcessGroup, device: torch.device, report: Report) -> None:

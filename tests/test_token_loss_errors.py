@@ -1,0 +1,97 @@
+"""What `linear_token_loss` refuses: losses that are not of each token for itself, and wrong arguments."""
+
+import functools
+
+import pytest
+import torch
+
+from tests.problems import make_problem
+from tests.test_token_loss import KEPT_BYTES, run
+
+FP32, BF16 = torch.float32, torch.bfloat16
+
+
+def centred(out, scale=1.0):
+    return scale * (out.logprobs.detach().mean() - out.logprobs)
+
+
+@pytest.mark.parametrize("loss", [centred, functools.partial(centred, scale=2.0), lambda out: centred(out)])
+def test_a_loss_that_depends_on_other_tokens_is_refused(device, loss):
+    problem = make_problem(6, 8, 40, device, FP32)
+    for _ in range(2):  # it is not taken for seen after the first time
+        with pytest.raises(ValueError, match=r"loss must treat each token for itself.*of 6, .* among half of them"):
+            run(problem, loss, ())
+
+
+leaf = torch.ones((), requires_grad=True)
+
+
+WRONG = [
+    (lambda out: out.logprobs.sum(), ValueError, r"one number for each of its 5 tokens, \[n\], got \(\)"),
+    (lambda out: out.logprobs.double(), TypeError, "float32, got torch.float64"),
+    (lambda out: 1.0, TypeError, "must return a tensor"),
+    (lambda out: (out.logprobs, {}, 1), TypeError, "or a pair of it and a dict, got a tuple of 3"),
+    (lambda out: out.logprobs.detach(), ValueError, "without a graph"),
+    (lambda out: out.logprobs * leaf, ValueError, "must not depend on other tensors that require grad"),
+    (lambda out: (out.logprobs, [1]), TypeError, "dict of metrics"),
+    (lambda out: (out.logprobs, {"m": out.logprobs.mean()}), ValueError, r"metric 'm' .* got Tensor of shape \(\)"),
+]
+
+
+@pytest.mark.parametrize(("loss", "error", "message"), WRONG, ids=[message for *_, message in WRONG])
+def test_what_loss_must_return(loss, error, message, device):
+    if device.type != "cpu":
+        pytest.skip("the leaf is on the CPU")
+    problem = make_problem(5, 8, 20, device)
+    with pytest.raises(error, match=message):
+        run(problem, loss, ())
+
+
+@pytest.mark.parametrize(
+    ("in_later_blocks", "error", "message"),
+    [
+        (lambda out: out.logprobs.detach(), ValueError, "without a graph"),
+        (
+            lambda out: out.logprobs * leaf.to(out.logprobs.device),
+            ValueError,
+            "must not depend on other tensors that require grad",
+        ),
+        (lambda out: (out.logprobs, {"m": out.lse}), ValueError, r"same metrics for any tokens, got \[\] and \['m'\]"),
+    ],
+)
+def test_every_block_of_tokens_is_looked_at(in_later_blocks, error, message, device):
+    pytest.importorskip("triton")
+    problem = make_problem(300, 24, 600, device, BF16)
+    calls = []
+
+    def loss(out):
+        if len(out.logprobs) != 64:  # a half of the first block, which a new loss is asked about
+            calls.append(out)
+        return -out.logprobs if len(calls) == 1 else in_later_blocks(out)
+
+    with pytest.raises(error, match=message):
+        run(problem, loss, (), backend="triton", workspace_bytes=128 * KEPT_BYTES)
+    assert len(calls) == 2
+
+
+def test_a_loss_that_is_no_function_is_named():
+    problem = make_problem(5, 8, 20, torch.device("cpu"))
+    with pytest.raises(TypeError, match="loss must be a function of the outputs and of per_token, got Tensor"):
+        run(problem, torch.ones(5), ())
+
+
+@pytest.mark.parametrize(
+    ("per_token", "keywords", "error", "message"),
+    [
+        ((torch.ones(4),), {}, ValueError, r"per_token\[0\] must have labels' shape first, \(5,\), got \(4,\)"),
+        ((1.0,), {}, TypeError, r"per_token\[0\] must be a torch.Tensor"),
+        ((torch.ones(5, requires_grad=True),), {}, ValueError, "must not require grad"),
+        ((), {"logits_cache_bytes": 1}, TypeError, "linear_token_loss has no keyword logits_cache_bytes"),
+        ((), {"backend": "reference"}, ValueError, "got 'reference'"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments(per_token, keywords, error, message):
+    problem = make_problem(5, 8, 20, torch.device("cpu"))
+    with pytest.raises(error, match=message):
+        run(problem, lambda out, *_: -out.logprobs, per_token, **keywords)
