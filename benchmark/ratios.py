@@ -84,14 +84,19 @@ def add_ratios(document: dict) -> None:
         _add_differences(records)
 
 
+def distance(losses: list[float], others: list[float]) -> float:
+    """The root mean square of the differences over the steps of two training runs."""
+    return dist(losses, others) / len(losses) ** 0.5
+
+
 def _add_differences(records: list[dict]) -> None:
     """Adds to every training run how far its losses are from those of native runs with sums in other orders.
 
-    difference_median, difference_largest  of the root mean squares over the steps, one for each native run
+    difference_median, difference_largest  of the distances to each of them
     """
     native = [record for record in records if record["variant"] == "native-fused"]
     for record in records:
         others = [other["losses"] for other in native if other is not record]
         if others:
-            apart = [dist(record["losses"], losses) / len(losses) ** 0.5 for losses in others]
+            apart = [distance(record["losses"], losses) for losses in others]
             record |= {"difference_median": median(apart), "difference_largest": max(apart)}

@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import combinations
-from math import dist
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -214,7 +213,7 @@ def _distances(records: list[dict], masked: bool, variant: str) -> str:
     if variant != "native-fused":
         (own,) = (x["losses"] for x in records if x["masked"] == masked and x["variant"] == variant)
         pairs = [(own, losses) for losses in native]
-    apart = [dist(*pair) / len(native[0]) ** 0.5 for pair in pairs]
+    apart = [ratios.distance(*pair) for pair in pairs]
     return f"{median(apart):.1e} / {max(apart):.1e}"
 
 

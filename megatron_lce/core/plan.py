@@ -54,7 +54,8 @@ class Costs(NamedTuple):
 def costs_of_parts(hidden_size: int, hidden_parts: int, chunk_columns: int) -> Costs:
     """Return the costs beside an fp32 weight: fp16 parts and a factor of each row; for gradients three bf16 parts."""
     part = 2 * round_up(hidden_size, SLAB_ROW_STEP)
-    return Costs(chunk_columns, 0, 6, hidden_parts * part + 4, 2 * part + 4, 3 * part, 3 * part)
+    token, column, row = hidden_parts * part + 4, 2 * part + 4, 3 * part
+    return Costs(chunk_columns, logit=6, stats_token=token, stats_column=column, slab_token=row, slab_column=row)
 
 
 class HeadSize(NamedTuple):
