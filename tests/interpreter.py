@@ -111,7 +111,7 @@ def _sum_products_in_order(interpreter: Any) -> None:
     """As a GPU does; BLAS sums in an order that may depend, with the CPU, on a row's place in its tile."""
 
     def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
-        products = np.multiply(a.data[:, :, None], b.data, dtype=d.data.dtype)
-        return interpreter.TensorHandle(np.add.reduce(products, axis=1) + d.data, d.dtype.scalar)
+        products = np.einsum("mk,kn->mn", a.data, b.data, dtype=d.data.dtype)
+        return interpreter.TensorHandle(products + d.data, d.dtype.scalar)
 
     interpreter.InterpreterBuilder.create_dot = create_dot

@@ -16,7 +16,6 @@ from megatron_lce.core.two_heads import Heads
 # A program's constants, measured on Hopper at 151,936 columns.
 COLUMNS = 4096  # columns that it reads at a time
 WARPS = 16
-_ROWS_OF_INTERPRETER = 16  # rows of a program under the interpreter, which pays by the program
 _NEIGHBOURS = tl.constexpr(4)  # columns that share a running maximum, as many as a thread loads at once
 
 
@@ -38,7 +37,7 @@ def read_products(
     student, teacher, beta, labels, coefficient = heads
     _, num_tokens, num_columns = products.shape
     assert gradient is None or (coefficient is not None and gradient.stride() == products.stride()[1:])
-    block_n = _ROWS_OF_INTERPRETER if tiles.interpreting() else 1
+    block_n = tiles.rows_of_program(1)
     columns = min(COLUMNS, max(256, triton.next_power_of_2(num_columns)))  # a narrow shard fills fewer, and fewer warps
     _read_products_kernel[(ceil_div(num_tokens, block_n),)](
         products[0],

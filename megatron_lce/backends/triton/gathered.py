@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_lce.backends.triton import tiles
 from megatron_lce.backends.triton.tile_products import rounded_to_bf16, tanh
 from megatron_lce.core.options import Options, Shard
 from megatron_lce.core.plan import ceil_div
@@ -20,7 +21,7 @@ def gathered_logits(
     """
     num_ids, cap = ids.shape[0], softcap_scale(options)
     found = hidden.new_empty(2, num_ids, dtype=torch.float32)
-    block = 128 if hidden.device.type == "cpu" else 8  # an interpreter pays by the program
+    block = tiles.rows_of_program(8)
     if num_ids:
         _gathered_logits_kernel[(ceil_div(num_ids, block),)](
             hidden,

@@ -62,7 +62,7 @@ def split(matrix: Tensor, number: int, dtype: torch.dtype = torch.float16) -> tu
     parts, factors = matrix.new_empty(num_rows, number * width, dtype=dtype), None
     if dtype == torch.float16:
         factors = matrix.new_empty(round_up(num_rows, COLUMN_STEP), dtype=torch.float32)
-    rows = 64 if matrix.device.type == "cpu" else 1  # an interpreter pays by the program
+    rows = tiles.rows_of_program(1)
     _split_kernel[(ceil_div(num_rows if factors is None else factors.shape[0], rows),)](
         matrix,
         parts,
@@ -123,23 +123,24 @@ def _split_kernel(
 ):
     """Read BLOCK_M rows, for the largest number of each if they are scaled, and for their parts."""
     rows = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
-    inner = tl.arange(0, BLOCK_K)[None, :]
+    inner, row_mask = tl.arange(0, BLOCK_K)[None, :], rows < M
+    matrix_rows = matrix_ptr + rows * row_stride
     if factors_ptr is not None:
         largest = tl.zeros((BLOCK_M,), dtype=tl.int32)
         for start in range(0, K, BLOCK_K):
             columns = start + inner
-            x = tl.load(matrix_ptr + rows * row_stride + columns, (rows < M) & (columns < K), other=0.0).to(tl.float32)
+            x = tl.load(matrix_rows + columns, row_mask & (columns < K), other=0.0).to(tl.float32)
             largest = tl.maximum(largest, tl.max(magnitude_bits(x), 1))
         factor = row_factor(largest)[:, None]
         tl.store(factors_ptr + rows, factor)
     for start in range(0, width, BLOCK_K):
         columns = start + inner
-        rest = tl.load(matrix_ptr + rows * row_stride + columns, (rows < M) & (columns < K), other=0.0).to(tl.float32)
+        rest = tl.load(matrix_rows + columns, row_mask & (columns < K), other=0.0).to(tl.float32)
         if factors_ptr is not None:
             rest = scaled_down(rest, factor)
-        parts = parts_ptr + rows * (PARTS * width) + columns
+        parts, mask = parts_ptr + rows * (PARTS * width) + columns, row_mask & (columns < width)
         for place in tl.static_range(PARTS - 1, -1, -1):
             part, rest = part_and_rest(rest, parts_ptr.dtype.element_ty)
-            tl.store(parts + place * width, part, (rows < M) & (columns < width))
+            tl.store(parts + place * width, part, mask)
             if factors_ptr is not None:
                 rest *= LOW_PART

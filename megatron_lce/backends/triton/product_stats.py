@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_lce.backends.triton import tiles
 from megatron_lce.core.plan import ceil_div
 from megatron_lce.core.statistics import CHUNK_COLUMNS, LOWEST_LOGIT
 
@@ -17,7 +18,7 @@ def product_stats(products: Tensor, row_scale: Tensor) -> Tensor:
     num_tokens, num_columns = products.shape
     num_chunks = ceil_div(num_columns, CHUNK_COLUMNS)
     parts = products.new_empty(num_chunks, 3, num_tokens, dtype=torch.float32)
-    rows = 64 if products.device.type == "cpu" else 4  # an interpreter pays by the program
+    rows = tiles.rows_of_program(4)
     if parts.numel():
         _product_stats_kernel[(ceil_div(num_tokens, rows), ceil_div(num_chunks, _CHUNKS))](
             products,

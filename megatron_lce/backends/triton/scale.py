@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_lce.backends.triton import tiles
 from megatron_lce.core.plan import ceil_div
 
 _BLOCK = 1024
@@ -13,7 +14,7 @@ def scale(matrix: Tensor, factor: Tensor, out: Tensor, *, accumulate: bool) -> N
     """Scale in one launch: torch would round the factor to 16 bits first, and reads at a fifth of memory's speed."""
     num_rows, num_columns = matrix.shape
     in_place = out.data_ptr() == matrix.data_ptr() and not accumulate
-    rows = 64 if matrix.device.type == "cpu" else 1  # an interpreter pays by the program
+    rows = tiles.rows_of_program(1)
     _scale_kernel[(ceil_div(num_rows, rows),)](
         matrix,
         factor,

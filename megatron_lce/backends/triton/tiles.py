@@ -44,9 +44,9 @@ def choose_tiles(hidden: torch.dtype, weight: torch.dtype, device: torch.device)
     return by_family.get(_capability(device)[0], AMPERE_16_BIT)
 
 
-def merging_rows(device: torch.device) -> int:
-    """Number of rows of a program of one warp that merges statistics of chunks: many small programs are fastest."""
-    return 64 if device.type == "cpu" else 8
+def rows_of_program(on_gpu: int) -> int:
+    """Number of rows of a program: an interpreter, which runs Python once a program, gets more than a GPU."""
+    return 128 if interpreting() else on_gpu
 
 
 def hidden_parts(hidden: torch.dtype, weight: torch.dtype) -> int:
