@@ -37,7 +37,7 @@ def read_products(
     student, teacher, beta, labels, coefficient = heads
     _, num_tokens, num_columns = products.shape
     assert gradient is None or (coefficient is not None and gradient.stride() == products.stride()[1:])
-    block_n = tiles.rows_of_program(1)
+    block_n = tiles.rows_of_program(1, num_tokens)
     columns = min(COLUMNS, max(256, triton.next_power_of_2(num_columns)))  # a narrow shard fills fewer, and fewer warps
     _read_products_kernel[(ceil_div(num_tokens, block_n),)](
         products[0],

@@ -21,7 +21,7 @@ def gathered_logits(
     """
     num_ids, cap = ids.shape[0], softcap_scale(options)
     found = hidden.new_empty(2, num_ids, dtype=torch.float32)
-    block = tiles.rows_of_program(8)
+    block = tiles.rows_of_program(8, num_ids)
     if num_ids:
         _gathered_logits_kernel[(ceil_div(num_ids, block),)](
             hidden,

@@ -102,7 +102,7 @@ def grad_logits_from_cache(
     factor = terms.new_empty(num_tokens) if factored else None
     # Rows of a program, and programs among which the columns go. Unless factored it takes a copy's time and 4 % (H200).
     block_n, parts = (8, min(num_chunks, 4)) if factored else (4, ceil_div(num_chunks, 4))
-    block_n = tiles.rows_of_program(block_n)
+    block_n = tiles.rows_of_program(block_n, num_tokens)
     _grad_from_exp_kernel[(parts * ceil_div(num_tokens, block_n),)](
         cache.exp,
         cache.reference,

@@ -23,7 +23,7 @@ def sum_chunks(
     num_chunks, rows_of_part, num_tokens = parts.shape
     extremes = parts.new_empty(num_extremes(telemetry), num_tokens)
     sums = parts.new_empty(num_sums(entropy, telemetry), num_tokens, dtype=torch.int64)
-    block_n = tiles.rows_of_program(8)  # of one warp: many small programs are fastest
+    block_n = tiles.rows_of_program(8, num_tokens)  # of one warp: many small programs are fastest
     _sum_chunks_kernel[(ceil_div(num_tokens, block_n),)](
         parts,
         all_extremes,

@@ -59,11 +59,12 @@ def split(matrix: Tensor, number: int, dtype: torch.dtype = torch.float16) -> tu
     a 16-bit x, or as much as is above 2^-39 of the row's largest.
     """
     (num_rows, num_columns), width = matrix.shape, round_up(matrix.shape[1], SLAB_ROW_STEP)
-    parts, factors = matrix.new_empty(num_rows, number * width, dtype=dtype), None
+    parts, factors, written = matrix.new_empty(num_rows, number * width, dtype=dtype), None, num_rows
     if dtype == torch.float16:
-        factors = matrix.new_empty(round_up(num_rows, COLUMN_STEP), dtype=torch.float32)
-    rows = tiles.rows_of_program(1)
-    _split_kernel[(ceil_div(num_rows if factors is None else factors.shape[0], rows),)](
+        written = round_up(num_rows, COLUMN_STEP)
+        factors = matrix.new_empty(written, dtype=torch.float32)
+    rows = tiles.rows_of_program(1, written)
+    _split_kernel[(ceil_div(written, rows),)](
         matrix,
         parts,
         factors,

@@ -18,7 +18,7 @@ def product_stats(products: Tensor, row_scale: Tensor) -> Tensor:
     num_tokens, num_columns = products.shape
     num_chunks = ceil_div(num_columns, CHUNK_COLUMNS)
     parts = products.new_empty(num_chunks, 3, num_tokens, dtype=torch.float32)
-    rows = tiles.rows_of_program(4)
+    rows = tiles.rows_of_program(4, num_tokens)
     if parts.numel():
         _product_stats_kernel[(ceil_div(num_tokens, rows), ceil_div(num_chunks, _CHUNKS))](
             products,

@@ -14,7 +14,7 @@ def scale(matrix: Tensor, factor: Tensor, out: Tensor, *, accumulate: bool) -> N
     """Scale in one launch: torch would round the factor to 16 bits first, and reads at a fifth of memory's speed."""
     num_rows, num_columns = matrix.shape
     in_place = out.data_ptr() == matrix.data_ptr() and not accumulate
-    rows = tiles.rows_of_program(1)
+    rows = tiles.rows_of_program(1, num_rows)
     _scale_kernel[(ceil_div(num_rows, rows),)](
         matrix,
         factor,

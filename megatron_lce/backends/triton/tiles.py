@@ -44,9 +44,9 @@ def choose_tiles(hidden: torch.dtype, weight: torch.dtype, device: torch.device)
     return by_family.get(_capability(device)[0], AMPERE_16_BIT)
 
 
-def rows_of_program(on_gpu: int) -> int:
-    """Number of rows of a program: an interpreter, which runs Python once a program, gets more than a GPU."""
-    return 128 if interpreting() else on_gpu
+def rows_of_program(on_gpu: int, num_rows: int) -> int:
+    """Number of rows of a program: an interpreter, which runs Python once a program, takes up to 128 of `num_rows`."""
+    return min(128, triton.next_power_of_2(max(num_rows, 1))) if interpreting() else on_gpu
 
 
 def hidden_parts(hidden: torch.dtype, weight: torch.dtype) -> int:
