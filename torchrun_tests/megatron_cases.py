@@ -20,7 +20,7 @@ from megatron_lce.megatron_integration.support import find_language_model
 from scripts import megatron_runtime
 
 # A vocabulary so small that an untrained model's guess is right now and then.
-VOCAB_SIZE, SEQUENCE, BATCH, MICROBATCHES = 24, 16, 2, 4
+VOCAB_SIZE, SEQUENCE, BATCH = 24, 16, 2
 LOSS_SCALE = 2.0**12  # of fp16, by which Megatron's schedule multiplies the loss
 
 
@@ -137,17 +137,21 @@ def copy_weights(source: list[nn.Module], target: list[nn.Module]) -> None:
             target_parameter.data.copy_(source_parameter.data)
 
 
-def microbatches(device: torch.device) -> list[dict[str, Tensor]]:
-    """Random tokens, different on each data-parallel rank; masked positions hold negative labels."""
+def microbatches(case: Case, device: torch.device) -> list[dict[str, Tensor]]:
+    """Random tokens, different on each data-parallel rank; masked positions hold negative labels.
+
+    Two of them add up a gradient. A virtual pipeline of two stages each goes back and forth with four.
+    """
+    number = 4 if case.virtual_pipeline else 2
     generator = torch.Generator().manual_seed(parallel_state.get_data_parallel_rank())
-    shape = (MICROBATCHES, BATCH, SEQUENCE)
+    shape = (number, BATCH, SEQUENCE)
     labels = torch.randint(0, VOCAB_SIZE, shape, generator=generator)
     loss_mask = (torch.rand(shape, generator=generator) > 0.25).float()
     labels = torch.where(loss_mask.bool(), labels, torch.randint(-100, 0, shape, generator=generator))
     tokens = torch.randint(0, VOCAB_SIZE, shape, generator=generator)
     positions = torch.arange(SEQUENCE).expand(shape)
     parts = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, "positions": positions}
-    return [{name: part[i].to(device) for name, part in parts.items()} for i in range(MICROBATCHES)]
+    return [{name: part[i].to(device) for name, part in parts.items()} for i in range(number)]
 
 
 def train_step(chunks: list[nn.Module], forward_step: Any, batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -163,7 +167,7 @@ def train_step(chunks: list[nn.Module], forward_step: Any, batches: list[dict[st
         forward_step_func=forward_step,
         data_iterator=[iter(batches) for _ in chunks] if len(chunks) > 1 else iter(batches),
         model=chunks if len(chunks) > 1 else chunks[0],
-        num_microbatches=MICROBATCHES,
+        num_microbatches=len(batches),
         seq_length=SEQUENCE,
         micro_batch_size=BATCH,
         forward_only=False,

@@ -19,7 +19,7 @@ TEMPERATURE = 0.7
 
 def check_capture(case: cases.Case, device: torch.device, report: harness.Report) -> None:
     """The captured head against log_softmax of Megatron's gathered logits, through logprobs and entropy."""
-    batch = cases.microbatches(device)[0]
+    batch = cases.microbatches(case, device)[0]
     labels = batch["labels"].clamp(min=0)
     inputs = (batch["tokens"], batch["positions"], None)
 
@@ -46,7 +46,7 @@ def check_capture(case: cases.Case, device: torch.device, report: harness.Report
 
 def check_captured_jsd(case: cases.Case, device: torch.device, report: harness.Report) -> None:
     """Divergence and cross-entropy of the captured head, a microbatch each, against those of Megatron's own logits."""
-    batches = cases.microbatches(device)[:2]
+    batches = cases.microbatches(case, device)[:2]
     teacher = cases.build(dataclasses.replace(case, hidden_size=48), device)[0]
 
     def losses_and_gradients(captured: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -132,7 +132,7 @@ def check_compat(case: cases.Case, device: torch.device, report: harness.Report)
 
 def check_logits(case: cases.Case, device: torch.device, report: harness.Report) -> None:
     """Without labels an enabled model gives Megatron's logits, bit for bit, gathered where that is asked for."""
-    batch = cases.microbatches(device)[0]
+    batch = cases.microbatches(case, device)[0]
     inputs = (batch["tokens"], batch["positions"], None)
     (model,) = cases.build(case, device)
     model.eval()

@@ -76,7 +76,7 @@ def check_touch_of_one_rank(case: cases.Case, device: torch.device, report: harn
 
     The other ranks would wait for it there, so that here they stop in front of the loss as well.
     """
-    batch = cases.microbatches(device)[0]
+    batch = cases.microbatches(case, device)[0]
     touches = list(TOUCHES.items())[: 2 if case.sequence_parallel else None]  # with it, their values are a collective
     chunks = cases.build(case, device)
     enable_fused_linear_ce(chunks)
@@ -103,7 +103,7 @@ def check_touch_of_one_rank(case: cases.Case, device: torch.device, report: harn
 
 def check_read_logits(case: cases.Case, device: torch.device, report: harness.Report) -> None:
     """A second loss of the logits beside the fused one: losses and every gradient, each use counted once."""
-    batch = cases.microbatches(device)[0]
+    batch = cases.microbatches(case, device)[0]
     labels, mask = batch["labels"].clamp(min=0), batch["loss_mask"] if case.masked else None
     found = []
     for fused in (False, True):

@@ -35,11 +35,11 @@ def train(case: cases.Case, device: torch.device, *, fused: bool, like: list[nn.
     if fused and case.main_grad:
         cases.set_main_grad_fusion(chunks)
     with cases.counted_additions() as additions:
-        losses = cases.train_step(chunks, forward_step, cases.microbatches(device))
+        losses = cases.train_step(chunks, forward_step, cases.microbatches(case, device))
         if case.overlap:
             optimizer = megatron_runtime.build_optimizer(chunks, use_distributed_optimizer=True)
             optimizer.step()
-            losses = cases.train_step(chunks, forward_step, cases.microbatches(device))
+            losses = cases.train_step(chunks, forward_step, cases.microbatches(case, device))
     assert handle.enabled == (fused and cases.has_head(chunks)), handle.reasons
     assert additions.called == (handle.enabled and case.main_grad), case
     return losses, {name: grad / scale for name, grad in cases.gradients(chunks).items()}, chunks
@@ -62,7 +62,7 @@ def check_own_flag(case: cases.Case, device: torch.device, report: harness.Repor
     install_megatron_linear_cross_entropy(False)
     fused_losses, fused, _ = train(asking, device, fused=True)
     chunks = cases.build(asking, device)
-    captured_losses = cases.train_step(chunks, cases.captured_forward_step, cases.microbatches(device))
+    captured_losses = cases.train_step(chunks, cases.captured_forward_step, cases.microbatches(case, device))
     for name, found_losses, found in (
         ("own flag", own_losses, own),
         ("own flag and ours", fused_losses, fused),
@@ -77,7 +77,7 @@ def check_captured_training(case: cases.Case, device: torch.device, report: harn
     """The same loss through `capture_lm_head`, in Megatron's schedule."""
     losses, expected, _ = train(case, device, fused=False)
     chunks = cases.build(case, device)
-    captured = cases.train_step(chunks, cases.captured_forward_step, cases.microbatches(device))
+    captured = cases.train_step(chunks, cases.captured_forward_step, cases.microbatches(case, device))
     compare_all(report, f"{case.name}: captured, losses", captured, losses)
     compare_all(report, f"{case.name}: captured, gradients", cases.gradients(chunks), expected)
 
@@ -128,7 +128,7 @@ def scaled_steps(case: cases.Case, device: torch.device, *, fused: bool) -> tupl
 
             return output, spiked
 
-        cases.train_step(chunks, forward_step, cases.microbatches(device))
+        cases.train_step(chunks, forward_step, cases.microbatches(case, device))
         scale = float(optimizer.get_loss_scale())
         grads = {name: grad / scale for name, grad in cases.gradients(chunks).items()}
         stepped, *_ = optimizer.step()
@@ -150,7 +150,7 @@ def check_loss_scaler(case: cases.Case, device: torch.device, report: harness.Re
 
 def check_weighted_loss(case: cases.Case, device: torch.device, report: harness.Report) -> None:
     """Under `known_loss` a loss that weights tokens raises on every rank at first; later its gradients are NaN."""
-    batch = cases.microbatches(device)[0]
+    batch = cases.microbatches(case, device)[0]
     weights = torch.linspace(1, 2, batch["labels"].numel(), device=device).view_as(batch["labels"])
     for name, first in (("first", weights), ("later", torch.ones_like(weights))):
         chunks = cases.build(case, device)
@@ -174,7 +174,7 @@ def check_other_models(case: cases.Case, device: torch.device, report: harness.R
     """Flag on against off for a hybrid model and, where it has what the case asks for, for LLaVA around a GPTModel."""
     kinds = [("hybrid", models.hybrid_model, models.text_loss)]
     kinds += [] if case.sequence_parallel or case.mtp else [("LLaVA", models.llava_model, models.image_loss)]
-    batch = cases.microbatches(device)[0]
+    batch = cases.microbatches(case, device)[0]
     for kind, build, loss_of in kinds:
         found = []
         for fused in (False, True):
