@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_lce.backends.choice import describe_backend
 from megatron_lce.core.options import LinearCrossEntropyOutput
+from megatron_lce.cross_entropy import linear_cross_entropy
 from megatron_lce.jsd import linear_jsd
 from megatron_lce.logits_at import linear_logits_at
 from megatron_lce.megatron_integration.head_call import HeadCall, batch_first, check_not_fixed, csr_sequence_first
@@ -85,7 +86,7 @@ class CapturedHead:
             TypeError, ValueError: as `megatron_lce.linear_cross_entropy`.
         """
         with self._captured(keywords) as call:
-            return call.linear_cross_entropy(labels, temperature=temperature, **keywords)
+            return call.run(linear_cross_entropy, labels, temperature=temperature, **keywords)
 
     def linear_token_loss(
         self, labels: Tensor, loss: TokenLossFunction, *per_token: Tensor, **keywords: Any
@@ -107,9 +108,7 @@ class CapturedHead:
         """
         with self._captured(keywords) as call:
             parts = [call.sequence_first(f"per_token[{i}]", tensor) for i, tensor in enumerate(per_token)]
-            labels = call.sequence_first("labels", labels)
-            result = linear_token_loss(call.hidden, call.weight, labels, loss, *parts, **call.keywords(keywords))
-        return batch_first(result)
+            return call.run(linear_token_loss, labels, loss, *parts, **keywords)
 
     def linear_jsd(
         self,
@@ -175,10 +174,8 @@ class CapturedHead:
     ) -> Tensor | tuple[Tensor, Tensor]:
         """`megatron_lce.support_logprobs` of the captured head: labels [b, s], CSR over the b * s tokens."""
         with self._captured(keywords) as call:
-            given = call.keywords(keywords)
             ids, offsets, _ = csr_sequence_first(ids, offsets, call.tokens)
-            labels = call.sequence_first("labels", labels)
-            return batch_first(support_logprobs(call.hidden, call.weight, labels, ids, offsets, **given))
+            return call.run(support_logprobs, labels, ids, offsets, **keywords)
 
     def linear_topk(self, k: int, **keywords: Any) -> TopK:
         """`megatron_lce.linear_topk` of the captured head: [b, s, K], and [b, s]."""

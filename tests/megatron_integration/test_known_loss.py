@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("megatron.core")
 
-from megatron_lce.megatron_integration.head_call import HeadCall
+from megatron_lce.megatron_integration import uncomputed_logits
 from scripts import megatron_runtime
 from tests import megatron_world
 from tests.megatron_world import enable
@@ -118,9 +118,9 @@ def test_mtp_losses_are_known_too(device, mask, kept, monkeypatch):
     expected = megatron_world.gradients(model, masked_mean(model(*tensors, **given), mask) * 3)
     enable(model, known_loss=True)
     called = []
-    run = HeadCall.linear_token_losses
+    run = uncomputed_logits.linear_token_losses
     monkeypatch.setattr(
-        HeadCall, "linear_token_losses", lambda *args, **kwargs: called.append(1) or run(*args, **kwargs)
+        uncomputed_logits, "linear_token_losses", lambda *args, **kwargs: called.append(1) or run(*args, **kwargs)
     )
     for _ in range(2):  # looked at by the host, then on the device
         actual = megatron_world.gradients(model, masked_mean(model(*tensors, **given), mask) * 3)
