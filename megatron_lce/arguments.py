@@ -1,6 +1,6 @@
 """From what a caller passes to a `Call`: checked, agreed over the group once, laid out."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
@@ -22,10 +22,6 @@ _OWN = ("tp_group", "vocab_start")  # what ranks need not have in common
 _BY_TYPE = ("temperature", "weight_grad_sink")  # what may change from call to call, but for its type
 
 
-def _as_given(labels: Any, options: Options, ranks: int) -> tuple[Tensor, Options]:
-    return labels, options
-
-
 @dataclass(frozen=True)
 class Operation:
     """How an operation names its arguments, and what it has beside those of `linear_cross_entropy`.
@@ -35,16 +31,25 @@ class Operation:
     prepare   checks what else the operation takes, and makes its labels and options those of `linear_cross_entropy`,
               over so many ranks; where it raises on one rank, all of them do at the first call of a kind
     own       what else every rank must call with
+    unknown   keywords that the caller passed and that it does not have
     """
 
     name: str = "linear_cross_entropy"
     tensors: tuple[str, str, str] = HEAD
     group: str = "tp_group"
-    prepare: Callable[[Any, Options, int], tuple[Tensor, Options]] = _as_given
+    prepare: Callable[[Any, Options, int], tuple[Tensor, Options]] = lambda labels, options, ranks: (labels, options)
     own: dict[str, Any] = field(default_factory=dict)
+    unknown: Collection[str] = ()
+    has_reference: bool = False
 
 
-LINEAR_CROSS_ENTROPY = Operation()
+LINEAR_CROSS_ENTROPY = Operation(has_reference=True)
+
+
+def keyword_options(keywords: dict[str, Any], known: Collection[str], **own: Any) -> tuple[Options, list[str]]:
+    """The options of an operation that takes `known` keywords, and the names of others, for `Operation.unknown`."""
+    options = Options(**own, **{name: value for name, value in keywords.items() if name in known})
+    return options, sorted(keywords.keys() - {*known})
 
 
 def make_call(
@@ -72,6 +77,10 @@ def make_call(
     )
 
     def checked(ranks: int) -> tuple[Options, Shard, Tensor]:
+        if operation.unknown:
+            raise TypeError(f"{operation.name} has no keyword {', '.join(operation.unknown)}")
+        if options.backend == "reference" and not operation.has_reference:
+            raise ValueError(f"backend must be 'auto', 'triton' or 'torch' for {operation.name}, got 'reference'")
         ids, prepared = operation.prepare(labels, options, ranks)
         return *checked_options(hidden, weight, ids, prepared, ranks, operation.tensors), ids
 

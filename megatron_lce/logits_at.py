@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lce.arguments import Operation, make_call
+from megatron_lce.arguments import Operation, keyword_options, make_call
 from megatron_lce.core import validation
 from megatron_lce.core.call import Call
 from megatron_lce.core.collectives import waited
@@ -85,18 +85,9 @@ def call_of_head(
     ignore_index: int = IGNORE_INDEX,
 ) -> Call:
     """The `Call` of an operation that reads no logits of all ids."""
-    unknown = keywords.keys() - {*known}
-    options = Options(
-        entropy=False,
-        ignore_index=ignore_index,
-        **{name: value for name, value in keywords.items() if name not in unknown},
-    )
+    options, unknown = keyword_options(keywords, known, entropy=False, ignore_index=ignore_index)
 
     def prepare(_: Any, options: Options, ranks: int) -> tuple[Tensor, Options]:
-        if unknown:
-            raise TypeError(f"{name} has no keyword {', '.join(sorted(unknown))}")
-        if options.backend == "reference":
-            raise ValueError(f"backend must be 'auto', 'triton' or 'torch' for {name}, got 'reference'")
         for argument, tensor in (("hidden", hidden), ("weight", weight)):
             validation.check_tensor(argument, tensor)
         validation.check_flag("sequence_parallel", options.sequence_parallel)
@@ -106,7 +97,7 @@ def call_of_head(
         ids = torch.zeros(shape, dtype=torch.int64, device=hidden.device) if labels is None else labels
         return ids, options
 
-    return make_call(hidden, weight, None, options, Operation(name, prepare=prepare, own=own))
+    return make_call(hidden, weight, None, options, Operation(name, prepare=prepare, own=own, unknown=unknown))
 
 
 def check_ids(ids: Tensor, offsets: Tensor | None, shape: tuple[int, ...], device: torch.device) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from megatron_lce.arguments import Operation, check_per_token, make_call, shaped
+from megatron_lce.arguments import Operation, check_per_token, keyword_options, make_call, shaped
 from megatron_lce.core import validation
 from megatron_lce.core.autograd import check_workspace
 from megatron_lce.core.call import Call
@@ -95,15 +95,9 @@ def linear_token_loss(
         RuntimeError: in a second backward: the first scaled the gradients in place.
     """
     labels, per_token = waited(labels), tuple(waited(tensor) for tensor in per_token)
-    unknown = keywords.keys() - Options.__dataclass_fields__.keys() | {"logits_cache_bytes"} & keywords.keys()
-    options = Options(**{name: value for name, value in keywords.items() if name not in unknown})
+    options, unknown = keyword_options(keywords, Options.__dataclass_fields__.keys() - {"logits_cache_bytes"})
 
     def checked(labels: Tensor, options: Options, ranks: int) -> tuple[Tensor, Options]:
-        if unknown:
-            within = ": it keeps logits within workspace_bytes" if "logits_cache_bytes" in unknown else ""
-            raise TypeError(f"linear_token_loss has no keyword {', '.join(sorted(unknown))}{within}")
-        if options.backend == "reference":
-            raise ValueError("backend must be 'auto', 'triton' or 'torch' for linear_token_loss, got 'reference'")
         if not callable(loss):
             raise TypeError(f"loss must be a function of the outputs and of per_token, got {type(loss).__name__}")
         validation.check_tensor("labels", labels)
@@ -111,7 +105,8 @@ def linear_token_loss(
             check_per_token(f"per_token[{index}]", tensor, labels.shape, labels.device, first=True)
         return labels, options
 
-    call = make_call(hidden, weight, labels, options, Operation("linear_token_loss", prepare=checked))
+    operation = Operation("linear_token_loss", prepare=checked, unknown=unknown)
+    call = make_call(hidden, weight, labels, options, operation)
     flat = [tensor.reshape(labels.numel(), *tensor.shape[labels.dim() :]) for tensor in per_token]
     run, total = _run(TokenLossPass, call, _seen_once(loss), flat)
     with torch.no_grad(), own_arithmetic(hidden.device, "linear_token_loss"):

@@ -143,6 +143,8 @@ def enable_fused_linear_ce(
         raise ValueError(
             f"logits_cache_bytes must be 0 with known_loss, got {logits_cache_bytes}: nothing is recomputed"
         )
+    if known_loss and backend == "reference":
+        raise ValueError("backend must be 'auto', 'triton' or 'torch' with known_loss, got 'reference'")
     modules = modules_of(model)
     if use_fused_linear_ce and _is_captured(modules):
         raise RuntimeError("capture_lm_head is open on this model: enable before or after it")

@@ -5,6 +5,7 @@ import torch
 
 pytest.importorskip("megatron.core")
 
+import megatron_lce
 from megatron_lce.megatron_integration import uncomputed_logits
 from scripts import megatron_runtime
 from tests import megatron_world
@@ -105,6 +106,11 @@ def test_fp16_scaled_losses_overflow_only_where_the_gradients_do(device):
 def test_kept_logits_are_refused(model):
     with pytest.raises(ValueError, match="logits_cache_bytes must be 0 with known_loss, got 1"):
         enable(model, known_loss=True, logits_cache_bytes=1)
+
+
+def test_the_reference_is_refused(model):
+    with pytest.raises(ValueError, match="with known_loss, got 'reference'"):
+        megatron_lce.enable_fused_linear_ce(model, known_loss=True, backend="reference")
 
 
 @pytest.mark.parametrize("kept", ["some", "all"])
