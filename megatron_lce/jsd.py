@@ -148,8 +148,8 @@ def linear_jsd(
         weight_grad_sink=weight_grad_sink,
     )
 
-    def prepare(labels: Tensor | None, options: Options, ranks: int) -> tuple[Tensor, Options]:
-        shape = _check(student, teacher, beta, options, ranks, token_weights, teacher_temperature)
+    def prepare(labels: Tensor | None, options: Options, shape: tuple[int, ...]) -> tuple[Tensor, Options]:
+        _check(student, teacher, beta, shape, token_weights, teacher_temperature)
         validation.check_flag("return_student", return_student)
         if labels is not None:
             return labels, options
@@ -197,13 +197,11 @@ def _check(
     student: Head,
     teacher: Head,
     beta: float,
-    options: Options,
-    ranks: int,
+    shape: tuple[int, ...],
     token_weights: Tensor | None,
     teacher_temperature: Tensor | float | None,
-) -> tuple[int, ...]:
-    """The shape of labels, once what `linear_jsd` requires beside what every operation does is checked."""
-    validation.check_flag("sequence_parallel", options.sequence_parallel)
+) -> None:
+    """Check what `linear_jsd` requires beside what every operation does; `shape`: of labels."""
     for name, head in (("student", student), ("teacher", teacher)):
         validation.check_tensor(f"{name}_hidden", head.hidden)
         validation.check_tensor(f"{name}_weight", head.weight)
@@ -218,7 +216,6 @@ def _check(
     ):
         if of(student) != of(teacher):
             raise ValueError(f"{requirement}, {of(student)}, got {of(teacher)}")
-    shape = validation.labels_shape("student_hidden", student.hidden, ranks if options.sequence_parallel else 1)
     if token_weights is not None:
         check_per_token("token_weights", token_weights, shape, student.hidden.device, first=False)
         if not token_weights.is_floating_point():
@@ -228,7 +225,6 @@ def _check(
     validation.check_number("beta", beta)
     if not 0 <= beta <= 1:
         raise ValueError(f"beta must lie in [0, 1], got {beta}")
-    return shape
 
 
 def _describe(student: Head, teacher: Head, beta: float) -> dict[str, Any]:

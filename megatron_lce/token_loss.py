@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from megatron_lce.arguments import Operation, check_per_token, keyword_options, make_call, shaped
-from megatron_lce.core import validation
 from megatron_lce.core.autograd import check_workspace
 from megatron_lce.core.call import Call
 from megatron_lce.core.collectives import waited
@@ -95,17 +94,17 @@ def linear_token_loss(
         RuntimeError: in a second backward: the first scaled the gradients in place.
     """
     labels, per_token = waited(labels), tuple(waited(tensor) for tensor in per_token)
-    options, unknown = keyword_options(keywords, Options.__dataclass_fields__.keys() - {"logits_cache_bytes"})
+    known = Options.__dataclass_fields__.keys() - {"logits_cache_bytes"}  # it keeps logits within workspace_bytes
+    options, refusal = keyword_options("linear_token_loss", keywords, known)
 
-    def checked(labels: Tensor, options: Options, ranks: int) -> tuple[Tensor, Options]:
+    def prepare(labels: Tensor, options: Options, shape: tuple[int, ...]) -> tuple[Tensor, Options]:
         if not callable(loss):
             raise TypeError(f"loss must be a function of the outputs and of per_token, got {type(loss).__name__}")
-        validation.check_tensor("labels", labels)
         for index, tensor in enumerate(per_token):
-            check_per_token(f"per_token[{index}]", tensor, labels.shape, labels.device, first=True)
+            check_per_token(f"per_token[{index}]", tensor, shape, hidden.device, first=True)
         return labels, options
 
-    operation = Operation("linear_token_loss", prepare=checked, unknown=unknown)
+    operation = Operation("linear_token_loss", prepare=prepare, refusal=refusal)
     call = make_call(hidden, weight, labels, options, operation)
     flat = [tensor.reshape(labels.numel(), *tensor.shape[labels.dim() :]) for tensor in per_token]
     run, total = _run(TokenLossPass, call, _seen_once(loss), flat)
