@@ -9,6 +9,7 @@ formulas, and `tests/test_estimate.py` holds them against measured peaks and tim
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import ClassVar
 
 from megatron_lce.core.options import WORKSPACE_BYTES
 from megatron_lce.core.plan import (
@@ -61,6 +62,7 @@ class HeadStep:
     skip_ignored: bool = False
     workspace_bytes: int = WORKSPACE_BYTES
     logits_cache_bytes: int = 0
+    everything: ClassVar[int] = 2**62  # `logits_cache_bytes` that keeps the logits of any step
 
     def __post_init__(self) -> None:
         for name in ("tokens", "hidden", "columns", "tp"):
@@ -101,11 +103,6 @@ class HeadStep:
         return max(1, round(self.tokens * (1 - self.ignored))) if self.skip_ignored else self.tokens
 
     @property
-    def everything(self) -> int:
-        """`logits_cache_bytes` that keeps all of this step's logits."""
-        return self.computed * self.size.kept_token(self.columns)
-
-    @property
     def size(self) -> HeadSize:
         """The head as the operation plans it."""
         return HeadSize(
@@ -138,7 +135,6 @@ def megatron(step: HeadStep, fused: bool = False) -> tuple[float, float, Phases]
         {
             "forward": {"logits": rounded, "fp32 logits": 4 * step.logits if fused else 0} | kept,
             "kept": kept,
-            "gradient of logits": kept | {"gradient of logits" if fused else "its cast": rounded},
             "products": {"gradient of logits": logits} | _gathered(step) | gradients,
         },
     )
@@ -185,11 +181,6 @@ def ours(step: HeadStep) -> tuple[float, float, Phases]:
     return (4 - kept_share) * rows_share, moved * rows_share, phases
 
 
-def skipped(step: HeadStep) -> tuple[float, float, Phases]:
-    """`linear_cross_entropy(skip_ignored=...)`: the counted rows alone."""
-    return ours(replace(step, skip_ignored=True))
-
-
 def token_loss(step: HeadStep) -> tuple[float, float, Phases]:
     """`linear_token_loss` of 16-bit inputs: blocks of tokens go all the way in forward; backward scales gradients."""
     size, plan = step.size, token_loss_plan(step)
@@ -226,7 +217,6 @@ FORMULAS: dict[str, Callable[[HeadStep], tuple[float, float, Phases]]] = {
     "Megatron, unfused": megatron,
     "Megatron, fused cross-entropy": partial(megatron, fused=True),
     "megatron_lce": ours,
-    "megatron_lce, skip_ignored": skipped,
     "megatron_lce, linear_token_loss": token_loss,
 }
 

@@ -148,13 +148,10 @@ def enable_fused_linear_ce(
     modules = modules_of(model)
     if use_fused_linear_ce and _is_captured(modules):
         raise RuntimeError("capture_lm_head is open on this model: enable before or after it")
-    if not use_fused_linear_ce:
-        _uninstall(modules)
-        return FusedLinearCE(("use_fused_linear_ce is False",))
-    language_model = find_language_model(model)
+    language_model = find_language_model(model) if use_fused_linear_ce else None
     if language_model is None:
         _uninstall(modules)
-        return FusedLinearCE((NO_HEAD,))
+        return FusedLinearCE((NO_HEAD if use_fused_linear_ce else "use_fused_linear_ce is False",))
     reasons = reasons_of_group(language_model, (*head_reasons(language_model), *loss_reasons(language_model)))
     message = f"fused linear cross-entropy is not used: {'; '.join(reasons)}"
     if reasons and on_unsupported == "raise":
