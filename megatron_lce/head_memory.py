@@ -6,6 +6,7 @@ Megatron's `main_grad`, are there anyway and are not counted; both gradients are
 formulas, and `tests/test_estimate.py` holds them against measured peaks and times.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -184,10 +185,9 @@ def ours(step: HeadStep) -> tuple[float, float, Phases]:
 def token_loss(step: HeadStep) -> tuple[float, float, Phases]:
     """`linear_token_loss` of 16-bit inputs: blocks of tokens go all the way in forward; backward scales gradients."""
     size, plan = step.size, token_loss_plan(step)
-    row_bytes, row_of_hidden = size.kept_token(step.columns), step.hidden * step.itemsize
     if plan is None:
-        beside = max(size.stats.per_token, row_of_hidden + size.hidden_sum_token)  # a token's statistics, then products
-        smallest = 128 * (row_bytes + beside) - size.weight_sum // 2
+        rooms = range(2**50)
+        smallest = bisect_left(rooms, True, key=lambda room: plan_known_loss(size, step.computed, room) is not None)
         raise ValueError(
             f"workspace_bytes must be at least {smallest} and itemsize 2, for blocks of the logits of 128 tokens, "
             f"got {step.workspace_bytes} and {step.itemsize}"
@@ -196,8 +196,9 @@ def token_loss(step: HeadStep) -> tuple[float, float, Phases]:
     summed = step.main_grad or block < step.computed
     made = {"per token": PER_TOKEN_BYTES * step.tokens} | _weight_gradient(step, summed)
     saved = made | {"hidden's gradient": step.own_hidden_bytes}
-    forward = made | {"hidden's gradient": step.computed * row_of_hidden} | _inputs_of_a_block(step, block)
-    logits = forward | {"logits of a block": block * row_bytes}
+    whole = step.computed * step.hidden * step.itemsize
+    forward = made | {"hidden's gradient": whole} | _inputs_of_a_block(step, block)
+    logits = forward | {"logits of a block": block * size.kept_token(step.columns)}
     # Kept columns in two products: the odd end of a vocabulary is one of its own.
     odd_sum = {"fp32 sum of hidden's gradient": block * size.hidden_sum_token}
     return (

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from megatron_lce.arguments import Operation, check_per_token, keyword_options, make_call, shaped
 from megatron_lce.core.autograd import check_workspace
 from megatron_lce.core.call import Call
-from megatron_lce.core.collectives import waited
+from megatron_lce.core.collectives import is_captured, waited
 from megatron_lce.core.known_loss import known_loss
 from megatron_lce.core.options import LinearCrossEntropyOutput, Options
 from megatron_lce.core.products import own_arithmetic
@@ -93,7 +93,7 @@ def linear_token_loss(
         TypeError, ValueError: an argument, or what `loss` returns, is not as described.
         RuntimeError: in a second backward: the first scaled the gradients in place.
     """
-    labels, per_token = waited(labels), tuple(waited(tensor) for tensor in per_token)
+    per_token = tuple(waited(tensor) for tensor in per_token)
     known = Options.__dataclass_fields__.keys() - {"logits_cache_bytes"}  # it keeps logits within workspace_bytes
     options, refusal = keyword_options("linear_token_loss", keywords, known)
 
@@ -157,8 +157,7 @@ def _seen_once(loss: TokenLossFunction) -> TokenLossFunction:
     def compared(outputs: LinearCrossEntropyOutput, *per_token: Tensor) -> Any:
         result, tokens = loss(outputs, *per_token), outputs.logprobs.shape[0]
         losses = checked_losses(result, tokens)[0].detach()
-        capturing = losses.is_cuda and torch.cuda.is_current_stream_capturing()
-        if code in _seen or tokens < 2 or capturing:
+        if code in _seen or tokens < 2 or is_captured():
             return result
 
         def losses_of(part: slice) -> Tensor:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from megatron_lce.core.collectives import is_captured
 from megatron_lce.core.options import IGNORE_INDEX
 from megatron_lce.core.upstream import Promise
 from megatron_lce.megatron_integration.head_call import BackwardPasses, HeadCall
@@ -50,8 +51,7 @@ class FusedLoss(ReplacedHead):
 
     def options_now(self) -> dict[str, Any]:
         """The loss's options; all rows while a CUDA graph is captured, which cannot wait for their number."""
-        capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        return self.options | {"skip_ignored": self.skip_masked and not capturing}
+        return self.options | {"skip_ignored": self.skip_masked and not is_captured()}
 
     def _counted_labels(self, labels: Tensor) -> Tensor:
         """Labels of the main or the next MTP loss. Megatron gives the tokens that it rolls in a weight of 0."""
