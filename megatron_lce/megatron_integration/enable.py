@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from torch import nn
@@ -13,7 +14,7 @@ from megatron_lce.core.validation import check_flag, check_options
 from megatron_lce.megatron_integration.capture import CapturingHead
 from megatron_lce.megatron_integration.fused_loss import FusedLoss, not_applied
 from megatron_lce.megatron_integration.heads import check_softcap
-from megatron_lce.megatron_integration.method_overrides import MethodOverride, overrides_of
+from megatron_lce.megatron_integration.method_overrides import override_of
 from megatron_lce.megatron_integration.support import (
     NO_HEAD,
     find_language_model,
@@ -165,21 +166,18 @@ def enable_fused_linear_ce(
     return FusedLinearCE((), FusedLoss(language_model, options, skip_masked, known_loss))
 
 
-def _overrides(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, MethodOverride]]:
-    for module in modules:
-        for name in ("forward", "compute_language_model_loss"):
-            yield from ((module, override) for override in overrides_of(module, name))
-
-
-def _is_captured(modules: Iterable[nn.Module]) -> bool:
-    return any(one.is_open and isinstance(one.owner, CapturingHead) for _, one in _overrides(modules))
+def _is_captured(modules: list[nn.Module]) -> bool:
+    overrides = (override_of(module, "forward") for module in modules)
+    return any(isinstance(owner, CapturingHead) for one in overrides if one is not None for owner in one.owners)
 
 
 def _uninstall(modules: list[nn.Module]) -> None:
     """Takes off these modules what any `FusedLoss` of theirs put on them."""
-    for module, override in list(_overrides(modules)):
-        fused = override.owner
-        if override.module is not module:  # a shallow copy's attribute is a copy of the original's
-            vars(module).pop(override.name, None)
-        elif isinstance(fused, FusedLoss) and any(fused.language_model is one for one in modules):
-            fused.close()
+    for module, name in itertools.product(modules, ("forward", "compute_language_model_loss")):
+        override = override_of(module, name)
+        if override is not None and override.module is not module:  # a shallow copy's attribute is the original's
+            delattr(module, name)
+        elif override is not None:
+            for owner in list(override.owners):
+                if isinstance(owner, FusedLoss) and any(owner.language_model is one for one in modules):
+                    owner.close()

@@ -11,7 +11,7 @@ from megatron_lce.core.collectives import is_captured
 from megatron_lce.core.options import IGNORE_INDEX
 from megatron_lce.core.upstream import Promise
 from megatron_lce.megatron_integration.head_call import BackwardPasses, HeadCall
-from megatron_lce.megatron_integration.method_overrides import overrides_of
+from megatron_lce.megatron_integration.method_overrides import override_of
 from megatron_lce.megatron_integration.replaced_head import ReplacedHead
 from megatron_lce.megatron_integration.support import managed_weight_reason, warn_on_one_rank
 from megatron_lce.megatron_integration.uncomputed_logits import UncomputedLogits
@@ -38,7 +38,7 @@ class FusedLoss(ReplacedHead):
 
     @property
     def is_closed(self) -> bool:
-        return not any(own.is_open for own in self.overrides)
+        return not any(self in override.owners for override in self.overrides)
 
     @property
     def has_its_head(self) -> bool:
@@ -46,7 +46,7 @@ class FusedLoss(ReplacedHead):
 
     def is_in_place(self) -> bool:
         return self.has_its_head and all(
-            next(overrides_of(own.module, own.name), None) is own for own in self.overrides
+            override_of(own.module, own.name) is own and own.owners[-1:] == [self] for own in self.overrides
         )
 
     def options_now(self) -> dict[str, Any]:
