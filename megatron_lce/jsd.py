@@ -95,24 +95,15 @@ def linear_jsd(
         teacher_temperature: temperature of the teacher's softmax alone, as above; `None`: `temperature`.
         return_student: True also returns what `linear_cross_entropy` gives of the student at `temperature`: logprobs of
             `labels`, entropy and lse, from the logits that are there, without gradient.
-        tp_group: the ranks that the vocabulary is sharded over; `None`: the weights are whole.
-        sequence_parallel: both hiddens are sharded along their first dimension; they are gathered inside and the
-            student's gradient is reduce-scattered. Nothing to do on a single rank.
-        ignore_index: rows with this label have loss 0 and no gradient.
-        vocab_start: first global id of this shard; `None`: rank * V_local, all shards being equal.
-        vocab_size: true size of the vocabulary; columns at or past it are padding. `None`: every column counts.
-        skip_ignored: leave ignored rows out of products, statistics and collectives, as `linear_cross_entropy` does.
-            True: they are counted on the device, for which the host waits once, and backward leaves out rows whose
-            upstream gradient is zero too, for which it waits once more; with `token_weights` it has nothing left to
-            wait for. An int: how many rows are not ignored, known to the host; every loss is NaN where it is not the
-            labels' count. False: all rows are computed.
+        tp_group, sequence_parallel, ignore_index, vocab_start, vocab_size, skip_ignored: as `linear_cross_entropy`
+            takes them, for both heads alike. Under `sequence_parallel` both hiddens are sharded. With `token_weights`
+            `skip_ignored=True` leaves backward nothing to wait for.
         workspace_bytes: most that transient buffers take, for any number of tokens (with `token_weights` see below).
             Beside it backward holds an fp32 accumulator of the student hidden's gradient (4 N H bytes) and, under
             `sequence_parallel`, the gathered hiddens.
         backend: "triton", "torch", or "auto": triton on a GPU that Triton supports, torch elsewhere. A named backend
             that cannot run raises.
-        weight_grad_sink: for integrations: where the student weight's gradient is added, instead of being returned; see
-            `megatron_lce.core.options.WeightGradSink`.
+        weight_grad_sink: as `linear_cross_entropy` takes it, for the student's weight.
 
     Returns:
         The loss of each token in nats: fp32, [...] (under `sequence_parallel` [s, ...]), the same bits on every rank.
