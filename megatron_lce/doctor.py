@@ -31,7 +31,7 @@ BESIDE = ("transformer-engine", "apex")  # Megatron takes layers and kernels fro
 TOKENS, HIDDEN, VOCAB, PADDED_VOCAB = 48, 128, 1000, 1024
 OUTPUTS = ("logprobs", "entropy")
 # Relative errors against fp64 of these outputs and of gradients may be twice those of eager torch for such a head.
-ALLOWED = {"bfloat16": (5e-4, 5e-3), "float32": (1.5e-6, 1.5e-6)}
+ALLOWED = {"bfloat16": (5e-4, 5e-3), "float32": (2e-6, 2e-6)}
 Head = Callable[..., tuple[Any, ...]]
 
 
