@@ -221,24 +221,17 @@ def torch_linear_cross_entropy(
     call_options = Options(tp_group, ignore_index=ignored, entropy=False, skip_ignored=skip_ignored)
     out = fused_outputs(input, linear_weight, target, call_options, operation)
     num_classes = linear_weight.shape[0] * collectives.group_size(tp_group)
-    counted, loss = (target != ignored).float(), -out.logprobs
-    if label_smoothing:
-        first = linear_weight.shape[0] * collectives.group_rank(tp_group)
-        factors = (
-            torch.ones(num_classes, dtype=torch.float32, device=input.device) if weight is None else weight.float()
-        )
-        logits = weighted_logits(
-            input.reshape(-1, input.shape[-1]),
-            linear_weight,
-            factors[first : first + linear_weight.shape[0]],
-            tp_group if collectives.group_size(tp_group) > 1 else None,
-        )
-        # log p of all classes, weighted, is the weighted logits less as many log-sum-exps.
-        smooth = torch.where(counted > 0, factors.sum() * out.lse - logits.view_as(out.lse), 0.0)
+    takes_part, loss = target != ignored, -out.logprobs
+    counted = takes_part.float()
     if weight is not None:
-        known = target.clamp(0, num_classes - 1)
-        counted = counted * weight.float()[known]
+        counted *= weight.float()[target.clamp(0, num_classes - 1)]
         loss = loss * counted
     if label_smoothing:
+        factors = out.lse.new_ones(num_classes) if weight is None else weight.float()
+        first = linear_weight.shape[0] * collectives.group_rank(tp_group)
+        own_factors = factors[first : first + linear_weight.shape[0]]
+        logits = weighted_logits(input.reshape(-1, input.shape[-1]), linear_weight, own_factors, tp_group)
+        # log p of all classes, weighted, is the weighted logits less as many log-sum-exps.
+        smooth = torch.where(takes_part, factors.sum() * out.lse - logits.view_as(out.lse), 0.0)
         loss = (1 - label_smoothing) * loss + label_smoothing / num_classes * smooth
     return reduced(loss, reduction, counted).to(input.dtype)

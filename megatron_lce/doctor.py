@@ -8,7 +8,6 @@ import importlib.metadata
 import importlib.util
 import platform
 import re
-import shutil
 import subprocess
 import time
 from collections.abc import Callable
@@ -120,13 +119,10 @@ def _describe_device(kind: str) -> dict[str, str]:
 
 def _ask_nvidia_smi(what: str) -> str | None:
     """What it says of the first GPU; None where there is none."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return None
-    command = [program, f"--query-gpu={what}", "--format=csv,noheader"]
+    command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    except (OSError, subprocess.TimeoutExpired):  # of a driver that is sick
+    except (OSError, subprocess.TimeoutExpired):  # it is not there, or its driver is sick
         return None
     return answer.stdout.splitlines()[0] if answer.returncode == 0 and answer.stdout.strip() else None
 
