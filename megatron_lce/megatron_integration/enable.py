@@ -51,19 +51,21 @@ class FusedLinearCE:
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        if self._fused is None or self.enabled:
+        if self._fused is None:
             return self._reasons
         if self._fused.is_closed:
             return ("it was removed, or the model was enabled once more",)
         if not self._fused.has_its_head:
             return ("the model's output_layer was replaced",)
+        if self._fused.is_on_top:
+            return ()
         if _is_captured([self._fused.language_model, self._fused.head]):
             return ("a capture of the model is open",)
         return ("the head's forward or the model's loss was replaced by other code",)
 
     @property
     def enabled(self) -> bool:
-        return self._fused is not None and self._fused.is_in_place()
+        return not self.reasons
 
     def remove(self) -> None:
         """Gives the model its own loss back; an open capture stays. Nothing happens where it was removed before."""

@@ -44,10 +44,10 @@ class FusedLoss(ReplacedHead):
     def has_its_head(self) -> bool:
         return self.language_model.output_layer is self.head
 
-    def is_in_place(self) -> bool:
-        return self.has_its_head and all(
-            override_of(own.module, own.name) is own and own.owners[-1:] == [self] for own in self.overrides
-        )
+    @property
+    def is_on_top(self) -> bool:
+        """Neither a capture nor another library's methods are over its own."""
+        return all(override_of(one.module, one.name) is one and one.owners[-1] is self for one in self.overrides)
 
     def options_now(self) -> dict[str, Any]:
         """The loss's options; all rows while a CUDA graph is captured, which cannot wait for their number."""
