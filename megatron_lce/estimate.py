@@ -23,7 +23,6 @@ class Estimate(NamedTuple):
     parts          what is allocated in it, in bytes
     """
 
-    way: str
     products: float
     moved_bytes: float
     kept_bytes: int
@@ -43,7 +42,7 @@ def estimate(way: str, step: HeadStep) -> Estimate:
     phases = {phase: {part: size for part, size in parts.items() if size} for phase, parts in phases.items()}
     totals = {phase: sum(parts.values()) for phase, parts in phases.items()}
     largest = max(totals, key=lambda phase: totals[phase])
-    return Estimate(way, products, moved * step.logits, totals["kept"], totals[largest], largest, phases[largest])
+    return Estimate(products, moved * step.logits, totals["kept"], totals[largest], largest, phases[largest])
 
 
 def largest_tokens(way: str, step: HeadStep, memory_bytes: int) -> int:
