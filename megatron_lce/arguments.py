@@ -1,6 +1,6 @@
 """From what a caller passes to a `Call`: checked, agreed over the group once, laid out."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
@@ -22,29 +22,39 @@ _OWN = ("tp_group", "vocab_start")  # what ranks need not have in common
 _BY_TYPE = ("temperature", "weight_grad_sink")  # what may change from call to call, but for its type
 
 
-def _as_given(labels: Any, options: Options, ranks: int) -> tuple[Tensor, Options]:
-    return labels, options
-
-
 @dataclass(frozen=True)
 class Operation:
     """How an operation names its arguments, and what it has beside those of `linear_cross_entropy`.
 
     tensors   names of hidden, weight and labels
     group     the name of the group
-    prepare   checks what else the operation takes, and makes its labels and options those of `linear_cross_entropy`,
-              over so many ranks; where it raises on one rank, all of them do at the first call of a kind
+    prepare   checks what else the operation takes than hidden and weight, which are checked, and makes its labels and
+              options those of `linear_cross_entropy`, whose labels have this shape
     own       what else every rank must call with
+    refusal   of what the operation does not take at all
+
+    Where one rank refuses what it was passed, all of them do at the first call of a kind.
     """
 
     name: str = "linear_cross_entropy"
     tensors: tuple[str, str, str] = HEAD
     group: str = "tp_group"
-    prepare: Callable[[Any, Options, int], tuple[Tensor, Options]] = _as_given
+    prepare: Callable[[Any, Options, tuple[int, ...]], tuple[Tensor, Options]] = lambda ids, options, _: (ids, options)
     own: dict[str, Any] = field(default_factory=dict)
+    refusal: Exception | None = None
+    has_reference: bool = False
 
 
-LINEAR_CROSS_ENTROPY = Operation()
+LINEAR_CROSS_ENTROPY = Operation(has_reference=True)
+
+
+def keyword_options(
+    name: str, keywords: dict[str, Any], known: Collection[str], **own: Any
+) -> tuple[Options, TypeError | None]:
+    """The options of an operation of this name that takes `known` keywords, and its refusal of others."""
+    options = Options(**own, **{keyword: value for keyword, value in keywords.items() if keyword in known})
+    unknown = sorted(keywords.keys() - {*known})
+    return options, TypeError(f"{name} has no keyword {', '.join(unknown)}") if unknown else None
 
 
 def make_call(
@@ -71,13 +81,9 @@ def make_call(
         candidates=collectives.waited(options.candidates),
     )
 
-    def checked(ranks: int) -> tuple[Options, Shard, Tensor]:
-        ids, prepared = operation.prepare(labels, options, ranks)
-        return *checked_options(hidden, weight, ids, prepared, ranks, operation.tensors), ids
-
     (options_of_core, shard, ids), largest = agreed(
         options.tp_group,
-        checked,
+        lambda ranks: checked_options(hidden, weight, labels, options, ranks, operation),
         lambda: {
             "operation": operation.name,
             **operation.own,
@@ -106,20 +112,32 @@ def make_call(
 
 
 def checked_options(
-    hidden: Tensor, weight: Tensor, labels: Tensor, options: Options, ranks: int, names: tuple[str, str, str] = HEAD
-) -> tuple[Options, Shard]:
-    """The options as core takes them, and this rank's shard. `names`: of the tensors.
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor | None,
+    options: Options,
+    ranks: int,
+    operation: Operation = LINEAR_CROSS_ENTROPY,
+) -> tuple[Options, Shard, Tensor]:
+    """The options as core takes them, this rank's shard, and the labels.
 
     Raises:
         TypeError, ValueError: see `linear_cross_entropy`.
     """
-    for name in ("entropy", "telemetry", "reduce_grad_hidden", "sequence_parallel"):
-        validation.check_flag(name, getattr(options, name))
-    sequence_parallel = options.sequence_parallel and ranks > 1
-    for name, tensor in zip(names, (hidden, weight, labels), strict=True):
+    if operation.refusal is not None:
+        raise operation.refusal
+    if options.backend == "reference" and not operation.has_reference:
+        raise ValueError(f"backend must be 'auto', 'triton' or 'torch' for {operation.name}, got 'reference'")
+    validation.check_flag("sequence_parallel", options.sequence_parallel)
+    sequence_parallel, names = options.sequence_parallel and ranks > 1, operation.tensors
+    for name, tensor in zip(names, (hidden, weight), strict=False):
         validation.check_tensor(name, tensor)
     validation.check_head(names[0], hidden, names[1], weight)
-    validation.check_labels_of(names[0], hidden, labels, ranks if sequence_parallel else 1, names[2])
+    shards = ranks if sequence_parallel else 1
+    labels, options = operation.prepare(labels, options, validation.labels_shape(names[0], hidden, shards))
+    for name in ("entropy", "telemetry", "reduce_grad_hidden"):
+        validation.check_flag(name, getattr(options, name))
+    validation.check_labels_of(names[0], hidden, labels, shards, names[2])
     validation.check_temperature(options.temperature, labels.shape, labels.device)
     validation.check_number("logits_scale", options.logits_scale)
     if options.candidates is not None:
@@ -138,9 +156,8 @@ def checked_options(
         raise ValueError(f"weight_grad_sink must be None where H is no multiple of {step}, got {tuple(weight.shape)}")
     if options.backend == "reference":
         _check_reference(ranks, shard.start, sink)
-    return replace(
-        options, tp_group=options.tp_group if ranks > 1 else None, sequence_parallel=sequence_parallel
-    ), shard
+    tp_group = options.tp_group if ranks > 1 else None
+    return replace(options, tp_group=tp_group, sequence_parallel=sequence_parallel), shard, labels
 
 
 def shaped(results: T, shape: tuple[int, ...]) -> T:

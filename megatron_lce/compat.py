@@ -16,10 +16,9 @@ from megatron_lce.compat_arguments import (
     Reduction,
     check_classes,
     check_reduction,
-    check_torchs_head,
     checked_labels,
     reduced,
-    refuse_unsupported,
+    refusal_of,
 )
 from megatron_lce.core import collectives, validation
 from megatron_lce.core.options import IGNORE_INDEX, Options
@@ -85,10 +84,10 @@ def areal_linear_cross_entropy(
     That is fp32 [N], whatever the reduction, before the temperature, without gradient, and 0 in ignored rows.
     """
 
-    def prepare(labels: Tensor, options: Options, ranks: int) -> tuple[Tensor, Options]:
+    def prepare(labels: Tensor, options: Options, shape: tuple[int, ...]) -> tuple[Tensor, Options]:
         check_reduction(reduction)
         validation.check_flag("return_max_logits", return_max_logits)
-        ids = checked_labels(hidden, weight, labels, 1)
+        ids = checked_labels(labels, shape)
         return ids.where(ids >= 0, IGNORE_INDEX), replace(
             options,
             temperature=_checked_temperature(options.temperature, ids),
@@ -150,11 +149,10 @@ def megatron_linear_cross_entropy(
         TypeError, ValueError: see `megatron_lce.linear_cross_entropy`.
     """
 
-    def prepare(labels: Tensor, options: Options, ranks: int) -> tuple[Tensor, Options]:
+    def prepare(labels: Tensor, options: Options, shape: tuple[int, ...]) -> tuple[Tensor, Options]:
         check_reduction(reduction)
-        validation.check_flag("sequence_parallel", sequence_parallel)
         validation.check_integer("ignore_index", ignore_index)
-        ids = checked_labels(hidden, weight, labels, ranks if sequence_parallel else 1)
+        ids = checked_labels(labels, shape)
         return ids.where(counts(ids), IGNORE_INDEX), replace(options, ignore_index=IGNORE_INDEX)
 
     def counts(labels: Tensor) -> Tensor:
@@ -203,12 +201,10 @@ def torch_linear_cross_entropy(
     """
     ignored = IGNORE_INDEX if ignore_index is None else ignore_index
 
-    def prepare(target: Tensor, call_options: Options, ranks: int) -> tuple[Tensor, Options]:
-        refuse_unsupported(linear_bias, options)
+    def prepare(target: Tensor, call_options: Options, _: tuple[int, ...]) -> tuple[Tensor, Options]:
         check_reduction(reduction)
-        check_torchs_head(input, linear_weight, target)
         check_classes(weight, label_smoothing, linear_weight.shape[0] * collectives.group_size(tp_group), input)
-        if label_smoothing:
+        if label_smoothing:  # takes no DTensors
             validation.check_tensor("input", input)
             validation.check_tensor("linear_weight", linear_weight)
         return target, call_options
@@ -220,28 +216,22 @@ def torch_linear_cross_entropy(
         "rows of linear_weight": validation.rows_of(linear_weight),
     }
     names = ("input", "linear_weight", "target")
-    operation = Operation("torch_linear_cross_entropy", names, prepare=prepare, own=own)
+    refusal = refusal_of(linear_weight, target, linear_bias, options)
+    operation = Operation("torch_linear_cross_entropy", names, prepare=prepare, own=own, refusal=refusal)
     call_options = Options(tp_group, ignore_index=ignored, entropy=False, skip_ignored=skip_ignored)
     out = fused_outputs(input, linear_weight, target, call_options, operation)
     num_classes = linear_weight.shape[0] * collectives.group_size(tp_group)
-    counted, loss = (target != ignored).float(), -out.logprobs
-    if label_smoothing:
-        first = linear_weight.shape[0] * collectives.group_rank(tp_group)
-        factors = (
-            torch.ones(num_classes, dtype=torch.float32, device=input.device) if weight is None else weight.float()
-        )
-        logits = weighted_logits(
-            input.reshape(-1, input.shape[-1]),
-            linear_weight,
-            factors[first : first + linear_weight.shape[0]],
-            tp_group if collectives.group_size(tp_group) > 1 else None,
-        )
-        # log p of all classes, weighted, is the weighted logits less as many log-sum-exps.
-        smooth = torch.where(counted > 0, factors.sum() * out.lse - logits.view_as(out.lse), 0.0)
+    takes_part, loss = target != ignored, -out.logprobs
+    counted = takes_part.float()
     if weight is not None:
-        known = target.clamp(0, num_classes - 1)
-        counted = counted * weight.float()[known]
+        counted *= weight.float()[target.clamp(0, num_classes - 1)]
         loss = loss * counted
     if label_smoothing:
+        factors = out.lse.new_ones(num_classes) if weight is None else weight.float()
+        first = linear_weight.shape[0] * collectives.group_rank(tp_group)
+        own_factors = factors[first : first + linear_weight.shape[0]]
+        logits = weighted_logits(input.reshape(-1, input.shape[-1]), linear_weight, own_factors, tp_group)
+        # log p of all classes, weighted, is the weighted logits less as many log-sum-exps.
+        smooth = torch.where(takes_part, factors.sum() * out.lse - logits.view_as(out.lse), 0.0)
         loss = (1 - label_smoothing) * loss + label_smoothing / num_classes * smooth
     return reduced(loss, reduction, counted).to(input.dtype)

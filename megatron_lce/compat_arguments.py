@@ -17,42 +17,37 @@ def reduced(values: Tensor, reduction: Reduction, counted: Tensor | None = None)
     return values if reduction == "none" else values.sum()
 
 
-def checked_labels(hidden: Tensor, weight: Tensor, labels: Tensor, sequence_shards: int) -> Tensor:
-    """Labels as int64 of the shape of hidden's rows, on all of `sequence_shards` ranks."""
-    for name, tensor in (("hidden", hidden), ("weight", weight), ("labels", labels)):
-        validation.check_is_tensor(name, tensor)
-    validation.check_head("hidden", hidden, "weight", weight)
-    rows = validation.labels_shape("hidden", hidden, sequence_shards)
+def checked_labels(labels: Tensor, rows: tuple[int, ...]) -> Tensor:
+    """Labels as int64 of the shape of hidden's rows, on all sequence-parallel ranks."""
+    validation.check_is_tensor("labels", labels)
     # Labels [b, s] beside a hidden of [s, b, H] would meet in the wrong order, flattened.
     order, ids = ([size for size in sizes if size != 1] for sizes in (rows, labels.shape))
     if labels.numel() != math.prod(rows) or (len(order) > 1 and len(ids) > 1 and order != ids):
         raise ValueError(f"labels must have hidden's order of rows, {rows}, got {tuple(labels.shape)}")
     labels = validation.as_int64(labels.reshape(rows))
-    validation.check_labels_of("hidden", hidden, labels, sequence_shards)
+    validation.check_label_tensor(labels)
     return labels
 
 
-def refuse_unsupported(linear_bias: object, options: object) -> None:
+def refusal_of(
+    linear_weight: object, target: object, linear_bias: object, options: object
+) -> NotImplementedError | None:
+    """Of what torch's function has and this package has not."""
     if linear_bias is not None:
-        raise NotImplementedError("linear_bias must be None: the fused head has no bias, as Megatron's has none")
+        return NotImplementedError("linear_bias must be None: the fused head has no bias, as Megatron's has none")
     if options is not None:
-        raise NotImplementedError(
+        return NotImplementedError(
             "options must be None: chunks of the batch are not what this head is cut into; "
             "megatron_lce.linear_cross_entropy has workspace_bytes"
         )
-
-
-def check_torchs_head(input: Tensor, linear_weight: Tensor, target: Tensor) -> None:
-    for name, tensor in (("input", input), ("linear_weight", linear_weight), ("target", target)):
-        validation.check_is_tensor(name, tensor)
-    if linear_weight.dim() > 2:
-        raise NotImplementedError(
+    if isinstance(linear_weight, Tensor) and linear_weight.dim() > 2:
+        return NotImplementedError(
             "linear_weight must be [V, H]: losses over further dimensions of classes are not supported, "
             f"got {tuple(linear_weight.shape)}"
         )
-    if target.is_floating_point():
-        raise NotImplementedError(f"target must be class ids: probabilities are not supported, got {target.dtype}")
-    validation.check_head("input", input, "linear_weight", linear_weight)
+    if isinstance(target, Tensor) and target.is_floating_point():
+        return NotImplementedError(f"target must be class ids: probabilities are not supported, got {target.dtype}")
+    return None
 
 
 def check_classes(weight: Tensor | None, label_smoothing: float, num_classes: int, input: Tensor) -> None:

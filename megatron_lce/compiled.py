@@ -137,7 +137,7 @@ def _(hidden: Tensor, weight: Tensor, labels: Tensor, *values: Any) -> list[Tens
     keywords, options = _arguments(values)
     num_counted, num_tokens = keywords["num_counted"], labels.numel()
     ranks = collectives.group_size(options.tp_group)
-    options, shard = checked_options(
+    options, shard, _ = checked_options(
         hidden, weight, labels, replace(options, skip_ignored=keywords["skip_ignored"]), ranks
     )
     names, candidates = _outputs(keywords), keywords["candidates"]

@@ -144,8 +144,11 @@ def fused_outputs(
         hidden, weight, labels, options, largest_shard = localised(hidden, weight, labels, options)
     if torch.compiler.is_compiling() and options.backend != "reference" and options.weight_grad_sink is None:
         # What torch.compile traces cannot ask the other ranks; the node does.
+        if operation.refusal is not None:
+            raise operation.refusal
         ranks = validation.check_group(options.tp_group, operation.group)
-        return as_one_node(hidden, weight, *operation.prepare(labels, options, ranks))
+        shape = validation.labels_shape("hidden", hidden, ranks if options.sequence_parallel else 1)
+        return as_one_node(hidden, weight, *operation.prepare(labels, options, shape))
     call = make_call(hidden, weight, labels, options, operation, largest_shard)
     return _reference(call) if options.backend == "reference" else linear_cross_entropy_autograd(call)
 

@@ -23,7 +23,6 @@ class Estimate(NamedTuple):
     parts          what is allocated in it, in bytes
     """
 
-    way: str
     products: float
     moved_bytes: float
     kept_bytes: int
@@ -43,21 +42,18 @@ def estimate(way: str, step: HeadStep) -> Estimate:
     phases = {phase: {part: size for part, size in parts.items() if size} for phase, parts in phases.items()}
     totals = {phase: sum(parts.values()) for phase, parts in phases.items()}
     largest = max(totals, key=lambda phase: totals[phase])
-    return Estimate(way, products, moved * step.logits, totals["kept"], totals[largest], largest, phases[largest])
+    return Estimate(products, moved * step.logits, totals["kept"], totals[largest], largest, phases[largest])
 
 
-def largest_tokens(way: str, step: HeadStep, memory_bytes: int, *, everything_kept: bool = False) -> int:
+def largest_tokens(way: str, step: HeadStep, memory_bytes: int) -> int:
     """The largest number of tokens (a multiple of 128) whose step peaks within that memory; 0 if there is none.
 
     By bisection: where blocks are cut anew more tokens may take less, and a larger number may fit as well.
     """
 
     def exceeds(blocks: int) -> bool:
-        longer = replace(step, tokens=128 * blocks)
-        if everything_kept:
-            longer = replace(longer, logits_cache_bytes=longer.everything)
         try:
-            return estimate(way, longer).peak_bytes > memory_bytes
+            return estimate(way, replace(step, tokens=128 * blocks)).peak_bytes > memory_bytes
         except ValueError:  # so many tokens do not go in one block, and blocks have no room
             return True
 
@@ -83,6 +79,7 @@ def estimate_table(
     native, ours, in_16_bits = "Megatron, unfused", "megatron_lce", step.itemsize == 2
     fused, token_loss = "Megatron, fused cross-entropy", "megatron_lce, linear_token_loss"
     cached, everything = (replace(step, logits_cache_bytes=size) for size in (cache_bytes or 0, step.everything))
+    skipped = replace(step, skip_ignored=True)
     cases = [
         (True, native, native, step),
         (in_16_bits, fused, fused, step),  # on fp32 logits Megatron's fused gradient is bf16: not the same thing
@@ -90,7 +87,7 @@ def estimate_table(
         (cache_bytes is not None, f"{ours}, cache of {cached.logits_cache_bytes / 2**20:,.0f} MiB", ours, cached),
         (in_16_bits, f"{ours}, everything cached", ours, everything),
         (token_loss_plan(step) is not None, f"{ours}, known_loss of the flag, linear_token_loss", token_loss, step),
-        (step.ignored > 0, f"{ours}, {step.ignored:.0%} ignored and skipped", f"{ours}, skip_ignored", step),
+        (step.ignored > 0, f"{ours}, {step.ignored:.0%} ignored and skipped", ours, skipped),
     ]
     rows = []
     for _, title, way, of_way in (case for case in cases if case[0]):
@@ -100,8 +97,7 @@ def estimate_table(
             row["time_ms"] = round(result.time_ms(step, tflops, terabytes), 1)
         row |= {"kept_mib": round(result.kept_bytes / 2**20), "peak_mib": round(result.peak_bytes / 2**20)}
         if memory_bytes is not None:
-            kept = of_way.logits_cache_bytes == everything.logits_cache_bytes > 0
-            row["largest_tokens"] = largest_tokens(way, of_way, memory_bytes, everything_kept=kept)
+            row["largest_tokens"] = largest_tokens(way, of_way, memory_bytes)
         parts = {part: round(size / 2**20) for part, size in result.parts.items() if size >= 2**19}
         rows.append(row | {"peak_is": result.phase, "peak_parts_mib": parts})
     return rows

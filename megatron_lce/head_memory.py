@@ -6,9 +6,11 @@ Megatron's `main_grad`, are there anyway and are not counted; both gradients are
 formulas, and `tests/test_estimate.py` holds them against measured peaks and times.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import ClassVar
 
 from megatron_lce.core.options import WORKSPACE_BYTES
 from megatron_lce.core.plan import (
@@ -61,6 +63,7 @@ class HeadStep:
     skip_ignored: bool = False
     workspace_bytes: int = WORKSPACE_BYTES
     logits_cache_bytes: int = 0
+    everything: ClassVar[int] = 2**62  # `logits_cache_bytes` that keeps the logits of any step
 
     def __post_init__(self) -> None:
         for name in ("tokens", "hidden", "columns", "tp"):
@@ -101,11 +104,6 @@ class HeadStep:
         return max(1, round(self.tokens * (1 - self.ignored))) if self.skip_ignored else self.tokens
 
     @property
-    def everything(self) -> int:
-        """`logits_cache_bytes` that keeps all of this step's logits."""
-        return self.computed * self.size.kept_token(self.columns)
-
-    @property
     def size(self) -> HeadSize:
         """The head as the operation plans it."""
         return HeadSize(
@@ -138,7 +136,6 @@ def megatron(step: HeadStep, fused: bool = False) -> tuple[float, float, Phases]
         {
             "forward": {"logits": rounded, "fp32 logits": 4 * step.logits if fused else 0} | kept,
             "kept": kept,
-            "gradient of logits": kept | {"gradient of logits" if fused else "its cast": rounded},
             "products": {"gradient of logits": logits} | _gathered(step) | gradients,
         },
     )
@@ -185,18 +182,12 @@ def ours(step: HeadStep) -> tuple[float, float, Phases]:
     return (4 - kept_share) * rows_share, moved * rows_share, phases
 
 
-def skipped(step: HeadStep) -> tuple[float, float, Phases]:
-    """`linear_cross_entropy(skip_ignored=...)`: the counted rows alone."""
-    return ours(replace(step, skip_ignored=True))
-
-
 def token_loss(step: HeadStep) -> tuple[float, float, Phases]:
     """`linear_token_loss` of 16-bit inputs: blocks of tokens go all the way in forward; backward scales gradients."""
     size, plan = step.size, token_loss_plan(step)
-    row_bytes, row_of_hidden = size.kept_token(step.columns), step.hidden * step.itemsize
     if plan is None:
-        beside = max(size.stats.per_token, row_of_hidden + size.hidden_sum_token)  # a token's statistics, then products
-        smallest = 128 * (row_bytes + beside) - size.weight_sum // 2
+        rooms = range(2**50)
+        smallest = bisect_left(rooms, True, key=lambda room: plan_known_loss(size, step.computed, room) is not None)
         raise ValueError(
             f"workspace_bytes must be at least {smallest} and itemsize 2, for blocks of the logits of 128 tokens, "
             f"got {step.workspace_bytes} and {step.itemsize}"
@@ -205,8 +196,9 @@ def token_loss(step: HeadStep) -> tuple[float, float, Phases]:
     summed = step.main_grad or block < step.computed
     made = {"per token": PER_TOKEN_BYTES * step.tokens} | _weight_gradient(step, summed)
     saved = made | {"hidden's gradient": step.own_hidden_bytes}
-    forward = made | {"hidden's gradient": step.computed * row_of_hidden} | _inputs_of_a_block(step, block)
-    logits = forward | {"logits of a block": block * row_bytes}
+    whole = step.computed * step.hidden * step.itemsize
+    forward = made | {"hidden's gradient": whole} | _inputs_of_a_block(step, block)
+    logits = forward | {"logits of a block": block * size.kept_token(step.columns)}
     # Kept columns in two products: the odd end of a vocabulary is one of its own.
     odd_sum = {"fp32 sum of hidden's gradient": block * size.hidden_sum_token}
     return (
@@ -226,7 +218,6 @@ FORMULAS: dict[str, Callable[[HeadStep], tuple[float, float, Phases]]] = {
     "Megatron, unfused": megatron,
     "Megatron, fused cross-entropy": partial(megatron, fused=True),
     "megatron_lce": ours,
-    "megatron_lce, skip_ignored": skipped,
     "megatron_lce, linear_token_loss": token_loss,
 }
 

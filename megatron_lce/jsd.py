@@ -41,12 +41,6 @@ from megatron_lce.core.options import WORKSPACE_BYTES, BackendName, LinearCrossE
 from megatron_lce.core.products import laid_out, product
 from megatron_lce.core.two_heads import Head, Heads
 
-_TEACHERS = (  # what `_tokens_and_rows` compares
-    "teacher_hidden must be on student_hidden's device",
-    "teacher_hidden must have student_hidden's shape but for H",
-    "teacher_weight must hold as many rows of the vocabulary as student_weight",
-)
-
 
 def linear_jsd(
     student_hidden: Tensor,  # [..., H_student]
@@ -101,24 +95,15 @@ def linear_jsd(
         teacher_temperature: temperature of the teacher's softmax alone, as above; `None`: `temperature`.
         return_student: True also returns what `linear_cross_entropy` gives of the student at `temperature`: logprobs of
             `labels`, entropy and lse, from the logits that are there, without gradient.
-        tp_group: the ranks that the vocabulary is sharded over; `None`: the weights are whole.
-        sequence_parallel: both hiddens are sharded along their first dimension; they are gathered inside and the
-            student's gradient is reduce-scattered. Nothing to do on a single rank.
-        ignore_index: rows with this label have loss 0 and no gradient.
-        vocab_start: first global id of this shard; `None`: rank * V_local, all shards being equal.
-        vocab_size: true size of the vocabulary; columns at or past it are padding. `None`: every column counts.
-        skip_ignored: leave ignored rows out of products, statistics and collectives, as `linear_cross_entropy` does.
-            True: they are counted on the device, for which the host waits once, and backward leaves out rows whose
-            upstream gradient is zero too, for which it waits once more; with `token_weights` it has nothing left to
-            wait for. An int: how many rows are not ignored, known to the host; every loss is NaN where it is not the
-            labels' count. False: all rows are computed.
+        tp_group, sequence_parallel, ignore_index, vocab_start, vocab_size, skip_ignored: as `linear_cross_entropy`
+            takes them, for both heads alike. Under `sequence_parallel` both hiddens are sharded. With `token_weights`
+            `skip_ignored=True` leaves backward nothing to wait for.
         workspace_bytes: most that transient buffers take, for any number of tokens (with `token_weights` see below).
             Beside it backward holds an fp32 accumulator of the student hidden's gradient (4 N H bytes) and, under
             `sequence_parallel`, the gathered hiddens.
         backend: "triton", "torch", or "auto": triton on a GPU that Triton supports, torch elsewhere. A named backend
             that cannot run raises.
-        weight_grad_sink: for integrations: where the student weight's gradient is added, instead of being returned; see
-            `megatron_lce.core.options.WeightGradSink`.
+        weight_grad_sink: as `linear_cross_entropy` takes it, for the student's weight.
 
     Returns:
         The loss of each token in nats: fp32, [...] (under `sequence_parallel` [s, ...]), the same bits on every rank.
@@ -154,8 +139,8 @@ def linear_jsd(
         weight_grad_sink=weight_grad_sink,
     )
 
-    def prepare(labels: Tensor | None, options: Options, ranks: int) -> tuple[Tensor, Options]:
-        shape = _check(student, teacher, beta, options, ranks, token_weights, teacher_temperature)
+    def prepare(labels: Tensor | None, options: Options, shape: tuple[int, ...]) -> tuple[Tensor, Options]:
+        _check(student, teacher, beta, shape, token_weights, teacher_temperature)
         validation.check_flag("return_student", return_student)
         if labels is not None:
             return labels, options
@@ -203,13 +188,11 @@ def _check(
     student: Head,
     teacher: Head,
     beta: float,
-    options: Options,
-    ranks: int,
+    shape: tuple[int, ...],
     token_weights: Tensor | None,
     teacher_temperature: Tensor | float | None,
-) -> tuple[int, ...]:
-    """The shape of labels, once what `linear_jsd` requires beside what every operation does is checked."""
-    validation.check_flag("sequence_parallel", options.sequence_parallel)
+) -> None:
+    """Check what `linear_jsd` requires beside what every operation does; `shape`: of labels."""
     for name, head in (("student", student), ("teacher", teacher)):
         validation.check_tensor(f"{name}_hidden", head.hidden)
         validation.check_tensor(f"{name}_weight", head.weight)
@@ -217,10 +200,13 @@ def _check(
         validation.check_number(f"{name}_logits_scale", head.logits_scale)
         if head.softcap is not None:
             validation.check_number(f"{name}_softcap", head.softcap, positive=True)
-    for requirement, expected, found in zip(_TEACHERS, *map(_tokens_and_rows, (student, teacher)), strict=True):
-        if expected != found:
-            raise ValueError(f"{requirement}, {expected}, got {found}")
-    shape = validation.labels_shape("student_hidden", student.hidden, ranks if options.sequence_parallel else 1)
+    for requirement, of in (
+        ("teacher_hidden must be on student_hidden's device", lambda head: head.hidden.device),
+        ("teacher_hidden must have student_hidden's shape but for H", lambda head: tuple(head.hidden.shape[:-1])),
+        ("teacher_weight must hold as many rows of the vocabulary as student_weight", lambda head: len(head.weight)),
+    ):
+        if of(student) != of(teacher):
+            raise ValueError(f"{requirement}, {of(student)}, got {of(teacher)}")
     if token_weights is not None:
         check_per_token("token_weights", token_weights, shape, student.hidden.device, first=False)
         if not token_weights.is_floating_point():
@@ -230,9 +216,6 @@ def _check(
     validation.check_number("beta", beta)
     if not 0 <= beta <= 1:
         raise ValueError(f"beta must lie in [0, 1], got {beta}")
-    if options.backend == "reference":
-        raise ValueError("backend must be 'auto', 'triton' or 'torch' for linear_jsd, got 'reference'")
-    return shape
 
 
 def _describe(student: Head, teacher: Head, beta: float) -> dict[str, Any]:
@@ -243,7 +226,3 @@ def _describe(student: Head, teacher: Head, beta: float) -> dict[str, Any]:
         for argument, value in head._asdict().items()
     }
     return heads | {"beta": beta if isinstance(beta, (int, float)) and beta in (0, 1) else "between 0 and 1"}
-
-
-def _tokens_and_rows(head: Head) -> tuple[Any, ...]:
-    return head.hidden.device, tuple(head.hidden.shape[:-1]), head.weight.shape[0]

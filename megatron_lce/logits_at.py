@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lce.arguments import Operation, make_call
+from megatron_lce.arguments import Operation, keyword_options, make_call
 from megatron_lce.core import validation
 from megatron_lce.core.call import Call
 from megatron_lce.core.collectives import waited
@@ -81,32 +81,19 @@ def call_of_head(
     known: tuple[str, ...],
     check: Any,  # of the tokens' shape: what else the operation takes
     own: dict[str, Any],  # what else every rank must call with
-    labels: Tensor | None = None,  # None: a label of 0 for every token
+    labels: Tensor | None = None,  # None: 0 for every token
     ignore_index: int = IGNORE_INDEX,
 ) -> Call:
     """The `Call` of an operation that reads no logits of all ids."""
-    unknown = keywords.keys() - {*known}
-    options = Options(
-        entropy=False,
-        ignore_index=ignore_index,
-        **{name: value for name, value in keywords.items() if name not in unknown},
-    )
+    options, refusal = keyword_options(name, keywords, known, entropy=False, ignore_index=ignore_index)
 
-    def prepare(_: Any, options: Options, ranks: int) -> tuple[Tensor, Options]:
-        if unknown:
-            raise TypeError(f"{name} has no keyword {', '.join(sorted(unknown))}")
-        if options.backend == "reference":
-            raise ValueError(f"backend must be 'auto', 'triton' or 'torch' for {name}, got 'reference'")
-        for argument, tensor in (("hidden", hidden), ("weight", weight)):
-            validation.check_tensor(argument, tensor)
-        validation.check_flag("sequence_parallel", options.sequence_parallel)
-        validation.check_head("hidden", hidden, "weight", weight)
-        shape = validation.labels_shape("hidden", hidden, ranks if options.sequence_parallel else 1)
+    def prepare(labels: Tensor | None, options: Options, shape: tuple[int, ...]) -> tuple[Tensor, Options]:
         check(shape)
-        ids = torch.zeros(shape, dtype=torch.int64, device=hidden.device) if labels is None else labels
-        return ids, options
+        if labels is None:
+            labels = torch.zeros(shape, dtype=torch.int64, device=hidden.device)
+        return labels, options
 
-    return make_call(hidden, weight, None, options, Operation(name, prepare=prepare, own=own))
+    return make_call(hidden, weight, labels, options, Operation(name, prepare=prepare, own=own, refusal=refusal))
 
 
 def check_ids(ids: Tensor, offsets: Tensor | None, shape: tuple[int, ...], device: torch.device) -> None:

@@ -55,9 +55,6 @@ def support_logprobs(
         validation.check_flag("empty_rows", empty_rows)
         validation.check_tensor("offsets", offsets)
         check_ids(ids, offsets, shape, hidden.device)
-        validation.check_label_tensor(labels)
-        if tuple(labels.shape) != shape or labels.device != hidden.device:
-            raise ValueError(f"labels must be {shape} on {hidden.device}, got {tuple(labels.shape)} on {labels.device}")
 
     own = {"entropy": entropy, "empty_rows": empty_rows}
     known = (*OF_HEAD, *OF_GRADIENT)

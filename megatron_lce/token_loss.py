@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from megatron_lce.arguments import Operation, check_per_token, make_call, shaped
-from megatron_lce.core import validation
+from megatron_lce.arguments import Operation, check_per_token, keyword_options, make_call, shaped
 from megatron_lce.core.autograd import check_workspace
 from megatron_lce.core.call import Call
-from megatron_lce.core.collectives import waited
+from megatron_lce.core.collectives import is_captured, waited
 from megatron_lce.core.known_loss import known_loss
 from megatron_lce.core.options import LinearCrossEntropyOutput, Options
 from megatron_lce.core.products import own_arithmetic
@@ -94,24 +93,19 @@ def linear_token_loss(
         TypeError, ValueError: an argument, or what `loss` returns, is not as described.
         RuntimeError: in a second backward: the first scaled the gradients in place.
     """
-    labels, per_token = waited(labels), tuple(waited(tensor) for tensor in per_token)
-    unknown = keywords.keys() - Options.__dataclass_fields__.keys() | {"logits_cache_bytes"} & keywords.keys()
-    options = Options(**{name: value for name, value in keywords.items() if name not in unknown})
+    per_token = tuple(waited(tensor) for tensor in per_token)
+    known = Options.__dataclass_fields__.keys() - {"logits_cache_bytes"}  # it keeps logits within workspace_bytes
+    options, refusal = keyword_options("linear_token_loss", keywords, known)
 
-    def checked(labels: Tensor, options: Options, ranks: int) -> tuple[Tensor, Options]:
-        if unknown:
-            within = ": it keeps logits within workspace_bytes" if "logits_cache_bytes" in unknown else ""
-            raise TypeError(f"linear_token_loss has no keyword {', '.join(sorted(unknown))}{within}")
-        if options.backend == "reference":
-            raise ValueError("backend must be 'auto', 'triton' or 'torch' for linear_token_loss, got 'reference'")
+    def prepare(labels: Tensor, options: Options, shape: tuple[int, ...]) -> tuple[Tensor, Options]:
         if not callable(loss):
             raise TypeError(f"loss must be a function of the outputs and of per_token, got {type(loss).__name__}")
-        validation.check_tensor("labels", labels)
         for index, tensor in enumerate(per_token):
-            check_per_token(f"per_token[{index}]", tensor, labels.shape, labels.device, first=True)
+            check_per_token(f"per_token[{index}]", tensor, shape, hidden.device, first=True)
         return labels, options
 
-    call = make_call(hidden, weight, labels, options, Operation("linear_token_loss", prepare=checked))
+    operation = Operation("linear_token_loss", prepare=prepare, refusal=refusal)
+    call = make_call(hidden, weight, labels, options, operation)
     flat = [tensor.reshape(labels.numel(), *tensor.shape[labels.dim() :]) for tensor in per_token]
     run, total = _run(TokenLossPass, call, _seen_once(loss), flat)
     with torch.no_grad(), own_arithmetic(hidden.device, "linear_token_loss"):
@@ -163,8 +157,7 @@ def _seen_once(loss: TokenLossFunction) -> TokenLossFunction:
     def compared(outputs: LinearCrossEntropyOutput, *per_token: Tensor) -> Any:
         result, tokens = loss(outputs, *per_token), outputs.logprobs.shape[0]
         losses = checked_losses(result, tokens)[0].detach()
-        capturing = losses.is_cuda and torch.cuda.is_current_stream_capturing()
-        if code in _seen or tokens < 2 or capturing:
+        if code in _seen or tokens < 2 or is_captured():
             return result
 
         def losses_of(part: slice) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_lce.arguments import shaped
 from megatron_lce.core import collectives, validation
 from megatron_lce.core.call import Call
 from megatron_lce.core.group_stats import merged_over_group
@@ -18,7 +19,7 @@ from megatron_lce.core.plan import MIN_TOKENS, cut, round_up
 from megatron_lce.core.products import own_arithmetic, product
 from megatron_lce.core.rows import Rows, logits_factor, softcap_scale
 from megatron_lce.core.statistics import CHUNK_COLUMNS, LOWEST_LOGIT, UNIT, empty_extremes, empty_sums
-from megatron_lce.core.tokens import Counted, Tokens
+from megatron_lce.core.tokens import Counted, Tokens, rows_to_compute, to_every_row
 from megatron_lce.logits_at import OF_HEAD, call_of_head
 
 MOST = 1024
@@ -72,8 +73,7 @@ def linear_topk(
     with torch.no_grad():
         call = call_of_head("linear_topk", hidden, weight, keywords, OF_HEAD, check, {"k": k})
         with own_arithmetic(call.hidden.device, "linear_topk"):
-            found = _topk(call, k)
-    return TopK(*(part.view(call.shape + part.shape[1:]) for part in found))
+            return shaped(_topk(call, k), call.shape)
 
 
 def _topk(call: Call, k: int) -> TopK:
@@ -91,7 +91,7 @@ def _topk(call: Call, k: int) -> TopK:
     most = most // (MIN_TOKENS * ranks) * MIN_TOKENS * ranks or most
     tokens = Tokens(call.hidden, num_tokens, Counted(None), min(most, max(num_tokens, 1)), call.options)
     rows, order = call.backend.prepare_rows(call.labels, call.temperature, call.options, call.shard), tokens.order()
-    rows = rows if order is None else rows.select(order)
+    rows = rows_to_compute(rows, order, Counted(None))
     buffer = call.hidden.new_empty(min(most, num_tokens) * stride, dtype=torch.float32)
     logits = buffer.new_full((num_tokens, k), -torch.inf)
     columns = call.labels.new_full((num_tokens, k), stride)
@@ -111,8 +111,7 @@ def _topk(call: Call, k: int) -> TopK:
         logits[part] = log_p.mul_(rows.to_nats[part, None])
         columns[part] = (_LOW - (keys & _LOW)).masked_fill_(none | lse[part, None].isnan(), -1)
         mass[part] = log_p.exp_().sum(dim=1)
-    result = TopK(logits, columns, lse, mass)
-    return result if order is None else TopK(*(torch.empty_like(part).index_copy_(0, order, part) for part in result))
+    return TopK(*(to_every_row(part, Counted(order), num_tokens) for part in (logits, columns, lse, mass)))
 
 
 def _select(

@@ -268,7 +268,7 @@ def test_products_and_their_time():
     step = HeadStep(8192, 4096, 151936)
     assert estimate(OURS, step).products == 4
     assert estimate(OURS, replace(step, logits_cache_bytes=step.everything)).products == 3
-    assert estimate("megatron_lce, skip_ignored", replace(step, ignored=0.5)).products == 2
+    assert estimate(OURS, replace(step, ignored=0.5, skip_ignored=True)).products == 2
     flop = 3 * 2 * 8192 * 4096 * 151936
     moved = 40 * 8192 * 151936
     assert estimate(FUSED, step).time_ms(step, 700, 4.8) == pytest.approx(1e3 * (flop / 700e12 + moved / 4.8e12))

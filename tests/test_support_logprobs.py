@@ -111,7 +111,11 @@ def test_rows_that_are_ignored_or_broken(backend, device):
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"labels": torch.zeros(3, dtype=torch.int64)}, ValueError, "labels must be (4,) on cpu, got (3,)"),
+        (
+            {"labels": torch.zeros(3, dtype=torch.int64)},
+            ValueError,
+            "labels must have hidden's shape without H, (4,), got (3,)",
+        ),
         ({"offsets": None}, TypeError, "offsets must be a torch.Tensor, got NoneType"),
         ({"entropy": 1}, TypeError, "entropy must be a bool, got int"),
         ({"candidates": None}, TypeError, "support_logprobs has no keyword candidates"),

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from megatron_lce.megatron_integration.captured_head import CapturedHead
 from megatron_lce.megatron_integration.fused_loss import FusedLoss
 from megatron_lce.megatron_integration.head_call import HeadCall
-from megatron_lce.megatron_integration.method_overrides import overrides_of
 from megatron_lce.megatron_integration.replaced_head import ReplacedHead
 from megatron_lce.megatron_integration.support import NO_HEAD, find_language_model, head_reasons, reasons_of_group
 from megatron_lce.megatron_integration.uncomputed_logits import NoLogits, UncomputedLogits
@@ -51,14 +50,14 @@ class CapturingHead(ReplacedHead):
         **of_loss: Any,
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         if self.in_pass is not self.language_model:  # of two models that share the output layer
-            return self.overrides[0].below()(input_, weight, runtime_gather_output, **of_loss)
+            return self.overrides[0].below(self)(input_, weight, runtime_gather_output, **of_loss)
         self.captured._call = call = HeadCall.of(self.head, input_, weight)
         logits = UncomputedLogits(call, self._capture)
         return self._loss(logits, **of_loss) if of_loss.pop("output_cross_entropy_loss", False) else (logits, None)
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         if not isinstance(logits, UncomputedLogits):  # of a head that was called outside a pass
-            return self.overrides[1].below()(labels, logits)
+            return self.overrides[1].below(self)(labels, logits)
         return self._loss(logits, labels, telemetry=self.language_model.training)
 
     def _loss(self, logits: UncomputedLogits, labels: Tensor, **arguments: Any) -> Tensor:
@@ -77,9 +76,8 @@ class CapturingHead(ReplacedHead):
 
     def _enabled_options(self) -> dict[str, Any]:
         """Those of the enabled loss that the capture is open on: its softcap, say, is the MTP losses' too."""
-        overrides = overrides_of(self.head, "forward")
-        fused = [one.owner.options_now() for one in overrides if one.is_open and isinstance(one.owner, FusedLoss)]
-        return fused[0] if fused else {}
+        fused = [owner for owner in self.overrides[0].owners if isinstance(owner, FusedLoss)]
+        return fused[-1].options_now() if fused else {}
 
 
 class Capture(contextlib.AbstractContextManager["CapturedHead", None]):

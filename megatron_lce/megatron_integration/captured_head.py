@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_lce.backends.choice import describe_backend
 from megatron_lce.core.options import LinearCrossEntropyOutput
+from megatron_lce.cross_entropy import linear_cross_entropy
 from megatron_lce.jsd import linear_jsd
 from megatron_lce.logits_at import linear_logits_at
 from megatron_lce.megatron_integration.head_call import HeadCall, batch_first, check_not_fixed, csr_sequence_first
@@ -85,7 +86,7 @@ class CapturedHead:
             TypeError, ValueError: as `megatron_lce.linear_cross_entropy`.
         """
         with self._captured(keywords) as call:
-            return call.linear_cross_entropy(labels, temperature=temperature, **keywords)
+            return call.run(linear_cross_entropy, labels, temperature=temperature, **keywords)
 
     def linear_token_loss(
         self, labels: Tensor, loss: TokenLossFunction, *per_token: Tensor, **keywords: Any
@@ -107,32 +108,22 @@ class CapturedHead:
         """
         with self._captured(keywords) as call:
             parts = [call.sequence_first(f"per_token[{i}]", tensor) for i, tensor in enumerate(per_token)]
-            labels = call.sequence_first("labels", labels)
-            result = linear_token_loss(call.hidden, call.weight, labels, loss, *parts, **call.keywords(keywords))
-        return batch_first(result)
+            return call.run(linear_token_loss, labels, loss, *parts, **keywords)
 
     def linear_jsd(
-        self,
-        teacher_head: CapturedHead,
-        *,
-        labels: Tensor | None = None,
-        beta: float = 0.5,
-        temperature: float | Tensor = 1.0,
-        token_weights: Tensor | None = None,
-        **keywords: Any,
+        self, teacher_head: CapturedHead, **keywords: Any
     ) -> Tensor | tuple[Tensor, LinearCrossEntropyOutput]:
         """`megatron_lce.linear_jsd` of this captured head, the student's, and a teacher's.
+
+            divergence = head.linear_jsd(teacher_head, labels=labels, beta=0.5, temperature=1.0, token_weights=None)
 
         Args:
             teacher_head: what `capture_lm_head` left of the teacher's forward pass over the same tokens, its vocabulary
                 sharded over the same ranks. It gets no gradient, so that its forward pass needs none.
-            labels: [b, s] int64, as Megatron passes them; only tells which rows are ignored. `None`: no row is.
-            beta: weight of the teacher in the mixture, in [0, 1].
-            temperature: a positive float, or a floating tensor [b, s]; so is `teacher_temperature`.
-            token_weights: floating [b, s]; `None`: each token's divergence is wanted.
             keywords: those of `megatron_lce.linear_jsd` but tp_group, sequence_parallel, vocab_start and
-                weight_grad_sink, which the head fixes. `student_logits_scale` and `teacher_logits_scale` multiply the
-                models' own (MuP).
+                weight_grad_sink, which the head fixes. Tensors of them are [b, s]: labels, which only tell which rows
+                are ignored (`None`: no row is), temperature, teacher_temperature and token_weights.
+                `student_logits_scale` and `teacher_logits_scale` multiply the models' own (MuP).
 
         Returns:
             The divergence of each token, fp32 [b, s]; with `token_weights` their weighted sum, whose gradients are made
@@ -145,7 +136,6 @@ class CapturedHead:
                 was changed in place since.
             TypeError, ValueError: as `megatron_lce.linear_jsd`; or the two heads' tokens or ranks differ.
         """
-        keywords |= {"labels": labels, "beta": beta, "temperature": temperature, "token_weights": token_weights}
         with self._captured(keywords) as student:
             if not isinstance(teacher_head, CapturedHead):
                 raise TypeError(f"teacher_head must be a captured head, got {type(teacher_head).__name__}")
@@ -175,10 +165,8 @@ class CapturedHead:
     ) -> Tensor | tuple[Tensor, Tensor]:
         """`megatron_lce.support_logprobs` of the captured head: labels [b, s], CSR over the b * s tokens."""
         with self._captured(keywords) as call:
-            given = call.keywords(keywords)
             ids, offsets, _ = csr_sequence_first(ids, offsets, call.tokens)
-            labels = call.sequence_first("labels", labels)
-            return batch_first(support_logprobs(call.hidden, call.weight, labels, ids, offsets, **given))
+            return call.run(support_logprobs, labels, ids, offsets, **keywords)
 
     def linear_topk(self, k: int, **keywords: Any) -> TopK:
         """`megatron_lce.linear_topk` of the captured head: [b, s, K], and [b, s]."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from torch import nn
@@ -13,7 +14,7 @@ from megatron_lce.core.validation import check_flag, check_options
 from megatron_lce.megatron_integration.capture import CapturingHead
 from megatron_lce.megatron_integration.fused_loss import FusedLoss, not_applied
 from megatron_lce.megatron_integration.heads import check_softcap
-from megatron_lce.megatron_integration.method_overrides import MethodOverride, overrides_of
+from megatron_lce.megatron_integration.method_overrides import override_of
 from megatron_lce.megatron_integration.support import (
     NO_HEAD,
     find_language_model,
@@ -50,19 +51,21 @@ class FusedLinearCE:
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        if self._fused is None or self.enabled:
+        if self._fused is None:
             return self._reasons
         if self._fused.is_closed:
             return ("it was removed, or the model was enabled once more",)
         if not self._fused.has_its_head:
             return ("the model's output_layer was replaced",)
+        if self._fused.is_on_top:
+            return ()
         if _is_captured([self._fused.language_model, self._fused.head]):
             return ("a capture of the model is open",)
         return ("the head's forward or the model's loss was replaced by other code",)
 
     @property
     def enabled(self) -> bool:
-        return self._fused is not None and self._fused.is_in_place()
+        return not self.reasons
 
     def remove(self) -> None:
         """Gives the model its own loss back; an open capture stays. Nothing happens where it was removed before."""
@@ -143,16 +146,15 @@ def enable_fused_linear_ce(
         raise ValueError(
             f"logits_cache_bytes must be 0 with known_loss, got {logits_cache_bytes}: nothing is recomputed"
         )
+    if known_loss and backend == "reference":
+        raise ValueError("backend must be 'auto', 'triton' or 'torch' with known_loss, got 'reference'")
     modules = modules_of(model)
     if use_fused_linear_ce and _is_captured(modules):
         raise RuntimeError("capture_lm_head is open on this model: enable before or after it")
-    if not use_fused_linear_ce:
-        _uninstall(modules)
-        return FusedLinearCE(("use_fused_linear_ce is False",))
-    language_model = find_language_model(model)
+    language_model = find_language_model(model) if use_fused_linear_ce else None
     if language_model is None:
         _uninstall(modules)
-        return FusedLinearCE((NO_HEAD,))
+        return FusedLinearCE((NO_HEAD if use_fused_linear_ce else "use_fused_linear_ce is False",))
     reasons = reasons_of_group(language_model, (*head_reasons(language_model), *loss_reasons(language_model)))
     message = f"fused linear cross-entropy is not used: {'; '.join(reasons)}"
     if reasons and on_unsupported == "raise":
@@ -166,21 +168,18 @@ def enable_fused_linear_ce(
     return FusedLinearCE((), FusedLoss(language_model, options, skip_masked, known_loss))
 
 
-def _overrides(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, MethodOverride]]:
-    for module in modules:
-        for name in ("forward", "compute_language_model_loss"):
-            yield from ((module, override) for override in overrides_of(module, name))
-
-
-def _is_captured(modules: Iterable[nn.Module]) -> bool:
-    return any(one.is_open and isinstance(one.owner, CapturingHead) for _, one in _overrides(modules))
+def _is_captured(modules: list[nn.Module]) -> bool:
+    overrides = (override_of(module, "forward") for module in modules)
+    return any(isinstance(owner, CapturingHead) for one in overrides if one is not None for owner in one.owners)
 
 
 def _uninstall(modules: list[nn.Module]) -> None:
     """Takes off these modules what any `FusedLoss` of theirs put on them."""
-    for module, override in list(_overrides(modules)):
-        fused = override.owner
-        if override.module is not module:  # a shallow copy's attribute is a copy of the original's
-            vars(module).pop(override.name, None)
-        elif isinstance(fused, FusedLoss) and any(fused.language_model is one for one in modules):
-            fused.close()
+    for module, name in itertools.product(modules, ("forward", "compute_language_model_loss")):
+        override = override_of(module, name)
+        if override is not None and override.module is not module:  # a shallow copy's attribute is the original's
+            delattr(module, name)
+        elif override is not None:
+            for owner in list(override.owners):
+                if isinstance(owner, FusedLoss) and any(owner.language_model is one for one in modules):
+                    owner.close()

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from megatron_lce.core.collectives import is_captured
 from megatron_lce.core.options import IGNORE_INDEX
 from megatron_lce.core.upstream import Promise
 from megatron_lce.megatron_integration.head_call import BackwardPasses, HeadCall
-from megatron_lce.megatron_integration.method_overrides import overrides_of
+from megatron_lce.megatron_integration.method_overrides import override_of
 from megatron_lce.megatron_integration.replaced_head import ReplacedHead
 from megatron_lce.megatron_integration.support import managed_weight_reason, warn_on_one_rank
 from megatron_lce.megatron_integration.uncomputed_logits import UncomputedLogits
@@ -37,21 +38,20 @@ class FusedLoss(ReplacedHead):
 
     @property
     def is_closed(self) -> bool:
-        return not any(own.is_open for own in self.overrides)
+        return not any(self in override.owners for override in self.overrides)
 
     @property
     def has_its_head(self) -> bool:
         return self.language_model.output_layer is self.head
 
-    def is_in_place(self) -> bool:
-        return self.has_its_head and all(
-            next(overrides_of(own.module, own.name), None) is own for own in self.overrides
-        )
+    @property
+    def is_on_top(self) -> bool:
+        """Neither a capture nor another library's methods are over its own."""
+        return all(override_of(one.module, one.name) is one and one.owners[-1] is self for one in self.overrides)
 
     def options_now(self) -> dict[str, Any]:
         """The loss's options; all rows while a CUDA graph is captured, which cannot wait for their number."""
-        capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        return self.options | {"skip_ignored": self.skip_masked and not capturing}
+        return self.options | {"skip_ignored": self.skip_masked and not is_captured()}
 
     def _counted_labels(self, labels: Tensor) -> Tensor:
         """Labels of the main or the next MTP loss. Megatron gives the tokens that it rolls in a weight of 0."""

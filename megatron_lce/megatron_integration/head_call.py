@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -11,13 +11,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_map_only
 
-from megatron_lce.core.options import LinearCrossEntropyOutput
-from megatron_lce.core.upstream import Promise
 from megatron_lce.core.validation import check_number
-from megatron_lce.cross_entropy import linear_cross_entropy
 from megatron_lce.megatron_integration.heads import check_softcap, logits_dtype_of, softcap_of
-from megatron_lce.megatron_integration.main_grad import MainGradSink, main_grad_sink
-from megatron_lce.token_loss import linear_token_losses
+from megatron_lce.megatron_integration.main_grad import main_grad_sink
 
 if TYPE_CHECKING:
     from megatron.core.tensor_parallel import ColumnParallelLinear
@@ -42,10 +38,8 @@ class HeadCall:
 
     hidden: Tensor  # [s, b, H], under sequence parallel this rank's [s/tp, b, H]
     weight: Tensor  # [V/tp, H]
-    tp_group: ProcessGroup
-    sequence_parallel: bool
-    weight_grad_sink: MainGradSink | None
     head: ColumnParallelLinear
+    sequence_parallel: bool  # when the head was called: in inference Megatron sets another for a while
     versions: tuple[int, int]  # of hidden and weight when the head was called
     backward_passes: BackwardPasses | None  # None: the call outlives them
     backward_passes_before: int
@@ -66,16 +60,18 @@ class HeadCall:
         return cls(
             hidden=hidden,
             weight=weight,
-            tp_group=head.tp_group,
-            sequence_parallel=bool(head.sequence_parallel),
-            weight_grad_sink=main_grad_sink(weight, head),
             head=head,
+            sequence_parallel=bool(head.sequence_parallel),
             versions=(version_of(hidden), version_of(weight)),
             backward_passes=backward_passes,
             backward_passes_before=0 if backward_passes is None else backward_passes.count,
             autocast_dtype=torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
             with_gradient=torch.is_grad_enabled(),
         )
+
+    @property
+    def tp_group(self) -> ProcessGroup:
+        return self.head.tp_group
 
     @property
     def tokens(self) -> tuple[int, int]:
@@ -87,17 +83,10 @@ class HeadCall:
     def ranks(self) -> list[int]:
         return torch.distributed.get_process_group_ranks(self.tp_group)
 
-    def linear_cross_entropy(self, labels: Tensor, **keywords: Any) -> LinearCrossEntropyOutput:
-        """`megatron_lce.linear_cross_entropy` of this call; labels, a tensor of temperatures and outputs are [b, s]."""
-        labels = self.sequence_first("labels", labels)
-        return batch_first(linear_cross_entropy(self.hidden, self.weight, labels, **self.keywords(keywords)))
-
-    def linear_token_losses(
-        self, labels: Tensor, promise: Promise, **keywords: Any
-    ) -> tuple[Tensor, LinearCrossEntropyOutput]:
-        """`linear_token_losses` of this call; labels, losses and outputs are [b, s]."""
-        labels = self.sequence_first("labels", labels)
-        return batch_first(linear_token_losses(self.hidden, self.weight, labels, promise, **self.keywords(keywords)))
+    def run(self, operation: Callable[..., T], labels: Tensor, *others: Any, **keywords: Any) -> T:
+        """An operation on this call's hidden and weight; labels, tensors among the keywords, and results are [b, s]."""
+        keywords, labels = self.keywords(keywords), self.sequence_first("labels", labels)
+        return batch_first(operation(self.hidden, self.weight, labels, *others, **keywords))
 
     def keywords(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The keywords of an operation on this head alone: the caller's, on top of what the head does itself."""
@@ -122,7 +111,11 @@ class HeadCall:
         """The caller's keywords, those of [b, s] as [s, b], and what the head fixes."""
         self.check_unchanged()
         keywords = {n: self.sequence_first(n, value) if n in _PER_TOKEN else value for n, value in given.items()}
-        return keywords | {n: getattr(self, n) for n in ("tp_group", "sequence_parallel", "weight_grad_sink")}
+        return keywords | {
+            "tp_group": self.tp_group,
+            "sequence_parallel": self.sequence_parallel,
+            "weight_grad_sink": main_grad_sink(self.weight, self.head),
+        }
 
     def form(self, role: str, keywords: dict[str, Any]) -> dict[str, Any]:
         """The keywords of one of a divergence's two heads, taken out of the caller's."""

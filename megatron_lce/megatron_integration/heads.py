@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,34 +13,28 @@ from megatron_lce.core.validation import check_number
 if TYPE_CHECKING:
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
-T = TypeVar("T")
 _PRODUCT = ("forward", "_forward_impl")  # the methods that decide what a ColumnParallelLinear returns
+# From a head to the softcap and the dtype of its logits that a class of it says; None: that it changes nothing.
+_Form = Callable[[Any], tuple[float | None, torch.dtype | None]]
 
 
-@dataclass(frozen=True)
-class _Form:
-    """What a class says of its heads; None: that it changes nothing."""
-
-    softcap: Callable[[Any], float | None] = lambda head: None
-    logits_dtype: Callable[[Any], torch.dtype | None] = lambda head: None
+def _gemma(head: Any) -> tuple[float | None, None]:
+    return head.config.final_logit_softcapping, None
 
 
 _accepted: dict[object, _Form] = {}
-_KNOWN = {
+_KNOWN: dict[str, _Form] = {
     # Megatron-LM's dev branch: the plain head, or the loss at once
-    "megatron.core.transformer.linear_cross_entropy.LinearCrossEntropyModule": _Form(),
+    "megatron.core.transformer.linear_cross_entropy.LinearCrossEntropyModule": lambda head: (None, None),
     # Megatron-Bridge
-    "megatron.bridge.models.gemma.gemma2_provider.Gemma2OutputLayer": _Form(
-        softcap=lambda head: head.config.final_logit_softcapping
-    ),
-    "megatron.bridge.models.gemma.modeling_gemma4.Gemma4OutputLayer": _Form(
-        softcap=lambda head: head.config.final_logit_softcapping
-    ),
+    "megatron.bridge.models.gemma.gemma2_provider.Gemma2OutputLayer": _gemma,
+    "megatron.bridge.models.gemma.modeling_gemma4.Gemma4OutputLayer": _gemma,
     # AReaL: its head, and the function it puts in place of _forward_impl
-    "areal.models.mcore.vocab_parallel_head._AReaLVocabParallelLMHeadMixin": _Form(
-        logits_dtype=lambda head: torch.float32 if head.fp32_output or head.fp32_operands else None
+    "areal.models.mcore.vocab_parallel_head._AReaLVocabParallelLMHeadMixin": lambda head: (
+        None,
+        torch.float32 if head.fp32_output or head.fp32_operands else None,
     ),
-    "areal.models.mcore.registry._fp32_lm_head_forward_impl": _Form(logits_dtype=lambda head: torch.float32),
+    "areal.models.mcore.registry._fp32_lm_head_forward_impl": lambda head: (None, torch.float32),
 }
 
 
@@ -78,7 +71,10 @@ def accept_head(
         raise ValueError(f"head must have a forward or _forward_impl of its own, {head.__name__} has neither")
     if softcap is not None and not callable(softcap) and softcap != 0:
         check_number("softcap", softcap, positive=True)
-    _accepted[head] = _Form(_function(softcap), _function(logits_dtype))
+    _accepted[head] = lambda own: (
+        softcap(own) if callable(softcap) else softcap,
+        logits_dtype(own) if callable(logits_dtype) else logits_dtype,
+    )
 
 
 def unknown_head_reasons(head: nn.Module) -> Iterator[str]:
@@ -110,8 +106,7 @@ def softcap_of(head: ColumnParallelLinear) -> float | None:
 def logits_dtype_of(head: ColumnParallelLinear) -> torch.dtype | None:
     """What such a head returns its logits in; None: in hidden's dtype."""
     own = getattr(head, "output_dtype", None)  # of ColumnParallelLinear, from 0.20
-    dtypes = [form.logits_dtype(head) for form in _forms(head)]
-    return next((dtype for dtype in (*dtypes, own) if dtype is not None), None)
+    return next((dtype for _, dtype in (*_forms(head), (None, own)) if dtype is not None), None)
 
 
 def check_softcap(head: ColumnParallelLinear, softcap: float | None) -> None:
@@ -142,13 +137,9 @@ def _form_of_part(part: type | Callable) -> _Form | None:
     return _accepted.get(part) or _KNOWN.get(name)
 
 
-def _forms(head: nn.Module) -> list[_Form]:
-    return [form for part in _own_parts(head) if (form := _form_of_part(part)) is not None]
+def _forms(head: nn.Module) -> list[tuple[float | None, torch.dtype | None]]:
+    return [form(head) for part in _own_parts(head) if (form := _form_of_part(part)) is not None]
 
 
 def _softcaps(head: nn.Module) -> list[float]:
-    return [softcap for form in _forms(head) if (softcap := form.softcap(head))]
-
-
-def _function(answer: T | Callable[[Any], T | None] | None) -> Callable[[Any], T | None]:
-    return answer if callable(answer) else lambda head: answer
+    return [softcap for softcap, _ in _forms(head) if softcap]

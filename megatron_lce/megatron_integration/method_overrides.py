@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -23,55 +23,55 @@ def _call(function: Callable, *args: Any, **kwargs: Any) -> Any:
 
 
 class MethodOverride:
-    """One method of one module, replaced until `close`. Several of the same method close in any order.
+    """One method of one module, which the last of its owners answers by their own method of that name.
 
-    The last one opened that is still open answers. A closed one that others were put on top of stays in their chain
-    and passes calls on to what it found, so that whoever puts it back puts back what is under it.
+    Owners come and go in any order; without one the module has what it had before. Where another library's method is on
+    top by then, this stays under it and passes calls on, so that whoever puts it back puts back what is under it.
     """
 
-    def __init__(self, module: nn.Module, name: str, method: Callable):
+    def __init__(self, module: nn.Module, name: str):
         self.module, self.name = module, name
-        self.method: Callable | None = method  # None once closed: its owner and what that captured must not stay
+        self.owners: list[object] = []  # captures and fused losses
         self._before: Callable | None = vars(module).get(name)  # None: the class's
         self._uncompiled = uncompiled()
         setattr(module, name, self.call)
 
-    @property
-    def is_open(self) -> bool:
-        return self.method is not None
-
-    @property
-    def owner(self) -> object:
-        """The capture or fused loss that the method is of."""
-        return getattr(self.method, "__self__", None)
-
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        return self._uncompiled(self.method or self.below(), *args, **kwargs)
+        return self._uncompiled(self._of(self.owners), *args, **kwargs)
 
-    def below(self) -> Callable:
-        """What the method was before."""
+    def below(self, owner: object) -> Callable:
+        """What the method was before this owner came."""
+        return self._of(self.owners[: self.owners.index(owner)])
+
+    def close(self, owner: object) -> None:
+        if owner in self.owners:
+            self.owners.remove(owner)
+        if self.owners or override_of(self.module, self.name) is not self:
+            return
+        if self._before is None:
+            delattr(self.module, self.name)
+        else:
+            setattr(self.module, self.name, self._before)
+
+    def _of(self, owners: list[object]) -> Callable:
+        if owners:
+            return getattr(owners[-1], self.name)
         return MethodType(getattr(type(self.module), self.name), self.module) if self._before is None else self._before
 
-    def close(self) -> None:
-        self.method = None
-        while (top := _override(vars(self.module).get(self.name))) is not None and not top.is_open:
-            if top._before is None:
-                delattr(self.module, self.name)
-            else:
-                setattr(self.module, self.name, top._before)
+
+def override_of(module: nn.Module, name: str) -> MethodOverride | None:
+    """The one in place, unless another library's method hides it."""
+    override = getattr(vars(module).get(name), "__self__", None)
+    return override if isinstance(override, MethodOverride) else None
 
 
-def overrides_of(module: nn.Module, name: str) -> Iterator[MethodOverride]:
-    """Those in place, the last one first, as far down as no other library's replacement hides them."""
-    override = _override(vars(module).get(name))
-    while override is not None:
-        yield override
-        override = _override(override._before)
-
-
-def _override(method: Callable | None) -> MethodOverride | None:
-    owner = getattr(method, "__self__", None)
-    return owner if isinstance(owner, MethodOverride) else None
+def open_override(module: nn.Module, name: str, owner: object) -> MethodOverride:
+    """From now on this owner answers, until it is closed."""
+    override = override_of(module, name)
+    if override is None or override.module is not module:  # a shallow copy's attribute is a copy of the original's
+        override = MethodOverride(module, name)
+    override.owners.append(owner)
+    return override
 
 
 @functools.cache

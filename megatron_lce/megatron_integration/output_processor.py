@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_lce.core.options import IGNORE_INDEX, LinearCrossEntropyOutput
 from megatron_lce.core.validation import as_int64, check_label_tensor, check_tensor
+from megatron_lce.cross_entropy import linear_cross_entropy
 from megatron_lce.megatron_integration.head_call import HeadCall, check_not_fixed
 from megatron_lce.megatron_integration.support import reasons_of_head
 from megatron_lce.megatron_integration.uncomputed_logits import UncomputedLogits
@@ -99,7 +100,8 @@ def fused_output_processor(
     # What Megatron does between head and loss, MuP's factor, is noted by the logits, which are never computed.
     logits = scale_logits(UncomputedLogits(HeadCall.of(output_layer, hidden_states, weight), HeadCall.logits))
     assert isinstance(logits, UncomputedLogits)
-    outputs = logits.call.linear_cross_entropy(
+    outputs = logits.call.run(
+        linear_cross_entropy,
         labels.where(counted, IGNORE_INDEX),
         temperature=temperature,
         ignore_index=IGNORE_INDEX,

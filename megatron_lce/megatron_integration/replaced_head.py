@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from megatron_lce.megatron_integration.method_overrides import MethodOverride, argument_names, with_labels
+from megatron_lce.megatron_integration.method_overrides import argument_names, open_override, with_labels
 from megatron_lce.megatron_integration.output_hooks import keep_hooks_off_uncomputed_logits
 
 if TYPE_CHECKING:
@@ -30,13 +30,13 @@ class ReplacedHead(ABC):
             language_model.register_forward_hook(self._end_pass, always_call=True),
         )
         self.overrides = (
-            MethodOverride(self.head, "forward", self.forward),
-            MethodOverride(language_model, "compute_language_model_loss", self.compute_language_model_loss),
+            open_override(self.head, "forward", self),
+            open_override(language_model, "compute_language_model_loss", self),
         )
 
     def close(self) -> None:
         for override in self.overrides:
-            override.close()
+            override.close(self)
         for hook in self._hooks:
             hook.remove()
 

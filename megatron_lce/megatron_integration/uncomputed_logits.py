@@ -14,8 +14,10 @@ from megatron_lce.compat_arguments import Reduction, check_reduction, reduced
 from megatron_lce.core.options import IGNORE_INDEX
 from megatron_lce.core.upstream import Promise
 from megatron_lce.core.validation import as_int64, refuse_double_backward
+from megatron_lce.cross_entropy import linear_cross_entropy
 from megatron_lce.megatron_integration.head_call import HeadCall, swap, version_of
 from megatron_lce.megatron_integration.method_overrides import uncompiled
+from megatron_lce.token_loss import linear_token_losses
 
 _SCALE = {Tensor.mul, torch.mul}
 _MAX = {Tensor.max, torch.max}
@@ -109,11 +111,11 @@ class UncomputedLogits(Tensor):
         labels = labels.masked_fill((labels < 0) | (labels == ignore_index), IGNORE_INDEX)
         options |= {"ignore_index": IGNORE_INDEX, "entropy": False, "telemetry": telemetry}
         if promise is None or not torch.is_grad_enabled():
-            out = self.call.linear_cross_entropy(labels, **options)
+            out = self.call.run(linear_cross_entropy, labels, **options)
             losses = -out.logprobs
         else:
             del options["logits_cache_bytes"]
-            losses, out = self.call.linear_token_losses(labels, promise, **options)
+            losses, out = self.call.run(linear_token_losses, labels, promise, **options)
         if out.max_logit is not None and out.argmax is not None:
             self.largest = swap(out.max_logit), swap(out.argmax)
         if losses.requires_grad and self.call.backward_passes is not None:

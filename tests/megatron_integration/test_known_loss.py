@@ -5,7 +5,8 @@ import torch
 
 pytest.importorskip("megatron.core")
 
-from megatron_lce.megatron_integration.head_call import HeadCall
+import megatron_lce
+from megatron_lce.megatron_integration import uncomputed_logits
 from scripts import megatron_runtime
 from tests import megatron_world
 from tests.megatron_world import enable
@@ -107,6 +108,11 @@ def test_kept_logits_are_refused(model):
         enable(model, known_loss=True, logits_cache_bytes=1)
 
 
+def test_the_reference_is_refused(model):
+    with pytest.raises(ValueError, match="with known_loss, got 'reference'"):
+        megatron_lce.enable_fused_linear_ce(model, known_loss=True, backend="reference")
+
+
 @pytest.mark.parametrize("kept", ["some", "all"])
 def test_mtp_losses_are_known_too(device, mask, kept, monkeypatch):
     """Megatron rolls labels and mask, and gives what it rolls in a weight of 0."""
@@ -118,9 +124,9 @@ def test_mtp_losses_are_known_too(device, mask, kept, monkeypatch):
     expected = megatron_world.gradients(model, masked_mean(model(*tensors, **given), mask) * 3)
     enable(model, known_loss=True)
     called = []
-    run = HeadCall.linear_token_losses
+    run = uncomputed_logits.linear_token_losses
     monkeypatch.setattr(
-        HeadCall, "linear_token_losses", lambda *args, **kwargs: called.append(1) or run(*args, **kwargs)
+        uncomputed_logits, "linear_token_losses", lambda *args, **kwargs: called.append(1) or run(*args, **kwargs)
     )
     for _ in range(2):  # looked at by the host, then on the device
         actual = megatron_world.gradients(model, masked_mean(model(*tensors, **given), mask) * 3)

@@ -4,7 +4,7 @@ import copy
 
 from torch import nn
 
-from megatron_lce.megatron_integration.method_overrides import MethodOverride, overrides_of
+from megatron_lce.megatron_integration.method_overrides import open_override, override_of
 
 
 class Number(nn.Module):
@@ -19,20 +19,23 @@ class Number(nn.Module):
 class Owner:
     def __init__(self, module, value):
         self.value = value
-        self.override = MethodOverride(module, "forward", self.forward)
+        self.override = open_override(module, "forward", self)
 
     def forward(self):
         return self.value
+
+    def close(self):
+        self.override.close(self)
 
 
 def test_the_last_open_one_answers_and_the_last_to_close_leaves_nothing():
     module = Number()
     first, second = Owner(module, 1), Owner(module, 2)
-    assert [override.owner for override in overrides_of(module, "forward")] == [second, first]
-    first.override.close()
-    first.override.close()
+    assert override_of(module, "forward").owners == [first, second]
+    first.close()
+    first.close()
     assert module.forward() == 2
-    second.override.close()
+    second.close()
     assert module.forward() == 0
     assert "forward" not in vars(module)
 
@@ -42,11 +45,11 @@ def test_a_closed_one_that_others_hold_passes_on():
     ours = Owner(module, 1)
     kept = module.forward
     module.forward = lambda: 10 * kept()
-    ours.override.close()
+    ours.close()
     assert module.forward() == 0
     module.forward = kept
-    assert [override.is_open for override in overrides_of(module, "forward")] == [False]
-    Owner(module, 2).override.close()
+    assert override_of(module, "forward").owners == []
+    Owner(module, 2).close()
     assert "forward" not in vars(module)
 
 
@@ -55,9 +58,9 @@ def test_a_deep_copy_has_its_own():
     ours = Owner(module, 1)
     deep = copy.deepcopy(module)
     deep.value = 5
-    (override,) = overrides_of(deep, "forward")
+    override = override_of(deep, "forward")
     assert override.module is deep
-    override.close()
+    override.close(*override.owners)
     assert (deep.forward(), module.forward()) == (5, 1)
-    ours.override.close()
+    ours.close()
     assert module.forward() == 0

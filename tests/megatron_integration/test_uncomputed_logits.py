@@ -87,7 +87,8 @@ def check_refused(model, device, change, message, mode):
 )
 @pytest.mark.parametrize("layers", [0, 1])
 def test_read_logits_keep_the_loss_fused_and_have_their_gradient(device, read, layers):
-    options = megatron_world.options(tied=bool(layers), mtp_layers=layers)
+    factor = {"mtp_loss_scaling_factor": 0.1}  # 0.14 has no default
+    options = megatron_world.options(tied=bool(layers), mtp_layers=layers, config=factor)
     model = megatron_runtime.build_gpt(options, device=device)
     tensors, labels = megatron_world.inputs(device)
 
