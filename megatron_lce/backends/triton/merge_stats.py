@@ -5,7 +5,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_lce.backends.triton import tiles
 from megatron_lce.core.plan import ceil_div
 from megatron_lce.core.statistics import UNIT, num_chunk_sums, num_extremes, num_sums
 
@@ -23,7 +22,7 @@ def sum_chunks(
     num_chunks, rows_of_part, num_tokens = parts.shape
     extremes = parts.new_empty(num_extremes(telemetry), num_tokens)
     sums = parts.new_empty(num_sums(entropy, telemetry), num_tokens, dtype=torch.int64)
-    block_n = tiles.merging_rows(parts.device)
+    block_n = 64 if parts.device.type == "cpu" else 8  # many programs of one warp are fastest, but for an interpreter
     _sum_chunks_kernel[(ceil_div(num_tokens, block_n),)](
         parts,
         all_extremes,

@@ -53,17 +53,6 @@ def read_columns(H, PARTS: tl.constexpr):
 
 
 @triton.jit
-def load_tile(matrix, row, h, H, BLOCK_H: tl.constexpr):
-    """Load a tile [BLOCK, BLOCK_H] at a row and h of a descriptor, zero past its ends, or of pointers, zero past H."""
-    if matrix.dtype.is_ptr():
-        inner = h + tl.arange(0, BLOCK_H)
-        tile = tl.load(matrix + inner[None, :], mask=(inner < H)[None, :], other=0.0)
-    else:
-        tile = matrix.load([row, h])
-    return tile
-
-
-@triton.jit
 def tile_products(
     hidden_desc,  # [N, H] or parts [N, HIDDEN_PARTS * width]
     hidden_factor,  # of parts, a pointer to [N]
@@ -106,7 +95,13 @@ def tile_products(
         products *= tl.maximum(row_factor, column_factor[None, :])
     else:
         for h in range(0, H, BLOCK_H):
-            products = _add_product(hidden_desc.load([row, h]), load_tile(weight, column, h, H, BLOCK_H), products)
+            hidden = hidden_desc.load([row, h])
+            if weight.dtype.is_ptr():
+                inner = h + tl.arange(0, BLOCK_H)
+                weight_tile = tl.load(weight + inner[None, :], mask=(inner < H)[None, :], other=0.0)
+            else:
+                weight_tile = weight.load([column, h])
+            products = _add_product(hidden, weight_tile, products)
     if ROUND:
         products = rounded_to_bf16(products)
     return products

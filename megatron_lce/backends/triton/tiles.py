@@ -44,11 +44,6 @@ def choose_tiles(hidden: torch.dtype, weight: torch.dtype, device: torch.device)
     return by_family.get(_capability(device)[0], AMPERE_16_BIT)
 
 
-def merging_rows(device: torch.device) -> int:
-    """Number of rows of a program of one warp that merges statistics of chunks: many small programs are fastest."""
-    return 64 if device.type == "cpu" else 8
-
-
 def hidden_parts(hidden: torch.dtype, weight: torch.dtype) -> int:
     """Number of fp16 parts of hidden beside two of an fp32 weight; 0: 16-bit inputs are multiplied as they are."""
     if weight != torch.float32:
