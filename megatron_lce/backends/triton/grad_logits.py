@@ -46,11 +46,9 @@ def grad_logits(
     entropy: bool,
 ) -> None:
     """Recompute one slab of the products `hidden @ weight.T`, and write their gradient to `out`."""
-    hidden_parts = tiles.hidden_parts(hidden.dtype, weight.dtype)
-    tile = tiles.choose_tiles(hidden.dtype, weight.dtype, hidden.device)
-    hidden_size, hidden_factor, weight_factor = hidden.shape[1], None, None
-    if hidden_parts:
-        (hidden, hidden_factor), (weight, weight_factor) = split(hidden, hidden_parts), split(weight, 2)
+    tile, hidden_size = tiles.choose_tiles(hidden.dtype, weight.dtype, hidden.device), hidden.shape[1]
+    hidden, hidden_factor = split(hidden, tile.hidden_parts)
+    weight, weight_factor = split(weight, tile.weight_parts)
     num_tokens, num_columns = out.shape
     num_tiles = ceil_div(num_tokens, tile.block_n) * ceil_div(num_columns, tile.block_v)
     _grad_logits_kernel[(tiles.num_programs(num_tiles, tile, hidden.device),)](
@@ -74,7 +72,7 @@ def grad_logits(
         GROUP_N=tiles.GROUP_N,
         # With fusion a softcap spills registers, and z - max in fp32 would not be 0 at the largest z.
         enable_fp_fusion=options.softcap is None and out.dtype != torch.float32,
-        **shared_arguments(tile, hidden_parts, options),
+        **shared_arguments(tile, options),
     )
 
 
@@ -90,7 +88,7 @@ def grad_logits_from_cache(
     mean, softcap = terms.shape[0] > NUM_TERMS, options.softcap is not None
     assert not (softcap and mean)
     factored = factored and not (softcap or mean or entropy) and cache.exp.dtype == torch.bfloat16
-    chunk = tiles.chunk_columns(tiles.choose_tiles(cache.exp.dtype, cache.exp.dtype, cache.exp.device))
+    chunk = tiles.choose_tiles(cache.exp.dtype, cache.exp.dtype, cache.exp.device).chunk
     num_tokens, num_columns = cache.exp.shape
     num_chunks = ceil_div(num_columns, chunk)
     factor = terms.new_empty(num_tokens) if factored else None

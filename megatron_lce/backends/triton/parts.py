@@ -56,8 +56,10 @@ def split(matrix: Tensor, number: int, dtype: torch.dtype = torch.float16) -> tu
     The width is a multiple of `SLAB_ROW_STEP`; behind a part are zeros. Three bf16 parts are an fp32 number. fp16 parts
     are to be multiplied by the factors, powers of two, [M] fp32 and more, up to the end of a tile. Two of them keep a
     number x to 2^-23 |x|, or to 2^-50 of the row's largest; the smaller is `LOW_PART` times as large. One keeps all of
-    a 16-bit x, or as much as is above 2^-39 of the row's largest.
+    a 16-bit x, or as much as is above 2^-39 of the row's largest. No parts: the matrix is returned.
     """
+    if number == 0:
+        return matrix, None
     (num_rows, num_columns), width = matrix.shape, round_up(matrix.shape[1], SLAB_ROW_STEP)
     parts, factors = matrix.new_empty(num_rows, number * width, dtype=dtype), None
     if dtype == torch.float16:

@@ -41,22 +41,20 @@ def softmax_stats(
 ) -> Tensor:
     """Return statistics [chunks, K, N] of V columns, see `megatron_lce.core.statistics`, and fill the cache, if any."""
     num_tokens, num_columns = hidden.shape[0], weight.shape[0]
-    hidden_parts = tiles.hidden_parts(hidden.dtype, weight.dtype)
     tile = tiles.choose_tiles(hidden.dtype, weight.dtype, hidden.device)
-    chunk = tiles.chunk_columns(tile)
-    entropy, telemetry, shared = options.entropy, options.telemetry, shared_arguments(tile, hidden_parts, options)
+    entropy, telemetry, shared = options.entropy, options.telemetry, shared_arguments(tile, options)
     num_rows = packed_rows(entropy, telemetry)
-    parts = hidden.new_empty(ceil_div(num_columns, chunk), num_rows, num_tokens, dtype=torch.float32)
-    copy, hidden_factor = split(hidden, hidden_parts) if hidden_parts else (hidden, None)
+    parts = hidden.new_empty(ceil_div(num_columns, tile.chunk), num_rows, num_tokens, dtype=torch.float32)
+    copy, hidden_factor = split(hidden, tile.hidden_parts)
     hidden_desc = descriptor(copy, tile.block_n, tile.block_h)
     takes_logarithm = entropy or options.softcap is not None
     kept_columns = 0 if cache is None else cache.exp.shape[1]
-    step = columns_at_once if hidden_parts and columns_at_once else max(num_columns, 1)
+    step = columns_at_once if tile.weight_parts and columns_at_once else max(num_columns, 1)
     without = ((columns, None) for columns in cut(num_columns, step, start=kept_columns))
     for columns, kept in ((slice(0, kept_columns), cache), *without):
         if columns.start == columns.stop:
             continue
-        slab, weight_factor = split(weight[columns], 2) if hidden_parts else (weight[columns], None)
+        slab, weight_factor = split(weight[columns], tile.weight_parts)
         num_tiles = ceil_div(num_tokens, tile.block_n) * ceil_div(slab.shape[0], tile.block_v)
         _softmax_stats_kernel[(tiles.num_programs(num_tiles, tile, hidden.device),)](
             hidden_desc,
@@ -64,7 +62,7 @@ def softmax_stats(
             descriptor(slab, tile.block_v, tile.block_h),
             weight_factor,
             rows.scale,
-            parts[columns.start // chunk :],
+            parts[columns.start // tile.chunk :],
             None if kept is None else descriptor(kept.exp, tile.block_n, tile.block_v // 2),
             None if kept is None else kept.reference,
             num_tokens,
@@ -78,7 +76,7 @@ def softmax_stats(
             LARGEST_WITHOUT=LARGEST_WITHOUT if hidden.dtype == torch.bfloat16 and not takes_logarithm else 0.0,
             PERSISTENT=tiles.takes_descriptors(hidden.device),
             BLOCK_V=tile.block_v,
-            CHUNK=chunk,
+            CHUNK=tile.chunk,
             GROUP_N=tiles.stats_group(hidden.shape[1]),
             enable_fp_fusion=False,
             **shared,
@@ -86,11 +84,12 @@ def softmax_stats(
         del slab, weight_factor  # before the next one's copy is made
     # After the other kernel, which fills the label's row of `parts` with -inf. With its parts a label's row takes the
     # room of two columns' parts.
-    most = max(MIN_TOKENS, step // 2 // MIN_TOKENS * MIN_TOKENS) if hidden_parts else max(num_tokens, 1)
+    most = max(MIN_TOKENS, step // 2 // MIN_TOKENS * MIN_TOKENS) if tile.weight_parts else max(num_tokens, 1)
     for tokens in cut(num_tokens, most):
         label_rows, label_factor = None, None
-        if hidden_parts:
-            label_rows, label_factor = split(weight.index_select(0, rows.labels[tokens].clamp(min=0)), 2)
+        if tile.weight_parts:
+            label_rows = weight.index_select(0, rows.labels[tokens].clamp(min=0))
+            label_rows, label_factor = split(label_rows, tile.weight_parts)
         _label_logits_kernel[(ceil_div(tokens.stop - tokens.start, tile.block_n),)](
             descriptor(copy[tokens], tile.block_n, tile.block_h),
             None if hidden_factor is None else hidden_factor[tokens.start :],
@@ -105,6 +104,7 @@ def softmax_stats(
             enable_fp_fusion=False,
             **shared,
         )
+        del label_rows, label_factor  # before the next ones are made
     return parts
 
 

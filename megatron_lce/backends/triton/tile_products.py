@@ -64,7 +64,7 @@ def tile_products(
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_H: tl.constexpr,
-    HIDDEN_PARTS: tl.constexpr,  # `tiles.hidden_parts`
+    HIDDEN_PARTS: tl.constexpr,  # of `tiles.Tiles`
     ROUND: tl.constexpr,  # to bf16
 ):
     """Return a tile of hidden[row:] @ weight[column:].T in fp32; rows and columns past the end are zero."""
@@ -160,13 +160,13 @@ def fast_log2(x):
     return tl.log2(x)
 
 
-def shared_arguments(tile: tiles.Tiles, hidden_parts: int, options: Options) -> dict[str, Any]:
+def shared_arguments(tile: tiles.Tiles, options: Options) -> dict[str, Any]:
     """Return what every kernel with `tile_products` is launched with."""
     cap = softcap_scale(options)
     return {
         "softcap_scale": 0.0 if cap is None else cap,
         "SOFTCAP": cap is not None,
-        "HIDDEN_PARTS": hidden_parts,
+        "HIDDEN_PARTS": tile.hidden_parts,
         "ROUND": options.logits_dtype is not None,
         "BLOCK_N": tile.block_n,
         "BLOCK_H": tile.block_h,
