@@ -12,13 +12,11 @@ import torch
 # 4 warps take 0.87 of the time of 8 without spills.
 MOST_SPILLED = {"90": 192, "100": 192}
 MOST_SPILLED_ELSEWHERE = 288
-MOST_SPILLED_OF_AN_ODD_LABEL = 960  # of the label's tile in fp32 at an H of 8 mod 16; there is one a block of tokens
 PRODUCTS = {"_softmax_stats_kernel", "_label_logits_kernel", "_grad_logits_kernel"}
 OTHERS = {
     "_prepare_rows_kernel",
     "_sum_chunks_kernel",
     "_finish_kernel",
-    "_row_terms_kernel",
     "_grad_from_exp_kernel",
     "_read_products_kernel",
     "_gathered_logits_kernel",
@@ -51,9 +49,9 @@ def test_kernels_are_compiled_as_launched(arguments, tmp_path):
     if "gfx942" in arguments:
         return
     for kernel in kernels:
-        odd = "candidates" in kernel["call"] and kernel["kernel"] == "_label_logits_kernel"
-        most = MOST_SPILLED_OF_AN_ODD_LABEL if odd else MOST_SPILLED.get(arguments[0], MOST_SPILLED_ELSEWHERE)
-        assert kernel["stack_bytes"] <= most, kernel
-        if kernel["kernel"] in PRODUCTS and not odd:
+        assert kernel["stack_bytes"] <= MOST_SPILLED.get(arguments[0], MOST_SPILLED_ELSEWHERE), kernel
+        # It reads 16-bit rows through pointers, at an H of 8 mod 16 in this call.
+        odd_label = kernel["kernel"] == "_label_logits_kernel" and "float32" not in kernel["call"]
+        if kernel["kernel"] in PRODUCTS and not (odd_label and "candidates" in kernel["call"]):
             assert kernel["narrow_loads"] == 0, kernel
             assert kernel["asynchronous_copies"] > 0, kernel

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from megatron_lce.core.call import Call
-from megatron_lce.core.candidates import candidate_pass
+from megatron_lce.core.candidates import candidate_logprobs
 from megatron_lce.core.group_stats import stats_over_group
 from megatron_lce.core.head_gradients import Slab, head_gradients
 from megatron_lce.core.logit_gradients import (
@@ -44,6 +44,7 @@ from megatron_lce.core.tokens import (
     TokenBlock,
     Tokens,
     counted_rows,
+    in_order,
     new_outputs,
     rows_that_count,
     rows_to_compute,
@@ -82,12 +83,13 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             if grad_enabled:
                 computed, cache_bytes = tokens.num_computed, options.logits_cache_bytes
                 cache = new_cache(call.size, computed, call.shard.columns, cache_bytes, hidden)
-            candidates = candidate_pass(call, rows, order)
-            extremes, sums = stats_over_group(tokens, rows, call, cache, candidates)
+            ids, out = None if call.candidates is None else in_order(call.candidates, order), outputs.candidate_logprobs
+            extremes, sums, logits = stats_over_group(tokens, rows, call, cache, ids)
             saved = backend.finish(extremes, sums, rows, options, outputs, order)
             kept: tuple[Tensor | None, ...] = ()
-            if candidates is not None and outputs.candidate_logprobs is not None:
-                kept = call.candidates, candidates.finish(saved, outputs.candidate_logprobs, order)
+            if ids is not None and logits is not None and out is not None:
+                labels = in_order(call.labels, order)
+                kept = call.candidates, candidate_logprobs(logits, ids, labels, rows, saved, out, order)
         ctx.set_materialize_grads(False)
         if grad_enabled:
             ctx.save_for_backward(hidden, weight, counted.rows, *rows, *saved, *kept)

@@ -26,48 +26,33 @@ class CandidateGradients(NamedTuple):
         return CandidateGradients(self.columns[tokens], self.grad[tokens])
 
 
-class CandidatePass:
-    """It takes the candidates' logits block by block, and makes logprobs of them when the statistics are there."""
-
-    def __init__(
-        self,
-        call: Call,
-        ids: Tensor,  # [N, K] global, of the computed rows
-        labels: Tensor,  # [N] global
-        rows: Rows,
-    ) -> None:
-        self._call, self._ids, self._labels, self._rows = call, ids, labels, rows
-        self._logits = torch.empty_like(ids, dtype=torch.float32)  # base 2
-
-    def take(self, hidden: Tensor, block: slice) -> None:
-        """Take a block's logits, with the same bits on every rank."""
-        ids = self._ids[block]
-        logits = logits_over_group(hidden, ids_of_rows(ids), self._rows.select(block), self._call)
-        self._logits[block] = logits.view(ids.shape)
-
-    def finish(self, saved: Saved, out: Tensor, order: Tensor | None) -> Tensor:
-        """Write logprobs to `out` [..., K]: 0 at padding and in ignored rows, NaN in broken ones. Return base-2 ones.
-
-        At the label they have the bits of its own.
-        """
-        log_p = self._logits.sub_(saved.max_logit[:, None]).sub_(saved.log_sum[:, None]).clamp_(max=0.0)
-        of_label = saved.label_logprob[:, None]
-        log_p = torch.where(self._ids == self._labels[:, None], of_label, log_p)
-        log_p.masked_fill_(of_label.isneginf(), torch.nan)  # no rank owns the label
-        logprobs = log_p * self._rows.to_nats[:, None]
-        padding = (self._ids < 0) & ~(of_label * self._rows.to_nats[:, None]).isnan() & ~of_label.isneginf()
-        logprobs.masked_fill_(padding | self._rows.ignored[:, None], 0.0)
-        flat = out.view(-1, out.shape[-1])
-        flat.copy_(logprobs) if order is None else flat.index_copy_(0, order, logprobs)
-        return log_p
+def candidate_logits(hidden: Tensor, ids: Tensor, rows: Rows, call: Call) -> Tensor:
+    """Return base-2 logits [N, K], with the same bits on every rank."""
+    return logits_over_group(hidden, ids_of_rows(ids), rows, call).view(ids.shape)
 
 
-def candidate_pass(call: Call, rows: Rows, order: Tensor | None) -> CandidatePass | None:
-    """Return the pass of the computed rows' candidates, or None if the call has none."""
-    ids, labels = call.candidates, call.labels
-    if ids is None:
-        return None
-    return CandidatePass(call, *((ids, labels) if order is None else (ids[order], labels[order])), rows)
+def candidate_logprobs(
+    logits: Tensor,  # [N, K] base 2, whose memory is taken
+    ids: Tensor,  # [N, K] global
+    labels: Tensor,  # [N] global
+    rows: Rows,
+    saved: Saved,
+    out: Tensor,  # [..., K]
+    order: Tensor | None,  # as in `Backend.finish`
+) -> Tensor:
+    """Write logprobs to `out`: 0 at padding and in ignored rows, NaN in broken ones. Return base-2 ones [N, K].
+
+    At the label they have the bits of its own.
+    """
+    log_p = logits.sub_(saved.max_logit[:, None]).sub_(saved.log_sum[:, None]).clamp_(max=0.0)
+    of_label, to_nats = saved.label_logprob[:, None], rows.to_nats[:, None]
+    log_p = torch.where(ids == labels[:, None], of_label, log_p)
+    log_p.masked_fill_(of_label.isneginf(), torch.nan)  # no rank owns the label
+    padding = (ids < 0) & ~(of_label * to_nats).isnan() & ~of_label.isneginf()
+    logprobs = (log_p * to_nats).masked_fill_(padding | rows.ignored[:, None], 0.0)
+    flat = out.view(-1, out.shape[-1])
+    flat.copy_(logprobs) if order is None else flat.index_copy_(0, order, logprobs)
+    return log_p
 
 
 def candidate_gradients(

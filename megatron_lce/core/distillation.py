@@ -127,8 +127,8 @@ class JsdPass(KnownLossPass):
         self._blocks = blocks = gradient_blocks(heads, computed, call) if with_gradient else None
         super().__init__(call, rows, counted, max(computed, 1) if blocks is None else blocks[1])
         self._teacher_blocks = self.new_tokens(heads.teacher.hidden).blocks()
-        rows, self._teacher_scale = self.rows, self.in_order(teacher_scale)
-        self._token_weights = weights = None if token_weights is None else self.in_order(token_weights).float()
+        rows, self._teacher_scale = self.rows, in_order(teacher_scale, self.order)
+        self._token_weights = weights = None if token_weights is None else in_order(token_weights, self.order).float()
         if weights is not None:
             coefficient = gradient_coefficient(weights, rows.to_nats, rows.scale, heads.student, heads.beta)
             self.heads = heads._replace(coefficient=coefficient)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from megatron_lce.core import collectives
 from megatron_lce.core.call import Call
-from megatron_lce.core.candidates import CandidatePass
+from megatron_lce.core.candidates import candidate_logits
 from megatron_lce.core.logits_cache import LogitsCache
 from megatron_lce.core.plan import cut, stats_columns, stats_tokens
 from megatron_lce.core.rows import Rows
@@ -14,22 +14,24 @@ from megatron_lce.core.tokens import Tokens
 
 
 def stats_over_group(
-    tokens: Tokens, rows: Rows, call: Call, cache: LogitsCache | None, candidates: CandidatePass | None = None
-) -> tuple[Tensor, Tensor]:
+    tokens: Tokens, rows: Rows, call: Call, cache: LogitsCache | None, ids: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the whole vocabulary's extremes [E, N] and sums [`num_sums`, N], with the same bits on every rank.
 
-    The candidates' logits are taken of the same blocks, as long as their hidden states are there.
+    And base-2 logits at the candidates' `ids` [N, K], if any, of the same blocks, as long as their hidden states are
+    there.
     """
-    parts = []
+    options, device, parts = call.options, call.hidden.device, []
+    logits = None if ids is None else torch.empty_like(ids, dtype=torch.float32)
     for block in tokens.blocks() if tokens.num_computed else ():
-        block_cache = None if cache is None else cache.select(block.rows)
-        parts.append(stats_of_tokens(block.hidden.wait(), rows.select(block.rows), call, block_cache))
-        if candidates is not None:
-            candidates.take(block.hidden.wait(), block.rows)
+        hidden, some = block.hidden.wait(), rows.select(block.rows)
+        parts.append(stats_of_tokens(hidden, some, call, None if cache is None else cache.select(block.rows)))
+        if ids is not None and logits is not None:
+            logits[block.rows] = candidate_logits(hidden, ids[block.rows], some, call)
     if not parts:
-        options, device = call.options, call.hidden.device
-        return empty_extremes(0, options.telemetry, device), empty_sums(0, options.entropy, options.telemetry, device)
-    return _side_by_side(parts)
+        extremes = empty_extremes(0, options.telemetry, device)
+        return extremes, empty_sums(0, options.entropy, options.telemetry, device), logits
+    return *_side_by_side(parts), logits
 
 
 def stats_of_tokens(

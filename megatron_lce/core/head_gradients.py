@@ -133,15 +133,12 @@ class _WeightGrad:
         weight, self._product, self._scale = call.weight, call.product, call.backend.scale
         self._weight, self._num_columns, self._as_sum = weight, call.shard.columns, as_sum
         self._sink = None if as_sum else call.options.weight_grad_sink
-        self._one_block = num_blocks <= 1
         # fp32 gradients need no separate sum over blocks.
-        sum_over_blocks = as_sum or (self._sink is None and weight.dtype != torch.float32 and not self._one_block)
-        self._sum: Tensor | None = None
-        self._grad: Tensor | None = None
-        if sum_over_blocks:
-            self._sum = weight.new_empty(self._num_columns, weight.shape[1], dtype=torch.float32)
+        self._is_sum = as_sum or (self._sink is None and weight.dtype != torch.float32 and num_blocks > 1)
+        if self._is_sum:
+            self._out = weight.new_empty(self._num_columns, weight.shape[1], dtype=torch.float32)
         else:
-            self._grad = torch.empty_like(weight) if self._sink is None else self._sink.buffer()
+            self._out = torch.empty_like(weight) if self._sink is None else self._sink.buffer()
         self._partial: Tensor | None = None  # fp32 sum of one slab's columns over the block's tokens
         self._nothing_added = True
 
@@ -153,36 +150,30 @@ class _WeightGrad:
         if slab.factor is not None:  # the gradient sums over tokens, factor included
             rows, hidden = hidden, torch.empty_like(hidden)
             self._scale(rows, slab.factor, hidden, accumulate=False)
-        first = first_block and is_first
-        if self._sum is not None:
-            self._product(slab.grad.T, hidden, self._sum[slab.columns], accumulate=not first)
-            return
-        assert self._grad is not None
-        grad = self._grad[slab.columns]
-        if (self._one_block and is_first and is_last) or grad.dtype == torch.float32:
-            self._product(slab.grad.T, hidden, grad, accumulate=self._sink is not None or not first)
+        out = self._out[slab.columns]
+        if out.dtype == torch.float32 or (is_first and is_last):
+            accumulate = self._sink is not None or not (first_block and is_first)
+            self._product(slab.grad.T, hidden, out, accumulate=accumulate)
             return
         if is_first:
             self._partial = None  # free the last slab's before the next is allocated
-            self._partial = hidden.new_empty(grad.shape, dtype=torch.float32)
+            self._partial = hidden.new_empty(out.shape, dtype=torch.float32)
         assert self._partial is not None
         self._product(slab.grad.T, hidden, self._partial, accumulate=not is_first)
         if is_last:
-            grad.copy_(self._partial)
+            out.copy_(self._partial)
             self._partial = None
 
     def finish(self) -> Tensor | None:
         if self._as_sum:
-            assert self._sum is not None
-            return self._sum.zero_() if self._nothing_added else self._sum
+            return self._out.zero_() if self._nothing_added else self._out
         if self._sink is not None:
             return self._sink.finish()
         if self._nothing_added:
             return torch.zeros_like(self._weight)
-        grad = self._grad
-        if self._sum is not None:
+        grad = self._out
+        if self._is_sum:
             grad = torch.empty_like(self._weight)
-            grad[: self._num_columns].copy_(self._sum)
-        assert grad is not None
+            grad[: self._num_columns].copy_(self._out)
         grad[self._num_columns :].zero_()  # padding
         return grad

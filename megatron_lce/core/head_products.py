@@ -28,7 +28,6 @@ from megatron_lce.core.products import copies_to_fp32, product, with_zeros_behin
 from megatron_lce.core.two_heads import STATS_ROWS, Heads, merged_stats
 
 BYTES_PER_LOGIT = 2 * 4  # bytes of two heads' products in fp32
-SLAB_PARTS = 4  # in backward the products of a quarter of a slab's tokens are in memory at once
 # Products of 8192 x (2048, 4096) x 151936 take 30.4, 23.4, 22.3 and 24.5 ms in blocks of 256, 384, 512, 640 tokens.
 WIDE_PRODUCTS = 512  # tokens of a block: more gain nothing, unless the shard is narrow
 WIDE_LOGITS = 2**26  # a head's logits of a narrow shard's block
@@ -103,22 +102,14 @@ def recomputed_slabs(heads: Heads, found: Tensor, call: Call, bytes_per_column: 
     num_tokens, num_columns = found.shape[1], call.shard.columns
     if num_columns == 0:
         return
-    workspace, block_bytes = call.options.workspace_bytes - _copied_bytes(heads), _slab_bytes(heads, call)
-    blocks = plan_blocks(
-        num_tokens, slab_row_stride(num_columns), workspace, block_bytes, per_column_if_tokens_are_cut=bytes_per_column
-    )
-    # As many tokens at once as have room: products of forward's shape have the bits of forward's.
-    summed = blocks.columns * bytes_per_column if blocks.tokens < num_tokens else 0
-    stride = slab_row_stride(blocks.columns)
-    left = workspace - summed - blocks.tokens * stride * heads.student.hidden.element_size()
-    most = left // (stride * BYTES_PER_LOGIT + block_bytes.per_token)
-    room = ProductsRoom(heads, even(blocks.tokens, most, MIN_TOKENS), blocks.columns)
+    workspace, stride = call.options.workspace_bytes - _copied_bytes(heads), slab_row_stride(num_columns)
+    slab_bytes = _slab_bytes(heads, call)
+    blocks = plan_blocks(num_tokens, stride, workspace, slab_bytes, per_column_if_tokens_are_cut=bytes_per_column)
+    room = ProductsRoom(heads, blocks.tokens, blocks.columns)
 
     def compute(tokens: slice, columns: slice, grad: Tensor) -> None:
-        for part in cut(tokens.stop, room.tokens, start=tokens.start):
-            out = grad[part.start - tokens.start : part.stop - tokens.start]
-            block = heads.block(part, columns)
-            call.backend.read_products(block, room.fill(block), found[:, part], out)
+        block = heads.block(tokens, columns)
+        call.backend.read_products(block, room.fill(block), found[:, tokens], grad)
 
     yield from computed_slabs(heads.student.hidden, num_tokens, slice(0, num_columns), blocks, compute)
 
@@ -166,9 +157,8 @@ def check_workspace(heads: Heads, call: Call) -> None:
 
 
 def _slab_bytes(heads: Heads, call: Call) -> BlockBytes:
-    """Bytes of a slab of the student's gradients and of one part of its tokens' products, rounded up."""
-    per_logit = heads.student.hidden.element_size() + BYTES_PER_LOGIT // SLAB_PARTS
-    return BlockBytes(per_logit, _token_bytes(heads, call), BYTES_PER_LOGIT)
+    """Bytes of a slab of the student's gradients and of the products that they are made of."""
+    return BlockBytes(heads.student.hidden.element_size() + BYTES_PER_LOGIT, _token_bytes(heads, call))
 
 
 def _row_bytes(heads: Heads, call: Call) -> int:

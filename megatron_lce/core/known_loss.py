@@ -10,7 +10,7 @@ from megatron_lce.core.call import Call
 from megatron_lce.core.head_gradients import Slab, head_gradients
 from megatron_lce.core.products import own_arithmetic
 from megatron_lce.core.rows import Rows
-from megatron_lce.core.tokens import Counted, TokenBlock, Tokens, in_order, rows_to_compute, to_every_row
+from megatron_lce.core.tokens import Counted, TokenBlock, Tokens, rows_to_compute, to_every_row
 from megatron_lce.core.validation import refuse_double_backward
 
 
@@ -39,10 +39,6 @@ class KnownLossPass:
     def result(self) -> Tensor:
         """Return what the call returns, after all blocks: the sum of the losses, or each of them."""
         raise NotImplementedError
-
-    def in_order(self, per_row: Tensor) -> Tensor:
-        """Return the computed rows of a tensor of every row, in the order of the blocks."""
-        return in_order(per_row, self.order)
 
     def to_every_row(self, output: Tensor) -> Tensor:
         """Spread an output of the computed rows over all rows; skipped rows are 0."""

@@ -72,17 +72,14 @@ def product(
 ) -> None:
     """Write one matrix product to `out`; an fp32 `out` keeps the fp32 accumulator of 16-bit inputs."""
     assert out.shape == (a.shape[0], b.shape[1])  # torch would resize `out`, and the caller's tensor stay unfilled
-    if a.device.type == "cpu" or (a.dtype != out.dtype and copies_to_fp32(a)):
-        # With AMX a CPU's 16-bit product reads what lies behind a row.
-        a, b = a.float(), b.float()
-        if out.dtype != torch.float32:
-            assert not accumulate
-            out.copy_(a @ b)
-            return
-    elif a.dtype != b.dtype:
+    # With AMX a CPU's 16-bit product reads what lies behind a row.
+    if a.device.type == "cpu" or a.dtype != b.dtype or (a.dtype != out.dtype and copies_to_fp32(a)):
         a, b = a.float(), b.float()
     if a.dtype == out.dtype:
         torch.addmm(out, a, b, out=out) if accumulate else torch.mm(a, b, out=out)
+    elif out.dtype != torch.float32:
+        assert not accumulate
+        out.copy_(a @ b)
     elif accumulate:
         torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
     else:

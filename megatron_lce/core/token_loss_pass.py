@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_lce.core.call import Call
-from megatron_lce.core.candidates import CandidatePass
+from megatron_lce.core.candidates import candidate_logits, candidate_logprobs
 from megatron_lce.core.group_stats import stats_of_tokens
 from megatron_lce.core.head_gradients import Slab
 from megatron_lce.core.known_loss import KnownLossPass, scales_a_sum
@@ -17,7 +17,7 @@ from megatron_lce.core.logits_cache import new_cache
 from megatron_lce.core.options import DIFFERENTIABLE, LinearCrossEntropyOutput
 from megatron_lce.core.plan import plan_known_loss
 from megatron_lce.core.rows import Rows, Saved
-from megatron_lce.core.tokens import Counted, TokenBlock, counted_rows, new_outputs, to_every_row
+from megatron_lce.core.tokens import Counted, TokenBlock, counted_rows, in_order, new_outputs, to_every_row
 from megatron_lce.core.upstream import OneNumber, Promise
 
 _EVERYTHING = 2**62  # bytes of a cache that holds what there is
@@ -53,7 +53,7 @@ class TokenLossPass(KnownLossPass):
         left = options.workspace_bytes if plan is None else plan.workspace_bytes
         self._block_call = replace(call, options=replace(options, workspace_bytes=left))
         super().__init__(call, rows, counted, block)
-        self._per_token = [self.in_order(tensor) for tensor in per_token]
+        self._per_token = [in_order(tensor, self.order) for tensor in per_token]
         self._total = torch.zeros((), dtype=torch.float32, device=call.hidden.device)
         self._outputs: list[LinearCrossEntropyOutput] = []
         self._metrics: list[Metrics] = []
@@ -79,14 +79,13 @@ class TokenLossPass(KnownLossPass):
         self, hidden: Tensor, rows: Rows, block: TokenBlock, saved: Saved, outputs: LinearCrossEntropyOutput
     ) -> Sequence[Tensor]:
         """Fill the outputs' `candidate_logprobs`, if any, and return what their gradient needs."""
-        ids, labels = self.call.candidates, self.call.labels
-        if ids is None or outputs.candidate_logprobs is None:
+        ids, out = self.call.candidates, outputs.candidate_logprobs
+        if ids is None or out is None:
             return ()
         rows_of_block = block.rows if self.order is None else self.order[block.rows]
-        ids = ids[rows_of_block]
-        candidates = CandidatePass(self._block_call, ids, labels[rows_of_block], rows)
-        candidates.take(hidden, slice(0, hidden.shape[0]))
-        return ids, candidates.finish(saved, outputs.candidate_logprobs, None)
+        ids, labels = ids[rows_of_block], self.call.labels[rows_of_block]
+        logits = candidate_logits(hidden, ids, rows, self._block_call)
+        return ids, candidate_logprobs(logits, ids, labels, rows, saved, out, None)
 
     def result(self) -> Tensor:
         """The sum of the losses."""

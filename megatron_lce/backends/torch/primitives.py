@@ -11,7 +11,7 @@ from megatron_lce.backends.torch.gathered import (
     set_logprobs,
     write_columns,
 )
-from megatron_lce.backends.torch.row_numbers import finish, largest_logit, prepare_rows, row_terms
+from megatron_lce.backends.torch.row_numbers import finish, largest_logit, prepare_rows
 from megatron_lce.core.logits_cache import LogitsCache
 from megatron_lce.core.options import Options
 from megatron_lce.core.plan import Costs, cut
@@ -172,8 +172,8 @@ def upcast_row_bytes(matrix: Tensor, weight: torch.dtype) -> int:
     return 4 * matrix.shape[1] if copied else 0
 
 
-def chunk_stats(logits: Tensor, labels: Tensor, first_id: int | Tensor, entropy: bool, telemetry: bool) -> Tensor:
-    """Return statistics [K, N] of one chunk of base-2 logits [N, C]. `first_id`: the first column's, or each row's."""
+def chunk_stats(logits: Tensor, labels: Tensor, first_id: int, entropy: bool, telemetry: bool) -> Tensor:
+    """Return statistics [K, N] of one chunk of base-2 logits [N, C]. `first_id`: the first column's."""
     in_chunk = (labels >= 0) & (labels < logits.shape[1])
     label_logit = logits.gather(1, torch.where(in_chunk, labels, 0).long()[:, None])[:, 0]
     max_logit, argmax = logits.max(dim=1)

@@ -18,6 +18,7 @@ from megatron_lce.backends.triton.tile_products import (
     fast_log2,
     halves,
     read_columns,
+    shared_arguments,
     tanh,
     tile_position,
     tile_products,
@@ -25,7 +26,7 @@ from megatron_lce.backends.triton.tile_products import (
 from megatron_lce.core.logits_cache import LogitsCache
 from megatron_lce.core.options import Options
 from megatron_lce.core.plan import ceil_div, slab_row_stride
-from megatron_lce.core.rows import LOWEST_LOG_P, NUM_TERMS, Rows, softcap_scale
+from megatron_lce.core.rows import LOWEST_LOG_P, NUM_TERMS, Rows
 
 # A row's factor and its label's exponential lie between 1 over this and this: their products with 16-bit numbers, and
 # the sums of such products, are far from the limits of fp32.
@@ -45,11 +46,9 @@ def grad_logits(
     entropy: bool,
 ) -> None:
     """Recompute one slab of the products `hidden @ weight.T`, and write their gradient to `out`."""
-    hidden_parts, cap = tiles.hidden_parts(hidden.dtype, weight.dtype), softcap_scale(options)
-    tile = tiles.choose_tiles(hidden.dtype, weight.dtype, hidden.device)
-    hidden_size, hidden_factor, weight_factor = hidden.shape[1], None, None
-    if hidden_parts:
-        (hidden, hidden_factor), (weight, weight_factor) = split(hidden, hidden_parts), split(weight, 2)
+    tile, hidden_size = tiles.choose_tiles(hidden.dtype, weight.dtype, hidden.device), hidden.shape[1]
+    hidden, hidden_factor = split(hidden, tile.hidden_parts)
+    weight, weight_factor = split(weight, tile.weight_parts)
     num_tokens, num_columns = out.shape
     num_tiles = ceil_div(num_tokens, tile.block_n) * ceil_div(num_columns, tile.block_v)
     _grad_logits_kernel[(tiles.num_programs(num_tiles, tile, hidden.device),)](
@@ -66,21 +65,14 @@ def grad_logits(
         hidden_size,
         terms.stride(0),
         first_column,
-        0.0 if cap is None else cap,
         ENTROPY=entropy,
         MEAN=terms.shape[0] > NUM_TERMS,
-        SOFTCAP=cap is not None,
         PERSISTENT=tiles.takes_descriptors(hidden.device),
-        HIDDEN_PARTS=hidden_parts,
-        ROUND=options.logits_dtype is not None,
-        BLOCK_N=tile.block_n,
         BLOCK_V=tile.block_v,
-        BLOCK_H=tile.block_h,
         GROUP_N=tiles.GROUP_N,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
         # With fusion a softcap spills registers, and z - max in fp32 would not be 0 at the largest z.
-        enable_fp_fusion=cap is None and out.dtype != torch.float32,
+        enable_fp_fusion=options.softcap is None and out.dtype != torch.float32,
+        **shared_arguments(tile, options),
     )
 
 
@@ -96,7 +88,7 @@ def grad_logits_from_cache(
     mean, softcap = terms.shape[0] > NUM_TERMS, options.softcap is not None
     assert not (softcap and mean)
     factored = factored and not (softcap or mean or entropy) and cache.exp.dtype == torch.bfloat16
-    chunk = tiles.chunk_columns(tiles.choose_tiles(cache.exp.dtype, cache.exp.dtype, cache.exp.device))
+    chunk = tiles.choose_tiles(cache.exp.dtype, cache.exp.dtype, cache.exp.device).chunk
     num_tokens, num_columns = cache.exp.shape
     num_chunks = ceil_div(num_columns, chunk)
     factor = terms.new_empty(num_tokens) if factored else None

@@ -56,8 +56,10 @@ def split(matrix: Tensor, number: int, dtype: torch.dtype = torch.float16) -> tu
     The width is a multiple of `SLAB_ROW_STEP`; behind a part are zeros. Three bf16 parts are an fp32 number. fp16 parts
     are to be multiplied by the factors, powers of two, [M] fp32 and more, up to the end of a tile. Two of them keep a
     number x to 2^-23 |x|, or to 2^-50 of the row's largest; the smaller is `LOW_PART` times as large. One keeps all of
-    a 16-bit x, or as much as is above 2^-39 of the row's largest.
+    a 16-bit x, or as much as is above 2^-39 of the row's largest. No parts: the matrix is returned.
     """
+    if number == 0:
+        return matrix, None
     (num_rows, num_columns), width = matrix.shape, round_up(matrix.shape[1], SLAB_ROW_STEP)
     parts, factors, written = matrix.new_empty(num_rows, number * width, dtype=dtype), None, num_rows
     if dtype == torch.float16:
@@ -77,36 +79,6 @@ def split(matrix: Tensor, number: int, dtype: torch.dtype = torch.float16) -> tu
         BLOCK_K=min(1024, triton.next_power_of_2(width)),
     )
     return parts, factors
-
-
-@triton.jit
-def magnitude_bits(x):
-    """Return the bits of fp32 |x|, integers in the order of the numbers, 0 where x is not finite.
-
-    A comparison of the numbers would become one of bf16, which 8.0 does not have, where x was bf16 (triton 3.6).
-    """
-    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    return tl.where(bits < 0x7F800000, bits, 0)
-
-
-@triton.jit
-def row_factor(largest_bits):
-    """Return a power of two by which a row is divided: 2^14 to 2^15, of fp16's 2^16, are left of its largest number."""
-    exponent = tl.maximum(largest_bits >> 23, 15)
-    return ((exponent - 14) << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def scaled_down(x, factor):
-    """Return x over a power of two."""
-    return x * ((254 << 23) - factor.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def part_and_rest(x, dtype: tl.constexpr):
-    """Return fp32 numbers rounded to 16 bits, and what is missing: nothing of an infinity."""
-    part = x.to(dtype)
-    return part, tl.where(part.to(tl.float32) == x, 0.0, x - part.to(tl.float32))
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -131,17 +103,23 @@ def _split_kernel(
         for start in range(0, K, BLOCK_K):
             columns = start + inner
             x = tl.load(matrix_rows + columns, row_mask & (columns < K), other=0.0).to(tl.float32)
-            largest = tl.maximum(largest, tl.max(magnitude_bits(x), 1))
-        factor = row_factor(largest)[:, None]
-        tl.store(factors_ptr + rows, factor)
+            # The bits of |x| have the order of the numbers, whose comparison would become one of bf16, which 8.0 does
+            # not have, where x was bf16 (triton 3.6).
+            bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+            largest = tl.maximum(largest, tl.max(tl.where(bits < 0x7F800000, bits, 0), 1))
+        # Over this power of two 2^14 to 2^15, of fp16's 2^16, are left of the row's largest finite number.
+        factor_bits = ((tl.maximum(largest >> 23, 15) - 14) << 23)[:, None]
+        tl.store(factors_ptr + rows, factor_bits.to(tl.float32, bitcast=True))
+        inverse = ((254 << 23) - factor_bits).to(tl.float32, bitcast=True)
     for start in range(0, width, BLOCK_K):
         columns = start + inner
         rest = tl.load(matrix_rows + columns, row_mask & (columns < K), other=0.0).to(tl.float32)
         if factors_ptr is not None:
-            rest = scaled_down(rest, factor)
+            rest *= inverse
         parts, mask = parts_ptr + rows * (PARTS * width) + columns, row_mask & (columns < width)
         for place in tl.static_range(PARTS - 1, -1, -1):
-            part, rest = part_and_rest(rest, parts_ptr.dtype.element_ty)
+            part = rest.to(parts_ptr.dtype.element_ty)
             tl.store(parts + place * width, part, mask)
+            rest = tl.where(part.to(tl.float32) == rest, 0.0, rest - part.to(tl.float32))  # nothing of an infinity
             if factors_ptr is not None:
                 rest *= LOW_PART

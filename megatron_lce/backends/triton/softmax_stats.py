@@ -4,24 +4,23 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_lce.backends.triton import tiles
-from megatron_lce.backends.triton.parts import magnitude_bits, row_factor, split
+from megatron_lce.backends.triton.parts import split
 from megatron_lce.backends.triton.tile_products import (
     as_descriptor,
     descriptor,
     halves,
-    load_tile,
     read_columns,
+    shared_arguments,
     tanh,
     tile_position,
     tile_products,
 )
 from megatron_lce.core.logits_cache import LogitsCache
 from megatron_lce.core.options import Options
-from megatron_lce.core.plan import ceil_div, cut
-from megatron_lce.core.rows import Rows, softcap_scale
+from megatron_lce.core.plan import MIN_TOKENS, ceil_div, cut
+from megatron_lce.core.rows import Rows
 from megatron_lce.core.statistics import LOWEST_LOGIT, packed_rows
 
 # Base 2. In bf16 a chunk's reference is 0 if its largest absolute logit is no larger: bf16's range goes to 2^127, and
@@ -42,22 +41,20 @@ def softmax_stats(
 ) -> Tensor:
     """Return statistics [chunks, K, N] of V columns, see `megatron_lce.core.statistics`, and fill the cache, if any."""
     num_tokens, num_columns = hidden.shape[0], weight.shape[0]
-    hidden_parts = tiles.hidden_parts(hidden.dtype, weight.dtype)
     tile = tiles.choose_tiles(hidden.dtype, weight.dtype, hidden.device)
-    chunk = tiles.chunk_columns(tile)
-    entropy, telemetry, cap = options.entropy, options.telemetry, softcap_scale(options)
+    entropy, telemetry, shared = options.entropy, options.telemetry, shared_arguments(tile, options)
     num_rows = packed_rows(entropy, telemetry)
-    parts = hidden.new_empty(ceil_div(num_columns, chunk), num_rows, num_tokens, dtype=torch.float32)
-    copy, hidden_factor = split(hidden, hidden_parts) if hidden_parts else (hidden, None)
+    parts = hidden.new_empty(ceil_div(num_columns, tile.chunk), num_rows, num_tokens, dtype=torch.float32)
+    copy, hidden_factor = split(hidden, tile.hidden_parts)
     hidden_desc = descriptor(copy, tile.block_n, tile.block_h)
-    takes_logarithm = entropy or cap is not None
+    takes_logarithm = entropy or options.softcap is not None
     kept_columns = 0 if cache is None else cache.exp.shape[1]
-    step = columns_at_once if hidden_parts and columns_at_once else max(num_columns, 1)
+    step = columns_at_once if tile.weight_parts and columns_at_once else max(num_columns, 1)
     without = ((columns, None) for columns in cut(num_columns, step, start=kept_columns))
     for columns, kept in ((slice(0, kept_columns), cache), *without):
         if columns.start == columns.stop:
             continue
-        slab, weight_factor = split(weight[columns], 2) if hidden_parts else (weight[columns], None)
+        slab, weight_factor = split(weight[columns], tile.weight_parts)
         num_tiles = ceil_div(num_tokens, tile.block_n) * ceil_div(slab.shape[0], tile.block_v)
         _softmax_stats_kernel[(tiles.num_programs(num_tiles, tile, hidden.device),)](
             hidden_desc,
@@ -65,7 +62,7 @@ def softmax_stats(
             descriptor(slab, tile.block_v, tile.block_h),
             weight_factor,
             rows.scale,
-            parts[columns.start // chunk :],
+            parts[columns.start // tile.chunk :],
             None if kept is None else descriptor(kept.exp, tile.block_n, tile.block_v // 2),
             None if kept is None else kept.reference,
             num_tokens,
@@ -74,67 +71,49 @@ def softmax_stats(
             columns.start,
             vocab_start,
             0 if kept is None else kept.reference.stride(0),
-            0.0 if cap is None else cap,
             ENTROPY=entropy,
             TELEMETRY=telemetry,
             LARGEST_WITHOUT=LARGEST_WITHOUT if hidden.dtype == torch.bfloat16 and not takes_logarithm else 0.0,
-            SOFTCAP=cap is not None,
             PERSISTENT=tiles.takes_descriptors(hidden.device),
-            HIDDEN_PARTS=hidden_parts,
-            ROUND=options.logits_dtype is not None,
-            BLOCK_N=tile.block_n,
             BLOCK_V=tile.block_v,
-            BLOCK_H=tile.block_h,
-            CHUNK=chunk,
+            CHUNK=tile.chunk,
             GROUP_N=tiles.stats_group(hidden.shape[1]),
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
             enable_fp_fusion=False,
+            **shared,
         )
         del slab, weight_factor  # before the next one's copy is made
-    # After the other kernel, which fills the label's row of `parts` with -inf.
-    _label_logits(hidden_desc, hidden_factor, weight, rows, options, parts[0, 1], hidden_parts, tile)
+    # After the other kernel, which fills the label's row of `parts` with -inf. With its parts a label's row takes the
+    # room of two columns' parts.
+    most = max(MIN_TOKENS, step // 2 // MIN_TOKENS * MIN_TOKENS) if tile.weight_parts else max(num_tokens, 1)
+    for tokens in cut(num_tokens, most):
+        label_rows, label_factor = None, None
+        if tile.weight_parts:
+            label_rows = weight.index_select(0, rows.labels[tokens].clamp(min=0))
+            label_rows, label_factor = split(label_rows, tile.weight_parts)
+        _label_logits_kernel[(ceil_div(tokens.stop - tokens.start, tile.block_n),)](
+            descriptor(copy[tokens], tile.block_n, tile.block_h),
+            None if hidden_factor is None else hidden_factor[tokens.start :],
+            weight if label_rows is None else descriptor(label_rows, tile.block_n, tile.block_h),
+            label_factor,
+            rows.labels[tokens],
+            rows.scale[tokens],
+            parts[0, 1, tokens],
+            tokens.stop - tokens.start,
+            hidden.shape[1],
+            weight.stride(0),
+            enable_fp_fusion=False,
+            **shared,
+        )
+        del label_rows, label_factor  # before the next ones are made
     return parts
-
-
-def _label_logits(
-    hidden_desc: TensorDescriptor | tuple[Tensor, int],
-    hidden_factor: Tensor | None,
-    weight: Tensor,  # [V, H]
-    rows: Rows,
-    options: Options,
-    out: Tensor,  # [N] fp32
-    hidden_parts: int,
-    tile: tiles.Tiles,
-) -> None:
-    num_tokens, cap = out.shape[0], softcap_scale(options)
-    _label_logits_kernel[(ceil_div(num_tokens, tile.block_n),)](
-        hidden_desc,
-        hidden_factor,
-        weight,
-        rows.labels,
-        rows.scale,
-        out,
-        num_tokens,
-        weight.shape[1],
-        weight.stride(0),
-        0.0 if cap is None else cap,
-        SOFTCAP=cap is not None,
-        HIDDEN_PARTS=hidden_parts,
-        ROUND=options.logits_dtype is not None,
-        BLOCK_N=tile.block_n,
-        BLOCK_H=tile.block_h,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        enable_fp_fusion=False,
-    )
 
 
 @triton.jit(do_not_specialize=["N"])
 def _label_logits_kernel(
     hidden_desc,  # [N, H]
-    hidden_factor,  # [N] fp32; None without parts
-    weight_ptr,  # [V, H]
+    hidden_factor,  # [N] fp32; None without parts, as weight_factor
+    weight,  # a pointer to [V, H], or the descriptor of the parts of each label's row, [N, 2 * width]
+    weight_factor,  # [N] fp32
     label_ptr,  # [N] int32; -1: not this shard's
     row_scale_ptr,  # [N] fp32
     out_ptr,  # [N] fp32 out; -inf for a label of -1
@@ -159,15 +138,13 @@ def _label_logits_kernel(
     row_mask = rows < N
     label = tl.load(label_ptr + rows, mask=row_mask, other=-1)
     row_scale = tl.load(row_scale_ptr + rows, mask=row_mask, other=0.0)
-    label_rows = weight_ptr + tl.where(label >= 0, label, 0).to(tl.int64)[:, None] * weight_stride
-    weight_factor = None
     if HIDDEN_PARTS:
-        largest = tl.zeros((BLOCK_N,), dtype=tl.int32)
-        for h in range(0, H, BLOCK_H):
-            largest = tl.maximum(largest, tl.max(magnitude_bits(load_tile(label_rows, 0, h, H, BLOCK_H)), 1))
-        weight_factor = row_factor(largest)
+        label_rows = as_descriptor(weight, N, read_columns(H, 2), BLOCK_N, BLOCK_H)
+    else:
+        label_rows = weight + tl.where(label >= 0, label, 0).to(tl.int64)[:, None] * weight_stride
     logits = tile_products(
-        hidden_desc, hidden_factor, label_rows, weight_factor, row, 0, H, BLOCK_N, BLOCK_N, BLOCK_H, HIDDEN_PARTS, ROUND
+        hidden_desc, hidden_factor, label_rows, weight_factor, row, row, H,
+        BLOCK_N, BLOCK_N, BLOCK_H, HIDDEN_PARTS, ROUND,
     )  # fmt: skip
     if SOFTCAP:
         logits = tanh(logits * softcap_scale)

@@ -1,13 +1,17 @@
 """The kernels share the order of tiles, the products of a tile, and what makes logits of them."""
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_lce.backends.triton import tiles
-from megatron_lce.backends.triton.parts import LOW_PART, part_and_rest, scaled_down
+from megatron_lce.backends.triton.parts import LOW_PART
+from megatron_lce.core.options import Options
 from megatron_lce.core.plan import SLAB_ROW_STEP
+from megatron_lce.core.rows import softcap_scale
 
 INTERPRETED = tl.constexpr(tiles.interpreting())  # which Triton decides when a kernel is defined
 PTX = tl.constexpr(tiles.speaks_ptx())
@@ -49,40 +53,18 @@ def read_columns(H, PARTS: tl.constexpr):
 
 
 @triton.jit
-def load_tile(matrix, row, h, H, BLOCK_H: tl.constexpr):
-    """Load a tile [BLOCK, BLOCK_H] at a row and h of a descriptor, zero past its ends, or of pointers, zero past H."""
-    if matrix.dtype.is_ptr():
-        inner = h + tl.arange(0, BLOCK_H)
-        tile = tl.load(matrix + inner[None, :], mask=(inner < H)[None, :], other=0.0)
-    else:
-        tile = matrix.load([row, h])
-    return tile
-
-
-@triton.jit
-def _load_parts(matrix, factor, row, h, H, width, BLOCK_H: tl.constexpr):
-    """Load [BLOCK, BLOCK_H] of each of two parts, the smaller first, `width` apart, or make them of fp32 rows."""
-    if matrix.dtype.is_ptr():
-        high, rest = part_and_rest(scaled_down(load_tile(matrix, row, h, H, BLOCK_H), factor[:, None]), tl.float16)
-        parts = (rest * LOW_PART).to(tl.float16), high
-    else:
-        parts = matrix.load([row, h]), matrix.load([row, width + h])
-    return parts
-
-
-@triton.jit
 def tile_products(
     hidden_desc,  # [N, H] or parts [N, HIDDEN_PARTS * width]
     hidden_factor,  # of parts, a pointer to [N]
     weight,  # the descriptor of [V, H] or parts [V, 2 * width], or pointers [BLOCK_V, 1] to rows, without `column`
-    weight_factor,  # of parts, a pointer to [V], or the rows' factors [BLOCK_V]
+    weight_factor,  # of parts, a pointer to [V]
     row,
     column,
     H,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_H: tl.constexpr,
-    HIDDEN_PARTS: tl.constexpr,  # `tiles.hidden_parts`
+    HIDDEN_PARTS: tl.constexpr,  # of `tiles.Tiles`
     ROUND: tl.constexpr,  # to bf16
 ):
     """Return a tile of hidden[row:] @ weight[column:].T in fp32; rows and columns past the end are zero."""
@@ -95,9 +77,9 @@ def tile_products(
         for start in range(0, width, SPLIT_SUM):
             partial = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
             for h in range(start, min(start + SPLIT_SUM, width), BLOCK_H):
-                low, high = _load_parts(weight, weight_factor, column, h, H, width, BLOCK_H)
+                low, high = weight.load([column, h]), weight.load([column, width + h])
                 if HIDDEN_PARTS == 2:
-                    hidden_low, hidden = _load_parts(hidden_desc, None, row, h, H, width, BLOCK_H)
+                    hidden_low, hidden = hidden_desc.load([row, h]), hidden_desc.load([row, width + h])
                     small = _add_product(hidden_low, high, small)
                 else:
                     hidden = hidden_desc.load([row, h])
@@ -106,15 +88,20 @@ def tile_products(
             products += partial
         # NaN or infinite only where hidden or the weight is not finite; then the larger parts have the result.
         products += tl.where(tl.abs(small) < float("inf"), small * (1 / LOW_PART), 0.0)
-        if weight_factor.dtype.is_ptr():
-            weight_factor = tl.load(weight_factor + column + tl.arange(0, BLOCK_V))
+        column_factor = tl.load(weight_factor + column + tl.arange(0, BLOCK_V))
         row_factor = tl.load(hidden_factor + row + tl.arange(0, BLOCK_N))[:, None]
         # The smaller factor first: the larger one alone may overflow, and both together be 0 or infinite.
-        products *= tl.minimum(row_factor, weight_factor[None, :])
-        products *= tl.maximum(row_factor, weight_factor[None, :])
+        products *= tl.minimum(row_factor, column_factor[None, :])
+        products *= tl.maximum(row_factor, column_factor[None, :])
     else:
         for h in range(0, H, BLOCK_H):
-            products = _add_product(hidden_desc.load([row, h]), load_tile(weight, column, h, H, BLOCK_H), products)
+            hidden = hidden_desc.load([row, h])
+            if weight.dtype.is_ptr():
+                inner = h + tl.arange(0, BLOCK_H)
+                weight_tile = tl.load(weight + inner[None, :], mask=(inner < H)[None, :], other=0.0)
+            else:
+                weight_tile = weight.load([column, h])
+            products = _add_product(hidden, weight_tile, products)
     if ROUND:
         products = rounded_to_bf16(products)
     return products
@@ -171,6 +158,21 @@ def fast_log2(x):
     if PTX:
         return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
     return tl.log2(x)
+
+
+def shared_arguments(tile: tiles.Tiles, options: Options) -> dict[str, Any]:
+    """Return what every kernel with `tile_products` is launched with."""
+    cap = softcap_scale(options)
+    return {
+        "softcap_scale": 0.0 if cap is None else cap,
+        "SOFTCAP": cap is not None,
+        "HIDDEN_PARTS": tile.hidden_parts,
+        "ROUND": options.logits_dtype is not None,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_H": tile.block_h,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+    }
 
 
 def descriptor(matrix: Tensor, block_rows: int, block_columns: int) -> TensorDescriptor | tuple[Tensor, int]:

@@ -18,6 +18,13 @@ class Tiles(NamedTuple):
     block_h: int
     num_warps: int
     num_stages: int
+    weight_parts: int = 0  # fp16 parts of an fp32 weight; 0: 16-bit inputs are multiplied as they are
+    hidden_parts: int = 0  # of hidden beside them
+
+    @property
+    def chunk(self) -> int:
+        """Number of columns of a chunk: as many as a tile has, at most `CHUNK_COLUMNS`."""
+        return min(CHUNK_COLUMNS, self.block_v)
 
 
 # 3 stages are 3 to 6 % faster than 4 on an H200 (performance log, "Times behind constants").
@@ -28,16 +35,17 @@ SMALL_BLACKWELL_16_BIT = Tiles(128, 128, 64, num_warps=8, num_stages=3)
 # 64 KiB: two programs fit an A100's multiprocessor, one Ada's or AMD's. Run as 8.0's code on a Hopper GPU.
 AMPERE_16_BIT = Tiles(128, 128, 64, num_warps=4, num_stages=3)
 # Of numbers in parts: a step loads two tiles of the weight and one or two of hidden, and a program has three sums.
-HOPPER_FP32 = Tiles(128, 128, 64, num_warps=8, num_stages=3)
-GENERIC_FP32 = Tiles(128, 64, 32, num_warps=8, num_stages=3)
+HOPPER_FP32 = Tiles(128, 128, 64, num_warps=8, num_stages=3, weight_parts=2)
+GENERIC_FP32 = Tiles(128, 64, 32, num_warps=8, num_stages=3, weight_parts=2)
 
 GROUP_N = 8  # row blocks that walk the vocabulary together, so that a weight tile is read from L2 by all of them
 
 
 def choose_tiles(hidden: torch.dtype, weight: torch.dtype, device: torch.device) -> Tiles:
     """Return the tiles by dtypes and device alone, so that a token's reductions have the same bits in every call."""
-    if hidden_parts(hidden, weight):
-        return HOPPER_FP32 if device.type == "cpu" or _capability(device) == (9, 0) else GENERIC_FP32
+    if weight == torch.float32:
+        tile = HOPPER_FP32 if device.type == "cpu" or _capability(device) == (9, 0) else GENERIC_FP32
+        return tile._replace(hidden_parts=2 if hidden == torch.float32 else 1)
     if device.type == "cpu":
         return HOPPER_16_BIT
     by_family = {9: HOPPER_16_BIT, 10: BLACKWELL_16_BIT, 12: SMALL_BLACKWELL_16_BIT}
@@ -49,24 +57,12 @@ def rows_of_program(on_gpu: int, num_rows: int) -> int:
     return min(128, triton.next_power_of_2(max(num_rows, 1))) if interpreting() else on_gpu
 
 
-def hidden_parts(hidden: torch.dtype, weight: torch.dtype) -> int:
-    """Number of fp16 parts of hidden beside two of an fp32 weight; 0: 16-bit inputs are multiplied as they are."""
-    if weight != torch.float32:
-        return 0
-    return 2 if hidden == torch.float32 else 1
-
-
-def chunk_columns(tile: Tiles) -> int:
-    """Number of columns of a chunk: as many as a tile has, at most `CHUNK_COLUMNS`."""
-    return min(CHUNK_COLUMNS, tile.block_v)
-
-
 def costs(hidden: torch.Tensor, weight: torch.Tensor, telemetry: bool) -> Costs:
     """Return the costs; beside an fp32 weight there is no cache, and products are made of 16-bit parts."""
-    tile, parts = choose_tiles(hidden.dtype, weight.dtype, hidden.device), hidden_parts(hidden.dtype, weight.dtype)
-    if parts:
-        return costs_of_parts(weight.shape[1], parts, chunk_columns(tile))
-    return Costs(chunk_columns(tile), tile.block_v)
+    tile = choose_tiles(hidden.dtype, weight.dtype, hidden.device)
+    if tile.weight_parts:
+        return costs_of_parts(weight.shape[1], tile.hidden_parts, tile.chunk)
+    return Costs(tile.chunk, tile.block_v)
 
 
 def stats_group(hidden_size: int) -> int:
