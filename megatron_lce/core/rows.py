@@ -98,14 +98,14 @@ def row_terms(
     grad_logprobs, grad_entropy, grad_lse, grad_mean_logit = upstream
     ignored = rows.ignored
     # A logprob that is not finite makes every term NaN.
-    factor = (rows.to_nats + saved.label_logprob * 0.0) * rows.scale * inner_factor(options)
+    factor = (rows.to_nats + saved.label_logprob * 0.0) * (rows.scale * inner_factor(options))
     zero = torch.zeros_like(factor)
     label_term = zero if grad_logprobs is None else grad_logprobs
     p_term = (zero if grad_lse is None else grad_lse) - label_term
     entropy_term = zero
     if grad_entropy is not None and saved.entropy is not None:
         entropy_term = grad_entropy * LN_2
-        p_term = p_term - entropy_term * saved.entropy
+        p_term = torch.addcmul(p_term, entropy_term, saved.entropy, value=-1)
     terms = [p_term, entropy_term, label_term]
     if grad_mean_logit is not None and saved.num_columns is not None:
         terms.append(grad_mean_logit / saved.num_columns)
