@@ -180,7 +180,7 @@ def work(args: argparse.Namespace, device: torch.device) -> bool:
         results.complete("verl", record, lambda record=record: measure.slowest_rank(record))
     if path:
         title = "verl, forward and backward: slowest rank, peak memory over the resting state, errors against fp32"
-        Console(width=170).print(report.as_table(title, (*shape, "variant"), results.section("verl")))
+        Console(width=170).print(report.as_table(title, results.section("verl")))
     ours = [record for record, _ in turns if record["variant"].startswith("ours")]
     return all(record["status"] == "ok" and record["over_unfused_error"] <= ALLOWED for record in ours)
 
