@@ -1,5 +1,7 @@
 """Time, extra peak memory and error of one head; and the cuBLAS products it is held against."""
 
+import contextlib
+import functools
 import gc
 import itertools
 import time
@@ -116,30 +118,53 @@ def peak_mib(call: Callable[[], object], device: torch.device) -> float | None:
 
 
 class Timed:
-    """The record of one call: first its compilation and memory, then times of as many rounds as are asked for."""
+    """The record of one call: first its memory, then times of as many rounds as are asked for.
 
-    def __init__(self, call: Callable[[], object], device: torch.device) -> None:
-        self.call, self.device = call, device
+    context  what the call runs in, entered anew for each of these
+    after    gets the record, and returns what is measured behind the rounds
+    """
+
+    def __init__(
+        self,
+        call: Callable[[], object],
+        device: torch.device,
+        context: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+        after: Callable[[dict], dict] = lambda record: {},
+    ) -> None:
+        self.call, self.device, self.context, self.after = call, device, context, after
         self.times_ms: list[float] = []
         self._calls: dict[str, int] | None = None  # of a round
 
     def warm_up(self) -> dict:
-        """Time of the first call, and extra peak memory of the second with the results in it."""
-        return {"first_call_s": _once_ms(self.call, self.device) / 1e3, "peak_mib": peak_mib(self.call, self.device)}
+        """Extra peak memory of the second call with the results in it; the first compiles."""
+        with self.context():
+            self.call()
+            return {"peak_mib": peak_mib(self.call, self.device)}
 
     def round(self, *, budget_ms: float = 0.0, **calls: int) -> dict:
         """Times of all rounds up to this one.
 
         Ranks that communicate in the call must give `calls` of `time_ms`: what fits in a budget differs between them.
         """
-        self._calls = calls or self._calls or calls_of_a_turn(budget_ms, _once_ms(self.call, self.device))
-        self.times_ms += time_ms(self.call, self.device, **self._calls)
-        return {
-            "time_ms": median(self.times_ms),
-            "fastest_ms": min(self.times_ms),
-            "slowest_ms": max(self.times_ms),
-            "repeats": len(self.times_ms),
-        }
+        with self.context():
+            self._calls = calls or self._calls or calls_of_a_turn(budget_ms, _once_ms(self.call, self.device))
+            self.times_ms += time_ms(self.call, self.device, **self._calls)
+        times = {"time_ms": median(self.times_ms), "fastest_ms": min(self.times_ms), "slowest_ms": max(self.times_ms)}
+        return times | {"repeats": len(self.times_ms)}
+
+
+def turn(
+    record: dict, head: Head, inputs: Inputs, mode: str, after: Callable[[dict], dict] | None = None
+) -> tuple[dict, Timed]:
+    """A head's step for `Results.take_turns`; without `after` the record gets `outside(head)`."""
+    step = functools.partial(run_step, head, inputs, mode)
+    timed = Timed(step, inputs.hidden.device, after=after or (lambda _: outside(head)))
+    return record | {"gradients_mib": gradients_mib(inputs, mode, head)}, timed
+
+
+def outside(head: Head) -> dict[str, float]:
+    """What the head holds outside of torch's allocator at the shape of its last call, if it knows of such memory."""
+    return {"outside_mib": head.outside_mib} if hasattr(head, "outside_mib") else {}
 
 
 def measure_call(call: Callable[[], object], device: torch.device, *, budget_ms: float = 0.0, **calls: int) -> dict:
@@ -167,9 +192,10 @@ def gradients_mib(inputs: Inputs, mode: str, head: Head | None = None) -> float:
     return (inputs.hidden.nbytes + weight_bytes) / MIB
 
 
-def measure_products(inputs: Inputs, device: torch.device, *, budget_ms: float = 0.0, **calls: int) -> dict:
+@torch.no_grad()
+def measure_products(hidden: Tensor, weight: Tensor, *, budget_ms: float = 0.0, **calls: int) -> dict:
     """Times of the three plain products by torch.mm: logits, hidden's gradient, weight's gradient."""
-    hidden, weight = inputs.hidden.detach(), inputs.weight.detach()
+    device = hidden.device
     grad_logits = torch.empty(len(hidden), len(weight), dtype=hidden.dtype, device=device).normal_()
     grad_hidden, grad_weight = torch.empty_like(hidden), torch.empty_like(weight)
     products = {

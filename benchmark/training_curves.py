@@ -13,36 +13,20 @@ import functools
 import gc
 import math
 import sys
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from benchmark import measure, megatron_step, training_text
 from benchmark.results import Results
-from benchmark.run import ORDERS
+from benchmark.run import RUNS, Run
 from scripts import megatron_runtime, training
 
 WARM_UP = 0.05  # of the steps: the learning rate rises in them, and falls to a tenth in the others
 HELD_OUT = 4  # microbatches
 PROMPT = 0.3, 0.9  # the shares of a sequence between which the length of its prompt is drawn
 PROGRESS = 25  # steps from one line to the next
-
-
-class Run(NamedTuple):
-    """A way of the loss (see `megatron_step.choose`), the order of sums, and whether prompts are masked."""
-
-    variant: str
-    order: int = 0  # the text's and the weights' own; else the seed of a shuffle
-    masked: bool = False
-
-
-RUNS = {"native": Run("native-fused"), "flag": Run("ours"), "known": Run("ours-known")}
-RUNS |= {"masked-native": Run("native-fused", masked=True), "masked-flag": Run("ours-skip", masked=True)}
-RUNS |= {"masked-known": Run("ours-known-skip", masked=True)}
-RUNS |= {
-    f"{name}-{order}": RUNS[name]._replace(order=order) for name in ("native", "masked-native") for order in ORDERS
-}
 
 
 class Text:
@@ -161,15 +145,13 @@ def train(
     return model, record
 
 
-def measure_case(results: Results, args: argparse.Namespace) -> None:
+@megatron_step.in_megatron
+def measure_case(results: Results, args: argparse.Namespace, device: torch.device) -> None:
     """The runs one after another; what each builds is gone before the next begins."""
-    device = megatron_runtime.initialize(args.tp, device=args.device)
     text = Text(args, device)
     results.document["text"] = text.header
     for name in args.runs:
-        run = RUNS[name]
-        record = {"run": name, "tp": args.tp, **run._asdict(), "step_tokens": args.tokens * args.microbatches}
+        record = {"run": name, "tp": args.tp, **RUNS[name]._asdict(), "step_tokens": args.tokens * args.microbatches}
         results.attempt("curves", record, lambda name=name: train(args, name, text, results.dtype, results.quiet)[1])
         gc.collect()  # DDP's hooks make circles
         torch.cuda.empty_cache()  # nothing without a GPU
-    megatron_runtime.teardown()
