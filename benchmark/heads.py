@@ -134,10 +134,10 @@ def alone(inputs: Inputs, rows: Tensor) -> Inputs:
     return Inputs(hidden, inputs.weight, *per_row)
 
 
-def results_of(head: Head, inputs: Inputs, mode: str, rows: Tensor) -> dict[str, Tensor]:
-    """Logprobs and hidden's gradient of these rows, and the weight's gradient."""
+def results_of(head: Head, inputs: Inputs, mode: str, rows: Tensor | None = None) -> dict[str, Tensor]:
+    """Logprobs and hidden's gradient, of these rows if there are others, and the weight's gradient."""
     (logprobs, *_), (grad_hidden, grad_weight) = run_step(head, inputs, mode)
-    if len(logprobs) != len(rows):
+    if rows is not None and len(logprobs) != len(rows):
         logprobs, grad_hidden = logprobs[rows], grad_hidden[rows]
     return {"logprobs": logprobs.detach(), "grad_hidden": grad_hidden, "grad_weight": grad_weight}
 
@@ -246,14 +246,11 @@ def _time_group(
         dist.barrier()
         results.attempt("products", {"shape": size["shape"]}, partial(products, **calls))
 
-    reference: dict[str, tuple[Tensor, Tensor]] = {}  # logprobs and hidden's gradient of the first head of each mode
+    reference: dict[str, dict[str, Tensor]] = {}  # results of the first head of each mode
 
     def compare(head: Head, mode: str, record: dict) -> dict:
-        (logprobs, *_), (grad_hidden, _) = run_step(head, inputs, mode)
-        expected = reference.setdefault(mode, (logprobs.detach(), grad_hidden))
-        apart = {"logprobs_difference": (logprobs - expected[0]).abs().max().item()}
-        apart["grad_hidden_difference"] = measure.relative_error(grad_hidden, expected[1])
-        return measure.slowest_rank(record, group) | apart
+        found = results_of(head, inputs, mode)
+        return measure.slowest_rank(record, group) | differences(found, reference.setdefault(mode, found))
 
     dist.barrier()
     results.attempt("all_reduce", size | {"mib": gradient.nbytes / MIB}, reduction)

@@ -221,26 +221,17 @@ def load_verl_kernel() -> Callable[..., tuple[Tensor, Tensor]]:
     return importlib.import_module("verl.utils.kernel.linear_cross_entropy").linear_cross_entropy
 
 
-class _SumGradient(torch.autograd.Function):
-    """Identity whose gradient is summed over the group: what verl's kernel leaves to its caller."""
-
-    @staticmethod
-    def forward(ctx, hidden: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx, grad_hidden: Tensor) -> tuple[Tensor, None]:
-        dist.all_reduce(grad_hidden, group=ctx.group)
-        return grad_hidden, None
-
-
 def _load_verl(tp_group: ProcessGroup | None = None) -> Head:
     kernel = load_verl_kernel()
 
+    def summed(grad_hidden: Tensor) -> Tensor:
+        dist.all_reduce(grad_hidden, group=tp_group)
+        return grad_hidden
+
     def head(hidden: Tensor, weight: Tensor, labels: Tensor, mode: str) -> tuple[Tensor, ...]:
-        if tp_group is not None:
-            hidden = _SumGradient.apply(hidden, tp_group)
+        if tp_group is not None and hidden.requires_grad:  # the kernel leaves the sum of its gradient to the caller
+            hidden = hidden.view_as(hidden)
+            hidden.register_hook(summed)
         logprobs, entropy = kernel(hidden, weight, labels, 1.0, "none", tp_group)
         return as_mode(mode, logprobs, entropy if mode in ("fwd", "rl") else None)
 

@@ -44,8 +44,7 @@ def test_inputs_are_the_same_for_every_provider_and_logits_have_the_stated_sprea
     assert (first.hidden @ first.weight.T).std().item() == pytest.approx(2, rel=0.05)
 
 
-def test_oracle_equals_autograd_over_whole_logits(inputs, monkeypatch):
-    monkeypatch.setattr(measure, "ORACLE_TOKENS", 5)
+def test_oracle_equals_autograd_over_whole_logits(inputs):
     expected = measure.oracle(inputs)
     for mode in ("rl", "logprob", "sft"):
         outputs, (grad_hidden, grad_weight) = measure.run_step(providers._eager_head, inputs, mode)
@@ -82,9 +81,9 @@ def test_sft_is_the_mean_of_the_negative_logprobs():
 def test_times_count_repeats_and_the_call(monkeypatch):
     calls = []
     clock = iter(range(10_000))
-    monkeypatch.setattr(measure.time, "perf_counter", lambda: next(clock) / 1e3)  # every call takes one millisecond
-    times = measure.measure_call(lambda: calls.append(1), CPU, budget_ms=7)
-    assert times["time_ms"] == pytest.approx(1.0)
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: next(clock) / 1e3)  # a call takes two milliseconds
+    times = measure.measure_call(lambda: calls.append(1), CPU, budget_ms=14)
+    assert times["time_ms"] == pytest.approx(2.0)
     assert times["repeats"] == 7
     assert len(calls) == 10  # one that compiles, one for the memory, one to learn how long a call takes
 
