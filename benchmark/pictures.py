@@ -47,22 +47,25 @@ def draw(document: dict, folder: Path, only: Collection[str] = ()) -> list[Path]
     from matplotlib import pyplot  # of an extra
 
     folder.mkdir(parents=True, exist_ok=True)
+    kinds = {  # the section, the fields of whose records tell pictures apart
+        "time": (_draw_times, "times", "mode"),
+        "trade": (_draw_trade, "times", "mode", "shape"),
+        "memory": (_draw_memory, "memory", "mode", "shape"),
+        "rows": (_draw_rows, "rows", "mode", "shape"),
+        "jsd": (_draw_jsd, "jsd"),
+        "curves": (_draw_curves, "curves"),
+    }
     draw_it = {}
-    for (mode,) in grouped(document.get("times", []), "mode"):
-        draw_it[f"time_{mode}"] = partial(_draw_times, mode=mode)
-    kinds = {"trade": ("times", _draw_trade), "memory": ("memory", _draw_memory), "rows": ("rows", _draw_rows)}
-    for name, (section, drawing) in kinds.items():
-        for mode, shape in grouped(document.get(section, []), "mode", "shape"):
-            if name != "trade" or mode != "fwd":
-                draw_it[f"{name}_{mode}_{shape}"] = partial(drawing, mode=mode, shape=shape)
-    whole = {"jsd": _draw_jsd, "curves": _draw_curves}
-    draw_it |= {name: drawing for name, drawing in whole.items() if document.get(name)}
+    for kind, (drawing, section, *fields) in kinds.items():
+        for values in grouped(document.get(section, []), *fields):
+            if (kind, *values[:1]) != ("trade", "fwd"):
+                draw_it["_".join((kind, *values))] = partial(drawing, document, *values)
     if unknown := set(only) - draw_it.keys():
         raise ValueError(f"only must name some of {', '.join(draw_it)}, got {', '.join(sorted(unknown))}")
     paths = {name: folder / f"{name}.png" for name in draw_it if not only or name in only}
     for name, path in paths.items():
         with pyplot.rc_context({"axes.titlesize": 10 if name == "curves" else 11}):
-            _save(draw_it[name](document), document, path)
+            _save(draw_it[name](), document, path)
     return list(paths.values())
 
 
@@ -92,21 +95,20 @@ def _label(axis: Any, text: str, point: tuple[float, float], color: str, x: int 
     axis.annotate(text, point, xytext=(x, y), textcoords="offset points", color=color, fontsize=10, bbox=box, **place)
 
 
-def _plot_lines(axis: Any, lines: list[tuple[str, list[tuple[float, float]], str]]) -> list[tuple]:
-    """Plots lines of (name, points, color), dotted where black, and returns their ends for `_label_ends`."""
+def _plot_lines(axis: Any, lines: list[tuple[str, list[tuple[float, float]], str]], height: float) -> None:
+    """Plots lines of (name, points, color), dotted where black, below `height` times the highest point.
+
+    Names stand behind the ends, as far apart as a line of text is high.
+    """
     for _, points, color in lines:
         style = ":" if color == "black" else "o-"
         axis.plot(*zip(*points, strict=True), style, color=color, linewidth=2, markersize=5)
-    return [(name, *points[-1], color) for name, points, color in lines]
-
-
-def _label_ends(axis: Any, ends: list[tuple]) -> None:
-    """Writes the names of lines, (name, x, y, color), behind their ends, as far apart as a line of text is high."""
+    axis.set_ylim(0, height * axis.dataLim.y1 if lines else 1)
     step = 0.062 * axis.get_ylim()[1]
     free = -step / 2
-    for name, x, y, color in sorted(ends, key=lambda end: end[2]):
-        free = max(y, free + step)
-        _label(axis, name, (x, free), color)
+    for name, points, color in sorted(lines, key=lambda line: line[1][-1][1]):
+        free = max(points[-1][1], free + step)
+        _label(axis, name, (points[-1][0], free), color)
 
 
 def _draw_jsd(document: dict) -> Any:
@@ -198,11 +200,9 @@ def _draw_rows(document: dict, mode: str, shape: str) -> Any:
             name, color = re.sub("`", "", SKIPPING.get(provider, _name(provider))), _color(provider)
             points = sorted((100 * record["ignored"], record["time_ms"]) for record in records)
             lines.append((name, points, "black" if provider == "ours-alone" else color))
-    ends = _plot_lines(axis, lines)
-    axis.set(title=_title(mode.removesuffix("-cached"), shape), ylim=(0, 1.05 * axis.dataLim.y1), ylabel="ms")
-    axis.set(xlim=(0, 150), xticks=range(0, 101, 20))
+    _plot_lines(axis, lines, 1.05)
+    axis.set(title=_title(mode.removesuffix("-cached"), shape), ylabel="ms", xlim=(0, 150), xticks=range(0, 101, 20))
     axis.set_xlabel("% of the rows ignored", x=0.33)
-    _label_ends(axis, ends)
     return figure
 
 
@@ -213,14 +213,12 @@ def _draw_memory(document: dict, mode: str, shape: str) -> Any:
     for (provider,), records in grouped(_with_memory(document, "memory", mode=mode, shape=shape), "provider").items():
         points = sorted((record["tokens"], extra_gib(record)) for record in records)
         lines.append((_name(provider), points, _color(provider)))
-    ends = _plot_lines(axis, lines)
     axis.set_xscale("log", base=2)
+    _plot_lines(axis, lines, 1.15)
     sizes = sorted({record["tokens"] for record in document["memory"] if record["shape"] == shape})
     axis.set_xticks(sizes, [f"{size / 1024:g}k" if size >= 1024 else str(size) for size in sizes])
-    axis.set_ylim(0, 1.15 * axis.dataLim.y1 if ends else 1)
-    if ends:
+    if lines:
         axis.set_xlim(None, axis.dataLim.x1 * (axis.dataLim.x1 / axis.dataLim.x0) ** 0.6)
-        _label_ends(axis, ends)
     of = parse_shape(shape)
     title = f"{MODES.get(mode, mode)}: hidden {of.hidden:,}, vocabulary {of.vocab:,}"
     axis.set(title=title, xlabel="tokens (logarithmic)", ylabel=MEMORY)

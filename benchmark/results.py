@@ -7,6 +7,7 @@ import json
 import random
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -45,6 +46,7 @@ def as_cell(value: object) -> str:
     return str(value)
 
 
+@dataclass
 class Results:
     """A document that grows, written after every measurement.
 
@@ -53,19 +55,18 @@ class Results:
     quiet   nothing is printed (a rank that only helps)
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        dtype: torch.dtype,
-        path: Path | None,
-        settings: dict,
-        rounds: int = ROUNDS,
-        quiet: bool = False,
-    ):
-        self.device, self.dtype, self.path, self.rounds, self.quiet = device, dtype, path, rounds, quiet
-        self.document: dict[str, Any] = {"environment": environment(device), "dtype": str(dtype), "settings": settings}
-        if path:
-            path.parent.mkdir(parents=True, exist_ok=True)
+    device: torch.device
+    dtype: torch.dtype
+    path: Path | None
+    settings: dict
+    rounds: int = ROUNDS
+    quiet: bool = False
+
+    def __post_init__(self) -> None:
+        settings = {"dtype": str(self.dtype), "settings": self.settings}
+        self.document: dict[str, Any] = {"environment": environment(self.device), **settings}
+        if self.path:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def section(self, name: str) -> list[dict]:
         return self.document.setdefault(name, [])
