@@ -102,8 +102,8 @@ def measure_heads(results: Results, arguments: Any) -> None:
     modes = [mode for mode in arguments.modes if mode != "fwd"]
     for shape, mode in itertools.product(shapes, arguments.modes):
         run.times(shape, mode)
-    if arguments.error_shape:
-        run.errors(arguments.error_shape)
+    for shape in arguments.error_shape:
+        run.errors(shape)
     cached, told = [], []
     for fraction in arguments.cache_fractions:
         size = cache_bytes(shapes[0].tokens, shapes[0].vocab, fraction)
