@@ -119,7 +119,7 @@ def peak_mib(call: Callable[[], object], device: torch.device) -> float | None:
 class Timed:
     """The record of one call: first its memory, then times of as many rounds as are asked for.
 
-    context  what the call runs in, entered anew for each of these
+    context  what each of these runs in, entered anew
     after    gets the record, and returns what is measured behind the rounds
     """
 
@@ -150,6 +150,11 @@ class Timed:
             self.times_ms += time_ms(self.call, self.device, **self._calls)
         times = {"time_ms": median(self.times_ms), "fastest_ms": min(self.times_ms), "slowest_ms": max(self.times_ms)}
         return times | {"repeats": len(self.times_ms)}
+
+    def finish(self, record: dict) -> dict:
+        """What is measured behind the rounds."""
+        with self.context():
+            return self.after(record)
 
 
 def turn(

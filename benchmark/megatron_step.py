@@ -9,9 +9,9 @@ weights. One model serves all variants, so they share its weights to the bit. Ma
 
 import argparse
 import contextlib
-import functools
 import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +25,6 @@ import megatron_lce
 from benchmark import measure
 from benchmark.ours import cache_bytes
 from benchmark.results import Results
-from megatron_lce.megatron_integration.enable import FusedLinearCE
 from scripts import megatron_runtime
 
 CALLS = {"repeats": 1, "settle": 1}  # in a round; see `measure.SETTLE_MS`
@@ -139,8 +138,9 @@ def losses_and_gradients(
     return losses, [parameter.main_grad.clone() for parameter in model.parameters()]
 
 
-def choose(model: nn.Module, variant: str, tokens: int, args: argparse.Namespace) -> FusedLinearCE:
-    """Puts the variant's loss in force."""
+@contextlib.contextmanager
+def chosen(model: nn.Module, variant: str, tokens: int, args: argparse.Namespace) -> Iterator[None]:
+    """The variant's loss is in force."""
     get_model_config(model).cross_entropy_loss_fusion = variant == "native-fused"
     head = getattr(unwrap_model(model), "output_layer", None)
     if head is not None:
@@ -157,13 +157,6 @@ def choose(model: nn.Module, variant: str, tokens: int, args: argparse.Namespace
         logits_cache_bytes=caches.get(variant, 0),
     )
     assert handle.enabled == (variant.startswith("ours") and parallel_state.is_pipeline_last_stage()), handle.reasons
-    return handle
-
-
-@contextlib.contextmanager
-def chosen(*choice: Any) -> Iterator[None]:
-    """The same for a while."""
-    handle = choose(*choice)
     try:
         yield
     finally:
@@ -175,19 +168,12 @@ def relative_errors(gradients: list[Tensor], exact: list[Tensor]) -> list[float]
 
 
 def errors(
-    in_force: Callable[[], contextlib.AbstractContextManager],
-    model: nn.Module,
-    batches: list[dict[str, Tensor]],
-    exact: tuple,
-    native_errors: list[float],
-    record: dict,
+    model: nn.Module, batches: list[dict[str, Tensor]], exact: tuple, native_errors: list[float], record: dict
 ) -> dict:
-    """Adds errors against the fp32 run: the worst token, the worst parameter, and that over native's error.
-
-    Returns the record of the slowest rank.
+    """The slowest rank's record, with errors against the fp32 run: the worst token, the worst parameter, and that over
+    native's error.
     """
-    with in_force():
-        losses, gradients = losses_and_gradients(model, batches, record["variant"])
+    losses, gradients = losses_and_gradients(model, batches, record["variant"])
     found = {"loss": 0.0, "loss_max_error": 0.0}  # of a stage without a head
     if losses is not None:
         counted = sum(batch["loss_mask"].sum() for batch in batches)
@@ -212,7 +198,7 @@ def in_megatron(work: Callable[[Results, argparse.Namespace, torch.device], None
 
 @in_megatron
 def measure_case(results: Results, args: argparse.Namespace, device: torch.device) -> None:
-    """All variants at every number of tokens. They share one model, so each puts itself in force when it is called."""
+    """All variants at every number of tokens. They share one model, so each is put in force when it is called."""
     model = build(args, results.dtype, device)
     for tokens, masked in itertools.product(args.tokens, args.masked):
         batches = make_batches(args, tokens, masked, device)
@@ -224,9 +210,7 @@ def measure_case(results: Results, args: argparse.Namespace, device: torch.devic
         turns = []
         for name in args.variants:
             record = {"tp": args.tp, "pp": args.pp, "tokens": tokens, "masked": masked, "variant": name}
-            in_force = functools.partial(chosen, model, name, tokens, args)
-            after = functools.partial(errors, in_force, model, batches, exact, native_errors)
-            turns.append(
-                (record, measure.Timed(functools.partial(step, model, batches, name), device, in_force, after))
-            )
+            call, in_force = partial(step, model, batches, name), partial(chosen, model, name, tokens, args)
+            after = partial(errors, model, batches, exact, native_errors)
+            turns.append((record, measure.Timed(call, device, in_force, after)))
         results.take_turns("steps", turns, dist.barrier, **CALLS)

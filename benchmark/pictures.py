@@ -229,18 +229,21 @@ def _draw_curves(document: dict) -> Any:
     """Training runs: a column of losses and their differences for all tokens, one for masked prompts, one of bars."""
     from matplotlib import pyplot
 
-    groups = grouped(measured(document, "curves"), "masked")
-    size = (4.6 * (len(groups) + 1), 6.6)
-    figure, axes = pyplot.subplots(2, len(groups) + 1, figsize=size, squeeze=False, layout="constrained")
-    in_order = [record for record in measured(document, "curves") if record["order"] == 0]
+    groups, in_order = grouped(measured(document, "curves"), "masked"), measured(document, "curves", order=0)
+    columns = len(groups) + 1
+    figure, axes = pyplot.subplots(2, columns, figsize=(4.6 * columns, 6.6), squeeze=False, layout="constrained")
     for (above, below), ((masked,), group) in zip(axes.T, groups.items(), strict=False):
-        ways = [record for record in group if record["order"] == 0]
+        ways = [record for record in in_order if record["masked"] == masked]
         native = next(record for record in ways if record["variant"] == "native-fused")
         tokens = native["step_tokens"] * len(native["losses"]) / 1e6
         title = f"{'masked prompts' if masked else 'every token counts'}: {tokens:.1f} M tokens"
         above.set(title=title, ylabel="loss per token, nats")
         below.set(xlabel="optimizer step", ylabel="loss less that of the native run")
-        _draw_noise(below, [_less(record, native) for record in group if record["order"]])
+        if noise := [_less(record, native) for record in group if record["order"]]:
+            largest = [max(map(abs, at_step)) for at_step in zip(*noise, strict=True)]
+            band = [max(largest[max(0, i - WINDOW) : i + WINDOW + 1]) for i in range(len(largest))]
+            label = "noise: native runs that take sums in another order"
+            below.fill_between(range(1, len(band) + 1), [-x for x in band], band, color="lightgray", label=label)
         for index, record in enumerate(ways):  # each curve thinner than the one below it
             steps = range(1, len(record["losses"]) + 1)
             style = {"color": _run_color(record), "label": RUNS[record["variant"]]}
@@ -261,15 +264,6 @@ def _less(record: dict, native: dict) -> list[float]:
 def _run_color(record: dict) -> str:
     """That of the way without a mask."""
     return _color(record["variant"].removesuffix("-skip"))
-
-
-def _draw_noise(axis: Any, differences: list[list[float]]) -> None:
-    """A band as wide as the largest difference near each step."""
-    if differences:
-        largest = [max(map(abs, at_step)) for at_step in zip(*differences, strict=True)]
-        band = [max(largest[max(0, i - WINDOW) : i + WINDOW + 1]) for i in range(len(largest))]
-        label = "noise: native runs that take sums in another order"
-        axis.fill_between(range(1, len(band) + 1), [-x for x in band], band, color="lightgray", label=label)
 
 
 def _draw_runs(axis: Any, records: list[dict], field: str, title: str, unit: float) -> None:

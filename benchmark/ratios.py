@@ -24,14 +24,10 @@ def extra_gib(record: dict) -> float:
     return (record["peak_mib"] - record["gradients_mib"] + record.get("outside_mib", 0.0)) / 1024
 
 
-def _median_ms(records: list[dict], *names: str) -> list[float]:
-    """Of each of these times over all records; nothing where there are none."""
+def products_ms(records: list[dict], *names: str) -> list[float]:
+    """Median cuBLAS times over all records: the logits', by name, then those of both gradients; or nothing."""
+    names += ("grad_hidden_ms", "grad_weight_ms")
     return [median(ms for record in records for ms in record[name]) for name in names] if records else []
-
-
-def products_ms(document: dict, shape: str) -> list[float]:
-    """Median cuBLAS times of one shape in this run: logits, hidden's gradient, weight's gradient; or nothing."""
-    return _median_ms(measured(document, "products", shape=shape), "logits_ms", "grad_hidden_ms", "grad_weight_ms")
 
 
 def products_by(document: dict) -> str:
@@ -41,7 +37,7 @@ def products_by(document: dict) -> str:
 
 def limits_ms(document: dict, shape: str, mode: str) -> dict[str, float]:
     """cuBLAS's time for the products that the mode needs, with and without computing the logits again; or nothing."""
-    products = products_ms(document, shape)
+    products = products_ms(measured(document, "products", shape=shape), "logits_ms")
     if not products or mode == "fwd":
         return {"F": products[0]} if products else {}
     return {"F+dX+dW": sum(products), "2F+dX+dW": products[0] + sum(products)}
@@ -49,8 +45,7 @@ def limits_ms(document: dict, shape: str, mode: str) -> dict[str, float]:
 
 def jsd_limits_ms(document: dict) -> dict[str, float]:
     """The same of a divergence and its gradients, from all measurements in the document."""
-    names = ("student_logits_ms", "teacher_logits_ms", "grad_hidden_ms", "grad_weight_ms")
-    products = _median_ms(measured(document, "jsd_products"), *names)
+    products = products_ms(measured(document, "jsd_products"), "student_logits_ms", "teacher_logits_ms")
     return {"Fs+Ft+dX+dW": sum(products), "2(Fs+Ft)+dX+dW": sum(products) + sum(products[:2])} if products else {}
 
 

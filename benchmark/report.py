@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmark import pictures, results
-from benchmark.ratios import measured, products_by, products_ms
+from benchmark.ratios import grouped, measured, products_by, products_ms
 from benchmark.results import as_cell
 from scripts.arguments import HelpFormatter
 
@@ -40,9 +40,9 @@ def print_tables(document: dict) -> None:
     lines = [f"{environment['device']}, {document['dtype']}, {versions}, {environment['date']}"]
     missing = [record for record in document.get("providers", []) if record["status"] != "ok"]
     lines += [f"{x['provider']}: {x['status']}: {x.get('reason', '')}" for x in missing]
-    for record in measured(document, "products"):
-        products = "F {:.2f}, dX {:.2f}, dW {:.2f} ms".format(*products_ms(document, record["shape"]))
-        lines.append(f"{record['shape']}: {products_by(document)} {products}")
+    for (shape,), records in grouped(measured(document, "products"), "shape").items():
+        products = "F {:.2f}, dX {:.2f}, dW {:.2f} ms".format(*products_ms(records, "logits_ms"))
+        lines.append(f"{shape}: {products_by(document)} {products}")
     lines += [f"{x['shape']}: all-reduce {x['time_ms']:.2f} ms" for x in measured(document, "all_reduce")]
     for line in dict.fromkeys(lines):
         console.print(line, markup=False, highlight=False)

@@ -104,7 +104,7 @@ class Results:
             left = [(x, timed) for x, timed in left if self._update(section, x, partial(timed.round, **calls))]
         for record, timed in turns:
             if record["status"] == "ok":
-                self._update(section, record, partial(timed.after, record))
+                self._update(section, record, partial(timed.finish, record))
             self._print(section, record)
 
     def _update(self, section: str, record: dict, measurement: Callable[[], dict]) -> bool:

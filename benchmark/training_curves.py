@@ -120,27 +120,26 @@ def train(
         shuffle_neurons(model, run.order)
     settings = {"use_distributed_optimizer": True, "adam_eps": 1e-8, "adam_beta2": 0.95, "weight_decay": 0.1}
     optimizer = megatron_runtime.build_optimizer([model], dtype, args.lr, initial_loss_scale=2.0**16, **settings)
-    handle = megatron_step.choose(model, run.variant, args.tokens, args)
     timer, losses, resting = training.StepTimer(device), [], None
-    for step in range(args.steps):
-        if step == training.WARM_UP_STEPS and device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-            resting = torch.cuda.memory_allocated(device)
-        batches = text.step(step, run)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(args, step)
-        with timer:
-            reports = training.train_step(model, optimizer, forward_step, iter(batches), len(batches))
-        losses.append(mean_loss(reports))
-        if not quiet and (step + 1) % PROGRESS == 0:
-            print(f"{name}: step {step + 1} of {args.steps}, loss {losses[-1]:.4f}", file=sys.stderr, flush=True)
-    record = {"parameters": sum(parameter.numel() for parameter in model.parameters())}  # of this rank
-    record |= {"time_ms": timer.median_ms(), "resting_mib": None, "peak_mib": None}
-    if resting is not None:
-        record |= {"resting_mib": resting / measure.MIB}
-        record |= {"peak_mib": (torch.cuda.max_memory_allocated(device) - resting) / measure.MIB}
-    record["held_out_loss"] = held_out_loss(model, text.held_out(run.masked))
-    handle.remove()
+    with megatron_step.chosen(model, run.variant, args.tokens, args):
+        for step in range(args.steps):
+            if step == training.WARM_UP_STEPS and device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(device)
+                resting = torch.cuda.memory_allocated(device)
+            batches = text.step(step, run)
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(args, step)
+            with timer:
+                reports = training.train_step(model, optimizer, forward_step, iter(batches), len(batches))
+            losses.append(mean_loss(reports))
+            if not quiet and (step + 1) % PROGRESS == 0:
+                print(f"{name}: step {step + 1} of {args.steps}, loss {losses[-1]:.4f}", file=sys.stderr, flush=True)
+        record = {"time_ms": timer.median_ms(), "resting_mib": None, "peak_mib": None}
+        if resting is not None:
+            record |= {"resting_mib": resting / measure.MIB}
+            record |= {"peak_mib": (torch.cuda.max_memory_allocated(device) - resting) / measure.MIB}
+        record["held_out_loss"] = held_out_loss(model, text.held_out(run.masked))
+    record["parameters"] = sum(parameter.numel() for parameter in model.parameters())  # of this rank
     record["losses"] = [round(loss, 6) for loss in torch.stack(losses).tolist()]
     return model, record
 
