@@ -94,29 +94,40 @@ def _load_megatron(tp_group: ProcessGroup | None = None) -> Head:
     return head
 
 
-def _load_liger() -> Head:
-    from liger_kernel.ops import LigerFusedLinearCrossEntropyFunction
-
-    def head(hidden: Tensor, weight: Tensor, labels: Tensor, mode: str) -> tuple[Tensor, ...]:
-        reduction = "mean" if mode == "sft" else "none"
-        # bias, class weights, ignore_index, z-loss, label smoothing: all off
-        out = LigerFusedLinearCrossEntropyFunction.apply(hidden, weight, labels, None, None, -100, 0.0, 0.0, reduction)
-        return (out[0],) if mode == "sft" else (-out[0],)
-
-    return head
+def _calling(module: str, name: str) -> Callable[[Callable[..., tuple[Tensor, ...]]], Callable[[], Head]]:
+    """Makes the `load` of a provider: it imports a peer's function, which the head gets in front of its arguments."""
+    return lambda head: lambda: partial(head, getattr(importlib.import_module(module), name))
 
 
-def _load_liger_scaled() -> Head:
-    # Named directly: the public dispatcher falls back to plain torch, silently, where this kernel cannot run.
-    from liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90 import LigerFusedScaledCrossEntropySM90Function
+@_calling("liger_kernel.ops", "LigerFusedLinearCrossEntropyFunction")
+def _load_liger(peer: Any, hidden: Tensor, weight: Tensor, labels: Tensor, mode: str) -> tuple[Tensor, ...]:
+    reduction = "mean" if mode == "sft" else "none"
+    # bias, class weights, ignore_index, z-loss, label smoothing: all off
+    out = peer.apply(hidden, weight, labels, None, None, -100, 0.0, 0.0, reduction)
+    return (out[0],) if mode == "sft" else (-out[0],)
 
-    def head(hidden: Tensor, weight: Tensor, labels: Tensor, mode: str) -> tuple[Tensor, ...]:
-        entropy = mode in ("fwd", "rl")
-        out = LigerFusedScaledCrossEntropySM90Function.apply(hidden, weight, labels, 1.0, -100, 1, entropy)
-        losses, entropies = out if entropy else (out, None)  # entropy comes in bf16
-        return as_mode(mode, -losses, entropies.float() if entropy else None)
 
-    return head
+# Named directly: the public dispatcher falls back to plain torch, silently, where this kernel cannot run.
+@_calling("liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90", "LigerFusedScaledCrossEntropySM90Function")
+def _load_liger_scaled(peer: Any, hidden: Tensor, weight: Tensor, labels: Tensor, mode: str) -> tuple[Tensor, ...]:
+    entropy = mode in ("fwd", "rl")
+    out = peer.apply(hidden, weight, labels, 1.0, -100, 1, entropy)
+    losses, entropies = out if entropy else (out, None)  # entropy comes in bf16
+    return as_mode(mode, -losses, entropies.float() if entropy else None)
+
+
+@_calling("cut_cross_entropy", "linear_cross_entropy")
+def _load_cut_cross_entropy(peer: Any, hidden: Tensor, weight: Tensor, labels: Tensor, mode: str) -> tuple[Tensor, ...]:
+    if mode == "sft":
+        return (peer(hidden, weight, labels, reduction="mean"),)
+    return (-peer(hidden, weight, labels, reduction="none"),)
+
+
+@_calling("quack.linear_cross_entropy", "chunked_linear_cross_entropy")
+def _load_quack(peer: Any, hidden: Tensor, weight: Tensor, labels: Tensor, mode: str) -> tuple[Tensor, ...]:
+    chunk_size = 8192 if hidden.shape[1] == 4096 else 4096  # it refuses chunks as long as hidden is wide
+    # tuned=False: its default tiles instead of a search of minutes for each shape
+    return (peer(hidden, weight, labels, chunk_size=chunk_size, reduction="mean", tuned=False),)
 
 
 class LigerNative:
@@ -177,30 +188,6 @@ def _outside_mib() -> float:
     torch.cuda.synchronize()
     free, total = torch.cuda.mem_get_info()
     return (total - free - torch.cuda.memory_reserved()) / MIB
-
-
-def _load_cut_cross_entropy() -> Head:
-    from cut_cross_entropy import linear_cross_entropy
-
-    def head(hidden: Tensor, weight: Tensor, labels: Tensor, mode: str) -> tuple[Tensor, ...]:
-        if mode == "sft":
-            return (linear_cross_entropy(hidden, weight, labels, reduction="mean"),)
-        return (-linear_cross_entropy(hidden, weight, labels, reduction="none"),)
-
-    return head
-
-
-def _load_quack() -> Head:
-    from quack.linear_cross_entropy import chunked_linear_cross_entropy
-
-    def head(hidden: Tensor, weight: Tensor, labels: Tensor, mode: str) -> tuple[Tensor, ...]:
-        chunk_size = 8192 if hidden.shape[1] == 4096 else 4096  # it refuses chunks as long as hidden is wide
-        # tuned=False: its default tiles instead of a search of minutes for each shape
-        return (
-            chunked_linear_cross_entropy(hidden, weight, labels, chunk_size=chunk_size, reduction="mean", tuned=False),
-        )
-
-    return head
 
 
 @functools.cache

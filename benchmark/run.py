@@ -184,8 +184,9 @@ CASES = {
 # fmt: on
 
 
-def build_parser(device: str = "cuda" if torch.cuda.is_available() else "cpu") -> argparse.ArgumentParser:
-    """Its defaults are those of the device."""
+def build_parser(device: str | None = None) -> argparse.ArgumentParser:
+    """Its defaults are those of the device; None: a GPU where there is one."""
+    on_cpu = device == "cpu" or (device is None and not torch.cuda.is_available())
     parser = argparse.ArgumentParser(
         prog="python -m benchmark.run", description=__doc__.splitlines()[0], formatter_class=HelpFormatter
     )
@@ -196,7 +197,7 @@ def build_parser(device: str = "cuda" if torch.cuda.is_available() else "cpu") -
         ).add_argument
         for option, default in case.options.items():
             parse, text = OPTIONS.get(f"{name} {option}") or OPTIONS[option]
-            default = default[device == "cpu"] if isinstance(default, tuple) else default
+            default = default[on_cpu] if isinstance(default, tuple) else default
             add(f"--{option.replace('_', '-')}", help=text, default=default, type=parse)
         add("--dtype", choices=DTYPES, default="bf16", help="Type of hidden and weight.")
         add("--device", choices=("cuda", "cpu"), help="Where to run; None: cuda where every rank has a GPU.")
