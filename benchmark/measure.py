@@ -6,6 +6,7 @@ import gc
 import itertools
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from statistics import median
 
 import torch
@@ -116,6 +117,7 @@ def peak_mib(call: Callable[[], object], device: torch.device) -> float | None:
     raise RuntimeError("the call frees memory that was allocated before it, each time")
 
 
+@dataclass
 class Timed:
     """The record of one call: first its memory, then times of as many rounds as are asked for.
 
@@ -123,16 +125,12 @@ class Timed:
     after    gets the record, and returns what is measured behind the rounds
     """
 
-    def __init__(
-        self,
-        call: Callable[[], object],
-        device: torch.device,
-        context: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
-        after: Callable[[dict], dict] = lambda record: {},
-    ) -> None:
-        self.call, self.device, self.context, self.after = call, device, context, after
-        self.times_ms: list[float] = []
-        self._calls: dict[str, int] | None = None  # of a round
+    call: Callable[[], object]
+    device: torch.device
+    context: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
+    after: Callable[[dict], dict] = lambda record: {}
+    times_ms: list[float] = field(default_factory=list)
+    _calls: dict[str, int] | None = None  # of a round
 
     def warm_up(self) -> dict:
         """Extra peak memory of the second call with the results in it; the first compiles."""
