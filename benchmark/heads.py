@@ -1,17 +1,32 @@
-"""Our head beside its peers in one process: times, errors, memory, over caches and workspaces, and the host's time."""
+"""Our head beside its peers in one process, over ignored rows too, and over the ranks of a tensor-parallel group."""
 
+import functools
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
+from statistics import median
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
 from benchmark import measure
-from benchmark.measure import gradients_mib, run_step
+from benchmark.measure import run_step
 from benchmark.ours import MIB, Ours, cache_bytes
-from benchmark.providers import Head, LigerNative, Provider
+from benchmark.providers import PROVIDERS, Head, Provider
 from benchmark.results import Results
 from benchmark.shapes import Inputs, Shape, make_inputs
+
+IGNORED = -100
+TP_HEADS = {  # under tensor parallelism, and the kinds of a step that are measured
+    **dict.fromkeys(("ours", "ours-cached", "ours-token-640"), ("rl", "logprob")),
+    "verl": ("rl",),
+    "megatron": ("logprob",),
+}
 
 
 class Run:
@@ -19,114 +34,229 @@ class Run:
 
     def __init__(self, results: Results, providers: list[Provider], budget_ms: float):
         self.results, self.device, self.budget_ms = results, results.device, budget_ms
-        heads: dict[str, Head] = results.load(providers)
+        heads = results.load(providers)
         self.heads = [(provider, heads[provider.name]) for provider in providers if provider.name in heads]
 
     def inputs(self, shape: Shape) -> Inputs:
         measure.free_memory(self.device)
         return make_inputs(shape, self.results.dtype, self.device)
 
-    def take_turns(self, section: str, shape: Shape, inputs: Inputs, steps: Iterable[tuple[dict, Head, str]]) -> None:
+    def take_turns(self, section: str, shape: Shape, steps: list[tuple[dict, Head, str]]) -> None:
         """Steps (what tells them apart, head, mode) take turns with each other and with the products."""
-        turns, steps = [], list(steps)
-        for properties, head, mode in steps:
-            record = {"shape": shape.name, "mode": mode, **properties}
-            record["gradients_mib"] = gradients_mib(inputs, mode, head)
-            turns.append((record, measure.Timed(partial(run_step, head, inputs, mode), self.device)))
-        products = partial(measure.measure_products, inputs, self.device, budget_ms=self.budget_ms)
+        inputs = self.inputs(shape)
+        turns = [
+            measure.turn({"shape": shape.name, "mode": mode, **properties}, head, inputs, mode)
+            for properties, head, mode in steps
+        ]
+        products = partial(measure.measure_products, inputs.hidden, inputs.weight, budget_ms=self.budget_ms)
         yardstick = partial(self.results.attempt, "products", {"shape": shape.name}, products)
         self.results.take_turns(section, turns, yardstick, budget_ms=self.budget_ms)
-        for (record, _), (_, head, _) in zip(turns, steps, strict=True):
-            self.results.complete(section, record, partial(_outside, head))
 
-    def times(self, shape: Shape, modes: list[str]) -> None:
-        """Every head that has the mode, mode by mode."""
-        inputs = self.inputs(shape)
-        for mode in modes:
-            measure.free_memory(self.device)
-            for provider, _ in self.heads:
-                if mode not in provider.modes:
-                    record = {"shape": shape.name, "mode": mode, "provider": provider.name}
-                    self.results.unsupported("times", record, provider.missing)
-            able = [(provider.name, head) for provider, head in self.heads if mode in provider.modes]
-            self.take_turns("times", shape, inputs, [({"provider": name}, head, mode) for name, head in able])
+    def each(
+        self, section: str, shape: Shape, inputs: Inputs, modes: list[str], measured: Callable[..., dict], **more: Any
+    ) -> None:
+        """`measured(head, inputs, mode)` of every head, in the modes that it has; else in its first with gradients."""
+        for provider, head in self.heads:
+            first = next(mode for mode in provider.modes if mode != "fwd")
+            for mode in [mode for mode in modes if mode in provider.modes] or [first]:
+                measure.free_memory(self.device)
+                record = {"shape": shape.name, **more, "mode": mode, "provider": provider.name}
+                self.results.attempt(section, record, partial(measured, head, inputs, mode))
+
+    def times(self, shape: Shape, mode: str) -> None:
+        """Every head that has the mode."""
+        steps = []
+        for provider, head in self.heads:
+            if mode in provider.modes:
+                steps.append(({"provider": provider.name}, head, mode))
+            else:
+                record = {"shape": shape.name, "mode": mode, "provider": provider.name}
+                self.results.unsupported("times", record, provider.missing)
+        self.take_turns("times", shape, steps)
 
     def errors(self, shape: Shape) -> None:
-        """Every head against fp64, in the first mode with gradients that it supports."""
+        """Every head against fp64."""
         inputs = self.inputs(shape)
-        expected = measure.oracle(inputs)
-        for provider, head in self.heads:
-            mode = _gradient_mode(provider)
-            record = {"shape": shape.name, "provider": provider.name, "mode": mode}
-            self.results.attempt("errors", record, partial(measure.measure_error, head, inputs, mode, expected))
+        self.each("errors", shape, inputs, [], partial(measure.measure_error, expected=measure.oracle(inputs)))
 
-    def cache_budgets(self, shape: Shape, fractions: list[float], modes: list[str]) -> None:
-        """Time and memory of ours over `logits_cache_bytes`."""
-        sizes = {fraction: cache_bytes(shape.tokens, shape.vocab, fraction) for fraction in fractions}
-        steps = [
-            ({"fraction": fraction, "logits_cache_bytes": size}, Ours(fraction), mode)
-            for (fraction, size), mode in itertools.product(sizes.items(), modes)
-        ]
-        self.take_turns("cache", shape, self.inputs(shape), steps)
-
-    def workspaces(self, shape: Shape, sizes_mib: list[int], modes: list[str]) -> None:
-        """Time and memory of `linear_token_loss` over `workspace_bytes`."""
-        steps = [
-            ({"provider": "ours-token", "workspace_mib": size}, Ours(workspace_bytes=size * MIB, token_loss=True), mode)
-            for size, mode in itertools.product(sizes_mib, modes)
-        ]
-        self.take_turns("workspace", shape, self.inputs(shape), steps)
-
-    def host_times(self, shape: Shape, modes: list[str]) -> None:
+    def host(self, shape: Shape, modes: list[str]) -> None:
         """How long a call keeps the host, beside how long the device takes."""
-        inputs = self.inputs(shape)
-        for mode, (provider, head) in itertools.product(modes, self.heads):
-            if mode in provider.modes:
-                record = {"shape": shape.name, "mode": mode, "provider": provider.name}
-                step = partial(run_step, head, inputs, mode)
-                host = partial(measure.host_times, step, self.device, budget_ms=self.budget_ms)
-                self.results.attempt("host", record, host)
 
-    def memory(self, shape: Shape, tokens: list[int], modes: list[str]) -> None:
-        """Extra peak memory over the number of tokens at the shape's H and V."""
-        for count in tokens:
-            inputs = self.inputs(replace(shape, tokens=count))
-            for provider, head in self.heads:
-                for mode in [mode for mode in modes if mode in provider.modes] or [_gradient_mode(provider)]:
-                    measure.free_memory(self.device)
-                    record = {"shape": shape.name, "tokens": count, "mode": mode, "provider": provider.name}
-                    self.results.attempt("memory", record, partial(self._peak, head, inputs, mode))
-            del inputs
+        def times(*step: Any) -> dict:
+            return measure.host_times(partial(run_step, *step), self.device, budget_ms=self.budget_ms)
 
-    def _peak(self, head: Head, inputs: Inputs, mode: str) -> dict:
-        step = partial(run_step, head, inputs, mode)
-        step()  # compiles
-        peak_mib = measure.peak_mib(step, self.device)
-        return {"peak_mib": peak_mib, "gradients_mib": gradients_mib(inputs, mode, head), **_outside(head)}
+        self.each("host", shape, self.inputs(shape), modes, times)
+
+    def memory(self, shape: Shape, modes: list[str]) -> None:
+        """Extra peak memory at one number of tokens."""
+
+        def peak(head: Head, inputs: Inputs, mode: str) -> dict:
+            record = measure.Timed(partial(run_step, head, inputs, mode), self.device).warm_up()
+            return record | {"gradients_mib": measure.gradients_mib(inputs, mode, head), **measure.outside(head)}
+
+        self.each("memory", shape, self.inputs(shape), modes, peak, tokens=shape.tokens)
 
 
-def _gradient_mode(provider: Provider) -> str:
-    return next(mode for mode in provider.modes if mode != "fwd")
-
-
-def _outside(head: Head) -> dict[str, float]:
-    """What the head holds outside of torch's allocator at the shape of its last call, where it knows of such memory."""
-    return {"outside_mib": head.outside_mib} if isinstance(head, LigerNative) else {}
-
-
-def measure_case(results: Results, arguments: Any) -> None:
-    run = Run(results, arguments.providers, arguments.budget_ms)
-    shapes, modes = arguments.shapes, arguments.modes
-    for shape in shapes:
-        run.times(shape, modes)
-    if arguments.error_shape:
-        run.errors(arguments.error_shape)
-    gradient_modes = [mode for mode in modes if mode != "fwd"]
-    if arguments.cache_fractions:
-        run.cache_budgets(shapes[0], arguments.cache_fractions, [mode for mode in modes if mode in ("rl", "sft")])
-    if arguments.workspace_mib:
-        run.workspaces(shapes[0], arguments.workspace_mib, gradient_modes)
+def measure_heads(results: Results, arguments: Any) -> None:
+    run, shapes = Run(results, arguments.providers, arguments.budget_ms), arguments.shapes
+    modes = [mode for mode in arguments.modes if mode != "fwd"]
+    for shape, mode in itertools.product(shapes, arguments.modes):
+        run.times(shape, mode)
+    for shape in arguments.error_shape:
+        run.errors(shape)
+    cached, told = [], []
+    for fraction in arguments.cache_fractions:
+        size = cache_bytes(shapes[0].tokens, shapes[0].vocab, fraction)
+        cached.append(({"fraction": fraction, "logits_cache_bytes": size}, Ours(fraction)))
+    for size in arguments.workspace_mib:
+        head = Ours(workspace_bytes=size * MIB, token_loss=True)
+        told.append(({"provider": "ours-token", "workspace_mib": size}, head))
+    for section, ways in {"cache": cached, "workspace": told}.items():
+        if ways:
+            run.take_turns(section, shapes[0], [(*way, mode) for way, mode in itertools.product(ways, modes)])
     for shape in arguments.host_shapes:
-        run.host_times(shape, gradient_modes)
-    if arguments.memory_tokens:  # last: where a peer overruns an index, it takes the device with it
-        run.memory(shapes[0], arguments.memory_tokens, arguments.memory_modes)
+        run.host(shape, modes)
+    for tokens in arguments.memory_tokens:  # last: where a peer overruns an index, it takes the device with it
+        run.memory(replace(shapes[0], tokens=tokens), arguments.memory_modes)
+
+
+def ignore(inputs: Inputs, share: float) -> tuple[Inputs, Tensor]:
+    """The inputs with this share of rows ignored, scattered, and the others."""
+    order = torch.randperm(len(inputs.labels), generator=torch.Generator().manual_seed(0)).to(inputs.labels.device)
+    first = round(share * len(order))
+    return replace(inputs, labels=inputs.labels.index_fill(0, order[:first], IGNORED)), order[first:].sort().values
+
+
+def alone(inputs: Inputs, rows: Tensor) -> Inputs:
+    """These rows, as a program would hand them over that had left out the others itself."""
+    hidden = inputs.hidden.detach()[rows].requires_grad_()
+    per_row = (tensor[rows] for tensor in (inputs.labels, inputs.grad_logprobs, inputs.grad_entropy))
+    return Inputs(hidden, inputs.weight, *per_row)
+
+
+def results_of(head: Head, inputs: Inputs, mode: str, rows: Tensor | None = None) -> dict[str, Tensor]:
+    """Logprobs and hidden's gradient, of these rows if there are others, and the weight's gradient."""
+    (logprobs, *_), (grad_hidden, grad_weight) = run_step(head, inputs, mode)
+    if rows is not None and len(logprobs) != len(rows):
+        logprobs, grad_hidden = logprobs[rows], grad_hidden[rows]
+    return {"logprobs": logprobs.detach(), "grad_hidden": grad_hidden, "grad_weight": grad_weight}
+
+
+def differences(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    """The largest of logprobs, and the relative ones of the gradients."""
+    logprobs = (found["logprobs"] - expected["logprobs"]).abs()
+    relative = {name: measure.relative_error(found[name], expected[name]) for name in found if name != "logprobs"}
+    largest = {"logprobs": logprobs.max().item() if len(logprobs) else 0.0}
+    return {f"{name}_difference": value for name, value in (largest | relative).items()}
+
+
+def measure_rows(results: Results, arguments: Any) -> None:
+    """Time over the share of ignored rows.
+
+    Our head with `skip_ignored` False, True and the number of the others stands beside the same head on those rows
+    alone, and a peer that drops ignored rows. Mode `rl-cached` keeps all logits. Every head's results are compared with
+    those of our head without skipping.
+    """
+    peer = results.load([PROVIDERS["ours"], PROVIDERS["cce"]]).get("cce")
+    for shape, mode, share in itertools.product(arguments.shapes, arguments.modes, arguments.shares):
+        measure.free_memory(results.device)
+        inputs = make_inputs(shape, results.dtype, results.device)
+        _time_rows(results, {"shape": shape.name, "mode": mode, "ignored": share}, inputs, peer, arguments.budget_ms)
+        del inputs
+
+
+def _time_rows(results: Results, case: dict, inputs: Inputs, peer: Head | None, budget_ms: float) -> None:
+    given, rows = ignore(inputs, case["ignored"])
+    mode = case["mode"].removesuffix("-cached")
+    ours = partial(Ours, cache_fraction=float(case["mode"] == "rl-cached"))
+    heads: dict[str, tuple[Head, Inputs]] = {
+        "ours": (ours(), given),
+        "ours-skip": (ours(skip_ignored=True), given),
+        "ours-count": (ours(skip_ignored=len(rows)), given),
+        "ours-alone": (ours(), alone(given, rows)),
+    }
+    if peer is not None and mode in PROVIDERS["cce"].modes:
+        heads["cce"] = (peer, given)
+    expected = functools.cache(partial(results_of, Ours(), given, mode, rows))
+
+    def compare(head: Head, its_inputs: Inputs, _: dict) -> dict:
+        return differences(results_of(head, its_inputs, mode, rows), expected())
+
+    turns = []
+    for name, head in heads.items():
+        record = case | {"layout": "scattered", "provider": name}
+        turns.append(measure.turn(record, *head, mode, partial(compare, *head)))
+    results.take_turns("rows", turns, lambda: None, budget_ms=budget_ms)
+
+
+def shard_inputs(shape: Shape, group: ProcessGroup, dtype: torch.dtype, device: torch.device) -> Inputs:
+    """Inputs of one rank: the same hidden, labels and upstream gradients on all, its own shard of the weight."""
+    local = replace(shape, vocab=shape.vocab // group.size())
+    inputs = make_inputs(local, dtype, device)
+    generator = torch.Generator(device).manual_seed(1)
+    labels = torch.randint(shape.vocab, (shape.tokens,), generator=generator, device=device)
+    weight = make_inputs(replace(local, tokens=1), dtype, device, seed=2 + group.rank()).weight
+    return replace(inputs, labels=labels, weight=weight)
+
+
+def measure_tp(results: Results, arguments: Any) -> None:
+    """The head alone under tensor parallelism, communication included.
+
+    Each tensor-parallel size is measured in groups of that many processes, which run at the same time. Beside ours
+    stand verl's kernel and Megatron's native path (a column-parallel linear layer and its fused vocab-parallel
+    cross-entropy), and cuBLAS on one rank's shard. hidden is replicated; every head leaves its gradient summed over the
+    group.
+    """
+    dist.init_process_group("nccl" if results.device.type == "cuda" else "gloo", timeout=timedelta(minutes=5))
+    for tp in arguments.tp:
+        group, _ = dist.new_subgroups(group_size=tp)
+        heads = results.load((PROVIDERS[name] for name in arguments.heads), group)
+        for tokens in arguments.tokens:
+            shape = Shape(f"{tokens}x{arguments.hidden}x{arguments.vocab}", tokens, arguments.hidden, arguments.vocab)
+            measure.free_memory(results.device)
+            inputs = shard_inputs(shape, group, results.dtype, results.device)
+            _time_group(results, {"shape": f"tp{tp} {shape.name}", "tp": tp}, inputs, group, heads, arguments.budget_ms)
+            del inputs
+        del heads
+    dist.barrier()
+
+
+def _time_group(
+    results: Results, size: dict, inputs: Inputs, group: ProcessGroup, heads: dict[str, Head], budget_ms: float
+) -> None:
+    """All heads at one tensor-parallel size and one number of tokens: they take turns with the products."""
+
+    def total_ms(products: dict) -> float:
+        return sum(median(times) for times in products.values())
+
+    def products(**calls: int) -> dict:
+        """Those of the group's slowest rank: collectives make every head wait for that one."""
+        gathered: list = [None] * group.size()
+        dist.all_gather_object(gathered, measure.measure_products(inputs.hidden, inputs.weight, **calls), group=group)
+        return max(gathered, key=total_ms)
+
+    calls = measure.calls_of_a_turn(budget_ms, total_ms(products(repeats=3)))
+    gradient = torch.zeros_like(inputs.hidden)
+
+    def reduction() -> dict:
+        all_reduce = partial(dist.all_reduce, gradient, group=group)
+        return measure.slowest_rank(measure.measure_call(all_reduce, results.device, **calls), group)
+
+    def yardstick() -> None:
+        dist.barrier()
+        results.attempt("products", {"shape": size["shape"]}, partial(products, **calls))
+
+    reference: dict[str, dict[str, Tensor]] = {}  # results of the first head of each mode
+
+    def compare(head: Head, mode: str, record: dict) -> dict:
+        found = results_of(head, inputs, mode)
+        return measure.slowest_rank(record, group) | differences(found, reference.setdefault(mode, found))
+
+    dist.barrier()
+    results.attempt("all_reduce", size | {"mib": gradient.nbytes / MIB}, reduction)
+    turns = []
+    for name, head in heads.items():
+        for mode in TP_HEADS[name]:
+            record = size | {"tokens": len(inputs.labels), "mode": mode, "provider": name}
+            turns.append(measure.turn(record, head, inputs, mode, partial(compare, head, mode)))
+    results.take_turns("times", turns, yardstick, **calls)

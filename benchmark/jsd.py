@@ -6,10 +6,10 @@ materialised form in eager PyTorch and under torch.compile. Ratios are to cuBLAS
 Fs + Ft + dX + dW, where each head's logits are made once, and 2 (Fs + Ft) + dX + dW, where backward makes them again.
 """
 
-import functools
+import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,8 +19,9 @@ import megatron_lce
 from benchmark import measure
 from benchmark.providers import Provider
 from benchmark.results import Results
-from benchmark.shapes import Inputs, Shape, make_inputs
+from benchmark.shapes import Shape, make_inputs
 
+Heads = tuple[Tensor, Tensor, Tensor, Tensor]  # hidden and weight of the student, and of the teacher
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
 
 
@@ -64,8 +65,8 @@ PROVIDERS = {
     provider.name: provider
     for provider in (
         Provider("ours", lambda: _ours),
-        Provider("ours-weights-512", lambda: functools.partial(_ours, weights_workspace=2**29)),
-        Provider("ours-weights-1024", lambda: functools.partial(_ours, weights_workspace=2**30)),
+        Provider("ours-weights-512", lambda: partial(_ours, weights_workspace=2**29)),
+        Provider("ours-weights-1024", lambda: partial(_ours, weights_workspace=2**30)),
         Provider("liger", _load_liger, package="liger-kernel"),
         Provider("compile", lambda: torch.compile(materialised, dynamic=False), holds_logits=True),
         Provider("eager", lambda: materialised, holds_logits=True),
@@ -73,66 +74,47 @@ PROVIDERS = {
 }
 
 
-@dataclass(frozen=True)
-class Heads:
-    """Both heads' inputs. The teacher's take no gradient."""
-
-    student: Inputs
-    teacher: Inputs
-
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self.student.hidden, self.student.weight, self.teacher.hidden.detach(), self.teacher.weight.detach()
-
-
 def make_heads(tokens: int, student: int, teacher: int, vocab: int, dtype: torch.dtype, device: torch.device) -> Heads:
-    return Heads(
-        make_inputs(Shape("student", tokens, student, vocab), dtype, device, seed=0),
-        make_inputs(Shape("teacher", tokens, teacher, vocab), dtype, device, seed=1),
-    )
+    """The student's hidden and weight, and the teacher's, which take no gradient."""
+    of_student = make_inputs(Shape("student", tokens, student, vocab), dtype, device, seed=0)
+    of_teacher = make_inputs(Shape("teacher", tokens, teacher, vocab), dtype, device, seed=1)
+    return of_student.hidden, of_student.weight, of_teacher.hidden.detach(), of_teacher.weight.detach()
 
 
-def step(loss: Loss, tensors: tuple[Tensor, ...], beta: float) -> tuple[Tensor, ...]:
+def step(loss: Loss, heads: Heads, beta: float) -> tuple[Tensor, ...]:
     """The loss and the gradients of the student's hidden and weight."""
-    value = loss(*tensors, beta)
-    return value.detach(), *torch.autograd.grad(value, tensors[:2])
+    value = loss(*heads, beta)
+    return value.detach(), *torch.autograd.grad(value, heads[:2])
 
 
 def measure_error(loss: Loss, heads: Heads, beta: float) -> dict:
     """Loss and gradients against the materialised form in fp64."""
-    exact = [tensor.detach().double() for tensor in heads.tensors()]
-    for tensor in exact[:2]:
-        tensor.requires_grad_()
-    reference, actual = step(materialised, tuple(exact), beta), step(loss, heads.tensors(), beta)
+    exact = tuple(tensor.detach().double().requires_grad_(tensor.requires_grad) for tensor in heads)
+    pairs = zip(step(loss, heads, beta), step(materialised, exact, beta), strict=True)
     names = ("loss_relative_error", "grad_hidden_relative_error", "grad_weight_relative_error")
-    return {name: measure.relative_error(*pair) for name, *pair in zip(names, actual, reference, strict=True)}
+    return {name: measure.relative_error(*pair) for name, pair in zip(names, pairs, strict=True)}
 
 
-def measure_products(heads: Heads, device: torch.device, budget_ms: float) -> dict:
-    student = measure.measure_products(heads.student, device, budget_ms=budget_ms)
-    teacher = measure.measure_products(heads.teacher, device, budget_ms=budget_ms)
+def measure_products(heads: Heads, budget_ms: float) -> dict:
+    student, teacher = (measure.measure_products(*pair, budget_ms=budget_ms) for pair in (heads[:2], heads[2:]))
     student["student_logits_ms"] = student.pop("logits_ms")
     return student | {"teacher_logits_ms": teacher["logits_ms"]}
 
 
 def times(results: Results, losses: dict[str, Loss], arguments: Any) -> None:
     """At each beta all providers take turns with the products."""
-    device, budget_ms = results.device, arguments.budget_ms
-    heads = make_heads(*arguments.shape, results.dtype, device)
-    measure_them = functools.partial(measure_products, heads, device, budget_ms)
-    shape = {"shape": _text(arguments.shape)}
-    gradients_mib = measure.gradients_mib(heads.student, "sft")
+    budget_ms = arguments.budget_ms
+    heads = make_heads(*arguments.shape, results.dtype, results.device)
+    shape = {"shape": "x".join(map(str, arguments.shape))}
+    products = partial(results.attempt, "jsd_products", shape, partial(measure_products, heads, budget_ms))
     for beta in arguments.betas:
-        measure.free_memory(device)
+        measure.free_memory(results.device)
         turns = []
         for name, loss in losses.items():
-            record = shape | {"beta": beta, "provider": name, "gradients_mib": gradients_mib}
-            turns.append((record, measure.Timed(functools.partial(step, loss, heads.tensors(), beta), device)))
-        yardstick = functools.partial(results.attempt, "jsd_products", shape, measure_them)
-        results.take_turns("jsd", turns, yardstick, budget_ms=budget_ms)
-
-
-def _text(shape: list[int]) -> str:
-    return "x".join(map(str, shape))
+            record = shape | {"beta": beta, "provider": name}
+            record["gradients_mib"] = sum(tensor.nbytes for tensor in heads[:2]) / measure.MIB
+            turns.append((record, measure.Timed(partial(step, loss, heads, beta), results.device)))
+        results.take_turns("jsd", turns, products, budget_ms=budget_ms)
 
 
 def measure_case(results: Results, arguments: Any) -> None:
@@ -140,7 +122,7 @@ def measure_case(results: Results, arguments: Any) -> None:
     times(results, losses, arguments)
     measure.free_memory(results.device)
     heads = make_heads(*arguments.error_shape, results.dtype, results.device)
-    for beta in arguments.betas:
-        for name, loss in losses.items():
-            record = {"shape": _text(arguments.error_shape), "beta": beta, "provider": name}
-            results.attempt("jsd_errors", record, functools.partial(measure_error, loss, heads, beta))
+    shape = {"shape": "x".join(map(str, arguments.error_shape))}
+    for beta, (name, loss) in itertools.product(arguments.betas, losses.items()):
+        error = partial(measure_error, loss, heads, beta)
+        results.attempt("jsd_errors", shape | {"beta": beta, "provider": name}, error)

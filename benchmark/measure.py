@@ -1,9 +1,12 @@
 """Time, extra peak memory and error of one head; and the cuBLAS products it is held against."""
 
+import contextlib
+import functools
 import gc
 import itertools
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from statistics import median
 
 import torch
@@ -15,7 +18,6 @@ from benchmark.ours import MIB, Ours, gradients_of
 from benchmark.providers import Head
 from benchmark.shapes import Inputs
 
-ORACLE_TOKENS = 512  # fp64 logits of this many tokens at a time
 SETTLE_MS = 60.0  # behind a pause, or work that takes less power, a GPU holds clocks for 50 ms that it does not keep
 
 
@@ -65,12 +67,20 @@ def calls_of_a_turn(budget_ms: float, once_ms: float) -> dict[str, int]:
     return {"repeats": repeats_within(budget_ms, once_ms), "settle": repeats_within(SETTLE_MS, once_ms)}
 
 
-def _once_ms(call: Callable[[], object], device: torch.device) -> float:
+def _times_ms(call: Callable[[], object], device: torch.device) -> tuple[float, float]:
+    """From the start of a call on an idle device until it returns, and until the device is done."""
     _synchronize(device)
     start = time.perf_counter()
-    call()
+    results = call()
+    returned = time.perf_counter()
     _synchronize(device)
-    return (time.perf_counter() - start) * 1e3
+    done = time.perf_counter()
+    del results
+    return (returned - start) * 1e3, (done - start) * 1e3
+
+
+def _once_ms(call: Callable[[], object], device: torch.device) -> float:
+    return _times_ms(call, device)[1]
 
 
 def _synchronize(device: torch.device) -> None:
@@ -79,18 +89,10 @@ def _synchronize(device: torch.device) -> None:
 
 
 def host_times(call: Callable[[], object], device: torch.device, *, budget_ms: float) -> dict:
-    """Median times from the start of a call on an idle device until it returns, and until the device is done."""
-    once_ms = max(_once_ms(call, device) for _ in range(2))
-    returned, done = [], []
-    for _ in range(repeats_within(budget_ms, once_ms)):
-        _synchronize(device)
-        start = time.perf_counter()
-        results = call()
-        returned.append((time.perf_counter() - start) * 1e3)
-        _synchronize(device)
-        done.append((time.perf_counter() - start) * 1e3)
-        del results
-    return {"host_ms": median(returned), "time_ms": median(done), "repeats": len(done)}
+    """Median times of a call on an idle device, until it returns and until the device is done."""
+    repeats = repeats_within(budget_ms, max(_once_ms(call, device) for _ in range(2)))
+    returned, done = zip(*(_times_ms(call, device) for _ in range(repeats)), strict=True)
+    return {"host_ms": median(returned), "time_ms": median(done), "repeats": repeats}
 
 
 def peak_mib(call: Callable[[], object], device: torch.device) -> float | None:
@@ -115,31 +117,56 @@ def peak_mib(call: Callable[[], object], device: torch.device) -> float | None:
     raise RuntimeError("the call frees memory that was allocated before it, each time")
 
 
+@dataclass
 class Timed:
-    """The record of one call: first its compilation and memory, then times of as many rounds as are asked for."""
+    """The record of one call: first its memory, then times of as many rounds as are asked for.
 
-    def __init__(self, call: Callable[[], object], device: torch.device) -> None:
-        self.call, self.device = call, device
-        self.times_ms: list[float] = []
-        self._calls: dict[str, int] | None = None  # of a round
+    context  what each of these runs in, entered anew
+    after    gets the record, and returns what is measured behind the rounds
+    """
+
+    call: Callable[[], object]
+    device: torch.device
+    context: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
+    after: Callable[[dict], dict] = lambda record: {}
+    times_ms: list[float] = field(default_factory=list)
+    _calls: dict[str, int] | None = None  # of a round
 
     def warm_up(self) -> dict:
-        """Time of the first call, and extra peak memory of the second with the results in it."""
-        return {"first_call_s": _once_ms(self.call, self.device) / 1e3, "peak_mib": peak_mib(self.call, self.device)}
+        """Extra peak memory of the second call with the results in it; the first compiles."""
+        with self.context():
+            self.call()
+            return {"peak_mib": peak_mib(self.call, self.device)}
 
     def round(self, *, budget_ms: float = 0.0, **calls: int) -> dict:
         """Times of all rounds up to this one.
 
         Ranks that communicate in the call must give `calls` of `time_ms`: what fits in a budget differs between them.
         """
-        self._calls = calls or self._calls or calls_of_a_turn(budget_ms, _once_ms(self.call, self.device))
-        self.times_ms += time_ms(self.call, self.device, **self._calls)
-        return {
-            "time_ms": median(self.times_ms),
-            "fastest_ms": min(self.times_ms),
-            "slowest_ms": max(self.times_ms),
-            "repeats": len(self.times_ms),
-        }
+        with self.context():
+            self._calls = calls or self._calls or calls_of_a_turn(budget_ms, _once_ms(self.call, self.device))
+            self.times_ms += time_ms(self.call, self.device, **self._calls)
+        times = {"time_ms": median(self.times_ms), "fastest_ms": min(self.times_ms), "slowest_ms": max(self.times_ms)}
+        return times | {"repeats": len(self.times_ms)}
+
+    def finish(self, record: dict) -> dict:
+        """What is measured behind the rounds."""
+        with self.context():
+            return self.after(record)
+
+
+def turn(
+    record: dict, head: Head, inputs: Inputs, mode: str, after: Callable[[dict], dict] | None = None
+) -> tuple[dict, Timed]:
+    """A head's step for `Results.take_turns`; without `after` the record gets `outside(head)`."""
+    step = functools.partial(run_step, head, inputs, mode)
+    timed = Timed(step, inputs.hidden.device, after=after or (lambda _: outside(head)))
+    return record | {"gradients_mib": gradients_mib(inputs, mode, head)}, timed
+
+
+def outside(head: Head) -> dict[str, float]:
+    """What the head holds outside of torch's allocator at the shape of its last call, if it knows of such memory."""
+    return {"outside_mib": head.outside_mib} if hasattr(head, "outside_mib") else {}
 
 
 def measure_call(call: Callable[[], object], device: torch.device, *, budget_ms: float = 0.0, **calls: int) -> dict:
@@ -167,9 +194,10 @@ def gradients_mib(inputs: Inputs, mode: str, head: Head | None = None) -> float:
     return (inputs.hidden.nbytes + weight_bytes) / MIB
 
 
-def measure_products(inputs: Inputs, device: torch.device, *, budget_ms: float = 0.0, **calls: int) -> dict:
+@torch.no_grad()
+def measure_products(hidden: Tensor, weight: Tensor, *, budget_ms: float = 0.0, **calls: int) -> dict:
     """Times of the three plain products by torch.mm: logits, hidden's gradient, weight's gradient."""
-    hidden, weight = inputs.hidden.detach(), inputs.weight.detach()
+    device = hidden.device
     grad_logits = torch.empty(len(hidden), len(weight), dtype=hidden.dtype, device=device).normal_()
     grad_hidden, grad_weight = torch.empty_like(hidden), torch.empty_like(weight)
     products = {
@@ -190,38 +218,26 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 
 def oracle(inputs: Inputs) -> dict[str, Tensor]:
-    """Outputs and gradients of the modes by plain autograd in fp64, `ORACLE_TOKENS` tokens at a time."""
-    hidden, weight = (x.detach().double() for x in (inputs.hidden, inputs.weight))
-    totals: dict[str, Tensor] = {f"grad_weight.{mode}": torch.zeros_like(weight) for mode in ("rl", "logprob", "sft")}
-    parts: dict[str, list[Tensor]] = {}
-    for rows in torch.arange(len(hidden), device=hidden.device).split(ORACLE_TOKENS):
-        x, w = hidden[rows].requires_grad_(), weight.detach().requires_grad_()
-        log_softmax = F.log_softmax(x @ w.T, -1)
-        logprobs = log_softmax.gather(-1, inputs.labels[rows, None]).squeeze(-1)
-        entropy = -(log_softmax.exp() * log_softmax).sum(-1)
-        scalars = {
-            "logprob": inputs.grad_logprobs[rows].double() @ logprobs,
-            "rl": inputs.grad_logprobs[rows].double() @ logprobs + inputs.grad_entropy[rows].double() @ entropy,
-            "sft": -logprobs.sum() / len(hidden),
-        }
-        chunk = {"logprobs": logprobs.detach(), "entropy": entropy.detach()}
-        for mode, scalar in scalars.items():
-            chunk[f"grad_hidden.{mode}"], grad_weight = torch.autograd.grad(scalar, (x, w), retain_graph=True)
-            totals[f"grad_weight.{mode}"] += grad_weight
-        for name, value in chunk.items():
-            parts.setdefault(name, []).append(value)
-    return totals | {name: torch.cat(values) for name, values in parts.items()}
+    """Outputs and gradients of the modes by plain autograd over whole logits in fp64."""
+    hidden, weight = (tensor.detach().double().requires_grad_() for tensor in (inputs.hidden, inputs.weight))
+    log_softmax = F.log_softmax(hidden @ weight.T, -1)
+    logprobs = log_softmax.gather(-1, inputs.labels[:, None]).squeeze(-1)
+    entropy = -(log_softmax.exp() * log_softmax).sum(-1)
+    expected = {"logprobs": logprobs.detach(), "entropy": entropy.detach(), "loss": -logprobs.detach().mean()}
+    of_logprobs = inputs.grad_logprobs.double() @ logprobs
+    of_modes = {"logprob": of_logprobs, "rl": of_logprobs + inputs.grad_entropy.double() @ entropy}
+    for mode, scalar in (of_modes | {"sft": -logprobs.mean()}).items():
+        gradients = torch.autograd.grad(scalar, (hidden, weight), retain_graph=True)
+        expected |= {f"grad_hidden.{mode}": gradients[0], f"grad_weight.{mode}": gradients[1]}
+    return expected
 
 
 def measure_error(head: Head, inputs: Inputs, mode: str, expected: dict[str, Tensor]) -> dict:
     """Largest error of the outputs, and relative error ||out - ref|| / ||ref|| of the gradients, against `oracle`."""
     outputs, gradients = run_step(head, inputs, mode)
-    names = ("loss",) if mode == "sft" else ("logprobs", "entropy")
-    references = expected | {"loss": -expected["logprobs"].mean()}
-    record = {
-        f"{name}_max_error": (output.double() - references[name]).abs().max().item()
-        for name, output in zip(names, outputs, strict=False)
-    }
+    names, record = ("loss",) if mode == "sft" else ("logprobs", "entropy"), {}
+    for name, output in zip(names, outputs, strict=False):
+        record[f"{name}_max_error"] = (output.double() - expected[name]).abs().max().item()
     for name, gradient in zip(("grad_hidden", "grad_weight"), gradients, strict=False):
-        record[f"{name}_relative_error"] = relative_error(gradient, references[f"{name}.{mode}"])
+        record[f"{name}_relative_error"] = relative_error(gradient, expected[f"{name}.{mode}"])
     return record

@@ -4,15 +4,14 @@ Forward and backward by Megatron's schedule, DDP with fp32 gradients, no optimiz
 resting state (weights, gradient buffers, data), losses, and every parameter's gradient against an fp32 run of the same
 weights. One model serves all variants, so they share its weights to the bit. Masked tokens have valid labels and a
 `loss_mask` of 0, as in Megatron's batches; `ours-skip` ignores and skips them. `ours-known` makes gradients in forward.
-`ours-token-640` captures the head and
-tells `linear_token_loss` the loss, with so many MiB of workspace. `own-flag`, on Megatron's dev branch alone, is its
-`cross_entropy_fusion_impl="linear"` with our operation installed.
+`ours-token-640` captures the head and tells `linear_token_loss` the loss, with so many MiB of workspace.
 """
 
 import argparse
-import functools
+import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +25,6 @@ import megatron_lce
 from benchmark import measure
 from benchmark.ours import cache_bytes
 from benchmark.results import Results
-from megatron_lce.megatron_integration.enable import FusedLinearCE
 from scripts import megatron_runtime
 
 CALLS = {"repeats": 1, "settle": 1}  # in a round; see `measure.SETTLE_MS`
@@ -59,6 +57,15 @@ def build(
         if parameter.dim() > 1:
             nn.init.normal_(parameter, std=0.02, generator=generator)
     return model
+
+
+def build_exact(args: argparse.Namespace, model: nn.Module, device: torch.device) -> nn.Module:
+    """The same in fp32, with the model's weights."""
+    exact = build(args, torch.float32, device)
+    with torch.no_grad():
+        for ours, theirs in zip(exact.parameters(), model.parameters(), strict=True):
+            ours.copy_(theirs)
+    return exact
 
 
 def make_batches(args: argparse.Namespace, tokens: int, masked: float, device: torch.device) -> list[dict[str, Tensor]]:
@@ -131,14 +138,10 @@ def losses_and_gradients(
     return losses, [parameter.main_grad.clone() for parameter in model.parameters()]
 
 
-def choose(model: nn.Module, variant: str, tokens: int, args: argparse.Namespace) -> FusedLinearCE:
-    """Puts the variant's loss in force."""
-    config, own_flag = get_model_config(model), variant == "own-flag"
-    config.cross_entropy_loss_fusion = variant in ("native-fused", "own-flag")
-    config.cross_entropy_fusion_impl = "linear" if own_flag else "native"
-    unwrap_model(model).fuse_linear_cross_entropy = own_flag  # read from the configuration at construction
-    if own_flag:
-        megatron_lce.install_megatron_linear_cross_entropy()
+@contextlib.contextmanager
+def chosen(model: nn.Module, variant: str, tokens: int, args: argparse.Namespace) -> Iterator[None]:
+    """The variant's loss is in force."""
+    get_model_config(model).cross_entropy_loss_fusion = variant == "native-fused"
     head = getattr(unwrap_model(model), "output_layer", None)
     if head is not None:
         # Megatron refuses the setting at construction without Apex, whose kernel our head does not need.
@@ -154,7 +157,10 @@ def choose(model: nn.Module, variant: str, tokens: int, args: argparse.Namespace
         logits_cache_bytes=caches.get(variant, 0),
     )
     assert handle.enabled == (variant.startswith("ours") and parallel_state.is_pipeline_last_stage()), handle.reasons
-    return handle
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def relative_errors(gradients: list[Tensor], exact: list[Tensor]) -> list[float]:
@@ -162,78 +168,49 @@ def relative_errors(gradients: list[Tensor], exact: list[Tensor]) -> list[float]
 
 
 def errors(
-    model: nn.Module, batches: list[dict[str, Tensor]], variant: str, exact: tuple, native_errors: list[float]
+    model: nn.Module, batches: list[dict[str, Tensor]], exact: tuple, native_errors: list[float], record: dict
 ) -> dict:
-    """Losses and gradients against the fp32 run: the worst token, the worst parameter, and that over native's error."""
-    losses, gradients = losses_and_gradients(model, batches, variant)
-    exact_losses, exact_gradients = exact
-    record = {"loss": 0.0, "loss_max_error": 0.0}  # of a stage without a head
+    """The slowest rank's record, with errors against the fp32 run: the worst token, the worst parameter, and that over
+    native's error.
+    """
+    losses, gradients = losses_and_gradients(model, batches, record["variant"])
+    found = {"loss": 0.0, "loss_max_error": 0.0}  # of a stage without a head
     if losses is not None:
         counted = sum(batch["loss_mask"].sum() for batch in batches)
-        record = {"loss": (losses.sum() / counted).item(), "loss_max_error": (losses - exact_losses).abs().max().item()}
-    relative = relative_errors(gradients, exact_gradients)
-    record["gradient_relative_error"] = max(relative)
+        found = {"loss": (losses.sum() / counted).item(), "loss_max_error": (losses - exact[0]).abs().max().item()}
+    relative = relative_errors(gradients, exact[1])
+    found["gradient_relative_error"] = max(relative)
     if all(native_errors):  # in fp32 native is the exact run itself
-        record["over_native_error"] = max(error / native for error, native in zip(relative, native_errors, strict=True))
-    return record
+        found["over_native_error"] = max(error / native for error, native in zip(relative, native_errors, strict=True))
+    return measure.slowest_rank(record | found)
 
 
-class Variant(measure.Timed):
-    """One variant's step. The variants share one model, so each puts itself in force before it is measured."""
+def in_megatron(work: Callable[[Results, argparse.Namespace, torch.device], None]) -> Callable[..., None]:
+    """A case that does this between Megatron's start and end. What it builds is gone when the groups end."""
 
-    def __init__(
-        self, choose_it: Callable[[], FusedLinearCE], call: Callable[[], Any], errors: Callable[[], dict], device
-    ) -> None:
-        super().__init__(call, device)
-        self.choose_it, self.errors = choose_it, errors
+    def measure_case(results: Results, args: argparse.Namespace) -> None:
+        sizes = (getattr(args, name, 1) for name in ("tp", "pp"))
+        work(results, args, megatron_runtime.initialize(*sizes, device=args.device))
+        megatron_runtime.teardown()
 
-    def warm_up(self) -> dict:
-        handle = self.choose_it()
-        record = self.errors() | super().warm_up()
-        handle.remove()
-        return record
-
-    def round(self, *, budget_ms: float = 0.0, **calls: int) -> dict:
-        handle = self.choose_it()
-        record = super().round(budget_ms=budget_ms, **calls)
-        handle.remove()
-        return record
+    return measure_case
 
 
-def measure_case(results: Results, args: argparse.Namespace) -> None:
-    """All variants at every number of tokens. What `work` builds is gone when the groups end."""
-    device = megatron_runtime.initialize(args.tp, args.pp, device=args.device)
-    work(results, args, device)
-    megatron_runtime.teardown()
-
-
-def work(results: Results, args: argparse.Namespace, device: torch.device) -> None:
+@in_megatron
+def measure_case(results: Results, args: argparse.Namespace, device: torch.device) -> None:
+    """All variants at every number of tokens. They share one model, so each is put in force when it is called."""
     model = build(args, results.dtype, device)
     for tokens, masked in itertools.product(args.tokens, args.masked):
         batches = make_batches(args, tokens, masked, device)
-        exact = exact_run(args, model, batches, device)
-        choose(model, "native", tokens, args)
-        native_errors = relative_errors(losses_and_gradients(model, batches)[1], exact[1])
+        exact = losses_and_gradients(build_exact(args, model, device), batches)
+        measure.free_memory(device)
+        with chosen(model, "native", tokens, args):
+            native_errors = relative_errors(losses_and_gradients(model, batches)[1], exact[1])
         measure.free_memory(device)
         turns = []
         for name in args.variants:
             record = {"tp": args.tp, "pp": args.pp, "tokens": tokens, "masked": masked, "variant": name}
-            step_errors = functools.partial(errors, model, batches, name, exact, native_errors)
-            choose_it = functools.partial(choose, model, name, tokens, args)
-            call = functools.partial(step, model, batches, name)
-            turns.append((record, Variant(choose_it, call, step_errors, device)))
+            call, in_force = partial(step, model, batches, name), partial(chosen, model, name, tokens, args)
+            after = partial(errors, model, batches, exact, native_errors)
+            turns.append((record, measure.Timed(call, device, in_force, after)))
         results.take_turns("steps", turns, dist.barrier, **CALLS)
-        for record, _ in turns:
-            results.complete("steps", record, functools.partial(measure.slowest_rank, record))
-
-
-def exact_run(args: argparse.Namespace, model: nn.Module, batches: list[dict[str, Tensor]], device) -> tuple:
-    """Losses and gradients of the same weights in fp32, by Megatron's unfused path."""
-    exact_model = build(args, torch.float32, device)
-    with torch.no_grad():
-        for exact_parameter, parameter in zip(exact_model.parameters(), model.parameters(), strict=True):
-            exact_parameter.copy_(parameter)
-    exact = losses_and_gradients(exact_model, batches)
-    del exact_model
-    measure.free_memory(device)
-    return exact

@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 
 import megatron_lce
 from benchmark.shapes import Inputs
-from megatron_lce.core.options import WORKSPACE_BYTES, LinearCrossEntropyOutput
+from megatron_lce.core.options import WORKSPACE_BYTES
 from megatron_lce.core.upstream import Promise
 from megatron_lce.token_loss import linear_token_losses
 
@@ -20,22 +20,15 @@ Step = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]  # outputs, and the gradien
 class MainGrad:
     """fp32 [V, H] that the weight's gradient is added to and that outlives the call, as Megatron's `main_grad`."""
 
-    def __init__(self) -> None:
-        self._sum: Tensor | None = None
-
-    def clear(self, weight: Tensor) -> None:
-        if self._sum is None or self._sum.shape != weight.shape:
-            self._sum = torch.empty_like(weight, dtype=torch.float32)
-        self._sum.zero_()
-        self._dtype = weight.dtype
+    def __init__(self, weight: Tensor) -> None:
+        self._sum = torch.empty_like(weight, dtype=torch.float32, requires_grad=False)
+        self._nothing = weight.new_zeros(()).expand_as(weight)  # in place of a gradient; no memory
 
     def buffer(self) -> Tensor:
-        assert self._sum is not None
         return self._sum
 
     def finish(self) -> Tensor:
-        """Zeros that take no memory, in place of a gradient."""
-        return self.buffer().new_zeros((), dtype=self._dtype).expand_as(self.buffer())
+        return self._nothing
 
 
 @dataclass
@@ -56,15 +49,17 @@ class Ours:
     known_loss: bool = False
     main_grad: bool = False
     tp_group: ProcessGroup | None = None
-    _sum: MainGrad = field(default_factory=MainGrad)
+    _sink: MainGrad | None = None
     _promise: Promise = field(default_factory=Promise)
 
     def step(self, inputs: Inputs, mode: str) -> Step:
         keywords: dict[str, Any] = {"entropy": mode in ("fwd", "rl"), "workspace_bytes": self.workspace_bytes}
         keywords |= {"skip_ignored": self.skip_ignored, "tp_group": self.tp_group}
         if self.main_grad:
-            self._sum.clear(inputs.weight)
-            keywords["weight_grad_sink"] = self._sum
+            if self._sink is None or self._sink.buffer().shape != inputs.weight.shape:
+                self._sink = MainGrad(inputs.weight)
+            self._sink.buffer().zero_()
+            keywords["weight_grad_sink"] = self._sink
         tensors = inputs.hidden, inputs.weight, inputs.labels
         with torch.set_grad_enabled(mode != "fwd"):
             if self.token_loss:
@@ -83,15 +78,11 @@ class Ours:
                 out = megatron_lce.linear_cross_entropy(*tensors, logits_cache_bytes=cache, **keywords)
                 outputs = as_mode(mode, out.logprobs, out.entropy)
                 gradients = gradients_of(outputs, inputs, mode)
-        return outputs, (gradients[0], self._sum.buffer()) if self.main_grad else gradients
-
-
-def _rl(out: LinearCrossEntropyOutput, grad_logprobs: Tensor, grad_entropy: Tensor) -> Tensor:
-    return grad_logprobs * out.logprobs + grad_entropy * out.entropy
+        return outputs, (gradients[0], self._sink.buffer()) if self.main_grad else gradients
 
 
 _LOSSES = {
-    "rl": _rl,
+    "rl": lambda out, grad_logprobs, grad_entropy: grad_logprobs * out.logprobs + grad_entropy * out.entropy,
     "logprob": lambda out, grad_logprobs, _: grad_logprobs * out.logprobs,
     "sft": lambda out, *_: -out.logprobs,
 }

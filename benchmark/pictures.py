@@ -6,24 +6,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmark.curves_picture import draw_curves
 from benchmark.ratios import extra_gib, grouped, jsd_limits_ms, limits_ms, measured, products_by
 from benchmark.shapes import parse_shape
-from benchmark.tables import HEADS, SHAPES, SKIPPING
+from benchmark.tables import HEADS, RUNS, SHAPES, SKIPPING
 
-BLUE, ORANGE, TEAL, GREY = "#2563eb", "#d97706", "#0d9488", "#6b7280"  # the demo's, and one more
+BLUE, ORANGE, TEAL, BROWN, GREY = "#2563eb", "#d97706", "#0d9488", "#b45309", "#6b7280"  # the demo's, and two more
 OURS = {  # every other head is grey
-    "ours": BLUE,
-    "ours-cached": BLUE,
+    **dict.fromkeys(("ours", "ours-cached"), BLUE),
+    **dict.fromkeys(("ours-token-640", "ours-token-1280", "ours-known", "ours-known-skip"), ORANGE),
+    **dict.fromkeys(("ours-skip", "ours-weights-512", "ours-weights-1024"), ORANGE),
+    **dict.fromkeys(("ours-known-640", "ours-token-main-grad"), BROWN),
     "ours-main-grad": TEAL,
-    "ours-token-640": ORANGE,
-    "ours-token-1280": ORANGE,
-    "ours-known-640": "#b45309",
-    "ours-token-main-grad": "#b45309",
-    "ours-skip": ORANGE,
-    "ours-count": TEAL,
-    "ours-weights-512": ORANGE,
-    "ours-weights-1024": ORANGE,
 }
 TITLES = {  # beside those of the tables
     "ours": "megatron_lce",
@@ -37,7 +30,8 @@ TITLES = {  # beside those of the tables
 }
 MODES = {"rl": "logprobs and entropy", "sft": "the mean loss", "logprob": "logprobs"}
 DASHES = ("--", ":")  # of the time that products take: without and with logits that are computed again
-HOLDS = "hatched: holds the logits of all tokens"
+MEMORY = "GiB of memory beyond the gradients"
+WINDOW = 10  # steps to either side, over which the largest noise of training runs is the band's width
 
 
 def draw(document: dict, folder: Path, only: Collection[str] = ()) -> list[Path]:
@@ -50,21 +44,29 @@ def draw(document: dict, folder: Path, only: Collection[str] = ()) -> list[Path]
     Raises:
         ValueError: there are no records for one of `only`.
     """
+    from matplotlib import pyplot  # of an extra
+
     folder.mkdir(parents=True, exist_ok=True)
+    kinds = {  # the section, the fields of whose records tell pictures apart
+        "time": (_draw_times, "times", "mode"),
+        "trade": (_draw_trade, "times", "mode", "shape"),
+        "memory": (_draw_memory, "memory", "mode", "shape"),
+        "rows": (_draw_rows, "rows", "mode", "shape"),
+        "jsd": (_draw_jsd, "jsd"),
+        "curves": (_draw_curves, "curves"),
+    }
     draw_it = {}
-    for (mode,) in grouped(document.get("times", []), "mode"):
-        draw_it[f"time_{mode}"] = partial(_draw_times, mode=mode)
-    kinds = {"trade": ("times", _draw_trade), "memory": ("memory", _draw_memory), "rows": ("rows", _draw_rows)}
-    for name, (section, drawing) in kinds.items():
-        for mode, shape in grouped(document.get(section, []), "mode", "shape"):
-            if name != "trade" or mode != "fwd":
-                draw_it[f"{name}_{mode}_{shape}"] = partial(drawing, mode=mode, shape=shape)
-    whole = {"jsd": _draw_jsd, "curves": draw_curves}
-    draw_it |= {name: drawing for name, drawing in whole.items() if document.get(name)}
+    for kind, (drawing, section, *fields) in kinds.items():
+        for values in grouped(document.get(section, []), *fields):
+            if (kind, *values[:1]) != ("trade", "fwd"):
+                draw_it["_".join((kind, *values))] = partial(drawing, document, *values)
     if unknown := set(only) - draw_it.keys():
         raise ValueError(f"only must name some of {', '.join(draw_it)}, got {', '.join(sorted(unknown))}")
-    chosen = {name: drawing for name, drawing in draw_it.items() if not only or name in only}
-    return [_save(drawing(document), document, folder / f"{name}.png") for name, drawing in chosen.items()]
+    paths = {name: folder / f"{name}.png" for name in draw_it if not only or name in only}
+    for name, path in paths.items():
+        with pyplot.rc_context({"axes.titlesize": 10 if name == "curves" else 11}):
+            _save(draw_it[name](), document, path)
+    return list(paths.values())
 
 
 def _color(provider: str) -> str:
@@ -93,31 +95,36 @@ def _label(axis: Any, text: str, point: tuple[float, float], color: str, x: int 
     axis.annotate(text, point, xytext=(x, y), textcoords="offset points", color=color, fontsize=10, bbox=box, **place)
 
 
-def _label_ends(axis: Any, ends: list[tuple[str, float, float, str]]) -> None:
-    """Writes the names of lines, (name, x, y, color), behind their ends, as far apart as a line of text is high."""
+def _plot_lines(axis: Any, lines: list[tuple[str, list[tuple[float, float]], str]], height: float) -> None:
+    """Plots lines of (name, points, color), dotted where black, below `height` times the highest point.
+
+    Names stand behind the ends, as far apart as a line of text is high.
+    """
+    for _, points, color in lines:
+        style = ":" if color == "black" else "o-"
+        axis.plot(*zip(*points, strict=True), style, color=color, linewidth=2, markersize=5)
+    axis.set_ylim(0, height * axis.dataLim.y1 if lines else 1)
     step = 0.062 * axis.get_ylim()[1]
     free = -step / 2
-    for name, x, y, color in sorted(ends, key=lambda end: end[2]):
-        free = max(y, free + step)
-        _label(axis, name, (x, free), color)
+    for name, points, color in sorted(lines, key=lambda line: line[1][-1][1]):
+        free = max(points[-1][1], free + step)
+        _label(axis, name, (points[-1][0], free), color)
 
 
 def _draw_jsd(document: dict) -> Any:
     """Time of every provider at every beta, with the limits."""
-    limits = jsd_limits_ms(document)
     betas = grouped(measured(document, "jsd"), "beta")
-    names = {"ours": "megatron_lce, per token"}
-    return _draw_bars(document, [(f"beta {beta:g}", records, limits) for (beta,), records in betas.items()], names)
+    panels = [(f"beta {beta:g}", records, jsd_limits_ms(document)) for (beta,), records in betas.items()]
+    return _draw_bars(document, panels, "megatron_lce, per token")
 
 
 def _draw_times(document: dict, mode: str) -> Any:
     shapes = grouped(measured(document, "times", mode=mode), "shape")
-    names = {"ours": "megatron_lce, the default"}
-    panels = [(shape, found, limits_ms(document, shape, mode)) for (shape,), found in shapes.items()]
-    return _draw_bars(document, panels, names)
+    panels = [(shape, records, limits_ms(document, shape, mode)) for (shape,), records in shapes.items()]
+    return _draw_bars(document, panels, "megatron_lce, the default")
 
 
-def _draw_bars(document: dict, panels: list[tuple[str, list[dict], dict[str, float]]], names: dict[str, str]) -> Any:
+def _draw_bars(document: dict, panels: list[tuple[str, list[dict], dict[str, float]]], ours: str) -> Any:
     """Panels of (title, records, {products: ms}) side by side, one row a provider in all: the first panel's fastest on
     top."""
     always = ("compile", "eager")  # in runs of before this was noted
@@ -133,25 +140,24 @@ def _draw_bars(document: dict, panels: list[tuple[str, list[dict], dict[str, flo
             _label(axis, f"{end[0]:.1f}", end, "black", x=4)
         for dashes, (name, limit) in zip(DASHES, limits.items(), strict=False):
             axis.axvline(limit, color="black", linestyle=dashes, linewidth=1, label=f"{products_by(document)} {name}")
-        axis.set_title(title, fontsize=11)
-        axis.set_xlabel("ms", fontsize=10)
+        axis.set(title=title, xlabel="ms", xlim=(0, 1.35 * axis.dataLim.x1))
         axis.grid(visible=False)
-        axis.set_xlim(0, 1.35 * axis.dataLim.x1)
-    axes[0].set_yticks(range(len(order)), [names.get(name) or _name(name) for name in order], fontsize=10)
+    axes[0].set_yticks(range(len(order)), [ours if name == "ours" else _name(name) for name in order])
     axes[0].invert_yaxis()
-    axes[0].fill([], [], facecolor="lightgray", edgecolor="white", hatch="///", label=HOLDS)
+    holds = "hatched: holds the logits of all tokens"
+    axes[0].fill([], [], facecolor="lightgray", edgecolor="white", hatch="///", label=holds)
     return figure
 
 
 def _draw_trade(document: dict, mode: str, shape: str) -> Any:
-    """Time against extra memory: a point for each head, curves of ours over its cache and workspace where measured."""
+    """Time against extra memory: a point for each head, a curve of ours over its cache where measured."""
     figure, (axis,) = _figure(1, 4.4)
     found = {record["provider"]: record for record in _with_memory(document, "times", mode=mode, shape=shape)}
-    names = {"compile": "torch.compile"}
+    megatron = _name("megatron")
     if mode == "rl":  # Megatron's own gives no entropy
         without = _with_memory(document, "times", mode="logprob", shape=shape, provider="megatron")
         found |= {record["provider"]: record for record in without}
-        names["megatron"] = "Megatron, fused\ncross-entropy\n(no entropy)"
+        megatron = "Megatron, fused\ncross-entropy\n(no entropy)"
     if curve := _with_memory(document, "cache", mode=mode, shape=shape):
         found = {name: record for name, record in found.items() if name not in ("ours", "ours-cached")}
         _plot_curve(axis, curve)
@@ -159,18 +165,16 @@ def _draw_trade(document: dict, mode: str, shape: str) -> Any:
         point = extra_gib(record), record["time_ms"]
         axis.plot(*point, "o", color=_color(provider), markersize=8)
         place = {"megatron": {"y": 2, "verticalalignment": "bottom"}, "eager": {"x": -9}}.get(provider, {"y": 2})
-        _label(axis, names.get(provider) or _name(provider), point, _color(provider), **({"x": 9} | place))
+        name = megatron if provider == "megatron" else _name(provider)
+        _label(axis, name, point, _color(provider), **({"x": 9} | place))
     for limit in list(limits_ms(document, shape, mode).values())[:1]:
         axis.axhline(limit, color="black", linestyle=DASHES[0], linewidth=1)
         _label(axis, f"{products_by(document)}'s time for three products", (0, limit), "black", x=6, y=-9)
     axis.set_xscale("symlog", base=2, linthresh=0.25)
     ticks = [0, 0.25, 0.5, 1, 2, 4, 8, 16, 32]
     axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    axis.set_xlim(0, 32)
-    axis.set_ylim(0, 1.12 * axis.dataLim.y1)
-    axis.set_title(_title(mode, shape), fontsize=11)
-    axis.set_xlabel("GiB of memory beyond the gradients (logarithmic)", fontsize=10)
-    axis.set_ylabel("ms", fontsize=10)
+    axis.set(xlim=(0, 32), xlabel=f"{MEMORY} (logarithmic)", ylim=(0, 1.12 * axis.dataLim.y1), ylabel="ms")
+    axis.set_title(_title(mode, shape))
     return figure
 
 
@@ -187,49 +191,89 @@ def _plot_curve(axis: Any, records: list[dict]) -> None:
 
 
 def _draw_rows(document: dict, mode: str, shape: str) -> Any:
-    """Time over the share of ignored rows, which are scattered where there are both layouts."""
+    """Time over the share of ignored rows, which are scattered in runs that have another layout too."""
     figure, (axis,) = _figure(1, 4)
-    found = measured(document, "rows", mode=mode, shape=shape)
-    layouts = {record["layout"] for record in found}
-    found = [x for x in found if x["layout"] == ("scattered" if "scattered" in layouts else x["layout"])]
-    ends = []
+    lines = []
+    found = measured(document, "rows", mode=mode, shape=shape, layout="scattered")
     for (provider,), records in grouped(found, "provider").items():
-        points = sorted((100 * record["ignored"], record["time_ms"]) for record in records)
-        if provider == "ours-count":  # as `True` is
-            continue
-        dashes, color = (":", "black") if provider == "ours-alone" else ("o-", _color(provider))
-        axis.plot(*zip(*points, strict=True), dashes, color=color, linewidth=2, markersize=5)
-        ends.append((re.sub("`", "", SKIPPING.get(provider, _name(provider))), *points[-1], color))
-    axis.set_ylim(0, 1.05 * axis.dataLim.y1)
-    axis.set_xlim(0, 150)
-    axis.set_xticks(range(0, 101, 20))
-    _label_ends(axis, ends)
-    axis.set_title(_title(mode.removesuffix("-cached"), shape), fontsize=11)
-    axis.set_xlabel("% of the rows ignored", fontsize=10, x=0.33)
-    axis.set_ylabel("ms", fontsize=10)
+        if provider != "ours-count":  # as `True` is
+            name, color = re.sub("`", "", SKIPPING.get(provider, _name(provider))), _color(provider)
+            points = sorted((100 * record["ignored"], record["time_ms"]) for record in records)
+            lines.append((name, points, "black" if provider == "ours-alone" else color))
+    _plot_lines(axis, lines, 1.05)
+    axis.set(title=_title(mode.removesuffix("-cached"), shape), ylabel="ms", xlim=(0, 150), xticks=range(0, 101, 20))
+    axis.set_xlabel("% of the rows ignored", x=0.33)
     return figure
 
 
 def _draw_memory(document: dict, mode: str, shape: str) -> Any:
     """Extra memory over the number of tokens."""
     figure, (axis,) = _figure(1, 4)
-    ends = []
+    lines = []
     for (provider,), records in grouped(_with_memory(document, "memory", mode=mode, shape=shape), "provider").items():
         points = sorted((record["tokens"], extra_gib(record)) for record in records)
-        axis.plot(*zip(*points, strict=True), "o-", color=_color(provider), linewidth=2, markersize=5)
-        ends.append((_name(provider), *points[-1], _color(provider)))
+        lines.append((_name(provider), points, _color(provider)))
     axis.set_xscale("log", base=2)
+    _plot_lines(axis, lines, 1.15)
     sizes = sorted({record["tokens"] for record in document["memory"] if record["shape"] == shape})
     axis.set_xticks(sizes, [f"{size / 1024:g}k" if size >= 1024 else str(size) for size in sizes])
-    axis.set_ylim(0, 1.15 * axis.dataLim.y1 if ends else 1)
-    if ends:
+    if lines:
         axis.set_xlim(None, axis.dataLim.x1 * (axis.dataLim.x1 / axis.dataLim.x0) ** 0.6)
-        _label_ends(axis, ends)
     of = parse_shape(shape)
-    axis.set_title(f"{MODES.get(mode, mode)}: hidden {of.hidden:,}, vocabulary {of.vocab:,}", fontsize=11)
-    axis.set_xlabel("tokens (logarithmic)", fontsize=10)
-    axis.set_ylabel("GiB of memory beyond the gradients", fontsize=10)
+    title = f"{MODES.get(mode, mode)}: hidden {of.hidden:,}, vocabulary {of.vocab:,}"
+    axis.set(title=title, xlabel="tokens (logarithmic)", ylabel=MEMORY)
     return figure
+
+
+def _draw_curves(document: dict) -> Any:
+    """Training runs: a column of losses and their differences for all tokens, one for masked prompts, one of bars."""
+    from matplotlib import pyplot
+
+    groups, in_order = grouped(measured(document, "curves"), "masked"), measured(document, "curves", order=0)
+    columns = len(groups) + 1
+    figure, axes = pyplot.subplots(2, columns, figsize=(4.6 * columns, 6.6), squeeze=False, layout="constrained")
+    for (above, below), ((masked,), group) in zip(axes.T, groups.items(), strict=False):
+        ways = [record for record in in_order if record["masked"] == masked]
+        native = next(record for record in ways if record["variant"] == "native-fused")
+        tokens = native["step_tokens"] * len(native["losses"]) / 1e6
+        title = f"{'masked prompts' if masked else 'every token counts'}: {tokens:.1f} M tokens"
+        above.set(title=title, ylabel="loss per token, nats")
+        below.set(xlabel="optimizer step", ylabel="loss less that of the native run")
+        if noise := [_less(record, native) for record in group if record["order"]]:
+            largest = [max(map(abs, at_step)) for at_step in zip(*noise, strict=True)]
+            band = [max(largest[max(0, i - WINDOW) : i + WINDOW + 1]) for i in range(len(largest))]
+            label = "noise: native runs that take sums in another order"
+            below.fill_between(range(1, len(band) + 1), [-x for x in band], band, color="lightgray", label=label)
+        for index, record in enumerate(ways):  # each curve thinner than the one below it
+            steps = range(1, len(record["losses"]) + 1)
+            style = {"color": _run_color(record), "label": RUNS[record["variant"]]}
+            above.plot(steps, record["losses"], **style, linewidth=4 - 3 * index / max(1, len(ways) - 1))
+            if record is not native:
+                below.plot(steps, _less(record, native), **style, linewidth=0.9)
+    _draw_runs(axes[0][-1], in_order, "time_ms", "ms a step", 1.0)
+    _draw_runs(axes[1][-1], in_order, "peak_mib", "GiB of peak memory over the resting state", 1024.0)
+    for axis in axes.flat:
+        axis.tick_params(labelsize=8)
+    return figure
+
+
+def _less(record: dict, native: dict) -> list[float]:
+    return [a - b for a, b in zip(record["losses"], native["losses"], strict=True)]
+
+
+def _run_color(record: dict) -> str:
+    """That of the way without a mask."""
+    return _color(record["variant"].removesuffix("-skip"))
+
+
+def _draw_runs(axis: Any, records: list[dict], field: str, title: str, unit: float) -> None:
+    """One bar for each way, the first run on top."""
+    shown = [record for record in reversed(records) if record[field] is not None]
+    names = [RUNS[x["variant"]] + ("\nmasked prompts" if x["masked"] else "") for x in shown]
+    bars = axis.barh(names, [record[field] / unit for record in shown], color=[_run_color(record) for record in shown])
+    axis.bar_label(bars, fmt="%.1f", padding=3, fontsize=8)
+    axis.margins(x=0.2)
+    axis.set_title(title)
 
 
 def _figure(panels: int, height: float) -> tuple[Any, Any]:
@@ -244,7 +288,7 @@ def _figure(panels: int, height: float) -> tuple[Any, Any]:
     return figure, axes.flat
 
 
-def _save(figure: Any, document: dict, path: Path) -> Path:
+def _save(figure: Any, document: dict, path: Path) -> None:
     """Writes the picture, with a line on where its numbers were taken, and above that its legend if it has one."""
     from matplotlib import pyplot
 
@@ -260,4 +304,3 @@ def _save(figure: Any, document: dict, path: Path) -> Path:
     figure.suptitle(where, x=0.01, horizontalalignment="left", fontsize=8, color=GREY)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
-    return path

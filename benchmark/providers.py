@@ -94,29 +94,40 @@ def _load_megatron(tp_group: ProcessGroup | None = None) -> Head:
     return head
 
 
-def _load_liger() -> Head:
-    from liger_kernel.ops import LigerFusedLinearCrossEntropyFunction
-
-    def head(hidden: Tensor, weight: Tensor, labels: Tensor, mode: str) -> tuple[Tensor, ...]:
-        reduction = "mean" if mode == "sft" else "none"
-        # bias, class weights, ignore_index, z-loss, label smoothing: all off
-        out = LigerFusedLinearCrossEntropyFunction.apply(hidden, weight, labels, None, None, -100, 0.0, 0.0, reduction)
-        return (out[0],) if mode == "sft" else (-out[0],)
-
-    return head
+def _calling(module: str, name: str) -> Callable[[Callable[..., tuple[Tensor, ...]]], Callable[[], Head]]:
+    """Makes the `load` of a provider: it imports a peer's function, which the head gets in front of its arguments."""
+    return lambda head: lambda: partial(head, getattr(importlib.import_module(module), name))
 
 
-def _load_liger_scaled() -> Head:
-    # Named directly: the public dispatcher falls back to plain torch, silently, where this kernel cannot run.
-    from liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90 import LigerFusedScaledCrossEntropySM90Function
+@_calling("liger_kernel.ops", "LigerFusedLinearCrossEntropyFunction")
+def _load_liger(peer: Any, hidden: Tensor, weight: Tensor, labels: Tensor, mode: str) -> tuple[Tensor, ...]:
+    reduction = "mean" if mode == "sft" else "none"
+    # bias, class weights, ignore_index, z-loss, label smoothing: all off
+    out = peer.apply(hidden, weight, labels, None, None, -100, 0.0, 0.0, reduction)
+    return (out[0],) if mode == "sft" else (-out[0],)
 
-    def head(hidden: Tensor, weight: Tensor, labels: Tensor, mode: str) -> tuple[Tensor, ...]:
-        entropy = mode in ("fwd", "rl")
-        out = LigerFusedScaledCrossEntropySM90Function.apply(hidden, weight, labels, 1.0, -100, 1, entropy)
-        losses, entropies = out if entropy else (out, None)  # entropy comes in bf16
-        return as_mode(mode, -losses, entropies.float() if entropy else None)
 
-    return head
+# Named directly: the public dispatcher falls back to plain torch, silently, where this kernel cannot run.
+@_calling("liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90", "LigerFusedScaledCrossEntropySM90Function")
+def _load_liger_scaled(peer: Any, hidden: Tensor, weight: Tensor, labels: Tensor, mode: str) -> tuple[Tensor, ...]:
+    entropy = mode in ("fwd", "rl")
+    out = peer.apply(hidden, weight, labels, 1.0, -100, 1, entropy)
+    losses, entropies = out if entropy else (out, None)  # entropy comes in bf16
+    return as_mode(mode, -losses, entropies.float() if entropy else None)
+
+
+@_calling("cut_cross_entropy", "linear_cross_entropy")
+def _load_cut_cross_entropy(peer: Any, hidden: Tensor, weight: Tensor, labels: Tensor, mode: str) -> tuple[Tensor, ...]:
+    if mode == "sft":
+        return (peer(hidden, weight, labels, reduction="mean"),)
+    return (-peer(hidden, weight, labels, reduction="none"),)
+
+
+@_calling("quack.linear_cross_entropy", "chunked_linear_cross_entropy")
+def _load_quack(peer: Any, hidden: Tensor, weight: Tensor, labels: Tensor, mode: str) -> tuple[Tensor, ...]:
+    chunk_size = 8192 if hidden.shape[1] == 4096 else 4096  # it refuses chunks as long as hidden is wide
+    # tuned=False: its default tiles instead of a search of minutes for each shape
+    return (peer(hidden, weight, labels, chunk_size=chunk_size, reduction="mean", tuned=False),)
 
 
 class LigerNative:
@@ -179,30 +190,6 @@ def _outside_mib() -> float:
     return (total - free - torch.cuda.memory_reserved()) / MIB
 
 
-def _load_cut_cross_entropy() -> Head:
-    from cut_cross_entropy import linear_cross_entropy
-
-    def head(hidden: Tensor, weight: Tensor, labels: Tensor, mode: str) -> tuple[Tensor, ...]:
-        if mode == "sft":
-            return (linear_cross_entropy(hidden, weight, labels, reduction="mean"),)
-        return (-linear_cross_entropy(hidden, weight, labels, reduction="none"),)
-
-    return head
-
-
-def _load_quack() -> Head:
-    from quack.linear_cross_entropy import chunked_linear_cross_entropy
-
-    def head(hidden: Tensor, weight: Tensor, labels: Tensor, mode: str) -> tuple[Tensor, ...]:
-        chunk_size = 8192 if hidden.shape[1] == 4096 else 4096  # it refuses chunks as long as hidden is wide
-        # tuned=False: its default tiles instead of a search of minutes for each shape
-        return (
-            chunked_linear_cross_entropy(hidden, weight, labels, chunk_size=chunk_size, reduction="mean", tuned=False),
-        )
-
-    return head
-
-
 @functools.cache
 def load_verl_kernel() -> Callable[..., tuple[Tensor, Tensor]]:
     """verl's `linear_cross_entropy(hidden, weight, labels, temperature, reduction, group) -> (logprobs, entropy)`.
@@ -221,26 +208,17 @@ def load_verl_kernel() -> Callable[..., tuple[Tensor, Tensor]]:
     return importlib.import_module("verl.utils.kernel.linear_cross_entropy").linear_cross_entropy
 
 
-class _SumGradient(torch.autograd.Function):
-    """Identity whose gradient is summed over the group: what verl's kernel leaves to its caller."""
-
-    @staticmethod
-    def forward(ctx, hidden: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx, grad_hidden: Tensor) -> tuple[Tensor, None]:
-        dist.all_reduce(grad_hidden, group=ctx.group)
-        return grad_hidden, None
-
-
 def _load_verl(tp_group: ProcessGroup | None = None) -> Head:
     kernel = load_verl_kernel()
 
+    def summed(grad_hidden: Tensor) -> Tensor:
+        dist.all_reduce(grad_hidden, group=tp_group)
+        return grad_hidden
+
     def head(hidden: Tensor, weight: Tensor, labels: Tensor, mode: str) -> tuple[Tensor, ...]:
-        if tp_group is not None:
-            hidden = _SumGradient.apply(hidden, tp_group)
+        if tp_group is not None and hidden.requires_grad:  # the kernel leaves the sum of its gradient to the caller
+            hidden = hidden.view_as(hidden)
+            hidden.register_hook(summed)
         logprobs, entropy = kernel(hidden, weight, labels, 1.0, "none", tp_group)
         return as_mode(mode, logprobs, entropy if mode in ("fwd", "rl") else None)
 

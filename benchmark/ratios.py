@@ -7,8 +7,8 @@ from typing import Any
 
 def measured(document: dict, section: str, **values: Any) -> list[dict]:
     """The records of a section that have a result, and these values."""
-    records = (record for record in document.get(section, []) if record["status"] == "ok")
-    return [x for x in records if all(x[name] == value for name, value in values.items())]
+    values |= {"status": "ok"}
+    return [x for x in document.get(section, []) if all(x.get(name) == value for name, value in values.items())]
 
 
 def grouped(records: list[dict], *keys: str) -> dict[tuple, list[dict]]:
@@ -24,14 +24,10 @@ def extra_gib(record: dict) -> float:
     return (record["peak_mib"] - record["gradients_mib"] + record.get("outside_mib", 0.0)) / 1024
 
 
-def _median_ms(records: list[dict], *names: str) -> list[float]:
-    """Of each of these times over all records; nothing where there are none."""
+def products_ms(records: list[dict], *names: str) -> list[float]:
+    """Median cuBLAS times over all records: the logits', by name, then those of both gradients; or nothing."""
+    names += ("grad_hidden_ms", "grad_weight_ms")
     return [median(ms for record in records for ms in record[name]) for name in names] if records else []
-
-
-def products_ms(document: dict, shape: str) -> list[float]:
-    """Median cuBLAS times of one shape in this run: logits, hidden's gradient, weight's gradient; or nothing."""
-    return _median_ms(measured(document, "products", shape=shape), "logits_ms", "grad_hidden_ms", "grad_weight_ms")
 
 
 def products_by(document: dict) -> str:
@@ -41,7 +37,7 @@ def products_by(document: dict) -> str:
 
 def limits_ms(document: dict, shape: str, mode: str) -> dict[str, float]:
     """cuBLAS's time for the products that the mode needs, with and without computing the logits again; or nothing."""
-    products = products_ms(document, shape)
+    products = products_ms(measured(document, "products", shape=shape), "logits_ms")
     if not products or mode == "fwd":
         return {"F": products[0]} if products else {}
     return {"F+dX+dW": sum(products), "2F+dX+dW": products[0] + sum(products)}
@@ -49,8 +45,7 @@ def limits_ms(document: dict, shape: str, mode: str) -> dict[str, float]:
 
 def jsd_limits_ms(document: dict) -> dict[str, float]:
     """The same of a divergence and its gradients, from all measurements in the document."""
-    names = ("student_logits_ms", "teacher_logits_ms", "grad_hidden_ms", "grad_weight_ms")
-    products = _median_ms(measured(document, "jsd_products"), *names)
+    products = products_ms(measured(document, "jsd_products"), "student_logits_ms", "teacher_logits_ms")
     return {"Fs+Ft+dX+dW": sum(products), "2(Fs+Ft)+dX+dW": sum(products) + sum(products[:2])} if products else {}
 
 
@@ -61,42 +56,31 @@ def add_ratios(document: dict) -> None:
     over_products_recomputed  2F + dX + dW: what a head must do that keeps no logits for its backward
     over_token_loss           the flag's `known_loss` over `linear_token_loss` with the same workspace
     over_alone                the counted rows by themselves
+    difference_median, difference_largest  of a training run's distances to native ones with sums in other orders
     """
-    timed = [
-        (record, limits_ms(document, record["shape"], record["mode"]))
-        for section in ("times", "cache", "workspace")
-        for record in measured(document, section)
-    ]
-    timed += [(record, jsd_limits_ms(document)) for record in measured(document, "jsd")]
-    for record, limits in timed:
-        names = ("over_products", "over_products_recomputed")
-        record |= {name: record["time_ms"] / ms for name, ms in zip(names, limits.values(), strict=False)}
-    for records in grouped(measured(document, "times", mode="sft"), "shape").values():
-        times = {record["provider"]: record["time_ms"] for record in records if "provider" in record}
-        for record in records:
-            if record.get("provider") == "ours-known-640" and "ours-token-640" in times:
-                record["over_token_loss"] = record["time_ms"] / times["ours-token-640"]
+    for section in ("times", "cache", "workspace", "jsd"):
+        for x in measured(document, section):
+            limits = jsd_limits_ms(document) if section == "jsd" else limits_ms(document, x["shape"], x["mode"])
+            names = ("over_products", "over_products_recomputed")
+            x |= {name: x["time_ms"] / ms for name, ms in zip(names, limits.values(), strict=False)}
+    for known in measured(document, "times", provider="ours-known-640"):
+        for told in measured(document, "times", provider="ours-token-640", shape=known["shape"], mode="sft"):
+            known["over_token_loss"] = known["time_ms"] / told["time_ms"]
     for records in grouped(measured(document, "rows"), "shape", "mode", "ignored", "layout").values():
         for alone in [record["time_ms"] for record in records if record["provider"] == "ours-alone"]:
             for record in records:
                 record["over_alone"] = record["time_ms"] / alone
-    for records in grouped(measured(document, "curves"), "masked").values():
-        _add_differences(records)
+    for record in measured(document, "curves"):
+        native = measured(document, "curves", masked=record["masked"], variant="native-fused")
+        if apart := distances([record], native):
+            record |= dict(zip(("difference_median", "difference_largest"), apart, strict=True))
 
 
-def distance(losses: list[float], others: list[float]) -> float:
-    """The root mean square of the differences over the steps of two training runs."""
-    return dist(losses, others) / len(losses) ** 0.5
+def distances(runs: list[dict], others: list[dict]) -> tuple[float, ...]:
+    """Median and largest distance of a training run to one of the others; nothing where there is no such pair.
 
-
-def _add_differences(records: list[dict]) -> None:
-    """Adds to every training run how far its losses are from those of native runs with sums in other orders.
-
-    difference_median, difference_largest  of the distances to each of them
+    It is the root mean square of the differences of losses over the steps.
     """
-    native = [record for record in records if record["variant"] == "native-fused"]
-    for record in records:
-        others = [other["losses"] for other in native if other is not record]
-        if others:
-            apart = [distance(record["losses"], losses) for losses in others]
-            record |= {"difference_median": median(apart), "difference_largest": max(apart)}
+    pairs = [(a["losses"], b["losses"]) for a in runs for b in others if a is not b]
+    apart = [dist(*pair) / len(pair[0]) ** 0.5 for pair in pairs]
+    return (median(apart), max(apart)) if apart else ()

@@ -2,76 +2,61 @@
 
 import argparse
 import itertools
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmark import pictures, results
-from benchmark.ratios import products_by, products_ms
+from benchmark.ratios import grouped, measured, products_by, products_ms
 from benchmark.results import as_cell
 from scripts.arguments import HelpFormatter
 
-
-def print_header(document: dict, console: Any) -> None:
-    """Where the numbers were taken, and which providers are missing."""
-    environment = document["environment"]
-    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
-    console.print(f"{environment['device']}, {document['dtype']}, {versions}, {environment['date']}", highlight=False)
-    missing = [record for record in document.get("providers", []) if record["status"] != "ok"]
-    for line in dict.fromkeys(f"{x['provider']}: {x['status']}: {x.get('reason', '')}" for x in missing):
-        console.print(line, markup=False, highlight=False)
-
-
-SECTIONS = {  # title, and what tells records apart; every other number in them is a column
-    "times": ("forward and backward", ("shape", "mode", "provider")),
-    "errors": ("error against fp64", ("shape", "provider", "mode")),
-    "cache": ("ours over logits_cache_bytes", ("shape", "mode", "fraction", "logits_cache_bytes")),
-    "workspace": ("linear_token_loss over workspace_bytes", ("shape", "mode", "workspace_mib")),
-    "host": (
-        "a call on an idle device: until it returns, until the device is done",
-        ("shape", "mode", "provider"),
-    ),
-    "memory": ("memory over tokens", ("shape", "tokens", "mode", "provider")),
-    "rows": ("time over the share of ignored rows", ("shape", "mode", "ignored", "layout", "provider")),
-    "jsd": ("linear JSD, forward and backward", ("shape", "beta", "provider")),
-    "jsd_errors": ("error against fp64", ("shape", "beta", "provider")),
-    "steps": (
-        "forward and backward of a GPT: slowest rank, peak memory over the resting state",
-        ("tp", "pp", "tokens", "masked", "variant"),
-    ),
-    "curves": (
-        "a GPT trained on real text: peak memory over the resting state, losses beside the native run's",
-        ("tp", "run", "variant"),
-    ),
-    "rounding": ("mean |difference of logprobs| between sampler and trainer", ("trainer",)),
+TITLES = {  # of a document's sections
+    "times": "forward and backward",
+    "errors": "error against fp64",
+    "cache": "ours over logits_cache_bytes",
+    "workspace": "linear_token_loss over workspace_bytes",
+    "host": "a call on an idle device: until it returns, until the device is done",
+    "memory": "memory over tokens",
+    "rows": "time over the share of ignored rows",
+    "jsd": "linear JSD, forward and backward",
+    "jsd_errors": "error against fp64",
+    "steps": "forward and backward of a GPT: slowest rank, peak memory over the resting state",
+    "curves": "a GPT trained on real text: peak memory over the resting state, losses beside the native run's",
+    "rounding": "mean |difference of logprobs| between sampler and trainer",
 }
-NO_COLUMNS = ("status", "reason", "provider", "fastest_ms", "slowest_ms", "repeats", "first_call_s")
+# what tells records apart; in tables it stands in front of what was measured
+KEYS = ("tp", "pp", "shape", "tokens", "hidden", "vocab", "layers", "masked", "mode", "beta", "ignored", "layout")
+KEYS += ("fraction", "logits_cache_bytes", "workspace_mib", "run", "variant", "trainer", "provider")
+NO_COLUMNS = ("status", "reason", "fastest_ms", "slowest_ms", "repeats", "first_call_s")
 NO_COLUMNS += ("losses", "order")  # of training curves: one is long, the other in the name
 
 
 def print_tables(document: dict) -> None:
-    """Every section as a table; what was not measured stands there with its reason."""
+    """Where the numbers were taken, which providers are missing, and every section as a table."""
     from rich.console import Console
 
-    console = Console(width=170)
-    print_header(document, console)
-    for shape in dict.fromkeys(record["shape"] for record in document.get("products", [])):
-        if products := products_ms(document, shape):
-            text = "F {:.2f}, dX {:.2f}, dW {:.2f} ms".format(*products)
-            console.print(f"{shape}: {products_by(document)} {text}", highlight=False)
-    for record in document.get("all_reduce", []):
-        if record["status"] == "ok":
-            console.print(f"{record['shape']}: all-reduce {record['time_ms']:.2f} ms", highlight=False)
-    for section, (title, keys) in SECTIONS.items():
+    console, environment = Console(width=170), document["environment"]
+    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
+    lines = [f"{environment['device']}, {document['dtype']}, {versions}, {environment['date']}"]
+    missing = [record for record in document.get("providers", []) if record["status"] != "ok"]
+    lines += [f"{x['provider']}: {x['status']}: {x.get('reason', '')}" for x in missing]
+    for (shape,), records in grouped(measured(document, "products"), "shape").items():
+        products = "F {:.2f}, dX {:.2f}, dW {:.2f} ms".format(*products_ms(records, "logits_ms"))
+        lines.append(f"{shape}: {products_by(document)} {products}")
+    lines += [f"{x['shape']}: all-reduce {x['time_ms']:.2f} ms" for x in measured(document, "all_reduce")]
+    for line in dict.fromkeys(lines):
+        console.print(line, markup=False, highlight=False)
+    for section, title in TITLES.items():
         if records := document.get(section):
-            console.print(as_table(title, keys, records))
+            console.print(as_table(title, records))
 
 
-def as_table(title: str, keys: Sequence[str], records: list[dict]) -> Any:
-    """One row a record: its keys, what was measured, and why it has nothing where it was not."""
+def as_table(title: str, records: list[dict]) -> Any:
+    """One row a record: what tells it apart, what was measured, and why it has nothing where it was not."""
     from rich.table import Table  # of an extra
 
-    columns = [name for name in dict.fromkeys(itertools.chain(*records)) if name not in (*keys, *NO_COLUMNS)]
+    there = dict.fromkeys(itertools.chain(*records))
+    keys, columns = [x for x in KEYS if x in there], [x for x in there if x not in KEYS + NO_COLUMNS]
     table = Table(*keys, title=title, title_justify="left")
     for name in columns:
         table.add_column(name, justify="right")
@@ -87,14 +72,13 @@ def as_table(title: str, keys: Sequence[str], records: list[dict]) -> Any:
 
 
 def merge(documents: list[dict]) -> dict:
-    """The documents of several runs as one: of records of the same head, shape, mode and size the first one counts."""
+    """The documents of several runs as one: of records that nothing tells apart those of the first document count."""
     merged = dict(documents[0])
     for document in documents[1:]:
         for section, records in document.items():
             if isinstance(records, list):
-                keys = ("provider", *SECTIONS.get(section, ("", ("shape",)))[1])
-                known = {tuple(map(record.get, keys)) for record in merged.get(section, [])}
-                new = [record for record in records if tuple(map(record.get, keys)) not in known]
+                known = {tuple(map(record.get, KEYS)) for record in merged.get(section, [])}
+                new = [record for record in records if tuple(map(record.get, KEYS)) not in known]
                 merged[section] = merged.get(section, []) + new
     dates = sorted({document["environment"]["date"] for document in documents})
     devices = dict.fromkeys(document["environment"]["device"] for document in documents)

@@ -7,6 +7,7 @@ import json
 import random
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -37,11 +38,6 @@ def load(path: Path) -> dict:
     return json.loads(path.read_text())
 
 
-def one_line(section: str, record: dict) -> str:
-    values = (f"{key}={as_cell(value)}" for key, value in record.items() if not isinstance(value, list))
-    return f"{section}: " + " ".join(values)
-
-
 def as_cell(value: object) -> str:
     if value is None:
         return "-"
@@ -50,20 +46,27 @@ def as_cell(value: object) -> str:
     return str(value)
 
 
+@dataclass
 class Results:
-    """A document that grows, written after every measurement; `path` None: never written.
+    """A document that grows, written after every measurement.
 
+    path    None: never written
     rounds  how often calls take turns
     quiet   nothing is printed (a rank that only helps)
     """
 
-    rounds, quiet = ROUNDS, False
+    device: torch.device
+    dtype: torch.dtype
+    path: Path | None
+    settings: dict
+    rounds: int = ROUNDS
+    quiet: bool = False
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, path: Path | None, settings: dict):
-        self.device, self.dtype, self.path = device, dtype, path
-        self.document: dict[str, Any] = {"environment": environment(device), "dtype": str(dtype), "settings": settings}
-        if path:
-            path.parent.mkdir(parents=True, exist_ok=True)
+    def __post_init__(self) -> None:
+        settings = {"dtype": str(self.dtype), "settings": self.settings}
+        self.document: dict[str, Any] = {"environment": environment(self.device), **settings}
+        if self.path:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def section(self, name: str) -> list[dict]:
         return self.document.setdefault(name, [])
@@ -89,27 +92,20 @@ class Results:
         heads that launch the same kernels read 3 % more than the others, presumably by a swing of the clock.
         `start_round()` is the place for the yardstick, which is then taken at the same clocks.
         """
-        records = [record for record, _ in turns]
-        for record in records:
-            record["status"] = "not reached"  # by a run that is stopped
-        self.section(section).extend(records)
-
-        def warm_up(timed: Timed) -> dict:
-            return timed.warm_up() | {"status": "not reached"}
-
-        turns = [(x, timed) for x, timed in turns if self._update(section, x, partial(warm_up, timed))]
+        unreached = {"status": "not reached"}  # by a run that is stopped
+        for record, _ in turns:
+            record |= unreached
+            self.section(section).append(record)
+        left = [x for x in turns if self._update(section, x[0], lambda timed=x[1]: timed.warm_up() | unreached)]
         order = random.Random(0)
         for _ in range(self.rounds):
             start_round()
-            order.shuffle(turns)
-            turns = [(x, timed) for x, timed in turns if self._update(section, x, partial(timed.round, **calls))]
-        for record in records:
+            order.shuffle(left)
+            left = [(x, timed) for x, timed in left if self._update(section, x, partial(timed.round, **calls))]
+        for record, timed in turns:
+            if record["status"] == "ok":
+                self._update(section, record, partial(timed.finish, record))
             self._print(section, record)
-
-    def complete(self, section: str, record: dict, measurement: Callable[[], dict]) -> None:
-        """Adds to a record that has a result what is measured after it."""
-        if record["status"] == "ok":
-            self._update(section, record, measurement)
 
     def _update(self, section: str, record: dict, measurement: Callable[[], dict]) -> bool:
         """Whether the measurement went well; the document has its result either way."""
@@ -130,21 +126,23 @@ class Results:
 
     def _print(self, section: str, record: dict) -> None:
         if not self.quiet and not section.endswith("products"):  # those are one of each round
-            print(one_line(section, record), file=sys.stderr, flush=True)
+            values = (f"{key}={as_cell(value)}" for key, value in record.items() if not isinstance(value, list))
+            print(f"{section}:", *values, file=sys.stderr, flush=True)
 
     def unsupported(self, section: str, record: dict, reason: str) -> None:
         self.section(section).append(record | {"status": "unsupported", "reason": reason})
 
-    def load(self, providers: Iterable[Any], tp_group: Any = None, **properties: Any) -> dict[str, Any]:
+    def load(self, providers: Iterable[Any], tp_group: Any = None) -> dict[str, Any]:
         """What `load` of `benchmark.providers.Provider` imports and returns; else the document has the reason."""
-        loaded, keywords = {}, {} if tp_group is None else {"tp_group": tp_group}
+        loaded, group = {}, {} if tp_group is None else {"tp_group": tp_group}
 
         def measurement(provider: Any) -> dict:
-            loaded[provider.name] = provider.load(**keywords)
+            loaded[provider.name] = provider.load(**group)
             return {"version": importlib.metadata.version(provider.package) if provider.package else None}
 
         for provider in providers:
-            record = {"provider": provider.name, "holds_logits": provider.holds_logits, **properties}
+            record = {"provider": provider.name, "holds_logits": provider.holds_logits}
+            record |= {"tp": tp_group.size()} if group else {}
             self.attempt("providers", record, partial(measurement, provider))
         return loaded
 

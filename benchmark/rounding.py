@@ -16,7 +16,6 @@ from torch import Tensor, nn
 import megatron_lce
 from benchmark import measure, megatron_step, training_curves
 from benchmark.results import Results
-from scripts import megatron_runtime
 
 COLUMNS = {  # what logits are rounded to: the sampler's, the trainer's
     "both_fp32": (None, None),
@@ -52,15 +51,6 @@ def states_in_halves(model: nn.Module, batches: list[dict[str, Tensor]]) -> Stat
     return found
 
 
-def states_in_fp32(model: nn.Module, batches: list[dict[str, Tensor]], args: argparse.Namespace) -> States:
-    """The same weights in a body that computes in fp32."""
-    exact = megatron_step.build(args, torch.float32, batches[0]["input_ids"].device)
-    with torch.no_grad():
-        for ours, theirs in zip(exact.parameters(), model.parameters(), strict=True):
-            ours.copy_(theirs)
-    return states(exact, batches)
-
-
 def sampler_logits(hidden: Tensor, weight: Tensor, rounded: torch.dtype | None) -> Tensor:
     """Whole logits as a sampler makes them: rounded by the product itself, or in fp32 throughout; [b, s, V] fp32."""
     if rounded is None:
@@ -85,14 +75,10 @@ def differences(sampler: States, trainer: States, weight: Tensor) -> dict[str, f
     return record
 
 
-def measure_case(results: Results, args: argparse.Namespace) -> None:
-    """Trains, then compares. What `work` builds is gone when the groups end."""
+@megatron_step.in_megatron
+def measure_case(results: Results, args: argparse.Namespace, device: torch.device) -> None:
+    """Trains, then compares."""
     args.tp = 1
-    work(results, args, megatron_runtime.initialize(device=args.device))
-    megatron_runtime.teardown()
-
-
-def work(results: Results, args: argparse.Namespace, device: torch.device) -> None:
     text = training_curves.Text(args, device)
     model, trained = training_curves.train(args, "known", text, results.dtype, results.quiet)
     batches, weight = text.held_out(masked=False), unwrap_model(model).output_layer.weight.detach()
@@ -103,7 +89,7 @@ def work(results: Results, args: argparse.Namespace, device: torch.device) -> No
     programs = {
         "same": lambda: sampler,
         "halves": functools.partial(states_in_halves, model, batches),
-        "fp32": functools.partial(states_in_fp32, model, batches, args),
+        "fp32": lambda: states(megatron_step.build_exact(args, model, device), batches),
     }
     for name, run in programs.items():
         results.attempt("rounding", {"trainer": name}, lambda run=run: differences(sampler, run(), weight))

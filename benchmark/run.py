@@ -6,38 +6,56 @@ provider cannot do, is not installed or fails at is a result too and stands in b
 """
 
 import argparse
+import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from benchmark import head_tp, jsd, pictures, providers, report, results, rows
-from benchmark.shapes import DTYPES, choose, parse_heads, parse_shape
+from benchmark import heads, jsd, pictures, providers, report, results
+from benchmark.shapes import DTYPES, WrongArgument, choose, parse_heads, parse_shape
 from scripts.arguments import HelpFormatter
 from scripts.ranks import device_of_rank
 
 VARIANTS = ("native", "native-fused", "ours", "ours-skip", "ours-512-mib", "ours-cached", "ours-main-grad")
 VARIANTS += ("ours-known", "ours-known-skip", "ours-main-grad-512-mib", "ours-token-640", "ours-token-main-grad")
-VARIANTS += ("own-flag",)
+ORDERS = range(1, 6)
+ROW_MODES = ("rl", "rl-cached", "logprob")
 EXTRAS = {"rich": "benchmark", "matplotlib": "benchmark", "megatron": "megatron"}  # where setup.py names a package
+
+
+class Run(NamedTuple):
+    """A training run: the variant, the order of sums, and whether prompts are masked."""
+
+    variant: str
+    order: int = 0  # the text's and the weights' own; else the seed of a shuffle
+    masked: bool = False
+
+
+RUNS = {"native": Run("native-fused"), "flag": Run("ours"), "known": Run("ours-known")}
+RUNS |= {"masked-native": Run("native-fused", masked=True), "masked-flag": Run("ours-skip", masked=True)}
+RUNS |= {"masked-known": Run("ours-known-skip", masked=True)}
+RUNS |= {
+    f"{name}-{order}": RUNS[name]._replace(order=order) for order in ORDERS for name in ("native", "masked-native")
+}
 
 
 @dataclass(frozen=True)
 class Case:
-    """What one case measures, the module that does it, and its options: (help, default, how a text becomes a value).
+    """What one case measures, the function `module.name` that does it, and its options with their defaults as texts.
 
-    A default of two is that of a GPU and that of a CPU. `defaults` are the case's own for options of another.
+    A default of two is that of a GPU and that of a CPU.
     """
 
     about: str
-    module: str
-    options: dict[str, tuple[str, Any, Callable[[str], Any]]]
-    defaults: dict[str, Any] = field(default_factory=dict)
+    program: str
+    options: dict[str, str | tuple[str, str] | None]
 
 
 def several(parse: Callable[[str], Any]) -> Callable[[str], list]:
@@ -45,148 +63,129 @@ def several(parse: Callable[[str], Any]) -> Callable[[str], list]:
 
 
 def names(what: str, allowed: Any) -> Callable[[str], list[str]]:
-    return lambda text: choose(what, text, allowed) if text else []
+    return lambda text: choose(what, text, allowed)
 
 
-def number_from(lowest: float, highest: float) -> Callable[[str], float]:
-    def parse(text: str) -> float:
-        try:
-            number = float(text)
-        except ValueError:
-            number = float("nan")
-        if not lowest <= number <= highest:
-            raise ValueError(f"must be comma-separated numbers from {lowest:g} to {highest:g}, got {text!r}")
-        return number
-
-    return parse
+def share(text: str, highest: float = 1) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 <= float(text) <= highest:
+            return float(text)
+    raise WrongArgument(f"must be comma-separated numbers from 0 to {highest:g}, got {text!r}")
 
 
 def count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"must be at least 1, got {text}")
+        raise WrongArgument(f"must be at least 1, got {text}")
     return int(text)
 
 
-def optional_shape(text: str) -> Any:
-    return parse_shape(text) if text else None
+def all_of(allowed: Iterable[str]) -> str:
+    return f"Comma-separated: all, {', '.join(allowed)}."
 
 
 # fmt: off
-MODES, SHAPES, SHARES = names("a mode", providers.MODES), several(parse_shape), several(number_from(0, 1))
-SIZES = {
-    "hidden": ("Hidden size.", 4096, count),
-    "vocab": ("Vocabulary of all ranks together.", 151936, count),
-    "tokens": ("Comma-separated token counts.", "16384,8192", several(count)),
+MODES, SHAPES, COUNTS, SHARES = names("a mode", providers.MODES), several(parse_shape), several(count), several(share)
+OPTIONS = {  # how a text becomes a value, and what `--help` says; of a case's own where another has the same name
+    "rounds": (count, "Rounds of turns; a difference of a hundredth takes more."),
+    "budget_ms": (float, "Time of a head's repeats in each round, in ms."),
+    "pictures": (Path, "Folder for the pictures; None: no pictures."),
+    "shapes": (SHAPES, "Comma-separated: S1, S2, S3 or NxHxV."),
+    "providers": (providers.select_providers, all_of(providers.PROVIDERS)),
+    "modes": (MODES, "Comma-separated kinds of a step."),
+    "error_shape": (SHAPES, "Shapes of the comparison with fp64, '' for none."),
+    "cache_fractions": (SHARES, "Cache budgets as parts of the 16-bit logits, such as 0,0.25,0.5,1."),
+    "workspace_mib": (COUNTS, "Workspaces of linear_token_loss in MiB, such as 192,640,1280."),
+    "host_shapes": (SHAPES, "Shapes at which the host's time of a call is taken, such as S3."),
+    "memory_tokens": (COUNTS, "Token counts of the memory curve, such as 1024,8192."),
+    "memory_modes": (MODES, "Kinds of its steps; empty: each head's first with gradients."),
+    "jsd shape": (parse_heads, "Tokens x student's H x teacher's H x vocab of the times."),
+    "jsd error_shape": (parse_heads, "The same of the comparison with fp64."),
+    "betas": (SHARES, "Comma-separated: 0 is forward KL, 1 reverse KL, between them JSD."),
+    "jsd providers": (names("a provider", jsd.PROVIDERS), all_of(jsd.PROVIDERS)),
+    "shares": (SHARES, "Comma-separated shares of ignored rows, which are scattered."),
+    "rows modes": (names("a mode", ROW_MODES), f"{all_of(ROW_MODES)[:-1]}; only the last has a peer."),
+    "head_tp tp": (COUNTS, "Comma-separated group sizes; None: the powers of two up to the number of ranks."),
+    "head_tp heads": (names("a head", heads.TP_HEADS), all_of(heads.TP_HEADS)),
+    **dict.fromkeys(("head_tp tokens", "megatron_step tokens"), (COUNTS, "Comma-separated token counts.")),
+    "tp": (count, "Tensor-parallel size; sequence parallel from 2 on."),
+    "pp": (count, "Pipeline stages; also the number of microbatches."),
+    "masked": (several(partial(share, highest=0.999)), "Comma-separated shares of masked tokens, such as 0,0.6."),
+    "variants": (names("a variant", VARIANTS), all_of(VARIANTS)),
+    "text": (Path, "File that benchmark.training_text wrote."),
+    "runs": (names("a run", RUNS), all_of(RUNS)),
+    "steps": (count, "Optimizer steps of each run."),
+    "tokens": (count, "Tokens of a microbatch."),
+    "microbatches": (count, "Microbatches of a step."),
+    "lr": (float, "Largest learning rate of Adam."),
+    "sequence_length": (count, "Tokens of a sequence."),
+    "vocab": (count, "Vocabulary of all ranks together."),
+    "hidden": (count, "Hidden size."),
+    "layers": (count, "Transformer layers."),
+    "heads": (count, "Attention heads."),
 }
-ROUNDS = {"rounds": ("Rounds of turns; a difference of a hundredth takes more.", results.ROUNDS, count)}
-BUDGET = ROUNDS | {"budget_ms": ("Time of a head's repeats in each round, in ms.", 100.0, float)}
-PICTURES = BUDGET | {"pictures": ("Folder for the pictures; None: no pictures.", None, Path)}
-HEAD = PICTURES | {
-    "shapes": ("Comma-separated: S1, S2, S3 or NxHxV.", ("S1,2048x1024x32768", "64x128x1000"), SHAPES),
-    "providers": (  # compiling takes minutes on a CPU
-        f"Comma-separated: all, {', '.join(providers.PROVIDERS)}.",
-        ("ours,ours-cached,eager,compile", "ours,eager"), providers.select_providers,
-    ),
-    "modes": ("Comma-separated kinds of a step.", ",".join(providers.MODES), MODES),
-    "error_shape": (
-        "Shape of the comparison with fp64, '' for none.", ("2048x1024x32768", "64x128x1000"), optional_shape,
-    ),
-    "cache_fractions": ("Cache budgets as parts of the 16-bit logits, such as 0,0.25,0.5,1.", "", SHARES),
-    "workspace_mib": ("Workspaces of linear_token_loss in MiB, such as 192,640,1280.", "", several(count)),
-    "host_shapes": ("Shapes at which the host's time of a call is taken, such as S3.", "", SHAPES),
-    "memory_tokens": ("Token counts of the memory curve, such as 1024,8192.", "", several(count)),
-    "memory_modes": ("Kinds of its steps; empty: each head's first with gradients.", "", MODES),
+
+TURNS = {"rounds": str(results.ROUNDS), "budget_ms": "100"}
+HEAD = TURNS | {
+    "pictures": None, "shapes": ("S1,2048x1024x32768", "64x128x1000"), "modes": ",".join(providers.MODES),
+    "providers": ("ours,ours-cached,eager,compile", "ours,eager"),  # compiling takes minutes on a CPU
+    "error_shape": ("2048x1024x32768", "64x128x1000"), "cache_fractions": "", "workspace_mib": "", "host_shapes": "",
+    "memory_tokens": "", "memory_modes": "",
 }
-KNOWN_LOSS = {
-    "modes": "rl,sft", "error_shape": "", "shapes": ("S1,S2,S3", "64x128x1000"),
-    "providers": (
-        "ours,ours-cached,ours-token-640,ours-token-1280,ours-known-640,compile,liger,quack",
-        "ours,ours-token-640,ours-known-640",
-    ),
-}
-JSD_PROVIDERS = f"Comma-separated: all, {', '.join(jsd.PROVIDERS)}.", ("all", "ours,ours-weights-512,liger,eager")
-JSD = PICTURES | {
-    "shape": (
-        "Tokens x student's H x teacher's H x vocab of the times.", ("8192x2048x4096x151936", "64x32x48x1000"),
-        parse_heads,
-    ),
-    "error_shape": (
-        "The same of the comparison with fp64.", ("1024x512x1024x32768", "64x32x48x1000"), parse_heads,
-    ),
-    "betas": ("Comma-separated: 0 is forward KL, 1 reverse KL, between them JSD.", "0.5,0,1", SHARES),
-    "providers": (*JSD_PROVIDERS, names("a provider", jsd.PROVIDERS)),
-}
-ROW_MODES = f"Comma-separated: {', '.join(rows.MODES)}; only the last has a peer."
-ROWS = PICTURES | {
-    "shapes": HEAD["shapes"],
-    "shares": ("Comma-separated shares of ignored rows.", "0,0.3,0.6,0.9", SHARES),
-    "layouts": ("Comma-separated places of the ignored rows.", "all", names("a layout", rows.LAYOUTS)),
-    "modes": (ROW_MODES, "rl,rl-cached,backward", names("a mode", rows.MODES)),
-}
-HEAD_TP = BUDGET | SIZES | {
-    "tp": ("Comma-separated group sizes; None: the powers of two up to the number of ranks.", None, several(count)),
-    "heads": (f"Comma-separated: all, {', '.join(head_tp.HEADS)}.", "all", names("a head", head_tp.HEADS)),
-}
-MASKED = "Comma-separated shares of masked tokens, such as 0,0.3,0.6,0.9."
-STEP = ROUNDS | SIZES | {
-    "tp": ("Tensor-parallel size; sequence parallel from 2 on.", 2, count),
-    "pp": ("Pipeline stages; also the number of microbatches.", 1, count),
-    "masked": (MASKED, "0", several(number_from(0, 0.999))),
-    "variants": (
-        f"Comma-separated: all, {', '.join(VARIANTS)}.", ",".join(VARIANTS[:-1]), names("a variant", VARIANTS),
-    ),
-    "sequence_length": ("Tokens of a sequence.", 4096, count),
-    "layers": ("Transformer layers.", 4, count),
-    "heads": ("Attention heads.", 32, count),
-}
-ORDERS = range(1, 6)  # of training_curves, which needs Megatron
-RUNS = ("native", *(f"native-{order}" for order in ORDERS), "flag", "known")
-RUNS += tuple(f"masked-{name}" for name in RUNS)
+KNOWN = {"shapes": ("S1,S2,S3", "64x128x1000"), "modes": "rl,sft", "error_shape": "", "providers": (
+    "ours,ours-cached,ours-token-640,ours-token-1280,ours-known-640,compile,liger,quack",
+    "ours,ours-token-640,ours-known-640",
+)}
 CURVES = {
-    "pictures": PICTURES["pictures"],
-    "text": ("File that benchmark.training_text wrote.", "tokens.bin", Path),
-    "runs": (f"Comma-separated: all, {', '.join(RUNS)}.", "all", names("a run", RUNS)),
-    "steps": ("Optimizer steps of each run.", ("200", "8"), count),
-    "tokens": ("Tokens of a microbatch.", ("8192", "64"), count),
-    "microbatches": ("Microbatches of a step.", 4, count),
-    "lr": ("Largest learning rate of Adam.", 1e-4, float),
-    "sequence_length": ("Tokens of a sequence.", ("2048", "16"), count),
-    "tp": ("Tensor-parallel size; sequence parallel from 2 on.", 1, count),
-    "vocab": ("Vocabulary of all ranks together.", ("131072", "512"), count),
-    "hidden": ("Hidden size.", ("1024", "32"), count),
-    "layers": ("Transformer layers.", ("8", "2"), count),
-    "heads": ("Attention heads.", ("16", "4"), count),
+    "text": "tokens.bin", "steps": ("200", "8"), "tokens": ("8192", "64"), "microbatches": "4", "lr": "1e-4",
+    "sequence_length": ("2048", "16"), "vocab": ("131072", "512"), "hidden": ("1024", "32"), "layers": ("8", "2"),
+    "heads": ("16", "4"),
 }
-ROUNDING = {name: option for name, option in CURVES.items() if name not in ("pictures", "runs", "tp")}
-SMALL = {"steps": "500", "tokens": "1024", "microbatches": "1", "lr": 1e-3, "sequence_length": "256"}
-SMALL |= {"vocab": "16384", "hidden": "512", "layers": "4", "heads": "8"}  # ten minutes on two cores
+SMALL = {  # ten minutes on two cores
+    "steps": "500", "tokens": "1024", "microbatches": "1", "lr": "1e-3", "sequence_length": "256", "vocab": "16384",
+    "hidden": "512", "layers": "4", "heads": "8",
+}
+SIZES = {"hidden": "4096", "vocab": "151936", "tokens": "16384,8192"}
 
 CASES = {
-    "head": Case("Our head beside its peers in one process.", "heads", HEAD),
-    "known_loss": Case("A loss that is known in forward, beside heads that are not told.", "heads", HEAD, KNOWN_LOSS),
-    "jsd": Case("Fused linear JSD beside its peers in one process.", "jsd", JSD, {"budget_ms": 150.0}),
-    "rows": Case(
-        "Time over the share of ignored rows.", "rows", ROWS,
-        {"budget_ms": 50.0, "shapes": ("S1,S2,S3", "64x128x1000")},
+    "head": Case("Our head beside its peers in one process.", "heads.measure_heads", HEAD),
+    "known_loss": Case(
+        "A loss that is known in forward, beside heads that are not told.", "heads.measure_heads", HEAD | KNOWN
     ),
+    "jsd": Case("Fused linear JSD beside its peers in one process.", "jsd.measure_case", TURNS | {
+        "budget_ms": "150", "pictures": None, "shape": ("8192x2048x4096x151936", "64x32x48x1000"), "betas": "0.5,0,1",
+        "error_shape": ("1024x512x1024x32768", "64x32x48x1000"),
+        "providers": ("all", "ours,ours-weights-512,liger,eager"),
+    }),
+    "rows": Case("Time over the share of ignored rows.", "heads.measure_rows", TURNS | {
+        "budget_ms": "50", "pictures": None, "shapes": ("S1,S2,S3", "64x128x1000"), "shares": "0,0.3,0.6,0.9",
+        "modes": "rl,rl-cached",
+    }),
     "head_tp": Case(
-        "The head alone under tensor parallelism, communication included; by torchrun.", "head_tp", HEAD_TP,
-        {"budget_ms": 130.0},
+        "The head alone under tensor parallelism, communication included; by torchrun.", "heads.measure_tp",
+        TURNS | SIZES | {"budget_ms": "130", "tp": None, "heads": "all"},
     ),
     "megatron_step": Case(
-        "A whole training step of a Megatron GPT, flag on and off; by torchrun.", "megatron_step", STEP,
-        {"tokens": "8192,16384"},
+        "A whole training step of a Megatron GPT, flag on and off; by torchrun.", "megatron_step.measure_case",
+        SIZES | {
+            "rounds": TURNS["rounds"], "tokens": "8192,16384", "tp": "2", "pp": "1", "masked": "0", "variants": "all",
+            "sequence_length": "4096", "layers": "4", "heads": "32",
+        },
     ),
-    "curves": Case("A GPT trained on real text, flag on and off, beside the noise of sums.", "training_curves", CURVES),
+    "curves": Case(
+        "A GPT trained on real text, flag on and off, beside the noise of sums.", "training_curves.measure_case",
+        CURVES | {"pictures": None, "runs": "all", "tp": "1"},
+    ),
     "rounding": Case(
-        "Logprobs of a trained GPT as a sampler and as its trainer compute them, logits rounded or not.", "rounding",
-        ROUNDING, SMALL,
+        "Logprobs of a trained GPT as a sampler and as its trainer compute them, logits rounded or not.",
+        "rounding.measure_case", CURVES | SMALL,
     ),
 }
 # fmt: on
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser(device: str | None = None) -> argparse.ArgumentParser:
+    """Its defaults are those of the device; None: a GPU where there is one."""
+    on_cpu = device == "cpu" or (device is None and not torch.cuda.is_available())
     parser = argparse.ArgumentParser(
         prog="python -m benchmark.run", description=__doc__.splitlines()[0], formatter_class=HelpFormatter
     )
@@ -195,42 +194,28 @@ def build_parser() -> argparse.ArgumentParser:
         add = subparsers.add_parser(
             name, help=case.about, description=case.about, formatter_class=HelpFormatter
         ).add_argument
-        for option, (text, _, _) in case.options.items():
-            default = _default(case, option)
-            if isinstance(default, tuple):
-                text = f"{text.rstrip('.')}; None: {default[not torch.cuda.is_available()]}."
-            add(f"--{option.replace('_', '-')}", help=text, default=None if isinstance(default, tuple) else default)
+        for option, default in case.options.items():
+            parse, text = OPTIONS.get(f"{name} {option}") or OPTIONS[option]
+            default = default[on_cpu] if isinstance(default, tuple) else default
+            add(f"--{option.replace('_', '-')}", help=text, default=default, type=parse)
         add("--dtype", choices=DTYPES, default="bf16", help="Type of hidden and weight.")
         add("--device", choices=("cuda", "cpu"), help="Where to run; None: cuda where every rank has a GPU.")
         add("--json", type=Path, help="File to write; None: tables only.")
     return parser
 
 
-def _default(case: Case, option: str) -> Any:
-    return case.defaults.get(option, case.options[option][1])
-
-
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    parser = build_parser()
+    on = device_of_rank(build_parser().parse_args(argv).device)
+    parser = build_parser(on.type)
     arguments = parser.parse_args(argv)
-    case = CASES[arguments.case]
-    arguments.on = device_of_rank(arguments.device)
-    arguments.dtype = DTYPES[arguments.dtype]
-    for option, (_, _, parse) in case.options.items():
-        value, default = getattr(arguments, option), _default(case, option)
-        if value is None and isinstance(default, tuple):
-            value = default[arguments.on.type != "cuda"]
-        try:
-            setattr(arguments, option, parse(value) if isinstance(value, str) else value)
-        except ValueError as error:
-            parser.error(f"{option.replace('_', '-')}: {error}")
+    arguments.on, arguments.dtype = on, DTYPES[arguments.dtype]
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     if arguments.case == "head_tp":
         arguments.tp = arguments.tp or [2**i for i in range(ranks.bit_length())]
         for tp in arguments.tp:
             if ranks % tp or arguments.vocab % tp:
                 parser.error(f"tp: must divide {ranks} processes and {arguments.vocab} columns, got {tp}")
-    if "sequence_length" in case.options:
+    if "sequence_length" in arguments:
         for tokens in arguments.tokens if arguments.case == "megatron_step" else [arguments.tokens]:
             if tokens % arguments.sequence_length:
                 parser.error(f"tokens: must be multiples of sequence-length {arguments.sequence_length}, got {tokens}")
@@ -241,30 +226,30 @@ def main(argv: list[str] | None = None) -> dict:
     """Runs what the arguments ask for and returns the document."""
     argv = sys.argv[1:] if argv is None else argv
     arguments = parse_arguments(argv)
-    ranks, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+    folder = getattr(arguments, "pictures", None)
+    module, _, program = CASES[arguments.case].program.partition(".")
     try:
-        module = importlib.import_module(f"benchmark.{CASES[arguments.case].module}")
-        importlib.import_module("rich")
-        if getattr(arguments, "pictures", None):
-            importlib.import_module("matplotlib")
+        measure_case = getattr(importlib.import_module(f"benchmark.{module}"), program)
+        for package in ("rich", "matplotlib") if folder else ("rich",):
+            importlib.import_module(package)
     except ModuleNotFoundError as error:
         extra = EXTRAS.get((error.name or "").partition(".")[0])
         if extra is None:
             raise
         sys.exit(f"{error.name} is not installed: pip install '.[{extra}]'")
-    # The last rank has the losses of a pipeline; of other cases every rank has the same.
-    path = arguments.json if rank == ranks - 1 else None
+    ranks, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+    last = rank == ranks - 1  # it has the losses of a pipeline; of other cases every rank has the same
     settings = {"command": argv} | ({"ranks": ranks} if ranks > 1 else {})
-    found = results.Results(arguments.on, arguments.dtype, path, settings)
-    found.rounds, found.quiet = getattr(arguments, "rounds", results.ROUNDS), rank != ranks - 1
-    module.measure_case(found, arguments)
+    path, rounds = arguments.json if last else None, getattr(arguments, "rounds", results.ROUNDS)
+    found = results.Results(arguments.on, arguments.dtype, path, settings, rounds, quiet=not last)
+    measure_case(found, arguments)
     found.save()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-    if not found.quiet:
+    if last:
         report.print_tables(found.document)
-        if getattr(arguments, "pictures", None):
-            pictures.draw(found.document, arguments.pictures)
+        if folder:
+            pictures.draw(found.document, folder)
         if path:
             print(f"Report: {path}")
     return found.document

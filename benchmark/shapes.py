@@ -1,5 +1,6 @@
 """Problem sizes and the random inputs every provider gets."""
 
+import argparse
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -8,6 +9,10 @@ import torch
 from torch import Tensor
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class WrongArgument(argparse.ArgumentTypeError, ValueError):
+    """A ValueError whose message argparse prints in place of its own."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,7 @@ def parse_shape(text: str) -> Shape:
     if text in NAMED_SHAPES:
         return NAMED_SHAPES[text]
     if not re.fullmatch(r"\d+x\d+x\d+", text):
-        raise ValueError(
+        raise WrongArgument(
             f"a shape must be one of {', '.join(NAMED_SHAPES)} or tokens x hidden x vocab such as "
             f"8192x4096x151936, got {text!r}"
         )
@@ -45,7 +50,7 @@ def parse_shape(text: str) -> Shape:
 def parse_heads(text: str) -> list[int]:
     """`NxHsxHtxV` in plain numbers."""
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){3}", text):
-        raise ValueError(
+        raise WrongArgument(
             f"a shape must be tokens x student's H x teacher's H x vocab such as 64x32x48x512, got {text!r}"
         )
     return [int(number) for number in text.split("x")]
@@ -54,9 +59,9 @@ def parse_heads(text: str) -> list[int]:
 def choose(what: str, text: str, allowed: Iterable[str]) -> list[str]:
     """Comma-separated names, each once; `all` is every one that is allowed."""
     names, chosen = list(allowed), dict[str, None]()
-    for part in text.split(","):
+    for part in filter(None, text.split(",")):
         if part != "all" and part not in names:
-            raise ValueError(f"{what} must be one of {', '.join(names)} or all, got {part!r}")
+            raise WrongArgument(f"{what} must be one of {', '.join(names)} or all, got {part!r}")
         chosen |= dict.fromkeys(names if part == "all" else [part])
     return list(chosen)
 

@@ -10,12 +10,11 @@ import itertools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import combinations
+from operator import itemgetter
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from benchmark import curves_picture, ratios, results
+from benchmark import ratios, results
 from megatron_lce import head_memory
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -44,28 +43,42 @@ HEADS = {
     "quack": "quack",
     "cce": "Cut Cross-Entropy",
 }
-SKIPPING = {
-    "ours": "`skip_ignored=False`",
-    "ours-skip": "`skip_ignored=True`",
-    "ours-count": "`skip_ignored=` the number of counted rows",
+SKIPPING = {"ours": "`skip_ignored=False`", "ours-skip": "`skip_ignored=True`"}
+JSD_HEADS = {  # over the products that each cannot do without
+    "ours": "per token, over 2 (Fs + Ft) + dX + dW",
+    "ours-weights-512": "`token_weights`, 512 MiB, over Fs + Ft + dX + dW",
+    "ours-weights-1024": "`token_weights`, 1 GiB, over the same",
+    "compile": "torch.compile with all logits, over the same",
 }
-JSD_HEADS = {  # by name, and by the products that each cannot do without
-    ("ours", "over_products_recomputed"): "per token, over 2 (Fs + Ft) + dX + dW",
-    ("ours-weights-512", "over_products"): "`token_weights`, 512 MiB, over Fs + Ft + dX + dW",
-    ("ours-weights-1024", "over_products"): "`token_weights`, 1 GiB, over the same",
-    ("compile", "over_products"): "torch.compile with all logits, over the same",
-}
-VARIANTS = {
-    "native": "Megatron, unfused cross-entropy",
+VARIANTS = {  # without those that differ little from these
     "native-fused": "Megatron, fused cross-entropy",
     "ours": "flag on",
     "ours-512-mib": "flag on, `logits_cache_bytes` of 512 MiB",
     "ours-cached": "flag on, everything cached",
     "ours-main-grad": "flag on, `gradient_accumulation_fusion` on the head",
-    "ours-main-grad-512-mib": "the same, `logits_cache_bytes` of 512 MiB",
+    "ours-known": "flag on, `known_loss=True`",
     "ours-token-640": "capture, `linear_token_loss` with 640 MiB",
-    "ours-token-main-grad": "the same, `gradient_accumulation_fusion` on the head",
+    "ours-skip": "flag on, `skip_masked=True`",
+    "ours-known-skip": "flag on, both",
 }
+RUNS = {
+    "native-fused": "Megatron, fused cross-entropy",
+    "ours": "flag on",
+    "ours-known": "flag on, known_loss",
+    "ours-skip": "flag on, skip_masked",
+    "ours-known-skip": "flag on, known_loss, skip_masked",
+}
+TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {}  # how each is made, of which files of results
+
+
+def table(*files: str) -> Callable[[Callable[..., str]], Callable[..., str]]:
+    """The decorated function makes the table of its name from the documents in these files."""
+
+    def register(make: Callable[..., str]) -> Callable[..., str]:
+        TABLES[make.__name__] = make, files
+        return make
+
+    return register
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -73,10 +86,22 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "".join([lines[0], f"|{'---|' * len(header)}\n", *lines[1:]])
 
 
-def grid(what: str, rows: dict[Any, str], columns: dict[Any, str], text: Callable[[Any, Any], str]) -> str:
-    """A table of `text(row, column)` below the columns' titles and behind the rows'."""
-    lines = [[title, *(text(row, column) for column in columns)] for row, title in rows.items()]
+def grid(
+    what: str, rows: dict[Any, str], columns: dict[Any, str], records: dict[tuple, Any], text: Callable[[Any], str]
+) -> str:
+    """A table of `text(records[row, column])` below the columns' titles and behind the rows'; no row is empty."""
+    lines = []
+    for row, title in rows.items():
+        if any((row, column) in records for column in columns):
+            cells = (text(records[row, x]) if (row, x) in records else "-" for x in columns)
+            lines.append([title, *cells])
     return markdown([what, *columns.values()], lines)
+
+
+def by(document: dict, section: str, row: str, column: str, **values: Any) -> dict[tuple, dict]:
+    """What was measured, by the fields that tell rows apart, and columns; of equal ones the last counts."""
+    row_of, column_of = itemgetter(*row.split()), itemgetter(*column.split())
+    return {(row_of(x), column_of(x)): x for x in ratios.measured(document, section, **values)}
 
 
 def cell(record: dict, ratio: str | None = None, memory: bool = True) -> str:
@@ -91,223 +116,166 @@ def step_cell(record: dict) -> str:
     return f"{record['time_ms']:.1f} / {record['peak_mib']:,.0f}"
 
 
-def measured(name: str, section: str, *keys: str) -> dict[tuple, dict]:
-    """What was measured, by the values of some of its fields; of equal ones the last counts."""
-    found = ratios.measured(results.load(RESULTS / f"{name}.json"), section)
-    return {values: records[-1] for values, records in ratios.grouped(found, *keys).items()}
-
-
-def heads() -> str:
+@table("head_h200")
+def heads(document: dict) -> str:
     """Every head, in both kinds of a step, at two shapes."""
-    records = measured("head_h200", "times", "mode", "provider", "shape")
-    modes = {"rl": "RL", "sft": "SFT"}
-    columns = {(mode, shape): f"{SHAPES[shape]}: {modes[mode]}" for shape in ("S1", "S3") for mode in modes}
-    rows = {name: title for name, title in HEADS.items() if ("sft", name, "S1") in records}
-
-    def text(name: str, column: tuple[str, str]) -> str:
-        record = records.get((column[0], name, column[1]))
-        return cell(record) if record else "-"
-
-    return grid("ms / extra GiB", rows, columns, text)
+    kinds = itertools.product(("S1", "S3"), ("rl", "sft"))
+    columns = {(mode, shape): f"{SHAPES[shape]}: {mode.upper()}" for shape, mode in kinds}
+    return grid("ms / extra GiB", HEADS, columns, by(document, "times", "provider", "mode shape"), cell)
 
 
-def known_loss() -> str:
+@table("known_loss_h200")
+def known_loss(document: dict) -> str:
     """Gradients that are made in forward beside other heads, in both kinds of a step, at two shapes."""
-    records = measured("known_loss_h200", "times", "mode", "provider", "shape")
-    columns = {(mode, shape): f"{shape}, {mode}" for shape in ("S1", "S2") for mode in ("rl", "sft")}
-    rows = {name: title for name, title in HEADS.items() if ("sft", name, "S1") in records}
-    rows.pop("ours-token-1280", None)  # as 640 MiB
-
-    def text(name: str, column: tuple[str, str]) -> str:
-        record = records.get((column[0], name, column[1]))
-        return cell(record, "over_products") if record else "-"
-
-    return grid("ms (over F + dX + dW) / extra GiB", rows, columns, text)
+    kinds = itertools.product(("S1", "S2"), ("rl", "sft"))
+    columns = {(mode, shape): f"{shape}, {mode}" for shape, mode in kinds}
+    rows = {name: title for name, title in HEADS.items() if name != "ours-token-1280"}  # which is as 640 MiB
+    records = by(document, "times", "provider", "mode shape")
+    return grid("ms (over F + dX + dW) / extra GiB", rows, columns, records, lambda x: cell(x, "over_products"))
 
 
-def liger_tp() -> str:
+@table("liger_tp_h100")
+def liger_tp(document: dict) -> str:
     """The default beside Liger's native head: each way over the products that a head needs which keeps no logits."""
-    records = measured("liger_tp_h100", "times", "shape", "mode", "provider")
+    records = by(document, "times", "shape mode", "provider")
     kinds = {"fwd": ("over_products", "over F"), "rl": ("over_products_recomputed", "over 2F + dX + dW")}
-    rows = {(x, mode): f"{x}, {mode}, {kinds[mode][1]}" for x, mode in dict.fromkeys(key[:2] for key in records)}
+    rows = {(shape, mode): f"{shape}, {mode}, {kinds[mode][1]}" for (shape, mode), _ in records}
     columns = {name: HEADS[name] for name in ("ours", "liger-tp")}
     what = "ms (over the products) / extra GiB, + outside of torch's allocator"
-    return grid(what, rows, columns, lambda row, name: cell(records[*row, name], kinds[row[1]][0]))
+    return grid(what, rows, columns, records, lambda x: cell(x, kinds[x["mode"]][0]))
 
 
-def ignored_rows() -> str:
+@table("rows_h200")
+def ignored_rows(document: dict) -> str:
     """Time over the share of ignored rows, and its ratio to that of the other rows by themselves."""
-    records = measured("rows_h200", "rows", "mode", "layout", "shape", "provider", "ignored")
-    cases = itertools.product(("S1", "S3"), ("ours", "ours-skip"))
-    return grid(
-        "rl: ms (over the counted rows alone)",
-        {(shape, name): f"{shape}, {SKIPPING[name]}" for shape, name in cases},
-        {share: f"{share:.0%} ignored" for share in SHARES},
-        lambda row, share: cell(records["rl", "scattered", *row, share], "over_alone", memory=False),
-    )
+    records = by(document, "rows", "shape provider", "ignored", mode="rl", layout="scattered")
+    cases = itertools.product(("S1", "S3"), SKIPPING)
+    rows = {(shape, name): f"{shape}, {SKIPPING[name]}" for shape, name in cases}
+    columns = {share: f"{share:.0%} ignored" for share in SHARES}
+    what = "rl: ms (over the counted rows alone)"
+    return grid(what, rows, columns, records, lambda x: cell(x, "over_alone", memory=False))
 
 
-def jsd() -> str:
+@table("jsd_h100")
+def jsd(document: dict) -> str:
     """Distillation: time, its ratio to the products that each way needs, memory."""
-    records, betas = measured("jsd_h100", "jsd", "provider", "beta"), {beta: f"beta {beta}" for beta in (0.5, 0, 1)}
-    what = "ms (over the products) / extra GiB"
-    return grid(what, JSD_HEADS, betas, lambda row, beta: cell(records[row[0], beta], row[1]))
+
+    def text(record: dict) -> str:
+        return cell(record, "over_products_recomputed" if record["provider"] == "ours" else "over_products")
+
+    betas = {beta: f"beta {beta}" for beta in (0.5, 0, 1)}
+    return grid("ms (over the products) / extra GiB", JSD_HEADS, betas, by(document, "jsd", "provider", "beta"), text)
 
 
-def steps() -> str:
-    """A whole step of a GPT at TP=2, without the ways that differ little from those here."""
-    records = measured("megatron_step_tp2_h100", "steps", "variant", "tokens")
+@table("megatron_step_tp2_h100")
+def steps(document: dict) -> str:
+    """A whole step of a GPT at TP=2, where no token is masked."""
     sizes = {tokens: f"{tokens:,} tokens" for tokens in (8192, 16384)}
-    left_out = ("native", "ours-main-grad-512-mib", "ours-token-main-grad")
-    rows = {name: title for name, title in VARIANTS.items() if name not in left_out}
-    return grid("ms / MiB over the resting state", rows, sizes, lambda *case: step_cell(records[case]))
+    rows = {name: title for name, title in VARIANTS.items() if not name.endswith("-skip")}
+    records = by(document, "steps", "variant", "tokens")
+    return grid("ms / MiB over the resting state", rows, sizes, records, step_cell)
 
 
-def known_steps() -> str:
+@table("step_known_tp1_h100", "step_known_tp2_h100", "step_tp2_16384_h100")
+def known_steps(*documents: dict) -> str:
     """A whole step where the flag makes gradients in forward, and where it leaves masked tokens out."""
-    titles = VARIANTS | {"ours-known": "flag on, `known_loss=True`", "ours-skip": "flag on, `skip_masked=True`"}
-    titles["ours-known-skip"] = "flag on, both"
     records = {}
-    for tp in (1, 2):
-        found = measured(f"step_known_tp{tp}_h100", "steps", "variant", "masked")
-        records |= {(name, (tp, masked)): record for (name, masked), record in found.items()}
-    longer = measured("step_tp2_16384_h100", "steps", "variant", "tokens")
-    records |= {(name, (2, tokens)): record for (name, tokens), record in longer.items()}
-    rows = {name: titles[name] for name in dict.fromkeys(name for name, _ in records)}
-    columns = {(1, 0.0): "TP=1", (2, 0.0): "TP=2", (2, 0.6): "TP=2, 60 % masked", (2, 16384): "TP=2, 16,384 tokens"}
-
-    def text(name: str, column: tuple[int, float]) -> str:
-        return step_cell(records[name, column]) if (name, column) in records else "-"
-
-    return grid("ms / MiB over the resting state, 8,192 tokens", rows, columns, text)
+    for document in documents:
+        records |= by(document, "steps", "variant", "tp masked tokens")
+    columns = {(1, 0.0, 8192): "TP=1", (2, 0.0, 8192): "TP=2", (2, 0.6, 8192): "TP=2, 60 % masked"}
+    columns[2, 0.0, 16384] = "TP=2, 16,384 tokens"
+    return grid("ms / MiB over the resting state, 8,192 tokens", VARIANTS, columns, records, step_cell)
 
 
-def masked_steps() -> str:
+@table("step_known_tp2_h100")
+def masked_steps(document: dict) -> str:
     """The same with masked tokens."""
-    records = measured("step_known_tp2_h100", "steps", "variant", "masked")
-    own = {"ours-skip": "flag on, `skip_masked=True`", "ours-known-skip": "flag on, and `known_loss=True`"}
-    rows = {name: VARIANTS.get(name, own.get(name, "")) for name in ("native-fused", "ours", *own)}
+    rows = {name: VARIANTS[name] for name in ("native-fused", "ours", "ours-skip")}
+    rows["ours-known-skip"] = "flag on, and `known_loss=True`"
     shares = {share: f"{share:.0%} masked" for share in SHARES}
-    return grid("ms / MiB over the resting state", rows, shares, lambda *case: step_cell(records[case]))
+    return grid("ms / MiB over the resting state", rows, shares, by(document, "steps", "variant", "masked"), step_cell)
 
 
-def curves() -> str:
+@table("curves_h100", "curves_3e-4_h100", "curves_6e-4_h100")
+def curves(*documents: dict) -> str:
     """Training runs at three learning rates: speed, memory, the last loss, and how far losses are from native ones."""
-    rates = [list(measured(name, "curves", "run").values()) for name in FILES["curves"]]
+    rates = [ratios.grouped(ratios.measured(x, "curves"), "masked", "variant") for x in documents]
     rows = []
-    for (masked, variant), runs in ratios.grouped(rates[0], "masked", "variant").items():
-        title = ("masked: " if masked else "") + curves_picture.TITLES[variant]
+    for (masked, variant), runs in rates[0].items():
+        title = ("masked: " if masked else "") + RUNS[variant]
         ends = sorted(record["held_out_loss"] for record in runs)
-        row = [f"{title}, {len(runs)} runs" if len(runs) > 1 else title]
-        row += [f"{runs[0]['time_ms']:.1f} / {runs[0]['peak_mib']:,.0f}"]
-        row += [" to ".join(f"{end:.4f}" for end in dict.fromkeys((ends[0], ends[-1])))]
-        rows.append(row + [_distances(records, masked, variant) for records in rates])
+        row = [f"{title}, {len(runs)} runs" if len(runs) > 1 else title, step_cell(runs[0])]
+        row.append(" to ".join(f"{end:.4f}" for end in dict.fromkeys((ends[0], ends[-1]))))
+        for found in rates:
+            distances = ratios.distances(found[masked, variant], found[masked, "native-fused"])
+            row.append(" / ".join(f"{x:.1e}" for x in distances))
+        rows.append(row)
     header = ["", "ms a step / MiB over the resting state", "loss of held-out text"]
     return markdown([*header, "from native runs: median / largest", "at 3e-4", "at 6e-4"], rows)
 
 
-def _distances(records: list[dict], masked: bool, variant: str) -> str:
-    """Of every pair of native runs, or of this way's run and a native one."""
-    native = [x["losses"] for x in records if x["masked"] == masked and x["variant"] == "native-fused"]
-    pairs = list(combinations(native, 2))
-    if variant != "native-fused":
-        (own,) = (x["losses"] for x in records if x["masked"] == masked and x["variant"] == variant)
-        pairs = [(own, losses) for losses in native]
-    apart = [ratios.distance(*pair) for pair in pairs]
-    return f"{median(apart):.1e} / {max(apart):.1e}"
-
-
-def errors() -> str:
-    """Errors against fp64 of every head that was compared."""
-    rows = []
-    found, later = (measured(name, "errors", "provider", "mode") for name in FILES["errors"])
-    for (provider, mode), record in (found | later | found).items():
+@table("head_h200", "liger_tp_h100")
+def errors(*documents: dict) -> str:
+    """Errors against fp64 of every head that was compared; of equal ones the first counts."""
+    rows: dict[tuple, list[str]] = {}
+    for record in itertools.chain(*(ratios.measured(document, "errors") for document in documents)):
         largest = record.get("logprobs_max_error", record.get("loss_max_error"))
         values = largest, record["grad_hidden_relative_error"], record["grad_weight_relative_error"]
-        rows.append([HEADS[provider], mode, *(f"{value:.1e}" for value in values)])
-    return markdown(["", "mode", "logprob (sft: loss), largest error", "dX, relative", "dW, relative"], rows)
+        row = [HEADS[record["provider"]], record["mode"], *(f"{value:.1e}" for value in values)]
+        rows.setdefault((record["provider"], record["mode"]), row)
+    header = ["", "mode", "logprob (sft: loss), largest error", "dX, relative", "dW, relative"]
+    return markdown(header, list(rows.values()))
 
 
-def rounding() -> str:
+@table("rounding_cpu")
+def rounding(document: dict) -> str:
     """A sampler's logprobs beside its trainer's, where logits are rounded on both sides, on one or on none."""
-    records = measured("rounding_cpu", "rounding", "trainer")
     rows = {"same": "the sampler's", "halves": "bf16, partial sums of TP=2", "fp32": "fp32"}
     columns = {"hidden_difference": "hidden states differ by", "both_fp32": "both fp32"}
     columns |= {"sampler_bf16": "sampler bf16, trainer fp32", "both_bf16": "both bf16"}
-
-    def text(name: str, column: str) -> str:
-        value = records[name,][column]
-        return f"{value:.1e}" if value else "0"
-
-    return grid("trainer's body", rows, columns, text)
+    records = ratios.measured(document, "rounding")
+    values = {(record["trainer"], column): record[column] for record in records for column in columns}
+    return grid("trainer's body", rows, columns, values, lambda value: f"{value:.1e}" if value else "0")
 
 
+@table()
 def phases() -> str:
     """What S1 allocates in each phase of the default, and at the peak of two other ways."""
     step = head_memory.HeadStep(tokens=8192, hidden=4096, columns=151936)
     cached = replace(step, logits_cache_bytes=step.everything)
-    peak = "its largest phase"
-    ways = {"everything cached": head_memory.ours(cached)[-1], "a known loss": head_memory.token_loss(step)[-1]}
     default = head_memory.ours(step)[-1]
     in_order = ("forward", "slabs", "cast of hidden's gradient", "gradients")
     found = [("the default", phase, default[phase]) for phase in in_order]
-    found += [(way, peak, max(parts.values(), key=lambda x: sum(x.values()))) for way, parts in ways.items()]
+    ways = {"everything cached": head_memory.ours(cached)[-1], "a known loss": head_memory.token_loss(step)[-1]}
+    for way, parts in ways.items():
+        found.append((way, "its largest phase", max(parts.values(), key=lambda x: sum(x.values()))))
     rows = []
     for way, phase, parts in found:
-        there = {name: f"{size / 2**20:,.0f}" for name, size in parts.items() if size >= 2**20}
-        total = f"{sum(parts.values()) / 2**20:,.0f}"
-        rows.append([way, phase, total, ", ".join(f"{name} {size}" for name, size in there.items())])
+        there = [f"{name} {size / 2**20:,.0f}" for name, size in parts.items() if size >= 2**20]
+        rows.append([way, phase, f"{sum(parts.values()) / 2**20:,.0f}", ", ".join(there)])
     return markdown(["way", "phase", "MiB", "of them"], rows)
 
 
-TABLES: dict[str, Callable[[], str]] = {
-    "heads": heads,
-    "known_loss": known_loss,
-    "liger_tp": liger_tp,
-    "ignored_rows": ignored_rows,
-    "jsd": jsd,
-    "phases": phases,
-    "errors": errors,
-    "rounding": rounding,
-    "steps": steps,
-    "known_steps": known_steps,
-    "curves": curves,
-    "masked_steps": masked_steps,
-}
-FILES = {  # of results, that a table is made of
-    "heads": ("head_h200",),
-    "known_loss": ("known_loss_h200",),
-    "liger_tp": ("liger_tp_h100",),
-    "ignored_rows": ("rows_h200",),
-    "jsd": ("jsd_h100",),
-    "errors": ("head_h200", "liger_tp_h100"),
-    "rounding": ("rounding_cpu",),
-    "steps": ("megatron_step_tp2_h100",),
-    "known_steps": ("step_known_tp1_h100", "step_known_tp2_h100", "step_tp2_16384_h100"),
-    "curves": ("curves_h100", "curves_3e-4_h100", "curves_6e-4_h100"),
-    "masked_steps": ("step_known_tp2_h100",),
-}
-
-
-def source(*files: str) -> str:
-    """Where and when the files were measured, and with which package; one line."""
-    found = [results.load(RESULTS / f"{name}.json")["environment"] for name in files]
+def source(documents: Sequence[dict]) -> str:
+    """Where and when they were measured, and with which package; one line."""
+    found = [document["environment"] for document in documents]
     gpus = " and ".join(dict.fromkeys(x["device"].removeprefix("NVIDIA ").split()[0] for x in found))
     package = " and ".join(dict.fromkeys(x["megatron_lce_source"][:8] for x in found))
-    dates = " and ".join(dict.fromkeys(x["date"][:10] for x in sorted(found, key=lambda x: x["date"])))
-    before = ", before the rebuild" if min(x["date"] for x in found) < REBUILT else ""
-    return f"({gpus}, {dates}, package {package}{before}.)\n"
+    dates = sorted(x["date"] for x in found)
+    days = " and ".join(dict.fromkeys(date[:10] for date in dates))
+    return f"({gpus}, {days}, package {package}{', before the rebuild' if dates[0] < REBUILT else ''}.)\n"
 
 
 def fill(page: str) -> str:
     """The page with its tables made anew."""
 
-    def table(place: re.Match[str]) -> str:
-        name = place[2]
-        below = f"{source(*FILES[name])}\n" if name in FILES else ""
-        return f"{place[1]}\n{TABLES[name]()}\n{below}{place[3]}"
+    def made(place: re.Match[str]) -> str:
+        make, files = TABLES[place[2]]
+        documents = [results.load(RESULTS / f"{name}.json") for name in files]
+        below = f"{source(documents)}\n" if documents else ""
+        return f"{place[1]}\n{make(*documents)}\n{below}{place[3]}"
 
-    return PLACE.sub(table, page)
+    return PLACE.sub(made, page)
 
 
 def pages() -> list[Path]:

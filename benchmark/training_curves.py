@@ -13,36 +13,20 @@ import functools
 import gc
 import math
 import sys
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from benchmark import measure, megatron_step, training_text
 from benchmark.results import Results
-from benchmark.run import ORDERS
+from benchmark.run import RUNS, Run
 from scripts import megatron_runtime, training
 
 WARM_UP = 0.05  # of the steps: the learning rate rises in them, and falls to a tenth in the others
 HELD_OUT = 4  # microbatches
 PROMPT = 0.3, 0.9  # the shares of a sequence between which the length of its prompt is drawn
 PROGRESS = 25  # steps from one line to the next
-
-
-class Run(NamedTuple):
-    """A way of the loss (see `megatron_step.choose`), the order of sums, and whether prompts are masked."""
-
-    variant: str
-    order: int = 0  # the text's and the weights' own; else the seed of a shuffle
-    masked: bool = False
-
-
-RUNS = {"native": Run("native-fused"), "flag": Run("ours"), "known": Run("ours-known")}
-RUNS |= {"masked-native": Run("native-fused", masked=True), "masked-flag": Run("ours-skip", masked=True)}
-RUNS |= {"masked-known": Run("ours-known-skip", masked=True)}
-RUNS |= {
-    f"{name}-{order}": RUNS[name]._replace(order=order) for name in ("native", "masked-native") for order in ORDERS
-}
 
 
 class Text:
@@ -136,40 +120,37 @@ def train(
         shuffle_neurons(model, run.order)
     settings = {"use_distributed_optimizer": True, "adam_eps": 1e-8, "adam_beta2": 0.95, "weight_decay": 0.1}
     optimizer = megatron_runtime.build_optimizer([model], dtype, args.lr, initial_loss_scale=2.0**16, **settings)
-    handle = megatron_step.choose(model, run.variant, args.tokens, args)
     timer, losses, resting = training.StepTimer(device), [], None
-    for step in range(args.steps):
-        if step == training.WARM_UP_STEPS and device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-            resting = torch.cuda.memory_allocated(device)
-        batches = text.step(step, run)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(args, step)
-        with timer:
-            reports = training.train_step(model, optimizer, forward_step, iter(batches), len(batches))
-        losses.append(mean_loss(reports))
-        if not quiet and (step + 1) % PROGRESS == 0:
-            print(f"{name}: step {step + 1} of {args.steps}, loss {losses[-1]:.4f}", file=sys.stderr, flush=True)
-    record = {"parameters": sum(parameter.numel() for parameter in model.parameters())}  # of this rank
-    record |= {"time_ms": timer.median_ms(), "resting_mib": None, "peak_mib": None}
-    if resting is not None:
-        record |= {"resting_mib": resting / measure.MIB}
-        record |= {"peak_mib": (torch.cuda.max_memory_allocated(device) - resting) / measure.MIB}
-    record["held_out_loss"] = held_out_loss(model, text.held_out(run.masked))
-    handle.remove()
+    with megatron_step.chosen(model, run.variant, args.tokens, args):
+        for step in range(args.steps):
+            if step == training.WARM_UP_STEPS and device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(device)
+                resting = torch.cuda.memory_allocated(device)
+            batches = text.step(step, run)
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(args, step)
+            with timer:
+                reports = training.train_step(model, optimizer, forward_step, iter(batches), len(batches))
+            losses.append(mean_loss(reports))
+            if not quiet and (step + 1) % PROGRESS == 0:
+                print(f"{name}: step {step + 1} of {args.steps}, loss {losses[-1]:.4f}", file=sys.stderr, flush=True)
+        record = {"time_ms": timer.median_ms(), "resting_mib": None, "peak_mib": None}
+        if resting is not None:
+            record |= {"resting_mib": resting / measure.MIB}
+            record |= {"peak_mib": (torch.cuda.max_memory_allocated(device) - resting) / measure.MIB}
+        record["held_out_loss"] = held_out_loss(model, text.held_out(run.masked))
+    record["parameters"] = sum(parameter.numel() for parameter in model.parameters())  # of this rank
     record["losses"] = [round(loss, 6) for loss in torch.stack(losses).tolist()]
     return model, record
 
 
-def measure_case(results: Results, args: argparse.Namespace) -> None:
+@megatron_step.in_megatron
+def measure_case(results: Results, args: argparse.Namespace, device: torch.device) -> None:
     """The runs one after another; what each builds is gone before the next begins."""
-    device = megatron_runtime.initialize(args.tp, device=args.device)
     text = Text(args, device)
     results.document["text"] = text.header
     for name in args.runs:
-        run = RUNS[name]
-        record = {"run": name, "tp": args.tp, **run._asdict(), "step_tokens": args.tokens * args.microbatches}
+        record = {"run": name, "tp": args.tp, **RUNS[name]._asdict(), "step_tokens": args.tokens * args.microbatches}
         results.attempt("curves", record, lambda name=name: train(args, name, text, results.dtype, results.quiet)[1])
         gc.collect()  # DDP's hooks make circles
         torch.cuda.empty_cache()  # nothing without a GPU
-    megatron_runtime.teardown()

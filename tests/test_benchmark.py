@@ -44,8 +44,7 @@ def test_inputs_are_the_same_for_every_provider_and_logits_have_the_stated_sprea
     assert (first.hidden @ first.weight.T).std().item() == pytest.approx(2, rel=0.05)
 
 
-def test_oracle_equals_autograd_over_whole_logits(inputs, monkeypatch):
-    monkeypatch.setattr(measure, "ORACLE_TOKENS", 5)
+def test_oracle_equals_autograd_over_whole_logits(inputs):
     expected = measure.oracle(inputs)
     for mode in ("rl", "logprob", "sft"):
         outputs, (grad_hidden, grad_weight) = measure.run_step(providers._eager_head, inputs, mode)
@@ -82,9 +81,9 @@ def test_sft_is_the_mean_of_the_negative_logprobs():
 def test_times_count_repeats_and_the_call(monkeypatch):
     calls = []
     clock = iter(range(10_000))
-    monkeypatch.setattr(measure.time, "perf_counter", lambda: next(clock) / 1e3)  # every call takes one millisecond
-    times = measure.measure_call(lambda: calls.append(1), CPU, budget_ms=7)
-    assert times["time_ms"] == pytest.approx(1.0)
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: next(clock) / 1e3)  # a call takes two milliseconds
+    times = measure.measure_call(lambda: calls.append(1), CPU, budget_ms=14)
+    assert times["time_ms"] == pytest.approx(2.0)
     assert times["repeats"] == 7
     assert len(calls) == 10  # one that compiles, one for the memory, one to learn how long a call takes
 
@@ -212,7 +211,7 @@ def test_a_run_over_ignored_rows_compares_every_head(tmp_path, monkeypatch):
     arguments = "rows --device cpu --dtype fp32 --shapes 10x8x24 --shares 0,0.6 --modes all --budget-ms 0 --rounds 2"
     document = run.main([*arguments.split(), "--json", str(tmp_path / "rows.json"), "--pictures", str(tmp_path)])
     records = {tuple(x[k] for k in ("mode", "ignored", "layout", "provider")): x for x in document["rows"]}
-    assert len(records) == len(document["rows"]) == 3 * (4 + 4 + 3 + 5)
+    assert len(records) == len(document["rows"]) == 2 * (4 + 4 + 5)
     assert all(record["status"] == "ok" and record["repeats"] == 2 for record in records.values())
     assert records["rl", 0.6, "scattered", "ours-alone"]["over_alone"] == 1.0
     for record in records.values():

@@ -67,14 +67,14 @@ def test_whole_step_agrees_with_the_flag_on_and_off(tmp_path, layout, dtype):
 
 def test_materialised_jsd_is_the_mean_of_its_definition():
     heads = jsd.make_heads(5, 8, 12, 20, torch.float64, CPU)
-    student, teacher = ((x.hidden @ x.weight.T).softmax(-1) for x in (heads.student, heads.teacher))
+    student, teacher = ((hidden @ weight.T).softmax(-1) for hidden, weight in (heads[:2], heads[2:]))
     for beta in (0.0, 0.1, 0.5, 1.0):
         mixture = beta * teacher + (1 - beta) * student
         divergences = (teacher * (teacher / mixture).log()).sum(-1), (student * (student / mixture).log()).sum(-1)
         # at the ends one of the divergences is from a distribution to itself: what is left is forward and reverse KL
         weights = {0: (1, 0), 1: (0, 1)}.get(beta, (beta, 1 - beta))
         expected = weights[0] * divergences[0] + weights[1] * divergences[1]
-        torch.testing.assert_close(jsd.materialised(*heads.tensors(), beta), expected.mean())
+        torch.testing.assert_close(jsd.materialised(*heads, beta), expected.mean())
 
 
 def test_jsd_run_measures_against_the_products_of_the_same_run(tmp_path):

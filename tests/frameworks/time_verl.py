@@ -30,7 +30,7 @@ from run_verl_engine import PAD_MODE, Batch, engine, let_engine_find
 from torch import Tensor, nn
 
 from benchmark import measure, report
-from benchmark.megatron_step import build
+from benchmark.megatron_step import build, build_exact
 from benchmark.results import Results
 from scripts.arguments import HelpFormatter
 
@@ -68,7 +68,6 @@ class Step(measure.Timed):
         self.marks: list[Any] = []  # of the last step: in front of its forward and behind it
         self.forward_times_ms: list[float] = []
         self.verl, self.forward, self.tokens, self.counts, self.model = verl, forward, tokens, counts, model
-        self.errors: Callable[[], dict] = dict
         generator = torch.Generator().manual_seed(1)
         upstream = torch.randn(2, counts.numel(), generator=generator).to(counts.device) * counts
         self.upstream = dict(zip(("log_probs", "entropy"), upstream, strict=True))
@@ -89,9 +88,6 @@ class Step(measure.Timed):
         model.zero_grad_buffer()
         outputs = {name: values[self.counts] for name, values in self.take(model).items()}
         return outputs | {name.rpartition("module.")[2]: p.main_grad.clone() for name, p in model.named_parameters()}
-
-    def warm_up(self) -> dict:
-        return self.errors() | super().warm_up()
 
     def round(self, **repeats: int) -> dict:
         record = super().round(**repeats)
@@ -157,12 +153,7 @@ def work(args: argparse.Namespace, device: torch.device) -> bool:
     ways["ours in the engine"] = (with_engine, step_of_engine(with_engine, args.engine, mask))
     steps = {way: Step(*ways[way], tokens, counts, model) for way in ways}
 
-    exact_model = build(args, torch.float32, device)
-    with torch.no_grad():
-        for exact_parameter, parameter in zip(exact_model.parameters(), model.parameters(), strict=True):
-            exact_parameter.copy_(parameter)
-    exact = steps["unfused"].tensors(exact_model)
-    del exact_model
+    exact = steps["unfused"].tensors(build_exact(args, model, device))
     of_unfused = relative_errors(steps["unfused"].tensors(), exact)
     measure.free_memory(device)
 
@@ -170,17 +161,15 @@ def work(args: argparse.Namespace, device: torch.device) -> bool:
     shape["masked"] = args.masked
     turns = []
     for way, step in steps.items():
-        step.errors = lambda step=step: errors(step, exact, of_unfused)
+        step.after = lambda record, step=step: measure.slowest_rank(record | errors(step, exact, of_unfused))
         if way == "verl's kernel" and device.type != "cuda":
             results.unsupported("verl", shape | {"variant": way}, "verl's kernel runs on GPUs only")
         else:
             turns.append((shape | {"variant": way}, step))
     results.take_turns("verl", turns, dist.barrier, repeats=REPEATS)
-    for record, _ in turns:
-        results.complete("verl", record, lambda record=record: measure.slowest_rank(record))
     if path:
         title = "verl, forward and backward: slowest rank, peak memory over the resting state, errors against fp32"
-        Console(width=170).print(report.as_table(title, (*shape, "variant"), results.section("verl")))
+        Console(width=170).print(report.as_table(title, results.section("verl")))
     ours = [record for record, _ in turns if record["variant"].startswith("ours")]
     return all(record["status"] == "ok" and record["over_unfused_error"] <= ALLOWED for record in ours)
 
