@@ -143,12 +143,12 @@ class JsdPass(KnownLossPass):
         teacher = teacher.of_rows(next(self._teacher_blocks).hidden.wait(), self._teacher_scale[block.rows])
         labels = rows.labels if self.return_student else None
         heads = Heads(student, teacher, beta, labels, None if coefficient is None else coefficient[block.rows])
-        if self._blocks is None:
-            diverge(heads, found, self.call)
-        if self._with_gradient and self._blocks is None:
-            yield from recomputed_slabs(heads, found, self.call, bytes_per_column)
-        elif self._blocks is not None:
+        if self._blocks is not None:
             yield from collected_slabs(heads, found, self.call, self._blocks[0])
+            return
+        diverge(heads, found, self.call)
+        if self._with_gradient:
+            yield from recomputed_slabs(heads, found, self.call, bytes_per_column)
 
     def result(self) -> Tensor:
         """Return each token's divergence in nats, or their weighted sum, after all blocks."""

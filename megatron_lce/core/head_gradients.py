@@ -56,10 +56,7 @@ def head_gradients(
             if weight_grad is not None:
                 weight_grad.add(slab, block.hidden.wait(), block.is_first)
             del slab  # its memory is freed before the next buffer, or a sink's placeholder, is allocated
-        if call.shard.columns == 0 and needs_hidden:
-            tokens.grad_rows(block).zero_()
-            tokens.reduce(block)
-        elif hidden_grad is not None and not tokens.reduces:
+        if hidden_grad is not None and (not tokens.reduces or call.shard.columns == 0):
             hidden_grad.finish()
     return (
         tokens.grad_hidden() if needs_hidden else None,
@@ -99,6 +96,7 @@ class _HiddenGrad:
     def __init__(self, tokens: Tokens, block: TokenBlock, call: Call) -> None:
         self._tokens, self._block, self._call = tokens, block, call
         self._sum: Tensor | None = None
+        self._in_place = False  # the sum is the gradient's own tensor
 
     def add(self, slab: Slab) -> None:
         if self._sum is None:
@@ -110,17 +108,18 @@ class _HiddenGrad:
             self._call.backend.scale(self._sum[slab.tokens], slab.factor, self._sum[slab.tokens], accumulate=False)
 
     def finish(self) -> None:
-        """Cast the gradient to its dtype after the last slab, and start its sum over the group."""
-        assert self._sum is not None
-        grad = self._tokens.grad_rows(self._block)
-        if grad.data_ptr() != self._sum.data_ptr():
-            grad.copy_(self._sum)
+        """Cast the gradient to its dtype after the last slab, 0 without any, and start its sum over the group."""
+        if self._sum is None:
+            self._tokens.grad_rows(self._block).zero_()
+        elif not self._in_place:
+            self._tokens.grad_rows(self._block).copy_(self._sum)
         self._sum = None
         self._tokens.reduce(self._block)
 
     def _new_sum(self, one_product: bool) -> Tensor:
         weight, grad_dtype = self._call.weight, self._tokens.grad_dtype
-        if grad_dtype == torch.float32 or (one_product and grad_dtype == weight.dtype):
+        self._in_place = grad_dtype == torch.float32 or (one_product and grad_dtype == weight.dtype)
+        if self._in_place:
             return self._tokens.grad_rows(self._block)
         num_rows = self._block.rows.stop - self._block.rows.start
         return weight.new_empty(num_rows, weight.shape[1], dtype=torch.float32)

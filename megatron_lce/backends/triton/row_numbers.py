@@ -58,7 +58,7 @@ def finish(
         sums,
         rows.to_nats,
         order,
-        *outputs[:-1],  # `CandidatePass` makes candidate_logprobs
+        *outputs[:-1],  # `megatron_lce.core.candidates` makes candidate_logprobs
         *saved,
         num_tokens,
         ENTROPY=entropy,

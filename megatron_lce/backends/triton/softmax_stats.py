@@ -85,15 +85,16 @@ def softmax_stats(
     # After the other kernel, which fills the label's row of `parts` with -inf. With its parts a label's row takes the
     # room of two columns' parts.
     most = max(MIN_TOKENS, step // 2 // MIN_TOKENS * MIN_TOKENS) if tile.weight_parts else max(num_tokens, 1)
+    block = min(tile.block_n, tile.block_v)  # its tile is square, and no larger than the others
     for tokens in cut(num_tokens, most):
         label_rows, label_factor = None, None
         if tile.weight_parts:
             label_rows = weight.index_select(0, rows.labels[tokens].clamp(min=0))
             label_rows, label_factor = split(label_rows, tile.weight_parts)
-        _label_logits_kernel[(ceil_div(tokens.stop - tokens.start, tile.block_n),)](
-            descriptor(copy[tokens], tile.block_n, tile.block_h),
+        _label_logits_kernel[(ceil_div(tokens.stop - tokens.start, block),)](
+            descriptor(copy[tokens], block, tile.block_h),
             None if hidden_factor is None else hidden_factor[tokens.start :],
-            weight if label_rows is None else descriptor(label_rows, tile.block_n, tile.block_h),
+            weight if label_rows is None else descriptor(label_rows, block, tile.block_h),
             label_factor,
             rows.labels[tokens],
             rows.scale[tokens],
@@ -102,7 +103,7 @@ def softmax_stats(
             hidden.shape[1],
             weight.stride(0),
             enable_fp_fusion=False,
-            **shared,
+            **shared | {"BLOCK_N": block},
         )
         del label_rows, label_factor  # before the next ones are made
     return parts
