@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import megatron_lce
-from megatron_lce.backends.choice import auto_obstacle, triton_obstacle
+from megatron_lce.backends.choice import triton_obstacle
 from megatron_lce.backends.reference import reference_linear_cross_entropy
 from megatron_lce.core.upstream import Promise
 from megatron_lce.cross_entropy import linear_cross_entropy
@@ -50,9 +50,9 @@ def examine(device: str | None = None) -> dict[str, Any]:
     if kind == "cuda" and not has_cuda:
         report["problems"].append("no CUDA device is available to torch")
         return report
-    obstacle = auto_obstacle(torch.device(kind))
+    obstacle = triton_obstacle("auto", torch.device(kind))
     report["backends"] = {
-        "triton": triton_obstacle(torch.device(kind)) or "can run",
+        "triton": triton_obstacle("triton", torch.device(kind)) or "can run",
         "torch": "can run",
         "reference": "can run on one rank, by materialising the logits",
     }

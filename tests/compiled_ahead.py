@@ -65,7 +65,7 @@ def imitate(name: str) -> None:
     torch.cuda.get_device_capability = lambda device=None: divmod(int(name), 10)
     torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=132)
     torch.is_autocast_enabled = lambda device_type: False
-    choice.triton_obstacle = lambda device: None
+    choice.triton_obstacle = lambda backend, device: None
 
 
 def nll(out: megatron_lce.LinearCrossEntropyOutput) -> torch.Tensor:

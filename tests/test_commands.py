@@ -64,8 +64,7 @@ def test_a_backend_that_raises_is_a_problem(monkeypatch, capsys, usual_torch):
 def test_a_gpu_without_triton_is_a_problem(monkeypatch, capsys, quick_self_test):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(doctor, "_describe_device", lambda kind: {"name": "a GPU"})
-    for obstacle in ("auto_obstacle", "triton_obstacle"):
-        monkeypatch.setattr(doctor, obstacle, lambda device: "triton is not installed")
+    monkeypatch.setattr(doctor, "triton_obstacle", lambda backend, device: "triton is not installed")
     assert commands.main(["doctor"]) == 1
     printed = capsys.readouterr().out
     assert "backend='auto' runs torch" in printed

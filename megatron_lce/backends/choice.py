@@ -15,7 +15,7 @@ def load_backend(backend: BackendName, device: torch.device) -> Backend:
     """Return the module that supplies the primitives; "reference" has none of its own and gets torch's."""
     if backend in ("torch", "reference") or (backend == "auto" and device.type != "cuda"):
         return torch_backend
-    obstacle = auto_obstacle(device) if backend == "auto" else triton_obstacle(device)
+    obstacle = triton_obstacle(backend, device)
     if obstacle is None:
         from megatron_lce.backends.triton import primitives
 
@@ -35,28 +35,23 @@ def _warn_once(message: str) -> None:
 
 def describe_backend(backend: BackendName, device: torch.device) -> str:
     """Describe which backend runs on this device and, if a GPU's is not triton, why."""
-    obstacle = auto_obstacle(device) if backend == "auto" else triton_obstacle(device)
+    obstacle = triton_obstacle(backend, device)
     if backend == "auto":
         on_gpu = "triton" if obstacle is None else f"torch, not triton: {obstacle}"
         return on_gpu if device.type == "cuda" else "torch"
     return f"triton, which cannot run: {obstacle}" if backend == "triton" and obstacle is not None else backend
 
 
-def auto_obstacle(device: torch.device) -> str | None:
-    """Return why "auto" does not take Triton for tensors of this device, or None if it does."""
-    if torch.version.hip is None or device.type != "cuda":
-        return triton_obstacle(device)
-    return triton_obstacle(device) or "nobody has run its kernels on an AMD GPU; backend='triton' asks for them"
-
-
-def triton_obstacle(device: torch.device) -> str | None:
-    """Return why Triton cannot run on tensors of this device, or None if it can."""
+def triton_obstacle(backend: BackendName, device: torch.device) -> str | None:
+    """Return why Triton does not run on tensors of this device if that backend is asked for, or None if it does."""
     if not _triton_installed():
         return "triton is not installed"
+    if device.type == "cuda" and torch.version.hip is not None:
+        on_amd = "nobody has run its kernels on an AMD GPU; backend='triton' asks for them"
+        return on_amd if backend == "auto" else None
     if device.type == "cuda":
-        if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
-            return f"Triton needs compute capability 8.0 or newer, this is {torch.cuda.get_device_capability(device)}"
-        return None
+        capability = torch.cuda.get_device_capability(device)
+        return None if capability >= (8, 0) else f"Triton needs compute capability 8.0 or newer, this is {capability}"
     if device.type == "cpu":
         import triton
 
