@@ -17,6 +17,7 @@ OTHERS = {
     "_prepare_rows_kernel",
     "_sum_chunks_kernel",
     "_finish_kernel",
+    "_row_terms_kernel",
     "_grad_from_exp_kernel",
     "_read_products_kernel",
     "_gathered_logits_kernel",

@@ -140,9 +140,10 @@ def copy_weights(source: list[nn.Module], target: list[nn.Module]) -> None:
 def microbatches(case: Case, device: torch.device) -> list[dict[str, Tensor]]:
     """Random tokens, different on each data-parallel rank; masked positions hold negative labels.
 
-    Two of them add up a gradient. A virtual pipeline of two stages each goes back and forth with four.
+    Two of them add up a gradient. A virtual pipeline of two stages each goes back and forth with four, among which an
+    MTP head's first guess is right now and then.
     """
-    number = 4 if case.virtual_pipeline else 2
+    number = 4 if case.virtual_pipeline or case.mtp else 2
     generator = torch.Generator().manual_seed(parallel_state.get_data_parallel_rank())
     shape = (number, BATCH, SEQUENCE)
     labels = torch.randint(0, VOCAB_SIZE, shape, generator=generator)

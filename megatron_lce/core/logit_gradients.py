@@ -15,7 +15,7 @@ from megatron_lce.core.logits_cache import LogitsCache
 from megatron_lce.core.options import DIFFERENTIABLE
 from megatron_lce.core.plan import Blocks, plan_blocks, slab_row_stride
 from megatron_lce.core.protocols import Backend
-from megatron_lce.core.rows import Rows, RowTerms, Saved, row_terms
+from megatron_lce.core.rows import Rows, RowTerms, Saved
 from megatron_lce.core.tokens import TokenBlock
 
 
@@ -69,7 +69,7 @@ def logit_gradients(
         of_lse = 0.0 if upstream["lse"] is None else upstream["lse"].float()
         upstream = {**upstream, "lse": of_lse - of_candidates.sum(dim=1)}
     differentiable = [upstream[name] for name in DIFFERENTIABLE]
-    terms, counts = row_terms(rows, saved, differentiable, call.options, order)
+    terms, counts = call.backend.row_terms(rows, saved, differentiable, call.options, order)
     gradients = LogitGradients(call, rows, terms, upstream["entropy"] is not None)
     if of_candidates is None:
         return gradients, counts

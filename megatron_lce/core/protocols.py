@@ -1,5 +1,6 @@
 """A backend is a module with these functions; core calls them and knows no more of a backend."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -59,6 +60,19 @@ class Backend(Protocol):
         order: Tensor | None,  # [N] int64, a row's place in the flat outputs; None: the row's own number
     ) -> Saved:
         """Turn the vocabulary's statistics into outputs in nats: 0 in ignored rows, NaN in broken ones."""
+
+    def row_terms(
+        self,
+        rows: Rows,
+        saved: Saved,
+        upstream: Sequence[Tensor | None],  # gradients of the flat `DIFFERENTIABLE` outputs, fp32, of any stride
+        options: Options,
+        order: Tensor | None,  # as in `finish`
+    ) -> tuple[Tensor, Tensor]:
+        """Return packed `RowTerms`, [6, N], or [7, N] with a gradient of the mean logit; and a mask [N] of rows.
+
+        The mask is true in rows whose gradient is not zero. A broken row's terms are NaN, and it is true there.
+        """
 
     def grad_logits(
         self,

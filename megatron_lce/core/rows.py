@@ -1,13 +1,11 @@
 """The numbers of a token beside its hidden state: what it brings, what backward keeps of it, and their factors."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from megatron_lce.core.options import Options
-from megatron_lce.core.statistics import LN_2, LOG2_E
+from megatron_lce.core.statistics import LOG2_E
 
 # An ignored row gets a zero gradient: under this log of the sum every probability is 0, as no finite product reaches it
 # under this scale.
@@ -80,37 +78,3 @@ def inner_factor(options: Options) -> float:
     """Return the factor inside the softcap's tanh, the part of d logit / d product that is not in `Rows.scale`."""
     scale = softcap_scale(options)
     return 1.0 if scale is None else scale
-
-
-def row_terms(
-    rows: Rows,
-    saved: Saved,
-    upstream: Sequence[Tensor | None],  # gradients of the flat `DIFFERENTIABLE` outputs, fp32, of any stride
-    options: Options,
-    order: Tensor | None,  # as in `Backend.finish`
-) -> tuple[Tensor, Tensor]:
-    """Return packed `RowTerms`, [6, N], or [7, N] with a gradient of the mean logit; and a mask [N] of rows.
-
-    The mask is true in rows whose gradient is not zero. A broken row's terms are NaN, and it is true there.
-    """
-    if order is not None:
-        upstream = [None if grad is None else grad.index_select(0, order) for grad in upstream]
-    grad_logprobs, grad_entropy, grad_lse, grad_mean_logit = upstream
-    ignored = rows.ignored
-    # A logprob that is not finite makes every term NaN.
-    factor = (rows.to_nats + saved.label_logprob * 0.0) * (rows.scale * inner_factor(options))
-    zero = torch.zeros_like(factor)
-    label_term = zero if grad_logprobs is None else grad_logprobs
-    p_term = (zero if grad_lse is None else grad_lse) - label_term
-    entropy_term = zero
-    if grad_entropy is not None and saved.entropy is not None:
-        entropy_term = grad_entropy * LN_2
-        p_term = torch.addcmul(p_term, entropy_term, saved.entropy, value=-1)
-    terms = [p_term, entropy_term, label_term]
-    if grad_mean_logit is not None and saved.num_columns is not None:
-        terms.append(grad_mean_logit / saved.num_columns)
-    scaled = torch.stack(terms).mul_(factor).masked_fill_(ignored, 0.0)
-    max_logit = saved.max_logit.masked_fill(ignored, 0.0)
-    log_sum = saved.log_sum.masked_fill(ignored, LOG_SUM_OF_IGNORED_ROW)
-    packed = torch.stack([max_logit, log_sum, *scaled[:3], saved.label_logprob, *scaled[3:]])
-    return packed, scaled.any(dim=0)

@@ -11,7 +11,7 @@ from megatron_lce.backends.torch.gathered import (
     set_logprobs,
     write_columns,
 )
-from megatron_lce.backends.torch.row_numbers import finish, largest_logit, prepare_rows
+from megatron_lce.backends.torch.row_numbers import finish, largest_logit, prepare_rows, row_terms
 from megatron_lce.core.logits_cache import LogitsCache
 from megatron_lce.core.options import Options
 from megatron_lce.core.plan import Costs, cut

@@ -1,13 +1,23 @@
-"""`prepare_rows` and `finish` compute each token's numbers before and after the vocabulary's, in torch.
+"""`prepare_rows`, `finish` and `row_terms` compute each token's numbers before and after the vocabulary's, in torch.
 
-`megatron_lce.backends.triton.row_numbers` has the same two functions as one launch each.
+`megatron_lce.backends.triton.row_numbers` has the same three functions as one launch each.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from megatron_lce.core.options import LinearCrossEntropyOutput, Options, Shard
-from megatron_lce.core.rows import SCALE_OF_IGNORED_ROW, Rows, Saved, logits_factor
+from megatron_lce.core.rows import (
+    LOG_SUM_OF_IGNORED_ROW,
+    SCALE_OF_IGNORED_ROW,
+    Rows,
+    RowTerms,
+    Saved,
+    inner_factor,
+    logits_factor,
+)
 from megatron_lce.core.statistics import CHUNK_COLUMNS, LN_2, UNIT, unpack_extremes
 
 
@@ -86,3 +96,41 @@ def finish(
             flat = output.view(-1)
             flat.copy_(value) if order is None else flat.index_copy_(0, order, value)
     return Saved(extremes.max_logit, log_sum, label_logprob, entropy, num_columns)
+
+
+def row_terms(
+    rows: Rows, saved: Saved, upstream: Sequence[Tensor | None], options: Options, order: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return packed `RowTerms`, [6 or 7, N] fp32, and a mask [N] of rows with a gradient: see `Backend`."""
+    if order is not None:
+        upstream = [None if grad is None else grad.index_select(0, order) for grad in upstream]
+    grad_logprobs, grad_entropy, grad_lse, grad_mean_logit = upstream
+    ignored = rows.ignored
+    # A logprob that is not finite makes every term NaN.
+    factor = (rows.to_nats + saved.label_logprob * 0.0) * rows.scale * inner_factor(options)
+    zero = torch.zeros_like(factor)
+    label_term = zero if grad_logprobs is None else grad_logprobs
+    p_term = (zero if grad_lse is None else grad_lse) - label_term
+    entropy_term = zero
+    if grad_entropy is not None and saved.entropy is not None:
+        entropy_term = grad_entropy * LN_2
+        p_term = p_term - entropy_term * saved.entropy
+
+    def term(value: Tensor) -> Tensor:
+        return torch.where(ignored, 0.0, value * factor)
+
+    mean_term = None
+    if grad_mean_logit is not None and saved.num_columns is not None:
+        mean_term = term(grad_mean_logit / saved.num_columns)
+    terms = RowTerms(
+        max_logit=torch.where(ignored, 0.0, saved.max_logit),
+        log_sum=torch.where(ignored, LOG_SUM_OF_IGNORED_ROW, saved.log_sum),
+        p_term=term(p_term),
+        entropy_term=term(entropy_term),
+        label_term=term(label_term),
+        label_logprob=saved.label_logprob,
+        mean_term=mean_term,
+    )
+    packed = torch.stack([values for values in terms if values is not None])
+    counts = packed[2:5].any(dim=0)
+    return packed, counts if terms.mean_term is None else counts | (terms.mean_term != 0)

@@ -1,4 +1,6 @@
-"""`prepare_rows` and `finish` are one launch each: at TP=8 a dozen take as long as a slab's product."""
+"""`prepare_rows`, `finish` and `row_terms` are one launch each: at TP=8 a dozen take as long as a slab's product."""
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -6,15 +8,24 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_lce.backends.triton.merge_stats import largest_logit
-from megatron_lce.core.options import LinearCrossEntropyOutput, Options, Shard
+from megatron_lce.core.options import DIFFERENTIABLE, LinearCrossEntropyOutput, Options, Shard
 from megatron_lce.core.plan import ceil_div
-from megatron_lce.core.rows import SCALE_OF_IGNORED_ROW, Rows, Saved, logits_factor
+from megatron_lce.core.rows import (
+    LOG_SUM_OF_IGNORED_ROW,
+    NUM_TERMS,
+    SCALE_OF_IGNORED_ROW,
+    Rows,
+    Saved,
+    inner_factor,
+    logits_factor,
+)
 from megatron_lce.core.statistics import CHUNK_COLUMNS, LN_2, UNIT
 
 BLOCK_N = 128
 _LN_2 = tl.constexpr(LN_2)
 _UNIT = tl.constexpr(UNIT)
 _CHUNK_COLUMNS = tl.constexpr(CHUNK_COLUMNS)
+_LOG_SUM_OF_IGNORED_ROW = tl.constexpr(LOG_SUM_OF_IGNORED_ROW)
 _SCALE_OF_IGNORED_ROW = tl.constexpr(SCALE_OF_IGNORED_ROW)
 
 
@@ -69,6 +80,30 @@ def finish(
     return Saved(packed_extremes[0], *saved)  # type: ignore[arg-type]
 
 
+def row_terms(
+    rows: Rows, saved: Saved, upstream: Sequence[Tensor | None], options: Options, order: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return `RowTerms` [6 or 7, N] fp32 and a mask [N] of rows with a gradient, in one launch: see `Backend`."""
+    num_tokens = rows.labels.shape[0]
+    with_mean = upstream[DIFFERENTIABLE.index("mean_logit")] is not None
+    terms = rows.scale.new_empty(NUM_TERMS + with_mean, num_tokens)
+    counts = rows.scale.new_empty(num_tokens, dtype=torch.bool)
+    _row_terms_kernel[(ceil_div(num_tokens, BLOCK_N),)](
+        rows.scale,
+        rows.to_nats,
+        *saved,
+        order,
+        *upstream,
+        *(0 if grad is None else grad.stride(0) for grad in upstream),
+        terms,
+        counts,
+        num_tokens,
+        inner_factor(options),
+        BLOCK_N=BLOCK_N,
+    )
+    return terms, counts
+
+
 @triton.jit(do_not_specialize=["N", "temperature", "logits_factor", "ignore_index", "vocab_start", "num_columns"])
 def _prepare_rows_kernel(
     label_ptr,  # [N] int64, global
@@ -104,6 +139,15 @@ def _prepare_rows_kernel(
 
 
 @triton.jit
+def _places(order_ptr, rows, mask):
+    """Return these rows' places in tensors of every row."""
+    places = rows.to(tl.int64)
+    if order_ptr is not None:
+        places = tl.load(order_ptr + rows, mask=mask, other=0)
+    return places
+
+
+@triton.jit
 def _in_nats(value, to_nats):
     """Return the value in nats: 0 in ignored rows, whatever they hold, and NaN in broken ones."""
     return tl.where(to_nats == 0, 0.0, value * to_nats)
@@ -136,9 +180,7 @@ def _finish_kernel(
     """Write the outputs and what backward needs of BLOCK_N tokens."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = rows < N
-    places = rows.to(tl.int64)
-    if order_ptr is not None:
-        places = tl.load(order_ptr + rows, mask=mask, other=0)
+    places = _places(order_ptr, rows, mask)
     extremes = extremes_ptr + rows
     max_logit = tl.load(extremes, mask=mask, other=0.0)
     label_logit = tl.load(extremes + N, mask=mask, other=0.0)
@@ -185,3 +227,78 @@ def _finish_kernel(
         tl.store(max_logit_ptr + places, max_logit, mask=mask)
         tl.store(min_logit_ptr + places, _in_nats(min_logit, to_nats), mask=mask)
         tl.store(argmax_ptr + places, argmax.to(tl.int64), mask=mask)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "N",
+        "grad_logprobs_stride",
+        "grad_entropy_stride",
+        "grad_lse_stride",
+        "grad_mean_logit_stride",
+        "inner_factor",
+    ]
+)
+def _row_terms_kernel(
+    scale_ptr,  # [N] fp32, as all that follow
+    to_nats_ptr,
+    saved_max_logit_ptr,
+    saved_log_sum_ptr,
+    saved_label_logprob_ptr,
+    saved_entropy_ptr,  # or None
+    saved_num_columns_ptr,  # or None
+    order_ptr,  # [N] int64, a row's place in the upstream gradients; None: the row's own number
+    grad_logprobs_ptr,  # or None, as the other upstream gradients
+    grad_entropy_ptr,
+    grad_lse_ptr,
+    grad_mean_logit_ptr,
+    grad_logprobs_stride,
+    grad_entropy_stride,
+    grad_lse_stride,
+    grad_mean_logit_stride,
+    terms_ptr,  # [6 or 7, N] out, `RowTerms`
+    counts_ptr,  # [N] bool out: the row has a gradient that is not zero
+    N,
+    inner_factor,
+    BLOCK_N: tl.constexpr,
+):
+    """Write the `RowTerms` of BLOCK_N tokens, and which of them have a gradient."""
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = rows < N
+    places = _places(order_ptr, rows, mask)
+    to_nats = tl.load(to_nats_ptr + rows, mask=mask, other=0.0)
+    ignored = to_nats == 0
+    label_logprob = tl.load(saved_label_logprob_ptr + rows, mask=mask, other=0.0)
+    # A logprob that is not finite makes every term NaN.
+    factor = to_nats + label_logprob * 0.0
+    factor *= tl.load(scale_ptr + rows, mask=mask, other=0.0) * inner_factor
+    label_term = tl.zeros((BLOCK_N,), tl.float32)
+    if grad_logprobs_ptr is not None:
+        label_term = tl.load(grad_logprobs_ptr + places * grad_logprobs_stride, mask=mask, other=0.0)
+    p_term = -label_term
+    if grad_lse_ptr is not None:
+        p_term += tl.load(grad_lse_ptr + places * grad_lse_stride, mask=mask, other=0.0)
+    entropy_term = tl.zeros((BLOCK_N,), tl.float32)
+    if grad_entropy_ptr is not None:
+        grad_entropy = tl.load(grad_entropy_ptr + places * grad_entropy_stride, mask=mask, other=0.0)
+        entropy_term = grad_entropy * _LN_2
+        p_term -= entropy_term * tl.load(saved_entropy_ptr + rows, mask=mask, other=0.0)
+    max_logit = tl.load(saved_max_logit_ptr + rows, mask=mask, other=0.0)
+    log_sum = tl.load(saved_log_sum_ptr + rows, mask=mask, other=0.0)
+    tl.store(terms_ptr + rows, tl.where(ignored, 0.0, max_logit), mask=mask)
+    tl.store(terms_ptr + N + rows, tl.where(ignored, _LOG_SUM_OF_IGNORED_ROW, log_sum), mask=mask)
+    p_term = tl.where(ignored, 0.0, p_term * factor)
+    entropy_term = tl.where(ignored, 0.0, entropy_term * factor)
+    label_term = tl.where(ignored, 0.0, label_term * factor)
+    counts = (p_term != 0) | (entropy_term != 0) | (label_term != 0)
+    tl.store(terms_ptr + 2 * N + rows, p_term, mask=mask)
+    tl.store(terms_ptr + 3 * N + rows, entropy_term, mask=mask)
+    tl.store(terms_ptr + 4 * N + rows, label_term, mask=mask)
+    tl.store(terms_ptr + 5 * N + rows, label_logprob, mask=mask)
+    if grad_mean_logit_ptr is not None:
+        mean_term = tl.load(grad_mean_logit_ptr + places * grad_mean_logit_stride, mask=mask, other=0.0)
+        mean_term = mean_term / tl.load(saved_num_columns_ptr + rows, mask=mask, other=1.0)
+        mean_term = tl.where(ignored, 0.0, mean_term * factor)
+        counts |= mean_term != 0
+        tl.store(terms_ptr + 6 * N + rows, mean_term, mask=mask)
+    tl.store(counts_ptr + rows, counts, mask=mask)
