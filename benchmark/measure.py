@@ -33,8 +33,8 @@ def run_step(head: Head, inputs: Inputs, mode: str) -> tuple[tuple[Tensor, ...],
 def free_memory(device: torch.device) -> None:
     """Gives back what the last provider left behind: compiled code, garbage, cached blocks."""
     torch.compiler.reset()  # also keeps torch.compile from reaching its limit of recompilations over many shapes
-    gc.collect()
     if device.type == "cuda":
+        gc.collect()
         torch.cuda.empty_cache()
 
 
