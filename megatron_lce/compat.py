@@ -230,7 +230,8 @@ def torch_linear_cross_entropy(
         factors = out.lse.new_ones(num_classes) if weight is None else weight.float()
         first = linear_weight.shape[0] * collectives.group_rank(tp_group)
         own_factors = factors[first : first + linear_weight.shape[0]]
-        logits = weighted_logits(input.reshape(-1, input.shape[-1]), linear_weight, own_factors, tp_group)
+        group = tp_group if collectives.group_size(tp_group) > 1 else None
+        logits = weighted_logits(input.reshape(-1, input.shape[-1]), linear_weight, own_factors, group)
         # log p of all classes, weighted, is the weighted logits less as many log-sum-exps.
         smooth = torch.where(takes_part, factors.sum() * out.lse - logits.view_as(out.lse), 0.0)
         loss = (1 - label_smoothing) * loss + label_smoothing / num_classes * smooth

@@ -185,12 +185,14 @@ def ours(step: HeadStep) -> tuple[float, float, Phases]:
 def token_loss(step: HeadStep) -> tuple[float, float, Phases]:
     """`linear_token_loss` of 16-bit inputs: blocks of tokens go all the way in forward; backward scales gradients."""
     size, plan = step.size, token_loss_plan(step)
+    if step.itemsize != 2:
+        raise ValueError(f"itemsize must be 2 for linear_token_loss in blocks of logits, got {step.itemsize}")
     if plan is None:
         rooms = range(2**50)
         smallest = bisect_left(rooms, True, key=lambda room: plan_known_loss(size, step.computed, room) is not None)
         raise ValueError(
-            f"workspace_bytes must be at least {smallest} and itemsize 2, for blocks of the logits of 128 tokens, "
-            f"got {step.workspace_bytes} and {step.itemsize}"
+            f"workspace_bytes must be at least {smallest} for blocks of the logits of 128 tokens, "
+            f"got {step.workspace_bytes}"
         )
     block, left = plan.tokens, replace(step, workspace_bytes=plan.workspace_bytes)
     summed = step.main_grad or block < step.computed

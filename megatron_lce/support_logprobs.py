@@ -53,6 +53,7 @@ def support_logprobs(
     def check(shape: tuple[int, ...]) -> None:
         validation.check_flag("entropy", entropy)
         validation.check_flag("empty_rows", empty_rows)
+        validation.check_label_tensor(labels)
         validation.check_tensor("offsets", offsets)
         check_ids(ids, offsets, shape, hidden.device)
 

@@ -94,8 +94,11 @@ def linear_token_loss(
         RuntimeError: in a second backward: the first scaled the gradients in place.
     """
     per_token = tuple(waited(tensor) for tensor in per_token)
-    known = Options.__dataclass_fields__.keys() - {"logits_cache_bytes"}  # it keeps logits within workspace_bytes
+    known = Options.__dataclass_fields__.keys() - {"logits_cache_bytes"}
     options, refusal = keyword_options("linear_token_loss", keywords, known)
+    if "logits_cache_bytes" in keywords:
+        within = "it keeps logits within workspace_bytes"
+        refusal = TypeError(f"linear_token_loss has no keyword logits_cache_bytes: {within}")
 
     def prepare(labels: Tensor, options: Options, shape: tuple[int, ...]) -> tuple[Tensor, Options]:
         if not callable(loss):

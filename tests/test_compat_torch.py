@@ -5,9 +5,10 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_lce import compat
-from megatron_lce.core import weighted_logits
+from megatron_lce.core import collectives, weighted_logits
 from tests.oracle import Upstream
 from tests.problems import logits_of, make_problem
 
@@ -145,6 +146,18 @@ def test_label_smoothing_refuses_a_double_backward(device):
     logits = weighted_logits.weighted_logits(hidden, weight, torch.ones(5, device=device), None)
     with pytest.raises(RuntimeError, match="create_graph must be False: label smoothing has no double backward"):
         torch.autograd.grad(logits.sum(), hidden, create_graph=True)
+
+
+def test_label_smoothing_on_a_group_of_one_has_no_collective(device, monkeypatch):
+    monkeypatch.setattr(collectives, "add_over_group", None)
+    hidden, weight, labels = torch.randn(3, 8, device=device), torch.randn(5, 8, device=device), torch.tensor([0, 4, 2])
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        arguments = hidden, weight, labels.to(device)
+        of_group = compat.torch_linear_cross_entropy(*arguments, label_smoothing=0.1, tp_group=dist.group.WORLD)
+        assert of_group == compat.torch_linear_cross_entropy(*arguments, label_smoothing=0.1)
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("skip_ignored", [True, 5])

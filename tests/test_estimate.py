@@ -311,6 +311,8 @@ def test_tokens_that_fit_in_one_block_and_no_blocks():
     estimate(TOKEN_LOSS, replace(step, tokens=4096, workspace_bytes=smallest))
     with pytest.raises(ValueError, match=f"at least {smallest}"):
         estimate(TOKEN_LOSS, replace(step, tokens=4096, workspace_bytes=smallest - 1))
+    with pytest.raises(ValueError, match="itemsize must be 2 for linear_token_loss in blocks of logits, got 4"):
+        estimate(TOKEN_LOSS, replace(step, itemsize=4))
 
 
 def test_rows_of_the_table():

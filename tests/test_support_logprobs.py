@@ -116,6 +116,7 @@ def test_rows_that_are_ignored_or_broken(backend, device):
             ValueError,
             "labels must have hidden's shape without H, (4,), got (3,)",
         ),
+        ({"labels": None}, TypeError, "labels must be a torch.Tensor, got NoneType"),
         ({"offsets": None}, TypeError, "offsets must be a torch.Tensor, got NoneType"),
         ({"entropy": 1}, TypeError, "entropy must be a bool, got int"),
         ({"candidates": None}, TypeError, "support_logprobs has no keyword candidates"),

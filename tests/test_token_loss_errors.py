@@ -86,7 +86,12 @@ def test_a_loss_that_is_no_function_is_named():
         ((torch.ones(4),), {}, ValueError, r"per_token\[0\] must have labels' shape first, \(5,\), got \(4,\)"),
         ((1.0,), {}, TypeError, r"per_token\[0\] must be a torch.Tensor"),
         ((torch.ones(5, requires_grad=True),), {}, ValueError, "must not require grad"),
-        ((), {"logits_cache_bytes": 1}, TypeError, "linear_token_loss has no keyword logits_cache_bytes"),
+        (
+            (),
+            {"logits_cache_bytes": 1},
+            TypeError,
+            "no keyword logits_cache_bytes: it keeps logits within workspace_bytes",
+        ),
         ((), {"backend": "reference"}, ValueError, "got 'reference'"),
     ],
     ids=str,
