@@ -35,10 +35,9 @@ from torch.distributed import ProcessGroup
 from megatron_lce.arguments import Operation, check_per_token, make_call, shaped
 from megatron_lce.core import validation
 from megatron_lce.core.collectives import waited
-from megatron_lce.core.distillation import JsdPass, linear_jsd_autograd
-from megatron_lce.core.known_loss import known_loss
+from megatron_lce.core.distillation import find_divergences, jsd_with_gradient
 from megatron_lce.core.options import WORKSPACE_BYTES, BackendName, LinearCrossEntropyOutput, Options, WeightGradSink
-from megatron_lce.core.products import laid_out, product
+from megatron_lce.core.products import laid_out, own_arithmetic, product
 from megatron_lce.core.two_heads import Head, Heads
 
 
@@ -172,16 +171,14 @@ def linear_jsd(
         teacher_temperature = teacher_temperature.reshape(-1)
     weights = None if token_weights is None else token_weights.reshape(-1)
     with_gradient = torch.is_grad_enabled() and (student_hidden.requires_grad or student_weight.requires_grad)
-    with torch.no_grad():
-        run = JsdPass(call, heads, teacher_temperature, return_student, weights, with_gradient and weights is not None)
-    if weights is None:
-        loss, outputs = linear_jsd_autograd(run)
-        loss = loss.view(call.shape)
-    else:
-        loss, outputs = known_loss(run, with_gradient), run.student_outputs() if return_student else []
+    with own_arithmetic(student_hidden.device, "linear_jsd forward"):
+        with_sum = with_gradient and weights is not None
+        found = find_divergences(call, heads, teacher_temperature, return_student, weights, with_sum)
+    loss = jsd_with_gradient(found, call)
+    loss = loss if weights is not None else loss.view(call.shape)
     if not return_student:
         return loss
-    return loss, LinearCrossEntropyOutput(*shaped(outputs, call.shape))
+    return loss, LinearCrossEntropyOutput(*shaped(found.student_outputs, call.shape))
 
 
 def _check(

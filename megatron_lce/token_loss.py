@@ -5,8 +5,9 @@ to be one number.
 """
 
 import functools
+from collections.abc import Sequence
 from types import CodeType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,19 +17,17 @@ from megatron_lce.arguments import Operation, check_per_token, keyword_options, 
 from megatron_lce.core.autograd import check_workspace
 from megatron_lce.core.call import Call
 from megatron_lce.core.collectives import is_captured, waited
-from megatron_lce.core.known_loss import known_loss
+from megatron_lce.core.known_loss import with_gradients
 from megatron_lce.core.options import LinearCrossEntropyOutput, Options
 from megatron_lce.core.products import own_arithmetic
 from megatron_lce.core.token_loss_pass import (
     Metrics,
-    TokenLossesPass,
     TokenLossFunction,
-    TokenLossPass,
     checked_losses,
+    summed_token_loss,
 )
-from megatron_lce.core.upstream import Promise
+from megatron_lce.core.upstream import LossesOfSum, Promise
 
-Pass = TypeVar("Pass", bound=TokenLossPass)
 _seen: set[CodeType | type] = set()  # loss functions whose tokens were seen not to depend on each other
 
 
@@ -110,10 +109,8 @@ def linear_token_loss(
     operation = Operation("linear_token_loss", prepare=prepare, refusal=refusal)
     call = make_call(hidden, weight, labels, options, operation)
     flat = [tensor.reshape(labels.numel(), *tensor.shape[labels.dim() :]) for tensor in per_token]
-    run, total = _run(TokenLossPass, call, _seen_once(loss), flat)
-    with torch.no_grad(), own_arithmetic(hidden.device, "linear_token_loss"):
-        outputs, metrics = shaped(run.results(), labels.shape)
-    return TokenLoss(total, outputs, metrics)
+    total, outputs, metrics = _run("linear_token_loss", call, _seen_once(loss), flat)
+    return TokenLoss(total, *shaped((outputs, metrics), labels.shape))
 
 
 def linear_token_losses(
@@ -137,17 +134,20 @@ def linear_token_losses(
         RuntimeError: in a second backward, or where the upstream is not one number.
     """
     call = make_call(hidden, weight, labels, Options(**keywords), Operation("linear_token_losses"))
-    run, losses = _run(TokenLossesPass, call, promise)
-    return shaped((losses, run.outputs()), labels.shape)
+    total, outputs, _ = _run("linear_token_losses", call, lambda outputs: -outputs.logprobs, ())
+    counted = call.labels != call.options.ignore_index
+    return shaped((LossesOfSum.apply(total, -outputs.logprobs, counted, promise), outputs), labels.shape)
 
 
-def _run(kind: type[Pass], call: Call, *arguments: Any) -> tuple[Pass, Tensor]:
-    """A pass over a call's tokens, with gradients where they are wanted, and its result."""
+def _run(
+    name: str, call: Call, loss: TokenLossFunction, per_token: Sequence[Tensor]
+) -> tuple[Tensor, LinearCrossEntropyOutput, Metrics]:
+    """The sum of the losses, with gradients where they are wanted, and what every token has."""
     with_gradient = torch.is_grad_enabled() and (call.hidden.requires_grad or call.weight.requires_grad)
     check_workspace(call, with_gradient, call.weight.requires_grad)
-    with torch.no_grad(), own_arithmetic(call.hidden.device, kind.name):
-        run = kind(call, *arguments, with_gradient)  # type: ignore[call-arg]
-    return run, known_loss(run, with_gradient)
+    with own_arithmetic(call.hidden.device, name):
+        total, gradients, outputs, metrics = summed_token_loss(call, loss, per_token, with_gradient)
+    return with_gradients(total, gradients, call, name), outputs, metrics
 
 
 def _seen_once(loss: TokenLossFunction) -> TokenLossFunction:

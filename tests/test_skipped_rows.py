@@ -79,13 +79,13 @@ def test_rows_without_an_upstream_gradient_take_no_part_in_backward(
     upstream.entropy[6] = upstream.mean_logit[8] = 1.0  # one of them is enough
     problem = problem._replace(upstream=upstream)
     seen = []
-    head_gradients = autograd.head_gradients
+    head_gradients = autograd.HeadGradients
 
     def spy(tokens, *others, **keywords):
         seen.append(tokens.num_computed)
         return head_gradients(tokens, *others, **keywords)
 
-    monkeypatch.setattr(autograd, "head_gradients", spy)
+    monkeypatch.setattr(autograd, "HeadGradients", spy)
     only_here = {"skip_ignored": True, "logits_cache_bytes": logits_cache_bytes}
     problem.check(backend, only_here=only_here, telemetry=True, softcap=softcap)
     assert seen == [20]

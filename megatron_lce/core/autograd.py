@@ -17,7 +17,6 @@ Backward:
 How many tokens and columns go at once is decided in `plan` before anything runs.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from torch import Tensor
 from megatron_lce.core.call import Call
 from megatron_lce.core.candidates import candidate_logprobs
 from megatron_lce.core.group_stats import stats_over_group
-from megatron_lce.core.head_gradients import Slab, head_gradients
+from megatron_lce.core.head_gradients import HeadGradients
 from megatron_lce.core.logit_gradients import (
     LogitGradients,
     ReadyGradients,
@@ -41,7 +40,6 @@ from megatron_lce.core.products import own_arithmetic
 from megatron_lce.core.rows import Rows, Saved
 from megatron_lce.core.tokens import (
     Counted,
-    TokenBlock,
     Tokens,
     counted_rows,
     in_order,
@@ -122,13 +120,11 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             del cache
             if call.options.skip_ignored is True:
                 tokens, gradients = _rows_with_gradient(tokens, order, gradients, counts, ready)
-
-            def slabs(block: TokenBlock, bytes_per_column: int) -> Iterator[Slab]:
-                return grad_logits_slabs(gradients, block, bytes_per_column, ready)
-
             needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-            grads = head_gradients(tokens, call, slabs, needs_hidden=needs_hidden, needs_weight=needs_weight)
-        return *grads, None, None
+            grads = HeadGradients(tokens, call, needs_hidden=needs_hidden, needs_weight=needs_weight)
+            for block in tokens.blocks():
+                grads.add(block, grad_logits_slabs(gradients, block, grads.bytes_per_column, ready))
+            return *grads.results(), None, None
 
 
 def linear_cross_entropy_autograd(call: Call) -> LinearCrossEntropyOutput:

@@ -23,7 +23,7 @@ def stats_over_group(
     """
     options, device, parts = call.options, call.hidden.device, []
     logits = None if ids is None else torch.empty_like(ids, dtype=torch.float32)
-    for block in tokens.blocks() if tokens.num_computed else ():
+    for block in tokens.blocks():
         hidden, some = block.hidden.wait(), rows.select(block.rows)
         parts.append(stats_of_tokens(hidden, some, call, None if cache is None else cache.select(block.rows)))
         if ids is not None and logits is not None:

@@ -24,44 +24,47 @@ class Slab(NamedTuple):
     factor: Tensor | None = None  # [tokens] fp32: the gradient is factor * grad; in all slabs of a token or in none
 
 
-def head_gradients(
-    tokens: Tokens,
-    call: Call,
-    slabs: Callable[[TokenBlock, int], Iterator[Slab]],
-    *,
-    needs_hidden: bool,
-    needs_weight: bool,
-    weight_sum: bool = False,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of hidden and weight. A block's sum over the group runs under its last product.
+class HeadGradients:
+    """Gradients of hidden and weight, added up from slabs; a block's sum over the group runs under its last product.
 
     Without a group hidden's gradient is cast to its dtype when the slabs' memory is free.
-
-    Args:
-        slabs: `slabs(block, bytes_per_column)` yields the gradient of every product of a block. A column of a slab
-            takes `bytes_per_column` of the workspace if a block's tokens come in several slabs.
-        weight_sum: return the weight's gradient as its fp32 sum, [num_columns, H].
     """
-    weight_grad = _WeightGrad(call, tokens.num_blocks, weight_sum) if needs_weight else None
-    # A `weight_sum` lies beside the workspace, and all tokens are added to it directly.
-    per_column = call.size.weight_sum_column if needs_weight and not weight_sum else 0
-    for block in tokens.blocks() if tokens.num_computed else ():
-        hidden_grad = _HiddenGrad(tokens, block, call) if needs_hidden else None
-        for slab in slabs(block, per_column):
+
+    def __init__(
+        self,
+        tokens: Tokens,
+        call: Call,
+        *,
+        needs_hidden: bool,
+        needs_weight: bool,
+        weight_sum: bool = False,  # return the weight's gradient as its fp32 sum, [num_columns, H]
+    ) -> None:
+        self._tokens, self._call, self._needs_hidden = tokens, call, needs_hidden
+        self._weight = _WeightGrad(call, tokens.num_blocks, weight_sum) if needs_weight else None
+        # What a column of a slab takes if a block's tokens come in several slabs. A `weight_sum` lies beside the
+        # workspace, and all tokens are added to it directly.
+        self.bytes_per_column = call.size.weight_sum_column if needs_weight and not weight_sum else 0
+
+    def add(self, block: TokenBlock, slabs: Iterator[Slab]) -> None:
+        """Add the slabs of a block, which hold the gradient of every product of it."""
+        tokens, num_columns = self._tokens, self._call.shard.columns
+        hidden_grad = _HiddenGrad(tokens, block, self._call) if self._needs_hidden else None
+        for slab in slabs:
             if hidden_grad is not None:
                 hidden_grad.add(slab)
-                is_last = slab.tokens.stop == block.hidden.tensor.shape[0] and slab.columns.stop == call.shard.columns
+                is_last = slab.tokens.stop == block.hidden.tensor.shape[0] and slab.columns.stop == num_columns
                 if is_last and tokens.reduces:
                     hidden_grad.finish()
-            if weight_grad is not None:
-                weight_grad.add(slab, block.hidden.wait(), block.is_first)
+            if self._weight is not None:
+                self._weight.add(slab, block.hidden.wait(), block.is_first)
             del slab  # its memory is freed before the next buffer, or a sink's placeholder, is allocated
-        if hidden_grad is not None and (not tokens.reduces or call.shard.columns == 0):
+        if hidden_grad is not None and (not tokens.reduces or num_columns == 0):
             hidden_grad.finish()
-    return (
-        tokens.grad_hidden() if needs_hidden else None,
-        None if weight_grad is None else weight_grad.finish(),
-    )
+
+    def results(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return the gradients of hidden and weight, after all blocks."""
+        grad_hidden = self._tokens.grad_hidden() if self._needs_hidden else None
+        return grad_hidden, None if self._weight is None else self._weight.finish()
 
 
 def computed_slabs(

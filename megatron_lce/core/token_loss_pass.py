@@ -1,8 +1,8 @@
 """What `megatron_lce.token_loss` does with a block of tokens, which goes all the way to its gradients at once."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,15 +10,13 @@ from torch import Tensor
 from megatron_lce.core.call import Call
 from megatron_lce.core.candidates import candidate_logits, candidate_logprobs
 from megatron_lce.core.group_stats import stats_of_tokens
-from megatron_lce.core.head_gradients import Slab
-from megatron_lce.core.known_loss import KnownLossPass, scales_a_sum
+from megatron_lce.core.head_gradients import HeadGradients
+from megatron_lce.core.known_loss import scales_a_sum, unscaled_dtype, unscaled_gradients
 from megatron_lce.core.logit_gradients import grad_logits_slabs, gradients_of_cache, logit_gradients
 from megatron_lce.core.logits_cache import new_cache
 from megatron_lce.core.options import DIFFERENTIABLE, LinearCrossEntropyOutput
 from megatron_lce.core.plan import plan_known_loss
-from megatron_lce.core.rows import Rows, Saved
-from megatron_lce.core.tokens import Counted, TokenBlock, counted_rows, in_order, new_outputs, to_every_row
-from megatron_lce.core.upstream import OneNumber, Promise
+from megatron_lce.core.tokens import Counted, Tokens, counted_rows, in_order, new_outputs, rows_to_compute, to_every_row
 
 _EVERYTHING = 2**62  # bytes of a cache that holds what there is
 
@@ -26,143 +24,111 @@ Metrics = dict[str, Tensor]
 TokenLossFunction = Callable[..., Tensor | tuple[Tensor, Metrics]]
 
 
-class TokenLossPass(KnownLossPass):
-    """One pass over the tokens: their outputs, losses and metrics, and what their gradients are made of."""
+class TokenLossResults(NamedTuple):
+    """The sum of the losses, and what every token has without gradient: 0 in skipped rows."""
 
-    name = "linear_token_loss"
+    total: Tensor  # [] fp32
+    gradients: HeadGradients | None  # of the sum
+    outputs: LinearCrossEntropyOutput  # [N, ...] each
+    metrics: Metrics  # [N, ...] each
 
-    def __init__(
-        self,
-        call: Call,
-        loss: TokenLossFunction,
-        per_token: Sequence[Tensor],  # [N, ...] each
-        with_gradient: bool,
-    ) -> None:
-        self._loss, self._with_gradient = loss, with_gradient
-        options, num_tokens = call.options, call.labels.shape[0]
-        rows = call.backend.prepare_rows(call.labels, call.temperature, options, call.shard)
-        counted = counted_rows(call.labels, options)
-        computed, plan, self._cache = counted.of(num_tokens), None, None
-        if with_gradient:
-            size = call.size._replace(sums_weight=call.size.sums_weight and call.weight.requires_grad)
-            plan = plan_known_loss(size, computed, options.workspace_bytes, single_is_sum=scales_a_sum(call))
-        if plan is not None:
-            kept = min(plan.tokens, computed)
-            self._cache = new_cache(call.size, kept, call.shard.columns, _EVERYTHING, call.hidden)
-        block = max(computed, 1) if plan is None else plan.tokens
-        left = options.workspace_bytes if plan is None else plan.workspace_bytes
-        self._block_call = replace(call, options=replace(options, workspace_bytes=left))
-        super().__init__(call, rows, counted, block)
-        self._per_token = [in_order(tensor, self.order) for tensor in per_token]
-        self._total = torch.zeros((), dtype=torch.float32, device=call.hidden.device)
+
+@torch.no_grad()
+def summed_token_loss(
+    call: Call,
+    loss: TokenLossFunction,
+    per_token: Sequence[Tensor],  # [N, ...] each
+    with_gradient: bool,
+) -> TokenLossResults:
+    """Take each block of tokens from its statistics to its losses and, if wanted, to its gradients at once."""
+    options, backend, num_tokens = call.options, call.backend, call.labels.shape[0]
+    counted = counted_rows(call.labels, options)
+    computed, plan, cache = counted.of(num_tokens), None, None
+    if with_gradient:
+        size = call.size._replace(sums_weight=call.size.sums_weight and call.weight.requires_grad)
+        plan = plan_known_loss(size, computed, options.workspace_bytes, single_is_sum=scales_a_sum(call))
+    block_tokens, workspace_bytes = (computed, options.workspace_bytes) if plan is None else plan
+    if plan is not None:
+        cache = new_cache(call.size, min(plan.tokens, computed), call.shard.columns, _EVERYTHING, call.hidden)
+    block_call = replace(call, options=replace(options, workspace_bytes=workspace_bytes))
+    tokens = Tokens(call.hidden, num_tokens, counted, block_tokens, options, unscaled_dtype(call))
+    order = tokens.order()
+    all_rows = backend.prepare_rows(call.labels, call.temperature, options, call.shard)
+    all_rows = rows_to_compute(all_rows, order, counted)
+    labels = in_order(call.labels, order)
+    ids = None if call.candidates is None else in_order(call.candidates, order)
+    losses = _Losses(loss, [in_order(tensor, order) for tensor in per_token], call, with_gradient)
+    gradients = unscaled_gradients(tokens, call) if with_gradient else None
+    for block in tokens.blocks():
+        hidden, rows = block.hidden.wait(), all_rows.select(block.rows)
+        own_rows = slice(0, hidden.shape[0])
+        block_cache = None if cache is None else cache.select(own_rows)
+        extremes, sums = stats_of_tokens(hidden, rows, block_call, block_cache)
+        outputs = new_outputs(rows.labels.shape, Counted(None), options, hidden.device)
+        saved = backend.finish(extremes, sums, rows, options, outputs, None)
+        kept: Sequence[Tensor] = ()
+        if ids is not None and (out := outputs.candidate_logprobs) is not None:
+            logits = candidate_logits(hidden, ids[block.rows], rows, block_call)
+            of_block = ids[block.rows], labels[block.rows]
+            kept = ids[block.rows], candidate_logprobs(logits, *of_block, rows, saved, out, None)
+        upstream = losses.add(outputs, rows.ignored, block.rows)
+        if gradients is not None:
+            logits_grad, _ = logit_gradients(block_call, rows, saved, upstream, None, kept)
+            ready = None if block_cache is None else gradients_of_cache(logits_grad, block_cache, hidden)
+            whole = block._replace(rows=own_rows)
+            gradients.add(block, grad_logits_slabs(logits_grad, whole, gradients.bytes_per_column, ready))
+    del cache
+    outputs, metrics = losses.of_every_token(counted._replace(rows=order))
+    total = losses.total if counted.unless_nan is None else losses.total * counted.unless_nan
+    return TokenLossResults(total, gradients, outputs, metrics)
+
+
+class _Losses:
+    """The caller's loss, block by block."""
+
+    def __init__(self, loss: TokenLossFunction, per_token: Sequence[Tensor], call: Call, with_gradient: bool) -> None:
+        self._loss, self._per_token, self._call, self._with_gradient = loss, per_token, call, with_gradient
+        self.total = torch.zeros((), dtype=torch.float32, device=call.hidden.device)
         self._outputs: list[LinearCrossEntropyOutput] = []
         self._metrics: list[Metrics] = []
 
-    def slabs(self, block: TokenBlock, bytes_per_column: int) -> Iterator[Slab]:
-        """A block's outputs and losses, then the gradients of its logits."""
-        call, hidden, rows = self._block_call, block.hidden.wait(), self.rows.select(block.rows)
-        options, backend = call.options, call.backend
-        cache = None if self._cache is None else self._cache.select(slice(0, hidden.shape[0]))
-        extremes, sums = stats_of_tokens(hidden, rows, call, cache)
-        outputs = new_outputs(rows.labels.shape, Counted(None), options, hidden.device)
-        saved = backend.finish(extremes, sums, rows, options, outputs, None)
-        kept = self._take_candidates(hidden, rows, block, saved, outputs)
-        upstream = self._losses(outputs, rows, block)
-        if not self._with_gradient:
-            return
-        gradients, _ = logit_gradients(call, rows, saved, upstream, None, kept)
-        ready = None if cache is None else gradients_of_cache(gradients, cache, hidden)
-        whole = block._replace(rows=slice(0, hidden.shape[0]))
-        yield from grad_logits_slabs(gradients, whole, bytes_per_column, ready)
-
-    def _take_candidates(
-        self, hidden: Tensor, rows: Rows, block: TokenBlock, saved: Saved, outputs: LinearCrossEntropyOutput
-    ) -> Sequence[Tensor]:
-        """Fill the outputs' `candidate_logprobs`, if any, and return what their gradient needs."""
-        ids, out = self.call.candidates, outputs.candidate_logprobs
-        if ids is None or out is None:
-            return ()
-        rows_of_block = block.rows if self.order is None else self.order[block.rows]
-        ids, labels = ids[rows_of_block], self.call.labels[rows_of_block]
-        logits = candidate_logits(hidden, ids, rows, self._block_call)
-        return ids, candidate_logprobs(logits, ids, labels, rows, saved, out, None)
-
-    def result(self) -> Tensor:
-        """The sum of the losses."""
-        return self.unless_nan(self._total)
-
-    def results(self) -> tuple[LinearCrossEntropyOutput, Metrics]:
-        """The outputs and metrics of every token: 0 in skipped rows."""
-        if not self._outputs:
-            self._losses_of_no_token()
-        parts = zip(*self._outputs, strict=True)
-        outputs = (None if part[0] is None else self.to_every_row(torch.cat(part)) for part in parts)
-        metrics = {name: torch.cat([part[name] for part in self._metrics]) for name in self._metrics[0]}
-        spread = {n: to_every_row(m, Counted(self.order), self.call.labels.shape[0]) for n, m in metrics.items()}
-        return LinearCrossEntropyOutput(*outputs), spread  # type: ignore[arg-type]
-
-    def _losses(self, outputs: LinearCrossEntropyOutput, rows: Rows, block: TokenBlock) -> dict[str, Tensor | None]:
-        """Call the caller's loss; the gradient of its sum by each of the outputs that have one."""
+    def add(self, outputs: LinearCrossEntropyOutput, ignored: Tensor, rows: slice) -> dict[str, Tensor | None]:
+        """Call the caller's loss of a block; the gradient of its sum by each of the outputs that have one."""
         names = (*DIFFERENTIABLE, "candidate_logprobs")
         given = {name: getattr(outputs, name) for name in names}
         leaves = {name: o.detach().requires_grad_(self._with_gradient) for name, o in given.items() if o is not None}
-        self._outputs.append(outputs)
         # Not by the hooks of a checkpoint around the call, which would make all of it again for each block.
         saved_as_it_is = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
         with torch.set_grad_enabled(self._with_gradient), saved_as_it_is:
-            result = self._loss(
-                outputs._replace(**leaves),
-                *(tensor[block.rows] for tensor in self._per_token),
-            )
+            result = self._loss(outputs._replace(**leaves), *(tensor[rows] for tensor in self._per_token))
             losses, metrics = checked_losses(result, outputs.logprobs.shape[0])
-            total = torch.where(rows.ignored, 0.0, losses).sum()
-        self._total += total.detach()
+            total = torch.where(ignored, 0.0, losses).sum()
         if self._metrics and metrics.keys() != self._metrics[0].keys():
-            raise ValueError(
-                "loss must return the same metrics for any tokens, "
-                f"got {sorted(self._metrics[0])} and {sorted(metrics)}"
-            )
-        self._metrics.append({name: self._unless_ignored(metric, rows) for name, metric in metrics.items()})
-        if not self._with_gradient:
+            names_of_both = f"{sorted(self._metrics[0])} and {sorted(metrics)}"
+            raise ValueError(f"loss must return the same metrics for any tokens, got {names_of_both}")
+        self.total += total.detach()
+        self._outputs.append(outputs)
+        self._metrics.append(
+            {name: m.detach().masked_fill(ignored.view(-1, *(1,) * (m.dim() - 1)), 0) for name, m in metrics.items()}
+        )
+        if not self._with_gradient or not ignored.shape[0]:
             return {}
         check_graph(total, list(leaves.values()))
         found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
-        upstream = dict(zip(leaves, found, strict=True))
-        return {name: upstream.get(name) for name in names}
+        return dict.fromkeys(names) | dict(zip(leaves, found, strict=True))
 
-    def _losses_of_no_token(self) -> None:
-        """Where no token is computed the caller's loss is asked about none, for the names of its metrics."""
-        outputs = new_outputs((0,), Counted(None), self.call.options, self.call.hidden.device)
-        result = self._loss(outputs, *(tensor[:0] for tensor in self._per_token))
-        _, metrics = checked_losses(result, 0)
-        self._outputs.append(outputs)
-        self._metrics.append({name: metric.detach() for name, metric in metrics.items()})
-
-    @staticmethod
-    def _unless_ignored(metric: Tensor, rows: Rows) -> Tensor:
-        ignored = rows.ignored.view(-1, *(1,) * (metric.dim() - 1))
-        return metric.detach().masked_fill(ignored, 0)
-
-
-class TokenLossesPass(TokenLossPass):
-    """The same of each token's negative log-likelihood, where one number will be the upstream of all that count."""
-
-    name = "linear_token_losses"
-
-    def __init__(self, call: Call, promise: Promise, with_gradient: bool) -> None:
-        super().__init__(call, lambda outputs: -outputs.logprobs, (), with_gradient)
-        self.factor = OneNumber(call.labels != call.options.ignore_index, promise)  # type: ignore[assignment]
-        self._all: LinearCrossEntropyOutput | None = None
-
-    def result(self) -> Tensor:
-        """The loss of every token, [N]: 0 where it is ignored."""
-        return -self.outputs().logprobs
-
-    def outputs(self) -> LinearCrossEntropyOutput:
-        """Those of every token, once all blocks have been there."""
-        if self._all is None:
-            self._all, _ = self.results()
-        return self._all
+    def of_every_token(self, counted: Counted) -> tuple[LinearCrossEntropyOutput, Metrics]:
+        """The outputs and metrics of all blocks: 0 in skipped rows."""
+        num_tokens, device = self._call.labels.shape[0], self._call.hidden.device
+        if not self._outputs:  # the caller's loss is asked about no token, for the names of its metrics
+            no_outputs = new_outputs((0,), Counted(None), self._call.options, device)
+            self.add(no_outputs, torch.empty(0, dtype=torch.bool, device=device), slice(0, 0))
+        parts = (None if part[0] is None else torch.cat(part) for part in zip(*self._outputs, strict=True))
+        outputs = (None if part is None else to_every_row(part, counted, num_tokens) for part in parts)
+        metrics = {name: torch.cat([part[name] for part in self._metrics]) for name in self._metrics[0]}
+        uncounted = counted._replace(unless_nan=None)
+        spread = {name: to_every_row(metric, uncounted, num_tokens) for name, metric in metrics.items()}
+        return LinearCrossEntropyOutput(*outputs), spread  # type: ignore[arg-type]
 
 
 def checked_losses(result: Any, num_tokens: int) -> tuple[Tensor, Metrics]:

@@ -152,6 +152,8 @@ class Tokens:
 
     def blocks(self) -> Iterator[TokenBlock]:
         """Yield the blocks; the next part of the shards is gathered while one is computed."""
+        if self.num_computed == 0:
+            return
         parts = self._shard_parts()
         gathering = self._start_gather(parts[0])
         for part, following in zip(parts, [*parts[1:], None], strict=True):

@@ -1,9 +1,12 @@
-"""The promise that one number is the upstream gradient of every token's loss that counts."""
+"""Losses of tokens whose upstream gradients are one number, that of their sum."""
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_lce.core import collectives
+from megatron_lce.core.validation import refuse_double_backward
 
 
 class Promise:
@@ -13,35 +16,39 @@ class Promise:
         self.looks = looks
 
 
-class OneNumber:
-    """The number by which gradients of the sum of the losses are to be multiplied."""
+class LossesOfSum(torch.autograd.Function):
+    """Each token's loss, whose one upstream gradient becomes that of their sum: 0 if none counts, NaN if they differ.
 
-    def __init__(self, counted: Tensor, promise: Promise) -> None:
-        self._counted, self._promise = counted, promise  # [N] bool
+    Raises:
+        RuntimeError: in a backward in which the host looks, if they differ. Ranks have the same upstream: all raise.
+    """
 
-    def __call__(self, upstream: Tensor) -> Tensor:
-        """[N] upstream gradients -> [] fp32: what all counted tokens have; 0 where none counts, NaN where they differ.
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, losses: Tensor, counted: Tensor, promise: Promise) -> Tensor:
+        ctx.counted, ctx.promise = counted, promise
+        return losses.clone()
 
-        Raises:
-            RuntimeError: they differ, and the host looks. Every rank has the same upstream, so all of them raise.
-        """
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_double_backward("linear_token_losses")
         if upstream.numel() == 0:
-            return upstream.new_zeros((), dtype=torch.float32)
-        upstream, counted = upstream.reshape(-1).float(), self._counted
+            return upstream.new_zeros((), dtype=torch.float32), None, None, None
+        upstream, counted = upstream.reshape(-1).float(), ctx.counted
         largest = upstream.masked_fill(~counted, -torch.inf).amax()
         smallest = upstream.masked_fill(~counted, torch.inf).amin()
-        if self._promise.looks and not collectives.is_captured():
-            self._look(largest, smallest)
-        return largest.masked_fill(largest != smallest, torch.nan).masked_fill(~counted.any(), 0.0)
+        if ctx.promise.looks and not collectives.is_captured():
+            _look(float(smallest), float(largest), ctx.promise)
+        one = largest.masked_fill(largest != smallest, torch.nan).masked_fill(~counted.any(), 0.0)
+        return one, None, None, None
 
-    def _look(self, largest: Tensor, smallest: Tensor) -> None:
-        low, high = float(smallest), float(largest)
-        if low > high:  # no token counts
-            return
-        self._promise.looks -= 1
-        if low < high:
-            raise RuntimeError(
-                f"known_loss needs one upstream gradient for all counted tokens, got {low:g} to {high:g}: the loss "
-                "weights its tokens (a loss_mask that is not 0 or 1, a weight or a mean for each sequence). Pass a 0/1 "
-                "loss_mask, or enable with known_loss=False"
-            )
+
+def _look(low: float, high: float, promise: Promise) -> None:
+    if low > high:  # no token counts
+        return
+    promise.looks -= 1
+    if low < high:
+        raise RuntimeError(
+            f"known_loss needs one upstream gradient for all counted tokens, got {low:g} to {high:g}: the loss "
+            "weights its tokens (a loss_mask that is not 0 or 1, a weight or a mean for each sequence). Pass a 0/1 "
+            "loss_mask, or enable with known_loss=False"
+        )
