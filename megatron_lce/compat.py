@@ -7,7 +7,6 @@ Keywords that those do not have stand behind all of theirs and are taken by name
 
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -22,7 +21,6 @@ from megatron_lce.compat_arguments import (
 )
 from megatron_lce.core import collectives, validation
 from megatron_lce.core.options import IGNORE_INDEX, Options
-from megatron_lce.core.weighted_logits import weighted_logits
 from megatron_lce.cross_entropy import fused_outputs
 from megatron_lce.megatron_integration.summed_in_front import is_summed_in_front
 
@@ -190,23 +188,20 @@ def torch_linear_cross_entropy(
         reduction: "none", "sum", or "mean" over the rows that are not ignored (NaN when all are), each of which counts
             as much as its target's `weight`.
         ignore_index: the target of rows that take no part; `None` as in torch: -100.
-        label_smoothing: in [0, 1], the share of the target's probability that goes to all classes alike. With it
-            linear_weight's gradient is the sum of two tensors of its size.
+        label_smoothing: in [0, 1], the share of the target's probability that goes to all classes alike.
         skip_ignored: see `megatron_lce.linear_cross_entropy`.
         tp_group: the ranks that the vocabulary is sharded over; `None`: linear_weight is whole.
 
     Raises:
         TypeError, ValueError: see `megatron_lce.linear_cross_entropy`.
-        NotImplementedError: a bias, chunking options, class probabilities, or a weight of further dimensions.
+        NotImplementedError: a bias, chunking options, class probabilities, a weight of further dimensions, or a
+            weight beside label_smoothing.
     """
     ignored = IGNORE_INDEX if ignore_index is None else ignore_index
 
     def prepare(target: Tensor, call_options: Options, _: tuple[int, ...]) -> tuple[Tensor, Options]:
         check_reduction(reduction)
         check_classes(weight, label_smoothing, linear_weight.shape[0] * collectives.group_size(tp_group), input)
-        if label_smoothing:  # takes no DTensors
-            validation.check_tensor("input", input)
-            validation.check_tensor("linear_weight", linear_weight)
         return target, call_options
 
     own = {
@@ -216,9 +211,10 @@ def torch_linear_cross_entropy(
         "rows of linear_weight": validation.rows_of(linear_weight),
     }
     names = ("input", "linear_weight", "target")
-    refusal = refusal_of(linear_weight, target, linear_bias, options)
+    refusal = refusal_of(linear_weight, target, linear_bias, options, weight is not None and bool(label_smoothing))
     operation = Operation("torch_linear_cross_entropy", names, prepare=prepare, own=own, refusal=refusal)
-    call_options = Options(tp_group, ignore_index=ignored, entropy=False, skip_ignored=skip_ignored)
+    smooth = bool(label_smoothing)  # by the mean logit, which is among the telemetry
+    call_options = Options(tp_group, ignore_index=ignored, entropy=False, telemetry=smooth, skip_ignored=skip_ignored)
     out = fused_outputs(input, linear_weight, target, call_options, operation)
     num_classes = linear_weight.shape[0] * collectives.group_size(tp_group)
     takes_part, loss = target != ignored, -out.logprobs
@@ -226,13 +222,6 @@ def torch_linear_cross_entropy(
     if weight is not None:
         counted *= weight.float()[target.clamp(0, num_classes - 1)]
         loss = loss * counted
-    if label_smoothing:
-        factors = out.lse.new_ones(num_classes) if weight is None else weight.float()
-        first = linear_weight.shape[0] * collectives.group_rank(tp_group)
-        own_factors = factors[first : first + linear_weight.shape[0]]
-        group = tp_group if collectives.group_size(tp_group) > 1 else None
-        logits = weighted_logits(input.reshape(-1, input.shape[-1]), linear_weight, own_factors, group)
-        # log p of all classes, weighted, is the weighted logits less as many log-sum-exps.
-        smooth = torch.where(takes_part, factors.sum() * out.lse - logits.view_as(out.lse), 0.0)
-        loss = (1 - label_smoothing) * loss + label_smoothing / num_classes * smooth
+    if out.mean_logit is not None:
+        loss = (1 - label_smoothing) * loss + label_smoothing * (out.lse - out.mean_logit)
     return reduced(loss, reduction, counted).to(input.dtype)

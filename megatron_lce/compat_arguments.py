@@ -30,7 +30,7 @@ def checked_labels(labels: Tensor, rows: tuple[int, ...]) -> Tensor:
 
 
 def refusal_of(
-    linear_weight: object, target: object, linear_bias: object, options: object
+    linear_weight: object, target: object, linear_bias: object, options: object, weight_and_smoothing: bool
 ) -> NotImplementedError | None:
     """Of what torch's function has and this package has not."""
     if linear_bias is not None:
@@ -40,6 +40,8 @@ def refusal_of(
             "options must be None: chunks of the batch are not what this head is cut into; "
             "megatron_lce.linear_cross_entropy has workspace_bytes"
         )
+    if weight_and_smoothing:
+        return NotImplementedError("weight must be None beside label_smoothing")
     if isinstance(linear_weight, Tensor) and linear_weight.dim() > 2:
         return NotImplementedError(
             "linear_weight must be [V, H]: losses over further dimensions of classes are not supported, "
