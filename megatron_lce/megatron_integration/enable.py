@@ -90,8 +90,8 @@ def enable_fused_linear_ce(
 
     The loss is [b, s] per token, fp32, as Megatron returns it, in training, in eval and under no_grad. Negative
     labels, which Megatron lets pass under a loss mask, are ignored rows: loss 0, no gradient. Without labels the
-    model returns Megatron's logits with their graph. Code between head and loss may read the logits: they are computed
-    for it, with their graph. With `gradient_accumulation_fusion` the head's weight gradient goes
+    model returns Megatron's logits with their graph. With labels there are none: code between head and loss that reads
+    them raises. With `gradient_accumulation_fusion` the head's weight gradient goes
     straight into `main_grad`. Of several calls on one model the last decides.
 
     Args:
@@ -126,8 +126,7 @@ def enable_fused_linear_ce(
         RuntimeError: a capture of the model is open, and the flag is on.
 
     The model's forward then raises ValueError for a `loss_mask` of another shape than labels' (`skip_masked`), and
-    for what `megatron_lce.linear_cross_entropy` raises it; RuntimeError where code between head and loss changed the
-    logits in place, put a hook on them or made them retain their gradient.
+    for what `megatron_lce.linear_cross_entropy` raises it; RuntimeError where code between head and loss reads logits.
     """
     if on_unsupported not in ("fallback", "raise"):
         raise ValueError(f"on_unsupported must be 'fallback' or 'raise', got {on_unsupported!r}")

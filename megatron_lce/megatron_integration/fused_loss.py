@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_lce.core.collectives import is_captured
 from megatron_lce.core.options import IGNORE_INDEX
 from megatron_lce.core.upstream import Promise
-from megatron_lce.megatron_integration.head_call import BackwardPasses, HeadCall
+from megatron_lce.megatron_integration.head_call import HeadCall
 from megatron_lce.megatron_integration.method_overrides import override_of
 from megatron_lce.megatron_integration.replaced_head import ReplacedHead
 from megatron_lce.megatron_integration.support import managed_weight_reason, warn_on_one_rank
@@ -32,7 +32,6 @@ class FusedLoss(ReplacedHead):
         self._mtp_mask: Tensor | None = None  # [b, s], 0 where the last MTP loss, in its turn, does not count
         self._packed: Any = None  # Megatron's parameters of packed sequences
         self._warned: set[str] = set()
-        self._backward_passes = BackwardPasses()
         self._wants_logits = False  # the pass has no labels
         self._not_used: str | None = None  # why the head last gave Megatron's logits although there are labels
 
@@ -70,23 +69,27 @@ class FusedLoss(ReplacedHead):
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         """Gathered logits are for sampling, never for a loss."""
         head, wants_loss = self.head, of_loss.get("output_cross_entropy_loss", False)
-        if self._wants_logits and self.in_pass is not None and not wants_loss:
+        outside = self.in_pass is None and not wants_loss
+        if outside or self.in_pass not in (None, self.language_model):  # another model may share the head
+            return self.overrides[0].below(self)(input_, weight, runtime_gather_output, **of_loss)
+        if self._wants_logits and not wants_loss:
             self._not_used = _NO_LABELS
             if self.language_model.training and torch.is_grad_enabled():
                 self._warn_once(_NO_LABELS)
         elif runtime_gather_output and not wants_loss:
             self._not_used = "runtime_gather_output asks for gathered logits"
+        elif not self.has_its_head:  # the new one may call it
+            self._not_used = (
+                f"the model's output_layer was replaced by a {type(self.language_model.output_layer).__name__}"
+            )
         else:  # FSDP may have been wrapped around the head since
             self._not_used = managed_weight_reason(head, head.weight if weight is None else weight)
             if self._not_used is not None and wants_loss:
                 self._warn_once(self._not_used + not_applied(self.options))
         if self._not_used is not None:
             return type(head).forward(head, input_, weight, runtime_gather_output, **of_loss)
-        call = HeadCall.of(head, input_, weight, self._backward_passes)
-        if not wants_loss:
-            return UncomputedLogits.in_graph(call, self._compute_logits), None
-        del of_loss["output_cross_entropy_loss"]
-        return self._loss(UncomputedLogits(call, HeadCall.logits), **of_loss)
+        logits = UncomputedLogits(HeadCall.of(head, input_, weight))
+        return self._loss(logits, **of_loss) if of_loss.pop("output_cross_entropy_loss", False) else (logits, None)
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         if not isinstance(logits, UncomputedLogits):
@@ -101,11 +104,6 @@ class FusedLoss(ReplacedHead):
     def _loss(self, logits: UncomputedLogits, labels: Tensor, **arguments: Any) -> Tensor:
         labels = self._counted_labels(labels)
         return logits.compute_loss(labels, promise=self.promise, **arguments, **self.options_now())
-
-    def _compute_logits(self, call: HeadCall) -> Tensor:
-        if self.language_model.training:
-            self._warn_once("code beside the loss reads them", "the logits of an enabled model are computed")
-        return call.logits()
 
     def start_pass(self, given: dict[str, Any], takes_labels: bool) -> Tensor | None:
         """Whether the model wants logits; masked labels [b, s] become ignored ones.

@@ -22,16 +22,6 @@ T = TypeVar("T")
 _PER_TOKEN = {"labels": 2, "temperature": 2, "token_weights": 2, "teacher_temperature": 2, "candidates": 3}
 
 
-class BackwardPasses:
-    """How many passes went backward through a model's fused loss."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def note(self, _: Tensor) -> None:
-        self.count += 1
-
-
 @dataclass(frozen=True)
 class HeadCall:
     """One call of a model's output layer: all that its logits are made of."""
@@ -41,20 +31,12 @@ class HeadCall:
     head: ColumnParallelLinear
     sequence_parallel: bool  # when the head was called: in inference Megatron sets another for a while
     versions: tuple[int, int]  # of hidden and weight when the head was called
-    backward_passes: BackwardPasses | None  # None: the call outlives them
-    backward_passes_before: int
     autocast_dtype: torch.dtype | None  # None: autocast was off
     with_gradient: bool  # hidden may have a graph
     logits_scale: float = 1.0
 
     @classmethod
-    def of(
-        cls,
-        head: ColumnParallelLinear,
-        hidden: Tensor,
-        weight: Tensor | None,
-        backward_passes: BackwardPasses | None = None,
-    ) -> HeadCall:
+    def of(cls, head: ColumnParallelLinear, hidden: Tensor, weight: Tensor | None) -> HeadCall:
         """The call of a ColumnParallelLinear; `weight` is the tied embedding's, or None for the head's own."""
         weight, device = head.weight if weight is None else weight, hidden.device.type
         return cls(
@@ -63,8 +45,6 @@ class HeadCall:
             head=head,
             sequence_parallel=bool(head.sequence_parallel),
             versions=(version_of(hidden), version_of(weight)),
-            backward_passes=backward_passes,
-            backward_passes_before=0 if backward_passes is None else backward_passes.count,
             autocast_dtype=torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
             with_gradient=torch.is_grad_enabled(),
         )
@@ -140,29 +120,11 @@ class HeadCall:
         """The dtype of what Megatron's head returns."""
         return logits_dtype_of(self.head) or self.autocast_dtype or self.hidden.dtype
 
-    def logits(self) -> Tensor:
-        """[s, b, V/tp] as Megatron computes them; under sequence parallel with a collective."""
-        self.check_unchanged()
-        return self.logits_of(self.hidden, self.weight)
-
-    def logits_of(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """What the head's own forward makes of these, under the autocast of the call."""
-        dtype = self.autocast_dtype
-        with torch.autocast(hidden.device.type, dtype or torch.bfloat16, enabled=dtype is not None):
-            logits = type(self.head).forward(self.head, hidden, weight)[0]
-        return logits if self.logits_scale == 1.0 else logits * self.logits_scale
-
     def check_unchanged(self) -> None:
         """What is computed of hidden and weight later must be what the forward pass would have computed of them."""
         for name, tensor, version in zip(("hidden", "weight"), (self.hidden, self.weight), self.versions, strict=True):
             if version_of(tensor) != version:
                 raise RuntimeError(f"the LM head's {name} was changed in place after the forward pass that it was of")
-        # An optimizer may change weights through `.data`, which no version counter sees; but not before a backward.
-        if self.backward_passes is not None and self.backward_passes.count != self.backward_passes_before:
-            raise RuntimeError(
-                "these logits were kept from before a backward pass, after which weights change, and never computed: "
-                "clone them before it"
-            )
 
 
 def version_of(tensor: Tensor) -> int:

@@ -98,7 +98,7 @@ def fused_output_processor(
     if isinstance(temperature, Tensor) and temperature.shape == labels.shape:
         temperature = temperature.where(counted, 1.0)
     # What Megatron does between head and loss, MuP's factor, is noted by the logits, which are never computed.
-    logits = scale_logits(UncomputedLogits(HeadCall.of(output_layer, hidden_states, weight), HeadCall.logits))
+    logits = scale_logits(UncomputedLogits(HeadCall.of(output_layer, hidden_states, weight)))
     assert isinstance(logits, UncomputedLogits)
     outputs = logits.call.run(
         linear_cross_entropy,
