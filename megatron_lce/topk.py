@@ -124,15 +124,15 @@ def _select(
     products, scale, width = whole[:, :num_columns], rows.scale, CHUNK_COLUMNS
     _fill(products, hidden, call)
     stats = call.backend.product_stats(products, scale)
-    _, parts = call.backend.largest_values(stats[:, 0].T, min(k, stats.shape[0]))
+    _, parts = _largest_values(stats[:, 0].T, min(k, stats.shape[0]))
     if parts.shape[1] * width > max(_MOST_VALUES, _FEW * k):
         falling = logits_factor(call.options) < 0
         whole[:, num_columns:].fill_(-LOWEST_LOGIT if falling else LOWEST_LOGIT)
         of_few = whole.view(num_tokens, -1, _FEW)
         of_few = of_few.amin(dim=2) if falling else of_few.amax(dim=2)
-        _, parts = call.backend.largest_values(of_few, k, scale, parts, width // _FEW)
+        _, parts = _largest_values(of_few, k, scale, parts, width // _FEW)
         width = _FEW
-    found = call.backend.largest_values(products, min(k, parts.shape[1] * width), scale, parts, width)
+    found = _largest_values(products, min(k, parts.shape[1] * width), scale, parts, width)
     for out, part in zip((logits, columns), found, strict=True):
         out[:, : part.shape[1]] = part
     return merged_over_group(stats, call)
@@ -149,6 +149,26 @@ def _fill(products: Tensor, hidden: Tensor, call: Call) -> None:
         products.copy_(products.to(dtype))
     if cap is not None:
         products.mul_(cap).tanh_()
+
+
+def _largest_values(
+    values: Tensor,  # [n, C] fp32
+    k: int,
+    scale: Tensor | None = None,  # [n] fp32 factors of the values; None: 1
+    parts: Tensor | None = None,  # [n, P] int64 numbers of parts of the columns; None: all columns
+    width: int = 1,  # columns of a part
+) -> tuple[Tensor, Tensor]:
+    """Return the largest values [n, k] of each row's parts and their columns, on ties the first ones; -inf beyond C."""
+    num_columns = values.shape[1]
+    if parts is None:
+        columns = torch.arange(num_columns, dtype=torch.int64, device=values.device).expand_as(values)
+    else:
+        within = torch.arange(width, dtype=torch.int64, device=parts.device)
+        columns = (parts[:, :, None] * width + within).flatten(1)
+        values = values.gather(1, columns.clamp(max=num_columns - 1))
+    values = values if scale is None else values * scale[:, None]
+    keys = _keys(values.masked_fill(columns >= num_columns, -torch.inf), columns).topk(k, dim=1, sorted=False).values
+    return _logit_of(keys), _LOW - (keys & _LOW)
 
 
 def _ordered_keys(logits: Tensor, columns: Tensor, call: Call) -> Tensor:

@@ -22,8 +22,6 @@ OTHERS = {
     "_read_products_kernel",
     "_gathered_logits_kernel",
     "_gathered_sums_kernel",
-    "_set_logprobs_kernel",
-    "_largest_values_kernel",
     "_product_stats_kernel",
     "_write_columns_kernel",
 }

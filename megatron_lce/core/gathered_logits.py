@@ -79,6 +79,30 @@ def logits_over_group(hidden: Tensor, ids: Ids, rows: Rows, call: Call) -> Tenso
     return logits.masked_fill_(owners == 0, torch.nan)
 
 
+def set_logprobs(
+    logits: Tensor,  # [M] base 2
+    ids: Tensor,  # [M] each once in a set; negative: none
+    tokens: Tensor,  # [M] numbers of the sets
+    offsets: Tensor,  # [N + 1] where a set begins
+    labels: Tensor,  # [N]
+    to_nats: Tensor,  # [N] fp32, as in `Rows`
+) -> tuple[Tensor, Tensor]:
+    """Return logprobs [N] of labels in their sets in nats, NaN outside, and 1[label] - p [M]; 0 in ignored rows."""
+
+    def of_sets(how: str, values: Tensor) -> Tensor:
+        return torch.segment_reduce(values, how, offsets=offsets, unsafe=True)
+
+    absent = (ids < 0) | (to_nats == 0)[tokens]
+    is_label = (ids == labels[tokens]).masked_fill_(absent, False)
+    shifted = logits - of_sets("max", logits.masked_fill(absent, -torch.inf))[tokens]
+    exp = shifted.exp2().masked_fill_(absent, 0.0)
+    total = of_sets("sum", exp)
+    found = of_sets("sum", is_label.float())
+    logprobs = (of_sets("sum", torch.where(is_label, shifted, 0.0)) - total.log2()) * (found / found)
+    slopes = is_label.float() - exp / total[tokens] + 0.0 * logprobs[tokens]
+    return (logprobs * to_nats).masked_fill_(to_nats == 0, 0.0), slopes.masked_fill_(absent, 0.0)
+
+
 class LogitsAtFunction(torch.autograd.Function):
     """Logits of a vocab-sharded weight at some ids of each token; of `sets`, `each_once`, the labels' logprobs.
 
@@ -97,7 +121,7 @@ class LogitsAtFunction(torch.autograd.Function):
             result, slopes = logits * LN_2, None
             if sets:
                 of_sets = ids.ids, ids.rows, ids.offsets, call.labels, rows.to_nats
-                result, slopes = call.backend.set_logprobs(logits, *of_sets)
+                result, slopes = set_logprobs(logits, *of_sets)
         ctx.call = call.without_tensors()
         kept = None if call.options.softcap is None else logits
         ctx.save_for_backward(hidden, weight, rows.scale, kept, slopes, *ids)

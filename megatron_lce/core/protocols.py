@@ -129,30 +129,6 @@ class Backend(Protocol):
     ) -> None:
         """Write the sums of factors * matrix[places] over each part to `out`, or add them, always in one order."""
 
-    def set_logprobs(
-        self,
-        logits: Tensor,  # [M] base 2
-        ids: Tensor,  # [M] int64, each once in a set; negative: none
-        tokens: Tensor,  # [M] int64 numbers of the sets
-        offsets: Tensor,  # [N + 1] int64, where a set begins
-        labels: Tensor,  # [N] int64
-        to_nats: Tensor,  # [N] fp32, as in `Rows`
-    ) -> tuple[Tensor, Tensor]:
-        """Return logprobs [N] of labels in their sets in nats, NaN outside, and 1[label] - p [M]; 0 in ignored rows."""
-
-    def largest_values(
-        self,
-        values: Tensor,  # [N, C] fp32
-        k: int,
-        scale: Tensor | None = None,  # [N] fp32 factors of the values; None: 1
-        parts: Tensor | None = None,  # [N, P] int64 numbers of parts of the columns, ascending; None: all columns
-        width: int = 1,  # columns of a part
-    ) -> tuple[Tensor, Tensor]:
-        """Return the largest values [N, k] of each row's parts and their columns, ascending; on ties the first ones.
-
-        Columns beyond C are -inf.
-        """
-
     def product_stats(self, products: Tensor, row_scale: Tensor) -> Tensor:
         """Return `softmax_stats`, without entropy and telemetry, of fp32 products [N, C] times their scale [N]."""
 

@@ -35,41 +35,6 @@ def _local(ids: Tensor, shard: Shard) -> tuple[Tensor, Tensor]:
     return clamped, (clamped != local) | (shard.columns == 0)
 
 
-def set_logprobs(
-    logits: Tensor, ids: Tensor, tokens: Tensor, offsets: Tensor, labels: Tensor, to_nats: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return logprobs [N] of labels in their sets in nats, NaN outside, and 1[label] - p [M]; 0 in ignored rows."""
-
-    def of_sets(how: str, values: Tensor) -> Tensor:
-        return torch.segment_reduce(values, how, offsets=offsets, unsafe=True)
-
-    absent = (ids < 0) | (to_nats == 0)[tokens]
-    is_label = (ids == labels[tokens]).masked_fill_(absent, False)
-    shifted = logits - of_sets("max", logits.masked_fill(absent, -torch.inf))[tokens]
-    exp = shifted.exp2().masked_fill_(absent, 0.0)
-    total = of_sets("sum", exp)
-    found = of_sets("sum", is_label.float())
-    logprobs = (of_sets("sum", torch.where(is_label, shifted, 0.0)) - total.log2()) * (found / found)
-    slopes = is_label.float() - exp / total[tokens] + 0.0 * logprobs[tokens]
-    return (logprobs * to_nats).masked_fill_(to_nats == 0, 0.0), slopes.masked_fill_(absent, 0.0)
-
-
-def largest_values(
-    values: Tensor, k: int, scale: Tensor | None = None, parts: Tensor | None = None, width: int = 1
-) -> tuple[Tensor, Tensor]:
-    """Return the largest values [N, k] of each row's parts and their columns, ascending; on ties the first ones."""
-    columns, num_columns = None, values.shape[1]
-    if parts is not None:
-        within = torch.arange(width, dtype=torch.int64, device=parts.device)
-        columns = (parts[:, :, None] * width + within).flatten(1)
-        values = values.gather(1, columns.clamp(max=num_columns - 1))
-    values = values + 0.0 if scale is None else values * scale[:, None] + 0.0  # -0.0 is 0.0
-    if columns is not None:
-        values.masked_fill_(columns >= num_columns, -torch.inf)
-    places = values.sort(dim=1, descending=True, stable=True).indices[:, :k].sort(dim=1).values
-    return values.gather(1, places), places if columns is None else columns.gather(1, places)
-
-
 def gathered_sums(
     matrix: Tensor,
     places: Tensor,

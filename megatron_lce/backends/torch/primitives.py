@@ -4,13 +4,7 @@ import torch
 from torch import Tensor
 
 from megatron_lce.backends.torch.divergence import intermediate_bytes, read_products
-from megatron_lce.backends.torch.gathered import (
-    gathered_logits,
-    gathered_sums,
-    largest_values,
-    set_logprobs,
-    write_columns,
-)
+from megatron_lce.backends.torch.gathered import gathered_logits, gathered_sums, write_columns
 from megatron_lce.backends.torch.row_numbers import finish, largest_logit, prepare_rows, row_terms
 from megatron_lce.core.logits_cache import LogitsCache
 from megatron_lce.core.options import Options

@@ -8,6 +8,5 @@ from megatron_lce.backends.triton.parts import product
 from megatron_lce.backends.triton.product_stats import product_stats
 from megatron_lce.backends.triton.row_numbers import finish, prepare_rows, row_terms
 from megatron_lce.backends.triton.scale import scale
-from megatron_lce.backends.triton.sets import largest_values, set_logprobs
 from megatron_lce.backends.triton.softmax_stats import softmax_stats
 from megatron_lce.backends.triton.tiles import costs
