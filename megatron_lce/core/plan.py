@@ -101,7 +101,7 @@ class HeadSize(NamedTuple):
 
     def cache_columns(self, num_tokens: int, num_columns: int, logits_cache_bytes: int) -> int:
         """Number of columns that a cache of that many bytes keeps: all, or a multiple of a tile's."""
-        if self.costs.tile_columns == 0 or num_tokens == 0:
+        if logits_cache_bytes == 0 or self.costs.tile_columns == 0 or num_tokens == 0:
             return 0
         if num_tokens * self.kept_token(num_columns) <= logits_cache_bytes:
             return num_columns
