@@ -19,7 +19,6 @@ from megatron_lce.core.options import (
     Options,
     WeightGradSink,
 )
-from megatron_lce.core.tokens import nan_unless
 from megatron_lce.dtensors import localised
 
 
@@ -174,5 +173,5 @@ def _reference(call: Call) -> LinearCrossEntropyOutput:
     if isinstance(options.skip_ignored, bool):
         return outputs
     is_count = (call.labels != options.ignore_index).sum() == options.skip_ignored
-    unless_nan = nan_unless(is_count)
+    unless_nan = is_count.new_ones((), dtype=torch.float32).masked_fill_(~is_count, torch.nan)
     return tree_map_only(Tensor, lambda x: x * unless_nan if x.is_floating_point() else x.where(is_count, -1), outputs)

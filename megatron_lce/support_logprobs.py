@@ -7,8 +7,8 @@ from torch import Tensor
 
 from megatron_lce.core import validation
 from megatron_lce.core.collectives import waited
+from megatron_lce.core.computed_rows import ComputedRows
 from megatron_lce.core.gathered_logits import LogitsAtFunction, ids_of_offsets
-from megatron_lce.core.tokens import rows_that_count
 from megatron_lce.cross_entropy import linear_cross_entropy
 from megatron_lce.logits_at import OF_GRADIENT, OF_HEAD, call_of_head, check_ids
 
@@ -66,8 +66,7 @@ def support_logprobs(
     if empty_rows:
         sizes = torch.segment_reduce((kept.ids >= 0).float(), "sum", offsets=kept.offsets, unsafe=True)
         empty = (sizes == 0) & (call.labels != ignore_index)
-        counted = rows_that_count(empty, call.options).rows
-        num_empty = labels.numel() if counted is None else counted.shape[0]
+        num_empty = ComputedRows.where(empty, call.options.tp_group).count
     others = {"ignore_index": ignore_index, **keywords}
     if empty_rows and num_empty:
         empty = empty.view(labels.shape)

@@ -14,12 +14,13 @@ from torch import Tensor
 from megatron_lce.arguments import shaped
 from megatron_lce.core import collectives, validation
 from megatron_lce.core.call import Call
+from megatron_lce.core.computed_rows import ComputedRows
 from megatron_lce.core.group_stats import merged_over_group
 from megatron_lce.core.plan import MIN_TOKENS, cut, round_up
 from megatron_lce.core.products import own_arithmetic, product
 from megatron_lce.core.rows import Rows, logits_factor, softcap_scale
 from megatron_lce.core.statistics import CHUNK_COLUMNS, LOWEST_LOGIT, UNIT, empty_extremes, empty_sums
-from megatron_lce.core.tokens import Counted, Tokens, rows_to_compute, to_every_row
+from megatron_lce.core.tokens import tokens_in_blocks
 from megatron_lce.logits_at import OF_HEAD, call_of_head
 
 MOST = 1024
@@ -89,9 +90,9 @@ def _topk(call: Call, k: int) -> TopK:
             f"workspace_bytes must be at least {of_token * ranks} for this head, got {call.options.workspace_bytes}"
         )
     most = most // (MIN_TOKENS * ranks) * MIN_TOKENS * ranks or most
-    tokens = Tokens(call.hidden, num_tokens, Counted(None), min(most, max(num_tokens, 1)), call.options)
-    rows, order = call.backend.prepare_rows(call.labels, call.temperature, call.options, call.shard), tokens.order()
-    rows = rows_to_compute(rows, order, Counted(None))
+    tokens = tokens_in_blocks(call.hidden, ComputedRows(num_tokens), most, call.options)
+    rows = call.backend.prepare_rows(call.labels, call.temperature, call.options, call.shard)
+    rows = tokens.computed.select_rows(rows)
     buffer = call.hidden.new_empty(min(most, num_tokens) * stride, dtype=torch.float32)
     logits = buffer.new_full((num_tokens, k), -torch.inf)
     columns = call.labels.new_full((num_tokens, k), stride)
@@ -111,7 +112,7 @@ def _topk(call: Call, k: int) -> TopK:
         logits[part] = log_p.mul_(rows.to_nats[part, None])
         columns[part] = (_LOW - (keys & _LOW)).masked_fill_(none | lse[part, None].isnan(), -1)
         mass[part] = log_p.exp_().sum(dim=1)
-    return TopK(*(to_every_row(part, Counted(order), num_tokens) for part in (logits, columns, lse, mass)))
+    return TopK(*(tokens.computed.spread(part) for part in (logits, columns, lse, mass)))
 
 
 def _select(

@@ -94,12 +94,12 @@ def test_no_environment_variables_and_no_broad_excepts(path):
 
 @pytest.mark.parametrize("path", CORE, ids=name_of)
 def test_no_host_synchronisation_by_name(path):
-    """What looks at the data: `check_labels`, for `skip_ignored=True` `rows_that_count`, and once for a new loss."""
+    """What looks at the data: `check_labels`, for `skip_ignored=True` `ComputedRows.where`, and once for a new loss."""
     functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
     calls = {
         node.func.attr
         for function in functions
-        if function.name not in ("check_labels", "rows_that_count", "check_tokens_apart")
+        if function.name not in ("check_labels", "where", "check_tokens_apart")
         for node in ast.walk(function)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
     }

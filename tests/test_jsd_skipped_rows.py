@@ -44,11 +44,11 @@ def test_rows_without_an_upstream_gradient_take_no_part_in_backward(backend, dev
     inputs.upstream[::2] = 0.0
     seen = []
 
-    def spy(hidden, num_tokens, counted, *others):
-        seen.append(num_tokens if counted.rows is None else counted.rows.shape[0])
-        return tokens.Tokens(hidden, num_tokens, counted, *others)
+    def spy(hidden, computed, *others):
+        seen.append(computed.count)
+        return tokens.tokens_in_blocks(hidden, computed, *others)
 
-    monkeypatch.setattr(distillation, "Tokens", spy)
+    monkeypatch.setattr(distillation, "tokens_in_blocks", spy)
     check(backend, inputs, labels=labels, only_here={"skip_ignored": True})
     assert seen[-1] == 18
     temperature = torch.ones(40, device=device)

@@ -2,10 +2,10 @@
 
 Forward:
 
-1. Labels and temperatures become `Rows`. `counted_rows` decides which rows are computed.
+1. `ComputedRows` says which rows are computed. Their labels and temperatures become `Rows`.
 2. `Tokens` yield hidden states block by block. Under sequence parallel the next block is gathered meanwhile.
 3. The backend takes statistics of every 128 columns, with the logits in registers, and fills the `LogitsCache` if any.
-4. The ranks exchange extremes, then sums. `finish` makes the outputs.
+4. The ranks exchange extremes, then sums. `finish` makes the outputs, which are spread over all rows.
 
 Backward:
 
@@ -17,6 +17,7 @@ Backward:
 How many tokens and columns go at once is decided in `plan` before anything runs.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,29 +25,16 @@ from torch import Tensor
 
 from megatron_lce.core.call import Call
 from megatron_lce.core.candidates import candidate_logprobs
+from megatron_lce.core.computed_rows import ComputedRows
 from megatron_lce.core.group_stats import stats_over_group
 from megatron_lce.core.head_gradients import HeadGradients
-from megatron_lce.core.logit_gradients import (
-    LogitGradients,
-    ReadyGradients,
-    grad_logits_slabs,
-    gradients_of_cache,
-    logit_gradients,
-)
+from megatron_lce.core.logit_gradients import grad_logits_slabs, gradients_of_cache, logit_gradients
 from megatron_lce.core.logits_cache import new_cache
-from megatron_lce.core.options import DIFFERENTIABLE, LinearCrossEntropyOutput
+from megatron_lce.core.options import DIFFERENTIABLE, LinearCrossEntropyOutput, new_outputs
 from megatron_lce.core.plan import backward_tokens, smallest_workspace
 from megatron_lce.core.products import own_arithmetic
 from megatron_lce.core.rows import Rows, Saved
-from megatron_lce.core.tokens import (
-    Counted,
-    Tokens,
-    counted_rows,
-    in_order,
-    new_outputs,
-    rows_that_count,
-    rows_to_compute,
-)
+from megatron_lce.core.tokens import Tokens, tokens_in_blocks
 from megatron_lce.core.validation import refuse_double_backward
 
 
@@ -71,27 +59,30 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         needs = ctx.needs_input_grad if grad_enabled else (False, False)
         check_workspace(call, needs[0] or needs[1], needs[1])
         with own_arithmetic(hidden.device, "linear_cross_entropy forward"):
-            rows = backend.prepare_rows(call.labels, call.temperature, options, call.shard)
-            counted = counted_rows(call.labels, options)
+            counted = ComputedRows.of(call.labels, options)
             tokens = _tokens(call, counted)
-            order = tokens.order()
-            rows = rows_to_compute(rows, order, counted)
-            outputs = new_outputs(call.shape, counted, options, hidden.device)
+            computed = tokens.computed  # the counted rows in the order of the blocks
+            rows = computed.select_rows(backend.prepare_rows(call.labels, call.temperature, options, call.shard))
             cache = None
             if grad_enabled:
-                computed, cache_bytes = tokens.num_computed, options.logits_cache_bytes
-                cache = new_cache(call.size, computed, call.shard.columns, cache_bytes, hidden)
-            ids, out = None if call.candidates is None else in_order(call.candidates, order), outputs.candidate_logprobs
+                cache_bytes = options.logits_cache_bytes
+                cache = new_cache(call.size, computed.count, call.shard.columns, cache_bytes, hidden)
+            ids = None if call.candidates is None else computed.select(call.candidates)
             extremes, sums, logits = stats_over_group(tokens, rows, call, cache, ids)
-            saved = backend.finish(extremes, sums, rows, options, outputs, order)
+            outputs = new_outputs(computed.count, options, hidden.device)
+            saved = backend.finish(extremes, sums, rows, options, outputs)
             kept: tuple[Tensor | None, ...] = ()
-            if ids is not None and logits is not None and out is not None:
-                labels = in_order(call.labels, order)
-                kept = call.candidates, candidate_logprobs(logits, ids, labels, rows, saved, out, order)
+            if ids is not None and logits is not None and (out := outputs.candidate_logprobs) is not None:
+                labels = computed.select(call.labels)
+                kept = call.candidates, candidate_logprobs(logits, ids, labels, rows, saved, out)
+            outputs = computed.spread_outputs(outputs)
+        for output in outputs:
+            if output is not None:
+                output.resize_((*call.shape, *output.shape[1:]))  # a view could not be changed in place
         ctx.set_materialize_grads(False)
         if grad_enabled:
-            ctx.save_for_backward(hidden, weight, counted.rows, *rows, *saved, *kept)
-            ctx.num_tokens, ctx.call = call.labels.shape[0], call.without_tensors()
+            ctx.save_for_backward(hidden, weight, counted.index, *rows, *saved, *kept)
+            ctx.num_tokens, ctx.call = counted.num_tokens, call.without_tensors()
             ctx.cache, ctx.cached = cache, cache is not None
         with_gradient = (*DIFFERENTIABLE, "candidate_logprobs")
         others = (output for name, output in outputs._asdict().items() if name not in with_gradient)
@@ -106,20 +97,27 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
                 "a second backward through linear_cross_entropy needs logits_cache_bytes=0: "
                 "the first one turned the kept logits into gradients in place"
             )
-        hidden, weight, counted, *per_row = ctx.saved_tensors
+        hidden, weight, index, *per_row = ctx.saved_tensors
         call = ctx.call.with_tensors(hidden, weight)
         cache, ctx.cache = ctx.cache, None
         with own_arithmetic(hidden.device, "linear_cross_entropy backward"):
-            tokens = _tokens(call, Counted(counted), ctx.num_tokens)
-            order = tokens.order()
-            rows, saved, kept = Rows(*per_row[:3]), Saved(*per_row[3:8]), per_row[8:]
-            flat = (None if grad is None else grad.reshape(-1) for grad in grad_outputs)
-            upstream = dict(zip(LinearCrossEntropyOutput._fields, flat, strict=True))
-            gradients, counts = logit_gradients(call, rows, saved, upstream, order, kept)
+            num_tokens, dims = ctx.num_tokens, len(call.shape)
+            tokens = _tokens(call, ComputedRows(num_tokens, index))
+            computed, rows, saved, kept = tokens.computed, Rows(*per_row[:3]), Saved(*per_row[3:8]), per_row[8:]
+            if kept:
+                kept[0] = computed.select(kept[0])
+            flat = (None if grad is None else grad.reshape(num_tokens, *grad.shape[dims:]) for grad in grad_outputs)
+            selected = (None if grad is None else computed.select(grad) for grad in flat)
+            upstream = dict(zip(LinearCrossEntropyOutput._fields, selected, strict=True))
+            gradients, counts = logit_gradients(call, rows, saved, upstream, kept)
             ready = None if cache is None else gradients_of_cache(gradients, cache)
             del cache
             if call.options.skip_ignored is True:
-                tokens, gradients = _rows_with_gradient(tokens, order, gradients, counts, ready)
+                with_gradient = ComputedRows.where(counts, call.options.tp_group).index
+                if with_gradient is not None:
+                    tokens = _tokens(call, computed.subset(with_gradient))
+                    gradients = gradients.select(with_gradient)
+                    ready = None if ready is None else replace(ready, rows=with_gradient)
             needs_hidden, needs_weight = ctx.needs_input_grad[:2]
             grads = HeadGradients(tokens, call, needs_hidden=needs_hidden, needs_weight=needs_weight)
             for block in tokens.blocks():
@@ -142,22 +140,7 @@ def check_workspace(call: Call, needs_grad: bool, needs_weight: bool) -> None:
         )
 
 
-def _tokens(call: Call, counted: Counted, num_tokens: int | None = None) -> Tokens:
+def _tokens(call: Call, computed: ComputedRows) -> Tokens:
     """Return the computed rows, in the blocks of backward's outer loop."""
-    num_tokens = call.labels.shape[0] if num_tokens is None else num_tokens
-    block = backward_tokens(call.size, counted.of(num_tokens), call.options.workspace_bytes)
-    return Tokens(call.hidden, num_tokens, counted, block, call.options)
-
-
-def _rows_with_gradient(
-    tokens: Tokens, order: Tensor | None, gradients: LogitGradients, counts: Tensor, ready: ReadyGradients | None
-) -> tuple[Tokens, LogitGradients]:
-    """Return the rows whose gradient is not zero on some rank, and write their numbers into `ready.rows`."""
-    counted = rows_that_count(counts, gradients.call.options)
-    if counted.rows is None:
-        return tokens, gradients
-    if ready is not None:
-        ready.rows = counted.rows
-    rows = counted.rows if order is None else order[counted.rows]
-    some = _tokens(gradients.call, Counted(rows), tokens.num_tokens)
-    return some, gradients.select(counted.rows)
+    block_tokens = backward_tokens(call.size, computed.count, call.options.workspace_bytes)
+    return tokens_in_blocks(call.hidden, computed, block_tokens, call.options)

@@ -37,8 +37,7 @@ def candidate_logprobs(
     labels: Tensor,  # [N] global
     rows: Rows,
     saved: Saved,
-    out: Tensor,  # [..., K]
-    order: Tensor | None,  # as in `Backend.finish`
+    out: Tensor,  # [N, K]
 ) -> Tensor:
     """Write logprobs to `out`: 0 at padding and in ignored rows, NaN in broken ones. Return base-2 ones [N, K].
 
@@ -49,9 +48,7 @@ def candidate_logprobs(
     log_p = torch.where(ids == labels[:, None], of_label, log_p)
     log_p.masked_fill_(of_label.isneginf(), torch.nan)  # no rank owns the label
     padding = (ids < 0) & ~(of_label * to_nats).isnan() & ~of_label.isneginf()
-    logprobs = (log_p * to_nats).masked_fill_(padding | rows.ignored[:, None], 0.0)
-    flat = out.view(-1, out.shape[-1])
-    flat.copy_(logprobs) if order is None else flat.index_copy_(0, order, logprobs)
+    out.copy_((log_p * to_nats).masked_fill_(padding | rows.ignored[:, None], 0.0))
     return log_p
 
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_lce.core import collectives
 from megatron_lce.core.call import Call
+from megatron_lce.core.computed_rows import ComputedRows
 from megatron_lce.core.head_gradients import HeadGradients
 from megatron_lce.core.head_products import (
     check_workspace,
@@ -21,15 +21,7 @@ from megatron_lce.core.head_products import (
 )
 from megatron_lce.core.known_loss import unscaled_dtype, unscaled_gradients, with_gradients
 from megatron_lce.core.products import own_arithmetic
-from megatron_lce.core.tokens import (
-    Counted,
-    Tokens,
-    counted_rows,
-    in_order,
-    rows_that_count,
-    rows_to_compute,
-    to_every_row,
-)
+from megatron_lce.core.tokens import tokens_in_blocks
 from megatron_lce.core.two_heads import Head, Heads, gradient_coefficient, losses_in_nats, student_outputs
 from megatron_lce.core.validation import refuse_double_backward
 
@@ -56,34 +48,32 @@ class _LinearJsd(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         refuse_double_backward("linear_jsd")
-        hidden, weight, *saved, order, scale, teacher_scale, to_nats, found = ctx.saved_tensors
+        hidden, weight, *saved, index, scale, teacher_scale, to_nats, found = ctx.saved_tensors
         teacher_tensors = [one if other is None else other for one, other in zip(saved, ctx.inference, strict=True)]
         student, teacher = Head(hidden, weight, *ctx.forms[0]), Head(*teacher_tensors, *ctx.forms[1])
-        call, num_tokens = ctx.call.with_tensors(hidden, weight), grad_loss.shape[0]
-        options = call.options
+        call, computed = ctx.call.with_tensors(hidden, weight), ComputedRows(grad_loss.shape[0], index)
         with own_arithmetic(grad_loss.device, "linear_jsd backward"):
-            upstream = in_order(grad_loss.float(), order)
+            upstream = computed.select(grad_loss.float())
             coefficient = gradient_coefficient(upstream, to_nats, scale, student, ctx.beta)
-            if options.skip_ignored is True:
-                # Rows whose gradient is not zero. A broken row's is NaN whatever its upstream.
-                rows = rows_that_count((upstream != 0) | to_nats.isnan(), options).rows
-                if rows is not None:
-                    found, coefficient = found[:, rows], coefficient[rows]
-                    scale, teacher_scale = scale[rows], teacher_scale[rows]
-                    order = rows if order is None else order[rows]
-            if scale.shape[0] > 0:
-                # Gathered here, as a rank without columns makes no slabs: ranks must agree on the order of collectives.
-                if options.sequence_parallel:
-                    assert options.tp_group is not None
-                    teacher = teacher._replace(hidden=collectives.gather_rows(teacher.hidden, options.tp_group))
-                teacher = teacher._replace(hidden=in_order(teacher.hidden, order))
+            if call.options.skip_ignored is True:
+                # A broken row's gradient is NaN whatever its upstream.
+                has_gradient = (upstream != 0) | to_nats.isnan()
+                with_gradient = ComputedRows.where(has_gradient, call.options.tp_group).index
+                if with_gradient is not None:
+                    found, coefficient = found[:, with_gradient], coefficient[with_gradient]
+                    scale, teacher_scale = scale[with_gradient], teacher_scale[with_gradient]
+                    computed = computed.subset(with_gradient)
 
             needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-            tokens = Tokens(hidden, num_tokens, Counted(order), max(num_tokens, 1), options)
+            tokens, teacher_tokens = (
+                tokens_in_blocks(head.hidden, computed, computed.count, call.options) for head in (student, teacher)
+            )
             gradients = HeadGradients(tokens, call, needs_hidden=needs_hidden, needs_weight=needs_weight)
-            for block in tokens.blocks():
-                both = student.of_rows(block.hidden.wait(), scale), teacher.of_rows(teacher.hidden, teacher_scale)
-                heads = Heads(*both, ctx.beta, None, coefficient)
+            # Gathered first, as a rank without columns makes no slabs: ranks must agree on collectives' order.
+            for block, of_teacher in zip(tokens.blocks(), teacher_tokens.blocks(), strict=True):
+                student_rows = student.of_rows(block.hidden.wait(), scale)
+                teacher_rows = teacher.of_rows(of_teacher.hidden.wait(), teacher_scale)
+                heads = Heads(student_rows, teacher_rows, ctx.beta, None, coefficient)
                 gradients.add(block, recomputed_slabs(heads, found, call, gradients.bytes_per_column))
             return *gradients.results(), None, None
 
@@ -96,7 +86,7 @@ class Divergences(NamedTuple):
     total: Tensor | None  # [] fp32, of weighted losses
     gradients: HeadGradients | None  # of the total
     student_outputs: list[Tensor]  # logprobs, entropy and lse, [N] each; empty: not asked for
-    per_row: tuple[Tensor | None, ...]  # of the computed rows, for backward: order, both scales, to_nats, `Found`
+    per_row: tuple[Tensor | None, ...]  # of the computed rows, for backward: index, both scales, to_nats, `Found`
 
 
 @torch.no_grad()
@@ -109,7 +99,7 @@ def find_divergences(
     with_gradient: bool,  # of the total
 ) -> Divergences:
     """Fill each row's `Found`, block by block; with gradients a block is as many tokens as they have room for."""
-    options, prepare, labels, num_tokens = call.options, call.backend.prepare_rows, call.labels, call.labels.shape[0]
+    options, prepare, labels = call.options, call.backend.prepare_rows, call.labels
     if token_weights is not None:
         labels = labels.masked_fill(token_weights == 0, options.ignore_index)
     all_rows = prepare(labels, call.temperature, options, call.shard)
@@ -117,22 +107,21 @@ def find_divergences(
     if teacher_temperature is not None:
         teacher_scale = prepare(labels, teacher_temperature, options, call.shard).scale
     # A number from the caller counts labels; weights of 0 do not change it.
-    counted = counted_rows(labels if options.skip_ignored is True else call.labels, options)
-    computed = counted.of(num_tokens)
+    computed = ComputedRows.of(labels if options.skip_ignored is True else call.labels, options)
     check_workspace(heads, call)
     # A block collects gradients of smaller blocks, whose products stay in memory for every reading.
-    blocks = gradient_blocks(heads, computed, call) if with_gradient else None
-    of_block = max(computed, 1) if blocks is None else blocks[1]
+    blocks = gradient_blocks(heads, computed.count, call) if with_gradient else None
+    of_block = computed.count if blocks is None else blocks[1]
     tokens, teacher_tokens = (
-        Tokens(head.hidden, num_tokens, counted, of_block, options, unscaled_dtype(call)) for head in heads[:2]
+        tokens_in_blocks(head.hidden, computed, of_block, options, unscaled_dtype(call)) for head in heads[:2]
     )
-    order = tokens.order()
-    all_rows, teacher_scale = rows_to_compute(all_rows, order, counted), in_order(teacher_scale, order)
-    weights = None if token_weights is None else in_order(token_weights, order).float()
+    computed = tokens.computed
+    all_rows, teacher_scale = computed.select_rows(all_rows), computed.select(teacher_scale)
+    weights = None if token_weights is None else computed.select(token_weights).float()
     coefficient = None
     if weights is not None:
         coefficient = gradient_coefficient(weights, all_rows.to_nats, all_rows.scale, heads.student, heads.beta)
-    all_found = teacher_scale.new_empty(9 if return_student else 6, computed)  # see `Found`
+    all_found = teacher_scale.new_empty(9 if return_student else 6, computed.count)  # see `Found`
     gradients = unscaled_gradients(tokens, call) if with_gradient else None
     # Gathered first, as a rank without columns leaves out what follows: ranks must agree on collectives' order.
     for block, of_teacher in zip(tokens.blocks(), teacher_tokens.blocks(), strict=True):
@@ -153,11 +142,10 @@ def find_divergences(
     losses, to_nats = losses_in_nats(all_found, all_rows, heads.beta)
     total = None
     if weights is not None:
-        total = torch.where(all_rows.ignored, 0.0, weights * losses).sum()
-        total = total if counted.unless_nan is None else total * counted.unless_nan
-    outputs = list(student_outputs(all_found, all_rows)) if return_student else []
-    losses, *outputs = (to_every_row(output, counted._replace(rows=order), num_tokens) for output in (losses, *outputs))
-    per_row = order, all_rows.scale, teacher_scale, to_nats, all_found
+        total = computed.nan_if_wrong(torch.where(all_rows.ignored, 0.0, weights * losses).sum())
+    of_student = student_outputs(all_found, all_rows) if return_student else ()
+    losses, *outputs = computed.spread_outputs([losses, *of_student])
+    per_row = computed.index, all_rows.scale, teacher_scale, to_nats, all_found
     return Divergences(heads, losses, total, gradients, outputs, per_row)
 
 

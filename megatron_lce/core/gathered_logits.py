@@ -14,10 +14,11 @@ from torch import Tensor
 
 from megatron_lce.core import collectives
 from megatron_lce.core.call import Call
+from megatron_lce.core.computed_rows import ComputedRows
 from megatron_lce.core.products import own_arithmetic
 from megatron_lce.core.rows import Rows, inner_factor
 from megatron_lce.core.statistics import LN_2
-from megatron_lce.core.tokens import Counted, Tokens
+from megatron_lce.core.tokens import Tokens, tokens_in_blocks
 from megatron_lce.core.validation import refuse_double_backward
 
 _LARGEST_ID = 2**31 - 1  # all above are of no rank
@@ -142,7 +143,7 @@ class LogitsAtFunction(torch.autograd.Function):
 
 def _tokens(call: Call, num_tokens: int) -> Tokens:
     """Return all tokens in one block."""
-    return Tokens(call.hidden, num_tokens, Counted(None), max(num_tokens, 1), call.options)
+    return tokens_in_blocks(call.hidden, ComputedRows(num_tokens), num_tokens, call.options)
 
 
 def _gradients(
@@ -155,10 +156,10 @@ def _gradients(
             out = tokens.grad_rows(block)
             terms = ids.ids, factors, ids.offsets
             call.backend.gathered_sums(call.weight, *terms, out, call.shard, accumulate=False, workspace_bytes=room)
-            tokens.reduce(block)
+            tokens.reduce(block, out)
         if needs[1]:
             grad_weight = _weight_grad(block.hidden.wait(), ids, factors, call)
-    if needs[1] and tokens.num_computed == 0:
+    if needs[1] and tokens.computed.count == 0:
         grad_weight = _weight_grad(call.hidden, ids, factors, call)
     return tokens.grad_hidden() if needs[0] else None, grad_weight
 

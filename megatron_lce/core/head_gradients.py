@@ -112,12 +112,12 @@ class _HiddenGrad:
 
     def finish(self) -> None:
         """Cast the gradient to its dtype after the last slab, 0 without any, and start its sum over the group."""
-        if self._sum is None:
-            self._tokens.grad_rows(self._block).zero_()
-        elif not self._in_place:
-            self._tokens.grad_rows(self._block).copy_(self._sum)
+        grad = self._sum
+        if grad is None or not self._in_place:
+            grad = self._tokens.grad_rows(self._block)
+            grad.zero_() if self._sum is None else grad.copy_(self._sum)
         self._sum = None
-        self._tokens.reduce(self._block)
+        self._tokens.reduce(self._block, grad)
 
     def _new_sum(self, one_product: bool) -> Tensor:
         weight, grad_dtype = self._call.weight, self._tokens.grad_dtype

@@ -58,29 +58,24 @@ def logit_gradients(
     call: Call,
     rows: Rows,
     saved: Saved,
-    upstream: dict[str, Tensor | None],  # of the flat outputs
-    order: Tensor | None,  # as in `Backend.finish`
-    kept: Sequence[Tensor],  # the candidates' ids of all rows, and base-2 logprobs of the computed ones; or nothing
+    upstream: dict[str, Tensor | None],  # of these rows' outputs
+    kept: Sequence[Tensor],  # the candidates' ids and base-2 logprobs, or nothing
 ) -> tuple[LogitGradients, Tensor]:
     """Return what gradients of logits are made of, and a mask [N] of rows where they are not all zero."""
     of_candidates = None
     if kept and (grad := upstream["candidate_logprobs"]) is not None:
-        of_candidates = grad.reshape(kept[0].shape).float().masked_fill(kept[0] < 0, 0.0)
+        of_candidates = grad.float().masked_fill(kept[0] < 0, 0.0)
         of_lse = 0.0 if upstream["lse"] is None else upstream["lse"].float()
         upstream = {**upstream, "lse": of_lse - of_candidates.sum(dim=1)}
     differentiable = [upstream[name] for name in DIFFERENTIABLE]
-    terms, counts = call.backend.row_terms(rows, saved, differentiable, call.options, order)
+    terms, counts = call.backend.row_terms(rows, saved, differentiable, call.options)
     gradients = LogitGradients(call, rows, terms, upstream["entropy"] is not None)
     if of_candidates is None:
         return gradients, counts
-    ids = kept[0]
-    if order is not None:
-        ids, of_candidates = ids[order], of_candidates[order]
-    unknown = (kept[1].isnan() & (ids >= 0)).any(
-        dim=1
-    )  # an id of no rank makes its row's gradient NaN, as a label does
+    ids, log_p = kept
+    unknown = (log_p.isnan() & (ids >= 0)).any(dim=1)  # an id of no rank makes its row's gradient NaN, as a label does
     terms[2].masked_fill_(unknown & ~rows.ignored, torch.nan)
-    candidates = candidate_gradients(of_candidates, ids, kept[1], rows, saved, terms, call)
+    candidates = candidate_gradients(of_candidates, ids, log_p, rows, saved, terms, call)
     return gradients._replace(candidates=candidates), counts | (of_candidates != 0).any(dim=1)
 
 

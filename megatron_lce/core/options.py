@@ -1,7 +1,7 @@
 """The types of what a call takes and returns."""
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -42,13 +42,6 @@ class LinearCrossEntropyOutput(NamedTuple):
 DIFFERENTIABLE = ("logprobs", "entropy", "lse", "mean_logit")  # of one number a token; `candidate_logprobs` is, too
 
 
-def outputs_asked_for(entropy: bool, telemetry: bool) -> dict[str, torch.dtype]:
-    """Return the names and dtypes of the per-token outputs that a call fills, in order."""
-    names = LinearCrossEntropyOutput._fields[: 9 if telemetry else 3]
-    dtypes = {name: torch.int64 if name == "argmax" else torch.float32 for name in names}
-    return {name: dtype for name, dtype in dtypes.items() if entropy or name != "entropy"}
-
-
 class WeightGradSink(Protocol):
     """A caller's sink has the weight's gradient added to it instead of returned (Megatron's `main_grad`)."""
 
@@ -81,6 +74,18 @@ class Options:
     reduce_grad_hidden: bool = True
     backend: BackendName = "auto"
     weight_grad_sink: WeightGradSink | None = None
+
+
+def new_outputs(num_rows: int, options: Options, device: torch.device) -> LinearCrossEntropyOutput:
+    """Allocate the outputs that are asked for, of so many rows."""
+    outputs: dict[str, Any] = {"entropy": None}
+    for name in LinearCrossEntropyOutput._fields[: 9 if options.telemetry else 3]:
+        if options.entropy or name != "entropy":
+            dtype = torch.int64 if name == "argmax" else torch.float32
+            outputs[name] = torch.empty(num_rows, dtype=dtype, device=device)
+    if options.candidates is not None:
+        outputs["candidate_logprobs"] = outputs["logprobs"].new_empty(num_rows, options.candidates.shape[-1])
+    return LinearCrossEntropyOutput(**outputs)
 
 
 class Shard(NamedTuple):

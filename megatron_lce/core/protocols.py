@@ -56,8 +56,7 @@ class Backend(Protocol):
         sums: Tensor,  # [`num_sums`, N]
         rows: Rows,  # [N]
         options: Options,
-        outputs: LinearCrossEntropyOutput,  # out, contiguous; None: not asked for
-        order: Tensor | None,  # [N] int64, a row's place in the flat outputs; None: the row's own number
+        outputs: LinearCrossEntropyOutput,  # out, [N] each, contiguous; None: not asked for
     ) -> Saved:
         """Turn the vocabulary's statistics into outputs in nats: 0 in ignored rows, NaN in broken ones."""
 
@@ -65,9 +64,8 @@ class Backend(Protocol):
         self,
         rows: Rows,
         saved: Saved,
-        upstream: Sequence[Tensor | None],  # gradients of the flat `DIFFERENTIABLE` outputs, fp32, of any stride
+        upstream: Sequence[Tensor | None],  # gradients of the `DIFFERENTIABLE` outputs, [N] fp32, of any stride
         options: Options,
-        order: Tensor | None,  # as in `finish`
     ) -> tuple[Tensor, Tensor]:
         """Return packed `RowTerms`, [6, N], or [7, N] with a gradient of the mean logit; and a mask [N] of rows.
 

@@ -9,14 +9,15 @@ from torch import Tensor
 
 from megatron_lce.core.call import Call
 from megatron_lce.core.candidates import candidate_logits, candidate_logprobs
+from megatron_lce.core.computed_rows import ComputedRows
 from megatron_lce.core.group_stats import stats_of_tokens
 from megatron_lce.core.head_gradients import HeadGradients
 from megatron_lce.core.known_loss import scales_a_sum, unscaled_dtype, unscaled_gradients
 from megatron_lce.core.logit_gradients import grad_logits_slabs, gradients_of_cache, logit_gradients
 from megatron_lce.core.logits_cache import new_cache
-from megatron_lce.core.options import DIFFERENTIABLE, LinearCrossEntropyOutput
+from megatron_lce.core.options import DIFFERENTIABLE, LinearCrossEntropyOutput, new_outputs
 from megatron_lce.core.plan import plan_known_loss
-from megatron_lce.core.tokens import Counted, Tokens, counted_rows, in_order, new_outputs, rows_to_compute, to_every_row
+from megatron_lce.core.tokens import tokens_in_blocks
 
 _EVERYTHING = 2**62  # bytes of a cache that holds what there is
 
@@ -41,46 +42,43 @@ def summed_token_loss(
     with_gradient: bool,
 ) -> TokenLossResults:
     """Take each block of tokens from its statistics to its losses and, if wanted, to its gradients at once."""
-    options, backend, num_tokens = call.options, call.backend, call.labels.shape[0]
-    counted = counted_rows(call.labels, options)
-    computed, plan, cache = counted.of(num_tokens), None, None
+    options, backend, computed = call.options, call.backend, ComputedRows.of(call.labels, call.options)
+    count, plan, cache = computed.count, None, None
     if with_gradient:
         size = call.size._replace(sums_weight=call.size.sums_weight and call.weight.requires_grad)
-        plan = plan_known_loss(size, computed, options.workspace_bytes, single_is_sum=scales_a_sum(call))
-    block_tokens, workspace_bytes = (computed, options.workspace_bytes) if plan is None else plan
+        plan = plan_known_loss(size, count, options.workspace_bytes, single_is_sum=scales_a_sum(call))
+    block_tokens, workspace_bytes = (count, options.workspace_bytes) if plan is None else plan
     if plan is not None:
-        cache = new_cache(call.size, min(plan.tokens, computed), call.shard.columns, _EVERYTHING, call.hidden)
+        cache = new_cache(call.size, min(plan.tokens, count), call.shard.columns, _EVERYTHING, call.hidden)
     block_call = replace(call, options=replace(options, workspace_bytes=workspace_bytes))
-    tokens = Tokens(call.hidden, num_tokens, counted, block_tokens, options, unscaled_dtype(call))
-    order = tokens.order()
-    all_rows = backend.prepare_rows(call.labels, call.temperature, options, call.shard)
-    all_rows = rows_to_compute(all_rows, order, counted)
-    labels = in_order(call.labels, order)
-    ids = None if call.candidates is None else in_order(call.candidates, order)
-    losses = _Losses(loss, [in_order(tensor, order) for tensor in per_token], call, with_gradient)
+    tokens = tokens_in_blocks(call.hidden, computed, block_tokens, options, unscaled_dtype(call))
+    computed = tokens.computed
+    all_rows = computed.select_rows(backend.prepare_rows(call.labels, call.temperature, options, call.shard))
+    labels = computed.select(call.labels)
+    ids = None if call.candidates is None else computed.select(call.candidates)
+    losses = _Losses(loss, [computed.select(tensor) for tensor in per_token], call, with_gradient)
     gradients = unscaled_gradients(tokens, call) if with_gradient else None
     for block in tokens.blocks():
         hidden, rows = block.hidden.wait(), all_rows.select(block.rows)
         own_rows = slice(0, hidden.shape[0])
         block_cache = None if cache is None else cache.select(own_rows)
         extremes, sums = stats_of_tokens(hidden, rows, block_call, block_cache)
-        outputs = new_outputs(rows.labels.shape, Counted(None), options, hidden.device)
-        saved = backend.finish(extremes, sums, rows, options, outputs, None)
+        outputs = new_outputs(hidden.shape[0], options, hidden.device)
+        saved = backend.finish(extremes, sums, rows, options, outputs)
         kept: Sequence[Tensor] = ()
         if ids is not None and (out := outputs.candidate_logprobs) is not None:
             logits = candidate_logits(hidden, ids[block.rows], rows, block_call)
             of_block = ids[block.rows], labels[block.rows]
-            kept = ids[block.rows], candidate_logprobs(logits, *of_block, rows, saved, out, None)
+            kept = ids[block.rows], candidate_logprobs(logits, *of_block, rows, saved, out)
         upstream = losses.add(outputs, rows.ignored, block.rows)
         if gradients is not None:
-            logits_grad, _ = logit_gradients(block_call, rows, saved, upstream, None, kept)
+            logits_grad, _ = logit_gradients(block_call, rows, saved, upstream, kept)
             ready = None if block_cache is None else gradients_of_cache(logits_grad, block_cache, hidden)
             whole = block._replace(rows=own_rows)
             gradients.add(block, grad_logits_slabs(logits_grad, whole, gradients.bytes_per_column, ready))
     del cache
-    outputs, metrics = losses.of_every_token(counted._replace(rows=order))
-    total = losses.total if counted.unless_nan is None else losses.total * counted.unless_nan
-    return TokenLossResults(total, gradients, outputs, metrics)
+    outputs, metrics = losses.of_every_token(computed)
+    return TokenLossResults(computed.nan_if_wrong(losses.total), gradients, outputs, metrics)
 
 
 class _Losses:
@@ -117,18 +115,16 @@ class _Losses:
         found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
         return dict.fromkeys(names) | dict(zip(leaves, found, strict=True))
 
-    def of_every_token(self, counted: Counted) -> tuple[LinearCrossEntropyOutput, Metrics]:
+    def of_every_token(self, computed: ComputedRows) -> tuple[LinearCrossEntropyOutput, Metrics]:
         """The outputs and metrics of all blocks: 0 in skipped rows."""
-        num_tokens, device = self._call.labels.shape[0], self._call.hidden.device
         if not self._outputs:  # the caller's loss is asked about no token, for the names of its metrics
-            no_outputs = new_outputs((0,), Counted(None), self._call.options, device)
+            device = self._call.hidden.device
+            no_outputs = new_outputs(0, self._call.options, device)
             self.add(no_outputs, torch.empty(0, dtype=torch.bool, device=device), slice(0, 0))
         parts = (None if part[0] is None else torch.cat(part) for part in zip(*self._outputs, strict=True))
-        outputs = (None if part is None else to_every_row(part, counted, num_tokens) for part in parts)
-        metrics = {name: torch.cat([part[name] for part in self._metrics]) for name in self._metrics[0]}
-        uncounted = counted._replace(unless_nan=None)
-        spread = {name: to_every_row(metric, uncounted, num_tokens) for name, metric in metrics.items()}
-        return LinearCrossEntropyOutput(*outputs), spread  # type: ignore[arg-type]
+        outputs = computed.spread_outputs(LinearCrossEntropyOutput(*parts))  # type: ignore[arg-type]
+        names = self._metrics[0]
+        return outputs, {name: computed.spread(torch.cat([part[name] for part in self._metrics])) for name in names}
 
 
 def checked_losses(result: Any, num_tokens: int) -> tuple[Tensor, Metrics]:

@@ -11,6 +11,7 @@ from torch import nn
 
 from megatron_lce import enable_fused_linear_ce
 from megatron_lce.core import autograd, tokens
+from megatron_lce.core.computed_rows import ComputedRows
 from scripts import megatron_runtime
 from tests import megatron_world
 from tests.megatron_world import VOCAB_SIZE, enable
@@ -108,16 +109,18 @@ def test_masked_tokens_are_ignored_rows(device, mtp_layers, monkeypatch):
     expected_loss = model(*tensors, labels=labels, loss_mask=loss_mask)
     expected = megatron_world.gradients(model, masked_sum(expected_loss, loss_mask))
     computed = []
-    monkeypatch.setattr(autograd, "Tokens", lambda *given: computed.append(tokens.Tokens(*given)) or computed[-1])
+    in_blocks = tokens.tokens_in_blocks
+    monkeypatch.setattr(
+        autograd, "tokens_in_blocks", lambda *given: computed.append(given[1].count) or in_blocks(*given)
+    )
     enable(model, skip_masked=True)
     for arguments, keywords in (((None, labels), {}), ((), {"labels": labels})):  # decoder_input, labels
         computed.clear()
         loss = model(*tensors, *arguments, loss_mask=loss_mask, **keywords)
         torch.testing.assert_close(loss, expected_loss * loss_mask, rtol=1e-5, atol=1e-6)
         megatron_world.assert_same_gradients(megatron_world.gradients(model, masked_sum(loss, loss_mask)), expected)
-        most = max(rows.num_computed for rows in computed)
         # The shift for MTP ends each sequence with a label 0.
-        assert most <= loss_mask.sum() + megatron_world.BATCH * mtp_layers
+        assert max(computed) <= loss_mask.sum() + megatron_world.BATCH * mtp_layers
     with pytest.warns(
         UserWarning, match="only negative labels are skipped: GPTModel was called with labels and without loss_mask"
     ):
@@ -148,7 +151,7 @@ def test_all_rows_are_computed_while_a_cuda_graph_is_captured(untied, device, mo
     enable(untied, skip_masked=True)
     expected = untied(*tensors, labels=labels)
     counted = []
-    monkeypatch.setattr(tokens, "rows_that_count", lambda *given: counted.append(given))
+    monkeypatch.setattr(ComputedRows, "where", lambda *given: counted.append(given))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     torch.testing.assert_close(untied(*tensors, labels=labels), expected)

@@ -52,7 +52,6 @@ def finish(
     rows: Rows,
     options: Options,
     outputs: LinearCrossEntropyOutput,
-    order: Tensor | None,  # [N] int64, a row's place in the flat outputs; None: the row's own number
 ) -> Saved:
     """Turn the vocabulary's statistics into outputs in nats: 0 in ignored rows, NaN in broken ones."""
     extremes = unpack_extremes(packed_extremes, options.telemetry)
@@ -93,17 +92,12 @@ def finish(
         )
     for output, value in zip(outputs, results, strict=True):
         if output is not None and value is not None:
-            flat = output.view(-1)
-            flat.copy_(value) if order is None else flat.index_copy_(0, order, value)
+            output.copy_(value)
     return Saved(extremes.max_logit, log_sum, label_logprob, entropy, num_columns)
 
 
-def row_terms(
-    rows: Rows, saved: Saved, upstream: Sequence[Tensor | None], options: Options, order: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def row_terms(rows: Rows, saved: Saved, upstream: Sequence[Tensor | None], options: Options) -> tuple[Tensor, Tensor]:
     """Return packed `RowTerms`, [6 or 7, N] fp32, and a mask [N] of rows with a gradient: see `Backend`."""
-    if order is not None:
-        upstream = [None if grad is None else grad.index_select(0, order) for grad in upstream]
     grad_logprobs, grad_entropy, grad_lse, grad_mean_logit = upstream
     ignored = rows.ignored
     # A logprob that is not finite makes every term NaN.

@@ -58,7 +58,6 @@ def finish(
     rows: Rows,
     options: Options,
     outputs: LinearCrossEntropyOutput,
-    order: Tensor | None,  # [N] int64
 ) -> Saved:
     """Turn statistics into outputs, as torch's `finish` does, in one launch."""
     num_tokens, entropy, telemetry = rows.labels.shape[0], options.entropy, options.telemetry
@@ -68,7 +67,6 @@ def finish(
         packed_extremes,
         sums,
         rows.to_nats,
-        order,
         *outputs[:-1],  # `megatron_lce.core.candidates` makes candidate_logprobs
         *saved,
         num_tokens,
@@ -80,9 +78,7 @@ def finish(
     return Saved(packed_extremes[0], *saved)  # type: ignore[arg-type]
 
 
-def row_terms(
-    rows: Rows, saved: Saved, upstream: Sequence[Tensor | None], options: Options, order: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def row_terms(rows: Rows, saved: Saved, upstream: Sequence[Tensor | None], options: Options) -> tuple[Tensor, Tensor]:
     """Return `RowTerms` [6 or 7, N] fp32 and a mask [N] of rows with a gradient, in one launch: see `Backend`."""
     num_tokens = rows.labels.shape[0]
     with_mean = upstream[DIFFERENTIABLE.index("mean_logit")] is not None
@@ -92,7 +88,6 @@ def row_terms(
         rows.scale,
         rows.to_nats,
         *saved,
-        order,
         *upstream,
         *(0 if grad is None else grad.stride(0) for grad in upstream),
         terms,
@@ -139,15 +134,6 @@ def _prepare_rows_kernel(
 
 
 @triton.jit
-def _places(order_ptr, rows, mask):
-    """Return these rows' places in tensors of every row."""
-    places = rows.to(tl.int64)
-    if order_ptr is not None:
-        places = tl.load(order_ptr + rows, mask=mask, other=0)
-    return places
-
-
-@triton.jit
 def _in_nats(value, to_nats):
     """Return the value in nats: 0 in ignored rows, whatever they hold, and NaN in broken ones."""
     return tl.where(to_nats == 0, 0.0, value * to_nats)
@@ -158,7 +144,6 @@ def _finish_kernel(
     extremes_ptr,  # [E, N] packed
     sums_ptr,  # [1 + ENTROPY + 4 * TELEMETRY, N] int64
     to_nats_ptr,  # [N]
-    order_ptr,  # [N] int64, a row's place in the outputs; None: the row's own number
     logprobs_ptr,  # out, as all that follow; None where not wanted
     entropy_ptr,
     lse_ptr,
@@ -180,7 +165,6 @@ def _finish_kernel(
     """Write the outputs and what backward needs of BLOCK_N tokens."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = rows < N
-    places = _places(order_ptr, rows, mask)
     extremes = extremes_ptr + rows
     max_logit = tl.load(extremes, mask=mask, other=0.0)
     label_logit = tl.load(extremes + N, mask=mask, other=0.0)
@@ -195,14 +179,14 @@ def _finish_kernel(
     label_logprob = label_shift - log_sum
     tl.store(saved_log_sum_ptr + rows, log_sum, mask=mask)
     tl.store(saved_label_logprob_ptr + rows, label_logprob, mask=mask)
-    tl.store(lse_ptr + places, _in_nats(max_logit + log_sum, to_nats), mask=mask)
-    tl.store(logprobs_ptr + places, _in_nats(label_logprob, to_nats), mask=mask)
+    tl.store(lse_ptr + rows, _in_nats(max_logit + log_sum, to_nats), mask=mask)
+    tl.store(logprobs_ptr + rows, _in_nats(label_logprob, to_nats), mask=mask)
     if ENTROPY:
         sum_exp_logit = tl.load(sums_ptr + N + rows, mask=mask, other=0).to(tl.float32) * _UNIT
         # An integer sum cannot be NaN; the largest logit is, if any logit is.
         entropy = log_sum - sum_exp_logit / sum_exp + max_logit * 0.0
         tl.store(saved_entropy_ptr + rows, entropy, mask=mask)
-        tl.store(entropy_ptr + places, _in_nats(entropy, to_nats), mask=mask)
+        tl.store(entropy_ptr + rows, _in_nats(entropy, to_nats), mask=mask)
     if TELEMETRY:
         min_logit = tl.load(extremes + 2 * N, mask=mask, other=0.0)
         largest = largest_logit(max_logit, min_logit)
@@ -215,18 +199,18 @@ def _finish_kernel(
         sum_logit_squared = tl.load(sums + 2 * N, mask=mask, other=0).to(tl.float32) * _UNIT
         num_columns = tl.load(sums + 3 * N, mask=mask, other=1).to(tl.float32)
         sum_pi_squared = sum_exp_squared / (sum_exp * sum_exp) + unless_nan + to_nats * 0.0
-        tl.store(sum_pi_squared_ptr + places, tl.where(to_nats == 0, 0.0, sum_pi_squared), mask=mask)
+        tl.store(sum_pi_squared_ptr + rows, tl.where(to_nats == 0, 0.0, sum_pi_squared), mask=mask)
         logits_norm = largest * tl.sqrt(sum_logit_squared) + unless_huge
-        tl.store(logits_norm_ptr + places, _in_nats(logits_norm, to_nats), mask=mask)
+        tl.store(logits_norm_ptr + rows, _in_nats(logits_norm, to_nats), mask=mask)
         mean_logit = largest * (sum_logit / num_columns) + unless_huge
-        tl.store(mean_logit_ptr + places, _in_nats(mean_logit, to_nats), mask=mask)
+        tl.store(mean_logit_ptr + rows, _in_nats(mean_logit, to_nats), mask=mask)
         tl.store(saved_num_columns_ptr + rows, num_columns, mask=mask)
         max_logit = _in_nats(max_logit, to_nats)
         argmax = tl.load(extremes + 3 * N, mask=mask, other=0.0)
         argmax = tl.where(to_nats == 0, 0.0, tl.where(max_logit != max_logit, -1.0, argmax))
-        tl.store(max_logit_ptr + places, max_logit, mask=mask)
-        tl.store(min_logit_ptr + places, _in_nats(min_logit, to_nats), mask=mask)
-        tl.store(argmax_ptr + places, argmax.to(tl.int64), mask=mask)
+        tl.store(max_logit_ptr + rows, max_logit, mask=mask)
+        tl.store(min_logit_ptr + rows, _in_nats(min_logit, to_nats), mask=mask)
+        tl.store(argmax_ptr + rows, argmax.to(tl.int64), mask=mask)
 
 
 @triton.jit(
@@ -247,7 +231,6 @@ def _row_terms_kernel(
     saved_label_logprob_ptr,
     saved_entropy_ptr,  # or None
     saved_num_columns_ptr,  # or None
-    order_ptr,  # [N] int64, a row's place in the upstream gradients; None: the row's own number
     grad_logprobs_ptr,  # or None, as the other upstream gradients
     grad_entropy_ptr,
     grad_lse_ptr,
@@ -265,7 +248,7 @@ def _row_terms_kernel(
     """Write the `RowTerms` of BLOCK_N tokens, and which of them have a gradient."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = rows < N
-    places = _places(order_ptr, rows, mask)
+    places = rows.to(tl.int64)  # a stride may be any
     to_nats = tl.load(to_nats_ptr + rows, mask=mask, other=0.0)
     ignored = to_nats == 0
     label_logprob = tl.load(saved_label_logprob_ptr + rows, mask=mask, other=0.0)

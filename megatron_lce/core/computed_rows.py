@@ -1,0 +1,87 @@
+"""Which rows of a call are computed, and in which order; what is not computed is 0."""
+
+from dataclasses import dataclass, replace
+from typing import Self, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.utils._pytree import tree_map_only
+
+from megatron_lce.core import collectives
+from megatron_lce.core.options import Options
+from megatron_lce.core.rows import Rows
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ComputedRows:
+    """Numbers of the n computed rows among all N, in the order of the blocks."""
+
+    num_tokens: int  # N
+    index: Tensor | None = None  # [n] int64; None: every row in its place
+    count_is_wrong: Tensor | None = None  # [] bool: the labels have another count than the caller gave
+
+    @classmethod
+    def of(cls, labels: Tensor, options: Options) -> Self:
+        """Return the rows to compute under `skip_ignored`. With True the host waits for their number.
+
+        Raises:
+            RuntimeError: `skip_ignored=True` while a CUDA graph is captured.
+        """
+        num_tokens, skip = labels.shape[0], options.skip_ignored
+        if skip is False:
+            return cls(num_tokens)
+        counts = labels != options.ignore_index
+        if skip is not True:
+            index = None if skip == num_tokens else counts.nonzero_static(size=skip, fill_value=0)[:, 0]
+            return cls(num_tokens, index, counts.sum() != skip)
+        if collectives.is_captured():
+            raise RuntimeError(
+                "skip_ignored must be False or the number of counted rows while a CUDA graph is captured, got True: "
+                "it reads the number from the device"
+            )
+        return cls.where(counts, options.tp_group)
+
+    @classmethod
+    def where(cls, mask: Tensor, group: ProcessGroup | None) -> Self:
+        """Return the rows whose mask [N] is true on any rank, so that ranks compute the same ones. The host waits."""
+        if group is not None:
+            mask = collectives.any_over_group(mask, group)
+        index = mask.nonzero()[:, 0]
+        return cls(mask.shape[0], None if index.shape[0] == mask.shape[0] else index)
+
+    @property
+    def count(self) -> int:
+        """The number n of computed rows."""
+        return self.num_tokens if self.index is None else self.index.shape[0]
+
+    def subset(self, index: Tensor) -> Self:
+        """Return some of the computed rows."""
+        return replace(self, index=index if self.index is None else self.index[index])
+
+    def select(self, per_row: Tensor, rows: slice = slice(None)) -> Tensor:
+        """Return the computed rows [n, ...], or a range of them, of a tensor [N, ...]."""
+        return per_row[rows] if self.index is None else per_row.index_select(0, self.index[rows])
+
+    def select_rows(self, rows: Rows) -> Rows:
+        """Return the computed ones of all rows, as NaN if the caller's count is wrong."""
+        rows = rows if self.index is None else rows.select(self.index)
+        return rows._replace(to_nats=self.nan_if_wrong(rows.to_nats))
+
+    def spread(self, per_row: Tensor) -> Tensor:
+        """Return a tensor [N, ...] with the values [n, ...] of the computed rows, and 0 in skipped rows."""
+        if self.index is None:
+            return per_row
+        return per_row.new_zeros(self.num_tokens, *per_row.shape[1:]).index_copy_(0, self.index, per_row)
+
+    def spread_outputs(self, outputs: T) -> T:
+        """Return a tree of outputs as `spread` does, or as NaN if the caller's count is wrong."""
+        return tree_map_only(Tensor, lambda output: self.nan_if_wrong(self.spread(output)), outputs)
+
+    def nan_if_wrong(self, values: Tensor) -> Tensor:
+        """Return the values, or NaN (integers: -1) if the caller's count is wrong, without a wait for it."""
+        if self.count_is_wrong is None:
+            return values
+        return values.masked_fill(self.count_is_wrong, torch.nan if values.is_floating_point() else -1)
