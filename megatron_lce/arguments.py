@@ -1,6 +1,6 @@
 """From what a caller passes to a `Call`: checked, agreed over the group once, laid out."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
@@ -49,7 +49,7 @@ LINEAR_CROSS_ENTROPY = Operation(has_reference=True)
 
 
 def keyword_options(
-    name: str, keywords: dict[str, Any], known: Collection[str], **own: Any
+    name: str, keywords: Mapping[str, Any], known: Collection[str], **own: Any
 ) -> tuple[Options, TypeError | None]:
     """The options of an operation of this name that takes `known` keywords, and its refusal of others."""
     options = Options(**own, **{keyword: value for keyword, value in keywords.items() if keyword in known})

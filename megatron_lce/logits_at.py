@@ -1,6 +1,7 @@
 """`linear_logits_at`: the logits of some ids of the vocabulary, at a cost that goes with the ids."""
 
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -11,21 +12,7 @@ from megatron_lce.core.call import Call
 from megatron_lce.core.collectives import waited
 from megatron_lce.core.gathered_logits import LogitsAtFunction, ids_of_offsets, ids_of_rows
 from megatron_lce.core.options import IGNORE_INDEX, Options
-
-# Keywords of `linear_cross_entropy` that say how a head is cut and what its logits are.
-OF_HEAD = (
-    "tp_group",
-    "sequence_parallel",
-    "temperature",
-    "logits_scale",
-    "softcap",
-    "logits_dtype",
-    "vocab_start",
-    "vocab_size",
-    "workspace_bytes",
-    "backend",
-)
-OF_GRADIENT = ("reduce_grad_hidden", "weight_grad_sink")
+from megatron_lce.keywords import HeadGradientOptions
 
 
 def linear_logits_at(
@@ -33,7 +20,7 @@ def linear_logits_at(
     weight: Tensor,  # [V_local, H]
     ids: Tensor,  # [..., K], or [M] with offsets
     offsets: Tensor | None = None,  # [N + 1]
-    **keywords: Any,
+    **options: Unpack[HeadGradientOptions],
 ) -> Tensor:
     """The logits of K ids of each token, with a gradient: K products of length H a token, and nothing of length V.
 
@@ -48,7 +35,7 @@ def linear_logits_at(
         ids: int64 global ids of the vocabulary, in any order, repeated or not; negative: padding. [..., K], tokens'
             shape first (under `sequence_parallel` the full [s, ...]); with `offsets` [M].
         offsets: int64 [N + 1] from 0 to M, ascending, for the N tokens one after another; an id outside them is NaN.
-        keywords: tp_group, sequence_parallel, temperature, logits_scale, softcap, logits_dtype, vocab_start,
+        options: tp_group, sequence_parallel, temperature, logits_scale, softcap, logits_dtype, vocab_start,
             vocab_size, workspace_bytes, backend ("triton", "torch" or "auto"), reduce_grad_hidden and weight_grad_sink,
             as in `linear_cross_entropy`. Beside the workspace a call takes about 100 bytes an id.
 
@@ -67,7 +54,8 @@ def linear_logits_at(
 
     width = ids.shape[-1] if isinstance(ids, Tensor) and ids.dim() and offsets is None else None
     own = {"ids": width, "offsets": type(offsets).__name__}
-    call = call_of_head("linear_logits_at", hidden, weight, keywords, (*OF_HEAD, *OF_GRADIENT), check, own)
+    known = HeadGradientOptions.__optional_keys__
+    call = call_of_head("linear_logits_at", hidden, weight, options, known, check, own)
     with torch.no_grad():
         flat = ids_of_rows(ids.reshape(-1, ids.shape[-1])) if offsets is None else ids_of_offsets(ids, offsets)
     return LogitsAtFunction.apply(call.hidden, call.weight, call, flat, False).view(ids.shape)
@@ -77,8 +65,8 @@ def call_of_head(
     name: str,
     hidden: Tensor,
     weight: Tensor,
-    keywords: dict[str, Any],
-    known: tuple[str, ...],
+    keywords: Mapping[str, Any],
+    known: Collection[str],
     check: Any,  # of the tokens' shape: what else the operation takes
     own: dict[str, Any],  # what else every rank must call with
     labels: Tensor | None = None,  # None: 0 for every token

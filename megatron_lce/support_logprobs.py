@@ -1,6 +1,7 @@
 """`support_logprobs`: logprobs renormalised over the ids that a sampler kept of each token (sampling-mask replay)."""
 
-from typing import Any
+import functools
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -10,7 +11,8 @@ from megatron_lce.core.collectives import waited
 from megatron_lce.core.computed_rows import ComputedRows
 from megatron_lce.core.gathered_logits import LogitsAtFunction, ids_of_offsets
 from megatron_lce.cross_entropy import linear_cross_entropy
-from megatron_lce.logits_at import OF_GRADIENT, OF_HEAD, call_of_head, check_ids
+from megatron_lce.keywords import HeadGradientOptions
+from megatron_lce.logits_at import call_of_head, check_ids
 
 
 def support_logprobs(
@@ -23,7 +25,7 @@ def support_logprobs(
     entropy: bool = False,
     empty_rows: bool = True,
     ignore_index: int = -100,
-    **keywords: Any,
+    **options: Unpack[HeadGradientOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Per-token logprobs over a set of kept ids: the label's logit less the log-sum-exp of the set's logits.
 
@@ -38,7 +40,7 @@ def support_logprobs(
         entropy: True also returns the entropy of the full distribution, without gradient, for one more forward pass.
         empty_rows: whether some tokens may have no ids: the host waits once for their number. False: such a row is NaN.
         ignore_index: rows with this label are 0 and get no gradient.
-        keywords: as `linear_logits_at` takes them.
+        options: as `linear_logits_at` takes them.
 
     Returns:
         fp32 logprobs of labels' shape, never positive, the same bits on every rank; 0 and without gradient where the
@@ -58,8 +60,8 @@ def support_logprobs(
         check_ids(ids, offsets, shape, hidden.device)
 
     own = {"entropy": entropy, "empty_rows": empty_rows}
-    known = (*OF_HEAD, *OF_GRADIENT)
-    call = call_of_head("support_logprobs", hidden, weight, keywords, known, check, own, labels, ignore_index)
+    known = HeadGradientOptions.__optional_keys__
+    call = call_of_head("support_logprobs", hidden, weight, options, known, check, own, labels, ignore_index)
     with torch.no_grad():
         kept = ids_of_offsets(ids, offsets).each_once()
     logprobs = LogitsAtFunction.apply(call.hidden, call.weight, call, kept, True).view(labels.shape)
@@ -67,15 +69,15 @@ def support_logprobs(
         sizes = torch.segment_reduce((kept.ids >= 0).float(), "sum", offsets=kept.offsets, unsafe=True)
         empty = (sizes == 0) & (call.labels != ignore_index)
         num_empty = ComputedRows.where(empty, call.options.tp_group).count
-    others = {"ignore_index": ignore_index, **keywords}
+    full_head = functools.partial(linear_cross_entropy, hidden, weight, ignore_index=ignore_index, **options)
     if empty_rows and num_empty:
         empty = empty.view(labels.shape)
         of_empty = labels.masked_fill(~empty, ignore_index)
-        dense = linear_cross_entropy(hidden, weight, of_empty, entropy=False, skip_ignored=num_empty, **others)
+        dense = full_head(of_empty, entropy=False, skip_ignored=num_empty)
         logprobs = torch.where(empty, dense.logprobs, logprobs)
     if not entropy:
         return logprobs
     with torch.no_grad():
-        full = linear_cross_entropy(hidden, weight, labels, **others).entropy
+        full = full_head(labels).entropy
     assert full is not None
     return logprobs, full

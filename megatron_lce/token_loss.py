@@ -7,7 +7,7 @@ to be one number.
 import functools
 from collections.abc import Sequence
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from megatron_lce.core.token_loss_pass import (
     summed_token_loss,
 )
 from megatron_lce.core.upstream import LossesOfSum, Promise
+from megatron_lce.keywords import TokenLossOptions
 
 _seen: set[CodeType | type] = set()  # loss functions whose tokens were seen not to depend on each other
 
@@ -51,7 +52,7 @@ def linear_token_loss(
     labels: Tensor,  # [...]
     loss: TokenLossFunction,
     *per_token: Tensor,  # [..., *] each
-    **keywords: Any,
+    **options: Unpack[TokenLossOptions],
 ) -> TokenLoss:
     """The sum over tokens of a loss of the caller's own, with both gradients made in forward: three products, not four.
 
@@ -82,8 +83,8 @@ def linear_token_loss(
             products of fp32 in full fp32. In fp16 it should be of about 1 a token, and the sum divided by their number
             afterwards: the gradients are made before a loss scale is known.
         per_token: tensors whose leading dimensions are the labels' (under `sequence_parallel` the full [s, ...]).
-        keywords: those of `linear_cross_entropy`, with the same meaning, but logits_cache_bytes, and workspace_bytes as
-            above. The reference backend is not one of them.
+        options: as in `linear_cross_entropy`, but no logits_cache_bytes, workspace_bytes as above, and no reference
+            backend.
 
     Returns:
         `TokenLoss`.
@@ -93,9 +94,8 @@ def linear_token_loss(
         RuntimeError: in a second backward: the first scaled the gradients in place.
     """
     per_token = tuple(waited(tensor) for tensor in per_token)
-    known = Options.__dataclass_fields__.keys() - {"logits_cache_bytes"}
-    options, refusal = keyword_options("linear_token_loss", keywords, known)
-    if "logits_cache_bytes" in keywords:
+    checked, refusal = keyword_options("linear_token_loss", options, TokenLossOptions.__optional_keys__)
+    if "logits_cache_bytes" in options:
         within = "it keeps logits within workspace_bytes"
         refusal = TypeError(f"linear_token_loss has no keyword logits_cache_bytes: {within}")
 
@@ -107,7 +107,7 @@ def linear_token_loss(
         return labels, options
 
     operation = Operation("linear_token_loss", prepare=prepare, refusal=refusal)
-    call = make_call(hidden, weight, labels, options, operation)
+    call = make_call(hidden, weight, labels, checked, operation)
     flat = [tensor.reshape(labels.numel(), *tensor.shape[labels.dim() :]) for tensor in per_token]
     total, outputs, metrics = _run("linear_token_loss", call, _seen_once(loss), flat)
     return TokenLoss(total, *shaped((outputs, metrics), labels.shape))
@@ -118,7 +118,7 @@ def linear_token_losses(
     weight: Tensor,  # [V_local, H]
     labels: Tensor,  # [...]
     promise: Promise,
-    **keywords: Any,
+    **options: Unpack[TokenLossOptions],
 ) -> tuple[Tensor, LinearCrossEntropyOutput]:
     """-log p(label) of each token, fp32 of labels' shape, three products; and the outputs without gradient.
 
@@ -126,14 +126,14 @@ def linear_token_losses(
     first the host looks whether it is, and raises where it is not; later the gradients are NaN then.
 
     Args:
-        hidden, weight, labels, keywords: as `linear_token_loss` takes them.
+        hidden, weight, labels, options: as `linear_token_loss` takes them.
         promise: how often the host still looks.
 
     Raises:
         TypeError, ValueError: see `linear_cross_entropy`.
         RuntimeError: in a second backward, or where the upstream is not one number.
     """
-    call = make_call(hidden, weight, labels, Options(**keywords), Operation("linear_token_losses"))
+    call = make_call(hidden, weight, labels, Options(**options), Operation("linear_token_losses"))
     total, outputs, _ = _run("linear_token_losses", call, lambda outputs: -outputs.logprobs, ())
     counted = call.labels != call.options.ignore_index
     return shaped((LossesOfSum.apply(total, -outputs.logprobs, counted, promise), outputs), labels.shape)

@@ -6,7 +6,7 @@ these maxima, and then at K x 128 of the logits; for a large K in between at max
 logits is done once, after the last block: on some machines a launch takes as long as a selection.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -21,7 +21,8 @@ from megatron_lce.core.products import own_arithmetic, product
 from megatron_lce.core.rows import Rows, logits_factor, softcap_scale
 from megatron_lce.core.statistics import CHUNK_COLUMNS, LOWEST_LOGIT, UNIT, empty_extremes, empty_sums
 from megatron_lce.core.tokens import tokens_in_blocks
-from megatron_lce.logits_at import OF_HEAD, call_of_head
+from megatron_lce.keywords import HeadOptions
+from megatron_lce.logits_at import call_of_head
 
 MOST = 1024
 _FEW = 8  # columns whose maximum is looked at first where there are more logits than
@@ -49,14 +50,14 @@ def linear_topk(
     hidden: Tensor,  # [..., H]
     weight: Tensor,  # [V_local, H]
     k: int,
-    **keywords: Any,
+    **options: Unpack[HeadOptions],
 ) -> TopK:
     """The K most probable ids of each token over a vocab-sharded weight: exact, in about the time of a forward pass.
 
     Args:
         hidden, weight: as `linear_cross_entropy` takes them, but no DTensors.
         k: from 1 to 1,024.
-        keywords: tp_group, sequence_parallel, temperature, logits_scale, softcap, logits_dtype, vocab_start,
+        options: tp_group, sequence_parallel, temperature, logits_scale, softcap, logits_dtype, vocab_start,
             vocab_size, workspace_bytes and backend ("triton", "torch" or "auto"), as in `linear_cross_entropy`.
 
     Returns:
@@ -72,7 +73,7 @@ def linear_topk(
             raise ValueError(f"k must be at most {MOST}, got {k}")
 
     with torch.no_grad():
-        call = call_of_head("linear_topk", hidden, weight, keywords, OF_HEAD, check, {"k": k})
+        call = call_of_head("linear_topk", hidden, weight, options, HeadOptions.__optional_keys__, check, {"k": k})
         with own_arithmetic(call.hidden.device, "linear_topk"):
             return shaped(_topk(call, k), call.shape)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -14,6 +14,13 @@ from megatron_lce.backends.choice import describe_backend
 from megatron_lce.core.options import LinearCrossEntropyOutput
 from megatron_lce.cross_entropy import linear_cross_entropy
 from megatron_lce.jsd import linear_jsd
+from megatron_lce.keywords import (
+    CapturedCrossEntropyOptions,
+    CapturedJsdOptions,
+    CapturedOptions,
+    CapturedSupportOptions,
+    CapturedTokenLossOptions,
+)
 from megatron_lce.logits_at import linear_logits_at
 from megatron_lce.megatron_integration.head_call import HeadCall, batch_first, check_not_fixed, csr_sequence_first
 from megatron_lce.support_logprobs import support_logprobs
@@ -63,7 +70,7 @@ class CapturedHead:
         return self._call is not None and self._call.sequence_parallel
 
     def linear_cross_entropy(
-        self, labels: Tensor, temperature: float | Tensor = 1.0, **keywords: Any
+        self, labels: Tensor, temperature: float | Tensor = 1.0, **options: Unpack[CapturedCrossEntropyOptions]
     ) -> LinearCrossEntropyOutput:
         """`megatron_lce.linear_cross_entropy` of the captured head.
 
@@ -71,7 +78,7 @@ class CapturedHead:
             labels: [b, s] int64, as Megatron passes them; the full sequence also under sequence parallel. Only
                 `ignore_index` is ignored, not every negative label as by `enable_fused_linear_ce`.
             temperature: a positive float, or a floating tensor [b, s].
-            keywords: those of `megatron_lce.linear_cross_entropy` but tp_group, sequence_parallel, vocab_start,
+            options: those of `megatron_lce.linear_cross_entropy` but tp_group, sequence_parallel, vocab_start,
                 reduce_grad_hidden and weight_grad_sink, which the head fixes. `logits_scale` multiplies the model's own
                 (MuP).
 
@@ -85,11 +92,11 @@ class CapturedHead:
                 place since (an optimizer's step).
             TypeError, ValueError: as `megatron_lce.linear_cross_entropy`.
         """
-        with self._captured(keywords) as call:
-            return call.run(linear_cross_entropy, labels, temperature=temperature, **keywords)
+        with self._captured(options) as call:
+            return call.run(linear_cross_entropy, labels, temperature=temperature, **options)
 
     def linear_token_loss(
-        self, labels: Tensor, loss: TokenLossFunction, *per_token: Tensor, **keywords: Any
+        self, labels: Tensor, loss: TokenLossFunction, *per_token: Tensor, **options: Unpack[CapturedTokenLossOptions]
     ) -> TokenLoss:
         """`megatron_lce.linear_token_loss` of the captured head: three products where backward needs no logits again.
 
@@ -97,7 +104,7 @@ class CapturedHead:
             labels: as `linear_cross_entropy` takes them.
             loss: called with the outputs of n tokens and their part of each of `per_token`, see there.
             per_token: tensors [b, s, ...].
-            keywords: those of `linear_cross_entropy`, temperature among them, but logits_cache_bytes.
+            options: those of `linear_cross_entropy`, temperature among them, but logits_cache_bytes.
 
         Returns:
             The summed loss; outputs and metrics [b, s, ...] without gradient.
@@ -106,12 +113,12 @@ class CapturedHead:
             RuntimeError: as `linear_cross_entropy`.
             TypeError, ValueError: as `megatron_lce.linear_token_loss`.
         """
-        with self._captured(keywords) as call:
+        with self._captured(options) as call:
             parts = [call.sequence_first(f"per_token[{i}]", tensor) for i, tensor in enumerate(per_token)]
-            return call.run(linear_token_loss, labels, loss, *parts, **keywords)
+            return call.run(linear_token_loss, labels, loss, *parts, **options)
 
     def linear_jsd(
-        self, teacher_head: CapturedHead, **keywords: Any
+        self, teacher_head: CapturedHead, **options: Unpack[CapturedJsdOptions]
     ) -> Tensor | tuple[Tensor, LinearCrossEntropyOutput]:
         """`megatron_lce.linear_jsd` of this captured head, the student's, and a teacher's.
 
@@ -120,7 +127,7 @@ class CapturedHead:
         Args:
             teacher_head: what `capture_lm_head` left of the teacher's forward pass over the same tokens, its vocabulary
                 sharded over the same ranks. It gets no gradient, so that its forward pass needs none.
-            keywords: those of `megatron_lce.linear_jsd` but tp_group, sequence_parallel, vocab_start and
+            options: those of `megatron_lce.linear_jsd` but tp_group, sequence_parallel, vocab_start and
                 weight_grad_sink, which the head fixes. Tensors of them are [b, s]: labels, which only tell which rows
                 are ignored (`None`: no row is), temperature, teacher_temperature and token_weights.
                 `student_logits_scale` and `teacher_logits_scale` multiply the models' own (MuP).
@@ -136,7 +143,7 @@ class CapturedHead:
                 was changed in place since.
             TypeError, ValueError: as `megatron_lce.linear_jsd`; or the two heads' tokens or ranks differ.
         """
-        with self._captured(keywords) as student:
+        with self._captured(options) as student:
             if not isinstance(teacher_head, CapturedHead):
                 raise TypeError(f"teacher_head must be a captured head, got {type(teacher_head).__name__}")
             teacher = teacher_head._captured_call(" of the teacher")
@@ -145,14 +152,17 @@ class CapturedHead:
                 if mine != its:
                     raise ValueError(f"teacher_head must have the student's {words}, {mine}, got {its}")
             teacher.check_unchanged()
-            forms = student.form("student", keywords) | teacher.form("teacher", keywords)
-            given = student.call_keywords(keywords | forms)
+            others: dict[str, Any] = {**options}
+            forms = student.form("student", others) | teacher.form("teacher", others)
+            given = student.call_keywords(others | forms)
             return batch_first(linear_jsd(student.hidden, student.weight, teacher.hidden, teacher.weight, **given))
 
-    def linear_logits_at(self, ids: Tensor, offsets: Tensor | None = None, **keywords: Any) -> Tensor:
+    def linear_logits_at(
+        self, ids: Tensor, offsets: Tensor | None = None, **options: Unpack[CapturedOptions]
+    ) -> Tensor:
         """`megatron_lce.linear_logits_at` of the captured head: `ids` [b, s, K], or CSR over the b * s tokens."""
-        with self._captured(keywords) as call:
-            given, places = call.keywords(keywords), None
+        with self._captured(options) as call:
+            given, places = call.keywords(options), None
             if offsets is None:
                 ids = call.sequence_first("ids", ids)
             else:
@@ -161,17 +171,17 @@ class CapturedHead:
             return batch_first(logits) if places is None else torch.empty_like(logits).index_copy(0, places, logits)
 
     def support_logprobs(
-        self, labels: Tensor, ids: Tensor, offsets: Tensor, **keywords: Any
+        self, labels: Tensor, ids: Tensor, offsets: Tensor, **options: Unpack[CapturedSupportOptions]
     ) -> Tensor | tuple[Tensor, Tensor]:
         """`megatron_lce.support_logprobs` of the captured head: labels [b, s], CSR over the b * s tokens."""
-        with self._captured(keywords) as call:
+        with self._captured(options) as call:
             ids, offsets, _ = csr_sequence_first(ids, offsets, call.tokens)
-            return call.run(support_logprobs, labels, ids, offsets, **keywords)
+            return call.run(support_logprobs, labels, ids, offsets, **options)
 
-    def linear_topk(self, k: int, **keywords: Any) -> TopK:
+    def linear_topk(self, k: int, **options: Unpack[CapturedOptions]) -> TopK:
         """`megatron_lce.linear_topk` of the captured head: [b, s, K], and [b, s]."""
-        with self._captured(keywords) as call:
-            given = call.keywords(keywords)
+        with self._captured(options) as call:
+            given = call.keywords(options)
             del given["weight_grad_sink"]
             return batch_first(linear_topk(call.hidden, call.weight, k, **given))
 

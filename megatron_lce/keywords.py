@@ -1,0 +1,96 @@
+"""Typed keywords of the operations that share those of `linear_cross_entropy`, which documents them.
+
+They are for editors and type checkers; at run time each operation refuses what it does not know.
+"""
+
+from typing import TypedDict
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_lce.core.options import BackendName, WeightGradSink
+
+
+class _LogitsKeywords(TypedDict, total=False):
+    """What logits are made of hidden states and weight, and how."""
+
+    logits_scale: float
+    softcap: float | None
+    vocab_size: int | None
+    logits_dtype: torch.dtype | None
+    workspace_bytes: int
+    backend: BackendName
+
+
+class _LabelsKeywords(TypedDict, total=False):
+    """Rows that are ignored, and the outputs of the others."""
+
+    ignore_index: int
+    entropy: bool
+    telemetry: bool
+    candidates: Tensor | None
+    skip_ignored: bool | int
+
+
+class CapturedOptions(_LogitsKeywords, total=False):
+    """Keywords of a captured head's `linear_logits_at` and `linear_topk`: without those that the head fixes."""
+
+    temperature: float | Tensor
+
+
+class HeadOptions(CapturedOptions, total=False):
+    """Keywords of `linear_topk`: a head, the shards of its vocabulary, and its logits."""
+
+    tp_group: ProcessGroup | None
+    sequence_parallel: bool
+    vocab_start: int | None
+
+
+class HeadGradientOptions(HeadOptions, total=False):
+    """Keywords of `linear_logits_at` and `support_logprobs`."""
+
+    reduce_grad_hidden: bool
+    weight_grad_sink: WeightGradSink | None
+
+
+class TokenLossOptions(HeadGradientOptions, _LabelsKeywords, total=False):
+    """Keywords of `linear_token_loss`."""
+
+
+class CapturedTokenLossOptions(CapturedOptions, _LabelsKeywords, total=False):
+    """Keywords of a captured head's `linear_token_loss`."""
+
+
+class CapturedCrossEntropyOptions(_LogitsKeywords, _LabelsKeywords, total=False):
+    """Keywords of a captured head's `linear_cross_entropy` beside temperature, which has a place of its own."""
+
+    logits_cache_bytes: int
+
+
+class CapturedSupportOptions(CapturedOptions, total=False):
+    """Keywords of a captured head's `support_logprobs`."""
+
+    entropy: bool
+    empty_rows: bool
+    ignore_index: int
+
+
+class CapturedJsdOptions(TypedDict, total=False):
+    """Keywords of a captured head's `linear_jsd`, see `megatron_lce.linear_jsd`."""
+
+    labels: Tensor | None
+    beta: float
+    temperature: float | Tensor
+    student_logits_scale: float
+    teacher_logits_scale: float
+    student_softcap: float | None
+    teacher_softcap: float | None
+    token_weights: Tensor | None
+    teacher_temperature: float | Tensor | None
+    return_student: bool
+    ignore_index: int
+    vocab_size: int | None
+    skip_ignored: bool | int
+    workspace_bytes: int
+    backend: BackendName

@@ -1,0 +1,50 @@
+"""The typed keywords name what the operations take, with the same types: nothing else ties them together."""
+
+import inspect
+from dataclasses import fields
+from typing import get_type_hints
+
+import megatron_lce
+from megatron_lce.core.options import Options
+from megatron_lce.token_loss import linear_token_losses
+
+LABELS = {"ignore_index", "entropy", "telemetry", "candidates", "skip_ignored"}
+CACHE = {"logits_cache_bytes"}
+FIXED_BY_A_HEAD = {"tp_group", "sequence_parallel", "vocab_start", "reduce_grad_hidden", "weight_grad_sink"}
+
+
+def keyword_only(operation):
+    """Types and defaults of an operation's own keywords, and the typed dict of the others."""
+    parameters, hints = inspect.signature(operation).parameters.values(), get_type_hints(operation)
+    own = {p.name: (hints[p.name], p.default) for p in parameters if p.kind is p.KEYWORD_ONLY}
+    others = [hints[p.name].__args__[0] for p in parameters if p.kind is p.VAR_KEYWORD]
+    return own, others
+
+
+def but(types, names):
+    return {name: hint for name, hint in types.items() if name not in names}
+
+
+def test_options_and_typed_keywords_are_those_of_the_operations():
+    types = get_type_hints(Options)
+    own, _ = keyword_only(megatron_lce.linear_cross_entropy)
+    assert own == {field.name: (types[field.name], field.default) for field in fields(Options)}
+    assert [get_type_hints(other) for other in keyword_only(linear_token_losses)[1]] == [but(types, CACHE)]
+
+    of_logits = but(types, LABELS | CACHE)
+    for name, expected in {
+        "linear_topk": but(of_logits, {"reduce_grad_hidden", "weight_grad_sink"}),
+        "linear_logits_at": of_logits,
+        "support_logprobs": of_logits,
+        "linear_token_loss": but(types, CACHE),
+        "linear_cross_entropy": types,
+        "linear_jsd": {},
+    }.items():
+        own, others = keyword_only(getattr(megatron_lce, name))
+        assert all(get_type_hints(other) == expected for other in others)
+        assert name in ("linear_cross_entropy", "linear_jsd") or others
+        of_captured, (other,) = keyword_only(getattr(megatron_lce.CapturedHead, name))
+        assert not of_captured
+        own = {} if name == "linear_cross_entropy" else {keyword: hint for keyword, (hint, _) in own.items()}
+        by_place = {"temperature"} if name == "linear_cross_entropy" else set()
+        assert get_type_hints(other) == but(expected | own, FIXED_BY_A_HEAD | by_place)
