@@ -1,6 +1,7 @@
 """Inputs of `linear_jsd`'s tests, and the one assertion that most of them make."""
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_lce import linear_jsd
 from megatron_lce.backends.choice import load_backend
@@ -40,6 +41,21 @@ def workspace_of(tokens, inputs, backend):
     per_token = load_backend(backend, device).intermediate_bytes(num_columns)
     copied = max(4 * inputs[i].shape[-1] * (inputs[i].dtype != FP32) for i in (0, 2)) if device.type == "cpu" else 0
     return int(1.5 * tokens * (slab_row_stride(num_columns) * 8 + per_token + copied)) + COLUMN_STEP * copied
+
+
+class Products(TorchDispatchMode):
+    """Rows and columns of the products of hidden states with weights inside the context, by their size H."""
+
+    def __init__(self, *sizes):
+        super().__init__()
+        self.shapes = {size: [] for size in sizes}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+            a, b = args[:2] if func.overloadpacket is torch.ops.aten.mm else args[1:3]
+            if a.shape[1] in self.shapes:
+                self.shapes[a.shape[1]].append((a.shape[0], b.shape[1]))
+        return func(*args, **(kwargs or {}))
 
 
 def ignoring(rows, shape, device):

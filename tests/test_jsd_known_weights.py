@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from megatron_lce import linear_jsd
-from megatron_lce.core import head_products
 from tests.jsd_oracle import evaluate_weighted_jsd
-from tests.jsd_problems import BETAS, BF16, FP32, check, ignoring, make_inputs, workspace_of
+from tests.jsd_problems import BETAS, BF16, FP32, Products, check, ignoring, make_inputs, workspace_of
 
 
 @pytest.mark.parametrize(
@@ -48,20 +47,14 @@ def test_gradients_are_as_small_as_the_weights(beta, backend, device):
     assert torch.equal(tiny.grad_weight * 2.0**30, whole.grad_weight)
 
 
-def test_known_weights_need_each_heads_logits_once(backend, device, monkeypatch):
+def test_known_weights_need_each_heads_logits_once(backend, device):
     """In blocks whose gradients are collected: products that sum over tokens are of more of them than logits are."""
     inputs = make_inputs(400, 8, 16, 60, device, BF16)
-    fill, computed = head_products.ProductsRoom.fill, []
-
-    def spy(room, heads):
-        products = fill(room, heads)
-        computed.append(products.shape)
-        return products
-
-    monkeypatch.setattr(head_products.ProductsRoom, "fill", spy)
-    evaluate_weighted_jsd(linear_jsd, inputs, workspace_bytes=workspace_of(200, inputs, backend), backend=backend)
-    assert sum(shape.numel() for shape in computed) == 2 * 400 * 60
-    assert max(tokens for _, tokens, _ in computed) <= 256
+    with Products(8, 16) as products:
+        evaluate_weighted_jsd(linear_jsd, inputs, workspace_bytes=workspace_of(200, inputs, backend), backend=backend)
+    for computed in products.shapes.values():
+        assert sum(rows * width for rows, width in computed) == 400 * 60
+        assert max(rows for rows, _ in computed) <= 256
 
 
 def test_a_token_of_weight_zero_is_ignored(backend, device):

@@ -1,14 +1,10 @@
 """What `linear_jsd` takes of the workspace and beside it; on a GPU also that the host waits for nothing."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from megatron_lce import linear_jsd
-from megatron_lce.core import head_products
-from megatron_lce.core.two_heads import Head, Heads
-from tests.jsd_problems import BETAS, BF16, FP32, check, make_inputs, workspace_of
+from tests.jsd_problems import BETAS, BF16, FP32, Products, check, make_inputs, workspace_of
 from tests.live_bytes import peak_live_bytes
 
 
@@ -28,23 +24,16 @@ def test_the_smallest_workspace_is_named_and_works(beta, hidden_size, dtype, bac
 
 
 @pytest.mark.parametrize("beta", [0.5, 1])
-def test_logits_are_computed_once_where_the_workspace_holds_them(beta, backend, device, monkeypatch):
+def test_logits_are_computed_once_where_the_workspace_holds_them(beta, backend, device):
     """In blocks of tokens with all their columns, however few."""
     columns = 1300  # a cut falls between chunks
     inputs = make_inputs(140, 24, 16, columns, device, BF16)
-    fill, computed = head_products.ProductsRoom.fill, []
-
-    def spy(room, heads):
-        products = fill(room, heads)
-        computed.append(products.numel())
-        return products
-
-    monkeypatch.setattr(head_products.ProductsRoom, "fill", spy)
     losses = []
     for workspace_bytes in (2**29, workspace_of(90, inputs, backend), workspace_of(30, inputs, backend)):
-        computed.clear()
-        losses.append(linear_jsd(*inputs[:4], beta=beta, workspace_bytes=workspace_bytes, backend=backend))
-        assert sum(computed) == 2 * 140 * columns
+        with Products(24, 16) as products:
+            losses.append(linear_jsd(*inputs[:4], beta=beta, workspace_bytes=workspace_bytes, backend=backend))
+        for computed in products.shapes.values():
+            assert sum(rows * width for rows, width in computed) == 140 * columns
     for loss in losses[1:]:
         torch.testing.assert_close(loss, losses[0], rtol=1e-6, atol=1e-6)
 
@@ -122,30 +111,6 @@ def test_blocks_have_the_room_of_the_gradient_that_is_made_of_their_sum(
     assert summed == expected
     sum_bytes = 0 if frozen else 4 * weight.numel()
     assert peak <= workspace_bytes + sum_bytes + sum(g.nbytes for g in gradients) + 192 * num_tokens
-
-
-@pytest.mark.parametrize(
-    ("mib", "columns", "per_token", "known"),
-    [(512, 151_936, 384, (384, 2048)), (1024, 151_936, 512, (512, 2816)), (512, 18_992, 2816, (1664, 8192))],
-)
-def test_blocks_of_products_are_as_long_as_gains(mib, columns, per_token, known, monkeypatch):
-    """512 tokens, or of a narrow shard more; known weights collect gradients in what is left."""
-    heads = [torch.empty(rows, size, dtype=BF16, device="meta") for size in (2048, 4096) for rows in (8192, columns)]
-    student = Head(heads[0], heads[1].requires_grad_(), scale=torch.empty(8192, device="meta"))
-    both = Heads(student, student._replace(hidden=heads[2], weight=heads[3]), 0.5)
-    call = SimpleNamespace(
-        options=SimpleNamespace(workspace_bytes=mib * 2**20, weight_grad_sink=None, tp_group=None),
-        shard=SimpleNamespace(largest=columns, columns=columns),
-        size=SimpleNamespace(weight_sum=4 * columns * 2048, hidden_sum_token=0),
-        weight=student.weight,
-        backend=SimpleNamespace(intermediate_bytes=lambda columns: 0),
-    )
-    lengths = []
-    monkeypatch.setattr(head_products, "copies_to_fp32", lambda matrix: False)  # as a GPU answers
-    monkeypatch.setattr(head_products, "_find_block", lambda heads, *_: lengths.append(len(heads.student.hidden)))
-    head_products.diverge(both, torch.empty(6, 8192, device="meta"), call)
-    assert max(lengths) == per_token
-    assert head_products.gradient_blocks(both, 8192, call) == known
 
 
 # What only a GPU can show.

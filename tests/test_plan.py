@@ -18,7 +18,11 @@ from megatron_lce.core.plan import (
     cut_columns,
     kept_tokens,
     plan_blocks,
+    plan_known_weights,
+    products_tokens,
     round_up,
+    size_of_two_heads,
+    slab_row_stride,
 )
 
 TOKENS = st.integers(1, 200_000)
@@ -28,14 +32,17 @@ BLOCK_BYTES = st.builds(BlockBytes, st.integers(1, 16), st.integers(0, 40_000), 
 
 
 def bytes_of(blocks, num_tokens, block_bytes, per_column_if_tokens_are_cut):
-    per_column = block_bytes.per_column
-    if blocks.tokens < num_tokens:
-        per_column += per_column_if_tokens_are_cut
-    return (
-        blocks.tokens * blocks.columns * block_bytes.per_logit
-        + blocks.tokens * block_bytes.per_token
-        + blocks.columns * per_column
-    )
+    cut_bytes = per_column_if_tokens_are_cut if blocks.tokens < num_tokens else 0
+    return block_bytes.of(*blocks) + blocks.columns * cut_bytes
+
+
+@given(BUDGET, st.integers(1, 40_000), BLOCK_BYTES)
+def test_as_many_tokens_and_columns_as_fit(room, given, block_bytes):
+    for most, of in (
+        (block_bytes.most_tokens(room, given), lambda tokens: block_bytes.of(tokens, given)),
+        (block_bytes.most_columns(room, given), lambda columns: block_bytes.of(given, columns)),
+    ):
+        assert of(most) <= room < of(most + 1)
 
 
 def smallest_budget(num_tokens, num_columns, block_bytes, per_column_if_tokens_are_cut):
@@ -63,9 +70,8 @@ def test_a_plan_stays_within_its_budget_and_fits_the_problem(num_tokens, num_col
 @given(TOKENS, COLUMNS, BLOCK_BYTES)
 def test_with_room_for_everything_no_block_cuts_tokens(num_tokens, num_columns, block_bytes):
     smallest = smallest_budget(num_tokens, num_columns, block_bytes, 0)
-    whole = num_tokens * num_columns * block_bytes.per_logit
-    whole += num_tokens * block_bytes.per_token + num_columns * block_bytes.per_column
-    blocks = plan_blocks(num_tokens, num_columns, max(whole, smallest) * 512, block_bytes)
+    whole = max(block_bytes.of(num_tokens, num_columns), smallest)
+    blocks = plan_blocks(num_tokens, num_columns, whole * 512, block_bytes)
     assert blocks.tokens == num_tokens
     assert blocks.columns == num_columns or blocks.columns >= 16384 / 2
 
@@ -145,6 +151,34 @@ def test_kept_tokens_fit_and_are_few_only_where_no_more_fit(num_tokens, room, su
 @pytest.mark.parametrize(("most", "expected"), [(1900, 1792), (2500, 2048), (3850, 2048), (5500, 4096), (6800, 6144)])
 def test_kept_tokens_fill_a_gpu(most, expected):
     assert kept_tokens(16_384, most, 1) == expected
+
+
+def two_heads(columns, hidden_size=2048, reading_bytes=0):
+    student = HeadSize(hidden_size, columns, 2, 4, Costs(128, 256), sums_weight=True)
+    return size_of_two_heads(student, reading_bytes)
+
+
+@pytest.mark.parametrize(
+    ("mib", "columns", "per_token", "known"),
+    [(512, 151_936, 384, (2048, 384)), (1024, 151_936, 512, (2816, 512)), (512, 18_992, 2816, (8192, 1664))],
+)
+def test_blocks_of_products_are_as_long_as_gains(mib, columns, per_token, known):
+    """512 tokens, or of a narrow shard more; known weights collect gradients in what is left."""
+    assert products_tokens(two_heads(columns), 8192, mib * 2**20) == per_token
+    assert plan_known_weights(two_heads(columns), 8192, mib * 2**20) == known
+
+
+@given(TOKENS, st.integers(1, 200_000), st.integers(8, 8192), BUDGET, st.integers(0, 30_000), st.booleans())
+def test_collected_gradients_and_their_products_fit(num_tokens, columns, hidden_size, budget, reading, single_is_sum):
+    """In the workspace and the room of what is made of the weight's sum: of a single block, the sum's own."""
+    size = two_heads(columns, hidden_size, reading)
+    plan = plan_known_weights(size, num_tokens, budget, single_is_sum=single_is_sum)
+    if plan is None:
+        return
+    taken = plan.tokens * 2 * slab_row_stride(columns) + plan.products_tokens * size.stats.per_token
+    single = plan.tokens == num_tokens and not single_is_sum
+    assert taken <= budget + size.weight_sum // (1 if single else 2)
+    assert 1 <= plan.products_tokens <= plan.tokens <= num_tokens
 
 
 @pytest.mark.parametrize(("value", "step", "expected"), [(0, 8, 0), (1, 8, 8), (8, 8, 8), (9, 8, 16)])

@@ -1,4 +1,4 @@
-"""The plan tells how a call is cut into pieces that fit its budgets, and how many bytes they take, in plain integers.
+"""How a call is cut into pieces that fit its budgets, and how many bytes they take, in plain integers.
 
 A shard is a rank's part of the vocabulary or of a sequence. A slab is a range of a shard's columns, as wide as the
 workspace allows. A block is a range of tokens that is computed by itself. A tile is what one program of a kernel
@@ -15,32 +15,47 @@ PREFERRED_COLUMNS = 16384  # width of a slab
 SLAB_LOGITS = 2**27  # logits of a slab: larger ones gain nothing (8192 x 4096 x 151936 on an H200)
 WIDE_BLOCK = 4096  # tokens of a block: with fewer, a product that sums over them is slower
 KNOWN_LOSS_STEP = 2048  # tokens: multiples fill a Hopper GPU in the product for hidden's gradient
+# Products of 8192 x (2048, 4096) x 151936 take 30.4, 23.4, 22.3 and 24.5 ms in blocks of 256, 384, 512, 640 tokens.
+WIDE_PRODUCTS = 512  # tokens of a block of two heads' products: more gain nothing, unless the shard is narrow
+WIDE_LOGITS = 2**26  # a head's logits of a narrow shard's block
 ALIGNED_COLUMNS = 8  # cuBLAS takes five times as long for a slab whose width is no multiple of this
 SLAB_ROW_STEP = 64  # elements: rows of slabs and caches start at cache lines, and whole vectors of a CPU fit in a row
 
 
 class Blocks(NamedTuple):
-    """The largest block is `tokens` x `columns`."""
+    """Size of the largest block."""
 
     tokens: int
     columns: int
 
 
 class BlockBytes(NamedTuple):
-    """A block takes this many bytes per logit, per token and per column."""
+    """Bytes of a block per logit, per token and per column."""
 
     per_logit: int
     per_token: int = 0
     per_column: int = 0
 
+    def of(self, tokens: int, columns: int) -> int:
+        """Return the bytes of a block."""
+        return tokens * (self.per_token + columns * self.per_logit) + columns * self.per_column
+
+    def most_tokens(self, room: int, columns: int) -> int:
+        """Return the most tokens of a block of so many columns."""
+        return (room - columns * self.per_column) // (self.per_token + columns * self.per_logit)
+
+    def most_columns(self, room: int, tokens: int) -> int:
+        """Return the most columns of a block of so many tokens."""
+        return (room - tokens * self.per_token) // max(1, self.per_column + tokens * self.per_logit)
+
     @property
     def smallest(self) -> int:
         """Bytes of one token of `COLUMN_STEP` columns."""
-        return COLUMN_STEP * (self.per_column + self.per_logit) + self.per_token
+        return self.of(1, COLUMN_STEP)
 
 
 class Costs(NamedTuple):
-    """A backend's primitives take these bytes for inputs of one dtype, beside inputs and results."""
+    """Bytes that a backend's primitives take for inputs of one dtype, beside inputs and results."""
 
     chunk_columns: int  # columns that share a row of statistics
     tile_columns: int = 0  # a partial cache keeps a multiple of this many columns; 0: there is no cache
@@ -59,7 +74,7 @@ def costs_of_parts(hidden_size: int, hidden_parts: int, chunk_columns: int) -> C
 
 
 class HeadSize(NamedTuple):
-    """A head has these sizes on every rank of its group; the methods return bytes."""
+    """Sizes of a head, the same on every rank of its group; the methods return bytes."""
 
     hidden: int  # H
     columns: int  # of the group's largest shard, padding included
@@ -109,11 +124,29 @@ class HeadSize(NamedTuple):
         return logits_cache_bytes // tile_bytes * self.costs.tile_columns
 
 
+def size_of_two_heads(student: HeadSize, reading_bytes: int) -> HeadSize:
+    """Return the student's sizes where both heads' products take the place of what a backend needs otherwise.
+
+    `reading_bytes`: bytes per token of intermediates of products with all columns, and of their reading.
+    """
+    logit = 2 * 4  # bytes of both products, in fp32
+    row_bytes = reading_bytes + slab_row_stride(student.columns) * logit
+    costs = Costs(student.costs.chunk_columns, logit=logit, stats_token=row_bytes, slab_token=reading_bytes)
+    return student._replace(stats_rows=0, costs=costs)
+
+
 class KnownLossPlan(NamedTuple):
-    """A known loss goes through blocks of `tokens`, with `workspace_bytes` beside a block's kept logits."""
+    """Blocks of `tokens` of a known loss, with `workspace_bytes` beside a block's kept logits."""
 
     tokens: int
     workspace_bytes: int
+
+
+class KnownWeightsPlan(NamedTuple):
+    """Blocks of `tokens` whose gradients are collected from two heads' products of `products_tokens` at a time."""
+
+    tokens: int
+    products_tokens: int
 
 
 def smallest_workspace(size: HeadSize, needs_grad: bool, needs_weight: bool) -> int:
@@ -128,14 +161,14 @@ def smallest_workspace(size: HeadSize, needs_grad: bool, needs_weight: bool) -> 
 def stats_tokens(size: HeadSize, num_tokens: int, workspace_bytes: int) -> int:
     """Number of tokens whose statistics are taken at once; copies of columns have a quarter of the workspace."""
     columns = max(COLUMN_STEP, workspace_bytes // 4 // max(size.stats.per_column, 1))
-    room = workspace_bytes - min(columns, PREFERRED_COLUMNS) * size.stats.per_column
-    return max(1, even(num_tokens, room // size.stats.per_token, MIN_TOKENS))
+    most = size.stats.most_tokens(workspace_bytes, min(columns, PREFERRED_COLUMNS))
+    return max(1, even(num_tokens, most, MIN_TOKENS))
 
 
 def stats_columns(size: HeadSize, num_tokens: int, workspace_bytes: int) -> int:
     """Number of columns whose copies have room beside the statistics of `stats_tokens`."""
-    most = max(COLUMN_STEP, (workspace_bytes - num_tokens * size.stats.per_token) // max(size.stats.per_column, 1))
-    return max(COLUMN_STEP, even(size.columns, most, COLUMN_STEP))
+    most = size.stats.most_columns(workspace_bytes, num_tokens)
+    return max(COLUMN_STEP, even(size.columns, max(COLUMN_STEP, most), COLUMN_STEP))
 
 
 def backward_tokens(size: HeadSize, num_tokens: int, workspace_bytes: int) -> int:
@@ -192,6 +225,32 @@ def kept_tokens(
     return min(num_tokens, most // KNOWN_LOSS_STEP * KNOWN_LOSS_STEP or most // MIN_TOKENS * MIN_TOKENS)
 
 
+def products_tokens(size: HeadSize, num_tokens: int, room: int) -> int:
+    """Number of tokens whose products of two heads with all columns are read at once: no more than gain by it."""
+    most = min(room // size.stats.per_token, max(WIDE_PRODUCTS, WIDE_LOGITS // size.columns))
+    return max(1, even(num_tokens, most, MIN_TOKENS))
+
+
+def plan_known_weights(
+    size: HeadSize, num_tokens: int, workspace_bytes: int, *, single_is_sum: bool = False
+) -> KnownWeightsPlan | None:
+    """Return the blocks of tokens whose gradients are collected while their products are there, or None without room.
+
+    They share the room of `kept_tokens`. Products take up to `WIDE_PRODUCTS` in the workspace, and gradients the rest,
+    as each block of these reads and writes the weight's sum; what is left is the products'.
+    """
+    products, gradient = size.stats.per_token, slab_row_stride(size.columns) * size.itemsize + size.hidden_sum_token
+    most = kept_tokens(num_tokens, workspace_bytes, products + gradient, size.weight_sum, single_is_sum=single_is_sum)
+    if most is None:
+        return None
+    if most >= num_tokens:
+        return KnownWeightsPlan(most, most)
+    room = workspace_bytes + size.weight_sum // 2
+    at_once = min(most, even(num_tokens, min(workspace_bytes // products, WIDE_PRODUCTS), MIN_TOKENS))
+    tokens = even(num_tokens, (room - at_once * products) // gradient, MIN_TOKENS)
+    return KnownWeightsPlan(tokens, products_tokens(size, tokens, room - tokens * gradient))
+
+
 def plan_blocks(
     num_tokens: int,
     num_columns: int,
@@ -202,54 +261,36 @@ def plan_blocks(
 ) -> Blocks:
     """Return the widest blocks within `workspace_bytes` that still gain from their width.
 
-    All tokens go at once if that leaves slabs of `PREFERRED_COLUMNS`. Else the blocks are those that read and write the
-    least of the gradients' fp32 sums. Every slab of columns adds to N H numbers, and every block of tokens, unless
-    there is one, to V H: together N V H (1 / columns + 1 / tokens).
+    All tokens go at once if that leaves slabs of `PREFERRED_COLUMNS`, of about `SLAB_LOGITS` logits. Else the blocks
+    are those that read and write the least of the gradients' fp32 sums.
 
     Raises:
         ValueError: not even the smallest block fits.
     """
+
+    def read_and_written(blocks: Blocks) -> float:
+        """In units of N V H: a slab of columns adds to N H numbers, and a block of tokens, unless it is all, to V H."""
+        return 1 / blocks.columns + (0 if blocks is uncut else 1 / blocks.tokens)
+
     preferred = min(PREFERRED_COLUMNS, round_up(num_columns, COLUMN_STEP))
-    taken = (
-        num_tokens * (block_bytes.per_token + preferred * block_bytes.per_logit) + preferred * block_bytes.per_column
-    )
-    columns = _columns_of_all_tokens(num_tokens, num_columns, workspace_bytes, block_bytes, preferred)
-    if taken <= workspace_bytes:
-        return Blocks(num_tokens, columns)
-    cut_bytes = block_bytes._replace(per_column=block_bytes.per_column + per_column_if_tokens_are_cut)
-    blocks = _blocks_of_cut_tokens(num_tokens, num_columns, workspace_bytes, cut_bytes, preferred)
-    all_tokens_cost_less = columns >= COLUMN_STEP and 1 / columns <= 1 / blocks.columns + 1 / blocks.tokens
-    return Blocks(num_tokens, columns) if all_tokens_cost_less else blocks
-
-
-def _columns_of_all_tokens(
-    num_tokens: int, num_columns: int, workspace_bytes: int, block_bytes: BlockBytes, preferred: int
-) -> int:
-    """Number of columns of a slab that holds every token: about `SLAB_LOGITS` logits, but at least `preferred`."""
-    per_logit, per_token, per_column = block_bytes
-    columns = (workspace_bytes - num_tokens * per_token) // (num_tokens * per_logit + per_column)
     num_slabs = max(1, min(num_columns // preferred, round(num_columns * num_tokens / SLAB_LOGITS)))
-    columns = min(columns, round_up(ceil_div(num_columns, num_slabs), COLUMN_STEP))
-    return even(num_columns, columns, COLUMN_STEP)
-
-
-def _blocks_of_cut_tokens(
-    num_tokens: int, num_columns: int, workspace_bytes: int, block_bytes: BlockBytes, preferred: int
-) -> Blocks:
-    """Return the blocks of some tokens for which 1 / columns + 1 / tokens is smallest."""
-    per_logit, per_token, per_column = block_bytes
-
-    def tokens_beside(columns: int) -> int:
-        return min(num_tokens, (workspace_bytes - columns * per_column) // (per_token + columns * per_logit))
-
+    most = min(
+        block_bytes.most_columns(workspace_bytes, num_tokens), round_up(ceil_div(num_columns, num_slabs), COLUMN_STEP)
+    )
+    uncut = Blocks(num_tokens, even(num_columns, most, COLUMN_STEP))
+    if block_bytes.of(num_tokens, preferred) <= workspace_bytes:
+        return uncut
+    cut_bytes = block_bytes._replace(per_column=block_bytes.per_column + per_column_if_tokens_are_cut)
     halves = (preferred * quarters // 4 >> halvings for halvings in range(7) for quarters in (4, 3))
-    widths = {max(COLUMN_STEP, width // COLUMN_STEP * COLUMN_STEP) for width in halves}
-    possible = [width for width in widths if tokens_beside(width) >= 1]
+    widths = sorted({max(COLUMN_STEP, width // COLUMN_STEP * COLUMN_STEP) for width in halves})
+    blocks = (Blocks(min(num_tokens, cut_bytes.most_tokens(workspace_bytes, width)), width) for width in widths)
+    possible = [block for block in blocks if block.tokens >= 1]
     if not possible:
-        smallest = block_bytes.smallest
-        raise ValueError(f"workspace_bytes must be at least {smallest} for this head, got {workspace_bytes}")
-    columns = min(possible, key=lambda width: (1 / width + 1 / tokens_beside(width), width))
-    return Blocks(even(num_tokens, tokens_beside(columns), MIN_TOKENS), even(num_columns, columns, COLUMN_STEP))
+        raise ValueError(f"workspace_bytes must be at least {cut_bytes.smallest} for this head, got {workspace_bytes}")
+    tokens, columns = min(possible, key=read_and_written)
+    cut_tokens = Blocks(even(num_tokens, tokens, MIN_TOKENS), even(num_columns, columns, COLUMN_STEP))
+    candidates = [uncut, cut_tokens] if uncut.columns >= COLUMN_STEP else [cut_tokens]
+    return min(candidates, key=read_and_written)
 
 
 def cut(stop: int, step: int, start: int = 0) -> Iterator[slice]:

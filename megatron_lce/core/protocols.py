@@ -145,7 +145,7 @@ class Backend(Protocol):
         self,
         heads: Heads,  # of N tokens and C columns
         products: Tensor,  # [2, N, C] fp32, of the student and the teacher, rows a multiple of `SLAB_ROW_STEP` apart
-        found: Tensor,  # [6 or 9, N], packed `Found`
+        stats: Tensor,  # [6 or 9, N], packed `JsdStats`
         gradient: Tensor | None = None,  # [N, C] of the student's dtype, rows as far apart as the products'
         *,
         softmaxes: bool = False,
@@ -153,7 +153,7 @@ class Backend(Protocol):
     ) -> None:
         """Read both heads' products with C columns up to three times.
 
-        `softmaxes` fills the first four rows of `found`; `divergence` fills the others from them; `gradient` is filled
+        `softmaxes` fills the first four rows of `stats`; `divergence` fills the others from them; `gradient` is filled
         from both. Rows that are not asked for are read if needed: they may be those of more columns than C.
         """
 

@@ -1,4 +1,4 @@
-"""The types of `megatron_lce.jsd` that core and backends share: two heads, and each token's `Found`.
+"""What core and backends share of `megatron_lce.jsd`: two heads, each token's statistics, and what these become.
 
 All logits are in base 2, as in `megatron_lce.core.statistics`.
 """
@@ -14,7 +14,7 @@ from megatron_lce.core.statistics import LN_2
 
 
 class Head(NamedTuple):
-    """It is one model's last layer; both heads have the same tokens and the same rows of the vocabulary.
+    """One model's last layer; both heads have the same tokens and the same rows of the vocabulary.
 
     With its products `x = hidden @ weight.T` its logits are `scale * x`, or `scale * tanh(softcap_scale * x)`.
     """
@@ -42,7 +42,7 @@ class Head(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """They are student and teacher, and what else their comparison takes of each token."""
+    """Student, teacher, and per-token inputs of their comparison."""
 
     student: Head
     teacher: Head
@@ -57,8 +57,8 @@ class Heads(NamedTuple):
         return Heads(student, teacher, self.beta, labels, coefficient)
 
 
-class Found(NamedTuple):
-    """Forward finds these numbers of each token: rows of [6, N] fp32, base 2, with the same bits on every rank.
+class JsdStats(NamedTuple):
+    """Statistics of each token: rows of [6, N] fp32, base 2, with the same bits on every rank.
 
     A sum of exponentials is NaN if a logit of the row is not finite, and so is all that follows from it.
     """
@@ -75,19 +75,19 @@ class Found(NamedTuple):
     label_owned: Tensor | None = None  # 1; 0: the label is none of the columns
 
 
-STATS_ROWS = 4  # rows of `Found` that are both softmaxes' statistics; the others are sums
+SOFTMAX_ROWS = 4  # rows of `JsdStats` that are both softmaxes'; the others are sums
 
 
-def merged_stats(parts: Tensor) -> Tensor:
-    """Merge softmax statistics of S disjoint sets of columns, [S, 4, N], to their union's, [4, N]."""
+def merged_softmaxes(parts: Tensor) -> Tensor:
+    """Merge softmax rows of S disjoint sets of columns, [S, 4, N], to their union's, [4, N]."""
     max_logits, sums = parts[:, ::2], parts[:, 1::2]
     largest = max_logits.amax(dim=0)
     return torch.stack([largest, (max_logits - largest).exp2_().mul_(sums).sum(dim=0)], dim=1).flatten(0, 1)
 
 
-def losses_in_nats(found: Tensor, rows: Rows, beta: float) -> tuple[Tensor, Tensor]:
+def losses_in_nats(stats: Tensor, rows: Rows, beta: float) -> tuple[Tensor, Tensor]:
     """Return the loss of each token in nats, [N], and to_nats, NaN if the loss is."""
-    divergence = Found(*found).divergence
+    divergence = JsdStats(*stats).divergence
     # A row that is not finite in either head is NaN in to_nats, and so in its gradient on every rank: a rank's backward
     # may see finite logits of the row only.
     to_nats = torch.where(divergence.isfinite() | rows.ignored, rows.to_nats, torch.nan)
@@ -95,9 +95,9 @@ def losses_in_nats(found: Tensor, rows: Rows, beta: float) -> tuple[Tensor, Tens
     return torch.where(rows.ignored, 0.0, divergence.clamp(0.0, _largest_divergence(beta)) * to_nats), to_nats
 
 
-def student_outputs(found: Tensor, rows: Rows) -> Tensor:
+def student_outputs(stats: Tensor, rows: Rows) -> Tensor:
     """Return the student's logprobs, entropy and lse in nats, [3, N]: 0 in ignored rows, NaN in broken ones."""
-    max_logit, total, *_, expected, label_logit, label_owned = found
+    max_logit, total, *_, expected, label_logit, label_owned = stats
     log_sum, to_nats = total.log2(), torch.where(label_owned == 0, torch.nan, rows.to_nats)
     outputs = torch.stack([label_logit - log_sum, log_sum - expected, max_logit + log_sum])
     return torch.where(rows.ignored, 0.0, outputs * to_nats)

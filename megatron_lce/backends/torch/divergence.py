@@ -5,7 +5,7 @@ from torch import Tensor
 
 from megatron_lce.core.plan import cut
 from megatron_lce.core.statistics import LN_2
-from megatron_lce.core.two_heads import STATS_ROWS, Found, Head, Heads, merged_stats
+from megatron_lce.core.two_heads import SOFTMAX_ROWS, Head, Heads, JsdStats, merged_softmaxes
 
 _LARGEST_RATIO = 126.0  # log2 of a ratio of probabilities is clamped to this
 _CHUNK_COLUMNS = 1024  # columns that are read together
@@ -19,7 +19,7 @@ def intermediate_bytes(num_columns: int) -> int:
 def read_products(
     heads: Heads,
     products: Tensor,  # [2, N, C]
-    found: Tensor,  # [6 or 9, N]
+    stats: Tensor,  # [6 or 9, N]
     gradient: Tensor | None = None,
     *,
     softmaxes: bool = False,
@@ -28,13 +28,13 @@ def read_products(
     """Read the products chunk by chunk for softmax statistics, for the sums, and for the gradient: see `Backend`."""
     chunks = list(cut(products.shape[2], _CHUNK_COLUMNS))
     if softmaxes:
-        found[:STATS_ROWS] = merged_stats(torch.stack([_chunk_stats(heads, products[:, :, c]) for c in chunks]))
+        stats[:SOFTMAX_ROWS] = merged_softmaxes(torch.stack([_chunk_stats(heads, products[:, :, c]) for c in chunks]))
     if divergence:
-        sums = [_chunk_divergence(heads, products, c, found) for c in chunks]
-        found[STATS_ROWS:] = torch.stack(sums).sum(dim=0)
+        sums = [_chunk_divergence(heads, products, c, stats) for c in chunks]
+        stats[SOFTMAX_ROWS:] = torch.stack(sums).sum(dim=0)
     if gradient is not None:
         for c in chunks:
-            _chunk_gradient(heads, products[:, :, c], found, gradient[:, c])
+            _chunk_gradient(heads, products[:, :, c], stats, gradient[:, c])
 
 
 # A function for each chunk: its tensors are free before the next chunk's are allocated.
@@ -62,49 +62,49 @@ def _chunk_stats(heads: Heads, products: Tensor) -> Tensor:
     return torch.stack(stats)
 
 
-def _chunk_divergence(heads: Heads, products: Tensor, columns: slice, found: Tensor) -> Tensor:
+def _chunk_divergence(heads: Heads, products: Tensor, columns: slice, stats: Tensor) -> Tensor:
     """Return one chunk's part of divergence and KL(p_student || m) and, with labels, of the student's: [2 or 5, N]."""
     student, teacher = _both_logits(heads, products[:, :, columns])
-    sums = _divergence_sums(student, teacher, found, heads.beta)
+    sums = _divergence_sums(student, teacher, stats, heads.beta)
     if heads.labels is not None:
         owned = (heads.labels >= columns.start) & (heads.labels < columns.stop)
         place = torch.where(owned, heads.labels - columns.start, 0).long()
-        student.sub_(found[0][:, None])
+        student.sub_(stats[0][:, None])
         label_logit = torch.where(owned, student.gather(1, place[:, None])[:, 0], 0.0)
-        expected = _probability(student, torch.zeros_like(label_logit), found[1]).mul_(student).sum(dim=1)
+        expected = _probability(student, torch.zeros_like(label_logit), stats[1]).mul_(student).sum(dim=1)
         sums += [expected, label_logit, owned.float()]
     return torch.stack(sums)
 
 
-def _divergence_sums(student: Tensor, teacher: Tensor, found: Tensor, beta: float) -> list[Tensor]:
+def _divergence_sums(student: Tensor, teacher: Tensor, stats: Tensor, beta: float) -> list[Tensor]:
     """Return divergence and KL(p_student || m) of base-2 logits, [N] each."""
-    ratio = _log_ratio(student, teacher, found)
+    ratio = _log_ratio(student, teacher, stats)
     if beta == 0:
-        kl = _probability(teacher, *found[2:4]).mul_(ratio).sum(dim=1)
+        kl = _probability(teacher, *stats[2:4]).mul_(ratio).sum(dim=1)
         return [kl, kl]
-    ps = _probability(student, *found[:2])
+    ps = _probability(student, *stats[:2])
     if beta == 1:
         kl = ps.mul_(ratio.neg_()).sum(dim=1)
         return [kl, kl]
     student_over_m, teacher_over_m = _log_over_mixture(ratio, beta)
     kl_s = student_over_m.mul_(ps)
-    kl_t = teacher_over_m.mul_(_probability(teacher, *found[2:4]))
+    kl_t = teacher_over_m.mul_(_probability(teacher, *stats[2:4]))
     student_kl = kl_s.sum(dim=1)
     return [kl_s.mul_(1 - beta).add_(kl_t, alpha=beta).sum(dim=1), student_kl]
 
 
-def _chunk_gradient(heads: Heads, products: Tensor, found: Tensor, gradient: Tensor) -> None:
+def _chunk_gradient(heads: Heads, products: Tensor, stats: Tensor, gradient: Tensor) -> None:
     """Write one chunk of the gradient of the student's products."""
     assert heads.coefficient is not None
     assert heads.student.scale is not None
     coefficient, beta = heads.coefficient[:, None], heads.beta
     student, teacher = _both_logits(heads, products)
     if beta == 0:
-        grad = _probability(student, *found[:2]).sub_(_probability(teacher, *found[2:4]))
+        grad = _probability(student, *stats[:2]).sub_(_probability(teacher, *stats[2:4]))
     else:
-        ratio = _log_ratio(student, teacher, found)
+        ratio = _log_ratio(student, teacher, stats)
         student_over_m = ratio.neg_() if beta == 1 else _log_over_mixture(ratio, beta)[0]
-        grad = student_over_m.sub_(found[5][:, None]).mul_(_probability(student, *found[:2]))
+        grad = student_over_m.sub_(stats[5][:, None]).mul_(_probability(student, *stats[:2]))
     if heads.student.softcap_scale is not None:
         grad.mul_(student.div_(heads.student.scale[:, None]).square_().neg_().add_(1.0))
     gradient.copy_(grad.mul_(coefficient).masked_fill_(coefficient == 0, 0.0))
@@ -115,9 +115,9 @@ def _probability(logits: Tensor, max_logit: Tensor, total: Tensor) -> Tensor:
     return (logits - max_logit[:, None]).sub_(total.log2()[:, None]).exp2_()
 
 
-def _log_ratio(student: Tensor, teacher: Tensor, found: Tensor) -> Tensor:
+def _log_ratio(student: Tensor, teacher: Tensor, stats: Tensor) -> Tensor:
     """Return log2(p_t / p_s), [N, C], with more digits for close heads than log p_t - log p_s has."""
-    rows = Found(*found.unsqueeze(2))
+    rows = JsdStats(*stats.unsqueeze(2))
     ratio = (teacher - rows.teacher_max).sub_(student - rows.student_max)
     return ratio.add_((rows.student_sum / rows.teacher_sum).log2())
 

@@ -27,7 +27,7 @@ def intermediate_bytes(num_columns: int) -> int:
 def read_products(
     heads: Heads,
     products: Tensor,  # [2, N, C]
-    found: Tensor,  # [6 or 9, N]
+    stats: Tensor,  # [6 or 9, N]
     gradient: Tensor | None = None,
     *,
     softmaxes: bool = False,
@@ -45,13 +45,13 @@ def read_products(
         student.scale,
         teacher.scale,
         labels,
-        found,
+        stats,
         None if gradient is None else coefficient,
         gradient,
         num_tokens,
         num_columns,
         products.stride(1),
-        found.stride(0),
+        stats.stride(0),
         student.softcap_scale,
         teacher.softcap_scale,
         float(beta),
@@ -68,20 +68,20 @@ def read_products(
     )
 
 
-@triton.jit(do_not_specialize=["N", "V", "found_stride"])
+@triton.jit(do_not_specialize=["N", "V", "stats_stride"])
 def _read_products_kernel(
     student_ptr,  # [N, V] fp32 products, rows row_stride apart
     teacher_ptr,  # as the student's
     student_scale_ptr,  # [N] fp32
     teacher_scale_ptr,
     label_ptr,  # [N] int32, or None: no student's outputs
-    found_ptr,  # [6, N] fp32, or [9, N] with labels, rows found_stride apart
+    stats_ptr,  # [6, N] fp32, or [9, N] with labels, rows stats_stride apart
     coefficient_ptr,  # [N] fp32, or None
     out_ptr,  # [N, V] out, rows row_stride apart, or None: no gradient
     N,
     V,
     row_stride,
-    found_stride,
+    stats_stride,
     student_softcap_scale,  # or None
     teacher_softcap_scale,
     teacher_weight,  # beta
@@ -99,7 +99,7 @@ def _read_products_kernel(
     row_mask = rows < N
     rows = tl.minimum(rows, N - 1)
     first = rows.to(tl.int64) * row_stride
-    found = found_ptr + rows
+    stats = stats_ptr + rows
     student_scale = tl.load(student_scale_ptr + rows)
     teacher_scale = tl.load(teacher_scale_ptr + rows)
     nothing = tl.zeros((BLOCK_N, BLOCK_V // _NEIGHBOURS), tl.float32)
@@ -115,15 +115,15 @@ def _read_products_kernel(
             teacher_max, teacher_sum = _with_more(teacher_max, teacher_sum, teacher)
         student_max, student_sum = _joined(student_max, student_sum)
         teacher_max, teacher_sum = _joined(teacher_max, teacher_sum)
-        tl.store(found, student_max, row_mask)
-        tl.store(found + found_stride, student_sum, row_mask)
-        tl.store(found + 2 * found_stride, teacher_max, row_mask)
-        tl.store(found + 3 * found_stride, teacher_sum, row_mask)
+        tl.store(stats, student_max, row_mask)
+        tl.store(stats + stats_stride, student_sum, row_mask)
+        tl.store(stats + 2 * stats_stride, teacher_max, row_mask)
+        tl.store(stats + 3 * stats_stride, teacher_sum, row_mask)
     else:
-        student_max = tl.load(found)
-        student_sum = tl.load(found + found_stride)
-        teacher_max = tl.load(found + 2 * found_stride)
-        teacher_sum = tl.load(found + 3 * found_stride)
+        student_max = tl.load(stats)
+        student_sum = tl.load(stats + stats_stride)
+        teacher_max = tl.load(stats + 2 * stats_stride)
+        teacher_sum = tl.load(stats + 3 * stats_stride)
     student_inverse, teacher_inverse = 1.0 / student_sum, 1.0 / teacher_sum
     log_sums = tl.log2(student_sum / teacher_sum)
     unless_nan = (student_sum + teacher_sum) * 0.0
@@ -156,7 +156,7 @@ def _read_products_kernel(
                 over_teacher_sum += _neighbours_sum(tl.exp2(teacher) * over_teacher)
     student_kl = tl.sum(over_student_sum, 1, keep_dims=True) * -student_inverse + unless_nan
     if not DIVERGENCE:
-        student_kl = tl.load(found + 5 * found_stride)
+        student_kl = tl.load(stats + 5 * stats_stride)
 
     if out_ptr is not None:
         coefficient = tl.load(coefficient_ptr + rows)
@@ -191,12 +191,12 @@ def _read_products_kernel(
             divergence = teacher_kl
         elif REVERSE_KL:
             divergence = student_kl
-        tl.store(found + 4 * found_stride, divergence, row_mask)
-        tl.store(found + 5 * found_stride, student_kl, row_mask)
+        tl.store(stats + 4 * stats_stride, divergence, row_mask)
+        tl.store(stats + 5 * stats_stride, student_kl, row_mask)
         if label_ptr is not None:
-            tl.store(found + 6 * found_stride, tl.sum(expected, 1, keep_dims=True) * student_inverse, row_mask)
-            tl.store(found + 7 * found_stride, tl.sum(label_logit, 1, keep_dims=True), row_mask)
-            tl.store(found + 8 * found_stride, ((label >= 0) & (label < V)).to(tl.float32), row_mask)
+            tl.store(stats + 6 * stats_stride, tl.sum(expected, 1, keep_dims=True) * student_inverse, row_mask)
+            tl.store(stats + 7 * stats_stride, tl.sum(label_logit, 1, keep_dims=True), row_mask)
+            tl.store(stats + 8 * stats_stride, ((label >= 0) & (label < V)).to(tl.float32), row_mask)
 
 
 @triton.jit
