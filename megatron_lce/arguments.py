@@ -1,7 +1,8 @@
 """From what a caller passes to a `Call`: checked, agreed over the group once, laid out."""
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, fields, replace
+import contextlib
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 import torch
@@ -11,10 +12,11 @@ from torch.utils._pytree import tree_map_only
 
 from megatron_lce.backends.choice import load_backend
 from megatron_lce.core import collectives, validation
-from megatron_lce.core.agreement import agreed
+from megatron_lce.core.agreement import Agreement, agreement
 from megatron_lce.core.call import Call
 from megatron_lce.core.options import Options, Shard, WeightGradSink
 from megatron_lce.core.products import laid_out
+from megatron_lce.dtensors import localised
 
 T = TypeVar("T")
 HEAD = ("hidden", "weight", "labels")
@@ -22,142 +24,147 @@ _OWN = ("tp_group", "vocab_start")  # what ranks need not have in common
 _BY_TYPE = ("temperature", "weight_grad_sink")  # what may change from call to call, but for its type
 
 
-@dataclass(frozen=True)
-class Operation:
-    """How an operation names its arguments, and what it has beside those of `linear_cross_entropy`.
-
-    tensors   names of hidden, weight and labels
-    group     the name of the group
-    prepare   checks what else the operation takes than hidden and weight, which are checked, and makes its labels and
-              options those of `linear_cross_entropy`, whose labels have this shape
-    own       what else every rank must call with
-    refusal   of what the operation does not take at all
-
-    Where one rank refuses what it was passed, all of them do at the first call of a kind.
-    """
-
-    name: str = "linear_cross_entropy"
-    tensors: tuple[str, str, str] = HEAD
-    group: str = "tp_group"
-    prepare: Callable[[Any, Options, tuple[int, ...]], tuple[Tensor, Options]] = lambda ids, options, _: (ids, options)
-    own: dict[str, Any] = field(default_factory=dict)
-    refusal: Exception | None = None
-    has_reference: bool = False
+def keyword_options(keywords: Mapping[str, Any], known: Collection[str], **own: Any) -> Options:
+    """The options among the keywords of an operation that takes `known` ones."""
+    return Options(**own, **{keyword: value for keyword, value in keywords.items() if keyword in known})
 
 
-LINEAR_CROSS_ENTROPY = Operation(has_reference=True)
+def check_keywords(name: str, keywords: Mapping[str, Any], known: Collection[str]) -> None:
+    if unknown := sorted(keywords.keys() - {*known}):
+        raise TypeError(f"{name} has no keyword {', '.join(unknown)}")
 
 
-def keyword_options(
-    name: str, keywords: Mapping[str, Any], known: Collection[str], **own: Any
-) -> tuple[Options, TypeError | None]:
-    """The options of an operation of this name that takes `known` keywords, and its refusal of others."""
-    options = Options(**own, **{keyword: value for keyword, value in keywords.items() if keyword in known})
-    unknown = sorted(keywords.keys() - {*known})
-    return options, TypeError(f"{name} has no keyword {', '.join(unknown)}") if unknown else None
-
-
-def make_call(
+@contextlib.contextmanager
+def checked_together(
+    name: str,
     hidden: Tensor,
     weight: Tensor,
-    labels: Tensor | None,
+    labels: Any,  # None where the operation makes them
     options: Options,
-    operation: Operation = LINEAR_CROSS_ENTROPY,
-    largest_shard: int | None = None,
-) -> Call:
-    """The call of plain tensors, checked on every rank of the group at the first call of its kind.
+    *,
+    names: tuple[str, str, str] = HEAD,
+    group_name: str = "tp_group",
+    takes_dtensors: bool = False,
+    has_reference: bool = False,
+    own: dict[str, Any] | None = None,
+) -> Iterator["Checks"]:
+    """Check an operation's arguments inside, the head first. If one rank refuses its own, all ranks of the group raise.
+
+        with checked_together("linear_topk", hidden, weight, None, options, own={"k": k}) as checks:
+            shape = checks.head()
+            ...                       # what else the operation takes
+            checks.rest(labels)
+        call = checks.call()
+
+    While torch.compile traces, ranks exchange nothing: the operator that it traces checks its arguments when it runs.
 
     Args:
-        labels: None where the operation prepares them.
-        largest_shard: columns of the group's largest shard, where the caller knows it.
-
-    Raises:
-        TypeError, ValueError: see `linear_cross_entropy`.
+        names: how the operation names hidden, weight and labels.
+        takes_dtensors: replace DTensors by this rank's own tensors, and options by what their placements say.
+        own: what else every rank must call with.
     """
+    largest_shard = None
+    if takes_dtensors:
+        hidden, weight, labels, options, largest_shard = localised(hidden, weight, labels, options)
     hidden, weight, labels = (collectives.waited(tensor) for tensor in (hidden, weight, labels))
-    options = replace(
-        options,
-        temperature=collectives.waited(options.temperature),
-        candidates=collectives.waited(options.candidates),
-    )
-
-    (options_of_core, shard, ids), largest = agreed(
-        options.tp_group,
-        lambda ranks: checked_options(hidden, weight, labels, options, ranks, operation),
-        lambda: {
-            "operation": operation.name,
-            **operation.own,
-            **_describe(hidden, weight, labels, options, operation.tensors),
-        },
-        weight,
-        options.vocab_start,
-        {f"the shape of {operation.tensors[0]}": validation.shape_of(hidden)},
-        largest_shard=largest_shard,
-        vocab_size=options.vocab_size,
-        group_name=operation.group,
-    )
-    temperature, step = options_of_core.temperature, 16 // hidden.element_size()
-    backend = load_backend(options.backend, hidden.device)
-    return Call(
-        hidden=laid_out(hidden.reshape(-1, hidden.shape[-1]), step),
-        weight=laid_out(weight.contiguous(), step),
-        labels=ids.reshape(-1),
-        temperature=temperature.reshape(-1) if isinstance(temperature, Tensor) else float(temperature),
-        options=options_of_core,
-        shard=shard if largest is None else shard._replace(largest=largest),
-        backend=backend,
-        shape=ids.shape,
-        product=backend.product,
-    )
+    if torch.compiler.is_compiling():
+        ranks = validation.check_group(options.tp_group, group_name)
+        yield Checks(name, hidden, weight, labels, options, Agreement(ranks), names, has_reference, is_traced=True)
+        return
+    called_with = {"operation": name, **(own or {}), **_describe(hidden, weight, labels, options, names)}
+    changing = {f"the shape of {names[0]}": validation.shape_of(hidden)}
+    limits: dict[str, Any] = {"largest_shard": largest_shard, "vocab_size": options.vocab_size}
+    with agreement(
+        options.tp_group, called_with, weight, options.vocab_start, changing, group_name=group_name, **limits
+    ) as agreed:
+        yield Checks(name, hidden, weight, labels, options, agreed, names, has_reference)
 
 
-def checked_options(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor | None,
-    options: Options,
-    ranks: int,
-    operation: Operation = LINEAR_CROSS_ENTROPY,
-) -> tuple[Options, Shard, Tensor]:
-    """The options as core takes them, this rank's shard, and the labels.
+class Checks:
+    """Checks that all operations share, of plain tensors on this rank.
 
     Raises:
         TypeError, ValueError: see `linear_cross_entropy`.
     """
-    if operation.refusal is not None:
-        raise operation.refusal
-    if options.backend == "reference" and not operation.has_reference:
-        raise ValueError(f"backend must be 'auto', 'triton' or 'torch' for {operation.name}, got 'reference'")
-    validation.check_flag("sequence_parallel", options.sequence_parallel)
-    sequence_parallel, names = options.sequence_parallel and ranks > 1, operation.tensors
-    for name, tensor in zip(names, (hidden, weight), strict=False):
-        validation.check_tensor(name, tensor)
-    validation.check_head(names[0], hidden, names[1], weight)
-    shards = ranks if sequence_parallel else 1
-    labels, options = operation.prepare(labels, options, validation.labels_shape(names[0], hidden, shards))
-    for name in ("entropy", "telemetry", "reduce_grad_hidden"):
-        validation.check_flag(name, getattr(options, name))
-    validation.check_labels_of(names[0], hidden, labels, shards, names[2])
-    validation.check_temperature(options.temperature, labels.shape, labels.device)
-    validation.check_number("logits_scale", options.logits_scale)
-    if options.candidates is not None:
-        validation.check_candidates(options.candidates, labels)
-    validation.check_integer("ignore_index", options.ignore_index)
-    validation.check_skip_ignored(options.skip_ignored, labels.numel())
-    validation.check_options(options)
-    shard = shard_of(weight, options.tp_group, options.vocab_start, options.vocab_size)
-    if options.vocab_start is None or ranks == 1:  # else the group compares its shards
-        first = 0 if options.vocab_start is None else options.vocab_start
-        validation.check_vocab_size(options.vocab_size, first + ranks * weight.shape[0])
-    if sequence_parallel and not options.reduce_grad_hidden:
-        raise ValueError("reduce_grad_hidden must be True with sequence_parallel, got False")
-    sink, step = options.weight_grad_sink, 16 // hidden.element_size()
-    if sink is not None and weight.shape[1] % step:
-        raise ValueError(f"weight_grad_sink must be None where H is no multiple of {step}, got {tuple(weight.shape)}")
-    if options.backend == "reference":
-        _check_reference(ranks, shard.start, sink)
-    tp_group = options.tp_group if ranks > 1 else None
-    return replace(options, tp_group=tp_group, sequence_parallel=sequence_parallel), shard, labels
+
+    def __init__(
+        self,
+        name: str,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Any,  # a tensor; None where the operation makes it
+        options: Options,
+        agreed: Agreement,
+        names: tuple[str, str, str] = HEAD,
+        has_reference: bool = False,
+        is_traced: bool = False,
+    ) -> None:
+        self.hidden, self.weight, self.labels, self.options, self.is_traced = hidden, weight, labels, options, is_traced
+        self._name, self._agreed, self._names, self._has_reference = name, agreed, names, has_reference
+
+    def head(self) -> tuple[int, ...]:
+        """Check hidden and weight, and return the shape that labels must have."""
+        options, (hidden_name, weight_name, _) = self.options, self._names
+        self._shards = self._agreed.ranks if options.sequence_parallel else 1
+        if not self.is_traced:
+            if options.backend == "reference" and not self._has_reference:
+                raise ValueError(f"backend must be 'auto', 'triton' or 'torch' for {self._name}, got 'reference'")
+            validation.check_flag("sequence_parallel", options.sequence_parallel)
+            validation.check_tensor(hidden_name, self.hidden)
+            validation.check_tensor(weight_name, self.weight)
+            validation.check_head(hidden_name, self.hidden, weight_name, self.weight)
+        return validation.labels_shape(hidden_name, self.hidden, self._shards)
+
+    def rest(self, labels: Tensor, options: Options | None = None) -> None:
+        """Check labels, and the options, which the operation may have made of its own arguments."""
+        options = options or self.options
+        temperature, candidates = collectives.waited(options.temperature), collectives.waited(options.candidates)
+        self.labels, self.options = labels, replace(options, temperature=temperature, candidates=candidates)
+        if self.is_traced:
+            return
+        options, ranks, hidden, weight = self.options, self._agreed.ranks, self.hidden, self.weight
+        for name in ("entropy", "telemetry", "reduce_grad_hidden"):
+            validation.check_flag(name, getattr(options, name))
+        validation.check_labels_of(self._names[0], hidden, labels, self._shards, self._names[2])
+        validation.check_temperature(temperature, labels.shape, labels.device)
+        validation.check_number("logits_scale", options.logits_scale)
+        if candidates is not None:
+            validation.check_candidates(candidates, labels)
+        validation.check_integer("ignore_index", options.ignore_index)
+        validation.check_skip_ignored(options.skip_ignored, labels.numel())
+        validation.check_options(options)
+        self.shard = shard_of(weight, options.tp_group, options.vocab_start, options.vocab_size)
+        if options.vocab_start is None or ranks == 1:  # else the group compares its shards
+            first = 0 if options.vocab_start is None else options.vocab_start
+            validation.check_vocab_size(options.vocab_size, first + ranks * weight.shape[0])
+        if self._shards > 1 and not options.reduce_grad_hidden:
+            raise ValueError("reduce_grad_hidden must be True with sequence_parallel, got False")
+        sink, step = options.weight_grad_sink, 16 // hidden.element_size()
+        if sink is not None and weight.shape[1] % step:
+            shape = tuple(weight.shape)
+            raise ValueError(f"weight_grad_sink must be None where H is no multiple of {step}, got {shape}")
+        if options.backend == "reference":
+            _check_reference(ranks, self.shard.start, sink)
+        group = options.tp_group if ranks > 1 else None
+        self.options = replace(options, tp_group=group, sequence_parallel=self._shards > 1)
+
+    def call(self) -> Call:
+        """Return the call, laid out."""
+        hidden, labels, temperature = self.hidden, self.labels, self.options.temperature
+        assert labels is not None
+        largest, step = self._agreed.largest_shard, 16 // hidden.element_size()
+        backend = load_backend(self.options.backend, hidden.device)
+        return Call(
+            hidden=laid_out(hidden.reshape(-1, hidden.shape[-1]), step),
+            weight=laid_out(self.weight.contiguous(), step),
+            labels=labels.reshape(-1),
+            temperature=temperature.reshape(-1) if isinstance(temperature, Tensor) else float(temperature),
+            options=self.options,
+            shard=self.shard if largest is None else self.shard._replace(largest=largest),
+            backend=backend,
+            shape=labels.shape,
+            product=backend.product,
+        )
 
 
 def shaped(results: T, shape: tuple[int, ...]) -> T:

@@ -10,18 +10,18 @@ from dataclasses import replace
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_lce.arguments import Operation
+from megatron_lce.arguments import checked_together
 from megatron_lce.compat_arguments import (
     Reduction,
     check_classes,
     check_reduction,
+    check_supported,
     checked_labels,
     reduced,
-    refusal_of,
 )
 from megatron_lce.core import collectives, validation
 from megatron_lce.core.options import IGNORE_INDEX, Options
-from megatron_lce.cross_entropy import fused_outputs
+from megatron_lce.cross_entropy import outputs_of
 from megatron_lce.megatron_integration.summed_in_front import is_summed_in_front
 
 
@@ -82,27 +82,27 @@ def areal_linear_cross_entropy(
     That is fp32 [N], whatever the reduction, before the temperature, without gradient, and 0 in ignored rows.
     """
 
-    def prepare(labels: Tensor, options: Options, shape: tuple[int, ...]) -> tuple[Tensor, Options]:
-        check_reduction(reduction)
-        validation.check_flag("return_max_logits", return_max_logits)
-        ids = checked_labels(labels, shape)
-        return ids.where(ids >= 0, IGNORE_INDEX), replace(
-            options,
-            temperature=_checked_temperature(options.temperature, ids),
-            reduce_grad_hidden=not is_summed_in_front(hidden, dist_process_group),
-        )
-
     options = Options(
         dist_process_group, temperature=temperature, telemetry=return_max_logits, skip_ignored=skip_ignored
     )
     own = {"reduction": reduction, "return_max_logits": return_max_logits, "rows of weight": validation.rows_of(weight)}
-    operation = Operation("areal_linear_cross_entropy", group="dist_process_group", prepare=prepare, own=own)
-    out = fused_outputs(hidden, weight, labels, options, operation)
+    name = "areal_linear_cross_entropy"
+    with checked_together(
+        name, hidden, weight, labels, options, group_name="dist_process_group", takes_dtensors=True, own=own
+    ) as checks:
+        shape = checks.head()
+        check_reduction(reduction)
+        validation.check_flag("return_max_logits", return_max_logits)
+        ids = checked_labels(checks.labels, shape)
+        temperature = _checked_temperature(temperature, ids)
+        summed = is_summed_in_front(hidden, dist_process_group)
+        of_ids = replace(checks.options, temperature=temperature, reduce_grad_hidden=not summed)
+        checks.rest(ids.where(ids >= 0, IGNORE_INDEX), of_ids)
+    out = outputs_of(checks)
     assert out.entropy is not None
     results = tuple(reduced(value.reshape(-1), reduction) for value in (out.logprobs, out.entropy))
     if out.max_logit is None:
         return results
-    temperature = _checked_temperature(temperature, labels.reshape(out.max_logit.shape))
     return *results, (out.max_logit * temperature).float().reshape(-1)
 
 
@@ -147,20 +147,18 @@ def megatron_linear_cross_entropy(
         TypeError, ValueError: see `megatron_lce.linear_cross_entropy`.
     """
 
-    def prepare(labels: Tensor, options: Options, shape: tuple[int, ...]) -> tuple[Tensor, Options]:
+    options = Options(tp_group, sequence_parallel, entropy=False, skip_ignored=skip_ignored)
+    own = {"reduction": reduction, "ignore_index": ignore_index, "rows of weight": validation.rows_of(weight)}
+    name = "megatron_linear_cross_entropy"
+    with checked_together(name, hidden, weight, labels, options, takes_dtensors=True, own=own) as checks:
+        shape = checks.head()
         check_reduction(reduction)
         validation.check_integer("ignore_index", ignore_index)
-        ids = checked_labels(labels, shape)
-        return ids.where(counts(ids), IGNORE_INDEX), replace(options, ignore_index=IGNORE_INDEX)
-
-    def counts(labels: Tensor) -> Tensor:
-        return (labels >= 0) & (labels != ignore_index)
-
-    options = Options(tp_group, sequence_parallel, ignore_index=ignore_index, entropy=False, skip_ignored=skip_ignored)
-    own = {"reduction": reduction, "rows of weight": validation.rows_of(weight)}
-    operation = Operation("megatron_linear_cross_entropy", prepare=prepare, own=own)
-    out = fused_outputs(hidden, weight, labels, options, operation)
-    return reduced(-out.logprobs.reshape(-1), reduction, counts(labels))
+        ids = checked_labels(checks.labels, shape)
+        counted = (ids >= 0) & (ids != ignore_index)
+        checks.rest(ids.where(counted, IGNORE_INDEX))
+    out = outputs_of(checks)
+    return reduced(-out.logprobs.reshape(-1), reduction, counted.reshape(-1))
 
 
 def torch_linear_cross_entropy(
@@ -199,23 +197,25 @@ def torch_linear_cross_entropy(
     """
     ignored = IGNORE_INDEX if ignore_index is None else ignore_index
 
-    def prepare(target: Tensor, call_options: Options, _: tuple[int, ...]) -> tuple[Tensor, Options]:
-        check_reduction(reduction)
-        check_classes(weight, label_smoothing, linear_weight.shape[0] * collectives.group_size(tp_group), input)
-        return target, call_options
-
     own = {
         "weight": validation.shape_of(weight),
         "reduction": reduction,
         "label_smoothing": label_smoothing,
         "rows of linear_weight": validation.rows_of(linear_weight),
     }
-    names = ("input", "linear_weight", "target")
-    refusal = refusal_of(linear_weight, target, linear_bias, options, weight is not None and bool(label_smoothing))
-    operation = Operation("torch_linear_cross_entropy", names, prepare=prepare, own=own, refusal=refusal)
     smooth = bool(label_smoothing)  # by the mean logit, which is among the telemetry
     call_options = Options(tp_group, ignore_index=ignored, entropy=False, telemetry=smooth, skip_ignored=skip_ignored)
-    out = fused_outputs(input, linear_weight, target, call_options, operation)
+    name, names = "torch_linear_cross_entropy", ("input", "linear_weight", "target")
+    with checked_together(
+        name, input, linear_weight, target, call_options, names=names, takes_dtensors=True, own=own
+    ) as checks:
+        check_supported(linear_weight, target, linear_bias, options, weight is not None and smooth)
+        checks.head()
+        check_reduction(reduction)
+        check_classes(weight, label_smoothing, linear_weight.shape[0] * collectives.group_size(tp_group), input)
+        target = checks.labels
+        checks.rest(target)
+    out = outputs_of(checks)
     num_classes = linear_weight.shape[0] * collectives.group_size(tp_group)
     takes_part, loss = target != ignored, -out.logprobs
     counted = takes_part.float()

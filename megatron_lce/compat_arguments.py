@@ -29,27 +29,26 @@ def checked_labels(labels: Tensor, rows: tuple[int, ...]) -> Tensor:
     return labels
 
 
-def refusal_of(
+def check_supported(
     linear_weight: object, target: object, linear_bias: object, options: object, weight_and_smoothing: bool
-) -> NotImplementedError | None:
-    """Of what torch's function has and this package has not."""
+) -> None:
+    """Refuse what torch's function has and this package has not."""
     if linear_bias is not None:
-        return NotImplementedError("linear_bias must be None: the fused head has no bias, as Megatron's has none")
+        raise NotImplementedError("linear_bias must be None: the fused head has no bias, as Megatron's has none")
     if options is not None:
-        return NotImplementedError(
+        raise NotImplementedError(
             "options must be None: chunks of the batch are not what this head is cut into; "
             "megatron_lce.linear_cross_entropy has workspace_bytes"
         )
     if weight_and_smoothing:
-        return NotImplementedError("weight must be None beside label_smoothing")
+        raise NotImplementedError("weight must be None beside label_smoothing")
     if isinstance(linear_weight, Tensor) and linear_weight.dim() > 2:
-        return NotImplementedError(
+        raise NotImplementedError(
             "linear_weight must be [V, H]: losses over further dimensions of classes are not supported, "
             f"got {tuple(linear_weight.shape)}"
         )
     if isinstance(target, Tensor) and target.is_floating_point():
-        return NotImplementedError(f"target must be class ids: probabilities are not supported, got {target.dtype}")
-    return None
+        raise NotImplementedError(f"target must be class ids: probabilities are not supported, got {target.dtype}")
 
 
 def check_classes(weight: Tensor | None, label_smoothing: float, num_classes: int, input: Tensor) -> None:

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from megatron_lce.arguments import checked_options, make_call
+from megatron_lce.arguments import Checks, checked_together
 from megatron_lce.backends.choice import load_backend
 from megatron_lce.core import collectives
+from megatron_lce.core.agreement import Agreement
 from megatron_lce.core.autograd import LinearCrossEntropyFunction
 from megatron_lce.core.call import Call
 from megatron_lce.core.logits_cache import LogitsCache, new_cache
-from megatron_lce.core.options import DIFFERENTIABLE, LinearCrossEntropyOutput, Options, outputs_asked_for
-from megatron_lce.core.tokens import Counted, new_outputs
+from megatron_lce.core.options import DIFFERENTIABLE, LinearCrossEntropyOutput, Options, new_outputs
 
 # Not from a signature, of which torch makes SymInt of every int. Seven tensors come first; options from the fifth on.
 _INPUTS = (
@@ -52,7 +52,8 @@ def as_one_node(hidden: Tensor, weight: Tensor, labels: Tensor, options: Options
 
 def _by_name(options: Options, outputs: list[Any]) -> LinearCrossEntropyOutput:
     """The outputs that were asked for, or their gradients."""
-    names = [*outputs_asked_for(options.entropy, options.telemetry), "candidate_logprobs"]
+    names = LinearCrossEntropyOutput._fields[: 9 if options.telemetry else 3]
+    names = (*(name for name in names if options.entropy or name != "entropy"), "candidate_logprobs")
     named = zip(names, outputs, strict=False)
     given = {name: x if x is None or name in _WITH_GRADIENT else x.detach() for name, x in named}
     return LinearCrossEntropyOutput(*(given.get(name) for name in LinearCrossEntropyOutput._fields))  # type: ignore[arg-type]
@@ -71,7 +72,11 @@ def _options(inputs: Any) -> Options:
 
 def _call_and_context(inputs: Any) -> tuple[Call, Any]:
     """The call, and what torch hands to the passes of an autograd function."""
-    call = make_call(inputs[0], inputs[1], inputs[2], _options(inputs))
+    hidden, weight, labels = inputs[:3]
+    with checked_together("linear_cross_entropy", hidden, weight, labels, _options(inputs)) as checks:
+        checks.head()
+        checks.rest(labels)
+    call = checks.call()
     ctx = SimpleNamespace(call=call, num_tokens=call.labels.shape[0], needs_input_grad=inputs[-1], cached=False)
     ctx.save_for_backward = lambda *tensors: setattr(ctx, "saved_tensors", tensors)
     ctx.set_materialize_grads = ctx.mark_non_differentiable = lambda *_: None
@@ -95,9 +100,13 @@ def _forward(*inputs: Any) -> tuple[list[Tensor], list[Tensor]]:
 @_forward.register_fake
 def _(*inputs: Any) -> tuple[list[Tensor], list[Tensor]]:
     options, (hidden, weight, labels) = _options(inputs), inputs[:3]
-    rows, ranks = options.skip_ignored, collectives.group_size(options.tp_group)
-    options, shard, _ = checked_options(hidden, weight, labels, replace(options, skip_ignored=False), ranks)
-    outputs = new_outputs(labels.shape, Counted(None), options, labels.device)
+    rows, agreed = options.skip_ignored, Agreement(collectives.group_size(options.tp_group))
+    checks = Checks("linear_cross_entropy", hidden, weight, labels, replace(options, skip_ignored=False), agreed)
+    checks.head()
+    checks.rest(labels)
+    options, shard = checks.options, checks.shard
+    flat_outputs = new_outputs(labels.numel(), options, labels.device)
+    outputs = [x.view(*labels.shape, *x.shape[1:]) for x in flat_outputs if x is not None]
     if isinstance(rows, bool):
         rows = torch.library.get_ctx().new_dynamic_size() if rows else labels.numel()  # type: ignore[assignment]
     flat, backend = hidden.reshape(-1, hidden.shape[-1]), load_backend(options.backend, hidden.device)
@@ -109,7 +118,7 @@ def _(*inputs: Any) -> tuple[list[Tensor], list[Tensor]]:
     if options.candidates is not None:
         ids = options.candidates.reshape(-1, options.candidates.shape[-1])
         kept += [torch.empty_like(ids), ids.new_empty(rows, ids.shape[1], dtype=torch.float32)]
-    return [x for x in outputs if x is not None], kept
+    return outputs, kept
 
 
 @torch.library.custom_op(

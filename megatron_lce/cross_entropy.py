@@ -3,13 +3,11 @@
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from megatron_lce.arguments import LINEAR_CROSS_ENTROPY, Operation, make_call, shaped
+from megatron_lce.arguments import Checks, checked_together, shaped
 from megatron_lce.backends.reference import reference_linear_cross_entropy
 from megatron_lce.compiled import as_one_node
-from megatron_lce.core import validation
 from megatron_lce.core.autograd import linear_cross_entropy_autograd
 from megatron_lce.core.call import Call
 from megatron_lce.core.options import (
@@ -19,7 +17,6 @@ from megatron_lce.core.options import (
     Options,
     WeightGradSink,
 )
-from megatron_lce.dtensors import localised
 
 
 def linear_cross_entropy(
@@ -131,24 +128,20 @@ def linear_cross_entropy(
         backend=backend,
         weight_grad_sink=weight_grad_sink,
     )
-    return fused_outputs(hidden, weight, labels, options)
+    with checked_together(
+        "linear_cross_entropy", hidden, weight, labels, options, takes_dtensors=True, has_reference=True
+    ) as checks:
+        checks.head()
+        checks.rest(checks.labels)
+    return outputs_of(checks)
 
 
-def fused_outputs(
-    hidden: Tensor, weight: Tensor, labels: Tensor, options: Options, operation: Operation = LINEAR_CROSS_ENTROPY
-) -> LinearCrossEntropyOutput:
-    """The outputs of `linear_cross_entropy`, for it and for the operations that have other names for its arguments."""
-    largest_shard = None
-    if isinstance(hidden, DTensor) or isinstance(weight, DTensor):
-        hidden, weight, labels, options, largest_shard = localised(hidden, weight, labels, options)
-    if torch.compiler.is_compiling() and options.backend != "reference" and options.weight_grad_sink is None:
-        # What torch.compile traces cannot ask the other ranks; the node does.
-        if operation.refusal is not None:
-            raise operation.refusal
-        ranks = validation.check_group(options.tp_group, operation.group)
-        shape = validation.labels_shape("hidden", hidden, ranks if options.sequence_parallel else 1)
-        return as_one_node(hidden, weight, *operation.prepare(labels, options, shape))
-    call = make_call(hidden, weight, labels, options, operation, largest_shard)
+def outputs_of(checks: Checks) -> LinearCrossEntropyOutput:
+    """The outputs of a call whose arguments are checked."""
+    options = checks.options
+    if checks.is_traced and options.backend != "reference" and options.weight_grad_sink is None:
+        return as_one_node(checks.hidden, checks.weight, checks.labels, options)
+    call = checks.call()
     return _reference(call) if options.backend == "reference" else linear_cross_entropy_autograd(call)
 
 

@@ -13,12 +13,16 @@ from megatron_lce.core.plan import ceil_div
 
 def localised(
     hidden: Tensor, weight: Tensor, labels: Tensor, options: Options
-) -> tuple[Tensor, Tensor, Tensor, Options, int]:
+) -> tuple[Tensor, Tensor, Tensor, Options, int | None]:
     """The same call with this rank's own tensors and what the placements tell; and the columns of the largest shard.
+
+    Plain tensors are returned as they are, and None.
 
     Raises:
         TypeError, ValueError: the placements are not those of a head over one mesh dimension.
     """
+    if not isinstance(weight, DTensor) and not isinstance(hidden, DTensor):
+        return hidden, weight, labels, options, None
     if not isinstance(weight, DTensor) or not isinstance(hidden, DTensor):
         kinds = " and ".join("a DTensor" if isinstance(t, DTensor) else "a plain tensor" for t in (hidden, weight))
         raise TypeError(

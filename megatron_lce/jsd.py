@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_lce.arguments import Operation, check_per_token, make_call, shaped
+from megatron_lce.arguments import check_per_token, checked_together, shaped
 from megatron_lce.core import validation
 from megatron_lce.core.collectives import waited
 from megatron_lce.core.distillation import find_divergences, jsd_with_gradient
@@ -138,24 +138,26 @@ def linear_jsd(
         weight_grad_sink=weight_grad_sink,
     )
 
-    def prepare(labels: Tensor | None, options: Options, shape: tuple[int, ...]) -> tuple[Tensor, Options]:
-        _check(student, teacher, beta, shape, token_weights, teacher_temperature)
-        validation.check_flag("return_student", return_student)
-        if labels is not None:
-            return labels, options
-        if return_student:
-            raise ValueError("labels must be given for return_student, got None")
-        counted = int(ignore_index == 0)  # a label that is not ignored
-        return torch.full(shape, counted, dtype=torch.int64, device=student.hidden.device), options
-
     own = {
         **_describe(student, teacher, beta),
         "token_weights": type(token_weights).__name__,
         "teacher_temperature": type(teacher_temperature).__name__,
         "return_student": return_student,
     }
-    operation = Operation("linear_jsd", ("student_hidden", "student_weight", "labels"), prepare=prepare, own=own)
-    call = replace(make_call(student_hidden, student_weight, labels, options, operation), product=product)
+    names = ("student_hidden", "student_weight", "labels")
+    with checked_together(
+        "linear_jsd", student_hidden, student_weight, labels, options, names=names, own=own
+    ) as checks:
+        shape = checks.head()
+        _check(student, teacher, beta, shape, token_weights, teacher_temperature)
+        validation.check_flag("return_student", return_student)
+        if labels is None:
+            if return_student:
+                raise ValueError("labels must be given for return_student, got None")
+            counted = int(ignore_index == 0)  # a label that is not ignored
+            labels = torch.full(shape, counted, dtype=torch.int64, device=student_hidden.device)
+        checks.rest(labels)
+    call = replace(checks.call(), product=product)
     step = 16 // teacher_hidden.element_size()
     heads = Heads(
         Head(call.hidden, call.weight, float(student_logits_scale), student_softcap),

@@ -6,12 +6,12 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from megatron_lce.arguments import Operation, keyword_options, make_call
+from megatron_lce.arguments import check_keywords, checked_together, keyword_options
 from megatron_lce.core import validation
 from megatron_lce.core.call import Call
 from megatron_lce.core.collectives import waited
 from megatron_lce.core.gathered_logits import LogitsAtFunction, ids_of_offsets, ids_of_rows
-from megatron_lce.core.options import IGNORE_INDEX, Options
+from megatron_lce.core.options import IGNORE_INDEX
 from megatron_lce.keywords import HeadGradientOptions
 
 
@@ -73,15 +73,15 @@ def call_of_head(
     ignore_index: int = IGNORE_INDEX,
 ) -> Call:
     """The `Call` of an operation that reads no logits of all ids."""
-    options, refusal = keyword_options(name, keywords, known, entropy=False, ignore_index=ignore_index)
-
-    def prepare(labels: Tensor | None, options: Options, shape: tuple[int, ...]) -> tuple[Tensor, Options]:
+    options = keyword_options(keywords, known, entropy=False, ignore_index=ignore_index)
+    with checked_together(name, hidden, weight, labels, options, own=own) as checks:
+        check_keywords(name, keywords, known)
+        shape = checks.head()
         check(shape)
         if labels is None:
             labels = torch.zeros(shape, dtype=torch.int64, device=hidden.device)
-        return labels, options
-
-    return make_call(hidden, weight, labels, options, Operation(name, prepare=prepare, own=own, refusal=refusal))
+        checks.rest(labels)
+    return checks.call()
 
 
 def check_ids(ids: Tensor, offsets: Tensor | None, shape: tuple[int, ...], device: torch.device) -> None:

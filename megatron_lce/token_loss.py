@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from megatron_lce.arguments import Operation, check_per_token, keyword_options, make_call, shaped
+from megatron_lce.arguments import check_keywords, check_per_token, checked_together, keyword_options, shaped
 from megatron_lce.core.autograd import check_workspace
 from megatron_lce.core.call import Call
 from megatron_lce.core.collectives import is_captured, waited
@@ -94,22 +94,20 @@ def linear_token_loss(
         RuntimeError: in a second backward: the first scaled the gradients in place.
     """
     per_token = tuple(waited(tensor) for tensor in per_token)
-    checked, refusal = keyword_options("linear_token_loss", options, TokenLossOptions.__optional_keys__)
-    if "logits_cache_bytes" in options:
-        within = "it keeps logits within workspace_bytes"
-        refusal = TypeError(f"linear_token_loss has no keyword logits_cache_bytes: {within}")
-
-    def prepare(labels: Tensor, options: Options, shape: tuple[int, ...]) -> tuple[Tensor, Options]:
+    name, known = "linear_token_loss", TokenLossOptions.__optional_keys__
+    with checked_together(name, hidden, weight, labels, keyword_options(options, known)) as checks:
+        if "logits_cache_bytes" in options:
+            raise TypeError(f"{name} has no keyword logits_cache_bytes: it keeps logits within workspace_bytes")
+        check_keywords(name, options, known)
+        shape = checks.head()
         if not callable(loss):
             raise TypeError(f"loss must be a function of the outputs and of per_token, got {type(loss).__name__}")
         for index, tensor in enumerate(per_token):
             check_per_token(f"per_token[{index}]", tensor, shape, hidden.device, first=True)
-        return labels, options
-
-    operation = Operation("linear_token_loss", prepare=prepare, refusal=refusal)
-    call = make_call(hidden, weight, labels, checked, operation)
+        checks.rest(labels)
+    call = checks.call()
     flat = [tensor.reshape(labels.numel(), *tensor.shape[labels.dim() :]) for tensor in per_token]
-    total, outputs, metrics = _run("linear_token_loss", call, _seen_once(loss), flat)
+    total, outputs, metrics = _run(name, call, _seen_once(loss), flat)
     return TokenLoss(total, *shaped((outputs, metrics), labels.shape))
 
 
@@ -133,8 +131,12 @@ def linear_token_losses(
         TypeError, ValueError: see `linear_cross_entropy`.
         RuntimeError: in a second backward, or where the upstream is not one number.
     """
-    call = make_call(hidden, weight, labels, Options(**options), Operation("linear_token_losses"))
-    total, outputs, _ = _run("linear_token_losses", call, lambda outputs: -outputs.logprobs, ())
+    name = "linear_token_losses"
+    with checked_together(name, hidden, weight, labels, Options(**options)) as checks:
+        checks.head()
+        checks.rest(labels)
+    call = checks.call()
+    total, outputs, _ = _run(name, call, lambda outputs: -outputs.logprobs, ())
     counted = call.labels != call.options.ignore_index
     return shaped((LossesOfSum.apply(total, -outputs.logprobs, counted, promise), outputs), labels.shape)
 

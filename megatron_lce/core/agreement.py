@@ -1,7 +1,8 @@
 """Ranks of a group compare what they call with, once for each configuration, and remember that they agreed."""
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+import contextlib
+from collections.abc import Iterator
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
@@ -9,7 +10,6 @@ from torch.distributed import ProcessGroup
 
 from megatron_lce.core import collectives, validation
 
-_Checked = TypeVar("_Checked")
 _Configuration = tuple[tuple[str, str], ...]
 
 # For each group the configurations that its ranks have agreed on, and the columns of the largest shard under each. The
@@ -18,10 +18,18 @@ _Configuration = tuple[tuple[str, str], ...]
 _agreed: WeakKeyDictionary[ProcessGroup, dict[tuple[_Configuration, int | None], int]] = WeakKeyDictionary()
 
 
-def agreed(
+class Agreement:
+    """What a group shares."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self.largest_shard: int | None = None  # columns of the largest shard, behind the context; None on one rank
+
+
+@contextlib.contextmanager
+def agreement(
     group: ProcessGroup | None,
-    check: Callable[[int], _Checked],
-    describe: Callable[[], dict[str, Any]],
+    called_with: dict[str, Any],
     weight: Tensor,
     vocab_start: int | None = None,
     changing: dict[str, Any] | None = None,
@@ -29,16 +37,16 @@ def agreed(
     largest_shard: int | None = None,
     vocab_size: int | None = None,
     group_name: str = "tp_group",
-) -> tuple[_Checked, int | None]:
-    """Return what `check(ranks)` makes of a call's arguments, and the largest shard's columns, None on one rank.
+) -> Iterator[Agreement]:
+    """A rank checks its arguments inside. Where one of the group refuses its own, or they differ, all of them raise.
 
-    Ranks that call with a new configuration exchange it, and each one's error; all of them raise or none does. The
-    exchange is one gather of small objects, for which the host waits. Later calls compare nothing. Only the largest
-    shard is asked for at each call if a `vocab_start` is given and no `largest_shard`: the host waits for it. A rank
-    that changes its configuration alone is not seen: it exchanges, and the others do not.
+    Ranks that call with a new configuration exchange it, and each one's error. The exchange is one gather of small
+    objects, for which the host waits. Later calls compare nothing. Only the largest shard is asked for at each call if
+    a `vocab_start` is given and no `largest_shard`: the host waits for it. A rank that changes its configuration alone
+    is not seen: it exchanges, and the others do not.
 
     Args:
-        describe: returns what every rank must call with. It is called even if this rank's arguments are refused.
+        called_with: what every rank must call with.
         changing: what may change from call to call: it is compared under a new configuration, and not remembered.
         largest_shard: columns of the largest shard, if every rank knows it.
 
@@ -46,26 +54,23 @@ def agreed(
         TypeError, ValueError, NotImplementedError: on every rank, if one has an error or they differ; under a known
             configuration, on this rank alone.
     """
-    ranks = validation.check_group(group, group_name)
+    agreed = Agreement(validation.check_group(group, group_name))
     error = None
     try:
-        checked = check(ranks)
+        yield agreed
     except (TypeError, ValueError, NotImplementedError) as refusal:
         error = refusal
-    largest = None
-    if group is not None and ranks > 1:
+    if group is not None and agreed.ranks > 1:
         rows, known = validation.rows_of(weight), _agreed.setdefault(group, {})
-        shared = {**describe(), "largest shard": largest_shard}
-        key = _in_words(shared), rows if vocab_start is None else None
+        key = _in_words({**called_with, "largest shard": largest_shard}), rows if vocab_start is None else None
         if key not in known:
             mine = (key[0] + _in_words(changing or {}), rows, vocab_start, None if error is None else str(error))
             known[key] = _exchange(mine, error, group, group_name, vocab_size)
         elif error is None and vocab_start is not None and largest_shard is None and not collectives.is_captured():
             known[key] = collectives.largest_over_group(weight.shape[0], group, weight.device)
-        largest = known[key] if largest_shard is None else largest_shard
+        agreed.largest_shard = known[key] if largest_shard is None else largest_shard
     if error is not None:
         raise error
-    return checked, largest
 
 
 def _in_words(values: dict[str, Any]) -> _Configuration:
