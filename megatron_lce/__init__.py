@@ -14,7 +14,7 @@ from megatron_lce.megatron_integration.explanation import Explanation, explain
 from megatron_lce.megatron_integration.heads import accept_head
 from megatron_lce.megatron_integration.output_processor import FusedOutputContext, fused_output_processor
 from megatron_lce.megatron_integration.own_flag import install_megatron_linear_cross_entropy
-from megatron_lce.packed import context_parallel_gather, context_parallel_shard, shift_labels
+from megatron_lce.packed import shift_labels
 from megatron_lce.support_logprobs import support_logprobs
 from megatron_lce.token_loss import TokenLoss, linear_token_loss
 from megatron_lce.topk import TopK, linear_topk
@@ -35,8 +35,6 @@ __all__ = [
     "capture_lm_head",
     "check_labels",
     "compat",
-    "context_parallel_gather",
-    "context_parallel_shard",
     "enable_fused_linear_ce",
     "explain",
     "fused_output_processor",

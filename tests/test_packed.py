@@ -1,7 +1,5 @@
-"""Labels within each sequence and never across two; the cut over context-parallel ranks as Megatron makes it."""
+"""Labels within each sequence and never across two."""
 
-import functools
-import inspect
 import itertools
 
 import pytest
@@ -11,7 +9,7 @@ from hypothesis import strategies as st
 
 import megatron_lce
 from megatron_lce import packed
-from megatron_lce.packed import context_parallel_gather, context_parallel_shard, shift_labels
+from megatron_lce.packed import shift_labels
 from tests.problems import make_problem
 
 IGNORED = -100
@@ -59,24 +57,10 @@ def test_unseen_bounds_never_take_a_label_from_elsewhere(unseen, device):
         assert shift_labels(tokens, cu_seqlens=bounds, cu_seqlens_padded=padded).tolist() == [expected]
 
 
-SHARD = functools.partial(context_parallel_shard, TOKENS, 2, 1)
-GATHER = functools.partial(context_parallel_gather, TOKENS, None)
-CANNOT_BE_CUT = [(SHARD, [0, 3, 8]), *itertools.product([SHARD, GATHER], [[0, 4, 12], [0, 8, 4], [4, 8]])]
-
-
-@pytest.mark.parametrize(("cut", "bounds"), CANNOT_BE_CUT)
-def test_unseen_bounds_that_cannot_be_cut_fail(unseen, bounds, cut):
-    """As an error of the index; not for a GPU, whose assertion ends the process."""
-    with pytest.raises((IndexError, RuntimeError), match=r"(?i)ind.* is out of .*bounds|index out of range"):
-        cut(cu_seqlens_padded=torch.tensor(bounds))
-
-
 def test_bounds_on_the_host_serve_tokens_on_any_device(device):
     tokens, bounds = torch.arange(12)[None], torch.tensor([0, 4, 12])
     labels = shift_labels(tokens.to(device), cu_seqlens=bounds)
     assert torch.equal(labels.cpu(), shift_labels(tokens, cu_seqlens=bounds))
-    shard = context_parallel_shard(tokens.to(device), 2, 1, cu_seqlens_padded=bounds)
-    assert torch.equal(shard.cpu(), context_parallel_shard(tokens, 2, 1, cu_seqlens_padded=bounds))
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 4)), min_size=1, max_size=6))
@@ -121,90 +105,6 @@ def test_packed_logprobs_are_those_of_each_sequence_alone(backend, device):
         assert whole.logprobs[0, end - 1] == 0
 
 
-# Context parallel
-
-
-@pytest.mark.parametrize("cp_size", [1, 2, 4])
-def test_every_rank_has_its_own_tokens(cp_size, device):
-    tensor = torch.arange(3 * 16 * 2, device=device).view(3, 16, 2)
-    shards = [context_parallel_shard(tensor, cp_size, rank) for rank in range(cp_size)]
-    assert all(shard.shape == (3, 16 // cp_size, 2) for shard in shards)
-    assert torch.equal(torch.cat(shards, dim=1).sort(dim=1).values, tensor)
-
-
-@pytest.mark.parametrize("cp_size", [2, 3])
-def test_cut_as_megatron_cuts(cp_size, monkeypatch, device):
-    megatron_utils = pytest.importorskip("megatron.core.utils")
-    tokens = torch.arange(2 * 24, device=device).view(2, 24)
-    cut = megatron_utils.get_batch_on_this_cp_rank
-    if "is_hybrid_cp" in inspect.signature(cut).parameters:  # newer versions
-        cut = functools.partial(cut, is_hybrid_cp=False)
-    for rank in range(cp_size):
-        for place, prefix in ((megatron_utils.parallel_state, "get_context_parallel_"), (torch.distributed, "get_")):
-            monkeypatch.setattr(place, f"{prefix}world_size", lambda group=None: cp_size)
-            monkeypatch.setattr(place, f"{prefix}rank", lambda group=None, rank=rank: rank)
-        expected = cut({"labels": tokens})["labels"]
-        assert torch.equal(context_parallel_shard(tokens, cp_size, rank), expected)
-
-
-@pytest.mark.parametrize("cp_size", [1, 3])
-def test_contiguous_cut(cp_size):
-    """The r-th part of each row, whose length need not be a multiple of 2 cp."""
-    tensor = torch.arange(2 * 9).view(2, 9)
-    shards = [context_parallel_shard(tensor, cp_size, rank, layout="contiguous") for rank in range(cp_size)]
-    assert torch.equal(torch.cat(shards, dim=1), tensor)
-
-
-@given(
-    st.lists(st.integers(0, 3), min_size=1, max_size=5), st.integers(1, 4), st.sampled_from(["zigzag", "contiguous"])
-)
-def test_packed_sequences_are_cut_one_by_one(chunks, cp_size, layout):
-    lengths = [(2 if layout == "zigzag" else 1) * cp_size * chunk for chunk in chunks]
-    tensor = torch.arange(sum(lengths))[None]
-    bounds = bounds_of(lengths)
-    for rank in range(cp_size):
-        shard = context_parallel_shard(tensor, cp_size, rank, cu_seqlens_padded=bounds, layout=layout)
-        pieces = [context_parallel_shard(piece, cp_size, rank, layout=layout) for piece in tensor.split(lengths, dim=1)]
-        assert torch.equal(shard, torch.cat(pieces, dim=1))
-
-
-def test_what_is_behind_the_last_bound_is_cut_as_a_sequence_of_its_own():
-    tensor = torch.arange(24)[None]
-    for rank in range(2):
-        shard = context_parallel_shard(tensor, 2, rank, cu_seqlens_padded=torch.tensor([0, 4, 12]))
-        whole = context_parallel_shard(tensor, 2, rank, cu_seqlens_padded=torch.tensor([0, 4, 12, 24]))
-        assert torch.equal(shard, whole)
-
-
-def test_labels_are_shifted_before_they_are_cut(backend, device):
-    """Rank by rank, logprobs of the tokens it has; together those of the whole batch."""
-    lengths, cp_size = [8, 16], 2
-    bounds = bounds_of(lengths, device)
-    problem = make_problem((1, 24), 24, 70, device)
-    labels = shift_labels(problem.labels, cu_seqlens=bounds)
-    whole = megatron_lce.linear_cross_entropy(problem.hidden, problem.weight, labels, backend=backend).logprobs
-    for rank in range(cp_size):
-        hidden, own, expected = (
-            context_parallel_shard(t, cp_size, rank, cu_seqlens_padded=bounds) for t in (problem.hidden, labels, whole)
-        )
-        logprobs = megatron_lce.linear_cross_entropy(hidden, problem.weight, own, backend=backend).logprobs
-        torch.testing.assert_close(logprobs, expected, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("length", [11, 12])
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-def test_one_rank_gathers_what_it_has(layout, length):
-    """Of any length: nothing is cut, as Megatron cuts nothing for one rank."""
-    tensor = torch.randn(1, length, 2, requires_grad=True)
-    bounds = torch.tensor([0, length - 8, length])
-    shard = context_parallel_shard(tensor, 1, 0, cu_seqlens_padded=bounds, layout=layout)
-    whole = context_parallel_gather(shard, None, cu_seqlens_padded=bounds, layout=layout)
-    assert torch.equal(whole, tensor)
-    upstream = torch.arange(float(length))[:, None]
-    (whole * upstream).sum().backward()
-    assert torch.equal(tensor.grad, upstream.expand(1, length, 2))
-
-
 TWO_ROWS = torch.zeros(2, 8, dtype=torch.int64)
 BOUNDS = torch.tensor([0, 3, 8])
 BAD = [
@@ -244,26 +144,7 @@ BAD = [
         ValueError,
         "cu_seqlens must fit into cu_seqlens_padded, got a sequence of 3 in 2",
     ),
-    (
-        context_parallel_shard,
-        (TOKENS, 2, 0),
-        {"cu_seqlens_padded": BOUNDS},
-        ValueError,
-        "cu_seqlens_padded must have lengths that are multiples of 4 for this cut, got 3",
-    ),
-    (
-        context_parallel_shard,
-        (TOKENS, 2, 0),
-        {"cu_seqlens_padded": torch.tensor([0, 4, 12])},
-        ValueError,
-        "cu_seqlens_padded must end within the row of 8, got 12",
-    ),
     (shift_labels, (TOKENS,), {"cu_seqlens": BOUNDS.to("meta")}, ValueError, "must be on the host or cpu, got meta"),
-    (context_parallel_shard, (TOKENS, 2, 0), {"layout": "ring"}, ValueError, "'zigzag' or 'contiguous', got 'ring'"),
-    (context_parallel_gather, (TOKENS, "cp"), {}, TypeError, "group must be a .*ProcessGroup or None, got str"),
-    (context_parallel_shard, (TOKENS, 2, 2), {}, ValueError, r"cp_rank must be in \[0, 2\), got 2"),
-    (context_parallel_shard, (TOKENS, 3, 0), {}, ValueError, r"s a multiple of 6, got \(1, 8\)"),
-    (context_parallel_shard, (TOKENS[0], 2, 0), {}, ValueError, r"tensor must be \[b, s, ...\]"),
     (shift_labels, ([[1, 2]],), {}, TypeError, "tokens must be a torch.Tensor, got list"),
     (shift_labels, (TOKENS,), {"mask": [1] * 8}, TypeError, "mask must be a torch.Tensor, got list"),
     (shift_labels, (TOKENS,), {"cu_seqlens": [0, 8]}, TypeError, "cu_seqlens must be a torch.Tensor, got list"),
@@ -277,19 +158,6 @@ BAD = [
     (shift_labels, (TOKENS,), {"cu_seqlens": BOUNDS.bool()}, ValueError, "cu_seqlens must be integers .* torch.bool"),
     (shift_labels, (TOKENS,), {"ignore_index": "a"}, TypeError, "ignore_index must be an int, got str"),
     (shift_labels, (TOKENS,), {"ignore_index": -100.5}, TypeError, "ignore_index must be an int, got float"),
-    (context_parallel_shard, ([[1, 2]], 2, 0), {}, TypeError, "tensor must be a torch.Tensor, got list"),
-    (context_parallel_shard, (TOKENS, "2", 0), {}, TypeError, "cp_size must be an int, got str"),
-    (context_parallel_shard, (TOKENS, 2.0, 0), {}, TypeError, "cp_size must be an int, got float"),
-    (context_parallel_shard, (TOKENS, 0, 0), {}, ValueError, "cp_size must be at least 1, got 0"),
-    (context_parallel_shard, (TOKENS, 2, 1.0), {}, TypeError, "cp_rank must be an int, got float"),
-    (context_parallel_gather, ([[1, 2]], None), {}, TypeError, "tensor must be a torch.Tensor, got list"),
-    (
-        context_parallel_gather,
-        (TOKENS, None),
-        {"cu_seqlens_padded": [0, 8]},
-        TypeError,
-        "cu_seqlens_padded must be a torch.Tensor, got list",
-    ),
 ]
 
 

@@ -151,13 +151,15 @@ def test_other_calls_take_no_dtensor(mesh):
         megatron_lce.linear_token_loss(**inputs(weight=weight), loss=lambda out: out.logprobs)
 
 
-def test_label_smoothing_takes_no_dtensor(mesh):
-    hidden, weight = zeros(4, HIDDEN_SIZE), torch.ones(COLUMNS, HIDDEN_SIZE)
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_torchs_call_takes_dtensors(mesh, label_smoothing):
+    hidden, weight = torch.randn(4, HIDDEN_SIZE), torch.randn(COLUMNS, HIDDEN_SIZE)
     tensors = distribute_tensor(hidden, mesh, [Replicate()]), distribute_tensor(weight, mesh, [Shard(0)])
-    compat = megatron_lce.compat.torch_linear_cross_entropy
-    assert compat(*tensors, zeros(4, **LONG)).isfinite()
-    with pytest.raises(TypeError, match=r"input must be this rank.s own torch\.Tensor, got a DTensor"):
-        compat(*tensors, zeros(4, **LONG), label_smoothing=0.1)
+    loss, expected = (
+        megatron_lce.compat.torch_linear_cross_entropy(*head, zeros(4, **LONG), label_smoothing=label_smoothing)
+        for head in (tensors, (hidden, weight))
+    )
+    assert torch.equal(loss, expected)
 
 
 def test_labels_under_sequence_parallel_are_the_whole_sequence():

@@ -8,7 +8,6 @@ for the whole. Allowed errors are multiples of what eager PyTorch makes on the s
 
 import dataclasses
 import functools
-import itertools
 import math
 from unittest import mock
 
@@ -36,7 +35,6 @@ from torch.distributed import ProcessGroup
 import megatron_lce
 from megatron_lce.core import plan
 from megatron_lce.core.options import DIFFERENTIABLE, LinearCrossEntropyOutput
-from megatron_lce.packed import context_parallel_gather, context_parallel_shard
 from tests.live_bytes import peak_live_bytes
 from tests.oracle import Result, comparisons, evaluate, oracle
 
@@ -241,24 +239,6 @@ def run_no_grad(backend: str, group: ProcessGroup, device: torch.device, report:
         report.check(f"{backend}: no_grad, {dtype}: ratio is 1", bool((ratio == 1).all()), f"{ratio.max():.9f} at most")
 
 
-def run_context_parallel(group: ProcessGroup, device: torch.device, report: Report) -> None:
-    """What was cut over the group comes back whole on every rank, and its gradient to the rank that has the token."""
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    lengths = [2 * ranks * n for n in (3, 0, 5)]
-    generator = torch.Generator().manual_seed(0)
-    whole, upstream = torch.randn(2, 1, sum(lengths), 3, generator=generator).to(device)
-    bounds = torch.tensor([0, *lengths], device=device).cumsum(0)
-    for layout, packed in itertools.product(("zigzag", "contiguous"), (True, False)):
-        keywords = {"layout": layout, "cu_seqlens_padded": bounds if packed else None}
-        own = context_parallel_shard(whole, ranks, rank, **keywords).requires_grad_()
-        gathered = context_parallel_gather(own, group, **keywords)
-        gathered.backward(upstream)
-        expected = context_parallel_shard(upstream, ranks, rank, **keywords)
-        name = f"context parallel, {layout}, {'packed' if packed else 'rows'}"
-        report.check(f"{name}: gathered", torch.equal(gathered, whole))
-        report.check(f"{name}: gradient", torch.equal(own.grad, expected))
-
-
 def subgroup_of_this_rank() -> ProcessGroup:
     """This rank's group when the world is cut into pairs (a last odd rank, or a world of 2, into groups of one)."""
     world = dist.get_world_size()
@@ -280,8 +260,6 @@ def program(device: torch.device, report: Report) -> None:
     run_compat(subgroup, device, report)
     run_megatrons_call(world, device, report)
     run_torchs_call(world, device, report)
-    run_context_parallel(world, device, report)
-    run_context_parallel(subgroup, device, report)
     if device.type == "cuda":
         run_cuda_graph(world, device, report)
     if dist.get_world_size() == 2:
