@@ -1,4 +1,4 @@
-"""From what a caller passes to a `Call`: checked, agreed over the group once, laid out."""
+"""The one entry of every operation: arguments are checked on all ranks together and become a `Call`."""
 
 import contextlib
 from collections.abc import Collection, Iterator, Mapping
@@ -196,7 +196,7 @@ def shard_of(weight: Tensor, tp_group: ProcessGroup | None, vocab_start: int | N
 def _describe(
     hidden: Tensor, weight: Tensor, labels: Tensor | None, options: Options, names: tuple[str, str, str] = HEAD
 ) -> dict[str, Any]:
-    """What every rank of a group must call with."""
+    """Return the arguments that must be equal on every rank, in comparable form."""
     values = {f.name: getattr(options, f.name) for f in fields(options) if f.name not in _OWN}
     return {
         names[0]: validation.kind_of(hidden),

@@ -14,9 +14,10 @@ from megatron_lce.core.plan import ceil_div
 def localised(
     hidden: Tensor, weight: Tensor, labels: Tensor, options: Options
 ) -> tuple[Tensor, Tensor, Tensor, Options, int | None]:
-    """The same call with this rank's own tensors and what the placements tell; and the columns of the largest shard.
+    """Return the call with this rank's local tensors and the options that placements imply; and the largest shard.
 
-    Plain tensors are returned as they are, and None.
+    The last result is the number of columns of the group's largest shard. Plain tensors are returned unchanged, with
+    None.
 
     Raises:
         TypeError, ValueError: the placements are not those of a head over one mesh dimension.

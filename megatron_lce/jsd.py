@@ -218,7 +218,7 @@ def _check(
 
 
 def _describe(student: Head, teacher: Head, beta: float) -> dict[str, Any]:
-    """What every rank of a group must call with beside what every operation takes."""
+    """Return what must be equal on every rank, beside the arguments that every operation has."""
     heads = {
         f"{name}_{argument}": validation.kind_of(value) if isinstance(value, Tensor) else value
         for name, head in (("student", student), ("teacher", teacher))

@@ -19,7 +19,7 @@ _agreed: WeakKeyDictionary[ProcessGroup, dict[tuple[_Configuration, int | None],
 
 
 class Agreement:
-    """What a group shares."""
+    """Facts that the ranks of a group share."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks

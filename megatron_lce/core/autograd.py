@@ -110,18 +110,18 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             selected = (None if grad is None else computed.select(grad) for grad in flat)
             upstream = dict(zip(LinearCrossEntropyOutput._fields, selected, strict=True))
             gradients, counts = logit_gradients(call, rows, saved, upstream, kept)
-            ready = None if cache is None else gradients_of_cache(gradients, cache)
+            of_cache = None if cache is None else gradients_of_cache(gradients, cache)
             del cache
             if call.options.skip_ignored is True:
                 with_gradient = ComputedRows.where(counts, call.options.tp_group).index
                 if with_gradient is not None:
                     tokens = _tokens(call, computed.subset(with_gradient))
                     gradients = gradients.select(with_gradient)
-                    ready = None if ready is None else replace(ready, rows=with_gradient)
+                    of_cache = None if of_cache is None else replace(of_cache, rows=with_gradient)
             needs_hidden, needs_weight = ctx.needs_input_grad[:2]
             grads = HeadGradients(tokens, call, needs_hidden=needs_hidden, needs_weight=needs_weight)
             for block in tokens.blocks():
-                grads.add(block, grad_logits_slabs(gradients, block, grads.bytes_per_column, ready))
+                grads.add(block, grad_logits_slabs(gradients, block, grads.bytes_per_column, of_cache))
             return *grads.results(), None, None
 
 

@@ -17,7 +17,7 @@ from megatron_lce.core.statistics import packed_rows
 
 @dataclass(frozen=True)
 class Call:
-    """It holds one call's tensors, localised and laid out, and its options, checked and agreed over the group.
+    """Tensors and options of one call: localised, checked, agreed over the group and laid out.
 
     hidden   [N, H], under sequence parallel [N / tp, H]; rows start at 16 bytes and may be up to 7 zeros wider
     weight   [V_local, H], hidden's dtype or fp32, rows as wide as hidden's

@@ -17,7 +17,7 @@ from megatron_lce.core.rows import LOWEST_LOG_P, Rows, RowTerms, Saved, inner_fa
 
 
 class CandidateGradients(NamedTuple):
-    """They are the gradients of some products of each row, which replace a slab's."""
+    """Gradients of the candidates' products, which replace the slab's."""
 
     columns: Tensor  # [N, K] int64 numbers in this shard, each once a row; -1: none
     grad: Tensor  # [N, K] fp32

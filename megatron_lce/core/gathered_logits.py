@@ -25,7 +25,7 @@ _LARGEST_ID = 2**31 - 1  # all above are of no rank
 
 
 class Ids(NamedTuple):
-    """They are M ids of N tokens, a token's one after another."""
+    """M ids of N tokens, in the tokens' order."""
 
     ids: Tensor  # [M] int64 global; negative: padding
     rows: Tensor  # [M] int64, the token of each

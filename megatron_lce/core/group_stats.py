@@ -18,20 +18,19 @@ def stats_over_group(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the whole vocabulary's extremes [E, N] and sums [`num_sums`, N], with the same bits on every rank.
 
-    And base-2 logits at the candidates' `ids` [N, K], if any, of the same blocks, as long as their hidden states are
-    there.
+    The third result is the base-2 logits at the candidates' `ids` [N, K], or None without candidates.
     """
-    options, device, parts = call.options, call.hidden.device, []
+    options, device, of_blocks = call.options, call.hidden.device, []
     logits = None if ids is None else torch.empty_like(ids, dtype=torch.float32)
     for block in tokens.blocks():
         hidden, some = block.hidden.wait(), rows.select(block.rows)
-        parts.append(stats_of_tokens(hidden, some, call, None if cache is None else cache.select(block.rows)))
+        of_blocks.append(stats_of_tokens(hidden, some, call, None if cache is None else cache.select(block.rows)))
         if ids is not None and logits is not None:
             logits[block.rows] = candidate_logits(hidden, ids[block.rows], some, call)
-    if not parts:
+    if not of_blocks:
         extremes = empty_extremes(0, options.telemetry, device)
         return extremes, empty_sums(0, options.entropy, options.telemetry, device), logits
-    return *_side_by_side(parts), logits
+    return *_side_by_side(of_blocks), logits
 
 
 def stats_of_tokens(
@@ -41,29 +40,29 @@ def stats_of_tokens(
     cache: LogitsCache | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the extremes and sums of gathered hidden states, as many at a time as the workspace has room for."""
-    parts = []
-    for part in cut(hidden.shape[0], stats_tokens(call.size, hidden.shape[0], call.options.workspace_bytes)):
-        part_cache = None if cache is None else cache.select(part)
-        parts.append(_stats_of_part(hidden[part], rows.select(part), call, part_cache))
-    return _side_by_side(parts)
+    of_ranges = []
+    for tokens in cut(hidden.shape[0], stats_tokens(call.size, hidden.shape[0], call.options.workspace_bytes)):
+        own_cache = None if cache is None else cache.select(tokens)
+        of_ranges.append(_stats_at_once(hidden[tokens], rows.select(tokens), call, own_cache))
+    return _side_by_side(of_ranges)
 
 
-def _side_by_side(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Concatenate consecutive tokens' statistics."""
-    if len(parts) == 1:
-        return parts[0]
-    extremes, sums = (torch.cat(part, dim=1) for part in zip(*parts, strict=True))
+def _side_by_side(stats: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Concatenate the statistics of consecutive tokens."""
+    if len(stats) == 1:
+        return stats[0]
+    extremes, sums = (torch.cat(each, dim=1) for each in zip(*stats, strict=True))
     return extremes, sums
 
 
-def _stats_of_part(hidden: Tensor, rows: Rows, call: Call, cache: LogitsCache | None) -> tuple[Tensor, Tensor]:
-    """Return extremes and sums over the group's vocabulary: one exchange for the extremes, one for the sums."""
+def _stats_at_once(hidden: Tensor, rows: Rows, call: Call, cache: LogitsCache | None) -> tuple[Tensor, Tensor]:
+    """Take this shard's statistics and merge them over the group."""
     backend, options, shard, num_tokens = call.backend, call.options, call.shard, hidden.shape[0]
     if shard.columns == 0:
         num_rows = packed_rows(options.entropy, options.telemetry)
-        parts = hidden.new_empty(0, num_rows, num_tokens, dtype=torch.float32)
+        of_chunks = hidden.new_empty(0, num_rows, num_tokens, dtype=torch.float32)
     else:
-        parts = backend.softmax_stats(
+        of_chunks = backend.softmax_stats(
             hidden,
             call.weight[: shard.columns],
             rows,
@@ -72,20 +71,20 @@ def _stats_of_part(hidden: Tensor, rows: Rows, call: Call, cache: LogitsCache | 
             cache=cache,
             columns_at_once=stats_columns(call.size, num_tokens, options.workspace_bytes),
         )
-    return merged_over_group(parts, call)
+    return merged_over_group(of_chunks, call)
 
 
-def merged_over_group(parts: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """Return the extremes and sums over the group's vocabulary of this shard's statistics [chunks, K, N]."""
+def merged_over_group(of_chunks: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """Merge a shard's statistics [chunks, K, N] into the group's: an exchange of extremes, then one of sums."""
     backend, options, shard = call.backend, call.options, call.shard
     entropy, telemetry = options.entropy, options.telemetry
-    all_extremes = parts
+    all_extremes = of_chunks
     if shard.columns == 0:
-        all_extremes = empty_extremes(parts.shape[2], telemetry, parts.device)[None]
+        all_extremes = empty_extremes(of_chunks.shape[2], telemetry, of_chunks.device)[None]
     if options.tp_group is not None:
         extremes = merge_extremes(all_extremes, telemetry)
         all_extremes = collectives.stack_over_group(extremes, options.tp_group)
-    extremes, sums = backend.sum_chunks(parts, all_extremes, shard.columns, entropy, telemetry)
+    extremes, sums = backend.sum_chunks(of_chunks, all_extremes, shard.columns, entropy, telemetry)
     if options.tp_group is not None:
         collectives.add_over_group(sums, options.tp_group)
     return extremes, sums

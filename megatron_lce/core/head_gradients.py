@@ -1,7 +1,4 @@
-"""Two products turn a slab's gradients of logits into those of hidden and weight.
-
-The sum of hidden's gradient over the group runs under the last product.
-"""
+"""Gradients of hidden and weight, from slabs of gradients of logits by two matrix products each."""
 
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -16,7 +13,7 @@ from megatron_lce.core.tokens import TokenBlock, Tokens
 
 
 class Slab(NamedTuple):
-    """It holds the gradients of some logits of a block, which two matrix products consume."""
+    """Gradients of some logits of a block, consumed by two matrix products."""
 
     columns: slice  # of the shard
     tokens: slice  # of the block
@@ -25,9 +22,10 @@ class Slab(NamedTuple):
 
 
 class HeadGradients:
-    """Gradients of hidden and weight, added up from slabs; a block's sum over the group runs under its last product.
+    """Sums of the hidden and weight gradients over slabs.
 
-    Without a group hidden's gradient is cast to its dtype when the slabs' memory is free.
+    With a group, a block's hidden gradient is reduced as soon as its last slab is added, under the last product for the
+    weight. Without one it is cast to its dtype when the slabs' memory is free.
     """
 
     def __init__(
@@ -94,7 +92,7 @@ def kept_slabs(grad: Tensor, factor: Tensor | None = None) -> Iterator[Slab]:
 
 
 class _HiddenGrad:
-    """It adds up a block's gradient of hidden: in one product if a slab holds all columns, else in an fp32 sum."""
+    """A block's hidden gradient: one product if a slab holds all columns, else an fp32 sum over slabs."""
 
     def __init__(self, tokens: Tokens, block: TokenBlock, call: Call) -> None:
         self._tokens, self._block, self._call = tokens, block, call
@@ -129,7 +127,7 @@ class _HiddenGrad:
 
 
 class _WeightGrad:
-    """It makes this shard's weight gradient, as a tensor of weight's dtype, or adds it to a sink's fp32 buffer."""
+    """This shard's weight gradient, in a tensor of weight's dtype, an fp32 sum, or a sink's fp32 buffer."""
 
     def __init__(self, call: Call, num_blocks: int, as_sum: bool) -> None:
         weight, self._product, self._scale = call.weight, call.product, call.backend.scale

@@ -12,7 +12,7 @@ from megatron_lce.core.validation import refuse_double_backward
 
 
 def unscaled_gradients(tokens: Tokens, call: Call) -> HeadGradients:
-    """Return what gradients are added to before the factor of backward is known."""
+    """Return empty sums of gradients that backward will scale by the loss's upstream gradient."""
     return HeadGradients(
         tokens,
         call,
@@ -23,12 +23,12 @@ def unscaled_gradients(tokens: Tokens, call: Call) -> HeadGradients:
 
 
 def unscaled_dtype(call: Call) -> torch.dtype:
-    """What hidden's gradient is held in until it is scaled: before that, fp16 may have no number for it."""
+    """Return the dtype of the unscaled hidden gradient: fp32 for fp16, whose range it may exceed until it is scaled."""
     return torch.float32 if call.hidden.dtype == torch.float16 else call.hidden.dtype
 
 
 def scales_a_sum(call: Call) -> bool:
-    """Whether the weight's gradient of a single block, too, is held in fp32 until it is scaled."""
+    """Return whether even a single block's weight gradient is held in fp32 until it is scaled."""
     return call.options.weight_grad_sink is not None or call.weight.dtype == torch.float16
 
 
@@ -38,7 +38,7 @@ def with_gradients(loss: Tensor, gradients: HeadGradients | None, call: Call, na
 
 
 class _KnownLoss(torch.autograd.Function):
-    """A scalar whose gradients are there, to be scaled by its own.
+    """A scalar loss whose gradients forward has made; backward scales them by its upstream gradient.
 
     hidden  replicated, or sharded along the sequence  -> its gradient is summed over the group
     weight  this rank's shard                          -> its gradient is complete on this rank

@@ -1,6 +1,6 @@
-"""Gradients of a block's logits, slab by slab, are made of kept exponentials or of recomputed products."""
+"""Gradients of a block's logits, slab by slab: made of the logits cache, or of recomputed products."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -13,28 +13,27 @@ from megatron_lce.core.candidates import CandidateGradients, candidate_gradients
 from megatron_lce.core.head_gradients import Slab, computed_slabs, kept_slabs
 from megatron_lce.core.logits_cache import LogitsCache
 from megatron_lce.core.options import DIFFERENTIABLE
-from megatron_lce.core.plan import Blocks, plan_blocks, slab_row_stride
-from megatron_lce.core.protocols import Backend
+from megatron_lce.core.plan import plan_blocks, slab_row_stride
 from megatron_lce.core.rows import Rows, RowTerms, Saved
 from megatron_lce.core.tokens import TokenBlock
 
 
 class LogitGradients(NamedTuple):
-    """It holds all that the gradient of any logit of any computed row is made of."""
+    """Inputs of `grad_logits` for all computed rows."""
 
     call: Call
     rows: Rows
     terms: Tensor  # [6 or 7, N] fp32, `RowTerms`
     entropy: bool  # the entropy has an upstream gradient
-    candidates: CandidateGradients | None = None  # what replaces the gradients of some products
+    candidates: CandidateGradients | None = None  # gradients that replace those of the candidates' products
 
     def select(self, tokens: slice | Tensor) -> "LogitGradients":
         candidates = None if self.candidates is None else self.candidates.select(tokens)
         return self._replace(rows=self.rows.select(tokens), terms=self.terms[:, tokens], candidates=candidates)
 
     @property
-    def want_every_logit(self) -> bool:
-        """Whether exponentials do not suffice: a mean's gradient under a softcap takes the slope at every logit."""
+    def needs_every_logit(self) -> bool:
+        """Whether exponentials do not suffice: the mean logit's gradient under a softcap needs every logit's slope."""
         return self.call.options.softcap is not None and RowTerms(*self.terms).mean_term is not None
 
     def compute(self, hidden: Tensor, tokens: slice, columns: slice, grad: Tensor) -> None:
@@ -61,7 +60,7 @@ def logit_gradients(
     upstream: dict[str, Tensor | None],  # of these rows' outputs
     kept: Sequence[Tensor],  # the candidates' ids and base-2 logprobs, or nothing
 ) -> tuple[LogitGradients, Tensor]:
-    """Return what gradients of logits are made of, and a mask [N] of rows where they are not all zero."""
+    """Return the inputs of `grad_logits`, and a mask [N] of rows with a gradient that is not zero."""
     of_candidates = None
     if kept and (grad := upstream["candidate_logprobs"]) is not None:
         of_candidates = grad.float().masked_fill(kept[0] < 0, 0.0)
@@ -80,8 +79,8 @@ def logit_gradients(
 
 
 @dataclass
-class ReadyGradients:
-    """It holds finished gradients of the first columns' products, made of a cache in its memory."""
+class CacheGradients:
+    """Gradients computed in place in the cache; they cover columns [0, C)."""
 
     grad: Tensor  # [*, C]
     factor: Tensor | None = None  # [*] fp32; the gradient is factor * grad
@@ -95,17 +94,17 @@ def gradients_of_cache(
     gradients: LogitGradients,
     cache: LogitsCache,
     hidden: Tensor | None = None,  # of the cache's rows
-) -> ReadyGradients | None:
+) -> CacheGradients | None:
     """Turn every row's kept exponentials into gradients, in place.
 
-    If the gradients `want_every_logit`, they are computed from hidden to the cache's memory; None without it.
+    If the gradients `needs_every_logit`, recompute them from hidden into the cache's memory; None without hidden.
     """
-    if gradients.want_every_logit:
+    if gradients.needs_every_logit:
         if hidden is None:
             return None
         num_tokens, num_columns = cache.exp.shape
         gradients.compute(hidden, slice(0, num_tokens), slice(0, num_columns), cache.exp)
-        return ReadyGradients(cache.exp)
+        return CacheGradients(cache.exp)
     call = gradients.call
     scaled_hidden = cache.exp.shape[0] * call.weight.shape[1] * call.weight.element_size()
     factor = call.backend.grad_logits_from_cache(
@@ -121,42 +120,47 @@ def gradients_of_cache(
     )
     if gradients.candidates is not None:
         call.backend.write_columns(cache.exp, *gradients.candidates)
-    return ReadyGradients(cache.exp, factor)
+    return CacheGradients(cache.exp, factor)
 
 
 def grad_logits_slabs(
-    gradients: LogitGradients, block: TokenBlock, bytes_per_column: int, ready: ReadyGradients | None
+    gradients: LogitGradients, block: TokenBlock, bytes_per_column: int, of_cache: CacheGradients | None
 ) -> Iterator[Slab]:
-    """Yield the gradients of a block's products: first those that are ready, then the others in one reused buffer."""
-    block_gradients, hidden, call = gradients.select(block.rows), block.hidden, gradients.call
-    num_tokens, num_columns = block_gradients.rows.labels.shape[0], call.shard.columns
-    slabs = partial(computed_slabs, call.weight, num_tokens)
-
-    def blocks(columns: int) -> Blocks:
-        stride, workspace = slab_row_stride(columns), call.options.workspace_bytes
-        return plan_blocks(num_tokens, stride, workspace, call.size.slab, per_column_if_tokens_are_cut=bytes_per_column)
-
+    """Yield a block's gradients: the cache's, if any, then those of recomputed products in one reused buffer."""
     first = 0
-    if ready is not None:
-        first = ready.grad.shape[1]
-        if ready.rows is None:
-            factor = None if ready.factor is None else ready.factor[block.rows]
-            yield from kept_slabs(ready.grad[block.rows], factor)
-        else:
-            copy = partial(_copy_rows, ready, ready.rows[block.rows], call.backend)
-            yield from slabs(slice(0, first), blocks(first), copy)
-            del copy
+    if of_cache is not None:
+        first = of_cache.grad.shape[1]
+        yield from _slabs_of_cache(of_cache, block, gradients.call, bytes_per_column)
         if block.is_last:
-            ready.free()
-    if first < num_columns:
-        compute = partial(block_gradients.compute, hidden.wait())
-        yield from slabs(slice(first, num_columns), blocks(num_columns - first), compute)
+            of_cache.free()
+    recomputed = slice(first, gradients.call.shard.columns)
+    if recomputed.start < recomputed.stop:
+        compute = partial(gradients.select(block.rows).compute, block.hidden.wait())
+        yield from _filled_slabs(recomputed, block, gradients.call, bytes_per_column, compute)
 
 
-def _copy_rows(
-    ready: ReadyGradients, rows: Tensor, backend: Backend, tokens: slice, columns: slice, out: Tensor
-) -> None:
-    """Copy some rows and columns of the ready gradients, times their factor, to `out`."""
-    torch.index_select(ready.grad[:, columns], 0, rows[tokens], out=out)
-    if ready.factor is not None:
-        backend.scale(out, ready.factor[rows[tokens]], out, accumulate=False)
+def _slabs_of_cache(of_cache: CacheGradients, block: TokenBlock, call: Call, bytes_per_column: int) -> Iterator[Slab]:
+    """Yield the block's part of the cache as it lies there, or copies of the rows that backward computes."""
+    grad, factor = of_cache.grad, of_cache.factor
+    if of_cache.rows is None:
+        yield from kept_slabs(grad[block.rows], None if factor is None else factor[block.rows])
+        return
+    rows = of_cache.rows[block.rows]
+
+    def copy(tokens: slice, columns: slice, out: Tensor) -> None:
+        torch.index_select(grad[:, columns], 0, rows[tokens], out=out)
+        if factor is not None:
+            call.backend.scale(out, factor[rows[tokens]], out, accumulate=False)
+
+    yield from _filled_slabs(slice(0, grad.shape[1]), block, call, bytes_per_column, copy)
+
+
+def _filled_slabs(
+    columns: slice, block: TokenBlock, call: Call, bytes_per_column: int, fill: Callable[[slice, slice, Tensor], None]
+) -> Iterator[Slab]:
+    """Yield slabs of these columns that `fill(tokens, columns, grad)` writes, as wide as the workspace allows."""
+    num_tokens, stride = block.rows.stop - block.rows.start, slab_row_stride(columns.stop - columns.start)
+    blocks = plan_blocks(
+        num_tokens, stride, call.options.workspace_bytes, call.size.slab, per_column_if_tokens_are_cut=bytes_per_column
+    )
+    yield from computed_slabs(call.weight, num_tokens, columns, blocks, fill)

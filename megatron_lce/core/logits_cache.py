@@ -12,11 +12,12 @@ from megatron_lce.core.products import with_zeros_behind
 
 @dataclass
 class LogitsCache:
-    """It keeps 2^(z - reference) of the first columns in the inputs' dtype, a reference for each row of each chunk.
+    """Kept exponentials 2^(z - reference) of the first columns, in the inputs' dtype; one reference per row and chunk.
 
     `softmax_stats` of the Triton backend chooses the reference: 0 if the dtype's range holds the chunk's largest logit,
-    else that logit. With 0 throughout a row, its exponentials have one denominator. A call with an entropy or a softcap
-    takes the largest logit always: its gradient takes the logarithm of what was kept, which is exact for the largest.
+    else that logit. If every reference of a row is 0, one factor turns its exponentials into probabilities. A call with
+    an entropy or a softcap always takes the largest logit: its gradient needs the logarithm of the kept exponential,
+    which is exact for the largest.
     """
 
     exp: Tensor  # [N, C], rows a multiple of `SLAB_ROW_STEP` apart, zeros behind them

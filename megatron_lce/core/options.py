@@ -54,7 +54,7 @@ class WeightGradSink(Protocol):
 
 @dataclass(frozen=True)
 class Options:
-    """They are the keywords of `linear_cross_entropy`, which documents them."""
+    """Keywords of `linear_cross_entropy`, which documents them."""
 
     tp_group: ProcessGroup | None = None
     sequence_parallel: bool = False
@@ -89,7 +89,7 @@ def new_outputs(num_rows: int, options: Options, device: torch.device) -> Linear
 
 
 class Shard(NamedTuple):
-    """It is this rank's part of the vocabulary."""
+    """This rank's part of the vocabulary."""
 
     start: int  # the global id of its first column
     columns: int  # number of columns of vocabulary; the others, behind them, are padding

@@ -1,4 +1,4 @@
-"""The numbers of a token beside its hidden state: what it brings, what backward keeps of it, and their factors."""
+"""Per-row numbers of a call: its inputs, its softmax, and the terms of its gradient."""
 
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ NUM_TERMS = 6
 
 
 class Rows(NamedTuple):
-    """They hold what each token brings, [N] each."""
+    """Inputs of each row beside its hidden state, [N] each."""
 
     labels: Tensor  # int32, local to this shard; -1: owned by another rank, by none, or ignored
     scale: Tensor  # fp32 factor from products (or their tanh) to base-2 logits; NaN if the temperature is unusable
@@ -32,7 +32,7 @@ class Rows(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """Forward saves these results for backward, [N] each, in base 2.
+    """Softmax of each row over the whole vocabulary, saved for backward, [N] each, base 2.
 
     The log-sum-exp has two parts, so that log2 p = (z - max_logit) - log_sum keeps its last digits for any z.
     """
@@ -45,7 +45,7 @@ class Saved(NamedTuple):
 
 
 class RowTerms(NamedTuple):
-    """The gradient of any logit of a token follows from these numbers: rows of [6, N] fp32, or of [7, N].
+    """Terms from which the gradient of any logit of a row follows: rows of [6, N] fp32, or of [7, N].
 
     With p = 2^t, t = (z - max_logit) - log_sum, and each output's own upstream gradient g,
 

@@ -1,4 +1,4 @@
-"""Statistics of a softmax are taken of chunks of the vocabulary, and merge to the same bits in any order.
+"""Softmax statistics of chunks of the vocabulary, which merge to the same bits in any order.
 
 All logits are in base 2 (z * log2 e), which is what the exponential unit of a GPU computes. A chunk has at most
 `CHUNK_COLUMNS` columns. With m the largest logit of a chunk,
@@ -38,7 +38,7 @@ UNIT = 2.0**-36  # S and T are integers times this: 2^63 units are the sum of 2^
 
 
 class Extremes(NamedTuple):
-    """They are the rows of a packed [..., E, N] fp32 tensor, in order."""
+    """Rows of a packed [..., E, N] fp32 tensor, in order."""
 
     max_logit: Tensor
     label_logit: Tensor  # -inf if the label is none of the columns

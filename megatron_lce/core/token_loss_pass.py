@@ -1,4 +1,4 @@
-"""What `megatron_lce.token_loss` does with a block of tokens, which goes all the way to its gradients at once."""
+"""The pass of `megatron_lce.token_loss`: each block of tokens goes from statistics to gradients at once."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -128,7 +128,7 @@ class _Losses:
 
 
 def checked_losses(result: Any, num_tokens: int) -> tuple[Tensor, Metrics]:
-    """What the caller's loss returned, as losses and metrics."""
+    """Return the losses and metrics in what the caller's loss returned."""
     if isinstance(result, tuple) and len(result) != 2:
         raise TypeError(f"loss must return a tensor [n], or a pair of it and a dict, got a tuple of {len(result)}")
     losses, metrics = result if isinstance(result, tuple) else (result, {})
