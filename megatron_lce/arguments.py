@@ -67,11 +67,14 @@ def checked_together(
     if takes_dtensors:
         hidden, weight, labels, options, largest_shard = localised(hidden, weight, labels, options)
     hidden, weight, labels = (collectives.waited(tensor) for tensor in (hidden, weight, labels))
+    temperature, candidates = collectives.waited(options.temperature), collectives.waited(options.candidates)
+    options = replace(options, temperature=temperature, candidates=candidates)
     if torch.compiler.is_compiling():
         ranks = validation.check_group(options.tp_group, group_name)
         yield Checks(name, hidden, weight, labels, options, Agreement(ranks), names, has_reference, is_traced=True)
         return
-    called_with = {"operation": name, **(own or {}), **_describe(hidden, weight, labels, options, names)}
+    own, described = own or {}, _describe(hidden, weight, labels, options, names)
+    called_with = {"operation": name, **own, **described, **own}  # own first, and in place of an option of that name
     changing = {f"the shape of {names[0]}": validation.shape_of(hidden)}
     limits: dict[str, Any] = {"largest_shard": largest_shard, "vocab_size": options.vocab_size}
     with agreement(
@@ -115,21 +118,20 @@ class Checks:
             validation.check_head(hidden_name, self.hidden, weight_name, self.weight)
         return validation.labels_shape(hidden_name, self.hidden, self._shards)
 
-    def rest(self, labels: Tensor, options: Options | None = None) -> None:
-        """Check labels, and the options, which the operation may have made of its own arguments."""
-        options = options or self.options
-        temperature, candidates = collectives.waited(options.temperature), collectives.waited(options.candidates)
-        self.labels, self.options = labels, replace(options, temperature=temperature, candidates=candidates)
+    def rest(self, labels: Tensor | None = None, options: Options | None = None) -> None:
+        """Check labels and options; the operation passes those that it made of its own arguments."""
+        self.labels = labels = self.labels if labels is None else labels
+        self.options = options = self.options if options is None else options
         if self.is_traced:
             return
-        options, ranks, hidden, weight = self.options, self._agreed.ranks, self.hidden, self.weight
+        ranks, hidden, weight = self._agreed.ranks, self.hidden, self.weight
         for name in ("entropy", "telemetry", "reduce_grad_hidden"):
             validation.check_flag(name, getattr(options, name))
         validation.check_labels_of(self._names[0], hidden, labels, self._shards, self._names[2])
-        validation.check_temperature(temperature, labels.shape, labels.device)
+        validation.check_temperature(options.temperature, labels.shape, labels.device)
         validation.check_number("logits_scale", options.logits_scale)
-        if candidates is not None:
-            validation.check_candidates(candidates, labels)
+        if options.candidates is not None:
+            validation.check_candidates(options.candidates, labels)
         validation.check_integer("ignore_index", options.ignore_index)
         validation.check_skip_ignored(options.skip_ignored, labels.numel())
         validation.check_options(options)

@@ -213,10 +213,10 @@ def torch_linear_cross_entropy(
         checks.head()
         check_reduction(reduction)
         check_classes(weight, label_smoothing, linear_weight.shape[0] * collectives.group_size(tp_group), input)
-        target = checks.labels
-        checks.rest(target)
+        checks.rest()
     out = outputs_of(checks)
     num_classes = linear_weight.shape[0] * collectives.group_size(tp_group)
+    target = checks.labels
     takes_part, loss = target != ignored, -out.logprobs
     counted = takes_part.float()
     if weight is not None:

@@ -41,7 +41,7 @@ def check_supported(
             "megatron_lce.linear_cross_entropy has workspace_bytes"
         )
     if weight_and_smoothing:
-        raise NotImplementedError("weight must be None beside label_smoothing")
+        raise NotImplementedError("weight must be None where label_smoothing is not 0, got both")
     if isinstance(linear_weight, Tensor) and linear_weight.dim() > 2:
         raise NotImplementedError(
             "linear_weight must be [V, H]: losses over further dimensions of classes are not supported, "

@@ -43,7 +43,7 @@ def as_one_node(hidden: Tensor, weight: Tensor, labels: Tensor, options: Options
     }
     given = replace(options, **changed)
     # It makes one node of equal ones, and kept logits serve one backward. No two empty tensors are equal.
-    tensors = hidden, weight, labels, torch.empty(0, device=hidden.device)
+    tensors = hidden, weight, labels, torch.empty(0, dtype=torch.uint8, device=hidden.device)
     needs_grad = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (hidden, weight)]
     inputs = *tensors, *(getattr(given, name) for name in _NAMES[4:-1]), needs_grad
     outputs, _ = torch.ops.megatron_lce.linear_cross_entropy(*inputs)
@@ -75,7 +75,7 @@ def _call_and_context(inputs: Any) -> tuple[Call, Any]:
     hidden, weight, labels = inputs[:3]
     with checked_together("linear_cross_entropy", hidden, weight, labels, _options(inputs)) as checks:
         checks.head()
-        checks.rest(labels)
+        checks.rest()
     call = checks.call()
     ctx = SimpleNamespace(call=call, num_tokens=call.labels.shape[0], needs_input_grad=inputs[-1], cached=False)
     ctx.save_for_backward = lambda *tensors: setattr(ctx, "saved_tensors", tensors)
@@ -103,7 +103,7 @@ def _(*inputs: Any) -> tuple[list[Tensor], list[Tensor]]:
     rows, agreed = options.skip_ignored, Agreement(collectives.group_size(options.tp_group))
     checks = Checks("linear_cross_entropy", hidden, weight, labels, replace(options, skip_ignored=False), agreed)
     checks.head()
-    checks.rest(labels)
+    checks.rest()
     options, shard = checks.options, checks.shard
     flat_outputs = new_outputs(labels.numel(), options, labels.device)
     outputs = [x.view(*labels.shape, *x.shape[1:]) for x in flat_outputs if x is not None]

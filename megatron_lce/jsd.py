@@ -151,12 +151,13 @@ def linear_jsd(
         shape = checks.head()
         _check(student, teacher, beta, shape, token_weights, teacher_temperature)
         validation.check_flag("return_student", return_student)
+        if labels is None and return_student:
+            raise ValueError("labels must be given for return_student, got None")
         if labels is None:
-            if return_student:
-                raise ValueError("labels must be given for return_student, got None")
-            counted = int(ignore_index == 0)  # a label that is not ignored
-            labels = torch.full(shape, counted, dtype=torch.int64, device=student_hidden.device)
-        checks.rest(labels)
+            labels = student_hidden.new_full(shape, int(ignore_index == 0), dtype=torch.int64)  # no row is ignored
+            checks.rest(labels)
+        else:
+            checks.rest()
     call = replace(checks.call(), product=product)
     step = 16 // teacher_hidden.element_size()
     heads = Heads(

@@ -78,9 +78,7 @@ def call_of_head(
         check_keywords(name, keywords, known)
         shape = checks.head()
         check(shape)
-        if labels is None:
-            labels = torch.zeros(shape, dtype=torch.int64, device=hidden.device)
-        checks.rest(labels)
+        checks.rest(torch.zeros(shape, dtype=torch.int64, device=hidden.device) if labels is None else None)
     return checks.call()
 
 

@@ -104,11 +104,11 @@ def linear_token_loss(
             raise TypeError(f"loss must be a function of the outputs and of per_token, got {type(loss).__name__}")
         for index, tensor in enumerate(per_token):
             check_per_token(f"per_token[{index}]", tensor, shape, hidden.device, first=True)
-        checks.rest(labels)
+        checks.rest()
     call = checks.call()
-    flat = [tensor.reshape(labels.numel(), *tensor.shape[labels.dim() :]) for tensor in per_token]
+    flat = [tensor.reshape(call.labels.shape[0], *tensor.shape[len(call.shape) :]) for tensor in per_token]
     total, outputs, metrics = _run(name, call, _seen_once(loss), flat)
-    return TokenLoss(total, *shaped((outputs, metrics), labels.shape))
+    return TokenLoss(total, *shaped((outputs, metrics), call.shape))
 
 
 def linear_token_losses(
@@ -134,11 +134,11 @@ def linear_token_losses(
     name = "linear_token_losses"
     with checked_together(name, hidden, weight, labels, Options(**options)) as checks:
         checks.head()
-        checks.rest(labels)
+        checks.rest()
     call = checks.call()
     total, outputs, _ = _run(name, call, lambda outputs: -outputs.logprobs, ())
     counted = call.labels != call.options.ignore_index
-    return shaped((LossesOfSum.apply(total, -outputs.logprobs, counted, promise), outputs), labels.shape)
+    return shaped((LossesOfSum.apply(total, -outputs.logprobs, counted, promise), outputs), call.shape)
 
 
 def _run(

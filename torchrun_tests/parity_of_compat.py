@@ -58,34 +58,36 @@ def run_megatrons_call(group: ProcessGroup, device: torch.device, report: Report
 
 
 def run_torchs_call(group: ProcessGroup, device: torch.device, report: Report) -> None:
-    """`compat.torch_linear_cross_entropy` with class weights and label smoothing over a group."""
+    """`compat.torch_linear_cross_entropy` over a group: class weights, label smoothing, DTensors."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     problem = Problem(Case(""), ranks, device)
     shard = slice(problem.starts[rank], problem.starts[rank + 1])
     factors = torch.linspace(0.5, 2.0, problem.starts[-1], device=device)
-    keywords = {"label_smoothing": 0.2, "weight": factors}
 
-    def evaluated(function: Any, part: slice, *target: Tensor, **others: Any) -> list[Tensor]:
+    def evaluated(function: Any, part: slice, *target: Tensor, **keywords: Any) -> list[Tensor]:
         hidden, weight = (t.clone().requires_grad_() for t in (problem.hidden, problem.weight[part]))
-        loss = function(hidden, weight, *target, **keywords, **others)
+        loss = function(hidden, weight, *target, **keywords)
         return [loss.detach(), *torch.autograd.grad(loss, (hidden, weight))]
 
     def materialised(hidden: Tensor, head: Tensor, target: Tensor, **others: Any) -> Tensor:
         return torch.nn.functional.cross_entropy((hidden @ head.T).flatten(0, 1), target.flatten(), **others)
 
-    actual = evaluated(compat.torch_linear_cross_entropy, shard, problem.labels, tp_group=group)
-    expected = evaluated(materialised, slice(None), problem.labels)
-    for name, one, other in zip(("loss", "grad_hidden", "grad_weight"), actual, expected, strict=True):
-        report.compare(f"torch's call: {name}", one, other[shard] if name == "grad_weight" else other, 1e-5)
+    for keyword, value in (("label_smoothing", 0.2), ("weight", factors)):
+        given: dict[str, Any] = {keyword: value}
+        actual = evaluated(compat.torch_linear_cross_entropy, shard, problem.labels, tp_group=group, **given)
+        expected = evaluated(materialised, slice(None), problem.labels, **given)
+        for name, one, other in zip(("loss", "grad_hidden", "grad_weight"), actual, expected, strict=True):
+            other = other[shard] if name == "grad_weight" else other
+            report.compare(f"torch's call with {keyword}: {name}", one, other, 1e-5)
     mesh = DeviceMesh.from_group(group, device.type)
     placed = (
         distribute_tensor(problem.hidden, mesh, [Replicate()]),
         distribute_tensor(problem.weight, mesh, [Shard(0)]),
     )
     report.compare(
-        "torch's call: loss of DTensors",
-        compat.torch_linear_cross_entropy(*placed, problem.labels),
-        materialised(problem.hidden, problem.weight, problem.labels),
+        "torch's call with DTensors and label_smoothing: loss",
+        compat.torch_linear_cross_entropy(*placed, problem.labels, label_smoothing=0.2),
+        materialised(problem.hidden, problem.weight, problem.labels, label_smoothing=0.2),
         1e-5,
     )
 
