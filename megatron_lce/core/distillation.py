@@ -186,27 +186,25 @@ def _fill_stats(heads: Heads, stats: Tensor, call: Call, tokens_at_once: int, al
 
     For these tokens ranks exchange both softmaxes, and then the sums.
     """
-    group, read, all_columns = call.options.tp_group, call.backend.read_products, slice(0, call.shard.columns)
+    group, backend, all_columns = call.options.tp_group, call.backend, slice(0, call.shard.columns)
     memory = _products_memory(heads, min(tokens_at_once, stats.shape[1]), call.shard.columns)
     for tokens in cut(stats.shape[1], tokens_at_once):
         block, block_stats = heads.block(tokens, all_columns), stats[:, tokens]
-        gradient = None if all_gradients is None else all_gradients[tokens]
         softmaxes, sums = block_stats[:SOFTMAX_ROWS], block_stats[SOFTMAX_ROWS:]
         products = _products(block, memory) if call.shard.columns > 0 else None
-        if products is None:
+        if products is not None:
+            backend.softmaxes_of_products(block, products, block_stats)
+        else:
             block_stats.zero_()
             softmaxes[::2] = -torch.inf  # the largest of no logits
-        elif group is None:
-            read(block, products, block_stats, gradient, softmaxes=True, divergence=True)
-        else:
-            read(block, products, block_stats, softmaxes=True)
         if group is not None:
             softmaxes.copy_(merged_softmaxes(collectives.stack_over_group(softmaxes, group)))
-            if products is not None:
-                read(block, products, block_stats, divergence=True)
+        if products is not None:
+            backend.divergence_of_products(block, products, block_stats)
+        if group is not None:
             sums.copy_(collectives.stack_over_group(sums, group).sum(dim=0))
-            if products is not None and gradient is not None:
-                read(block, products, block_stats, gradient)
+        if products is not None and all_gradients is not None:
+            backend.gradient_of_products(block, products, block_stats, all_gradients[tokens])
 
 
 def _recomputed_slabs(heads: Heads, stats: Tensor, call: Call, bytes_per_column: int) -> Iterator[Slab]:
@@ -220,7 +218,7 @@ def _recomputed_slabs(heads: Heads, stats: Tensor, call: Call, bytes_per_column:
 
     def compute(tokens: slice, columns: slice, grad: Tensor) -> None:
         block = heads.block(tokens, columns)
-        call.backend.read_products(block, _products(block, memory), stats[:, tokens], grad)
+        call.backend.gradient_of_products(block, _products(block, memory), stats[:, tokens], grad)
 
     yield from computed_slabs(heads.student.hidden, num_tokens, slice(0, num_columns), blocks, compute)
 

@@ -139,23 +139,25 @@ class Backend(Protocol):
         """Write values to some columns of each row."""
 
     def intermediate_bytes(self, num_columns: int) -> int:
-        """Return the bytes per token that `read_products` takes for that many columns beside its arguments."""
+        """Return the bytes per token that a reading of products with so many columns takes beside its arguments."""
 
-    def read_products(
+    # Readings of the student's and the teacher's products with C columns, [2, N, C] fp32, rows a multiple of
+    # `SLAB_ROW_STEP` apart. `stats` [6 or 9, N] is packed `JsdStats`.
+
+    def softmaxes_of_products(self, heads: Heads, products: Tensor, stats: Tensor) -> None:
+        """Fill the first `SOFTMAX_ROWS` rows of `stats`, of these columns."""
+
+    def divergence_of_products(self, heads: Heads, products: Tensor, stats: Tensor) -> None:
+        """Fill the other rows of `stats` from the first, which may be those of more columns than C."""
+
+    def gradient_of_products(
         self,
-        heads: Heads,  # of N tokens and C columns
-        products: Tensor,  # [2, N, C] fp32, of the student and the teacher, rows a multiple of `SLAB_ROW_STEP` apart
-        stats: Tensor,  # [6 or 9, N], packed `JsdStats`
-        gradient: Tensor | None = None,  # [N, C] of the student's dtype, rows as far apart as the products'
-        *,
-        softmaxes: bool = False,
-        divergence: bool = False,
+        heads: Heads,  # with a coefficient
+        products: Tensor,
+        stats: Tensor,
+        gradient: Tensor,  # [N, C] out, of the student's dtype, rows as far apart as the products'
     ) -> None:
-        """Read both heads' products with C columns up to three times.
-
-        `softmaxes` fills the first four rows of `stats`; `divergence` fills the others from them; `gradient` is filled
-        from both. Rows that are not asked for are read if needed: they may be those of more columns than C.
-        """
+        """Write the gradient of the student's products, from statistics that may be of more columns than C."""
 
     def product(self, a: Tensor, b: Tensor, out: Tensor, *, accumulate: bool) -> None:
         """Compute `out = a @ b`, or `out += ...`, as `megatron_lce.core.products` does or better."""

@@ -1,4 +1,6 @@
-"""`read_products` of `megatron_lce.jsd` in plain torch, a chunk of columns at a time."""
+"""Readings of both heads' products of `megatron_lce.jsd`, in plain torch, a chunk of columns at a time."""
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -12,29 +14,26 @@ _CHUNK_COLUMNS = 1024  # columns that are read together
 
 
 def intermediate_bytes(num_columns: int) -> int:
-    """Bytes per token of a chunk's intermediates, six fp32 numbers a logit."""
-    return 6 * 4 * min(num_columns, _CHUNK_COLUMNS)
+    return 6 * 4 * min(num_columns, _CHUNK_COLUMNS)  # six fp32 numbers a logit
 
 
-def read_products(
-    heads: Heads,
-    products: Tensor,  # [2, N, C]
-    stats: Tensor,  # [6 or 9, N]
-    gradient: Tensor | None = None,
-    *,
-    softmaxes: bool = False,
-    divergence: bool = False,
-) -> None:
-    """Read the products chunk by chunk for softmax statistics, for the sums, and for the gradient: see `Backend`."""
-    chunks = list(cut(products.shape[2], _CHUNK_COLUMNS))
-    if softmaxes:
-        stats[:SOFTMAX_ROWS] = merged_softmaxes(torch.stack([_chunk_stats(heads, products[:, :, c]) for c in chunks]))
-    if divergence:
-        sums = [_chunk_divergence(heads, products, c, stats) for c in chunks]
-        stats[SOFTMAX_ROWS:] = torch.stack(sums).sum(dim=0)
-    if gradient is not None:
-        for c in chunks:
-            _chunk_gradient(heads, products[:, :, c], stats, gradient[:, c])
+def softmaxes_of_products(heads: Heads, products: Tensor, stats: Tensor) -> None:
+    of_chunks = [_chunk_stats(heads, products[:, :, columns]) for columns in _chunks(products)]
+    stats[:SOFTMAX_ROWS] = merged_softmaxes(torch.stack(of_chunks))
+
+
+def divergence_of_products(heads: Heads, products: Tensor, stats: Tensor) -> None:
+    of_chunks = [_chunk_divergence(heads, products, columns, stats) for columns in _chunks(products)]
+    stats[SOFTMAX_ROWS:] = torch.stack(of_chunks).sum(dim=0)
+
+
+def gradient_of_products(heads: Heads, products: Tensor, stats: Tensor, gradient: Tensor) -> None:
+    for columns in _chunks(products):
+        _chunk_gradient(heads, products[:, :, columns], stats, gradient[:, columns])
+
+
+def _chunks(products: Tensor) -> Iterator[slice]:
+    return cut(products.shape[2], _CHUNK_COLUMNS)
 
 
 # A function for each chunk: its tensors are free before the next chunk's are allocated.

@@ -3,7 +3,12 @@
 import torch
 from torch import Tensor
 
-from megatron_lce.backends.torch.divergence import intermediate_bytes, read_products
+from megatron_lce.backends.torch.divergence import (
+    divergence_of_products,
+    gradient_of_products,
+    intermediate_bytes,
+    softmaxes_of_products,
+)
 from megatron_lce.backends.torch.gathered import gathered_logits, gathered_sums, write_columns
 from megatron_lce.backends.torch.row_numbers import finish, largest_logit, prepare_rows, row_terms
 from megatron_lce.core.logits_cache import LogitsCache

@@ -1,8 +1,13 @@
-"""`read_products` of `megatron_lce.jsd`: a program reads a row of both heads' products up to three times.
+"""Kernels of `megatron_lce.jsd`, each of which reads rows of both heads' products once.
 
-A row's gradient needs its divergence, which needs both softmaxes. The results of a reading stay in registers for the
-next, or come from memory if other columns contribute. Only reading takes time: a GPU's caches cannot hold the products.
+    _softmaxes_kernel      -> student_max, student_sum, teacher_max, teacher_sum
+    _divergence_kernel     -> divergence, student_kl (, expected, label_logit, label_owned)
+    _gradient_kernel       -> gradient of the student's products
+
+Between them the ranks merge the softmaxes, then the sums. Only reading takes time.
 """
+
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -20,47 +25,45 @@ _NEIGHBOURS = tl.constexpr(4)  # columns that share a running maximum, as many a
 
 
 def intermediate_bytes(num_columns: int) -> int:
-    """Bytes per token beside the arguments, 0 as nothing is allocated."""
     return 0
 
 
-def read_products(
-    heads: Heads,
-    products: Tensor,  # [2, N, C]
-    stats: Tensor,  # [6 or 9, N]
-    gradient: Tensor | None = None,
-    *,
-    softmaxes: bool = False,
-    divergence: bool = False,
-) -> None:
-    """Read the products for softmax statistics, sums and gradient in one launch: see `Backend`."""
-    student, teacher, beta, labels, coefficient = heads
+def softmaxes_of_products(heads: Heads, products: Tensor, stats: Tensor) -> None:
+    _launch(_softmaxes_kernel, heads, products, stats)
+
+
+def divergence_of_products(heads: Heads, products: Tensor, stats: Tensor) -> None:
+    _launch(_divergence_kernel, heads, products, stats, heads.labels, *_mixture(heads.beta))
+
+
+def gradient_of_products(heads: Heads, products: Tensor, stats: Tensor, gradient: Tensor) -> None:
+    assert gradient.stride() == products.stride()[1:]
+    _launch(_gradient_kernel, heads, products, stats, heads.coefficient, gradient, *_mixture(heads.beta))
+
+
+def _mixture(beta: float) -> tuple[float, float, bool, bool, bool]:
+    """Return the weights of teacher and student, and which of the three formulas they ask for."""
+    return float(beta), 1.0 - beta, beta == 0, beta == 1, beta <= 0.5  # fp32 would lose digits of 1 - beta
+
+
+def _launch(kernel: Any, heads: Heads, products: Tensor, stats: Tensor, *own: Any) -> None:
+    student, teacher = heads.student, heads.teacher
     _, num_tokens, num_columns = products.shape
-    assert gradient is None or (coefficient is not None and gradient.stride() == products.stride()[1:])
     block_n = tiles.rows_of_program(1, num_tokens)
     columns = min(COLUMNS, max(256, triton.next_power_of_2(num_columns)))  # a narrow shard fills fewer, and fewer warps
-    _read_products_kernel[(ceil_div(num_tokens, block_n),)](
+    kernel[(ceil_div(num_tokens, block_n),)](
         products[0],
         products[1],
         student.scale,
         teacher.scale,
-        labels,
+        student.softcap_scale,
+        teacher.softcap_scale,
         stats,
-        None if gradient is None else coefficient,
-        gradient,
         num_tokens,
         num_columns,
         products.stride(1),
         stats.stride(0),
-        student.softcap_scale,
-        teacher.softcap_scale,
-        float(beta),
-        1.0 - beta,
-        SOFTMAXES=softmaxes,
-        DIVERGENCE=divergence,
-        FORWARD_KL=beta == 0,
-        REVERSE_KL=beta == 1,
-        STUDENT_LEADS=beta <= 0.5,
+        *own,
         BLOCK_N=block_n,
         BLOCK_V=columns,
         num_warps=max(1, WARPS * columns // COLUMNS),
@@ -69,134 +72,175 @@ def read_products(
 
 
 @triton.jit(do_not_specialize=["N", "V", "stats_stride"])
-def _read_products_kernel(
+def _softmaxes_kernel(
     student_ptr,  # [N, V] fp32 products, rows row_stride apart
     teacher_ptr,  # as the student's
     student_scale_ptr,  # [N] fp32
     teacher_scale_ptr,
-    label_ptr,  # [N] int32, or None: no student's outputs
-    stats_ptr,  # [6, N] fp32, or [9, N] with labels, rows stats_stride apart
-    coefficient_ptr,  # [N] fp32, or None
-    out_ptr,  # [N, V] out, rows row_stride apart, or None: no gradient
+    student_softcap_scale,  # or None
+    teacher_softcap_scale,
+    stats_ptr,  # [4 or more, N] fp32 out, rows stats_stride apart
     N,
     V,
     row_stride,
     stats_stride,
-    student_softcap_scale,  # or None
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Largest logit and sum of exponentials of both heads."""
+    rows, row_mask, first = _rows_of_program(N, row_stride, BLOCK_N)
+    student_scale, teacher_scale = tl.load(student_scale_ptr + rows), tl.load(teacher_scale_ptr + rows)
+    nothing = tl.zeros((BLOCK_N, BLOCK_V // _NEIGHBOURS), tl.float32)
+    student_max, student_sum = nothing + MASKED_LOGIT, nothing
+    teacher_max, teacher_sum = nothing + MASKED_LOGIT, nothing
+    for column in range(0, V, BLOCK_V):
+        places, stored, wanted = _places(first, column, V, row_stride, BLOCK_V)
+        student, _ = _logits(student_ptr + places, stored, wanted, student_scale, student_softcap_scale)
+        teacher, _ = _logits(teacher_ptr + places, stored, wanted, teacher_scale, teacher_softcap_scale)
+        student_max, student_sum = _with_more(student_max, student_sum, student)
+        teacher_max, teacher_sum = _with_more(teacher_max, teacher_sum, teacher)
+    student_max, student_sum = _joined(student_max, student_sum)
+    teacher_max, teacher_sum = _joined(teacher_max, teacher_sum)
+    stats = stats_ptr + rows
+    tl.store(stats, student_max, row_mask)
+    tl.store(stats + stats_stride, student_sum, row_mask)
+    tl.store(stats + 2 * stats_stride, teacher_max, row_mask)
+    tl.store(stats + 3 * stats_stride, teacher_sum, row_mask)
+
+
+@triton.jit(do_not_specialize=["N", "V", "stats_stride"])
+def _divergence_kernel(
+    student_ptr,  # this and the next five as in `_softmaxes_kernel`
+    teacher_ptr,
+    student_scale_ptr,
+    teacher_scale_ptr,
+    student_softcap_scale,
     teacher_softcap_scale,
+    stats_ptr,  # [6, N] fp32, or [9, N] with labels, rows stats_stride apart; out from the fifth row on
+    N,
+    V,
+    row_stride,
+    stats_stride,
+    label_ptr,  # [N] int32, or None: no student's outputs
     teacher_weight,  # beta
-    student_weight,  # 1 - beta, computed in fp64: fp32 would lose digits
-    SOFTMAXES: tl.constexpr,
-    DIVERGENCE: tl.constexpr,
+    student_weight,  # 1 - beta
     FORWARD_KL: tl.constexpr,
     REVERSE_KL: tl.constexpr,
     STUDENT_LEADS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Read rows of both heads' products: for their softmaxes, for their sums, and for the student's gradient."""
-    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
-    row_mask = rows < N
-    rows = tl.minimum(rows, N - 1)
-    first = rows.to(tl.int64) * row_stride
+    """These columns' part of the divergence, of KL(p_student || m), and of the student's outputs."""
+    rows, row_mask, first = _rows_of_program(N, row_stride, BLOCK_N)
+    student_scale, teacher_scale = tl.load(student_scale_ptr + rows), tl.load(teacher_scale_ptr + rows)
     stats = stats_ptr + rows
-    student_scale = tl.load(student_scale_ptr + rows)
-    teacher_scale = tl.load(teacher_scale_ptr + rows)
+    student_max, student_sum, teacher_max, teacher_sum = _softmaxes(stats, stats_stride)
+    log_sums, unless_nan = tl.log2(student_sum / teacher_sum), (student_sum + teacher_sum) * 0.0
     nothing = tl.zeros((BLOCK_N, BLOCK_V // _NEIGHBOURS), tl.float32)
-
-    if SOFTMAXES:
-        student_max, student_sum = nothing + MASKED_LOGIT, nothing
-        teacher_max, teacher_sum = nothing + MASKED_LOGIT, nothing
-        for column in range(0, V, BLOCK_V):
-            places, stored, wanted = _places(first, column, V, row_stride, BLOCK_V)
-            student, _ = _logits(student_ptr + places, stored, wanted, student_scale, student_softcap_scale)
-            teacher, _ = _logits(teacher_ptr + places, stored, wanted, teacher_scale, teacher_softcap_scale)
-            student_max, student_sum = _with_more(student_max, student_sum, student)
-            teacher_max, teacher_sum = _with_more(teacher_max, teacher_sum, teacher)
-        student_max, student_sum = _joined(student_max, student_sum)
-        teacher_max, teacher_sum = _joined(teacher_max, teacher_sum)
-        tl.store(stats, student_max, row_mask)
-        tl.store(stats + stats_stride, student_sum, row_mask)
-        tl.store(stats + 2 * stats_stride, teacher_max, row_mask)
-        tl.store(stats + 3 * stats_stride, teacher_sum, row_mask)
-    else:
-        student_max = tl.load(stats)
-        student_sum = tl.load(stats + stats_stride)
-        teacher_max = tl.load(stats + 2 * stats_stride)
-        teacher_sum = tl.load(stats + 3 * stats_stride)
-    student_inverse, teacher_inverse = 1.0 / student_sum, 1.0 / teacher_sum
-    log_sums = tl.log2(student_sum / teacher_sum)
-    unless_nan = (student_sum + teacher_sum) * 0.0
-
-    # The gradient of forward KL needs no sums: one reading makes both.
-    AT_ONCE: tl.constexpr = FORWARD_KL and out_ptr is not None and label_ptr is None
     over_student_sum, over_teacher_sum, expected, label_logit = nothing, nothing, nothing, nothing
     if label_ptr is not None:
         label = tl.load(label_ptr + rows)
-    if DIVERGENCE and not AT_ONCE:
-        for back in range(0, V, BLOCK_V):  # the last columns of a reading may still be in the GPU's cache
-            column = (V - 1) // BLOCK_V * BLOCK_V - back
-            places, stored, wanted = _places(first, column, V, row_stride, BLOCK_V)
-            student, _ = _logits(student_ptr + places, stored, wanted, student_scale, student_softcap_scale)
-            teacher, _ = _logits(teacher_ptr + places, stored, wanted, teacher_scale, teacher_softcap_scale)
-            student -= student_max
-            teacher -= teacher_max
-            ratio = teacher - student + log_sums
-            if label_ptr is not None:
-                expected += _neighbours_sum(tl.exp2(student) * student)
-                of_label = wanted & (column + tl.arange(0, BLOCK_V)[None, :] == label)
-                label_logit += _neighbours_sum(tl.where(of_label, student, 0.0))
-            if FORWARD_KL:
-                over_teacher_sum += _neighbours_sum(tl.exp2(teacher) * -ratio)
-            elif REVERSE_KL:
-                over_student_sum += _neighbours_sum(tl.exp2(student) * ratio)
-            else:
-                over_student, over_teacher = _mixture_over_both(ratio, teacher_weight, student_weight, STUDENT_LEADS)
-                over_student_sum += _neighbours_sum(tl.exp2(student) * over_student)
-                over_teacher_sum += _neighbours_sum(tl.exp2(teacher) * over_teacher)
-    student_kl = tl.sum(over_student_sum, 1, keep_dims=True) * -student_inverse + unless_nan
-    if not DIVERGENCE:
-        student_kl = tl.load(stats + 5 * stats_stride)
-
-    if out_ptr is not None:
-        coefficient = tl.load(coefficient_ptr + rows)
-        factor = (coefficient if FORWARD_KL else coefficient * -student_inverse) + unless_nan
-        for column in range(0, V, BLOCK_V):
-            places, stored, wanted = _places(first, column, V, row_stride, BLOCK_V)
-            student, capped = _logits(student_ptr + places, stored, wanted, student_scale, student_softcap_scale)
-            teacher, _ = _logits(teacher_ptr + places, stored, wanted, teacher_scale, teacher_softcap_scale)
-            student -= student_max
-            teacher -= teacher_max
-            ratio = teacher - student + log_sums
-            if FORWARD_KL:
-                teacher_exp = tl.exp2(teacher)
-                if DIVERGENCE and AT_ONCE:
-                    over_teacher_sum += _neighbours_sum(teacher_exp * -ratio)
-                grad = tl.exp2(student) * student_inverse - teacher_exp * teacher_inverse
-            else:
-                over_student = ratio
-                if not REVERSE_KL:
-                    over_student, _ = _mixture_over_both(ratio, teacher_weight, student_weight, STUDENT_LEADS)
-                grad = tl.exp2(student) * (over_student + student_kl)
-            grad *= factor
-            if student_softcap_scale is not None:
-                grad *= 1.0 - capped * capped
-            grad = tl.where(wanted & (coefficient != 0), grad, 0.0)
-            tl.store(out_ptr + places, grad.to(out_ptr.dtype.element_ty), stored & row_mask)
-
-    if DIVERGENCE:
-        teacher_kl = tl.sum(over_teacher_sum, 1, keep_dims=True) * -teacher_inverse + unless_nan
-        divergence = student_kl * student_weight + teacher_kl * teacher_weight
-        if FORWARD_KL:
-            divergence = teacher_kl
-        elif REVERSE_KL:
-            divergence = student_kl
-        tl.store(stats + 4 * stats_stride, divergence, row_mask)
-        tl.store(stats + 5 * stats_stride, student_kl, row_mask)
+    for column in range(0, V, BLOCK_V):
+        places, stored, wanted = _places(first, column, V, row_stride, BLOCK_V)
+        student, _ = _logits(student_ptr + places, stored, wanted, student_scale, student_softcap_scale)
+        teacher, _ = _logits(teacher_ptr + places, stored, wanted, teacher_scale, teacher_softcap_scale)
+        student -= student_max
+        teacher -= teacher_max
+        ratio = teacher - student + log_sums
         if label_ptr is not None:
-            tl.store(stats + 6 * stats_stride, tl.sum(expected, 1, keep_dims=True) * student_inverse, row_mask)
-            tl.store(stats + 7 * stats_stride, tl.sum(label_logit, 1, keep_dims=True), row_mask)
-            tl.store(stats + 8 * stats_stride, ((label >= 0) & (label < V)).to(tl.float32), row_mask)
+            expected += _neighbours_sum(tl.exp2(student) * student)
+            of_label = wanted & (column + tl.arange(0, BLOCK_V)[None, :] == label)
+            label_logit += _neighbours_sum(tl.where(of_label, student, 0.0))
+        if FORWARD_KL:
+            over_teacher_sum += _neighbours_sum(tl.exp2(teacher) * -ratio)
+        elif REVERSE_KL:
+            over_student_sum += _neighbours_sum(tl.exp2(student) * ratio)
+        else:
+            over_student, over_teacher = _mixture_over_both(ratio, teacher_weight, student_weight, STUDENT_LEADS)
+            over_student_sum += _neighbours_sum(tl.exp2(student) * over_student)
+            over_teacher_sum += _neighbours_sum(tl.exp2(teacher) * over_teacher)
+    student_kl = tl.sum(over_student_sum, 1, keep_dims=True) * -(1.0 / student_sum) + unless_nan
+    teacher_kl = tl.sum(over_teacher_sum, 1, keep_dims=True) * -(1.0 / teacher_sum) + unless_nan
+    divergence = student_kl * student_weight + teacher_kl * teacher_weight
+    if FORWARD_KL:
+        divergence = teacher_kl
+    elif REVERSE_KL:
+        divergence = student_kl
+    tl.store(stats + 4 * stats_stride, divergence, row_mask)
+    tl.store(stats + 5 * stats_stride, student_kl, row_mask)
+    if label_ptr is not None:
+        tl.store(stats + 6 * stats_stride, tl.sum(expected, 1, keep_dims=True) * (1.0 / student_sum), row_mask)
+        tl.store(stats + 7 * stats_stride, tl.sum(label_logit, 1, keep_dims=True), row_mask)
+        tl.store(stats + 8 * stats_stride, ((label >= 0) & (label < V)).to(tl.float32), row_mask)
+
+
+@triton.jit(do_not_specialize=["N", "V", "stats_stride"])
+def _gradient_kernel(
+    student_ptr,  # this and the next five as in `_softmaxes_kernel`
+    teacher_ptr,
+    student_scale_ptr,
+    teacher_scale_ptr,
+    student_softcap_scale,
+    teacher_softcap_scale,
+    stats_ptr,  # [6 or more, N] fp32, rows stats_stride apart
+    N,
+    V,
+    row_stride,
+    stats_stride,
+    coefficient_ptr,  # [N] fp32
+    out_ptr,  # [N, V] out, rows row_stride apart
+    teacher_weight,  # beta
+    student_weight,  # 1 - beta
+    FORWARD_KL: tl.constexpr,
+    REVERSE_KL: tl.constexpr,
+    STUDENT_LEADS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Gradient of the student's products; 0 in rows whose coefficient is 0."""
+    rows, row_mask, first = _rows_of_program(N, row_stride, BLOCK_N)
+    student_scale, teacher_scale = tl.load(student_scale_ptr + rows), tl.load(teacher_scale_ptr + rows)
+    stats = stats_ptr + rows
+    student_max, student_sum, teacher_max, teacher_sum = _softmaxes(stats, stats_stride)
+    log_sums, unless_nan = tl.log2(student_sum / teacher_sum), (student_sum + teacher_sum) * 0.0
+    student_inverse, teacher_inverse = 1.0 / student_sum, 1.0 / teacher_sum
+    student_kl = tl.load(stats + 5 * stats_stride)
+    coefficient = tl.load(coefficient_ptr + rows)
+    factor = (coefficient if FORWARD_KL else coefficient * -student_inverse) + unless_nan
+    for column in range(0, V, BLOCK_V):
+        places, stored, wanted = _places(first, column, V, row_stride, BLOCK_V)
+        student, capped = _logits(student_ptr + places, stored, wanted, student_scale, student_softcap_scale)
+        teacher, _ = _logits(teacher_ptr + places, stored, wanted, teacher_scale, teacher_softcap_scale)
+        student -= student_max
+        teacher -= teacher_max
+        if FORWARD_KL:
+            grad = tl.exp2(student) * student_inverse - tl.exp2(teacher) * teacher_inverse
+        else:
+            over_student = teacher - student + log_sums
+            if not REVERSE_KL:
+                over_student, _ = _mixture_over_both(over_student, teacher_weight, student_weight, STUDENT_LEADS)
+            grad = tl.exp2(student) * (over_student + student_kl)
+        grad *= factor
+        if student_softcap_scale is not None:
+            grad *= 1.0 - capped * capped
+        grad = tl.where(wanted & (coefficient != 0), grad, 0.0)
+        tl.store(out_ptr + places, grad.to(out_ptr.dtype.element_ty), stored & row_mask)
+
+
+@triton.jit
+def _rows_of_program(N, row_stride, BLOCK_N: tl.constexpr):
+    """Return the program's rows [BLOCK_N, 1], which of them exist, and where their products start."""
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
+    row_mask = rows < N
+    rows = tl.minimum(rows, N - 1)
+    return rows, row_mask, rows.to(tl.int64) * row_stride
+
+
+@triton.jit
+def _softmaxes(stats, stats_stride):
+    """Load student_max, student_sum, teacher_max, teacher_sum."""
+    student_max, student_sum = tl.load(stats), tl.load(stats + stats_stride)
+    return student_max, student_sum, tl.load(stats + 2 * stats_stride), tl.load(stats + 3 * stats_stride)
 
 
 @triton.jit

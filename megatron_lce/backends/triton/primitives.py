@@ -1,6 +1,11 @@
 """The Triton backend's primitives, under the names of the `Backend` protocol."""
 
-from megatron_lce.backends.triton.divergence import intermediate_bytes, read_products
+from megatron_lce.backends.triton.divergence import (
+    divergence_of_products,
+    gradient_of_products,
+    intermediate_bytes,
+    softmaxes_of_products,
+)
 from megatron_lce.backends.triton.gathered import gathered_logits, gathered_sums, write_columns
 from megatron_lce.backends.triton.grad_logits import grad_logits, grad_logits_from_cache
 from megatron_lce.backends.triton.merge_stats import sum_chunks
