@@ -71,6 +71,8 @@ class Case:
     ignored: float  # share of the rows
     unowned: bool  # some rows have a label that nobody owns
     upstream: tuple[str, ...]  # outputs that take part in the loss
+    poison: str  # "nan", "inf" or "-inf" as the upstream gradient at ignored rows and padding; "": finite
+    tail: int  # of `linear_logits_at`: 0: ids are [..., K]; else CSR, with this many ids behind the last offset
     keywords: dict[str, Any]
 
 
@@ -89,6 +91,7 @@ class Tensors(NamedTuple):
     heads: tuple[tuple[Tensor, Tensor], ...]  # hidden [..., H], weight [V, H]
     labels: Tensor
     upstream: dict[str, Tensor | None]
+    poisoned: dict[str, Tensor | None]  # the same for the operation, with the case's poison where an output is 0
     keywords: dict[str, Any]  # the case's, its words replaced by what they stand for
 
 
@@ -131,10 +134,12 @@ def cases(draw: st.DrawFn, operation: str, ranks: int, team: int) -> Case:
         "ignored": draw(st.sampled_from([0.0, 0.0, 0.5, 1.0])),
         "unowned": draw(st.booleans()),
         "upstream": tuple(sorted(draw(st.sets(st.sampled_from(outputs), min_size=1)))),
+        "poison": draw(st.sampled_from(["", "", "nan", "inf", "-inf"])),
+        "tail": draw(st.sampled_from([0, 0, 1, 7])) if operation == "linear_logits_at" else 0,
         "keywords": keywords,
     }
     if operation == "linear_logits_at":
-        fields["upstream"] = ("candidate_logprobs",)
+        fields["upstream"] = ("candidate_logprobs", "logprobs")  # of the logits, and of `support_logprobs`
     if operation != "linear_jsd":
         return Case(**fields)
     return JsdCase(
@@ -203,7 +208,29 @@ def build(case: Case, device: torch.device) -> Tensors:
         keywords["candidates"] = ids.to(device)
         grad = torch.randn(ids.shape, generator=generator).to(device)
         upstream["candidate_logprobs"] = grad if "candidate_logprobs" in case.upstream else None
-    return Tensors(heads, labels.to(device), upstream, keywords)
+    labels = labels.to(device)
+    return Tensors(heads, labels, upstream, _poisoned(case, upstream, labels, keywords), keywords)
+
+
+def _poisoned(
+    case: Case, upstream: dict[str, Tensor | None], labels: Tensor, keywords: dict[str, Any]
+) -> dict[str, Tensor | None]:
+    """The upstream gradients with the case's poison at ignored rows and at padded candidates."""
+    if not case.poison:
+        return upstream
+    ignored, ids = labels == keywords["ignore_index"], keywords.get("candidates")
+    poisoned = dict(upstream)
+    for name, gradient in upstream.items():
+        if gradient is None:
+            continue
+        nothing = ignored
+        if name == "candidate_logprobs":
+            assert ids is not None
+            nothing = ids < 0  # `linear_logits_at` has no ignored rows
+            if "entropy" in keywords:
+                nothing = nothing | ignored[..., None]
+        poisoned[name] = gradient.masked_fill(nothing, float(case.poison))
+    return poisoned
 
 
 def _head(

@@ -84,7 +84,7 @@ def check_cross_entropy(case: Case, tensors: Tensors, share: Share, setting: Set
 
     with default_dtype(DEFAULT_DTYPES[case.default_dtype]):
         own = hidden[share.rows], weight[share.columns]
-        actual = run(*own, labels, upstream, drawn=partial(as_drawn, case), **share.keywords)
+        actual = run(*own, labels, Upstream(**tensors.poisoned), drawn=partial(as_drawn, case), **share.keywords)
     counted = int((labels != share.keywords["ignore_index"]).sum())
     skip = share.keywords["skip_ignored"]
     if not isinstance(skip, bool) and skip != counted:
@@ -160,9 +160,8 @@ def check_bits(
 def check_jsd(case: Case, tensors: Tensors, share: Share, setting: Setting, findings: Findings) -> None:
     (student, teacher), upstream = tensors.heads, tensors.upstream[case.upstream[0]]
     whole = JsdInputs(*student, *teacher, upstream)
-    mine = JsdInputs(
-        *(tensor for head in tensors.heads for tensor in (head[0][share.rows], head[1][share.columns])), upstream
-    )
+    own = (tensor for head in tensors.heads for tensor in (head[0][share.rows], head[1][share.columns]))
+    mine = JsdInputs(*own, tensors.poisoned[case.upstream[0]])
 
     drawn = partial(as_drawn, case)
 

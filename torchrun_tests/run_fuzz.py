@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 3 torchrun_tests/run_fuzz.py --device cpu --cases 6000 --write docs/fuzz.md
     torchrun --nproc-per-node 15 torchrun_tests/run_fuzz.py --device cpu          # five searches side by side
     torchrun --nproc-per-node 3 torchrun_tests/run_fuzz.py --device cpu --repeat 'linear_jsd, torch: JsdCase(...)'
-    torchrun --nproc-per-node 1 torchrun_tests/run_fuzz.py --device cuda          # the kernels themselves, on one rank
+    torchrun --nproc-per-node 1 torchrun_tests/run_fuzz.py --device cuda --seconds 300   # the kernels, on one rank
 
 Three ranks are a team, or fewer where there are no more; its first has hypothesis draw the cases of `fuzz_cases.py`,
 and shrink those that fail, the others run what it broadcasts. Every team searches everywhere, from a seed of its own.
@@ -11,7 +11,9 @@ Of a failure the smallest case is printed as --repeat takes it.
 """
 
 import argparse
+import math
 import re
+import time
 import traceback
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -49,6 +51,10 @@ class Tally:
 
 class Failed(Exception):
     """On any rank."""
+
+
+class OutOfTime(BaseException):
+    """Which hypothesis takes for no failure."""
 
 
 def verdict(case: Case, setting: Setting) -> tuple[str, str]:
@@ -129,8 +135,11 @@ def shared_verdict(case: Case, setting: Setting, team: Team) -> str:
     return found[0][0]
 
 
-def search(setting: Setting, team: Team, num_cases: int, seed: int) -> Tally:
-    """On a team's first rank: cases as hypothesis draws them, until one fails; that one is shrunk and noted."""
+def search(setting: Setting, team: Team, num_cases: int, deadline: float, seed: int) -> Tally:
+    """On a team's first rank: cases as hypothesis draws them, until one fails; that one is shrunk and noted.
+
+    `deadline` on the clock of `time.monotonic`: no case is drawn after it, but to shrink one that failed.
+    """
     tally = Tally()
 
     @hypothesis.seed(seed)
@@ -143,6 +152,8 @@ def search(setting: Setting, team: Team, num_cases: int, seed: int) -> Tally:
     )
     @hypothesis.given(fuzz_cases.cases(setting.operation, setting.ranks, team.size))
     def every_case(case: Case) -> None:
+        if time.monotonic() > deadline and not tally.failure:
+            raise OutOfTime
         team.broadcast(case)
         try:
             found = shared_verdict(case, setting, team)
@@ -155,6 +166,8 @@ def search(setting: Setting, team: Team, num_cases: int, seed: int) -> Tally:
 
     try:
         every_case()
+    except OutOfTime:
+        pass
     except (Failed, hypothesis.errors.Flaky, ExceptionGroup) as error:
         tally.failure = tally.failure or str(error)
     finally:
@@ -212,6 +225,7 @@ def summary(settings: list[Setting], found: list[list[Tally]], seed: int) -> str
 def parse_arguments() -> argparse.Namespace:
     parser = harness.argument_parser(__doc__)
     parser.add_argument("--cases", type=int, default=6000, help="Over all operations, backends and numbers of ranks.")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="Time limit; each setting has an equal share.")
     parser.add_argument("--seed", type=int, default=0, help="Of the first team; each has its own.")
     parser.add_argument("--operations", default=",".join(OPERATIONS), help="Comma-separated.")
     parser.add_argument("--write", type=Path, help="File for the summary; None: it is printed only.")
@@ -252,12 +266,13 @@ def main() -> None:
         for ranks in range(1, size + 1)
     ]
     cases = -(-arguments.cases // len(settings) // num_teams)
-    tallies = []
+    tallies, started = [], time.monotonic()
     for number, setting in enumerate(settings):
         if dist.get_rank() != team.first:
             follow(setting, team)
             continue
-        tally = search(setting, team, cases, arguments.seed + len(settings) * team.first + number)
+        deadline = started + arguments.seconds * (number + 1) / len(settings)
+        tally = search(setting, team, cases, deadline, arguments.seed + len(settings) * team.first + number)
         tallies.append(tally)
         print(f"{name_of(setting)}, {setting.ranks} ranks: {tally.cases} cases {tally.failure}", flush=True)
     everyone: list[list[Tally]] = [[]] * dist.get_world_size()
