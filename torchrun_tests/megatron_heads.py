@@ -103,9 +103,13 @@ def check_compat(case: cases.Case, device: torch.device, report: harness.Report)
     distribution = torch.distributions.Categorical(logits=hidden @ head.T)
     (distribution.log_prob(labels) - 0.5 * distribution.entropy()).sum().backward()
     gather, turned = mappings.gather_from_sequence_parallel_region, lambda x: x.transpose(0, 1).contiguous()
+    copy, reduce = mappings.copy_to_tensor_model_parallel_region, mappings.reduce_from_tensor_model_parallel_region
+    part_of_eye = torch.eye(8, device=device).chunk(ranks)[rank]  # frozen layers whose ranks' parts sum to the identity
     ways: dict[str, tuple[Callable, int]] = {  # what stands in front, and how many parts hidden is in
         "replicated": (lambda x: x, 1),
-        "copied": (mappings.copy_to_tensor_model_parallel_region, 1),
+        "copied": (copy, 1),
+        "copied, scaled": (lambda x: 2 * (copy(x) / 2), 1),
+        "behind frozen layers": (lambda x: reduce(copy(x) @ part_of_eye.T @ part_of_eye), 1),
         "gathered": (gather, ranks),
         "gathered, cast and turned twice": (lambda x: turned(turned(gather(x.double())).float()), ranks),
         "gathered, copied in parts": (lambda x: copied_in_parts(gather(x)), ranks),

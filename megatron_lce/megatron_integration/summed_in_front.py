@@ -7,21 +7,29 @@ from torch.distributed import ProcessGroup
 
 from megatron_lce.core import collectives
 
-# Autograd's nodes that put a tensor together of parts.
-_OF_PARTS = ("CatBackward0", "StackBackward0", "torch::autograd::CopySlices", "IndexPutBackward0")
+# Autograd's nodes, without "Backward0", that keep elements apart: views, casts, copies, parts put together, and numbers
+# added or multiplied. A layer is none of them, even a frozen one.
+_KEEP_ELEMENTS = {
+    *("Alias", "AsStrided", "Expand", "MakeViewlessTensor", "Permute", "ReshapeAlias", "Select", "Slice", "Split"),
+    *("SplitWithSizes", "Squeeze", "T", "Transpose", "Unbind", "UnsafeView", "Unsqueeze", "View"),
+    *("Clone", "Gather", "Index", "IndexSelect", "MaskedSelect", "ToCopy", "torch::autograd::Copy"),
+    *("Cat", "ConstantPadNd", "IndexPut", "Stack", "torch::autograd::CopySlices"),
+    *("Add", "Div", "Mul"),
+}
+_OF_PARTS = {"Cat", "IndexPut", "Stack", "torch::autograd::CopySlices"}  # take several tensors with a gradient
 
 
 def is_summed_in_front(hidden: Tensor, group: ProcessGroup | None) -> bool:
-    """Whether hidden's gradient goes to an operation of Megatron's whose backward sums over the group.
+    """Return whether the hidden-state gradient goes to an operation of Megatron's whose backward sums over the group.
 
-    The search ends where nodes have several inputs with a gradient, as in the layers of a model, but for those that put
-    hidden together of parts, all of which are looked at.
+    The search ends at the first node that is no view, cast or copy. All parts of what was put together are searched.
     """
     found: set[bool] = set()
     nodes: list[Any] = [] if hidden.grad_fn is None else [hidden.grad_fn]
     seen = set(nodes)
     while nodes:
         node = nodes.pop()
+        kind = node.name().split("Backward")[0]  # "torch::autograd::CopySlices" has no such end
         summing = node.name() == "_CopyToModelParallelRegionBackward" or (
             # else its backward takes this rank's part of a gradient that is whole already
             node.name() == "_GatherFromSequenceParallelRegionBackward" and node.tensor_parallel_output_grad
@@ -29,7 +37,7 @@ def is_summed_in_front(hidden: Tensor, group: ProcessGroup | None) -> bool:
         inputs = [function for function, _ in node.next_functions if function is not None]
         if summing and collectives.same_ranks(node.group, group):
             found.add(True)
-        elif len(inputs) == 1 or (inputs and node.name() in _OF_PARTS):
+        elif inputs and kind in _KEEP_ELEMENTS and (len(inputs) == 1 or kind in _OF_PARTS):
             nodes += set(inputs) - seen
             seen.update(inputs)
         else:
