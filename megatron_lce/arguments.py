@@ -104,11 +104,12 @@ class Checks:
     ) -> None:
         self.hidden, self.weight, self.labels, self.options, self.is_traced = hidden, weight, labels, options, is_traced
         self._name, self._agreed, self._names, self._has_reference = name, agreed, names, has_reference
+        self._head_is_checked, self._shards = False, agreed.ranks if options.sequence_parallel else 1  # of hidden
 
     def head(self) -> tuple[int, ...]:
         """Check hidden and weight, and return the shape that labels must have."""
         options, (hidden_name, weight_name, _) = self.options, self._names
-        self._shards = self._agreed.ranks if options.sequence_parallel else 1
+        self._head_is_checked = True
         if not self.is_traced:
             if options.backend == "reference" and not self._has_reference:
                 raise ValueError(f"backend must be 'auto', 'triton' or 'torch' for {self._name}, got 'reference'")
@@ -119,7 +120,9 @@ class Checks:
         return validation.labels_shape(hidden_name, self.hidden, self._shards)
 
     def rest(self, labels: Tensor | None = None, options: Options | None = None) -> None:
-        """Check labels and options; the operation passes those that it made of its own arguments."""
+        """Check labels and options, and the head if it was not; an operation passes those that it made itself."""
+        if not self._head_is_checked:
+            self.head()
         self.labels = labels = self.labels if labels is None else labels
         self.options = options = self.options if options is None else options
         if self.is_traced:

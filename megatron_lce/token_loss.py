@@ -133,7 +133,6 @@ def linear_token_losses(
     """
     name = "linear_token_losses"
     with checked_together(name, hidden, weight, labels, Options(**options)) as checks:
-        checks.head()
         checks.rest()
     call = checks.call()
     total, outputs, _ = _run(name, call, lambda outputs: -outputs.logprobs, ())

@@ -17,11 +17,13 @@ Backward:
 How many tokens and columns go at once is decided in `plan` before anything runs.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from megatron_lce.core.call import Call
 from megatron_lce.core.candidates import candidate_logprobs
@@ -30,12 +32,32 @@ from megatron_lce.core.group_stats import stats_over_group
 from megatron_lce.core.head_gradients import HeadGradients
 from megatron_lce.core.logit_gradients import grad_logits_slabs, gradients_of_cache, logit_gradients
 from megatron_lce.core.logits_cache import new_cache
-from megatron_lce.core.options import DIFFERENTIABLE, LinearCrossEntropyOutput, new_outputs
+from megatron_lce.core.options import WITH_GRADIENT, LinearCrossEntropyOutput, new_outputs
 from megatron_lce.core.plan import backward_tokens, smallest_workspace
 from megatron_lce.core.products import own_arithmetic
-from megatron_lce.core.rows import Rows, Saved
+from megatron_lce.core.rows import Rows, SoftmaxOfRow
 from megatron_lce.core.tokens import Tokens, tokens_in_blocks
 from megatron_lce.core.validation import refuse_double_backward
+
+
+class SavedForBackward(NamedTuple):
+    """Tensors that forward saves beside hidden and weight, of the computed rows."""
+
+    computed: Tensor | None  # `ComputedRows.index`
+    rows: Rows
+    softmax: SoftmaxOfRow
+    candidates: Tensor | None  # [N, K] ids of all rows
+    candidate_log_p: Tensor | None  # [n, K] base 2
+
+    def tensors(self) -> list[Tensor | None]:
+        return pytree.tree_leaves(self)
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor | None]) -> Self:
+        return pytree.tree_unflatten(tensors, _STRUCTURE)
+
+
+_STRUCTURE = pytree.tree_structure(SavedForBackward(0, Rows(0, 0, 0), SoftmaxOfRow(0, 0, 0, 0, 0), 0, 0))  # type: ignore[arg-type]
 
 
 class LinearCrossEntropyFunction(torch.autograd.Function):
@@ -70,22 +92,20 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             ids = None if call.candidates is None else computed.select(call.candidates)
             extremes, sums, logits = stats_over_group(tokens, rows, call, cache, ids)
             outputs = new_outputs(computed.count, options, hidden.device)
-            saved = backend.finish(extremes, sums, rows, options, outputs)
-            kept: tuple[Tensor | None, ...] = ()
+            softmax, log_p = backend.finish(extremes, sums, rows, options, outputs), None
             if ids is not None and logits is not None and (out := outputs.candidate_logprobs) is not None:
-                labels = computed.select(call.labels)
-                kept = call.candidates, candidate_logprobs(logits, ids, labels, rows, saved, out)
+                log_p = candidate_logprobs(logits, ids, computed.select(call.labels), rows, softmax, out)
             outputs = computed.spread_outputs(outputs)
         for output in outputs:
             if output is not None:
                 output.resize_((*call.shape, *output.shape[1:]))  # a view could not be changed in place
         ctx.set_materialize_grads(False)
         if grad_enabled:
-            ctx.save_for_backward(hidden, weight, counted.index, *rows, *saved, *kept)
+            saved = SavedForBackward(counted.index, rows, softmax, call.candidates, log_p)
+            ctx.save_for_backward(hidden, weight, *saved.tensors())
             ctx.num_tokens, ctx.call = counted.num_tokens, call.without_tensors()
             ctx.cache, ctx.cached = cache, cache is not None
-        with_gradient = (*DIFFERENTIABLE, "candidate_logprobs")
-        others = (output for name, output in outputs._asdict().items() if name not in with_gradient)
+        others = (output for name, output in outputs._asdict().items() if name not in WITH_GRADIENT)
         ctx.mark_non_differentiable(*(output for output in others if output is not None))
         return tuple(outputs)
 
@@ -97,19 +117,19 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
                 "a second backward through linear_cross_entropy needs logits_cache_bytes=0: "
                 "the first one turned the kept logits into gradients in place"
             )
-        hidden, weight, index, *per_row = ctx.saved_tensors
+        hidden, weight, *others = ctx.saved_tensors
+        index, rows, softmax, ids, log_p = SavedForBackward.of(others)
         call = ctx.call.with_tensors(hidden, weight)
         cache, ctx.cache = ctx.cache, None
         with own_arithmetic(hidden.device, "linear_cross_entropy backward"):
             num_tokens, dims = ctx.num_tokens, len(call.shape)
             tokens = _tokens(call, ComputedRows(num_tokens, index))
-            computed, rows, saved, kept = tokens.computed, Rows(*per_row[:3]), Saved(*per_row[3:8]), per_row[8:]
-            if kept:
-                kept[0] = computed.select(kept[0])
+            computed = tokens.computed
+            ids = None if ids is None else computed.select(ids)
             flat = (None if grad is None else grad.reshape(num_tokens, *grad.shape[dims:]) for grad in grad_outputs)
             selected = (None if grad is None else computed.select(grad) for grad in flat)
             upstream = dict(zip(LinearCrossEntropyOutput._fields, selected, strict=True))
-            gradients, counts = logit_gradients(call, rows, saved, upstream, kept)
+            gradients, counts = logit_gradients(call, rows, softmax, upstream, ids, log_p)
             of_cache = None if cache is None else gradients_of_cache(gradients, cache)
             del cache
             if call.options.skip_ignored is True:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_lce.core.call import Call
 from megatron_lce.core.gathered_logits import ids_of_rows, logits_over_group
-from megatron_lce.core.rows import LOWEST_LOG_P, Rows, RowTerms, Saved, inner_factor
+from megatron_lce.core.rows import LOWEST_LOG_P, Rows, RowTerms, SoftmaxOfRow, inner_factor
 
 
 class CandidateGradients(NamedTuple):
@@ -36,15 +36,15 @@ def candidate_logprobs(
     ids: Tensor,  # [N, K] global
     labels: Tensor,  # [N] global
     rows: Rows,
-    saved: Saved,
+    softmax: SoftmaxOfRow,
     out: Tensor,  # [N, K]
 ) -> Tensor:
     """Write logprobs to `out`: 0 at padding and in ignored rows, NaN in broken ones. Return base-2 ones [N, K].
 
     At the label they have the bits of its own.
     """
-    log_p = logits.sub_(saved.max_logit[:, None]).sub_(saved.log_sum[:, None]).clamp_(max=0.0)
-    of_label, to_nats = saved.label_logprob[:, None], rows.to_nats[:, None]
+    log_p = logits.sub_(softmax.max_logit[:, None]).sub_(softmax.log_sum[:, None]).clamp_(max=0.0)
+    of_label, to_nats = softmax.label_logprob[:, None], rows.to_nats[:, None]
     log_p = torch.where(ids == labels[:, None], of_label, log_p)
     log_p.masked_fill_(of_label.isneginf(), torch.nan)  # no rank owns the label
     padding = (ids < 0) & ~(of_label * to_nats).isnan() & ~of_label.isneginf()
@@ -57,7 +57,7 @@ def candidate_gradients(
     ids: Tensor,  # [N, K] global
     log_p: Tensor,  # [N, K] base 2
     rows: Rows,
-    saved: Saved,
+    softmax: SoftmaxOfRow,
     packed_terms: Tensor,  # [6 or 7, N], the log-sum-exp's upstream less by the sum of these
     call: Call,
 ) -> CandidateGradients:
@@ -71,7 +71,7 @@ def candidate_gradients(
         grad += terms.mean_term
     factor = rows.scale[:, None] * inner_factor(call.options)
     if call.options.softcap is not None:
-        logits = (log_p + saved.log_sum[:, None]) + saved.max_logit[:, None]
+        logits = (log_p + softmax.log_sum[:, None]) + softmax.max_logit[:, None]
         slope = 1.0 - (logits / rows.scale[:, None]).square_()
         grad *= slope
         factor = factor * slope

@@ -1,6 +1,6 @@
 """Gradients of a block's logits, slab by slab: made of the logits cache, or of recomputed products."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from megatron_lce.core.head_gradients import Slab, computed_slabs, kept_slabs
 from megatron_lce.core.logits_cache import LogitsCache
 from megatron_lce.core.options import DIFFERENTIABLE
 from megatron_lce.core.plan import plan_blocks, slab_row_stride
-from megatron_lce.core.rows import Rows, RowTerms, Saved
+from megatron_lce.core.rows import Rows, RowTerms, SoftmaxOfRow
 from megatron_lce.core.tokens import TokenBlock
 
 
@@ -56,25 +56,25 @@ class LogitGradients(NamedTuple):
 def logit_gradients(
     call: Call,
     rows: Rows,
-    saved: Saved,
+    softmax: SoftmaxOfRow,
     upstream: dict[str, Tensor | None],  # of these rows' outputs
-    kept: Sequence[Tensor],  # the candidates' ids and base-2 logprobs, or nothing
+    ids: Tensor | None = None,  # [N, K], of the candidates
+    log_p: Tensor | None = None,  # [N, K] base 2, of the candidates
 ) -> tuple[LogitGradients, Tensor]:
     """Return the inputs of `grad_logits`, and a mask [N] of rows with a gradient that is not zero."""
     of_candidates = None
-    if kept and (grad := upstream["candidate_logprobs"]) is not None:
-        of_candidates = grad.float().masked_fill(kept[0] < 0, 0.0)
+    if ids is not None and (grad := upstream["candidate_logprobs"]) is not None:
+        of_candidates = grad.float().masked_fill(ids < 0, 0.0)
         of_lse = 0.0 if upstream["lse"] is None else upstream["lse"].float()
         upstream = {**upstream, "lse": of_lse - of_candidates.sum(dim=1)}
     differentiable = [upstream[name] for name in DIFFERENTIABLE]
-    terms, counts = call.backend.row_terms(rows, saved, differentiable, call.options)
+    terms, counts = call.backend.row_terms(rows, softmax, differentiable, call.options)
     gradients = LogitGradients(call, rows, terms, upstream["entropy"] is not None)
-    if of_candidates is None:
+    if of_candidates is None or ids is None or log_p is None:
         return gradients, counts
-    ids, log_p = kept
     unknown = (log_p.isnan() & (ids >= 0)).any(dim=1)  # an id of no rank makes its row's gradient NaN, as a label does
     terms[2].masked_fill_(unknown & ~rows.ignored, torch.nan)
-    candidates = candidate_gradients(of_candidates, ids, log_p, rows, saved, terms, call)
+    candidates = candidate_gradients(of_candidates, ids, log_p, rows, softmax, terms, call)
     return gradients._replace(candidates=candidates), counts | (of_candidates != 0).any(dim=1)
 
 

@@ -39,7 +39,8 @@ class LinearCrossEntropyOutput(NamedTuple):
     candidate_logprobs: Tensor | None = None
 
 
-DIFFERENTIABLE = ("logprobs", "entropy", "lse", "mean_logit")  # of one number a token; `candidate_logprobs` is, too
+DIFFERENTIABLE = ("logprobs", "entropy", "lse", "mean_logit")  # outputs of one number a token
+WITH_GRADIENT = (*DIFFERENTIABLE, "candidate_logprobs")
 
 
 class WeightGradSink(Protocol):
@@ -76,13 +77,20 @@ class Options:
     weight_grad_sink: WeightGradSink | None = None
 
 
+def outputs_asked_for(options: Options) -> list[str]:
+    """Return the names of the outputs that are not None, in order."""
+    telemetry = ("max_logit", "min_logit", "argmax", "sum_pi_squared", "logits_norm", "mean_logit")
+    asked = {"logprobs": True, "entropy": options.entropy, "lse": True, **dict.fromkeys(telemetry, options.telemetry)}
+    asked["candidate_logprobs"] = options.candidates is not None
+    return [name for name in LinearCrossEntropyOutput._fields if asked[name]]
+
+
 def new_outputs(num_rows: int, options: Options, device: torch.device) -> LinearCrossEntropyOutput:
     """Allocate the outputs that are asked for, of so many rows."""
     outputs: dict[str, Any] = {"entropy": None}
-    for name in LinearCrossEntropyOutput._fields[: 9 if options.telemetry else 3]:
-        if options.entropy or name != "entropy":
-            dtype = torch.int64 if name == "argmax" else torch.float32
-            outputs[name] = torch.empty(num_rows, dtype=dtype, device=device)
+    for name in outputs_asked_for(options):
+        dtype = torch.int64 if name == "argmax" else torch.float32
+        outputs[name] = torch.empty(num_rows, dtype=dtype, device=device)
     if options.candidates is not None:
         outputs["candidate_logprobs"] = outputs["logprobs"].new_empty(num_rows, options.candidates.shape[-1])
     return LinearCrossEntropyOutput(**outputs)

@@ -8,7 +8,7 @@ from torch import Tensor
 from megatron_lce.core.logits_cache import LogitsCache
 from megatron_lce.core.options import LinearCrossEntropyOutput, Options, Shard
 from megatron_lce.core.plan import Costs
-from megatron_lce.core.rows import Rows, Saved
+from megatron_lce.core.rows import Rows, SoftmaxOfRow
 from megatron_lce.core.two_heads import Heads
 
 
@@ -57,13 +57,13 @@ class Backend(Protocol):
         rows: Rows,  # [N]
         options: Options,
         outputs: LinearCrossEntropyOutput,  # out, [N] each, contiguous; None: not asked for
-    ) -> Saved:
+    ) -> SoftmaxOfRow:
         """Turn the vocabulary's statistics into outputs in nats: 0 in ignored rows, NaN in broken ones."""
 
     def row_terms(
         self,
         rows: Rows,
-        saved: Saved,
+        softmax: SoftmaxOfRow,
         upstream: Sequence[Tensor | None],  # gradients of the `DIFFERENTIABLE` outputs, [N] fp32, of any stride
         options: Options,
     ) -> tuple[Tensor, Tensor]:

@@ -31,7 +31,7 @@ class Rows(NamedTuple):
         return Rows(*(row[rows] if isinstance(rows, slice) else row.index_select(0, rows) for row in self))
 
 
-class Saved(NamedTuple):
+class SoftmaxOfRow(NamedTuple):
     """Softmax of each row over the whole vocabulary, saved for backward, [N] each, base 2.
 
     The log-sum-exp has two parts, so that log2 p = (z - max_logit) - log_sum keeps its last digits for any z.

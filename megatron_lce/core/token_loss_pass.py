@@ -15,7 +15,7 @@ from megatron_lce.core.head_gradients import HeadGradients
 from megatron_lce.core.known_loss import scales_a_sum, unscaled_dtype, unscaled_gradients
 from megatron_lce.core.logit_gradients import grad_logits_slabs, gradients_of_cache, logit_gradients
 from megatron_lce.core.logits_cache import new_cache
-from megatron_lce.core.options import DIFFERENTIABLE, LinearCrossEntropyOutput, new_outputs
+from megatron_lce.core.options import DIFFERENTIABLE, WITH_GRADIENT, LinearCrossEntropyOutput, new_outputs
 from megatron_lce.core.plan import plan_known_loss
 from megatron_lce.core.tokens import tokens_in_blocks
 
@@ -64,15 +64,15 @@ def summed_token_loss(
         block_cache = None if cache is None else cache.select(own_rows)
         extremes, sums = stats_of_tokens(hidden, rows, block_call, block_cache)
         outputs = new_outputs(hidden.shape[0], options, hidden.device)
-        saved = backend.finish(extremes, sums, rows, options, outputs)
-        kept: Sequence[Tensor] = ()
+        softmax = backend.finish(extremes, sums, rows, options, outputs)
+        own_ids = log_p = None
         if ids is not None and (out := outputs.candidate_logprobs) is not None:
-            logits = candidate_logits(hidden, ids[block.rows], rows, block_call)
-            of_block = ids[block.rows], labels[block.rows]
-            kept = ids[block.rows], candidate_logprobs(logits, *of_block, rows, saved, out)
+            own_ids = ids[block.rows]
+            logits = candidate_logits(hidden, own_ids, rows, block_call)
+            log_p = candidate_logprobs(logits, own_ids, labels[block.rows], rows, softmax, out)
         upstream = losses.add(outputs, rows.ignored, block.rows)
         if gradients is not None:
-            logits_grad, _ = logit_gradients(block_call, rows, saved, upstream, kept)
+            logits_grad, _ = logit_gradients(block_call, rows, softmax, upstream, own_ids, log_p)
             ready = None if block_cache is None else gradients_of_cache(logits_grad, block_cache, hidden)
             whole = block._replace(rows=own_rows)
             gradients.add(block, grad_logits_slabs(logits_grad, whole, gradients.bytes_per_column, ready))
@@ -92,8 +92,7 @@ class _Losses:
 
     def add(self, outputs: LinearCrossEntropyOutput, ignored: Tensor, rows: slice) -> dict[str, Tensor | None]:
         """Call the caller's loss of a block; the gradient of its sum by each of the outputs that have one."""
-        names = (*DIFFERENTIABLE, "candidate_logprobs")
-        given = {name: getattr(outputs, name) for name in names}
+        given = {name: getattr(outputs, name) for name in WITH_GRADIENT}
         leaves = {name: o.detach().requires_grad_(self._with_gradient) for name, o in given.items() if o is not None}
         # Not by the hooks of a checkpoint around the call, which would make all of it again for each block.
         saved_as_it_is = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
@@ -113,7 +112,7 @@ class _Losses:
             return {}
         check_graph(total, list(leaves.values()))
         found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
-        return dict.fromkeys(names) | dict(zip(leaves, found, strict=True))
+        return dict.fromkeys(WITH_GRADIENT) | dict(zip(leaves, found, strict=True))
 
     def of_every_token(self, computed: ComputedRows) -> tuple[LinearCrossEntropyOutput, Metrics]:
         """The outputs and metrics of all blocks: 0 in skipped rows."""

@@ -14,7 +14,7 @@ from megatron_lce.core.rows import (
     SCALE_OF_IGNORED_ROW,
     Rows,
     RowTerms,
-    Saved,
+    SoftmaxOfRow,
     inner_factor,
     logits_factor,
 )
@@ -52,7 +52,7 @@ def finish(
     rows: Rows,
     options: Options,
     outputs: LinearCrossEntropyOutput,
-) -> Saved:
+) -> SoftmaxOfRow:
     """Turn the vocabulary's statistics into outputs in nats: 0 in ignored rows, NaN in broken ones."""
     extremes = unpack_extremes(packed_extremes, options.telemetry)
     ignored = rows.ignored
@@ -93,36 +93,38 @@ def finish(
     for output, value in zip(outputs, results, strict=True):
         if output is not None and value is not None:
             output.copy_(value)
-    return Saved(extremes.max_logit, log_sum, label_logprob, entropy, num_columns)
+    return SoftmaxOfRow(extremes.max_logit, log_sum, label_logprob, entropy, num_columns)
 
 
-def row_terms(rows: Rows, saved: Saved, upstream: Sequence[Tensor | None], options: Options) -> tuple[Tensor, Tensor]:
+def row_terms(
+    rows: Rows, softmax: SoftmaxOfRow, upstream: Sequence[Tensor | None], options: Options
+) -> tuple[Tensor, Tensor]:
     """Return packed `RowTerms`, [6 or 7, N] fp32, and a mask [N] of rows with a gradient: see `Backend`."""
     grad_logprobs, grad_entropy, grad_lse, grad_mean_logit = upstream
     ignored = rows.ignored
     # A logprob that is not finite makes every term NaN.
-    factor = (rows.to_nats + saved.label_logprob * 0.0) * rows.scale * inner_factor(options)
+    factor = (rows.to_nats + softmax.label_logprob * 0.0) * rows.scale * inner_factor(options)
     zero = torch.zeros_like(factor)
     label_term = zero if grad_logprobs is None else grad_logprobs
     p_term = (zero if grad_lse is None else grad_lse) - label_term
     entropy_term = zero
-    if grad_entropy is not None and saved.entropy is not None:
+    if grad_entropy is not None and softmax.entropy is not None:
         entropy_term = grad_entropy * LN_2
-        p_term = p_term - entropy_term * saved.entropy
+        p_term = p_term - entropy_term * softmax.entropy
 
     def term(value: Tensor) -> Tensor:
         return torch.where(ignored, 0.0, value * factor)
 
     mean_term = None
-    if grad_mean_logit is not None and saved.num_columns is not None:
-        mean_term = term(grad_mean_logit / saved.num_columns)
+    if grad_mean_logit is not None and softmax.num_columns is not None:
+        mean_term = term(grad_mean_logit / softmax.num_columns)
     terms = RowTerms(
-        max_logit=torch.where(ignored, 0.0, saved.max_logit),
-        log_sum=torch.where(ignored, LOG_SUM_OF_IGNORED_ROW, saved.log_sum),
+        max_logit=torch.where(ignored, 0.0, softmax.max_logit),
+        log_sum=torch.where(ignored, LOG_SUM_OF_IGNORED_ROW, softmax.log_sum),
         p_term=term(p_term),
         entropy_term=term(entropy_term),
         label_term=term(label_term),
-        label_logprob=saved.label_logprob,
+        label_logprob=softmax.label_logprob,
         mean_term=mean_term,
     )
     packed = torch.stack([values for values in terms if values is not None])

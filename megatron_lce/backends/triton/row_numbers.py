@@ -15,7 +15,7 @@ from megatron_lce.core.rows import (
     NUM_TERMS,
     SCALE_OF_IGNORED_ROW,
     Rows,
-    Saved,
+    SoftmaxOfRow,
     inner_factor,
     logits_factor,
 )
@@ -58,7 +58,7 @@ def finish(
     rows: Rows,
     options: Options,
     outputs: LinearCrossEntropyOutput,
-) -> Saved:
+) -> SoftmaxOfRow:
     """Turn statistics into outputs, as torch's `finish` does, in one launch."""
     num_tokens, entropy, telemetry = rows.labels.shape[0], options.entropy, options.telemetry
     wanted = (True, True, entropy, telemetry)
@@ -75,10 +75,12 @@ def finish(
         BLOCK_N=BLOCK_N,
         enable_fp_fusion=False,  # the same bits with and without the optional outputs
     )
-    return Saved(packed_extremes[0], *saved)  # type: ignore[arg-type]
+    return SoftmaxOfRow(packed_extremes[0], *saved)  # type: ignore[arg-type]
 
 
-def row_terms(rows: Rows, saved: Saved, upstream: Sequence[Tensor | None], options: Options) -> tuple[Tensor, Tensor]:
+def row_terms(
+    rows: Rows, saved: SoftmaxOfRow, upstream: Sequence[Tensor | None], options: Options
+) -> tuple[Tensor, Tensor]:
     """Return `RowTerms` [6 or 7, N] fp32 and a mask [N] of rows with a gradient, in one launch: see `Backend`."""
     num_tokens = rows.labels.shape[0]
     with_mean = upstream[DIFFERENTIABLE.index("mean_logit")] is not None
