@@ -22,6 +22,7 @@ from megatron_lce.token_loss import linear_token_losses
 _SCALE = {Tensor.mul, torch.mul}
 _MAX = {Tensor.max, torch.max}
 _ARGMAX = {Tensor.argmax, torch.argmax}
+_GET_BASE = Tensor._base.__get__  # type: ignore[attr-defined]
 
 
 class UncomputedLogits(Tensor):
@@ -133,7 +134,8 @@ class NoLogits(Tensor):
                     f"{func.__name__}: a model's output inside capture_lm_head holds no logits: call "
                     "head.linear_cross_entropy(labels) of the capture, or the model outside of it"
                 )
-            return result.as_subclass(cls) if isinstance(result, Tensor) else result
+            # A base that is a view, as this subclass's are, has a base again: torch.compile follows them to the end.
+            return result.as_subclass(cls) if isinstance(result, Tensor) and func != _GET_BASE else result
 
 
 def _is_scale(factor: object, scale: float) -> bool:

@@ -13,22 +13,42 @@ from tests import megatron_world
 from tests.megatron_world import enable
 
 
+@pytest.fixture
+def compiled_model(device):
+    torch._dynamo.reset()
+    yield megatron_runtime.build_gpt(megatron_world.options(num_layers=1), device=device)
+    torch._dynamo.reset()
+
+
 @pytest.mark.filterwarnings("ignore")
-def test_a_compiled_model_gives_logits_and_loss_and_can_be_captured(device):
-    model = megatron_runtime.build_gpt(megatron_world.options(num_layers=1), device=device)
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_model_gives_logits_and_loss(compiled_model, backend, device):
     tensors, labels = megatron_world.inputs(device)
-    logits, loss = model(*tensors).detach(), model(*tensors, labels=labels).detach()
-    enable(model)
-    compiled = torch.compile(model, backend="eager")
+    logits, loss = compiled_model(*tensors).detach(), compiled_model(*tensors, labels=labels).detach()
+    enable(compiled_model)
+    compiled = torch.compile(compiled_model, backend=backend)
     torch.testing.assert_close(compiled(*tensors).detach(), logits)
     for mode in (torch.enable_grad, torch.no_grad):
         with mode():
             torch.testing.assert_close(compiled(*tensors, labels=labels).detach(), loss)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_model_can_be_captured(compiled_model, backend, device):
+    tensors, labels = megatron_world.inputs(device)
+    weight = compiled_model.output_layer.weight
+    loss = compiled_model(*tensors, labels=labels)
+    expected = torch.autograd.grad(loss.sum(), weight)[0]
+    compiled = torch.compile(compiled_model, backend=backend)
+    for mode in (torch.enable_grad, torch.no_grad):
+        with mode():
             with capture_lm_head(compiled) as head:
                 assert compiled(*tensors).numel() == 0
-            out = head.linear_cross_entropy(labels, backend="torch")
-            torch.testing.assert_close(-out.logprobs.detach(), loss)
-    torch._dynamo.reset()
+            losses = -head.linear_cross_entropy(labels, backend="torch").logprobs
+            torch.testing.assert_close(losses.detach(), loss.detach())
+            if torch.is_grad_enabled():
+                torch.testing.assert_close(torch.autograd.grad(losses.sum(), weight)[0], expected)
 
 
 @pytest.mark.parametrize("training", [True, False])
