@@ -37,7 +37,7 @@ from megatron_lce.core.plan import backward_tokens, smallest_workspace
 from megatron_lce.core.products import own_arithmetic
 from megatron_lce.core.rows import Rows, SoftmaxOfRow
 from megatron_lce.core.tokens import Tokens, tokens_in_blocks
-from megatron_lce.core.validation import refuse_double_backward
+from megatron_lce.core.validation import check_backward
 
 
 class SavedForBackward(NamedTuple):
@@ -111,7 +111,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
-        refuse_double_backward("linear_cross_entropy")
+        check_backward("linear_cross_entropy", *grad_outputs)
         if ctx.cached and ctx.cache is None:
             raise RuntimeError(
                 "a second backward through linear_cross_entropy needs logits_cache_bytes=0: "

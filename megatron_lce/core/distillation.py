@@ -39,7 +39,7 @@ from megatron_lce.core.two_heads import (
     merged_softmaxes,
     student_outputs,
 )
-from megatron_lce.core.validation import refuse_double_backward
+from megatron_lce.core.validation import check_backward
 
 
 class Divergences(NamedTuple):
@@ -150,7 +150,7 @@ class _LinearJsd(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_double_backward("linear_jsd")
+        check_backward("linear_jsd", grad_loss)
         hidden, weight, *saved, index, scale, teacher_scale, to_nats, stats = ctx.saved_tensors
         teacher_tensors = [one if other is None else other for one, other in zip(saved, ctx.inference, strict=True)]
         student, teacher = Head(hidden, weight, *ctx.forms[0]), Head(*teacher_tensors, *ctx.forms[1])

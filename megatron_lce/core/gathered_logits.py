@@ -19,7 +19,7 @@ from megatron_lce.core.products import own_arithmetic
 from megatron_lce.core.rows import Rows, inner_factor
 from megatron_lce.core.statistics import LN_2
 from megatron_lce.core.tokens import Tokens, tokens_in_blocks
-from megatron_lce.core.validation import refuse_double_backward
+from megatron_lce.core.validation import check_backward
 
 _LARGEST_ID = 2**31 - 1  # all above are of no rank
 
@@ -130,7 +130,7 @@ class LogitsAtFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_double_backward("linear_logits_at")
+        check_backward("linear_logits_at", grad)
         hidden, weight, scale, logits, slopes, *rest = ctx.saved_tensors
         call, ids, needs = ctx.call.with_tensors(hidden, weight), Ids(*rest), ctx.needs_input_grad
         with own_arithmetic(hidden.device, "linear_logits_at backward"):

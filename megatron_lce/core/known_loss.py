@@ -8,7 +8,7 @@ from torch import Tensor
 from megatron_lce.core.call import Call
 from megatron_lce.core.head_gradients import HeadGradients
 from megatron_lce.core.tokens import Tokens
-from megatron_lce.core.validation import refuse_double_backward
+from megatron_lce.core.validation import check_backward
 
 
 def unscaled_gradients(tokens: Tokens, call: Call) -> HeadGradients:
@@ -55,7 +55,7 @@ class _KnownLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_double_backward(ctx.name)
+        check_backward(ctx.name, grad_loss)
         if ctx.scaled:
             raise RuntimeError(f"a second backward through {ctx.name} is not possible: the first scaled its gradients")
         factor, ctx.scaled = grad_loss.float(), True

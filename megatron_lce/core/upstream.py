@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_lce.core import collectives
-from megatron_lce.core.validation import refuse_double_backward
+from megatron_lce.core.validation import check_backward
 
 
 class Promise:
@@ -30,7 +30,7 @@ class LossesOfSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_double_backward("linear_token_losses")
+        check_backward("linear_token_losses", upstream)
         if upstream.numel() == 0:
             return upstream.new_zeros((), dtype=torch.float32), None, None, None
         upstream, counted = upstream.reshape(-1).float(), ctx.counted

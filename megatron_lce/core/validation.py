@@ -247,7 +247,19 @@ def rows_of(weight: object) -> int | None:
     return weight.shape[0] if isinstance(weight, Tensor) and weight.dim() == 2 else None
 
 
-def refuse_double_backward(operation: str) -> None:
-    """Raise RuntimeError in a backward under create_graph=True: its results have no graph for a loss of them."""
+def check_backward(operation: str, *upstream: Tensor | None) -> None:
+    """Check that a backward is an ordinary one.
+
+    Raises:
+        RuntimeError: under create_graph=True, as its results have no graph for a loss of them.
+        TypeError: of batched upstream gradients, which kernels cannot take.
+    """
     if torch.is_grad_enabled():
         raise RuntimeError(f"create_graph must be False: {operation} has no double backward")
+    functorch = torch._C._functorch
+    tests = functorch.is_legacy_batchedtensor, functorch.is_functorch_wrapped_tensor
+    if any(is_batched(grad) for is_batched in tests for grad in upstream if grad is not None):
+        raise TypeError(
+            f"upstream gradients of {operation} must be plain tensors, got batched ones (is_grads_batched, "
+            "torch.func): call torch.autograd.grad once for each"
+        )
