@@ -1,9 +1,9 @@
 """`linear_topk`: the K most probable ids of each token and their logprobs, without the logits of all tokens at once.
 
-A block of tokens has its fp32 logits in one buffer. Statistics of every 128 columns give the log-sum-exp, as they do in
-`linear_cross_entropy`. The K largest logits lie in the K chunks of the largest maxima, so that a selection looks at
-these maxima, and then at K x 128 of the logits; for a large K in between at maxima of every 8. What does not need the
-logits is done once, after the last block: on some machines a launch takes as long as a selection.
+A block of tokens has its fp32 products in one buffer. Statistics of every 128 columns give the log-sum-exp, as they do
+in `linear_cross_entropy`. The K largest logits lie in the K chunks of the largest maxima, and in the K groups of 8
+columns of the largest maxima of these: a selection looks at all chunks' maxima, at 16 K groups' and at 8 K logits. What
+does not need the logits is done once, after the last block: on some machines a launch takes as long as a selection.
 """
 
 from typing import NamedTuple, Unpack
@@ -17,16 +17,16 @@ from megatron_lce.core.call import Call
 from megatron_lce.core.computed_rows import ComputedRows
 from megatron_lce.core.group_stats import merged_over_group
 from megatron_lce.core.plan import MIN_TOKENS, cut, round_up
-from megatron_lce.core.products import own_arithmetic, product
-from megatron_lce.core.rows import Rows, logits_factor, softcap_scale
-from megatron_lce.core.statistics import CHUNK_COLUMNS, LOWEST_LOGIT, UNIT, empty_extremes, empty_sums
+from megatron_lce.core.products import copies_to_fp32, own_arithmetic, product
+from megatron_lce.core.rows import softcap_scale
+from megatron_lce.core.statistics import CHUNK_COLUMNS, UNIT, empty_extremes, empty_sums
 from megatron_lce.core.tokens import tokens_in_blocks
 from megatron_lce.keywords import HeadOptions
 from megatron_lce.logits_at import call_of_head
 
 MOST = 1024
-_FEW = 8  # columns whose maximum is looked at first where there are more logits than
-_MOST_VALUES = 2**14
+_FEW = 8  # columns of a group
+_GROUPS = CHUNK_COLUMNS // _FEW  # of a chunk
 _LOW = 2**32 - 1  # the half of a key that holds an id: the lowest is the largest
 _NOTHING = -(2**63)  # a key below that of any logit
 
@@ -80,97 +80,98 @@ def linear_topk(
 
 def _topk(call: Call, k: int) -> TopK:
     num_tokens, stride = call.labels.shape[0], round_up(call.size.columns, CHUNK_COLUMNS)
-    chunks = stride // CHUNK_COLUMNS
-    of_token = 5 * stride + 48 * chunks + 24 * min(k * CHUNK_COLUMNS, stride, _MOST_VALUES)
-    if call.options.logits_dtype is not None:
-        of_token += 2 * stride
-    ranks = num_tokens // call.hidden.shape[0] if call.options.sequence_parallel and num_tokens else 1
-    most = call.options.workspace_bytes // (of_token * ranks) * ranks  # a block has a token of every rank, or several
-    if most == 0:
-        raise ValueError(
-            f"workspace_bytes must be at least {of_token * ranks} for this head, got {call.options.workspace_bytes}"
-        )
-    most = most // (MIN_TOKENS * ranks) * MIN_TOKENS * ranks or most
-    tokens = tokens_in_blocks(call.hidden, ComputedRows(num_tokens), most, call.options)
+    block_tokens, product_columns = _plan(call, k)
+    tokens = tokens_in_blocks(call.hidden, ComputedRows(num_tokens), block_tokens, call.options)
     rows = call.backend.prepare_rows(call.labels, call.temperature, call.options, call.shard)
     rows = tokens.computed.select_rows(rows)
-    buffer = call.hidden.new_empty(min(most, num_tokens) * stride, dtype=torch.float32)
+    buffer = call.hidden.new_empty(block_tokens * stride, dtype=torch.float32)
     logits = buffer.new_full((num_tokens, k), -torch.inf)
     columns = call.labels.new_full((num_tokens, k), stride)
     stats = [(empty_extremes(0, False, buffer.device), empty_sums(0, False, False, buffer.device))]
     for block in tokens.blocks():
-        found = logits[block.rows], columns[block.rows]
-        stats.append(_select(block.hidden.wait(), rows.select(block.rows), call, buffer, *found))
+        hidden = block.hidden.wait()
+        products = buffer[: hidden.shape[0] * stride].view(-1, stride)
+        _fill(products[:, : call.shard.columns], hidden, call, product_columns)
+        of_chunks, *found = _select(products, rows.scale[block.rows], call, k)
+        for out, part in zip((logits[block.rows], columns[block.rows]), found, strict=True):
+            out[:, : part.shape[1]] = part
+        stats.append(merged_over_group(of_chunks, call))
+        del products
     del buffer
     extremes, sums = (torch.cat(parts, dim=1) for parts in zip(*stats, strict=True))
-    log_sum = (sums[0].float() * UNIT).log2()
-    lse, mass = (extremes[0] + log_sum) * rows.to_nats, torch.empty_like(log_sum)
-    of_token = 64 * k * collectives.group_size(call.options.tp_group)
-    for part in cut(num_tokens, max(1, call.options.workspace_bytes // of_token)):
-        keys = _ordered_keys(logits[part], columns[part], call)
-        none = keys == _NOTHING
-        log_p = _logit_of(keys).masked_fill_(none, -torch.inf).sub_(extremes[0, part, None]).sub_(log_sum[part, None])
-        logits[part] = log_p.mul_(rows.to_nats[part, None])
-        columns[part] = (_LOW - (keys & _LOW)).masked_fill_(none | lse[part, None].isnan(), -1)
-        mass[part] = log_p.exp_().sum(dim=1)
-    return TopK(*(tokens.computed.spread(part) for part in (logits, columns, lse, mass)))
+    results = _normalised(logits, columns, extremes[0], (sums[0].float() * UNIT).log2(), rows.to_nats, call)
+    return TopK(*(tokens.computed.spread(result) for result in results))
 
 
-def _select(
-    hidden: Tensor, rows: Rows, call: Call, buffer: Tensor, logits: Tensor, columns: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Write a block's largest logits [n, k] and their columns, ascending; return its statistics over the group."""
-    (num_tokens, k), num_columns = logits.shape, call.shard.columns
-    stride = round_up(num_columns, CHUNK_COLUMNS)
-    whole = buffer[: num_tokens * stride].view(num_tokens, stride)
-    products, scale, width = whole[:, :num_columns], rows.scale, CHUNK_COLUMNS
-    _fill(products, hidden, call)
-    stats = call.backend.product_stats(products, scale)
-    _, parts = _largest_values(stats[:, 0].T, min(k, stats.shape[0]))
-    if parts.shape[1] * width > max(_MOST_VALUES, _FEW * k):
-        falling = logits_factor(call.options) < 0
-        whole[:, num_columns:].fill_(-LOWEST_LOGIT if falling else LOWEST_LOGIT)
-        of_few = whole.view(num_tokens, -1, _FEW)
-        of_few = of_few.amin(dim=2) if falling else of_few.amax(dim=2)
-        _, parts = _largest_values(of_few, k, scale, parts, width // _FEW)
-        width = _FEW
-    found = _largest_values(products, min(k, parts.shape[1] * width), scale, parts, width)
-    for out, part in zip((logits, columns), found, strict=True):
-        out[:, : part.shape[1]] = part
-    return merged_over_group(stats, call)
 
 
-def _fill(products: Tensor, hidden: Tensor, call: Call) -> None:
+def _fill(products: Tensor, hidden: Tensor, call: Call, product_columns: int) -> None:
     """Write the products of hidden with this shard's columns, rounded if asked for, or the tanh of a softcap."""
-    num_columns, dtype, cap = products.shape[1], call.options.logits_dtype, softcap_scale(call.options)
+    dtype, cap = call.options.logits_dtype, softcap_scale(call.options)
     # fp32 inputs: sums over 256 of H are added up, as one running sum over a long H loses digits.
     step = 256 if hidden.dtype == torch.float32 else hidden.shape[1]
-    for inner in cut(hidden.shape[1], step if num_columns else hidden.shape[1]):
-        product(hidden[:, inner], call.weight[:num_columns, inner].T, products, accumulate=inner.start > 0)
+    for columns in cut(products.shape[1], product_columns):
+        for inner in cut(hidden.shape[1], step):
+            weight = call.weight[columns, inner]
+            product(hidden[:, inner], weight.T, products[:, columns], accumulate=inner.start > 0)
     if dtype is not None:
         products.copy_(products.to(dtype))
     if cap is not None:
         products.mul_(cap).tanh_()
 
 
-def _largest_values(
-    values: Tensor,  # [n, C] fp32
-    k: int,
-    scale: Tensor | None = None,  # [n] fp32 factors of the values; None: 1
-    parts: Tensor | None = None,  # [n, P] int64 numbers of parts of the columns; None: all columns
-    width: int = 1,  # columns of a part
-) -> tuple[Tensor, Tensor]:
-    """Return the largest values [n, k] of each row's parts and their columns, on ties the first ones; -inf beyond C."""
-    num_columns = values.shape[1]
-    if parts is None:
-        columns = torch.arange(num_columns, dtype=torch.int64, device=values.device).expand_as(values)
-    else:
-        within = torch.arange(width, dtype=torch.int64, device=parts.device)
-        columns = (parts[:, :, None] * width + within).flatten(1)
-        values = values.gather(1, columns.clamp(max=num_columns - 1))
-    values = values if scale is None else values * scale[:, None]
-    keys = _keys(values.masked_fill(columns >= num_columns, -torch.inf), columns).topk(k, dim=1, sorted=False).values
-    return _logit_of(keys), _LOW - (keys & _LOW)
+def _select(products: Tensor, scale: Tensor, call: Call, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return statistics of every chunk, and each row's largest logits [n, k] and their columns, if there are as many.
+
+    products [n, C] hold whole chunks, of which the last columns may be none of the vocabulary's.
+    """
+    num_tokens, num_columns = products.shape[0], call.shard.columns
+    stats = call.backend.product_stats(products[:, :num_columns], scale)
+    chunks = _places_of_largest(stats[:, 0].T, k)
+    logits = _at(products.view(num_tokens, -1, CHUNK_COLUMNS), chunks).mul_(scale[:, None, None])
+    if columns_of_last := num_columns % CHUNK_COLUMNS:
+        is_last = chunks == num_columns // CHUNK_COLUMNS
+        logits[..., columns_of_last:].masked_fill_(is_last[:, :, None], -torch.inf)
+    logits = logits.view(num_tokens, -1, _FEW)
+    groups = _places_of_largest(logits.amax(dim=2), k)
+    logits = _at(logits, groups).flatten(1)
+    first = chunks.gather(1, groups // _GROUPS) * CHUNK_COLUMNS + groups % _GROUPS * _FEW
+    columns = (first[:, :, None] + torch.arange(_FEW, dtype=torch.int64, device=first.device)).flatten(1)
+    places = _places_of_largest(logits, k)
+    return stats, logits.gather(1, places), columns.gather(1, places)
+
+
+def _places_of_largest(values: Tensor, k: int) -> Tensor:
+    """Return the places [n, k] of each row's largest values [n, C], ascending; on ties the first ones."""
+    keys = _keys(values, torch.arange(values.shape[1], dtype=torch.int64, device=values.device))
+    return keys.topk(min(k, values.shape[1]), dim=1, sorted=False).indices.sort(dim=1).values
+
+
+def _at(parts: Tensor, places: Tensor) -> Tensor:
+    """Return the parts [n, P, width] at some places [n, p]."""
+    return parts.gather(1, places[:, :, None].expand(-1, -1, parts.shape[2]))
+
+
+def _normalised(
+    logits: Tensor,  # [N, k] of this shard, whose memory is taken, as the columns' is
+    columns: Tensor,
+    max_logit: Tensor,  # [N] of the vocabulary
+    log_sum: Tensor,  # [N]
+    to_nats: Tensor,  # [N]
+    call: Call,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return logprobs [N, k], global ids, lse [N] and mass of the largest logits over the group, in order."""
+    log_sum = log_sum.masked_fill(log_sum.isneginf(), torch.nan)  # every logit is -inf
+    lse, mass = (max_logit + log_sum) * to_nats, torch.empty_like(log_sum)
+    of_token = 64 * logits.shape[1] * collectives.group_size(call.options.tp_group)
+    for part in cut(logits.shape[0], max(1, call.options.workspace_bytes // of_token)):
+        keys = _ordered_keys(logits[part], columns[part], call)
+        none = keys == _NOTHING
+        log_p = _logit_of(keys).masked_fill_(none, -torch.inf).sub_(max_logit[part, None]).sub_(log_sum[part, None])
+        logits[part] = log_p.mul_(to_nats[part, None])
+        columns[part] = (_LOW - (keys & _LOW)).masked_fill_(none | lse[part, None].isnan(), -1)
+        mass[part] = log_p.exp_().sum(dim=1)
+    return logits, columns, lse, mass
 
 
 def _ordered_keys(logits: Tensor, columns: Tensor, call: Call) -> Tensor:
@@ -185,7 +186,7 @@ def _ordered_keys(logits: Tensor, columns: Tensor, call: Call) -> Tensor:
 def _keys(values: Tensor, ids: Tensor) -> Tensor:
     """Return int64 keys in the order of the values [n, k], and on ties against that of the ids; no two are equal."""
     bits = (values + 0.0).view(torch.int32)  # -0.0 is 0.0
-    return (torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long() << 32) + (_LOW - ids)
+    return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long().bitwise_left_shift_(32).add_(_LOW - ids)
 
 
 def _logit_of(keys: Tensor) -> Tensor:

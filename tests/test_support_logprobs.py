@@ -108,6 +108,22 @@ def test_rows_that_are_ignored_or_broken(backend, device):
     assert nothing.shape == (0,)
 
 
+def test_infinite_logits_in_a_set(backend, device):
+    """A label of logit -inf is NaN, as in `linear_cross_entropy`; another id of it changes nothing."""
+    problem = make_problem(2, 8, 6, device)
+    weight = problem.weight.clone()
+    weight[5] = torch.tensor([-torch.inf] + [0.0] * 7)
+    hidden = problem.hidden.abs().requires_grad_()
+    labels = torch.tensor([5, 1], device=device)
+    ids, offsets = torch.tensor([2, 5, 1, 5, 4], device=device), torch.tensor([0, 2, 5], device=device)
+    logprobs = megatron_lce.support_logprobs(hidden, weight, labels, ids, offsets, backend=backend)
+    alone = megatron_lce.support_logprobs(hidden[1:], weight, labels[1:], ids[[2, 4]], offsets[:2], backend=backend)
+    assert logprobs.isnan().tolist() == [True, False]
+    assert torch.equal(logprobs[1:], alone)
+    logprobs.sum().backward()
+    assert hidden.grad.isnan().any(1).tolist() == [True, False]
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [

@@ -5,6 +5,7 @@ import torch
 
 import megatron_lce
 from megatron_lce import topk
+from tests.live_bytes import peak_live_bytes
 from tests.oracle import largest_error
 from tests.problems import make_problem
 
@@ -32,11 +33,7 @@ def exact_topk(problem, k, temperature=1.0, softcap=None, scale=1.0):
         (BF16, (2, 2), 64, 300, 300, {}, 2**29),
     ],
 )
-@pytest.mark.parametrize("most_values", [2**14, 256])
-def test_values_ids_and_mass(
-    dtype, shape, hidden_size, columns, k, keywords, workspace, most_values, backend, device, monkeypatch
-):
-    monkeypatch.setattr(topk, "_MOST_VALUES", most_values)  # one selection more
+def test_values_ids_and_mass(dtype, shape, hidden_size, columns, k, keywords, workspace, backend, device):
     problem = make_problem(shape, hidden_size, columns, device, dtype)
     logprobs, ids, lse = exact_topk(problem, k, **keywords)
     options = {"logits_scale" if name == "scale" else name: value for name, value in keywords.items()}
@@ -52,10 +49,8 @@ def test_values_ids_and_mass(
     assert not any(part.requires_grad for part in found)
 
 
-@pytest.mark.parametrize("most_values", [2**14, 256])
-def test_ties_go_to_the_lowest_id(most_values, backend, device, monkeypatch):
+def test_ties_go_to_the_lowest_id(backend, device):
     """Values of three kinds, exact in any dtype, so that most are ties, in chunks and within one."""
-    monkeypatch.setattr(topk, "_MOST_VALUES", most_values)
     generator = torch.Generator().manual_seed(0)
     weight = torch.randint(0, 3, (700, 8), generator=generator).to(device, BF16)
     hidden = torch.tensor([[1.0] + [0.0] * 7, [0.0] * 8, [-1.0, 1.0] + [0.0] * 6], device=device, dtype=BF16)
@@ -89,6 +84,25 @@ def test_logits_of_16_bits(backend, device):
     found = megatron_lce.linear_topk(problem.hidden, problem.weight, 50, logits_dtype=BF16, backend=backend)
     assert torch.equal(found.ids, ids)
     assert largest_error(found.logprobs, logits.double().log_softmax(-1).gather(1, ids)) <= 4e-6
+
+
+@pytest.mark.parametrize(
+    ("dtype", "hidden_size", "columns", "k", "workspace", "keywords"),
+    [
+        (FP32, 32, 20000, 1, 2**20, {}),
+        (FP32, 32, 3000, 40, 2**20, {}),
+        (BF16, 2048, 1500, 4, 2**21, {"logits_dtype": BF16}),  # where no product of 16 bits gives fp32, it takes copies
+        (BF16, 16, 2000, 300, 2**21, {}),
+    ],
+)
+def test_memory_stays_within_the_workspace(dtype, hidden_size, columns, k, workspace, keywords, backend, device):
+    problem = make_problem(40, hidden_size, columns, device, dtype)
+    keywords = {"workspace_bytes": workspace, "backend": backend, **keywords}
+    peak, found = peak_live_bytes(lambda: megatron_lce.linear_topk(*problem[:2], k, **keywords))
+    per_token = 64 * problem.labels.numel()
+    assert peak <= workspace + sum(part.nbytes for part in found) + per_token
+    whole = megatron_lce.linear_topk(*problem[:2], k, **keywords | {"workspace_bytes": 2**28})
+    assert torch.equal(found.ids, whole.ids)
 
 
 def test_is_the_largest_of_the_statistics(backend, device):

@@ -93,15 +93,16 @@ def set_logprobs(
     def of_sets(how: str, values: Tensor) -> Tensor:
         return torch.segment_reduce(values, how, offsets=offsets, unsafe=True)
 
-    absent = (ids < 0) | (to_nats == 0)[tokens]
-    is_label = (ids == labels[tokens]).masked_fill_(absent, False)
-    shifted = logits - of_sets("max", logits.masked_fill(absent, -torch.inf))[tokens]
-    exp = shifted.exp2().masked_fill_(absent, 0.0)
-    total = of_sets("sum", exp)
-    found = of_sets("sum", is_label.float())
-    logprobs = (of_sets("sum", torch.where(is_label, shifted, 0.0)) - total.log2()) * (found / found)
-    slopes = is_label.float() - exp / total[tokens] + 0.0 * logprobs[tokens]
-    return (logprobs * to_nats).masked_fill_(to_nats == 0, 0.0), slopes.masked_fill_(absent, 0.0)
+    ignored = to_nats == 0
+    absent, is_label = (ids < 0) | ignored[tokens], ids == labels[tokens]
+    logits = logits.masked_fill(absent, -torch.inf)
+    max_logit, of_label = of_sets("max", logits), of_sets("max", logits.masked_fill(~is_label, -torch.inf))
+    exp = (logits - max_logit[tokens]).exp2()
+    sum_exp = of_sets("sum", exp)
+    logprobs = (of_label - max_logit) - sum_exp.log2()
+    logprobs.masked_fill_(of_label.isneginf(), torch.nan)
+    slopes = is_label.float() - exp / sum_exp[tokens] + 0.0 * logprobs[tokens]
+    return (logprobs * to_nats).masked_fill_(ignored, 0.0), slopes.masked_fill_(absent, 0.0)
 
 
 class LogitsAtFunction(torch.autograd.Function):
