@@ -38,6 +38,8 @@ class TopK(NamedTuple):
     ids       int64 [..., K] global, the lowest first on ties; -1 where there is none, and in NaN rows
     lse       fp32 [...], log-sum-exp of all logits
     mass      fp32 [...], the sum of the K probabilities
+
+    A row is NaN if a logit is NaN or +inf, if all of them are -inf, or if its temperature is not positive and finite.
     """
 
     logprobs: Tensor

@@ -76,6 +76,23 @@ def test_fewer_ids_than_asked_for_padding_and_broken_rows(backend, device):
     assert [part.shape for part in nothing] == [(0, 2), (0, 2), (0,), (0,)]
 
 
+@pytest.mark.parametrize("columns", [256, 300])
+def test_rows_of_infinite_logits(columns, backend, device):
+    """A row of -inf only has no distribution; beside finite logits -inf is a probability of 0; +inf is NaN."""
+    hidden = torch.tensor([[-3e38], [-1e38], [1.0], [torch.inf]], device=device)
+    weight = torch.full((columns, 1), 8.0, device=device)
+    weight[[1, 7, 200]] = 2.0
+    assert (hidden @ weight.T).isneginf().sum(1).tolist() == [columns, columns - 3, 0, 0]
+    found = megatron_lce.linear_topk(hidden, weight, 4, backend=backend)
+    assert found.ids.tolist() == [[-1] * 4, [1, 7, 200, 0], [0, 2, 3, 4], [-1] * 4]
+    for part in (found.logprobs, found.lse[:, None], found.mass[:, None]):
+        assert part.isnan().all(1).tolist() == [True, False, False, True]
+    assert found.logprobs[1, :3].exp().tolist() == pytest.approx([1 / 3] * 3)
+    assert found.logprobs[1, 3] == -torch.inf
+    whole = megatron_lce.linear_cross_entropy(hidden, weight, found.ids[:, 0].clamp(min=0), backend=backend)
+    torch.testing.assert_close(found.lse, whole.lse, equal_nan=True)
+
+
 def test_logits_of_16_bits(backend, device):
     """Products are rounded once, so that many are ties."""
     problem = make_problem(4, 64, 300, device, BF16)

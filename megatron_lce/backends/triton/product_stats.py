@@ -54,7 +54,7 @@ def _product_stats_kernel(
     mask = (rows < N)[:, None] & (columns < C)[None, :]
     scale = tl.load(row_scale_ptr + rows, mask=rows < N, other=0.0)
     products = tl.load(products_ptr + rows[:, None] * products_stride + columns[None, :], mask=mask, other=0.0)
-    logits = tl.where(mask, products * scale[:, None], _LOWEST_LOGIT)
+    logits = tl.where(mask, products * scale[:, None], float("-inf"))
     logits = tl.reshape(logits, (BLOCK_N, CHUNKS, CHUNK))
     max_logit = tl.maximum(tl.max(logits, 2), _LOWEST_LOGIT)
     sum_exp = tl.sum(tl.exp2(logits - max_logit[:, :, None]), 2)
