@@ -39,7 +39,7 @@ def support_logprobs(
             is repeated counts once. A token without ids takes the whole vocabulary.
         entropy: True also returns the entropy of the full distribution, without gradient, for one more forward pass.
         empty_rows: whether some tokens may have no ids: the host waits once for their number. False: such a row is NaN.
-        ignore_index: rows with this label are 0 and get no gradient.
+        ignore_index: rows with this label are 0 and get no gradient, whatever their upstream gradient.
         options: as `linear_logits_at` takes them.
 
     Returns:

@@ -108,6 +108,25 @@ def test_rows_that_are_ignored_or_broken(backend, device):
     assert nothing.shape == (0,)
 
 
+def test_an_upstream_that_is_not_finite_at_ignored_rows_and_padding(backend, device):
+    """As the slope of `torch.where(ignored, 0, f(logprobs))` with an f that is infinite at 0."""
+    problem = make_problem(4, 24, 60, device)
+    labels = problem.labels.clone()
+    labels[1] = -100
+    ids = torch.tensor([labels[0], 3, -1, 4, 5, labels[2], 6, labels[3]], device=device)
+    offsets = torch.tensor([0, 3, 5, 7, 8], device=device)  # the last one's label is its only id
+    grads = []
+    for upstream in (0.0, torch.nan, torch.inf):
+        hidden, weight = (t.clone().requires_grad_() for t in problem[:2])
+        logprobs = megatron_lce.support_logprobs(hidden, weight, labels, ids, offsets, backend=backend)
+        logprobs.backward(torch.tensor([1.0, upstream, -2.0, upstream], device=device))
+        grads.append((hidden.grad, weight.grad))
+    assert grads[0][0][0].any()
+    for hidden_grad, weight_grad in grads[1:]:
+        assert torch.equal(hidden_grad, grads[0][0])
+        assert torch.equal(weight_grad, grads[0][1])
+
+
 def test_infinite_logits_in_a_set(backend, device):
     """A label of logit -inf is NaN, as in `linear_cross_entropy`; another id of it changes nothing."""
     problem = make_problem(2, 8, 6, device)
