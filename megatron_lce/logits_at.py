@@ -58,7 +58,11 @@ def linear_logits_at(
     call = call_of_head("linear_logits_at", hidden, weight, options, known, check, own)
     with torch.no_grad():
         flat = ids_of_rows(ids.reshape(-1, ids.shape[-1])) if offsets is None else ids_of_offsets(ids, offsets)
-    return LogitsAtFunction.apply(call.hidden, call.weight, call, flat, False).view(ids.shape)
+    logits = LogitsAtFunction.apply(call.hidden, call.weight, call, flat, False)
+    if call.labels.numel() == 0:  # all ids lie outside the offsets
+        outside = torch.full(ids.shape, torch.nan, dtype=torch.float32, device=ids.device).masked_fill_(ids < 0, 0.0)
+        logits = torch.cat([logits, outside.view(-1)])
+    return logits.view(ids.shape)
 
 
 def call_of_head(

@@ -130,6 +130,22 @@ def test_no_tokens_give_zero_gradients(backend, device):
     assert torch.equal(weight.grad, torch.zeros_like(weight))
 
 
+@pytest.mark.parametrize("ids", [[3, -1, 40], [-1, 0]])
+def test_no_tokens_beside_ids_and_offsets(ids, backend, device):
+    """All ids lie outside the offsets."""
+    problem = make_problem(3, 16, 20, device)
+    hidden, weight = problem.hidden[:0].clone().requires_grad_(), problem.weight.clone().requires_grad_()
+    ids, offsets = torch.tensor(ids, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+    logits = megatron_lce.linear_logits_at(hidden, weight, ids, offsets, backend=backend)
+    assert logits.dtype == FP32
+    assert torch.equal(logits.isnan(), ids >= 0)
+    assert (logits[ids < 0] == 0).all()
+    logprobs = megatron_lce.support_logprobs(hidden, weight, ids[:0], ids, offsets, backend=backend)
+    (logits.nansum() + logprobs.sum()).backward()
+    assert hidden.grad.shape == (0, 16)
+    assert torch.equal(weight.grad, torch.zeros_like(weight))
+
+
 def test_ids_of_any_stride(backend, device):
     problem = make_problem(6, 16, 20, device)
     ids = torch.arange(12, device=device).view(6, 2)

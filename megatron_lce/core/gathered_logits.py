@@ -63,7 +63,12 @@ def ids_of_rows(ids: Tensor) -> Ids:
 
 
 def ids_of_offsets(ids: Tensor, offsets: Tensor) -> Ids:
-    """Return CSR's ids [M] and offsets [N + 1] as `Ids`. What lies outside the offsets is of no rank."""
+    """Return CSR's ids [M] and offsets [N + 1] as `Ids`. What lies outside the offsets is of no rank.
+
+    Without tokens there are no ids, as they belong to none.
+    """
+    if offsets.shape[0] == 1:
+        ids = ids[:0]
     places = torch.arange(ids.shape[0], dtype=torch.int64, device=ids.device)
     rows = torch.searchsorted(offsets.contiguous(), places, right=True).sub_(1)
     inside = rows.clamp(0, max(offsets.shape[0] - 2, 0))
