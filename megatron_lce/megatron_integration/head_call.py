@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
 T = TypeVar("T")
-_PER_TOKEN = {"labels": 2, "temperature": 2, "token_weights": 2, "teacher_temperature": 2, "candidates": 3}
+_PER_TOKEN = {"labels": 2, "temperature": 2, "token_weights": 2, "teacher_temperature": 2, "candidates": 3, "ids": 3}
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,10 @@ class HeadCall:
         """A tensor [b, s, ...] as [s, b, ...]; anything else as it is."""
         if not isinstance(per_token, Tensor):
             return per_token
-        if tuple(per_token.shape[:2]) != self.tokens or (_PER_TOKEN.get(name) == 2 and per_token.dim() > 2):
-            raise ValueError(f"{name} must be [b, s], {self.tokens} for this hidden, got {tuple(per_token.shape)}")
+        shape, dims = tuple(per_token.shape), _PER_TOKEN.get(name)
+        if shape[:2] != self.tokens or len(shape) != (dims or len(shape)) or (dims == 3 and shape[2] == 0):
+            form = f"[b, s, K], {self.tokens} first" if dims == 3 else f"[b, s], {self.tokens}"
+            raise ValueError(f"{name} must be {form} for this hidden, got {shape}")
         return swap(per_token)
 
     @property
@@ -147,8 +149,8 @@ def batch_first(result: T) -> T:
 def csr_sequence_first(ids: Tensor, offsets: Tensor, tokens: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return CSR of tokens [b, s] as that of [s, b], and each id's place in the former; None: they are the same."""
     batch, sequence = tokens
-    sound = isinstance(offsets, Tensor) and tuple(offsets.shape) == (batch * sequence + 1,) and ids.numel() > 0
-    if batch == 1 or not sound:  # what is not sound is refused as it is
+    sound = isinstance(offsets, Tensor) and tuple(offsets.shape) == (batch * sequence + 1,)
+    if batch == 1 or not sound or not isinstance(ids, Tensor) or ids.numel() == 0:  # others are refused as they are
         return ids, offsets, None
     row = torch.arange(batch * sequence, dtype=torch.int64, device=offsets.device).view(batch, sequence).T.reshape(-1)
     new = torch.cat([offsets[:1], offsets[:1] + offsets.diff()[row].cumsum(0)])

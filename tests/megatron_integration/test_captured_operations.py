@@ -1,5 +1,7 @@
 """What a captured head computes, against the model's own logits."""
 
+import re
+
 import pytest
 import torch
 
@@ -89,6 +91,30 @@ def test_some_ids_are_those_of_the_models_logits(model, device):
     expected = of_kept.sum() + logprobs.gather(-1, ids).sum() + logits.gather(-1, ids).sum()
     actual = megatron_world.gradients(model, loss)
     megatron_world.assert_same_gradients(actual, megatron_world.gradients(model, expected))
+
+
+def test_refusals_of_ids_name_them_as_the_caller_passed_them(model, device):
+    tensors, labels = megatron_world.inputs(device)  # [3, 23]
+    with torch.no_grad(), capture_lm_head(model) as head:
+        model(*tensors)
+    offsets = torch.arange(labels.numel() + 1, device=device)
+    calls = (
+        lambda ids, offsets: head.linear_logits_at(ids, offsets),
+        lambda ids, offsets: head.support_logprobs(labels, ids, offsets),
+    )
+    for call in calls:
+        with pytest.raises(TypeError, match=r"ids must be a torch.Tensor, got list"):
+            call([1, 2], offsets)
+        with pytest.raises(TypeError, match=r"offsets must be a torch.Tensor, got list"):
+            call(labels.view(-1), offsets.tolist())
+    with pytest.raises(TypeError, match=r"ids must be a torch.Tensor, got list"):
+        head.linear_logits_at([1, 2])
+    for wrong in (labels, labels[..., None].mT, labels[..., None][..., :0], labels[..., None, None]):
+        message = r"must be \[b, s, K\], \(3, 23\) first for this hidden, got " + re.escape(str(tuple(wrong.shape)))
+        with pytest.raises(ValueError, match=f"candidates {message}"):
+            head.linear_cross_entropy(labels, candidates=wrong)
+        with pytest.raises(ValueError, match=f"ids {message}"):
+            head.linear_logits_at(wrong)
 
 
 def test_bf16_hidden_states_beside_a_weight_in_fp32_and_a_samplers_rounding(model, device):
