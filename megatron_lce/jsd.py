@@ -213,9 +213,7 @@ def _check(
             raise TypeError(f"token_weights must be a floating tensor, got {token_weights.dtype}")
     if teacher_temperature is not None:
         validation.check_temperature(teacher_temperature, shape, student.hidden.device, "teacher_temperature")
-    validation.check_number("beta", beta)
-    if not 0 <= beta <= 1:
-        raise ValueError(f"beta must lie in [0, 1], got {beta}")
+    validation.check_beta(beta)
 
 
 def _describe(student: Head, teacher: Head, beta: float) -> dict[str, Any]:

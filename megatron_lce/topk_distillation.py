@@ -6,19 +6,23 @@ With t the teacher's and s the student's logprobs at the K ids, over the whole v
     reverse    sum of p_s (s - t)
     jsd        beta sum of p_t (t - m) + (1 - beta) sum of p_s (s - m),  m = log(beta p_t + (1 - beta) p_s)
 
-`jsd` is Agarwal et al. 2024's between its ends, as `linear_jsd` has it. What lies outside the K ids is, by `tail`,
+`jsd` is Agarwal et al. 2024's, as `linear_jsd` has it: with beta 0 it is `forward`, with beta 1 `reverse`. What lies
+outside the K ids is, by `tail`,
 
     "drop"         left out: verl's `forward_kl_topk`; NeMo-RL's `zero_outside_topk` with a renormalised teacher
     "bin"          one more id, of probability 1 - sum of p in either model: Megatron-LM's ghost token
     "renormalise"  left out, and both models renormalised over the K: ms-swift's `gkd_logits_topk`, NeMo-RL's default
 
 With "drop" no divergence is bounded below by 0. An id whose teacher's logprob is -inf takes no part: pad with it.
+Candidates of an ignored token have logprobs of 0, which no distribution has: leave its divergence out.
 """
 
 from typing import Literal
 
 import torch
 from torch import Tensor
+
+from megatron_lce.core.validation import check_beta
 
 _LEAST = 1e-30  # a tail's probability is no smaller
 
@@ -36,10 +40,12 @@ def topk_divergence(
         top = megatron_lce.linear_topk(teacher_hidden, teacher_weight, 64)                      # no gradient
         out = megatron_lce.linear_cross_entropy(hidden, weight, labels, candidates=top.ids)
         loss = megatron_lce.topk_divergence(out.candidate_logprobs, top.logprobs, "reverse", tail="bin")
+        loss = loss.masked_fill(labels == -100, 0.0)  # ignored tokens
 
     Raises:
-        ValueError: an argument is not as described.
+        TypeError, ValueError: an argument is not as described.
     """
+    check_beta(beta)
     if kind not in ("forward", "reverse", "jsd"):
         raise ValueError(f"kind must be 'forward', 'reverse' or 'jsd', got {kind!r}")
     if tail not in ("drop", "bin", "renormalise"):
@@ -47,6 +53,8 @@ def topk_divergence(
     if student_logprobs.shape != teacher_logprobs.shape:
         got = f"{tuple(student_logprobs.shape)} and {tuple(teacher_logprobs.shape)}"
         raise ValueError(f"student_logprobs and teacher_logprobs must have one shape, [..., K], got {got}")
+    if kind == "jsd":
+        kind = "forward" if beta == 0 else "reverse" if beta == 1 else kind
     counts = ~teacher_logprobs.isneginf()
     teacher, student = (_with_tail(one.float(), counts, tail) for one in (teacher_logprobs.detach(), student_logprobs))
     p_teacher, p_student = teacher.exp(), student.exp()
@@ -64,8 +72,9 @@ def topk_divergence(
 
 def _with_tail(logprobs: Tensor, counts: Tensor, tail: str) -> Tensor:
     """Return finite logprobs [..., K], or [..., K + 1] with a bin, renormalised if asked for; 0 where none counts."""
-    p = torch.where(counts, logprobs, -torch.inf).exp().sum(dim=-1, keepdim=True)
+    # In fp64: where p is near 1, an fp32 sum of probabilities loses the rest.
+    p = torch.where(counts, logprobs, -torch.inf).double().exp().sum(dim=-1, keepdim=True)
     logprobs = torch.where(counts, logprobs, 0.0)
     if tail == "bin":
-        return torch.cat([logprobs, (1 - p).clamp(min=_LEAST).log()], dim=-1)
-    return logprobs if tail == "drop" else logprobs - p.clamp(min=_LEAST).log()
+        return torch.cat([logprobs, (1 - p).clamp(min=_LEAST).log().float()], dim=-1)
+    return logprobs if tail == "drop" else logprobs - p.clamp(min=_LEAST).log().float()

@@ -76,8 +76,7 @@ def divergence(
     if top is None:
         return student_head.linear_jsd(teacher_head, labels=labels, beta=args.beta, **keywords)
     out = student_head.linear_cross_entropy(labels, candidates=top.ids, entropy=False, **keywords)
-    kind = {0: "forward", 1: "reverse"}.get(args.beta, "jsd")
-    losses = megatron_lce.topk_divergence(out.candidate_logprobs, top.logprobs, kind, tail=args.tail, beta=args.beta)
+    losses = megatron_lce.topk_divergence(out.candidate_logprobs, top.logprobs, "jsd", tail=args.tail, beta=args.beta)
     return losses * (batch.loss_mask > 0)
 
 

@@ -1,6 +1,7 @@
 """`topk_divergence` against its definition, and with K as large as the vocabulary against `linear_jsd`'s oracle."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -52,6 +53,45 @@ def test_of_some_ids(kind, tail):
     torch.testing.assert_close(grad.double(), torch.autograd.grad(exact.sum(), leaf)[0], rtol=1e-4, atol=1e-5)
 
 
+def test_jsd_at_its_ends_is_forward_and_reverse():
+    ids = torch.arange(9).expand(6, -1)
+    (_, s), (_, t) = logprobs_at(0, ids), logprobs_at(1, ids)
+    for tail, (beta, kind) in itertools.product(TAILS, ((0, "forward"), (0.0, "forward"), (1.0, "reverse"))):
+        student = s.float().requires_grad_()
+        of_end, of_kind = (
+            megatron_lce.topk_divergence(student, t.float(), name, tail=tail, beta=beta) for name in ("jsd", kind)
+        )
+        assert torch.equal(of_end, of_kind)
+        assert of_end.all()
+        grads = [torch.autograd.grad(loss.sum(), student, retain_graph=True)[0] for loss in (of_end, of_kind)]
+        assert torch.equal(*grads)
+
+
+@pytest.mark.parametrize("gap", [8.0, 16.0, 20.0])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_small_tail_keeps_its_digits(kind, gap):
+    """Of logprobs that are exact but for their rounding to fp32."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(5, 30, dtype=torch.float64, generator=generator)
+    logits[:, 0] += gap
+    leaf = logits.log_softmax(-1)[:, :4].float().requires_grad_()
+    teacher = torch.randn(5, 30, dtype=torch.float64, generator=generator).log_softmax(-1)[:, :4].float()
+    found = megatron_lce.topk_divergence(leaf, teacher, kind, tail="bin")
+    (grad,) = torch.autograd.grad(found.sum(), leaf)
+    exact_leaf = leaf.detach().double().requires_grad_()
+    p, q = teacher.double().exp(), exact_leaf.exp()
+    p, q = (torch.cat([one, 1 - one.sum(-1, keepdim=True)], -1) for one in (p, q))
+    m = (p + q) / 2
+    exact = {
+        "forward": (p * (p / q).log()).sum(-1),
+        "reverse": (q * (q / p).log()).sum(-1),
+        "jsd": ((p * (p / m).log() + q * (q / m).log()) / 2).sum(-1),
+    }[kind]
+    assert (q[:, -1] < 400 * math.exp(-gap)).all()
+    torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(grad.double(), torch.autograd.grad(exact.sum(), exact_leaf)[0], rtol=1e-5, atol=1e-6)
+
+
 def test_frameworks_definitions():
     """verl's forward_kl_topk, and ms-swift's renormalised reverse KL, as they write them over materialised logits."""
     ids = torch.arange(9).expand(6, -1)
@@ -82,11 +122,45 @@ def test_distils_a_teachers_topk(backend, device):
     assert losses[-1] < 0.1 * losses[0]
 
 
+@pytest.mark.parametrize("tail", TAILS)
+def test_ignored_tokens_of_the_recipe(tail, backend, device):
+    """Masked, they count 0 and get no gradient; `linear_token_loss` leaves them out by itself."""
+    teacher, problem = (make_problem(7, 16, 60, device, seed=seed) for seed in (1, 2))
+    labels = problem.labels.clone()
+    labels[2:4] = -100
+    top = megatron_lce.linear_topk(teacher.hidden, teacher.weight, 8, backend=backend)
+    hidden, weight = (t.clone().requires_grad_() for t in problem[:2])
+    keywords = {"candidates": top.ids, "entropy": False, "backend": backend}
+    out = megatron_lce.linear_cross_entropy(hidden, weight, labels, **keywords)
+    loss = megatron_lce.topk_divergence(out.candidate_logprobs, top.logprobs, "reverse", tail=tail)
+    loss = loss.masked_fill(labels == -100, 0.0)
+    loss.sum().backward()
+    assert not loss[2:4].any()
+    assert not hidden.grad[2:4].any()
+    known = megatron_lce.linear_token_loss(
+        problem.hidden,
+        problem.weight,
+        labels,
+        lambda out, teacher: megatron_lce.topk_divergence(out.candidate_logprobs, teacher, "reverse", tail=tail),
+        top.logprobs,
+        **keywords,
+    )
+    torch.testing.assert_close(known.loss, loss.detach().sum())
+    rows = labels != -100
+    keywords["candidates"] = top.ids[rows]
+    out = megatron_lce.linear_cross_entropy(problem.hidden[rows], weight, labels[rows], **keywords)
+    alone = megatron_lce.topk_divergence(out.candidate_logprobs, top.logprobs[rows], "reverse", tail=tail)
+    torch.testing.assert_close(loss[rows], alone)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"kind": "kl"}, "kind must be 'forward', 'reverse' or 'jsd', got 'kl'"),
         ({"tail": ""}, "tail must be 'drop', 'bin' or 'renormalise', got ''"),
+        ({"beta": 2.0}, r"beta must lie in \[0, 1\], got 2.0"),
+        ({"kind": "jsd", "beta": -1}, r"beta must lie in \[0, 1\], got -1"),
+        ({"kind": "jsd", "beta": math.nan}, "beta must be finite, got nan"),
         ({"teacher_logprobs": torch.zeros(2, 4)}, "student_logprobs and teacher_logprobs must have one shape"),
     ],
 )

@@ -196,6 +196,12 @@ def check_number(name: str, value: object, *, positive: bool = False) -> None:
         raise ValueError(f"{name} must be a number that fp32 holds, got {value}")
 
 
+def check_beta(beta: float) -> None:
+    check_number("beta", beta)
+    if not 0 <= beta <= 1:
+        raise ValueError(f"beta must lie in [0, 1], got {beta}")
+
+
 def check_integer(name: str, value: object, *, minimum: int | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, got {_type_name(value)}")
