@@ -108,17 +108,21 @@ def test_rows_that_are_ignored_or_broken(backend, device):
     assert nothing.shape == (0,)
 
 
-def test_an_upstream_that_is_not_finite_at_ignored_rows_and_padding(backend, device):
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_an_upstream_that_is_not_finite_at_rows_without_a_gradient(softcap, backend, device):
     """As the slope of `torch.where(ignored, 0, f(logprobs))` with an f that is infinite at 0."""
     problem = make_problem(4, 24, 60, device)
     labels = problem.labels.clone()
     labels[1] = -100
+    problem.hidden[1] = torch.nan
     ids = torch.tensor([labels[0], 3, -1, 4, 5, labels[2], 6, labels[3]], device=device)
     offsets = torch.tensor([0, 3, 5, 7, 8], device=device)  # the last one's label is its only id
     grads = []
     for upstream in (0.0, torch.nan, torch.inf):
         hidden, weight = (t.clone().requires_grad_() for t in problem[:2])
-        logprobs = megatron_lce.support_logprobs(hidden, weight, labels, ids, offsets, backend=backend)
+        logprobs = megatron_lce.support_logprobs(
+            hidden, weight, labels, ids, offsets, softcap=softcap, backend=backend
+        )
         logprobs.backward(torch.tensor([1.0, upstream, -2.0, upstream], device=device))
         grads.append((hidden.grad, weight.grad))
     assert grads[0][0][0].any()

@@ -141,12 +141,11 @@ class LogitsAtFunction(torch.autograd.Function):
         call, ids, needs = ctx.call.with_tensors(hidden, weight), Ids(*rest), ctx.needs_input_grad
         with own_arithmetic(hidden.device, "linear_logits_at backward"):
             factors, grad = scale * (inner_factor(call.options) * LN_2), grad.reshape(-1).float()
-            if slopes is None:
-                factors = factors[ids.rows] * grad
-            else:  # where a slope is 0, as in ignored rows, the upstream may be NaN
-                factors = ((factors * grad)[ids.rows] * slopes).masked_fill_(slopes == 0, 0.0)
+            factors = factors[ids.rows] * grad if slopes is None else (factors * grad)[ids.rows] * slopes
             if logits is not None:
                 factors *= 1.0 - (logits / scale[ids.rows]).square_()
+            if slopes is not None:  # in ignored rows, logits and the upstream may be NaN
+                factors.masked_fill_(slopes == 0, 0.0)
             return *_gradients(_tokens(call, ctx.num_tokens), ids, factors, call, needs), None, None, None
 
 
