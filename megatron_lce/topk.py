@@ -105,6 +105,25 @@ def _topk(call: Call, k: int) -> TopK:
     return TopK(*(tokens.computed.spread(result) for result in results))
 
 
+def _plan(call: Call, k: int) -> tuple[int, int]:
+    """Return the tokens of a block, and the columns of a product, of whose weight there may be an fp32 copy."""
+    options, stride, num_tokens = call.options, round_up(call.size.columns, CHUNK_COLUMNS), call.labels.shape[0]
+    row, upcast = 4 * call.hidden.shape[1], call.hidden.dtype != call.weight.dtype or copies_to_fp32(call.hidden)
+    of_column = row if copies_to_fp32(call.weight) else 0
+    chunks = min(k, stride // CHUNK_COLUMNS)
+    of_token = 4 * stride + 40 * (stride // CHUNK_COLUMNS) + 16 * CHUNK_COLUMNS + (row if upcast else 0)
+    of_token += (4 * CHUNK_COLUMNS + 24 * _GROUPS) * chunks + 36 * _FEW * min(k, chunks * _GROUPS)
+    if options.logits_dtype is not None:
+        of_token += 2 * stride
+    ranks = num_tokens // call.hidden.shape[0] if options.sequence_parallel and num_tokens else 1
+    smallest = of_token * ranks + CHUNK_COLUMNS * of_column  # a block has a token of every rank, or several
+    if options.workspace_bytes < smallest:
+        raise ValueError(f"workspace_bytes must be at least {smallest} for this head, got {options.workspace_bytes}")
+    most = (options.workspace_bytes - CHUNK_COLUMNS * of_column) // (of_token * ranks) * ranks
+    most = most // (MIN_TOKENS * ranks) * MIN_TOKENS * ranks or most
+    block_tokens = min(most, max(num_tokens, 1))
+    left = options.workspace_bytes - block_tokens * of_token
+    return block_tokens, left // of_column // CHUNK_COLUMNS * CHUNK_COLUMNS if of_column else stride
 
 
 def _fill(products: Tensor, hidden: Tensor, call: Call, product_columns: int) -> None:

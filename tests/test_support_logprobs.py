@@ -120,9 +120,7 @@ def test_an_upstream_that_is_not_finite_at_rows_without_a_gradient(softcap, back
     grads = []
     for upstream in (0.0, torch.nan, torch.inf):
         hidden, weight = (t.clone().requires_grad_() for t in problem[:2])
-        logprobs = megatron_lce.support_logprobs(
-            hidden, weight, labels, ids, offsets, softcap=softcap, backend=backend
-        )
+        logprobs = megatron_lce.support_logprobs(hidden, weight, labels, ids, offsets, softcap=softcap, backend=backend)
         logprobs.backward(torch.tensor([1.0, upstream, -2.0, upstream], device=device))
         grads.append((hidden.grad, weight.grad))
     assert grads[0][0][0].any()

@@ -22,7 +22,7 @@ from megatron_lce.token_loss import linear_token_losses
 _SCALE = {Tensor.mul, torch.mul}
 _MAX = {Tensor.max, torch.max}
 _ARGMAX = {Tensor.argmax, torch.argmax}
-_GET_BASE = Tensor._base.__get__  # type: ignore[attr-defined]
+_GET_BASE = Tensor._base.__get__  # type: ignore[attr-defined, union-attr]
 
 
 class UncomputedLogits(Tensor):
