@@ -1,61 +1,31 @@
-"""What one step of the head takes: products, time, peak memory, and the most tokens that fit.
+"""Matmuls, time and peak memory of the head's implementations side by side, and which of them to take.
 
-`megatron-lce estimate` and `megatron_lce.explain` print it; the formulas are those of `megatron_lce.head_memory`.
+`megatron-lce estimate` and `megatron_lce.explain` print it; the formulas are in `megatron_lce.head_memory`.
 """
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
-from megatron_lce.head_memory import FORMULAS, HeadStep, token_loss_plan
+from megatron_lce.head_memory import FUSED, HEADS, KNOWN_LOSS, OURS, UNFUSED, HeadStep
 
 TERABYTES = 3.35  # TB/s of an H100's memory
+LITTLE_MIB = 1024  # a saving below this is small beside a whole model
 
 
-class Estimate(NamedTuple):
-    """One way of computing the head.
+def largest_tokens(head: str, step: HeadStep, memory_bytes: int) -> int:
+    """Returns the largest number of tokens, a multiple of 128, whose step peaks within that memory; 0 if none does.
 
-    products       matrix products of N x H x V / tp each; eager torch's forward and backward are 3
-    moved_bytes    through memory, by passes over logits beside the products
-    kept_bytes     held from forward to backward
-    peak_bytes     largest phase, gradients included
-    phase          the largest one
-    parts          what is allocated in it, in bytes
-    """
-
-    products: float
-    moved_bytes: float
-    kept_bytes: int
-    peak_bytes: int
-    phase: str
-    parts: dict[str, int]
-
-    def time_ms(self, step: HeadStep, tflops: float, terabytes: float) -> float:
-        """Time in ms of the products at so many TFLOP/s, and of the passes over logits at so many TB/s."""
-        products = self.products * 2 * step.logits * step.hidden
-        return products / (tflops * 1e9) + self.moved_bytes / (terabytes * 1e9)
-
-
-def estimate(way: str, step: HeadStep) -> Estimate:
-    """Products and memory of one of `FORMULAS`."""
-    products, moved, phases = FORMULAS[way](step)
-    phases = {phase: {part: size for part, size in parts.items() if size} for phase, parts in phases.items()}
-    totals = {phase: sum(parts.values()) for phase, parts in phases.items()}
-    largest = max(totals, key=lambda phase: totals[phase])
-    return Estimate(products, moved * step.logits, totals["kept"], totals[largest], largest, phases[largest])
-
-
-def largest_tokens(way: str, step: HeadStep, memory_bytes: int) -> int:
-    """The largest number of tokens (a multiple of 128) whose step peaks within that memory; 0 if there is none.
-
-    By bisection: where blocks are cut anew more tokens may take less, and a larger number may fit as well.
+    By bisection: more tokens may take less memory if blocks are cut anew, and a larger number may fit as well.
     """
 
     def exceeds(blocks: int) -> bool:
         try:
-            return estimate(way, replace(step, tokens=128 * blocks)).peak_bytes > memory_bytes
-        except ValueError:  # so many tokens do not go in one block, and blocks have no room
+            needs = HEADS[head](replace(step, tokens=128 * blocks))
+        except ValueError:  # the workspace has no room for so many tokens
             return True
+        return needs is None or needs.peak_bytes > memory_bytes
 
     return 128 * bisect_left(range(1, 2**24), True, key=exceeds)
 
@@ -68,81 +38,110 @@ def estimate_table(
     terabytes: float = TERABYTES,
     memory_bytes: int | None = None,
 ) -> list[dict[str, Any]]:
-    """All ways that apply to this step, as rows: way, products, kept_mib, peak_mib, and what else is asked for.
+    """Returns a row per implementation that runs this step: head, matmuls, kept_mib, peak_mib, and what is asked for.
 
     Args:
         cache_bytes: adds a row with this `logits_cache_bytes`.
-        tflops: adds `time_ms`, with products at so many TFLOP/s.
+        tflops: adds `time_ms`, with matmuls at this many TFLOP/s.
         terabytes: TB/s of memory, for `time_ms`.
-        memory_bytes: adds `largest_tokens`, whose peak stays within it.
+        memory_bytes: adds `most_tokens`, whose peak stays within it.
     """
-    native, ours, in_16_bits = "Megatron, unfused", "megatron_lce", step.itemsize == 2
-    fused, token_loss = "Megatron, fused cross-entropy", "megatron_lce, linear_token_loss"
     cached, everything = (replace(step, logits_cache_bytes=size) for size in (cache_bytes or 0, step.everything))
-    skipped = replace(step, skip_ignored=True)
+    skipped, masked = replace(step, skip_ignored=True), f"{step.ignored:.0%} masked and skipped"
+    in_16_bits, some_ignored = step.itemsize == 2, step.ignored > 0
     cases = [
-        (True, native, native, step),
-        (in_16_bits, fused, fused, step),  # on fp32 logits Megatron's fused gradient is bf16: not the same thing
-        (True, ours, ours, step),
-        (cache_bytes is not None, f"{ours}, cache of {cached.logits_cache_bytes / 2**20:,.0f} MiB", ours, cached),
-        (in_16_bits, f"{ours}, everything cached", ours, everything),
-        (token_loss_plan(step) is not None, f"{ours}, known_loss of the flag, linear_token_loss", token_loss, step),
-        (step.ignored > 0, f"{ours}, {step.ignored:.0%} ignored and skipped", ours, skipped),
+        (True, UNFUSED, UNFUSED, step),
+        (in_16_bits, FUSED, FUSED, step),  # its gradient of fp32 logits is bf16, and not comparable
+        (True, OURS, OURS, step),
+        (True, KNOWN_LOSS, KNOWN_LOSS, step),
+        (cache_bytes is not None, f"{OURS}, cache of {cached.logits_cache_bytes / 2**20:,.0f} MiB", OURS, cached),
+        (in_16_bits, f"{OURS}, everything cached", OURS, everything),
+        (some_ignored, f"{OURS}, {masked}", OURS, skipped),
+        (some_ignored, f"{KNOWN_LOSS}, {masked}", KNOWN_LOSS, skipped),
     ]
     rows = []
-    for _, title, way, of_way in (case for case in cases if case[0]):
-        result = estimate(way, of_way)
-        row: dict[str, Any] = {"way": title, "products": round(float(result.products), 2)}
+    for applies, title, head, of_head in cases:
+        if not applies or (needs := HEADS[head](of_head)) is None:
+            continue
+        row: dict[str, Any] = {"head": title, "matmuls": round(float(needs.matmuls), 2)}
         if tflops is not None:
-            row["time_ms"] = round(result.time_ms(step, tflops, terabytes), 1)
-        row |= {"kept_mib": round(result.kept_bytes / 2**20), "peak_mib": round(result.peak_bytes / 2**20)}
+            row["time_ms"] = round(needs.time_ms(step, tflops, terabytes), 1)
+        row |= {"kept_mib": round(needs.kept_bytes / 2**20), "peak_mib": round(needs.peak_bytes / 2**20)}
         if memory_bytes is not None:
-            row["largest_tokens"] = largest_tokens(way, of_way, memory_bytes)
-        parts = {part: round(size / 2**20) for part, size in result.parts.items() if size >= 2**19}
-        rows.append(row | {"peak_is": result.phase, "peak_parts_mib": parts})
+            row["most_tokens"] = largest_tokens(head, of_head, memory_bytes)
+        rows.append(row)
     return rows
 
 
-COLUMNS = {
-    "products": "matrix products of tokens x hidden x columns, forward and backward",
-    "time_ms": "of these products and of the passes over logits",
-    "kept_mib": "held from forward to backward",
-    "peak_mib": "the most of the step, both gradients included; hidden, weight and main_grad are not",
-    "largest_tokens": "the most tokens whose peak stays within the given memory",
-}
+def saved_mib(rows: Sequence[dict[str, Any]]) -> int:
+    """Returns how far the default peaks below the lower of Megatron's losses."""
+    peaks = {row["head"]: row["peak_mib"] for row in rows}
+    return min(peaks[UNFUSED], peaks.get(FUSED, peaks[UNFUSED])) - peaks[OURS]
 
 
-def format_estimates(title: str, rows: list[dict[str, Any]]) -> str:
-    """The rows as a table in plain text; below it what the columns say, and what each peak is made of."""
-    names = ["way", *(name for name in COLUMNS if name in rows[0])]
-    cells = [names] + [[f"{row[name]:,}" if name != "way" else row[name] for name in names] for row in rows]
+def verdict(rows: list[dict[str, Any]], budget_bytes: int | None = None) -> str:
+    """Says how far the peak falls, and which row to take.
+
+    That is the one of fewest matmuls that peaks no higher than Megatron, and than the head's budget if there is one;
+    among several, the one with the lowest peak.
+    """
+    peaks = {row["head"]: row["peak_mib"] for row in rows}
+    saved, native = saved_mib(rows), f"{_size(peaks[UNFUSED])} (Megatron, unfused"
+    if FUSED in peaks:
+        native = f"{_size(peaks[FUSED])} (Megatron, fused; {_size(peaks[UNFUSED])} unfused"
+    known = f", or to {_size(peaks[KNOWN_LOSS])} with known_loss=True" if KNOWN_LOSS in peaks else ""
+    text = f"The head's peak falls from {native}) to {_size(peaks[OURS])}{known}."
+    if saved <= 0:
+        text = f"Fusing hardly helps here: the head peaks at {_size(peaks[OURS])} instead of {native})."
+    elif saved < LITTLE_MIB:
+        text += f" Fusing helps little here: at best Megatron peaks {_size(saved)} higher."
+    most = peaks[OURS] + max(saved, 0) if budget_bytes is None else budget_bytes / 2**20
+    within = [row for row in rows if row["head"].startswith(OURS) and row["peak_mib"] <= most]
+    if not within:
+        return f"{text} No row fits into {_size(most)}."
+    # Of nearly equal peaks the known loss, which keeps no logits between forward and backward.
+    best = min(within, key=lambda row: (row["matmuls"], row["peak_mib"] * (1.0 if KNOWN_LOSS in row["head"] else 1.05)))
+    if saved <= 0 and best["matmuls"] >= 3:
+        return text
+    also = " (with a loss of your own: linear_token_loss)" if KNOWN_LOSS in best["head"] else ""
+    return f"{text} Recommended: {best['head']}{also}."
+
+
+def _size(mib: float) -> str:
+    return f"{mib / 1024:.1f} GiB" if mib >= 1024 else f"{mib:,.0f} MiB"
+
+
+def format_estimates(
+    title: str, rows: list[dict[str, Any]], budget_bytes: int | None = None, notes: Sequence[str] = ()
+) -> str:
+    """Returns the rows as a table in plain text, then notes, and the verdict at the end."""
+    headers = {
+        "head": "head",
+        "matmuls": "matmuls (3 is the minimum)",
+        "time_ms": "ms",
+        "kept_mib": "kept MiB",
+        "peak_mib": "peak MiB",
+        "most_tokens": f"tokens in {(budget_bytes or 0) / 2**30:g} GiB",
+    }
+    names = [name for name in headers if name in rows[0]]
+    cells = [[headers[name] for name in names]]
+    cells += [[f"{row[name]:,}" if name != "head" else row[name] for name in names] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [title, ""]
-    for way, *numbers in cells:
+    for head, *numbers in cells:
         aligned = (number.rjust(width + 2) for number, width in zip(numbers, widths[1:], strict=True))
-        lines.append(way.ljust(widths[0]) + "".join(aligned))
-    lines += ["", *(f"{name}: {COLUMNS[name]}" for name in names[1:])]
-    lines += ["", "The phase in which each way peaks, and what is allocated then, in MiB:"]
-    for row in rows:
-        parts = ", ".join(f"{part} {size:,}" for part, size in row["peak_parts_mib"].items())
-        lines.append(f"{row['way']} ({row['peak_is']}): {parts}")
-    lines += _remarks(rows)
-    return "\n".join(lines)
+        lines.append(head.ljust(widths[0]) + "".join(aligned))
+    lines += ["", "kept: from forward to backward. peak: both gradients included; hidden, weight, main_grad excluded."]
+    return "\n".join([*lines, *notes, *_remarks(rows), "", verdict(rows, budget_bytes)])
 
 
 def _remarks(rows: list[dict[str, Any]]) -> list[str]:
     """What a reader may not expect of these rows."""
-    ways = {row["way"]: row for row in rows}
-    lines = [
-        f"{way}: no number of tokens fits, as the weight's gradient and the workspace take more than that memory alone"
-        for way, row in ways.items()
-        if row.get("largest_tokens") == 0
-    ]
-    if ways["megatron_lce"]["kept_mib"] == 0:
-        lines.append("megatron_lce keeps a few bytes a token from forward to backward, here less than 0.5 MiB")
-    lines += [
-        f"{way}: skipping raises the peak, as the counted rows of hidden or its gradient stand beside all of them"
-        for way, row in ways.items()
-        if "skipped" in way and row["peak_mib"] > ways["megatron_lce"]["peak_mib"]
-    ]
-    return ["", *lines] if lines else []
+    peaks, lines = {row["head"]: row["peak_mib"] for row in rows}, []
+    for row in rows:
+        head, _, how = row["head"].rpartition(", ")
+        if row.get("most_tokens") == 0:
+            lines.append(f"{row['head']}: the weight's gradient and the workspace alone exceed the budget")
+        if how.endswith("skipped") and row["peak_mib"] > peaks[head]:
+            lines.append(f"{row['head']}: skipping raises the peak, by copies of the rows that are left")
+    return lines

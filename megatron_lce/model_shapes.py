@@ -1,10 +1,10 @@
 """Heads of public models, for `megatron-lce estimate --model`.
 
-Source of every row: `config.json` of that name on the Hugging Face hub (`hidden_size`, `vocab_size`,
-`tie_word_embeddings`; of Gemma 3 those under `text_config`), read in 2025. A training
-framework may pad the vocabulary further.
+Each row is from the `config.json` of that name on the Hugging Face hub (`hidden_size`, `vocab_size`,
+`tie_word_embeddings`; Gemma 3: those under `text_config`), read in 2025. Training frameworks may pad the vocabulary.
 """
 
+import difflib
 import json
 from pathlib import Path
 from typing import NamedTuple
@@ -34,19 +34,22 @@ MODEL_SHAPES = {
 
 
 def find_model(name: str) -> tuple[str, ModelShape]:
-    """The row whose name, with or without its owner, is this one; upper and lower case are the same.
+    """Returns the full name and shape of a model, given with or without its owner, in upper or lower case.
 
     Raises:
-        ValueError: there is none; the message lists those there are.
+        ValueError: unknown; the message names the most similar one.
     """
-    for full_name, shape in MODEL_SHAPES.items():
-        if name.lower() in (full_name.lower(), full_name.split("/")[1].lower()):
-            return full_name, shape
-    raise ValueError(f"model must be one of {', '.join(MODEL_SHAPES)}, got {name!r}")
+    names = {known.split("/")[1].lower(): known for known in MODEL_SHAPES}
+    short = name.lower().split("/")[-1]
+    if short in names and name.lower() in (short, names[short].lower()):
+        return names[short], MODEL_SHAPES[names[short]]
+    similar = difflib.get_close_matches(short, names, n=1)
+    hint = f"did you mean {names[similar[0]].split('/')[1]}?" if similar else "use --hidden and --vocab"
+    raise ValueError(f"unknown model {name!r}; {hint}")
 
 
 def read_config(path: Path) -> tuple[str, ModelShape]:
-    """A model's name and shape from its `config.json`; of a VLM those of its `text_config`.
+    """Returns a model's name and shape from its `config.json`; for a VLM, of its `text_config`.
 
     Raises:
         ValueError: it is no JSON object with `hidden_size` and `vocab_size`.
@@ -57,7 +60,5 @@ def read_config(path: Path) -> tuple[str, ModelShape]:
     hidden, vocab = config.get("hidden_size"), config.get("vocab_size")
     if not (isinstance(hidden, int) and isinstance(vocab, int) and hidden > 0 and vocab > 0):
         raise ValueError(f"{path} must hold hidden_size and vocab_size, got {hidden} and {vocab}")
-    name = whole.get("_name_or_path") or path.parent.name or path.name
-    return name, ModelShape(
-        hidden, vocab, tied=bool(config.get("tie_word_embeddings", whole.get("tie_word_embeddings")))
-    )
+    tied = bool(config.get("tie_word_embeddings", whole.get("tie_word_embeddings")))
+    return whole.get("_name_or_path") or path.parent.name or path.name, ModelShape(hidden, vocab, tied)

@@ -11,16 +11,15 @@ import torch
 import megatron_lce
 from benchmark import measure
 from megatron_lce.core import plan
-from megatron_lce.estimate import estimate, estimate_table, largest_tokens
-from megatron_lce.head_memory import HeadStep, costs_on_a_gpu
+from megatron_lce.estimate import estimate_table, largest_tokens, saved_mib, verdict
+from megatron_lce.head_memory import FUSED, HEADS, OURS, UNFUSED, HeadStep, costs_on_a_gpu
+from megatron_lce.head_memory import KNOWN_LOSS as TOKEN_LOSS
 from tests.live_bytes import peak_live_bytes
 from tests.problems import make_problem
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmark" / "results"
 ALLOWED = 0.05
 MIB = 2**20
-TOKEN_LOSS = "megatron_lce, linear_token_loss"
-FUSED, UNFUSED, OURS = "Megatron, fused cross-entropy", "Megatron, unfused", "megatron_lce"
 SHAPES = {"S1": (8192, 4096, 151936), "S2": (16384, 2048, 131072), "S3": (16384, 4096, 18992)}
 
 
@@ -42,7 +41,7 @@ def test_heads_measured_on_one_gpu():
             step = replace(step, logits_cache_bytes=step.everything)
         if record["provider"] == "ours-token-640":
             step = replace(step, workspace_bytes=640 * MIB)
-        estimated = estimate(ways[record["provider"]], step).peak_bytes / MIB
+        estimated = HEADS[ways[record["provider"]]](step).peak_bytes / MIB
         assert estimated == pytest.approx(record["peak_mib"], rel=ALLOWED), record
         compared += 1
     assert compared > 20
@@ -66,7 +65,7 @@ def test_steps_of_a_megatron_gpt_measured_on_two_gpus(tokens):
     }
     records = load("megatron_step_tp2_h100")["steps"]
     measured = {record["variant"]: record["peak_mib"] for record in records if record["tokens"] == tokens}
-    estimated = {variant: estimate(*arguments).peak_bytes / MIB for variant, arguments in variants.items()}
+    estimated = {variant: HEADS[arguments[0]](arguments[1]).peak_bytes / MIB for variant, arguments in variants.items()}
     for variant in set(variants) - {"native"}:
         difference = measured["native"] - measured[variant]
         assert estimated["native"] - estimated[variant] == pytest.approx(difference, rel=ALLOWED), variant
@@ -98,8 +97,7 @@ class Sink:
 
 def measured_step(step, device, peak, backend="triton"):
     """Peak bytes, as `peak(call)` finds them, of a real step of these sizes."""
-    dtype = torch.bfloat16 if step.itemsize == 2 else torch.float32
-    problem = make_problem(step.tokens, step.hidden, step.columns, device, dtype)
+    problem = make_problem(step.tokens, step.hidden, step.columns, device, step.dtype)
     hidden, weight = problem.hidden.requires_grad_(), problem.weight.requires_grad_()
     labels = problem.labels.clone()
     labels[: step.tokens - round(step.tokens * (1 - step.ignored))] = -100
@@ -138,7 +136,7 @@ def test_storages_of_a_step_on_a_cpu(changes, on_a_cpu):
     """Kept logits are left to the measured runs: the interpreter takes seconds for them."""
     step = replace(HeadStep(256, 128, 1024, workspace_bytes=2**20), **changes)
     peak = measured_step(step, torch.device("cpu"), lambda call: peak_live_bytes(call)[0])
-    assert estimate(OURS, step).peak_bytes == pytest.approx(peak, rel=ALLOWED)
+    assert HEADS[OURS](step).peak_bytes == pytest.approx(peak, rel=ALLOWED)
 
 
 @pytest.mark.parametrize("changes", [{}, {"main_grad": True}, {"ignored": 0.4, "skip_ignored": True}], ids=str)
@@ -147,13 +145,17 @@ def test_storages_of_blocks_of_tokens_on_a_cpu(changes, on_a_cpu, monkeypatch):
     monkeypatch.setattr(plan, "WIDE_BLOCK", 256)
     step = replace(HeadStep(1536, 512, 512, workspace_bytes=700_000), **changes)
     peak = measured_step(step, torch.device("cpu"), lambda call: peak_live_bytes(call)[0])
-    assert estimate(OURS, step).peak_bytes == pytest.approx(peak, rel=ALLOWED)
+    assert HEADS[OURS](step).peak_bytes == pytest.approx(peak, rel=ALLOWED)
 
 
 TOKEN_LOSS_STEPS = {
     "one block": HeadStep(256, 128, 1024, workspace_bytes=2**20),
     "one block, in the place of a sum": HeadStep(256, 128, 1024, workspace_bytes=400_000),
     "blocks": HeadStep(400, 32, 1024, workspace_bytes=400_000),
+    "fp16, one block": HeadStep(256, 128, 1024, workspace_bytes=2**20, dtype=torch.float16),
+    "fp16, blocks": HeadStep(400, 32, 1024, workspace_bytes=400_000, dtype=torch.float16),
+    "fp16, hidden much larger than the weight": HeadStep(512, 512, 256, workspace_bytes=2**20, dtype=torch.float16),
+    "main_grad": HeadStep(256, 128, 1024, workspace_bytes=2**20, main_grad=True),
     "an odd vocabulary in one block": HeadStep(256, 512, 511, workspace_bytes=2**20),
     "an odd vocabulary in blocks": HeadStep(700, 128, 511, workspace_bytes=200_000),
     "a block's copy of hidden larger than the workspace": HeadStep(
@@ -165,13 +167,14 @@ TOKEN_LOSS_STEPS = {
 @pytest.mark.parametrize("step", TOKEN_LOSS_STEPS.values(), ids=list(TOKEN_LOSS_STEPS))
 def test_storages_of_a_token_loss_on_a_cpu(step, on_a_cpu):
     peak = measured_token_loss(step, torch.device("cpu"), lambda call: peak_live_bytes(call)[0])
-    assert estimate(TOKEN_LOSS, step).peak_bytes == pytest.approx(peak, rel=ALLOWED)
+    assert HEADS[TOKEN_LOSS](step).peak_bytes == pytest.approx(peak, rel=ALLOWED)
 
 
 def measured_token_loss(step, device, peak):
     """The same of `linear_token_loss`, backward included."""
-    problem = make_problem(step.tokens, step.hidden, step.columns, device, torch.bfloat16)
+    problem = make_problem(step.tokens, step.hidden, step.columns, device, step.dtype)
     hidden, weight = problem.hidden.requires_grad_(), problem.weight.requires_grad_()
+    keywords = {"weight_grad_sink": Sink(weight)} if step.main_grad else {}
 
     def loss(out, weights):
         return -weights * out.logprobs + (0.01 * out.entropy if step.entropy else 0.0)
@@ -186,6 +189,7 @@ def measured_token_loss(step, device, peak):
             entropy=step.entropy,
             workspace_bytes=step.workspace_bytes,
             backend="triton",
+            **keywords,
         )
         return torch.autograd.grad(result.loss, (hidden, weight))
 
@@ -200,14 +204,14 @@ def test_peak_of_a_token_loss_on_a_gpu(step, device, usual_torch):
         gc.collect()  # what other tests left must not be freed while this is measured
         return measure.peak_mib(call, device) * MIB
 
-    assert estimate(TOKEN_LOSS, step).peak_bytes == pytest.approx(measured_token_loss(step, device, peak), rel=ALLOWED)
+    assert HEADS[TOKEN_LOSS](step).peak_bytes == pytest.approx(measured_token_loss(step, device, peak), rel=ALLOWED)
 
 
 GPU_STEPS = {
     "slabs": HeadStep(4096, 2048, 65536),
     "one slab": HeadStep(4096, 4096, 9496),
     "cut tokens": HeadStep(65536, 2048, 65536),
-    "fp32": HeadStep(4096, 1024, 32768, itemsize=4),
+    "fp32": HeadStep(4096, 1024, 32768, dtype=torch.float32),
     "half of the logits kept": HeadStep(8192, 2048, 65536, logits_cache_bytes=512 * MIB),
     "main_grad": HeadStep(16384, 4096, 37984, main_grad=True),
     "blocks of tokens": HeadStep(131072, 4096, 18992),
@@ -224,7 +228,7 @@ def test_peak_of_a_step_on_a_gpu(step, device, usual_torch):
         gc.collect()  # what other tests left must not be freed while this is measured
         return measure.peak_mib(call, device) * MIB
 
-    assert estimate(OURS, step).peak_bytes == pytest.approx(measured_step(step, device, peak), rel=ALLOWED)
+    assert HEADS[OURS](step).peak_bytes == pytest.approx(measured_step(step, device, peak), rel=ALLOWED)
 
 
 @pytest.mark.gpu
@@ -254,7 +258,7 @@ def test_peak_of_megatrons_own_losses_on_a_gpu(way, device, usual_torch):
 
         call()
         measured = measure.peak_mib(call, device) * MIB
-    assert estimate(way, step).peak_bytes == pytest.approx(measured, rel=ALLOWED)
+    assert HEADS[way](step).peak_bytes == pytest.approx(measured, rel=ALLOWED)
 
 
 def test_tiles_and_chunks_are_those_of_the_kernels(monkeypatch):
@@ -264,14 +268,14 @@ def test_tiles_and_chunks_are_those_of_the_kernels(monkeypatch):
         assert tiles.costs(tensor, tensor, False) == costs_on_a_gpu(tensor.element_size(), 72)
 
 
-def test_products_and_their_time():
+def test_matmuls_and_their_time():
     step = HeadStep(8192, 4096, 151936)
-    assert estimate(OURS, step).products == 4
-    assert estimate(OURS, replace(step, logits_cache_bytes=step.everything)).products == 3
-    assert estimate(OURS, replace(step, ignored=0.5, skip_ignored=True)).products == 2
+    assert HEADS[OURS](step).matmuls == 4
+    assert HEADS[OURS](replace(step, logits_cache_bytes=step.everything)).matmuls == 3
+    assert HEADS[OURS](replace(step, ignored=0.5, skip_ignored=True)).matmuls == 2
     flop = 3 * 2 * 8192 * 4096 * 151936
     moved = 40 * 8192 * 151936
-    assert estimate(FUSED, step).time_ms(step, 700, 4.8) == pytest.approx(1e3 * (flop / 700e12 + moved / 4.8e12))
+    assert HEADS[FUSED](step).time_ms(step, 700, 4.8) == pytest.approx(1e3 * (flop / 700e12 + moved / 4.8e12))
 
 
 def test_times_are_near_the_measured_ones():
@@ -287,7 +291,7 @@ def test_times_are_near_the_measured_ones():
         if record["provider"] == "ours-cached":
             step = replace(step, logits_cache_bytes=step.everything)
         tflops = 3 * 2 * step.logits * step.hidden / (record["time_ms"] / record["over_products"]) / 1e9
-        assert estimate(way, step).time_ms(step, tflops, 4.8) == pytest.approx(record["time_ms"], rel=0.1), record
+        assert HEADS[way](step).time_ms(step, tflops, 4.8) == pytest.approx(record["time_ms"], rel=0.1), record
         compared += 1
     assert compared > 15
 
@@ -296,45 +300,62 @@ def test_times_are_near_the_measured_ones():
 def test_the_largest_token_count_fits_and_the_next_does_not(way):
     step, memory = HeadStep(1, 2048, 65536), 4 * 2**30
     tokens = largest_tokens(way, step, memory)
-    assert estimate(way, replace(step, tokens=tokens)).peak_bytes <= memory
-    assert estimate(way, replace(step, tokens=tokens + 128)).peak_bytes > memory
+    assert HEADS[way](replace(step, tokens=tokens)).peak_bytes <= memory
+    assert HEADS[way](replace(step, tokens=tokens + 128)).peak_bytes > memory
     assert largest_tokens(way, step, 2**20) == 0  # the weight's gradient alone is larger
 
 
 def test_tokens_that_fit_in_one_block_and_no_blocks():
-    """Of more tokens `linear_token_loss` does not go block by block; the message names the workspace that does."""
+    """`linear_token_loss` computes the logits of more tokens twice: there is no row for it."""
     step = HeadStep(128, 64, 131072, workspace_bytes=2**23)
     assert largest_tokens(TOKEN_LOSS, step, 80 * 2**30) == 128
-    with pytest.raises(ValueError, match="workspace_bytes must be at least") as error:
-        estimate(TOKEN_LOSS, replace(step, tokens=4096))
-    smallest = int(str(error.value).split("at least ")[1].split()[0])
-    estimate(TOKEN_LOSS, replace(step, tokens=4096, workspace_bytes=smallest))
-    with pytest.raises(ValueError, match=f"at least {smallest}"):
-        estimate(TOKEN_LOSS, replace(step, tokens=4096, workspace_bytes=smallest - 1))
-    with pytest.raises(ValueError, match="itemsize must be 2 for linear_token_loss in blocks of logits, got 4"):
-        estimate(TOKEN_LOSS, replace(step, itemsize=4))
+    assert HEADS[TOKEN_LOSS](replace(step, tokens=4096)) is None
+    assert HEADS[TOKEN_LOSS](replace(step, dtype=torch.float32)) is None
+    assert HEADS[TOKEN_LOSS](replace(step, tokens=4096, workspace_bytes=2**29)) is not None
 
 
 def test_rows_of_the_table():
     step = HeadStep(1024, 1024, 32768, ignored=0.6)
     rows = estimate_table(step, cache_bytes=2**24, tflops=500.0, memory_bytes=2**30)
-    assert [row["way"] for row in rows] == [
-        UNFUSED,
-        FUSED,
-        OURS,
-        f"{OURS}, cache of 16 MiB",
-        f"{OURS}, everything cached",
-        f"{OURS}, known_loss of the flag, linear_token_loss",
-        f"{OURS}, 60% ignored and skipped",
-    ]
-    assert rows[3]["products"] < rows[2]["products"] > rows[4]["products"] == rows[5]["products"] > rows[6]["products"]
-    assert rows[0]["peak_parts_mib"] == {"logits": 64, "fp32 softmax": 128}
-    in_fp32 = estimate_table(replace(step, itemsize=4, ignored=0.0))
-    assert [row["way"] for row in in_fp32] == [UNFUSED, OURS]
+    matmuls = {row["head"]: row["matmuls"] for row in rows}
+    assert matmuls == {
+        UNFUSED: 3,
+        FUSED: 3,
+        OURS: 4,
+        TOKEN_LOSS: 3,
+        f"{OURS}, cache of 16 MiB": 3.76,
+        f"{OURS}, everything cached": 3,
+        f"{OURS}, 60% masked and skipped": 1.6,
+        f"{TOKEN_LOSS}, 60% masked and skipped": 1.2,
+    }
+    in_fp32 = estimate_table(replace(step, dtype=torch.float32, ignored=0.0))
+    assert [row["head"] for row in in_fp32] == [UNFUSED, OURS]
 
 
 @pytest.mark.parametrize(
-    "sizes", [{"tokens": 0}, {"hidden": 4095}, {"itemsize": 1}, {"ignored": 1.5}], ids=lambda sizes: str(sizes)
+    ("step", "budget", "told"),
+    [
+        (
+            HeadStep(16384, 4096, 75968, tp=2, sequence_parallel=True),
+            None,
+            "The head's peak falls from 11.6 GiB (Megatron, fused; 7.0 GiB unfused) to 1.5 GiB, or to 2.3 GiB with "
+            "known_loss=True. Recommended: megatron-lce, known_loss=True (with a loss of your own: linear_token_loss).",
+        ),
+        (HeadStep(16384, 4096, 75968, tp=2, sequence_parallel=True), 2 * 2**30, "Recommended: megatron-lce."),
+        (HeadStep(16384, 4096, 75968, tp=2, sequence_parallel=True), 2**30, "No row fits into 1.0 GiB."),
+        (HeadStep(8192, 4096, 37984, tp=4), None, "Fusing helps little here: at best Megatron peaks"),
+        (HeadStep(1024, 4096, 18992, tp=8), None, "Fusing hardly helps here: the head peaks at 194 MiB instead of"),
+        (HeadStep(8192, 2048, 65536, dtype=torch.float32), None, "GiB (Megatron, unfused) to"),
+    ],
+)
+def test_the_verdict(step, budget, told):
+    rows = estimate_table(step)
+    assert told in verdict(rows, budget)
+    assert ("Recommended" in verdict(rows)) == (saved_mib(rows) > 0)
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"tokens": 0}, {"hidden": 4095}, {"dtype": torch.float64}, {"ignored": 1.5}], ids=lambda sizes: str(sizes)
 )
 def test_sizes_without_an_estimate_are_refused(sizes):
     with pytest.raises(ValueError, match=rf"{next(iter(sizes))} must be .* got {next(iter(sizes.values()))}"):
@@ -343,7 +364,7 @@ def test_sizes_without_an_estimate_are_refused(sizes):
 
 def test_tokens_that_sequence_parallel_ranks_do_not_share_evenly_are_one_block():
     peaks = [
-        estimate(OURS, HeadStep(tokens, 4096, 50648, tp=3, sequence_parallel=True)).peak_bytes
+        HEADS[OURS](HeadStep(tokens, 4096, 50648, tp=3, sequence_parallel=True)).peak_bytes
         for tokens in (102, 128, 129)
     ]
     assert peaks == sorted(peaks)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from megatron_lce.backends.choice import describe_backend
 from megatron_lce.core.plan import ALIGNED_COLUMNS
 from megatron_lce.core.validation import check_integer
-from megatron_lce.estimate import estimate_table, format_estimates
-from megatron_lce.head_memory import HeadStep
+from megatron_lce.estimate import estimate_table, format_estimates, saved_mib
+from megatron_lce.head_memory import DTYPES, HeadStep
 from megatron_lce.megatron_integration.main_grad import main_grad_sink
 from megatron_lce.megatron_integration.support import (
     NO_HEAD,
@@ -35,8 +35,8 @@ class Explanation:
     reasons      why not, all of them; empty where `can_fuse`
     backend      what `backend="auto"` runs on the weight's device, and why not triton; None without an estimate
     head         shapes and settings of this rank's head; None without an estimate
-    ways         memory and products of a step, a row for each way to compute it (`megatron_lce.estimate`); none without
-                 a head, or with a weight that has no estimate: all but 16-bit and fp32 ones with H a multiple of 8
+    ways         memory and matmuls of a step, a row per implementation (`megatron_lce.estimate.estimate_table`); none
+                 without a head, or with a weight other than bf16, fp16 or fp32 with H a multiple of 8
     """
 
     can_capture: bool
@@ -48,6 +48,8 @@ class Explanation:
 
     def __str__(self) -> str:
         verdict = "this head can be fused" if self.can_fuse else "this head cannot be fused:"
+        if self.can_fuse and self.ways and saved_mib(self.ways) <= 0:
+            verdict += ", but that hardly helps in a step of this size"
         lines = [verdict, *(f"- {reason}" for reason in self.reasons)]
         if not self.can_fuse and self.can_capture:
             lines.append("it can be captured: capture_lm_head works on this model")
@@ -59,7 +61,7 @@ class Explanation:
 
 
 def explain(model: nn.Module | Sequence[nn.Module], tokens: int = 8192) -> Explanation:
-    """Whether this model's LM head can be fused, each reason why not, and what a step of it takes either way.
+    """Whether this model's LM head can be fused, each reason why not, and what a step of it takes fused and unfused.
 
     Looks at this rank alone and changes nothing; `enable_fused_linear_ce` decides together with the other ranks of the
     tensor-parallel group, so that a reason on one of them holds for all.
@@ -79,14 +81,14 @@ def explain(model: nn.Module | Sequence[nn.Module], tokens: int = 8192) -> Expla
     of_head, weight = head_reasons(language_model), weight_of(language_model)
     reasons = of_head + loss_reasons(language_model)
     found = Explanation(not of_head, not reasons, reasons)
-    if not isinstance(weight, Tensor) or weight.dim() != 2 or weight.element_size() not in (2, 4):
+    if not isinstance(weight, Tensor) or weight.dim() != 2 or weight.dtype not in DTYPES.values():
         return found
     if weight.shape[1] % ALIGNED_COLUMNS:
         return found
     step, backend = _step(language_model, weight, tokens), describe_backend("auto", weight.device)
-    return replace(
-        found, backend=backend, head=_described(step, weight, language_model), ways=tuple(estimate_table(step))
-    )
+    head = f"{step}{', main_grad fusion' * step.main_grad}"
+    head += ", tied" * bool(language_model.share_embeddings_and_output_weights)
+    return replace(found, backend=backend, head=head, ways=tuple(estimate_table(step)))
 
 
 def _step(language_model: LanguageModule, weight: Tensor, tokens: int) -> HeadStep:
@@ -99,14 +101,7 @@ def _step(language_model: LanguageModule, weight: Tensor, tokens: int) -> HeadSt
         columns,
         tp=1 if group is None else group.size(),
         sequence_parallel=bool(getattr(head, "sequence_parallel", False)),
-        itemsize=weight.element_size(),
+        dtype=weight.dtype,
         main_grad=getattr(head, "gradient_accumulation_fusion", False) and main_grad_sink(weight, head) is not None,
         entropy=False,
     )
-
-
-def _described(step: HeadStep, weight: Tensor, language_model: LanguageModule) -> str:
-    settings = [f"TP={step.tp}"] + ["sequence parallel"] * step.gathers + ["main_grad fusion"] * step.main_grad
-    settings += ["tied"] * bool(language_model.share_embeddings_and_output_weights)
-    dtype = str(weight.dtype).removeprefix("torch.")
-    return f"{step.tokens} tokens x {step.hidden} x {step.columns}, {dtype}, {', '.join(settings)}"

@@ -16,15 +16,23 @@ def build(device, **settings):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_head_that_can_be_fused(device, tied):
-    model = build(device, tied=tied)
-    found = megatron_lce.explain(model, tokens=4096)
+    options = megatron_runtime.GptOptions(hidden_size=32, vocab_size=4096, tied=tied)
+    model = megatron_runtime.build_gpt(options, device=device)
+    found = megatron_lce.explain(model, tokens=2**17)
     assert (found.can_capture, found.can_fuse, found.reasons) == (True, True, ())
-    assert found.head == f"4096 tokens x 32 x 104, float32, TP=1{', tied' * tied}"
-    assert [row["way"] for row in found.ways] == ["Megatron, unfused", "megatron_lce"]
+    assert found.head == f"131072 tokens x 32 x 4096, fp32{', tied' * tied}"
+    assert [row["head"] for row in found.ways] == ["Megatron, unfused", "megatron-lce"]
     assert str(found).startswith("this head can be fused\nbackend: ")
     assert not vars(model.output_layer).get("forward")  # nothing was put in place
     assert megatron_lce.enable_fused_linear_ce(model).enabled
     assert megatron_lce.explain(model).can_fuse  # also where it is enabled
+
+
+def test_it_says_where_fusing_does_not_help(device):
+    model = build(device)
+    few = str(megatron_lce.explain(model, tokens=4096))
+    assert few.startswith("this head can be fused, but that hardly helps in a step of this size\n")
+    assert "Fusing hardly helps here: the head peaks at" in few
 
 
 def test_a_head_that_is_fused_and_has_no_estimate(device):
