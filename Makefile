@@ -8,13 +8,33 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed$(subst /,_,$(patsubst %,-%,$(filter-out constraints.txt,$(or $(CONSTRAINTS),latest))))
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo demo-distill test test-all fuzz lint bench test-matrix test-frameworks clean
+.DEFAULT_GOAL := help
+.PHONY: help demo demo-distill test test-all fuzz lint bench test-matrix test-frameworks clean
 
 $(INSTALLED): setup.py pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else f"Python 3.11 or newer is needed, this is {sys.version}")'
 	$(PYTHON) -m venv $(if $(filter-out $(INSTALLED),$(wildcard $(VENV)/.installed*)),--clear) $(VENV)
 	$(BIN)/python -m pip install --quiet $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) --editable ".[dev]"
 	touch $@
+
+define HELP
+make demo             train Megatron GPTs on two ranks, flag off and on: three minutes on two cores
+make demo-distill     distil a GPT into a smaller one with linear_jsd
+make test             lint, types, and every test that a CPU can run
+make test-all         the slow tests too, before a release
+make lint             ruff and mypy
+make fuzz             random calls against fp64: a quarter of an hour on two cores
+make test-matrix      the Megatron tests with other versions of megatron-core
+make test-frameworks  other projects' code with the patches in docs/recipes
+make bench            time and memory of heads on this machine
+make clean            remove $(VENV) and demo_out
+
+demo and test need Python 3.11 and make. The first run installs into $(VENV).
+endef
+export HELP
+
+help:
+	@echo "$$HELP"
 
 demo: $(INSTALLED)
 	$(BIN)/python -m scripts.demo

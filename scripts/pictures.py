@@ -8,16 +8,20 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # the backend is chosen first: no display is needed
 
 _OFF, _ON, _OTHER = "#6b7280", "#2563eb", "#d97706"
+_STYLE_OFF = {"color": _OFF, "linewidth": 4, "alpha": 0.6}
+_STYLE_ON = {"color": _ON, "linewidth": 1.5, "linestyle": "--"}
 
 
-def draw_sft(path: Path, off: list[float], on: list[float], allowed: float) -> None:
-    """Loss per step of both runs, and below how far they are apart."""
+def draw_sft(path: Path, off: list[float], on: list[float], allowed: float, peaks_mib: tuple[float, float]) -> None:
+    """Loss per step of both runs, their difference, and a step's peak memory over rest without and with the flag."""
     figure, (loss, difference) = plt.subplots(
         2, 1, figsize=(8, 6), sharex=True, height_ratios=(2, 1), layout="constrained"
     )
     steps = range(1, len(off) + 1)
-    loss.plot(steps, off, color=_OFF, linewidth=4, alpha=0.6, label="use_fused_linear_ce off")
-    loss.plot(steps, on, color=_ON, linewidth=1.5, linestyle="--", label="use_fused_linear_ce on")
+    loss.plot(
+        steps, off, **_STYLE_OFF, label=f"use_fused_linear_ce off: a step's peak is {peaks_mib[0]:,.0f} MiB over rest"
+    )
+    loss.plot(steps, on, **_STYLE_ON, label=f"use_fused_linear_ce on: {peaks_mib[1]:,.0f} MiB")
     loss.set(title="SFT on the standard library, TP=2, fp32, one seed", ylabel="loss per token")
     loss.legend()
     differences = [abs(a - b) for a, b in zip(off, on, strict=True)]
@@ -32,21 +36,26 @@ def draw_sft(path: Path, off: list[float], on: list[float], allowed: float) -> N
     plt.close(figure)
 
 
-def draw_grpo(path: Path, steps: list[dict[str, float]]) -> None:
-    """Reward and entropy per step."""
-    figure, (reward, entropy) = plt.subplots(
-        2, 1, figsize=(8, 6), sharex=True, height_ratios=(2, 1), layout="constrained"
-    )
-    numbers = range(1, len(steps) + 1)
-    reward.plot(numbers, [step["reward"] for step in steps], color=_ON, label="mean reward (share of right positions)")
-    reward.plot(numbers, [step["all_right"] for step in steps], color=_OTHER, label="share of answers wholly right")
-    reward.set(title="GRPO on sorting digits, TP=2, use_fused_linear_ce on", ylabel="mean over the step's samples")
-    reward.set_ylim(0, 1)
-    reward.legend(loc="upper left")
-    entropy.plot(numbers, [step["entropy"] for step in steps], color=_OFF)
-    entropy.set(xlabel="GRPO step", ylabel="entropy per token (nats)", ylim=(0, None))
-    for axes in (reward, entropy):
-        axes.grid(alpha=0.3)
+def draw_grpo(path: Path, off: list[dict[str, float]], on: list[dict[str, float]]) -> None:
+    """Reward and entropy per step of both runs, and the importance ratio at each step's first update."""
+    figure, axes = plt.subplots(3, 1, figsize=(8, 7), sharex=True, height_ratios=(2, 1, 1), layout="constrained")
+    titles = {
+        "reward": "mean reward",
+        "entropy": "entropy per token (nats)",
+        "first_ratio": "importance ratio,\nfirst update",
+    }
+    for panel, (measure, title) in zip(axes, titles.items(), strict=True):
+        for name, steps, style in (("off", off, _STYLE_OFF), ("on", on, _STYLE_ON)):
+            values = [step[measure] for step in steps]
+            panel.plot(range(1, len(steps) + 1), values, **style, label=f"use_fused_linear_ce {name}")
+        panel.set(ylabel=title)
+        panel.grid(alpha=0.3)
+    axes[0].set(title="GRPO on sorting digits, TP=2, fp32, one seed", ylim=(0, 1))
+    axes[0].legend(loc="upper left")
+    axes[1].set_ylim(0, None)
+    axes[2].set(xlabel="GRPO step", ylim=(0.99, 1.01))
+    last = on[-1]["first_ratio"]
+    axes[2].annotate(f"{last:.4f}", (len(on), last), (0, 8), textcoords="offset points", ha="right", color=_ON)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 

@@ -61,8 +61,9 @@ def token_policy_loss(
     """Each token's part of `policy_loss` at level "token", and its measures: elementwise, all of one shape."""
     kl = k3_kl(logprobs, reference_logprobs)
     penalty = kl_weight * kl - entropy_weight * entropy
-    losses, clipped = clipped_losses((logprobs - old_logprobs).exp(), advantages, penalty, clip_low, clip_high)
-    return losses, {"clipped": clipped, "kl": kl.detach(), "entropy": entropy.detach()}
+    ratio = (logprobs - old_logprobs).exp()
+    losses, clipped = clipped_losses(ratio, advantages, penalty, clip_low, clip_high)
+    return losses, {"clipped": clipped, "ratio": ratio.detach(), "kl": kl.detach(), "entropy": entropy.detach()}
 
 
 @dataclass
@@ -72,6 +73,7 @@ class PolicyLoss:
     total: Tensor  # to minimise, summed
     count: Tensor  # what to divide it by: tokens at token level, sequences at sequence level
     clipped: Tensor  # tokens or sequences whose ratio was clipped
+    ratio: Tensor  # sum of the importance ratios of tokens or sequences
     kl: Tensor  # sum over tokens
     entropy: Tensor  # sum over tokens
     tokens: Tensor
@@ -106,7 +108,7 @@ def policy_loss(
         weight, weights = mask, {"kl_weight": kl_weight, "entropy_weight": entropy_weight}
         given = (logprobs, entropy, old_logprobs, reference_logprobs, advantages[:, None])
         losses, measures = token_policy_loss(*given, **clips, **weights)
-        clipped, kl = measures["clipped"], measures["kl"]
+        clipped, ratio, kl = measures["clipped"], measures["ratio"], measures["kl"]
     elif level == "sequence":
         weight, kl = (mask.sum(1) > 0).to(mask.dtype), k3_kl(logprobs, reference_logprobs)
         penalty = sequence_mean(kl_weight * kl - entropy_weight * entropy, mask)
@@ -118,6 +120,7 @@ def policy_loss(
         total=(losses * weight).sum(),
         count=weight.sum(),
         clipped=(clipped * weight).sum(),
+        ratio=(ratio.detach() * weight).sum(),
         kl=(kl * mask).sum().detach(),
         entropy=(entropy * mask).sum().detach(),
         tokens=mask.sum(),

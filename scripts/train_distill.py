@@ -24,7 +24,7 @@ from rich.table import Table
 from torch import Tensor
 
 import megatron_lce
-from scripts import megatron_runtime, pictures, sft_data, train_sft, training
+from scripts import arguments, megatron_runtime, pictures, sft_data, train_sft, training
 from scripts.materialised_head import vocab_parallel_log_softmax
 from scripts.sft_data import PackedBatch
 
@@ -32,22 +32,9 @@ IGNORED = -100
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = training.argument_parser(__doc__, steps=150, lr=3e-3)
-    add = parser.add_argument
-    add("--vocab-size", type=int, default=8192, help="Vocabulary of the tokenizer and both models.")
-    add("--row-length", type=int, default=1024, help="Tokens of a packed row.")
-    add("--num-microbatches", type=int, default=1, help="Packed rows a step on each data-parallel rank.")
-    add("--teacher-steps", type=int, default=100, help="Supervised steps of the teacher.")
-    add("--teacher-lr", type=float, default=2e-3, help="Learning rate of the teacher's steps.")
-    add("--student-num-layers", type=int, default=1, help="Transformer layers of the student.")
-    add("--student-hidden-size", type=int, default=64, help="Hidden size of the student.")
-    add("--beta", type=float, default=0.5, help="The divergence: 0 is forward KL, 1 reverse KL, between them JSD.")
-    add("--temperature", type=float, default=1.0, help="Temperature of both softmaxes.")
-    add("--topk", type=int, default=0, help="Ids of the teacher that the student learns from; 0: the vocabulary.")
-    add("--tail", default="bin", choices=["drop", "bin", "renormalise"], help="What becomes of all other ids.")
-    add("--held-out-rows", type=int, default=8, help="Packed rows that the cross-entropies are taken on.")
-    add("--report", default="distill.json", help="Name of the report in --out.")
-    return parser
+    own = ("vocab_size", "row_length", "teacher_steps", "teacher_lr", "student_num_layers", "student_hidden_size")
+    own += ("beta", "temperature", "topk", "tail", "held_out_rows")
+    return arguments.parser(__doc__, own, steps=150, lr=3e-3, report="distill.json")
 
 
 def divergence(

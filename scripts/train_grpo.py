@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 import megatron_lce
-from scripts import materialised_head, megatron_runtime, rl_losses, training
+from scripts import arguments, materialised_head, megatron_runtime, rl_losses, training
 from scripts.rollout import sample
 from scripts.sorting_task import EOS, PAD, VOCAB_SIZE, SortingTask
 
@@ -25,30 +25,23 @@ IGNORED = -100
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = training.argument_parser(__doc__, steps=80, hidden_size=64, lr=5e-4)
-    add = parser.add_argument
-    add("--digits", type=int, default=5, help="Digits to sort.")
-    add("--padded-vocab-size", type=int, default=64, help="Vocabulary of the model; the task has 13 characters.")
-    add("--warm-up-steps", type=int, default=20, help="Supervised steps before GRPO.")
-    add("--warm-up-lr", type=float, default=3e-3, help="Learning rate of the supervised steps.")
-    add("--prompts", type=int, default=16, help="Prompts a step on each data-parallel rank.")
-    add("--samples", type=int, default=16, help="Samples of each prompt.")
-    add("--updates", type=int, default=4, help="Optimizer steps on the samples of one step.")
-    add("--num-microbatches", type=int, default=1, help="Microbatches of each optimizer step.")
-    add("--temperature", type=float, default=0.8, help="Temperature of sampling and of the policy's softmax.")
-    add("--level", choices=("token", "sequence"), default="token", help="What has a clipped ratio: GRPO's or GSPO's.")
-    add(
-        "--loss",
-        choices=("token", "outputs"),
-        default="token",
-        help="How the fused loss is made: told in advance, or of the head's outputs, as --level sequence is.",
-    )
-    add("--clip-low", type=float, default=0.2, help="How far below 1 the ratio counts.")
-    add("--clip-high", type=float, default=0.28, help="How far above 1 the ratio counts.")
-    add("--kl-weight", type=float, default=0.01, help="Weight of the KL divergence to the reference.")
-    add("--entropy-weight", type=float, default=0.001, help="Weight of the entropy bonus.")
-    add("--report", default="grpo.json", help="Name of the report in --out.")
-    return parser
+    own = ("digits", "padded_vocab_size", "warm_up_steps", "warm_up_lr", "prompts", "samples", "updates", "temperature")
+    own += ("level", "loss", "clip_low", "clip_high", "kl_weight", "entropy_weight")
+    common = {"steps": 80, "hidden_size": 64, "lr": 5e-4, "temperature": 0.8, "padded_vocab_size": 64}
+    return arguments.parser(__doc__, own, report="grpo.json", loss=("token", "outputs"), **common)
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    if args.samples < 2:
+        parser.error(f"--samples must be at least 2, as advantages compare a prompt's samples, got {args.samples}")
+    parts, batch = args.updates * args.num_microbatches, args.prompts * args.samples
+    if parts < 1 or parts > batch:
+        parser.error(
+            f"--updates times --num-microbatches must be from 1 to {batch}, --prompts times --samples, got {parts}"
+        )
+    return args
 
 
 @dataclass
@@ -171,7 +164,15 @@ def token_loss_step(batches: Iterator[Batch], model: torch.nn.Module, args: argp
 
 def reported(result: rl_losses.PolicyLoss) -> tuple[Tensor, Tensor, Tensor]:
     """(sum, count, what to report), as Megatron's schedule takes them."""
-    report = [result.total.detach(), result.count, result.clipped, result.kl, result.entropy, result.tokens]
+    report = [
+        result.total.detach(),
+        result.count,
+        result.clipped,
+        result.ratio,
+        result.kl,
+        result.entropy,
+        result.tokens,
+    ]
     return result.total, result.count.int(), torch.stack(report)
 
 
@@ -254,8 +255,10 @@ class Trainer:
         for share in batch.split(args.updates):
             parts = share.split(args.num_microbatches)
             reports += training.train_step(self.policy, optimizer, step, iter(parts), len(parts))
-        total, count, clipped, kl, entropy, tokens = torch.stack(reports).sum(0)
+        _, first_count, _, first_ratio, *_ = torch.stack(reports[: args.num_microbatches]).sum(0)
+        total, count, clipped, _, kl, entropy, tokens = torch.stack(reports).sum(0)
         return {
+            "first_ratio": training.data_parallel_mean(first_ratio, first_count),
             "loss": training.data_parallel_mean(total, count),
             "clipped": training.data_parallel_mean(clipped, count),
             "kl": training.data_parallel_mean(kl, tokens),
@@ -283,4 +286,4 @@ def work(args: argparse.Namespace, device: torch.device) -> None:
 
 
 if __name__ == "__main__":
-    training.run(work, build_parser().parse_args())
+    training.run(work, parse_arguments())

@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 -m scripts.train_sft --tp 2 --sequence-parallel
 
-The flag is the only difference between the two runs: `megatron_lce.enable_fused_linear_ce` below, which makes gradients
-in forward and so takes three products. With --loss token the fused head is captured instead and told the loss in
-advance, as a loss that weights its tokens wants it.
+The flag is the only difference between the two runs: `megatron_lce.enable_fused_linear_ce` below, which computes
+gradients in forward, with three matmuls. With --loss token the fused head is captured and gets the loss as a function
+(`linear_token_loss`), as a loss that weights its tokens needs it.
 """
 
 import argparse
@@ -15,21 +15,14 @@ import torch
 from megatron.core import parallel_state
 
 import megatron_lce
-from scripts import megatron_runtime, sft_data, training
+from scripts import arguments, megatron_runtime, sft_data, training
 
 IGNORED = -100
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = training.argument_parser(__doc__)
-    add = parser.add_argument
-    add("--vocab-size", type=int, default=8192, help="Vocabulary of the tokenizer and the model.")
-    add("--padded-vocab-size", type=int, help="Vocabulary of the model where it is larger than the tokenizer's.")
-    add("--row-length", type=int, default=1024, help="Tokens of a packed row.")
-    add("--num-microbatches", type=int, default=1, help="Packed rows a step on each data-parallel rank.")
-    add("--loss", choices=("flag", "token"), default="flag", help="The fused loss: the model's own, or the capture's.")
-    add("--report", default="sft.json", help="Name of the report in --out.")
-    return parser
+    own = ("vocab_size", "padded_vocab_size", "row_length", "loss")
+    return arguments.parser(__doc__, own, report="sft.json", loss=("flag", "token"))
 
 
 def forward_step(batches, model: torch.nn.Module, device: torch.device):

@@ -1,4 +1,4 @@
-"""What the training programs share: their common arguments, the loop around Megatron's schedule, and the report."""
+"""What the training programs share: the loop around Megatron's schedule, and the report."""
 
 import argparse
 import json
@@ -18,32 +18,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from tqdm import tqdm
 
 from scripts import megatron_runtime, sft_data
-from scripts.arguments import HelpFormatter
 
 WARM_UP_STEPS = 3  # left out of the time per step: first allocations, first kernels, first collectives
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def argument_parser(description: str, **defaults: Any) -> argparse.ArgumentParser:
-    """The options every training program has; `defaults` overrides their default values."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=HelpFormatter)
-    add, flag = parser.add_argument, argparse.BooleanOptionalAction
-    add("--use-fused-linear-ce", action=flag, default=True, help="Use the fused head; off: Megatron's logits.")
-    add("--tp", type=int, default=1, help="Tensor-parallel size; the other ranks are data-parallel.")
-    add("--sequence-parallel", action=flag, default=False, help="Shard activations along the sequence too.")
-    add("--device", choices=("cuda", "cpu"), help="Device of all ranks; None: cuda where every rank has a GPU.")
-    add("--dtype", choices=_DTYPES, help="Type of the weights; None: bf16 on cuda, fp32 on cpu.")
-    add("--num-layers", type=int, default=2, help="Transformer layers of the model.")
-    add("--hidden-size", type=int, default=128, help="Hidden size of the model.")
-    add("--num-heads", type=int, default=4, help="Attention heads of the model.")
-    add("--tied", action=flag, default=False, help="Let the head share the embedding's weight.")
-    add("--steps", type=int, default=50, help="Steps to train.")
-    add("--lr", type=float, default=1e-3, help="Learning rate of Adam.")
-    add("--seed", type=int, default=1234, help="Seed of weights and data.")
-    add("--workspace-mib", type=float, default=512, help="Most that transient buffers of the fused head take, in MiB.")
-    add("--out", type=Path, default=Path("demo_out"), help="Folder for the report and for cached data.")
-    parser.set_defaults(**defaults)
-    return parser
 
 
 def run(work: Callable[[argparse.Namespace, torch.device], None], args: argparse.Namespace) -> None:

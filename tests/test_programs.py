@@ -18,7 +18,7 @@ pytest.importorskip("megatron.core")
 
 from benchmark import jsd, report, run
 from megatron_lce import __main__ as commands
-from scripts import megatron_runtime, tiny_gpt, training
+from scripts import megatron_runtime, tiny_gpt, train_grpo, training
 from scripts.ranks import device_of_rank
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -149,6 +149,43 @@ def test_other_constraints_install_anew(tmp_path):
     anew = installs("CONSTRAINTS=")
     assert f"-m venv --clear {tmp_path}" in anew
     assert "--constraint" not in anew
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_make_alone_prints_help():
+    def run_make(*arguments):
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+        command = ["make", *arguments]
+        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
+
+    printed = run_make()
+    assert printed.startswith("make demo ")
+    targets = re.findall(r"^make ([\w-]+) ", printed, re.MULTILINE)
+    (phony,) = re.findall(r"^\.PHONY: help (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert sorted(targets) == sorted(phony.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--samples 1", "--samples must be at least 2, .* got 1"),
+        ("--updates 3 --num-microbatches 2 --prompts 1 --samples 4", "must be from 1 to 4, .* got 6"),
+        ("--updates 0", "--updates times --num-microbatches must be from 1 to 256, .* got 0"),
+    ],
+)
+def test_grpo_refuses_batches_without_advantages_or_samples(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        train_grpo.parse_arguments(arguments.split())
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_repeated_warnings_are_silenced(tmp_path):
+    program = "import scripts, torch.utils.cpp_extension"
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    found = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True, timeout=120
+    )
+    assert "CUDA" not in found.stderr
 
 
 def test_the_flag_and_the_capture_on_a_tiny_gpt(capsys):

@@ -24,19 +24,29 @@ def sft_report(losses: list[float], enabled: bool) -> dict:
     }
 
 
-def grpo_report(rewards: list[float]) -> dict:
+def grpo_report(rewards: list[float], enabled: bool, ratio: float = 1.0) -> dict:
     names = ("all_right", "entropy", "kl", "trainer_sampler_largest_difference", "share_of_rows_computed")
-    steps = [{"reward": reward, **dict.fromkeys(names, 0.5)} for reward in rewards]
-    return {**sft_report([], True), "config": {"digits": 5}, "steps": steps}
+    steps = [{"reward": reward, "first_ratio": ratio, **dict.fromkeys(names, 0.5)} for reward in rewards]
+    return {**sft_report([], enabled), "config": {"digits": 5}, "steps": steps}
 
 
-def run_demo(monkeypatch, tmp_path, *, on: list[float], rewards: list[float], enabled: bool = True) -> tuple[int, dict]:
+def run_demo(
+    monkeypatch, tmp_path, *, on: list[float], rewards: list[float], enabled: bool = True, ratio: float = 1.0
+) -> tuple[int, dict]:
     reports = {
         "sft_off.json": sft_report([5.0, 4.0, 3.0], False),
         "sft_on.json": sft_report(on, enabled),
-        "grpo.json": grpo_report(rewards),
+        "grpo_off.json": grpo_report(rewards, False),
+        "grpo_on.json": grpo_report(rewards, True, ratio),
     }
-    monkeypatch.setattr(demo, "train", lambda program, out, report, *options: reports[report])
+
+    def train(program, out, report, *options):
+        flag = "--use-fused-linear-ce" if "_on" in report else "--no-use-fused-linear-ce"
+        assert options[-1] == flag
+        assert report.startswith(program.removeprefix("train_"))
+        return reports[report]
+
+    monkeypatch.setattr(demo, "train", train)
     monkeypatch.setattr(demo.sft_data, "prepare", lambda folder, vocab_size: folder)
     monkeypatch.setattr("sys.argv", ["demo", "--out", str(tmp_path)])
     code = demo.main()
@@ -44,13 +54,17 @@ def run_demo(monkeypatch, tmp_path, *, on: list[float], rewards: list[float], en
 
 
 def test_runs_that_agree_and_a_reward_that_rises_pass(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(demo, "device", lambda: "cpu")
     code, report = run_demo(monkeypatch, tmp_path, on=[5.0, 4.00005, 3.0], rewards=[0.2, 0.4, 0.6])
     assert code == 0
     assert report["largest_loss_difference"] == pytest.approx(5e-5)
     assert (report["reward_first_tenth"], report["reward_last_tenth"], report["failures"]) == (0.2, 0.6, [])
     printed = capsys.readouterr().out
-    assert "5.0e-05" in printed
-    assert re.search(r"tokens that the head computes +│ +100% │ +25% │", printed)
+    assert printed.startswith("CPU demo: it shows correctness and memory, not speed.")
+    assert re.search(r"largest difference in 3 steps +│ +│ +5e-05 │", printed)
+    assert re.search(r"share of tokens in the head +│ +100% │ +25% │", printed)
+    assert re.search(r"peak over rest, rank 1 +│ +200 MiB │ +200 MiB │", printed)
+    assert re.search(r"importance ratio, first update +│ +1.0000 │ +1.0000 │", printed)
     assert (tmp_path / "sft.png").stat().st_size > 1000 < (tmp_path / "grpo.png").stat().st_size
 
 
@@ -60,6 +74,8 @@ def test_runs_that_agree_and_a_reward_that_rises_pass(monkeypatch, tmp_path, cap
         ({"on": [5.0, 4.0002, 3.0]}, "the losses differ by 2.0e-04"),
         ({"on": [5.0, float("nan"), 3.0]}, "the losses differ by nan"),
         ({"rewards": [0.4, 0.4, 0.45]}, "the reward went from 0.400 to 0.450"),
+        ({"ratio": 1.001}, "the importance ratio is 1.001000 at a first update"),
+        ({"ratio": float("nan")}, "the importance ratio is nan at a first update"),
         ({"enabled": False}, "the fused head was not enabled"),
     ],
 )

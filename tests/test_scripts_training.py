@@ -60,6 +60,8 @@ def test_grpo_is_the_same_with_the_flag_on(tmp_path):
         for measure in ("reward", "loss", "entropy", "kl"):
             assert with_flag[measure] == pytest.approx(without[measure], abs=1e-4), measure
         assert with_flag["trainer_sampler_largest_difference"] < 1e-4
+        assert with_flag["first_ratio"] == pytest.approx(1.0, abs=1e-6)
+        assert without["first_ratio"] == pytest.approx(1.0, abs=1e-6)
 
 
 def test_the_mean_is_over_all_tokens_of_all_data_parallel_ranks(tmp_path):
