@@ -15,7 +15,7 @@ extras = {
     "triton": ["triton>=3.5"],
     "megatron": ["megatron-core>=0.14"],
     "scripts": ["matplotlib", "megatron-core>=0.14", "rich", "tokenizers", "tqdm"],  # make demo
-    "benchmark": ["matplotlib", "rich"],
+    "benchmark": ["matplotlib"],
 }
 extras["dev"] = sorted(
     {

@@ -1,32 +1,23 @@
-"""Our head beside its peers in one process, over ignored rows too, and over the ranks of a tensor-parallel group."""
+"""Our head beside its peers in one process, over ignored rows too."""
 
 import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
-from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from benchmark import measure
+from benchmark import measure, providers
 from benchmark.measure import run_step
-from benchmark.ours import MIB, Ours, cache_bytes
-from benchmark.providers import PROVIDERS, Head, Provider
+from benchmark.ours import Ours
+from benchmark.providers import Head, Provider
 from benchmark.results import Results
 from benchmark.shapes import Inputs, Shape, make_inputs
 
 IGNORED = -100
-TP_HEADS = {  # under tensor parallelism, and the kinds of a step that are measured
-    **dict.fromkeys(("ours", "ours-cached", "ours-token-640"), ("rl", "logprob")),
-    "verl": ("rl",),
-    "megatron": ("logprob",),
-}
 
 
 class Run:
@@ -79,43 +70,22 @@ class Run:
         inputs = self.inputs(shape)
         self.each("errors", shape, inputs, [], partial(measure.measure_error, expected=measure.oracle(inputs)))
 
-    def host(self, shape: Shape, modes: list[str]) -> None:
-        """How long a call keeps the host, beside how long the device takes."""
-
-        def times(*step: Any) -> dict:
-            return measure.host_times(partial(run_step, *step), self.device, budget_ms=self.budget_ms)
-
-        self.each("host", shape, self.inputs(shape), modes, times)
-
     def memory(self, shape: Shape, modes: list[str]) -> None:
         """Extra peak memory at one number of tokens."""
 
         def peak(head: Head, inputs: Inputs, mode: str) -> dict:
             record = measure.Timed(partial(run_step, head, inputs, mode), self.device).warm_up()
-            return record | {"gradients_mib": measure.gradients_mib(inputs, mode, head), **measure.outside(head)}
+            return record | {"gradients_mib": measure.gradients_mib(inputs, mode)}
 
         self.each("memory", shape, self.inputs(shape), modes, peak, tokens=shape.tokens)
 
 
 def measure_heads(results: Results, arguments: Any) -> None:
     run, shapes = Run(results, arguments.providers, arguments.budget_ms), arguments.shapes
-    modes = [mode for mode in arguments.modes if mode != "fwd"]
     for shape, mode in itertools.product(shapes, arguments.modes):
         run.times(shape, mode)
     for shape in arguments.error_shape:
         run.errors(shape)
-    cached, told = [], []
-    for fraction in arguments.cache_fractions:
-        size = cache_bytes(shapes[0].tokens, shapes[0].vocab, fraction)
-        cached.append(({"fraction": fraction, "logits_cache_bytes": size}, Ours(fraction)))
-    for size in arguments.workspace_mib:
-        head = Ours(workspace_bytes=size * MIB, token_loss=True)
-        told.append(({"provider": "ours-token", "workspace_mib": size}, head))
-    for section, ways in {"cache": cached, "workspace": told}.items():
-        if ways:
-            run.take_turns(section, shapes[0], [(*way, mode) for way, mode in itertools.product(ways, modes)])
-    for shape in arguments.host_shapes:
-        run.host(shape, modes)
     for tokens in arguments.memory_tokens:  # last: where a peer overruns an index, it takes the device with it
         run.memory(replace(shapes[0], tokens=tokens), arguments.memory_modes)
 
@@ -157,7 +127,7 @@ def measure_rows(results: Results, arguments: Any) -> None:
     alone, and a peer that drops ignored rows. Mode `rl-cached` keeps all logits. Every head's results are compared with
     those of our head without skipping.
     """
-    peer = results.load([PROVIDERS["ours"], PROVIDERS["cce"]]).get("cce")
+    peer = results.load([providers.PROVIDERS["ours"], providers.PROVIDERS["cce"]]).get("cce")
     for shape, mode, share in itertools.product(arguments.shapes, arguments.modes, arguments.shares):
         measure.free_memory(results.device)
         inputs = make_inputs(shape, results.dtype, results.device)
@@ -175,7 +145,7 @@ def _time_rows(results: Results, case: dict, inputs: Inputs, peer: Head | None, 
         "ours-count": (ours(skip_ignored=len(rows)), given),
         "ours-alone": (ours(), alone(given, rows)),
     }
-    if peer is not None and mode in PROVIDERS["cce"].modes:
+    if peer is not None and mode in providers.PROVIDERS["cce"].modes:
         heads["cce"] = (peer, given)
     expected = functools.cache(partial(results_of, Ours(), given, mode, rows))
 
@@ -187,76 +157,3 @@ def _time_rows(results: Results, case: dict, inputs: Inputs, peer: Head | None, 
         record = case | {"layout": "scattered", "provider": name}
         turns.append(measure.turn(record, *head, mode, partial(compare, *head)))
     results.take_turns("rows", turns, lambda: None, budget_ms=budget_ms)
-
-
-def shard_inputs(shape: Shape, group: ProcessGroup, dtype: torch.dtype, device: torch.device) -> Inputs:
-    """Inputs of one rank: the same hidden, labels and upstream gradients on all, its own shard of the weight."""
-    local = replace(shape, vocab=shape.vocab // group.size())
-    inputs = make_inputs(local, dtype, device)
-    generator = torch.Generator(device).manual_seed(1)
-    labels = torch.randint(shape.vocab, (shape.tokens,), generator=generator, device=device)
-    weight = make_inputs(replace(local, tokens=1), dtype, device, seed=2 + group.rank()).weight
-    return replace(inputs, labels=labels, weight=weight)
-
-
-def measure_tp(results: Results, arguments: Any) -> None:
-    """The head alone under tensor parallelism, communication included.
-
-    Each tensor-parallel size is measured in groups of that many processes, which run at the same time. Beside ours
-    stand verl's kernel and Megatron's native path (a column-parallel linear layer and its fused vocab-parallel
-    cross-entropy), and cuBLAS on one rank's shard. hidden is replicated; every head leaves its gradient summed over the
-    group.
-    """
-    dist.init_process_group("nccl" if results.device.type == "cuda" else "gloo", timeout=timedelta(minutes=5))
-    for tp in arguments.tp:
-        group, _ = dist.new_subgroups(group_size=tp)
-        heads = results.load((PROVIDERS[name] for name in arguments.heads), group)
-        for tokens in arguments.tokens:
-            shape = Shape(f"{tokens}x{arguments.hidden}x{arguments.vocab}", tokens, arguments.hidden, arguments.vocab)
-            measure.free_memory(results.device)
-            inputs = shard_inputs(shape, group, results.dtype, results.device)
-            _time_group(results, {"shape": f"tp{tp} {shape.name}", "tp": tp}, inputs, group, heads, arguments.budget_ms)
-            del inputs
-        del heads
-    dist.barrier()
-
-
-def _time_group(
-    results: Results, size: dict, inputs: Inputs, group: ProcessGroup, heads: dict[str, Head], budget_ms: float
-) -> None:
-    """All heads at one tensor-parallel size and one number of tokens: they take turns with the products."""
-
-    def total_ms(products: dict) -> float:
-        return sum(median(times) for times in products.values())
-
-    def products(**calls: int) -> dict:
-        """Those of the group's slowest rank: collectives make every head wait for that one."""
-        gathered: list = [None] * group.size()
-        dist.all_gather_object(gathered, measure.measure_products(inputs.hidden, inputs.weight, **calls), group=group)
-        return max(gathered, key=total_ms)
-
-    calls = measure.calls_of_a_turn(budget_ms, total_ms(products(repeats=3)))
-    gradient = torch.zeros_like(inputs.hidden)
-
-    def reduction() -> dict:
-        all_reduce = partial(dist.all_reduce, gradient, group=group)
-        return measure.slowest_rank(measure.measure_call(all_reduce, results.device, **calls), group)
-
-    def yardstick() -> None:
-        dist.barrier()
-        results.attempt("products", {"shape": size["shape"]}, partial(products, **calls))
-
-    reference: dict[str, dict[str, Tensor]] = {}  # results of the first head of each mode
-
-    def compare(head: Head, mode: str, record: dict) -> dict:
-        found = results_of(head, inputs, mode)
-        return measure.slowest_rank(record, group) | differences(found, reference.setdefault(mode, found))
-
-    dist.barrier()
-    results.attempt("all_reduce", size | {"mib": gradient.nbytes / MIB}, reduction)
-    turns = []
-    for name, head in heads.items():
-        for mode in TP_HEADS[name]:
-            record = size | {"tokens": len(inputs.labels), "mode": mode, "provider": name}
-            turns.append(measure.turn(record, head, inputs, mode, partial(compare, head, mode)))
-    results.take_turns("times", turns, yardstick, **calls)

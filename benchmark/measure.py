@@ -67,32 +67,20 @@ def calls_of_a_turn(budget_ms: float, once_ms: float) -> dict[str, int]:
     return {"repeats": repeats_within(budget_ms, once_ms), "settle": repeats_within(SETTLE_MS, once_ms)}
 
 
-def _times_ms(call: Callable[[], object], device: torch.device) -> tuple[float, float]:
-    """From the start of a call on an idle device until it returns, and until the device is done."""
+def _once_ms(call: Callable[[], object], device: torch.device) -> float:
+    """From the start of a call on an idle device until the device is done."""
     _synchronize(device)
     start = time.perf_counter()
     results = call()
-    returned = time.perf_counter()
     _synchronize(device)
     done = time.perf_counter()
     del results
-    return (returned - start) * 1e3, (done - start) * 1e3
-
-
-def _once_ms(call: Callable[[], object], device: torch.device) -> float:
-    return _times_ms(call, device)[1]
+    return (done - start) * 1e3
 
 
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def host_times(call: Callable[[], object], device: torch.device, *, budget_ms: float) -> dict:
-    """Median times of a call on an idle device, until it returns and until the device is done."""
-    repeats = repeats_within(budget_ms, max(_once_ms(call, device) for _ in range(2)))
-    returned, done = zip(*(_times_ms(call, device) for _ in range(repeats)), strict=True)
-    return {"host_ms": median(returned), "time_ms": median(done), "repeats": repeats}
 
 
 def peak_mib(call: Callable[[], object], device: torch.device) -> float | None:
@@ -156,23 +144,12 @@ class Timed:
 
 
 def turn(
-    record: dict, head: Head, inputs: Inputs, mode: str, after: Callable[[dict], dict] | None = None
+    record: dict, head: Head, inputs: Inputs, mode: str, after: Callable[[dict], dict] = lambda record: {}
 ) -> tuple[dict, Timed]:
-    """A head's step for `Results.take_turns`; without `after` the record gets `outside(head)`."""
+    """A head's step for `Results.take_turns`."""
     step = functools.partial(run_step, head, inputs, mode)
-    timed = Timed(step, inputs.hidden.device, after=after or (lambda _: outside(head)))
-    return record | {"gradients_mib": gradients_mib(inputs, mode, head)}, timed
-
-
-def outside(head: Head) -> dict[str, float]:
-    """What the head holds outside of torch's allocator at the shape of its last call, if it knows of such memory."""
-    return {"outside_mib": head.outside_mib} if hasattr(head, "outside_mib") else {}
-
-
-def measure_call(call: Callable[[], object], device: torch.device, *, budget_ms: float = 0.0, **calls: int) -> dict:
-    """Median time after warm-up, and extra peak memory, of a call that is compared with no other."""
-    timed = Timed(call, device)
-    return timed.warm_up() | timed.round(budget_ms=budget_ms, **calls)
+    timed = Timed(step, inputs.hidden.device, after=after)
+    return record | {"gradients_mib": gradients_mib(inputs, mode)}, timed
 
 
 def slowest_rank(record: dict, group: dist.ProcessGroup | None = None) -> dict:
@@ -183,15 +160,9 @@ def slowest_rank(record: dict, group: dist.ProcessGroup | None = None) -> dict:
     return record | dict(zip(names, torch.stack(gathered).amax(0).tolist(), strict=True))
 
 
-def gradients_mib(inputs: Inputs, mode: str, head: Head | None = None) -> float:
-    """What the gradients of a mode occupy: the part of its peak memory that no head can spare.
-
-    The weight's is none of it where it is added to a `main_grad` that is there before the call.
-    """
-    if mode == "fwd":
-        return 0.0
-    weight_bytes = 0 if isinstance(head, Ours) and head.main_grad else inputs.weight.nbytes
-    return (inputs.hidden.nbytes + weight_bytes) / MIB
+def gradients_mib(inputs: Inputs, mode: str) -> float:
+    """What the gradients of a mode occupy: the part of its peak memory that no head can spare."""
+    return 0.0 if mode == "fwd" else (inputs.hidden.nbytes + inputs.weight.nbytes) / MIB
 
 
 @torch.no_grad()

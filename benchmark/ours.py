@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 import megatron_lce
 from benchmark.shapes import Inputs
@@ -17,20 +16,6 @@ MIB = 2**20
 Step = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]  # outputs, and the gradients of hidden and weight
 
 
-class MainGrad:
-    """fp32 [V, H] that the weight's gradient is added to and that outlives the call, as Megatron's `main_grad`."""
-
-    def __init__(self, weight: Tensor) -> None:
-        self._sum = torch.empty_like(weight, dtype=torch.float32, requires_grad=False)
-        self._nothing = weight.new_zeros(()).expand_as(weight)  # in place of a gradient; no memory
-
-    def buffer(self) -> Tensor:
-        return self._sum
-
-    def finish(self) -> Tensor:
-        return self._nothing
-
-
 @dataclass
 class Ours:
     """One way to call our head.
@@ -38,8 +23,6 @@ class Ours:
     cache_fraction  `logits_cache_bytes` as a part of the 16-bit logits
     token_loss      `linear_token_loss`, which is told the upstream gradients in forward; without a cache
     known_loss      as the flag's: losses per token, whose upstream is to be one number; mode sft alone
-    main_grad       the weight's gradient goes into a buffer that stays (and is cleared in front of each step)
-    tp_group        the ranks that share the vocabulary; None: the weight is whole
     """
 
     cache_fraction: float = 0.0
@@ -47,19 +30,11 @@ class Ours:
     skip_ignored: bool | int = False
     token_loss: bool = False
     known_loss: bool = False
-    main_grad: bool = False
-    tp_group: ProcessGroup | None = None
-    _sink: MainGrad | None = None
     _promise: Promise = field(default_factory=Promise)
 
     def step(self, inputs: Inputs, mode: str) -> Step:
         keywords: dict[str, Any] = {"entropy": mode in ("fwd", "rl"), "workspace_bytes": self.workspace_bytes}
-        keywords |= {"skip_ignored": self.skip_ignored, "tp_group": self.tp_group}
-        if self.main_grad:
-            if self._sink is None or self._sink.buffer().shape != inputs.weight.shape:
-                self._sink = MainGrad(inputs.weight)
-            self._sink.buffer().zero_()
-            keywords["weight_grad_sink"] = self._sink
+        keywords |= {"skip_ignored": self.skip_ignored}
         tensors = inputs.hidden, inputs.weight, inputs.labels
         with torch.set_grad_enabled(mode != "fwd"):
             if self.token_loss:
@@ -78,7 +53,7 @@ class Ours:
                 out = megatron_lce.linear_cross_entropy(*tensors, logits_cache_bytes=cache, **keywords)
                 outputs = as_mode(mode, out.logprobs, out.entropy)
                 gradients = gradients_of(outputs, inputs, mode)
-        return outputs, (gradients[0], self._sink.buffer()) if self.main_grad else gradients
+        return outputs, gradients
 
 
 _LOSSES = {

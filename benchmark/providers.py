@@ -39,7 +39,7 @@ Head = Callable[[Tensor, Tensor, Tensor, str], tuple[Tensor, ...]] | Ours
 class Provider:
     """One head: how to load it, and what it can and cannot do.
 
-    load          imports and returns what is called: a `Head` (some for a `tp_group`), or another case's loss
+    load          imports and returns what is called: a `Head`, or another case's loss
     modes         the modes it supports
     missing       why it does not support the others
     holds_logits  whether it keeps a tensor of N x V elements
@@ -73,11 +73,11 @@ def _group_of_all() -> ProcessGroup:
     return dist.group.WORLD
 
 
-def _load_megatron(tp_group: ProcessGroup | None = None) -> Head:
+def _load_megatron() -> Head:
     from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
     from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
 
-    group = tp_group or _group_of_all()
+    group = _group_of_all()
 
     def head(hidden: Tensor, weight: Tensor, labels: Tensor, mode: str) -> tuple[Tensor, ...]:
         logits = linear_with_grad_accumulation_and_async_allreduce(
@@ -85,7 +85,7 @@ def _load_megatron(tp_group: ProcessGroup | None = None) -> Head:
             weight=weight,
             bias=None,
             gradient_accumulation_fusion=False,
-            allreduce_dgrad=group.size() > 1,
+            allreduce_dgrad=False,
             sequence_parallel=False,
             tp_group=group,
         )
@@ -130,66 +130,6 @@ def _load_quack(peer: Any, hidden: Tensor, weight: Tensor, labels: Tensor, mode:
     return (peer(hidden, weight, labels, chunk_size=chunk_size, reduction="mean", tuned=False),)
 
 
-class LigerNative:
-    """Liger's tensor-parallel head of CUTLASS and NVSHMEM, over a group of one.
-
-    outside_mib  device memory that it holds outside of torch's allocator, in MiB: NVSHMEM's heap and its pools, which
-                 are as large as the shape of the last call needs
-    """
-
-    def __init__(self) -> None:
-        # Named directly: the public dispatcher falls back to plain torch, silently, where this kernel cannot run.
-        from liger_cute_kernels import nvshmem
-        from liger_kernel.ops import configure
-        from liger_kernel.ops.cute.fused_linear_scaled_cross_entropy_tp import (
-            LigerFusedLinearScaledCrossEntropyNativeTPFunction as function,
-        )
-
-        self._group, self._function = _group_of_all(), function
-        self._clear_pools, self._module = nvshmem.pool_clear_all, configure
-        self._sizes: tuple[int, int, int] | None = None
-        self.outside_mib = 0.0
-        one = torch.ones(1, dtype=torch.float32, device="cuda")
-        dist.all_reduce(one, group=self._group)  # NCCL's memory is none of this head's
-        self._hold(self._configure)
-
-    def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor, mode: str) -> tuple[Tensor, ...]:
-        if self._sizes != (len(hidden), *weight.shape[::-1]):
-            self._hold(partial(self._reserve, hidden, weight, labels))
-        losses, entropy = self._apply(hidden, weight, labels, mode in ("fwd", "rl"))
-        return as_mode(mode, -losses, entropy)
-
-    def _apply(self, hidden: Tensor, weight: Tensor, labels: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        # vocab_start, temperature, ignore_index, tiles_per_reduce: as the public dispatcher passes them on one rank
-        out = self._function.apply(hidden, weight, labels, 0, 1.0, -100, 1, entropy, self._group)
-        return out if entropy else (out, None)
-
-    def _reserve(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
-        """Pools for this shape in place of those of the shape before, which cannot grow."""
-        if self._sizes:
-            torch.cuda.synchronize()
-            self._clear_pools()
-        self._sizes = len(hidden), *weight.shape[::-1]
-        self._configure(flsce=self._module.FusedLinearCrossEntropyConfig(*self._sizes))
-        self._apply(hidden.detach(), weight.detach(), labels, True)  # forward reserves its own when it is called
-
-    def _configure(self, **sections: Any) -> None:
-        if not self._module.configure(device="cuda", **sections):
-            raise RuntimeError("needs a Hopper or a Blackwell GPU")
-
-    def _hold(self, call: Callable[[], None]) -> None:
-        """Adds to `outside_mib` what the call takes of the device beside what torch reserves."""
-        before = _outside_mib()
-        call()
-        self.outside_mib += _outside_mib() - before
-
-
-def _outside_mib() -> float:
-    torch.cuda.synchronize()
-    free, total = torch.cuda.mem_get_info()
-    return (total - free - torch.cuda.memory_reserved()) / MIB
-
-
 @functools.cache
 def load_verl_kernel() -> Callable[..., tuple[Tensor, Tensor]]:
     """verl's `linear_cross_entropy(hidden, weight, labels, temperature, reduction, group) -> (logprobs, entropy)`.
@@ -208,18 +148,11 @@ def load_verl_kernel() -> Callable[..., tuple[Tensor, Tensor]]:
     return importlib.import_module("verl.utils.kernel.linear_cross_entropy").linear_cross_entropy
 
 
-def _load_verl(tp_group: ProcessGroup | None = None) -> Head:
+def _load_verl() -> Head:
     kernel = load_verl_kernel()
 
-    def summed(grad_hidden: Tensor) -> Tensor:
-        dist.all_reduce(grad_hidden, group=tp_group)
-        return grad_hidden
-
     def head(hidden: Tensor, weight: Tensor, labels: Tensor, mode: str) -> tuple[Tensor, ...]:
-        if tp_group is not None and hidden.requires_grad:  # the kernel leaves the sum of its gradient to the caller
-            hidden = hidden.view_as(hidden)
-            hidden.register_hook(summed)
-        logprobs, entropy = kernel(hidden, weight, labels, 1.0, "none", tp_group)
+        logprobs, entropy = kernel(hidden, weight, labels, 1.0, "none", None)
         return as_mode(mode, logprobs, entropy if mode in ("fwd", "rl") else None)
 
     return head
@@ -227,7 +160,6 @@ def _load_verl(tp_group: ProcessGroup | None = None) -> Head:
 
 _GRADIENT = ("rl", "logprob", "sft")
 _KNOWN_LOSS = {"modes": _GRADIENT, "missing": "is about gradients"}
-_IN_640_MIB = {"workspace_bytes": 640 * MIB, "token_loss": True}
 _ONE_NUMBER = "is about one upstream gradient for all tokens"
 _NO_ENTROPY = {"modes": ("logprob", "sft"), "missing": "gives no entropy"}
 
@@ -236,11 +168,8 @@ PROVIDERS = {
     for provider in (
         Provider("ours", Ours),
         Provider("ours-cached", partial(Ours, 1), _GRADIENT, "a cache is kept for backward only", holds_logits=True),
-        Provider("ours-token-640", partial(Ours, **_IN_640_MIB), **_KNOWN_LOSS),
-        Provider("ours-token-1280", partial(Ours, workspace_bytes=1280 * MIB, token_loss=True), **_KNOWN_LOSS),
+        Provider("ours-token-640", partial(Ours, workspace_bytes=640 * MIB, token_loss=True), **_KNOWN_LOSS),
         Provider("ours-known-640", partial(Ours, workspace_bytes=640 * MIB, known_loss=True), ("sft",), _ONE_NUMBER),
-        Provider("ours-main-grad", partial(Ours, main_grad=True), **_KNOWN_LOSS),
-        Provider("ours-token-main-grad", partial(Ours, **_IN_640_MIB, main_grad=True), **_KNOWN_LOSS),
         Provider("eager", lambda: _eager_head, holds_logits=True),
         Provider("compile", lambda: torch.compile(_eager_head, dynamic=False), holds_logits=True),
         Provider("megatron", _load_megatron, **_NO_ENTROPY, holds_logits=True, package="megatron-core"),
@@ -248,7 +177,6 @@ PROVIDERS = {
         Provider("verl", _load_verl, package="verl"),
         Provider("cce", _load_cut_cross_entropy, **_NO_ENTROPY, package="cut-cross-entropy"),
         Provider("liger-sm90", _load_liger_scaled, package="liger-kernel"),
-        Provider("liger-tp", LigerNative, package="liger-cute-kernels"),
         Provider("quack", _load_quack, ("sft",), "gives the mean loss only", package="quack-kernels"),
     )
 }

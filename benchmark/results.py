@@ -1,4 +1,7 @@
-"""The JSON document that a benchmark's measurements go into, one by one."""
+"""A benchmark's JSON document: measurements are added one by one, and read as records by their fields.
+
+Times are also given as multiples of cuBLAS's matmuls in the same run.
+"""
 
 import contextlib
 import hashlib
@@ -10,13 +13,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
+from math import dist
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 
 import megatron_lce
-from benchmark import ratios
 from benchmark.measure import Timed
 
 ROUNDS = 6  # of calls that take turns
@@ -38,12 +42,72 @@ def load(path: Path) -> dict:
     return json.loads(path.read_text())
 
 
-def as_cell(value: object) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, float):
-        return f"{value:.3g}" if abs(value) < 10 else f"{value:,.1f}"
-    return str(value)
+def measured(document: dict, section: str, **values: Any) -> list[dict]:
+    """The records of a section that have a result, and these values."""
+    values |= {"status": "ok"}
+    return [x for x in document.get(section, []) if all(x.get(name) == value for name, value in values.items())]
+
+
+def grouped(records: list[dict], *keys: str) -> dict[tuple, list[dict]]:
+    """The records by the values of some of their fields, in the order in which these come."""
+    groups: dict[tuple, list[dict]] = {}
+    for record in records:
+        groups.setdefault(tuple(record[key] for key in keys), []).append(record)
+    return groups
+
+
+def extra_gib(record: dict) -> float:
+    """Peak memory over the gradients, in GiB."""
+    return (record["peak_mib"] - record["gradients_mib"]) / 1024
+
+
+def products_ms(records: list[dict], *names: str) -> list[float]:
+    """Median cuBLAS times over all records: the logits', by name, then those of both gradients; or nothing."""
+    names += ("grad_hidden_ms", "grad_weight_ms")
+    return [median(ms for record in records for ms in record[name]) for name in names] if records else []
+
+
+def limits_ms(document: dict, record: dict) -> list[float]:
+    """The time of the matmuls that the record's step needs, and with logits that are computed again; or nothing."""
+    if "beta" in record:
+        products = products_ms(measured(document, "jsd_products"), "student_logits_ms", "teacher_logits_ms")
+    else:
+        products = products_ms(measured(document, "products", shape=record["shape"]), "logits_ms")
+    if record.get("mode") == "fwd":
+        return products[:1]
+    return [sum(products), sum(products) + sum(products[:-2])] if products else []
+
+
+def add_ratios(document: dict) -> None:
+    """Adds to every time its ratio to the matmuls that the mode cannot do without.
+
+    over_products             F for mode `fwd`, else F + dX + dW; for a divergence Fs + Ft + dX + dW
+    over_products_recomputed  2F + dX + dW: what a head must do that keeps no logits for its backward
+    over_alone                the counted rows by themselves
+    difference_median, difference_largest  of a training run's distances to native ones with sums in other orders
+    """
+    for record in measured(document, "times") + measured(document, "jsd"):
+        names = ("over_products", "over_products_recomputed")
+        limits = zip(names, limits_ms(document, record), strict=False)
+        record |= {name: record["time_ms"] / ms for name, ms in limits}
+    for records in grouped(measured(document, "rows"), "shape", "mode", "ignored", "layout").values():
+        for alone in [record["time_ms"] for record in records if record["provider"] == "ours-alone"]:
+            for record in records:
+                record["over_alone"] = record["time_ms"] / alone
+    for record in measured(document, "curves"):
+        native = measured(document, "curves", masked=record["masked"], variant="native-fused")
+        if apart := distances([record], native):
+            record |= dict(zip(("difference_median", "difference_largest"), apart, strict=True))
+
+
+def distances(runs: list[dict], others: list[dict]) -> tuple[float, ...]:
+    """Median and largest distance of a training run to one of the others; nothing where there is no such pair.
+
+    It is the root mean square of the differences of losses over the steps.
+    """
+    pairs = [(a["losses"], b["losses"]) for a in runs for b in others if a is not b]
+    apart = [dist(*pair) / len(pair[0]) ** 0.5 for pair in pairs]
+    return (median(apart), max(apart)) if apart else ()
 
 
 @dataclass
@@ -72,7 +136,7 @@ class Results:
         return self.document.setdefault(name, [])
 
     def save(self) -> None:
-        ratios.add_ratios(self.document)
+        add_ratios(self.document)
         if self.path:
             self.path.write_text(as_text(self.document))
 
@@ -126,23 +190,25 @@ class Results:
 
     def _print(self, section: str, record: dict) -> None:
         if not self.quiet and not section.endswith("products"):  # those are one of each round
-            values = (f"{key}={as_cell(value)}" for key, value in record.items() if not isinstance(value, list))
+            shown = {key: value for key, value in record.items() if not isinstance(value, list)}
+            values = (
+                f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}" for key, value in shown.items()
+            )
             print(f"{section}:", *values, file=sys.stderr, flush=True)
 
     def unsupported(self, section: str, record: dict, reason: str) -> None:
         self.section(section).append(record | {"status": "unsupported", "reason": reason})
 
-    def load(self, providers: Iterable[Any], tp_group: Any = None) -> dict[str, Any]:
+    def load(self, providers: Iterable[Any]) -> dict[str, Any]:
         """What `load` of `benchmark.providers.Provider` imports and returns; else the document has the reason."""
-        loaded, group = {}, {} if tp_group is None else {"tp_group": tp_group}
+        loaded = {}
 
         def measurement(provider: Any) -> dict:
-            loaded[provider.name] = provider.load(**group)
+            loaded[provider.name] = provider.load()
             return {"version": importlib.metadata.version(provider.package) if provider.package else None}
 
         for provider in providers:
             record = {"provider": provider.name, "holds_logits": provider.holds_logits}
-            record |= {"tp": tp_group.size()} if group else {}
             self.attempt("providers", record, partial(measurement, provider))
         return loaded
 

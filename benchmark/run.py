@@ -1,8 +1,8 @@
 """Measures one case of the table below: `python -m benchmark.run head --shapes S1,S2,S3 --providers all`.
 
-Cases of several ranks are started by torchrun: `torchrun --nproc-per-node 2 -m benchmark.run head_tp`. Prints tables;
-with `--json FILE` also writes every measurement there, at once, so that a run that is stopped loses nothing. What a
-provider cannot do, is not installed or fails at is a result too and stands in both.
+Cases of several ranks are started by torchrun: `torchrun --nproc-per-node 2 -m benchmark.run megatron_step`. Prints
+tables; `--json FILE` also writes each measurement as soon as it is taken, so that a stopped run loses nothing. A
+provider that is not installed, fails or lacks a mode is a result too, and stands in both.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmark import heads, jsd, pictures, providers, report, results
+from benchmark import jsd, providers, publish, results
 from benchmark.shapes import DTYPES, WrongArgument, choose, parse_heads, parse_shape
 from scripts.arguments import HelpFormatter
 from scripts.ranks import device_of_rank
@@ -27,7 +27,7 @@ VARIANTS = ("native", "native-fused", "ours", "ours-skip", "ours-512-mib", "ours
 VARIANTS += ("ours-known", "ours-known-skip", "ours-main-grad-512-mib", "ours-token-640", "ours-token-main-grad")
 ORDERS = range(1, 6)
 ROW_MODES = ("rl", "rl-cached", "logprob")
-EXTRAS = {"rich": "benchmark", "matplotlib": "benchmark", "megatron": "megatron"}  # where setup.py names a package
+EXTRAS = {"megatron": "megatron", "tokenizers": "scripts"}  # where setup.py names a package
 
 
 class Run(NamedTuple):
@@ -88,14 +88,10 @@ MODES, SHAPES, COUNTS, SHARES = names("a mode", providers.MODES), several(parse_
 OPTIONS = {  # how a text becomes a value, and what `--help` says; of a case's own where another has the same name
     "rounds": (count, "Rounds of turns; a difference of a hundredth takes more."),
     "budget_ms": (float, "Time of a head's repeats in each round, in ms."),
-    "pictures": (Path, "Folder for the pictures; None: no pictures."),
     "shapes": (SHAPES, "Comma-separated: S1, S2, S3 or NxHxV."),
     "providers": (providers.select_providers, all_of(providers.PROVIDERS)),
     "modes": (MODES, "Comma-separated kinds of a step."),
     "error_shape": (SHAPES, "Shapes of the comparison with fp64, '' for none."),
-    "cache_fractions": (SHARES, "Cache budgets as parts of the 16-bit logits, such as 0,0.25,0.5,1."),
-    "workspace_mib": (COUNTS, "Workspaces of linear_token_loss in MiB, such as 192,640,1280."),
-    "host_shapes": (SHAPES, "Shapes at which the host's time of a call is taken, such as S3."),
     "memory_tokens": (COUNTS, "Token counts of the memory curve, such as 1024,8192."),
     "memory_modes": (MODES, "Kinds of its steps; empty: each head's first with gradients."),
     "jsd shape": (parse_heads, "Tokens x student's H x teacher's H x vocab of the times."),
@@ -104,9 +100,7 @@ OPTIONS = {  # how a text becomes a value, and what `--help` says; of a case's o
     "jsd providers": (names("a provider", jsd.PROVIDERS), all_of(jsd.PROVIDERS)),
     "shares": (SHARES, "Comma-separated shares of ignored rows, which are scattered."),
     "rows modes": (names("a mode", ROW_MODES), f"{all_of(ROW_MODES)[:-1]}; only the last has a peer."),
-    "head_tp tp": (COUNTS, "Comma-separated group sizes; None: the powers of two up to the number of ranks."),
-    "head_tp heads": (names("a head", heads.TP_HEADS), all_of(heads.TP_HEADS)),
-    **dict.fromkeys(("head_tp tokens", "megatron_step tokens"), (COUNTS, "Comma-separated token counts.")),
+    "megatron_step tokens": (COUNTS, "Comma-separated token counts."),
     "tp": (count, "Tensor-parallel size; sequence parallel from 2 on."),
     "pp": (count, "Pipeline stages; also the number of microbatches."),
     "masked": (several(partial(share, highest=0.999)), "Comma-separated shares of masked tokens, such as 0,0.6."),
@@ -126,13 +120,13 @@ OPTIONS = {  # how a text becomes a value, and what `--help` says; of a case's o
 
 TURNS = {"rounds": str(results.ROUNDS), "budget_ms": "100"}
 HEAD = TURNS | {
-    "pictures": None, "shapes": ("S1,2048x1024x32768", "64x128x1000"), "modes": ",".join(providers.MODES),
+    "shapes": ("S1,2048x1024x32768", "64x128x1000"), "modes": ",".join(providers.MODES),
     "providers": ("ours,ours-cached,eager,compile", "ours,eager"),  # compiling takes minutes on a CPU
-    "error_shape": ("2048x1024x32768", "64x128x1000"), "cache_fractions": "", "workspace_mib": "", "host_shapes": "",
+    "error_shape": ("2048x1024x32768", "64x128x1000"),
     "memory_tokens": "", "memory_modes": "",
 }
 KNOWN = {"shapes": ("S1,S2,S3", "64x128x1000"), "modes": "rl,sft", "error_shape": "", "providers": (
-    "ours,ours-cached,ours-token-640,ours-token-1280,ours-known-640,compile,liger,quack",
+    "ours,ours-cached,ours-token-640,ours-known-640,compile,liger,quack",
     "ours,ours-token-640,ours-known-640",
 )}
 CURVES = {
@@ -144,7 +138,6 @@ SMALL = {  # ten minutes on two cores
     "steps": "500", "tokens": "1024", "microbatches": "1", "lr": "1e-3", "sequence_length": "256", "vocab": "16384",
     "hidden": "512", "layers": "4", "heads": "8",
 }
-SIZES = {"hidden": "4096", "vocab": "151936", "tokens": "16384,8192"}
 
 CASES = {
     "head": Case("Our head beside its peers in one process.", "heads.measure_heads", HEAD),
@@ -152,28 +145,25 @@ CASES = {
         "A loss that is known in forward, beside heads that are not told.", "heads.measure_heads", HEAD | KNOWN
     ),
     "jsd": Case("Fused linear JSD beside its peers in one process.", "jsd.measure_case", TURNS | {
-        "budget_ms": "150", "pictures": None, "shape": ("8192x2048x4096x151936", "64x32x48x1000"), "betas": "0.5,0,1",
+        "budget_ms": "150", "shape": ("8192x2048x4096x151936", "64x32x48x1000"), "betas": "0.5,0,1",
         "error_shape": ("1024x512x1024x32768", "64x32x48x1000"),
         "providers": ("all", "ours,ours-weights-512,liger,eager"),
     }),
     "rows": Case("Time over the share of ignored rows.", "heads.measure_rows", TURNS | {
-        "budget_ms": "50", "pictures": None, "shapes": ("S1,S2,S3", "64x128x1000"), "shares": "0,0.3,0.6,0.9",
+        "budget_ms": "50", "shapes": ("S1,S2,S3", "64x128x1000"), "shares": "0,0.3,0.6,0.9",
         "modes": "rl,rl-cached",
     }),
-    "head_tp": Case(
-        "The head alone under tensor parallelism, communication included; by torchrun.", "heads.measure_tp",
-        TURNS | SIZES | {"budget_ms": "130", "tp": None, "heads": "all"},
-    ),
     "megatron_step": Case(
         "A whole training step of a Megatron GPT, flag on and off; by torchrun.", "megatron_step.measure_case",
-        SIZES | {
-            "rounds": TURNS["rounds"], "tokens": "8192,16384", "tp": "2", "pp": "1", "masked": "0", "variants": "all",
+        {
+            "hidden": "4096", "vocab": "151936", "tokens": "8192,16384", "rounds": TURNS["rounds"], "tp": "2",
+            "pp": "1", "masked": "0", "variants": "all",
             "sequence_length": "4096", "layers": "4", "heads": "32",
         },
     ),
     "curves": Case(
         "A GPT trained on real text, flag on and off, beside the noise of sums.", "training_curves.measure_case",
-        CURVES | {"pictures": None, "runs": "all", "tp": "1"},
+        CURVES | {"runs": "all", "tp": "1"},
     ),
     "rounding": Case(
         "Logprobs of a trained GPT as a sampler and as its trainer compute them, logits rounded or not.",
@@ -209,12 +199,6 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser = build_parser(on.type)
     arguments = parser.parse_args(argv)
     arguments.on, arguments.dtype = on, DTYPES[arguments.dtype]
-    ranks = int(os.environ.get("WORLD_SIZE", 1))
-    if arguments.case == "head_tp":
-        arguments.tp = arguments.tp or [2**i for i in range(ranks.bit_length())]
-        for tp in arguments.tp:
-            if ranks % tp or arguments.vocab % tp:
-                parser.error(f"tp: must divide {ranks} processes and {arguments.vocab} columns, got {tp}")
     if "sequence_length" in arguments:
         for tokens in arguments.tokens if arguments.case == "megatron_step" else [arguments.tokens]:
             if tokens % arguments.sequence_length:
@@ -226,12 +210,9 @@ def main(argv: list[str] | None = None) -> dict:
     """Runs what the arguments ask for and returns the document."""
     argv = sys.argv[1:] if argv is None else argv
     arguments = parse_arguments(argv)
-    folder = getattr(arguments, "pictures", None)
     module, _, program = CASES[arguments.case].program.partition(".")
     try:
         measure_case = getattr(importlib.import_module(f"benchmark.{module}"), program)
-        for package in ("rich", "matplotlib") if folder else ("rich",):
-            importlib.import_module(package)
     except ModuleNotFoundError as error:
         extra = EXTRAS.get((error.name or "").partition(".")[0])
         if extra is None:
@@ -247,9 +228,7 @@ def main(argv: list[str] | None = None) -> dict:
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     if last:
-        report.print_tables(found.document)
-        if folder:
-            pictures.draw(found.document, folder)
+        publish.print_tables(found.document)
         if path:
             print(f"Report: {path}")
     return found.document

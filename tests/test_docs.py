@@ -23,13 +23,13 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear
 
 import megatron_lce
-from benchmark import tables
+from benchmark import publish
 from megatron_lce import __main__ as commands
 from scripts import megatron_runtime
 from tests import megatron_world
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [*tables.pages(), ROOT / "CHANGELOG.md"]
+PAGES = [*publish.pages(), ROOT / "CHANGELOG.md"]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 TOKENS = 24
 ONLY_NEWER = {  # what a block speaks of, and whether this Megatron has it: from 0.18, and on its dev branch
@@ -174,7 +174,7 @@ def test_commands_are_accepted(command, capsys):
             assert all((ROOT / path).exists() for path in (program, recipe))
         case ["python", path, *arguments]:
             assert Path(path).name in TORCHRUN_PROGRAMS
-            assert set(arguments[::2]) <= {"--device", "--combinations", "--cases"}
+            assert set(arguments[::2]) <= {"--device", "--combinations", "--cases", "--seconds"}
         case _:
             raise AssertionError(f"no test knows this command: {command}")
 
@@ -182,7 +182,7 @@ def test_commands_are_accepted(command, capsys):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_tables_and_links(page):
     text = page.read_text()
-    assert tables.fill(text) == text, "python -m benchmark.tables"
+    assert publish.fill(text) == text, "python -m benchmark.publish"
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         path, _, anchor = target.partition("#")
         if target.startswith("https://"):

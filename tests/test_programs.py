@@ -16,7 +16,7 @@ import torch
 pytest.importorskip("matplotlib")
 pytest.importorskip("megatron.core")
 
-from benchmark import jsd, report, run
+from benchmark import jsd, run
 from megatron_lce import __main__ as commands
 from scripts import megatron_runtime, tiny_gpt, train_grpo, training
 from scripts.ranks import device_of_rank
@@ -24,7 +24,7 @@ from scripts.ranks import device_of_rank
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAMS = [
     *("scripts.demo", "scripts.train_sft", "scripts.train_grpo", "scripts.train_distill"),
-    *("benchmark.report", "benchmark.tables", "scripts.draw_how_it_works"),
+    *("benchmark.publish", "scripts.draw_how_it_works"),
 ]
 
 
@@ -95,8 +95,6 @@ def test_a_models_vocabulary_holds_the_tokens():
         ("jsd --shape 3x4x5", "a shape must be tokens x student's H x teacher's H x vocab"),
         ("jsd --betas 2", "betas: must be comma-separated numbers from 0 to 1, got '2'"),
         ("jsd --betas x", "betas: must be comma-separated numbers from 0 to 1, got 'x'"),
-        ("head_tp --heads peer", "a head must be one of ours, ours-cached, ours-token-640, verl"),
-        ("head_tp --tp 3", "tp: must divide 2 processes and 151936 columns, got 3"),
         ("megatron_step --tokens 8191", "tokens: must be multiples of sequence-length 4096, got 8191"),
     ],
 )
@@ -123,16 +121,6 @@ def test_a_program_ends_with_its_report_the_head_and_the_peak():
     )
     report["fused"] = {"enabled": True, "reasons": []}
     assert "Head: fused." in training.summary(Path("out/sft.json"), report)
-
-
-def test_committed_pictures_are_drawn_again_from_committed_files(tmp_path, capsys):
-    results = ROOT / "benchmark" / "results"
-    files = [str(results / f"{name}_h200.json") for name in ("head", "cache")]
-    report.main([*files, "--pictures", str(tmp_path), "--only", "trade_rl_S1"])
-    assert capsys.readouterr().out.endswith(f"Picture: {tmp_path / 'trade_rl_S1.png'}\n")
-    where = {"environment": {"date": "1", "device": "a"}}
-    merged = report.merge([where | {"memory": [{"provider": "x", "peak_mib": size}]} for size in (1, 2)])
-    assert merged["memory"] == [{"provider": "x", "peak_mib": 1}]
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
@@ -201,7 +189,7 @@ def test_the_flag_and_the_capture_on_a_tiny_gpt(capsys):
 
 
 def test_help_writes_no_file_and_a_missing_extra_is_named(tmp_path, monkeypatch):
-    programs = [["benchmark.run", "head"], ["benchmark.tables"], ["scripts.draw_how_it_works"]]
+    programs = [["benchmark.run", "head"], ["benchmark.publish"], ["scripts.draw_how_it_works"]]
     before = {path: path.stat().st_mtime_ns for path in (ROOT / "docs").iterdir()}
     for program in programs:
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -210,6 +198,7 @@ def test_help_writes_no_file_and_a_missing_extra_is_named(tmp_path, monkeypatch)
         )
     assert not list(tmp_path.iterdir())
     assert {path: path.stat().st_mtime_ns for path in (ROOT / "docs").iterdir()} == before
-    monkeypatch.setitem(sys.modules, "rich", None)
-    with pytest.raises(SystemExit, match=r"rich is not installed: pip install '\.\[benchmark\]'"):
-        run.main(["head", "--device", "cpu"])
+    monkeypatch.setitem(sys.modules, "megatron.core", None)
+    monkeypatch.delitem(sys.modules, "benchmark.megatron_step", raising=False)
+    with pytest.raises(SystemExit, match=r"megatron.* is not installed: pip install '\.\[megatron\]'"):
+        run.main(["megatron_step", "--device", "cpu"])

@@ -24,12 +24,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from comparing import megatron_runtime
-from rich.console import Console
 from run_verl import TEMPERATURE, counted, fused, import_verl, unfused
 from run_verl_engine import PAD_MODE, Batch, engine, let_engine_find
 from torch import Tensor, nn
 
-from benchmark import measure, report
+from benchmark import measure, publish
 from benchmark.megatron_step import build, build_exact
 from benchmark.results import Results
 from scripts.arguments import HelpFormatter
@@ -169,7 +168,7 @@ def work(args: argparse.Namespace, device: torch.device) -> bool:
     results.take_turns("verl", turns, dist.barrier, repeats=REPEATS)
     if path:
         title = "verl, forward and backward: slowest rank, peak memory over the resting state, errors against fp32"
-        Console(width=170).print(report.as_table(title, results.section("verl")))
+        print(title, publish.as_table(results.section("verl")), sep="\n")
     ours = [record for record, _ in turns if record["variant"].startswith("ours")]
     return all(record["status"] == "ok" and record["over_unfused_error"] <= ALLOWED for record in ours)
 
