@@ -12,8 +12,8 @@ from megatron_lce.megatron_integration.captured_head import CapturedHead
 from megatron_lce.megatron_integration.enable import FusedLinearCE, enable_fused_linear_ce
 from megatron_lce.megatron_integration.explanation import Explanation, explain
 from megatron_lce.megatron_integration.heads import accept_head
-from megatron_lce.megatron_integration.output_processor import FusedOutputContext, fused_output_processor
 from megatron_lce.megatron_integration.own_flag import install_megatron_linear_cross_entropy
+from megatron_lce.megatron_integration.processor import FusedOutputContext, fused_output_processor
 from megatron_lce.packed import shift_labels
 from megatron_lce.support_logprobs import support_logprobs
 from megatron_lce.token_loss import TokenLoss, linear_token_loss

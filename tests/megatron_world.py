@@ -14,7 +14,7 @@ from scripts import megatron_runtime
 # No other tensor of the model has as many elements as its logits, or this width and more than half as many.
 VOCAB_SIZE, SEQUENCE, BATCH = 104, 23, 3
 SMALL_WORKSPACE = 40_000  # bytes: nearly the least that this head takes, and room for less than half of its tokens
-TOLD = "the logits of an enabled model are computed: code beside the loss reads them"
+REFUSED = "the logits of an enabled model are not computed .* call the model without labels, or .* handle.remove"
 
 
 def enable(model, **settings):

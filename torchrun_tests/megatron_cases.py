@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megatron_lce import capture_lm_head
 from megatron_lce.megatron_integration.main_grad import MainGradSink
-from megatron_lce.megatron_integration.support import find_language_model
+from megatron_lce.megatron_integration.reasons import find_language_model
 from scripts import megatron_runtime
 
 # A vocabulary so small that an untrained model's guess is right now and then.

@@ -2,19 +2,16 @@
 
 import warnings
 from collections.abc import Callable
-from unittest import mock
 
 import harness
 import megatron_cases as cases
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron_comparisons import compare_all
 from torch import Tensor
 
 from megatron_lce import capture_lm_head, enable_fused_linear_ce
-from megatron_lce.core import plan
-from megatron_lce.megatron_integration.support import find_language_model
+from megatron_lce.megatron_integration.reasons import find_language_model
 
 
 def check_fallback(case: cases.Case, device: torch.device, report: harness.Report) -> None:
@@ -57,38 +54,29 @@ def check_reasons_of_one_rank(case: cases.Case, device: torch.device, report: ha
             hook.remove()
 
 
-def masked_in_place(logits: Tensor) -> None:
-    with torch.no_grad():
-        logits[..., 3:5] = -5.0
-
-
-# What a hook of one rank may not do to the logits of its shard.
-TOUCHES: dict[str, Callable[[Tensor], object]] = {
-    "retain_grad": lambda logits: logits.retain_grad(),
-    "register_hook": lambda logits: logits.register_hook(lambda grad: 3 * grad),
-    "changed in place": masked_in_place,
+# What a hook of one rank may want of the logits of its shard.
+USES: dict[str, Callable[[Tensor], object]] = {
+    "read": lambda logits: logits.square().sum(),
+    "hooked": lambda logits: logits.register_hook(lambda grad: 3 * grad),
     "changed through data": lambda logits: logits.data.mul_(0.5),
 }
 
 
-def check_touch_of_one_rank(case: cases.Case, device: torch.device, report: harness.Report) -> None:
-    """Logits that one rank's hook changes or wants the gradient of: that rank raises before the loss's collectives.
+def check_refusal_on_one_rank(case: cases.Case, device: torch.device, report: harness.Report) -> None:
+    """Logits that one rank's code reads: that rank raises before the loss's collectives.
 
     The other ranks would wait for it there, so that here they stop in front of the loss as well.
     """
     batch = cases.microbatches(case, device)[0]
-    touches = list(TOUCHES.items())[: 2 if case.sequence_parallel else None]  # with it, their values are a collective
     chunks = cases.build(case, device)
     enable_fused_linear_ce(chunks)
     model = find_language_model(chunks)
-    fused = model.compute_language_model_loss
-    for name, touch in touches:
+    for name, use in USES.items():
 
-        def loss(labels: Tensor, logits: Tensor, touch: Callable[[Tensor], object] = touch) -> Tensor:
-            if parallel_state.get_tensor_model_parallel_rank() != 0:
-                raise RuntimeError("the other rank")
-            touch(logits)
-            return fused(labels, logits)
+        def loss(labels: Tensor, logits: Tensor, use: Callable[[Tensor], object] = use) -> None:
+            if parallel_state.get_tensor_model_parallel_rank() == 0:
+                use(logits)
+            raise RuntimeError("the other rank")
 
         model.compute_language_model_loss = loss
         try:
@@ -96,33 +84,6 @@ def check_touch_of_one_rank(case: cases.Case, device: torch.device, report: harn
             message = "no error"
         except RuntimeError as error:
             message = str(error)
-        expected = ("the other rank", "the logits of an enabled model")
-        report.check(f"{case.name}: {name} on one rank", message.startswith(expected), message)
-    del model.compute_language_model_loss
-
-
-def check_read_logits(case: cases.Case, device: torch.device, report: harness.Report) -> None:
-    """A second loss of the logits beside the fused one: losses and every gradient, each use counted once."""
-    batch = cases.microbatches(case, device)[0]
-    labels, mask = batch["labels"].clamp(min=0), batch["loss_mask"] if case.masked else None
-    found = []
-    for fused in (False, True):
-        chunks = cases.build(case, device)
-        enable_fused_linear_ce(chunks, use_fused_linear_ce=fused, workspace_bytes=120_000, skip_masked=case.masked)
-        if fused and case.main_grad:
-            cases.set_main_grad_fusion(chunks)
-        model = find_language_model(chunks)
-        own, penalties = model.compute_language_model_loss, []
-
-        def loss(labels: Tensor, logits: Tensor, own: Callable = own, penalties: list = penalties) -> Tensor:
-            penalties.append(logits.square().sum() / 100)  # of this rank's columns
-            return own(labels, logits.clone() if type(logits) is Tensor else logits)  # Megatron's changes them in place
-
-        model.compute_language_model_loss = loss
-        with warnings.catch_warnings(), mock.patch.multiple(plan, WIDE_BLOCK=1, MIN_TOKENS=4):
-            warnings.simplefilter("ignore", UserWarning)
-            losses = chunks[0](batch["tokens"], batch["positions"], None, labels=labels, loss_mask=mask)
-            losses = losses if mask is None else losses * mask
-            (losses.sum() + sum(penalties)).backward()
-        found.append({"losses": losses.detach(), **cases.finished_gradients(chunks)})
-    compare_all(report, f"{case.name}: logits read beside the loss, losses and gradients", found[1], found[0])
+        first = parallel_state.get_tensor_model_parallel_rank() == 0
+        expected = "the logits of an enabled model are not computed" if first else "the other rank"
+        report.check(f"{case.name}: logits {name} on one rank", message.startswith(expected), message)

@@ -18,7 +18,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 from megatron_heads import check_capture, check_captured_jsd, check_compat, check_logits
-from megatron_ranks import check_fallback, check_read_logits, check_reasons_of_one_rank, check_touch_of_one_rank
+from megatron_ranks import check_fallback, check_reasons_of_one_rank, check_refusal_on_one_rank
 from megatron_training import (
     LOSS_OF_HEAD,
     check_16_bit,
@@ -56,14 +56,11 @@ SCALED = [
     cases.Case(tied=True, mtp=True, main_grad=True, overlap=True, known=True),
 ]
 OTHER_MODEL_CASES = [cases.Case(), cases.Case(tied=True, sequence_parallel=True)]
-TOUCHED_CASES = [cases.Case(), cases.Case(tied=True, sequence_parallel=True)]  # main_grad: Megatron's needs Apex
-TOUCHED_CASES.append(cases.Case(sequence_parallel=True, masked=True))
 MUP = (("use_mup", True), ("mup_base_hidden_size", 16))
 SETTINGS = TransformerConfig.__dataclass_fields__
 OWN_FLAG_CASES = [cases.Case(mtp=True), cases.Case(tied=True, sequence_parallel=True)] if LOSS_OF_HEAD else []
 if "use_mup" in SETTINGS and not LOSS_OF_HEAD:  # from 0.17; the dev branch multiplies its factor by None, given labels
     FURTHER_CASES.append(cases.Case(mtp=True, config=MUP))
-    TOUCHED_CASES.append(cases.Case(mtp=True, config=MUP))
 if "mtp_detach_heads" in SETTINGS:  # from 0.19
     FURTHER_CASES.append(cases.Case(mtp=True, main_grad=True, config=(("mtp_detach_heads", True),)))
 if importlib.util.find_spec("megatron.core.models.hybrid") is not None:  # from 0.18, the first with MTP
@@ -91,8 +88,7 @@ def checks(combinations: str) -> list[tuple[Callable, cases.Case]]:
         (check_logits, plain),
         (check_compat, [cases.Case()]),
         (check_reasons_of_one_rank, [cases.Case()]),
-        (check_touch_of_one_rank, plain),
-        (check_read_logits, TOUCHED_CASES),
+        (check_refusal_on_one_rank, plain),
         (check_fallback, [cases.Case(), cases.Case(pipeline=True)]),
     )
     return [(check, case) for check, chosen in groups for case in chosen]

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lce.megatron_integration.captured_head import CapturedHead
-from megatron_lce.megatron_integration.fused_loss import FusedLoss
 from megatron_lce.megatron_integration.head_call import HeadCall
-from megatron_lce.megatron_integration.replaced_head import ReplacedHead
-from megatron_lce.megatron_integration.support import NO_HEAD, find_language_model, head_reasons, reasons_of_group
-from megatron_lce.megatron_integration.uncomputed_logits import NoLogits, UncomputedLogits
+from megatron_lce.megatron_integration.logits import NoLogits, UncomputedLogits
+from megatron_lce.megatron_integration.loss import FusedLoss
+from megatron_lce.megatron_integration.reasons import NO_HEAD, find_language_model, head_reasons, reasons_of_group
+from megatron_lce.megatron_integration.replace import ReplacedHead
 
 if TYPE_CHECKING:
     from megatron.core.models.common.language_module.language_module import LanguageModule

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -12,18 +11,12 @@ from megatron_lce.backends.choice import describe_backend
 from megatron_lce.core.options import WORKSPACE_BYTES, BackendName, Options
 from megatron_lce.core.validation import check_flag, check_options
 from megatron_lce.megatron_integration.capture import CapturingHead
-from megatron_lce.megatron_integration.fused_loss import FusedLoss, not_applied
 from megatron_lce.megatron_integration.heads import check_softcap
-from megatron_lce.megatron_integration.method_overrides import override_of
-from megatron_lce.megatron_integration.support import (
-    NO_HEAD,
-    find_language_model,
-    head_reasons,
-    loss_reasons,
-    modules_of,
-    reasons_of_group,
-    warn_on_one_rank,
-)
+from megatron_lce.megatron_integration.loss import FusedLoss, not_applied
+from megatron_lce.megatron_integration.reasons import find_fusable_model, modules_of, warn_on_one_rank
+from megatron_lce.megatron_integration.replace import close_all, has_open
+
+_OFF = "use_fused_linear_ce is False"
 
 
 class FusedLinearCE:
@@ -59,7 +52,7 @@ class FusedLinearCE:
             return ("the model's output_layer was replaced",)
         if self._fused.is_on_top:
             return ()
-        if _is_captured([self._fused.language_model, self._fused.head]):
+        if has_open([self._fused.language_model, self._fused.head], CapturingHead):
             return ("a capture of the model is open",)
         return ("the head's forward or the model's loss was replaced by other code",)
 
@@ -148,37 +141,18 @@ def enable_fused_linear_ce(
     if known_loss and backend == "reference":
         raise ValueError("backend must be 'auto', 'triton' or 'torch' with known_loss, got 'reference'")
     modules = modules_of(model)
-    if use_fused_linear_ce and _is_captured(modules):
-        raise RuntimeError("capture_lm_head is open on this model: enable before or after it")
-    language_model = find_language_model(model) if use_fused_linear_ce else None
-    if language_model is None:
-        _uninstall(modules)
-        return FusedLinearCE((NO_HEAD if use_fused_linear_ce else "use_fused_linear_ce is False",))
-    reasons = reasons_of_group(language_model, (*head_reasons(language_model), *loss_reasons(language_model)))
+    language_model, reasons = find_fusable_model(model) if use_fused_linear_ce else (None, (_OFF,))
     message = f"fused linear cross-entropy is not used: {'; '.join(reasons)}"
-    if reasons and on_unsupported == "raise":
-        raise ValueError(message)
-    if not reasons:
-        check_softcap(language_model.output_layer, softcap)
-    _uninstall(modules)  # behind all that raises: a call that is refused leaves the loss as it was
-    if reasons:
+    if language_model is not None:
+        if reasons and on_unsupported == "raise":
+            raise ValueError(message)
+        if not reasons:
+            check_softcap(language_model.output_layer, softcap)
+        if has_open(modules, CapturingHead):
+            raise RuntimeError("capture_lm_head is open on this model: enable before or after it")
+    close_all(modules, FusedLoss)  # behind all that raises: a call that is refused leaves the loss as it was
+    if language_model is not None and not reasons:
+        return FusedLinearCE((), FusedLoss(language_model, options, skip_masked, known_loss))
+    if language_model is not None:
         warn_on_one_rank(message + not_applied(options))
-        return FusedLinearCE(reasons)
-    return FusedLinearCE((), FusedLoss(language_model, options, skip_masked, known_loss))
-
-
-def _is_captured(modules: list[nn.Module]) -> bool:
-    overrides = (override_of(module, "forward") for module in modules)
-    return any(isinstance(owner, CapturingHead) for one in overrides if one is not None for owner in one.owners)
-
-
-def _uninstall(modules: list[nn.Module]) -> None:
-    """Takes off these modules what any `FusedLoss` of theirs put on them."""
-    for module, name in itertools.product(modules, ("forward", "compute_language_model_loss")):
-        override = override_of(module, name)
-        if override is not None and override.module is not module:  # a shallow copy's attribute is the original's
-            delattr(module, name)
-        elif override is not None:
-            for owner in list(override.owners):
-                if isinstance(owner, FusedLoss) and any(owner.language_model is one for one in modules):
-                    owner.close()
+    return FusedLinearCE(reasons)

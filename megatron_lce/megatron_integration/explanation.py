@@ -14,7 +14,7 @@ from megatron_lce.core.validation import check_integer
 from megatron_lce.estimate import estimate_table, format_estimates, saved_mib
 from megatron_lce.head_memory import DTYPES, HeadStep
 from megatron_lce.megatron_integration.main_grad import main_grad_sink
-from megatron_lce.megatron_integration.support import (
+from megatron_lce.megatron_integration.reasons import (
     NO_HEAD,
     find_language_model,
     head_reasons,

@@ -1,5 +1,7 @@
 """Heads that are more than megatron-core's own: those known by name, and those that `accept_head` is told of."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -63,6 +65,18 @@ def accepted(monkeypatch):
     accept_head(Fp32Logits, logits_dtype=torch.float32)
 
 
+def loss_of(model, hidden, labels, scale=1.0):
+    """In a pass of the model, whose head gets this hidden."""
+    model.forward = lambda labels: model.compute_language_model_loss(labels, model.output_layer(hidden)[0] * scale)
+    return model(labels=labels)
+
+
+def fused_loss_of(*arguments, **keywords):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # of a loss that is not fused
+        return loss_of(*arguments, **keywords)
+
+
 def gradients_of(loss, hidden, model):
     found = torch.autograd.grad(loss.sum(), [hidden, model.output_layer.weight])
     return dict(zip(("hidden", "weight"), found, strict=True))
@@ -84,16 +98,12 @@ def test_the_loss_of_an_accepted_head_is_its_own(mixins, scale, model, problem):
     """With a factor between head and loss, as MuP has it: after the softcap."""
     hidden, labels = problem
     put_in_front(model, *mixins)
-
-    def loss():
-        logits, _ = model.output_layer(hidden)
-        return model.compute_language_model_loss(labels, logits * scale)
-
-    expected = loss()
+    expected = loss_of(model, hidden, labels, scale)
     expected_gradients = gradients_of(expected, hidden, model)
     enable(model)
-    torch.testing.assert_close(loss(), expected, rtol=1e-5, atol=1e-6)
-    check(gradients_of(loss(), hidden, model), expected_gradients)
+    actual = fused_loss_of(model, hidden, labels, scale)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+    check(gradients_of(actual, hidden, model), expected_gradients)
 
 
 def test_capture_of_a_softcapped_head(model, device):
@@ -154,6 +164,15 @@ def test_a_softcap_beside_the_heads_own_is_refused(model):
     assert enable(model, softcap=30.0).enabled
 
 
+def dtypes_of_logits(model, device):
+    """Without labels and, of those that are not computed, with them; and what the model makes of both."""
+    tensors, labels = megatron_world.inputs(device)
+    own, dtypes = model.compute_language_model_loss, []
+    model.compute_language_model_loss = lambda labels, logits: (dtypes.append(logits.dtype), own(labels, logits))[1]
+    logits, losses = model.eval()(*tensors), model(*tensors, labels=labels)
+    return logits, losses, [logits.dtype, *dtypes]
+
+
 def test_logits_of_an_fp32_head_have_its_dtype(device):
     options = megatron_world.options(dtype=torch.bfloat16)
     model = megatron_runtime.build_gpt(options, device=device).module
@@ -161,20 +180,19 @@ def test_logits_of_an_fp32_head_have_its_dtype(device):
     tensors, labels = megatron_world.inputs(device)
     expected = model(*tensors)
     enable(model)
-    hidden = torch.zeros(SEQUENCE, BATCH, 32, dtype=torch.bfloat16, device=device)
-    assert model.output_layer(hidden)[0].dtype == torch.float32
-    assert torch.equal(model.eval()(*tensors), expected)
+    logits, losses, dtypes = dtypes_of_logits(model, device)
+    assert dtypes == [torch.float32, torch.float32]
+    assert torch.equal(logits, expected)
     # Nothing is rounded on the way: what fp32 logits are for.
     picked = torch.log_softmax(expected.double(), -1).gather(-1, labels[..., None])[..., 0]
-    torch.testing.assert_close(model(*tensors, labels=labels), -picked.float(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(losses, -picked.float(), rtol=1e-5, atol=1e-5)
 
 
 def test_logit_dtype_of_megatron_0_20(device):
     model = megatron_runtime.build_gpt(megatron_world.options(dtype=torch.bfloat16), device=device).module
     model.output_layer.output_dtype = torch.float32
     enable(model)
-    hidden = torch.zeros(SEQUENCE, BATCH, 32, dtype=torch.bfloat16, device=device)
-    assert model.output_layer(hidden)[0].dtype == torch.float32
+    assert dtypes_of_logits(model, device)[2][1] == torch.float32
 
 
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
@@ -234,9 +252,9 @@ def test_a_function_in_place_of_the_product(model, problem):
     with pytest.raises(ValueError, match="not used: output_layer's _forward_impl was replaced"):
         enable(model)
     accept_head(product)
-    expected = model.compute_language_model_loss(labels, model.output_layer(hidden)[0])
+    expected = loss_of(model, hidden, labels)
     enable(model)
-    loss = model.compute_language_model_loss(labels, model.output_layer(hidden)[0])
+    loss = fused_loss_of(model, hidden, labels)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
 
 

@@ -11,15 +11,15 @@ from megatron_lce.core.collectives import is_captured
 from megatron_lce.core.options import IGNORE_INDEX
 from megatron_lce.core.upstream import Promise
 from megatron_lce.megatron_integration.head_call import HeadCall
-from megatron_lce.megatron_integration.method_overrides import override_of
-from megatron_lce.megatron_integration.replaced_head import ReplacedHead
-from megatron_lce.megatron_integration.support import managed_weight_reason, warn_on_one_rank
-from megatron_lce.megatron_integration.uncomputed_logits import UncomputedLogits
+from megatron_lce.megatron_integration.logits import UncomputedLogits
+from megatron_lce.megatron_integration.reasons import managed_weight_reason, warn_on_one_rank
+from megatron_lce.megatron_integration.replace import ReplacedHead, override_of
 
 if TYPE_CHECKING:
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
 _NO_LABELS = "the model was called without labels"
+_OTHER_LOGITS = "the logits were not made by the output_layer during the model's forward"
 
 
 class FusedLoss(ReplacedHead):
@@ -67,35 +67,37 @@ class FusedLoss(ReplacedHead):
         runtime_gather_output: bool | None = None,
         **of_loss: Any,
     ) -> Tensor | tuple[Tensor, Tensor | None]:
-        """Gathered logits are for sampling, never for a loss."""
-        head, wants_loss = self.head, of_loss.get("output_cross_entropy_loss", False)
-        outside = self.in_pass is None and not wants_loss
-        if outside or self.in_pass not in (None, self.language_model):  # another model may share the head
+        """Return uncomputed logits, for a loss to come or for the one that is asked for at once; or Megatron's own."""
+        wants_loss = of_loss.get("output_cross_entropy_loss", False)
+        other = self.in_pass not in (None, self.language_model)  # models may share the head
+        if other or (self.in_pass is None and not wants_loss):
             return self.overrides[0].below(self)(input_, weight, runtime_gather_output, **of_loss)
-        if self._wants_logits and not wants_loss:
-            self._not_used = _NO_LABELS
-            if self.language_model.training and torch.is_grad_enabled():
-                self._warn_once(_NO_LABELS)
-        elif runtime_gather_output and not wants_loss:
-            self._not_used = "runtime_gather_output asks for gathered logits"
-        elif not self.has_its_head:  # the new one may call it
-            self._not_used = (
-                f"the model's output_layer was replaced by a {type(self.language_model.output_layer).__name__}"
-            )
-        else:  # FSDP may have been wrapped around the head since
-            self._not_used = managed_weight_reason(head, head.weight if weight is None else weight)
-            if self._not_used is not None and wants_loss:
-                self._warn_once(self._not_used + not_applied(self.options))
-        if self._not_used is not None:
-            return type(head).forward(head, input_, weight, runtime_gather_output, **of_loss)
-        logits = UncomputedLogits(HeadCall.of(head, input_, weight))
+        self._not_used = reason = self._why_megatron(weight, wants_loss, runtime_gather_output)
+        if reason is not None:
+            if wants_loss:
+                self._warn_once(reason + not_applied(self.options))
+            elif reason is _NO_LABELS and self.language_model.training and torch.is_grad_enabled():
+                self._warn_once(reason)
+            return type(self.head).forward(self.head, input_, weight, runtime_gather_output, **of_loss)
+        logits = UncomputedLogits(HeadCall.of(self.head, input_, weight))
         return self._loss(logits, **of_loss) if of_loss.pop("output_cross_entropy_loss", False) else (logits, None)
+
+    def _why_megatron(self, weight: Tensor | None, wants_loss: bool, gathers: bool | None) -> str | None:
+        """Return why Megatron's own head computes this call; None: the loss is fused."""
+        if self._wants_logits and not wants_loss:
+            return _NO_LABELS
+        if gathers and not wants_loss:  # for sampling, never for a loss
+            return "runtime_gather_output asks for gathered logits"
+        return self._why_replaced() or managed_weight_reason(self.head, self.head.weight if weight is None else weight)
+
+    def _why_replaced(self) -> str | None:
+        if self.has_its_head:  # else the new one may call it
+            return None
+        return f"the model's output_layer was replaced by a {type(self.language_model.output_layer).__name__}"
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         if not isinstance(logits, UncomputedLogits):
-            reason = self._not_used or "code in front of the loss made another tensor of the logits"
-            if not self.has_its_head:
-                reason = f"the model's output_layer was replaced by a {type(self.language_model.output_layer).__name__}"
+            reason = self._not_used or self._why_replaced() or _OTHER_LOGITS
             self._warn_once(reason + not_applied(self.options))
             return type(self.language_model).compute_language_model_loss(self.language_model, labels, logits)
         # MTP's acceptance metrics read the largest logit after the loss, in training.
@@ -111,7 +113,8 @@ class FusedLoss(ReplacedHead):
         Megatron derives the labels of its MTP losses from these by the shift that it derives their mask by.
         """
         labels, loss_mask = given.get("labels"), given.get("loss_mask")
-        self._wants_logits, self._mtp_mask = labels is None and takes_labels, None
+        self._wants_logits = labels is None and takes_labels
+        self._not_used = self._mtp_mask = None
         if labels is None or not (self.skip_masked or self.promise):
             return None
         if self.promise and self.mtp_layers:

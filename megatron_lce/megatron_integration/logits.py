@@ -1,7 +1,8 @@
-"""What an output layer returns in place of logits, and the fused loss of it."""
+"""What an output layer returns in place of logits: uncomputed ones, with the fused loss of them, and none."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,33 +17,54 @@ from megatron_lce.core.upstream import Promise
 from megatron_lce.core.validation import as_int64
 from megatron_lce.cross_entropy import linear_cross_entropy
 from megatron_lce.megatron_integration.head_call import HeadCall, swap
-from megatron_lce.megatron_integration.method_overrides import uncompiled
 from megatron_lce.token_loss import linear_token_losses
 
 _SCALE = {Tensor.mul, torch.mul}
-_MAX = {Tensor.max, torch.max}
-_ARGMAX = {Tensor.argmax, torch.argmax}
+_MAX, _ARGMAX = {Tensor.max, torch.max}, {Tensor.argmax, torch.argmax}
 _GET_BASE = Tensor._base.__get__  # type: ignore[attr-defined, union-attr]
+# What needs no values, beside a tensor's attributes.
+_ASKED = {Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, torch.is_floating_point}
+
+
+@functools.cache
+def uncompiled() -> Callable:
+    """`uncompiled()(f, ...)` is f(...) outside torch.compile; made on demand, because it imports the compiler."""
+    return torch.compiler.disable(_call)
+
+
+def _call(function: Callable, *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+def _refuse(call: HeadCall) -> Tensor:
+    raise RuntimeError(
+        "the logits of an enabled model are not computed where it is given labels: call the model without labels, or "
+        "give it its own loss back by handle.remove()"
+    )
 
 
 class UncomputedLogits(Tensor):
     """The logits [s, b, V/tp] of one head call on their way to the fused loss, as a tensor without storage.
 
     Megatron scales them (MuP), which is kept as a number, and asks for the largest after an MTP loss. Whatever else
-    needs their values raises: an enabled model that is given labels computes no logits.
+    needs their values gets what `instead` makes of the call; by default that raises.
     """
 
     call: HeadCall
-    largest: tuple[Tensor, Tensor] | None  # over the vocabulary and its id, [s, b], once a loss with telemetry is done
-    _instead: Callable[[HeadCall], Tensor] | None  # gives what stands for their values
+    largest: tuple[Tensor, Tensor] | None  # over the vocabulary and its id, [s, b], after a loss with telemetry
 
     @staticmethod
     def __new__(cls, call: HeadCall, *_: Any):
         batch, sequence = call.tokens
-        shape = (sequence, batch, call.weight.shape[0])
-        return Tensor._make_wrapper_subclass(cls, shape, dtype=call.logits_dtype, device=call.hidden.device)
+        return Tensor._make_wrapper_subclass(
+            cls,
+            (sequence, batch, call.weight.shape[0]),
+            dtype=call.logits_dtype,
+            device=call.hidden.device,
+            requires_grad=call.with_gradient and call.hidden.requires_grad,  # so that backward hooks reach for them
+        )
 
-    def __init__(self, call: HeadCall, instead: Callable[[HeadCall], Tensor] | None = None):
+    def __init__(self, call: HeadCall, instead: Callable[[HeadCall], Tensor] = _refuse):
         self.call, self._instead, self.largest = call, instead, None
 
     def compute_loss(
@@ -55,10 +77,10 @@ class UncomputedLogits(Tensor):
         ignore_index: int = IGNORE_INDEX,
         **options: Any,
     ) -> Tensor:
-        """Cross-entropy [b, s] of labels [b, s] of any integer dtype, its sum, or its mean over counted rows; fp32.
+        """Return the cross-entropy [b, s] of labels [b, s] of any integer dtype, its sum or its mean; fp32.
 
-        Rows whose label is negative or `ignore_index` are ignored. With a promise that one number is the upstream of
-        the others, gradients are made here, and backward scales them.
+        Rows whose label is negative or `ignore_index` are ignored. With a promise that all others have one upstream
+        gradient, gradients are computed here, and backward scales them.
         """
         check_reduction(reduction)
         labels = as_int64(labels)
@@ -82,34 +104,29 @@ class UncomputedLogits(Tensor):
     def _run(cls, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """A function of torch's with such logits among its arguments."""
         logits = args[0] if args and isinstance(args[0], cls) else None
-        if logits is not None and func in _SCALE and not kwargs and _is_scale(args[1], logits.call.logits_scale):
+        if logits is not None and func in _SCALE and isinstance(args[1], int | float):
             return cls(replace(logits.call, logits_scale=logits.call.logits_scale * args[1]), logits._instead)
         # Megatron's acceptance metrics ask which token the MTP head would have chosen, after its loss.
-        asks_for_largest = func in _MAX | _ARGMAX and _over_last_dimension(*args[1:], **kwargs)
-        if asks_for_largest and logits is not None and logits.largest is not None:
-            return logits._local_max() if func in _MAX else logits.largest[1]
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
+        if logits is not None and logits.largest is not None and (len(args), kwargs) == (1, {"dim": -1}):
+            if func in _MAX:
+                return logits._largest_of_shard(*logits.largest)
+            if func in _ARGMAX:
+                return logits.largest[1]
+        if func in _ASKED or func.__name__ == "__get__":
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        return cls.__torch_dispatch__(func, (), args, kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
-        return func(*tree_map(cls._value, args), **tree_map(cls._value, kwargs or {}))
+        return func(*tree_map(cls._computed, args), **tree_map(cls._computed, kwargs or {}))
 
     @classmethod
-    def _value(cls, x: Any) -> Any:
-        if not isinstance(x, cls):
-            return x
-        if x._instead is None:
-            raise RuntimeError(
-                "the logits of an enabled model are not computed where it is given labels: call the model without "
-                "labels for logits, or take its own loss by enable_fused_linear_ce(model, use_fused_linear_ce=False)"
-            )
-        return x._instead(x.call)
+    def _computed(cls, x: Any) -> Any:
+        return x._instead(x.call) if isinstance(x, cls) else x
 
-    def _local_max(self) -> tuple[Tensor, Tensor]:
-        """Value and local id of this shard's largest logit [s, b]; -inf where another shard has the largest."""
-        assert self.largest is not None
-        value, argmax = self.largest
+    def _largest_of_shard(self, value: Tensor, argmax: Tensor) -> tuple[Tensor, Tensor]:
+        """Return value and local id [s, b] of this shard's largest logit; -inf where another shard has the largest."""
         columns = self.call.weight.shape[0]
         local = argmax - self.call.tp_group.rank() * columns
         owned = (local >= 0) & (local < columns)
@@ -117,7 +134,7 @@ class UncomputedLogits(Tensor):
 
 
 class NoLogits(Tensor):
-    """What a model returns inside a capture, [b, s, 0]; to read it as logits raises instead of giving NaN."""
+    """What a model returns inside a capture, [b, s, 0]; reading it as logits raises instead of giving NaN."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -136,14 +153,3 @@ class NoLogits(Tensor):
                 )
             # A base that is a view, as this subclass's are, has a base again: torch.compile follows them to the end.
             return result.as_subclass(cls) if isinstance(result, Tensor) and func != _GET_BASE else result
-
-
-def _is_scale(factor: object, scale: float) -> bool:
-    """Whether a product with it can be noted as one fp32 number; with inf or NaN, or past fp32, it is computed."""
-    largest = torch.finfo(torch.float32).max
-    return isinstance(factor, int | float) and abs(factor) <= largest and abs(scale * factor) <= largest
-
-
-def _over_last_dimension(*args: Any, **kwargs: Any) -> bool:
-    dimensions = (*args, *kwargs.values()) if kwargs.keys() <= {"dim"} else ()
-    return len(dimensions) == 1 and isinstance(dimensions[0], int) and dimensions[0] == -1

@@ -13,8 +13,8 @@ from megatron_lce.core.options import IGNORE_INDEX, LinearCrossEntropyOutput
 from megatron_lce.core.validation import as_int64, check_label_tensor, check_tensor
 from megatron_lce.cross_entropy import linear_cross_entropy
 from megatron_lce.megatron_integration.head_call import HeadCall, check_not_fixed
-from megatron_lce.megatron_integration.support import reasons_of_head
-from megatron_lce.megatron_integration.uncomputed_logits import UncomputedLogits
+from megatron_lce.megatron_integration.logits import UncomputedLogits
+from megatron_lce.megatron_integration.reasons import reasons_of_head
 
 if TYPE_CHECKING:
     from megatron.core.tensor_parallel import ColumnParallelLinear

@@ -1,7 +1,7 @@
-"""Which Megatron heads can be captured and fused, and the reasons why others cannot.
+"""Where a model's head is, and the reasons why it cannot be captured or its loss not be fused.
 
-Everything here is read from configuration, types and shapes, which all ranks share, and from hooks and patches, which
-they may not: `reasons_of_group` makes them decide alike.
+They are read from configuration, types and shapes, which all ranks share, and from hooks and patches, which they may
+not: `reasons_of_group` makes the ranks decide alike.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from megatron_lce.core import collectives
 from megatron_lce.core.validation import DTYPES
 from megatron_lce.megatron_integration.heads import unknown_head_reasons
-from megatron_lce.megatron_integration.output_hooks import has_unknown_hooks
+from megatron_lce.megatron_integration.replace import HookOnLogits
 
 if TYPE_CHECKING:
     from megatron.core.models.common.language_module.language_module import LanguageModule
@@ -27,10 +27,22 @@ NO_HEAD = "this pipeline stage has no LM head"
 _OURS = "megatron_lce.megatron_integration."  # a captured or fused head's own methods
 # Of models, beside LanguageModule's. mcore_adapter's, of ROLL and LLaMA-Factory, can take another kernel for it.
 _PLAIN_LOSSES = {"mcore_adapter.models.model_factory.McaGPTModel.compute_language_model_loss"}
+# Of heads. mcore_adapter's makes the gradient of the logits contiguous.
+_KNOWN_HOOKS = {"mcore_adapter.models.model_utils.mca_lora_logits_postprocess_hook"}
+
+
+def find_fusable_model(model: nn.Module | Sequence[nn.Module]) -> tuple[LanguageModule | None, tuple[str, ...]]:
+    """Return the language model whose head makes the logits, and why its loss cannot be fused: all ranks' reasons."""
+    language_model = find_language_model(model)
+    if language_model is None:
+        return None, (NO_HEAD,)
+    return language_model, reasons_of_group(
+        language_model, (*head_reasons(language_model), *loss_reasons(language_model))
+    )
 
 
 def find_language_model(model: nn.Module | Sequence[nn.Module]) -> LanguageModule | None:
-    """The megatron-core language model inside `model` whose output layer makes the logits; None on other stages.
+    """Return the megatron-core language model in `model` whose output layer makes the logits; None on other stages.
 
     Args:
         model: a GPTModel, MambaModel or HybridModel, in any nesting of wrappers (DistributedDataParallel,
@@ -59,7 +71,7 @@ def find_language_model(model: nn.Module | Sequence[nn.Module]) -> LanguageModul
 
 
 def modules_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
-    """All modules inside a model or a list of chunks."""
+    """Return all modules inside a model or a list of chunks."""
     chunks = [model] if isinstance(model, nn.Module) else model
     if not isinstance(chunks, Sequence) or not all(isinstance(chunk, nn.Module) for chunk in chunks):
         raise TypeError(f"model must be a torch.nn.Module or a list of them, got {type(model).__name__}")
@@ -72,7 +84,7 @@ def _makes_logits(module: nn.Module) -> bool:
 
 
 def head_reasons(language_model: LanguageModule) -> tuple[str, ...]:
-    """Why `hidden` and the head's weight alone do not determine this model's logits; empty when they do."""
+    """Return why `hidden` and the head's weight alone do not determine this model's logits."""
     head, vocab_size = language_model.output_layer, getattr(language_model, "vocab_size", None)
     reasons = reasons_of_head(head, language_model.config, weight_of(language_model))
     if getattr(head, "output_size", vocab_size) != vocab_size:
@@ -82,14 +94,14 @@ def head_reasons(language_model: LanguageModule) -> tuple[str, ...]:
 
 
 def weight_of(language_model: LanguageModule) -> Tensor | None:
-    """What the head is called with: the embedding's weight if tied, else its own, if it has one."""
+    """Return what the head is called with: the embedding's weight if tied, else its own, if it has one."""
     if language_model.share_embeddings_and_output_weights:
         return language_model.shared_embedding_or_output_weight()
     return getattr(language_model.output_layer, "weight", None)
 
 
 def reasons_of_head(head: nn.Module, config: TransformerConfig, weight: Tensor | None) -> tuple[str, ...]:
-    """Why `hidden` and the weight that this head is called with do not determine what it returns."""
+    """Return why `hidden` and the weight that this head is called with do not determine what it returns."""
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
     unknown = tuple(unknown_head_reasons(head))
@@ -103,7 +115,7 @@ def reasons_of_head(head: nn.Module, config: TransformerConfig, weight: Tensor |
         "ColumnParallelLinear._forward_impl was replaced by another library": (
             _patched(ColumnParallelLinear._forward_impl, ColumnParallelLinear)
         ),
-        "output_layer has forward or backward hooks, which expect logits": has_unknown_hooks(head),
+        "output_layer has forward or backward hooks, which expect logits": _has_unknown_hooks(head),
         "output_layer has a bias": head.bias is not None,
         "output_layer has disable_grad_reduce set": head.disable_grad_reduce,
         "output_layer is sharded by generalized tensor parallelism": getattr(head, "gtp_remat_size", 1) > 1,
@@ -114,7 +126,7 @@ def reasons_of_head(head: nn.Module, config: TransformerConfig, weight: Tensor |
 
 
 def loss_reasons(language_model: LanguageModule) -> tuple[str, ...]:
-    """Why the loss that this model computes from its logits is not the plain cross-entropy; empty when it is."""
+    """Return why the loss that this model computes from its logits is not the plain cross-entropy."""
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
     kind = type(language_model)
@@ -138,7 +150,7 @@ def loss_reasons(language_model: LanguageModule) -> tuple[str, ...]:
 
 
 def reasons_of_group(language_model: LanguageModule, reasons: tuple[str, ...]) -> tuple[str, ...]:
-    """The reasons of every rank that shares the head: a hook, say, may be on one of them only."""
+    """Return the union of the reasons of all ranks that share the head (a hook may exist on one rank only)."""
     group = getattr(language_model.output_layer, "tp_group", None)  # another class of head is so on every rank
     if group is None or group.size() == 1:
         return reasons
@@ -156,10 +168,18 @@ def _weight_reasons(head: nn.Module, weight: Tensor | None) -> tuple[str, ...]:
 
 
 def managed_weight_reason(head: nn.Module, weight: Tensor | None) -> str | None:
-    """Why the weight is gone when the loss wants it; FSDP may be wrapped around a head that was supported before."""
+    """Return why the weight is gone when the loss needs it; FSDP may be put around a head that was supported before."""
     if hasattr(weight, "__fsdp_param__") or isinstance(head, FSDPModule):
         return "the head's weight is managed by FSDP, which frees it after the output layer's call"
     return None
+
+
+def _has_unknown_hooks(head: nn.Module) -> bool:
+    """Whether hooks are on this head that expect logits, or their gradient."""
+    # Forward pre-hooks see the hidden only, and DDP uses them to wait for parameters: they run and are welcome.
+    hooks = [hook for hook in head._forward_hooks.values() if not isinstance(hook, HookOnLogits)]
+    unknown = {f"{hook.__module__}.{getattr(hook, '__qualname__', '')}" for hook in hooks} - _KNOWN_HOOKS
+    return bool(unknown or head._backward_hooks or head._backward_pre_hooks)
 
 
 def _patched(method: Callable, owner: type) -> bool:
@@ -173,7 +193,7 @@ def _replaced(module: nn.Module, method: str) -> bool:
 
 
 def warn_on_one_rank(message: str) -> None:
-    """A UserWarning on the first tensor- and data-parallel rank of the stage that holds the head."""
+    """Warn on the first tensor- and data-parallel rank of the stage that holds the head."""
     from megatron.core import parallel_state
 
     if parallel_state.is_initialized():

@@ -1,0 +1,170 @@
+"""Code of a user's that meets an enabled model's logits: with labels there are none, and reading them is one error."""
+
+import copy
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core")
+
+from megatron.core import tensor_parallel
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from scripts import megatron_runtime
+from tests import megatron_world
+from tests.megatron_world import REFUSED, cross_entropy, enable
+
+
+def masked(logits):
+    with torch.no_grad():
+        logits[..., 100:] = -5.0
+
+
+# What a user's code may do with the logits between head and loss.
+USES = {
+    "read": lambda logits, labels: logits.square().sum(),
+    "read through data": lambda logits, labels: logits.data.sum(),
+    "read by Python": lambda logits, labels: logits.tolist(),
+    "read by numpy": lambda logits, labels: logits.detach().numpy(),
+    "asked for their memory": lambda logits, labels: logits.data_ptr(),
+    "copied": lambda logits, labels: copy.deepcopy(logits),
+    "kept by their clone": lambda logits, labels: logits.clone(),
+    "divided": lambda logits, labels: torch.div(input=logits, other=2),
+    "scaled by a tensor": lambda logits, labels: logits * torch.ones(()),
+    "asked for the largest": lambda logits, labels: logits.max(dim=-1),
+    "changed in place": lambda logits, labels: logits.div_(2.0),
+    "augmented": lambda logits, labels: logits.__itruediv__(2),
+    "changed through a slice": lambda logits, labels: logits[..., 100:].fill_(-5.0),
+    "changed through a view": lambda logits, labels: logits.transpose(0, 1).div_(0.5),
+    "changed without gradient": lambda logits, labels: masked(logits),
+    "written to": lambda logits, labels: torch.mul(torch.ones_like(logits), 2, out=logits),
+    "hooked": lambda logits, labels: logits.register_hook(lambda grad: 3 * grad),
+    "kept with their gradient": lambda logits, labels: logits.retain_grad(),
+    # What takes logits past `__torch_function__`: a custom autograd function computes without gradient.
+    "vocab-parallel loss": lambda logits, labels: tensor_parallel.vocab_parallel_cross_entropy(logits, labels.T),
+    "gathered": lambda logits, labels: tensor_parallel.gather_from_tensor_model_parallel_region(logits).sum(),
+    "checkpointed": lambda logits, labels: checkpoint(cross_entropy, logits, labels, use_reentrant=True),
+    "recomputed": lambda logits, labels: checkpoint(cross_entropy, logits, labels, use_reentrant=False),
+}
+
+
+def with_loss(model, loss):
+    """The model with code of a user's, loss(own, logits, labels), in front of its own loss."""
+    own = model.compute_language_model_loss
+    model.compute_language_model_loss = lambda labels, logits: loss(own, logits, labels)
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("use", USES)
+def test_logits_of_a_model_that_is_given_labels_are_refused(untied, device, use, mode):
+    tensors, labels = megatron_world.inputs(device)
+    enable(untied)
+    with_loss(untied, lambda own, logits, labels: (USES[use](logits, labels), own(labels, logits))[1])
+    with mode(), pytest.raises(RuntimeError, match=REFUSED):
+        untied(*tensors, labels=labels)
+
+
+@pytest.mark.parametrize("hook", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_a_backward_hook_put_on_an_enabled_head_is_refused(untied, device, hook):
+    tensors, labels = megatron_world.inputs(device)
+    enable(untied)
+    getattr(untied.output_layer, hook)(lambda module, *gradients: None)
+    with pytest.raises(RuntimeError, match=REFUSED):
+        untied(*tensors, labels=labels)
+
+
+def test_removing_the_flag_gives_the_logits_back(untied, device):
+    tensors, labels = megatron_world.inputs(device)
+    handle = enable(untied)
+    handle.remove()
+    with_loss(untied, lambda own, logits, labels: logits.square().sum())
+    expected = untied(*tensors).square().sum()
+    torch.testing.assert_close(untied(*tensors, labels=labels), expected)
+
+
+def test_logits_of_ones_own_have_megatrons_loss_and_are_told(untied, device):
+    tensors, labels = megatron_world.inputs(device)
+    logits = untied(*tensors).transpose(0, 1).contiguous() / 2
+    expected = untied.compute_language_model_loss(labels, logits.clone())
+    enable(untied)
+    with_loss(untied, lambda own, _, labels: own(labels, logits.clone()))
+    with pytest.warns(UserWarning, match="not used: the logits were not made by the output_layer during the model's"):
+        torch.testing.assert_close(untied(*tensors, labels=labels), expected)
+
+
+def test_double_backward_is_refused(untied, device):
+    """A penalty on the gradient would train as if it were absent."""
+    enable(untied)
+    tensors, labels = megatron_world.inputs(device)
+    loss = untied(*tensors, labels=labels).sum()
+    with pytest.raises(RuntimeError, match="create_graph must be False"):
+        torch.autograd.grad(loss, list(untied.parameters()), create_graph=True, allow_unused=True)
+
+
+def test_what_a_tensor_is_can_be_asked(untied, device):
+    tensors, labels = megatron_world.inputs(device)
+    enable(untied, workspace_bytes=megatron_world.SMALL_WORKSPACE)
+    asked = []
+    properties = ("shape", "ndim", "dtype", "device", "is_cuda", "layout")
+    methods = ("size", "dim", "numel", "is_floating_point")
+
+    def ask(module, args, output):
+        logits = output[0]
+        asked.append([getattr(logits, name) for name in properties] + [getattr(logits, name)() for name in methods])
+
+    model_hook = nn.modules.module.register_module_forward_hook(
+        lambda module, args, output: ask(module, args, output) if module is untied.output_layer else None
+    )
+    try:
+        with megatron_world.LogitsSpy() as spy:
+            untied(*tensors, labels=labels).sum().backward()
+    finally:
+        model_hook.remove()
+    assert spy.seen == []
+    size = torch.Size((megatron_world.SEQUENCE, megatron_world.BATCH, megatron_world.VOCAB_SIZE))
+    assert asked == [
+        [size, 3, torch.float32, device, device.type == "cuda", torch.strided, size, 3, size.numel(), True]
+    ]
+
+
+LARGEST = {
+    "max(dim=-1)": lambda logits: logits.max(dim=-1),
+    "torch.max(dim=-1)": lambda logits: torch.max(logits, dim=-1),
+    "argmax(dim=-1)": lambda logits: (logits.argmax(dim=-1),),
+    "torch.argmax(dim=-1)": lambda logits: (torch.argmax(logits, dim=-1),),
+}
+OTHER_QUESTIONS = {
+    "max(0)": lambda logits: logits.max(0),
+    "max()": lambda logits: logits.max(),
+    "max with another": lambda logits: torch.max(logits, torch.zeros(())),
+    "argmax()": lambda logits: logits.argmax(),
+    "argmax(dim=-1, keepdim)": lambda logits: logits.argmax(dim=-1, keepdim=True),
+}
+
+
+@pytest.mark.filterwarnings("ignore:fused linear cross-entropy is enabled")
+def test_mtp_logits_tell_the_largest_after_their_loss_and_nothing_else(device):
+    """Megatron's acceptance metrics get the largest logit from the loss; other questions must not get it instead."""
+    options = megatron_world.options(mtp_layers=1, config={"mtp_loss_scaling_factor": 0.1})
+    model = megatron_runtime.build_gpt(options, device=device)
+    tensors, labels = megatron_world.inputs(device)
+    largest = []
+    with_loss(model, lambda own, logits, labels: (largest.append(logits.max(dim=-1)), own(labels, logits))[1])
+    model(*tensors, labels=labels)
+    del model.compute_language_model_loss
+    enable(model)
+
+    def ask(own, logits, labels):
+        loss, expected = own(labels, logits), largest.pop(0)
+        for name, question in LARGEST.items():
+            for answer, wanted in zip(question(logits), expected[-len(question(logits)) :], strict=True):
+                torch.testing.assert_close(answer, wanted, rtol=1e-5, atol=1e-5, msg=lambda text, n=name: n + text)
+        for question in OTHER_QUESTIONS.values():
+            with pytest.raises(RuntimeError, match=REFUSED):
+                question(logits)
+        return loss
+
+    with_loss(model, ask)
+    model(*tensors, labels=labels)
+    assert not largest  # MTP's head and the main one
