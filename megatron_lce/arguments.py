@@ -69,11 +69,11 @@ def checked_together(
     hidden, weight, labels = (collectives.waited(tensor) for tensor in (hidden, weight, labels))
     temperature, candidates = collectives.waited(options.temperature), collectives.waited(options.candidates)
     options = replace(options, temperature=temperature, candidates=candidates)
+    ranks = validation.check_group(options.tp_group, group_name)
     if torch.compiler.is_compiling():
-        ranks = validation.check_group(options.tp_group, group_name)
         yield Checks(name, hidden, weight, labels, options, Agreement(ranks), names, has_reference, is_traced=True)
         return
-    own, described = own or {}, _describe(hidden, weight, labels, options, names)
+    own, described = own or {}, _describe(hidden, weight, labels, options, names) if ranks > 1 else {}
     called_with = {"operation": name, **own, **described, **own}  # own first, and in place of an option of that name
     changing = {f"the shape of {names[0]}": validation.shape_of(hidden)}
     limits: dict[str, Any] = {"largest_shard": largest_shard, "vocab_size": options.vocab_size}

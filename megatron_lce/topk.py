@@ -164,8 +164,7 @@ def _select(products: Tensor, scale: Tensor, call: Call, k: int) -> tuple[Tensor
 
 def _places_of_largest(values: Tensor, k: int) -> Tensor:
     """Return the places [n, k] of each row's largest values [n, C], ascending; on ties the first ones."""
-    keys = _keys(values, torch.arange(values.shape[1], dtype=torch.int64, device=values.device))
-    return keys.topk(min(k, values.shape[1]), dim=1, sorted=False).indices.sort(dim=1).values
+    return values.sort(dim=1, descending=True, stable=True).indices[:, :k].sort(dim=1).values
 
 
 def _at(parts: Tensor, places: Tensor) -> Tensor:

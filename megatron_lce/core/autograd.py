@@ -17,13 +17,13 @@ Backward:
 How many tokens and columns go at once is decided in `plan` before anything runs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import replace
+from itertools import islice
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from megatron_lce.core.call import Call
 from megatron_lce.core.candidates import candidate_logprobs
@@ -49,15 +49,14 @@ class SavedForBackward(NamedTuple):
     candidates: Tensor | None  # [N, K] ids of all rows
     candidate_log_p: Tensor | None  # [n, K] base 2
 
-    def tensors(self) -> list[Tensor | None]:
-        return pytree.tree_leaves(self)
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self.computed, *self.rows, *self.softmax, self.candidates, self.candidate_log_p
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor | None]) -> Self:
-        return pytree.tree_unflatten(tensors, _STRUCTURE)
-
-
-_STRUCTURE = pytree.tree_structure(SavedForBackward(0, Rows(0, 0, 0), SoftmaxOfRow(0, 0, 0, 0, 0), 0, 0))  # type: ignore[arg-type]
+    def of(cls, tensors: Iterable[Any]) -> Self:
+        each = iter(tensors)
+        rows, softmax = len(Rows._fields), len(SoftmaxOfRow._fields)
+        return cls(next(each), Rows(*islice(each, rows)), SoftmaxOfRow(*islice(each, softmax)), *each)
 
 
 class LinearCrossEntropyFunction(torch.autograd.Function):
