@@ -6,12 +6,11 @@ to be one number.
 
 import functools
 from collections.abc import Sequence
-from types import CodeType
 from typing import Any, NamedTuple, Unpack
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from megatron_lce.arguments import check_keywords, check_per_token, checked_together, keyword_options, shaped
 from megatron_lce.core.autograd import check_workspace
@@ -23,13 +22,13 @@ from megatron_lce.core.products import own_arithmetic
 from megatron_lce.core.token_loss_pass import (
     Metrics,
     TokenLossFunction,
-    checked_losses,
+    TokenLossResults,
     summed_token_loss,
 )
 from megatron_lce.core.upstream import LossesOfSum, Promise
 from megatron_lce.keywords import TokenLossOptions
 
-_seen: set[CodeType | type] = set()  # loss functions whose tokens were seen not to depend on each other
+_seen: WeakSet[Any] = WeakSet()  # code of losses whose tokens the host has seen not to depend on each other
 
 
 class TokenLoss(NamedTuple):
@@ -75,9 +74,10 @@ def linear_token_loss(
         hidden, weight, labels: as `linear_cross_entropy` takes them, but no DTensors.
         loss: called with the outputs of n of the tokens, `LinearCrossEntropyOutput` of [n] each, and the same tokens'
             part of each tensor of `per_token`, [n, ...]; returns their losses, [n] fp32, or a pair of them and a dict
-            of metrics [n, ...]. It must treat each token for itself, since nobody says which tokens meet in a call: no
-            mean or maximum over tokens, no ratio of a sequence, no normalisation by the batch. Compute those first,
-            under no_grad, and pass them per token; or use `linear_cross_entropy`. What it returns for ignored rows is
+            of metrics [n, ...]. It must treat each token for itself, because blocks are cut arbitrarily: no mean or
+            maximum over tokens, no ratio of a sequence, no normalisation by the batch. Compute those first, under
+            no_grad, and pass them per token; or use `linear_cross_entropy`. Every call is checked by a second one with
+            some of all tokens. If they differ, the sum and the gradients are NaN. What it returns for ignored rows is
             not counted. Only the outputs may require grad in it. Neither they, which are the call's results, nor
             `per_token`, the caller's own memory, are to be changed in place. It runs without autocast, and with
             products of fp32 in full fp32. In fp16 it should be of about 1 a token, and the sum divided by their number
@@ -90,7 +90,8 @@ def linear_token_loss(
         `TokenLoss`.
 
     Raises:
-        TypeError, ValueError: an argument, or what `loss` returns, is not as described.
+        TypeError, ValueError: an argument, or what `loss` returns, is not as described. That a loss depends on other
+            tokens raises at the first call of its code.
         RuntimeError: in a second backward: the first scaled the gradients in place.
     """
     per_token = tuple(waited(tensor) for tensor in per_token)
@@ -107,8 +108,10 @@ def linear_token_loss(
         checks.rest()
     call = checks.call()
     flat = [tensor.reshape(call.labels.shape[0], *tensor.shape[len(call.shape) :]) for tensor in per_token]
-    total, outputs, metrics = _run(name, call, _seen_once(loss), flat)
-    return TokenLoss(total, *shaped((outputs, metrics), call.shape))
+    total, results = _run(name, call, loss, flat)
+    with torch.no_grad(), own_arithmetic(hidden.device, name):
+        unless_nan = _nan_unless_apart(loss, *results.sample())
+    return TokenLoss(total * unless_nan, *shaped((results.outputs, results.metrics), call.shape))
 
 
 def linear_token_losses(
@@ -135,55 +138,42 @@ def linear_token_losses(
     with checked_together(name, hidden, weight, labels, Options(**options)) as checks:
         checks.rest()
     call = checks.call()
-    total, outputs, _ = _run(name, call, lambda outputs: -outputs.logprobs, ())
+    total, results = _run(name, call, lambda outputs: -outputs.logprobs, ())
+    outputs = results.outputs
     counted = call.labels != call.options.ignore_index
     return shaped((LossesOfSum.apply(total, -outputs.logprobs, counted, promise), outputs), call.shape)
 
 
 def _run(
     name: str, call: Call, loss: TokenLossFunction, per_token: Sequence[Tensor]
-) -> tuple[Tensor, LinearCrossEntropyOutput, Metrics]:
+) -> tuple[Tensor, TokenLossResults]:
     """The sum of the losses, with gradients where they are wanted, and what every token has."""
     with_gradient = torch.is_grad_enabled() and (call.hidden.requires_grad or call.weight.requires_grad)
     check_workspace(call, with_gradient, call.weight.requires_grad)
     with own_arithmetic(call.hidden.device, name):
-        total, gradients, outputs, metrics = summed_token_loss(call, loss, per_token, with_gradient)
-    return with_gradients(total, gradients, call, name), outputs, metrics
+        results = summed_token_loss(call, loss, per_token, with_gradient)
+    return with_gradients(results.total, results.gradients, call, name), results
 
 
-def _seen_once(loss: TokenLossFunction) -> TokenLossFunction:
-    """The loss, or, where its code is new, one that compares the first block's losses with those of its two halves."""
+def _nan_unless_apart(loss: TokenLossFunction, among_all: Tensor, apart: Tensor) -> Tensor:
+    """Return 1, or NaN if losses depend on other tokens. The host looks, and raises, only while the code is new."""
+    same = torch.isclose(among_all, apart, rtol=1e-4, atol=1e-5, equal_nan=True)
     function = loss
     while isinstance(function, functools.partial):
         function = function.func
     code = getattr(function, "__code__", type(function))
-
-    def compared(outputs: LinearCrossEntropyOutput, *per_token: Tensor) -> Any:
-        result, tokens = loss(outputs, *per_token), outputs.logprobs.shape[0]
-        losses = checked_losses(result, tokens)[0].detach()
-        if code in _seen or tokens < 2 or is_captured():
-            return result
-
-        def losses_of(part: slice) -> Tensor:
-            some, theirs = tree_map_only(Tensor, lambda x: x[part], (outputs, per_token))
-            return checked_losses(loss(some, *theirs), some.logprobs.shape[0])[0]
-
-        with torch.no_grad():
-            apart = torch.cat([losses_of(slice(tokens // 2)), losses_of(slice(tokens // 2, tokens))])
-        check_tokens_apart(losses, apart)
+    if code not in _seen and not is_captured():
+        check_tokens_apart(same, among_all, apart)
         _seen.add(code)
-        return result
-
-    return loss if code in _seen else compared
+    return among_all.new_ones(()).masked_fill_(~same.all(), torch.nan)
 
 
-def check_tokens_apart(losses: Tensor, apart: Tensor) -> None:
-    """Compare the losses of some tokens with those of halves of them; the host waits for it."""
-    off = ~torch.isclose(losses, apart, rtol=1e-4, atol=1e-5, equal_nan=True)
-    if off.any():
-        token = int(off.nonzero()[0])
+def check_tokens_apart(same: Tensor, among_all: Tensor, apart: Tensor) -> None:
+    """Compare losses among all tokens with those of the same tokens by themselves; the host waits for it."""
+    if not same.all():
+        token = int((~same).nonzero()[0])
         raise ValueError(
-            "loss must treat each token for itself, as nobody says which tokens meet in one call, "
-            f"got {float(losses[token]):.6g} for one of {len(losses)}, {float(apart[token]):.6g} among half of them: "
+            "loss must treat each token for itself, because blocks are cut arbitrarily, "
+            f"got {float(among_all[token]):.6g} for a token among all, {float(apart[token]):.6g} among some of them: "
             "pass per token what depends on others (a mean, a maximum), or use linear_cross_entropy"
         )

@@ -113,7 +113,7 @@ def run(dtype: torch.dtype, option: str) -> None:
         return
     keywords: dict[str, Any] = {"softcap": softcap, "telemetry": "telemetry" in options, "backend": "triton"}
     if "token_loss" in options:
-        token_loss._seen.add(nll.__code__)  # a new loss is looked at, and these tensors have no values
+        token_loss._seen.add(nll.__code__)  # the host looks at a new loss, and these tensors have no values
         megatron_lce.linear_token_loss(hidden, weight, labels, nll, **keywords).loss.backward()
         return
     out = megatron_lce.linear_cross_entropy(

@@ -95,9 +95,7 @@ def test_blocks_are_as_wide_as_the_workspace_allows(device, monkeypatch):
         return -out.logprobs
 
     run(problem, loss, (), backend="triton", workspace_bytes=128 * KEPT_BYTES)
-    assert seen == [128, 64, 64, 128, 44]  # a new loss is also asked about the halves of the first block
-    run(problem, loss, (), backend="triton", workspace_bytes=128 * KEPT_BYTES)
-    assert seen[5:] == [128, 128, 44]
+    assert seen == [128, 128, 44, 150]  # at last half of all tokens, to see that they do not depend on the others
 
 
 @pytest.mark.parametrize("frozen", [None, "hidden", "weight"])

@@ -19,8 +19,65 @@ def centred(out, scale=1.0):
 def test_a_loss_that_depends_on_other_tokens_is_refused(device, loss):
     problem = make_problem(6, 8, 40, device, FP32)
     for _ in range(2):  # it is not taken for seen after the first time
-        with pytest.raises(ValueError, match=r"loss must treat each token for itself.*of 6, .* among half of them"):
+        with pytest.raises(
+            ValueError, match=r"loss must treat each token for itself.* among all, .* among some of them"
+        ):
             run(problem, loss, ())
+
+
+class OfClass:
+    def __init__(self, loss):
+        self.loss = loss
+
+    def __call__(self, out):
+        return self.loss(out)
+
+
+def decorated(loss):
+    @functools.wraps(loss)
+    def wrapper(out):
+        return loss(out)
+
+    return wrapper
+
+
+WRAPPED = {
+    "factory": lambda loss: lambda out: loss(out),
+    "decorator": decorated,
+    "class": OfClass,
+    "partial": lambda loss: functools.partial(decorated(loss)),
+    "torch.compile": functools.partial(torch.compile, backend="eager"),
+}
+
+
+@pytest.mark.parametrize("wrapped", WRAPPED)
+def test_a_loss_that_depends_on_other_tokens_is_nan_beside_one_of_the_same_code(wrapped, backend, device):
+    """The host looks once at a code; the device looks at each call."""
+    problem = make_problem(300, 24, 40, device, BF16)
+    problem.labels[:240] = -100  # with the triton backend the whole first block
+    keywords = {"backend": backend, "workspace_bytes": 60_000}
+    result, found = run(problem, WRAPPED[wrapped](lambda out: -out.logprobs), (), **keywords)
+    assert result.loss.isfinite()
+    assert found.grad_hidden.isfinite().all()
+    result, found = run(problem, WRAPPED[wrapped](centred), (), **keywords)
+    assert result.loss.isnan()
+    assert found.grad_hidden.isnan().all()
+    assert found.grad_weight.isnan().all()
+
+
+@pytest.mark.parametrize("shape", [(2, 50), (50, 2), (12, 10), (10, 12)], ids=str)
+def test_a_loss_of_sequences_is_refused_in_either_order(shape, device):
+    """No part of the tokens that is looked at holds whole sequences."""
+    problem = make_problem(shape, 8, 40, device, FP32)
+    sequences = min(shape) if 2 in shape else 12
+    ids = torch.arange(sequences, device=device).view([sequences if n == sequences else 1 for n in shape])
+
+    def of_sequences(out, ids):
+        sums = torch.zeros(sequences, device=device).index_add(0, ids, out.logprobs.detach())
+        return -out.logprobs * (sums / ids.bincount(minlength=sequences))[ids]
+
+    with pytest.raises(ValueError, match="loss must treat each token for itself"):
+        run(problem, of_sequences, (ids.expand(shape),))
 
 
 leaf = torch.ones((), requires_grad=True)
@@ -65,8 +122,7 @@ def test_every_block_of_tokens_is_looked_at(in_later_blocks, error, message, dev
     calls = []
 
     def loss(out):
-        if len(out.logprobs) != 64:  # a half of the first block, which a new loss is asked about
-            calls.append(out)
+        calls.append(out)
         return -out.logprobs if len(calls) == 1 else in_later_blocks(out)
 
     with pytest.raises(error, match=message):

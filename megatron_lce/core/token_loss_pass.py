@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from megatron_lce.core.call import Call
 from megatron_lce.core.candidates import candidate_logits, candidate_logprobs
@@ -20,6 +21,7 @@ from megatron_lce.core.plan import plan_known_loss
 from megatron_lce.core.tokens import tokens_in_blocks
 
 _EVERYTHING = 2**62  # bytes of a cache that holds what there is
+_SAMPLE = 4096  # tokens, or fewer than twice as many, whose losses are computed again
 
 Metrics = dict[str, Tensor]
 TokenLossFunction = Callable[..., Tensor | tuple[Tensor, Metrics]]
@@ -32,6 +34,7 @@ class TokenLossResults(NamedTuple):
     gradients: HeadGradients | None  # of the sum
     outputs: LinearCrossEntropyOutput  # [N, ...] each
     metrics: Metrics  # [N, ...] each
+    sample: Callable[[], tuple[Tensor, Tensor]]  # losses of some tokens: among all, and by themselves
 
 
 @torch.no_grad()
@@ -78,7 +81,7 @@ def summed_token_loss(
             gradients.add(block, grad_logits_slabs(logits_grad, whole, gradients.bytes_per_column, ready))
     del cache
     outputs, metrics = losses.of_every_token(computed)
-    return TokenLossResults(computed.nan_if_wrong(losses.total), gradients, outputs, metrics)
+    return TokenLossResults(computed.nan_if_wrong(losses.total), gradients, outputs, metrics, losses.sample)
 
 
 class _Losses:
@@ -87,6 +90,7 @@ class _Losses:
     def __init__(self, loss: TokenLossFunction, per_token: Sequence[Tensor], call: Call, with_gradient: bool) -> None:
         self._loss, self._per_token, self._call, self._with_gradient = loss, per_token, call, with_gradient
         self.total = torch.zeros((), dtype=torch.float32, device=call.hidden.device)
+        self._losses: list[Tensor] = []
         self._outputs: list[LinearCrossEntropyOutput] = []
         self._metrics: list[Metrics] = []
 
@@ -104,6 +108,7 @@ class _Losses:
             names_of_both = f"{sorted(self._metrics[0])} and {sorted(metrics)}"
             raise ValueError(f"loss must return the same metrics for any tokens, got {names_of_both}")
         self.total += total.detach()
+        self._losses.append(losses.detach())
         self._outputs.append(outputs)
         self._metrics.append(
             {name: m.detach().masked_fill(ignored.view(-1, *(1,) * (m.dim() - 1)), 0) for name, m in metrics.items()}
@@ -113,6 +118,21 @@ class _Losses:
         check_graph(total, list(leaves.values()))
         found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
         return dict.fromkeys(WITH_GRADIENT) | dict(zip(leaves, found, strict=True))
+
+    def sample(self) -> tuple[Tensor, Tensor]:
+        """Return the losses of a token of each few, and the same when the loss is called with these tokens alone."""
+        losses = torch.cat(self._losses)
+        few = max(2, losses.shape[0] // _SAMPLE)
+        numbers = torch.arange(losses.shape[0] // few, dtype=torch.int64, device=losses.device)
+        # A regular choice might take a sequence as a whole. The factor is that of Fibonacci hashing.
+        chosen = numbers * few + (numbers * 2654435769 >> 16) % few
+        parts = (None if part[0] is None else torch.cat(part) for part in zip(*self._outputs, strict=True))
+        every_token = LinearCrossEntropyOutput(*parts), self._per_token  # type: ignore[arg-type]
+        outputs, per_token = tree_map_only(Tensor, lambda x: x.index_select(0, chosen), every_token)
+        among_all = losses.index_select(0, chosen)
+        if not numbers.shape[0]:
+            return among_all, among_all
+        return among_all, checked_losses(self._loss(outputs, *per_token), numbers.shape[0])[0].detach()
 
     def of_every_token(self, computed: ComputedRows) -> tuple[LinearCrossEntropyOutput, Metrics]:
         """The outputs and metrics of all blocks: 0 in skipped rows."""
