@@ -55,10 +55,10 @@ def _add_estimate(command: argparse.ArgumentParser) -> None:
     share = _parsed_by(float, "a share, between 0 and 1", lambda value: 0 <= value <= 1)
     size = _parsed_by(float, "a number, positive and finite", lambda value: 0 < value < math.inf)
     gib = _parsed_by(float, f"a number of GiB, above 0 and at most {2**20}", lambda value: 0 < value <= 2**20)
-    known = f"Public model that gives hidden size and vocabulary: {', '.join(MODEL_SHAPES)}."
-    config = "A Hugging Face config.json that gives them, in place of --model."
-    models("--model", type=_parsed_by(find_model), help=known)
-    models("--config", dest="model", type=_parsed_by(lambda path: read_config(Path(path))), help=config)
+    text = f"Public model that gives hidden size and vocabulary: {', '.join(MODEL_SHAPES)}."
+    models("--model", type=_parsed_by(find_model), help=text)
+    text = "A Hugging Face config.json that gives them, in place of --model."
+    models("--config", dest="model", type=_parsed_by(lambda path: read_config(Path(path))), help=text)
     add("--hidden", type=count, help=f"Hidden size, a multiple of {ALIGNED_COLUMNS}; with --vocab for any other model.")
     add("--vocab", type=count, help="Vocabulary of all ranks together, padding included (default: the model's own).")
     text = "Tokens of a microbatch, whole sequences; 16k is 16384 (default: %(default)s)."
@@ -68,8 +68,8 @@ def _add_estimate(command: argparse.ArgumentParser) -> None:
     add("--dtype", choices=DTYPES, default="bf16", help="Of hidden and weight (default: %(default)s).")
     add("--main-grad", action="store_true", help="The head has gradient_accumulation_fusion set.")
     add("--no-entropy", action="store_true", help="Log-probabilities only, as a loss needs them.")
-    workspace = "The argument workspace_bytes (default: %(default)s MiB)."
-    add("--workspace-mib", type=count, default=WORKSPACE_BYTES // MIB, help=workspace)
+    text = "The argument workspace_bytes (default: %(default)s MiB)."
+    add("--workspace-mib", type=count, default=WORKSPACE_BYTES // MIB, help=text)
     add("--cache-mib", type=kept, help="Add a row with this logits_cache_bytes.")
     add("--ignored", type=share, default=0.0, help="Share of masked tokens, to skip (default: %(default)s).")
     add("--tflops", type=size, help="TFLOP/s that the GPU's matmuls reach: adds the time in ms.")
@@ -141,19 +141,9 @@ def _head_step(arguments: argparse.Namespace) -> tuple[str, HeadStep, list[str]]
         arguments.fail(f"--cache-mib must be 0 with --dtype fp32, which keeps no logits, got {arguments.cache_mib}")
     if arguments.sequence_parallel and tokens % tp:
         arguments.fail(f"--tokens must be a multiple of --tp {tp} with --sequence-parallel, got {tokens}")
-    step = HeadStep(
-        tokens,
-        hidden,
-        ceil_div(vocab, tp),
-        tp=tp,
-        sequence_parallel=arguments.sequence_parallel,
-        dtype=DTYPES[arguments.dtype],
-        main_grad=arguments.main_grad,
-        entropy=not arguments.no_entropy,
-        ignored=arguments.ignored,
-        workspace_bytes=arguments.workspace_mib * MIB,
-    )
-    return name, step, notes
+    same = {name: getattr(arguments, name) for name in ("tp", "sequence_parallel", "main_grad", "ignored")}
+    same |= {"entropy": not arguments.no_entropy, "workspace_bytes": arguments.workspace_mib * MIB}
+    return name, HeadStep(tokens, hidden, ceil_div(vocab, tp), dtype=DTYPES[arguments.dtype], **same), notes
 
 
 def main(argv: list[str] | None = None) -> int:

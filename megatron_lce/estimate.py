@@ -60,8 +60,8 @@ def estimate_table(
         (some_ignored, f"{KNOWN_LOSS}, {masked}", KNOWN_LOSS, skipped),
     ]
     rows = []
-    for applies, title, head, of_head in cases:
-        if not applies or (needs := HEADS[head](of_head)) is None:
+    for _, title, head, of_head in (case for case in cases if case[0]):
+        if (needs := HEADS[head](of_head)) is None:
             continue
         row: dict[str, Any] = {"head": title, "matmuls": round(float(needs.matmuls), 2)}
         if tflops is not None:

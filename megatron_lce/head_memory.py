@@ -96,11 +96,6 @@ class HeadStep:
         return self.columns * self.hidden * self.itemsize
 
     @property
-    def weight_sum(self) -> int:
-        """Bytes of an fp32 sum of the weight's gradient."""
-        return 4 * self.columns * self.hidden
-
-    @property
     def gathers(self) -> bool:
         return self.sequence_parallel and self.tp > 1
 
@@ -167,7 +162,7 @@ def ours(step: HeadStep) -> Needs:
     """`linear_cross_entropy`."""
     size, computed, block = step.size, step.computed, _tokens_of_a_block(step)
     several = block < computed  # blocks of tokens outside, or slabs alone
-    weight_sum = step.weight_sum if several and size.sums_weight else 0
+    weight_sum = size.weight_sum if several else 0
     kept_columns = size.cache_columns(computed, step.columns, step.logits_cache_bytes)
     kept = computed * size.kept_token(kept_columns) if kept_columns else 0
     per_token, inputs = PER_TOKEN_BYTES * step.tokens, _inputs_of_a_block(step, block)
@@ -208,7 +203,7 @@ def known_loss(step: HeadStep) -> Needs | None:
         return None
     block, left = plan.tokens, replace(step, workspace_bytes=plan.workspace_bytes)
     summed, widened = fp16 or step.main_grad or block < step.computed, 2 if fp16 else 1
-    made = PER_TOKEN_BYTES * step.tokens + (step.weight_sum if summed else step.weight_bytes)
+    made = PER_TOKEN_BYTES * step.tokens + (4 * step.columns * step.hidden if summed else step.weight_bytes)
     kept = made + widened * step.own_hidden_bytes
     forward = made + widened * step.computed * step.hidden * step.itemsize + _inputs_of_a_block(step, block)
     logits = forward + block * size.kept_token(step.columns)
@@ -225,12 +220,8 @@ def known_loss(step: HeadStep) -> Needs | None:
 
 UNFUSED, FUSED = "Megatron, unfused", "Megatron, fused cross-entropy"
 OURS, KNOWN_LOSS = "megatron-lce", "megatron-lce, known_loss=True"
-HEADS: dict[str, Callable[[HeadStep], Needs | None]] = {
-    UNFUSED: megatron,
-    FUSED: partial(megatron, fused=True),
-    OURS: ours,
-    KNOWN_LOSS: known_loss,
-}
+HEADS: dict[str, Callable[[HeadStep], Needs | None]]
+HEADS = {UNFUSED: megatron, FUSED: partial(megatron, fused=True), OURS: ours, KNOWN_LOSS: known_loss}
 
 
 def _gathered(step: HeadStep) -> int:
