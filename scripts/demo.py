@@ -89,7 +89,7 @@ def sft_table(off: dict[str, Any], on: dict[str, Any]) -> Table:
     table.add_row(f"largest difference in {steps} steps", "", f"{largest_difference(off, on):.0e}")
     table.add_section()
     table.add_row("share of tokens in the head", *(f"{run['share_of_rows_computed']:.0%}" for run in (off, on)))
-    table.add_row("ms per step", *(f"{run['time_per_step_ms']:.0f}" for run in (off, on)))
+    table.add_row("ms per step", *(f"{run['time_per_step_ms'] or float('nan'):.0f}" for run in (off, on)))
     for rank, of_rank in enumerate(zip(off["ranks"], on["ranks"], strict=True)):
         table.add_row(f"a step's peak over rest, rank {rank}", *(f"{over_rest(run):,.0f} MiB" for run in of_rank))
     table.caption = (
@@ -118,7 +118,7 @@ def grpo_table(off: dict[str, Any], on: dict[str, Any]) -> Table:
     table.add_row("largest |trainer - sampler| logprob", *(f"{gap:.0e}" for gap in gaps))
     shares = (reward_ends(run["steps"], "share_of_rows_computed")[1] for run in (off, on))
     table.add_row("share of tokens in the head", *(f"{share:.0%}" for share in shares))
-    table.add_row("ms per step", *(f"{run['time_per_step_ms']:.0f}" for run in (off, on)))
+    table.add_row("ms per step", *(f"{run['time_per_step_ms'] or float('nan'):.0f}" for run in (off, on)))
     table.caption = "Start and end: means of the first and the last tenth of the steps."
     return table
 
