@@ -10,17 +10,17 @@ from megatron_lce.cross_entropy import linear_cross_entropy
 
 
 class _AsItIs:
-    """A tensor that FSDP's mixed precision does not see, and so does not round to its parameters' dtype."""
+    """A tensor hidden from FSDP's mixed precision, which would round it to the parameters' dtype."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
 
 class FusedLinearHead(nn.Linear):
-    """An `nn.Linear` without bias, whose call gives logits or, with labels, the fused result.
+    """An `nn.Linear` without bias, whose call returns logits or, with labels, the fused result.
 
-    Both use the weight inside the module's call alone. So `fully_shard` (FSDP2) gathers it once for either, as it does
-    for an `nn.Linear`; the operation called with `head.weight` beside the module would find a shard there.
+    Either uses the weight only inside the module's call, so that `fully_shard` (FSDP2) gathers it once, as for an
+    `nn.Linear`. An operation called with `head.weight` outside of it would find a shard there.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class FusedLinearHead(nn.Linear):
         labels: Tensor | None = None,  # [...]
         **keywords: Any,
     ) -> Tensor | LinearCrossEntropyOutput:
-        """Logits [..., V]; with labels what `linear_cross_entropy` gives, whose keywords are taken then.
+        """Return logits [..., V]; with labels the result of `linear_cross_entropy`, whose keywords it then takes.
 
         Raises:
             TypeError, ValueError: see `linear_cross_entropy`; keywords without labels; a temperature of 16 bits.

@@ -24,7 +24,7 @@ _capturable: WeakSet[nn.Module] = WeakSet()  # heads that all ranks of their gro
 
 
 class CapturingHead(ReplacedHead):
-    """A model's head and loss while a capture is open: they note what the logits are made of."""
+    """A model's head and loss while a capture is open: they note the inputs of the logits."""
 
     def __init__(self, language_model: LanguageModule):
         self.captured = CapturedHead()
@@ -125,7 +125,7 @@ def capture_lm_head(model: nn.Module | Sequence[nn.Module]) -> Capture:
             Float16Module and VLM wrappers, or the list of virtual pipeline chunks that Megatron's schedules take.
 
     Raises:
-        TypeError: `model` is nothing of Megatron's.
+        TypeError: `model` is not and holds no megatron-core language model.
         ValueError: the head is one that hidden and weight do not describe, and the message lists the reasons; or
             `model` holds several heads.
     """

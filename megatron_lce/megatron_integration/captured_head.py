@@ -1,4 +1,4 @@
-"""What a capture leaves: a head's hidden states and weight, and the fused operations on them."""
+"""The result of a capture: a head's hidden states and weight, and the fused operations on them."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _IN_WORDS = {"sequence_parallel": "sequence_parallel", "tokens": "tokens [b, s]"
 
 
 class CapturedHead:
-    """What the LM head was given in the last forward pass, and the fused operations on it.
+    """Inputs of the LM head in the last forward pass, and the fused operations on them.
 
-    Nothing is copied: `hidden` is the very tensor that the output layer was called with. (To hang the capture on a
-    tensor take another, such as `hidden.view_as(hidden)`: a cycle would keep both until the garbage collector comes.)
+    Nothing is copied: `hidden` is the very tensor that the output layer was called with. (To attach the capture to a
+    tensor take another, such as `hidden.view_as(hidden)`: a cycle would keep both until the garbage collector runs.)
     On a pipeline stage without a head, and before the forward pass, `hidden` and `weight` are None.
     """
 
@@ -72,20 +72,19 @@ class CapturedHead:
     def linear_cross_entropy(
         self, labels: Tensor, temperature: float | Tensor = 1.0, **options: Unpack[CapturedCrossEntropyOptions]
     ) -> LinearCrossEntropyOutput:
-        """`megatron_lce.linear_cross_entropy` of the captured head.
+        """Return `megatron_lce.linear_cross_entropy` of the captured head.
 
         Args:
             labels: [b, s] int64, as Megatron passes them; the full sequence also under sequence parallel. Only
                 `ignore_index` is ignored, not every negative label as by `enable_fused_linear_ce`.
             temperature: a positive float, or a floating tensor [b, s].
-            options: those of `megatron_lce.linear_cross_entropy` but tp_group, sequence_parallel, vocab_start,
+            options: as in `megatron_lce.linear_cross_entropy`, without tp_group, sequence_parallel, vocab_start,
                 reduce_grad_hidden and weight_grad_sink, which the head fixes. `logits_scale` multiplies the model's own
                 (MuP).
 
         Returns:
-            fp32 outputs [b, s]. Padded columns of the vocabulary count, as they do in Megatron, unless `vocab_size`
-            is given. Where the forward pass kept no graph, under no_grad or inside a reentrant checkpoint, the outputs
-            have none.
+            fp32 outputs [b, s]. Padded columns of the vocabulary count, as in Megatron, unless `vocab_size` is given.
+            If the forward pass kept no graph (under no_grad, inside a reentrant checkpoint), the outputs have none.
 
         Raises:
             RuntimeError: this stage has no head, no forward pass has reached it, or hidden or weight was changed in
@@ -98,16 +97,16 @@ class CapturedHead:
     def linear_token_loss(
         self, labels: Tensor, loss: TokenLossFunction, *per_token: Tensor, **options: Unpack[CapturedTokenLossOptions]
     ) -> TokenLoss:
-        """`megatron_lce.linear_token_loss` of the captured head: three products where backward needs no logits again.
+        """Return `megatron_lce.linear_token_loss` of the captured head.
 
         Args:
-            labels: as `linear_cross_entropy` takes them.
-            loss: called with the outputs of n tokens and their part of each of `per_token`, see there.
+            labels: as in `linear_cross_entropy`.
+            loss: as in `megatron_lce.linear_token_loss`; called with outputs of n tokens and their `per_token`.
             per_token: tensors [b, s, ...].
-            options: those of `linear_cross_entropy`, temperature among them, but logits_cache_bytes.
+            options: as in `linear_cross_entropy`, with temperature, without logits_cache_bytes.
 
         Returns:
-            The summed loss; outputs and metrics [b, s, ...] without gradient.
+            The summed loss, and outputs and metrics [b, s, ...] without gradient.
 
         Raises:
             RuntimeError: as `linear_cross_entropy`.
@@ -120,27 +119,24 @@ class CapturedHead:
     def linear_jsd(
         self, teacher_head: CapturedHead, **options: Unpack[CapturedJsdOptions]
     ) -> Tensor | tuple[Tensor, LinearCrossEntropyOutput]:
-        """`megatron_lce.linear_jsd` of this captured head, the student's, and a teacher's.
+        """Return `megatron_lce.linear_jsd` of this captured head, the student's, and a teacher's.
 
             divergence = head.linear_jsd(teacher_head, labels=labels, beta=0.5, temperature=1.0, token_weights=None)
 
         Args:
-            teacher_head: what `capture_lm_head` left of the teacher's forward pass over the same tokens, its vocabulary
-                sharded over the same ranks. It gets no gradient, so that its forward pass needs none.
-            options: those of `megatron_lce.linear_jsd` but tp_group, sequence_parallel, vocab_start and
-                weight_grad_sink, which the head fixes. Tensors of them are [b, s]: labels, which only tell which rows
-                are ignored (`None`: no row is), temperature, teacher_temperature and token_weights.
-                `student_logits_scale` and `teacher_logits_scale` multiply the models' own (MuP).
+            teacher_head: the capture of the teacher's forward pass over the same tokens, its vocabulary sharded over
+                the same ranks. It gets no gradient: run its forward pass under no_grad.
+            options: as in `megatron_lce.linear_jsd`, without tp_group, sequence_parallel, vocab_start and
+                weight_grad_sink, which the head fixes. labels, temperature, teacher_temperature and token_weights are
+                [b, s]. `student_logits_scale` and `teacher_logits_scale` multiply the models' own (MuP).
 
         Returns:
-            The divergence of each token, fp32 [b, s]; with `token_weights` their weighted sum, whose gradients are made
-            in forward. Padded columns of the vocabulary count, as they do in Megatron,
-            unless `vocab_size` is given. With `return_student` a tuple: that, and the student's outputs [b, s]. Where
-            the student's forward pass kept no graph, under no_grad or inside a reentrant checkpoint, it has none.
+            The divergence of each token, fp32 [b, s]; with `token_weights` their weighted sum, whose gradients are
+            computed in forward. With `return_student` a tuple of it and the student's outputs [b, s]. Padded columns
+            and passes without a graph: as in `linear_cross_entropy`.
 
         Raises:
-            RuntimeError: this stage has no head, no forward pass has reached it or the teacher's, or a hidden or weight
-                was changed in place since.
+            RuntimeError: as `linear_cross_entropy`, for either head.
             TypeError, ValueError: as `megatron_lce.linear_jsd`; or the two heads' tokens or ranks differ.
         """
         with self._captured(options) as student:
@@ -160,7 +156,7 @@ class CapturedHead:
     def linear_logits_at(
         self, ids: Tensor, offsets: Tensor | None = None, **options: Unpack[CapturedOptions]
     ) -> Tensor:
-        """`megatron_lce.linear_logits_at` of the captured head: `ids` [b, s, K], or CSR over the b * s tokens."""
+        """Return `megatron_lce.linear_logits_at` of the captured head: `ids` [b, s, K], or CSR over b * s tokens."""
         with self._captured(options) as call:
             given, places = call.keywords(options), None
             if offsets is None:
@@ -173,13 +169,13 @@ class CapturedHead:
     def support_logprobs(
         self, labels: Tensor, ids: Tensor, offsets: Tensor, **options: Unpack[CapturedSupportOptions]
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """`megatron_lce.support_logprobs` of the captured head: labels [b, s], CSR over the b * s tokens."""
+        """Return `megatron_lce.support_logprobs` of the captured head: labels [b, s], CSR over the b * s tokens."""
         with self._captured(options) as call:
             ids, offsets, _ = csr_sequence_first(ids, offsets, call.tokens)
             return call.run(support_logprobs, labels, ids, offsets, **options)
 
     def linear_topk(self, k: int, **options: Unpack[CapturedOptions]) -> TopK:
-        """`megatron_lce.linear_topk` of the captured head: [b, s, K], and [b, s]."""
+        """Return `megatron_lce.linear_topk` of the captured head: [b, s, K], and [b, s]."""
         with self._captured(options) as call:
             given = call.keywords(options)
             del given["weight_grad_sink"]
@@ -187,7 +183,7 @@ class CapturedHead:
 
     @contextlib.contextmanager
     def _captured(self, keywords: Mapping[str, Any]) -> Iterator[HeadCall]:
-        """The call for an operation with these keywords; a hidden without its graph would train the head alone."""
+        """Yield the call for an operation with these keywords; without hidden's graph, the head alone would train."""
         check_not_fixed(keywords)
         call = self._captured_call()
         with torch.set_grad_enabled(torch.is_grad_enabled() and call.with_gradient):

@@ -23,7 +23,7 @@ class FusedLinearCE:
     """The handle of `enable_fused_linear_ce`.
 
     Attributes:
-        enabled: whether the model's loss is computed fused now.
+        enabled: whether the model's loss is fused now.
         reasons: why it is not; empty when it is.
     """
 
@@ -61,7 +61,7 @@ class FusedLinearCE:
         return not self.reasons
 
     def remove(self) -> None:
-        """Gives the model its own loss back; an open capture stays. Nothing happens where it was removed before."""
+        """Give the model its own loss back. An open capture stays. Calling it twice does no harm."""
         if self._fused is not None:
             self._fused.close()
 
@@ -79,33 +79,33 @@ def enable_fused_linear_ce(
     known_loss: bool = False,
     backend: BackendName = "auto",
 ) -> FusedLinearCE:
-    """From now on `model(..., labels=labels)` computes its loss, and its MTP losses, without logits.
+    """Make `model(..., labels=labels)` compute its loss, and its MTP losses, without logits.
 
-    The loss is [b, s] per token, fp32, as Megatron returns it, in training, in eval and under no_grad. Negative
-    labels, which Megatron lets pass under a loss mask, are ignored rows: loss 0, no gradient. Without labels the
-    model returns Megatron's logits with their graph. With labels there are none: code between head and loss that reads
-    them raises. With `gradient_accumulation_fusion` the head's weight gradient goes
-    straight into `main_grad`. Of several calls on one model the last decides.
+    The loss is fp32 [b, s] per token, as Megatron returns it, in training, in eval and under no_grad. Negative labels,
+    which Megatron lets pass under a loss mask, are ignored rows: loss 0, no gradient. Without labels the model returns
+    Megatron's logits with their graph. With labels there are none: code between head and loss that reads them raises.
+    With `gradient_accumulation_fusion` the head's weight gradient goes straight into `main_grad`. A second call
+    replaces the first.
 
     Args:
         model: a megatron-core GPTModel, MambaModel or HybridModel in any nesting of DistributedDataParallel,
             Float16Module and VLM wrappers, or the list of virtual pipeline chunks that Megatron's schedules take.
         use_fused_linear_ce: the flag; False gives the model its own loss back.
-        on_unsupported: what to do with a head that cannot be fused: "fallback" leaves Megatron's own path, with one
+        on_unsupported: what to do with a head that cannot be fused: "fallback" keeps Megatron's own path, with one
             warning on one rank; "raise" raises. A pipeline stage without a head does neither.
         logits_cache_bytes, workspace_bytes, vocab_size, softcap, backend: as in `megatron_lce.linear_cross_entropy`.
             `vocab_size` and `softcap` change the fused loss only: logits returned without labels have neither, and a
             head that is left to Megatron has neither, which the warning says.
-        skip_masked: tokens whose `loss_mask`, [b, s], is 0 are ignored rows too, where the language model's own forward
-            is called with one (LLaVA keeps it to itself; a call with labels and no mask warns once), those of the MTP
-            losses as Megatron shifts the mask; and all ignored rows are left out of the head. They are counted on the
-            device, for which the host waits once in each pass. While a CUDA graph is captured all rows are computed.
-        known_loss: the gradient that will reach the losses of all counted tokens is one number, as in Megatron's own
-            loops (a 0/1 `loss_mask`, then a mean, a scale). Gradients are made in forward then, for an upstream of 1:
-            three products instead of four. From forward to backward a call holds hidden's gradient (2 N H bytes) and
-            the weight's, or its fp32 sum (4 V H bytes for the V columns of a rank); each microbatch in flight, and each
-            MTP loss, holds its own. Tokens whose `loss_mask` is 0 do not count. Backward checks the promise: an
-            upstream that is not one number raises in the first pass, and makes the gradients NaN later. Takes no
+        skip_masked: ignore tokens whose `loss_mask`, [b, s], is 0, and leave all ignored rows out of the head. The
+            language model's own forward must be given the mask (LLaVA keeps it to itself; a call with labels and no
+            mask warns once); MTP losses take it as Megatron shifts it. The rows are counted on the device, for which
+            the host waits once in each pass. While a CUDA graph is captured all rows are computed.
+        known_loss: set this when the losses of all tokens that count get the same upstream gradient, as in Megatron's
+            own loops (a 0/1 `loss_mask`, then a mean, a scale). Gradients are then computed in forward, for an upstream
+            of 1: three products instead of four. From forward to backward a call holds the hidden-state gradient
+            (2 N H bytes) and the weight's, or its fp32 sum (4 V H bytes for the V columns of a rank); each microbatch
+            in flight, and each MTP loss, holds its own. Tokens whose `loss_mask` is 0 do not count. An upstream that is
+            not one number raises in the first backward pass, and makes the gradients NaN later. Takes no
             `logits_cache_bytes`.
 
     Returns:
@@ -113,7 +113,7 @@ def enable_fused_linear_ce(
         head's tensor-parallel group must make this call.
 
     Raises:
-        TypeError: `model` is nothing of Megatron's, or an option is of the wrong type.
+        TypeError: `model` is not and holds no megatron-core language model, or an option has the wrong type.
         ValueError: `on_unsupported` is neither, an option is out of its range, `softcap` is given to a head that has
             its own, `model` holds several heads, or the head is unsupported ("raise").
         RuntimeError: a capture of the model is open, and the flag is on.

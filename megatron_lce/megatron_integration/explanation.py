@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `explain` found; `str()` of it is meant to be read.
+    """The result of `explain`; print it.
 
-    can_capture  `capture_lm_head` takes this head
-    can_fuse     `enable_fused_linear_ce` takes this model
-    reasons      why not, all of them; empty where `can_fuse`
-    backend      what `backend="auto"` runs on the weight's device, and why not triton; None without an estimate
+    can_capture  whether `capture_lm_head` takes this head
+    can_fuse     whether `enable_fused_linear_ce` takes this model
+    reasons      all reasons why not; empty where `can_fuse`
+    backend      the backend of `backend="auto"` on the weight's device, and why not triton; None without an estimate
     head         shapes and settings of this rank's head; None without an estimate
-    ways         memory and matmuls of a step, a row per implementation (`megatron_lce.estimate.estimate_table`); none
+    ways         memory and matmuls of a step, a row per implementation (`megatron_lce.estimate.estimate_table`); empty
                  without a head, or with a weight other than bf16, fp16 or fp32 with H a multiple of 8
     """
 
@@ -61,17 +61,17 @@ class Explanation:
 
 
 def explain(model: nn.Module | Sequence[nn.Module], tokens: int = 8192) -> Explanation:
-    """Whether this model's LM head can be fused, each reason why not, and what a step of it takes fused and unfused.
+    """Return whether this model's LM head can be fused, each reason why not, and a step's memory either way.
 
-    Looks at this rank alone and changes nothing; `enable_fused_linear_ce` decides together with the other ranks of the
-    tensor-parallel group, so that a reason on one of them holds for all.
+    Looks at this rank alone and changes nothing. `enable_fused_linear_ce` decides together with the other ranks of the
+    tensor-parallel group: a reason on one of them holds for all.
 
     Args:
-        model: as `enable_fused_linear_ce` takes it.
-        tokens: of a microbatch, whole sequences (b * s, over context-parallel ranks divided), for the estimates.
+        model: as in `enable_fused_linear_ce`.
+        tokens: tokens of a microbatch for the estimates: b * s, divided by the context-parallel ranks.
 
     Raises:
-        TypeError: `model` is nothing of Megatron's, or `tokens` no int.
+        TypeError: `model` is not and holds no megatron-core language model, or `tokens` is not an int.
         ValueError: `model` holds several heads, or `tokens` is not positive.
     """
     check_integer("tokens", tokens, minimum=1)

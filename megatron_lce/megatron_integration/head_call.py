@@ -24,7 +24,7 @@ _PER_TOKEN = {"labels": 2, "temperature": 2, "token_weights": 2, "teacher_temper
 
 @dataclass(frozen=True)
 class HeadCall:
-    """One call of a model's output layer: all that its logits are made of."""
+    """One call of a model's output layer: all that determines its logits."""
 
     hidden: Tensor  # [s, b, H], under sequence parallel this rank's [s/tp, b, H]
     weight: Tensor  # [V/tp, H]
@@ -37,7 +37,7 @@ class HeadCall:
 
     @classmethod
     def of(cls, head: ColumnParallelLinear, hidden: Tensor, weight: Tensor | None) -> HeadCall:
-        """The call of a ColumnParallelLinear; `weight` is the tied embedding's, or None for the head's own."""
+        """Return the call of a ColumnParallelLinear; `weight` is the tied embedding's, or None for the head's own."""
         weight, device = head.weight if weight is None else weight, hidden.device.type
         return cls(
             hidden=hidden,
@@ -64,12 +64,12 @@ class HeadCall:
         return torch.distributed.get_process_group_ranks(self.tp_group)
 
     def run(self, operation: Callable[..., T], labels: Tensor, *others: Any, **keywords: Any) -> T:
-        """An operation on this call's hidden and weight; labels, tensors among the keywords, and results are [b, s]."""
+        """Run an operation on this hidden and weight; labels, tensors among the keywords, and results are [b, s]."""
         keywords, labels = self.keywords(keywords), self.sequence_first("labels", labels)
         return batch_first(operation(self.hidden, self.weight, labels, *others, **keywords))
 
     def keywords(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The keywords of an operation on this head alone: the caller's, on top of what the head does itself."""
+        """Return the keywords of an operation on this head alone: the caller's, on top of the head's own."""
         keywords = self.call_keywords(given)
         temperature, logits_scale = keywords.get("temperature", 1.0), keywords.get("logits_scale", 1.0)
         check_number("logits_scale", logits_scale)
@@ -88,7 +88,7 @@ class HeadCall:
         return keywords | {"softcap": softcap, "logits_scale": 1.0, "temperature": temperature}
 
     def call_keywords(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The caller's keywords, those of [b, s] as [s, b], and what the head fixes."""
+        """Return the caller's keywords, those of [b, s] as [s, b], and the keywords that the head fixes."""
         self.check_unchanged()
         keywords = {n: self.sequence_first(n, value) if n in _PER_TOKEN else value for n, value in given.items()}
         return keywords | {
@@ -98,7 +98,7 @@ class HeadCall:
         }
 
     def form(self, role: str, keywords: dict[str, Any]) -> dict[str, Any]:
-        """The keywords of one of a divergence's two heads, taken out of the caller's."""
+        """Take the keywords of one of a divergence's two heads out of the caller's."""
         logits_scale, softcap = keywords.pop(f"{role}_logits_scale", 1.0), keywords.pop(f"{role}_softcap", None)
         check_number(f"{role}_logits_scale", logits_scale)
         check_softcap(self.head, softcap)
@@ -108,7 +108,7 @@ class HeadCall:
         return {f"{role}_logits_scale": scale, f"{role}_softcap": softcap if own is None else own}
 
     def sequence_first(self, name: str, per_token: Any) -> Any:
-        """A tensor [b, s, ...] as [s, b, ...]; anything else as it is."""
+        """Return a tensor [b, s, ...] as [s, b, ...], and anything else unchanged."""
         if not isinstance(per_token, Tensor):
             return per_token
         shape, dims = tuple(per_token.shape), _PER_TOKEN.get(name)
@@ -123,7 +123,7 @@ class HeadCall:
         return logits_dtype_of(self.head) or self.autocast_dtype or self.hidden.dtype
 
     def check_unchanged(self) -> None:
-        """What is computed of hidden and weight later must be what the forward pass would have computed of them."""
+        """Raise if hidden or weight is not what the forward pass had: the result would not be that pass's."""
         for name, tensor, version in zip(("hidden", "weight"), (self.hidden, self.weight), self.versions, strict=True):
             if version_of(tensor) != version:
                 raise RuntimeError(f"the LM head's {name} was changed in place after the forward pass that it was of")
@@ -134,7 +134,7 @@ def version_of(tensor: Tensor) -> int:
 
 
 def check_not_fixed(keywords: Mapping[str, Any]) -> None:
-    """Refuses what a call of the head fixes."""
+    """Raise TypeError for keywords that the head fixes."""
     fixed_by_head = {"tp_group", "sequence_parallel", "vocab_start", "reduce_grad_hidden", "weight_grad_sink"}
     fixed = fixed_by_head & keywords.keys()
     if fixed:
@@ -142,12 +142,12 @@ def check_not_fixed(keywords: Mapping[str, Any]) -> None:
 
 
 def batch_first(result: T) -> T:
-    """What an operation returns, each [s, b, ...] of its tensors as [b, s, ...]."""
+    """Return the result of an operation with each of its tensors [s, b, ...] as [b, s, ...]."""
     return tree_map_only(Tensor, lambda part: swap(part) if part.dim() > 1 else part, result)
 
 
 def csr_sequence_first(ids: Tensor, offsets: Tensor, tokens: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return CSR of tokens [b, s] as that of [s, b], and each id's place in the former; None: they are the same."""
+    """Return CSR over tokens [b, s] as CSR over [s, b], and each id's place in the former; None: they are the same."""
     batch, sequence = tokens
     sound = isinstance(offsets, Tensor) and tuple(offsets.shape) == (batch * sequence + 1,)
     if batch == 1 or not sound or not isinstance(ids, Tensor) or ids.numel() == 0:  # others are refused as they are

@@ -1,4 +1,4 @@
-"""Which classes of output layer can be fused beside megatron-core's own, and what each does to hidden @ weight.T."""
+"""Classes of output layers that can be fused beside megatron-core's own, and what each does to hidden @ weight.T."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
 _PRODUCT = ("forward", "_forward_impl")  # the methods that decide what a ColumnParallelLinear returns
-# From a head to the softcap and the dtype of its logits that a class of it says; None: that it changes nothing.
+# From a head to the softcap and the dtype of its logits; None: not changed.
 _Form = Callable[[Any], tuple[float | None, torch.dtype | None]]
 
 
@@ -44,11 +44,11 @@ def accept_head(
     softcap: float | Callable[[nn.Module], float | None] | None = None,
     logits_dtype: torch.dtype | Callable[[nn.Module], torch.dtype | None] | None = None,
 ) -> None:
-    """From now on `capture_lm_head` and `enable_fused_linear_ce` take heads of this class for what is said here.
+    """Let `capture_lm_head` and `enable_fused_linear_ce` take heads of this class.
 
-    The logits of such a head must be `hidden @ weight.T`, softcapped if said so, and nothing else: what its own code
-    does beyond that is not run where the loss is fused. Known without this call are Megatron's LinearCrossEntropyModule
-    (dev), Megatron-Bridge's Gemma output layers and AReaL's heads.
+    The logits of such a head must be `hidden @ weight.T`, softcapped or not, and nothing else: the head's own code is
+    not run where the loss is fused. Accepted without this call: Megatron's LinearCrossEntropyModule (dev),
+    Megatron-Bridge's Gemma output layers and AReaL's heads.
 
     Args:
         head: a subclass of megatron-core's ColumnParallelLinear that has its own `forward` or `_forward_impl`, a mixin
@@ -56,9 +56,9 @@ def accept_head(
             are accepted with it.
         softcap: c where the logits are `c * tanh(hidden @ weight.T / c)`: a positive float, or a function of the head
             that gives it; None or 0: there is no cap.
-        logits_dtype: what the head returns its logits in, or a function of the head that gives it; `None`: in hidden's.
-            The fused loss is computed in fp32 from hidden and weight as they are, whatever this is; it matters to code
-            that asks an enabled model for logits.
+        logits_dtype: dtype of the logits that the head returns, or a function of the head that gives it; `None`:
+            hidden's. The fused loss is computed in fp32 from hidden and weight whatever this is; it is the dtype that
+            uncomputed logits report.
 
     Raises:
         TypeError: `head` is neither a class nor a function, or `softcap` neither a number nor one.
@@ -78,7 +78,7 @@ def accept_head(
 
 
 def unknown_head_reasons(head: nn.Module) -> Iterator[str]:
-    """Why the class of this head says nothing of its logits; nothing when its parts are all known."""
+    """Yield why the logits of a head of this class are not known; nothing when all its parts are."""
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
     kind = type(head).__name__
@@ -99,18 +99,18 @@ def unknown_head_reasons(head: nn.Module) -> Iterator[str]:
 
 
 def softcap_of(head: ColumnParallelLinear) -> float | None:
-    """The c of softcap * tanh(product / softcap), of a head that `unknown_head_reasons` has nothing against."""
+    """Return the softcap of a head that `unknown_head_reasons` has nothing against."""
     return next(iter(_softcaps(head)), None)
 
 
 def logits_dtype_of(head: ColumnParallelLinear) -> torch.dtype | None:
-    """What such a head returns its logits in; None: in hidden's dtype."""
+    """Return the dtype of such a head's logits; None: hidden's."""
     own = getattr(head, "output_dtype", None)  # of ColumnParallelLinear, from 0.20
     return next((dtype for _, dtype in (*_forms(head), (None, own)) if dtype is not None), None)
 
 
 def check_softcap(head: ColumnParallelLinear, softcap: float | None) -> None:
-    """Raises ValueError where the caller wants a softcap and the head has its own."""
+    """Raise ValueError where the caller gives a softcap and the head has its own."""
     own = softcap_of(head)
     if softcap is not None and own is not None:
         raise ValueError(f"softcap must not be given: the head has its own, {own}; got {softcap}")
@@ -121,7 +121,7 @@ def _overrides(cls: type) -> list[str]:
 
 
 def _own_parts(head: nn.Module) -> list[type | Callable]:
-    """The classes in front of ColumnParallelLinear that take part in the product, and what the instance has."""
+    """Return the classes before ColumnParallelLinear that change the product, and the instance's own function."""
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
     order = type(head).__mro__

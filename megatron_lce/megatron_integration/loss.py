@@ -1,4 +1,4 @@
-"""The loss of an enabled model: the two methods that it runs in place of its own."""
+"""The loss of an enabled model: the two methods that run in place of its own."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ class FusedLoss(ReplacedHead):
 
     @property
     def is_on_top(self) -> bool:
-        """Neither a capture nor another library's methods are over its own."""
+        """Whether neither a capture nor another library's methods hide its own."""
         return all(override_of(one.module, one.name) is one and one.owners[-1] is self for one in self.overrides)
 
     def options_now(self) -> dict[str, Any]:
-        """The loss's options; all rows while a CUDA graph is captured, which cannot wait for their number."""
+        """Return the loss's options; all rows while a CUDA graph is captured, which cannot wait for their number."""
         return self.options | {"skip_ignored": self.skip_masked and not is_captured()}
 
     def _counted_labels(self, labels: Tensor) -> Tensor:
-        """Labels of the main or the next MTP loss. Megatron gives the tokens that it rolls in a weight of 0."""
+        """Return labels of the main or the next MTP loss. Megatron gives tokens that it rolls in a weight of 0."""
         if self.mtp_losses_left == 0 or self._mtp_mask is None:
             return labels
         self.mtp_losses_left -= 1
@@ -108,9 +108,9 @@ class FusedLoss(ReplacedHead):
         return logits.compute_loss(labels, promise=self.promise, **arguments, **self.options_now())
 
     def start_pass(self, given: dict[str, Any], takes_labels: bool) -> Tensor | None:
-        """Whether the model wants logits; masked labels [b, s] become ignored ones.
+        """Note whether the model wants logits, and return labels [b, s] with masked ones ignored.
 
-        Megatron derives the labels of its MTP losses from these by the shift that it derives their mask by.
+        Megatron shifts these for its MTP losses as it shifts their mask.
         """
         labels, loss_mask = given.get("labels"), given.get("loss_mask")
         self._wants_logits = labels is None and takes_labels
@@ -136,7 +136,7 @@ class FusedLoss(ReplacedHead):
 
 
 def _rolled(model: LanguageModule, packed: Any, mask: Tensor) -> Tensor:
-    """A mask [b, s] of the tokens whose next MTP loss counts, rolled by Megatron as it rolls the labels."""
+    """Return a mask [b, s] of the tokens whose next MTP loss counts, rolled by Megatron as it rolls the labels."""
     from megatron.core.transformer.multi_token_prediction import roll_tensor
 
     groups = getattr(model, "pg_collection", None)
@@ -146,6 +146,6 @@ def _rolled(model: LanguageModule, packed: Any, mask: Tensor) -> Tensor:
 
 
 def not_applied(options: dict[str, Any]) -> str:
-    """The end of a warning: which options would have changed the loss itself."""
+    """Return the end of a warning: which options would have changed the loss itself."""
     lost = [name for name in ("softcap", "vocab_size") if options[name] is not None]
     return f"; not applied: {', '.join(lost)}" if lost else ""

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class MainGradSink:
-    """A place for the weight's gradient: each slab's is added to `weight.main_grad`.
+    """`weight.main_grad` as the place where each slab's weight gradient is added.
 
     Autograd still receives a gradient, zeros, so that the hook of DistributedDataParallel fires when all uses of the
     weight are done. That hook adds what autograd has summed to `main_grad`, unless `weight.grad_added_to_main_grad`
@@ -68,10 +68,10 @@ def _mark_if_alone(zeros: Tensor, weight: Tensor) -> None:
 
 
 def main_grad_sink(weight: Tensor, head: ColumnParallelLinear) -> MainGradSink | None:
-    """A sink for the weight that `head` is called with, where its gradient can go into an fp32 `main_grad`; else None.
+    """Return a sink for the weight that `head` is called with if its gradient can go into an fp32 `main_grad`.
 
-    Without one the gradient is returned, and DDP's hook adds it. That is so for a `main_grad` of another dtype,
-    as slabs are accumulated in fp32 only, and for an H that is no multiple of 8, whose rows are copied.
+    None: the gradient is returned, and DDP's hook adds it. So for a `main_grad` of another dtype, because slabs are
+    accumulated in fp32 only, and for an H that is not a multiple of 8, whose rows are copied.
     """
     main_grad = getattr(weight, "main_grad", None)
     if not head.gradient_accumulation_fusion or not weight.requires_grad or main_grad is None:

@@ -12,7 +12,7 @@ _DEFINED_IN = "megatron.core.fusions.fused_linear_cross_entropy"
 
 
 def install_megatron_linear_cross_entropy(install: bool = True) -> None:
-    """Puts `compat.megatron_linear_cross_entropy` in the place of Megatron's operation, for every model of the process.
+    """Put `compat.megatron_linear_cross_entropy` in the place of Megatron's operation, for all models of the process.
 
     Megatron's `cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="linear"` then runs on every GPU that Triton
     supports, and on a CPU; its own kernel runs on compute capability 10 only. The versions that have this flag: the dev
@@ -20,7 +20,7 @@ def install_megatron_linear_cross_entropy(install: bool = True) -> None:
     HybridModel, which ignores the flag and fails, `enable_fused_linear_ce` does the same.
 
     Args:
-        install: False: gives Megatron its own operation back.
+        install: False gives Megatron its own operation back.
 
     Raises:
         RuntimeError: this megatron-core has no such operation.

@@ -1,4 +1,4 @@
-"""A ready `output_processor` for GPTModel.forward of megatron-core 0.18 and newer."""
+"""An `output_processor` for GPTModel.forward of megatron-core 0.18 and newer."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
 @dataclass
 class FusedOutputContext:
-    """What `fused_output_processor` is to compute in one forward pass, and what the model is to return.
+    """Options of `fused_output_processor` for one forward pass, and what the model is to return.
 
     Attributes:
-        temperature: a positive float, or a floating tensor [b, s]; where a token is not counted it may be anything.
-        entropy: False: the outputs have none, and it costs nothing.
+        temperature: a positive float, or a floating tensor [b, s]; at ignored tokens it may be anything.
+        entropy: as in `linear_cross_entropy`.
         labels: [b, s], any integer dtype, in place of the labels that the model is called with, which MTP uses too.
             Negative ones are ignored rows: every output 0, no gradient.
-        counted: [b, s] bool: tokens that count; the others are ignored rows too. None: all.
-        result: makes what the model returns of the outputs, each [b, s]; by default the outputs themselves. Between
-            pipeline stages and in Megatron's schedules it is best a tensor, or what the loss function takes.
+        counted: [b, s] bool, False at tokens that are ignored rows too. None: no others are.
+        result: function from the outputs, each [b, s], to what the model returns; by default the outputs themselves.
+            Between pipeline stages and in Megatron's schedules return a tensor, or what the loss function takes.
         keywords: further keywords of `CapturedHead.linear_cross_entropy`, such as telemetry, vocab_size or backend.
     """
 
@@ -55,14 +55,14 @@ def fused_output_processor(
     config: TransformerConfig,
     **_: Any,
 ) -> Any:
-    """Logprobs and entropy in place of the head and the loss, without logits.
+    """Return logprobs and entropy in place of the head and the loss, without logits.
 
         context = megatron_lce.FusedOutputContext(temperature=0.7, result=lambda outputs: outputs.logprobs)
         logprobs = model(tokens, positions, mask, labels=labels, output_processor_context=context,
                          output_processor=megatron_lce.fused_output_processor)
 
-    Takes the arguments that GPTModel gives; a context of None is that of a `FusedOutputContext()`. hidden is not
-    gathered: under sequence parallel the operation does it, and keeps the shard.
+    Takes the arguments that GPTModel gives; a context of None is a `FusedOutputContext()`. Under sequence parallel
+    the operation gathers hidden, and keeps the shard.
 
     Raises:
         ValueError: no labels, neither here nor in the context; or the head is one that hidden and weight do not
@@ -97,7 +97,7 @@ def fused_output_processor(
     temperature = context.temperature
     if isinstance(temperature, Tensor) and temperature.shape == labels.shape:
         temperature = temperature.where(counted, 1.0)
-    # What Megatron does between head and loss, MuP's factor, is noted by the logits, which are never computed.
+    # Uncomputed logits note what Megatron does between head and loss: MuP's factor.
     logits = scale_logits(UncomputedLogits(HeadCall.of(output_layer, hidden_states, weight)))
     assert isinstance(logits, UncomputedLogits)
     outputs = logits.call.run(

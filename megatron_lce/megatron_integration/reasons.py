@@ -49,7 +49,7 @@ def find_language_model(model: nn.Module | Sequence[nn.Module]) -> LanguageModul
             Float16Module, a VLM), or the list of virtual pipeline chunks that Megatron's schedules take.
 
     Raises:
-        TypeError: `model` is nothing of Megatron's.
+        TypeError: `model` is not and holds no megatron-core language model.
         ValueError: `model` holds several heads.
     """
     from megatron.core.models.common.language_module.language_module import LanguageModule
