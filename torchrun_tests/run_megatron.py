@@ -7,6 +7,7 @@ are left out. One rank runs what is left without tensor, sequence and pipeline p
 """
 
 import dataclasses
+import functools
 import importlib.util
 import os
 import sys
@@ -17,6 +18,7 @@ import megatron_cases as cases
 import torch
 from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
+from megatron_fsdp import HEAD, KEPT, MEGATRONS, MIXED, MODEL, check_fsdp, check_fsdp_errors
 from megatron_heads import check_capture, check_captured_jsd, check_compat, check_logits
 from megatron_ranks import check_fallback, check_reasons_of_one_rank, check_refusal_on_one_rank
 from megatron_training import (
@@ -65,6 +67,17 @@ if "mtp_detach_heads" in SETTINGS:  # from 0.19
     FURTHER_CASES.append(cases.Case(mtp=True, main_grad=True, config=(("mtp_detach_heads", True),)))
 if importlib.util.find_spec("megatron.core.models.hybrid") is not None:  # from 0.18, the first with MTP
     OTHER_MODEL_CASES.append(cases.Case(tied=True, mtp=True))
+ALONE = cases.Case(tensor_parallel=1)
+FSDP_CASES = [
+    (HEAD, ALONE),
+    (KEPT, dataclasses.replace(ALONE, masked=True, known=True)),
+    (MIXED, dataclasses.replace(ALONE, hidden_size=128)),
+    (MODEL, dataclasses.replace(ALONE, tied=True, mtp=True)),
+    (MEGATRONS, dataclasses.replace(ALONE, known=True)),
+    (HEAD, cases.Case(sequence_parallel=True, masked=True, known=True)),
+    (MODEL, cases.Case(tied=True)),
+    (MEGATRONS, cases.Case(sequence_parallel=True)),
+]
 CAPTURED_CASES = [
     cases.Case(mtp=True),
     cases.Case(tied=True, sequence_parallel=True, pipeline=True, virtual_pipeline=True),
@@ -90,6 +103,8 @@ def checks(combinations: str) -> list[tuple[Callable, cases.Case]]:
         (check_reasons_of_one_rank, [cases.Case()]),
         (check_refusal_on_one_rank, plain),
         (check_fallback, [cases.Case(), cases.Case(pipeline=True)]),
+        *((functools.partial(check_fsdp, sharding), [case]) for sharding, case in FSDP_CASES),
+        (check_fsdp_errors, [ALONE]),
     )
     return [(check, case) for check, chosen in groups for case in chosen]
 

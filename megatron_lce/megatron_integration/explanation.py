@@ -17,8 +17,9 @@ from megatron_lce.megatron_integration.main_grad import main_grad_sink
 from megatron_lce.megatron_integration.reasons import (
     NO_HEAD,
     find_language_model,
+    fusing_reasons,
     head_reasons,
-    loss_reasons,
+    modules_of,
     weight_of,
 )
 
@@ -53,6 +54,8 @@ class Explanation:
         lines = [verdict, *(f"- {reason}" for reason in self.reasons)]
         if not self.can_fuse and self.can_capture:
             lines.append("it can be captured: capture_lm_head works on this model")
+        if self.can_fuse and not self.can_capture:
+            lines.append("it cannot be captured: FSDP frees its weight after the output layer's call")
         if self.backend is not None:
             lines.append(f"backend: {self.backend}")
         if self.head is not None:
@@ -78,9 +81,8 @@ def explain(model: nn.Module | Sequence[nn.Module], tokens: int = 8192) -> Expla
     language_model = find_language_model(model)
     if language_model is None:
         return Explanation(can_capture=False, can_fuse=False, reasons=(NO_HEAD,))
-    of_head, weight = head_reasons(language_model), weight_of(language_model)
-    reasons = of_head + loss_reasons(language_model)
-    found = Explanation(not of_head, not reasons, reasons)
+    weight, reasons = weight_of(language_model), fusing_reasons(language_model, modules_of(model))
+    found = Explanation(not head_reasons(language_model), not reasons, reasons)
     if not isinstance(weight, Tensor) or weight.dim() != 2 or weight.dtype not in DTYPES.values():
         return found
     if weight.shape[1] % ALIGNED_COLUMNS:

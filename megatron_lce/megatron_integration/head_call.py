@@ -127,6 +127,8 @@ class HeadCall:
         for name, tensor, version in zip(("hidden", "weight"), (self.hidden, self.weight), self.versions, strict=True):
             if version_of(tensor) != version:
                 raise RuntimeError(f"the LM head's {name} was changed in place after the forward pass that it was of")
+            if not torch.compiler.is_compiling() and tensor.numel() and not tensor.untyped_storage().size():
+                raise RuntimeError(f"the LM head's {name} was freed, as by FSDP, after the forward pass that it was of")
 
 
 def version_of(tensor: Tensor) -> int:

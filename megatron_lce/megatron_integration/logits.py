@@ -22,6 +22,7 @@ from megatron_lce.token_loss import linear_token_losses
 _SCALE = {Tensor.mul, torch.mul}
 _MAX, _ARGMAX = {Tensor.max, torch.max}, {Tensor.argmax, torch.argmax}
 _GET_BASE = Tensor._base.__get__  # type: ignore[attr-defined, union-attr]
+_OF_FSDP = {Tensor.view_as, Tensor.to}  # what its hooks do to any output
 # What needs no values, beside a tensor's attributes.
 _ASKED = {Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, torch.is_floating_point}
 
@@ -52,20 +53,22 @@ class UncomputedLogits(Tensor):
 
     call: HeadCall
     largest: tuple[Tensor, Tensor] | None  # over the vocabulary and its id, [s, b], after a loss with telemetry
+    loss: Tensor | None  # [b, s], if it was computed in the head's call, and as FSDP's hooks have made it then
 
     @staticmethod
-    def __new__(cls, call: HeadCall, *_: Any):
+    def __new__(cls, call: HeadCall, *_: Any, loss: Tensor | None = None):
         batch, sequence = call.tokens
         return Tensor._make_wrapper_subclass(
             cls,
             (sequence, batch, call.weight.shape[0]),
             dtype=call.logits_dtype,
             device=call.hidden.device,
-            requires_grad=call.with_gradient and call.hidden.requires_grad,  # so that backward hooks reach for them
+            # so that backward hooks reach for them, unless these are the loss's
+            requires_grad=call.with_gradient and call.hidden.requires_grad and loss is None,
         )
 
-    def __init__(self, call: HeadCall, instead: Callable[[HeadCall], Tensor] = _refuse):
-        self.call, self._instead, self.largest = call, instead, None
+    def __init__(self, call: HeadCall, instead: Callable[[HeadCall], Tensor] = _refuse, *, loss: Tensor | None = None):
+        self.call, self._instead, self.largest, self.loss = call, instead, None, loss
 
     def compute_loss(
         self,
@@ -104,7 +107,9 @@ class UncomputedLogits(Tensor):
     def _run(cls, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """A function of torch's with such logits among its arguments."""
         logits = args[0] if args and isinstance(args[0], cls) else None
-        if logits is not None and func in _SCALE and isinstance(args[1], int | float):
+        if logits is not None and logits.loss is not None and func in _OF_FSDP:
+            return logits
+        if logits is not None and logits.loss is None and func in _SCALE and isinstance(args[1], int | float):
             return cls(replace(logits.call, logits_scale=logits.call.logits_scale * args[1]), logits._instead)
         # Megatron's acceptance metrics ask which token the MTP head would have chosen, after its loss.
         if logits is not None and logits.largest is not None and (len(args), kwargs) == (1, {"dim": -1}):

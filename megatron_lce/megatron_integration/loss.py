@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_lce.core.collectives import is_captured
 from megatron_lce.core.options import IGNORE_INDEX
 from megatron_lce.core.upstream import Promise
-from megatron_lce.megatron_integration.head_call import HeadCall
+from megatron_lce.megatron_integration.fsdp import freed_reasons, is_freed
+from megatron_lce.megatron_integration.head_call import HeadCall, version_of
 from megatron_lce.megatron_integration.logits import UncomputedLogits
-from megatron_lce.megatron_integration.reasons import managed_weight_reason, warn_on_one_rank
+from megatron_lce.megatron_integration.reasons import warn_on_one_rank, weight_reasons
 from megatron_lce.megatron_integration.replace import ReplacedHead, override_of
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ class FusedLoss(ReplacedHead):
         self._packed: Any = None  # Megatron's parameters of packed sequences
         self._warned: set[str] = set()
         self._wants_logits = False  # the pass has no labels
+        self._labels: Tensor | None = None  # [b, s] of this pass
+        self._labels_version = 0
         self._not_used: str | None = None  # why the head last gave Megatron's logits although there are labels
 
     @property
@@ -72,7 +75,8 @@ class FusedLoss(ReplacedHead):
         other = self.in_pass not in (None, self.language_model)  # models may share the head
         if other or (self.in_pass is None and not wants_loss):
             return self.overrides[0].below(self)(input_, weight, runtime_gather_output, **of_loss)
-        self._not_used = reason = self._why_megatron(weight, wants_loss, runtime_gather_output)
+        weight_used = self.head.weight if weight is None else weight
+        self._not_used = reason = self._why_megatron(weight_used, wants_loss, runtime_gather_output)
         if reason is not None:
             if wants_loss:
                 self._warn_once(reason + not_applied(self.options))
@@ -80,15 +84,45 @@ class FusedLoss(ReplacedHead):
                 self._warn_once(reason)
             return type(self.head).forward(self.head, input_, weight, runtime_gather_output, **of_loss)
         logits = UncomputedLogits(HeadCall.of(self.head, input_, weight))
-        return self._loss(logits, **of_loss) if of_loss.pop("output_cross_entropy_loss", False) else (logits, None)
+        if of_loss.pop("output_cross_entropy_loss", False):
+            return self._loss(logits, **of_loss)
+        return self._with_loss(logits) if is_freed(self.head, weight_used) else (logits, None)
 
-    def _why_megatron(self, weight: Tensor | None, wants_loss: bool, gathers: bool | None) -> str | None:
+    def _why_megatron(self, weight: Tensor, wants_loss: bool, gathers: bool | None) -> str | None:
         """Return why Megatron's own head computes this call; None: the loss is fused."""
         if self._wants_logits and not wants_loss:
             return _NO_LABELS
         if gathers and not wants_loss:  # for sampling, never for a loss
             return "runtime_gather_output asks for gathered logits"
-        return self._why_replaced() or managed_weight_reason(self.head, self.head.weight if weight is None else weight)
+        # FSDP may have been put around the head since it was enabled
+        freed = is_freed(self.head, weight) and not wants_loss
+        reasons = (*weight_reasons(weight), *(freed_reasons(self.language_model.config) if freed else ()))
+        if freed and self._labels is None:
+            reasons += ("FSDP frees the head's weight, and the model's forward takes no labels",)
+        return self._why_replaced() or next(iter(reasons), None)
+
+    def _with_loss(self, logits: UncomputedLogits) -> tuple[Tensor, Tensor]:
+        """Return uncomputed logits that hold their loss, and the loss in the place of the bias.
+
+        So FSDP's hooks on the head's outputs see a tensor of the graph: they gather the weight again before its
+        backward, and may replace it by a view.
+        """
+        assert self._labels is not None
+        loss = self._loss(logits, self._labels).clone()  # never a view, of which hooks may be lost
+        logits = UncomputedLogits(logits.call, loss=loss)
+
+        def take_loss(head: nn.Module, _: Any, output: tuple[Tensor, Tensor]) -> None:
+            handle.remove()
+            if output[1].dtype != loss.dtype:
+                raise RuntimeError(
+                    "the output_layer's MixedPrecisionPolicy must have an output_dtype of None or torch.float32, got "
+                    f"{output[1].dtype}, which rounds the loss"
+                )
+            logits.loss = output[1]
+
+        if self.head._forward_hooks:  # else the call runs none; behind them, as the last
+            handle = self.head.register_forward_hook(take_loss)
+        return logits, loss
 
     def _why_replaced(self) -> str | None:
         if self.has_its_head:  # else the new one may call it
@@ -100,6 +134,13 @@ class FusedLoss(ReplacedHead):
             reason = self._not_used or self._why_replaced() or _OTHER_LOGITS
             self._warn_once(reason + not_applied(self.options))
             return type(self.language_model).compute_language_model_loss(self.language_model, labels, logits)
+        if logits.loss is not None:
+            if labels is not self._labels or version_of(labels) != self._labels_version:
+                raise RuntimeError(
+                    "labels must be the tensor that the model was called with, unchanged: under FSDP the loss is "
+                    "computed in the output layer's call"
+                )
+            return logits.loss
         # MTP's acceptance metrics read the largest logit after the loss, in training.
         return self._loss(logits, labels, telemetry=self.language_model.training and self.mtp_layers > 0)
 
@@ -112,11 +153,16 @@ class FusedLoss(ReplacedHead):
 
         Megatron shifts these for its MTP losses as it shifts their mask.
         """
-        labels, loss_mask = given.get("labels"), given.get("loss_mask")
-        self._wants_logits = labels is None and takes_labels
         self._not_used = self._mtp_mask = None
+        labels = self._masked_labels(given)
+        self._wants_logits = labels is None and takes_labels
+        self._labels, self._labels_version = labels, 0 if labels is None else version_of(labels)
+        return labels if labels is not given.get("labels") else None
+
+    def _masked_labels(self, given: dict[str, Any]) -> Tensor | None:
+        labels, loss_mask = given.get("labels"), given.get("loss_mask")
         if labels is None or not (self.skip_masked or self.promise):
-            return None
+            return labels
         if self.promise and self.mtp_layers:
             self._mtp_mask = torch.ones_like(labels) if loss_mask is None else (loss_mask != 0).long()
             self._packed = given.get("packed_seq_params")
@@ -124,7 +170,7 @@ class FusedLoss(ReplacedHead):
             if self.skip_masked:
                 called = f"{type(self.in_pass).__name__} was called with labels and without loss_mask"
                 self._warn_once(called, "skip_masked is True but only negative labels are skipped")
-            return None
+            return labels
         if loss_mask.shape != labels.shape:
             raise ValueError(f"loss_mask must have labels' shape, {tuple(labels.shape)}, got {tuple(loss_mask.shape)}")
         return labels.masked_fill(loss_mask == 0, IGNORE_INDEX)

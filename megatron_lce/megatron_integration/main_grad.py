@@ -71,10 +71,13 @@ def main_grad_sink(weight: Tensor, head: ColumnParallelLinear) -> MainGradSink |
     """Return a sink for the weight that `head` is called with if its gradient can go into an fp32 `main_grad`.
 
     None: the gradient is returned, and DDP's hook adds it. So for a `main_grad` of another dtype, because slabs are
-    accumulated in fp32 only, and for an H that is not a multiple of 8, whose rows are copied.
+    accumulated in fp32 only, for an H that is not a multiple of 8, whose rows are copied, and under Megatron-FSDP,
+    which allocates `main_grad` anew in each backward pass.
     """
     main_grad = getattr(weight, "main_grad", None)
-    if not head.gradient_accumulation_fusion or not weight.requires_grad or main_grad is None:
+    if not head.gradient_accumulation_fusion or not weight.requires_grad or hasattr(weight, "__fsdp_param__"):
+        return None
+    if main_grad is None:
         return None
     aligned = weight.shape[1] % 8 == 0
     return MainGradSink(weight) if main_grad.dtype == torch.float32 and aligned else None

@@ -7,17 +7,16 @@ not: `reasons_of_group` makes the ranks decide alike.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from megatron_lce.core import collectives
 from megatron_lce.core.validation import DTYPES
+from megatron_lce.megatron_integration.fsdp import FREED, freed_reasons, is_freed, is_hook_of_fsdp, is_whole_in_forward
 from megatron_lce.megatron_integration.heads import unknown_head_reasons
-from megatron_lce.megatron_integration.replace import HookOnLogits
 
 if TYPE_CHECKING:
     from megatron.core.models.common.language_module.language_module import LanguageModule
@@ -36,9 +35,14 @@ def find_fusable_model(model: nn.Module | Sequence[nn.Module]) -> tuple[Language
     language_model = find_language_model(model)
     if language_model is None:
         return None, (NO_HEAD,)
-    return language_model, reasons_of_group(
-        language_model, (*head_reasons(language_model), *loss_reasons(language_model))
-    )
+    return language_model, reasons_of_group(language_model, fusing_reasons(language_model, modules_of(model)))
+
+
+def weight_reasons(weight: Tensor | None) -> tuple[str, ...]:
+    if weight is None or (type(weight.data) is Tensor and weight.dtype in DTYPES):
+        return ()
+    kind = type(weight.data).__name__
+    return (f"the head's weight is a {kind} of {weight.dtype}, not a plain fp32, bf16 or fp16",)
 
 
 def find_language_model(model: nn.Module | Sequence[nn.Module]) -> LanguageModule | None:
@@ -84,13 +88,27 @@ def _makes_logits(module: nn.Module) -> bool:
 
 
 def head_reasons(language_model: LanguageModule) -> tuple[str, ...]:
-    """Return why `hidden` and the head's weight alone do not determine this model's logits."""
+    """Return why `hidden` and the head's weight do not determine this model's logits, also behind the head's call."""
+    head, weight = language_model.output_layer, weight_of(language_model)
+    return (*_output_reasons(language_model), *reasons_of_head(head, language_model.config, weight))
+
+
+def fusing_reasons(language_model: LanguageModule, modules: list[nn.Module]) -> tuple[str, ...]:
+    """Return why this model's loss cannot be fused; `modules` are all that FSDP may have as units."""
+    head, weight = language_model.output_layer, weight_of(language_model)
+    if is_freed(head, weight):
+        of_weight = freed_reasons(language_model.config)
+    else:
+        of_weight = () if is_whole_in_forward(modules, weight) else weight_reasons(weight)
+    of_head = _product_reasons(head, language_model.config)
+    return (*_output_reasons(language_model), *of_head, *of_weight, *_loss_reasons(language_model))
+
+
+def _output_reasons(language_model: LanguageModule) -> Iterator[str]:
     head, vocab_size = language_model.output_layer, getattr(language_model, "vocab_size", None)
-    reasons = reasons_of_head(head, language_model.config, weight_of(language_model))
     if getattr(head, "output_size", vocab_size) != vocab_size:
         wrong = f"output_layer has {head.output_size} outputs, not the vocabulary's {vocab_size}"
-        return (f"{wrong}: a critic's or classifier's head", *reasons)
-    return reasons
+        yield f"{wrong}: a critic's or classifier's head"
 
 
 def weight_of(language_model: LanguageModule) -> Tensor | None:
@@ -102,6 +120,10 @@ def weight_of(language_model: LanguageModule) -> Tensor | None:
 
 def reasons_of_head(head: nn.Module, config: TransformerConfig, weight: Tensor | None) -> tuple[str, ...]:
     """Return why `hidden` and the weight that this head is called with do not determine what it returns."""
+    return (*_product_reasons(head, config), *((FREED,) if is_freed(head, weight) else weight_reasons(weight)))
+
+
+def _product_reasons(head: nn.Module, config: TransformerConfig) -> tuple[str, ...]:
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
     unknown = tuple(unknown_head_reasons(head))
@@ -122,10 +144,10 @@ def reasons_of_head(head: nn.Module, config: TransformerConfig, weight: Tensor |
         "defer_embedding_wgrad_compute is set": config.defer_embedding_wgrad_compute,
         "config_logger_dir is set, which writes the logits to disk": bool(getattr(config, "config_logger_dir", "")),
     }
-    return (*(reason for reason, holds in reasons.items() if holds), *_weight_reasons(head, weight))
+    return tuple(reason for reason, holds in reasons.items() if holds)
 
 
-def loss_reasons(language_model: LanguageModule) -> tuple[str, ...]:
+def _loss_reasons(language_model: LanguageModule) -> tuple[str, ...]:
     """Return why the loss that this model computes from its logits is not the plain cross-entropy."""
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
@@ -157,29 +179,16 @@ def reasons_of_group(language_model: LanguageModule, reasons: tuple[str, ...]) -
     return tuple(dict.fromkeys(reason for of_rank in collectives.gather_objects(reasons, group) for reason in of_rank))
 
 
-def _weight_reasons(head: nn.Module, weight: Tensor | None) -> tuple[str, ...]:
-    managed = managed_weight_reason(head, weight)
-    if managed is not None:
-        return (managed,)
-    if not isinstance(weight, Tensor) or type(weight.data) is not Tensor or weight.dtype not in DTYPES:
-        kind = type(getattr(weight, "data", weight)).__name__
-        return (f"the head's weight is a {kind} of {getattr(weight, 'dtype', None)}, not a plain fp32, bf16 or fp16",)
-    return ()
-
-
-def managed_weight_reason(head: nn.Module, weight: Tensor | None) -> str | None:
-    """Return why the weight is gone when the loss needs it; FSDP may be put around a head that was supported before."""
-    if hasattr(weight, "__fsdp_param__") or isinstance(head, FSDPModule):
-        return "the head's weight is managed by FSDP, which frees it after the output layer's call"
-    return None
-
-
 def _has_unknown_hooks(head: nn.Module) -> bool:
     """Whether hooks are on this head that expect logits, or their gradient."""
     # Forward pre-hooks see the hidden only, and DDP uses them to wait for parameters: they run and are welcome.
-    hooks = [hook for hook in head._forward_hooks.values() if not isinstance(hook, HookOnLogits)]
-    unknown = {f"{hook.__module__}.{getattr(hook, '__qualname__', '')}" for hook in hooks} - _KNOWN_HOOKS
+    unknown = [hook for hook in head._forward_hooks.values() if not _is_known_hook(hook)]
     return bool(unknown or head._backward_hooks or head._backward_pre_hooks)
+
+
+def _is_known_hook(hook: Callable) -> bool:
+    name = f"{hook.__module__}.{getattr(hook, '__qualname__', '')}"
+    return name in _KNOWN_HOOKS or name.startswith(_OURS) or is_hook_of_fsdp(hook)
 
 
 def _patched(method: Callable, owner: type) -> bool:

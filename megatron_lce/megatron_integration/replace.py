@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from megatron_lce.megatron_integration.fsdp import is_hook_of_fsdp
 from megatron_lce.megatron_integration.logits import UncomputedLogits, uncompiled
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class ReplacedHead(ABC):
         self.mtp_losses_left = 0  # in this pass, in front of the main one
         self.in_pass: nn.Module | None = None  # the model whose forward runs; a shallow copy has the original's hooks
         for place, hook in self.head._forward_hooks.items():
-            if not isinstance(hook, HookOnLogits):
+            if not isinstance(hook, HookOnLogits) and not is_hook_of_fsdp(hook):
                 self.head._forward_hooks[place] = HookOnLogits(hook)
         self._hooks = (
             language_model.register_forward_pre_hook(self._start_pass, with_kwargs=True),

@@ -1,0 +1,185 @@
+"""Megatron models under torch's FSDP2, around the model and around its head: the fused head on and off."""
+
+import dataclasses
+import warnings
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import harness
+import megatron_cases as cases
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallel
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer import TransformerLayer
+from megatron.core.transformer.module import Float16Module
+from megatron_comparisons import compare_all
+from megatron_training import check_errors
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from megatron_lce import capture_lm_head, enable_fused_linear_ce, explain
+from megatron_lce.megatron_integration.reasons import find_language_model
+from scripts import megatron_runtime
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharding:
+    """How FSDP2 is put around a model."""
+
+    head: bool = True  # the output layer is a unit, as in TorchFullyShardedDataParallel; else the model has its weight
+    reshard: bool = True
+    policy: MixedPrecisionPolicy = dataclasses.field(default_factory=MixedPrecisionPolicy)
+    megatrons: bool = False  # by Megatron's own wrapper
+
+    @property
+    def name(self) -> str:
+        words = ["Megatron's FSDP2" if self.megatrons else "FSDP2", "head" if self.head else "model"]
+        words += [] if self.reshard else ["without reshard"]
+        words += [str(self.policy.param_dtype).removeprefix("torch.")] if self.policy.param_dtype else []
+        return " ".join(words)
+
+
+HEAD, MODEL, MEGATRONS = Sharding(), Sharding(head=False), Sharding(megatrons=True)
+KEPT, MIXED = Sharding(reshard=False), Sharding(policy=BF16)
+
+
+def mesh_of(device: torch.device) -> DeviceMesh:
+    return DeviceMesh.from_group(parallel_state.get_data_parallel_group(with_context_parallel=True), device.type)
+
+
+def build(case: cases.Case, sharding: Sharding, device: torch.device) -> nn.Module:
+    """The case's model, sharded over its data-parallel ranks."""
+    model = megatron_runtime.build_gpt(cases.gpt_options(case), device=device)
+    if sharding.megatrons:
+        return in_megatrons_wrapper(model, device)
+    language_model = model.module if isinstance(model, Float16Module) else model
+    arguments = {"mesh": mesh_of(device), "reshard_after_forward": sharding.reshard, "mp_policy": sharding.policy}
+    for module in (*language_model.decoder.layers, *([language_model.output_layer] if sharding.head else [])):
+        fully_shard(module, **arguments)
+    return fully_shard(model, **arguments)
+
+
+class OutputLayer(ColumnParallelLinear):
+    """A class of its own, as with TransformerEngine, whose layers hold no ColumnParallelLinear that were units too."""
+
+
+def in_megatrons_wrapper(model: nn.Module, device: torch.device) -> nn.Module:
+    model.output_layer.__class__ = OutputLayer
+    from_group = DeviceMesh.from_group
+    with mock.patch.object(DeviceMesh, "from_group", lambda group, _: from_group(group, device.type)):  # else "cuda"
+        return TorchFullyShardedDataParallel(
+            model.config,
+            DistributedDataParallelConfig(),
+            model,
+            sub_modules_to_wrap={TransformerLayer, LanguageModelEmbedding, OutputLayer},
+        )
+
+
+def train(model: nn.Module, batches: list[dict[str, Tensor]], masked: bool) -> tuple[dict, dict]:
+    """Accumulate gradients over the microbatches: (losses, gradients of whole parameters)."""
+    losses = {}
+    for i, batch in enumerate(batches):
+        output, loss_of = cases.forward_step(iter([batch]), model, masked=masked)
+        loss, kept = loss_of(output)
+        (loss / len(batches)).backward()
+        losses[f"microbatch {i}"] = kept["losses"]
+    gradients = {
+        name: (parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad).clone()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+    model.zero_grad()
+    return losses, gradients
+
+
+def check_fsdp(sharding: Sharding, case: cases.Case, device: torch.device, report: harness.Report) -> None:
+    """The flag on against off: losses and the accumulated gradient of every parameter, twice, and off again."""
+    name = f"{sharding.name}, {case.name}"
+    batches = cases.microbatches(case, device)
+    model = build(case, sharding, device)
+    losses, expected = train(model, batches, case.masked)
+    options = {"skip_masked": case.masked, "known_loss": case.known}
+    handle = enable_fused_linear_ce(model, on_unsupported="raise", **options)
+    report.check(f"{name}: enabled", handle.enabled and explain(model).can_fuse, repr(handle))
+    if sharding.policy.param_dtype is not None:
+        _, exact = train(
+            build(case, dataclasses.replace(sharding, policy=MixedPrecisionPolicy()), device), batches, case.masked
+        )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # of a loss that is not fused
+        for step in ("first", "second"):
+            found_losses, found = train(model, batches, case.masked)
+            if sharding.policy.param_dtype is not None:
+                check_errors(f"{name}: {step} step, gradients", found, expected, exact, report)
+                continue
+            compare_all(report, f"{name}: {step} step, losses", found_losses, losses)
+            compare_all(report, f"{name}: {step} step, gradients", found, expected)
+    handle.remove()
+    _, again = train(model, batches, case.masked)
+    same = all(torch.equal(again[key], gradient) for key, gradient in expected.items())
+    report.check(f"{name}: removed, Megatron's bits", same)
+
+
+def message_of(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return "no error"
+
+
+def check_fsdp_errors(case: cases.Case, device: torch.device, report: harness.Report) -> None:
+    """What is refused says so, and leaves FSDP as it was: the next step is right."""
+    batches = cases.microbatches(case, device)
+    batch = batches[0]
+    inputs, labels = (batch["tokens"], batch["positions"], None), batch["labels"]
+    model = build(case, HEAD, device)
+    losses, expected = train(model, batches, False)
+
+    message = message_of(lambda: capture_lm_head(model).__enter__())
+    right = "the LM head cannot be captured: the head's weight is managed by FSDP" in message
+    report.check("FSDP2: a capture is refused", right and "use enable_fused_linear_ce" in message, message)
+
+    handle = enable_fused_linear_ce(model, skip_masked=True)
+    language_model = find_language_model(model)
+    message = message_of(lambda: model(*inputs, labels=labels, loss_mask=batch["loss_mask"][:, 1:]))
+    report.check("FSDP2: an error in front of the head", message.startswith("loss_mask must have"), message)
+    wrong = labels[:, 1:].clone()
+    message = message_of(lambda: model(*inputs, labels=wrong))
+    report.check("FSDP2: an error in the head's call", message.startswith("labels must be [b, s]"), message)
+
+    fused = language_model.compute_language_model_loss
+    uses = {
+        "logits are not computed": (lambda logits: logits.square(), "the logits of an enabled model are not computed"),
+        "logits are not scaled": (lambda logits: logits * 2, "the logits of an enabled model are not computed"),
+    }
+    for name, (use, expected_message) in uses.items():
+        language_model.compute_language_model_loss = lambda labels, logits, use=use: fused(labels, use(logits))
+        message = message_of(lambda: model(*inputs, labels=labels))
+        report.check(f"FSDP2: {name}", message.startswith(expected_message), message)
+    language_model.compute_language_model_loss = lambda labels, logits: fused(labels.clone(), logits)
+    message = message_of(lambda: model(*inputs, labels=labels))
+    report.check("FSDP2: other labels", message.startswith("labels must be the tensor that"), message)
+    del language_model.compute_language_model_loss
+    handle.remove()
+
+    enable_fused_linear_ce(model, on_unsupported="raise")
+    found_losses, found = train(model, batches, False)
+    compare_all(report, "FSDP2: losses after errors", found_losses, losses)
+    compare_all(report, "FSDP2: gradients after errors", found, expected)
+    with torch.no_grad():
+        logits = model(*inputs)
+    report.check("FSDP2: logits without labels", logits.shape == (*labels.shape, cases.VOCAB_SIZE), str(logits.shape))
+    model = build(dataclasses.replace(case, mtp=True), HEAD, device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        handle = enable_fused_linear_ce(model)
+    left = len(handle.reasons) == 1 and handle.reasons[0].endswith("multi-token prediction shifts the labels")
+    report.check("FSDP2: MTP is left to Megatron", left, str(handle.reasons))
