@@ -22,26 +22,28 @@ def gathered_logits(
     num_ids, cap = ids.shape[0], softcap_scale(options)
     found = hidden.new_empty(2, num_ids, dtype=torch.float32)
     block = tiles.rows_of_program(8, num_ids)
-    if num_ids:
-        _gathered_logits_kernel[(ceil_div(num_ids, block),)](
-            hidden,
-            weight,
-            tokens,
-            ids,
-            rows.scale,
-            found,
-            num_ids,
-            hidden.shape[1],
-            hidden.stride(0),
-            weight.stride(0),
-            shard.start,
-            shard.columns,
-            0.0 if cap is None else cap,
-            SOFTCAP=cap is not None,
-            ROUND=options.logits_dtype is not None,
-            BLOCK_M=block,
-            BLOCK_H=512,
-        )
+    tiles.launch(
+        _gathered_logits_kernel,
+        (ceil_div(num_ids, block),),
+        hidden,
+        weight,
+        tokens,
+        ids,
+        rows.scale,
+        found,
+        num_ids,
+        hidden.shape[1],
+        hidden.stride(0),
+        weight.stride(0),
+        shard.start,
+        shard.columns,
+        0.0 if cap is None else cap,
+        SOFTCAP=cap is not None,
+        ROUND=options.logits_dtype is not None,
+        BLOCK_M=block,
+        BLOCK_H=512,
+        fused=True,
+    )
     return found
 
 
@@ -58,38 +60,42 @@ def gathered_sums(
 ) -> None:
     """Write the sums of factors * matrix[places] over each part to `out`, or add them, in the order of the parts."""
     block = min(1024, triton.next_power_of_2(out.shape[1]))
-    if out.shape[0]:
-        _gathered_sums_kernel[(out.shape[0], ceil_div(out.shape[1], block))](
-            matrix,
-            places,
-            factors,
-            offsets,
-            out,
-            out.shape[1],
-            matrix.stride(0),
-            out.stride(0),
-            0 if shard is None else shard.start,
-            matrix.shape[0] if shard is None else shard.columns,
-            ACCUMULATE=accumulate,
-            BLOCK_M=4,
-            BLOCK_H=block,
-        )
+    tiles.launch(
+        _gathered_sums_kernel,
+        (out.shape[0], ceil_div(out.shape[1], block)),
+        matrix,
+        places,
+        factors,
+        offsets,
+        out,
+        out.shape[1],
+        matrix.stride(0),
+        out.stride(0),
+        0 if shard is None else shard.start,
+        matrix.shape[0] if shard is None else shard.columns,
+        ACCUMULATE=accumulate,
+        BLOCK_M=4,
+        BLOCK_H=block,
+        fused=True,
+    )
 
 
 def write_columns(matrix: Tensor, columns: Tensor, values: Tensor) -> None:
     """Write values to some columns of each row."""
     block = 4096 if matrix.device.type == "cpu" else 512
-    if columns.numel():
-        _write_columns_kernel[(ceil_div(columns.numel(), block),)](
-            matrix,
-            columns.contiguous(),
-            values.contiguous(),
-            columns.numel(),
-            columns.shape[1],
-            matrix.shape[1],
-            matrix.stride(0),
-            BLOCK=block,
-        )
+    tiles.launch(
+        _write_columns_kernel,
+        (ceil_div(columns.numel(), block),),
+        matrix,
+        columns.contiguous(),
+        values.contiguous(),
+        columns.numel(),
+        columns.shape[1],
+        matrix.shape[1],
+        matrix.stride(0),
+        BLOCK=block,
+        fused=True,
+    )
 
 
 # One code for all strides: with another one, sums would have another order.

@@ -24,7 +24,9 @@ def sum_chunks(
     extremes = parts.new_empty(num_extremes(telemetry), num_tokens)
     sums = parts.new_empty(num_sums(entropy, telemetry), num_tokens, dtype=torch.int64)
     block_n = tiles.rows_of_program(8, num_tokens)  # of one warp: many small programs are fastest
-    _sum_chunks_kernel[(ceil_div(num_tokens, block_n),)](
+    tiles.launch(
+        _sum_chunks_kernel,
+        (ceil_div(num_tokens, block_n),),
         parts,
         all_extremes,
         extremes,
@@ -41,7 +43,7 @@ def sum_chunks(
         BLOCK_S=_BLOCK_S,
         BLOCK_N=block_n,
         num_warps=1,
-        enable_fp_fusion=False,  # the same bits with and without the optional rows
+        fused=False,  # the same bits with and without the optional rows
     )
     return extremes, sums
 

@@ -51,25 +51,28 @@ def _bf16_parts(matrix: Tensor) -> list[Tensor]:
 
 
 def split(matrix: Tensor, number: int, dtype: torch.dtype = torch.float16) -> tuple[Tensor, Tensor | None]:
-    """Return the parts of each row of a matrix [M, K], [M, number * width], the smallest first, and its factor.
+    """Return the parts of each row of a matrix [M, K], [M, number * width], the smallest first, and its power of
+    two.
 
     The width is a multiple of `SLAB_ROW_STEP`; behind a part are zeros. Three bf16 parts are an fp32 number. fp16 parts
-    are to be multiplied by the factors, powers of two, [M] fp32 and more, up to the end of a tile. Two of them keep a
-    number x to 2^-23 |x|, or to 2^-50 of the row's largest; the smaller is `LOW_PART` times as large. One keeps all of
-    a 16-bit x, or as much as is above 2^-39 of the row's largest. No parts: the matrix is returned.
+    are to be multiplied by the powers of two, [M] fp32 and more, up to the end of a tile. Two of them keep a number x
+    to 2^-23 |x|, or to 2^-50 of the row's largest; the smaller is `LOW_PART` times as large. One keeps all of a 16-bit
+    x, or as much as is above 2^-39 of the row's largest. No parts: the matrix is returned.
     """
     if number == 0:
         return matrix, None
     (num_rows, num_columns), width = matrix.shape, round_up(matrix.shape[1], SLAB_ROW_STEP)
-    parts, factors, written = matrix.new_empty(num_rows, number * width, dtype=dtype), None, num_rows
+    parts, powers, written = matrix.new_empty(num_rows, number * width, dtype=dtype), None, num_rows
     if dtype == torch.float16:
         written = round_up(num_rows, COLUMN_STEP)
-        factors = matrix.new_empty(written, dtype=torch.float32)
+        powers = matrix.new_empty(written, dtype=torch.float32)
     rows = tiles.rows_of_program(1, written)
-    _split_kernel[(ceil_div(written, rows),)](
+    tiles.launch(
+        _split_kernel,
+        (ceil_div(written, rows),),
         matrix,
         parts,
-        factors,
+        powers,
         num_rows,
         num_columns,
         width,
@@ -77,15 +80,16 @@ def split(matrix: Tensor, number: int, dtype: torch.dtype = torch.float16) -> tu
         PARTS=number,
         BLOCK_M=rows,
         BLOCK_K=min(1024, triton.next_power_of_2(width)),
+        fused=True,
     )
-    return parts, factors
+    return parts, powers
 
 
 @triton.jit(do_not_specialize=["M"])
 def _split_kernel(
     matrix_ptr,  # [M, K]
     parts_ptr,  # [M, PARTS * width] out, the smallest part first
-    factors_ptr,  # [M] fp32 out, and more up to the end of a tile; None: rows are not scaled
+    powers_ptr,  # [M] fp32 out, and more up to the end of a tile; None: rows are not scaled
     M,
     K,
     width,
@@ -98,7 +102,7 @@ def _split_kernel(
     rows = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
     inner, row_mask = tl.arange(0, BLOCK_K)[None, :], rows < M
     matrix_rows = matrix_ptr + rows * row_stride
-    if factors_ptr is not None:
+    if powers_ptr is not None:
         largest = tl.zeros((BLOCK_M,), dtype=tl.int32)
         for start in range(0, K, BLOCK_K):
             columns = start + inner
@@ -108,18 +112,18 @@ def _split_kernel(
             bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
             largest = tl.maximum(largest, tl.max(tl.where(bits < 0x7F800000, bits, 0), 1))
         # Over this power of two 2^14 to 2^15, of fp16's 2^16, are left of the row's largest finite number.
-        factor_bits = ((tl.maximum(largest >> 23, 15) - 14) << 23)[:, None]
-        tl.store(factors_ptr + rows, factor_bits.to(tl.float32, bitcast=True))
-        inverse = ((254 << 23) - factor_bits).to(tl.float32, bitcast=True)
+        power_bits = ((tl.maximum(largest >> 23, 15) - 14) << 23)[:, None]
+        tl.store(powers_ptr + rows, power_bits.to(tl.float32, bitcast=True))
+        inverse = ((254 << 23) - power_bits).to(tl.float32, bitcast=True)
     for start in range(0, width, BLOCK_K):
         columns = start + inner
         rest = tl.load(matrix_rows + columns, row_mask & (columns < K), other=0.0).to(tl.float32)
-        if factors_ptr is not None:
+        if powers_ptr is not None:
             rest *= inverse
         parts, mask = parts_ptr + rows * (PARTS * width) + columns, row_mask & (columns < width)
         for place in tl.static_range(PARTS - 1, -1, -1):
             part = rest.to(parts_ptr.dtype.element_ty)
             tl.store(parts + place * width, part, mask)
             rest = tl.where(part.to(tl.float32) == rest, 0.0, rest - part.to(tl.float32))  # nothing of an infinity
-            if factors_ptr is not None:
+            if powers_ptr is not None:
                 rest *= LOW_PART

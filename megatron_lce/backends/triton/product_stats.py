@@ -17,29 +17,30 @@ def product_stats(products: Tensor, row_scale: Tensor) -> Tensor:
     """Return statistics [chunks, 3, N] of every `CHUNK_COLUMNS` of fp32 products [N, C] times their scale [N]."""
     num_tokens, num_columns = products.shape
     num_chunks = ceil_div(num_columns, CHUNK_COLUMNS)
-    parts = products.new_empty(num_chunks, 3, num_tokens, dtype=torch.float32)
+    stats = products.new_empty(num_chunks, 3, num_tokens, dtype=torch.float32)
     rows = tiles.rows_of_program(4, num_tokens)
-    if parts.numel():
-        _product_stats_kernel[(ceil_div(num_tokens, rows), ceil_div(num_chunks, _CHUNKS))](
-            products,
-            row_scale,
-            parts,
-            num_tokens,
-            num_columns,
-            products.stride(0),
-            BLOCK_N=rows,
-            CHUNKS=_CHUNKS,
-            CHUNK=CHUNK_COLUMNS,
-            enable_fp_fusion=False,
-        )
-    return parts
+    tiles.launch(
+        _product_stats_kernel,
+        (ceil_div(num_tokens, rows), ceil_div(num_chunks, _CHUNKS)),
+        products,
+        row_scale,
+        stats,
+        num_tokens,
+        num_columns,
+        products.stride(0),
+        BLOCK_N=rows,
+        CHUNKS=_CHUNKS,
+        CHUNK=CHUNK_COLUMNS,
+        fused=False,
+    )
+    return stats
 
 
 @triton.jit(do_not_specialize=["N"])
 def _product_stats_kernel(
     products_ptr,  # [N, C] fp32, rows products_stride apart
     row_scale_ptr,  # [N] fp32
-    parts_ptr,  # [chunks, 3, N] fp32 out
+    stats_ptr,  # [chunks, 3, N] fp32 out
     N,
     C,
     products_stride,
@@ -59,7 +60,7 @@ def _product_stats_kernel(
     max_logit = tl.maximum(tl.max(logits, 2), _LOWEST_LOGIT)
     sum_exp = tl.sum(tl.exp2(logits - max_logit[:, :, None]), 2)
     max_logit = tl.where(sum_exp == sum_exp, max_logit, float("nan"))  # tl.max passes over a NaN
-    out = parts_ptr + chunks.to(tl.int64)[None, :] * (3 * N) + rows[:, None]
+    out = stats_ptr + chunks.to(tl.int64)[None, :] * (3 * N) + rows[:, None]
     stored = (rows < N)[:, None] & (chunks * CHUNK < C)[None, :]
     tl.store(out, max_logit, stored)
     tl.store(out + N, tl.full((BLOCK_N, CHUNKS), float("-inf"), tl.float32), stored)

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_lce.backends.triton import tiles
 from megatron_lce.backends.triton.merge_stats import largest_logit
 from megatron_lce.core.options import DIFFERENTIABLE, LinearCrossEntropyOutput, Options, Shard
 from megatron_lce.core.plan import ceil_div
@@ -37,7 +38,9 @@ def prepare_rows(labels: Tensor, temperature: Tensor | float, options: Options, 
         torch.empty_like(labels, dtype=torch.float32),
         torch.empty_like(labels, dtype=torch.float32),
     )
-    _prepare_rows_kernel[(ceil_div(num_tokens, BLOCK_N),)](
+    tiles.launch(
+        _prepare_rows_kernel,
+        (ceil_div(num_tokens, BLOCK_N),),
         labels.contiguous(),
         temperature.contiguous() if isinstance(temperature, Tensor) else None,
         *rows,
@@ -48,6 +51,7 @@ def prepare_rows(labels: Tensor, temperature: Tensor | float, options: Options, 
         shard.start,
         shard.columns,
         BLOCK_N=BLOCK_N,
+        fused=True,
     )
     return rows
 
@@ -63,7 +67,9 @@ def finish(
     num_tokens, entropy, telemetry = rows.labels.shape[0], options.entropy, options.telemetry
     wanted = (True, True, entropy, telemetry)
     saved = [packed_extremes.new_empty(num_tokens) if want else None for want in wanted]
-    _finish_kernel[(ceil_div(num_tokens, BLOCK_N),)](
+    tiles.launch(
+        _finish_kernel,
+        (ceil_div(num_tokens, BLOCK_N),),
         packed_extremes,
         sums,
         rows.to_nats,
@@ -73,7 +79,7 @@ def finish(
         ENTROPY=entropy,
         TELEMETRY=telemetry,
         BLOCK_N=BLOCK_N,
-        enable_fp_fusion=False,  # the same bits with and without the optional outputs
+        fused=False,  # the same bits with and without the optional outputs
     )
     return SoftmaxOfRow(packed_extremes[0], *saved)  # type: ignore[arg-type]
 
@@ -86,7 +92,9 @@ def row_terms(
     with_mean = upstream[DIFFERENTIABLE.index("mean_logit")] is not None
     terms = rows.scale.new_empty(NUM_TERMS + with_mean, num_tokens)
     counts = rows.scale.new_empty(num_tokens, dtype=torch.bool)
-    _row_terms_kernel[(ceil_div(num_tokens, BLOCK_N),)](
+    tiles.launch(
+        _row_terms_kernel,
+        (ceil_div(num_tokens, BLOCK_N),),
         rows.scale,
         rows.to_nats,
         *saved,
@@ -97,6 +105,7 @@ def row_terms(
         num_tokens,
         inner_factor(options),
         BLOCK_N=BLOCK_N,
+        fused=True,
     )
     return terms, counts
 

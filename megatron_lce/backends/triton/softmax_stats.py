@@ -30,8 +30,8 @@ _LOWEST_LOGIT = tl.constexpr(LOWEST_LOGIT)
 
 
 def softmax_stats(
-    hidden: Tensor,  # [N, H]
-    weight: Tensor,  # [V, H]
+    hidden: Tensor,
+    weight: Tensor,
     rows: Rows,
     options: Options,
     *,
@@ -39,82 +39,109 @@ def softmax_stats(
     cache: LogitsCache | None = None,
     columns_at_once: int | None = None,
 ) -> Tensor:
-    """Return statistics [chunks, K, N] of V columns, see `megatron_lce.core.statistics`, and fill the cache, if any."""
     num_tokens, num_columns = hidden.shape[0], weight.shape[0]
     tile = tiles.choose_tiles(hidden.dtype, weight.dtype, hidden.device)
-    entropy, telemetry, shared = options.entropy, options.telemetry, shared_arguments(tile, options)
-    num_rows = packed_rows(entropy, telemetry)
-    parts = hidden.new_empty(ceil_div(num_columns, tile.chunk), num_rows, num_tokens, dtype=torch.float32)
-    copy, hidden_factor = split(hidden, tile.hidden_parts)
-    hidden_desc = descriptor(copy, tile.block_n, tile.block_h)
-    takes_logarithm = entropy or options.softcap is not None
-    kept_columns = 0 if cache is None else cache.exp.shape[1]
+    num_rows = packed_rows(options.entropy, options.telemetry)
+    stats = hidden.new_empty(ceil_div(num_columns, tile.chunk), num_rows, num_tokens, dtype=torch.float32)
+    split_hidden = split(hidden, tile.hidden_parts)
     step = columns_at_once if tile.weight_parts and columns_at_once else max(num_columns, 1)
-    without = ((columns, None) for columns in cut(num_columns, step, start=kept_columns))
-    for columns, kept in ((slice(0, kept_columns), cache), *without):
-        if columns.start == columns.stop:
-            continue
-        slab, weight_factor = split(weight[columns], tile.weight_parts)
-        num_tiles = ceil_div(num_tokens, tile.block_n) * ceil_div(slab.shape[0], tile.block_v)
-        _softmax_stats_kernel[(tiles.num_programs(num_tiles, tile, hidden.device),)](
-            hidden_desc,
-            hidden_factor,
-            descriptor(slab, tile.block_v, tile.block_h),
-            weight_factor,
-            rows.scale,
-            parts[columns.start // tile.chunk :],
-            None if kept is None else descriptor(kept.exp, tile.block_n, tile.block_v // 2),
-            None if kept is None else kept.reference,
-            num_tokens,
-            slab.shape[0],
-            hidden.shape[1],
-            columns.start,
-            vocab_start,
-            0 if kept is None else kept.reference.stride(0),
-            ENTROPY=entropy,
-            TELEMETRY=telemetry,
-            LARGEST_WITHOUT=LARGEST_WITHOUT if hidden.dtype == torch.bfloat16 and not takes_logarithm else 0.0,
-            PERSISTENT=tiles.takes_descriptors(hidden.device),
-            BLOCK_V=tile.block_v,
-            CHUNK=tile.chunk,
-            GROUP_N=tiles.stats_group(hidden.shape[1]),
-            enable_fp_fusion=False,
-            **shared,
-        )
-        del slab, weight_factor  # before the next one's copy is made
-    # After the other kernel, which fills the label's row of `parts` with -inf. With its parts a label's row takes the
-    # room of two columns' parts.
+    kept = 0 if cache is None else cache.exp.shape[1]
+    for columns in (*cut(kept, max(kept, 1)), *cut(num_columns, step, start=kept)):
+        cache_of_columns = cache if columns.stop <= kept else None
+        _launch_stats(split_hidden, weight, columns, rows, stats, tile, options, vocab_start, cache_of_columns)
+    # After the statistics, which fill the label's row with -inf. The parts of a label's row take the room of two
+    # columns' parts.
     most = max(MIN_TOKENS, step // 2 // MIN_TOKENS * MIN_TOKENS) if tile.weight_parts else max(num_tokens, 1)
-    block = min(tile.block_n, tile.block_v)  # its tile is square, and no larger than the others
     for tokens in cut(num_tokens, most):
-        label_rows, label_factor = None, None
-        if tile.weight_parts:
-            label_rows = weight.index_select(0, rows.labels[tokens].clamp(min=0))
-            label_rows, label_factor = split(label_rows, tile.weight_parts)
-        _label_logits_kernel[(ceil_div(tokens.stop - tokens.start, block),)](
-            descriptor(copy[tokens], block, tile.block_h),
-            None if hidden_factor is None else hidden_factor[tokens.start :],
-            weight if label_rows is None else descriptor(label_rows, block, tile.block_h),
-            label_factor,
-            rows.labels[tokens],
-            rows.scale[tokens],
-            parts[0, 1, tokens],
-            tokens.stop - tokens.start,
-            hidden.shape[1],
-            weight.stride(0),
-            enable_fp_fusion=False,
-            **shared | {"BLOCK_N": block},
-        )
-        del label_rows, label_factor  # before the next ones are made
-    return parts
+        _launch_label_logits(split_hidden, weight, tokens, rows, stats, tile, options)
+    return stats
+
+
+def _launch_stats(
+    split_hidden: tuple[Tensor, Tensor | None],
+    weight: Tensor,
+    columns: slice,
+    rows: Rows,
+    stats: Tensor,
+    tile: tiles.Tiles,
+    options: Options,
+    vocab_start: int,
+    cache: LogitsCache | None,  # of these columns
+) -> None:
+    """Fill the chunks of some columns, and their cache."""
+    hidden, hidden_power = split_hidden
+    hidden_size, num_tokens, num_columns = weight.shape[1], stats.shape[2], columns.stop - columns.start
+    slab, weight_power = split(weight[columns], tile.weight_parts)
+    takes_logarithm = options.entropy or options.softcap is not None
+    num_tiles = ceil_div(num_tokens, tile.block_n) * ceil_div(num_columns, tile.block_v)
+    tiles.launch(
+        _softmax_stats_kernel,
+        (tiles.num_programs(num_tiles, tile, hidden.device),),
+        descriptor(hidden, tile.block_n, tile.block_h),
+        hidden_power,
+        descriptor(slab, tile.block_v, tile.block_h),
+        weight_power,
+        rows.scale,
+        stats[columns.start // tile.chunk :],
+        None if cache is None else descriptor(cache.exp, tile.block_n, tile.block_v // 2),
+        None if cache is None else cache.reference,
+        num_tokens,
+        num_columns,
+        hidden_size,
+        columns.start,
+        vocab_start,
+        0 if cache is None else cache.reference.stride(0),
+        ENTROPY=options.entropy,
+        TELEMETRY=options.telemetry,
+        LARGEST_WITHOUT=LARGEST_WITHOUT if weight.dtype == torch.bfloat16 and not takes_logarithm else 0.0,
+        PERSISTENT=tiles.takes_descriptors(hidden.device),
+        BLOCK_V=tile.block_v,
+        CHUNK=tile.chunk,
+        GROUP_N=tiles.stats_group(hidden_size),
+        fused=False,  # logprobs must have the same bits for all constexprs
+        **shared_arguments(tile, options),
+    )
+
+
+def _launch_label_logits(
+    split_hidden: tuple[Tensor, Tensor | None],
+    weight: Tensor,
+    tokens: slice,
+    rows: Rows,
+    stats: Tensor,
+    tile: tiles.Tiles,
+    options: Options,
+) -> None:
+    """Write the logits of some tokens' labels to the first chunk."""
+    hidden, hidden_power = split_hidden
+    labels, label_rows, label_power = rows.labels[tokens], None, None
+    if tile.weight_parts:
+        label_rows, label_power = split(weight.index_select(0, labels.clamp(min=0)), tile.weight_parts)
+    block = min(tile.block_n, tile.block_v)  # its tile is square, and no larger than the others
+    tiles.launch(
+        _label_logits_kernel,
+        (ceil_div(labels.shape[0], block),),
+        descriptor(hidden[tokens], block, tile.block_h),
+        None if hidden_power is None else hidden_power[tokens.start :],
+        weight if label_rows is None else descriptor(label_rows, block, tile.block_h),
+        label_power,
+        labels,
+        rows.scale[tokens],
+        stats[0, 1, tokens],
+        labels.shape[0],
+        weight.shape[1],
+        weight.stride(0),
+        fused=False,
+        **shared_arguments(tile, options) | {"BLOCK_N": block},
+    )
 
 
 @triton.jit(do_not_specialize=["N"])
 def _label_logits_kernel(
     hidden_desc,  # [N, H]
-    hidden_factor,  # [N] fp32; None without parts, as weight_factor
+    hidden_power,  # [N] fp32; None without parts, as weight_power
     weight,  # a pointer to [V, H], or the descriptor of the parts of each label's row, [N, 2 * width]
-    weight_factor,  # [N] fp32
+    weight_power,  # [N] fp32
     label_ptr,  # [N] int32; -1: not this shard's
     row_scale_ptr,  # [N] fp32
     out_ptr,  # [N] fp32 out; -inf for a label of -1
@@ -144,7 +171,7 @@ def _label_logits_kernel(
     else:
         label_rows = weight + tl.where(label >= 0, label, 0).to(tl.int64)[:, None] * weight_stride
     logits = tile_products(
-        hidden_desc, hidden_factor, label_rows, weight_factor, row, row, H,
+        hidden_desc, hidden_power, label_rows, weight_power, row, row, H,
         BLOCK_N, BLOCK_N, BLOCK_H, HIDDEN_PARTS, ROUND,
     )  # fmt: skip
     if SOFTCAP:
@@ -155,13 +182,12 @@ def _label_logits_kernel(
     tl.store(out_ptr + rows, tl.where(label >= 0, label_logit, float("-inf")), row_mask)
 
 
-# fp fusion is off in the launches: logprobs must have the same bits for all constexprs.
 @triton.jit(do_not_specialize=["N", "V", "first_column", "vocab_start", "reference_stride"])
 def _softmax_stats_kernel(
     hidden_desc,  # [N, H]
-    hidden_factor,  # [N] fp32; None without parts, as weight_factor
+    hidden_power,  # [N] fp32; None without parts, as weight_power
     weight_desc,  # [V, H]
-    weight_factor,  # [V] fp32
+    weight_power,  # [V] fp32
     row_scale_ptr,  # [N] fp32
     stats_ptr,  # [chunks, K, N] fp32 out; the label's row is -inf
     exp_desc,  # [N, V] out; None: not kept
@@ -205,7 +231,7 @@ def _softmax_stats_kernel(
         row_scale = tl.load(row_scale_ptr + rows, mask=row_mask, other=0.0)
 
         logits = tile_products(
-            hidden_desc, hidden_factor, weight_desc, weight_factor, row, column, H,
+            hidden_desc, hidden_power, weight_desc, weight_power, row, column, H,
             BLOCK_N, BLOCK_V, BLOCK_H, HIDDEN_PARTS, ROUND,
         )  # fmt: skip
         if SOFTCAP:
