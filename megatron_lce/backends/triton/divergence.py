@@ -51,7 +51,9 @@ def _launch(kernel: Any, heads: Heads, products: Tensor, stats: Tensor, *own: An
     _, num_tokens, num_columns = products.shape
     block_n = tiles.rows_of_program(1, num_tokens)
     columns = min(COLUMNS, max(256, triton.next_power_of_2(num_columns)))  # a narrow shard fills fewer, and fewer warps
-    kernel[(ceil_div(num_tokens, block_n),)](
+    tiles.launch(
+        kernel,
+        (ceil_div(num_tokens, block_n),),
         products[0],
         products[1],
         student.scale,
@@ -67,7 +69,7 @@ def _launch(kernel: Any, heads: Heads, products: Tensor, stats: Tensor, *own: An
         BLOCK_N=block_n,
         BLOCK_V=columns,
         num_warps=max(1, WARPS * columns // COLUMNS),
-        enable_fp_fusion=False,  # a logit must have the same bits in every reading
+        fused=False,  # a logit must have the same bits in every reading
     )
 
 

@@ -35,27 +35,28 @@ _LOWEST_LOG_P = tl.constexpr(LOWEST_LOG_P)
 
 
 def grad_logits(
-    hidden: Tensor,  # [N, H]
-    weight: Tensor,  # [C, H], the slab
-    rows: Rows,  # labels are ids; the slab's rows are first_column and up
-    terms: Tensor,  # [6 or 7, N], packed `RowTerms`
-    out: Tensor,  # [N, C] of weight's dtype
+    hidden: Tensor,
+    weight: Tensor,
+    rows: Rows,
+    terms: Tensor,
+    out: Tensor,
     options: Options,
     *,
     first_column: int,
     entropy: bool,
 ) -> None:
-    """Recompute one slab of the products `hidden @ weight.T`, and write their gradient to `out`."""
     tile, hidden_size = tiles.choose_tiles(hidden.dtype, weight.dtype, hidden.device), hidden.shape[1]
-    hidden, hidden_factor = split(hidden, tile.hidden_parts)
-    weight, weight_factor = split(weight, tile.weight_parts)
+    hidden, hidden_power = split(hidden, tile.hidden_parts)
+    weight, weight_power = split(weight, tile.weight_parts)
     num_tokens, num_columns = out.shape
     num_tiles = ceil_div(num_tokens, tile.block_n) * ceil_div(num_columns, tile.block_v)
-    _grad_logits_kernel[(tiles.num_programs(num_tiles, tile, hidden.device),)](
+    tiles.launch(
+        _grad_logits_kernel,
+        (tiles.num_programs(num_tiles, tile, hidden.device),),
         descriptor(hidden, tile.block_n, tile.block_h),
-        hidden_factor,
+        hidden_power,
         descriptor(weight, tile.block_v, tile.block_h),
-        weight_factor,
+        weight_power,
         rows.labels,
         rows.scale,
         terms,
@@ -70,8 +71,7 @@ def grad_logits(
         PERSISTENT=tiles.takes_descriptors(hidden.device),
         BLOCK_V=tile.block_v,
         GROUP_N=tiles.GROUP_N,
-        # With fusion a softcap spills registers, and z - max in fp32 would not be 0 at the largest z.
-        enable_fp_fusion=options.softcap is None and out.dtype != torch.float32,
+        fused=out.dtype != torch.float32,  # fused, z - max in fp32 would not be 0 at the largest z
         **shared_arguments(tile, options),
     )
 
@@ -79,23 +79,24 @@ def grad_logits(
 def grad_logits_from_cache(
     cache: LogitsCache, rows: Rows, terms: Tensor, options: Options, *, entropy: bool, factored: bool
 ) -> Tensor | None:
-    """Turn kept exponentials into the gradient of their products, in place, with finite numbers behind the rows.
+    """Also write finite numbers behind the rows, and at the labels the gradient of their exact logprobs.
 
-    A softcap admits no `mean_term`: its slope at a logit cannot be told from an exponential of 0.
     If `factored`, rows whose gradient is a number of the row times the exponential are left as they are, but for the
-    label's column. The numbers are returned, [N] fp32, 1 for the other rows: the gradient is factor * exp.
+    label's column. The numbers are returned, [N] fp32, 1 for the other rows.
     """
     mean, softcap = terms.shape[0] > NUM_TERMS, options.softcap is not None
-    assert not (softcap and mean)
+    assert not (softcap and mean)  # the slope at a logit cannot be told from an exponential of 0
     factored = factored and not (softcap or mean or entropy) and cache.exp.dtype == torch.bfloat16
     chunk = tiles.choose_tiles(cache.exp.dtype, cache.exp.dtype, cache.exp.device).chunk
     num_tokens, num_columns = cache.exp.shape
     num_chunks = ceil_div(num_columns, chunk)
     factor = terms.new_empty(num_tokens) if factored else None
-    # Rows of a program, and programs among which the columns go. Unless factored it takes a copy's time and 4 % (H200).
-    block_n, parts = (8, min(num_chunks, 4)) if factored else (4, ceil_div(num_chunks, 4))
+    # Rows of a program, and programs that share a row. Unless factored it takes a copy's time and 4 % (H200).
+    block_n, sharers = (8, min(num_chunks, 4)) if factored else (4, ceil_div(num_chunks, 4))
     block_n = tiles.rows_of_program(block_n, num_tokens)
-    _grad_from_exp_kernel[(parts * ceil_div(num_tokens, block_n),)](
+    tiles.launch(
+        _grad_from_exp_kernel,
+        (sharers * ceil_div(num_tokens, block_n),),
         cache.exp,
         cache.reference,
         rows.labels,
@@ -109,13 +110,14 @@ def grad_logits_from_cache(
         cache.reference.stride(0),
         terms.stride(0),
         num_chunks,
-        parts,
+        sharers,
         ENTROPY=entropy,
         MEAN=mean,
         SOFTCAP=softcap,
         BLOCK_N=block_n,
         CHUNK=chunk,
         num_warps=1 if factored else 2,
+        fused=True,
     )
     return factor
 
@@ -123,9 +125,9 @@ def grad_logits_from_cache(
 @triton.jit(do_not_specialize=["N", "C", "terms_stride", "first_column"])
 def _grad_logits_kernel(
     hidden_desc,  # [N, H]
-    hidden_factor,  # [N] fp32; None without parts, as weight_factor
+    hidden_power,  # [N] fp32; None without parts, as weight_power
     weight_desc,  # [C, H]
-    weight_factor,  # [C] fp32
+    weight_power,  # [C] fp32
     label_ptr,  # [N] int32; column + first_column is compared with it
     row_scale_ptr,  # [N] fp32
     terms_ptr,  # [6 + MEAN, N] fp32, rows terms_stride apart
@@ -158,41 +160,65 @@ def _grad_logits_kernel(
         row = row_block * BLOCK_N
         column = column_tile * BLOCK_V
         rows = row + tl.arange(0, BLOCK_N)
-        row_mask = rows < N
-        label = tl.load(label_ptr + rows, mask=row_mask, other=-1) - first_column
-
-        logits = tile_products(
-            hidden_desc, hidden_factor, weight_desc, weight_factor, row, column, H,
+        products = tile_products(
+            hidden_desc, hidden_power, weight_desc, weight_power, row, column, H,
             BLOCK_N, BLOCK_V, BLOCK_H, HIDDEN_PARTS, ROUND,
         )  # fmt: skip
-        # Loaded after the products: held across them, they spill registers.
-        row_scale = tl.load(row_scale_ptr + rows, mask=row_mask, other=0.0)
-        max_logit = tl.load(terms_ptr + rows, mask=row_mask, other=0.0)
-        log_sum = tl.load(terms_ptr + terms_stride + rows, mask=row_mask, other=0.0)
-        p_term = tl.load(terms_ptr + 2 * terms_stride + rows, mask=row_mask, other=0.0)
-        label_term = tl.load(terms_ptr + 4 * terms_stride + rows, mask=row_mask, other=0.0)
-        if SOFTCAP:
-            logits = tanh(logits * softcap_scale)
-            slope = 1.0 - logits * logits
-        log_p = (logits * row_scale[:, None] - max_logit[:, None]) - log_sum[:, None]
-        grad = tl.exp2(log_p)
-        if ENTROPY:
-            entropy_term = tl.load(terms_ptr + 3 * terms_stride + rows, mask=row_mask, other=0.0)
-            grad = grad * (p_term[:, None] - entropy_term[:, None] * tl.maximum(log_p, _LOWEST_LOG_P))
-        else:
-            grad = grad * p_term[:, None]
-        columns = column + tl.arange(0, BLOCK_V)
-        grad = tl.where(columns[None, :] == label[:, None], grad + label_term[:, None], grad)
-        if MEAN:
-            grad += tl.load(terms_ptr + 6 * terms_stride + rows, mask=row_mask, other=0.0)[:, None]
-        if SOFTCAP:
-            grad = grad * slope
-        left, right = halves(grad.to(out_desc.dtype))
-        out_desc.store([row, column], left)
-        out_desc.store([row, column + BLOCK_V // 2], right)
+        # One half after the other: together they spill registers under a softcap.
+        left, right = halves(products)
+        for half in tl.static_range(2):
+            first = column + half * (BLOCK_V // 2)
+            grad = _gradients(
+                left if half == 0 else right, rows, N, label_ptr, row_scale_ptr, terms_ptr, terms_stride,
+                first_column + first, softcap_scale, ENTROPY, MEAN, SOFTCAP,
+            )  # fmt: skip
+            out_desc.store([row, first], grad.to(out_desc.dtype))
 
 
-@triton.jit(do_not_specialize=["N", "reference_stride", "terms_stride", "num_chunks", "parts"])
+@triton.jit
+def _gradients(
+    products,  # [BLOCK_N, columns]
+    rows,
+    N,
+    label_ptr,
+    row_scale_ptr,
+    terms_ptr,
+    terms_stride,
+    first_id,  # of the products' columns
+    softcap_scale,
+    ENTROPY: tl.constexpr,
+    MEAN: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):
+    """Return the gradients of some products.
+
+    The rows' numbers are loaded here: held across the products, or from one call to the next, they spill registers.
+    """
+    mask = rows < N
+    label = tl.load(label_ptr + rows, mask=mask, other=-1) - first_id
+    row_scale = tl.load(row_scale_ptr + rows, mask=mask, other=0.0)
+    max_logit = tl.load(terms_ptr + rows, mask=mask, other=0.0)
+    log_sum = tl.load(terms_ptr + terms_stride + rows, mask=mask, other=0.0)
+    p_term = tl.load(terms_ptr + 2 * terms_stride + rows, mask=mask, other=0.0)
+    label_term = tl.load(terms_ptr + 4 * terms_stride + rows, mask=mask, other=0.0)
+    capped = tanh(products * softcap_scale) if SOFTCAP else products
+    log_p = (capped * row_scale[:, None] - max_logit[:, None]) - log_sum[:, None]
+    grad = tl.exp2(log_p)
+    if ENTROPY:
+        entropy_term = tl.load(terms_ptr + 3 * terms_stride + rows, mask=mask, other=0.0)
+        grad = grad * (p_term[:, None] - entropy_term[:, None] * tl.maximum(log_p, _LOWEST_LOG_P))
+    else:
+        grad = grad * p_term[:, None]
+    is_label = tl.arange(0, products.shape[1])[None, :] == label[:, None]
+    grad = tl.where(is_label, grad + label_term[:, None], grad)
+    if MEAN:
+        grad += tl.load(terms_ptr + 6 * terms_stride + rows, mask=mask, other=0.0)[:, None]
+    if SOFTCAP:
+        grad *= 1.0 - capped * capped  # here, behind the others: before them it spills registers
+    return grad
+
+
+@triton.jit(do_not_specialize=["N", "reference_stride", "terms_stride", "num_chunks", "sharers"])
 def _grad_from_exp_kernel(
     exp_ptr,  # [N, stop] 2^(z - reference), rows exp_stride apart; out: the gradient
     reference_ptr,  # [chunks, N] fp32, rows reference_stride apart
@@ -206,7 +232,7 @@ def _grad_from_exp_kernel(
     reference_stride,
     terms_stride,
     num_chunks,
-    parts,  # programs among which the columns go
+    sharers,  # programs that share a row
     ENTROPY: tl.constexpr,
     MEAN: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -214,8 +240,8 @@ def _grad_from_exp_kernel(
     CHUNK: tl.constexpr,
 ):
     """Write the same gradient from kept exponentials, and the label's column from its exact logprob."""
-    part = tl.program_id(0) % parts
-    rows = tl.program_id(0) // parts * BLOCK_N + tl.arange(0, BLOCK_N)
+    place = tl.program_id(0) % sharers
+    rows = tl.program_id(0) // sharers * BLOCK_N + tl.arange(0, BLOCK_N)
     row_mask = rows < N
     label = tl.load(label_ptr + rows, mask=row_mask, other=-1)
     max_logit = tl.load(terms_ptr + rows, mask=row_mask, other=0.0)
@@ -239,7 +265,7 @@ def _grad_from_exp_kernel(
             references = reference_ptr + chunks.to(tl.int64)[:, None] * reference_stride + rows[None, :]
             reference = tl.load(references, (chunks < num_chunks)[:, None] & row_mask[None, :], other=0.0)
             factored &= tl.max((reference != 0).to(tl.int32), 0) == 0  # NaN is not 0
-        if part == 0:
+        if place == 0:
             tl.store(factor_ptr + rows, tl.where(factored, factor, 1.0), row_mask)
             owned = factored & (label >= 0) & (label < stop)
             tl.store(row_ptrs + label, label_exp.to(exp_ptr.dtype.element_ty), owned)
@@ -247,7 +273,7 @@ def _grad_from_exp_kernel(
         if tl.max(row_mask.to(tl.int32), 0) == 0:
             return
 
-    for chunk in range(part, num_chunks, parts):
+    for chunk in range(place, num_chunks, sharers):
         columns = chunk * CHUNK + tl.arange(0, CHUNK)
         mask = row_mask[:, None] & (columns < stop)[None, :]
         reference = tl.load(

@@ -55,9 +55,9 @@ def read_columns(H, PARTS: tl.constexpr):
 @triton.jit
 def tile_products(
     hidden_desc,  # [N, H] or parts [N, HIDDEN_PARTS * width]
-    hidden_factor,  # of parts, a pointer to [N]
+    hidden_power,  # of parts, a pointer to [N]
     weight,  # the descriptor of [V, H] or parts [V, 2 * width], or pointers [BLOCK_V, 1] to rows, without `column`
-    weight_factor,  # of parts, a pointer to [V]
+    weight_power,  # of parts, a pointer to [V]
     row,
     column,
     H,
@@ -88,11 +88,11 @@ def tile_products(
             products += partial
         # NaN or infinite only where hidden or the weight is not finite; then the larger parts have the result.
         products += tl.where(tl.abs(small) < float("inf"), small * (1 / LOW_PART), 0.0)
-        column_factor = tl.load(weight_factor + column + tl.arange(0, BLOCK_V))
-        row_factor = tl.load(hidden_factor + row + tl.arange(0, BLOCK_N))[:, None]
+        column_power = tl.load(weight_power + column + tl.arange(0, BLOCK_V))
+        row_power = tl.load(hidden_power + row + tl.arange(0, BLOCK_N))[:, None]
         # The smaller factor first: the larger one alone may overflow, and both together be 0 or infinite.
-        products *= tl.minimum(row_factor, column_factor[None, :])
-        products *= tl.maximum(row_factor, column_factor[None, :])
+        products *= tl.minimum(row_power, column_power[None, :])
+        products *= tl.maximum(row_power, column_power[None, :])
     else:
         for h in range(0, H, BLOCK_H):
             hidden = hidden_desc.load([row, h])
@@ -138,15 +138,25 @@ def halves(tile):
 
 @triton.jit
 def tanh(x):
-    """Return tanh to a relative error of 2e-7, and exact at infinity: a softcap multiplies it by a large number.
+    """Return tanh to a relative error of 4e-7, and 1 from 8.75 on, as x times a quotient of polynomials in x^2.
 
-    Below 1/2 it is x times a polynomial in x^2 (minimax fit), from there on it is computed from the exponential.
+    The fit is minimax, and the denominator at 8.75 a power of two, whose reciprocal is exact. A form with exponentials
+    takes the unit of special functions twice, which a reciprocal takes once.
     """
+    x = tl.clamp(x, -8.75, 8.75, propagate_nan=tl.PropagateNan.ALL)
     square = x * x
-    polynomial = 0.13324779 + square * (-0.05298606 + square * 0.017134985)
-    polynomial = 1.0 + square * (-0.3333307 + square * polynomial)
-    by_exponential = 1.0 - 2.0 / (tl.exp2(x * 2.8853900817779268) + 1.0)
-    return tl.where(square < 0.25, x * polynomial, by_exponential)
+    above = tl.fma(square, 1.93590228e-08, 2.93485446e-05)
+    above = tl.fma(square, above, 0.00492882403)
+    above = tl.fma(square, above, 0.187865704)
+    above = x * tl.fma(square, above, 1.40227246)
+    below = tl.fma(square, 1.1161286e-06, 0.000465175021)
+    below = tl.fma(square, below, 0.0363893323)
+    below = tl.fma(square, below, 0.65528965)
+    below = tl.fma(square, below, 1.40227246)
+    if PTX:
+        reciprocal: tl.constexpr = "rcp.approx.ftz.f32 $0, $1;"
+        return above * tl.inline_asm_elementwise(reciprocal, "=f,f", [below], tl.float32, is_pure=True, pack=1)
+    return above / below
 
 
 @triton.jit
