@@ -8,8 +8,8 @@ from torch import Tensor
 
 import megatron_lce
 from benchmark.shapes import Inputs
+from megatron_lce.core.known_loss import Promise
 from megatron_lce.core.options import WORKSPACE_BYTES
-from megatron_lce.core.upstream import Promise
 from megatron_lce.token_loss import linear_token_losses
 
 MIB = 2**20

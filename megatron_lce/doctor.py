@@ -17,7 +17,7 @@ from torch import Tensor
 import megatron_lce
 from megatron_lce.backends.choice import triton_obstacle
 from megatron_lce.backends.reference import reference_linear_cross_entropy
-from megatron_lce.core.upstream import Promise
+from megatron_lce.core.known_loss import Promise
 from megatron_lce.cross_entropy import linear_cross_entropy
 from megatron_lce.token_loss import linear_token_losses
 

@@ -16,7 +16,7 @@ from megatron_lce.arguments import check_keywords, check_per_token, checked_toge
 from megatron_lce.core.autograd import check_workspace
 from megatron_lce.core.call import Call
 from megatron_lce.core.collectives import is_captured, waited
-from megatron_lce.core.known_loss import with_gradients
+from megatron_lce.core.known_loss import LossesOfSum, Promise, with_gradients
 from megatron_lce.core.options import LinearCrossEntropyOutput, Options
 from megatron_lce.core.products import own_arithmetic
 from megatron_lce.core.token_loss_pass import (
@@ -25,7 +25,6 @@ from megatron_lce.core.token_loss_pass import (
     TokenLossResults,
     summed_token_loss,
 )
-from megatron_lce.core.upstream import LossesOfSum, Promise
 from megatron_lce.keywords import TokenLossOptions
 
 _seen: WeakSet[Any] = WeakSet()  # code of losses whose tokens the host has seen not to depend on each other

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from megatron_lce.compat_arguments import Reduction, check_reduction, reduced
+from megatron_lce.core.known_loss import Promise
 from megatron_lce.core.options import IGNORE_INDEX
-from megatron_lce.core.upstream import Promise
 from megatron_lce.core.validation import as_int64
 from megatron_lce.cross_entropy import linear_cross_entropy
 from megatron_lce.megatron_integration.head_call import HeadCall, swap

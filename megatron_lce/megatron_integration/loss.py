@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lce.core.collectives import is_captured
+from megatron_lce.core.known_loss import Promise
 from megatron_lce.core.options import IGNORE_INDEX
-from megatron_lce.core.upstream import Promise
 from megatron_lce.megatron_integration.fsdp import freed_reasons, is_freed
 from megatron_lce.megatron_integration.head_call import HeadCall, version_of
 from megatron_lce.megatron_integration.logits import UncomputedLogits

@@ -1,4 +1,4 @@
-"""Products of hidden states with single rows of the weight, and their gradients, in torch; arguments: see `Backend`."""
+"""Products of hidden states with single rows of the weight, and their gradients, in torch."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,6 @@ from megatron_lce.core.rows import Rows, softcap_scale
 def gathered_logits(
     hidden: Tensor, weight: Tensor, tokens: Tensor, ids: Tensor, rows: Rows, options: Options, shard: Shard
 ) -> Tensor:
-    """Return [2, M] fp32: base-2 logits, and ones; both 0 at an id of another shard, and the first at padding."""
     found = hidden.new_empty(2, ids.shape[0], dtype=torch.float32)
     logits, cap = found[0], softcap_scale(options)
     local, elsewhere = _local(ids, shard)
@@ -46,7 +45,6 @@ def gathered_sums(
     accumulate: bool,
     workspace_bytes: int,
 ) -> None:
-    """Write the sums of factors * matrix[places] over each part to `out`, or add them; some columns at a time."""
     bytes_of_column = places.shape[0] * (matrix.element_size() + 2 * 4) + 2 * 4 * out.shape[0]
     nothing = factors == 0
     if shard is not None:
@@ -60,7 +58,7 @@ def gathered_sums(
 
 
 def write_columns(matrix: Tensor, columns: Tensor, values: Tensor) -> None:
-    """Write values to some columns of each row. The other places repeat what is written to one of the row's columns."""
+    # Places outside of the matrix repeat what is written to one of the row's columns.
     inside = (columns >= 0) & (columns < matrix.shape[1])
     one = inside.to(torch.uint8).argmax(dim=1, keepdim=True)
     any_inside = inside.gather(1, one)

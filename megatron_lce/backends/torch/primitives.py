@@ -1,4 +1,4 @@
-"""The primitives in plain torch, a slab of vocabulary at a time: for CPUs and any device."""
+"""`Backend` in plain torch, a slab of vocabulary at a time: for CPUs and any device."""
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ _ROWS = 1024  # rows that `scale` holds in fp32 at a time
 
 
 def costs(hidden: Tensor, weight: Tensor, telemetry: bool) -> Costs:
-    """Return the costs. This backend keeps no logits, as a cache saves little where it runs."""
+    """Costs without a cache, which would save little where this backend runs."""
     hidden_row, weight_row = upcast_row_bytes(hidden, weight.dtype), upcast_row_bytes(weight, weight.dtype)
     return Costs(
         CHUNK_COLUMNS,
@@ -46,13 +46,12 @@ def costs(hidden: Tensor, weight: Tensor, telemetry: bool) -> Costs:
 def grad_logits_from_cache(
     cache: LogitsCache, rows: Rows, terms: Tensor, options: Options, *, entropy: bool, factored: bool
 ) -> Tensor | None:
-    """Raise AssertionError: `costs` allow no cache."""
-    raise AssertionError("nothing was kept")
+    raise AssertionError("`costs` allow no cache")
 
 
 def softmax_stats(
-    hidden: Tensor,  # [N, H]
-    weight: Tensor,  # [V, H]
+    hidden: Tensor,
+    weight: Tensor,
     rows: Rows,
     options: Options,
     *,
@@ -60,10 +59,7 @@ def softmax_stats(
     cache: LogitsCache | None = None,
     columns_at_once: int | None = None,
 ) -> Tensor:
-    """Return statistics [chunks, K, N] of V columns, see `megatron_lce.core.statistics`.
-
-    Every chunk has a product of its own: a library may add in another order for another width.
-    """
+    # One product for each chunk: a library may add in another order for another width.
     chunks = list(cut(weight.shape[0], CHUNK_COLUMNS))
     entropy, telemetry = options.entropy, options.telemetry
     parts = hidden.new_empty(len(chunks), packed_rows(entropy, telemetry), hidden.shape[0], dtype=torch.float32)
@@ -76,7 +72,6 @@ def softmax_stats(
 
 
 def product_stats(products: Tensor, row_scale: Tensor) -> Tensor:
-    """Return statistics [chunks, 3, N] of every `CHUNK_COLUMNS` of fp32 products [N, C] times their scale [N]."""
     num_tokens, num_columns = products.shape
     nowhere = torch.full((num_tokens,), -1, dtype=torch.int32, device=products.device)
     parts = [
@@ -89,10 +84,7 @@ def product_stats(products: Tensor, row_scale: Tensor) -> Tensor:
 def sum_chunks(
     parts: Tensor, all_extremes: Tensor, num_columns: int, entropy: bool, telemetry: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the vocabulary's extremes [E, N], and the chunks' sums relative to them, int64 [`num_sums`, N] in `UNIT`s.
-
-    It goes chunk by chunk, as torch may round an exponential differently at another place of a longer tensor.
-    """
+    # Chunk by chunk, because torch may round an exponential differently at another place of a longer tensor.
     packed_extremes = merge_extremes(all_extremes, telemetry)
     extremes = unpack_extremes(packed_extremes, telemetry)
     sums = torch.zeros(num_sums(entropy, telemetry), parts.shape[2], dtype=torch.int64, device=parts.device)
@@ -117,17 +109,16 @@ def sum_chunks(
 
 
 def grad_logits(
-    hidden: Tensor,  # [N, H]
-    weight: Tensor,  # [C, H], the slab
-    rows: Rows,  # labels are ids; the slab's rows are first_column and up
-    terms: Tensor,  # [6 or 7, N], packed `RowTerms`
-    out: Tensor,  # [N, C] of weight's dtype
+    hidden: Tensor,
+    weight: Tensor,
+    rows: Rows,
+    terms: Tensor,
+    out: Tensor,
     options: Options,
     *,
     first_column: int,
     entropy: bool,
 ) -> None:
-    """Write the gradient of one slab of the products `hidden @ weight.T` to `out`."""
     each = RowTerms(*terms[:, :, None])
     logits = logits_base2(hidden, weight, rows.scale, options)
     tanh_squared = (logits / rows.scale[:, None]).square_() if options.softcap is not None else None
@@ -193,7 +184,6 @@ def chunk_stats(logits: Tensor, labels: Tensor, first_id: int, entropy: bool, te
 
 
 def scale(matrix: Tensor, factor: Tensor, out: Tensor, *, accumulate: bool) -> None:
-    """Scale in fp32: in the matrix's dtype torch would round the factor first."""
     for rows in cut(matrix.shape[0], _ROWS):
         scaled = matrix[rows].float() * (factor[rows, None] if factor.dim() else factor)
         out[rows].copy_(scaled.add_(out[rows]) if accumulate else scaled)

@@ -1,7 +1,4 @@
-"""`prepare_rows`, `finish` and `row_terms` compute each token's numbers before and after the vocabulary's, in torch.
-
-`megatron_lce.backends.triton.row_numbers` has the same three functions as one launch each.
-"""
+"""Per-row numbers before and after the statistics of the vocabulary, in torch."""
 
 from collections.abc import Sequence
 
@@ -22,7 +19,6 @@ from megatron_lce.core.statistics import CHUNK_COLUMNS, LN_2, UNIT, unpack_extre
 
 
 def prepare_rows(labels: Tensor, temperature: Tensor | float, options: Options, shard: Shard) -> Rows:
-    """Return the `Rows` of int64 global labels [N] and their temperature."""
     local = labels - shard.start
     ignored = labels == options.ignore_index
     owned = (local >= 0) & (local < shard.columns) & ~ignored
@@ -47,13 +43,8 @@ def largest_logit(max_logit: Tensor, min_logit: Tensor) -> Tensor:
 
 
 def finish(
-    packed_extremes: Tensor,  # [E, N]
-    sums: Tensor,  # [`num_sums`, N]
-    rows: Rows,
-    options: Options,
-    outputs: LinearCrossEntropyOutput,
+    packed_extremes: Tensor, sums: Tensor, rows: Rows, options: Options, outputs: LinearCrossEntropyOutput
 ) -> SoftmaxOfRow:
-    """Turn the vocabulary's statistics into outputs in nats: 0 in ignored rows, NaN in broken ones."""
     extremes = unpack_extremes(packed_extremes, options.telemetry)
     ignored = rows.ignored
     # A label whose logit is -inf on every rank is owned by none: its row is NaN.
@@ -99,7 +90,6 @@ def finish(
 def row_terms(
     rows: Rows, softmax: SoftmaxOfRow, upstream: Sequence[Tensor | None], options: Options
 ) -> tuple[Tensor, Tensor]:
-    """Return packed `RowTerms`, [6 or 7, N] fp32, and a mask [N] of rows with a gradient: see `Backend`."""
     grad_logprobs, grad_entropy, grad_lse, grad_mean_logit = upstream
     ignored = rows.ignored
     # A logprob that is not finite makes every term NaN.
