@@ -1,0 +1,267 @@
+"""NVIDIA's compute-sanitizer over a small call of every kernel and option, and over faults that it must find.
+
+python -m tests.sanitizer                       # every tool; exits with 1 after an error, or a fault not found
+python -m tests.sanitizer --tools memcheck --compute-sanitizer /usr/local/cuda/bin/compute-sanitizer
+python -m tests.sanitizer --calls --device cpu  # the calls alone, under Triton's interpreter
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+# A fault that each tool must find. None for synccheck: what it looks for hangs a GPU.
+FAULTS = {"memcheck": "oob", "racecheck": "race", "synccheck": None, "initcheck": "uninitialized"}
+# Hopper's cuBLAS kernels end in an internal error of racecheck, and initcheck reports their tiles past a matrix's end.
+# There the calls multiply without them.
+WITHOUT_CUBLAS = {"racecheck", "initcheck"}
+
+
+def head(
+    device: torch.device, dtype: torch.dtype = BF16, tokens: int = 40, size: int = 72, columns: int = 300
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return hidden, weight and labels; every fifth token is ignored."""
+    generator = torch.Generator().manual_seed(tokens + size + columns)
+    hidden = torch.randn(tokens, size, generator=generator).to(device, dtype).requires_grad_()
+    weight = torch.randn(columns, size, generator=generator).mul(0.2).to(device, dtype).requires_grad_()
+    labels = torch.randint(columns, (tokens,), generator=generator)
+    labels[::5] = -100
+    return hidden, weight, labels.to(device)
+
+
+def backward(loss: Tensor, *inputs: Tensor) -> list[Tensor]:
+    return [loss.detach(), *torch.autograd.grad(loss.double().sum(), inputs)]
+
+
+def cross_entropy(device: torch.device, dtype: torch.dtype = BF16, **options: Any) -> list[Tensor]:
+    import megatron_lce
+
+    shape = {name: options.pop(name) for name in ("tokens", "size", "columns") if name in options}
+    hidden, weight, labels = head(device, dtype, **shape)
+    if options.pop("fp32_weight", False):
+        weight = weight.detach().float().requires_grad_()
+    if options.pop("temperatures", False):
+        options["temperature"] = torch.linspace(0.5, 2.0, len(labels), dtype=FP32, device=device)
+    if options.pop("ids", False):
+        options["candidates"] = torch.arange(len(labels) * 4, device=device).view(-1, 4) % len(weight) - 1
+    out = megatron_lce.linear_cross_entropy(hidden, weight, labels, backend="triton", **options)
+    wanted = (out.logprobs, out.entropy, out.mean_logit, out.candidate_logprobs)
+    upstream = torch.linspace(-1.0, 1.0, len(labels), dtype=FP32, device=device)
+    loss = sum((upstream * (x if x.dim() == 1 else x.sum(1))).sum() for x in wanted if x is not None)
+    assert isinstance(loss, Tensor)
+    return [*(x.detach() for x in out if x is not None), *backward(loss, hidden, weight)]
+
+
+def token_loss(device: torch.device, dtype: torch.dtype = BF16, **options: Any) -> list[Tensor]:
+    import megatron_lce
+
+    hidden, weight, labels = head(device, dtype, tokens=300)
+    loss = megatron_lce.linear_token_loss(
+        hidden, weight, labels, lambda out, w: -w * out.logprobs, labels.float(), backend="triton", **options
+    ).loss
+    return backward(loss, hidden, weight)
+
+
+def known_loss(device: torch.device) -> list[Tensor]:
+    from megatron_lce.core.upstream import Promise
+    from megatron_lce.token_loss import linear_token_losses
+
+    hidden, weight, labels = head(device)
+    return backward(linear_token_losses(hidden, weight, labels, Promise(), backend="triton")[0], hidden, weight)
+
+
+def jsd(device: torch.device, dtype: torch.dtype = BF16, **options: Any) -> list[Tensor]:
+    import megatron_lce
+
+    student, teacher = head(device, dtype), head(device, dtype, size=136)
+    if options.pop("weighted", False):
+        options["token_weights"] = torch.linspace(0.0, 1.0, len(student[2]), dtype=FP32, device=device)
+    if options.pop("with_labels", False):
+        options["labels"] = student[2]
+    heads = (*student[:2], *(x.detach() for x in teacher[:2]))
+    return backward(megatron_lce.linear_jsd(*heads, backend="triton", **options), *student[:2])
+
+
+def ids(device: torch.device, dtype: torch.dtype = BF16, **options: Any) -> list[Tensor]:
+    import megatron_lce
+
+    hidden, weight, labels = head(device, dtype)
+    lengths = torch.arange(len(labels), device=device) % 7
+    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    kept = torch.arange(int(offsets[-1]), device=device) * 7 % len(weight)
+    at = megatron_lce.linear_logits_at(hidden, weight, kept, offsets, backend="triton", **options)
+    support = megatron_lce.support_logprobs(hidden, weight, labels, kept, offsets, backend="triton", **options)
+    top = megatron_lce.linear_topk(hidden, weight, 5, backend="triton", **options)
+    sets = torch.where(support.isnan(), 0.0, support)
+    return [*top, *backward(at, hidden, weight), *backward(sets, hidden, weight)]
+
+
+def calls() -> Iterator[tuple[str, Callable[[torch.device], list[Tensor]]]]:
+    """Yield every call's name, and the call, which returns its outputs and gradients."""
+    cache = {"logits_cache_bytes": 2**20}
+    table: list[tuple[Callable[..., list[Tensor]], dict[str, Any]]] = [
+        *((cross_entropy, {"dtype": dtype}) for dtype in (BF16, FP16, FP32)),
+        *((cross_entropy, {"dtype": dtype, "softcap": 5.0}) for dtype in (BF16, FP32)),
+        *((cross_entropy, {"dtype": dtype, "fp32_weight": True}) for dtype in (BF16, FP16)),
+        (cross_entropy, {"tokens": 1, "size": 1, "columns": 1}),
+        (cross_entropy, {"tokens": 129, "size": 200, "columns": 257, "entropy": False}),
+        (cross_entropy, {"size": 77, "vocab_size": 290, "temperatures": True, "logits_scale": 0.5}),
+        (cross_entropy, {"telemetry": True}),
+        (cross_entropy, {"telemetry": True, "softcap": 5.0, **cache}),
+        (cross_entropy, {"logits_dtype": BF16}),
+        (cross_entropy, {"ids": True}),
+        (cross_entropy, {"ids": True, "entropy": False, **cache}),
+        (cross_entropy, {"skip_ignored": True}),
+        (cross_entropy, {"skip_ignored": True, "entropy": False, **cache}),
+        (cross_entropy, cache),
+        (cross_entropy, {"dtype": FP16, "softcap": 5.0, **cache}),
+        (cross_entropy, {"entropy": False, **cache}),
+        (cross_entropy, {"entropy": False, "logits_cache_bytes": 40 * 128 * 2 + 600}),
+        (cross_entropy, {"dtype": FP16, "telemetry": True, "entropy": False, **cache}),
+        (cross_entropy, {"dtype": FP32, "tokens": 200, "columns": 700, "workspace_bytes": 2**19}),
+        (token_loss, {}),
+        (token_loss, {"entropy": False, "workspace_bytes": 2**18}),
+        (token_loss, {"dtype": FP32, "skip_ignored": True}),
+        (known_loss, {}),
+        *((jsd, {"beta": beta}) for beta in (0.0, 0.3, 1.0)),
+        (jsd, {"beta": 0.6, "student_softcap": 5.0, "teacher_softcap": 9.0}),
+        (jsd, {"with_labels": True, "skip_ignored": True}),
+        (jsd, {"weighted": True}),
+        (jsd, {"dtype": FP32, "beta": 0.0, "weighted": True}),
+        *((ids, {"dtype": dtype}) for dtype in (BF16, FP32)),
+        (ids, {"softcap": 5.0, "temperature": 0.7}),
+    ]
+    for function, options in table:
+        described = ", ".join(f"{name}={value}" for name, value in options.items())
+        yield f"{function.__name__}({described})", lambda device, f=function, o=options: f(device, **o)
+
+
+def multiply_without_cublas() -> None:
+    """Replace torch's matrix products by elementwise ones, for the small matrices of these calls."""
+
+    def mm(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
+        result = (a.float()[:, :, None] * b.float()[None]).sum(1).to(out_dtype or a.dtype)
+        return result if out is None else out.copy_(result)
+
+    def addmm(
+        total: Tensor, a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        result = total + mm(a, b, out_dtype or total.dtype)
+        return result if out is None else out.copy_(result)
+
+    torch.mm, torch.addmm, Tensor.__matmul__ = mm, addmm, mm  # type: ignore[assignment, method-assign]
+
+
+def run_calls(device: torch.device) -> None:
+    for name, call in calls():
+        found = call(device)
+        print(f"{name}: {len(found)} tensors, sum {sum(float(x.cpu().double().nan_to_num().sum()) for x in found):.6g}")
+    print("calls ran")
+
+
+class Result(NamedTuple):
+    """The outcome of a tool over the calls or a planted fault."""
+
+    tool: str
+    program: str
+    passed: bool
+    errors: int  # that the tool reports; -1: it did not finish
+    seconds: float
+    kernels: list[str]  # where it found them
+    detail: str  # the first error, or the end of the output
+
+
+def check(tool: str, program: str, arguments: list[str], sanitizer: str, timeout: float) -> Result:
+    """Run a program under a tool; the calls must have no error, a planted fault one."""
+    command = [sanitizer, "--tool", tool, "--print-limit", "20", sys.executable, "-m", "tests.sanitizer"]
+    if program == "calls" and tool in WITHOUT_CUBLAS:
+        arguments = [*arguments, "--without-cublas"]
+    # Memory of a caching allocator is all allocated, and written, as far as a tool can see.
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "TRITON_INTERPRET": "0"}
+    start = time.perf_counter()
+    try:
+        process = subprocess.run(
+            [*command, *arguments], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            timeout=timeout,
+        )  # fmt: skip
+        output, ended = process.stdout, process.returncode == 0 or "ERROR SUMMARY" in process.stdout
+    except subprocess.TimeoutExpired as error:
+        partial = error.stdout or ""
+        output, ended = partial if isinstance(partial, str) else partial.decode(errors="replace"), False
+    summaries = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)", output)
+    errors = sum(map(int, summaries)) if summaries and ended else -1
+    kernels = sorted(set(re.findall(r"=========.* (?:in|at) (?:block .* in )?(\w*kernel\w*)", output)))
+    first = re.search(r"^========= (?!COMPUTE-SANITIZER)(?!\s).*$", output, re.M)
+    expected = errors > 0 if program != "calls" else errors == 0 and "calls ran" in output
+    detail = first[0][10:] if first and errors > 0 else "" if expected else output[-2000:]
+    return Result(tool, program, expected, errors, round(time.perf_counter() - start, 1), kernels[:8], detail)
+
+
+def drive(tools: list[str], sanitizer: str, timeout: float, output: Path | None) -> bool:
+    """Run each tool over the calls and its planted fault, print a table, and return whether all results pass."""
+    subprocess.run([sys.executable, "-m", "tests.sanitizer", "--calls"], check=True)  # compiles every kernel
+    results = []
+    print(f"{'tool':10} {'program':14} {'errors':>6} {'s':>6}  ", flush=True)
+    for tool in tools:
+        programs = {"calls": ["--calls"]}
+        if fault := FAULTS[tool]:
+            programs[fault] = ["--plant", fault]
+        for program, arguments in programs.items():
+            result = check(tool, program, arguments, sanitizer, timeout)
+            results.append(result)
+            verdict = "ok" if result.passed else f"FAILED {' '.join(result.kernels)}\n{result.detail}"
+            print(f"{tool:10} {program:14} {result.errors:6} {result.seconds:6}  {verdict}", flush=True)
+    text = json.dumps([result._asdict() for result in results], indent=1)
+    print(text) if output is None else output.write_text(text + "\n")
+    return all(result.passed for result in results)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--calls", action="store_true", help="run the calls, without a tool")
+    mode.add_argument("--plant", choices=sorted(filter(None, FAULTS.values())), help="run a kernel with that fault")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="of --calls")
+    parser.add_argument("--without-cublas", action="store_true", help="with --calls: matrix products by other kernels")
+    parser.add_argument("--tools", nargs="+", choices=list(FAULTS), default=list(FAULTS))
+    parser.add_argument("--compute-sanitizer", default=shutil.which("compute-sanitizer"), help="path of the program")
+    parser.add_argument("--timeout-s", type=float, default=120.0, help="of one tool over one program")
+    parser.add_argument("--json", type=Path, help="file for the results; None: printed")
+    return parser
+
+
+def main() -> None:
+    parser = build_parser()
+    given = parser.parse_args()
+    if given.plant:
+        from tests import planted_faults
+
+        planted_faults.run(given.plant)
+    elif given.calls:
+        if given.without_cublas:
+            multiply_without_cublas()
+        if given.device == "cpu":
+            from tests import interpreter
+
+            os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
+            interpreter.hasten()
+        run_calls(torch.device(given.device))
+    elif given.compute_sanitizer is None:
+        parser.error("compute-sanitizer is not on PATH: pass --compute-sanitizer (it comes with the CUDA toolkit)")
+    else:
+        sys.exit(0 if drive(given.tools, given.compute_sanitizer, given.timeout_s, given.json) else 1)
+
+
+if __name__ == "__main__":
+    main()
