@@ -77,11 +77,29 @@ $(MEGATRON)/%/megatron: $(INSTALLED)
 		--dest $(MEGATRON)/wheels megatron-core==$*
 	$(BIN)/python -m zipfile -e $(MEGATRON)/wheels/megatron_core-$*-*.whl $(@D)
 
-test-matrix: $(INSTALLED) $(MEGATRON_VERSIONS:%=$(MEGATRON)/%/megatron)
+# The newest torch and Triton, and those of GPU machines: the operations' tests and the compiled calls', without Megatron.
+# Each environment is some gigabytes.
+TORCH_AND_TRITON := 2.15.0-3.9.0 2.11.0-3.6.0
+TORCH := $(VENV)/torch
+TORCH_TESTS := $(addprefix tests/test_,$(addsuffix .py,autograd candidates compiled compiled_ahead cross_entropy \
+	cross_entropy_extremes cuda_graphs jsd logits_at logits_cache precision skipped_rows softmax_stats support_logprobs \
+	token_loss topk))
+
+$(TORCH)/%/.installed:
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python -m pip install --quiet torch==$(firstword $(subst -, ,$*)) triton==$(lastword $(subst -, ,$*)) \
+		"numpy<2.4" hypothesis pytest pytest-xdist
+	touch $@
+
+test-matrix: $(INSTALLED) $(MEGATRON_VERSIONS:%=$(MEGATRON)/%/megatron) $(TORCH_AND_TRITON:%=$(TORCH)/%/.installed)
 	set -e; for path in "" $(MEGATRON_VERSIONS:%=$(MEGATRON)/%); do \
 		PYTHONPATH=$$path $(BIN)/python -c 'import megatron.core; print("megatron-core", megatron.core.__version__)'; \
 		PYTHONPATH=$$path $(BIN)/python -m pytest $(MATRIX_TESTS); \
 		PYTHONPATH=$$path $(BIN)/python $(MATRIX_PROGRAM); \
+	done; \
+	for versions in $(TORCH_AND_TRITON); do \
+		echo "torch-triton $$versions"; \
+		$(TORCH)/$$versions/bin/python -m pytest --numprocesses 2 --dist load --maxschedchunk 1 $(TORCH_TESTS); \
 	done
 
 # Other projects' own code with the diff of docs/recipes: of released wheels, and of checkouts whose paths are given,
