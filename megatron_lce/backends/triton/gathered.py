@@ -22,9 +22,7 @@ def gathered_logits(
     num_ids, cap = ids.shape[0], softcap_scale(options)
     found = hidden.new_empty(2, num_ids, dtype=torch.float32)
     block = tiles.rows_of_program(8, num_ids)
-    tiles.launch(
-        _gathered_logits_kernel,
-        (ceil_div(num_ids, block),),
+    tiles.launch(_gathered_logits_kernel, (ceil_div(num_ids, block),), fused=True)(
         hidden,
         weight,
         tokens,
@@ -42,7 +40,6 @@ def gathered_logits(
         ROUND=options.logits_dtype is not None,
         BLOCK_M=block,
         BLOCK_H=512,
-        fused=True,
     )
     return found
 
@@ -60,9 +57,7 @@ def gathered_sums(
 ) -> None:
     """Write the sums of factors * matrix[places] over each part to `out`, or add them, in the order of the parts."""
     block = min(1024, triton.next_power_of_2(out.shape[1]))
-    tiles.launch(
-        _gathered_sums_kernel,
-        (out.shape[0], ceil_div(out.shape[1], block)),
+    tiles.launch(_gathered_sums_kernel, (out.shape[0], ceil_div(out.shape[1], block)), fused=True)(
         matrix,
         places,
         factors,
@@ -76,16 +71,13 @@ def gathered_sums(
         ACCUMULATE=accumulate,
         BLOCK_M=4,
         BLOCK_H=block,
-        fused=True,
     )
 
 
 def write_columns(matrix: Tensor, columns: Tensor, values: Tensor) -> None:
     """Write values to some columns of each row."""
     block = 4096 if matrix.device.type == "cpu" else 512
-    tiles.launch(
-        _write_columns_kernel,
-        (ceil_div(columns.numel(), block),),
+    tiles.launch(_write_columns_kernel, (ceil_div(columns.numel(), block),), fused=True)(
         matrix,
         columns.contiguous(),
         values.contiguous(),
@@ -94,7 +86,6 @@ def write_columns(matrix: Tensor, columns: Tensor, values: Tensor) -> None:
         matrix.shape[1],
         matrix.stride(0),
         BLOCK=block,
-        fused=True,
     )
 
 

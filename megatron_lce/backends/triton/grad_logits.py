@@ -50,9 +50,10 @@ def grad_logits(
     weight, weight_power = split(weight, tile.weight_parts)
     num_tokens, num_columns = out.shape
     num_tiles = ceil_div(num_tokens, tile.block_n) * ceil_div(num_columns, tile.block_v)
+    # fused, z - max in fp32 would not be 0 at the largest z
     tiles.launch(
-        _grad_logits_kernel,
-        (tiles.num_programs(num_tiles, tile, hidden.device),),
+        _grad_logits_kernel, (tiles.num_programs(num_tiles, tile, hidden.device),), fused=out.dtype != torch.float32
+    )(
         descriptor(hidden, tile.block_n, tile.block_h),
         hidden_power,
         descriptor(weight, tile.block_v, tile.block_h),
@@ -71,7 +72,6 @@ def grad_logits(
         PERSISTENT=tiles.takes_descriptors(hidden.device),
         BLOCK_V=tile.block_v,
         GROUP_N=tiles.GROUP_N,
-        fused=out.dtype != torch.float32,  # fused, z - max in fp32 would not be 0 at the largest z
         **shared_arguments(tile, options),
     )
 
@@ -94,9 +94,7 @@ def grad_logits_from_cache(
     # Rows of a program, and programs that share a row. Unless factored it takes a copy's time and 4 % (H200).
     block_n, sharers = (8, min(num_chunks, 4)) if factored else (4, ceil_div(num_chunks, 4))
     block_n = tiles.rows_of_program(block_n, num_tokens)
-    tiles.launch(
-        _grad_from_exp_kernel,
-        (sharers * ceil_div(num_tokens, block_n),),
+    tiles.launch(_grad_from_exp_kernel, (sharers * ceil_div(num_tokens, block_n),), fused=True)(
         cache.exp,
         cache.reference,
         rows.labels,
@@ -117,7 +115,6 @@ def grad_logits_from_cache(
         BLOCK_N=block_n,
         CHUNK=chunk,
         num_warps=1 if factored else 2,
-        fused=True,
     )
     return factor
 

@@ -24,9 +24,8 @@ def sum_chunks(
     extremes = parts.new_empty(num_extremes(telemetry), num_tokens)
     sums = parts.new_empty(num_sums(entropy, telemetry), num_tokens, dtype=torch.int64)
     block_n = tiles.rows_of_program(8, num_tokens)  # of one warp: many small programs are fastest
-    tiles.launch(
-        _sum_chunks_kernel,
-        (ceil_div(num_tokens, block_n),),
+    # the same bits with and without the optional rows
+    tiles.launch(_sum_chunks_kernel, (ceil_div(num_tokens, block_n),), fused=False)(
         parts,
         all_extremes,
         extremes,
@@ -43,7 +42,6 @@ def sum_chunks(
         BLOCK_S=_BLOCK_S,
         BLOCK_N=block_n,
         num_warps=1,
-        fused=False,  # the same bits with and without the optional rows
     )
     return extremes, sums
 

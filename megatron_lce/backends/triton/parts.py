@@ -67,9 +67,7 @@ def split(matrix: Tensor, number: int, dtype: torch.dtype = torch.float16) -> tu
         written = round_up(num_rows, COLUMN_STEP)
         powers = matrix.new_empty(written, dtype=torch.float32)
     rows = tiles.rows_of_program(1, written)
-    tiles.launch(
-        _split_kernel,
-        (ceil_div(written, rows),),
+    tiles.launch(_split_kernel, (ceil_div(written, rows),), fused=True)(
         matrix,
         parts,
         powers,
@@ -80,7 +78,6 @@ def split(matrix: Tensor, number: int, dtype: torch.dtype = torch.float16) -> tu
         PARTS=number,
         BLOCK_M=rows,
         BLOCK_K=min(1024, triton.next_power_of_2(width)),
-        fused=True,
     )
     return parts, powers
 

@@ -19,9 +19,7 @@ def product_stats(products: Tensor, row_scale: Tensor) -> Tensor:
     num_chunks = ceil_div(num_columns, CHUNK_COLUMNS)
     stats = products.new_empty(num_chunks, 3, num_tokens, dtype=torch.float32)
     rows = tiles.rows_of_program(4, num_tokens)
-    tiles.launch(
-        _product_stats_kernel,
-        (ceil_div(num_tokens, rows), ceil_div(num_chunks, _CHUNKS)),
+    tiles.launch(_product_stats_kernel, (ceil_div(num_tokens, rows), ceil_div(num_chunks, _CHUNKS)), fused=False)(
         products,
         row_scale,
         stats,
@@ -31,7 +29,6 @@ def product_stats(products: Tensor, row_scale: Tensor) -> Tensor:
         BLOCK_N=rows,
         CHUNKS=_CHUNKS,
         CHUNK=CHUNK_COLUMNS,
-        fused=False,
     )
     return stats
 

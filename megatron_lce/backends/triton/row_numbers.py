@@ -38,9 +38,7 @@ def prepare_rows(labels: Tensor, temperature: Tensor | float, options: Options, 
         torch.empty_like(labels, dtype=torch.float32),
         torch.empty_like(labels, dtype=torch.float32),
     )
-    tiles.launch(
-        _prepare_rows_kernel,
-        (ceil_div(num_tokens, BLOCK_N),),
+    tiles.launch(_prepare_rows_kernel, (ceil_div(num_tokens, BLOCK_N),), fused=True)(
         labels.contiguous(),
         temperature.contiguous() if isinstance(temperature, Tensor) else None,
         *rows,
@@ -51,7 +49,6 @@ def prepare_rows(labels: Tensor, temperature: Tensor | float, options: Options, 
         shard.start,
         shard.columns,
         BLOCK_N=BLOCK_N,
-        fused=True,
     )
     return rows
 
@@ -67,9 +64,8 @@ def finish(
     num_tokens, entropy, telemetry = rows.labels.shape[0], options.entropy, options.telemetry
     wanted = (True, True, entropy, telemetry)
     saved = [packed_extremes.new_empty(num_tokens) if want else None for want in wanted]
-    tiles.launch(
-        _finish_kernel,
-        (ceil_div(num_tokens, BLOCK_N),),
+    # the same bits with and without the optional outputs
+    tiles.launch(_finish_kernel, (ceil_div(num_tokens, BLOCK_N),), fused=False)(
         packed_extremes,
         sums,
         rows.to_nats,
@@ -79,7 +75,6 @@ def finish(
         ENTROPY=entropy,
         TELEMETRY=telemetry,
         BLOCK_N=BLOCK_N,
-        fused=False,  # the same bits with and without the optional outputs
     )
     return SoftmaxOfRow(packed_extremes[0], *saved)  # type: ignore[arg-type]
 
@@ -92,9 +87,7 @@ def row_terms(
     with_mean = upstream[DIFFERENTIABLE.index("mean_logit")] is not None
     terms = rows.scale.new_empty(NUM_TERMS + with_mean, num_tokens)
     counts = rows.scale.new_empty(num_tokens, dtype=torch.bool)
-    tiles.launch(
-        _row_terms_kernel,
-        (ceil_div(num_tokens, BLOCK_N),),
+    tiles.launch(_row_terms_kernel, (ceil_div(num_tokens, BLOCK_N),), fused=True)(
         rows.scale,
         rows.to_nats,
         *saved,
@@ -105,7 +98,6 @@ def row_terms(
         num_tokens,
         inner_factor(options),
         BLOCK_N=BLOCK_N,
-        fused=True,
     )
     return terms, counts
 

@@ -15,9 +15,7 @@ def scale(matrix: Tensor, factor: Tensor, out: Tensor, *, accumulate: bool) -> N
     num_rows, num_columns = matrix.shape
     in_place = out.data_ptr() == matrix.data_ptr() and not accumulate
     rows = tiles.rows_of_program(1, num_rows)
-    tiles.launch(
-        _scale_kernel,
-        (ceil_div(num_rows, rows),),
+    tiles.launch(_scale_kernel, (ceil_div(num_rows, rows),), fused=True)(
         matrix,
         factor,
         out,
@@ -30,7 +28,6 @@ def scale(matrix: Tensor, factor: Tensor, out: Tensor, *, accumulate: bool) -> N
         ACCUMULATE=accumulate,
         BLOCK_M=rows,
         BLOCK_K=_BLOCK,
-        fused=True,
     )
 
 

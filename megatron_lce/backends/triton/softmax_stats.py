@@ -1,5 +1,7 @@
 """The first primitive takes softmax statistics of hidden @ weight.T, with the logits in registers only."""
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -43,40 +45,40 @@ def softmax_stats(
     tile = tiles.choose_tiles(hidden.dtype, weight.dtype, hidden.device)
     num_rows = packed_rows(options.entropy, options.telemetry)
     stats = hidden.new_empty(ceil_div(num_columns, tile.chunk), num_rows, num_tokens, dtype=torch.float32)
-    split_hidden = split(hidden, tile.hidden_parts)
+    products = _Products(*split(hidden, tile.hidden_parts), weight, rows, stats, tile, options)
     step = columns_at_once if tile.weight_parts and columns_at_once else max(num_columns, 1)
     kept = 0 if cache is None else cache.exp.shape[1]
     for columns in (*cut(kept, max(kept, 1)), *cut(num_columns, step, start=kept)):
-        cache_of_columns = cache if columns.stop <= kept else None
-        _launch_stats(split_hidden, weight, columns, rows, stats, tile, options, vocab_start, cache_of_columns)
+        _launch_stats(products, columns, vocab_start, cache if columns.stop <= kept else None)
     # After the statistics, which fill the label's row with -inf. The parts of a label's row take the room of two
     # columns' parts.
     most = max(MIN_TOKENS, step // 2 // MIN_TOKENS * MIN_TOKENS) if tile.weight_parts else max(num_tokens, 1)
     for tokens in cut(num_tokens, most):
-        _launch_label_logits(split_hidden, weight, tokens, rows, stats, tile, options)
+        _launch_label_logits(products, tokens)
     return stats
 
 
-def _launch_stats(
-    split_hidden: tuple[Tensor, Tensor | None],
-    weight: Tensor,
-    columns: slice,
-    rows: Rows,
-    stats: Tensor,
-    tile: tiles.Tiles,
-    options: Options,
-    vocab_start: int,
-    cache: LogitsCache | None,  # of these columns
-) -> None:
-    """Fill the chunks of some columns, and their cache."""
-    hidden, hidden_power = split_hidden
-    hidden_size, num_tokens, num_columns = weight.shape[1], stats.shape[2], columns.stop - columns.start
+class _Products(NamedTuple):
+    """Products whose statistics are taken."""
+
+    hidden: Tensor  # [N, H], or its parts
+    hidden_power: Tensor | None  # of the parts
+    weight: Tensor  # [V, H]
+    rows: Rows
+    stats: Tensor  # [chunks, K, N] out
+    tile: tiles.Tiles
+    options: Options
+
+
+def _launch_stats(products: _Products, columns: slice, vocab_start: int, cache: LogitsCache | None) -> None:
+    """Fill some columns' statistics, and their cache."""
+    hidden, hidden_power, weight, rows, stats, tile, options = products
+    hidden_size, num_tokens, num_columns = weight.shape[1], hidden.shape[0], columns.stop - columns.start
     slab, weight_power = split(weight[columns], tile.weight_parts)
     takes_logarithm = options.entropy or options.softcap is not None
     num_tiles = ceil_div(num_tokens, tile.block_n) * ceil_div(num_columns, tile.block_v)
-    tiles.launch(
-        _softmax_stats_kernel,
-        (tiles.num_programs(num_tiles, tile, hidden.device),),
+    # Not fused: logprobs must have the same bits for all constexprs.
+    tiles.launch(_softmax_stats_kernel, (tiles.num_programs(num_tiles, tile, hidden.device),), fused=False)(
         descriptor(hidden, tile.block_n, tile.block_h),
         hidden_power,
         descriptor(slab, tile.block_v, tile.block_h),
@@ -98,29 +100,18 @@ def _launch_stats(
         BLOCK_V=tile.block_v,
         CHUNK=tile.chunk,
         GROUP_N=tiles.stats_group(hidden_size),
-        fused=False,  # logprobs must have the same bits for all constexprs
         **shared_arguments(tile, options),
     )
 
 
-def _launch_label_logits(
-    split_hidden: tuple[Tensor, Tensor | None],
-    weight: Tensor,
-    tokens: slice,
-    rows: Rows,
-    stats: Tensor,
-    tile: tiles.Tiles,
-    options: Options,
-) -> None:
-    """Write the logits of some tokens' labels to the first chunk."""
-    hidden, hidden_power = split_hidden
+def _launch_label_logits(products: _Products, tokens: slice) -> None:
+    """Write some tokens' labels' logits to the first chunk."""
+    hidden, hidden_power, weight, rows, stats, tile, options = products
     labels, label_rows, label_power = rows.labels[tokens], None, None
     if tile.weight_parts:
         label_rows, label_power = split(weight.index_select(0, labels.clamp(min=0)), tile.weight_parts)
     block = min(tile.block_n, tile.block_v)  # its tile is square, and no larger than the others
-    tiles.launch(
-        _label_logits_kernel,
-        (ceil_div(labels.shape[0], block),),
+    tiles.launch(_label_logits_kernel, (ceil_div(labels.shape[0], block),), fused=False)(
         descriptor(hidden[tokens], block, tile.block_h),
         None if hidden_power is None else hidden_power[tokens.start :],
         weight if label_rows is None else descriptor(label_rows, block, tile.block_h),
@@ -131,7 +122,6 @@ def _launch_label_logits(
         labels.shape[0],
         weight.shape[1],
         weight.stride(0),
-        fused=False,
         **shared_arguments(tile, options) | {"BLOCK_N": block},
     )
 

@@ -1,6 +1,7 @@
 """The tile table, each row with the GPU that chose it, and what a launch must know of a device."""
 
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -82,13 +83,12 @@ def _multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, fused: bool, **constants: Any) -> None:
-    """Launch a kernel, unless the grid is empty.
+def launch(kernel: Any, grid: tuple[int, ...], *, fused: bool) -> Callable[..., None]:
+    """Return a kernel to be called; of an empty grid, a function that does nothing.
 
     `fused` lets the compiler round a * b + c once. Triton does so by default up to 3.9, and not from 3.10 on.
     """
-    if all(grid):
-        kernel[grid](*arguments, enable_fp_fusion=fused, **constants)
+    return partial(kernel[grid], enable_fp_fusion=fused) if all(grid) else lambda *arguments, **constants: None
 
 
 def interpreting() -> bool:
