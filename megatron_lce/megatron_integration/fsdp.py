@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
 FREED = (
-    "the head's weight is managed by FSDP, which frees it after the output layer's call: use enable_fused_linear_ce, "
-    "or FusedLinearHead for a head of your own"
+    "the head's weight is managed by FSDP, which frees it outside of the output layer's call: use "
+    "enable_fused_linear_ce, or FusedLinearHead for a head of your own"
 )
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from megatron_lce.core import collectives
 from megatron_lce.core.validation import DTYPES
@@ -90,7 +91,9 @@ def _makes_logits(module: nn.Module) -> bool:
 def head_reasons(language_model: LanguageModule) -> tuple[str, ...]:
     """Return why `hidden` and the head's weight do not determine this model's logits, also behind the head's call."""
     head, weight = language_model.output_layer, weight_of(language_model)
-    return (*_output_reasons(language_model), *reasons_of_head(head, language_model.config, weight))
+    freed = is_freed(head, weight) or isinstance(language_model, FSDPModule)
+    of_weight = (FREED,) if freed else weight_reasons(weight)
+    return (*_output_reasons(language_model), *_product_reasons(head, language_model.config), *of_weight)
 
 
 def fusing_reasons(language_model: LanguageModule, modules: list[nn.Module]) -> tuple[str, ...]:
@@ -120,7 +123,8 @@ def weight_of(language_model: LanguageModule) -> Tensor | None:
 
 def reasons_of_head(head: nn.Module, config: TransformerConfig, weight: Tensor | None) -> tuple[str, ...]:
     """Return why `hidden` and the weight that this head is called with do not determine what it returns."""
-    return (*_product_reasons(head, config), *((FREED,) if is_freed(head, weight) else weight_reasons(weight)))
+    of_weight = (FREED,) if is_freed(head, weight) else weight_reasons(weight)
+    return (*_product_reasons(head, config), *of_weight)
 
 
 def _product_reasons(head: nn.Module, config: TransformerConfig) -> tuple[str, ...]:

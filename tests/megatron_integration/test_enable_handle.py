@@ -174,16 +174,6 @@ def test_a_weight_that_is_a_dtensor_is_refused(untied, device):
         capture_lm_head(untied).__enter__()
 
 
-def test_a_head_wrapped_by_fsdp_after_enabling_is_megatrons_and_told(untied, device):
-    tensors, labels = megatron_world.inputs(device)
-    expected = untied(*tensors, labels=labels)
-    enable(untied)
-    untied.output_layer.weight.__fsdp_param__ = True
-    with pytest.warns(UserWarning, match="enabled but was not used: the head's weight is managed by FSDP"):
-        loss = untied(*tensors, labels=labels)
-    torch.testing.assert_close(loss, expected)
-
-
 def test_a_loss_replaced_after_enabling_leaves_nothing_behind(untied):
     before = state(untied)
     handle = enable(untied)

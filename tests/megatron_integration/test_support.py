@@ -46,10 +46,6 @@ def quantized_weight(model):
     model.output_layer.weight = nn.Parameter(model.output_layer.weight.data.as_subclass(QuantizedTensor))
 
 
-def fsdp_weight(model):
-    model.output_layer.weight.__fsdp_param__ = True
-
-
 def deferred_weight_gradient(model):
     model.config.defer_embedding_wgrad_compute = True
 
@@ -113,7 +109,6 @@ UNSUPPORTED = {
     bias: "output_layer has a bias",
     fp8_weight: "the head's weight is a Tensor of torch.float8_e4m3fn, not a plain fp32, bf16 or fp16",
     quantized_weight: "the head's weight is a QuantizedTensor of torch.float32, not a plain",
-    fsdp_weight: "the head's weight is managed by FSDP",
     deferred_weight_gradient: "defer_embedding_wgrad_compute is set",
     config_logger: "config_logger_dir is set",
     output_hook: "output_layer has forward or backward hooks, which expect logits",

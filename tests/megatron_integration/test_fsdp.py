@@ -1,0 +1,142 @@
+"""A head whose weight is whole in its call only, on one rank and without FSDP: its hooks are played by this file's.
+
+FSDP2 itself is run by `torchrun_tests/megatron_fsdp.py`, Megatron-FSDP, which needs a GPU, by `run_megatron_fsdp.py`.
+"""
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core")
+
+from torch.utils._pytree import tree_map
+
+import megatron_lce
+from megatron_lce import capture_lm_head
+from scripts import megatron_runtime
+from tests import megatron_world
+from tests.megatron_world import REFUSED, enable
+
+WHY = "FSDP frees the head's weight after the output layer's call, behind which"
+
+
+class Unit:
+    """The output layer as a unit of Megatron-FSDP: hooks gather and free its weight, and make views of all outputs."""
+
+    def __init__(self, head, output=lambda tensor: tensor.view_as(tensor)):
+        self.whole, self.output = head.weight.detach().clone(), output
+        head.weight.__fsdp_param__ = True
+        for hook in (self.after_forward, self.before_backward):
+            hook.__func__.__module__ = "megatron_fsdp.megatron_fsdp"
+        self.weight = head.weight
+        head.register_forward_pre_hook(lambda *_: self.gather())
+        head.register_forward_hook(self.after_forward)
+        self.free()
+
+    def gather(self):
+        with torch.autograd._unsafe_preserve_version_counter(self.weight), torch.no_grad():
+            self.weight.untyped_storage().resize_(self.whole.nbytes)
+            self.weight.copy_(self.whole)
+
+    def free(self):
+        self.weight.untyped_storage().resize_(0)
+
+    def after_forward(self, head, inputs, outputs):
+        outputs = tree_map(lambda x: self.output(x) if torch.is_tensor(x) else x, outputs)
+        torch.autograd.graph.register_multi_grad_hook(
+            [x for x in outputs if torch.is_tensor(x)], self.before_backward, mode="any"
+        )
+        self.free()
+        return outputs
+
+    def before_backward(self, gradient):
+        self.gather()
+
+
+def weight_gradient(model):
+    gradient = model.output_layer.weight.grad
+    model.zero_grad()
+    return gradient
+
+
+@pytest.mark.parametrize("known_loss", [False, True])
+@pytest.mark.parametrize("batch", [megatron_world.BATCH, 1])
+def test_loss_and_gradients_are_those_of_a_whole_weight(untied, device, known_loss, batch):
+    tensors, labels = megatron_world.inputs(device)
+    inputs = [x if x is None else x[:batch] for x in (*tensors, labels)]
+    labels = inputs.pop()
+    expected = untied(*inputs, labels=labels)
+    expected.sum().backward()
+    expected_gradient = weight_gradient(untied)
+    unit = Unit(untied.output_layer)
+    handle = enable(untied, on_unsupported="raise", known_loss=known_loss)
+    for _ in range(2):
+        loss = untied(*inputs, labels=labels)
+        assert unit.weight.untyped_storage().size() == 0
+        loss.sum().backward()
+        torch.testing.assert_close(loss, expected)
+        torch.testing.assert_close(weight_gradient(untied), expected_gradient, rtol=1e-5, atol=1e-6)
+    hooks = list(untied.output_layer._forward_hooks.values())
+    assert hooks == [unit.after_forward]
+    with torch.no_grad():
+        torch.testing.assert_close(untied(*inputs, labels=labels), expected)
+    handle.remove()
+    torch.testing.assert_close(untied(*inputs, labels=labels), expected)
+
+
+@pytest.mark.filterwarnings("error:fused linear cross-entropy")
+def test_fsdp_may_come_after_the_flag(untied, device):
+    tensors, labels = megatron_world.inputs(device)
+    expected = untied(*tensors, labels=labels)
+    enable(untied)
+    Unit(untied.output_layer)
+    torch.testing.assert_close(untied(*tensors, labels=labels), expected)
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        (lambda x: x.bfloat16(), "output_dtype of None or torch.float32, got torch.bfloat16, which rounds the loss"),
+        (lambda x: x * 1, REFUSED),
+    ],
+)
+def test_what_a_hook_may_not_do_to_the_outputs(untied, device, output, message):
+    tensors, labels = megatron_world.inputs(device)
+    Unit(untied.output_layer, lambda x: output(x) if x.dim() == 2 or message == REFUSED else x)
+    enable(untied, on_unsupported="raise")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=message):
+            untied(*tensors, labels=labels)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"mtp_layers": 1, "config": {"mtp_loss_scaling_factor": 0.1}}, "multi-token prediction shifts the labels"),
+        ({}, "MuP scales the logits"),
+    ],
+)
+def test_a_loss_that_is_not_known_in_the_heads_call_is_megatrons(device, settings, reason):
+    model = megatron_runtime.build_gpt(megatron_world.options(**settings), device=device)
+    model.config.use_mup = not settings
+    Unit(model.output_layer)
+    with pytest.warns(UserWarning, match=f"not used: {WHY} {reason}"):
+        handle = enable(model)
+    assert handle.reasons == (f"{WHY} {reason}",)
+
+
+def test_a_capture_names_what_works_there(untied, device):
+    Unit(untied.output_layer)
+    with pytest.raises(ValueError, match=r"managed by FSDP, .* use enable_fused_linear_ce, or FusedLinearHead"):
+        capture_lm_head(untied).__enter__()
+    found = megatron_lce.explain(untied)
+    assert (found.can_fuse, found.can_capture, found.reasons) == (True, False, ())
+    assert "it cannot be captured: FSDP frees its weight" in str(found)
+
+
+def test_a_weight_that_was_freed_is_an_error(untied, device):
+    tensors, labels = megatron_world.inputs(device)
+    with capture_lm_head(untied) as head:
+        untied(*tensors)
+    untied.output_layer.weight.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="the LM head's weight was freed, as by FSDP, after the forward pass"):
+        head.linear_cross_entropy(labels)
