@@ -55,8 +55,11 @@ def mesh_of(device: torch.device) -> DeviceMesh:
 
 
 def build(case: cases.Case, sharding: Sharding, device: torch.device) -> nn.Module:
-    """The case's model, sharded over its data-parallel ranks."""
-    model = megatron_runtime.build_gpt(cases.gpt_options(case), device=device)
+    return shard(megatron_runtime.build_gpt(cases.gpt_options(case), device=device), sharding, device)
+
+
+def shard(model: nn.Module, sharding: Sharding, device: torch.device) -> nn.Module:
+    """The model over its data-parallel ranks."""
     if sharding.megatrons:
         return in_megatrons_wrapper(model, device)
     language_model = model.module if isinstance(model, Float16Module) else model

@@ -1,0 +1,188 @@
+"""Megatron models under Megatron-FSDP and torch's FSDP2 on GPUs, the fused head on and off: gradients, and peak memory.
+
+    torchrun --nproc-per-node 1 torchrun_tests/run_megatron_fsdp.py
+
+Megatron-FSDP needs GPUs; FSDP2 is run on CPUs by `run_megatron.py` as well. Every rank is a data-parallel one.
+"""
+
+import dataclasses
+import functools
+import sys
+import time
+import warnings
+
+import harness
+import megatron_cases as cases
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+from megatron.core.transformer import TransformerLayer
+from megatron_comparisons import compare_all
+from megatron_fsdp import HEAD, KEPT, MEGATRONS, MIXED, MODEL, OutputLayer, check_fsdp, check_fsdp_errors, shard
+from megatron_training import check_errors
+from torch import Tensor, nn
+
+from megatron_lce import capture_lm_head, enable_fused_linear_ce
+from megatron_lce.megatron_integration.reasons import find_language_model
+from scripts import megatron_runtime
+
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+ALONE = cases.Case(tensor_parallel=1)
+OTHERS = [
+    dataclasses.replace(ALONE, tied=True),
+    dataclasses.replace(ALONE, masked=True, known=True),
+    cases.in_16_bit(ALONE),
+    cases.in_16_bit(dataclasses.replace(ALONE, masked=True, known=True)),
+]
+FSDP2_CASES = [
+    (HEAD, ALONE),
+    (KEPT, dataclasses.replace(ALONE, masked=True, known=True)),
+    (MIXED, dataclasses.replace(ALONE, hidden_size=128)),
+    (MODEL, dataclasses.replace(ALONE, tied=True, mtp=True)),
+    (MEGATRONS, dataclasses.replace(ALONE, known=True)),
+]
+
+
+def in_megatron_fsdp(model: nn.Module, strategy: str, unit_head: bool) -> FullyShardedDataParallel:
+    """`unit_head`: the output layer is a unit, whose weight is freed after its call; else it stays whole for a step."""
+    units = None
+    if unit_head:
+        find_language_model(model).output_layer.__class__ = OutputLayer
+        units = [TransformerLayer, OutputLayer]
+    overlap = strategy in ("optim_grads", "optim_grads_params")
+    settings = DistributedDataParallelConfig(
+        use_megatron_fsdp=True,
+        use_distributed_optimizer=True,
+        data_parallel_sharding_strategy=strategy,
+        overlap_grad_reduce=overlap,
+        overlap_param_gather=overlap,
+        grad_reduce_in_fp32=True,
+    )
+    wrapped = FullyShardedDataParallel(model.config, settings, model, fsdp_unit_modules=units)
+    wrapped.config.finalize_model_grads_func = finalize_model_grads
+    wrapped.config.no_sync_func = wrapped.no_sync
+    return wrapped
+
+
+def step(model: FullyShardedDataParallel, case: cases.Case, batches: list[dict[str, Tensor]]) -> tuple[dict, dict]:
+    """Megatron's schedule over the microbatches: (losses, this rank's shards of the gradients, in fp32)."""
+    losses = cases.train_step([model], functools.partial(cases.forward_step, masked=case.masked), batches)
+    gradients = {
+        name.replace("module.", ""): parameter.grad.to_local().float().clone()
+        for name, parameter in model.param_and_grad_buffer.optimizer_named_parameters
+        if parameter.grad is not None
+    }
+    return losses, gradients
+
+
+def check_megatron_fsdp(
+    strategy: str, unit_head: bool, case: cases.Case, device: torch.device, report: harness.Report
+) -> None:
+    """The flag on against off, in two steps; and off again."""
+    name = f"Megatron-FSDP {strategy}{', head a unit' * unit_head}, {case.name}"
+    batches = cases.microbatches(case, device)
+
+    def build(case: cases.Case) -> FullyShardedDataParallel:
+        model = megatron_runtime.build_gpt(cases.gpt_options(case), device=device)
+        return in_megatron_fsdp(model, strategy, unit_head)
+
+    model = build(case)
+    losses, expected = step(model, case, batches)
+    if case.dtype != torch.float32:
+        exact_case = cases.in_fp32(case)
+        exact_model = megatron_runtime.build_gpt(cases.gpt_options(exact_case), device=device)
+        rounded = megatron_runtime.build_gpt(cases.gpt_options(case), device=device)
+        cases.copy_weights([rounded], [exact_model])
+        _, exact = step(in_megatron_fsdp(exact_model, strategy, unit_head), exact_case, batches)
+    handle = enable_fused_linear_ce(model, on_unsupported="raise", skip_masked=case.masked, known_loss=case.known)
+    report.check(f"{name}: enabled", handle.enabled, repr(handle))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "fused linear cross-entropy")  # of a loss that is not fused
+        for number in ("first", "second"):
+            found_losses, found = step(model, case, batches)
+            if case.dtype == torch.float32:
+                compare_all(report, f"{name}: {number} step, losses", found_losses, losses)
+                compare_all(report, f"{name}: {number} step, gradients", found, expected)
+            else:
+                check_errors(f"{name}: {number} step, gradients", found, expected, exact, report)
+    try:
+        capture_lm_head(model).__enter__()
+        message = "no error"
+    except ValueError as error:
+        message = str(error)
+    report.check(f"{name}: a capture is refused", "the head's weight is managed by FSDP" in message, message)
+    handle.remove()
+    _, again = step(model, case, batches)
+    compare_all(report, f"{name}: removed, gradients", again, expected)
+
+
+def print_memory(device: torch.device, report: harness.Report) -> None:
+    """Peak memory of a step over the resting state: Megatron's loss, the flag, and the flag with `known_loss`."""
+    options = megatron_runtime.GptOptions(
+        num_layers=2,
+        hidden_size=2048,
+        num_heads=16,
+        vocab_size=151_936,
+        max_sequence_length=4096,
+        dtype=torch.bfloat16,
+    )
+    tokens, labels = torch.randint(0, options.vocab_size, (2, 2, 4096), device=device)
+    positions = torch.arange(4096, device=device).expand(2, -1)
+
+    wrappers = {
+        "FSDP2": lambda model: shard(model, HEAD, device),
+        "Megatron-FSDP": lambda model: in_megatron_fsdp(model, "optim_grads_params", False),
+    }
+    for name, wrap in wrappers.items():
+        peaks = {}
+        model = wrap(megatron_runtime.build_gpt(options, device=device))
+        for way, flag in (("Megatron", None), ("flag", {}), ("known_loss", {"known_loss": True})):
+            handle = None if flag is None else enable_fused_linear_ce(model, on_unsupported="raise", **flag)
+            for _ in range(3):
+                drop_gradients(model)
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+                resting, start = torch.cuda.memory_allocated(), time.perf_counter()
+                model(tokens, positions, None, labels=labels).mean().backward()
+                if isinstance(model, FullyShardedDataParallel):
+                    model.finish_grad_sync()
+                torch.cuda.synchronize()
+                taken, peak = time.perf_counter() - start, torch.cuda.max_memory_allocated() - resting
+            peaks[way] = peak
+            print(f"{name}, {way}: {taken * 1e3:.1f} ms, {peak / 2**30:.2f} GiB over the resting state", flush=True)
+            if handle is not None:
+                handle.remove()
+        saved = (peaks["Megatron"] - peaks["flag"]) / 2**30
+        report.check(f"{name}: the flag's peak is lower", saved > 0, f"{saved:.2f} GiB")
+        del model
+
+
+def drop_gradients(model: nn.Module) -> None:
+    if isinstance(model, FullyShardedDataParallel):
+        model.zero_grad_buffer()
+    else:
+        model.zero_grad(set_to_none=True)
+
+
+def main() -> None:
+    arguments = harness.argument_parser(__doc__).parse_args()
+    report = harness.Report()
+    device = megatron_runtime.initialize(1, device=arguments.device)
+    for strategy in STRATEGIES:
+        check_megatron_fsdp(strategy, False, ALONE, device, report)
+    for case in (ALONE, *OTHERS):
+        for unit_head in (False, True):
+            if not (case.tied and unit_head):  # the embedding has the head's weight then
+                check_megatron_fsdp("optim_grads_params", unit_head, case, device, report)
+    for sharding, case in FSDP2_CASES:
+        check_fsdp(sharding, case, device, report)
+    check_fsdp_errors(ALONE, device, report)
+    if device.type == "cuda":
+        print_memory(device, report)
+    failed = report.conclude()
+    megatron_runtime.teardown()
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
