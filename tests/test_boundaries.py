@@ -13,8 +13,10 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "megatron_lce"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 INTEGRATION = PACKAGE / "megatron_integration"
+PLUGINS = PACKAGE / "plugins"
 PROGRAMS = [PACKAGE / "__main__.py", PACKAGE / "doctor.py"]  # on top of everything
-CORE = [path for path in MODULES if path.parent != INTEGRATION and path.name != "__init__.py" and path not in PROGRAMS]
+ON_TOP = [path for path in MODULES if path.parent in (INTEGRATION, PLUGINS) or path in PROGRAMS]
+CORE = [path for path in MODULES if path not in ON_TOP and path.name != "__init__.py"]
 
 
 def name_of(path):
@@ -49,6 +51,17 @@ def test_the_core_knows_no_integration(path):
     found = {name for name in imports(path) if is_from(name, ("megatron", "megatron_lce.megatron_integration"))}
     search = "megatron_lce.megatron_integration.summed_in_front.is_summed_in_front"
     assert found == ({search} if path.name == "compat.py" else set())
+
+
+@pytest.mark.parametrize("path", sorted(PLUGINS.glob("*.py")), ids=name_of)
+def test_plugins_know_what_users_call(path):
+    known = ("torch", "megatron_lce.compat", "megatron_lce.plugins", *sys.stdlib_module_names)
+    assert not [name for name in imports(path) - {"megatron_lce"} if not is_from(name, known)]
+
+
+@pytest.mark.parametrize("path", [path for path in MODULES if path.parent != PLUGINS], ids=name_of)
+def test_nothing_imports_plugins(path):
+    assert not [name for name in imports(path) if is_from(name, ("megatron_lce.plugins",))]
 
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.glob("backends/triton/*.py")), ids=name_of)
@@ -194,12 +207,13 @@ def test_works_with_neither_triton_nor_megatron():
     assert result.returncode == 0, result.stderr
 
 
-def test_importing_the_package_imports_neither_triton_kernels_nor_megatron():
+def test_importing_the_package_imports_neither_triton_kernels_nor_megatron_nor_plugins():
     result = run("""
         import sys
         import megatron_lce
         assert "megatron" not in sys.modules
-        assert not [name for name in sys.modules if name.startswith("megatron_lce.backends.triton.")]
+        unused = ("megatron_lce.backends.triton.", "megatron_lce.plugins")
+        assert not [name for name in sys.modules if name.startswith(unused)]
     """)
     assert result.returncode == 0, result.stderr
 

@@ -1,0 +1,413 @@
+"""Plugins of frameworks, on stand-in packages with the frameworks' modules and names: what is replaced, and when.
+
+What the plugins compute is compared with the frameworks' own code by `make test-frameworks`.
+"""
+
+import functools
+import importlib
+import logging
+import multiprocessing
+import operator
+import os
+import sys
+import textwrap
+from types import SimpleNamespace
+
+import pytest
+
+# By framework: its files, and what each plugin replaces there.
+FILES = {
+    "verl": {
+        "__init__.py": """
+            import importlib, os
+
+            __version__ = "7.8.9"
+            for name in filter(None, os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",")):
+                importlib.import_module(name)
+        """,
+        "models/mcore/__init__.py": "from verl.models.mcore.registry import get_mcore_engine_forward_fn",
+        "models/mcore/registry.py": """
+            from verl.models.mcore.model_forward import gptmodel_forward_model_engine
+
+            def get_mcore_engine_forward_fn():
+                return gptmodel_forward_model_engine
+        """,
+        "models/mcore/model_forward.py": """
+            def _build_mtp_loss_mask_nested():
+                pass
+
+            def gptmodel_forward_model_engine(*inputs, **keywords):
+                return "verl's own", inputs, keywords
+        """,
+        "models/mcore/model_forward_fused.py": "from verl.kernel import linear_cross_entropy",
+        "models/mcore/model_forward_1f1b_overlap.py": "from verl.kernel import linear_cross_entropy",
+        "kernel.py": "class Kernel:\n    apply = classmethod(len)\n\nlinear_cross_entropy = Kernel.apply",
+    },
+    "slime": {
+        "backends/megatron_utils/loss.py": """
+            def calculate_log_probs_and_entropy():
+                pass
+
+            def _extract_per_sample():
+                pass
+
+            def _fill_topp_mask_rows():
+                pass
+
+            def _build_topp_keep_mask():
+                _fill_topp_mask_rows()
+
+            def get_log_probs_and_entropy(logits, **keywords):
+                calculate_log_probs_and_entropy(), _extract_per_sample(), _build_topp_keep_mask()
+        """,
+        "backends/megatron_utils/model.py": """
+            import torch
+
+            @torch.no_grad()
+            def forward_only(f, args, model):
+                return model[0]()
+
+            def train_one_step(args, model):
+                return model[0]()
+        """,
+        "backends/megatron_utils/actor.py": """
+            from slime.backends.megatron_utils.loss import get_log_probs_and_entropy
+            from slime.backends.megatron_utils.model import forward_only
+        """,
+    },
+    "miles": {
+        "backends/training_utils/loss_hub/logit_processors.py": """
+            def get_responses():
+                pass
+
+            def get_log_probs_and_entropy():
+                pass
+        """,
+        "backends/megatron_utils/model.py": """
+            def forward_only(f, args, model):
+                return model[0]()
+
+            def train_one_step(args, model):
+                return model[0]()
+        """,
+        "backends/megatron_utils/actor.py": """
+            from miles.backends.training_utils.loss_hub.logit_processors import get_log_probs_and_entropy
+            from miles.backends.megatron_utils.model import forward_only
+        """,
+    },
+    "swift": {
+        "megatron/trainers/vocab_parallel_utils.py": """
+            def compute_logps_and_entropy_from_logits():
+                pass
+        """,
+        "megatron/trainers/utils.py": """
+            def compute_per_token_logps_fn():
+                pass
+        """,
+        "megatron/trainers/rlhf_mixin.py": "from swift.megatron.trainers.utils import compute_per_token_logps_fn",
+        "megatron/trainers/grpo_trainer.py": """
+            from swift.megatron.trainers.vocab_parallel_utils import compute_logps_and_entropy_from_logits
+
+            class MegatronGRPOTrainer:
+                def forward_step(self):
+                    pass
+        """,
+    },
+    "megatron.bridge": {
+        "training/gpt_step.py": """
+            def get_batch(iterator):
+                return "tokens", "labels", next(iterator)
+
+            def _forward_step_common(state, data_iterator, model, *, _get_batch_fn=None):
+                tokens, labels, mask = (_get_batch_fn or get_batch)(data_iterator)
+                return model(tokens=tokens, labels=labels), mask
+        """,
+        "training/other_step.py": "from megatron.bridge.training.gpt_step import _forward_step_common",
+    },
+}
+PLUGIN_OF = {"swift": "ms_swift", "megatron.bridge": "bridge"}
+BY_NAME = {  # modules that import a replaced function by its name
+    "verl": [("verl.models.mcore.registry", "gptmodel_forward_model_engine")],
+    "slime": [("slime.backends.megatron_utils.actor", name) for name in ("get_log_probs_and_entropy", "forward_only")],
+    "miles": [("miles.backends.megatron_utils.actor", name) for name in ("get_log_probs_and_entropy", "forward_only")],
+    "swift": [
+        ("swift.megatron.trainers.rlhf_mixin", "compute_per_token_logps_fn"),
+        ("swift.megatron.trainers.grpo_trainer", "compute_logps_and_entropy_from_logits"),
+    ],
+    "megatron.bridge": [("megatron.bridge.training.other_step", "_forward_step_common")],
+}
+PLUGINS = pytest.mark.parametrize("framework", FILES)
+
+
+def forget(framework):
+    """The framework and its plugin as if they had never been imported."""
+    for name in [name for name in sys.modules if f"{name}.".startswith(f"{framework}.")]:
+        del sys.modules[name]
+    plugin = sys.modules.pop(f"megatron_lce.plugins.{PLUGIN_OF.get(framework, framework)}", None)
+    sys.meta_path[:] = [finder for finder in sys.meta_path if plugin is None or finder is not plugin.plugin]
+
+
+@pytest.fixture
+def make(tmp_path, monkeypatch):
+    """Writes a stand-in of a framework, with parts of its files replaced, and makes it importable."""
+    made = []
+
+    def write(framework, **replaced):
+        folder = tmp_path.joinpath(*framework.split("."))
+        for file, text in FILES[framework].items():
+            path = folder / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            text = functools.reduce(lambda text, change: text.replace(*change), replaced.items(), text)
+            path.write_text(textwrap.dedent(text))
+        for package in [folder, *filter(os.path.isdir, folder.rglob("*"))]:
+            (package / "__init__.py").touch()
+        monkeypatch.syspath_prepend(tmp_path)
+        forget(framework)
+        made.append(framework)
+        return tmp_path
+
+    yield write
+    for framework in made:
+        forget(framework)
+
+
+def import_plugin(framework):
+    return importlib.import_module(f"megatron_lce.plugins.{PLUGIN_OF.get(framework, framework)}")
+
+
+def get(target):
+    module, _, path = target.partition(":")
+    return operator.attrgetter(path)(importlib.import_module(module))
+
+
+def is_ours(function):
+    code = getattr(function, "__globals__", {"__name__": ""})
+    return code["__name__"].startswith("megatron_lce.")
+
+
+@pytest.mark.parametrize("order", ["before", "after", "in between"])
+@PLUGINS
+def test_replaces_in_any_order_of_imports(framework, order, make):
+    make(framework)
+    modules = {"before": [], "after": [name for name, _ in BY_NAME[framework]], "in between": [framework]}[order]
+    for name in modules:
+        importlib.import_module(name)
+    plugin = import_plugin(framework)
+    assert all(is_ours(get(target)) for target in plugin.plugin.replacements)
+    assert all(is_ours(get(f"{module}:{name}")) for module, name in BY_NAME[framework])
+    if framework == "verl":
+        assert is_ours(get("verl.models.mcore:get_mcore_engine_forward_fn")())
+        assert not is_ours(get("verl.kernel:linear_cross_entropy"))  # which other engines use
+    plugin.uninstall()
+    assert not any(is_ours(get(target)) for target in plugin.plugin.replacements)
+    assert not any(is_ours(get(f"{module}:{name}")) for module, name in BY_NAME[framework])
+    plugin.install()
+    assert all(is_ours(get(f"{module}:{name}")) for module, name in BY_NAME[framework])
+
+
+@PLUGINS
+def test_nothing_is_loaded_for_it(framework, make):
+    """A worker that never trains does not import Megatron for the plugin's sake."""
+    make(framework)
+    plugin = import_plugin(framework)
+    assert not [module for module in plugin.plugin.modules if module in sys.modules]
+
+
+@PLUGINS
+def test_says_what_it_replaces_in_one_line(framework, make, caplog):
+    make(framework)
+    importlib.import_module(framework)
+    with caplog.at_level(logging.WARNING):
+        plugin = import_plugin(framework)
+        plugin.install()  # again
+    (line,) = caplog.messages
+    assert line.startswith(f"megatron_lce replaces in {framework} {'7.8.9' if framework == 'verl' else '('}")
+    assert all(target in line for target in plugin.plugin.replacements)
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+@pytest.mark.parametrize(
+    ("framework", "moved"),
+    [
+        ("verl", "gptmodel_forward_model_engine"),
+        ("verl", "_build_mtp_loss_mask_nested"),
+        ("verl", "linear_cross_entropy"),
+        ("slime", "get_log_probs_and_entropy"),
+        ("slime", "forward_only"),
+        ("slime", "train_one_step"),
+        ("miles", "get_log_probs_and_entropy"),
+        ("miles", "get_responses"),
+        ("miles", "forward_only"),
+        ("swift", "compute_logps_and_entropy_from_logits"),
+        ("swift", "compute_per_token_logps_fn"),
+        ("swift", "MegatronGRPOTrainer"),
+        ("megatron.bridge", "_forward_step_common"),
+    ],
+)
+def test_a_function_that_has_moved_raises(framework, moved, loaded, make):
+    make(framework, **{moved: "renamed"})
+    for name, _ in BY_NAME[framework] if loaded else ():
+        importlib.import_module(name)
+    with pytest.raises(
+        RuntimeError, match=rf"needs {moved}\S* in {framework}\.\S+: {framework} (7.8.9|\(version unknown\))"
+    ):
+        import_plugin(framework)
+    assert not any(is_ours(getattr(sys.modules[module], "renamed", None)) for module, _ in BY_NAME[framework] if loaded)
+
+
+@pytest.mark.parametrize("module", ["model_forward", "model_forward_fused"])
+def test_a_module_that_has_moved_raises(module, make):
+    (make("verl") / "verl/models/mcore" / f"{module}.py").rename(make("verl") / "verl/models/mcore/moved.py")
+    with pytest.raises(RuntimeError, match=rf"in verl.models.mcore.{module}: verl"):
+        import_plugin("verl")
+
+
+@pytest.mark.parametrize(
+    "call", ["calculate_log_probs_and_entropy()", "_fill_topp_mask_rows()", "_build_topp_keep_mask()"]
+)
+@pytest.mark.parametrize("loaded", [False, True])
+def test_slime_that_computes_otherwise_raises(call, loaded, make):
+    """At the plugin's import, or in the module's."""
+    name = call.removesuffix("()")
+    make("slime", **{call: "None", "def None:": f"def {call}:"})
+    first, second = ("slime.backends.megatron_utils.actor", "megatron_lce.plugins.slime")[:: 1 if loaded else -1]
+    importlib.import_module(first)
+    with pytest.raises(RuntimeError, match=f"slime.*does not call {name}"):
+        importlib.import_module(second)
+
+
+@PLUGINS
+def test_without_the_framework_it_says_so(framework, tmp_path, monkeypatch):
+    forget(framework)
+    with pytest.raises(ImportError, match=f"needs {framework}, which is not installed"):
+        import_plugin(framework)
+
+
+@pytest.mark.parametrize("wraps", [functools.wraps, lambda own: lambda function: function])
+@PLUGINS
+def test_what_another_has_replaced_is_left_alone(framework, wraps, make):
+    make(framework)
+    for module, name in BY_NAME[framework]:
+        own = get(f"{module}:{name}")
+
+        @wraps(own)
+        def theirs(own=own):
+            return own()
+
+        holder = sys.modules[getattr(own, "__module__", module)]
+        setattr(holder, name, theirs)
+        with pytest.raises(RuntimeError, match=f"replaces {holder.__name__}:{name}, but {__name__} has already"):
+            import_plugin(framework)
+        assert getattr(holder, name) is theirs
+        setattr(holder, name, own)
+
+
+@PLUGINS
+def test_uninstall_refuses_where_another_has_replaced_ours(framework, make):
+    make(framework)
+    plugin = import_plugin(framework)
+    found = {target: get(target) for target in plugin.plugin.replacements}
+    module, _, name = next(iter(found)).partition(":")
+    setattr(sys.modules[module], name, forget)
+    with pytest.raises(RuntimeError, match=f"{__name__} has replaced {module}:{name} after megatron_lce"):
+        plugin.uninstall()
+    setattr(sys.modules[module], name, found[f"{module}:{name}"])
+    assert {target: get(target) for target in found} == found
+
+
+def verl_of_a_worker(_):
+    import verl.models.mcore
+
+    return is_ours(verl.models.mcore.get_mcore_engine_forward_fn())
+
+
+def test_workers_of_verl_import_it_in_their_processes(make, monkeypatch):
+    """By verl's variable, which they inherit; this process has not imported verl."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(make("verl")), *sys.path]))
+    for value, expected in (("megatron_lce.plugins.verl", True), ("", False)):
+        monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", value)
+        with multiprocessing.get_context("spawn").Pool(2) as pool:
+            assert pool.map(verl_of_a_worker, range(2), chunksize=1) == [expected] * 2
+    assert "verl" not in sys.modules
+
+
+class Processor:
+    def _lm_head_logits_processor(self, logits):
+        raise AssertionError("logits were asked for")
+
+
+SETTINGS = dict.fromkeys(
+    ("calculate_sum_pi_squared", "calculate_entropy", "logits_processor_func", "batch", "data_format")
+)
+
+
+def test_verl_leaves_logits_to_top_k_and_values(make):
+    make("verl")
+    import_plugin("verl")
+    forward = get("verl.models.mcore:get_mcore_engine_forward_fn")()
+    top_k = functools.partial(
+        Processor()._lm_head_logits_processor, **SETTINGS, distillation_use_topk=True, distillation_only=False
+    )
+    for processor in (top_k, None):
+        own, inputs, keywords = forward(
+            "model", 1, logits_processor=processor, logits_processor_args={}, value_model=True
+        )
+        assert (own, inputs) == ("verl's own", ("model", 1))
+        assert keywords == {"logits_processor": processor, "logits_processor_args": {}, "value_model": True}
+
+
+def test_verl_with_an_unknown_processor_raises(make):
+    make("verl")
+    import_plugin("verl")
+    forward = get("verl.models.mcore:get_mcore_engine_forward_fn")()
+    known = SETTINGS | {"distillation_use_topk": False, "distillation_only": False}
+    newer = functools.partial(Processor()._lm_head_logits_processor, **known, calculate_more=True)
+    for processor, named in ((newer, "calculate_more"), (print, "print")):
+        with pytest.raises(RuntimeError, match=named):
+            forward("model", logits_processor=processor, logits_processor_args={})
+
+
+def test_a_method_that_has_moved_raises(make):
+    """Of a class whose module is loaded already; its source would not say."""
+    make("swift", **{"def forward_step": "def renamed"})
+    importlib.import_module("swift.megatron.trainers.grpo_trainer")
+    with pytest.raises(RuntimeError, match=r"needs MegatronGRPOTrainer.forward_step in swift\S+: swift"):
+        import_plugin("swift")
+
+
+@pytest.mark.parametrize("own_batch", [False, True])
+def test_bridge_gives_the_model_its_mask(own_batch, make):
+    make("megatron.bridge")
+    import_plugin("megatron.bridge")
+
+    class Model:
+        def __call__(self, **given):
+            return given
+
+    step = get("megatron.bridge.training.other_step:_forward_step_common")
+    batch = {"_get_batch_fn": lambda iterator: ("other tokens", "labels", next(iterator))} if own_batch else {}
+    given, mask = step(None, iter(["mask"]), Model(), **batch)
+    assert given == {"tokens": "other tokens" if own_batch else "tokens", "labels": "labels", "loss_mask": "mask"}
+    assert mask == "mask"
+
+
+@pytest.mark.parametrize("framework", ["slime", "miles"])
+def test_steps_that_need_logits_get_them(framework, make):
+    """Those of a critic's values and of a custom loss. The chunk is what it was after any step."""
+    make(framework)
+    import_plugin(framework)
+    model = importlib.import_module(f"{framework}.backends.megatron_utils.model")
+
+    class Chunk:
+        def __call__(self):
+            return "logits"
+
+    chunk = Chunk()
+    args = SimpleNamespace(loss_type="custom_loss", true_on_policy_mode=False, allgather_cp=False)
+    assert model.forward_only(print, args, [chunk]) == "logits"
+    assert model.train_one_step(args, model=[chunk]) == "logits"
+    args.loss_type = "sft_loss"
+    with pytest.raises(TypeError, match="Chunk"):  # is captured, which is no Megatron model
+        model.train_one_step(args, [chunk])
+    assert type(chunk) is Chunk
