@@ -102,7 +102,7 @@ test-matrix: $(INSTALLED) $(MEGATRON_VERSIONS:%=$(MEGATRON)/%/megatron) $(TORCH_
 		$(TORCH)/$$versions/bin/python -m pytest --numprocesses 2 --dist load --maxschedchunk 1 $(TORCH_TESTS); \
 	done
 
-# Other projects' own code with the diff of docs/recipes: of released wheels, and of checkouts whose paths are given,
+# Other projects' own code with a plugin or a diff of docs/recipes: of released wheels, and of checkouts whose paths are given,
 # as in `make test-frameworks SLIME=../slime`. What is skipped says what it needs.
 FRAMEWORKS := $(VENV)/frameworks
 FRAMEWORK_WHEELS := verl-0.9.1 ms_swift-4.6.0 mcore_bridge-1.6.5

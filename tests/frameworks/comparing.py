@@ -1,5 +1,6 @@
 """Small models at every layout, and a framework's results with the fused head beside its own, gradients included."""
 
+import functools
 import gc
 import itertools
 import os
@@ -7,10 +8,13 @@ import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel import layers
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -76,6 +80,39 @@ def compare(name: str, case: Case, fused: Outputs, unfused: Outputs) -> None:
         print(f"FAILED  {name}: rank {dist.get_rank()}: {worst}: {errors[worst]:.1e}", flush=True)
     elif dist.get_rank() == 0:
         print(f"ok      {name}: {len(errors)} tensors, largest error {float(verdict):.1e}", flush=True)
+
+
+def compare_with_plugin(
+    name: str, case: Case, plugin: Any, fused: Outputs, unfused: Outputs, logits: bool = False
+) -> None:
+    """A framework's code with its plugin, which is installed, against the same or other code without.
+
+    With the plugin the head must not be called, unless the code needs `logits`.
+    """
+
+    def without(model: nn.Module) -> dict[str, Tensor]:
+        plugin.uninstall()
+        found = unfused(model)
+        plugin.install()
+        return found
+
+    def with_plugin(model: nn.Module) -> dict[str, Tensor]:
+        weight_of_head = model.shared_embedding_or_output_weight() if case.tied else model.output_layer.weight
+        calls = 0
+        own = layers.linear_with_grad_accumulation_and_async_allreduce
+
+        @functools.wraps(own)
+        def linear(input: Tensor, weight: Tensor, *rest: Any, **keywords: Any) -> Tensor:
+            nonlocal calls
+            calls += weight is weight_of_head
+            return own(input, weight, *rest, **keywords)
+
+        with mock.patch.object(layers, own.__name__, linear):
+            found = fused(model)
+        assert bool(calls) == logits, f"{name}: the head was called {calls} times"
+        return found
+
+    compare(name, case, with_plugin, without)
 
 
 def main(program: Callable[[], None], tensor_parallel: int | None = None) -> None:

@@ -1,6 +1,6 @@
-"""Megatron-Bridge's forward step of a model that its provider's hook enabled, against the step as it is.
+"""Megatron-Bridge's forward step with the plugin and a model that its provider's hook enabled, against it without.
 
-    torchrun --nproc-per-node 2 tests/frameworks/run_bridge_training.py OWN FUSED      # folders of megatron/bridge
+    torchrun --nproc-per-node 2 tests/frameworks/run_bridge_training.py FOLDER      # of megatron/bridge
 
 Stand-ins: the state, the batch, process groups, and what counts FLOPs.
 """
@@ -14,11 +14,9 @@ from typing import Any, Generic, TypeVar, Union
 from unittest import mock
 
 import torch
-from comparing import VOCABULARY, cases, compare, main
-from stand_ins import definitions
+from comparing import VOCABULARY, cases, compare_with_plugin, main
+from stand_ins import definitions, module_with, packages_without_their_init
 from torch import Tensor, nn
-
-import megatron_lce
 
 
 def provider(folder: Path) -> Any:
@@ -41,8 +39,9 @@ def forward_step(folder: Path, batch: tuple) -> Any:
         "get_model_config": lambda model: model.config,
         "get_pg_collection": lambda model: mock.MagicMock(),
     }
+    packages_without_their_init(folder, "megatron.bridge", "megatron.bridge.training")
     file = folder / "megatron/bridge/training/gpt_step.py"
-    return definitions(file, "megatron.bridge.training.gpt_step", "_forward_step_common", **known)[0]
+    return module_with(file, "megatron.bridge.training.gpt_step", "_forward_step_common", **known)
 
 
 class Timer(contextlib.nullcontext):
@@ -51,29 +50,25 @@ class Timer(contextlib.nullcontext):
 
 
 def program() -> None:
-    folders = [Path(folder) for folder in sys.argv[1:]]
+    folder = Path(sys.argv[1])
     tokens, labels = torch.randint(VOCABULARY, (2, 3, 12), generator=torch.Generator().manual_seed(0))
     mask = (torch.arange(12) > 4).expand(3, -1).float()
     state = SimpleNamespace(timers=mock.MagicMock(), straggler_timer=Timer(), cfg=None)
-    batch = tokens, labels, mask, None, torch.arange(12)[None], None
-    own, fused = (forward_step(folder, batch) for folder in folders)
-
-    def enable(model: list[nn.Module]) -> list[nn.Module]:
-        assert megatron_lce.enable_fused_linear_ce(model, known_loss=True, skip_masked=True).enabled
-        return model
+    training = forward_step(folder, (tokens, labels, mask, None, torch.arange(12)[None], None))
+    from megatron_lce.plugins import bridge
 
     def with_hook(model: nn.Module) -> dict[str, Tensor]:
-        models = provider(folders[1])
-        models.register_post_wrap_hook(enable)
+        models = provider(folder)
+        models.register_post_wrap_hook(bridge.enable)
         (model,) = models.post_wrap_hook([model])
-        return of(model, fused)
+        return losses(model)
 
-    def of(model: nn.Module, step: Any) -> dict[str, Tensor]:
-        losses, loss_mask = step(state, None, model)
-        return {"losses": (losses * loss_mask).detach(), "loss": (losses * loss_mask).sum()[None]}
+    def losses(model: nn.Module) -> dict[str, Tensor]:
+        values, loss_mask = training._forward_step_common(state, None, model)
+        return {"losses": (values * loss_mask).detach(), "loss": (values * loss_mask).sum()[None]}
 
     for case in cases():
-        compare(f"Megatron-Bridge's training, {case.name}", case, with_hook, lambda model: of(model, own))
+        compare_with_plugin(f"Megatron-Bridge's training, {case.name}", case, bridge, with_hook, losses)
 
 
 if __name__ == "__main__":

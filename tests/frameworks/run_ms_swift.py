@@ -1,4 +1,4 @@
-"""Megatron-SWIFT's GRPO and GKD steps and its logprobs, with the diff of docs/recipes, against its own of logits.
+"""Megatron-SWIFT's GRPO step and logprobs with the plugin, GKD's with docs/recipes' diff, against its own of logits.
 
     torchrun --nproc-per-node 2 tests/frameworks/run_ms_swift.py OWN FUSED BRIDGE
 
@@ -8,18 +8,24 @@ Stand-ins: the batch's preparation, router replay, profiling, and what reduces m
 
 import contextlib
 import functools
+import hashlib
+import importlib
+import importlib.util
+import os
 import sys
+import tempfile
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, Optional
+from types import ModuleType, SimpleNamespace
+from typing import Any, Optional, Union
+from unittest import mock
 
 import torch
-from comparing import VOCABULARY, cases, compare, main
+from comparing import VOCABULARY, cases, compare_with_plugin, main
 from megatron.core import mpu
 from megatron.core.config_logger import has_config_logger_enabled
 from megatron.core.models.gpt import GPTModel
 from megatron.core.utils import get_attr_wrapped_model
-from stand_ins import definitions, packages_without_their_init, stand_in
+from stand_ins import definitions, module_with, packages_without_their_init, stand_in
 from torch import Tensor, nn
 
 import megatron_lce
@@ -33,8 +39,8 @@ NO_REPLAY = SimpleNamespace(
 )
 
 
-def import_swift(folder: Path) -> SimpleNamespace:
-    """The three functions that stand between a model and its logprobs or its divergence."""
+def import_swift(folder: Path, plugin: bool = False) -> SimpleNamespace:
+    """The functions that stand between a model and its logprobs or its divergence, the first two with the plugin."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "swift"]:
         del sys.modules[name]
     packages_without_their_init(folder, "swift", "swift.megatron", TRAINERS, "swift.rlhf_trainers")
@@ -45,6 +51,7 @@ def import_swift(folder: Path) -> SimpleNamespace:
     imported = {**vars(gkd_utils), **vars(vocab_parallel_utils), **vars(gkd_loss)}
     known = {name: value for name, value in imported.items() if not name.startswith("__")}
     known |= {
+        "contextmanager": contextlib.contextmanager,
         "ContextManagers": lambda contexts: contextlib.nullcontext(),
         "Optional": Optional,
         "RouterReplayHelper": NO_REPLAY,
@@ -56,6 +63,12 @@ def import_swift(folder: Path) -> SimpleNamespace:
         "prepare_batch": lambda args, batch: dict(batch),
         "profiling_decorator": lambda method: method,
     }
+    known |= {
+        "GRPOSample": None,
+        "MegatronRLHFTrainer": object,
+        "MegatronRolloutMixin": type("Mixin", (), {}),
+        "Union": Union,
+    }
     (helper,) = definitions(
         folder / "swift/megatron/utils/utils.py", "swift.megatron.utils", "forward_step_helper", **known
     )
@@ -63,19 +76,33 @@ def import_swift(folder: Path) -> SimpleNamespace:
     replay = dict.fromkeys(("get_local_topk_idx_for_current_rank", "get_router_replay_data", "set_router_replay_data"))
     stand_in("swift.megatron.utils", forward_step_helper=helper, RouterReplayHelper=NO_REPLAY, **replay)
 
-    def functions(file: str, *names: str) -> list[Any]:
-        own = {**known}
-        with contextlib.suppress(AssertionError):  # of the diff only
-            path = folder / f"swift/megatron/trainers/{file}.py"
-            own["fused_gkd_loss"] = definitions(path, f"{TRAINERS}.{file}", "fused_gkd_loss", **known)[0]
-        return definitions(folder / f"swift/megatron/trainers/{file}.py", f"{TRAINERS}.{file}", *names, **own)
+    def module(name: str, *names: str) -> ModuleType:
+        return module_with(folder / f"swift/megatron/trainers/{name}.py", f"{TRAINERS}.{name}", *names, **known)
 
+    with contextlib.suppress(AssertionError):  # of the diff only
+        known["fused_gkd_loss"] = module("gkd_trainer", "fused_gkd_loss").fused_gkd_loss
     gkd = "forward_step", "loss_func", "_compute_teacher_logits_local"
+    of_gkd = module("gkd_trainer", *gkd)
+    trainer, logprobs = module("grpo_trainer", "MegatronGRPOTrainer"), module("utils", "compute_per_token_logps_fn")
+    if plugin:
+        switch_on(folder)
+    found = {"plugin": sys.modules["megatron_lce.plugins.ms_swift"]} if plugin else {}
     return SimpleNamespace(
-        grpo=functions("grpo_trainer", "forward_step")[0],
-        logprobs=functions("utils", "compute_per_token_logps_fn")[0],
-        gkd=dict(zip(gkd, functions("gkd_trainer", *gkd), strict=True)),
+        **found,
+        modules={name: module for name, module in sys.modules.items() if name.partition(".")[0] == "swift"},
+        grpo=lambda *inputs: trainer.MegatronGRPOTrainer.forward_step(*inputs),
+        logprobs=lambda *inputs, **keywords: logprobs.compute_per_token_logps_fn(*inputs, **keywords),
+        gkd={name: getattr(of_gkd, name) for name in gkd},
     )
+
+
+def switch_on(folder: Path) -> None:
+    """By `--external_plugins lce.py`, as ms-swift imports such a file."""
+    known = {"importlib": importlib, "os": os, "sys": sys, "hashlib": hashlib, "_external_files": []}
+    (load,) = definitions(folder / "swift/utils/utils.py", "swift.utils.utils", "import_external_file", **known)
+    with tempfile.TemporaryDirectory() as into:
+        Path(into, "lce.py").write_text("import megatron_lce.plugins.ms_swift\n")
+        load(f"{into}/lce.py")
 
 
 def head_of_mcore_bridge(folder: Path) -> type:
@@ -149,7 +176,7 @@ def gkd(swift: SimpleNamespace, teacher: nn.Module, beta: float, model: nn.Modul
 
 
 def program() -> None:
-    fused, own = (import_swift(Path(folder)) for folder in sys.argv[2:0:-1])  # own's is what stays in sys.modules
+    own, fused = import_swift(Path(sys.argv[1])), import_swift(Path(sys.argv[2]), plugin=True)
     bridge = head_of_mcore_bridge(Path(sys.argv[3]))
 
     def bridged(model: nn.Module) -> nn.Module:
@@ -167,9 +194,13 @@ def program() -> None:
         for name, way in ways.items():
 
             def outputs(swift: SimpleNamespace, way: Any = way) -> Any:
-                return lambda model: way(swift, model=bridged(model))
+                def call(model: nn.Module) -> dict[str, Tensor]:
+                    with mock.patch.dict(sys.modules, swift.modules):  # which it imports from when it is called
+                        return way(swift, model=bridged(model))
 
-            compare(f"ms-swift, {name}, {case.name}", case, outputs(fused), outputs(own))
+                return call
+
+            compare_with_plugin(f"ms-swift, {name}, {case.name}", case, fused.plugin, outputs(fused), outputs(own))
 
 
 if __name__ == "__main__":

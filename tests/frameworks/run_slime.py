@@ -1,14 +1,17 @@
-"""slime's forward steps and losses, with the diff of docs/recipes, against slime's own of logits.
+"""slime's forward steps and losses with the plugin, against the same without.
 
-    torchrun --nproc-per-node 2 tests/frameworks/run_slime.py OWN FUSED  # OWN/slime: as it is, FUSED/slime: with diffs
+    torchrun --nproc-per-node 2 tests/frameworks/run_slime.py FOLDER      # FOLDER/slime
 
 Under `--context` the ranks are those of context parallelism, whose attention sees a rank's own tokens only, on both
 sides. The forward steps are those inside of model.py's `forward_only` and `train_one_step`. Stand-ins: the schedule,
-the batch, an optimizer, a whitening of advantages, a loader of functions by name, and a type that only annotates.
+the batch, an optimizer, a whitening of advantages, a loader of functions by name, a type that only annotates, and what
+model.py imports for checkpoints, logging and Megatron's training loop. The plugin is switched on as slime's own loader
+of functions does it, behind slime's modules; once more it is imported in front of them.
 """
 
 import contextlib
 import gc
+import importlib
 import itertools
 import sys
 import weakref
@@ -16,17 +19,18 @@ from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from comparing import COLUMNS, VOCABULARY, cases, compare, main
+from comparing import COLUMNS, VOCABULARY, Case, cases, compare_with_plugin, main
 from megatron.core import parallel_state
-from stand_ins import definitions, packages_without_their_init, stand_in
+from stand_ins import definitions, mocks, packages_without_their_init, stand_in
 from torch import Tensor, nn
 
+CONTEXT = "--context" in sys.argv
 LENGTHS, RESPONSES = [7, 4, 9], [3, 2, 5]  # of the sequences, and of the answers that they end with
 ARGUMENTS = {"rollout_temperature": 0.7, "log_probs_chunk_size": -1, "allgather_cp": False, "entropy_coef": 0.1}
 OFF = (
@@ -35,7 +39,7 @@ OFF = (
     "enable_mtp_training",
 )
 OFF += ("save_debug_train_data", "recompute_loss_function", "ci_test", "use_tis")
-Step = Callable[[None, nn.Module], tuple[Tensor, Callable[[Tensor], Any]]]
+LOADER = {"cache": lambda function: function, "importlib": importlib, "function_registry": {}}
 
 
 class Reached(Exception):
@@ -48,50 +52,36 @@ def own_loss(args: Namespace, batch: dict, logits: Tensor, mean: Any) -> tuple[T
     return logits.square().sum(), {}
 
 
-def import_slime(folder: Path) -> tuple[ModuleType, Callable[..., Step]]:
-    """The module with the losses, and what gives a forward step of model.py."""
+def import_slime(folder: Path, plugin: str) -> SimpleNamespace:
+    """slime's modules with the losses and the steps, and the plugin, imported "before" or "after" them."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "slime"]:
         del sys.modules[name]
-    packages_without_their_init(folder, "slime", "slime.utils", "slime.backends", "slime.backends.megatron_utils")
+    sys.modules.pop("megatron_lce.plugins.slime", None)
+    package = "slime.backends.megatron_utils"
+    packages_without_their_init(folder, "slime", "slime.utils", "slime.backends", package)
+    mocks("megatron.training", "megatron.training.global_vars", "megatron.training.training", "tqdm")
+    mocks("slime.observability", "slime.utils.memory_utils", f"{package}.checkpoint", f"{package}.data")
+    mocks(f"{package}.model_provider", f"{package}.stateless_adam")
     stand_in("slime.utils.distributed_utils", distributed_masked_whiten=None)
     stand_in("slime.utils.misc", load_function=lambda path: own_loss)
     stand_in("slime.utils.types", RolloutBatch=dict)
-    from slime.backends.megatron_utils import cp_utils, loss
+    (load,) = definitions(folder / "slime/utils/misc.py", "slime.utils.misc", "load_function", **LOADER)
+    path = "megatron_lce.plugins.slime.install"  # --custom-megatron-init-path
+    if plugin == "before":
+        load(path)
+    from slime.backends.megatron_utils import cp_utils, loss, model
 
     loss.mpu = cp_utils.mpu = parallel_state_of_slime()
     loss.slice_with_cp = cp_utils.slice_with_cp
-
-    def step(function: str, args: Namespace, batch: dict, *arguments: Any) -> Step:
-        found: list[Step] = []
-
-        def schedule(forward_step_func: Step, **_: Any) -> None:
-            found.append(forward_step_func)
-            raise Reached
-
-        known = {name: value for name, value in vars(loss).items() if not name.startswith("__")}
-        known |= {
-            "_disable_tqdm_for_non_main_rank": lambda: True,
-            "_with_rollout_top_p_token_keys": lambda args, keys: keys,
-            "_wrap_forward_step_with_microbatch_pbar": lambda step, bar: step,
-            "get_args": lambda: args,
-            "get_batch": lambda *_: batch,
-            "get_forward_backward_func": lambda: schedule,
-            "get_model_config": lambda model: Namespace(),
-            "os": Namespace(environ={}),
-            "partial": partial,
-            "tqdm": lambda **_: None,
-        }
-        file = folder / "slime/backends/megatron_utils/model.py"
-        with contextlib.suppress(Reached):
-            definitions(file, "slime.backends.megatron_utils.model", function, **known)[0](*arguments)
-        return found[0]
-
-    return loss, step
+    by_name = stand_in(f"{package}.actor", log_probs=loss.get_log_probs_and_entropy, forward_only=model.forward_only)
+    if plugin == "after":
+        load(path)(Namespace())
+    return SimpleNamespace(loss=loss, model=model, actor=by_name, plugin=sys.modules["megatron_lce.plugins.slime"])
 
 
 def parallel_state_of_slime() -> Namespace:
     """Megatron's, and under `--context` ranks of context that the model's attention does not know."""
-    if "--context" not in sys.argv:
+    if not CONTEXT:
         return Namespace(**vars(parallel_state))
     ranks = {"get_context_parallel_world_size": dist.get_world_size, "get_context_parallel_rank": dist.get_rank}
     return Namespace(**vars(parallel_state) | ranks | {"get_context_parallel_group": lambda: dist.group.WORLD})
@@ -130,8 +120,8 @@ def make_batch(slice_with_cp: Callable[[Tensor, int], Tensor] = lambda tokens, p
     }
 
 
-class Positions(nn.Module):
-    """The model, given the positions that its kind of embedding wants and slime's models do not."""
+class Chunk(nn.Module):
+    """In place of DDP; gives the model the positions that its kind of embedding wants and slime's models do not."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -140,9 +130,28 @@ class Positions(nn.Module):
     def forward(self, input_ids: Tensor, position_ids: None, **keywords: Any) -> Tensor:
         return self.module(input_ids, torch.arange(input_ids.shape[1])[None], **keywords)
 
+    def zero_grad_buffer(self) -> None:
+        pass
 
-def steps(loss: ModuleType, step: Callable[..., Step]) -> dict[str, Callable[[nn.Module], dict[str, Tensor]]]:
-    batch, stub = make_batch(loss.slice_with_cp), mock.MagicMock()
+
+def first_step(module: ModuleType, batch: dict, args: Namespace, run: Callable[..., Any]) -> tuple[Tensor, Any]:
+    """What the forward step that `run` hands to the schedule returns for the first microbatch."""
+    found: list[tuple[Tensor, Any]] = []
+
+    def schedule(forward_step_func: Any, model: list[nn.Module], **_: Any) -> None:
+        with torch.enable_grad():  # in `forward_only`, too, for the comparison
+            found.append(forward_step_func(None, model[0]))
+        raise Reached
+
+    globals_ = {"get_batch": lambda *_, **__: batch, "get_forward_backward_func": lambda: schedule}
+    globals_ |= {"get_args": lambda: args, "get_model_config": lambda model: Namespace()}
+    with contextlib.suppress(Reached), mock.patch.multiple(module, **globals_):
+        run()
+    return found[0]
+
+
+def steps(slime: SimpleNamespace) -> dict[str, Callable[[nn.Module], dict[str, Tensor]]]:
+    batch, stub = make_batch(slime.loss.slice_with_cp), mock.MagicMock()
     sizes = {
         "seq_length": 1,
         "micro_batch_size": 1,
@@ -154,15 +163,15 @@ def steps(loss: ModuleType, step: Callable[..., Step]) -> dict[str, Callable[[nn
 
     def logprobs(model: nn.Module, replay: bool) -> dict[str, Tensor]:
         args = Namespace(**ARGUMENTS, **sizes, **more, **dict.fromkeys(OFF))
-        forward = step("forward_only", args, batch, loss.get_log_probs_and_entropy, args, [stub], [], [1], "", replay)
-        output, function = forward(None, Positions(model))
+        run = partial(slime.actor.forward_only, slime.actor.log_probs, args, [Chunk(model)], [], [1], "", replay)
+        output, function = first_step(slime.model, batch, args, run)
         _, found = function(output)
         return {name: torch.cat(parts) for name, parts in found.items()}
 
     def trained(model: nn.Module, loss_type: str) -> dict[str, Tensor]:
         args = Namespace(**ARGUMENTS, **sizes, **more, **dict.fromkeys(OFF), loss_type=loss_type)
-        forward = step("train_one_step", args, batch, args, 0, 0, [], [stub], stub, stub, 1, 1)
-        output, function = forward(None, Positions(model))
+        run = partial(slime.model.train_one_step, args, 0, 0, [], [Chunk(model)], stub, stub, 1, 1)
+        output, function = first_step(slime.model, batch, args, run)
         return {"loss": function(output)[0][None]}
 
     losses = {f"loss ({kind})": partial(trained, loss_type=kind) for kind in ("sft_loss", "custom_loss")}
@@ -170,24 +179,30 @@ def steps(loss: ModuleType, step: Callable[..., Step]) -> dict[str, Callable[[nn
     return {name: partial(logprobs, replay=replay) for name, replay in ways.items()} | losses
 
 
-def program() -> None:
-    context = "--context" in sys.argv
-    own, fused = (import_slime(Path(folder)) for folder in sys.argv[1:3])
+def leaves_nothing_behind(case: Case) -> None:
+    """What a microbatch leaves behind goes without the collector."""
+    from megatron_lce.plugins.capturing import to_head
+
     inputs = {"input_ids": make_batch()["tokens"], "position_ids": None, "attention_mask": None}
-    model = Positions(cases()[0].build())
-    gc.disable()  # what a microbatch leaves behind must go without the collector
-    output = fused[0].call_model(model, inputs, True)
+    model = Chunk(case.build())
+    gc.disable()
+    output = to_head(model, model, **inputs)
     hidden = weakref.ref(output.lm_head.hidden)
     del output
     assert hidden() is None, "the captured hidden states outlive the microbatch"
     gc.enable()
-    del model
 
-    with_logits = steps(*own)
-    for case in cases():
-        for name, with_head in steps(*fused).items():
-            compare(f"slime{', context-parallel' * context}, {name}, {case.name}", case, with_head, with_logits[name])
+
+def program() -> None:
+    leaves_nothing_behind(cases()[0])
+    for order in ("after", "before"):
+        slime = import_slime(Path(sys.argv[1]), order)
+        for case in cases() if order == "after" else cases()[:1]:
+            for name, way in steps(slime).items():
+                name = f"slime{', context-parallel' * CONTEXT}, {name}, plugin {order}, {case.name}"
+                compare_with_plugin(name, case, slime.plugin, way, way, logits="custom_loss" in name)
+        slime.plugin.uninstall()
 
 
 if __name__ == "__main__":
-    main(program, tensor_parallel=1 if "--context" in sys.argv else None)
+    main(program, tensor_parallel=1 if CONTEXT else None)

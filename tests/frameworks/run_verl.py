@@ -1,20 +1,22 @@
-"""verl's own forward files with the diff of docs/recipes, against verl's unfused path, on any number of ranks.
+"""verl's own fused forward files with the plugin, against verl's unfused path without, on any number of ranks.
 
-    torchrun --nproc-per-node 2 tests/frameworks/run_verl.py FOLDER      # FOLDER/verl: verl with the diffs applied
+    torchrun --nproc-per-node 2 tests/frameworks/run_verl.py FOLDER      # FOLDER/verl
 
+The plugin is imported before verl's modules, and once more after them.
 Stand-ins: an output class that is a dataclass of transformers in verl, the unwrapping of DDP, what verl asks of a
 device, a type that only annotates, and the schedule of `build_schedule_plan`, which calls what verl sets on it.
 """
 
+import importlib
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from comparing import VOCABULARY, cases, compare, main
+from comparing import VOCABULARY, cases, compare_with_plugin, main
 from megatron.core.utils import unwrap_model
-from stand_ins import packages_without_their_init, stand_in
+from stand_ins import module_with, packages_without_their_init, stand_in
 from torch import Tensor, nn
 
 from megatron_lce import capture_lm_head
@@ -27,7 +29,29 @@ class Output(SimpleNamespace):
     """verl's CausalLMOutputForPPO: fields."""
 
 
-def import_verl(folder: Path) -> SimpleNamespace:
+def import_verl(folder: Path, plugin: str = "") -> SimpleNamespace:
+    """verl's functions, and the plugin if it is imported "before" or "after" the modules that it is about."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "verl"]:
+        del sys.modules[name]
+    sys.modules.pop("megatron_lce.plugins.verl", None)
+    stand_ins_of_verl(folder)
+    found = {"plugin": importlib.import_module("megatron_lce.plugins.verl")} if plugin == "before" else {}
+    from verl.models.mcore import model_forward, model_forward_1f1b_overlap, model_forward_fused
+    from verl.utils.megatron import tensor_parallel
+
+    import_registry(folder)
+    if plugin == "after":
+        found["plugin"] = importlib.import_module("megatron_lce.plugins.verl")
+    return SimpleNamespace(
+        **found,
+        unfused=lambda *inputs, **keywords: model_forward.gptmodel_forward_model_engine(*inputs, **keywords),
+        fused=model_forward_fused,
+        overlap=model_forward_1f1b_overlap.gptmodel_forward_1f1b_overlap,
+        parallel=tensor_parallel,
+    )
+
+
+def stand_ins_of_verl(folder: Path) -> None:
     names = "verl", "verl.models", "verl.models.mcore", "verl.utils", "verl.utils.megatron", "verl.workers"
     packages_without_their_init(folder, *names)
     stand_in("verl.utils.model", CausalLMOutputForPPO=Output)
@@ -41,15 +65,17 @@ def import_verl(folder: Path) -> SimpleNamespace:
     )
     stand_in("verl.workers.config", MtpConfig=None)
     stand_in("verl.utils.megatron_utils", unwrap_model=unwrap_model)
-    from verl.models.mcore import model_forward, model_forward_1f1b_overlap, model_forward_fused
-    from verl.utils.megatron import tensor_parallel
 
-    return SimpleNamespace(
-        unfused=model_forward.gptmodel_forward_model_engine,
-        fused=model_forward_fused,
-        overlap=model_forward_1f1b_overlap.gptmodel_forward_1f1b_overlap,
-        parallel=tensor_parallel,
-    )
+
+def import_registry(folder: Path) -> ModuleType:
+    """The function of verl's registry that the engine imports, which has imported the forward pass by its name."""
+    from verl.models.mcore import model_forward
+
+    known = {"Callable": None, "gptmodel_forward_model_engine": model_forward.gptmodel_forward_model_engine}
+    file, name = folder / "verl/models/mcore/registry.py", "get_mcore_engine_forward_fn"
+    registry = module_with(file, "verl.models.mcore.registry", name, **known)
+    sys.modules["verl.models.mcore"].get_mcore_engine_forward_fn = registry.get_mcore_engine_forward_fn
+    return registry
 
 
 def batch() -> Tensor:
@@ -112,22 +138,26 @@ def overlapped(verl: SimpleNamespace, model: nn.Module, tokens: Tensor) -> dict[
 
 
 def program() -> None:
-    verl = import_verl(Path(sys.argv[1]))
-    assert "verl.utils.kernel" not in sys.modules  # nothing is left of verl's own
     tokens = batch()
+    for order in ("before", "after"):
+        verl = import_verl(Path(sys.argv[1]), order)
 
-    def outputs(run: Any) -> Any:
-        def call(model: nn.Module) -> dict[str, Tensor]:
-            result = run(verl, model, tokens)
-            return {name: (t.values() if t.is_nested else t)[counted(tokens)] for name, t in result.items()}
+        def outputs(run: Any, verl: SimpleNamespace = verl) -> Any:
+            def call(model: nn.Module) -> dict[str, Tensor]:
+                result = run(verl, model, tokens)
+                return {name: (t.values() if t.is_nested else t)[counted(tokens)] for name, t in result.items()}
 
-        return call
+            return call
 
-    for case in cases():
-        mode = verl.fused._resolve_fused_forward_mode(case.build())
-        compare(f"verl's fused forward ({mode}), {case.name}", case, outputs(fused), outputs(unfused))
-        if not case.tied:  # that file takes the head's own weight
-            compare(f"verl's overlapped forward, {case.name}", case, outputs(overlapped), outputs(unfused))
+        for case in cases() if order == "before" else cases()[:1]:
+            mode = verl.fused._resolve_fused_forward_mode(case.build())
+            ways = {f"fused forward ({mode})": fused}
+            if not case.tied:  # that file takes the head's own weight
+                ways["overlapped forward"] = overlapped
+            for name, way in ways.items():
+                name = f"verl's {name}, plugin {order}, {case.name}"
+                compare_with_plugin(name, case, verl.plugin, outputs(way), outputs(unfused))
+        verl.plugin.uninstall()
 
 
 if __name__ == "__main__":

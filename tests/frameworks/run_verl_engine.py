@@ -1,6 +1,6 @@
-"""The forward step of verl's Megatron engine, with the diff of docs/recipes, against the same step as it is.
+"""The forward step of verl's Megatron engine with the plugin, against the same step without.
 
-    torchrun --nproc-per-node 2 tests/frameworks/run_verl_engine.py OWN FUSED      # OWN/verl: as it is, FUSED/verl
+    torchrun --nproc-per-node 2 tests/frameworks/run_verl_engine.py FOLDER      # FOLDER/verl
 
 With a temperature for each sample, sum_pi_squared, MTP, and tokens in prompts and answers that do not count: what
 verl's fused path refuses, or computes. Stand-ins: those of run_verl.py, TensorDict, configurations, router replay.
@@ -14,13 +14,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from comparing import VOCABULARY, cases, compare, main
+from comparing import VOCABULARY, cases, compare_with_plugin, main
 from megatron.core.utils import unwrap_model
 from run_verl import import_verl
 from stand_ins import definitions
 from torch import Tensor, nn
-
-import megatron_lce
 
 PROMPTS, LENGTHS = (4, 2, 3), (9, 6, 12)
 TEMPERATURES = (0.7, 1.0, 1.3)
@@ -67,7 +65,6 @@ def engine(folder: Path, verl: SimpleNamespace, mtp: bool) -> Any:
         "RouterReplayHelper": SimpleNamespace(**dict.fromkeys(no_replay, lambda *_, **__: False)),
         "extract_multi_modal_inputs": lambda inputs: {},
         "get_device_id": lambda: "cpu",
-        "megatron_lce": megatron_lce,
         "partial": partial,
         "torch": torch,
         "tu": SimpleNamespace(get_non_tensor_data=lambda data, key, default: data.get(key, default)),
@@ -80,7 +77,9 @@ def engine(folder: Path, verl: SimpleNamespace, mtp: bool) -> Any:
     flags = "use_fused_kernels", "pad_to_length", "dynamic_context_parallel", "entropy_from_logits_with_chunking"
     own.engine_config = SimpleNamespace(**dict.fromkeys(flags, False), use_remove_padding=True)
     own.model_config = SimpleNamespace(
-        hf_config=None, mtp=SimpleNamespace(enable=mtp, enable_train=mtp), tokenizer=SimpleNamespace(pad_token_id=0)
+        hf_config=SimpleNamespace(architectures=[None]),
+        mtp=SimpleNamespace(enable=mtp, enable_train=mtp),
+        tokenizer=SimpleNamespace(pad_token_id=0),
     )
     own.tf_config = SimpleNamespace(calculate_per_token_loss=False)
     own.enable_routing_replay = False
@@ -88,34 +87,26 @@ def engine(folder: Path, verl: SimpleNamespace, mtp: bool) -> Any:
     return own
 
 
-def let_engine_find(forward: Any) -> None:
-    """In place of the package's init, which is not run."""
-    sys.modules["verl.models.mcore"].get_mcore_engine_forward_fn = lambda configuration: forward
-
-
 def program() -> None:
-    folders = [Path(folder) for folder in sys.argv[1:]]
-    verl = import_verl(folders[0])  # the diff changes none of these files
-    from verl.models.mcore import mtp_patch
+    folder = Path(sys.argv[1])
+    for order, mtp in (("before", False), ("after", False), ("after", True)):
+        verl = import_verl(folder, order)
+        from verl.models.mcore import mtp_patch
 
-    let_engine_find(verl.unfused)
+        own = engine(folder, verl, mtp)
 
-    for mtp in (False, True):
-        own, fused = (engine(folder, verl, mtp) for folder in folders)
+        def outputs(model: nn.Module, mtp: bool = mtp, own: Any = own, mtp_patch: Any = mtp_patch) -> dict[str, Tensor]:
+            if mtp:
+                mtp_patch.patch_postprocess(model)
+            found, _ = own.forward_step(iter([batch()]), model, None, lambda **_: None)
+            found["sum_pi_squared"] = found["sum_pi_squared"].detach()
+            return {name: values.values()[counted()] for name, values in found.items()}
 
-        def outputs(step: Any, mtp: bool = mtp) -> Any:
-            def of(model: nn.Module) -> dict[str, Tensor]:
-                if mtp:
-                    mtp_patch.patch_postprocess(model)
-                found, _ = step.forward_step(iter([batch()]), model, None, lambda **_: None)
-                found["sum_pi_squared"] = found["sum_pi_squared"].detach()
-                return {name: values.values()[counted()] for name, values in found.items()}
-
-            return of
-
-        for case in cases():
+        for case in cases() if order == "after" else cases()[:1]:
             case = dataclasses.replace(case, mtp_layers=int(mtp))
-            compare(f"verl's engine{', MTP' * mtp}, {case.name}", case, outputs(fused), outputs(own))
+            name = f"verl's engine, plugin {order}{', MTP' * mtp}, {case.name}"
+            compare_with_plugin(name, case, verl.plugin, outputs, outputs)
+        verl.plugin.uninstall()
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""Other projects' own code with the diffs of docs/recipes applied, beside the same code as it is.
+"""Other projects' own code with a plugin or a diff of docs/recipes, beside the same code as it is.
 
 `make test-frameworks` says where the unpacked wheels lie (FRAMEWORKS, MEGATRON) and passes on the paths of checkouts.
 """
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -63,24 +64,62 @@ def test_every_recipe_is_run_here():
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("megatron", MEGATRON_VERSIONS)
 @pytest.mark.parametrize("version", ["verl-0.9.1", "VERL"])
-def test_verl(version, megatron, ranks, tmp_path_factory):
-    run("run_verl.py", ranks, adopted("verl", source(version), tmp_path_factory), megatron=megatron)
+def test_verl(version, megatron, ranks):
+    run("run_verl.py", ranks, source(version), megatron=megatron)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("megatron", ["0.16.1", "0.19.2"])
 @pytest.mark.parametrize("version", ["verl-0.9.1", "VERL"])
-def test_verl_engine(version, megatron, ranks, tmp_path_factory):
-    own = source(version)
-    run("run_verl_engine.py", ranks, own, adopted("verl_engine", own, tmp_path_factory), megatron=megatron)
+def test_verl_engine(version, megatron, ranks):
+    run("run_verl_engine.py", ranks, source(version), megatron=megatron)
 
 
-def test_timing_of_verl(tmp_path, tmp_path_factory):
-    own = source("verl-0.9.1")
+@pytest.mark.parametrize("version", ["verl-0.9.1", "VERL"])
+def test_verl_workers(version):
+    command = [sys.executable, str(FOLDER / "run_verl_workers.py"), str(source(version))]
+    result = start(command, str(ROOT))
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("ok ") == 3
+    assert result.stderr.count("megatron_lce replaces in verl") == 4  # a line of each worker with the plugin
+
+
+MOVED = [  # where each plugin looks for a function, and what it replaces there
+    ("verl", "verl-0.9.1", "models/mcore/model_forward", "gptmodel_forward_model_engine"),
+    ("verl", "VERL", "models/mcore/model_forward", "gptmodel_forward_model_engine"),
+    ("slime", "SLIME", "backends/megatron_utils/loss", "get_log_probs_and_entropy"),
+    ("slime", "SLIME", "backends/megatron_utils/model", "train_one_step"),
+    ("miles", "MILES", "backends/training_utils/loss_hub/logit_processors", "get_log_probs_and_entropy"),
+    ("miles", "MILES", "backends/megatron_utils/model", "forward_only"),
+    ("ms_swift", "ms_swift-4.6.0", "megatron/trainers/grpo_trainer", "MegatronGRPOTrainer.forward_step"),
+]
+
+
+@pytest.mark.parametrize(("plugin", "version", "file", "name"), MOVED)
+def test_a_version_in_which_a_function_has_moved(plugin, version, file, name, tmp_path):
+    framework = plugin.removeprefix("ms_")
+    shutil.copytree(source(version) / framework, tmp_path / framework)
+    command = [sys.executable, "-c", f"import megatron_lce.plugins.{plugin}"]
+    result = start(command, str(tmp_path), str(ROOT))
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.startswith(f"megatron_lce replaces in {framework} ")
+    path = (tmp_path / framework / file).with_suffix(".py")
+    path.write_text(path.read_text().replace(name.partition(".")[0], "renamed"))
+    result = start(command, str(tmp_path), str(ROOT))
+    module = f"{framework}/{file}".replace("/", ".")
+    assert f"RuntimeError: megatron_lce needs {name} in {module}: {framework} " in result.stderr, result.stderr
+
+
+def start(command: list[str], *path: str) -> subprocess.CompletedProcess:
+    environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(path), "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+
+
+def test_timing_of_verl(tmp_path):
     options = {"tokens": 64, "sequence-length": 16, "hidden": 256, "heads": 4, "vocab": 2048, "masked": 0.6}
     options |= {"device": "cpu", "output": tmp_path / "time.json"}
-    folders = [own, *(adopted(recipe, own, tmp_path_factory) for recipe in ("verl", "verl_engine"))]
-    run("time_verl.py", 2, *folders, *(f"--{name}={value}" for name, value in options.items()), megatron="0.19.2")
+    arguments = [f"--{name}={value}" for name, value in options.items()]
+    run("time_verl.py", 2, source("verl-0.9.1"), *arguments, megatron="0.19.2")
 
 
 @pytest.mark.parametrize(("version", "ranks"), [("ms_swift-4.6.0", 1), ("ms_swift-4.6.0", 2), ("MS_SWIFT", 1)])
@@ -109,9 +148,8 @@ def test_nemo_rl(ranks, tmp_path_factory):
 
 
 @pytest.mark.parametrize(("ranks", "arguments"), [(1, ()), (2, ()), (2, ("--context",))])
-def test_slime(ranks, arguments, tmp_path_factory):
-    own = folder_of("SLIME")
-    run("run_slime.py", ranks, own, adopted("slime", own, tmp_path_factory), *arguments)
+def test_slime(ranks, arguments):
+    run("run_slime.py", ranks, folder_of("SLIME"), *arguments)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -121,9 +159,8 @@ def test_verl_topk(version, ranks):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_miles(ranks, tmp_path_factory):
-    own = folder_of("MILES")
-    run("run_miles.py", ranks, own, adopted("miles", own, tmp_path_factory))
+def test_miles(ranks):
+    run("run_miles.py", ranks, folder_of("MILES"))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -148,9 +185,8 @@ def test_megatron_bridge(ranks):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_megatron_bridge_training(ranks, tmp_path_factory):
-    own = folder_of("MEGATRON_BRIDGE", "src")
-    run("run_bridge_training.py", ranks, own, adopted("megatron_bridge", own, tmp_path_factory))
+def test_megatron_bridge_training(ranks):
+    run("run_bridge_training.py", ranks, folder_of("MEGATRON_BRIDGE", "src"))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

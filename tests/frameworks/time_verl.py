@@ -1,9 +1,9 @@
 """verl's forward and backward unfused, with verl's own fused kernel, and with ours: time, peak memory and errors.
 
-    torchrun --nproc-per-node 2 tests/frameworks/time_verl.py OWN FUSED ENGINE
+    torchrun --nproc-per-node 2 tests/frameworks/time_verl.py FOLDER      # FOLDER/verl
 
-OWN/verl: as it is, FUSED/verl: with verl.diff, ENGINE/verl: with verl_engine.diff, whose engine leaves out the tokens
-that its loss mask leaves out (`--masked`, scattered). The others compute them; their gradients are 0 there.
+Ours is the plugin: in verl's fused forward, and in the engine, which leaves out the tokens that its loss mask leaves
+out (`--masked`, scattered). The others compute them; their gradients are 0 there.
 
 One layer under DDP with fp32 gradients, sequence parallel: nearly all of it is the head. Logprobs, entropy and every
 parameter's gradient are compared with verl's unfused path in fp32, on the same weights; the exit status is 1 where ours
@@ -11,21 +11,20 @@ are farther off than those of the unfused path in bf16 (`over_unfused_error`).
 """
 
 import argparse
-import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from comparing import megatron_runtime
 from run_verl import TEMPERATURE, counted, fused, import_verl, unfused
-from run_verl_engine import PAD_MODE, Batch, engine, let_engine_find
+from run_verl_engine import PAD_MODE, Batch, engine
 from torch import Tensor, nn
 
 from benchmark import measure, publish
@@ -38,47 +37,29 @@ ALLOWED = 1.5  # times the unfused path's own error
 Forward = Callable[[SimpleNamespace, nn.Module, Tensor], dict[str, Tensor]]
 
 
-class Verl:
-    """One tree of verl's files. Two do not fit into `sys.modules`, and the kernels are imported at the first call."""
-
-    def __init__(self, folder: Path) -> None:
-        self._modules: dict[str, ModuleType] = {}
-        with self.imported():
-            self.names = import_verl(folder)
-
-    @contextlib.contextmanager
-    def imported(self) -> Iterator[None]:
-        for name in _modules_of_verl():
-            del sys.modules[name]
-        sys.modules.update(self._modules)
-        yield
-        self._modules = _modules_of_verl()
-
-
-def _modules_of_verl() -> dict[str, ModuleType]:
-    return {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "verl"}
-
-
 class Step(measure.Timed):
     """One way's forward and backward, from an upstream gradient of its own for every token's logprob and entropy."""
 
-    def __init__(self, verl: Verl, forward: Forward, tokens: Tensor, counts: Tensor, model: nn.Module) -> None:
+    def __init__(
+        self, verl: SimpleNamespace, forward: Forward, plugin: bool, tokens: Tensor, counts: Tensor, model: nn.Module
+    ) -> None:
         super().__init__(self.take, counts.device)
         self.marks: list[Any] = []  # of the last step: in front of its forward and behind it
         self.forward_times_ms: list[float] = []
         self.verl, self.forward, self.tokens, self.counts, self.model = verl, forward, tokens, counts, model
+        self.plugin = plugin
         generator = torch.Generator().manual_seed(1)
         upstream = torch.randn(2, counts.numel(), generator=generator).to(counts.device) * counts
         self.upstream = dict(zip(("log_probs", "entropy"), upstream, strict=True))
 
     def take(self, model: nn.Module | None = None) -> dict[str, Tensor]:
         """Adds to the parameters' `main_grad`; logprobs and entropy of the tokens that count."""
-        with self.verl.imported():
-            start = mark(self.device)
-            outputs = self.forward(self.verl.names, model or self.model, self.tokens)
-            outputs = {name: outputs[name].values() for name in self.upstream}
-            self.marks = [start, mark(self.device)]
-            torch.autograd.backward(list(outputs.values()), list(self.upstream.values()))
+        (self.verl.plugin.install if self.plugin else self.verl.plugin.uninstall)()
+        start = mark(self.device)
+        outputs = self.forward(self.verl, model or self.model, self.tokens)
+        outputs = {name: outputs[name].values() for name in self.upstream}
+        self.marks = [start, mark(self.device)]
+        torch.autograd.backward(list(outputs.values()), list(self.upstream.values()))
         return {name: values.detach() for name, values in outputs.items()}
 
     def tensors(self, model: nn.Module | None = None) -> dict[str, Tensor]:
@@ -107,13 +88,11 @@ def elapsed_ms(start: Any, end: Any) -> float:
     return (end - start) * 1e3 if isinstance(start, float) else start.elapsed_time(end)
 
 
-def step_of_engine(verl: Verl, folder: Path, mask: Tensor) -> Forward:
+def step_of_engine(verl: SimpleNamespace, folder: Path, mask: Tensor) -> Forward:
     """The engine's own forward step, over tokens of which those count whose mask is not 0."""
-    with verl.imported():
-        own = engine(folder, verl.names, mtp=False)
+    own = engine(folder, verl, mtp=False)
 
-    def forward(names: SimpleNamespace, model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
-        let_engine_find(names.unfused)
+    def forward(verl: SimpleNamespace, model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
         temperature = torch.full((tokens.shape[0],), TEMPERATURE, device=mask.device)
         loss_mask = torch.nested.nested_tensor_from_jagged(mask, tokens.offsets())
         settings = {"temperature": temperature, "calculate_entropy": True, "pad_mode": PAD_MODE.NO_PADDING}
@@ -147,10 +126,10 @@ def work(args: argparse.Namespace, device: torch.device) -> bool:
     mask = (torch.randperm(args.tokens, generator=generator) >= args.masked * args.tokens).to(device, torch.int64)
     counts = (mask.roll(-1) != 0) & counted(tokens)
     model = build(args, torch.bfloat16, device)
-    own, adopted, with_engine = Verl(args.own), Verl(args.fused), Verl(args.engine)
-    ways = {"unfused": (own, unfused), "verl's kernel": (own, fused), "ours": (adopted, fused)}
-    ways["ours in the engine"] = (with_engine, step_of_engine(with_engine, args.engine, mask))
-    steps = {way: Step(*ways[way], tokens, counts, model) for way in ways}
+    verl = import_verl(args.folder, "after")
+    ways = {"unfused": (unfused, False), "verl's kernel": (fused, False), "ours": (fused, True)}
+    ways["ours in the engine"] = (step_of_engine(verl, args.folder, mask), True)
+    steps = {way: Step(verl, *ways[way], tokens, counts, model) for way in ways}
 
     exact = steps["unfused"].tensors(build_exact(args, model, device))
     of_unfused = relative_errors(steps["unfused"].tensors(), exact)
@@ -176,9 +155,7 @@ def work(args: argparse.Namespace, device: torch.device) -> bool:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=HelpFormatter)
     add = parser.add_argument
-    add("own", type=Path, help="Folder of verl's package as it is.")
-    add("fused", type=Path, help="Folder of verl's package with docs/recipes/verl.diff.")
-    add("engine", type=Path, help="Folder of verl's package with docs/recipes/verl_engine.diff.")
+    add("folder", type=Path, help="Folder of verl's package.")
     add("--masked", type=float, default=0.0, help="Part of the tokens that the loss leaves out.")
     add("--tokens", type=int, default=8192, help="Tokens of a microbatch.")
     add("--sequence-length", type=int, default=1024, help="Tokens of a sequence.")
