@@ -129,6 +129,39 @@ def test_python_blocks_run(page, names, usual_torch):
             assert abs(float(fused) - float(materialised)) <= 1e-3
 
 
+def run_block(page, text, names):
+    """The names after a page's block that contains a text."""
+    (block,) = [block for block in blocks(ROOT / "docs" / page, "python") if text in block]
+    exec(compile(block, page, "exec"), names)
+    return names
+
+
+def test_the_z_loss_is_of_lse_squared(names):
+    made = run_block("adoption.md", "lse**2", names)
+    logits, labels = made["hidden"].double() @ made["weight"].detach().double().T, made["labels"].T
+    logprobs = logits.log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+    expected = (-logprobs + 1e-4 * logits.logsumexp(-1) ** 2).sum()
+    torch.testing.assert_close(made["result"].loss.double(), expected, rtol=1e-6, atol=0)
+
+
+def test_the_cut_at_top_p_keeps_the_nucleus(names):
+    with torch.no_grad():
+        names["teacher"].output_layer.weight.mul_(100)  # few ids have most of the probability
+    made = run_block("distillation.md", "nucleus", run_block("distillation.md", "student_head:", names))
+    counts = (made["nucleus"] > -torch.inf).sum(-1)
+    assert 1 <= counts.min() < counts.max()
+    student, teacher = (
+        (made[head].hidden.double() @ made[head].weight.detach().double().T).softmax(-1).transpose(0, 1)
+        for head in ("student_head", "teacher_head")
+    )
+    for token, (p, q) in enumerate(zip(teacher[0], student[0], strict=True)):
+        ids = p.argsort(descending=True)[:8]
+        ids = ids[: int((p[ids].cumsum(0) < 0.9).sum()) + 1]
+        p, q = (x[ids] / x[ids].sum() for x in (p, q))
+        expected = (p * (p / q).log()).sum()
+        torch.testing.assert_close(made["loss"][0, token].double(), expected, rtol=1e-5, atol=1e-6)
+
+
 def all_commands():
     found = []
     for page in PAGES:
@@ -164,6 +197,9 @@ def test_commands_are_accepted(command, capsys):
             assert all((ROOT / path).exists() for path in (plugin.replace(".", "/") + ".py", *paths))
         case ["python", "-m", "pytest", *paths]:
             assert all((ROOT / path).exists() for path in paths)
+        case ["python", "-m", "verl.trainer.main_ppo", option]:
+            assert option == "actor_rollout_ref.model.external_lib=megatron_lce.plugins.verl"
+            assert 'PLUGIN = "megatron_lce.plugins.verl"' in (ROOT / "tests/frameworks/run_verl_workers.py").read_text()
         case ["python", "-m", module, *arguments]:
             program = importlib.import_module(module)
             if hasattr(program, "build_parser"):
@@ -172,6 +208,14 @@ def test_commands_are_accepted(command, capsys):
                 assert module == "scripts.tiny_gpt"
         case ["python", "tests/frameworks/recipes.py" as program, recipe, _]:
             assert all((ROOT / path).exists() for path in (program, recipe))
+        case ["python", "train.py", "--custom-megatron-init-path" as option, path]:
+            program = (ROOT / f"tests/frameworks/run_{path.split('.')[2]}.py").read_text()
+            assert f'path = "{path}"  # {option}' in program  # what `make test-frameworks` runs
+        case ["echo", line, ">", file] | ["megatron", "rlhf", *_, line, file]:
+            assert (line, file) in [
+                ("import megatron_lce.plugins.ms_swift", "lce.py"),
+                ("--external_plugins", "lce.py"),
+            ]
         case ["python", path, *arguments]:
             assert Path(path).name in TORCHRUN_PROGRAMS
             assert set(arguments[::2]) <= {"--device", "--combinations", "--cases", "--seconds"}

@@ -327,7 +327,7 @@ def test_workers_of_verl_import_it_in_their_processes(make, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(make("verl")), *sys.path]))
     for value, expected in (("megatron_lce.plugins.verl", True), ("", False)):
         monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", value)
-        with multiprocessing.get_context("spawn").Pool(2) as pool:
+        with multiprocessing.get_context("spawn").Pool(2, maxtasksperchild=1) as pool:
             assert pool.map(verl_of_a_worker, range(2), chunksize=1) == [expected] * 2
     assert "verl" not in sys.modules
 

@@ -38,7 +38,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     for variable, external_lib in ((PLUGIN, None), ("", PLUGIN), ("", None)):
         os.environ["VERL_USE_EXTERNAL_MODULES"] = variable
-        with multiprocessing.get_context("spawn").Pool(2) as pool:
+        with multiprocessing.get_context("spawn").Pool(2, maxtasksperchild=1) as pool:
             found = pool.starmap(engine_of_worker, [(folder, external_lib)] * 2, chunksize=1)
         expected = PLUGIN if variable or external_lib else "verl.models.mcore.model_forward"
         assert found == [expected] * 2, found
