@@ -74,7 +74,7 @@ def token_loss(device: torch.device, dtype: torch.dtype = BF16, **options: Any) 
 
 
 def known_loss(device: torch.device) -> list[Tensor]:
-    from megatron_lce.core.upstream import Promise
+    from megatron_lce.core.known_loss import Promise
     from megatron_lce.token_loss import linear_token_losses
 
     hidden, weight, labels = head(device)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_lce.backends.choice import load_backend
-from megatron_lce.core import products, trace
+from megatron_lce.core import products
 from megatron_lce.core.products import copies_to_fp32, full_fp32, product
 from tests.problems import all_equal, make_problem
 
@@ -107,7 +107,7 @@ def test_a_trace_names_forward_and_backward(backend, device):
 
 def test_ranges_are_made_for_nvtx_and_where_no_profiler_is_on_for_nobody(monkeypatch):
     seen = []
-    monkeypatch.setattr(trace, "record_function", lambda name: seen.append(name) or contextlib.nullcontext())
+    monkeypatch.setattr(products, "record_function", lambda name: seen.append(name) or contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.autograd.profiler, "_enable_profiler", lambda *given: None)
     monkeypatch.setattr(torch.autograd.profiler, "_disable_profiler", lambda: None)

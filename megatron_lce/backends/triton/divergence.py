@@ -51,9 +51,8 @@ def _launch(kernel: Any, heads: Heads, products: Tensor, stats: Tensor, *own: An
     _, num_tokens, num_columns = products.shape
     block_n = tiles.rows_of_program(1, num_tokens)
     columns = min(COLUMNS, max(256, triton.next_power_of_2(num_columns)))  # a narrow shard fills fewer, and fewer warps
-    tiles.launch(
-        kernel,
-        (ceil_div(num_tokens, block_n),),
+    # Not fused: a logit must have the same bits in every reading.
+    tiles.launch(kernel, (ceil_div(num_tokens, block_n),), fused=False)(
         products[0],
         products[1],
         student.scale,
@@ -69,7 +68,6 @@ def _launch(kernel: Any, heads: Heads, products: Tensor, stats: Tensor, *own: An
         BLOCK_N=block_n,
         BLOCK_V=columns,
         num_warps=max(1, WARPS * columns // COLUMNS),
-        fused=False,  # a logit must have the same bits in every reading
     )
 
 
