@@ -1,9 +1,10 @@
-"""The one entry of every operation: arguments are checked on all ranks together and become a `Call`."""
+"""The one entry of every operation: its ranks check their arguments together, and lay them out as a `Call`."""
 
 import contextlib
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -12,9 +13,8 @@ from torch.utils._pytree import tree_map_only
 
 from megatron_lce.backends.choice import load_backend
 from megatron_lce.core import collectives, validation
-from megatron_lce.core.agreement import Agreement, agreement
 from megatron_lce.core.call import Call
-from megatron_lce.core.options import Options, Shard, WeightGradSink
+from megatron_lce.core.options import Options, Shard
 from megatron_lce.core.products import laid_out
 from megatron_lce.dtensors import localised
 
@@ -22,10 +22,16 @@ T = TypeVar("T")
 HEAD = ("hidden", "weight", "labels")
 _OWN = ("tp_group", "vocab_start")  # what ranks need not have in common
 _BY_TYPE = ("temperature", "weight_grad_sink")  # what may change from call to call, but for its type
+_Configuration = tuple[tuple[str, str], ...]
+
+# For each group the configurations that its ranks have agreed on, and the columns of the largest shard under each. The
+# rows of a shard are part of the key only where all shards are equal: the key must be new on all ranks or on none, and
+# where shards are uneven another head may differ on some ranks alone.
+_agreed: WeakKeyDictionary[ProcessGroup, dict[tuple[_Configuration, int | None], int]] = WeakKeyDictionary()
 
 
 def keyword_options(keywords: Mapping[str, Any], known: Collection[str], **own: Any) -> Options:
-    """The options among the keywords of an operation that takes `known` ones."""
+    """Return the options among an operation's keywords, of which it takes those in `known`."""
     return Options(**own, **{keyword: value for keyword, value in keywords.items() if keyword in known})
 
 
@@ -48,7 +54,7 @@ def checked_together(
     has_reference: bool = False,
     own: dict[str, Any] | None = None,
 ) -> Iterator["Checks"]:
-    """Check an operation's arguments inside, the head first. If one rank refuses its own, all ranks of the group raise.
+    """Check an operation's arguments inside. If one rank refuses its own, or they differ, all ranks of the group raise.
 
         with checked_together("linear_topk", hidden, weight, None, options, own={"k": k}) as checks:
             shape = checks.head()
@@ -56,33 +62,52 @@ def checked_together(
             checks.rest(labels)
         call = checks.call()
 
-    While torch.compile traces, ranks exchange nothing: the operator that it traces checks its arguments when it runs.
+    Ranks that call with a new configuration exchange it, and each one's error, in one gather of small objects, for
+    which the host waits. Later calls compare nothing; only the largest shard is asked for, and waited for, at each call
+    with a `vocab_start` of plain tensors. A rank that changes its configuration alone hangs, as the others exchange
+    nothing. While torch.compile traces, no rank does: the operator that it traces checks its arguments when it runs.
 
     Args:
-        names: how the operation names hidden, weight and labels.
+        names: the operation's names of hidden, weight and labels.
         takes_dtensors: replace DTensors by this rank's own tensors, and options by what their placements say.
-        own: what else every rank must call with.
+        own: what else must be equal on every rank.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: on every rank; under a known configuration, on this rank alone.
     """
-    largest_shard = None
+    largest = None
     if takes_dtensors:
-        hidden, weight, labels, options, largest_shard = localised(hidden, weight, labels, options)
+        hidden, weight, labels, options, largest = localised(hidden, weight, labels, options)
     hidden, weight, labels = (collectives.waited(tensor) for tensor in (hidden, weight, labels))
     temperature, candidates = collectives.waited(options.temperature), collectives.waited(options.candidates)
     options = replace(options, temperature=temperature, candidates=candidates)
     ranks = validation.check_group(options.tp_group, group_name)
-    if torch.compiler.is_compiling():
-        yield Checks(name, hidden, weight, labels, options, Agreement(ranks), names, has_reference, is_traced=True)
+    is_traced = torch.compiler.is_compiling()
+    checks = Checks(name, hidden, weight, labels, options, ranks, names, has_reference, is_traced)
+    if is_traced or options.tp_group is None or ranks == 1:
+        yield checks
         return
-    own, described = own or {}, _describe(hidden, weight, labels, options, names) if ranks > 1 else {}
-    called_with = {"operation": name, **own, **described, **own}  # own first, and in place of an option of that name
-    changing = {f"the shape of {names[0]}": validation.shape_of(hidden)}
-    limits: dict[str, Any] = {"largest_shard": largest_shard, "vocab_size": options.vocab_size}
-    with agreement(
-        options.tp_group, called_with, weight, options.vocab_start, changing, group_name=group_name, **limits
-    ) as agreed:
-        yield Checks(name, hidden, weight, labels, options, agreed, names, has_reference)
+    own = own or {}  # first, and in place of an option of that name
+    described = {"operation": name, **own, **_describe(hidden, weight, labels, options, names), **own}
+    configuration, error = _in_words({**described, "largest shard": largest}), None
+    try:
+        yield checks
+    except (TypeError, ValueError, NotImplementedError) as refusal:
+        error = refusal
+    group, start, rows = options.tp_group, options.vocab_start, validation.rows_of(weight)
+    known, key = _agreed.setdefault(group, {}), (configuration, rows if start is None else None)
+    if key not in known:
+        changing = _in_words({f"the shape of {names[0]}": validation.shape_of(hidden)})  # compared, not remembered
+        mine = configuration + changing, rows, start, None if error is None else str(error)
+        known[key] = _exchange(mine, error, group, group_name, options.vocab_size)
+    elif error is None and start is not None and largest is None and not collectives.is_captured():
+        known[key] = collectives.largest_over_group(weight.shape[0], group, weight.device)
+    checks.largest_shard = known[key] if largest is None else largest
+    if error is not None:
+        raise error
 
 
+@dataclass
 class Checks:
     """Checks that all operations share, of plain tensors on this rank.
 
@@ -90,47 +115,39 @@ class Checks:
         TypeError, ValueError: see `linear_cross_entropy`.
     """
 
-    def __init__(
-        self,
-        name: str,
-        hidden: Tensor,
-        weight: Tensor,
-        labels: Any,  # a tensor; None where the operation makes it
-        options: Options,
-        agreed: Agreement,
-        names: tuple[str, str, str] = HEAD,
-        has_reference: bool = False,
-        is_traced: bool = False,
-    ) -> None:
-        self.hidden, self.weight, self.labels, self.options, self.is_traced = hidden, weight, labels, options, is_traced
-        self._name, self._agreed, self._names, self._has_reference = name, agreed, names, has_reference
-        self._head_is_checked, self._shards = False, agreed.ranks if options.sequence_parallel else 1  # of hidden
+    operation: str
+    hidden: Tensor
+    weight: Tensor
+    labels: Any  # a tensor; None where the operation makes it
+    options: Options
+    ranks: int
+    names: tuple[str, str, str] = HEAD
+    has_reference: bool = False
+    is_traced: bool = False
+    largest_shard: int | None = None  # its columns, behind the context; None on one rank
 
     def head(self) -> tuple[int, ...]:
         """Check hidden and weight, and return the shape that labels must have."""
-        options, (hidden_name, weight_name, _) = self.options, self._names
-        self._head_is_checked = True
+        (hidden_name, weight_name, _), options = self.names, self.options
         if not self.is_traced:
-            if options.backend == "reference" and not self._has_reference:
-                raise ValueError(f"backend must be 'auto', 'triton' or 'torch' for {self._name}, got 'reference'")
+            if options.backend == "reference" and not self.has_reference:
+                raise ValueError(f"backend must be 'auto', 'triton' or 'torch' for {self.operation}, got 'reference'")
             validation.check_flag("sequence_parallel", options.sequence_parallel)
             validation.check_tensor(hidden_name, self.hidden)
             validation.check_tensor(weight_name, self.weight)
             validation.check_head(hidden_name, self.hidden, weight_name, self.weight)
-        return validation.labels_shape(hidden_name, self.hidden, self._shards)
+        return validation.labels_shape(hidden_name, self.hidden, self._sequence_shards())
 
     def rest(self, labels: Tensor | None = None, options: Options | None = None) -> None:
-        """Check labels and options, and the head if it was not; an operation passes those that it made itself."""
-        if not self._head_is_checked:
-            self.head()
+        """Check labels and options, after the head; an operation passes those that it made itself."""
         self.labels = labels = self.labels if labels is None else labels
         self.options = options = self.options if options is None else options
         if self.is_traced:
             return
-        ranks, hidden, weight = self._agreed.ranks, self.hidden, self.weight
+        ranks, hidden, rows, shards = self.ranks, self.hidden, self.weight.shape[0], self._sequence_shards()
         for name in ("entropy", "telemetry", "reduce_grad_hidden"):
             validation.check_flag(name, getattr(options, name))
-        validation.check_labels_of(self._names[0], hidden, labels, self._shards, self._names[2])
+        validation.check_labels_of(self.names[0], hidden, labels, shards, self.names[2])
         validation.check_temperature(options.temperature, labels.shape, labels.device)
         validation.check_number("logits_scale", options.logits_scale)
         if options.candidates is not None:
@@ -138,26 +155,23 @@ class Checks:
         validation.check_integer("ignore_index", options.ignore_index)
         validation.check_skip_ignored(options.skip_ignored, labels.numel())
         validation.check_options(options)
-        self.shard = shard_of(weight, options.tp_group, options.vocab_start, options.vocab_size)
+        self.shard = _shard(rows, options)
         if options.vocab_start is None or ranks == 1:  # else the group compares its shards
-            first = 0 if options.vocab_start is None else options.vocab_start
-            validation.check_vocab_size(options.vocab_size, first + ranks * weight.shape[0])
-        if self._shards > 1 and not options.reduce_grad_hidden:
+            validation.check_vocab_size(options.vocab_size, (options.vocab_start or 0) + ranks * rows)
+        if shards > 1 and not options.reduce_grad_hidden:
             raise ValueError("reduce_grad_hidden must be True with sequence_parallel, got False")
         sink, step = options.weight_grad_sink, 16 // hidden.element_size()
-        if sink is not None and weight.shape[1] % step:
-            shape = tuple(weight.shape)
+        if sink is not None and self.weight.shape[1] % step:
+            shape = tuple(self.weight.shape)
             raise ValueError(f"weight_grad_sink must be None where H is no multiple of {step}, got {shape}")
         if options.backend == "reference":
             _check_reference(ranks, self.shard.start, sink)
-        group = options.tp_group if ranks > 1 else None
-        self.options = replace(options, tp_group=group, sequence_parallel=self._shards > 1)
+        self.options = replace(options, tp_group=options.tp_group if ranks > 1 else None, sequence_parallel=shards > 1)
 
     def call(self) -> Call:
-        """Return the call, laid out."""
+        """Return the call, laid out; behind the context."""
         hidden, labels, temperature = self.hidden, self.labels, self.options.temperature
-        assert labels is not None
-        largest, step = self._agreed.largest_shard, 16 // hidden.element_size()
+        largest, step = self.largest_shard, 16 // hidden.element_size()
         backend = load_backend(self.options.backend, hidden.device)
         return Call(
             hidden=laid_out(hidden.reshape(-1, hidden.shape[-1]), step),
@@ -171,31 +185,32 @@ class Checks:
             product=backend.product,
         )
 
+    def _sequence_shards(self) -> int:
+        return self.ranks if self.options.sequence_parallel else 1
+
 
 def shaped(results: T, shape: tuple[int, ...]) -> T:
-    """Per-token results, [N, ...] each, in the caller's shape of labels."""
+    """Return per-token results, [N, ...] each, in the caller's shape of labels."""
     return tree_map_only(Tensor, lambda result: result.view((*shape, *result.shape[1:])), results)
 
 
-def check_per_token(name: str, tensor: Tensor, shape: tuple[int, ...], device: torch.device, first: bool) -> None:
-    """Check a tensor without gradient of labels' shape and device; `first`: it may have further dimensions."""
-    validation.check_tensor(name, tensor)
-    if tuple(tensor.shape[: len(shape)] if first else tensor.shape) != tuple(shape):
-        what = "labels' shape first" if first else "labels' shape"
-        raise ValueError(f"{name} must have {what}, {tuple(shape)}, got {tuple(tensor.shape)}")
-    if tensor.device != device:
-        raise ValueError(f"{name} must be on labels' device, {device}, got {tensor.device}")
-    if tensor.requires_grad:
-        raise ValueError(f"{name} must not require grad: it gets no gradient; got requires_grad=True")
-
-
-def shard_of(weight: Tensor, tp_group: ProcessGroup | None, vocab_start: int | None, vocab_size: int | None) -> Shard:
-    """This rank's part of the vocabulary, as far as it knows."""
-    if vocab_start is not None:
-        validation.check_integer("vocab_start", vocab_start, minimum=0)
-    rows = weight.shape[0]
-    start = collectives.group_rank(tp_group) * rows if vocab_start is None else vocab_start
+def _shard(rows: int, options: Options) -> Shard:
+    """Return this rank's part of the vocabulary, as far as it knows."""
+    start, vocab_size = options.vocab_start, options.vocab_size
+    if start is None:
+        start = collectives.group_rank(options.tp_group) * rows
+    else:
+        validation.check_integer("vocab_start", start, minimum=0)
     return Shard(start, rows if vocab_size is None else min(max(vocab_size - start, 0), rows), rows)
+
+
+def _check_reference(ranks: int, vocab_start: int, sink: object) -> None:
+    if ranks > 1:
+        raise ValueError("tp_group must have one rank for backend='reference', got a larger group")
+    if vocab_start:
+        raise ValueError(f"vocab_start must be 0 for backend='reference', got {vocab_start}")
+    if sink is not None:
+        raise ValueError(f"weight_grad_sink must be None for backend='reference', got a {type(sink).__name__}")
 
 
 def _describe(
@@ -214,10 +229,39 @@ def _describe(
     }
 
 
-def _check_reference(ranks: int, vocab_start: int, sink: WeightGradSink | None) -> None:
-    if ranks > 1:
-        raise ValueError("tp_group must have one rank for backend='reference', got a larger group")
-    if vocab_start:
-        raise ValueError(f"vocab_start must be 0 for backend='reference', got {vocab_start}")
-    if sink is not None:
-        raise ValueError(f"weight_grad_sink must be None for backend='reference', got a {type(sink).__name__}")
+def _in_words(values: dict[str, Any]) -> _Configuration:
+    return tuple((name, repr(value)) for name, value in values.items())
+
+
+def _exchange(
+    mine: tuple[_Configuration, int | None, int | None, str | None],  # with rows, vocab_start and refusal
+    error: Exception | None,
+    group: ProcessGroup,
+    group_name: str,
+    vocab_size: int | None,
+) -> int:
+    """Compare every rank's configuration and error, and return the columns of the group's largest shard."""
+    everyone = collectives.gather_objects(mine, group)
+    if error is not None:
+        raise error
+    for rank, (*_, refusal) in enumerate(everyone):
+        if refusal is not None:
+            raise ValueError(f"rank {rank} of {group_name} refuses its arguments: {refusal}")
+    configurations, shards, starts, _ = zip(*everyone, strict=True)
+    for (name, first), *others in zip(*configurations, strict=True):
+        values = [first, *(value for _, value in others)]
+        if len(set(values)) > 1:
+            raise ValueError(f"{name} must be the same on every rank of {group_name}, got {', '.join(values)}")
+    if None not in starts:
+        end = 0
+        for start, rows in sorted(zip(starts, shards, strict=True)):
+            if start < end:
+                got = f"{list(starts)} for rows {list(shards)}"
+                raise ValueError(f"vocab_start must be where no other rank's shard lies, got {got}")
+            end = start + rows
+        validation.check_vocab_size(vocab_size, end)
+    elif any(start is not None for start in starts):
+        raise ValueError(f"vocab_start must be given on every rank of tp_group or on none, got {list(starts)}")
+    elif len(set(shards)) > 1:
+        raise ValueError(f"vocab_start must be given on every rank where shards differ, got rows {list(shards)}")
+    return max(shards)

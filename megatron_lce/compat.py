@@ -1,28 +1,24 @@
 """The calls that other projects make, so that adopting this one is a changed import.
 
 Each function stands in for the one it is named after: `verl_`, `areal_`, `megatron_` and `torch_linear_cross_entropy`.
-Keywords that those do not have stand behind all of theirs and are taken by name only: `skip_ignored`, and `tp_group` of
-`torch_linear_cross_entropy`.
+Keywords that those do not have come last and by name only: `skip_ignored`, as in `megatron_lce.linear_cross_entropy`,
+and `tp_group` of `torch_linear_cross_entropy`. Errors are as in `megatron_lce.linear_cross_entropy`, too.
 """
 
+import math
 from dataclasses import replace
+from typing import Literal, get_args
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_lce.arguments import checked_together
-from megatron_lce.compat_arguments import (
-    Reduction,
-    check_classes,
-    check_reduction,
-    check_supported,
-    checked_labels,
-    reduced,
-)
 from megatron_lce.core import collectives, validation
 from megatron_lce.core.options import IGNORE_INDEX, Options
 from megatron_lce.cross_entropy import outputs_of
 from megatron_lce.megatron_integration.summed_in_front import is_summed_in_front
+
+Reduction = Literal["none", "sum", "mean"]
 
 
 def linear_cross_entropy(
@@ -35,27 +31,25 @@ def linear_cross_entropy(
     *,
     skip_ignored: bool | int = False,
 ) -> tuple[Tensor, Tensor]:
-    """The fused head's call of verl and AReaL: logprobs and entropy, both fp32 and flattened to [N].
+    """Logprobs and entropy, fp32 and flattened to [N]: the fused head's call of verl and AReaL.
 
-    hidden's gradient is summed over the group once: by what stands in front, where autograd's graph shows Megatron's
-    `gather_from_sequence_parallel_region` or `copy_to_tensor_model_parallel_region`, whose backward sums, on the way to
-    hidden; else here. A caller that sums by other means takes `megatron_lce.linear_cross_entropy` with
-    `reduce_grad_hidden=False`.
+    The hidden-state gradient is summed over the group once. If autograd's graph shows Megatron's
+    `gather_from_sequence_parallel_region` or `copy_to_tensor_model_parallel_region` on the way to hidden, their
+    backward sums it; else this call does. If anything else sums it in your model, use
+    `megatron_lce.linear_cross_entropy` with `reduce_grad_hidden=False`.
 
     Args:
         hidden: [..., H], replicated on the group's ranks; fp32, bf16 or fp16.
         weight: [V_local, H] of hidden's dtype, this rank's rows; all shards equal.
-        labels: any integer dtype, global vocabulary ids in hidden's order; `[1, s]` beside a hidden of `[s, 1, H]`
-            will do. Negative ones are ignored rows: both outputs are 0 there.
+        labels: any integer dtype, global vocabulary ids in hidden's order; `[1, s]` for a hidden of `[s, 1, H]` will
+            do. Rows with a negative label are ignored: both outputs are 0.
         temperature: a positive float, or a floating tensor of one number, or of one a token; those of ignored rows may
             be anything.
-        reduction: "none"; "sum" or "mean" over all rows, the ignored ones included, of logprobs and entropy alike.
+        reduction: "none"; "sum" or "mean" of both outputs over all rows, the ignored ones included.
         dist_process_group: the ranks that the vocabulary is sharded over; `None`: the weight is whole.
-        skip_ignored: see `megatron_lce.linear_cross_entropy`.
 
     Raises:
-        TypeError, ValueError: see `megatron_lce.linear_cross_entropy`.
-        ValueError: parts of hidden come out of such an operation, and others do not.
+        ValueError: only a part of hidden comes out of an operation whose backward sums.
     """
     logprobs, entropy = areal_linear_cross_entropy(
         hidden, weight, labels, temperature, reduction, dist_process_group, skip_ignored=skip_ignored
@@ -79,9 +73,8 @@ def areal_linear_cross_entropy(
 ) -> tuple[Tensor, ...]:
     """`linear_cross_entropy`; with `return_max_logits` a third result, the largest logit of each token.
 
-    That is fp32 [N], whatever the reduction, before the temperature, without gradient, and 0 in ignored rows.
+    It is fp32 [N] for every reduction, before the temperature, without gradient, and 0 in ignored rows.
     """
-
     options = Options(
         dist_process_group, temperature=temperature, telemetry=return_max_logits, skip_ignored=skip_ignored
     )
@@ -93,8 +86,9 @@ def areal_linear_cross_entropy(
         shape = checks.head()
         check_reduction(reduction)
         validation.check_flag("return_max_logits", return_max_logits)
-        ids = checked_labels(checks.labels, shape)
-        temperature = _checked_temperature(temperature, ids)
+        ids = _checked_labels(checks.labels, shape)
+        if isinstance(temperature, Tensor):
+            temperature = _checked_temperature(temperature, ids)
         summed = is_summed_in_front(hidden, dist_process_group)
         of_ids = replace(checks.options, temperature=temperature, reduce_grad_hidden=not summed)
         checks.rest(ids.where(ids >= 0, IGNORE_INDEX), of_ids)
@@ -104,17 +98,6 @@ def areal_linear_cross_entropy(
     if out.max_logit is None:
         return results
     return *results, (out.max_logit * temperature).float().reshape(-1)
-
-
-def _checked_temperature(temperature: float | Tensor, labels: Tensor) -> float | Tensor:
-    """One number, or one a token, of labels' shape; 1 in ignored rows, where it may be anything."""
-    if not isinstance(temperature, Tensor):
-        return temperature
-    temperature = temperature.reshape(-1)
-    if temperature.numel() == 1:
-        temperature = temperature.expand(labels.numel())
-    validation.check_temperature(temperature, (labels.numel(),), labels.device)
-    return temperature.view(labels.shape).where(labels >= 0, 1.0)
 
 
 def megatron_linear_cross_entropy(
@@ -128,25 +111,18 @@ def megatron_linear_cross_entropy(
     *,
     skip_ignored: bool | int = False,
 ) -> Tensor:
-    """The call of Megatron-LM's own fused linear cross-entropy (dev branch): the loss, positive, fp32.
+    """The loss, positive, fp32: the call of Megatron-LM's own fused linear cross-entropy (dev branch).
 
-    `megatron_lce.install_megatron_linear_cross_entropy` puts it in the place of Megatron's. hidden's gradient is summed
+    `megatron_lce.install_megatron_linear_cross_entropy` replaces Megatron's by it. The hidden-state gradient is summed
     over the group, or reduce-scattered under `sequence_parallel`.
 
     Args:
-        hidden: [..., H], fp32, bf16 or fp16, replicated on the group's ranks; under `sequence_parallel` this rank's
-            part of the first dimension.
+        hidden, tp_group, sequence_parallel: as in `megatron_lce.linear_cross_entropy`.
         weight: [V_local, H] of hidden's dtype, this rank's rows; all shards equal.
         labels: any integer dtype, global vocabulary ids in hidden's order, of the whole sequence. Rows whose label is
             negative or `ignore_index` are ignored: loss 0, no gradient.
-        tp_group: the ranks that the vocabulary is sharded over; `None`: the weight is whole.
         reduction: "none": [N], flattened; "sum"; or "mean" over the rows that are not ignored (NaN when all are).
-        skip_ignored: see `megatron_lce.linear_cross_entropy`.
-
-    Raises:
-        TypeError, ValueError: see `megatron_lce.linear_cross_entropy`.
     """
-
     options = Options(tp_group, sequence_parallel, entropy=False, skip_ignored=skip_ignored)
     own = {"reduction": reduction, "ignore_index": ignore_index, "rows of weight": validation.rows_of(weight)}
     name = "megatron_linear_cross_entropy"
@@ -154,11 +130,11 @@ def megatron_linear_cross_entropy(
         shape = checks.head()
         check_reduction(reduction)
         validation.check_integer("ignore_index", ignore_index)
-        ids = checked_labels(checks.labels, shape)
-        counted = (ids >= 0) & (ids != ignore_index)
-        checks.rest(ids.where(counted, IGNORE_INDEX))
+        ids = _checked_labels(checks.labels, shape)
+        takes_part = (ids >= 0) & (ids != ignore_index)
+        checks.rest(ids.where(takes_part, IGNORE_INDEX))
     out = outputs_of(checks)
-    return reduced(-out.logprobs.reshape(-1), reduction, counted.reshape(-1))
+    return reduced(-out.logprobs.reshape(-1), reduction, takes_part.reshape(-1))
 
 
 def torch_linear_cross_entropy(
@@ -183,20 +159,17 @@ def torch_linear_cross_entropy(
         target: [...], int64 class ids. An id outside [0, V) gives NaN, without looking at the device.
         linear_bias, options: torch's other keywords; NotImplementedError says why not.
         weight: [V] floating, of the whole vocabulary: a factor for each class, without gradient.
-        reduction: "none", "sum", or "mean" over the rows that are not ignored (NaN when all are), each of which counts
-            as much as its target's `weight`.
-        ignore_index: the target of rows that take no part; `None` as in torch: -100.
+        reduction: "none", "sum", or "mean" over the rows that are not ignored, weighted by `weight` of their targets
+            (NaN when all are ignored).
+        ignore_index: target of ignored rows; `None` as in torch: -100.
         label_smoothing: in [0, 1], the share of the target's probability that goes to all classes alike.
-        skip_ignored: see `megatron_lce.linear_cross_entropy`.
         tp_group: the ranks that the vocabulary is sharded over; `None`: linear_weight is whole.
 
     Raises:
-        TypeError, ValueError: see `megatron_lce.linear_cross_entropy`.
-        NotImplementedError: a bias, chunking options, class probabilities, a weight of further dimensions, or a
-            weight beside label_smoothing.
+        NotImplementedError: a bias, chunking options, class probabilities, a linear_weight of further dimensions, or
+            a weight together with label_smoothing.
     """
     ignored = IGNORE_INDEX if ignore_index is None else ignore_index
-
     own = {
         "weight": validation.shape_of(weight),
         "reduction": reduction,
@@ -209,19 +182,85 @@ def torch_linear_cross_entropy(
     with checked_together(
         name, input, linear_weight, target, call_options, names=names, takes_dtensors=True, own=own
     ) as checks:
-        check_supported(linear_weight, target, linear_bias, options, weight is not None and smooth)
+        _check_supported(linear_weight, target, linear_bias, options, weight is not None and smooth)
         checks.head()
         check_reduction(reduction)
-        check_classes(weight, label_smoothing, linear_weight.shape[0] * collectives.group_size(tp_group), input)
+        validation.check_fraction("label_smoothing", label_smoothing)
+        num_classes = linear_weight.shape[0] * collectives.group_size(tp_group)
+        if weight is not None:
+            _check_class_weights(weight, num_classes, input)
         checks.rest()
     out = outputs_of(checks)
-    num_classes = linear_weight.shape[0] * collectives.group_size(tp_group)
     target = checks.labels
     takes_part, loss = target != ignored, -out.logprobs
-    counted = takes_part.float()
+    factors = takes_part.float()
     if weight is not None:
-        counted *= weight.float()[target.clamp(0, num_classes - 1)]
-        loss = loss * counted
+        factors *= weight.float()[target.clamp(0, num_classes - 1)]
+        loss = loss * factors
     if out.mean_logit is not None:
         loss = (1 - label_smoothing) * loss + label_smoothing * (out.lse - out.mean_logit)
-    return reduced(loss, reduction, counted).to(input.dtype)
+    return reduced(loss, reduction, factors).to(input.dtype)
+
+
+def reduced(values: Tensor, reduction: Reduction, factors: Tensor | None = None) -> Tensor:
+    """Return the values, their sum, or their mean: over all, or their sum by that of the factors (NaN if it is 0)."""
+    if reduction == "mean":
+        return values.mean() if factors is None else values.sum() / factors.sum()
+    return values if reduction == "none" else values.sum()
+
+
+def check_reduction(reduction: str) -> None:
+    validation.check_choice("reduction", reduction, get_args(Reduction))
+
+
+def _checked_temperature(temperature: Tensor, labels: Tensor) -> Tensor:
+    """Return one temperature a token, of labels' shape; 1 in ignored rows, where it may be anything."""
+    temperature = temperature.reshape(-1)
+    if temperature.numel() == 1:
+        temperature = temperature.expand(labels.numel())
+    validation.check_temperature(temperature, (labels.numel(),), labels.device)
+    return temperature.view(labels.shape).where(labels >= 0, 1.0)
+
+
+def _checked_labels(labels: Tensor, rows: tuple[int, ...]) -> Tensor:
+    """Return labels as int64 of the shape of hidden's rows, on all sequence-parallel ranks."""
+    validation.check_is_tensor("labels", labels)
+    # Labels [b, s] of a hidden [s, b, H] would meet in the wrong order, flattened.
+    order, ids = ([size for size in sizes if size != 1] for sizes in (rows, labels.shape))
+    if labels.numel() != math.prod(rows) or (len(order) > 1 and len(ids) > 1 and order != ids):
+        raise ValueError(f"labels must have hidden's order of rows, {rows}, got {tuple(labels.shape)}")
+    labels = validation.as_int64(labels.reshape(rows))
+    validation.check_label_tensor(labels)
+    return labels
+
+
+def _check_supported(
+    linear_weight: object, target: object, linear_bias: object, options: object, weight_and_smoothing: bool
+) -> None:
+    """Refuse what torch's function has and this package has not."""
+    if linear_bias is not None:
+        raise NotImplementedError("linear_bias must be None: the fused head has no bias, as Megatron's has none")
+    if options is not None:
+        raise NotImplementedError(
+            "options must be None: chunks of the batch are not what this head is cut into; "
+            "megatron_lce.linear_cross_entropy has workspace_bytes"
+        )
+    if weight_and_smoothing:
+        raise NotImplementedError("weight must be None where label_smoothing is not 0, got both")
+    if isinstance(linear_weight, Tensor) and linear_weight.dim() > 2:
+        raise NotImplementedError(
+            "linear_weight must be [V, H]: losses over further dimensions of classes are not supported, "
+            f"got {tuple(linear_weight.shape)}"
+        )
+    if isinstance(target, Tensor) and target.is_floating_point():
+        raise NotImplementedError(f"target must be class ids: probabilities are not supported, got {target.dtype}")
+
+
+def _check_class_weights(weight: Tensor, num_classes: int, input: Tensor) -> None:
+    validation.check_tensor("weight", weight)
+    if weight.shape != (num_classes,) or not weight.is_floating_point() or weight.device != input.device:
+        raise ValueError(
+            f"weight must be floating [{num_classes}] on {input.device}, a factor for each class, "
+            f"got {weight.dtype} {tuple(weight.shape)} on {weight.device}"
+        )
+    validation.check_no_gradient("weight", weight)

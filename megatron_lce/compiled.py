@@ -15,7 +15,6 @@ from torch.library import custom_op, get_ctx
 from megatron_lce.arguments import Checks, checked_together
 from megatron_lce.backends.choice import load_backend
 from megatron_lce.core import collectives
-from megatron_lce.core.agreement import Agreement
 from megatron_lce.core.autograd import LinearCrossEntropyFunction, SavedForBackward
 from megatron_lce.core.call import Call
 from megatron_lce.core.logits_cache import LogitsCache, new_cache
@@ -73,6 +72,7 @@ def _call_and_context(inputs: Any) -> tuple[Call, Any]:
     """Return the call, and what stands in for the context that torch hands to an autograd function."""
     hidden, weight, labels, *_ = inputs
     with checked_together("linear_cross_entropy", hidden, weight, labels, _options(inputs)) as checks:
+        checks.head()
         checks.rest()
     call = checks.call()
     ctx = SimpleNamespace(call=call, num_tokens=call.labels.shape[0], needs_input_grad=inputs[-1], cached=False)
@@ -95,8 +95,9 @@ def _forward(*inputs: Any) -> tuple[list[Tensor], list[Tensor]]:
 @_forward.register_fake
 def _(*inputs: Any) -> tuple[list[Tensor], list[Tensor]]:
     (hidden, weight, labels, *_), options = inputs, _options(inputs)
-    num_rows, agreed = options.skip_ignored, Agreement(collectives.group_size(options.tp_group))
-    checks = Checks("linear_cross_entropy", hidden, weight, labels, replace(options, skip_ignored=False), agreed)
+    num_rows, ranks = options.skip_ignored, collectives.group_size(options.tp_group)
+    checks = Checks("linear_cross_entropy", hidden, weight, labels, replace(options, skip_ignored=False), ranks)
+    checks.head()
     checks.rest()
     options, flat, backend = checks.options, hidden.flatten(0, -2), load_backend(options.backend, hidden.device)
     if isinstance(num_rows, bool):

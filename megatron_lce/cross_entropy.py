@@ -131,6 +131,7 @@ def linear_cross_entropy(
     with checked_together(
         "linear_cross_entropy", hidden, weight, labels, options, takes_dtensors=True, has_reference=True
     ) as checks:
+        checks.head()
         checks.rest()
     return outputs_of(checks)
 

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_lce.arguments import check_per_token, checked_together, shaped
+from megatron_lce.arguments import checked_together, shaped
 from megatron_lce.core import validation
 from megatron_lce.core.collectives import waited
 from megatron_lce.core.distillation import find_divergences, jsd_with_gradient
@@ -200,20 +200,19 @@ def _check(
         validation.check_number(f"{name}_logits_scale", head.logits_scale)
         if head.softcap is not None:
             validation.check_number(f"{name}_softcap", head.softcap, positive=True)
-    for requirement, of in (
-        ("teacher_hidden must be on student_hidden's device", lambda head: head.hidden.device),
-        ("teacher_hidden must have student_hidden's shape but for H", lambda head: tuple(head.hidden.shape[:-1])),
-        ("teacher_weight must hold as many rows of the vocabulary as student_weight", lambda head: len(head.weight)),
+    for name, requirement, of in (
+        ("teacher_hidden", "be on student_hidden's device", lambda head: head.hidden.device),
+        ("teacher_hidden", "have student_hidden's shape but for H", lambda head: tuple(head.hidden.shape[:-1])),
+        ("teacher_weight", "hold as many rows of the vocabulary as student_weight", lambda head: len(head.weight)),
     ):
-        if of(student) != of(teacher):
-            raise ValueError(f"{requirement}, {of(student)}, got {of(teacher)}")
+        validation.check_same(name, requirement, of(student), of(teacher))
     if token_weights is not None:
-        check_per_token("token_weights", token_weights, shape, student.hidden.device, first=False)
+        validation.check_per_token("token_weights", token_weights, shape, student.hidden.device)
         if not token_weights.is_floating_point():
             raise TypeError(f"token_weights must be a floating tensor, got {token_weights.dtype}")
     if teacher_temperature is not None:
         validation.check_temperature(teacher_temperature, shape, student.hidden.device, "teacher_temperature")
-    validation.check_beta(beta)
+    validation.check_fraction("beta", beta)
 
 
 def _describe(student: Head, teacher: Head, beta: float) -> dict[str, Any]:

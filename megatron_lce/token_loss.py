@@ -12,7 +12,8 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from megatron_lce.arguments import check_keywords, check_per_token, checked_together, keyword_options, shaped
+from megatron_lce.arguments import check_keywords, checked_together, keyword_options, shaped
+from megatron_lce.core import validation
 from megatron_lce.core.autograd import check_workspace
 from megatron_lce.core.call import Call
 from megatron_lce.core.collectives import is_captured, waited
@@ -103,7 +104,8 @@ def linear_token_loss(
         if not callable(loss):
             raise TypeError(f"loss must be a function of the outputs and of per_token, got {type(loss).__name__}")
         for index, tensor in enumerate(per_token):
-            check_per_token(f"per_token[{index}]", tensor, shape, hidden.device, first=True)
+            what = f"per_token[{index}]", tensor, shape, hidden.device, "have labels' shape first"
+            validation.check_per_token(*what, further=True)
         checks.rest()
     call = checks.call()
     flat = [tensor.reshape(call.labels.shape[0], *tensor.shape[len(call.shape) :]) for tensor in per_token]
@@ -135,6 +137,7 @@ def linear_token_losses(
     """
     name = "linear_token_losses"
     with checked_together(name, hidden, weight, labels, Options(**options)) as checks:
+        checks.head()
         checks.rest()
     call = checks.call()
     total, results = _run(name, call, lambda outputs: -outputs.logprobs, ())

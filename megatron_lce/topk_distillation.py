@@ -22,7 +22,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron_lce.core.validation import check_beta
+from megatron_lce.core.validation import check_choice, check_fraction
 
 _LEAST = 1e-30  # a tail's probability is no smaller
 
@@ -45,11 +45,9 @@ def topk_divergence(
     Raises:
         TypeError, ValueError: an argument is not as described.
     """
-    check_beta(beta)
-    if kind not in ("forward", "reverse", "jsd"):
-        raise ValueError(f"kind must be 'forward', 'reverse' or 'jsd', got {kind!r}")
-    if tail not in ("drop", "bin", "renormalise"):
-        raise ValueError(f"tail must be 'drop', 'bin' or 'renormalise', got {tail!r}")
+    check_fraction("beta", beta)
+    check_choice("kind", kind, ("forward", "reverse", "jsd"))
+    check_choice("tail", tail, ("drop", "bin", "renormalise"))
     if student_logprobs.shape != teacher_logprobs.shape:
         got = f"{tuple(student_logprobs.shape)} and {tuple(teacher_logprobs.shape)}"
         raise ValueError(f"student_logprobs and teacher_logprobs must have one shape, [..., K], got {got}")

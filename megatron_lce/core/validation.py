@@ -1,4 +1,4 @@
-"""Arguments are checked here; an error names the argument, what it must be and what it was."""
+"""Checks of single arguments: an error names the argument, what it must be and what it was."""
 
 import math
 from typing import get_args
@@ -18,12 +18,12 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def check_labels(labels: Tensor, vocab_size: int, ignore_index: int = -100) -> None:
     """Raise `ValueError` if any label is neither in `[0, vocab_size)` nor `ignore_index`.
 
-    `linear_cross_entropy` does not check labels, as the host would wait for the device: it makes such rows NaN.
+    `linear_cross_entropy` makes such rows NaN: a check would make the host wait for the device.
 
     Args:
         labels: int64 tensor of any shape.
         vocab_size: number of vocabulary ids.
-        ignore_index: the label of rows to be skipped.
+        ignore_index: label of ignored rows.
 
     Raises:
         ValueError: with the number of such labels, and the first one and its place.
@@ -40,6 +40,18 @@ def check_labels(labels: Tensor, vocab_size: int, ignore_index: int = -100) -> N
             f"labels must lie in [0, {vocab_size}) or equal ignore_index ({ignore_index}), got {count} that do not; "
             f"the first is {int(labels[position])} at {position}"
         )
+
+
+def check_same(name: str, requirement: str, expected: object, got: object) -> None:
+    """Check that two facts are equal; the requirement is such as "be on hidden's device"."""
+    if got != expected:
+        raise ValueError(f"{name} must {requirement}, {expected}, got {got}")
+
+
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        *others, last = map(repr, choices)
+        raise ValueError(f"{name} must be {', '.join(others)} or {last}, got {value!r}")
 
 
 def check_is_tensor(name: str, value: object) -> None:
@@ -68,6 +80,11 @@ def check_label_tensor(labels: Tensor, name: str = "labels") -> None:
         raise TypeError(f"{name} must be int64, got {labels.dtype}")
 
 
+def check_no_gradient(name: str, tensor: Tensor) -> None:
+    if tensor.requires_grad:
+        raise ValueError(f"{name} must not require grad: it gets no gradient; got requires_grad=True")
+
+
 def holds_integers(tensor: Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
@@ -78,26 +95,24 @@ def as_int64(labels: Tensor) -> Tensor:
 
 
 def check_head(hidden_name: str, hidden: Tensor, weight_name: str, weight: Tensor, *, fp32_weight: bool = True) -> None:
-    """Check that `hidden` [..., H] and `weight` [V_local, H] belong together; `fp32_weight`: beside any hidden."""
+    """Check that hidden [..., H] and weight [V_local, H] fit; `fp32_weight`: weight may be fp32 with any hidden."""
     if hidden.dtype not in DTYPES:
         raise TypeError(f"{hidden_name} must be float32, bfloat16 or float16, got {hidden.dtype}")
     if weight.dtype != hidden.dtype and not (fp32_weight and weight.dtype == torch.float32):
         dtypes = f"{hidden.dtype}{' or torch.float32' if fp32_weight and hidden.dtype != torch.float32 else ''}"
         raise TypeError(f"{weight_name} must have {hidden_name}'s dtype, {dtypes}, got {weight.dtype}")
-    if weight.device != hidden.device:
-        raise ValueError(f"{weight_name} must be on {hidden_name}'s device, {hidden.device}, got {weight.device}")
-    if hidden.dim() < 1:
+    check_same(weight_name, f"be on {hidden_name}'s device", hidden.device, weight.device)
+    sizes, weight_sizes = tuple(hidden.shape), tuple(weight.shape)
+    if not sizes:
         raise ValueError(f"{hidden_name} must be [..., H], got a scalar")
-    if weight.dim() != 2:
-        raise ValueError(f"{weight_name} must be [V_local, H], got {tuple(weight.shape)}")
-    if weight.shape[0] == 0:
-        raise ValueError(f"{weight_name} must hold at least one row of the vocabulary, got {tuple(weight.shape)}")
-    if hidden.shape[-1] != weight.shape[1]:
-        raise ValueError(
-            f"{hidden_name} and {weight_name} must agree on H, got {tuple(hidden.shape)} and {tuple(weight.shape)}"
-        )
-    if hidden.shape[-1] == 0:
-        raise ValueError(f"{hidden_name} must have H of at least 1, got {tuple(hidden.shape)}")
+    if len(weight_sizes) != 2:
+        raise ValueError(f"{weight_name} must be [V_local, H], got {weight_sizes}")
+    if weight_sizes[0] == 0:
+        raise ValueError(f"{weight_name} must hold at least one row of the vocabulary, got {weight_sizes}")
+    if sizes[-1] != weight_sizes[1]:
+        raise ValueError(f"{hidden_name} and {weight_name} must agree on H, got {sizes} and {weight_sizes}")
+    if sizes[-1] == 0:
+        raise ValueError(f"{hidden_name} must have H of at least 1, got {sizes}")
 
 
 def check_labels_of(
@@ -105,8 +120,7 @@ def check_labels_of(
 ) -> None:
     """Check that `labels` holds one id for each token of `hidden`."""
     check_label_tensor(labels, labels_name)
-    if labels.device != hidden.device:
-        raise ValueError(f"{labels_name} must be on {hidden_name}'s device, {hidden.device}, got {labels.device}")
+    check_same(labels_name, f"be on {hidden_name}'s device", hidden.device, labels.device)
     expected = labels_shape(hidden_name, hidden, sequence_shards)
     if tuple(labels.shape) != expected:
         shards = f" gathered over {sequence_shards} sequence-parallel ranks" if sequence_shards > 1 else ""
@@ -130,32 +144,42 @@ def check_temperature(
     temperature: float | Tensor, shape: tuple[int, ...], device: torch.device, name: str = "temperature"
 ) -> None:
     """Check that the temperature is a positive number, or a floating tensor of labels' shape and device."""
-    if isinstance(temperature, Tensor):
-        check_tensor(name, temperature)
-        if not temperature.is_floating_point():
-            raise TypeError(f"{name} must be a float or a floating tensor, got a tensor of {temperature.dtype}")
-        if temperature.shape != shape:
-            raise ValueError(
-                f"{name} must be a float or have labels' shape, {tuple(shape)}, got {tuple(temperature.shape)}"
-            )
-        if temperature.device != device:
-            raise ValueError(f"{name} must be on labels' device, {device}, got {temperature.device}")
-        if temperature.requires_grad:
-            raise ValueError(f"{name} must not require grad: it gets no gradient; got requires_grad=True")
-    else:
+    if not isinstance(temperature, Tensor):
         check_number(name, temperature, positive=True)
+        return
+    check_tensor(name, temperature)
+    if not temperature.is_floating_point():
+        raise TypeError(f"{name} must be a float or a floating tensor, got a tensor of {temperature.dtype}")
+    check_per_token(name, temperature, shape, device, "be a float or have labels' shape")
+
+
+def check_per_token(
+    name: str,
+    tensor: Tensor,
+    shape: tuple[int, ...],
+    device: torch.device,
+    requirement: str = "have labels' shape",
+    *,
+    further: bool = False,
+) -> None:
+    """Check a tensor without gradient, of labels' shape (and `further` dimensions) and device."""
+    check_tensor(name, tensor)
+    if tuple(tensor.shape[: len(shape)] if further else tensor.shape) != tuple(shape):
+        raise ValueError(f"{name} must {requirement}, {tuple(shape)}, got {tuple(tensor.shape)}")
+    check_same(name, "be on labels' device", device, tensor.device)
+    check_no_gradient(name, tensor)
+
+
+def check_ids_shape(name: str, ids: Tensor, shape: tuple[int, ...], of: str) -> None:
+    """Check that ids are [*shape, K]."""
+    if ids.dim() != len(shape) + 1 or tuple(ids.shape[:-1]) != tuple(shape) or ids.shape[-1] == 0:
+        raise ValueError(f"{name} must be [..., K] with {of} shape, {tuple(shape)}, first, got {tuple(ids.shape)}")
 
 
 def check_candidates(candidates: Tensor, labels: Tensor) -> None:
-    """Check that candidates are ids of labels' shape and one dimension more."""
     check_label_tensor(candidates, "candidates")
-    shape, dims = tuple(labels.shape), labels.dim()
-    if tuple(candidates.shape[:dims]) != shape or candidates.dim() != dims + 1 or candidates.shape[-1] == 0:
-        raise ValueError(
-            f"candidates must be [..., K] with labels' shape, {shape}, first, got {tuple(candidates.shape)}"
-        )
-    if candidates.device != labels.device:
-        raise ValueError(f"candidates must be on labels' device, {labels.device}, got {candidates.device}")
+    check_ids_shape("candidates", candidates, labels.shape, "labels'")
+    check_same("candidates", "be on labels' device", labels.device, candidates.device)
 
 
 def check_options(options: Options) -> None:
@@ -168,8 +192,7 @@ def check_options(options: Options) -> None:
         raise ValueError(f"logits_dtype must be torch.bfloat16 or None, got {options.logits_dtype!r}")
     check_integer("logits_cache_bytes", options.logits_cache_bytes, minimum=0)
     check_integer("workspace_bytes", options.workspace_bytes, minimum=0)
-    if options.backend not in get_args(BackendName):
-        raise ValueError(f"backend must be 'auto', 'triton', 'torch' or 'reference', got {options.backend!r}")
+    check_choice("backend", options.backend, get_args(BackendName))
 
 
 def check_vocab_size(vocab_size: int | None, columns: int) -> None:
@@ -196,10 +219,10 @@ def check_number(name: str, value: object, *, positive: bool = False) -> None:
         raise ValueError(f"{name} must be a number that fp32 holds, got {value}")
 
 
-def check_beta(beta: float) -> None:
-    check_number("beta", beta)
-    if not 0 <= beta <= 1:
-        raise ValueError(f"beta must lie in [0, 1], got {beta}")
+def check_fraction(name: str, value: float) -> None:
+    check_number(name, value)
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name} must lie in [0, 1], got {value}")
 
 
 def check_integer(name: str, value: object, *, minimum: int | None = None) -> None:
@@ -254,12 +277,7 @@ def rows_of(weight: object) -> int | None:
 
 
 def check_backward(operation: str, *upstream: Tensor | None) -> None:
-    """Check that a backward is an ordinary one.
-
-    Raises:
-        RuntimeError: under create_graph=True, as its results have no graph for a loss of them.
-        TypeError: of batched upstream gradients, which kernels cannot take.
-    """
+    """Refuse create_graph=True, as gradients have no graph, and batched upstream gradients, which no kernel takes."""
     if torch.is_grad_enabled():
         raise RuntimeError(f"create_graph must be False: {operation} has no double backward")
     functorch = torch._C._functorch

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from megatron_lce.compat_arguments import Reduction, check_reduction, reduced
+from megatron_lce.compat import Reduction, check_reduction, reduced
 from megatron_lce.core.known_loss import Promise
 from megatron_lce.core.options import IGNORE_INDEX
 from megatron_lce.core.validation import as_int64
