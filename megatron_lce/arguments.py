@@ -16,6 +16,7 @@ from megatron_lce.core import collectives, validation
 from megatron_lce.core.call import Call
 from megatron_lce.core.options import Options, Shard
 from megatron_lce.core.products import laid_out
+from megatron_lce.core.validation import require
 from megatron_lce.dtensors import localised
 
 T = TypeVar("T")
@@ -126,12 +127,17 @@ class Checks:
     is_traced: bool = False
     largest_shard: int | None = None  # its columns, behind the context; None on one rank
 
+    def all(self) -> None:
+        """Check hidden, weight, labels and options."""
+        self.head()
+        self.rest()
+
     def head(self) -> tuple[int, ...]:
         """Check hidden and weight, and return the shape that labels must have."""
         (hidden_name, weight_name, _), options = self.names, self.options
         if not self.is_traced:
-            if options.backend == "reference" and not self.has_reference:
-                raise ValueError(f"backend must be 'auto', 'triton' or 'torch' for {self.operation}, got 'reference'")
+            runs, allowed = options.backend != "reference" or self.has_reference, "be 'auto', 'triton' or 'torch' for"
+            require(runs, "backend", f"{allowed} {self.operation}", "'reference'")
             validation.check_flag("sequence_parallel", options.sequence_parallel)
             validation.check_tensor(hidden_name, self.hidden)
             validation.check_tensor(weight_name, self.weight)
@@ -151,19 +157,21 @@ class Checks:
         validation.check_temperature(options.temperature, labels.shape, labels.device)
         validation.check_number("logits_scale", options.logits_scale)
         if options.candidates is not None:
-            validation.check_candidates(options.candidates, labels)
+            validation.check_label_tensor(options.candidates, "candidates")
+            validation.check_ids_shape("candidates", options.candidates, labels.shape, "labels'")
+            validation.check_same("candidates", "be on labels' device", labels.device, options.candidates.device)
         validation.check_integer("ignore_index", options.ignore_index)
         validation.check_skip_ignored(options.skip_ignored, labels.numel())
         validation.check_options(options)
         self.shard = _shard(rows, options)
         if options.vocab_start is None or ranks == 1:  # else the group compares its shards
             validation.check_vocab_size(options.vocab_size, (options.vocab_start or 0) + ranks * rows)
-        if shards > 1 and not options.reduce_grad_hidden:
-            raise ValueError("reduce_grad_hidden must be True with sequence_parallel, got False")
-        sink, step = options.weight_grad_sink, 16 // hidden.element_size()
-        if sink is not None and self.weight.shape[1] % step:
-            shape = tuple(self.weight.shape)
-            raise ValueError(f"weight_grad_sink must be None where H is no multiple of {step}, got {shape}")
+        scatters, sink, step = shards > 1, options.weight_grad_sink, 16 // hidden.element_size()
+        require(
+            options.reduce_grad_hidden or not scatters, "reduce_grad_hidden", "be True with sequence_parallel", False
+        )
+        fits, of_sink = sink is None or self.weight.shape[1] % step == 0, f"be None where H is no multiple of {step}"
+        require(fits, "weight_grad_sink", of_sink, tuple(self.weight.shape))
         if options.backend == "reference":
             _check_reference(ranks, self.shard.start, sink)
         self.options = replace(options, tp_group=options.tp_group if ranks > 1 else None, sequence_parallel=shards > 1)
@@ -205,12 +213,9 @@ def _shard(rows: int, options: Options) -> Shard:
 
 
 def _check_reference(ranks: int, vocab_start: int, sink: object) -> None:
-    if ranks > 1:
-        raise ValueError("tp_group must have one rank for backend='reference', got a larger group")
-    if vocab_start:
-        raise ValueError(f"vocab_start must be 0 for backend='reference', got {vocab_start}")
-    if sink is not None:
-        raise ValueError(f"weight_grad_sink must be None for backend='reference', got a {type(sink).__name__}")
+    require(ranks == 1, "tp_group", "have one rank for backend='reference'", "a larger group")
+    require(vocab_start == 0, "vocab_start", "be 0 for backend='reference'", vocab_start)
+    require(sink is None, "weight_grad_sink", "be None for backend='reference'", f"a {type(sink).__name__}")
 
 
 def _describe(
@@ -224,7 +229,7 @@ def _describe(
         names[2]: validation.kind_of(labels[..., None]) if isinstance(labels, Tensor) else type(labels),
         "gradients": (torch.is_grad_enabled(), *(getattr(x, "requires_grad", None) for x in (hidden, weight))),
         **{name: type(value).__name__ if name in _BY_TYPE else value for name, value in values.items()},
-        "skip_ignored": validation.kind_of_skipping(options.skip_ignored),
+        "skip_ignored": skip if isinstance(skip := options.skip_ignored, bool) else type(skip).__name__,
         "candidates": validation.kind_of(options.candidates),
     }
 

@@ -258,9 +258,7 @@ def _check_supported(
 
 def _check_class_weights(weight: Tensor, num_classes: int, input: Tensor) -> None:
     validation.check_tensor("weight", weight)
-    if weight.shape != (num_classes,) or not weight.is_floating_point() or weight.device != input.device:
-        raise ValueError(
-            f"weight must be floating [{num_classes}] on {input.device}, a factor for each class, "
-            f"got {weight.dtype} {tuple(weight.shape)} on {weight.device}"
-        )
+    fits = weight.shape == (num_classes,) and weight.is_floating_point() and weight.device == input.device
+    wanted = f"be floating [{num_classes}] on {input.device}, a factor for each class"
+    validation.require(fits, "weight", wanted, f"{weight.dtype} {tuple(weight.shape)} on {weight.device}")
     validation.check_no_gradient("weight", weight)

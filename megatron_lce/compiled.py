@@ -1,8 +1,9 @@
 """`linear_cross_entropy` under torch.compile: an operator for each pass, which the compiler does not look into.
 
-Each runs its pass of the one autograd function, after the checks. Saved tensors are outputs of the first operator.
+Each checks its arguments and runs its pass of the autograd function. Saved tensors are the forward operator's outputs.
 """
 
+import functools
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -70,10 +71,8 @@ def _options(inputs: Any) -> Options:
 
 def _call_and_context(inputs: Any) -> tuple[Call, Any]:
     """Return the call, and what stands in for the context that torch hands to an autograd function."""
-    hidden, weight, labels, *_ = inputs
-    with checked_together("linear_cross_entropy", hidden, weight, labels, _options(inputs)) as checks:
-        checks.head()
-        checks.rest()
+    with checked_together("linear_cross_entropy", *inputs[:3], _options(inputs)) as checks:
+        checks.all()
     call = checks.call()
     ctx = SimpleNamespace(call=call, num_tokens=call.labels.shape[0], needs_input_grad=inputs[-1], cached=False)
     ctx.save_for_backward = lambda *tensors: setattr(ctx, "saved_tensors", tensors)
@@ -83,7 +82,7 @@ def _call_and_context(inputs: Any) -> tuple[Call, Any]:
 
 @custom_op("megatron_lce::linear_cross_entropy", mutates_args=(), schema=f"({_INPUTS}) -> (Tensor[], Tensor[])")
 def _forward(*inputs: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the outputs that were asked for; and what backward needs: the cache, `SavedForBackward`; [] for None."""
+    """Return the outputs asked for, and what backward needs, the cache and `SavedForBackward`, with scalars for None."""
     call, ctx = _call_and_context(inputs)
     outputs = LinearCrossEntropyFunction.forward(ctx, call.hidden, call.weight, call, True)
     _, _, index, *others = ctx.saved_tensors
@@ -97,25 +96,25 @@ def _(*inputs: Any) -> tuple[list[Tensor], list[Tensor]]:
     (hidden, weight, labels, *_), options = inputs, _options(inputs)
     num_rows, ranks = options.skip_ignored, collectives.group_size(options.tp_group)
     checks = Checks("linear_cross_entropy", hidden, weight, labels, replace(options, skip_ignored=False), ranks)
-    checks.head()
-    checks.rest()
+    checks.all()
     options, flat, backend = checks.options, hidden.flatten(0, -2), load_backend(options.backend, hidden.device)
     if isinstance(num_rows, bool):
         num_rows = get_ctx().new_dynamic_size() if num_rows else labels.numel()  # type: ignore[assignment]
     size = Call(flat, weight, labels, 1.0, options, checks.shard, backend, labels.shape).size
     cache = new_cache(size, num_rows, checks.shard.columns, options.logits_cache_bytes, flat)
-
-    def row(dtype: torch.dtype = torch.float32, there: bool = True) -> Tensor:
-        return flat.new_empty(num_rows if there else (), dtype=dtype)
-
-    ids = log_p = nothing = row(there=False)
+    row = functools.partial(flat.new_empty, num_rows, dtype=torch.float32)
+    ids = log_p = nothing = flat.new_empty((), dtype=torch.float32)
     if options.candidates is not None:
         ids = torch.empty_like(options.candidates.flatten(0, -2))
         log_p = flat.new_empty((num_rows, ids.shape[1]), dtype=torch.float32)
-    softmax = SoftmaxOfRow(row(), row(), row(), row(there=options.entropy), row(there=options.telemetry))
+    softmax = SoftmaxOfRow(
+        row(), row(), row(), *(row() if there else nothing for there in (options.entropy, options.telemetry))
+    )
     kept = (nothing, nothing) if cache is None else cache.tensors
     outputs = [x for x in new_outputs(labels.numel(), options, labels.device) if x is not None]
-    saved = SavedForBackward(row(torch.int64), Rows(row(torch.int32), row(), row()), softmax, ids, log_p).tensors()
+    saved = SavedForBackward(
+        row(dtype=torch.int64), Rows(row(dtype=torch.int32), row(), row()), softmax, ids, log_p
+    ).tensors()
     return [x.view(*labels.shape, *x.shape[1:]) for x in outputs], [*kept, *saved]  # type: ignore[list-item]
 
 
@@ -125,7 +124,7 @@ def _(*inputs: Any) -> tuple[list[Tensor], list[Tensor]]:
     schema=f"(Tensor?[] upstream, Tensor[] kept, {_INPUTS}) -> Tensor[]",
 )
 def _backward(upstream: Any, kept: Any, *inputs: Any) -> list[Tensor]:
-    """Return the gradients that are wanted, of hidden's and of weight's shape."""
+    """Return the wanted ones of hidden's and weight's gradients."""
     call, ctx = _call_and_context(inputs)
     exp, reference, index, *others = kept
     index = None if index.shape == call.labels.shape else index

@@ -9,15 +9,15 @@ from torch.distributed.tensor import DTensor
 from megatron_lce.core.collectives import waited
 from megatron_lce.core.options import Options
 from megatron_lce.core.plan import ceil_div
+from megatron_lce.core.validation import require
 
 
 def localised(
     hidden: Tensor, weight: Tensor, labels: Tensor, options: Options
 ) -> tuple[Tensor, Tensor, Tensor, Options, int | None]:
-    """Return the call with this rank's local tensors and the options that placements imply; and the largest shard.
+    """Return this rank's own tensors, options with what placements imply, and the columns of the largest shard.
 
-    The last result is the number of columns of the group's largest shard. Plain tensors are returned unchanged, with
-    None.
+    Plain tensors are returned unchanged, with None.
 
     Raises:
         TypeError, ValueError: the placements are not those of a head over one mesh dimension.
@@ -33,27 +33,24 @@ def localised(
         )
     mesh = weight.device_mesh
     if mesh.ndim != 1 or hidden.device_mesh != mesh:
-        raise ValueError(
-            f"weight must lie on a mesh of one dimension and hidden on the same, got {mesh} and {hidden.device_mesh}"
-        )
+        got = f"{mesh} and {hidden.device_mesh}"
+        raise ValueError(f"weight must lie on a mesh of one dimension and hidden on the same, got {got}")
     (rows,), (tokens,) = weight.placements, hidden.placements
-    if not rows.is_shard(0):
-        raise ValueError(f"weight must be placed as Shard(0), its vocabulary over the ranks, got {rows}")
+    require(rows.is_shard(0), "weight", "be placed as Shard(0), its vocabulary over the ranks", rows)
     if not (tokens.is_replicate() or tokens.is_shard(0)):
         raise ValueError(
             "hidden must be placed as Replicate(), or Shard(0) for sequence parallelism over its first dimension, "
             f"got {tokens}: redistribute it"
         )
-    for name in ("tp_group", "vocab_start"):
-        if getattr(options, name) is not None:
-            raise ValueError(f"{name} must be None beside DTensors, which tell it, got {getattr(options, name)}")
-    if options.sequence_parallel:
-        raise ValueError("sequence_parallel must be False beside DTensors: hidden's placement tells it, got True")
-    if not options.reduce_grad_hidden:
-        raise ValueError("reduce_grad_hidden must be True beside DTensors: a placement says whole, got False")
+    for name, value in (("tp_group", options.tp_group), ("vocab_start", options.vocab_start)):
+        require(value is None, name, "be None beside DTensors, which tell it", value)
+    beside = "be False beside DTensors: hidden's placement tells it"
+    require(not options.sequence_parallel, "sequence_parallel", beside, True)
+    beside = "be True beside DTensors: a placement says whole"
+    require(options.reduce_grad_hidden, "reduce_grad_hidden", beside, False)
     largest = ceil_div(weight.shape[0], mesh.size())  # rows of the first shards; the last ones may have fewer
-    if weight.shape[0] <= largest * (mesh.size() - 1):
-        raise ValueError(f"weight must have rows for all {mesh.size()} ranks, got {tuple(weight.shape)}")
+    reaches_all = weight.shape[0] > largest * (mesh.size() - 1)
+    require(reaches_all, "weight", f"have rows for all {mesh.size()} ranks", tuple(weight.shape))
     options = replace(
         options,
         temperature=_replicated("temperature", options.temperature),
@@ -66,9 +63,9 @@ def localised(
 
 
 def _replicated(name: str, value: Any) -> Any:
-    """A tensor that every rank has whole, as a plain one."""
+    """Return a tensor that every rank has whole as a plain one."""
     if not isinstance(value, DTensor):
         return value
-    if not all(placement.is_replicate() for placement in value.placements):
-        raise ValueError(f"{name} must be a plain tensor or placed as Replicate(), got {value.placements}")
+    is_whole = all(placement.is_replicate() for placement in value.placements)
+    require(is_whole, name, "be a plain tensor or placed as Replicate()", value.placements)
     return waited(value.to_local())

@@ -17,10 +17,9 @@ class _AsItIs:
 
 
 class FusedLinearHead(nn.Linear):
-    """An `nn.Linear` without bias, whose call returns logits or, with labels, the fused result.
+    """An `nn.Linear` without bias that returns logits or, with labels, the fused result.
 
-    Either uses the weight only inside the module's call, so that `fully_shard` (FSDP2) gathers it once, as for an
-    `nn.Linear`. An operation called with `head.weight` outside of it would find a shard there.
+    It uses the weight only inside its call, so `fully_shard` (FSDP2) gathers it once. Outside, the weight is a shard.
     """
 
     def __init__(
@@ -41,10 +40,10 @@ class FusedLinearHead(nn.Linear):
         labels: Tensor | None = None,  # [...]
         **keywords: Any,
     ) -> Tensor | LinearCrossEntropyOutput:
-        """Return logits [..., V]; with labels the result of `linear_cross_entropy`, whose keywords it then takes.
+        """Return logits [..., V]; with labels, `linear_cross_entropy(hidden, weight, labels, **keywords)`.
 
         Raises:
-            TypeError, ValueError: see `linear_cross_entropy`; keywords without labels; a temperature of 16 bits.
+            TypeError: also of keywords without labels, and of a temperature of 16 bits.
         """
         temperature = keywords.get("temperature")
         if isinstance(temperature, _AsItIs):

@@ -1,24 +1,13 @@
 """Distillation: the generalised Jensen-Shannon divergence of two vocab-sharded LM heads, without their logits.
 
-A head's logits are z = scale hidden @ weight.T, under a softcap z = softcap tanh(scale hidden @ weight.T / softcap).
-With p_s = softmax(z_s / T) of the student, p_t of the teacher and m = beta p_t + (1 - beta) p_s, one token's loss is
+`linear_jsd` defines the loss L. With y = z_s / T of the student, its gradient is
 
-    0 < beta < 1    beta KL(p_t || m) + (1 - beta) KL(p_s || m)
-    beta = 0        KL(p_t || p_s), forward KL
-    beta = 1        KL(p_s || p_t), reverse KL
-
-(Agarwal et al., On-Policy Distillation of Language Models, 2024, section 2; the ends are that paper's convention, not
-the limits of the middle, which are zero.) A gradient reaches the student only. With L the loss and y = z_s / T,
-
-    dL/dp_s = (1 - beta) (log(p_s / m) + 1) - (beta p_t + (1 - beta) p_s) (1 - beta) / m = (1 - beta) log(p_s / m)
-    dL/dy   = p_s (dL/dp_s - sum of p_s dL/dp_s) = (1 - beta) p_s (log(p_s / m) - KL(p_s || m))
-
-and at the ends, by the same steps,
-
+    0 < beta < 1    dL/dy = (1 - beta) p_s (log(p_s / m) - KL(p_s || m))
     beta = 0        dL/dy = p_s - p_t
     beta = 1        dL/dy = p_s (log(p_s / p_t) - KL(p_s || p_t))
 
-A product gets scale / T of that, times 1 - tanh^2 under the student's softcap.
+because dL/dp_s = (1 - beta) log(p_s / m) in the middle. A product's is scale / T times that, times 1 - tanh^2 under the
+student's softcap.
 
 Underflow: with r = log2(p_t / p_s), taken of differences of logits, log2(m / p) of the head that weighs more in m is
 log2(1 + w (q / p - 1)), where q is the other's probability and w its weight: it keeps its digits where the heads are
@@ -69,53 +58,47 @@ def linear_jsd(
 ) -> Tensor | tuple[Tensor, LinearCrossEntropyOutput]:
     """Per-token generalised Jensen-Shannon divergence of a student's and a teacher's LM head, without their logits.
 
-    `beta KL(p_t || m) + (1 - beta) KL(p_s || m)` with `m = beta p_t + (1 - beta) p_s` for 0 < beta < 1; forward KL,
-    `KL(p_t || p_s)`, for beta = 0 and reverse KL, `KL(p_s || p_t)`, for beta = 1 (Agarwal et al. 2024). Both softmaxes
-    are taken at `temperature`. Gradients of the student shrink with its square: a caller who wants them comparable
-    across temperatures multiplies the loss by temperature**2 (Hinton et al. 2015), which is not done here.
+    With `p_s` and `p_t` the softmax of student's and teacher's logits over `temperature`, a token's loss in nats is
+
+        0 < beta < 1    beta KL(p_t || m) + (1 - beta) KL(p_s || m),  m = beta p_t + (1 - beta) p_s
+        beta = 0        KL(p_t || p_s), forward KL
+        beta = 1        KL(p_s || p_t), reverse KL
+
+    (Agarwal et al., On-Policy Distillation of Language Models, 2024, section 2; the ends are that paper's convention:
+    the limits of the middle are zero.) Only the student gets gradients. They shrink with temperature**2, by which the
+    loss may be multiplied to make them comparable (Hinton et al. 2015); it is not here.
 
     Args:
         student_hidden: [..., H_student], fp32, bf16 or fp16; under `sequence_parallel` this rank's [s / tp, ..., H].
         student_weight: [V_local, H_student] of its dtype, this rank's rows of the vocabulary.
-        teacher_hidden: [..., H_teacher] for the same tokens; its size and dtype may be others. It gets no gradient.
-        teacher_weight: [V_local, H_teacher] of its dtype, the same rows of the same vocabulary. It gets no gradient.
-        labels: int64, one a token (under `sequence_parallel` the full [s, ...]); tells which rows are ignored, and is
-            read for nothing else but `return_student`. `None`: no row is.
+        teacher_hidden: [..., H_teacher] for the same tokens; size and dtype may differ from the student's.
+        teacher_weight: [V_local, H_teacher] of its dtype, the same rows of the same vocabulary.
+        labels: int64, one a token (under `sequence_parallel` the full [s, ...]): which rows are ignored (`None`: none
+            is), and what `return_student` takes logprobs of.
         beta: weight of the teacher in the mixture, in [0, 1].
-        temperature: a positive float, or a floating tensor, one a token, without gradient; a row whose temperature is
-            not positive and finite is NaN.
-        student_logits_scale, teacher_logits_scale: factor on the head's products (MuP).
-        student_softcap, teacher_softcap: bound of the head's logits before the temperature, as in Gemma; `None`: no
-            bound.
-        token_weights: floating, one a token (of the labels' shape), without gradient. Given, the result is the sum of
-            weight times divergence, and its gradients are made in forward, where the logits are: two products for each
-            head fewer. A token whose weight is 0 is an ignored row. In fp16 weights should be of about 1, and the sum
-            divided afterwards: the gradients are made before a loss scale is known.
-        teacher_temperature: temperature of the teacher's softmax alone, as above; `None`: `temperature`.
-        return_student: True also returns what `linear_cross_entropy` gives of the student at `temperature`: logprobs of
-            `labels`, entropy and lse, from the logits that are there, without gradient.
-        tp_group, sequence_parallel, ignore_index, vocab_start, vocab_size, skip_ignored: as `linear_cross_entropy`
-            takes them, for both heads alike. Under `sequence_parallel` both hiddens are sharded. With `token_weights`
-            `skip_ignored=True` leaves backward nothing to wait for.
-        workspace_bytes: most that transient buffers take, for any number of tokens (with `token_weights` see below).
-            Beside it backward holds an fp32 accumulator of the student hidden's gradient (4 N H bytes) and, under
-            `sequence_parallel`, the gathered hiddens.
-        backend: "triton", "torch", or "auto": triton on a GPU that Triton supports, torch elsewhere. A named backend
-            that cannot run raises.
-        weight_grad_sink: as `linear_cross_entropy` takes it, for the student's weight.
+        student_logits_scale, teacher_logits_scale, student_softcap, teacher_softcap: of each head, as logits_scale and
+            softcap in `linear_cross_entropy`.
+        token_weights: floating, of labels' shape, without gradient: the result is then the sum of weight times
+            divergence, and its gradients are computed in forward, with two products for each head fewer. A token of
+            weight 0 is an ignored row, and `skip_ignored=True` has no wait in backward. In fp16 keep weights at about 1
+            and divide the sum afterwards, because gradients are computed before a loss scale is known.
+        teacher_temperature: temperature of the teacher's softmax alone, like `temperature`; `None`: `temperature`.
+        return_student: True: also return what `linear_cross_entropy` gives of the student at `temperature`: logprobs of
+            `labels`, entropy and lse, without gradient and without a product more.
+        temperature, tp_group, sequence_parallel, ignore_index, vocab_start, vocab_size, skip_ignored, workspace_bytes,
+            backend (but "reference"), weight_grad_sink: as in `linear_cross_entropy`, for both heads; the sink is for
+            the student's weight. Under `sequence_parallel` both hiddens are sharded. Backward always
+            accumulates the student hidden's gradient, not the weight's (with `token_weights` see below), and holds
+            both gathered hiddens.
 
     Returns:
-        The loss of each token in nats: fp32, [...] (under `sequence_parallel` [s, ...]), the same bits on every rank.
-        Its upstream gradient, one number a token, must be equal on every rank of the group.
-        With `token_weights` an fp32 scalar; backward may be called on it once, with any upstream gradient, and scales
-        the gradients that forward made (one that is not finite makes ignored rows' NaN, too). Over these the call takes
-        at most the workspace and the fp32 sum of the weight's gradient, 4 V H bytes of the group's largest shard, and
-        nothing that grows with the tokens (under `sequence_parallel` what is gathered of both hidden states and, until
-        it is scattered, the gradient of all ranks' tokens); forward's blocks have the room of the weight's gradient
-        until it is made of that sum, as in `linear_token_loss`.
+        fp32 losses of labels' shape, the same bits on every rank of the group; their upstream gradients must be equal
+        on every rank. With `token_weights` an fp32 scalar. Call backward on it once, with any upstream gradient (one
+        that is not finite makes ignored rows' gradients NaN, too). Its memory is as in `linear_token_loss`, with both
+        hiddens gathered and the weight's sum of the group's largest shard.
 
-        With `return_student` a tuple: the loss, and a `LinearCrossEntropyOutput` of every token, where one that is
-        ignored, be it by its weight, is 0, and one whose label no rank owns is NaN.
+        With `return_student` a tuple: the loss, and a `LinearCrossEntropyOutput` of every token: 0 if it is ignored,
+        also by its weight, and NaN if no rank owns its label.
 
     Raises:
         TypeError, ValueError: an argument is not as described; the message names it, what it must be and what it was.
@@ -124,7 +107,7 @@ def linear_jsd(
     teacher_hidden, teacher_weight, token_weights = map(waited, (teacher_hidden, teacher_weight, token_weights))
     student = Head(student_hidden, student_weight, student_logits_scale, student_softcap)
     teacher = Head(teacher_hidden, teacher_weight, teacher_logits_scale, teacher_softcap)
-    options = Options(  # each head has a logits_scale and a softcap of its own
+    options = Options(  # logits_scale and softcap are each head's
         tp_group=tp_group,
         sequence_parallel=sequence_parallel,
         temperature=temperature,
@@ -137,7 +120,6 @@ def linear_jsd(
         backend=backend,
         weight_grad_sink=weight_grad_sink,
     )
-
     own = {
         **_describe(student, teacher, beta),
         "token_weights": type(token_weights).__name__,
@@ -151,13 +133,9 @@ def linear_jsd(
         shape = checks.head()
         _check(student, teacher, beta, shape, token_weights, teacher_temperature)
         validation.check_flag("return_student", return_student)
-        if labels is None and return_student:
-            raise ValueError("labels must be given for return_student, got None")
-        if labels is None:
-            labels = student_hidden.new_full(shape, int(ignore_index == 0), dtype=torch.int64)  # no row is ignored
-            checks.rest(labels)
-        else:
-            checks.rest()
+        validation.require(labels is not None or not return_student, "labels", "be given for return_student", None)
+        none = int(ignore_index == 0)  # ignores no row
+        checks.rest(student_hidden.new_full(shape, none, dtype=torch.int64) if labels is None else None)
     call = replace(checks.call(), product=product)
     step = 16 // teacher_hidden.element_size()
     heads = Heads(
@@ -192,7 +170,7 @@ def _check(
     token_weights: Tensor | None,
     teacher_temperature: Tensor | float | None,
 ) -> None:
-    """Check what `linear_jsd` requires beside what every operation does; `shape`: of labels."""
+    """Check what `linear_jsd` takes beyond every operation's arguments; `shape`: of labels."""
     for name, head in (("student", student), ("teacher", teacher)):
         validation.check_tensor(f"{name}_hidden", head.hidden)
         validation.check_tensor(f"{name}_weight", head.weight)
@@ -208,15 +186,15 @@ def _check(
         validation.check_same(name, requirement, of(student), of(teacher))
     if token_weights is not None:
         validation.check_per_token("token_weights", token_weights, shape, student.hidden.device)
-        if not token_weights.is_floating_point():
-            raise TypeError(f"token_weights must be a floating tensor, got {token_weights.dtype}")
+        is_floating = token_weights.is_floating_point()
+        validation.require(is_floating, "token_weights", "be a floating tensor", token_weights.dtype, TypeError)
     if teacher_temperature is not None:
         validation.check_temperature(teacher_temperature, shape, student.hidden.device, "teacher_temperature")
     validation.check_fraction("beta", beta)
 
 
 def _describe(student: Head, teacher: Head, beta: float) -> dict[str, Any]:
-    """Return what must be equal on every rank, beside the arguments that every operation has."""
+    """Return both heads and beta in comparable form, for the comparison of ranks."""
     heads = {
         f"{name}_{argument}": validation.kind_of(value) if isinstance(value, Tensor) else value
         for name, head in (("student", student), ("teacher", teacher))

@@ -1,7 +1,4 @@
-"""Typed keywords of the operations that share those of `linear_cross_entropy`, which documents them.
-
-They are for editors and type checkers; at run time each operation refuses what it does not know.
-"""
+"""Types of the keywords that operations share with `linear_cross_entropy`, for editors and type checkers."""
 
 from typing import TypedDict
 
@@ -13,8 +10,6 @@ from megatron_lce.core.options import BackendName, WeightGradSink
 
 
 class _LogitsKeywords(TypedDict, total=False):
-    """What logits are made of hidden states and weight, and how."""
-
     logits_scale: float
     softcap: float | None
     vocab_size: int | None
@@ -24,8 +19,6 @@ class _LogitsKeywords(TypedDict, total=False):
 
 
 class _LabelsKeywords(TypedDict, total=False):
-    """Rows that are ignored, and the outputs of the others."""
-
     ignore_index: int
     entropy: bool
     telemetry: bool
@@ -34,13 +27,13 @@ class _LabelsKeywords(TypedDict, total=False):
 
 
 class CapturedOptions(_LogitsKeywords, total=False):
-    """Keywords of a captured head's `linear_logits_at` and `linear_topk`: without those that the head fixes."""
+    """Keywords of a captured head's `linear_logits_at` and `linear_topk`, but those that the head fixes."""
 
     temperature: float | Tensor
 
 
 class HeadOptions(CapturedOptions, total=False):
-    """Keywords of `linear_topk`: a head, the shards of its vocabulary, and its logits."""
+    """Keywords of `linear_topk`."""
 
     tp_group: ProcessGroup | None
     sequence_parallel: bool
@@ -63,7 +56,7 @@ class CapturedTokenLossOptions(CapturedOptions, _LabelsKeywords, total=False):
 
 
 class CapturedCrossEntropyOptions(_LogitsKeywords, _LabelsKeywords, total=False):
-    """Keywords of a captured head's `linear_cross_entropy` beside temperature, which has a place of its own."""
+    """Keywords of a captured head's `linear_cross_entropy` but temperature, which is positional."""
 
     logits_cache_bytes: int
 
@@ -77,7 +70,7 @@ class CapturedSupportOptions(CapturedOptions, total=False):
 
 
 class CapturedJsdOptions(TypedDict, total=False):
-    """Keywords of a captured head's `linear_jsd`, see `megatron_lce.linear_jsd`."""
+    """Keywords of a captured head's `linear_jsd`."""
 
     labels: Tensor | None
     beta: float

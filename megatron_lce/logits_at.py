@@ -1,4 +1,4 @@
-"""`linear_logits_at`: the logits of some ids of the vocabulary, at a cost that goes with the ids."""
+"""`linear_logits_at`: logits of some ids of the vocabulary, at a cost proportional to the ids."""
 
 from collections.abc import Collection, Mapping
 from typing import Any, Unpack
@@ -22,29 +22,27 @@ def linear_logits_at(
     offsets: Tensor | None = None,  # [N + 1]
     **options: Unpack[HeadGradientOptions],
 ) -> Tensor:
-    """The logits of K ids of each token, with a gradient: K products of length H a token, and nothing of length V.
+    """Logits of K ids of each token, with a gradient: K products of length H a token, and nothing of length V.
 
         logits = megatron_lce.linear_logits_at(hidden, weight, ids, tp_group=group, temperature=0.7)
 
-    Logits are `softcap * tanh(logits_scale * hidden @ weight.T / softcap) / temperature`. Tokens may have different
-    numbers of ids (CSR): token n then has `ids[offsets[n] : offsets[n + 1]]`. Ids, offsets and the upstream gradient
-    must be equal on every rank of the group. Gradients are the same from run to run.
+    Logits are `z` of `linear_cross_entropy`. If tokens have different numbers of ids, pass them as CSR: token n has
+    `ids[offsets[n] : offsets[n + 1]]`. Ids, offsets and the upstream gradient must be equal on every rank of the group.
+    Gradients are the same from run to run. A call takes about 100 bytes an id in addition to the workspace.
 
     Args:
-        hidden, weight: as `linear_cross_entropy` takes them, but no DTensors.
-        ids: int64 global ids of the vocabulary, in any order, repeated or not; negative: padding. [..., K], tokens'
-            shape first (under `sequence_parallel` the full [s, ...]); with `offsets` [M].
-        offsets: int64 [N + 1] from 0 to M, ascending, for the N tokens one after another; an id outside them is NaN.
-        options: tp_group, sequence_parallel, temperature, logits_scale, softcap, logits_dtype, vocab_start,
-            vocab_size, workspace_bytes, backend ("triton", "torch" or "auto"), reduce_grad_hidden and weight_grad_sink,
-            as in `linear_cross_entropy`. Beside the workspace a call takes about 100 bytes an id.
+        hidden, weight: as in `linear_cross_entropy`, but no DTensors.
+        ids: int64 global ids, in any order, repeated or not; negative: padding. [..., K], tokens' shape first (under
+            `sequence_parallel` the full [s, ...]); with `offsets` [M].
+        offsets: int64 [N + 1] from 0 to M, ascending, for the N tokens in order; an id outside them is NaN.
+        options: as in `linear_cross_entropy`, but no reference backend.
 
     Returns:
         fp32 logits of ids' shape, the same bits on every rank: 0 at padding, NaN (without gradient) at an id that no
         rank owns, NaN in a row whose temperature is not positive and finite.
 
     Raises:
-        TypeError, ValueError: an argument is not as described; the message names it, what it must be and what it was.
+        TypeError, ValueError: see `linear_cross_entropy`.
         RuntimeError: in backward with `create_graph=True`.
     """
     ids, offsets = waited(ids), waited(offsets)
@@ -76,7 +74,7 @@ def call_of_head(
     labels: Tensor | None = None,  # None: 0 for every token
     ignore_index: int = IGNORE_INDEX,
 ) -> Call:
-    """The `Call` of an operation that reads no logits of all ids."""
+    """Check the arguments of an operation that takes a head and typed keywords, and return its `Call`."""
     options = keyword_options(keywords, known, entropy=False, ignore_index=ignore_index)
     with checked_together(name, hidden, weight, labels, options, own=own) as checks:
         check_keywords(name, keywords, known)
@@ -88,17 +86,14 @@ def call_of_head(
 
 def check_ids(ids: Tensor, offsets: Tensor | None, shape: tuple[int, ...], device: torch.device) -> None:
     """Check ids [..., K] of tokens of that shape, or CSR's ids [M] and offsets [N + 1]."""
-    given = [("ids", ids)] if offsets is None else [("ids", ids), ("offsets", offsets)]
-    for name, tensor in given:
-        validation.check_label_tensor(tensor, name)
-        if tensor.device != device:
-            raise ValueError(f"{name} must be on hidden's device, {device}, got {tensor.device}")
+    for name, tensor in (("ids", ids), ("offsets", offsets)):
+        if tensor is not None:
+            validation.check_label_tensor(tensor, name)
+            validation.check_same(name, "be on hidden's device", device, tensor.device)
     if offsets is None:
-        if tuple(ids.shape[:-1]) != shape or ids.dim() != len(shape) + 1 or ids.shape[-1] == 0:
-            raise ValueError(f"ids must be [..., K] with the tokens' shape, {shape}, first, got {tuple(ids.shape)}")
+        validation.check_ids_shape("ids", ids, shape, "the tokens'")
         return
     num_tokens = torch.Size(shape).numel()
-    if ids.dim() != 1:
-        raise ValueError(f"ids must be [M] beside offsets, got {tuple(ids.shape)}")
-    if tuple(offsets.shape) != (num_tokens + 1,):
-        raise ValueError(f"offsets must be [N + 1] for the {num_tokens} tokens, got {tuple(offsets.shape)}")
+    validation.require(ids.dim() == 1, "ids", "be [M] beside offsets", tuple(ids.shape))
+    shape, wanted = tuple(offsets.shape), f"be [N + 1] for the {num_tokens} tokens"
+    validation.require(shape == (num_tokens + 1,), "offsets", wanted, shape)

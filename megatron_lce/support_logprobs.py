@@ -1,4 +1,4 @@
-"""`support_logprobs`: logprobs renormalised over the ids that a sampler kept of each token (sampling-mask replay)."""
+"""`support_logprobs`: logprobs renormalised over the ids that a sampler kept (sampling-mask replay)."""
 
 import functools
 from typing import Unpack
@@ -29,26 +29,26 @@ def support_logprobs(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Per-token logprobs over a set of kept ids: the label's logit less the log-sum-exp of the set's logits.
 
-    A top-p or top-k sampler draws from `softmax` over the ids that it kept; a trainer that takes logprobs over the
-    whole vocabulary sees another policy (DeepSeek-V3.2, 2025, section 3.1, "Keep Sampling Mask"). No product over the
-    vocabulary is made for a token that has a set.
+    A top-p or top-k sampler draws from `softmax` over the ids that it kept; a trainer with logprobs over the whole
+    vocabulary sees another policy (DeepSeek-V3.2, 2025, section 3.1, "Keep Sampling Mask"). A token that has a set
+    needs no product over the vocabulary.
 
     Args:
-        hidden, weight, labels: as `linear_cross_entropy` takes them, but no DTensors.
-        ids, offsets: the kept ids of token n are `ids[offsets[n] : offsets[n + 1]]`, as in `linear_logits_at`; one that
-            is repeated counts once. A token without ids takes the whole vocabulary.
-        entropy: True also returns the entropy of the full distribution, without gradient, for one more forward pass.
-        empty_rows: whether some tokens may have no ids: the host waits once for their number. False: such a row is NaN.
-        ignore_index: rows with this label are 0 and get no gradient, whatever their upstream gradient.
-        options: as `linear_logits_at` takes them.
+        hidden, weight, labels: as in `linear_cross_entropy`, but no DTensors.
+        ids, offsets: kept ids of each token, as CSR of `linear_logits_at`; repeated ones count once. A token without
+            ids takes the whole vocabulary.
+        entropy: True: also return the entropy over the whole vocabulary, without gradient, for one more forward pass.
+        empty_rows: True: some tokens may have no ids; the host waits once for their number. False: such a row is NaN.
+        ignore_index: label of ignored rows, which are 0 and get no gradient, whatever their upstream gradient.
+        options: as in `linear_logits_at`.
 
     Returns:
-        fp32 logprobs of labels' shape, never positive, the same bits on every rank; 0 and without gradient where the
-        label is the only id; NaN where the label, or any of its set's ids, is not what a rank owns, or the label is
-        outside its set. With `entropy` a pair of it and the entropy.
+        fp32 logprobs of labels' shape, never positive, the same bits on every rank; 0 and without gradient if the label
+        is the only id; NaN if no rank owns the label or an id of the set, or the label is not in the set. With
+        `entropy` a pair of logprobs and entropy.
 
     Raises:
-        TypeError, ValueError: an argument is not as described.
+        TypeError, ValueError: see `linear_cross_entropy`.
     """
     labels, ids, offsets = waited(labels), waited(ids), waited(offsets)
 
@@ -69,15 +69,15 @@ def support_logprobs(
         sizes = torch.segment_reduce((kept.ids >= 0).float(), "sum", offsets=kept.offsets, unsafe=True)
         empty = (sizes == 0) & (call.labels != ignore_index)
         num_empty = ComputedRows.where(empty, call.options.tp_group).count
-    full_head = functools.partial(linear_cross_entropy, hidden, weight, ignore_index=ignore_index, **options)
+    over_vocabulary = functools.partial(linear_cross_entropy, hidden, weight, ignore_index=ignore_index, **options)
     if empty_rows and num_empty:
         empty = empty.view(labels.shape)
         of_empty = labels.masked_fill(~empty, ignore_index)
-        dense = full_head(of_empty, entropy=False, skip_ignored=num_empty)
+        dense = over_vocabulary(of_empty, entropy=False, skip_ignored=num_empty)
         logprobs = torch.where(empty, dense.logprobs, logprobs)
     if not entropy:
         return logprobs
     with torch.no_grad():
-        full = full_head(labels).entropy
+        full = over_vocabulary(labels).entropy
     assert full is not None
     return logprobs, full

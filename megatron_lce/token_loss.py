@@ -1,7 +1,6 @@
-"""Losses that are known in forward, so that no logit is computed twice.
+"""Losses known in forward, so that no logit is computed twice.
 
-`linear_token_loss` sums a caller's loss over tokens; `linear_token_losses` takes the upstream of each token's own loss
-to be one number.
+`linear_token_loss` sums a caller's loss; `linear_token_losses` requires one upstream gradient for all tokens' losses.
 """
 
 import functools
@@ -20,24 +19,19 @@ from megatron_lce.core.collectives import is_captured, waited
 from megatron_lce.core.known_loss import LossesOfSum, Promise, with_gradients
 from megatron_lce.core.options import LinearCrossEntropyOutput, Options
 from megatron_lce.core.products import own_arithmetic
-from megatron_lce.core.token_loss_pass import (
-    Metrics,
-    TokenLossFunction,
-    TokenLossResults,
-    summed_token_loss,
-)
+from megatron_lce.core.token_loss_pass import Metrics, TokenLossFunction, TokenLossResults, summed_token_loss
 from megatron_lce.keywords import TokenLossOptions
 
-_seen: WeakSet[Any] = WeakSet()  # code of losses whose tokens the host has seen not to depend on each other
+_seen: WeakSet[Any] = WeakSet()  # code of losses that the host has seen to treat each token for itself
 
 
 class TokenLoss(NamedTuple):
-    """What `linear_token_loss` returns.
+    """Result of `linear_token_loss`.
 
-    loss     fp32 scalar, the sum over the tokens that are not ignored; backward may be called once, with any upstream
+    loss     fp32 scalar, the sum over the tokens that are not ignored; call backward once, with any upstream gradient
              (one that is not finite makes the gradients of ignored rows NaN, too)
-    outputs  of every token, of the labels' shape, without gradient
-    metrics  what the caller's loss returned beside its losses, [*labels.shape, ...] each, without gradient; or {}
+    outputs  of every token, of labels' shape, without gradient
+    metrics  further results of the caller's loss, [*labels.shape, ...] each, without gradient; or {}
     """
 
     loss: Tensor
@@ -53,7 +47,7 @@ def linear_token_loss(
     *per_token: Tensor,  # [..., *] each
     **options: Unpack[TokenLossOptions],
 ) -> TokenLoss:
-    """The sum over tokens of a loss of the caller's own, with both gradients made in forward: three products, not four.
+    """The sum over tokens of a caller's loss, with both gradients computed in forward: three products, not four.
 
         def loss(out, old_logprobs, advantages):
             ratio = (out.logprobs - old_logprobs).exp()
@@ -62,37 +56,32 @@ def linear_token_loss(
         result = megatron_lce.linear_token_loss(hidden, weight, labels, loss, old_logprobs, advantages)
         (result.loss / num_tokens).backward()
 
-    Blocks of tokens go all the way at once: their logits, kept in 16 bits, their losses, and the gradients of hidden
-    and weight. Over these gradients a call takes at most `workspace_bytes` and the fp32 sum of the weight's gradient,
-    4 V_local H bytes, and nothing that grows with the tokens (under `sequence_parallel` what is gathered of hidden and,
-    until it is scattered, the gradient of all ranks' tokens). The weight's gradient is made of its sum when the blocks
-    are gone, so until then they have its room beside the workspace (not with a sink, whose buffer is there). Where the
-    logits of all tokens need no more than the workspace and the sum, they are one block, which needs no sum. fp32
-    inputs, and calls whose blocks have no room for 128 tokens' logits, are computed as by `linear_cross_entropy`.
+    Each block of tokens goes all the way: its logits, kept in 16 bits, its losses, and both gradients. fp32 inputs, and
+    calls whose blocks have no room for 128 tokens' logits, are computed as by `linear_cross_entropy`.
+
+    Memory: the two gradients, `workspace_bytes`, and the fp32 sum of the weight's gradient (4 V_local H bytes; none if
+    the logits of all tokens fit into workspace and sum). Nothing grows with the tokens but, under `sequence_parallel`,
+    the gathered hidden and, until it is scattered, the gradient of all ranks' tokens. The weight's gradient is written
+    after the last block; until then the blocks use its room, too (not with a sink, whose buffer exists before).
 
     Args:
-        hidden, weight, labels: as `linear_cross_entropy` takes them, but no DTensors.
-        loss: called with the outputs of n of the tokens, `LinearCrossEntropyOutput` of [n] each, and the same tokens'
-            part of each tensor of `per_token`, [n, ...]; returns their losses, [n] fp32, or a pair of them and a dict
-            of metrics [n, ...]. It must treat each token for itself, because blocks are cut arbitrarily: no mean or
-            maximum over tokens, no ratio of a sequence, no normalisation by the batch. Compute those first, under
-            no_grad, and pass them per token; or use `linear_cross_entropy`. Every call is checked by a second one with
-            some of all tokens. If they differ, the sum and the gradients are NaN. What it returns for ignored rows is
-            not counted. Only the outputs may require grad in it. Neither they, which are the call's results, nor
-            `per_token`, the caller's own memory, are to be changed in place. It runs without autocast, and with
-            products of fp32 in full fp32. In fp16 it should be of about 1 a token, and the sum divided by their number
-            afterwards: the gradients are made before a loss scale is known.
-        per_token: tensors whose leading dimensions are the labels' (under `sequence_parallel` the full [s, ...]).
-        options: as in `linear_cross_entropy`, but no logits_cache_bytes, workspace_bytes as above, and no reference
-            backend.
-
-    Returns:
-        `TokenLoss`.
+        hidden, weight, labels: as in `linear_cross_entropy`, but no DTensors.
+        loss: called with the `LinearCrossEntropyOutput` of n tokens, [n] each, and their part of each tensor of
+            `per_token`, [n, ...]; returns their losses, [n] fp32, or a pair of losses and a dict of metrics [n, ...].
+            It must treat each token for itself, because blocks are cut arbitrarily: no mean or maximum over tokens, no
+            ratio of a sequence, no normalisation by the batch. Compute those first, under no_grad, and pass them per
+            token; or use `linear_cross_entropy`. Each call computes the losses of some tokens again, apart from the
+            others; if they differ, the sum and the gradients are NaN. Values for ignored rows have no effect. Only the
+            outputs may require grad; change neither them nor `per_token` in place. The loss runs without autocast, and
+            with fp32 products in full fp32. In fp16 keep it at about 1 a token and divide the sum afterwards, because
+            gradients are computed before a loss scale is known.
+        per_token: tensors whose leading dimensions are the labels'.
+        options: as in `linear_cross_entropy`, but no logits_cache_bytes and no reference backend.
 
     Raises:
-        TypeError, ValueError: an argument, or what `loss` returns, is not as described. That a loss depends on other
-            tokens raises at the first call of its code.
-        RuntimeError: in a second backward: the first scaled the gradients in place.
+        TypeError, ValueError: an argument, or a result of `loss`, is not as described; in the first call of its code
+            also if a token's loss depends on others.
+        RuntimeError: in a second backward, because the first scaled the gradients in place.
     """
     per_token = tuple(waited(tensor) for tensor in per_token)
     name, known = "linear_token_loss", TokenLossOptions.__optional_keys__
@@ -101,8 +90,8 @@ def linear_token_loss(
             raise TypeError(f"{name} has no keyword logits_cache_bytes: it keeps logits within workspace_bytes")
         check_keywords(name, options, known)
         shape = checks.head()
-        if not callable(loss):
-            raise TypeError(f"loss must be a function of the outputs and of per_token, got {type(loss).__name__}")
+        wanted = "be a function of the outputs and of per_token"
+        validation.require(callable(loss), "loss", wanted, type(loss).__name__, TypeError)
         for index, tensor in enumerate(per_token):
             what = f"per_token[{index}]", tensor, shape, hidden.device, "have labels' shape first"
             validation.check_per_token(*what, further=True)
@@ -122,23 +111,21 @@ def linear_token_losses(
     promise: Promise,
     **options: Unpack[TokenLossOptions],
 ) -> tuple[Tensor, LinearCrossEntropyOutput]:
-    """-log p(label) of each token, fp32 of labels' shape, three products; and the outputs without gradient.
+    """-log p(label) of each token, fp32 of labels' shape, in three products; and the outputs, without gradient.
 
-    Backward scales both gradients by the upstream of the tokens that are not ignored, which must be one number: at
-    first the host looks whether it is, and raises where it is not; later the gradients are NaN then.
+    Backward scales both gradients by the upstream gradient of the tokens that are not ignored, which must be one
+    number. At first the host looks at it, and raises if it is not; `promise` says how often. Later it makes them NaN.
 
     Args:
-        hidden, weight, labels, options: as `linear_token_loss` takes them.
-        promise: how often the host still looks.
+        hidden, weight, labels, options: as in `linear_token_loss`.
 
     Raises:
         TypeError, ValueError: see `linear_cross_entropy`.
-        RuntimeError: in a second backward, or where the upstream is not one number.
+        RuntimeError: in a second backward, or if the upstream gradient is not one number.
     """
     name = "linear_token_losses"
     with checked_together(name, hidden, weight, labels, Options(**options)) as checks:
-        checks.head()
-        checks.rest()
+        checks.all()
     call = checks.call()
     total, results = _run(name, call, lambda outputs: -outputs.logprobs, ())
     outputs = results.outputs
@@ -149,7 +136,7 @@ def linear_token_losses(
 def _run(
     name: str, call: Call, loss: TokenLossFunction, per_token: Sequence[Tensor]
 ) -> tuple[Tensor, TokenLossResults]:
-    """The sum of the losses, with gradients where they are wanted, and what every token has."""
+    """Return the sum of the losses, with gradients if they are wanted, and per-token results."""
     with_gradient = torch.is_grad_enabled() and (call.hidden.requires_grad or call.weight.requires_grad)
     check_workspace(call, with_gradient, call.weight.requires_grad)
     with own_arithmetic(call.hidden.device, name):

@@ -1,9 +1,9 @@
 """`linear_topk`: the K most probable ids of each token and their logprobs, without the logits of all tokens at once.
 
-A block of tokens has its fp32 products in one buffer. Statistics of every 128 columns give the log-sum-exp, as they do
-in `linear_cross_entropy`. The K largest logits lie in the K chunks of the largest maxima, and in the K groups of 8
-columns of the largest maxima of these: a selection looks at all chunks' maxima, at 16 K groups' and at 8 K logits. What
-does not need the logits is done once, after the last block: on some machines a launch takes as long as a selection.
+Each block of tokens has its fp32 products in one buffer. Statistics of every 128 columns (a chunk) give the
+log-sum-exp, as in `linear_cross_entropy`. The K largest logits lie in the K chunks of the largest maxima, and there in
+the K groups of 8 columns of the largest maxima: the selection reads all chunks' maxima, 16 K groups' and 8 K logits.
+Results are normalised once, after the last block, because a launch can take as long as a selection.
 """
 
 from typing import NamedTuple, Unpack
@@ -27,17 +27,17 @@ from megatron_lce.logits_at import call_of_head
 MOST = 1024
 _FEW = 8  # columns of a group
 _GROUPS = CHUNK_COLUMNS // _FEW  # of a chunk
-_LOW = 2**32 - 1  # the half of a key that holds an id: the lowest is the largest
-_NOTHING = -(2**63)  # a key below that of any logit
+_LOW = 2**32 - 1  # mask of a key's half that holds an id, the lowest as the largest
+_NOTHING = -(2**63)  # a key below any logit's
 
 
 class TopK(NamedTuple):
-    """The K most probable ids of each token, the most probable first.
+    """K most probable ids of each token, the most probable first.
 
-    logprobs  fp32 [..., K], over the whole vocabulary; -inf where the vocabulary holds fewer ids; without gradient
-    ids       int64 [..., K] global, the lowest first on ties; -1 where there is none, and in NaN rows
+    logprobs  fp32 [..., K], over the whole vocabulary; -inf past its end; without gradient
+    ids       int64 [..., K] global, the lowest first on ties; -1 past the vocabulary's end, and in NaN rows
     lse       fp32 [...], log-sum-exp of all logits
-    mass      fp32 [...], the sum of the K probabilities
+    mass      fp32 [...], sum of the K probabilities
 
     A row is NaN if a logit is NaN or +inf, if all of them are -inf, or if its temperature is not positive and finite.
     """
@@ -57,22 +57,20 @@ def linear_topk(
     """The K most probable ids of each token over a vocab-sharded weight: exact, in about the time of a forward pass.
 
     Args:
-        hidden, weight: as `linear_cross_entropy` takes them, but no DTensors.
+        hidden, weight: as in `linear_cross_entropy`, but no DTensors.
         k: from 1 to 1,024.
-        options: tp_group, sequence_parallel, temperature, logits_scale, softcap, logits_dtype, vocab_start,
-            vocab_size, workspace_bytes and backend ("triton", "torch" or "auto"), as in `linear_cross_entropy`.
+        options: as in `linear_cross_entropy`, but no reference backend.
 
     Returns:
         `TopK`, the same bits on every rank.
 
     Raises:
-        TypeError, ValueError: an argument is not as described; the message names it, what it must be and what it was.
+        TypeError, ValueError: see `linear_cross_entropy`.
     """
 
     def check(_: tuple[int, ...]) -> None:
         validation.check_integer("k", k, minimum=1)
-        if k > MOST:
-            raise ValueError(f"k must be at most {MOST}, got {k}")
+        validation.require(k <= MOST, "k", f"be at most {MOST}", k)
 
     with torch.no_grad():
         call = call_of_head("linear_topk", hidden, weight, options, HeadOptions.__optional_keys__, check, {"k": k})
@@ -94,9 +92,9 @@ def _topk(call: Call, k: int) -> TopK:
         hidden = block.hidden.wait()
         products = buffer[: hidden.shape[0] * stride].view(-1, stride)
         _fill(products[:, : call.shard.columns], hidden, call, product_columns)
-        of_chunks, *found = _select(products, rows.scale[block.rows], call, k)
-        for out, part in zip((logits[block.rows], columns[block.rows]), found, strict=True):
-            out[:, : part.shape[1]] = part
+        of_chunks, largest, places = _select(products, rows.scale[block.rows], call, k)
+        logits[block.rows, : largest.shape[1]] = largest
+        columns[block.rows, : places.shape[1]] = places
         stats.append(merged_over_group(of_chunks, call))
         del products
     del buffer
@@ -106,24 +104,24 @@ def _topk(call: Call, k: int) -> TopK:
 
 
 def _plan(call: Call, k: int) -> tuple[int, int]:
-    """Return the tokens of a block, and the columns of a product, of whose weight there may be an fp32 copy."""
+    """Return the tokens of a block, and the columns of a product, whose weight may be copied to fp32."""
     options, stride, num_tokens = call.options, round_up(call.size.columns, CHUNK_COLUMNS), call.labels.shape[0]
-    row, upcast = 4 * call.hidden.shape[1], call.hidden.dtype != call.weight.dtype or copies_to_fp32(call.hidden)
+    row, copies = 4 * call.hidden.shape[1], copies_to_fp32(call.hidden) or call.hidden.dtype != call.weight.dtype
     of_column = row if copies_to_fp32(call.weight) else 0
-    chunks = min(k, stride // CHUNK_COLUMNS)
-    of_token = 4 * stride + 40 * (stride // CHUNK_COLUMNS) + 16 * CHUNK_COLUMNS + (row if upcast else 0)
-    of_token += (4 * CHUNK_COLUMNS + 24 * _GROUPS) * chunks + 36 * _FEW * min(k, chunks * _GROUPS)
-    if options.logits_dtype is not None:
-        of_token += 2 * stride
+    all_chunks = stride // CHUNK_COLUMNS
+    chunks = min(k, all_chunks)
+    of_token = (4 if options.logits_dtype is None else 6) * stride + (row if copies else 0)  # products, hidden
+    of_token += 40 * all_chunks + 16 * CHUNK_COLUMNS  # statistics
+    of_token += (4 * CHUNK_COLUMNS + 24 * _GROUPS) * chunks + 36 * _FEW * min(k, chunks * _GROUPS)  # the selection
     ranks = num_tokens // call.hidden.shape[0] if options.sequence_parallel and num_tokens else 1
-    smallest = of_token * ranks + CHUNK_COLUMNS * of_column  # a block has a token of every rank, or several
-    if options.workspace_bytes < smallest:
-        raise ValueError(f"workspace_bytes must be at least {smallest} for this head, got {options.workspace_bytes}")
-    most = (options.workspace_bytes - CHUNK_COLUMNS * of_column) // (of_token * ranks) * ranks
-    most = most // (MIN_TOKENS * ranks) * MIN_TOKENS * ranks or most
-    block_tokens = min(most, max(num_tokens, 1))
+    of_chunk, of_tokens = CHUNK_COLUMNS * of_column, of_token * ranks  # a block has as many tokens of every rank
+    if options.workspace_bytes < of_tokens + of_chunk:
+        least, given = of_tokens + of_chunk, options.workspace_bytes
+        raise ValueError(f"workspace_bytes must be at least {least} for this head, got {given}")
+    most = (options.workspace_bytes - of_chunk) // of_tokens * ranks
+    block_tokens = min(most // (MIN_TOKENS * ranks) * MIN_TOKENS * ranks or most, max(num_tokens, 1))
     left = options.workspace_bytes - block_tokens * of_token
-    return block_tokens, left // of_column // CHUNK_COLUMNS * CHUNK_COLUMNS if of_column else stride
+    return block_tokens, left // of_chunk * CHUNK_COLUMNS if of_column else stride
 
 
 def _fill(products: Tensor, hidden: Tensor, call: Call, product_columns: int) -> None:
@@ -173,8 +171,8 @@ def _at(parts: Tensor, places: Tensor) -> Tensor:
 
 
 def _normalised(
-    logits: Tensor,  # [N, k] of this shard, whose memory is taken, as the columns' is
-    columns: Tensor,
+    logits: Tensor,  # [N, k] of this shard, overwritten
+    columns: Tensor,  # [N, k], overwritten
     max_logit: Tensor,  # [N] of the vocabulary
     log_sum: Tensor,  # [N]
     to_nats: Tensor,  # [N]
@@ -185,31 +183,30 @@ def _normalised(
     lse, mass = (max_logit + log_sum) * to_nats, torch.empty_like(log_sum)
     of_token = 64 * logits.shape[1] * collectives.group_size(call.options.tp_group)
     for part in cut(logits.shape[0], max(1, call.options.workspace_bytes // of_token)):
-        keys = _ordered_keys(logits[part], columns[part], call)
-        none = keys == _NOTHING
-        log_p = _logit_of(keys).masked_fill_(none, -torch.inf).sub_(max_logit[part, None]).sub_(log_sum[part, None])
+        keys = _largest_keys(logits[part], columns[part], call)
+        none, bits = keys == _NOTHING, _ordered_bits((keys >> 32).int())
+        log_p = bits.view(torch.float32).masked_fill_(none, -torch.inf)
+        log_p = log_p.sub_(max_logit[part, None]).sub_(log_sum[part, None])
         logits[part] = log_p.mul_(to_nats[part, None])
         columns[part] = (_LOW - (keys & _LOW)).masked_fill_(none | lse[part, None].isnan(), -1)
         mass[part] = log_p.exp_().sum(dim=1)
     return logits, columns, lse, mass
 
 
-def _ordered_keys(logits: Tensor, columns: Tensor, call: Call) -> Tensor:
-    """Return the keys [n, k] of the group's largest logits, in order; `_NOTHING` where there are fewer."""
+def _largest_keys(logits: Tensor, columns: Tensor, call: Call) -> Tensor:
+    """Return int64 keys [n, k] of the group's largest logits, in order; `_NOTHING` where there are fewer.
+
+    Keys are ordered by logit, and on ties the lowest id is the largest; no two are equal.
+    """
     (num_tokens, k), group = logits.shape, call.options.tp_group
-    keys = _keys(logits, columns + call.shard.start).masked_fill_(columns >= call.shard.columns, _NOTHING)
+    bits = _ordered_bits((logits + 0.0).view(torch.int32))  # -0.0 is 0.0
+    keys = bits.long().bitwise_left_shift_(32).add_(_LOW - (columns + call.shard.start))
+    keys.masked_fill_(columns >= call.shard.columns, _NOTHING)
     if group is not None:
         keys = collectives.stack_over_group(keys, group).permute(1, 0, 2).reshape(num_tokens, -1)
     return keys.sort(dim=1, descending=True).values[:, :k]
 
 
-def _keys(values: Tensor, ids: Tensor) -> Tensor:
-    """Return int64 keys in the order of the values [n, k], and on ties against that of the ids; no two are equal."""
-    bits = (values + 0.0).view(torch.int32)  # -0.0 is 0.0
-    return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long().bitwise_left_shift_(32).add_(_LOW - ids)
-
-
-def _logit_of(keys: Tensor) -> Tensor:
-    """Return the values of keys."""
-    bits = (keys >> 32).int()
-    return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).view(torch.float32)
+def _ordered_bits(bits: Tensor) -> Tensor:
+    """Return int32 in the order of the floats that have these bits, or the bits again."""
+    return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)

@@ -1,20 +1,19 @@
-"""Distillation from a teacher's K most probable ids: divergences of logprobs at ids, which a student has as candidates.
+"""Distillation from a teacher's K most probable ids: divergences at these, which are the student's candidates.
 
-With t the teacher's and s the student's logprobs at the K ids, over the whole vocabulary, and p = exp of them,
+With logprobs t of the teacher and s of the student at the K ids, over the whole vocabulary, and p = exp of them,
 
     forward    sum of p_t (t - s)
     reverse    sum of p_s (s - t)
     jsd        beta sum of p_t (t - m) + (1 - beta) sum of p_s (s - m),  m = log(beta p_t + (1 - beta) p_s)
 
-`jsd` is Agarwal et al. 2024's, as `linear_jsd` has it: with beta 0 it is `forward`, with beta 1 `reverse`. What lies
-outside the K ids is, by `tail`,
+`jsd` is as in `linear_jsd`: `forward` with beta 0, `reverse` with beta 1. The rest of the vocabulary is, by `tail`,
 
     "drop"         left out: verl's `forward_kl_topk`; NeMo-RL's `zero_outside_topk` with a renormalised teacher
     "bin"          one more id, of probability 1 - sum of p in either model: Megatron-LM's ghost token
     "renormalise"  left out, and both models renormalised over the K: ms-swift's `gkd_logits_topk`, NeMo-RL's default
 
-With "drop" no divergence is bounded below by 0. An id whose teacher's logprob is -inf takes no part: pad with it.
-Candidates of an ignored token have logprobs of 0, which no distribution has: leave its divergence out.
+With "drop" divergences can be negative. Ids with a teacher logprob of -inf are padding. Candidates of an ignored token
+have logprobs of 0, which no distribution has: mask its divergence.
 """
 
 from typing import Literal
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from megatron_lce.core.validation import check_choice, check_fraction
 
-_LEAST = 1e-30  # a tail's probability is no smaller
+_LEAST = 1e-30  # the least probability of a tail
 
 
 def topk_divergence(
@@ -35,7 +34,7 @@ def topk_divergence(
     tail: Literal["drop", "bin", "renormalise"] = "drop",
     beta: float = 0.5,
 ) -> Tensor:
-    """Each token's divergence at a teacher's K ids: [...] fp32, with a gradient to `student_logprobs`.
+    """Per-token divergence at a teacher's K ids: [...] fp32, with a gradient to `student_logprobs`.
 
         top = megatron_lce.linear_topk(teacher_hidden, teacher_weight, 64)                      # no gradient
         out = megatron_lce.linear_cross_entropy(hidden, weight, labels, candidates=top.ids)

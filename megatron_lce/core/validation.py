@@ -42,6 +42,12 @@ def check_labels(labels: Tensor, vocab_size: int, ignore_index: int = -100) -> N
         )
 
 
+def require(holds: bool, name: str, requirement: str, got: object, error: type[Exception] = ValueError) -> None:
+    """Raise the error unless the requirement, such as "be int64", holds."""
+    if not holds:
+        raise error(f"{name} must {requirement}, got {got}")
+
+
 def check_same(name: str, requirement: str, expected: object, got: object) -> None:
     """Check that two facts are equal; the requirement is such as "be on hidden's device"."""
     if got != expected:
@@ -76,8 +82,7 @@ def check_tensor(name: str, value: object) -> None:
 
 def check_label_tensor(labels: Tensor, name: str = "labels") -> None:
     check_tensor(name, labels)
-    if labels.dtype != torch.int64:
-        raise TypeError(f"{name} must be int64, got {labels.dtype}")
+    require(labels.dtype == torch.int64, name, "be int64", labels.dtype, TypeError)
 
 
 def check_no_gradient(name: str, tensor: Tensor) -> None:
@@ -96,23 +101,18 @@ def as_int64(labels: Tensor) -> Tensor:
 
 def check_head(hidden_name: str, hidden: Tensor, weight_name: str, weight: Tensor, *, fp32_weight: bool = True) -> None:
     """Check that hidden [..., H] and weight [V_local, H] fit; `fp32_weight`: weight may be fp32 with any hidden."""
-    if hidden.dtype not in DTYPES:
-        raise TypeError(f"{hidden_name} must be float32, bfloat16 or float16, got {hidden.dtype}")
+    require(hidden.dtype in DTYPES, hidden_name, "be float32, bfloat16 or float16", hidden.dtype, TypeError)
     if weight.dtype != hidden.dtype and not (fp32_weight and weight.dtype == torch.float32):
         dtypes = f"{hidden.dtype}{' or torch.float32' if fp32_weight and hidden.dtype != torch.float32 else ''}"
         raise TypeError(f"{weight_name} must have {hidden_name}'s dtype, {dtypes}, got {weight.dtype}")
     check_same(weight_name, f"be on {hidden_name}'s device", hidden.device, weight.device)
-    sizes, weight_sizes = tuple(hidden.shape), tuple(weight.shape)
-    if not sizes:
-        raise ValueError(f"{hidden_name} must be [..., H], got a scalar")
-    if len(weight_sizes) != 2:
-        raise ValueError(f"{weight_name} must be [V_local, H], got {weight_sizes}")
-    if weight_sizes[0] == 0:
-        raise ValueError(f"{weight_name} must hold at least one row of the vocabulary, got {weight_sizes}")
-    if sizes[-1] != weight_sizes[1]:
-        raise ValueError(f"{hidden_name} and {weight_name} must agree on H, got {sizes} and {weight_sizes}")
-    if sizes[-1] == 0:
-        raise ValueError(f"{hidden_name} must have H of at least 1, got {sizes}")
+    sizes, of_weight = tuple(hidden.shape), tuple(weight.shape)
+    require(len(sizes) > 0, hidden_name, "be [..., H]", "a scalar")
+    require(len(of_weight) == 2, weight_name, "be [V_local, H]", of_weight)
+    require(of_weight[0] > 0, weight_name, "hold at least one row of the vocabulary", of_weight)
+    if sizes[-1] != of_weight[1]:
+        raise ValueError(f"{hidden_name} and {weight_name} must agree on H, got {sizes} and {of_weight}")
+    require(sizes[-1] > 0, hidden_name, "have H of at least 1", sizes)
 
 
 def check_labels_of(
@@ -134,8 +134,7 @@ def labels_shape(hidden_name: str, hidden: Tensor, sequence_shards: int) -> tupl
     """Return the shape that labels must have for this hidden."""
     shape = tuple(hidden.shape[:-1])
     if sequence_shards > 1:
-        if not shape:
-            raise ValueError(f"{hidden_name} must be [s/tp, ..., H] under sequence_parallel, got one dimension")
+        require(len(shape) > 0, hidden_name, "be [s/tp, ..., H] under sequence_parallel", "one dimension")
         shape = (shape[0] * sequence_shards, *shape[1:])
     return shape
 
@@ -148,8 +147,8 @@ def check_temperature(
         check_number(name, temperature, positive=True)
         return
     check_tensor(name, temperature)
-    if not temperature.is_floating_point():
-        raise TypeError(f"{name} must be a float or a floating tensor, got a tensor of {temperature.dtype}")
+    is_floating, got = temperature.is_floating_point(), f"a tensor of {temperature.dtype}"
+    require(is_floating, name, "be a float or a floating tensor", got, TypeError)
     check_per_token(name, temperature, shape, device, "be a float or have labels' shape")
 
 
@@ -176,20 +175,14 @@ def check_ids_shape(name: str, ids: Tensor, shape: tuple[int, ...], of: str) -> 
         raise ValueError(f"{name} must be [..., K] with {of} shape, {tuple(shape)}, first, got {tuple(ids.shape)}")
 
 
-def check_candidates(candidates: Tensor, labels: Tensor) -> None:
-    check_label_tensor(candidates, "candidates")
-    check_ids_shape("candidates", candidates, labels.shape, "labels'")
-    check_same("candidates", "be on labels' device", labels.device, candidates.device)
-
-
 def check_options(options: Options) -> None:
     """Check the keywords that do not depend on a call's tensors."""
     if options.vocab_size is not None:
         check_integer("vocab_size", options.vocab_size, minimum=1)
     if options.softcap is not None:
         check_number("softcap", options.softcap, positive=True)
-    if options.logits_dtype not in (None, torch.bfloat16):
-        raise ValueError(f"logits_dtype must be torch.bfloat16 or None, got {options.logits_dtype!r}")
+    dtype = options.logits_dtype
+    require(dtype in (None, torch.bfloat16), "logits_dtype", "be torch.bfloat16 or None", repr(dtype))
     check_integer("logits_cache_bytes", options.logits_cache_bytes, minimum=0)
     check_integer("workspace_bytes", options.workspace_bytes, minimum=0)
     check_choice("backend", options.backend, get_args(BackendName))
@@ -197,15 +190,12 @@ def check_options(options: Options) -> None:
 
 def check_vocab_size(vocab_size: int | None, columns: int) -> None:
     """Check that the vocabulary is no larger than the group's shards, which hold `columns` together."""
-    if vocab_size is not None and vocab_size > columns:
-        raise ValueError(
-            f"vocab_size must be at most the {columns} columns of all shards, got {vocab_size}: is tp_group missing?"
-        )
+    limit, got = f"be at most the {columns} columns of all shards", f"{vocab_size}: is tp_group missing?"
+    require(vocab_size is None or vocab_size <= columns, "vocab_size", limit, got)
 
 
 def check_flag(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
+    require(isinstance(value, bool), name, "be a bool", type(value).__name__, TypeError)
 
 
 def check_number(name: str, value: object, *, positive: bool = False) -> None:
@@ -221,17 +211,14 @@ def check_number(name: str, value: object, *, positive: bool = False) -> None:
 
 def check_fraction(name: str, value: float) -> None:
     check_number(name, value)
-    if not 0 <= value <= 1:
-        raise ValueError(f"{name} must lie in [0, 1], got {value}")
+    require(0 <= value <= 1, name, "lie in [0, 1]", value)
 
 
 def check_integer(name: str, value: object, *, minimum: int | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, got {_type_name(value)}")
-    if minimum is not None and value < minimum:
-        raise ValueError(f"{name} must be at least {minimum}, got {value}")
-    if not -(2**63) <= value < 2**63:
-        raise ValueError(f"{name} must be a number that int64 holds, got {value}")
+    require(minimum is None or value >= minimum, name, f"be at least {minimum}", value)
+    require(-(2**63) <= value < 2**63, name, "be a number that int64 holds", value)
 
 
 def _type_name(value: object) -> str:
@@ -241,7 +228,7 @@ def _type_name(value: object) -> str:
 
 
 def check_group(group: ProcessGroup | None, name: str = "tp_group") -> int:
-    """Check that it is a group or None, and return its size, 1 for None."""
+    """Check that it is a group or None, and return its size: 1 for None."""
     if group is not None and not isinstance(group, ProcessGroup):
         raise TypeError(f"{name} must be a torch.distributed.ProcessGroup or None, got {type(group).__name__}")
     return 1 if group is None else group.size()
@@ -250,15 +237,9 @@ def check_group(group: ProcessGroup | None, name: str = "tp_group") -> int:
 def check_skip_ignored(value: bool | int, num_tokens: int) -> None:
     if isinstance(value, bool):
         return
-    if not isinstance(value, int):
-        raise TypeError(f"skip_ignored must be a bool or an int, got {type(value).__name__}")
-    if not 0 <= value <= num_tokens:
-        raise ValueError(f"skip_ignored must be at least 0 and at most the number of rows, {num_tokens}, got {value}")
-
-
-def kind_of_skipping(skip_ignored: object) -> object:
-    """Return `skip_ignored`, or its type if it is a number, which may change from call to call."""
-    return skip_ignored if isinstance(skip_ignored, bool) else type(skip_ignored).__name__
+    require(isinstance(value, int), "skip_ignored", "be a bool or an int", type(value).__name__, TypeError)
+    within = f"be at least 0 and at most the number of rows, {num_tokens}"
+    require(0 <= value <= num_tokens, "skip_ignored", within, value)
 
 
 def kind_of(tensor: object) -> str:
