@@ -29,6 +29,7 @@ _INPUTS = (
     "int? vocab_size, bool entropy, bool telemetry, ScalarType? logits_dtype, Scalar skip_ignored, "
     "int logits_cache_bytes, int workspace_bytes, bool reduce_grad_hidden, str backend, bool[] needs_grad"
 )
+_BACKWARD = f"(Tensor?[] upstream, Tensor[] kept, {_INPUTS}) -> Tensor[]"
 _NAMES = [argument.split()[1] for argument in _INPUTS.split(", ")]
 _NUM_TENSORS = _NAMES.index("tp_group")
 
@@ -82,7 +83,7 @@ def _call_and_context(inputs: Any) -> tuple[Call, Any]:
 
 @custom_op("megatron_lce::linear_cross_entropy", mutates_args=(), schema=f"({_INPUTS}) -> (Tensor[], Tensor[])")
 def _forward(*inputs: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the outputs asked for, and what backward needs, the cache and `SavedForBackward`, with scalars for None."""
+    """Return the outputs asked for; and the cache and `SavedForBackward`, with scalars for None."""
     call, ctx = _call_and_context(inputs)
     outputs = LinearCrossEntropyFunction.forward(ctx, call.hidden, call.weight, call, True)
     _, _, index, *others = ctx.saved_tensors
@@ -107,24 +108,18 @@ def _(*inputs: Any) -> tuple[list[Tensor], list[Tensor]]:
     if options.candidates is not None:
         ids = torch.empty_like(options.candidates.flatten(0, -2))
         log_p = flat.new_empty((num_rows, ids.shape[1]), dtype=torch.float32)
-    softmax = SoftmaxOfRow(
-        row(), row(), row(), *(row() if there else nothing for there in (options.entropy, options.telemetry))
-    )
+    entropy, telemetry = (row() if there else nothing for there in (options.entropy, options.telemetry))
+    softmax = SoftmaxOfRow(row(), row(), row(), entropy, telemetry)
     kept = (nothing, nothing) if cache is None else cache.tensors
     outputs = [x for x in new_outputs(labels.numel(), options, labels.device) if x is not None]
-    saved = SavedForBackward(
-        row(dtype=torch.int64), Rows(row(dtype=torch.int32), row(), row()), softmax, ids, log_p
-    ).tensors()
+    index, columns = row(dtype=torch.int64), row(dtype=torch.int32)
+    saved = SavedForBackward(index, Rows(columns, row(), row()), softmax, ids, log_p).tensors()
     return [x.view(*labels.shape, *x.shape[1:]) for x in outputs], [*kept, *saved]  # type: ignore[list-item]
 
 
-@custom_op(
-    "megatron_lce::linear_cross_entropy_backward",
-    mutates_args=(),  # but for the kept logits, which no other node has
-    schema=f"(Tensor?[] upstream, Tensor[] kept, {_INPUTS}) -> Tensor[]",
-)
+@custom_op("megatron_lce::linear_cross_entropy_backward", mutates_args=(), schema=_BACKWARD)
 def _backward(upstream: Any, kept: Any, *inputs: Any) -> list[Tensor]:
-    """Return the wanted ones of hidden's and weight's gradients."""
+    """Return the wanted ones of hidden's and weight's gradients. The kept logits change, which no other node has."""
     call, ctx = _call_and_context(inputs)
     exp, reference, index, *others = kept
     index = None if index.shape == call.labels.shape else index
