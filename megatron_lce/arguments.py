@@ -136,8 +136,8 @@ class Checks:
         """Check hidden and weight, and return the shape that labels must have."""
         (hidden_name, weight_name, _), options = self.names, self.options
         if not self.is_traced:
-            runs, allowed = options.backend != "reference" or self.has_reference, "be 'auto', 'triton' or 'torch' for"
-            require(runs, "backend", f"{allowed} {self.operation}", "'reference'")
+            if options.backend == "reference" and not self.has_reference:
+                raise ValueError(f"backend must be 'auto', 'triton' or 'torch' for {self.operation}, got 'reference'")
             validation.check_flag("sequence_parallel", options.sequence_parallel)
             validation.check_tensor(hidden_name, self.hidden)
             validation.check_tensor(weight_name, self.weight)
@@ -166,12 +166,12 @@ class Checks:
         self.shard = _shard(rows, options)
         if options.vocab_start is None or ranks == 1:  # else the group compares its shards
             validation.check_vocab_size(options.vocab_size, (options.vocab_start or 0) + ranks * rows)
-        scatters, sink, step = shards > 1, options.weight_grad_sink, 16 // hidden.element_size()
-        require(
-            options.reduce_grad_hidden or not scatters, "reduce_grad_hidden", "be True with sequence_parallel", False
-        )
-        fits, of_sink = sink is None or self.weight.shape[1] % step == 0, f"be None where H is no multiple of {step}"
-        require(fits, "weight_grad_sink", of_sink, tuple(self.weight.shape))
+        is_reduced = options.reduce_grad_hidden or shards == 1
+        require(is_reduced, "reduce_grad_hidden", "be True with sequence_parallel", False)
+        sink, step = options.weight_grad_sink, 16 // hidden.element_size()
+        if sink is not None and self.weight.shape[1] % step:
+            got = tuple(self.weight.shape)
+            raise ValueError(f"weight_grad_sink must be None where H is no multiple of {step}, got {got}")
         if options.backend == "reference":
             _check_reference(ranks, self.shard.start, sink)
         self.options = replace(options, tp_group=options.tp_group if ranks > 1 else None, sequence_parallel=shards > 1)

@@ -203,7 +203,7 @@ def torch_linear_cross_entropy(
 
 
 def reduced(values: Tensor, reduction: Reduction, factors: Tensor | None = None) -> Tensor:
-    """Return the values, their sum, or their mean: over all, or their sum by that of the factors (NaN if it is 0)."""
+    """Return the values, their sum, or their mean: over all, or over the sum of the factors (NaN if it is 0)."""
     if reduction == "mean":
         return values.mean() if factors is None else values.sum() / factors.sum()
     return values if reduction == "none" else values.sum()

@@ -138,15 +138,10 @@ def linear_jsd(
         checks.rest(student_hidden.new_full(shape, none, dtype=torch.int64) if labels is None else None)
     call = replace(checks.call(), product=product)
     step = 16 // teacher_hidden.element_size()
-    heads = Heads(
-        Head(call.hidden, call.weight, float(student_logits_scale), student_softcap),
-        Head(
-            laid_out(teacher_hidden.detach().reshape(-1, teacher_hidden.shape[-1]), step),
-            laid_out(teacher_weight.detach().contiguous(), step),
-            float(teacher_logits_scale),
-            teacher_softcap,
-        ),
-        float(beta),
+    student = Head(call.hidden, call.weight, float(student_logits_scale), student_softcap)
+    rows = laid_out(teacher_hidden.detach().reshape(-1, teacher_hidden.shape[-1]), step)
+    teacher = Head(
+        rows, laid_out(teacher_weight.detach().contiguous(), step), float(teacher_logits_scale), teacher_softcap
     )
     if isinstance(teacher_temperature, Tensor):
         teacher_temperature = teacher_temperature.reshape(-1)
@@ -154,6 +149,7 @@ def linear_jsd(
     with_gradient = torch.is_grad_enabled() and (student_hidden.requires_grad or student_weight.requires_grad)
     with own_arithmetic(student_hidden.device, "linear_jsd forward"):
         with_sum = with_gradient and weights is not None
+        heads = Heads(student, teacher, float(beta))
         found = find_divergences(call, heads, teacher_temperature, return_student, weights, with_sum)
     loss = jsd_with_gradient(found, call)
     loss = loss if weights is not None else loss.view(call.shape)

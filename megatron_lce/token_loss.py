@@ -100,7 +100,7 @@ def linear_token_loss(
     flat = [tensor.reshape(call.labels.shape[0], *tensor.shape[len(call.shape) :]) for tensor in per_token]
     total, results = _run(name, call, loss, flat)
     with torch.no_grad(), own_arithmetic(hidden.device, name):
-        unless_nan = _nan_unless_apart(loss, *results.sample())
+        unless_nan = check_tokens_apart(loss, *results.sample())
     return TokenLoss(total * unless_nan, *shaped((results.outputs, results.metrics), call.shape))
 
 
@@ -129,8 +129,8 @@ def linear_token_losses(
     call = checks.call()
     total, results = _run(name, call, lambda outputs: -outputs.logprobs, ())
     outputs = results.outputs
-    counted = call.labels != call.options.ignore_index
-    return shaped((LossesOfSum.apply(total, -outputs.logprobs, counted, promise), outputs), call.shape)
+    takes_part = call.labels != call.options.ignore_index
+    return shaped((LossesOfSum.apply(total, -outputs.logprobs, takes_part, promise), outputs), call.shape)
 
 
 def _run(
@@ -144,7 +144,7 @@ def _run(
     return with_gradients(results.total, results.gradients, call, name), results
 
 
-def _nan_unless_apart(loss: TokenLossFunction, among_all: Tensor, apart: Tensor) -> Tensor:
+def check_tokens_apart(loss: TokenLossFunction, among_all: Tensor, apart: Tensor) -> Tensor:
     """Return 1, or NaN if losses depend on other tokens. The host looks, and raises, only while the code is new."""
     same = torch.isclose(among_all, apart, rtol=1e-4, atol=1e-5, equal_nan=True)
     function = loss
@@ -152,17 +152,13 @@ def _nan_unless_apart(loss: TokenLossFunction, among_all: Tensor, apart: Tensor)
         function = function.func
     code = getattr(function, "__code__", type(function))
     if code not in _seen and not is_captured():
-        check_tokens_apart(same, among_all, apart)
+        if not same.all():
+            token = int((~same).nonzero()[0])
+            among, alone = float(among_all[token]), float(apart[token])
+            raise ValueError(
+                "loss must treat each token for itself, because blocks are cut arbitrarily, "
+                f"got {among:.6g} for a token among all, {alone:.6g} among some of them: "
+                "pass per token what depends on others (a mean, a maximum), or use linear_cross_entropy"
+            )
         _seen.add(code)
     return among_all.new_ones(()).masked_fill_(~same.all(), torch.nan)
-
-
-def check_tokens_apart(same: Tensor, among_all: Tensor, apart: Tensor) -> None:
-    """Compare losses among all tokens with those of the same tokens by themselves; the host waits for it."""
-    if not same.all():
-        token = int((~same).nonzero()[0])
-        raise ValueError(
-            "loss must treat each token for itself, because blocks are cut arbitrarily, "
-            f"got {float(among_all[token]):.6g} for a token among all, {float(apart[token]):.6g} among some of them: "
-            "pass per token what depends on others (a mean, a maximum), or use linear_cross_entropy"
-        )
