@@ -1,7 +1,7 @@
 """The one entry of every operation: its ranks check their arguments together, and lay them out as a `Call`."""
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -31,14 +31,14 @@ _Configuration = tuple[tuple[str, str], ...]
 _agreed: WeakKeyDictionary[ProcessGroup, dict[tuple[_Configuration, int | None], int]] = WeakKeyDictionary()
 
 
-def keyword_options(keywords: Mapping[str, Any], known: Collection[str], **own: Any) -> Options:
-    """Return the options among an operation's keywords, of which it takes those in `known`."""
-    return Options(**own, **{keyword: value for keyword, value in keywords.items() if keyword in known})
+def keyword_options(keywords: Mapping[str, Any], known: Any, **own: Any) -> Options:
+    """Return the options among an operation's keywords; `known`: its typed dict."""
+    return Options(**own, **{name: value for name, value in keywords.items() if name in known.__optional_keys__})
 
 
-def check_keywords(name: str, keywords: Mapping[str, Any], known: Collection[str]) -> None:
-    if unknown := sorted(keywords.keys() - {*known}):
-        raise TypeError(f"{name} has no keyword {', '.join(unknown)}")
+def check_keywords(operation: str, keywords: Mapping[str, Any], known: Any) -> None:
+    if unknown := sorted(keywords.keys() - known.__optional_keys__):
+        raise TypeError(f"{operation} has no keyword {', '.join(unknown)}")
 
 
 @contextlib.contextmanager

@@ -72,7 +72,7 @@ def _options(inputs: Any) -> Options:
 
 def _call_and_context(inputs: Any) -> tuple[Call, Any]:
     """Return the call, and what stands in for the context that torch hands to an autograd function."""
-    with checked_together("linear_cross_entropy", *inputs[:3], _options(inputs)) as checks:
+    with checked_together("linear_cross_entropy", inputs[0], inputs[1], inputs[2], _options(inputs)) as checks:
         checks.all()
     call = checks.call()
     ctx = SimpleNamespace(call=call, num_tokens=call.labels.shape[0], needs_input_grad=inputs[-1], cached=False)

@@ -1,17 +1,14 @@
 """`linear_logits_at`: logits of some ids of the vocabulary, at a cost proportional to the ids."""
 
-from collections.abc import Collection, Mapping
-from typing import Any, Unpack
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from megatron_lce.arguments import check_keywords, checked_together, keyword_options
 from megatron_lce.core import validation
-from megatron_lce.core.call import Call
 from megatron_lce.core.collectives import waited
 from megatron_lce.core.gathered_logits import LogitsAtFunction, ids_of_offsets, ids_of_rows
-from megatron_lce.core.options import IGNORE_INDEX
 from megatron_lce.keywords import HeadGradientOptions
 
 
@@ -45,15 +42,17 @@ def linear_logits_at(
         TypeError, ValueError: see `linear_cross_entropy`.
         RuntimeError: in backward with `create_graph=True`.
     """
-    ids, offsets = waited(ids), waited(offsets)
-
-    def check(shape: tuple[int, ...]) -> None:
-        check_ids(ids, offsets, shape, hidden.device)
-
+    name, ids, offsets = "linear_logits_at", waited(ids), waited(offsets)
     width = ids.shape[-1] if isinstance(ids, Tensor) and ids.dim() and offsets is None else None
-    own = {"ids": width, "offsets": type(offsets).__name__}
-    known = HeadGradientOptions.__optional_keys__
-    call = call_of_head("linear_logits_at", hidden, weight, options, known, check, own)
+    own, taken = {"ids": width, "offsets": type(offsets).__name__}, HeadGradientOptions
+    with checked_together(
+        name, hidden, weight, None, keyword_options(options, taken, entropy=False), own=own
+    ) as checks:
+        check_keywords(name, options, taken)
+        shape = checks.head()
+        check_ids(ids, offsets, shape, hidden.device)
+        checks.rest(checks.hidden.new_zeros(shape, dtype=torch.int64))
+    call = checks.call()
     with torch.no_grad():
         flat = ids_of_rows(ids.reshape(-1, ids.shape[-1])) if offsets is None else ids_of_offsets(ids, offsets)
     logits = LogitsAtFunction.apply(call.hidden, call.weight, call, flat, False)
@@ -61,27 +60,6 @@ def linear_logits_at(
         outside = torch.full(ids.shape, torch.nan, dtype=torch.float32, device=ids.device).masked_fill_(ids < 0, 0.0)
         logits = torch.cat([logits, outside.view(-1)])
     return logits.view(ids.shape)
-
-
-def call_of_head(
-    name: str,
-    hidden: Tensor,
-    weight: Tensor,
-    keywords: Mapping[str, Any],
-    known: Collection[str],
-    check: Any,  # of the tokens' shape: what else the operation takes
-    own: dict[str, Any],  # what else every rank must call with
-    labels: Tensor | None = None,  # None: 0 for every token
-    ignore_index: int = IGNORE_INDEX,
-) -> Call:
-    """Check the arguments of an operation that takes a head and typed keywords, and return its `Call`."""
-    options = keyword_options(keywords, known, entropy=False, ignore_index=ignore_index)
-    with checked_together(name, hidden, weight, labels, options, own=own) as checks:
-        check_keywords(name, keywords, known)
-        shape = checks.head()
-        check(shape)
-        checks.rest(torch.zeros(shape, dtype=torch.int64, device=hidden.device) if labels is None else None)
-    return checks.call()
 
 
 def check_ids(ids: Tensor, offsets: Tensor | None, shape: tuple[int, ...], device: torch.device) -> None:

@@ -6,13 +6,14 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
+from megatron_lce.arguments import check_keywords, checked_together, keyword_options
 from megatron_lce.core import validation
 from megatron_lce.core.collectives import waited
 from megatron_lce.core.computed_rows import ComputedRows
 from megatron_lce.core.gathered_logits import LogitsAtFunction, ids_of_offsets
 from megatron_lce.cross_entropy import linear_cross_entropy
 from megatron_lce.keywords import HeadGradientOptions
-from megatron_lce.logits_at import call_of_head, check_ids
+from megatron_lce.logits_at import check_ids
 
 
 def support_logprobs(
@@ -51,17 +52,18 @@ def support_logprobs(
         TypeError, ValueError: see `linear_cross_entropy`.
     """
     labels, ids, offsets = waited(labels), waited(ids), waited(offsets)
-
-    def check(shape: tuple[int, ...]) -> None:
+    name, own = "support_logprobs", {"entropy": entropy, "empty_rows": empty_rows}
+    call_options = keyword_options(options, HeadGradientOptions, entropy=False, ignore_index=ignore_index)
+    with checked_together(name, hidden, weight, labels, call_options, own=own) as checks:
+        check_keywords(name, options, HeadGradientOptions)
+        shape = checks.head()
         validation.check_flag("entropy", entropy)
         validation.check_flag("empty_rows", empty_rows)
         validation.check_label_tensor(labels)
         validation.check_tensor("offsets", offsets)
         check_ids(ids, offsets, shape, hidden.device)
-
-    own = {"entropy": entropy, "empty_rows": empty_rows}
-    known = HeadGradientOptions.__optional_keys__
-    call = call_of_head("support_logprobs", hidden, weight, options, known, check, own, labels, ignore_index)
+        checks.rest()
+    call = checks.call()
     with torch.no_grad():
         kept = ids_of_offsets(ids, offsets).each_once()
     logprobs = LogitsAtFunction.apply(call.hidden, call.weight, call, kept, True).view(labels.shape)

@@ -84,11 +84,11 @@ def linear_token_loss(
         RuntimeError: in a second backward, because the first scaled the gradients in place.
     """
     per_token = tuple(waited(tensor) for tensor in per_token)
-    name, known = "linear_token_loss", TokenLossOptions.__optional_keys__
-    with checked_together(name, hidden, weight, labels, keyword_options(options, known)) as checks:
+    name = "linear_token_loss"
+    with checked_together(name, hidden, weight, labels, keyword_options(options, TokenLossOptions)) as checks:
         if "logits_cache_bytes" in options:
             raise TypeError(f"{name} has no keyword logits_cache_bytes: it keeps logits within workspace_bytes")
-        check_keywords(name, options, known)
+        check_keywords(name, options, TokenLossOptions)
         shape = checks.head()
         wanted = "be a function of the outputs and of per_token"
         validation.require(callable(loss), "loss", wanted, type(loss).__name__, TypeError)

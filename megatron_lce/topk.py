@@ -11,7 +11,7 @@ from typing import NamedTuple, Unpack
 import torch
 from torch import Tensor
 
-from megatron_lce.arguments import shaped
+from megatron_lce.arguments import check_keywords, checked_together, keyword_options, shaped
 from megatron_lce.core import collectives, validation
 from megatron_lce.core.call import Call
 from megatron_lce.core.computed_rows import ComputedRows
@@ -22,7 +22,6 @@ from megatron_lce.core.rows import softcap_scale
 from megatron_lce.core.statistics import CHUNK_COLUMNS, UNIT, empty_extremes, empty_sums
 from megatron_lce.core.tokens import tokens_in_blocks
 from megatron_lce.keywords import HeadOptions
-from megatron_lce.logits_at import call_of_head
 
 MOST = 1024
 _FEW = 8  # columns of a group
@@ -67,14 +66,17 @@ def linear_topk(
     Raises:
         TypeError, ValueError: see `linear_cross_entropy`.
     """
-
-    def check(_: tuple[int, ...]) -> None:
-        validation.check_integer("k", k, minimum=1)
-        validation.require(k <= MOST, "k", f"be at most {MOST}", k)
-
+    name, own = "linear_topk", {"k": k}
     with torch.no_grad():
-        call = call_of_head("linear_topk", hidden, weight, options, HeadOptions.__optional_keys__, check, {"k": k})
-        with own_arithmetic(call.hidden.device, "linear_topk"):
+        call_options = keyword_options(options, HeadOptions, entropy=False)
+        with checked_together(name, hidden, weight, None, call_options, own=own) as checks:
+            check_keywords(name, options, HeadOptions)
+            shape = checks.head()
+            validation.check_integer("k", k, minimum=1)
+            validation.require(k <= MOST, "k", f"be at most {MOST}", k)
+            checks.rest(checks.hidden.new_zeros(shape, dtype=torch.int64))
+        call = checks.call()
+        with own_arithmetic(call.hidden.device, name):
             return shaped(_topk(call, k), call.shape)
 
 
