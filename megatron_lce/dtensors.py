@@ -35,7 +35,8 @@ def localised(
     if mesh.ndim != 1 or hidden.device_mesh != mesh:
         got = f"{mesh} and {hidden.device_mesh}"
         raise ValueError(f"weight must lie on a mesh of one dimension and hidden on the same, got {got}")
-    (rows,), (tokens,) = weight.placements, hidden.placements
+    (rows,) = weight.placements
+    (tokens,) = hidden.placements
     require(rows.is_shard(0), "weight", "be placed as Shard(0), its vocabulary over the ranks", rows)
     if not (tokens.is_replicate() or tokens.is_shard(0)):
         raise ValueError(

@@ -135,7 +135,7 @@ def linear_jsd(
         validation.check_flag("return_student", return_student)
         validation.require(labels is not None or not return_student, "labels", "be given for return_student", None)
         none = int(ignore_index == 0)  # ignores no row
-        checks.rest(student_hidden.new_full(shape, none, dtype=torch.int64) if labels is None else None)
+        checks.rest(checks.hidden.new_full(shape, none, dtype=torch.int64) if labels is None else None)
     call = replace(checks.call(), product=product)
     step = 16 // teacher_hidden.element_size()
     student = Head(call.hidden, call.weight, float(student_logits_scale), student_softcap)
@@ -147,7 +147,7 @@ def linear_jsd(
         teacher_temperature = teacher_temperature.reshape(-1)
     weights = None if token_weights is None else token_weights.reshape(-1)
     with_gradient = torch.is_grad_enabled() and (student_hidden.requires_grad or student_weight.requires_grad)
-    with own_arithmetic(student_hidden.device, "linear_jsd forward"):
+    with own_arithmetic(call.hidden.device, "linear_jsd forward"):
         with_sum = with_gradient and weights is not None
         heads = Heads(student, teacher, float(beta))
         found = find_divergences(call, heads, teacher_temperature, return_student, weights, with_sum)
