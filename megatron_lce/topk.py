@@ -58,7 +58,7 @@ def linear_topk(
     Args:
         hidden, weight: as in `linear_cross_entropy`, but no DTensors.
         k: from 1 to 1,024.
-        options: as in `linear_cross_entropy`, but no reference backend.
+        options: keywords of `HeadOptions`, as in `linear_cross_entropy`, but no reference backend.
 
     Returns:
         `TopK`, the same bits on every rank.
