@@ -1,18 +1,45 @@
-"""What `linear_jsd` is held against: the divergence of materialised logits in fp64, and eager PyTorch's own error."""
+"""`linear_jsd`'s inputs, and what it is held against: materialised logits in fp64, and eager PyTorch's own error."""
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatron_lce import linear_jsd
 from tests.oracle import (
     TIMES_EAGER_16_BIT,
     TIMES_EAGER_FP32,
     Comparison,
+    assert_within,
     largest_error,
     relative_error,
 )
+
+
+def make_inputs(
+    tokens: int | tuple[int, ...],
+    student_size: int,
+    teacher_size: int,
+    columns: int,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    teacher_dtype: torch.dtype | None = None,
+    logit_std: float = 2.0,
+) -> "JsdInputs":
+    """Normal hidden and weight of either head, whose products have a standard deviation of `logit_std`."""
+    shape = (tokens,) if isinstance(tokens, int) else tokens
+    generator = torch.Generator().manual_seed(0)
+    heads = []
+    for size, its_dtype in ((student_size, dtype), (teacher_size, teacher_dtype or dtype)):
+        hidden = torch.randn(*shape, size, generator=generator)
+        weight = torch.randn(columns, size, generator=generator) * (logit_std / size**0.5)
+        heads += [hidden.to(device, its_dtype), weight.to(device, its_dtype)]
+    return JsdInputs(*heads, torch.randn(shape, generator=generator).to(device))
+
+
+_USUAL = nullcontext()
 
 
 class JsdInputs(NamedTuple):
@@ -27,6 +54,19 @@ class JsdInputs(NamedTuple):
     def to(self, dtype: torch.dtype) -> "JsdInputs":
         return JsdInputs(*(t.to(dtype) for t in self[:4]), self.upstream)
 
+    def run(self, backend: str, within: AbstractContextManager = _USUAL, **keywords: Any) -> "JsdResult":
+        with within:
+            return evaluate_jsd(linear_jsd, self, backend=backend, **keywords)
+
+    def check(self, backend: str, *, only_here: dict[str, Any] | None = None, **keywords: Any) -> "JsdResult":
+        """Run, assert that loss and gradients are within their budget of the oracle's, and return them.
+
+        `only_here`: keywords that the oracle does not have.
+        """
+        actual = self.run(backend, **(only_here or {}), **keywords)
+        assert_within(jsd_comparisons(actual, self, **keywords))
+        return actual
+
 
 class JsdResult(NamedTuple):
     loss: Tensor
@@ -34,23 +74,20 @@ class JsdResult(NamedTuple):
     grad_weight: Tensor
 
 
-def evaluate_jsd(function: Callable[..., Tensor], inputs: JsdInputs, **keywords: Any) -> JsdResult:
+def evaluate_jsd(
+    function: Callable[..., Tensor],
+    inputs: JsdInputs,
+    *,
+    weighted: bool = False,  # upstream holds the tokens' weights, the loss is their sum, `factor` its gradient
+    factor: float = 1.0,
+    **keywords: Any,
+) -> JsdResult:
     """Loss of `function` and the student's gradients that `upstream` gives through it."""
     hidden = inputs.student_hidden.detach().clone().requires_grad_()
     weight = inputs.student_weight.detach().clone().requires_grad_()
+    keywords |= {"token_weights": inputs.upstream} if weighted else {}
     loss = function(hidden, weight, *inputs[2:4], **keywords)
-    loss.backward(inputs.upstream.to(loss))
-    return JsdResult(loss.detach(), hidden.grad, weight.grad)
-
-
-def evaluate_weighted_jsd(
-    function: Callable[..., Tensor], inputs: JsdInputs, upstream: float = 1.0, **keywords: Any
-) -> JsdResult:
-    """The same with `inputs.upstream` as the tokens' weights: the loss is their sum; `upstream` is its gradient."""
-    hidden = inputs.student_hidden.detach().clone().requires_grad_()
-    weight = inputs.student_weight.detach().clone().requires_grad_()
-    loss = function(hidden, weight, *inputs[2:4], token_weights=inputs.upstream, **keywords)
-    (loss * upstream).backward()
+    loss.backward(loss.new_tensor(factor) if weighted else inputs.upstream.to(loss))
     return JsdResult(loss.detach(), hidden.grad, weight.grad)
 
 

@@ -1,4 +1,4 @@
-"""How much memory a call takes on a CPU, where no allocator tells."""
+"""What a call takes, as torch's dispatcher sees it: memory on a CPU, where no allocator tells, and products."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +18,33 @@ def peak_live_bytes(call: Callable[[], Any]) -> tuple[int, Any]:
     with _LiveStorages() as live:
         result = call()
     return live.peak, result
+
+
+def kept_bytes(call: Callable[[], Any]) -> int:
+    """Bytes of the storages made during the call that are still alive while its result is."""
+    with _LiveStorages() as live:
+        result = call()
+    kept = sum(size for ref, size in live.alive.values() if not ref.expired())
+    del result
+    return kept
+
+
+class Products(TorchDispatchMode):
+    """[m, k] @ [k, n] of the matrix products inside the context, in their order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, int, int]] = []
+
+    def logits_in_gradients(self, hidden_size: int) -> int:
+        """Tokens times columns of the products that give gradients of hidden and weight, of both together."""
+        return sum(m * k for m, k, n in self.shapes if n == hidden_size)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+            a, b = args[:2] if func.overloadpacket is torch.ops.aten.mm else args[1:3]
+            self.shapes.append((*a.shape, b.shape[1]))
+        return func(*args, **(kwargs or {}))
 
 
 class _LiveStorages(TorchDispatchMode):

@@ -134,6 +134,11 @@ def comparisons(
         yield Comparison(name, relative_error(value, exact[part]), allowed)
 
 
+def assert_within(comparisons: Iterator[Comparison]) -> None:
+    for name, error, allowed in comparisons:
+        assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.1e}"
+
+
 def largest_error(actual: Tensor, expected: Tensor) -> float:
     """Largest difference; infinite where one is NaN and the other is not, or where shapes differ."""
     if actual.shape != expected.shape or not torch.equal(actual.isnan(), expected.isnan()):

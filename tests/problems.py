@@ -1,12 +1,22 @@
 """Inputs of the tests, and the one assertion that most of them make."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
 import megatron_lce
-from tests.oracle import Result, Upstream, comparisons, evaluate, oracle, random_upstream
+from megatron_lce.backends.choice import load_backend
+from megatron_lce.core.plan import COLUMN_STEP, slab_row_stride
+from tests.jsd_oracle import JsdInputs
+from tests.oracle import Result, Upstream, assert_within, comparisons, evaluate, oracle, random_upstream
+
+BETAS = [0, 0.5, 1]  # both ends and between
+
+_USUAL = nullcontext()
 
 
 class Problem(NamedTuple):
@@ -15,8 +25,9 @@ class Problem(NamedTuple):
     labels: Tensor
     upstream: Upstream
 
-    def run(self, backend: str, **keywords: Any) -> Result:
-        return evaluate(megatron_lce.linear_cross_entropy, *self, backend=backend, **keywords)
+    def run(self, backend: str, within: AbstractContextManager = _USUAL, **keywords: Any) -> Result:
+        with within:
+            return evaluate(megatron_lce.linear_cross_entropy, *self, backend=backend, **keywords)
 
     def check(self, backend: str, *, only_here: dict[str, Any] | None = None, **keywords: Any) -> Result:
         """Run, assert that every result is within its budget of the oracle's, and return the results.
@@ -25,8 +36,7 @@ class Problem(NamedTuple):
         """
         actual = self.run(backend, **keywords, **(only_here or {}))
         expected = oracle(*self, **keywords)
-        for name, error, allowed in comparisons(actual, expected, *self, **keywords):
-            assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.1e}"
+        assert_within(comparisons(actual, expected, *self, **keywords))
         return actual
 
 
@@ -78,3 +88,25 @@ def logits_of(problem: Problem, temperature: float | Tensor = 1.0) -> Tensor:
     if isinstance(temperature, Tensor):
         temperature = temperature.reshape(-1, 1)
     return hidden @ problem.weight.double().T / temperature
+
+
+def smallest_workspace(call: Callable[..., Any]) -> int:
+    """Bytes, as the refusal of a call with one byte names them."""
+    with pytest.raises(ValueError, match=r"^workspace_bytes must be at least \d+ .*got 1$") as refused:
+        call(workspace_bytes=1)
+    return int(str(refused.value).split("at least ")[1].split()[0])
+
+
+def ignored_labels(rows: slice, shape: tuple[int, ...] | int, device: torch.device) -> Tensor:
+    labels = torch.zeros(shape, dtype=torch.int64, device=device)
+    labels.view(-1)[rows] = -100
+    return labels
+
+
+def workspace_of(tokens: int, inputs: JsdInputs, backend: str) -> int:
+    """Bytes that both heads' logits of so many tokens take, and half as many: gradients, copies."""
+    num_columns, device = inputs.student_weight.shape[0], inputs.student_hidden.device
+    per_token = load_backend(backend, device).intermediate_bytes(num_columns)
+    wide = max(4 * inputs[i].shape[-1] * (inputs[i].dtype != torch.float32) for i in (0, 2))
+    copied = wide if device.type == "cpu" else 0
+    return int(1.5 * tokens * (slab_row_stride(num_columns) * 8 + per_token + copied)) + COLUMN_STEP * copied

@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from megatron_lce import linear_jsd
-from tests.jsd_oracle import JsdInputs, evaluate_jsd, evaluate_weighted_jsd, materialised_jsd
-from tests.jsd_problems import BETAS, BF16, FP32, check, make_inputs
+from tests.jsd_oracle import JsdInputs, evaluate_jsd, make_inputs, materialised_jsd
 from tests.oracle import largest_error, relative_error
+from tests.problems import BETAS
+
+FP32, BF16 = torch.float32, torch.bfloat16
 
 
 @pytest.mark.parametrize("beta", BETAS)
@@ -17,7 +19,7 @@ def test_unusable_temperatures_make_their_rows_nan_and_no_other(beta, backend, d
     temperature = torch.ones(8, device=device)
     temperature[:4] = torch.tensor([0.0, -1.0, math.nan, math.inf])
     labels = torch.tensor([-100, 5, 5, 5, 5, 5, 5, 5], device=device)
-    result = evaluate_jsd(linear_jsd, inputs, beta=beta, temperature=temperature, labels=labels, backend=backend)
+    result = inputs.run(backend, beta=beta, temperature=temperature, labels=labels)
     assert result.loss.isnan().tolist() == [False, True, True, True, False, False, False, False]
     assert result.loss[0] == 0
     assert result.grad_hidden[1:4].isnan().all()
@@ -29,9 +31,9 @@ def test_unusable_temperatures_make_their_rows_nan_and_no_other(beta, backend, d
 def test_nan_in_a_tokens_hidden_makes_its_row_nan_and_no_other(argument, beta, backend, device):
     """Loss and gradients: a step that is skipped where a gradient is NaN must be skipped."""
     inputs = make_inputs(6, 8, 12, 20, device)
-    clean = evaluate_jsd(linear_jsd, inputs, beta=beta, backend=backend)
+    clean = inputs.run(backend, beta=beta)
     inputs[argument][2, 1] = math.nan
-    broken = evaluate_jsd(linear_jsd, inputs, beta=beta, backend=backend)
+    broken = inputs.run(backend, beta=beta)
     assert broken.loss[2].isnan()
     assert broken.grad_hidden[2].isnan().all()
     assert broken.grad_weight.isnan().all()
@@ -43,12 +45,12 @@ def test_nan_in_a_tokens_hidden_makes_its_row_nan_and_no_other(argument, beta, b
 @pytest.mark.parametrize("beta", BETAS)
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("argument", [1, 3], ids=JsdInputs._fields[1:4:2])
-@pytest.mark.parametrize("evaluate", [evaluate_jsd, evaluate_weighted_jsd])
-def test_what_is_not_finite_in_a_weight_makes_every_row_nan(evaluate, argument, value, beta, backend, device):
+@pytest.mark.parametrize("weighted", [False, True])
+def test_what_is_not_finite_in_a_weight_makes_every_row_nan(weighted, argument, value, beta, backend, device):
     """One column of the logits; infinities of either sign, by the token's hidden."""
     inputs = make_inputs(6, 8, 12, 20, device)
     inputs[argument][2, 1] = value
-    result = evaluate(linear_jsd, inputs, beta=beta, backend=backend)
+    result = inputs.run(backend, weighted=weighted, beta=beta)
     for part in result:
         assert part.isnan().all()
 
@@ -57,9 +59,9 @@ def test_what_is_not_finite_in_a_weight_makes_every_row_nan(evaluate, argument, 
 @pytest.mark.parametrize("beta", BETAS)
 def test_gradient_vanishes_where_student_equals_teacher(beta, dtype, backend, device):
     inputs = make_inputs(9, 24, 24, 130, device, dtype)
-    typical = evaluate_jsd(linear_jsd, inputs, beta=beta, backend=backend)
+    typical = inputs.run(backend, beta=beta)
     equal = inputs._replace(teacher_hidden=inputs.student_hidden, teacher_weight=inputs.student_weight)
-    result = evaluate_jsd(linear_jsd, equal, beta=beta, backend=backend)
+    result = equal.run(backend, beta=beta)
     assert result.loss.abs().max() <= 1e-6
     for name in ("grad_hidden", "grad_weight"):
         assert getattr(result, name).norm() <= 1e-5 * getattr(typical, name).norm(), name
@@ -73,7 +75,7 @@ def test_close_heads_keep_their_digits_wherever_beta_lies(beta, backend, device)
     near = near._replace(
         teacher_hidden=near.student_hidden + apart * near.teacher_hidden, teacher_weight=near.student_weight
     )
-    actual = evaluate_jsd(linear_jsd, near, beta=beta, backend=backend)
+    actual = near.run(backend, beta=beta)
     expected = evaluate_jsd(materialised_jsd, near.to(torch.float64), beta=beta)
     eps = torch.finfo(FP32).eps
     assert largest_error(actual.loss, expected.loss) <= 4 * eps * min(beta, 1 - beta)  # of ratios near 1
@@ -87,7 +89,7 @@ def test_probabilities_that_underflow_on_either_side(beta, backend, device):
     inputs = make_inputs(16, 8, 8, 130, device, logit_std=300.0)
     same = inputs._replace(teacher_hidden=inputs.student_hidden * 2, teacher_weight=inputs.student_weight)
     for problem in (inputs, same):
-        result = check(backend, problem, beta=beta)
+        result = problem.check(backend, beta=beta)
         assert result.loss.isfinite().all()
         assert result.grad_hidden.isfinite().all()
         assert result.grad_weight.isfinite().all()
@@ -111,4 +113,4 @@ def test_very_negative_logits(beta, backend, device):
     inputs = make_inputs(8, 8, 8, 70, device)
     for hidden, weight in (inputs[:2], inputs[2:4]):
         hidden[:, 0], weight[:, 0] = 100.0, -100.0
-    check(backend, inputs, beta=beta)
+    inputs.check(backend, beta=beta)

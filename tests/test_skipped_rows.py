@@ -6,9 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import megatron_lce
-from megatron_lce.core import autograd, plan
+from megatron_lce.core import plan
+from tests.jsd_oracle import make_inputs
+from tests.live_bytes import Products
 from tests.oracle import Upstream
-from tests.problems import assert_same_outputs, ignoring, make_problem
+from tests.problems import assert_same_outputs, ignored_labels, ignoring, make_problem
 
 FP32, BF16 = torch.float32, torch.bfloat16
 SOME, ALL, NONE, ALL_BUT_ONE = slice(0, None, 3), slice(None), slice(0, 0), slice(1, None)
@@ -42,6 +44,25 @@ def test_skipping_changes_no_bit_of_the_outputs(rows, dtype, logits_cache_bytes,
             assert_same_outputs(skipped, computed)
 
 
+@pytest.mark.parametrize(
+    ("rows", "dtypes", "beta"),
+    [
+        (SOME, (FP32, BF16), 0.5),
+        (SOME, (BF16, BF16), 1),
+        (ALL, (BF16, BF16), 0.5),
+        (NONE, (BF16, BF16), 0),
+        (ALL_BUT_ONE, (FP32, FP32), 0),
+    ],
+    ids=str,
+)
+def test_skipping_changes_no_divergence(rows, dtypes, beta, backend, device):
+    inputs, labels = make_inputs((10, 3), 24, 16, 300, device, *dtypes), ignored_labels(rows, (10, 3), device)
+    temperature = torch.linspace(0.5, 2.0, 30, device=device).view(10, 3)
+    for skip in skips(labels):
+        only_here = {"skip_ignored": skip}
+        inputs.check(backend, only_here=only_here, labels=labels, beta=beta, temperature=temperature)
+
+
 @given(st.lists(st.booleans(), min_size=1, max_size=40), st.booleans(), st.integers(0, 3))
 @settings(max_examples=25)
 def test_any_mask(mask, by_count, seed):
@@ -62,6 +83,11 @@ def test_a_count_that_is_not_the_labels_makes_everything_nan(wrong, backend, dev
     assert all(output.isnan().all() for name, output in result.outputs._asdict().items() if name != "argmax")
     assert (result.outputs.argmax == -1).all()
     assert result.grad_weight.isnan().any()
+    if backend != "reference":
+        inputs, labels = make_inputs(12, 8, 12, 30, device), ignored_labels(slice(0, 6), 12, device)
+        divergence = inputs.run(backend, labels=labels, skip_ignored=6 + wrong)
+        assert divergence.loss.isnan().all()
+        assert divergence.grad_weight.isnan().any()
 
 
 @pytest.mark.parametrize(
@@ -70,7 +96,7 @@ def test_a_count_that_is_not_the_labels_makes_everything_nan(wrong, backend, dev
     ids=str,
 )
 def test_rows_without_an_upstream_gradient_take_no_part_in_backward(
-    dtype, logits_cache_bytes, softcap, backend, device, monkeypatch
+    dtype, logits_cache_bytes, softcap, backend, device
 ):
     problem = ignoring(make_problem(40, 24, 601, device, dtype), slice(0, 4))
     upstream = Upstream(*(grad.clone() for grad in problem.upstream[:-1]))
@@ -78,17 +104,28 @@ def test_rows_without_an_upstream_gradient_take_no_part_in_backward(
         grad[::2] = 0.0
     upstream.entropy[6] = upstream.mean_logit[8] = 1.0  # one of them is enough
     problem = problem._replace(upstream=upstream)
-    seen = []
-    head_gradients = autograd.HeadGradients
-
-    def spy(tokens, *others, **keywords):
-        seen.append(tokens.computed.count)
-        return head_gradients(tokens, *others, **keywords)
-
-    monkeypatch.setattr(autograd, "HeadGradients", spy)
-    only_here = {"skip_ignored": True, "logits_cache_bytes": logits_cache_bytes}
+    products = Products()
+    only_here = {"skip_ignored": True, "logits_cache_bytes": logits_cache_bytes, "within": products}
     problem.check(backend, only_here=only_here, telemetry=True, softcap=softcap)
-    assert seen == [20]
+    assert products.logits_in_gradients(24) == 2 * 20 * 601
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_same_of_a_divergence(weighted, backend, device):
+    """But for a broken row, which is NaN whatever its upstream gradient."""
+    inputs, labels = make_inputs(40, 24, 16, 300, device, BF16), ignored_labels(slice(0, 4), 40, device)
+    inputs.upstream[::2] = 0.0
+    keywords = {"skip_ignored": True, "weighted": weighted, "within": (products := Products())}
+    inputs.check(backend, labels=labels, only_here=keywords)
+    assert products.logits_in_gradients(24) == 2 * 18 * 300
+    if weighted:  # rows without a weight are ignored, whatever is in them
+        return
+    temperature = torch.ones(40, device=device)
+    temperature[6] = 0.0
+    products.shapes.clear()
+    result = inputs.run(backend, labels=labels, temperature=temperature, **keywords)
+    assert products.logits_in_gradients(24) == 2 * 19 * 300
+    assert result.grad_hidden.isnan().any(dim=1).nonzero().flatten().tolist() == [6]
 
 
 @pytest.mark.parametrize("skip", [True, 14, False])
@@ -131,24 +168,12 @@ def test_a_broken_row_stays_nan_without_an_upstream_gradient(backend, device):
 
 def test_no_gradient_at_all(backend, device):
     problem = make_problem(12, 8, 30, device)
-    problem = problem._replace(upstream=Upstream(torch.zeros(12, device=device)))
-    result = problem.run(backend, skip_ignored=True)
-    assert not result.grad_hidden.any()
-    assert not result.grad_weight.any()
-
-
-@pytest.mark.parametrize("skip", ["yes", 2.0, None])
-def test_a_wrong_type_is_refused(skip, device):
-    problem = make_problem(4, 8, 20, device)
-    with pytest.raises(TypeError, match="skip_ignored must be a bool or an int, got"):
-        megatron_lce.linear_cross_entropy(*problem[:3], skip_ignored=skip)
-
-
-@pytest.mark.parametrize("skip", [-1, 5])
-def test_a_count_out_of_range_is_refused(skip, device):
-    problem = make_problem(4, 8, 20, device)
-    with pytest.raises(ValueError, match="skip_ignored must be at least 0 and at most the number of rows, 4, got"):
-        megatron_lce.linear_cross_entropy(*problem[:3], skip_ignored=skip)
+    nothing = torch.zeros(12, device=device)
+    heads = problem._replace(upstream=Upstream(nothing)), make_inputs(12, 8, 12, 30, device)._replace(upstream=nothing)
+    for head in heads:
+        result = head.run(backend, skip_ignored=True)
+        assert not result.grad_hidden.any()
+        assert not result.grad_weight.any()
 
 
 @pytest.mark.parametrize(
@@ -161,14 +186,7 @@ def test_blocks_of_tokens_outside(dtype, hidden_size, skip, logits_cache_bytes, 
     monkeypatch.setattr(plan, "WIDE_BLOCK", 16)
     problem = ignoring(make_problem(500, hidden_size, 140, device, dtype), slice(0, None, 9))
     only_here = {"skip_ignored": skip, "logits_cache_bytes": logits_cache_bytes, "workspace_bytes": 150_000}
-    lengths = []
-    product = autograd.grad_logits_slabs
-
-    def spy(problem, block, *others):
-        lengths.append(block.rows.stop - block.rows.start)
-        return product(problem, block, *others)
-
-    monkeypatch.setattr(autograd, "grad_logits_slabs", spy)
-    problem.check(backend, only_here=only_here)
-    assert len(lengths) > 1
-    assert sum(lengths) == (444 if skip else 500)
+    problem.check(backend, only_here=only_here | {"within": (products := Products())})
+    count, padded = 444 if skip else 500, -(-hidden_size // 8) * 8 if dtype == BF16 else hidden_size
+    assert products.logits_in_gradients(padded) == 2 * count * 140
+    assert max(size for m, k, n in products.shapes if n == padded for size in (m, k)) < count  # of tokens, at a time

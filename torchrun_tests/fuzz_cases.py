@@ -1,21 +1,21 @@
-"""What `run_fuzz.py` draws: one call of an operation, as a few numbers that its tensors follow from."""
+"""What `run_fuzz.py` draws, and what it adds to the tests' budgets."""
 
 import math
-from dataclasses import dataclass
-from itertools import accumulate, combinations
-from typing import Any, NamedTuple
+from itertools import combinations
+from typing import Any
 
 import harness  # noqa: F401  (finds the package, when started by hand from anywhere)
 import torch
+from checks import taken_by
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from megatron_lce.core.options import DIFFERENTIABLE
+from tests.cases import BF16, FP32, SOMEWHERE, Case, Share
+from tests.jsd_oracle import jsd_of_products, logits_of_products
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-DEFAULT_DTYPES = DTYPES | {"fp64": torch.float64}
+FP16 = torch.float16
 LAYOUTS = ("strided", "shifted", "sliced", "transposed")
+FEW = 64  # numbers of a gradient
 MOST_TOKENS_ALONE = 12
 MOST_LOGITS = 20_000  # tokens x columns: what Triton's interpreter does in well under a second
 
@@ -23,7 +23,7 @@ SCALES = st.sampled_from([1.0, 1.0, 0.25, -1.5, 0.0])
 SOFTCAPS = st.sampled_from([None, None, 0.5, 5.0, 30.0, 1e4])
 # One line a keyword. What an oracle takes as well is handed to it under the same name.
 COMMON: dict[str, st.SearchStrategy] = {
-    "temperature": st.sampled_from([1.0, 1.0, 0.3, 2.5, 100.0, "per token", "per token, some unusable"]),
+    "temperature": st.sampled_from([1.0, 1.0, 0.3, 2.5, 100.0, *SOMEWHERE]),
     "ignore_index": st.sampled_from([-100, -100, -1, 0, 3, 2**40]),
     "sequence_parallel": st.booleans(),
     "workspace_bytes": st.sampled_from([2**29, 2**29, 2**29, 2**18, 2**16, 1]),
@@ -34,7 +34,7 @@ CROSS_ENTROPY = COMMON | {
     "softcap": SOFTCAPS,
     "entropy": st.booleans(),
     "telemetry": st.booleans(),
-    "logits_dtype": st.sampled_from([None, None, torch.bfloat16]),
+    "logits_dtype": st.sampled_from([None, None, BF16]),
     "candidates": st.sampled_from([None, None, 1, 4, 30]),  # how many a token
     "skip_ignored": st.sampled_from([False, False, True, "count", "miscount"]),
     "reduce_grad_hidden": st.sampled_from([True, True, True, False]),
@@ -46,53 +46,8 @@ JSD = COMMON | {
     "teacher_logits_scale": SCALES,
     "student_softcap": SOFTCAPS,
     "teacher_softcap": SOFTCAPS,
+    "return_student": st.booleans(),
 }
-
-
-@dataclass(frozen=True)
-class Case:
-    """Of `linear_cross_entropy` and `linear_token_loss`; `shards` has as many ranks as the case runs on."""
-
-    seed: int
-    members: tuple[int, ...]  # of the team: those ranks, in this order
-    shape: tuple[int, ...]  # of labels
-    hidden_size: int
-    shards: tuple[int, ...]  # columns of each rank
-    reversed: bool  # the first rank has the last columns
-    pass_vocab_start: bool
-    padding: int  # columns at the end that are no vocabulary
-    dtype: str
-    fp32_weight: bool  # beside hidden of that dtype
-    layout: str  # of every tensor in memory
-    default_dtype: str  # torch's
-    pending: bool  # every tensor is one that a functional collective is still filling
-    logit_std: float
-    offset: float  # of all logits, about
-    ignored: float  # share of the rows
-    unowned: bool  # some rows have a label that nobody owns
-    upstream: tuple[str, ...]  # outputs that take part in the loss
-    poison: str  # "nan", "inf" or "-inf" as the upstream gradient at ignored rows and padding; "": finite
-    tail: int  # of `linear_logits_at`: 0: ids are [..., K]; else CSR, with this many ids behind the last offset
-    keywords: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class JsdCase(Case):
-    """Of `linear_jsd`; what `Case` says of hidden and weight goes for both heads."""
-
-    teacher_size: int
-    teacher_dtype: str
-    weighted: bool  # the weights of the tokens are known in forward
-
-
-class Tensors(NamedTuple):
-    """A case's tensors, whole, the same on every rank; both heads' where there are two."""
-
-    heads: tuple[tuple[Tensor, Tensor], ...]  # hidden [..., H], weight [V, H]
-    labels: Tensor
-    upstream: dict[str, Tensor | None]
-    poisoned: dict[str, Tensor | None]  # the same for the operation, with the case's poison where an output is 0
-    keywords: dict[str, Any]  # the case's, its words replaced by what they stand for
 
 
 @st.composite
@@ -115,7 +70,9 @@ def cases(draw: st.DrawFn, operation: str, ranks: int, team: int) -> Case:
     shape = draw(st.sampled_from([(tokens,), (tokens, 1), (2, tokens // 2), (tokens // 3, 3)]))
     if keywords["sequence_parallel"]:
         shape = (-(-shape[0] // ranks) * ranks, *shape[1:])
+    padding = draw(st.sampled_from([0, 0, 1, shards[-1], sum(shards) - 1]))
     fields = {
+        "operation": operation,
         "seed": draw(st.integers(0, 2**16)),
         "members": draw(st.sampled_from(list(combinations(range(team), ranks)))),
         "shape": shape,
@@ -123,11 +80,11 @@ def cases(draw: st.DrawFn, operation: str, ranks: int, team: int) -> Case:
         "shards": shards,
         "reversed": draw(st.booleans()),
         "pass_vocab_start": draw(st.booleans()),
-        "padding": draw(st.sampled_from([0, 0, 1, shards[-1], sum(shards) - 1])),
-        "dtype": draw(st.sampled_from(list(DTYPES))),
+        "vocab_size": sum(shards) - min(padding, sum(shards) - 1) if padding else None,
+        "dtype": draw(st.sampled_from([FP32, BF16, FP16])),
         "fp32_weight": operation != "linear_jsd" and draw(st.sampled_from([False, False, True])),
         "layout": draw(st.sampled_from(["contiguous", "contiguous", *LAYOUTS])),
-        "default_dtype": draw(st.sampled_from(["fp32", "fp32", "bf16", "fp16", "fp64"])),
+        "default_dtype": draw(st.sampled_from([FP32, FP32, BF16, FP16, torch.float64])),
         "pending": draw(st.booleans()),
         "logit_std": draw(st.sampled_from([2.0, 2.0, 0.0, 0.01, 20.0, 300.0])),
         "offset": draw(st.sampled_from([0.0, 0.0, 30.0, -1e3, 1e4])),
@@ -135,19 +92,17 @@ def cases(draw: st.DrawFn, operation: str, ranks: int, team: int) -> Case:
         "unowned": draw(st.booleans()),
         "upstream": tuple(sorted(draw(st.sets(st.sampled_from(outputs), min_size=1)))),
         "poison": draw(st.sampled_from(["", "", "nan", "inf", "-inf"])),
-        "tail": draw(st.sampled_from([0, 0, 1, 7])) if operation == "linear_logits_at" else 0,
+        "bits": True,
         "keywords": keywords,
     }
     if operation == "linear_logits_at":
         fields["upstream"] = ("candidate_logprobs", "logprobs")  # of the logits, and of `support_logprobs`
-    if operation != "linear_jsd":
-        return Case(**fields)
-    return JsdCase(
-        **fields,
-        teacher_size=draw(st.sampled_from([1, 8, 40])),
-        teacher_dtype=draw(st.sampled_from(list(DTYPES))),
-        weighted=draw(st.booleans()),
-    )
+        fields["tail"] = draw(st.sampled_from([0, 0, 1, 7]))
+    if operation == "linear_jsd":
+        fields["teacher_size"] = draw(st.sampled_from([1, 8, 40]))
+        fields["teacher_dtype"] = draw(st.sampled_from([FP32, BF16, FP16]))
+        fields["weighted"] = draw(st.booleans())
+    return Case(**fields)
 
 
 @st.composite
@@ -160,127 +115,69 @@ def _shards(draw: st.DrawFn, ranks: int, most: int) -> tuple[int, ...]:
     return tuple(draw(size) for _ in range(ranks))
 
 
-def starts_of(case: Case) -> list[int]:
-    """The first column of each rank."""
-    order = list(reversed(case.shards)) if case.reversed else list(case.shards)
-    starts = [0, *accumulate(order)][:-1]
-    return list(reversed(starts)) if case.reversed else starts
+def rounding(share: Share, expected: Any) -> dict[str, float]:
+    """What the budgets leave out because other inputs show it seldom: errors of gradients that nearly cancel.
 
-
-def vocab_size_of(case: Case) -> int | None:
-    return sum(case.shards) - min(case.padding, sum(case.shards) - 1) if case.padding else None
-
-
-def build(case: Case, device: torch.device) -> Tensors:
-    generator = torch.Generator().manual_seed(case.seed)
-    sizes = [(case.hidden_size, case.dtype)]
-    if isinstance(case, JsdCase):
-        sizes.append((case.teacher_size, case.teacher_dtype))
-    heads = tuple(_head(case, size, DTYPES[dtype], generator, device) for size, dtype in sizes)
-    valid = vocab_size_of(case) or sum(case.shards)
-    keywords = {name: value for name, value in case.keywords.items() if value is not None}
-    ignore_index = keywords["ignore_index"]
-    labels = torch.randint(valid, case.shape, generator=generator)
-    if case.unowned and not isinstance(case, JsdCase):
-        nobody = torch.tensor([-1, valid, sum(case.shards), 2**40, -(2**63)])
-        some = torch.rand(case.shape, generator=generator) < 0.2
-        labels = torch.where(some, nobody[torch.randint(len(nobody), case.shape, generator=generator)], labels)
-    labels = torch.where(torch.rand(case.shape, generator=generator) < case.ignored, ignore_index, labels)
-    if str(keywords["temperature"]).startswith("per token"):
-        temperature = torch.rand(case.shape, generator=generator) * 2 + 0.3
-        if "unusable" in keywords["temperature"]:
-            wrong = torch.tensor([0.0, -1.0, float("nan"), float("inf")])[
-                torch.randint(4, case.shape, generator=generator)
-            ]
-            temperature = torch.where(torch.rand(case.shape, generator=generator) < 0.2, wrong, temperature)
-        keywords["temperature"] = temperature.to(device)
-    if isinstance(keywords.get("skip_ignored"), str):
-        count = int((labels != ignore_index).sum())
-        right = keywords["skip_ignored"] == "count"
-        keywords["skip_ignored"] = count if right else count - 1 if count else labels.numel()
-    upstream = {
-        name: torch.randn(case.shape, generator=generator).to(device) if name in case.upstream else None
-        for name in DIFFERENTIABLE
+    A probability is wrong by an eps of its logit, and more by some of that logit's distance from the largest; a
+    gradient by that, times what upstream and the other factor of its product amount to, however small the gradient is.
+    A sum over ranks rounds each rank's part, and the roundings of a few numbers do not average. A logit that is kept is
+    wrong by an eps of the dtype, which is much beside a small softcap: the cap's derivative is taken of it. And
+    probabilities of kept logits do not sum to one. Gradients of logits, and results, that are subnormal in fp16 are
+    rounded to multiples of one number, as eager's are.
+    """
+    case, whole, keywords = share.case, share.whole, share.whole.keywords
+    hidden, weight = (tensor.double() for tensor in whole.heads[0])
+    temperature = torch.as_tensor(keywords["temperature"], dtype=torch.float64, device=hidden.device)
+    factor = (abs(keywords.get("logits_scale", keywords.get("student_logits_scale", 1.0))) / temperature).nan_to_num(
+        0, 0, 0
+    )
+    largest, spread = logits_range(share, temperature)
+    given = {
+        name: gradient.double().abs() for name, gradient in whole.upstream._asdict().items() if gradient is not None
     }
-    if width := keywords.get("candidates"):
-        ids = torch.randint(-1, valid, (*case.shape, width), generator=generator)
-        ids[..., 0] = torch.where((labels >= 0) & (labels < valid), labels, ids[..., 0])
-        keywords["candidates"] = ids.to(device)
-        grad = torch.randn(ids.shape, generator=generator).to(device)
-        upstream["candidate_logprobs"] = grad if "candidate_logprobs" in case.upstream else None
-    labels = labels.to(device)
-    return Tensors(heads, labels, upstream, _poisoned(case, upstream, labels, keywords), keywords)
+    upstream = sum(gradient.sum(-1) if name == "candidate_logprobs" else gradient for name, gradient in given.items())
+    size = float((upstream * factor).norm()) * (1 + math.log(len(weight)) + spread * (case.operation == "linear_jsd"))
+    eps, own_eps = torch.finfo(torch.float32).eps, torch.finfo(case.dtype).eps
+    keeps = share.ranks.backend == "triton" and case.dtype != FP32 and not case.fp32_weight
+    keeps = keeps and (keywords.get("logits_cache_bytes") or case.operation == "linear_token_loss")
+    step = torch.finfo(case.dtype).smallest_normal * own_eps  # of subnormal numbers
+    num_logits = whole.labels.numel() * len(weight)
+    of_cap = 0.0
+    if keeps and keywords.get("softcap") and temperature.numel():
+        of_cap = min(1.0, own_eps * 2 * float(temperature.nan_to_num(0, 0, 0).max()) / keywords["softcap"])
+    floors = {}
+    for name, other, part in (("grad_hidden", weight, share.rows), ("grad_weight", hidden, share.columns)):
+        exact = getattr(expected, name)[part]
+        error = eps * (4 * (1 + spread) + largest / 2) + of_cap + own_eps * bool(keeps)
+        error += own_eps * (exact.numel() < FEW or (name == "grad_hidden" and share.ranks.number > 1))
+        largest_row = float(other.norm(dim=-1).max()) if other.numel() else 0.0
+        error = error * size * largest_row + step / 2 * (num_logits**0.5 * largest_row + exact.numel() ** 0.5)
+        floors[name] = error / max(float(exact[~exact.isnan()].norm()), 1e-300)
+    if case.operation == "linear_jsd":
+        of_tokens, weights = loss_rounding(share), next(iter(given.values()))
+        floors["loss"] = float((of_tokens * weights).sum() if case.weighted else max([0.0, *of_tokens.flatten()]))
+    return floors
 
 
-def _poisoned(
-    case: Case, upstream: dict[str, Tensor | None], labels: Tensor, keywords: dict[str, Any]
-) -> dict[str, Tensor | None]:
-    """The upstream gradients with the case's poison at ignored rows and at padded candidates."""
-    if not case.poison:
-        return upstream
-    ignored, ids = labels == keywords["ignore_index"], keywords.get("candidates")
-    poisoned = dict(upstream)
-    for name, gradient in upstream.items():
-        if gradient is None:
-            continue
-        nothing = ignored
-        if name == "candidate_logprobs":
-            assert ids is not None
-            nothing = ids < 0  # `linear_logits_at` has no ignored rows
-            if "entropy" in keywords:
-                nothing = nothing | ignored[..., None]
-        poisoned[name] = gradient.masked_fill(nothing, float(case.poison))
-    return poisoned
+def loss_rounding(share: Share) -> Tensor:
+    """What an fp32 rounding of every product makes of each token's loss: much where heads are far apart."""
+    options = taken_by(jsd_of_products, share.keywords | {"labels": share.whole.labels})
+    products = [(hidden.double() @ weight.double().T).requires_grad_() for hidden, weight in share.whole.heads]
+    gradients = torch.autograd.grad(jsd_of_products(*products, **options).sum(), products)
+    of_each = zip(products, gradients, strict=True)
+    terms = torch.cat([product.detach() * gradient for product, gradient in of_each], dim=-1)
+    return torch.finfo(torch.float32).eps * terms.abs().nan_to_num(0, 0, 0).sum(-1)
 
 
-def _head(
-    case: Case, hidden_size: int, dtype: torch.dtype, generator: torch.Generator, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Hidden and weight whose products have the case's spread and offset, within what fp16 holds."""
-    hidden = torch.randn(*case.shape, hidden_size, generator=generator)
-    weight = torch.randn(sum(case.shards), hidden_size, generator=generator) * (case.logit_std / hidden_size**0.5)
-    if case.offset and hidden_size > 1:
-        hidden[..., 0] = abs(case.offset) ** 0.5
-        weight[:, 0] = case.offset / abs(case.offset) ** 0.5
-    if case.keywords.get("logits_dtype") is not None:  # fp32 is to hold the products, so that all round them alike
-        hidden, weight = _on_a_grid(hidden, 31), _on_a_grid(weight, 127)
-    return hidden.to(device, dtype), weight.to(device, torch.float32 if case.fp32_weight else dtype)
-
-
-def _on_a_grid(tensor: Tensor, steps: int) -> Tensor:
-    """Multiples, at most so many, of a power of two."""
-    largest = float(tensor.abs().max()) if tensor.numel() else 0.0
-    step = 2.0 ** math.ceil(math.log2(largest / steps)) if largest else 1.0
-    return (tensor / step).round() * step
-
-
-def laid_out(tensor: Tensor, layout: str) -> Tensor:
-    """The same numbers elsewhere in memory, by operations whose gradient is exact."""
-    if layout == "strided":  # every second element of a wider tensor
-        return torch.stack((tensor, tensor.detach()), dim=-1)[..., 0]
-    if layout == "shifted":  # one element off any alignment
-        return torch.cat((tensor.new_zeros(1), tensor.reshape(-1)))[1:].view(tensor.shape)
-    if layout == "sliced":  # rows further apart than they are long, and nothing between them to be read
-        poison = torch.full_like(tensor, torch.nan if tensor.is_floating_point() else -7)
-        return torch.cat((tensor, poison), dim=-1)[..., : tensor.shape[-1]]
-    if layout == "transposed":
-        return tensor.transpose(0, -1).contiguous().transpose(0, -1)
-    return tensor
-
-
-class _Pending(torch.autograd.Function):
-    """What torch's functional collectives that have a gradient return."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return AsyncCollectiveTensor(tensor.view_as(tensor))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
-
-
-def as_drawn(case: Case, tensor: Tensor) -> Tensor:
-    """The same numbers as the case has them."""
-    tensor = laid_out(tensor, case.layout)
-    return _Pending.apply(tensor) if case.pending else tensor
+def logits_range(share: Share, temperature: Tensor) -> tuple[float, float]:
+    """The largest logit of any head, and the largest difference of two of a row."""
+    largest = spread = 0.0
+    for (hidden, weight), head in zip(share.whole.heads, ("student_", "teacher_"), strict=False):
+        prefix = head if len(share.whole.heads) > 1 else ""
+        form = share.keywords.get(f"{prefix}logits_scale", 1.0), share.keywords.get(f"{prefix}softcap")
+        logits = logits_of_products(hidden.double() @ weight.double().T, *form)
+        logits = (logits / (temperature[..., None] if temperature.dim() else temperature)).nan_to_num(0, 0, 0)
+        if logits.numel():
+            largest = max(largest, float(logits.abs().max()))
+            spread = max(spread, float((logits.amax(-1) - logits.amin(-1)).max()))
+    return largest, spread

@@ -1,227 +1,215 @@
-"""The problems of `run_parity.py`: shapes, shards, options and what is done to the inputs."""
+"""The cases of `run_parity.py`: what may go wrong over several ranks, one line each."""
 
-import itertools
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+import dataclasses
 
 import torch
 
-from tests.oracle import Upstream, random_upstream
+from tests.cases import BF16, FP32, SEQUENCE, Case, Whole, case, uneven
 
-BF16 = torch.bfloat16
-HIDDEN_SIZE = 24
-SEQUENCE = 12  # divisible by 1, 2, 3 and 4 ranks
-
-
-@dataclass(frozen=True)
-class Case:
-    """One problem; functions take the number of ranks."""
-
-    name: str
-    shape: tuple[int, ...] = (SEQUENCE, 1)  # of labels
-    shards: Callable[[int], list[int]] = lambda ranks: [20] * ranks
-    vocab_size: Callable[[int], int] | None = None
-    hidden_size: int = HIDDEN_SIZE
-    dtype: torch.dtype = torch.float32
-    sequence_parallel: bool = False
-    pass_vocab_start: bool = False
-    workspace_bytes: int = 2**29
-    logits_cache_bytes: int = 0
-    skip_ignored: bool | str = False  # "count": the number that the labels have
-    default_dtype: torch.dtype = torch.float32  # torch's, around the call
-    wide_block: int | None = None  # how few tokens a block of backward's outer loop may hold
-    change: Callable[["Problem"], None] | None = None  # edits the problem in place
-    keywords: dict[str, Any] = field(default_factory=dict)
+WIDE = (SEQUENCE, 3)
+BETWEEN = 0.3
+TOKEN_LOSS, JSD, IDS = "linear_token_loss", "linear_jsd", "linear_logits_at"
 
 
-class Problem:
-    """The whole problem, equal on every rank, and where its shards lie."""
-
-    def __init__(self, case: Case, ranks: int, device: torch.device) -> None:
-        generator = torch.Generator().manual_seed(1234)
-        sizes = case.shards(ranks)
-        self.starts = [0, *itertools.accumulate(sizes)]
-        vocabulary = self.starts[-1]
-        self.vocab_size = case.vocab_size(ranks) if case.vocab_size else None
-        hidden = torch.randn(*case.shape, case.hidden_size, generator=generator)
-        weight = torch.randn(vocabulary, case.hidden_size, generator=generator) * 0.5
-        self.hidden = hidden.to(device, case.dtype)
-        self.weight = weight.to(device, case.dtype)
-        self.labels = torch.randint(self.vocab_size or vocabulary, case.shape, generator=generator).to(device)
-        upstream = random_upstream(case.shape, generator, entropy=case.keywords.get("entropy", True))
-        self.upstream = Upstream(*(None if u is None else u.to(device) for u in upstream))
-        self.keywords: dict[str, Any] = {}
-        if case.change is not None:
-            case.change(self)
+def sizes(columns: int):
+    return lambda ranks: [columns] * ranks
 
 
-def sequence_shard(case: Case, rank: int, ranks: int) -> slice:
-    if not case.sequence_parallel:
-        return slice(None)
-    length = case.shape[0] // ranks
-    return slice(rank * length, (rank + 1) * length)
+def of_128(ranks: int) -> list[int]:
+    """Shards that are cut where the bits of the whole stay the same."""
+    return [128 * (1 + rank % 2) for rank in range(ranks - 1)] + [77]
 
 
-def first_columns(problem: Problem) -> None:
+def nearly_all_of_20(ranks: int) -> int:
+    """A vocabulary without a column of the last shard."""
+    return max(20 * (ranks - 1) - 3, 5)
+
+
+def five(ranks: int) -> int:
+    return 5
+
+
+def first_columns(whole: Whole) -> None:
     """Every label is the first column of a shard: the next rank's labels lie just past this one's last tile."""
-    starts = torch.tensor(problem.starts[:-1], device=problem.labels.device)
-    problem.labels = starts.repeat(problem.labels.numel())[: problem.labels.numel()].view_as(problem.labels)
+    starts = torch.tensor(whole.case.starts, device=whole.labels.device)
+    whole.labels.copy_(starts.repeat(whole.labels.numel())[: whole.labels.numel()].view_as(whole.labels))
 
 
-def very_negative(problem: Problem) -> None:
-    problem.hidden[..., 0] = 100.0
-    problem.weight[:, 0] = -100.0
-
-
-def ignore_some(problem: Problem) -> None:
-    problem.labels[::3] = -100
-
-
-def ignore_all(problem: Problem) -> None:
-    problem.labels.fill_(-100)
-
-
-def no_upstream_for_some(problem: Problem) -> None:
-    for grad in problem.upstream:
+def no_upstream_for_some(whole: Whole) -> None:
+    for grad in whole.upstream:
         if grad is not None:
             grad[::2] = 0.0
 
 
-def token_temperature(problem: Problem) -> None:
-    ramp = torch.linspace(0.5, 2.0, problem.labels.numel(), device=problem.labels.device)
-    problem.keywords["temperature"] = ramp.view_as(problem.labels)
-
-
-def unusable_temperature(problem: Problem) -> None:
-    token_temperature(problem)
-    problem.keywords["temperature"].view(-1)[:3] = torch.tensor([0.0, -1.0, float("nan")])
-
-
-def unowned_labels(problem: Problem) -> None:
-    end = problem.vocab_size or problem.starts[-1]
-    problem.labels.view(-1)[:4] = torch.tensor([-1, end, problem.starts[-1], 2**40])
-
-
-def tied_maxima(problem: Problem) -> None:
+def tied_maxima(whole: Whole) -> None:
     """Two shards' first rows are equal and the largest by far."""
-    for start in problem.starts[:-1]:
-        problem.weight[start] = 3.0
-    problem.hidden.abs_()
+    hidden, weight = whole.heads[0]
+    weight[whole.case.starts] = 3.0
+    hidden.abs_()
 
 
-def exact_products(problem: Problem) -> None:
-    """Few bits a number: fp32 holds every sum of products, so that all round them alike."""
-    problem.hidden = (problem.hidden.float() * 8).round().div(8).to(problem.hidden.dtype)
-    problem.weight = (problem.weight.float() * 64).round().clamp(-127, 127).div(64).to(problem.weight.dtype)
+def nan_in_one_teacher_column(whole: Whole) -> None:
+    """Only one rank computes with it; every rank's rows must be NaN."""
+    whole.heads[1][1][1, 0] = torch.nan
 
 
-def hidden_in_bf16(problem: Problem) -> None:
-    """Beside a weight in fp32."""
-    problem.hidden = problem.hidden.to(BF16)
+def nan_in_one_teacher_row(whole: Whole) -> None:
+    whole.heads[1][0][1, 0, 0] = torch.nan
 
 
-def uneven(ranks: int) -> list[int]:
-    return [13 + 9 * (rank % 2) + rank for rank in range(ranks)]
-
-
-TELEMETRY = {"telemetry": True}
+SP = {"sequence_parallel": True}
+PER_TOKEN, UNUSABLE = {"temperature": "per token"}, {"temperature": "per token, some unusable"}
+TELEMETRY, SOME = {"telemetry": True}, {"ignored": 0.3}
+KEPT, SKIPPED, COUNTED = {"logits_cache_bytes": 2**20}, {"skip_ignored": True}, {"skip_ignored": "count"}
 ROUNDED = {"logits_dtype": BF16, "temperature": 0.7}
+ASKED = {"bits": True, "telemetry": True, "candidates": 5}
 CASES = [
-    Case("even shards"),
-    Case("even shards, b=3", shape=(SEQUENCE, 3)),
-    Case("one dimension of tokens", shape=(7,)),
-    Case("uneven shards", (SEQUENCE, 3), shards=uneven, pass_vocab_start=True, change=ignore_some, keywords=TELEMETRY),
-    Case("labels in the next rank's first column", shards=uneven, pass_vocab_start=True, change=first_columns),
-    Case("labels in the next rank's first column, whole tiles", shards=lambda n: [256] * n, change=first_columns),
-    Case("padded columns", vocab_size=lambda ranks: 20 * ranks - 3),
-    Case("a shard that is all padding", vocab_size=lambda ranks: max(20 * (ranks - 1) - 3, 5), keywords=TELEMETRY),
-    Case("all padding, default bf16", vocab_size=lambda n: 5, keywords=TELEMETRY, default_dtype=BF16),
-    Case("all padding, default fp64", vocab_size=lambda n: 5, dtype=BF16, default_dtype=torch.float64),
-    Case("a shard that is all padding, sequence parallel", vocab_size=lambda n: 5, sequence_parallel=True),
-    Case("all logits near -10000", change=very_negative),
-    Case("some rows ignored", change=ignore_some),
-    Case("all rows ignored", change=ignore_all),
-    Case("sequence parallel", sequence_parallel=True),
-    Case("sequence parallel, b=3", (SEQUENCE, 3), sequence_parallel=True, change=ignore_some, keywords=TELEMETRY),
-    Case("sequence parallel, uneven", shards=uneven, pass_vocab_start=True, sequence_parallel=True),
-    Case("temperature per token", shape=(SEQUENCE, 3), change=token_temperature, keywords=TELEMETRY),
-    Case("temperature per token, sequence parallel", change=token_temperature, sequence_parallel=True),
-    Case("unusable temperatures", change=unusable_temperature),
-    Case(
-        "softcap, logits_scale, temperature",
-        keywords={"softcap": 3.0, "logits_scale": 0.7, "temperature": 1.6, "telemetry": True},
-    ),
-    Case("without entropy", keywords={"entropy": False}),
-    Case("telemetry", keywords=TELEMETRY),
-    Case("telemetry, tied maxima across ranks", keywords=TELEMETRY, change=tied_maxima),
-    Case("unowned labels", change=unowned_labels),
-    Case("unowned labels, sequence parallel, padding", change=unowned_labels, vocab_size=lambda n: 5 * n),
-    Case("no tokens", shape=(0, 3)),
-    Case("no tokens, sequence parallel", shape=(0, 3), sequence_parallel=True),
-    Case("one token, H=1, V_local=1", shape=(1,), hidden_size=1, shards=lambda ranks: [1] * ranks),
-    Case("blocks of tokens", shape=(144,), shards=lambda n: [600] * n, workspace_bytes=2**17),
-    Case("blocks of tokens, bf16", shape=(144,), shards=lambda n: [600] * n, workspace_bytes=2**16, dtype=BF16),
-    Case("bf16", dtype=BF16),
-    Case("bf16, sequence parallel", shape=(SEQUENCE, 3), dtype=BF16, sequence_parallel=True),
-    Case("bf16, uneven, b=3", shape=(SEQUENCE, 3), dtype=BF16, shards=uneven, pass_vocab_start=True),
-    Case("fp16", dtype=torch.float16),
-    Case("a cache of one tile", shards=lambda n: [600] * n, logits_cache_bytes=12 * 256 * 3, dtype=BF16),
-    Case("sequence parallel, cached", dtype=BF16, sequence_parallel=True, logits_cache_bytes=2**20),
-    Case(
-        "everything cached",
-        shards=uneven,
-        pass_vocab_start=True,
-        logits_cache_bytes=2**20,
-        dtype=BF16,
-        keywords=TELEMETRY,
-    ),
-    Case("skipped", shards=uneven, pass_vocab_start=True, skip_ignored=True, change=ignore_some),
-    Case("skipped, sequence parallel", (SEQUENCE, 3), skip_ignored=True, sequence_parallel=True, change=ignore_some),
-    Case("counted, sequence parallel", skip_ignored="count", sequence_parallel=True, change=ignore_some, dtype=BF16),
-    Case("skipped, cached", skip_ignored=True, logits_cache_bytes=2**20, dtype=BF16, change=ignore_some),
-    Case(
+    case("even shards"),
+    case("even shards, b=3", shape=WIDE),
+    case("one dimension of tokens", shape=(7,)),
+    case("uneven shards", shape=WIDE, shards=uneven, **SOME, **TELEMETRY),
+    case("labels in the next rank's first column", shards=uneven, change=first_columns),
+    case("labels in the next rank's first column, whole tiles", shards=sizes(256), change=first_columns),
+    case("padded columns", vocab_size=lambda ranks: 20 * ranks - 3),
+    case("a shard that is all padding", vocab_size=nearly_all_of_20, **TELEMETRY),
+    case("all padding, default bf16", vocab_size=five, default_dtype=BF16, **TELEMETRY),
+    case("all padding, default fp64", vocab_size=five, dtype=BF16, default_dtype=torch.float64),
+    case("a shard that is all padding, sequence parallel", vocab_size=five, **SP),
+    case("all logits near -10000", offset=-1e4),
+    case("some rows ignored", **SOME),
+    case("all rows ignored", ignored=1.0),
+    case("sequence parallel", **SP),
+    case("sequence parallel, b=3", shape=WIDE, **SP, **SOME, **TELEMETRY),
+    case("sequence parallel, uneven", shards=uneven, **SP),
+    case("temperature per token", shape=WIDE, **PER_TOKEN, **TELEMETRY),
+    case("temperature per token, sequence parallel", **PER_TOKEN, **SP),
+    case("unusable temperatures", **UNUSABLE),
+    case("softcap, logits_scale, temperature", softcap=3.0, logits_scale=0.7, temperature=1.6, telemetry=True),
+    case("without entropy", entropy=False),
+    case("telemetry", **TELEMETRY),
+    case("telemetry, tied maxima across ranks", change=tied_maxima, **TELEMETRY),
+    case("unowned labels", unowned=True),
+    case("unowned labels, sequence parallel, padding", unowned=True, vocab_size=lambda n: 5 * n, **SP),
+    case("no tokens", shape=(0, 3)),
+    case("no tokens, sequence parallel", shape=(0, 3), **SP),
+    case("one token, H=1, V_local=1", shape=(1,), hidden_size=1, shards=sizes(1)),
+    case("blocks of tokens", shape=(144,), shards=sizes(600), workspace_bytes=2**17),
+    case("blocks of tokens, bf16", shape=(144,), shards=sizes(600), workspace_bytes=2**16, dtype=BF16),
+    case("bf16", dtype=BF16),
+    case("bf16, sequence parallel", shape=WIDE, dtype=BF16, **SP),
+    case("bf16, uneven, b=3", shape=WIDE, dtype=BF16, shards=uneven),
+    case("fp16", dtype=torch.float16),
+    case("a cache of one tile", shards=sizes(600), logits_cache_bytes=12 * 256 * 3, dtype=BF16),
+    case("sequence parallel, cached", dtype=BF16, **SP, **KEPT),
+    case("everything cached", shards=uneven, dtype=BF16, **KEPT, **TELEMETRY),
+    case("skipped", shards=uneven, **SKIPPED, **SOME),
+    case("skipped, sequence parallel", shape=WIDE, **SKIPPED, **SP, **SOME),
+    case("counted, sequence parallel", dtype=BF16, **COUNTED, **SP, **SOME),
+    case("skipped, cached", dtype=BF16, **SKIPPED, **KEPT, **SOME),
+    case(
         "skipped, cached, a tile at first",
-        (40,),
+        shape=(40,),
         shards=lambda n: [600 - 400 * (rank == 1) for rank in range(n)],
-        pass_vocab_start=True,
-        skip_ignored=True,
-        logits_cache_bytes=2**20,
         workspace_bytes=200_000,
         dtype=BF16,
-        change=ignore_some,
+        **SKIPPED,
+        **KEPT,
+        **SOME,
     ),
-    Case(
-        "skipped, cached, a shard that is all padding",  # has no cache, and no slab to begin with
-        vocab_size=lambda n: 5,
-        sequence_parallel=True,
-        skip_ignored=True,
-        logits_cache_bytes=2**20,
-        dtype=BF16,
-        change=ignore_some,
+    # Has no cache, and no slab to begin with.
+    case("skipped, cached, all padding", vocab_size=five, dtype=BF16, **SKIPPED, **KEPT, **SP, **SOME),
+    case("skipped, all", ignored=1.0, **SKIPPED, **SP),
+    case("skipped, no upstream", change=no_upstream_for_some, **SKIPPED, **TELEMETRY),
+    case("blocks of tokens outside", shape=(144,), workspace_bytes=2**17, wide_block=16, shards=uneven),
+    case("blocks of shards", shape=(144,), workspace_bytes=2**16, wide_block=16, dtype=BF16, **SP),
+    case("fp32 weight, bf16 hidden", shards=uneven, dtype=BF16, fp32_weight=True, **TELEMETRY),
+    case("fp32 weight, sequence parallel", shape=(144,), dtype=BF16, fp32_weight=True, workspace_bytes=2**17, **SP),
+    case("rounded", shards=uneven, **ROUNDED),
+    case("rounded, cached", shards=sizes(300), dtype=BF16, logits_cache_bytes=12 * 300 * 2, **SP, **ROUNDED),
+    case("reduce_grad_hidden=False", reduce_grad_hidden=False),
+    case("candidates", candidates=6, **PER_TOKEN, **SKIPPED),
+    case(
+        "candidates, uneven", shape=(12, 2), shards=uneven, vocab_size=lambda n: 13 * n - 2, candidates=6, **PER_TOKEN
     ),
-    Case("skipped, all", skip_ignored=True, sequence_parallel=True, change=ignore_all),
-    Case("skipped, no upstream", skip_ignored=True, change=no_upstream_for_some, keywords=TELEMETRY),
-    Case(
-        "blocks of tokens outside", (144,), workspace_bytes=2**17, wide_block=16, shards=uneven, pass_vocab_start=True
-    ),
-    Case("blocks of shards", (144,), sequence_parallel=True, workspace_bytes=2**16, wide_block=16, dtype=BF16),
-    Case("fp32 weight, bf16 hidden", shards=uneven, pass_vocab_start=True, change=hidden_in_bf16, keywords=TELEMETRY),
-    Case(
-        "fp32 weight, sequence parallel", (144,), sequence_parallel=True, workspace_bytes=2**17, change=hidden_in_bf16
-    ),
-    Case("rounded", shards=uneven, pass_vocab_start=True, change=exact_products, keywords=ROUNDED),
-    Case(
-        "rounded, cached, sequence parallel",
-        shards=lambda n: [300] * n,
-        change=exact_products,
-        dtype=BF16,
-        sequence_parallel=True,
-        logits_cache_bytes=12 * 300 * 2,
-        keywords=ROUNDED,
-    ),
+    case("candidates, all padding", vocab_size=five, candidates=6, **PER_TOKEN, **SKIPPED, **SP),
+    case("candidates, bf16", shape=WIDE, dtype=BF16, softcap=4.0, candidates=6, **PER_TOKEN, **SKIPPED, **SP),
 ]
+# Outputs are those of one rank to the last bit, and logprobs those without gradients.
+BITS = [
+    case("bits, fp32", shards=of_128, **ASKED),
+    case("bits, bf16", shards=of_128, dtype=BF16, **ASKED),
+    case("bits, rounded", shards=of_128, dtype=BF16, logits_dtype=BF16, **ASKED),
+    case("bits, fp32 weight", shards=of_128, dtype=BF16, fp32_weight=True, **ASKED),
+]
+# In blocks: on triton of 128 tokens' logits, which fp32 does not keep.
+FEW = {"workspace_bytes": {"torch": 120_000, "triton": 26_000}}
+OF_TOKEN_LOSS = [
+    case("skipped", shape=(144,), shards=uneven, workspace_bytes=120_000, **SKIPPED),
+    case("sequence parallel", shape=(144, 2), dtype=BF16, shards=uneven, **SP, **FEW),
+    case("sequence parallel, skipped", shape=(144, 2), dtype=BF16, shards=uneven, **SP, **SKIPPED, **FEW),
+    case("a shard of padding", shape=(36,), vocab_size=five, workspace_bytes=120_000, **SP),
+]
+OF_TOKEN_LOSS = [
+    dataclasses.replace(c, operation=TOKEN_LOSS, ignored=0.3, keywords=c.keywords | TELEMETRY) for c in OF_TOKEN_LOSS
+]
+OF_IDS = [
+    case("even shards"),
+    case("uneven, padded", shape=(12, 2), shards=uneven, vocab_size=lambda n: 13 * n - 2, workspace_bytes=1),
+    case("a shard that is all padding, sequence parallel", vocab_size=five, **SP),
+    case("bf16, sequence parallel", shape=WIDE, dtype=BF16, softcap=4.0, workspace_bytes=1, **SP),
+]
+OF_IDS = [dataclasses.replace(c, operation=IDS, keywords=c.keywords | PER_TOKEN | {"candidates": 7}) for c in OF_IDS]
 
 
-def verdict(error: float, allowed: float) -> tuple[bool, str]:
-    return error <= allowed, f"error {error:.2e}, allowed {allowed:.1e}"
+def jsd(name: str, *betas: float, **words) -> list[Case]:
+    """Between the ends of beta and at them ranks exchange other numbers, at either end the same ones."""
+    words = {"operation": JSD, "shape": (SEQUENCE, 2), "logit_std": 2.0} | words
+    return [case(f"jsd, beta {beta}: {name}", beta=beta, **words) for beta in betas]
+
+
+STUDENT, KNOWN = {"return_student": True, "teacher_temperature": 1.5}, {"weighted": True}
+FORMS = {"student_logits_scale": 0.7, "student_softcap": 3.0, "teacher_logits_scale": -1.5, "teacher_softcap": 5.0}
+FORMS |= {"temperature": 1.6, "teacher_temperature": 0.8}
+OF_JSD = [
+    *jsd("even shards", 0, BETWEEN, 1),
+    *jsd("uneven shards, temperature per token", BETWEEN, 1, shards=uneven, **PER_TOKEN),
+    *jsd("the student's outputs, uneven shards, temperature per token", 0.5, shards=uneven, **PER_TOKEN, **STUDENT),
+    *jsd("shards wider than a kernel's tile", 0, BETWEEN, shards=sizes(300)),
+    *jsd("padded columns, some rows ignored", BETWEEN, 1, vocab_size=lambda ranks: 20 * ranks - 3, **SOME),
+    *jsd("a shard that is all padding", BETWEEN, 1, vocab_size=nearly_all_of_20),
+    *jsd("the student's outputs, a shard that is all padding", 0.5, vocab_size=nearly_all_of_20, **STUDENT),
+    *jsd("all padding, sequence parallel", 0, BETWEEN, vocab_size=five, **SP),
+    *jsd("all rows ignored", BETWEEN, ignored=1.0),
+    *jsd("NaN rows", BETWEEN, 1, **UNUSABLE, **SOME),
+    *jsd("NaN in one shard of the teacher's weight", 0, BETWEEN, change=nan_in_one_teacher_column),
+    *jsd("NaN in the teacher's hidden", BETWEEN, 1, change=nan_in_one_teacher_row, **SP),
+    *jsd("sequence parallel, uneven, ignored", BETWEEN, 1, shards=uneven, **SP, **SOME),
+    *jsd("sequence parallel, NaN rows", BETWEEN, **SP, **UNUSABLE),
+    *jsd("skipped, uneven", 0, BETWEEN, shards=uneven, **SOME, **SKIPPED),
+    *jsd("the student's outputs, skipped, uneven", 0.5, shards=uneven, **SOME, **SKIPPED, **STUDENT),
+    *jsd("skipped, sequence parallel, counted", BETWEEN, 1, **SP, **SOME, **COUNTED),
+    *jsd("skipped, all ignored, all padding", BETWEEN, vocab_size=five, ignored=1.0, **SKIPPED),
+    *jsd("known weights, uneven", 0, shards=uneven, **SOME, **KNOWN),
+    *jsd("known weights, NaN in one shard of the teacher's", 0, change=nan_in_one_teacher_column, **KNOWN),
+    *jsd("known weights, skipped, padding", 0, 1, vocab_size=five, **SOME, **SKIPPED, **KNOWN),
+    *jsd("the student's, known weights, skipped", 0.5, vocab_size=five, **SOME, **SKIPPED, **KNOWN, **STUDENT),
+    *jsd(
+        "known weights, sequence parallel, blocks, the student's outputs",
+        *(0, BETWEEN),
+        shape=(192,),
+        shards=sizes(60),
+        dtype=BF16,
+        workspace_bytes=2**18 + 2**17,
+        **SP,
+        **KNOWN,
+        **STUDENT,
+    ),
+    *jsd("known weights, skipped", BETWEEN, workspace_bytes=2**14, **SP, **SOME, **COUNTED, **KNOWN),
+    *jsd("known weights, all ignored", BETWEEN, ignored=1.0, **SP, **SKIPPED, **KNOWN),
+    *jsd("no tokens", BETWEEN, shape=(0, 3)),
+    *jsd("no tokens, sequence parallel", 0, BETWEEN, shape=(0, 3), **SP),
+    *jsd("blocks of tokens", BETWEEN, shape=(144,), shards=sizes(130), workspace_bytes=2**16),
+    *jsd("bf16, sequence parallel", 0, BETWEEN, dtype=BF16, **SP),
+    *jsd("bf16, blocks", 1, shape=(144,), shards=sizes(600), dtype=BF16, workspace_bytes=2**18),
+    *jsd("fp32 student, bf16 teacher, scale and softcap", BETWEEN, 1, dtype=FP32, teacher_dtype=BF16, **FORMS),
+]

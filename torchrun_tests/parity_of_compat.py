@@ -7,8 +7,8 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from findings import check_error
 from harness import Report
-from parity_cases import Case, Problem, sequence_shard, verdict
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,14 +17,14 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from megatron_lce import compat
 from megatron_lce.core import collectives
 from megatron_lce.core.options import LinearCrossEntropyOutput
+from tests.cases import Case, Ranks, Share, case
 from tests.oracle import Upstream, comparisons, evaluate, oracle
 
 
 def run_compat(group: ProcessGroup, device: torch.device, report: Report) -> None:
     """The call of verl and AReaL sums hidden's gradient; what stands in front of it is run_megatron.py's."""
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    problem = Problem(Case(""), ranks, device)
-    shard = slice(problem.starts[rank], problem.starts[rank + 1])
+    problem = Share(Case(), Ranks("auto", group, device))
+    shard = problem.columns
     upstream = problem.upstream._replace(lse=None)
     inputs = (problem.hidden, problem.weight, problem.labels, upstream)
 
@@ -34,18 +34,17 @@ def run_compat(group: ProcessGroup, device: torch.device, report: Report) -> Non
 
     actual = evaluate(outputs, problem.hidden, problem.weight[shard], problem.labels, upstream)
     for result in comparisons(actual, oracle(*inputs), *inputs, weight_rows=shard):
-        report.check(f"compat.linear_cross_entropy: {result.name}", *verdict(result.error, result.allowed))
+        check_error(problem, f"compat.linear_cross_entropy: {result.name}", result.error, result.allowed, report)
 
 
 def run_megatrons_call(group: ProcessGroup, device: torch.device, report: Report) -> None:
     """`compat.megatron_linear_cross_entropy`, with and without sequence parallel."""
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    problem = Problem(Case(""), ranks, device)
-    shard = slice(problem.starts[rank], problem.starts[rank + 1])
+    problem = Share(Case(), Ranks("auto", group, device))
+    shard = problem.columns
     upstream = Upstream(problem.upstream.logprobs)
     inputs = (problem.hidden, problem.weight, problem.labels, upstream)
     for sequence_parallel in (False, True):
-        rows = sequence_shard(Case("", sequence_parallel=sequence_parallel), rank, ranks)
+        rows = Share(case(sequence_parallel=sequence_parallel), problem.ranks).rows
 
         def outputs(hidden: Tensor, weight: Tensor, labels: Tensor, sp: bool = sequence_parallel):
             loss = compat.megatron_linear_cross_entropy(hidden, weight, labels, group, "none", sequence_parallel=sp)
@@ -54,15 +53,14 @@ def run_megatrons_call(group: ProcessGroup, device: torch.device, report: Report
         actual = evaluate(outputs, problem.hidden[rows], problem.weight[shard], problem.labels, upstream)
         for result in comparisons(actual, oracle(*inputs), *inputs, hidden_rows=rows, weight_rows=shard):
             name = f"compat.megatron_linear_cross_entropy, sequence_parallel={sequence_parallel}: {result.name}"
-            report.check(name, *verdict(result.error, result.allowed))
+            check_error(problem, name, result.error, result.allowed, report)
 
 
 def run_torchs_call(group: ProcessGroup, device: torch.device, report: Report) -> None:
     """`compat.torch_linear_cross_entropy` over a group: class weights, label smoothing, DTensors."""
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    problem = Problem(Case(""), ranks, device)
-    shard = slice(problem.starts[rank], problem.starts[rank + 1])
-    factors = torch.linspace(0.5, 2.0, problem.starts[-1], device=device)
+    problem = Share(Case(), Ranks("auto", group, device))
+    shard = problem.columns
+    factors = torch.linspace(0.5, 2.0, len(problem.weight), device=device)
 
     def evaluated(function: Any, part: slice, *target: Tensor, **keywords: Any) -> list[Tensor]:
         hidden, weight = (t.clone().requires_grad_() for t in (problem.hidden, problem.weight[part]))

@@ -6,18 +6,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from harness import Report
-from parity_cases import SEQUENCE, Case, Problem
 from parity_of_compat import check_refusal
 from torch.distributed import ProcessGroup
 
 import megatron_lce
+from tests.cases import SEQUENCE, Case, Ranks, Share
 
 
 def run_errors(group: ProcessGroup, device: torch.device, report: Report) -> None:
     """What cannot be over several ranks is refused, on all of them alike, before any of them communicates."""
     if dist.get_world_size(group) == 1:
         return
-    problem = Problem(Case(""), dist.get_world_size(group), device)
+    problem = Share(Case(), Ranks("auto", group, device))
     shard = problem.hidden[: SEQUENCE // dist.get_world_size(group)]
     refused = [
         ({"backend": "reference"}, "tp_group must have one rank for backend='reference', got a larger group"),

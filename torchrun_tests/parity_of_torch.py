@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from harness import Report
-from parity_cases import BF16, HIDDEN_SIZE, Case, Problem, sequence_shard
 from parity_of_compat import check_refusal
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -19,27 +18,26 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import megatron_lce
 from megatron_lce.core import collectives
 from megatron_lce.core.options import DIFFERENTIABLE
+from tests.cases import BF16, Case, Ranks, Share, case
 from tests.oracle import differentiable
+
+HIDDEN_SIZE = 24
 
 
 def run_compiled(backend: str, group: ProcessGroup, device: torch.device, report: Report) -> None:
     """torch.compile of a step makes one graph of it, with the bits of the step without."""
-    for case in (
-        Case("torch.compile"),
-        Case("torch.compile, bf16, sequence parallel", dtype=BF16, sequence_parallel=True),
-    ):
-        step, inputs = step_of(case, backend, group, device, logits_cache_bytes=1000)
+    for one in (case("torch.compile"), case("torch.compile, bf16, SP", dtype=BF16, sequence_parallel=True)):
+        step, inputs = step_of(one, backend, group, device, logits_cache_bytes=1000)
         compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-        report.check(
-            f"{backend}: {case.name}", same_bits(with_gradients(compiled, inputs), with_gradients(step, inputs))
-        )
+        same = same_bits(with_gradients(compiled, inputs), with_gradients(step, inputs))
+        report.check(f"{backend}: {one.name}", same)
 
 
 def run_cuda_graph(group: ProcessGroup, device: torch.device, report: Report) -> None:
     """A replay of a captured step, its collectives included, has the bits of the step without a graph."""
-    for case in (Case("CUDA graph"), Case("CUDA graph, bf16, sequence parallel", dtype=BF16, sequence_parallel=True)):
+    for one in (case("CUDA graph"), case("CUDA graph, bf16, SP", dtype=BF16, sequence_parallel=True)):
         for cache in (0, 2**20):
-            step, inputs = step_of(case, "triton", group, device, logits_cache_bytes=cache)
+            step, inputs = step_of(one, "triton", group, device, logits_cache_bytes=cache)
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
@@ -51,7 +49,7 @@ def run_cuda_graph(group: ProcessGroup, device: torch.device, report: Report) ->
             with torch.no_grad():
                 inputs[0].mul_(1.5)
             graph.replay()
-            report.check(f"{case.name}, {cache} bytes kept", same_bits(captured, with_gradients(step, inputs)))
+            report.check(f"{one.name}, {cache} bytes kept", same_bits(captured, with_gradients(step, inputs)))
             del graph, captured
 
 
@@ -59,16 +57,12 @@ def step_of(
     case: Case, backend: str, group: ProcessGroup, device: torch.device, **keywords: Any
 ) -> tuple[Callable[..., list[Tensor]], tuple[Tensor, ...]]:
     """A function of this rank's inputs that gives a loss and the outputs it is made of, and these inputs."""
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    problem = Problem(case, ranks, device)
-    shard = slice(problem.starts[rank], problem.starts[rank + 1])
-    own = problem.hidden[sequence_shard(case, rank, ranks)], problem.weight[shard]
-    hidden, weight = (tensor.clone().requires_grad_() for tensor in own)
-    keywords |= {"tp_group": group, "sequence_parallel": case.sequence_parallel, "backend": backend}
-    return fused_step(problem, **keywords), (hidden, weight, problem.labels)
+    share = Share(case, Ranks(backend, group, device))
+    hidden, weight = (tensor.clone().requires_grad_() for tensor in share.heads)
+    return fused_step(share, **share.keywords, **keywords), (hidden, weight, share.labels)
 
 
-def fused_step(problem: Problem, **keywords: Any) -> Callable[..., list[Tensor]]:
+def fused_step(problem: Share, **keywords: Any) -> Callable[..., list[Tensor]]:
     def step(hidden: Tensor, weight: Tensor, labels: Tensor) -> list[Tensor]:
         out = megatron_lce.linear_cross_entropy(hidden, weight, labels, telemetry=True, **keywords)
         outputs, upstream = differentiable(out, problem.upstream)
@@ -92,8 +86,8 @@ def run_dtensors(backend: str, group: ProcessGroup, device: torch.device, report
     mesh = DeviceMesh.from_group(group, device.type)
     ranks = dist.get_world_size(group)
     for placement in (Replicate(), Shard(0)):
-        case = Case("DTensor", shards=lambda n: [20] * (n - 1) + [19])  # one rank's shard is smaller
-        problem = Problem(case, ranks, device)
+        smaller = Case(shards=lambda n: [20] * (n - 1) + [19])  # one rank's shard is
+        problem = Share(smaller, Ranks(backend, group, device))
         hidden, weight = (t.clone().requires_grad_() for t in (problem.hidden, problem.weight))
         expected = with_gradients(fused_step(problem, backend=backend), (hidden, weight, problem.labels))
         sharded = [
@@ -207,9 +201,8 @@ def run_async_tensors(backend: str, group: ProcessGroup, device: torch.device, r
     from torch.distributed import _functional_collectives as functional
 
     ranks = dist.get_world_size(group)
-    problem = Problem(Case("async", dtype=torch.float32), ranks, device)
-    start = 20 * dist.get_rank(group)
-    weight = problem.weight[start : start + 20]
+    problem = Share(Case(), Ranks(backend, group, device))
+    weight = problem.weight[problem.columns]
     temperature = torch.ones_like(problem.labels, dtype=torch.float32)
 
     def outputs(hidden: Tensor, labels: Tensor, temperature: Tensor) -> tuple[Tensor, ...]:

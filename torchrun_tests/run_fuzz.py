@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 3 torchrun_tests/run_fuzz.py --device cpu --cases 6000 --write docs/fuzz.md
     torchrun --nproc-per-node 15 torchrun_tests/run_fuzz.py --device cpu          # five searches side by side
-    torchrun --nproc-per-node 3 torchrun_tests/run_fuzz.py --device cpu --repeat 'linear_jsd, torch: JsdCase(...)'
+    torchrun --nproc-per-node 3 torchrun_tests/run_fuzz.py --device cpu --repeat 'torch: Case(...)'
     torchrun --nproc-per-node 1 torchrun_tests/run_fuzz.py --device cuda --seconds 300   # the kernels, on one rank
 
 Three ranks are a team, or fewer where there are no more; its first has hypothesis draw the cases of `fuzz_cases.py`,
@@ -12,11 +12,10 @@ Of a failure the smallest case is printed as --repeat takes it.
 
 import argparse
 import math
-import re
 import time
 import traceback
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import combinations
 from pathlib import Path
@@ -26,18 +25,38 @@ import harness
 import hypothesis
 import torch
 import torch.distributed as dist
-from fuzz_cases import Case, JsdCase  # noqa: F401  (names that --repeat is made of)
-from fuzz_checks import check_case
-from fuzz_setting import Setting
+from checks import check_case
 from torch.distributed import ProcessGroup
 
 from scripts.ranks import device_of_rank
+from tests.cases import Case, Ranks
 
 OPERATIONS = ("linear_cross_entropy", "linear_token_loss", "linear_jsd", "linear_logits_at")
 MOST_RANKS = 3
-WORKSPACE = re.compile(r"workspace_bytes must be at least (\d+) ")
 SMALL_WORKSPACE = "workspace_bytes too small"
 EXCLUSIVE = "reduce_grad_hidden must be True with sequence_parallel"
+
+
+@dataclass
+class Setting:
+    """What cases are drawn for."""
+
+    operation: str
+    backend: str
+    ranks: int
+    device: torch.device
+
+    @property
+    def name(self) -> str:
+        return f"{self.operation}, {self.backend}"
+
+
+class Findings(list[str]):
+    """What is wrong on this rank."""
+
+    def check(self, name: str, passed: bool, detail: str = "") -> None:
+        if not passed:
+            self.append(f"{name}: {detail}")
 
 
 @dataclass
@@ -57,24 +76,16 @@ class OutOfTime(BaseException):
     """Which hypothesis takes for no failure."""
 
 
-def verdict(case: Case, setting: Setting) -> tuple[str, str]:
+def verdict(case: Case, ranks: Ranks) -> tuple[str, str]:
     """("right" or "wrong", or why it is refused; what is wrong) on this rank."""
-    kind = "right"
+    findings = Findings()
     try:
-        try:
-            findings = check_case(case, setting)
-        except ValueError as error:
-            message = str(error)
-            if smallest := WORKSPACE.search(message):
-                kind = SMALL_WORKSPACE
-                findings = check_case(case, setting, workspace_bytes=int(smallest[1]))
-            elif EXCLUSIVE in message:
-                return EXCLUSIVE, ""
-            else:
-                raise
-    except Exception:  # whatever it is, the operation is not to raise it
+        was_small = check_case(case, ranks, findings, fuzz_cases.rounding)
+    except Exception as error:  # whatever it is, the operation is not to raise it
+        if isinstance(error, ValueError) and EXCLUSIVE in str(error):
+            return EXCLUSIVE, ""
         return "wrong", traceback.format_exc(limit=-4)
-    return ("wrong", "; ".join(findings)) if findings else (kind, "")
+    return ("wrong", "; ".join(findings)) if findings else (SMALL_WORKSPACE if was_small else "right", "")
 
 
 @dataclass
@@ -115,19 +126,19 @@ def make_team(size: int) -> Team:
     return team
 
 
-def shared_verdict(case: Case, setting: Setting, team: Team) -> str:
+def shared_verdict(case: Case, backend: str, device: torch.device, team: Team) -> str:
     """Whether the case is right, or why it is refused: the same on every rank of the team.
 
     Raises:
         Failed: it is wrong on some rank, or the ranks part.
         SystemExit: they parted so that they wait for each other; the group is of no more use.
     """
-    setting = replace(setting, group=team.groups[case.members])
-    mine = verdict(case, setting) if setting.group is not None else None
+    group = team.groups[case.members]
+    mine = verdict(case, Ranks(backend, group, device)) if group is not None else None
     found = [one for one in team.gather(mine) if one is not None]
     wrong = [f"rank {rank}: {message}" for rank, (kind, message) in enumerate(found) if kind == "wrong"]
     if any("Timed out waiting" in message for message in wrong):
-        raise SystemExit(f"ranks wait for each other: {name_of(setting)}: {case}\n" + "\n".join(wrong))
+        raise SystemExit(f"ranks wait for each other: {backend}: {case}\n" + "\n".join(wrong))
     if wrong:
         raise Failed("\n".join(wrong))
     if len(set(found)) > 1:
@@ -156,9 +167,9 @@ def search(setting: Setting, team: Team, num_cases: int, deadline: float, seed: 
             raise OutOfTime
         team.broadcast(case)
         try:
-            found = shared_verdict(case, setting, team)
+            found = shared_verdict(case, setting.backend, setting.device, team)
         except Failed as failed:
-            tally.failure = f"{name_of(setting)}: {case}\n{failed}"
+            tally.failure = f"{setting.backend}: {case}\n{failed}"
             raise
         if not tally.failure:
             tally.cases += 1
@@ -179,13 +190,9 @@ def follow(setting: Setting, team: Team) -> None:
     """On the others: what their first draws."""
     while (case := team.broadcast(None)) is not None:
         try:
-            shared_verdict(case, setting, team)
+            shared_verdict(case, setting.backend, setting.device, team)
         except Failed:
             continue  # the first notes it
-
-
-def name_of(setting: Setting) -> str:
-    return f"{setting.operation}, {setting.backend}"
 
 
 def summary(settings: list[Setting], found: list[list[Tally]], seed: int) -> str:
@@ -202,7 +209,7 @@ def summary(settings: list[Setting], found: list[list[Tally]], seed: int) -> str
         f" {total} calls on 1 to {most_ranks} ranks, {failed} failures.",
         "Hypothesis draws each call (`torchrun_tests/fuzz_cases.py`). Outputs and both gradients are held to the",
         "tests' budgets against fp64, and outputs to the same bits on every rank, without gradients, and on one rank",
-        "(`torchrun_tests/fuzz_checks.py`).",
+        "(`torchrun_tests/checks.py`).",
         "",
         "| operation | backend | calls | in the smallest workspace that the error names | refused | failures |",
         "|---|---|---|---|---|---|",
@@ -235,12 +242,9 @@ def parse_arguments() -> argparse.Namespace:
 
 def repeat(text: str, team: Team, device: torch.device) -> bool:
     """Run a printed case; whether it fails."""
-    where, _, arguments = text.partition(": ")
-    case = eval(arguments)
-    operation, backend = where.split(", ")
-    setting = Setting(operation, backend, len(case.shards), None, device)
+    backend, _, arguments = text.partition(": ")
     try:
-        found = shared_verdict(case, setting, team)
+        found = shared_verdict(eval(arguments), backend, device, team)
     except Failed as failed:
         found = str(failed)
     if dist.get_rank() == 0:
@@ -260,7 +264,7 @@ def main() -> None:
     if arguments.repeat:
         harness.end(repeat(arguments.repeat, team, device))
     settings = [
-        Setting(operation, backend, ranks, None, device)
+        Setting(operation, backend, ranks, device)
         for operation in arguments.operations.split(",")
         for backend in harness.available_backends()
         for ranks in range(1, size + 1)
@@ -274,7 +278,7 @@ def main() -> None:
         deadline = started + arguments.seconds * (number + 1) / len(settings)
         tally = search(setting, team, cases, deadline, arguments.seed + len(settings) * team.first + number)
         tallies.append(tally)
-        print(f"{name_of(setting)}, {setting.ranks} ranks: {tally.cases} cases {tally.failure}", flush=True)
+        print(f"{setting.name}, {setting.ranks} ranks: {tally.cases} cases {tally.failure}", flush=True)
     everyone: list[list[Tally]] = [[]] * dist.get_world_size()
     dist.all_gather_object(everyone, tallies)
     found = everyone[::size]

@@ -1,0 +1,54 @@
+"""What the checks of a case share."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_lce.core import plan
+from tests.cases import Case, Share
+
+# What may be added to each result's budget: random calls find inputs that need it.
+Floors = Callable[[Share, Any], dict[str, float]]
+
+
+class Findings(Protocol):
+    """Notes what was compared and raises nothing, so that a rank that finds something still takes part."""
+
+    def check(self, name: str, passed: bool, detail: str = "") -> None: ...
+
+
+def title(share: Share, name: str) -> str:
+    return f"{share.ranks.backend}: {share.case.name}: {name}" if share.case.name else name
+
+
+def check_error(share: Share, name: str, error: float, allowed: float, findings: Findings) -> None:
+    findings.check(title(share, name), error <= allowed, f"error {error:.2e}, allowed {allowed:.1e}")
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.nan_to_num(nan=12345.0), b.nan_to_num(nan=12345.0))
+
+
+def check_same_bits_on_every_rank(share: Share, tensors: list[Tensor], findings: Findings) -> None:
+    mine = torch.cat([tensor.detach().double().reshape(-1).nan_to_num(nan=12345.0) for tensor in tensors])
+    everyone = [torch.empty_like(mine) for _ in range(share.ranks.number)]
+    if mine.numel():
+        dist.all_gather(everyone, mine, group=share.ranks.group)
+    different = sum(int((other != mine).sum()) for other in everyone)
+    findings.check(title(share, "same bits on every rank"), different == 0, f"{different} numbers differ")
+
+
+@contextlib.contextmanager
+def surroundings(case: Case) -> Iterator[None]:
+    """What a call may not depend on."""
+    torch.set_default_dtype(case.default_dtype)
+    try:
+        with mock.patch.object(plan, "WIDE_BLOCK", case.wide_block or plan.WIDE_BLOCK):
+            yield
+    finally:
+        torch.set_default_dtype(torch.float32)

@@ -1,0 +1,176 @@
+"""One case of the operations on some ids of the vocabulary, against materialised logits."""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from findings import Findings, Floors, check_error, check_same_bits_on_every_rank, surroundings, title
+from torch import Tensor
+
+import megatron_lce
+from tests.cases import Share
+from tests.jsd_oracle import logits_of_products
+from tests.oracle import largest_error, relative_error
+
+EPS = torch.finfo(torch.float32).eps
+
+
+class Exact(NamedTuple):
+    """Logits of the whole vocabulary in fp64, and what they are made of."""
+
+    leaves: tuple[Tensor, Tensor]  # hidden and weight
+    products: Tensor  # [..., V]
+    logits: Tensor  # [..., V], NaN in rows without a usable temperature
+    factor: Tensor  # from products to logits, but for the softcap
+    usable: Tensor  # [...] bool
+    largest: float  # of the logits
+    allowed: float  # error of an fp32 logit; random calls have other budgets
+
+
+def exact_logits(share: Share, random: bool) -> Exact:
+    (hidden, weight), keywords = share.whole.heads[0], share.keywords
+    leaves = tuple(tensor.double().requires_grad_() for tensor in (hidden, weight))
+    temperature = torch.as_tensor(keywords.get("temperature", 1.0), dtype=torch.float64, device=hidden.device)
+    temperature = torch.where((temperature > 0) & temperature.isfinite(), temperature, torch.nan)[..., None]
+    products = (leaves[0] @ leaves[1].T)[..., : keywords["vocab_size"]]
+    usable = ~temperature.isnan()[..., 0].expand(share.whole.labels.shape)
+    scale = keywords.get("logits_scale", 1.0)
+    logits = logits_of_products(products, scale, keywords.get("softcap"))
+    logits = (logits / temperature.nan_to_num(1.0)).masked_fill(~usable[..., None], torch.nan)
+    factor = (scale / temperature).nan_to_num(0, 0, 0)
+    largest = max([1.0, *logits.detach().nan_to_num().abs().flatten().tolist()])
+    uncapped = float((products.detach() * factor).abs().max()) if products.numel() else 0.0
+    allowed = 8 * EPS * (1 + uncapped) if random else 16 * EPS * largest
+    return Exact(leaves, products, logits, factor, usable, largest, allowed)
+
+
+class Found(NamedTuple):
+    """What the operations return, and leaves with gradients."""
+
+    logits: Tensor  # [..., K]
+    tail: Tensor  # of the ids behind the last offset
+    support: Tensor
+    top: megatron_lce.TopK
+    leaves: list[list[Tensor]]  # of the first and of the third
+
+
+def check_ids(share: Share, findings: Findings, floors: Floors | None) -> None:
+    """`linear_logits_at`, `support_logprobs` over the first of the same ids, and `linear_topk`; with `floors`, in the
+    budgets of random calls."""
+    labels, upstream, ids = share.whole.labels, share.whole.upstream, share.whole.keywords["candidates"]
+    sets = {"ignore_index": share.whole.keywords.get("ignore_index", -100), "empty_rows": share.case.vocab_size is None}
+    first = torch.arange(labels.numel(), device=ids.device).view(labels.shape) % (ids.shape[-1] + 1)
+    of_sets = torch.arange(ids.shape[-1], device=ids.device) < first[..., None]  # of so many, none at times
+    with surroundings(share.case):
+        found = run(share, of_sets, sets)
+    exact, random = exact_logits(share, floors is not None), floors is not None
+    check = partial(check_gradients, share=share, exact=exact, random=random, findings=findings)
+
+    def compare(name: str, value: Tensor, expected: Tensor, times: int) -> None:
+        allowed = exact.allowed * (times if random else 1)
+        check_error(share, name, largest_error(value, expected.detach()), allowed, findings)
+
+    behind = bool(found.tail.isnan().all())
+    findings.check(title(share, "logits_at: ids behind the last offset are NaN"), behind)
+    expected = exact.logits.gather(-1, ids.clamp(min=0)).masked_fill(ids < 0, 0.0)
+    compare("logits_at", found.logits, expected, 1)
+    # Of rows without a temperature fp64 makes every gradient NaN, and the operation those of their ids.
+    expected, finite = torch.where(exact.usable[..., None], expected, 0.0), bool(exact.usable.all())
+    check("logits_at", found.leaves[0], expected, upstream.candidate_logprobs, finite)
+
+    of_sets = ids.masked_fill(~of_sets, -1)
+    expected = set_logprobs(exact.logits, labels, of_sets, **sets)
+    compare("support_logprobs", found.support, expected, 8)
+    right = ~expected.isnan()
+    of_usable = set_logprobs(exact.logits.masked_fill(~exact.usable[..., None], 0.0), labels, of_sets, **sets)
+    check("support", found.leaves[1], of_usable.where(right, 0.0), upstream.logprobs, bool(right.all()))
+
+    width, top, usable = min(ids.shape[-1], exact.logits.shape[-1]), found.top, exact.usable
+    lse = exact.logits.detach().logsumexp(-1)
+    best, best_ids = (part[..., :width] for part in exact.logits.detach().sort(dim=-1, descending=True, stable=True))
+    logprobs, chosen = best - lse[..., None], exact.logits.detach().gather(-1, top.ids[..., :width].clamp(min=0))
+    compare("topk: logprobs", top.logprobs[usable].exp()[..., :width], logprobs[usable].exp(), 8)
+    compare("topk: ids", chosen[usable], best[usable], 4)
+    none = bool((top.ids[..., width:] == -1).all() and (top.ids[~usable] == -1).all())
+    findings.check(title(share, "topk: no ids of unusable rows, nor beyond the vocabulary"), none)
+    if not random:
+        findings.check(title(share, "topk: the ids of a stable sort"), torch.equal(top.ids[..., :width], best_ids))
+        compare("topk: logprobs themselves", top.logprobs[..., :width], logprobs, 1)
+        compare("topk: lse", top.lse, lse, 1)
+        compare("topk: mass", top.mass, logprobs.exp().sum(-1), 1)
+    check_same_bits_on_every_rank(share, [found.logits, found.support, *top], findings)
+
+
+def run(share: Share, of_sets: Tensor, sets: dict[str, Any]) -> Found:
+    """The operations with the case's layout and poison; each has leaves of its own, as `topk` has no gradient."""
+    drawn, labels, ids, case = share.drawn, share.whole.labels, share.whole.keywords["candidates"], share.case
+    keywords = drawn({n: v for n, v in share.keywords.items() if n not in ("candidates", "ignore_index")})
+    leaves = [[tensor.clone().requires_grad_() for tensor in share.heads] for _ in range(2)]
+    behind = torch.arange(case.tail, dtype=torch.int64, device=ids.device) % case.shards[0]
+    offsets = torch.arange(labels.numel() + 1, dtype=torch.int64, device=ids.device) * ids.shape[-1]
+    at = (torch.cat([ids.reshape(-1), behind]), offsets) if case.tail else (ids,)
+    logits = megatron_lce.linear_logits_at(*map(drawn, leaves[0]), *map(drawn, at), **keywords)
+    upstream = share.whole.poisoned.candidate_logprobs
+    if case.tail:
+        of_tail = upstream.new_full((case.tail,), float(case.poison or 1))
+        upstream = torch.cat([upstream.reshape(-1), of_tail])
+    logits.backward(upstream)
+    counts = of_sets.sum(-1).flatten()
+    offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    given = map(drawn, (*leaves[1], labels, ids[of_sets], offsets))
+    support = megatron_lce.support_logprobs(*given, **sets, **keywords)
+    support.backward(share.whole.poisoned.logprobs)
+    top = megatron_lce.linear_topk(*map(drawn, leaves[0]), ids.shape[-1], **keywords)
+    logits, tail = logits.detach().reshape(-1).split([ids.numel(), case.tail])
+    return Found(logits.view(ids.shape), tail, support.detach(), top, leaves)
+
+
+def set_logprobs(logits: Tensor, labels: Tensor, ids: Tensor, ignore_index: int, empty_rows: bool) -> Tensor:
+    """The labels' logprobs over each row's ids; over the whole vocabulary in rows without ids."""
+    padding, valid = ids < 0, (labels >= 0) & (labels < logits.shape[-1])
+    kept = torch.zeros_like(logits.detach()).scatter_add_(-1, ids.clamp(min=0), (~padding).double()) > 0
+    empty, of_label = padding.all(-1, keepdim=True), torch.where(valid, labels, 0)[..., None]
+    inside = valid[..., None] & (kept | empty).gather(-1, of_label) & (~empty | empty_rows)
+    logprobs = logits.masked_fill(~(kept | empty), -torch.inf).log_softmax(-1).gather(-1, of_label)
+    return logprobs.masked_fill(~inside, torch.nan)[..., 0].masked_fill(labels == ignore_index, 0.0)
+
+
+def check_gradients(
+    name: str,
+    found: list[Tensor],  # leaves
+    value: Tensor,  # fp64, by which they have gradients
+    upstream: Tensor,
+    finite: bool,  # else rows without a result make some gradients NaN
+    *,
+    share: Share,
+    exact: Exact,
+    random: bool,
+    findings: Findings,
+) -> None:
+    of_products, *grads = torch.autograd.grad(
+        value, (exact.products, *exact.leaves), upstream.double(), retain_graph=True
+    )
+    parts = list(zip(("grad_hidden", "grad_weight"), found, grads, (share.rows, share.columns), strict=True))
+    if not random:
+        for what, leaf, grad, part in parts:
+            allowed = torch.finfo(leaf.dtype).eps * (8 if leaf.dtype == torch.float32 else 1)
+            check_error(share, f"{name}: {what}", relative_error(leaf.grad, grad[part]), allowed, findings)
+        return
+    hidden, weight = (leaf.detach() for leaf in exact.leaves)
+    # Each rank rounds its part of hidden's gradient, which may cancel another's.
+    of_rank = of_products[..., share.columns] @ weight[: of_products.shape[-1]][share.columns]
+    rounded = of_rank.nan_to_num().norm()[None]
+    dist.all_reduce(rounded, group=share.ranks.group)
+    own_eps = torch.finfo(found[0].dtype).eps
+    # A logit's derivative is 1; of a label's logprob those of all logits of its set add up to 2 at most.
+    slopes = upstream if name == "logits_at" else 2 * upstream[..., None]
+    slopes = float((slopes.double() * exact.factor).abs().sum())
+    norms = float(rounded), float(grads[1].nan_to_num().norm())
+    for (what, leaf, grad, part), other, norm in zip(parts, (weight, hidden), norms, strict=True):
+        row = float(other.norm(dim=-1).max()) if other.numel() else 0.0
+        step = torch.finfo(leaf.dtype).smallest_normal * own_eps  # of subnormal numbers
+        most = 2 * own_eps * norm + (exact.allowed + 8 * EPS) * slopes * row + step * grad.numel() ** 0.5
+        difference = leaf.grad.double() - grad[part].nan_to_num()
+        error = difference.masked_fill(leaf.grad.isnan() & (not finite), 0.0).norm()
+        check_error(share, f"{name}: {what}", float(error), most, findings)
