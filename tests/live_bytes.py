@@ -20,6 +20,13 @@ def peak_live_bytes(call: Callable[[], Any]) -> tuple[int, Any]:
     return live.peak, result
 
 
+def largest_tensor(call: Callable[[], Any], dtype: torch.dtype) -> int:
+    """Bytes of the largest storage that was made during the call for tensors of that dtype."""
+    with _LiveStorages() as live:
+        call()
+    return live.largest.get(dtype, 0)
+
+
 def kept_bytes(call: Callable[[], Any]) -> int:
     """Bytes of the storages made during the call that are still alive while its result is."""
     with _LiveStorages() as live:
@@ -52,17 +59,20 @@ class _LiveStorages(TorchDispatchMode):
         super().__init__()
         self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
         self.peak = 0
+        self.largest: dict[torch.dtype, int] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        given = {storage._cdata for storage in _storages((args, kwargs))}
+        given = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
         self.alive = {key: (ref, size) for key, (ref, size) in self.alive.items() if not ref.expired()}
-        for storage in _storages(out):
+        for tensor in _tensors(out):
+            storage = tensor.untyped_storage()
             if storage._cdata not in given and storage._cdata not in self.alive:
                 self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+                self.largest[tensor.dtype] = max(self.largest.get(tensor.dtype, 0), storage.nbytes())
         self.peak = max(self.peak, sum(size for _, size in self.alive.values()))
         return out
 
 
-def _storages(tree: Any) -> list[torch.UntypedStorage]:
-    return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
