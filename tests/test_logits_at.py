@@ -184,32 +184,3 @@ def test_logits_of_16_bits(backend, device):
     )
     exact = rounded.log_softmax(-1).gather(1, problem.labels[:, None])[:, 0]
     assert largest_error(logprobs.detach(), exact) <= 4e-6
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        ({"ids": [1]}, TypeError, "ids must be a torch.Tensor, got list"),
-        ({"ids": torch.zeros(4, 2, dtype=torch.int32)}, TypeError, "ids must be int64, got torch.int32"),
-        ({"ids": torch.zeros(3, 2, dtype=torch.int64)}, ValueError, "ids must be [..., K] with the tokens' shape"),
-        ({"ids": torch.zeros(4, 0, dtype=torch.int64)}, ValueError, "ids must be [..., K] with the tokens' shape"),
-        ({"offsets": torch.zeros(5, dtype=torch.int64)}, ValueError, "ids must be [M] beside offsets"),
-        (
-            {"ids": torch.zeros(8, dtype=torch.int64), "offsets": torch.zeros(4, dtype=torch.int64)},
-            ValueError,
-            "offsets must be [N + 1] for the 4 tokens, got (4,)",
-        ),
-        ({"entropy": True}, TypeError, "linear_logits_at has no keyword entropy"),
-        ({"backend": "reference"}, ValueError, "backend must be 'auto', 'triton' or 'torch'"),
-        ({"temperature": 0.0}, ValueError, "temperature must be positive"),
-    ],
-)
-def test_errors(changes, error, message):
-    arguments = {
-        "hidden": torch.zeros(4, 8),
-        "weight": torch.zeros(6, 8),
-        "ids": torch.zeros(4, 2, dtype=torch.int64),
-    }
-    with pytest.raises(error) as raised:
-        megatron_lce.linear_logits_at(**arguments | changes)
-    assert str(raised.value).startswith(message)

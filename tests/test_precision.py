@@ -78,13 +78,6 @@ def test_the_reference_rounds(device):
     on_a_grid(make_problem(9, 24, 70, device)).check("reference", telemetry=True, **ROUNDED)
 
 
-@pytest.mark.parametrize("dtype", [FP32, FP16, "bfloat16"], ids=str)
-def test_no_other_rounding(dtype, device):
-    problem = make_problem(4, 8, 20, device)
-    with pytest.raises(ValueError, match=r"logits_dtype must be torch.bfloat16 or None, got "):
-        megatron_lce.linear_cross_entropy(*problem[:3], logits_dtype=dtype)
-
-
 MIXED = [
     {},
     {"temperature": 0.7, "logits_scale": -1.5, "telemetry": True, "entropy": False},

@@ -143,30 +143,3 @@ def test_infinite_logits_in_a_set(backend, device):
     assert torch.equal(logprobs[1:], alone)
     logprobs.sum().backward()
     assert hidden.grad.isnan().any(1).tolist() == [True, False]
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        (
-            {"labels": torch.zeros(3, dtype=torch.int64)},
-            ValueError,
-            "labels must have hidden's shape without H, (4,), got (3,)",
-        ),
-        ({"labels": None}, TypeError, "labels must be a torch.Tensor, got NoneType"),
-        ({"offsets": None}, TypeError, "offsets must be a torch.Tensor, got NoneType"),
-        ({"entropy": 1}, TypeError, "entropy must be a bool, got int"),
-        ({"candidates": None}, TypeError, "support_logprobs has no keyword candidates"),
-    ],
-)
-def test_errors(changes, error, message):
-    arguments = {
-        "hidden": torch.zeros(4, 8),
-        "weight": torch.zeros(6, 8),
-        "labels": torch.zeros(4, dtype=torch.int64),
-        "ids": torch.zeros(4, dtype=torch.int64),
-        "offsets": torch.arange(5),
-    }
-    with pytest.raises(error) as raised:
-        megatron_lce.support_logprobs(**arguments | changes)
-    assert str(raised.value).startswith(message)

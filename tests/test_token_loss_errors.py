@@ -128,31 +128,3 @@ def test_every_block_of_tokens_is_looked_at(in_later_blocks, error, message, dev
     with pytest.raises(error, match=message):
         run(problem, loss, (), backend="triton", workspace_bytes=128 * KEPT_BYTES)
     assert len(calls) == 2
-
-
-def test_a_loss_that_is_no_function_is_named():
-    problem = make_problem(5, 8, 20, torch.device("cpu"))
-    with pytest.raises(TypeError, match="loss must be a function of the outputs and of per_token, got Tensor"):
-        run(problem, torch.ones(5), ())
-
-
-@pytest.mark.parametrize(
-    ("per_token", "keywords", "error", "message"),
-    [
-        ((torch.ones(4),), {}, ValueError, r"per_token\[0\] must have labels' shape first, \(5,\), got \(4,\)"),
-        ((1.0,), {}, TypeError, r"per_token\[0\] must be a torch.Tensor"),
-        ((torch.ones(5, requires_grad=True),), {}, ValueError, "must not require grad"),
-        (
-            (),
-            {"logits_cache_bytes": 1},
-            TypeError,
-            "no keyword logits_cache_bytes: it keeps logits within workspace_bytes",
-        ),
-        ((), {"backend": "reference"}, ValueError, "got 'reference'"),
-    ],
-    ids=str,
-)
-def test_wrong_arguments(per_token, keywords, error, message):
-    problem = make_problem(5, 8, 20, torch.device("cpu"))
-    with pytest.raises(error, match=message):
-        run(problem, lambda out, *_: -out.logprobs, per_token, **keywords)

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import megatron_lce
-from megatron_lce import topk
 from tests.live_bytes import peak_live_bytes
 from tests.oracle import largest_error
 from tests.problems import make_problem
@@ -129,20 +128,3 @@ def test_is_the_largest_of_the_statistics(backend, device):
     found = megatron_lce.linear_topk(problem.hidden, problem.weight, 1, backend=backend)
     assert torch.equal(found.ids[:, 0], out.argmax)
     assert torch.allclose(found.lse, out.lse, atol=2e-6)
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        ({"k": 0}, ValueError, "k must be at least 1, got 0"),
-        ({"k": topk.MOST + 1}, ValueError, "k must be at most 1024, got 1025"),
-        ({"k": 2.0}, TypeError, "k must be an int, got float"),
-        ({"labels": 1}, TypeError, "linear_topk has no keyword labels"),
-        ({"workspace_bytes": 10}, ValueError, "workspace_bytes must be at least "),
-    ],
-)
-def test_errors(changes, error, message):
-    arguments = {"hidden": torch.zeros(4, 8), "weight": torch.zeros(6, 8), "k": 2}
-    with pytest.raises(error) as raised:
-        megatron_lce.linear_topk(**arguments | changes)
-    assert str(raised.value).startswith(message)

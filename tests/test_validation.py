@@ -99,6 +99,15 @@ BAD = [
     ({"backend": "cuda"}, ValueError, "backend", "'auto', 'triton', 'torch' or 'reference'", "'cuda'"),
     ({"backend": "reference", "vocab_start": 5}, ValueError, "vocab_start", "0 for backend='reference'", "5"),
     ({"backend": "reference", "weight_grad_sink": 3}, ValueError, "weight_grad_sink", "None for backend", "a int"),
+    ({"skip_ignored": "yes"}, TypeError, "skip_ignored", "must be a bool or an int", "str"),
+    ({"skip_ignored": 2.0}, TypeError, "skip_ignored", "must be a bool or an int", "float"),
+    ({"skip_ignored": None}, TypeError, "skip_ignored", "must be a bool or an int", "NoneType"),
+    ({"skip_ignored": -1}, ValueError, "skip_ignored", "at least 0 and at most the number of rows, 4", "-1"),
+    ({"skip_ignored": 5}, ValueError, "skip_ignored", "at least 0 and at most the number of rows, 4", "5"),
+    ({"logits_dtype": torch.float32}, ValueError, "logits_dtype", "torch.bfloat16 or None", "torch.float32"),
+    ({"logits_dtype": torch.float16}, ValueError, "logits_dtype", "torch.bfloat16 or None", "torch.float16"),
+    ({"logits_dtype": "bfloat16"}, ValueError, "logits_dtype", "torch.bfloat16 or None", "bfloat16"),
+    ({"vocab_size": 21}, ValueError, "vocab_size", "at most the 20 columns of all shards", "21: is tp_group"),
     ({"temperature": 10**400}, ValueError, "temperature", "a number that fp32 holds", "1329 bits"),
 ]
 
@@ -259,13 +268,6 @@ def test_ranks_describe_a_configuration_in_one_order(device):
     described = list(arguments._describe(*problem[:3], Options()))
     assert described[:4] == ["hidden", "weight", "labels", "gradients"]
     assert described[4:] == [field.name for field in fields(Options) if field.name not in ("tp_group", "vocab_start")]
-
-
-def test_a_vocabulary_beyond_the_shards_is_refused():
-    with pytest.raises(
-        ValueError, match="vocab_size must be at most the 20 columns of all shards, got 21: is tp_group"
-    ):
-        megatron_lce.linear_cross_entropy(**inputs(), vocab_size=21)
 
 
 def test_transforms_of_torch_func_are_refused_in_our_words():
