@@ -1,14 +1,13 @@
 """Who may import whom, what the package never does, and that it imports with neither triton nor megatron-core."""
 
 import ast
+import functools
 import importlib.util
 import re
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
-
-import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "megatron_lce"
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -23,10 +22,16 @@ def name_of(path):
     return str(path.relative_to(PACKAGE))
 
 
+@functools.cache
+def nodes(path):
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+@functools.cache
 def imports(path):
     """Full dotted names of everything a file imports, wherever in it."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -39,33 +44,34 @@ def is_from(name, packages):
     return any(name == package or name.startswith(package + ".") for package in packages)
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_the_package_imports_nothing_that_is_not_installed_with_it(path):
-    outside = ("tests", "torchrun_tests", "scripts", "benchmark", "conftest", "harness")
-    assert not [name for name in imports(path) if is_from(name, outside)]
+def imported(paths, packages):
+    """(file, name) of what the files import of these packages."""
+    return {(name_of(path), name) for path in paths for name in imports(path) if is_from(name, packages)}
 
 
-@pytest.mark.parametrize("path", CORE, ids=name_of)
-def test_the_core_knows_no_integration(path):
+def test_the_package_imports_nothing_that_is_not_installed_with_it():
+    assert not imported(MODULES, ("tests", "torchrun_tests", "scripts", "benchmark", "conftest", "harness"))
+
+
+def test_the_core_knows_no_integration():
     """But for the search in autograd's graph for Megatron's gathers, which `compat` makes."""
-    found = {name for name in imports(path) if is_from(name, ("megatron", "megatron_lce.megatron_integration"))}
     search = "megatron_lce.megatron_integration.summed_in_front.is_summed_in_front"
-    assert found == ({search} if path.name == "compat.py" else set())
+    found = imported(CORE, ("megatron", "megatron_lce.megatron_integration"))
+    assert {(Path(file).name, name) for file, name in found} == {("compat.py", search)}
 
 
-@pytest.mark.parametrize("path", sorted(PLUGINS.glob("*.py")), ids=name_of)
-def test_plugins_know_what_users_call(path):
-    known = ("torch", "megatron_lce.compat", "megatron_lce.plugins", *sys.stdlib_module_names)
-    assert not [name for name in imports(path) - {"megatron_lce"} if not is_from(name, known)]
+def test_plugins_know_what_users_call():
+    allowed = ("torch", "megatron_lce.compat", "megatron_lce.plugins", *sys.stdlib_module_names)
+    for path in PLUGINS.glob("*.py"):
+        assert not [name for name in imports(path) - {"megatron_lce"} if not is_from(name, allowed)]
 
 
-@pytest.mark.parametrize("path", [path for path in MODULES if path.parent != PLUGINS], ids=name_of)
-def test_nothing_imports_plugins(path):
-    assert not [name for name in imports(path) if is_from(name, ("megatron_lce.plugins",))]
+def test_nothing_imports_plugins():
+    assert not imported([path for path in MODULES if path.parent != PLUGINS], ("megatron_lce.plugins",))
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.glob("backends/triton/*.py")), ids=name_of)
-def test_kernels_know_torch_triton_and_plans_only(path):
+def test_kernels_know_torch_triton_and_plans_only():
+    kernels = sorted(PACKAGE.glob("backends/triton/*.py"))
     allowed = (
         "torch",
         "triton",
@@ -81,8 +87,9 @@ def test_kernels_know_torch_triton_and_plans_only(path):
         "megatron_lce.core.two_heads",
         *sys.stdlib_module_names,
     )
-    assert not [name for name in imports(path) if not is_from(name, allowed)]
-    assert not [name for name in imports(path) if is_from(name, ("torch.distributed",))]
+    assert kernels
+    assert not [(path.name, name) for path in kernels for name in imports(path) if not is_from(name, allowed)]
+    assert not imported(kernels, ("torch.distributed",))
 
 
 def test_the_reference_shares_no_code_with_the_backends():
@@ -90,33 +97,32 @@ def test_the_reference_shares_no_code_with_the_backends():
     assert not [name for name in imports(PACKAGE / "backends" / "reference.py") if not is_from(name, allowed)]
 
 
-@pytest.mark.parametrize("path", [path for path in CORE if path.name != "collectives.py"], ids=name_of)
-def test_collectives_hold_the_only_distributed_calls(path):
+def test_collectives_hold_the_only_distributed_calls():
     types = {f"torch.distributed.{name}" for name in ("ProcessGroup", "tensor.DTensor")}
-    assert not [name for name in imports(path) - types if is_from(name, ("torch.distributed",))]
+    found = imported([path for path in CORE if path.name != "collectives.py"], ("torch.distributed",))
+    assert not [(file, name) for file, name in found if name not in types]
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_no_environment_variables_and_no_broad_excepts(path):
-    assert not [name for name in imports(path) if is_from(name, ("os",))]
-    handlers = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ExceptHandler)]
-    for handler in handlers:
-        assert handler.type is not None
-        assert "Exception" not in ast.unparse(handler.type).split(".")
+def test_no_environment_variables_and_no_broad_excepts():
+    assert not imported(MODULES, ("os",))
+    handlers = [(path, node) for path in MODULES for node in nodes(path) if isinstance(node, ast.ExceptHandler)]
+    for path, handler in handlers:
+        assert handler.type is not None, path
+        assert "Exception" not in ast.unparse(handler.type).split("."), path
 
 
-@pytest.mark.parametrize("path", CORE, ids=name_of)
-def test_no_host_synchronisation_by_name(path):
+def test_no_host_synchronisation_by_name():
     """What looks at the data: `check_labels`, for `skip_ignored=True` `ComputedRows.where`, and once for a new loss."""
-    functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
+    functions = [(path, node) for path in CORE for node in nodes(path) if isinstance(node, ast.FunctionDef)]
     calls = {
-        node.func.attr
-        for function in functions
+        (name_of(path), node.func.attr)
+        for path, function in functions
         if function.name not in ("check_labels", "where", "check_tokens_apart")
         for node in ast.walk(function)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
     }
-    assert not calls & {"item", "cpu", "tolist", "numpy", "nonzero", "synchronize"}
+    waits = {"item", "cpu", "tolist", "numpy", "nonzero", "synchronize"}
+    assert not [(file, name) for file, name in calls if name in waits]
 
 
 def files_imported(path):
@@ -144,17 +150,16 @@ CREATION = {"zeros", "ones", "empty", "full", "arange", "tensor", "rand", "randn
 CREATION |= {"as_tensor", "empty_strided", "logspace", "normal", "range"}
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_every_tensor_is_made_with_a_dtype(path):
+def test_every_tensor_is_made_with_a_dtype():
     """Without one it takes torch's default, which training programs change; so does a choice between two numbers."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if not isinstance(node, ast.Call) or not ast.unparse(node.func).startswith("torch."):
+    for path, node in [(module, node) for module in MODULES for node in nodes(module) if isinstance(node, ast.Call)]:
+        function = ast.unparse(node.func)
+        if not function.startswith("torch."):
             continue
-        name, text = ast.unparse(node.func).removeprefix("torch."), ast.unparse(node)
-        if name in CREATION:
-            assert any(keyword.arg == "dtype" for keyword in node.keywords), text
-        elif name == "where":
-            assert not all(is_number(argument) for argument in node.args[1:3]), text
+        if function.removeprefix("torch.") in CREATION:
+            assert any(keyword.arg == "dtype" for keyword in node.keywords), (path, ast.unparse(node))
+        elif function == "torch.where":
+            assert not all(is_number(argument) for argument in node.args[1:3]), (path, ast.unparse(node))
 
 
 def is_number(node):

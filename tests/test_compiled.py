@@ -66,8 +66,13 @@ def same(some: list[Tensor], others: list[Tensor]) -> bool:
     return all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
 
 
-@pytest.mark.parametrize("case", CASES)
+# Of torch's backend, which the compiler sees no more of, those in which forward leaves backward other things.
+ON_TORCH = ("outputs of every kind", "ignored rows skipped", "candidates", "rounded logits")
+
+
+@pytest.mark.parametrize(("case", "backend"), [*((c, "triton") for c in CASES), *((c, "torch") for c in ON_TORCH)])
 def test_one_graph_with_the_bits_of_eager(case, backend, device):
+    pytest.importorskip(backend)
     keywords = {"backend": backend, **CASES[case]}
     weight_dtype = keywords.pop("weight_dtype", None)
     problem = inputs(keywords.pop("dtype", torch.float32), device, weight_dtype=weight_dtype)
@@ -105,7 +110,7 @@ def test_token_counts_do_not_recompile(device):
 def test_a_schedule_does_not_recompile(name, device):
     counter = CompileCounterWithBackend("aot_eager")
     compiled, problem = torch.compile(step, fullgraph=True, backend=counter), inputs(torch.float32, device)
-    for tenths in range(12, 2, -1):
+    for tenths in (12, 11, 9, 6, 3):
         keywords = {name: tenths / 10}
         assert same(bits(compiled, *problem, keywords), bits(step, *problem, keywords))
     assert counter.frame_count <= 2

@@ -191,11 +191,18 @@ def test_the_flag_and_the_capture_on_a_tiny_gpt(capsys):
 def test_help_writes_no_file_and_a_missing_extra_is_named(tmp_path, monkeypatch):
     programs = [["benchmark.run", "head"], ["benchmark.publish"], ["scripts.draw_how_it_works"]]
     before = {path: path.stat().st_mtime_ns for path in (ROOT / "docs").iterdir()}
-    for program in programs:
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}
-        subprocess.run(
-            [sys.executable, "-m", *program, "--help"], cwd=tmp_path, env=environment, check=True, timeout=60
-        )
+    code = f"""
+import contextlib, runpy, sys
+for name, *arguments in {programs}:
+    sys.argv = [name, *arguments, "--help"]
+    with contextlib.suppress(SystemExit):
+        runpy.run_module(name, run_name="__main__")
+        raise AssertionError(f"{{name}} goes on behind its help")
+"""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code]
+    helped = subprocess.run(command, cwd=tmp_path, env=environment, check=True, timeout=60, capture_output=True)
+    assert helped.stdout.count(b"usage:") == len(programs)
     assert not list(tmp_path.iterdir())
     assert {path: path.stat().st_mtime_ns for path in (ROOT / "docs").iterdir()} == before
     monkeypatch.setitem(sys.modules, "megatron.core", None)

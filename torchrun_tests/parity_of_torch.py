@@ -96,7 +96,7 @@ def run_dtensors(backend: str, group: ProcessGroup, device: torch.device, report
         ]
         step = fused_step(problem, backend=backend)
         actual = with_gradients(step, (*sharded, problem.labels))
-        if ranks == 2:
+        if ranks == 2 and backend == "torch":  # of the kernels the compiler sees no more
             compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
             again = [local(t) for t in with_gradients(compiled, (*sharded, problem.labels))]
             same = same_bits(again, [local(t) for t in actual])
