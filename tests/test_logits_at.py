@@ -184,3 +184,15 @@ def test_logits_of_16_bits(backend, device):
     )
     exact = rounded.log_softmax(-1).gather(1, problem.labels[:, None])[:, 0]
     assert largest_error(logprobs.detach(), exact) <= 4e-6
+
+
+def test_a_softcaps_tanh(backend, device):
+    """Relative to tanh, however small or large it is: a softcap multiplies its error by a large number."""
+    x = torch.cat([torch.logspace(-8, 1, 400, dtype=FP32), torch.tensor([8.7, 8.8, 1e4, torch.inf])])
+    x = torch.cat([x, -x]).to(device)
+    one = torch.ones(1, 1, dtype=FP32, device=device)
+    ids = torch.zeros(len(x), 1, dtype=torch.int64, device=device)
+    found = megatron_lce.linear_logits_at(x[:, None], one, ids, softcap=1.0, backend=backend)[:, 0]
+    assert float((found / x.double().tanh() - 1).abs().max()) <= 8 * EPS[FP32]
+    nan = megatron_lce.linear_logits_at(one * torch.nan, one, ids[:1], softcap=1.0, backend=backend)
+    assert nan.isnan().all()

@@ -224,21 +224,19 @@ def _softmax_stats_kernel(
             hidden_desc, hidden_power, weight_desc, weight_power, row, column, H,
             BLOCK_N, BLOCK_V, BLOCK_H, HIDDEN_PARTS, ROUND,
         )  # fmt: skip
+        columns = column + tl.arange(0, BLOCK_V)
         if SOFTCAP:
+            if TELEMETRY:  # an infinite hidden makes NaN behind the vocabulary, where the logits' sums read zeros
+                logits = tl.where((columns < V)[None, :], logits, 0.0)
             logits = tanh(logits * softcap_scale)
         logits = logits * row_scale[:, None]  # [BLOCK_N, BLOCK_V]
 
-        columns = column + tl.arange(0, BLOCK_V)
         chunks = tl.arange(0, CHUNKS)
         stats = stats_ptr + (column_tile * CHUNKS + chunks).to(tl.int64)[None, :] * (K * N) + rows[:, None]
         mask = row_mask[:, None] & (column + chunks * CHUNK < V)[None, :]  # [BLOCK_N, CHUNKS]
         if TELEMETRY:
             # A descriptor's products past the vocabulary's end are zero. Sums first: in this order no register spills.
-            zero_ended = logits
-            # An infinite hidden makes NaN there under a softcap, while the tanh keeps the vocabulary's logits finite.
-            if SOFTCAP:
-                zero_ended = tl.where((columns < V)[None, :], logits, 0.0)
-            zero_ended = tl.reshape(zero_ended, (BLOCK_N, CHUNKS, CHUNK))
+            zero_ended = tl.reshape(logits, (BLOCK_N, CHUNKS, CHUNK))
             tl.store(stats + (K - 2) * N, tl.sum(zero_ended, 2), mask)
             tl.store(stats + (K - 1) * N, tl.sum(zero_ended * zero_ended, 2), mask)
             min_logit = tl.where((columns < V)[None, :], logits, float("inf"))
