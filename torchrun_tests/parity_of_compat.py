@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from megatron_lce import compat
-from megatron_lce.core import collectives
 from megatron_lce.core.options import LinearCrossEntropyOutput
 from tests.cases import Case, Ranks, Share, case
 from tests.oracle import Upstream, comparisons, evaluate, oracle
@@ -158,7 +157,7 @@ class _CopyToModelParallelRegion(torch.autograd.Function):
 def count_exchanges(operation: Callable[..., Any], call: dict[str, Any], report: Report) -> None:
     """Ranks ask each other what they call with at the first call of a configuration only."""
     operation(**call)
-    with mock.patch.object(collectives, "gather_objects", wraps=collectives.gather_objects) as exchange:
+    with mock.patch.object(dist, "all_gather_object", wraps=dist.all_gather_object) as exchange:
         operation(**call)
         again = exchange.call_count
         operation(**call, label_smoothing=0.1)
