@@ -95,31 +95,41 @@ class Sink:
         return self.weight.new_zeros(()).expand_as(self.weight)
 
 
-def measured_step(step, device, peak, backend="triton"):
-    """Peak bytes, as `peak(call)` finds them, of a real step of these sizes."""
+def call_of(step, device, backend="triton"):
+    """A real step of these sizes: forward and backward."""
     problem = make_problem(step.tokens, step.hidden, step.columns, device, step.dtype)
     hidden, weight = problem.hidden.requires_grad_(), problem.weight.requires_grad_()
     labels = problem.labels.clone()
     labels[: step.tokens - round(step.tokens * (1 - step.ignored))] = -100
     upstream = [problem.upstream.logprobs, problem.upstream.entropy][: 1 + step.entropy]
     keywords = {"weight_grad_sink": Sink(weight)} if step.main_grad else {}
+    keywords |= {"entropy": step.entropy, "workspace_bytes": step.workspace_bytes, "backend": backend}
+    keywords |= {"skip_ignored": step.computed if step.skip_ignored else False}
 
     def call():
-        out = megatron_lce.linear_cross_entropy(
-            hidden,
-            weight,
-            labels,
-            entropy=step.entropy,
-            skip_ignored=step.computed if step.skip_ignored else False,
-            workspace_bytes=step.workspace_bytes,
-            logits_cache_bytes=step.logits_cache_bytes,
-            backend=backend,
-            **keywords,
-        )
-        outputs = [out.logprobs, out.entropy][: 1 + step.entropy]
-        return torch.autograd.grad(outputs, (hidden, weight), upstream)
+        cache = step.logits_cache_bytes
+        out = megatron_lce.linear_cross_entropy(hidden, weight, labels, logits_cache_bytes=cache, **keywords)
+        return torch.autograd.grad([out.logprobs, out.entropy][: 1 + step.entropy], (hidden, weight), upstream)
 
-    return peak(call)
+    def loss(out, weights):
+        return -weights * out.logprobs + (0.01 * out.entropy if step.entropy else 0.0)
+
+    def token_loss():
+        given = hidden, weight, labels, loss, problem.upstream.logprobs
+        return torch.autograd.grad(megatron_lce.linear_token_loss(*given, **keywords).loss, (hidden, weight))
+
+    return {OURS: call, TOKEN_LOSS: token_loss}
+
+
+def check_on_a_cpu(step, way=OURS):
+    peak, _ = peak_live_bytes(call_of(step, torch.device("cpu"))[way])
+    assert HEADS[way](step).peak_bytes == pytest.approx(peak, rel=ALLOWED)
+
+
+def check_on_a_gpu(step, way, call, device):
+    call()  # compiles
+    gc.collect()  # what other tests left must not be freed while this is measured
+    assert HEADS[way](step).peak_bytes == pytest.approx(measure.peak_mib(call, device) * MIB, rel=ALLOWED)
 
 
 @pytest.fixture
@@ -135,8 +145,7 @@ def on_a_cpu(monkeypatch, usual_torch):
 def test_storages_of_a_step_on_a_cpu(changes, on_a_cpu):
     """Kept logits are left to the measured runs: the interpreter takes seconds for them."""
     step = replace(HeadStep(256, 128, 1024, workspace_bytes=2**20), **changes)
-    peak = measured_step(step, torch.device("cpu"), lambda call: peak_live_bytes(call)[0])
-    assert HEADS[OURS](step).peak_bytes == pytest.approx(peak, rel=ALLOWED)
+    check_on_a_cpu(step)
 
 
 @pytest.mark.parametrize("changes", [{}, {"main_grad": True}, {"ignored": 0.4, "skip_ignored": True}], ids=str)
@@ -144,8 +153,7 @@ def test_storages_of_blocks_of_tokens_on_a_cpu(changes, on_a_cpu, monkeypatch):
     """Whose sum of the weight's gradient is larger than the workspace."""
     monkeypatch.setattr(plan, "WIDE_BLOCK", 256)
     step = replace(HeadStep(1536, 512, 512, workspace_bytes=700_000), **changes)
-    peak = measured_step(step, torch.device("cpu"), lambda call: peak_live_bytes(call)[0])
-    assert HEADS[OURS](step).peak_bytes == pytest.approx(peak, rel=ALLOWED)
+    check_on_a_cpu(step)
 
 
 TOKEN_LOSS_STEPS = {
@@ -166,45 +174,7 @@ TOKEN_LOSS_STEPS = {
 
 @pytest.mark.parametrize("step", TOKEN_LOSS_STEPS.values(), ids=list(TOKEN_LOSS_STEPS))
 def test_storages_of_a_token_loss_on_a_cpu(step, on_a_cpu):
-    peak = measured_token_loss(step, torch.device("cpu"), lambda call: peak_live_bytes(call)[0])
-    assert HEADS[TOKEN_LOSS](step).peak_bytes == pytest.approx(peak, rel=ALLOWED)
-
-
-def measured_token_loss(step, device, peak):
-    """The same of `linear_token_loss`, backward included."""
-    problem = make_problem(step.tokens, step.hidden, step.columns, device, step.dtype)
-    hidden, weight = problem.hidden.requires_grad_(), problem.weight.requires_grad_()
-    keywords = {"weight_grad_sink": Sink(weight)} if step.main_grad else {}
-
-    def loss(out, weights):
-        return -weights * out.logprobs + (0.01 * out.entropy if step.entropy else 0.0)
-
-    def call():
-        result = megatron_lce.linear_token_loss(
-            hidden,
-            weight,
-            problem.labels,
-            loss,
-            problem.upstream.logprobs,
-            entropy=step.entropy,
-            workspace_bytes=step.workspace_bytes,
-            backend="triton",
-            **keywords,
-        )
-        return torch.autograd.grad(result.loss, (hidden, weight))
-
-    return peak(call)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("step", [HeadStep(8192, 2048, 65536), HeadStep(131072, 4096, 18992)], ids=["wide", "long"])
-def test_peak_of_a_token_loss_on_a_gpu(step, device, usual_torch):
-    def peak(call):
-        call()  # compiles
-        gc.collect()  # what other tests left must not be freed while this is measured
-        return measure.peak_mib(call, device) * MIB
-
-    assert HEADS[TOKEN_LOSS](step).peak_bytes == pytest.approx(measured_token_loss(step, device, peak), rel=ALLOWED)
+    check_on_a_cpu(step, TOKEN_LOSS)
 
 
 GPU_STEPS = {
@@ -220,15 +190,16 @@ GPU_STEPS = {
 }
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("step", [*GPU_STEPS.values()], ids=list(GPU_STEPS))
-def test_peak_of_a_step_on_a_gpu(step, device, usual_torch):
-    def peak(call):
-        call()  # compiles
-        gc.collect()  # what other tests left must not be freed while this is measured
-        return measure.peak_mib(call, device) * MIB
+GPU_CALLS = {name: (OURS, step) for name, step in GPU_STEPS.items()}
+GPU_CALLS["a wide token loss"] = TOKEN_LOSS, HeadStep(8192, 2048, 65536)
+GPU_CALLS["a long token loss"] = TOKEN_LOSS, HeadStep(131072, 4096, 18992)
 
-    assert HEADS[OURS](step).peak_bytes == pytest.approx(measured_step(step, device, peak), rel=ALLOWED)
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", GPU_CALLS)
+def test_peak_of_a_step_on_a_gpu(name, device, usual_torch):
+    way, step = GPU_CALLS[name]
+    check_on_a_gpu(step, way, call_of(step, device)[way], device)
 
 
 @pytest.mark.gpu
@@ -256,9 +227,7 @@ def test_peak_of_megatrons_own_losses_on_a_gpu(way, device, usual_torch):
             del logits  # the model's frame that held them is gone when backward runs
             return torch.autograd.grad(loss, (hidden, weight), problem.upstream.logprobs)
 
-        call()
-        measured = measure.peak_mib(call, device) * MIB
-    assert HEADS[way](step).peak_bytes == pytest.approx(measured, rel=ALLOWED)
+        check_on_a_gpu(step, way, call, device)
 
 
 def test_tiles_and_chunks_are_those_of_the_kernels(monkeypatch):
