@@ -1,77 +1,24 @@
-"""`support_logprobs` against a dense mask of -inf over materialised logits in fp64."""
+"""`support_logprobs`: certain, ignored and broken rows. Values: test_ids.py."""
 
 import pytest
 import torch
 
 import megatron_lce
-from tests.oracle import largest_error, relative_error
 from tests.problems import make_problem
 
 FP32, BF16 = torch.float32, torch.bfloat16
 
 
-def sets_with_the_label(labels, num_columns, counts, seed=2):
-    """CSR of the label, padding and repeated ids; none where the count is 0."""
-    generator = torch.Generator().manual_seed(seed)
-    parts = []
-    for label, count in zip(labels.reshape(-1).tolist(), counts, strict=True):
-        ids = torch.randint(num_columns, (count,), generator=generator)
-        if count:
-            ids[count // 2] = label
-        if count > 3:
-            ids[0], ids[1] = ids[-1], -1
-        parts.append(ids)
-    offsets = torch.tensor([0, *counts]).cumsum(0)
-    return torch.cat(parts).to(labels.device), offsets.to(labels.device)
-
-
-def dense(logits, labels, ids, offsets):
-    """log_softmax over the kept ids, or all of them, at the label: [N]."""
-    kept = torch.zeros_like(logits, dtype=torch.bool)
-    for row in range(logits.shape[0]):
-        of_row = ids[offsets[row] : offsets[row + 1]]
-        kept[row, of_row[of_row >= 0]] = True
-        if (of_row < 0).all():
-            kept[row] = True
-    masked = logits.masked_fill(~kept, -torch.inf)
-    return masked.log_softmax(-1).gather(1, labels.reshape(-1, 1).clamp(min=0))[:, 0]
-
-
-@pytest.mark.parametrize(
-    ("dtype", "counts", "softcap"),
-    [
-        (FP32, [1, 2, 9, 40, 3, 1], None),
-        (FP32, [5, 0, 2, 0, 1, 7], 3.0),
-        (BF16, [0, 2, 9, 150, 3, 1], None),
-        (FP32, [0] * 6, None),
-    ],
-)
-def test_values_and_gradients(dtype, counts, softcap, backend, device):
-    problem = make_problem((3, 2), 40, 90, device, dtype)
-    ids, offsets = sets_with_the_label(problem.labels, 90, counts)
+def test_the_entropy_beside_them_is_that_of_the_whole_vocabulary(backend, device):
+    problem = make_problem((3, 2), 40, 90, device)
     temperature = torch.linspace(0.5, 2.0, 6, device=device).view(3, 2)
-    upstream = torch.randn(3, 2, generator=torch.Generator().manual_seed(0)).to(device)
-    hidden, weight = (t.clone().requires_grad_() for t in problem[:2])
-    keywords = {"temperature": temperature, "softcap": softcap, "backend": backend}
-    actual, entropy = megatron_lce.support_logprobs(
-        hidden, weight, problem.labels, ids, offsets, entropy=True, **keywords
-    )
-    actual.backward(upstream)
-    exact_hidden, exact_weight = (t.double().requires_grad_() for t in problem[:2])
-    logits = exact_hidden.reshape(6, -1) @ exact_weight.T
-    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-    logits = logits / temperature.view(-1, 1)
-    expected = dense(logits, problem.labels, ids, offsets).view(3, 2)
-    expected.backward(upstream.double())
-    roundings = 2 * torch.finfo(FP32).eps * float(expected.detach().abs().max())  # of the largest logprob
-    assert largest_error(actual.detach(), expected.detach()) <= max(2e-6, roundings)
-    assert (actual <= 0).all()
-    full = megatron_lce.linear_cross_entropy(*problem[:3], **keywords).entropy
-    assert torch.equal(entropy, full)
+    keywords = {"temperature": temperature, "softcap": 3.0, "backend": backend}
+    ids, offsets = torch.arange(24, device=device), torch.tensor([0, 1, 2, 9, 9, 20, 24], device=device)
+    hidden = problem.hidden.clone().requires_grad_()
+    logprobs, entropy = megatron_lce.support_logprobs(hidden, *problem[1:3], ids, offsets, entropy=True, **keywords)
+    assert not logprobs.gt(0).any()
+    assert torch.equal(entropy, megatron_lce.linear_cross_entropy(*problem[:3], **keywords).entropy)
     assert not entropy.requires_grad
-    eps = torch.finfo(dtype).eps
-    for found, exact in ((hidden.grad, exact_hidden.grad), (weight.grad, exact_weight.grad)):
-        assert relative_error(found, exact) <= eps * (8 if dtype == FP32 else 1)
 
 
 def test_one_id_is_exactly_certain_and_trains_nothing(backend, device):

@@ -1,4 +1,4 @@
-"""`linear_topk` against a stable sort of materialised logits."""
+"""`linear_topk`: ties, rows without a result, memory. Values: test_ids.py."""
 
 import pytest
 import torch
@@ -11,40 +11,10 @@ from tests.problems import make_problem
 FP32, BF16 = torch.float32, torch.bfloat16
 
 
-def exact_topk(problem, k, temperature=1.0, softcap=None, scale=1.0):
-    """Logprobs and ids in fp64, ties by the lowest id; and the lse."""
-    hidden = problem.hidden.double().reshape(-1, problem.hidden.shape[-1])
-    logits = scale * (hidden @ problem.weight.double().T)
-    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-    logits = logits / (temperature.reshape(-1, 1) if isinstance(temperature, torch.Tensor) else temperature)
-    values, ids = logits.sort(dim=1, descending=True, stable=True)
-    lse = logits.logsumexp(-1)
-    return (values - lse[:, None])[:, :k], ids[:, :k], lse
-
-
-@pytest.mark.parametrize(
-    ("dtype", "shape", "hidden_size", "columns", "k", "keywords", "workspace"),
-    [
-        (FP32, (5,), 24, 70, 1, {}, 2**29),
-        (FP32, (3, 2), 300, 1000, 5, {"temperature": 0.7, "scale": -1.3}, 2**29),
-        (BF16, (7,), 64, 1500, 3, {"softcap": 3.0}, 60_000),
-        (BF16, (5,), 64, 1500, 3, {"softcap": 3.0, "scale": -0.7}, 2**29),
-        (BF16, (2, 2), 64, 300, 300, {}, 2**29),
-    ],
-)
-def test_values_ids_and_mass(dtype, shape, hidden_size, columns, k, keywords, workspace, backend, device):
-    problem = make_problem(shape, hidden_size, columns, device, dtype)
-    logprobs, ids, lse = exact_topk(problem, k, **keywords)
-    options = {"logits_scale" if name == "scale" else name: value for name, value in keywords.items()}
-    hidden, weight = (t.clone().requires_grad_() for t in problem[:2])
-    found = megatron_lce.linear_topk(hidden, weight, k, workspace_bytes=workspace, backend=backend, **options)
-    assert torch.equal(found.ids.view(-1, k), ids)
-    allowed = 8 * torch.finfo(FP32).eps * float((logprobs + lse[:, None]).abs().max())
-    assert largest_error(found.logprobs.view(-1, k), logprobs) <= allowed
-    assert largest_error(found.lse.view(-1), lse) <= allowed
-    assert largest_error(found.mass.view(-1), logprobs.exp().sum(-1)) <= allowed
-    assert found.logprobs.shape == (*shape, k)
-    assert found.lse.shape == shape
+def test_shapes_and_no_gradient(backend, device):
+    problem = make_problem((3, 2), 24, 70, device)
+    found = megatron_lce.linear_topk(problem.hidden.requires_grad_(), problem.weight, 5, backend=backend)
+    assert [part.shape for part in found] == [(3, 2, 5), (3, 2, 5), (3, 2), (3, 2)]
     assert not any(part.requires_grad for part in found)
 
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import harness  # noqa: F401  (finds the package, when started by hand from anywhere)
 import torch
-from checks import taken_by
 from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.cases import BF16, FP32, SOMEWHERE, Case, Share
+from tests.checks import taken_by
 from tests.jsd_oracle import jsd_of_products, logits_of_products
 
 FP16 = torch.float16

@@ -7,7 +7,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from findings import check_error
 from harness import Report
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -17,6 +16,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from megatron_lce import compat
 from megatron_lce.core.options import LinearCrossEntropyOutput
 from tests.cases import Case, Ranks, Share, case
+from tests.findings import check_error
 from tests.oracle import Upstream, comparisons, evaluate, oracle
 
 

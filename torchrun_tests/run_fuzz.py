@@ -25,11 +25,11 @@ import harness
 import hypothesis
 import torch
 import torch.distributed as dist
-from checks import check_case
 from torch.distributed import ProcessGroup
 
 from scripts.ranks import device_of_rank
 from tests.cases import Case, Ranks
+from tests.checks import check_case
 
 OPERATIONS = ("linear_cross_entropy", "linear_token_loss", "linear_jsd", "linear_logits_at")
 MOST_RANKS = 3
@@ -209,7 +209,7 @@ def summary(settings: list[Setting], found: list[list[Tally]], seed: int) -> str
         f" {total} calls on 1 to {most_ranks} ranks, {failed} failures.",
         "Hypothesis draws each call (`torchrun_tests/fuzz_cases.py`). Outputs and both gradients are held to the",
         "tests' budgets against fp64, and outputs to the same bits on every rank, without gradients, and on one rank",
-        "(`torchrun_tests/checks.py`).",
+        "(`tests/checks.py`).",
         "",
         "| operation | backend | calls | in the smallest workspace that the error names | refused | failures |",
         "|---|---|---|---|---|---|",

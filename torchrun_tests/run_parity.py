@@ -11,7 +11,6 @@ import math
 
 import torch
 import torch.distributed as dist
-from checks import check_case
 from harness import Report, available_backends, main, refuse_deprecated_collectives
 from parity_cases import BITS, CASES, OF_IDS, OF_JSD, OF_TOKEN_LOSS
 from parity_of_compat import run_compat, run_disagreements_of_compat, run_megatrons_call, run_torchs_call
@@ -21,6 +20,7 @@ from torch.distributed import ProcessGroup
 
 import megatron_lce
 from tests.cases import BF16, Case, Ranks, case
+from tests.checks import check_case
 from tests.live_bytes import peak_live_bytes
 
 

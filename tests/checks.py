@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from findings import Findings, Floors, check_error, check_same_bits_on_every_rank, same_bits, surroundings, title
-from ids_checks import check_ids
 from torch import Tensor
 
 import megatron_lce
 from megatron_lce.backends.reference import reference_linear_cross_entropy
 from megatron_lce.core.options import LinearCrossEntropyOutput
 from tests.cases import Case, Ranks, Share
+from tests.findings import Findings, Floors, check_error, check_same_bits_on_every_rank, same_bits, surroundings, title
+from tests.ids_checks import check_ids
 from tests.jsd_oracle import (
     JsdInputs,
     evaluate_jsd,
