@@ -159,8 +159,11 @@ def test_double_backward_is_refused(backend, device):
     problem = make_problem(4, 8, 20, device)
     hidden = problem.hidden.clone().requires_grad_()
     out = megatron_lce.linear_cross_entropy(hidden, *problem[1:3], backend=backend)
-    with pytest.raises(RuntimeError, match="create_graph must be False"):
-        torch.autograd.grad(out.logprobs.sum(), hidden, create_graph=True)
+    divergence = megatron_lce.linear_jsd(hidden, problem.weight, *problem[:2], backend=backend)
+    for result in (out.logprobs, divergence):
+        with pytest.raises(RuntimeError, match="create_graph must be False: linear_.* has no double backward"):
+            torch.autograd.grad(result.sum(), hidden, create_graph=True)
+        assert torch.autograd.grad(result.sum(), hidden)[0].isfinite().all()
 
 
 def test_inputs_changed_in_place_before_backward_are_noticed(backend, device):

@@ -10,7 +10,8 @@ from torch.utils._pytree import tree_leaves
 
 import megatron_lce
 from megatron_lce import compat
-from tests.problems import make_problem
+from tests.jsd_oracle import make_inputs
+from tests.problems import BETAS, ignored_labels, make_problem
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 OTHERS = [BF16, FP16, FP64]
@@ -58,10 +59,8 @@ OPTIONS = [
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 def test_linear_cross_entropy(options, dtype, backend, device):
     def call(hidden, weight, labels, temperature):
-        out = megatron_lce.linear_cross_entropy(
-            hidden, weight, labels, backend=backend, **{"temperature": temperature, **options}
-        )
-        return out
+        keywords = {"temperature": temperature, "backend": backend, **options}
+        return megatron_lce.linear_cross_entropy(hidden, weight, labels, **keywords)
 
     check(call, *head(device, dtype))
 
@@ -78,6 +77,23 @@ def test_linear_token_loss(skip_ignored, dtype, backend, device):
         return result.loss, result.outputs, result.metrics
 
     check(call, *head(device, dtype))
+
+
+JSD_OPTIONS = [{"beta": beta} for beta in BETAS]
+JSD_OPTIONS += [{"skip_ignored": skip, "student_softcap": 3.0} for skip in (True, 6)]
+JSD_OPTIONS += [{"workspace_bytes": 2**17}]  # blocks of few tokens
+
+
+@pytest.mark.parametrize("options", JSD_OPTIONS, ids=str)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_linear_jsd(options, weighted, backend, device):
+    inputs, labels = make_inputs(9, 24, 40, 2000, device, BF16), ignored_labels(slice(0, 3), 9, device)
+    keywords = {"labels": labels, "token_weights": inputs.upstream if weighted else None, "backend": backend, **options}
+
+    def call(hidden, weight):
+        return megatron_lce.linear_jsd(hidden, weight, *inputs[2:4], **keywords)
+
+    check(call, *(tensor.requires_grad_() for tensor in inputs[:2]))
 
 
 COMPAT = {
