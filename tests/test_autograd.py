@@ -161,7 +161,7 @@ def test_double_backward_is_refused(backend, device):
     out = megatron_lce.linear_cross_entropy(hidden, *problem[1:3], backend=backend)
     divergence = megatron_lce.linear_jsd(hidden, problem.weight, *problem[:2], backend=backend)
     for result in (out.logprobs, divergence):
-        with pytest.raises(RuntimeError, match="create_graph must be False: linear_.* has no double backward"):
+        with pytest.raises(RuntimeError, match=r"create_graph must be False: linear_.* has no double backward"):
             torch.autograd.grad(result.sum(), hidden, create_graph=True)
         assert torch.autograd.grad(result.sum(), hidden)[0].isfinite().all()
 

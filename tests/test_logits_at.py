@@ -1,4 +1,4 @@
-"""`linear_logits_at`: layouts of ids, bits, and rows without a result. Values: test_ids.py."""
+"""`linear_logits_at`: layouts of ids, bits, and rows without a result. Values: test_cases.py."""
 
 import pytest
 import torch

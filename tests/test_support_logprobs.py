@@ -1,4 +1,4 @@
-"""`support_logprobs`: certain, ignored and broken rows. Values: test_ids.py."""
+"""`support_logprobs`: certain, ignored and broken rows. Values: test_cases.py."""
 
 import pytest
 import torch

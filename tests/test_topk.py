@@ -1,4 +1,4 @@
-"""`linear_topk`: ties, rows without a result, memory. Values: test_ids.py."""
+"""`linear_topk`: ties, rows without a result, memory. Values: test_cases.py."""
 
 import pytest
 import torch

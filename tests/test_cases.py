@@ -1,6 +1,7 @@
-"""`linear_logits_at`, `support_logprobs` and `linear_topk` against fp64 on materialised logits, over the same ids.
+"""Cases on one rank, as run_parity.py has them on several: ids of the vocabulary, and token losses of any output.
 
-Ids are repeated, padded, and the label's; sets hold from none to all of a row's. Several ranks: run_parity.py.
+`linear_logits_at`, `support_logprobs` and `linear_topk` are compared over the same ids: repeated, padded, the label's;
+sets hold from none to all of a row's.
 """
 
 import pytest
@@ -13,7 +14,7 @@ from tests.findings import Asserted
 FP16 = torch.float16
 PER_TOKEN = {"temperature": "per token"}
 AT, WIDE = {"operation": "linear_logits_at"}, {"operation": "linear_logits_at", "hidden_size": 64, "dtype": BF16}
-CASES = [
+IDS = [
     case("one id", **AT, shape=(5,), shards=(90,), candidates=1),
     case(
         "scaled, odd rows",
@@ -50,6 +51,20 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("of_ids", CASES, ids=lambda of_ids: of_ids.name)
-def test_values_and_gradients(of_ids, backend, device):
-    check_case(of_ids, Ranks(backend, None, device), Asserted())
+LOSS, ROUNDED = {"operation": "linear_token_loss"}, {"logits_dtype": BF16}
+MASKED = {"shape": (150, 2), "hidden_size": 64, "shards": (300,), "ignored": 0.4}
+TOKEN_LOSSES = [
+    case("loss of candidates", **LOSS, **MASKED, candidates=5),
+    case("loss of candidates, bf16", **LOSS, **MASKED, candidates=5, dtype=BF16, workspace_bytes=400_000),
+    case("loss of candidates, skipped", **LOSS, **MASKED, candidates=5, dtype=BF16, skip_ignored=True),
+    case("loss of candidates, softcap", **LOSS, **MASKED, candidates=5, dtype=BF16, softcap=5.0),
+    case("rounded", **LOSS, **ROUNDED, shape=(40,), shards=(300,)),
+    case("rounded, bf16", **LOSS, **ROUNDED, shape=(40,), shards=(300,), dtype=BF16),
+    case("an fp32 weight", **LOSS, shape=(40,), shards=(300,), dtype=BF16, fp32_weight=True, entropy=False),
+    case("an fp32 weight, fp16", **LOSS, shape=(40,), shards=(300,), dtype=FP16, fp32_weight=True, entropy=False),
+]
+
+
+@pytest.mark.parametrize("one", [*IDS, *TOKEN_LOSSES], ids=lambda one: f"{one.operation}-{one.name}")
+def test_values_and_gradients(one, backend, device):
+    check_case(one, Ranks(backend, None, device), Asserted())
