@@ -39,7 +39,7 @@ ONLY_NEWER = {  # what a block speaks of, and whether this Megatron has it: from
     ),
 }
 TORCHRUN = ("torchrun", "--nproc-per-node")
-TORCHRUN_PROGRAMS = ("run_parity.py", "run_jsd.py", "run_megatron.py", "run_megatron_fsdp.py", "run_fuzz.py")
+TORCHRUN_PROGRAMS = ("run_parity.py", "run_megatron.py", "run_megatron_fsdp.py", "run_fuzz.py")
 
 
 def blocks(page, language):

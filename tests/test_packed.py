@@ -105,63 +105,35 @@ def test_packed_logprobs_are_those_of_each_sequence_alone(backend, device):
         assert whole.logprobs[0, end - 1] == 0
 
 
-TWO_ROWS = torch.zeros(2, 8, dtype=torch.int64)
 BOUNDS = torch.tensor([0, 3, 8])
-BAD = [
-    (shift_labels, (TOKENS[0],), {}, ValueError, r"tokens must be \[b, s\] or \[1, total\], got \(8,\)"),
-    (shift_labels, (TOKENS.int(),), {}, TypeError, "tokens must be int64, got torch.int32"),
-    (shift_labels, (TOKENS,), {"mask": TOKENS[0]}, ValueError, r"mask must have tokens' shape, \(1, 8\), got \(8,\)"),
-    (shift_labels, (TOKENS,), {"cu_seqlens_padded": BOUNDS}, ValueError, "cu_seqlens must be given with .* got None"),
-    (shift_labels, (TWO_ROWS,), {"cu_seqlens": BOUNDS}, ValueError, r"must lie in one row, .* got \(2, 8\)"),
-    (shift_labels, (TOKENS,), {"cu_seqlens": BOUNDS[:1]}, ValueError, r"cu_seqlens must be .* got torch.int64 \(1,\)"),
-    (shift_labels, (TOKENS,), {"cu_seqlens": BOUNDS.float()}, ValueError, "cu_seqlens must be integers"),
-    (
-        shift_labels,
-        (TOKENS,),
-        {"cu_seqlens": BOUNDS, "cu_seqlens_padded": BOUNDS[:2]},
-        ValueError,
-        "cu_seqlens_padded must have as many bounds as cu_seqlens, 3, got 2",
-    ),
-    (shift_labels, (TOKENS,), {"cu_seqlens": BOUNDS + 1}, ValueError, "cu_seqlens must start with 0, got 1"),
-    (
-        shift_labels,
-        (TOKENS,),
-        {"cu_seqlens": torch.tensor([0, 3, 12])},
-        ValueError,
-        "cu_seqlens must end within the row of 8, got 12",
-    ),
-    (
-        shift_labels,
-        (TOKENS,),
-        {"cu_seqlens": torch.tensor([0, 5, 3])},
-        ValueError,
-        "cu_seqlens must not fall, got 3 after 5",
-    ),
-    (
-        shift_labels,
-        (TOKENS,),
-        {"cu_seqlens": BOUNDS, "cu_seqlens_padded": torch.tensor([0, 2, 8])},
-        ValueError,
-        "cu_seqlens must fit into cu_seqlens_padded, got a sequence of 3 in 2",
-    ),
-    (shift_labels, (TOKENS,), {"cu_seqlens": BOUNDS.to("meta")}, ValueError, "must be on the host or cpu, got meta"),
-    (shift_labels, ([[1, 2]],), {}, TypeError, "tokens must be a torch.Tensor, got list"),
-    (shift_labels, (TOKENS,), {"mask": [1] * 8}, TypeError, "mask must be a torch.Tensor, got list"),
-    (shift_labels, (TOKENS,), {"cu_seqlens": [0, 8]}, TypeError, "cu_seqlens must be a torch.Tensor, got list"),
-    (
-        shift_labels,
-        (TOKENS,),
-        {"cu_seqlens": BOUNDS, "cu_seqlens_padded": [0, 3, 8]},
-        TypeError,
-        "cu_seqlens_padded must be a torch.Tensor, got list",
-    ),
-    (shift_labels, (TOKENS,), {"cu_seqlens": BOUNDS.bool()}, ValueError, "cu_seqlens must be integers .* torch.bool"),
-    (shift_labels, (TOKENS,), {"ignore_index": "a"}, TypeError, "ignore_index must be an int, got str"),
-    (shift_labels, (TOKENS,), {"ignore_index": -100.5}, TypeError, "ignore_index must be an int, got float"),
+BAD = [  # tokens, keywords, the error, and what is said
+    (TOKENS[0], {}, ValueError, r"tokens must be \[b, s\] or \[1, total\], got \(8,\)"),
+    (TOKENS.int(), {}, TypeError, "tokens must be int64, got torch.int32"),
+    ([[1, 2]], {}, TypeError, "tokens must be a torch.Tensor, got list"),
+    (TOKENS, {"mask": TOKENS[0]}, ValueError, r"mask must have tokens' shape, \(1, 8\), got \(8,\)"),
+    (TOKENS, {"mask": [1] * 8}, TypeError, "mask must be a torch.Tensor, got list"),
+    (TOKENS.repeat(2, 1), {"cu_seqlens": BOUNDS}, ValueError, r"must lie in one row, .* got \(2, 8\)"),
+    (TOKENS, {"cu_seqlens": BOUNDS[:1]}, ValueError, r"cu_seqlens must be .* got torch.int64 \(1,\)"),
+    (TOKENS, {"cu_seqlens": BOUNDS.float()}, ValueError, "cu_seqlens must be integers"),
+    (TOKENS, {"cu_seqlens": BOUNDS.bool()}, ValueError, "cu_seqlens must be integers .* torch.bool"),
+    (TOKENS, {"cu_seqlens": BOUNDS + 1}, ValueError, "cu_seqlens must start with 0, got 1"),
+    (TOKENS, {"cu_seqlens": BOUNDS * 3 // 2}, ValueError, "cu_seqlens must end within the row of 8, got 12"),
+    (TOKENS, {"cu_seqlens": torch.tensor([0, 5, 3])}, ValueError, "cu_seqlens must not fall, got 3 after 5"),
+    (TOKENS, {"cu_seqlens": BOUNDS.to("meta")}, ValueError, "must be on the host or cpu, got meta"),
+    (TOKENS, {"cu_seqlens": [0, 8]}, TypeError, "cu_seqlens must be a torch.Tensor, got list"),
+    (TOKENS, {"ignore_index": "a"}, TypeError, "ignore_index must be an int, got str"),
+    (TOKENS, {"ignore_index": -100.5}, TypeError, "ignore_index must be an int, got float"),
 ]
+BAD_PADDED = [  # bounds of sequences and of their padding
+    (None, BOUNDS, ValueError, "cu_seqlens must be given with .* got None"),
+    (BOUNDS, BOUNDS[:2], ValueError, "cu_seqlens_padded must have as many bounds as cu_seqlens, 3, got 2"),
+    (BOUNDS, torch.tensor([0, 2, 8]), ValueError, "cu_seqlens must fit into cu_seqlens_padded, got a sequence of 3 in"),
+    (BOUNDS, [0, 3, 8], TypeError, "cu_seqlens_padded must be a torch.Tensor, got list"),
+]
+BAD += [(TOKENS, {"cu_seqlens": own, "cu_seqlens_padded": padded}, *row) for own, padded, *row in BAD_PADDED]
 
 
-@pytest.mark.parametrize(("function", "arguments", "keywords", "error", "message"), BAD, ids=range(len(BAD)))
-def test_messages(function, arguments, keywords, error, message):
+@pytest.mark.parametrize(("tokens", "keywords", "error", "message"), BAD, ids=range(len(BAD)))
+def test_messages(tokens, keywords, error, message):
     with pytest.raises(error, match=message):
-        function(*arguments, **keywords)
+        shift_labels(tokens, **keywords)

@@ -19,6 +19,18 @@ def logprobs_at(seed, ids):
     return logits, logits.log_softmax(-1).gather(1, ids)
 
 
+def definition(kind, tail, p, q, beta):
+    """In probabilities of teacher and student."""
+    if tail == "bin":
+        p, q = (torch.cat([one, 1 - one.sum(-1, keepdim=True)], -1) for one in (p, q))
+    if tail == "renormalise":
+        p, q = (one / one.sum(-1, keepdim=True) for one in (p, q))
+    m = beta * p + (1 - beta) * q
+    forward, reverse = (p * (p / q).log()).sum(-1), (q * (q / p).log()).sum(-1)
+    jsd = (beta * p * (p / m).log() + (1 - beta) * q * (q / m).log()).sum(-1)
+    return {"forward": forward, "reverse": reverse, "jsd": jsd}[kind]
+
+
 @pytest.mark.parametrize(("kind", "beta"), [("forward", 0.5), ("reverse", 0.5), ("jsd", 0.3)])
 def test_of_all_ids_is_the_divergence_of_the_distributions(kind, beta):
     ids = torch.arange(40).expand(6, -1)
@@ -38,17 +50,7 @@ def test_of_some_ids(kind, tail):
     found = megatron_lce.topk_divergence(F.pad(s, (0, 2)), padded, kind, tail=tail, beta=0.3)
     (grad,) = torch.autograd.grad(found.sum(), s)
     leaf = s.detach().double().requires_grad_()
-    p, q = t.exp(), leaf.exp()
-    if tail == "bin":
-        p, q = (torch.cat([one, 1 - one.sum(-1, keepdim=True)], -1) for one in (p, q))
-    if tail == "renormalise":
-        p, q = (one / one.sum(-1, keepdim=True) for one in (p, q))
-    m = 0.3 * p + 0.7 * q
-    exact = {
-        "forward": (p * (p / q).log()).sum(-1),
-        "reverse": (q * (q / p).log()).sum(-1),
-        "jsd": (0.3 * p * (p / m).log() + 0.7 * q * (q / m).log()).sum(-1),
-    }[kind]
+    exact = definition(kind, tail, t.exp(), leaf.exp(), 0.3)
     torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(grad.double(), torch.autograd.grad(exact.sum(), leaf)[0], rtol=1e-4, atol=1e-5)
 
@@ -79,15 +81,9 @@ def test_a_small_tail_keeps_its_digits(kind, gap):
     found = megatron_lce.topk_divergence(leaf, teacher, kind, tail="bin")
     (grad,) = torch.autograd.grad(found.sum(), leaf)
     exact_leaf = leaf.detach().double().requires_grad_()
-    p, q = teacher.double().exp(), exact_leaf.exp()
-    p, q = (torch.cat([one, 1 - one.sum(-1, keepdim=True)], -1) for one in (p, q))
-    m = (p + q) / 2
-    exact = {
-        "forward": (p * (p / q).log()).sum(-1),
-        "reverse": (q * (q / p).log()).sum(-1),
-        "jsd": ((p * (p / m).log() + q * (q / m).log()) / 2).sum(-1),
-    }[kind]
-    assert (q[:, -1] < 400 * math.exp(-gap)).all()
+    q = exact_leaf.exp()
+    exact = definition(kind, "bin", teacher.double().exp(), q, 0.5)
+    assert (1 - q.sum(-1) < 400 * math.exp(-gap)).all()
     torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(grad.double(), torch.autograd.grad(exact.sum(), exact_leaf)[0], rtol=1e-5, atol=1e-6)
 
