@@ -93,7 +93,7 @@ CASES = [
     case("no tokens", shape=(0, 3)),
     case("no tokens, sequence parallel", shape=(0, 3), **SP),
     case("one token, H=1, V_local=1", shape=(1,), hidden_size=1, shards=sizes(1)),
-    case("blocks of tokens", shape=(72,), shards=sizes(300), workspace_bytes=2**16),
+    case("blocks of tokens", shape=(144,), shards=sizes(300), workspace_bytes=2**17),
     case("blocks of tokens, bf16", shape=(144,), shards=sizes(600), workspace_bytes=2**16, dtype=BF16),
     case("bf16", dtype=BF16),
     case("bf16, sequence parallel", shape=WIDE, dtype=BF16, **SP),
@@ -123,7 +123,7 @@ CASES = [
     case("blocks of tokens outside", shape=(144,), workspace_bytes=2**17, wide_block=16, shards=uneven),
     case("blocks of shards", shape=(144,), workspace_bytes=2**16, wide_block=16, dtype=BF16, **SP),
     case("fp32 weight, bf16 hidden", shards=uneven, dtype=BF16, fp32_weight=True, **TELEMETRY),
-    case("fp32 weight, sequence parallel", shape=(72,), dtype=BF16, fp32_weight=True, workspace_bytes=2**16, **SP),
+    case("fp32 weight, sequence parallel", shape=(144,), dtype=BF16, fp32_weight=True, workspace_bytes=2**17, **SP),
     case("rounded", shards=uneven, **ROUNDED),
     case("rounded, cached", shards=sizes(300), dtype=BF16, logits_cache_bytes=12 * 300 * 2, **SP, **ROUNDED),
     case("reduce_grad_hidden=False", reduce_grad_hidden=False),
@@ -144,7 +144,7 @@ BITS = [
 # In blocks: on triton of 128 tokens' logits, which fp32 does not keep.
 FEW = {"workspace_bytes": {"torch": 120_000, "triton": 26_000}}
 OF_TOKEN_LOSS = [
-    case("skipped", shape=(72,), shards=uneven, workspace_bytes=60_000, **SKIPPED),
+    case("skipped", shape=(144,), shards=uneven, workspace_bytes=120_000, **SKIPPED),
     case("sequence parallel", shape=(72, 2), dtype=BF16, shards=uneven, **SP, **FEW),
     case("sequence parallel, skipped", shape=(72, 2), dtype=BF16, shards=uneven, **SP, **SKIPPED, **FEW),
     case("a shard of padding", shape=(36,), vocab_size=five, workspace_bytes=120_000, **SP),
