@@ -28,12 +28,20 @@ def test_csr_equals_the_dense_form(backend, device, dtype):
     generator = torch.Generator().manual_seed(1)
     ids = some_ids((), 70, int(counts.sum()), generator, device)
     keywords = {"temperature": torch.linspace(0.5, 2.0, 6, device=device), "backend": backend}
-    logits = megatron_lce.linear_logits_at(*problem[:2], ids, offsets, **keywords)
     padded = torch.full((6, 150), -1, device=device)
-    for row in range(6):
-        padded[row, : counts[row]] = ids[offsets[row] : offsets[row + 1]]
-    dense = megatron_lce.linear_logits_at(*problem[:2], padded, **keywords)
-    assert torch.equal(torch.cat([dense[row, : counts[row]] for row in range(6)]), logits)
+    kept = torch.arange(150) < counts[:, None]
+    padded[kept] = ids
+    upstream = torch.randn(6, 150, generator=generator).to(device)
+
+    def run(upstream, *ids):
+        hidden, weight = (t.clone().requires_grad_() for t in problem[:2])
+        logits = megatron_lce.linear_logits_at(hidden, weight, *ids, **keywords)
+        return logits.detach(), torch.autograd.grad(logits, (hidden, weight), upstream)
+
+    (logits, grads), (dense, of_dense) = run(upstream[kept], ids, offsets), run(upstream, padded)
+    assert torch.equal(dense[kept], logits)
+    for one, other in zip(grads, of_dense, strict=True):
+        assert relative_error(one, other) <= 4 * EPS[dtype]
 
 
 def test_same_gradients_from_run_to_run_and_beside_other_ids(backend, device):

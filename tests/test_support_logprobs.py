@@ -19,6 +19,8 @@ def test_the_entropy_beside_them_is_that_of_the_whole_vocabulary(backend, device
     assert not logprobs.gt(0).any()
     assert torch.equal(entropy, megatron_lce.linear_cross_entropy(*problem[:3], **keywords).entropy)
     assert not entropy.requires_grad
+    without = megatron_lce.support_logprobs(*problem[:3], ids[:0], torch.zeros_like(offsets), **keywords)
+    assert torch.equal(without, megatron_lce.linear_cross_entropy(*problem[:3], **keywords).logprobs)
 
 
 def test_one_id_is_exactly_certain_and_trains_nothing(backend, device):
