@@ -75,6 +75,16 @@ def run_disagreements(group: ProcessGroup, report: Report) -> None:
         check_refusal(operation, given, expected, report)
     uneven_call = {"hidden": hidden, "weight": torch.ones(rows, 8), "labels": labels, "vocab_start": 20 * rank}
     check_refused({**uneven_call, "workspace_bytes": 200}, "workspace_bytes must be at least", group, report)
+    of_heads = {  # the betas of two kinds, and what only some ranks call with
+        "beta must be the same on every rank": {"beta": 0.0 if last else 0.5},
+        "skip_ignored must be the same on every rank": {"skip_ignored": last},
+        "vocab_start must be given on every rank where shards differ": {"vocab_start": None},
+        "workspace_bytes must be at least": {"workspace_bytes": 1},
+    }
+    heads = hidden, torch.ones(rows, 8), hidden, torch.ones(rows, 8)
+    operation = functools.partial(megatron_lce.linear_jsd, *heads, tp_group=group, backend="torch")
+    for expected, arguments in of_heads.items():
+        check_refusal(operation, {"vocab_start": 20 * rank, **arguments}, expected, report)
 
 
 def check_refused(call: dict[str, Any], expected: str, group: ProcessGroup, report: Report) -> None:
