@@ -21,6 +21,7 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefau
 
 
 DTYPES = ("fp32", "bf16", "fp16")
+TRANSFORMER_IMPLS = ("local", "transformer_engine")  # of Megatron's option
 # Type or choices, default, help. An option that is True or False also has its `--no-` form.
 OPTIONS: dict[str, tuple[Any, Any, str]] = {
     "use_fused_linear_ce": (bool, True, "Use the fused head; off: Megatron's logits."),
@@ -45,6 +46,12 @@ OPTIONS: dict[str, tuple[Any, Any, str]] = {
     # train_sft, train_grpo
     "padded_vocab_size": (int, None, "Vocabulary of the model; None: that of the tokens."),
     "loss": (str, None, "How the fused loss is computed."),  # each has its own choices
+    # train_sft
+    "transformer_impl": (
+        TRANSFORMER_IMPLS,
+        "local",
+        "Layers: torch's norms and attention, or Megatron's over TransformerEngine.",
+    ),
     # train_grpo
     "digits": (int, 5, "Digits to sort."),
     "warm_up_steps": (int, 20, "Supervised steps before GRPO."),

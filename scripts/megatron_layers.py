@@ -1,15 +1,23 @@
-"""Megatron layers that need neither TransformerEngine nor Apex: RMSNorm, SDPA attention and specs that use them."""
+"""Layers of the models: Megatron's over TransformerEngine, or RMSNorm and SDPA attention, which need no extension."""
 
 import torch
 import torch.nn.functional as F
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.backends import LocalSpecProvider
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec_for_backend
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+    get_gpt_mtp_block_spec,
+    get_gpt_mtp_block_spec_for_backend,
+)
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from scripts.arguments import TRANSFORMER_IMPLS
 
 # All but cuDNN's, which takes longer to plan for a length it has not met than a whole step does.
 NO_PLAN_PER_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -80,6 +88,22 @@ class _OwnLayers(LocalSpecProvider):
         return SdpaAttention
 
 
+def uses_transformer_engine(transformer_impl: str) -> bool:
+    """Whether layers of this kind are TransformerEngine's.
+
+    Raises:
+        ValueError: there is no such kind.
+        ModuleNotFoundError: they are, and it is not installed.
+    """
+    if transformer_impl not in TRANSFORMER_IMPLS:
+        raise ValueError(f"transformer_impl must be one of {', '.join(TRANSFORMER_IMPLS)}, got {transformer_impl!r}")
+    if transformer_impl == "transformer_engine" and not HAVE_TE:
+        raise ModuleNotFoundError(
+            "transformer_impl is 'transformer_engine', which is not installed", name="transformer_engine"
+        )
+    return transformer_impl == "transformer_engine"
+
+
 def gpt_layer_spec() -> ModuleSpec:
     """Megatron's local transformer layer with our norms and core attention."""
     spec = get_gpt_layer_local_spec()
@@ -89,14 +113,21 @@ def gpt_layer_spec() -> ModuleSpec:
     return spec
 
 
-def gpt_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+def gpt_block_spec(
+    config: TransformerConfig, vp_stage: int | None = None, transformer_impl: str = "local"
+) -> TransformerBlockSubmodules:
     """This pipeline stage's layers and the final norm."""
+    if uses_transformer_engine(transformer_impl):
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
     num_layers = get_num_layers_to_build(config, vp_stage)
     return TransformerBlockSubmodules(layer_specs=[gpt_layer_spec()] * num_layers, layer_norm=RMSNorm)
 
 
 def mtp_block_spec(
-    config: TransformerConfig, vp_stage: int | None = None
+    config: TransformerConfig, vp_stage: int | None = None, transformer_impl: str = "local"
 ) -> MultiTokenPredictionBlockSubmodules | None:
     """Multi-token prediction over the same layer; None on a pipeline stage that holds none of it."""
+    if uses_transformer_engine(transformer_impl):
+        block = gpt_block_spec(config, vp_stage, transformer_impl)
+        return get_gpt_mtp_block_spec(config, block, use_transformer_engine=True, vp_stage=vp_stage)
     return get_gpt_mtp_block_spec_for_backend(config, gpt_layer_spec(), _OwnLayers(), vp_stage=vp_stage)

@@ -1,7 +1,7 @@
 """How this project runs Megatron-core: process groups, small GPT models, the optimizer, and the patches a CPU needs.
 
 Training programs and tests import this; the package never does. It runs on megatron-core 0.14 to 0.19, over NCCL on
-GPUs and gloo on a CPU, with neither TransformerEngine nor Apex. In a program started by torchrun:
+GPUs and gloo on a CPU, without Apex and, unless it is asked for, TransformerEngine. In a program started by torchrun:
 
     def main():
         device = megatron_runtime.initialize(tensor_parallel=2)
@@ -153,6 +153,7 @@ class GptOptions:
     sequence_parallel: bool = False
     dtype: torch.dtype = torch.float32
     seed: int = 1234
+    transformer_impl: str = "local"  # or "transformer_engine"
     config: dict[str, Any] = field(default_factory=dict)
 
 
@@ -202,14 +203,14 @@ def build_gpt(
     torch.manual_seed(options.seed)
     model = GPTModel(
         config=config,
-        transformer_layer_spec=gpt_block_spec(config, vp_stage),
+        transformer_layer_spec=gpt_block_spec(config, vp_stage, options.transformer_impl),
         vocab_size=options.vocab_size,
         max_sequence_length=options.max_sequence_length,
         pre_process=parallel_state.is_pipeline_first_stage(**stage),
         post_process=parallel_state.is_pipeline_last_stage(**stage),
         share_embeddings_and_output_weights=options.tied,
         position_embedding_type="rope",
-        mtp_block_spec=mtp_block_spec(config, vp_stage) if options.mtp_layers else None,
+        mtp_block_spec=mtp_block_spec(config, vp_stage, options.transformer_impl) if options.mtp_layers else None,
         vp_stage=vp_stage,
     ).to(device)
     if config.fp16 or config.bf16:

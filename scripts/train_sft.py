@@ -21,7 +21,7 @@ IGNORED = -100
 
 
 def build_parser() -> argparse.ArgumentParser:
-    own = ("vocab_size", "padded_vocab_size", "row_length", "loss")
+    own = ("vocab_size", "padded_vocab_size", "row_length", "loss", "transformer_impl")
     return arguments.parser(__doc__, own, report="sft.json", loss=("flag", "token"))
 
 
@@ -74,7 +74,8 @@ def work(args: argparse.Namespace, device: torch.device) -> None:
     replicas = parallel_state.get_data_parallel_world_size()
     batches = sft_data.packed_batches(examples[replica::replicas], pad_id, args.row_length)
 
-    options = training.gpt_options(args, vocab_size=training.padded_vocab_size(args.padded_vocab_size, args.vocab_size))
+    vocab_size = training.padded_vocab_size(args.padded_vocab_size, args.vocab_size)
+    options = training.gpt_options(args, vocab_size=vocab_size, transformer_impl=args.transformer_impl)
     model = megatron_runtime.build_gpt(options, device=device, ddp=True)
     optimizer = megatron_runtime.build_optimizer([model], options.dtype, args.lr)
     workspace_bytes = int(args.workspace_mib * 2**20)

@@ -14,7 +14,9 @@ from typing import Any
 import megatron.core
 import torch
 from megatron.core import parallel_state
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_te_version
 from tqdm import tqdm
 
 from scripts import megatron_runtime, sft_data
@@ -166,14 +168,18 @@ def summary(path: Path, report: dict[str, Any]) -> str:
     fused = report.get("fused", {"enabled": report["config"]["use_fused_linear_ce"], "reasons": []})
     head = "fused" if fused["enabled"] else f"not fused ({'; '.join(fused['reasons']) or 'as asked for'})"
     peak = max(rank["peak_mib"] for rank in report["ranks"])
-    return f"Report: {path}. Head: {head}. Peak of a rank: {peak:,.0f} MiB, {report['memory_is']}."
+    layers = ""
+    if report["config"].get("transformer_impl") == "transformer_engine":
+        layers = f" Layers: TransformerEngine {report['versions']['transformer-engine']}."
+    return f"Report: {path}.{layers} Head: {head}. Peak of a rank: {peak:,.0f} MiB, {report['memory_is']}."
 
 
 def versions(device: torch.device) -> dict[str, str]:
     """What the run ran on."""
-    return {
+    versions = {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "megatron-core": megatron.core.__version__,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
     }
+    return versions | ({"transformer-engine": str(get_te_version())} if HAVE_TE else {})

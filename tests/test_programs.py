@@ -95,6 +95,7 @@ def test_a_models_vocabulary_holds_the_tokens():
         ("jsd --shape 3x4x5", "a shape must be tokens x student's H x teacher's H x vocab"),
         ("jsd --betas 2", "betas: must be comma-separated numbers from 0 to 1, got '2'"),
         ("jsd --betas x", "betas: must be comma-separated numbers from 0 to 1, got 'x'"),
+        ("megatron_step --transformer-impl te", "must be local or transformer_engine, got 'te'"),
         ("megatron_step --tokens 8191", "tokens: must be multiples of sequence-length 4096, got 8191"),
     ],
 )
@@ -121,6 +122,9 @@ def test_a_program_ends_with_its_report_the_head_and_the_peak():
     )
     report["fused"] = {"enabled": True, "reasons": []}
     assert "Head: fused." in training.summary(Path("out/sft.json"), report)
+    report["config"]["transformer_impl"] = "transformer_engine"
+    report["versions"] = {"transformer-engine": "2.20.2"}
+    assert " Layers: TransformerEngine 2.20.2. Head: fused." in training.summary(Path("out/sft.json"), report)
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
