@@ -218,7 +218,7 @@ def test_commands_are_accepted(command, capsys):
             ]
         case ["python", path, *arguments]:
             assert Path(path).name in TORCHRUN_PROGRAMS
-            assert set(arguments[::2]) <= {"--device", "--combinations", "--cases", "--seconds"}
+            assert set(arguments[::2]) <= {"--device", "--combinations", "--transformer-impl", "--cases", "--seconds"}
         case _:
             raise AssertionError(f"no test knows this command: {command}")
 

@@ -40,6 +40,7 @@ class Case:
     known: bool = False  # the flag makes gradients in forward
     dtype: torch.dtype = torch.float32
     hidden_size: int = 32
+    transformer_impl: str = "local"
     config: tuple[tuple[str, Any], ...] = ()  # further TransformerConfig fields
 
     @property
@@ -47,6 +48,7 @@ class Case:
         flags = ("sequence_parallel", "mtp", "pipeline", "main_grad", "virtual_pipeline", "overlap", "masked", "known")
         words = [f"TP={self.tensor_parallel}"] if self.tensor_parallel != 2 else []
         words += ["tied" if self.tied else "untied", *(flag for flag in flags if getattr(self, flag))]
+        words += [self.transformer_impl] if self.transformer_impl != "local" else []
         words += [str(self.dtype).removeprefix("torch.")] if self.dtype != torch.float32 else []
         return " ".join([*words, *(f"{key}={value}" for key, value in self.config)])
 
@@ -84,6 +86,7 @@ def gpt_options(case: Case) -> megatron_runtime.GptOptions:
         mtp_layers=1 if case.mtp else 0,
         sequence_parallel=case.sequence_parallel,
         dtype=case.dtype,
+        transformer_impl=case.transformer_impl,
         config={**({"mtp_loss_scaling_factor": 0.1} if case.mtp else {}), **dict(case.config)},
     )
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import harness
 import megatron_cases as cases
+import megatron_te
 import torch
 from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
@@ -33,6 +34,8 @@ from megatron_training import (
 )
 
 from scripts import megatron_runtime
+from scripts.arguments import TRANSFORMER_IMPLS
+from scripts.megatron_layers import uses_transformer_engine
 
 FURTHER_CASES = [
     cases.Case(tied=True, pipeline=True, virtual_pipeline=True),
@@ -121,13 +124,22 @@ def main() -> None:
         default="pairwise",
         help="Of the settings: every pair once, or all.",
     )
+    parser.add_argument(
+        "--transformer-impl",
+        choices=TRANSFORMER_IMPLS,
+        default="local",
+        help="Layers: local, or Megatron's over TransformerEngine, in bf16 and fp8 on GPUs.",
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     report = harness.Report()
     ranks = int(os.environ["WORLD_SIZE"])
-    runnable = [pair for pair in checks(arguments.combinations) if pair[1].ranks <= max(ranks, 2)]
+    over_te = arguments.transformer_impl == "transformer_engine"
+    found = megatron_te.checks() if over_te else checks(arguments.combinations)
+    runnable = [pair for pair in found if pair[1].ranks <= max(ranks, 2)]
     if ranks == 1:
         runnable = list(dict.fromkeys((check, on_one_rank(case)) for check, case in runnable))
+    uses_transformer_engine(arguments.transformer_impl)  # raises if it is not installed
     device = megatron_runtime.initialize(min(ranks, 2), device=arguments.device)
     # Layout by layout, few changes: Megatron never destroys its process groups, and each one's gloo threads stay.
     for layout in sorted({case.layout for _, case in runnable}, key=str):

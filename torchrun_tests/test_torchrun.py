@@ -1,5 +1,6 @@
 """Runs the programs of this folder on several ranks; each prints what it compared and exits non-zero on a failure."""
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -32,3 +33,10 @@ def test_program_as_the_readme_starts_it():
     result = subprocess.run([*command, program, "--device", "cpu"], capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, f"{result.stdout[-6000:]}\n{result.stderr[-6000:]}"
     assert ", 0 failed" in result.stdout, result.stdout[-6000:]
+
+
+@pytest.mark.torchrun
+@pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is not None, reason="TransformerEngine is installed")
+def test_layers_over_transformer_engine_are_refused_without_it():
+    with pytest.raises(AssertionError, match="transformer_impl is 'transformer_engine', which is not installed"):
+        run_ranks(1, str(FOLDER / "run_megatron.py"), "--device", "cpu", "--transformer-impl", "transformer_engine")
