@@ -4,7 +4,8 @@ Forward and backward by Megatron's schedule, DDP with fp32 gradients, no optimiz
 resting state (weights, gradient buffers, data), losses, and every parameter's gradient against an fp32 run of the same
 weights. One model serves all variants, so they share its weights to the bit. Masked tokens have valid labels and a
 `loss_mask` of 0, as in Megatron's batches; `ours-skip` ignores and skips them. `ours-known` makes gradients in forward.
-`ours-token-640` captures the head and tells `linear_token_loss` the loss, with so many MiB of workspace.
+`ours-token-640` captures the head and tells `linear_token_loss` the loss, with so many MiB of workspace. Megatron's
+fused losses are `native-fused` and, where TransformerEngine is installed, `te`; the exact run has local layers.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor, nn
@@ -36,10 +38,12 @@ def build(
     device: torch.device,
     config: dict[str, Any] | None = None,
     ddp_config: dict[str, Any] | None = None,
+    transformer_impl: str | None = None,
 ) -> nn.Module:
     """The GPT, its matrices drawn on the device: filling V x H on every CPU rank takes minutes.
 
-    `config` and `ddp_config` hold further fields of Megatron's configurations, by name.
+    `config` and `ddp_config` hold further fields of Megatron's configurations, by name. `transformer_impl` None: that
+    of the arguments.
     """
     options = megatron_runtime.GptOptions(
         num_layers=args.layers,
@@ -49,6 +53,7 @@ def build(
         max_sequence_length=args.sequence_length,
         sequence_parallel=args.tp > 1,
         dtype=dtype,
+        transformer_impl=transformer_impl or getattr(args, "transformer_impl", "local"),
         config={"use_cpu_initialization": False, "perform_initialization": False, **(config or {})},
     )
     model = megatron_runtime.build_gpt(options, device=device, ddp=True, ddp_config=ddp_config)
@@ -60,12 +65,27 @@ def build(
 
 
 def build_exact(args: argparse.Namespace, model: nn.Module, device: torch.device) -> nn.Module:
-    """The same in fp32, with the model's weights."""
-    exact = build(args, torch.float32, device)
+    """The same weights in fp32, in local layers: TransformerEngine multiplies fp32 in TF32."""
+    exact = build(args, torch.float32, device, transformer_impl="local")
+    weights = parameters(model)
     with torch.no_grad():
-        for ours, theirs in zip(exact.parameters(), model.parameters(), strict=True):
-            ours.copy_(theirs)
+        for name, parameter in parameters(exact).items():
+            parameter.copy_(weights[name])
     return exact
+
+
+def parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """By the names in local layers, sorted: TransformerEngine's matrices hold the norms in front of them."""
+    moved = {
+        "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+        "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+    }
+    found = {}
+    for name, parameter in unwrap_model(model).named_parameters():
+        for there, here in moved.items():
+            name = name.replace(there, here)
+        found[name] = parameter
+    return dict(sorted(found.items()))
 
 
 def make_batches(args: argparse.Namespace, tokens: int, masked: float, device: torch.device) -> list[dict[str, Tensor]]:
@@ -135,13 +155,15 @@ def losses_and_gradients(
     model.zero_grad_buffer()
     records = step(model, batches, variant)
     losses = torch.stack([record["losses"] for record in records]) if records else None
-    return losses, [parameter.main_grad.clone() for parameter in model.parameters()]
+    return losses, [parameter.main_grad.clone() for parameter in parameters(model).values()]
 
 
 @contextlib.contextmanager
 def chosen(model: nn.Module, variant: str, tokens: int, args: argparse.Namespace) -> Iterator[None]:
     """The variant's loss is in force."""
-    get_model_config(model).cross_entropy_loss_fusion = variant == "native-fused"
+    config = get_model_config(model)
+    config.cross_entropy_loss_fusion = variant in ("native-fused", "te")
+    config.cross_entropy_fusion_impl = "te" if variant == "te" else "native"
     head = getattr(unwrap_model(model), "output_layer", None)
     if head is not None:
         # Megatron refuses the setting at construction without Apex, whose kernel our head does not need.
@@ -210,6 +232,11 @@ def measure_case(results: Results, args: argparse.Namespace, device: torch.devic
         turns = []
         for name in args.variants:
             record = {"tp": args.tp, "pp": args.pp, "tokens": tokens, "masked": masked, "variant": name}
+            if args.transformer_impl != "local":
+                record["layers"] = args.transformer_impl
+            if name == "te" and not HAVE_TE:
+                results.unsupported("steps", record, "TransformerEngine is not installed")
+                continue
             call, in_force = partial(step, model, batches, name), partial(chosen, model, name, tokens, args)
             after = partial(errors, model, batches, exact, native_errors)
             turns.append((record, measure.Timed(call, device, in_force, after)))

@@ -60,6 +60,12 @@ VARIANTS = {
     "ours-skip": "flag on, `skip_masked=True`",
     "ours-known-skip": "flag on, both",
 }
+TE_STEPS = {
+    "native": "Megatron, unfused",
+    "native-fused": "Megatron, fused cross-entropy",
+    "te": "Megatron, TransformerEngine's cross-entropy",
+    **{name: title for name, title in VARIANTS.items() if name.startswith("ours")},
+}
 RUNS = {
     "native-fused": "Megatron, fused cross-entropy",
     "ours": "flag on",
@@ -213,6 +219,13 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {
             {x: VARIANTS[x] for x in ("native-fused", "ours", "ours-skip")}
             | {"ours-known-skip": "flag on, and `known_loss=True`"},
             "masked", {share: f"{share:.0%} masked" for share in SHARES}, step_cell,
+        ),
+    ),
+    "te_steps": (
+        ("step_te_tp1_h200",),
+        Table(
+            f"{_MIB}, 8,192 tokens", "steps", "variant", TE_STEPS,
+            "masked tokens", {(share, 8192): f"{share:.0%} masked" for share in (0.0, 0.6)}, step_cell,
         ),
     ),
     "curves": (("curves_h100", "curves_3e-4_h100", "curves_6e-4_h100"), curves),

@@ -24,7 +24,7 @@ import megatron_lce
 from benchmark.measure import Timed
 
 ROUNDS = 6  # of calls that take turns
-PACKAGES = ("megatron-lce", "megatron-core", "torch", "triton", "nvidia-cutlass-dsl")
+PACKAGES = ("megatron-lce", "megatron-core", "torch", "transformer-engine", "triton", "nvidia-cutlass-dsl")
 
 
 def as_text(document: dict) -> str:

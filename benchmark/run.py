@@ -20,10 +20,10 @@ import torch
 
 from benchmark import jsd, providers, publish, results
 from benchmark.shapes import DTYPES, WrongArgument, choose, parse_heads, parse_shape
-from scripts.arguments import HelpFormatter
+from scripts.arguments import TRANSFORMER_IMPLS, HelpFormatter
 from scripts.ranks import device_of_rank
 
-VARIANTS = ("native", "native-fused", "ours", "ours-skip", "ours-512-mib", "ours-cached", "ours-main-grad")
+VARIANTS = ("native", "native-fused", "te", "ours", "ours-skip", "ours-512-mib", "ours-cached", "ours-main-grad")
 VARIANTS += ("ours-known", "ours-known-skip", "ours-main-grad-512-mib", "ours-token-640", "ours-token-main-grad")
 ORDERS = range(1, 6)
 ROW_MODES = ("rl", "rl-cached", "logprob")
@@ -79,6 +79,12 @@ def count(text: str) -> int:
     return int(text)
 
 
+def kind_of_layers(text: str) -> str:
+    if text not in TRANSFORMER_IMPLS:
+        raise WrongArgument(f"must be {' or '.join(TRANSFORMER_IMPLS)}, got {text!r}")
+    return text
+
+
 def all_of(allowed: Iterable[str]) -> str:
     return f"Comma-separated: all, {', '.join(allowed)}."
 
@@ -105,6 +111,7 @@ OPTIONS = {  # how a text becomes a value, and what `--help` says; of a case's o
     "pp": (count, "Pipeline stages; also the number of microbatches."),
     "masked": (several(partial(share, highest=0.999)), "Comma-separated shares of masked tokens, such as 0,0.6."),
     "variants": (names("a variant", VARIANTS), all_of(VARIANTS)),
+    "transformer_impl": (kind_of_layers, f"Layers: {' or '.join(TRANSFORMER_IMPLS)}."),
     "text": (Path, "File that benchmark.training_text wrote."),
     "runs": (names("a run", RUNS), all_of(RUNS)),
     "steps": (count, "Optimizer steps of each run."),
@@ -158,7 +165,7 @@ CASES = {
         {
             "hidden": "4096", "vocab": "151936", "tokens": "8192,16384", "rounds": TURNS["rounds"], "tp": "2",
             "pp": "1", "masked": "0", "variants": "all",
-            "sequence_length": "4096", "layers": "4", "heads": "32",
+            "sequence_length": "4096", "layers": "4", "heads": "32", "transformer_impl": "local",
         },
     ),
     "curves": Case(

@@ -1,9 +1,11 @@
 """The benchmark's cases beyond a head alone, on a CPU at tiny shapes: Megatron, tensor parallelism, JSD."""
 
+import importlib.util
 import json
 
 import pytest
 import torch
+from torch import nn
 
 from benchmark import jsd, measure, providers, results, run
 from benchmark.ours import Ours
@@ -22,6 +24,21 @@ def test_megatron_and_our_head_agree():
     torch.distributed.destroy_process_group()
 
 
+def test_weights_of_transformer_engines_layers_have_the_names_of_local_ones():
+    megatron_step = pytest.importorskip("benchmark.megatron_step", exc_type=ImportError)
+    layer = nn.Module()
+    for path in ("self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2"):
+        parent, _, name = path.rpartition(".")
+        if not hasattr(layer, parent):
+            layer.add_module(parent, nn.Module())
+        linear = nn.Linear(2, 2, bias=False)
+        if name != "linear_fc2":
+            linear.layer_norm_weight = nn.Parameter(torch.ones(2))
+        getattr(layer, parent).add_module(name, linear)
+    names = {"input_layernorm.weight", "pre_mlp_layernorm.weight", "self_attention.linear_qkv.weight"}
+    assert set(megatron_step.parameters(layer)) == names | {"mlp.linear_fc1.weight", "mlp.linear_fc2.weight"}
+
+
 @pytest.mark.torchrun
 @pytest.mark.parametrize(("layout", "dtype"), [("--tp 2", "bf16"), ("--tp 1 --pp 2", "fp32")])
 def test_whole_step_agrees_with_the_flag_on_and_off(tmp_path, layout, dtype):
@@ -30,11 +47,13 @@ def test_whole_step_agrees_with_the_flag_on_and_off(tmp_path, layout, dtype):
     sizes = "--tokens 32 --sequence-length 16 --layers 2 --hidden 32 --heads 4 --vocab 96"
     masked = "0.5" if dtype == "bf16" else "0"
     ours = {"ours", "ours-skip", "ours-main-grad-512-mib", "ours-cached", "ours-token-640", "ours-token-main-grad"}
-    variants = ",".join(["native", "native-fused", *ours])
+    variants = ",".join(["native", "native-fused", "te", *ours])
     arguments = f"{layout} {sizes} --dtype {dtype} --device cpu --masked {masked} --variants {variants}"
     run_ranks(2, "benchmark.run", "megatron_step", *arguments.split(), "--json", output)
     steps = {record["variant"]: record for record in json.loads(output.read_text())["steps"]}
-    assert set(steps) == {"native", "native-fused", *ours}
+    if importlib.util.find_spec("transformer_engine") is None:
+        assert steps.pop("te")["reason"] == "TransformerEngine is not installed"
+    assert set(steps) - {"te"} == {"native", "native-fused", *ours}
     for record in steps.values():
         assert record["status"] == "ok"
         assert record["time_ms"] > 0
