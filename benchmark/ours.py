@@ -8,9 +8,9 @@ from torch import Tensor
 
 import megatron_lce
 from benchmark.shapes import Inputs
+from megatron_lce.api.linear_token_loss import linear_token_losses
 from megatron_lce.core.known_loss import Promise
 from megatron_lce.core.options import WORKSPACE_BYTES
-from megatron_lce.token_loss import linear_token_losses
 
 MIB = 2**20
 Step = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]  # outputs, and the gradients of hidden and weight

@@ -1,24 +1,24 @@
 """Fused linear cross-entropy for Megatron-LM: the loss of a vocab-sharded head without its logits."""
 
 from megatron_lce import compat
+from megatron_lce.api.fused_linear_head import FusedLinearHead
+from megatron_lce.api.linear_cross_entropy import linear_cross_entropy
+from megatron_lce.api.linear_jsd import linear_jsd
+from megatron_lce.api.linear_logits_at import linear_logits_at
+from megatron_lce.api.linear_token_loss import TokenLoss, linear_token_loss
+from megatron_lce.api.linear_topk import TopK, linear_topk
+from megatron_lce.api.shift_labels import shift_labels
+from megatron_lce.api.support_logprobs import support_logprobs
+from megatron_lce.api.topk_divergence import topk_divergence
+from megatron_lce.checks.validation import check_labels
+from megatron_lce.command.explain import Explanation, explain
 from megatron_lce.core.options import LinearCrossEntropyOutput
-from megatron_lce.core.validation import check_labels
-from megatron_lce.cross_entropy import linear_cross_entropy
-from megatron_lce.head import FusedLinearHead
-from megatron_lce.jsd import linear_jsd
-from megatron_lce.logits_at import linear_logits_at
-from megatron_lce.megatron_integration.capture import capture_lm_head
-from megatron_lce.megatron_integration.captured_head import CapturedHead
-from megatron_lce.megatron_integration.enable import FusedLinearCE, enable_fused_linear_ce
-from megatron_lce.megatron_integration.explanation import Explanation, explain
-from megatron_lce.megatron_integration.heads import accept_head
-from megatron_lce.megatron_integration.own_flag import install_megatron_linear_cross_entropy
-from megatron_lce.megatron_integration.processor import FusedOutputContext, fused_output_processor
-from megatron_lce.packed import shift_labels
-from megatron_lce.support_logprobs import support_logprobs
-from megatron_lce.token_loss import TokenLoss, linear_token_loss
-from megatron_lce.topk import TopK, linear_topk
-from megatron_lce.topk_distillation import topk_divergence
+from megatron_lce.megatron.capture import capture_lm_head
+from megatron_lce.megatron.captured_head import CapturedHead
+from megatron_lce.megatron.enable import FusedLinearCE, enable_fused_linear_ce
+from megatron_lce.megatron.heads import accept_head
+from megatron_lce.megatron.own_flag import install_megatron_linear_cross_entropy
+from megatron_lce.megatron.processor import FusedOutputContext, fused_output_processor
 
 __version__ = "0.1.0"  # the one place: setup.py reads it from here
 

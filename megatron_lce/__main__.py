@@ -8,12 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_lce import __version__, doctor
+from megatron_lce import __version__
+from megatron_lce.command import doctor
+from megatron_lce.command.estimate import TERABYTES, estimate_table, format_estimates, verdict
+from megatron_lce.command.head_memory import DTYPES, HeadStep
+from megatron_lce.command.model_shapes import MODEL_SHAPES, find_model, read_config
 from megatron_lce.core.options import WORKSPACE_BYTES
 from megatron_lce.core.plan import ALIGNED_COLUMNS, ceil_div, round_up
-from megatron_lce.estimate import TERABYTES, estimate_table, format_estimates, verdict
-from megatron_lce.head_memory import DTYPES, HeadStep
-from megatron_lce.model_shapes import MODEL_SHAPES, find_model, read_config
 
 MIB, GIB = 2**20, 2**30
 MEGATRON_PADS_TO = 128  # columns of each rank: its --make-vocab-size-divisible-by

@@ -12,11 +12,12 @@ from typing import Literal, get_args
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_lce.arguments import checked_together
-from megatron_lce.core import collectives, validation
+from megatron_lce.api.linear_cross_entropy import outputs_of
+from megatron_lce.checks import validation
+from megatron_lce.checks.together import checked_together
+from megatron_lce.core import collectives
 from megatron_lce.core.options import IGNORE_INDEX, Options
-from megatron_lce.cross_entropy import outputs_of
-from megatron_lce.megatron_integration.summed_in_front import is_summed_in_front
+from megatron_lce.megatron.summed_in_front import is_summed_in_front
 
 Reduction = Literal["none", "sum", "mean"]
 

@@ -19,7 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 import megatron_lce
-from megatron_lce import token_loss
+from megatron_lce.api import linear_token_loss as token_loss
 from megatron_lce.backends import choice
 
 # KiB of shared memory that a program may have.

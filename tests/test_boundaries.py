@@ -11,10 +11,10 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent.parent / "megatron_lce"
 MODULES = sorted(PACKAGE.rglob("*.py"))
-INTEGRATION = PACKAGE / "megatron_integration"
+INTEGRATION = PACKAGE / "megatron"
+COMMAND = PACKAGE / "command"
 PLUGINS = PACKAGE / "plugins"
-PROGRAMS = [PACKAGE / "__main__.py", PACKAGE / "doctor.py"]  # on top of everything
-ON_TOP = [path for path in MODULES if path.parent in (INTEGRATION, PLUGINS) or path in PROGRAMS]
+ON_TOP = [path for path in MODULES if path.parent in (INTEGRATION, PLUGINS, COMMAND) or path.name == "__main__.py"]
 CORE = [path for path in MODULES if path not in ON_TOP and path.name != "__init__.py"]
 
 
@@ -55,9 +55,22 @@ def test_the_package_imports_nothing_that_is_not_installed_with_it():
 
 def test_the_core_knows_no_integration():
     """But for the search in autograd's graph for Megatron's gathers, which `compat` makes."""
-    search = "megatron_lce.megatron_integration.summed_in_front.is_summed_in_front"
-    found = imported(CORE, ("megatron", "megatron_lce.megatron_integration"))
+    search = "megatron_lce.megatron.summed_in_front.is_summed_in_front"
+    found = imported(CORE, ("megatron", "megatron_lce.megatron"))
     assert {(Path(file).name, name) for file, name in found} == {("compat.py", search)}
+
+
+def test_who_imports_whom():
+    """A folder imports what stands below it: api, checks, backends, core."""
+    above = {
+        "core": ("api", "checks", "backends", "compat", "megatron", "command"),
+        "backends": ("api", "checks", "compat", "megatron", "command"),
+        "checks": ("api", "compat", "megatron", "command"),
+        "api": ("megatron", "command"),
+    }
+    for folder, others in above.items():
+        packages = tuple(f"megatron_lce.{other}" for other in others)
+        assert not imported(PACKAGE.glob(f"{folder}/**/*.py"), packages)
 
 
 def test_plugins_know_what_users_call():
@@ -84,7 +97,7 @@ def test_kernels_know_torch_triton_and_plans_only():
         "megatron_lce.core.options",
         "megatron_lce.core.logits_cache",
         "megatron_lce.core.rows",
-        "megatron_lce.core.two_heads",
+        "megatron_lce.core.jsd_heads",
         *sys.stdlib_module_names,
     )
     assert kernels
@@ -188,7 +201,7 @@ def test_works_with_neither_triton_nor_megatron():
         sys.modules["triton"] = sys.modules["megatron"] = None  # as if not installed
         import torch
         import megatron_lce
-        for name in ("backends.triton", "megatron_integration", "compat", "jsd"):
+        for name in ("backends.triton", "megatron", "compat", "api.linear_jsd"):
             importlib.import_module(f"megatron_lce.{name}")
         hidden = torch.randn(3, 8, requires_grad=True)
         weight, labels = torch.randn(20, 8), torch.tensor([0, 5, 19])

@@ -8,8 +8,8 @@ import torch
 
 import megatron_lce
 from megatron_lce import __main__ as commands
-from megatron_lce import doctor
-from megatron_lce.model_shapes import find_model
+from megatron_lce.command import doctor
+from megatron_lce.command.model_shapes import find_model
 
 
 @pytest.fixture

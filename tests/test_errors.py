@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import megatron_lce
-from megatron_lce.topk import MOST
+from megatron_lce.api.linear_topk import MOST
 
 
 def zeros(*shape, **keywords):

@@ -10,10 +10,10 @@ import torch
 
 import megatron_lce
 from benchmark import measure
+from megatron_lce.command.estimate import estimate_table, largest_tokens, saved_mib, verdict
+from megatron_lce.command.head_memory import FUSED, HEADS, OURS, UNFUSED, HeadStep, costs_on_a_gpu
+from megatron_lce.command.head_memory import KNOWN_LOSS as TOKEN_LOSS
 from megatron_lce.core import plan
-from megatron_lce.estimate import estimate_table, largest_tokens, saved_mib, verdict
-from megatron_lce.head_memory import FUSED, HEADS, OURS, UNFUSED, HeadStep, costs_on_a_gpu
-from megatron_lce.head_memory import KNOWN_LOSS as TOKEN_LOSS
 from tests.live_bytes import peak_live_bytes
 from tests.problems import make_problem
 

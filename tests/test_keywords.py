@@ -5,8 +5,8 @@ from dataclasses import fields
 from typing import get_type_hints
 
 import megatron_lce
+from megatron_lce.api.linear_token_loss import linear_token_losses
 from megatron_lce.core.options import Options
-from megatron_lce.token_loss import linear_token_losses
 
 LABELS = {"ignore_index", "entropy", "telemetry", "candidates", "skip_ignored"}
 CACHE = {"logits_cache_bytes"}

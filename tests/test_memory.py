@@ -129,7 +129,7 @@ def test_blocks_have_the_room_of_the_gradient_that_is_made_of_their_sum(
         if out.shape == weight.shape:
             summed.append(a.shape[1])
 
-    monkeypatch.setattr("megatron_lce.jsd.product", no_product)
+    monkeypatch.setattr("megatron_lce.api.linear_jsd.product", no_product)
 
     def step():
         loss = linear_jsd(*inputs[:4], token_weights=inputs.upstream, workspace_bytes=workspace_bytes, backend="triton")

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import megatron_lce
-from megatron_lce import packed
-from megatron_lce.packed import shift_labels
+from megatron_lce.api import shift_labels as packed
+from megatron_lce.api.shift_labels import shift_labels
 from tests.problems import make_problem
 
 IGNORED = -100

@@ -13,10 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import megatron_lce
-from megatron_lce import arguments
 from megatron_lce.backends import choice
 from megatron_lce.backends.choice import load_backend
-from megatron_lce.core import validation
+from megatron_lce.checks import together, validation
 from megatron_lce.core.options import Options
 from tests.problems import make_problem
 
@@ -265,7 +264,7 @@ def test_check_labels_names_what_is_no_label():
 def test_ranks_describe_a_configuration_in_one_order(device):
     """Not in that of a set of strings, which differs from process to process: the ranks of a group compare them."""
     problem = make_problem(3, 24, 31, device)
-    described = list(arguments._describe(*problem[:3], Options()))
+    described = list(together._describe(*problem[:3], Options()))
     assert described[:4] == ["hidden", "weight", "labels", "gradients"]
     assert described[4:] == [field.name for field in fields(Options) if field.name not in ("tp_group", "vocab_start")]
 

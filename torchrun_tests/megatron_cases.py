@@ -15,8 +15,8 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from torch import Tensor, nn
 
 from megatron_lce import capture_lm_head
-from megatron_lce.megatron_integration.main_grad import MainGradSink
-from megatron_lce.megatron_integration.reasons import find_language_model
+from megatron_lce.megatron.main_grad import MainGradSink
+from megatron_lce.megatron.reasons import find_language_model
 from scripts import megatron_runtime
 
 # A vocabulary so small that an untrained model's guess is right now and then.

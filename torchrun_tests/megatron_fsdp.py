@@ -23,7 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from megatron_lce import capture_lm_head, enable_fused_linear_ce, explain
-from megatron_lce.megatron_integration.reasons import find_language_model
+from megatron_lce.megatron.reasons import find_language_model
 from scripts import megatron_runtime
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_lce import capture_lm_head, enable_fused_linear_ce
-from megatron_lce.megatron_integration.reasons import find_language_model
+from megatron_lce.megatron.reasons import find_language_model
 
 
 def check_fallback(case: cases.Case, device: torch.device, report: harness.Report) -> None:

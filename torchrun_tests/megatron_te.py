@@ -23,7 +23,7 @@ from megatron_training import check_errors
 from torch import Tensor, nn
 
 from megatron_lce import LinearCrossEntropyOutput, capture_lm_head, enable_fused_linear_ce
-from megatron_lce.megatron_integration.reasons import find_language_model
+from megatron_lce.megatron.reasons import find_language_model
 from scripts import megatron_runtime
 
 ALLOWED_LOSSES = 1e-2  # relative, where both have the same hidden states: Megatron's loss is that of bf16 logits

@@ -23,7 +23,7 @@ from megatron_training import check_errors
 from torch import Tensor, nn
 
 from megatron_lce import capture_lm_head, enable_fused_linear_ce
-from megatron_lce.megatron_integration.reasons import find_language_model
+from megatron_lce.megatron.reasons import find_language_model
 from scripts import megatron_runtime
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")

@@ -7,8 +7,8 @@ from functools import lru_cache
 import torch
 
 from megatron_lce.backends.torch import primitives as torch_backend
+from megatron_lce.core.backend import Backend
 from megatron_lce.core.options import BackendName
-from megatron_lce.core.protocols import Backend
 
 
 def load_backend(backend: BackendName, device: torch.device) -> Backend:

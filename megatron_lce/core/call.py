@@ -8,10 +8,10 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from megatron_lce.core.backend import Backend
 from megatron_lce.core.options import Options, Shard
 from megatron_lce.core.plan import ALIGNED_COLUMNS, HeadSize
 from megatron_lce.core.products import product
-from megatron_lce.core.protocols import Backend
 from megatron_lce.core.statistics import packed_rows
 
 
@@ -65,3 +65,16 @@ class Call:
     def with_tensors(self, hidden: Tensor, weight: Tensor) -> Self:
         """Return a copy with the tensors that an autograd node saved."""
         return replace(self, hidden=hidden, weight=weight)
+
+
+def check_backward(operation: str, *upstream: Tensor | None) -> None:
+    """Refuse create_graph=True, as gradients have no graph, and batched upstream gradients, which no kernel takes."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(f"create_graph must be False: {operation} has no double backward")
+    functorch = torch._C._functorch
+    tests = functorch.is_legacy_batchedtensor, functorch.is_functorch_wrapped_tensor
+    if any(is_batched(grad) for is_batched in tests for grad in upstream if grad is not None):
+        raise TypeError(
+            f"upstream gradients of {operation} must be plain tensors, got batched ones (is_grads_batched, "
+            "torch.func): call torch.autograd.grad once for each"
+        )

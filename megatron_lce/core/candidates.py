@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from megatron_lce.core.call import Call
-from megatron_lce.core.gathered_logits import ids_of_rows, logits_over_group
 from megatron_lce.core.rows import LOWEST_LOG_P, Rows, RowTerms, SoftmaxOfRow, inner_factor
+from megatron_lce.core.single_ids import ids_of_rows, logits_over_group
 
 
 class CandidateGradients(NamedTuple):

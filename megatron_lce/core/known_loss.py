@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from megatron_lce.core import collectives
-from megatron_lce.core.call import Call
+from megatron_lce.core.call import Call, check_backward
 from megatron_lce.core.head_gradients import HeadGradients
 from megatron_lce.core.tokens import Tokens
-from megatron_lce.core.validation import check_backward
 
 
 def unscaled_gradients(tokens: Tokens, call: Call) -> HeadGradients:

@@ -10,7 +10,7 @@ pytest.importorskip("megatron.core")
 from torch import nn
 
 from megatron_lce import enable_fused_linear_ce
-from megatron_lce.core import autograd, tokens
+from megatron_lce.core import cross_entropy, tokens
 from megatron_lce.core.computed_rows import ComputedRows
 from scripts import megatron_runtime
 from tests import megatron_world
@@ -111,7 +111,7 @@ def test_masked_tokens_are_ignored_rows(device, mtp_layers, monkeypatch):
     computed = []
     in_blocks = tokens.tokens_in_blocks
     monkeypatch.setattr(
-        autograd, "tokens_in_blocks", lambda *given: computed.append(given[1].count) or in_blocks(*given)
+        cross_entropy, "tokens_in_blocks", lambda *given: computed.append(given[1].count) or in_blocks(*given)
     )
     enable(model, skip_masked=True)
     for arguments, keywords in (((None, labels), {}), ((), {"labels": labels})):  # decoder_input, labels

@@ -60,7 +60,7 @@ def problem(model, device):
 
 @pytest.fixture(autouse=True)
 def accepted(monkeypatch):
-    monkeypatch.setattr("megatron_lce.megatron_integration.heads._accepted", {})
+    monkeypatch.setattr("megatron_lce.megatron.heads._accepted", {})
     accept_head(Softcapped, softcap=lambda head: head.cap)
     accept_head(Fp32Logits, logits_dtype=torch.float32)
 

@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("megatron.core")
 
 import megatron_lce
-from megatron_lce.megatron_integration import logits as uncomputed_logits
+from megatron_lce.megatron import logits as uncomputed_logits
 from scripts import megatron_runtime
 from tests import megatron_world
 from tests.megatron_world import enable

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 pytest.importorskip("megatron.core")
 
 from megatron_lce import capture_lm_head, enable_fused_linear_ce, linear_jsd
-from megatron_lce.megatron_integration.main_grad import main_grad_sink
+from megatron_lce.megatron.main_grad import main_grad_sink
 from scripts import megatron_runtime
 from tests import megatron_world
 

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("megatron.core")
 
 from megatron_lce import compat, install_megatron_linear_cross_entropy
-from megatron_lce.megatron_integration import own_flag
+from megatron_lce.megatron import own_flag
 
 
 def test_it_takes_the_place_of_megatrons_and_gives_it_back(monkeypatch):

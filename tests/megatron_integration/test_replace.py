@@ -4,7 +4,7 @@ import copy
 
 from torch import nn
 
-from megatron_lce.megatron_integration.replace import open_override, override_of
+from megatron_lce.megatron.replace import open_override, override_of
 
 
 class Number(nn.Module):

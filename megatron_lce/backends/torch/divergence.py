@@ -1,13 +1,13 @@
-"""Readings of both heads' products of `megatron_lce.jsd`, in plain torch, a chunk of columns at a time."""
+"""Readings of both heads' products of `megatron_lce.api.linear_jsd`, in plain torch, a chunk of columns at a time."""
 
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from megatron_lce.core.jsd_heads import SOFTMAX_ROWS, Head, Heads, JsdStats, merged_softmaxes
 from megatron_lce.core.plan import cut
 from megatron_lce.core.statistics import LN_2
-from megatron_lce.core.two_heads import SOFTMAX_ROWS, Head, Heads, JsdStats, merged_softmaxes
 
 _LARGEST_RATIO = 126.0  # log2 of a ratio of probabilities is clamped to this
 _CHUNK_COLUMNS = 1024  # columns that are read together

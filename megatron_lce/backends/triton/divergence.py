@@ -1,4 +1,4 @@
-"""Kernels of `megatron_lce.jsd`, each of which reads rows of both heads' products once.
+"""Kernels of `megatron_lce.api.linear_jsd`, each of which reads rows of both heads' products once.
 
     _softmaxes_kernel      -> student_max, student_sum, teacher_max, teacher_sum
     _divergence_kernel     -> divergence, student_kl (, expected, label_logit, label_owned)
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from megatron_lce.backends.triton import tiles
 from megatron_lce.backends.triton.tile_products import MASKED_LOGIT, fast_log2, tanh
+from megatron_lce.core.jsd_heads import Heads
 from megatron_lce.core.plan import ceil_div
-from megatron_lce.core.two_heads import Heads
 
 # A program's constants, measured on Hopper at 151,936 columns.
 COLUMNS = 4096  # columns that it reads at a time

@@ -1,0 +1,1 @@
+"""Operations that users call."""

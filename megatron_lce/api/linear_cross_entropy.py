@@ -1,0 +1,156 @@
+"""`linear_cross_entropy`: check the arguments, choose a backend, run it."""
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.utils._pytree import tree_map_only
+
+from megatron_lce.api.compiled import as_one_node
+from megatron_lce.backends.reference import reference_linear_cross_entropy
+from megatron_lce.checks.together import Checks, checked_together, shaped
+from megatron_lce.core.call import Call
+from megatron_lce.core.cross_entropy import linear_cross_entropy_autograd
+from megatron_lce.core.options import WORKSPACE_BYTES, BackendName, LinearCrossEntropyOutput, Options, WeightGradSink
+
+_OF_REFERENCE = ("logits_scale", "softcap", "ignore_index", "entropy", "telemetry", "logits_dtype")
+
+
+def linear_cross_entropy(
+    hidden: Tensor,  # [..., H]
+    weight: Tensor,  # [V_local, H]
+    labels: Tensor,  # [...]
+    *,
+    tp_group: ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    temperature: float | Tensor = 1.0,
+    logits_scale: float = 1.0,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+    vocab_start: int | None = None,
+    vocab_size: int | None = None,
+    entropy: bool = True,
+    telemetry: bool = False,
+    logits_dtype: torch.dtype | None = None,
+    candidates: Tensor | None = None,
+    skip_ignored: bool | int = False,
+    logits_cache_bytes: int = 0,
+    workspace_bytes: int = WORKSPACE_BYTES,
+    reduce_grad_hidden: bool = True,
+    backend: BackendName = "auto",
+    weight_grad_sink: WeightGradSink | None = None,
+) -> LinearCrossEntropyOutput:
+    """Per-token logprobs, entropy and log-sum-exp of a vocab-sharded LM head, without its logits.
+
+    With `z = softcap * tanh(logits_scale * hidden @ weight.T / softcap) / temperature` over the whole vocabulary and
+    `p = softmax(z)`, accumulated in fp32: `logprobs = log p[label]`, `lse = logsumexp(z)`,
+    `entropy = -sum(p log p)`. Gradients: `d logprobs / dz = 1[label] - p`, `d lse / dz = p`,
+    `d entropy / dz = -p (log p + entropy)`, with `telemetry` `d mean_logit / dz = 1 / columns`. Each output takes its
+    own upstream gradient per token, which must be equal on every rank of the group. Each of R ranks passes
+
+                             hidden          weight       labels, outputs
+        tensor parallel      [s, ..., H]     [V / R, H]   [s, ...]
+        sequence parallel    [s / R, ..., H] [V / R, H]   [s, ...]
+
+    DTensors over one mesh dimension need no group: place weight as `Shard(0)`, and hidden as `Replicate()`, or as
+    `Shard(0)` for sequence parallelism. Gradients have the same placements; outputs are plain tensors.
+
+    Args:
+        hidden: [..., H], fp32, bf16 or fp16.
+        weight: [V_local, H], this rank's rows of the vocabulary, of hidden's dtype; or fp32 with 16-bit hidden states,
+            which are then multiplied exactly, as if they were fp32 too, and the weight's gradient is fp32.
+        labels: [...] int64 global vocabulary ids. A label that no rank owns makes its row NaN (see `check_labels`).
+        tp_group: the ranks that the vocabulary is sharded over; `None`: the weight is whole.
+        sequence_parallel: hidden is sharded along its first dimension: it is gathered inside, and its gradient
+            reduce-scattered. No effect on a single rank.
+        temperature: a positive float, or a floating tensor of labels' shape, without gradient; a row whose temperature
+            is not positive and finite is NaN.
+        logits_scale: factor on the products (MuP).
+        softcap: bound of the logits before the temperature, as in Gemma; `None`: no bound.
+        ignore_index: label of ignored rows, whose outputs are 0 and which get no gradient.
+        vocab_start: first global id of this shard; `None`: rank * V_local. Uneven shards: give it on every rank.
+        vocab_size: true size of the vocabulary; columns from it on are padding, without probability or gradient.
+            `None`: there is no padding.
+        entropy: False: `entropy` is None and costs nothing.
+        telemetry: True: `max_logit`, `min_logit`, `argmax`, `sum_pi_squared`, `logits_norm` and `mean_logit` are
+            filled; only `mean_logit` has a gradient. False: they cost nothing.
+        logits_dtype: torch.bfloat16: each product is rounded once, before scale, softcap and temperature, as a sampler
+            rounds its logits (docs/precision.md); backward is straight-through. `None`: never rounded.
+        candidates: int64 [..., K] global ids, K for each label, in any order, repeated or not; negative: padding.
+            `candidate_logprobs` [..., K] are then filled, with a gradient: 0 at padding, NaN at an id that no rank
+            owns. Cost: K products of length H a token, and about 100 bytes an id in addition to the workspace.
+        skip_ignored: leave ignored rows out of products and statistics; the same on every rank. True: they are counted
+            on the device, for which the host waits once, and backward also leaves out rows whose upstream gradients
+            are all zero, for which it waits once more. An int: the number of rows that are not ignored; the host does
+            not wait, and every output is NaN if the labels have another number. False: all rows are computed.
+        logits_cache_bytes: most memory kept from forward to spare backward recomputation. Nothing is kept with fp32
+            inputs or the torch backend; a second backward raises if something was. Cached logits have 16 bits, which
+            shows in the entropy's gradient of rows whose logits differ by less than about 0.3. Pass the same value on
+            every rank, as of workspace_bytes; do not derive it from free memory.
+        workspace_bytes: most memory of transient buffers, for any number of tokens. In addition, backward holds one
+            fp32 accumulator: of hidden's gradient (4 N H bytes); or of the weight's (4 V_local H bytes; none with a
+            sink), if the shard has fewer columns than there are tokens and the workspace holds its logits of 4096
+            tokens. Under `sequence_parallel` both passes hold the gathered hidden, in the latter case of one block.
+        reduce_grad_hidden: False: hidden's gradient stays this rank's partial sum.
+        backend: "triton", "torch", "reference" (one rank, materialised logits), or "auto": triton on a GPU that
+            Triton supports, torch elsewhere. A named backend that cannot run raises.
+        weight_grad_sink: for integrations: receives the weight's gradient, which is then not returned; see
+            `megatron_lce.core.options.WeightGradSink`.
+
+    Returns:
+        Tensors of labels' shape, fp32 (`argmax` int64), the same bits on every rank of the group.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described; the message names it, what it must be and what it was.
+        RuntimeError: in backward with `create_graph=True`; in a second backward after cached logits.
+    """
+    options = Options(
+        tp_group=tp_group,
+        sequence_parallel=sequence_parallel,
+        temperature=temperature,
+        logits_scale=logits_scale,
+        softcap=softcap,
+        ignore_index=ignore_index,
+        vocab_start=vocab_start,
+        vocab_size=vocab_size,
+        entropy=entropy,
+        telemetry=telemetry,
+        logits_dtype=logits_dtype,
+        candidates=candidates,
+        skip_ignored=skip_ignored,
+        logits_cache_bytes=logits_cache_bytes,
+        workspace_bytes=workspace_bytes,
+        reduce_grad_hidden=reduce_grad_hidden,
+        backend=backend,
+        weight_grad_sink=weight_grad_sink,
+    )
+    with checked_together(
+        "linear_cross_entropy", hidden, weight, labels, options, takes_dtensors=True, has_reference=True
+    ) as checks:
+        checks.all()
+    return outputs_of(checks)
+
+
+def outputs_of(checks: Checks) -> LinearCrossEntropyOutput:
+    """Return the outputs of a call whose arguments are checked."""
+    options = checks.options
+    if checks.is_traced and options.backend != "reference" and options.weight_grad_sink is None:
+        return as_one_node(checks.hidden, checks.weight, checks.labels, options)
+    call = checks.call()
+    return _reference(call) if options.backend == "reference" else linear_cross_entropy_autograd(call)
+
+
+def _reference(call: Call) -> LinearCrossEntropyOutput:
+    options = call.options
+    with torch.autocast(call.hidden.device.type, enabled=False):
+        outputs = reference_linear_cross_entropy(
+            *(call.hidden, call.weight, call.labels, call.temperature),
+            vocab_size=call.shard.columns,
+            candidates=call.candidates,
+            **{name: getattr(options, name) for name in _OF_REFERENCE},
+        )
+    outputs = shaped(outputs, call.shape)
+    if isinstance(options.skip_ignored, bool):
+        return outputs
+    is_count = (call.labels != options.ignore_index).sum() == options.skip_ignored
+    unless_nan = is_count.new_ones((), dtype=torch.float32).masked_fill_(~is_count, torch.nan)
+    return tree_map_only(Tensor, lambda x: x * unless_nan if x.is_floating_point() else x.where(is_count, -1), outputs)

@@ -1,0 +1,199 @@
+"""Distillation: the generalised Jensen-Shannon divergence of two vocab-sharded LM heads, without their logits.
+
+`linear_jsd` defines the loss L. With y = z_s / T of the student, its gradient is
+
+    0 < beta < 1    dL/dy = (1 - beta) p_s (log(p_s / m) - KL(p_s || m))
+    beta = 0        dL/dy = p_s - p_t
+    beta = 1        dL/dy = p_s (log(p_s / p_t) - KL(p_s || p_t))
+
+because dL/dp_s = (1 - beta) log(p_s / m) in the middle. A product's is scale / T times that, times 1 - tanh^2 under the
+student's softcap.
+
+Underflow: with r = log2(p_t / p_s), taken of differences of logits, log2(m / p) of the head that weighs more in m is
+log2(1 + w (q / p - 1)), where q is the other's probability and w its weight: it keeps its digits where the heads are
+close, and where they are far apart it is finite, and multiplies a probability that is zero.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_lce.checks import validation
+from megatron_lce.checks.together import checked_together, shaped
+from megatron_lce.core.collectives import waited
+from megatron_lce.core.jsd import find_divergences, jsd_with_gradient
+from megatron_lce.core.jsd_heads import Head, Heads
+from megatron_lce.core.options import WORKSPACE_BYTES, BackendName, LinearCrossEntropyOutput, Options, WeightGradSink
+from megatron_lce.core.products import laid_out, own_arithmetic, product
+
+
+def linear_jsd(
+    student_hidden: Tensor,  # [..., H_student]
+    student_weight: Tensor,  # [V_local, H_student]
+    teacher_hidden: Tensor,  # [..., H_teacher]
+    teacher_weight: Tensor,  # [V_local, H_teacher]
+    *,
+    labels: Tensor | None = None,
+    beta: float = 0.5,
+    temperature: float | Tensor = 1.0,
+    student_logits_scale: float = 1.0,
+    teacher_logits_scale: float = 1.0,
+    student_softcap: float | None = None,
+    teacher_softcap: float | None = None,
+    token_weights: Tensor | None = None,
+    teacher_temperature: float | Tensor | None = None,
+    return_student: bool = False,
+    tp_group: ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    ignore_index: int = -100,
+    vocab_start: int | None = None,
+    vocab_size: int | None = None,
+    skip_ignored: bool | int = False,
+    workspace_bytes: int = WORKSPACE_BYTES,
+    backend: BackendName = "auto",
+    weight_grad_sink: WeightGradSink | None = None,
+) -> Tensor | tuple[Tensor, LinearCrossEntropyOutput]:
+    """Per-token generalised Jensen-Shannon divergence of a student's and a teacher's LM head, without their logits.
+
+    With `p_s` and `p_t` the softmax of student's and teacher's logits over `temperature`, a token's loss in nats is
+
+        0 < beta < 1    beta KL(p_t || m) + (1 - beta) KL(p_s || m),  m = beta p_t + (1 - beta) p_s
+        beta = 0        KL(p_t || p_s), forward KL
+        beta = 1        KL(p_s || p_t), reverse KL
+
+    (Agarwal et al., On-Policy Distillation of Language Models, 2024, section 2; the ends are that paper's convention:
+    the limits of the middle are zero.) Only the student gets gradients. They shrink with temperature**2, by which the
+    loss may be multiplied to make them comparable (Hinton et al. 2015); it is not here.
+
+    Args:
+        student_hidden: [..., H_student], fp32, bf16 or fp16; under `sequence_parallel` this rank's [s / tp, ..., H].
+        student_weight: [V_local, H_student] of its dtype, this rank's rows of the vocabulary.
+        teacher_hidden: [..., H_teacher] for the same tokens; size and dtype may differ from the student's.
+        teacher_weight: [V_local, H_teacher] of its dtype, the same rows of the same vocabulary.
+        labels: int64, one a token (under `sequence_parallel` the full [s, ...]): which rows are ignored (`None`: none
+            is), and what `return_student` takes logprobs of.
+        beta: weight of the teacher in the mixture, in [0, 1].
+        student_logits_scale, teacher_logits_scale, student_softcap, teacher_softcap: of each head, as logits_scale and
+            softcap in `linear_cross_entropy`.
+        token_weights: floating, of labels' shape, without gradient: the result is then the sum of weight times
+            divergence, and its gradients are computed in forward, with two products for each head fewer. A token of
+            weight 0 is an ignored row, and `skip_ignored=True` has no wait in backward. In fp16 keep weights at about 1
+            and divide the sum afterwards, because gradients are computed before a loss scale is known.
+        teacher_temperature: temperature of the teacher's softmax alone, like `temperature`; `None`: `temperature`.
+        return_student: True: also return what `linear_cross_entropy` gives of the student at `temperature`: logprobs of
+            `labels`, entropy and lse, without gradient and without a product more.
+        temperature, tp_group, sequence_parallel, ignore_index, vocab_start, vocab_size, skip_ignored, workspace_bytes,
+            backend (but "reference"), weight_grad_sink: as in `linear_cross_entropy`, for both heads; the sink is for
+            the student's weight. Under `sequence_parallel` both hiddens are sharded. Backward always
+            accumulates the student hidden's gradient, not the weight's (with `token_weights` see below), and holds
+            both gathered hiddens.
+
+    Returns:
+        fp32 losses of labels' shape, the same bits on every rank of the group; their upstream gradients must be equal
+        on every rank. With `token_weights` an fp32 scalar. Call backward on it once, with any upstream gradient (one
+        that is not finite makes ignored rows' gradients NaN, too). Its memory is as in `linear_token_loss`, with both
+        hiddens gathered and the weight's sum of the group's largest shard.
+
+        With `return_student` a tuple: the loss, and a `LinearCrossEntropyOutput` of every token: 0 if it is ignored,
+        also by its weight, and NaN if no rank owns its label.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described; the message names it, what it must be and what it was.
+        RuntimeError: in backward with `create_graph=True`; in a second backward with `token_weights`.
+    """
+    teacher_hidden, teacher_weight, token_weights = map(waited, (teacher_hidden, teacher_weight, token_weights))
+    student = Head(student_hidden, student_weight, student_logits_scale, student_softcap)
+    teacher = Head(teacher_hidden, teacher_weight, teacher_logits_scale, teacher_softcap)
+    options = Options(  # logits_scale and softcap are each head's
+        tp_group=tp_group,
+        sequence_parallel=sequence_parallel,
+        temperature=temperature,
+        ignore_index=ignore_index,
+        vocab_start=vocab_start,
+        vocab_size=vocab_size,
+        entropy=False,
+        skip_ignored=skip_ignored,
+        workspace_bytes=workspace_bytes,
+        backend=backend,
+        weight_grad_sink=weight_grad_sink,
+    )
+    own = {
+        **_describe(student, teacher, beta),
+        "token_weights": type(token_weights).__name__,
+        "teacher_temperature": type(teacher_temperature).__name__,
+        "return_student": return_student,
+    }
+    names = ("student_hidden", "student_weight", "labels")
+    with checked_together(
+        "linear_jsd", student_hidden, student_weight, labels, options, names=names, own=own
+    ) as checks:
+        shape = checks.head()
+        _check(student, teacher, beta, shape, token_weights, teacher_temperature)
+        validation.check_flag("return_student", return_student)
+        validation.require(labels is not None or not return_student, "labels", "be given for return_student", None)
+        none = int(ignore_index == 0)  # ignores no row
+        checks.rest(checks.hidden.new_full(shape, none, dtype=torch.int64) if labels is None else None)
+    call = replace(checks.call(), product=product)
+    step = 16 // teacher_hidden.element_size()
+    student = Head(call.hidden, call.weight, float(student_logits_scale), student_softcap)
+    rows = laid_out(teacher_hidden.detach().reshape(-1, teacher_hidden.shape[-1]), step)
+    teacher = Head(
+        rows, laid_out(teacher_weight.detach().contiguous(), step), float(teacher_logits_scale), teacher_softcap
+    )
+    if isinstance(teacher_temperature, Tensor):
+        teacher_temperature = teacher_temperature.reshape(-1)
+    weights = None if token_weights is None else token_weights.reshape(-1)
+    with_gradient = torch.is_grad_enabled() and (student_hidden.requires_grad or student_weight.requires_grad)
+    with own_arithmetic(call.hidden.device, "linear_jsd forward"):
+        with_sum = with_gradient and weights is not None
+        heads = Heads(student, teacher, float(beta))
+        found = find_divergences(call, heads, teacher_temperature, return_student, weights, with_sum)
+    loss = jsd_with_gradient(found, call)
+    loss = loss if weights is not None else loss.view(call.shape)
+    if not return_student:
+        return loss
+    return loss, LinearCrossEntropyOutput(*shaped(found.student_outputs, call.shape))
+
+
+def _check(
+    student: Head,
+    teacher: Head,
+    beta: float,
+    shape: tuple[int, ...],
+    token_weights: Tensor | None,
+    teacher_temperature: Tensor | float | None,
+) -> None:
+    """Check what `linear_jsd` takes beyond every operation's arguments; `shape`: of labels."""
+    for name, head in (("student", student), ("teacher", teacher)):
+        validation.check_tensor(f"{name}_hidden", head.hidden)
+        validation.check_tensor(f"{name}_weight", head.weight)
+        validation.check_head(f"{name}_hidden", head.hidden, f"{name}_weight", head.weight, fp32_weight=False)
+        validation.check_number(f"{name}_logits_scale", head.logits_scale)
+        if head.softcap is not None:
+            validation.check_number(f"{name}_softcap", head.softcap, positive=True)
+    for name, requirement, of in (
+        ("teacher_hidden", "be on student_hidden's device", lambda head: head.hidden.device),
+        ("teacher_hidden", "have student_hidden's shape but for H", lambda head: tuple(head.hidden.shape[:-1])),
+        ("teacher_weight", "hold as many rows of the vocabulary as student_weight", lambda head: len(head.weight)),
+    ):
+        validation.check_same(name, requirement, of(student), of(teacher))
+    if token_weights is not None:
+        validation.check_per_token("token_weights", token_weights, shape, student.hidden.device)
+        is_floating = token_weights.is_floating_point()
+        validation.require(is_floating, "token_weights", "be a floating tensor", token_weights.dtype, TypeError)
+    if teacher_temperature is not None:
+        validation.check_temperature(teacher_temperature, shape, student.hidden.device, "teacher_temperature")
+    validation.check_fraction("beta", beta)
+
+
+def _describe(student: Head, teacher: Head, beta: float) -> dict[str, Any]:
+    """Return both heads and beta in comparable form, for the comparison of ranks."""
+    heads = {
+        f"{name}_{argument}": validation.kind_of(value) if isinstance(value, Tensor) else value
+        for name, head in (("student", student), ("teacher", teacher))
+        for argument, value in head._asdict().items()
+    }
+    return heads | {"beta": beta if isinstance(beta, (int, float)) and beta in (0, 1) else "between 0 and 1"}

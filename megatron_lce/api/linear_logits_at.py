@@ -1,0 +1,77 @@
+"""`linear_logits_at`: logits of some ids of the vocabulary, at a cost proportional to the ids."""
+
+from typing import Unpack
+
+import torch
+from torch import Tensor
+
+from megatron_lce.api.keywords import HeadGradientOptions
+from megatron_lce.checks import validation
+from megatron_lce.checks.together import check_keywords, checked_together, keyword_options
+from megatron_lce.core.collectives import waited
+from megatron_lce.core.single_ids import LogitsAtFunction, ids_of_offsets, ids_of_rows
+
+
+def linear_logits_at(
+    hidden: Tensor,  # [..., H]
+    weight: Tensor,  # [V_local, H]
+    ids: Tensor,  # [..., K], or [M] with offsets
+    offsets: Tensor | None = None,  # [N + 1]
+    **options: Unpack[HeadGradientOptions],
+) -> Tensor:
+    """Logits of K ids of each token, with a gradient: K products of length H a token, and nothing of length V.
+
+        logits = megatron_lce.linear_logits_at(hidden, weight, ids, tp_group=group, temperature=0.7)
+
+    Logits are `z` of `linear_cross_entropy`. If tokens have different numbers of ids, pass them as CSR: token n has
+    `ids[offsets[n] : offsets[n + 1]]`. Ids, offsets and the upstream gradient must be equal on every rank of the group.
+    Gradients are the same from run to run. A call takes about 100 bytes an id in addition to the workspace.
+
+    Args:
+        hidden, weight: as in `linear_cross_entropy`, but no DTensors.
+        ids: int64 global ids, in any order, repeated or not; negative: padding. [..., K], tokens' shape first (under
+            `sequence_parallel` the full [s, ...]); with `offsets` [M].
+        offsets: int64 [N + 1] from 0 to M, ascending, for the N tokens in order; an id outside them is NaN.
+        options: keywords of `HeadGradientOptions`, as in `linear_cross_entropy`, but no reference backend.
+
+    Returns:
+        fp32 logits of ids' shape, the same bits on every rank: 0 at padding, NaN (without gradient) at an id that no
+        rank owns, NaN in a row whose temperature is not positive and finite.
+
+    Raises:
+        TypeError, ValueError: see `linear_cross_entropy`.
+        RuntimeError: in backward with `create_graph=True`.
+    """
+    name, ids, offsets = "linear_logits_at", waited(ids), waited(offsets)
+    width = ids.shape[-1] if isinstance(ids, Tensor) and ids.dim() and offsets is None else None
+    own, taken = {"ids": width, "offsets": type(offsets).__name__}, HeadGradientOptions
+    with checked_together(
+        name, hidden, weight, None, keyword_options(options, taken, entropy=False), own=own
+    ) as checks:
+        check_keywords(name, options, taken)
+        shape = checks.head()
+        check_ids(ids, offsets, shape, hidden.device)
+        checks.rest(checks.hidden.new_zeros(shape, dtype=torch.int64))
+    call = checks.call()
+    with torch.no_grad():
+        flat = ids_of_rows(ids.reshape(-1, ids.shape[-1])) if offsets is None else ids_of_offsets(ids, offsets)
+    logits = LogitsAtFunction.apply(call.hidden, call.weight, call, flat, False)
+    if call.labels.numel() == 0:  # all ids lie outside the offsets
+        outside = torch.full(ids.shape, torch.nan, dtype=torch.float32, device=ids.device).masked_fill_(ids < 0, 0.0)
+        logits = torch.cat([logits, outside.view(-1)])
+    return logits.view(ids.shape)
+
+
+def check_ids(ids: Tensor, offsets: Tensor | None, shape: tuple[int, ...], device: torch.device) -> None:
+    """Check ids [..., K] of tokens of that shape, or CSR's ids [M] and offsets [N + 1]."""
+    for name, tensor in (("ids", ids), ("offsets", offsets)):
+        if tensor is not None:
+            validation.check_label_tensor(tensor, name)
+            validation.check_same(name, "be on hidden's device", device, tensor.device)
+    if offsets is None:
+        validation.check_ids_shape("ids", ids, shape, "the tokens'")
+        return
+    num_tokens = torch.Size(shape).numel()
+    validation.require(ids.dim() == 1, "ids", "be [M] beside offsets", tuple(ids.shape))
+    shape, wanted = tuple(offsets.shape), f"be [N + 1] for the {num_tokens} tokens"
+    validation.require(shape == (num_tokens + 1,), "offsets", wanted, shape)

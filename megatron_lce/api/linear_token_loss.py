@@ -1,0 +1,164 @@
+"""Losses known in forward, so that no logit is computed twice.
+
+`linear_token_loss` sums a caller's loss; `linear_token_losses` requires one upstream gradient for all tokens' losses.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Unpack
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from megatron_lce.api.keywords import TokenLossOptions
+from megatron_lce.checks import validation
+from megatron_lce.checks.together import check_keywords, checked_together, keyword_options, shaped
+from megatron_lce.core.call import Call
+from megatron_lce.core.collectives import is_captured, waited
+from megatron_lce.core.cross_entropy import check_workspace
+from megatron_lce.core.known_loss import LossesOfSum, Promise, with_gradients
+from megatron_lce.core.options import LinearCrossEntropyOutput, Options
+from megatron_lce.core.products import own_arithmetic
+from megatron_lce.core.token_loss import Metrics, TokenLossFunction, TokenLossResults, summed_token_loss
+
+_seen: WeakSet[Any] = WeakSet()  # code of losses that the host has seen to treat each token for itself
+
+
+class TokenLoss(NamedTuple):
+    """Result of `linear_token_loss`.
+
+    loss     fp32 scalar, the sum over the tokens that are not ignored; call backward once, with any upstream gradient
+             (one that is not finite makes the gradients of ignored rows NaN, too)
+    outputs  of every token, of labels' shape, without gradient
+    metrics  further results of the caller's loss, [*labels.shape, ...] each, without gradient; or {}
+    """
+
+    loss: Tensor
+    outputs: LinearCrossEntropyOutput
+    metrics: Metrics
+
+
+def linear_token_loss(
+    hidden: Tensor,  # [..., H]
+    weight: Tensor,  # [V_local, H]
+    labels: Tensor,  # [...]
+    loss: TokenLossFunction,
+    *per_token: Tensor,  # [..., *] each
+    **options: Unpack[TokenLossOptions],
+) -> TokenLoss:
+    """The sum over tokens of a caller's loss, with both gradients computed in forward: three products, not four.
+
+        def loss(out, old_logprobs, advantages):
+            ratio = (out.logprobs - old_logprobs).exp()
+            return -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages), {"ratio": ratio}
+
+        result = megatron_lce.linear_token_loss(hidden, weight, labels, loss, old_logprobs, advantages)
+        (result.loss / num_tokens).backward()
+
+    Each block of tokens goes all the way: its logits, kept in 16 bits, its losses, and both gradients. fp32 inputs, and
+    calls whose blocks have no room for 128 tokens' logits, are computed as by `linear_cross_entropy`.
+
+    Memory: the two gradients, `workspace_bytes`, and the fp32 sum of the weight's gradient (4 V_local H bytes; none if
+    the logits of all tokens fit into workspace and sum). Nothing grows with the tokens but, under `sequence_parallel`,
+    the gathered hidden and, until it is scattered, the gradient of all ranks' tokens. The weight's gradient is written
+    after the last block; until then the blocks use its room, too (not with a sink, whose buffer exists before).
+
+    Args:
+        hidden, weight, labels: as in `linear_cross_entropy`, but no DTensors.
+        loss: called with the `LinearCrossEntropyOutput` of n tokens, [n] each, and their part of each tensor of
+            `per_token`, [n, ...]; returns their losses, [n] fp32, or a pair of losses and a dict of metrics [n, ...].
+            It must treat each token for itself, because blocks are cut arbitrarily: no mean or maximum over tokens, no
+            ratio of a sequence, no normalisation by the batch. Compute those first, under no_grad, and pass them per
+            token; or use `linear_cross_entropy`. Each call computes the losses of some tokens again, apart from the
+            others; if they differ, the sum and the gradients are NaN. Values for ignored rows have no effect. Only the
+            outputs may require grad; change neither them nor `per_token` in place. The loss runs without autocast, and
+            with fp32 products in full fp32. In fp16 keep it at about 1 a token and divide the sum afterwards, because
+            gradients are computed before a loss scale is known.
+        per_token: tensors whose leading dimensions are the labels'.
+        options: as in `linear_cross_entropy`, but no logits_cache_bytes and no reference backend.
+
+    Raises:
+        TypeError, ValueError: an argument, or a result of `loss`, is not as described; in the first call of its code
+            also if a token's loss depends on others.
+        RuntimeError: in a second backward, because the first scaled the gradients in place.
+    """
+    per_token = tuple(waited(tensor) for tensor in per_token)
+    name = "linear_token_loss"
+    with checked_together(name, hidden, weight, labels, keyword_options(options, TokenLossOptions)) as checks:
+        if "logits_cache_bytes" in options:
+            raise TypeError(f"{name} has no keyword logits_cache_bytes: it keeps logits within workspace_bytes")
+        check_keywords(name, options, TokenLossOptions)
+        shape = checks.head()
+        wanted = "be a function of the outputs and of per_token"
+        validation.require(callable(loss), "loss", wanted, type(loss).__name__, TypeError)
+        for index, tensor in enumerate(per_token):
+            what = f"per_token[{index}]", tensor, shape, hidden.device, "have labels' shape first"
+            validation.check_per_token(*what, further=True)
+        checks.rest()
+    call = checks.call()
+    flat = [tensor.reshape(call.labels.shape[0], *tensor.shape[len(call.shape) :]) for tensor in per_token]
+    total, results = _run(name, call, loss, flat)
+    with torch.no_grad(), own_arithmetic(hidden.device, name):
+        unless_nan = check_tokens_apart(loss, *results.sample())
+    return TokenLoss(total * unless_nan, *shaped((results.outputs, results.metrics), call.shape))
+
+
+def linear_token_losses(
+    hidden: Tensor,  # [..., H]
+    weight: Tensor,  # [V_local, H]
+    labels: Tensor,  # [...]
+    promise: Promise,
+    **options: Unpack[TokenLossOptions],
+) -> tuple[Tensor, LinearCrossEntropyOutput]:
+    """-log p(label) of each token, fp32 of labels' shape, in three products; and the outputs, without gradient.
+
+    Backward scales both gradients by the upstream gradient of the tokens that are not ignored, which must be one
+    number. At first the host looks at it, and raises if it is not; `promise` says how often. Later it makes them NaN.
+
+    Args:
+        hidden, weight, labels, options: as in `linear_token_loss`.
+
+    Raises:
+        TypeError, ValueError: see `linear_cross_entropy`.
+        RuntimeError: in a second backward, or if the upstream gradient is not one number.
+    """
+    name = "linear_token_losses"
+    with checked_together(name, hidden, weight, labels, Options(**options)) as checks:
+        checks.all()
+    call = checks.call()
+    total, results = _run(name, call, lambda outputs: -outputs.logprobs, ())
+    outputs = results.outputs
+    takes_part = call.labels != call.options.ignore_index
+    return shaped((LossesOfSum.apply(total, -outputs.logprobs, takes_part, promise), outputs), call.shape)
+
+
+def _run(
+    name: str, call: Call, loss: TokenLossFunction, per_token: Sequence[Tensor]
+) -> tuple[Tensor, TokenLossResults]:
+    """Return the sum of the losses, with gradients if they are wanted, and per-token results."""
+    with_gradient = torch.is_grad_enabled() and (call.hidden.requires_grad or call.weight.requires_grad)
+    check_workspace(call, with_gradient, call.weight.requires_grad)
+    with own_arithmetic(call.hidden.device, name):
+        results = summed_token_loss(call, loss, per_token, with_gradient)
+    return with_gradients(results.total, results.gradients, call, name), results
+
+
+def check_tokens_apart(loss: TokenLossFunction, among_all: Tensor, apart: Tensor) -> Tensor:
+    """Return 1, or NaN if losses depend on other tokens. The host looks, and raises, only while the code is new."""
+    same = torch.isclose(among_all, apart, rtol=1e-4, atol=1e-5, equal_nan=True)
+    function = loss
+    while isinstance(function, functools.partial):
+        function = function.func
+    code = getattr(function, "__code__", type(function))
+    if code not in _seen and not is_captured():
+        if not same.all():
+            token = int((~same).nonzero()[0])
+            among, alone = float(among_all[token]), float(apart[token])
+            raise ValueError(
+                "loss must treat each token for itself, because blocks are cut arbitrarily, "
+                f"got {among:.6g} for a token among all, {alone:.6g} among some of them: "
+                "pass per token what depends on others (a mean, a maximum), or use linear_cross_entropy"
+            )
+        _seen.add(code)
+    return among_all.new_ones(()).masked_fill_(~same.all(), torch.nan)

@@ -1,0 +1,215 @@
+"""`linear_topk`: the K most probable ids of each token and their logprobs, without the logits of all tokens at once.
+
+Each block of tokens has its fp32 products in one buffer. Statistics of every 128 columns (a chunk) give the
+log-sum-exp, as in `linear_cross_entropy`. The K largest logits lie in the K chunks of the largest maxima, and there in
+the K groups of 8 columns of the largest maxima: the selection reads all chunks' maxima, 16 K groups' and 8 K logits.
+Results are normalised once, after the last block, because a launch can take as long as a selection.
+"""
+
+from typing import NamedTuple, Unpack
+
+import torch
+from torch import Tensor
+
+from megatron_lce.api.keywords import HeadOptions
+from megatron_lce.checks import validation
+from megatron_lce.checks.together import check_keywords, checked_together, keyword_options, shaped
+from megatron_lce.core import collectives
+from megatron_lce.core.call import Call
+from megatron_lce.core.computed_rows import ComputedRows
+from megatron_lce.core.group_statistics import merged_over_group
+from megatron_lce.core.plan import MIN_TOKENS, cut, round_up
+from megatron_lce.core.products import copies_to_fp32, own_arithmetic, product
+from megatron_lce.core.rows import softcap_scale
+from megatron_lce.core.statistics import CHUNK_COLUMNS, UNIT, empty_extremes, empty_sums
+from megatron_lce.core.tokens import tokens_in_blocks
+
+MOST = 1024
+_FEW = 8  # columns of a group
+_GROUPS = CHUNK_COLUMNS // _FEW  # of a chunk
+_LOW = 2**32 - 1  # mask of a key's half that holds an id, the lowest as the largest
+_NOTHING = -(2**63)  # a key below any logit's
+
+
+class TopK(NamedTuple):
+    """K most probable ids of each token, the most probable first.
+
+    logprobs  fp32 [..., K], over the whole vocabulary; -inf past its end; without gradient
+    ids       int64 [..., K] global, the lowest first on ties; -1 past the vocabulary's end, and in NaN rows
+    lse       fp32 [...], log-sum-exp of all logits
+    mass      fp32 [...], sum of the K probabilities
+
+    A row is NaN if a logit is NaN or +inf, if all of them are -inf, or if its temperature is not positive and finite.
+    """
+
+    logprobs: Tensor
+    ids: Tensor
+    lse: Tensor
+    mass: Tensor
+
+
+def linear_topk(
+    hidden: Tensor,  # [..., H]
+    weight: Tensor,  # [V_local, H]
+    k: int,
+    **options: Unpack[HeadOptions],
+) -> TopK:
+    """The K most probable ids of each token over a vocab-sharded weight: exact, in about the time of a forward pass.
+
+    Args:
+        hidden, weight: as in `linear_cross_entropy`, but no DTensors.
+        k: from 1 to 1,024.
+        options: keywords of `HeadOptions`, as in `linear_cross_entropy`, but no reference backend.
+
+    Returns:
+        `TopK`, the same bits on every rank.
+
+    Raises:
+        TypeError, ValueError: see `linear_cross_entropy`.
+    """
+    name, own = "linear_topk", {"k": k}
+    with torch.no_grad():
+        call_options = keyword_options(options, HeadOptions, entropy=False)
+        with checked_together(name, hidden, weight, None, call_options, own=own) as checks:
+            check_keywords(name, options, HeadOptions)
+            shape = checks.head()
+            validation.check_integer("k", k, minimum=1)
+            validation.require(k <= MOST, "k", f"be at most {MOST}", k)
+            checks.rest(checks.hidden.new_zeros(shape, dtype=torch.int64))
+        call = checks.call()
+        with own_arithmetic(call.hidden.device, name):
+            return shaped(_topk(call, k), call.shape)
+
+
+def _topk(call: Call, k: int) -> TopK:
+    num_tokens, stride = call.labels.shape[0], round_up(call.size.columns, CHUNK_COLUMNS)
+    block_tokens, product_columns = _plan(call, k)
+    tokens = tokens_in_blocks(call.hidden, ComputedRows(num_tokens), block_tokens, call.options)
+    rows = call.backend.prepare_rows(call.labels, call.temperature, call.options, call.shard)
+    rows = tokens.computed.select_rows(rows)
+    buffer = call.hidden.new_empty(block_tokens * stride, dtype=torch.float32)
+    logits = buffer.new_full((num_tokens, k), -torch.inf)
+    columns = call.labels.new_full((num_tokens, k), stride)
+    stats = [(empty_extremes(0, False, buffer.device), empty_sums(0, False, False, buffer.device))]
+    for block in tokens.blocks():
+        hidden = block.hidden.wait()
+        products = buffer[: hidden.shape[0] * stride].view(-1, stride)
+        _fill(products[:, : call.shard.columns], hidden, call, product_columns)
+        of_chunks, largest, places = _select(products, rows.scale[block.rows], call, k)
+        logits[block.rows, : largest.shape[1]] = largest
+        columns[block.rows, : places.shape[1]] = places
+        stats.append(merged_over_group(of_chunks, call))
+        del products
+    del buffer
+    extremes, sums = (torch.cat(parts, dim=1) for parts in zip(*stats, strict=True))
+    results = _normalised(logits, columns, extremes[0], (sums[0].float() * UNIT).log2(), rows.to_nats, call)
+    return TopK(*(tokens.computed.spread(result) for result in results))
+
+
+def _plan(call: Call, k: int) -> tuple[int, int]:
+    """Return the tokens of a block, and the columns of a product, whose weight may be copied to fp32."""
+    options, stride, num_tokens = call.options, round_up(call.size.columns, CHUNK_COLUMNS), call.labels.shape[0]
+    row, copies = 4 * call.hidden.shape[1], copies_to_fp32(call.hidden) or call.hidden.dtype != call.weight.dtype
+    of_column = row if copies_to_fp32(call.weight) else 0
+    all_chunks = stride // CHUNK_COLUMNS
+    chunks = min(k, all_chunks)
+    of_token = (4 if options.logits_dtype is None else 6) * stride + (row if copies else 0)  # products, hidden
+    of_token += 40 * all_chunks + 16 * CHUNK_COLUMNS  # statistics
+    of_token += (4 * CHUNK_COLUMNS + 24 * _GROUPS) * chunks + 36 * _FEW * min(k, chunks * _GROUPS)  # the selection
+    ranks = num_tokens // call.hidden.shape[0] if options.sequence_parallel and num_tokens else 1
+    of_chunk, of_tokens = CHUNK_COLUMNS * of_column, of_token * ranks  # a block has as many tokens of every rank
+    if options.workspace_bytes < of_tokens + of_chunk:
+        least, given = of_tokens + of_chunk, options.workspace_bytes
+        raise ValueError(f"workspace_bytes must be at least {least} for this head, got {given}")
+    most = (options.workspace_bytes - of_chunk) // of_tokens * ranks
+    block_tokens = min(most // (MIN_TOKENS * ranks) * MIN_TOKENS * ranks or most, max(num_tokens, 1))
+    left = options.workspace_bytes - block_tokens * of_token
+    return block_tokens, left // of_chunk * CHUNK_COLUMNS if of_column else stride
+
+
+def _fill(products: Tensor, hidden: Tensor, call: Call, product_columns: int) -> None:
+    """Write the products of hidden with this shard's columns, rounded if asked for, or the tanh of a softcap."""
+    dtype, cap = call.options.logits_dtype, softcap_scale(call.options)
+    # fp32 inputs: sums over 256 of H are added up, as one running sum over a long H loses digits.
+    step = 256 if hidden.dtype == torch.float32 else hidden.shape[1]
+    for columns in cut(products.shape[1], product_columns):
+        for inner in cut(hidden.shape[1], step):
+            weight = call.weight[columns, inner]
+            product(hidden[:, inner], weight.T, products[:, columns], accumulate=inner.start > 0)
+    if dtype is not None:
+        products.copy_(products.to(dtype))
+    if cap is not None:
+        products.mul_(cap).tanh_()
+
+
+def _select(products: Tensor, scale: Tensor, call: Call, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return statistics of every chunk, and each row's largest logits [n, k] and their columns, if there are as many.
+
+    products [n, C] hold whole chunks, of which the last columns may be none of the vocabulary's.
+    """
+    num_tokens, num_columns = products.shape[0], call.shard.columns
+    stats = call.backend.product_stats(products[:, :num_columns], scale)
+    chunks = _places_of_largest(stats[:, 0].T, k)
+    logits = _at(products.view(num_tokens, -1, CHUNK_COLUMNS), chunks).mul_(scale[:, None, None])
+    if columns_of_last := num_columns % CHUNK_COLUMNS:
+        is_last = chunks == num_columns // CHUNK_COLUMNS
+        logits[..., columns_of_last:].masked_fill_(is_last[:, :, None], -torch.inf)
+    logits = logits.view(num_tokens, -1, _FEW)
+    groups = _places_of_largest(logits.amax(dim=2), k)
+    logits = _at(logits, groups).flatten(1)
+    first = chunks.gather(1, groups // _GROUPS) * CHUNK_COLUMNS + groups % _GROUPS * _FEW
+    columns = (first[:, :, None] + torch.arange(_FEW, dtype=torch.int64, device=first.device)).flatten(1)
+    places = _places_of_largest(logits, k)
+    return stats, logits.gather(1, places), columns.gather(1, places)
+
+
+def _places_of_largest(values: Tensor, k: int) -> Tensor:
+    """Return the places [n, k] of each row's largest values [n, C], ascending; on ties the first ones."""
+    return values.sort(dim=1, descending=True, stable=True).indices[:, :k].sort(dim=1).values
+
+
+def _at(parts: Tensor, places: Tensor) -> Tensor:
+    """Return the parts [n, P, width] at some places [n, p]."""
+    return parts.gather(1, places[:, :, None].expand(-1, -1, parts.shape[2]))
+
+
+def _normalised(
+    logits: Tensor,  # [N, k] of this shard, overwritten
+    columns: Tensor,  # [N, k], overwritten
+    max_logit: Tensor,  # [N] of the vocabulary
+    log_sum: Tensor,  # [N]
+    to_nats: Tensor,  # [N]
+    call: Call,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return logprobs [N, k], global ids, lse [N] and mass of the largest logits over the group, in order."""
+    log_sum = log_sum.masked_fill(log_sum.isneginf(), torch.nan)  # every logit is -inf
+    lse, mass = (max_logit + log_sum) * to_nats, torch.empty_like(log_sum)
+    of_token = 64 * logits.shape[1] * collectives.group_size(call.options.tp_group)
+    for part in cut(logits.shape[0], max(1, call.options.workspace_bytes // of_token)):
+        keys = _largest_keys(logits[part], columns[part], call)
+        none, bits = keys == _NOTHING, _ordered_bits((keys >> 32).int())
+        log_p = bits.view(torch.float32).masked_fill_(none, -torch.inf)
+        log_p = log_p.sub_(max_logit[part, None]).sub_(log_sum[part, None])
+        logits[part] = log_p.mul_(to_nats[part, None])
+        columns[part] = (_LOW - (keys & _LOW)).masked_fill_(none | lse[part, None].isnan(), -1)
+        mass[part] = log_p.exp_().sum(dim=1)
+    return logits, columns, lse, mass
+
+
+def _largest_keys(logits: Tensor, columns: Tensor, call: Call) -> Tensor:
+    """Return int64 keys [n, k] of the group's largest logits, in order; `_NOTHING` where there are fewer.
+
+    Keys are ordered by logit, and on ties the lowest id is the largest; no two are equal.
+    """
+    (num_tokens, k), group = logits.shape, call.options.tp_group
+    bits = _ordered_bits((logits + 0.0).view(torch.int32))  # -0.0 is 0.0
+    keys = bits.long().bitwise_left_shift_(32).add_(_LOW - (columns + call.shard.start))
+    keys.masked_fill_(columns >= call.shard.columns, _NOTHING)
+    if group is not None:
+        keys = collectives.stack_over_group(keys, group).permute(1, 0, 2).reshape(num_tokens, -1)
+    return keys.sort(dim=1, descending=True).values[:, :k]
+
+
+def _ordered_bits(bits: Tensor) -> Tensor:
+    """Return int32 in the order of the floats that have these bits, or the bits again."""
+    return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)

@@ -1,0 +1,106 @@
+"""Labels of packed and padded batches.
+
+Bounds of packed sequences on the host are checked. On the device they are not, because the host would wait: labels then
+never leave their row.
+"""
+
+import torch
+from torch import Tensor
+
+from megatron_lce.checks import validation
+from megatron_lce.checks.validation import require
+
+
+def shift_labels(
+    tokens: Tensor,  # [b, s], or [1, total] when packed
+    *,
+    cu_seqlens: Tensor | None = None,  # [n + 1]
+    cu_seqlens_padded: Tensor | None = None,  # [n + 1]
+    mask: Tensor | None = None,  # tokens' shape
+    ignore_index: int = -100,
+) -> Tensor:
+    """Each token's label: the next token of its own sequence, or `ignore_index` at its end.
+
+    With context parallelism, shift whole sequences first and cut the labels afterwards, by Megatron's
+    `get_batch_on_this_cp_rank`: the next token of a chunk's last one lies on another rank.
+
+    Args:
+        tokens: int64 ids, a row a sequence, or all sequences one after another in one row (`thd`).
+        cu_seqlens: integer bounds of the packed sequences, 0 first, as in Megatron's `PackedSeqParams`. Ids past the
+            last bound belong to none.
+        cu_seqlens_padded: bounds of sequences that are padded at their ends; `cu_seqlens` then gives their lengths.
+        mask: true (or not 0) where a token is real; padding, left or right, neither has nor is a label.
+        ignore_index: label of ignored rows.
+
+    Returns:
+        int64 of tokens' shape.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described. Bounds on the device are not looked at: one past the
+            row's end is taken as its end, and a sequence longer than its place is cut.
+    """
+    validation.check_is_tensor("tokens", tokens)
+    validation.check_integer("ignore_index", ignore_index)
+    require(tokens.dim() == 2, "tokens", "be [b, s] or [1, total]", tuple(tokens.shape))
+    require(tokens.dtype == torch.int64, "tokens", "be int64", tokens.dtype, TypeError)
+    if mask is not None:
+        validation.check_is_tensor("mask", mask)
+        validation.check_same("mask", "have tokens' shape", tuple(tokens.shape), tuple(mask.shape))
+    given = cu_seqlens is not None or cu_seqlens_padded is None
+    require(given, "cu_seqlens", "be given with cu_seqlens_padded", None)
+    length = tokens.shape[1]
+    positions = torch.arange(length, dtype=torch.int64, device=tokens.device)
+    has_next = (positions < length - 1).expand_as(tokens)
+    if cu_seqlens is not None:
+        places = _checked_bounds("cu_seqlens", cu_seqlens, tokens)
+        lengths = places.diff()
+        if cu_seqlens_padded is not None:
+            places = _checked_bounds("cu_seqlens_padded", cu_seqlens_padded, tokens)
+            _check_fit(cu_seqlens, cu_seqlens_padded)
+            lengths = torch.minimum(lengths, places.diff())
+        sequence = _sequence_of(positions, places)
+        has_next = has_next & (positions - places[sequence] + 1 < lengths[sequence])
+    if mask is not None:
+        real = mask.bool()
+        has_next = has_next & real & real.roll(-1, dims=1)
+    return torch.where(has_next, tokens.roll(-1, dims=1), ignore_index)
+
+
+def _sequence_of(positions: Tensor, bounds: Tensor) -> Tensor:
+    """Return the sequence of each position; the first or last one for positions outside of all."""
+    last = bounds.shape[0] - 2
+    return (torch.searchsorted(bounds.to(positions.dtype), positions, right=True) - 1).clamp(min=0, max=last)
+
+
+def _check_fit(cu_seqlens: Tensor, cu_seqlens_padded: Tensor) -> None:
+    """Check that each sequence of `cu_seqlens` fits into its place, where the host knows both."""
+    num_bounds = len(cu_seqlens), len(cu_seqlens_padded)
+    validation.check_same("cu_seqlens_padded", "have as many bounds as cu_seqlens", *num_bounds)
+    if _on_host(cu_seqlens_padded) and _on_host(cu_seqlens):
+        lengths, places = cu_seqlens.diff(), cu_seqlens_padded.diff()
+        if (longer := lengths > places).any():
+            got = f"a sequence of {int(lengths[longer][0])} in {int(places[longer][0])}"
+            require(False, "cu_seqlens", "fit into cu_seqlens_padded", got)
+
+
+def _checked_bounds(name: str, bounds: Tensor, tensor: Tensor) -> Tensor:
+    """Return bounds of sequences in the tensor's one row, on its device."""
+    validation.check_is_tensor(name, bounds)
+    length = tensor.shape[1]
+    are_bounds = validation.holds_integers(bounds) and bounds.dim() == 1 and bounds.shape[0] >= 2
+    require(are_bounds, name, "be integers [n + 1]", f"{bounds.dtype} {tuple(bounds.shape)}")
+    require(tensor.shape[0] == 1, "packed sequences", "lie in one row, [1, total, ...]", tuple(tensor.shape))
+    if _on_host(bounds):
+        require(int(bounds[0]) == 0, name, "start with 0", int(bounds[0]))
+        if (bounds.diff() < 0).any():
+            fall = int((bounds.diff() < 0).int().argmax())
+            raise ValueError(f"{name} must not fall, got {int(bounds[fall + 1])} after {int(bounds[fall])}")
+        require(int(bounds[-1]) <= length, name, f"end within the row of {length}", int(bounds[-1]))
+        return bounds.to(tensor.device, non_blocking=True)
+    require(bounds.device == tensor.device, name, f"be on the host or {tensor.device}", bounds.device)
+    return bounds
+
+
+def _on_host(bounds: Tensor) -> bool:
+    """Whether looking at them waits for no device."""
+    return bounds.device.type == "cpu"

@@ -1,0 +1,85 @@
+"""`support_logprobs`: logprobs renormalised over the ids that a sampler kept (sampling-mask replay)."""
+
+import functools
+from typing import Unpack
+
+import torch
+from torch import Tensor
+
+from megatron_lce.api.keywords import HeadGradientOptions
+from megatron_lce.api.linear_cross_entropy import linear_cross_entropy
+from megatron_lce.api.linear_logits_at import check_ids
+from megatron_lce.checks import validation
+from megatron_lce.checks.together import check_keywords, checked_together, keyword_options
+from megatron_lce.core.collectives import waited
+from megatron_lce.core.computed_rows import ComputedRows
+from megatron_lce.core.single_ids import LogitsAtFunction, ids_of_offsets
+
+
+def support_logprobs(
+    hidden: Tensor,  # [..., H]
+    weight: Tensor,  # [V_local, H]
+    labels: Tensor,  # [...]
+    ids: Tensor,  # [M]
+    offsets: Tensor,  # [N + 1]
+    *,
+    entropy: bool = False,
+    empty_rows: bool = True,
+    ignore_index: int = -100,
+    **options: Unpack[HeadGradientOptions],
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Per-token logprobs over a set of kept ids: the label's logit less the log-sum-exp of the set's logits.
+
+    A top-p or top-k sampler draws from `softmax` over the ids that it kept; a trainer with logprobs over the whole
+    vocabulary sees another policy (DeepSeek-V3.2, 2025, section 3.1, "Keep Sampling Mask"). A token that has a set
+    needs no product over the vocabulary.
+
+    Args:
+        hidden, weight, labels: as in `linear_cross_entropy`, but no DTensors.
+        ids, offsets: kept ids of each token, as CSR of `linear_logits_at`; repeated ones count once. A token without
+            ids takes the whole vocabulary.
+        entropy: True: also return the entropy over the whole vocabulary, without gradient, for one more forward pass.
+        empty_rows: True: some tokens may have no ids; the host waits once for their number. False: such a row is NaN.
+        ignore_index: label of ignored rows, which are 0 and get no gradient, whatever their upstream gradient.
+        options: as in `linear_logits_at`.
+
+    Returns:
+        fp32 logprobs of labels' shape, never positive, the same bits on every rank; 0 and without gradient if the label
+        is the only id; NaN if no rank owns the label or an id of the set, or the label is not in the set. With
+        `entropy` a pair of logprobs and entropy.
+
+    Raises:
+        TypeError, ValueError: see `linear_cross_entropy`.
+    """
+    labels, ids, offsets = waited(labels), waited(ids), waited(offsets)
+    name, own = "support_logprobs", {"entropy": entropy, "empty_rows": empty_rows}
+    call_options = keyword_options(options, HeadGradientOptions, entropy=False, ignore_index=ignore_index)
+    with checked_together(name, hidden, weight, labels, call_options, own=own) as checks:
+        check_keywords(name, options, HeadGradientOptions)
+        shape = checks.head()
+        validation.check_flag("entropy", entropy)
+        validation.check_flag("empty_rows", empty_rows)
+        validation.check_label_tensor(labels)
+        validation.check_tensor("offsets", offsets)
+        check_ids(ids, offsets, shape, hidden.device)
+        checks.rest()
+    call = checks.call()
+    with torch.no_grad():
+        kept = ids_of_offsets(ids, offsets).each_once()
+    logprobs = LogitsAtFunction.apply(call.hidden, call.weight, call, kept, True).view(labels.shape)
+    if empty_rows:
+        sizes = torch.segment_reduce((kept.ids >= 0).float(), "sum", offsets=kept.offsets, unsafe=True)
+        empty = (sizes == 0) & (call.labels != ignore_index)
+        num_empty = ComputedRows.where(empty, call.options.tp_group).count
+    over_vocabulary = functools.partial(linear_cross_entropy, hidden, weight, ignore_index=ignore_index, **options)
+    if empty_rows and num_empty:
+        empty = empty.view(labels.shape)
+        of_empty = labels.masked_fill(~empty, ignore_index)
+        dense = over_vocabulary(of_empty, entropy=False, skip_ignored=num_empty)
+        logprobs = torch.where(empty, dense.logprobs, logprobs)
+    if not entropy:
+        return logprobs
+    with torch.no_grad():
+        full = over_vocabulary(labels).entropy
+    assert full is not None
+    return logprobs, full

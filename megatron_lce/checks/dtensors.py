@@ -1,0 +1,72 @@
+"""DTensor arguments of a head: what their placements say of its group, shard and sequence parallelism."""
+
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from megatron_lce.checks.validation import require
+from megatron_lce.core.collectives import waited
+from megatron_lce.core.options import Options
+from megatron_lce.core.plan import ceil_div
+
+
+def localised(
+    hidden: Tensor, weight: Tensor, labels: Tensor, options: Options
+) -> tuple[Tensor, Tensor, Tensor, Options, int | None]:
+    """Return this rank's own tensors, options with what placements imply, and the columns of the largest shard.
+
+    Plain tensors are returned unchanged, with None.
+
+    Raises:
+        TypeError, ValueError: the placements are not those of a head over one mesh dimension.
+    """
+    if not isinstance(weight, DTensor) and not isinstance(hidden, DTensor):
+        return hidden, weight, labels, options, None
+    if not isinstance(weight, DTensor) or not isinstance(hidden, DTensor):
+        kinds = " and ".join("a DTensor" if isinstance(t, DTensor) else "a plain tensor" for t in (hidden, weight))
+        raise TypeError(
+            f"hidden and weight must both be DTensors or neither, got {kinds}. Tensor parallel: say that hidden is the "
+            "same on every rank, DTensor.from_local(hidden, mesh, [Replicate()]). FSDP: its ranks have other tokens, "
+            "and the weight is whole inside its module's call only, as in megatron_lce.FusedLinearHead"
+        )
+    mesh = weight.device_mesh
+    if mesh.ndim != 1 or hidden.device_mesh != mesh:
+        got = f"{mesh} and {hidden.device_mesh}"
+        raise ValueError(f"weight must lie on a mesh of one dimension and hidden on the same, got {got}")
+    (rows,) = weight.placements
+    (tokens,) = hidden.placements
+    require(rows.is_shard(0), "weight", "be placed as Shard(0), its vocabulary over the ranks", rows)
+    if not (tokens.is_replicate() or tokens.is_shard(0)):
+        raise ValueError(
+            "hidden must be placed as Replicate(), or Shard(0) for sequence parallelism over its first dimension, "
+            f"got {tokens}: redistribute it"
+        )
+    for name, value in (("tp_group", options.tp_group), ("vocab_start", options.vocab_start)):
+        require(value is None, name, "be None beside DTensors, which tell it", value)
+    beside = "be False beside DTensors: hidden's placement tells it"
+    require(not options.sequence_parallel, "sequence_parallel", beside, True)
+    beside = "be True beside DTensors: a placement says whole"
+    require(options.reduce_grad_hidden, "reduce_grad_hidden", beside, False)
+    largest = ceil_div(weight.shape[0], mesh.size())  # rows of the first shards; the last ones may have fewer
+    reaches_all = weight.shape[0] > largest * (mesh.size() - 1)
+    require(reaches_all, "weight", f"have rows for all {mesh.size()} ranks", tuple(weight.shape))
+    options = replace(
+        options,
+        temperature=_replicated("temperature", options.temperature),
+        candidates=_replicated("candidates", options.candidates),
+        tp_group=mesh.get_group(),
+        vocab_start=min(mesh.get_local_rank() * largest, weight.shape[0]),
+        sequence_parallel=tokens.is_shard(0),
+    )
+    return waited(hidden.to_local()), waited(weight.to_local()), _replicated("labels", labels), options, largest
+
+
+def _replicated(name: str, value: Any) -> Any:
+    """Return a tensor that every rank has whole as a plain one."""
+    if not isinstance(value, DTensor):
+        return value
+    is_whole = all(placement.is_replicate() for placement in value.placements)
+    require(is_whole, name, "be a plain tensor or placed as Replicate()", value.placements)
+    return waited(value.to_local())

@@ -1,0 +1,273 @@
+"""The one entry of every operation: its ranks check their arguments together, and lay them out as a `Call`."""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.utils._pytree import tree_map_only
+
+from megatron_lce.backends.choice import load_backend
+from megatron_lce.checks import validation
+from megatron_lce.checks.dtensors import localised
+from megatron_lce.checks.validation import require
+from megatron_lce.core import collectives
+from megatron_lce.core.call import Call
+from megatron_lce.core.options import Options, Shard
+from megatron_lce.core.products import laid_out
+
+T = TypeVar("T")
+HEAD = ("hidden", "weight", "labels")
+_OWN = ("tp_group", "vocab_start")  # what ranks need not have in common
+_BY_TYPE = ("temperature", "weight_grad_sink")  # what may change from call to call, but for its type
+_Configuration = tuple[tuple[str, str], ...]
+
+# For each group the configurations that its ranks have agreed on, and the columns of the largest shard under each. The
+# rows of a shard are part of the key only where all shards are equal: the key must be new on all ranks or on none, and
+# where shards are uneven another head may differ on some ranks alone.
+_agreed: WeakKeyDictionary[ProcessGroup, dict[tuple[_Configuration, int | None], int]] = WeakKeyDictionary()
+
+
+def keyword_options(keywords: Mapping[str, Any], known: Any, **own: Any) -> Options:
+    """Return the options among an operation's keywords; `known`: its typed dict."""
+    return Options(**own, **{name: value for name, value in keywords.items() if name in known.__optional_keys__})
+
+
+def check_keywords(operation: str, keywords: Mapping[str, Any], known: Any) -> None:
+    if unknown := sorted(keywords.keys() - known.__optional_keys__):
+        raise TypeError(f"{operation} has no keyword {', '.join(unknown)}")
+
+
+@contextlib.contextmanager
+def checked_together(
+    name: str,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Any,  # None where the operation makes them
+    options: Options,
+    *,
+    names: tuple[str, str, str] = HEAD,
+    group_name: str = "tp_group",
+    takes_dtensors: bool = False,
+    has_reference: bool = False,
+    own: dict[str, Any] | None = None,
+) -> Iterator["Checks"]:
+    """Check an operation's arguments inside. If one rank refuses its own, or they differ, all ranks of the group raise.
+
+        with checked_together("linear_topk", hidden, weight, None, options, own={"k": k}) as checks:
+            shape = checks.head()
+            ...                       # what else the operation takes
+            checks.rest(labels)
+        call = checks.call()
+
+    Ranks that call with a new configuration exchange it, and each one's error, in one gather of small objects, for
+    which the host waits. Later calls compare nothing; only the largest shard is asked for, and waited for, at each call
+    with a `vocab_start` of plain tensors. A rank that changes its configuration alone hangs, as the others exchange
+    nothing. While torch.compile traces, no rank does: the operator that it traces checks its arguments when it runs.
+
+    Args:
+        names: the operation's names of hidden, weight and labels.
+        takes_dtensors: replace DTensors by this rank's own tensors, and options by what their placements say.
+        own: what else must be equal on every rank.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: on every rank; under a known configuration, on this rank alone.
+    """
+    largest = None
+    if takes_dtensors:
+        hidden, weight, labels, options, largest = localised(hidden, weight, labels, options)
+    hidden, weight, labels = (collectives.waited(tensor) for tensor in (hidden, weight, labels))
+    temperature, candidates = collectives.waited(options.temperature), collectives.waited(options.candidates)
+    options = replace(options, temperature=temperature, candidates=candidates)
+    ranks = validation.check_group(options.tp_group, group_name)
+    is_traced = torch.compiler.is_compiling()
+    checks = Checks(name, hidden, weight, labels, options, ranks, names, has_reference, is_traced)
+    if is_traced or options.tp_group is None or ranks == 1:
+        yield checks
+        return
+    own = own or {}  # first, and in place of an option of that name
+    described = {"operation": name, **own, **_describe(hidden, weight, labels, options, names), **own}
+    configuration, error = _in_words({**described, "largest shard": largest}), None
+    try:
+        yield checks
+    except (TypeError, ValueError, NotImplementedError) as refusal:
+        error = refusal
+    group, start, rows = options.tp_group, options.vocab_start, validation.rows_of(weight)
+    known, key = _agreed.setdefault(group, {}), (configuration, rows if start is None else None)
+    if key not in known:
+        changing = _in_words({f"the shape of {names[0]}": validation.shape_of(hidden)})  # compared, not remembered
+        mine = configuration + changing, rows, start, None if error is None else str(error)
+        known[key] = _exchange(mine, error, group, group_name, options.vocab_size)
+    elif error is None and start is not None and largest is None and not collectives.is_captured():
+        known[key] = collectives.largest_over_group(weight.shape[0], group, weight.device)
+    checks.largest_shard = known[key] if largest is None else largest
+    if error is not None:
+        raise error
+
+
+@dataclass
+class Checks:
+    """Checks that all operations share, of plain tensors on this rank.
+
+    Raises:
+        TypeError, ValueError: see `linear_cross_entropy`.
+    """
+
+    operation: str
+    hidden: Tensor
+    weight: Tensor
+    labels: Any  # a tensor; None where the operation makes it
+    options: Options
+    ranks: int
+    names: tuple[str, str, str] = HEAD
+    has_reference: bool = False
+    is_traced: bool = False
+    largest_shard: int | None = None  # its columns, behind the context; None on one rank
+
+    def all(self) -> None:
+        """Check hidden, weight, labels and options."""
+        self.head()
+        self.rest()
+
+    def head(self) -> tuple[int, ...]:
+        """Check hidden and weight, and return the shape that labels must have."""
+        (hidden_name, weight_name, _), options = self.names, self.options
+        if not self.is_traced:
+            if options.backend == "reference" and not self.has_reference:
+                raise ValueError(f"backend must be 'auto', 'triton' or 'torch' for {self.operation}, got 'reference'")
+            validation.check_flag("sequence_parallel", options.sequence_parallel)
+            validation.check_tensor(hidden_name, self.hidden)
+            validation.check_tensor(weight_name, self.weight)
+            validation.check_head(hidden_name, self.hidden, weight_name, self.weight)
+        return validation.labels_shape(hidden_name, self.hidden, self._sequence_shards())
+
+    def rest(self, labels: Tensor | None = None, options: Options | None = None) -> None:
+        """Check labels and options, after the head; an operation passes those that it made itself."""
+        self.labels = labels = self.labels if labels is None else labels
+        self.options = options = self.options if options is None else options
+        if self.is_traced:
+            return
+        ranks, hidden, rows, shards = self.ranks, self.hidden, self.weight.shape[0], self._sequence_shards()
+        for name in ("entropy", "telemetry", "reduce_grad_hidden"):
+            validation.check_flag(name, getattr(options, name))
+        validation.check_labels_of(self.names[0], hidden, labels, shards, self.names[2])
+        validation.check_temperature(options.temperature, labels.shape, labels.device)
+        validation.check_number("logits_scale", options.logits_scale)
+        if options.candidates is not None:
+            validation.check_label_tensor(options.candidates, "candidates")
+            validation.check_ids_shape("candidates", options.candidates, labels.shape, "labels'")
+            validation.check_same("candidates", "be on labels' device", labels.device, options.candidates.device)
+        validation.check_integer("ignore_index", options.ignore_index)
+        validation.check_skip_ignored(options.skip_ignored, labels.numel())
+        validation.check_options(options)
+        self.shard = _shard(rows, options)
+        if options.vocab_start is None or ranks == 1:  # else the group compares its shards
+            validation.check_vocab_size(options.vocab_size, (options.vocab_start or 0) + ranks * rows)
+        is_reduced = options.reduce_grad_hidden or shards == 1
+        require(is_reduced, "reduce_grad_hidden", "be True with sequence_parallel", False)
+        sink, step = options.weight_grad_sink, 16 // hidden.element_size()
+        if sink is not None and self.weight.shape[1] % step:
+            got = tuple(self.weight.shape)
+            raise ValueError(f"weight_grad_sink must be None where H is no multiple of {step}, got {got}")
+        if options.backend == "reference":
+            _check_reference(ranks, self.shard.start, sink)
+        self.options = replace(options, tp_group=options.tp_group if ranks > 1 else None, sequence_parallel=shards > 1)
+
+    def call(self) -> Call:
+        """Return the call, laid out; behind the context."""
+        hidden, labels, temperature = self.hidden, self.labels, self.options.temperature
+        largest, step = self.largest_shard, 16 // hidden.element_size()
+        backend = load_backend(self.options.backend, hidden.device)
+        return Call(
+            hidden=laid_out(hidden.reshape(-1, hidden.shape[-1]), step),
+            weight=laid_out(self.weight.contiguous(), step),
+            labels=labels.reshape(-1),
+            temperature=temperature.reshape(-1) if isinstance(temperature, Tensor) else float(temperature),
+            options=self.options,
+            shard=self.shard if largest is None else self.shard._replace(largest=largest),
+            backend=backend,
+            shape=labels.shape,
+            product=backend.product,
+        )
+
+    def _sequence_shards(self) -> int:
+        return self.ranks if self.options.sequence_parallel else 1
+
+
+def shaped(results: T, shape: tuple[int, ...]) -> T:
+    """Return per-token results, [N, ...] each, in the caller's shape of labels."""
+    return tree_map_only(Tensor, lambda result: result.view((*shape, *result.shape[1:])), results)
+
+
+def _shard(rows: int, options: Options) -> Shard:
+    """Return this rank's part of the vocabulary, as far as it knows."""
+    start, vocab_size = options.vocab_start, options.vocab_size
+    if start is None:
+        start = collectives.group_rank(options.tp_group) * rows
+    else:
+        validation.check_integer("vocab_start", start, minimum=0)
+    return Shard(start, rows if vocab_size is None else min(max(vocab_size - start, 0), rows), rows)
+
+
+def _check_reference(ranks: int, vocab_start: int, sink: object) -> None:
+    require(ranks == 1, "tp_group", "have one rank for backend='reference'", "a larger group")
+    require(vocab_start == 0, "vocab_start", "be 0 for backend='reference'", vocab_start)
+    require(sink is None, "weight_grad_sink", "be None for backend='reference'", f"a {type(sink).__name__}")
+
+
+def _describe(
+    hidden: Tensor, weight: Tensor, labels: Tensor | None, options: Options, names: tuple[str, str, str] = HEAD
+) -> dict[str, Any]:
+    """Return the arguments that must be equal on every rank, in comparable form."""
+    values = {f.name: getattr(options, f.name) for f in fields(options) if f.name not in _OWN}
+    return {
+        names[0]: validation.kind_of(hidden),
+        names[1]: validation.kind_of(weight),
+        names[2]: validation.kind_of(labels[..., None]) if isinstance(labels, Tensor) else type(labels),
+        "gradients": (torch.is_grad_enabled(), *(getattr(x, "requires_grad", None) for x in (hidden, weight))),
+        **{name: type(value).__name__ if name in _BY_TYPE else value for name, value in values.items()},
+        "skip_ignored": skip if isinstance(skip := options.skip_ignored, bool) else type(skip).__name__,
+        "candidates": validation.kind_of(options.candidates),
+    }
+
+
+def _in_words(values: dict[str, Any]) -> _Configuration:
+    return tuple((name, repr(value)) for name, value in values.items())
+
+
+def _exchange(
+    mine: tuple[_Configuration, int | None, int | None, str | None],  # with rows, vocab_start and refusal
+    error: Exception | None,
+    group: ProcessGroup,
+    group_name: str,
+    vocab_size: int | None,
+) -> int:
+    """Compare every rank's configuration and error, and return the columns of the group's largest shard."""
+    everyone = collectives.gather_objects(mine, group)
+    if error is not None:
+        raise error
+    for rank, (*_, refusal) in enumerate(everyone):
+        if refusal is not None:
+            raise ValueError(f"rank {rank} of {group_name} refuses its arguments: {refusal}")
+    configurations, shards, starts, _ = zip(*everyone, strict=True)
+    for (name, first), *others in zip(*configurations, strict=True):
+        values = [first, *(value for _, value in others)]
+        if len(set(values)) > 1:
+            raise ValueError(f"{name} must be the same on every rank of {group_name}, got {', '.join(values)}")
+    if None not in starts:
+        end = 0
+        for start, rows in sorted(zip(starts, shards, strict=True)):
+            if start < end:
+                got = f"{list(starts)} for rows {list(shards)}"
+                raise ValueError(f"vocab_start must be where no other rank's shard lies, got {got}")
+            end = start + rows
+        validation.check_vocab_size(vocab_size, end)
+    elif any(start is not None for start in starts):
+        raise ValueError(f"vocab_start must be given on every rank of tp_group or on none, got {list(starts)}")
+    elif len(set(shards)) > 1:
+        raise ValueError(f"vocab_start must be given on every rank where shards differ, got rows {list(shards)}")
+    return max(shards)

@@ -1,0 +1,1 @@
+"""The `megatron-lce` command, and `explain`."""

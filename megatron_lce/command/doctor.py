@@ -1,0 +1,221 @@
+"""`megatron-lce doctor`: versions, which backend runs here and why others do not, and a comparison with fp64."""
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import platform
+import re
+import subprocess
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import megatron_lce
+from megatron_lce.api.linear_cross_entropy import linear_cross_entropy
+from megatron_lce.api.linear_token_loss import linear_token_losses
+from megatron_lce.backends.choice import triton_obstacle
+from megatron_lce.backends.reference import reference_linear_cross_entropy
+from megatron_lce.core.known_loss import Promise
+
+OLDEST = {"torch": (2, 9), "triton": (3, 5), "megatron-core": (0, 14)}
+NEWEST = {"torch": (2, 13), "triton": (3, 9), "megatron-core": (0, 19)}  # that the tests ran with
+BESIDE = ("transformer-engine", "apex")  # Megatron takes layers and kernels from them
+TOKENS, HIDDEN, VOCAB, PADDED_VOCAB = 48, 128, 1000, 1024
+OUTPUTS = ("logprobs", "entropy")
+# Relative errors against fp64 of these outputs and of gradients may be twice those of eager torch for such a head.
+ALLOWED = {"bfloat16": (5e-4, 5e-3), "float32": (2e-6, 2e-6)}
+Head = Callable[..., tuple[Any, ...]]
+
+
+def examine(device: str | None = None) -> dict[str, Any]:
+    """Returns the whole report, ready for JSON; `problems` is empty if all is well.
+
+    Args:
+        device: "cpu" or "cuda"; None: cuda where there is one.
+    """
+    has_cuda = torch.cuda.is_available()
+    kind = device or ("cuda" if has_cuda else "cpu")
+    found = versions()
+    report: dict[str, Any] = {"versions": found, "device": _describe_device(kind), "problems": _too_old(found)}
+    report["notes"] = _too_new(found)
+    if device is None and not has_cuda and (unseen := _ask_nvidia_smi("name")):
+        report["problems"].append(f"torch {torch.__version__} does not see this machine's GPU, {unseen}")
+    if kind == "cuda" and not has_cuda:
+        report["problems"].append("no CUDA device is available to torch")
+        return report
+    obstacle = triton_obstacle("auto", torch.device(kind))
+    report["backends"] = {
+        "triton": triton_obstacle("triton", torch.device(kind)) or "can run",
+        "torch": "can run",
+        "reference": "can run on one rank, by materialising the logits",
+    }
+    report["auto"] = "triton" if kind == "cuda" and obstacle is None else "torch"
+    if kind == "cuda" and obstacle is not None:
+        report["problems"].append(f"the GPU runs the slower torch backend: {obstacle}")
+    report["self_test"] = self_test(torch.device(kind))
+    report["problems"] += [f"self-test: {failure}" for failure in report["self_test"]["failures"]]
+    return report
+
+
+def versions() -> dict[str, str | None]:
+    """Returns the versions of everything that decides what runs; None: not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version(), "megatron-lce": megatron_lce.__version__}
+    for package in (*OLDEST, *BESIDE):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = None
+    found["torch"] = torch.__version__  # with the name of its build
+    if found["megatron-core"] is None and importlib.util.find_spec("megatron") is not None:
+        with contextlib.suppress(ImportError):
+            found["megatron-core"] = importlib.import_module("megatron.core").__version__  # of a checkout
+    return found
+
+
+def _too_old(found: dict[str, str | None]) -> list[str]:
+    return [
+        f"{package} must be at least {'.'.join(map(str, oldest))}, got {version}"
+        for package, oldest in OLDEST.items()
+        if (version := found[package]) and _first_two(version) < oldest
+    ]
+
+
+def _too_new(found: dict[str, str | None]) -> list[str]:
+    return [
+        f"{package} {version} is newer than any the tests ran with, {'.'.join(map(str, newest))}: look at the self-test"
+        for package, newest in NEWEST.items()
+        if (version := found[package]) and _first_two(version) > newest
+    ]
+
+
+def _first_two(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))
+
+
+def _describe_device(kind: str) -> dict[str, str]:
+    if kind == "cpu":
+        return {"name": f"CPU, {platform.machine()}"}
+    if not torch.cuda.is_available():
+        return {"name": "none"}
+    major, minor = torch.cuda.get_device_capability()
+    described = {
+        "name": torch.cuda.get_device_name(),
+        "count": str(torch.cuda.device_count()),
+        "compute capability": f"{major}.{minor}",
+        "memory": f"{torch.cuda.get_device_properties(0).total_memory / 2**30:.0f} GiB",
+        "CUDA of torch": str(torch.version.cuda or torch.version.hip),
+    }
+    if driver := _ask_nvidia_smi("driver_version"):
+        described["driver"] = driver
+    return described
+
+
+def _ask_nvidia_smi(what: str) -> str | None:
+    """What it says of the first GPU; None where there is none."""
+    command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):  # it is not there, or its driver is sick
+        return None
+    return answer.stdout.splitlines()[0] if answer.returncode == 0 and answer.stdout.strip() else None
+
+
+def self_test(device: torch.device) -> dict[str, Any]:
+    """Compares outputs and gradients of the backend that "auto" takes with fp64.
+
+    A small head with ignored rows, a padded vocabulary and a temperature per token; bf16 with and without kept logits
+    and with gradients computed in forward, and fp32.
+    """
+    started = time.perf_counter()
+    failures: list[str] = []
+    errors: dict[str, tuple[float, float]] = {}  # the error, and what is allowed
+    heads: dict[str, Head] = {
+        "bfloat16": linear_cross_entropy,
+        "bfloat16, cached": partial(linear_cross_entropy, logits_cache_bytes=2**30),
+        "bfloat16, known loss": _logprobs_of_known_loss,
+        "float32": linear_cross_entropy,
+    }
+    for name, head in heads.items():
+        dtype, outputs = name.partition(",")[0], OUTPUTS[:1] if head is _logprobs_of_known_loss else OUTPUTS
+        inputs = _inputs(getattr(torch, dtype), device)
+        in_fp64 = tuple(x.double() if x.is_floating_point() else x for x in inputs)
+        exact = _results(reference_linear_cross_entropy, in_fp64, outputs)
+        try:
+            actual = _results(head, inputs, outputs)
+        except _errors_of_kernels() as error:
+            failures.append(f"{name}: {type(error).__name__}: {error}")
+            continue
+        for what, expected in exact.items():
+            off, limit = float((actual[what].double() - expected).norm() / expected.norm()), ALLOWED[dtype]
+            errors[f"{name}: {what}"] = off, limit[what not in outputs]
+            if not off <= limit[what not in outputs]:
+                failures.append(f"{name}: {what} is off by {off:.1e}, allowed {limit[what not in outputs]:.0e}")
+    return {"failures": failures, "errors": errors, "seconds": round(time.perf_counter() - started, 1)}
+
+
+def _inputs(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    """hidden, weight, labels, temperature, upstream gradients of logprobs and entropy."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(TOKENS, HIDDEN, dtype=torch.float32, generator=generator)
+    weight = torch.randn(PADDED_VOCAB, HIDDEN, dtype=torch.float32, generator=generator) * HIDDEN**-0.5
+    labels = torch.randint(VOCAB, (TOKENS,), generator=generator)
+    labels[::5] = -100
+    temperature = torch.rand(TOKENS, dtype=torch.float32, generator=generator) + 0.5
+    upstream = torch.randn(2, TOKENS, dtype=torch.float32, generator=generator)
+    return tuple(x.to(device) for x in (hidden.to(dtype), weight.to(dtype), labels, temperature, *upstream))
+
+
+def _results(head: Head, inputs: tuple[Tensor, ...], outputs: tuple[str, ...]) -> dict[str, Tensor]:
+    """Returns a head's outputs over the vocabulary without its padding, and both gradients."""
+    hidden, weight, labels, temperature, *upstream = inputs
+    hidden, weight = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
+    found = head(hidden, weight, labels, temperature=temperature, vocab_size=VOCAB)[: len(outputs)]
+    if len(outputs) == 1:  # one number is the upstream of all
+        upstream = [torch.ones_like(found[0])]
+    results = *(x.detach() for x in found), *torch.autograd.grad(found, (hidden, weight), upstream)
+    return dict(zip((*outputs, "hidden's gradient", "weight's gradient"), results, strict=True))
+
+
+def _logprobs_of_known_loss(hidden: Tensor, weight: Tensor, labels: Tensor, **keywords: Any) -> tuple[Tensor, ...]:
+    """As the flag's `known_loss` computes them."""
+    losses, _ = linear_token_losses(hidden, weight, labels, Promise(), **keywords)
+    return (-losses,)
+
+
+def _errors_of_kernels() -> tuple[type[BaseException], ...]:
+    """Returns what a broken backend raises: errors of torch and CUDA, and Triton's."""
+    if importlib.util.find_spec("triton") is None:
+        return (RuntimeError, ValueError)
+    from triton.errors import TritonError
+
+    return RuntimeError, ValueError, TritonError
+
+
+_DEVICE = {"name": "device", "count": "devices"}  # in JSON these stand under a heading
+
+
+def format_report(report: dict[str, Any]) -> str:
+    """The report as text."""
+    lines = [f"{package:<20}{version or 'not installed'}" for package, version in report["versions"].items()]
+    lines += ["", *(f"{_DEVICE.get(name, name):<20}{value}" for name, value in report["device"].items())]
+    if "backends" in report:
+        lines += ["", f"backend='auto' runs {report['auto']}"]
+        lines += [f"  {backend:<11}{verdict}" for backend, verdict in report["backends"].items()]
+        test = report["self_test"]
+        verdict = f"FAILED, {len(test['failures'])} of its results" if test["failures"] else "passed"
+        lines += ["", f"self-test against fp64: {verdict}, in {test['seconds']} s"]
+        if test["errors"]:
+            name, (error, limit) = max(test["errors"].items(), key=lambda item: item[1][0] / item[1][1])
+            lines.append(
+                f"  {len(test['errors'])} results; nearest its limit: {error:.1e}, allowed {limit:.0e} ({name})"
+            )
+    lines += ["", *(f"note: {note}" for note in report["notes"])]
+    lines += [f"PROBLEM: {problem}" for problem in report["problems"]]
+    if not report["problems"]:
+        on_cpu = report["device"]["name"].startswith("CPU")
+        lines.append("no problems found" + "; CPU only: Triton kernels not tested" * on_cpu)
+    return "\n".join(lines)

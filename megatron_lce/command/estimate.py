@@ -1,0 +1,147 @@
+"""Matmuls, time and peak memory of the head's implementations side by side, and which of them to take.
+
+`megatron-lce estimate` and `megatron_lce.explain` print it; the formulas are in `head_memory`.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from megatron_lce.command.head_memory import FUSED, HEADS, KNOWN_LOSS, OURS, UNFUSED, HeadStep
+
+TERABYTES = 3.35  # TB/s of an H100's memory
+LITTLE_MIB = 1024  # a saving below this is small beside a whole model
+
+
+def largest_tokens(head: str, step: HeadStep, memory_bytes: int) -> int:
+    """Returns the largest number of tokens, a multiple of 128, whose step peaks within that memory; 0 if none does.
+
+    By bisection: more tokens may take less memory if blocks are cut anew, and a larger number may fit as well.
+    """
+
+    def exceeds(blocks: int) -> bool:
+        try:
+            needs = HEADS[head](replace(step, tokens=128 * blocks))
+        except ValueError:  # the workspace has no room for so many tokens
+            return True
+        return needs is None or needs.peak_bytes > memory_bytes
+
+    return 128 * bisect_left(range(1, 2**24), True, key=exceeds)
+
+
+def estimate_table(
+    step: HeadStep,
+    *,
+    cache_bytes: int | None = None,
+    tflops: float | None = None,
+    terabytes: float = TERABYTES,
+    memory_bytes: int | None = None,
+) -> list[dict[str, Any]]:
+    """Returns a row per implementation that runs this step: head, matmuls, kept_mib, peak_mib, and what is asked for.
+
+    Args:
+        cache_bytes: adds a row with this `logits_cache_bytes`.
+        tflops: adds `time_ms`, with matmuls at this many TFLOP/s.
+        terabytes: TB/s of memory, for `time_ms`.
+        memory_bytes: adds `most_tokens`, whose peak stays within it.
+    """
+    cached, everything = (replace(step, logits_cache_bytes=size) for size in (cache_bytes or 0, step.everything))
+    skipped, masked = replace(step, skip_ignored=True), f"{step.ignored:.0%} masked and skipped"
+    in_16_bits, some_ignored = step.itemsize == 2, step.ignored > 0
+    cases = [
+        (True, UNFUSED, UNFUSED, step),
+        (in_16_bits, FUSED, FUSED, step),  # its gradient of fp32 logits is bf16, and not comparable
+        (True, OURS, OURS, step),
+        (True, KNOWN_LOSS, KNOWN_LOSS, step),
+        (cache_bytes is not None, f"{OURS}, cache of {cached.logits_cache_bytes / 2**20:,.0f} MiB", OURS, cached),
+        (in_16_bits, f"{OURS}, everything cached", OURS, everything),
+        (some_ignored, f"{OURS}, {masked}", OURS, skipped),
+        (some_ignored, f"{KNOWN_LOSS}, {masked}", KNOWN_LOSS, skipped),
+    ]
+    rows = []
+    for _, title, head, of_head in (case for case in cases if case[0]):
+        if (needs := HEADS[head](of_head)) is None:
+            continue
+        row: dict[str, Any] = {"head": title, "matmuls": round(float(needs.matmuls), 2)}
+        if tflops is not None:
+            row["time_ms"] = round(needs.time_ms(step, tflops, terabytes), 1)
+        row |= {"kept_mib": round(needs.kept_bytes / 2**20), "peak_mib": round(needs.peak_bytes / 2**20)}
+        if memory_bytes is not None:
+            row["most_tokens"] = largest_tokens(head, of_head, memory_bytes)
+        rows.append(row)
+    return rows
+
+
+def saved_mib(rows: Sequence[dict[str, Any]]) -> int:
+    """Returns how far the default peaks below the lower of Megatron's losses."""
+    peaks = {row["head"]: row["peak_mib"] for row in rows}
+    return min(peaks[UNFUSED], peaks.get(FUSED, peaks[UNFUSED])) - peaks[OURS]
+
+
+def verdict(rows: list[dict[str, Any]], budget_bytes: int | None = None) -> str:
+    """Says how far the peak falls, and which row to take.
+
+    That is the one of fewest matmuls that peaks no higher than Megatron, and than the head's budget if there is one;
+    among several, the one with the lowest peak.
+    """
+    peaks = {row["head"]: row["peak_mib"] for row in rows}
+    saved, native = saved_mib(rows), f"{_size(peaks[UNFUSED])} (Megatron, unfused"
+    if FUSED in peaks:
+        native = f"{_size(peaks[FUSED])} (Megatron, fused; {_size(peaks[UNFUSED])} unfused"
+    known = f", or to {_size(peaks[KNOWN_LOSS])} with known_loss=True" if KNOWN_LOSS in peaks else ""
+    text = f"The head's peak falls from {native}) to {_size(peaks[OURS])}{known}."
+    if saved <= 0:
+        text = f"Fusing hardly helps here: the head peaks at {_size(peaks[OURS])} instead of {native})."
+    elif saved < LITTLE_MIB:
+        text += f" Fusing helps little here: at best Megatron peaks {_size(saved)} higher."
+    most = peaks[OURS] + max(saved, 0) if budget_bytes is None else budget_bytes / 2**20
+    within = [row for row in rows if row["head"].startswith(OURS) and row["peak_mib"] <= most]
+    if not within:
+        return f"{text} No row fits into {_size(most)}."
+    # Of nearly equal peaks the known loss, which keeps no logits between forward and backward.
+    best = min(within, key=lambda row: (row["matmuls"], row["peak_mib"] * (1.0 if KNOWN_LOSS in row["head"] else 1.05)))
+    if saved <= 0 and best["matmuls"] >= 3:
+        return text
+    also = " (with a loss of your own: linear_token_loss)" if KNOWN_LOSS in best["head"] else ""
+    return f"{text} Recommended: {best['head']}{also}."
+
+
+def _size(mib: float) -> str:
+    return f"{mib / 1024:.1f} GiB" if mib >= 1024 else f"{mib:,.0f} MiB"
+
+
+def format_estimates(
+    title: str, rows: list[dict[str, Any]], budget_bytes: int | None = None, notes: Sequence[str] = ()
+) -> str:
+    """Returns the rows as a table in plain text, then notes, and the verdict at the end."""
+    headers = {
+        "head": "head",
+        "matmuls": "matmuls (3 is the minimum)",
+        "time_ms": "ms",
+        "kept_mib": "kept MiB",
+        "peak_mib": "peak MiB",
+        "most_tokens": f"tokens in {(budget_bytes or 0) / 2**30:g} GiB",
+    }
+    names = [name for name in headers if name in rows[0]]
+    cells = [[headers[name] for name in names]]
+    cells += [[f"{row[name]:,}" if name != "head" else row[name] for name in names] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [title, ""]
+    for head, *numbers in cells:
+        aligned = (number.rjust(width + 2) for number, width in zip(numbers, widths[1:], strict=True))
+        lines.append(head.ljust(widths[0]) + "".join(aligned))
+    lines += ["", "kept: from forward to backward. peak: both gradients included; hidden, weight, main_grad excluded."]
+    return "\n".join([*lines, *notes, *_remarks(rows), "", verdict(rows, budget_bytes)])
+
+
+def _remarks(rows: list[dict[str, Any]]) -> list[str]:
+    """What a reader may not expect of these rows."""
+    peaks, lines = {row["head"]: row["peak_mib"] for row in rows}, []
+    for row in rows:
+        head, _, how = row["head"].rpartition(", ")
+        if row.get("most_tokens") == 0:
+            lines.append(f"{row['head']}: the weight's gradient and the workspace alone exceed the budget")
+        if how.endswith("skipped") and row["peak_mib"] > peaks[head]:
+            lines.append(f"{row['head']}: skipping raises the peak, by copies of the rows that are left")
+    return lines

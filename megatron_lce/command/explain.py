@@ -1,0 +1,109 @@
+"""`explain`: whether a model's head can be fused, why not, and what that would save."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from megatron_lce.backends.choice import describe_backend
+from megatron_lce.checks.validation import check_integer
+from megatron_lce.command.estimate import estimate_table, format_estimates, saved_mib
+from megatron_lce.command.head_memory import DTYPES, HeadStep
+from megatron_lce.core.plan import ALIGNED_COLUMNS
+from megatron_lce.megatron.main_grad import main_grad_sink
+from megatron_lce.megatron.reasons import (
+    NO_HEAD,
+    find_language_model,
+    fusing_reasons,
+    head_reasons,
+    modules_of,
+    weight_of,
+)
+
+if TYPE_CHECKING:
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The result of `explain`; print it.
+
+    can_capture  whether `capture_lm_head` takes this head
+    can_fuse     whether `enable_fused_linear_ce` takes this model
+    reasons      all reasons why not; empty where `can_fuse`
+    backend      the backend of `backend="auto"` on the weight's device, and why not triton; None without an estimate
+    head         shapes and settings of this rank's head; None without an estimate
+    ways         memory and matmuls of a step, a row per implementation; empty without a head, or with a weight other
+                 than bf16, fp16 or fp32 with H a multiple of 8
+    """
+
+    can_capture: bool
+    can_fuse: bool
+    reasons: tuple[str, ...]
+    backend: str | None = None
+    head: str | None = None
+    ways: tuple[dict[str, Any], ...] = ()
+
+    def __str__(self) -> str:
+        verdict = "this head can be fused" if self.can_fuse else "this head cannot be fused:"
+        if self.can_fuse and self.ways and saved_mib(self.ways) <= 0:
+            verdict += ", but that hardly helps in a step of this size"
+        lines = [verdict, *(f"- {reason}" for reason in self.reasons)]
+        if not self.can_fuse and self.can_capture:
+            lines.append("it can be captured: capture_lm_head works on this model")
+        if self.can_fuse and not self.can_capture:
+            lines.append("it cannot be captured: FSDP frees its weight after the output layer's call")
+        if self.backend is not None:
+            lines.append(f"backend: {self.backend}")
+        if self.head is not None:
+            lines += ["", format_estimates(self.head, list(self.ways))]
+        return "\n".join(lines)
+
+
+def explain(model: nn.Module | Sequence[nn.Module], tokens: int = 8192) -> Explanation:
+    """Return whether this model's LM head can be fused, each reason why not, and a step's memory either way.
+
+    Looks at this rank alone and changes nothing. `enable_fused_linear_ce` decides together with the other ranks of the
+    tensor-parallel group: a reason on one of them holds for all.
+
+    Args:
+        model: as in `enable_fused_linear_ce`.
+        tokens: tokens of a microbatch for the estimates: b * s, divided by the context-parallel ranks.
+
+    Raises:
+        TypeError: `model` is not and holds no megatron-core language model, or `tokens` is not an int.
+        ValueError: `model` holds several heads, or `tokens` is not positive.
+    """
+    check_integer("tokens", tokens, minimum=1)
+    language_model = find_language_model(model)
+    if language_model is None:
+        return Explanation(can_capture=False, can_fuse=False, reasons=(NO_HEAD,))
+    weight, reasons = weight_of(language_model), fusing_reasons(language_model, modules_of(model))
+    found = Explanation(not head_reasons(language_model), not reasons, reasons)
+    if not isinstance(weight, Tensor) or weight.dim() != 2 or weight.dtype not in DTYPES.values():
+        return found
+    if weight.shape[1] % ALIGNED_COLUMNS:
+        return found
+    step, backend = _step(language_model, weight, tokens), describe_backend("auto", weight.device)
+    head = f"{step}{', main_grad fusion' * step.main_grad}"
+    head += ", tied" * bool(language_model.share_embeddings_and_output_weights)
+    return replace(found, backend=backend, head=head, ways=tuple(estimate_table(step)))
+
+
+def _step(language_model: LanguageModule, weight: Tensor, tokens: int) -> HeadStep:
+    head = language_model.output_layer
+    group = getattr(head, "tp_group", None)
+    columns, hidden = weight.shape
+    return HeadStep(
+        tokens,
+        hidden,
+        columns,
+        tp=1 if group is None else group.size(),
+        sequence_parallel=bool(getattr(head, "sequence_parallel", False)),
+        dtype=weight.dtype,
+        main_grad=getattr(head, "gradient_accumulation_fusion", False) and main_grad_sink(weight, head) is not None,
+        entropy=False,
+    )

@@ -1,0 +1,257 @@
+"""Passes of `linear_jsd` over the tokens, and what ranks exchange: statistics of two heads, then gradients.
+
+Forward has both heads' products of a block of tokens with all columns in memory while a backend reads them for both
+softmaxes, for the divergence and, if token weights make the upstream gradient known, for the student's gradient. The
+backward of a loss per token recomputes the products of any range of columns, as it has every token's statistics.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_lce.core import collectives
+from megatron_lce.core.call import Call, check_backward
+from megatron_lce.core.computed_rows import ComputedRows
+from megatron_lce.core.head_gradients import HeadGradients, Slab, computed_slabs, kept_slabs
+from megatron_lce.core.jsd_heads import (
+    SOFTMAX_ROWS,
+    Head,
+    Heads,
+    gradient_coefficient,
+    losses_in_nats,
+    merged_softmaxes,
+    student_outputs,
+)
+from megatron_lce.core.known_loss import scales_a_sum, unscaled_dtype, unscaled_gradients, with_gradients
+from megatron_lce.core.plan import (
+    COLUMN_STEP,
+    HeadSize,
+    cut,
+    cut_columns,
+    plan_blocks,
+    plan_known_weights,
+    products_tokens,
+    size_of_two_heads,
+    slab_row_stride,
+    smallest_workspace,
+)
+from megatron_lce.core.products import copies_to_fp32, own_arithmetic, product, with_zeros_behind
+from megatron_lce.core.tokens import tokens_in_blocks
+
+
+class Divergences(NamedTuple):
+    """Results of forward."""
+
+    heads: Heads
+    losses: Tensor  # [N] fp32 in nats; 0 in skipped rows
+    total: Tensor | None  # [] fp32, of weighted losses
+    gradients: HeadGradients | None  # of the total
+    student_outputs: list[Tensor]  # logprobs, entropy and lse, [N] each; empty: not asked for
+    per_row: tuple[Tensor | None, ...]  # of the computed rows, for backward: index, both scales, to_nats, statistics
+
+
+@torch.no_grad()
+def find_divergences(
+    call: Call,  # the student's
+    heads: Heads,  # hidden [N, H], under sequence parallel [N / tp, H]
+    teacher_temperature: Tensor | float | None,  # [N] if a tensor; None: the student's
+    return_student: bool,
+    token_weights: Tensor | None,  # [N]; a row of weight 0 is ignored; None: no total is made
+    with_gradient: bool,  # of the total
+) -> Divergences:
+    """Fill each row's `JsdStats`, block by block; with gradients a block is as many tokens as they have room for."""
+    options, prepare, labels = call.options, call.backend.prepare_rows, call.labels
+    size, workspace = _size_and_workspace(heads, call)
+    if workspace < (smallest := smallest_workspace(size, needs_grad=True, needs_weight=True)):
+        smallest += options.workspace_bytes - workspace
+        raise ValueError(f"workspace_bytes must be at least {smallest} for these heads, got {options.workspace_bytes}")
+    if token_weights is not None:
+        labels = labels.masked_fill(token_weights == 0, options.ignore_index)
+    all_rows = prepare(labels, call.temperature, options, call.shard)
+    teacher_scale = all_rows.scale
+    if teacher_temperature is not None:
+        teacher_scale = prepare(labels, teacher_temperature, options, call.shard).scale
+    # A number from the caller counts labels; weights of 0 do not change it.
+    computed = ComputedRows.of(labels if options.skip_ignored is True else call.labels, options)
+    plan = None
+    if with_gradient:
+        size = size._replace(sums_weight=size.sums_weight and call.weight.requires_grad)
+        plan = plan_known_weights(size, computed.count, workspace, single_is_sum=scales_a_sum(call))
+    block_tokens = computed.count if plan is None else plan.tokens
+    tokens, teacher_tokens = (
+        tokens_in_blocks(head.hidden, computed, block_tokens, options, unscaled_dtype(call)) for head in heads[:2]
+    )
+    computed = tokens.computed  # now in the order of the blocks
+    all_rows, teacher_scale = computed.select_rows(all_rows), computed.select(teacher_scale)
+    weights = None if token_weights is None else computed.select(token_weights).float()
+    coefficient = None
+    if weights is not None:
+        coefficient = gradient_coefficient(weights, all_rows.to_nats, all_rows.scale, heads.student, heads.beta)
+    all_stats = teacher_scale.new_empty(9 if return_student else 6, computed.count)  # see `JsdStats`
+    gradients = unscaled_gradients(tokens, call) if with_gradient else None
+    # Gathered first, as a rank without columns leaves out what follows: ranks must agree on collectives' order.
+    for block, of_teacher in zip(tokens.blocks(), teacher_tokens.blocks(), strict=True):
+        rows, stats = all_rows.select(block.rows), all_stats[:, block.rows]
+        both = Heads(
+            heads.student.of_rows(block.hidden.wait(), rows.scale),
+            heads.teacher.of_rows(of_teacher.hidden.wait(), teacher_scale[block.rows]),
+            heads.beta,
+            rows.labels if return_student else None,
+            None if coefficient is None else coefficient[block.rows],
+        )
+        tokens_at_once, collected = products_tokens(size, stats.shape[1], workspace), None
+        if plan is not None:
+            tokens_at_once, collected = plan.products_tokens, _gradient_memory(call, stats.shape[1])
+        _fill_stats(both, stats, call, tokens_at_once, collected)
+        if gradients is not None and collected is not None:
+            slabs = kept_slabs(collected)
+            del collected  # its memory is freed before the next block's is allocated
+            gradients.add(block, slabs)
+        elif gradients is not None:
+            gradients.add(block, _recomputed_slabs(both, stats, call, gradients.bytes_per_column))
+    losses, to_nats = losses_in_nats(all_stats, all_rows, heads.beta)
+    total = None
+    if weights is not None:
+        total = computed.nan_if_wrong(torch.where(all_rows.ignored, 0.0, weights * losses).sum())
+    of_student = student_outputs(all_stats, all_rows) if return_student else ()
+    losses, *outputs = computed.spread_outputs([losses, *of_student])
+    per_row = computed.index, all_rows.scale, teacher_scale, to_nats, all_stats
+    return Divergences(heads, losses, total, gradients, outputs, per_row)
+
+
+def jsd_with_gradient(found: Divergences, call: Call) -> Tensor:
+    """Return the total, or the loss of each token, as autograd knows it."""
+    if found.total is not None:
+        return with_gradients(found.total, found.gradients, call, "linear_jsd")
+    return _LinearJsd.apply(call.hidden, call.weight, found, call)
+
+
+class _LinearJsd(torch.autograd.Function):
+    """Per-token divergence of two heads over a vocab-sharded weight each.
+
+    student hidden  replicated, or sharded along the sequence  -> its gradient is summed over the group
+    student weight  this rank's shard                          -> its gradient is complete on this rank
+    teacher         as the student's                           -> no gradient
+    Keeps a dozen floats a token alive; backward recomputes both heads' logits slab by slab.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, found: Divergences, call: Call) -> Tensor:
+        student, teacher = found.heads[:2]
+        # A tensor of inference mode cannot be saved for backward, and cannot change outside of that mode.
+        ctx.inference = [t if t.is_inference() else None for t in teacher[:2]]
+        saved = (None if t.is_inference() else t for t in teacher[:2])
+        ctx.save_for_backward(hidden, weight, *saved, *found.per_row)
+        ctx.forms, ctx.beta, ctx.call = (student[2:4], teacher[2:4]), found.heads.beta, call.without_tensors()
+        return found.losses.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+        check_backward("linear_jsd", grad_loss)
+        hidden, weight, *saved, index, scale, teacher_scale, to_nats, stats = ctx.saved_tensors
+        teacher_tensors = [one if other is None else other for one, other in zip(saved, ctx.inference, strict=True)]
+        student, teacher = Head(hidden, weight, *ctx.forms[0]), Head(*teacher_tensors, *ctx.forms[1])
+        call, computed = ctx.call.with_tensors(hidden, weight), ComputedRows(grad_loss.shape[0], index)
+        with own_arithmetic(grad_loss.device, "linear_jsd backward"):
+            upstream = computed.select(grad_loss.float())
+            coefficient = gradient_coefficient(upstream, to_nats, scale, student, ctx.beta)
+            if call.options.skip_ignored is True:
+                # A broken row's gradient is NaN whatever its upstream.
+                has_gradient = (upstream != 0) | to_nats.isnan()
+                with_gradient = ComputedRows.where(has_gradient, call.options.tp_group).index
+                if with_gradient is not None:
+                    stats, coefficient = stats[:, with_gradient], coefficient[with_gradient]
+                    scale, teacher_scale = scale[with_gradient], teacher_scale[with_gradient]
+                    computed = computed.subset(with_gradient)
+
+            needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+            tokens, teacher_tokens = (
+                tokens_in_blocks(head.hidden, computed, computed.count, call.options) for head in (student, teacher)
+            )
+            gradients = HeadGradients(tokens, call, needs_hidden=needs_hidden, needs_weight=needs_weight)
+            # Gathered first, as a rank without columns makes no slabs: ranks must agree on collectives' order.
+            for block, of_teacher in zip(tokens.blocks(), teacher_tokens.blocks(), strict=True):
+                student_rows = student.of_rows(block.hidden.wait(), scale)
+                teacher_rows = teacher.of_rows(of_teacher.hidden.wait(), teacher_scale)
+                heads = Heads(student_rows, teacher_rows, ctx.beta, None, coefficient)
+                gradients.add(block, _recomputed_slabs(heads, stats, call, gradients.bytes_per_column))
+            return *gradients.results(), None, None
+
+
+def _fill_stats(heads: Heads, stats: Tensor, call: Call, tokens_at_once: int, all_gradients: Tensor | None) -> None:
+    """Fill `JsdStats`, [6, N] or [9, N], and gradients [N, C], if any, from products of some tokens at a time.
+
+    For these tokens ranks exchange both softmaxes, and then the sums.
+    """
+    group, backend, all_columns = call.options.tp_group, call.backend, slice(0, call.shard.columns)
+    memory = _products_memory(heads, min(tokens_at_once, stats.shape[1]), call.shard.columns)
+    for tokens in cut(stats.shape[1], tokens_at_once):
+        block, block_stats = heads.block(tokens, all_columns), stats[:, tokens]
+        softmaxes, sums = block_stats[:SOFTMAX_ROWS], block_stats[SOFTMAX_ROWS:]
+        products = _products(block, memory) if call.shard.columns > 0 else None
+        if products is not None:
+            backend.softmaxes_of_products(block, products, block_stats)
+        else:
+            block_stats.zero_()
+            softmaxes[::2] = -torch.inf  # the largest of no logits
+        if group is not None:
+            softmaxes.copy_(merged_softmaxes(collectives.stack_over_group(softmaxes, group)))
+        if products is not None:
+            backend.divergence_of_products(block, products, block_stats)
+        if group is not None:
+            sums.copy_(collectives.stack_over_group(sums, group).sum(dim=0))
+        if products is not None and all_gradients is not None:
+            backend.gradient_of_products(block, products, block_stats, all_gradients[tokens])
+
+
+def _recomputed_slabs(heads: Heads, stats: Tensor, call: Call, bytes_per_column: int) -> Iterator[Slab]:
+    """Yield gradients of the student's products, slab by slab, from both heads' recomputed products."""
+    num_tokens, num_columns = stats.shape[1], call.shard.columns
+    if num_columns == 0:
+        return
+    (size, workspace), stride = _size_and_workspace(heads, call), slab_row_stride(num_columns)
+    blocks = plan_blocks(num_tokens, stride, workspace, size.slab, per_column_if_tokens_are_cut=bytes_per_column)
+    memory = _products_memory(heads, *blocks)
+
+    def compute(tokens: slice, columns: slice, grad: Tensor) -> None:
+        block = heads.block(tokens, columns)
+        call.backend.gradient_of_products(block, _products(block, memory), stats[:, tokens], grad)
+
+    yield from computed_slabs(heads.student.hidden, num_tokens, slice(0, num_columns), blocks, compute)
+
+
+def _gradient_memory(call: Call, num_tokens: int) -> Tensor:
+    """Return memory for the gradient of the student's products with all columns, [N, C]."""
+    num_columns = call.shard.columns
+    return with_zeros_behind(call.hidden.new_empty(num_tokens, slab_row_stride(num_columns)), num_columns)
+
+
+def _products_memory(heads: Heads, tokens: int, columns: int) -> Tensor:
+    """Return memory for both heads' products of some tokens with some columns."""
+    return heads.student.hidden.new_empty(2, tokens * slab_row_stride(columns), dtype=torch.float32)
+
+
+def _products(heads: Heads, memory: Tensor) -> Tensor:
+    """Compute both heads' products [2, N, C] in this memory."""
+    num_tokens, num_columns = heads.student.hidden.shape[0], heads.student.weight.shape[0]
+    stride = slab_row_stride(num_columns)
+    products = memory[:, : num_tokens * stride].view(2, num_tokens, stride)[:, :, :num_columns]
+    step = COLUMN_STEP if _copied_row(heads) else num_columns
+    for head, values in zip(heads[:2], products, strict=True):
+        for columns in cut_columns(num_columns, step):
+            product(head.hidden, head.weight[columns].T, values[:, columns], accumulate=False)
+    return products
+
+
+def _size_and_workspace(heads: Heads, call: Call) -> tuple[HeadSize, int]:
+    """Return the sizes that all ranks plan by, and the workspace without the copies of a weight's rows."""
+    copied_row = _copied_row(heads)
+    size = size_of_two_heads(call.size, call.backend.intermediate_bytes(call.shard.largest) + copied_row)
+    return size, call.options.workspace_bytes - COLUMN_STEP * copied_row
+
+
+def _copied_row(heads: Heads) -> int:
+    """Bytes of a row in fp32 where products copy 16-bit inputs, as a CPU's do: few rows of a weight at a time; or 0."""
+    return max(4 * head.hidden.shape[1] if copies_to_fp32(head.hidden) else 0 for head in heads[:2])

@@ -1,0 +1,185 @@
+"""Logits at some ids of each token: products with single rows of the weight, which no other logit is needed for.
+
+Forward: each rank multiplies what lies in its shard. One sum over the group, of which all terms but one are 0, gives
+every rank the same bits. Backward: hidden's gradient sums over a token's ids, and over the group. The weight's sums
+over an id's tokens, which a stable sort brings together. No sum has an order that is left to chance.
+
+A softmax over each token's ids is one step more, whose own gradient is made in forward.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_lce.core import collectives
+from megatron_lce.core.call import Call, check_backward
+from megatron_lce.core.computed_rows import ComputedRows
+from megatron_lce.core.products import own_arithmetic
+from megatron_lce.core.rows import Rows, inner_factor
+from megatron_lce.core.statistics import LN_2
+from megatron_lce.core.tokens import Tokens, tokens_in_blocks
+
+_LARGEST_ID = 2**31 - 1  # all above are of no rank
+
+
+class Ids(NamedTuple):
+    """M ids of N tokens, in the tokens' order."""
+
+    ids: Tensor  # [M] int64 global; negative: padding
+    rows: Tensor  # [M] int64, the token of each
+    offsets: Tensor  # [N + 1] int64, where a token's begin
+    keys: Tensor | None = None  # [M] int64, id * N + token of each in order; None: not sorted yet
+    order: Tensor | None = None  # [M] int64, the places of the keys
+
+    @property
+    def num_tokens(self) -> int:
+        return max(1, self.offsets.shape[0] - 1)
+
+    def sorted(self) -> "Ids":
+        """Return them with keys, among which each id's tokens lie together."""
+        if self.keys is not None:
+            return self
+        keys = torch.add(self.rows, self.ids.clamp(-1, _LARGEST_ID), alpha=self.num_tokens)
+        return self._replace(**dict(zip(("keys", "order"), keys.sort(stable=True), strict=True)))
+
+    def each_once(self) -> "Ids":
+        """Return them sorted, with padding where a token's id is repeated."""
+        ids = self.sorted()
+        assert ids.keys is not None
+        assert ids.order is not None
+        repeated = torch.zeros_like(ids.keys, dtype=torch.bool)
+        torch.eq(ids.keys[1:], ids.keys[:-1], out=repeated[1:])
+        repeated = torch.empty_like(repeated).scatter_(0, ids.order, repeated)
+        return ids._replace(ids=ids.ids.masked_fill(repeated, -1))
+
+
+def ids_of_rows(ids: Tensor) -> Ids:
+    """Return [N, K] as `Ids`."""
+    num_rows, width = ids.shape
+    numbers = torch.arange(num_rows + 1, dtype=torch.int64, device=ids.device)
+    return Ids(ids.reshape(-1).contiguous(), numbers[:num_rows].repeat_interleave(width), numbers * width)
+
+
+def ids_of_offsets(ids: Tensor, offsets: Tensor) -> Ids:
+    """Return CSR's ids [M] and offsets [N + 1] as `Ids`. What lies outside the offsets is of no rank.
+
+    Without tokens there are no ids, as they belong to none.
+    """
+    if offsets.shape[0] == 1:
+        ids = ids[:0]
+    places = torch.arange(ids.shape[0], dtype=torch.int64, device=ids.device)
+    rows = torch.searchsorted(offsets.contiguous(), places, right=True).sub_(1)
+    inside = rows.clamp(0, max(offsets.shape[0] - 2, 0))
+    ids = ids.masked_fill((inside != rows) & (ids >= 0), _LARGEST_ID)
+    return Ids(ids, inside, offsets.clamp(0, ids.shape[0]))
+
+
+def logits_over_group(hidden: Tensor, ids: Ids, rows: Rows, call: Call) -> Tensor:
+    """Return base-2 logits [M]: 0 at padding, NaN at an id of no rank."""
+    found = call.backend.gathered_logits(hidden, call.weight, ids.rows, ids.ids, rows, call.options, call.shard)
+    if call.options.tp_group is not None:
+        collectives.add_over_group(found, call.options.tp_group)
+    logits, owners = found
+    return logits.masked_fill_(owners == 0, torch.nan)
+
+
+def set_logprobs(
+    logits: Tensor,  # [M] base 2
+    ids: Tensor,  # [M] each once in a set; negative: none
+    tokens: Tensor,  # [M] numbers of the sets
+    offsets: Tensor,  # [N + 1] where a set begins
+    labels: Tensor,  # [N]
+    to_nats: Tensor,  # [N] fp32, as in `Rows`
+) -> tuple[Tensor, Tensor]:
+    """Return logprobs [N] of labels in their sets in nats, NaN outside, and 1[label] - p [M]; 0 in ignored rows."""
+
+    def of_sets(how: str, values: Tensor) -> Tensor:
+        return torch.segment_reduce(values, how, offsets=offsets, unsafe=True)
+
+    ignored = to_nats == 0
+    absent, is_label = (ids < 0) | ignored[tokens], ids == labels[tokens]
+    logits = logits.masked_fill(absent, -torch.inf)
+    max_logit, of_label = of_sets("max", logits), of_sets("max", logits.masked_fill(~is_label, -torch.inf))
+    exp = (logits - max_logit[tokens]).exp2()
+    sum_exp = of_sets("sum", exp)
+    logprobs = (of_label - max_logit) - sum_exp.log2()
+    logprobs.masked_fill_(of_label.isneginf(), torch.nan)
+    slopes = is_label.float() - exp / sum_exp[tokens] + 0.0 * logprobs[tokens]
+    return (logprobs * to_nats).masked_fill_(ignored, 0.0), slopes.masked_fill_(absent, 0.0)
+
+
+class LogitsAtFunction(torch.autograd.Function):
+    """Logits of a vocab-sharded weight at some ids of each token; of `sets`, `each_once`, the labels' logprobs.
+
+    hidden  replicated, or sharded along the sequence  -> its gradient is summed over the group
+    weight  this rank's shard                          -> its gradient is complete on this rank
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, call: Call, ids: Ids, sets: bool) -> Tensor:
+        ctx.num_tokens = call.labels.shape[0]
+        with own_arithmetic(hidden.device, "linear_logits_at forward"):
+            rows = call.backend.prepare_rows(call.labels, call.temperature, call.options, call.shard)
+            logits = hidden.new_empty(ids.ids.shape[0], dtype=torch.float32)
+            for block in _tokens(call, ctx.num_tokens).blocks():
+                logits = logits_over_group(block.hidden.wait(), ids, rows, call)
+            result, slopes = logits * LN_2, None
+            if sets:
+                of_sets = ids.ids, ids.rows, ids.offsets, call.labels, rows.to_nats
+                result, slopes = set_logprobs(logits, *of_sets)
+        ctx.call = call.without_tensors()
+        kept = None if call.options.softcap is None else logits
+        ctx.save_for_backward(hidden, weight, rows.scale, kept, slopes, *ids)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        check_backward("linear_logits_at", grad)
+        hidden, weight, scale, logits, slopes, *rest = ctx.saved_tensors
+        call, ids, needs = ctx.call.with_tensors(hidden, weight), Ids(*rest), ctx.needs_input_grad
+        with own_arithmetic(hidden.device, "linear_logits_at backward"):
+            factors, grad = scale * (inner_factor(call.options) * LN_2), grad.reshape(-1).float()
+            factors = factors[ids.rows] * grad if slopes is None else (factors * grad)[ids.rows] * slopes
+            if logits is not None:
+                factors *= 1.0 - (logits / scale[ids.rows]).square_()
+            if slopes is not None:  # in ignored rows, logits and the upstream may be NaN
+                factors.masked_fill_(slopes == 0, 0.0)
+            return *_gradients(_tokens(call, ctx.num_tokens), ids, factors, call, needs), None, None, None
+
+
+def _tokens(call: Call, num_tokens: int) -> Tokens:
+    """Return all tokens in one block."""
+    return tokens_in_blocks(call.hidden, ComputedRows(num_tokens), num_tokens, call.options)
+
+
+def _gradients(
+    tokens: Tokens, ids: Ids, factors: Tensor, call: Call, needs: tuple[bool, ...]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of hidden and weight; hidden's sum over the group runs under the weight's gradient."""
+    grad_weight, room = None, call.options.workspace_bytes
+    for block in tokens.blocks():
+        if needs[0]:
+            out = tokens.grad_rows(block)
+            terms = ids.ids, factors, ids.offsets
+            call.backend.gathered_sums(call.weight, *terms, out, call.shard, accumulate=False, workspace_bytes=room)
+            tokens.reduce(block, out)
+        if needs[1]:
+            grad_weight = _weight_grad(block.hidden.wait(), ids, factors, call)
+    if needs[1] and tokens.computed.count == 0:
+        grad_weight = _weight_grad(call.hidden, ids, factors, call)
+    return tokens.grad_hidden() if needs[0] else None, grad_weight
+
+
+def _weight_grad(hidden: Tensor, ids: Ids, factors: Tensor, call: Call) -> Tensor | None:
+    """Return the sum over each id's tokens, which a stable sort of the ids brings together, or add it to the sink."""
+    shard, sink, room = call.shard, call.options.weight_grad_sink, call.options.workspace_bytes
+    ids, step = ids.sorted(), ids.num_tokens
+    assert ids.keys is not None
+    first, last = shard.start * step, (shard.start + call.weight.shape[0]) * step
+    starts = torch.arange(first, last + 1, step, dtype=torch.int64, device=ids.keys.device)
+    offsets = torch.searchsorted(ids.keys, starts.clamp_(max=first + shard.columns * step))
+    out = torch.empty_like(call.weight) if sink is None else sink.buffer()
+    terms = ids.keys % step, factors[ids.order], offsets
+    call.backend.gathered_sums(hidden, *terms, out, accumulate=sink is not None, workspace_bytes=room)
+    return out if sink is None else sink.finish()

@@ -1,0 +1,158 @@
+"""`enable_fused_linear_ce`: a Megatron model's own loss, computed without its logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from torch import nn
+
+from megatron_lce.backends.choice import describe_backend
+from megatron_lce.checks.validation import check_flag, check_options
+from megatron_lce.core.options import WORKSPACE_BYTES, BackendName, Options
+from megatron_lce.megatron.capture import CapturingHead
+from megatron_lce.megatron.heads import check_softcap
+from megatron_lce.megatron.loss import FusedLoss, not_applied
+from megatron_lce.megatron.reasons import find_fusable_model, modules_of, warn_on_one_rank
+from megatron_lce.megatron.replace import close_all, has_open
+
+_OFF = "use_fused_linear_ce is False"
+
+
+class FusedLinearCE:
+    """The handle of `enable_fused_linear_ce`.
+
+    Attributes:
+        enabled: whether the model's loss is fused now.
+        reasons: why it is not; empty when it is.
+    """
+
+    def __init__(self, reasons: tuple[str, ...], fused: FusedLoss | None = None):
+        self._reasons = reasons
+        self._fused = fused
+
+    def __repr__(self) -> str:
+        if self._fused is None or not self.enabled:
+            return f"FusedLinearCE(not enabled: {'; '.join(self.reasons)})"
+        known = self._fused.promise is not None
+        options = dict(self._fused.options, skip_masked=self._fused.skip_masked, known_loss=known)
+        device = next(self._fused.language_model.parameters()).device
+        backend = describe_backend(options.pop("backend"), device)
+        asked = {name: value for name, value in options.items() if value is not None and value is not False}
+        given = "".join(f", {name}={value}" for name, value in asked.items())
+        return f"FusedLinearCE(enabled, backend: {backend}{given})"
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        if self._fused is None:
+            return self._reasons
+        if self._fused.is_closed:
+            return ("it was removed, or the model was enabled once more",)
+        if not self._fused.has_its_head:
+            return ("the model's output_layer was replaced",)
+        if self._fused.is_on_top:
+            return ()
+        if has_open([self._fused.language_model, self._fused.head], CapturingHead):
+            return ("a capture of the model is open",)
+        return ("the head's forward or the model's loss was replaced by other code",)
+
+    @property
+    def enabled(self) -> bool:
+        return not self.reasons
+
+    def remove(self) -> None:
+        """Give the model its own loss back. An open capture stays. Calling it twice does no harm."""
+        if self._fused is not None:
+            self._fused.close()
+
+
+def enable_fused_linear_ce(
+    model: nn.Module | Sequence[nn.Module],
+    use_fused_linear_ce: bool = True,
+    on_unsupported: Literal["fallback", "raise"] = "fallback",
+    *,
+    logits_cache_bytes: int = 0,
+    workspace_bytes: int = WORKSPACE_BYTES,
+    vocab_size: int | None = None,
+    softcap: float | None = None,
+    skip_masked: bool = False,
+    known_loss: bool = False,
+    backend: BackendName = "auto",
+) -> FusedLinearCE:
+    """Make `model(..., labels=labels)` compute its loss, and its MTP losses, without logits.
+
+    The loss is fp32 [b, s] per token, as Megatron returns it, in training, in eval and under no_grad. Negative labels,
+    which Megatron lets pass under a loss mask, are ignored rows: loss 0, no gradient. Without labels the model returns
+    Megatron's logits with their graph. With labels there are none: code between head and loss that reads them raises.
+    With `gradient_accumulation_fusion` the head's weight gradient goes straight into `main_grad`. A second call
+    replaces the first.
+
+    Args:
+        model: a megatron-core GPTModel, MambaModel or HybridModel in any nesting of DistributedDataParallel,
+            Float16Module and VLM wrappers, or the list of virtual pipeline chunks that Megatron's schedules take.
+        use_fused_linear_ce: the flag; False gives the model its own loss back.
+        on_unsupported: what to do with a head that cannot be fused: "fallback" keeps Megatron's own path, with one
+            warning on one rank; "raise" raises. A pipeline stage without a head does neither.
+        logits_cache_bytes, workspace_bytes, vocab_size, softcap, backend: as in `megatron_lce.linear_cross_entropy`.
+            `vocab_size` and `softcap` change the fused loss only: logits returned without labels have neither, and a
+            head that is left to Megatron has neither, which the warning says.
+        skip_masked: ignore tokens whose `loss_mask`, [b, s], is 0, and leave all ignored rows out of the head. The
+            language model's own forward must be given the mask (LLaVA keeps it to itself; a call with labels and no
+            mask warns once); MTP losses take it as Megatron shifts it. The rows are counted on the device, for which
+            the host waits once in each pass. While a CUDA graph is captured all rows are computed.
+        known_loss: set this when the losses of all tokens that count get the same upstream gradient, as in Megatron's
+            own loops (a 0/1 `loss_mask`, then a mean, a scale). Gradients are then computed in forward, for an upstream
+            of 1: three products instead of four. From forward to backward a call holds the hidden-state gradient
+            (2 N H bytes) and the weight's, or its fp32 sum (4 V H bytes for the V columns of a rank); each microbatch
+            in flight, and each MTP loss, holds its own. Tokens whose `loss_mask` is 0 do not count. An upstream that is
+            not one number raises in the first backward pass, and makes the gradients NaN later. Takes no
+            `logits_cache_bytes`.
+
+    Returns:
+        A handle: `enabled`, `reasons`, `remove()`. The decision is made here, once, and together: all ranks of the
+        head's tensor-parallel group must make this call.
+
+    Raises:
+        TypeError: `model` is not and holds no megatron-core language model, or an option has the wrong type.
+        ValueError: `on_unsupported` is neither, an option is out of its range, `softcap` is given to a head that has
+            its own, `model` holds several heads, or the head is unsupported ("raise").
+        RuntimeError: a capture of the model is open, and the flag is on.
+
+    The model's forward then raises ValueError for a `loss_mask` of another shape than labels' (`skip_masked`), and
+    for what `megatron_lce.linear_cross_entropy` raises it; RuntimeError where code between head and loss reads logits.
+    """
+    if on_unsupported not in ("fallback", "raise"):
+        raise ValueError(f"on_unsupported must be 'fallback' or 'raise', got {on_unsupported!r}")
+    options: dict[str, Any] = {
+        "logits_cache_bytes": logits_cache_bytes,
+        "workspace_bytes": workspace_bytes,
+        "vocab_size": vocab_size,
+        "softcap": softcap,
+        "backend": backend,
+    }
+    check_options(Options(**options))
+    check_flag("use_fused_linear_ce", use_fused_linear_ce)
+    check_flag("skip_masked", skip_masked)
+    check_flag("known_loss", known_loss)
+    if known_loss and logits_cache_bytes:
+        raise ValueError(
+            f"logits_cache_bytes must be 0 with known_loss, got {logits_cache_bytes}: nothing is recomputed"
+        )
+    if known_loss and backend == "reference":
+        raise ValueError("backend must be 'auto', 'triton' or 'torch' with known_loss, got 'reference'")
+    modules = modules_of(model)
+    language_model, reasons = find_fusable_model(model) if use_fused_linear_ce else (None, (_OFF,))
+    message = f"fused linear cross-entropy is not used: {'; '.join(reasons)}"
+    if language_model is not None:
+        if reasons and on_unsupported == "raise":
+            raise ValueError(message)
+        if not reasons:
+            check_softcap(language_model.output_layer, softcap)
+        if has_open(modules, CapturingHead):
+            raise RuntimeError("capture_lm_head is open on this model: enable before or after it")
+    close_all(modules, FusedLoss)  # behind all that raises: a call that is refused leaves the loss as it was
+    if language_model is not None and not reasons:
+        return FusedLinearCE((), FusedLoss(language_model, options, skip_masked, known_loss))
+    if language_model is not None:
+        warn_on_one_rank(message + not_applied(options))
+    return FusedLinearCE(reasons)

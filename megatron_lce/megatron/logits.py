@@ -1,0 +1,160 @@
+"""What an output layer returns in place of logits: uncomputed ones, with the fused loss of them, and none."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from megatron_lce.api.linear_cross_entropy import linear_cross_entropy
+from megatron_lce.api.linear_token_loss import linear_token_losses
+from megatron_lce.checks.validation import as_int64
+from megatron_lce.compat import Reduction, check_reduction, reduced
+from megatron_lce.core.known_loss import Promise
+from megatron_lce.core.options import IGNORE_INDEX
+from megatron_lce.megatron.head_call import HeadCall, swap
+
+_SCALE = {Tensor.mul, torch.mul}
+_MAX, _ARGMAX = {Tensor.max, torch.max}, {Tensor.argmax, torch.argmax}
+_GET_BASE = Tensor._base.__get__  # type: ignore[attr-defined, union-attr]
+_OF_FSDP = {Tensor.view_as, Tensor.to}  # what its hooks do to any output
+# What needs no values, beside a tensor's attributes.
+_ASKED = {Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, torch.is_floating_point}
+
+
+@functools.cache
+def uncompiled() -> Callable:
+    """`uncompiled()(f, ...)` is f(...) outside torch.compile; made on demand, because it imports the compiler."""
+    return torch.compiler.disable(_call)
+
+
+def _call(function: Callable, *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+def _refuse(call: HeadCall) -> Tensor:
+    raise RuntimeError(
+        "the logits of an enabled model are not computed where it is given labels: call the model without labels, or "
+        "give it its own loss back by handle.remove()"
+    )
+
+
+class UncomputedLogits(Tensor):
+    """The logits [s, b, V/tp] of one head call on their way to the fused loss, as a tensor without storage.
+
+    Megatron scales them (MuP), which is kept as a number, and asks for the largest after an MTP loss. Whatever else
+    needs their values gets what `instead` makes of the call; by default that raises.
+    """
+
+    call: HeadCall
+    largest: tuple[Tensor, Tensor] | None  # over the vocabulary and its id, [s, b], after a loss with telemetry
+    loss: Tensor | None  # [b, s], if it was computed in the head's call, and as FSDP's hooks have made it then
+
+    @staticmethod
+    def __new__(cls, call: HeadCall, *_: Any, loss: Tensor | None = None):
+        batch, sequence = call.tokens
+        return Tensor._make_wrapper_subclass(
+            cls,
+            (sequence, batch, call.weight.shape[0]),
+            dtype=call.logits_dtype,
+            device=call.hidden.device,
+            # so that backward hooks reach for them, unless these are the loss's
+            requires_grad=call.with_gradient and call.hidden.requires_grad and loss is None,
+        )
+
+    def __init__(self, call: HeadCall, instead: Callable[[HeadCall], Tensor] = _refuse, *, loss: Tensor | None = None):
+        self.call, self._instead, self.largest, self.loss = call, instead, None, loss
+
+    def compute_loss(
+        self,
+        labels: Tensor,
+        telemetry: bool = False,
+        *,
+        promise: Promise | None = None,
+        reduction: Reduction = "none",
+        ignore_index: int = IGNORE_INDEX,
+        **options: Any,
+    ) -> Tensor:
+        """Return the cross-entropy [b, s] of labels [b, s] of any integer dtype, its sum or its mean; fp32.
+
+        Rows whose label is negative or `ignore_index` are ignored. With a promise that all others have one upstream
+        gradient, gradients are computed here, and backward scales them.
+        """
+        check_reduction(reduction)
+        labels = as_int64(labels)
+        labels = labels.masked_fill((labels < 0) | (labels == ignore_index), IGNORE_INDEX)
+        options |= {"ignore_index": IGNORE_INDEX, "entropy": False, "telemetry": telemetry}
+        if promise is None or not torch.is_grad_enabled():
+            out = self.call.run(linear_cross_entropy, labels, **options)
+            losses = -out.logprobs
+        else:
+            del options["logits_cache_bytes"]
+            losses, out = self.call.run(linear_token_losses, labels, promise, **options)
+        if out.max_logit is not None and out.argmax is not None:
+            self.largest = swap(out.max_logit), swap(out.argmax)
+        return reduced(losses, reduction, labels != IGNORE_INDEX)
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return uncompiled()(cls._run, func, args, kwargs or {})
+
+    @classmethod
+    def _run(cls, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """A function of torch's with such logits among its arguments."""
+        logits = args[0] if args and isinstance(args[0], cls) else None
+        if logits is not None and logits.loss is not None and func in _OF_FSDP:
+            return logits
+        if logits is not None and logits.loss is None and func in _SCALE and isinstance(args[1], int | float):
+            return cls(replace(logits.call, logits_scale=logits.call.logits_scale * args[1]), logits._instead)
+        # Megatron's acceptance metrics ask which token the MTP head would have chosen, after its loss.
+        if logits is not None and logits.largest is not None and (len(args), kwargs) == (1, {"dim": -1}):
+            if func in _MAX:
+                return logits._largest_of_shard(*logits.largest)
+            if func in _ARGMAX:
+                return logits.largest[1]
+        if func in _ASKED or func.__name__ == "__get__":
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        return cls.__torch_dispatch__(func, (), args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
+        return func(*tree_map(cls._computed, args), **tree_map(cls._computed, kwargs or {}))
+
+    @classmethod
+    def _computed(cls, x: Any) -> Any:
+        return x._instead(x.call) if isinstance(x, cls) else x
+
+    def _largest_of_shard(self, value: Tensor, argmax: Tensor) -> tuple[Tensor, Tensor]:
+        """Return value and local id [s, b] of this shard's largest logit; -inf where another shard has the largest."""
+        columns = self.call.weight.shape[0]
+        local = argmax - self.call.tp_group.rank() * columns
+        owned = (local >= 0) & (local < columns)
+        return value.masked_fill(~owned, -torch.inf), local.masked_fill(~owned, 0)
+
+
+class NoLogits(Tensor):
+    """What a model returns inside a capture, [b, s, 0]; reading it as logits raises instead of giving NaN."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            given = (x for x in (*args, *(kwargs or {}).values()) if isinstance(x, Tensor))
+            reads, result = any(x.numel() for x in given), None
+            if not reads:  # else an index past the end might end the CUDA context
+                try:
+                    result = func(*args, **(kwargs or {}))
+                except IndexError:  # the largest of nothing
+                    reads = True
+            if reads or (isinstance(result, Tensor) and result.numel()):
+                raise RuntimeError(
+                    f"{func.__name__}: a model's output inside capture_lm_head holds no logits: call "
+                    "head.linear_cross_entropy(labels) of the capture, or the model outside of it"
+                )
+            # A base that is a view, as this subclass's are, has a base again: torch.compile follows them to the end.
+            return result.as_subclass(cls) if isinstance(result, Tensor) and func != _GET_BASE else result

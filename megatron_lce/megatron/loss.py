@@ -1,0 +1,197 @@
+"""The loss of an enabled model: the two methods that run in place of its own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_lce.core.collectives import is_captured
+from megatron_lce.core.known_loss import Promise
+from megatron_lce.core.options import IGNORE_INDEX
+from megatron_lce.megatron.fsdp import freed_reasons, is_freed
+from megatron_lce.megatron.head_call import HeadCall, version_of
+from megatron_lce.megatron.logits import UncomputedLogits
+from megatron_lce.megatron.reasons import warn_on_one_rank, weight_reasons
+from megatron_lce.megatron.replace import ReplacedHead, override_of
+
+if TYPE_CHECKING:
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+
+_NO_LABELS = "the model was called without labels"
+_OTHER_LOGITS = "the logits were not made by the output_layer during the model's forward"
+
+
+class FusedLoss(ReplacedHead):
+    """A model's head and loss with the options of `enable_fused_linear_ce`, in place until `close`."""
+
+    def __init__(self, language_model: LanguageModule, options: dict[str, Any], skip_masked: bool, known_loss: bool):
+        super().__init__(language_model)
+        self.options, self.skip_masked = options, skip_masked
+        self.promise = Promise(looks=1 + self.mtp_layers) if known_loss else None
+        self._mtp_mask: Tensor | None = None  # [b, s], 0 where the last MTP loss, in its turn, does not count
+        self._packed: Any = None  # Megatron's parameters of packed sequences
+        self._warned: set[str] = set()
+        self._wants_logits = False  # the pass has no labels
+        self._labels: Tensor | None = None  # [b, s] of this pass
+        self._labels_version = 0
+        self._not_used: str | None = None  # why the head last gave Megatron's logits although there are labels
+
+    @property
+    def is_closed(self) -> bool:
+        return not any(self in override.owners for override in self.overrides)
+
+    @property
+    def has_its_head(self) -> bool:
+        return self.language_model.output_layer is self.head
+
+    @property
+    def is_on_top(self) -> bool:
+        """Whether neither a capture nor another library's methods hide its own."""
+        return all(override_of(one.module, one.name) is one and one.owners[-1] is self for one in self.overrides)
+
+    def options_now(self) -> dict[str, Any]:
+        """Return the loss's options; all rows while a CUDA graph is captured, which cannot wait for their number."""
+        return self.options | {"skip_ignored": self.skip_masked and not is_captured()}
+
+    def _counted_labels(self, labels: Tensor) -> Tensor:
+        """Return labels of the main or the next MTP loss. Megatron gives tokens that it rolls in a weight of 0."""
+        if self.mtp_losses_left == 0 or self._mtp_mask is None:
+            return labels
+        self.mtp_losses_left -= 1
+        self._mtp_mask = _rolled(self.language_model, self._packed, self._mtp_mask)
+        return labels.masked_fill(self._mtp_mask == 0, IGNORE_INDEX)
+
+    def forward(
+        self,
+        input_: Tensor,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+        **of_loss: Any,
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        """Return uncomputed logits, for a loss to come or for the one that is asked for at once; or Megatron's own."""
+        wants_loss = of_loss.get("output_cross_entropy_loss", False)
+        other = self.in_pass not in (None, self.language_model)  # models may share the head
+        if other or (self.in_pass is None and not wants_loss):
+            return self.overrides[0].below(self)(input_, weight, runtime_gather_output, **of_loss)
+        weight_used = self.head.weight if weight is None else weight
+        self._not_used = reason = self._why_megatron(weight_used, wants_loss, runtime_gather_output)
+        if reason is not None:
+            if wants_loss:
+                self._warn_once(reason + not_applied(self.options))
+            elif reason is _NO_LABELS and self.language_model.training and torch.is_grad_enabled():
+                self._warn_once(reason)
+            return type(self.head).forward(self.head, input_, weight, runtime_gather_output, **of_loss)
+        logits = UncomputedLogits(HeadCall.of(self.head, input_, weight))
+        if of_loss.pop("output_cross_entropy_loss", False):
+            return self._loss(logits, **of_loss)
+        return self._with_loss(logits) if is_freed(self.head, weight_used) else (logits, None)
+
+    def _why_megatron(self, weight: Tensor, wants_loss: bool, gathers: bool | None) -> str | None:
+        """Return why Megatron's own head computes this call; None: the loss is fused."""
+        if self._wants_logits and not wants_loss:
+            return _NO_LABELS
+        if gathers and not wants_loss:  # for sampling, never for a loss
+            return "runtime_gather_output asks for gathered logits"
+        # FSDP may have been put around the head since it was enabled
+        freed = is_freed(self.head, weight) and not wants_loss
+        reasons = (*weight_reasons(weight), *(freed_reasons(self.language_model.config) if freed else ()))
+        if freed and self._labels is None:
+            reasons += ("FSDP frees the head's weight, and the model's forward takes no labels",)
+        return self._why_replaced() or next(iter(reasons), None)
+
+    def _with_loss(self, logits: UncomputedLogits) -> tuple[Tensor, Tensor]:
+        """Return uncomputed logits that hold their loss, and the loss in the place of the bias.
+
+        So FSDP's hooks on the head's outputs see a tensor of the graph: they gather the weight again before its
+        backward, and may replace it by a view.
+        """
+        assert self._labels is not None
+        loss = self._loss(logits, self._labels).clone()  # never a view, of which hooks may be lost
+        logits = UncomputedLogits(logits.call, loss=loss)
+
+        def take_loss(head: nn.Module, _: Any, output: tuple[Tensor, Tensor]) -> None:
+            handle.remove()
+            if output[1].dtype != loss.dtype:
+                raise RuntimeError(
+                    "the output_layer's MixedPrecisionPolicy must have an output_dtype of None or torch.float32, got "
+                    f"{output[1].dtype}, which rounds the loss"
+                )
+            logits.loss = output[1]
+
+        if self.head._forward_hooks:  # else the call runs none; behind them, as the last
+            handle = self.head.register_forward_hook(take_loss)
+        return logits, loss
+
+    def _why_replaced(self) -> str | None:
+        if self.has_its_head:  # else the new one may call it
+            return None
+        return f"the model's output_layer was replaced by a {type(self.language_model.output_layer).__name__}"
+
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        if not isinstance(logits, UncomputedLogits):
+            reason = self._not_used or self._why_replaced() or _OTHER_LOGITS
+            self._warn_once(reason + not_applied(self.options))
+            return type(self.language_model).compute_language_model_loss(self.language_model, labels, logits)
+        if logits.loss is not None:
+            if labels is not self._labels or version_of(labels) != self._labels_version:
+                raise RuntimeError(
+                    "labels must be the tensor that the model was called with, unchanged: under FSDP the loss is "
+                    "computed in the output layer's call"
+                )
+            return logits.loss
+        # MTP's acceptance metrics read the largest logit after the loss, in training.
+        return self._loss(logits, labels, telemetry=self.language_model.training and self.mtp_layers > 0)
+
+    def _loss(self, logits: UncomputedLogits, labels: Tensor, **arguments: Any) -> Tensor:
+        labels = self._counted_labels(labels)
+        return logits.compute_loss(labels, promise=self.promise, **arguments, **self.options_now())
+
+    def start_pass(self, given: dict[str, Any], takes_labels: bool) -> Tensor | None:
+        """Note whether the model wants logits, and return labels [b, s] with masked ones ignored.
+
+        Megatron shifts these for its MTP losses as it shifts their mask.
+        """
+        self._not_used = self._mtp_mask = None
+        labels = self._masked_labels(given)
+        self._wants_logits = labels is None and takes_labels
+        self._labels, self._labels_version = labels, 0 if labels is None else version_of(labels)
+        return labels if labels is not given.get("labels") else None
+
+    def _masked_labels(self, given: dict[str, Any]) -> Tensor | None:
+        labels, loss_mask = given.get("labels"), given.get("loss_mask")
+        if labels is None or not (self.skip_masked or self.promise):
+            return labels
+        if self.promise and self.mtp_layers:
+            self._mtp_mask = torch.ones_like(labels) if loss_mask is None else (loss_mask != 0).long()
+            self._packed = given.get("packed_seq_params")
+        if loss_mask is None:
+            if self.skip_masked:
+                called = f"{type(self.in_pass).__name__} was called with labels and without loss_mask"
+                self._warn_once(called, "skip_masked is True but only negative labels are skipped")
+            return labels
+        if loss_mask.shape != labels.shape:
+            raise ValueError(f"loss_mask must have labels' shape, {tuple(labels.shape)}, got {tuple(loss_mask.shape)}")
+        return labels.masked_fill(loss_mask == 0, IGNORE_INDEX)
+
+    def _warn_once(self, reason: str, what: str = "fused linear cross-entropy is enabled but was not used") -> None:
+        if reason not in self._warned:
+            self._warned.add(reason)
+            warn_on_one_rank(f"{what}: {reason}")
+
+
+def _rolled(model: LanguageModule, packed: Any, mask: Tensor) -> Tensor:
+    """Return a mask [b, s] of the tokens whose next MTP loss counts, rolled by Megatron as it rolls the labels."""
+    from megatron.core.transformer.multi_token_prediction import roll_tensor
+
+    groups = getattr(model, "pg_collection", None)
+    context = getattr(model, "cp_group", None) if groups is None else groups.cp
+    given = {} if packed is None else {"packed_seq_params": packed}
+    return roll_tensor(mask, shifts=-1, dims=-1, cp_group=context, **given)[0]
+
+
+def not_applied(options: dict[str, Any]) -> str:
+    """Return the end of a warning: which options would have changed the loss itself."""
+    lost = [name for name in ("softcap", "vocab_size") if options[name] is not None]
+    return f"; not applied: {', '.join(lost)}" if lost else ""
