@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ComputedRows:
-    """Numbers of the n computed rows among all N, in the order of the blocks."""
+    """Indices of the n computed rows among all N, in the order of the blocks."""
 
     num_tokens: int  # N
     index: Tensor | None = None  # [n] int64; None: every row in its place

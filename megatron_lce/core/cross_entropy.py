@@ -30,7 +30,7 @@ from megatron_lce.core.candidates import candidate_logprobs
 from megatron_lce.core.computed_rows import ComputedRows
 from megatron_lce.core.group_statistics import stats_over_group
 from megatron_lce.core.head_gradients import HeadGradients
-from megatron_lce.core.logit_gradients import grad_logits_slabs, gradients_of_cache, logit_gradients
+from megatron_lce.core.logit_gradients import grad_logits_slabs, gradient_inputs, gradients_of_cache
 from megatron_lce.core.logits_cache import new_cache
 from megatron_lce.core.options import WITH_GRADIENT, LinearCrossEntropyOutput, new_outputs
 from megatron_lce.core.plan import backward_tokens, smallest_workspace
@@ -127,7 +127,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             flat = (None if grad is None else grad.reshape(num_tokens, *grad.shape[dims:]) for grad in grad_outputs)
             selected = (None if grad is None else computed.select(grad) for grad in flat)
             upstream = dict(zip(LinearCrossEntropyOutput._fields, selected, strict=True))
-            gradients, counts = logit_gradients(call, rows, softmax, upstream, ids, log_p)
+            gradients, counts = gradient_inputs(call, rows, softmax, upstream, ids, log_p)
             of_cache = None if cache is None else gradients_of_cache(gradients, cache)
             del cache
             if call.options.skip_ignored is True:

@@ -1,8 +1,14 @@
-"""Passes of `linear_jsd` over the tokens, and what ranks exchange: statistics of two heads, then gradients.
+"""The passes of `linear_jsd`: forward, by blocks of tokens with all their columns, and backward of a loss per token.
 
-Forward has both heads' products of a block of tokens with all columns in memory while a backend reads them for both
-softmaxes, for the divergence and, if token weights make the upstream gradient known, for the student's gradient. The
-backward of a loss per token recomputes the products of any range of columns, as it has every token's statistics.
+Forward:
+
+1. Two products write both heads' logits of a block to memory.
+2. The backend reads them for both softmaxes, which the ranks merge.
+3. It reads them for the divergence, whose parts the ranks add up.
+4. If token weights make the upstream gradient known, it reads them for the student's gradient, which two products add
+   to the sums of both gradients. `known_loss` scales these in backward.
+
+Backward of a loss per token: both products of a range of columns again, the third reading, and the two products.
 """
 
 from collections.abc import Iterator

@@ -53,7 +53,7 @@ class LogitGradients(NamedTuple):
             self.call.backend.write_columns(grad, part.candidates.columns - columns.start, part.candidates.grad)
 
 
-def logit_gradients(
+def gradient_inputs(
     call: Call,
     rows: Rows,
     softmax: SoftmaxOfRow,

@@ -1,4 +1,12 @@
-"""The pass of `megatron_lce.api.linear_token_loss`: each block of tokens goes from statistics to gradients at once."""
+"""The pass of `linear_token_loss`: each block of tokens goes from statistics to gradients at once.
+
+1. The backend takes a block's statistics and keeps all its exponentials; the ranks merge the statistics.
+2. `finish` makes the outputs, the caller's loss is called with them, and autograd gives their upstream gradients.
+3. Kept exponentials become gradients in place; two matrix products add them to the sums of both gradients.
+
+If the plan has no room for a block's exponentials, all tokens are one block, whose logits are recomputed. `known_loss`
+scales the sums in backward.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,7 +22,7 @@ from megatron_lce.core.computed_rows import ComputedRows
 from megatron_lce.core.group_statistics import stats_of_tokens
 from megatron_lce.core.head_gradients import HeadGradients
 from megatron_lce.core.known_loss import scales_a_sum, unscaled_dtype, unscaled_gradients
-from megatron_lce.core.logit_gradients import grad_logits_slabs, gradients_of_cache, logit_gradients
+from megatron_lce.core.logit_gradients import grad_logits_slabs, gradient_inputs, gradients_of_cache
 from megatron_lce.core.logits_cache import new_cache
 from megatron_lce.core.options import DIFFERENTIABLE, WITH_GRADIENT, LinearCrossEntropyOutput, new_outputs
 from megatron_lce.core.plan import plan_known_loss
@@ -75,7 +83,7 @@ def summed_token_loss(
             log_p = candidate_logprobs(logits, own_ids, labels[block.rows], rows, softmax, out)
         upstream = losses.add(outputs, rows.ignored, block.rows)
         if gradients is not None:
-            logits_grad, _ = logit_gradients(block_call, rows, softmax, upstream, own_ids, log_p)
+            logits_grad, _ = gradient_inputs(block_call, rows, softmax, upstream, own_ids, log_p)
             ready = None if block_cache is None else gradients_of_cache(logits_grad, block_cache, hidden)
             whole = block._replace(rows=own_rows)
             gradients.add(block, grad_logits_slabs(logits_grad, whole, gradients.bytes_per_column, ready))

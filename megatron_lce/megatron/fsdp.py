@@ -1,4 +1,7 @@
-"""Heads whose weight FSDP shards, torch's or Megatron's: it is whole during the head's call, and freed behind it."""
+"""Which heads FSDP shards, torch's or Megatron's, whose weight is whole only during the head's call.
+
+`loss.py` computes their loss inside that call.
+"""
 
 from __future__ import annotations
 
