@@ -12,6 +12,7 @@ from tests.ranks import run_ranks
 FOLDER = Path(__file__).resolve().parent
 
 PROGRAMS = [
+    pytest.param("run_megatron.py", 2, id="run_megatron.py-2"),
     pytest.param("run_megatron.py", 4, id="run_megatron.py-4"),
     pytest.param("run_parity.py", 3, id="run_parity.py-3"),
     # Every sixth of the cases that three ranks run.
