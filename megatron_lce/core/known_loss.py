@@ -85,7 +85,7 @@ class Promise:
 
 
 class LossesOfSum(torch.autograd.Function):
-    """Each token's loss, whose one upstream gradient becomes that of their sum: 0 if none counts, NaN if they differ.
+    """The loss per token. Backward passes their common gradient to the sum: 0 if none counts, NaN if they differ.
 
     Raises:
         RuntimeError: in a backward in which the host looks, if they differ. Ranks have the same upstream: all raise.

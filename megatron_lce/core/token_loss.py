@@ -132,7 +132,7 @@ class _Losses:
         losses = torch.cat(self._losses)
         few = max(2, losses.shape[0] // _SAMPLE)
         numbers = torch.arange(losses.shape[0] // few, dtype=torch.int64, device=losses.device)
-        # A regular choice might take a sequence as a whole. The factor is that of Fibonacci hashing.
+        # Evenly spaced tokens might all be one sequence's, so the choice is hashed (Fibonacci hashing's factor).
         chosen = numbers * few + (numbers * 2654435769 >> 16) % few
         parts = (None if part[0] is None else torch.cat(part) for part in zip(*self._outputs, strict=True))
         every_token = LinearCrossEntropyOutput(*parts), self._per_token  # type: ignore[arg-type]

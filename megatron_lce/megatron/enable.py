@@ -150,7 +150,7 @@ def enable_fused_linear_ce(
             check_softcap(language_model.output_layer, softcap)
         if has_open(modules, CapturingHead):
             raise RuntimeError("capture_lm_head is open on this model: enable before or after it")
-    close_all(modules, FusedLoss)  # behind all that raises: a call that is refused leaves the loss as it was
+    close_all(modules, FusedLoss)  # last, so that a refused call leaves the loss unchanged
     if language_model is not None and not reasons:
         return FusedLinearCE((), FusedLoss(language_model, options, skip_masked, known_loss))
     if language_model is not None:
