@@ -51,6 +51,7 @@ class Found(NamedTuple):
     logits: Tensor  # [..., K]
     tail: Tensor  # of the ids behind the last offset
     support: Tensor
+    dense: Tensor  # logprobs of `linear_cross_entropy`
     top: megatron_lce.TopK
     leaves: list[list[Tensor]]  # of the first and of the third
 
@@ -82,7 +83,13 @@ def check_ids(share: Share, findings: Findings, floors: Floors | None) -> None:
     of_sets = ids.masked_fill(~of_sets, -1)
     expected = set_logprobs(exact.logits, labels, of_sets, **sets)
     largest = float(expected.detach().nan_to_num().abs().max()) if expected.numel() else 0.0
-    compare("support_logprobs", found.support, expected, 8, max(2e-6, 2 * EPS * largest))
+    # Rows without ids have the bits of `linear_cross_entropy`, whose errors are held elsewhere. The bits of torch's
+    # products depend on the number of rows.
+    dense = (of_sets < 0).all(-1) & (labels != sets["ignore_index"]) & sets["empty_rows"]
+    dense &= share.ranks.backend == "triton"
+    same = torch.equal(found.support[dense].nan_to_num(7.0), found.dense[dense].nan_to_num(7.0))
+    findings.check(title(share, "support_logprobs: rows without ids as linear_cross_entropy"), same)
+    compare("support_logprobs", found.support[~dense], expected[~dense], 8, max(2e-6, 2 * EPS * largest))
     right = ~expected.isnan()
     of_usable = set_logprobs(exact.logits.masked_fill(~exact.usable[..., None], 0.0), labels, of_sets, **sets)
     check("support", found.leaves[1], of_usable.where(right, 0.0), upstream.logprobs, bool(right.all()))
@@ -123,9 +130,12 @@ def run(share: Share, of_sets: Tensor, sets: dict[str, Any]) -> Found:
     given = map(drawn, (*leaves[1], labels, ids[of_sets], offsets))
     support = megatron_lce.support_logprobs(*given, **sets, **keywords)
     support.backward(share.whole.poisoned.logprobs)
+    of_all = megatron_lce.linear_cross_entropy(
+        *map(drawn, (*share.heads, labels)), ignore_index=sets["ignore_index"], **keywords
+    )
     top = megatron_lce.linear_topk(*map(drawn, leaves[0]), ids.shape[-1], **keywords)
     logits, tail = logits.detach().reshape(-1).split([ids.numel(), case.tail])
-    return Found(logits.view(ids.shape), tail, support.detach(), top, leaves)
+    return Found(logits.view(ids.shape), tail, support.detach(), of_all.logprobs, top, leaves)
 
 
 def set_logprobs(logits: Tensor, labels: Tensor, ids: Tensor, ignore_index: int, empty_rows: bool) -> Tensor:

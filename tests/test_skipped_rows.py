@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import megatron_lce
 from megatron_lce.core import plan
 from tests.jsd_oracle import make_inputs
-from tests.live_bytes import Products
+from tests.live_bytes import Products, parts_of_a_product
 from tests.oracle import Upstream
 from tests.problems import assert_same_outputs, ignored_labels, ignoring, make_problem
 
@@ -107,7 +107,8 @@ def test_rows_without_an_upstream_gradient_take_no_part_in_backward(
     products = Products()
     only_here = {"skip_ignored": True, "logits_cache_bytes": logits_cache_bytes, "within": products}
     problem.check(backend, only_here=only_here, telemetry=True, softcap=softcap)
-    assert products.logits_in_gradients(24) == 2 * 20 * 601
+    parts = parts_of_a_product(dtype, backend, device)
+    assert products.logits_in_gradients(24, parts) == 2 * 20 * 601
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -188,5 +189,6 @@ def test_blocks_of_tokens_outside(dtype, hidden_size, skip, logits_cache_bytes, 
     only_here = {"skip_ignored": skip, "logits_cache_bytes": logits_cache_bytes, "workspace_bytes": 150_000}
     problem.check(backend, only_here=only_here | {"within": (products := Products())})
     count, padded = 444 if skip else 500, -(-hidden_size // 8) * 8 if dtype == BF16 else hidden_size
-    assert products.logits_in_gradients(padded) == 2 * count * 140
+    parts = parts_of_a_product(dtype, backend, device)
+    assert products.logits_in_gradients(padded, parts) == 2 * count * 140
     assert max(size for m, k, n in products.shapes if n == padded for size in (m, k)) < count  # of tokens, at a time
