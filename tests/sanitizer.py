@@ -201,7 +201,7 @@ def check(tool: str, program: str, arguments: list[str], sanitizer: str, timeout
         output, ended = partial if isinstance(partial, str) else partial.decode(errors="replace"), False
     summaries = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)", output)
     errors = sum(map(int, summaries)) if summaries and ended else -1
-    kernels = sorted(set(re.findall(r"=========.* (?:in|at) (?:block .* in )?(\w*kernel\w*)", output)))
+    kernels = sorted(set(re.findall(r"=========.* (?:in|at) (?:block .* in |void )?([\w:]*kernel\w*)(?! launch)", output)))
     first = re.search(r"^========= (?!COMPUTE-SANITIZER)(?!\s).*(\n=========  .*){0,3}", output, re.M)
     expected = errors > 0 if program != "calls" else errors == 0 and "calls ran" in output
     detail = first[0][10:] if first and errors > 0 else "" if expected else output[-2000:]
