@@ -32,16 +32,16 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"megatron-lce {__version__}")
     commands = parser.add_subparsers(required=True)
     text = (
-        "Prints the installed versions, which backend runs here and why others do not, and compares that backend with "
-        "fp64. Exits with 1 if there is a problem."
+        "Print the installed versions and which backend runs here, and compare that backend with fp64. The exit status "
+        "is 1 if there is a problem."
     )
     command = commands.add_parser("doctor", help="check this machine", description=text)
     command.add_argument("--device", choices=("cpu", "cuda"), help="Device to check (default: cuda if there is one).")
     command.add_argument("--json", action="store_true", help="Print one JSON object instead of text.")
     command.set_defaults(run=_doctor)
     text = (
-        "Peak memory and matmuls of the head's forward and backward on one rank, for Megatron's losses and for this "
-        "package, and which to take. Peaks include both gradients and exclude hidden, weight and main_grad."
+        "Print peak memory and matmuls of the head's forward and backward on one rank, for Megatron's losses and for "
+        "this package, and recommend one. Peaks include both gradients, but not hidden, weight and main_grad."
     )
     command = commands.add_parser("estimate", help="memory and time by formula, without a GPU", description=text)
     _add_estimate(command)
@@ -58,21 +58,26 @@ def _add_estimate(command: argparse.ArgumentParser) -> None:
     gib = _parsed_by(float, f"a number of GiB, above 0 and at most {2**20}", lambda value: 0 < value <= 2**20)
     text = f"Public model that gives hidden size and vocabulary: {', '.join(MODEL_SHAPES)}."
     models("--model", type=_parsed_by(find_model), help=text)
-    text = "A Hugging Face config.json that gives them, in place of --model."
-    models("--config", dest="model", type=_parsed_by(lambda path: read_config(Path(path))), help=text)
+    text = "A Hugging Face config.json that gives both, in place of --model."
+    models("--config", dest="model", metavar="FILE", type=_parsed_by(lambda path: read_config(Path(path))), help=text)
     add("--hidden", type=count, help=f"Hidden size, a multiple of {ALIGNED_COLUMNS}; with --vocab for any other model.")
     add("--vocab", type=count, help="Vocabulary of all ranks together, padding included (default: the model's own).")
     text = "Tokens of a microbatch, whole sequences; 16k is 16384 (default: %(default)s)."
     add("--tokens", type=tokens, default=8192, help=text)
     add("--tp", type=count, default=1, help="Tensor-parallel size (default: %(default)s).")
     add("--sequence-parallel", action="store_true", help="Hidden is sharded along the sequence.")
-    add("--dtype", choices=DTYPES, default="bf16", help="Of hidden and weight (default: %(default)s).")
+    add("--dtype", choices=DTYPES, default="bf16", help="Dtype of hidden and weight (default: %(default)s).")
     add("--main-grad", action="store_true", help="The head has gradient_accumulation_fusion set.")
-    add("--no-entropy", action="store_true", help="Log-probabilities only, as a loss needs them.")
+    add("--no-entropy", action="store_true", help="Log-probabilities without entropy, as for a plain loss.")
     text = "The argument workspace_bytes (default: %(default)s MiB)."
     add("--workspace-mib", type=count, default=WORKSPACE_BYTES // MIB, help=text)
     add("--cache-mib", type=kept, help="Add a row with this logits_cache_bytes.")
-    add("--ignored", type=share, default=0.0, help="Share of masked tokens, to skip (default: %(default)s).")
+    add(
+        "--ignored",
+        type=share,
+        default=0.0,
+        help="Share of masked tokens: adds rows that skip them (default: %(default)s).",
+    )
     add("--tflops", type=size, help="TFLOP/s that the GPU's matmuls reach: adds the time in ms.")
     add("--bandwidth", type=size, default=TERABYTES, help="TB/s of its memory, for that time (default: %(default)s).")
     add("--head-budget-gib", type=gib, help="Memory for the head: adds the largest number of tokens that fits in it.")
@@ -83,7 +88,7 @@ def _add_estimate(command: argparse.ArgumentParser) -> None:
 def _parsed_by(
     parse: Callable[[str], Any], what: str = "", is_right: Callable[[Any], bool] = lambda value: True
 ) -> Callable[[str], Any]:
-    """A type for argparse, which shows no other error's message."""
+    """Return a type whose message argparse shows; it hides those of other errors."""
 
     def parsed(text: str) -> Any:
         try:
@@ -123,7 +128,7 @@ def _estimate(arguments: argparse.Namespace) -> int:
 
 
 def _head_step(arguments: argparse.Namespace) -> tuple[str, HeadStep, list[str]]:
-    """The model's name, the step, and what to know of it."""
+    """Return the model's name, the step, and notes on it."""
     hidden, vocab, tokens, tp, name, notes = arguments.hidden, arguments.vocab, arguments.tokens, arguments.tp, "", []
     if arguments.model:
         name, shape = arguments.model

@@ -1,8 +1,12 @@
-"""The calls that other projects make, so that adopting this one is a changed import.
+"""The calls of other projects, so that a changed import is enough to use this package.
 
-Each function stands in for the one it is named after: `verl_`, `areal_`, `megatron_` and `torch_linear_cross_entropy`.
-Keywords that those do not have come last and by name only: `skip_ignored`, as in `megatron_lce.linear_cross_entropy`,
-and `tp_group` of `torch_linear_cross_entropy`. Errors are as in `megatron_lce.linear_cross_entropy`, too.
+Each function replaces the one it is named after: `verl_`, `areal_`, `megatron_` and `torch_linear_cross_entropy`. They
+share these arguments; errors are those of `megatron_lce.linear_cross_entropy`.
+
+hidden        [..., H], fp32, bf16 or fp16
+weight        [V_local, H] of hidden's dtype, this rank's rows of the vocabulary; all shards equal
+labels        global vocabulary ids of any integer dtype, in hidden's order; negative: ignored rows
+skip_ignored  by name only, as in `megatron_lce.linear_cross_entropy`
 """
 
 import math
@@ -35,18 +39,16 @@ def linear_cross_entropy(
     """Logprobs and entropy, fp32 and flattened to [N]: the fused head's call of verl and AReaL.
 
     The hidden-state gradient is summed over the group once. If autograd's graph shows Megatron's
-    `gather_from_sequence_parallel_region` or `copy_to_tensor_model_parallel_region` on the way to hidden, their
-    backward sums it; else this call does. If anything else sums it in your model, use
+    `gather_from_sequence_parallel_region` or `copy_to_tensor_model_parallel_region` on the path to hidden, their
+    backward sums it; otherwise this call does. If anything else in your model sums it, use
     `megatron_lce.linear_cross_entropy` with `reduce_grad_hidden=False`.
 
     Args:
-        hidden: [..., H], replicated on the group's ranks; fp32, bf16 or fp16.
-        weight: [V_local, H] of hidden's dtype, this rank's rows; all shards equal.
-        labels: any integer dtype, global vocabulary ids in hidden's order; `[1, s]` for a hidden of `[s, 1, H]` will
-            do. Rows with a negative label are ignored: both outputs are 0.
-        temperature: a positive float, or a floating tensor of one number, or of one a token; those of ignored rows may
-            be anything.
-        reduction: "none"; "sum" or "mean" of both outputs over all rows, the ignored ones included.
+        hidden: replicated on the group's ranks.
+        labels: `[1, s]` also fits a hidden of `[s, 1, H]`. Both outputs are 0 in ignored rows.
+        temperature: a positive float, or a floating tensor of one number, or of one per token, which may be anything in
+            ignored rows.
+        reduction: "none"; "sum" or "mean" of both outputs over all rows, ignored ones included.
         dist_process_group: the ranks that the vocabulary is sharded over; `None`: the weight is whole.
 
     Raises:
@@ -112,17 +114,15 @@ def megatron_linear_cross_entropy(
     *,
     skip_ignored: bool | int = False,
 ) -> Tensor:
-    """The loss, positive, fp32: the call of Megatron-LM's own fused linear cross-entropy (dev branch).
+    """The fp32 loss: the call of Megatron-LM's own fused linear cross-entropy (dev branch).
 
-    `megatron_lce.install_megatron_linear_cross_entropy` replaces Megatron's by it. The hidden-state gradient is summed
+    `megatron_lce.install_megatron_linear_cross_entropy` installs it in Megatron. The hidden-state gradient is summed
     over the group, or reduce-scattered under `sequence_parallel`.
 
     Args:
-        hidden, tp_group, sequence_parallel: as in `megatron_lce.linear_cross_entropy`.
-        weight: [V_local, H] of hidden's dtype, this rank's rows; all shards equal.
-        labels: any integer dtype, global vocabulary ids in hidden's order, of the whole sequence. Rows whose label is
-            negative or `ignore_index` are ignored: loss 0, no gradient.
-        reduction: "none": [N], flattened; "sum"; or "mean" over the rows that are not ignored (NaN when all are).
+        tp_group, sequence_parallel: as in `megatron_lce.linear_cross_entropy`.
+        labels: of the whole sequence. Rows whose label is `ignore_index` are ignored, too.
+        reduction: "none": [N], flattened; "sum"; or "mean" over the rows that are not ignored (NaN if all are).
     """
     options = Options(tp_group, sequence_parallel, entropy=False, skip_ignored=skip_ignored)
     own = {"reduction": reduction, "ignore_index": ignore_index, "rows of weight": validation.rows_of(weight)}
@@ -155,13 +155,13 @@ def torch_linear_cross_entropy(
     """`torch.nn.functional.linear_cross_entropy`: the loss in input's dtype.
 
     Args:
-        input: [..., H], of which torch takes [N, H] and [H]; fp32, bf16 or fp16; the same on every rank of the group.
-        linear_weight: [V, H] of input's dtype; over a group this rank's rows, all shards equal.
+        input: hidden; torch takes [N, H] and [H] alone. It is the same on every rank of the group.
+        linear_weight: weight.
         target: [...], int64 class ids. An id outside [0, V) gives NaN, without looking at the device.
         linear_bias, options: torch's other keywords; NotImplementedError says why not.
         weight: [V] floating, of the whole vocabulary: a factor for each class, without gradient.
         reduction: "none", "sum", or "mean" over the rows that are not ignored, weighted by `weight` of their targets
-            (NaN when all are ignored).
+            (NaN if all are ignored).
         ignore_index: target of ignored rows; `None` as in torch: -100.
         label_smoothing: in [0, 1], the share of the target's probability that goes to all classes alike.
         tp_group: the ranks that the vocabulary is sharded over; `None`: linear_weight is whole.
@@ -226,7 +226,7 @@ def _checked_temperature(temperature: Tensor, labels: Tensor) -> Tensor:
 def _checked_labels(labels: Tensor, rows: tuple[int, ...]) -> Tensor:
     """Return labels as int64 of the shape of hidden's rows, on all sequence-parallel ranks."""
     validation.check_is_tensor("labels", labels)
-    # Labels [b, s] of a hidden [s, b, H] would meet in the wrong order, flattened.
+    # Flattened labels [b, s] would not match the rows of a hidden [s, b, H].
     order, ids = ([size for size in sizes if size != 1] for sizes in (rows, labels.shape))
     if labels.numel() != math.prod(rows) or (len(order) > 1 and len(ids) > 1 and order != ids):
         raise ValueError(f"labels must have hidden's order of rows, {rows}, got {tuple(labels.shape)}")
@@ -238,7 +238,7 @@ def _checked_labels(labels: Tensor, rows: tuple[int, ...]) -> Tensor:
 def _check_supported(
     linear_weight: object, target: object, linear_bias: object, options: object, weight_and_smoothing: bool
 ) -> None:
-    """Refuse what torch's function has and this package has not."""
+    """Refuse what torch's function supports and this package does not."""
     if linear_bias is not None:
         raise NotImplementedError("linear_bias must be None: the fused head has no bias, as Megatron's has none")
     if options is not None:

@@ -1,4 +1,4 @@
-"""`linear_cross_entropy` under torch.compile: an operator for each pass, which the compiler does not look into.
+"""`linear_cross_entropy` under torch.compile: one opaque operator for each pass.
 
 Each checks its arguments and runs its pass of the autograd function. Saved tensors are the forward operator's outputs.
 """
@@ -22,7 +22,7 @@ from megatron_lce.core.logits_cache import LogitsCache, new_cache
 from megatron_lce.core.options import WITH_GRADIENT, LinearCrossEntropyOutput, Options, new_outputs, outputs_asked_for
 from megatron_lce.core.rows import Rows, SoftmaxOfRow
 
-# Tensors first. Not inferred from a signature: torch would make a SymInt of every int.
+# Tensors first. torch would infer a SymInt for every int of a signature.
 _INPUTS = (
     "Tensor hidden, Tensor weight, Tensor labels, Tensor itself, Tensor temperature, Tensor logits_scale, "
     "Tensor? candidates, str? tp_group, bool sequence_parallel, float? softcap, int ignore_index, int? vocab_start, "
@@ -36,9 +36,9 @@ _NUM_TENSORS = _NAMES.index("tp_group")
 
 def as_one_node(hidden: Tensor, weight: Tensor, labels: Tensor, options: Options) -> LinearCrossEntropyOutput:
     """Return the outputs of a call that torch.compile traces."""
-    # A float that changes becomes a number of the graph where it is a factor, and nowhere else.
+    # The compiler keeps a changing float symbolic only as a factor.
     one, temperature, group = torch.ones((), dtype=torch.float64, device="cpu"), options.temperature, options.tp_group
-    # The compiler merges equal nodes, but kept logits serve one backward. Two empty tensors are never equal.
+    # The compiler merges equal nodes, but cached logits serve one backward. A new empty tensor makes nodes differ.
     tensors = hidden, weight, labels, torch.empty(0, dtype=torch.uint8, device=hidden.device)
     given = {name: getattr(options, name) for name in Options.__dataclass_fields__} | {
         "temperature": temperature if isinstance(temperature, Tensor) else one * temperature,
@@ -51,7 +51,7 @@ def as_one_node(hidden: Tensor, weight: Tensor, labels: Tensor, options: Options
 
 
 def _by_name(options: Options, outputs: Any) -> LinearCrossEntropyOutput:
-    """Return the outputs that were asked for, or their upstream gradients, under their names."""
+    """Return outputs, or their upstream gradients, under their names."""
     names = outputs_asked_for(options)
     given = {n: x if x is None or n in WITH_GRADIENT else x.detach() for n, x in zip(names, outputs, strict=True)}
     return LinearCrossEntropyOutput(*(given.get(name) for name in LinearCrossEntropyOutput._fields))  # type: ignore[arg-type]
@@ -64,7 +64,7 @@ def _options(inputs: Any) -> Options:
         if values[name].dim() == 0:  # a number, which is unknown while shapes are traced, and not needed
             values[name] = 1.0 if isinstance(values[name], FakeTensor) else float(values[name])
     if values["skip_ignored"] is True or not any(inputs[-1]):
-        values["logits_cache_bytes"] = 0  # if the device counts the rows, the size of a cache is unknown
+        values["logits_cache_bytes"] = 0  # the cache's size is unknown if the device counts the rows
     if values["tp_group"] is not None:
         values["tp_group"] = collectives.group_named(values["tp_group"])
     return Options(**values)
@@ -83,7 +83,7 @@ def _call_and_context(inputs: Any) -> tuple[Call, Any]:
 
 @custom_op("megatron_lce::linear_cross_entropy", mutates_args=(), schema=f"({_INPUTS}) -> (Tensor[], Tensor[])")
 def _forward(*inputs: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the outputs asked for; and the cache and `SavedForBackward`, with scalars for None."""
+    """Return the outputs that are not None; and the cache and `SavedForBackward`, with scalars for None."""
     call, ctx = _call_and_context(inputs)
     outputs = LinearCrossEntropyFunction.forward(ctx, call.hidden, call.weight, call, True)
     _, _, index, *others = ctx.saved_tensors
@@ -119,7 +119,7 @@ def _(*inputs: Any) -> tuple[list[Tensor], list[Tensor]]:
 
 @custom_op("megatron_lce::linear_cross_entropy_backward", mutates_args=(), schema=_BACKWARD)
 def _backward(upstream: Any, kept: Any, *inputs: Any) -> list[Tensor]:
-    """Return the wanted ones of hidden's and weight's gradients. The kept logits change, which no other node has."""
+    """Return the gradients that are needed. They overwrite the cached logits, which no other node uses."""
     call, ctx = _call_and_context(inputs)
     exp, reference, index, *others = kept
     index = None if index.shape == call.labels.shape else index
@@ -127,7 +127,7 @@ def _backward(upstream: Any, kept: Any, *inputs: Any) -> list[Tensor]:
     ctx.cache = LogitsCache(exp, reference) if exp.dim() else None
     pairs = zip(LinearCrossEntropyFunction.backward(ctx, *_by_name(call.options, upstream)), inputs, strict=False)
     if exp.dim():
-        reference.fill_(torch.nan)  # the kept logits are gradients now: a second backward raises, or gives NaN
+        reference.fill_(torch.nan)  # cached logits are gradients now: a second backward raises, or gives NaN
     return [grad[:, : x.shape[-1]].reshape(x.shape).contiguous() for grad, x in pairs if grad is not None]
 
 

@@ -19,7 +19,7 @@ class _AsItIs:
 class FusedLinearHead(nn.Linear):
     """An `nn.Linear` without bias that returns logits or, with labels, the fused result.
 
-    It uses the weight only inside its call, so `fully_shard` (FSDP2) gathers it once. Outside, the weight is a shard.
+    The weight is used only inside the call, so `fully_shard` (FSDP2) gathers it once.
     """
 
     def __init__(
@@ -43,13 +43,13 @@ class FusedLinearHead(nn.Linear):
         """Return logits [..., V]; with labels, `linear_cross_entropy(hidden, weight, labels, **keywords)`.
 
         Raises:
-            TypeError: also of keywords without labels, and of a temperature of 16 bits.
+            TypeError: also for keywords without labels, and for a 16-bit temperature.
         """
         temperature = keywords.get("temperature")
         if isinstance(temperature, _AsItIs):
             temperature = keywords["temperature"] = temperature.tensor
         if isinstance(temperature, Tensor) and temperature.dtype.itemsize == 2:
-            raise TypeError(  # also where the policy is not the head's own: nothing else here tells of the rounding
+            raise TypeError(  # the policy may be an outer module's: only the dtype tells
                 f"temperature must be a float, float32 or float64, got {temperature.dtype}. A MixedPrecisionPolicy of "
                 "FSDP rounds the tensors that a forward is given: make it inside the module that calls the head"
             )

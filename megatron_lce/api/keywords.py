@@ -27,7 +27,7 @@ class _LabelsKeywords(TypedDict, total=False):
 
 
 class CapturedOptions(_LogitsKeywords, total=False):
-    """Keywords of a captured head's `linear_logits_at` and `linear_topk`, but those that the head fixes."""
+    """Keywords of a captured head's `linear_logits_at` and `linear_topk`."""
 
     temperature: float | Tensor
 
@@ -56,7 +56,7 @@ class CapturedTokenLossOptions(CapturedOptions, _LabelsKeywords, total=False):
 
 
 class CapturedCrossEntropyOptions(_LogitsKeywords, _LabelsKeywords, total=False):
-    """Keywords of a captured head's `linear_cross_entropy` but temperature, which is positional."""
+    """Keywords of a captured head's `linear_cross_entropy`, without temperature, which is positional."""
 
     logits_cache_bytes: int
 

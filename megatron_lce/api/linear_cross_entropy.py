@@ -1,4 +1,4 @@
-"""`linear_cross_entropy`: check the arguments, choose a backend, run it."""
+"""`linear_cross_entropy`: checks the arguments, chooses a backend, and runs it."""
 
 import torch
 from torch import Tensor
@@ -57,7 +57,7 @@ def linear_cross_entropy(
     Args:
         hidden: [..., H], fp32, bf16 or fp16.
         weight: [V_local, H], this rank's rows of the vocabulary, of hidden's dtype; or fp32 with 16-bit hidden states,
-            which are then multiplied exactly, as if they were fp32 too, and the weight's gradient is fp32.
+            which are then multiplied exactly, as if they were fp32, too; the weight gradient is fp32.
         labels: [...] int64 global vocabulary ids. A label that no rank owns makes its row NaN (see `check_labels`).
         tp_group: the ranks that the vocabulary is sharded over; `None`: the weight is whole.
         sequence_parallel: hidden is sharded along its first dimension: it is gathered inside, and its gradient
@@ -69,32 +69,33 @@ def linear_cross_entropy(
         ignore_index: label of ignored rows, whose outputs are 0 and which get no gradient.
         vocab_start: first global id of this shard; `None`: rank * V_local. Uneven shards: give it on every rank.
         vocab_size: true size of the vocabulary; columns from it on are padding, without probability or gradient.
-            `None`: there is no padding.
+            `None`: no padding.
         entropy: False: `entropy` is None and costs nothing.
         telemetry: True: `max_logit`, `min_logit`, `argmax`, `sum_pi_squared`, `logits_norm` and `mean_logit` are
             filled; only `mean_logit` has a gradient. False: they cost nothing.
         logits_dtype: torch.bfloat16: each product is rounded once, before scale, softcap and temperature, as a sampler
-            rounds its logits (docs/precision.md); backward is straight-through. `None`: never rounded.
+            rounds its logits (docs/numerics.md); backward is straight-through. `None`: never rounded.
         candidates: int64 [..., K] global ids, K for each label, in any order, repeated or not; negative: padding.
             `candidate_logprobs` [..., K] are then filled, with a gradient: 0 at padding, NaN at an id that no rank
             owns. Cost: K products of length H a token, and about 100 bytes an id in addition to the workspace.
-        skip_ignored: leave ignored rows out of products and statistics; the same on every rank. True: they are counted
-            on the device, for which the host waits once, and backward also leaves out rows whose upstream gradients
-            are all zero, for which it waits once more. An int: the number of rows that are not ignored; the host does
-            not wait, and every output is NaN if the labels have another number. False: all rows are computed.
+        skip_ignored: leave ignored rows out of products and statistics; the same on every rank. True: the host waits
+            once for the device to count them; backward also leaves out rows whose upstream gradients are all zero, and
+            waits once more. An int: the number of rows that are not ignored; the host does not wait, and every output
+            is NaN if the labels have another number. False: all rows are computed.
         logits_cache_bytes: most memory kept from forward to spare backward recomputation. Nothing is kept with fp32
             inputs or the torch backend; a second backward raises if something was. Cached logits have 16 bits, which
-            shows in the entropy's gradient of rows whose logits differ by less than about 0.3. Pass the same value on
-            every rank, as of workspace_bytes; do not derive it from free memory.
+            shows in the entropy gradient of rows whose logits differ by less than about 0.3. Pass the same value on
+            every rank, as for workspace_bytes; do not derive it from free memory.
         workspace_bytes: most memory of transient buffers, for any number of tokens. In addition, backward holds one
-            fp32 accumulator: of hidden's gradient (4 N H bytes); or of the weight's (4 V_local H bytes; none with a
-            sink), if the shard has fewer columns than there are tokens and the workspace holds its logits of 4096
-            tokens. Under `sequence_parallel` both passes hold the gathered hidden, in the latter case of one block.
-        reduce_grad_hidden: False: hidden's gradient stays this rank's partial sum.
+            fp32 accumulator: of the hidden-state gradient (4 N H bytes); or of the weight gradient (4 V_local H bytes;
+            none with a sink), if the shard has fewer columns than there are tokens and the workspace holds its logits
+            of 4096 tokens. Under `sequence_parallel` both passes hold the gathered hidden, in the latter case of one
+            block.
+        reduce_grad_hidden: False: the hidden-state gradient stays this rank's partial sum.
         backend: "triton", "torch", "reference" (one rank, materialised logits), or "auto": triton on a GPU that
             Triton supports, torch elsewhere. A named backend that cannot run raises.
-        weight_grad_sink: for integrations: receives the weight's gradient, which is then not returned; see
-            `megatron_lce.core.options.WeightGradSink`.
+        weight_grad_sink: a `megatron_lce.core.options.WeightGradSink`, for integrations: receives the weight gradient,
+            which is then not returned.
 
     Returns:
         Tensors of labels' shape, fp32 (`argmax` int64), the same bits on every rank of the group.

@@ -9,9 +9,9 @@
 because dL/dp_s = (1 - beta) log(p_s / m) in the middle. A product's is scale / T times that, times 1 - tanh^2 under the
 student's softcap.
 
-Underflow: with r = log2(p_t / p_s), taken of differences of logits, log2(m / p) of the head that weighs more in m is
-log2(1 + w (q / p - 1)), where q is the other's probability and w its weight: it keeps its digits where the heads are
-close, and where they are far apart it is finite, and multiplies a probability that is zero.
+Underflow: r = log2(p_t / p_s) comes from differences of logits. For the head of the larger weight in m, log2(m / p) is
+log2(1 + w (q / p - 1)), where q is the other head's probability and w its weight. It keeps its digits where the heads
+are close; where they are far apart it is finite, and multiplies a probability of zero.
 """
 
 from dataclasses import replace
@@ -58,50 +58,46 @@ def linear_jsd(
 ) -> Tensor | tuple[Tensor, LinearCrossEntropyOutput]:
     """Per-token generalised Jensen-Shannon divergence of a student's and a teacher's LM head, without their logits.
 
-    With `p_s` and `p_t` the softmax of student's and teacher's logits over `temperature`, a token's loss in nats is
+    With `p_s` and `p_t` the softmax of the student's and the teacher's logits over `temperature`, the loss in nats is
 
         0 < beta < 1    beta KL(p_t || m) + (1 - beta) KL(p_s || m),  m = beta p_t + (1 - beta) p_s
         beta = 0        KL(p_t || p_s), forward KL
         beta = 1        KL(p_s || p_t), reverse KL
 
-    (Agarwal et al., On-Policy Distillation of Language Models, 2024, section 2; the ends are that paper's convention:
-    the limits of the middle are zero.) Only the student gets gradients. They shrink with temperature**2, by which the
-    loss may be multiplied to make them comparable (Hinton et al. 2015); it is not here.
+    (Agarwal et al., On-Policy Distillation of Language Models, 2024, section 2, also for the ends: the limits of the
+    middle are zero.) Only the student gets gradients. They shrink with temperature**2; multiply the loss by it to
+    compensate (Hinton et al. 2015).
 
     Args:
-        student_hidden: [..., H_student], fp32, bf16 or fp16; under `sequence_parallel` this rank's [s / tp, ..., H].
-        student_weight: [V_local, H_student] of its dtype, this rank's rows of the vocabulary.
+        student_hidden, student_weight: as in `linear_cross_entropy`, but no DTensors and no fp32 weight with 16 bits.
         teacher_hidden: [..., H_teacher] for the same tokens; size and dtype may differ from the student's.
         teacher_weight: [V_local, H_teacher] of its dtype, the same rows of the same vocabulary.
-        labels: int64, one a token (under `sequence_parallel` the full [s, ...]): which rows are ignored (`None`: none
-            is), and what `return_student` takes logprobs of.
+        labels: int64, one a token (under `sequence_parallel` the full [s, ...]): they say which rows are ignored
+            (`None`: none), and `return_student` returns their logprobs.
         beta: weight of the teacher in the mixture, in [0, 1].
-        student_logits_scale, teacher_logits_scale, student_softcap, teacher_softcap: of each head, as logits_scale and
-            softcap in `linear_cross_entropy`.
+        student_logits_scale, teacher_logits_scale, student_softcap, teacher_softcap: logits_scale and softcap of each
+            head.
         token_weights: floating, of labels' shape, without gradient: the result is then the sum of weight times
-            divergence, and its gradients are computed in forward, with two products for each head fewer. A token of
-            weight 0 is an ignored row, and `skip_ignored=True` has no wait in backward. In fp16 keep weights at about 1
-            and divide the sum afterwards, because gradients are computed before a loss scale is known.
+            divergence, and its gradients are computed in forward, which saves two products for each head. A token of
+            weight 0 is an ignored row, and `skip_ignored=True` does not wait in backward. In fp16 keep weights at about
+            1 and divide the sum afterwards, because gradients are computed before a loss scale is known.
         teacher_temperature: temperature of the teacher's softmax alone, like `temperature`; `None`: `temperature`.
-        return_student: True: also return what `linear_cross_entropy` gives of the student at `temperature`: logprobs of
-            `labels`, entropy and lse, without gradient and without a product more.
+        return_student: True: also return the student's logprobs of `labels`, entropy and lse at `temperature`, without
+            gradient and without further products.
         temperature, tp_group, sequence_parallel, ignore_index, vocab_start, vocab_size, skip_ignored, workspace_bytes,
-            backend (but "reference"), weight_grad_sink: as in `linear_cross_entropy`, for both heads; the sink is for
-            the student's weight. Under `sequence_parallel` both hiddens are sharded. Backward always
-            accumulates the student hidden's gradient, not the weight's (with `token_weights` see below), and holds
-            both gathered hiddens.
+            backend (not "reference"), weight_grad_sink: as in `linear_cross_entropy`, for both heads; the sink is for
+            the student's weight. Backward holds both gathered hiddens and always accumulates the student's
+            hidden-state gradient, unless there are `token_weights`.
 
     Returns:
         fp32 losses of labels' shape, the same bits on every rank of the group; their upstream gradients must be equal
-        on every rank. With `token_weights` an fp32 scalar. Call backward on it once, with any upstream gradient (one
-        that is not finite makes ignored rows' gradients NaN, too). Its memory is as in `linear_token_loss`, with both
-        hiddens gathered and the weight's sum of the group's largest shard.
+        on every rank. With `token_weights` an fp32 scalar, whose backward and memory are as in `linear_token_loss`.
 
         With `return_student` a tuple: the loss, and a `LinearCrossEntropyOutput` of every token: 0 if it is ignored,
         also by its weight, and NaN if no rank owns its label.
 
     Raises:
-        TypeError, ValueError: an argument is not as described; the message names it, what it must be and what it was.
+        TypeError, ValueError: see `linear_cross_entropy`.
         RuntimeError: in backward with `create_graph=True`; in a second backward with `token_weights`.
     """
     teacher_hidden, teacher_weight, token_weights = map(waited, (teacher_hidden, teacher_weight, token_weights))
@@ -121,7 +117,9 @@ def linear_jsd(
         weight_grad_sink=weight_grad_sink,
     )
     own = {
-        **_describe(student, teacher, beta),
+        **_describe("student", student),
+        **_describe("teacher", teacher),
+        "beta": beta if isinstance(beta, int | float) and beta in (0, 1) else "between 0 and 1",
         "token_weights": type(token_weights).__name__,
         "teacher_temperature": type(teacher_temperature).__name__,
         "return_student": return_student,
@@ -134,15 +132,14 @@ def linear_jsd(
         _check(student, teacher, beta, shape, token_weights, teacher_temperature)
         validation.check_flag("return_student", return_student)
         validation.require(labels is not None or not return_student, "labels", "be given for return_student", None)
-        none = int(ignore_index == 0)  # ignores no row
-        checks.rest(checks.hidden.new_full(shape, none, dtype=torch.int64) if labels is None else None)
+        ignores_none = int(ignore_index == 0)
+        checks.rest(checks.hidden.new_full(shape, ignores_none, dtype=torch.int64) if labels is None else None)
     call = replace(checks.call(), product=product)
-    step = 16 // teacher_hidden.element_size()
     student = Head(call.hidden, call.weight, float(student_logits_scale), student_softcap)
+    step = 16 // teacher_hidden.element_size()
     rows = laid_out(teacher_hidden.detach().reshape(-1, teacher_hidden.shape[-1]), step)
-    teacher = Head(
-        rows, laid_out(teacher_weight.detach().contiguous(), step), float(teacher_logits_scale), teacher_softcap
-    )
+    columns = laid_out(teacher_weight.detach().contiguous(), step)
+    teacher = Head(rows, columns, float(teacher_logits_scale), teacher_softcap)
     if isinstance(teacher_temperature, Tensor):
         teacher_temperature = teacher_temperature.reshape(-1)
     weights = None if token_weights is None else token_weights.reshape(-1)
@@ -166,7 +163,7 @@ def _check(
     token_weights: Tensor | None,
     teacher_temperature: Tensor | float | None,
 ) -> None:
-    """Check what `linear_jsd` takes beyond every operation's arguments; `shape`: of labels."""
+    """Check the arguments that `linear_jsd` alone takes; `shape`: of labels."""
     for name, head in (("student", student), ("teacher", teacher)):
         validation.check_tensor(f"{name}_hidden", head.hidden)
         validation.check_tensor(f"{name}_weight", head.weight)
@@ -174,26 +171,22 @@ def _check(
         validation.check_number(f"{name}_logits_scale", head.logits_scale)
         if head.softcap is not None:
             validation.check_number(f"{name}_softcap", head.softcap, positive=True)
-    for name, requirement, of in (
-        ("teacher_hidden", "be on student_hidden's device", lambda head: head.hidden.device),
-        ("teacher_hidden", "have student_hidden's shape but for H", lambda head: tuple(head.hidden.shape[:-1])),
-        ("teacher_weight", "hold as many rows of the vocabulary as student_weight", lambda head: len(head.weight)),
-    ):
-        validation.check_same(name, requirement, of(student), of(teacher))
+    device, num_rows = student.hidden.device, len(student.weight)
+    tokens, of_teacher = (tuple(head.hidden.shape[:-1]) for head in (student, teacher))
+    wanted = "hold as many rows of the vocabulary as student_weight"
+    validation.check_same("teacher_hidden", "be on student_hidden's device", device, teacher.hidden.device)
+    validation.check_same("teacher_hidden", "have student_hidden's shape but for H", tokens, of_teacher)
+    validation.check_same("teacher_weight", wanted, num_rows, len(teacher.weight))
     if token_weights is not None:
-        validation.check_per_token("token_weights", token_weights, shape, student.hidden.device)
+        validation.check_per_token("token_weights", token_weights, shape, device)
         is_floating = token_weights.is_floating_point()
         validation.require(is_floating, "token_weights", "be a floating tensor", token_weights.dtype, TypeError)
     if teacher_temperature is not None:
-        validation.check_temperature(teacher_temperature, shape, student.hidden.device, "teacher_temperature")
+        validation.check_temperature(teacher_temperature, shape, device, "teacher_temperature")
     validation.check_fraction("beta", beta)
 
 
-def _describe(student: Head, teacher: Head, beta: float) -> dict[str, Any]:
-    """Return both heads and beta in comparable form, for the comparison of ranks."""
-    heads = {
-        f"{name}_{argument}": validation.kind_of(value) if isinstance(value, Tensor) else value
-        for name, head in (("student", student), ("teacher", teacher))
-        for argument, value in head._asdict().items()
-    }
-    return heads | {"beta": beta if isinstance(beta, (int, float)) and beta in (0, 1) else "between 0 and 1"}
+def _describe(name: str, head: Head) -> dict[str, Any]:
+    """Describe a head in values that ranks can compare."""
+    values = {f"{name}_{argument}": value for argument, value in head._asdict().items()}
+    return {key: validation.kind_of(value) if isinstance(value, Tensor) else value for key, value in values.items()}

@@ -19,20 +19,20 @@ def linear_logits_at(
     offsets: Tensor | None = None,  # [N + 1]
     **options: Unpack[HeadGradientOptions],
 ) -> Tensor:
-    """Logits of K ids of each token, with a gradient: K products of length H a token, and nothing of length V.
+    """Logits of K ids of each token, with a gradient, at the cost of K products of length H for each token.
 
         logits = megatron_lce.linear_logits_at(hidden, weight, ids, tp_group=group, temperature=0.7)
 
     Logits are `z` of `linear_cross_entropy`. If tokens have different numbers of ids, pass them as CSR: token n has
     `ids[offsets[n] : offsets[n + 1]]`. Ids, offsets and the upstream gradient must be equal on every rank of the group.
-    Gradients are the same from run to run. A call takes about 100 bytes an id in addition to the workspace.
+    Gradients are bit-reproducible. A call takes about 100 bytes per id in addition to the workspace.
 
     Args:
         hidden, weight: as in `linear_cross_entropy`, but no DTensors.
         ids: int64 global ids, in any order, repeated or not; negative: padding. [..., K], tokens' shape first (under
             `sequence_parallel` the full [s, ...]); with `offsets` [M].
         offsets: int64 [N + 1] from 0 to M, ascending, for the N tokens in order; an id outside them is NaN.
-        options: keywords of `HeadGradientOptions`, as in `linear_cross_entropy`, but no reference backend.
+        options: as in `linear_cross_entropy`, but no reference backend.
 
     Returns:
         fp32 logits of ids' shape, the same bits on every rank: 0 at padding, NaN (without gradient) at an id that no

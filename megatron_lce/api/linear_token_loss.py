@@ -1,4 +1,4 @@
-"""Losses known in forward, so that no logit is computed twice.
+"""Losses whose gradients are computed in forward, so that no logit is computed twice.
 
 `linear_token_loss` sums a caller's loss; `linear_token_losses` requires one upstream gradient for all tokens' losses.
 """
@@ -22,7 +22,7 @@ from megatron_lce.core.options import LinearCrossEntropyOutput, Options
 from megatron_lce.core.products import own_arithmetic
 from megatron_lce.core.token_loss import Metrics, TokenLossFunction, TokenLossResults, summed_token_loss
 
-_seen: WeakSet[Any] = WeakSet()  # code of losses that the host has seen to treat each token for itself
+_seen: WeakSet[Any] = WeakSet()  # code of losses that the host has checked to be per-token
 
 
 class TokenLoss(NamedTuple):
@@ -30,7 +30,7 @@ class TokenLoss(NamedTuple):
 
     loss     fp32 scalar, the sum over the tokens that are not ignored; call backward once, with any upstream gradient
              (one that is not finite makes the gradients of ignored rows NaN, too)
-    outputs  of every token, of labels' shape, without gradient
+    outputs  for every token, of labels' shape, without gradient
     metrics  further results of the caller's loss, [*labels.shape, ...] each, without gradient; or {}
     """
 
@@ -56,13 +56,14 @@ def linear_token_loss(
         result = megatron_lce.linear_token_loss(hidden, weight, labels, loss, old_logprobs, advantages)
         (result.loss / num_tokens).backward()
 
-    Each block of tokens goes all the way: its logits, kept in 16 bits, its losses, and both gradients. fp32 inputs, and
-    calls whose blocks have no room for 128 tokens' logits, are computed as by `linear_cross_entropy`.
+    Each block of tokens is finished before the next: its logits, kept in 16 bits, its losses, and both gradients. With
+    fp32 inputs, or if a block has no room for the logits of 128 tokens, four products are computed as in
+    `linear_cross_entropy`.
 
-    Memory: the two gradients, `workspace_bytes`, and the fp32 sum of the weight's gradient (4 V_local H bytes; none if
-    the logits of all tokens fit into workspace and sum). Nothing grows with the tokens but, under `sequence_parallel`,
-    the gathered hidden and, until it is scattered, the gradient of all ranks' tokens. The weight's gradient is written
-    after the last block; until then the blocks use its room, too (not with a sink, whose buffer exists before).
+    Memory: the two gradients, `workspace_bytes`, and the fp32 sum of the weight gradient (4 V_local H bytes; none if
+    the logits of all tokens fit into workspace and sum). Only the gathered hidden of `sequence_parallel`, and its
+    gradient until it is scattered, grow with the tokens. Blocks also use the memory of the weight gradient, which is
+    written after the last one (not with a sink, whose buffer exists before).
 
     Args:
         hidden, weight, labels: as in `linear_cross_entropy`, but no DTensors.
@@ -70,10 +71,10 @@ def linear_token_loss(
             `per_token`, [n, ...]; returns their losses, [n] fp32, or a pair of losses and a dict of metrics [n, ...].
             It must treat each token for itself, because blocks are cut arbitrarily: no mean or maximum over tokens, no
             ratio of a sequence, no normalisation by the batch. Compute those first, under no_grad, and pass them per
-            token; or use `linear_cross_entropy`. Each call computes the losses of some tokens again, apart from the
-            others; if they differ, the sum and the gradients are NaN. Values for ignored rows have no effect. Only the
-            outputs may require grad; change neither them nor `per_token` in place. The loss runs without autocast, and
-            with fp32 products in full fp32. In fp16 keep it at about 1 a token and divide the sum afterwards, because
+            token; or use `linear_cross_entropy`. Each call recomputes the losses of some tokens apart from the others;
+            if they differ, the sum and the gradients are NaN. Values for ignored rows have no effect. Only the outputs
+            may require grad; change neither them nor `per_token` in place. The loss runs without autocast, and with
+            fp32 products in full fp32. In fp16 keep it at about 1 per token and divide the sum afterwards, because
             gradients are computed before a loss scale is known.
         per_token: tensors whose leading dimensions are the labels'.
         options: as in `linear_cross_entropy`, but no logits_cache_bytes and no reference backend.
@@ -81,7 +82,7 @@ def linear_token_loss(
     Raises:
         TypeError, ValueError: an argument, or a result of `loss`, is not as described; in the first call of its code
             also if a token's loss depends on others.
-        RuntimeError: in a second backward, because the first scaled the gradients in place.
+        RuntimeError: in a second backward, because the first scales the gradients in place.
     """
     per_token = tuple(waited(tensor) for tensor in per_token)
     name = "linear_token_loss"
@@ -92,9 +93,9 @@ def linear_token_loss(
         shape = checks.head()
         wanted = "be a function of the outputs and of per_token"
         validation.require(callable(loss), "loss", wanted, type(loss).__name__, TypeError)
-        for index, tensor in enumerate(per_token):
-            what = f"per_token[{index}]", tensor, shape, hidden.device, "have labels' shape first"
-            validation.check_per_token(*what, further=True)
+        wanted = "have labels' shape first"
+        for i, tensor in enumerate(per_token):
+            validation.check_per_token(f"per_token[{i}]", tensor, shape, hidden.device, wanted, further=True)
         checks.rest()
     call = checks.call()
     flat = [tensor.reshape(call.labels.shape[0], *tensor.shape[len(call.shape) :]) for tensor in per_token]
@@ -114,7 +115,8 @@ def linear_token_losses(
     """-log p(label) of each token, fp32 of labels' shape, in three products; and the outputs, without gradient.
 
     Backward scales both gradients by the upstream gradient of the tokens that are not ignored, which must be one
-    number. At first the host looks at it, and raises if it is not; `promise` says how often. Later it makes them NaN.
+    number. In the first backward passes, as many as `promise` says, the host checks it and raises; later ones return
+    NaN.
 
     Args:
         hidden, weight, labels, options: as in `linear_token_loss`.

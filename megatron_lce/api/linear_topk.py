@@ -1,9 +1,9 @@
 """`linear_topk`: the K most probable ids of each token and their logprobs, without the logits of all tokens at once.
 
-Each block of tokens has its fp32 products in one buffer. Statistics of every 128 columns (a chunk) give the
-log-sum-exp, as in `linear_cross_entropy`. The K largest logits lie in the K chunks of the largest maxima, and there in
-the K groups of 8 columns of the largest maxima: the selection reads all chunks' maxima, 16 K groups' and 8 K logits.
-Results are normalised once, after the last block, because a launch can take as long as a selection.
+The fp32 products of a block of tokens are in one buffer. Statistics of every 128 columns (a chunk) give the
+log-sum-exp, as in `linear_cross_entropy`. The K largest logits lie in the K chunks with the largest maxima, and within
+them in the K groups of 8 columns with the largest maxima. So the selection reads the maxima of all chunks and of 16 K
+groups, and 8 K logits. Results are normalised once, after the last block: a launch can take as long as a selection.
 """
 
 from typing import NamedTuple, Unpack
@@ -39,7 +39,7 @@ class TopK(NamedTuple):
     lse       fp32 [...], log-sum-exp of all logits
     mass      fp32 [...], sum of the K probabilities
 
-    A row is NaN if a logit is NaN or +inf, if all of them are -inf, or if its temperature is not positive and finite.
+    A row is NaN if a logit is NaN or +inf, if all are -inf, or if its temperature is not positive and finite.
     """
 
     logprobs: Tensor
@@ -59,7 +59,7 @@ def linear_topk(
     Args:
         hidden, weight: as in `linear_cross_entropy`, but no DTensors.
         k: from 1 to 1,024.
-        options: keywords of `HeadOptions`, as in `linear_cross_entropy`, but no reference backend.
+        options: as in `linear_cross_entropy`, but no reference backend.
 
     Returns:
         `TopK`, the same bits on every rank.
@@ -107,7 +107,7 @@ def _topk(call: Call, k: int) -> TopK:
 
 
 def _plan(call: Call, k: int) -> tuple[int, int]:
-    """Return the tokens of a block, and the columns of a product, whose weight may be copied to fp32."""
+    """Return the tokens of a block, and the columns of one product, whose weight may need an fp32 copy."""
     options, stride, num_tokens = call.options, round_up(call.size.columns, CHUNK_COLUMNS), call.labels.shape[0]
     row, copies = 4 * call.hidden.shape[1], copies_to_fp32(call.hidden) or call.hidden.dtype != call.weight.dtype
     of_column = row if copies_to_fp32(call.weight) else 0
@@ -130,7 +130,7 @@ def _plan(call: Call, k: int) -> tuple[int, int]:
 def _fill(products: Tensor, hidden: Tensor, call: Call, product_columns: int) -> None:
     """Write the products of hidden with this shard's columns, rounded if asked for, or the tanh of a softcap."""
     dtype, cap = call.options.logits_dtype, softcap_scale(call.options)
-    # fp32 inputs: sums over 256 of H are added up, as one running sum over a long H loses digits.
+    # fp32 inputs are multiplied 256 of H at a time, because one running sum over a long H loses digits.
     step = 256 if hidden.dtype == torch.float32 else hidden.shape[1]
     for columns in cut(products.shape[1], product_columns):
         for inner in cut(hidden.shape[1], step):
@@ -143,9 +143,9 @@ def _fill(products: Tensor, hidden: Tensor, call: Call, product_columns: int) ->
 
 
 def _select(products: Tensor, scale: Tensor, call: Call, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return statistics of every chunk, and each row's largest logits [n, k] and their columns, if there are as many.
+    """Return statistics of every chunk, and each row's largest logits and their columns, [n, k] or fewer.
 
-    products [n, C] hold whole chunks, of which the last columns may be none of the vocabulary's.
+    products [n, C] hold whole chunks, whose last columns may lie past the vocabulary's end.
     """
     num_tokens, num_columns = products.shape[0], call.shard.columns
     stats = call.backend.product_stats(products[:, :num_columns], scale)
@@ -164,7 +164,7 @@ def _select(products: Tensor, scale: Tensor, call: Call, k: int) -> tuple[Tensor
 
 
 def _places_of_largest(values: Tensor, k: int) -> Tensor:
-    """Return the places [n, k] of each row's largest values [n, C], ascending; on ties the first ones."""
+    """Return the ascending places [n, k] of each row's largest values [n, C]; on ties the first ones."""
     return values.sort(dim=1, descending=True, stable=True).indices[:, :k].sort(dim=1).values
 
 

@@ -1,8 +1,4 @@
-"""Labels of packed and padded batches.
-
-Bounds of packed sequences on the host are checked. On the device they are not, because the host would wait: labels then
-never leave their row.
-"""
+"""`shift_labels`: labels of packed and padded batches."""
 
 import torch
 from torch import Tensor
@@ -21,23 +17,23 @@ def shift_labels(
 ) -> Tensor:
     """Each token's label: the next token of its own sequence, or `ignore_index` at its end.
 
-    With context parallelism, shift whole sequences first and cut the labels afterwards, by Megatron's
-    `get_batch_on_this_cp_rank`: the next token of a chunk's last one lies on another rank.
+    With context parallelism, shift whole sequences first, and cut the labels afterwards with Megatron's
+    `get_batch_on_this_cp_rank`, because a chunk's last token has its label on another rank.
 
     Args:
-        tokens: int64 ids, a row a sequence, or all sequences one after another in one row (`thd`).
+        tokens: int64 ids, one sequence per row, or all sequences one after another in one row (`thd`).
         cu_seqlens: integer bounds of the packed sequences, 0 first, as in Megatron's `PackedSeqParams`. Ids past the
-            last bound belong to none.
+            last bound belong to no sequence.
         cu_seqlens_padded: bounds of sequences that are padded at their ends; `cu_seqlens` then gives their lengths.
-        mask: true (or not 0) where a token is real; padding, left or right, neither has nor is a label.
+        mask: true (or not 0) where a token is real; padding, left or right, neither has a label nor is one.
         ignore_index: label of ignored rows.
 
     Returns:
-        int64 of tokens' shape.
+        int64 labels of tokens' shape.
 
     Raises:
-        TypeError, ValueError: an argument is not as described. Bounds on the device are not looked at: one past the
-            row's end is taken as its end, and a sequence longer than its place is cut.
+        TypeError, ValueError: an argument is not as described. Bounds on the device are not checked, because the host
+            would wait: one past the row's end is taken as its end, and a sequence longer than its place is cut.
     """
     validation.check_is_tensor("tokens", tokens)
     validation.check_integer("ignore_index", ignore_index)
@@ -52,31 +48,27 @@ def shift_labels(
     positions = torch.arange(length, dtype=torch.int64, device=tokens.device)
     has_next = (positions < length - 1).expand_as(tokens)
     if cu_seqlens is not None:
-        places = _checked_bounds("cu_seqlens", cu_seqlens, tokens)
-        lengths = places.diff()
+        bounds = _checked_bounds("cu_seqlens", cu_seqlens, tokens)
+        lengths = bounds.diff()
         if cu_seqlens_padded is not None:
-            places = _checked_bounds("cu_seqlens_padded", cu_seqlens_padded, tokens)
+            bounds = _checked_bounds("cu_seqlens_padded", cu_seqlens_padded, tokens)
             _check_fit(cu_seqlens, cu_seqlens_padded)
-            lengths = torch.minimum(lengths, places.diff())
-        sequence = _sequence_of(positions, places)
-        has_next = has_next & (positions - places[sequence] + 1 < lengths[sequence])
+            lengths = torch.minimum(lengths, bounds.diff())
+        # Positions outside all sequences take the first or the last one, which ends before them.
+        sequence = torch.searchsorted(bounds.to(positions.dtype), positions, right=True) - 1
+        sequence = sequence.clamp(min=0, max=bounds.shape[0] - 2)
+        has_next = has_next & (positions - bounds[sequence] + 1 < lengths[sequence])
     if mask is not None:
         real = mask.bool()
         has_next = has_next & real & real.roll(-1, dims=1)
     return torch.where(has_next, tokens.roll(-1, dims=1), ignore_index)
 
 
-def _sequence_of(positions: Tensor, bounds: Tensor) -> Tensor:
-    """Return the sequence of each position; the first or last one for positions outside of all."""
-    last = bounds.shape[0] - 2
-    return (torch.searchsorted(bounds.to(positions.dtype), positions, right=True) - 1).clamp(min=0, max=last)
-
-
 def _check_fit(cu_seqlens: Tensor, cu_seqlens_padded: Tensor) -> None:
-    """Check that each sequence of `cu_seqlens` fits into its place, where the host knows both."""
+    """Check that each sequence of `cu_seqlens` fits into its place, if both are on the host."""
     num_bounds = len(cu_seqlens), len(cu_seqlens_padded)
     validation.check_same("cu_seqlens_padded", "have as many bounds as cu_seqlens", *num_bounds)
-    if _on_host(cu_seqlens_padded) and _on_host(cu_seqlens):
+    if _on_host(cu_seqlens) and _on_host(cu_seqlens_padded):
         lengths, places = cu_seqlens.diff(), cu_seqlens_padded.diff()
         if (longer := lengths > places).any():
             got = f"a sequence of {int(lengths[longer][0])} in {int(places[longer][0])}"
@@ -102,5 +94,4 @@ def _checked_bounds(name: str, bounds: Tensor, tensor: Tensor) -> Tensor:
 
 
 def _on_host(bounds: Tensor) -> bool:
-    """Whether looking at them waits for no device."""
-    return bounds.device.type == "cpu"
+    return bounds.is_cpu

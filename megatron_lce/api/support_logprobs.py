@@ -28,20 +28,19 @@ def support_logprobs(
     ignore_index: int = -100,
     **options: Unpack[HeadGradientOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Per-token logprobs over a set of kept ids: the label's logit less the log-sum-exp of the set's logits.
+    """Per-token logprobs over a set of kept ids: the label's logit minus the log-sum-exp of the set's logits.
 
-    A top-p or top-k sampler draws from `softmax` over the ids that it kept; a trainer with logprobs over the whole
-    vocabulary sees another policy (DeepSeek-V3.2, 2025, section 3.1, "Keep Sampling Mask"). A token that has a set
-    needs no product over the vocabulary.
+    A top-p or top-k sampler draws from the softmax over the ids that it kept; a trainer with logprobs over the whole
+    vocabulary sees another policy (DeepSeek-V3.2, 2025, section 3.1, "Keep Sampling Mask"). A token with a set needs no
+    product over the vocabulary.
 
     Args:
         hidden, weight, labels: as in `linear_cross_entropy`, but no DTensors.
-        ids, offsets: kept ids of each token, as CSR of `linear_logits_at`; repeated ones count once. A token without
-            ids takes the whole vocabulary.
+        ids, offsets: kept ids of each token, as CSR (see `linear_logits_at`); repeated ones have no effect. A token
+            without ids takes the whole vocabulary.
         entropy: True: also return the entropy over the whole vocabulary, without gradient, for one more forward pass.
         empty_rows: True: some tokens may have no ids; the host waits once for their number. False: such a row is NaN.
-        ignore_index: label of ignored rows, which are 0 and get no gradient, whatever their upstream gradient.
-        options: as in `linear_logits_at`.
+        ignore_index, options: as in `linear_cross_entropy`, but no reference backend.
 
     Returns:
         fp32 logprobs of labels' shape, never positive, the same bits on every rank; 0 and without gradient if the label

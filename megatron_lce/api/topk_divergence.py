@@ -1,4 +1,4 @@
-"""Distillation from a teacher's K most probable ids: divergences at these, which are the student's candidates.
+"""Distillation from a teacher's K most probable ids: divergences at these ids, the student's candidates.
 
 With logprobs t of the teacher and s of the student at the K ids, over the whole vocabulary, and p = exp of them,
 
@@ -6,14 +6,14 @@ With logprobs t of the teacher and s of the student at the K ids, over the whole
     reverse    sum of p_s (s - t)
     jsd        beta sum of p_t (t - m) + (1 - beta) sum of p_s (s - m),  m = log(beta p_t + (1 - beta) p_s)
 
-`jsd` is as in `linear_jsd`: `forward` with beta 0, `reverse` with beta 1. The rest of the vocabulary is, by `tail`,
+`jsd` is as in `linear_jsd`: `forward` with beta 0, `reverse` with beta 1. `tail` says what happens to the other ids:
 
     "drop"         left out: verl's `forward_kl_topk`; NeMo-RL's `zero_outside_topk` with a renormalised teacher
-    "bin"          one more id, of probability 1 - sum of p in either model: Megatron-LM's ghost token
+    "bin"          one more id, of probability 1 - sum of p in each model: Megatron-LM's ghost token
     "renormalise"  left out, and both models renormalised over the K: ms-swift's `gkd_logits_topk`, NeMo-RL's default
 
 With "drop" divergences can be negative. Ids with a teacher logprob of -inf are padding. Candidates of an ignored token
-have logprobs of 0, which no distribution has: mask its divergence.
+have logprobs of 0, which are no distribution: mask its divergence.
 """
 
 from typing import Literal

@@ -1,4 +1,4 @@
-"""DTensor arguments of a head: what their placements say of its group, shard and sequence parallelism."""
+"""DTensor arguments: their placements give the group, the shard and sequence parallelism."""
 
 from dataclasses import replace
 from typing import Any
@@ -18,9 +18,6 @@ def localised(
     """Return this rank's own tensors, options with what placements imply, and the columns of the largest shard.
 
     Plain tensors are returned unchanged, with None.
-
-    Raises:
-        TypeError, ValueError: the placements are not those of a head over one mesh dimension.
     """
     if not isinstance(weight, DTensor) and not isinstance(hidden, DTensor):
         return hidden, weight, labels, options, None
@@ -44,11 +41,10 @@ def localised(
             f"got {tokens}: redistribute it"
         )
     for name, value in (("tp_group", options.tp_group), ("vocab_start", options.vocab_start)):
-        require(value is None, name, "be None beside DTensors, which tell it", value)
-    beside = "be False beside DTensors: hidden's placement tells it"
-    require(not options.sequence_parallel, "sequence_parallel", beside, True)
-    beside = "be True beside DTensors: a placement says whole"
-    require(options.reduce_grad_hidden, "reduce_grad_hidden", beside, False)
+        require(value is None, name, "be None beside DTensors, whose placements give it", value)
+    is_false, is_true = "be False beside DTensors: hidden's placement gives it", "be True beside DTensors"
+    require(not options.sequence_parallel, "sequence_parallel", is_false, True)
+    require(options.reduce_grad_hidden, "reduce_grad_hidden", f"{is_true}: their gradients are whole", False)
     largest = ceil_div(weight.shape[0], mesh.size())  # rows of the first shards; the last ones may have fewer
     reaches_all = weight.shape[0] > largest * (mesh.size() - 1)
     require(reaches_all, "weight", f"have rows for all {mesh.size()} ranks", tuple(weight.shape))
@@ -64,7 +60,7 @@ def localised(
 
 
 def _replicated(name: str, value: Any) -> Any:
-    """Return a tensor that every rank has whole as a plain one."""
+    """Return the plain tensor of a replicated DTensor, and other values unchanged."""
     if not isinstance(value, DTensor):
         return value
     is_whole = all(placement.is_replicate() for placement in value.placements)

@@ -1,4 +1,4 @@
-"""The one entry of every operation: its ranks check their arguments together, and lay them out as a `Call`."""
+"""The entry of every operation: ranks check their arguments together, and lay them out as a `Call`."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -22,13 +22,13 @@ from megatron_lce.core.products import laid_out
 
 T = TypeVar("T")
 HEAD = ("hidden", "weight", "labels")
-_OWN = ("tp_group", "vocab_start")  # what ranks need not have in common
-_BY_TYPE = ("temperature", "weight_grad_sink")  # what may change from call to call, but for its type
+_OWN = ("tp_group", "vocab_start")  # may differ between ranks
+_BY_TYPE = ("temperature", "weight_grad_sink")  # may change from call to call, but not its type
 _Configuration = tuple[tuple[str, str], ...]
 
-# For each group the configurations that its ranks have agreed on, and the columns of the largest shard under each. The
-# rows of a shard are part of the key only where all shards are equal: the key must be new on all ranks or on none, and
-# where shards are uneven another head may differ on some ranks alone.
+# For each group the configurations that its ranks have agreed on, and the columns of the largest shard under each. A
+# key must be new on all ranks or on none. So it holds the shard's rows only without a vocab_start, where all shards are
+# equal: another head of uneven shards may differ on some ranks alone.
 _agreed: WeakKeyDictionary[ProcessGroup, dict[tuple[_Configuration, int | None], int]] = WeakKeyDictionary()
 
 
@@ -64,15 +64,15 @@ def checked_together(
             checks.rest(labels)
         call = checks.call()
 
-    Ranks that call with a new configuration exchange it, and each one's error, in one gather of small objects, for
-    which the host waits. Later calls compare nothing; only the largest shard is asked for, and waited for, at each call
-    with a `vocab_start` of plain tensors. A rank that changes its configuration alone hangs, as the others exchange
-    nothing. While torch.compile traces, no rank does: the operator that it traces checks its arguments when it runs.
+    With a new configuration, ranks exchange it and their errors in one gather of small objects, for which the host
+    waits. Later calls compare nothing; those with a `vocab_start` and plain tensors exchange the largest shard, and
+    wait. A rank that alone changes its configuration hangs. While torch.compile traces, nothing is exchanged: the
+    traced operator checks its arguments when it runs.
 
     Args:
-        names: the operation's names of hidden, weight and labels.
-        takes_dtensors: replace DTensors by this rank's own tensors, and options by what their placements say.
-        own: what else must be equal on every rank.
+        names: the operation's names for hidden, weight and labels.
+        takes_dtensors: replace DTensors by this rank's own tensors, and options by what the placements imply.
+        own: further values that must be equal on every rank.
 
     Raises:
         TypeError, ValueError, NotImplementedError: on every rank; under a known configuration, on this rank alone.
@@ -101,21 +101,19 @@ def checked_together(
     if key not in known:
         changing = _in_words({f"the shape of {names[0]}": validation.shape_of(hidden)})  # compared, not remembered
         mine = configuration + changing, rows, start, None if error is None else str(error)
-        known[key] = _exchange(mine, error, group, group_name, options.vocab_size)
+        everyone = collectives.gather_objects(mine, group)
+        if error is None:
+            known[key] = _compare(everyone, group_name, options.vocab_size)
     elif error is None and start is not None and largest is None and not collectives.is_captured():
         known[key] = collectives.largest_over_group(weight.shape[0], group, weight.device)
-    checks.largest_shard = known[key] if largest is None else largest
     if error is not None:
         raise error
+    checks.largest_shard = known[key] if largest is None else largest
 
 
 @dataclass
 class Checks:
-    """Checks that all operations share, of plain tensors on this rank.
-
-    Raises:
-        TypeError, ValueError: see `linear_cross_entropy`.
-    """
+    """Checks that all operations share, of plain tensors on this rank."""
 
     operation: str
     hidden: Tensor
@@ -126,10 +124,9 @@ class Checks:
     names: tuple[str, str, str] = HEAD
     has_reference: bool = False
     is_traced: bool = False
-    largest_shard: int | None = None  # its columns, behind the context; None on one rank
+    largest_shard: int | None = None  # its columns, after the context; None on one rank
 
     def all(self) -> None:
-        """Check hidden, weight, labels and options."""
         self.head()
         self.rest()
 
@@ -146,7 +143,7 @@ class Checks:
         return validation.labels_shape(hidden_name, self.hidden, self._sequence_shards())
 
     def rest(self, labels: Tensor | None = None, options: Options | None = None) -> None:
-        """Check labels and options, after the head; an operation passes those that it made itself."""
+        """Check labels and options, after `head`; an operation passes those that it made itself."""
         self.labels = labels = self.labels if labels is None else labels
         self.options = options = self.options if options is None else options
         if self.is_traced:
@@ -174,11 +171,14 @@ class Checks:
             got = tuple(self.weight.shape)
             raise ValueError(f"weight_grad_sink must be None where H is no multiple of {step}, got {got}")
         if options.backend == "reference":
-            _check_reference(ranks, self.shard.start, sink)
+            is_alone, kind = "for backend='reference'", f"a {type(sink).__name__}"
+            require(ranks == 1, "tp_group", f"have one rank {is_alone}", "a larger group")
+            require(self.shard.start == 0, "vocab_start", f"be 0 {is_alone}", self.shard.start)
+            require(sink is None, "weight_grad_sink", f"be None {is_alone}", kind)
         self.options = replace(options, tp_group=options.tp_group if ranks > 1 else None, sequence_parallel=shards > 1)
 
     def call(self) -> Call:
-        """Return the call, laid out; behind the context."""
+        """Return the call, laid out; after the context."""
         hidden, labels, temperature = self.hidden, self.labels, self.options.temperature
         largest, step = self.largest_shard, 16 // hidden.element_size()
         backend = load_backend(self.options.backend, hidden.device)
@@ -213,12 +213,6 @@ def _shard(rows: int, options: Options) -> Shard:
     return Shard(start, rows if vocab_size is None else min(max(vocab_size - start, 0), rows), rows)
 
 
-def _check_reference(ranks: int, vocab_start: int, sink: object) -> None:
-    require(ranks == 1, "tp_group", "have one rank for backend='reference'", "a larger group")
-    require(vocab_start == 0, "vocab_start", "be 0 for backend='reference'", vocab_start)
-    require(sink is None, "weight_grad_sink", "be None for backend='reference'", f"a {type(sink).__name__}")
-
-
 def _describe(
     hidden: Tensor, weight: Tensor, labels: Tensor | None, options: Options, names: tuple[str, str, str] = HEAD
 ) -> dict[str, Any]:
@@ -239,17 +233,11 @@ def _in_words(values: dict[str, Any]) -> _Configuration:
     return tuple((name, repr(value)) for name, value in values.items())
 
 
-def _exchange(
-    mine: tuple[_Configuration, int | None, int | None, str | None],  # with rows, vocab_start and refusal
-    error: Exception | None,
-    group: ProcessGroup,
-    group_name: str,
-    vocab_size: int | None,
-) -> int:
-    """Compare every rank's configuration and error, and return the columns of the group's largest shard."""
-    everyone = collectives.gather_objects(mine, group)
-    if error is not None:
-        raise error
+def _compare(everyone: list[Any], group_name: str, vocab_size: int | None) -> int:
+    """Raise if a rank refuses its arguments or configurations differ, and return the largest shard's columns.
+
+    everyone: each rank's configuration, rows of the weight, vocab_start and refusal.
+    """
     for rank, (*_, refusal) in enumerate(everyone):
         if refusal is not None:
             raise ValueError(f"rank {rank} of {group_name} refuses its arguments: {refusal}")

@@ -10,15 +10,14 @@ from torch.distributed.tensor import DTensor
 
 from megatron_lce.core.options import BackendName, Options
 
-# fp32 also holds 1 over such a number and log2 e times it.
-_SMALLEST, _LARGEST = 1e-37, 1e38
+_SMALLEST, _LARGEST = 1e-37, 1e38  # fp32 also holds the reciprocal, and log2 e times the number
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_labels(labels: Tensor, vocab_size: int, ignore_index: int = -100) -> None:
     """Raise `ValueError` if any label is neither in `[0, vocab_size)` nor `ignore_index`.
 
-    `linear_cross_entropy` makes such rows NaN: a check would make the host wait for the device.
+    Call it once before training: the host waits for the device. `linear_cross_entropy` makes such rows NaN instead.
 
     Args:
         labels: int64 tensor of any shape.
@@ -49,7 +48,7 @@ def require(holds: bool, name: str, requirement: str, got: object, error: type[E
 
 
 def check_same(name: str, requirement: str, expected: object, got: object) -> None:
-    """Check that two facts are equal; the requirement is such as "be on hidden's device"."""
+    """Check that two values are equal; a requirement is "be on hidden's device", say."""
     if got != expected:
         raise ValueError(f"{name} must {requirement}, {expected}, got {got}")
 
@@ -95,7 +94,7 @@ def holds_integers(tensor: Tensor) -> bool:
 
 
 def as_int64(labels: Tensor) -> Tensor:
-    """Return labels of any integer dtype as int64, and others unchanged, to be refused on every rank."""
+    """Return labels of any integer dtype as int64; others stay unchanged, to be refused on every rank."""
     return labels.long() if holds_integers(labels) else labels
 
 
@@ -228,7 +227,7 @@ def _type_name(value: object) -> str:
 
 
 def check_group(group: ProcessGroup | None, name: str = "tp_group") -> int:
-    """Check that it is a group or None, and return its size: 1 for None."""
+    """Check that `group` is a process group or None, and return its size: 1 for None."""
     if group is not None and not isinstance(group, ProcessGroup):
         raise TypeError(f"{name} must be a torch.distributed.ProcessGroup or None, got {type(group).__name__}")
     return 1 if group is None else group.size()

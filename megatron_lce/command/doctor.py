@@ -1,4 +1,4 @@
-"""`megatron-lce doctor`: versions, which backend runs here and why others do not, and a comparison with fp64."""
+"""`megatron-lce doctor`: installed versions, the backend that runs here, and a comparison with fp64."""
 
 import contextlib
 import importlib.metadata
@@ -21,50 +21,50 @@ from megatron_lce.backends.choice import triton_obstacle
 from megatron_lce.backends.reference import reference_linear_cross_entropy
 from megatron_lce.core.known_loss import Promise
 
-OLDEST = {"torch": (2, 9), "triton": (3, 5), "megatron-core": (0, 14)}
-NEWEST = {"torch": (2, 13), "triton": (3, 9), "megatron-core": (0, 19)}  # that the tests ran with
-BESIDE = ("transformer-engine", "apex")  # Megatron takes layers and kernels from them
+# The oldest versions that work, and the newest that the tests ran with.
+TESTED = {"torch": ((2, 9), (2, 13)), "triton": ((3, 5), (3, 9)), "megatron-core": ((0, 14), (0, 19))}
+OPTIONAL = ("transformer-engine", "apex")  # Megatron takes layers and kernels from them
 TOKENS, HIDDEN, VOCAB, PADDED_VOCAB = 48, 128, 1000, 1024
 OUTPUTS = ("logprobs", "entropy")
-# Relative errors against fp64 of these outputs and of gradients may be twice those of eager torch for such a head.
+# Relative errors against fp64, of outputs and of gradients: twice those of eager torch for such a head.
 ALLOWED = {"bfloat16": (5e-4, 5e-3), "float32": (2e-6, 2e-6)}
 Head = Callable[..., tuple[Any, ...]]
 
 
 def examine(device: str | None = None) -> dict[str, Any]:
-    """Returns the whole report, ready for JSON; `problems` is empty if all is well.
+    """Return the whole report, ready for JSON, on "cpu" or "cuda" (None: cuda if there is one).
 
-    Args:
-        device: "cpu" or "cuda"; None: cuda where there is one.
+    `problems` is empty if all is well.
     """
     has_cuda = torch.cuda.is_available()
     kind = device or ("cuda" if has_cuda else "cpu")
     found = versions()
-    report: dict[str, Any] = {"versions": found, "device": _describe_device(kind), "problems": _too_old(found)}
-    report["notes"] = _too_new(found)
+    problems, notes = _judge(found)
+    report: dict[str, Any] = {"versions": found, "device": _describe_device(kind), "problems": problems, "notes": notes}
     if device is None and not has_cuda and (unseen := _ask_nvidia_smi("name")):
         report["problems"].append(f"torch {torch.__version__} does not see this machine's GPU, {unseen}")
     if kind == "cuda" and not has_cuda:
         report["problems"].append("no CUDA device is available to torch")
         return report
-    obstacle = triton_obstacle("auto", torch.device(kind))
+    torch_device = torch.device(kind)
+    obstacle = triton_obstacle("auto", torch_device)
     report["backends"] = {
-        "triton": triton_obstacle("triton", torch.device(kind)) or "can run",
+        "triton": triton_obstacle("triton", torch_device) or "can run",
         "torch": "can run",
         "reference": "can run on one rank, by materialising the logits",
     }
     report["auto"] = "triton" if kind == "cuda" and obstacle is None else "torch"
     if kind == "cuda" and obstacle is not None:
         report["problems"].append(f"the GPU runs the slower torch backend: {obstacle}")
-    report["self_test"] = self_test(torch.device(kind))
+    report["self_test"] = self_test(torch_device)
     report["problems"] += [f"self-test: {failure}" for failure in report["self_test"]["failures"]]
     return report
 
 
 def versions() -> dict[str, str | None]:
-    """Returns the versions of everything that decides what runs; None: not installed."""
+    """Return the versions of everything that decides what runs; None: not installed."""
     found: dict[str, str | None] = {"python": platform.python_version(), "megatron-lce": megatron_lce.__version__}
-    for package in (*OLDEST, *BESIDE):
+    for package in (*TESTED, *OPTIONAL):
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -76,24 +76,18 @@ def versions() -> dict[str, str | None]:
     return found
 
 
-def _too_old(found: dict[str, str | None]) -> list[str]:
-    return [
-        f"{package} must be at least {'.'.join(map(str, oldest))}, got {version}"
-        for package, oldest in OLDEST.items()
-        if (version := found[package]) and _first_two(version) < oldest
-    ]
-
-
-def _too_new(found: dict[str, str | None]) -> list[str]:
-    return [
-        f"{package} {version} is newer than any the tests ran with, {'.'.join(map(str, newest))}: look at the self-test"
-        for package, newest in NEWEST.items()
-        if (version := found[package]) and _first_two(version) > newest
-    ]
-
-
-def _first_two(version: str) -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"\d+", version)[:2]))
+def _judge(found: dict[str, str | None]) -> tuple[list[str], list[str]]:
+    """Name the packages that are too old, and those newer than the tests'."""
+    too_old, too_new = [], []
+    for package, (oldest, newest) in TESTED.items():
+        version = found[package] or ""
+        first_two = tuple(map(int, re.findall(r"\d+", version)[:2]))
+        if version and first_two < oldest:
+            too_old.append(f"{package} must be at least {'.'.join(map(str, oldest))}, got {version}")
+        if version and first_two > newest:
+            tested = f"any the tests ran with, {'.'.join(map(str, newest))}"
+            too_new.append(f"{package} {version} is newer than {tested}: look at the self-test")
+    return too_old, too_new
 
 
 def _describe_device(kind: str) -> dict[str, str]:
@@ -115,20 +109,20 @@ def _describe_device(kind: str) -> dict[str, str]:
 
 
 def _ask_nvidia_smi(what: str) -> str | None:
-    """What it says of the first GPU; None where there is none."""
+    """Return its answer for the first GPU; None without one."""
     command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    except (OSError, subprocess.TimeoutExpired):  # it is not there, or its driver is sick
+    except (OSError, subprocess.TimeoutExpired):  # not installed, or the driver hangs
         return None
     return answer.stdout.splitlines()[0] if answer.returncode == 0 and answer.stdout.strip() else None
 
 
 def self_test(device: torch.device) -> dict[str, Any]:
-    """Compares outputs and gradients of the backend that "auto" takes with fp64.
+    """Compare outputs and gradients of the backend that "auto" takes with fp64.
 
-    A small head with ignored rows, a padded vocabulary and a temperature per token; bf16 with and without kept logits
-    and with gradients computed in forward, and fp32.
+    The head is small, with ignored rows, a padded vocabulary and a temperature per token: in bf16 with and without
+    cached logits and with gradients computed in forward, and in fp32.
     """
     started = time.perf_counter()
     failures: list[str] = []
@@ -150,15 +144,16 @@ def self_test(device: torch.device) -> dict[str, Any]:
             failures.append(f"{name}: {type(error).__name__}: {error}")
             continue
         for what, expected in exact.items():
-            off, limit = float((actual[what].double() - expected).norm() / expected.norm()), ALLOWED[dtype]
-            errors[f"{name}: {what}"] = off, limit[what not in outputs]
-            if not off <= limit[what not in outputs]:
-                failures.append(f"{name}: {what} is off by {off:.1e}, allowed {limit[what not in outputs]:.0e}")
+            error_size = float((actual[what].double() - expected).norm() / expected.norm())
+            limit = ALLOWED[dtype][what not in outputs]
+            errors[f"{name}: {what}"] = error_size, limit
+            if not error_size <= limit:
+                failures.append(f"{name}: {what} is off by {error_size:.1e}, allowed {limit:.0e}")
     return {"failures": failures, "errors": errors, "seconds": round(time.perf_counter() - started, 1)}
 
 
 def _inputs(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
-    """hidden, weight, labels, temperature, upstream gradients of logprobs and entropy."""
+    """Return hidden, weight, labels, temperature, and the upstream gradients of logprobs and entropy."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(TOKENS, HIDDEN, dtype=torch.float32, generator=generator)
     weight = torch.randn(PADDED_VOCAB, HIDDEN, dtype=torch.float32, generator=generator) * HIDDEN**-0.5
@@ -170,38 +165,35 @@ def _inputs(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
 
 
 def _results(head: Head, inputs: tuple[Tensor, ...], outputs: tuple[str, ...]) -> dict[str, Tensor]:
-    """Returns a head's outputs over the vocabulary without its padding, and both gradients."""
+    """Return a head's outputs over the vocabulary without its padding, and both gradients."""
     hidden, weight, labels, temperature, *upstream = inputs
     hidden, weight = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
     found = head(hidden, weight, labels, temperature=temperature, vocab_size=VOCAB)[: len(outputs)]
-    if len(outputs) == 1:  # one number is the upstream of all
+    if len(outputs) == 1:  # a known loss has one upstream gradient
         upstream = [torch.ones_like(found[0])]
     results = *(x.detach() for x in found), *torch.autograd.grad(found, (hidden, weight), upstream)
-    return dict(zip((*outputs, "hidden's gradient", "weight's gradient"), results, strict=True))
+    return dict(zip((*outputs, "hidden-state gradient", "weight gradient"), results, strict=True))
 
 
 def _logprobs_of_known_loss(hidden: Tensor, weight: Tensor, labels: Tensor, **keywords: Any) -> tuple[Tensor, ...]:
-    """As the flag's `known_loss` computes them."""
+    """Return logprobs as the flag's `known_loss` computes them."""
     losses, _ = linear_token_losses(hidden, weight, labels, Promise(), **keywords)
     return (-losses,)
 
 
-def _errors_of_kernels() -> tuple[type[BaseException], ...]:
-    """Returns what a broken backend raises: errors of torch and CUDA, and Triton's."""
+def _errors_of_kernels() -> tuple[type[Exception], ...]:
     if importlib.util.find_spec("triton") is None:
-        return (RuntimeError, ValueError)
+        return RuntimeError, ValueError
     from triton.errors import TritonError
 
     return RuntimeError, ValueError, TritonError
 
 
-_DEVICE = {"name": "device", "count": "devices"}  # in JSON these stand under a heading
-
-
 def format_report(report: dict[str, Any]) -> str:
-    """The report as text."""
+    """Return the report as text."""
     lines = [f"{package:<20}{version or 'not installed'}" for package, version in report["versions"].items()]
-    lines += ["", *(f"{_DEVICE.get(name, name):<20}{value}" for name, value in report["device"].items())]
+    titles = {"name": "device", "count": "devices"}
+    lines += ["", *(f"{titles.get(name, name):<20}{value}" for name, value in report["device"].items())]
     if "backends" in report:
         lines += ["", f"backend='auto' runs {report['auto']}"]
         lines += [f"  {backend:<11}{verdict}" for backend, verdict in report["backends"].items()]

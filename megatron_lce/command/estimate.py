@@ -1,6 +1,6 @@
-"""Matmuls, time and peak memory of the head's implementations side by side, and which of them to take.
+"""Matmuls, time and peak memory of the head's implementations, and the recommended one, from `head_memory`.
 
-`megatron-lce estimate` and `megatron_lce.explain` print it; the formulas are in `head_memory`.
+`megatron-lce estimate` and `megatron_lce.explain` print them.
 """
 
 from bisect import bisect_left
@@ -8,16 +8,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron_lce.command.head_memory import FUSED, HEADS, KNOWN_LOSS, OURS, UNFUSED, HeadStep
+from megatron_lce.command.head_memory import FUSED, HEADS, KNOWN_LOSS, MOVED_BY_MEGATRON, OURS, TE, UNFUSED, HeadStep
 
 TERABYTES = 3.35  # TB/s of an H100's memory
-LITTLE_MIB = 1024  # a saving below this is small beside a whole model
+LITTLE_MIB = 1024  # a smaller saving matters little in a whole model
 
 
 def largest_tokens(head: str, step: HeadStep, memory_bytes: int) -> int:
-    """Returns the largest number of tokens, a multiple of 128, whose step peaks within that memory; 0 if none does.
+    """Return the largest number of tokens, a multiple of 128, whose step peaks within that memory; 0 if none does.
 
-    By bisection: more tokens may take less memory if blocks are cut anew, and a larger number may fit as well.
+    Found by bisection. Larger numbers may fit, too, where blocks are cut anew.
     """
 
     def exceeds(blocks: int) -> bool:
@@ -38,7 +38,7 @@ def estimate_table(
     terabytes: float = TERABYTES,
     memory_bytes: int | None = None,
 ) -> list[dict[str, Any]]:
-    """Returns a row per implementation that runs this step: head, matmuls, kept_mib, peak_mib, and what is asked for.
+    """Return a row per implementation that runs this step: head, matmuls, kept_mib, peak_mib, and more on request.
 
     Args:
         cache_bytes: adds a row with this `logits_cache_bytes`.
@@ -51,11 +51,12 @@ def estimate_table(
     in_16_bits, some_ignored = step.itemsize == 2, step.ignored > 0
     cases = [
         (True, UNFUSED, UNFUSED, step),
-        (in_16_bits, FUSED, FUSED, step),  # its gradient of fp32 logits is bf16, and not comparable
+        (in_16_bits, FUSED, FUSED, step),  # in fp32 it rounds the gradient to bf16: not comparable
+        (in_16_bits, TE, TE, step),
         (True, OURS, OURS, step),
         (True, KNOWN_LOSS, KNOWN_LOSS, step),
         (cache_bytes is not None, f"{OURS}, cache of {cached.logits_cache_bytes / 2**20:,.0f} MiB", OURS, cached),
-        (in_16_bits, f"{OURS}, everything cached", OURS, everything),
+        (in_16_bits, f"{OURS}, all logits cached", OURS, everything),
         (some_ignored, f"{OURS}, {masked}", OURS, skipped),
         (some_ignored, f"{KNOWN_LOSS}, {masked}", KNOWN_LOSS, skipped),
     ]
@@ -74,21 +75,22 @@ def estimate_table(
 
 
 def saved_mib(rows: Sequence[dict[str, Any]]) -> int:
-    """Returns how far the default peaks below the lower of Megatron's losses."""
+    """Return how far the default peaks below the lowest of Megatron's losses."""
     peaks = {row["head"]: row["peak_mib"] for row in rows}
-    return min(peaks[UNFUSED], peaks.get(FUSED, peaks[UNFUSED])) - peaks[OURS]
+    return min(peaks[loss] for loss in MOVED_BY_MEGATRON if loss in peaks) - peaks[OURS]
 
 
 def verdict(rows: list[dict[str, Any]], budget_bytes: int | None = None) -> str:
-    """Says how far the peak falls, and which row to take.
+    """Say how far the peak falls, and which row to take.
 
-    That is the one of fewest matmuls that peaks no higher than Megatron, and than the head's budget if there is one;
-    among several, the one with the lowest peak.
+    The recommended row has the fewest matmuls of those that fit into the head's budget or, without a budget, peak no
+    higher than Megatron; among several, the lowest peak.
     """
     peaks = {row["head"]: row["peak_mib"] for row in rows}
     saved, native = saved_mib(rows), f"{_size(peaks[UNFUSED])} (Megatron, unfused"
     if FUSED in peaks:
-        native = f"{_size(peaks[FUSED])} (Megatron, fused; {_size(peaks[UNFUSED])} unfused"
+        others = f"{_size(peaks[UNFUSED])} unfused, {_size(peaks[TE])} with TransformerEngine's"
+        native = f"{_size(peaks[FUSED])} (Megatron, fused; {others}"
     known = f", or to {_size(peaks[KNOWN_LOSS])} with known_loss=True" if KNOWN_LOSS in peaks else ""
     text = f"The head's peak falls from {native}) to {_size(peaks[OURS])}{known}."
     if saved <= 0:
@@ -99,7 +101,7 @@ def verdict(rows: list[dict[str, Any]], budget_bytes: int | None = None) -> str:
     within = [row for row in rows if row["head"].startswith(OURS) and row["peak_mib"] <= most]
     if not within:
         return f"{text} No row fits into {_size(most)}."
-    # Of nearly equal peaks the known loss, which keeps no logits between forward and backward.
+    # The known loss wins if peaks are nearly equal: it keeps no logits between forward and backward.
     best = min(within, key=lambda row: (row["matmuls"], row["peak_mib"] * (1.0 if KNOWN_LOSS in row["head"] else 1.05)))
     if saved <= 0 and best["matmuls"] >= 3:
         return text
@@ -114,7 +116,7 @@ def _size(mib: float) -> str:
 def format_estimates(
     title: str, rows: list[dict[str, Any]], budget_bytes: int | None = None, notes: Sequence[str] = ()
 ) -> str:
-    """Returns the rows as a table in plain text, then notes, and the verdict at the end."""
+    """Return the rows as a table in plain text, then notes, and the verdict at the end."""
     headers = {
         "head": "head",
         "matmuls": "matmuls (3 is the minimum)",
@@ -131,17 +133,20 @@ def format_estimates(
     for head, *numbers in cells:
         aligned = (number.rjust(width + 2) for number, width in zip(numbers, widths[1:], strict=True))
         lines.append(head.ljust(widths[0]) + "".join(aligned))
-    lines += ["", "kept: from forward to backward. peak: both gradients included; hidden, weight, main_grad excluded."]
+    lines += [
+        "",
+        "Kept memory is held from forward to backward. Peaks include both gradients, but not hidden and weight.",
+    ]
     return "\n".join([*lines, *notes, *_remarks(rows), "", verdict(rows, budget_bytes)])
 
 
 def _remarks(rows: list[dict[str, Any]]) -> list[str]:
-    """What a reader may not expect of these rows."""
+    """Explain rows that may surprise."""
     peaks, lines = {row["head"]: row["peak_mib"] for row in rows}, []
     for row in rows:
         head, _, how = row["head"].rpartition(", ")
         if row.get("most_tokens") == 0:
-            lines.append(f"{row['head']}: the weight's gradient and the workspace alone exceed the budget")
+            lines.append(f"{row['head']}: the weight gradient and the workspace alone exceed the budget")
         if how.endswith("skipped") and row["peak_mib"] > peaks[head]:
-            lines.append(f"{row['head']}: skipping raises the peak, by copies of the rows that are left")
+            lines.append(f"{row['head']}: skipping raises the peak, because the remaining rows are copied")
     return lines

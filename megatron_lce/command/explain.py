@@ -1,4 +1,4 @@
-"""`explain`: whether a model's head can be fused, why not, and what that would save."""
+"""`explain`: whether a model's head can be fused, why not, and what fusing saves."""
 
 from __future__ import annotations
 
@@ -13,15 +13,9 @@ from megatron_lce.checks.validation import check_integer
 from megatron_lce.command.estimate import estimate_table, format_estimates, saved_mib
 from megatron_lce.command.head_memory import DTYPES, HeadStep
 from megatron_lce.core.plan import ALIGNED_COLUMNS
+from megatron_lce.megatron.head_weight import weight_of
 from megatron_lce.megatron.main_grad import main_grad_sink
-from megatron_lce.megatron.reasons import (
-    NO_HEAD,
-    find_language_model,
-    fusing_reasons,
-    head_reasons,
-    modules_of,
-    weight_of,
-)
+from megatron_lce.megatron.reasons import NO_HEAD, capturing_reasons, find_language_model, fusing_reasons, modules_of
 
 if TYPE_CHECKING:
     from megatron.core.models.common.language_module.language_module import LanguageModule
@@ -33,11 +27,13 @@ class Explanation:
 
     can_capture  whether `capture_lm_head` takes this head
     can_fuse     whether `enable_fused_linear_ce` takes this model
-    reasons      all reasons why not; empty where `can_fuse`
-    backend      the backend of `backend="auto"` on the weight's device, and why not triton; None without an estimate
-    head         shapes and settings of this rank's head; None without an estimate
-    ways         memory and matmuls of a step, a row per implementation; empty without a head, or with a weight other
-                 than bf16, fp16 or fp32 with H a multiple of 8
+    reasons      all reasons why not; empty if `can_fuse`
+    backend      what `backend="auto"` takes on the weight's device, and why not triton
+    head         shapes and settings of this rank's head
+    ways         memory and matmuls of a step, one row per implementation
+
+    Without a head, or if its weight is not bf16, fp16 or fp32 with H a multiple of 8, there is no estimate: the last
+    three are empty.
     """
 
     can_capture: bool
@@ -64,17 +60,17 @@ class Explanation:
 
 
 def explain(model: nn.Module | Sequence[nn.Module], tokens: int = 8192) -> Explanation:
-    """Return whether this model's LM head can be fused, each reason why not, and a step's memory either way.
+    """Return whether this model's LM head can be fused, each reason why not, and a step's memory in both cases.
 
-    Looks at this rank alone and changes nothing. `enable_fused_linear_ce` decides together with the other ranks of the
-    tensor-parallel group: a reason on one of them holds for all.
+    Reads this rank alone and changes nothing. In `enable_fused_linear_ce`, a reason on one rank of the tensor-parallel
+    group holds for all.
 
     Args:
         model: as in `enable_fused_linear_ce`.
         tokens: tokens of a microbatch for the estimates: b * s, divided by the context-parallel ranks.
 
     Raises:
-        TypeError: `model` is not and holds no megatron-core language model, or `tokens` is not an int.
+        TypeError: `model` neither is nor holds a megatron-core language model, or `tokens` is not an int.
         ValueError: `model` holds several heads, or `tokens` is not positive.
     """
     check_integer("tokens", tokens, minimum=1)
@@ -82,7 +78,7 @@ def explain(model: nn.Module | Sequence[nn.Module], tokens: int = 8192) -> Expla
     if language_model is None:
         return Explanation(can_capture=False, can_fuse=False, reasons=(NO_HEAD,))
     weight, reasons = weight_of(language_model), fusing_reasons(language_model, modules_of(model))
-    found = Explanation(not head_reasons(language_model), not reasons, reasons)
+    found = Explanation(not capturing_reasons(language_model), not reasons, reasons)
     if not isinstance(weight, Tensor) or weight.dim() != 2 or weight.dtype not in DTYPES.values():
         return found
     if weight.shape[1] % ALIGNED_COLUMNS:

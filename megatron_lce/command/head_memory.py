@@ -1,7 +1,7 @@
 """Matmuls and memory of one step of the head on one rank, by formula, for each implementation in `HEADS`.
 
-Peaks include both gradients. They exclude what exists anyway: hidden, weight and Megatron's `main_grad`.
-`tests/test_estimate.py` compares these formulas with measured peaks and times.
+Peaks include both gradients and exclude hidden, weight and Megatron's `main_grad`. `tests/test_estimate.py` compares
+these formulas with measured peaks and times.
 """
 
 from collections.abc import Callable
@@ -29,35 +29,29 @@ from megatron_lce.core.statistics import num_extremes, num_sums, packed_rows
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PER_TOKEN_BYTES = 40  # labels, factors, outputs, and what backward needs of them
 TERMS_BYTES = 24  # row terms of a token in backward
-# Bytes per logit through memory beside the matmuls: of bf16 heads on an H200, the measured time less that of the
-# matmuls, times 4.8 TB/s (heads alone at S1 to S3, whole steps at S1).
-MOVED_UNFUSED, MOVED_FUSED = 70, 40  # by Megatron
-MOVED_RECOMPUTED, MOVED_KEPT = 2, 8  # of a logit that backward computes again, and of one that was kept
+UNFUSED, FUSED = "Megatron", "Megatron, fused cross-entropy"
+TE = "Megatron, TransformerEngine's cross-entropy"
+OURS, KNOWN_LOSS = "megatron-lce", "megatron-lce, known_loss=True"
+# Bytes per logit that passes over logits move, without the matmuls. Fitted to bf16 heads on an H200: the measured time
+# minus the matmuls' time, times 4.8 TB/s; TransformerEngine's from whole steps.
+MOVED_BY_MEGATRON = {UNFUSED: 70, FUSED: 40, TE: 10}
+MOVED_RECOMPUTED, MOVED_KEPT = 2, 8  # per logit that backward recomputes, and per cached logit
 
 
 @dataclass(frozen=True)
 class HeadStep:
-    """Forward and backward of one microbatch's head on one rank.
+    """Forward and backward of one microbatch's head on one rank."""
 
-    tokens             N, of the whole sequence: under sequence parallel the ranks hold tokens / tp of hidden each
-    hidden             H
-    columns            this rank's rows of the weight, V / tp
-    ignored            share of the tokens whose label is `ignore_index`
-    skip_ignored       these are left out of everything (by their number; forward with True takes up to the workspace)
-    dtype              of hidden and weight: 16 bits or fp32
-    main_grad          the weight's gradient is added to Megatron's fp32 buffer (`gradient_accumulation_fusion`)
-    """
-
-    tokens: int
-    hidden: int
-    columns: int
+    tokens: int  # N, of the whole sequence: under sequence parallel each rank holds tokens / tp of hidden
+    hidden: int  # H
+    columns: int  # this rank's rows of the weight, V / tp
     tp: int = 1
     sequence_parallel: bool = False
-    dtype: torch.dtype = torch.bfloat16
-    main_grad: bool = False
+    dtype: torch.dtype = torch.bfloat16  # of hidden and weight
+    main_grad: bool = False  # the weight gradient is added to Megatron's fp32 buffer (`gradient_accumulation_fusion`)
     entropy: bool = True
-    ignored: float = 0.0
-    skip_ignored: bool = False
+    ignored: float = 0.0  # share of the tokens whose label is `ignore_index`
+    skip_ignored: bool = False  # ignored rows are left out, by their number
     workspace_bytes: int = WORKSPACE_BYTES
     logits_cache_bytes: int = 0
     everything: ClassVar[int] = 2**62  # `logits_cache_bytes` that keeps the logits of any step
@@ -88,7 +82,6 @@ class HeadStep:
 
     @property
     def hidden_bytes(self) -> int:
-        """Bytes of all tokens' hidden states."""
         return self.tokens * self.hidden * self.itemsize
 
     @property
@@ -101,7 +94,7 @@ class HeadStep:
 
     @property
     def own_hidden_bytes(self) -> int:
-        """Bytes of this rank's tokens' hidden states."""
+        """Bytes of the hidden states of this rank's tokens."""
         return self.hidden_bytes // self.tp if self.gathers else self.hidden_bytes
 
     @property
@@ -124,44 +117,41 @@ class HeadStep:
 
 
 class Needs(NamedTuple):
-    """Cost of one step.
+    """Cost of one step."""
 
-    matmuls      of tokens x hidden x columns each; no implementation needs fewer than 3
-    moved_bytes  through memory, by passes over logits beside the matmuls
-    kept_bytes   held from forward to backward
-    peak_bytes   largest allocation at any time, gradients included
-    """
-
-    matmuls: float
-    moved_bytes: float
-    kept_bytes: int
-    peak_bytes: int
+    matmuls: float  # of tokens x hidden x columns each; 3 is the minimum
+    moved_bytes: float  # by passes over logits
+    kept_bytes: int  # held from forward to backward
+    peak_bytes: int  # largest allocation at any time, gradients included
 
     def time_ms(self, step: HeadStep, tflops: float, terabytes: float) -> float:
-        """Time in ms of the matmuls at this many TFLOP/s, and of the passes over logits at this many TB/s."""
+        """Return the time of the matmuls, at TFLOP/s, plus the time of the passes over logits, at TB/s."""
         return self.matmuls * 2 * step.logits * step.hidden / (tflops * 1e9) + self.moved_bytes / (terabytes * 1e9)
 
 
 def costs_on_a_gpu(itemsize: int, hidden: int) -> Costs:
-    """Costs of the Triton backend on a Hopper GPU."""
+    """Return the Triton backend's costs on a Hopper GPU."""
     return Costs(128, tile_columns=256) if itemsize == 2 else costs_of_parts(hidden, 2, 128)
 
 
-def megatron(step: HeadStep, fused: bool = False) -> Needs:
-    """Megatron's vocab-parallel cross-entropy: logits, and fp32 ones that become the softmax in place.
+def megatron(step: HeadStep, loss: str = UNFUSED) -> Needs:
+    """Megatron's vocab-parallel cross-entropy: logits, and fp32 logits that become the softmax in place.
 
-    `fused`, its `cross_entropy_loss_fusion` (16-bit heads): fp32 logits and their exponentials at once.
+    `FUSED` (`cross_entropy_loss_fusion`) holds the fp32 logits and their exponentials at once. `TE`, of version 2.20,
+    keeps the logits, and makes the gradient in a copy of them. Both are for 16-bit heads.
     """
     logits, softmax = step.itemsize * step.logits, 4 * step.logits
-    forward = softmax * (1 + fused) + (logits if step.itemsize == 2 else 0)
+    unfused = softmax + (logits if step.itemsize == 2 else 0)
+    in_loss = {UNFUSED: unfused, FUSED: unfused + softmax, TE: 2 * logits}[loss]
     backward = logits + _gathered(step) + step.hidden_bytes + _over_group(step) + step.weight_bytes
-    return Needs(3, (MOVED_FUSED if fused else MOVED_UNFUSED) * step.logits, softmax, max(forward, backward))
+    kept = logits if loss == TE else softmax
+    return Needs(3, MOVED_BY_MEGATRON[loss] * step.logits, kept, max(in_loss, backward))
 
 
 def ours(step: HeadStep) -> Needs:
     """`linear_cross_entropy`."""
     size, computed, block = step.size, step.computed, _tokens_of_a_block(step)
-    several = block < computed  # blocks of tokens outside, or slabs alone
+    several = block < computed  # blocks of tokens, each in slabs of columns; else slabs alone
     weight_sum = size.weight_sum if several else 0
     kept_columns = size.cache_columns(computed, step.columns, step.logits_cache_bytes)
     kept = computed * size.kept_token(kept_columns) if kept_columns else 0
@@ -176,7 +166,7 @@ def ours(step: HeadStep) -> Needs:
     if step.itemsize == 2 and (width < step.columns or step.columns % ALIGNED_COLUMNS):
         hidden_sum = 4 * block * step.hidden
         grad_hidden, cast = hidden_sum + (cast if several else 0), hidden_sum + cast
-        # Without a sum over the group the cast follows the last matmul, and the slab is free.
+        # On one rank the cast follows the last matmul, when the slab is free.
         cast += slab if step.tp > 1 else 0
     peak = max(
         per_token + kept + inputs + _statistics(step, block),
@@ -195,9 +185,9 @@ def ours(step: HeadStep) -> Needs:
 def known_loss(step: HeadStep) -> Needs | None:
     """`known_loss` of the flag and `linear_token_loss`: gradients are computed in forward, and scaled in backward.
 
-    None: inputs are not 16-bit, or too few tokens have room, so that logits are computed twice.
+    None: logits are computed twice, because inputs are fp32 or the workspace holds too few tokens.
     """
-    size, fp16 = step.size, step.dtype == torch.float16  # unscaled gradients may leave fp16's range: they are fp32
+    size, fp16 = step.size, step.dtype == torch.float16  # gradients are fp32 then: unscaled, they may leave its range
     plan = plan_known_loss(size, step.computed, step.workspace_bytes, single_is_sum=fp16 or step.main_grad)
     if plan is None:
         return None
@@ -207,7 +197,7 @@ def known_loss(step: HeadStep) -> Needs | None:
     kept = made + widened * step.own_hidden_bytes
     forward = made + widened * step.computed * step.hidden * step.itemsize + _inputs_of_a_block(step, block)
     logits = forward + block * size.kept_token(step.columns)
-    odd_sum = 0 if fp16 else block * size.hidden_sum_token  # an odd vocabulary's end is a matmul by itself
+    odd_sum = 0 if fp16 else block * size.hidden_sum_token  # the last columns of an odd vocabulary: a further matmul
     peak = max(
         logits + _statistics(left, block),
         logits + _hidden_with_factor(left, block, step.columns) + odd_sum,
@@ -218,10 +208,8 @@ def known_loss(step: HeadStep) -> Needs | None:
     return Needs(3 * share, MOVED_KEPT * share * step.logits, kept, peak)
 
 
-UNFUSED, FUSED = "Megatron, unfused", "Megatron, fused cross-entropy"
-OURS, KNOWN_LOSS = "megatron-lce", "megatron-lce, known_loss=True"
 HEADS: dict[str, Callable[[HeadStep], Needs | None]]
-HEADS = {UNFUSED: megatron, FUSED: partial(megatron, fused=True), OURS: ours, KNOWN_LOSS: known_loss}
+HEADS = {loss: partial(megatron, loss=loss) for loss in MOVED_BY_MEGATRON} | {OURS: ours, KNOWN_LOSS: known_loss}
 
 
 def _gathered(step: HeadStep) -> int:
@@ -229,25 +217,25 @@ def _gathered(step: HeadStep) -> int:
 
 
 def _over_group(step: HeadStep) -> int:
-    """What the reduce-scatter of hidden's gradient returns, and reads if rows were left out."""
+    """Output of the reduce-scatter of the hidden-state gradient; also its input if rows were left out."""
     return step.own_hidden_bytes + _all_rows(step) if step.gathers else 0
 
 
 def _all_rows(step: HeadStep) -> int:
-    """The gradient of all rows, if some were left out."""
+    """Hidden-state gradient of all rows, if some were left out."""
     return step.hidden_bytes if step.skip_ignored else 0
 
 
 def _tokens_of_a_block(step: HeadStep) -> int:
     block = backward_tokens(step.size, step.computed, step.workspace_bytes)
-    if block >= step.computed:  # also if the ranks' shards are not equal, as in estimates of any number of tokens
+    if block >= step.computed:  # also if ranks cannot share the tokens evenly
         return step.computed
     ranks = step.tp if step.gathers else 1
     return block if step.skip_ignored else max(1, block // ranks) * ranks
 
 
 def _inputs_of_a_block(step: HeadStep, block: int) -> int:
-    """hidden gathered, whole or two blocks at a time, and the rows taken out of it."""
+    """Gathered hidden, whole or two blocks at a time, and the rows selected from it."""
     block_bytes = block * step.hidden * step.itemsize
     if step.skip_ignored:
         return _gathered(step) + block_bytes
@@ -255,7 +243,7 @@ def _inputs_of_a_block(step: HeadStep, block: int) -> int:
 
 
 def _statistics(step: HeadStep, block: int) -> int:
-    """Of as many tokens as fit, chunk by chunk; and of all of them, merged, on this rank and gathered."""
+    """Statistics of each chunk for as many tokens as fit; merged ones of all tokens, on this rank and gathered."""
     part = stats_tokens(step.size, block, step.workspace_bytes)
     extremes, sums = 4 * num_extremes(telemetry=False), 8 * num_sums(step.entropy, telemetry=False)
     over_group = part * (2 + step.tp) * extremes if step.tp > 1 else 0
@@ -265,13 +253,13 @@ def _statistics(step: HeadStep, block: int) -> int:
 
 
 def _hidden_with_factor(step: HeadStep, tokens: int, kept_columns: int) -> int:
-    """For the weight's matmul with kept logits of all columns, unless the entropy is asked for."""
+    """A copy of hidden for the weight's matmul, if all logits are cached and no entropy is wanted."""
     size = tokens * step.hidden * step.itemsize
     return size if not step.entropy and kept_columns == step.columns and size <= step.workspace_bytes else 0
 
 
 def _slab(step: HeadStep, block: int, columns: int) -> tuple[int, int]:
-    """Width of one slab of a block, and its bytes with the weight's gradient's sum if its tokens are cut."""
+    """Width of one slab of a block, and its bytes; if its tokens are cut, with the sum of the weight gradient."""
     per_column, costs = step.size.weight_sum_column, step.size.costs
     stride, room = slab_row_stride(columns), step.workspace_bytes
     slab = plan_blocks(block, stride, room, step.size.slab, per_column_if_tokens_are_cut=per_column)

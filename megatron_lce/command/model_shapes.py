@@ -34,10 +34,10 @@ MODEL_SHAPES = {
 
 
 def find_model(name: str) -> tuple[str, ModelShape]:
-    """Returns the full name and shape of a model, given with or without its owner, in upper or lower case.
+    """Return the full name and shape of a model, given with or without its owner, in upper or lower case.
 
     Raises:
-        ValueError: unknown; the message names the most similar one.
+        ValueError: the model is unknown; the message names the most similar one.
     """
     names = {known.split("/")[1].lower(): known for known in MODEL_SHAPES}
     short = name.lower().split("/")[-1]
@@ -49,11 +49,11 @@ def find_model(name: str) -> tuple[str, ModelShape]:
 
 
 def read_config(path: Path) -> tuple[str, ModelShape]:
-    """Returns a model's name and shape from its `config.json`; for a VLM, of its `text_config`.
+    """Return a model's name and shape from its `config.json`; for a VLM, of its `text_config`.
 
     Raises:
-        ValueError: it is no JSON object with `hidden_size` and `vocab_size`.
-        OSError: it cannot be read.
+        ValueError: the file holds no JSON object with `hidden_size` and `vocab_size`.
+        OSError: the file cannot be read.
     """
     whole = json.loads(path.read_text(encoding="utf-8"))
     config = whole.get("text_config", whole) if isinstance(whole, dict) else {}

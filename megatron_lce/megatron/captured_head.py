@@ -27,15 +27,20 @@ from megatron_lce.backends.choice import describe_backend
 from megatron_lce.core.options import LinearCrossEntropyOutput
 from megatron_lce.megatron.head_call import HeadCall, batch_first, check_not_fixed, csr_sequence_first
 
-_IN_WORDS = {"sequence_parallel": "sequence_parallel", "tokens": "tokens [b, s]", "ranks": "ranks in tp_group"}
-
 
 class CapturedHead:
     """Inputs of the LM head in the last forward pass, and the fused operations on them.
 
-    Nothing is copied: `hidden` is the very tensor that the output layer was called with. (To attach the capture to a
-    tensor take another, such as `hidden.view_as(hidden)`: a cycle would keep both until the garbage collector runs.)
-    On a pipeline stage without a head, and before the forward pass, `hidden` and `weight` are None.
+    An operation is the function of the same name in `megatron_lce`, on the captured hidden states and weight. Tensors
+    per token, such as labels, are [b, s], as Megatron passes them and under sequence parallel the full sequence; so are
+    results. The head fixes tp_group, sequence_parallel, vocab_start, reduce_grad_hidden and weight_grad_sink, and
+    scales of logits multiply the model's own (MuP). If the forward pass kept no graph (under no_grad, inside a
+    reentrant checkpoint), results have none. Errors are those of the function, and RuntimeError if nothing was
+    captured, or if hidden or weight was changed in place since, as by an optimizer's step.
+
+    Nothing is copied: `hidden` is the tensor that the output layer was called with. To attach the capture to a tensor,
+    take another one, such as `hidden.view_as(hidden)`: a cycle would keep both until the garbage collector runs.
+    `hidden` and `weight` are None on a pipeline stage without a head, and before the forward pass.
     """
 
     def __init__(self, why_nothing: str = "no forward pass has reached the head"):
@@ -74,22 +79,8 @@ class CapturedHead:
     ) -> LinearCrossEntropyOutput:
         """Return `megatron_lce.linear_cross_entropy` of the captured head.
 
-        Args:
-            labels: [b, s] int64, as Megatron passes them; the full sequence also under sequence parallel. Only
-                `ignore_index` is ignored, not every negative label as by `enable_fused_linear_ce`.
-            temperature: a positive float, or a floating tensor [b, s].
-            options: as in `megatron_lce.linear_cross_entropy`, without tp_group, sequence_parallel, vocab_start,
-                reduce_grad_hidden and weight_grad_sink, which the head fixes. `logits_scale` multiplies the model's own
-                (MuP).
-
-        Returns:
-            fp32 outputs [b, s]. Padded columns of the vocabulary count, as in Megatron, unless `vocab_size` is given.
-            If the forward pass kept no graph (under no_grad, inside a reentrant checkpoint), the outputs have none.
-
-        Raises:
-            RuntimeError: this stage has no head, no forward pass has reached it, or hidden or weight was changed in
-                place since (an optimizer's step).
-            TypeError, ValueError: as `megatron_lce.linear_cross_entropy`.
+        Only `ignore_index` is ignored, not every negative label as with `enable_fused_linear_ce`. Padded columns of the
+        vocabulary take part, as in Megatron, unless `vocab_size` is given.
         """
         with self._captured(options) as call:
             return call.run(linear_cross_entropy, labels, temperature=temperature, **options)
@@ -97,21 +88,7 @@ class CapturedHead:
     def linear_token_loss(
         self, labels: Tensor, loss: TokenLossFunction, *per_token: Tensor, **options: Unpack[CapturedTokenLossOptions]
     ) -> TokenLoss:
-        """Return `megatron_lce.linear_token_loss` of the captured head.
-
-        Args:
-            labels: as in `linear_cross_entropy`.
-            loss: as in `megatron_lce.linear_token_loss`; called with outputs of n tokens and their `per_token`.
-            per_token: tensors [b, s, ...].
-            options: as in `linear_cross_entropy`, with temperature, without logits_cache_bytes.
-
-        Returns:
-            The summed loss, and outputs and metrics [b, s, ...] without gradient.
-
-        Raises:
-            RuntimeError: as `linear_cross_entropy`.
-            TypeError, ValueError: as `megatron_lce.linear_token_loss`.
-        """
+        """Return `megatron_lce.linear_token_loss` of the captured head; `per_token`: tensors [b, s, ...]."""
         with self._captured(options) as call:
             parts = [call.sequence_first(f"per_token[{i}]", tensor) for i, tensor in enumerate(per_token)]
             return call.run(linear_token_loss, labels, loss, *parts, **options)
@@ -126,24 +103,13 @@ class CapturedHead:
         Args:
             teacher_head: the capture of the teacher's forward pass over the same tokens, its vocabulary sharded over
                 the same ranks. It gets no gradient: run its forward pass under no_grad.
-            options: as in `megatron_lce.linear_jsd`, without tp_group, sequence_parallel, vocab_start and
-                weight_grad_sink, which the head fixes. labels, temperature, teacher_temperature and token_weights are
-                [b, s]. `student_logits_scale` and `teacher_logits_scale` multiply the models' own (MuP).
-
-        Returns:
-            The divergence of each token, fp32 [b, s]; with `token_weights` their weighted sum, whose gradients are
-            computed in forward. With `return_student` a tuple of it and the student's outputs [b, s]. Padded columns
-            and passes without a graph: as in `linear_cross_entropy`.
-
-        Raises:
-            RuntimeError: as `linear_cross_entropy`, for either head.
-            TypeError, ValueError: as `megatron_lce.linear_jsd`; or the two heads' tokens or ranks differ.
         """
         with self._captured(options) as student:
             if not isinstance(teacher_head, CapturedHead):
                 raise TypeError(f"teacher_head must be a captured head, got {type(teacher_head).__name__}")
             teacher = teacher_head._captured_call(" of the teacher")
-            for name, words in _IN_WORDS.items():
+            same = {"sequence_parallel": "sequence_parallel", "tokens": "tokens [b, s]", "ranks": "ranks in tp_group"}
+            for name, words in same.items():
                 mine, its = getattr(student, name), getattr(teacher, name)
                 if mine != its:
                     raise ValueError(f"teacher_head must have the student's {words}, {mine}, got {its}")
@@ -183,7 +149,7 @@ class CapturedHead:
 
     @contextlib.contextmanager
     def _captured(self, keywords: Mapping[str, Any]) -> Iterator[HeadCall]:
-        """Yield the call for an operation with these keywords; without hidden's graph, the head alone would train."""
+        """Yield the call; without gradients if the pass kept no graph, because the head alone would train."""
         check_not_fixed(keywords)
         call = self._captured_call()
         with torch.set_grad_enabled(torch.is_grad_enabled() and call.with_gradient):

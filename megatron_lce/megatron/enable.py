@@ -44,15 +44,16 @@ class FusedLinearCE:
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        if self._fused is None:
+        fused = self._fused
+        if fused is None:
             return self._reasons
-        if self._fused.is_closed:
+        if not any(fused in override.owners for override in fused.overrides):
             return ("it was removed, or the model was enabled once more",)
-        if not self._fused.has_its_head:
+        if not fused.has_its_head:
             return ("the model's output_layer was replaced",)
-        if self._fused.is_on_top:
+        if all(override.is_answered_by(fused) for override in fused.overrides):
             return ()
-        if has_open([self._fused.language_model, self._fused.head], CapturingHead):
+        if has_open([fused.language_model, fused.head], CapturingHead):
             return ("a capture of the model is open",)
         return ("the head's forward or the model's loss was replaced by other code",)
 
@@ -61,7 +62,7 @@ class FusedLinearCE:
         return not self.reasons
 
     def remove(self) -> None:
-        """Give the model its own loss back. An open capture stays. Calling it twice does no harm."""
+        """Restore the model's own loss. An open capture stays open. A second call has no effect."""
         if self._fused is not None:
             self._fused.close()
 
@@ -90,32 +91,31 @@ def enable_fused_linear_ce(
     Args:
         model: a megatron-core GPTModel, MambaModel or HybridModel in any nesting of DistributedDataParallel,
             Float16Module and VLM wrappers, or the list of virtual pipeline chunks that Megatron's schedules take.
-        use_fused_linear_ce: the flag; False gives the model its own loss back.
+        use_fused_linear_ce: the flag; False restores the model's own loss.
         on_unsupported: what to do with a head that cannot be fused: "fallback" keeps Megatron's own path, with one
             warning on one rank; "raise" raises. A pipeline stage without a head does neither.
         logits_cache_bytes, workspace_bytes, vocab_size, softcap, backend: as in `megatron_lce.linear_cross_entropy`.
-            `vocab_size` and `softcap` change the fused loss only: logits returned without labels have neither, and a
-            head that is left to Megatron has neither, which the warning says.
-        skip_masked: ignore tokens whose `loss_mask`, [b, s], is 0, and leave all ignored rows out of the head. The
-            language model's own forward must be given the mask (LLaVA keeps it to itself; a call with labels and no
-            mask warns once); MTP losses take it as Megatron shifts it. The rows are counted on the device, for which
-            the host waits once in each pass. While a CUDA graph is captured all rows are computed.
-        known_loss: set this when the losses of all tokens that count get the same upstream gradient, as in Megatron's
-            own loops (a 0/1 `loss_mask`, then a mean, a scale). Gradients are then computed in forward, for an upstream
-            of 1: three products instead of four. From forward to backward a call holds the hidden-state gradient
-            (2 N H bytes) and the weight's, or its fp32 sum (4 V H bytes for the V columns of a rank); each microbatch
-            in flight, and each MTP loss, holds its own. Tokens whose `loss_mask` is 0 do not count. An upstream that is
-            not one number raises in the first backward pass, and makes the gradients NaN later. Takes no
-            `logits_cache_bytes`.
+            `vocab_size` and `softcap` apply to the fused loss only: not to logits returned without labels, and not if
+            the head is left to Megatron, which the warning says.
+        skip_masked: ignore tokens whose `loss_mask`, [b, s], is 0, and leave all ignored rows out of the head. Pass the
+            mask to the language model's own forward (LLaVA does not pass it on); a call with labels and no mask warns
+            once. MTP losses take it as Megatron shifts it. The host waits once in each pass for the number of rows.
+            While a CUDA graph is captured, all rows are computed.
+        known_loss: set this when your loss is a plain masked mean or sum, as in Megatron's own loops, so that the
+            losses of all unmasked tokens get the same upstream gradient. Gradients are then computed in forward, for an
+            upstream of 1: three matmuls instead of four. From forward to backward each microbatch in flight, and each
+            MTP loss, holds the hidden-state gradient (2 N H bytes) and the weight gradient, or its fp32 sum (4 V H
+            bytes for the V columns of a rank). An upstream that is not one number raises in the first backward pass,
+            and makes the gradients NaN later. Takes no `logits_cache_bytes`.
 
     Returns:
-        A handle: `enabled`, `reasons`, `remove()`. The decision is made here, once, and together: all ranks of the
-        head's tensor-parallel group must make this call.
+        A handle: `enabled`, `reasons`, `remove()`. The decision is made here, once: all ranks of the head's
+        tensor-parallel group must make this call together.
 
     Raises:
-        TypeError: `model` is not and holds no megatron-core language model, or an option has the wrong type.
-        ValueError: `on_unsupported` is neither, an option is out of its range, `softcap` is given to a head that has
-            its own, `model` holds several heads, or the head is unsupported ("raise").
+        TypeError: `model` neither is nor holds a megatron-core language model, or an option has the wrong type.
+        ValueError: an option is out of its range, `softcap` is given to a head that has its own, `model` holds several
+            heads, or the head is unsupported ("raise").
         RuntimeError: a capture of the model is open, and the flag is on.
 
     The model's forward then raises ValueError for a `loss_mask` of another shape than labels' (`skip_masked`), and
@@ -131,9 +131,9 @@ def enable_fused_linear_ce(
         "backend": backend,
     }
     check_options(Options(**options))
-    check_flag("use_fused_linear_ce", use_fused_linear_ce)
-    check_flag("skip_masked", skip_masked)
-    check_flag("known_loss", known_loss)
+    flags = {"use_fused_linear_ce": use_fused_linear_ce, "skip_masked": skip_masked, "known_loss": known_loss}
+    for name, flag in flags.items():
+        check_flag(name, flag)
     if known_loss and logits_cache_bytes:
         raise ValueError(
             f"logits_cache_bytes must be 0 with known_loss, got {logits_cache_bytes}: nothing is recomputed"
@@ -150,7 +150,7 @@ def enable_fused_linear_ce(
             check_softcap(language_model.output_layer, softcap)
         if has_open(modules, CapturingHead):
             raise RuntimeError("capture_lm_head is open on this model: enable before or after it")
-    close_all(modules, FusedLoss)  # last, so that a refused call leaves the loss unchanged
+    close_all(modules, FusedLoss)  # after all checks: a refused call leaves the loss unchanged
     if language_model is not None and not reasons:
         return FusedLinearCE((), FusedLoss(language_model, options, skip_masked, known_loss))
     if language_model is not None:

@@ -1,4 +1,4 @@
-"""One call of a model's output layer, and the fused operations on what it was called with."""
+"""One call of a model's output layer, and the fused operations on its inputs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class HeadCall:
 
     @classmethod
     def of(cls, head: ColumnParallelLinear, hidden: Tensor, weight: Tensor | None) -> HeadCall:
-        """Return the call of a ColumnParallelLinear; `weight` is the tied embedding's, or None for the head's own."""
+        """Return the call; `weight` is the tied embedding's, or None for the head's own."""
         weight, device = head.weight if weight is None else weight, hidden.device.type
         return cls(
             hidden=hidden,
@@ -55,7 +55,7 @@ class HeadCall:
 
     @property
     def tokens(self) -> tuple[int, int]:
-        """(b, s): the shape of labels as Megatron passes them."""
+        """(b, s), the shape of labels as Megatron passes them."""
         shards = self.tp_group.size() if self.sequence_parallel else 1
         return self.hidden.shape[1], self.hidden.shape[0] * shards
 
@@ -64,12 +64,12 @@ class HeadCall:
         return torch.distributed.get_process_group_ranks(self.tp_group)
 
     def run(self, operation: Callable[..., T], labels: Tensor, *others: Any, **keywords: Any) -> T:
-        """Run an operation on this hidden and weight; labels, tensors among the keywords, and results are [b, s]."""
+        """Run an operation on this hidden and weight; labels, tensors per token and results are [b, s]."""
         keywords, labels = self.keywords(keywords), self.sequence_first("labels", labels)
         return batch_first(operation(self.hidden, self.weight, labels, *others, **keywords))
 
     def keywords(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the keywords of an operation on this head alone: the caller's, on top of the head's own."""
+        """Return the caller's keywords combined with the head's scale and softcap, for an operation on one head."""
         keywords = self.call_keywords(given)
         temperature, logits_scale = keywords.get("temperature", 1.0), keywords.get("logits_scale", 1.0)
         check_number("logits_scale", logits_scale)
@@ -83,12 +83,12 @@ class HeadCall:
             if not isinstance(temperature, Tensor):
                 check_number("temperature", temperature, positive=True)
                 temperature /= logits_scale
-            elif temperature.is_floating_point():  # others are refused as they are
-                temperature = temperature.float() / logits_scale  # a 16-bit one would round the quotient
+            elif temperature.is_floating_point():  # others are refused later
+                temperature = temperature.float() / logits_scale  # 16 bits would round the quotient
         return keywords | {"softcap": softcap, "logits_scale": 1.0, "temperature": temperature}
 
     def call_keywords(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the caller's keywords, those of [b, s] as [s, b], and the keywords that the head fixes."""
+        """Return the caller's keywords, with [b, s] tensors as [s, b], and the keywords that the head fixes."""
         self.check_unchanged()
         keywords = {n: self.sequence_first(n, value) if n in _PER_TOKEN else value for n, value in given.items()}
         return keywords | {
@@ -98,7 +98,7 @@ class HeadCall:
         }
 
     def form(self, role: str, keywords: dict[str, Any]) -> dict[str, Any]:
-        """Take the keywords of one of a divergence's two heads out of the caller's."""
+        """Take one head's scale and softcap of a divergence out of the caller's keywords."""
         logits_scale, softcap = keywords.pop(f"{role}_logits_scale", 1.0), keywords.pop(f"{role}_softcap", None)
         check_number(f"{role}_logits_scale", logits_scale)
         check_softcap(self.head, softcap)
@@ -119,16 +119,16 @@ class HeadCall:
 
     @property
     def logits_dtype(self) -> torch.dtype:
-        """The dtype of what Megatron's head returns."""
+        """Dtype of the logits that Megatron's head returns."""
         return logits_dtype_of(self.head) or self.autocast_dtype or self.hidden.dtype
 
     def check_unchanged(self) -> None:
-        """Raise if hidden or weight is not what the forward pass had: the result would not be that pass's."""
+        """Raise if hidden or weight has changed since the forward pass."""
         for name, tensor, version in zip(("hidden", "weight"), (self.hidden, self.weight), self.versions, strict=True):
             if version_of(tensor) != version:
-                raise RuntimeError(f"the LM head's {name} was changed in place after the forward pass that it was of")
+                raise RuntimeError(f"the LM head's {name} was changed in place after the forward pass")
             if not torch.compiler.is_compiling() and tensor.numel() and not tensor.untyped_storage().size():
-                raise RuntimeError(f"the LM head's {name} was freed, as by FSDP, after the forward pass that it was of")
+                raise RuntimeError(f"the LM head's {name} was freed, as by FSDP, after the forward pass")
 
 
 def version_of(tensor: Tensor) -> int:
@@ -149,10 +149,10 @@ def batch_first(result: T) -> T:
 
 
 def csr_sequence_first(ids: Tensor, offsets: Tensor, tokens: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return CSR over tokens [b, s] as CSR over [s, b], and each id's place in the former; None: they are the same."""
+    """Return CSR over tokens [b, s] as CSR over [s, b], and each id's place in the former; None: the same places."""
     batch, sequence = tokens
     sound = isinstance(offsets, Tensor) and tuple(offsets.shape) == (batch * sequence + 1,)
-    if batch == 1 or not sound or not isinstance(ids, Tensor) or ids.numel() == 0:  # others are refused as they are
+    if batch == 1 or not sound or not isinstance(ids, Tensor) or ids.numel() == 0:  # wrong ones are refused later
         return ids, offsets, None
     row = torch.arange(batch * sequence, dtype=torch.int64, device=offsets.device).view(batch, sequence).T.reshape(-1)
     new = torch.cat([offsets[:1], offsets[:1] + offsets.diff()[row].cumsum(0)])

@@ -1,8 +1,8 @@
-"""Classes of output layers that can be fused beside megatron-core's own, and what each does to hidden @ weight.T."""
+"""What an output layer and a model's loss make of `hidden @ weight.T`, and why some are left to Megatron."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,10 +11,17 @@ from torch import nn
 from megatron_lce.checks.validation import check_number
 
 if TYPE_CHECKING:
+    from megatron.core.models.common.language_module.language_module import LanguageModule
     from megatron.core.tensor_parallel import ColumnParallelLinear
+    from megatron.core.transformer import TransformerConfig
 
+_OURS = "megatron_lce.megatron."  # a captured or fused head's own methods
+# mcore_adapter's hook makes the gradient of the logits contiguous.
+_KNOWN_HOOKS = {"mcore_adapter.models.model_utils.mca_lora_logits_postprocess_hook"}
+# Plain losses other than LanguageModule's. mcore_adapter's (ROLL, LLaMA-Factory) may use another kernel.
+_PLAIN_LOSSES = {"mcore_adapter.models.model_factory.McaGPTModel.compute_language_model_loss"}
 _PRODUCT = ("forward", "_forward_impl")  # the methods that decide what a ColumnParallelLinear returns
-# From a head to the softcap and the dtype of its logits; None: not changed.
+# Returns the softcap and the dtype of a head's logits; None: not changed.
 _Form = Callable[[Any], tuple[float | None, torch.dtype | None]]
 
 
@@ -24,12 +31,12 @@ def _gemma(head: Any) -> tuple[float | None, None]:
 
 _accepted: dict[object, _Form] = {}
 _KNOWN: dict[str, _Form] = {
-    # Megatron-LM's dev branch: the plain head, or the loss at once
+    # Megatron-LM's dev branch: the plain head, which can also return the loss
     "megatron.core.transformer.linear_cross_entropy.LinearCrossEntropyModule": lambda head: (None, None),
     # Megatron-Bridge
     "megatron.bridge.models.gemma.gemma2_provider.Gemma2OutputLayer": _gemma,
     "megatron.bridge.models.gemma.modeling_gemma4.Gemma4OutputLayer": _gemma,
-    # AReaL: its head, and the function it puts in place of _forward_impl
+    # AReaL: its head, and the function it sets as _forward_impl
     "areal.models.mcore.vocab_parallel_head._AReaLVocabParallelLMHeadMixin": lambda head: (
         None,
         torch.float32 if head.fp32_output or head.fp32_operands else None,
@@ -46,23 +53,22 @@ def accept_head(
 ) -> None:
     """Let `capture_lm_head` and `enable_fused_linear_ce` take heads of this class.
 
-    The logits of such a head must be `hidden @ weight.T`, softcapped or not, and nothing else: the head's own code is
-    not run where the loss is fused. Accepted without this call: Megatron's LinearCrossEntropyModule (dev),
-    Megatron-Bridge's Gemma output layers and AReaL's heads.
+    The logits of such a head must be `hidden @ weight.T`, softcapped or not, and nothing else: a fused loss does not
+    run the head's own code. Megatron's LinearCrossEntropyModule (dev), Megatron-Bridge's Gemma output layers and
+    AReaL's heads are accepted without this call.
 
     Args:
-        head: a subclass of megatron-core's ColumnParallelLinear that has its own `forward` or `_forward_impl`, a mixin
-            put in front of one, or a function that is set as a head's `_forward_impl`. Subclasses that override neither
-            are accepted with it.
-        softcap: c where the logits are `c * tanh(hidden @ weight.T / c)`: a positive float, or a function of the head
-            that gives it; None or 0: there is no cap.
-        logits_dtype: dtype of the logits that the head returns, or a function of the head that gives it; `None`:
-            hidden's. The fused loss is computed in fp32 from hidden and weight whatever this is; it is the dtype that
-            uncomputed logits report.
+        head: a subclass of megatron-core's ColumnParallelLinear with its own `forward` or `_forward_impl`, a mixin for
+            one, or a function that is set as a head's `_forward_impl`. Subclasses that override neither are accepted
+            with it.
+        softcap: c of logits `c * tanh(hidden @ weight.T / c)`: a positive float, or a function of the head that returns
+            it; None or 0: no cap.
+        logits_dtype: dtype of the logits that the head returns, or a function of the head that returns it; `None`:
+            hidden's. The fused loss is computed in fp32 in any case.
 
     Raises:
-        TypeError: `head` is neither a class nor a function, or `softcap` neither a number nor one.
-        ValueError: a class has neither method of its own, so that there is nothing to accept; or `softcap` is negative.
+        TypeError: `head` is neither a class nor a function, or `softcap` is neither a number nor a function.
+        ValueError: the class overrides neither method, or `softcap` is negative.
     """
     if not isinstance(head, type):
         if not callable(head) or isinstance(head, nn.Module):
@@ -77,30 +83,97 @@ def accept_head(
     )
 
 
-def unknown_head_reasons(head: nn.Module) -> Iterator[str]:
-    """Yield why the logits of a head of this class are not known; nothing when all its parts are."""
+def logits_reasons(language_model: LanguageModule) -> tuple[str, ...]:
+    """Return why `hidden` and the weight that the head is called with do not determine the model's logits."""
+    head = language_model.output_layer
+    vocab_size = getattr(language_model, "vocab_size", None)
+    reasons = product_reasons(head, language_model.config)
+    if getattr(head, "output_size", vocab_size) == vocab_size:
+        return reasons
+    sizes = f"output_layer has {head.output_size} outputs, not the vocabulary's {vocab_size}"
+    return (f"{sizes}: a critic's or classifier's head", *reasons)
+
+
+def product_reasons(head: nn.Module, config: TransformerConfig) -> tuple[str, ...]:
+    """Return why `hidden` and the weight that this head is called with do not determine what it returns."""
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
     kind = type(head).__name__
     if not isinstance(head, ColumnParallelLinear):
-        yield f"output_layer is a {kind}, which is no ColumnParallelLinear of megatron-core"
-        return
-    for part in _own_parts(head):
-        if _form_of_part(part) is not None:
-            continue
-        if isinstance(part, type):
-            methods = " and ".join(_overrides(part))
-            whose = "its own" if part.__name__ == kind else f"{part.__name__}'s"
-            yield f"output_layer is a {kind} with {whose} {methods}, which megatron_lce.accept_head was not told of"
-        else:
-            yield "output_layer's _forward_impl was replaced"
-    if len(_softcaps(head)) > 1:
-        yield f"output_layer is a {kind} with several softcaps"
+        return (f"output_layer is a {kind}, which is no ColumnParallelLinear of megatron-core",)
+    unknown = [_describe_unknown(part, kind) for part, form in _own_parts(head) if form is None]
+    if unknown:
+        return tuple(unknown)
+    another, cls = "was replaced by another library", ColumnParallelLinear
+    forward_replaced = _is_replaced(head, "forward") or _is_patched(cls.forward, cls)
+    reasons = {
+        f"output_layer is a {kind} with several softcaps": len([cap for cap, _ in _forms(head) if cap]) > 1,
+        f"output_layer.forward {another}": forward_replaced,
+        f"ColumnParallelLinear._forward_impl {another}": _is_patched(cls._forward_impl, cls),
+        "output_layer has forward or backward hooks, which expect logits": _has_unknown_hooks(head),
+        "output_layer has a bias": head.bias is not None,
+        "output_layer has disable_grad_reduce set": head.disable_grad_reduce,
+        "output_layer is sharded by generalized tensor parallelism": getattr(head, "gtp_remat_size", 1) > 1,
+        "defer_embedding_wgrad_compute is set": config.defer_embedding_wgrad_compute,
+        "config_logger_dir is set, which writes the logits to disk": bool(getattr(config, "config_logger_dir", "")),
+    }
+    return tuple(reason for reason, holds in reasons.items() if holds)
+
+
+def _describe_unknown(part: type | Callable, kind: str) -> str:
+    if not isinstance(part, type):
+        return "output_layer's _forward_impl was replaced"
+    methods, whose = " and ".join(_overrides(part)), "its own" if part.__name__ == kind else f"{part.__name__}'s"
+    return f"output_layer is a {kind} with {whose} {methods}, which megatron_lce.accept_head was not told of"
+
+
+def _has_unknown_hooks(head: nn.Module) -> bool:
+    """Whether hooks are on this head that expect logits, or their gradient."""
+    # Forward pre-hooks see the hidden states only. They run: DDP waits for parameters in one.
+    for hook in head._forward_hooks.values():
+        name = _name_of(hook)
+        if name not in _KNOWN_HOOKS and not name.startswith(_OURS) and not is_hook_of_fsdp(hook):
+            return True
+    return bool(head._backward_hooks or head._backward_pre_hooks)
+
+
+def is_hook_of_fsdp(hook: Callable) -> bool:
+    """Whether FSDP put this hook on a module; it reads no values of the outputs."""
+    module = str(hook.__module__)
+    return module.startswith("torch.distributed.fsdp.") or module.endswith("megatron_fsdp.megatron_fsdp")
+
+
+def loss_reasons(language_model: LanguageModule) -> tuple[str, ...]:
+    """Return why the loss that this model computes from its logits is not the plain cross-entropy."""
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+
+    kind, method = type(language_model), "compute_language_model_loss"
+    loss, plain = getattr(kind, method), getattr(LanguageModule, method)
+    is_own = loss is not plain and _name_of(loss) not in _PLAIN_LOSSES
+    gathers = bool(getattr(language_model.output_layer, "gather_output", False))
+    reasons = {
+        "output_layer gathers its output (parallel_output=False)": gathers,
+        f"{kind.__name__} has its own {method}": is_own,
+        f"{method} was replaced by another library": _is_replaced(language_model, method),
+        f"LanguageModule.{method} was replaced by another library": _is_patched(plain, LanguageModule),
+    }
+    return tuple(reason for reason, holds in reasons.items() if holds)
+
+
+def _is_replaced(module: nn.Module, method: str) -> bool:
+    """Whether another library set this method on the module itself."""
+    replacement = vars(module).get(method)
+    return replacement is not None and not type(getattr(replacement, "__self__", None)).__module__.startswith(_OURS)
+
+
+def _is_patched(method: Callable, owner: type) -> bool:
+    """Whether another library put this method on Megatron's own class, for every model at once."""
+    return method.__module__ != owner.__module__ or hasattr(method, "__wrapped__")
 
 
 def softcap_of(head: ColumnParallelLinear) -> float | None:
-    """Return the softcap of a head that `unknown_head_reasons` has nothing against."""
-    return next(iter(_softcaps(head)), None)
+    """Return the softcap of a head that `product_reasons` has nothing against."""
+    return next((softcap for softcap, _ in _forms(head) if softcap), None)
 
 
 def logits_dtype_of(head: ColumnParallelLinear) -> torch.dtype | None:
@@ -110,36 +183,35 @@ def logits_dtype_of(head: ColumnParallelLinear) -> torch.dtype | None:
 
 
 def check_softcap(head: ColumnParallelLinear, softcap: float | None) -> None:
-    """Raise ValueError where the caller gives a softcap and the head has its own."""
+    """Raise ValueError if the caller gives a softcap and the head has its own."""
     own = softcap_of(head)
     if softcap is not None and own is not None:
         raise ValueError(f"softcap must not be given: the head has its own, {own}; got {softcap}")
+
+
+def _forms(head: nn.Module) -> list[tuple[float | None, torch.dtype | None]]:
+    return [form(head) for _, form in _own_parts(head) if form is not None]
+
+
+def _own_parts(head: nn.Module) -> list[tuple[type | Callable, _Form | None]]:
+    """Return classes before ColumnParallelLinear and the instance's own function that change the product.
+
+    Each has its form, or None if it is not known.
+    """
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    order = type(head).__mro__
+    parts: list[Any] = [cls for cls in order[: order.index(ColumnParallelLinear)] if _overrides(cls)]
+    if "_forward_impl" in vars(head):
+        own = head._forward_impl
+        parts.append(getattr(own, "__func__", own))
+    return [(part, _accepted.get(part) or _KNOWN.get(_name_of(part))) for part in parts]
 
 
 def _overrides(cls: type) -> list[str]:
     return [method for method in _PRODUCT if method in vars(cls)]
 
 
-def _own_parts(head: nn.Module) -> list[type | Callable]:
-    """Return the classes before ColumnParallelLinear that change the product, and the instance's own function."""
-    from megatron.core.tensor_parallel import ColumnParallelLinear
-
-    order = type(head).__mro__
-    parts: list[type | Callable] = [cls for cls in order[: order.index(ColumnParallelLinear)] if _overrides(cls)]
-    if "_forward_impl" in vars(head):
-        parts.append(head._forward_impl)  # type: ignore[arg-type]
-    return parts
-
-
-def _form_of_part(part: type | Callable) -> _Form | None:
-    part = getattr(part, "__func__", part)
-    name = f"{part.__module__}.{getattr(part, '__qualname__', '')}"
-    return _accepted.get(part) or _KNOWN.get(name)
-
-
-def _forms(head: nn.Module) -> list[tuple[float | None, torch.dtype | None]]:
-    return [form(head) for part in _own_parts(head) if (form := _form_of_part(part)) is not None]
-
-
-def _softcaps(head: nn.Module) -> list[float]:
-    return [softcap for softcap, _ in _forms(head) if softcap]
+def _name_of(definition: Any) -> str:
+    """Return a class's or a function's name with its module."""
+    return f"{definition.__module__}.{getattr(definition, '__qualname__', '')}"

@@ -1,4 +1,4 @@
-"""What an output layer returns in place of logits: uncomputed ones, with the fused loss of them, and none."""
+"""What an output layer returns in place of logits: uncomputed ones, which give the fused loss, or none at all."""
 
 from __future__ import annotations
 
@@ -23,18 +23,14 @@ _SCALE = {Tensor.mul, torch.mul}
 _MAX, _ARGMAX = {Tensor.max, torch.max}, {Tensor.argmax, torch.argmax}
 _GET_BASE = Tensor._base.__get__  # type: ignore[attr-defined, union-attr]
 _OF_FSDP = {Tensor.view_as, Tensor.to}  # what its hooks do to any output
-# What needs no values, beside a tensor's attributes.
+# Functions that need no values; a tensor's attributes need none either.
 _ASKED = {Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, torch.is_floating_point}
 
 
 @functools.cache
 def uncompiled() -> Callable:
-    """`uncompiled()(f, ...)` is f(...) outside torch.compile; made on demand, because it imports the compiler."""
-    return torch.compiler.disable(_call)
-
-
-def _call(function: Callable, *args: Any, **kwargs: Any) -> Any:
-    return function(*args, **kwargs)
+    """Return a function that calls its first argument outside torch.compile. On demand: it imports the compiler."""
+    return torch.compiler.disable(lambda function, *args, **kwargs: function(*args, **kwargs))
 
 
 def _refuse(call: HeadCall) -> Tensor:
@@ -45,15 +41,15 @@ def _refuse(call: HeadCall) -> Tensor:
 
 
 class UncomputedLogits(Tensor):
-    """The logits [s, b, V/tp] of one head call on their way to the fused loss, as a tensor without storage.
+    """The logits [s, b, V/tp] of one head call on their way to the fused loss: a tensor without storage.
 
-    Megatron scales them (MuP), which is kept as a number, and asks for the largest after an MTP loss. Whatever else
-    needs their values gets what `instead` makes of the call; by default that raises.
+    They remember a factor (MuP), and know the largest logit after an MTP loss. Anything else that needs values gets
+    `instead(call)`, which raises by default.
     """
 
     call: HeadCall
-    largest: tuple[Tensor, Tensor] | None  # over the vocabulary and its id, [s, b], after a loss with telemetry
-    loss: Tensor | None  # [b, s], if it was computed in the head's call, and as FSDP's hooks have made it then
+    largest: tuple[Tensor, Tensor] | None  # the largest logit and its id, [s, b], after a loss with telemetry
+    loss: Tensor | None  # [b, s], if it was computed in the head's call; as FSDP's hooks return it
 
     @staticmethod
     def __new__(cls, call: HeadCall, *_: Any, loss: Tensor | None = None):
@@ -63,7 +59,7 @@ class UncomputedLogits(Tensor):
             (sequence, batch, call.weight.shape[0]),
             dtype=call.logits_dtype,
             device=call.hidden.device,
-            # so that backward hooks reach for them, unless these are the loss's
+            # for backward hooks, unless these are on the loss
             requires_grad=call.with_gradient and call.hidden.requires_grad and loss is None,
         )
 
@@ -80,10 +76,10 @@ class UncomputedLogits(Tensor):
         ignore_index: int = IGNORE_INDEX,
         **options: Any,
     ) -> Tensor:
-        """Return the cross-entropy [b, s] of labels [b, s] of any integer dtype, its sum or its mean; fp32.
+        """Return the fp32 cross-entropy [b, s] of labels [b, s] of any integer dtype, its sum or its mean.
 
-        Rows whose label is negative or `ignore_index` are ignored. With a promise that all others have one upstream
-        gradient, gradients are computed here, and backward scales them.
+        Rows whose label is negative or `ignore_index` are ignored. With a promise that all other losses share one
+        upstream gradient, gradients are computed here, and backward scales them.
         """
         check_reduction(reduction)
         labels = as_int64(labels)
@@ -105,13 +101,13 @@ class UncomputedLogits(Tensor):
 
     @classmethod
     def _run(cls, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """A function of torch's with such logits among its arguments."""
+        """Run a torch function that has such logits among its arguments."""
         logits = args[0] if args and isinstance(args[0], cls) else None
         if logits is not None and logits.loss is not None and func in _OF_FSDP:
             return logits
         if logits is not None and logits.loss is None and func in _SCALE and isinstance(args[1], int | float):
             return cls(replace(logits.call, logits_scale=logits.call.logits_scale * args[1]), logits._instead)
-        # Megatron's acceptance metrics ask which token the MTP head would have chosen, after its loss.
+        # Megatron's MTP acceptance metrics ask for the predicted token after the loss.
         if logits is not None and logits.largest is not None and (len(args), kwargs) == (1, {"dim": -1}):
             if func in _MAX:
                 return logits._largest_of_shard(*logits.largest)
@@ -131,7 +127,7 @@ class UncomputedLogits(Tensor):
         return x._instead(x.call) if isinstance(x, cls) else x
 
     def _largest_of_shard(self, value: Tensor, argmax: Tensor) -> tuple[Tensor, Tensor]:
-        """Return value and local id [s, b] of this shard's largest logit; -inf where another shard has the largest."""
+        """Return this shard's largest logit and its local id, [s, b]; -inf where another shard has the largest."""
         columns = self.call.weight.shape[0]
         local = argmax - self.call.tp_group.rank() * columns
         owned = (local >= 0) & (local < columns)
@@ -156,5 +152,5 @@ class NoLogits(Tensor):
                     f"{func.__name__}: a model's output inside capture_lm_head holds no logits: call "
                     "head.linear_cross_entropy(labels) of the capture, or the model outside of it"
                 )
-            # A base that is a view, as this subclass's are, has a base again: torch.compile follows them to the end.
+            # torch.compile follows bases to the end, and a base of this subclass would have another base.
             return result.as_subclass(cls) if isinstance(result, Tensor) and func != _GET_BASE else result

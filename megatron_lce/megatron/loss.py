@@ -1,4 +1,4 @@
-"""The loss of an enabled model: the two methods that run in place of its own."""
+"""The fused loss of an enabled model: what runs in place of the head's forward and the model's loss."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from megatron_lce.core.collectives import is_captured
 from megatron_lce.core.known_loss import Promise
 from megatron_lce.core.options import IGNORE_INDEX
-from megatron_lce.megatron.fsdp import freed_reasons, is_freed
 from megatron_lce.megatron.head_call import HeadCall, version_of
+from megatron_lce.megatron.head_weight import freed_reasons, is_freed, weight_reasons
 from megatron_lce.megatron.logits import UncomputedLogits
-from megatron_lce.megatron.reasons import warn_on_one_rank, weight_reasons
-from megatron_lce.megatron.replace import ReplacedHead, override_of
+from megatron_lce.megatron.reasons import warn_on_one_rank
+from megatron_lce.megatron.replace import ReplacedHead
 
 if TYPE_CHECKING:
     from megatron.core.models.common.language_module.language_module import LanguageModule
@@ -24,13 +24,13 @@ _OTHER_LOGITS = "the logits were not made by the output_layer during the model's
 
 
 class FusedLoss(ReplacedHead):
-    """A model's head and loss with the options of `enable_fused_linear_ce`, in place until `close`."""
+    """A model's head and loss, fused with the options of `enable_fused_linear_ce` until `close`."""
 
     def __init__(self, language_model: LanguageModule, options: dict[str, Any], skip_masked: bool, known_loss: bool):
         super().__init__(language_model)
         self.options, self.skip_masked = options, skip_masked
         self.promise = Promise(looks=1 + self.mtp_layers) if known_loss else None
-        self._mtp_mask: Tensor | None = None  # [b, s], 0 where the last MTP loss, in its turn, does not count
+        self._mtp_mask: Tensor | None = None  # [b, s], 0 at tokens that the last MTP loss left out
         self._packed: Any = None  # Megatron's parameters of packed sequences
         self._warned: set[str] = set()
         self._wants_logits = False  # the pass has no labels
@@ -39,29 +39,12 @@ class FusedLoss(ReplacedHead):
         self._not_used: str | None = None  # why the head last gave Megatron's logits although there are labels
 
     @property
-    def is_closed(self) -> bool:
-        return not any(self in override.owners for override in self.overrides)
-
-    @property
     def has_its_head(self) -> bool:
         return self.language_model.output_layer is self.head
-
-    @property
-    def is_on_top(self) -> bool:
-        """Whether neither a capture nor another library's methods hide its own."""
-        return all(override_of(one.module, one.name) is one and one.owners[-1] is self for one in self.overrides)
 
     def options_now(self) -> dict[str, Any]:
         """Return the loss's options; all rows while a CUDA graph is captured, which cannot wait for their number."""
         return self.options | {"skip_ignored": self.skip_masked and not is_captured()}
-
-    def _counted_labels(self, labels: Tensor) -> Tensor:
-        """Return labels of the main or the next MTP loss. Megatron gives tokens that it rolls in a weight of 0."""
-        if self.mtp_losses_left == 0 or self._mtp_mask is None:
-            return labels
-        self.mtp_losses_left -= 1
-        self._mtp_mask = _rolled(self.language_model, self._packed, self._mtp_mask)
-        return labels.masked_fill(self._mtp_mask == 0, IGNORE_INDEX)
 
     def forward(
         self,
@@ -70,7 +53,7 @@ class FusedLoss(ReplacedHead):
         runtime_gather_output: bool | None = None,
         **of_loss: Any,
     ) -> Tensor | tuple[Tensor, Tensor | None]:
-        """Return uncomputed logits, for a loss to come or for the one that is asked for at once; or Megatron's own."""
+        """Return uncomputed logits; the loss, if the call asks for it; or Megatron's own logits."""
         wants_loss = of_loss.get("output_cross_entropy_loss", False)
         other = self.in_pass not in (None, self.language_model)  # models may share the head
         if other or (self.in_pass is None and not wants_loss):
@@ -89,7 +72,7 @@ class FusedLoss(ReplacedHead):
         return self._with_loss(logits) if is_freed(self.head, weight_used) else (logits, None)
 
     def _why_megatron(self, weight: Tensor, wants_loss: bool, gathers: bool | None) -> str | None:
-        """Return why Megatron's own head computes this call; None: the loss is fused."""
+        """Return why Megatron's own head serves this call; None: the loss is fused."""
         if self._wants_logits and not wants_loss:
             return _NO_LABELS
         if gathers and not wants_loss:  # for sampling, never for a loss
@@ -102,13 +85,13 @@ class FusedLoss(ReplacedHead):
         return self._why_replaced() or next(iter(reasons), None)
 
     def _with_loss(self, logits: UncomputedLogits) -> tuple[Tensor, Tensor]:
-        """Return uncomputed logits that hold their loss, and the loss in the place of the bias.
+        """Return uncomputed logits that hold their loss, and the loss in place of the bias.
 
-        So FSDP's hooks on the head's outputs see a tensor of the graph: they gather the weight again before its
-        backward, and may replace it by a view.
+        FSDP's hooks need a tensor of the graph among the outputs: they gather the weight again before its backward.
+        They may replace the tensor by a view.
         """
         assert self._labels is not None
-        loss = self._loss(logits, self._labels).clone()  # never a view, of which hooks may be lost
+        loss = self._loss(logits, self._labels).clone()  # a view's hooks may be lost
         logits = UncomputedLogits(logits.call, loss=loss)
 
         def take_loss(head: nn.Module, _: Any, output: tuple[Tensor, Tensor]) -> None:
@@ -120,7 +103,7 @@ class FusedLoss(ReplacedHead):
                 )
             logits.loss = output[1]
 
-        if self.head._forward_hooks:  # else the call runs none; behind them, as the last
+        if self.head._forward_hooks:  # else the call would run none; this one comes last
             handle = self.head.register_forward_hook(take_loss)
         return logits, loss
 
@@ -145,13 +128,16 @@ class FusedLoss(ReplacedHead):
         return self._loss(logits, labels, telemetry=self.language_model.training and self.mtp_layers > 0)
 
     def _loss(self, logits: UncomputedLogits, labels: Tensor, **arguments: Any) -> Tensor:
-        labels = self._counted_labels(labels)
+        if self.mtp_losses_left > 0 and self._mtp_mask is not None:  # Megatron rolls tokens of weight 0 in
+            self.mtp_losses_left -= 1
+            self._mtp_mask = _rolled(self.language_model, self._packed, self._mtp_mask)
+            labels = labels.masked_fill(self._mtp_mask == 0, IGNORE_INDEX)
         return logits.compute_loss(labels, promise=self.promise, **arguments, **self.options_now())
 
     def start_pass(self, given: dict[str, Any], takes_labels: bool) -> Tensor | None:
-        """Note whether the model wants logits, and return labels [b, s] with masked ones ignored.
+        """Note whether the model wants logits, and return labels [b, s] in which masked tokens are ignored.
 
-        Megatron shifts these for its MTP losses as it shifts their mask.
+        Megatron shifts labels and mask alike for its MTP losses.
         """
         self._not_used = self._mtp_mask = None
         labels = self._masked_labels(given)
@@ -182,7 +168,7 @@ class FusedLoss(ReplacedHead):
 
 
 def _rolled(model: LanguageModule, packed: Any, mask: Tensor) -> Tensor:
-    """Return a mask [b, s] of the tokens whose next MTP loss counts, rolled by Megatron as it rolls the labels."""
+    """Return a mask [b, s] for the next MTP loss, rolled by Megatron as it rolls the labels."""
     from megatron.core.transformer.multi_token_prediction import roll_tensor
 
     groups = getattr(model, "pg_collection", None)
@@ -192,6 +178,6 @@ def _rolled(model: LanguageModule, packed: Any, mask: Tensor) -> Tensor:
 
 
 def not_applied(options: dict[str, Any]) -> str:
-    """Return the end of a warning: which options would have changed the loss itself."""
+    """Name the options that change the loss and are lost, for the end of a warning."""
     lost = [name for name in ("softcap", "vocab_size") if options[name] is not None]
     return f"; not applied: {', '.join(lost)}" if lost else ""

@@ -1,4 +1,4 @@
-"""The head's weight gradient added straight into Megatron's fp32 `main_grad` (`gradient_accumulation_fusion`)."""
+"""The head's weight gradient, added directly to Megatron's fp32 `main_grad` (`gradient_accumulation_fusion`)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ if TYPE_CHECKING:
 
 
 class MainGradSink:
-    """`weight.main_grad` as the place where each slab's weight gradient is added.
+    """A sink that adds each slab's weight gradient to `weight.main_grad`.
 
     Autograd still receives a gradient, zeros, so that the hook of DistributedDataParallel fires when all uses of the
-    weight are done. That hook adds what autograd has summed to `main_grad`, unless `weight.grad_added_to_main_grad`
-    tells it to drop it. Megatron's own layers set that mark for good, and so lose what any other use of the weight
-    gives. Here it is set only where the zeros are all there is, to save their addition, and taken back once the hook
-    has run: the next backward pass may hold a use that returns its gradient.
+    weight are done. The hook adds autograd's sum to `main_grad`, or drops it if `weight.grad_added_to_main_grad` is
+    set. Megatron's own layers set that mark for good, which loses the gradient of any other use of the weight. Here it
+    is set only while the zeros are the whole gradient, and cleared once the hook has run.
     """
 
     def __init__(self, weight: Tensor):
@@ -32,18 +31,18 @@ class MainGradSink:
         weight = self._weight
         if not hasattr(weight, "grad_added_to_main_grad"):
             return None
-        zeros = weight.new_zeros(()).expand_as(weight)  # as a sum's term; no memory
-        # A tied embedding's weight Megatron marks `zero_out_wgrad`: the hook then adds the sum whatever the mark says.
+        zeros = weight.new_zeros(()).expand_as(weight)  # takes no memory
+        # Megatron marks a tied embedding's weight `zero_out_wgrad`: the hook then adds the sum in any case.
         if not getattr(weight, "zero_out_wgrad", False):
             _mark_if_alone(zeros, weight)
         return zeros
 
 
 def _mark_if_alone(zeros: Tensor, weight: Tensor) -> None:
-    """`grad_added_to_main_grad` around DDP's hook in this backward pass, where `zeros` are the weight's whole gradient.
+    """Set `grad_added_to_main_grad` around DDP's hook in this backward pass, if `zeros` are the whole gradient.
 
-    Called in backward, before the weight's gradient is accumulated. Hooks of a node run in the order in which they were
-    registered, and DDP has registered its own with the model.
+    Called in backward, before the weight gradient is accumulated. A node's hooks run in the order of registration,
+    and DDP registered its hook when it wrapped the model.
     """
     node = torch.autograd.graph.get_gradient_edge(weight).node
 
@@ -52,15 +51,15 @@ def _mark_if_alone(zeros: Tensor, weight: Tensor) -> None:
         if gradients[0] is not zeros or weight.grad is not None:
             return None
         weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-        unwritten = torch.empty_like(weight)  # what is dropped need not be written
-        place = unwritten.data_ptr()  # not the tensor: with another owner autograd would copy it
+        unwritten = torch.empty_like(weight)  # DDP drops it
+        place = unwritten.data_ptr()  # holding the tensor itself would make autograd copy it
         remove_after.append(node.register_hook(lambda *_: after(place)))
         return (unwritten,)
 
     def after(place: int) -> None:
         remove_after.pop().remove()
         weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-        if weight.grad is not None and weight.grad.data_ptr() == place:  # no hook dropped it, or put another there
+        if weight.grad is not None and weight.grad.data_ptr() == place:  # no hook dropped or replaced it
             weight.grad.zero_()
 
     remove_before = node.register_prehook(before)
@@ -68,16 +67,15 @@ def _mark_if_alone(zeros: Tensor, weight: Tensor) -> None:
 
 
 def main_grad_sink(weight: Tensor, head: ColumnParallelLinear) -> MainGradSink | None:
-    """Return a sink for the weight that `head` is called with if its gradient can go into an fp32 `main_grad`.
+    """Return a sink for the weight that `head` is called with; None: the gradient is returned, and DDP's hook adds it.
 
-    None: the gradient is returned, and DDP's hook adds it. So for a `main_grad` of another dtype, because slabs are
-    accumulated in fp32 only, for an H that is not a multiple of 8, whose rows are copied, and under Megatron-FSDP,
-    which allocates `main_grad` anew in each backward pass.
+    There is none without `gradient_accumulation_fusion`; if `main_grad` is not fp32, as slabs are; if H is not a
+    multiple of 8, because the weight is then copied; and under Megatron-FSDP, which allocates `main_grad` anew in each
+    backward pass.
     """
     main_grad = getattr(weight, "main_grad", None)
     if not head.gradient_accumulation_fusion or not weight.requires_grad or hasattr(weight, "__fsdp_param__"):
         return None
-    if main_grad is None:
+    if main_grad is None or main_grad.dtype != torch.float32 or weight.shape[1] % 8:
         return None
-    aligned = weight.shape[1] % 8 == 0
-    return MainGradSink(weight) if main_grad.dtype == torch.float32 and aligned else None
+    return MainGradSink(weight)

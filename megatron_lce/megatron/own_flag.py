@@ -1,4 +1,4 @@
-"""Megatron's own flag for a fused linear cross-entropy, on cards that its kernel does not run on."""
+"""Megatron's own flag for a fused linear cross-entropy, on GPUs that its kernel does not support."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _DEFINED_IN = "megatron.core.fusions.fused_linear_cross_entropy"
 
 
 def install_megatron_linear_cross_entropy(install: bool = True) -> None:
-    """Put `compat.megatron_linear_cross_entropy` in the place of Megatron's operation, for all models of the process.
+    """Replace Megatron's operation by `compat.megatron_linear_cross_entropy`, for all models of the process.
 
     Megatron's `cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="linear"` then runs on every GPU that Triton
-    supports, and on a CPU; its own kernel runs on compute capability 10 only. The versions that have this flag: the dev
-    branch of Megatron-LM (August 2026); no release up to 0.19.2, and not the main branch (0.20). Elsewhere, and on
-    HybridModel, which ignores the flag and fails, `enable_fused_linear_ce` does the same.
+    supports, and on a CPU; its own kernel runs on compute capability 10 only. The dev branch of Megatron-LM (August
+    2026) has this flag; no release up to 0.19.2 has it, nor has the main branch (0.20). There, and with HybridModel,
+    which fails under the flag, use `enable_fused_linear_ce`.
 
     Args:
         install: False gives Megatron its own operation back.

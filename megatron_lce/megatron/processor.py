@@ -13,8 +13,9 @@ from megatron_lce.api.linear_cross_entropy import linear_cross_entropy
 from megatron_lce.checks.validation import as_int64, check_label_tensor, check_tensor
 from megatron_lce.core.options import IGNORE_INDEX, LinearCrossEntropyOutput
 from megatron_lce.megatron.head_call import HeadCall, check_not_fixed
+from megatron_lce.megatron.head_weight import reasons_after_call
+from megatron_lce.megatron.heads import product_reasons
 from megatron_lce.megatron.logits import UncomputedLogits
-from megatron_lce.megatron.reasons import reasons_of_head
 
 if TYPE_CHECKING:
     from megatron.core.tensor_parallel import ColumnParallelLinear
@@ -28,11 +29,11 @@ class FusedOutputContext:
     Attributes:
         temperature: a positive float, or a floating tensor [b, s]; at ignored tokens it may be anything.
         entropy: as in `linear_cross_entropy`.
-        labels: [b, s], any integer dtype, in place of the labels that the model is called with, which MTP uses too.
-            Negative ones are ignored rows: every output 0, no gradient.
-        counted: [b, s] bool, False at tokens that are ignored rows too. None: no others are.
+        labels: [b, s], any integer dtype, in place of the model's own, which MTP uses too. Negative ones are ignored
+            rows: every output 0, no gradient.
+        counted: [b, s] bool; tokens at which it is False are ignored rows, too.
         result: function from the outputs, each [b, s], to what the model returns; by default the outputs themselves.
-            Between pipeline stages and in Megatron's schedules return a tensor, or what the loss function takes.
+            In Megatron's schedules return a tensor, or what the loss function takes.
         keywords: further keywords of `CapturedHead.linear_cross_entropy`, such as telemetry, vocab_size or backend.
     """
 
@@ -61,12 +62,10 @@ def fused_output_processor(
         logprobs = model(tokens, positions, mask, labels=labels, output_processor_context=context,
                          output_processor=megatron_lce.fused_output_processor)
 
-    Takes the arguments that GPTModel gives; a context of None is a `FusedOutputContext()`. Under sequence parallel
-    the operation gathers hidden, and keeps the shard.
+    Takes the arguments that GPTModel gives; a context of None is a `FusedOutputContext()`.
 
     Raises:
-        ValueError: no labels, neither here nor in the context; or the head is one that hidden and weight do not
-            describe (the message lists the reasons).
+        ValueError: there are no labels, or hidden and weight do not determine the logits, for the reasons listed.
         TypeError, ValueError: as `megatron_lce.linear_cross_entropy`.
     """
     context = FusedOutputContext() if context is None else context
@@ -78,7 +77,7 @@ def fused_output_processor(
             f"{', '.join(sorted(own))} must not be among a FusedOutputContext's keywords: see its attributes"
         )
     weight = output_layer.weight if output_weight is None else output_weight
-    reasons = reasons_of_head(output_layer, config, weight)
+    reasons = (*product_reasons(output_layer, config), *reasons_after_call(output_layer, weight))
     if reasons:
         raise ValueError(f"the LM head cannot be fused: {'; '.join(reasons)}")
     labels = labels if context.labels is None else context.labels
@@ -97,7 +96,7 @@ def fused_output_processor(
     temperature = context.temperature
     if isinstance(temperature, Tensor) and temperature.shape == labels.shape:
         temperature = temperature.where(counted, 1.0)
-    # Uncomputed logits note what Megatron does between head and loss: MuP's factor.
+    # Uncomputed logits remember the factor that Megatron applies between head and loss (MuP).
     logits = scale_logits(UncomputedLogits(HeadCall.of(output_layer, hidden_states, weight)))
     assert isinstance(logits, UncomputedLogits)
     outputs = logits.call.run(

@@ -1,4 +1,4 @@
-"""Methods of Megatron's that stand replaced on a model and its head, and who answers in their place."""
+"""Replacement of a head's forward and a model's loss, and its removal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from megatron_lce.megatron.fsdp import is_hook_of_fsdp
+from megatron_lce.megatron.heads import is_hook_of_fsdp
 from megatron_lce.megatron.logits import UncomputedLogits, uncompiled
 
 if TYPE_CHECKING:
@@ -23,10 +23,10 @@ _METHODS = ("forward", "compute_language_model_loss")  # of the head, of the mod
 
 
 class MethodOverride:
-    """One method of one module, which the last of its owners answers by their own method of that name.
+    """One method of one module, answered by the last owner's method of the same name.
 
-    Owners come and go in any order; without one the module has what it had before. If another library's method is on
-    top by then, this stays under it and passes calls on, so that whoever puts it back puts back what is under it.
+    Owners come and go in any order; without one the module has what it had before. If another library has replaced the
+    method since, this stays underneath and passes calls on, so that the other library can still undo its replacement.
     """
 
     def __init__(self, module: nn.Module, name: str):
@@ -42,6 +42,10 @@ class MethodOverride:
     def below(self, owner: object) -> Callable:
         """Return what the method was before this owner came."""
         return self._of(self.owners[: self.owners.index(owner)])
+
+    def is_answered_by(self, owner: object) -> bool:
+        """Whether neither another owner nor another library's method hides this owner's."""
+        return override_of(self.module, self.name) is self and self.owners[-1] is owner
 
     def close(self, owner: object) -> None:
         if owner in self.owners:
@@ -60,7 +64,7 @@ class MethodOverride:
 
 
 def override_of(module: nn.Module, name: str) -> MethodOverride | None:
-    """Return the one in place, unless another library's method hides it."""
+    """Return the override in place, unless another library's method hides it."""
     override = getattr(vars(module).get(name), "__self__", None)
     return override if isinstance(override, MethodOverride) else None
 
@@ -75,13 +79,13 @@ def open_override(module: nn.Module, name: str, owner: object) -> MethodOverride
 
 
 class ReplacedHead(ABC):
-    """An output layer's forward and a model's loss, replaced; and where each of the model's passes begins and ends."""
+    """Replaces an output layer's forward and a model's loss, and follows the model's forward passes."""
 
     def __init__(self, language_model: LanguageModule):
         self.language_model = language_model
         self.head: ColumnParallelLinear = language_model.output_layer
         self.mtp_layers: int = language_model.config.mtp_num_layers or 0
-        self.mtp_losses_left = 0  # in this pass, in front of the main one
+        self.mtp_losses_left = 0  # in this pass; they precede the main loss
         self.in_pass: nn.Module | None = None  # the model whose forward runs; a shallow copy has the original's hooks
         for place, hook in self.head._forward_hooks.items():
             if not isinstance(hook, HookOnLogits) and not is_hook_of_fsdp(hook):
@@ -109,17 +113,17 @@ class ReplacedHead(ABC):
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         """In place of the output layer's.
 
-        With `output_cross_entropy_loss` among `of_loss` it is LinearCrossEntropyModule's, of Megatron's dev branch: the
-        loss at once, of the labels, the reduction and the ignore_index there. Other heads have no such argument.
+        LinearCrossEntropyModule, of Megatron's dev branch, also takes `of_loss`: with `output_cross_entropy_loss` the
+        forward returns the loss for the labels, reduction and ignore_index given there.
         """
 
     @abstractmethod
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
-        """In place of LanguageModule's, for the main loss and for MTP's: labels [b, s] to loss [b, s]."""
+        """In place of LanguageModule's, for the main and the MTP losses: labels [b, s] to loss [b, s]."""
 
     @abstractmethod
     def start_pass(self, given: dict[str, Any], takes_labels: bool) -> Tensor | None:
-        """In front of the model's forward with the arguments `given`: return labels to take their place, or None."""
+        """Called before the model's forward with the arguments `given`: return labels to replace its own, or None."""
 
     def _start_pass(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
         names = _argument_names(type(model).forward)
@@ -137,7 +141,7 @@ class ReplacedHead(ABC):
 
 
 class HookOnLogits:
-    """A forward hook of a head that is run on logits only, not on what stands for uncomputed ones."""
+    """A head's forward hook, run on real logits only."""
 
     def __init__(self, hook: Callable) -> None:
         self.hook = hook
@@ -149,13 +153,13 @@ class HookOnLogits:
 
 
 def has_open(modules: Sequence[nn.Module], kind: type[ReplacedHead]) -> bool:
-    """Whether one of this kind is open on any of these modules."""
+    """Whether a replacement of this kind is open on any of these modules."""
     overrides = (override_of(module, name) for module, name in itertools.product(modules, _METHODS))
     return any(isinstance(owner, kind) for override in overrides if override is not None for owner in override.owners)
 
 
 def close_all(modules: Sequence[nn.Module], kind: type[ReplacedHead]) -> None:
-    """Close those of this kind whose model is among these modules."""
+    """Close replacements of this kind whose model is among these modules."""
     for module, name in itertools.product(modules, _METHODS):
         override = override_of(module, name)
         if override is not None and override.module is not module:  # a shallow copy's attribute is the original's
@@ -168,5 +172,5 @@ def close_all(modules: Sequence[nn.Module], kind: type[ReplacedHead]) -> None:
 
 @functools.cache
 def _argument_names(method: Callable) -> list[str]:
-    """Return the names of what a class's method takes beside self."""
+    """Return the names of a method's arguments after self."""
     return list(inspect.signature(method).parameters)[1:]

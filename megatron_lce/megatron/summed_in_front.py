@@ -1,4 +1,4 @@
-"""Whether Megatron's operations in front of a head sum hidden's gradient, as autograd's graph shows."""
+"""Whether one of Megatron's operations before the head sums the hidden-state gradient, read from autograd's graph."""
 
 from typing import Any
 
@@ -7,8 +7,8 @@ from torch.distributed import ProcessGroup
 
 from megatron_lce.core import collectives
 
-# Autograd's nodes, without "Backward0", that keep elements apart: views, casts, copies, parts put together, and numbers
-# added or multiplied. A layer is none of them, even a frozen one.
+# Autograd nodes, without "Backward0", that do not mix elements: views, casts, copies, concatenations, and additions and
+# multiplications of numbers. No layer consists of them, not even a frozen one.
 _KEEP_ELEMENTS = {
     *("Alias", "AsStrided", "Expand", "MakeViewlessTensor", "Permute", "ReshapeAlias", "Select", "Slice", "Split"),
     *("SplitWithSizes", "Squeeze", "T", "Transpose", "Unbind", "UnsafeView", "Unsqueeze", "View"),
@@ -20,18 +20,18 @@ _OF_PARTS = {"Cat", "IndexPut", "Stack", "torch::autograd::CopySlices"}  # take 
 
 
 def is_summed_in_front(hidden: Tensor, group: ProcessGroup | None) -> bool:
-    """Return whether the hidden-state gradient goes to an operation of Megatron's whose backward sums over the group.
+    """Return whether the hidden-state gradient reaches an operation of Megatron whose backward sums over the group.
 
-    The search ends at the first node that is no view, cast or copy. All parts of what was put together are searched.
+    The search stops at the first node that mixes elements, and covers all parts of a concatenation.
     """
     found: set[bool] = set()
     nodes: list[Any] = [] if hidden.grad_fn is None else [hidden.grad_fn]
     seen = set(nodes)
     while nodes:
         node = nodes.pop()
-        kind = node.name().split("Backward")[0]  # "torch::autograd::CopySlices" has no such end
+        kind = node.name().split("Backward")[0]  # "torch::autograd::CopySlices" has no such suffix
         summing = node.name() == "_CopyToModelParallelRegionBackward" or (
-            # else its backward takes this rank's part of a gradient that is whole already
+            # without the flag, its backward cuts this rank's part out of a whole gradient
             node.name() == "_GatherFromSequenceParallelRegionBackward" and node.tensor_parallel_output_grad
         )
         inputs = [function for function, _ in node.next_functions if function is not None]
