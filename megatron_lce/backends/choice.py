@@ -1,4 +1,4 @@
-"""The choice of a backend: by configuration and hardware alone, so that ranks agree."""
+"""The choice of a backend by configuration and hardware alone, so that all ranks choose the same."""
 
 import importlib.util
 import warnings
@@ -12,7 +12,7 @@ from megatron_lce.core.options import BackendName
 
 
 def load_backend(backend: BackendName, device: torch.device) -> Backend:
-    """Return the module that supplies the primitives; "reference" has none of its own and gets torch's."""
+    """Return the module that supplies the primitives; for "reference" it is torch's."""
     if backend in ("torch", "reference") or (backend == "auto" and device.type != "cuda"):
         return torch_backend
     obstacle = triton_obstacle(backend, device)
@@ -34,7 +34,7 @@ def _warn_once(message: str) -> None:
 
 
 def describe_backend(backend: BackendName, device: torch.device) -> str:
-    """Describe which backend runs on this device and, if a GPU's is not triton, why."""
+    """Describe which backend runs on this device and, if a GPU does not run triton, why."""
     obstacle = triton_obstacle(backend, device)
     if backend == "auto":
         on_gpu = "triton" if obstacle is None else f"torch, not triton: {obstacle}"
@@ -43,7 +43,7 @@ def describe_backend(backend: BackendName, device: torch.device) -> str:
 
 
 def triton_obstacle(backend: BackendName, device: torch.device) -> str | None:
-    """Return why Triton does not run on tensors of this device if that backend is asked for, or None if it does."""
+    """Return why Triton does not run on this device if this backend is requested, or None if it does."""
     if not _triton_installed():
         return "triton is not installed"
     if device.type == "cuda" and torch.version.hip is not None:

@@ -1,4 +1,4 @@
-"""The oracle materialises logits and uses plain autograd, on one rank. It shares no code with the backends."""
+"""The oracle: materialised logits and plain autograd on one rank. It shares no code with the backends."""
 
 import torch
 from torch import Tensor
@@ -67,7 +67,7 @@ def reference_linear_cross_entropy(
         }
     if candidates is not None:
         factor = (candidates >= 0).to(dtype).masked_fill(candidates >= num_columns, torch.nan)
-        factor = factor.masked_fill(ignored[:, None], 0.0)  # NaN would reach the row's gradient
+        factor = factor.masked_fill(ignored[:, None], 0.0)  # NaN would reach the gradient of the row
         at = candidates.clamp(0, num_columns - 1)
         candidate_logprobs = (logits.gather(1, at) - lse[:, None]) * factor * nan_where_broken[:, None]
         statistics["candidate_logprobs"] = torch.where(ignored[:, None], 0.0, candidate_logprobs)

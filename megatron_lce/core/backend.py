@@ -1,4 +1,4 @@
-"""A backend is a module with these functions; core calls them and knows no more of a backend."""
+"""The functions that a backend module supplies. Core knows nothing else about backends."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -13,19 +13,16 @@ from megatron_lce.core.rows import Rows, SoftmaxOfRow
 
 
 class Backend(Protocol):
-    """A backend supplies these primitives; core defines the types of their arguments."""
+    """The primitives of every operation."""
 
     def costs(self, hidden: Tensor, weight: Tensor, telemetry: bool) -> Costs:
-        """Return the bytes that the primitives take beside inputs and results."""
+        """Return the bytes of intermediates that the primitives allocate."""
 
-    def prepare_rows(
-        self,
-        labels: Tensor,  # [N] int64 global ids
-        temperature: Tensor | float,  # [N] if a tensor
-        options: Options,
-        shard: Shard,
-    ) -> Rows:
-        """Return what the primitives read of each row: NaN for an unusable temperature."""
+    def prepare_rows(self, labels: Tensor, temperature: Tensor | float, options: Options, shard: Shard) -> Rows:
+        """Return per-row inputs from labels [N], int64 global ids, and temperatures, [N] if a tensor.
+
+        An unusable temperature gives NaN.
+        """
 
     def softmax_stats(
         self,
@@ -36,7 +33,7 @@ class Backend(Protocol):
         *,
         vocab_start: int,
         cache: LogitsCache | None = None,
-        columns_at_once: int | None = None,  # of which the weight's rows may be copied; None: all
+        columns_at_once: int | None = None,  # most rows of the weight that may be copied at a time; None: all
     ) -> Tensor:
         """Return statistics [chunks, K, N], see `megatron_lce.core.statistics`, and fill the cache, if any."""
 
@@ -48,43 +45,46 @@ class Backend(Protocol):
         entropy: bool,
         telemetry: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Return the vocabulary's extremes [E, N], and the chunks' sums, int64 [`num_sums`, N] in `UNIT`s."""
+        """Return the extremes of the vocabulary [E, N], and the sums of the chunks, int64 [`num_sums`, N] in `UNIT`s.
+
+        Sums are relative to the extremes of the vocabulary. On one rank `parts` also serve as `all_extremes`.
+        """
 
     def finish(
         self,
         packed_extremes: Tensor,  # [E, N]
-        sums: Tensor,  # [`num_sums`, N]
-        rows: Rows,  # [N]
+        sums: Tensor,  # int64 [`num_sums`, N]
+        rows: Rows,
         options: Options,
-        outputs: LinearCrossEntropyOutput,  # out, [N] each, contiguous; None: not asked for
+        outputs: LinearCrossEntropyOutput,  # out, [N] each, contiguous; None: not requested
     ) -> SoftmaxOfRow:
-        """Turn the vocabulary's statistics into outputs in nats: 0 in ignored rows, NaN in broken ones."""
+        """Turn statistics of the vocabulary into outputs in nats: 0 in ignored rows, NaN in broken ones."""
 
     def row_terms(
         self,
         rows: Rows,
         softmax: SoftmaxOfRow,
-        upstream: Sequence[Tensor | None],  # gradients of the `DIFFERENTIABLE` outputs, [N] fp32, of any stride
+        upstream: Sequence[Tensor | None],  # gradients of the `DIFFERENTIABLE` outputs, [N] fp32, any stride
         options: Options,
     ) -> tuple[Tensor, Tensor]:
-        """Return packed `RowTerms`, [6, N], or [7, N] with a gradient of the mean logit; and a mask [N] of rows.
+        """Return packed `RowTerms`, [6, N], or [7, N] if the mean logit has a gradient, and a mask [N] of rows.
 
-        The mask is true in rows whose gradient is not zero. A broken row's terms are NaN, and it is true there.
+        The mask is true in rows with a nonzero gradient. Broken rows have NaN terms, and the mask is true there.
         """
 
     def grad_logits(
         self,
         hidden: Tensor,  # [N, H]
         weight: Tensor,  # [C, H], the slab
-        rows: Rows,  # labels are ids; the slab's rows are first_column and up
+        rows: Rows,
         terms: Tensor,  # [6 or 7, N], packed `RowTerms`
         out: Tensor,  # [N, C] of weight's dtype
         options: Options,
         *,
-        first_column: int,
+        first_column: int,  # of the slab in the shard
         entropy: bool,  # it has an upstream gradient
     ) -> None:
-        """Write the gradient of one slab of the products `hidden @ weight.T` to `out`."""
+        """Write the gradient of the products `hidden @ weight.T` to `out`, scale, softcap and temperature included."""
 
     def grad_logits_from_cache(
         self,
@@ -96,7 +96,7 @@ class Backend(Protocol):
         entropy: bool,  # it has an upstream gradient
         factored: bool,
     ) -> Tensor | None:
-        """Turn kept exponentials into the gradient of their products, in place; no `mean_term` under a softcap.
+        """Turn cached exponentials into the gradient of their products, in place; no `mean_term` under a softcap.
 
         If `factored` (the cache then holds all columns), it may return factors [N]: the gradient is factor * cache.
         """
@@ -105,65 +105,66 @@ class Backend(Protocol):
         self,
         hidden: Tensor,  # [N, H]
         weight: Tensor,  # [V, H]
-        tokens: Tensor,  # [M] int64 numbers of hidden's rows
+        tokens: Tensor,  # [M] int64 rows of hidden
         ids: Tensor,  # [M] int64 global ids; negative: padding
         rows: Rows,
         options: Options,
         shard: Shard,
     ) -> Tensor:
-        """Return [2, M] fp32: base-2 logits, and ones; both 0 at an id of another shard, and the first at padding."""
+        """Return [2, M] fp32: base-2 logits, and ones; both 0 at an id of another shard, and the first at padding.
+
+        The bits of a logit do not depend on the other ids.
+        """
 
     def gathered_sums(
         self,
         matrix: Tensor,  # [R, H]
-        places: Tensor,  # [M] int64 numbers of matrix's rows; with a shard global ids
-        factors: Tensor,  # [M] fp32; 0: no term, whatever the matrix holds
-        offsets: Tensor,  # [S + 1] int64, where each sum's part of the M begins
+        places: Tensor,  # [M] int64 rows of the matrix, or with a shard global ids
+        factors: Tensor,  # [M] fp32; 0: no term, even if the matrix is not finite there
+        offsets: Tensor,  # [S + 1] int64, the first of the M terms of each sum
         out: Tensor,  # [S, H]
-        shard: Shard | None = None,  # ids of others are left out
+        shard: Shard | None = None,  # ids of other shards are left out
         *,
         accumulate: bool,
         workspace_bytes: int,
     ) -> None:
-        """Write the sums of factors * matrix[places] over each part to `out`, or add them, always in one order."""
+        """Write the S sums of factors * matrix[places] to `out`, or add them, always in the same order."""
 
     def product_stats(self, products: Tensor, row_scale: Tensor) -> Tensor:
         """Return `softmax_stats`, without entropy and telemetry, of fp32 products [N, C] times their scale [N]."""
 
-    def write_columns(
-        self,
-        matrix: Tensor,  # [N, C]
-        columns: Tensor,  # [N, K] int64, each at most once a row; outside [0, C): none
-        values: Tensor,  # [N, K] fp32
-    ) -> None:
-        """Write values to some columns of each row."""
+    def write_columns(self, matrix: Tensor, columns: Tensor, values: Tensor) -> None:
+        """Write values [N, K] fp32 to columns [N, K] int64 of a matrix [N, C].
+
+        Columns outside [0, C) are skipped. The others are distinct within a row.
+        """
 
     def intermediate_bytes(self, num_columns: int) -> int:
-        """Return the bytes per token that a reading of products with so many columns takes beside its arguments."""
+        """Return the bytes per token that the next three functions allocate for products with so many columns."""
 
-    # Readings of the student's and the teacher's products with C columns, [2, N, C] fp32, rows a multiple of
-    # `SLAB_ROW_STEP` apart. `stats` [6 or 9, N] is packed `JsdStats`.
+    # They read the products of student and teacher with C columns, [2, N, C] fp32, rows a multiple of `SLAB_ROW_STEP`
+    # apart. `stats` [6 or 9, N] is packed `JsdStats`.
 
     def softmaxes_of_products(self, heads: Heads, products: Tensor, stats: Tensor) -> None:
-        """Fill the first `SOFTMAX_ROWS` rows of `stats`, of these columns."""
+        """Fill the first `SOFTMAX_ROWS` rows of `stats` for these columns."""
 
     def divergence_of_products(self, heads: Heads, products: Tensor, stats: Tensor) -> None:
-        """Fill the other rows of `stats` from the first, which may be those of more columns than C."""
+        """Fill the other rows of `stats` from the first, which may cover more columns than C."""
 
     def gradient_of_products(
         self,
         heads: Heads,  # with a coefficient
         products: Tensor,
-        stats: Tensor,
-        gradient: Tensor,  # [N, C] out, of the student's dtype, rows as far apart as the products'
+        stats: Tensor,  # may cover more columns than C
+        gradient: Tensor,  # [N, C] out, of the student's dtype, rows as far apart as those of the products
     ) -> None:
-        """Write the gradient of the student's products, from statistics that may be of more columns than C."""
+        """Write the gradient of the student's products."""
 
     def product(self, a: Tensor, b: Tensor, out: Tensor, *, accumulate: bool) -> None:
-        """Compute `out = a @ b`, or `out += ...`, as `megatron_lce.core.products` does or better."""
+        """Compute `out = a @ b`, or `out += ...`, at least as precisely as `megatron_lce.core.products`."""
 
     def scale(self, matrix: Tensor, factor: Tensor, out: Tensor, *, accumulate: bool) -> None:
-        """Compute `out = factor * matrix`, or `out += ...`, in fp32; one factor, [], or one for each row, [M].
+        """Compute `out = factor * matrix`, or `out += ...`, in fp32; one factor, [], or one per row, [M].
 
         `out` [M, K] may be the matrix.
         """

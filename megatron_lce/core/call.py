@@ -1,4 +1,4 @@
-"""One call of an operation: the tensors and options that everything else is handed."""
+"""One call of an operation: its tensors and options."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from megatron_lce.core.statistics import packed_rows
 
 @dataclass(frozen=True)
 class Call:
-    """Tensors and options of one call: localised, checked, agreed over the group and laid out.
+    """Tensors and options of one call, checked and compared over the group.
 
     hidden   [N, H], under sequence parallel [N / tp, H]; rows start at 16 bytes and may be up to 7 zeros wider
     weight   [V_local, H], hidden's dtype or fp32, rows as wide as hidden's
@@ -34,11 +34,11 @@ class Call:
     shard: Shard
     backend: Backend
     shape: tuple[int, ...]
-    product: Callable[..., None] = product  # of the gradients; a backend's may take the copies that `size` counts
+    product: Callable[..., None] = product  # for gradients; a backend's may make the copies that `size` accounts for
 
     @cached_property
     def size(self) -> HeadSize:
-        """The sizes by which all ranks plan: they are the same on every rank."""
+        """Sizes for plans, the same on every rank."""
         options, hidden = self.options, self.hidden
         return HeadSize(
             hidden=hidden.shape[1],
@@ -57,7 +57,7 @@ class Call:
         return None if ids is None else ids.reshape(-1, ids.shape[-1])
 
     def without_tensors(self) -> Self:
-        """Return a copy without tensors: an autograd node saves tensors itself."""
+        """Return a copy without tensors, which an autograd node saves separately."""
         nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
         options = replace(self.options, candidates=None)
         return replace(self, hidden=nothing, weight=nothing, labels=nothing, temperature=1.0, options=options)
@@ -68,7 +68,7 @@ class Call:
 
 
 def check_backward(operation: str, *upstream: Tensor | None) -> None:
-    """Refuse create_graph=True, as gradients have no graph, and batched upstream gradients, which no kernel takes."""
+    """Refuse create_graph=True, because gradients have no graph, and batched upstream gradients."""
     if torch.is_grad_enabled():
         raise RuntimeError(f"create_graph must be False: {operation} has no double backward")
     functorch = torch._C._functorch

@@ -1,9 +1,9 @@
-"""Candidates: logprobs at K ids of each token beside the label's, and their part of the gradient of the logits.
+"""Candidates: logprobs at K more ids of each token, and their part of the gradient of the logits.
 
-Forward takes their logits as `gathered_logits` does, and the log-sum-exp from the statistics. With g their upstream
-gradients, backward adds sum over k of g_k (1[candidate k] - p) to the gradient of the logits: the second part is that
-of a log-sum-exp, whose upstream is less by the sum of g; the first changes K columns of a row, which are written anew
-into the slab. They are computed in fp32 from their own logprobs: where p is near 1, a 16-bit p would swamp 1 - p.
+Forward combines `gathered_logits` with the log-sum-exp of the statistics. With upstream gradients g, backward adds
+sum over k of g_k (1[candidate k] - p) to the gradient of the logits. The second part is the gradient of a log-sum-exp
+whose upstream is reduced by the sum of g. The first changes K columns of a row, which are overwritten in the slab. They
+are computed in fp32 from the candidates' logprobs, because 1 - p would be lost in a 16-bit p near 1.
 """
 
 from typing import NamedTuple
@@ -32,16 +32,16 @@ def candidate_logits(hidden: Tensor, ids: Tensor, rows: Rows, call: Call) -> Ten
 
 
 def candidate_logprobs(
-    logits: Tensor,  # [N, K] base 2, whose memory is taken
+    logits: Tensor,  # [N, K] base 2, overwritten
     ids: Tensor,  # [N, K] global
     labels: Tensor,  # [N] global
     rows: Rows,
     softmax: SoftmaxOfRow,
     out: Tensor,  # [N, K]
 ) -> Tensor:
-    """Write logprobs to `out`: 0 at padding and in ignored rows, NaN in broken ones. Return base-2 ones [N, K].
+    """Write logprobs to `out`: 0 at padding and in ignored rows, NaN in broken ones. Return them in base 2.
 
-    At the label they have the bits of its own.
+    A candidate that is the label has the bits of its logprob.
     """
     log_p = logits.sub_(softmax.max_logit[:, None]).sub_(softmax.log_sum[:, None]).clamp_(max=0.0)
     of_label, to_nats = softmax.label_logprob[:, None], rows.to_nats[:, None]
@@ -58,10 +58,10 @@ def candidate_gradients(
     log_p: Tensor,  # [N, K] base 2
     rows: Rows,
     softmax: SoftmaxOfRow,
-    packed_terms: Tensor,  # [6 or 7, N], the log-sum-exp's upstream less by the sum of these
+    packed_terms: Tensor,  # [6 or 7, N]; the upstream gradient of the log-sum-exp is reduced by `upstream`
     call: Call,
 ) -> CandidateGradients:
-    """Return the whole gradient of the candidates' products, that of every output included."""
+    """Return the complete gradient of the candidates' products, from all outputs."""
     columns = ids - call.shard.start
     columns.masked_fill_((columns < 0) | (columns >= call.shard.columns) | rows.ignored[:, None], -1)
     terms = RowTerms(*packed_terms[:, :, None])
@@ -80,7 +80,7 @@ def candidate_gradients(
 
 
 def _each_once(upstream: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sum of a row's upstream gradients at its first place of each column, and -1 at its other places."""
+    """Sum the upstream gradients of repeated columns of a row at the first place; set the other columns to -1."""
     by_column, order = columns.sort(dim=1, stable=True)
     is_first = torch.ones_like(by_column, dtype=torch.bool)
     is_first[:, 1:] = by_column[:, 1:] != by_column[:, :-1]
@@ -88,7 +88,7 @@ def _each_once(upstream: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
     places = torch.arange(size + 1, dtype=torch.int64, device=columns.device)
     starts = places.clone()
     starts[:size].masked_fill_(~flat, size)
-    starts = starts.flip(0).cummin(0).values.flip(0)  # the next first place, of each place
+    starts = starts.flip(0).cummin(0).values.flip(0)  # for each place the next first place
     sums = torch.segment_reduce(upstream.gather(1, order).reshape(-1), "sum", offsets=starts, unsafe=True)
     sums = torch.zeros_like(upstream).scatter_(1, order, sums.view(upstream.shape))
     return sums, columns.masked_fill(~is_first.new_zeros(is_first.shape).scatter_(1, order, is_first), -1)

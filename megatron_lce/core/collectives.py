@@ -1,4 +1,4 @@
-"""The only torch.distributed calls of the package: every rank of a group makes the same ones in the same order."""
+"""All torch.distributed calls of the package. Every rank of a group makes the same ones in the same order."""
 
 from typing import Any, NamedTuple
 
@@ -34,7 +34,7 @@ class _Waited(torch.autograd.Function):
 
 
 def waited(value: Any) -> Any:
-    """Return a plain tensor for one that a functional collective is still filling, and any other value unchanged."""
+    """Wait for a tensor that a functional collective is still filling; return any other value unchanged."""
     if not isinstance(value, AsyncCollectiveTensor):
         return value
     return _Waited.apply(value) if value.requires_grad else value.wait()
@@ -65,26 +65,26 @@ def same_ranks(one: ProcessGroup | None, other: ProcessGroup | None) -> bool:
 
 
 def gather_objects(value: Any, group: ProcessGroup) -> list[Any]:
-    """Return every rank's small picklable value, ranks in order. The host waits: not for the hot path."""
+    """Return the small picklable values of all ranks, in order. The host waits: not for the hot path."""
     gathered = [None] * group_size(group)
     dist.all_gather_object(gathered, value, group=group)
     return gathered
 
 
 def largest_over_group(value: int, group: ProcessGroup, device: torch.device | None) -> int:
-    """Return the largest of the ranks' numbers. The host waits for it."""
+    """Return the largest number of any rank. The host waits for it."""
     largest = torch.tensor(value, dtype=torch.int64, device=device)
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     return int(largest)
 
 
 def is_captured() -> bool:
-    """Return whether this stream is captured as a CUDA graph: then the host cannot wait for its work."""
+    """Return whether this stream is captured as a CUDA graph, so that the host cannot wait for it."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def any_over_group(mask: Tensor, group: ProcessGroup) -> Tensor:
-    """Return a mask that is true where any rank's is."""
+    """Return the union of all ranks' masks."""
     seen = mask.to(torch.uint8)
     with trace_range("any over the group"):
         dist.all_reduce(seen, dist.ReduceOp.MAX, group=group)
@@ -98,12 +98,12 @@ def add_over_group(tensor: Tensor, group: ProcessGroup) -> None:
 
 
 def stack_over_group(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """Stack every rank's tensor [...] to [tp, ...], ranks in order, with the same bits on every rank."""
+    """Stack the tensors [...] of all ranks to [tp, ...], in order, with the same bits on every rank."""
     return gather_rows(tensor, group).view(group_size(group), *tensor.shape)  # gloo gathers along dim 0 only
 
 
 def gather_rows(shard: Tensor, group: ProcessGroup) -> Tensor:
-    """Gather every rank's rows [n / tp, H] to [n, H], ranks in order."""
+    """Gather rows [n / tp, H] of every rank to [n, H], in the order of ranks."""
     return start_gather_rows(shard, group).wait()
 
 
@@ -114,13 +114,13 @@ def start_gather_rows(shard: Tensor, group: ProcessGroup) -> Pending:
 
 
 def start_all_reduce(tensor: Tensor, group: ProcessGroup) -> Pending:
-    """Start to sum the tensor over the group, in place."""
+    """Start summing the tensor over the group, in place."""
     with trace_range("sum of hidden's gradient over the group"):
         return Pending(tensor, dist.all_reduce(tensor, group=group, async_op=True))
 
 
 def start_reduce_scatter(tensor: Tensor, group: ProcessGroup) -> Pending:
-    """Start to sum [n, H] over the group; the result is this rank's rows [n / tp, H] of the sum."""
+    """Start summing [n, H] over the group; the result is this rank's rows [n / tp, H] of the sum."""
     out = tensor.new_empty(tensor.shape[0] // group_size(group), *tensor.shape[1:])
     with trace_range("sum of hidden's gradient over the group, scattered"):
         return Pending(out, _reduce_scatter(out, tensor, group=group, async_op=True))

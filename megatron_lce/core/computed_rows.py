@@ -1,4 +1,4 @@
-"""Which rows of a call are computed, and in which order; what is not computed is 0."""
+"""Which rows of a call are computed, and in which order. Skipped rows are 0."""
 
 from dataclasses import dataclass, replace
 from typing import Self, TypeVar
@@ -21,7 +21,7 @@ class ComputedRows:
 
     num_tokens: int  # N
     index: Tensor | None = None  # [n] int64; None: every row in its place
-    count_is_wrong: Tensor | None = None  # [] bool: the labels have another count than the caller gave
+    count_is_wrong: Tensor | None = None  # [] bool: the caller's number is not the number of unignored labels
 
     @classmethod
     def of(cls, labels: Tensor, options: Options) -> Self:
@@ -46,7 +46,7 @@ class ComputedRows:
 
     @classmethod
     def where(cls, mask: Tensor, group: ProcessGroup | None) -> Self:
-        """Return the rows whose mask [N] is true on any rank, so that ranks compute the same ones. The host waits."""
+        """Return the rows whose mask [N] is true on any rank, the same ones on all ranks. The host waits."""
         if group is not None:
             mask = collectives.any_over_group(mask, group)
         index = mask.nonzero()[:, 0]
@@ -66,24 +66,24 @@ class ComputedRows:
         return per_row[rows] if self.index is None else per_row.index_select(0, self.index[rows])
 
     def select_rows(self, rows: Rows) -> Rows:
-        """Return the computed ones of all rows, as NaN if the caller's count is wrong."""
+        """Return the computed rows, NaN if the caller's count is wrong."""
         rows = rows if self.index is None else rows.select(self.index)
         return rows._replace(to_nats=self.nan_if_wrong(rows.to_nats))
 
     def spread(self, per_row: Tensor) -> Tensor:
-        """Return a tensor [N, ...] with the values [n, ...] of the computed rows, and 0 in skipped rows."""
+        """Return values [n, ...] of the computed rows as [N, ...], with 0 in skipped rows."""
         if self.index is None:
             return per_row
         return per_row.new_zeros(self.num_tokens, *per_row.shape[1:]).index_copy_(0, self.index, per_row)
 
     def spread_outputs(self, outputs: T) -> T:
-        """Return a tree of outputs as `spread` does, or as NaN if the caller's count is wrong."""
+        """Apply `spread` to a tree of outputs; they are NaN if the caller's count is wrong."""
         if self.index is None and self.count_is_wrong is None:
             return outputs
         return tree_map_only(Tensor, lambda output: self.nan_if_wrong(self.spread(output)), outputs)
 
     def nan_if_wrong(self, values: Tensor) -> Tensor:
-        """Return the values, or NaN (integers: -1) if the caller's count is wrong, without a wait for it."""
+        """Return the values, or NaN (integers: -1) if the caller's count is wrong. The host does not wait."""
         if self.count_is_wrong is None:
             return values
         return values.masked_fill(self.count_is_wrong, torch.nan if values.is_floating_point() else -1)

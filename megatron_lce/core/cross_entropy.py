@@ -1,20 +1,20 @@
-"""The one autograd function of `linear_cross_entropy`: the order of launches and collectives, and what is saved.
+"""The autograd function of `linear_cross_entropy`: the order of launches and collectives, and what is saved.
 
 Forward:
 
-1. `ComputedRows` says which rows are computed. Their labels and temperatures become `Rows`.
-2. `Tokens` yield hidden states block by block. Under sequence parallel the next block is gathered meanwhile.
-3. The backend takes statistics of every 128 columns, with the logits in registers, and fills the `LogitsCache` if any.
-4. The ranks exchange extremes, then sums. `finish` makes the outputs, which are spread over all rows.
+1. `ComputedRows` selects the rows to compute. Their labels and temperatures become `Rows`.
+2. `Tokens` yields hidden states block by block. Under sequence parallel, the next block is gathered meanwhile.
+3. The backend computes statistics of every 128 columns, with the logits in registers, and fills the `LogitsCache`.
+4. The ranks exchange extremes, then sums. `finish` computes the outputs, which are spread over all rows.
 
 Backward:
 
-1. Upstream gradients and what forward saved become `RowTerms`, from which the gradient of any logit of a row follows.
-2. Kept exponentials become gradients in place. The other logits are computed again, `Slab` by slab of the vocabulary.
-3. Two matrix products make hidden's and the weight's gradient of each slab.
-4. After the last slab's product for hidden, its sum over the group starts. The weight's last product runs under it.
+1. Upstream gradients and saved tensors become `RowTerms`, which determine the gradient of every logit of a row.
+2. Cached exponentials become gradients in place. The other logits are recomputed, `Slab` by slab of the vocabulary.
+3. Two matrix products per slab add to the gradients of hidden and weight.
+4. After the last product for hidden, its gradient is reduced over the group while the last product for the weight runs.
 
-How many tokens and columns go at once is decided in `plan` before anything runs.
+`plan` decides how many tokens and columns are processed at once, before anything runs.
 """
 
 from collections.abc import Iterable
@@ -40,7 +40,7 @@ from megatron_lce.core.tokens import Tokens, tokens_in_blocks
 
 
 class SavedForBackward(NamedTuple):
-    """Tensors that forward saves beside hidden and weight, of the computed rows."""
+    """Tensors of the computed rows that forward saves, in addition to hidden and weight."""
 
     computed: Tensor | None  # `ComputedRows.index`
     rows: Rows
@@ -63,30 +63,22 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
 
     hidden  replicated, or sharded along the sequence  -> its gradient is summed over the group
     weight  this rank's shard                          -> its gradient is complete on this rank
-    Saves a few floats a token, and what `logits_cache_bytes` allows, instead of N x V logits; backward recomputes the
-    logits slab by slab.
+    Saves a few floats per token, and a cache of `logits_cache_bytes`, instead of N x V logits.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,  # the call's hidden and weight, which autograd must see as arguments
-        weight: Tensor,
-        call: Call,
-        grad_enabled: bool,
-    ) -> tuple[Tensor | None, ...]:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, call: Call, grad_enabled: bool) -> tuple[Tensor | None, ...]:
         options, backend = call.options, call.backend
         needs = ctx.needs_input_grad if grad_enabled else (False, False)
         check_workspace(call, needs[0] or needs[1], needs[1])
         with own_arithmetic(hidden.device, "linear_cross_entropy forward"):
-            counted = ComputedRows.of(call.labels, options)
-            tokens = _tokens(call, counted)
-            computed = tokens.computed  # the counted rows in the order of the blocks
+            in_order = ComputedRows.of(call.labels, options)
+            tokens = _tokens(call, in_order)
+            computed = tokens.computed  # in the order of the blocks
             rows = computed.select_rows(backend.prepare_rows(call.labels, call.temperature, options, call.shard))
             cache = None
             if grad_enabled:
-                cache_bytes = options.logits_cache_bytes
-                cache = new_cache(call.size, computed.count, call.shard.columns, cache_bytes, hidden)
+                cache = new_cache(call.size, computed.count, call.shard.columns, options.logits_cache_bytes, hidden)
             ids = None if call.candidates is None else computed.select(call.candidates)
             extremes, sums, logits = stats_over_group(tokens, rows, call, cache, ids)
             outputs = new_outputs(computed.count, options, hidden.device)
@@ -99,9 +91,9 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
                 output.resize_((*call.shape, *output.shape[1:]))  # a view could not be changed in place
         ctx.set_materialize_grads(False)
         if grad_enabled:
-            saved = SavedForBackward(counted.index, rows, softmax, call.candidates, log_p)
+            saved = SavedForBackward(in_order.index, rows, softmax, call.candidates, log_p)
             ctx.save_for_backward(hidden, weight, *saved.tensors())
-            ctx.num_tokens, ctx.call = counted.num_tokens, call.without_tensors()
+            ctx.num_tokens, ctx.call = in_order.num_tokens, call.without_tensors()
             ctx.cache, ctx.cached = cache, cache is not None
         others = (output for name, output in outputs._asdict().items() if name not in WITH_GRADIENT)
         ctx.mark_non_differentiable(*(output for output in others if output is not None))
@@ -144,13 +136,13 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
 
 
 def linear_cross_entropy_autograd(call: Call) -> LinearCrossEntropyOutput:
-    """Apply the function, and return outputs of `call.shape`."""
+    """Return outputs of `call.shape` with a gradient."""
     grad_enabled = torch.is_grad_enabled() and (call.hidden.requires_grad or call.weight.requires_grad)
     return LinearCrossEntropyOutput(*LinearCrossEntropyFunction.apply(call.hidden, call.weight, call, grad_enabled))
 
 
 def check_workspace(call: Call, needs_grad: bool, needs_weight: bool) -> None:
-    """Raise ValueError if a pass, backward included, has no room for its smallest block of the largest shard."""
+    """Raise ValueError if the workspace is too small for the smallest block of forward or backward."""
     smallest = smallest_workspace(call.size, needs_grad, needs_weight)
     if call.options.workspace_bytes < smallest:
         raise ValueError(
@@ -159,6 +151,6 @@ def check_workspace(call: Call, needs_grad: bool, needs_weight: bool) -> None:
 
 
 def _tokens(call: Call, computed: ComputedRows) -> Tokens:
-    """Return the computed rows, in the blocks of backward's outer loop."""
+    """Return the computed rows in the blocks of the outer loop of backward."""
     block_tokens = backward_tokens(call.size, computed.count, call.options.workspace_bytes)
     return tokens_in_blocks(call.hidden, computed, block_tokens, call.options)

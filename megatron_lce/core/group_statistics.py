@@ -1,4 +1,4 @@
-"""Statistics of every computed token over the whole vocabulary of a group."""
+"""Statistics of computed tokens over the vocabulary of the group."""
 
 import torch
 from torch import Tensor
@@ -16,11 +16,11 @@ from megatron_lce.core.tokens import Tokens
 def stats_over_group(
     tokens: Tokens, rows: Rows, call: Call, cache: LogitsCache | None, ids: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the whole vocabulary's extremes [E, N] and sums [`num_sums`, N], with the same bits on every rank.
+    """Return extremes [E, N], sums [`num_sums`, N] and base-2 logits at candidates' `ids` [N, K], or None without ids.
 
-    The third result is the base-2 logits at the candidates' `ids` [N, K], or None without candidates.
+    All of them have the same bits on every rank.
     """
-    options, device, of_blocks = call.options, call.hidden.device, []
+    of_blocks = []
     logits = None if ids is None else torch.empty_like(ids, dtype=torch.float32)
     for block in tokens.blocks():
         hidden, some = block.hidden.wait(), rows.select(block.rows)
@@ -28,18 +28,13 @@ def stats_over_group(
         if ids is not None and logits is not None:
             logits[block.rows] = candidate_logits(hidden, ids[block.rows], some, call)
     if not of_blocks:
-        extremes = empty_extremes(0, options.telemetry, device)
-        return extremes, empty_sums(0, options.entropy, options.telemetry, device), logits
+        entropy, telemetry, device = call.options.entropy, call.options.telemetry, call.hidden.device
+        of_blocks = [(empty_extremes(0, telemetry, device), empty_sums(0, entropy, telemetry, device))]
     return *_side_by_side(of_blocks), logits
 
 
-def stats_of_tokens(
-    hidden: Tensor,  # [N, H]
-    rows: Rows,
-    call: Call,
-    cache: LogitsCache | None,
-) -> tuple[Tensor, Tensor]:
-    """Return the extremes and sums of gathered hidden states, as many at a time as the workspace has room for."""
+def stats_of_tokens(hidden: Tensor, rows: Rows, call: Call, cache: LogitsCache | None) -> tuple[Tensor, Tensor]:
+    """Return the extremes and sums of hidden states [N, H], as many at a time as the workspace holds."""
     of_ranges = []
     for tokens in cut(hidden.shape[0], stats_tokens(call.size, hidden.shape[0], call.options.workspace_bytes)):
         own_cache = None if cache is None else cache.select(tokens)
@@ -56,26 +51,20 @@ def _side_by_side(stats: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def _stats_at_once(hidden: Tensor, rows: Rows, call: Call, cache: LogitsCache | None) -> tuple[Tensor, Tensor]:
-    """Take this shard's statistics and merge them over the group."""
-    backend, options, shard, num_tokens = call.backend, call.options, call.shard, hidden.shape[0]
+    """Compute the statistics of this shard and merge them over the group."""
+    options, shard, num_tokens = call.options, call.shard, hidden.shape[0]
     if shard.columns == 0:
         num_rows = packed_rows(options.entropy, options.telemetry)
         of_chunks = hidden.new_empty(0, num_rows, num_tokens, dtype=torch.float32)
     else:
-        of_chunks = backend.softmax_stats(
-            hidden,
-            call.weight[: shard.columns],
-            rows,
-            options,
-            vocab_start=shard.start,
-            cache=cache,
-            columns_at_once=stats_columns(call.size, num_tokens, options.workspace_bytes),
-        )
+        at_once = stats_columns(call.size, num_tokens, options.workspace_bytes)
+        inputs = hidden, call.weight[: shard.columns], rows, options
+        of_chunks = call.backend.softmax_stats(*inputs, vocab_start=shard.start, cache=cache, columns_at_once=at_once)
     return merged_over_group(of_chunks, call)
 
 
 def merged_over_group(of_chunks: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """Merge a shard's statistics [chunks, K, N] into the group's: an exchange of extremes, then one of sums."""
+    """Merge statistics [chunks, K, N] of all shards: the ranks exchange extremes, then sums."""
     backend, options, shard = call.backend, call.options, call.shard
     entropy, telemetry = options.entropy, options.telemetry
     all_extremes = of_chunks

@@ -1,4 +1,4 @@
-"""Gradients of hidden and weight, from slabs of gradients of logits by two matrix products each."""
+"""Gradients of hidden and weight: two matrix products per slab of logit gradients."""
 
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from megatron_lce.core.tokens import TokenBlock, Tokens
 
 
 class Slab(NamedTuple):
-    """Gradients of some logits of a block, consumed by two matrix products."""
+    """Gradients of some logits of a block."""
 
     columns: slice  # of the shard
     tokens: slice  # of the block
@@ -24,8 +24,8 @@ class Slab(NamedTuple):
 class HeadGradients:
     """Sums of the hidden and weight gradients over slabs.
 
-    With a group, a block's hidden gradient is reduced as soon as its last slab is added, under the last product for the
-    weight. Without one it is cast to its dtype when the slabs' memory is free.
+    With a group, the hidden gradient of a block is reduced as soon as its last slab is added, while the last product
+    for the weight runs. Without a group, it is cast to its dtype after the memory of the slabs is freed.
     """
 
     def __init__(
@@ -39,12 +39,12 @@ class HeadGradients:
     ) -> None:
         self._tokens, self._call, self._needs_hidden = tokens, call, needs_hidden
         self._weight = _WeightGrad(call, tokens.num_blocks, weight_sum) if needs_weight else None
-        # What a column of a slab takes if a block's tokens come in several slabs. A `weight_sum` lies beside the
+        # Bytes per column of a slab if a block's tokens come in several slabs. A `weight_sum` is not part of the
         # workspace, and all tokens are added to it directly.
         self.bytes_per_column = call.size.weight_sum_column if needs_weight and not weight_sum else 0
 
     def add(self, block: TokenBlock, slabs: Iterator[Slab]) -> None:
-        """Add the slabs of a block, which hold the gradient of every product of it."""
+        """Add the slabs of a block, which together hold the gradient of all its products."""
         tokens, num_columns = self._tokens, self._call.shard.columns
         hidden_grad = _HiddenGrad(tokens, block, self._call) if self._needs_hidden else None
         for slab in slabs:
@@ -86,30 +86,37 @@ def computed_slabs(
 
 def kept_slabs(grad: Tensor, factor: Tensor | None = None) -> Iterator[Slab]:
     """Yield slabs of a finished gradient of the first C columns, factor * grad [N, C]."""
-    num_tokens, kept_columns = grad.shape
-    for columns in cut_columns(kept_columns, max(kept_columns, 1)):
+    num_tokens, num_columns = grad.shape
+    for columns in cut_columns(num_columns, max(num_columns, 1)):
         yield Slab(columns, slice(0, num_tokens), grad[:, columns], factor)
 
 
 class _HiddenGrad:
-    """A block's hidden gradient: one product if a slab holds all columns, else an fp32 sum over slabs."""
+    """The hidden gradient of a block: one product if a slab holds all columns, else an fp32 sum over slabs."""
 
     def __init__(self, tokens: Tokens, block: TokenBlock, call: Call) -> None:
         self._tokens, self._block, self._call = tokens, block, call
         self._sum: Tensor | None = None
-        self._in_place = False  # the sum is the gradient's own tensor
+        self._in_place = False  # the sum is the tensor of the gradient
 
     def add(self, slab: Slab) -> None:
+        weight, grad_dtype, num_columns = self._call.weight, self._tokens.grad_dtype, self._call.shard.columns
         if self._sum is None:
-            self._sum = self._new_sum(slab.columns == slice(0, self._call.shard.columns))
-        weight, rows = self._call.weight[slab.columns], self._sum[slab.tokens]
-        self._call.product(slab.grad, weight, rows, accumulate=slab.columns.start > 0)
-        if slab.factor is not None and slab.columns.stop == self._call.shard.columns:
+            one_product = slab.columns == slice(0, num_columns)
+            self._in_place = grad_dtype == torch.float32 or (one_product and grad_dtype == weight.dtype)
+            if self._in_place:
+                self._sum = self._tokens.grad_rows(self._block)
+            else:
+                num_rows = self._block.rows.stop - self._block.rows.start
+                self._sum = weight.new_empty(num_rows, weight.shape[1], dtype=torch.float32)
+        rows = self._sum[slab.tokens]
+        self._call.product(slab.grad, weight[slab.columns], rows, accumulate=slab.columns.start > 0)
+        if slab.factor is not None and slab.columns.stop == num_columns:
             # A local name for the sum would keep its memory while the reduction allocates.
             self._call.backend.scale(self._sum[slab.tokens], slab.factor, self._sum[slab.tokens], accumulate=False)
 
     def finish(self) -> None:
-        """Cast the gradient to its dtype after the last slab, 0 without any, and start its sum over the group."""
+        """Cast the gradient to its dtype (0 without slabs) and start its reduction over the group."""
         grad = self._sum
         if grad is None or not self._in_place:
             grad = self._tokens.grad_rows(self._block)
@@ -117,17 +124,9 @@ class _HiddenGrad:
         self._sum = None
         self._tokens.reduce(self._block, grad)
 
-    def _new_sum(self, one_product: bool) -> Tensor:
-        weight, grad_dtype = self._call.weight, self._tokens.grad_dtype
-        self._in_place = grad_dtype == torch.float32 or (one_product and grad_dtype == weight.dtype)
-        if self._in_place:
-            return self._tokens.grad_rows(self._block)
-        num_rows = self._block.rows.stop - self._block.rows.start
-        return weight.new_empty(num_rows, weight.shape[1], dtype=torch.float32)
-
 
 class _WeightGrad:
-    """This shard's weight gradient, in a tensor of weight's dtype, an fp32 sum, or a sink's fp32 buffer."""
+    """The weight gradient of this shard: a tensor of weight's dtype, an fp32 sum, or the fp32 buffer of a sink."""
 
     def __init__(self, call: Call, num_blocks: int, as_sum: bool) -> None:
         weight, self._product, self._scale = call.weight, call.product, call.backend.scale
@@ -143,7 +142,7 @@ class _WeightGrad:
         self._nothing_added = True
 
     def add(self, slab: Slab, hidden: Tensor, first_block: bool) -> None:
-        """Add a slab's part; `hidden` is the block's."""
+        """Add a slab; `hidden` belongs to the whole block."""
         self._nothing_added = False
         is_first, is_last = slab.tokens.start == 0, slab.tokens.stop == hidden.shape[0]
         hidden = hidden[slab.tokens]
@@ -156,7 +155,7 @@ class _WeightGrad:
             self._product(slab.grad.T, hidden, out, accumulate=accumulate)
             return
         if is_first:
-            self._partial = None  # free the last slab's before the next is allocated
+            self._partial = None  # freed before the next is allocated
             self._partial = hidden.new_empty(out.shape, dtype=torch.float32)
         assert self._partial is not None
         self._product(slab.grad.T, hidden, self._partial, accumulate=not is_first)

@@ -1,14 +1,14 @@
-"""The passes of `linear_jsd`: forward, by blocks of tokens with all their columns, and backward of a loss per token.
+"""The passes of `linear_jsd`.
 
-Forward:
+Forward, for blocks of tokens with all columns:
 
-1. Two products write both heads' logits of a block to memory.
+1. Two products write the logits of both heads to memory.
 2. The backend reads them for both softmaxes, which the ranks merge.
 3. It reads them for the divergence, whose parts the ranks add up.
-4. If token weights make the upstream gradient known, it reads them for the student's gradient, which two products add
-   to the sums of both gradients. `known_loss` scales these in backward.
+4. With token weights the upstream gradient is known. The backend reads the logits for the student's gradient, and two
+   products add it to the gradients of hidden and weight, which `known_loss` scales in backward.
 
-Backward of a loss per token: both products of a range of columns again, the third reading, and the two products.
+Backward of a per-token loss recomputes the products for a range of columns, and continues with step 4.
 """
 
 from collections.abc import Iterator
@@ -54,7 +54,7 @@ class Divergences(NamedTuple):
     losses: Tensor  # [N] fp32 in nats; 0 in skipped rows
     total: Tensor | None  # [] fp32, of weighted losses
     gradients: HeadGradients | None  # of the total
-    student_outputs: list[Tensor]  # logprobs, entropy and lse, [N] each; empty: not asked for
+    student_outputs: list[Tensor]  # logprobs, entropy and lse, [N] each; empty: not requested
     per_row: tuple[Tensor | None, ...]  # of the computed rows, for backward: index, both scales, to_nats, statistics
 
 
@@ -64,10 +64,10 @@ def find_divergences(
     heads: Heads,  # hidden [N, H], under sequence parallel [N / tp, H]
     teacher_temperature: Tensor | float | None,  # [N] if a tensor; None: the student's
     return_student: bool,
-    token_weights: Tensor | None,  # [N]; a row of weight 0 is ignored; None: no total is made
+    token_weights: Tensor | None,  # [N]; rows of weight 0 are ignored; None: no total
     with_gradient: bool,  # of the total
 ) -> Divergences:
-    """Fill each row's `JsdStats`, block by block; with gradients a block is as many tokens as they have room for."""
+    """Compute statistics, losses and, if requested, gradients of the total, block by block."""
     options, prepare, labels = call.options, call.backend.prepare_rows, call.labels
     size, workspace = _size_and_workspace(heads, call)
     if workspace < (smallest := smallest_workspace(size, needs_grad=True, needs_weight=True)):
@@ -79,7 +79,7 @@ def find_divergences(
     teacher_scale = all_rows.scale
     if teacher_temperature is not None:
         teacher_scale = prepare(labels, teacher_temperature, options, call.shard).scale
-    # A number from the caller counts labels; weights of 0 do not change it.
+    # A number given as `skip_ignored` is the number of labels, whatever the weights.
     computed = ComputedRows.of(labels if options.skip_ignored is True else call.labels, options)
     plan = None
     if with_gradient:
@@ -97,7 +97,7 @@ def find_divergences(
         coefficient = gradient_coefficient(weights, all_rows.to_nats, all_rows.scale, heads.student, heads.beta)
     all_stats = teacher_scale.new_empty(9 if return_student else 6, computed.count)  # see `JsdStats`
     gradients = unscaled_gradients(tokens, call) if with_gradient else None
-    # Gathered first, as a rank without columns leaves out what follows: ranks must agree on collectives' order.
+    # Both gathers come first: ranks must run collectives in one order, and a rank without columns skips what follows.
     for block, of_teacher in zip(tokens.blocks(), teacher_tokens.blocks(), strict=True):
         rows, stats = all_rows.select(block.rows), all_stats[:, block.rows]
         both = Heads(
@@ -109,11 +109,12 @@ def find_divergences(
         )
         tokens_at_once, collected = products_tokens(size, stats.shape[1], workspace), None
         if plan is not None:
-            tokens_at_once, collected = plan.products_tokens, _gradient_memory(call, stats.shape[1])
+            tokens_at_once, stride = plan.products_tokens, slab_row_stride(call.shard.columns)
+            collected = with_zeros_behind(call.hidden.new_empty(stats.shape[1], stride), call.shard.columns)
         _fill_stats(both, stats, call, tokens_at_once, collected)
         if gradients is not None and collected is not None:
             slabs = kept_slabs(collected)
-            del collected  # its memory is freed before the next block's is allocated
+            del collected  # freed before the next block allocates
             gradients.add(block, slabs)
         elif gradients is not None:
             gradients.add(block, _recomputed_slabs(both, stats, call, gradients.bytes_per_column))
@@ -128,7 +129,7 @@ def find_divergences(
 
 
 def jsd_with_gradient(found: Divergences, call: Call) -> Tensor:
-    """Return the total, or the loss of each token, as autograd knows it."""
+    """Return the total, or the loss of each token, with a gradient."""
     if found.total is not None:
         return with_gradients(found.total, found.gradients, call, "linear_jsd")
     return _LinearJsd.apply(call.hidden, call.weight, found, call)
@@ -140,13 +141,13 @@ class _LinearJsd(torch.autograd.Function):
     student hidden  replicated, or sharded along the sequence  -> its gradient is summed over the group
     student weight  this rank's shard                          -> its gradient is complete on this rank
     teacher         as the student's                           -> no gradient
-    Keeps a dozen floats a token alive; backward recomputes both heads' logits slab by slab.
+    Saves a dozen floats per token; backward recomputes the logits of both heads slab by slab.
     """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, found: Divergences, call: Call) -> Tensor:
         student, teacher = found.heads[:2]
-        # A tensor of inference mode cannot be saved for backward, and cannot change outside of that mode.
+        # Autograd cannot save inference tensors, which do not change outside inference mode.
         ctx.inference = [t if t.is_inference() else None for t in teacher[:2]]
         saved = (None if t.is_inference() else t for t in teacher[:2])
         ctx.save_for_backward(hidden, weight, *saved, *found.per_row)
@@ -164,7 +165,7 @@ class _LinearJsd(torch.autograd.Function):
             upstream = computed.select(grad_loss.float())
             coefficient = gradient_coefficient(upstream, to_nats, scale, student, ctx.beta)
             if call.options.skip_ignored is True:
-                # A broken row's gradient is NaN whatever its upstream.
+                # The gradient of a broken row is NaN whatever the upstream gradient.
                 has_gradient = (upstream != 0) | to_nats.isnan()
                 with_gradient = ComputedRows.where(has_gradient, call.options.tp_group).index
                 if with_gradient is not None:
@@ -177,7 +178,7 @@ class _LinearJsd(torch.autograd.Function):
                 tokens_in_blocks(head.hidden, computed, computed.count, call.options) for head in (student, teacher)
             )
             gradients = HeadGradients(tokens, call, needs_hidden=needs_hidden, needs_weight=needs_weight)
-            # Gathered first, as a rank without columns makes no slabs: ranks must agree on collectives' order.
+            # Both gathers come first, as in forward.
             for block, of_teacher in zip(tokens.blocks(), teacher_tokens.blocks(), strict=True):
                 student_rows = student.of_rows(block.hidden.wait(), scale)
                 teacher_rows = teacher.of_rows(of_teacher.hidden.wait(), teacher_scale)
@@ -187,9 +188,9 @@ class _LinearJsd(torch.autograd.Function):
 
 
 def _fill_stats(heads: Heads, stats: Tensor, call: Call, tokens_at_once: int, all_gradients: Tensor | None) -> None:
-    """Fill `JsdStats`, [6, N] or [9, N], and gradients [N, C], if any, from products of some tokens at a time.
+    """Fill `JsdStats`, [6, N] or [9, N], and gradients [N, C], if any, for some tokens at a time.
 
-    For these tokens ranks exchange both softmaxes, and then the sums.
+    For these tokens the ranks exchange both softmaxes, then the sums.
     """
     group, backend, all_columns = call.options.tp_group, call.backend, slice(0, call.shard.columns)
     memory = _products_memory(heads, min(tokens_at_once, stats.shape[1]), call.shard.columns)
@@ -213,7 +214,7 @@ def _fill_stats(heads: Heads, stats: Tensor, call: Call, tokens_at_once: int, al
 
 
 def _recomputed_slabs(heads: Heads, stats: Tensor, call: Call, bytes_per_column: int) -> Iterator[Slab]:
-    """Yield gradients of the student's products, slab by slab, from both heads' recomputed products."""
+    """Yield gradients of the student's products, slab by slab, from recomputed products of both heads."""
     num_tokens, num_columns = stats.shape[1], call.shard.columns
     if num_columns == 0:
         return
@@ -228,19 +229,13 @@ def _recomputed_slabs(heads: Heads, stats: Tensor, call: Call, bytes_per_column:
     yield from computed_slabs(heads.student.hidden, num_tokens, slice(0, num_columns), blocks, compute)
 
 
-def _gradient_memory(call: Call, num_tokens: int) -> Tensor:
-    """Return memory for the gradient of the student's products with all columns, [N, C]."""
-    num_columns = call.shard.columns
-    return with_zeros_behind(call.hidden.new_empty(num_tokens, slab_row_stride(num_columns)), num_columns)
-
-
 def _products_memory(heads: Heads, tokens: int, columns: int) -> Tensor:
-    """Return memory for both heads' products of some tokens with some columns."""
+    """Allocate the products of both heads for this many tokens and columns."""
     return heads.student.hidden.new_empty(2, tokens * slab_row_stride(columns), dtype=torch.float32)
 
 
 def _products(heads: Heads, memory: Tensor) -> Tensor:
-    """Compute both heads' products [2, N, C] in this memory."""
+    """Compute the products of both heads, [2, N, C], in this memory."""
     num_tokens, num_columns = heads.student.hidden.shape[0], heads.student.weight.shape[0]
     stride = slab_row_stride(num_columns)
     products = memory[:, : num_tokens * stride].view(2, num_tokens, stride)[:, :, :num_columns]
@@ -252,12 +247,12 @@ def _products(heads: Heads, memory: Tensor) -> Tensor:
 
 
 def _size_and_workspace(heads: Heads, call: Call) -> tuple[HeadSize, int]:
-    """Return the sizes that all ranks plan by, and the workspace without the copies of a weight's rows."""
+    """Return the sizes for plans, and the workspace without fp32 copies of the weight."""
     copied_row = _copied_row(heads)
     size = size_of_two_heads(call.size, call.backend.intermediate_bytes(call.shard.largest) + copied_row)
     return size, call.options.workspace_bytes - COLUMN_STEP * copied_row
 
 
 def _copied_row(heads: Heads) -> int:
-    """Bytes of a row in fp32 where products copy 16-bit inputs, as a CPU's do: few rows of a weight at a time; or 0."""
+    """Return the bytes of an fp32 row where products copy 16-bit inputs, as on CPUs, else 0."""
     return max(4 * head.hidden.shape[1] if copies_to_fp32(head.hidden) else 0 for head in heads[:2])

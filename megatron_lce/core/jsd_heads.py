@@ -14,9 +14,9 @@ from megatron_lce.core.statistics import LN_2
 
 
 class Head(NamedTuple):
-    """One model's last layer; both heads have the same tokens and the same rows of the vocabulary.
+    """The last layer of one model. Both heads have the same tokens and columns.
 
-    With its products `x = hidden @ weight.T` its logits are `scale * x`, or `scale * tanh(softcap_scale * x)`.
+    With `x = hidden @ weight.T`, its logits are `scale * x` or, under a softcap, `scale * tanh(softcap_scale * x)`.
     """
 
     hidden: Tensor  # [N, H]
@@ -31,7 +31,7 @@ class Head(NamedTuple):
         return None if self.softcap is None else self.logits_scale / self.softcap
 
     def of_rows(self, hidden: Tensor, scale: Tensor) -> "Head":
-        """Return the head of these rows, whose scale [N] is that at a logits_scale of 1."""
+        """Return the head for these rows; `scale` [N] does not include logits_scale or softcap."""
         factor = self.logits_scale if self.softcap is None else self.softcap
         return self._replace(hidden=hidden, scale=scale if factor == 1.0 else scale * factor)
 
@@ -47,8 +47,8 @@ class Heads(NamedTuple):
     student: Head
     teacher: Head
     beta: float
-    labels: Tensor | None = None  # [N] int32 columns; outside [0, C): none of these; None: no student's outputs
-    coefficient: Tensor | None = None  # [N] fp32, multiplies a row's gradient; 0: the row is zero; None: no gradient
+    labels: Tensor | None = None  # [N] int32 columns; outside [0, C): not in this shard; None: no student outputs
+    coefficient: Tensor | None = None  # [N] fp32 factor of the gradient; 0: the gradient is 0; None: no gradient
 
     def block(self, tokens: slice, columns: slice) -> "Heads":
         """Return both heads of some tokens and some columns."""
@@ -60,26 +60,26 @@ class Heads(NamedTuple):
 class JsdStats(NamedTuple):
     """Statistics of each token: rows of [6, N] fp32, base 2, with the same bits on every rank.
 
-    A sum of exponentials is NaN if a logit of the row is not finite, and so is all that follows from it.
+    If a logit of the row is not finite, the sum of exponentials is NaN, and all that is derived from it.
     """
 
     student_max: Tensor
-    student_sum: Tensor  # sum of 2^(z - max); with two parts log2 p keeps its last digits for any z
+    student_sum: Tensor  # sum of 2^(z - max); kept apart from max, so that log2 p keeps its last digits for any z
     teacher_max: Tensor
     teacher_sum: Tensor
     divergence: Tensor
     student_kl: Tensor  # KL(p_student || m); beta = 1: KL(p_student || p_teacher); beta = 0: unused
-    # With labels there are these, too, [9, N] together.
+    # With labels, [9, N].
     expected: Tensor | None = None  # sum of p_student (z - max)
     label_logit: Tensor | None = None  # z - max of the label
-    label_owned: Tensor | None = None  # 1; 0: the label is none of the columns
+    label_owned: Tensor | None = None  # 1, or 0 if the label is not among the columns
 
 
-SOFTMAX_ROWS = 4  # rows of `JsdStats` that are both softmaxes'; the others are sums
+SOFTMAX_ROWS = 4  # the first rows of `JsdStats` describe both softmaxes; the others are sums
 
 
 def merged_softmaxes(parts: Tensor) -> Tensor:
-    """Merge softmax rows of S disjoint sets of columns, [S, 4, N], to their union's, [4, N]."""
+    """Merge the softmax rows [S, 4, N] of S disjoint sets of columns, to [4, N]."""
     max_logits, sums = parts[:, ::2], parts[:, 1::2]
     largest = max_logits.amax(dim=0)
     return torch.stack([largest, (max_logits - largest).exp2_().mul_(sums).sum(dim=0)], dim=1).flatten(0, 1)
@@ -88,10 +88,9 @@ def merged_softmaxes(parts: Tensor) -> Tensor:
 def losses_in_nats(stats: Tensor, rows: Rows, beta: float) -> tuple[Tensor, Tensor]:
     """Return the loss of each token in nats, [N], and to_nats, NaN if the loss is."""
     divergence = JsdStats(*stats).divergence
-    # A row that is not finite in either head is NaN in to_nats, and so in its gradient on every rank: a rank's backward
-    # may see finite logits of the row only.
+    # NaN in to_nats makes the gradient of a row NaN on every rank, even if all logits on a rank are finite.
     to_nats = torch.where(divergence.isfinite() | rows.ignored, rows.to_nats, torch.nan)
-    # Rounding may carry a divergence past its bounds; a clamp passes NaN.
+    # Rounding may exceed the bounds of a divergence. A clamp preserves NaN.
     return torch.where(rows.ignored, 0.0, divergence.clamp(0.0, _largest_divergence(beta)) * to_nats), to_nats
 
 
@@ -104,14 +103,14 @@ def student_outputs(stats: Tensor, rows: Rows) -> Tensor:
 
 
 def _largest_divergence(beta: float) -> float:
-    """Divergence in bits of two distributions without a common id."""
+    """Return the divergence in bits of two distributions without a common id."""
     return math.inf if beta in (0, 1) else -beta * math.log2(beta) - (1 - beta) * math.log2(1 - beta)
 
 
 def gradient_coefficient(upstream: Tensor, to_nats: Tensor, scale: Tensor, student: Head, beta: float) -> Tensor:
-    """Return the factor of a row's gradient of products, [N]: upstream, scale / temperature, and from bits to nats."""
+    """Return the factor of each row's gradient, [N]: upstream, scale / temperature, and bits to nats."""
     factor = upstream * to_nats * scale * student.logits_scale  # scale is log2 e / temperature
-    if beta > 0:  # the gradient has a logarithm, in base 2
+    if beta > 0:  # the gradient contains a base-2 logarithm
         factor = factor * LN_2
     if beta < 1:
         factor = factor * (1 - beta)

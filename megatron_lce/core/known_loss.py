@@ -1,4 +1,4 @@
-"""Losses whose gradients are made in forward, while the logits are there; backward scales them by one number."""
+"""Losses whose gradients are computed in forward. Backward scales them by one number."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from megatron_lce.core.tokens import Tokens
 
 
 def unscaled_gradients(tokens: Tokens, call: Call) -> HeadGradients:
-    """Return empty sums of gradients that backward will scale by the loss's upstream gradient."""
+    """Return empty gradients, which backward will scale by the upstream gradient of the loss."""
     return HeadGradients(
         tokens,
         call,
@@ -23,22 +23,22 @@ def unscaled_gradients(tokens: Tokens, call: Call) -> HeadGradients:
 
 
 def unscaled_dtype(call: Call) -> torch.dtype:
-    """Return the dtype of the unscaled hidden gradient: fp32 for fp16, whose range it may exceed until it is scaled."""
+    """Return the dtype of the unscaled hidden gradient: fp32 for fp16, whose range it may exceed."""
     return torch.float32 if call.hidden.dtype == torch.float16 else call.hidden.dtype
 
 
 def scales_a_sum(call: Call) -> bool:
-    """Return whether even a single block's weight gradient is held in fp32 until it is scaled."""
+    """Return whether even the weight gradient of a single block is kept in fp32 until it is scaled."""
     return call.options.weight_grad_sink is not None or call.weight.dtype == torch.float16
 
 
 def with_gradients(loss: Tensor, gradients: HeadGradients | None, call: Call, name: str) -> Tensor:
-    """Return the loss of an operation of this name with these gradients, or without any."""
+    """Attach gradients, if any, to the loss of the operation of this name."""
     return loss if gradients is None else _KnownLoss.apply(call.hidden, call.weight, loss, gradients, call, name)
 
 
 class _KnownLoss(torch.autograd.Function):
-    """A scalar loss whose gradients forward has made; backward scales them by its upstream gradient.
+    """A scalar loss with gradients from forward, which backward scales by the upstream gradient.
 
     hidden  replicated, or sharded along the sequence  -> its gradient is summed over the group
     weight  this rank's shard                          -> its gradient is complete on this rank
@@ -78,22 +78,21 @@ class _KnownLoss(torch.autograd.Function):
 
 
 class Promise:
-    """How many more backward passes have the host look whether the promise holds; each costs a wait."""
+    """Number of backward passes in which the host still checks the promise. Each check waits for the device."""
 
     def __init__(self, looks: int = 1) -> None:
         self.looks = looks
 
 
 class LossesOfSum(torch.autograd.Function):
-    """The loss per token. Backward passes their common gradient to the sum: 0 if none counts, NaN if they differ.
+    """The per-token losses of a sum. Backward passes their common upstream gradient on: 0 without unmasked tokens.
 
-    Raises:
-        RuntimeError: in a backward in which the host looks, if they differ. Ranks have the same upstream: all raise.
+    If upstream gradients differ, the gradient is NaN. In a pass in which the host checks, all ranks raise RuntimeError.
     """
 
     @staticmethod
-    def forward(ctx: Any, total: Tensor, losses: Tensor, counted: Tensor, promise: Promise) -> Tensor:
-        ctx.counted, ctx.promise = counted, promise
+    def forward(ctx: Any, total: Tensor, losses: Tensor, unmasked: Tensor, promise: Promise) -> Tensor:
+        ctx.unmasked, ctx.promise = unmasked, promise
         return losses.clone()
 
     @staticmethod
@@ -101,17 +100,17 @@ class LossesOfSum(torch.autograd.Function):
         check_backward("linear_token_losses", upstream)
         if upstream.numel() == 0:
             return upstream.new_zeros((), dtype=torch.float32), None, None, None
-        upstream, counted = upstream.reshape(-1).float(), ctx.counted
-        largest = upstream.masked_fill(~counted, -torch.inf).amax()
-        smallest = upstream.masked_fill(~counted, torch.inf).amin()
+        upstream, unmasked = upstream.reshape(-1).float(), ctx.unmasked
+        largest = upstream.masked_fill(~unmasked, -torch.inf).amax()
+        smallest = upstream.masked_fill(~unmasked, torch.inf).amin()
         if ctx.promise.looks and not collectives.is_captured():
-            _look(float(smallest), float(largest), ctx.promise)
-        one = largest.masked_fill(largest != smallest, torch.nan).masked_fill(~counted.any(), 0.0)
+            _check_equal(float(smallest), float(largest), ctx.promise)
+        one = largest.masked_fill(largest != smallest, torch.nan).masked_fill(~unmasked.any(), 0.0)
         return one, None, None, None
 
 
-def _look(low: float, high: float, promise: Promise) -> None:
-    if low > high:  # no token counts
+def _check_equal(low: float, high: float, promise: Promise) -> None:
+    if low > high:  # every token is masked
         return
     promise.looks -= 1
     if low < high:

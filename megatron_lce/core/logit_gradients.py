@@ -1,4 +1,4 @@
-"""Gradients of a block's logits, slab by slab: made of the logits cache, or of recomputed products."""
+"""Gradients of the logits of a block, slab by slab, from the logits cache or from recomputed products."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,32 +25,19 @@ class LogitGradients(NamedTuple):
     rows: Rows
     terms: Tensor  # [6 or 7, N] fp32, `RowTerms`
     entropy: bool  # the entropy has an upstream gradient
-    candidates: CandidateGradients | None = None  # gradients that replace those of the candidates' products
+    candidates: CandidateGradients | None = None  # they replace the gradients of the candidates' products
 
     def select(self, tokens: slice | Tensor) -> "LogitGradients":
         candidates = None if self.candidates is None else self.candidates.select(tokens)
         return self._replace(rows=self.rows.select(tokens), terms=self.terms[:, tokens], candidates=candidates)
 
-    @property
-    def needs_every_logit(self) -> bool:
-        """Whether exponentials do not suffice: the mean logit's gradient under a softcap needs every logit's slope."""
-        return self.call.options.softcap is not None and RowTerms(*self.terms).mean_term is not None
-
     def compute(self, hidden: Tensor, tokens: slice, columns: slice, grad: Tensor) -> None:
         """Recompute these products and write their gradient to `grad`."""
-        part = self.select(tokens)
-        self.call.backend.grad_logits(
-            hidden[tokens],
-            self.call.weight[columns],
-            part.rows,
-            part.terms,
-            grad,
-            self.call.options,
-            first_column=columns.start,
-            entropy=self.entropy,
-        )
+        call, part = self.call, self.select(tokens)
+        inputs = hidden[tokens], call.weight[columns], part.rows, part.terms
+        call.backend.grad_logits(*inputs, grad, call.options, first_column=columns.start, entropy=self.entropy)
         if part.candidates is not None:
-            self.call.backend.write_columns(grad, part.candidates.columns - columns.start, part.candidates.grad)
+            call.backend.write_columns(grad, part.candidates.columns - columns.start, part.candidates.grad)
 
 
 def gradient_inputs(
@@ -61,7 +48,7 @@ def gradient_inputs(
     ids: Tensor | None = None,  # [N, K], of the candidates
     log_p: Tensor | None = None,  # [N, K] base 2, of the candidates
 ) -> tuple[LogitGradients, Tensor]:
-    """Return the inputs of `grad_logits`, and a mask [N] of rows with a gradient that is not zero."""
+    """Return the inputs of `grad_logits`, and a mask [N] of rows with a nonzero gradient."""
     of_candidates = None
     if ids is not None and (grad := upstream["candidate_logprobs"]) is not None:
         of_candidates = grad.float().masked_fill(ids < 0, 0.0)
@@ -72,7 +59,7 @@ def gradient_inputs(
     gradients = LogitGradients(call, rows, terms, upstream["entropy"] is not None)
     if of_candidates is None or ids is None or log_p is None:
         return gradients, counts
-    unknown = (log_p.isnan() & (ids >= 0)).any(dim=1)  # an id of no rank makes its row's gradient NaN, as a label does
+    unknown = (log_p.isnan() & (ids >= 0)).any(dim=1)  # an id of no rank makes the gradient NaN, as a label does
     terms[2].masked_fill_(unknown & ~rows.ignored, torch.nan)
     candidates = candidate_gradients(of_candidates, ids, log_p, rows, softmax, terms, call)
     return gradients._replace(candidates=candidates), counts | (of_candidates != 0).any(dim=1)
@@ -95,29 +82,23 @@ def gradients_of_cache(
     cache: LogitsCache,
     hidden: Tensor | None = None,  # of the cache's rows
 ) -> CacheGradients | None:
-    """Turn every row's kept exponentials into gradients, in place.
+    """Turn cached exponentials into gradients, in place.
 
-    If the gradients `needs_every_logit`, recompute them from hidden into the cache's memory; None without hidden.
+    The mean logit under a softcap needs the slope at every logit, which exponentials do not give. Its gradient is
+    recomputed from hidden into the memory of the cache; None without hidden.
     """
-    if gradients.needs_every_logit:
+    call, (num_tokens, num_columns) = gradients.call, cache.exp.shape
+    if call.options.softcap is not None and RowTerms(*gradients.terms).mean_term is not None:
         if hidden is None:
             return None
-        num_tokens, num_columns = cache.exp.shape
         gradients.compute(hidden, slice(0, num_tokens), slice(0, num_columns), cache.exp)
         return CacheGradients(cache.exp)
-    call = gradients.call
-    scaled_hidden = cache.exp.shape[0] * call.weight.shape[1] * call.weight.element_size()
-    factor = call.backend.grad_logits_from_cache(
-        cache,
-        gradients.rows,
-        gradients.terms,
-        call.options,
-        entropy=gradients.entropy,
-        factored=gradients.candidates is None
-        and not call.options.entropy  # a call with an entropy kept exponentials relative to different references
-        and cache.exp.shape[1] == call.shard.columns
-        and scaled_hidden <= call.options.workspace_bytes,
-    )
+    scaled_hidden = num_tokens * call.weight.shape[1] * call.weight.element_size()
+    # With an entropy, exponentials are relative to different references.
+    factored = gradients.candidates is None and not call.options.entropy and num_columns == call.shard.columns
+    factored = factored and scaled_hidden <= call.options.workspace_bytes
+    inputs = cache, gradients.rows, gradients.terms, call.options
+    factor = call.backend.grad_logits_from_cache(*inputs, entropy=gradients.entropy, factored=factored)
     if gradients.candidates is not None:
         call.backend.write_columns(cache.exp, *gradients.candidates)
     return CacheGradients(cache.exp, factor)
@@ -126,7 +107,7 @@ def gradients_of_cache(
 def grad_logits_slabs(
     gradients: LogitGradients, block: TokenBlock, bytes_per_column: int, of_cache: CacheGradients | None
 ) -> Iterator[Slab]:
-    """Yield a block's gradients: the cache's, if any, then those of recomputed products in one reused buffer."""
+    """Yield the gradients of a block: from the cache, if any, then from recomputed products in one reused buffer."""
     first = 0
     if of_cache is not None:
         first = of_cache.grad.shape[1]
@@ -140,7 +121,7 @@ def grad_logits_slabs(
 
 
 def _slabs_of_cache(of_cache: CacheGradients, block: TokenBlock, call: Call, bytes_per_column: int) -> Iterator[Slab]:
-    """Yield the block's part of the cache as it lies there, or copies of the rows that backward computes."""
+    """Yield views of the block's rows of the cache or, if backward skips rows, copies."""
     grad, factor = of_cache.grad, of_cache.factor
     if of_cache.rows is None:
         yield from kept_slabs(grad[block.rows], None if factor is None else factor[block.rows])

@@ -1,4 +1,4 @@
-"""Exponentials of logits that are kept from forward to backward."""
+"""Exponentials of logits, cached from forward to backward."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -12,12 +12,12 @@ from megatron_lce.core.products import with_zeros_behind
 
 @dataclass
 class LogitsCache:
-    """Kept exponentials 2^(z - reference) of the first columns, in the inputs' dtype; one reference per row and chunk.
+    """Exponentials 2^(z - reference) of the first columns, in the dtype of the inputs; one reference per row and chunk.
 
-    `softmax_stats` of the Triton backend chooses the reference: 0 if the dtype's range holds the chunk's largest logit,
-    else that logit. If every reference of a row is 0, one factor turns its exponentials into probabilities. A call with
-    an entropy or a softcap always takes the largest logit: its gradient needs the logarithm of the kept exponential,
-    which is exact for the largest.
+    The Triton backend's `softmax_stats` chooses the reference: 0 if the dtype can represent the exponential of the
+    chunk's largest logit, else that logit. If every reference of a row is 0, one factor turns its exponentials into
+    probabilities. With an entropy or a softcap, the gradient needs the logarithm of the exponential. The reference is
+    then always the largest logit, for which the logarithm is exact.
     """
 
     exp: Tensor  # [N, C], rows a multiple of `SLAB_ROW_STEP` apart, zeros behind them
@@ -39,7 +39,7 @@ def new_cache(
     num_bytes: int,
     like: Tensor,  # hidden, for its dtype and device
 ) -> LogitsCache | None:
-    """Allocate a cache of as many columns as `num_bytes` hold, or return None if that is none."""
+    """Allocate a cache of as many columns as fit in `num_bytes`, or return None if none fit."""
     columns = size.cache_columns(num_tokens, num_columns, num_bytes)
     if columns == 0:
         return None

@@ -1,4 +1,4 @@
-"""The types of what a call takes and returns."""
+"""The types of inputs and outputs of a call."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
@@ -9,11 +9,11 @@ from torch.distributed import ProcessGroup
 
 BackendName = Literal["auto", "triton", "torch", "reference"]
 WORKSPACE_BYTES = 512 * 2**20  # the default cap on transient buffers
-IGNORE_INDEX = -100  # the label of a row that takes no part, as in torch
+IGNORE_INDEX = -100  # the label of an ignored row, as in torch
 
 
 class LinearCrossEntropyOutput(NamedTuple):
-    """Per-token results have the labels' shape each; a result that was not asked for is `None`.
+    """Per-token results of the shape of labels; a result that was not requested is `None`.
 
     logprobs        fp32, log p(label), never positive
     entropy         fp32, in nats
@@ -44,13 +44,13 @@ WITH_GRADIENT = (*DIFFERENTIABLE, "candidate_logprobs")
 
 
 class WeightGradSink(Protocol):
-    """A caller's sink has the weight's gradient added to it instead of returned (Megatron's `main_grad`)."""
+    """A buffer of the caller to which the weight gradient is added (Megatron's `main_grad`)."""
 
     def buffer(self) -> Tensor:
-        """Return the fp32 [V_local, H] tensor that each slab's gradient is added to."""
+        """Return the fp32 tensor [V_local, H] to which the gradient is added."""
 
     def finish(self) -> Tensor | None:
-        """Return what autograd receives as the weight's gradient. Called once, after the last addition."""
+        """Return what autograd receives as the weight gradient. Called once, after the last addition."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Options:
 
 
 def outputs_asked_for(options: Options) -> list[str]:
-    """Return the names of the outputs that are not None, in order."""
+    """Return the names of the requested outputs, in order."""
     telemetry = ("max_logit", "min_logit", "argmax", "sum_pi_squared", "logits_norm", "mean_logit")
     asked = {"logprobs": True, "entropy": options.entropy, "lse": True, **dict.fromkeys(telemetry, options.telemetry)}
     asked["candidate_logprobs"] = options.candidates is not None
@@ -86,7 +86,7 @@ def outputs_asked_for(options: Options) -> list[str]:
 
 
 def new_outputs(num_rows: int, options: Options, device: torch.device) -> LinearCrossEntropyOutput:
-    """Allocate the outputs that are asked for, of so many rows."""
+    """Allocate the requested outputs."""
     outputs: dict[str, Any] = {"entropy": None}
     for name in outputs_asked_for(options):
         dtype = torch.int64 if name == "argmax" else torch.float32
@@ -99,6 +99,6 @@ def new_outputs(num_rows: int, options: Options, device: torch.device) -> Linear
 class Shard(NamedTuple):
     """This rank's part of the vocabulary."""
 
-    start: int  # the global id of its first column
-    columns: int  # number of columns of vocabulary; the others, behind them, are padding
-    largest: int  # number of columns of the group's largest shard, padding included, by which all ranks plan
+    start: int  # global id of the first column
+    columns: int  # number of columns of the vocabulary; padding follows them
+    largest: int  # number of columns of the largest shard of the group, padding included, for plans

@@ -1,25 +1,28 @@
 """How a call is cut into pieces that fit its budgets, and how many bytes they take, in plain integers.
 
-A shard is a rank's part of the vocabulary or of a sequence. A slab is a range of a shard's columns, as wide as the
-workspace allows. A block is a range of tokens that is computed by itself. A tile is what one program of a kernel
-computes. A chunk is the columns that share a row of statistics. Every argument that decides between paths is the same
-on all ranks of a group.
+shard  a rank's part of the vocabulary or of a sequence
+slab   a range of the columns of a shard, as wide as the workspace allows
+block  a range of tokens
+tile   the logits that one program of a kernel computes
+chunk  columns that share one set of statistics
+
+All arguments that decide between paths are the same on all ranks of a group.
 """
 
 from collections.abc import Iterator
 from typing import NamedTuple
 
 MIN_TOKENS = 128  # rows of a kernel's tile
-COLUMN_STEP = 256  # slabs are a multiple of a kernel's tile wide, so that rows of a slab stay aligned
+COLUMN_STEP = 256  # slabs are a multiple of a kernel's tile wide, so that their rows are aligned
 PREFERRED_COLUMNS = 16384  # width of a slab
-SLAB_LOGITS = 2**27  # logits of a slab: larger ones gain nothing (8192 x 4096 x 151936 on an H200)
-WIDE_BLOCK = 4096  # tokens of a block: with fewer, a product that sums over them is slower
-KNOWN_LOSS_STEP = 2048  # tokens: multiples fill a Hopper GPU in the product for hidden's gradient
+SLAB_LOGITS = 2**27  # logits of a slab: larger slabs gain nothing (8192 x 4096 x 151936 on an H200)
+WIDE_BLOCK = 4096  # tokens of a block: with fewer, products that sum over tokens are slower
+KNOWN_LOSS_STEP = 2048  # tokens: multiples fill a Hopper GPU in the product for the hidden gradient
 # Products of 8192 x (2048, 4096) x 151936 take 30.4, 23.4, 22.3 and 24.5 ms in blocks of 256, 384, 512, 640 tokens.
 WIDE_PRODUCTS = 512  # tokens of a block of two heads' products: more gain nothing, unless the shard is narrow
-WIDE_LOGITS = 2**26  # a head's logits of a narrow shard's block
-ALIGNED_COLUMNS = 8  # cuBLAS takes five times as long for a slab whose width is no multiple of this
-SLAB_ROW_STEP = 64  # elements: rows of slabs and caches start at cache lines, and whole vectors of a CPU fit in a row
+WIDE_LOGITS = 2**26  # logits per head of a block of a narrow shard
+ALIGNED_COLUMNS = 8  # cuBLAS takes five times as long for a slab whose width is not a multiple of this
+SLAB_ROW_STEP = 64  # elements: rows of slabs and caches start at cache lines and hold whole vectors of a CPU
 
 
 class Blocks(NamedTuple):
@@ -55,19 +58,19 @@ class BlockBytes(NamedTuple):
 
 
 class Costs(NamedTuple):
-    """Bytes that a backend's primitives take for inputs of one dtype, beside inputs and results."""
+    """Bytes of intermediates of a backend's primitives, for inputs of one dtype."""
 
-    chunk_columns: int  # columns that share a row of statistics
-    tile_columns: int = 0  # a partial cache keeps a multiple of this many columns; 0: there is no cache
-    logit: int = 0  # bytes of intermediates for each logit of a slab
-    stats_token: int = 0  # bytes of intermediates for each token's statistics
-    stats_column: int = 0  # bytes of a copy of a column's row of the weight while statistics are taken
-    slab_token: int = 0  # bytes of a copy of a token's row of hidden for a slab
-    slab_column: int = 0  # bytes of a copy of a column's row of the weight for a slab
+    chunk_columns: int  # number of columns that share one set of statistics
+    tile_columns: int = 0  # a partial cache holds a multiple of this many columns; 0: there is no cache
+    logit: int = 0  # bytes per logit of a slab
+    stats_token: int = 0  # bytes per token of statistics
+    stats_column: int = 0  # bytes of a copied row of the weight for statistics
+    slab_token: int = 0  # bytes of a copied row of hidden for a slab
+    slab_column: int = 0  # bytes of a copied row of the weight for a slab
 
 
 def costs_of_parts(hidden_size: int, hidden_parts: int, chunk_columns: int) -> Costs:
-    """Return the costs beside an fp32 weight: fp16 parts and a factor of each row; for gradients three bf16 parts."""
+    """Return the costs with an fp32 weight: fp16 parts and a power per row; for gradients three bf16 parts."""
     part = 2 * round_up(hidden_size, SLAB_ROW_STEP)
     token, column, row = hidden_parts * part + 4, 2 * part + 4, 3 * part
     return Costs(chunk_columns, logit=6, stats_token=token, stats_column=column, slab_token=row, slab_column=row)
@@ -79,43 +82,43 @@ class HeadSize(NamedTuple):
     hidden: int  # H
     columns: int  # of the group's largest shard, padding included
     itemsize: int  # bytes of an element of the weight and of the gradient of a logit
-    stats_rows: int  # numbers of a token's statistics of one chunk, and, with telemetry, of their merge
+    stats_rows: int  # statistics per token and chunk and, with telemetry, of their merge
     costs: Costs
-    sums_weight: bool  # the weight's gradient needs an fp32 sum over blocks of tokens beside it
-    even: bool = True  # no shard's last columns need a slab of their own, see `cut_columns`
+    sums_weight: bool  # the weight gradient needs a separate fp32 sum over blocks of tokens
+    even: bool = True  # no shard ends in a separate slab, see `cut_columns`
 
     @property
     def stats(self) -> BlockBytes:
-        """Bytes of a token's statistics and of the intermediates from which they are taken."""
+        """Bytes of the statistics of a token, with intermediates."""
         chunks = ceil_div(self.columns, self.costs.chunk_columns)
         return BlockBytes(0, 4 * chunks * self.stats_rows + self.costs.stats_token, self.costs.stats_column)
 
     @property
     def slab(self) -> BlockBytes:
-        """Bytes of a slab of gradients of logits and of the intermediates from which it is made."""
+        """Bytes of a slab of logit gradients, with intermediates."""
         return BlockBytes(self.itemsize + self.costs.logit, self.costs.slab_token, self.costs.slab_column)
 
     @property
     def weight_sum_column(self) -> int:
-        """Bytes per column of the fp32 sum of the weight's gradient, 0 when the gradient's own tensor is that sum."""
+        """Bytes per column of the fp32 sum of the weight gradient; 0: the gradient needs no separate sum."""
         return 4 * self.hidden if self.sums_weight else 0
 
     @property
     def weight_sum(self) -> int:
-        """Bytes of the fp32 sum of the weight's gradient, of the largest shard; 0 as `weight_sum_column`."""
+        """Bytes of the fp32 sum of the weight gradient of the largest shard, or 0."""
         return self.columns * self.weight_sum_column
 
     @property
     def hidden_sum_token(self) -> int:
-        """Bytes per token of the fp32 sum of hidden's gradient, 0 when one product covers all kept columns."""
+        """Bytes per token of the fp32 sum of the hidden gradient; 0: one product covers all cached columns."""
         return 0 if self.even or self.itemsize == 4 else 4 * self.hidden
 
     def kept_token(self, columns: int) -> int:
-        """Bytes per token of that many columns' kept exponentials and their chunks' references."""
+        """Bytes per token of a cache of this many columns."""
         return slab_row_stride(columns) * self.itemsize + 4 * ceil_div(columns, self.costs.chunk_columns)
 
     def cache_columns(self, num_tokens: int, num_columns: int, logits_cache_bytes: int) -> int:
-        """Number of columns that a cache of that many bytes keeps: all, or a multiple of a tile's."""
+        """Return the number of columns that fit in a cache: all, or a multiple of the columns of a tile."""
         if logits_cache_bytes == 0 or self.costs.tile_columns == 0 or num_tokens == 0:
             return 0
         if num_tokens * self.kept_token(num_columns) <= logits_cache_bytes:
@@ -125,9 +128,9 @@ class HeadSize(NamedTuple):
 
 
 def size_of_two_heads(student: HeadSize, reading_bytes: int) -> HeadSize:
-    """Return the student's sizes where both heads' products take the place of what a backend needs otherwise.
+    """Return the student's sizes with the products of both heads as the only intermediates.
 
-    `reading_bytes`: bytes per token of intermediates of products with all columns, and of their reading.
+    `reading_bytes`: bytes per token that the backend allocates to read products with all columns.
     """
     logit = 2 * 4  # bytes of both products, in fp32
     row_bytes = reading_bytes + slab_row_stride(student.columns) * logit
@@ -136,21 +139,21 @@ def size_of_two_heads(student: HeadSize, reading_bytes: int) -> HeadSize:
 
 
 class KnownLossPlan(NamedTuple):
-    """Blocks of `tokens` of a known loss, with `workspace_bytes` beside a block's kept logits."""
+    """Size of the blocks of a known loss, and the workspace without the cached logits of a block."""
 
     tokens: int
     workspace_bytes: int
 
 
 class KnownWeightsPlan(NamedTuple):
-    """Blocks of `tokens` whose gradients are collected from two heads' products of `products_tokens` at a time."""
+    """Size of the blocks whose gradients are collected, and of those whose products of both heads are in memory."""
 
     tokens: int
     products_tokens: int
 
 
 def smallest_workspace(size: HeadSize, needs_grad: bool, needs_weight: bool) -> int:
-    """Bytes that every pass needs for its smallest block."""
+    """Return the bytes that every pass needs for its smallest block."""
     smallest = size.stats.smallest
     if needs_grad:
         column_sum = size.weight_sum_column if needs_weight else 0
@@ -159,24 +162,24 @@ def smallest_workspace(size: HeadSize, needs_grad: bool, needs_weight: bool) -> 
 
 
 def stats_tokens(size: HeadSize, num_tokens: int, workspace_bytes: int) -> int:
-    """Number of tokens whose statistics are taken at once; copies of columns have a quarter of the workspace."""
+    """Return how many tokens' statistics are computed at once. A quarter of the workspace is for copied columns."""
     columns = max(COLUMN_STEP, workspace_bytes // 4 // max(size.stats.per_column, 1))
     most = size.stats.most_tokens(workspace_bytes, min(columns, PREFERRED_COLUMNS))
     return max(1, even(num_tokens, most, MIN_TOKENS))
 
 
 def stats_columns(size: HeadSize, num_tokens: int, workspace_bytes: int) -> int:
-    """Number of columns whose copies have room beside the statistics of `stats_tokens`."""
+    """Return how many copied columns fit in the workspace together with the statistics of `stats_tokens`."""
     most = size.stats.most_columns(workspace_bytes, num_tokens)
     return max(COLUMN_STEP, even(size.columns, max(COLUMN_STEP, most), COLUMN_STEP))
 
 
 def backward_tokens(size: HeadSize, num_tokens: int, workspace_bytes: int) -> int:
-    """Number of tokens of a block of backward's outer loop; the inner loop goes over slabs of vocabulary.
+    """Return the tokens of a block in the outer loop of backward; the inner loop goes over slabs of the vocabulary.
 
-    One block with many slabs accumulates hidden's gradient, 4 N H bytes. Several blocks, each with all columns,
-    accumulate the weight's, 4 V H bytes. The smaller sum is also read and written less, if blocks stay `WIDE_BLOCK`.
-    The weight's sum comes out of the workspace as far as blocks stay so wide, and lies beside it otherwise.
+    One block with many slabs accumulates the hidden gradient, 4 N H bytes. Several blocks, each with all columns,
+    accumulate the weight gradient, 4 V H bytes. The smaller sum also causes less traffic, if blocks have `WIDE_BLOCK`
+    tokens. The sum of the weight gradient is part of the workspace only if blocks stay that wide.
     """
     slab, columns = size.slab, size.columns
     row_bytes = slab.per_token + round_up(columns, COLUMN_STEP) * slab.per_logit
@@ -190,32 +193,27 @@ def backward_tokens(size: HeadSize, num_tokens: int, workspace_bytes: int) -> in
 def plan_known_loss(
     size: HeadSize, num_tokens: int, workspace_bytes: int, *, single_is_sum: bool = False
 ) -> KnownLossPlan | None:
-    """Return the blocks of tokens whose logits are kept until their gradients are made, or None without room.
+    """Return the blocks whose logits are cached until their gradients are computed, or None if none fit.
 
-    `single_is_sum`: the weight's gradient of a single block is an fp32 sum, too.
+    `single_is_sum`: the weight gradient of a single block is an fp32 sum, too.
     """
     if size.costs.tile_columns == 0:
         return None
-    beside = COLUMN_STEP * size.stats.per_column
-    # First statistics; when they are free, hidden times the slab's factor, and the fp32 sum of hidden's gradient.
+    # Statistics, and after they are freed, hidden times the factor of the slab and the fp32 sum of the hidden gradient.
     token_bytes = max(size.stats.per_token, size.hidden * size.itemsize + size.hidden_sum_token)
     kept = size.kept_token(size.columns)
-    tokens = kept_tokens(
-        num_tokens, workspace_bytes - beside, kept + token_bytes, size.weight_sum, single_is_sum=single_is_sum
-    )
-    if tokens is None:
-        return None
-    return KnownLossPlan(tokens, max(workspace_bytes - tokens * kept, tokens * token_bytes + beside))
+    tokens = kept_tokens(num_tokens, workspace_bytes, kept + token_bytes, size.weight_sum, single_is_sum=single_is_sum)
+    return None if tokens is None else KnownLossPlan(tokens, max(workspace_bytes - tokens * kept, tokens * token_bytes))
 
 
 def kept_tokens(
     num_tokens: int, room: int, bytes_per_token: int, sum_bytes: int = 0, *, single_is_sum: bool = False
 ) -> int | None:
-    """Tokens of a block whose logits are kept until their gradients are made; None if `MIN_TOKENS` have no room.
+    """Return the tokens of a block whose logits are kept until their gradients are computed; None below `MIN_TOKENS`.
 
-    A call takes `room` bytes beside its gradients, and `sum_bytes` for the fp32 sum of the weight's gradient over
-    blocks; 0: there is no such sum. A single block needs no sum, and may take its room. With several blocks the
-    gradient is allocated after the last is free, in 16 bits half as large as the sum: a block may take its room, too.
+    A call may use `room` bytes, and `sum_bytes` for the fp32 sum of the weight gradient over blocks, if there is one. A
+    single block needs no sum and may use its bytes. With several blocks, the 16-bit gradient, half as large as the sum,
+    is allocated after the last block is freed, so a block may use its bytes.
     """
     if num_tokens * bytes_per_token <= room + (sum_bytes // 2 if single_is_sum else sum_bytes):
         return max(1, num_tokens)
@@ -226,7 +224,7 @@ def kept_tokens(
 
 
 def products_tokens(size: HeadSize, num_tokens: int, room: int) -> int:
-    """Number of tokens whose products of two heads with all columns are read at once: no more than gain by it."""
+    """Return how many tokens' products of two heads are in memory at once: no more than speed gains from."""
     most = min(room // size.stats.per_token, max(WIDE_PRODUCTS, WIDE_LOGITS // size.columns))
     return max(1, even(num_tokens, most, MIN_TOKENS))
 
@@ -234,10 +232,10 @@ def products_tokens(size: HeadSize, num_tokens: int, room: int) -> int:
 def plan_known_weights(
     size: HeadSize, num_tokens: int, workspace_bytes: int, *, single_is_sum: bool = False
 ) -> KnownWeightsPlan | None:
-    """Return the blocks of tokens whose gradients are collected while their products are there, or None without room.
+    """Return the blocks whose gradients are collected from products in memory, or None if none fit.
 
-    They share the room of `kept_tokens`. Products take up to `WIDE_PRODUCTS` in the workspace, and gradients the rest,
-    as each block of these reads and writes the weight's sum; what is left is the products'.
+    Both share the room of `kept_tokens`. Products get up to `WIDE_PRODUCTS` tokens and gradients the rest, because each
+    block of gradients reads and writes the sum of the weight gradient. What is left goes to products.
     """
     products, gradient = size.stats.per_token, slab_row_stride(size.columns) * size.itemsize + size.hidden_sum_token
     most = kept_tokens(num_tokens, workspace_bytes, products + gradient, size.weight_sum, single_is_sum=single_is_sum)
@@ -261,15 +259,15 @@ def plan_blocks(
 ) -> Blocks:
     """Return the widest blocks within `workspace_bytes` that still gain from their width.
 
-    All tokens go at once if that leaves slabs of `PREFERRED_COLUMNS`, of about `SLAB_LOGITS` logits. Else the blocks
-    are those that read and write the least of the gradients' fp32 sums.
+    A block has all tokens if slabs can then have `PREFERRED_COLUMNS`, about `SLAB_LOGITS` logits. Otherwise blocks
+    minimise the traffic of the fp32 sums of both gradients.
 
     Raises:
         ValueError: not even the smallest block fits.
     """
 
-    def read_and_written(blocks: Blocks) -> float:
-        """In units of N V H: a slab of columns adds to N H numbers, and a block of tokens, unless it is all, to V H."""
+    def traffic(blocks: Blocks) -> float:
+        """In units of N V H: a slab adds to N H numbers, a block that does not have all tokens to V H."""
         return 1 / blocks.columns + (0 if blocks is uncut else 1 / blocks.tokens)
 
     preferred = min(PREFERRED_COLUMNS, round_up(num_columns, COLUMN_STEP))
@@ -287,10 +285,10 @@ def plan_blocks(
     possible = [block for block in blocks if block.tokens >= 1]
     if not possible:
         raise ValueError(f"workspace_bytes must be at least {cut_bytes.smallest} for this head, got {workspace_bytes}")
-    tokens, columns = min(possible, key=read_and_written)
+    tokens, columns = min(possible, key=traffic)
     cut_tokens = Blocks(even(num_tokens, tokens, MIN_TOKENS), even(num_columns, columns, COLUMN_STEP))
     candidates = [uncut, cut_tokens] if uncut.columns >= COLUMN_STEP else [cut_tokens]
-    return min(candidates, key=read_and_written)
+    return min(candidates, key=traffic)
 
 
 def cut(stop: int, step: int, start: int = 0) -> Iterator[slice]:
@@ -300,19 +298,19 @@ def cut(stop: int, step: int, start: int = 0) -> Iterator[slice]:
 
 
 def cut_columns(stop: int, step: int, start: int = 0) -> Iterator[slice]:
-    """Yield as `cut` does; what the last slice has beyond a multiple of `ALIGNED_COLUMNS` is a slice of its own."""
+    """Yield as `cut` does; columns beyond a multiple of `ALIGNED_COLUMNS` become a separate last slice."""
     for columns in cut(stop, step, start):
         even = columns.stop - (columns.stop - columns.start) % ALIGNED_COLUMNS
         yield from (part for part in (slice(columns.start, even), slice(even, columns.stop)) if part.start < part.stop)
 
 
 def slab_row_stride(columns: int) -> int:
-    """Number of elements from row to row of a slab or cache."""
+    """Return the number of elements from row to row of a slab or cache."""
     return round_up(columns, SLAB_ROW_STEP)
 
 
 def ceil_div(value: int, step: int) -> int:
-    """Return value / step, rounded up. `triton.cdiv` takes 5 us on the host."""
+    """Return value / step, rounded up; `triton.cdiv` takes 5 us on the host."""
     return -(-value // step)
 
 
@@ -321,7 +319,7 @@ def round_up(value: int, step: int) -> int:
 
 
 def even(length: int, most: int, step: int) -> int:
-    """Block length of at most `most` that cuts `length` most evenly; a multiple of `step` if `most` holds one."""
+    """Return the block length up to `most` that cuts `length` most evenly, a multiple of `step` if possible."""
     if most >= length:
         return length
     if most < step:

@@ -1,4 +1,4 @@
-"""Plain matrix products accumulate in fp32; matrices are laid out so that the products are fast."""
+"""Matrix products with fp32 accumulation, and the layout that makes them fast."""
 
 import contextlib
 import threading
@@ -13,10 +13,10 @@ _NO_RANGE = contextlib.nullcontext()
 
 
 class _FullFp32:
-    """Compute products of fp32 matrices in full fp32 inside the context, whatever TF32 setting the user trains with.
+    """Context in which products of fp32 matrices use full fp32, whatever TF32 setting the user trains with.
 
-    torch has that setting for the whole process. It is changed only if it is reduced, by the first thread that enters,
-    and restored by the last thread that leaves.
+    The setting is global to the process. The first thread that enters changes it, if it is reduced, and the last thread
+    that leaves restores it.
     """
 
     def __init__(self) -> None:
@@ -45,18 +45,18 @@ full_fp32 = _FullFp32()
 
 
 def trace_range(name: str) -> contextlib.AbstractContextManager[object]:
-    """Return a range of that name if a profiler is on: `record_function` costs a slow host 18 us even without one.
+    """Return a profiler range if a profiler is on: without one, `record_function` costs up to 18 us on the host.
 
-    A daemon, which turns its profiler on from outside, does not see the range.
+    Profilers that are turned on from outside the process do not see it.
     """
-    # torch's own flag, also set under `emit_nvtx` and on autograd's threads. If torch lacks it, ranges are always made.
+    # torch sets this flag under `emit_nvtx`, too, and on autograd's threads. Without it, ranges are always recorded.
     profiling = getattr(torch.autograd.profiler, "_is_profiler_enabled", True)
     return record_function(f"megatron_lce: {name}") if profiling else _NO_RANGE
 
 
 @contextlib.contextmanager
 def own_arithmetic(device: torch.device, name: str) -> Iterator[None]:
-    """Turn autocast off and compute products in full fp32 inside, with a range of that name in a profiler's trace."""
+    """Context with autocast off and products in full fp32, traced under this name."""
     autocast = torch.is_autocast_enabled(device.type)
     without = torch.autocast(device.type, enabled=False) if autocast else contextlib.nullcontext()
     with without, full_fp32, trace_range(name):
@@ -64,9 +64,9 @@ def own_arithmetic(device: torch.device, name: str) -> Iterator[None]:
 
 
 def _reduced(backend: str) -> str | None:
-    """Return the setting of this backend's products if it is less than fp32, "none" if the backend's is inherited.
+    """Return the setting for matrix products if it is less than fp32, "none" if it is inherited.
 
-    An own setting that equals the backend's cannot be told from an inherited one.
+    A setting that equals the inherited one cannot be told from it.
     """
     own, inherited = (torch._C._get_fp32_precision_getter(backend, operation) for operation in ("matmul", "all"))
     if own in ("none", "ieee"):
@@ -76,14 +76,14 @@ def _reduced(backend: str) -> str | None:
 
 def product(
     a: Tensor,  # [m, k]
-    b: Tensor,  # [k, n], a's dtype, or one of both is fp32
+    b: Tensor,  # [k, n], a's dtype unless one of them is fp32
     out: Tensor,  # [m, n], a's dtype or fp32
     *,
     accumulate: bool,  # True: out += a @ b, False: out = a @ b
 ) -> None:
     """Write one matrix product to `out`; an fp32 `out` keeps the fp32 accumulator of 16-bit inputs."""
-    assert out.shape == (a.shape[0], b.shape[1])  # torch would resize `out`, and the caller's tensor stay unfilled
-    # With AMX a CPU's 16-bit product reads what lies behind a row.
+    assert out.shape == (a.shape[0], b.shape[1])  # torch would resize `out`, and leave the caller's view unfilled
+    # On CPUs with AMX, 16-bit products read past the end of a row.
     if a.device.type == "cpu" or a.dtype != b.dtype or (a.dtype != out.dtype and copies_to_fp32(a)):
         a, b = a.float(), b.float()
     if a.dtype == out.dtype:
@@ -98,13 +98,13 @@ def product(
 
 
 def copies_to_fp32(matrix: Tensor) -> bool:
-    """Return whether a product of such matrices with an fp32 result takes fp32 copies of them."""
+    """Return whether a product of such matrices with an fp32 result makes fp32 copies of them."""
     return matrix.dtype != torch.float32 and not _has_fp32_result(matrix.device, matrix.dtype)
 
 
 @lru_cache
 def _has_fp32_result(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether torch multiplies 16-bit matrices there with an fp32 result; it is asked for a small product."""
+    """Return whether torch has products of 16-bit matrices with an fp32 result, found out with a small one."""
     if device.type == "cpu":
         return False
     small = torch.zeros(8, 8, dtype=dtype, device=device)
@@ -120,7 +120,7 @@ def _has_fp32_result(device: torch.device, dtype: torch.dtype) -> bool:
 def with_zeros_behind(rows: Tensor, num_columns: int) -> Tensor:
     """Return the first columns of each row, and set the others to zero.
 
-    What lies behind a row must be finite: products of some libraries read whole vectors past its end.
+    Some libraries read whole vectors past the end of a row, where values must be finite.
     """
     if num_columns < rows.shape[1]:
         rows[:, num_columns:].zero_()
@@ -128,10 +128,10 @@ def with_zeros_behind(rows: Tensor, num_columns: int) -> Tensor:
 
 
 def laid_out(matrix: Tensor, step: int) -> Tensor:
-    """Return the matrix [rows, H] if its rows start at 16 bytes, else a copy whose rows do.
+    """Return a matrix [rows, H] whose rows start at multiples of 16 bytes, or a copy with such rows.
 
-    Tensor-memory descriptors need that, and cuBLAS takes five times as long without. An H that is no multiple of `step`
-    elements, at least 16 bytes, is padded with zeros.
+    Tensor-memory descriptors need that, and cuBLAS takes five times as long without it. H is padded with zeros to a
+    multiple of `step` elements, at least 16 bytes.
     """
     if missing := -matrix.shape[1] % step:
         return torch.nn.functional.pad(matrix, (0, missing))

@@ -1,4 +1,4 @@
-"""Per-row numbers of a call: its inputs, its softmax, and the terms of its gradient."""
+"""Per-row values of a call: inputs, softmax, and the terms of the gradient."""
 
 from typing import NamedTuple
 
@@ -7,47 +7,47 @@ from torch import Tensor
 from megatron_lce.core.options import Options
 from megatron_lce.core.statistics import LOG2_E
 
-# An ignored row gets a zero gradient: under this log of the sum every probability is 0, as no finite product reaches it
-# under this scale.
+# An ignored row has a zero gradient: with this log of the sum every probability is 0, because with this scale no finite
+# product reaches it.
 LOG_SUM_OF_IGNORED_ROW = 1e30
 SCALE_OF_IGNORED_ROW = 1e-30
-LOWEST_LOG_P = -256.0  # base 2; a log p below it is held here, where p is 0, so that p log p is 0
+LOWEST_LOG_P = -256.0  # base 2; a lower log p is clamped to it, where p is 0, so that p log p is 0
 NUM_TERMS = 6
 
 
 class Rows(NamedTuple):
-    """Inputs of each row beside its hidden state, [N] each."""
+    """Inputs of each row apart from its hidden state, [N] each."""
 
-    labels: Tensor  # int32, local to this shard; -1: owned by another rank, by none, or ignored
+    labels: Tensor  # int32, local to this shard; -1: ignored, or not in this shard
     scale: Tensor  # fp32 factor from products (or their tanh) to base-2 logits; NaN if the temperature is unusable
-    to_nats: Tensor  # fp32 ln 2; 0: the row is ignored; NaN: its temperature is unusable (a label of no rank: `finish`)
+    to_nats: Tensor  # fp32 ln 2; 0: the row is ignored; NaN: its temperature is unusable
 
     @property
     def ignored(self) -> Tensor:
         return self.to_nats == 0
 
     def select(self, rows: slice | Tensor) -> "Rows":
-        """Return some of the tokens' rows."""
+        """Return some of the rows."""
         return Rows(*(row[rows] if isinstance(rows, slice) else row.index_select(0, rows) for row in self))
 
 
 class SoftmaxOfRow(NamedTuple):
-    """Softmax of each row over the whole vocabulary, saved for backward, [N] each, base 2.
+    """Softmax of each row over the vocabulary, saved for backward, [N] each, base 2.
 
-    The log-sum-exp has two parts, so that log2 p = (z - max_logit) - log_sum keeps its last digits for any z.
+    The two parts of the log-sum-exp are kept apart, so that log2 p = (z - max_logit) - log_sum keeps its last digits.
     """
 
     max_logit: Tensor
     log_sum: Tensor
     label_logprob: Tensor
     entropy: Tensor | None = None
-    num_columns: Tensor | None = None  # fp32, columns of the whole vocabulary; with telemetry
+    num_columns: Tensor | None = None  # fp32, of the vocabulary; with telemetry
 
 
 class RowTerms(NamedTuple):
     """Terms from which the gradient of any logit of a row follows: rows of [6, N] fp32, or of [7, N].
 
-    With p = 2^t, t = (z - max_logit) - log_sum, and each output's own upstream gradient g,
+    With p = 2^t, t = (z - max_logit) - log_sum, and the upstream gradient g of each output,
 
         dz = g_logprobs (1[label] - p) + g_lse p - g_entropy p (ln p + entropy) + g_mean_logit / columns
            = p (p_term - entropy_term t) + 1[label] label_term + mean_term
@@ -61,7 +61,7 @@ class RowTerms(NamedTuple):
     entropy_term: Tensor
     label_term: Tensor
     label_logprob: Tensor  # base 2
-    mean_term: Tensor | None = None  # given if the mean logit has an upstream gradient
+    mean_term: Tensor | None = None  # if the mean logit has an upstream gradient
 
 
 def logits_factor(options: Options) -> float:
@@ -75,6 +75,6 @@ def softcap_scale(options: Options) -> float | None:
 
 
 def inner_factor(options: Options) -> float:
-    """Return the factor inside the softcap's tanh, the part of d logit / d product that is not in `Rows.scale`."""
+    """Return the part of d logit / d product that is not in `Rows.scale`: the factor inside the tanh of a softcap."""
     scale = softcap_scale(options)
     return 1.0 if scale is None else scale

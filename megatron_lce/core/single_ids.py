@@ -1,10 +1,10 @@
-"""Logits at some ids of each token: products with single rows of the weight, which no other logit is needed for.
+"""Logits at some ids of each token: products with single rows of the weight.
 
-Forward: each rank multiplies what lies in its shard. One sum over the group, of which all terms but one are 0, gives
-every rank the same bits. Backward: hidden's gradient sums over a token's ids, and over the group. The weight's sums
-over an id's tokens, which a stable sort brings together. No sum has an order that is left to chance.
+Forward: each rank computes the ids in its shard. A sum over the group, of which all terms but one are 0, gives every
+rank the same bits. Backward: the hidden gradient sums over the ids of a token and over the group; the weight gradient
+sums over the tokens of an id, which a stable sort brings together. All sums have a fixed order.
 
-A softmax over each token's ids is one step more, whose own gradient is made in forward.
+For a softmax over the ids of each token, forward also computes the gradient of the softmax.
 """
 
 from typing import Any, NamedTuple
@@ -20,31 +20,31 @@ from megatron_lce.core.rows import Rows, inner_factor
 from megatron_lce.core.statistics import LN_2
 from megatron_lce.core.tokens import Tokens, tokens_in_blocks
 
-_LARGEST_ID = 2**31 - 1  # all above are of no rank
+_LARGEST_ID = 2**31 - 1  # no rank owns an id from here on
 
 
 class Ids(NamedTuple):
-    """M ids of N tokens, in the tokens' order."""
+    """M ids of N tokens, in the order of tokens."""
 
     ids: Tensor  # [M] int64 global; negative: padding
     rows: Tensor  # [M] int64, the token of each
-    offsets: Tensor  # [N + 1] int64, where a token's begin
-    keys: Tensor | None = None  # [M] int64, id * N + token of each in order; None: not sorted yet
-    order: Tensor | None = None  # [M] int64, the places of the keys
+    offsets: Tensor  # [N + 1] int64, the first id of each token
+    keys: Tensor | None = None  # [M] int64, sorted id * N + token; None: not sorted yet
+    order: Tensor | None = None  # [M] int64, the place of each key among the ids
 
     @property
     def num_tokens(self) -> int:
         return max(1, self.offsets.shape[0] - 1)
 
     def sorted(self) -> "Ids":
-        """Return them with keys, among which each id's tokens lie together."""
+        """Return the ids with keys, in which the tokens of an id are adjacent."""
         if self.keys is not None:
             return self
         keys = torch.add(self.rows, self.ids.clamp(-1, _LARGEST_ID), alpha=self.num_tokens)
         return self._replace(**dict(zip(("keys", "order"), keys.sort(stable=True), strict=True)))
 
     def each_once(self) -> "Ids":
-        """Return them sorted, with padding where a token's id is repeated."""
+        """Return the ids with keys, and padding where a token repeats an id."""
         ids = self.sorted()
         assert ids.keys is not None
         assert ids.order is not None
@@ -62,9 +62,9 @@ def ids_of_rows(ids: Tensor) -> Ids:
 
 
 def ids_of_offsets(ids: Tensor, offsets: Tensor) -> Ids:
-    """Return CSR's ids [M] and offsets [N + 1] as `Ids`. What lies outside the offsets is of no rank.
+    """Return ids [M] and offsets [N + 1] in CSR form as `Ids`. No rank owns ids outside the offsets.
 
-    Without tokens there are no ids, as they belong to none.
+    Without tokens there are no ids.
     """
     if offsets.shape[0] == 1:
         ids = ids[:0]
@@ -86,9 +86,9 @@ def logits_over_group(hidden: Tensor, ids: Ids, rows: Rows, call: Call) -> Tenso
 
 def set_logprobs(
     logits: Tensor,  # [M] base 2
-    ids: Tensor,  # [M] each once in a set; negative: none
-    tokens: Tensor,  # [M] numbers of the sets
-    offsets: Tensor,  # [N + 1] where a set begins
+    ids: Tensor,  # [M], distinct within a set; negative: none
+    tokens: Tensor,  # [M] the set of each id
+    offsets: Tensor,  # [N + 1] the first id of each set
     labels: Tensor,  # [N]
     to_nats: Tensor,  # [N] fp32, as in `Rows`
 ) -> tuple[Tensor, Tensor]:
@@ -110,7 +110,7 @@ def set_logprobs(
 
 
 class LogitsAtFunction(torch.autograd.Function):
-    """Logits of a vocab-sharded weight at some ids of each token; of `sets`, `each_once`, the labels' logprobs.
+    """Logits of a vocab-sharded weight at some ids of each token, or with `sets` the labels' logprobs in their sets.
 
     hidden  replicated, or sharded along the sequence  -> its gradient is summed over the group
     weight  this rank's shard                          -> its gradient is complete on this rank
@@ -126,8 +126,7 @@ class LogitsAtFunction(torch.autograd.Function):
                 logits = logits_over_group(block.hidden.wait(), ids, rows, call)
             result, slopes = logits * LN_2, None
             if sets:
-                of_sets = ids.ids, ids.rows, ids.offsets, call.labels, rows.to_nats
-                result, slopes = set_logprobs(logits, *of_sets)
+                result, slopes = set_logprobs(logits, ids.ids, ids.rows, ids.offsets, call.labels, rows.to_nats)
         ctx.call = call.without_tensors()
         kept = None if call.options.softcap is None else logits
         ctx.save_for_backward(hidden, weight, rows.scale, kept, slopes, *ids)
@@ -143,7 +142,7 @@ class LogitsAtFunction(torch.autograd.Function):
             factors = factors[ids.rows] * grad if slopes is None else (factors * grad)[ids.rows] * slopes
             if logits is not None:
                 factors *= 1.0 - (logits / scale[ids.rows]).square_()
-            if slopes is not None:  # in ignored rows, logits and the upstream may be NaN
+            if slopes is not None:  # in ignored rows, logits and the upstream gradient may be NaN
                 factors.masked_fill_(slopes == 0, 0.0)
             return *_gradients(_tokens(call, ctx.num_tokens), ids, factors, call, needs), None, None, None
 
@@ -156,7 +155,7 @@ def _tokens(call: Call, num_tokens: int) -> Tokens:
 def _gradients(
     tokens: Tokens, ids: Ids, factors: Tensor, call: Call, needs: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of hidden and weight; hidden's sum over the group runs under the weight's gradient."""
+    """Return the gradients of hidden and weight. The hidden gradient is reduced while the other is computed."""
     grad_weight, room = None, call.options.workspace_bytes
     for block in tokens.blocks():
         if needs[0]:
@@ -172,7 +171,7 @@ def _gradients(
 
 
 def _weight_grad(hidden: Tensor, ids: Ids, factors: Tensor, call: Call) -> Tensor | None:
-    """Return the sum over each id's tokens, which a stable sort of the ids brings together, or add it to the sink."""
+    """Return the weight gradient, the sum over the tokens of each id, or add it to the sink."""
     shard, sink, room = call.shard, call.options.weight_grad_sink, call.options.workspace_bytes
     ids, step = ids.sorted(), ids.num_tokens
     assert ids.keys is not None

@@ -1,7 +1,7 @@
 """Softmax statistics of chunks of the vocabulary, which merge to the same bits in any order.
 
-All logits are in base 2 (z * log2 e), which is what the exponential unit of a GPU computes. A chunk has at most
-`CHUNK_COLUMNS` columns. With m the largest logit of a chunk,
+All logits are in base 2 (z * log2 e), as the exponential unit of a GPU is. A chunk has at most `CHUNK_COLUMNS` columns.
+With m the largest logit of a chunk,
 
     sum_exp        sum of 2^(z - m)
     sum_exp_logit  sum of 2^(z - m) * (z - m)
@@ -11,16 +11,16 @@ and with M the largest of the whole vocabulary,
     S = sum over chunks of 2^(m - M) sum_exp                                 lse = M + log2(S)
     T = sum over chunks of 2^(m - M) (sum_exp_logit + (m - M) sum_exp)       entropy = log2(S) - T / S
 
-Nothing cancels: every term of either sum has one sign, and the largest logit contributes exactly 1 to S, so that no
-logprob is ever positive. The terms of S and T are rounded to integers, multiples of `UNIT`, and integers have the same
-sum in any order: a token's outputs are the same bits however the vocabulary is cut over ranks, as long as it is cut
-between chunks. Rounding to `UNIT` is an error of 2^-37 a chunk beside a sum of at least 1.
+Nothing cancels: all terms of a sum have the same sign, and the largest logit contributes exactly 1 to S, so that no
+logprob is ever positive. The terms of S and T are rounded to integer multiples of `UNIT`, whose sum does not depend on
+the order: outputs have the same bits however the vocabulary is split over ranks, as long as it is split between chunks.
+Rounding adds an error of 2^-37 per chunk to a sum of at least 1.
 
-Telemetry has three sums more, of 2^(2 (z - m)), z and z^2. The first is merged as S is, with the factor's square. The
-sums of z and z^2 become integers as sums of z / A and (z / A)^2, with A the largest absolute logit of the whole
-vocabulary; their error is relative to A. The number of columns is summed, too.
+Telemetry adds the sums of 2^(2 (z - m)), z and z^2. The first is merged as S is, with the square of the factor. The
+others are rounded as sums of z / A and (z / A)^2, where A is the largest absolute logit of the vocabulary; their error
+is relative to A. The number of columns is summed, too.
 
-A chunk's numbers are the rows of `parts` [chunks, K, N] fp32: its extremes, then its sums. If a logit of a chunk is
+The statistics of a chunk are the rows of `parts` [chunks, K, N] fp32: extremes, then sums. If a logit of the chunk is
 NaN, its largest logit is NaN.
 """
 
@@ -41,38 +41,38 @@ class Extremes(NamedTuple):
     """Rows of a packed [..., E, N] fp32 tensor, in order."""
 
     max_logit: Tensor
-    label_logit: Tensor  # -inf if the label is none of the columns
+    label_logit: Tensor  # -inf if the label is not among the columns
     min_logit: Tensor | None = None
-    argmax: Tensor | None = None  # a global vocabulary id; fp32 holds it exactly up to 2^24
+    argmax: Tensor | None = None  # global id, exact in fp32 up to 2^24
 
 
 def num_extremes(telemetry: bool) -> int:
-    """E, the number of rows of extremes."""
+    """Return E, the number of rows of extremes."""
     return 2 + 2 * telemetry
 
 
 def num_chunk_sums(entropy: bool, telemetry: bool) -> int:
-    """Number of sums of a chunk: of 2^(z - m); for the entropy, of that times z - m; with telemetry three more."""
+    """Return the number of sums of a chunk: sum_exp, with an entropy sum_exp_logit, with telemetry three more."""
     return 1 + entropy + 3 * telemetry
 
 
 def num_sums(entropy: bool, telemetry: bool) -> int:
-    """Number of sums of the vocabulary: a chunk's and, with telemetry, the number of columns, in the last row."""
+    """Return the number of sums of the vocabulary: with telemetry the last row is the number of columns."""
     return num_chunk_sums(entropy, telemetry) + telemetry
 
 
 def packed_rows(entropy: bool, telemetry: bool) -> int:
-    """K, the number of rows of a chunk."""
+    """Return K, the number of rows of a chunk."""
     return num_extremes(telemetry) + num_chunk_sums(entropy, telemetry)
 
 
 def unpack_extremes(packed: Tensor, telemetry: bool) -> Extremes:
-    """Return the extremes of a [..., E, N] tensor, or of the first rows of a [..., K, N] one."""
+    """Return the extremes in the first rows of a tensor [..., E or more, N]."""
     return Extremes(*packed.unbind(dim=-2)[: num_extremes(telemetry)])
 
 
 def merge_extremes(parts: Tensor, telemetry: bool) -> Tensor:
-    """Merge the extremes of S disjoint sets of columns, [S, E or more, N], to their union's, [E, N]."""
+    """Merge the extremes [S, E or more, N] of S disjoint sets of columns, to [E, N]."""
     merged = parts[:, :2].amax(dim=0)  # NaN if any is
     if not telemetry:
         return merged
@@ -81,7 +81,7 @@ def merge_extremes(parts: Tensor, telemetry: bool) -> Tensor:
 
 
 def empty_extremes(num_tokens: int, telemetry: bool, device: torch.device) -> Tensor:
-    """Return packed extremes [E, N] of no columns, which a shard that is all padding brings to a merge."""
+    """Return packed extremes [E, N] of no columns, as of a shard that is all padding."""
     packed = torch.full((num_extremes(telemetry), num_tokens), -torch.inf, dtype=torch.float32, device=device)
     packed[2:] = torch.inf  # the smallest logit, and the id of the largest
     return packed

@@ -1,11 +1,11 @@
 """The pass of `linear_token_loss`: each block of tokens goes from statistics to gradients at once.
 
-1. The backend takes a block's statistics and keeps all its exponentials; the ranks merge the statistics.
-2. `finish` makes the outputs, the caller's loss is called with them, and autograd gives their upstream gradients.
-3. Kept exponentials become gradients in place; two matrix products add them to the sums of both gradients.
+1. The backend computes the statistics of a block and caches all its exponentials; the ranks merge the statistics.
+2. `finish` computes the outputs, with which the caller's loss is called. Autograd gives their upstream gradients.
+3. Cached exponentials become gradients in place; two matrix products add them to the gradients of hidden and weight.
 
-If the plan has no room for a block's exponentials, all tokens are one block, whose logits are recomputed. `known_loss`
-scales the sums in backward.
+If no block of exponentials fits in the workspace, all tokens are one block, whose logits are recomputed. `known_loss`
+scales the gradients in backward.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,21 +28,21 @@ from megatron_lce.core.options import DIFFERENTIABLE, WITH_GRADIENT, LinearCross
 from megatron_lce.core.plan import plan_known_loss
 from megatron_lce.core.tokens import tokens_in_blocks
 
-_EVERYTHING = 2**62  # bytes of a cache that holds what there is
-_SAMPLE = 4096  # tokens, or fewer than twice as many, whose losses are computed again
+_EVERYTHING = 2**62  # bytes of a cache that holds all columns
+_SAMPLE = 4096  # least number of tokens whose losses are computed again; fewer than twice as many
 
 Metrics = dict[str, Tensor]
 TokenLossFunction = Callable[..., Tensor | tuple[Tensor, Metrics]]
 
 
 class TokenLossResults(NamedTuple):
-    """The sum of the losses, and what every token has without gradient: 0 in skipped rows."""
+    """The sum of the losses, and outputs and metrics of every token without gradient: 0 in skipped rows."""
 
     total: Tensor  # [] fp32
     gradients: HeadGradients | None  # of the sum
     outputs: LinearCrossEntropyOutput  # [N, ...] each
     metrics: Metrics  # [N, ...] each
-    sample: Callable[[], tuple[Tensor, Tensor]]  # losses of some tokens: among all, and by themselves
+    sample: Callable[[], tuple[Tensor, Tensor]]  # losses of some tokens: computed among all, and separately
 
 
 @torch.no_grad()
@@ -52,7 +52,7 @@ def summed_token_loss(
     per_token: Sequence[Tensor],  # [N, ...] each
     with_gradient: bool,
 ) -> TokenLossResults:
-    """Take each block of tokens from its statistics to its losses and, if wanted, to its gradients at once."""
+    """Compute the statistics, the losses and, if requested, the gradients, block by block."""
     options, backend, computed = call.options, call.backend, ComputedRows.of(call.labels, call.options)
     count, plan, cache = computed.count, None, None
     if with_gradient:
@@ -103,12 +103,12 @@ class _Losses:
         self._metrics: list[Metrics] = []
 
     def add(self, outputs: LinearCrossEntropyOutput, ignored: Tensor, rows: slice) -> dict[str, Tensor | None]:
-        """Call the caller's loss of a block; the gradient of its sum by each of the outputs that have one."""
+        """Call the caller's loss for a block; return the gradients of its sum with respect to outputs."""
         given = {name: getattr(outputs, name) for name in WITH_GRADIENT}
         leaves = {name: o.detach().requires_grad_(self._with_gradient) for name, o in given.items() if o is not None}
-        # Not by the hooks of a checkpoint around the call, which would make all of it again for each block.
-        saved_as_it_is = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
-        with torch.set_grad_enabled(self._with_gradient), saved_as_it_is:
+        # The hooks of a checkpoint around the call would recompute the whole call for each block.
+        no_hooks = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
+        with torch.set_grad_enabled(self._with_gradient), no_hooks:
             result = self._loss(outputs._replace(**leaves), *(tensor[rows] for tensor in self._per_token))
             losses, metrics = checked_losses(result, outputs.logprobs.shape[0])
             total = torch.where(ignored, 0.0, losses).sum()
@@ -128,34 +128,35 @@ class _Losses:
         return dict.fromkeys(WITH_GRADIENT) | dict(zip(leaves, found, strict=True))
 
     def sample(self) -> tuple[Tensor, Tensor]:
-        """Return the losses of a token of each few, and the same when the loss is called with these tokens alone."""
+        """Return the losses of some tokens, as computed and as the loss gives them for these tokens alone."""
         losses = torch.cat(self._losses)
         few = max(2, losses.shape[0] // _SAMPLE)
         numbers = torch.arange(losses.shape[0] // few, dtype=torch.int64, device=losses.device)
-        # Evenly spaced tokens might all be one sequence's, so the choice is hashed (Fibonacci hashing's factor).
+        # Evenly spaced tokens might all belong to one sequence, so one of every few is chosen by Fibonacci hashing.
         chosen = numbers * few + (numbers * 2654435769 >> 16) % few
-        parts = (None if part[0] is None else torch.cat(part) for part in zip(*self._outputs, strict=True))
-        every_token = LinearCrossEntropyOutput(*parts), self._per_token  # type: ignore[arg-type]
+        every_token = self._joined_outputs(), self._per_token
         outputs, per_token = tree_map_only(Tensor, lambda x: x.index_select(0, chosen), every_token)
         among_all = losses.index_select(0, chosen)
         if not numbers.shape[0]:
             return among_all, among_all
         return among_all, checked_losses(self._loss(outputs, *per_token), numbers.shape[0])[0].detach()
 
+    def _joined_outputs(self) -> LinearCrossEntropyOutput:
+        parts = (None if part[0] is None else torch.cat(part) for part in zip(*self._outputs, strict=True))
+        return LinearCrossEntropyOutput(*parts)  # type: ignore[arg-type]
+
     def of_every_token(self, computed: ComputedRows) -> tuple[LinearCrossEntropyOutput, Metrics]:
-        """The outputs and metrics of all blocks: 0 in skipped rows."""
-        if not self._outputs:  # the caller's loss is asked about no token, for the names of its metrics
+        """Return the outputs and metrics of all blocks: 0 in skipped rows."""
+        if not self._outputs:  # a call of the loss with no tokens gives the names of its metrics
             device = self._call.hidden.device
             no_outputs = new_outputs(0, self._call.options, device)
             self.add(no_outputs, torch.empty(0, dtype=torch.bool, device=device), slice(0, 0))
-        parts = (None if part[0] is None else torch.cat(part) for part in zip(*self._outputs, strict=True))
-        outputs = computed.spread_outputs(LinearCrossEntropyOutput(*parts))  # type: ignore[arg-type]
-        names = self._metrics[0]
+        outputs, names = computed.spread_outputs(self._joined_outputs()), self._metrics[0]
         return outputs, {name: computed.spread(torch.cat([part[name] for part in self._metrics])) for name in names}
 
 
 def checked_losses(result: Any, num_tokens: int) -> tuple[Tensor, Metrics]:
-    """Return the losses and metrics in what the caller's loss returned."""
+    """Check what the caller's loss returned."""
     if isinstance(result, tuple) and len(result) != 2:
         raise TypeError(f"loss must return a tensor [n], or a pair of it and a dict, got a tuple of {len(result)}")
     losses, metrics = result if isinstance(result, tuple) else (result, {})
@@ -178,7 +179,7 @@ def checked_losses(result: Any, num_tokens: int) -> tuple[Tensor, Metrics]:
 
 
 def check_graph(total: Tensor, outputs: Sequence[Tensor]) -> None:
-    """Only the outputs get a gradient: any other leaf's would be lost."""
+    """Check that the loss depends on outputs only: the gradients of other leaves would be lost."""
     if not total.requires_grad:
         raise ValueError(
             f"loss must return losses that depend on the outputs' {', '.join(DIFFERENTIABLE[:-1])} or "

@@ -1,4 +1,4 @@
-"""Tokens carry hidden states to where they are computed, block by block, and their gradients back.
+"""Blocks of hidden states, gathered over the group where needed, and the reduction of their gradients.
 
 hidden of a rank             a block                               its gradient
 Tokens         [N, H]        a range of the computed rows          all-reduced
@@ -21,7 +21,7 @@ from megatron_lce.core.plan import ceil_div, cut
 
 
 class TokenBlock(NamedTuple):
-    """Range of the computed rows with their hidden states."""
+    """A range of the computed rows, with their hidden states."""
 
     rows: slice
     hidden: Pending  # [rows, H]
@@ -34,19 +34,25 @@ def tokens_in_blocks(
     computed: ComputedRows,
     block_tokens: int,  # most rows of a block
     options: Options,
-    grad_dtype: torch.dtype | None = None,  # of hidden's gradient; None: hidden's
+    grad_dtype: torch.dtype | None = None,  # of the hidden gradient; None: hidden's
 ) -> "Tokens":
-    """Return the tokens of a call, whose `computed` are the computed rows in the order of the blocks."""
+    """Return the tokens of a call. Their `computed` are the rows in the order of the blocks."""
     group, grad_dtype = options.tp_group, grad_dtype or hidden.dtype
-    if group is None or not options.sequence_parallel or computed.count == 0:  # without rows nothing is gathered
+    if group is None or not options.sequence_parallel or computed.count == 0:  # no rows: nothing to gather
         group = group if options.reduce_grad_hidden else None
         return Tokens(hidden, computed, block_tokens, grad_dtype, group)
-    sharded = ShardedTokens if computed.index is None else GatheredTokens
-    return sharded(hidden, computed, block_tokens, grad_dtype, group)
+    if computed.index is not None:
+        return GatheredTokens(hidden, computed, block_tokens, grad_dtype, group)
+    ranks = collectives.group_size(group)
+    of_shard = max(1, block_tokens // ranks)
+    if of_shard < hidden.shape[0]:
+        rows = torch.arange(computed.num_tokens, dtype=torch.int64, device=hidden.device).view(ranks, -1)
+        computed = computed.subset(torch.cat([part.reshape(-1) for part in rows.split(of_shard, dim=1)]))
+    return ShardedTokens(hidden, computed, of_shard * ranks, grad_dtype, group)
 
 
 class Tokens:
-    """Blocks of a hidden that is whole on every rank; each block's gradient is summed by itself."""
+    """Blocks of a hidden that is complete on every rank; each gradient is reduced as soon as it is complete."""
 
     def __init__(
         self,
@@ -68,7 +74,6 @@ class Tokens:
         return self._group is not None
 
     def blocks(self) -> Iterator[TokenBlock]:
-        """Yield the blocks."""
         return self._blocks_of(self.hidden)
 
     def _blocks_of(self, hidden: Tensor) -> Iterator[TokenBlock]:
@@ -76,22 +81,22 @@ class Tokens:
             is_last = rows.stop == self.computed.count
             block = TokenBlock(rows, Pending(self.computed.select(hidden, rows)), rows.start == 0, is_last)
             if is_last:
-                del hidden  # a gathered one is freed while its last block is computed
+                del hidden  # if gathered, it is freed while its last block is computed
             yield block
 
     def grad_rows(self, block: TokenBlock) -> Tensor:
-        """Return the tensor [rows, H], of `grad_dtype`, to which the block's gradient is written before `reduce`."""
+        """Return the tensor [rows, H], of `grad_dtype`, for the gradient of the block."""
         if self._grad is None:
             self._grad = self.hidden.new_empty(self.computed.count, self.hidden.shape[1], dtype=self.grad_dtype)
         return self._grad[block.rows]
 
     def reduce(self, block: TokenBlock, grad: Tensor) -> None:
-        """Start to sum over the group what was written to the block's `grad_rows`, unless the caller sums it."""
+        """Start reducing what was written to `grad_rows`, unless the caller reduces it."""
         if self._group is not None:
             self._sums.append(collectives.start_all_reduce(grad, self._group))
 
     def grad_hidden(self) -> Tensor:
-        """Return the gradient, of hidden's shape, after every block's `reduce`."""
+        """Return the gradient, of hidden's shape, after all blocks were reduced."""
         if self._grad is None:
             return torch.zeros_like(self.hidden, dtype=self.grad_dtype)
         for pending in self._sums:
@@ -100,7 +105,7 @@ class Tokens:
 
 
 class ShardedTokens(Tokens):
-    """Blocks of shards of which every row is computed; each is gathered, and its gradient scattered, by itself.
+    """Blocks of shards whose rows are all computed. Each block is gathered, and its gradient scattered, separately.
 
     rank 0: a b | c d      first block: a b e f
     rank 1: e f | g h      second block: c d g h
@@ -108,28 +113,20 @@ class ShardedTokens(Tokens):
 
     _group: ProcessGroup
 
-    def __init__(
-        self, hidden: Tensor, computed: ComputedRows, block_tokens: int, grad_dtype: torch.dtype, group: ProcessGroup
-    ) -> None:
-        self._ranks = ranks = collectives.group_size(group)
-        super().__init__(hidden, computed, max(1, block_tokens // ranks) * ranks, grad_dtype, group)
-        self._ranges = list(cut(hidden.shape[0], self._block_tokens // ranks))  # of a shard
-        if self.num_blocks > 1:
-            rows = torch.arange(computed.num_tokens, dtype=torch.int64, device=hidden.device).view(ranks, -1)
-            self.computed = computed.subset(torch.cat([rows[:, part].reshape(-1) for part in self._ranges]))
-
     def blocks(self) -> Iterator[TokenBlock]:
-        """Yield the blocks; the next one is gathered while one is computed."""
-        gathering = (self._start_block(part) for part in self._ranges)  # each starts when it is asked for
+        """Yield blocks. While one is computed, the next is gathered."""
+        ranks = collectives.group_size(self._group)
+        parts = cut(self.hidden.shape[0], self._block_tokens // ranks)
+        gathering = (self._start_block(part, ranks) for part in parts)  # each starts when it is requested
         block = next(gathering, None)
         while block is not None:
             following = next(gathering, None)
             yield block
-            block.hidden.wait()  # even if nothing read it: its memory must not be used again before it is filled
+            block.hidden.wait()  # even if unused: its memory must not be reused before the gather ends
             block = following
 
-    def _start_block(self, part: slice) -> TokenBlock:
-        rows = slice(part.start * self._ranks, part.stop * self._ranks)
+    def _start_block(self, part: slice, ranks: int) -> TokenBlock:
+        rows = slice(part.start * ranks, part.stop * ranks)
         hidden = collectives.start_gather_rows(self.hidden[part], self._group)
         return TokenBlock(rows, hidden, part.start == 0, part.stop == self.hidden.shape[0])
 
@@ -145,7 +142,7 @@ class ShardedTokens(Tokens):
 
 
 class GatheredTokens(Tokens):
-    """Blocks of shards of which some rows are computed: all shards are gathered first, and reduce-scattered last."""
+    """Blocks of shards of which some rows are computed. All are gathered at first and reduce-scattered at last."""
 
     _group: ProcessGroup
 

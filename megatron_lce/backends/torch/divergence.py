@@ -1,6 +1,4 @@
-"""Readings of both heads' products of `megatron_lce.api.linear_jsd`, in plain torch, a chunk of columns at a time."""
-
-from collections.abc import Iterator
+"""The functions of `megatron_lce.api.linear_jsd` that read the products of both heads, a chunk of columns at a time."""
 
 import torch
 from torch import Tensor
@@ -9,8 +7,8 @@ from megatron_lce.core.jsd_heads import SOFTMAX_ROWS, Head, Heads, JsdStats, mer
 from megatron_lce.core.plan import cut
 from megatron_lce.core.statistics import LN_2
 
-_LARGEST_RATIO = 126.0  # log2 of a ratio of probabilities is clamped to this
-_CHUNK_COLUMNS = 1024  # columns that are read together
+_LARGEST_RATIO = 126.0  # bound of log2 of a ratio of probabilities
+_CHUNK_COLUMNS = 1024  # columns of a chunk
 
 
 def intermediate_bytes(num_columns: int) -> int:
@@ -18,25 +16,23 @@ def intermediate_bytes(num_columns: int) -> int:
 
 
 def softmaxes_of_products(heads: Heads, products: Tensor, stats: Tensor) -> None:
-    of_chunks = [_chunk_stats(heads, products[:, :, columns]) for columns in _chunks(products)]
+    of_chunks = [_chunk_stats(heads, part) for part in products.split(_CHUNK_COLUMNS, dim=2)]
     stats[:SOFTMAX_ROWS] = merged_softmaxes(torch.stack(of_chunks))
 
 
 def divergence_of_products(heads: Heads, products: Tensor, stats: Tensor) -> None:
-    of_chunks = [_chunk_divergence(heads, products, columns, stats) for columns in _chunks(products)]
+    of_chunks = [
+        _chunk_divergence(heads, products, columns, stats) for columns in cut(products.shape[2], _CHUNK_COLUMNS)
+    ]
     stats[SOFTMAX_ROWS:] = torch.stack(of_chunks).sum(dim=0)
 
 
 def gradient_of_products(heads: Heads, products: Tensor, stats: Tensor, gradient: Tensor) -> None:
-    for columns in _chunks(products):
+    for columns in cut(products.shape[2], _CHUNK_COLUMNS):
         _chunk_gradient(heads, products[:, :, columns], stats, gradient[:, columns])
 
 
-def _chunks(products: Tensor) -> Iterator[slice]:
-    return cut(products.shape[2], _CHUNK_COLUMNS)
-
-
-# A function for each chunk: its tensors are free before the next chunk's are allocated.
+# A function per chunk frees its tensors before the next chunk allocates.
 
 
 def _logits(head: Head, products: Tensor) -> Tensor:
@@ -52,7 +48,7 @@ def _both_logits(heads: Heads, products: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _chunk_stats(heads: Heads, products: Tensor) -> Tensor:
-    """Return both heads' largest logit and sum of exponentials of one chunk, [4, N]."""
+    """Return the largest logit and the sum of exponentials of one chunk for both heads, [4, N]."""
     stats = []
     for head, values in zip(heads[:2], products, strict=True):
         logits = _logits(head, values)
@@ -62,7 +58,7 @@ def _chunk_stats(heads: Heads, products: Tensor) -> Tensor:
 
 
 def _chunk_divergence(heads: Heads, products: Tensor, columns: slice, stats: Tensor) -> Tensor:
-    """Return one chunk's part of divergence and KL(p_student || m) and, with labels, of the student's: [2 or 5, N]."""
+    """Return the sums of one chunk for rows of `JsdStats` behind the softmaxes, [2, N], with labels [5, N]."""
     student, teacher = _both_logits(heads, products[:, :, columns])
     sums = _divergence_sums(student, teacher, stats, heads.beta)
     if heads.labels is not None:
@@ -115,17 +111,17 @@ def _probability(logits: Tensor, max_logit: Tensor, total: Tensor) -> Tensor:
 
 
 def _log_ratio(student: Tensor, teacher: Tensor, stats: Tensor) -> Tensor:
-    """Return log2(p_t / p_s), [N, C], with more digits for close heads than log p_t - log p_s has."""
+    """Return log2(p_t / p_s), [N, C], for close heads more precise than log p_t - log p_s."""
     rows = JsdStats(*stats.unsqueeze(2))
     ratio = (teacher - rows.teacher_max).sub_(student - rows.student_max)
     return ratio.add_((rows.student_sum / rows.teacher_sum).log2())
 
 
 def _log_over_mixture(ratio: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """Return log2(p_s / m) and log2(p_t / m) from log2(p_t / p_s), in its memory, for 0 < beta < 1.
+    """Return log2(p_s / m) and log2(p_t / m) from log2(p_t / p_s), which is overwritten, for 0 < beta < 1.
 
-    For the head with the larger weight in m it is -log2(1 + w (q / p - 1)), with the other's probability q and weight
-    w, and its error is relative. The ratio is clamped where the smaller probability has no weight.
+    For the head with the larger weight in m it is -log2(1 + w (q / p - 1)), where q and w are the probability and the
+    weight of the other head; its error is relative. The ratio is clamped where the smaller probability is negligible.
     """
     to_other = (ratio if beta <= 0.5 else ratio.neg_()).clamp_(-_LARGEST_RATIO, _LARGEST_RATIO)
     nearer = (to_other * LN_2).expm1_().mul_(min(beta, 1 - beta)).log1p_().div_(-LN_2)

@@ -28,7 +28,7 @@ def gathered_logits(
 
 
 def _local(ids: Tensor, shard: Shard) -> tuple[Tensor, Tensor]:
-    """Return numbers of the shard's rows, and where they are of another's id or padding."""
+    """Return rows of the shard, and a mask of ids that are padding or not in the shard."""
     local = ids - shard.start
     clamped = local.clamp(0, max(shard.columns - 1, 0))
     return clamped, (clamped != local) | (shard.columns == 0)
@@ -58,7 +58,7 @@ def gathered_sums(
 
 
 def write_columns(matrix: Tensor, columns: Tensor, values: Tensor) -> None:
-    # Places outside of the matrix repeat what is written to one of the row's columns.
+    # Columns outside the matrix are redirected to one column of the row, to which they write the same value.
     inside = (columns >= 0) & (columns < matrix.shape[1])
     one = inside.to(torch.uint8).argmax(dim=1, keepdim=True)
     any_inside = inside.gather(1, one)

@@ -1,4 +1,4 @@
-"""`Backend` in plain torch, a slab of vocabulary at a time: for CPUs and any device."""
+"""`Backend` in plain torch, for CPUs and any other device."""
 
 import torch
 from torch import Tensor
@@ -31,12 +31,12 @@ _ROWS = 1024  # rows that `scale` holds in fp32 at a time
 
 
 def costs(hidden: Tensor, weight: Tensor, telemetry: bool) -> Costs:
-    """Costs without a cache, which would save little where this backend runs."""
+    # Without a cache, which would save little where this backend runs.
     hidden_row, weight_row = upcast_row_bytes(hidden, weight.dtype), upcast_row_bytes(weight, weight.dtype)
     return Costs(
         CHUNK_COLUMNS,
         logit=3 * 4,
-        stats_token=4 * (3 + telemetry) * CHUNK_COLUMNS + hidden_row,  # logits of a chunk, exponentials and the like
+        stats_token=4 * (3 + telemetry) * CHUNK_COLUMNS + hidden_row,  # logits of a chunk, exponentials, temporaries
         stats_column=weight_row,
         slab_token=hidden_row,
         slab_column=weight_row,
@@ -59,7 +59,7 @@ def softmax_stats(
     cache: LogitsCache | None = None,
     columns_at_once: int | None = None,
 ) -> Tensor:
-    # One product for each chunk: a library may add in another order for another width.
+    # One product per chunk: for another width, a library may sum in another order.
     chunks = list(cut(weight.shape[0], CHUNK_COLUMNS))
     entropy, telemetry = options.entropy, options.telemetry
     parts = hidden.new_empty(len(chunks), packed_rows(entropy, telemetry), hidden.shape[0], dtype=torch.float32)
@@ -84,7 +84,7 @@ def product_stats(products: Tensor, row_scale: Tensor) -> Tensor:
 def sum_chunks(
     parts: Tensor, all_extremes: Tensor, num_columns: int, entropy: bool, telemetry: bool
 ) -> tuple[Tensor, Tensor]:
-    # Chunk by chunk, because torch may round an exponential differently at another place of a longer tensor.
+    # Chunk by chunk: torch may round an exponential differently depending on its place in a longer tensor.
     packed_extremes = merge_extremes(all_extremes, telemetry)
     extremes = unpack_extremes(packed_extremes, telemetry)
     sums = torch.zeros(num_sums(entropy, telemetry), parts.shape[2], dtype=torch.int64, device=parts.device)
@@ -144,7 +144,7 @@ def logits_base2(hidden: Tensor, weight: Tensor, row_scale: Tensor, options: Opt
     if weight.dtype == torch.float32:
         hidden = hidden.float()
     logits = hidden.new_empty(hidden.shape[0], weight.shape[0], dtype=torch.float32)
-    # fp32 inputs: sums over 256 of H are added up, as one running sum over a long H loses digits.
+    # fp32 inputs: sums over 256 of H are added up, because one running sum over a long H loses digits.
     for part in cut(hidden.shape[1], 256 if weight.dtype == torch.float32 else hidden.shape[1]):
         for columns in cut(weight.shape[0], CHUNK_COLUMNS):  # as in the statistics, so that both have the same bits
             product(hidden[:, part], weight[columns, part].T, logits[:, columns], accumulate=part.start > 0)
@@ -157,13 +157,13 @@ def logits_base2(hidden: Tensor, weight: Tensor, row_scale: Tensor, options: Opt
 
 
 def upcast_row_bytes(matrix: Tensor, weight: torch.dtype) -> int:
-    """Bytes of a row's fp32 copy, which 16-bit inputs need for products on a CPU or with an fp32 weight; else 0."""
+    """Return the bytes of an fp32 copy of a row, as products of 16-bit inputs need on CPUs or with an fp32 weight."""
     copied = copies_to_fp32(matrix) or (weight == torch.float32 and matrix.dtype != torch.float32)
     return 4 * matrix.shape[1] if copied else 0
 
 
 def chunk_stats(logits: Tensor, labels: Tensor, first_id: int, entropy: bool, telemetry: bool) -> Tensor:
-    """Return statistics [K, N] of one chunk of base-2 logits [N, C]. `first_id`: the first column's."""
+    """Return statistics [K, N] of one chunk of base-2 logits [N, C], whose first column has this id."""
     in_chunk = (labels >= 0) & (labels < logits.shape[1])
     label_logit = logits.gather(1, torch.where(in_chunk, labels, 0).long()[:, None])[:, 0]
     max_logit, argmax = logits.max(dim=1)
@@ -179,7 +179,7 @@ def chunk_stats(logits: Tensor, labels: Tensor, first_id: int, entropy: bool, te
     sum_exp_squared = [exp.square().sum(dim=1)] if telemetry else []
     stats.append(sum_exp)
     if entropy:
-        stats.append(exp.mul_(shifted.clamp_(min=LOWEST_LOGIT)).sum(dim=1))  # 0 times -inf is to be 0
+        stats.append(exp.mul_(shifted.clamp_(min=LOWEST_LOGIT)).sum(dim=1))  # 0 times -inf must be 0
     return torch.stack(stats + sum_exp_squared + logit_sums)
 
 

@@ -1,4 +1,4 @@
-"""Per-row numbers before and after the statistics of the vocabulary, in torch."""
+"""Per-row values before and after the statistics of the vocabulary, in torch."""
 
 from collections.abc import Sequence
 
@@ -47,7 +47,7 @@ def finish(
 ) -> SoftmaxOfRow:
     extremes = unpack_extremes(packed_extremes, options.telemetry)
     ignored = rows.ignored
-    # A label whose logit is -inf on every rank is owned by none: its row is NaN.
+    # If the label's logit is -inf on every rank, no rank owns it: the row is NaN.
     to_nats = torch.where(extremes.label_logit == -torch.inf, torch.nan, rows.to_nats)
 
     def in_nats(value: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ def finish(
     sum_exp, *others = (sums.float() * UNIT).unbind()
     log_sum = sum_exp.log2()
     label_logprob = (extremes.label_logit - extremes.max_logit) - log_sum
-    # An integer sum cannot be NaN; the largest logit is, if any logit is.
+    # Integer sums cannot be NaN; the largest logit is NaN if any logit is.
     unless_nan = extremes.max_logit * 0.0
     entropy = log_sum - others[0] / sum_exp + unless_nan if options.entropy else None
     results = LinearCrossEntropyOutput(
@@ -67,7 +67,7 @@ def finish(
         max_logit = in_nats(extremes.max_logit)
         argmax = torch.where(max_logit.isnan(), -1, torch.where(ignored, 0, extremes.argmax))
         largest = largest_logit(extremes.max_logit, extremes.min_logit)
-        # NaN if a chunk's sum of squares is beyond fp32.
+        # NaN if the sum of squares of a chunk overflows fp32.
         unless_huge = unless_nan + CHUNK_COLUMNS * largest * largest * 0.0
         sum_exp_squared, sum_logit, sum_logit_squared = others[-4:-1]
         num_columns = sums[-1].float()
@@ -92,7 +92,7 @@ def row_terms(
 ) -> tuple[Tensor, Tensor]:
     grad_logprobs, grad_entropy, grad_lse, grad_mean_logit = upstream
     ignored = rows.ignored
-    # A logprob that is not finite makes every term NaN.
+    # A logprob that is not finite makes all terms NaN.
     factor = (rows.to_nats + softmax.label_logprob * 0.0) * rows.scale * inner_factor(options)
     zero = torch.zeros_like(factor)
     label_term = zero if grad_logprobs is None else grad_logprobs

@@ -1,1 +1,1 @@
-"""The primitives in Triton: one file a primitive, kernel beside its launcher. Importing this needs no Triton."""
+"""The primitives in Triton, each kernel in the file of its launcher. Importing this package needs no Triton."""

@@ -1,10 +1,10 @@
-"""Kernels of `megatron_lce.api.linear_jsd`, each of which reads rows of both heads' products once.
+"""Kernels of `megatron_lce.api.linear_jsd`. Each reads the products of both heads once.
 
     _softmaxes_kernel      -> student_max, student_sum, teacher_max, teacher_sum
     _divergence_kernel     -> divergence, student_kl (, expected, label_logit, label_owned)
     _gradient_kernel       -> gradient of the student's products
 
-Between them the ranks merge the softmaxes, then the sums. Only reading takes time.
+Between them the ranks merge the softmaxes, then the sums. All kernels are limited by memory bandwidth.
 """
 
 from typing import Any
@@ -42,8 +42,8 @@ def gradient_of_products(heads: Heads, products: Tensor, stats: Tensor, gradient
 
 
 def _mixture(beta: float) -> tuple[float, float, bool, bool, bool]:
-    """Return the weights of teacher and student, and which of the three formulas they ask for."""
-    return float(beta), 1.0 - beta, beta == 0, beta == 1, beta <= 0.5  # fp32 would lose digits of 1 - beta
+    """Return the weights of teacher and student, and the constants that select a formula."""
+    return float(beta), 1.0 - beta, beta == 0, beta == 1, beta <= 0.5  # 1 - beta would lose digits in fp32
 
 
 def _launch(kernel: Any, heads: Heads, products: Tensor, stats: Tensor, *own: Any) -> None:
@@ -51,24 +51,12 @@ def _launch(kernel: Any, heads: Heads, products: Tensor, stats: Tensor, *own: An
     _, num_tokens, num_columns = products.shape
     block_n = tiles.rows_of_program(1, num_tokens)
     columns = min(COLUMNS, max(256, triton.next_power_of_2(num_columns)))  # a narrow shard fills fewer, and fewer warps
+    scales = student.scale, teacher.scale, student.softcap_scale, teacher.softcap_scale
+    sizes = num_tokens, num_columns, products.stride(1), stats.stride(0)
+    constants = {"BLOCK_N": block_n, "BLOCK_V": columns, "num_warps": max(1, WARPS * columns // COLUMNS)}
     # Not fused: a logit must have the same bits in every reading.
-    tiles.launch(kernel, (ceil_div(num_tokens, block_n),), fused=False)(
-        products[0],
-        products[1],
-        student.scale,
-        teacher.scale,
-        student.softcap_scale,
-        teacher.softcap_scale,
-        stats,
-        num_tokens,
-        num_columns,
-        products.stride(1),
-        stats.stride(0),
-        *own,
-        BLOCK_N=block_n,
-        BLOCK_V=columns,
-        num_warps=max(1, WARPS * columns // COLUMNS),
-    )
+    launch = tiles.launch(kernel, (ceil_div(num_tokens, block_n),), fused=False)
+    launch(products[0], products[1], *scales, stats, *sizes, *own, **constants)
 
 
 @triton.jit(do_not_specialize=["N", "V", "stats_stride"])
@@ -130,12 +118,11 @@ def _divergence_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """These columns' part of the divergence, of KL(p_student || m), and of the student's outputs."""
+    """The part of these columns of the divergence, of KL(p_student || m), and of the student's outputs."""
     rows, row_mask, first = _rows_of_program(N, row_stride, BLOCK_N)
     student_scale, teacher_scale = tl.load(student_scale_ptr + rows), tl.load(teacher_scale_ptr + rows)
     stats = stats_ptr + rows
-    student_max, student_sum, teacher_max, teacher_sum = _softmaxes(stats, stats_stride)
-    log_sums, unless_nan = tl.log2(student_sum / teacher_sum), (student_sum + teacher_sum) * 0.0
+    student_max, student_sum, teacher_max, teacher_sum, log_sums, unless_nan = _softmaxes(stats, stats_stride)
     nothing = tl.zeros((BLOCK_N, BLOCK_V // _NEIGHBOURS), tl.float32)
     over_student_sum, over_teacher_sum, expected, label_logit = nothing, nothing, nothing, nothing
     if label_ptr is not None:
@@ -201,8 +188,7 @@ def _gradient_kernel(
     rows, row_mask, first = _rows_of_program(N, row_stride, BLOCK_N)
     student_scale, teacher_scale = tl.load(student_scale_ptr + rows), tl.load(teacher_scale_ptr + rows)
     stats = stats_ptr + rows
-    student_max, student_sum, teacher_max, teacher_sum = _softmaxes(stats, stats_stride)
-    log_sums, unless_nan = tl.log2(student_sum / teacher_sum), (student_sum + teacher_sum) * 0.0
+    student_max, student_sum, teacher_max, teacher_sum, log_sums, unless_nan = _softmaxes(stats, stats_stride)
     student_inverse, teacher_inverse = 1.0 / student_sum, 1.0 / teacher_sum
     student_kl = tl.load(stats + 5 * stats_stride)
     coefficient = tl.load(coefficient_ptr + rows)
@@ -238,16 +224,18 @@ def _rows_of_program(N, row_stride, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _softmaxes(stats, stats_stride):
-    """Load student_max, student_sum, teacher_max, teacher_sum."""
+    """Load student_max, student_sum, teacher_max, teacher_sum; also return log2 of the ratio of sums, and 0 or NaN."""
     student_max, student_sum = tl.load(stats), tl.load(stats + stats_stride)
-    return student_max, student_sum, tl.load(stats + 2 * stats_stride), tl.load(stats + 3 * stats_stride)
+    teacher_max, teacher_sum = tl.load(stats + 2 * stats_stride), tl.load(stats + 3 * stats_stride)
+    log_sums, unless_nan = tl.log2(student_sum / teacher_sum), (student_sum + teacher_sum) * 0.0
+    return student_max, student_sum, teacher_max, teacher_sum, log_sums, unless_nan
 
 
 @triton.jit
 def _places(first, column, V, row_stride, BLOCK_V: tl.constexpr):
     """Return the places of the columns from this one on, which of them are stored, and which lie before V.
 
-    A row is stored up to row_stride, which Triton knows to be a multiple of 16: so whole vectors are read and written.
+    A row is stored up to row_stride. Triton knows that it is a multiple of 16, and reads and writes whole vectors.
     """
     columns = column + tl.arange(0, BLOCK_V)[None, :]
     return first + columns, columns < row_stride, columns < V
@@ -255,7 +243,7 @@ def _places(first, column, V, row_stride, BLOCK_V: tl.constexpr):
 
 @triton.jit
 def _logits(places, stored, wanted, scale, softcap_scale):
-    """Return base-2 logits, masked past V, and the products, or their tanh, that they are multiples of."""
+    """Return base-2 logits, masked past V, and the products or, under a softcap, their tanh."""
     products = tl.load(places, stored, other=0.0)
     if softcap_scale is not None:
         products = tanh(products * softcap_scale)
@@ -288,8 +276,8 @@ def _neighbours_sum(values):
 def _mixture_over_both(ratio, teacher_weight, student_weight, STUDENT_LEADS: tl.constexpr):
     """Return log2(m / p_s) and log2(m / p_t) from log2(p_t / p_s), for 0 < beta < 1, finite even if that is not.
 
-    For the head with the larger weight in m, which leads, it is log2(1 + w (q / p - 1)), with the other's probability
-    q and weight w, and its error is relative. The ratio is clamped where p is too small beside q to have a weight.
+    For the head with the larger weight in m, which leads, it is log2(1 + w (q / p - 1)), where q and w are the
+    probability and the weight of the other head; its error is relative. The ratio is clamped where p is negligible.
     """
     to_other = tl.minimum(ratio if STUDENT_LEADS else -ratio, 126.0)
     others_weight = tl.zeros_like(ratio) + (teacher_weight if STUDENT_LEADS else student_weight)

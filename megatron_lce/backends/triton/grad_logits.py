@@ -1,8 +1,4 @@
-"""The second primitive is the gradient of one slab of logits, recomputed or from kept exponentials.
-
-It is the gradient of the products hidden @ weight.T, in weight's dtype: scale, softcap (its derivative, `slope`) and
-temperature are in the row terms and the kernels.
-"""
+"""Gradients of the products hidden @ weight.T, from recomputed logits or from cached exponentials."""
 
 import torch
 import triton
@@ -17,8 +13,8 @@ from megatron_lce.backends.triton.tile_products import (
     descriptor,
     fast_log2,
     halves,
+    launch_over_tiles,
     read_columns,
-    shared_arguments,
     tanh,
     tile_position,
     tile_products,
@@ -28,8 +24,8 @@ from megatron_lce.core.options import Options
 from megatron_lce.core.plan import ceil_div, slab_row_stride
 from megatron_lce.core.rows import LOWEST_LOG_P, NUM_TERMS, Rows
 
-# A row's factor and its label's exponential lie between 1 over this and this: their products with 16-bit numbers, and
-# the sums of such products, are far from the limits of fp32.
+# Bounds (1 over this, and this) of the factor of a row and of its label's exponential, so that sums of their products
+# with 16-bit numbers stay far from the limits of fp32.
 _LARGEST_FACTOR = tl.constexpr(2.0**96)
 _LOWEST_LOG_P = tl.constexpr(LOWEST_LOG_P)
 
@@ -45,44 +41,28 @@ def grad_logits(
     first_column: int,
     entropy: bool,
 ) -> None:
-    tile, hidden_size = tiles.choose_tiles(hidden.dtype, weight.dtype, hidden.device), hidden.shape[1]
+    tile = tiles.choose_tiles(hidden.dtype, weight.dtype, hidden.device)
+    num_tokens, num_columns = out.shape
+    sizes = num_tokens, num_columns, hidden.shape[1], terms.stride(0), first_column
     hidden, hidden_power = split(hidden, tile.hidden_parts)
     weight, weight_power = split(weight, tile.weight_parts)
-    num_tokens, num_columns = out.shape
-    num_tiles = ceil_div(num_tokens, tile.block_n) * ceil_div(num_columns, tile.block_v)
-    # fused, z - max in fp32 would not be 0 at the largest z
-    tiles.launch(
-        _grad_logits_kernel, (tiles.num_programs(num_tiles, tile, hidden.device),), fused=out.dtype != torch.float32
-    )(
-        descriptor(hidden, tile.block_n, tile.block_h),
-        hidden_power,
-        descriptor(weight, tile.block_v, tile.block_h),
-        weight_power,
-        rows.labels,
-        rows.scale,
-        terms,
-        descriptor(out, tile.block_n, tile.block_v // 2),
-        num_tokens,
-        num_columns,
-        hidden_size,
-        terms.stride(0),
-        first_column,
-        ENTROPY=entropy,
-        MEAN=terms.shape[0] > NUM_TERMS,
-        PERSISTENT=tiles.takes_descriptors(hidden.device),
-        BLOCK_V=tile.block_v,
-        GROUP_N=tiles.GROUP_N,
-        **shared_arguments(tile, options),
-    )
+    hidden_rows = descriptor(hidden, tile.block_n, tile.block_h), hidden_power
+    weight_rows = descriptor(weight, tile.block_v, tile.block_h), weight_power
+    grad = descriptor(out, tile.block_n, tile.block_v // 2)
+    modes = {"ENTROPY": entropy, "MEAN": terms.shape[0] > NUM_TERMS}
+    # In fp32 not fused: z - max must be 0 at the largest z.
+    fused, logits = out.dtype != torch.float32, (num_tokens, num_columns)
+    launch = launch_over_tiles(_grad_logits_kernel, logits, tile, options, out, group_n=tiles.GROUP_N, fused=fused)
+    launch(*hidden_rows, *weight_rows, rows.labels, rows.scale, terms, grad, *sizes, **modes)
 
 
 def grad_logits_from_cache(
     cache: LogitsCache, rows: Rows, terms: Tensor, options: Options, *, entropy: bool, factored: bool
 ) -> Tensor | None:
-    """Also write finite numbers behind the rows, and at the labels the gradient of their exact logprobs.
+    """Also write finite numbers behind the rows; the gradient at a label comes from its exact logprob.
 
-    If `factored`, rows whose gradient is a number of the row times the exponential are left as they are, but for the
-    label's column. The numbers are returned, [N] fp32, 1 for the other rows.
+    If `factored`, rows whose gradient is one number times the exponentials are left unchanged except at the label. The
+    numbers are returned, [N] fp32, with 1 for the other rows.
     """
     mean, softcap = terms.shape[0] > NUM_TERMS, options.softcap is not None
     assert not (softcap and mean)  # the slope at a logit cannot be told from an exponential of 0
@@ -91,31 +71,16 @@ def grad_logits_from_cache(
     num_tokens, num_columns = cache.exp.shape
     num_chunks = ceil_div(num_columns, chunk)
     factor = terms.new_empty(num_tokens) if factored else None
-    # Rows of a program, and programs that share a row. Unless factored it takes a copy's time and 4 % (H200).
+    # Rows of a program, and programs that share a row. Unless factored, it takes 4 % longer than a copy (H200).
     block_n, sharers = (8, min(num_chunks, 4)) if factored else (4, ceil_div(num_chunks, 4))
     block_n = tiles.rows_of_program(block_n, num_tokens)
-    tiles.launch(_grad_from_exp_kernel, (sharers * ceil_div(num_tokens, block_n),), fused=True)(
-        cache.exp,
-        cache.reference,
-        rows.labels,
-        rows.scale,
-        terms,
-        factor,
-        num_tokens,
-        # The end of a row's storage instead of its last column: Triton knows it to be a multiple of 16.
-        slab_row_stride(num_columns),
-        cache.exp.stride(0),
-        cache.reference.stride(0),
-        terms.stride(0),
-        num_chunks,
-        sharers,
-        ENTROPY=entropy,
-        MEAN=mean,
-        SOFTCAP=softcap,
-        BLOCK_N=block_n,
-        CHUNK=chunk,
-        num_warps=1 if factored else 2,
-    )
+    stop = slab_row_stride(num_columns)  # the end of the stored row: Triton knows it to be a multiple of 16
+    strides = cache.exp.stride(0), cache.reference.stride(0), terms.stride(0)
+    sizes = num_tokens, stop, *strides, num_chunks, sharers
+    modes = {"ENTROPY": entropy, "MEAN": mean, "SOFTCAP": softcap}
+    constants = {"BLOCK_N": block_n, "CHUNK": chunk, "num_warps": 1 if factored else 2}
+    launch = tiles.launch(_grad_from_exp_kernel, (sharers * ceil_div(num_tokens, block_n),), fused=True)
+    launch(*cache.tensors, rows.labels, rows.scale, terms, factor, *sizes, **modes, **constants)
     return factor
 
 
@@ -161,58 +126,32 @@ def _grad_logits_kernel(
             hidden_desc, hidden_power, weight_desc, weight_power, row, column, H,
             BLOCK_N, BLOCK_V, BLOCK_H, HIDDEN_PARTS, ROUND,
         )  # fmt: skip
-        # One half after the other: together they spill registers under a softcap.
+        # One half at a time, and row values loaded for each: more values at once spill registers.
         left, right = halves(products)
         for half in tl.static_range(2):
-            first = column + half * (BLOCK_V // 2)
-            grad = _gradients(
-                left if half == 0 else right, rows, N, label_ptr, row_scale_ptr, terms_ptr, terms_stride,
-                first_column + first, softcap_scale, ENTROPY, MEAN, SOFTCAP,
-            )  # fmt: skip
+            part, first = left if half == 0 else right, column + half * (BLOCK_V // 2)
+            first_id, mask = first_column + first, rows < N
+            label = tl.load(label_ptr + rows, mask=mask, other=-1) - first_id
+            row_scale = tl.load(row_scale_ptr + rows, mask=mask, other=0.0)
+            max_logit = tl.load(terms_ptr + rows, mask=mask, other=0.0)
+            log_sum = tl.load(terms_ptr + terms_stride + rows, mask=mask, other=0.0)
+            p_term = tl.load(terms_ptr + 2 * terms_stride + rows, mask=mask, other=0.0)
+            label_term = tl.load(terms_ptr + 4 * terms_stride + rows, mask=mask, other=0.0)
+            capped = tanh(part * softcap_scale) if SOFTCAP else part
+            log_p = (capped * row_scale[:, None] - max_logit[:, None]) - log_sum[:, None]
+            grad = tl.exp2(log_p)
+            if ENTROPY:
+                entropy_term = tl.load(terms_ptr + 3 * terms_stride + rows, mask=mask, other=0.0)
+                grad = grad * (p_term[:, None] - entropy_term[:, None] * tl.maximum(log_p, _LOWEST_LOG_P))
+            else:
+                grad = grad * p_term[:, None]
+            is_label = tl.arange(0, BLOCK_V // 2)[None, :] == label[:, None]
+            grad = tl.where(is_label, grad + label_term[:, None], grad)
+            if MEAN:
+                grad += tl.load(terms_ptr + 6 * terms_stride + rows, mask=mask, other=0.0)[:, None]
+            if SOFTCAP:
+                grad *= 1.0 - capped * capped  # last: before the others it spills registers
             out_desc.store([row, first], grad.to(out_desc.dtype))
-
-
-@triton.jit
-def _gradients(
-    products,  # [BLOCK_N, columns]
-    rows,
-    N,
-    label_ptr,
-    row_scale_ptr,
-    terms_ptr,
-    terms_stride,
-    first_id,  # of the products' columns
-    softcap_scale,
-    ENTROPY: tl.constexpr,
-    MEAN: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-):
-    """Return the gradients of some products.
-
-    The rows' numbers are loaded here: held across the products, or from one call to the next, they spill registers.
-    """
-    mask = rows < N
-    label = tl.load(label_ptr + rows, mask=mask, other=-1) - first_id
-    row_scale = tl.load(row_scale_ptr + rows, mask=mask, other=0.0)
-    max_logit = tl.load(terms_ptr + rows, mask=mask, other=0.0)
-    log_sum = tl.load(terms_ptr + terms_stride + rows, mask=mask, other=0.0)
-    p_term = tl.load(terms_ptr + 2 * terms_stride + rows, mask=mask, other=0.0)
-    label_term = tl.load(terms_ptr + 4 * terms_stride + rows, mask=mask, other=0.0)
-    capped = tanh(products * softcap_scale) if SOFTCAP else products
-    log_p = (capped * row_scale[:, None] - max_logit[:, None]) - log_sum[:, None]
-    grad = tl.exp2(log_p)
-    if ENTROPY:
-        entropy_term = tl.load(terms_ptr + 3 * terms_stride + rows, mask=mask, other=0.0)
-        grad = grad * (p_term[:, None] - entropy_term[:, None] * tl.maximum(log_p, _LOWEST_LOG_P))
-    else:
-        grad = grad * p_term[:, None]
-    is_label = tl.arange(0, products.shape[1])[None, :] == label[:, None]
-    grad = tl.where(is_label, grad + label_term[:, None], grad)
-    if MEAN:
-        grad += tl.load(terms_ptr + 6 * terms_stride + rows, mask=mask, other=0.0)[:, None]
-    if SOFTCAP:
-        grad *= 1.0 - capped * capped  # here, behind the others: before them it spills registers
-    return grad
 
 
 @triton.jit(do_not_specialize=["N", "reference_stride", "terms_stride", "num_chunks", "sharers"])
@@ -236,7 +175,7 @@ def _grad_from_exp_kernel(
     BLOCK_N: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Write the same gradient from kept exponentials, and the label's column from its exact logprob."""
+    """Write the same gradient from cached exponentials, and the column of the label from its exact logprob."""
     place = tl.program_id(0) % sharers
     rows = tl.program_id(0) // sharers * BLOCK_N + tl.arange(0, BLOCK_N)
     row_mask = rows < N

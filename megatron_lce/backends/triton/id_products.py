@@ -1,4 +1,4 @@
-"""Products of hidden states with single rows of the weight, and their gradients; arguments: see `Backend`."""
+"""Products of hidden states with single rows of the weight, and their gradients."""
 
 import torch
 import triton
@@ -15,32 +15,13 @@ from megatron_lce.core.rows import Rows, softcap_scale
 def gathered_logits(
     hidden: Tensor, weight: Tensor, tokens: Tensor, ids: Tensor, rows: Rows, options: Options, shard: Shard
 ) -> Tensor:
-    """Return [2, M] fp32: base-2 logits, and ones; both 0 at an id of another shard, and the first at padding.
-
-    The bits of one do not depend on the others.
-    """
     num_ids, cap = ids.shape[0], softcap_scale(options)
     found = hidden.new_empty(2, num_ids, dtype=torch.float32)
     block = tiles.rows_of_program(8, num_ids)
-    tiles.launch(_gathered_logits_kernel, (ceil_div(num_ids, block),), fused=True)(
-        hidden,
-        weight,
-        tokens,
-        ids,
-        rows.scale,
-        found,
-        num_ids,
-        hidden.shape[1],
-        hidden.stride(0),
-        weight.stride(0),
-        shard.start,
-        shard.columns,
-        0.0 if cap is None else cap,
-        SOFTCAP=cap is not None,
-        ROUND=options.logits_dtype is not None,
-        BLOCK_M=block,
-        BLOCK_H=512,
-    )
+    sizes = num_ids, hidden.shape[1], hidden.stride(0), weight.stride(0), shard.start, shard.columns
+    modes = {"SOFTCAP": cap is not None, "ROUND": options.logits_dtype is not None}
+    launch = tiles.launch(_gathered_logits_kernel, (ceil_div(num_ids, block),), fused=True)
+    launch(hidden, weight, tokens, ids, rows.scale, found, *sizes, cap or 0.0, **modes, BLOCK_M=block, BLOCK_H=512)
     return found
 
 
@@ -55,41 +36,22 @@ def gathered_sums(
     accumulate: bool,
     workspace_bytes: int,
 ) -> None:
-    """Write the sums of factors * matrix[places] over each part to `out`, or add them, in the order of the parts."""
-    block = min(1024, triton.next_power_of_2(out.shape[1]))
-    tiles.launch(_gathered_sums_kernel, (out.shape[0], ceil_div(out.shape[1], block)), fused=True)(
-        matrix,
-        places,
-        factors,
-        offsets,
-        out,
-        out.shape[1],
-        matrix.stride(0),
-        out.stride(0),
-        0 if shard is None else shard.start,
-        matrix.shape[0] if shard is None else shard.columns,
-        ACCUMULATE=accumulate,
-        BLOCK_M=4,
-        BLOCK_H=block,
-    )
+    num_sums, num_columns = out.shape
+    block = min(1024, triton.next_power_of_2(num_columns))
+    first, num_places = (0, matrix.shape[0]) if shard is None else (shard.start, shard.columns)
+    sizes = num_columns, matrix.stride(0), out.stride(0), first, num_places
+    launch = tiles.launch(_gathered_sums_kernel, (num_sums, ceil_div(num_columns, block)), fused=True)
+    launch(matrix, places, factors, offsets, out, *sizes, ACCUMULATE=accumulate, BLOCK_M=4, BLOCK_H=block)
 
 
 def write_columns(matrix: Tensor, columns: Tensor, values: Tensor) -> None:
-    """Write values to some columns of each row."""
     block = 4096 if matrix.device.type == "cpu" else 512
-    tiles.launch(_write_columns_kernel, (ceil_div(columns.numel(), block),), fused=True)(
-        matrix,
-        columns.contiguous(),
-        values.contiguous(),
-        columns.numel(),
-        columns.shape[1],
-        matrix.shape[1],
-        matrix.stride(0),
-        BLOCK=block,
-    )
+    sizes = columns.numel(), columns.shape[1], matrix.shape[1], matrix.stride(0)
+    launch = tiles.launch(_write_columns_kernel, (ceil_div(columns.numel(), block),), fused=True)
+    launch(matrix, columns.contiguous(), values.contiguous(), *sizes, BLOCK=block)
 
 
-# One code for all strides: with another one, sums would have another order.
+# Compiled once for all strides: other code would add in another order.
 @triton.jit(do_not_specialize=["M", "hidden_stride", "weight_stride", "first_id", "num_columns"])
 def _gathered_logits_kernel(
     hidden_ptr,  # [N, H]
@@ -110,7 +72,7 @@ def _gathered_logits_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Compute BLOCK_M logits; each column of a block of H has a sum of its own, so that few roundings add up."""
+    """Compute BLOCK_M logits. Each column of a block of H is summed separately, so that few roundings add up."""
     entries = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = entries < M
     ids = tl.load(ids_ptr + entries, mask=inside, other=-1)
@@ -162,7 +124,7 @@ def _gathered_sums_kernel(
     inner = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H))[None, :]
     sums = tl.zeros((BLOCK_M, BLOCK_H), dtype=tl.float32)
     out = out_ptr + part * out_stride + inner
-    if first >= last:  # as most ids of a vocabulary
+    if first >= last:  # so for most ids of a vocabulary
         if not ACCUMULATE:
             tl.store(out, tl.zeros((1, BLOCK_H), dtype=out_ptr.dtype.element_ty), mask=inner < H)
         return

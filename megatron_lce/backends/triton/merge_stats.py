@@ -1,4 +1,4 @@
-"""Chunks' extremes and sums are merged to the vocabulary's in one launch, see `megatron_lce.core.statistics`."""
+"""Statistics of products that are in memory, and the merge of all chunks, see `megatron_lce.core.statistics`."""
 
 import torch
 import triton
@@ -7,98 +7,77 @@ from torch import Tensor
 
 from megatron_lce.backends.triton import tiles
 from megatron_lce.core.plan import ceil_div
-from megatron_lce.core.statistics import UNIT, num_chunk_sums, num_extremes, num_sums
+from megatron_lce.core.statistics import (
+    CHUNK_COLUMNS,
+    LOWEST_LOGIT,
+    UNIT,
+    num_chunk_sums,
+    num_extremes,
+    num_sums,
+    packed_rows,
+)
 
-_BLOCK_S = 64
 _UNITS = tl.constexpr(1 / UNIT)
+_LOWEST_LOGIT = tl.constexpr(LOWEST_LOGIT)
+
+
+def product_stats(products: Tensor, row_scale: Tensor) -> Tensor:
+    (num_tokens, num_columns), at_once = products.shape, 16  # chunks of a program
+    num_chunks = ceil_div(num_columns, CHUNK_COLUMNS)
+    stats = products.new_empty(num_chunks, packed_rows(False, False), num_tokens, dtype=torch.float32)
+    rows = tiles.rows_of_program(4, num_tokens)
+    grid, sizes = (ceil_div(num_tokens, rows), ceil_div(num_chunks, at_once)), (*products.shape, products.stride(0))
+    launch = tiles.launch(_product_stats_kernel, grid, fused=False)
+    launch(products, row_scale, stats, *sizes, BLOCK_N=rows, CHUNKS=at_once, CHUNK=CHUNK_COLUMNS)
+    return stats
 
 
 def sum_chunks(
     parts: Tensor, all_extremes: Tensor, num_columns: int, entropy: bool, telemetry: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the vocabulary's extremes [E, N], and the chunks' sums relative to them, int64 [`num_sums`, N] in `UNIT`s.
-
-    One launch does both. On one rank `parts` are the `all_extremes`, too.
-    """
     num_chunks, rows_of_part, num_tokens = parts.shape
     extremes = parts.new_empty(num_extremes(telemetry), num_tokens)
     sums = parts.new_empty(num_sums(entropy, telemetry), num_tokens, dtype=torch.int64)
     block_n = tiles.rows_of_program(8, num_tokens)  # of one warp: many small programs are fastest
-    # the same bits with and without the optional rows
-    tiles.launch(_sum_chunks_kernel, (ceil_div(num_tokens, block_n),), fused=False)(
-        parts,
-        all_extremes,
-        extremes,
-        sums,
-        num_chunks,
-        all_extremes.shape[0],
-        num_tokens,
-        rows_of_part * num_tokens,
-        all_extremes.shape[1] * num_tokens,
-        rows_of_part - num_chunk_sums(entropy, telemetry),
-        num_columns,
-        ENTROPY=entropy,
-        TELEMETRY=telemetry,
-        BLOCK_S=_BLOCK_S,
-        BLOCK_N=block_n,
-        num_warps=1,
-    )
+    num_sets, rows_of_set, _ = all_extremes.shape
+    strides = rows_of_part * num_tokens, rows_of_set * num_tokens
+    sizes = num_chunks, num_sets, num_tokens, *strides, rows_of_part - num_chunk_sums(entropy, telemetry), num_columns
+    constants = {"ENTROPY": entropy, "TELEMETRY": telemetry, "BLOCK_S": 64, "BLOCK_N": block_n, "num_warps": 1}
+    # Not fused: the same bits with and without the optional rows.
+    launch = tiles.launch(_sum_chunks_kernel, (ceil_div(num_tokens, block_n),), fused=False)
+    launch(parts, all_extremes, extremes, sums, *sizes, **constants)
     return extremes, sums
 
 
-@triton.jit
-def _largest(running, values):
-    """Return the largest value over the first dimension, NaN if any is, which tl.max would pass over."""
-    largest = tl.maximum(running, tl.max(values, 0), propagate_nan=tl.PropagateNan.ALL)
-    return tl.where(tl.max((values != values).to(tl.int32), 0) > 0, float("nan"), largest)
-
-
-@triton.jit
-def _merged_extremes(
-    parts_ptr,  # [S, >= E, N]
-    out_ptr,  # [E, N]
-    tokens,
-    S,
+@triton.jit(do_not_specialize=["N"])
+def _product_stats_kernel(
+    products_ptr,  # [N, C] fp32, rows products_stride apart
+    row_scale_ptr,  # [N] fp32
+    stats_ptr,  # [chunks, 3, N] fp32 out
     N,
-    part_stride,
-    TELEMETRY: tl.constexpr,
-    BLOCK_S: tl.constexpr,
+    C,
+    products_stride,
     BLOCK_N: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
-    """Store the extremes of the union of S sets of columns, and return the largest logit and the smallest, if asked."""
-    token_mask = tokens < N
-    max_logit = tl.full((BLOCK_N,), float("-inf"), tl.float32)
-    label_logit = tl.full((BLOCK_N,), float("-inf"), tl.float32)
-    min_logit = tl.full((BLOCK_N,), float("inf"), tl.float32)
-    for start in range(0, S, BLOCK_S):
-        splits = start + tl.arange(0, BLOCK_S)
-        mask = (splits < S)[:, None] & token_mask[None, :]
-        part = parts_ptr + splits.to(tl.int64)[:, None] * part_stride + tokens[None, :]  # [BLOCK_S, BLOCK_N]
-        max_logit = _largest(max_logit, tl.load(part, mask, other=float("-inf")))
-        label_logit = tl.maximum(label_logit, tl.max(tl.load(part + N, mask, other=float("-inf")), 0))
-        if TELEMETRY:
-            min_logit = tl.minimum(min_logit, tl.min(tl.load(part + 2 * N, mask, other=float("inf")), 0))
-    out = out_ptr + tokens
-    tl.store(out, max_logit, token_mask)
-    tl.store(out + N, label_logit, token_mask)
-    if TELEMETRY:
-        argmax = tl.full((BLOCK_N,), float("inf"), tl.float32)
-        for start in range(0, S, BLOCK_S):
-            splits = start + tl.arange(0, BLOCK_S)
-            mask = (splits < S)[:, None] & token_mask[None, :]
-            part = parts_ptr + splits.to(tl.int64)[:, None] * part_stride + tokens[None, :]
-            at_max = tl.load(part, mask, other=float("-inf")) == max_logit[None, :]
-            part_argmax = tl.load(part + 3 * N, mask, other=float("inf"))
-            argmax = tl.minimum(argmax, tl.min(tl.where(at_max, part_argmax, float("inf")), 0))
-        tl.store(out + 2 * N, min_logit, token_mask)
-        tl.store(out + 3 * N, argmax, token_mask)
-    return max_logit, min_logit
-
-
-@triton.jit
-def largest_logit(max_logit, min_logit):
-    """Return the largest absolute logit."""
-    return tl.maximum(tl.abs(max_logit), tl.abs(min_logit))
+    """Write the largest logit, -inf for the label's, and the sum of exponentials of CHUNKS chunks of BLOCK_N rows."""
+    rows = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    chunks = tl.program_id(1) * CHUNKS + tl.arange(0, CHUNKS)
+    columns = tl.program_id(1) * (CHUNKS * CHUNK) + tl.arange(0, CHUNKS * CHUNK)
+    mask = (rows < N)[:, None] & (columns < C)[None, :]
+    scale = tl.load(row_scale_ptr + rows, mask=rows < N, other=0.0)
+    products = tl.load(products_ptr + rows[:, None] * products_stride + columns[None, :], mask=mask, other=0.0)
+    logits = tl.where(mask, products * scale[:, None], float("-inf"))
+    logits = tl.reshape(logits, (BLOCK_N, CHUNKS, CHUNK))
+    max_logit = tl.maximum(tl.max(logits, 2), _LOWEST_LOGIT)
+    sum_exp = tl.sum(tl.exp2(logits - max_logit[:, :, None]), 2)
+    max_logit = tl.where(sum_exp == sum_exp, max_logit, float("nan"))  # tl.max passes over a NaN
+    out = stats_ptr + chunks.to(tl.int64)[None, :] * (3 * N) + rows[:, None]
+    stored = (rows < N)[:, None] & (chunks * CHUNK < C)[None, :]
+    tl.store(out, max_logit, stored)
+    tl.store(out + N, tl.full((BLOCK_N, CHUNKS), float("-inf"), tl.float32), stored)
+    tl.store(out + 2 * N, sum_exp, stored)
 
 
 @triton.jit(do_not_specialize=["S", "num_sets", "N", "part_stride", "set_stride", "first_sum", "num_columns"])
@@ -119,17 +98,44 @@ def _sum_chunks_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Merge the vocabulary's extremes, and add up the chunks' sums relative to them, for BLOCK_N tokens."""
+    """Merge the extremes of the vocabulary, then add up the sums of the chunks relative to them, for BLOCK_N tokens."""
     tokens = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     token_mask = tokens < N
-    max_logit, min_logit = _merged_extremes(
-        all_extremes_ptr, extremes_ptr, tokens, num_sets, N, set_stride, TELEMETRY, BLOCK_S, BLOCK_N
-    )
+    max_logit = tl.full((BLOCK_N,), float("-inf"), tl.float32)
+    label_logit = tl.full((BLOCK_N,), float("-inf"), tl.float32)
+    min_logit = tl.full((BLOCK_N,), float("inf"), tl.float32)
+    for start in range(0, num_sets, BLOCK_S):
+        sets = start + tl.arange(0, BLOCK_S)
+        mask = (sets < num_sets)[:, None] & token_mask[None, :]
+        extremes = all_extremes_ptr + sets.to(tl.int64)[:, None] * set_stride + tokens[None, :]  # [BLOCK_S, BLOCK_N]
+        logits = tl.load(extremes, mask, other=float("-inf"))
+        largest = tl.maximum(max_logit, tl.max(logits, 0), propagate_nan=tl.PropagateNan.ALL)
+        any_nan = tl.max((logits != logits).to(tl.int32), 0) > 0  # tl.max ignores NaN
+        max_logit = tl.where(any_nan, float("nan"), largest)
+        label_logit = tl.maximum(label_logit, tl.max(tl.load(extremes + N, mask, other=float("-inf")), 0))
+        if TELEMETRY:
+            min_logit = tl.minimum(min_logit, tl.min(tl.load(extremes + 2 * N, mask, other=float("inf")), 0))
+    merged = extremes_ptr + tokens
+    tl.store(merged, max_logit, token_mask)
+    tl.store(merged + N, label_logit, token_mask)
+    if TELEMETRY:
+        argmax = tl.full((BLOCK_N,), float("inf"), tl.float32)
+        for start in range(0, num_sets, BLOCK_S):
+            sets = start + tl.arange(0, BLOCK_S)
+            mask = (sets < num_sets)[:, None] & token_mask[None, :]
+            extremes = all_extremes_ptr + sets.to(tl.int64)[:, None] * set_stride + tokens[None, :]
+            at_max = tl.load(extremes, mask, other=float("-inf")) == max_logit[None, :]
+            set_argmax = tl.load(extremes + 3 * N, mask, other=float("inf"))
+            argmax = tl.minimum(argmax, tl.min(tl.where(at_max, set_argmax, float("inf")), 0))
+        tl.store(merged + 2 * N, min_logit, token_mask)
+        tl.store(merged + 3 * N, argmax, token_mask)
+
     max_logit = tl.where(token_mask, max_logit, 0.0)
     sum_exp = tl.zeros((BLOCK_N,), tl.int64)
     sum_exp_logit = tl.zeros((BLOCK_N,), tl.int64)
     if TELEMETRY:
-        largest = largest_logit(max_logit, tl.where(token_mask, min_logit, 0.0))
+        min_logit = tl.where(token_mask, min_logit, 0.0)
+        largest = tl.maximum(tl.abs(max_logit), tl.abs(min_logit))
         largest = tl.where(largest > 0, largest, 1.0)[None, :]
         sum_exp_squared = tl.zeros((BLOCK_N,), tl.int64)
         sum_logit = tl.zeros((BLOCK_N,), tl.int64)

@@ -1,6 +1,6 @@
 """fp32 numbers as sums of 16-bit parts, which tensor cores multiply exactly.
 
-`product` makes fp32 products of three bf16 parts. The kernels read one or two fp16 parts of a row over a power of two.
+`product` multiplies three bf16 parts. The kernels read one or two fp16 parts of a row divided by a power of two.
 """
 
 import torch
@@ -12,22 +12,16 @@ from megatron_lce.backends.triton import tiles
 from megatron_lce.core import products
 from megatron_lce.core.plan import COLUMN_STEP, SLAB_ROW_STEP, ceil_div, cut, round_up
 
-# Tensor cores truncate as they add: their sums over this many rows are added up in fp32. Only the product of both
-# largest parts needs it. 512 take 16 % more time, 2048 twice the error, which is then behind cuBLAS's in fp32.
+# Tensor cores truncate as they add, so sums over this many rows are added up in fp32. Only the product of the largest
+# parts needs it. With 512 it takes 16 % more time; with 2048 the error doubles and exceeds the fp32 error of cuBLAS.
 PIECE = 1024
-LOW_PART = tl.constexpr(2.0**11)  # what the smaller fp16 part is multiplied by, so that it is a normal number
+LOW_PART = tl.constexpr(2.0**11)  # scales the smaller fp16 part, so that it is a normal number
 
 
-def product(
-    a: Tensor,  # [m, k]
-    b: Tensor,  # [k, n]
-    out: Tensor,  # [m, n], the dtype of both or fp32
-    *,
-    accumulate: bool,  # True: out += a @ b, False: out = a @ b
-) -> None:
-    """Write a product as `megatron_lce.core.products` does; if one is fp32, from parts, on NVIDIA's tensor cores.
+def product(a: Tensor, b: Tensor, out: Tensor, *, accumulate: bool) -> None:
+    """Compute `megatron_lce.core.products.product`; an fp32 input is multiplied in parts on NVIDIA's tensor cores.
 
-    Of nine products of parts the three smallest are left out: each is below 2^-24 of the whole.
+    The three smallest of the nine products of parts are left out: each is below 2^-24 of the whole.
     """
     if torch.float32 not in (a.dtype, b.dtype) or not tiles.speaks_ptx():
         products.product(a, b, out, accumulate=accumulate)
@@ -51,13 +45,16 @@ def _bf16_parts(matrix: Tensor) -> list[Tensor]:
 
 
 def split(matrix: Tensor, number: int, dtype: torch.dtype = torch.float16) -> tuple[Tensor, Tensor | None]:
-    """Return the parts of each row of a matrix [M, K], [M, number * width], the smallest first, and its power of
-    two.
+    """Return a matrix [M, K] in parts, [M, number * width], the smallest first, and the power of two of each row.
 
-    The width is a multiple of `SLAB_ROW_STEP`; behind a part are zeros. Three bf16 parts are an fp32 number. fp16 parts
-    are to be multiplied by the powers of two, [M] fp32 and more, up to the end of a tile. Two of them keep a number x
-    to 2^-23 |x|, or to 2^-50 of the row's largest; the smaller is `LOW_PART` times as large. One keeps all of a 16-bit
-    x, or as much as is above 2^-39 of the row's largest. No parts: the matrix is returned.
+    The width is a multiple of `SLAB_ROW_STEP`, padded with zeros. With `number` 0 the matrix itself is returned.
+
+    3 bf16 parts  their sum is the fp32 number; no powers
+    2 fp16 parts  their sum times the power is x to 2^-23 |x|, or to 2^-50 of the largest in the row; the smaller part
+                  is stored `LOW_PART` times as large
+    1 fp16 part   all of a 16-bit x, or what is above 2^-39 of the largest in the row
+
+    The powers, [M] fp32, go on to the end of a tile.
     """
     if number == 0:
         return matrix, None
@@ -66,19 +63,10 @@ def split(matrix: Tensor, number: int, dtype: torch.dtype = torch.float16) -> tu
     if dtype == torch.float16:
         written = round_up(num_rows, COLUMN_STEP)
         powers = matrix.new_empty(written, dtype=torch.float32)
-    rows = tiles.rows_of_program(1, written)
-    tiles.launch(_split_kernel, (ceil_div(written, rows),), fused=True)(
-        matrix,
-        parts,
-        powers,
-        num_rows,
-        num_columns,
-        width,
-        matrix.stride(0),
-        PARTS=number,
-        BLOCK_M=rows,
-        BLOCK_K=min(1024, triton.next_power_of_2(width)),
-    )
+    rows, columns = tiles.rows_of_program(1, written), min(1024, triton.next_power_of_2(width))
+    launch = tiles.launch(_split_kernel, (ceil_div(written, rows),), fused=True)
+    sizes = num_rows, num_columns, width, matrix.stride(0)
+    launch(matrix, parts, powers, *sizes, PARTS=number, BLOCK_M=rows, BLOCK_K=columns)
     return parts, powers
 
 
@@ -95,7 +83,7 @@ def _split_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Read BLOCK_M rows, for the largest number of each if they are scaled, and for their parts."""
+    """Write the parts of BLOCK_M rows; scaled rows are first read for their largest number."""
     rows = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
     inner, row_mask = tl.arange(0, BLOCK_K)[None, :], rows < M
     matrix_rows = matrix_ptr + rows * row_stride
@@ -104,11 +92,11 @@ def _split_kernel(
         for start in range(0, K, BLOCK_K):
             columns = start + inner
             x = tl.load(matrix_rows + columns, row_mask & (columns < K), other=0.0).to(tl.float32)
-            # The bits of |x| have the order of the numbers, whose comparison would become one of bf16, which 8.0 does
-            # not have, where x was bf16 (triton 3.6).
+            # The bits of |x| are ordered as the numbers are. Triton 3.6 would compare numbers that were bf16 in bf16,
+            # which 8.0 cannot.
             bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
             largest = tl.maximum(largest, tl.max(tl.where(bits < 0x7F800000, bits, 0), 1))
-        # Over this power of two 2^14 to 2^15, of fp16's 2^16, are left of the row's largest finite number.
+        # Divided by this power, the largest finite number of the row is 2^14 to 2^15; fp16 reaches 2^16.
         power_bits = ((tl.maximum(largest >> 23, 15) - 14) << 23)[:, None]
         tl.store(powers_ptr + rows, power_bits.to(tl.float32, bitcast=True))
         inverse = ((254 << 23) - power_bits).to(tl.float32, bitcast=True)
@@ -121,6 +109,6 @@ def _split_kernel(
         for place in tl.static_range(PARTS - 1, -1, -1):
             part = rest.to(parts_ptr.dtype.element_ty)
             tl.store(parts + place * width, part, mask)
-            rest = tl.where(part.to(tl.float32) == rest, 0.0, rest - part.to(tl.float32))  # nothing of an infinity
+            rest = tl.where(part.to(tl.float32) == rest, 0.0, rest - part.to(tl.float32))  # an infinity leaves no rest
             if powers_ptr is not None:
                 rest *= LOW_PART

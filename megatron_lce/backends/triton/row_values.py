@@ -1,4 +1,4 @@
-"""`prepare_rows`, `finish` and `row_terms` are one launch each: at TP=8 a dozen take as long as a slab's product."""
+"""`prepare_rows`, `finish` and `row_terms`, one launch each: at TP=8 a dozen would take as long as a slab's product."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,6 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_lce.backends.triton import tiles
-from megatron_lce.backends.triton.merge_stats import largest_logit
 from megatron_lce.core.options import DIFFERENTIABLE, LinearCrossEntropyOutput, Options, Shard
 from megatron_lce.core.plan import ceil_div
 from megatron_lce.core.rows import (
@@ -31,74 +30,38 @@ _SCALE_OF_IGNORED_ROW = tl.constexpr(SCALE_OF_IGNORED_ROW)
 
 
 def prepare_rows(labels: Tensor, temperature: Tensor | float, options: Options, shard: Shard) -> Rows:
-    """Return the `Rows`, as torch's `prepare_rows` does, in one launch."""
-    num_tokens = labels.shape[0]
-    rows = Rows(
-        torch.empty_like(labels, dtype=torch.int32),
-        torch.empty_like(labels, dtype=torch.float32),
-        torch.empty_like(labels, dtype=torch.float32),
-    )
-    tiles.launch(_prepare_rows_kernel, (ceil_div(num_tokens, BLOCK_N),), fused=True)(
-        labels.contiguous(),
-        temperature.contiguous() if isinstance(temperature, Tensor) else None,
-        *rows,
-        num_tokens,
-        1.0 if isinstance(temperature, Tensor) else temperature,
-        logits_factor(options),
-        options.ignore_index,
-        shard.start,
-        shard.columns,
-        BLOCK_N=BLOCK_N,
-    )
+    rows = Rows(*(torch.empty_like(labels, dtype=dtype) for dtype in (torch.int32, torch.float32, torch.float32)))
+    of_rows, of_all = (temperature.contiguous(), 1.0) if isinstance(temperature, Tensor) else (None, temperature)
+    numbers = of_all, logits_factor(options), options.ignore_index, shard.start, shard.columns
+    launch = tiles.launch(_prepare_rows_kernel, (ceil_div(labels.shape[0], BLOCK_N),), fused=True)
+    launch(labels.contiguous(), of_rows, *rows, labels.shape[0], *numbers, BLOCK_N=BLOCK_N)
     return rows
 
 
 def finish(
-    packed_extremes: Tensor,  # [E, N]
-    sums: Tensor,  # [`num_sums`, N] int64
-    rows: Rows,
-    options: Options,
-    outputs: LinearCrossEntropyOutput,
+    packed_extremes: Tensor, sums: Tensor, rows: Rows, options: Options, outputs: LinearCrossEntropyOutput
 ) -> SoftmaxOfRow:
-    """Turn statistics into outputs, as torch's `finish` does, in one launch."""
     num_tokens, entropy, telemetry = rows.labels.shape[0], options.entropy, options.telemetry
-    wanted = (True, True, entropy, telemetry)
-    saved = [packed_extremes.new_empty(num_tokens) if want else None for want in wanted]
-    # the same bits with and without the optional outputs
-    tiles.launch(_finish_kernel, (ceil_div(num_tokens, BLOCK_N),), fused=False)(
-        packed_extremes,
-        sums,
-        rows.to_nats,
-        *outputs[:-1],  # `megatron_lce.core.candidates` makes candidate_logprobs
-        *saved,
-        num_tokens,
-        ENTROPY=entropy,
-        TELEMETRY=telemetry,
-        BLOCK_N=BLOCK_N,
-    )
+    saved = [packed_extremes.new_empty(num_tokens) if wanted else None for wanted in (True, True, entropy, telemetry)]
+    written = *outputs[:-1], *saved  # `megatron_lce.core.candidates` makes candidate_logprobs
+    # Not fused: the same bits with and without the optional outputs.
+    launch = tiles.launch(_finish_kernel, (ceil_div(num_tokens, BLOCK_N),), fused=False)
+    modes = {"ENTROPY": entropy, "TELEMETRY": telemetry}
+    launch(packed_extremes, sums, rows.to_nats, *written, num_tokens, **modes, BLOCK_N=BLOCK_N)
     return SoftmaxOfRow(packed_extremes[0], *saved)  # type: ignore[arg-type]
 
 
 def row_terms(
-    rows: Rows, saved: SoftmaxOfRow, upstream: Sequence[Tensor | None], options: Options
+    rows: Rows, softmax: SoftmaxOfRow, upstream: Sequence[Tensor | None], options: Options
 ) -> tuple[Tensor, Tensor]:
-    """Return `RowTerms` [6 or 7, N] fp32 and a mask [N] of rows with a gradient, in one launch: see `Backend`."""
     num_tokens = rows.labels.shape[0]
     with_mean = upstream[DIFFERENTIABLE.index("mean_logit")] is not None
     terms = rows.scale.new_empty(NUM_TERMS + with_mean, num_tokens)
     counts = rows.scale.new_empty(num_tokens, dtype=torch.bool)
-    tiles.launch(_row_terms_kernel, (ceil_div(num_tokens, BLOCK_N),), fused=True)(
-        rows.scale,
-        rows.to_nats,
-        *saved,
-        *upstream,
-        *(0 if grad is None else grad.stride(0) for grad in upstream),
-        terms,
-        counts,
-        num_tokens,
-        inner_factor(options),
-        BLOCK_N=BLOCK_N,
-    )
+    strides = (0 if grad is None else grad.stride(0) for grad in upstream)
+    read = rows.scale, rows.to_nats, *softmax, *upstream, *strides
+    launch = tiles.launch(_row_terms_kernel, (ceil_div(num_tokens, BLOCK_N),), fused=True)
+    launch(*read, terms, counts, num_tokens, inner_factor(options), BLOCK_N=BLOCK_N)
     return terms, counts
 
 
@@ -138,7 +101,7 @@ def _prepare_rows_kernel(
 
 @triton.jit
 def _in_nats(value, to_nats):
-    """Return the value in nats: 0 in ignored rows, whatever they hold, and NaN in broken ones."""
+    """Return the value in nats: 0 in ignored rows, NaN in broken ones."""
     return tl.where(to_nats == 0, 0.0, value * to_nats)
 
 
@@ -165,7 +128,7 @@ def _finish_kernel(
     TELEMETRY: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Write the outputs and what backward needs of BLOCK_N tokens."""
+    """Write the outputs of BLOCK_N tokens, and what backward needs."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = rows < N
     extremes = extremes_ptr + rows
@@ -173,10 +136,10 @@ def _finish_kernel(
     label_logit = tl.load(extremes + N, mask=mask, other=0.0)
     sum_exp = tl.load(sums_ptr + rows, mask=mask, other=1).to(tl.float32) * _UNIT
     to_nats = tl.load(to_nats_ptr + rows, mask=mask, other=0.0)
-    # A label whose logit is -inf on every rank is owned by none: its row is NaN.
+    # If the label's logit is -inf on every rank, no rank owns it: the row is NaN.
     to_nats = tl.where((label_logit == float("-inf")) & (to_nats != 0), float("nan"), to_nats)
     log_sum = tl.log2(sum_exp)
-    log_sum = tl.where(log_sum < 0, 0.0, log_sum)  # the sum is at least 1, but for rounding
+    log_sum = tl.where(log_sum < 0, 0.0, log_sum)  # the sum is at least 1 up to rounding
     label_shift = label_logit - max_logit
     label_shift = tl.where(label_shift > 0, 0.0, label_shift)  # two kernels computed the two logits
     label_logprob = label_shift - log_sum
@@ -186,15 +149,15 @@ def _finish_kernel(
     tl.store(logprobs_ptr + rows, _in_nats(label_logprob, to_nats), mask=mask)
     if ENTROPY:
         sum_exp_logit = tl.load(sums_ptr + N + rows, mask=mask, other=0).to(tl.float32) * _UNIT
-        # An integer sum cannot be NaN; the largest logit is, if any logit is.
+        # Integer sums cannot be NaN; the largest logit is NaN if any logit is.
         entropy = log_sum - sum_exp_logit / sum_exp + max_logit * 0.0
         tl.store(saved_entropy_ptr + rows, entropy, mask=mask)
         tl.store(entropy_ptr + rows, _in_nats(entropy, to_nats), mask=mask)
     if TELEMETRY:
         min_logit = tl.load(extremes + 2 * N, mask=mask, other=0.0)
-        largest = largest_logit(max_logit, min_logit)
+        largest = tl.maximum(tl.abs(max_logit), tl.abs(min_logit))
         unless_nan = max_logit * 0.0
-        # NaN if a chunk's sum of squares is beyond fp32.
+        # NaN if the sum of squares of a chunk overflows fp32.
         unless_huge = unless_nan + _CHUNK_COLUMNS * largest * largest * 0.0
         sums = sums_ptr + (1 + ENTROPY) * N + rows
         sum_exp_squared = tl.load(sums, mask=mask, other=0).to(tl.float32) * _UNIT
@@ -216,16 +179,10 @@ def _finish_kernel(
         tl.store(argmax_ptr + rows, argmax.to(tl.int64), mask=mask)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "N",
-        "grad_logprobs_stride",
-        "grad_entropy_stride",
-        "grad_lse_stride",
-        "grad_mean_logit_stride",
-        "inner_factor",
-    ]
-)
+_STRIDES = ("grad_logprobs_stride", "grad_entropy_stride", "grad_lse_stride", "grad_mean_logit_stride")
+
+
+@triton.jit(do_not_specialize=["N", *_STRIDES, "inner_factor"])
 def _row_terms_kernel(
     scale_ptr,  # [N] fp32, as all that follow
     to_nats_ptr,
@@ -251,11 +208,11 @@ def _row_terms_kernel(
     """Write the `RowTerms` of BLOCK_N tokens, and which of them have a gradient."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = rows < N
-    places = rows.to(tl.int64)  # a stride may be any
+    places = rows.to(tl.int64)  # strides are arbitrary
     to_nats = tl.load(to_nats_ptr + rows, mask=mask, other=0.0)
     ignored = to_nats == 0
     label_logprob = tl.load(saved_label_logprob_ptr + rows, mask=mask, other=0.0)
-    # A logprob that is not finite makes every term NaN.
+    # A logprob that is not finite makes all terms NaN.
     factor = to_nats + label_logprob * 0.0
     factor *= tl.load(scale_ptr + rows, mask=mask, other=0.0) * inner_factor
     label_term = tl.zeros((BLOCK_N,), tl.float32)

@@ -1,4 +1,4 @@
-"""`scale` multiplies a matrix by one number on the device, or by one for each row, in fp32."""
+"""Multiplication of a matrix by one number on the device, or by one number per row, in fp32."""
 
 import triton
 import triton.language as tl
@@ -7,28 +7,15 @@ from torch import Tensor
 from megatron_lce.backends.triton import tiles
 from megatron_lce.core.plan import ceil_div
 
-_BLOCK = 1024
-
 
 def scale(matrix: Tensor, factor: Tensor, out: Tensor, *, accumulate: bool) -> None:
-    """Scale in one launch: torch would round the factor to 16 bits first, and reads at a fifth of memory's speed."""
-    num_rows, num_columns = matrix.shape
+    """One launch: torch would round the factor to 16 bits first, and reads at a fifth of the memory bandwidth."""
     in_place = out.data_ptr() == matrix.data_ptr() and not accumulate
-    rows = tiles.rows_of_program(1, num_rows)
-    tiles.launch(_scale_kernel, (ceil_div(num_rows, rows),), fused=True)(
-        matrix,
-        factor,
-        out,
-        num_rows,
-        num_columns,
-        *matrix.stride(),
-        *out.stride(),
-        PER_ROW=factor.dim() == 1,
-        UNLESS_ONE=in_place and factor.dim() == 0,
-        ACCUMULATE=accumulate,
-        BLOCK_M=rows,
-        BLOCK_K=_BLOCK,
-    )
+    rows = tiles.rows_of_program(1, matrix.shape[0])
+    sizes = *matrix.shape, *matrix.stride(), *out.stride()
+    modes = {"PER_ROW": factor.dim() == 1, "UNLESS_ONE": in_place and factor.dim() == 0, "ACCUMULATE": accumulate}
+    launch = tiles.launch(_scale_kernel, (ceil_div(matrix.shape[0], rows),), fused=True)
+    launch(matrix, factor, out, *sizes, **modes, BLOCK_M=rows, BLOCK_K=1024)
 
 
 @triton.jit(do_not_specialize=["M"])

@@ -1,4 +1,4 @@
-"""The first primitive takes softmax statistics of hidden @ weight.T, with the logits in registers only."""
+"""Softmax statistics of hidden @ weight.T, with the logits in registers only."""
 
 from typing import NamedTuple
 
@@ -13,6 +13,7 @@ from megatron_lce.backends.triton.tile_products import (
     as_descriptor,
     descriptor,
     halves,
+    launch_over_tiles,
     read_columns,
     shared_arguments,
     tanh,
@@ -25,7 +26,7 @@ from megatron_lce.core.plan import MIN_TOKENS, ceil_div, cut
 from megatron_lce.core.rows import Rows
 from megatron_lce.core.statistics import LOWEST_LOGIT, packed_rows
 
-# Base 2. In bf16 a chunk's reference is 0 if its largest absolute logit is no larger: bf16's range goes to 2^127, and
+# Base 2. In bf16 the reference of a chunk is 0 if its largest absolute logit is no larger: bf16 reaches 2^127, which
 # leaves room for products.
 LARGEST_WITHOUT = 64.0
 _LOWEST_LOGIT = tl.constexpr(LOWEST_LOGIT)
@@ -50,8 +51,8 @@ def softmax_stats(
     kept = 0 if cache is None else cache.exp.shape[1]
     for columns in (*cut(kept, max(kept, 1)), *cut(num_columns, step, start=kept)):
         _launch_stats(products, columns, vocab_start, cache if columns.stop <= kept else None)
-    # After the statistics, which fill the label's row with -inf. The parts of a label's row take the room of two
-    # columns' parts.
+    # After the statistics, which fill the label's row with -inf. The parts of a label's row take as much room as those
+    # of two columns.
     most = max(MIN_TOKENS, step // 2 // MIN_TOKENS * MIN_TOKENS) if tile.weight_parts else max(num_tokens, 1)
     for tokens in cut(num_tokens, most):
         _launch_label_logits(products, tokens)
@@ -59,7 +60,7 @@ def softmax_stats(
 
 
 class _Products(NamedTuple):
-    """Products whose statistics are taken."""
+    """Inputs and output of both kernels."""
 
     hidden: Tensor  # [N, H], or its parts
     hidden_power: Tensor | None  # of the parts
@@ -71,59 +72,40 @@ class _Products(NamedTuple):
 
 
 def _launch_stats(products: _Products, columns: slice, vocab_start: int, cache: LogitsCache | None) -> None:
-    """Fill some columns' statistics, and their cache."""
+    """Fill the statistics of some columns, and their cache."""
     hidden, hidden_power, weight, rows, stats, tile, options = products
-    hidden_size, num_tokens, num_columns = weight.shape[1], hidden.shape[0], columns.stop - columns.start
+    logits, group_n = (hidden.shape[0], columns.stop - columns.start), tiles.stats_group(weight.shape[1])
     slab, weight_power = split(weight[columns], tile.weight_parts)
+    hidden_rows = descriptor(hidden, tile.block_n, tile.block_h), hidden_power
+    weight_rows = descriptor(slab, tile.block_v, tile.block_h), weight_power
+    exp, reference, reference_stride = None, None, 0
+    if cache is not None:
+        exp, reference = descriptor(cache.exp, tile.block_n, tile.block_v // 2), cache.reference
+        reference_stride = reference.stride(0)
+    written = stats[columns.start // tile.chunk :], exp, reference
+    sizes = *logits, weight.shape[1], columns.start, vocab_start, reference_stride
+    modes = {"ENTROPY": options.entropy, "TELEMETRY": options.telemetry}
     takes_logarithm = options.entropy or options.softcap is not None
-    num_tiles = ceil_div(num_tokens, tile.block_n) * ceil_div(num_columns, tile.block_v)
+    largest = LARGEST_WITHOUT if weight.dtype == torch.bfloat16 and not takes_logarithm else 0.0
     # Not fused: logprobs must have the same bits for all constexprs.
-    tiles.launch(_softmax_stats_kernel, (tiles.num_programs(num_tiles, tile, hidden.device),), fused=False)(
-        descriptor(hidden, tile.block_n, tile.block_h),
-        hidden_power,
-        descriptor(slab, tile.block_v, tile.block_h),
-        weight_power,
-        rows.scale,
-        stats[columns.start // tile.chunk :],
-        None if cache is None else descriptor(cache.exp, tile.block_n, tile.block_v // 2),
-        None if cache is None else cache.reference,
-        num_tokens,
-        num_columns,
-        hidden_size,
-        columns.start,
-        vocab_start,
-        0 if cache is None else cache.reference.stride(0),
-        ENTROPY=options.entropy,
-        TELEMETRY=options.telemetry,
-        LARGEST_WITHOUT=LARGEST_WITHOUT if weight.dtype == torch.bfloat16 and not takes_logarithm else 0.0,
-        PERSISTENT=tiles.takes_descriptors(hidden.device),
-        BLOCK_V=tile.block_v,
-        CHUNK=tile.chunk,
-        GROUP_N=tiles.stats_group(hidden_size),
-        **shared_arguments(tile, options),
-    )
+    launch = launch_over_tiles(_softmax_stats_kernel, logits, tile, options, hidden, group_n=group_n, fused=False)
+    launch(*hidden_rows, *weight_rows, rows.scale, *written, *sizes, **modes, LARGEST_WITHOUT=largest, CHUNK=tile.chunk)
 
 
 def _launch_label_logits(products: _Products, tokens: slice) -> None:
-    """Write some tokens' labels' logits to the first chunk."""
+    """Write the label logits of some tokens to the first chunk."""
     hidden, hidden_power, weight, rows, stats, tile, options = products
     labels, label_rows, label_power = rows.labels[tokens], None, None
     if tile.weight_parts:
         label_rows, label_power = split(weight.index_select(0, labels.clamp(min=0)), tile.weight_parts)
     block = min(tile.block_n, tile.block_v)  # its tile is square, and no larger than the others
-    tiles.launch(_label_logits_kernel, (ceil_div(labels.shape[0], block),), fused=False)(
-        descriptor(hidden[tokens], block, tile.block_h),
-        None if hidden_power is None else hidden_power[tokens.start :],
-        weight if label_rows is None else descriptor(label_rows, block, tile.block_h),
-        label_power,
-        labels,
-        rows.scale[tokens],
-        stats[0, 1, tokens],
-        labels.shape[0],
-        weight.shape[1],
-        weight.stride(0),
-        **shared_arguments(tile, options) | {"BLOCK_N": block},
-    )
+    power = None if hidden_power is None else hidden_power[tokens.start :]
+    weight_rows = weight if label_rows is None else descriptor(label_rows, block, tile.block_h)
+    operands = descriptor(hidden[tokens], block, tile.block_h), power, weight_rows, label_power
+    sizes = labels.shape[0], weight.shape[1], weight.stride(0)
+    launch = tiles.launch(_label_logits_kernel, (ceil_div(labels.shape[0], block),), fused=False)
+    constants = shared_arguments(tile, options) | {"BLOCK_N": block}
+    launch(*operands, labels, rows.scale[tokens], stats[0, 1, tokens], *sizes, **constants)
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -145,10 +127,10 @@ def _label_logits_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Compute the logit of each token's label, as the diagonal of a tile whose columns are the tokens' labels.
+    """Compute the label logits of some tokens, as the diagonal of a tile whose columns are their labels.
 
-    The bits are those of the statistics' tiles, so that no label's logit is above the largest. A search for it in those
-    tiles would take 1 to 5 % of the forward.
+    They have the same bits as in the statistics, so that none exceeds the largest logit. Looking for the label in the
+    tiles of the statistics would take 1 to 5 % of the forward.
     """
     hidden_desc = as_descriptor(hidden_desc, N, read_columns(H, HIDDEN_PARTS), BLOCK_N, BLOCK_H)
     row = tl.program_id(0) * BLOCK_N
@@ -180,8 +162,8 @@ def _softmax_stats_kernel(
     weight_power,  # [V] fp32
     row_scale_ptr,  # [N] fp32
     stats_ptr,  # [chunks, K, N] fp32 out; the label's row is -inf
-    exp_desc,  # [N, V] out; None: not kept
-    reference_ptr,  # [chunks, N] fp32 out, rows reference_stride apart; None: not kept
+    exp_desc,  # [N, V] out; None: no cache
+    reference_ptr,  # [chunks, N] fp32 out, rows reference_stride apart; None: no cache
     N,
     V,
     H,
@@ -202,7 +184,7 @@ def _softmax_stats_kernel(
     CHUNK: tl.constexpr,
     GROUP_N: tl.constexpr,
 ):
-    """Take statistics of each tile of logits, [BLOCK_N, BLOCK_V], which never leaves the registers (its exp may)."""
+    """Write statistics of each tile of logits, [BLOCK_N, BLOCK_V], which stays in registers (its exp may be cached)."""
     FIRST_SUM: tl.constexpr = 2 + 2 * TELEMETRY
     K: tl.constexpr = FIRST_SUM + 1 + ENTROPY + 3 * TELEMETRY
     CHUNKS: tl.constexpr = BLOCK_V // CHUNK
@@ -235,7 +217,7 @@ def _softmax_stats_kernel(
         stats = stats_ptr + (column_tile * CHUNKS + chunks).to(tl.int64)[None, :] * (K * N) + rows[:, None]
         mask = row_mask[:, None] & (column + chunks * CHUNK < V)[None, :]  # [BLOCK_N, CHUNKS]
         if TELEMETRY:
-            # A descriptor's products past the vocabulary's end are zero. Sums first: in this order no register spills.
+            # Products past the end of the vocabulary are zero. Sums first: in this order no register spills.
             zero_ended = tl.reshape(logits, (BLOCK_N, CHUNKS, CHUNK))
             tl.store(stats + (K - 2) * N, tl.sum(zero_ended, 2), mask)
             tl.store(stats + (K - 1) * N, tl.sum(zero_ended * zero_ended, 2), mask)
@@ -253,7 +235,7 @@ def _softmax_stats_kernel(
         exp = tl.exp2(shifted)
         sum_exp = tl.sum(exp, 2)
         if ENTROPY:
-            # 0 times -inf must be 0. A maximum costs nothing, a branch for the chunks that need it 5 to 10 %.
+            # 0 times -inf must be 0. The maximum costs nothing; a branch for the chunks that need it costs 5 to 10 %.
             finite = tl.maximum(shifted, _LOWEST_LOGIT)
             tl.store(stats + (FIRST_SUM + 1) * N, tl.sum(exp * finite, 2), mask)
         if TELEMETRY:

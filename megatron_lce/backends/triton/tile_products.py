@@ -1,5 +1,7 @@
-"""The kernels share the order of tiles, the products of a tile, and what makes logits of them."""
+"""What the kernels over tiles share: their launch, the order of tiles, the products of a tile, and tanh."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import triton
@@ -10,7 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from megatron_lce.backends.triton import tiles
 from megatron_lce.backends.triton.parts import LOW_PART
 from megatron_lce.core.options import Options
-from megatron_lce.core.plan import SLAB_ROW_STEP
+from megatron_lce.core.plan import SLAB_ROW_STEP, ceil_div
 from megatron_lce.core.rows import softcap_scale
 
 INTERPRETED = tl.constexpr(tiles.interpreting())  # which Triton decides when a kernel is defined
@@ -34,9 +36,9 @@ def tile_position(tile, num_row_blocks, num_column_tiles, GROUP_N: tl.constexpr)
 
 @triton.jit
 def as_descriptor(matrix, num_rows, num_columns, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
-    """Return what `descriptor` made of a matrix [num_rows, num_columns], or make a descriptor of it here.
+    """Return the descriptor of a matrix [num_rows, num_columns], made here if `descriptor` made none.
 
-    Rows start at 16 bytes and are stored in whole 16 bytes. Triton must read that in the code to move as many at once.
+    Rows start at 16 bytes and are stored in whole 16 bytes. Triton moves 16 bytes at once only if the code shows that.
     """
     result = matrix
     if not isinstance(matrix, tl.core.tensor_descriptor_base):
@@ -48,7 +50,7 @@ def as_descriptor(matrix, num_rows, num_columns, BLOCK_ROWS: tl.constexpr, BLOCK
 
 @triton.jit
 def read_columns(H, PARTS: tl.constexpr):
-    """Return the number of columns of what the kernels read a matrix of H from: those of its parts, if it is split."""
+    """Return the width of a matrix of H columns as the kernels read it: with its parts, if it is split."""
     return PARTS * (tl.cdiv(H, ROW_STEP) * ROW_STEP) if PARTS else H
 
 
@@ -71,8 +73,8 @@ def tile_products(
     products = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
     if HIDDEN_PARTS:
         width = tl.cdiv(H, ROW_STEP) * ROW_STEP
-        # Tensor cores truncate as they add, by what the sum amounts to. So the sums of the larger parts over SPLIT_SUM
-        # of H are added up, and that of the smaller parts is a sum of its own.
+        # Tensor cores truncate as they add, in proportion to the sum. So the larger parts are summed over SPLIT_SUM of
+        # H at a time, and the smaller parts separately.
         small = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
         for start in range(0, width, SPLIT_SUM):
             partial = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
@@ -86,7 +88,7 @@ def tile_products(
                 small = _add_product(hidden, low, small)
                 partial = _add_product(hidden, high, partial)
             products += partial
-        # NaN or infinite only where hidden or the weight is not finite; then the larger parts have the result.
+        # Not finite only where hidden or the weight is not; the larger parts carry that result.
         products += tl.where(tl.abs(small) < float("inf"), small * (1 / LOW_PART), 0.0)
         column_power = tl.load(weight_power + column + tl.arange(0, BLOCK_V))
         row_power = tl.load(hidden_power + row + tl.arange(0, BLOCK_N))[:, None]
@@ -140,8 +142,8 @@ def halves(tile):
 def tanh(x):
     """Return tanh to a relative error of 4e-7, and 1 from 8.75 on, as x times a quotient of polynomials in x^2.
 
-    The fit is minimax, and the denominator at 8.75 a power of two, whose reciprocal is exact. A form with exponentials
-    takes the unit of special functions twice, which a reciprocal takes once.
+    The fit is minimax. At 8.75 the denominator is a power of two, whose reciprocal is exact. A form with exponentials
+    would use the special-function unit twice instead of once.
     """
     x = tl.clamp(x, -8.75, 8.75, propagate_nan=tl.PropagateNan.ALL)
     square = x * x
@@ -163,15 +165,36 @@ def tanh(x):
 def fast_log2(x):
     """Return log2 of a positive normal number, to a relative error of 2^-22 or, near 1, an absolute one.
 
-    The general logarithm takes 24 instructions instead of 1, and more time than the load of the number.
+    The general logarithm takes 24 instructions instead of 1, more time than loading the number.
     """
     if PTX:
         return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
     return tl.log2(x)
 
 
+def launch_over_tiles(
+    kernel: Any,
+    logits: tuple[int, int],
+    tile: tiles.Tiles,
+    options: Options,
+    like: Tensor,
+    *,
+    group_n: int,
+    fused: bool,
+) -> Callable[..., None]:
+    """Return a kernel to be called for all tiles of logits of this shape, on the device of `like`."""
+    num_tiles = ceil_div(logits[0], tile.block_n) * ceil_div(logits[1], tile.block_v)
+    return partial(
+        tiles.launch(kernel, (tiles.num_programs(num_tiles, tile, like.device),), fused=fused),
+        PERSISTENT=tiles.takes_descriptors(like.device),
+        BLOCK_V=tile.block_v,
+        GROUP_N=group_n,
+        **shared_arguments(tile, options),
+    )
+
+
 def shared_arguments(tile: tiles.Tiles, options: Options) -> dict[str, Any]:
-    """Return what every kernel with `tile_products` is launched with."""
+    """Return the keyword arguments of every kernel with `tile_products`."""
     cap = softcap_scale(options)
     return {
         "softcap_scale": 0.0 if cap is None else cap,
@@ -186,10 +209,9 @@ def shared_arguments(tile: tiles.Tiles, options: Options) -> dict[str, Any]:
 
 
 def descriptor(matrix: Tensor, block_rows: int, block_columns: int) -> TensorDescriptor | tuple[Tensor, int]:
-    """Return a descriptor, or the matrix and its row stride, of which `as_descriptor` makes one in the kernel.
+    """Return a descriptor. GPUs without tensor-memory hardware get the matrix and its row stride for `as_descriptor`.
 
-    The latter on GPUs without tensor-memory hardware: in descriptors from the host Triton knows of no alignment there,
-    and loads 2 bytes at a time.
+    There Triton knows no alignment of descriptors from the host, and would load 2 bytes at a time.
     """
     if not tiles.takes_descriptors(matrix.device):
         assert matrix.stride(1) == 1

@@ -1,4 +1,4 @@
-"""The tile table, each row with the GPU that chose it, and what a launch must know of a device."""
+"""The table of tiles, with the GPU on which each was chosen, and how kernels are launched."""
 
 from collections.abc import Callable
 from functools import lru_cache, partial
@@ -12,15 +12,15 @@ from megatron_lce.core.statistics import CHUNK_COLUMNS
 
 
 class Tiles(NamedTuple):
-    """A program computes a tile of logits, [block_n, block_v], which it sums over H in steps of block_h."""
+    """Shape of the tile of logits that a program computes, [block_n, block_v], and the step of its sum over H."""
 
     block_n: int
     block_v: int
     block_h: int
     num_warps: int
     num_stages: int
-    weight_parts: int = 0  # fp16 parts of an fp32 weight; 0: 16-bit inputs are multiplied as they are
-    hidden_parts: int = 0  # of hidden beside them
+    weight_parts: int = 0  # fp16 parts of an fp32 weight; 0: 16-bit inputs are not split
+    hidden_parts: int = 0  # fp16 parts of hidden, with an fp32 weight
 
     @property
     def chunk(self) -> int:
@@ -28,14 +28,14 @@ class Tiles(NamedTuple):
         return min(CHUNK_COLUMNS, self.block_v)
 
 
-# 3 stages are 3 to 6 % faster than 4 on an H200 (performance log, "Times behind constants").
+# 3 stages are 3 to 6 % faster than 4 on an H200.
 HOPPER_16_BIT = Tiles(128, 256, 64, num_warps=8, num_stages=3)
 # Compiled, not run. 128 x 256 spills registers there. 12.0 has less shared memory than 10.0.
 BLACKWELL_16_BIT = Tiles(128, 128, 64, num_warps=8, num_stages=4)
 SMALL_BLACKWELL_16_BIT = Tiles(128, 128, 64, num_warps=8, num_stages=3)
 # 64 KiB: two programs fit an A100's multiprocessor, one Ada's or AMD's. Run as 8.0's code on a Hopper GPU.
 AMPERE_16_BIT = Tiles(128, 128, 64, num_warps=4, num_stages=3)
-# Of numbers in parts: a step loads two tiles of the weight and one or two of hidden, and a program has three sums.
+# For numbers in parts: a step loads two tiles of the weight and one or two of hidden, and a program keeps three sums.
 HOPPER_FP32 = Tiles(128, 128, 64, num_warps=8, num_stages=3, weight_parts=2)
 GENERIC_FP32 = Tiles(128, 64, 32, num_warps=8, num_stages=3, weight_parts=2)
 
@@ -43,7 +43,7 @@ GROUP_N = 8  # row blocks that walk the vocabulary together, so that a weight ti
 
 
 def choose_tiles(hidden: torch.dtype, weight: torch.dtype, device: torch.device) -> Tiles:
-    """Return the tiles by dtypes and device alone, so that a token's reductions have the same bits in every call."""
+    """Choose tiles by dtypes and device alone, so that the reductions of a token have the same bits in every call."""
     if weight == torch.float32:
         tile = HOPPER_FP32 if device.type == "cpu" or _capability(device) == (9, 0) else GENERIC_FP32
         return tile._replace(hidden_parts=2 if hidden == torch.float32 else 1)
@@ -54,14 +54,13 @@ def choose_tiles(hidden: torch.dtype, weight: torch.dtype, device: torch.device)
 
 
 def rows_of_program(on_gpu: int, num_rows: int) -> int:
-    """Number of rows of a program: an interpreter, which runs Python once a program, takes up to 128 of `num_rows`."""
+    """Return the rows of a program: up to 128 in the interpreter, which runs Python code for each program."""
     return min(128, triton.next_power_of_2(max(num_rows, 1))) if interpreting() else on_gpu
 
 
 def costs(hidden: torch.Tensor, weight: torch.Tensor, telemetry: bool) -> Costs:
-    """Return the costs; beside an fp32 weight there is no cache, and products are made of 16-bit parts."""
     tile = choose_tiles(hidden.dtype, weight.dtype, hidden.device)
-    if tile.weight_parts:
+    if tile.weight_parts:  # without a cache
         return costs_of_parts(weight.shape[1], tile.hidden_parts, tile.chunk)
     return Costs(tile.chunk, tile.block_v)
 
@@ -72,8 +71,8 @@ def stats_group(hidden_size: int) -> int:
 
 
 def num_programs(num_tiles: int, tile: Tiles, device: torch.device) -> int:
-    """Number of programs of a grid: one a tile, if persistent one of 8 warps, or two of 4, a multiprocessor."""
-    if not takes_descriptors(device):  # with nothing that loads the next tile meanwhile
+    """Return the size of a grid: one program per tile or, if persistent, 8 warps of programs per multiprocessor."""
+    if not takes_descriptors(device):  # nothing would load the next tile meanwhile
         return num_tiles
     return min(num_tiles, 2 if device.type == "cpu" else _multiprocessors(device) * (8 // tile.num_warps))
 
@@ -84,25 +83,25 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *, fused: bool) -> Callable[..., None]:
-    """Return a kernel to be called; of an empty grid, a function that does nothing.
+    """Return a kernel to be called, or for an empty grid a function that does nothing.
 
-    `fused` lets the compiler round a * b + c once. Triton does so by default up to 3.9, and not from 3.10 on.
+    `fused` lets the compiler round a * b + c once. The default differs between versions of Triton.
     """
     return partial(kernel[grid], enable_fp_fusion=fused) if all(grid) else lambda *arguments, **constants: None
 
 
 def interpreting() -> bool:
-    """Return whether Triton's interpreter runs: it computes bf16 products wrongly, so that kernels upcast."""
+    """Return whether Triton's interpreter runs. Its bf16 products are wrong, so kernels upcast there."""
     return triton.knobs.runtime.interpret
 
 
 def speaks_ptx() -> bool:
-    """Return whether kernels are compiled for an NVIDIA GPU, and may name its instructions."""
+    """Return whether kernels are compiled for an NVIDIA GPU and may use PTX instructions."""
     return not interpreting() and torch.version.hip is None
 
 
 def takes_descriptors(device: torch.device) -> bool:
-    """Return whether the GPU has hardware for tensor-memory descriptors; the interpreter has them, too."""
+    """Return whether the GPU, or the interpreter, has tensor-memory descriptors."""
     return device.type == "cpu" or _capability(device) >= (9, 0)
 
 
