@@ -167,15 +167,17 @@ def build(case: Case, device: torch.device) -> Whole:
     labels = torch.randint(case.columns, case.shape, generator=generator)
     upstream = random_upstream(case.shape, generator, entropy=keywords.get("entropy", True))
     if case.unowned and case.operation != "linear_jsd":
-        nobody = torch.tensor([-1, case.columns, sum(case.shards), 2**40, -(2**63)])
+        nobody = torch.tensor([-1, case.columns, sum(case.shards), 2**31 + 3, 2**40, -(2**63)])
         labels = strewn(labels, nobody, generator)
     if case.ignored:
         labels = torch.where(torch.rand(case.shape, generator=generator) < case.ignored, ignore_index, labels)
-    if (kind := keywords.get("temperature")) in SOMEWHERE:
+    for name in ("temperature", "teacher_temperature"):
+        if (kind := keywords.get(name)) not in SOMEWHERE:
+            continue
         temperature = torch.rand(case.shape, generator=generator) * 2 + 0.3
-        wrong = torch.tensor([0.0, -1.0, math.nan, math.inf])
+        wrong = torch.tensor([0.0, -1.0, math.nan, math.inf, -math.inf])
         temperature = temperature if kind == SOMEWHERE[0] else strewn(temperature, wrong, generator)
-        keywords["temperature"] = temperature.to(device)
+        keywords[name] = temperature.to(device)
     if isinstance(kind := keywords.get("skip_ignored"), str):
         count = int((labels != ignore_index).sum())
         keywords["skip_ignored"] = count if kind == "count" else count - 1 if count else labels.numel()

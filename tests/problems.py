@@ -82,6 +82,22 @@ def all_equal(one: Result, other: Result) -> bool:
     return all(a is b if a is None else torch.equal(a, b) for a, b in (*outputs, *gradients))
 
 
+def with_gradients(
+    problem: Problem, function: Callable[..., Any], dtype: torch.dtype = torch.float32, upstream: Any = None
+) -> list[Tensor]:
+    """What a function of hidden and weight in this dtype returns, one tensor or several, and both gradients, in fp32.
+
+    `upstream`: of what is returned; None: numbers from -0.5 to 1.5.
+    """
+    leaves = [tensor.detach().to(dtype, copy=True).requires_grad_() for tensor in problem[:2]]
+    returned = function(*leaves)
+    returned = [returned] if isinstance(returned, Tensor) else list(returned)
+    if upstream is None:
+        upstream = [torch.linspace(-0.5, 1.5, r.numel(), device=r.device, dtype=r.dtype).view_as(r) for r in returned]
+    torch.autograd.backward(returned, [grad.to(value) for grad, value in zip(upstream, returned, strict=True)])
+    return [tensor.detach().float() for tensor in (*returned, *(leaf.grad for leaf in leaves))]
+
+
 def logits_of(problem: Problem, temperature: float | Tensor = 1.0) -> Tensor:
     """[N, V] in fp64."""
     hidden = problem.hidden.double().reshape(-1, problem.hidden.shape[-1])

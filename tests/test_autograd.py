@@ -7,20 +7,9 @@ import megatron_lce
 from megatron_lce.backends.torch import primitives as torch_backend
 from megatron_lce.core.options import DIFFERENTIABLE, Options
 from tests.oracle import Upstream, oracle, relative_error
-from tests.problems import all_equal, make_problem
+from tests.problems import make_problem
 
-FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
-
-
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-@pytest.mark.parametrize(
-    "used",
-    [("logprobs",), ("entropy",), ("lse",), ("mean_logit",), ("logprobs", "entropy"), ("entropy", "lse", "mean_logit")],
-)
-def test_upstream_of_some_outputs(used, dtype, backend, device):
-    problem = make_problem(17, 24, 70, device, dtype)
-    upstream = Upstream(**{name: getattr(problem.upstream, name) for name in used})
-    problem._replace(upstream=upstream).check(backend, temperature=0.7, telemetry="mean_logit" in used)
+FP32, BF16 = torch.float32, torch.bfloat16
 
 
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
@@ -82,10 +71,9 @@ def test_entropy_costs_nothing_where_it_is_not_used(used, monkeypatch, device):
         assert asked == [False, False]
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-def test_sums_over_slabs_and_blocks_are_fp32(dtype, backend, device):
+def test_sums_over_slabs_and_blocks_are_fp32(backend, device):
     """Cut into many slabs and blocks of tokens, both gradients are as exact as in one piece."""
-    problem = make_problem(128, 16, 2048, device, dtype, logit_std=0.5)
+    problem = make_problem(128, 16, 1024, device, BF16, logit_std=0.5)
     upstream = Upstream(torch.ones(128, device=device))
     problem.hidden.abs_()
     problem = problem._replace(upstream=upstream, labels=problem.labels % 8)
@@ -94,29 +82,6 @@ def test_sums_over_slabs_and_blocks_are_fp32(dtype, backend, device):
     for name in ("grad_hidden", "grad_weight"):
         in_one_piece = relative_error(getattr(whole, name), getattr(expected, name))
         assert relative_error(getattr(cut, name), getattr(expected, name)) <= 1.1 * in_one_piece, name
-
-
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-@pytest.mark.parametrize("frozen", ["hidden", "weight"])
-def test_a_frozen_input_gets_no_gradient_and_changes_none(frozen, dtype, backend, device):
-    problem = make_problem(17, 24, 70, device, dtype)
-    both = problem.run(backend)
-    inputs = {"hidden": problem.hidden.clone(), "weight": problem.weight.clone()}
-    (trained,) = {"hidden", "weight"} - {frozen}
-    inputs[trained].requires_grad_()
-    out = megatron_lce.linear_cross_entropy(**inputs, labels=problem.labels, backend=backend)
-    torch.autograd.backward(list(out[:3]), list(problem.upstream[:3]))
-    assert inputs[frozen].grad is None
-    assert torch.equal(inputs[trained].grad, getattr(both, f"grad_{trained}"))
-
-
-def test_no_output_requires_grad_where_no_input_does(backend, device):
-    problem = make_problem(4, 8, 20, device)
-    hidden = problem.hidden.clone().requires_grad_()
-    with torch.no_grad():
-        outputs = [megatron_lce.linear_cross_entropy(hidden, *problem[1:3], telemetry=True, backend=backend)]
-    outputs.append(megatron_lce.linear_cross_entropy(*problem[:3], telemetry=True, backend=backend))
-    assert not any(o.requires_grad for out in outputs for o in out if o is not None)
 
 
 def test_of_telemetry_the_mean_alone_has_a_gradient(backend, device):
@@ -137,14 +102,6 @@ def test_saves_no_logits(backend, device):
     assert sum(t.numel() for t in others) <= 8 * 64
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-def test_the_same_bits_from_run_to_run(dtype, backend, device):
-    problem = make_problem(70, 24, 600, device, dtype)
-    first = problem.run(backend, telemetry=True)
-    for _ in range(2):
-        assert all_equal(first, problem.run(backend, telemetry=True))
-
-
 def test_a_second_backward_without_a_cache(backend, device):
     problem = make_problem(17, 24, 70, device)
     hidden = problem.hidden.clone().requires_grad_()
@@ -152,18 +109,6 @@ def test_a_second_backward_without_a_cache(backend, device):
     (first,) = torch.autograd.grad(out.logprobs.sum(), hidden, retain_graph=True)
     (second,) = torch.autograd.grad(out.logprobs.sum(), hidden)
     assert torch.equal(first, second)
-
-
-def test_double_backward_is_refused(backend, device):
-    """Not left out: a penalty on the gradient would train as if it were not there."""
-    problem = make_problem(4, 8, 20, device)
-    hidden = problem.hidden.clone().requires_grad_()
-    out = megatron_lce.linear_cross_entropy(hidden, *problem[1:3], backend=backend)
-    divergence = megatron_lce.linear_jsd(hidden, problem.weight, *problem[:2], backend=backend)
-    for result in (out.logprobs, divergence):
-        with pytest.raises(RuntimeError, match=r"create_graph must be False: linear_.* has no double backward"):
-            torch.autograd.grad(result.sum(), hidden, create_graph=True)
-        assert torch.autograd.grad(result.sum(), hidden)[0].isfinite().all()
 
 
 def test_inputs_changed_in_place_before_backward_are_noticed(backend, device):

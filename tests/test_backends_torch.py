@@ -8,8 +8,8 @@ from megatron_lce.backends.torch import primitives as torch_backend
 from megatron_lce.core.options import Options
 from megatron_lce.core.plan import round_up
 from megatron_lce.core.rows import Rows, RowTerms
-from megatron_lce.core.statistics import LN_2, LOG2_E, UNIT, merge_extremes, unpack_extremes
-from tests.problems import make_problem
+from megatron_lce.core.statistics import LN_2, LOG2_E, merge_extremes, unpack_extremes
+from tests.problems import all_equal, make_problem
 
 
 @pytest.fixture
@@ -28,33 +28,23 @@ def stats_of(primitives, problem, columns=slice(None), **keywords):
 
 
 def merged(primitives, parts):
-    return primitives.sum_chunks(parts, parts, 0, True, True)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_statistics_are_those_of_the_logits(dtype, primitives, device):
-    problem = make_problem(9, 24, 300, device, dtype)
-    extremes, sums = merged(primitives, stats_of(primitives, problem))
-    stats = unpack_extremes(extremes, True)
-    sum_exp, sum_exp_logit = sums[:2].double() * UNIT
-    logits = problem.hidden.double() @ problem.weight.double().T
-    p = logits.softmax(dim=1)
-    lse = (stats.max_logit + sum_exp.log2()) * LN_2
-    entropy = (sum_exp.log2() - sum_exp_logit / sum_exp) * LN_2
-    torch.testing.assert_close(lse, logits.logsumexp(dim=1), rtol=1e-6, atol=2e-6)
-    torch.testing.assert_close(entropy, -(p * p.log()).sum(dim=1), rtol=1e-5, atol=1e-5)
-    label_logit = logits.gather(1, problem.labels[:, None])[:, 0]
-    torch.testing.assert_close((stats.label_logit * LN_2).double(), label_logit, rtol=1e-6, atol=2e-6)
-    torch.testing.assert_close((stats.min_logit * LN_2).double(), logits.amin(dim=1), rtol=1e-6, atol=2e-6)
-    assert torch.equal(stats.argmax.long(), logits.argmax(dim=1))
+    extremes, sums = primitives.sum_chunks(parts, parts, 0, True, True)
+    torch.testing.assert_close(extremes, merge_extremes(parts, True), rtol=0.0, atol=0.0)
+    return extremes, sums
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("cuts", [[128, 472], [256, 344], [384, 128, 88]], ids=str)
 def test_shards_cut_at_whole_chunks_give_the_same_bits(cuts, dtype, primitives, device):
-    """128 columns are a chunk of every backend, wherever in a kernel's tile they come to lie."""
+    """128 columns are a chunk of every backend, wherever in a kernel's tile they come to lie; in any order."""
     problem = make_problem(9, 24, 600, device, dtype)
-    whole_extremes, whole_sums = merged(primitives, stats_of(primitives, problem))
+    problem.weight[[5, 300, 599]] = 4.0  # ties go to the lowest id, wherever it lies
+    problem.hidden.abs_()
+    parts = stats_of(primitives, problem)
+    whole_extremes, whole_sums = merged(primitives, parts)
+    assert (unpack_extremes(whole_extremes, True).argmax == 5).all()
+    for one, other in zip(merged(primitives, parts.flip(0)), (whole_extremes, whole_sums), strict=True):
+        assert torch.equal(one, other)
     starts = [sum(cuts[:i]) for i in range(len(cuts))]
     shards = [stats_of(primitives, problem, slice(a, a + n)) for a, n in zip(starts, cuts, strict=True)]
     of_all = torch.stack([merge_extremes(s, True) for s in shards])
@@ -63,18 +53,8 @@ def test_shards_cut_at_whole_chunks_give_the_same_bits(cuts, dtype, primitives, 
     assert torch.equal(sum(sums), whole_sums)
 
 
-def test_a_nan_or_infinite_logit_makes_its_chunk_nan(primitives, device):
-    problem = make_problem(9, 24, 300, device)
-    problem.weight[299] = float("inf")
-    problem.hidden.abs_()
-    problem.hidden[4] = float("nan")
-    largest = stats_of(primitives, problem)[:, 0]
-    assert largest[-1].isnan().all()
-    assert largest[0].isnan().nonzero().flatten().tolist() == [4]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("columns", [slice(0, 300), slice(0, 256), slice(256, 300), slice(17, 18)], ids=str)
+@pytest.mark.parametrize("columns", [slice(0, 300), slice(256, 300)], ids=str)
 @pytest.mark.parametrize(("entropy", "mean"), [(True, False), (False, False), (True, True)])
 def test_gradient_of_a_slab(columns, entropy, mean, dtype, primitives, device):
     """p (p_term - entropy_term log2 p) + 1[label] label_term + mean_term, into rows wider than the slab."""
@@ -113,15 +93,6 @@ def test_torch_keeps_no_cache(device):
     assert torch_backend.costs(hidden, hidden, telemetry=False).tile_columns == 0
 
 
-def test_logits_are_fp32_products_of_16_bit_inputs(device):
-    problem = make_problem(9, 256, 40, device, torch.bfloat16)
-    ones = torch.ones(9, device=device)
-    logits = torch_backend.logits_base2(problem.hidden, problem.weight, ones, Options())
-    exact = problem.hidden.double() @ problem.weight.double().T
-    assert logits.dtype == torch.float32
-    torch.testing.assert_close(logits.double(), exact, rtol=1e-6, atol=1e-5)
-
-
 @pytest.mark.parametrize("softcap", [None, 1.0])
 @pytest.mark.parametrize(("hidden_size", "dtype"), [(16, torch.bfloat16), (304, torch.float16), (300, torch.float32)])
 def test_the_labels_logit_has_the_bits_of_the_statistics(hidden_size, dtype, softcap, primitives, device):
@@ -149,3 +120,19 @@ def test_nothing_behind_hidden_and_weight_is_read(hidden_size, primitives, devic
     problem = problem._replace(hidden=in_front_of_nan(problem.hidden), weight=in_front_of_nan(problem.weight))
     extremes, _ = merged(primitives, stats_of(primitives, problem))
     assert torch.equal(extremes, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", [{"telemetry": True}, {"logits_cache_bytes": 100 * 2**10}], ids=str)
+def test_descriptors_made_in_the_kernel_change_no_bit(options, dtype, device, monkeypatch):
+    """As on a GPU without hardware for them.
+
+    300 columns are no multiple of 16 bytes: whole vectors are stored past the last of a row, within its storage.
+    """
+    tiles = pytest.importorskip("megatron_lce.backends.triton.tiles")
+    if device.type == "cuda" and tiles.takes_descriptors(device):
+        pytest.skip("descriptors made in the kernel want memory of an allocator there")
+    problem = make_problem(150, 24, 300, device, dtype)
+    plain = problem.run("triton", **options)
+    monkeypatch.setattr(tiles, "takes_descriptors", lambda device: False)
+    assert all_equal(plain, problem.run("triton", **options))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_lce import compat
-from tests.problems import logits_of, make_problem
+from tests.problems import logits_of, make_problem, with_gradients
 
 FP32, BF16 = torch.float32, torch.bfloat16
 PROJECTS = {"areal": compat.areal_linear_cross_entropy, "verl": compat.verl_linear_cross_entropy}
@@ -36,36 +36,23 @@ def test_the_calls_have_their_projects_signatures():
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
-def test_logprobs_and_entropy(reduction, temperature, project, device):
+def test_logprobs_entropy_and_gradients(reduction, temperature, project, device):
     problem = make_problem((3, 5), 24, 70, device)
-    logprobs, entropy = project(*problem[:3], temperature, reduction, None)
-    distribution = torch.distributions.Categorical(logits=logits_of(problem, temperature))
-    expected = distribution.log_prob(problem.labels.reshape(-1)), distribution.entropy()
-    if reduction != "none":
-        expected = [getattr(value, reduction)() for value in expected]
-    assert logprobs.shape == entropy.shape == expected[0].shape
-    torch.testing.assert_close(logprobs, expected[0].float(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(entropy, expected[1].float(), rtol=1e-5, atol=1e-5)
 
+    def exact(hidden, weight):
+        distribution = torch.distributions.Categorical(logits=hidden.flatten(0, 1) @ weight.T / temperature)
+        values = distribution.log_prob(problem.labels.reshape(-1)), distribution.entropy()
+        return values if reduction == "none" else [getattr(value, reduction)() for value in values]
 
-@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
-def test_gradients(reduction, project, device):
-    problem = make_problem(15, 24, 70, device)
-    results = []
-    for dtype in (torch.float32, torch.float64):
-        hidden, weight = (t.detach().clone().to(dtype).requires_grad_() for t in problem[:2])
-        if dtype == torch.float32:
-            logprobs, entropy = project(hidden, weight, problem.labels, 0.7, reduction)
-        else:
-            distribution = torch.distributions.Categorical(logits=hidden @ weight.T / 0.7)
-            logprobs, entropy = distribution.log_prob(problem.labels), distribution.entropy()
-            if reduction != "none":
-                logprobs, entropy = getattr(logprobs, reduction)(), getattr(entropy, reduction)()
-        upstream = problem.upstream if reduction == "none" else (torch.tensor(2.0), torch.tensor(-0.5))
-        torch.autograd.backward([logprobs, entropy], [u.to(logprobs) for u in upstream[:2]])
-        results.append((hidden.grad.float(), weight.grad.float()))
-    for actual, expected in zip(*results, strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+    upstream = (torch.tensor(2.0), torch.tensor(-0.5))
+    if reduction == "none":
+        upstream = [grad.flatten() for grad in problem.upstream[:2]]
+    actual = with_gradients(
+        problem, lambda h, w: project(h, w, problem.labels, temperature, reduction, None), upstream=upstream
+    )
+    expected = with_gradients(problem, exact, torch.float64, upstream)
+    torch.testing.assert_close(actual[:2], expected[:2], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(actual[2:], expected[2:], rtol=1e-5, atol=1e-6)
 
 
 def test_shapes_as_megatron_workers_pass_them(project, device):
@@ -258,18 +245,15 @@ def test_equals_the_loss_that_megatron_stands_for(reduction, labels_dtype, devic
     labels[0] = 7
     labels[1, 0] = -1
     targets = labels.long().where((labels != 7) & (labels >= 0), -100).reshape(-1)
-    results = []
-    for dtype in (torch.float32, torch.float64):
-        hidden, weight = (t.detach().clone().to(dtype).requires_grad_() for t in problem[:2])
-        if dtype == torch.float32:
-            loss = compat.megatron_linear_cross_entropy(hidden, weight, labels, None, reduction, 7)
-        else:
-            logits = hidden.reshape(-1, 24) @ weight.T
-            loss = torch.nn.functional.cross_entropy(logits, targets, reduction=reduction)
-        loss.backward(torch.linspace(-1, 1, loss.numel(), device=device, dtype=dtype).view_as(loss) + 0.5)
-        results.append([t.float() for t in (loss.detach(), hidden.grad, weight.grad)])
-    for actual, expected in zip(*results, strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+
+    def exact(hidden, weight):
+        return torch.nn.functional.cross_entropy(hidden.flatten(0, 1) @ weight.T, targets, reduction=reduction)
+
+    actual = with_gradients(
+        problem, lambda h, w: compat.megatron_linear_cross_entropy(h, w, labels, None, reduction, 7)
+    )
+    expected = with_gradients(problem, exact, torch.float64)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_shapes_as_megatron_passes_them(device):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megatron_lce import compat
 from tests.oracle import Upstream
-from tests.problems import logits_of, make_problem
+from tests.problems import logits_of, make_problem, with_gradients
 
 FP32, BF16 = torch.float32, torch.bfloat16
 torch_lce = getattr(torch.nn.functional, "linear_cross_entropy", None)
@@ -53,19 +53,17 @@ def test_class_weights_and_label_smoothing(smoothing, weighted, reduction, ignor
     if ignored:
         target[::3] = -100
     weight = torch.rand(31, generator=torch.Generator().manual_seed(1)).to(device) if weighted else None
-    results = []
-    for dtype in (torch.float32, torch.float64):
-        hidden, head = (t.detach().clone().to(dtype).requires_grad_() for t in problem[:2])
-        keywords = {"reduction": reduction, "label_smoothing": smoothing}
-        if dtype == torch.float32:
-            loss = compat.torch_linear_cross_entropy(hidden, head, target, weight=weight, **keywords)
-        else:
-            exact = None if weight is None else weight.double()
-            loss = torch.nn.functional.cross_entropy(hidden @ head.T, target, weight=exact, **keywords)
-        loss.backward(torch.linspace(-1, 1, loss.numel(), device=device, dtype=dtype).view_as(loss) + 0.5)
-        results.append([t.float() for t in (loss.detach(), hidden.grad, head.grad)])
-    for actual, expected in zip(*results, strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=2e-6)
+    keywords = {"reduction": reduction, "label_smoothing": smoothing}
+
+    def ours(hidden, head):
+        return compat.torch_linear_cross_entropy(hidden, head, target, weight=weight, **keywords)
+
+    def exact(hidden, head):
+        of_classes = None if weight is None else weight.double()
+        return torch.nn.functional.cross_entropy(hidden @ head.T, target, weight=of_classes, **keywords)
+
+    actual, expected = with_gradients(problem, ours), with_gradients(problem, exact, torch.float64)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=2e-6)
 
 
 def test_smoothing_in_bf16_keeps_fp32_sums(device):

@@ -11,13 +11,11 @@ HIDDEN, VOCABULARY = 16, 300
 
 CASES = {
     "outputs of every kind": {"telemetry": True},
-    "no entropy": {"entropy": False, "telemetry": True},
     "temperature, softcap": {"temperature": 0.7, "softcap": 20.0, "logits_scale": 2.0, "vocab_size": 290},
     "a temperature a token": {"temperature": torch.linspace(0.5, 2.0, 12)},
     "ignored rows skipped": {"skip_ignored": True},
     "their number known": {"skip_ignored": 10},
     "candidates": {"candidates": torch.arange(-1, 59).view(12, 5), "entropy": False},
-    "candidates, ignored rows skipped": {"candidates": torch.arange(-1, 59).view(12, 5), "skip_ignored": True},
     "part of the logits kept": {"logits_cache_bytes": 4000, "dtype": torch.bfloat16},
     "all of them kept": {"logits_cache_bytes": 2**20, "dtype": torch.bfloat16},
     "a weight in fp32": {"dtype": torch.bfloat16, "weight_dtype": torch.float32},
@@ -100,7 +98,7 @@ def test_gradients_only_where_wanted(trained, device):
 def test_token_counts_do_not_recompile(device):
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(step, fullgraph=True, backend=counter)
-    for tokens in (12, 17, 31, 44):
+    for tokens in (12, 17, 31):
         problem, keywords = inputs(torch.float32, device, tokens), {"skip_ignored": tokens - 2}
         assert same(bits(compiled, *problem, keywords), bits(step, *problem, keywords))
     assert counter.frame_count <= 2  # once for the first number, once for any other
@@ -110,7 +108,7 @@ def test_token_counts_do_not_recompile(device):
 def test_a_schedule_does_not_recompile(name, device):
     counter = CompileCounterWithBackend("aot_eager")
     compiled, problem = torch.compile(step, fullgraph=True, backend=counter), inputs(torch.float32, device)
-    for tenths in (12, 11, 9, 6, 3):
+    for tenths in (12, 11, 9):
         keywords = {name: tenths / 10}
         assert same(bits(compiled, *problem, keywords), bits(step, *problem, keywords))
     assert counter.frame_count <= 2

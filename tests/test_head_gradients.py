@@ -96,22 +96,3 @@ def test_a_sink_takes_nothing_of_the_workspace(operation, backend, device):
     for more in (0, 1_000):
         error = relative_error(gradient(smallest + more), expected)
         assert error <= 2**-8  # logits that are kept and those that are made again round in other places
-
-
-@pytest.mark.parametrize("skip", [False, True, 9])
-def test_no_tensor_is_made_on_the_default_device(skip, backend, device):
-    """Which a program may have set to any: all that is made is where the inputs are, or on the host."""
-    problem = make_problem(12, 16, 301, device, torch.bfloat16)
-    problem.labels[::4] = -100
-    hidden, weight = (tensor.clone().requires_grad_() for tensor in problem[:2])
-    keywords = {"skip_ignored": skip, "backend": backend}
-    token_weights = torch.ones(12, device=device)
-    with torch.device("meta"):
-        out = linear_cross_entropy(hidden, weight, problem.labels, logits_cache_bytes=2**20, **keywords)
-        loss = linear_token_loss(hidden, weight, problem.labels, lambda out: -out.logprobs, **keywords).loss
-        heads = hidden, weight, problem.hidden, problem.weight
-        divergence = linear_jsd(*heads, labels=problem.labels, **keywords).sum()
-        weighted = linear_jsd(*heads, labels=problem.labels, token_weights=token_weights, **keywords)
-        (out.logprobs.sum() + out.entropy.sum() + loss + divergence + weighted).backward()
-    assert hidden.grad.isfinite().all()
-    assert weight.grad.isfinite().all()

@@ -44,19 +44,12 @@ def test_csr_equals_the_dense_form(backend, device, dtype):
         assert relative_error(one, other) <= 4 * EPS[dtype]
 
 
-def test_same_gradients_from_run_to_run_and_beside_other_ids(backend, device):
+def test_a_logit_does_not_depend_on_the_other_tokens_and_ids(backend, device):
     problem = make_problem(4, 64, 50, device, BF16)
     ids = some_ids((4,), 50, 20, torch.Generator().manual_seed(1), device)
-
-    def run():
-        hidden, weight = (t.clone().requires_grad_() for t in problem[:2])
-        logits = megatron_lce.linear_logits_at(hidden, weight, ids, backend=backend)
-        return [logits.detach(), *torch.autograd.grad(logits.sum(), (hidden, weight))]
-
-    one, other = run(), run()
-    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    logits = megatron_lce.linear_logits_at(*problem[:2], ids, backend=backend)
     alone = megatron_lce.linear_logits_at(problem.hidden[1:2], problem.weight, ids[1:2, 3:4], backend=backend)
-    assert torch.equal(alone[0, 0], one[0][1, 3])
+    assert torch.equal(alone[0, 0], logits[1, 3])
 
 
 def test_ids_of_nobody_and_rows_without_a_temperature_are_nan(backend, device):
@@ -74,15 +67,6 @@ def test_ids_of_nobody_and_rows_without_a_temperature_are_nan(backend, device):
     of_csr = megatron_lce.linear_logits_at(problem.hidden, problem.weight, ids.view(-1), offsets, backend=backend)
     assert of_csr.isnan().tolist() == [True, True, True, True, True, False]
     assert megatron_lce.linear_logits_at(problem.hidden[:0], problem.weight, ids[:0], backend=backend).shape == (0, 2)
-
-
-def test_no_tokens_give_zero_gradients(backend, device):
-    problem = make_problem(3, 16, 20, device)
-    hidden, weight = problem.hidden[:0].clone().requires_grad_(), problem.weight.clone().requires_grad_()
-    ids = torch.zeros(0, 4, dtype=torch.int64, device=device)
-    megatron_lce.linear_logits_at(hidden, weight, ids, backend=backend).sum().backward()
-    assert hidden.grad.shape == (0, 16)
-    assert torch.equal(weight.grad, torch.zeros_like(weight))
 
 
 @pytest.mark.parametrize("ids", [[3, -1, 40], [-1, 0]])

@@ -1,4 +1,4 @@
-"""`own_arithmetic`: no autocast and full fp32 inside, the settings as they were behind it, a range in a trace."""
+"""`own_arithmetic`: full fp32 inside, the settings as they were behind it, a range in a trace."""
 
 import contextlib
 
@@ -11,32 +11,6 @@ from megatron_lce.core.products import copies_to_fp32, full_fp32, product
 from tests.problems import all_equal, make_problem
 
 BF16, FP16 = torch.bfloat16, torch.float16
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-def test_autocast_is_off_inside(dtype, backend, device):
-    problem = make_problem(17, 24, 70, device)
-    plain = problem.run(backend)
-    with torch.autocast(device.type, dtype=dtype):
-        inside = problem.run(backend)
-    for name in ("logprobs", "entropy", "lse"):
-        assert torch.equal(getattr(inside.outputs, name), getattr(plain.outputs, name))
-    assert torch.equal(inside.grad_hidden, plain.grad_hidden)
-    assert torch.equal(inside.grad_weight, plain.grad_weight)
-
-
-@pytest.mark.parametrize("precision", ["high", "medium"])
-def test_reduced_fp32_precision_changes_nothing(precision, backend, device):
-    problem = make_problem(64, 128, 300, device)
-    plain = problem.run(backend)
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)
-    try:
-        reduced = problem.run(backend)
-        assert torch.get_float32_matmul_precision() == precision
-    finally:
-        torch.set_float32_matmul_precision(before)
-    assert all_equal(plain, reduced)
 
 
 def test_products_are_in_full_fp32_and_the_settings_are_put_back(backend, device, monkeypatch):

@@ -31,10 +31,9 @@ def inputs_of(problem, loss, **keywords):
     exact = oracle(*problem, **keywords).outputs
     generator = torch.Generator().manual_seed(7)
     noise, advantages = torch.randn(2, *problem.labels.shape, generator=generator).to(problem.hidden.device)
-    per_token = () if loss is nll else (exact.logprobs.float() + 2 * noise, advantages)
+    per_token = exact.logprobs.float() + 2 * noise, advantages
     leaves = [part.requires_grad_() for name in DIFFERENTIABLE if (part := getattr(exact, name)) is not None]
-    losses = loss(exact, *per_token)
-    losses = losses[0] if isinstance(losses, tuple) else losses
+    losses, _ = loss(exact, *per_token)
     counted = problem.labels != -100
     total = losses[counted].sum()
     grads = torch.autograd.grad(total, leaves, allow_unused=True)
@@ -48,36 +47,21 @@ def run(problem, loss, per_token, upstream=1.0, **keywords):
     return result, Result(result.outputs, hidden.grad, weight.grad)
 
 
-CASES = [  # dtype, workspace in bytes for 300 tokens x 601 columns, keywords, only here
-    (FP32, 2**29, {}, {}),
-    (FP32, 110_000, {"softcap": 4.0, "telemetry": True}, {}),
-    (BF16, 2**29, {}, {}),
-    (BF16, 300_000, {"vocab_size": 590, "telemetry": True}, {}),
-    (BF16, 300_000, {"softcap": 30.0, "telemetry": True}, {}),
-    (BF16, 260_000, {"vocab_size": 590}, {}),
-    (BF16, 260_000, {"logits_scale": 0.7}, {"skip_ignored": True}),
-    (BF16, 60_000, {}, {}),
-]
-
-
-@pytest.mark.parametrize("loss", [nll, policy_loss])
-@pytest.mark.parametrize(("dtype", "workspace_bytes", "keywords", "only_here"), CASES, ids=str)
-def test_loss_and_gradients_match_the_oracle(dtype, workspace_bytes, keywords, only_here, loss, backend, device):
+@pytest.mark.parametrize(("dtype", "workspace_bytes"), [(FP32, 110_000), (BF16, 300_000), (BF16, 60_000)], ids=str)
+def test_a_policy_loss_matches_the_oracle(dtype, workspace_bytes, backend, device):
+    """In blocks of tokens; losses that are linear in the outputs: test_cases.py."""
     problem = make_problem((20 if dtype == FP32 else 150, 2), 24, 601, device, dtype)
     problem = problem._replace(labels=problem.labels % 590)
     problem.labels[::4] = -100
-    keywords = {**keywords, "temperature": torch.linspace(0.7, 2.0, len(problem.labels) * 2, device=device).view(-1, 2)}
-    per_token, upstream, total = inputs_of(problem, loss, **keywords)
+    temperature = torch.linspace(0.7, 2.0, len(problem.labels) * 2, device=device).view(-1, 2)
+    keywords = {"temperature": temperature, "softcap": 30.0, "telemetry": True}
+    per_token, upstream, total = inputs_of(problem, policy_loss, **keywords)
     problem = problem._replace(upstream=upstream)
-    result, actual = run(
-        problem, loss, per_token, backend=backend, workspace_bytes=workspace_bytes, **keywords, **only_here
-    )
+    result, actual = run(problem, policy_loss, per_token, backend=backend, workspace_bytes=workspace_bytes, **keywords)
     torch.testing.assert_close(result.loss.double(), total.double(), rtol=1e-5, atol=1e-3)
-    expected = oracle(*problem, **keywords)
-    assert_within(comparisons(actual, expected, *problem, **keywords))
-    if loss is policy_loss:
-        assert result.metrics["ratio"].shape == problem.labels.shape
-        assert not result.metrics["ratio"][problem.labels == -100].any()
+    assert_within(comparisons(actual, oracle(*problem, **keywords), *problem, **keywords))
+    assert result.metrics["ratio"].shape == problem.labels.shape
+    assert not result.metrics["ratio"][problem.labels == -100].any()
 
 
 # Of a token of 600 columns: 16-bit exponentials and the largest logit of each 128; beside them 4 statistics of these.
@@ -124,17 +108,6 @@ def test_outputs_are_those_of_linear_cross_entropy(backend, device):
             torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-5)
 
 
-@pytest.mark.parametrize("hidden_size", [1, 13])
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-def test_rows_of_any_length(dtype, hidden_size, backend, device):
-    """Where 16-bit products are wider than a row and fp32 ones are not, the sum of the weight's gradient has to fit."""
-    problem = make_problem(5, hidden_size, 40, device, dtype)
-    problem = problem._replace(upstream=Upstream(-torch.ones(5, device=device)))
-    _, actual = run(problem, nll, (), backend=backend)
-    expected = oracle(*problem)
-    assert_within(comparisons(actual, expected, *problem))
-
-
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 def test_any_upstream_scales_both_gradients(dtype, backend, device):
     problem = make_problem(30, 24, 300, device, dtype)
@@ -153,27 +126,6 @@ def test_an_upstream_is_not_rounded_to_the_gradients_dtype(backend, device):
     for name in ("grad_hidden", "grad_weight"):
         expected, actual = getattr(once, name).double() * upstream, getattr(scaled, name).double()
         assert abs((actual * expected).sum() / expected.square().sum() - 1).item() < 5e-5, name
-
-
-def test_without_gradient_only_forward_runs(backend, device):
-    problem = make_problem(30, 24, 300, device, BF16)
-    with torch.no_grad():
-        result = megatron_lce.linear_token_loss(*problem[:3], nll, backend=backend)
-    assert not result.loss.requires_grad
-    trained, _ = run(problem, nll, (), backend=backend)
-    assert torch.equal(result.loss, trained.loss.detach())
-
-
-@pytest.mark.parametrize("frozen", ["hidden", "weight"])
-def test_a_frozen_input_gets_no_gradient(frozen, backend, device):
-    problem = make_problem(30, 24, 300, device, BF16)
-    _, both = run(problem, nll, (), backend=backend)
-    given = {"hidden": problem.hidden.clone(), "weight": problem.weight.clone()}
-    (trained,) = {"hidden", "weight"} - {frozen}
-    given[trained].requires_grad_()
-    megatron_lce.linear_token_loss(**given, labels=problem.labels, loss=nll, backend=backend).loss.backward()
-    assert given[frozen].grad is None
-    assert torch.equal(given[trained].grad, getattr(both, f"grad_{trained}"))
 
 
 @pytest.mark.parametrize("num_tokens", [0, 5])

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -54,6 +54,15 @@ class Report:
         if dist.get_rank() == 0:
             print(f"{self.compared} compared, {len(failed)} failed on {dist.get_world_size()} ranks", flush=True)
         return bool(failed)
+
+
+def message_of(call: Callable[[], Any]) -> str:
+    """What the call is refused with."""
+    try:
+        call()
+    except (TypeError, ValueError, RuntimeError) as error:  # NotImplementedError is a RuntimeError
+        return str(error)
+    return "no error"
 
 
 def available_backends() -> list[str]:

@@ -2,13 +2,12 @@
 
 import dataclasses
 import warnings
-from collections.abc import Callable
-from typing import Any
 from unittest import mock
 
 import harness
 import megatron_cases as cases
 import torch
+from harness import message_of
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallel
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
@@ -48,6 +47,14 @@ class Sharding:
 
 HEAD, MODEL, MEGATRONS = Sharding(), Sharding(head=False), Sharding(megatrons=True)
 KEPT, MIXED = Sharding(reshard=False), Sharding(policy=BF16)
+ALONE = cases.Case(tensor_parallel=1)
+FSDP2_CASES = [
+    (HEAD, ALONE),
+    (KEPT, dataclasses.replace(ALONE, masked=True, known=True)),
+    (MIXED, dataclasses.replace(ALONE, hidden_size=128)),
+    (MODEL, dataclasses.replace(ALONE, tied=True, mtp=True)),
+    (MEGATRONS, dataclasses.replace(ALONE, known=True)),
+]
 
 
 def mesh_of(device: torch.device) -> DeviceMesh:
@@ -128,14 +135,6 @@ def check_fsdp(sharding: Sharding, case: cases.Case, device: torch.device, repor
     _, again = train(model, batches, case.masked)
     same = all(torch.equal(again[key], gradient) for key, gradient in expected.items())
     report.check(f"{name}: removed, Megatron's bits", same)
-
-
-def message_of(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except (RuntimeError, ValueError) as error:
-        return str(error)
-    return "no error"
 
 
 def check_fsdp_errors(case: cases.Case, device: torch.device, report: harness.Report) -> None:

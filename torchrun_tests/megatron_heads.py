@@ -125,12 +125,9 @@ def check_compat(case: cases.Case, device: torch.device, report: harness.Report)
         expected = {"hidden": hidden.grad.chunk(parts)[rank % parts], "weight": head.grad.chunk(ranks)[rank]}
         compare_all(report, f"compat, hidden {name}: gradients", found, expected)
     part, shard = (x.chunk(ranks)[rank].clone().requires_grad_() for x in (whole, weight))
-    try:
-        both = torch.cat([gather(part), part])
-        compat.linear_cross_entropy(both, shard, labels.repeat(2, 1)[: len(both)], dist_process_group=group)
-        message = "no error"
-    except ValueError as error:
-        message = str(error)
+    both = torch.cat([gather(part), part])
+    of_both = shard, labels.repeat(2, 1)[: len(both)]
+    message = harness.message_of(lambda: compat.linear_cross_entropy(both, *of_both, dist_process_group=group))
     report.check("compat, half of hidden gathered: refused", message.startswith("hidden must come out of"), message)
 
 

@@ -7,7 +7,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from harness import Report
+from harness import Report, message_of
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -166,9 +166,5 @@ def count_exchanges(operation: Callable[..., Any], call: dict[str, Any], report:
 
 
 def check_refusal(operation: Callable[..., Any], call: dict[str, Any], expected: str, report: Report) -> None:
-    try:
-        operation(**call)
-        message = "no error"
-    except (TypeError, ValueError, NotImplementedError) as error:
-        message = str(error)
+    message = message_of(lambda: operation(**call))
     report.check(f"refused together: {expected}", expected in message, message)

@@ -31,12 +31,8 @@ def run_errors(group: ProcessGroup, device: torch.device, report: Report) -> Non
     for keywords, expected in refused:
         hidden = shard if keywords.get("sequence_parallel") else problem.hidden
         inputs = {"hidden": hidden, "weight": problem.weight[:20], "labels": problem.labels}
-        try:
-            megatron_lce.linear_cross_entropy(**inputs | keywords, tp_group=group)
-            message = "no error"
-        except ValueError as error:
-            message = str(error)
-        report.check(f"refused: {', '.join(keywords)}", message.startswith(expected), message)
+        operation = functools.partial(megatron_lce.linear_cross_entropy, tp_group=group)
+        check_refusal(operation, inputs | keywords, expected, report)
 
 
 def run_disagreements(group: ProcessGroup, report: Report) -> None:

@@ -1,6 +1,6 @@
 """Megatron models at TP=2 and 4, the fused head on and off: losses, logits and every parameter's gradient.
 
-    torchrun --nproc-per-node 4 torchrun_tests/run_megatron.py --device cpu [--combinations all]
+    torchrun --nproc-per-node 4 torchrun_tests/run_megatron.py --device cpu [--combinations all] [--checks fsdp]
 
 On 4 ranks, cases at TP=2 without pipeline parallelism have two data-parallel replicas; on 2 ranks, cases that need 4
 are left out. One rank runs what is left without tensor, sequence and pipeline parallelism.
@@ -19,7 +19,7 @@ import megatron_te
 import torch
 from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
-from megatron_fsdp import HEAD, KEPT, MEGATRONS, MIXED, MODEL, check_fsdp, check_fsdp_errors
+from megatron_fsdp import ALONE, FSDP2_CASES, HEAD, MEGATRONS, MODEL, check_fsdp, check_fsdp_errors
 from megatron_heads import check_capture, check_captured_jsd, check_compat, check_logits
 from megatron_ranks import check_fallback, check_reasons_of_one_rank, check_refusal_on_one_rank
 from megatron_training import (
@@ -70,13 +70,8 @@ if "mtp_detach_heads" in SETTINGS:  # from 0.19
     FURTHER_CASES.append(cases.Case(mtp=True, main_grad=True, config=(("mtp_detach_heads", True),)))
 if importlib.util.find_spec("megatron.core.models.hybrid") is not None:  # from 0.18, the first with MTP
     OTHER_MODEL_CASES.append(cases.Case(tied=True, mtp=True))
-ALONE = cases.Case(tensor_parallel=1)
 FSDP_CASES = [
-    (HEAD, ALONE),
-    (KEPT, dataclasses.replace(ALONE, masked=True, known=True)),
-    (MIXED, dataclasses.replace(ALONE, hidden_size=128)),
-    (MODEL, dataclasses.replace(ALONE, tied=True, mtp=True)),
-    (MEGATRONS, dataclasses.replace(ALONE, known=True)),
+    *FSDP2_CASES,
     (HEAD, cases.Case(sequence_parallel=True, masked=True, known=True)),
     (MODEL, cases.Case(tied=True)),
     (MEGATRONS, cases.Case(sequence_parallel=True)),
@@ -130,13 +125,15 @@ def main() -> None:
         default="local",
         help="Layers: local, or Megatron's over TransformerEngine, in bf16 and fp8 on GPUs.",
     )
+    parser.add_argument("--checks", default="", help="Only the checks with this in their names, such as fsdp.")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     report = harness.Report()
     ranks = int(os.environ["WORLD_SIZE"])
     over_te = arguments.transformer_impl == "transformer_engine"
     found = megatron_te.checks() if over_te else checks(arguments.combinations)
-    runnable = [pair for pair in found if pair[1].ranks <= max(ranks, 2)]
+    runnable = [(check, case) for check, case in found if case.ranks <= max(ranks, 2)]
+    runnable = [pair for pair in runnable if arguments.checks in getattr(pair[0], "func", pair[0]).__name__]
     if ranks == 1:
         runnable = list(dict.fromkeys((check, on_one_rank(case)) for check, case in runnable))
     uses_transformer_engine(arguments.transformer_impl)  # raises if it is not installed

@@ -18,7 +18,7 @@ from megatron.core.distributed import DistributedDataParallelConfig, finalize_mo
 from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 from megatron.core.transformer import TransformerLayer
 from megatron_comparisons import compare_all
-from megatron_fsdp import HEAD, KEPT, MEGATRONS, MIXED, MODEL, OutputLayer, check_fsdp, check_fsdp_errors, shard
+from megatron_fsdp import ALONE, FSDP2_CASES, HEAD, OutputLayer, check_fsdp, check_fsdp_errors, shard
 from megatron_training import check_errors
 from torch import Tensor, nn
 
@@ -27,19 +27,11 @@ from megatron_lce.megatron.reasons import find_language_model
 from scripts import megatron_runtime
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-ALONE = cases.Case(tensor_parallel=1)
 OTHERS = [
     dataclasses.replace(ALONE, tied=True),
     dataclasses.replace(ALONE, masked=True, known=True),
     cases.in_16_bit(ALONE),
     cases.in_16_bit(dataclasses.replace(ALONE, masked=True, known=True)),
-]
-FSDP2_CASES = [
-    (HEAD, ALONE),
-    (KEPT, dataclasses.replace(ALONE, masked=True, known=True)),
-    (MIXED, dataclasses.replace(ALONE, hidden_size=128)),
-    (MODEL, dataclasses.replace(ALONE, tied=True, mtp=True)),
-    (MEGATRONS, dataclasses.replace(ALONE, known=True)),
 ]
 
 
@@ -105,11 +97,7 @@ def check_megatron_fsdp(
                 compare_all(report, f"{name}: {number} step, gradients", found, expected)
             else:
                 check_errors(f"{name}: {number} step, gradients", found, expected, exact, report)
-    try:
-        capture_lm_head(model).__enter__()
-        message = "no error"
-    except ValueError as error:
-        message = str(error)
+    message = harness.message_of(capture_lm_head(model).__enter__)
     report.check(f"{name}: a capture is refused", "the head's weight is managed by FSDP" in message, message)
     handle.remove()
     _, again = step(model, case, batches)

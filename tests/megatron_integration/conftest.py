@@ -13,16 +13,30 @@ def device():
 
 @pytest.fixture(params=["untied", "tied"])
 def model(request, device):
-    return _build(device, tied=request.param == "tied")
+    from tests import megatron_world
+
+    return megatron_world.build(device, tied=request.param == "tied")
 
 
 @pytest.fixture
 def untied(device):
-    return _build(device)
-
-
-def _build(device, **settings):
-    from scripts import megatron_runtime
     from tests import megatron_world
 
-    return megatron_runtime.build_gpt(megatron_world.options(**settings), device=device)
+    return megatron_world.build(device)
+
+
+@pytest.fixture
+def inputs(device):
+    from tests import megatron_world
+
+    return megatron_world.inputs(device)
+
+
+@pytest.fixture
+def tensors(inputs):
+    return inputs[0]
+
+
+@pytest.fixture
+def labels(inputs):
+    return inputs[1]

@@ -16,8 +16,7 @@ from tests.jsd_oracle import jsd_of_products
 from tests.megatron_world import BATCH, SEQUENCE, VOCAB_SIZE, state
 
 
-def test_hidden_is_the_very_tensor_and_weight_the_parameter(model, device):
-    tensors, _ = megatron_world.inputs(device)
+def test_hidden_is_the_very_tensor_and_weight_the_parameter(model, tensors):
     given = []
     model.output_layer.register_forward_pre_hook(lambda module, args: given.append(args[0]))
     with capture_lm_head(model) as head:
@@ -30,8 +29,7 @@ def test_hidden_is_the_very_tensor_and_weight_the_parameter(model, device):
     assert head.sequence_parallel is False
 
 
-def test_no_logits_are_made(model, device):
-    tensors, _ = megatron_world.inputs(device)
+def test_no_logits_are_made(model, tensors):
     with megatron_world.LogitsSpy() as spy:
         model(*tensors)
     assert spy.seen, "the spy must see Megatron's own logits"
@@ -44,9 +42,7 @@ def test_no_logits_are_made(model, device):
 @pytest.fixture
 def teacher(device):
     """Of another hidden size; its graph is nobody's."""
-    options = megatron_world.options(seed=7)
-    options.hidden_size = 48
-    return megatron_runtime.build_gpt(options, device=device)
+    return megatron_world.build(device, seed=7, hidden_size=48)
 
 
 def captured(model, inputs, scale=1.0):
@@ -60,8 +56,7 @@ def captured(model, inputs, scale=1.0):
 
 
 @pytest.mark.parametrize("beta", [0, 0.5])
-def test_jsd_is_that_of_the_models_logits(model, teacher, device, beta):
-    tensors, labels = megatron_world.inputs(device)
+def test_jsd_is_that_of_the_models_logits(model, teacher, device, beta, tensors, labels):
     labels = torch.where(labels % 5 == 0, -100, labels)
     temperature = torch.linspace(0.5, 2, labels.numel(), device=device).view_as(labels)
     keywords = {"labels": labels, "beta": beta, "temperature": temperature, "student_softcap": 2.0}
@@ -76,10 +71,7 @@ def test_jsd_is_that_of_the_models_logits(model, teacher, device, beta):
     weighted = captured(model, tensors, 0.25).linear_jsd(teacher_head, **keywords)
     expected = megatron_world.gradients(model, (exact * upstream).sum())
     for total in ((loss * upstream).sum(), weighted):
-        actual = megatron_world.gradients(model, total)
-        assert actual.keys() == expected.keys()
-        for name, gradient in expected.items():
-            assert (actual[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+        megatron_world.assert_same_gradients(megatron_world.gradients(model, total), expected)
     assert all(parameter.grad is None for parameter in teacher.parameters())
     student_head = captured(model, tensors, 0.25)
     out = student_head.linear_cross_entropy(labels, temperature=temperature, softcap=2.0, backend="torch")
@@ -89,8 +81,7 @@ def test_jsd_is_that_of_the_models_logits(model, teacher, device, beta):
 
 
 @pytest.mark.parametrize("enabled", [False, True])
-def test_an_exception_leaves_the_model_as_it_was(model, device, enabled):
-    tensors, labels = megatron_world.inputs(device)
+def test_an_exception_leaves_the_model_as_it_was(model, enabled, tensors, labels):
     handle = enable_fused_linear_ce(model, use_fused_linear_ce=enabled, backend="torch")
     before = state(model)
     expected = model(*tensors, labels=labels)
@@ -110,8 +101,7 @@ def test_an_exception_leaves_the_model_as_it_was(model, device, enabled):
     assert heads[0].linear_cross_entropy(labels, backend="torch").logprobs.shape == labels.shape
 
 
-def test_an_exception_in_the_forward_pass_leaves_the_model_as_it_was(model, device):
-    tensors, _ = megatron_world.inputs(device)
+def test_an_exception_in_the_forward_pass_leaves_the_model_as_it_was(model, tensors):
     before = dict(vars(model.output_layer))
 
     def fail(module, args):
@@ -133,10 +123,8 @@ def test_the_last_of_several_passes_is_kept(model, device):
     assert head.linear_cross_entropy(labels[:1], backend="torch").logprobs.shape == (1, SEQUENCE)
 
 
-def test_through_ddp_and_float16_module(device):
-    settings = megatron_world.options(tied=True, dtype=torch.bfloat16)
-    model = megatron_runtime.build_gpt(settings, device=device, ddp=True)
-    tensors, labels = megatron_world.inputs(device)
+def test_through_ddp_and_float16_module(device, tensors, labels):
+    model = megatron_world.build(device, ddp=True, tied=True, dtype=torch.bfloat16)
     with capture_lm_head([model]) as head:
         model(*tensors)
     out = head.linear_cross_entropy(labels, backend="torch")
@@ -146,11 +134,8 @@ def test_through_ddp_and_float16_module(device):
     torch.testing.assert_close(out.logprobs, picked, rtol=1e-5, atol=1e-5)
 
 
-def test_mtp_losses_are_made_and_the_main_one_is_not(device):
-    model = megatron_runtime.build_gpt(
-        megatron_world.options(mtp_layers=2, config={"mtp_loss_scaling_factor": 0.1}), device=device
-    )
-    tensors, labels = megatron_world.inputs(device)
+def test_mtp_losses_are_made_and_the_main_one_is_not(device, tensors, labels):
+    model = megatron_world.build(device, mtp_layers=2)
     expected = megatron_world.gradients(model, model(*tensors, labels=labels).sum())
     with capture_lm_head(model) as head:
         returned = model(*tensors, labels=labels)
@@ -159,10 +144,8 @@ def test_mtp_losses_are_made_and_the_main_one_is_not(device):
     megatron_world.assert_same_gradients(actual, expected)
 
 
-def test_mtp_is_counted_anew_after_an_exception(device):
-    options = megatron_world.options(mtp_layers=2, config={"mtp_loss_scaling_factor": 0.1})
-    model = megatron_runtime.build_gpt(options, device=device)
-    tensors, labels = megatron_world.inputs(device)
+def test_mtp_is_counted_anew_after_an_exception(device, tensors, labels):
+    model = megatron_world.build(device, mtp_layers=2)
     with capture_lm_head(model) as head:
         compute_loss = model.compute_language_model_loss
         model.compute_language_model_loss = lambda labels, logits: compute_loss(labels, logits) / len(heads.pop())
@@ -175,9 +158,8 @@ def test_mtp_is_counted_anew_after_an_exception(device):
     assert head.linear_cross_entropy(labels, backend="torch").logprobs.shape == labels.shape
 
 
-def test_hidden_without_its_graph_trains_nothing(model, teacher, device):
+def test_hidden_without_its_graph_trains_nothing(model, teacher, tensors, labels):
     """Not the head alone either: nobody would see that the decoder is left out."""
-    tensors, labels = megatron_world.inputs(device)
     with capture_lm_head(model) as head:
         model(*tensors)
 
@@ -194,9 +176,8 @@ def test_hidden_without_its_graph_trains_nothing(model, teacher, device):
 
 @pytest.mark.parametrize("enabled", [False, True])
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
-def test_captures_are_closed_in_any_order(untied, device, enabled, order):
+def test_captures_are_closed_in_any_order(untied, enabled, order, tensors, labels):
     """The last one opened that is open is the one that gets the pass; in the end the model is its own again."""
-    tensors, labels = megatron_world.inputs(device)
     before = state(untied)
     handle = enable_fused_linear_ce(untied, use_fused_linear_ce=enabled, backend="torch")
     expected = untied(*tensors, labels=labels)
@@ -217,9 +198,8 @@ def test_captures_are_closed_in_any_order(untied, device, enabled, order):
     assert state(untied) == before
 
 
-def test_what_another_library_put_on_a_capture_outlives_it(untied, device):
+def test_what_another_library_put_on_a_capture_outlives_it(untied, tensors, labels):
     """Closed under it, the capture passes calls on; put back, it is gone."""
-    tensors, labels = megatron_world.inputs(device)
     expected = untied(*tensors, labels=labels)
     with capture_lm_head(untied):
         captured = untied.output_layer.forward
@@ -232,10 +212,8 @@ def test_what_another_library_put_on_a_capture_outlives_it(untied, device):
     assert "forward" not in vars(untied.output_layer)
 
 
-def test_mtp_losses_of_a_capture_inside_an_enabled_model_are_its_own(device):
-    options = megatron_world.options(mtp_layers=1, config={"mtp_loss_scaling_factor": 0.1})
-    model = megatron_runtime.build_gpt(options, device=device)
-    tensors, labels = megatron_world.inputs(device)
+def test_mtp_losses_of_a_capture_inside_an_enabled_model_are_its_own(device, tensors, labels):
+    model = megatron_world.build(device, mtp_layers=1)
     softcap = {"softcap": 0.05, "vocab_size": VOCAB_SIZE - 4, "backend": "torch"}
     labels = labels % (VOCAB_SIZE - 4)
     handle = enable_fused_linear_ce(model, **softcap)
@@ -247,8 +225,7 @@ def test_mtp_losses_of_a_capture_inside_an_enabled_model_are_its_own(device):
     megatron_world.assert_same_gradients(actual, expected)
 
 
-def test_a_head_whose_weight_changed_since_is_refused(untied, device):
-    tensors, labels = megatron_world.inputs(device)
+def test_a_head_whose_weight_changed_since_is_refused(untied, tensors, labels):
     with capture_lm_head(untied) as head:
         untied(*tensors)
     with torch.no_grad():
@@ -257,8 +234,7 @@ def test_a_head_whose_weight_changed_since_is_refused(untied, device):
         head.linear_cross_entropy(labels)
 
 
-def test_what_a_captured_head_says_of_itself(untied, device):
-    tensors, _ = megatron_world.inputs(device)
+def test_what_a_captured_head_says_of_itself(untied, device, tensors):
     with capture_lm_head(untied) as head:
         assert repr(head) == "CapturedHead(nothing captured: no forward pass has reached the head)"
         with torch.no_grad():
@@ -270,7 +246,7 @@ def test_what_a_captured_head_says_of_itself(untied, device):
     )
 
 
-def test_a_stage_without_a_head(device):
+def test_a_stage_without_a_head(device, tensors, labels):
     config = megatron_runtime.transformer_config(megatron_world.options())
     stage = GPTModel(
         config=config,
@@ -280,7 +256,6 @@ def test_a_stage_without_a_head(device):
         post_process=False,
         position_embedding_type="rope",
     ).to(device)
-    tensors, labels = megatron_world.inputs(device)
     with capture_lm_head(stage) as head:
         returned = stage(*tensors)
     assert tuple(returned.shape) == (SEQUENCE, BATCH, 32)
@@ -290,8 +265,7 @@ def test_a_stage_without_a_head(device):
         head.linear_cross_entropy(labels)
 
 
-def test_errors(model, device):
-    tensors, labels = megatron_world.inputs(device)
+def test_errors(model, device, tensors, labels):
     with capture_lm_head(model) as head:
         pass
     with pytest.raises(RuntimeError, match="nothing was captured: no forward pass has reached the head"):
@@ -310,7 +284,7 @@ def test_errors(model, device):
         pass
     with pytest.raises(RuntimeError, match="nothing was captured of the teacher: no forward pass has reached the head"):
         head.linear_jsd(unused)
-    (tokens, positions, mask), _ = megatron_world.inputs(device)
+    tokens, positions, mask = tensors
     shorter = captured(model, (tokens[:, :4], positions[:, :4], mask))
     with pytest.raises(ValueError, match=r"teacher_head must have the student's tokens .*, \(3, 23\), got \(3, 4\)"):
         head.linear_jsd(shorter)

@@ -10,13 +10,11 @@ import torch
 pytest.importorskip("megatron.core")
 
 from megatron_lce import capture_lm_head
-from tests import megatron_world
 from tests.megatron_world import state
 
 
-def test_hidden_goes_with_the_result(model, device):
+def test_hidden_goes_with_the_result(model, tensors):
     """And with its graph all activations: nothing of a closed capture may hold itself until the collector comes."""
-    tensors, _ = megatron_world.inputs(device)
     gc.collect()
     gc.disable()
     try:
@@ -29,9 +27,8 @@ def test_hidden_goes_with_the_result(model, device):
         gc.enable()
 
 
-def test_a_capture_is_opened_again_inside_itself_and_after(untied, device):
+def test_a_capture_is_opened_again_inside_itself_and_after(untied, tensors):
     """Each `with` closes what it opened."""
-    tensors, _ = megatron_world.inputs(device)
     before = state(untied)
     capture = capture_lm_head(untied)
     for _ in range(2):
@@ -46,9 +43,8 @@ def test_a_capture_is_opened_again_inside_itself_and_after(untied, device):
 
 
 @pytest.mark.parametrize("when", ["before", "inside"])
-def test_a_shallow_copy_of_a_captured_model_returns_its_logits(untied, device, when):
+def test_a_shallow_copy_of_a_captured_model_returns_its_logits(untied, when, tensors):
     """It shares the head and the hooks, and is another model."""
-    tensors, _ = megatron_world.inputs(device)
     expected = untied(*tensors)
     shallow = copy.copy(untied)
     with capture_lm_head(untied) as head:

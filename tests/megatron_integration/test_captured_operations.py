@@ -23,8 +23,7 @@ def assert_within_rounding(actual, exact, logits):
     torch.testing.assert_close(actual.detach().double(), exact, rtol=0.0, atol=allowed)
 
 
-def test_outputs_are_those_of_the_models_logits(model, device):
-    tensors, labels = megatron_world.inputs(device)
+def test_outputs_are_those_of_the_models_logits(model, device, tensors, labels):
     temperature = torch.linspace(0.5, 2, labels.numel(), device=device).view_as(labels)
     with capture_lm_head(model) as head:
         model(*tensors)
@@ -50,9 +49,8 @@ def test_outputs_are_those_of_the_models_logits(model, device):
     megatron_world.assert_same_gradients(actual, expected)
 
 
-def test_some_ids_are_those_of_the_models_logits(model, device):
+def test_some_ids_are_those_of_the_models_logits(model, device, tensors, labels):
     """[b, s] everywhere, three sequences beside one another, and offsets over the b * s tokens in that order."""
-    tensors, labels = megatron_world.inputs(device)
     with capture_lm_head(model) as head:
         model(*tensors)
     keywords = {"temperature": 0.7, "backend": "torch"}
@@ -93,8 +91,7 @@ def test_some_ids_are_those_of_the_models_logits(model, device):
     megatron_world.assert_same_gradients(actual, megatron_world.gradients(model, expected))
 
 
-def test_refusals_of_ids_name_them_as_the_caller_passed_them(model, device):
-    tensors, labels = megatron_world.inputs(device)  # [3, 23]
+def test_refusals_of_ids_name_them_as_the_caller_passed_them(model, device, tensors, labels):
     with torch.no_grad(), capture_lm_head(model) as head:
         model(*tensors)
     offsets = torch.arange(labels.numel() + 1, device=device)
@@ -117,8 +114,7 @@ def test_refusals_of_ids_name_them_as_the_caller_passed_them(model, device):
             head.linear_logits_at(wrong)
 
 
-def test_bf16_hidden_states_beside_a_weight_in_fp32_and_a_samplers_rounding(model, device):
-    tensors, labels = megatron_world.inputs(device)
+def test_bf16_hidden_states_beside_a_weight_in_fp32_and_a_samplers_rounding(model, tensors, labels):
     model.output_layer.register_forward_pre_hook(lambda module, args: (args[0].bfloat16(), *args[1:]))
     with capture_lm_head(model) as head:
         model(*tensors)

@@ -8,7 +8,6 @@ import torch
 pytest.importorskip("megatron.core")
 
 from megatron_lce import capture_lm_head
-from scripts import megatron_runtime
 from tests import megatron_world
 from tests.megatron_world import enable
 
@@ -16,17 +15,15 @@ from tests.megatron_world import enable
 @pytest.fixture
 def compiled_model(device):
     torch._dynamo.reset()
-    yield megatron_runtime.build_gpt(megatron_world.options(num_layers=1), device=device)
+    yield megatron_world.build(device, num_layers=1)
     torch._dynamo.reset()
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_compiled_model_gives_logits_and_loss(compiled_model, backend, device):
-    tensors, labels = megatron_world.inputs(device)
+def test_a_compiled_model_gives_logits_and_loss(compiled_model, tensors, labels):
     logits, loss = compiled_model(*tensors).detach(), compiled_model(*tensors, labels=labels).detach()
     enable(compiled_model)
-    compiled = torch.compile(compiled_model, backend=backend)
+    compiled = torch.compile(compiled_model, backend="aot_eager")
     torch.testing.assert_close(compiled(*tensors).detach(), logits)
     for mode in (torch.enable_grad, torch.no_grad):
         with mode():
@@ -34,13 +31,11 @@ def test_a_compiled_model_gives_logits_and_loss(compiled_model, backend, device)
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_compiled_model_can_be_captured(compiled_model, backend, device):
-    tensors, labels = megatron_world.inputs(device)
+def test_a_compiled_model_can_be_captured(compiled_model, tensors, labels):
     weight = compiled_model.output_layer.weight
     loss = compiled_model(*tensors, labels=labels)
     expected = torch.autograd.grad(loss.sum(), weight)[0]
-    compiled = torch.compile(compiled_model, backend=backend)
+    compiled = torch.compile(compiled_model, backend="aot_eager")
     for mode in (torch.enable_grad, torch.no_grad):
         with mode():
             with capture_lm_head(compiled) as head:
@@ -52,8 +47,7 @@ def test_a_compiled_model_can_be_captured(compiled_model, backend, device):
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_logits_under_autocast_have_megatrons_dtype(untied, device, training):
-    tensors, labels = megatron_world.inputs(device)
+def test_logits_under_autocast_have_megatrons_dtype(untied, device, training, tensors, labels):
     untied.train(training)
     dtypes = []
 
@@ -78,9 +72,8 @@ def test_logits_under_autocast_have_megatrons_dtype(untied, device, training):
     assert torch.equal(actual, expected)
 
 
-def test_a_pass_of_another_model_with_the_same_output_layer_is_not_captured(untied, device):
-    tensors, labels = megatron_world.inputs(device)
-    other = megatron_runtime.build_gpt(megatron_world.options(seed=7), device=device)
+def test_a_pass_of_another_model_with_the_same_output_layer_is_not_captured(untied, device, tensors, labels):
+    other = megatron_world.build(device, seed=7)
     other.output_layer = untied.output_layer
     expected = other(*tensors), other(*tensors, labels=labels)
     for enabled in (False, True):
@@ -94,11 +87,10 @@ def test_a_pass_of_another_model_with_the_same_output_layer_is_not_captured(unti
         assert head.hidden is hidden
 
 
-def test_an_output_layer_put_in_another_place_is_told(untied, device):
-    tensors, labels = megatron_world.inputs(device)
+def test_an_output_layer_put_in_another_place_is_told(untied, device, tensors, labels):
     handle = enable(untied)
     own = untied.output_layer
-    untied.output_layer = megatron_runtime.build_gpt(megatron_world.options(seed=7), device=device).output_layer
+    untied.output_layer = megatron_world.build(device, seed=7).output_layer
     assert (handle.enabled, handle.reasons) == (False, ("the model's output_layer was replaced",))
     told = "not used: the model's output_layer was replaced by a ColumnParallelLinear"
     with pytest.warns(UserWarning, match=told):

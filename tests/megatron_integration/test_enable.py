@@ -12,13 +12,11 @@ from torch import nn
 from megatron_lce import enable_fused_linear_ce
 from megatron_lce.core import cross_entropy, tokens
 from megatron_lce.core.computed_rows import ComputedRows
-from scripts import megatron_runtime
 from tests import megatron_world
 from tests.megatron_world import VOCAB_SIZE, enable
 
 
-def test_loss_and_gradients_are_megatrons(model, device):
-    tensors, labels = megatron_world.inputs(device)
+def test_loss_and_gradients_are_megatrons(model, device, tensors, labels):
     expected_loss = model(*tensors, labels=labels)
     upstream = torch.linspace(-1, 1, labels.numel(), device=device).view_as(labels)
     expected = megatron_world.gradients(model, (expected_loss * upstream).sum())
@@ -32,8 +30,7 @@ def test_loss_and_gradients_are_megatrons(model, device):
     megatron_world.assert_same_gradients(actual, expected)
 
 
-def test_no_logits_are_made_in_forward_or_backward(model, device):
-    tensors, labels = megatron_world.inputs(device)
+def test_no_logits_are_made_in_forward_or_backward(model, tensors, labels):
     with megatron_world.LogitsSpy() as spy:
         model(*tensors, labels=labels).sum().backward()
     assert spy.seen, "the spy must see Megatron's own logits"
@@ -45,8 +42,7 @@ def test_no_logits_are_made_in_forward_or_backward(model, device):
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("grad", [True, False])
-def test_labels_work_in_training_in_eval_and_without_gradient(untied, device, training, grad):
-    tensors, labels = megatron_world.inputs(device)
+def test_labels_work_in_training_in_eval_and_without_gradient(untied, training, grad, tensors, labels):
     untied.train(training)
     with torch.set_grad_enabled(grad):
         expected = untied(*tensors, labels=labels)
@@ -57,8 +53,7 @@ def test_labels_work_in_training_in_eval_and_without_gradient(untied, device, tr
 
 
 @pytest.mark.parametrize("gather", [None, True, False])
-def test_without_labels_the_logits_are_megatrons(model, device, gather):
-    tensors, _ = megatron_world.inputs(device)
+def test_without_labels_the_logits_are_megatrons(model, gather, tensors):
     model.eval()
     expected = model(*tensors, runtime_gather_output=gather)
     enable(model)
@@ -69,8 +64,7 @@ def test_without_labels_the_logits_are_megatrons(model, device, gather):
     assert torch.equal(logits, expected)
 
 
-def test_gradients_of_logits_in_training_are_megatrons_and_said_so_once(untied, device):
-    tensors, _ = megatron_world.inputs(device)
+def test_gradients_of_logits_in_training_are_megatrons_and_said_so_once(untied, tensors):
     expected = megatron_world.gradients(untied, untied(*tensors).square().sum())
     enable(untied)
     with pytest.warns(UserWarning, match="not used: the model was called without labels"):
@@ -82,17 +76,14 @@ def test_gradients_of_logits_in_training_are_megatrons_and_said_so_once(untied, 
         untied(*tensors)
 
 
-def test_negative_labels_are_ignored_rows(untied, device):
-    tensors, labels = megatron_world.inputs(device)
+def test_negative_labels_are_ignored_rows(untied, device, tensors, labels):
     enable(untied)
     kept = torch.arange(labels.numel(), device=device).view_as(labels) % 3 != 0
     expected = megatron_world.gradients(untied, untied(*tensors, labels=labels)[kept].sum())
     for ignored in (-1, -100):
         loss = untied(*tensors, labels=labels.where(kept, ignored))
         assert (loss[~kept] == 0).all()
-        actual = megatron_world.gradients(untied, loss.sum())
-        for name, gradient in expected.items():
-            torch.testing.assert_close(actual[name], gradient, rtol=1e-5, atol=1e-6)
+        megatron_world.assert_same_gradients(megatron_world.gradients(untied, loss.sum()), expected)
 
 
 def masked_sum(loss, loss_mask):
@@ -100,11 +91,9 @@ def masked_sum(loss, loss_mask):
 
 
 @pytest.mark.parametrize("mtp_layers", [0, 1])
-def test_masked_tokens_are_ignored_rows(device, mtp_layers, monkeypatch):
+def test_masked_tokens_are_ignored_rows(device, mtp_layers, monkeypatch, tensors, labels):
     """Megatron's loss under its mask, and every gradient; the labels themselves are valid."""
-    options = megatron_world.options(mtp_layers=mtp_layers, config={"mtp_loss_scaling_factor": 0.1})
-    model = megatron_runtime.build_gpt(options, device=device)
-    tensors, labels = megatron_world.inputs(device)
+    model = megatron_world.build(device, mtp_layers=mtp_layers)
     loss_mask = (torch.arange(labels.numel(), device=device) % 3 == 1).float().view_as(labels)
     expected_loss = model(*tensors, labels=labels, loss_mask=loss_mask)
     expected = megatron_world.gradients(model, masked_sum(expected_loss, loss_mask))
@@ -131,8 +120,7 @@ def test_masked_tokens_are_ignored_rows(device, mtp_layers, monkeypatch):
         model(*tensors, labels=labels)  # told once
 
 
-def test_masked_tokens_stay_megatrons_unless_asked_for(untied, device):
-    tensors, labels = megatron_world.inputs(device)
+def test_masked_tokens_stay_megatrons_unless_asked_for(untied, tensors, labels):
     loss_mask = torch.zeros_like(labels)
     handle = enable(untied, skip_masked=True)
     assert repr(handle).endswith("workspace_bytes=536870912, skip_masked=True)")
@@ -145,8 +133,7 @@ def test_masked_tokens_stay_megatrons_unless_asked_for(untied, device):
         assert untied(*tensors, labels=labels, loss_mask=loss_mask).all()
 
 
-def test_all_rows_are_computed_while_a_cuda_graph_is_captured(untied, device, monkeypatch):
-    tensors, labels = megatron_world.inputs(device)
+def test_all_rows_are_computed_while_a_cuda_graph_is_captured(untied, monkeypatch, tensors, labels):
     labels = labels.where(labels % 3 != 0, -100)
     enable(untied, skip_masked=True)
     expected = untied(*tensors, labels=labels)
@@ -159,8 +146,7 @@ def test_all_rows_are_computed_while_a_cuda_graph_is_captured(untied, device, mo
 
 
 @pytest.mark.gpu
-def test_a_cuda_graph_of_the_loss_is_of_all_rows(untied, device):
-    _, labels = megatron_world.inputs(device)
+def test_a_cuda_graph_of_the_loss_is_of_all_rows(untied, device, labels):
     labels = labels.where(labels % 3 != 0, -100)
     hidden = torch.randn(megatron_world.SEQUENCE, megatron_world.BATCH, 32, device=device)
     enable_fused_linear_ce(untied, skip_masked=True)
@@ -177,8 +163,7 @@ def test_a_cuda_graph_of_the_loss_is_of_all_rows(untied, device):
     assert torch.equal(loss, expected)
 
 
-def test_int32_labels_work_as_in_megatron(untied, device):
-    tensors, labels = megatron_world.inputs(device)
+def test_int32_labels_work_as_in_megatron(untied, tensors, labels):
     expected = untied(*tensors, labels=labels.int())
     enable(untied)
     torch.testing.assert_close(untied(*tensors, labels=labels.int()), expected)
@@ -186,8 +171,7 @@ def test_int32_labels_work_as_in_megatron(untied, device):
         untied(*tensors, labels=labels.float())
 
 
-def test_vocab_size_leaves_padding_out(untied, device):
-    tensors, labels = megatron_world.inputs(device)
+def test_vocab_size_leaves_padding_out(untied, tensors, labels):
     enable(untied, vocab_size=VOCAB_SIZE - 8)
     labels = labels % (VOCAB_SIZE - 8)
     loss = untied(*tensors, labels=labels)

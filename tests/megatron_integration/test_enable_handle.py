@@ -47,8 +47,7 @@ def test_the_flag_off_asks_nothing_of_the_model(untied):
     assert state(untied) == before
 
 
-def test_an_adapter_put_around_an_enabled_head_is_right_and_told(untied, device):
-    tensors, labels = megatron_world.inputs(device)
+def test_an_adapter_put_around_an_enabled_head_is_right_and_told(untied, device, tensors, labels):
     handle = enable(untied)
     lora(untied)
     assert (handle.enabled, handle.reasons) == (False, ("the model's output_layer was replaced",))
@@ -120,8 +119,7 @@ def test_what_a_handle_says_of_itself(untied):
         assert repr(enable(untied)) == "FusedLinearCE(not enabled: output_layer has a bias)"
 
 
-def test_a_capture_is_closed_first_and_removing_is_always_possible(untied, device):
-    tensors, labels = megatron_world.inputs(device)
+def test_a_capture_is_closed_first_and_removing_is_always_possible(untied, tensors, labels):
     before = state(untied)
     expected = untied(*tensors, labels=labels)
     with capture_lm_head(untied) as head:
@@ -141,9 +139,8 @@ def test_a_capture_is_closed_first_and_removing_is_always_possible(untied, devic
     assert torch.equal(untied(*tensors, labels=labels), expected)
 
 
-def test_a_copy_of_an_enabled_model_is_enabled_and_disabled_for_itself(untied, device):
+def test_a_copy_of_an_enabled_model_is_enabled_and_disabled_for_itself(untied, tensors, labels):
     """A shallow copy shares the head: disabled it has Megatron's logits and loss."""
-    tensors, labels = megatron_world.inputs(device)
     expected = untied(*tensors, labels=labels)
     expected_gradients = megatron_world.gradients(untied, expected.sum())
     before = state(untied)

@@ -6,18 +6,12 @@ import torch
 pytest.importorskip("megatron.core")
 
 import megatron_lce
-from scripts import megatron_runtime
 from tests import megatron_world
-
-
-def build(device, **settings):
-    return megatron_runtime.build_gpt(megatron_world.options(**settings), device=device)
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_head_that_can_be_fused(device, tied):
-    options = megatron_runtime.GptOptions(hidden_size=32, vocab_size=4096, tied=tied)
-    model = megatron_runtime.build_gpt(options, device=device)
+    model = megatron_world.build(device, vocab_size=4096, tied=tied)
     found = megatron_lce.explain(model, tokens=2**17)
     assert (found.can_capture, found.can_fuse, found.reasons) == (True, True, ())
     assert found.head == f"131072 tokens x 32 x 4096, fp32{', tied' * tied}"
@@ -29,7 +23,7 @@ def test_a_head_that_can_be_fused(device, tied):
 
 
 def test_it_says_where_fusing_does_not_help(device):
-    model = build(device)
+    model = megatron_world.build(device)
     few = str(megatron_lce.explain(model, tokens=4096))
     assert few.startswith("this head can be fused, but that hardly helps in a step of this size\n")
     assert "Fusing hardly helps here: the head peaks at" in few
@@ -37,7 +31,7 @@ def test_it_says_where_fusing_does_not_help(device):
 
 def test_a_head_that_is_fused_and_has_no_estimate(device):
     """Formulas are for rows of whole 16 bytes; the operation takes any."""
-    model = build(device)
+    model = megatron_world.build(device)
     model.output_layer.weight = torch.nn.Parameter(model.output_layer.weight[:, :-1].clone())
     found = megatron_lce.explain(model)
     assert (found.can_capture, found.can_fuse, found.reasons) == (True, True, ())
@@ -45,7 +39,7 @@ def test_a_head_that_is_fused_and_has_no_estimate(device):
 
 
 def test_a_head_that_can_only_be_captured(device):
-    model = build(device)
+    model = megatron_world.build(device)
     model.output_layer.gather_output = True
     found = megatron_lce.explain(model)
     assert (found.can_capture, found.can_fuse) == (True, False)
@@ -54,7 +48,7 @@ def test_a_head_that_can_only_be_captured(device):
 
 
 def test_every_reason_is_told_at_once(device):
-    model = build(device)
+    model = megatron_world.build(device)
     model.output_layer.bias = torch.nn.Parameter(torch.zeros(104))
     model.output_layer.gather_output = True
     found = megatron_lce.explain(model)
@@ -66,7 +60,7 @@ def test_every_reason_is_told_at_once(device):
 
 
 def test_a_critic_and_a_stage_without_a_head(device):
-    critic, stage = build(device), build(device)
+    critic, stage = megatron_world.build(device), megatron_world.build(device)
     critic.output_layer = torch.nn.Linear(32, 1)
     found = megatron_lce.explain(critic)
     assert not found.can_capture

@@ -7,7 +7,6 @@ import torch.nn.functional as F
 pytest.importorskip("megatron.core")
 
 from megatron_lce import capture_lm_head, enable_fused_linear_ce
-from tests import megatron_world
 
 READINGS = {
     "mean": lambda logits, labels: logits.float().mean(),
@@ -20,8 +19,7 @@ READINGS = {
 
 
 @pytest.mark.parametrize("reading", READINGS)
-def test_a_models_output_inside_a_capture_read_as_logits(untied, device, reading):
-    tensors, labels = megatron_world.inputs(device)
+def test_a_models_output_inside_a_capture_read_as_logits(untied, reading, tensors, labels):
     with capture_lm_head(untied) as head:
         returned = untied(*tensors)
     assert returned.transpose(0, 1).contiguous().float().detach().shape == (*labels.T.shape, 0)

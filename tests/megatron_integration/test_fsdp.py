@@ -12,7 +12,6 @@ from torch.utils._pytree import tree_map
 
 import megatron_lce
 from megatron_lce import capture_lm_head
-from scripts import megatron_runtime
 from tests import megatron_world
 from tests.megatron_world import REFUSED, enable
 
@@ -60,8 +59,7 @@ def weight_gradient(model):
 
 @pytest.mark.parametrize("known_loss", [False, True])
 @pytest.mark.parametrize("batch", [megatron_world.BATCH, 1])
-def test_loss_and_gradients_are_those_of_a_whole_weight(untied, device, known_loss, batch):
-    tensors, labels = megatron_world.inputs(device)
+def test_loss_and_gradients_are_those_of_a_whole_weight(untied, known_loss, batch, tensors, labels):
     inputs = [x if x is None else x[:batch] for x in (*tensors, labels)]
     labels = inputs.pop()
     expected = untied(*inputs, labels=labels)
@@ -84,8 +82,7 @@ def test_loss_and_gradients_are_those_of_a_whole_weight(untied, device, known_lo
 
 
 @pytest.mark.filterwarnings("error:fused linear cross-entropy")
-def test_fsdp_may_come_after_the_flag(untied, device):
-    tensors, labels = megatron_world.inputs(device)
+def test_fsdp_may_come_after_the_flag(untied, tensors, labels):
     expected = untied(*tensors, labels=labels)
     enable(untied)
     Unit(untied.output_layer)
@@ -99,8 +96,7 @@ def test_fsdp_may_come_after_the_flag(untied, device):
         (lambda x: x * 1, REFUSED),
     ],
 )
-def test_what_a_hook_may_not_do_to_the_outputs(untied, device, output, message):
-    tensors, labels = megatron_world.inputs(device)
+def test_what_a_hook_may_not_do_to_the_outputs(untied, output, message, tensors, labels):
     Unit(untied.output_layer, lambda x: output(x) if x.dim() == 2 or message == REFUSED else x)
     enable(untied, on_unsupported="raise")
     for _ in range(2):
@@ -111,12 +107,12 @@ def test_what_a_hook_may_not_do_to_the_outputs(untied, device, output, message):
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"mtp_layers": 1, "config": {"mtp_loss_scaling_factor": 0.1}}, "multi-token prediction shifts the labels"),
+        ({"mtp_layers": 1}, "multi-token prediction shifts the labels"),
         ({}, "MuP scales the logits"),
     ],
 )
 def test_a_loss_that_is_not_known_in_the_heads_call_is_megatrons(device, settings, reason):
-    model = megatron_runtime.build_gpt(megatron_world.options(**settings), device=device)
+    model = megatron_world.build(device, **settings)
     model.config.use_mup = not settings
     Unit(model.output_layer)
     with pytest.warns(UserWarning, match=f"not used: {WHY} {reason}"):
@@ -133,8 +129,7 @@ def test_a_capture_names_what_works_there(untied, device):
     assert "it cannot be captured: FSDP frees its weight" in str(found)
 
 
-def test_a_weight_that_was_freed_is_an_error(untied, device):
-    tensors, labels = megatron_world.inputs(device)
+def test_a_weight_that_was_freed_is_an_error(untied, tensors, labels):
     with capture_lm_head(untied) as head:
         untied(*tensors)
     untied.output_layer.weight.untyped_storage().resize_(0)

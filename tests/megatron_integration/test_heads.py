@@ -10,9 +10,8 @@ pytest.importorskip("megatron.core")
 from megatron.core.tensor_parallel import ColumnParallelLinear
 
 from megatron_lce import accept_head, capture_lm_head, enable_fused_linear_ce
-from scripts import megatron_runtime
 from tests import megatron_world
-from tests.megatron_world import BATCH, SEQUENCE, VOCAB_SIZE
+from tests.megatron_world import BATCH, SEQUENCE, VOCAB_SIZE, assert_same_gradients
 
 CAP = 0.25  # of logits that are about 0.3: it bends them
 
@@ -47,7 +46,7 @@ def put_in_front(model, *mixins):
 
 @pytest.fixture
 def model(device):
-    return megatron_runtime.build_gpt(megatron_world.options(), device=device)
+    return megatron_world.build(device)
 
 
 @pytest.fixture
@@ -82,12 +81,6 @@ def gradients_of(loss, hidden, model):
     return dict(zip(("hidden", "weight"), found, strict=True))
 
 
-def check(actual, expected):
-    for name, gradient in expected.items():
-        error = (actual[name] - gradient).norm() / gradient.norm()
-        assert error < 1e-5, f"{name}: {error}"
-
-
 def enable(model, **settings):
     return enable_fused_linear_ce(model, on_unsupported="raise", backend="torch", **settings)
 
@@ -103,12 +96,11 @@ def test_the_loss_of_an_accepted_head_is_its_own(mixins, scale, model, problem):
     enable(model)
     actual = fused_loss_of(model, hidden, labels, scale)
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
-    check(gradients_of(actual, hidden, model), expected_gradients)
+    assert_same_gradients(gradients_of(actual, hidden, model), expected_gradients)
 
 
-def test_capture_of_a_softcapped_head(model, device):
+def test_capture_of_a_softcapped_head(model, tensors, labels):
     put_in_front(model, Softcapped)
-    tensors, labels = megatron_world.inputs(device)
     expected = torch.log_softmax(model(*tensors) / 0.5, -1).gather(-1, labels[..., None])[..., 0]
     with capture_lm_head(model) as head:
         model(*tensors)
@@ -118,9 +110,8 @@ def test_capture_of_a_softcapped_head(model, device):
         head.linear_cross_entropy(labels, softcap=30.0)
 
 
-def test_a_16_bit_temperature_is_not_rounded_by_the_factor_behind_a_softcap(model, device):
+def test_a_16_bit_temperature_is_not_rounded_by_the_factor_behind_a_softcap(model, device, tensors, labels):
     put_in_front(model, Softcapped)
-    tensors, labels = megatron_world.inputs(device)
     temperature = torch.linspace(0.01, 0.05, labels.numel(), device=device).view_as(labels).bfloat16()
     with capture_lm_head(model) as head:
         forward = model.output_layer.forward
@@ -145,9 +136,8 @@ def test_a_16_bit_temperature_is_not_rounded_by_the_factor_behind_a_softcap(mode
         ({"temperature": "of labels"}, TypeError, "temperature must be a float or a floating"),
     ],
 )
-def test_what_a_softcapped_head_divides_is_checked_first(keywords, error, message, model, device):
+def test_what_a_softcapped_head_divides_is_checked_first(keywords, error, message, model, tensors, labels):
     put_in_front(model, Softcapped)
-    tensors, labels = megatron_world.inputs(device)
     with capture_lm_head(model) as head:
         model(*tensors)
     if keywords.get("temperature") == "of labels":
@@ -173,11 +163,9 @@ def dtypes_of_logits(model, device):
     return logits, losses, [logits.dtype, *dtypes]
 
 
-def test_logits_of_an_fp32_head_have_its_dtype(device):
-    options = megatron_world.options(dtype=torch.bfloat16)
-    model = megatron_runtime.build_gpt(options, device=device).module
+def test_logits_of_an_fp32_head_have_its_dtype(device, tensors, labels):
+    model = megatron_world.build(device, dtype=torch.bfloat16).module
     put_in_front(model, Fp32Logits)
-    tensors, labels = megatron_world.inputs(device)
     expected = model(*tensors)
     enable(model)
     logits, losses, dtypes = dtypes_of_logits(model, device)
@@ -189,7 +177,7 @@ def test_logits_of_an_fp32_head_have_its_dtype(device):
 
 
 def test_logit_dtype_of_megatron_0_20(device):
-    model = megatron_runtime.build_gpt(megatron_world.options(dtype=torch.bfloat16), device=device).module
+    model = megatron_world.build(device, dtype=torch.bfloat16).module
     model.output_layer.output_dtype = torch.float32
     enable(model)
     assert dtypes_of_logits(model, device)[2][1] == torch.float32
@@ -220,7 +208,7 @@ def test_a_head_that_is_asked_for_the_loss(reduction, model, problem):
     )
     expected = expected.view(SEQUENCE, BATCH).T if reduction == "none" else expected
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
-    check(gradients_of(loss, hidden, model), expected_gradients)
+    assert_same_gradients(gradients_of(loss, hidden, model), expected_gradients)
     logits, _ = model.output_layer(hidden)
     assert logits.shape == (SEQUENCE, BATCH, VOCAB_SIZE)
 
@@ -289,22 +277,18 @@ def as_of_mcore_adapter(model):
     return seen
 
 
-def test_the_hook_and_the_loss_of_mcore_adapter(model, device):
-    tensors, labels = megatron_world.inputs(device)
+def test_the_hook_and_the_loss_of_mcore_adapter(model, tensors, labels):
     expected_logits, expected = model(*tensors), model(*tensors, labels=labels)
-    expected.sum().backward()
-    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-    model.zero_grad()
-    seen = as_of_mcore_adapter(
-        model
-    )  # behind the expected: Megatron changes fp32 logits in place, which such a hook forbids
+    gradients = megatron_world.gradients(model, expected.sum())
+    # Behind the expected: Megatron changes fp32 logits in place, which such a hook forbids.
+    seen = as_of_mcore_adapter(model)
     handle = enable(model)
     loss = model(*tensors, labels=labels)
-    loss.sum().backward()
+    actual = megatron_world.gradients(model, loss.sum())
     with capture_lm_head(model) as head:
         model(*tensors)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
-    check({name: parameter.grad for name, parameter in model.named_parameters()}, gradients)
+    assert_same_gradients(actual, gradients)
     torch.testing.assert_close(-head.linear_cross_entropy(labels).logprobs, expected, rtol=1e-5, atol=1e-6)
     assert not seen, "the hook saw logits that nobody computes"
     assert torch.equal(model.eval()(*tensors), expected_logits)

@@ -7,7 +7,6 @@ pytest.importorskip("megatron.core")
 
 import megatron_lce
 from megatron_lce.megatron import logits as uncomputed_logits
-from scripts import megatron_runtime
 from tests import megatron_world
 from tests.megatron_world import enable
 
@@ -25,8 +24,7 @@ def mask(device):
 
 @pytest.mark.parametrize("skip_masked", [False, True])
 @pytest.mark.parametrize("kept", ["some", "all", "none"])
-def test_losses_and_gradients_are_megatrons(model, device, mask, kept, skip_masked):
-    tensors, labels = megatron_world.inputs(device)
+def test_losses_and_gradients_are_megatrons(model, mask, kept, skip_masked, tensors, labels):
     mask = {"some": mask, "all": torch.ones_like(mask), "none": torch.zeros_like(mask)}[kept]
     plain = model(*tensors, labels=labels)
     expected = megatron_world.gradients(model, masked_mean(plain, mask) * 3)
@@ -40,8 +38,7 @@ def test_losses_and_gradients_are_megatrons(model, device, mask, kept, skip_mask
         megatron_world.assert_same_gradients(actual, expected)
 
 
-def test_without_a_mask_all_labels_that_are_not_negative_count(model, device):
-    tensors, labels = megatron_world.inputs(device)
+def test_without_a_mask_all_labels_that_are_not_negative_count(model, tensors, labels):
     labels[1, ::2] = -1
     counted = (labels >= 0).float()
     expected = megatron_world.gradients(model, masked_mean(model(*tensors, labels=labels.clamp(min=0)), counted))
@@ -51,8 +48,7 @@ def test_without_a_mask_all_labels_that_are_not_negative_count(model, device):
     megatron_world.assert_same_gradients(megatron_world.gradients(model, masked_mean(losses, counted)), expected)
 
 
-def test_a_loss_that_weights_tokens_raises_at_first_and_is_nan_later(untied, device, mask):
-    tensors, labels = megatron_world.inputs(device)
+def test_a_loss_that_weights_tokens_raises_at_first_and_is_nan_later(untied, device, mask, tensors, labels):
     weights = torch.linspace(1, 2, labels.numel(), device=device).view_as(labels)
     enable(untied, known_loss=True)
     with pytest.raises(RuntimeError, match="known_loss needs one upstream gradient for all counted tokens, got 1 to 2"):
@@ -62,16 +58,14 @@ def test_a_loss_that_weights_tokens_raises_at_first_and_is_nan_later(untied, dev
     assert untied.output_layer.weight.grad.isnan().all()
 
 
-def test_a_float_mask_raises(untied, device, mask):
-    tensors, labels = megatron_world.inputs(device)
+def test_a_float_mask_raises(untied, device, mask, tensors, labels):
     enable(untied, known_loss=True)
     mask = mask * torch.linspace(0.5, 1, mask.numel(), device=device).view_as(mask)
     with pytest.raises(RuntimeError, match="a loss_mask that is not 0 or 1"):
         masked_mean(untied(*tensors, labels=labels, loss_mask=mask), mask).backward()
 
 
-def test_a_microbatch_without_a_counted_token_keeps_the_look_for_later(untied, device, mask):
-    tensors, labels = megatron_world.inputs(device)
+def test_a_microbatch_without_a_counted_token_keeps_the_look_for_later(untied, device, mask, tensors, labels):
     enable(untied, known_loss=True)
     none = torch.zeros_like(mask)
     masked_mean(untied(*tensors, labels=labels, loss_mask=none), none).backward()
@@ -80,8 +74,7 @@ def test_a_microbatch_without_a_counted_token_keeps_the_look_for_later(untied, d
         (untied(*tensors, labels=labels) * weights).sum().backward()
 
 
-def test_a_second_backward_raises_and_no_gradient_makes_nothing(untied, device):
-    tensors, labels = megatron_world.inputs(device)
+def test_a_second_backward_raises_and_no_gradient_makes_nothing(untied, tensors, labels):
     enable(untied, known_loss=True)
     loss = untied(*tensors, labels=labels).sum()
     loss.backward(retain_graph=True)
@@ -91,34 +84,25 @@ def test_a_second_backward_raises_and_no_gradient_makes_nothing(untied, device):
         assert not untied(*tensors, labels=labels).requires_grad
 
 
-def test_fp16_scaled_losses_overflow_only_where_the_gradients_do(device):
-    from scripts import megatron_runtime
-
-    model = megatron_runtime.build_gpt(megatron_world.options(), device=device)
-    tensors, labels = megatron_world.inputs(device)
-    expected = megatron_world.gradients(model, model(*tensors, labels=labels).mean())
-    enable(model, known_loss=True)
-    loss = model(*tensors, labels=labels).mean()
-    actual = megatron_world.gradients(model, loss * 2.0**14)
+def test_fp16_scaled_losses_overflow_only_where_the_gradients_do(untied, tensors, labels):
+    expected = megatron_world.gradients(untied, untied(*tensors, labels=labels).mean())
+    enable(untied, known_loss=True)
+    loss = untied(*tensors, labels=labels).mean()
+    actual = megatron_world.gradients(untied, loss * 2.0**14)
     megatron_world.assert_same_gradients({name: grad / 2.0**14 for name, grad in actual.items()}, expected)
 
 
-def test_kept_logits_are_refused(model):
+def test_kept_logits_and_the_reference_are_refused(untied):
     with pytest.raises(ValueError, match="logits_cache_bytes must be 0 with known_loss, got 1"):
-        enable(model, known_loss=True, logits_cache_bytes=1)
-
-
-def test_the_reference_is_refused(model):
+        enable(untied, known_loss=True, logits_cache_bytes=1)
     with pytest.raises(ValueError, match="with known_loss, got 'reference'"):
-        megatron_lce.enable_fused_linear_ce(model, known_loss=True, backend="reference")
+        megatron_lce.enable_fused_linear_ce(untied, known_loss=True, backend="reference")
 
 
 @pytest.mark.parametrize("kept", ["some", "all"])
-def test_mtp_losses_are_known_too(device, mask, kept, monkeypatch):
+def test_mtp_losses_are_known_too(device, mask, kept, monkeypatch, tensors, labels):
     """Megatron rolls labels and mask, and gives what it rolls in a weight of 0."""
-    options = megatron_world.options(mtp_layers=2, config={"mtp_loss_scaling_factor": 0.1})
-    model = megatron_runtime.build_gpt(options, device=device)
-    tensors, labels = megatron_world.inputs(device)
+    model = megatron_world.build(device, mtp_layers=2)
     mask = mask if kept == "some" else torch.ones_like(mask)
     given = {"labels": labels, "loss_mask": mask}
     expected = megatron_world.gradients(model, masked_mean(model(*tensors, **given), mask) * 3)

@@ -11,7 +11,6 @@ from megatron.core import tensor_parallel
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from scripts import megatron_runtime
 from tests import megatron_world
 from tests.megatron_world import REFUSED, cross_entropy, enable
 
@@ -57,8 +56,7 @@ def with_loss(model, loss):
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("use", USES)
-def test_logits_of_a_model_that_is_given_labels_are_refused(untied, device, use, mode):
-    tensors, labels = megatron_world.inputs(device)
+def test_logits_of_a_model_that_is_given_labels_are_refused(untied, use, mode, tensors, labels):
     enable(untied)
     with_loss(untied, lambda own, logits, labels: (USES[use](logits, labels), own(labels, logits))[1])
     with mode(), pytest.raises(RuntimeError, match=REFUSED):
@@ -66,16 +64,14 @@ def test_logits_of_a_model_that_is_given_labels_are_refused(untied, device, use,
 
 
 @pytest.mark.parametrize("hook", ["register_full_backward_hook", "register_full_backward_pre_hook"])
-def test_a_backward_hook_put_on_an_enabled_head_is_refused(untied, device, hook):
-    tensors, labels = megatron_world.inputs(device)
+def test_a_backward_hook_put_on_an_enabled_head_is_refused(untied, hook, tensors, labels):
     enable(untied)
     getattr(untied.output_layer, hook)(lambda module, *gradients: None)
     with pytest.raises(RuntimeError, match=REFUSED):
         untied(*tensors, labels=labels)
 
 
-def test_removing_the_flag_gives_the_logits_back(untied, device):
-    tensors, labels = megatron_world.inputs(device)
+def test_removing_the_flag_gives_the_logits_back(untied, tensors, labels):
     handle = enable(untied)
     handle.remove()
     with_loss(untied, lambda own, logits, labels: logits.square().sum())
@@ -83,8 +79,7 @@ def test_removing_the_flag_gives_the_logits_back(untied, device):
     torch.testing.assert_close(untied(*tensors, labels=labels), expected)
 
 
-def test_logits_of_ones_own_have_megatrons_loss_and_are_told(untied, device):
-    tensors, labels = megatron_world.inputs(device)
+def test_logits_of_ones_own_have_megatrons_loss_and_are_told(untied, tensors, labels):
     logits = untied(*tensors).transpose(0, 1).contiguous() / 2
     expected = untied.compute_language_model_loss(labels, logits.clone())
     enable(untied)
@@ -93,17 +88,15 @@ def test_logits_of_ones_own_have_megatrons_loss_and_are_told(untied, device):
         torch.testing.assert_close(untied(*tensors, labels=labels), expected)
 
 
-def test_double_backward_is_refused(untied, device):
+def test_double_backward_is_refused(untied, tensors, labels):
     """A penalty on the gradient would train as if it were absent."""
     enable(untied)
-    tensors, labels = megatron_world.inputs(device)
     loss = untied(*tensors, labels=labels).sum()
     with pytest.raises(RuntimeError, match="create_graph must be False"):
         torch.autograd.grad(loss, list(untied.parameters()), create_graph=True, allow_unused=True)
 
 
-def test_what_a_tensor_is_can_be_asked(untied, device):
-    tensors, labels = megatron_world.inputs(device)
+def test_what_a_tensor_is_can_be_asked(untied, device, tensors, labels):
     enable(untied, workspace_bytes=megatron_world.SMALL_WORKSPACE)
     asked = []
     properties = ("shape", "ndim", "dtype", "device", "is_cuda", "layout")
@@ -144,11 +137,9 @@ OTHER_QUESTIONS = {
 
 
 @pytest.mark.filterwarnings("ignore:fused linear cross-entropy is enabled")
-def test_mtp_logits_tell_the_largest_after_their_loss_and_nothing_else(device):
+def test_mtp_logits_tell_the_largest_after_their_loss_and_nothing_else(device, tensors, labels):
     """Megatron's acceptance metrics get the largest logit from the loss; other questions must not get it instead."""
-    options = megatron_world.options(mtp_layers=1, config={"mtp_loss_scaling_factor": 0.1})
-    model = megatron_runtime.build_gpt(options, device=device)
-    tensors, labels = megatron_world.inputs(device)
+    model = megatron_world.build(device, mtp_layers=1)
     largest = []
     with_loss(model, lambda own, logits, labels: (largest.append(logits.max(dim=-1)), own(labels, logits))[1])
     model(*tensors, labels=labels)

@@ -48,8 +48,7 @@ def torch_backend(**settings):
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.5])
-def test_outputs_and_gradients_are_those_of_the_logits(scale, model, device):
-    tensors, labels = megatron_world.inputs(device)
+def test_outputs_and_gradients_are_those_of_the_logits(scale, model, device, tensors, labels):
     temperature = torch.linspace(0.5, 2.0, labels.numel(), device=device).view_as(labels)
     distribution = torch.distributions.Categorical(logits=model(*tensors) * scale / temperature[..., None])
     expected = torch.stack([distribution.log_prob(labels), distribution.entropy()])
@@ -57,23 +56,18 @@ def test_outputs_and_gradients_are_those_of_the_logits(scale, model, device):
     out = process(model, tensors, labels.int(), torch_backend(temperature=temperature), scale)
     torch.testing.assert_close(torch.stack(out[:2]), expected, rtol=1e-5, atol=1e-5)
     actual = megatron_world.gradients(model, (out.logprobs - 0.1 * out.entropy).sum())
-    assert actual.keys() == expected_gradients.keys()
-    for name, gradient in expected_gradients.items():
-        error = (actual[name] - gradient).norm() / gradient.norm()
-        assert error < 1e-5, f"{name}: {error}"
+    megatron_world.assert_same_gradients(actual, expected_gradients)
 
 
-def test_no_logits_are_made(model, device):
-    tensors, labels = megatron_world.inputs(device)
+def test_no_logits_are_made(model, tensors, labels):
     keywords = {"backend": "torch", "workspace_bytes": megatron_world.SMALL_WORKSPACE}
     with megatron_world.LogitsSpy() as spy:
         process(model, tensors, labels, FusedOutputContext(keywords=keywords)).logprobs.sum().backward()
     assert spy.seen == []
 
 
-def test_rows_that_do_not_count(model, device):
+def test_rows_that_do_not_count(model, device, tensors, labels):
     """By a negative label or by the mask: outputs 0, whatever their temperature."""
-    tensors, labels = megatron_world.inputs(device)
     whole = process(model, tensors, labels, torch_backend())
     counted = torch.arange(labels.numel(), device=device).view_as(labels) % 3 != 0
     temperature = counted.float()
@@ -84,8 +78,7 @@ def test_rows_that_do_not_count(model, device):
     assert torch.equal(out.entropy, whole.entropy.where(kept, 0.0))
 
 
-def test_the_models_return_is_what_result_makes(model, device):
-    tensors, labels = megatron_world.inputs(device)
+def test_the_models_return_is_what_result_makes(model, tensors, labels):
     context = torch_backend(
         entropy=False, labels=labels.flip(1), result=lambda out: {"logprobs": out.logprobs, "out": out}
     )
@@ -97,8 +90,7 @@ def test_the_models_return_is_what_result_makes(model, device):
     torch.testing.assert_close(process(model, tensors, labels, None).lse, expected.lse, rtol=1e-5, atol=1e-6)
 
 
-def test_errors(model, device):
-    tensors, labels = megatron_world.inputs(device)
+def test_errors(model, device, tensors, labels):
     with pytest.raises(ValueError, match="labels must be given to the model or in the FusedOutputContext, got None"):
         process(model, tensors, None, torch_backend())
     floats = torch.ones_like(labels).float()

@@ -9,12 +9,7 @@ from megatron.core.models.common.language_module.language_module import Language
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from torch import nn
 
-from tests import megatron_world
-from tests.megatron_world import VOCAB_SIZE, enable, lora
-
-
-def state(model):
-    return [dict(vars(module)) for module in (model, model.output_layer)]
+from tests.megatron_world import VOCAB_SIZE, enable, lora, state
 
 
 def critic(model):
@@ -141,8 +136,7 @@ def test_what_cannot_be_fused_is_told(untied, change, reason):
             undo()
 
 
-def test_fallback_is_megatrons_own_path(untied, device):
-    tensors, labels = megatron_world.inputs(device)
+def test_fallback_is_megatrons_own_path(untied, device, tensors, labels):
     lora(untied)
     untied.output_layer.to(device)
     expected = untied(*tensors, labels=labels)
