@@ -30,20 +30,14 @@ FILES = {
     },
     "slime": {
         "backends/megatron_utils/loss.py": """
-            def calculate_log_probs_and_entropy():
+            def get_responses():
                 pass
 
-            def _extract_per_sample():
+            def _allgather_cp_redistribute():
                 pass
 
-            def _fill_topp_mask_rows():
+            def get_log_probs_and_entropy():
                 pass
-
-            def _build_topp_keep_mask():
-                _fill_topp_mask_rows()
-
-            def get_log_probs_and_entropy(logits, **keywords):
-                calculate_log_probs_and_entropy(), _extract_per_sample(), _build_topp_keep_mask()
         """,
         "backends/megatron_utils/model.py": """
             import torch

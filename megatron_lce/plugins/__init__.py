@@ -1,1 +1,1 @@
-"""One module a framework: importing it puts the fused head in place of the framework's functions of logits."""
+"""One module per framework. Importing it replaces the framework's functions of logits with the fused head."""

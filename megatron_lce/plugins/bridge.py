@@ -1,44 +1,43 @@
-"""Megatron-Bridge's training: the loss of `gpt_step` without logits, and masked tokens left out.
+"""Megatron-Bridge's training: the loss of `gpt_step` without logits, and without masked tokens.
 
 cfg.model.register_post_wrap_hook(megatron_lce.plugins.bridge.enable)  # before pretrain or finetune
 """
 
-from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 from torch import nn
 
 import megatron_lce
-from megatron_lce.plugins.capturing import called_through, check_calls, rebound
+from megatron_lce.plugins.functions import version_of
 from megatron_lce.plugins.replacing import Plugin
 
 
 def enable(chunks: list[nn.Module]) -> list[nn.Module]:
-    """Enables the model for losses that are a masked sum, and returns it, as Bridge's hooks do."""
+    """Enables the fused loss for masked sums. Returns the chunks, as Bridge expects of a hook."""
     megatron_lce.enable_fused_linear_ce(chunks, known_loss=True, skip_masked=True)
     return chunks
 
 
-def step_with_mask(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Bridge's step, which passes the batch's loss mask on to the model, too."""
-    check_calls(own, "get_batch")
+def step_with_mask(own: Any, state: Any, data_iterator: Any, model: nn.Module, *rest: Any, **keywords: Any) -> Any:
+    """Bridge's step, which also passes the loss mask of the batch to the model."""
+    read, mask = keywords.pop("_get_batch_fn", None) or own.__globals__.get("get_batch"), {}
 
-    def step(state: Any, data_iterator: Any, model: nn.Module, *rest: Any, **keywords: Any) -> Any:
-        mask = {}
-        read = keywords.pop("_get_batch_fn", None) or own.__globals__["get_batch"]
+    def get_batch(*inputs: Any, **options: Any) -> Any:
+        batch = read(*inputs, **options)
+        mask["loss_mask"] = batch[2]
+        return batch
 
-        def get_batch(*inputs: Any, **options: Any) -> Any:
-            batch = read(*inputs, **options)
-            mask["loss_mask"] = batch[2]
-            return batch
+    def with_mask(_: nn.Module, inputs: tuple, given: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        return inputs, mask | given
 
-        def call(chunk: nn.Module, own_call: Callable[..., Any], **given: Any) -> Any:
-            return own_call(**{**mask, **given})
-
-        with called_through(call, [model]):
-            return rebound(own, get_batch=get_batch)(state, data_iterator, model, *rest, **keywords)
-
-    return step
+    step = FunctionType(own.__code__, own.__globals__ | {"get_batch": get_batch}, argdefs=own.__defaults__)
+    step.__kwdefaults__ = own.__kwdefaults__
+    with model.register_forward_pre_hook(with_mask, prepend=True, with_kwargs=True):
+        output = step(state, data_iterator, model, *rest, **keywords)
+    if not mask:
+        raise RuntimeError(f"megatron_lce: the step of {version_of('megatron.bridge')} does not call get_batch")
+    return output
 
 
 plugin = Plugin("megatron.bridge", {"megatron.bridge.training.gpt_step:_forward_step_common": step_with_mask})

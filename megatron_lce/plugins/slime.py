@@ -2,72 +2,59 @@
 
     --custom-megatron-init-path megatron_lce.plugins.slime.install
 
-Only tokens of responses are computed. A critic and a `custom_loss` keep their logits.
+Only response tokens are computed. A critic and a `custom_loss` keep logits.
 """
 
-from collections.abc import Callable
+import itertools
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_lce.plugins.capturing import captured_if, check_calls, rebound, rows_of
+from megatron_lce.plugins.capturing import Responses, captured_if, reads_log_probs
 from megatron_lce.plugins.replacing import Plugin
-from megatron_lce.plugins.targets import found
 
-PACKAGE = "slime.backends.megatron_utils"
-LOG_PROBS = f"{PACKAGE}.loss:get_log_probs_and_entropy"
-LOSSES = "policy_loss", "sft_loss"  # those that read logprobs and entropy only
+LOSS, MODEL = "slime.backends.megatron_utils.loss", "slime.backends.megatron_utils.model"
 
 
-def log_probs_and_entropy(own: Callable[..., Any]) -> Callable[..., Any]:
-    """slime's own function of logits, in which our function of a captured head takes the place of the arithmetic."""
-    of_slime = own.__globals__
-    check_calls(own, "calculate_log_probs_and_entropy", "_build_topp_keep_mask", "_extract_per_sample")
-    check_calls(of_slime["_build_topp_keep_mask"], "_fill_topp_mask_rows")
-
-    def ours(logits: Tensor, *, args: Any, total_lengths: Any, response_lengths: Any, **keywords: Any) -> Any:
-        keywords |= {"args": args, "total_lengths": total_lengths, "response_lengths": response_lengths}
-        head = getattr(logits, "lm_head", None)
-        if head is None:
-            return own(logits, **keywords)
-        numbers = rows_of(head)[0]
-        parts, _ = of_slime["_extract_per_sample"](numbers, None, total_lengths, response_lengths, args.allgather_cp)
-        counted, temperature = torch.cat(parts), getattr(args, "rollout_temperature", 1.0)
-        sets: list[list[int] | None] = [None] * len(numbers)  # None: the whole vocabulary
-
-        def keep(mask: Tensor, ids: list, offsets: list, first: int, row: int, count: int, *_: int) -> None:
-            for i in range(first, min(first + count, len(offsets) - 1)):
-                sets[row + i - first] = ids[offsets[i] : offsets[i + 1]]
-
-        def calculate(_: Tensor, tokens: Tensor, group: Any, **of: Any) -> tuple[Tensor, Tensor | None]:
-            labels, entropy = torch.full_like(tokens, -100).index_copy(0, counted, tokens[counted])[None], None
-            if of["with_entropy"] or of["log_prob_keep_mask"] is None:
-                options = {"entropy": of["with_entropy"], "skip_ignored": len(counted)}
-                out = head.linear_cross_entropy(labels, temperature, **options)
-                log_probs, entropy = out.logprobs, out.entropy[0] if of["with_entropy"] else None
-            if of["log_prob_keep_mask"] is not None:  # the label is always kept
-                pairs = zip(sets, tokens.tolist(), strict=True)
-                kept = [[] if ids is None else [*ids, token] for ids, token in pairs]
-                ids = torch.tensor([i for ids in kept for i in ids], dtype=torch.long, device=tokens.device)
-                ends = torch.tensor([0, *map(len, kept)], dtype=torch.long, device=tokens.device).cumsum(0)
-                log_probs = head.support_logprobs(labels, ids, ends, temperature=temperature)
-            return log_probs[0, :, None], entropy if entropy is None or of["with_entropy_grad"] else entropy.detach()
-
-        mask = rebound(of_slime["_build_topp_keep_mask"], _fill_topp_mask_rows=keep)
-        run = rebound(own, calculate_log_probs_and_entropy=calculate, _build_topp_keep_mask=mask)
-        return run(numbers.float()[None, :, None], **keywords)
-
-    return ours
+def log_probs_and_entropy(own: Any, logits: Any, *, args: Any, **batch: Any) -> Any:
+    if not hasattr(logits, "lm_head"):
+        return own(logits, args=args, **batch)
+    batch.pop("non_loss_data", None)
+    entropy, entropy_grad = batch.pop("with_entropy", False), getattr(args, "entropy_coef", 0.0) != 0
+    ids, offsets = batch.pop("top_p_token_ids", None), batch.pop("top_p_token_offsets", None)
+    head, temperature, of_slime = logits.lm_head, getattr(args, "rollout_temperature", 1.0), own.__globals__
+    responses = Responses(head, of_slime["get_responses"], args=args, apply_temperature=False, **batch)
+    values = {}
+    if entropy or ids is None:
+        values = responses.log_probs_and_entropy(temperature, entropy, entropy_grad)
+    if ids is not None:
+        sets = top_p_sets(responses, ids, offsets, batch["response_lengths"])
+        log_probs = head.support_logprobs(responses.labels, *sets, temperature=temperature)
+        values["log_probs"] = responses.by_sample(log_probs)
+    if args.allgather_cp:
+        lengths = {name: batch[name] for name in ("total_lengths", "response_lengths")}
+        of_slime["_allgather_cp_redistribute"](values, logits_local_len=responses.labels.numel(), **lengths)
+    return torch.empty(0, dtype=torch.float32, device=logits.device), values
 
 
-plugin = Plugin(
-    "slime",
-    {
-        LOG_PROBS: log_probs_and_entropy,
-        f"{PACKAGE}.model:forward_only": captured_if(lambda given: given["f"] is found(LOG_PROBS)),
-        f"{PACKAGE}.model:train_one_step": captured_if(lambda given: given["args"].loss_type in LOSSES),
-    },
-)
+def top_p_sets(responses: Responses, ids: Any, offsets: Any, lengths: list[int]) -> tuple[Tensor, Tensor]:
+    """Returns the recorded ids and the label of each token, as CSR. A token without a record gets the empty set."""
+    sets: list[list[int]] = [[]] * responses.labels.numel()
+    for i, sample in enumerate(zip(responses.rows, responses.places, responses.tokens, strict=True)):
+        recorded, ends = (torch.as_tensor(given[i], dtype=torch.int64).tolist() for given in (ids, offsets))
+        for row, place, token in torch.stack(sample, 1).tolist():
+            step = lengths[i] + place
+            if step + 1 < len(ends):
+                sets[row] = [*recorded[ends[step] : ends[step + 1]], token]
+    device = responses.labels.device
+    flat = torch.tensor([*itertools.chain(*sets)], dtype=torch.int64, device=device)
+    return flat, torch.tensor([0, *map(len, sets)], dtype=torch.int64, device=device).cumsum(0)
+
+
+step = captured_if(reads_log_probs)
+replacements = {f"{MODEL}:forward_only": step, f"{MODEL}:train_one_step": step}
+replacements[f"{LOSS}:get_log_probs_and_entropy"] = log_probs_and_entropy
+plugin = Plugin("slime", replacements, f"{LOSS}:get_responses", f"{LOSS}:_allgather_cp_redistribute")
 install, uninstall = plugin.install, plugin.uninstall
 install()

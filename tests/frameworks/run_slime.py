@@ -3,10 +3,11 @@
     torchrun --nproc-per-node 2 tests/frameworks/run_slime.py FOLDER      # FOLDER/slime
 
 Under `--context` the ranks are those of context parallelism, whose attention sees a rank's own tokens only, on both
-sides. The forward steps are those inside of model.py's `forward_only` and `train_one_step`. Stand-ins: the schedule,
-the batch, an optimizer, a whitening of advantages, a loader of functions by name, a type that only annotates, and what
-model.py imports for checkpoints, logging and Megatron's training loop. The plugin is switched on as slime's own loader
-of functions does it, behind slime's modules; once more it is imported in front of them.
+sides. With `--allgather` as well, they have slime's `allgather_cp`. The forward steps are those inside of model.py's
+`forward_only` and `train_one_step`. Stand-ins: the schedule, the batch, an optimizer, a whitening of advantages, a
+loader of functions by name, a type that only annotates, and what model.py imports for checkpoints, logging and
+Megatron's training loop. The plugin is switched on as slime's own loader of functions does it, behind slime's modules;
+once more it is imported in front of them.
 """
 
 import contextlib
@@ -30,9 +31,9 @@ from megatron.core import parallel_state
 from stand_ins import definitions, mocks, packages_without_their_init, stand_in
 from torch import Tensor, nn
 
-CONTEXT = "--context" in sys.argv
+CONTEXT, ALLGATHER = ("--context" in sys.argv), ("--allgather" in sys.argv)
 LENGTHS, RESPONSES = [7, 4, 9], [3, 2, 5]  # of the sequences, and of the answers that they end with
-ARGUMENTS = {"rollout_temperature": 0.7, "log_probs_chunk_size": -1, "allgather_cp": False, "entropy_coef": 0.1}
+ARGUMENTS = {"rollout_temperature": 0.7, "log_probs_chunk_size": -1, "allgather_cp": ALLGATHER, "entropy_coef": 0.1}
 OFF = (
     "custom_megatron_before_log_prob_hook_path",
     "custom_megatron_before_train_step_hook_path",
@@ -105,9 +106,12 @@ def make_batch(slice_with_cp: Callable[[Tensor, int], Tensor] = lambda tokens, p
     masks = [torch.ones(length) for length in RESPONSES]
     masks[2][1] = 0.0
     kept, offsets = kept_ids()
+    of_rank = torch.cat([slice_with_cp(sequence, 0) for sequence in tokens])[None]
+    if ALLGATHER:  # an equal range of all tokens for each rank
+        of_rank = torch.cat(tokens)[None].chunk(dist.get_world_size(), 1)[dist.get_rank()]
     return {
         "unconcat_tokens": list(tokens),
-        "tokens": torch.cat([slice_with_cp(sequence, 0) for sequence in tokens])[None],
+        "tokens": of_rank,
         "rollout_top_p_token_ids": kept,
         "rollout_top_p_token_offsets": offsets,
         "packed_seq_params": None,
@@ -181,12 +185,12 @@ def steps(slime: SimpleNamespace) -> dict[str, Callable[[nn.Module], dict[str, T
 
 def leaves_nothing_behind(case: Case) -> None:
     """What a microbatch leaves behind goes without the collector."""
-    from megatron_lce.plugins.capturing import to_head
+    from megatron_lce.plugins.capturing import captured_if
 
     inputs = {"input_ids": make_batch()["tokens"], "position_ids": None, "attention_mask": None}
     model = Chunk(case.build())
     gc.disable()
-    output = to_head(model, model, **inputs)
+    output = captured_if(lambda given: True)(lambda model: model(**inputs), model)
     hidden = weakref.ref(output.lm_head.hidden)
     del output
     assert hidden() is None, "the captured hidden states outlive the microbatch"
@@ -199,7 +203,8 @@ def program() -> None:
         slime = import_slime(Path(sys.argv[1]), order)
         for case in cases() if order == "after" else cases()[:1]:
             for name, way in steps(slime).items():
-                name = f"slime{', context-parallel' * CONTEXT}, {name}, plugin {order}, {case.name}"
+                context = ", context-parallel" * CONTEXT + ", allgather_cp" * ALLGATHER
+                name = f"slime{context}, {name}, plugin {order}, {case.name}"
                 compare_with_plugin(name, case, slime.plugin, way, way, logits="custom_loss" in name)
         slime.plugin.uninstall()
 

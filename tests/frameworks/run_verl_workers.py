@@ -21,7 +21,7 @@ PLUGIN = "megatron_lce.plugins.verl"
 
 
 def engine_of_worker(folder: Path, external_lib: str | None) -> str:
-    """The module of the forward pass that verl's engine gets in this process."""
+    """The module whose code runs as the forward pass of verl's engine in this process."""
     sys.path.insert(0, str(folder))
     packages_without_their_init(folder, "verl.utils")
     stand_in("verl.protocol", DataProto=None)
@@ -31,7 +31,8 @@ def engine_of_worker(folder: Path, external_lib: str | None) -> str:
 
     import_external_libs(external_lib)  # as the model's configuration does
     stand_ins_of_verl(folder)
-    return import_registry(folder).get_mcore_engine_forward_fn(SimpleNamespace(architectures=[None])).__module__
+    forward = import_registry(folder).get_mcore_engine_forward_fn(SimpleNamespace(architectures=[None]))
+    return forward.__globals__["__name__"]
 
 
 def main() -> None:
@@ -40,7 +41,7 @@ def main() -> None:
         os.environ["VERL_USE_EXTERNAL_MODULES"] = variable
         with multiprocessing.get_context("spawn").Pool(2, maxtasksperchild=1) as pool:
             found = pool.starmap(engine_of_worker, [(folder, external_lib)] * 2, chunksize=1)
-        expected = PLUGIN if variable or external_lib else "verl.models.mcore.model_forward"
+        expected = "megatron_lce.plugins.functions" if variable or external_lib else "verl.models.mcore.model_forward"
         assert found == [expected] * 2, found
         print(f"ok      verl's workers, VERL_USE_EXTERNAL_MODULES={variable} external_lib={external_lib}: {found}")
 

@@ -4,6 +4,7 @@ import __future__
 
 import ast
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,6 +16,8 @@ def packages_without_their_init(folder: Path, *names: str) -> None:
     for name in [name for name in names if name not in sys.modules]:
         package = ModuleType(name)
         package.__path__ = [str(folder / name.replace(".", "/"))]
+        package.__spec__ = ModuleSpec(name, None, is_package=True)
+        package.__spec__.submodule_search_locations = package.__path__
         sys.modules[name] = package
         parent, _, child = name.rpartition(".")
         if parent in sys.modules:

@@ -147,7 +147,9 @@ def test_nemo_rl(ranks, tmp_path_factory):
     run("run_nemo_rl.py", ranks, adopted("nemo_rl", own, tmp_path_factory), own)
 
 
-@pytest.mark.parametrize(("ranks", "arguments"), [(1, ()), (2, ()), (2, ("--context",))])
+@pytest.mark.parametrize(
+    ("ranks", "arguments"), [(1, ()), (2, ()), (2, ("--context",)), (2, ("--context", "--allgather"))]
+)
 def test_slime(ranks, arguments):
     run("run_slime.py", ranks, folder_of("SLIME"), *arguments)
 

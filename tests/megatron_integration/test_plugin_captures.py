@@ -1,4 +1,6 @@
-"""`plugins.capturing`: functions that call a model themselves, with its forward pass ended at a captured head."""
+"""`plugins.capturing`: functions that call a model themselves get the captured head instead of logits."""
+
+import functools
 
 import pytest
 import torch
@@ -6,7 +8,7 @@ from torch import nn
 
 pytest.importorskip("megatron.core")
 
-from megatron_lce.plugins.capturing import called_through, captured_if, rows_of
+from megatron_lce.plugins.capturing import Responses, captured_if
 from tests import megatron_world
 
 
@@ -30,11 +32,10 @@ def test_a_step_gets_the_head_instead_of_logits(wrap, model, device):
     inputs, labels = megatron_world.inputs(device)
     chunk, kind = wrap(model), type(wrap(model))
     logits = step(None, [chunk], inputs)
-    run = captured_if(lambda given: given["args"])(step)
+    run = functools.partial(captured_if(lambda given: given["args"]), step)
     output = run(True, [chunk], inputs=inputs)
     head = output.lm_head
     assert output.shape == head.hidden.shape
-    assert rows_of(head).tolist() == torch.arange(labels.numel()).view_as(labels).tolist()
     expected = logits.log_softmax(-1).gather(-1, labels[..., None])[..., 0]
     found = head.linear_cross_entropy(labels, backend="torch").logprobs
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
@@ -43,8 +44,34 @@ def test_a_step_gets_the_head_instead_of_logits(wrap, model, device):
 
 
 def test_a_failing_step_leaves_the_model_as_it_was(untied, device):
-    kind = type(untied)
-    with pytest.raises(ZeroDivisionError), called_through(lambda *_: 1 / 0, [untied]):
-        untied()
+    def failing(model, inputs):
+        model(*inputs)
+        raise ZeroDivisionError
+
+    kind, (inputs, _) = type(untied), megatron_world.inputs(device)
+    with pytest.raises(ZeroDivisionError):
+        captured_if(lambda given: True)(failing, untied, inputs)
     assert type(untied) is kind
-    assert isinstance(untied(*megatron_world.inputs(device)[0]), torch.Tensor)
+    assert untied(*inputs).shape[-1] > 0
+
+
+def get_responses(logits, *, unconcat_tokens, response_lengths):
+    """As slime's and miles', of sequences one after another."""
+    ends = torch.tensor([len(tokens) for tokens in unconcat_tokens]).cumsum(0).tolist()
+    for tokens, end, length in zip(unconcat_tokens, ends, response_lengths, strict=True):
+        yield logits.flatten(0, 1)[end - length - 1 : end - 1], tokens[-length:]
+
+
+def test_responses_have_their_logprobs_and_entropy(model, device):
+    inputs, _ = megatron_world.inputs(device)
+    batch = {"unconcat_tokens": list(inputs[0]), "response_lengths": [4, 0, 22]}
+    logits = step(None, [model], inputs)
+    head = captured_if(lambda given: True)(step, None, [model], inputs).lm_head
+    found = Responses(head, get_responses, **batch).log_probs_and_entropy(0.7, entropy=True, entropy_grad=False)
+    for sample, (rows, tokens) in enumerate(get_responses(logits / 0.7, **batch)):
+        logprobs = rows.log_softmax(-1)
+        expected = logprobs.gather(-1, tokens[: len(rows), None])[:, 0]
+        torch.testing.assert_close(found["log_probs"][sample], expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found["entropy"][sample], -(logprobs.exp() * logprobs).sum(-1), rtol=1e-5, atol=1e-5)
+    assert found["log_probs"][0].requires_grad
+    assert not found["entropy"][0].requires_grad
