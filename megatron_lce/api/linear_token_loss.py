@@ -102,6 +102,7 @@ def linear_token_loss(
     total, results = _run(name, call, loss, flat)
     with torch.no_grad(), own_arithmetic(hidden.device, name):
         unless_nan = check_tokens_apart(loss, *results.sample())
+    # A factor of NaN makes the gradients NaN, too, because backward multiplies the upstream gradient by it.
     return TokenLoss(total * unless_nan, *shaped((results.outputs, results.metrics), call.shape))
 
 
@@ -147,7 +148,10 @@ def _run(
 
 
 def check_tokens_apart(loss: TokenLossFunction, among_all: Tensor, apart: Tensor) -> Tensor:
-    """Return 1, or NaN if losses depend on other tokens. The host looks, and raises, only while the code is new."""
+    """Return 1, or NaN if losses depend on other tokens.
+
+    The host synchronises and raises only until this loss's code has passed once.
+    """
     same = torch.isclose(among_all, apart, rtol=1e-4, atol=1e-5, equal_nan=True)
     function = loss
     while isinstance(function, functools.partial):

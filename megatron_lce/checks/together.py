@@ -26,9 +26,8 @@ _OWN = ("tp_group", "vocab_start")  # may differ between ranks
 _BY_TYPE = ("temperature", "weight_grad_sink")  # may change from call to call, but not its type
 _Configuration = tuple[tuple[str, str], ...]
 
-# For each group the configurations that its ranks have agreed on, and the columns of the largest shard under each. A
-# key must be new on all ranks or on none. So it holds the shard's rows only without a vocab_start, where all shards are
-# equal: another head of uneven shards may differ on some ranks alone.
+# For each group the configurations that its ranks have agreed on, and the columns of the largest shard under each.
+# Ranks must agree whether a key is new. With vocab_start, shards may differ, so their size stays out of the key.
 _agreed: WeakKeyDictionary[ProcessGroup, dict[tuple[_Configuration, int | None], int]] = WeakKeyDictionary()
 
 
@@ -56,7 +55,7 @@ def checked_together(
     has_reference: bool = False,
     own: dict[str, Any] | None = None,
 ) -> Iterator["Checks"]:
-    """Check an operation's arguments inside. If one rank refuses its own, or they differ, all ranks of the group raise.
+    """Check arguments inside. In a new configuration all ranks raise, or none; in a known one, a rank raises alone.
 
         with checked_together("linear_topk", hidden, weight, None, options, own={"k": k}) as checks:
             shape = checks.head()
@@ -64,10 +63,11 @@ def checked_together(
             checks.rest(labels)
         call = checks.call()
 
-    With a new configuration, ranks exchange it and their errors in one gather of small objects, for which the host
-    waits. Later calls compare nothing; those with a `vocab_start` and plain tensors exchange the largest shard, and
-    wait. A rank that alone changes its configuration hangs. While torch.compile traces, nothing is exchanged: the
-    traced operator checks its arguments when it runs.
+    In a new configuration, ranks exchange it and their errors in one gather of small objects, which blocks the host. If
+    one rank refuses its arguments, or they differ, all ranks raise. Later calls compare nothing. But with `vocab_start`
+    and plain tensors, each call still all-reduces the largest shard size, which blocks the host. If one rank alone
+    changes its configuration, it hangs. While torch.compile traces, nothing is exchanged: the traced operator checks
+    its arguments when it runs.
 
     Args:
         names: the operation's names for hidden, weight and labels.
@@ -75,7 +75,7 @@ def checked_together(
         own: further values that must be equal on every rank.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: on every rank; under a known configuration, on this rank alone.
+        TypeError, ValueError, NotImplementedError: on every rank; in a known configuration, on this rank alone.
     """
     largest = None
     if takes_dtensors:
@@ -89,7 +89,7 @@ def checked_together(
     if is_traced or options.tp_group is None or ranks == 1:
         yield checks
         return
-    own = own or {}  # first, and in place of an option of that name
+    own = own or {}  # listed twice: the first fixes the order, the last overrides an option of the same name
     described = {"operation": name, **own, **_describe(hidden, weight, labels, options, names), **own}
     configuration, error = _in_words({**described, "largest shard": largest}), None
     try:
@@ -143,7 +143,7 @@ class Checks:
         return validation.labels_shape(hidden_name, self.hidden, self._sequence_shards())
 
     def rest(self, labels: Tensor | None = None, options: Options | None = None) -> None:
-        """Check labels and options, after `head`; an operation passes those that it made itself."""
+        """Check labels and options, after `head`. Pass labels or options that the operation made itself."""
         self.labels = labels = self.labels if labels is None else labels
         self.options = options = self.options if options is None else options
         if self.is_traced:
@@ -178,7 +178,7 @@ class Checks:
         self.options = replace(options, tp_group=options.tp_group if ranks > 1 else None, sequence_parallel=shards > 1)
 
     def call(self) -> Call:
-        """Return the call, laid out; after the context."""
+        """Lay out the arguments as a `Call`. Only after the context is the largest shard known."""
         hidden, labels, temperature = self.hidden, self.labels, self.options.temperature
         largest, step = self.largest_shard, 16 // hidden.element_size()
         backend = load_backend(self.options.backend, hidden.device)
@@ -204,7 +204,7 @@ def shaped(results: T, shape: tuple[int, ...]) -> T:
 
 
 def _shard(rows: int, options: Options) -> Shard:
-    """Return this rank's part of the vocabulary, as far as it knows."""
+    """Return this rank's part of the vocabulary. `largest` is its own size until ranks compare theirs."""
     start, vocab_size = options.vocab_start, options.vocab_size
     if start is None:
         start = collectives.group_rank(options.tp_group) * rows

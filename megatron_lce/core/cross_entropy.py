@@ -2,17 +2,24 @@
 
 Forward:
 
-1. `ComputedRows` selects the rows to compute. Their labels and temperatures become `Rows`.
-2. `Tokens` yields hidden states block by block. Under sequence parallel, the next block is gathered meanwhile.
-3. The backend computes statistics of every 128 columns, with the logits in registers, and fills the `LogitsCache`.
-4. The ranks exchange extremes, then sums. `finish` computes the outputs, which are spread over all rows.
+1. `ComputedRows` selects the rows to compute; `skip_ignored=True` takes a collective and a host wait. Their labels and
+   temperatures become `Rows`.
+2. For each block of hidden states that `Tokens` yields (under sequence parallel, gathered), and for each range of
+   `stats_tokens` in it,
+   a. the backend computes statistics of chunks of at most 128 columns, and fills the `LogitsCache`;
+   b. the ranks exchange extremes, then sums.
+3. `finish` computes the outputs of all blocks at once. They are spread over all rows.
 
 Backward:
 
 1. Upstream gradients and saved tensors become `RowTerms`, which determine the gradient of every logit of a row.
-2. Cached exponentials become gradients in place. The other logits are recomputed, `Slab` by slab of the vocabulary.
-3. Two matrix products per slab add to the gradients of hidden and weight.
-4. After the last product for hidden, its gradient is reduced over the group while the last product for the weight runs.
+2. Cached exponentials become gradients in place.
+3. With `skip_ignored=True`, rows without an upstream gradient are dropped, which takes a collective and a host wait
+   again.
+4. For each block, under sequence parallel gathered again, and for each `Slab` of it,
+   a. logits that are not cached are recomputed and become gradients;
+   b. two matrix products add to the gradients of hidden and weight.
+5. A block's hidden gradient is reduced over the group while its last product for the weight runs.
 
 `plan` decides how many tokens and columns are processed at once, before anything runs.
 """

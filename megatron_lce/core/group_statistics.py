@@ -64,7 +64,10 @@ def _stats_at_once(hidden: Tensor, rows: Rows, call: Call, cache: LogitsCache | 
 
 
 def merged_over_group(of_chunks: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """Merge statistics [chunks, K, N] of all shards: the ranks exchange extremes, then sums."""
+    """Merge statistics [chunks, K, N] of all shards: the ranks exchange extremes, then sums.
+
+    The backend's `sum_chunks` returns integer sums, whose bits do not depend on the order (`core.statistics`).
+    """
     backend, options, shard = call.backend, call.options, call.shard
     entropy, telemetry = options.entropy, options.telemetry
     all_extremes = of_chunks

@@ -39,8 +39,8 @@ class HeadGradients:
     ) -> None:
         self._tokens, self._call, self._needs_hidden = tokens, call, needs_hidden
         self._weight = _WeightGrad(call, tokens.num_blocks, weight_sum) if needs_weight else None
-        # Bytes per column of a slab if a block's tokens come in several slabs. A `weight_sum` is not part of the
-        # workspace, and all tokens are added to it directly.
+        # Extra bytes per column if tokens are cut, for a partial fp32 sum. 0 if slabs are added directly to
+        # `weight_sum`.
         self.bytes_per_column = call.size.weight_sum_column if needs_weight and not weight_sum else 0
 
     def add(self, block: TokenBlock, slabs: Iterator[Slab]) -> None:
@@ -112,7 +112,6 @@ class _HiddenGrad:
         rows = self._sum[slab.tokens]
         self._call.product(slab.grad, weight[slab.columns], rows, accumulate=slab.columns.start > 0)
         if slab.factor is not None and slab.columns.stop == num_columns:
-            # A local name for the sum would keep its memory while the reduction allocates.
             self._call.backend.scale(self._sum[slab.tokens], slab.factor, self._sum[slab.tokens], accumulate=False)
 
     def finish(self) -> None:
@@ -146,7 +145,7 @@ class _WeightGrad:
         self._nothing_added = False
         is_first, is_last = slab.tokens.start == 0, slab.tokens.stop == hidden.shape[0]
         hidden = hidden[slab.tokens]
-        if slab.factor is not None:  # the gradient sums over tokens, factor included
+        if slab.factor is not None:  # the sum over tokens includes the factor
             rows, hidden = hidden, torch.empty_like(hidden)
             self._scale(rows, slab.factor, hidden, accumulate=False)
         out = self._out[slab.columns]

@@ -67,7 +67,10 @@ def find_divergences(
     token_weights: Tensor | None,  # [N]; rows of weight 0 are ignored; None: no total
     with_gradient: bool,  # of the total
 ) -> Divergences:
-    """Compute statistics, losses and, if requested, gradients of the total, block by block."""
+    """Run all of forward, block by block: statistics, losses and, with `token_weights`, the total and its gradients.
+
+    `_LinearJsd.forward` only saves the results.
+    """
     options, prepare, labels = call.options, call.backend.prepare_rows, call.labels
     size, workspace = _size_and_workspace(heads, call)
     if workspace < (smallest := smallest_workspace(size, needs_grad=True, needs_weight=True)):
@@ -97,7 +100,8 @@ def find_divergences(
         coefficient = gradient_coefficient(weights, all_rows.to_nats, all_rows.scale, heads.student, heads.beta)
     all_stats = teacher_scale.new_empty(9 if return_student else 6, computed.count)  # see `JsdStats`
     gradients = unscaled_gradients(tokens, call) if with_gradient else None
-    # Both gathers come first: ranks must run collectives in one order, and a rank without columns skips what follows.
+    # Both gathers start first: ranks must run collectives in one order. A rank without columns skips products only, and
+    # runs every collective.
     for block, of_teacher in zip(tokens.blocks(), teacher_tokens.blocks(), strict=True):
         rows, stats = all_rows.select(block.rows), all_stats[:, block.rows]
         both = Heads(
@@ -140,7 +144,7 @@ class _LinearJsd(torch.autograd.Function):
 
     student hidden  replicated, or sharded along the sequence  -> its gradient is summed over the group
     student weight  this rank's shard                          -> its gradient is complete on this rank
-    teacher         as the student's                           -> no gradient
+    teacher         laid out as the student                    -> no gradient
     Saves a dozen floats per token; backward recomputes the logits of both heads slab by slab.
     """
 

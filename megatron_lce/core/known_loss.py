@@ -48,7 +48,7 @@ class _KnownLoss(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, loss: Tensor, gradients: HeadGradients, call: Call, name: str
     ) -> Tensor:
-        ctx.save_for_backward(weight, *gradients.results())
+        ctx.save_for_backward(weight, *gradients.results())  # `results` waits for the reductions
         ctx.sink, ctx.name, ctx.scale, ctx.scaled = call.options.weight_grad_sink, name, call.backend.scale, False
         ctx.hidden_dtype = hidden.dtype
         return loss.clone()
@@ -85,9 +85,10 @@ class Promise:
 
 
 class LossesOfSum(torch.autograd.Function):
-    """The per-token losses of a sum. Backward passes their common upstream gradient on: 0 without unmasked tokens.
+    """The per-token losses of a sum.
 
-    If upstream gradients differ, the gradient is NaN. In a pass in which the host checks, all ranks raise RuntimeError.
+    Backward forwards the one upstream gradient that all tokens share; 0 if all are masked. If upstream
+    gradients differ, the result is NaN. In a pass in which the host checks, all ranks raise RuntimeError.
     """
 
     @staticmethod

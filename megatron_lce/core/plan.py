@@ -1,7 +1,7 @@
 """How a call is cut into pieces that fit its budgets, and how many bytes they take, in plain integers.
 
 shard  a rank's part of the vocabulary or of a sequence
-slab   a range of the columns of a shard, as wide as the workspace allows
+slab   a range of columns of a shard, and of tokens of a block, as wide as the workspace allows
 block  a range of tokens
 tile   the logits that one program of a kernel computes
 chunk  columns that share one set of statistics
@@ -110,7 +110,10 @@ class HeadSize(NamedTuple):
 
     @property
     def hidden_sum_token(self) -> int:
-        """Bytes per token of the fp32 sum of the hidden gradient; 0: one product covers all cached columns."""
+        """Bytes per token of the fp32 sum of the hidden gradient.
+
+        0 if no sum is needed: the cache is one slab, or gradients are fp32.
+        """
         return 0 if self.even or self.itemsize == 4 else 4 * self.hidden
 
     def kept_token(self, columns: int) -> int:
@@ -199,7 +202,7 @@ def plan_known_loss(
     """
     if size.costs.tile_columns == 0:
         return None
-    # Statistics, and after they are freed, hidden times the factor of the slab and the fp32 sum of the hidden gradient.
+    # First the statistics. After they are freed, hidden times the slab's factor, and the fp32 hidden gradient.
     token_bytes = max(size.stats.per_token, size.hidden * size.itemsize + size.hidden_sum_token)
     kept = size.kept_token(size.columns)
     tokens = kept_tokens(num_tokens, workspace_bytes, kept + token_bytes, size.weight_sum, single_is_sum=single_is_sum)
@@ -211,9 +214,9 @@ def kept_tokens(
 ) -> int | None:
     """Return the tokens of a block whose logits are kept until their gradients are computed; None below `MIN_TOKENS`.
 
-    A call may use `room` bytes, and `sum_bytes` for the fp32 sum of the weight gradient over blocks, if there is one. A
-    single block needs no sum and may use its bytes. With several blocks, the 16-bit gradient, half as large as the sum,
-    is allocated after the last block is freed, so a block may use its bytes.
+    A call may use `room` bytes, and `sum_bytes` for the fp32 sum of the weight gradient over blocks, if there is one.
+    One block: the whole sum's memory is free. Several blocks, or one with `single_is_sum`: half, because the 16-bit
+    gradient is allocated after the last block.
     """
     if num_tokens * bytes_per_token <= room + (sum_bytes // 2 if single_is_sum else sum_bytes):
         return max(1, num_tokens)
@@ -224,7 +227,7 @@ def kept_tokens(
 
 
 def products_tokens(size: HeadSize, num_tokens: int, room: int) -> int:
-    """Return how many tokens' products of two heads are in memory at once: no more than speed gains from."""
+    """Return how many tokens' products of two heads are in memory at once: at most as many as still make it faster."""
     most = min(room // size.stats.per_token, max(WIDE_PRODUCTS, WIDE_LOGITS // size.columns))
     return max(1, even(num_tokens, most, MIN_TOKENS))
 
@@ -234,8 +237,9 @@ def plan_known_weights(
 ) -> KnownWeightsPlan | None:
     """Return the blocks whose gradients are collected from products in memory, or None if none fit.
 
-    Both share the room of `kept_tokens`. Products get up to `WIDE_PRODUCTS` tokens and gradients the rest, because each
-    block of gradients reads and writes the sum of the weight gradient. What is left goes to products.
+    Products and gradients share the memory of `kept_tokens`. Products get up to `WIDE_PRODUCTS` tokens and gradients
+    the rest, because each block of gradients reads and writes the sum of the weight gradient. What is left goes to
+    products.
     """
     products, gradient = size.stats.per_token, slab_row_stride(size.columns) * size.itemsize + size.hidden_sum_token
     most = kept_tokens(num_tokens, workspace_bytes, products + gradient, size.weight_sum, single_is_sum=single_is_sum)
@@ -267,7 +271,7 @@ def plan_blocks(
     """
 
     def traffic(blocks: Blocks) -> float:
-        """In units of N V H: a slab adds to N H numbers, a block that does not have all tokens to V H."""
+        """In units of N*V*H: each slab updates N*H sums; each block of only some tokens updates V*H."""
         return 1 / blocks.columns + (0 if blocks is uncut else 1 / blocks.tokens)
 
     preferred = min(PREFERRED_COLUMNS, round_up(num_columns, COLUMN_STEP))

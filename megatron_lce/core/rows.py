@@ -7,8 +7,7 @@ from torch import Tensor
 from megatron_lce.core.options import Options
 from megatron_lce.core.statistics import LOG2_E
 
-# An ignored row has a zero gradient: with this log of the sum every probability is 0, because with this scale no finite
-# product reaches it.
+# Ignored rows get log_sum 1e30 and scale 1e-30, so exp2(logit - log_sum) is 0 for any finite product.
 LOG_SUM_OF_IGNORED_ROW = 1e30
 SCALE_OF_IGNORED_ROW = 1e-30
 LOWEST_LOG_P = -256.0  # base 2; a lower log p is clamped to it, where p is 0, so that p log p is 0

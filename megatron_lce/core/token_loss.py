@@ -29,7 +29,7 @@ from megatron_lce.core.plan import plan_known_loss
 from megatron_lce.core.tokens import tokens_in_blocks
 
 _EVERYTHING = 2**62  # bytes of a cache that holds all columns
-_SAMPLE = 4096  # least number of tokens whose losses are computed again; fewer than twice as many
+_SAMPLE = 4096  # losses recomputed, at least, from 8192 tokens on; else half, and none of a single token
 
 Metrics = dict[str, Tensor]
 TokenLossFunction = Callable[..., Tensor | tuple[Tensor, Metrics]]
@@ -85,6 +85,7 @@ def summed_token_loss(
         if gradients is not None:
             logits_grad, _ = gradient_inputs(block_call, rows, softmax, upstream, own_ids, log_p)
             ready = None if block_cache is None else gradients_of_cache(logits_grad, block_cache, hidden)
+            # `block.rows` index all computed rows. `logits_grad` has this block's only, so `whole.rows` start at 0.
             whole = block._replace(rows=own_rows)
             gradients.add(block, grad_logits_slabs(logits_grad, whole, gradients.bytes_per_column, ready))
     del cache

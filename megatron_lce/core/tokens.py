@@ -3,7 +3,7 @@
 hidden of a rank             a block                               its gradient
 Tokens         [N, H]        a range of the computed rows          all-reduced
 ShardedTokens  [N / tp, H]   the same range of every shard         reduce-scattered
-GatheredTokens [N / tp, H]   a range of the computed rows of all   reduce-scattered with all others, after the last
+GatheredTokens [N / tp, H]   a range of the computed rows of all   one reduce-scatter of all rows, after the last block
 """
 
 from collections.abc import Iterator
@@ -52,7 +52,7 @@ def tokens_in_blocks(
 
 
 class Tokens:
-    """Blocks of a hidden that is complete on every rank; each gradient is reduced as soon as it is complete."""
+    """Blocks of hidden states that every rank has whole. Each gradient is reduced as soon as it is complete."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class ShardedTokens(Tokens):
 
 
 class GatheredTokens(Tokens):
-    """Blocks of shards of which some rows are computed. All are gathered at first and reduce-scattered at last."""
+    """Blocks of some rows of the shards: gathered before the first block and reduce-scattered after the last."""
 
     _group: ProcessGroup
 

@@ -172,12 +172,12 @@ def _is_patched(method: Callable, owner: type) -> bool:
 
 
 def softcap_of(head: ColumnParallelLinear) -> float | None:
-    """Return the softcap of a head that `product_reasons` has nothing against."""
+    """Return the softcap of a head that `product_reasons` accepts."""
     return next((softcap for softcap, _ in _forms(head) if softcap), None)
 
 
 def logits_dtype_of(head: ColumnParallelLinear) -> torch.dtype | None:
-    """Return the dtype of such a head's logits; None: hidden's."""
+    """Return the logits dtype of a head that `product_reasons` accepts; None: the hidden states'."""
     own = getattr(head, "output_dtype", None)  # of ColumnParallelLinear, from 0.20
     return next((dtype for _, dtype in (*_forms(head), (None, own)) if dtype is not None), None)
 

@@ -24,7 +24,7 @@ from megatron_lce.core.options import Options
 from megatron_lce.core.plan import ceil_div, slab_row_stride
 from megatron_lce.core.rows import LOWEST_LOG_P, NUM_TERMS, Rows
 
-# Bounds (1 over this, and this) of the factor of a row and of its label's exponential, so that sums of their products
+# A row's factor must lie between 1 / this and this, and its label's exponential below this. Then sums of their products
 # with 16-bit numbers stay far from the limits of fp32.
 _LARGEST_FACTOR = tl.constexpr(2.0**96)
 _LOWEST_LOG_P = tl.constexpr(LOWEST_LOG_P)
@@ -59,19 +59,19 @@ def grad_logits(
 def grad_logits_from_cache(
     cache: LogitsCache, rows: Rows, terms: Tensor, options: Options, *, entropy: bool, factored: bool
 ) -> Tensor | None:
-    """Also write finite numbers behind the rows; the gradient at a label comes from its exact logprob.
+    """As in `Backend`; in addition, padding past each row is written with finite numbers.
 
-    If `factored`, rows whose gradient is one number times the exponentials are left unchanged except at the label. The
-    numbers are returned, [N] fp32, with 1 for the other rows.
+    The gradient at a label comes from its exact logprob. If `factored`, rows whose gradient is one number times the
+    exponentials are left unchanged except at the label. The numbers are returned, [N] fp32, with 1 for the other rows.
     """
     mean, softcap = terms.shape[0] > NUM_TERMS, options.softcap is not None
-    assert not (softcap and mean)  # the slope at a logit cannot be told from an exponential of 0
+    assert not (softcap and mean)  # an exponential that underflowed to 0 no longer gives the tanh slope
     factored = factored and not (softcap or mean or entropy) and cache.exp.dtype == torch.bfloat16
     chunk = tiles.choose_tiles(cache.exp.dtype, cache.exp.dtype, cache.exp.device).chunk
     num_tokens, num_columns = cache.exp.shape
     num_chunks = ceil_div(num_columns, chunk)
     factor = terms.new_empty(num_tokens) if factored else None
-    # Rows of a program, and programs that share a row. Unless factored, it takes 4 % longer than a copy (H200).
+    # Rows of a program, and programs that share a row. Unless factored, the kernel takes 4 % longer than a copy (H200).
     block_n, sharers = (8, min(num_chunks, 4)) if factored else (4, ceil_div(num_chunks, 4))
     block_n = tiles.rows_of_program(block_n, num_tokens)
     stop = slab_row_stride(num_columns)  # the end of the stored row: Triton knows it to be a multiple of 16

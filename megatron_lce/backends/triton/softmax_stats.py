@@ -26,8 +26,8 @@ from megatron_lce.core.plan import MIN_TOKENS, ceil_div, cut
 from megatron_lce.core.rows import Rows
 from megatron_lce.core.statistics import LOWEST_LOGIT, packed_rows
 
-# Base 2. In bf16 the reference of a chunk is 0 if its largest absolute logit is no larger: bf16 reaches 2^127, which
-# leaves room for products.
+# Base 2. In bf16 the reference of a chunk is 0 if the absolute value of its largest logit is at most this. bf16 reaches
+# 2^127, which leaves room for products.
 LARGEST_WITHOUT = 64.0
 _LOWEST_LOGIT = tl.constexpr(LOWEST_LOGIT)
 
@@ -51,8 +51,8 @@ def softmax_stats(
     kept = 0 if cache is None else cache.exp.shape[1]
     for columns in (*cut(kept, max(kept, 1)), *cut(num_columns, step, start=kept)):
         _launch_stats(products, columns, vocab_start, cache if columns.stop <= kept else None)
-    # After the statistics, which fill the label's row with -inf. The parts of a label's row take as much room as those
-    # of two columns.
+    # After the statistics kernel, which fills row 1 of the statistics with -inf. With an fp32 weight, the weight's row
+    # at the label is copied and then split, which takes as much memory as two columns.
     most = max(MIN_TOKENS, step // 2 // MIN_TOKENS * MIN_TOKENS) if tile.weight_parts else max(num_tokens, 1)
     for tokens in cut(num_tokens, most):
         _launch_label_logits(products, tokens)
@@ -161,7 +161,7 @@ def _softmax_stats_kernel(
     weight_desc,  # [V, H]
     weight_power,  # [V] fp32
     row_scale_ptr,  # [N] fp32
-    stats_ptr,  # [chunks, K, N] fp32 out; the label's row is -inf
+    stats_ptr,  # [chunks, K, N] fp32 out; row 1, the label logit, is -inf
     exp_desc,  # [N, V] out; None: no cache
     reference_ptr,  # [chunks, N] fp32 out, rows reference_stride apart; None: no cache
     N,
@@ -173,7 +173,7 @@ def _softmax_stats_kernel(
     softcap_scale,
     ENTROPY: tl.constexpr,
     TELEMETRY: tl.constexpr,
-    LARGEST_WITHOUT: tl.constexpr,  # largest absolute logit, base 2, of a chunk whose reference is 0; 0: none is
+    LARGEST_WITHOUT: tl.constexpr,  # bound of |max_logit| of a chunk whose reference is 0; 0: no chunk's is
     SOFTCAP: tl.constexpr,
     PERSISTENT: tl.constexpr,  # programs take one tile after the other
     HIDDEN_PARTS: tl.constexpr,
@@ -208,7 +208,7 @@ def _softmax_stats_kernel(
         )  # fmt: skip
         columns = column + tl.arange(0, BLOCK_V)
         if SOFTCAP:
-            if TELEMETRY:  # an infinite hidden makes NaN behind the vocabulary, where the logits' sums read zeros
+            if TELEMETRY:  # inf * 0 gives NaN in columns past the end, which the telemetry sums include
                 logits = tl.where((columns < V)[None, :], logits, 0.0)
             logits = tanh(logits * softcap_scale)
         logits = logits * row_scale[:, None]  # [BLOCK_N, BLOCK_V]
@@ -241,7 +241,7 @@ def _softmax_stats_kernel(
         if TELEMETRY:
             tl.store(stats + (K - 3) * N, tl.sum(exp * exp, 2), mask)
         tl.store(stats + FIRST_SUM * N, sum_exp, mask)
-        # tl.max passes over a NaN; a sum does not.
+        # tl.max ignores a NaN; a sum does not.
         max_logit = tl.where(sum_exp == sum_exp, max_logit, float("nan"))
         tl.store(stats, max_logit, mask)
         tl.store(stats + N, tl.full((BLOCK_N, CHUNKS), float("-inf"), tl.float32), mask)

@@ -15,7 +15,7 @@ from megatron_lce.core.options import Options
 from megatron_lce.core.plan import SLAB_ROW_STEP, ceil_div
 from megatron_lce.core.rows import softcap_scale
 
-INTERPRETED = tl.constexpr(tiles.interpreting())  # which Triton decides when a kernel is defined
+INTERPRETED = tl.constexpr(tiles.interpreting())  # fixed at kernel definition, so read once here
 PTX = tl.constexpr(tiles.speaks_ptx())
 SPLIT_SUM = tl.constexpr(384)
 ROW_STEP = tl.constexpr(SLAB_ROW_STEP)
@@ -38,7 +38,7 @@ def tile_position(tile, num_row_blocks, num_column_tiles, GROUP_N: tl.constexpr)
 def as_descriptor(matrix, num_rows, num_columns, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
     """Return the descriptor of a matrix [num_rows, num_columns], made here if `descriptor` made none.
 
-    Rows start at 16 bytes and are stored in whole 16 bytes. Triton moves 16 bytes at once only if the code shows that.
+    Rows start at multiples of 16 bytes and take a multiple of them. Triton moves 16 bytes at once only if it can tell.
     """
     result = matrix
     if not isinstance(matrix, tl.core.tensor_descriptor_base):
@@ -88,11 +88,11 @@ def tile_products(
                 small = _add_product(hidden, low, small)
                 partial = _add_product(hidden, high, partial)
             products += partial
-        # Not finite only where hidden or the weight is not; the larger parts carry that result.
+        # `small` is non-finite only where an input is. `products` already shows it, so drop it here.
         products += tl.where(tl.abs(small) < float("inf"), small * (1 / LOW_PART), 0.0)
         column_power = tl.load(weight_power + column + tl.arange(0, BLOCK_V))
         row_power = tl.load(hidden_power + row + tl.arange(0, BLOCK_N))[:, None]
-        # The smaller factor first: the larger one alone may overflow, and both together be 0 or infinite.
+        # Apply the smaller factor first: the larger alone, or their product, can overflow or underflow.
         products *= tl.minimum(row_power, column_power[None, :])
         products *= tl.maximum(row_power, column_power[None, :])
     else:
@@ -120,7 +120,10 @@ def _add_product(hidden, weight_tile, products):
 
 @triton.jit
 def rounded_to_bf16(x):
-    """Return fp32 numbers rounded to nearest even."""
+    """Return fp32 numbers rounded to bf16 (nearest even), kept in fp32.
+
+    Backward is straight-through: `grad_logits.py` recomputes rounded products, and treats the rounding as the identity.
+    """
     if PTX:  # two at once: Triton's casts of one take 3 % of a backward
         pair: tl.constexpr = "{.reg .b32 t; cvt.rn.bf16x2.f32 t, $3, $2; shl.b32 $0, t, 16; and.b32 $1, t, 0xffff0000;}"
         bits = tl.inline_asm_elementwise(pair, "=r,=r,f,f", [x], tl.int32, is_pure=True, pack=2)
