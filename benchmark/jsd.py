@@ -1,7 +1,7 @@
 """Fused linear JSD beside its peers in one process.
 
 Forward and backward of the mean over tokens, gradients of the student's hidden and weight: `megatron_lce.linear_jsd` of
-each token, and with `token_weights` (ours-weights-512: its workspace in MiB); Liger's fused linear JSD; and the
+each token, and with `token_weights` (ours-weights-1024: its workspace in MiB); Liger's fused linear JSD; and the
 materialised form in eager PyTorch and under torch.compile. Ratios are to cuBLAS's products in the same run:
 Fs + Ft + dX + dW, where each head's logits are made once, and 2 (Fs + Ft) + dX + dW, where backward makes them again.
 """
@@ -65,7 +65,6 @@ PROVIDERS = {
     provider.name: provider
     for provider in (
         Provider("ours", lambda: _ours),
-        Provider("ours-weights-512", lambda: partial(_ours, weights_workspace=2**29)),
         Provider("ours-weights-1024", lambda: partial(_ours, weights_workspace=2**30)),
         Provider("liger", _load_liger, package="liger-kernel"),
         Provider("compile", lambda: torch.compile(materialised, dynamic=False), holds_logits=True),

@@ -1,11 +1,11 @@
-"""A whole training step of a Megatron GPT, flag on and off.
+"""A whole training step of a Megatron GPT with its own losses and with the flag.
 
 Forward and backward by Megatron's schedule, DDP with fp32 gradients, no optimizer step: time, peak memory over the
 resting state (weights, gradient buffers, data), losses, and every parameter's gradient against an fp32 run of the same
 weights. One model serves all variants, so they share its weights to the bit. Masked tokens have valid labels and a
-`loss_mask` of 0, as in Megatron's batches; `ours-skip` ignores and skips them. `ours-known` makes gradients in forward.
-`ours-token-640` captures the head and tells `linear_token_loss` the loss, with so many MiB of workspace. Megatron's
-fused losses are `native-fused` and, where TransformerEngine is installed, `te`; the exact run has local layers.
+`loss_mask` of 0, as in Megatron's batches; `-skip` variants ignore and skip them. Megatron's losses are `native`, fused
+`native-fused`, and TransformerEngine's `te`, `te-overwrite` (`overwrite_input=True`) and `te-old` (up to 2.17, where
+the gradient replaces the logits in forward). Layers are local or TransformerEngine's; those of the exact run are local.
 """
 
 import argparse
@@ -14,18 +14,20 @@ import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.models.common.language_module import language_module
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor, nn
 
 import megatron_lce
-from benchmark import measure
+from benchmark import measure, te_loss
 from benchmark.ours import cache_bytes
+from benchmark.providers import Provider
 from benchmark.results import Results
 from scripts import megatron_runtime
 
@@ -116,29 +118,11 @@ def forward_step(batches: Any, model: nn.Module) -> tuple[Tensor, Any]:
     return losses, mean
 
 
-def token_loss_step(batches: Any, model: nn.Module) -> tuple[Tensor, Any]:
-    """The same where the head is told the loss in forward."""
-    batch = next(batches)
-    with megatron_lce.capture_lm_head(model) as head:
-        output = model(batch["input_ids"], batch["position_ids"], None)
-
-    def mean(_: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        mask, options = batch["loss_mask"], {"entropy": False, "workspace_bytes": 640 * measure.MIB}
-        result = head.linear_token_loss(batch["labels"], masked_loss, mask, **options)
-        return result.loss / mask.sum(), {"losses": masked_loss(result.outputs, mask)}
-
-    return output, mean
-
-
-def masked_loss(out: megatron_lce.LinearCrossEntropyOutput, loss_mask: Tensor) -> Tensor:
-    return -out.logprobs * loss_mask
-
-
-def step(model: nn.Module, batches: list[dict[str, Tensor]], variant: str = "native") -> list[dict]:
+def step(model: nn.Module, batches: list[dict[str, Tensor]]) -> list[dict]:
     """Forward and backward of every microbatch; gradients are added to `main_grad`."""
     micro_batch_size, sequence_length = batches[0]["labels"].shape
     return get_forward_backward_func()(
-        forward_step_func=token_loss_step if variant.startswith("ours-token") else forward_step,
+        forward_step_func=forward_step,
         data_iterator=iter(batches),
         model=model,
         num_microbatches=len(batches),
@@ -148,39 +132,42 @@ def step(model: nn.Module, batches: list[dict[str, Tensor]], variant: str = "nat
     )
 
 
-def losses_and_gradients(
-    model: nn.Module, batches: list[dict[str, Tensor]], variant: str = "native"
-) -> tuple[Tensor | None, list[Tensor]]:
+def losses_and_gradients(model: nn.Module, batches: list[dict[str, Tensor]]) -> tuple[Tensor | None, list[Tensor]]:
     """Per-token losses (None but on the last stage) and every parameter's fp32 gradient, from one step."""
     model.zero_grad_buffer()
-    records = step(model, batches, variant)
+    records = step(model, batches)
     losses = torch.stack([record["losses"] for record in records]) if records else None
     return losses, [parameter.main_grad.clone() for parameter in parameters(model).values()]
 
 
+def te_losses(args: argparse.Namespace) -> list[Provider]:
+    """TransformerEngine's losses, as variants."""
+    found = {"te": partial(te_loss.load, args.te), "te-overwrite": partial(te_loss.load, args.te, overwrite_input=True)}
+    if args.te_old is not None:
+        found["te-old"] = partial(te_loss.load, args.te_old)
+    return [Provider(name, load, holds_logits=True) for name, load in found.items() if name in args.variants]
+
+
 @contextlib.contextmanager
-def chosen(model: nn.Module, variant: str, tokens: int, args: argparse.Namespace) -> Iterator[None]:
-    """The variant's loss is in force."""
+def chosen(
+    model: nn.Module, variant: str, tokens: int, args: argparse.Namespace, te: te_loss.Loss | None = None
+) -> Iterator[None]:
+    """The variant's loss is in force; `te` is TransformerEngine's, where the variant has it."""
     config = get_model_config(model)
-    config.cross_entropy_loss_fusion = variant in ("native-fused", "te")
-    config.cross_entropy_fusion_impl = "te" if variant == "te" else "native"
-    head = getattr(unwrap_model(model), "output_layer", None)
-    if head is not None:
-        # Megatron refuses the setting at construction without Apex, whose kernel our head does not need.
-        head.gradient_accumulation_fusion = "main-grad" in variant
-    caches = {"ours-cached": cache_bytes(tokens, args.vocab // args.tp, 1)}
-    caches |= dict.fromkeys(("ours-512-mib", "ours-main-grad-512-mib"), 512 * measure.MIB)
+    config.cross_entropy_loss_fusion = te is not None or variant == "native-fused"
+    config.cross_entropy_fusion_impl = "native" if te is None else "te"
     handle = megatron_lce.enable_fused_linear_ce(
         model,
         use_fused_linear_ce=variant.startswith("ours"),
         on_unsupported="raise",
         skip_masked=variant.endswith("-skip"),
         known_loss=variant.startswith("ours-known"),
-        logits_cache_bytes=caches.get(variant, 0),
+        logits_cache_bytes=cache_bytes(tokens, args.vocab // args.tp, 1) if variant == "ours-cached" else 0,
     )
     assert handle.enabled == (variant.startswith("ours") and parallel_state.is_pipeline_last_stage()), handle.reasons
     try:
-        yield
+        with mock.patch.object(language_module, "te_parallel_cross_entropy", te):
+            yield
     finally:
         handle.remove()
 
@@ -195,7 +182,7 @@ def errors(
     """The slowest rank's record, with errors against the fp32 run: the worst token, the worst parameter, and that over
     native's error.
     """
-    losses, gradients = losses_and_gradients(model, batches, record["variant"])
+    losses, gradients = losses_and_gradients(model, batches)
     found = {"loss": 0.0, "loss_max_error": 0.0}  # of a stage without a head
     if losses is not None:
         counted = sum(batch["loss_mask"].sum() for batch in batches)
@@ -221,6 +208,7 @@ def in_megatron(work: Callable[[Results, argparse.Namespace, torch.device], None
 @in_megatron
 def measure_case(results: Results, args: argparse.Namespace, device: torch.device) -> None:
     """All variants at every number of tokens. They share one model, so each is put in force when it is called."""
+    te = results.load(te_losses(args))
     model = build(args, results.dtype, device)
     for tokens, masked in itertools.product(args.tokens, args.masked):
         batches = make_batches(args, tokens, masked, device)
@@ -234,10 +222,10 @@ def measure_case(results: Results, args: argparse.Namespace, device: torch.devic
             record = {"tp": args.tp, "pp": args.pp, "tokens": tokens, "masked": masked, "variant": name}
             if args.transformer_impl != "local":
                 record["layers"] = args.transformer_impl
-            if name == "te" and not HAVE_TE:
-                results.unsupported("steps", record, "TransformerEngine is not installed")
+            if name.startswith("te") and name not in te:
+                results.unsupported("steps", record, "TransformerEngine's files are not there")
                 continue
-            call, in_force = partial(step, model, batches, name), partial(chosen, model, name, tokens, args)
+            call, in_force = partial(step, model, batches), partial(chosen, model, name, tokens, args, te.get(name))
             after = partial(errors, model, batches, exact, native_errors)
             turns.append((record, measure.Timed(call, device, in_force, after)))
         results.take_turns("steps", turns, dist.barrier, **CALLS)

@@ -7,43 +7,52 @@ from typing import Any
 from benchmark.results import extra_gib, measured
 
 BLUE, ORANGE, GREY, DARK = "#2563eb", "#d97706", "#9ca3af", "#4b5563"
-WAYS = {  # of a whole step: name and colour
-    "native-fused": ("Megatron,\nfused cross-entropy", GREY),
+STEPS = {  # of a whole step: name and colour
+    "native": ("Megatron", GREY),
+    "te": ("Megatron, with\nTransformerEngine's loss", DARK),
     "ours": ("megatron-lce", BLUE),
     "ours-known": ("megatron-lce,\nknown_loss=True", ORANGE),
 }
-MASKED_WAYS = {
-    "native-fused": WAYS["native-fused"],
-    "ours-skip": ("megatron-lce,\nskip_masked=True", BLUE),
-    "ours-known-skip": ("megatron-lce,\nknown_loss=True", ORANGE),
+MASKED_STEPS = {
+    "native": STEPS["native"],
+    "te": STEPS["te"],
+    "ours-skip": ("megatron-lce, masked\ntokens skipped", BLUE),
+    "ours-known-skip": ("... and\nknown_loss=True", ORANGE),
 }
 
 
 def step(document: dict) -> Any:
-    """Peak memory and time of a training step at TP=2, with every token in the loss and with 60 % masked."""
-    figure, axes = _figure(2, 2, (8, 5.2))
-    cases = {"every token in the loss": (0.0, WAYS), "60 % of the tokens masked": (0.6, MASKED_WAYS)}
+    """Transient memory and time of a training step, with every token in the loss and with 60 % masked."""
+    figure, axes = _figure(2, 2, (9, 5.4))
+    cases = {"every token in the loss": (0.0, STEPS), "60 % of the tokens masked": (0.6, MASKED_STEPS)}
     for row, (title, (masked, ways)) in zip(axes, cases.items(), strict=True):
-        records = {x["variant"]: x for x in measured(document, "steps", masked=masked, tp=2)}
+        records = {x["variant"]: x for x in measured(document, "steps", masked=masked, tokens=8192)}
         bars = [(*ways[name], records[name]) for name in ways if name in records]
         memory = [(name, color, x["peak_mib"] / 1024, f"{x['peak_mib'] / 1024:.1f} GiB") for name, color, x in bars]
-        _bars(row[0], f"Transient memory: {title}", memory)
+        _bars(row[0], f"Transient memory, {title}", memory)
         times = [(name, color, x["time_ms"], f"{x['time_ms']:.0f} ms") for name, color, x in bars]
-        _bars(row[1], f"Time: {title}", times)
+        _bars(row[1], f"Time, {title}", times)
         row[1].set_yticklabels([])
-    figure.suptitle("Same training step, half the memory: four Qwen3-8B-size layers, TP=2, 8,192 tokens, bf16")
+    figure.suptitle("One training step: four Qwen3-8B-size layers, 8,192 tokens, bf16, one GPU", fontsize=11)
     return figure
 
 
 def masked(document: dict) -> Any:
     """Time of a training step over the share of masked tokens."""
     figure, ((axis,),) = _figure(1, 1, (8, 3.8))
+    ways = {"native-fused": ("Megatron, fused cross-entropy", GREY)}
+    ways |= {"ours-skip": STEPS["ours"], "ours-known-skip": STEPS["ours-known"]}
     lines = []
-    for name, (title, color) in MASKED_WAYS.items():
-        records = measured(document, "steps", variant=name, tp=2)
+    for name, (title, color) in ways.items():
+        records = measured(document, "steps", variant=name, tokens=8192)
         lines.append((title, color, sorted((100 * x["masked"], x["time_ms"]) for x in records)))
     _lines(axis, lines)
-    axis.set(title="Training step, TP=2, 8,192 tokens", xlabel="% of the tokens masked", ylabel="ms", xlim=(-2, 125))
+    axis.set(
+        title="Training step of 8,192 tokens; megatron-lce skips masked ones",
+        xlabel="% of the tokens masked",
+        ylabel="ms",
+        xlim=(-2, 133),
+    )
     axis.set_ylim(0, None)
     axis.set_xticks(range(0, 100, 30))
     return figure
@@ -51,28 +60,31 @@ def masked(document: dict) -> Any:
 
 def memory(document: dict) -> Any:
     """Memory of one head over its tokens, beyond the gradients."""
-    figure, ((axis,),) = _figure(1, 1, (8, 4))
-    heads = {"megatron": ("Megatron, fused", GREY), "compile": ("torch.compile", DARK), "ours": ("megatron-lce", BLUE)}
+    figure, ((axis,),) = _figure(1, 1, (8, 4.2))
+    heads = {"megatron": ("Megatron, fused\ncross-entropy", GREY), "ours": ("megatron-lce", BLUE)}
+    heads["compile"] = ("torch.compile", DARK)
     lines = []
     for name, (title, color) in heads.items():
         records = measured(document, "memory", provider=name)
         lines.append((title, color, sorted((x["tokens"], extra_gib(x)) for x in records)))
     axis.set(xscale="log", yscale="log", xlabel="tokens", ylabel="GiB beyond the gradients")
     _lines(axis, lines)
-    axis.axhline(80, color=DARK, linestyle=":", linewidth=1)
-    axis.annotate("80 GB GPU", (axis.dataLim.x0, 80), (0, 3), textcoords="offset points", color=DARK, fontsize=9)
+    axis.axhline(80e9 / 2**30, color=DARK, linestyle=":", linewidth=1)
+    axis.annotate("80 GB", (axis.dataLim.x0, 80e9 / 2**30), (0, 3), textcoords="offset points", color=DARK, fontsize=9)
     ticks = sorted({x for *_, points in lines for x, _ in points})
     axis.set_xticks(ticks, [f"{x // 1024}k" for x in ticks], minor=False)
-    axis.set_xlim(ticks[0] / 1.2, ticks[-1] * 4)
+    axis.minorticks_off()
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.set_xlim(ticks[0] / 1.2, ticks[-1] * 3)
     axis.set_title("Head of Qwen3-8B: hidden 4,096, vocabulary 151,936")
     return figure
 
 
 def distillation(document: dict) -> Any:
     """Memory of linear JSD at beta 0.5, with its time as text."""
-    figure, ((axis,),) = _figure(1, 1, (8, 2.4))
-    titles = {"compile": ("torch.compile,\nwith all logits", GREY), "ours": ("linear_jsd", BLUE)}
-    titles["ours-weights-512"] = ("linear_jsd,\ntoken_weights", ORANGE)
+    figure, ((axis,),) = _figure(1, 1, (8, 2.3))
+    titles = {"compile": ("torch.compile", GREY), "ours": ("linear_jsd", BLUE)}
+    titles["ours-weights-1024"] = ("linear_jsd,\ntoken_weights", ORANGE)
     records = {x["provider"]: x for x in measured(document, "jsd", beta=0.5)}
     bars = []
     for name in (name for name in titles if name in records):
@@ -83,35 +95,52 @@ def distillation(document: dict) -> Any:
 
 
 def training(document: dict) -> Any:
-    """Losses of training runs from one seed, and their differences from the baseline."""
-    figure, axes = _figure(2, 1, (8, 5.2), sharex=True, height_ratios=(2, 1))
-    (above,), (below,) = axes
-    runs = list(measured(document, "curves", masked=False))
-    native = next(x for x in runs if x["run"] == "native")
-    names = {"native": WAYS["native-fused"], "flag": WAYS["ours"], "known": WAYS["ours-known"]}
-    for record in runs:
-        title, color = names.get(record["run"], (None, GREY))
-        steps, losses = range(1, len(record["losses"]) + 1), record["losses"]
-        if title:
-            width = 5 if record is native else 1.5
-            above.plot(steps, losses, color=color, linewidth=width, label=title.replace("\n", " "))
-        if record is not native:
-            apart = [a - b for a, b in zip(losses, native["losses"], strict=True)]
-            repeats = None if title or record["run"] != "native-1" else "Megatron again, other summation orders"
-            below.plot(steps, apart, color=color, linewidth=1, label=repeats)
-    above.set(title="GPT on real text, one seed", ylabel="loss per token, nats")
-    below.set(xlabel="optimizer step", ylabel="difference\nfrom Megatron")
+    """Losses of training runs from one seed, and their differences from Megatron's."""
+    figure, ((above,), (below,)) = _figure(2, 1, (8, 5.6), sharex=True, height_ratios=(3, 2))
+    runs = {x["run"]: x for x in measured(document, "training")}
+    names = {
+        "native": ("Megatron, fused cross-entropy", GREY),
+        "native-again": ("Megatron, sums in another order", DARK),
+    }
+    names |= {"flag": STEPS["ours"], "known": STEPS["ours-known"]}
+    native = runs["native"]["losses"]
+    above.plot(range(1, len(native) + 1), native, color=GREY, linewidth=5, label=names["native"][0])
+    for name in (name for name in names if name in runs and name != "native"):
+        (title, color), losses = names[name], runs[name]["losses"]
+        if name != "native-again":
+            label = title.replace("\n", " ")
+            above.plot(range(1, len(losses) + 1), losses, color=color, linewidth=1, label=label)
+        apart = [_mean(a) - _mean(b) for a, b in zip(_parts(losses), _parts(native), strict=True)]
+        steps = [PART * i + PART / 2 for i in range(len(apart))]
+        below.plot(steps, apart, color=color, linewidth=1.3, label=title.replace("\n", " "))
+    above.set(title="A GPT on real text, one seed: the losses overlap", ylabel="loss per token, nats")
+    below.axhline(0, color=GREY, linewidth=0.8)
+    largest = max((abs(y) for line in below.lines for y in line.get_ydata()), default=1) or 1
+    below.set(xlabel="optimizer step", ylabel=f"difference from Megatron,\nmean of {PART} steps")
+    below.set_ylim(-1.1 * largest, 2.1 * largest)
     above.legend(fontsize=9, frameon=False)
-    below.legend(fontsize=8, frameon=False)
+    below.legend(fontsize=8, frameon=False, ncols=3, loc="upper center")
     return figure
 
 
+PART = 20  # steps whose differences are drawn as one
+
+
+def _parts(values: Sequence[float]) -> list[Sequence[float]]:
+    size = min(PART, len(values))
+    return [values[i : i + size] for i in range(0, len(values) - size + 1, size)]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
 PICTURES: dict[str, tuple[str, Callable[[dict], Any]]] = {  # the results' file, and what draws it
-    "step": ("step_known_tp2_h100", step),
-    "masked": ("step_known_tp2_h100", masked),
+    "step": ("steps_h200", step),
+    "masked": ("steps_h200", masked),
     "memory": ("memory_h200", memory),
-    "distillation": ("jsd_h100", distillation),
-    "training": ("curves_h100", training),
+    "distillation": ("jsd_h200", distillation),
+    "training": ("training_h200", training),
 }
 
 
@@ -121,9 +150,7 @@ def draw(name: str, document: dict, folder: Path) -> Path:
 
     figure = PICTURES[name][1](document)
     environment = document["environment"]
-    figure.supxlabel(
-        f"{environment['device']}, torch {environment['versions']['torch']}", fontsize=7, color=GREY, x=0.9
-    )
+    figure.supxlabel(environment["device"].removeprefix("NVIDIA "), fontsize=7, color=DARK, x=0.97, ha="right")
     folder.mkdir(parents=True, exist_ok=True)
     figure.savefig(folder / f"{name}.png", dpi=150)
     pyplot.close(figure)
@@ -160,7 +187,7 @@ def _lines(axis: Any, lines: Sequence[tuple[str, str, list[tuple[float, float]]]
         axis.plot(*zip(*points, strict=True), "o-", color=color, linewidth=2, markersize=5)
         end = points[-1][1]
         near = sum(abs(end - other) < 0.08 * end for other in ends)  # names must not lie on each other
-        where = {"xytext": (8, 24 * near), "textcoords": "offset points", "verticalalignment": "center"}
-        axis.annotate(name, points[-1], color=color, fontsize=9, **where)
+        where = {"xytext": (8, 24 * near), "textcoords": "offset points", "va": "center"}
+        axis.annotate(name, points[-1], color=color, fontsize=9, ha="left", **where)
         ends.append(end)
     axis.grid(alpha=0.3)

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from benchmark import te_loss
 from benchmark.ours import MIB, Ours, as_mode
 from benchmark.shapes import choose
 
@@ -94,40 +95,26 @@ def _load_megatron() -> Head:
     return head
 
 
-def _calling(module: str, name: str) -> Callable[[Callable[..., tuple[Tensor, ...]]], Callable[[], Head]]:
-    """Makes the `load` of a provider: it imports a peer's function, which the head gets in front of its arguments."""
-    return lambda head: lambda: partial(head, getattr(importlib.import_module(module), name))
+def _load_te() -> Head:
+    cross_entropy, group = te_loss.load(), _group_of_all()
+
+    def head(hidden: Tensor, weight: Tensor, labels: Tensor, mode: str) -> tuple[Tensor, ...]:
+        losses = cross_entropy((hidden @ weight.T)[None], labels[None], group)
+        return as_mode(mode, -losses.squeeze(0), None)
+
+    return head
 
 
-@_calling("liger_kernel.ops", "LigerFusedLinearCrossEntropyFunction")
-def _load_liger(peer: Any, hidden: Tensor, weight: Tensor, labels: Tensor, mode: str) -> tuple[Tensor, ...]:
-    reduction = "mean" if mode == "sft" else "none"
-    # bias, class weights, ignore_index, z-loss, label smoothing: all off
-    out = peer.apply(hidden, weight, labels, None, None, -100, 0.0, 0.0, reduction)
-    return (out[0],) if mode == "sft" else (-out[0],)
+def _load_liger() -> Head:
+    from liger_kernel.ops import LigerFusedLinearCrossEntropyFunction
 
+    def head(hidden: Tensor, weight: Tensor, labels: Tensor, mode: str) -> tuple[Tensor, ...]:
+        reduction = "mean" if mode == "sft" else "none"
+        # bias, class weights, ignore_index, z-loss, label smoothing: all off
+        out = LigerFusedLinearCrossEntropyFunction.apply(hidden, weight, labels, None, None, -100, 0.0, 0.0, reduction)
+        return (out[0],) if mode == "sft" else (-out[0],)
 
-# Named directly: the public dispatcher falls back to plain torch, silently, where this kernel cannot run.
-@_calling("liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90", "LigerFusedScaledCrossEntropySM90Function")
-def _load_liger_scaled(peer: Any, hidden: Tensor, weight: Tensor, labels: Tensor, mode: str) -> tuple[Tensor, ...]:
-    entropy = mode in ("fwd", "rl")
-    out = peer.apply(hidden, weight, labels, 1.0, -100, 1, entropy)
-    losses, entropies = out if entropy else (out, None)  # entropy comes in bf16
-    return as_mode(mode, -losses, entropies.float() if entropy else None)
-
-
-@_calling("cut_cross_entropy", "linear_cross_entropy")
-def _load_cut_cross_entropy(peer: Any, hidden: Tensor, weight: Tensor, labels: Tensor, mode: str) -> tuple[Tensor, ...]:
-    if mode == "sft":
-        return (peer(hidden, weight, labels, reduction="mean"),)
-    return (-peer(hidden, weight, labels, reduction="none"),)
-
-
-@_calling("quack.linear_cross_entropy", "chunked_linear_cross_entropy")
-def _load_quack(peer: Any, hidden: Tensor, weight: Tensor, labels: Tensor, mode: str) -> tuple[Tensor, ...]:
-    chunk_size = 8192 if hidden.shape[1] == 4096 else 4096  # it refuses chunks as long as hidden is wide
-    # tuned=False: its default tiles instead of a search of minutes for each shape
-    return (peer(hidden, weight, labels, chunk_size=chunk_size, reduction="mean", tuned=False),)
+    return head
 
 
 @functools.cache
@@ -173,11 +160,9 @@ PROVIDERS = {
         Provider("eager", lambda: _eager_head, holds_logits=True),
         Provider("compile", lambda: torch.compile(_eager_head, dynamic=False), holds_logits=True),
         Provider("megatron", _load_megatron, **_NO_ENTROPY, holds_logits=True, package="megatron-core"),
+        Provider("te", _load_te, **_NO_ENTROPY, holds_logits=True),
         Provider("liger", _load_liger, **_NO_ENTROPY, package="liger-kernel"),
         Provider("verl", _load_verl, package="verl"),
-        Provider("cce", _load_cut_cross_entropy, **_NO_ENTROPY, package="cut-cross-entropy"),
-        Provider("liger-sm90", _load_liger_scaled, package="liger-kernel"),
-        Provider("quack", _load_quack, ("sft",), "gives the mean loss only", package="quack-kernels"),
     )
 }
 

@@ -1,77 +1,64 @@
 """Tables and pictures of README and docs, from committed results: `python -m benchmark.publish` writes all of them.
 
 A page has a table's place between `<!-- table: NAME -->` and `<!-- end -->`; NAME is an entry of `TABLES`. Pictures go
-to docs/images/NAME.png; NAME is an entry of `PICTURES`. Each entry names its files of benchmark/results. To publish a
-new measurement, commit its JSON, name it here, and run this program; `tests/test_docs.py` fails if a page differs from
-its results.
+to docs/images/NAME.png; NAME is an entry of `PICTURES`. Each entry names its file of benchmark/results. To publish a
+new measurement, commit its JSON and run this program; `tests/test_docs.py` fails if a page differs from its results.
 """
 
 import argparse
 import itertools
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from operator import itemgetter
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmark import pictures
-from benchmark.results import distances, extra_gib, grouped, load, measured, products_ms
+from benchmark.results import extra_gib, grouped, load, measured, products_ms
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, IMAGES = ROOT / "benchmark" / "results", ROOT / "docs" / "images"
 PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
-SHAPES = {
-    "S1": "Qwen3-8B, 8k tokens (S1)",
-    "S2": "vocabulary 131k, 16k tokens (S2)",
-    "S3": "Qwen3-8B's TP=8 shard, 16k tokens (S3)",
-}
-SHARES = (0.0, 0.3, 0.6, 0.9)
-HEADS = {
-    "ours": "**megatron_lce**, the default",
-    "ours-cached": "**megatron_lce**, everything cached",
-    "ours-token-640": "**megatron_lce**, `linear_token_loss`, 640 MiB",
-    "ours-known-640": "**megatron_lce**, `known_loss` of the flag, 640 MiB",
-    "megatron": "Megatron, fused cross-entropy",
-    "eager": "PyTorch, eager",
-    "compile": "PyTorch, torch.compile",
-    "liger": "Liger, Triton",
-    "liger-sm90": "Liger, for Hopper",
-    "verl": "verl",
-    "quack": "quack",
-    "cce": "Cut Cross-Entropy",
-}
-SKIPPING = {"ours": "`skip_ignored=False`", "ours-skip": "`skip_ignored=True`"}
-JSD_HEADS = {  # over the matmuls that each cannot do without
-    "ours": "per token, over 2 (Fs + Ft) + dX + dW",
-    "ours-weights-512": "`token_weights`, 512 MiB, over Fs + Ft + dX + dW",
-    "ours-weights-1024": "`token_weights`, 1 GiB, over the same",
-    "compile": "torch.compile with all logits, over the same",
-}
-VARIANTS = {
-    "native-fused": "Megatron, fused cross-entropy",
-    "ours": "flag on",
-    "ours-512-mib": "flag on, `logits_cache_bytes` of 512 MiB",
-    "ours-cached": "flag on, everything cached",
-    "ours-main-grad": "flag on, `gradient_accumulation_fusion` on the head",
-    "ours-known": "flag on, `known_loss=True`",
-    "ours-token-640": "capture, `linear_token_loss` with 640 MiB",
-    "ours-skip": "flag on, `skip_masked=True`",
-    "ours-known-skip": "flag on, both",
-}
-TE_STEPS = {
-    "native": "Megatron, unfused",
+Titles = dict[Any, str]  # by the value of a record's field
+Cell = Callable[[dict], str]
+Column = tuple[dict[str, Any], Cell]  # the fields of the records in it, and their text
+
+STEPS = {
+    "native": "Megatron",
     "native-fused": "Megatron, fused cross-entropy",
     "te": "Megatron, TransformerEngine's cross-entropy",
-    **{name: title for name, title in VARIANTS.items() if name.startswith("ours")},
+    "te-overwrite": "Megatron, TransformerEngine's cross-entropy, `overwrite_input=True`",
+    "te-old": "Megatron, TransformerEngine's cross-entropy up to 2.17",
+    "ours": "megatron-lce",
+    "ours-known": "megatron-lce, `known_loss=True`",
+    "ours-cached": "megatron-lce, all logits cached",
+    "ours-skip": "megatron-lce, masked tokens skipped",
+    "ours-known-skip": "megatron-lce, `known_loss=True`, masked tokens skipped",
 }
-RUNS = {
-    "native-fused": "Megatron, fused cross-entropy",
-    "ours": "flag on",
-    "ours-known": "flag on, known_loss",
-    "ours-skip": "flag on, skip_masked",
-    "ours-known-skip": "flag on, known_loss, skip_masked",
+MASKED = STEPS | {"ours-known-skip": "... and masked tokens skipped"}  # below `known_loss=True`
+HEADS = {
+    "megatron": "Megatron, fused cross-entropy",
+    "te": "Megatron, TransformerEngine's cross-entropy",
+    "compile": "torch.compile",
+    "liger": "Liger",
+    "verl": "verl",
+    "ours": "megatron-lce",
+    "ours-cached": "megatron-lce, all logits cached",
+    "ours-token-640": "megatron-lce, `linear_token_loss`",
+    "ours-known-640": "megatron-lce, `known_loss=True`",
+}
+JSD_HEADS = {
+    "compile": "torch.compile",
+    "ours": "`linear_jsd`",
+    "ours-weights-1024": "`linear_jsd`, `token_weights`",
+}
+TRAINING = {
+    "native": "Megatron, fused cross-entropy",
+    "native-again": "the same, sums in another order",
+    "flag": "megatron-lce",
+    "known": "megatron-lce, `known_loss=True`",
 }
 
 
@@ -80,179 +67,161 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "".join([lines[0], f"|{'---|' * len(header)}\n", *lines[1:]])
 
 
-@dataclass(frozen=True)
-class Table:
-    """A table of `cell(record)`, records of a section found by the values of their row's and their column's fields.
-
-    `rows` and `columns` hold the titles by these values, a tuple if there are several fields. A row without a record is
-    left out; of equal records the last counts.
-    """
-
-    corner: str
-    section: str
-    row: str
-    rows: dict[Any, str]
-    column: str
-    columns: dict[Any, str]
-    cell: Callable[[dict], str]
-    where: dict[str, Any] = field(default_factory=dict)
-
-    def __call__(self, *documents: dict) -> str:
-        records = [record for document in documents for record in measured(document, self.section, **self.where)]
-        row_of, column_of = itemgetter(*self.row.split()), itemgetter(*self.column.split())
-        found = {(row_of(record), column_of(record)): self.cell(record) for record in records}
-        lines = [[title, *(found.get((row, x), "-") for x in self.columns)] for row, title in self.rows.items()]
-        return markdown([self.corner, *self.columns.values()], [line for line in lines if {*line[1:]} != {"-"}])
+def table(document: dict, corner: str, section: str, row: str, titles: Titles, columns: dict[str, Column]) -> str:
+    """One row for each value of the field `row`; a row without a record is left out."""
+    lines = []
+    for value, title in titles.items():
+        cells = []
+        for fields, cell in columns.values():
+            records = [x for x in document.get(section, []) if {row: value, **fields}.items() <= x.items()]
+            cells.append(cell(records[-1]) if records else "-")
+        if {*cells} != {"-"}:
+            lines.append([title, *cells])
+    return markdown([corner, *columns], lines)
 
 
-def cell(record: dict, ratio: str | None = None, memory: bool = True) -> str:
-    """Time, its ratio to matmuls, and memory over the gradients."""
-    text = f"{record['time_ms']:.1f}" + (f" ({record[ratio]:.2f})" if ratio else "")
-    return text + (f" / {extra_gib(record):.2f}" if memory else "")
+def if_measured(cell: Cell) -> Cell:
+    """What stands for a record without a result: out of memory is one, too."""
+    return lambda x: cell(x) if x["status"] == "ok" else "out of memory" if x["status"] == "out of memory" else "-"
 
 
-def step_cell(record: dict) -> str:
-    return f"{record['time_ms']:.1f} / {record['peak_mib']:,.0f}"
+@if_measured
+def step_ms(record: dict) -> str:
+    return f"{record['time_ms']:.1f} ms"
 
 
-def jsd_cell(record: dict) -> str:
-    """Over the matmuls that this way needs."""
-    return cell(record, "over_products_recomputed" if record["provider"] == "ours" else "over_products")
+@if_measured
+def step_gib(record: dict) -> str:
+    return f"{record['peak_mib'] / 1024:.1f} GiB"
 
 
-def curves(*documents: dict) -> str:
-    """Training runs at three learning rates: speed, memory, the last loss, and how far losses are from native ones."""
-    rates = [grouped(measured(x, "curves"), "masked", "variant") for x in documents]
-    rows = []
-    for (masked, variant), runs in rates[0].items():
-        title = ("masked: " if masked else "") + RUNS[variant]
-        ends = sorted(record["held_out_loss"] for record in runs)
-        row = [f"{title}, {len(runs)} runs" if len(runs) > 1 else title, step_cell(runs[0])]
-        row.append(" to ".join(f"{end:.4f}" for end in dict.fromkeys((ends[0], ends[-1]))))
-        for found in rates:
-            apart = distances(found[masked, variant], found[masked, "native-fused"])
-            row.append(" / ".join(f"{x:.1e}" for x in apart))
-        rows.append(row)
-    header = ["", "ms a step / MiB over the resting state", "loss of held-out text"]
-    return markdown([*header, "from native runs: median / largest", "at 3e-4", "at 6e-4"], rows)
+@if_measured
+def step_both(record: dict) -> str:
+    return f"{step_ms(record)}, {step_gib(record)}"
 
 
-def errors(*documents: dict) -> str:
-    """Errors against fp64 of every head that was compared; among equal ones the first counts."""
-    rows: dict[tuple, list[str]] = {}
-    for record in itertools.chain(*(measured(document, "errors") for document in documents)):
-        largest = record.get("logprobs_max_error", record.get("loss_max_error"))
-        values = largest, record["grad_hidden_relative_error"], record["grad_weight_relative_error"]
-        row = [HEADS[record["provider"]], record["mode"], *(f"{value:.1e}" for value in values)]
-        rows.setdefault((record["provider"], record["mode"]), row)
-    return markdown(["", "mode", "logprob (sft: loss), largest error", "dX, relative", "dW, relative"], rows.values())
+@if_measured
+def head_gib(record: dict) -> str:
+    return f"{extra_gib(record):.1f} GiB"
 
 
-def rounding(document: dict) -> str:
-    """A sampler's logprobs beside its trainer's, with logits rounded on both sides, on one or on none."""
-    titles = {"same": "the sampler's", "halves": "bf16, partial sums of TP=2", "fp32": "fp32"}
-    columns = {"hidden_difference": "hidden states differ by", "both_fp32": "both fp32"}
-    columns |= {"sampler_bf16": "sampler bf16, trainer fp32", "both_bf16": "both bf16"}
-    records = {record["trainer"]: record for record in measured(document, "rounding")}
-    rows = [
-        [title, *(f"{records[name][x]:.1e}" if records[name][x] else "0" for x in columns)]
-        for name, title in titles.items()
-    ]
-    return markdown(["trainer's body", *columns.values()], rows)
+@if_measured
+def head_both(record: dict) -> str:
+    return f"{record['time_ms']:.1f} ms, {head_gib(record)}"
 
 
-def _by_mode(*shapes: str) -> dict[tuple, str]:
-    return {(mode, shape): f"{SHAPES[shape]}: {mode.upper()}" for shape in shapes for mode in ("rl", "sft")}
+@if_measured
+def head_ratio(record: dict) -> str:
+    """With the time over three matmuls' by cuBLAS."""
+    return f"{record['time_ms']:.1f} ms ({record['over_products']:.2f}), {head_gib(record)}"
 
 
-_MIB = "ms / MiB over the resting state"
-_ROWS = [(shape, name) for shape in ("S1", "S3") for name in SKIPPING]
-
-TABLES: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {
-    "heads": (
-        ("head_h200",),
-        Table("ms / extra GiB", "times", "provider", HEADS, "mode shape", _by_mode("S1", "S3"), cell),
-    ),
-    "known_loss": (
-        ("known_loss_h200",),
-        Table(
-            "ms (over F + dX + dW) / extra GiB", "times", "provider", HEADS, "shape mode",
-            {(shape, mode): f"{shape}, {mode}" for shape in ("S1", "S2") for mode in ("rl", "sft")},
-            lambda x: cell(x, "over_products"),
-        ),
-    ),
-    "ignored_rows": (
-        ("rows_h200",),
-        Table(
-            "rl: ms (over the counted rows alone)", "rows", "shape provider",
-            {(shape, name): f"{shape}, {SKIPPING[name]}" for shape, name in _ROWS},
-            "ignored", {share: f"{share:.0%} ignored" for share in SHARES},
-            lambda x: cell(x, "over_alone", memory=False), {"mode": "rl", "layout": "scattered"},
-        ),
-    ),
-    "jsd": (
-        ("jsd_h100",),
-        Table(
-            "ms (over the products) / extra GiB", "jsd", "provider", JSD_HEADS,
-            "beta", {beta: f"beta {beta}" for beta in (0.5, 0, 1)}, jsd_cell,
-        ),
-    ),
-    "steps": (
-        ("megatron_step_tp2_h100",),
-        Table(_MIB, "steps", "variant", VARIANTS, "tokens", {x: f"{x:,} tokens" for x in (8192, 16384)}, step_cell),
-    ),
-    "known_steps": (
-        ("step_known_tp1_h100", "step_known_tp2_h100", "step_tp2_16384_h100"),
-        Table(
-            f"{_MIB}, 8,192 tokens", "steps", "variant", VARIANTS, "tp masked tokens",
-            {
-                (1, 0.0, 8192): "TP=1", (2, 0.0, 8192): "TP=2", (2, 0.6, 8192): "TP=2, 60 % masked",
-                (2, 0.0, 16384): "TP=2, 16,384 tokens",
-            },
-            step_cell,
-        ),
-    ),
-    "masked_steps": (
-        ("step_known_tp2_h100",),
-        Table(
-            _MIB, "steps", "variant",
-            {x: VARIANTS[x] for x in ("native-fused", "ours", "ours-skip")}
-            | {"ours-known-skip": "flag on, and `known_loss=True`"},
-            "masked", {share: f"{share:.0%} masked" for share in SHARES}, step_cell,
-        ),
-    ),
-    "te_steps": (
-        ("step_te_tp1_h200",),
-        Table(
-            f"{_MIB}, 8,192 tokens", "steps", "variant", TE_STEPS,
-            "masked tokens", {(share, 8192): f"{share:.0%} masked" for share in (0.0, 0.6)}, step_cell,
-        ),
-    ),
-    "curves": (("curves_h100", "curves_3e-4_h100", "curves_6e-4_h100"), curves),
-    "errors": (("head_h200",), errors),
-    "rounding": (("rounding_cpu",), rounding),
-}  # fmt: skip
+def first_step(document: dict) -> str:
+    """The README's: time and memory at 8,192 tokens, and the same with 60 % of them masked."""
+    names = ("native", "native-fused", "te", "ours", "ours-known", "ours-known-skip")
+    columns: dict[str, Column] = {}
+    for masked, suffix in ((0.0, ""), (0.6, ", 60 % masked")):
+        fields = {"tokens": 8192, "masked": masked}
+        columns |= {f"time{suffix}": (fields, step_ms), f"transient memory{suffix}": (fields, step_gib)}
+    return table(document, "training step", "steps", "variant", {x: MASKED[x] for x in names}, columns)
 
 
-def source(documents: Sequence[dict]) -> str:
-    """Where and when they were measured; one line."""
-    found = [document["environment"] for document in documents]
-    gpus = " and ".join(dict.fromkeys(x["device"].removeprefix("NVIDIA ").split()[0] for x in found))
-    days = " and ".join(sorted({x["date"][:10] for x in found}))
-    return f"({gpus}, {days}.)\n"
+def steps(document: dict) -> str:
+    columns: dict[str, Column] = {}
+    for tokens, (masked, suffix) in itertools.product((8192, 16384), ((0.0, ""), (0.6, ", 60 % masked"))):
+        columns[f"{tokens:,} tokens{suffix}"] = ({"tokens": tokens, "masked": masked}, step_both)
+    return table(document, "training step", "steps", "variant", STEPS, columns)
 
 
-def results(names: Sequence[str]) -> list[dict]:
-    return [load(RESULTS / f"{name}.json") for name in names]
+def options(document: dict) -> str:
+    """The flag's options over the tokens of a microbatch."""
+    titles = {name: STEPS[name] for name in ("native-fused", "te", "ours", "ours-known", "ours-cached")}
+    columns = {f"{x:,} tokens": ({"tokens": x, "masked": 0.0}, step_both) for x in (8192, 16384)}
+    return table(document, "training step", "steps", "variant", titles, columns)
+
+
+def masked_steps(document: dict) -> str:
+    titles = {name: STEPS[name] for name in ("native-fused", "te", "ours-skip", "ours-known-skip")}
+    shares = sorted({x["masked"] for x in document["steps"]})
+    columns: dict[str, Column] = {
+        f"{share:.0%} masked".replace("%", " %"): ({"tokens": 8192, "masked": share}, step_both) for share in shares
+    }
+    return table(document, "training step, 8,192 tokens", "steps", "variant", titles, columns)
+
+
+def heads(document: dict, names: Sequence[str] = tuple(HEADS), cell: Cell = head_ratio, **shapes: str) -> str:
+    columns: dict[str, Column] = {}
+    for (shape, title), mode in itertools.product(shapes.items(), ("rl", "sft")):
+        columns[f"{title}{mode.upper()}"] = ({"shape": shape, "mode": mode}, cell)
+    return table(document, "head", "times", "provider", {name: HEADS[name] for name in names}, columns)
+
+
+def errors(document: dict) -> str:
+    """Of logprobs and gradients, against fp64; heads of bf16 logits beside ours."""
+    columns: dict[str, Column] = {
+        "largest logprob error": ({"mode": "rl"}, if_measured(lambda x: f"{x['logprobs_max_error']:.1e}")),
+        "relative gradient error": ({"mode": "rl"}, if_measured(lambda x: f"{x['grad_hidden_relative_error']:.1e}")),
+    }
+    titles = {name: HEADS[name] for name in ("ours", "compile", "verl")}
+    return table(document, "H = 1,024, bf16", "errors", "provider", titles, columns)
+
+
+def memory(document: dict) -> str:
+    tokens = sorted({x["tokens"] for x in document["memory"]})
+    columns: dict[str, Column] = {f"{x:,}": ({"tokens": x}, head_gib) for x in tokens}
+    return table(document, "memory beyond the gradients, by tokens", "memory", "provider", HEADS, columns)
+
+
+def distillation(document: dict) -> str:
+    names = {0.5: "JSD, beta 0.5", 0.0: "forward KL, beta 0", 1.0: "reverse KL, beta 1"}
+    columns: dict[str, Column] = {title: ({"beta": beta}, head_both) for beta, title in names.items()}
+    return table(document, "head of student and teacher", "jsd", "provider", JSD_HEADS, columns)
+
+
+def training(document: dict) -> str:
+    """Speed, memory, the loss at the end, and how far each step's loss is from the native run's."""
+    (native,) = measured(document, "training", run="native")
+
+    def differences(record: dict) -> list[float]:
+        return [abs(a - b) for a, b in zip(record["losses"], native["losses"], strict=True)]
+
+    columns: dict[str, Column] = {
+        "tokens a second": ({}, lambda x: f"{x['step_tokens'] / x['time_ms'] * 1e3:,.0f}"),
+        "transient memory": ({}, step_gib),
+        "held-out loss": ({}, lambda x: f"{x['held_out_loss']:.4f}"),
+        "loss differs by (median)": ({}, lambda x: "" if x is native else f"{median(differences(x)):.1e}"),
+        "(largest)": ({}, lambda x: "" if x is native else f"{max(differences(x)):.1e}"),
+    }
+    columns = {title: (fields, if_measured(cell)) for title, (fields, cell) in columns.items()}
+    return table(document, f"{len(native['losses']):,} steps", "training", "run", TRAINING, columns)
+
+
+README_HEADS = ("megatron", "compile", "verl", "ours", "ours-token-640", "ours-cached")
+TITLES = {"S1": "S1, ", "S2": "S2, ", "S3": "S3, "}
+TABLES: dict[str, tuple[str, Callable[[dict], str]]] = {  # the results' file, and what makes the table
+    "first_step": ("steps_h200", first_step),
+    "steps": ("steps_h200", steps),
+    "options": ("steps_h200", options),
+    "masked_steps": ("steps_h200", masked_steps),
+    "first_heads": ("heads_h200", partial(heads, names=README_HEADS, cell=head_both, S1="")),
+    "heads": ("heads_h200", partial(heads, **TITLES)),
+    "errors": ("heads_h200", errors),
+    "memory": ("memory_h200", memory),
+    "distillation": ("jsd_h200", distillation),
+    "training": ("training_h200", training),
+}
+
+
+def result(name: str) -> dict:
+    return load(RESULTS / f"{name}.json")
 
 
 def fill(page: str) -> str:
     """The page with its tables made anew."""
 
     def made(place: re.Match[str]) -> str:
-        files, make = TABLES[place[2]]
-        documents = results(files)
-        return f"{place[1]}\n{make(*documents)}\n{source(documents)}\n{place[3]}"
+        file, make = TABLES[place[2]]
+        return f"{place[1]}\n{make(result(file))}\n{place[3]}"
 
     return PLACE.sub(made, page)
 
@@ -262,9 +231,9 @@ def pages() -> list[Path]:
 
 
 # What tells records apart, in front of what was measured when a run prints its tables.
-KEYS = ("tp", "pp", "shape", "tokens", "hidden", "vocab", "layers", "masked", "mode", "beta", "ignored", "layout")
-KEYS += ("run", "variant", "trainer", "provider")
-NO_COLUMNS = ("status", "reason", "fastest_ms", "slowest_ms", "repeats", "first_call_s", "losses", "order")
+KEYS = ("tp", "pp", "shape", "tokens", "hidden", "vocab", "layers", "masked", "mode", "beta", "run", "variant")
+KEYS += ("provider",)
+NO_COLUMNS = ("status", "reason", "fastest_ms", "slowest_ms", "repeats", "losses", "order", "times_ms")
 
 
 def print_tables(document: dict) -> None:
@@ -312,7 +281,7 @@ def main(argv: list[str] | None = None) -> None:
         path.write_text(fill(path.read_text()))
     for name, (file, _) in pictures.PICTURES.items():
         if not arguments.no_pictures:
-            print(f"Picture: {pictures.draw(name, *results([file]), IMAGES)}")
+            print(f"Picture: {pictures.draw(name, result(file), IMAGES)}")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
-from math import dist
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -83,31 +82,11 @@ def add_ratios(document: dict) -> None:
 
     over_products             F for mode `fwd`, else F + dX + dW; for a divergence Fs + Ft + dX + dW
     over_products_recomputed  2F + dX + dW: what a head must do that keeps no logits for its backward
-    over_alone                the counted rows by themselves
-    difference_median, difference_largest  of a training run's distances to native ones with sums in other orders
     """
     for record in measured(document, "times") + measured(document, "jsd"):
         names = ("over_products", "over_products_recomputed")
         limits = zip(names, limits_ms(document, record), strict=False)
         record |= {name: record["time_ms"] / ms for name, ms in limits}
-    for records in grouped(measured(document, "rows"), "shape", "mode", "ignored", "layout").values():
-        for alone in [record["time_ms"] for record in records if record["provider"] == "ours-alone"]:
-            for record in records:
-                record["over_alone"] = record["time_ms"] / alone
-    for record in measured(document, "curves"):
-        native = measured(document, "curves", masked=record["masked"], variant="native-fused")
-        if apart := distances([record], native):
-            record |= dict(zip(("difference_median", "difference_largest"), apart, strict=True))
-
-
-def distances(runs: list[dict], others: list[dict]) -> tuple[float, ...]:
-    """Median and largest distance of a training run to one of the others; nothing where there is no such pair.
-
-    It is the root mean square of the differences of losses over the steps.
-    """
-    pairs = [(a["losses"], b["losses"]) for a in runs for b in others if a is not b]
-    apart = [dist(*pair) / len(pair[0]) ** 0.5 for pair in pairs]
-    return (median(apart), max(apart)) if apart else ()
 
 
 @dataclass
@@ -117,6 +96,7 @@ class Results:
     path    None: never written
     rounds  how often calls take turns
     quiet   nothing is printed (a rank that only helps)
+    append  records are added to those of the file, which are of the same package
     """
 
     device: torch.device
@@ -125,10 +105,17 @@ class Results:
     settings: dict
     rounds: int = ROUNDS
     quiet: bool = False
+    append: bool = False
 
     def __post_init__(self) -> None:
         settings = {"dtype": str(self.dtype), "settings": self.settings}
         self.document: dict[str, Any] = {"environment": environment(self.device), **settings}
+        if self.append and self.path:
+            before = load(self.path)
+            if before["environment"]["megatron_lce_source"] != self.document["environment"]["megatron_lce_source"]:
+                raise ValueError(f"{self.path} was measured with another package")
+            before["settings"].setdefault("appended", []).append(self.settings)
+            self.document = before
         if self.path:
             self.path.parent.mkdir(parents=True, exist_ok=True)
 

@@ -1,6 +1,6 @@
 """Measures one case of the table below: `python -m benchmark.run head --shapes S1,S2,S3 --providers all`.
 
-Cases of several ranks are started by torchrun: `torchrun --nproc-per-node 2 -m benchmark.run megatron_step`. Prints
+Several ranks are started by torchrun: `torchrun --nproc-per-node 2 -m benchmark.run megatron_step --tp 2`. Prints
 tables; `--json FILE` also writes each measurement as soon as it is taken, so that a stopped run loses nothing. A
 provider that is not installed, fails or lacks a mode is a result too, and stands in both.
 """
@@ -23,27 +23,20 @@ from benchmark.shapes import DTYPES, WrongArgument, choose, parse_heads, parse_s
 from scripts.arguments import TRANSFORMER_IMPLS, HelpFormatter
 from scripts.ranks import device_of_rank
 
-VARIANTS = ("native", "native-fused", "te", "ours", "ours-skip", "ours-512-mib", "ours-cached", "ours-main-grad")
-VARIANTS += ("ours-known", "ours-known-skip", "ours-main-grad-512-mib", "ours-token-640", "ours-token-main-grad")
-ORDERS = range(1, 6)
-ROW_MODES = ("rl", "rl-cached", "logprob")
+VARIANTS = ("native", "native-fused", "te", "te-overwrite", "te-old", "ours", "ours-known", "ours-cached", "ours-skip")
+VARIANTS += ("ours-known-skip",)
 EXTRAS = {"megatron": "megatron", "tokenizers": "scripts"}  # where setup.py names a package
 
 
 class Run(NamedTuple):
-    """A training run: the variant, the order of sums, and whether prompts are masked."""
+    """A training run: the variant, and the order of sums."""
 
     variant: str
     order: int = 0  # the text's and the weights' own; else the seed of a shuffle
-    masked: bool = False
 
 
 RUNS = {"native": Run("native-fused"), "flag": Run("ours"), "known": Run("ours-known")}
-RUNS |= {"masked-native": Run("native-fused", masked=True), "masked-flag": Run("ours-skip", masked=True)}
-RUNS |= {"masked-known": Run("ours-known-skip", masked=True)}
-RUNS |= {
-    f"{name}-{order}": RUNS[name]._replace(order=order) for order in ORDERS for name in ("native", "masked-native")
-}
+RUNS["native-again"] = Run("native-fused", order=1)
 
 
 @dataclass(frozen=True)
@@ -104,13 +97,13 @@ OPTIONS = {  # how a text becomes a value, and what `--help` says; of a case's o
     "jsd error_shape": (parse_heads, "The same of the comparison with fp64."),
     "betas": (SHARES, "Comma-separated: 0 is forward KL, 1 reverse KL, between them JSD."),
     "jsd providers": (names("a provider", jsd.PROVIDERS), all_of(jsd.PROVIDERS)),
-    "shares": (SHARES, "Comma-separated shares of ignored rows, which are scattered."),
-    "rows modes": (names("a mode", ROW_MODES), f"{all_of(ROW_MODES)[:-1]}; only the last has a peer."),
     "megatron_step tokens": (COUNTS, "Comma-separated token counts."),
     "tp": (count, "Tensor-parallel size; sequence parallel from 2 on."),
     "pp": (count, "Pipeline stages; also the number of microbatches."),
     "masked": (several(partial(share, highest=0.999)), "Comma-separated shares of masked tokens, such as 0,0.6."),
     "variants": (names("a variant", VARIANTS), all_of(VARIANTS)),
+    "te": (Path, "Folder with transformer_engine's Python files; None: the installed one's."),
+    "te_old": (Path, "The same of a version up to 2.17; None: its loss is left out."),
     "transformer_impl": (kind_of_layers, f"Layers: {' or '.join(TRANSFORMER_IMPLS)}."),
     "text": (Path, "File that benchmark.training_text wrote."),
     "runs": (names("a run", RUNS), all_of(RUNS)),
@@ -127,54 +120,36 @@ OPTIONS = {  # how a text becomes a value, and what `--help` says; of a case's o
 
 TURNS = {"rounds": str(results.ROUNDS), "budget_ms": "100"}
 HEAD = TURNS | {
-    "shapes": ("S1,2048x1024x32768", "64x128x1000"), "modes": ",".join(providers.MODES),
-    "providers": ("ours,ours-cached,eager,compile", "ours,eager"),  # compiling takes minutes on a CPU
+    "shapes": ("S1,S2,S3", "64x128x1000"), "modes": "rl,sft",
+    "providers": ("ours,ours-cached,ours-token-640,ours-known-640,megatron,te,compile", "ours,eager"),
     "error_shape": ("2048x1024x32768", "64x128x1000"),
     "memory_tokens": "", "memory_modes": "",
 }
-KNOWN = {"shapes": ("S1,S2,S3", "64x128x1000"), "modes": "rl,sft", "error_shape": "", "providers": (
-    "ours,ours-cached,ours-token-640,ours-known-640,compile,liger,quack",
-    "ours,ours-token-640,ours-known-640",
-)}
-CURVES = {
-    "text": "tokens.bin", "steps": ("200", "8"), "tokens": ("8192", "64"), "microbatches": "4", "lr": "1e-4",
-    "sequence_length": ("2048", "16"), "vocab": ("131072", "512"), "hidden": ("1024", "32"), "layers": ("8", "2"),
-    "heads": ("16", "4"),
-}
-SMALL = {  # ten minutes on two cores
-    "steps": "500", "tokens": "1024", "microbatches": "1", "lr": "1e-3", "sequence_length": "256", "vocab": "16384",
-    "hidden": "512", "layers": "4", "heads": "8",
+TRAINING = {
+    "text": "tokens.bin", "steps": ("2000", "8"), "tokens": ("8192", "64"), "microbatches": "1", "lr": "3e-4",
+    "sequence_length": ("2048", "16"), "vocab": ("65536", "512"), "hidden": ("1024", "32"), "layers": ("4", "2"),
+    "heads": ("8", "4"), "runs": "all", "tp": "1",
 }
 
 CASES = {
     "head": Case("Our head beside its peers in one process.", "heads.measure_heads", HEAD),
-    "known_loss": Case(
-        "A loss that is known in forward, beside heads that are not told.", "heads.measure_heads", HEAD | KNOWN
-    ),
     "jsd": Case("Fused linear JSD beside its peers in one process.", "jsd.measure_case", TURNS | {
         "budget_ms": "150", "shape": ("8192x2048x4096x151936", "64x32x48x1000"), "betas": "0.5,0,1",
         "error_shape": ("1024x512x1024x32768", "64x32x48x1000"),
-        "providers": ("all", "ours,ours-weights-512,liger,eager"),
-    }),
-    "rows": Case("Time over the share of ignored rows.", "heads.measure_rows", TURNS | {
-        "budget_ms": "50", "shapes": ("S1,S2,S3", "64x128x1000"), "shares": "0,0.3,0.6,0.9",
-        "modes": "rl,rl-cached",
+        "providers": ("ours,ours-weights-1024,compile", "ours,ours-weights-1024,eager"),
     }),
     "megatron_step": Case(
-        "A whole training step of a Megatron GPT, flag on and off; by torchrun.", "megatron_step.measure_case",
+        "A whole training step of a Megatron GPT, with its own losses and with the flag.",
+        "megatron_step.measure_case",
         {
-            "hidden": "4096", "vocab": "151936", "tokens": "8192,16384", "rounds": TURNS["rounds"], "tp": "2",
-            "pp": "1", "masked": "0", "variants": "all",
+            "hidden": "4096", "vocab": "151936", "tokens": "8192,16384", "rounds": TURNS["rounds"], "tp": "1",
+            "pp": "1", "masked": "0", "variants": "all", "te": None, "te_old": None,
             "sequence_length": "4096", "layers": "4", "heads": "32", "transformer_impl": "local",
         },
     ),
-    "curves": Case(
-        "A GPT trained on real text, flag on and off, beside the noise of sums.", "training_curves.measure_case",
-        CURVES | {"runs": "all", "tp": "1"},
-    ),
-    "rounding": Case(
-        "Logprobs of a trained GPT as a sampler and as its trainer compute them, logits rounded or not.",
-        "rounding.measure_case", CURVES | SMALL,
+    "training": Case(
+        "A GPT trained on real text, flag on and off, beside another order of sums.", "training_curves.measure_case",
+        TRAINING,
     ),
 }
 # fmt: on
@@ -198,6 +173,7 @@ def build_parser(device: str | None = None) -> argparse.ArgumentParser:
         add("--dtype", choices=DTYPES, default="bf16", help="Type of hidden and weight.")
         add("--device", choices=("cuda", "cpu"), help="Where to run; None: cuda where every rank has a GPU.")
         add("--json", type=Path, help="File to write; None: tables only.")
+        add("--append", action="store_true", help="Add to the records of that file.")
     return parser
 
 
@@ -229,7 +205,8 @@ def main(argv: list[str] | None = None) -> dict:
     last = rank == ranks - 1  # it has the losses of a pipeline; of other cases every rank has the same
     settings = {"command": argv} | ({"ranks": ranks} if ranks > 1 else {})
     path, rounds = arguments.json if last else None, getattr(arguments, "rounds", results.ROUNDS)
-    found = results.Results(arguments.on, arguments.dtype, path, settings, rounds, quiet=not last)
+    more = {"quiet": not last, "append": arguments.append}
+    found = results.Results(arguments.on, arguments.dtype, path, settings, rounds, **more)
     measure_case(found, arguments)
     found.save()
     if torch.distributed.is_initialized():

@@ -2,10 +2,9 @@
 
 It has Megatron's modules, schedule, DDP with fp32 gradients and distributed optimizer with fp32 Adam. A run records the
 loss of each step, that of held-out text at its end, the median step time and the peak memory over the resting state
-(weights, gradients, optimizer). Runs with a number are native ones with each MLP's neurons in another order, and with a
-step's sequences dealt to the microbatches otherwise: sums are taken in another order, and nothing else differs. The
-distances of native runs from each other are the noise that the other ways are held against. `masked-` runs count only
-the last part of each sequence, as supervised fine-tuning counts answers.
+(weights, gradients, optimizer). `native-again` is the native run with each MLP's neurons in another order, and with a
+step's sequences in another order: sums are taken otherwise, and nothing else differs. Its distance from the native run
+is the noise that the other ways are held against.
 """
 
 import argparse
@@ -25,15 +24,14 @@ from scripts import megatron_runtime, training
 
 WARM_UP = 0.05  # of the steps: the learning rate rises in them, and falls to a tenth in the others
 HELD_OUT = 4  # microbatches
-PROMPT = 0.3, 0.9  # the shares of a sequence between which the length of its prompt is drawn
-PROGRESS = 25  # steps from one line to the next
+PROGRESS = 250  # steps from one line to the next
 
 
 class Text:
-    """Sequences of the token file, in its order: first those that are held out, then each step's.
+    """Sequences of the token file, in its order: first those that are held out, then each step's; again from their end.
 
     Raises:
-        ValueError: the file has too few tokens for the steps, or tokens that the model does not know.
+        ValueError: the file has too few tokens for a step, or tokens that the model does not know.
     """
 
     def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
@@ -43,30 +41,25 @@ class Text:
             raise ValueError(f"vocab: must be more than {int(tokens.max())}, a token of {args.text}, got {args.vocab}")
         self.sequences = tokens[: (len(tokens) - 1) // length * length + 1].unfold(0, length + 1, length)
         self.together = args.tokens // length  # sequences of a microbatch
-        most = len(self.sequences) // (self.together * self.microbatches) - math.ceil(HELD_OUT / self.microbatches)
-        if args.steps > most:
-            raise ValueError(f"steps: must be at most {most} with {len(tokens):,} tokens of text, got {args.steps}")
-        shares = torch.empty(len(self.sequences), dtype=torch.float32)
-        shares.uniform_(*PROMPT, generator=torch.Generator().manual_seed(0))
-        self.prompts = (shares * length).long()  # tokens of each sequence that do not count
+        self.trained = len(self.sequences) - HELD_OUT * self.together
+        if self.trained < self.together * self.microbatches:
+            raise ValueError(f"tokens: a step and the held-out text have more than the {len(tokens):,} of {args.text}")
 
-    def held_out(self, masked: bool) -> list[dict[str, Tensor]]:
-        indices = torch.arange(HELD_OUT * self.together).view(HELD_OUT, self.together)
-        return [self._batch(chosen, masked) for chosen in indices]
+    def held_out(self) -> list[dict[str, Tensor]]:
+        return [self._batch(chosen) for chosen in torch.arange(HELD_OUT * self.together).view(HELD_OUT, self.together)]
 
     def step(self, step: int, run: Run) -> list[dict[str, Tensor]]:
         """The microbatches of a step; their order and composition are the run's, their union is not."""
-        first = self.together * (HELD_OUT + step * self.microbatches)
-        indices = torch.arange(first, first + self.together * self.microbatches)
+        count = self.together * self.microbatches
+        indices = HELD_OUT * self.together + torch.arange(step * count, (step + 1) * count) % self.trained
         if run.order:
-            indices = indices[torch.randperm(len(indices), generator=torch.Generator().manual_seed(run.order))]
-        return [self._batch(chosen, run.masked) for chosen in indices.view(self.microbatches, self.together)]
+            indices = indices[torch.randperm(count, generator=torch.Generator().manual_seed(run.order))]
+        return [self._batch(chosen) for chosen in indices.view(self.microbatches, self.together)]
 
-    def _batch(self, indices: Tensor, masked: bool) -> dict[str, Tensor]:
+    def _batch(self, indices: Tensor) -> dict[str, Tensor]:
         tokens, positions = self.sequences[indices], torch.arange(self.sequences.shape[1] - 1)
-        counted = positions >= self.prompts[indices, None] * int(masked)
-        batch = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:], "loss_mask": counted.float()}
-        batch["position_ids"] = positions.expand_as(counted)
+        batch = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:], "loss_mask": torch.ones(tokens[:, 1:].shape)}
+        batch["position_ids"] = positions.expand(len(indices), -1)
         return {name: tensor.contiguous().to(self.device) for name, tensor in batch.items()}
 
 
@@ -138,7 +131,7 @@ def train(
         if resting is not None:
             record |= {"resting_mib": resting / measure.MIB}
             record |= {"peak_mib": (torch.cuda.max_memory_allocated(device) - resting) / measure.MIB}
-        record["held_out_loss"] = held_out_loss(model, text.held_out(run.masked))
+        record["held_out_loss"] = held_out_loss(model, text.held_out())
     record["parameters"] = sum(parameter.numel() for parameter in model.parameters())  # of this rank
     record["losses"] = [round(loss, 6) for loss in torch.stack(losses).tolist()]
     return model, record
@@ -151,6 +144,6 @@ def measure_case(results: Results, args: argparse.Namespace, device: torch.devic
     results.document["text"] = text.header
     for name in args.runs:
         record = {"run": name, "tp": args.tp, **RUNS[name]._asdict(), "step_tokens": args.tokens * args.microbatches}
-        results.attempt("curves", record, lambda name=name: train(args, name, text, results.dtype, results.quiet)[1])
+        results.attempt("training", record, lambda name=name: train(args, name, text, results.dtype, results.quiet)[1])
         gc.collect()  # DDP's hooks make circles
         torch.cuda.empty_cache()  # nothing without a GPU

@@ -1,4 +1,4 @@
-"""Text of the installed Python as tokens, for `benchmark.run curves`: `python -m benchmark.training_text tokens.bin`.
+"""Text of the installed Python as tokens, for `benchmark.run training`: `python -m benchmark.training_text tokens.bin`.
 
 Sources and documentation of the standard library and of all installed packages, each text once, in the order of their
 digests. A byte-level BPE tokenizer is trained on all of it. The file is a line of JSON that says what is in it, and

@@ -1,61 +1,61 @@
-"""The drawing in docs/how_it_works.md: `python -m scripts.draw_how_it_works`."""
+"""The drawing of how the head works, docs/images/how_it_works.png: `python -m scripts.draw_how_it_works`."""
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # the backend is chosen first: no display is needed
-from matplotlib.patches import FancyBboxPatch
+from matplotlib.patches import Rectangle
 
-INPUT, BUFFER, RESULT, GROUP = "#dbeafe", "#fde68a", "#bbf7d0", "#fecaca"
+HIDDEN, WEIGHT, SLAB, NEVER, RESULT, EDGE = "#dbeafe", "#fef3c7", "#2563eb", "#e5e7eb", "#bbf7d0", "#374151"
+TOKENS, COLUMNS, SLAB_WIDTH = 2.6, 3.6, 0.55  # the height and the width of one rank's logits, and the slab's width
+RANKS = {"rank 0": 2.2, "rank 1": 2.2 + COLUMNS + 0.35}  # where each rank's columns begin
 
-# (x, y, width, text, colour), rows from top to bottom
-BOXES = [
-    (0.0, 3.1, 2.3, "hidden [N, H]\nweight [V/tp, H]", INPUT),
-    (3.0, 3.1, 2.7, "softmax statistics\nof every 128 columns\n(logits in registers)", BUFFER),
-    (6.4, 3.1, 2.2, "largest logit and\ninteger sums", BUFFER),
-    (9.2, 3.1, 2.4, "over the group: largest\nlogits, then sums", GROUP),
-    (12.2, 3.1, 2.3, "logprobs, entropy,\nlse [N]", RESULT),
-    (0.0, 0.9, 2.3, "upstream gradients\n[N] of each output", INPUT),
-    (3.0, 0.9, 2.7, "one slab of the gradient\nof logits, recomputed,\nin a reused buffer", BUFFER),
-    (6.9, 1.75, 3.1, "dX: sum of slab @ weight[slab]\nin fp32, 4 N H bytes", BUFFER),
-    (6.9, 0.1, 3.1, "dW[slab] = slab.T @ hidden", RESULT),
-    (11.2, 1.75, 3.3, "hidden's gradient: all-reduce or\nreduce-scatter over the group,\nunder the last dW", GROUP),
-]
-ARROWS = [
-    ((2.3, 3.6), (3.0, 3.6)), ((5.7, 3.6), (6.4, 3.6)), ((8.6, 3.6), (9.2, 3.6)), ((11.6, 3.6), (12.2, 3.6)),
-    ((2.3, 1.4), (3.0, 1.4)), ((5.7, 1.6), (6.9, 2.2)), ((5.7, 1.2), (6.9, 0.6)), ((10.0, 2.25), (11.2, 2.25)),
-]  # fmt: skip
+
+def box(axes: Any, x: float, y: float, width: float, height: float, color: str, text: str = "", **more: Any) -> None:
+    axes.add_patch(Rectangle((x, y), width, height, facecolor=color, edgecolor=EDGE, **more))
+    axes.text(x + width / 2, y + height / 2, text, ha="center", va="center", fontsize=10)
+
+
+def arrow(axes: Any, start: tuple[float, float], end: tuple[float, float], color: str = EDGE) -> None:
+    axes.annotate("", xy=end, xytext=start, arrowprops={"arrowstyle": "->", "color": color, "linewidth": 1.5})
 
 
 def draw(path: Path) -> None:
-    figure, axes = plt.subplots(figsize=(11.5, 4.2))
-    for x, y, width, text, color in BOXES:
-        box = FancyBboxPatch((x, y), width, 1.0, boxstyle="round,pad=0.05", facecolor=color, edgecolor="#374151")
-        axes.add_patch(box)
-        axes.text(x + width / 2, y + 0.5, text, ha="center", va="center", fontsize=8.5)
-    for start, end in ARROWS:
-        axes.annotate("", xy=end, xytext=start, arrowprops={"arrowstyle": "->", "color": "#374151"})
-    axes.annotate(
-        "for each slab of vocabulary",
-        xy=(4.35, 0.82),
-        xytext=(4.35, 0.25),
-        ha="center",
-        fontsize=8,
-        arrowprops={"arrowstyle": "->", "color": "#374151"},
-    )
-    axes.text(-0.1, 4.4, "forward", fontsize=11, weight="bold")
-    axes.text(-0.1, 2.3, "backward", fontsize=11, weight="bold")
-    legend = {"input": INPUT, "buffer": BUFFER, "communication": GROUP, "result": RESULT}
-    handles = [
-        plt.Rectangle((0, 0), 1, 1, facecolor=color, edgecolor="#374151", label=name) for name, color in legend.items()
-    ]
-    axes.legend(handles=handles, loc="upper right", ncols=4, fontsize=8, frameon=False, bbox_to_anchor=(1.0, 1.05))
-    axes.set(xlim=(-0.3, 14.8), ylim=(-0.1, 4.9))
+    figure, axes = plt.subplots(figsize=(10.5, 4.8), layout="constrained")
+    box(axes, 0.7, 0, 0.9, TOKENS, HIDDEN, "hidden\n[N, H]")
+    right = 0.0
+    for rank, left in RANKS.items():
+        right = left + COLUMNS
+        box(axes, left, TOKENS + 0.35, COLUMNS, 0.75, WEIGHT)
+        box(axes, left, 0, COLUMNS, TOKENS, NEVER, linestyle="--")
+        first, above = left + 0.5, TOKENS + 0.35
+        axes.add_patch(Rectangle((first, 0), SLAB_WIDTH, TOKENS, facecolor=SLAB, edgecolor=EDGE))
+        axes.add_patch(
+            Rectangle((first, TOKENS + 0.35), SLAB_WIDTH, 0.75, facecolor="none", edgecolor=SLAB, linewidth=2)
+        )
+        arrow(axes, (first + SLAB_WIDTH + 0.08, 0.35), (right - 0.15, 0.35), SLAB)
+        x = first + SLAB_WIDTH + 0.12
+        axes.text(x, 0.5, "one slab of columns at a time", color=SLAB, fontsize=9)
+        axes.text(x + 1.1, 1.65, "logits [N, V/tp]:\nnever stored", ha="center", va="center", fontsize=11)
+        axes.text(x + 1.1, above + 0.37, f"{rank}: weight\n[V/tp, H]", ha="center", va="center", fontsize=10)
+    box(axes, right + 0.9, 0, 1.25, TOKENS, RESULT, "loss, or\nlogprobs\nand\nentropy\n[N]")
+    arrow(axes, (right + 0.08, TOKENS / 2), (right + 0.85, TOKENS / 2))
+    axes.text(1.15, TOKENS + 0.12, "N tokens", ha="center", fontsize=9)
+    captions = {
+        "forward": "each slab adds to the sums of its rank; the ranks exchange [N] numbers, never logits",
+        "backward": "each slab is computed again and added to both gradients at once",
+    }
+    for row, (word, text) in enumerate(captions.items()):
+        axes.text(0.7, -0.5 - 0.45 * row, word, fontsize=10.5, weight="bold")
+        axes.text(2.2, -0.5 - 0.45 * row, text, fontsize=10.5)
+    axes.set(xlim=(0.5, right + 2.3), ylim=(-1.1, TOKENS + 1.25))
     axes.axis("off")
-    figure.savefig(path, dpi=130, bbox_inches="tight")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
     plt.close(figure)
 
 
@@ -65,4 +65,4 @@ def build_parser() -> argparse.ArgumentParser:
 
 if __name__ == "__main__":
     build_parser().parse_args()
-    draw(Path(__file__).resolve().parent.parent / "docs" / "how_it_works.png")
+    draw(Path(__file__).resolve().parent.parent / "docs" / "images" / "how_it_works.png")

@@ -2,12 +2,13 @@
 
 import importlib.util
 import json
+import sys
 
 import pytest
 import torch
 from torch import nn
 
-from benchmark import jsd, measure, providers, results, run
+from benchmark import jsd, measure, providers, results, run, te_loss
 from benchmark.ours import Ours
 from benchmark.shapes import Shape, make_inputs
 from tests.ranks import run_ranks
@@ -46,13 +47,14 @@ def test_whole_step_agrees_with_the_flag_on_and_off(tmp_path, layout, dtype):
     output = tmp_path / "megatron_step.json"
     sizes = "--tokens 32 --sequence-length 16 --layers 2 --hidden 32 --heads 4 --vocab 96"
     masked = "0.5" if dtype == "bf16" else "0"
-    ours = {"ours", "ours-skip", "ours-main-grad-512-mib", "ours-cached", "ours-token-640", "ours-token-main-grad"}
-    variants = ",".join(["native", "native-fused", "te", *ours])
+    ours = {"ours", "ours-skip", "ours-cached", "ours-known", "ours-known-skip"}
+    variants = ",".join(["native", "native-fused", "te", "te-old", *ours])
     arguments = f"{layout} {sizes} --dtype {dtype} --device cpu --masked {masked} --variants {variants}"
     run_ranks(2, "benchmark.run", "megatron_step", *arguments.split(), "--json", output)
     steps = {record["variant"]: record for record in json.loads(output.read_text())["steps"]}
+    assert steps.pop("te-old")["reason"] == "TransformerEngine's files are not there"
     if importlib.util.find_spec("transformer_engine") is None:
-        assert steps.pop("te")["reason"] == "TransformerEngine is not installed"
+        assert steps.pop("te")["reason"] == "TransformerEngine's files are not there"
     assert set(steps) - {"te"} == {"native", "native-fused", *ours}
     for record in steps.values():
         assert record["status"] == "ok"
@@ -63,6 +65,26 @@ def test_whole_step_agrees_with_the_flag_on_and_off(tmp_path, layout, dtype):
             assert steps[variant]["gradient_relative_error"] < 1e-5
         else:
             assert steps[variant]["over_native_error"] < 1.5
+
+
+def test_two_versions_of_transformer_engines_loss_are_loaded_side_by_side(tmp_path):
+    before = {name for name in sys.modules if name.partition(".")[0] == "transformer_engine"}
+    for version in ("1", "2"):
+        for name, text in {
+            "pytorch/cross_entropy": "import transformer_engine.pytorch.triton.cross_entropy as kernels\n"
+            "def parallel_cross_entropy(logits, labels, smoothing, reduce, group, ignored, capturable, **more):\n"
+            "    return kernels.VERSION, ignored, more\n",
+            "pytorch/triton/cross_entropy": "from transformer_engine.common.triton.cross_entropy import VERSION\n",
+            "common/triton/cross_entropy": f"VERSION = {version}\n",
+            "__init__": "raise ImportError('its libraries')\n",
+        }.items():
+            path = tmp_path / version / "transformer_engine" / f"{name}.py"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+    first, second = te_loss.load(tmp_path / "1"), te_loss.load(tmp_path / "2", overwrite_input=True)
+    assert first(None, None, None) == (1, -100, {})
+    assert second(None, None, None) == (2, -100, {"overwrite_input": True})
+    assert {name for name in sys.modules if name.partition(".")[0] == "transformer_engine"} == before
 
 
 def test_materialised_jsd_is_the_mean_of_its_definition():
@@ -80,7 +102,7 @@ def test_materialised_jsd_is_the_mean_of_its_definition():
 def test_jsd_run_measures_against_the_products_of_the_same_run(tmp_path):
     output = tmp_path / "jsd.json"
     arguments = "jsd --device cpu --dtype fp32 --shape 6x8x4x24 --error-shape 5x8x4x16 --budget-ms 0"
-    arguments += " --providers ours,ours-weights-512,eager"
+    arguments += " --providers ours,ours-weights-1024,eager"
     document = run.main([*arguments.split(), "--json", str(output)])
     assert json.loads(output.read_text()) == document
     assert [record["beta"] for record in document["jsd"] if record["provider"] == "ours"] == [0.5, 0, 1]

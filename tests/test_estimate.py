@@ -28,8 +28,7 @@ def load(name):
 
 
 def test_heads_measured_on_one_gpu():
-    records = load("known_loss_h200")["times"] + load("memory_h200")["memory"]
-    records += [record for record in load("head_h200")["times"] if record["provider"] == "megatron"]
+    records = load("heads_h200")["times"] + load("memory_h200")["memory"]
     ways = {"ours": OURS, "ours-cached": OURS, "megatron": FUSED, "ours-token-640": TOKEN_LOSS}
     compared = 0
     for record in records:
@@ -48,39 +47,22 @@ def test_heads_measured_on_one_gpu():
 
 
 @pytest.mark.parametrize("tokens", [8192, 16384])
-def test_steps_of_a_megatron_gpt_measured_on_two_gpus(tokens):
+def test_steps_of_a_megatron_gpt_measured_on_one_gpu(tokens):
     """The model's body takes the same in every variant: differences to native are the heads'."""
-    plain = HeadStep(tokens, 4096, 151936 // 2, tp=2, sequence_parallel=True, entropy=False)
-    fused_gradient = replace(plain, main_grad=True)
+    plain = HeadStep(tokens, 4096, 151936, entropy=False)
     variants = {
         "native": (UNFUSED, plain),
         "native-fused": (FUSED, plain),
+        "te": (TE, plain),
         "ours": (OURS, plain),
-        "ours-512-mib": (OURS, replace(plain, logits_cache_bytes=512 * MIB)),
         "ours-cached": (OURS, replace(plain, logits_cache_bytes=plain.everything)),
-        "ours-main-grad": (OURS, fused_gradient),
-        "ours-main-grad-512-mib": (OURS, replace(fused_gradient, logits_cache_bytes=512 * MIB)),
-        "ours-token-640": (TOKEN_LOSS, replace(plain, workspace_bytes=640 * MIB)),
-        "ours-token-main-grad": (TOKEN_LOSS, replace(fused_gradient, workspace_bytes=640 * MIB)),
     }
-    records = load("megatron_step_tp2_h100")["steps"]
-    measured = {record["variant"]: record["peak_mib"] for record in records if record["tokens"] == tokens}
+    records = [x for x in load("steps_h200")["steps"] if x["tokens"] == tokens and x["masked"] == 0]
+    measured = {record["variant"]: record["peak_mib"] for record in records}
     estimated = {variant: HEADS[arguments[0]](arguments[1]).peak_bytes / MIB for variant, arguments in variants.items()}
     for variant in set(variants) - {"native"}:
         difference = measured["native"] - measured[variant]
         assert estimated["native"] - estimated[variant] == pytest.approx(difference, rel=ALLOWED), variant
-
-
-def test_transformer_engines_loss_in_a_measured_step():
-    """Differences to the unfused loss: the rest of the step is the same."""
-    records = load("step_te_tp1_h200")["steps"]
-    steps = {record["variant"]: record for record in records if record["masked"] == 0 and record["tokens"] == 8192}
-    step = HeadStep(*SHAPES["S1"], entropy=False)
-    estimated = {"native": UNFUSED, "native-fused": FUSED, "te": TE}
-    for variant, loss in estimated.items():
-        difference = steps[variant]["peak_mib"] - steps["native"]["peak_mib"]
-        peaks = [HEADS[head](step).peak_bytes / MIB for head in (loss, UNFUSED)]
-        assert peaks[0] - peaks[1] == pytest.approx(difference, rel=ALLOWED, abs=1)
 
 
 CASES = {
@@ -262,7 +244,7 @@ def test_matmuls_and_their_time():
 def test_times_are_near_the_measured_ones():
     """Within 10 % of the committed times of bf16 heads on one H200: Megatron's fused cross-entropy and ours."""
     compared = 0
-    for record in load("head_h200")["times"] + load("known_loss_h200")["times"]:
+    for record in load("heads_h200")["times"]:
         ways = {("megatron", "sft"): FUSED, ("ours", "sft"): OURS, ("ours", "rl"): OURS, ("ours-cached", "rl"): OURS}
         ways["ours-token-640", "rl"] = TOKEN_LOSS
         way = ways.get((record["provider"], record["mode"]))
@@ -274,7 +256,7 @@ def test_times_are_near_the_measured_ones():
         tflops = 3 * 2 * step.logits * step.hidden / (record["time_ms"] / record["over_products"]) / 1e9
         assert HEADS[way](step).time_ms(step, tflops, 4.8) == pytest.approx(record["time_ms"], rel=0.1), record
         compared += 1
-    assert compared > 15
+    assert compared >= 10
 
 
 @pytest.mark.parametrize("way", [UNFUSED, FUSED, TE, OURS])
