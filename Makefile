@@ -60,11 +60,10 @@ test-all: lint
 	$(PYTEST)
 
 # A search for wrong numbers, a quarter of an hour on two cores; with more ranks where there are cores, three at a time,
-# so much less. Its table is docs/fuzz.md.
+# so much less.
 FUZZ_RANKS ?= 3
 fuzz: $(INSTALLED)
-	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(FUZZ_RANKS) torchrun_tests/run_fuzz.py --device cpu \
-		--write docs/fuzz.md
+	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(FUZZ_RANKS) torchrun_tests/run_fuzz.py --device cpu
 
 # megatron-core beside the pinned one, unpacked for PYTHONPATH: pip refuses 0.17 and newer on Python 3.11, which runs them.
 MEGATRON_VERSIONS := 0.14.0 0.19.2

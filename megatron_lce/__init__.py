@@ -20,7 +20,7 @@ from megatron_lce.megatron.heads import accept_head
 from megatron_lce.megatron.own_flag import install_megatron_linear_cross_entropy
 from megatron_lce.megatron.processor import FusedOutputContext, fused_output_processor
 
-__version__ = "0.1.0"  # the one place: setup.py reads it from here
+__version__ = "0.2.0"
 
 __all__ = [
     "CapturedHead",

@@ -1,6 +1,6 @@
 """A search for wrong numbers: random calls on 1 to 3 ranks against the fp64 oracles, with the tests' own budgets.
 
-    torchrun --nproc-per-node 3 torchrun_tests/run_fuzz.py --device cpu --cases 6000 --write docs/fuzz.md
+    torchrun --nproc-per-node 3 torchrun_tests/run_fuzz.py --device cpu --cases 6000
     torchrun --nproc-per-node 15 torchrun_tests/run_fuzz.py --device cpu          # five searches side by side
     torchrun --nproc-per-node 3 torchrun_tests/run_fuzz.py --device cpu --repeat 'torch: Case(...)'
     torchrun --nproc-per-node 1 torchrun_tests/run_fuzz.py --device cuda --seconds 300   # the kernels, on one rank
