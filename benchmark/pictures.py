@@ -113,7 +113,7 @@ def training(document: dict) -> Any:
         apart = [_mean(a) - _mean(b) for a, b in zip(_parts(losses), _parts(native), strict=True)]
         steps = [PART * i + PART / 2 for i in range(len(apart))]
         below.plot(steps, apart, color=color, linewidth=1.3, label=title.replace("\n", " "))
-    above.set(title="A GPT on real text, one seed: the losses overlap", ylabel="loss per token, nats")
+    above.set(title="A GPT on real text, from the same weights", ylabel="loss per token, nats")
     below.axhline(0, color=GREY, linewidth=0.8)
     largest = max((abs(y) for line in below.lines for y in line.get_ydata()), default=1) or 1
     below.set(xlabel="optimizer step", ylabel=f"difference from Megatron,\nmean of {PART} steps")

@@ -68,13 +68,13 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def table(document: dict, corner: str, section: str, row: str, titles: Titles, columns: dict[str, Column]) -> str:
-    """One row for each value of the field `row`; a row without a record is left out."""
+    """One row for each value of the field `row`, of equal records the first; a row without a record is left out."""
     lines = []
     for value, title in titles.items():
         cells = []
         for fields, cell in columns.values():
             records = [x for x in document.get(section, []) if {row: value, **fields}.items() <= x.items()]
-            cells.append(cell(records[-1]) if records else "-")
+            cells.append(cell(records[0]) if records else "-")
         if {*cells} != {"-"}:
             lines.append([title, *cells])
     return markdown([corner, *columns], lines)
