@@ -240,11 +240,11 @@ def _check_supported(
 ) -> None:
     """Refuse what torch's function supports and this package does not."""
     if linear_bias is not None:
-        raise NotImplementedError("linear_bias must be None: the fused head has no bias, as Megatron's has none")
+        raise NotImplementedError("linear_bias must be None: the fused head does not support a bias")
     if options is not None:
         raise NotImplementedError(
-            "options must be None: chunks of the batch are not what this head is cut into; "
-            "megatron_lce.linear_cross_entropy has workspace_bytes"
+            "options must be None: this head does not chunk the batch; "
+            "to bound memory, use workspace_bytes of megatron_lce.linear_cross_entropy"
         )
     if weight_and_smoothing:
         raise NotImplementedError("weight must be None where label_smoothing is not 0, got both")

@@ -106,9 +106,9 @@ def test_torch_gradients_match_the_oracle(device):
 
 
 UNSUPPORTED = [
-    ({"linear_bias": torch.zeros(31)}, "linear_bias must be None: the fused head has no bias"),
+    ({"linear_bias": torch.zeros(31)}, "linear_bias must be None: the fused head does not support a bias"),
     ({"weight": torch.ones(31), "label_smoothing": 0.1}, "weight must be None where label_smoothing is not 0"),
-    ({"options": object()}, "options must be None: chunks of the batch .* has workspace_bytes"),
+    ({"options": object()}, "options must be None: this head does not chunk the batch; .* use workspace_bytes of"),
     ({"target": torch.rand(9, 31)}, "target must be class ids: probabilities are not supported, got torch.float32"),
     ({"linear_weight": torch.rand(31, 2, 24)}, r"linear_weight must be \[V, H\]: .* got \(31, 2, 24\)"),
 ]

@@ -15,7 +15,7 @@ def shift_labels(
     mask: Tensor | None = None,  # tokens' shape
     ignore_index: int = -100,
 ) -> Tensor:
-    """Each token's label: the next token of its own sequence, or `ignore_index` at its end.
+    """Return the label of each token: the next token in the same sequence, or `ignore_index` at its end.
 
     With context parallelism, shift whole sequences first, and cut the labels afterwards with Megatron's
     `get_batch_on_this_cp_rank`, because a chunk's last token has its label on another rank.

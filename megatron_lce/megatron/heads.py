@@ -74,7 +74,7 @@ def accept_head(
         if not callable(head) or isinstance(head, nn.Module):
             raise TypeError(f"head must be a class or a function, got {type(head).__name__}")
     elif not _overrides(head):
-        raise ValueError(f"head must have a forward or _forward_impl of its own, {head.__name__} has neither")
+        raise ValueError(f"head must define forward or _forward_impl, {head.__name__} defines neither")
     if softcap is not None and not callable(softcap) and softcap != 0:
         check_number("softcap", softcap, positive=True)
     _accepted[head] = lambda own: (

@@ -327,7 +327,7 @@ def test_errors():
         accept_head("ColumnParallelLinear's name")
     with pytest.raises(TypeError, match="head must be a class or a function, got Linear"):
         accept_head(torch.nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="head must have a forward or _forward_impl of its own, Plain has neither"):
+    with pytest.raises(ValueError, match="head must define forward or _forward_impl, Plain defines neither"):
         accept_head(type("Plain", (ColumnParallelLinear,), {}))
     for softcap, error, message in (("30", TypeError, "a float, got str"), (-30.0, ValueError, "finite, got -30.0")):
         with pytest.raises(error, match=f"softcap must be .*{message}"):
