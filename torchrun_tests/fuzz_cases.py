@@ -123,7 +123,8 @@ def rounding(share: Share, expected: Any) -> dict[str, float]:
     A sum over ranks rounds each rank's part, and the roundings of a few numbers do not average. A logit that is kept is
     wrong by an eps of the dtype, which is much beside a small softcap: the cap's derivative is taken of it. And
     probabilities of kept logits do not sum to one. Gradients of logits, and results, that are subnormal in fp16 are
-    rounded to multiples of one number, as eager's are.
+    rounded to multiples of one number, as eager's are. A softcap makes small logits of large products, whose rounding
+    stays.
     """
     case, whole, keywords = share.case, share.whole, share.whole.keywords
     hidden, weight = (tensor.double() for tensor in whole.heads[0])
@@ -153,11 +154,29 @@ def rounding(share: Share, expected: Any) -> dict[str, float]:
         largest_row = float(other.norm(dim=-1).max()) if other.numel() else 0.0
         error = error * size * largest_row + step / 2 * (num_logits**0.5 * largest_row + exact.numel() ** 0.5)
         floors[name] = error / max(float(exact[~exact.isnan()].norm()), 1e-300)
+    if keywords.get("softcap"):
+        of_logits = capped_rounding(share, factor)
+        floors |= dict.fromkeys(("logprobs", "lse", "max_logit", "min_logit", "candidate_logprobs"), of_logits)
+        floors["entropy"] = of_logits * (1 + spread)
     if case.operation == "linear_jsd":
         of_tokens, weights = loss_rounding(share), next(iter(given.values()))
         floors["student"] = 16 * eps * (1 + largest)  # its outputs beside those of another call
         floors["loss"] = float((of_tokens * weights).sum() if case.weighted else max([0.0, *of_tokens.flatten()]))
     return floors
+
+
+def capped_rounding(share: Share, factor: Tensor) -> float:
+    """What the rounding of an fp32 product makes of a capped logit, at most.
+
+    The rounding is of the product's terms, which may be far larger than the product where they cancel: a sum of H terms
+    of one size, each partial sum rounded, is wrong by eps sqrt(H) / 2 of their norm. The cap's derivative scales it.
+    """
+    (hidden, weight), softcap = (tensor.double() for tensor in share.whole.heads[0]), share.keywords["softcap"]
+    terms = (hidden.square() @ weight.square().T).sqrt()
+    products = hidden @ weight.T * share.keywords.get("logits_scale", 1.0)
+    slopes = (1 - (products / softcap).tanh().square()) * (factor[..., None] if factor.dim() else factor)
+    wrong = torch.finfo(torch.float32).eps * hidden.shape[-1] ** 0.5 / 2 * terms * slopes
+    return float(wrong.nan_to_num(0, 0, 0).max()) if wrong.numel() else 0.0
 
 
 def loss_rounding(share: Share) -> Tensor:
