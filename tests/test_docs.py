@@ -22,7 +22,10 @@ from megatron.core.models.gpt import GPTModel
 
 import megatron_lce
 from benchmark import publish
+from benchmark.results import extra_gib, measured
 from megatron_lce import __main__ as commands
+from megatron_lce.command.estimate import estimate_table, verdict
+from megatron_lce.command.head_memory import HeadStep
 from scripts import megatron_runtime
 from tests import megatron_world
 
@@ -212,6 +215,42 @@ def test_tables_and_links(page):
         assert linked.exists(), target
         headings = re.findall(r"^#+ (.*)$", linked.read_text(), re.MULTILINE) if anchor else []
         assert not anchor or anchor in [re.sub(r"[^\w -]", "", x.lower()).replace(" ", "-") for x in headings], target
+
+
+def test_sentences_beside_the_tables_hold():
+    """The claims of README, performance.md and numerics.md that are no table's cell."""
+    steps = {(x["variant"], x["tokens"], x["masked"]): x for x in publish.result("steps_h200")["steps"]}
+    for tokens in (8192, 16384):
+        te, default, known, cached = (steps[name, tokens, 0] for name in ("te", "ours", "ours-known", "ours-cached"))
+        assert 0.97 <= known["time_ms"] / te["time_ms"] <= 1.03  # as fast as TransformerEngine's
+        assert default["time_ms"] > te["time_ms"]  # slower, and the least memory
+        assert default["peak_mib"] == min(x["peak_mib"] for (_, n, m), x in steps.items() if (n, m) == (tokens, 0))
+        assert (cached["peak_mib"] <= known["peak_mib"]) == (tokens == 8192)
+    heads = publish.result("heads_h200")
+    ratios = {name: [x["over_products"] for x in measured(heads, "times", provider=name)] for name in publish.HEADS}
+    assert all(1.28 <= ratio <= 1.42 for ratio in ratios["ours"])  # about 1.33
+    assert all(ratio <= 1.15 for name in publish.HEADS if name[:5] == "ours-" for ratio in ratios[name])
+    errors = {x["provider"]: x["logprobs_max_error"] for x in heads["errors"] if x["mode"] == "rl"}
+    assert 700 <= errors["compile"] / errors["ours"] <= 1500  # a thousand times
+    of_jsd = publish.result("jsd_h200")["jsd"]
+    for beta in (0.5, 0.0, 1.0):
+        ours, theirs = (
+            next(x for x in of_jsd if (x["provider"], x["beta"]) == (name, beta))
+            for name in ("ours-weights-1024", "compile")
+        )
+        assert ours["time_ms"] <= 1.1 * theirs["time_ms"]
+        assert extra_gib(ours) <= 0.51 * extra_gib(theirs)
+
+
+@pytest.mark.parametrize(
+    ("tokens_over_h", "better"), [(1, "all logits cached"), (2, "all logits cached"), (4.5, "known_loss")]
+)
+@pytest.mark.parametrize(("hidden", "vocab"), [(4096, 151936), (5120, 151936), (8192, 128256)])
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_estimate_recommends_what_the_options_page_says(tokens_over_h, better, hidden, vocab, tp):
+    tokens = int(tokens_over_h * hidden)
+    step = HeadStep(tokens, hidden, vocab // tp, tp, sequence_parallel=tp > 1, main_grad=True, entropy=False)
+    assert better in verdict(estimate_table(step)).partition("Recommended: ")[2]
 
 
 def test_an_index_shows_the_readme_without_pictures_and_paths():
