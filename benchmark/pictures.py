@@ -40,7 +40,7 @@ def step(document: dict) -> Any:
 def masked(document: dict) -> Any:
     """Time of a training step over the share of masked tokens."""
     figure, ((axis,),) = _figure(1, 1, (8, 3.8))
-    ways = {"native-fused": ("Megatron, fused cross-entropy", GREY)}
+    ways = {"native-fused": ("Megatron, fused cross-entropy", GREY), "te": STEPS["te"]}
     ways |= {"ours-skip": STEPS["ours"], "ours-known-skip": STEPS["ours-known"]}
     lines = []
     for name, (title, color) in ways.items():
@@ -67,10 +67,12 @@ def memory(document: dict) -> Any:
     for name, (title, color) in heads.items():
         records = measured(document, "memory", provider=name)
         lines.append((title, color, sorted((x["tokens"], extra_gib(x)) for x in records)))
-    axis.set(xscale="log", yscale="log", xlabel="tokens", ylabel="GiB beyond the gradients")
+    axis.set(xscale="log", yscale="log", xlabel="tokens, log scale", ylabel="GiB beyond the gradients, log scale")
     _lines(axis, lines)
     axis.axhline(80e9 / 2**30, color=DARK, linestyle=":", linewidth=1)
-    axis.annotate("80 GB", (axis.dataLim.x0, 80e9 / 2**30), (0, 3), textcoords="offset points", color=DARK, fontsize=9)
+    axis.annotate(
+        "a GPU of 80 GB", (axis.dataLim.x0, 80e9 / 2**30), (0, 3), textcoords="offset points", color=DARK, fontsize=9
+    )
     ticks = sorted({x for *_, points in lines for x, _ in points})
     axis.set_xticks(ticks, [f"{x // 1024}k" for x in ticks], minor=False)
     axis.minorticks_off()
@@ -113,7 +115,7 @@ def training(document: dict) -> Any:
         apart = [_mean(a) - _mean(b) for a, b in zip(_parts(losses), _parts(native), strict=True)]
         steps = [PART * i + PART / 2 for i in range(len(apart))]
         below.plot(steps, apart, color=color, linewidth=1.3, label=title.replace("\n", " "))
-    above.set(title="A GPT on real text, from the same weights", ylabel="loss per token, nats")
+    above.set(title="A GPT on real text: same weights, same batches", ylabel="loss per token, nats")
     below.axhline(0, color=GREY, linewidth=0.8)
     largest = max((abs(y) for line in below.lines for y in line.get_ydata()), default=1) or 1
     below.set(xlabel="optimizer step", ylabel=f"difference from Megatron,\nmean of {PART} steps")
@@ -187,7 +189,7 @@ def _lines(axis: Any, lines: Sequence[tuple[str, str, list[tuple[float, float]]]
         axis.plot(*zip(*points, strict=True), "o-", color=color, linewidth=2, markersize=5)
         end = points[-1][1]
         near = sum(abs(end - other) < 0.08 * end for other in ends)  # names must not lie on each other
-        where = {"xytext": (8, 24 * near), "textcoords": "offset points", "va": "center"}
+        where = {"xytext": (8, 14 * near), "textcoords": "offset points", "va": "center"}
         axis.annotate(name, points[-1], color=color, fontsize=9, ha="left", **where)
         ends.append(end)
     axis.grid(alpha=0.3)

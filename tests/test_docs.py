@@ -92,7 +92,7 @@ def names(device):
         "advantages": per_token + 1,
         "batch": batch,
         "data_iterator": iter([batch]),
-        "hidden": captured.hidden,
+        "hidden": captured.hidden.transpose(0, 1),  # [b, s, H], as without Megatron
         "weight": captured.weight,
         "tp_group": captured.tp_group,
         "packed_seq_params": PackedParams,
@@ -118,7 +118,7 @@ def run_block(page, text, names):
 
 def test_the_z_loss_is_of_lse_squared(names):
     made = run_block("integrations.md", "lse**2", names)
-    logits, labels = made["hidden"].double() @ made["weight"].detach().double().T, made["labels"].T
+    logits, labels = made["hidden"].double() @ made["weight"].detach().double().T, made["labels"]
     logprobs = logits.log_softmax(-1).gather(-1, labels[..., None])[..., 0]
     expected = (-logprobs + 1e-4 * logits.logsumexp(-1) ** 2).sum()
     torch.testing.assert_close(made["result"].loss.double(), expected, rtol=1e-6, atol=0)
