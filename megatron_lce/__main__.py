@@ -20,9 +20,7 @@ MIB, GIB = 2**20, 2**30
 MEGATRON_PADS_TO = 128  # columns of each rank: its --make-vocab-size-divisible-by
 
 
-class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line."""
-
+class Parser(argparse.ArgumentParser):  # its errors are one line
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n")
 
@@ -72,12 +70,8 @@ def _add_estimate(command: argparse.ArgumentParser) -> None:
     text = "The argument workspace_bytes (default: %(default)s MiB)."
     add("--workspace-mib", type=count, default=WORKSPACE_BYTES // MIB, help=text)
     add("--cache-mib", type=kept, help="Add a row with this logits_cache_bytes.")
-    add(
-        "--ignored",
-        type=share,
-        default=0.0,
-        help="Share of masked tokens: adds rows that skip them (default: %(default)s).",
-    )
+    text = "Share of masked tokens: adds rows that skip them (default: %(default)s)."
+    add("--ignored", type=share, default=0.0, help=text)
     add("--tflops", type=size, help="TFLOP/s that the GPU's matmuls reach: adds the time in ms.")
     add("--bandwidth", type=size, default=TERABYTES, help="TB/s of its memory, for that time (default: %(default)s).")
     add("--head-budget-gib", type=gib, help="Memory for the head: adds the largest number of tokens that fits in it.")
@@ -112,23 +106,6 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _estimate(arguments: argparse.Namespace) -> int:
-    cache_bytes = None if arguments.cache_mib is None else arguments.cache_mib * MIB
-    budget = None if arguments.head_budget_gib is None else int(arguments.head_budget_gib * GIB)
-    name, step, notes = _head_step(arguments)
-    speeds = {"tflops": arguments.tflops, "terabytes": arguments.bandwidth}
-    try:
-        rows = estimate_table(step, cache_bytes=cache_bytes, memory_bytes=budget, **speeds)
-    except ValueError as error:  # the workspace is too small for the head
-        arguments.fail(f"--workspace-mib {arguments.workspace_mib}: {error}")
-    if arguments.json:
-        print(json.dumps({"step": f"{name}{step}", "heads": rows, "verdict": verdict(rows, budget)}, indent=1))
-    else:
-        print(format_estimates(f"{name}{step}", rows, budget, notes))
-    return 0
-
-
-def _head_step(arguments: argparse.Namespace) -> tuple[str, HeadStep, list[str]]:
-    """Return the model's name, the step, and notes on it."""
     hidden, vocab, tokens, tp, name, notes = arguments.hidden, arguments.vocab, arguments.tokens, arguments.tp, "", []
     if arguments.model:
         name, shape = arguments.model
@@ -149,7 +126,19 @@ def _head_step(arguments: argparse.Namespace) -> tuple[str, HeadStep, list[str]]
         arguments.fail(f"--tokens must be a multiple of --tp {tp} with --sequence-parallel, got {tokens}")
     same = {name: getattr(arguments, name) for name in ("tp", "sequence_parallel", "main_grad", "ignored")}
     same |= {"entropy": not arguments.no_entropy, "workspace_bytes": arguments.workspace_mib * MIB}
-    return name, HeadStep(tokens, hidden, ceil_div(vocab, tp), dtype=DTYPES[arguments.dtype], **same), notes
+    step = HeadStep(tokens, hidden, ceil_div(vocab, tp), dtype=DTYPES[arguments.dtype], **same)
+    cache_bytes = None if arguments.cache_mib is None else arguments.cache_mib * MIB
+    budget = None if arguments.head_budget_gib is None else int(arguments.head_budget_gib * GIB)
+    speeds = {"tflops": arguments.tflops, "terabytes": arguments.bandwidth}
+    try:
+        rows = estimate_table(step, cache_bytes=cache_bytes, memory_bytes=budget, **speeds)
+    except ValueError as error:  # the workspace is too small for the head
+        arguments.fail(f"--workspace-mib {arguments.workspace_mib}: {error}")
+    if arguments.json:
+        print(json.dumps({"step": f"{name}{step}", "heads": rows, "verdict": verdict(rows, budget)}, indent=1))
+    else:
+        print(format_estimates(f"{name}{step}", rows, budget, notes))
+    return 0
 
 
 def main(argv: list[str] | None = None) -> int:

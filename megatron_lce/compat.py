@@ -91,7 +91,10 @@ def areal_linear_cross_entropy(
         validation.check_flag("return_max_logits", return_max_logits)
         ids = _checked_labels(checks.labels, shape)
         if isinstance(temperature, Tensor):
-            temperature = _checked_temperature(temperature, ids)
+            temperature = temperature.reshape(-1)
+            temperature = temperature.expand(ids.numel()) if temperature.numel() == 1 else temperature
+            validation.check_temperature(temperature, (ids.numel(),), ids.device)
+            temperature = temperature.view(ids.shape).where(ids >= 0, 1.0)  # anything in ignored rows
         summed = is_summed_in_front(hidden, dist_process_group)
         of_ids = replace(checks.options, temperature=temperature, reduce_grad_hidden=not summed)
         checks.rest(ids.where(ids >= 0, IGNORE_INDEX), of_ids)
@@ -183,13 +186,30 @@ def torch_linear_cross_entropy(
     with checked_together(
         name, input, linear_weight, target, call_options, names=names, takes_dtensors=True, own=own
     ) as checks:
-        _check_supported(linear_weight, target, linear_bias, options, weight is not None and smooth)
+        if linear_bias is not None:
+            raise NotImplementedError("linear_bias must be None: the fused head does not support a bias")
+        if options is not None:
+            raise NotImplementedError(
+                "options must be None: this head does not chunk the batch; "
+                "to bound memory, use workspace_bytes of megatron_lce.linear_cross_entropy"
+            )
+        if weight is not None and smooth:
+            raise NotImplementedError("weight must be None where label_smoothing is not 0, got both")
+        if isinstance(linear_weight, Tensor) and linear_weight.dim() > 2:
+            wanted = "be [V, H]: losses over further dimensions of classes are not supported"
+            raise NotImplementedError(f"linear_weight must {wanted}, got {tuple(linear_weight.shape)}")
+        if isinstance(target, Tensor) and target.is_floating_point():
+            raise NotImplementedError(f"target must be class ids: probabilities are not supported, got {target.dtype}")
         checks.head()
         check_reduction(reduction)
         validation.check_fraction("label_smoothing", label_smoothing)
         num_classes = linear_weight.shape[0] * collectives.group_size(tp_group)
         if weight is not None:
-            _check_class_weights(weight, num_classes, input)
+            validation.check_tensor("weight", weight)
+            fits = weight.shape == (num_classes,) and weight.is_floating_point() and weight.device == input.device
+            wanted = f"be floating [{num_classes}] on {input.device}, a factor for each class"
+            validation.require(fits, "weight", wanted, f"{weight.dtype} {tuple(weight.shape)} on {weight.device}")
+            validation.check_no_gradient("weight", weight)
         checks.rest()
     out = outputs_of(checks)
     target = checks.labels
@@ -214,15 +234,6 @@ def check_reduction(reduction: str) -> None:
     validation.check_choice("reduction", reduction, get_args(Reduction))
 
 
-def _checked_temperature(temperature: Tensor, labels: Tensor) -> Tensor:
-    """Return one temperature a token, of labels' shape; 1 in ignored rows, where it may be anything."""
-    temperature = temperature.reshape(-1)
-    if temperature.numel() == 1:
-        temperature = temperature.expand(labels.numel())
-    validation.check_temperature(temperature, (labels.numel(),), labels.device)
-    return temperature.view(labels.shape).where(labels >= 0, 1.0)
-
-
 def _checked_labels(labels: Tensor, rows: tuple[int, ...]) -> Tensor:
     """Return labels as int64 of the shape of hidden's rows, on all sequence-parallel ranks."""
     validation.check_is_tensor("labels", labels)
@@ -233,33 +244,3 @@ def _checked_labels(labels: Tensor, rows: tuple[int, ...]) -> Tensor:
     labels = validation.as_int64(labels.reshape(rows))
     validation.check_label_tensor(labels)
     return labels
-
-
-def _check_supported(
-    linear_weight: object, target: object, linear_bias: object, options: object, weight_and_smoothing: bool
-) -> None:
-    """Refuse what torch's function supports and this package does not."""
-    if linear_bias is not None:
-        raise NotImplementedError("linear_bias must be None: the fused head does not support a bias")
-    if options is not None:
-        raise NotImplementedError(
-            "options must be None: this head does not chunk the batch; "
-            "to bound memory, use workspace_bytes of megatron_lce.linear_cross_entropy"
-        )
-    if weight_and_smoothing:
-        raise NotImplementedError("weight must be None where label_smoothing is not 0, got both")
-    if isinstance(linear_weight, Tensor) and linear_weight.dim() > 2:
-        raise NotImplementedError(
-            "linear_weight must be [V, H]: losses over further dimensions of classes are not supported, "
-            f"got {tuple(linear_weight.shape)}"
-        )
-    if isinstance(target, Tensor) and target.is_floating_point():
-        raise NotImplementedError(f"target must be class ids: probabilities are not supported, got {target.dtype}")
-
-
-def _check_class_weights(weight: Tensor, num_classes: int, input: Tensor) -> None:
-    validation.check_tensor("weight", weight)
-    fits = weight.shape == (num_classes,) and weight.is_floating_point() and weight.device == input.device
-    wanted = f"be floating [{num_classes}] on {input.device}, a factor for each class"
-    validation.require(fits, "weight", wanted, f"{weight.dtype} {tuple(weight.shape)} on {weight.device}")
-    validation.check_no_gradient("weight", weight)

@@ -53,6 +53,19 @@ def test_the_package_imports_nothing_that_is_not_installed_with_it():
     assert not imported(MODULES, ("tests", "torchrun_tests", "scripts", "benchmark", "conftest", "harness"))
 
 
+def test_the_names_of_the_interface():
+    operations = """linear_cross_entropy linear_jsd linear_logits_at linear_token_loss linear_topk support_logprobs
+        topk_divergence shift_labels check_labels FusedLinearHead compat"""
+    of_megatron = """accept_head capture_lm_head enable_fused_linear_ce explain fused_output_processor
+        install_megatron_linear_cross_entropy"""
+    types = "CapturedHead Explanation FusedLinearCE FusedOutputContext LinearCrossEntropyOutput TokenLoss TopK"
+    exported = [
+        alias for node in nodes(PACKAGE / "__init__.py") if isinstance(node, ast.ImportFrom) for alias in node.names
+    ]
+    assert {alias.name for alias in exported} == {*operations.split(), *of_megatron.split(), *types.split()}
+    assert all(alias.name == alias.asname for alias in exported)
+
+
 def test_the_core_knows_no_integration():
     """But for the search in autograd's graph for Megatron's gathers, which `compat` makes."""
     search = "megatron_lce.megatron.summed_in_front.is_summed_in_front"

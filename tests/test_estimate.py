@@ -319,14 +319,6 @@ def test_the_verdict(step, budget, told):
     assert ("Recommended" in verdict(rows)) == (saved_mib(rows) > 0)
 
 
-@pytest.mark.parametrize(
-    "sizes", [{"tokens": 0}, {"hidden": 4095}, {"dtype": torch.float64}, {"ignored": 1.5}], ids=lambda sizes: str(sizes)
-)
-def test_sizes_without_an_estimate_are_refused(sizes):
-    with pytest.raises(ValueError, match=rf"{next(iter(sizes))} must be .* got {next(iter(sizes.values()))}"):
-        HeadStep(**({"tokens": 64, "hidden": 64, "columns": 64} | sizes))
-
-
 def test_tokens_that_sequence_parallel_ranks_do_not_share_evenly_are_one_block():
     peaks = [
         HEADS[OURS](HeadStep(tokens, 4096, 50648, tp=3, sequence_parallel=True)).peak_bytes

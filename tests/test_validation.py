@@ -1,5 +1,6 @@
 """Every message names the argument, what it must be and what it was; `check_labels`."""
 
+import functools
 import math
 import re
 import warnings
@@ -15,7 +16,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import megatron_lce
 from megatron_lce.backends import choice
 from megatron_lce.backends.choice import load_backend
-from megatron_lce.checks import together, validation
+from megatron_lce.checks import together
 from megatron_lce.core.options import Options
 from tests.problems import make_problem
 
@@ -171,16 +172,17 @@ def test_torchs_call_takes_dtensors(mesh, label_smoothing):
 
 
 def test_labels_under_sequence_parallel_are_the_whole_sequence():
-    hidden = zeros(3, 2, 8)
-    validation.check_labels_of("hidden", hidden, zeros(12, 2, **LONG), 4)
+    of_four_ranks = functools.partial(together.Checks, "linear_cross_entropy", zeros(3, 2, 8), zeros(20, 8), ranks=4)
+    options = Options(sequence_parallel=True)
+    of_four_ranks(zeros(12, 2, **LONG), options).all()
     expected = r"labels must have hidden's shape without H gathered over 4 sequence-parallel ranks, \(12, 2\), "
     with pytest.raises(ValueError, match=expected + r"got \(3, 2\) for hidden \(3, 2, 8\)"):
-        validation.check_labels_of("hidden", hidden, zeros(3, 2, **LONG), 4)
+        of_four_ranks(zeros(3, 2, **LONG), options).all()
 
 
 def test_sequence_parallel_needs_a_sequence():
     with pytest.raises(ValueError, match=r"hidden must be \[s/tp, \.\.\., H\] under sequence_parallel, got one dim"):
-        validation.check_labels_of("hidden", zeros(8), zeros((), **LONG), 2)
+        together.Checks("linear_cross_entropy", zeros(8), zeros(20, 8), None, Options(sequence_parallel=True), 2).head()
 
 
 def test_triton_that_is_not_installed(monkeypatch):

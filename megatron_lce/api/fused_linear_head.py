@@ -1,5 +1,6 @@
 """`FusedLinearHead`: the head as a module of plain PyTorch, for FSDP2 and for tensor parallelism with DTensors."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -7,13 +8,6 @@ from torch import Tensor, nn
 
 from megatron_lce.api.linear_cross_entropy import linear_cross_entropy
 from megatron_lce.core.options import LinearCrossEntropyOutput
-
-
-class _AsItIs:
-    """A tensor hidden from FSDP's mixed precision, which would round it to the parameters' dtype."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
 
 
 class FusedLinearHead(nn.Linear):
@@ -30,8 +24,8 @@ class FusedLinearHead(nn.Linear):
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         temperature = keywords.get("temperature")
-        if isinstance(temperature, Tensor):
-            keywords["temperature"] = _AsItIs(temperature)
+        if isinstance(temperature, Tensor):  # hidden from FSDP's mixed precision, which would round it
+            keywords["temperature"] = SimpleNamespace(tensor=temperature)
         return super().__call__(*args, **keywords)
 
     def forward(  # type: ignore[override]
@@ -46,7 +40,7 @@ class FusedLinearHead(nn.Linear):
             TypeError: also for keywords without labels, and for a 16-bit temperature.
         """
         temperature = keywords.get("temperature")
-        if isinstance(temperature, _AsItIs):
+        if isinstance(temperature, SimpleNamespace):
             temperature = keywords["temperature"] = temperature.tensor
         if isinstance(temperature, Tensor) and temperature.dtype.itemsize == 2:
             raise TypeError(  # the policy may be an outer module's: only the dtype tells

@@ -1,4 +1,7 @@
-"""Types of the keywords that operations share with `linear_cross_entropy`, for editors and type checkers."""
+"""Types of the keywords that operations share with `linear_cross_entropy`, for editors and type checkers.
+
+`Captured...` are those of a captured head's operations.
+"""
 
 from typing import TypedDict
 
@@ -26,23 +29,17 @@ class _LabelsKeywords(TypedDict, total=False):
     skip_ignored: bool | int
 
 
-class CapturedOptions(_LogitsKeywords, total=False):
-    """Keywords of a captured head's `linear_logits_at` and `linear_topk`."""
-
+class CapturedOptions(_LogitsKeywords, total=False):  # of linear_logits_at and linear_topk
     temperature: float | Tensor
 
 
-class HeadOptions(CapturedOptions, total=False):
-    """Keywords of `linear_topk`."""
-
+class HeadOptions(CapturedOptions, total=False):  # of linear_topk
     tp_group: ProcessGroup | None
     sequence_parallel: bool
     vocab_start: int | None
 
 
-class HeadGradientOptions(HeadOptions, total=False):
-    """Keywords of `linear_logits_at` and `support_logprobs`."""
-
+class HeadGradientOptions(HeadOptions, total=False):  # of linear_logits_at and support_logprobs
     reduce_grad_hidden: bool
     weight_grad_sink: WeightGradSink | None
 
@@ -55,23 +52,17 @@ class CapturedTokenLossOptions(CapturedOptions, _LabelsKeywords, total=False):
     """Keywords of a captured head's `linear_token_loss`."""
 
 
-class CapturedCrossEntropyOptions(_LogitsKeywords, _LabelsKeywords, total=False):
-    """Keywords of a captured head's `linear_cross_entropy`, without temperature, which is positional."""
-
+class CapturedCrossEntropyOptions(_LogitsKeywords, _LabelsKeywords, total=False):  # temperature is positional
     logits_cache_bytes: int
 
 
-class CapturedSupportOptions(CapturedOptions, total=False):
-    """Keywords of a captured head's `support_logprobs`."""
-
+class CapturedSupportOptions(CapturedOptions, total=False):  # of support_logprobs
     entropy: bool
     empty_rows: bool
     ignore_index: int
 
 
-class CapturedJsdOptions(TypedDict, total=False):
-    """Keywords of a captured head's `linear_jsd`."""
-
+class CapturedJsdOptions(TypedDict, total=False):  # of linear_jsd
     labels: Tensor | None
     beta: float
     temperature: float | Tensor

@@ -124,9 +124,7 @@ def linear_cross_entropy(
         backend=backend,
         weight_grad_sink=weight_grad_sink,
     )
-    with checked_together(
-        "linear_cross_entropy", hidden, weight, labels, options, takes_dtensors=True, has_reference=True
-    ) as checks:
+    with checked_together("linear_cross_entropy", hidden, weight, labels, options, takes_dtensors=True) as checks:
         checks.all()
     return outputs_of(checks)
 

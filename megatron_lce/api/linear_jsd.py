@@ -8,14 +8,9 @@
 
 because dL/dp_s = (1 - beta) log(p_s / m) in the middle. A product's is scale / T times that, times 1 - tanh^2 under the
 student's softcap.
-
-Underflow: r = log2(p_t / p_s) comes from differences of logits. For the head of the larger weight in m, log2(m / p) is
-log2(1 + w (q / p - 1)), where q is the other head's probability and w its weight. It keeps its digits where the heads
-are close; where they are far apart it is finite, and multiplies a probability of zero.
 """
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -117,8 +112,12 @@ def linear_jsd(
         weight_grad_sink=weight_grad_sink,
     )
     own = {
-        **_describe("student", student),
-        **_describe("teacher", teacher),
+        "student_logits_scale": student_logits_scale,
+        "student_softcap": student_softcap,
+        "teacher_hidden": validation.kind_of(teacher_hidden),
+        "teacher_weight": validation.kind_of(teacher_weight),
+        "teacher_logits_scale": teacher_logits_scale,
+        "teacher_softcap": teacher_softcap,
         "beta": beta if isinstance(beta, int | float) and beta in (0, 1) else "between 0 and 1",
         "token_weights": type(token_weights).__name__,
         "teacher_temperature": type(teacher_temperature).__name__,
@@ -129,7 +128,26 @@ def linear_jsd(
         "linear_jsd", student_hidden, student_weight, labels, options, names=names, own=own
     ) as checks:
         shape = checks.head()
-        _check(student, teacher, beta, shape, token_weights, teacher_temperature)
+        for name, head in (("student", student), ("teacher", teacher)):
+            validation.check_tensor(f"{name}_hidden", head.hidden)
+            validation.check_tensor(f"{name}_weight", head.weight)
+            validation.check_head(f"{name}_hidden", head.hidden, f"{name}_weight", head.weight, fp32_weight=False)
+            validation.check_number(f"{name}_logits_scale", head.logits_scale)
+            if head.softcap is not None:
+                validation.check_number(f"{name}_softcap", head.softcap, positive=True)
+        device, num_rows = student_hidden.device, len(student_weight)
+        tokens, of_teacher = tuple(student_hidden.shape[:-1]), tuple(teacher_hidden.shape[:-1])
+        wanted = "hold as many rows of the vocabulary as student_weight"
+        validation.check_same("teacher_hidden", "be on student_hidden's device", device, teacher_hidden.device)
+        validation.check_same("teacher_hidden", "have student_hidden's shape but for H", tokens, of_teacher)
+        validation.check_same("teacher_weight", wanted, num_rows, len(teacher_weight))
+        if token_weights is not None:
+            validation.check_per_token("token_weights", token_weights, shape, device)
+            is_floating = token_weights.is_floating_point()
+            validation.require(is_floating, "token_weights", "be a floating tensor", token_weights.dtype, TypeError)
+        if teacher_temperature is not None:
+            validation.check_temperature(teacher_temperature, shape, device, "teacher_temperature")
+        validation.check_fraction("beta", beta)
         validation.check_flag("return_student", return_student)
         validation.require(labels is not None or not return_student, "labels", "be given for return_student", None)
         ignores_none = int(ignore_index == 0)
@@ -150,43 +168,4 @@ def linear_jsd(
         found = find_divergences(call, heads, teacher_temperature, return_student, weights, with_sum)
     loss = jsd_with_gradient(found, call)
     loss = loss if weights is not None else loss.view(call.shape)
-    if not return_student:
-        return loss
-    return loss, LinearCrossEntropyOutput(*shaped(found.student_outputs, call.shape))
-
-
-def _check(
-    student: Head,
-    teacher: Head,
-    beta: float,
-    shape: tuple[int, ...],
-    token_weights: Tensor | None,
-    teacher_temperature: Tensor | float | None,
-) -> None:
-    """Check the arguments that `linear_jsd` alone takes; `shape`: of labels."""
-    for name, head in (("student", student), ("teacher", teacher)):
-        validation.check_tensor(f"{name}_hidden", head.hidden)
-        validation.check_tensor(f"{name}_weight", head.weight)
-        validation.check_head(f"{name}_hidden", head.hidden, f"{name}_weight", head.weight, fp32_weight=False)
-        validation.check_number(f"{name}_logits_scale", head.logits_scale)
-        if head.softcap is not None:
-            validation.check_number(f"{name}_softcap", head.softcap, positive=True)
-    device, num_rows = student.hidden.device, len(student.weight)
-    tokens, of_teacher = (tuple(head.hidden.shape[:-1]) for head in (student, teacher))
-    wanted = "hold as many rows of the vocabulary as student_weight"
-    validation.check_same("teacher_hidden", "be on student_hidden's device", device, teacher.hidden.device)
-    validation.check_same("teacher_hidden", "have student_hidden's shape but for H", tokens, of_teacher)
-    validation.check_same("teacher_weight", wanted, num_rows, len(teacher.weight))
-    if token_weights is not None:
-        validation.check_per_token("token_weights", token_weights, shape, device)
-        is_floating = token_weights.is_floating_point()
-        validation.require(is_floating, "token_weights", "be a floating tensor", token_weights.dtype, TypeError)
-    if teacher_temperature is not None:
-        validation.check_temperature(teacher_temperature, shape, device, "teacher_temperature")
-    validation.check_fraction("beta", beta)
-
-
-def _describe(name: str, head: Head) -> dict[str, Any]:
-    """Describe a head in values that ranks can compare."""
-    values = {f"{name}_{argument}": value for argument, value in head._asdict().items()}
-    return {key: validation.kind_of(value) if isinstance(value, Tensor) else value for key, value in values.items()}
+    return (loss, LinearCrossEntropyOutput(*shaped(found.student_outputs, call.shape))) if return_student else loss

@@ -44,11 +44,10 @@ def linear_logits_at(
     """
     name, ids, offsets = "linear_logits_at", waited(ids), waited(offsets)
     width = ids.shape[-1] if isinstance(ids, Tensor) and ids.dim() and offsets is None else None
-    own, taken = {"ids": width, "offsets": type(offsets).__name__}, HeadGradientOptions
-    with checked_together(
-        name, hidden, weight, None, keyword_options(options, taken, entropy=False), own=own
-    ) as checks:
-        check_keywords(name, options, taken)
+    own = {"ids": width, "offsets": type(offsets).__name__}
+    call_options = keyword_options(options, HeadGradientOptions, entropy=False)
+    with checked_together(name, hidden, weight, None, call_options, own=own) as checks:
+        check_keywords(name, options, HeadGradientOptions)
         shape = checks.head()
         check_ids(ids, offsets, shape, hidden.device)
         checks.rest(checks.hidden.new_zeros(shape, dtype=torch.int64))

@@ -93,9 +93,8 @@ def linear_token_loss(
         shape = checks.head()
         wanted = "be a function of the outputs and of per_token"
         validation.require(callable(loss), "loss", wanted, type(loss).__name__, TypeError)
-        wanted = "have labels' shape first"
         for i, tensor in enumerate(per_token):
-            validation.check_per_token(f"per_token[{i}]", tensor, shape, hidden.device, wanted, further=True)
+            validation.check_per_token(f"per_token[{i}]", tensor, shape, hidden.device, further=True)
         checks.rest()
     call = checks.call()
     flat = [tensor.reshape(call.labels.shape[0], *tensor.shape[len(call.shape) :]) for tensor in per_token]
@@ -119,11 +118,7 @@ def linear_token_losses(
     number. In the first backward passes, as many as `promise` says, the host checks it and raises; later ones return
     NaN.
 
-    Args:
-        hidden, weight, labels, options: as in `linear_token_loss`.
-
     Raises:
-        TypeError, ValueError: see `linear_cross_entropy`.
         RuntimeError: in a second backward, or if the upstream gradient is not one number.
     """
     name = "linear_token_losses"
@@ -131,9 +126,9 @@ def linear_token_losses(
         checks.all()
     call = checks.call()
     total, results = _run(name, call, lambda outputs: -outputs.logprobs, ())
-    outputs = results.outputs
     takes_part = call.labels != call.options.ignore_index
-    return shaped((LossesOfSum.apply(total, -outputs.logprobs, takes_part, promise), outputs), call.shape)
+    losses = LossesOfSum.apply(total, -results.outputs.logprobs, takes_part, promise)
+    return shaped((losses, results.outputs), call.shape)
 
 
 def _run(

@@ -102,8 +102,19 @@ def _topk(call: Call, k: int) -> TopK:
         del products
     del buffer
     extremes, sums = (torch.cat(parts, dim=1) for parts in zip(*stats, strict=True))
-    results = _normalised(logits, columns, extremes[0], (sums[0].float() * UNIT).log2(), rows.to_nats, call)
-    return TopK(*(tokens.computed.spread(result) for result in results))
+    max_logit, log_sum = extremes[0], (sums[0].float() * UNIT).log2()
+    log_sum.masked_fill_(log_sum.isneginf(), torch.nan)  # every logit is -inf
+    lse, mass = (max_logit + log_sum) * rows.to_nats, torch.empty_like(log_sum)
+    of_token = 64 * k * collectives.group_size(call.options.tp_group)
+    for part in cut(num_tokens, max(1, call.options.workspace_bytes // of_token)):
+        keys = _largest_keys(logits[part], columns[part], call)
+        none, bits = keys == _NOTHING, _ordered_bits((keys >> 32).int())
+        log_p = bits.view(torch.float32).masked_fill_(none, -torch.inf)
+        log_p = log_p.sub_(max_logit[part, None]).sub_(log_sum[part, None])
+        logits[part] = log_p.mul_(rows.to_nats[part, None])
+        columns[part] = (_LOW - (keys & _LOW)).masked_fill_(none | lse[part, None].isnan(), -1)
+        mass[part] = log_p.exp_().sum(dim=1)
+    return TopK(*(tokens.computed.spread(result) for result in (logits, columns, lse, mass)))
 
 
 def _plan(call: Call, k: int) -> tuple[int, int]:
@@ -150,13 +161,14 @@ def _select(products: Tensor, scale: Tensor, call: Call, k: int) -> tuple[Tensor
     num_tokens, num_columns = products.shape[0], call.shard.columns
     stats = call.backend.product_stats(products[:, :num_columns], scale)
     chunks = _places_of_largest(stats[:, 0].T, k)
-    logits = _at(products.view(num_tokens, -1, CHUNK_COLUMNS), chunks).mul_(scale[:, None, None])
+    logits = products.view(num_tokens, -1, CHUNK_COLUMNS).take_along_dim(chunks[:, :, None], 1)
+    logits.mul_(scale[:, None, None])
     if columns_of_last := num_columns % CHUNK_COLUMNS:
         is_last = chunks == num_columns // CHUNK_COLUMNS
         logits[..., columns_of_last:].masked_fill_(is_last[:, :, None], -torch.inf)
     logits = logits.view(num_tokens, -1, _FEW)
     groups = _places_of_largest(logits.amax(dim=2), k)
-    logits = _at(logits, groups).flatten(1)
+    logits = logits.take_along_dim(groups[:, :, None], 1).flatten(1)
     first = chunks.gather(1, groups // _GROUPS) * CHUNK_COLUMNS + groups % _GROUPS * _FEW
     columns = (first[:, :, None] + torch.arange(_FEW, dtype=torch.int64, device=first.device)).flatten(1)
     places = _places_of_largest(logits, k)
@@ -166,34 +178,6 @@ def _select(products: Tensor, scale: Tensor, call: Call, k: int) -> tuple[Tensor
 def _places_of_largest(values: Tensor, k: int) -> Tensor:
     """Return the ascending places [n, k] of each row's largest values [n, C]; on ties the first ones."""
     return values.sort(dim=1, descending=True, stable=True).indices[:, :k].sort(dim=1).values
-
-
-def _at(parts: Tensor, places: Tensor) -> Tensor:
-    """Return the parts [n, P, width] at some places [n, p]."""
-    return parts.gather(1, places[:, :, None].expand(-1, -1, parts.shape[2]))
-
-
-def _normalised(
-    logits: Tensor,  # [N, k] of this shard, overwritten
-    columns: Tensor,  # [N, k], overwritten
-    max_logit: Tensor,  # [N] of the vocabulary
-    log_sum: Tensor,  # [N]
-    to_nats: Tensor,  # [N]
-    call: Call,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return logprobs [N, k], global ids, lse [N] and mass of the largest logits over the group, in order."""
-    log_sum = log_sum.masked_fill(log_sum.isneginf(), torch.nan)  # every logit is -inf
-    lse, mass = (max_logit + log_sum) * to_nats, torch.empty_like(log_sum)
-    of_token = 64 * logits.shape[1] * collectives.group_size(call.options.tp_group)
-    for part in cut(logits.shape[0], max(1, call.options.workspace_bytes // of_token)):
-        keys = _largest_keys(logits[part], columns[part], call)
-        none, bits = keys == _NOTHING, _ordered_bits((keys >> 32).int())
-        log_p = bits.view(torch.float32).masked_fill_(none, -torch.inf)
-        log_p = log_p.sub_(max_logit[part, None]).sub_(log_sum[part, None])
-        logits[part] = log_p.mul_(to_nats[part, None])
-        columns[part] = (_LOW - (keys & _LOW)).masked_fill_(none | lse[part, None].isnan(), -1)
-        mass[part] = log_p.exp_().sum(dim=1)
-    return logits, columns, lse, mass
 
 
 def _largest_keys(logits: Tensor, columns: Tensor, call: Call) -> Tensor:

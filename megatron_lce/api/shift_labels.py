@@ -52,7 +52,13 @@ def shift_labels(
         lengths = bounds.diff()
         if cu_seqlens_padded is not None:
             bounds = _checked_bounds("cu_seqlens_padded", cu_seqlens_padded, tokens)
-            _check_fit(cu_seqlens, cu_seqlens_padded)
+            num_bounds = len(cu_seqlens), len(cu_seqlens_padded)
+            validation.check_same("cu_seqlens_padded", "have as many bounds as cu_seqlens", *num_bounds)
+            if _on_host(cu_seqlens) and _on_host(cu_seqlens_padded):
+                own, places = cu_seqlens.diff(), cu_seqlens_padded.diff()
+                if (longer := own > places).any():
+                    got = f"a sequence of {int(own[longer][0])} in {int(places[longer][0])}"
+                    raise ValueError(f"cu_seqlens must fit into cu_seqlens_padded, got {got}")
             lengths = torch.minimum(lengths, bounds.diff())
         # Positions outside all sequences take the first or the last one, which ends before them.
         sequence = torch.searchsorted(bounds.to(positions.dtype), positions, right=True) - 1
@@ -62,17 +68,6 @@ def shift_labels(
         real = mask.bool()
         has_next = has_next & real & real.roll(-1, dims=1)
     return torch.where(has_next, tokens.roll(-1, dims=1), ignore_index)
-
-
-def _check_fit(cu_seqlens: Tensor, cu_seqlens_padded: Tensor) -> None:
-    """Check that each sequence of `cu_seqlens` fits into its place, if both are on the host."""
-    num_bounds = len(cu_seqlens), len(cu_seqlens_padded)
-    validation.check_same("cu_seqlens_padded", "have as many bounds as cu_seqlens", *num_bounds)
-    if _on_host(cu_seqlens) and _on_host(cu_seqlens_padded):
-        lengths, places = cu_seqlens.diff(), cu_seqlens_padded.diff()
-        if (longer := lengths > places).any():
-            got = f"a sequence of {int(lengths[longer][0])} in {int(places[longer][0])}"
-            require(False, "cu_seqlens", "fit into cu_seqlens_padded", got)
 
 
 def _checked_bounds(name: str, bounds: Tensor, tensor: Tensor) -> Tensor:

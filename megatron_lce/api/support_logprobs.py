@@ -66,16 +66,15 @@ def support_logprobs(
     with torch.no_grad():
         kept = ids_of_offsets(ids, offsets).each_once()
     logprobs = LogitsAtFunction.apply(call.hidden, call.weight, call, kept, True).view(labels.shape)
+    over_vocabulary = functools.partial(linear_cross_entropy, hidden, weight, ignore_index=ignore_index, **options)
     if empty_rows:
         sizes = torch.segment_reduce((kept.ids >= 0).float(), "sum", offsets=kept.offsets, unsafe=True)
         empty = (sizes == 0) & (call.labels != ignore_index)
-        num_empty = ComputedRows.where(empty, call.options.tp_group).count
-    over_vocabulary = functools.partial(linear_cross_entropy, hidden, weight, ignore_index=ignore_index, **options)
-    if empty_rows and num_empty:
-        empty = empty.view(labels.shape)
-        of_empty = labels.masked_fill(~empty, ignore_index)
-        dense = over_vocabulary(of_empty, entropy=False, skip_ignored=num_empty)
-        logprobs = torch.where(empty, dense.logprobs, logprobs)
+        if num_empty := ComputedRows.where(empty, call.options.tp_group).count:
+            empty = empty.view(labels.shape)
+            of_empty = labels.masked_fill(~empty, ignore_index)
+            dense = over_vocabulary(of_empty, entropy=False, skip_ignored=num_empty)
+            logprobs = torch.where(empty, dense.logprobs, logprobs)
     if not entropy:
         return logprobs
     with torch.no_grad():

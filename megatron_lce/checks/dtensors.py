@@ -35,11 +35,8 @@ def localised(
     (rows,) = weight.placements
     (tokens,) = hidden.placements
     require(rows.is_shard(0), "weight", "be placed as Shard(0), its vocabulary over the ranks", rows)
-    if not (tokens.is_replicate() or tokens.is_shard(0)):
-        raise ValueError(
-            "hidden must be placed as Replicate(), or Shard(0) for sequence parallelism over its first dimension, "
-            f"got {tokens}: redistribute it"
-        )
+    wanted = "be placed as Replicate(), or Shard(0) for sequence parallelism over its first dimension"
+    require(tokens.is_replicate() or tokens.is_shard(0), "hidden", wanted, f"{tokens}: redistribute it")
     for name, value in (("tp_group", options.tp_group), ("vocab_start", options.vocab_start)):
         require(value is None, name, "be None beside DTensors, whose placements give it", value)
     is_false, is_true = "be False beside DTensors: hidden's placement gives it", "be True beside DTensors"

@@ -24,11 +24,10 @@ T = TypeVar("T")
 HEAD = ("hidden", "weight", "labels")
 _OWN = ("tp_group", "vocab_start")  # may differ between ranks
 _BY_TYPE = ("temperature", "weight_grad_sink")  # may change from call to call, but not its type
-_Configuration = tuple[tuple[str, str], ...]
 
 # For each group the configurations that its ranks have agreed on, and the columns of the largest shard under each.
 # Ranks must agree whether a key is new. With vocab_start, shards may differ, so their size stays out of the key.
-_agreed: WeakKeyDictionary[ProcessGroup, dict[tuple[_Configuration, int | None], int]] = WeakKeyDictionary()
+_agreed: WeakKeyDictionary[ProcessGroup, dict[tuple[Any, int | None], int]] = WeakKeyDictionary()
 
 
 def keyword_options(keywords: Mapping[str, Any], known: Any, **own: Any) -> Options:
@@ -52,7 +51,6 @@ def checked_together(
     names: tuple[str, str, str] = HEAD,
     group_name: str = "tp_group",
     takes_dtensors: bool = False,
-    has_reference: bool = False,
     own: dict[str, Any] | None = None,
 ) -> Iterator["Checks"]:
     """Check arguments inside. In a new configuration all ranks raise, or none; in a known one, a rank raises alone.
@@ -73,9 +71,6 @@ def checked_together(
         names: the operation's names for hidden, weight and labels.
         takes_dtensors: replace DTensors by this rank's own tensors, and options by what the placements imply.
         own: further values that must be equal on every rank.
-
-    Raises:
-        TypeError, ValueError, NotImplementedError: on every rank; in a known configuration, on this rank alone.
     """
     largest = None
     if takes_dtensors:
@@ -83,15 +78,18 @@ def checked_together(
     hidden, weight, labels = (collectives.waited(tensor) for tensor in (hidden, weight, labels))
     temperature, candidates = collectives.waited(options.temperature), collectives.waited(options.candidates)
     options = replace(options, temperature=temperature, candidates=candidates)
-    ranks = validation.check_group(options.tp_group, group_name)
-    is_traced = torch.compiler.is_compiling()
-    checks = Checks(name, hidden, weight, labels, options, ranks, names, has_reference, is_traced)
+    if options.tp_group is not None and not isinstance(options.tp_group, ProcessGroup):
+        got = type(options.tp_group).__name__
+        raise TypeError(f"{group_name} must be a torch.distributed.ProcessGroup or None, got {got}")
+    ranks, is_traced = collectives.group_size(options.tp_group), torch.compiler.is_compiling()
+    checks = Checks(name, hidden, weight, labels, options, ranks, names, is_traced)
     if is_traced or options.tp_group is None or ranks == 1:
         yield checks
         return
     own = own or {}  # listed twice: the first fixes the order, the last overrides an option of the same name
     described = {"operation": name, **own, **_describe(hidden, weight, labels, options, names), **own}
-    configuration, error = _in_words({**described, "largest shard": largest}), None
+    described |= {"largest shard": largest}
+    configuration, error = tuple((key, repr(value)) for key, value in described.items()), None
     try:
         yield checks
     except (TypeError, ValueError, NotImplementedError) as refusal:
@@ -99,8 +97,8 @@ def checked_together(
     group, start, rows = options.tp_group, options.vocab_start, validation.rows_of(weight)
     known, key = _agreed.setdefault(group, {}), (configuration, rows if start is None else None)
     if key not in known:
-        changing = _in_words({f"the shape of {names[0]}": validation.shape_of(hidden)})  # compared, not remembered
-        mine = configuration + changing, rows, start, None if error is None else str(error)
+        changing = f"the shape of {names[0]}", repr(validation.shape_of(hidden))  # compared, not remembered
+        mine = (*configuration, changing), rows, start, None if error is None else str(error)
         everyone = collectives.gather_objects(mine, group)
         if error is None:
             known[key] = _compare(everyone, group_name, options.vocab_size)
@@ -108,7 +106,7 @@ def checked_together(
         known[key] = collectives.largest_over_group(weight.shape[0], group, weight.device)
     if error is not None:
         raise error
-    checks.largest_shard = known[key] if largest is None else largest
+    checks.shard = checks.shard._replace(largest=known[key] if largest is None else largest)
 
 
 @dataclass
@@ -122,9 +120,7 @@ class Checks:
     options: Options
     ranks: int
     names: tuple[str, str, str] = HEAD
-    has_reference: bool = False
     is_traced: bool = False
-    largest_shard: int | None = None  # its columns, after the context; None on one rank
 
     def all(self) -> None:
         self.head()
@@ -134,13 +130,17 @@ class Checks:
         """Check hidden and weight, and return the shape that labels must have."""
         (hidden_name, weight_name, _), options = self.names, self.options
         if not self.is_traced:
-            if options.backend == "reference" and not self.has_reference:
+            if options.backend == "reference" and self.operation != "linear_cross_entropy":
                 raise ValueError(f"backend must be 'auto', 'triton' or 'torch' for {self.operation}, got 'reference'")
             validation.check_flag("sequence_parallel", options.sequence_parallel)
             validation.check_tensor(hidden_name, self.hidden)
             validation.check_tensor(weight_name, self.weight)
             validation.check_head(hidden_name, self.hidden, weight_name, self.weight)
-        return validation.labels_shape(hidden_name, self.hidden, self._sequence_shards())
+        self.shards, self.shape = self.ranks if options.sequence_parallel else 1, tuple(self.hidden.shape[:-1])
+        if self.shards > 1:
+            require(len(self.shape) > 0, hidden_name, "be [s/tp, ..., H] under sequence_parallel", "one dimension")
+            self.shape = self.shape[0] * self.shards, *self.shape[1:]
+        return self.shape
 
     def rest(self, labels: Tensor | None = None, options: Options | None = None) -> None:
         """Check labels and options, after `head`. Pass labels or options that the operation made itself."""
@@ -148,10 +148,15 @@ class Checks:
         self.options = options = self.options if options is None else options
         if self.is_traced:
             return
-        ranks, hidden, rows, shards = self.ranks, self.hidden, self.weight.shape[0], self._sequence_shards()
+        ranks, hidden, rows, shards = self.ranks, self.hidden, self.weight.shape[0], self.shards
+        hidden_name, _, labels_name = self.names
         for name in ("entropy", "telemetry", "reduce_grad_hidden"):
             validation.check_flag(name, getattr(options, name))
-        validation.check_labels_of(self.names[0], hidden, labels, shards, self.names[2])
+        validation.check_label_tensor(labels, labels_name)
+        validation.check_same(labels_name, f"be on {hidden_name}'s device", hidden.device, labels.device)
+        shape, gathered = tuple(labels.shape), f" gathered over {shards} sequence-parallel ranks" * (shards > 1)
+        wanted = f"have {hidden_name}'s shape without H{gathered}, {self.shape}"
+        require(shape == self.shape, labels_name, wanted, f"{shape} for {hidden_name} {tuple(hidden.shape)}")
         validation.check_temperature(options.temperature, labels.shape, labels.device)
         validation.check_number("logits_scale", options.logits_scale)
         if options.candidates is not None:
@@ -159,17 +164,25 @@ class Checks:
             validation.check_ids_shape("candidates", options.candidates, labels.shape, "labels'")
             validation.check_same("candidates", "be on labels' device", labels.device, options.candidates.device)
         validation.check_integer("ignore_index", options.ignore_index)
-        validation.check_skip_ignored(options.skip_ignored, labels.numel())
+        if not isinstance(skip := options.skip_ignored, bool):
+            require(isinstance(skip, int), "skip_ignored", "be a bool or an int", type(skip).__name__, TypeError)
+            within = f"be at least 0 and at most the number of rows, {labels.numel()}"
+            require(0 <= skip <= labels.numel(), "skip_ignored", within, skip)
         validation.check_options(options)
-        self.shard = _shard(rows, options)
+        start, vocab_size = options.vocab_start, options.vocab_size
+        if start is None:
+            start = collectives.group_rank(options.tp_group) * rows
+        else:
+            validation.check_integer("vocab_start", start, minimum=0)
+        # Until ranks compare theirs, the largest shard is this rank's own.
+        self.shard = Shard(start, rows if vocab_size is None else min(max(vocab_size - start, 0), rows), rows)
         if options.vocab_start is None or ranks == 1:  # else the group compares its shards
-            validation.check_vocab_size(options.vocab_size, (options.vocab_start or 0) + ranks * rows)
+            validation.check_vocab_size(vocab_size, (options.vocab_start or 0) + ranks * rows)
         is_reduced = options.reduce_grad_hidden or shards == 1
         require(is_reduced, "reduce_grad_hidden", "be True with sequence_parallel", False)
         sink, step = options.weight_grad_sink, 16 // hidden.element_size()
-        if sink is not None and self.weight.shape[1] % step:
-            got = tuple(self.weight.shape)
-            raise ValueError(f"weight_grad_sink must be None where H is no multiple of {step}, got {got}")
+        is_aligned, wanted = self.weight.shape[1] % step == 0, f"be None where H is no multiple of {step}"
+        require(sink is None or is_aligned, "weight_grad_sink", wanted, tuple(self.weight.shape))
         if options.backend == "reference":
             is_alone, kind = "for backend='reference'", f"a {type(sink).__name__}"
             require(ranks == 1, "tp_group", f"have one rank {is_alone}", "a larger group")
@@ -180,7 +193,7 @@ class Checks:
     def call(self) -> Call:
         """Lay out the arguments as a `Call`. Only after the context is the largest shard known."""
         hidden, labels, temperature = self.hidden, self.labels, self.options.temperature
-        largest, step = self.largest_shard, 16 // hidden.element_size()
+        step = 16 // hidden.element_size()
         backend = load_backend(self.options.backend, hidden.device)
         return Call(
             hidden=laid_out(hidden.reshape(-1, hidden.shape[-1]), step),
@@ -188,29 +201,16 @@ class Checks:
             labels=labels.reshape(-1),
             temperature=temperature.reshape(-1) if isinstance(temperature, Tensor) else float(temperature),
             options=self.options,
-            shard=self.shard if largest is None else self.shard._replace(largest=largest),
+            shard=self.shard,
             backend=backend,
             shape=labels.shape,
             product=backend.product,
         )
 
-    def _sequence_shards(self) -> int:
-        return self.ranks if self.options.sequence_parallel else 1
-
 
 def shaped(results: T, shape: tuple[int, ...]) -> T:
     """Return per-token results, [N, ...] each, in the caller's shape of labels."""
     return tree_map_only(Tensor, lambda result: result.view((*shape, *result.shape[1:])), results)
-
-
-def _shard(rows: int, options: Options) -> Shard:
-    """Return this rank's part of the vocabulary. `largest` is its own size until ranks compare theirs."""
-    start, vocab_size = options.vocab_start, options.vocab_size
-    if start is None:
-        start = collectives.group_rank(options.tp_group) * rows
-    else:
-        validation.check_integer("vocab_start", start, minimum=0)
-    return Shard(start, rows if vocab_size is None else min(max(vocab_size - start, 0), rows), rows)
 
 
 def _describe(
@@ -227,10 +227,6 @@ def _describe(
         "skip_ignored": skip if isinstance(skip := options.skip_ignored, bool) else type(skip).__name__,
         "candidates": validation.kind_of(options.candidates),
     }
-
-
-def _in_words(values: dict[str, Any]) -> _Configuration:
-    return tuple((name, repr(value)) for name, value in values.items())
 
 
 def _compare(everyone: list[Any], group_name: str, vocab_size: int | None) -> int:

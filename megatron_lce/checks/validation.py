@@ -5,7 +5,6 @@ from typing import get_args
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from megatron_lce.core.options import BackendName, Options
@@ -15,14 +14,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_labels(labels: Tensor, vocab_size: int, ignore_index: int = -100) -> None:
-    """Raise `ValueError` if any label is neither in `[0, vocab_size)` nor `ignore_index`.
+    """Raise `ValueError` if any label, int64 of any shape, is neither in `[0, vocab_size)` nor `ignore_index`.
 
     Call it once before training: the host waits for the device. `linear_cross_entropy` makes such rows NaN instead.
-
-    Args:
-        labels: int64 tensor of any shape.
-        vocab_size: number of vocabulary ids.
-        ignore_index: label of ignored rows.
 
     Raises:
         ValueError: with the number of such labels, and the first one and its place.
@@ -32,8 +26,7 @@ def check_labels(labels: Tensor, vocab_size: int, ignore_index: int = -100) -> N
     check_integer("vocab_size", vocab_size, minimum=1)
     check_integer("ignore_index", ignore_index)
     bad = ((labels < 0) | (labels >= vocab_size)) & (labels != ignore_index)
-    count = int(bad.sum())
-    if count:
+    if count := int(bad.sum()):
         position = tuple(int(i) for i in bad.nonzero()[0])
         raise ValueError(
             f"labels must lie in [0, {vocab_size}) or equal ignore_index ({ignore_index}), got {count} that do not; "
@@ -49,8 +42,7 @@ def require(holds: bool, name: str, requirement: str, got: object, error: type[E
 
 def check_same(name: str, requirement: str, expected: object, got: object) -> None:
     """Check that two values are equal; a requirement is "be on hidden's device", say."""
-    if got != expected:
-        raise ValueError(f"{name} must {requirement}, {expected}, got {got}")
+    require(got == expected, name, f"{requirement}, {expected}", got)
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
@@ -114,30 +106,6 @@ def check_head(hidden_name: str, hidden: Tensor, weight_name: str, weight: Tenso
     require(sizes[-1] > 0, hidden_name, "have H of at least 1", sizes)
 
 
-def check_labels_of(
-    hidden_name: str, hidden: Tensor, labels: Tensor, sequence_shards: int, labels_name: str = "labels"
-) -> None:
-    """Check that `labels` holds one id for each token of `hidden`."""
-    check_label_tensor(labels, labels_name)
-    check_same(labels_name, f"be on {hidden_name}'s device", hidden.device, labels.device)
-    expected = labels_shape(hidden_name, hidden, sequence_shards)
-    if tuple(labels.shape) != expected:
-        shards = f" gathered over {sequence_shards} sequence-parallel ranks" if sequence_shards > 1 else ""
-        raise ValueError(
-            f"{labels_name} must have {hidden_name}'s shape without H{shards}, {expected}, got {tuple(labels.shape)} "
-            f"for {hidden_name} {tuple(hidden.shape)}"
-        )
-
-
-def labels_shape(hidden_name: str, hidden: Tensor, sequence_shards: int) -> tuple[int, ...]:
-    """Return the shape that labels must have for this hidden."""
-    shape = tuple(hidden.shape[:-1])
-    if sequence_shards > 1:
-        require(len(shape) > 0, hidden_name, "be [s/tp, ..., H] under sequence_parallel", "one dimension")
-        shape = (shape[0] * sequence_shards, *shape[1:])
-    return shape
-
-
 def check_temperature(
     temperature: float | Tensor, shape: tuple[int, ...], device: torch.device, name: str = "temperature"
 ) -> None:
@@ -163,13 +131,12 @@ def check_per_token(
     """Check a tensor without gradient, of labels' shape (and `further` dimensions) and device."""
     check_tensor(name, tensor)
     if tuple(tensor.shape[: len(shape)] if further else tensor.shape) != tuple(shape):
-        raise ValueError(f"{name} must {requirement}, {tuple(shape)}, got {tuple(tensor.shape)}")
+        raise ValueError(f"{name} must {requirement}{' first' * further}, {tuple(shape)}, got {tuple(tensor.shape)}")
     check_same(name, "be on labels' device", device, tensor.device)
     check_no_gradient(name, tensor)
 
 
 def check_ids_shape(name: str, ids: Tensor, shape: tuple[int, ...], of: str) -> None:
-    """Check that ids are [*shape, K]."""
     if ids.dim() != len(shape) + 1 or tuple(ids.shape[:-1]) != tuple(shape) or ids.shape[-1] == 0:
         raise ValueError(f"{name} must be [..., K] with {of} shape, {tuple(shape)}, first, got {tuple(ids.shape)}")
 
@@ -224,21 +191,6 @@ def _type_name(value: object) -> str:
     """Return a type's name with its module: numpy's float32 and int64 are neither a float nor an int."""
     kind = type(value)
     return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
-
-
-def check_group(group: ProcessGroup | None, name: str = "tp_group") -> int:
-    """Check that `group` is a process group or None, and return its size: 1 for None."""
-    if group is not None and not isinstance(group, ProcessGroup):
-        raise TypeError(f"{name} must be a torch.distributed.ProcessGroup or None, got {type(group).__name__}")
-    return 1 if group is None else group.size()
-
-
-def check_skip_ignored(value: bool | int, num_tokens: int) -> None:
-    if isinstance(value, bool):
-        return
-    require(isinstance(value, int), "skip_ignored", "be a bool or an int", type(value).__name__, TypeError)
-    within = f"be at least 0 and at most the number of rows, {num_tokens}"
-    require(0 <= value <= num_tokens, "skip_ignored", within, value)
 
 
 def kind_of(tensor: object) -> str:

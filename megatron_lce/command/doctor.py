@@ -28,14 +28,10 @@ TOKENS, HIDDEN, VOCAB, PADDED_VOCAB = 48, 128, 1000, 1024
 OUTPUTS = ("logprobs", "entropy")
 # Relative errors against fp64, of outputs and of gradients: twice those of eager torch for such a head.
 ALLOWED = {"bfloat16": (5e-4, 5e-3), "float32": (2e-6, 2e-6)}
-Head = Callable[..., tuple[Any, ...]]
 
 
 def examine(device: str | None = None) -> dict[str, Any]:
-    """Return the whole report, ready for JSON, on "cpu" or "cuda" (None: cuda if there is one).
-
-    `problems` is empty if all is well.
-    """
+    """Return the report, for JSON, on "cpu" or "cuda" (None: cuda if there is one). No `problems`: all is well."""
     has_cuda = torch.cuda.is_available()
     kind = device or ("cuda" if has_cuda else "cpu")
     found = versions()
@@ -65,10 +61,9 @@ def versions() -> dict[str, str | None]:
     """Return the versions of everything that decides what runs; None: not installed."""
     found: dict[str, str | None] = {"python": platform.python_version(), "megatron-lce": megatron_lce.__version__}
     for package in (*TESTED, *OPTIONAL):
-        try:
+        found[package] = None
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = None
     found["torch"] = torch.__version__  # with the name of its build
     if found["megatron-core"] is None and importlib.util.find_spec("megatron") is not None:
         with contextlib.suppress(ImportError):
@@ -127,20 +122,25 @@ def self_test(device: torch.device) -> dict[str, Any]:
     started = time.perf_counter()
     failures: list[str] = []
     errors: dict[str, tuple[float, float]] = {}  # the error, and what is allowed
-    heads: dict[str, Head] = {
+    heads: dict[str, Callable[..., Any]] = {
         "bfloat16": linear_cross_entropy,
         "bfloat16, cached": partial(linear_cross_entropy, logits_cache_bytes=2**30),
-        "bfloat16, known loss": _logprobs_of_known_loss,
+        "bfloat16, known loss": lambda h, w, ids, **others: (-linear_token_losses(h, w, ids, Promise(), **others)[0],),
         "float32": linear_cross_entropy,
     }
+    of_kernels: tuple[type[Exception], ...] = RuntimeError, ValueError
+    if importlib.util.find_spec("triton") is not None:
+        from triton.errors import TritonError
+
+        of_kernels = *of_kernels, TritonError
     for name, head in heads.items():
-        dtype, outputs = name.partition(",")[0], OUTPUTS[:1] if head is _logprobs_of_known_loss else OUTPUTS
+        dtype, outputs = name.partition(",")[0], OUTPUTS[:1] if name.endswith("known loss") else OUTPUTS
         inputs = _inputs(getattr(torch, dtype), device)
         in_fp64 = tuple(x.double() if x.is_floating_point() else x for x in inputs)
         exact = _results(reference_linear_cross_entropy, in_fp64, outputs)
         try:
             actual = _results(head, inputs, outputs)
-        except _errors_of_kernels() as error:
+        except of_kernels as error:
             failures.append(f"{name}: {type(error).__name__}: {error}")
             continue
         for what, expected in exact.items():
@@ -164,7 +164,7 @@ def _inputs(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
     return tuple(x.to(device) for x in (hidden.to(dtype), weight.to(dtype), labels, temperature, *upstream))
 
 
-def _results(head: Head, inputs: tuple[Tensor, ...], outputs: tuple[str, ...]) -> dict[str, Tensor]:
+def _results(head: Callable[..., Any], inputs: tuple[Tensor, ...], outputs: tuple[str, ...]) -> dict[str, Tensor]:
     """Return a head's outputs over the vocabulary without its padding, and both gradients."""
     hidden, weight, labels, temperature, *upstream = inputs
     hidden, weight = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
@@ -175,22 +175,7 @@ def _results(head: Head, inputs: tuple[Tensor, ...], outputs: tuple[str, ...]) -
     return dict(zip((*outputs, "hidden-state gradient", "weight gradient"), results, strict=True))
 
 
-def _logprobs_of_known_loss(hidden: Tensor, weight: Tensor, labels: Tensor, **keywords: Any) -> tuple[Tensor, ...]:
-    """Return logprobs as the flag's `known_loss` computes them."""
-    losses, _ = linear_token_losses(hidden, weight, labels, Promise(), **keywords)
-    return (-losses,)
-
-
-def _errors_of_kernels() -> tuple[type[Exception], ...]:
-    if importlib.util.find_spec("triton") is None:
-        return RuntimeError, ValueError
-    from triton.errors import TritonError
-
-    return RuntimeError, ValueError, TritonError
-
-
 def format_report(report: dict[str, Any]) -> str:
-    """Return the report as text."""
     lines = [f"{package:<20}{version or 'not installed'}" for package, version in report["versions"].items()]
     titles = {"name": "device", "count": "devices"}
     lines += ["", *(f"{titles.get(name, name):<20}{value}" for name, value in report["device"].items())]
@@ -202,9 +187,8 @@ def format_report(report: dict[str, Any]) -> str:
         lines += ["", f"self-test against fp64: {verdict}, in {test['seconds']} s"]
         if test["errors"]:
             name, (error, limit) = max(test["errors"].items(), key=lambda item: item[1][0] / item[1][1])
-            lines.append(
-                f"  {len(test['errors'])} results; nearest its limit: {error:.1e}, allowed {limit:.0e} ({name})"
-            )
+            nearest = f"nearest its limit: {error:.1e}, allowed {limit:.0e} ({name})"
+            lines.append(f"  {len(test['errors'])} results; {nearest}")
     lines += ["", *(f"note: {note}" for note in report["notes"])]
     lines += [f"PROBLEM: {problem}" for problem in report["problems"]]
     if not report["problems"]:

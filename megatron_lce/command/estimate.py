@@ -40,15 +40,12 @@ def estimate_table(
 ) -> list[dict[str, Any]]:
     """Return a row per implementation that runs this step: head, matmuls, kept_mib, peak_mib, and more on request.
 
-    Args:
-        cache_bytes: adds a row with this `logits_cache_bytes`.
-        tflops: adds `time_ms`, with matmuls at this many TFLOP/s.
-        terabytes: TB/s of memory, for `time_ms`.
-        memory_bytes: adds `most_tokens`, whose peak stays within it.
+    `cache_bytes` adds a row with this `logits_cache_bytes`; `tflops` adds `time_ms`, with matmuls at this many TFLOP/s
+    and memory at `terabytes` TB/s; `memory_bytes` adds `most_tokens`, whose peak stays within it.
     """
     cached, everything = (replace(step, logits_cache_bytes=size) for size in (cache_bytes or 0, step.everything))
     skipped, masked = replace(step, skip_ignored=True), f"{step.ignored:.0%} masked and skipped"
-    in_16_bits, some_ignored = step.itemsize == 2, step.ignored > 0
+    in_16_bits, some_ignored = step.dtype.itemsize == 2, step.ignored > 0
     cases = [
         (True, UNFUSED, UNFUSED, step),
         (in_16_bits, FUSED, FUSED, step),  # in fp32 it rounds the gradient to bf16: not comparable
@@ -133,20 +130,13 @@ def format_estimates(
     for head, *numbers in cells:
         aligned = (number.rjust(width + 2) for number, width in zip(numbers, widths[1:], strict=True))
         lines.append(head.ljust(widths[0]) + "".join(aligned))
-    lines += [
-        "",
-        "Kept memory is held from forward to backward. Peaks include both gradients, but not hidden and weight.",
-    ]
-    return "\n".join([*lines, *notes, *_remarks(rows), "", verdict(rows, budget_bytes)])
-
-
-def _remarks(rows: list[dict[str, Any]]) -> list[str]:
-    """Explain rows that may surprise."""
-    peaks, lines = {row["head"]: row["peak_mib"] for row in rows}, []
-    for row in rows:
+    small = "Kept memory is held from forward to backward. Peaks include both gradients, but not hidden and weight."
+    lines += ["", small, *notes]
+    peaks = {row["head"]: row["peak_mib"] for row in rows}
+    for row in rows:  # those that may surprise
         head, _, how = row["head"].rpartition(", ")
         if row.get("most_tokens") == 0:
             lines.append(f"{row['head']}: the weight gradient and the workspace alone exceed the budget")
         if how.endswith("skipped") and row["peak_mib"] > peaks[head]:
             lines.append(f"{row['head']}: skipping raises the peak, because the remaining rows are copied")
-    return lines
+    return "\n".join([*lines, "", verdict(rows, budget_bytes)])

@@ -1,10 +1,8 @@
 """`explain`: whether a model's head can be fused, why not, and what fusing saves."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -16,9 +14,6 @@ from megatron_lce.core.plan import ALIGNED_COLUMNS
 from megatron_lce.megatron.head_weight import weight_of
 from megatron_lce.megatron.main_grad import main_grad_sink
 from megatron_lce.megatron.reasons import NO_HEAD, capturing_reasons, find_language_model, fusing_reasons, modules_of
-
-if TYPE_CHECKING:
-    from megatron.core.models.common.language_module.language_module import LanguageModule
 
 
 @dataclass(frozen=True)
@@ -81,25 +76,20 @@ def explain(model: nn.Module | Sequence[nn.Module], tokens: int = 8192) -> Expla
     found = Explanation(not capturing_reasons(language_model), not reasons, reasons)
     if not isinstance(weight, Tensor) or weight.dim() != 2 or weight.dtype not in DTYPES.values():
         return found
-    if weight.shape[1] % ALIGNED_COLUMNS:
-        return found
-    step, backend = _step(language_model, weight, tokens), describe_backend("auto", weight.device)
-    head = f"{step}{', main_grad fusion' * step.main_grad}"
-    head += ", tied" * bool(language_model.share_embeddings_and_output_weights)
-    return replace(found, backend=backend, head=head, ways=tuple(estimate_table(step)))
-
-
-def _step(language_model: LanguageModule, weight: Tensor, tokens: int) -> HeadStep:
-    head = language_model.output_layer
-    group = getattr(head, "tp_group", None)
     columns, hidden = weight.shape
-    return HeadStep(
+    if hidden % ALIGNED_COLUMNS:
+        return found
+    layer, tied = language_model.output_layer, bool(language_model.share_embeddings_and_output_weights)
+    group = getattr(layer, "tp_group", None)
+    step = HeadStep(
         tokens,
         hidden,
         columns,
         tp=1 if group is None else group.size(),
-        sequence_parallel=bool(getattr(head, "sequence_parallel", False)),
+        sequence_parallel=bool(getattr(layer, "sequence_parallel", False)),
         dtype=weight.dtype,
-        main_grad=getattr(head, "gradient_accumulation_fusion", False) and main_grad_sink(weight, head) is not None,
+        main_grad=getattr(layer, "gradient_accumulation_fusion", False) and main_grad_sink(weight, layer) is not None,
         entropy=False,
     )
+    head = f"{step}{', main_grad fusion' * step.main_grad}{', tied' * tied}"
+    return replace(found, backend=describe_backend("auto", weight.device), head=head, ways=tuple(estimate_table(step)))

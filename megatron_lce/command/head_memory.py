@@ -40,10 +40,10 @@ MOVED_RECOMPUTED, MOVED_KEPT = 2, 8  # per logit that backward recomputes, and p
 
 @dataclass(frozen=True)
 class HeadStep:
-    """Forward and backward of one microbatch's head on one rank."""
+    """Forward and backward of one microbatch's head on one rank. The callers check the sizes."""
 
     tokens: int  # N, of the whole sequence: under sequence parallel each rank holds tokens / tp of hidden
-    hidden: int  # H
+    hidden: int  # H, a multiple of `ALIGNED_COLUMNS`
     columns: int  # this rank's rows of the weight, V / tp
     tp: int = 1
     sequence_parallel: bool = False
@@ -56,25 +56,10 @@ class HeadStep:
     logits_cache_bytes: int = 0
     everything: ClassVar[int] = 2**62  # `logits_cache_bytes` that keeps the logits of any step
 
-    def __post_init__(self) -> None:
-        for name in ("tokens", "hidden", "columns", "tp"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.dtype not in DTYPES.values():
-            raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES.values()))}, got {self.dtype}")
-        if self.hidden % ALIGNED_COLUMNS:
-            raise ValueError(f"hidden must be a multiple of {ALIGNED_COLUMNS} for an estimate, got {self.hidden}")
-        if not 0 <= self.ignored <= 1:
-            raise ValueError(f"ignored must be between 0 and 1, got {self.ignored}")
-
     def __str__(self) -> str:
         parallel = f"one rank of TP={self.tp}{' with sequence parallel' if self.gathers else ''}, "
         dtype = next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
         return f"{parallel * (self.tp > 1)}{self.tokens} tokens x {self.hidden} x {self.columns}, {dtype}"
-
-    @property
-    def itemsize(self) -> int:
-        return self.dtype.itemsize
 
     @property
     def logits(self) -> int:
@@ -82,11 +67,11 @@ class HeadStep:
 
     @property
     def hidden_bytes(self) -> int:
-        return self.tokens * self.hidden * self.itemsize
+        return self.tokens * self.hidden * self.dtype.itemsize
 
     @property
     def weight_bytes(self) -> int:
-        return self.columns * self.hidden * self.itemsize
+        return self.columns * self.hidden * self.dtype.itemsize
 
     @property
     def gathers(self) -> bool:
@@ -99,7 +84,6 @@ class HeadStep:
 
     @property
     def computed(self) -> int:
-        """Number of rows that are computed."""
         return max(1, round(self.tokens * (1 - self.ignored))) if self.skip_ignored else self.tokens
 
     @property
@@ -108,10 +92,10 @@ class HeadStep:
         return HeadSize(
             hidden=self.hidden,
             columns=self.columns,
-            itemsize=self.itemsize,
+            itemsize=self.dtype.itemsize,
             stats_rows=packed_rows(self.entropy, telemetry=False),
-            costs=costs_on_a_gpu(self.itemsize, self.hidden),
-            sums_weight=self.itemsize == 2 and not self.main_grad,
+            costs=costs_on_a_gpu(self.dtype.itemsize, self.hidden),
+            sums_weight=self.dtype.itemsize == 2 and not self.main_grad,
             even=self.columns % ALIGNED_COLUMNS == 0,
         )
 
@@ -140,10 +124,10 @@ def megatron(step: HeadStep, loss: str = UNFUSED) -> Needs:
     `FUSED` (`cross_entropy_loss_fusion`) holds the fp32 logits and their exponentials at once. `TE`, of version 2.20,
     keeps the logits, and makes the gradient in a copy of them. Both are for 16-bit heads.
     """
-    logits, softmax = step.itemsize * step.logits, 4 * step.logits
-    unfused = softmax + (logits if step.itemsize == 2 else 0)
+    logits, softmax = step.dtype.itemsize * step.logits, 4 * step.logits
+    unfused = softmax + (logits if step.dtype.itemsize == 2 else 0)
     in_loss = {UNFUSED: unfused, FUSED: unfused + softmax, TE: 2 * logits}[loss]
-    backward = logits + _gathered(step) + step.hidden_bytes + _over_group(step) + step.weight_bytes
+    backward = logits + (1 + step.gathers) * step.hidden_bytes + _over_group(step) + step.weight_bytes
     kept = logits if loss == TE else softmax
     return Needs(3, MOVED_BY_MEGATRON[loss] * step.logits, kept, max(in_loss, backward))
 
@@ -161,9 +145,9 @@ def ours(step: HeadStep) -> Needs:
     whole = kept_columns == step.columns
     width, slab = (kept_columns, 0) if whole else _slab(step, block, step.columns - kept_columns)
     slab += kept if whole or several else 0
-    cast = grad_hidden = computed * step.hidden * step.itemsize
+    cast = grad_hidden = computed * step.hidden * step.dtype.itemsize
     reduced = backward + grad_hidden + _over_group(step)
-    if step.itemsize == 2 and (width < step.columns or step.columns % ALIGNED_COLUMNS):
+    if step.dtype.itemsize == 2 and (width < step.columns or step.columns % ALIGNED_COLUMNS):
         hidden_sum = 4 * block * step.hidden
         grad_hidden, cast = hidden_sum + (cast if several else 0), hidden_sum + cast
         # On one rank the cast follows the last matmul, when the slab is free.
@@ -174,7 +158,7 @@ def ours(step: HeadStep) -> Needs:
         backward + slab + grad_hidden,
         backward + cast,
         reduced + (slab if step.tp > 1 else 0),
-        reduced + _all_rows(step) + (step.weight_bytes if weight_sum else 0),
+        reduced + step.skip_ignored * step.hidden_bytes + (step.weight_bytes if weight_sum else 0),
         per_token + step.own_hidden_bytes + step.weight_bytes,
     )
     kept_share, rows_share = kept_columns / step.columns, computed / step.tokens
@@ -195,13 +179,13 @@ def known_loss(step: HeadStep) -> Needs | None:
     summed, widened = fp16 or step.main_grad or block < step.computed, 2 if fp16 else 1
     made = PER_TOKEN_BYTES * step.tokens + (4 * step.columns * step.hidden if summed else step.weight_bytes)
     kept = made + widened * step.own_hidden_bytes
-    forward = made + widened * step.computed * step.hidden * step.itemsize + _inputs_of_a_block(step, block)
+    forward = made + widened * step.computed * step.hidden * step.dtype.itemsize + _inputs_of_a_block(step, block)
     logits = forward + block * size.kept_token(step.columns)
     odd_sum = 0 if fp16 else block * size.hidden_sum_token  # the last columns of an odd vocabulary: a further matmul
     peak = max(
         logits + _statistics(left, block),
         logits + _hidden_with_factor(left, block, step.columns) + odd_sum,
-        forward + widened * (_over_group(step) + _all_rows(step)),
+        forward + widened * (_over_group(step) + step.skip_ignored * step.hidden_bytes),
         kept + (step.weight_bytes if summed else 0) + (step.own_hidden_bytes if fp16 else 0),
     )
     share = step.computed / step.tokens
@@ -212,18 +196,9 @@ HEADS: dict[str, Callable[[HeadStep], Needs | None]]
 HEADS = {loss: partial(megatron, loss=loss) for loss in MOVED_BY_MEGATRON} | {OURS: ours, KNOWN_LOSS: known_loss}
 
 
-def _gathered(step: HeadStep) -> int:
-    return step.hidden_bytes if step.gathers else 0
-
-
 def _over_group(step: HeadStep) -> int:
     """Output of the reduce-scatter of the hidden-state gradient; also its input if rows were left out."""
-    return step.own_hidden_bytes + _all_rows(step) if step.gathers else 0
-
-
-def _all_rows(step: HeadStep) -> int:
-    """Hidden-state gradient of all rows, if some were left out."""
-    return step.hidden_bytes if step.skip_ignored else 0
+    return step.own_hidden_bytes + step.skip_ignored * step.hidden_bytes if step.gathers else 0
 
 
 def _tokens_of_a_block(step: HeadStep) -> int:
@@ -236,10 +211,10 @@ def _tokens_of_a_block(step: HeadStep) -> int:
 
 def _inputs_of_a_block(step: HeadStep, block: int) -> int:
     """Gathered hidden, whole or two blocks at a time, and the rows selected from it."""
-    block_bytes = block * step.hidden * step.itemsize
+    block_bytes, gathered = block * step.hidden * step.dtype.itemsize, step.gathers * step.hidden_bytes
     if step.skip_ignored:
-        return _gathered(step) + block_bytes
-    return 2 * block_bytes if step.gathers and block < step.computed else _gathered(step)
+        return gathered + block_bytes
+    return 2 * block_bytes if step.gathers and block < step.computed else gathered
 
 
 def _statistics(step: HeadStep, block: int) -> int:
@@ -254,7 +229,7 @@ def _statistics(step: HeadStep, block: int) -> int:
 
 def _hidden_with_factor(step: HeadStep, tokens: int, kept_columns: int) -> int:
     """A copy of hidden for the weight's matmul, if all logits are cached and no entropy is wanted."""
-    size = tokens * step.hidden * step.itemsize
+    size = tokens * step.hidden * step.dtype.itemsize
     return size if not step.entropy and kept_columns == step.columns and size <= step.workspace_bytes else 0
 
 
@@ -263,6 +238,6 @@ def _slab(step: HeadStep, block: int, columns: int) -> tuple[int, int]:
     per_column, costs = step.size.weight_sum_column, step.size.costs
     stride, room = slab_row_stride(columns), step.workspace_bytes
     slab = plan_blocks(block, stride, room, step.size.slab, per_column_if_tokens_are_cut=per_column)
-    logits = slab.tokens * slab_row_stride(slab.columns) * (step.itemsize + costs.logit)
+    logits = slab.tokens * slab_row_stride(slab.columns) * (step.dtype.itemsize + costs.logit)
     parts = max(slab.tokens * costs.slab_token, slab.columns * costs.slab_column)
     return slab.columns, logits + parts + (slab.columns * per_column if slab.tokens < block else 0)

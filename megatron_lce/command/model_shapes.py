@@ -34,11 +34,7 @@ MODEL_SHAPES = {
 
 
 def find_model(name: str) -> tuple[str, ModelShape]:
-    """Return the full name and shape of a model, given with or without its owner, in upper or lower case.
-
-    Raises:
-        ValueError: the model is unknown; the message names the most similar one.
-    """
+    """Return the full name and shape of a model, given with or without its owner, in upper or lower case."""
     names = {known.split("/")[1].lower(): known for known in MODEL_SHAPES}
     short = name.lower().split("/")[-1]
     if short in names and name.lower() in (short, names[short].lower()):
@@ -49,12 +45,7 @@ def find_model(name: str) -> tuple[str, ModelShape]:
 
 
 def read_config(path: Path) -> tuple[str, ModelShape]:
-    """Return a model's name and shape from its `config.json`; for a VLM, of its `text_config`.
-
-    Raises:
-        ValueError: the file holds no JSON object with `hidden_size` and `vocab_size`.
-        OSError: the file cannot be read.
-    """
+    """Return a model's name and shape from its `config.json`; for a VLM, of its `text_config`."""
     whole = json.loads(path.read_text(encoding="utf-8"))
     config = whole.get("text_config", whole) if isinstance(whole, dict) else {}
     hidden, vocab = config.get("hidden_size"), config.get("vocab_size")
