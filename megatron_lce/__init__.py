@@ -16,8 +16,8 @@ from megatron_lce.checks.validation import check_labels as check_labels
 from megatron_lce.command.explain import Explanation as Explanation
 from megatron_lce.command.explain import explain as explain
 from megatron_lce.core.options import LinearCrossEntropyOutput as LinearCrossEntropyOutput
+from megatron_lce.megatron.capture import CapturedHead as CapturedHead
 from megatron_lce.megatron.capture import capture_lm_head as capture_lm_head
-from megatron_lce.megatron.captured_head import CapturedHead as CapturedHead
 from megatron_lce.megatron.enable import FusedLinearCE as FusedLinearCE
 from megatron_lce.megatron.enable import enable_fused_linear_ce as enable_fused_linear_ce
 from megatron_lce.megatron.heads import accept_head as accept_head

@@ -11,7 +11,7 @@ from megatron_lce.checks.validation import check_integer
 from megatron_lce.command.estimate import estimate_table, format_estimates, saved_mib
 from megatron_lce.command.head_memory import DTYPES, HeadStep
 from megatron_lce.core.plan import ALIGNED_COLUMNS
-from megatron_lce.megatron.head_weight import weight_of
+from megatron_lce.megatron.heads import weight_of
 from megatron_lce.megatron.main_grad import main_grad_sink
 from megatron_lce.megatron.reasons import NO_HEAD, capturing_reasons, find_language_model, fusing_reasons, modules_of
 

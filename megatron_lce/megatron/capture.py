@@ -1,17 +1,33 @@
-"""`capture_lm_head`: a Megatron model's hidden states and head weight, instead of its logits."""
+"""`capture_lm_head`: a Megatron model's hidden states and head weight, and the fused operations on them."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Unpack
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
-from megatron_lce.megatron.captured_head import CapturedHead
-from megatron_lce.megatron.head_call import HeadCall
+from megatron_lce.api.keywords import (
+    CapturedCrossEntropyOptions,
+    CapturedJsdOptions,
+    CapturedOptions,
+    CapturedSupportOptions,
+    CapturedTokenLossOptions,
+)
+from megatron_lce.api.linear_cross_entropy import linear_cross_entropy
+from megatron_lce.api.linear_jsd import linear_jsd
+from megatron_lce.api.linear_logits_at import linear_logits_at
+from megatron_lce.api.linear_token_loss import TokenLoss, TokenLossFunction, linear_token_loss
+from megatron_lce.api.linear_topk import TopK, linear_topk
+from megatron_lce.api.support_logprobs import support_logprobs
+from megatron_lce.backends.choice import describe_backend
+from megatron_lce.checks.validation import check_same
+from megatron_lce.core.options import LinearCrossEntropyOutput
+from megatron_lce.megatron.head_call import HeadCall, batch_first, check_not_fixed, csr_sequence_first
 from megatron_lce.megatron.logits import NoLogits, UncomputedLogits
 from megatron_lce.megatron.loss import FusedLoss
 from megatron_lce.megatron.reasons import NO_HEAD, capturing_reasons, find_language_model, reasons_of_group
@@ -21,6 +37,131 @@ if TYPE_CHECKING:
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
 _capturable: WeakSet[nn.Module] = WeakSet()  # heads that all ranks of their group have agreed on
+
+
+class CapturedHead:
+    """Inputs of the LM head in the last forward pass, and the fused operations on them.
+
+    An operation is the function of the same name in `megatron_lce`, on the captured hidden states and weight. Tensors
+    per token, such as labels, are [b, s], as Megatron passes them and under sequence parallel the full sequence; so are
+    results. The head fixes tp_group, sequence_parallel, vocab_start, reduce_grad_hidden and weight_grad_sink, and
+    scales of logits multiply the model's own (MuP). If the forward pass kept no graph (under no_grad, inside a
+    reentrant checkpoint), results have none. Errors are those of the function, and RuntimeError if nothing was
+    captured, or if hidden or weight was changed in place since, as by an optimizer's step.
+
+    Nothing is copied: `hidden` is the tensor that the output layer was called with. To attach the capture to a tensor,
+    take another one, such as `hidden.view_as(hidden)`: a cycle would keep both until the garbage collector runs.
+
+    Attributes, None on a pipeline stage without a head, and before the forward pass:
+        hidden: [s, b, H]; under sequence parallel this rank's [s/tp, b, H].
+        weight: [V/tp, H], this rank's rows of the vocabulary; the embedding's weight if tied.
+    """
+
+    hidden: Tensor | None = None
+    weight: Tensor | None = None
+    tp_group: ProcessGroup | None = None
+    sequence_parallel = False
+
+    def __init__(self, why_nothing: str = "no forward pass has reached the head"):
+        self._why_nothing = why_nothing
+        self._call: HeadCall | None = None
+
+    def __repr__(self) -> str:
+        if self._call is None:
+            return f"CapturedHead(nothing captured: {self._why_nothing})"
+        hidden, weight = self._call.hidden, self._call.weight
+        parts = [f"hidden {list(hidden.shape)}, weight {list(weight.shape)}, {hidden.dtype} on {hidden.device}"]
+        parts += [f"tensor-parallel size {self._call.head.tp_group.size()}"]
+        parts += ["sequence parallel"] * self.sequence_parallel + ["no graph"] * (not self._call.with_gradient)
+        return f"CapturedHead({', '.join(parts)}, backend: {describe_backend('auto', hidden.device)})"
+
+    def _record(self, call: HeadCall) -> None:
+        self._call, self.hidden, self.weight = call, call.hidden, call.weight
+        self.tp_group, self.sequence_parallel = call.head.tp_group, call.sequence_parallel
+
+    def linear_cross_entropy(
+        self, labels: Tensor, temperature: float | Tensor = 1.0, **options: Unpack[CapturedCrossEntropyOptions]
+    ) -> LinearCrossEntropyOutput:
+        """Return `megatron_lce.linear_cross_entropy` of the captured head.
+
+        Only `ignore_index` is ignored, not every negative label as with `enable_fused_linear_ce`. Padded columns of the
+        vocabulary take part, as in Megatron, unless `vocab_size` is given.
+        """
+        with self._captured(options) as call:
+            return call.run(linear_cross_entropy, labels, temperature=temperature, **options)
+
+    def linear_token_loss(
+        self, labels: Tensor, loss: TokenLossFunction, *per_token: Tensor, **options: Unpack[CapturedTokenLossOptions]
+    ) -> TokenLoss:
+        """Return `megatron_lce.linear_token_loss` of the captured head; `per_token`: tensors [b, s, ...]."""
+        with self._captured(options) as call:
+            parts = [call.sequence_first(f"per_token[{i}]", tensor) for i, tensor in enumerate(per_token)]
+            return call.run(linear_token_loss, labels, loss, *parts, **options)
+
+    def linear_jsd(
+        self, teacher_head: CapturedHead, **options: Unpack[CapturedJsdOptions]
+    ) -> Tensor | tuple[Tensor, LinearCrossEntropyOutput]:
+        """Return `megatron_lce.linear_jsd` of this captured head, the student's, and a teacher's.
+
+            divergence = head.linear_jsd(teacher_head, labels=labels, beta=0.5, temperature=1.0, token_weights=None)
+
+        Args:
+            teacher_head: the capture of the teacher's forward pass over the same tokens, its vocabulary sharded over
+                the same ranks. It gets no gradient: run its forward pass under no_grad.
+        """
+        with self._captured(options) as student:
+            if not isinstance(teacher_head, CapturedHead):
+                raise TypeError(f"teacher_head must be a captured head, got {type(teacher_head).__name__}")
+            teacher = teacher_head._captured_call(" of the teacher")
+            same = {"sequence_parallel": "sequence_parallel", "tokens": "tokens [b, s]", "ranks": "ranks in tp_group"}
+            for name, words in same.items():
+                mine, its = getattr(student, name), getattr(teacher, name)
+                check_same("teacher_head", f"have the student's {words}", mine, its)
+            teacher.check_unchanged()
+            forms = student.form("student", options) | teacher.form("teacher", options)
+            given = student.call_keywords({**options, **forms})
+            return batch_first(linear_jsd(student.hidden, student.weight, teacher.hidden, teacher.weight, **given))
+
+    def linear_logits_at(
+        self, ids: Tensor, offsets: Tensor | None = None, **options: Unpack[CapturedOptions]
+    ) -> Tensor:
+        """Return `megatron_lce.linear_logits_at` of the captured head: `ids` [b, s, K], or CSR over b * s tokens."""
+        with self._captured(options) as call:
+            given, places = call.keywords(options), None
+            if offsets is None:
+                ids = call.sequence_first("ids", ids)
+            else:
+                ids, offsets, places = csr_sequence_first(ids, offsets, call.tokens)
+            logits = linear_logits_at(call.hidden, call.weight, ids, offsets, **given)
+            return batch_first(logits) if places is None else torch.empty_like(logits).index_copy(0, places, logits)
+
+    def support_logprobs(
+        self, labels: Tensor, ids: Tensor, offsets: Tensor, **options: Unpack[CapturedSupportOptions]
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Return `megatron_lce.support_logprobs` of the captured head: labels [b, s], CSR over the b * s tokens."""
+        with self._captured(options) as call:
+            ids, offsets, _ = csr_sequence_first(ids, offsets, call.tokens)
+            return call.run(support_logprobs, labels, ids, offsets, **options)
+
+    def linear_topk(self, k: int, **options: Unpack[CapturedOptions]) -> TopK:
+        """Return `megatron_lce.linear_topk` of the captured head: [b, s, K], and [b, s]."""
+        with self._captured(options) as call:
+            given = call.keywords(options)
+            del given["weight_grad_sink"]
+            return batch_first(linear_topk(call.hidden, call.weight, k, **given))
+
+    @contextlib.contextmanager
+    def _captured(self, keywords: Mapping[str, Any]) -> Iterator[HeadCall]:
+        """Yield the call; without gradients if the pass kept no graph, because the head alone would train."""
+        check_not_fixed(keywords)
+        call = self._captured_call()
+        with torch.set_grad_enabled(torch.is_grad_enabled() and call.with_gradient):
+            yield call
+
+    def _captured_call(self, whose: str = "") -> HeadCall:
+        if self._call is None:
+            raise RuntimeError(f"nothing was captured{whose}: {self._why_nothing}")
+        return self._call
 
 
 class CapturingHead(ReplacedHead):
@@ -35,22 +176,18 @@ class CapturingHead(ReplacedHead):
 
         torch.compile needs this, because it cannot trace a read of uncomputed logits.
         """
-        if self.in_pass is not self.language_model:  # a shallow copy, which has the original's hooks
-            return None
-        if given.get("labels") is not None or not takes_labels or self.mtp_layers:
+        is_copy = self.in_pass is not self.language_model  # a shallow one, which has the original's hooks
+        if is_copy or given.get("labels") is not None or not takes_labels or self.mtp_layers:
             return None
         return torch.empty(0, dtype=torch.int64)
 
     def forward(
-        self,
-        input_: Tensor,
-        weight: Tensor | None = None,
-        runtime_gather_output: bool | None = None,
-        **of_loss: Any,
+        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None, **of_loss: Any
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         if self.in_pass is not self.language_model:  # another model shares the output layer
             return self.overrides[0].below(self)(input_, weight, runtime_gather_output, **of_loss)
-        self.captured._call = call = HeadCall.of(self.head, input_, weight)
+        call = HeadCall(self.head, input_, weight)
+        self.captured._record(call)
         logits = UncomputedLogits(call, self._capture)
         return self._loss(logits, **of_loss) if of_loss.pop("output_cross_entropy_loss", False) else (logits, None)
 
@@ -70,14 +207,32 @@ class CapturingHead(ReplacedHead):
 
     def _capture(self, call: HeadCall) -> Tensor:
         """Record the inputs of the main head's logits, and return [s, b, 0] in their place, which takes no memory."""
-        self.captured._call = call
+        self.captured._record(call)
         self.mtp_losses_left = self.mtp_layers
         batch, sequence = call.tokens
         return call.hidden.new_empty((sequence, batch, 0)).as_subclass(NoLogits)
 
 
-class Capture(contextlib.AbstractContextManager["CapturedHead", None]):
-    """What `capture_lm_head` returns; `with` opens it."""
+class capture_lm_head(contextlib.AbstractContextManager[CapturedHead, None]):
+    """While open, the model's forward pass skips the output projection and records its inputs.
+
+        with capture_lm_head(model) as head:
+            model(input_ids, position_ids, attention_mask)
+        out = head.linear_cross_entropy(labels, temperature=0.7)
+
+    The model returns an empty [b, s, 0] tensor; reading it as logits raises. With MTP, pass the labels: the MTP losses
+    are computed, fused, and take effect on the hidden states as in Megatron; the main loss is left to the caller. The
+    last of several forward passes is kept. The result stays valid after the context; it keeps hidden and its graph
+    alive. All ranks of the head's tensor-parallel group must open its first capture together.
+
+    Args:
+        model: as in `enable_fused_linear_ce`.
+
+    Raises:
+        TypeError: `model` neither is nor holds a megatron-core language model.
+        ValueError: hidden and weight do not determine the logits, for the reasons listed; or `model` holds several
+            heads.
+    """
 
     def __init__(self, model: nn.Module | Sequence[nn.Module]):
         self._model = model
@@ -106,26 +261,3 @@ class Capture(contextlib.AbstractContextManager["CapturedHead", None]):
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"a capture has no {name} before it is opened: `with capture_lm_head(model) as head:`")
-
-
-def capture_lm_head(model: nn.Module | Sequence[nn.Module]) -> Capture:
-    """While open, the model's forward pass skips the output projection and records its inputs.
-
-        with capture_lm_head(model) as head:
-            model(input_ids, position_ids, attention_mask)
-        out = head.linear_cross_entropy(labels, temperature=0.7)
-
-    The model returns an empty [b, s, 0] tensor; reading it as logits raises. With MTP, pass the labels: the MTP losses
-    are computed, fused, and take effect on the hidden states as in Megatron; the main loss is left to the caller. The
-    last of several forward passes is kept. The result stays valid after the context; it keeps hidden and its graph
-    alive. All ranks of the head's tensor-parallel group must open its first capture together.
-
-    Args:
-        model: as in `enable_fused_linear_ce`.
-
-    Raises:
-        TypeError: `model` neither is nor holds a megatron-core language model.
-        ValueError: hidden and weight do not determine the logits, for the reasons listed; or `model` holds several
-            heads.
-    """
-    return Capture(model)

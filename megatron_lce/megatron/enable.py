@@ -1,17 +1,15 @@
 """`enable_fused_linear_ce`: a Megatron model's own loss, computed without its logits."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Literal
 
 from torch import nn
 
 from megatron_lce.backends.choice import describe_backend
-from megatron_lce.checks.validation import check_flag, check_options
+from megatron_lce.checks.validation import check_choice, check_flag, check_options, require
 from megatron_lce.core.options import WORKSPACE_BYTES, BackendName, Options
 from megatron_lce.megatron.capture import CapturingHead
-from megatron_lce.megatron.heads import check_softcap
+from megatron_lce.megatron.heads import own_softcap
 from megatron_lce.megatron.loss import FusedLoss, not_applied
 from megatron_lce.megatron.reasons import find_fusable_model, modules_of, warn_on_one_rank
 from megatron_lce.megatron.replace import close_all, has_open
@@ -49,7 +47,7 @@ class FusedLinearCE:
             return self._reasons
         if not any(fused in override.owners for override in fused.overrides):
             return ("it was removed, or the model was enabled once more",)
-        if not fused.has_its_head:
+        if fused.language_model.output_layer is not fused.head:
             return ("the model's output_layer was replaced",)
         if all(override.is_answered_by(fused) for override in fused.overrides):
             return ()
@@ -121,8 +119,7 @@ def enable_fused_linear_ce(
     The model's forward then raises ValueError for a `loss_mask` of another shape than labels' (`skip_masked`), and
     for what `megatron_lce.linear_cross_entropy` raises it; RuntimeError where code between head and loss reads logits.
     """
-    if on_unsupported not in ("fallback", "raise"):
-        raise ValueError(f"on_unsupported must be 'fallback' or 'raise', got {on_unsupported!r}")
+    check_choice("on_unsupported", on_unsupported, ("fallback", "raise"))
     options: dict[str, Any] = {
         "logits_cache_bytes": logits_cache_bytes,
         "workspace_bytes": workspace_bytes,
@@ -134,12 +131,9 @@ def enable_fused_linear_ce(
     flags = {"use_fused_linear_ce": use_fused_linear_ce, "skip_masked": skip_masked, "known_loss": known_loss}
     for name, flag in flags.items():
         check_flag(name, flag)
-    if known_loss and logits_cache_bytes:
-        raise ValueError(
-            f"logits_cache_bytes must be 0 with known_loss, got {logits_cache_bytes}: nothing is recomputed"
-        )
-    if known_loss and backend == "reference":
-        raise ValueError("backend must be 'auto', 'triton' or 'torch' with known_loss, got 'reference'")
+    if known_loss:
+        require(not logits_cache_bytes, "logits_cache_bytes", "be 0 with known_loss", logits_cache_bytes)
+        require(backend != "reference", "backend", "be 'auto', 'triton' or 'torch' with known_loss", repr(backend))
     modules = modules_of(model)
     language_model, reasons = find_fusable_model(model) if use_fused_linear_ce else (None, (_OFF,))
     message = f"fused linear cross-entropy is not used: {'; '.join(reasons)}"
@@ -147,7 +141,7 @@ def enable_fused_linear_ce(
         if reasons and on_unsupported == "raise":
             raise ValueError(message)
         if not reasons:
-            check_softcap(language_model.output_layer, softcap)
+            own_softcap(language_model.output_layer, softcap)
         if has_open(modules, CapturingHead):
             raise RuntimeError("capture_lm_head is open on this model: enable before or after it")
     close_all(modules, FusedLoss)  # after all checks: a refused call leaves the loss unchanged

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_map_only
 
 from megatron_lce.checks.validation import check_number
-from megatron_lce.megatron.heads import check_softcap, logits_dtype_of, softcap_of
+from megatron_lce.megatron.heads import own_softcap
 from megatron_lce.megatron.main_grad import main_grad_sink
 
 if TYPE_CHECKING:
@@ -22,46 +21,30 @@ T = TypeVar("T")
 _PER_TOKEN = {"labels": 2, "temperature": 2, "token_weights": 2, "teacher_temperature": 2, "candidates": 3, "ids": 3}
 
 
-@dataclass(frozen=True)
 class HeadCall:
     """One call of a model's output layer: all that determines its logits."""
 
-    hidden: Tensor  # [s, b, H], under sequence parallel this rank's [s/tp, b, H]
-    weight: Tensor  # [V/tp, H]
-    head: ColumnParallelLinear
-    sequence_parallel: bool  # when the head was called: in inference Megatron sets another for a while
-    versions: tuple[int, int]  # of hidden and weight when the head was called
-    autocast_dtype: torch.dtype | None  # None: autocast was off
-    with_gradient: bool  # hidden may have a graph
-    logits_scale: float = 1.0
+    def __init__(self, head: ColumnParallelLinear, hidden: Tensor, weight: Tensor | None):
+        device = hidden.device.type
+        self.head = head
+        self.hidden = hidden  # [s, b, H], under sequence parallel this rank's [s/tp, b, H]
+        self.weight: Tensor = head.weight if weight is None else weight  # [V/tp, H]: a tied embedding's is given
+        self.sequence_parallel = bool(head.sequence_parallel)  # in inference Megatron sets another for a while
+        shards = head.tp_group.size() if self.sequence_parallel else 1
+        self.tokens = hidden.shape[1], hidden.shape[0] * shards  # (b, s), the shape of labels as Megatron passes them
+        self.versions = version_of(hidden), version_of(self.weight)
+        self.autocast_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        self.with_gradient = torch.is_grad_enabled()  # hidden may have a graph
+        self.logits_scale = 1.0
 
-    @classmethod
-    def of(cls, head: ColumnParallelLinear, hidden: Tensor, weight: Tensor | None) -> HeadCall:
-        """Return the call; `weight` is the tied embedding's, or None for the head's own."""
-        weight, device = head.weight if weight is None else weight, hidden.device.type
-        return cls(
-            hidden=hidden,
-            weight=weight,
-            head=head,
-            sequence_parallel=bool(head.sequence_parallel),
-            versions=(version_of(hidden), version_of(weight)),
-            autocast_dtype=torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
-            with_gradient=torch.is_grad_enabled(),
-        )
-
-    @property
-    def tp_group(self) -> ProcessGroup:
-        return self.head.tp_group
-
-    @property
-    def tokens(self) -> tuple[int, int]:
-        """(b, s), the shape of labels as Megatron passes them."""
-        shards = self.tp_group.size() if self.sequence_parallel else 1
-        return self.hidden.shape[1], self.hidden.shape[0] * shards
+    def scaled(self, factor: float) -> HeadCall:
+        call = copy.copy(self)
+        call.logits_scale *= factor
+        return call
 
     @property
     def ranks(self) -> list[int]:
-        return torch.distributed.get_process_group_ranks(self.tp_group)
+        return torch.distributed.get_process_group_ranks(self.head.tp_group)
 
     def run(self, operation: Callable[..., T], labels: Tensor, *others: Any, **keywords: Any) -> T:
         """Run an operation on this hidden and weight; labels, tensors per token and results are [b, s]."""
@@ -73,9 +56,8 @@ class HeadCall:
         keywords = self.call_keywords(given)
         temperature, logits_scale = keywords.get("temperature", 1.0), keywords.get("logits_scale", 1.0)
         check_number("logits_scale", logits_scale)
-        check_softcap(self.head, keywords.get("softcap"))
+        softcap = own_softcap(self.head, keywords.get("softcap"))
         logits_scale *= self.logits_scale
-        softcap = softcap_of(self.head)
         if softcap is None:
             return keywords | {"logits_scale": logits_scale}
         if logits_scale != 1.0:  # after the head, so after its cap
@@ -92,17 +74,16 @@ class HeadCall:
         self.check_unchanged()
         keywords = {n: self.sequence_first(n, value) if n in _PER_TOKEN else value for n, value in given.items()}
         return keywords | {
-            "tp_group": self.tp_group,
+            "tp_group": self.head.tp_group,
             "sequence_parallel": self.sequence_parallel,
             "weight_grad_sink": main_grad_sink(self.weight, self.head),
         }
 
-    def form(self, role: str, keywords: dict[str, Any]) -> dict[str, Any]:
-        """Take one head's scale and softcap of a divergence out of the caller's keywords."""
-        logits_scale, softcap = keywords.pop(f"{role}_logits_scale", 1.0), keywords.pop(f"{role}_softcap", None)
+    def form(self, role: str, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the caller's scale and softcap of a divergence's head combined with its own."""
+        logits_scale, softcap = given.get(f"{role}_logits_scale", 1.0), given.get(f"{role}_softcap")
         check_number(f"{role}_logits_scale", logits_scale)
-        check_softcap(self.head, softcap)
-        own, scale = softcap_of(self.head), logits_scale * self.logits_scale
+        own, scale = own_softcap(self.head, softcap), logits_scale * self.logits_scale
         if own is not None and scale != 1.0:
             raise ValueError(f"{role}_logits_scale must be 1 where the head has a softcap before it, got {scale}")
         return {f"{role}_logits_scale": scale, f"{role}_softcap": softcap if own is None else own}
@@ -116,11 +97,6 @@ class HeadCall:
             form = f"[b, s, K], {self.tokens} first" if dims == 3 else f"[b, s], {self.tokens}"
             raise ValueError(f"{name} must be {form} for this hidden, got {shape}")
         return swap(per_token)
-
-    @property
-    def logits_dtype(self) -> torch.dtype:
-        """Dtype of the logits that Megatron's head returns."""
-        return logits_dtype_of(self.head) or self.autocast_dtype or self.hidden.dtype
 
     def check_unchanged(self) -> None:
         """Raise if hidden or weight has changed since the forward pass."""

@@ -1,4 +1,7 @@
-"""What an output layer and a model's loss make of `hidden @ weight.T`, and why some are left to Megatron."""
+"""What an output layer and a model's loss make of `hidden @ weight.T`, and why some are left to Megatron.
+
+`loss.py` computes the loss of a head that FSDP, torch's or Megatron's, frees inside the head's call.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
-from megatron_lce.checks.validation import check_number
+from megatron_lce.checks.validation import DTYPES, check_number
 
 if TYPE_CHECKING:
     from megatron.core.models.common.language_module.language_module import LanguageModule
@@ -29,8 +34,7 @@ def _gemma(head: Any) -> tuple[float | None, None]:
     return head.config.final_logit_softcapping, None
 
 
-_accepted: dict[object, _Form] = {}
-_KNOWN: dict[str, _Form] = {
+_accepted: dict[object, _Form] = {  # by class, function or name
     # Megatron-LM's dev branch: the plain head, which can also return the loss
     "megatron.core.transformer.linear_cross_entropy.LinearCrossEntropyModule": lambda head: (None, None),
     # Megatron-Bridge
@@ -131,7 +135,7 @@ def _has_unknown_hooks(head: nn.Module) -> bool:
     """Whether hooks are on this head that expect logits, or their gradient."""
     # Forward pre-hooks see the hidden states only. They run: DDP waits for parameters in one.
     for hook in head._forward_hooks.values():
-        name = _name_of(hook)
+        name = _name_of(getattr(hook, "func", hook))
         if name not in _KNOWN_HOOKS and not name.startswith(_OURS) and not is_hook_of_fsdp(hook):
             return True
     return bool(head._backward_hooks or head._backward_pre_hooks)
@@ -171,22 +175,68 @@ def _is_patched(method: Callable, owner: type) -> bool:
     return method.__module__ != owner.__module__ or hasattr(method, "__wrapped__")
 
 
-def softcap_of(head: ColumnParallelLinear) -> float | None:
-    """Return the softcap of a head that `product_reasons` accepts."""
-    return next((softcap for softcap, _ in _forms(head) if softcap), None)
+def weight_of(language_model: LanguageModule) -> Tensor | None:
+    """Return what the head is called with: the embedding's weight if tied, else its own, if it has one."""
+    if language_model.share_embeddings_and_output_weights:
+        return language_model.shared_embedding_or_output_weight()
+    return getattr(language_model.output_layer, "weight", None)
+
+
+def weight_reasons(weight: Tensor | None) -> tuple[str, ...]:
+    """Return why no backend multiplies with this weight."""
+    if weight is None or (type(weight.data) is Tensor and weight.dtype in DTYPES):
+        return ()
+    return (f"the head's weight is a {type(weight.data).__name__} of {weight.dtype}, not a plain fp32, bf16 or fp16",)
+
+
+def reasons_after_call(head: nn.Module, weight: Tensor | None, freed_with_model: bool = False) -> tuple[str, ...]:
+    """Return why this weight cannot be used after the head's call."""
+    if not freed_with_model and not is_freed(head, weight):
+        return weight_reasons(weight)
+    return (
+        "the head's weight is managed by FSDP, which frees it outside of the output layer's call: use "
+        "enable_fused_linear_ce, or FusedLinearHead for a head of your own",
+    )
+
+
+def reasons_in_call(language_model: LanguageModule, modules: list[nn.Module]) -> tuple[str, ...]:
+    """Return why the head's weight cannot be used in the model's forward; `modules`: all that may be units of FSDP.
+
+    FSDP2 keeps the weight as a shard, and has it whole while the unit that holds it runs.
+    """
+    weight = weight_of(language_model)
+    if is_freed(language_model.output_layer, weight):
+        return freed_reasons(language_model.config)
+    is_shard = isinstance(weight, Tensor) and isinstance(weight.data, DTensor)
+    is_whole_in_forward = is_shard and any(isinstance(module, FSDPModule) for module in modules)
+    return () if is_whole_in_forward else weight_reasons(weight)
+
+
+def is_freed(head: nn.Module, weight: Tensor | None) -> bool:
+    """Whether FSDP may free this weight as soon as the head's call returns."""
+    return isinstance(head, FSDPModule) or hasattr(weight, "__fsdp_param__")
+
+
+def freed_reasons(config: TransformerConfig) -> tuple[str, ...]:
+    """Return why the loss of a head that FSDP frees cannot be computed inside the head's call."""
+    why = "FSDP frees the head's weight after the output layer's call, behind which"
+    mtp = (f"{why} multi-token prediction shifts the labels",) if config.mtp_num_layers else ()
+    mup = (f"{why} MuP scales the logits",) if getattr(config, "use_mup", False) else ()
+    return mtp + mup
+
+
+def own_softcap(head: ColumnParallelLinear, given: float | None) -> float | None:
+    """Return the softcap of a head that `product_reasons` accepts. Raise ValueError if the caller gives one, too."""
+    own = next((softcap for softcap, _ in _forms(head) if softcap), None)
+    if given is not None and own is not None:
+        raise ValueError(f"softcap must not be given: the head has its own, {own}; got {given}")
+    return own
 
 
 def logits_dtype_of(head: ColumnParallelLinear) -> torch.dtype | None:
     """Return the logits dtype of a head that `product_reasons` accepts; None: the hidden states'."""
     own = getattr(head, "output_dtype", None)  # of ColumnParallelLinear, from 0.20
     return next((dtype for _, dtype in (*_forms(head), (None, own)) if dtype is not None), None)
-
-
-def check_softcap(head: ColumnParallelLinear, softcap: float | None) -> None:
-    """Raise ValueError if the caller gives a softcap and the head has its own."""
-    own = softcap_of(head)
-    if softcap is not None and own is not None:
-        raise ValueError(f"softcap must not be given: the head has its own, {own}; got {softcap}")
 
 
 def _forms(head: nn.Module) -> list[tuple[float | None, torch.dtype | None]]:
@@ -205,7 +255,7 @@ def _own_parts(head: nn.Module) -> list[tuple[type | Callable, _Form | None]]:
     if "_forward_impl" in vars(head):
         own = head._forward_impl
         parts.append(getattr(own, "__func__", own))
-    return [(part, _accepted.get(part) or _KNOWN.get(_name_of(part))) for part in parts]
+    return [(part, _accepted.get(part) or _accepted.get(_name_of(part))) for part in parts]
 
 
 def _overrides(cls: type) -> list[str]:
@@ -213,5 +263,4 @@ def _overrides(cls: type) -> list[str]:
 
 
 def _name_of(definition: Any) -> str:
-    """Return a class's or a function's name with its module."""
     return f"{definition.__module__}.{getattr(definition, '__qualname__', '')}"

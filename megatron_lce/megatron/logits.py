@@ -1,10 +1,7 @@
 """What an output layer returns in place of logits: uncomputed ones, which give the fused loss, or none at all."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +15,7 @@ from megatron_lce.compat import Reduction, check_reduction, reduced
 from megatron_lce.core.known_loss import Promise
 from megatron_lce.core.options import IGNORE_INDEX
 from megatron_lce.megatron.head_call import HeadCall, swap
+from megatron_lce.megatron.heads import logits_dtype_of
 
 _SCALE = {Tensor.mul, torch.mul}
 _MAX, _ARGMAX = {Tensor.max, torch.max}, {Tensor.argmax, torch.argmax}
@@ -47,24 +45,22 @@ class UncomputedLogits(Tensor):
     `instead(call)`, which raises by default.
     """
 
-    call: HeadCall
-    largest: tuple[Tensor, Tensor] | None  # the largest logit and its id, [s, b], after a loss with telemetry
-    loss: Tensor | None  # [b, s], if it was computed in the head's call; as FSDP's hooks return it
-
     @staticmethod
     def __new__(cls, call: HeadCall, *_: Any, loss: Tensor | None = None):
         batch, sequence = call.tokens
         return Tensor._make_wrapper_subclass(
             cls,
             (sequence, batch, call.weight.shape[0]),
-            dtype=call.logits_dtype,
+            dtype=logits_dtype_of(call.head) or call.autocast_dtype or call.hidden.dtype,
             device=call.hidden.device,
             # for backward hooks, unless these are on the loss
             requires_grad=call.with_gradient and call.hidden.requires_grad and loss is None,
         )
 
     def __init__(self, call: HeadCall, instead: Callable[[HeadCall], Tensor] = _refuse, *, loss: Tensor | None = None):
-        self.call, self._instead, self.largest, self.loss = call, instead, None, loss
+        self.call, self._instead = call, instead
+        self.largest: tuple[Tensor, Tensor] | None = None  # logit and id, [s, b], after a loss with telemetry
+        self.loss = loss  # [b, s], if it was computed in the head's call; as FSDP's hooks return it
 
     def compute_loss(
         self,
@@ -106,7 +102,7 @@ class UncomputedLogits(Tensor):
         if logits is not None and logits.loss is not None and func in _OF_FSDP:
             return logits
         if logits is not None and logits.loss is None and func in _SCALE and isinstance(args[1], int | float):
-            return cls(replace(logits.call, logits_scale=logits.call.logits_scale * args[1]), logits._instead)
+            return cls(logits.call.scaled(args[1]), logits._instead)
         # Megatron's MTP acceptance metrics ask for the predicted token after the loss.
         if logits is not None and logits.largest is not None and (len(args), kwargs) == (1, {"dim": -1}):
             if func in _MAX:
@@ -129,7 +125,7 @@ class UncomputedLogits(Tensor):
     def _largest_of_shard(self, value: Tensor, argmax: Tensor) -> tuple[Tensor, Tensor]:
         """Return this shard's largest logit and its local id, [s, b]; -inf where another shard has the largest."""
         columns = self.call.weight.shape[0]
-        local = argmax - self.call.tp_group.rank() * columns
+        local = argmax - self.call.head.tp_group.rank() * columns
         owned = (local >= 0) & (local < columns)
         return value.masked_fill(~owned, -torch.inf), local.masked_fill(~owned, 0)
 

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from megatron_lce.checks.validation import check_same
 from megatron_lce.core.collectives import is_captured
 from megatron_lce.core.known_loss import Promise
 from megatron_lce.core.options import IGNORE_INDEX
 from megatron_lce.megatron.head_call import HeadCall, version_of
-from megatron_lce.megatron.head_weight import freed_reasons, is_freed, weight_reasons
+from megatron_lce.megatron.heads import freed_reasons, is_freed, weight_reasons
 from megatron_lce.megatron.logits import UncomputedLogits
 from megatron_lce.megatron.reasons import warn_on_one_rank
 from megatron_lce.megatron.replace import ReplacedHead
@@ -31,27 +32,19 @@ class FusedLoss(ReplacedHead):
         self.options, self.skip_masked = options, skip_masked
         self.promise = Promise(looks=1 + self.mtp_layers) if known_loss else None
         self._mtp_mask: Tensor | None = None  # [b, s], 0 at tokens that the last MTP loss left out
-        self._packed: Any = None  # Megatron's parameters of packed sequences
+        self._packed: dict[str, Any] = {}  # Megatron's parameters of packed sequences
         self._warned: set[str] = set()
         self._wants_logits = False  # the pass has no labels
         self._labels: Tensor | None = None  # [b, s] of this pass
         self._labels_version = 0
         self._not_used: str | None = None  # why the head last gave Megatron's logits although there are labels
 
-    @property
-    def has_its_head(self) -> bool:
-        return self.language_model.output_layer is self.head
-
     def options_now(self) -> dict[str, Any]:
         """Return the loss's options; all rows while a CUDA graph is captured, which cannot wait for their number."""
         return self.options | {"skip_ignored": self.skip_masked and not is_captured()}
 
     def forward(
-        self,
-        input_: Tensor,
-        weight: Tensor | None = None,
-        runtime_gather_output: bool | None = None,
-        **of_loss: Any,
+        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None, **of_loss: Any
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         """Return uncomputed logits; the loss, if the call asks for it; or Megatron's own logits."""
         wants_loss = of_loss.get("output_cross_entropy_loss", False)
@@ -66,7 +59,7 @@ class FusedLoss(ReplacedHead):
             elif reason is _NO_LABELS and self.language_model.training and torch.is_grad_enabled():
                 self._warn_once(reason)
             return type(self.head).forward(self.head, input_, weight, runtime_gather_output, **of_loss)
-        logits = UncomputedLogits(HeadCall.of(self.head, input_, weight))
+        logits = UncomputedLogits(HeadCall(self.head, input_, weight))
         if of_loss.pop("output_cross_entropy_loss", False):
             return self._loss(logits, **of_loss)
         return self._with_loss(logits) if is_freed(self.head, weight_used) else (logits, None)
@@ -108,7 +101,7 @@ class FusedLoss(ReplacedHead):
         return logits, loss
 
     def _why_replaced(self) -> str | None:
-        if self.has_its_head:  # else the new one may call it
+        if self.language_model.output_layer is self.head:  # else the new one may call it
             return None
         return f"the model's output_layer was replaced by a {type(self.language_model.output_layer).__name__}"
 
@@ -129,8 +122,11 @@ class FusedLoss(ReplacedHead):
 
     def _loss(self, logits: UncomputedLogits, labels: Tensor, **arguments: Any) -> Tensor:
         if self.mtp_losses_left > 0 and self._mtp_mask is not None:  # Megatron rolls tokens of weight 0 in
+            from megatron.core.transformer.multi_token_prediction import roll_tensor
+
             self.mtp_losses_left -= 1
-            self._mtp_mask = _rolled(self.language_model, self._packed, self._mtp_mask)
+            context, packed = self.language_model.cp_group, self._packed
+            self._mtp_mask, _ = roll_tensor(self._mtp_mask, shifts=-1, dims=-1, cp_group=context, **packed)
             labels = labels.masked_fill(self._mtp_mask == 0, IGNORE_INDEX)
         return logits.compute_loss(labels, promise=self.promise, **arguments, **self.options_now())
 
@@ -151,30 +147,20 @@ class FusedLoss(ReplacedHead):
             return labels
         if self.promise and self.mtp_layers:
             self._mtp_mask = torch.ones_like(labels) if loss_mask is None else (loss_mask != 0).long()
-            self._packed = given.get("packed_seq_params")
+            packed = given.get("packed_seq_params")
+            self._packed = {} if packed is None else {"packed_seq_params": packed}  # not in megatron-core 0.14
         if loss_mask is None:
             if self.skip_masked:
                 called = f"{type(self.in_pass).__name__} was called with labels and without loss_mask"
                 self._warn_once(called, "skip_masked is True but only negative labels are skipped")
             return labels
-        if loss_mask.shape != labels.shape:
-            raise ValueError(f"loss_mask must have labels' shape, {tuple(labels.shape)}, got {tuple(loss_mask.shape)}")
+        check_same("loss_mask", "have labels' shape", tuple(labels.shape), tuple(loss_mask.shape))
         return labels.masked_fill(loss_mask == 0, IGNORE_INDEX)
 
     def _warn_once(self, reason: str, what: str = "fused linear cross-entropy is enabled but was not used") -> None:
         if reason not in self._warned:
             self._warned.add(reason)
             warn_on_one_rank(f"{what}: {reason}")
-
-
-def _rolled(model: LanguageModule, packed: Any, mask: Tensor) -> Tensor:
-    """Return a mask [b, s] for the next MTP loss, rolled by Megatron as it rolls the labels."""
-    from megatron.core.transformer.multi_token_prediction import roll_tensor
-
-    groups = getattr(model, "pg_collection", None)
-    context = getattr(model, "cp_group", None) if groups is None else groups.cp
-    given = {} if packed is None else {"packed_seq_params": packed}
-    return roll_tensor(mask, shifts=-1, dims=-1, cp_group=context, **given)[0]
 
 
 def not_applied(options: dict[str, Any]) -> str:

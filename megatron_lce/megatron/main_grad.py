@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -53,17 +53,17 @@ def _mark_if_alone(zeros: Tensor, weight: Tensor) -> None:
         weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
         unwritten = torch.empty_like(weight)  # DDP drops it
         place = unwritten.data_ptr()  # holding the tensor itself would make autograd copy it
-        remove_after.append(node.register_hook(lambda *_: after(place)))
+
+        def after(*_: Any) -> None:
+            remove_after.remove()
+            weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+            if weight.grad is not None and weight.grad.data_ptr() == place:  # no hook dropped or replaced it
+                weight.grad.zero_()
+
+        remove_after = node.register_hook(after)
         return (unwritten,)
 
-    def after(place: int) -> None:
-        remove_after.pop().remove()
-        weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-        if weight.grad is not None and weight.grad.data_ptr() == place:  # no hook dropped or replaced it
-            weight.grad.zero_()
-
     remove_before = node.register_prehook(before)
-    remove_after: list[torch.utils.hooks.RemovableHandle] = []
 
 
 def main_grad_sink(weight: Tensor, head: ColumnParallelLinear) -> MainGradSink | None:

@@ -1,7 +1,5 @@
 """Megatron's own flag for a fused linear cross-entropy, on GPUs that its kernel does not support."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 

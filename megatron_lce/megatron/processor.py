@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from megatron_lce.api.linear_cross_entropy import linear_cross_entropy
-from megatron_lce.checks.validation import as_int64, check_label_tensor, check_tensor
+from megatron_lce.checks.validation import as_int64, check_tensor
 from megatron_lce.core.options import IGNORE_INDEX, LinearCrossEntropyOutput
 from megatron_lce.megatron.head_call import HeadCall, check_not_fixed
-from megatron_lce.megatron.head_weight import reasons_after_call
-from megatron_lce.megatron.heads import product_reasons
+from megatron_lce.megatron.heads import product_reasons, reasons_after_call
 from megatron_lce.megatron.logits import UncomputedLogits
 
 if TYPE_CHECKING:
@@ -85,7 +84,6 @@ def fused_output_processor(
         raise ValueError("labels must be given to the model or in the FusedOutputContext, got None")
     check_tensor("labels", labels)
     labels = as_int64(labels)
-    check_label_tensor(labels)
     counted = labels >= 0
     if context.counted is not None:
         check_tensor("counted", context.counted)
@@ -97,7 +95,7 @@ def fused_output_processor(
     if isinstance(temperature, Tensor) and temperature.shape == labels.shape:
         temperature = temperature.where(counted, 1.0)
     # Uncomputed logits remember the factor that Megatron applies between head and loss (MuP).
-    logits = scale_logits(UncomputedLogits(HeadCall.of(output_layer, hidden_states, weight)))
+    logits = scale_logits(UncomputedLogits(HeadCall(output_layer, hidden_states, weight)))
     assert isinstance(logits, UncomputedLogits)
     outputs = logits.call.run(
         linear_cross_entropy,

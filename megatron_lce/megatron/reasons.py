@@ -15,8 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from megatron_lce.core import collectives
-from megatron_lce.megatron.head_weight import reasons_after_call, reasons_in_call, weight_of
-from megatron_lce.megatron.heads import logits_reasons, loss_reasons
+from megatron_lce.megatron.heads import logits_reasons, loss_reasons, reasons_after_call, reasons_in_call, weight_of
 
 if TYPE_CHECKING:
     from megatron.core.models.common.language_module.language_module import LanguageModule
@@ -34,14 +33,9 @@ def find_fusable_model(model: nn.Module | Sequence[nn.Module]) -> tuple[Language
 
 
 def find_language_model(model: nn.Module | Sequence[nn.Module]) -> LanguageModule | None:
-    """Return the megatron-core language model in `model` whose output layer makes the logits; None on other stages.
+    """Return the language model whose output layer makes the logits, None on other pipeline stages.
 
-    Args:
-        model: as in `enable_fused_linear_ce`.
-
-    Raises:
-        TypeError: `model` neither is nor holds a megatron-core language model.
-        ValueError: `model` holds several heads.
+    Raises as `enable_fused_linear_ce` if there is no megatron-core model, or several heads.
     """
     from megatron.core.models.common.language_module.language_module import LanguageModule
     from megatron.core.transformer.module import MegatronModule
@@ -76,16 +70,13 @@ def _makes_logits(module: nn.Module) -> bool:
 
 def capturing_reasons(language_model: LanguageModule) -> tuple[str, ...]:
     """Return why `hidden` and the head's weight do not determine this model's logits, also after the head's call."""
-    weight = weight_of(language_model)
-    freed_with_model = isinstance(language_model, FSDPModule)
-    of_weight = reasons_after_call(language_model.output_layer, weight, freed_with_model)
-    return (*logits_reasons(language_model), *of_weight)
+    head, freed_with_model = language_model.output_layer, isinstance(language_model, FSDPModule)
+    return (*logits_reasons(language_model), *reasons_after_call(head, weight_of(language_model), freed_with_model))
 
 
 def fusing_reasons(language_model: LanguageModule, modules: list[nn.Module]) -> tuple[str, ...]:
     """Return why this model's loss cannot be fused; `modules` are all that FSDP may have as units."""
-    of_model = (*logits_reasons(language_model), *loss_reasons(language_model))
-    return (*of_model, *reasons_in_call(language_model, modules))
+    return (*logits_reasons(language_model), *loss_reasons(language_model), *reasons_in_call(language_model, modules))
 
 
 def reasons_of_group(language_model: LanguageModule, reasons: tuple[str, ...]) -> tuple[str, ...]:
@@ -100,10 +91,9 @@ def warn_on_one_rank(message: str) -> None:
     """Warn on the first tensor- and data-parallel rank of the stage that holds the head."""
     from megatron.core import parallel_state
 
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     if parallel_state.is_initialized():
-        rank = parallel_state.get_tensor_model_parallel_rank()
-        rank += parallel_state.get_data_parallel_rank(with_context_parallel=True)
-    else:
-        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        of_data = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+        rank = parallel_state.get_tensor_model_parallel_rank() + of_data
     if rank == 0:
         warnings.warn(message, UserWarning, stacklevel=3)

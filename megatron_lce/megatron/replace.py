@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -78,8 +77,13 @@ def open_override(module: nn.Module, name: str, owner: object) -> MethodOverride
     return override
 
 
-class ReplacedHead(ABC):
-    """Replaces an output layer's forward and a model's loss, and follows the model's forward passes."""
+class ReplacedHead:
+    """Replaces an output layer's forward and a model's loss, and follows the model's forward passes.
+
+    A subclass has methods of these two names. `forward` of LinearCrossEntropyModule, of Megatron's dev branch, also
+    takes `of_loss`: with `output_cross_entropy_loss` it returns the loss for the labels, reduction and ignore_index
+    given there.
+    """
 
     def __init__(self, language_model: LanguageModule):
         self.language_model = language_model
@@ -88,8 +92,8 @@ class ReplacedHead(ABC):
         self.mtp_losses_left = 0  # in this pass; they precede the main loss
         self.in_pass: nn.Module | None = None  # the model whose forward runs; a shallow copy has the original's hooks
         for place, hook in self.head._forward_hooks.items():
-            if not isinstance(hook, HookOnLogits) and not is_hook_of_fsdp(hook):
-                self.head._forward_hooks[place] = HookOnLogits(hook)
+            if getattr(hook, "func", None) is not _on_logits and not is_hook_of_fsdp(hook):
+                self.head._forward_hooks[place] = functools.partial(_on_logits, hook)
         self._hooks = (
             language_model.register_forward_pre_hook(self._start_pass, with_kwargs=True),
             language_model.register_forward_hook(self._end_pass, always_call=True),
@@ -103,25 +107,6 @@ class ReplacedHead(ABC):
         for hook in self._hooks:
             hook.remove()
 
-    @abstractmethod
-    def forward(
-        self,
-        input_: Tensor,
-        weight: Tensor | None = None,
-        runtime_gather_output: bool | None = None,
-        **of_loss: Any,
-    ) -> Tensor | tuple[Tensor, Tensor | None]:
-        """In place of the output layer's.
-
-        LinearCrossEntropyModule, of Megatron's dev branch, also takes `of_loss`: with `output_cross_entropy_loss` the
-        forward returns the loss for the labels, reduction and ignore_index given there.
-        """
-
-    @abstractmethod
-    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
-        """In place of LanguageModule's, for the main and the MTP losses: labels [b, s] to loss [b, s]."""
-
-    @abstractmethod
     def start_pass(self, given: dict[str, Any], takes_labels: bool) -> Tensor | None:
         """Called before the model's forward with the arguments `given`: return labels to replace its own, or None."""
 
@@ -132,24 +117,17 @@ class ReplacedHead(ABC):
         if labels is None:
             return None
         place = names.index("labels")
-        if place < len(args):
-            return (*args[:place], labels, *args[place + 1 :]), kwargs
-        return args, kwargs | {"labels": labels}
+        return args[:place], dict(zip(names[place:], args[place:], strict=False)) | kwargs | {"labels": labels}
 
     def _end_pass(self, *_: Any) -> None:
         self.in_pass = None
 
 
-class HookOnLogits:
-    """A head's forward hook, run on real logits only."""
-
-    def __init__(self, hook: Callable) -> None:
-        self.hook = hook
-
-    def __call__(self, head: nn.Module, *arguments: Any) -> Any:
-        output = arguments[-1]
-        uncomputed = isinstance(output, tuple) and isinstance(output[0], UncomputedLogits)
-        return None if uncomputed else self.hook(head, *arguments)
+def _on_logits(hook: Callable, head: nn.Module, *arguments: Any) -> Any:
+    """Run a head's forward hook, on real logits only."""
+    output = arguments[-1]
+    uncomputed = isinstance(output, tuple) and isinstance(output[0], UncomputedLogits)
+    return None if uncomputed else hook(head, *arguments)
 
 
 def has_open(modules: Sequence[nn.Module], kind: type[ReplacedHead]) -> bool:
@@ -172,5 +150,4 @@ def close_all(modules: Sequence[nn.Module], kind: type[ReplacedHead]) -> None:
 
 @functools.cache
 def _argument_names(method: Callable) -> list[str]:
-    """Return the names of a method's arguments after self."""
-    return list(inspect.signature(method).parameters)[1:]
+    return list(inspect.signature(method).parameters)[1:]  # without self

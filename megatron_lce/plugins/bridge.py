@@ -3,14 +3,12 @@
 cfg.model.register_post_wrap_hook(megatron_lce.plugins.bridge.enable)  # before pretrain or finetune
 """
 
-from types import FunctionType
 from typing import Any
 
 from torch import nn
 
 import megatron_lce
-from megatron_lce.plugins.functions import version_of
-from megatron_lce.plugins.replacing import Plugin
+from megatron_lce.plugins.replacing import Plugin, version_of
 
 
 def enable(chunks: list[nn.Module]) -> list[nn.Module]:
@@ -21,7 +19,7 @@ def enable(chunks: list[nn.Module]) -> list[nn.Module]:
 
 def step_with_mask(own: Any, state: Any, data_iterator: Any, model: nn.Module, *rest: Any, **keywords: Any) -> Any:
     """Bridge's step, which also passes the loss mask of the batch to the model."""
-    read, mask = keywords.pop("_get_batch_fn", None) or own.__globals__.get("get_batch"), {}
+    read, mask = keywords.get("_get_batch_fn") or own.__globals__["get_batch"], {}
 
     def get_batch(*inputs: Any, **options: Any) -> Any:
         batch = read(*inputs, **options)
@@ -31,10 +29,8 @@ def step_with_mask(own: Any, state: Any, data_iterator: Any, model: nn.Module, *
     def with_mask(_: nn.Module, inputs: tuple, given: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         return inputs, mask | given
 
-    step = FunctionType(own.__code__, own.__globals__ | {"get_batch": get_batch}, argdefs=own.__defaults__)
-    step.__kwdefaults__ = own.__kwdefaults__
     with model.register_forward_pre_hook(with_mask, prepend=True, with_kwargs=True):
-        output = step(state, data_iterator, model, *rest, **keywords)
+        output = own(state, data_iterator, model, *rest, **keywords | {"_get_batch_fn": get_batch})
     if not mask:
         raise RuntimeError(f"megatron_lce: the step of {version_of('megatron.bridge')} does not call get_batch")
     return output

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 import megatron_lce
-from megatron_lce.plugins.functions import called_with, origin
 
 
 def captured_if(
@@ -26,23 +25,22 @@ def captured_if(
         if not wanted(given):
             return own(*inputs, **keywords)
         chunks = [given["model"]] if isinstance(given["model"], nn.Module) else given["model"]
-        kinds = {chunk: type(chunk) for chunk in chunks}
 
         def call(chunk: nn.Module, *inputs: Any, **keywords: Any) -> Any:
             with megatron_lce.capture_lm_head(chunk) as head:
-                output = kinds[chunk].__call__(chunk, *inputs, **keywords)
+                output = super(type(chunk), chunk).__call__(*inputs, **keywords)  # type: ignore[misc]
             if head.hidden is not None:  # it is None on other pipeline stages
                 output = instead(head.hidden)
                 output.lm_head = head  # type: ignore[attr-defined]
             return output
 
-        for chunk, kind in kinds.items():  # by class: a capture opens before a chunk's hooks
-            chunk.__class__ = type(kind.__name__, (kind,), {"__call__": call})
+        for chunk in chunks:  # by class: a capture opens before a chunk's hooks
+            chunk.__class__ = type(type(chunk).__name__, (type(chunk),), {"__call__": call})
         try:
             return own(*inputs, **keywords)
         finally:
-            for chunk, kind in kinds.items():
-                chunk.__class__ = kind
+            for chunk in chunks:
+                chunk.__class__ = type(chunk).__base__
 
     return run
 
@@ -50,25 +48,21 @@ def captured_if(
 def reads_log_probs(given: Mapping[str, Any]) -> bool:
     """Whether `forward_only` or `train_one_step` with these arguments reads only logprobs and entropy."""
     if "f" in given:
-        return origin(given["f"]) == called_with.__module__  # not get_values, which is the framework's
+        return getattr(given["f"], "__name__", None) == "get_log_probs_and_entropy"
     return given["args"].loss_type in ("policy_loss", "sft_loss")
 
 
 class Responses:
-    """Response tokens by sample: their rows in the head's output and their (negative) places in the sample."""
+    """Response tokens by sample, their rows in the head's output, and labels [b, s], -100 at all other tokens."""
 
-    def __init__(self, head: Any, get_responses: Callable, unconcat_tokens: list[Tensor], **batch: Any) -> None:
+    def __init__(self, head: Any, get_responses: Callable, **batch: Any) -> None:
         sequence = head.hidden.shape[0] * (head.tp_group.size() if head.sequence_parallel else 1)
-        device = head.hidden.device
-        numbers = torch.arange(sequence * head.hidden.shape[1], dtype=torch.int64, device=device)
-        numbers = numbers.view(-1, sequence)  # [b, s]
-        places = [torch.arange(-len(tokens), 0, dtype=torch.int64, device=tokens.device) for tokens in unconcat_tokens]
-        parts = list(get_responses(numbers.float()[..., None], unconcat_tokens=places, **batch))
+        numbers = torch.arange(sequence * head.hidden.shape[1], dtype=torch.int64, device=head.hidden.device)
+        parts = list(get_responses(numbers.float().view(-1, sequence, 1), **batch))
         self.head, self.rows = head, [rows[:, 0].long() for rows, _ in parts]
-        self.places = [at[: len(rows)] for rows, at in parts]  # an empty response gets all places
-        self.tokens = [tokens[at] for tokens, at in zip(unconcat_tokens, self.places, strict=True)]
-        ignored = torch.full_like(numbers.flatten(), -100)
-        self.labels = ignored.index_copy(0, torch.cat(self.rows), torch.cat(self.tokens)).view_as(numbers)
+        self.tokens = [tokens[: len(rows)] for rows, tokens in parts]  # an empty response gets all tokens
+        labels = torch.full_like(numbers, -100).index_copy(0, torch.cat(self.rows), torch.cat(self.tokens))
+        self.labels = labels.view(-1, sequence)
 
     def log_probs_and_entropy(self, temperature: float, entropy: bool, entropy_grad: bool) -> dict[str, list[Tensor]]:
         count = sum(map(len, self.rows))

@@ -1,8 +1,6 @@
-"""miles: logprobs, entropy and the SFT loss without logits.
+"""miles: logprobs, entropy and the SFT loss of response tokens, without logits.
 
-    --custom-megatron-init-path megatron_lce.plugins.miles.install
-
-Only response tokens are computed. A critic, a `custom_loss`, the true on-policy mode and `allgather_cp` keep logits.
+--custom-megatron-init-path megatron_lce.plugins.miles.install
 """
 
 from typing import Any

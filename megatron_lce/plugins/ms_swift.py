@@ -1,8 +1,6 @@
-"""ms-swift: GRPO's logprobs and entropy, and the logprobs of old and reference policies, without logits.
+"""ms-swift: GRPO's logprobs and entropy, and old and reference policies' logprobs, of unmasked tokens, without logits.
 
-    --external_plugins lce.py  # a file with the line `import megatron_lce.plugins.ms_swift`
-
-Prompts and masked tokens are not computed.
+--external_plugins lce.py  # a file with the line `import megatron_lce.plugins.ms_swift`
 """
 
 from typing import Any
@@ -16,11 +14,9 @@ from megatron_lce.plugins.replacing import Plugin
 TRAINERS = "swift.megatron.trainers"
 
 
-def logps_and_entropy(
-    own: Any, logits: Any, labels: Tensor, compute_entropy: bool = False, *rest: Any, **keywords: Any
-) -> Any:
+def logps_and_entropy(own: Any, logits: Any, labels: Tensor, compute_entropy: bool = False, **rest: Any) -> Any:
     if not hasattr(logits, "lm_head"):
-        return own(logits, labels, compute_entropy, *rest, **keywords)
+        return own(logits, labels, compute_entropy, **rest)
     temperature = 1 / float(logits)  # ms-swift divided the 1 below by it
     out = logits.lm_head.linear_cross_entropy(labels, temperature, entropy=compute_entropy, skip_ignored=True)
     return out.logprobs, out.entropy

@@ -1,14 +1,15 @@
 """Replaces functions of a framework, whether or not their modules are loaded yet, and restores them."""
 
+import contextlib
 import functools
+import importlib.metadata
+import importlib.util
 import logging
 import sys
 from collections.abc import Callable, Collection
 from importlib.machinery import PathFinder
 from types import ModuleType
 from typing import Any
-
-from megatron_lce.plugins.functions import called_with, lookup, names_in, origin, version_of
 
 logger = logging.getLogger("megatron_lce.plugins")
 
@@ -62,10 +63,11 @@ class Plugin:
         self._replace_in({module.__name__})
 
     def _replace_in(self, modules: Collection[str]) -> None:
-        own = {target: self._check(target) for target in self.replacements if target.partition(":")[0] in modules}
-        self.replaced |= {target: (own[target], called_with(own[target], self.replacements[target])) for target in own}
-        for target in own:
-            self._put(target, *self.replaced[target])
+        for target, ours in self.replacements.items():
+            if target.partition(":")[0] in modules:
+                own = self._check(target)
+                self.replaced[target] = own, called_with(own, ours)
+                self._put(target, *self.replaced[target])
 
     def _put(self, target: str, old: Any, new: Any) -> None:
         """Puts `new` in place of `old`, and in every module that imported it by name from the one that defines it."""
@@ -85,3 +87,43 @@ class Plugin:
         if own is not None and not f"{origin(own)}.".startswith(f"{self.framework}."):
             raise RuntimeError(f"megatron_lce replaces {target}, but {origin(own)} has already: use one of the two")
         return own
+
+
+def called_with(own: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def call(*inputs: Any, **keywords: Any) -> Any:
+        return ours(own, *inputs, **keywords)
+
+    return call
+
+
+def lookup(target: str) -> Any:
+    """Returns the function, or None if it is missing or its module is not loaded."""
+    module, _, path = target.partition(":")
+    return functools.reduce(lambda holder, name: getattr(holder, name, None), path.split("."), sys.modules.get(module))
+
+
+def names_in(framework: str, module: str) -> Collection[str]:
+    """Returns the names in the top-level code of a module, without importing it or its packages."""
+    package = importlib.util.find_spec(framework)
+    if package is None:
+        raise ImportError(f"megatron_lce's plugin needs {framework}, which is not installed")
+    inside = module.removeprefix(framework).rpartition(".")[0].replace(".", "/")
+    folders = [f"{folder}{inside}" for folder in package.submodule_search_locations or ()]
+    loader: Any = getattr(PathFinder.find_spec(module, folders), "loader", None)
+    return () if loader is None else loader.get_code(module).co_names
+
+
+def origin(function: Any) -> str:
+    """Returns the module whose code runs, whatever `functools.wraps` says. Looks through torch's own decorators."""
+    owner = getattr(function, "__self__", function)
+    module = getattr(owner, "__globals__", {"__name__": str(getattr(owner, "__module__", None))})["__name__"]
+    is_decorator = module.partition(".")[0] in ("torch", "contextlib", "functools")
+    return origin(function.__wrapped__) if is_decorator and hasattr(function, "__wrapped__") else module
+
+
+def version_of(framework: str) -> str:
+    version = getattr(sys.modules.get(framework), "__version__", None)
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        version = version or importlib.metadata.version(framework)
+    return f"{framework} {version or '(version unknown)'}"

@@ -1,10 +1,9 @@
-"""slime: logprobs, entropy, replay of top-p and the SFT loss without logits.
+"""slime: logprobs, entropy, replay of top-p and the SFT loss of response tokens, without logits.
 
-    --custom-megatron-init-path megatron_lce.plugins.slime.install
-
-Only response tokens are computed. A critic and a `custom_loss` keep logits.
+--custom-megatron-init-path megatron_lce.plugins.slime.install
 """
 
+import functools
 import itertools
 from typing import Any
 
@@ -24,12 +23,15 @@ def log_probs_and_entropy(own: Any, logits: Any, *, args: Any, **batch: Any) -> 
     entropy, entropy_grad = batch.pop("with_entropy", False), getattr(args, "entropy_coef", 0.0) != 0
     ids, offsets = batch.pop("top_p_token_ids", None), batch.pop("top_p_token_offsets", None)
     head, temperature, of_slime = logits.lm_head, getattr(args, "rollout_temperature", 1.0), own.__globals__
-    responses = Responses(head, of_slime["get_responses"], args=args, apply_temperature=False, **batch)
+    of_tokens = functools.partial(Responses, head, of_slime["get_responses"], args=args, apply_temperature=False)
+    responses = of_tokens(**batch)
     values = {}
     if entropy or ids is None:
         values = responses.log_probs_and_entropy(temperature, entropy, entropy_grad)
     if ids is not None:
-        sets = top_p_sets(responses, ids, offsets, batch["response_lengths"])
+        samples = zip(batch["unconcat_tokens"], batch["response_lengths"], strict=True)
+        steps = [torch.ones_like(tokens).cumsum(0) + length - len(tokens) for tokens, length in samples]  # from 1
+        sets = top_p_sets(responses, of_tokens(**batch | {"unconcat_tokens": steps}).tokens, ids, offsets)
         log_probs = head.support_logprobs(responses.labels, *sets, temperature=temperature)
         values["log_probs"] = responses.by_sample(log_probs)
     if args.allgather_cp:
@@ -38,15 +40,14 @@ def log_probs_and_entropy(own: Any, logits: Any, *, args: Any, **batch: Any) -> 
     return torch.empty(0, dtype=torch.float32, device=logits.device), values
 
 
-def top_p_sets(responses: Responses, ids: Any, offsets: Any, lengths: list[int]) -> tuple[Tensor, Tensor]:
+def top_p_sets(responses: Responses, steps: list[Tensor], ids: Any, offsets: Any) -> tuple[Tensor, Tensor]:
     """Returns the recorded ids and the label of each token, as CSR. A token without a record gets the empty set."""
     sets: list[list[int]] = [[]] * responses.labels.numel()
-    for i, sample in enumerate(zip(responses.rows, responses.places, responses.tokens, strict=True)):
+    for i, sample in enumerate(zip(responses.rows, steps, responses.tokens, strict=True)):
         recorded, ends = (torch.as_tensor(given[i], dtype=torch.int64).tolist() for given in (ids, offsets))
-        for row, place, token in torch.stack(sample, 1).tolist():
-            step = lengths[i] + place
-            if step + 1 < len(ends):
-                sets[row] = [*recorded[ends[step] : ends[step + 1]], token]
+        for row, step, token in torch.stack(sample, 1).tolist():
+            if step < len(ends):
+                sets[row] = [*recorded[ends[step - 1] : ends[step]], token]
     device = responses.labels.device
     flat = torch.tensor([*itertools.chain(*sets)], dtype=torch.int64, device=device)
     return flat, torch.tensor([0, *map(len, sets)], dtype=torch.int64, device=device).cumsum(0)

@@ -1,9 +1,6 @@
-"""verl's Megatron engine: logprobs, entropy and the sum of squared probabilities without logits.
+"""verl's Megatron engine: logprobs, entropy and the sum of squared probabilities of unmasked tokens, without logits.
 
-    actor_rollout_ref.model.external_lib=megatron_lce.plugins.verl  # or VERL_USE_EXTERNAL_MODULES=...
-
-Tokens outside the loss mask are skipped. Under `use_fused_kernels`, which passes no mask, verl's kernel is replaced.
-Value models and top-k distillation keep their logits.
+actor_rollout_ref.model.external_lib=megatron_lce.plugins.verl  # or VERL_USE_EXTERNAL_MODULES=...
 """
 
 import functools
@@ -13,8 +10,7 @@ from torch import Tensor
 
 import megatron_lce
 from megatron_lce.compat import verl_linear_cross_entropy
-from megatron_lce.plugins.functions import version_of
-from megatron_lce.plugins.replacing import Plugin
+from megatron_lce.plugins.replacing import Plugin, version_of
 
 MCORE = "verl.models.mcore"
 MASK = "_build_mtp_loss_mask_nested"
@@ -41,13 +37,9 @@ def engine_forward(own: Any, model: Any, *inputs: Any, logits_processor: Any = N
 
 
 def outputs(head: megatron_lce.CapturedHead, settings: dict, logits: Any, label: Tensor, temperature: Tensor) -> dict:
-    out = head.linear_cross_entropy(
-        label,
-        temperature.where(temperature > 0, 1.0),  # 0 in padding
-        entropy=settings["calculate_entropy"],
-        telemetry=settings["calculate_sum_pi_squared"],
-        skip_ignored=True,
-    )
+    wanted = {"entropy": settings["calculate_entropy"], "telemetry": settings["calculate_sum_pi_squared"]}
+    temperature = temperature.where(temperature > 0, 1.0)  # 0 in padding
+    out = head.linear_cross_entropy(label, temperature, skip_ignored=True, **wanted)
     values = {"log_probs": out.logprobs, "entropy": out.entropy, "sum_pi_squared": out.sum_pi_squared}
     return {name: of_tokens for name, of_tokens in values.items() if of_tokens is not None}
 

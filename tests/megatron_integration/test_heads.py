@@ -10,6 +10,7 @@ pytest.importorskip("megatron.core")
 from megatron.core.tensor_parallel import ColumnParallelLinear
 
 from megatron_lce import accept_head, capture_lm_head, enable_fused_linear_ce
+from megatron_lce.megatron import heads
 from tests import megatron_world
 from tests.megatron_world import BATCH, SEQUENCE, VOCAB_SIZE, assert_same_gradients
 
@@ -59,7 +60,7 @@ def problem(model, device):
 
 @pytest.fixture(autouse=True)
 def accepted(monkeypatch):
-    monkeypatch.setattr("megatron_lce.megatron.heads._accepted", {})
+    monkeypatch.setattr(heads, "_accepted", {**heads._accepted})
     accept_head(Softcapped, softcap=lambda head: head.cap)
     accept_head(Fp32Logits, logits_dtype=torch.float32)
 
