@@ -31,6 +31,8 @@ OPTIONS += ["candidates", "ids", "fp32_weight"]
 # Every kernel and option once.
 SOME = [(BF16, "softcap"), (FP16, "telemetry+cache"), (FP32, ""), (BF16, "jsd"), (BF16, "candidates"), (BF16, "ids")]
 SOME += [(BF16, "fp32_weight")]
+# The kernels whose tiles, loads and shared memory differ from GPU to GPU.
+PRODUCTS = [(BF16, "softcap"), (FP32, "")]
 
 
 class Driver:
@@ -153,11 +155,11 @@ def describe(name: str, files: dict[str, str]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("gpu", choices=SHARED_KIB)
-    parser.add_argument("--all", action="store_true", help="every option with every dtype")
+    parser.add_argument("--calls", choices=("some", "products", "all"), default="some")
     given = parser.parse_args()
     imitate(given.gpu)
-    calls = [(dtype, option) for dtype in (BF16, FP16, FP32) for option in OPTIONS] if given.all else SOME
-    for dtype, option in calls:
+    every = [(dtype, option) for dtype in (BF16, FP16, FP32) for option in OPTIONS]
+    for dtype, option in {"some": SOME, "products": PRODUCTS, "all": every}[given.calls]:
 
         def announce(module: Any, function: Any, name: str, files: dict, digest: str, call=f"{dtype} {option}") -> None:
             print(json.dumps({"call": call, **describe(name, files)}), flush=True)

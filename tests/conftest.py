@@ -1,5 +1,6 @@
 """What every test runs under: deterministic torch, uninitialised memory full of NaN, and a device."""
 
+import gc
 import os
 
 import hypothesis
@@ -35,6 +36,12 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish():
+    # What is imported stays: every collection of garbage would look through it.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

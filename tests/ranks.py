@@ -5,6 +5,7 @@ them once, and every rank of every program is a copy of it.
 """
 
 import functools
+import gc
 import multiprocessing
 import os
 import runpy
@@ -73,6 +74,7 @@ def _wait(processes: list[ForkServerProcess], timeout: float) -> list[int]:
 
 def _run(command: list[str], environment: dict[str, str], output: str) -> None:
     """In the new process: what Python does with `command`, with its output in a file."""
+    gc.freeze()  # what was imported: to look through it at every collection takes longer than most tests' steps
     descriptor = os.open(output, os.O_WRONLY | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(descriptor, stream)

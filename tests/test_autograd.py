@@ -34,20 +34,6 @@ def test_expanded_upstream(reduction, backend, device):
     torch.testing.assert_close(hidden.grad, dense.grad_hidden, rtol=1e-6, atol=1e-8)
 
 
-def test_mean_loss_is_torchs_cross_entropy(backend, device):
-    problem = make_problem(40, 24, 70, device)
-    problem.labels[::7] = -100
-    hidden, weight = (t.double().requires_grad_() for t in (problem.hidden, problem.weight))
-    loss = torch.nn.functional.cross_entropy(hidden @ weight.T, problem.labels)
-    loss.backward()
-    kept = problem.labels != -100
-    upstream = Upstream(torch.where(kept, -1.0, 0.0) / kept.sum())
-    result = problem._replace(upstream=upstream).run(backend)
-    torch.testing.assert_close(-result.outputs.logprobs.sum() / kept.sum(), loss.float(), rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(result.grad_hidden, hidden.grad.float(), rtol=1e-5, atol=1e-7)
-    torch.testing.assert_close(result.grad_weight, weight.grad.float(), rtol=1e-5, atol=1e-7)
-
-
 @pytest.mark.parametrize("used", ["logprobs", "entropy", "lse"])
 def test_entropy_costs_nothing_where_it_is_not_used(used, monkeypatch, device):
     """Neither in forward when it is not asked for, nor in backward when no gradient comes through it."""
@@ -139,26 +125,3 @@ def test_a_tokens_bits_do_not_depend_on_the_other_tokens(rows, dtype, device):
     everyone = outputs_without_gradient(problem, telemetry=True, candidates=ids)
     some = outputs_without_gradient(problem, rows, telemetry=True, candidates=ids[rows])
     assert all(torch.equal(a[rows], b) for a, b in zip(everyone, some, strict=True))
-
-
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-@pytest.mark.parametrize("softcap", [None, 5.0])
-def test_logprobs_keep_their_bits_whatever_else_is_asked(softcap, dtype, device):
-    """The ratio of a policy to itself is exactly 1."""
-    pytest.importorskip("triton")
-    problem = make_problem(70, 72, 600, device, dtype)
-    plain = outputs_without_gradient(problem, softcap=softcap)
-    asked = [
-        {"entropy": False},
-        {"telemetry": True},
-        {"entropy": False, "telemetry": True},
-        {"logits_cache_bytes": 70 * 256 * 3},
-        {"logits_cache_bytes": 2**30, "telemetry": True},
-    ]
-    weight = problem.weight.clone().requires_grad_()
-    for keywords in asked:
-        out = megatron_lce.linear_cross_entropy(
-            problem.hidden, weight, problem.labels, softcap=softcap, backend="triton", **keywords
-        )
-        assert torch.equal(out.logprobs, plain.logprobs), keywords
-        assert torch.equal(out.lse, plain.lse), keywords

@@ -202,18 +202,15 @@ def test_every_folder_of_code_is_a_package():
     assert (PACKAGE / "py.typed").exists()
 
 
-def run(program):
-    command = [sys.executable, "-c", textwrap.dedent(program)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=PACKAGE.parent, timeout=300, check=False)
-
-
 def test_works_with_neither_triton_nor_megatron():
-    """Every package imports, the operation runs, and what needs the missing ones says so."""
-    result = run("""
+    """Nor imports them or plugins. Every package imports, the operation runs, and what needs them says so."""
+    program = """
         import importlib, sys
-        sys.modules["triton"] = sys.modules["megatron"] = None  # as if not installed
         import torch
         import megatron_lce
+        unused = ("megatron_lce.backends.triton.", "megatron_lce.plugins")
+        assert not [name for name in sys.modules if name in ("triton", "megatron") or name.startswith(unused)]
+        sys.modules["triton"] = sys.modules["megatron"] = None  # as if not installed
         for name in ("backends.triton", "megatron", "compat", "api.linear_jsd"):
             importlib.import_module(f"megatron_lce.{name}")
         hidden = torch.randn(3, 8, requires_grad=True)
@@ -234,18 +231,9 @@ def test_works_with_neither_triton_nor_megatron():
             assert "megatron" in str(error), error
         else:
             raise AssertionError("capture_lm_head ran")
-    """)
-    assert result.returncode == 0, result.stderr
-
-
-def test_importing_the_package_imports_neither_triton_kernels_nor_megatron_nor_plugins():
-    result = run("""
-        import sys
-        import megatron_lce
-        assert "megatron" not in sys.modules
-        unused = ("megatron_lce.backends.triton.", "megatron_lce.plugins")
-        assert not [name for name in sys.modules if name.startswith(unused)]
-    """)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=PACKAGE.parent, timeout=300, check=False)
     assert result.returncode == 0, result.stderr
 
 

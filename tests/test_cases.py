@@ -39,16 +39,18 @@ IDS = [
     case("fp16, odd rows", **AT, **ODD, dtype=FP16, workspace_bytes=1),
     case("long sets", **AT, shape=(3,), hidden_size=40, shards=(70,), candidates=150, tail=3, dtype=BF16, **PER_TOKEN),
     case("long sets, fp32", **AT, shape=(3,), hidden_size=40, shards=(70,), candidates=150, tail=3, **PER_TOKEN),
+    case("far from zero", **AT, shape=(4,), shards=(30,), candidates=30, logit_std=300.0),
     case("softcap", **AT, shape=(3, 2), hidden_size=40, shards=(90,), candidates=9, softcap=3.0, **PER_TOKEN),
     case("an fp32 weight", **AT, shape=(6,), hidden_size=40, shards=(70,), candidates=9, dtype=BF16, fp32_weight=True),
 ]
 
 
+BLOCKS = {"torch": 110_000, "triton": 170_000}
 LOSS, ROUNDED = {"operation": "linear_token_loss"}, {"logits_dtype": BF16}
 MASKED = {"shape": (70, 2), "hidden_size": 64, "shards": (300,), "ignored": 0.4}
 WIDE_LOSS = {"shape": (100, 2), "shards": (601,), "ignored": 0.25, **TELEMETRY, **PER_TOKEN}
 TOKEN_LOSSES = [
-    case("loss, blocks", **LOSS, **WIDE_LOSS | {"shape": (20, 2)}, softcap=4.0, workspace_bytes=110_000),
+    case("loss, blocks", **LOSS, **WIDE_LOSS | {"shape": (20, 2)}, softcap=4.0, workspace_bytes=BLOCKS),
     case("loss, bf16", **LOSS, **WIDE_LOSS, dtype=BF16),
     case("loss, bf16, padding", **LOSS, **WIDE_LOSS, dtype=BF16, vocab_size=590, workspace_bytes=200_000),
     case("loss, bf16, softcap", **LOSS, **WIDE_LOSS, dtype=BF16, softcap=30.0, workspace_bytes=200_000),
@@ -96,6 +98,7 @@ OPTIONS = [
     {"vocab_size": 37},
     {"vocab_size": 37, "telemetry": True, "softcap": 2.0},
 ]
+SLABS = {"shape": (40,), "shards": (400,), **TELEMETRY}
 OUTPUTS = [("logprobs",), ("entropy",), ("lse",), ("mean_logit",), ("entropy", "lse", "mean_logit")]
 CROSS_ENTROPY = [
     *of_shape((1,), 1, 1, FP32, BF16, FP16),
@@ -115,7 +118,8 @@ CROSS_ENTROPY = [
     case("unowned labels, padding", shards=(70,), vocab_size=61, unowned=True, **TELEMETRY),
     *(one for layout in ("strided", "sliced", "transposed") for one in each(layout, **SIZES, layout=layout)),
     case("shifted, H=40", shards=(70,), hidden_size=40, layout="shifted", dtype=BF16),
-    *each("blocks and slabs", shape=(40,), shards=(400,), workspace_bytes=50_000, **TELEMETRY),
+    case("blocks and slabs", **SLABS, workspace_bytes={"torch": 50_000, "triton": 120_000}),
+    case("blocks and slabs, bf16", **SLABS, dtype=BF16, workspace_bytes=30_000),
     # An epilogue whose maximum starts at 0, or whose masked columns count as 0, shows here.
     *(one for n in (70, 256, 300) for one in each(f"{n} logits near 1e4", shape=(9,), shards=(n,), offset=1e4)),
     *(one for n in (70, 256, 300) for one in each(f"{n} logits near -1e4", shape=(9,), shards=(n,), offset=-1e4)),
@@ -164,7 +168,7 @@ WIDER = {"shape": (33,), "shards": (300,)}
 OF_PRECISION = [
     *(one for form in FORMS for one in each(f"rounded, {form}", FP32, BF16, FP16, **WIDER, **form, logits_dtype=BF16)),
     *(one for form in FORMS for one in each(f"fp32 weight, {form}", BF16, FP16, **WIDER, **form, fp32_weight=True)),
-    *each("fp32 weight, blocks", BF16, FP16, shape=(150,), shards=(600,), fp32_weight=True, workspace_bytes=2**17),
+    *each("fp32 weight, blocks", BF16, FP16, shape=(150,), shards=(600,), fp32_weight=True, workspace_bytes=BLOCKS),
 ]
 
 

@@ -80,6 +80,8 @@ def test_runs_that_agree_and_a_reward_that_rises_pass(monkeypatch, tmp_path, cap
     ],
 )
 def test_what_must_not_pass_fails(monkeypatch, tmp_path, changes, message):
+    for name in ("draw_sft", "draw_grpo"):
+        monkeypatch.setattr(demo.pictures, name, lambda *arguments: None)
     given = {"on": [5.0, 4.0, 3.0], "rewards": [0.2, 0.4, 0.6], **changes}
     code, report = run_demo(monkeypatch, tmp_path, **given)
     assert code == 1

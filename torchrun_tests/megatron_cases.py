@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -20,7 +21,7 @@ from megatron_lce.megatron.reasons import find_language_model
 from scripts import megatron_runtime
 
 # A vocabulary so small that an untrained model's guess is right now and then.
-VOCAB_SIZE, SEQUENCE, BATCH = 24, 16, 2
+VOCAB_SIZE, SEQUENCE, BATCH = 24, 16, 4
 LOSS_SCALE = 2.0**12  # of fp16, by which Megatron's schedule multiplies the loss
 
 
@@ -79,7 +80,7 @@ def pairwise_combinations() -> list[Case]:
 
 def gpt_options(case: Case) -> megatron_runtime.GptOptions:
     return megatron_runtime.GptOptions(
-        num_layers=4 if case.virtual_pipeline else 2,
+        num_layers=math.prod(size or 1 for size in case.layout[1:]),  # one on each stage
         hidden_size=case.hidden_size,
         vocab_size=VOCAB_SIZE,
         tied=case.tied,
@@ -143,10 +144,9 @@ def copy_weights(source: list[nn.Module], target: list[nn.Module]) -> None:
 def microbatches(case: Case, device: torch.device) -> list[dict[str, Tensor]]:
     """Random tokens, different on each data-parallel rank; masked positions hold negative labels.
 
-    Two of them add up a gradient. A virtual pipeline of two stages each goes back and forth with four, among which an
-    MTP head's first guess is right now and then.
+    Two of them add up a gradient. A virtual pipeline of two stages each goes back and forth with four.
     """
-    number = 4 if case.virtual_pipeline or case.mtp else 2
+    number = 4 if case.virtual_pipeline else 2
     generator = torch.Generator().manual_seed(parallel_state.get_data_parallel_rank())
     shape = (number, BATCH, SEQUENCE)
     labels = torch.randint(0, VOCAB_SIZE, shape, generator=generator)

@@ -61,6 +61,8 @@ SP = {"sequence_parallel": True}
 PER_TOKEN, UNUSABLE = {"temperature": "per token"}, {"temperature": "per token, some unusable"}
 TELEMETRY, SOME = {"telemetry": True}, {"ignored": 0.3}
 KEPT, SKIPPED, COUNTED = {"logits_cache_bytes": 2**20}, {"skip_ignored": True}, {"skip_ignored": "count"}
+# Room for parts of 144 tokens' logits; the kernels, which the interpreter runs, get parts of a few columns' more.
+PARTS = {"workspace_bytes": {"torch": 2**17, "triton": 2**18}}
 ROUNDED = {"logits_dtype": BF16, "temperature": 0.7}
 ASKED = {"bits": True, "telemetry": True, "candidates": 5}
 CASES = [
@@ -93,7 +95,7 @@ CASES = [
     case("no tokens", shape=(0, 3)),
     case("no tokens, sequence parallel", shape=(0, 3), **SP),
     case("one token, H=1, V_local=1", shape=(1,), hidden_size=1, shards=sizes(1)),
-    case("blocks of tokens", shape=(144,), shards=sizes(300), workspace_bytes=2**17),
+    case("blocks of tokens", shape=(144,), shards=sizes(300), **PARTS),
     case("blocks of tokens, bf16", shape=(144,), shards=sizes(600), workspace_bytes=2**16, dtype=BF16),
     case("bf16", dtype=BF16),
     case("bf16, sequence parallel", shape=WIDE, dtype=BF16, **SP),
@@ -120,10 +122,10 @@ CASES = [
     case("skipped, cached, all padding", vocab_size=five, dtype=BF16, **SKIPPED, **KEPT, **SP, **SOME),
     case("skipped, all", ignored=1.0, **SKIPPED, **SP),
     case("skipped, no upstream", change=no_upstream_for_some, **SKIPPED, **TELEMETRY),
-    case("blocks of tokens outside", shape=(144,), workspace_bytes=2**17, wide_block=16, shards=uneven),
+    case("blocks of tokens outside", shape=(144,), **PARTS, wide_block=16, shards=uneven),
     case("blocks of shards", shape=(144,), workspace_bytes=2**16, wide_block=16, dtype=BF16, **SP),
     case("fp32 weight, bf16 hidden", shards=uneven, dtype=BF16, fp32_weight=True, **TELEMETRY),
-    case("fp32 weight, sequence parallel", shape=(144,), dtype=BF16, fp32_weight=True, workspace_bytes=2**17, **SP),
+    case("fp32 weight, sequence parallel", shape=(144,), dtype=BF16, fp32_weight=True, **PARTS, **SP),
     case("rounded", shards=uneven, **ROUNDED),
     case("rounded, cached", shards=sizes(300), dtype=BF16, logits_cache_bytes=12 * 300 * 2, **SP, **ROUNDED),
     case("reduce_grad_hidden=False", reduce_grad_hidden=False),
@@ -142,9 +144,9 @@ BITS = [
     case("bits, fp32 weight", shards=of_128, dtype=BF16, fp32_weight=True, **ASKED),
 ]
 # In blocks: on triton of 128 tokens' logits, which fp32 does not keep.
-FEW = {"workspace_bytes": {"torch": 120_000, "triton": 26_000}}
+FEW = {"workspace_bytes": {"torch": 120_000, "triton": 30_000}}
 OF_TOKEN_LOSS = [
-    case("skipped", shape=(144,), shards=uneven, workspace_bytes=120_000, **SKIPPED),
+    case("skipped", shape=(144,), shards=uneven, **PARTS, **SKIPPED),
     case("sequence parallel", shape=(72, 2), dtype=BF16, shards=uneven, **SP, **FEW),
     case("sequence parallel, skipped", shape=(72, 2), dtype=BF16, shards=uneven, **SP, **SKIPPED, **FEW),
     case("a shard of padding", shape=(36,), vocab_size=five, workspace_bytes=120_000, **SP),
@@ -154,7 +156,7 @@ OF_TOKEN_LOSS = [
 ]
 OF_IDS = [
     case("even shards"),
-    case("uneven, padded", shape=(12, 2), shards=uneven, vocab_size=lambda n: 13 * n - 2, workspace_bytes=1),
+    case("uneven, padded", shape=(3, 2), shards=uneven, vocab_size=lambda n: 13 * n - 2, workspace_bytes=1),
     case("a shard that is all padding, sequence parallel", vocab_size=five, **SP),
     case("bf16, sequence parallel", dtype=BF16, softcap=4.0, workspace_bytes=1, **SP),
 ]

@@ -40,9 +40,8 @@ from scripts.megatron_layers import uses_transformer_engine
 FURTHER_CASES = [
     cases.Case(tied=True, pipeline=True, virtual_pipeline=True),
     cases.Case(sequence_parallel=True, main_grad=True, overlap=True),
-    cases.Case(tied=True, mtp=True, main_grad=True, overlap=True),
     cases.Case(sequence_parallel=True, mtp=True, masked=True),
-    cases.Case(tied=True, main_grad=True, masked=True),
+    cases.Case(tied=True, sequence_parallel=True, main_grad=True, masked=True),
 ]
 FURTHER_CASES += [
     cases.Case(known=True),
@@ -52,14 +51,25 @@ FURTHER_CASES += [
     cases.Case(tied=True, pipeline=True, virtual_pipeline=True, known=True),
     cases.Case(sequence_parallel=True, pipeline=True, main_grad=True, masked=True, known=True),
     cases.Case(tensor_parallel=4, masked=True, known=True),
+    cases.Case(tensor_parallel=4, tied=True, sequence_parallel=True, known=True),
+]
+IN_BF16 = [
+    cases.Case(),
+    cases.Case(tied=True, mtp=True, pipeline=True, main_grad=True),
+    cases.Case(sequence_parallel=True, known=True),
+]
+IN_FP16 = [cases.Case(sequence_parallel=True, known=True), cases.Case(tied=True, mtp=True, known=True)]
+SCALED = [
+    cases.Case(sequence_parallel=True),
+    cases.Case(tied=True, mtp=True, main_grad=True, overlap=True, masked=True, known=True),
+]
+# What only `--combinations all` runs: the others hold the like.
+TRAINED_BY_ALL = [
+    cases.Case(tied=True, mtp=True, main_grad=True, overlap=True),
+    cases.Case(tied=True, main_grad=True, masked=True),
     cases.Case(tensor_parallel=4, tied=True, sequence_parallel=True, mtp=True, known=True),
 ]
-IN_FP16 = [cases.Case(), cases.Case(sequence_parallel=True, known=True), cases.Case(tied=True, mtp=True, known=True)]
-SCALED = [
-    cases.Case(),
-    cases.Case(sequence_parallel=True, masked=True, known=True),
-    cases.Case(tied=True, mtp=True, main_grad=True, overlap=True, known=True),
-]
+SCALED_BY_ALL = [cases.Case(), cases.Case(sequence_parallel=True, masked=True, known=True)]
 OTHER_MODEL_CASES = [cases.Case(), cases.Case(tied=True, sequence_parallel=True)]
 MUP = (("use_mup", True), ("mup_base_hidden_size", 16))
 SETTINGS = TransformerConfig.__dataclass_fields__
@@ -82,17 +92,23 @@ CAPTURED_CASES = [
 ]
 
 
-def checks(combinations: str) -> list[tuple[Callable, cases.Case]]:
-    training = cases.all_combinations() if combinations == "all" else cases.pairwise_combinations()
+def checks(combinations: str, ranks: int) -> list[tuple[Callable, cases.Case]]:
+    training, in_bf16, in_fp16, scaled = cases.pairwise_combinations(), IN_BF16, IN_FP16, SCALED
+    # Over two data-parallel ranks: on two ranks the cases without tensor parallelism, on four the others.
+    of_fsdp = [(sharding, case) for sharding, case in FSDP_CASES if 2 * case.ranks == max(ranks, 2)]
+    if combinations == "all":
+        training = cases.all_combinations() + TRAINED_BY_ALL
+        in_bf16, in_fp16, scaled = [*training, IN_BF16[-1]], [cases.Case(), *IN_FP16], SCALED + SCALED_BY_ALL
+        of_fsdp = FSDP_CASES
     plain = [cases.Case(), cases.Case(tied=True, sequence_parallel=True)]
     groups = (
         (check_training, training + FURTHER_CASES),
         (check_own_flag, OWN_FLAG_CASES),
         (check_captured_training, CAPTURED_CASES),
         (check_other_models, OTHER_MODEL_CASES),
-        (check_16_bit, [cases.in_16_bit(case) for case in (*training, cases.Case(sequence_parallel=True, known=True))]),
-        (check_16_bit, [cases.in_16_bit(case, torch.float16) for case in IN_FP16]),
-        (check_loss_scaler, [cases.in_16_bit(case, torch.float16) for case in SCALED]),
+        (check_16_bit, [cases.in_16_bit(case) for case in in_bf16]),
+        (check_16_bit, [cases.in_16_bit(case, torch.float16) for case in in_fp16]),
+        (check_loss_scaler, [cases.in_16_bit(case, torch.float16) for case in scaled]),
         (check_weighted_loss, [cases.Case(known=True), cases.Case(sequence_parallel=True, known=True)]),
         (check_capture, plain),
         (check_captured_jsd, [cases.Case(main_grad=True), cases.Case(tied=True, sequence_parallel=True)]),
@@ -101,8 +117,8 @@ def checks(combinations: str) -> list[tuple[Callable, cases.Case]]:
         (check_reasons_of_one_rank, [cases.Case()]),
         (check_refusal_on_one_rank, plain),
         (check_fallback, [cases.Case(), cases.Case(pipeline=True)]),
-        *((functools.partial(check_fsdp, sharding), [case]) for sharding, case in FSDP_CASES),
-        (check_fsdp_errors, [ALONE]),
+        *((functools.partial(check_fsdp, sharding), [case]) for sharding, case in of_fsdp),
+        (check_fsdp_errors, [case for sharding, case in of_fsdp if case == ALONE]),
     )
     return [(check, case) for check, chosen in groups for case in chosen]
 
@@ -117,7 +133,7 @@ def main() -> None:
         "--combinations",
         choices=("pairwise", "all"),
         default="pairwise",
-        help="Of the settings: every pair once, or all.",
+        help="Of the settings: every pair once, or all; all of the other cases, too.",
     )
     parser.add_argument(
         "--transformer-impl",
@@ -131,7 +147,7 @@ def main() -> None:
     report = harness.Report()
     ranks = int(os.environ["WORLD_SIZE"])
     over_te = arguments.transformer_impl == "transformer_engine"
-    found = megatron_te.checks() if over_te else checks(arguments.combinations)
+    found = megatron_te.checks() if over_te else checks(arguments.combinations, ranks)
     runnable = [(check, case) for check, case in found if case.ranks <= max(ranks, 2)]
     runnable = [pair for pair in runnable if arguments.checks in getattr(pair[0], "func", pair[0]).__name__]
     if ranks == 1:

@@ -91,19 +91,20 @@ def program(device: torch.device, report: Report) -> None:
         run_fsdp(world, device, report)
     # Ranks share the cores of a CPU: three of them run everything there, others a part of it.
     everything = device.type == "cuda" or dist.get_world_size() in (1, 3)
-    cases = [*CASES, *OF_TOKEN_LOSS, *OF_IDS, *OF_JSD, *BITS] if everything else CASES[::6]
+    cases = [*CASES, *OF_TOKEN_LOSS, *OF_IDS, *OF_JSD, *BITS] if everything else CASES[::12]
     of_subgroup = [case("a part of the world"), case("a part of the world, bf16", dtype=BF16)]
     of_subgroup += BITS if everything else []
     if device.type == "cpu" and everything and "triton" in available_backends():
         run_memory_of_a_second_head(world, device, report)
     for backend in reversed(available_backends()):  # the kernels first, whatever stops the rest
-        run_two_heads(backend, world, device, report)
         for one in cases:
             run_case(one, backend, world, device, report)
         for one in of_subgroup:
             run_case(one, backend, subgroup, device, report)
-        run_dtensors(backend, world, device, report)
-        run_async_tensors(backend, world, device, report)
+        if everything or backend == "torch":
+            run_two_heads(backend, world, device, report)
+            run_dtensors(backend, world, device, report)
+            run_async_tensors(backend, world, device, report)
         if dist.get_world_size() == 2 and backend == available_backends()[-1]:  # no more is to be learnt of more
             run_compiled(backend, world, device, report)
 

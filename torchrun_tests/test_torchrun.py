@@ -13,9 +13,10 @@ FOLDER = Path(__file__).resolve().parent
 
 PROGRAMS = [
     ("run_megatron.py", 4, ()),
-    ("run_megatron.py", 2, ("--checks", "fsdp")),  # over two data-parallel ranks; four run the rest
+    ("run_megatron.py", 2, ("--checks", "fsdp")),  # without tensor parallelism; four ranks run the rest
     ("run_parity.py", 3, ()),
-    # Every sixth of the cases that three ranks run.
+    pytest.param("run_megatron.py", 4, ("--combinations", "all"), marks=pytest.mark.slow),
+    # Every twelfth of the cases that three ranks run.
     pytest.param("run_parity.py", 4, (), marks=pytest.mark.slow),
 ]
 
