@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -126,7 +127,9 @@ class FusedLoss(ReplacedHead):
 
             self.mtp_losses_left -= 1
             context, packed = self.language_model.cp_group, self._packed
-            self._mtp_mask, _ = roll_tensor(self._mtp_mask, shifts=-1, dims=-1, cp_group=context, **packed)
+            takes_lists = "tensors" in inspect.signature(roll_tensor).parameters  # Megatron's dev branch
+            mask: Any = [self._mtp_mask] if takes_lists else self._mtp_mask
+            self._mtp_mask = roll_tensor(mask, shifts=-1, dims=-1, cp_group=context, **packed)[0]
             labels = labels.masked_fill(self._mtp_mask == 0, IGNORE_INDEX)
         return logits.compute_loss(labels, promise=self.promise, **arguments, **self.options_now())
 

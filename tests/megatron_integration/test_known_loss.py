@@ -1,9 +1,13 @@
 """`enable_fused_linear_ce(known_loss=True)` on one rank: three products, a promise, and its check."""
 
+import inspect
+
 import pytest
 import torch
 
 pytest.importorskip("megatron.core")
+
+from megatron.core.transformer import multi_token_prediction
 
 import megatron_lce
 from megatron_lce.megatron import logits as uncomputed_logits
@@ -99,9 +103,20 @@ def test_kept_logits_and_the_reference_are_refused(untied):
         megatron_lce.enable_fused_linear_ce(untied, known_loss=True, backend="reference")
 
 
+@pytest.mark.parametrize("rolled", ["a tensor", "a list"])
 @pytest.mark.parametrize("kept", ["some", "all"])
-def test_mtp_losses_are_known_too(device, mask, kept, monkeypatch, tensors, labels):
-    """Megatron rolls labels and mask, and gives what it rolls in a weight of 0."""
+def test_mtp_losses_are_known_too(device, mask, kept, rolled, monkeypatch, tensors, labels):
+    """Megatron rolls labels and mask, and gives what it rolls in a weight of 0; on its dev branch it rolls lists."""
+    own, lists = multi_token_prediction.roll_tensor, []
+
+    def roll_tensor(tensors, **keywords):
+        if not isinstance(tensors, list):  # Megatron's own calls
+            return own(tensors, **keywords)
+        lists.append(tensors)
+        return [own(tensor, **keywords)[0] for tensor in tensors]
+
+    if stand_in := rolled == "a list" and "tensors" not in inspect.signature(own).parameters:
+        monkeypatch.setattr(multi_token_prediction, "roll_tensor", roll_tensor)
     model = megatron_world.build(device, mtp_layers=2)
     mask = mask if kept == "some" else torch.ones_like(mask)
     given = {"labels": labels, "loss_mask": mask}
@@ -116,3 +131,4 @@ def test_mtp_losses_are_known_too(device, mask, kept, monkeypatch, tensors, labe
         actual = megatron_world.gradients(model, masked_mean(model(*tensors, **given), mask) * 3)
         megatron_world.assert_same_gradients(actual, expected)
     assert len(called) == 2 * 3
+    assert len(lists) == 2 * 2 * stand_in
