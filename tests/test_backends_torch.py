@@ -74,9 +74,8 @@ def test_gradient_of_a_slab(columns, entropy, mean, dtype, primitives, device):
         Rows(problem.labels.int(), torch.full((9,), LOG2_E, device=device), zero),
         torch.stack(terms[: 6 + mean]),
         buffer[:, :width],
-        Options(),
+        Options(entropy=entropy),
         first_column=columns.start,
-        entropy=entropy,
     )
     log_p = logits - lse[:, None]
     factor = p_term[:, None] - (entropy_term[:, None] * log_p if entropy else 0.0)

@@ -43,7 +43,7 @@ def test_a_cache_takes_no_more_than_it_may(num_tokens, num_columns, logits_cache
     cache = new_cache(size_of(num_columns), num_tokens, num_columns, logits_cache_bytes, hidden)
     if cache is not None:
         assert 0 < cache.exp.shape[1] <= num_columns
-        assert sum(tensor.untyped_storage().nbytes() for tensor in cache.tensors) <= logits_cache_bytes
+        assert sum(tensor.untyped_storage().nbytes() for tensor in cache) <= logits_cache_bytes
 
 
 def test_what_lies_behind_a_row_is_zero(device):

@@ -175,10 +175,11 @@ def test_collected_gradients_and_their_products_fit(num_tokens, columns, hidden_
     plan = plan_known_weights(size, num_tokens, budget, single_is_sum=single_is_sum)
     if plan is None:
         return
-    taken = plan.tokens * 2 * slab_row_stride(columns) + plan.products_tokens * size.stats.per_token
-    single = plan.tokens == num_tokens and not single_is_sum
+    tokens, of_products = plan
+    taken = tokens * 2 * slab_row_stride(columns) + of_products * size.stats.per_token
+    single = tokens == num_tokens and not single_is_sum
     assert taken <= budget + size.weight_sum // (1 if single else 2)
-    assert 1 <= plan.products_tokens <= plan.tokens <= num_tokens
+    assert 1 <= of_products <= tokens <= num_tokens
 
 
 @pytest.mark.parametrize(("value", "step", "expected"), [(0, 8, 0), (1, 8, 8), (8, 8, 8), (9, 8, 16)])

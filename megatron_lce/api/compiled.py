@@ -17,7 +17,7 @@ from megatron_lce.backends.choice import load_backend
 from megatron_lce.checks.together import Checks, checked_together
 from megatron_lce.core import collectives
 from megatron_lce.core.call import Call
-from megatron_lce.core.cross_entropy import LinearCrossEntropyFunction, SavedForBackward
+from megatron_lce.core.cross_entropy import LinearCrossEntropyFunction
 from megatron_lce.core.logits_cache import LogitsCache, new_cache
 from megatron_lce.core.options import WITH_GRADIENT, LinearCrossEntropyOutput, Options, new_outputs, outputs_asked_for
 from megatron_lce.core.rows import Rows, SoftmaxOfRow
@@ -83,12 +83,12 @@ def _call_and_context(inputs: Any) -> tuple[Call, Any]:
 
 @custom_op("megatron_lce::linear_cross_entropy", mutates_args=(), schema=f"({_INPUTS}) -> (Tensor[], Tensor[])")
 def _forward(*inputs: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the outputs that are not None; and the cache and `SavedForBackward`, with scalars for None."""
+    """Return the outputs that are not None; and the cache and what is saved for backward, with scalars for None."""
     call, ctx = _call_and_context(inputs)
     outputs = LinearCrossEntropyFunction.forward(ctx, call.hidden, call.weight, call, True)
     _, _, index, *others = ctx.saved_tensors
     saved = [call.labels if index is None else index, *others]  # cloned: an operator's outputs share no memory
-    kept = [*(ctx.cache.tensors if ctx.cache else (None, None)), *(None if x is None else x.clone() for x in saved)]
+    kept = [*(ctx.cache or (None, None)), *(None if x is None else x.clone() for x in saved)]
     return [x for x in outputs if x is not None], [call.hidden.new_empty(()) if x is None else x for x in kept]
 
 
@@ -110,10 +110,10 @@ def _(*inputs: Any) -> tuple[list[Tensor], list[Tensor]]:
         log_p = flat.new_empty((num_rows, ids.shape[1]), dtype=torch.float32)
     entropy, telemetry = (row() if there else nothing for there in (options.entropy, options.telemetry))
     softmax = SoftmaxOfRow(row(), row(), row(), entropy, telemetry)
-    kept = (nothing, nothing) if cache is None else cache.tensors
+    kept = (nothing, nothing) if cache is None else cache
     outputs = [x for x in new_outputs(labels.numel(), options, labels.device) if x is not None]
     index, columns = row(dtype=torch.int64), row(dtype=torch.int32)
-    saved = SavedForBackward(index, Rows(columns, row(), row()), softmax, ids, log_p).tensors()
+    saved = index, *Rows(columns, row(), row()), *softmax, ids, log_p
     return [x.view(*labels.shape, *x.shape[1:]) for x in outputs], [*kept, *saved]  # type: ignore[list-item]
 
 

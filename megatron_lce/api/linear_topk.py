@@ -21,7 +21,7 @@ from megatron_lce.core.group_statistics import merged_over_group
 from megatron_lce.core.plan import MIN_TOKENS, cut, round_up
 from megatron_lce.core.products import copies_to_fp32, own_arithmetic, product
 from megatron_lce.core.rows import softcap_scale
-from megatron_lce.core.statistics import CHUNK_COLUMNS, UNIT, empty_extremes, empty_sums
+from megatron_lce.core.statistics import CHUNK_COLUMNS, UNIT
 from megatron_lce.core.tokens import tokens_in_blocks
 
 MOST = 1024
@@ -90,7 +90,7 @@ def _topk(call: Call, k: int) -> TopK:
     buffer = call.hidden.new_empty(block_tokens * stride, dtype=torch.float32)
     logits = buffer.new_full((num_tokens, k), -torch.inf)
     columns = call.labels.new_full((num_tokens, k), stride)
-    stats = [(empty_extremes(0, False, buffer.device), empty_sums(0, False, False, buffer.device))]
+    extremes, sums = logits.new_empty(2, num_tokens), columns.new_empty(1, num_tokens)
     for block in tokens.blocks():
         hidden = block.hidden.wait()
         products = buffer[: hidden.shape[0] * stride].view(-1, stride)
@@ -98,10 +98,9 @@ def _topk(call: Call, k: int) -> TopK:
         of_chunks, largest, places = _select(products, rows.scale[block.rows], call, k)
         logits[block.rows, : largest.shape[1]] = largest
         columns[block.rows, : places.shape[1]] = places
-        stats.append(merged_over_group(of_chunks, call))
+        extremes[:, block.rows], sums[:, block.rows] = merged_over_group(of_chunks, call)
         del products
     del buffer
-    extremes, sums = (torch.cat(parts, dim=1) for parts in zip(*stats, strict=True))
     max_logit, log_sum = extremes[0], (sums[0].float() * UNIT).log2()
     log_sum.masked_fill_(log_sum.isneginf(), torch.nan)  # every logit is -inf
     lse, mass = (max_logit + log_sum) * rows.to_nats, torch.empty_like(log_sum)

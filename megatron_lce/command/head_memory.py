@@ -175,7 +175,7 @@ def known_loss(step: HeadStep) -> Needs | None:
     plan = plan_known_loss(size, step.computed, step.workspace_bytes, single_is_sum=fp16 or step.main_grad)
     if plan is None:
         return None
-    block, left = plan.tokens, replace(step, workspace_bytes=plan.workspace_bytes)
+    block, left = plan[0], replace(step, workspace_bytes=plan[1])
     summed, widened = fp16 or step.main_grad or block < step.computed, 2 if fp16 else 1
     made = PER_TOKEN_BYTES * step.tokens + (4 * step.columns * step.hidden if summed else step.weight_bytes)
     kept = made + widened * step.own_hidden_bytes

@@ -79,10 +79,8 @@ class Backend(Protocol):
         rows: Rows,
         terms: Tensor,  # [6 or 7, N], packed `RowTerms`
         out: Tensor,  # [N, C] of weight's dtype
-        options: Options,
-        *,
+        options: Options,  # entropy: it has an upstream gradient
         first_column: int,  # of the slab in the shard
-        entropy: bool,  # it has an upstream gradient
     ) -> None:
         """Write the gradient of the products `hidden @ weight.T` to `out`, scale, softcap and temperature included."""
 
@@ -91,9 +89,7 @@ class Backend(Protocol):
         cache: LogitsCache,
         rows: Rows,
         terms: Tensor,  # [6 or 7, N], packed `RowTerms`
-        options: Options,
-        *,
-        entropy: bool,  # it has an upstream gradient
+        options: Options,  # entropy: it has an upstream gradient
         factored: bool,
     ) -> Tensor | None:
         """Turn cached exponentials into the gradient of their products, in place; no `mean_term` under a softcap.

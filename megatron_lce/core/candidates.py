@@ -13,7 +13,6 @@ from torch import Tensor
 
 from megatron_lce.core.call import Call
 from megatron_lce.core.rows import LOWEST_LOG_P, Rows, RowTerms, SoftmaxOfRow, inner_factor
-from megatron_lce.core.single_ids import ids_of_rows, logits_over_group
 
 
 class CandidateGradients(NamedTuple):
@@ -24,11 +23,6 @@ class CandidateGradients(NamedTuple):
 
     def select(self, tokens: slice | Tensor) -> "CandidateGradients":
         return CandidateGradients(self.columns[tokens], self.grad[tokens])
-
-
-def candidate_logits(hidden: Tensor, ids: Tensor, rows: Rows, call: Call) -> Tensor:
-    """Return base-2 logits [N, K], with the same bits on every rank."""
-    return logits_over_group(hidden, ids_of_rows(ids), rows, call).view(ids.shape)
 
 
 def candidate_logprobs(
@@ -85,8 +79,7 @@ def _each_once(upstream: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
     is_first = torch.ones_like(by_column, dtype=torch.bool)
     is_first[:, 1:] = by_column[:, 1:] != by_column[:, :-1]
     flat, size = is_first.reshape(-1), columns.numel()
-    places = torch.arange(size + 1, dtype=torch.int64, device=columns.device)
-    starts = places.clone()
+    starts = torch.arange(size + 1, dtype=torch.int64, device=columns.device)
     starts[:size].masked_fill_(~flat, size)
     starts = starts.flip(0).cummin(0).values.flip(0)  # for each place the next first place
     sums = torch.segment_reduce(upstream.gather(1, order).reshape(-1), "sum", offsets=starts, unsafe=True)

@@ -99,15 +99,12 @@ def add_over_group(tensor: Tensor, group: ProcessGroup) -> None:
 
 def stack_over_group(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """Stack the tensors [...] of all ranks to [tp, ...], in order, with the same bits on every rank."""
-    return gather_rows(tensor, group).view(group_size(group), *tensor.shape)  # gloo gathers along dim 0 only
-
-
-def gather_rows(shard: Tensor, group: ProcessGroup) -> Tensor:
-    """Gather rows [n / tp, H] of every rank to [n, H], in the order of ranks."""
-    return start_gather_rows(shard, group).wait()
+    gathered = start_gather_rows(tensor, group).wait()  # gloo gathers along dim 0 only
+    return gathered.view(group_size(group), *tensor.shape)
 
 
 def start_gather_rows(shard: Tensor, group: ProcessGroup) -> Pending:
+    """Start gathering rows [n / tp, H] of every rank to [n, H], in the order of ranks."""
     out = shard.new_empty(shard.shape[0] * group_size(group), *shard.shape[1:])
     with trace_range("gather over the group"):
         return Pending(out, _all_gather(out, shard.contiguous(), group=group, async_op=True))

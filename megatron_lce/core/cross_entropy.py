@@ -1,68 +1,25 @@
 """The autograd function of `linear_cross_entropy`: the order of launches and collectives, and what is saved.
 
-Forward:
-
-1. `ComputedRows` selects the rows to compute; `skip_ignored=True` takes a collective and a host wait. Their labels and
-   temperatures become `Rows`.
-2. For each block of hidden states that `Tokens` yields (under sequence parallel, gathered), and for each range of
-   `stats_tokens` in it,
-   a. the backend computes statistics of chunks of at most 128 columns, and fills the `LogitsCache`;
-   b. the ranks exchange extremes, then sums.
-3. `finish` computes the outputs of all blocks at once. They are spread over all rows.
-
-Backward:
-
-1. Upstream gradients and saved tensors become `RowTerms`, which determine the gradient of every logit of a row.
-2. Cached exponentials become gradients in place.
-3. With `skip_ignored=True`, rows without an upstream gradient are dropped, which takes a collective and a host wait
-   again.
-4. For each block, under sequence parallel gathered again, and for each `Slab` of it,
-   a. logits that are not cached are recomputed and become gradients;
-   b. two matrix products add to the gradients of hidden and weight.
-5. A block's hidden gradient is reduced over the group while its last product for the weight runs.
-
-`plan` decides how many tokens and columns are processed at once, before anything runs.
+`docs/design.md` lists the steps of both passes. `skip_ignored=True` takes a collective and a host wait in each.
 """
 
-from collections.abc import Iterable
 from dataclasses import replace
-from itertools import islice
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_lce.core.call import Call, check_backward
-from megatron_lce.core.candidates import candidate_logprobs
 from megatron_lce.core.computed_rows import ComputedRows
-from megatron_lce.core.group_statistics import stats_over_group
+from megatron_lce.core.group_statistics import outputs_over_group
 from megatron_lce.core.head_gradients import HeadGradients
 from megatron_lce.core.logit_gradients import grad_logits_slabs, gradient_inputs, gradients_of_cache
 from megatron_lce.core.logits_cache import new_cache
-from megatron_lce.core.options import WITH_GRADIENT, LinearCrossEntropyOutput, new_outputs
+from megatron_lce.core.options import WITH_GRADIENT, LinearCrossEntropyOutput
 from megatron_lce.core.plan import backward_tokens, smallest_workspace
 from megatron_lce.core.products import own_arithmetic
 from megatron_lce.core.rows import Rows, SoftmaxOfRow
 from megatron_lce.core.tokens import Tokens, tokens_in_blocks
-
-
-class SavedForBackward(NamedTuple):
-    """Tensors of the computed rows that forward saves, in addition to hidden and weight."""
-
-    computed: Tensor | None  # `ComputedRows.index`
-    rows: Rows
-    softmax: SoftmaxOfRow
-    candidates: Tensor | None  # [N, K] ids of all rows
-    candidate_log_p: Tensor | None  # [n, K] base 2
-
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        return self.computed, *self.rows, *self.softmax, self.candidates, self.candidate_log_p
-
-    @classmethod
-    def of(cls, tensors: Iterable[Any]) -> Self:
-        each = iter(tensors)
-        rows, softmax = len(Rows._fields), len(SoftmaxOfRow._fields)
-        return cls(next(each), Rows(*islice(each, rows)), SoftmaxOfRow(*islice(each, softmax)), *each)
 
 
 class LinearCrossEntropyFunction(torch.autograd.Function):
@@ -75,31 +32,27 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, call: Call, grad_enabled: bool) -> tuple[Tensor | None, ...]:
-        options, backend = call.options, call.backend
+        options = call.options
         needs = ctx.needs_input_grad if grad_enabled else (False, False)
         check_workspace(call, needs[0] or needs[1], needs[1])
         with own_arithmetic(hidden.device, "linear_cross_entropy forward"):
             in_order = ComputedRows.of(call.labels, options)
             tokens = _tokens(call, in_order)
             computed = tokens.computed  # in the order of the blocks
-            rows = computed.select_rows(backend.prepare_rows(call.labels, call.temperature, options, call.shard))
+            rows = computed.select_rows(call.backend.prepare_rows(call.labels, call.temperature, options, call.shard))
             cache = None
             if grad_enabled:
                 cache = new_cache(call.size, computed.count, call.shard.columns, options.logits_cache_bytes, hidden)
             ids = None if call.candidates is None else computed.select(call.candidates)
-            extremes, sums, logits = stats_over_group(tokens, rows, call, cache, ids)
-            outputs = new_outputs(computed.count, options, hidden.device)
-            softmax, log_p = backend.finish(extremes, sums, rows, options, outputs), None
-            if ids is not None and logits is not None and (out := outputs.candidate_logprobs) is not None:
-                log_p = candidate_logprobs(logits, ids, computed.select(call.labels), rows, softmax, out)
+            labels = call.labels if ids is None else computed.select(call.labels)
+            outputs, softmax, log_p = outputs_over_group(tokens.blocks(), rows, labels, ids, call, cache)
             outputs = computed.spread_outputs(outputs)
         for output in outputs:
             if output is not None:
                 output.resize_((*call.shape, *output.shape[1:]))  # a view could not be changed in place
         ctx.set_materialize_grads(False)
         if grad_enabled:
-            saved = SavedForBackward(in_order.index, rows, softmax, call.candidates, log_p)
-            ctx.save_for_backward(hidden, weight, *saved.tensors())
+            ctx.save_for_backward(hidden, weight, in_order.index, *rows, *softmax, call.candidates, log_p)
             ctx.num_tokens, ctx.call = in_order.num_tokens, call.without_tensors()
             ctx.cache, ctx.cached = cache, cache is not None
         others = (output for name, output in outputs._asdict().items() if name not in WITH_GRADIENT)
@@ -114,8 +67,8 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
                 "a second backward through linear_cross_entropy needs logits_cache_bytes=0: "
                 "the first one turned the kept logits into gradients in place"
             )
-        hidden, weight, *others = ctx.saved_tensors
-        index, rows, softmax, ids, log_p = SavedForBackward.of(others)
+        hidden, weight, index, *per_row, ids, log_p = ctx.saved_tensors
+        rows, softmax = Rows(*per_row[: len(Rows._fields)]), SoftmaxOfRow(*per_row[len(Rows._fields) :])
         call = ctx.call.with_tensors(hidden, weight)
         cache, ctx.cache = ctx.cache, None
         with own_arithmetic(hidden.device, "linear_cross_entropy backward"):
@@ -135,8 +88,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
                     tokens = _tokens(call, computed.subset(with_gradient))
                     gradients = gradients.select(with_gradient)
                     of_cache = None if of_cache is None else replace(of_cache, rows=with_gradient)
-            needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-            grads = HeadGradients(tokens, call, needs_hidden=needs_hidden, needs_weight=needs_weight)
+            grads = HeadGradients(tokens, call, ctx.needs_input_grad[:2])
             for block in tokens.blocks():
                 grads.add(block, grad_logits_slabs(gradients, block, grads.bytes_per_column, of_cache))
             return *grads.results(), None, None

@@ -1,66 +1,55 @@
-"""Statistics of computed tokens over the vocabulary of the group."""
+"""Statistics and outputs of computed tokens over the vocabulary of the group."""
+
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from megatron_lce.core import collectives
 from megatron_lce.core.call import Call
-from megatron_lce.core.candidates import candidate_logits
+from megatron_lce.core.candidates import candidate_logprobs
 from megatron_lce.core.logits_cache import LogitsCache
+from megatron_lce.core.options import LinearCrossEntropyOutput, new_outputs
 from megatron_lce.core.plan import cut, stats_columns, stats_tokens
-from megatron_lce.core.rows import Rows
-from megatron_lce.core.statistics import empty_extremes, empty_sums, merge_extremes, packed_rows
-from megatron_lce.core.tokens import Tokens
+from megatron_lce.core.rows import Rows, SoftmaxOfRow
+from megatron_lce.core.single_ids import ids_of_rows, logits_over_group
+from megatron_lce.core.statistics import merge_extremes, stats_of_nothing
+from megatron_lce.core.tokens import TokenBlock
 
 
-def stats_over_group(
-    tokens: Tokens, rows: Rows, call: Call, cache: LogitsCache | None, ids: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return extremes [E, N], sums [`num_sums`, N] and base-2 logits at candidates' `ids` [N, K], or None without ids.
-
-    All of them have the same bits on every rank.
-    """
-    of_blocks = []
+def outputs_over_group(
+    blocks: Iterable[TokenBlock],  # which make up the rows
+    rows: Rows,
+    labels: Tensor,  # [N] global; used with candidates
+    ids: Tensor | None,  # [N, K] global, of candidates
+    call: Call,
+    cache: LogitsCache | None,
+) -> tuple[LinearCrossEntropyOutput, SoftmaxOfRow, Tensor | None]:
+    """Return outputs, softmaxes, and candidates' base-2 logprobs [N, K], if any; the same bits on every rank."""
+    options, shard, stats = call.options, call.shard, []
     logits = None if ids is None else torch.empty_like(ids, dtype=torch.float32)
-    for block in tokens.blocks():
-        hidden, some = block.hidden.wait(), rows.select(block.rows)
-        of_blocks.append(stats_of_tokens(hidden, some, call, None if cache is None else cache.select(block.rows)))
+    for block in blocks:
+        hidden, of_block = block.hidden.wait(), rows.select(block.rows)
+        block_cache = None if cache is None else cache.select(block.rows)
+        for tokens in cut(hidden.shape[0], stats_tokens(call.size, hidden.shape[0], options.workspace_bytes)):
+            own_cache = None if block_cache is None else block_cache.select(tokens)
+            inputs = hidden[tokens], call.weight[: shard.columns], of_block.select(tokens), options
+            most = stats_columns(call.size, tokens.stop - tokens.start, options.workspace_bytes)
+            parts = call.backend.softmax_stats(*inputs, vocab_start=shard.start, cache=own_cache, columns_at_once=most)
+            stats.append(merged_over_group(parts, call))
+            del parts  # freed before the next are allocated
         if ids is not None and logits is not None:
-            logits[block.rows] = candidate_logits(hidden, ids[block.rows], some, call)
-    if not of_blocks:
-        entropy, telemetry, device = call.options.entropy, call.options.telemetry, call.hidden.device
-        of_blocks = [(empty_extremes(0, telemetry, device), empty_sums(0, entropy, telemetry, device))]
-    return *_side_by_side(of_blocks), logits
-
-
-def stats_of_tokens(hidden: Tensor, rows: Rows, call: Call, cache: LogitsCache | None) -> tuple[Tensor, Tensor]:
-    """Return the extremes and sums of hidden states [N, H], as many at a time as the workspace holds."""
-    of_ranges = []
-    for tokens in cut(hidden.shape[0], stats_tokens(call.size, hidden.shape[0], call.options.workspace_bytes)):
-        own_cache = None if cache is None else cache.select(tokens)
-        of_ranges.append(_stats_at_once(hidden[tokens], rows.select(tokens), call, own_cache))
-    return _side_by_side(of_ranges)
-
-
-def _side_by_side(stats: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Concatenate the statistics of consecutive tokens."""
-    if len(stats) == 1:
-        return stats[0]
-    extremes, sums = (torch.cat(each, dim=1) for each in zip(*stats, strict=True))
-    return extremes, sums
-
-
-def _stats_at_once(hidden: Tensor, rows: Rows, call: Call, cache: LogitsCache | None) -> tuple[Tensor, Tensor]:
-    """Compute the statistics of this shard and merge them over the group."""
-    options, shard, num_tokens = call.options, call.shard, hidden.shape[0]
-    if shard.columns == 0:
-        num_rows = packed_rows(options.entropy, options.telemetry)
-        of_chunks = hidden.new_empty(0, num_rows, num_tokens, dtype=torch.float32)
-    else:
-        at_once = stats_columns(call.size, num_tokens, options.workspace_bytes)
-        inputs = hidden, call.weight[: shard.columns], rows, options
-        of_chunks = call.backend.softmax_stats(*inputs, vocab_start=shard.start, cache=cache, columns_at_once=at_once)
-    return merged_over_group(of_chunks, call)
+            own_ids = ids_of_rows(ids[block.rows])
+            logits[block.rows] = logits_over_group(hidden, own_ids, of_block, call).view(-1, ids.shape[1])
+    if not stats:
+        nothing = stats_of_nothing(0, options.entropy, options.telemetry, call.hidden.device)
+        stats = [call.backend.sum_chunks(nothing, nothing, 0, options.entropy, options.telemetry)]
+    extremes, sums = stats[0] if len(stats) == 1 else (torch.cat(each, dim=1) for each in zip(*stats, strict=True))
+    outputs = new_outputs(rows.labels.shape[0], options, call.hidden.device)
+    softmax, log_p = call.backend.finish(extremes, sums, rows, options, outputs), None
+    if ids is not None and logits is not None and outputs.candidate_logprobs is not None:
+        log_p = candidate_logprobs(logits, ids, labels, rows, softmax, outputs.candidate_logprobs)
+    return outputs, softmax, log_p
 
 
 def merged_over_group(of_chunks: Tensor, call: Call) -> tuple[Tensor, Tensor]:
@@ -68,15 +57,13 @@ def merged_over_group(of_chunks: Tensor, call: Call) -> tuple[Tensor, Tensor]:
 
     The backend's `sum_chunks` returns integer sums, whose bits do not depend on the order (`core.statistics`).
     """
-    backend, options, shard = call.backend, call.options, call.shard
-    entropy, telemetry = options.entropy, options.telemetry
+    group, entropy, telemetry = call.options.tp_group, call.options.entropy, call.options.telemetry
+    if call.shard.columns == 0:
+        of_chunks = stats_of_nothing(of_chunks.shape[2], entropy, telemetry, of_chunks.device)
     all_extremes = of_chunks
-    if shard.columns == 0:
-        all_extremes = empty_extremes(of_chunks.shape[2], telemetry, of_chunks.device)[None]
-    if options.tp_group is not None:
-        extremes = merge_extremes(all_extremes, telemetry)
-        all_extremes = collectives.stack_over_group(extremes, options.tp_group)
-    extremes, sums = backend.sum_chunks(of_chunks, all_extremes, shard.columns, entropy, telemetry)
-    if options.tp_group is not None:
-        collectives.add_over_group(sums, options.tp_group)
+    if group is not None:
+        all_extremes = collectives.stack_over_group(merge_extremes(of_chunks, telemetry), group)
+    extremes, sums = call.backend.sum_chunks(of_chunks, all_extremes, call.shard.columns, entropy, telemetry)
+    if group is not None:
+        collectives.add_over_group(sums, group)
     return extremes, sums

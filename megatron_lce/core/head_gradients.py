@@ -1,13 +1,13 @@
 """Gradients of hidden and weight: two matrix products per slab of logit gradients."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_lce.core.call import Call
-from megatron_lce.core.plan import Blocks, cut, cut_columns, slab_row_stride
+from megatron_lce.core.plan import BlockBytes, cut, cut_columns, plan_blocks, slab_row_stride
 from megatron_lce.core.products import with_zeros_behind
 from megatron_lce.core.tokens import TokenBlock, Tokens
 
@@ -28,16 +28,9 @@ class HeadGradients:
     for the weight runs. Without a group, it is cast to its dtype after the memory of the slabs is freed.
     """
 
-    def __init__(
-        self,
-        tokens: Tokens,
-        call: Call,
-        *,
-        needs_hidden: bool,
-        needs_weight: bool,
-        weight_sum: bool = False,  # return the weight's gradient as its fp32 sum, [num_columns, H]
-    ) -> None:
-        self._tokens, self._call, self._needs_hidden = tokens, call, needs_hidden
+    def __init__(self, tokens: Tokens, call: Call, needs: Sequence[bool], *, weight_sum: bool = False) -> None:
+        """`needs`: of hidden and weight. `weight_sum`: return the weight's gradient as its fp32 sum, [columns, H]."""
+        self._tokens, self._call, (self._needs_hidden, needs_weight) = tokens, call, needs
         self._weight = _WeightGrad(call, tokens.num_blocks, weight_sum) if needs_weight else None
         # Extra bytes per column if tokens are cut, for a partial fp32 sum. 0 if slabs are added directly to
         # `weight_sum`.
@@ -46,33 +39,63 @@ class HeadGradients:
     def add(self, block: TokenBlock, slabs: Iterator[Slab]) -> None:
         """Add the slabs of a block, which together hold the gradient of all its products."""
         tokens, num_columns = self._tokens, self._call.shard.columns
-        hidden_grad = _HiddenGrad(tokens, block, self._call) if self._needs_hidden else None
+        total: Tensor | None = None  # of hidden
         for slab in slabs:
-            if hidden_grad is not None:
-                hidden_grad.add(slab)
+            if self._needs_hidden:
+                total = self._new_sum(block, slab) if total is None else total
+                self._add_hidden(slab, total[slab.tokens])
                 is_last = slab.tokens.stop == block.hidden.tensor.shape[0] and slab.columns.stop == num_columns
                 if is_last and tokens.reduces:
-                    hidden_grad.finish()
+                    total = self._of_grad_dtype(block, total)  # frees an fp32 sum before `reduce` allocates
+                    tokens.reduce(block, total)
+                    total = None
             if self._weight is not None:
-                self._weight.add(slab, block.hidden.wait(), block.is_first)
+                self._weight.add(slab, block.hidden.wait(), first_block=block.rows.start == 0)
             del slab  # its memory is freed before the next buffer, or a sink's placeholder, is allocated
-        if hidden_grad is not None and (not tokens.reduces or num_columns == 0):
-            hidden_grad.finish()
+        if self._needs_hidden and (not tokens.reduces or num_columns == 0):
+            tokens.reduce(block, self._of_grad_dtype(block, total))
 
     def results(self) -> tuple[Tensor | None, Tensor | None]:
         """Return the gradients of hidden and weight, after all blocks."""
         grad_hidden = self._tokens.grad_hidden() if self._needs_hidden else None
         return grad_hidden, None if self._weight is None else self._weight.finish()
 
+    def _new_sum(self, block: TokenBlock, first: Slab) -> Tensor:
+        """Return the gradient itself for one product or an fp32 gradient, else an fp32 sum over slabs."""
+        weight, grad_dtype = self._call.weight, self._tokens.grad_dtype
+        one_product = first.columns == slice(0, self._call.shard.columns)
+        if grad_dtype == torch.float32 or (one_product and grad_dtype == weight.dtype):
+            return self._tokens.grad_rows(block)
+        return weight.new_empty(block.rows.stop - block.rows.start, weight.shape[1], dtype=torch.float32)
+
+    def _add_hidden(self, slab: Slab, rows: Tensor) -> None:
+        call = self._call
+        call.product(slab.grad, call.weight[slab.columns], rows, accumulate=slab.columns.start > 0)
+        if slab.factor is not None and slab.columns.stop == call.shard.columns:
+            call.backend.scale(rows, slab.factor, rows, accumulate=False)
+
+    def _of_grad_dtype(self, block: TokenBlock, total: Tensor | None) -> Tensor:
+        """Return the gradient of a block, 0 without slabs."""
+        if total is not None and total.dtype == self._tokens.grad_dtype:
+            return total
+        grad = self._tokens.grad_rows(block)
+        return grad.zero_() if total is None else grad.copy_(total)
+
 
 def computed_slabs(
     like: Tensor,
     num_tokens: int,
     all_columns: slice,
-    blocks: Blocks,
+    workspace_bytes: int,
+    slab_bytes: BlockBytes,
+    bytes_per_column: int,  # of `HeadGradients`
     compute: Callable[[slice, slice, Tensor], None],
 ) -> Iterator[Slab]:
     """Yield slabs of `all_columns` that `compute(tokens, columns, grad)` fills, in one buffer of like's dtype."""
+    if all_columns.start == all_columns.stop:
+        return
+    stride = slab_row_stride(all_columns.stop - all_columns.start)
+    blocks = plan_blocks(num_tokens, stride, workspace_bytes, slab_bytes, per_column_if_tokens_are_cut=bytes_per_column)
     buffer = like.new_empty(blocks.tokens * slab_row_stride(blocks.columns))
     for columns in cut_columns(all_columns.stop, blocks.columns, start=all_columns.start):
         width = columns.stop - columns.start
@@ -91,39 +114,6 @@ def kept_slabs(grad: Tensor, factor: Tensor | None = None) -> Iterator[Slab]:
         yield Slab(columns, slice(0, num_tokens), grad[:, columns], factor)
 
 
-class _HiddenGrad:
-    """The hidden gradient of a block: one product if a slab holds all columns, else an fp32 sum over slabs."""
-
-    def __init__(self, tokens: Tokens, block: TokenBlock, call: Call) -> None:
-        self._tokens, self._block, self._call = tokens, block, call
-        self._sum: Tensor | None = None
-        self._in_place = False  # the sum is the tensor of the gradient
-
-    def add(self, slab: Slab) -> None:
-        weight, grad_dtype, num_columns = self._call.weight, self._tokens.grad_dtype, self._call.shard.columns
-        if self._sum is None:
-            one_product = slab.columns == slice(0, num_columns)
-            self._in_place = grad_dtype == torch.float32 or (one_product and grad_dtype == weight.dtype)
-            if self._in_place:
-                self._sum = self._tokens.grad_rows(self._block)
-            else:
-                num_rows = self._block.rows.stop - self._block.rows.start
-                self._sum = weight.new_empty(num_rows, weight.shape[1], dtype=torch.float32)
-        rows = self._sum[slab.tokens]
-        self._call.product(slab.grad, weight[slab.columns], rows, accumulate=slab.columns.start > 0)
-        if slab.factor is not None and slab.columns.stop == num_columns:
-            self._call.backend.scale(self._sum[slab.tokens], slab.factor, self._sum[slab.tokens], accumulate=False)
-
-    def finish(self) -> None:
-        """Cast the gradient to its dtype (0 without slabs) and start its reduction over the group."""
-        grad = self._sum
-        if grad is None or not self._in_place:
-            grad = self._tokens.grad_rows(self._block)
-            grad.zero_() if self._sum is None else grad.copy_(self._sum)
-        self._sum = None
-        self._tokens.reduce(self._block, grad)
-
-
 class _WeightGrad:
     """The weight gradient of this shard: a tensor of weight's dtype, an fp32 sum, or the fp32 buffer of a sink."""
 
@@ -138,11 +128,10 @@ class _WeightGrad:
         else:
             self._out = torch.empty_like(weight) if self._sink is None else self._sink.buffer()
         self._partial: Tensor | None = None  # fp32 sum of one slab's columns over the block's tokens
-        self._nothing_added = True
+        self._is_empty = num_blocks == 0
 
-    def add(self, slab: Slab, hidden: Tensor, first_block: bool) -> None:
+    def add(self, slab: Slab, hidden: Tensor, *, first_block: bool) -> None:
         """Add a slab; `hidden` belongs to the whole block."""
-        self._nothing_added = False
         is_first, is_last = slab.tokens.start == 0, slab.tokens.stop == hidden.shape[0]
         hidden = hidden[slab.tokens]
         if slab.factor is not None:  # the sum over tokens includes the factor
@@ -154,7 +143,6 @@ class _WeightGrad:
             self._product(slab.grad.T, hidden, out, accumulate=accumulate)
             return
         if is_first:
-            self._partial = None  # freed before the next is allocated
             self._partial = hidden.new_empty(out.shape, dtype=torch.float32)
         assert self._partial is not None
         self._product(slab.grad.T, hidden, self._partial, accumulate=not is_first)
@@ -163,13 +151,11 @@ class _WeightGrad:
             self._partial = None
 
     def finish(self) -> Tensor | None:
-        if self._as_sum:
-            return self._out.zero_() if self._nothing_added else self._out
         if self._sink is not None:
             return self._sink.finish()
-        if self._nothing_added:
-            return torch.zeros_like(self._weight)
-        grad = self._out
+        grad = self._out.zero_() if self._is_empty else self._out
+        if self._as_sum:
+            return grad
         if self._is_sum:
             grad = torch.empty_like(self._weight)
             grad[: self._num_columns].copy_(self._out)

@@ -36,7 +36,6 @@ from megatron_lce.core.plan import (
     HeadSize,
     cut,
     cut_columns,
-    plan_blocks,
     plan_known_weights,
     products_tokens,
     size_of_two_heads,
@@ -84,11 +83,11 @@ def find_divergences(
         teacher_scale = prepare(labels, teacher_temperature, options, call.shard).scale
     # A number given as `skip_ignored` is the number of labels, whatever the weights.
     computed = ComputedRows.of(labels if options.skip_ignored is True else call.labels, options)
-    plan = None
+    plan, block_tokens = None, computed.count
     if with_gradient:
         size = size._replace(sums_weight=size.sums_weight and call.weight.requires_grad)
-        plan = plan_known_weights(size, computed.count, workspace, single_is_sum=scales_a_sum(call))
-    block_tokens = computed.count if plan is None else plan.tokens
+        plan = plan_known_weights(size, block_tokens, workspace, single_is_sum=scales_a_sum(call))
+    block_tokens, at_once = plan or (block_tokens, products_tokens(size, block_tokens, workspace))
     tokens, teacher_tokens = (
         tokens_in_blocks(head.hidden, computed, block_tokens, options, unscaled_dtype(call)) for head in heads[:2]
     )
@@ -111,17 +110,16 @@ def find_divergences(
             rows.labels if return_student else None,
             None if coefficient is None else coefficient[block.rows],
         )
-        tokens_at_once, collected = products_tokens(size, stats.shape[1], workspace), None
+        collected = None
         if plan is not None:
-            tokens_at_once, stride = plan.products_tokens, slab_row_stride(call.shard.columns)
+            stride = slab_row_stride(call.shard.columns)
             collected = with_zeros_behind(call.hidden.new_empty(stats.shape[1], stride), call.shard.columns)
-        _fill_stats(both, stats, call, tokens_at_once, collected)
-        if gradients is not None and collected is not None:
-            slabs = kept_slabs(collected)
+        _fill_stats(both, stats, call, at_once, collected)
+        if gradients is not None:
+            recomputed = _recomputed_slabs(both, stats, call, gradients.bytes_per_column)
+            slabs = recomputed if collected is None else kept_slabs(collected)
             del collected  # freed before the next block allocates
             gradients.add(block, slabs)
-        elif gradients is not None:
-            gradients.add(block, _recomputed_slabs(both, stats, call, gradients.bytes_per_column))
     losses, to_nats = losses_in_nats(all_stats, all_rows, heads.beta)
     total = None
     if weights is not None:
@@ -176,12 +174,10 @@ class _LinearJsd(torch.autograd.Function):
                     stats, coefficient = stats[:, with_gradient], coefficient[with_gradient]
                     scale, teacher_scale = scale[with_gradient], teacher_scale[with_gradient]
                     computed = computed.subset(with_gradient)
-
-            needs_hidden, needs_weight = ctx.needs_input_grad[:2]
             tokens, teacher_tokens = (
                 tokens_in_blocks(head.hidden, computed, computed.count, call.options) for head in (student, teacher)
             )
-            gradients = HeadGradients(tokens, call, needs_hidden=needs_hidden, needs_weight=needs_weight)
+            gradients = HeadGradients(tokens, call, ctx.needs_input_grad[:2])
             # Both gathers come first, as in forward.
             for block, of_teacher in zip(tokens.blocks(), teacher_tokens.blocks(), strict=True):
                 student_rows = student.of_rows(block.hidden.wait(), scale)
@@ -197,7 +193,7 @@ def _fill_stats(heads: Heads, stats: Tensor, call: Call, tokens_at_once: int, al
     For these tokens the ranks exchange both softmaxes, then the sums.
     """
     group, backend, all_columns = call.options.tp_group, call.backend, slice(0, call.shard.columns)
-    memory = _products_memory(heads, min(tokens_at_once, stats.shape[1]), call.shard.columns)
+    memory = heads.student.hidden.new_empty(0, dtype=torch.float32)
     for tokens in cut(stats.shape[1], tokens_at_once):
         block, block_stats = heads.block(tokens, all_columns), stats[:, tokens]
         softmaxes, sums = block_stats[:SOFTMAX_ROWS], block_stats[SOFTMAX_ROWS:]
@@ -219,31 +215,24 @@ def _fill_stats(heads: Heads, stats: Tensor, call: Call, tokens_at_once: int, al
 
 def _recomputed_slabs(heads: Heads, stats: Tensor, call: Call, bytes_per_column: int) -> Iterator[Slab]:
     """Yield gradients of the student's products, slab by slab, from recomputed products of both heads."""
-    num_tokens, num_columns = stats.shape[1], call.shard.columns
-    if num_columns == 0:
-        return
-    (size, workspace), stride = _size_and_workspace(heads, call), slab_row_stride(num_columns)
-    blocks = plan_blocks(num_tokens, stride, workspace, size.slab, per_column_if_tokens_are_cut=bytes_per_column)
-    memory = _products_memory(heads, *blocks)
+    size, workspace = _size_and_workspace(heads, call)
+    memory = heads.student.hidden.new_empty(0, dtype=torch.float32)
 
     def compute(tokens: slice, columns: slice, grad: Tensor) -> None:
         block = heads.block(tokens, columns)
         call.backend.gradient_of_products(block, _products(block, memory), stats[:, tokens], grad)
 
-    yield from computed_slabs(heads.student.hidden, num_tokens, slice(0, num_columns), blocks, compute)
-
-
-def _products_memory(heads: Heads, tokens: int, columns: int) -> Tensor:
-    """Allocate the products of both heads for this many tokens and columns."""
-    return heads.student.hidden.new_empty(2, tokens * slab_row_stride(columns), dtype=torch.float32)
+    columns = slice(0, call.shard.columns)
+    yield from computed_slabs(
+        heads.student.hidden, stats.shape[1], columns, workspace, size.slab, bytes_per_column, compute
+    )
 
 
 def _products(heads: Heads, memory: Tensor) -> Tensor:
-    """Compute the products of both heads, [2, N, C], in this memory."""
+    """Return the products of both heads, [2, N, C], in this memory, which is empty the first time."""
     num_tokens, num_columns = heads.student.hidden.shape[0], heads.student.weight.shape[0]
-    stride = slab_row_stride(num_columns)
-    products = memory[:, : num_tokens * stride].view(2, num_tokens, stride)[:, :, :num_columns]
-    step = COLUMN_STEP if _copied_row(heads) else num_columns
+    products = memory.resize_(2, num_tokens, slab_row_stride(num_columns))[:, :, :num_columns]
+    step = COLUMN_STEP if any(copies_to_fp32(head.hidden) for head in heads[:2]) else num_columns
     for head, values in zip(heads[:2], products, strict=True):
         for columns in cut_columns(num_columns, step):
             product(head.hidden, head.weight[columns].T, values[:, columns], accumulate=False)
@@ -251,12 +240,7 @@ def _products(heads: Heads, memory: Tensor) -> Tensor:
 
 
 def _size_and_workspace(heads: Heads, call: Call) -> tuple[HeadSize, int]:
-    """Return the sizes for plans, and the workspace without fp32 copies of the weight."""
-    copied_row = _copied_row(heads)
+    """Return the sizes for plans, and the workspace without fp32 copies of the weight, which products make on CPUs."""
+    copied_row = max(4 * head.hidden.shape[1] * copies_to_fp32(head.hidden) for head in heads[:2])
     size = size_of_two_heads(call.size, call.backend.intermediate_bytes(call.shard.largest) + copied_row)
     return size, call.options.workspace_bytes - COLUMN_STEP * copied_row
-
-
-def _copied_row(heads: Heads) -> int:
-    """Return the bytes of an fp32 row where products copy 16-bit inputs, as on CPUs, else 0."""
-    return max(4 * head.hidden.shape[1] if copies_to_fp32(head.hidden) else 0 for head in heads[:2])

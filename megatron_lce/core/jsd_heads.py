@@ -90,8 +90,9 @@ def losses_in_nats(stats: Tensor, rows: Rows, beta: float) -> tuple[Tensor, Tens
     divergence = JsdStats(*stats).divergence
     # NaN in to_nats makes the gradient of a row NaN on every rank, even if all logits on a rank are finite.
     to_nats = torch.where(divergence.isfinite() | rows.ignored, rows.to_nats, torch.nan)
-    # Rounding may exceed the bounds of a divergence. A clamp preserves NaN.
-    return torch.where(rows.ignored, 0.0, divergence.clamp(0.0, _largest_divergence(beta)) * to_nats), to_nats
+    # In bits, of two distributions without a common id. Rounding may exceed it. A clamp preserves NaN.
+    largest = math.inf if beta in (0, 1) else -beta * math.log2(beta) - (1 - beta) * math.log2(1 - beta)
+    return torch.where(rows.ignored, 0.0, divergence.clamp(0.0, largest) * to_nats), to_nats
 
 
 def student_outputs(stats: Tensor, rows: Rows) -> Tensor:
@@ -100,11 +101,6 @@ def student_outputs(stats: Tensor, rows: Rows) -> Tensor:
     log_sum, to_nats = total.log2(), torch.where(label_owned == 0, torch.nan, rows.to_nats)
     outputs = torch.stack([label_logit - log_sum, log_sum - expected, max_logit + log_sum])
     return torch.where(rows.ignored, 0.0, outputs * to_nats)
-
-
-def _largest_divergence(beta: float) -> float:
-    """Return the divergence in bits of two distributions without a common id."""
-    return math.inf if beta in (0, 1) else -beta * math.log2(beta) - (1 - beta) * math.log2(1 - beta)
 
 
 def gradient_coefficient(upstream: Tensor, to_nats: Tensor, scale: Tensor, student: Head, beta: float) -> Tensor:

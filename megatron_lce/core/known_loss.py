@@ -13,13 +13,8 @@ from megatron_lce.core.tokens import Tokens
 
 def unscaled_gradients(tokens: Tokens, call: Call) -> HeadGradients:
     """Return empty gradients, which backward will scale by the upstream gradient of the loss."""
-    return HeadGradients(
-        tokens,
-        call,
-        needs_hidden=call.hidden.requires_grad,
-        needs_weight=call.weight.requires_grad,
-        weight_sum=scales_a_sum(call) or tokens.num_blocks > 1,
-    )
+    needs = call.hidden.requires_grad, call.weight.requires_grad
+    return HeadGradients(tokens, call, needs, weight_sum=scales_a_sum(call) or tokens.num_blocks > 1)
 
 
 def unscaled_dtype(call: Call) -> torch.dtype:
@@ -105,18 +100,14 @@ class LossesOfSum(torch.autograd.Function):
         largest = upstream.masked_fill(~unmasked, -torch.inf).amax()
         smallest = upstream.masked_fill(~unmasked, torch.inf).amin()
         if ctx.promise.looks and not collectives.is_captured():
-            _check_equal(float(smallest), float(largest), ctx.promise)
+            low, high = float(smallest), float(largest)
+            if low <= high:  # else every token is masked
+                ctx.promise.looks -= 1
+            if low < high:
+                raise RuntimeError(
+                    f"known_loss needs one upstream gradient for all counted tokens, got {low:g} to {high:g}: the loss "
+                    "weights its tokens (a loss_mask that is not 0 or 1, a weight or a mean for each sequence). Pass a "
+                    "0/1 loss_mask, or enable with known_loss=False"
+                )
         one = largest.masked_fill(largest != smallest, torch.nan).masked_fill(~unmasked.any(), 0.0)
         return one, None, None, None
-
-
-def _check_equal(low: float, high: float, promise: Promise) -> None:
-    if low > high:  # every token is masked
-        return
-    promise.looks -= 1
-    if low < high:
-        raise RuntimeError(
-            f"known_loss needs one upstream gradient for all counted tokens, got {low:g} to {high:g}: the loss "
-            "weights its tokens (a loss_mask that is not 0 or 1, a weight or a mean for each sequence). Pass a 0/1 "
-            "loss_mask, or enable with known_loss=False"
-        )

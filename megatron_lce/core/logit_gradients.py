@@ -1,7 +1,7 @@
 """Gradients of the logits of a block, slab by slab, from the logits cache or from recomputed products."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -12,8 +12,7 @@ from megatron_lce.core.call import Call
 from megatron_lce.core.candidates import CandidateGradients, candidate_gradients
 from megatron_lce.core.head_gradients import Slab, computed_slabs, kept_slabs
 from megatron_lce.core.logits_cache import LogitsCache
-from megatron_lce.core.options import DIFFERENTIABLE
-from megatron_lce.core.plan import plan_blocks, slab_row_stride
+from megatron_lce.core.options import DIFFERENTIABLE, Options
 from megatron_lce.core.rows import Rows, RowTerms, SoftmaxOfRow
 from megatron_lce.core.tokens import TokenBlock
 
@@ -24,7 +23,7 @@ class LogitGradients(NamedTuple):
     call: Call
     rows: Rows
     terms: Tensor  # [6 or 7, N] fp32, `RowTerms`
-    entropy: bool  # the entropy has an upstream gradient
+    options: Options  # the call's, but entropy: it has an upstream gradient
     candidates: CandidateGradients | None = None  # they replace the gradients of the candidates' products
 
     def select(self, tokens: slice | Tensor) -> "LogitGradients":
@@ -35,7 +34,7 @@ class LogitGradients(NamedTuple):
         """Recompute these products and write their gradient to `grad`."""
         call, part = self.call, self.select(tokens)
         inputs = hidden[tokens], call.weight[columns], part.rows, part.terms
-        call.backend.grad_logits(*inputs, grad, call.options, first_column=columns.start, entropy=self.entropy)
+        call.backend.grad_logits(*inputs, grad, self.options, first_column=columns.start)
         if part.candidates is not None:
             call.backend.write_columns(grad, part.candidates.columns - columns.start, part.candidates.grad)
 
@@ -56,7 +55,7 @@ def gradient_inputs(
         upstream = {**upstream, "lse": of_lse - of_candidates.sum(dim=1)}
     differentiable = [upstream[name] for name in DIFFERENTIABLE]
     terms, counts = call.backend.row_terms(rows, softmax, differentiable, call.options)
-    gradients = LogitGradients(call, rows, terms, upstream["entropy"] is not None)
+    gradients = LogitGradients(call, rows, terms, replace(call.options, entropy=upstream["entropy"] is not None))
     if of_candidates is None or ids is None or log_p is None:
         return gradients, counts
     unknown = (log_p.isnan() & (ids >= 0)).any(dim=1)  # an id of no rank makes the gradient NaN, as a label does
@@ -73,8 +72,11 @@ class CacheGradients:
     factor: Tensor | None = None  # [*] fp32; the gradient is factor * grad
     rows: Tensor | None = None  # [N] int64, the rows of `grad` that backward computes; None: all
 
-    def free(self) -> None:
-        del self.grad
+    def copy(self, call: Call, rows: Tensor, tokens: slice, columns: slice, out: Tensor) -> None:
+        """Copy the gradients of some of these rows to a slab."""
+        torch.index_select(self.grad[:, columns], 0, rows[tokens], out=out)
+        if self.factor is not None:
+            call.backend.scale(out, self.factor[rows[tokens]], out, accumulate=False)
 
 
 def gradients_of_cache(
@@ -97,8 +99,8 @@ def gradients_of_cache(
     # With an entropy, exponentials are relative to different references.
     factored = gradients.candidates is None and not call.options.entropy and num_columns == call.shard.columns
     factored = factored and scaled_hidden <= call.options.workspace_bytes
-    inputs = cache, gradients.rows, gradients.terms, call.options
-    factor = call.backend.grad_logits_from_cache(*inputs, entropy=gradients.entropy, factored=factored)
+    inputs = cache, gradients.rows, gradients.terms, gradients.options
+    factor = call.backend.grad_logits_from_cache(*inputs, factored=factored)
     if gradients.candidates is not None:
         call.backend.write_columns(cache.exp, *gradients.candidates)
     return CacheGradients(cache.exp, factor)
@@ -107,41 +109,26 @@ def gradients_of_cache(
 def grad_logits_slabs(
     gradients: LogitGradients, block: TokenBlock, bytes_per_column: int, of_cache: CacheGradients | None
 ) -> Iterator[Slab]:
-    """Yield the gradients of a block: from the cache, if any, then from recomputed products in one reused buffer."""
-    first = 0
+    """Yield the gradients of a block: from the cache, if any, then from recomputed products in one reused buffer.
+
+    Slabs of the cache are views or, if backward skips rows, copies.
+    """
+    call, size = gradients.call, gradients.call.size.slab
+    num_tokens, first = block.rows.stop - block.rows.start, 0
+
+    def filled(columns: slice, fill: Callable[[slice, slice, Tensor], None]) -> Iterator[Slab]:
+        room = call.options.workspace_bytes
+        return computed_slabs(call.weight, num_tokens, columns, room, size, bytes_per_column, fill)
+
     if of_cache is not None:
         first = of_cache.grad.shape[1]
-        yield from _slabs_of_cache(of_cache, block, gradients.call, bytes_per_column)
-        if block.is_last:
-            of_cache.free()
-    recomputed = slice(first, gradients.call.shard.columns)
-    if recomputed.start < recomputed.stop:
+        if of_cache.rows is None:
+            factor = None if of_cache.factor is None else of_cache.factor[block.rows]
+            yield from kept_slabs(of_cache.grad[block.rows], factor)
+        else:
+            yield from filled(slice(0, first), partial(of_cache.copy, call, of_cache.rows[block.rows]))
+        if block.rows.stop == gradients.rows.labels.shape[0]:
+            del of_cache.grad  # its memory is free for recomputed slabs and casts
+    if first < call.shard.columns:
         compute = partial(gradients.select(block.rows).compute, block.hidden.wait())
-        yield from _filled_slabs(recomputed, block, gradients.call, bytes_per_column, compute)
-
-
-def _slabs_of_cache(of_cache: CacheGradients, block: TokenBlock, call: Call, bytes_per_column: int) -> Iterator[Slab]:
-    """Yield views of the block's rows of the cache or, if backward skips rows, copies."""
-    grad, factor = of_cache.grad, of_cache.factor
-    if of_cache.rows is None:
-        yield from kept_slabs(grad[block.rows], None if factor is None else factor[block.rows])
-        return
-    rows = of_cache.rows[block.rows]
-
-    def copy(tokens: slice, columns: slice, out: Tensor) -> None:
-        torch.index_select(grad[:, columns], 0, rows[tokens], out=out)
-        if factor is not None:
-            call.backend.scale(out, factor[rows[tokens]], out, accumulate=False)
-
-    yield from _filled_slabs(slice(0, grad.shape[1]), block, call, bytes_per_column, copy)
-
-
-def _filled_slabs(
-    columns: slice, block: TokenBlock, call: Call, bytes_per_column: int, fill: Callable[[slice, slice, Tensor], None]
-) -> Iterator[Slab]:
-    """Yield slabs of these columns that `fill(tokens, columns, grad)` writes, as wide as the workspace allows."""
-    num_tokens, stride = block.rows.stop - block.rows.start, slab_row_stride(columns.stop - columns.start)
-    blocks = plan_blocks(
-        num_tokens, stride, call.options.workspace_bytes, call.size.slab, per_column_if_tokens_are_cut=bytes_per_column
-    )
-    yield from computed_slabs(call.weight, num_tokens, columns, blocks, fill)
+        yield from filled(slice(first, call.shard.columns), compute)

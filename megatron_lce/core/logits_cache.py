@@ -1,7 +1,6 @@
 """Exponentials of logits, cached from forward to backward."""
 
-from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,8 +9,7 @@ from megatron_lce.core.plan import HeadSize, ceil_div, slab_row_stride
 from megatron_lce.core.products import with_zeros_behind
 
 
-@dataclass
-class LogitsCache:
+class LogitsCache(NamedTuple):
     """Exponentials 2^(z - reference) of the first columns, in the dtype of the inputs; one reference per row and chunk.
 
     The Triton backend's `softmax_stats` chooses the reference: 0 if the dtype can represent the exponential of the
@@ -23,23 +21,13 @@ class LogitsCache:
     exp: Tensor  # [N, C], rows a multiple of `SLAB_ROW_STEP` apart, zeros behind them
     reference: Tensor  # [chunks, N] fp32, base 2
 
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor]:
-        return self.exp, self.reference
-
-    def select(self, rows: slice) -> Self:
+    def select(self, rows: slice) -> "LogitsCache":
         """Return a view of some of the rows."""
-        return type(self)(self.exp[rows], self.reference[:, rows])
+        return LogitsCache(self.exp[rows], self.reference[:, rows])
 
 
-def new_cache(
-    size: HeadSize,
-    num_tokens: int,
-    num_columns: int,
-    num_bytes: int,
-    like: Tensor,  # hidden, for its dtype and device
-) -> LogitsCache | None:
-    """Allocate a cache of as many columns as fit in `num_bytes`, or return None if none fit."""
+def new_cache(size: HeadSize, num_tokens: int, num_columns: int, num_bytes: int, like: Tensor) -> LogitsCache | None:
+    """Allocate a cache of like's dtype, of as many columns as fit in `num_bytes`, or return None if none fit."""
     columns = size.cache_columns(num_tokens, num_columns, num_bytes)
     if columns == 0:
         return None

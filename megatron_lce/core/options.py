@@ -79,10 +79,9 @@ class Options:
 
 def outputs_asked_for(options: Options) -> list[str]:
     """Return the names of the requested outputs, in order."""
-    telemetry = ("max_logit", "min_logit", "argmax", "sum_pi_squared", "logits_norm", "mean_logit")
-    asked = {"logprobs": True, "entropy": options.entropy, "lse": True, **dict.fromkeys(telemetry, options.telemetry)}
+    asked = {"logprobs": True, "entropy": options.entropy, "lse": True}
     asked["candidate_logprobs"] = options.candidates is not None
-    return [name for name in LinearCrossEntropyOutput._fields if asked[name]]
+    return [name for name in LinearCrossEntropyOutput._fields if asked.get(name, options.telemetry)]
 
 
 def new_outputs(num_rows: int, options: Options, device: torch.device) -> LinearCrossEntropyOutput:

@@ -51,11 +51,6 @@ class BlockBytes(NamedTuple):
         """Return the most columns of a block of so many tokens."""
         return (room - tokens * self.per_token) // max(1, self.per_column + tokens * self.per_logit)
 
-    @property
-    def smallest(self) -> int:
-        """Bytes of one token of `COLUMN_STEP` columns."""
-        return self.of(1, COLUMN_STEP)
-
 
 class Costs(NamedTuple):
     """Bytes of intermediates of a backend's primitives, for inputs of one dtype."""
@@ -105,7 +100,7 @@ class HeadSize(NamedTuple):
 
     @property
     def weight_sum(self) -> int:
-        """Bytes of the fp32 sum of the weight gradient of the largest shard, or 0."""
+        """Bytes of this sum for the largest shard."""
         return self.columns * self.weight_sum_column
 
     @property
@@ -141,27 +136,11 @@ def size_of_two_heads(student: HeadSize, reading_bytes: int) -> HeadSize:
     return student._replace(stats_rows=0, costs=costs)
 
 
-class KnownLossPlan(NamedTuple):
-    """Size of the blocks of a known loss, and the workspace without the cached logits of a block."""
-
-    tokens: int
-    workspace_bytes: int
-
-
-class KnownWeightsPlan(NamedTuple):
-    """Size of the blocks whose gradients are collected, and of those whose products of both heads are in memory."""
-
-    tokens: int
-    products_tokens: int
-
-
 def smallest_workspace(size: HeadSize, needs_grad: bool, needs_weight: bool) -> int:
-    """Return the bytes that every pass needs for its smallest block."""
-    smallest = size.stats.smallest
-    if needs_grad:
-        column_sum = size.weight_sum_column if needs_weight else 0
-        smallest = max(smallest, size.slab._replace(per_column=size.slab.per_column + column_sum).smallest)
-    return smallest
+    """Return the bytes that every pass needs for its smallest block, one token of `COLUMN_STEP` columns."""
+    of_stats = size.stats.of(1, COLUMN_STEP)
+    column_sum = size.weight_sum_column if needs_weight else 0
+    return max(of_stats, size.slab.of(1, COLUMN_STEP) + COLUMN_STEP * column_sum) if needs_grad else of_stats
 
 
 def stats_tokens(size: HeadSize, num_tokens: int, workspace_bytes: int) -> int:
@@ -195,10 +174,11 @@ def backward_tokens(size: HeadSize, num_tokens: int, workspace_bytes: int) -> in
 
 def plan_known_loss(
     size: HeadSize, num_tokens: int, workspace_bytes: int, *, single_is_sum: bool = False
-) -> KnownLossPlan | None:
-    """Return the blocks whose logits are cached until their gradients are computed, or None if none fit.
+) -> tuple[int, int] | None:
+    """Return the tokens of a block whose logits are cached until their gradients are computed; None if none fit.
 
-    `single_is_sum`: the weight gradient of a single block is an fp32 sum, too.
+    The second number is the workspace without these logits. `single_is_sum`: the weight gradient of a single block is
+    an fp32 sum, too.
     """
     if size.costs.tile_columns == 0:
         return None
@@ -206,7 +186,7 @@ def plan_known_loss(
     token_bytes = max(size.stats.per_token, size.hidden * size.itemsize + size.hidden_sum_token)
     kept = size.kept_token(size.columns)
     tokens = kept_tokens(num_tokens, workspace_bytes, kept + token_bytes, size.weight_sum, single_is_sum=single_is_sum)
-    return None if tokens is None else KnownLossPlan(tokens, max(workspace_bytes - tokens * kept, tokens * token_bytes))
+    return None if tokens is None else (tokens, max(workspace_bytes - tokens * kept, tokens * token_bytes))
 
 
 def kept_tokens(
@@ -234,8 +214,8 @@ def products_tokens(size: HeadSize, num_tokens: int, room: int) -> int:
 
 def plan_known_weights(
     size: HeadSize, num_tokens: int, workspace_bytes: int, *, single_is_sum: bool = False
-) -> KnownWeightsPlan | None:
-    """Return the blocks whose gradients are collected from products in memory, or None if none fit.
+) -> tuple[int, int] | None:
+    """Return the tokens whose gradients are collected, and of how many products are in memory; None if none fit.
 
     Products and gradients share the memory of `kept_tokens`. Products get up to `WIDE_PRODUCTS` tokens and gradients
     the rest, because each block of gradients reads and writes the sum of the weight gradient. What is left goes to
@@ -246,11 +226,11 @@ def plan_known_weights(
     if most is None:
         return None
     if most >= num_tokens:
-        return KnownWeightsPlan(most, most)
+        return most, most
     room = workspace_bytes + size.weight_sum // 2
     at_once = min(most, even(num_tokens, min(workspace_bytes // products, WIDE_PRODUCTS), MIN_TOKENS))
     tokens = even(num_tokens, (room - at_once * products) // gradient, MIN_TOKENS)
-    return KnownWeightsPlan(tokens, products_tokens(size, tokens, room - tokens * gradient))
+    return tokens, products_tokens(size, tokens, room - tokens * gradient)
 
 
 def plan_blocks(
@@ -288,7 +268,8 @@ def plan_blocks(
     blocks = (Blocks(min(num_tokens, cut_bytes.most_tokens(workspace_bytes, width)), width) for width in widths)
     possible = [block for block in blocks if block.tokens >= 1]
     if not possible:
-        raise ValueError(f"workspace_bytes must be at least {cut_bytes.smallest} for this head, got {workspace_bytes}")
+        least = cut_bytes.of(1, COLUMN_STEP)
+        raise ValueError(f"workspace_bytes must be at least {least} for this head, got {workspace_bytes}")
     tokens, columns = min(possible, key=traffic)
     cut_tokens = Blocks(even(num_tokens, tokens, MIN_TOKENS), even(num_columns, columns, COLUMN_STEP))
     candidates = [uncut, cut_tokens] if uncut.columns >= COLUMN_STEP else [cut_tokens]

@@ -27,8 +27,7 @@ class _FullFp32:
     def __enter__(self) -> None:
         with self._lock:
             if self._inside == 0:
-                settings = ((backend, _reduced(backend)) for backend in ("cuda", "mkldnn"))
-                self._to_restore = [(backend, setting) for backend, setting in settings if setting is not None]
+                self._to_restore = [(name, own) for name in ("cuda", "mkldnn") if (own := _reduced(name)) is not None]
                 for backend, _ in self._to_restore:
                     torch._C._set_fp32_precision_setter(backend, "matmul", "ieee")
             self._inside += 1

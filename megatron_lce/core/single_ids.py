@@ -7,6 +7,7 @@ sums over the tokens of an id, which a stable sort brings together. All sums hav
 For a softmax over the ids of each token, forward also computes the gradient of the softmax.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -156,29 +157,22 @@ def _gradients(
     tokens: Tokens, ids: Ids, factors: Tensor, call: Call, needs: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of hidden and weight. The hidden gradient is reduced while the other is computed."""
-    grad_weight, room = None, call.options.workspace_bytes
-    for block in tokens.blocks():
+    shard, sink, room = call.shard, call.options.weight_grad_sink, call.options.workspace_bytes
+    hidden, grad_weight, gathered_sums = call.hidden, None, partial(call.backend.gathered_sums, workspace_bytes=room)
+    for block in tokens.blocks():  # one, or none without tokens
+        hidden = block.hidden.wait()
         if needs[0]:
             out = tokens.grad_rows(block)
-            terms = ids.ids, factors, ids.offsets
-            call.backend.gathered_sums(call.weight, *terms, out, call.shard, accumulate=False, workspace_bytes=room)
+            gathered_sums(call.weight, ids.ids, factors, ids.offsets, out, shard, accumulate=False)
             tokens.reduce(block, out)
-        if needs[1]:
-            grad_weight = _weight_grad(block.hidden.wait(), ids, factors, call)
-    if needs[1] and tokens.computed.count == 0:
-        grad_weight = _weight_grad(call.hidden, ids, factors, call)
+    if needs[1]:  # sums over the tokens of each id
+        ids, step = ids.sorted(), ids.num_tokens
+        assert ids.keys is not None
+        first, last = shard.start * step, (shard.start + call.weight.shape[0]) * step
+        starts = torch.arange(first, last + 1, step, dtype=torch.int64, device=ids.keys.device)
+        offsets = torch.searchsorted(ids.keys, starts.clamp_(max=first + shard.columns * step))
+        grad_weight = torch.empty_like(call.weight) if sink is None else sink.buffer()
+        terms = ids.keys % step, factors[ids.order], offsets
+        gathered_sums(hidden, *terms, grad_weight, accumulate=sink is not None)
+        grad_weight = grad_weight if sink is None else sink.finish()
     return tokens.grad_hidden() if needs[0] else None, grad_weight
-
-
-def _weight_grad(hidden: Tensor, ids: Ids, factors: Tensor, call: Call) -> Tensor | None:
-    """Return the weight gradient, the sum over the tokens of each id, or add it to the sink."""
-    shard, sink, room = call.shard, call.options.weight_grad_sink, call.options.workspace_bytes
-    ids, step = ids.sorted(), ids.num_tokens
-    assert ids.keys is not None
-    first, last = shard.start * step, (shard.start + call.weight.shape[0]) * step
-    starts = torch.arange(first, last + 1, step, dtype=torch.int64, device=ids.keys.device)
-    offsets = torch.searchsorted(ids.keys, starts.clamp_(max=first + shard.columns * step))
-    out = torch.empty_like(call.weight) if sink is None else sink.buffer()
-    terms = ids.keys % step, factors[ids.order], offsets
-    call.backend.gathered_sums(hidden, *terms, out, accumulate=sink is not None, workspace_bytes=room)
-    return out if sink is None else sink.finish()

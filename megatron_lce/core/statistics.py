@@ -51,19 +51,14 @@ def num_extremes(telemetry: bool) -> int:
     return 2 + 2 * telemetry
 
 
-def num_chunk_sums(entropy: bool, telemetry: bool) -> int:
-    """Return the number of sums of a chunk: sum_exp, with an entropy sum_exp_logit, with telemetry three more."""
-    return 1 + entropy + 3 * telemetry
-
-
 def num_sums(entropy: bool, telemetry: bool) -> int:
-    """Return the number of sums of the vocabulary: with telemetry the last row is the number of columns."""
-    return num_chunk_sums(entropy, telemetry) + telemetry
+    """Return the number of sums of the vocabulary: with telemetry the last row, which chunks lack, counts columns."""
+    return 1 + entropy + 4 * telemetry
 
 
 def packed_rows(entropy: bool, telemetry: bool) -> int:
-    """Return K, the number of rows of a chunk."""
-    return num_extremes(telemetry) + num_chunk_sums(entropy, telemetry)
+    """Return K, the number of rows of a chunk: extremes, sum_exp, with an entropy sum_exp_logit, the others."""
+    return num_extremes(telemetry) + num_sums(entropy, telemetry) - telemetry
 
 
 def unpack_extremes(packed: Tensor, telemetry: bool) -> Extremes:
@@ -80,13 +75,9 @@ def merge_extremes(parts: Tensor, telemetry: bool) -> Tensor:
     return torch.cat([merged, parts[:, 2].amin(dim=0, keepdim=True), ids.amin(dim=0, keepdim=True)])
 
 
-def empty_extremes(num_tokens: int, telemetry: bool, device: torch.device) -> Tensor:
-    """Return packed extremes [E, N] of no columns, as of a shard that is all padding."""
-    packed = torch.full((num_extremes(telemetry), num_tokens), -torch.inf, dtype=torch.float32, device=device)
-    packed[2:] = torch.inf  # the smallest logit, and the id of the largest
-    return packed
-
-
-def empty_sums(num_tokens: int, entropy: bool, telemetry: bool, device: torch.device) -> Tensor:
-    """Return sums of no columns, int64 [`num_sums`, N]."""
-    return torch.zeros(num_sums(entropy, telemetry), num_tokens, dtype=torch.int64, device=device)
+def stats_of_nothing(num_tokens: int, entropy: bool, telemetry: bool, device: torch.device) -> Tensor:
+    """Return statistics [1, K, N] of a chunk without columns, as of a shard that is all padding."""
+    stats = torch.zeros(1, packed_rows(entropy, telemetry), num_tokens, dtype=torch.float32, device=device)
+    stats[:, :2] = -torch.inf
+    stats[:, 2 : num_extremes(telemetry)] = torch.inf  # the smallest logit, and the id of the largest
+    return stats

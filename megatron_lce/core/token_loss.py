@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from megatron_lce.core.call import Call
-from megatron_lce.core.candidates import candidate_logits, candidate_logprobs
 from megatron_lce.core.computed_rows import ComputedRows
-from megatron_lce.core.group_statistics import stats_of_tokens
+from megatron_lce.core.group_statistics import outputs_over_group
 from megatron_lce.core.head_gradients import HeadGradients
 from megatron_lce.core.known_loss import scales_a_sum, unscaled_dtype, unscaled_gradients
 from megatron_lce.core.logit_gradients import grad_logits_slabs, gradient_inputs, gradients_of_cache
@@ -53,40 +52,32 @@ def summed_token_loss(
     with_gradient: bool,
 ) -> TokenLossResults:
     """Compute the statistics, the losses and, if requested, the gradients, block by block."""
-    options, backend, computed = call.options, call.backend, ComputedRows.of(call.labels, call.options)
+    options, computed = call.options, ComputedRows.of(call.labels, call.options)
     count, plan, cache = computed.count, None, None
     if with_gradient:
         size = call.size._replace(sums_weight=call.size.sums_weight and call.weight.requires_grad)
         plan = plan_known_loss(size, count, options.workspace_bytes, single_is_sum=scales_a_sum(call))
     block_tokens, workspace_bytes = (count, options.workspace_bytes) if plan is None else plan
     if plan is not None:
-        cache = new_cache(call.size, min(plan.tokens, count), call.shard.columns, _EVERYTHING, call.hidden)
+        cache = new_cache(call.size, min(block_tokens, count), call.shard.columns, _EVERYTHING, call.hidden)
     block_call = replace(call, options=replace(options, workspace_bytes=workspace_bytes))
     tokens = tokens_in_blocks(call.hidden, computed, block_tokens, options, unscaled_dtype(call))
     computed = tokens.computed
-    all_rows = computed.select_rows(backend.prepare_rows(call.labels, call.temperature, options, call.shard))
+    all_rows = computed.select_rows(call.backend.prepare_rows(call.labels, call.temperature, options, call.shard))
     labels = computed.select(call.labels)
     ids = None if call.candidates is None else computed.select(call.candidates)
     losses = _Losses(loss, [computed.select(tensor) for tensor in per_token], call, with_gradient)
     gradients = unscaled_gradients(tokens, call) if with_gradient else None
     for block in tokens.blocks():
-        hidden, rows = block.hidden.wait(), all_rows.select(block.rows)
-        own_rows = slice(0, hidden.shape[0])
-        block_cache = None if cache is None else cache.select(own_rows)
-        extremes, sums = stats_of_tokens(hidden, rows, block_call, block_cache)
-        outputs = new_outputs(hidden.shape[0], options, hidden.device)
-        softmax = backend.finish(extremes, sums, rows, options, outputs)
-        own_ids = log_p = None
-        if ids is not None and (out := outputs.candidate_logprobs) is not None:
-            own_ids = ids[block.rows]
-            logits = candidate_logits(hidden, own_ids, rows, block_call)
-            log_p = candidate_logprobs(logits, own_ids, labels[block.rows], rows, softmax, out)
+        # `block.rows` index all computed rows. `rows` and `ready` are this block's only, so `whole.rows` start at 0.
+        whole, rows = block._replace(rows=slice(0, block.rows.stop - block.rows.start)), all_rows.select(block.rows)
+        block_cache = None if cache is None else cache.select(whole.rows)
+        own_labels, own_ids = labels[block.rows], None if ids is None else ids[block.rows]
+        outputs, softmax, log_p = outputs_over_group([whole], rows, own_labels, own_ids, block_call, block_cache)
         upstream = losses.add(outputs, rows.ignored, block.rows)
         if gradients is not None:
             logits_grad, _ = gradient_inputs(block_call, rows, softmax, upstream, own_ids, log_p)
-            ready = None if block_cache is None else gradients_of_cache(logits_grad, block_cache, hidden)
-            # `block.rows` index all computed rows. `logits_grad` has this block's only, so `whole.rows` start at 0.
-            whole = block._replace(rows=own_rows)
+            ready = None if block_cache is None else gradients_of_cache(logits_grad, block_cache, block.hidden.wait())
             gradients.add(block, grad_logits_slabs(logits_grad, whole, gradients.bytes_per_column, ready))
     del cache
     outputs, metrics = losses.of_every_token(computed)

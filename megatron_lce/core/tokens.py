@@ -25,8 +25,6 @@ class TokenBlock(NamedTuple):
 
     rows: slice
     hidden: Pending  # [rows, H]
-    is_first: bool
-    is_last: bool
 
 
 def tokens_in_blocks(
@@ -78,9 +76,8 @@ class Tokens:
 
     def _blocks_of(self, hidden: Tensor) -> Iterator[TokenBlock]:
         for rows in cut(self.computed.count, self._block_tokens):
-            is_last = rows.stop == self.computed.count
-            block = TokenBlock(rows, Pending(self.computed.select(hidden, rows)), rows.start == 0, is_last)
-            if is_last:
+            block = TokenBlock(rows, Pending(self.computed.select(hidden, rows)))
+            if rows.stop == self.computed.count:
                 del hidden  # if gathered, it is freed while its last block is computed
             yield block
 
@@ -128,7 +125,7 @@ class ShardedTokens(Tokens):
     def _start_block(self, part: slice, ranks: int) -> TokenBlock:
         rows = slice(part.start * ranks, part.stop * ranks)
         hidden = collectives.start_gather_rows(self.hidden[part], self._group)
-        return TokenBlock(rows, hidden, part.start == 0, part.stop == self.hidden.shape[0])
+        return TokenBlock(rows, hidden)
 
     def grad_rows(self, block: TokenBlock) -> Tensor:
         return torch.empty_like(block.hidden.tensor, dtype=self.grad_dtype)
@@ -147,10 +144,10 @@ class GatheredTokens(Tokens):
     _group: ProcessGroup
 
     def blocks(self) -> Iterator[TokenBlock]:
-        return self._blocks_of(collectives.gather_rows(self.hidden, self._group))
+        return self._blocks_of(collectives.start_gather_rows(self.hidden, self._group).wait())
 
     def reduce(self, block: TokenBlock, grad: Tensor) -> None:
-        if block.is_last:
+        if block.rows.stop == self.computed.count:
             assert self._grad is not None
             self._sums.append(collectives.start_reduce_scatter(self.computed.spread(self._grad), self._group))
 

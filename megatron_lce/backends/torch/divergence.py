@@ -43,15 +43,10 @@ def _logits(head: Head, products: Tensor) -> Tensor:
     return (products * head.softcap_scale).tanh_().mul_(head.scale[:, None])
 
 
-def _both_logits(heads: Heads, products: Tensor) -> tuple[Tensor, Tensor]:
-    return _logits(heads.student, products[0]), _logits(heads.teacher, products[1])
-
-
 def _chunk_stats(heads: Heads, products: Tensor) -> Tensor:
     """Return the largest logit and the sum of exponentials of one chunk for both heads, [4, N]."""
     stats = []
-    for head, values in zip(heads[:2], products, strict=True):
-        logits = _logits(head, values)
+    for logits in map(_logits, heads[:2], products):
         largest, unless_nan = logits.amax(dim=1), logits.amin(dim=1) * 0.0  # the sum of 2^-inf would be finite
         stats += [largest, logits.sub_(largest[:, None]).exp2_().sum(dim=1) + unless_nan]
     return torch.stack(stats)
@@ -59,7 +54,7 @@ def _chunk_stats(heads: Heads, products: Tensor) -> Tensor:
 
 def _chunk_divergence(heads: Heads, products: Tensor, columns: slice, stats: Tensor) -> Tensor:
     """Return the sums of one chunk for rows of `JsdStats` behind the softmaxes, [2, N], with labels [5, N]."""
-    student, teacher = _both_logits(heads, products[:, :, columns])
+    student, teacher = map(_logits, heads[:2], products[:, :, columns])
     sums = _divergence_sums(student, teacher, stats, heads.beta)
     if heads.labels is not None:
         owned = (heads.labels >= columns.start) & (heads.labels < columns.stop)
@@ -93,7 +88,7 @@ def _chunk_gradient(heads: Heads, products: Tensor, stats: Tensor, gradient: Ten
     assert heads.coefficient is not None
     assert heads.student.scale is not None
     coefficient, beta = heads.coefficient[:, None], heads.beta
-    student, teacher = _both_logits(heads, products)
+    student, teacher = map(_logits, heads[:2], products)
     if beta == 0:
         grad = _probability(student, *stats[:2]).sub_(_probability(teacher, *stats[2:4]))
     else:

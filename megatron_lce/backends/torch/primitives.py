@@ -10,7 +10,7 @@ from megatron_lce.backends.torch.divergence import (
     softmaxes_of_products,
 )
 from megatron_lce.backends.torch.id_products import gathered_logits, gathered_sums, write_columns
-from megatron_lce.backends.torch.row_values import finish, largest_logit, prepare_rows, row_terms
+from megatron_lce.backends.torch.row_values import finish, prepare_rows, row_terms
 from megatron_lce.core.logits_cache import LogitsCache
 from megatron_lce.core.options import Options
 from megatron_lce.core.plan import Costs, cut
@@ -44,7 +44,7 @@ def costs(hidden: Tensor, weight: Tensor, telemetry: bool) -> Costs:
 
 
 def grad_logits_from_cache(
-    cache: LogitsCache, rows: Rows, terms: Tensor, options: Options, *, entropy: bool, factored: bool
+    cache: LogitsCache, rows: Rows, terms: Tensor, options: Options, factored: bool
 ) -> Tensor | None:
     raise AssertionError("`costs` allow no cache")
 
@@ -90,7 +90,7 @@ def sum_chunks(
     sums = torch.zeros(num_sums(entropy, telemetry), parts.shape[2], dtype=torch.int64, device=parts.device)
     largest = None
     if extremes.min_logit is not None:
-        largest = largest_logit(extremes.max_logit, extremes.min_logit)
+        largest = torch.maximum(extremes.max_logit.abs(), extremes.min_logit.abs())
         largest = torch.where(largest > 0, largest, 1.0)
         sums[-1] = num_columns
     for part in parts:
@@ -109,22 +109,14 @@ def sum_chunks(
 
 
 def grad_logits(
-    hidden: Tensor,
-    weight: Tensor,
-    rows: Rows,
-    terms: Tensor,
-    out: Tensor,
-    options: Options,
-    *,
-    first_column: int,
-    entropy: bool,
+    hidden: Tensor, weight: Tensor, rows: Rows, terms: Tensor, out: Tensor, options: Options, first_column: int
 ) -> None:
     each = RowTerms(*terms[:, :, None])
     logits = logits_base2(hidden, weight, rows.scale, options)
     tanh_squared = (logits / rows.scale[:, None]).square_() if options.softcap is not None else None
     log_p = logits.sub_(each.max_logit).sub_(each.log_sum)
     grad = log_p.exp2()
-    if entropy:
+    if options.entropy:
         grad.mul_(log_p.clamp_(min=LOWEST_LOG_P).mul_(-each.entropy_term).add_(each.p_term))
     else:
         grad.mul_(each.p_term)

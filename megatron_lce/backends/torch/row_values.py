@@ -37,11 +37,6 @@ def prepare_rows(labels: Tensor, temperature: Tensor | float, options: Options, 
     )
 
 
-def largest_logit(max_logit: Tensor, min_logit: Tensor) -> Tensor:
-    """Return the largest absolute logit."""
-    return torch.maximum(max_logit.abs(), min_logit.abs())
-
-
 def finish(
     packed_extremes: Tensor, sums: Tensor, rows: Rows, options: Options, outputs: LinearCrossEntropyOutput
 ) -> SoftmaxOfRow:
@@ -66,7 +61,7 @@ def finish(
     if extremes.min_logit is not None and extremes.argmax is not None:
         max_logit = in_nats(extremes.max_logit)
         argmax = torch.where(max_logit.isnan(), -1, torch.where(ignored, 0, extremes.argmax))
-        largest = largest_logit(extremes.max_logit, extremes.min_logit)
+        largest = torch.maximum(extremes.max_logit.abs(), extremes.min_logit.abs())
         # NaN if the sum of squares of a chunk overflows fp32.
         unless_huge = unless_nan + CHUNK_COLUMNS * largest * largest * 0.0
         sum_exp_squared, sum_logit, sum_logit_squared = others[-4:-1]

@@ -7,7 +7,7 @@
 Between them the ranks merge the softmaxes, then the sums. All kernels are limited by memory bandwidth.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -22,6 +22,14 @@ from megatron_lce.core.plan import ceil_div
 COLUMNS = 4096  # columns that it reads at a time
 WARPS = 16
 _NEIGHBOURS = tl.constexpr(4)  # columns that share a running maximum, as many as a thread loads at once
+
+
+class _Head(NamedTuple):
+    """What the kernels read of a head."""
+
+    products: Tensor  # [N, V] fp32, rows row_stride apart
+    scale: Tensor | None  # [N] fp32
+    softcap_scale: float | None
 
 
 def intermediate_bytes(num_columns: int) -> int:
@@ -47,26 +55,21 @@ def _mixture(beta: float) -> tuple[float, float, bool, bool, bool]:
 
 
 def _launch(kernel: Any, heads: Heads, products: Tensor, stats: Tensor, *own: Any) -> None:
-    student, teacher = heads.student, heads.teacher
     _, num_tokens, num_columns = products.shape
     block_n = tiles.rows_of_program(1, num_tokens)
     columns = min(COLUMNS, max(256, triton.next_power_of_2(num_columns)))  # a narrow shard fills fewer, and fewer warps
-    scales = student.scale, teacher.scale, student.softcap_scale, teacher.softcap_scale
+    both = (_Head(own, head.scale, head.softcap_scale) for own, head in zip(products, heads[:2], strict=True))
     sizes = num_tokens, num_columns, products.stride(1), stats.stride(0)
     constants = {"BLOCK_N": block_n, "BLOCK_V": columns, "num_warps": max(1, WARPS * columns // COLUMNS)}
     # Not fused: a logit must have the same bits in every reading.
     launch = tiles.launch(kernel, (ceil_div(num_tokens, block_n),), fused=False)
-    launch(products[0], products[1], *scales, stats, *sizes, *own, **constants)
+    launch(*both, stats, *sizes, *own, **constants)
 
 
 @triton.jit(do_not_specialize=["N", "V", "stats_stride"])
 def _softmaxes_kernel(
-    student_ptr,  # [N, V] fp32 products, rows row_stride apart
-    teacher_ptr,  # as the student's
-    student_scale_ptr,  # [N] fp32
-    teacher_scale_ptr,
-    student_softcap_scale,  # or None
-    teacher_softcap_scale,
+    student_head,  # `_Head`
+    teacher_head,
     stats_ptr,  # [4 or more, N] fp32 out, rows stats_stride apart
     N,
     V,
@@ -77,14 +80,14 @@ def _softmaxes_kernel(
 ):
     """Largest logit and sum of exponentials of both heads."""
     rows, row_mask, first = _rows_of_program(N, row_stride, BLOCK_N)
-    student_scale, teacher_scale = tl.load(student_scale_ptr + rows), tl.load(teacher_scale_ptr + rows)
+    student_scale, teacher_scale = tl.load(student_head.scale + rows), tl.load(teacher_head.scale + rows)
     nothing = tl.zeros((BLOCK_N, BLOCK_V // _NEIGHBOURS), tl.float32)
     student_max, student_sum = nothing + MASKED_LOGIT, nothing
     teacher_max, teacher_sum = nothing + MASKED_LOGIT, nothing
     for column in range(0, V, BLOCK_V):
         places, stored, wanted = _places(first, column, V, row_stride, BLOCK_V)
-        student, _ = _logits(student_ptr + places, stored, wanted, student_scale, student_softcap_scale)
-        teacher, _ = _logits(teacher_ptr + places, stored, wanted, teacher_scale, teacher_softcap_scale)
+        student, _ = _logits(student_head, student_scale, places, stored, wanted)
+        teacher, _ = _logits(teacher_head, teacher_scale, places, stored, wanted)
         student_max, student_sum = _with_more(student_max, student_sum, student)
         teacher_max, teacher_sum = _with_more(teacher_max, teacher_sum, teacher)
     student_max, student_sum = _joined(student_max, student_sum)
@@ -98,12 +101,8 @@ def _softmaxes_kernel(
 
 @triton.jit(do_not_specialize=["N", "V", "stats_stride"])
 def _divergence_kernel(
-    student_ptr,  # this and the next five as in `_softmaxes_kernel`
-    teacher_ptr,
-    student_scale_ptr,
-    teacher_scale_ptr,
-    student_softcap_scale,
-    teacher_softcap_scale,
+    student_head,  # `_Head`
+    teacher_head,
     stats_ptr,  # [6, N] fp32, or [9, N] with labels, rows stats_stride apart; out from the fifth row on
     N,
     V,
@@ -120,7 +119,7 @@ def _divergence_kernel(
 ):
     """The part of these columns of the divergence, of KL(p_student || m), and of the student's outputs."""
     rows, row_mask, first = _rows_of_program(N, row_stride, BLOCK_N)
-    student_scale, teacher_scale = tl.load(student_scale_ptr + rows), tl.load(teacher_scale_ptr + rows)
+    student_scale, teacher_scale = tl.load(student_head.scale + rows), tl.load(teacher_head.scale + rows)
     stats = stats_ptr + rows
     student_max, student_sum, teacher_max, teacher_sum, log_sums, unless_nan = _softmaxes(stats, stats_stride)
     nothing = tl.zeros((BLOCK_N, BLOCK_V // _NEIGHBOURS), tl.float32)
@@ -129,8 +128,8 @@ def _divergence_kernel(
         label = tl.load(label_ptr + rows)
     for column in range(0, V, BLOCK_V):
         places, stored, wanted = _places(first, column, V, row_stride, BLOCK_V)
-        student, _ = _logits(student_ptr + places, stored, wanted, student_scale, student_softcap_scale)
-        teacher, _ = _logits(teacher_ptr + places, stored, wanted, teacher_scale, teacher_softcap_scale)
+        student, _ = _logits(student_head, student_scale, places, stored, wanted)
+        teacher, _ = _logits(teacher_head, teacher_scale, places, stored, wanted)
         student -= student_max
         teacher -= teacher_max
         ratio = teacher - student + log_sums
@@ -163,12 +162,8 @@ def _divergence_kernel(
 
 @triton.jit(do_not_specialize=["N", "V", "stats_stride"])
 def _gradient_kernel(
-    student_ptr,  # this and the next five as in `_softmaxes_kernel`
-    teacher_ptr,
-    student_scale_ptr,
-    teacher_scale_ptr,
-    student_softcap_scale,
-    teacher_softcap_scale,
+    student_head,  # `_Head`
+    teacher_head,
     stats_ptr,  # [6 or more, N] fp32, rows stats_stride apart
     N,
     V,
@@ -186,7 +181,7 @@ def _gradient_kernel(
 ):
     """Gradient of the student's products; 0 in rows whose coefficient is 0."""
     rows, row_mask, first = _rows_of_program(N, row_stride, BLOCK_N)
-    student_scale, teacher_scale = tl.load(student_scale_ptr + rows), tl.load(teacher_scale_ptr + rows)
+    student_scale, teacher_scale = tl.load(student_head.scale + rows), tl.load(teacher_head.scale + rows)
     stats = stats_ptr + rows
     student_max, student_sum, teacher_max, teacher_sum, log_sums, unless_nan = _softmaxes(stats, stats_stride)
     student_inverse, teacher_inverse = 1.0 / student_sum, 1.0 / teacher_sum
@@ -195,8 +190,8 @@ def _gradient_kernel(
     factor = (coefficient if FORWARD_KL else coefficient * -student_inverse) + unless_nan
     for column in range(0, V, BLOCK_V):
         places, stored, wanted = _places(first, column, V, row_stride, BLOCK_V)
-        student, capped = _logits(student_ptr + places, stored, wanted, student_scale, student_softcap_scale)
-        teacher, _ = _logits(teacher_ptr + places, stored, wanted, teacher_scale, teacher_softcap_scale)
+        student, capped = _logits(student_head, student_scale, places, stored, wanted)
+        teacher, _ = _logits(teacher_head, teacher_scale, places, stored, wanted)
         student -= student_max
         teacher -= teacher_max
         if FORWARD_KL:
@@ -207,7 +202,7 @@ def _gradient_kernel(
                 over_student, _ = _mixture_over_both(over_student, teacher_weight, student_weight, STUDENT_LEADS)
             grad = tl.exp2(student) * (over_student + student_kl)
         grad *= factor
-        if student_softcap_scale is not None:
+        if student_head.softcap_scale is not None:
             grad *= 1.0 - capped * capped
         grad = tl.where(wanted & (coefficient != 0), grad, 0.0)
         tl.store(out_ptr + places, grad.to(out_ptr.dtype.element_ty), stored & row_mask)
@@ -242,11 +237,11 @@ def _places(first, column, V, row_stride, BLOCK_V: tl.constexpr):
 
 
 @triton.jit
-def _logits(places, stored, wanted, scale, softcap_scale):
+def _logits(head, scale, places, stored, wanted):
     """Return base-2 logits, masked past V, and the products or, under a softcap, their tanh."""
-    products = tl.load(places, stored, other=0.0)
-    if softcap_scale is not None:
-        products = tanh(products * softcap_scale)
+    products = tl.load(head.products + places, stored, other=0.0)
+    if head.softcap_scale is not None:
+        products = tanh(products * head.softcap_scale)
     return tl.where(wanted, products * scale, MASKED_LOGIT), products
 
 

@@ -31,15 +31,7 @@ _LOWEST_LOG_P = tl.constexpr(LOWEST_LOG_P)
 
 
 def grad_logits(
-    hidden: Tensor,
-    weight: Tensor,
-    rows: Rows,
-    terms: Tensor,
-    out: Tensor,
-    options: Options,
-    *,
-    first_column: int,
-    entropy: bool,
+    hidden: Tensor, weight: Tensor, rows: Rows, terms: Tensor, out: Tensor, options: Options, first_column: int
 ) -> None:
     tile = tiles.choose_tiles(hidden.dtype, weight.dtype, hidden.device)
     num_tokens, num_columns = out.shape
@@ -49,22 +41,22 @@ def grad_logits(
     hidden_rows = descriptor(hidden, tile.block_n, tile.block_h), hidden_power
     weight_rows = descriptor(weight, tile.block_v, tile.block_h), weight_power
     grad = descriptor(out, tile.block_n, tile.block_v // 2)
-    modes = {"ENTROPY": entropy, "MEAN": terms.shape[0] > NUM_TERMS}
+    modes = {"ENTROPY": options.entropy, "MEAN": terms.shape[0] > NUM_TERMS, "GROUP_N": tiles.GROUP_N}
     # In fp32 not fused: z - max must be 0 at the largest z.
     fused, logits = out.dtype != torch.float32, (num_tokens, num_columns)
-    launch = launch_over_tiles(_grad_logits_kernel, logits, tile, options, out, group_n=tiles.GROUP_N, fused=fused)
+    launch = launch_over_tiles(_grad_logits_kernel, logits, tile, options, out, fused=fused)
     launch(*hidden_rows, *weight_rows, rows.labels, rows.scale, terms, grad, *sizes, **modes)
 
 
 def grad_logits_from_cache(
-    cache: LogitsCache, rows: Rows, terms: Tensor, options: Options, *, entropy: bool, factored: bool
+    cache: LogitsCache, rows: Rows, terms: Tensor, options: Options, factored: bool
 ) -> Tensor | None:
     """As in `Backend`; in addition, padding past each row is written with finite numbers.
 
     The gradient at a label comes from its exact logprob. If `factored`, rows whose gradient is one number times the
     exponentials are left unchanged except at the label. The numbers are returned, [N] fp32, with 1 for the other rows.
     """
-    mean, softcap = terms.shape[0] > NUM_TERMS, options.softcap is not None
+    entropy, mean, softcap = options.entropy, terms.shape[0] > NUM_TERMS, options.softcap is not None
     assert not (softcap and mean)  # an exponential that underflowed to 0 no longer gives the tanh slope
     factored = factored and not (softcap or mean or entropy) and cache.exp.dtype == torch.bfloat16
     chunk = tiles.choose_tiles(cache.exp.dtype, cache.exp.dtype, cache.exp.device).chunk
@@ -80,7 +72,7 @@ def grad_logits_from_cache(
     modes = {"ENTROPY": entropy, "MEAN": mean, "SOFTCAP": softcap}
     constants = {"BLOCK_N": block_n, "CHUNK": chunk, "num_warps": 1 if factored else 2}
     launch = tiles.launch(_grad_from_exp_kernel, (sharers * ceil_div(num_tokens, block_n),), fused=True)
-    launch(*cache.tensors, rows.labels, rows.scale, terms, factor, *sizes, **modes, **constants)
+    launch(*cache, rows.labels, rows.scale, terms, factor, *sizes, **modes, **constants)
     return factor
 
 

@@ -11,7 +11,6 @@ from megatron_lce.core.statistics import (
     CHUNK_COLUMNS,
     LOWEST_LOGIT,
     UNIT,
-    num_chunk_sums,
     num_extremes,
     num_sums,
     packed_rows,
@@ -41,7 +40,7 @@ def sum_chunks(
     block_n = tiles.rows_of_program(8, num_tokens)  # of one warp: many small programs are fastest
     num_sets, rows_of_set, _ = all_extremes.shape
     strides = rows_of_part * num_tokens, rows_of_set * num_tokens
-    sizes = num_chunks, num_sets, num_tokens, *strides, rows_of_part - num_chunk_sums(entropy, telemetry), num_columns
+    sizes = num_chunks, num_sets, num_tokens, *strides, num_extremes(telemetry), num_columns
     constants = {"ENTROPY": entropy, "TELEMETRY": telemetry, "BLOCK_S": 64, "BLOCK_N": block_n, "num_warps": 1}
     # Not fused: the same bits with and without the optional rows.
     launch = tiles.launch(_sum_chunks_kernel, (ceil_div(num_tokens, block_n),), fused=False)

@@ -34,7 +34,7 @@ def prepare_rows(labels: Tensor, temperature: Tensor | float, options: Options, 
     of_rows, of_all = (temperature.contiguous(), 1.0) if isinstance(temperature, Tensor) else (None, temperature)
     numbers = of_all, logits_factor(options), options.ignore_index, shard.start, shard.columns
     launch = tiles.launch(_prepare_rows_kernel, (ceil_div(labels.shape[0], BLOCK_N),), fused=True)
-    launch(labels.contiguous(), of_rows, *rows, labels.shape[0], *numbers, BLOCK_N=BLOCK_N)
+    launch(labels.contiguous(), of_rows, rows, labels.shape[0], *numbers, BLOCK_N=BLOCK_N)
     return rows
 
 
@@ -42,13 +42,14 @@ def finish(
     packed_extremes: Tensor, sums: Tensor, rows: Rows, options: Options, outputs: LinearCrossEntropyOutput
 ) -> SoftmaxOfRow:
     num_tokens, entropy, telemetry = rows.labels.shape[0], options.entropy, options.telemetry
-    saved = [packed_extremes.new_empty(num_tokens) if wanted else None for wanted in (True, True, entropy, telemetry)]
-    written = *outputs[:-1], *saved  # `megatron_lce.core.candidates` makes candidate_logprobs
+    saved = (packed_extremes.new_empty(num_tokens) if wanted else None for wanted in (True, True, entropy, telemetry))
+    softmax = SoftmaxOfRow(packed_extremes[0], *saved)  # type: ignore[arg-type]
+    written = outputs._replace(candidate_logprobs=None), softmax  # `megatron_lce.core.candidates` makes them
     # Not fused: the same bits with and without the optional outputs.
     launch = tiles.launch(_finish_kernel, (ceil_div(num_tokens, BLOCK_N),), fused=False)
     modes = {"ENTROPY": entropy, "TELEMETRY": telemetry}
     launch(packed_extremes, sums, rows.to_nats, *written, num_tokens, **modes, BLOCK_N=BLOCK_N)
-    return SoftmaxOfRow(packed_extremes[0], *saved)  # type: ignore[arg-type]
+    return softmax
 
 
 def row_terms(
@@ -59,7 +60,7 @@ def row_terms(
     terms = rows.scale.new_empty(NUM_TERMS + with_mean, num_tokens)
     counts = rows.scale.new_empty(num_tokens, dtype=torch.bool)
     strides = (0 if grad is None else grad.stride(0) for grad in upstream)
-    read = rows.scale, rows.to_nats, *softmax, *upstream, *strides
+    read = rows.scale, rows.to_nats, softmax, *upstream, *strides
     launch = tiles.launch(_row_terms_kernel, (ceil_div(num_tokens, BLOCK_N),), fused=True)
     launch(*read, terms, counts, num_tokens, inner_factor(options), BLOCK_N=BLOCK_N)
     return terms, counts
@@ -69,9 +70,7 @@ def row_terms(
 def _prepare_rows_kernel(
     label_ptr,  # [N] int64, global
     temperature_ptr,  # [N], or None
-    local_label_ptr,  # [N] int32 out
-    scale_ptr,  # [N] fp32 out
-    to_nats_ptr,  # [N] fp32 out
+    out,  # `Rows`, [N] out each
     N,
     temperature,  # where there is no temperature_ptr
     logits_factor,
@@ -87,7 +86,7 @@ def _prepare_rows_kernel(
     ignored = label == ignore_index
     local = label - vocab_start
     owned = (local >= 0) & (local < num_columns) & (label != ignore_index)
-    tl.store(local_label_ptr + rows, tl.where(owned, local, -1).to(tl.int32), mask=mask)
+    tl.store(out.labels + rows, tl.where(owned, local, -1).to(tl.int32), mask=mask)
     scale = tl.full((BLOCK_N,), logits_factor, tl.float32) / temperature
     to_nats = tl.full((BLOCK_N,), _LN_2, tl.float32)
     if temperature_ptr is not None:
@@ -95,8 +94,8 @@ def _prepare_rows_kernel(
         usable = (row_temperature > 0) & (row_temperature < float("inf"))
         scale = tl.where(usable, logits_factor / row_temperature, float("nan"))
         to_nats = tl.where(usable, to_nats, float("nan"))
-    tl.store(scale_ptr + rows, tl.where(ignored, _SCALE_OF_IGNORED_ROW, scale), mask=mask)
-    tl.store(to_nats_ptr + rows, tl.where(ignored, 0.0, to_nats), mask=mask)
+    tl.store(out.scale + rows, tl.where(ignored, _SCALE_OF_IGNORED_ROW, scale), mask=mask)
+    tl.store(out.to_nats + rows, tl.where(ignored, 0.0, to_nats), mask=mask)
 
 
 @triton.jit
@@ -110,19 +109,8 @@ def _finish_kernel(
     extremes_ptr,  # [E, N] packed
     sums_ptr,  # [1 + ENTROPY + 4 * TELEMETRY, N] int64
     to_nats_ptr,  # [N]
-    logprobs_ptr,  # out, as all that follow; None where not wanted
-    entropy_ptr,
-    lse_ptr,
-    max_logit_ptr,
-    min_logit_ptr,
-    argmax_ptr,  # int64
-    sum_pi_squared_ptr,
-    logits_norm_ptr,
-    mean_logit_ptr,
-    saved_log_sum_ptr,  # [N] out, as all that follow
-    saved_label_logprob_ptr,
-    saved_entropy_ptr,
-    saved_num_columns_ptr,
+    outputs,  # `LinearCrossEntropyOutput` without candidates, [N] out each; None where not wanted
+    saved,  # `SoftmaxOfRow`, out but for max_logit; None where not wanted
     N,
     ENTROPY: tl.constexpr,
     TELEMETRY: tl.constexpr,
@@ -143,16 +131,16 @@ def _finish_kernel(
     label_shift = label_logit - max_logit
     label_shift = tl.where(label_shift > 0, 0.0, label_shift)  # two kernels computed the two logits
     label_logprob = label_shift - log_sum
-    tl.store(saved_log_sum_ptr + rows, log_sum, mask=mask)
-    tl.store(saved_label_logprob_ptr + rows, label_logprob, mask=mask)
-    tl.store(lse_ptr + rows, _in_nats(max_logit + log_sum, to_nats), mask=mask)
-    tl.store(logprobs_ptr + rows, _in_nats(label_logprob, to_nats), mask=mask)
+    tl.store(saved.log_sum + rows, log_sum, mask=mask)
+    tl.store(saved.label_logprob + rows, label_logprob, mask=mask)
+    tl.store(outputs.lse + rows, _in_nats(max_logit + log_sum, to_nats), mask=mask)
+    tl.store(outputs.logprobs + rows, _in_nats(label_logprob, to_nats), mask=mask)
     if ENTROPY:
         sum_exp_logit = tl.load(sums_ptr + N + rows, mask=mask, other=0).to(tl.float32) * _UNIT
         # Integer sums cannot be NaN; the largest logit is NaN if any logit is.
         entropy = log_sum - sum_exp_logit / sum_exp + max_logit * 0.0
-        tl.store(saved_entropy_ptr + rows, entropy, mask=mask)
-        tl.store(entropy_ptr + rows, _in_nats(entropy, to_nats), mask=mask)
+        tl.store(saved.entropy + rows, entropy, mask=mask)
+        tl.store(outputs.entropy + rows, _in_nats(entropy, to_nats), mask=mask)
     if TELEMETRY:
         min_logit = tl.load(extremes + 2 * N, mask=mask, other=0.0)
         largest = tl.maximum(tl.abs(max_logit), tl.abs(min_logit))
@@ -165,18 +153,18 @@ def _finish_kernel(
         sum_logit_squared = tl.load(sums + 2 * N, mask=mask, other=0).to(tl.float32) * _UNIT
         num_columns = tl.load(sums + 3 * N, mask=mask, other=1).to(tl.float32)
         sum_pi_squared = sum_exp_squared / (sum_exp * sum_exp) + unless_nan + to_nats * 0.0
-        tl.store(sum_pi_squared_ptr + rows, tl.where(to_nats == 0, 0.0, sum_pi_squared), mask=mask)
+        tl.store(outputs.sum_pi_squared + rows, tl.where(to_nats == 0, 0.0, sum_pi_squared), mask=mask)
         logits_norm = largest * tl.sqrt(sum_logit_squared) + unless_huge
-        tl.store(logits_norm_ptr + rows, _in_nats(logits_norm, to_nats), mask=mask)
+        tl.store(outputs.logits_norm + rows, _in_nats(logits_norm, to_nats), mask=mask)
         mean_logit = largest * (sum_logit / num_columns) + unless_huge
-        tl.store(mean_logit_ptr + rows, _in_nats(mean_logit, to_nats), mask=mask)
-        tl.store(saved_num_columns_ptr + rows, num_columns, mask=mask)
+        tl.store(outputs.mean_logit + rows, _in_nats(mean_logit, to_nats), mask=mask)
+        tl.store(saved.num_columns + rows, num_columns, mask=mask)
         max_logit = _in_nats(max_logit, to_nats)
         argmax = tl.load(extremes + 3 * N, mask=mask, other=0.0)
         argmax = tl.where(to_nats == 0, 0.0, tl.where(max_logit != max_logit, -1.0, argmax))
-        tl.store(max_logit_ptr + rows, max_logit, mask=mask)
-        tl.store(min_logit_ptr + rows, _in_nats(min_logit, to_nats), mask=mask)
-        tl.store(argmax_ptr + rows, argmax.to(tl.int64), mask=mask)
+        tl.store(outputs.max_logit + rows, max_logit, mask=mask)
+        tl.store(outputs.min_logit + rows, _in_nats(min_logit, to_nats), mask=mask)
+        tl.store(outputs.argmax + rows, argmax.to(tl.int64), mask=mask)
 
 
 _STRIDES = ("grad_logprobs_stride", "grad_entropy_stride", "grad_lse_stride", "grad_mean_logit_stride")
@@ -186,11 +174,7 @@ _STRIDES = ("grad_logprobs_stride", "grad_entropy_stride", "grad_lse_stride", "g
 def _row_terms_kernel(
     scale_ptr,  # [N] fp32, as all that follow
     to_nats_ptr,
-    saved_max_logit_ptr,
-    saved_log_sum_ptr,
-    saved_label_logprob_ptr,
-    saved_entropy_ptr,  # or None
-    saved_num_columns_ptr,  # or None
+    saved,  # `SoftmaxOfRow`
     grad_logprobs_ptr,  # or None, as the other upstream gradients
     grad_entropy_ptr,
     grad_lse_ptr,
@@ -211,7 +195,7 @@ def _row_terms_kernel(
     places = rows.to(tl.int64)  # strides are arbitrary
     to_nats = tl.load(to_nats_ptr + rows, mask=mask, other=0.0)
     ignored = to_nats == 0
-    label_logprob = tl.load(saved_label_logprob_ptr + rows, mask=mask, other=0.0)
+    label_logprob = tl.load(saved.label_logprob + rows, mask=mask, other=0.0)
     # A logprob that is not finite makes all terms NaN.
     factor = to_nats + label_logprob * 0.0
     factor *= tl.load(scale_ptr + rows, mask=mask, other=0.0) * inner_factor
@@ -225,9 +209,9 @@ def _row_terms_kernel(
     if grad_entropy_ptr is not None:
         grad_entropy = tl.load(grad_entropy_ptr + places * grad_entropy_stride, mask=mask, other=0.0)
         entropy_term = grad_entropy * _LN_2
-        p_term -= entropy_term * tl.load(saved_entropy_ptr + rows, mask=mask, other=0.0)
-    max_logit = tl.load(saved_max_logit_ptr + rows, mask=mask, other=0.0)
-    log_sum = tl.load(saved_log_sum_ptr + rows, mask=mask, other=0.0)
+        p_term -= entropy_term * tl.load(saved.entropy + rows, mask=mask, other=0.0)
+    max_logit = tl.load(saved.max_logit + rows, mask=mask, other=0.0)
+    log_sum = tl.load(saved.log_sum + rows, mask=mask, other=0.0)
     tl.store(terms_ptr + rows, tl.where(ignored, 0.0, max_logit), mask=mask)
     tl.store(terms_ptr + N + rows, tl.where(ignored, _LOG_SUM_OF_IGNORED_ROW, log_sum), mask=mask)
     p_term = tl.where(ignored, 0.0, p_term * factor)
@@ -240,7 +224,7 @@ def _row_terms_kernel(
     tl.store(terms_ptr + 5 * N + rows, label_logprob, mask=mask)
     if grad_mean_logit_ptr is not None:
         mean_term = tl.load(grad_mean_logit_ptr + places * grad_mean_logit_stride, mask=mask, other=0.0)
-        mean_term = mean_term / tl.load(saved_num_columns_ptr + rows, mask=mask, other=1.0)
+        mean_term = mean_term / tl.load(saved.num_columns + rows, mask=mask, other=1.0)
         mean_term = tl.where(ignored, 0.0, mean_term * factor)
         counts |= mean_term != 0
         tl.store(terms_ptr + 6 * N + rows, mean_term, mask=mask)

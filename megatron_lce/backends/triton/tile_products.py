@@ -176,14 +176,7 @@ def fast_log2(x):
 
 
 def launch_over_tiles(
-    kernel: Any,
-    logits: tuple[int, int],
-    tile: tiles.Tiles,
-    options: Options,
-    like: Tensor,
-    *,
-    group_n: int,
-    fused: bool,
+    kernel: Any, logits: tuple[int, int], tile: tiles.Tiles, options: Options, like: Tensor, *, fused: bool
 ) -> Callable[..., None]:
     """Return a kernel to be called for all tiles of logits of this shape, on the device of `like`."""
     num_tiles = ceil_div(logits[0], tile.block_n) * ceil_div(logits[1], tile.block_v)
@@ -191,7 +184,6 @@ def launch_over_tiles(
         tiles.launch(kernel, (tiles.num_programs(num_tiles, tile, like.device),), fused=fused),
         PERSISTENT=tiles.takes_descriptors(like.device),
         BLOCK_V=tile.block_v,
-        GROUP_N=group_n,
         **shared_arguments(tile, options),
     )
 

@@ -65,11 +65,6 @@ def costs(hidden: torch.Tensor, weight: torch.Tensor, telemetry: bool) -> Costs:
     return Costs(tile.chunk, tile.block_v)
 
 
-def stats_group(hidden_size: int) -> int:
-    """Return `GROUP_N` of the statistics kernel: larger groups read a wide slab less often (3 to 6 % on an H200)."""
-    return 32 if hidden_size <= 2048 else 16
-
-
 def num_programs(num_tiles: int, tile: Tiles, device: torch.device) -> int:
     """Return the size of a grid: one program per tile or, if persistent, 8 warps of programs per multiprocessor."""
     if not takes_descriptors(device):  # nothing would load the next tile meanwhile
