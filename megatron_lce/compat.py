@@ -11,7 +11,7 @@ skip_ignored  by name only, as in `megatron_lce.linear_cross_entropy`
 
 import math
 from dataclasses import replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -21,9 +21,18 @@ from megatron_lce.checks import validation
 from megatron_lce.checks.together import checked_together
 from megatron_lce.core import collectives
 from megatron_lce.core.options import IGNORE_INDEX, Options
-from megatron_lce.megatron.summed_in_front import is_summed_in_front
 
 Reduction = Literal["none", "sum", "mean"]
+# Autograd nodes, without "Backward0", that do not mix elements: views, casts, copies, concatenations, and additions and
+# multiplications of numbers. No layer consists of them, not even a frozen one.
+_KEEP_ELEMENTS = {
+    *("Alias", "AsStrided", "Expand", "MakeViewlessTensor", "Permute", "ReshapeAlias", "Select", "Slice", "Split"),
+    *("SplitWithSizes", "Squeeze", "T", "Transpose", "Unbind", "UnsafeView", "Unsqueeze", "View"),
+    *("Clone", "Gather", "Index", "IndexSelect", "MaskedSelect", "ToCopy", "torch::autograd::Copy"),
+    *("Cat", "ConstantPadNd", "IndexPut", "Stack", "torch::autograd::CopySlices"),
+    *("Add", "Div", "Mul"),
+}
+_OF_PARTS = {"Cat", "IndexPut", "Stack", "torch::autograd::CopySlices"}  # take several tensors with a gradient
 
 
 def linear_cross_entropy(
@@ -87,7 +96,7 @@ def areal_linear_cross_entropy(
         name, hidden, weight, labels, options, group_name="dist_process_group", takes_dtensors=True, own=own
     ) as checks:
         shape = checks.head()
-        check_reduction(reduction)
+        validation.check_choice("reduction", reduction, get_args(Reduction))
         validation.check_flag("return_max_logits", return_max_logits)
         ids = _checked_labels(checks.labels, shape)
         if isinstance(temperature, Tensor):
@@ -132,7 +141,7 @@ def megatron_linear_cross_entropy(
     name = "megatron_linear_cross_entropy"
     with checked_together(name, hidden, weight, labels, options, takes_dtensors=True, own=own) as checks:
         shape = checks.head()
-        check_reduction(reduction)
+        validation.check_choice("reduction", reduction, get_args(Reduction))
         validation.check_integer("ignore_index", ignore_index)
         ids = _checked_labels(checks.labels, shape)
         takes_part = (ids >= 0) & (ids != ignore_index)
@@ -201,7 +210,7 @@ def torch_linear_cross_entropy(
         if isinstance(target, Tensor) and target.is_floating_point():
             raise NotImplementedError(f"target must be class ids: probabilities are not supported, got {target.dtype}")
         checks.head()
-        check_reduction(reduction)
+        validation.check_choice("reduction", reduction, get_args(Reduction))
         validation.check_fraction("label_smoothing", label_smoothing)
         num_classes = linear_weight.shape[0] * collectives.group_size(tp_group)
         if weight is not None:
@@ -230,10 +239,6 @@ def reduced(values: Tensor, reduction: Reduction, factors: Tensor | None = None)
     return values if reduction == "none" else values.sum()
 
 
-def check_reduction(reduction: str) -> None:
-    validation.check_choice("reduction", reduction, get_args(Reduction))
-
-
 def _checked_labels(labels: Tensor, rows: tuple[int, ...]) -> Tensor:
     """Return labels as int64 of the shape of hidden's rows, on all sequence-parallel ranks."""
     validation.check_is_tensor("labels", labels)
@@ -244,3 +249,34 @@ def _checked_labels(labels: Tensor, rows: tuple[int, ...]) -> Tensor:
     labels = validation.as_int64(labels.reshape(rows))
     validation.check_label_tensor(labels)
     return labels
+
+
+def is_summed_in_front(hidden: Tensor, group: ProcessGroup | None) -> bool:
+    """Return whether an operation of Megatron before the head sums the hidden-state gradient over the group.
+
+    The search stops at the first node that mixes elements, and covers all parts of a concatenation.
+    """
+    found: set[bool] = set()
+    nodes: list[Any] = [] if hidden.grad_fn is None else [hidden.grad_fn]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        kind = node.name().split("Backward")[0]  # "torch::autograd::CopySlices" has no such suffix
+        summing = node.name() == "_CopyToModelParallelRegionBackward" or (
+            # without the flag, its backward cuts this rank's part out of a whole gradient
+            node.name() == "_GatherFromSequenceParallelRegionBackward" and node.tensor_parallel_output_grad
+        )
+        inputs = [function for function, _ in node.next_functions if function is not None]
+        if summing and collectives.same_ranks(node.group, group):
+            found.add(True)
+        elif inputs and kind in _KEEP_ELEMENTS and (len(inputs) == 1 or kind in _OF_PARTS):
+            nodes += set(inputs) - seen
+            seen.update(inputs)
+        else:
+            found.add(False)
+    if len(found) > 1:
+        raise ValueError(
+            "hidden must come out of gather_from_sequence_parallel_region or copy_to_tensor_model_parallel_region as a "
+            "whole or not at all: it has parts whose gradient is summed over the group there, and others"
+        )
+    return True in found

@@ -22,7 +22,7 @@ from megatron_lce.backends.reference import reference_linear_cross_entropy
 from megatron_lce.core.known_loss import Promise
 
 # The oldest versions that work, and the newest that the tests ran with.
-TESTED = {"torch": ((2, 9), (2, 13)), "triton": ((3, 5), (3, 9)), "megatron-core": ((0, 14), (0, 19))}
+TESTED = {"torch": ((2, 9), (2, 15)), "triton": ((3, 5), (3, 9)), "megatron-core": ((0, 14), (0, 19))}
 OPTIONAL = ("transformer-engine", "apex")  # Megatron takes layers and kernels from them
 TOKENS, HIDDEN, VOCAB, PADDED_VOCAB = 48, 128, 1000, 1024
 OUTPUTS = ("logprobs", "entropy")

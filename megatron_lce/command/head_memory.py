@@ -11,19 +11,8 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
+from megatron_lce.core import plan
 from megatron_lce.core.options import WORKSPACE_BYTES
-from megatron_lce.core.plan import (
-    ALIGNED_COLUMNS,
-    Costs,
-    HeadSize,
-    backward_tokens,
-    costs_of_parts,
-    plan_blocks,
-    plan_known_loss,
-    slab_row_stride,
-    stats_columns,
-    stats_tokens,
-)
 from megatron_lce.core.statistics import num_extremes, num_sums, packed_rows
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -87,16 +76,16 @@ class HeadStep:
         return max(1, round(self.tokens * (1 - self.ignored))) if self.skip_ignored else self.tokens
 
     @property
-    def size(self) -> HeadSize:
+    def size(self) -> plan.HeadSize:
         """The head as the operation plans it."""
-        return HeadSize(
+        return plan.HeadSize(
             hidden=self.hidden,
             columns=self.columns,
             itemsize=self.dtype.itemsize,
             stats_rows=packed_rows(self.entropy, telemetry=False),
             costs=costs_on_a_gpu(self.dtype.itemsize, self.hidden),
             sums_weight=self.dtype.itemsize == 2 and not self.main_grad,
-            even=self.columns % ALIGNED_COLUMNS == 0,
+            even=self.columns % plan.ALIGNED_COLUMNS == 0,
         )
 
 
@@ -113,9 +102,9 @@ class Needs(NamedTuple):
         return self.matmuls * 2 * step.logits * step.hidden / (tflops * 1e9) + self.moved_bytes / (terabytes * 1e9)
 
 
-def costs_on_a_gpu(itemsize: int, hidden: int) -> Costs:
+def costs_on_a_gpu(itemsize: int, hidden: int) -> plan.Costs:
     """Return the Triton backend's costs on a Hopper GPU."""
-    return Costs(128, tile_columns=256) if itemsize == 2 else costs_of_parts(hidden, 2, 128)
+    return plan.Costs(128, tile_columns=256) if itemsize == 2 else plan.costs_of_parts(hidden, 2, 128)
 
 
 def megatron(step: HeadStep, loss: str = UNFUSED) -> Needs:
@@ -147,7 +136,7 @@ def ours(step: HeadStep) -> Needs:
     slab += kept if whole or several else 0
     cast = grad_hidden = computed * step.hidden * step.dtype.itemsize
     reduced = backward + grad_hidden + _over_group(step)
-    if step.dtype.itemsize == 2 and (width < step.columns or step.columns % ALIGNED_COLUMNS):
+    if step.dtype.itemsize == 2 and (width < step.columns or step.columns % plan.ALIGNED_COLUMNS):
         hidden_sum = 4 * block * step.hidden
         grad_hidden, cast = hidden_sum + (cast if several else 0), hidden_sum + cast
         # On one rank the cast follows the last matmul, when the slab is free.
@@ -172,10 +161,10 @@ def known_loss(step: HeadStep) -> Needs | None:
     None: logits are computed twice, because inputs are fp32 or the workspace holds too few tokens.
     """
     size, fp16 = step.size, step.dtype == torch.float16  # gradients are fp32 then: unscaled, they may leave its range
-    plan = plan_known_loss(size, step.computed, step.workspace_bytes, single_is_sum=fp16 or step.main_grad)
-    if plan is None:
+    blocks = plan.plan_known_loss(size, step.computed, step.workspace_bytes, single_is_sum=fp16 or step.main_grad)
+    if blocks is None:
         return None
-    block, left = plan[0], replace(step, workspace_bytes=plan[1])
+    block, left = blocks[0], replace(step, workspace_bytes=blocks[1])
     summed, widened = fp16 or step.main_grad or block < step.computed, 2 if fp16 else 1
     made = PER_TOKEN_BYTES * step.tokens + (4 * step.columns * step.hidden if summed else step.weight_bytes)
     kept = made + widened * step.own_hidden_bytes
@@ -202,7 +191,7 @@ def _over_group(step: HeadStep) -> int:
 
 
 def _tokens_of_a_block(step: HeadStep) -> int:
-    block = backward_tokens(step.size, step.computed, step.workspace_bytes)
+    block = plan.backward_tokens(step.size, step.computed, step.workspace_bytes)
     if block >= step.computed:  # also if ranks cannot share the tokens evenly
         return step.computed
     ranks = step.tp if step.gathers else 1
@@ -219,10 +208,10 @@ def _inputs_of_a_block(step: HeadStep, block: int) -> int:
 
 def _statistics(step: HeadStep, block: int) -> int:
     """Statistics of each chunk for as many tokens as fit; merged ones of all tokens, on this rank and gathered."""
-    part = stats_tokens(step.size, block, step.workspace_bytes)
+    part = plan.stats_tokens(step.size, block, step.workspace_bytes)
     extremes, sums = 4 * num_extremes(telemetry=False), 8 * num_sums(step.entropy, telemetry=False)
     over_group = part * (2 + step.tp) * extremes if step.tp > 1 else 0
-    copies = stats_columns(step.size, part, step.workspace_bytes) * step.size.stats.per_column
+    copies = plan.stats_columns(step.size, part, step.workspace_bytes) * step.size.stats.per_column
     by_chunk = part * (step.size.stats.per_token + extremes + sums)
     return by_chunk + copies + step.computed * (extremes + sums) + over_group
 
@@ -236,8 +225,8 @@ def _hidden_with_factor(step: HeadStep, tokens: int, kept_columns: int) -> int:
 def _slab(step: HeadStep, block: int, columns: int) -> tuple[int, int]:
     """Width of one slab of a block, and its bytes; if its tokens are cut, with the sum of the weight gradient."""
     per_column, costs = step.size.weight_sum_column, step.size.costs
-    stride, room = slab_row_stride(columns), step.workspace_bytes
-    slab = plan_blocks(block, stride, room, step.size.slab, per_column_if_tokens_are_cut=per_column)
-    logits = slab.tokens * slab_row_stride(slab.columns) * (step.dtype.itemsize + costs.logit)
+    stride, room = plan.slab_row_stride(columns), step.workspace_bytes
+    slab = plan.plan_blocks(block, stride, room, step.size.slab, per_column_if_tokens_are_cut=per_column)
+    logits = slab.tokens * plan.slab_row_stride(slab.columns) * (step.dtype.itemsize + costs.logit)
     parts = max(slab.tokens * costs.slab_token, slab.columns * costs.slab_column)
     return slab.columns, logits + parts + (slab.columns * per_column if slab.tokens < block else 0)

@@ -32,8 +32,7 @@ class HeadGradients:
         """`needs`: of hidden and weight. `weight_sum`: return the weight's gradient as its fp32 sum, [columns, H]."""
         self._tokens, self._call, (self._needs_hidden, needs_weight) = tokens, call, needs
         self._weight = _WeightGrad(call, tokens.num_blocks, weight_sum) if needs_weight else None
-        # Extra bytes per column if tokens are cut, for a partial fp32 sum. 0 if slabs are added directly to
-        # `weight_sum`.
+        # Extra bytes per column for a partial fp32 sum, if tokens are cut; none if slabs go straight to the fp32 sum.
         self.bytes_per_column = call.size.weight_sum_column if needs_weight and not weight_sum else 0
 
     def add(self, block: TokenBlock, slabs: Iterator[Slab]) -> None:

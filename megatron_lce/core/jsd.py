@@ -140,10 +140,8 @@ def jsd_with_gradient(found: Divergences, call: Call) -> Tensor:
 class _LinearJsd(torch.autograd.Function):
     """Per-token divergence of two heads over a vocab-sharded weight each.
 
-    student hidden  replicated, or sharded along the sequence  -> its gradient is summed over the group
-    student weight  this rank's shard                          -> its gradient is complete on this rank
-    teacher         laid out as the student                    -> no gradient
-    Saves a dozen floats per token; backward recomputes the logits of both heads slab by slab.
+    Both heads are laid out as in `LinearCrossEntropyFunction`; the teacher gets no gradient. Saves a dozen floats per
+    token; backward recomputes the logits of both heads slab by slab.
     """
 
     @staticmethod

@@ -33,11 +33,7 @@ def with_gradients(loss: Tensor, gradients: HeadGradients | None, call: Call, na
 
 
 class _KnownLoss(torch.autograd.Function):
-    """A scalar loss with gradients from forward, which backward scales by the upstream gradient.
-
-    hidden  replicated, or sharded along the sequence  -> its gradient is summed over the group
-    weight  this rank's shard                          -> its gradient is complete on this rank
-    """
+    """A scalar loss with gradients from forward, which backward scales by the upstream gradient."""
 
     @staticmethod
     def forward(
@@ -55,8 +51,7 @@ class _KnownLoss(torch.autograd.Function):
             raise RuntimeError(f"a second backward through {ctx.name} is not possible: the first scaled its gradients")
         factor, ctx.scaled = grad_loss.float(), True
         weight, grad_hidden, weight_sum = ctx.saved_tensors
-        if grad_hidden is not None:
-            unscaled = grad_hidden
+        if (unscaled := grad_hidden) is not None:
             if unscaled.dtype != ctx.hidden_dtype:
                 grad_hidden = torch.empty_like(unscaled, dtype=ctx.hidden_dtype)
             ctx.scale(unscaled, factor, grad_hidden, accumulate=False)

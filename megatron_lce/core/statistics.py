@@ -31,7 +31,6 @@ from torch import Tensor
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
-
 CHUNK_COLUMNS = 128
 LOWEST_LOGIT = float(torch.finfo(torch.float32).min)  # stands for -inf in 0 * -inf and -inf - -inf
 UNIT = 2.0**-36  # S and T are integers times this: 2^63 units are the sum of 2^27 equal logits

@@ -11,13 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megatron_lce.api.keywords import (
-    CapturedCrossEntropyOptions,
-    CapturedJsdOptions,
-    CapturedOptions,
-    CapturedSupportOptions,
-    CapturedTokenLossOptions,
-)
+from megatron_lce.api import keywords as kw
 from megatron_lce.api.linear_cross_entropy import linear_cross_entropy
 from megatron_lce.api.linear_jsd import linear_jsd
 from megatron_lce.api.linear_logits_at import linear_logits_at
@@ -80,7 +74,7 @@ class CapturedHead:
         self.tp_group, self.sequence_parallel = call.head.tp_group, call.sequence_parallel
 
     def linear_cross_entropy(
-        self, labels: Tensor, temperature: float | Tensor = 1.0, **options: Unpack[CapturedCrossEntropyOptions]
+        self, labels: Tensor, temperature: float | Tensor = 1.0, **options: Unpack[kw.CapturedCrossEntropyOptions]
     ) -> LinearCrossEntropyOutput:
         """Return `megatron_lce.linear_cross_entropy` of the captured head.
 
@@ -91,7 +85,11 @@ class CapturedHead:
             return call.run(linear_cross_entropy, labels, temperature=temperature, **options)
 
     def linear_token_loss(
-        self, labels: Tensor, loss: TokenLossFunction, *per_token: Tensor, **options: Unpack[CapturedTokenLossOptions]
+        self,
+        labels: Tensor,
+        loss: TokenLossFunction,
+        *per_token: Tensor,
+        **options: Unpack[kw.CapturedTokenLossOptions],
     ) -> TokenLoss:
         """Return `megatron_lce.linear_token_loss` of the captured head; `per_token`: tensors [b, s, ...]."""
         with self._captured(options) as call:
@@ -99,7 +97,7 @@ class CapturedHead:
             return call.run(linear_token_loss, labels, loss, *parts, **options)
 
     def linear_jsd(
-        self, teacher_head: CapturedHead, **options: Unpack[CapturedJsdOptions]
+        self, teacher_head: CapturedHead, **options: Unpack[kw.CapturedJsdOptions]
     ) -> Tensor | tuple[Tensor, LinearCrossEntropyOutput]:
         """Return `megatron_lce.linear_jsd` of this captured head, the student's, and a teacher's.
 
@@ -123,7 +121,7 @@ class CapturedHead:
             return batch_first(linear_jsd(student.hidden, student.weight, teacher.hidden, teacher.weight, **given))
 
     def linear_logits_at(
-        self, ids: Tensor, offsets: Tensor | None = None, **options: Unpack[CapturedOptions]
+        self, ids: Tensor, offsets: Tensor | None = None, **options: Unpack[kw.CapturedOptions]
     ) -> Tensor:
         """Return `megatron_lce.linear_logits_at` of the captured head: `ids` [b, s, K], or CSR over b * s tokens."""
         with self._captured(options) as call:
@@ -136,14 +134,14 @@ class CapturedHead:
             return batch_first(logits) if places is None else torch.empty_like(logits).index_copy(0, places, logits)
 
     def support_logprobs(
-        self, labels: Tensor, ids: Tensor, offsets: Tensor, **options: Unpack[CapturedSupportOptions]
+        self, labels: Tensor, ids: Tensor, offsets: Tensor, **options: Unpack[kw.CapturedSupportOptions]
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return `megatron_lce.support_logprobs` of the captured head: labels [b, s], CSR over the b * s tokens."""
         with self._captured(options) as call:
             ids, offsets, _ = csr_sequence_first(ids, offsets, call.tokens)
             return call.run(support_logprobs, labels, ids, offsets, **options)
 
-    def linear_topk(self, k: int, **options: Unpack[CapturedOptions]) -> TopK:
+    def linear_topk(self, k: int, **options: Unpack[kw.CapturedOptions]) -> TopK:
         """Return `megatron_lce.linear_topk` of the captured head: [b, s, K], and [b, s]."""
         with self._captured(options) as call:
             given = call.keywords(options)

@@ -26,8 +26,7 @@ class FusedLinearCE:
     """
 
     def __init__(self, reasons: tuple[str, ...], fused: FusedLoss | None = None):
-        self._reasons = reasons
-        self._fused = fused
+        self._reasons, self._fused = reasons, fused
 
     def __repr__(self) -> str:
         if self._fused is None or not self.enabled:

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -10,8 +10,8 @@ from torch.utils._pytree import tree_map
 
 from megatron_lce.api.linear_cross_entropy import linear_cross_entropy
 from megatron_lce.api.linear_token_loss import linear_token_losses
-from megatron_lce.checks.validation import as_int64
-from megatron_lce.compat import Reduction, check_reduction, reduced
+from megatron_lce.checks.validation import as_int64, check_choice
+from megatron_lce.compat import Reduction, reduced
 from megatron_lce.core.known_loss import Promise
 from megatron_lce.core.options import IGNORE_INDEX
 from megatron_lce.megatron.head_call import HeadCall, swap
@@ -77,7 +77,7 @@ class UncomputedLogits(Tensor):
         Rows whose label is negative or `ignore_index` are ignored. With a promise that all other losses share one
         upstream gradient, gradients are computed here, and backward scales them.
         """
-        check_reduction(reduction)
+        check_choice("reduction", reduction, get_args(Reduction))
         labels = as_int64(labels)
         labels = labels.masked_fill((labels < 0) | (labels == ignore_index), IGNORE_INDEX)
         options |= {"ignore_index": IGNORE_INDEX, "entropy": False, "telemetry": telemetry}
