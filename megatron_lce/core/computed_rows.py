@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ComputedRows:
-    """Indices of the n computed rows among all N, in the order of the blocks."""
+    """Indices of the n computed rows among all N: ascending, until `Tokens` puts them in the order of its blocks."""
 
     num_tokens: int  # N
     index: Tensor | None = None  # [n] int64; None: every row in its place

@@ -1,6 +1,9 @@
 """The autograd function of `linear_cross_entropy`: the order of launches and collectives, and what is saved.
 
-`docs/design.md` lists the steps of both passes. `skip_ignored=True` takes a collective and a host wait in each.
+Forward takes statistics block by block, fills the cache, and exchanges extremes, then sums; outputs follow at once.
+Backward goes block by block and slab by slab: cached logits first, then recomputed ones. A slab is added to the hidden
+gradient, then to the weight gradient; a block's hidden gradient is reduced over the group while the last product for
+the weight runs. `skip_ignored=True` takes a collective and a host wait in each pass.
 """
 
 from dataclasses import replace
@@ -102,11 +105,9 @@ def linear_cross_entropy_autograd(call: Call) -> LinearCrossEntropyOutput:
 
 def check_workspace(call: Call, needs_grad: bool, needs_weight: bool) -> None:
     """Raise ValueError if the workspace is too small for the smallest block of forward or backward."""
-    smallest = smallest_workspace(call.size, needs_grad, needs_weight)
-    if call.options.workspace_bytes < smallest:
-        raise ValueError(
-            f"workspace_bytes must be at least {smallest} for this head, got {call.options.workspace_bytes}"
-        )
+    smallest, given = smallest_workspace(call.size, needs_grad, needs_weight), call.options.workspace_bytes
+    if given < smallest:
+        raise ValueError(f"workspace_bytes must be at least {smallest} for this head, got {given}")
 
 
 def _tokens(call: Call, computed: ComputedRows) -> Tokens:

@@ -26,7 +26,7 @@ SLAB_ROW_STEP = 64  # elements: rows of slabs and caches start at cache lines an
 
 
 class Blocks(NamedTuple):
-    """Size of the largest block."""
+    """Tokens and columns of the largest slab."""
 
     tokens: int
     columns: int
