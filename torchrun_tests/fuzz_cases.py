@@ -118,13 +118,13 @@ def _shards(draw: st.DrawFn, ranks: int, most: int) -> tuple[int, ...]:
 def rounding(share: Share, expected: Any) -> dict[str, float]:
     """What the budgets leave out because other inputs show it seldom: errors of gradients that nearly cancel.
 
-    A probability is wrong by an eps of its logit, and more by some of that logit's distance from the largest; a
-    gradient by that, times what upstream and the other factor of its product amount to, however small the gradient is.
-    A sum over ranks rounds each rank's part, and the roundings of a few numbers do not average. A logit that is kept is
-    wrong by an eps of the dtype, which is much beside a small softcap: the cap's derivative is taken of it. And
-    probabilities of kept logits do not sum to one. Gradients of logits, and results, that are subnormal in fp16 are
-    rounded to multiples of one number, as eager's are. A softcap makes small logits of large products, whose rounding
-    stays.
+    A probability is wrong by an eps of its logit, of either head's, and more by some of that logit's distance from the
+    largest; a gradient by that, times what upstream and the other factor of its product amount to, however small the
+    gradient is. A sum over ranks rounds each rank's part, and the roundings of a few numbers do not average. A logit
+    that is kept is wrong by an eps of the dtype, which is much beside a small softcap: the cap's derivative is taken of
+    it. And probabilities of kept logits do not sum to one. Gradients of logits, and results, that are subnormal in fp16
+    are rounded to multiples of one number, as eager's are. A softcap makes small logits of large products, whose
+    rounding stays.
     """
     case, whole, keywords = share.case, share.whole, share.whole.keywords
     hidden, weight = (tensor.double() for tensor in whole.heads[0])
@@ -149,7 +149,7 @@ def rounding(share: Share, expected: Any) -> dict[str, float]:
     floors = {}
     for name, other, part in (("grad_hidden", weight, share.rows), ("grad_weight", hidden, share.columns)):
         exact = getattr(expected, name)[part]
-        error = eps * (4 * (1 + spread) + largest / 2) + of_cap + own_eps * bool(keeps)
+        error = eps * (4 * (1 + spread) + sum(largest) / 2) + of_cap + own_eps * bool(keeps)
         error += own_eps * (exact.numel() < FEW or (name == "grad_hidden" and share.ranks.number > 1))
         largest_row = float(other.norm(dim=-1).max()) if other.numel() else 0.0
         error = error * size * largest_row + step / 2 * (num_logits**0.5 * largest_row + exact.numel() ** 0.5)
@@ -160,7 +160,7 @@ def rounding(share: Share, expected: Any) -> dict[str, float]:
         floors["entropy"] = of_logits * (1 + spread)
     if case.operation == "linear_jsd":
         of_tokens, weights = loss_rounding(share), next(iter(given.values()))
-        floors["student"] = 16 * eps * (1 + largest)  # its outputs beside those of another call
+        floors["student"] = 16 * eps * (1 + largest[0])  # its outputs beside those of another call
         floors["loss"] = float((of_tokens * weights).sum() if case.weighted else max([0.0, *of_tokens.flatten()]))
     return floors
 
@@ -189,15 +189,15 @@ def loss_rounding(share: Share) -> Tensor:
     return torch.finfo(torch.float32).eps * terms.abs().nan_to_num(0, 0, 0).sum(-1)
 
 
-def logits_range(share: Share, temperature: Tensor) -> tuple[float, float]:
-    """The largest logit of any head, and the largest difference of two of a row."""
-    largest = spread = 0.0
-    for (hidden, weight), head in zip(share.whole.heads, ("student_", "teacher_"), strict=False):
+def logits_range(share: Share, temperature: Tensor) -> tuple[list[float], float]:
+    """The largest logit of each head, and the largest difference of two of a row."""
+    largest, spread = [0.0 for _ in share.whole.heads], 0.0
+    for i, ((hidden, weight), head) in enumerate(zip(share.whole.heads, ("student_", "teacher_"), strict=False)):
         prefix = head if len(share.whole.heads) > 1 else ""
         form = share.keywords.get(f"{prefix}logits_scale", 1.0), share.keywords.get(f"{prefix}softcap")
         logits = logits_of_products(hidden.double() @ weight.double().T, *form)
         logits = (logits / (temperature[..., None] if temperature.dim() else temperature)).nan_to_num(0, 0, 0)
         if logits.numel():
-            largest = max(largest, float(logits.abs().max()))
+            largest[i] = float(logits.abs().max())
             spread = max(spread, float((logits.amax(-1) - logits.amin(-1)).max()))
     return largest, spread
