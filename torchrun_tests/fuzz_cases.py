@@ -1,6 +1,7 @@
 """What `run_fuzz.py` draws, and what it adds to the tests' budgets."""
 
 import math
+from collections.abc import Iterator
 from itertools import combinations
 from typing import Any
 
@@ -132,7 +133,7 @@ def rounding(share: Share, expected: Any) -> dict[str, float]:
     factor = (abs(keywords.get("logits_scale", keywords.get("student_logits_scale", 1.0))) / temperature).nan_to_num(
         0, 0, 0
     )
-    largest, spread = logits_range(share, temperature)
+    (largest, spread), of_products = logits_range(share, temperature), product_rounding(share, temperature)
     given = {
         name: gradient.double().abs() for name, gradient in whole.upstream._asdict().items() if gradient is not None
     }
@@ -150,14 +151,15 @@ def rounding(share: Share, expected: Any) -> dict[str, float]:
     for name, other, part in (("grad_hidden", weight, share.rows), ("grad_weight", hidden, share.columns)):
         exact = getattr(expected, name)[part]
         error = eps * (4 * (1 + spread) + sum(largest) / 2) + of_cap + own_eps * bool(keeps)
+        if case.operation == "linear_jsd":  # torch's products, rounded once in forward and otherwise in backward
+            error += 2 * sum(of_products)
         error += own_eps * (exact.numel() < FEW or (name == "grad_hidden" and share.ranks.number > 1))
         largest_row = float(other.norm(dim=-1).max()) if other.numel() else 0.0
         error = error * size * largest_row + step / 2 * (num_logits**0.5 * largest_row + exact.numel() ** 0.5)
         floors[name] = error / max(float(exact[~exact.isnan()].norm()), 1e-300)
     if keywords.get("softcap"):
-        of_logits = capped_rounding(share, factor)
-        floors |= dict.fromkeys(("logprobs", "lse", "max_logit", "min_logit", "candidate_logprobs"), of_logits)
-        floors["entropy"] = of_logits * (1 + spread)
+        names = ("logprobs", "lse", "max_logit", "min_logit", "candidate_logprobs")
+        floors |= dict.fromkeys(names, of_products[0]) | {"entropy": of_products[0] * (1 + spread)}
     if case.operation == "linear_jsd":
         of_tokens, weights = loss_rounding(share), next(iter(given.values()))
         floors["student"] = 16 * eps * (1 + largest[0])  # its outputs beside those of another call
@@ -165,18 +167,21 @@ def rounding(share: Share, expected: Any) -> dict[str, float]:
     return floors
 
 
-def capped_rounding(share: Share, factor: Tensor) -> float:
-    """What the rounding of an fp32 product makes of a capped logit, at most.
+def product_rounding(share: Share, temperature: Tensor) -> list[float]:
+    """What the rounding of an fp32 product makes of a logit of each head, at most.
 
     The rounding is of the product's terms, which may be far larger than the product where they cancel: a sum of H terms
-    of one size, each partial sum rounded, is wrong by eps sqrt(H) / 2 of their norm. The cap's derivative scales it.
+    of one size, each partial sum rounded, is wrong by eps sqrt(H) / 2 of their norm. Scale and softcap follow.
     """
-    (hidden, weight), softcap = (tensor.double() for tensor in share.whole.heads[0]), share.keywords["softcap"]
-    terms = (hidden.square() @ weight.square().T).sqrt()
-    products = hidden @ weight.T * share.keywords.get("logits_scale", 1.0)
-    slopes = (1 - (products / softcap).tanh().square()) * (factor[..., None] if factor.dim() else factor)
-    wrong = torch.finfo(torch.float32).eps * hidden.shape[-1] ** 0.5 / 2 * terms * slopes
-    return float(wrong.nan_to_num(0, 0, 0).max()) if wrong.numel() else 0.0
+    rounding = []
+    for hidden, weight, scale, softcap in forms(share):
+        terms = (hidden.square() @ weight.square().T).sqrt() * abs(scale)
+        if softcap is not None:
+            terms *= 1 - (hidden @ weight.T * scale / softcap).tanh().square()
+        terms = (terms / (temperature[..., None] if temperature.dim() else temperature)).nan_to_num(0, 0, 0)
+        largest = float(terms.abs().max()) if terms.numel() else 0.0
+        rounding.append(torch.finfo(torch.float32).eps * hidden.shape[-1] ** 0.5 / 2 * largest)
+    return rounding
 
 
 def loss_rounding(share: Share) -> Tensor:
@@ -192,12 +197,18 @@ def loss_rounding(share: Share) -> Tensor:
 def logits_range(share: Share, temperature: Tensor) -> tuple[list[float], float]:
     """The largest logit of each head, and the largest difference of two of a row."""
     largest, spread = [0.0 for _ in share.whole.heads], 0.0
-    for i, ((hidden, weight), head) in enumerate(zip(share.whole.heads, ("student_", "teacher_"), strict=False)):
-        prefix = head if len(share.whole.heads) > 1 else ""
-        form = share.keywords.get(f"{prefix}logits_scale", 1.0), share.keywords.get(f"{prefix}softcap")
-        logits = logits_of_products(hidden.double() @ weight.double().T, *form)
+    for i, (hidden, weight, *form) in enumerate(forms(share)):
+        logits = logits_of_products(hidden @ weight.T, *form)
         logits = (logits / (temperature[..., None] if temperature.dim() else temperature)).nan_to_num(0, 0, 0)
         if logits.numel():
             largest[i] = float(logits.abs().max())
             spread = max(spread, float((logits.amax(-1) - logits.amin(-1)).max()))
     return largest, spread
+
+
+def forms(share: Share) -> Iterator[tuple[Tensor, Tensor, float, float | None]]:
+    """Of each head hidden and weight in fp64, the scale of its logits, and its softcap."""
+    names = ("student_", "teacher_") if len(share.whole.heads) > 1 else ("",)
+    for (hidden, weight), name in zip(share.whole.heads, names, strict=True):
+        scale, softcap = share.keywords.get(f"{name}logits_scale", 1.0), share.keywords.get(f"{name}softcap")
+        yield hidden.double(), weight.double(), scale, softcap
