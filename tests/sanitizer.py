@@ -26,10 +26,10 @@ FAULTS = {"memcheck": "oob", "racecheck": "race", "synccheck": None, "initcheck"
 # Hopper's cuBLAS kernels end in an internal error of racecheck, and initcheck reports their tiles past a matrix's end.
 # There the calls multiply without them.
 WITHOUT_CUBLAS = ["--without-cublas"]
-# initcheck does not see what a tensor descriptor stores: it runs the code of 8.0, which has none. JSD's kernels read
-# whole vectors up to the end of a stored row, and mask what lies behind the vocabulary: with 320 columns nothing does.
+# initcheck does not see what a tensor descriptor stores: it runs the code of 8.0, which has none. JSD reads whole
+# vectors, and top-k whole chunks, and they mask what lies behind the vocabulary: with 384 columns nothing does.
 AS_SM80, COLUMNS = ["--as-sm80"], 300
-HOW = {"racecheck": WITHOUT_CUBLAS, "initcheck": [*WITHOUT_CUBLAS, *AS_SM80, "--columns", "320"]}
+HOW = {"racecheck": WITHOUT_CUBLAS, "initcheck": [*WITHOUT_CUBLAS, *AS_SM80, "--columns", "384"]}
 
 
 def head(

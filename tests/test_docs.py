@@ -228,7 +228,7 @@ def test_sentences_beside_the_tables_hold():
         assert (cached["peak_mib"] <= known["peak_mib"]) == (tokens == 8192)
     heads = publish.result("heads_h200")
     ratios = {name: [x["over_products"] for x in measured(heads, "times", provider=name)] for name in publish.HEADS}
-    assert all(1.28 <= ratio <= 1.42 for ratio in ratios["ours"])  # about 1.33
+    assert all(1.33 <= round(ratio, 2) <= 1.44 for ratio in ratios["ours"])
     assert all(ratio <= 1.15 for name in publish.HEADS if name[:5] == "ours-" for ratio in ratios[name])
     errors = {x["provider"]: x["logprobs_max_error"] for x in heads["errors"] if x["mode"] == "rl"}
     assert 700 <= errors["compile"] / errors["ours"] <= 1500  # a thousand times
