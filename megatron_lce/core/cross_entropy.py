@@ -1,6 +1,6 @@
 """The autograd function of `linear_cross_entropy`: the order of launches and collectives, and what is saved.
 
-Forward takes statistics block by block, fills the cache, and exchanges extremes, then sums; outputs follow at once.
+Forward takes statistics block by block, fills the cache, and exchanges extremes, then sums; then all outputs at once.
 Backward goes block by block and slab by slab: cached logits first, then recomputed ones. A slab is added to the hidden
 gradient, then to the weight gradient; a block's hidden gradient is reduced over the group while the last product for
 the weight runs. `skip_ignored=True` takes a collective and a host wait in each pass.
