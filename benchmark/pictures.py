@@ -53,7 +53,7 @@ def masked(document: dict) -> Any:
         ylabel="ms",
         xlim=(-2, 133),
     )
-    axis.set_ylim(0, None)
+    axis.set_ylim(0, 1.15 * axis.dataLim.y1)
     axis.set_xticks(range(0, 100, 30))
     return figure
 
@@ -71,7 +71,7 @@ def memory(document: dict) -> Any:
     _lines(axis, lines)
     axis.axhline(80e9 / 2**30, color=DARK, linestyle=":", linewidth=1)
     axis.annotate(
-        "a GPU of 80 GB", (axis.dataLim.x0, 80e9 / 2**30), (0, 3), textcoords="offset points", color=DARK, fontsize=9
+        "80 GB GPU", (axis.dataLim.x0, 80e9 / 2**30), (0, 3), textcoords="offset points", color=DARK, fontsize=9
     )
     ticks = sorted({x for *_, points in lines for x, _ in points})
     axis.set_xticks(ticks, [f"{x // 1024}k" for x in ticks], minor=False)
