@@ -4,12 +4,16 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
+
+pytest.importorskip("megatron.core")
+
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_lce import enable_fused_linear_ce
+from megatron_lce import capture_lm_head, enable_fused_linear_ce
 from scripts import megatron_runtime
 
 # No other tensor of the model has as many elements as its logits, or this width and more than half as many.
@@ -31,6 +35,31 @@ def cross_entropy(logits, labels):
 def state(model):
     """What a patch of the model or its head would change."""
     return [dict(vars(module)) for module in (model, model.output_layer)]
+
+
+def with_loss(model, loss):
+    """The model with code of a user's, loss(own, logits, labels), in front of its own loss."""
+    own = model.compute_language_model_loss
+    model.compute_language_model_loss = lambda labels, logits: loss(own, logits, labels)
+
+
+def dtypes_of_logits(model):
+    """Of the logits that the model's loss gets from now on."""
+    dtypes = []
+    with_loss(model, lambda own, logits, labels: (dtypes.append(logits.dtype), own(labels, logits))[1])
+    return dtypes
+
+
+def captured(model, tensors, scale=1.0):
+    """The head of one pass; `scale`: what MuP multiplies logits by between the head and its caller."""
+    with capture_lm_head(model) as head:
+        if scale != 1.0:
+            forward = model.output_layer.forward
+            model.output_layer.forward = lambda *args, **keywords: (forward(*args, **keywords)[0] * scale, None)
+        model(*tensors)
+        if scale != 1.0:
+            model.output_layer.forward = forward
+    return head
 
 
 @contextlib.contextmanager
@@ -74,6 +103,16 @@ def assert_same_gradients(actual: dict[str, Tensor], expected: dict[str, Tensor]
     for name, gradient in expected.items():
         error, norm = float((actual[name] - gradient).norm()), float(gradient.norm())
         assert error <= 1e-5 * norm, f"{name}: {error} of {norm}"
+
+
+def assert_gradients(model: nn.Module, loss: Tensor, expected: dict[str, Tensor]) -> None:
+    assert_same_gradients(gradients(model, loss), expected)
+
+
+def assert_refused(error, message, call, *arguments, **keywords):
+    """`message` is a regular expression."""
+    with pytest.raises(error, match=message):
+        call(*arguments, **keywords)
 
 
 class LogitsSpy(TorchDispatchMode):

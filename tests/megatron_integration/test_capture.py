@@ -5,22 +5,16 @@ import itertools
 import pytest
 import torch
 
-pytest.importorskip("megatron.core")
-
-from megatron.core.models.gpt import GPTModel
-
 from megatron_lce import capture_lm_head, enable_fused_linear_ce
-from scripts import megatron_runtime
 from tests import megatron_world
 from tests.jsd_oracle import jsd_of_products
-from tests.megatron_world import BATCH, SEQUENCE, VOCAB_SIZE, state
+from tests.megatron_world import BATCH, SEQUENCE, VOCAB_SIZE, assert_refused, captured, cross_entropy, state
 
 
 def test_hidden_is_the_very_tensor_and_weight_the_parameter(model, tensors):
     given = []
     model.output_layer.register_forward_pre_hook(lambda module, args: given.append(args[0]))
-    with capture_lm_head(model) as head:
-        model(*tensors)
+    head = captured(model, tensors)
     assert head.hidden is given[0]
     assert tuple(head.hidden.shape) == (SEQUENCE, BATCH, 32)
     tied = model.share_embeddings_and_output_weights
@@ -45,16 +39,6 @@ def teacher(device):
     return megatron_world.build(device, seed=7, hidden_size=48)
 
 
-def captured(model, inputs, scale=1.0):
-    """`scale`: what MuP multiplies logits by between the head and its caller."""
-    with capture_lm_head(model) as head:
-        forward = model.output_layer.forward
-        model.output_layer.forward = lambda *args, **keywords: (forward(*args, **keywords)[0] * scale, None)
-        model(*inputs)
-        model.output_layer.forward = forward
-    return head
-
-
 @pytest.mark.parametrize("beta", [0, 0.5])
 def test_jsd_is_that_of_the_models_logits(model, teacher, device, beta, tensors, labels):
     labels = torch.where(labels % 5 == 0, -100, labels)
@@ -71,7 +55,7 @@ def test_jsd_is_that_of_the_models_logits(model, teacher, device, beta, tensors,
     weighted = captured(model, tensors, 0.25).linear_jsd(teacher_head, **keywords)
     expected = megatron_world.gradients(model, (exact * upstream).sum())
     for total in ((loss * upstream).sum(), weighted):
-        megatron_world.assert_same_gradients(megatron_world.gradients(model, total), expected)
+        megatron_world.assert_gradients(model, total, expected)
     assert all(parameter.grad is None for parameter in teacher.parameters())
     student_head = captured(model, tensors, 0.25)
     out = student_head.linear_cross_entropy(labels, temperature=temperature, softcap=2.0, backend="torch")
@@ -93,8 +77,7 @@ def test_an_exception_leaves_the_model_as_it_was(model, enabled, tensors, labels
             model(*tensors)
             raise KeyError("from the caller")
 
-    with pytest.raises(KeyError, match="from the caller"):
-        interrupted()
+    assert_refused(KeyError, "from the caller", interrupted)
     assert state(model) == before
     assert torch.equal(model(*tensors, labels=labels), expected)
     assert handle.enabled == enabled
@@ -115,10 +98,10 @@ def test_an_exception_in_the_forward_pass_leaves_the_model_as_it_was(model, tens
     assert model(*tensors).shape == (BATCH, SEQUENCE, VOCAB_SIZE)
 
 
-def test_the_last_of_several_passes_is_kept(model, device):
-    (tokens, positions, mask), labels = megatron_world.inputs(device)
+def test_the_last_of_several_passes_is_kept(model, tensors, labels):
+    tokens, positions, mask = tensors
     with capture_lm_head(model) as head:
-        model(tokens, positions, mask)
+        model(*tensors)
         model(tokens[:1], positions[:1], mask)
     assert head.linear_cross_entropy(labels[:1], backend="torch").logprobs.shape == (1, SEQUENCE)
 
@@ -129,9 +112,8 @@ def test_through_ddp_and_float16_module(device, tensors, labels):
         model(*tensors)
     out = head.linear_cross_entropy(labels, backend="torch")
     assert head.hidden.dtype == head.weight.dtype == torch.bfloat16
-    expected = torch.log_softmax(head.hidden.float() @ head.weight.float().T, -1)
-    picked = expected.gather(-1, labels.T.unsqueeze(-1)).squeeze(-1).T
-    torch.testing.assert_close(out.logprobs, picked, rtol=1e-5, atol=1e-5)
+    expected = -cross_entropy(head.hidden.float() @ head.weight.float().T, labels).T
+    torch.testing.assert_close(out.logprobs, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_mtp_losses_are_made_and_the_main_one_is_not(device, tensors, labels):
@@ -140,8 +122,8 @@ def test_mtp_losses_are_made_and_the_main_one_is_not(device, tensors, labels):
     with capture_lm_head(model) as head:
         returned = model(*tensors, labels=labels)
     assert returned.numel() == 0
-    actual = megatron_world.gradients(model, -head.linear_cross_entropy(labels, backend="torch").logprobs.sum())
-    megatron_world.assert_same_gradients(actual, expected)
+    loss = -head.linear_cross_entropy(labels, backend="torch").logprobs.sum()
+    megatron_world.assert_gradients(model, loss, expected)
 
 
 def test_mtp_is_counted_anew_after_an_exception(device, tensors, labels):
@@ -160,8 +142,6 @@ def test_mtp_is_counted_anew_after_an_exception(device, tensors, labels):
 
 def test_hidden_without_its_graph_trains_nothing(model, teacher, tensors, labels):
     """Not the head alone either: nobody would see that the decoder is left out."""
-    with capture_lm_head(model) as head:
-        model(*tensors)
 
     def results(head):
         yield head.linear_cross_entropy(labels, backend="torch").logprobs
@@ -169,7 +149,7 @@ def test_hidden_without_its_graph_trains_nothing(model, teacher, tensors, labels
 
     with torch.no_grad():
         teacher_head, without_graph = captured(teacher, tensors), captured(model, tensors)
-    for with_gradient, without in zip(results(head), results(without_graph), strict=True):
+    for with_gradient, without in zip(results(captured(model, tensors)), results(without_graph), strict=True):
         assert torch.equal(with_gradient, without)
         assert (with_gradient.requires_grad, without.requires_grad) == (True, False)
 
@@ -202,10 +182,10 @@ def test_what_another_library_put_on_a_capture_outlives_it(untied, tensors, labe
     """Closed under it, the capture passes calls on; put back, it is gone."""
     expected = untied(*tensors, labels=labels)
     with capture_lm_head(untied):
-        captured = untied.output_layer.forward
-        untied.output_layer.forward = lambda *args, **kwargs: captured(*args, **kwargs)
+        ours = untied.output_layer.forward
+        untied.output_layer.forward = lambda *args, **kwargs: ours(*args, **kwargs)
     assert torch.equal(untied(*tensors, labels=labels), expected)
-    untied.output_layer.forward = captured
+    untied.output_layer.forward = ours
     assert torch.equal(untied(*tensors, labels=labels), expected)
     with capture_lm_head(untied):
         assert untied(*tensors).numel() == 0
@@ -226,12 +206,11 @@ def test_mtp_losses_of_a_capture_inside_an_enabled_model_are_its_own(device, ten
 
 
 def test_a_head_whose_weight_changed_since_is_refused(untied, tensors, labels):
-    with capture_lm_head(untied) as head:
-        untied(*tensors)
+    head = captured(untied, tensors)
     with torch.no_grad():
         untied.output_layer.weight.add_(1.0)
-    with pytest.raises(RuntimeError, match="the LM head's weight was changed in place after the forward pass"):
-        head.linear_cross_entropy(labels)
+    message = "the LM head's weight was changed in place after the forward pass"
+    assert_refused(RuntimeError, message, head.linear_cross_entropy, labels)
 
 
 def test_what_a_captured_head_says_of_itself(untied, device, tensors):
@@ -246,18 +225,11 @@ def test_what_a_captured_head_says_of_itself(untied, device, tensors):
     )
 
 
-def test_a_stage_without_a_head(device, tensors, labels):
-    config = megatron_runtime.transformer_config(megatron_world.options())
-    stage = GPTModel(
-        config=config,
-        transformer_layer_spec=megatron_runtime.gpt_block_spec(config),
-        vocab_size=VOCAB_SIZE,
-        max_sequence_length=SEQUENCE,
-        post_process=False,
-        position_embedding_type="rope",
-    ).to(device)
-    with capture_lm_head(stage) as head:
-        returned = stage(*tensors)
+def test_a_stage_without_a_head(untied, tensors, labels):
+    untied.post_process = False
+    del untied.output_layer
+    with capture_lm_head(untied) as head:
+        returned = untied(*tensors)
     assert tuple(returned.shape) == (SEQUENCE, BATCH, 32)
     assert head.hidden is None
     assert head.weight is None
@@ -266,40 +238,29 @@ def test_a_stage_without_a_head(device, tensors, labels):
 
 
 def test_errors(model, device, tensors, labels):
-    with capture_lm_head(model) as head:
-        pass
-    with pytest.raises(RuntimeError, match="nothing was captured: no forward pass has reached the head"):
-        head.linear_cross_entropy(labels)
-    with capture_lm_head(model) as head:
-        model(*tensors)
-    with pytest.raises(TypeError, match="sequence_parallel, vocab_start must not be given"):
-        head.linear_cross_entropy(labels, vocab_start=0, sequence_parallel=False)
-    with pytest.raises(TypeError, match="vocab_start must not be given"):
-        head.linear_jsd(head, vocab_start=0)
-    with pytest.raises(TypeError, match="teacher_logits_scale must be a float, got NoneType"):
-        head.linear_jsd(head, teacher_logits_scale=None)
-    with pytest.raises(TypeError, match="teacher_head must be a captured head, got Tensor"):
-        head.linear_jsd(labels)
     with capture_lm_head(model) as unused:
         pass
-    with pytest.raises(RuntimeError, match="nothing was captured of the teacher: no forward pass has reached the head"):
-        head.linear_jsd(unused)
     tokens, positions, mask = tensors
-    shorter = captured(model, (tokens[:, :4], positions[:, :4], mask))
-    with pytest.raises(ValueError, match=r"teacher_head must have the student's tokens .*, \(3, 23\), got \(3, 4\)"):
-        head.linear_jsd(shorter)
-    with pytest.raises(ValueError, match=r"labels must be \[b, s\], \(3, 23\) for this hidden, got \(23, 3\)"):
-        head.linear_jsd(head, labels=labels.T)
-    with pytest.raises(TypeError, match=r"labels must be a torch.Tensor, got list"):
-        head.linear_cross_entropy([1])
-    with pytest.raises(ValueError, match=r"labels must be \[b, s\], \(3, 23\) for this hidden, got \(23, 3\)"):
-        head.linear_cross_entropy(labels.T)
-    with pytest.raises(ValueError, match=r"temperature must be \[b, s\], \(3, 23\) for this hidden, got \(3,\)"):
-        head.linear_cross_entropy(labels, temperature=torch.ones(3, device=device))
-    with pytest.raises(TypeError, match="model must be or hold a megatron-core language model, got Linear"):
-        capture_lm_head(torch.nn.Linear(2, 2)).__enter__()
-    with pytest.raises(ValueError, match=r"model must hold one LM head, got 2 \(GPTModel, GPTModel\)"):
-        capture_lm_head([model, model]).__enter__()
+    head, shorter = captured(model, tensors), captured(model, (tokens[:, :4], positions[:, :4], mask))
+    logprobs, jsd, no_pass = head.linear_cross_entropy, head.linear_jsd, "no forward pass has reached the head"
+    assert_refused(RuntimeError, f"nothing was captured: {no_pass}", unused.linear_cross_entropy, labels)
+    assert_refused(RuntimeError, f"nothing was captured of the teacher: {no_pass}", jsd, unused)
+    fixed = {"vocab_start": 0, "sequence_parallel": False}
+    assert_refused(TypeError, "sequence_parallel, vocab_start must not be given", logprobs, labels, **fixed)
+    assert_refused(TypeError, "vocab_start must not be given", jsd, head, vocab_start=0)
+    not_float = "teacher_logits_scale must be a float, got NoneType"
+    assert_refused(TypeError, not_float, jsd, head, teacher_logits_scale=None)
+    assert_refused(TypeError, "teacher_head must be a captured head, got Tensor", jsd, labels)
+    other_tokens = r"teacher_head must have the student's tokens .*, \(3, 23\), got \(3, 4\)"
+    assert_refused(ValueError, other_tokens, jsd, shorter)
+    shape = r"must be \[b, s\], \(3, 23\) for this hidden, got "
+    assert_refused(ValueError, rf"labels {shape}\(23, 3\)", jsd, head, labels=labels.T)
+    assert_refused(ValueError, rf"labels {shape}\(23, 3\)", logprobs, labels.T)
+    temperature = torch.ones(3, device=device)
+    assert_refused(ValueError, rf"temperature {shape}\(3,\)", logprobs, labels, temperature=temperature)
+    assert_refused(TypeError, r"labels must be a torch.Tensor, got list", logprobs, [1])
+    two = r"model must hold one LM head, got 2 \(GPTModel, GPTModel\)"
+    assert_refused(ValueError, two, capture_lm_head([model, model]).__enter__)
     model.output_layer = torch.nn.Linear(32, 1)
-    with pytest.raises(ValueError, match="the LM head cannot be captured: output_layer is a Linear, which is no"):
-        capture_lm_head(model).__enter__()
+    linear = "the LM head cannot be captured: output_layer is a Linear, which is no"
+    assert_refused(ValueError, linear, capture_lm_head(model).__enter__)

@@ -1,4 +1,4 @@
-"""How long a capture holds what it captured, how often it is opened, and which model it is of."""
+"""How long a capture holds what it captured, how often it is opened, which model it is of, and first mistakes."""
 
 import copy
 import gc
@@ -6,11 +6,10 @@ import weakref
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-pytest.importorskip("megatron.core")
-
-from megatron_lce import capture_lm_head
-from tests.megatron_world import state
+from megatron_lce import capture_lm_head, enable_fused_linear_ce
+from tests.megatron_world import assert_refused, captured, state
 
 
 def test_hidden_goes_with_the_result(model, tensors):
@@ -18,8 +17,7 @@ def test_hidden_goes_with_the_result(model, tensors):
     gc.collect()
     gc.disable()
     try:
-        with capture_lm_head(model) as head:
-            model(*tensors)
+        head = captured(model, tensors)
         hidden = weakref.ref(head.hidden)
         del head
         assert hidden() is None
@@ -52,3 +50,35 @@ def test_a_shallow_copy_of_a_captured_model_returns_its_logits(untied, when, ten
             shallow = copy.copy(untied)
         assert torch.equal(shallow(*tensors), expected)
         assert head.hidden is None
+
+
+READINGS = {
+    "mean": lambda logits, labels: logits.float().mean(),
+    "sum": lambda logits, labels: logits.sum(),
+    "cross_entropy": lambda logits, labels: F.cross_entropy(logits.flatten(0, 1), labels.flatten()),
+    "gather": lambda logits, labels: logits.float().log_softmax(-1).gather(-1, labels[..., None]),
+    "sub": lambda logits, labels: logits - labels[..., None].float(),
+    "argmax": lambda logits, labels: logits.argmax(-1),
+}
+
+
+@pytest.mark.parametrize("reading", READINGS)
+def test_a_models_output_inside_a_capture_read_as_logits(untied, reading, tensors, labels):
+    with capture_lm_head(untied) as head:
+        returned = untied(*tensors)
+    assert returned.transpose(0, 1).contiguous().float().detach().shape == (*labels.T.shape, 0)
+    message = "inside capture_lm_head holds no logits: call head.linear_cross_entropy"
+    assert_refused(RuntimeError, message, READINGS[reading], returned, labels)
+    assert head.hidden is not None
+
+
+def test_a_capture_without_with(untied):
+    head = capture_lm_head(untied)
+    for use in (lambda: head.linear_cross_entropy(None), lambda: head.hidden):
+        assert_refused(AttributeError, r"before it is opened: `with capture_lm_head\(model\) as head:`", use)
+
+
+@pytest.mark.parametrize("entry", [lambda model: capture_lm_head(model).__enter__(), enable_fused_linear_ce])
+def test_a_model_that_is_not_megatrons(entry):
+    message = "model must be or hold a megatron-core language model, got Linear; for other models "
+    assert_refused(TypeError, message + r"\(Hugging Face, FSDP\) there are megatron_lce", entry, torch.nn.Linear(2, 2))

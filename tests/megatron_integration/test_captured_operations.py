@@ -1,15 +1,12 @@
 """What a captured head computes, against the model's own logits."""
 
+import functools
 import re
 
-import pytest
 import torch
 
-pytest.importorskip("megatron.core")
-
-from megatron_lce import capture_lm_head
 from tests import megatron_world
-from tests.megatron_world import VOCAB_SIZE
+from tests.megatron_world import VOCAB_SIZE, assert_refused, captured
 
 
 def exact_logits(head):
@@ -25,8 +22,7 @@ def assert_within_rounding(actual, exact, logits):
 
 def test_outputs_are_those_of_the_models_logits(model, device, tensors, labels):
     temperature = torch.linspace(0.5, 2, labels.numel(), device=device).view_as(labels)
-    with capture_lm_head(model) as head:
-        model(*tensors)
+    head = captured(model, tensors)
     out = head.linear_cross_entropy(labels, temperature=temperature, telemetry=True, backend="torch")
     logits = model(*tensors).double() / temperature.double().unsqueeze(-1)
     logprobs = torch.log_softmax(logits, -1)
@@ -44,15 +40,14 @@ def test_outputs_are_those_of_the_models_logits(model, device, tensors, labels):
     assert torch.equal(out.argmax, logits.argmax(-1))
 
     upstream = torch.cos(torch.arange(labels.numel(), device=device)).view_as(labels)
-    actual = megatron_world.gradients(model, (out.logprobs * upstream + out.entropy + out.mean_logit).sum())
     expected = megatron_world.gradients(model, (picked * upstream + entropy + logits.mean(-1)).sum())
-    megatron_world.assert_same_gradients(actual, expected)
+    loss = (out.logprobs * upstream + out.entropy + out.mean_logit).sum()
+    megatron_world.assert_gradients(model, loss, expected)
 
 
 def test_some_ids_are_those_of_the_models_logits(model, device, tensors, labels):
     """[b, s] everywhere, three sequences beside one another, and offsets over the b * s tokens in that order."""
-    with capture_lm_head(model) as head:
-        model(*tensors)
+    head = captured(model, tensors)
     keywords = {"temperature": 0.7, "backend": "torch"}
     logits = model(*tensors) / 0.7
     logprobs = logits.log_softmax(-1)
@@ -87,39 +82,28 @@ def test_some_ids_are_those_of_the_models_logits(model, device, tensors, labels)
     assert_within_rounding(entropy, -(exact_logprobs.exp() * exact_logprobs).sum(-1), exact)
     loss = found.sum() + out.candidate_logprobs.sum() + head.linear_logits_at(ids, **keywords).sum()
     expected = of_kept.sum() + logprobs.gather(-1, ids).sum() + logits.gather(-1, ids).sum()
-    actual = megatron_world.gradients(model, loss)
-    megatron_world.assert_same_gradients(actual, megatron_world.gradients(model, expected))
+    megatron_world.assert_gradients(model, loss, megatron_world.gradients(model, expected))
 
 
 def test_refusals_of_ids_name_them_as_the_caller_passed_them(model, device, tensors, labels):
-    with torch.no_grad(), capture_lm_head(model) as head:
-        model(*tensors)
+    head = captured(model, tensors)
     offsets = torch.arange(labels.numel() + 1, device=device)
-    calls = (
-        lambda ids, offsets: head.linear_logits_at(ids, offsets),
-        lambda ids, offsets: head.support_logprobs(labels, ids, offsets),
-    )
-    for call in calls:
-        with pytest.raises(TypeError, match=r"ids must be a torch.Tensor, got list"):
-            call([1, 2], offsets)
-        with pytest.raises(TypeError, match=r"offsets must be a torch.Tensor, got list"):
-            call(labels.view(-1), offsets.tolist())
-    with pytest.raises(TypeError, match=r"ids must be a torch.Tensor, got list"):
-        head.linear_logits_at([1, 2])
+    for call in (head.linear_logits_at, functools.partial(head.support_logprobs, labels)):
+        assert_refused(TypeError, r"ids must be a torch.Tensor, got list", call, [1, 2], offsets)
+        not_tensor = r"offsets must be a torch.Tensor, got list"
+        assert_refused(TypeError, not_tensor, call, labels.view(-1), offsets.tolist())
+    assert_refused(TypeError, r"ids must be a torch.Tensor, got list", head.linear_logits_at, [1, 2])
     for wrong in (labels, labels[..., None].mT, labels[..., None][..., :0], labels[..., None, None]):
         message = r"must be \[b, s, K\], \(3, 23\) first for this hidden, got " + re.escape(str(tuple(wrong.shape)))
-        with pytest.raises(ValueError, match=f"candidates {message}"):
-            head.linear_cross_entropy(labels, candidates=wrong)
-        with pytest.raises(ValueError, match=f"ids {message}"):
-            head.linear_logits_at(wrong)
+        assert_refused(ValueError, f"candidates {message}", head.linear_cross_entropy, labels, candidates=wrong)
+        assert_refused(ValueError, f"ids {message}", head.linear_logits_at, wrong)
 
 
 def test_bf16_hidden_states_beside_a_weight_in_fp32_and_a_samplers_rounding(model, tensors, labels):
     model.output_layer.register_forward_pre_hook(lambda module, args: (args[0].bfloat16(), *args[1:]))
-    with capture_lm_head(model) as head:
-        model(*tensors)
+    head = captured(model, tensors)
     assert (head.hidden.dtype, head.weight.dtype) == (torch.bfloat16, torch.float32)
-    logits = (head.hidden.double() @ head.weight.double().T).transpose(0, 1)
+    logits = exact_logits(head)
     largest = float(logits.abs().max())
     for dtype, allowed in ((None, 1e-6), (torch.bfloat16, 2**-8 * largest)):
         out = head.linear_cross_entropy(labels, logits_dtype=dtype, backend="torch")

@@ -5,8 +5,6 @@ import warnings
 import pytest
 import torch
 
-pytest.importorskip("megatron.core")
-
 from megatron_lce import capture_lm_head
 from tests import megatron_world
 from tests.megatron_world import enable
@@ -49,29 +47,23 @@ def test_a_compiled_model_can_be_captured(compiled_model, tensors, labels):
                 torch.testing.assert_close(torch.autograd.grad(losses.sum(), weight)[0], expected)
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("training", [True, False])
 def test_logits_under_autocast_have_megatrons_dtype(untied, device, training, tensors, labels):
     untied.train(training)
-    dtypes = []
 
     def run():
-        own = untied.compute_language_model_loss
-        untied.compute_language_model_loss = lambda labels, logits: (dtypes.append(logits.dtype), own(labels, logits))[
-            1
-        ]
-        with torch.autocast(device.type, torch.bfloat16), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        dtypes = megatron_world.dtypes_of_logits(untied)
+        with torch.autocast(device.type, torch.bfloat16):
             logits = untied(*tensors)
             untied(*tensors, labels=labels)
-        if own == type(untied).compute_language_model_loss.__get__(untied):
-            del untied.compute_language_model_loss
+        assert [logits.dtype, *dtypes] == [torch.bfloat16, torch.bfloat16]
         return logits
 
     expected = run()
+    del untied.compute_language_model_loss
     assert enable(untied).enabled
     actual = run()
-    assert dtypes == [torch.bfloat16] * 2
-    assert (actual.dtype, expected.dtype) == (torch.bfloat16, torch.bfloat16)
     assert torch.equal(actual, expected)
 
 

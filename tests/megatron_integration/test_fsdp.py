@@ -5,15 +5,12 @@ FSDP2 itself is run by `torchrun_tests/megatron_fsdp.py`, Megatron-FSDP, which n
 
 import pytest
 import torch
-
-pytest.importorskip("megatron.core")
-
 from torch.utils._pytree import tree_map
 
 import megatron_lce
 from megatron_lce import capture_lm_head
 from tests import megatron_world
-from tests.megatron_world import REFUSED, enable
+from tests.megatron_world import REFUSED, assert_refused, captured, enable
 
 WHY = "FSDP frees the head's weight after the output layer's call, behind which"
 
@@ -100,16 +97,12 @@ def test_what_a_hook_may_not_do_to_the_outputs(untied, output, message, tensors,
     Unit(untied.output_layer, lambda x: output(x) if x.dim() == 2 or message == REFUSED else x)
     enable(untied, on_unsupported="raise")
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=message):
-            untied(*tensors, labels=labels)
+        assert_refused(RuntimeError, message, untied, *tensors, labels=labels)
 
 
 @pytest.mark.parametrize(
     ("settings", "reason"),
-    [
-        ({"mtp_layers": 1}, "multi-token prediction shifts the labels"),
-        ({}, "MuP scales the logits"),
-    ],
+    [({"mtp_layers": 1}, "multi-token prediction shifts the labels"), ({}, "MuP scales the logits")],
 )
 def test_a_loss_that_is_not_known_in_the_heads_call_is_megatrons(device, settings, reason):
     model = megatron_world.build(device, **settings)
@@ -122,16 +115,15 @@ def test_a_loss_that_is_not_known_in_the_heads_call_is_megatrons(device, setting
 
 def test_a_capture_names_what_works_there(untied, device):
     Unit(untied.output_layer)
-    with pytest.raises(ValueError, match=r"managed by FSDP, .* use enable_fused_linear_ce, or FusedLinearHead"):
-        capture_lm_head(untied).__enter__()
+    message = r"managed by FSDP, .* use enable_fused_linear_ce, or FusedLinearHead"
+    assert_refused(ValueError, message, capture_lm_head(untied).__enter__)
     found = megatron_lce.explain(untied)
     assert (found.can_fuse, found.can_capture, found.reasons) == (True, False, ())
     assert "it cannot be captured: FSDP frees its weight" in str(found)
 
 
 def test_a_weight_that_was_freed_is_an_error(untied, tensors, labels):
-    with capture_lm_head(untied) as head:
-        untied(*tensors)
+    head = captured(untied, tensors)
     untied.output_layer.weight.untyped_storage().resize_(0)
-    with pytest.raises(RuntimeError, match="the LM head's weight was freed, as by FSDP, after the forward pass"):
-        head.linear_cross_entropy(labels)
+    message = "the LM head's weight was freed, as by FSDP, after the forward pass"
+    assert_refused(RuntimeError, message, head.linear_cross_entropy, labels)

@@ -1,6 +1,6 @@
 """Heads that are more than megatron-core's own: those known by name, and those that `accept_head` is told of."""
 
-import warnings
+import functools
 
 import pytest
 import torch
@@ -9,12 +9,24 @@ pytest.importorskip("megatron.core")
 
 from megatron.core.tensor_parallel import ColumnParallelLinear
 
-from megatron_lce import accept_head, capture_lm_head, enable_fused_linear_ce
+from megatron_lce import accept_head, capture_lm_head
 from megatron_lce.megatron import heads
 from tests import megatron_world
-from tests.megatron_world import BATCH, SEQUENCE, VOCAB_SIZE, assert_same_gradients
+from tests.megatron_world import (
+    BATCH,
+    SEQUENCE,
+    VOCAB_SIZE,
+    assert_refused,
+    assert_same_gradients,
+    captured,
+    dtypes_of_logits,
+)
+
+enable = functools.partial(megatron_world.enable, on_unsupported="raise")
+FUSED = pytest.mark.filterwarnings("error:fused linear cross-entropy")  # of a loss that is not fused
 
 CAP = 0.25  # of logits that are about 0.3: it bends them
+TWO_SOFTCAPS = r"softcap must not be given: the head has its own, 0\.25; got 30\.0"
 
 
 class Softcapped(torch.nn.Module):
@@ -46,16 +58,9 @@ def put_in_front(model, *mixins):
 
 
 @pytest.fixture
-def model(device):
-    return megatron_world.build(device)
-
-
-@pytest.fixture
-def problem(model, device):
-    """hidden [s, b, H] and labels [b, s], one of them ignored."""
-    hidden = torch.randn(SEQUENCE, BATCH, 32, generator=torch.Generator().manual_seed(1)).to(device).requires_grad_()
-    _, labels = megatron_world.inputs(device)
-    return hidden, labels
+def hidden(device):
+    """[s, b, H]."""
+    return torch.randn(SEQUENCE, BATCH, 32, generator=torch.Generator().manual_seed(1)).to(device).requires_grad_()
 
 
 @pytest.fixture(autouse=True)
@@ -71,54 +76,38 @@ def loss_of(model, hidden, labels, scale=1.0):
     return model(labels=labels)
 
 
-def fused_loss_of(*arguments, **keywords):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)  # of a loss that is not fused
-        return loss_of(*arguments, **keywords)
-
-
 def gradients_of(loss, hidden, model):
     found = torch.autograd.grad(loss.sum(), [hidden, model.output_layer.weight])
     return dict(zip(("hidden", "weight"), found, strict=True))
 
 
-def enable(model, **settings):
-    return enable_fused_linear_ce(model, on_unsupported="raise", backend="torch", **settings)
-
-
+@FUSED
 @pytest.mark.parametrize("scale", [1.0, 0.5])
 @pytest.mark.parametrize("mixins", [(Softcapped,), (Fp32Logits,), (Fp32Logits, Softcapped)])
-def test_the_loss_of_an_accepted_head_is_its_own(mixins, scale, model, problem):
+def test_the_loss_of_an_accepted_head_is_its_own(mixins, scale, untied, hidden, labels):
     """With a factor between head and loss, as MuP has it: after the softcap."""
-    hidden, labels = problem
-    put_in_front(model, *mixins)
-    expected = loss_of(model, hidden, labels, scale)
-    expected_gradients = gradients_of(expected, hidden, model)
-    enable(model)
-    actual = fused_loss_of(model, hidden, labels, scale)
+    put_in_front(untied, *mixins)
+    expected = loss_of(untied, hidden, labels, scale)
+    expected_gradients = gradients_of(expected, hidden, untied)
+    enable(untied)
+    actual = loss_of(untied, hidden, labels, scale)
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
-    assert_same_gradients(gradients_of(actual, hidden, model), expected_gradients)
+    assert_same_gradients(gradients_of(actual, hidden, untied), expected_gradients)
 
 
-def test_capture_of_a_softcapped_head(model, tensors, labels):
-    put_in_front(model, Softcapped)
-    expected = torch.log_softmax(model(*tensors) / 0.5, -1).gather(-1, labels[..., None])[..., 0]
-    with capture_lm_head(model) as head:
-        model(*tensors)
+def test_capture_of_a_softcapped_head(untied, tensors, labels):
+    put_in_front(untied, Softcapped)
+    expected = torch.log_softmax(untied(*tensors) / 0.5, -1).gather(-1, labels[..., None])[..., 0]
+    head = captured(untied, tensors)
     out = head.linear_cross_entropy(labels, temperature=0.5, backend="torch")
     torch.testing.assert_close(out.logprobs, expected, rtol=1e-5, atol=1e-5)
-    with pytest.raises(ValueError, match=r"softcap must not be given: the head has its own, 0\.25; got 30\.0"):
-        head.linear_cross_entropy(labels, softcap=30.0)
+    assert_refused(ValueError, TWO_SOFTCAPS, head.linear_cross_entropy, labels, softcap=30.0)
 
 
-def test_a_16_bit_temperature_is_not_rounded_by_the_factor_behind_a_softcap(model, device, tensors, labels):
-    put_in_front(model, Softcapped)
+def test_a_16_bit_temperature_is_not_rounded_by_the_factor_behind_a_softcap(untied, device, tensors, labels):
+    put_in_front(untied, Softcapped)
     temperature = torch.linspace(0.01, 0.05, labels.numel(), device=device).view_as(labels).bfloat16()
-    with capture_lm_head(model) as head:
-        forward = model.output_layer.forward
-        model.output_layer.forward = lambda *args, **keywords: (forward(*args, **keywords)[0] * 0.3, None)
-        model(*tensors)
-        model.output_layer.forward = forward
+    head = captured(untied, tensors, scale=0.3)
     rounded, exact = (
         head.linear_cross_entropy(labels, temperature=given, backend="torch")
         for given in (temperature, temperature.float())
@@ -137,31 +126,19 @@ def test_a_16_bit_temperature_is_not_rounded_by_the_factor_behind_a_softcap(mode
         ({"temperature": "of labels"}, TypeError, "temperature must be a float or a floating"),
     ],
 )
-def test_what_a_softcapped_head_divides_is_checked_first(keywords, error, message, model, tensors, labels):
-    put_in_front(model, Softcapped)
-    with capture_lm_head(model) as head:
-        model(*tensors)
+def test_what_a_softcapped_head_divides_is_checked_first(keywords, error, message, untied, tensors, labels):
+    put_in_front(untied, Softcapped)
+    head = captured(untied, tensors)
     if keywords.get("temperature") == "of labels":
         keywords = {"temperature": torch.ones_like(labels)}
-    with pytest.raises(error, match=message):
-        head.linear_cross_entropy(labels, **{"logits_scale": 2.0} | keywords)
+    assert_refused(error, message, head.linear_cross_entropy, labels, **{"logits_scale": 2.0} | keywords)
 
 
-def test_a_softcap_beside_the_heads_own_is_refused(model):
-    put_in_front(model, Softcapped)
-    with pytest.raises(ValueError, match=r"softcap must not be given: the head has its own, 0\.25; got 30\.0"):
-        enable(model, softcap=30.0)
-    model.output_layer.cap = None
-    assert enable(model, softcap=30.0).enabled
-
-
-def dtypes_of_logits(model, device):
-    """Without labels and, of those that are not computed, with them; and what the model makes of both."""
-    tensors, labels = megatron_world.inputs(device)
-    own, dtypes = model.compute_language_model_loss, []
-    model.compute_language_model_loss = lambda labels, logits: (dtypes.append(logits.dtype), own(labels, logits))[1]
-    logits, losses = model.eval()(*tensors), model(*tensors, labels=labels)
-    return logits, losses, [logits.dtype, *dtypes]
+def test_a_softcap_beside_the_heads_own_is_refused(untied):
+    put_in_front(untied, Softcapped)
+    assert_refused(ValueError, TWO_SOFTCAPS, enable, untied, softcap=30.0)
+    untied.output_layer.cap = None
+    assert enable(untied, softcap=30.0).enabled
 
 
 def test_logits_of_an_fp32_head_have_its_dtype(device, tensors, labels):
@@ -169,8 +146,9 @@ def test_logits_of_an_fp32_head_have_its_dtype(device, tensors, labels):
     put_in_front(model, Fp32Logits)
     expected = model(*tensors)
     enable(model)
-    logits, losses, dtypes = dtypes_of_logits(model, device)
-    assert dtypes == [torch.float32, torch.float32]
+    dtypes = dtypes_of_logits(model)
+    logits, losses = model.eval()(*tensors), model(*tensors, labels=labels)
+    assert [logits.dtype, *dtypes] == [torch.float32, torch.float32]
     assert torch.equal(logits, expected)
     # Nothing is rounded on the way: what fp32 logits are for.
     picked = torch.log_softmax(expected.double(), -1).gather(-1, labels[..., None])[..., 0]
@@ -181,27 +159,25 @@ def test_logit_dtype_of_megatron_0_20(device, tensors, labels):
     model = megatron_world.build(device, dtype=torch.bfloat16).module
     model.output_layer.output_dtype = torch.float32  # for which Megatron itself needs TransformerEngine
     enable(model)
-    own, dtypes = model.compute_language_model_loss, []
-    model.compute_language_model_loss = lambda labels, logits: (dtypes.append(logits.dtype), own(labels, logits))[1]
+    dtypes = dtypes_of_logits(model)
     model(*tensors, labels=labels)
     assert dtypes == [torch.float32]
 
 
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
-def test_a_head_that_is_asked_for_the_loss(reduction, model, problem):
+def test_a_head_that_is_asked_for_the_loss(reduction, untied, hidden, labels):
     """As Megatron dev calls LinearCrossEntropyModule, for the main loss and for MTP's."""
-    hidden, labels = problem
     labels[0, :4] = torch.tensor([-1, -100, 7, 7])
     counted = (labels >= 0) & (labels != 7)
-    logits, _ = model.output_layer(hidden)
+    logits, _ = untied.output_layer(hidden)
     targets = labels.where(counted, -100).T
     expected = torch.nn.functional.cross_entropy(
         logits.flatten(0, 1), targets.flatten(), reduction=reduction, ignore_index=-100
     )
-    expected_gradients = gradients_of(expected, hidden, model)
-    model.output_layer.__class__ = LinearCrossEntropyModule
-    enable(model)
-    loss = model.output_layer(
+    expected_gradients = gradients_of(expected, hidden, untied)
+    untied.output_layer.__class__ = LinearCrossEntropyModule
+    enable(untied)
+    loss = untied.output_layer(
         input_=hidden,
         weight=None,
         runtime_gather_output=None,
@@ -212,41 +188,39 @@ def test_a_head_that_is_asked_for_the_loss(reduction, model, problem):
     )
     expected = expected.view(SEQUENCE, BATCH).T if reduction == "none" else expected
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
-    assert_same_gradients(gradients_of(loss, hidden, model), expected_gradients)
-    logits, _ = model.output_layer(hidden)
+    assert_same_gradients(gradients_of(loss, hidden, untied), expected_gradients)
+    logits, _ = untied.output_layer(hidden)
     assert logits.shape == (SEQUENCE, BATCH, VOCAB_SIZE)
 
 
-def test_capture_of_a_head_that_is_asked_for_the_loss(model, problem):
+def test_capture_of_a_head_that_is_asked_for_the_loss(untied, hidden, labels):
     """MTP's losses, which come first, are computed, the main one is left to the caller."""
-    hidden, labels = problem
-    model.output_layer.__class__ = LinearCrossEntropyModule
-    model.config.mtp_num_layers = 1
-    logits, _ = model.output_layer(2 * hidden)
-    expected = model.compute_language_model_loss(labels, logits)
-    model.forward = lambda labels: [
-        model.output_layer(scale * hidden, output_cross_entropy_loss=True, labels=labels) for scale in (2, 1)
+    untied.output_layer.__class__ = LinearCrossEntropyModule
+    untied.config.mtp_num_layers = 1
+    logits, _ = untied.output_layer(2 * hidden)
+    expected = untied.compute_language_model_loss(labels, logits)
+    untied.forward = lambda labels: [
+        untied.output_layer(scale * hidden, output_cross_entropy_loss=True, labels=labels) for scale in (2, 1)
     ]
-    with capture_lm_head(model) as head:
-        loss, main = model(labels=labels)
+    with capture_lm_head(untied) as head:
+        loss, main = untied(labels=labels)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
     assert main.shape == (BATCH, SEQUENCE, 0)
     assert torch.equal(head.hidden, hidden)
 
 
-def test_a_function_in_place_of_the_product(model, problem):
-    hidden, labels = problem
+@FUSED
+def test_a_function_in_place_of_the_product(untied, hidden, labels):
 
     def product(input, weight, **_):
         return input @ weight.T
 
-    model.output_layer._forward_impl = product
-    with pytest.raises(ValueError, match="not used: output_layer's _forward_impl was replaced"):
-        enable(model)
+    untied.output_layer._forward_impl = product
+    assert_refused(ValueError, "not used: output_layer's _forward_impl was replaced", enable, untied)
     accept_head(product)
-    expected = loss_of(model, hidden, labels)
-    enable(model)
-    loss = fused_loss_of(model, hidden, labels)
+    expected = loss_of(untied, hidden, labels)
+    enable(untied)
+    loss = loss_of(untied, hidden, labels)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -281,27 +255,26 @@ def as_of_mcore_adapter(model):
     return seen
 
 
-def test_the_hook_and_the_loss_of_mcore_adapter(model, tensors, labels):
-    expected_logits, expected = model(*tensors), model(*tensors, labels=labels)
-    gradients = megatron_world.gradients(model, expected.sum())
+def test_the_hook_and_the_loss_of_mcore_adapter(untied, tensors, labels):
+    expected_logits, expected = untied(*tensors), untied(*tensors, labels=labels)
+    gradients = megatron_world.gradients(untied, expected.sum())
     # Behind the expected: Megatron changes fp32 logits in place, which such a hook forbids.
-    seen = as_of_mcore_adapter(model)
-    handle = enable(model)
-    loss = model(*tensors, labels=labels)
-    actual = megatron_world.gradients(model, loss.sum())
-    with capture_lm_head(model) as head:
-        model(*tensors)
+    seen = as_of_mcore_adapter(untied)
+    handle = enable(untied)
+    loss = untied(*tensors, labels=labels)
+    actual = megatron_world.gradients(untied, loss.sum())
+    head = captured(untied, tensors)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
     assert_same_gradients(actual, gradients)
     torch.testing.assert_close(-head.linear_cross_entropy(labels).logprobs, expected, rtol=1e-5, atol=1e-6)
     assert not seen, "the hook saw logits that nobody computes"
-    assert torch.equal(model.eval()(*tensors), expected_logits)
+    assert torch.equal(untied.eval()(*tensors), expected_logits)
     handle.remove()
-    assert torch.equal(model.train()(*tensors, labels=labels), expected)
+    assert torch.equal(untied.train()(*tensors, labels=labels), expected)
     assert seen == [torch.Tensor, torch.Tensor]
 
 
-def test_reasons(model):
+def test_reasons(untied):
     class Doubled(ColumnParallelLinear):
         def forward(self, *args, **kwargs):
             logits, bias = super().forward(*args, **kwargs)
@@ -310,26 +283,21 @@ def test_reasons(model):
     class Twice(Doubled):
         pass
 
-    model.output_layer.__class__ = Doubled
-    with pytest.raises(ValueError, match="output_layer is a Doubled with its own forward, which"):
-        enable(model)
-    model.output_layer.__class__ = Twice
-    with pytest.raises(ValueError, match="output_layer is a Twice with Doubled's forward, which"):
-        enable(model)
-    model.output_layer.__class__ = ColumnParallelLinear
+    untied.output_layer.__class__ = Doubled
+    assert_refused(ValueError, "output_layer is a Doubled with its own forward, which", enable, untied)
+    untied.output_layer.__class__ = Twice
+    assert_refused(ValueError, "output_layer is a Twice with Doubled's forward, which", enable, untied)
+    untied.output_layer.__class__ = ColumnParallelLinear
     accept_head(Doubled, softcap=30.0)
-    put_in_front(model, Softcapped, Doubled)
-    with pytest.raises(ValueError, match="output_layer is a ColumnParallelLinear with several softcaps"):
-        enable(model)
+    put_in_front(untied, Softcapped, Doubled)
+    assert_refused(ValueError, "output_layer is a ColumnParallelLinear with several softcaps", enable, untied)
 
 
 def test_errors():
-    with pytest.raises(TypeError, match="head must be a class or a function, got str"):
-        accept_head("ColumnParallelLinear's name")
-    with pytest.raises(TypeError, match="head must be a class or a function, got Linear"):
-        accept_head(torch.nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="head must define forward or _forward_impl, Plain defines neither"):
-        accept_head(type("Plain", (ColumnParallelLinear,), {}))
+    kinds, forwards = "head must be a class or a function, got", "head must define forward or _forward_impl"
+    assert_refused(TypeError, f"{kinds} str", accept_head, "ColumnParallelLinear's name")
+    assert_refused(TypeError, f"{kinds} Linear", accept_head, torch.nn.Linear(2, 2))
+    plain = type("Plain", (ColumnParallelLinear,), {})
+    assert_refused(ValueError, f"{forwards}, Plain defines neither", accept_head, plain)
     for softcap, error, message in (("30", TypeError, "a float, got str"), (-30.0, ValueError, "finite, got -30.0")):
-        with pytest.raises(error, match=f"softcap must be .*{message}"):
-            accept_head(lambda head, *_: None, softcap=softcap)
+        assert_refused(error, f"softcap must be .*{message}", accept_head, lambda head, *_: None, softcap=softcap)

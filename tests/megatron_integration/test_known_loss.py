@@ -9,10 +9,10 @@ pytest.importorskip("megatron.core")
 
 from megatron.core.transformer import multi_token_prediction
 
-import megatron_lce
+from megatron_lce import enable_fused_linear_ce
 from megatron_lce.megatron import logits as uncomputed_logits
 from tests import megatron_world
-from tests.megatron_world import enable
+from tests.megatron_world import assert_refused, enable
 
 
 def masked_mean(losses, mask):
@@ -36,10 +36,8 @@ def test_losses_and_gradients_are_megatrons(model, mask, kept, skip_masked, tens
     losses = model(*tensors, labels=labels, loss_mask=mask)
     torch.testing.assert_close(losses * mask, plain * mask, rtol=1e-5, atol=1e-6)
     actual = megatron_world.gradients(model, masked_mean(losses, mask) * 3)
-    if kept == "none":
-        assert not any(gradient.any() for gradient in actual.values())
-    else:
-        megatron_world.assert_same_gradients(actual, expected)
+    megatron_world.assert_same_gradients(actual, expected)
+    assert kept != "none" or not any(gradient.any() for gradient in actual.values())
 
 
 def test_without_a_mask_all_labels_that_are_not_negative_count(model, tensors, labels):
@@ -49,11 +47,15 @@ def test_without_a_mask_all_labels_that_are_not_negative_count(model, tensors, l
     enable(model, known_loss=True)
     losses = model(*tensors, labels=labels)
     assert not losses[1, ::2].any()
-    megatron_world.assert_same_gradients(megatron_world.gradients(model, masked_mean(losses, counted)), expected)
+    megatron_world.assert_gradients(model, masked_mean(losses, counted), expected)
 
 
-def test_a_loss_that_weights_tokens_raises_at_first_and_is_nan_later(untied, device, mask, tensors, labels):
-    weights = torch.linspace(1, 2, labels.numel(), device=device).view_as(labels)
+@pytest.fixture
+def weights(labels):
+    return torch.linspace(1, 2, labels.numel(), device=labels.device).view_as(labels)
+
+
+def test_a_loss_that_weights_tokens_raises_at_first_and_is_nan_later(untied, weights, tensors, labels):
     enable(untied, known_loss=True)
     with pytest.raises(RuntimeError, match="known_loss needs one upstream gradient for all counted tokens, got 1 to 2"):
         (untied(*tensors, labels=labels) * weights).sum().backward()
@@ -62,18 +64,17 @@ def test_a_loss_that_weights_tokens_raises_at_first_and_is_nan_later(untied, dev
     assert untied.output_layer.weight.grad.isnan().all()
 
 
-def test_a_float_mask_raises(untied, device, mask, tensors, labels):
+def test_a_float_mask_raises(untied, mask, weights, tensors, labels):
     enable(untied, known_loss=True)
-    mask = mask * torch.linspace(0.5, 1, mask.numel(), device=device).view_as(mask)
+    mask = mask * weights / 2
     with pytest.raises(RuntimeError, match="a loss_mask that is not 0 or 1"):
         masked_mean(untied(*tensors, labels=labels, loss_mask=mask), mask).backward()
 
 
-def test_a_microbatch_without_a_counted_token_keeps_the_look_for_later(untied, device, mask, tensors, labels):
+def test_a_microbatch_without_a_counted_token_keeps_the_look_for_later(untied, mask, weights, tensors, labels):
     enable(untied, known_loss=True)
     none = torch.zeros_like(mask)
     masked_mean(untied(*tensors, labels=labels, loss_mask=none), none).backward()
-    weights = torch.linspace(1, 2, labels.numel(), device=device).view_as(labels)
     with pytest.raises(RuntimeError, match="known_loss needs one upstream"):
         (untied(*tensors, labels=labels) * weights).sum().backward()
 
@@ -82,8 +83,7 @@ def test_a_second_backward_raises_and_no_gradient_makes_nothing(untied, tensors,
     enable(untied, known_loss=True)
     loss = untied(*tensors, labels=labels).sum()
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="a second backward"):
-        loss.backward()
+    assert_refused(RuntimeError, "a second backward", loss.backward)
     with torch.no_grad():
         assert not untied(*tensors, labels=labels).requires_grad
 
@@ -97,10 +97,11 @@ def test_fp16_scaled_losses_overflow_only_where_the_gradients_do(untied, tensors
 
 
 def test_kept_logits_and_the_reference_are_refused(untied):
-    with pytest.raises(ValueError, match="logits_cache_bytes must be 0 with known_loss, got 1"):
-        enable(untied, known_loss=True, logits_cache_bytes=1)
-    with pytest.raises(ValueError, match="with known_loss, got 'reference'"):
-        megatron_lce.enable_fused_linear_ce(untied, known_loss=True, backend="reference")
+    for options, message in (
+        ({"backend": "torch", "logits_cache_bytes": 1}, "logits_cache_bytes must be 0 with known_loss, got 1"),
+        ({"backend": "reference"}, "with known_loss, got 'reference'"),
+    ):
+        assert_refused(ValueError, message, enable_fused_linear_ce, untied, known_loss=True, **options)
 
 
 @pytest.mark.parametrize("rolled", ["a tensor", "a list"])
@@ -128,7 +129,6 @@ def test_mtp_losses_are_known_too(device, mask, kept, rolled, monkeypatch, tenso
         uncomputed_logits, "linear_token_losses", lambda *args, **kwargs: called.append(1) or run(*args, **kwargs)
     )
     for _ in range(2):  # looked at by the host, then on the device
-        actual = megatron_world.gradients(model, masked_mean(model(*tensors, **given), mask) * 3)
-        megatron_world.assert_same_gradients(actual, expected)
+        megatron_world.assert_gradients(model, masked_mean(model(*tensors, **given), mask) * 3, expected)
     assert len(called) == 2 * 3
     assert len(lists) == 2 * 2 * stand_in

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests import megatron_world
-from tests.megatron_world import REFUSED, cross_entropy, enable
+from tests.megatron_world import REFUSED, assert_refused, cross_entropy, enable, with_loss
 
 
 def masked(logits):
@@ -48,12 +48,6 @@ USES = {
 }
 
 
-def with_loss(model, loss):
-    """The model with code of a user's, loss(own, logits, labels), in front of its own loss."""
-    own = model.compute_language_model_loss
-    model.compute_language_model_loss = lambda labels, logits: loss(own, logits, labels)
-
-
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("use", USES)
 def test_logits_of_a_model_that_is_given_labels_are_refused(untied, use, mode, tensors, labels):
@@ -67,13 +61,11 @@ def test_logits_of_a_model_that_is_given_labels_are_refused(untied, use, mode, t
 def test_a_backward_hook_put_on_an_enabled_head_is_refused(untied, hook, tensors, labels):
     enable(untied)
     getattr(untied.output_layer, hook)(lambda module, *gradients: None)
-    with pytest.raises(RuntimeError, match=REFUSED):
-        untied(*tensors, labels=labels)
+    assert_refused(RuntimeError, REFUSED, untied, *tensors, labels=labels)
 
 
 def test_removing_the_flag_gives_the_logits_back(untied, tensors, labels):
-    handle = enable(untied)
-    handle.remove()
+    enable(untied).remove()
     with_loss(untied, lambda own, logits, labels: logits.square().sum())
     expected = untied(*tensors).square().sum()
     torch.testing.assert_close(untied(*tensors, labels=labels), expected)
@@ -152,8 +144,7 @@ def test_mtp_logits_tell_the_largest_after_their_loss_and_nothing_else(device, t
             for answer, wanted in zip(question(logits), expected[-len(question(logits)) :], strict=True):
                 torch.testing.assert_close(answer, wanted, rtol=1e-5, atol=1e-5, msg=lambda text, n=name: n + text)
         for question in OTHER_QUESTIONS.values():
-            with pytest.raises(RuntimeError, match=REFUSED):
-                question(logits)
+            assert_refused(RuntimeError, REFUSED, question, logits)
         return loss
 
     with_loss(model, ask)

@@ -1,27 +1,29 @@
 """Megatron's `main_grad` protocol of the head's weight, on one rank."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-pytest.importorskip("megatron.core")
-
 from megatron_lce import capture_lm_head, enable_fused_linear_ce, linear_jsd
 from megatron_lce.megatron.main_grad import main_grad_sink
 from tests import megatron_world
+from tests.megatron_world import captured
 
 
 @pytest.fixture
-def head(device):
-    """An output layer as DistributedDataParallel leaves it, with gradient_accumulation_fusion."""
-    head = megatron_world.build(device).output_layer
+def head(untied):
+    """An output layer as DistributedDataParallel leaves it, with gradient_accumulation_fusion, and without its hook."""
+    head = untied.output_layer
     head.gradient_accumulation_fusion = True
-    head.weight.main_grad = torch.ones_like(head.weight, requires_grad=False)
+    head.weight.main_grad = torch.zeros_like(head.weight, requires_grad=False)
     head.weight.grad_added_to_main_grad = False
     return head
 
 
 def test_without_ddp_autograd_gets_no_gradient(head):
+    head.weight.main_grad += 1
     sink = main_grad_sink(head.weight, head)
     assert sink.buffer() is head.weight.main_grad
     assert not sink.finish().any()
@@ -59,22 +61,24 @@ class LikeMegatrons(torch.autograd.Function):
         return grad @ weight, torch.full_like(weight, torch.nan)
 
 
+def accumulated(model, fusion, losses):
+    """Every parameter's gradient over microbatches, with and without gradient_accumulation_fusion."""
+    model.module.output_layer.gradient_accumulation_fusion = fusion
+    model.zero_grad_buffer()
+    for loss in losses:
+        loss().backward()
+    return {name: parameter.main_grad.clone() for name, parameter in model.named_parameters()}
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 def test_gradients_are_added_over_microbatches(device, frozen, tensors, labels):
     model = megatron_world.build(device, ddp=True)
     weight = model.module.output_layer.weight
     weight.requires_grad_(not frozen)
-
-    def accumulated():
-        model.zero_grad_buffer()
-        for shift in (0, 1):
-            model(*tensors, labels=labels.roll(shift, 1)).sum().backward()
-        return {name: parameter.main_grad.clone() for name, parameter in model.named_parameters()}
-
-    expected = accumulated()
+    losses = [lambda shift=shift: model(*tensors, labels=labels.roll(shift, 1)).sum() for shift in (0, 1)]
+    expected = accumulated(model, False, losses)
     enable_fused_linear_ce(model, backend="torch")
-    model.module.output_layer.gradient_accumulation_fusion = True
-    actual = accumulated()
+    actual = accumulated(model, True, losses)
     assert weight.grad is None
     megatron_world.assert_same_gradients(actual, expected)
     assert actual["module.output_layer.weight"].any() == (not frozen)
@@ -84,18 +88,9 @@ def cross_entropy(head, teacher, labels):
     return -head.linear_cross_entropy(labels, backend="torch").logprobs.sum()
 
 
-def jsd(head, teacher, labels):
-    return head.linear_jsd(teacher, labels=labels, backend="torch").sum()
-
-
 def jsd_of_the_tensors(head, teacher, labels):
     heads = head.hidden, head.weight, teacher.hidden, teacher.weight
     return linear_jsd(*heads, labels=labels.T, backend="torch").sum()
-
-
-def weighted_jsd(head, teacher, labels):
-    weights = torch.ones(labels.shape, device=labels.device)
-    return head.linear_jsd(teacher, labels=labels, token_weights=weights, backend="torch")
 
 
 def token_loss(head, teacher, labels):
@@ -120,35 +115,40 @@ def weight_alone(head, teacher, labels):
     return head.weight.square().sum()
 
 
-def logits_of_megatrons_own(head, teacher, labels):
-    return LikeMegatrons.apply(head.hidden, head.weight).logsumexp(-1).sum()
+OTHER_USES = {
+    "token loss": token_loss,
+    "some ids": some_ids,
+    "jsd": lambda head, teacher, labels: head.linear_jsd(teacher, labels=labels, backend="torch").sum(),
+    "weighted jsd": lambda head, teacher, labels: head.linear_jsd(
+        teacher, labels=labels, token_weights=torch.ones_like(labels).float(), backend="torch"
+    ),
+    "jsd of the tensors": jsd_of_the_tensors,
+    "plain logits": plain_logits,
+    "weight alone": weight_alone,
+    "Megatron's own": lambda head, *_: LikeMegatrons.apply(head.hidden, head.weight).logsumexp(-1).sum(),
+}
 
 
-@pytest.mark.parametrize(
-    "other",
-    [token_loss, some_ids, jsd, weighted_jsd, jsd_of_the_tensors, plain_logits, weight_alone, logits_of_megatrons_own],
-)
+@pytest.mark.parametrize("other", OTHER_USES)
 @pytest.mark.parametrize(("together", "mtp_layers"), [(False, 1), (True, 0)])
 def test_every_use_of_the_captured_head_reaches_main_grad(device, together, other, mtp_layers, tensors, labels):
     """Beside cross-entropy and MTP's losses, which add to main_grad themselves, and in a microbatch of its own."""
     model = megatron_world.build(device, ddp=True, mtp_layers=mtp_layers)
     teacher = megatron_world.build(device, seed=7)
-    with torch.no_grad(), capture_lm_head(teacher) as teacher_head:
-        teacher(*tensors)
-    microbatches = [(cross_entropy, other)] if together else [(cross_entropy,), (other,), (cross_entropy,)]
+    with torch.no_grad():
+        teacher_head = captured(teacher, tensors)
 
-    def accumulated(fusion):
-        model.module.output_layer.gradient_accumulation_fusion = fusion
-        model.zero_grad_buffer()
-        for losses in microbatches:
-            with capture_lm_head(model) as head:
-                model(*tensors, labels=labels if mtp_layers else None)
-            losses = [plain_logits if loss is logits_of_megatrons_own and not fusion else loss for loss in losses]
-            torch.stack([loss(head, teacher_head, labels) for loss in losses]).sum().backward()
-        return {name: parameter.main_grad.clone() for name, parameter in model.named_parameters()}
+    def microbatch(*losses):
+        with capture_lm_head(model) as head:
+            model(*tensors, labels=labels if mtp_layers else None)
+        return torch.stack([loss(head, teacher_head, labels) for loss in losses]).sum()
 
-    expected = accumulated(False)
-    megatron_world.assert_same_gradients(accumulated(True), expected)
+    def gradients(fusion, loss):
+        uses = [(cross_entropy, loss)] if together else [(cross_entropy,), (loss,), (cross_entropy,)]
+        return accumulated(model, fusion, [functools.partial(microbatch, *losses) for losses in uses])
+
+    expected = gradients(False, OTHER_USES["plain logits" if other == "Megatron's own" else other])
+    megatron_world.assert_same_gradients(gradients(True, OTHER_USES[other]), expected)
 
 
 def test_zeros_alone_are_not_added(device, tensors, labels):
@@ -160,44 +160,27 @@ def test_zeros_alone_are_not_added(device, tensors, labels):
     node = torch.autograd.graph.get_gradient_edge(weight).node
     node.register_hook(lambda *_: found.append(weight.grad_added_to_main_grad))  # runs after DDP's, before what follows
     for loss in (cross_entropy, weight_alone, cross_entropy):
-        with capture_lm_head(model) as head:
-            model(*tensors)
-        loss(head, None, labels).backward()
+        loss(captured(model, tensors), None, labels).backward()
         assert not weight.grad_added_to_main_grad
     assert found == [True, False, True]
 
 
-@pytest.fixture
-def model_without_ddp(device):
-    """Whose head's weight has Megatron's mark all the same."""
-    model = megatron_world.build(device)
-    model.output_layer.gradient_accumulation_fusion = True
-    weight = model.output_layer.weight
-    weight.main_grad = torch.zeros_like(weight, requires_grad=False)
-    weight.grad_added_to_main_grad = False
-    return model
-
-
-def test_zeros_that_no_hook_drops_are_zeros(model_without_ddp, monkeypatch, tensors, labels):
+def test_zeros_that_no_hook_drops_are_zeros(head, untied, monkeypatch, tensors, labels):
     """What `grad` held already stays."""
-    model, weight = model_without_ddp, model_without_ddp.output_layer.weight
+    weight = head.weight
     monkeypatch.setattr(torch, "empty_like", lambda like, **keywords: torch.full_like(like, torch.nan, **keywords))
     losses = cross_entropy, cross_entropy, weight_alone, cross_entropy
     for loss, expected in zip(losses, (0, 0, 2 * weight.detach(), 2 * weight.detach()), strict=True):
-        with capture_lm_head(model) as captured:
-            model(*tensors)
-        loss(captured, None, labels).backward()
+        loss(captured(untied, tensors), None, labels).backward()
         assert (weight.grad == expected).all()
         assert not weight.grad_added_to_main_grad
     assert weight.main_grad.any()
 
 
-def test_a_hook_may_put_main_grad_in_grads_place(model_without_ddp, tensors, labels):
+def test_a_hook_may_put_main_grad_in_grads_place(head, untied, tensors, labels):
     """As a loop does whose optimizer reads `grad`."""
-    model, weight = model_without_ddp, model_without_ddp.output_layer.weight
+    weight = head.weight
     weight.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", parameter.main_grad))
-    with capture_lm_head(model) as captured:
-        model(*tensors)
-    cross_entropy(captured, None, labels).backward()
+    cross_entropy(captured(untied, tensors), None, labels).backward()
     assert weight.grad is weight.main_grad
     assert weight.main_grad.any()

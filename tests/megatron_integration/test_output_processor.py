@@ -10,8 +10,9 @@ pytest.importorskip("megatron.core")
 
 from megatron.core.models.gpt import GPTModel
 
-from megatron_lce import FusedOutputContext, capture_lm_head, fused_output_processor
+from megatron_lce import FusedOutputContext, fused_output_processor
 from tests import megatron_world
+from tests.megatron_world import assert_refused, captured
 
 IN_MODEL = "output_processor" in inspect.signature(GPTModel.forward).parameters  # from 0.18
 
@@ -21,8 +22,7 @@ def process(model, tensors, labels, context, scale=1.0):
     keywords = {"output_processor": fused_output_processor, "output_processor_context": context}
     if IN_MODEL and scale == 1.0:
         return model(*tensors, labels=labels, **keywords)
-    with capture_lm_head(model) as head:
-        model(*tensors)
+    head = captured(model, tensors)
     return fused_output_processor(
         hidden_states=head.hidden,
         output_layer=model.output_layer,
@@ -55,8 +55,7 @@ def test_outputs_and_gradients_are_those_of_the_logits(scale, model, device, ten
     expected_gradients = megatron_world.gradients(model, (expected[0] - 0.1 * expected[1]).sum())
     out = process(model, tensors, labels.int(), torch_backend(temperature=temperature), scale)
     torch.testing.assert_close(torch.stack(out[:2]), expected, rtol=1e-5, atol=1e-5)
-    actual = megatron_world.gradients(model, (out.logprobs - 0.1 * out.entropy).sum())
-    megatron_world.assert_same_gradients(actual, expected_gradients)
+    megatron_world.assert_gradients(model, (out.logprobs - 0.1 * out.entropy).sum(), expected_gradients)
 
 
 def test_no_logits_are_made(model, tensors, labels):
@@ -91,31 +90,22 @@ def test_the_models_return_is_what_result_makes(model, tensors, labels):
 
 
 def test_errors(model, device, tensors, labels):
-    with pytest.raises(ValueError, match="labels must be given to the model or in the FusedOutputContext, got None"):
-        process(model, tensors, None, torch_backend())
-    floats = torch.ones_like(labels).float()
+    message = "labels must be given to the model or in the FusedOutputContext, got None"
+    assert_refused(ValueError, message, process, model, tensors, None, torch_backend())
+    floats, counted = torch.ones_like(labels).float(), "counted must be bool of labels' shape, (3, 23), got torch"
+    temperature = torch.ones(3, device=device)
+    shape = "temperature must be [b, s], (3, 23) for this hidden, got (3,)"
     for context, error, message in (
-        (
-            torch_backend(counted=floats),
-            ValueError,
-            "counted must be bool of labels' shape, (3, 23), got torch.float32",
-        ),
-        (
-            torch_backend(counted=floats[0] > 0),
-            ValueError,
-            "counted must be bool of labels' shape, (3, 23), got torch.b",
-        ),
+        (torch_backend(counted=floats), ValueError, f"{counted}.float32"),
+        (torch_backend(counted=floats[0] > 0), ValueError, f"{counted}.b"),
+        (torch_backend(temperature=temperature), ValueError, shape),
         (torch_backend(labels=[1]), TypeError, "labels must be a torch.Tensor, got list"),
         ({"temperature": 1.0}, TypeError, "output_processor_context must be a FusedOutputContext, got dict"),
         (FusedOutputContext(keywords={"reduce_grad_hidden": False}), TypeError, "the captured head fixes them"),
         (FusedOutputContext(keywords={"entropy": False}), TypeError, "entropy must not be among"),
         (FusedOutputContext(keywords={"logits_scale": None}), TypeError, "logits_scale must be a float, got NoneType"),
     ):
-        with pytest.raises(error, match=re.escape(message)):
-            process(model, tensors, labels, context)
-    message = re.escape("temperature must be [b, s], (3, 23) for this hidden, got (3,)")
-    with pytest.raises(ValueError, match=message):
-        process(model, tensors, labels, torch_backend(temperature=torch.ones(3, device=device)))
+        assert_refused(error, re.escape(message), process, model, tensors, labels, context)
     hidden = torch.zeros(2, 1, 32, device=device)
     model.output_layer.bias = torch.nn.Parameter(torch.zeros(megatron_world.VOCAB_SIZE, device=device))
     with pytest.raises(ValueError, match="the LM head cannot be fused: output_layer has a bias"):

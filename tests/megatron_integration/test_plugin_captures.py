@@ -4,55 +4,41 @@ import functools
 
 import pytest
 import torch
-from torch import nn
-
-pytest.importorskip("megatron.core")
 
 from megatron_lce.plugins.capturing import Responses, captured_if
 from tests import megatron_world
-
-
-class Wrapper(nn.Module):
-    """In place of DDP."""
-
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
-
-    def forward(self, *inputs):
-        return self.module(*inputs)
 
 
 def step(args, model, inputs):
     return model[0](*inputs)
 
 
-@pytest.mark.parametrize("wrap", [Wrapper, lambda model: model], ids=["wrapped", "bare"])
-def test_a_step_gets_the_head_instead_of_logits(wrap, model, device):
-    inputs, labels = megatron_world.inputs(device)
-    chunk, kind = wrap(model), type(wrap(model))
-    logits = step(None, [chunk], inputs)
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("ddp", [False, True])
+def test_a_step_gets_the_head_instead_of_logits(ddp, tied, device, tensors, labels):
+    chunk = megatron_world.build(device, ddp=ddp, tied=tied)
+    kind, logits = type(chunk), step(None, [chunk], tensors)
     run = functools.partial(captured_if(lambda given: given["args"]), step)
-    output = run(True, [chunk], inputs=inputs)
+    output = run(True, [chunk], inputs=tensors)
     head = output.lm_head
     assert output.shape == head.hidden.shape
     expected = logits.log_softmax(-1).gather(-1, labels[..., None])[..., 0]
     found = head.linear_cross_entropy(labels, backend="torch").logprobs
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     assert type(chunk) is kind
-    torch.testing.assert_close(run(False, [chunk], inputs), logits)
+    torch.testing.assert_close(run(False, [chunk], tensors), logits)
 
 
-def test_a_failing_step_leaves_the_model_as_it_was(untied, device):
+def test_a_failing_step_leaves_the_model_as_it_was(untied, tensors):
     def failing(model, inputs):
         model(*inputs)
         raise ZeroDivisionError
 
-    kind, (inputs, _) = type(untied), megatron_world.inputs(device)
+    kind = type(untied)
     with pytest.raises(ZeroDivisionError):
-        captured_if(lambda given: True)(failing, untied, inputs)
+        captured_if(lambda given: True)(failing, untied, tensors)
     assert type(untied) is kind
-    assert untied(*inputs).shape[-1] > 0
+    assert untied(*tensors).shape[-1] > 0
 
 
 def get_responses(logits, *, unconcat_tokens, response_lengths):
@@ -62,11 +48,10 @@ def get_responses(logits, *, unconcat_tokens, response_lengths):
         yield logits.flatten(0, 1)[end - length - 1 : end - 1], tokens[-length:]
 
 
-def test_responses_have_their_logprobs_and_entropy(model, device):
-    inputs, _ = megatron_world.inputs(device)
-    batch = {"unconcat_tokens": list(inputs[0]), "response_lengths": [4, 0, 22]}
-    logits = step(None, [model], inputs)
-    head = captured_if(lambda given: True)(step, None, [model], inputs).lm_head
+def test_responses_have_their_logprobs_and_entropy(model, tensors):
+    batch = {"unconcat_tokens": list(tensors[0]), "response_lengths": [4, 0, 22]}
+    logits = step(None, [model], tensors)
+    head = captured_if(lambda given: True)(step, None, [model], tensors).lm_head
     found = Responses(head, get_responses, **batch).log_probs_and_entropy(0.7, entropy=True, entropy_grad=False)
     for sample, (rows, tokens) in enumerate(get_responses(logits / 0.7, **batch)):
         logprobs = rows.log_softmax(-1)
