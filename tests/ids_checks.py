@@ -35,8 +35,10 @@ def exact_logits(share: Share, random: bool) -> Exact:
     temperature = torch.where((temperature > 0) & temperature.isfinite(), temperature, torch.nan)[..., None]
     products = (leaves[0] @ leaves[1].T)[..., : keywords["vocab_size"]]
     usable = ~temperature.isnan()[..., 0].expand(share.whole.labels.shape)
-    scale = keywords.get("logits_scale", 1.0)
-    logits = logits_of_products(products, scale, keywords.get("softcap"))
+    scale, rounded = keywords.get("logits_scale", 1.0), products
+    if keywords.get("logits_dtype") is not None:  # the gradient passes
+        rounded = products + (products.to(keywords["logits_dtype"]).double() - products).detach()
+    logits = logits_of_products(rounded, scale, keywords.get("softcap"))
     logits = (logits / temperature.nan_to_num(1.0)).masked_fill(~usable[..., None], torch.nan)
     factor = (scale / temperature).nan_to_num(0, 0, 0)
     largest = max([1.0, *logits.detach().nan_to_num().abs().flatten().tolist()])

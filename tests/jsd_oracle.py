@@ -8,14 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_lce import linear_jsd
-from tests.oracle import (
-    TIMES_EAGER_16_BIT,
-    TIMES_EAGER_FP32,
-    Comparison,
-    assert_within,
-    largest_error,
-    relative_error,
-)
+from tests.oracle import TIMES_EAGER_16_BIT, TIMES_EAGER_FP32, Comparison, assert_within, largest_error, relative_error
 
 
 def make_inputs(
@@ -91,14 +84,9 @@ def evaluate_jsd(
     return JsdResult(loss.detach(), hidden.grad, weight.grad)
 
 
-def materialised_jsd(
-    student_hidden: Tensor,
-    student_weight: Tensor,
-    teacher_hidden: Tensor,
-    teacher_weight: Tensor,
-    **keywords: Any,
-) -> Tensor:
+def materialised_jsd(*heads: Tensor, **keywords: Any) -> Tensor:
     """What a user writes in eager PyTorch: products in the inputs' dtype, the rest in fp32 (fp64 if they are)."""
+    student_hidden, student_weight, teacher_hidden, teacher_weight = heads
     return jsd_of_products(student_hidden @ student_weight.T, teacher_hidden @ teacher_weight.T, **keywords)
 
 

@@ -71,10 +71,6 @@ def ignoring(problem: Problem, rows: slice) -> Problem:
     return problem._replace(labels=labels)
 
 
-def assert_same_outputs(one: Result, other: Result) -> None:
-    assert all(a is b if a is None else torch.equal(a, b) for a, b in zip(one.outputs, other.outputs, strict=True))
-
-
 def all_equal(one: Result, other: Result) -> bool:
     """Outputs and gradients, bit by bit."""
     outputs = zip(one.outputs, other.outputs, strict=True)

@@ -22,18 +22,6 @@ def test_upstream_that_is_zero_almost_everywhere(name, backend, device):
     assert result.grad_hidden.any(dim=1).nonzero().flatten().tolist() == [5]
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_expanded_upstream(reduction, backend, device):
-    """What `mean().backward()` passes is one number expanded over the tokens."""
-    problem = make_problem((5, 3), 24, 70, device)
-    hidden = problem.hidden.clone().requires_grad_()
-    out = megatron_lce.linear_cross_entropy(hidden, problem.weight, problem.labels, backend=backend)
-    getattr(-out.logprobs, reduction)().backward()
-    scale = -1 / 15 if reduction == "mean" else -1.0
-    dense = problem._replace(upstream=Upstream(torch.full((5, 3), scale, device=device))).check(backend)
-    torch.testing.assert_close(hidden.grad, dense.grad_hidden, rtol=1e-6, atol=1e-8)
-
-
 @pytest.mark.parametrize("used", ["logprobs", "entropy", "lse"])
 def test_entropy_costs_nothing_where_it_is_not_used(used, monkeypatch, device):
     """Neither in forward when it is not asked for, nor in backward when no gradient comes through it."""
@@ -88,10 +76,12 @@ def test_saves_no_logits(backend, device):
     assert sum(t.numel() for t in others) <= 8 * 64
 
 
-def test_a_second_backward_without_a_cache(backend, device):
+@pytest.mark.parametrize("logits_cache_bytes", [0, 2**20])  # in fp32 none of them is kept
+def test_a_second_backward_without_a_cache(logits_cache_bytes, backend, device):
     problem = make_problem(17, 24, 70, device)
     hidden = problem.hidden.clone().requires_grad_()
-    out = megatron_lce.linear_cross_entropy(hidden, *problem[1:3], backend=backend)
+    keywords = {"logits_cache_bytes": logits_cache_bytes, "backend": backend}
+    out = megatron_lce.linear_cross_entropy(hidden, *problem[1:3], **keywords)
     (first,) = torch.autograd.grad(out.logprobs.sum(), hidden, retain_graph=True)
     (second,) = torch.autograd.grad(out.logprobs.sum(), hidden)
     assert torch.equal(first, second)

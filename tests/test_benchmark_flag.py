@@ -67,13 +67,17 @@ def test_training_runs_differ_by_the_order_of_sums_only(tmp_path):
     assert publish.training(document).count("\n") == 2 + len(records)
 
 
-def test_runs_that_take_sums_in_another_order_see_the_same_sequences(tmp_path):
+def text_of_words(tmp_path, options=""):
+    """The module of training runs, its arguments, and the text of the words."""
     pytest.importorskip("megatron.core")
-    curves = pytest.importorskip("benchmark.training_curves")
-    path, _ = words(tmp_path)
-    arguments = f"training --device cpu --text {path} --steps 10 --vocab 300 --microbatches 4".split()
-    arguments = run.parse_arguments(arguments)
-    text = curves.Text(arguments, torch.device("cpu"))
+    curves, (path, _) = pytest.importorskip("benchmark.training_curves"), words(tmp_path)
+    arguments = f"training --device cpu --text {path} --steps 10 --vocab 300 {options}"
+    arguments = run.parse_arguments(arguments.split())
+    return curves, arguments, curves.Text(arguments, torch.device("cpu"))
+
+
+def test_runs_that_take_sums_in_another_order_see_the_same_sequences(tmp_path):
+    curves, arguments, text = text_of_words(tmp_path, "--microbatches 4")
     split = {}
     for order in (0, 1):
         batches = text.step(3, curves.Run("", order))
@@ -88,11 +92,7 @@ def test_runs_that_take_sums_in_another_order_see_the_same_sequences(tmp_path):
 
 
 def test_a_text_begins_again_at_its_end_without_what_is_held_out(tmp_path):
-    pytest.importorskip("megatron.core")
-    curves = pytest.importorskip("benchmark.training_curves")
-    path, _ = words(tmp_path)
-    arguments = run.parse_arguments(f"training --device cpu --text {path} --steps 10 --vocab 300".split())
-    text = curves.Text(arguments, torch.device("cpu"))
+    curves, _, text = text_of_words(tmp_path)
     held_out = {tuple(row) for batch in text.held_out() for row in batch["input_ids"].tolist()}
     steps = [text.step(step, curves.Run(""))[0]["input_ids"] for step in range(200)]
     rows = [tuple(row) for batch in steps for row in batch.tolist()]

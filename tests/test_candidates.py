@@ -1,4 +1,4 @@
-"""`candidates=` of `linear_cross_entropy` and `linear_token_loss` against fp64 on materialised logits."""
+"""`candidates=` of `linear_cross_entropy` against fp64 on materialised logits; of a token loss: test_cases.py."""
 
 import pytest
 import torch
@@ -61,15 +61,3 @@ def test_broken_rows_and_ids_of_nobody(backend, device):
     assert broken[[1, 2, 4]].all()
     assert not broken[5].any()
     assert torch.equal(broken, expected.grad_hidden.isnan())
-
-
-def test_metrics_of_a_token_loss(backend, device):
-    """Its loss and gradients: test_cases.py."""
-    problem, ids = with_candidates(ignoring(make_problem((15, 2), 24, 70, device), slice(0, 10)), 5)
-
-    def loss(out):
-        return -out.candidate_logprobs.sum(-1), {"mass": out.candidate_logprobs.exp().sum(-1)}
-
-    result = megatron_lce.linear_token_loss(*problem[:3], loss, candidates=ids, backend=backend)
-    mass = result.outputs.candidate_logprobs.exp().sum(-1) * (problem.labels != -100)
-    assert torch.equal(result.metrics["mass"], mass)

@@ -42,6 +42,11 @@ IDS = [
     case("far from zero", **AT, shape=(4,), shards=(30,), candidates=30, logit_std=300.0),
     case("softcap", **AT, shape=(3, 2), hidden_size=40, shards=(90,), candidates=9, softcap=3.0, **PER_TOKEN),
     case("an fp32 weight", **AT, shape=(6,), hidden_size=40, shards=(70,), candidates=9, dtype=BF16, fp32_weight=True),
+    # Products of 16 bits, of which many are ties.
+    case("rounded", **WIDE, shape=(4,), shards=(300,), candidates=30, logits_dtype=BF16),
+    case("rounded, scaled", **WIDE, shape=(4,), shards=(50,), candidates=50, logits_dtype=BF16, temperature=0.7),
+    case("sliced ids", **AT, shape=(6,), shards=(20,), candidates=2, layout="sliced"),
+    case("strided ids and offsets", **AT, shape=(6,), shards=(20,), candidates=2, tail=2, layout="strided"),
 ]
 
 
@@ -55,7 +60,7 @@ TOKEN_LOSSES = [
     case("loss, bf16, padding", **LOSS, **WIDE_LOSS, dtype=BF16, vocab_size=590, workspace_bytes=200_000),
     case("loss, bf16, softcap", **LOSS, **WIDE_LOSS, dtype=BF16, softcap=30.0, workspace_bytes=200_000),
     case("loss, bf16, skipped", **LOSS, **WIDE_LOSS, dtype=BF16, logits_scale=0.7, workspace_bytes=190_000, **SKIPPED),
-    case("loss, bf16, few at a time", **LOSS, **WIDE_LOSS, dtype=BF16, workspace_bytes=60_000),
+    case("loss, bf16, few at a time", **LOSS, **WIDE_LOSS, dtype=BF16, workspace_bytes=60_000, bits=True),
     # Where 16-bit products are wider than a row and fp32 ones are not, the sum of the weight's gradient has to fit.
     *each("loss, H=1", **LOSS, shape=(5,), hidden_size=1, shards=(40,)),
     *each("loss, H=13", **LOSS, shape=(5,), hidden_size=13, shards=(40,)),

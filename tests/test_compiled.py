@@ -95,23 +95,15 @@ def test_gradients_only_where_wanted(trained, device):
     assert same(bits(compiled, hidden, weight, labels, {}), bits(step, hidden, weight, labels, {}))
 
 
-def test_token_counts_do_not_recompile(device):
+@pytest.mark.parametrize("name", ["tokens", "temperature", "logits_scale"])
+def test_another_number_does_not_recompile(name, device):
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(step, fullgraph=True, backend=counter)
-    for tokens in (12, 17, 31):
-        problem, keywords = inputs(torch.float32, device, tokens), {"skip_ignored": tokens - 2}
+    for number in (12, 17, 31):
+        tokens, keywords = (number, {"skip_ignored": number - 2}) if name == "tokens" else (12, {name: number / 10})
+        problem = inputs(torch.float32, device, tokens)
         assert same(bits(compiled, *problem, keywords), bits(step, *problem, keywords))
     assert counter.frame_count <= 2  # once for the first number, once for any other
-
-
-@pytest.mark.parametrize("name", ["temperature", "logits_scale"])
-def test_a_schedule_does_not_recompile(name, device):
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled, problem = torch.compile(step, fullgraph=True, backend=counter), inputs(torch.float32, device)
-    for tenths in (12, 11, 9):
-        keywords = {name: tenths / 10}
-        assert same(bits(compiled, *problem, keywords), bits(step, *problem, keywords))
-    assert counter.frame_count <= 2
 
 
 def test_what_is_wrong_with_a_call_is_said(device):

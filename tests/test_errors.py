@@ -4,13 +4,10 @@ import math
 
 import pytest
 import torch
+from torch import zeros
 
 import megatron_lce
 from megatron_lce.api.linear_topk import MOST
-
-
-def zeros(*shape, **keywords):
-    return torch.zeros(*shape, **keywords)
 
 
 def ids(*shape):

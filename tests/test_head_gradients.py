@@ -7,6 +7,8 @@ from megatron_lce import linear_cross_entropy, linear_jsd, linear_token_loss
 from tests.oracle import evaluate, relative_error
 from tests.problems import make_problem, smallest_workspace
 
+FP32, BF16 = torch.float32, torch.bfloat16
+
 
 class Sink:
     """An fp32 buffer that holds something already, as Megatron's `main_grad` does from the second microbatch on."""
@@ -24,16 +26,11 @@ class Sink:
 
 
 @pytest.mark.parametrize(
-    ("hidden_size", "dtype", "workspace_bytes", "logits_cache_bytes"),
-    [
-        (16, torch.float32, 2**17, 0),
-        (16, torch.bfloat16, 2**16, 0),
-        (16, torch.bfloat16, 2**29, 2**30),
-        (16, torch.bfloat16, 2**16, 2**30),
-    ],
+    ("dtype", "workspace_bytes", "logits_cache_bytes"),
+    [(FP32, 2**17, 0), (BF16, 2**16, 0), (BF16, 2**29, 2**30), (BF16, 2**16, 2**30)],
 )
-def test_a_sink_gets_what_would_be_returned(hidden_size, dtype, workspace_bytes, logits_cache_bytes, backend, device):
-    problem = make_problem(150, hidden_size, 301, device, dtype)
+def test_a_sink_gets_what_would_be_returned(dtype, workspace_bytes, logits_cache_bytes, backend, device):
+    problem = make_problem(150, 16, 301, device, dtype)
     keywords = {"backend": backend, "workspace_bytes": workspace_bytes, "logits_cache_bytes": logits_cache_bytes}
     returned = evaluate(linear_cross_entropy, *problem, **keywords)
     sink = Sink(problem.weight)
@@ -43,13 +40,13 @@ def test_a_sink_gets_what_would_be_returned(hidden_size, dtype, workspace_bytes,
     assert torch.equal(added.grad_hidden, returned.grad_hidden)
     # The sink keeps the fp32 sum, which the returned gradient rounds to its own dtype. A BLAS may add the 150 tokens in
     # another order where rows have other strides.
-    order = 150 * torch.finfo(torch.float32).eps * returned.grad_weight.abs().max().item()
+    order = 150 * torch.finfo(FP32).eps * returned.grad_weight.abs().max().item()
     tolerance = {"rtol": torch.finfo(dtype).eps, "atol": order}
     torch.testing.assert_close(sink.grad - sink.start, returned.grad_weight.float(), **tolerance)
 
 
 def test_a_sink_takes_no_rows_that_are_padded(device):
-    problem = make_problem(5, 13, 301, device, torch.bfloat16)
+    problem = make_problem(5, 13, 301, device, BF16)
     with pytest.raises(ValueError, match="weight_grad_sink must be None where H is no multiple of 8"):
         linear_cross_entropy(*problem[:3], weight_grad_sink=Sink(problem.weight))
 
@@ -57,7 +54,7 @@ def test_a_sink_takes_no_rows_that_are_padded(device):
 @pytest.mark.parametrize(("hidden_size", "first"), [(13, 0), (20, 8)])
 def test_odd_rows_that_start_at_16_bytes(hidden_size, first, backend, device):
     """What lies between the rows of a part of a wider hidden is not read."""
-    problem = make_problem(150, hidden_size, 301, device, torch.bfloat16)
+    problem = make_problem(150, hidden_size, 301, device, BF16)
     part = problem.hidden.new_full((150, 32), torch.nan)[:, first : first + hidden_size].copy_(problem.hidden)
 
     def gradients(hidden):
@@ -83,7 +80,7 @@ def weighted_jsd(problem, weight, **keywords):
 @pytest.mark.parametrize("operation", [token_loss, weighted_jsd])
 def test_a_sink_takes_nothing_of_the_workspace(operation, backend, device):
     """What is refused is refused in front of the first pass: after it, other ranks would wait for this one."""
-    problem = make_problem(5, 16, 301, device, torch.bfloat16)
+    problem = make_problem(5, 16, 301, device, BF16)
 
     def gradient(workspace_bytes):
         weight, sink = problem.weight.clone().requires_grad_(), Sink(problem.weight)

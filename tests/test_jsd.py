@@ -133,9 +133,8 @@ def test_what_is_not_finite_makes_the_weighted_sum_nan(backend, device):
     assert result.grad_hidden.isnan().any(dim=1).nonzero().flatten().tolist() == [2]
 
 
-@pytest.mark.parametrize("shape", [(0, 3), 5])
-def test_known_weights_where_nothing_counts(shape, backend, device):
-    inputs = make_inputs(shape, 8, 12, 30, device)
+def test_known_weights_where_nothing_counts(backend, device):
+    inputs = make_inputs(5, 8, 12, 30, device)
     result = inputs._replace(upstream=inputs.upstream * 0).run(backend, weighted=True)
     assert result.loss == 0
     assert not result.grad_weight.any()

@@ -105,17 +105,6 @@ def test_packed_logprobs_are_those_of_each_sequence_alone(backend, device):
         assert whole.logprobs[0, end - 1] == 0
 
 
-@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64], ids=str)
-def test_torchs_default_dtype_changes_nothing(default, device):
-    tokens, bounds = torch.arange(12, device=device)[None], torch.tensor([0, 5, 12], device=device)
-    expected = shift_labels(tokens, cu_seqlens=bounds)
-    torch.set_default_dtype(default)
-    try:
-        assert torch.equal(shift_labels(tokens, cu_seqlens=bounds), expected)
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
 BOUNDS = torch.tensor([0, 3, 8])
 BAD = [  # tokens, keywords, the error, and what is said
     (TOKENS[0], {}, ValueError, r"tokens must be \[b, s\] or \[1, total\], got \(8,\)"),

@@ -108,27 +108,17 @@ def test_says_what_it_replaces_in_one_line(framework, make, caplog):
     assert "\n" not in line
 
 
+MOVED = {
+    "verl": "gptmodel_forward_model_engine _build_mtp_loss_mask_nested linear_cross_entropy",
+    "slime": "get_log_probs_and_entropy get_responses _allgather_cp_redistribute forward_only train_one_step",
+    "miles": "get_log_probs_and_entropy get_responses forward_only",
+    "swift": "compute_logps_and_entropy_from_logits compute_per_token_logps_fn MegatronGRPOTrainer",
+    "megatron.bridge": "_forward_step_common",
+}
+
+
 @pytest.mark.parametrize("loaded", [False, True])
-@pytest.mark.parametrize(
-    ("framework", "moved"),
-    [
-        ("verl", "gptmodel_forward_model_engine"),
-        ("verl", "_build_mtp_loss_mask_nested"),
-        ("verl", "linear_cross_entropy"),
-        ("slime", "get_log_probs_and_entropy"),
-        ("slime", "get_responses"),
-        ("slime", "_allgather_cp_redistribute"),
-        ("slime", "forward_only"),
-        ("slime", "train_one_step"),
-        ("miles", "get_log_probs_and_entropy"),
-        ("miles", "get_responses"),
-        ("miles", "forward_only"),
-        ("swift", "compute_logps_and_entropy_from_logits"),
-        ("swift", "compute_per_token_logps_fn"),
-        ("swift", "MegatronGRPOTrainer"),
-        ("megatron.bridge", "_forward_step_common"),
-    ],
-)
+@pytest.mark.parametrize(("framework", "moved"), [(f, name) for f, names in MOVED.items() for name in names.split()])
 def test_a_function_that_has_moved_raises(framework, moved, loaded, make):
     make(framework, **{moved: "renamed"})
     for name, _ in BY_NAME[framework] if loaded else ():
@@ -148,7 +138,7 @@ def test_a_module_that_has_moved_raises(module, make):
 
 
 @PLUGINS
-def test_without_the_framework_it_says_so(framework, tmp_path, monkeypatch):
+def test_without_the_framework_it_says_so(framework):
     forget(framework)
     with pytest.raises(ImportError, match=f"needs {framework}, which is not installed"):
         import_plugin(framework)
@@ -212,10 +202,15 @@ SETTINGS = dict.fromkeys(
 )
 
 
-def test_verl_leaves_logits_to_top_k_and_values(make):
+@pytest.fixture
+def forward(make):
+    """verl's, replaced."""
     make("verl")
     import_plugin("verl")
-    forward = get("verl.models.mcore:get_mcore_engine_forward_fn")()
+    return get("verl.models.mcore:get_mcore_engine_forward_fn")()
+
+
+def test_verl_leaves_logits_to_top_k_and_values(forward):
     top_k = functools.partial(
         Processor()._lm_head_logits_processor, **SETTINGS, distillation_use_topk=True, distillation_only=False
     )
@@ -227,10 +222,7 @@ def test_verl_leaves_logits_to_top_k_and_values(make):
         assert keywords == {"logits_processor": processor, "logits_processor_args": {}, "value_model": True}
 
 
-def test_verl_with_an_unknown_processor_raises(make):
-    make("verl")
-    import_plugin("verl")
-    forward = get("verl.models.mcore:get_mcore_engine_forward_fn")()
+def test_verl_with_an_unknown_processor_raises(forward):
     known = SETTINGS | {"distillation_use_topk": False, "distillation_only": False}
     newer = functools.partial(Processor()._lm_head_logits_processor, **known, calculate_more=True)
     for processor, named in ((newer, "7.8.9 has .*calculate_more"), (print, r"7.8.9 has \[\]")):
@@ -283,17 +275,17 @@ def test_bridge_whose_step_reads_no_batch_raises(make):
         step(None, None, model)
 
 
+class Chunk:
+    def __call__(self):
+        return "logits"
+
+
 @pytest.mark.parametrize("framework", ["slime", "miles"])
 def test_steps_that_need_logits_get_them(framework, make):
     """Those of a critic's values and of a custom loss. The chunk is what it was after any step."""
     make(framework)
     import_plugin(framework)
     model = importlib.import_module(f"{framework}.backends.megatron_utils.model")
-
-    class Chunk:
-        def __call__(self):
-            return "logits"
-
     chunk = Chunk()
     args = SimpleNamespace(loss_type="custom_loss", true_on_policy_mode=False, allgather_cp=False)
     assert model.forward_only(print, args, [chunk]) == "logits"

@@ -6,7 +6,7 @@ import torch
 import megatron_lce
 from tests.live_bytes import peak_live_bytes
 from tests.oracle import oracle, relative_error
-from tests.problems import Problem, assert_same_outputs, logits_of, make_problem
+from tests.problems import Problem, logits_of, make_problem
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 ROUNDED = {"logits_dtype": BF16}
@@ -44,7 +44,8 @@ def test_recomputed_and_kept_logits_are_rounded_alike(kept, device):
     pytest.importorskip("triton")
     problem = on_a_grid(make_problem(40, 24, 600, device, BF16))
     result = problem.check("triton", only_here={"logits_cache_bytes": kept}, **ROUNDED)
-    assert_same_outputs(result, problem.run("triton", **ROUNDED))
+    again = problem.run("triton", **ROUNDED).outputs
+    assert all(a is b if a is None else torch.equal(a, b) for a, b in zip(result.outputs, again, strict=True))
 
 
 def test_the_reference_rounds(device):

@@ -13,9 +13,17 @@ from tests.problems import all_equal, make_problem
 BF16, FP16 = torch.bfloat16, torch.float16
 
 
-def test_products_are_in_full_fp32_and_the_settings_are_put_back(backend, device, monkeypatch):
+@pytest.fixture
+def precision():
+    """Of fp32 products, which a test may change."""
+    before = torch.get_float32_matmul_precision()
+    yield torch.backends.cuda.matmul
+    torch.set_float32_matmul_precision(before)
+
+
+def test_products_are_in_full_fp32_and_the_settings_are_put_back(precision, backend, device, monkeypatch):
     """On a CPU a reduced precision may change no bit; so the settings are looked at."""
-    settings = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    settings = (precision, torch.backends.mkldnn.matmul)
     problem = make_problem(5, 8, 24, device)
     seen = []
 
@@ -26,37 +34,28 @@ def test_products_are_in_full_fp32_and_the_settings_are_put_back(backend, device
         product(*arguments, **keywords)
 
     monkeypatch.setattr(load_backend(backend, device), "product", spy)
-    before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
-    try:
-        reduced = [setting.fp32_precision for setting in settings]
-        for interrupt in (False, True):
-            with pytest.raises(KeyboardInterrupt) if interrupt else contextlib.nullcontext():
-                problem.run(backend)
-            assert [setting.fp32_precision for setting in settings] == reduced
-    finally:
-        torch.set_float32_matmul_precision(before)
+    reduced = [setting.fp32_precision for setting in settings]
+    for interrupt in (False, True):
+        with pytest.raises(KeyboardInterrupt) if interrupt else contextlib.nullcontext():
+            problem.run(backend)
+        assert [setting.fp32_precision for setting in settings] == reduced
     assert "ieee" not in reduced
     # Logits of the torch backend, hidden's and weight's gradient, and the one that was interrupted.
     assert len(seen) >= 3
     assert all(precisions == ["ieee", "ieee"] for precisions in seen)
 
 
-def test_two_threads_leave_the_precision_as_it_was():
+def test_two_threads_leave_the_precision_as_it_was(precision):
     """The first to leave must not put the setting back under the other, nor the other pin what it found."""
-    setting = torch.backends.cuda.matmul
-    before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
-    try:
-        reduced, first, second = setting.fp32_precision, full_fp32, full_fp32
-        first.__enter__()
-        second.__enter__()
-        first.__exit__(None, None, None)
-        inside = setting.fp32_precision
-        second.__exit__(None, None, None)
-        assert (inside, setting.fp32_precision) == ("ieee", reduced)
-    finally:
-        torch.set_float32_matmul_precision(before)
+    reduced, first, second = precision.fp32_precision, full_fp32, full_fp32
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    inside = precision.fp32_precision
+    second.__exit__(None, None, None)
+    assert (inside, precision.fp32_precision) == ("ieee", reduced)
 
 
 def test_an_inherited_precision_stays_inherited():

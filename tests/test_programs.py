@@ -91,6 +91,10 @@ def test_a_models_vocabulary_holds_the_tokens():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ("head --providers peer", "must be one of"),
+        ("head --shapes S9", "a shape must be one of S1, "),
+        ("head --modes forward", "must be one of"),
+        ("head --rounds 0", "rounds: must be at least 1, got 0"),
         ("jsd --providers peer", "a provider must be one of ours, "),
         ("jsd --shape 3x4x5", "a shape must be tokens x student's H x teacher's H x vocab"),
         ("jsd --betas 2", "betas: must be comma-separated numbers from 0 to 1, got '2'"),

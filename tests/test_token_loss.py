@@ -43,6 +43,7 @@ def inputs_of(problem, loss, **keywords):
 def run(problem, loss, per_token, upstream=1.0, **keywords):
     hidden, weight = (t.clone().requires_grad_() for t in problem[:2])
     result = megatron_lce.linear_token_loss(hidden, weight, problem.labels, loss, *per_token, **keywords)
+    assert not any(output.requires_grad for output in result.outputs if output is not None)
     (result.loss * upstream).backward()
     return result, Result(result.outputs, hidden.grad, weight.grad)
 
@@ -93,19 +94,6 @@ def test_a_workspace_from_the_smallest_up_works(hidden_size, frozen, backend, de
     smallest = smallest_workspace(call)
     for more in (0, 500, 1_000, 1_500, 2_000, 4_000, 10_000):
         call(workspace_bytes=smallest + more).loss.backward()
-
-
-def test_outputs_are_those_of_linear_cross_entropy(backend, device):
-    problem = make_problem(150, 24, 300, device, BF16)
-    keywords = {"backend": backend, "telemetry": True, "workspace_bytes": 150_000}
-    result, _ = run(problem, nll, (), **keywords)
-    plain = problem.run(backend, telemetry=True).outputs
-    for ours, theirs in zip(result.outputs[:-1], plain[:-1], strict=True):
-        assert not ours.requires_grad
-        if backend == "triton":
-            assert torch.equal(ours, theirs)
-        else:
-            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)

@@ -10,6 +10,7 @@ from fractions import Fraction
 import pytest
 import torch
 import torch.distributed as dist
+from torch import zeros
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -34,16 +35,37 @@ def inputs(**overrides):
     return arguments | overrides
 
 
-def zeros(*shape, **keywords):
-    return torch.zeros(*shape, **keywords)
-
-
 LONG = {"dtype": torch.int64}
-# What is passed, the error, and what its message must hold: the name, what it must be, what it was.
+WRONG_KINDS = {  # what arguments must be, and what they are not
+    "a torch.Tensor": {"hidden": [[1.0]], "weight": [None], "labels": [3]},
+    "a float": {"temperature": ["1", True, Fraction(1), None], "softcap": ["30"], "logits_scale": [zeros(1)]},
+    "an int": {"ignore_index": [-100.0, None], "vocab_start": [0.0], "vocab_size": [True]}
+    | {"logits_cache_bytes": [1e9], "workspace_bytes": [2.0**29]},
+    "a bool": {"entropy": [0.01], "telemetry": [2], "sequence_parallel": ["yes"], "reduce_grad_hidden": [None]},
+    "a bool or an int": {"skip_ignored": ["yes", 2.0, None]},
+}
+WRONG_NUMBERS = {
+    "positive and finite": {"temperature": [0.0, -2, math.nan, math.inf], "softcap": [0.0, -30.0]},
+    "a number that fp32 holds": {"softcap": [1e39], "logits_scale": [1e39], "temperature": [1e-39]},
+    "at least 0": {"vocab_start": [-1], "logits_cache_bytes": [-1], "workspace_bytes": [-1]},
+    "at least 0 and at most the number of rows, 4": {"skip_ignored": [-1, 5]},
+    "torch.bfloat16 or None": {"logits_dtype": [torch.float32, torch.float16, "bfloat16"]},
+}
+
+
+def rows(error, table, of_value):
+    """What is passed, the error, and what its message must hold: the name, what it must be, what it was."""
+    return [
+        ({name: value}, error, name, f"must be {required}", of_value(value))
+        for required, arguments in table.items()
+        for name, values in arguments.items()
+        for value in values
+    ]
+
+
 BAD = [
-    ({"hidden": [1.0]}, TypeError, "hidden", "must be a torch.Tensor", "list"),
-    ({"weight": None}, TypeError, "weight", "must be a torch.Tensor", "NoneType"),
-    ({"labels": 3}, TypeError, "labels", "must be a torch.Tensor", "int"),
+    *rows(TypeError, WRONG_KINDS, lambda value: type(value).__name__),
+    *rows(ValueError, WRONG_NUMBERS, str),
     ({"hidden": zeros(4, 8).double()}, TypeError, "hidden", "float32, bfloat16 or float16", "float64"),
     ({"hidden": zeros(4, 8).long()}, TypeError, "hidden", "float32, bfloat16 or float16", "int64"),
     ({"weight": zeros(20, 8).half()}, TypeError, "weight", "hidden's dtype, torch.float32", "float16"),
@@ -59,56 +81,20 @@ BAD = [
     ({"labels": zeros(4, device="meta", **LONG)}, ValueError, "labels", "hidden's device, cpu", "meta"),
     ({"labels": zeros(5, **LONG)}, ValueError, "labels", "hidden's shape without H, (4,)", "(5,)"),
     ({"labels": zeros(2, 2, **LONG)}, ValueError, "labels", "hidden's shape without H, (4,)", "(2, 2)"),
-    ({"temperature": 0.0}, ValueError, "temperature", "positive and finite", "0.0"),
-    ({"temperature": -2}, ValueError, "temperature", "positive and finite", "-2"),
-    ({"temperature": math.nan}, ValueError, "temperature", "positive and finite", "nan"),
-    ({"temperature": math.inf}, ValueError, "temperature", "positive and finite", "inf"),
-    ({"temperature": "1"}, TypeError, "temperature", "must be a float", "str"),
-    ({"temperature": True}, TypeError, "temperature", "must be a float", "bool"),
-    ({"temperature": Fraction(1)}, TypeError, "temperature", "must be a float", "fractions.Fraction"),
-    ({"temperature": None}, TypeError, "temperature", "must be a float", "NoneType"),
     ({"temperature": zeros(4, **LONG)}, TypeError, "temperature", "a float or a floating tensor", "int64"),
     ({"temperature": zeros(3)}, ValueError, "temperature", "labels' shape, (4,)", "(3,)"),
     ({"temperature": zeros(4, 1)}, ValueError, "temperature", "labels' shape, (4,)", "(4, 1)"),
     ({"temperature": zeros(4, device="meta")}, ValueError, "temperature", "labels' device, cpu", "meta"),
     ({"temperature": zeros(4, requires_grad=True)}, ValueError, "temperature", "not require grad", "True"),
+    ({"temperature": 10**400}, ValueError, "temperature", "a number that fp32 holds", "1329 bits"),
     ({"logits_scale": math.inf}, ValueError, "logits_scale", "finite", "inf"),
-    ({"logits_scale": zeros(1)}, TypeError, "logits_scale", "must be a float", "Tensor"),
-    ({"softcap": 0.0}, ValueError, "softcap", "positive and finite", "0.0"),
-    ({"softcap": -30.0}, ValueError, "softcap", "positive and finite", "-30.0"),
-    ({"softcap": 1e39}, ValueError, "softcap", "a number that fp32 holds", "1e+39"),
-    ({"logits_scale": 1e39}, ValueError, "logits_scale", "a number that fp32 holds", "1e+39"),
-    ({"temperature": 1e-39}, ValueError, "temperature", "a number that fp32 holds", "1e-39"),
     ({"ignore_index": 2**70}, ValueError, "ignore_index", "a number that int64 holds", str(2**70)),
-    ({"softcap": "30"}, TypeError, "softcap", "must be a float", "str"),
-    ({"ignore_index": -100.0}, TypeError, "ignore_index", "must be an int", "float"),
-    ({"ignore_index": None}, TypeError, "ignore_index", "must be an int", "NoneType"),
-    ({"vocab_start": -1}, ValueError, "vocab_start", "at least 0", "-1"),
-    ({"vocab_start": 0.0}, TypeError, "vocab_start", "must be an int", "float"),
     ({"vocab_size": 0}, ValueError, "vocab_size", "at least 1", "0"),
-    ({"vocab_size": True}, TypeError, "vocab_size", "must be an int", "bool"),
-    ({"logits_cache_bytes": -1}, ValueError, "logits_cache_bytes", "at least 0", "-1"),
-    ({"logits_cache_bytes": 1e9}, TypeError, "logits_cache_bytes", "must be an int", "float"),
-    ({"workspace_bytes": -1}, ValueError, "workspace_bytes", "at least 0", "-1"),
-    ({"workspace_bytes": 2.0**29}, TypeError, "workspace_bytes", "must be an int", "float"),
-    ({"entropy": 0.01}, TypeError, "entropy", "must be a bool", "float"),
-    ({"telemetry": 2}, TypeError, "telemetry", "must be a bool", "int"),
-    ({"sequence_parallel": "yes"}, TypeError, "sequence_parallel", "must be a bool", "str"),
-    ({"reduce_grad_hidden": None}, TypeError, "reduce_grad_hidden", "must be a bool", "NoneType"),
+    ({"vocab_size": 21}, ValueError, "vocab_size", "at most the 20 columns of all shards", "21: is tp_group"),
     ({"tp_group": "tp"}, TypeError, "tp_group", "ProcessGroup or None", "str"),
     ({"backend": "cuda"}, ValueError, "backend", "'auto', 'triton', 'torch' or 'reference'", "'cuda'"),
     ({"backend": "reference", "vocab_start": 5}, ValueError, "vocab_start", "0 for backend='reference'", "5"),
     ({"backend": "reference", "weight_grad_sink": 3}, ValueError, "weight_grad_sink", "None for backend", "a int"),
-    ({"skip_ignored": "yes"}, TypeError, "skip_ignored", "must be a bool or an int", "str"),
-    ({"skip_ignored": 2.0}, TypeError, "skip_ignored", "must be a bool or an int", "float"),
-    ({"skip_ignored": None}, TypeError, "skip_ignored", "must be a bool or an int", "NoneType"),
-    ({"skip_ignored": -1}, ValueError, "skip_ignored", "at least 0 and at most the number of rows, 4", "-1"),
-    ({"skip_ignored": 5}, ValueError, "skip_ignored", "at least 0 and at most the number of rows, 4", "5"),
-    ({"logits_dtype": torch.float32}, ValueError, "logits_dtype", "torch.bfloat16 or None", "torch.float32"),
-    ({"logits_dtype": torch.float16}, ValueError, "logits_dtype", "torch.bfloat16 or None", "torch.float16"),
-    ({"logits_dtype": "bfloat16"}, ValueError, "logits_dtype", "torch.bfloat16 or None", "bfloat16"),
-    ({"vocab_size": 21}, ValueError, "vocab_size", "at most the 20 columns of all shards", "21: is tp_group"),
-    ({"temperature": 10**400}, ValueError, "temperature", "a number that fp32 holds", "1329 bits"),
 ]
 
 
@@ -253,14 +239,14 @@ def test_check_labels_counts_and_shows_the_first_offender(device):
 
 
 def test_check_labels_names_what_is_no_label():
-    with pytest.raises(TypeError, match=r"labels must be a torch.Tensor, got list"):
-        megatron_lce.check_labels([1, 2], 3)
-    with pytest.raises(TypeError, match=r"labels must be int64, got torch.float32"):
-        megatron_lce.check_labels(torch.tensor([0.5, torch.nan]), 3)
-    with pytest.raises(TypeError, match=r"vocab_size must be an int, got float"):
-        megatron_lce.check_labels(torch.tensor([1]), 3.0)
-    with pytest.raises(ValueError, match=r"vocab_size must be at least 1, got -1"):
-        megatron_lce.check_labels(torch.tensor([1]), -1)
+    for labels, vocab_size, error, message in (
+        ([1, 2], 3, TypeError, "labels must be a torch.Tensor, got list"),
+        (torch.tensor([0.5, torch.nan]), 3, TypeError, "labels must be int64, got torch.float32"),
+        (torch.tensor([1]), 3.0, TypeError, "vocab_size must be an int, got float"),
+        (torch.tensor([1]), -1, ValueError, "vocab_size must be at least 1, got -1"),
+    ):
+        with pytest.raises(error, match=message):
+            megatron_lce.check_labels(labels, vocab_size)
 
 
 def test_ranks_describe_a_configuration_in_one_order(device):
