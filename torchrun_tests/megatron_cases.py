@@ -15,7 +15,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from torch import Tensor, nn
 
-from megatron_lce import capture_lm_head
+from megatron_lce import FusedLinearCE, capture_lm_head, enable_fused_linear_ce
 from megatron_lce.megatron.main_grad import MainGradSink
 from megatron_lce.megatron.reasons import find_language_model
 from scripts import megatron_runtime
@@ -115,6 +115,22 @@ def set_main_grad_fusion(chunks: list[nn.Module]) -> None:
     """Megatron refuses the setting at construction for want of Apex; on the built head only our path reads it."""
     if has_head(chunks):
         find_language_model(chunks).output_layer.gradient_accumulation_fusion = True
+
+
+def enable(chunks: list[nn.Module], case: Case, fused: bool) -> FusedLinearCE:
+    """The flag as the case has it; refused on no stage with a head."""
+    options = {"skip_masked": case.masked, "known_loss": case.known}
+    handle = enable_fused_linear_ce(chunks, use_fused_linear_ce=fused, **options)
+    assert handle.enabled == (fused and has_head(chunks)), handle.reasons
+    if fused and case.main_grad:
+        set_main_grad_fusion(chunks)
+    return handle
+
+
+def train_captured(case: Case, device: torch.device) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Losses and gradients of a step whose loss is the captured head's."""
+    chunks = build(case, device)
+    return train_step(chunks, captured_forward_step, microbatches(case, device)), gradients(chunks)
 
 
 @contextlib.contextmanager

@@ -1,5 +1,7 @@
 """Errors of whole sets of tensors, of which pipeline stages hold different ones."""
 
+from collections.abc import Sequence
+
 import harness
 import torch.distributed as dist
 from torch import Tensor
@@ -12,6 +14,12 @@ def compare_all(report: harness.Report, name: str, actual: dict, expected: dict)
     assert actual.keys() == expected.keys()
     count, worst, error = worst_of_all_ranks({str(key): relative_error(actual[key], expected[key]) for key in expected})
     report.check(name, error <= ALLOWED, f"{count} tensors, worst {worst}: error {error:.1e}, allowed {ALLOWED:.0e}")
+
+
+def compare_step(report: harness.Report, name: str, found: Sequence[dict], expected: Sequence[dict]) -> None:
+    """Of a step the losses and the gradients."""
+    for what, actual, native in zip(("losses", "gradients"), found[:2], expected[:2], strict=True):
+        compare_all(report, f"{name}: {what}", actual, native)
 
 
 def worst_of_all_ranks(values: dict[str, float]) -> tuple[int, str, float]:

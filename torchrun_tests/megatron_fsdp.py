@@ -14,7 +14,7 @@ from megatron.core.models.common.embeddings.language_model_embedding import Lang
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer import TransformerLayer
 from megatron.core.transformer.module import Float16Module
-from megatron_comparisons import compare_all
+from megatron_comparisons import compare_step
 from megatron_training import check_errors
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -115,22 +115,19 @@ def check_fsdp(sharding: Sharding, case: cases.Case, device: torch.device, repor
     batches = cases.microbatches(case, device)
     model = build(case, sharding, device)
     losses, expected = train(model, batches, case.masked)
-    options = {"skip_masked": case.masked, "known_loss": case.known}
-    handle = enable_fused_linear_ce(model, on_unsupported="raise", **options)
+    handle = cases.enable([model], case, fused=True)
     report.check(f"{name}: enabled", handle.enabled and explain(model).can_fuse, repr(handle))
     if sharding.policy.param_dtype is not None:
-        _, exact = train(
-            build(case, dataclasses.replace(sharding, policy=MixedPrecisionPolicy()), device), batches, case.masked
-        )
+        precise = dataclasses.replace(sharding, policy=MixedPrecisionPolicy())
+        _, exact = train(build(case, precise, device), batches, case.masked)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # of a loss that is not fused
         for step in ("first", "second"):
-            found_losses, found = train(model, batches, case.masked)
+            found = train(model, batches, case.masked)
             if sharding.policy.param_dtype is not None:
-                check_errors(f"{name}: {step} step, gradients", found, expected, exact, report)
-                continue
-            compare_all(report, f"{name}: {step} step, losses", found_losses, losses)
-            compare_all(report, f"{name}: {step} step, gradients", found, expected)
+                check_errors(f"{name}: {step} step, gradients", found[1], expected, exact, report)
+            else:
+                compare_step(report, f"{name}: {step} step", found, (losses, expected))
     handle.remove()
     _, again = train(model, batches, case.masked)
     same = all(torch.equal(again[key], gradient) for key, gradient in expected.items())
@@ -143,7 +140,7 @@ def check_fsdp_errors(case: cases.Case, device: torch.device, report: harness.Re
     batch = batches[0]
     inputs, labels = (batch["tokens"], batch["positions"], None), batch["labels"]
     model = build(case, HEAD, device)
-    losses, expected = train(model, batches, False)
+    native = train(model, batches, False)
 
     message = message_of(lambda: capture_lm_head(model).__enter__())
     right = "the LM head cannot be captured: the head's weight is managed by FSDP" in message
@@ -158,14 +155,11 @@ def check_fsdp_errors(case: cases.Case, device: torch.device, report: harness.Re
     report.check("FSDP2: an error in the head's call", message.startswith("labels must be [b, s]"), message)
 
     fused = language_model.compute_language_model_loss
-    uses = {
-        "logits are not computed": (lambda logits: logits.square(), "the logits of an enabled model are not computed"),
-        "logits are not scaled": (lambda logits: logits * 2, "the logits of an enabled model are not computed"),
-    }
-    for name, (use, expected_message) in uses.items():
+    uses = {"logits are not computed": torch.square, "logits are not scaled": lambda logits: logits * 2}
+    for name, use in uses.items():
         language_model.compute_language_model_loss = lambda labels, logits, use=use: fused(labels, use(logits))
         message = message_of(lambda: model(*inputs, labels=labels))
-        report.check(f"FSDP2: {name}", message.startswith(expected_message), message)
+        report.check(f"FSDP2: {name}", message.startswith("the logits of an enabled model are not computed"), message)
     language_model.compute_language_model_loss = lambda labels, logits: fused(labels.clone(), logits)
     message = message_of(lambda: model(*inputs, labels=labels))
     report.check("FSDP2: other labels", message.startswith("labels must be the tensor that"), message)
@@ -173,9 +167,7 @@ def check_fsdp_errors(case: cases.Case, device: torch.device, report: harness.Re
     handle.remove()
 
     enable_fused_linear_ce(model, on_unsupported="raise")
-    found_losses, found = train(model, batches, False)
-    compare_all(report, "FSDP2: losses after errors", found_losses, losses)
-    compare_all(report, "FSDP2: gradients after errors", found, expected)
+    compare_step(report, "FSDP2, after errors", train(model, batches, False), native)
     with torch.no_grad():
         logits = model(*inputs)
     report.check("FSDP2: logits without labels", logits.shape == (*labels.shape, cases.VOCAB_SIZE), str(logits.shape))

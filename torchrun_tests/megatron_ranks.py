@@ -71,15 +71,15 @@ def check_refusal_on_one_rank(case: cases.Case, device: torch.device, report: ha
     chunks = cases.build(case, device)
     enable_fused_linear_ce(chunks)
     model = find_language_model(chunks)
+    first = parallel_state.get_tensor_model_parallel_rank() == 0
+    expected = "the logits of an enabled model are not computed" if first else "the other rank"
     for name, use in USES.items():
 
         def loss(labels: Tensor, logits: Tensor, use: Callable[[Tensor], object] = use) -> None:
-            if parallel_state.get_tensor_model_parallel_rank() == 0:
+            if first:
                 use(logits)
             raise RuntimeError("the other rank")
 
         model.compute_language_model_loss = loss
         message = harness.message_of(lambda: chunks[0](batch["tokens"], batch["positions"], None, **given))
-        first = parallel_state.get_tensor_model_parallel_rank() == 0
-        expected = "the logits of an enabled model are not computed" if first else "the other rank"
         report.check(f"{case.name}: logits {name} on one rank", message.startswith(expected), message)

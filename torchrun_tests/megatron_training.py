@@ -9,7 +9,7 @@ import harness
 import megatron_cases as cases
 import megatron_models as models
 import torch
-from megatron_comparisons import compare_all, error_ratio, relative_error, worst_of_all_ranks
+from megatron_comparisons import compare_all, compare_step, error_ratio, relative_error, worst_of_all_ranks
 from torch import nn
 
 from megatron_lce import enable_fused_linear_ce, install_megatron_linear_cross_entropy
@@ -29,28 +29,22 @@ def train(case: cases.Case, device: torch.device, *, fused: bool, like: list[nn.
     scale = cases.LOSS_SCALE if case.dtype == torch.float16 else 1.0
     for chunk in chunks:
         chunk.config.grad_scale_func = functools.partial(operator.mul, scale) if scale != 1.0 else None
-    options = {"skip_masked": case.masked, "known_loss": case.known}
-    handle = enable_fused_linear_ce(chunks, use_fused_linear_ce=fused, **options)
+    handle = cases.enable(chunks, case, fused)
     forward_step = functools.partial(cases.forward_step, masked=case.masked)
-    if fused and case.main_grad:
-        cases.set_main_grad_fusion(chunks)
     with cases.counted_additions() as additions:
         losses = cases.train_step(chunks, forward_step, cases.microbatches(case, device))
         if case.overlap:
             optimizer = megatron_runtime.build_optimizer(chunks, use_distributed_optimizer=True)
             optimizer.step()
             losses = cases.train_step(chunks, forward_step, cases.microbatches(case, device))
-    assert handle.enabled == (fused and cases.has_head(chunks)), handle.reasons
     assert additions.called == (handle.enabled and case.main_grad), case
     return losses, {name: grad / scale for name, grad in cases.gradients(chunks).items()}, chunks
 
 
 def check_training(case: cases.Case, device: torch.device, report: harness.Report) -> None:
     """The flag on against off: the loss of every token and the accumulated gradient of every parameter."""
-    losses, expected, _ = train(case, device, fused=False)
-    fused_losses, actual, _ = train(case, device, fused=True)
-    compare_all(report, f"{case.name}: losses", fused_losses, losses)
-    compare_all(report, f"{case.name}: gradients", actual, expected)
+    native = train(case, device, fused=False)
+    compare_step(report, case.name, train(case, device, fused=True), native)
 
 
 def check_own_flag(case: cases.Case, device: torch.device, report: harness.Report) -> None:
@@ -58,28 +52,19 @@ def check_own_flag(case: cases.Case, device: torch.device, report: harness.Repor
     losses, expected, _ = train(case, device, fused=False)
     asking = dataclasses.replace(case, config=(*case.config, *OWN_FLAG))
     install_megatron_linear_cross_entropy()
-    own_losses, own, _ = train(asking, device, fused=False)
+    ways = {"own flag": train(asking, device, fused=False)[:2]}
     install_megatron_linear_cross_entropy(False)
-    fused_losses, fused, _ = train(asking, device, fused=True)
-    chunks = cases.build(asking, device)
-    captured_losses = cases.train_step(chunks, cases.captured_forward_step, cases.microbatches(case, device))
-    for name, found_losses, found in (
-        ("own flag", own_losses, own),
-        ("own flag and ours", fused_losses, fused),
-        ("own flag, captured", captured_losses, cases.gradients(chunks)),
-    ):
-        kept = {key: value for key, value in losses.items() if key in found_losses}  # MTP's acceptance is not counted
-        compare_all(report, f"{case.name}: {name}, losses", found_losses, kept)
-        compare_all(report, f"{case.name}: {name}, gradients", found, expected)
+    ways["own flag and ours"] = train(asking, device, fused=True)[:2]
+    ways["own flag, captured"] = cases.train_captured(asking, device)
+    for name, found in ways.items():
+        kept = {key: value for key, value in losses.items() if key in found[0]}  # MTP's acceptance is not counted
+        compare_step(report, f"{case.name}: {name}", found, (kept, expected))
 
 
 def check_captured_training(case: cases.Case, device: torch.device, report: harness.Report) -> None:
     """The same loss through `capture_lm_head`, in Megatron's schedule."""
-    losses, expected, _ = train(case, device, fused=False)
-    chunks = cases.build(case, device)
-    captured = cases.train_step(chunks, cases.captured_forward_step, cases.microbatches(case, device))
-    compare_all(report, f"{case.name}: captured, losses", captured, losses)
-    compare_all(report, f"{case.name}: captured, gradients", cases.gradients(chunks), expected)
+    native = train(case, device, fused=False)
+    compare_step(report, f"{case.name}: captured", cases.train_captured(case, device), native)
 
 
 def check_16_bit(case: cases.Case, device: torch.device, report: harness.Report) -> None:
@@ -110,12 +95,7 @@ def scaled_steps(case: cases.Case, device: torch.device, *, fused: bool) -> tupl
     optimizer = megatron_runtime.build_optimizer(
         chunks, case.dtype, initial_loss_scale=cases.LOSS_SCALE, hysteresis=1, use_distributed_optimizer=case.overlap
     )
-    handle = enable_fused_linear_ce(
-        chunks, use_fused_linear_ce=fused, skip_masked=case.masked, known_loss=case.known, on_unsupported="raise"
-    )
-    assert handle.enabled == (fused and cases.has_head(chunks)), handle.reasons
-    if fused and case.main_grad:
-        cases.set_main_grad_fusion(chunks)
+    cases.enable(chunks, case, fused)
     steps, grads = [], {}
     for spike in SPIKES:
 

@@ -25,10 +25,6 @@ def nearly_all_of_20(ranks: int) -> int:
     return max(20 * (ranks - 1) - 3, 5)
 
 
-def five(ranks: int) -> int:
-    return 5
-
-
 def first_columns(whole: Whole) -> None:
     """Every label is the first column of a shard: the next rank's labels lie just past this one's last tile."""
     starts = torch.tensor(whole.case.starts, device=whole.labels.device)
@@ -60,6 +56,8 @@ def nan_in_one_teacher_row(whole: Whole) -> None:
 SP = {"sequence_parallel": True}
 PER_TOKEN, UNUSABLE = {"temperature": "per token"}, {"temperature": "per token, some unusable"}
 TELEMETRY, SOME = {"telemetry": True}, {"ignored": 0.3}
+TILE = {"shape": (40,), "shards": lambda n: [600 - 400 * (rank == 1) for rank in range(n)], "workspace_bytes": 200_000}
+PADDED = {"shards": uneven, "vocab_size": lambda ranks: 13 * ranks - 2}
 KEPT, SKIPPED, COUNTED = {"logits_cache_bytes": 2**20}, {"skip_ignored": True}, {"skip_ignored": "count"}
 # Room for parts of 144 tokens' logits; the kernels, which the interpreter runs, get parts of a few columns' more.
 PARTS = {"workspace_bytes": {"torch": 2**17, "triton": 2**18}}
@@ -67,20 +65,17 @@ ROUNDED = {"logits_dtype": BF16, "temperature": 0.7}
 ASKED = {"bits": True, "telemetry": True, "candidates": 5}
 CASES = [
     case("even shards"),
-    case("even shards, b=3", shape=WIDE),
     case("one dimension of tokens", shape=(7,)),
     case("uneven shards", shape=WIDE, shards=uneven, **SOME, **TELEMETRY),
     case("labels in the next rank's first column", shards=uneven, change=first_columns),
     case("labels in the next rank's first column, whole tiles", shards=sizes(256), change=first_columns),
     case("padded columns", vocab_size=lambda ranks: 20 * ranks - 3),
     case("a shard that is all padding", vocab_size=nearly_all_of_20, **TELEMETRY),
-    case("all padding, default bf16", vocab_size=five, default_dtype=BF16, **TELEMETRY),
-    case("all padding, default fp64", vocab_size=five, dtype=BF16, default_dtype=torch.float64),
-    case("a shard that is all padding, sequence parallel", vocab_size=five, **SP),
+    case("all padding, default bf16", vocab_size=5, default_dtype=BF16, **TELEMETRY),
+    case("all padding, default fp64", vocab_size=5, dtype=BF16, default_dtype=torch.float64),
+    case("a shard that is all padding, sequence parallel", vocab_size=5, **SP),
     case("all logits near -10000", offset=-1e4),
-    case("some rows ignored", **SOME),
     case("all rows ignored", ignored=1.0),
-    case("sequence parallel", **SP),
     case("sequence parallel, b=3", shape=WIDE, **SP, **SOME, **TELEMETRY),
     case("sequence parallel, uneven", shards=uneven, **SP),
     case("temperature per token", shape=WIDE, **PER_TOKEN, **TELEMETRY),
@@ -88,7 +83,6 @@ CASES = [
     case("unusable temperatures", **UNUSABLE),
     case("softcap, logits_scale, temperature", softcap=3.0, logits_scale=0.7, temperature=1.6, telemetry=True),
     case("without entropy", entropy=False),
-    case("telemetry", **TELEMETRY),
     case("telemetry, tied maxima across ranks", change=tied_maxima, **TELEMETRY),
     case("unowned labels", unowned=True),
     case("unowned labels, sequence parallel, padding", unowned=True, vocab_size=lambda n: 5 * n, **SP),
@@ -97,7 +91,6 @@ CASES = [
     case("one token, H=1, V_local=1", shape=(1,), hidden_size=1, shards=sizes(1)),
     case("blocks of tokens", shape=(144,), shards=sizes(300), **PARTS),
     case("blocks of tokens, bf16", shape=(144,), shards=sizes(600), workspace_bytes=2**16, dtype=BF16),
-    case("bf16", dtype=BF16),
     case("bf16, sequence parallel", shape=WIDE, dtype=BF16, **SP),
     case("bf16, uneven, b=3", shape=WIDE, dtype=BF16, shards=uneven),
     case("fp16", dtype=torch.float16),
@@ -108,18 +101,9 @@ CASES = [
     case("skipped, sequence parallel", shape=WIDE, **SKIPPED, **SP, **SOME),
     case("counted, sequence parallel", dtype=BF16, **COUNTED, **SP, **SOME),
     case("skipped, cached", dtype=BF16, **SKIPPED, **KEPT, **SOME),
-    case(
-        "skipped, cached, a tile at first",
-        shape=(40,),
-        shards=lambda n: [600 - 400 * (rank == 1) for rank in range(n)],
-        workspace_bytes=200_000,
-        dtype=BF16,
-        **SKIPPED,
-        **KEPT,
-        **SOME,
-    ),
+    case("skipped, cached, a tile at first", **TILE, dtype=BF16, **SKIPPED, **KEPT, **SOME),
     # Has no cache, and no slab to begin with.
-    case("skipped, cached, all padding", vocab_size=five, dtype=BF16, **SKIPPED, **KEPT, **SP, **SOME),
+    case("skipped, cached, all padding", vocab_size=5, dtype=BF16, **SKIPPED, **KEPT, **SP, **SOME),
     case("skipped, all", ignored=1.0, **SKIPPED, **SP),
     case("skipped, no upstream", change=no_upstream_for_some, **SKIPPED, **TELEMETRY),
     case("blocks of tokens outside", shape=(144,), **PARTS, wide_block=16, shards=uneven),
@@ -130,10 +114,8 @@ CASES = [
     case("rounded, cached", shards=sizes(300), dtype=BF16, logits_cache_bytes=12 * 300 * 2, **SP, **ROUNDED),
     case("reduce_grad_hidden=False", reduce_grad_hidden=False),
     case("candidates", candidates=6, **PER_TOKEN, **SKIPPED),
-    case(
-        "candidates, uneven", shape=(12, 2), shards=uneven, vocab_size=lambda n: 13 * n - 2, candidates=6, **PER_TOKEN
-    ),
-    case("candidates, all padding", vocab_size=five, candidates=6, **PER_TOKEN, **SKIPPED, **SP),
+    case("candidates, uneven", shape=(12, 2), **PADDED, candidates=6, **PER_TOKEN),
+    case("candidates, all padding", vocab_size=5, candidates=6, **PER_TOKEN, **SKIPPED, **SP),
     case("candidates, bf16", shape=WIDE, dtype=BF16, softcap=4.0, candidates=6, **PER_TOKEN, **SKIPPED, **SP),
 ]
 # Outputs are those of one rank to the last bit, and logprobs those without gradients.
@@ -149,15 +131,15 @@ OF_TOKEN_LOSS = [
     case("skipped", shape=(144,), shards=uneven, **PARTS, **SKIPPED),
     case("sequence parallel", shape=(72, 2), dtype=BF16, shards=uneven, **SP, **FEW),
     case("sequence parallel, skipped", shape=(72, 2), dtype=BF16, shards=uneven, **SP, **SKIPPED, **FEW),
-    case("a shard of padding", shape=(36,), vocab_size=five, workspace_bytes=120_000, **SP),
+    case("a shard of padding", shape=(36,), vocab_size=5, workspace_bytes=120_000, **SP),
 ]
 OF_TOKEN_LOSS = [
     dataclasses.replace(c, operation=TOKEN_LOSS, ignored=0.3, keywords=c.keywords | TELEMETRY) for c in OF_TOKEN_LOSS
 ]
 OF_IDS = [
     case("even shards"),
-    case("uneven, padded", shape=(3, 2), shards=uneven, vocab_size=lambda n: 13 * n - 2, workspace_bytes=1),
-    case("a shard that is all padding, sequence parallel", vocab_size=five, **SP),
+    case("uneven, padded", shape=(3, 2), **PADDED, workspace_bytes=1),
+    case("a shard that is all padding, sequence parallel", vocab_size=5, **SP),
     case("bf16, sequence parallel", dtype=BF16, softcap=4.0, workspace_bytes=1, **SP),
 ]
 OF_IDS = [dataclasses.replace(c, operation=IDS, keywords=c.keywords | PER_TOKEN | {"candidates": 7}) for c in OF_IDS]
@@ -170,6 +152,7 @@ def jsd(name: str, *betas: float, **words) -> list[Case]:
 
 
 STUDENT, KNOWN = {"return_student": True, "teacher_temperature": 1.5}, {"weighted": True}
+BLOCKS = {"shape": (192,), "shards": sizes(60), "dtype": BF16, "workspace_bytes": 2**18 + 2**17}
 FORMS = {"student_logits_scale": 0.7, "student_softcap": 3.0, "teacher_logits_scale": -1.5, "teacher_softcap": 5.0}
 FORMS |= {"temperature": 1.6, "teacher_temperature": 0.8}
 OF_JSD = [
@@ -180,7 +163,7 @@ OF_JSD = [
     *jsd("padded columns, some rows ignored", BETWEEN, 1, vocab_size=lambda ranks: 20 * ranks - 3, **SOME),
     *jsd("a shard that is all padding", BETWEEN, 1, vocab_size=nearly_all_of_20),
     *jsd("the student's outputs, a shard that is all padding", 0.5, vocab_size=nearly_all_of_20, **STUDENT),
-    *jsd("all padding, sequence parallel", 0, BETWEEN, vocab_size=five, **SP),
+    *jsd("all padding, sequence parallel", 0, BETWEEN, vocab_size=5, **SP),
     *jsd("all rows ignored", BETWEEN, ignored=1.0),
     *jsd("NaN rows", BETWEEN, 1, **UNUSABLE, **SOME),
     *jsd("NaN in one shard of the teacher's weight", 0, BETWEEN, change=nan_in_one_teacher_column),
@@ -190,22 +173,12 @@ OF_JSD = [
     *jsd("skipped, uneven", 0, BETWEEN, shards=uneven, **SOME, **SKIPPED),
     *jsd("the student's outputs, skipped, uneven", 0.5, shards=uneven, **SOME, **SKIPPED, **STUDENT),
     *jsd("skipped, sequence parallel, counted", BETWEEN, 1, **SP, **SOME, **COUNTED),
-    *jsd("skipped, all ignored, all padding", BETWEEN, vocab_size=five, ignored=1.0, **SKIPPED),
+    *jsd("skipped, all ignored, all padding", BETWEEN, vocab_size=5, ignored=1.0, **SKIPPED),
     *jsd("known weights, uneven", 0, shards=uneven, **SOME, **KNOWN),
     *jsd("known weights, NaN in one shard of the teacher's", 0, change=nan_in_one_teacher_column, **KNOWN),
-    *jsd("known weights, skipped, padding", 0, 1, vocab_size=five, **SOME, **SKIPPED, **KNOWN),
-    *jsd("the student's, known weights, skipped", 0.5, vocab_size=five, **SOME, **SKIPPED, **KNOWN, **STUDENT),
-    *jsd(
-        "known weights, sequence parallel, blocks, the student's outputs",
-        *(0, BETWEEN),
-        shape=(192,),
-        shards=sizes(60),
-        dtype=BF16,
-        workspace_bytes=2**18 + 2**17,
-        **SP,
-        **KNOWN,
-        **STUDENT,
-    ),
+    *jsd("known weights, skipped, padding", 0, 1, vocab_size=5, **SOME, **SKIPPED, **KNOWN),
+    *jsd("the student's, known weights, skipped", 0.5, vocab_size=5, **SOME, **SKIPPED, **KNOWN, **STUDENT),
+    *jsd("known weights, SP, blocks, the student's outputs", 0, BETWEEN, **BLOCKS, **SP, **KNOWN, **STUDENT),
     *jsd("known weights, skipped", BETWEEN, workspace_bytes=2**14, **SP, **SOME, **COUNTED, **KNOWN),
     *jsd("known weights, all ignored", BETWEEN, ignored=1.0, **SP, **SKIPPED, **KNOWN),
     *jsd("no tokens", BETWEEN, shape=(0, 3)),

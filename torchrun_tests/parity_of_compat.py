@@ -22,37 +22,33 @@ from tests.oracle import Upstream, comparisons, evaluate, oracle
 
 def run_compat(group: ProcessGroup, device: torch.device, report: Report) -> None:
     """The call of verl and AReaL sums hidden's gradient; what stands in front of it is run_megatron.py's."""
-    problem = Share(Case(), Ranks("auto", group, device))
-    shard = problem.columns
-    upstream = problem.upstream._replace(lse=None)
-    inputs = (problem.hidden, problem.weight, problem.labels, upstream)
 
     def outputs(hidden: Tensor, weight: Tensor, labels: Tensor) -> LinearCrossEntropyOutput:
         logprobs, entropy = compat.linear_cross_entropy(hidden, weight, labels, dist_process_group=group)
         return LinearCrossEntropyOutput(logprobs.view_as(labels), entropy.view_as(labels), None)
 
-    actual = evaluate(outputs, problem.hidden, problem.weight[shard], problem.labels, upstream)
-    for result in comparisons(actual, oracle(*inputs), *inputs, weight_rows=shard):
-        check_error(problem, f"compat.linear_cross_entropy: {result.name}", result.error, result.allowed, report)
+    problem = Share(Case(), Ranks("auto", group, device))
+    check_call("compat.linear_cross_entropy", problem, problem.upstream._replace(lse=None), outputs, report)
 
 
 def run_megatrons_call(group: ProcessGroup, device: torch.device, report: Report) -> None:
     """`compat.megatron_linear_cross_entropy`, with and without sequence parallel."""
-    problem = Share(Case(), Ranks("auto", group, device))
-    shard = problem.columns
-    upstream = Upstream(problem.upstream.logprobs)
-    inputs = (problem.hidden, problem.weight, problem.labels, upstream)
     for sequence_parallel in (False, True):
-        rows = Share(case(sequence_parallel=sequence_parallel), problem.ranks).rows
 
         def outputs(hidden: Tensor, weight: Tensor, labels: Tensor, sp: bool = sequence_parallel):
             loss = compat.megatron_linear_cross_entropy(hidden, weight, labels, group, "none", sequence_parallel=sp)
             return LinearCrossEntropyOutput(-loss.view_as(labels), None, None)
 
-        actual = evaluate(outputs, problem.hidden[rows], problem.weight[shard], problem.labels, upstream)
-        for result in comparisons(actual, oracle(*inputs), *inputs, hidden_rows=rows, weight_rows=shard):
-            name = f"compat.megatron_linear_cross_entropy, sequence_parallel={sequence_parallel}: {result.name}"
-            check_error(problem, name, result.error, result.allowed, report)
+        problem = Share(case(sequence_parallel=sequence_parallel), Ranks("auto", group, device))
+        name = f"compat.megatron_linear_cross_entropy, sequence_parallel={sequence_parallel}"
+        check_call(name, problem, Upstream(problem.upstream.logprobs), outputs, report)
+
+
+def check_call(name: str, share: Share, upstream: Upstream, call: Callable[..., Any], report: Report) -> None:
+    inputs = (share.hidden, share.weight, share.labels, upstream)
+    actual = evaluate(call, *share.heads, share.labels, upstream)
+    for result in comparisons(actual, oracle(*inputs), *inputs, **share.parts):
+        check_error(share, f"{name}: {result.name}", result.error, result.allowed, report)
 
 
 def run_torchs_call(group: ProcessGroup, device: torch.device, report: Report) -> None:
@@ -77,24 +73,17 @@ def run_torchs_call(group: ProcessGroup, device: torch.device, report: Report) -
             other = other[shard] if name == "grad_weight" else other
             report.compare(f"torch's call with {keyword}: {name}", one, other, 1e-5)
     mesh = DeviceMesh.from_group(group, device.type)
-    placed = (
-        distribute_tensor(problem.hidden, mesh, [Replicate()]),
-        distribute_tensor(problem.weight, mesh, [Shard(0)]),
-    )
-    report.compare(
-        "torch's call with DTensors and label_smoothing: loss",
-        compat.torch_linear_cross_entropy(*placed, problem.labels, label_smoothing=0.2),
-        materialised(problem.hidden, problem.weight, problem.labels, label_smoothing=0.2),
-        1e-5,
-    )
+    placed = distribute_tensor(problem.hidden, mesh, [Replicate()]), distribute_tensor(problem.weight, mesh, [Shard(0)])
+    loss = compat.torch_linear_cross_entropy(*placed, problem.labels, label_smoothing=0.2)
+    expected_loss = materialised(problem.hidden, problem.weight, problem.labels, label_smoothing=0.2)
+    report.compare("torch's call with DTensors and label_smoothing: loss", loss, expected_loss, 1e-5)
 
 
 def run_disagreements_of_compat(group: ProcessGroup, report: Report) -> None:
     """The same of the other projects' calls, whose own checks come before those of the operation."""
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    ranks = dist.get_world_size(group)
     if ranks == 1:
         return
-    last = rank == ranks - 1
     hidden, weight, labels = torch.ones(6, 8), torch.ones(20, 8), torch.zeros(6, dtype=torch.int64)
     head = {"hidden": hidden, "weight": weight, "labels": labels}
     torchs_head = {"input": hidden, "linear_weight": weight, "target": labels}
@@ -107,14 +96,9 @@ def run_disagreements_of_compat(group: ProcessGroup, report: Report) -> None:
         "rows of weight must be the same on every rank": {"weight": torch.ones(21, 8)},
     }
     whole = hidden.clone().requires_grad_()
-    of_graphs = {
-        "of dist_process_group refuses its arguments: hidden must come out of": {
-            "hidden": torch.cat([_CopyToModelParallelRegion.apply(whole[:3], group), whole[3:]])
-        }
-    }
-    of_max_logits = {
-        "return_max_logits must be the same on every rank of dist_process_group": {"return_max_logits": True}
-    }
+    partly = torch.cat([_CopyToModelParallelRegion.apply(whole[:3], group), whole[3:]])
+    of_graphs = {"of dist_process_group refuses its arguments: hidden must come out of": {"hidden": partly}}
+    of_max = {"return_max_logits must be the same on every rank of dist_process_group": {"return_max_logits": True}}
     of_ignored = {"ignore_index must be the same on every rank of tp_group": {"ignore_index": 3}}
     of_torchs = {
         "refuses its arguments: reduction must be": {"reduction": "avg"},
@@ -127,18 +111,16 @@ def run_disagreements_of_compat(group: ProcessGroup, report: Report) -> None:
         "label_smoothing must be the same on every rank": {"label_smoothing": 0.1},
         "weight must be the same on every rank": {"weight": torch.ones(20 * ranks)},
     }
-    operations: list[tuple[Callable[..., Any], dict[str, Any], dict[str, dict[str, Any]]]] = [
-        (functools.partial(compat.linear_cross_entropy, dist_process_group=group), head, of_a_head),
-        (functools.partial(compat.linear_cross_entropy, dist_process_group=group), head | {"hidden": whole}, of_graphs),
-        (functools.partial(compat.areal_linear_cross_entropy, dist_process_group=group), head, of_max_logits),
-        (functools.partial(compat.megatron_linear_cross_entropy, tp_group=group), head, of_a_head | of_ignored),
-        (functools.partial(compat.torch_linear_cross_entropy, tp_group=group), torchs_head, of_torchs),
-    ]
-    for operation, inputs, odd in operations:
-        for expected, arguments in odd.items():
-            said = expected.split(": ")[-1] if last else expected
-            check_refusal(operation, {**inputs, **(arguments if last else {})}, said, report)
-    count_exchanges(functools.partial(compat.torch_linear_cross_entropy, tp_group=group), torchs_head, report)
+    verls = functools.partial(compat.linear_cross_entropy, dist_process_group=group)
+    areals = functools.partial(compat.areal_linear_cross_entropy, dist_process_group=group)
+    megatrons = functools.partial(compat.megatron_linear_cross_entropy, tp_group=group)
+    torchs = functools.partial(compat.torch_linear_cross_entropy, tp_group=group)
+    check_disagreements(verls, head, of_a_head, group, report)
+    check_disagreements(verls, head | {"hidden": whole}, of_graphs, group, report)
+    check_disagreements(areals, head, of_max, group, report)
+    check_disagreements(megatrons, head, of_a_head | of_ignored, group, report)
+    check_disagreements(torchs, torchs_head, of_torchs, group, report)
+    count_exchanges(torchs, torchs_head, report)
 
 
 class _CopyToModelParallelRegion(torch.autograd.Function):
@@ -163,6 +145,16 @@ def count_exchanges(operation: Callable[..., Any], call: dict[str, Any], report:
         operation(**call, label_smoothing=0.1)
     report.check("a known configuration is not exchanged", again == 0, f"{again} exchanges")
     report.check("a new configuration is exchanged", exchange.call_count > 0, f"{exchange.call_count} exchanges")
+
+
+def check_disagreements(
+    operation: Callable[..., Any], call: dict[str, Any], odd: dict[str, Any], group: ProcessGroup, report: Report
+) -> None:
+    """For each message the arguments that the last rank calls with; what is its own error it tells as such."""
+    last = dist.get_rank(group) == dist.get_world_size(group) - 1
+    for expected, arguments in odd.items():
+        said = expected.split(": ")[-1] if last else expected
+        check_refusal(operation, call | (arguments if last else {}), said, report)
 
 
 def check_refusal(operation: Callable[..., Any], call: dict[str, Any], expected: str, report: Report) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from harness import Report
-from parity_of_compat import check_refusal
+from parity_of_compat import check_disagreements, check_refusal
 from torch.distributed import ProcessGroup
 
 import megatron_lce
@@ -40,49 +40,43 @@ def run_disagreements(group: ProcessGroup, report: Report) -> None:
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     if ranks == 1:
         return
-    last = rank == ranks - 1
-    hidden, labels = torch.ones(6, 8), torch.zeros(6, dtype=torch.int64)
-    rows = 300 if last else 20  # of the kernels' tiles: statistics that take workspace
+    hidden, weight, labels = torch.ones(6, 8), torch.ones(20, 8), torch.zeros(6, dtype=torch.int64)
+    uneven = torch.ones(300 if rank == ranks - 1 else 20, 8)  # of the kernels' tiles: statistics that take workspace
+    head = {"hidden": hidden, "weight": weight, "labels": labels}
+    cross_entropy = functools.partial(megatron_lce.linear_cross_entropy, tp_group=group, backend="torch")
     odd = {  # what the last rank does otherwise
         "softcap must be the same on every rank": {"softcap": 2.0},
         "gradients must be the same on every rank": {"weight": torch.ones(20, 8, requires_grad=True)},
         "weight_grad_sink must be the same on every rank": {"weight_grad_sink": object()},
         "refuses its arguments: labels must be int64": {"labels": labels.int()},
-        "vocab_start must be given on every rank where shards differ": {"weight": torch.ones(rows, 8)},
+        "vocab_start must be given on every rank where shards differ": {"weight": uneven},
         "hidden must be the same on every rank": {"hidden": hidden.half(), "weight": torch.ones(20, 8).half()},
         "skip_ignored must be the same on every rank": {"skip_ignored": True},
         "the shape of hidden must be the same on every rank": {"hidden": hidden[1:], "labels": labels[1:]},
     }
-    for expected, arguments in odd.items():
-        call = {"hidden": hidden, "weight": torch.ones(20, 8), "labels": labels, **(arguments if last else {})}
-        check_refused(call, expected.split(": ")[-1] if last else expected, group, report)
+    check_disagreements(cross_entropy, head, odd, group, report)
     # What is known of another operation is nothing of this one.
-    megatron_lce.linear_cross_entropy(hidden, torch.ones(20, 8), labels, tp_group=group, backend="torch")
+    cross_entropy(**head)
+
+    def token_loss(loss: Any, per_token: Any, **keywords: Any) -> None:
+        megatron_lce.linear_token_loss(
+            hidden, weight, labels, loss, per_token, tp_group=group, backend="torch", **keywords
+        )
+
     odd = {
         "has no keyword logits_cache_bytes": {"logits_cache_bytes": 1},
         "loss must be a function of the outputs": {"loss": None},
         "per_token[0] must have labels' shape first": {"per_token": torch.ones(5)},
     }
-    for expected, arguments in odd.items():
-        given = {"loss": lambda out, _: -out.logprobs, "per_token": torch.ones(6), **(arguments if last else {})}
-        own = given.pop("loss"), given.pop("per_token")
-        inputs = hidden, torch.ones(20, 8), labels, *own
-        operation = functools.partial(megatron_lce.linear_token_loss, *inputs, tp_group=group, backend="torch")
-        check_refusal(operation, given, expected, report)
-    uneven_call = {"hidden": hidden, "weight": torch.ones(rows, 8), "labels": labels, "vocab_start": 20 * rank}
-    check_refused({**uneven_call, "workspace_bytes": 200}, "workspace_bytes must be at least", group, report)
-    of_heads = {  # the betas of two kinds, and what only some ranks call with
-        "beta must be the same on every rank": {"beta": 0.0 if last else 0.5},
-        "skip_ignored must be the same on every rank": {"skip_ignored": last},
-        "vocab_start must be given on every rank where shards differ": {"vocab_start": None},
-        "workspace_bytes must be at least": {"workspace_bytes": 1},
+    given = {"loss": lambda out, _: -out.logprobs, "per_token": torch.ones(6)}
+    check_disagreements(token_loss, given, odd, group, report)
+    start, too_small = {"vocab_start": 20 * rank}, "workspace_bytes must be at least"
+    check_refusal(cross_entropy, head | start | {"weight": uneven, "workspace_bytes": 200}, too_small, report)
+    odd = {  # the betas of two kinds, and what only some ranks call with
+        "beta must be the same on every rank": {"beta": 0.0},
+        "skip_ignored must be the same on every rank": {"skip_ignored": True},
     }
-    heads = hidden, torch.ones(rows, 8), hidden, torch.ones(rows, 8)
-    operation = functools.partial(megatron_lce.linear_jsd, *heads, tp_group=group, backend="torch")
-    for expected, arguments in of_heads.items():
-        check_refusal(operation, {"vocab_start": 20 * rank, **arguments}, expected, report)
-
-
-def check_refused(call: dict[str, Any], expected: str, group: ProcessGroup, report: Report) -> None:
-    operation = functools.partial(megatron_lce.linear_cross_entropy, tp_group=group, backend="torch")
-    check_refusal(operation, call, expected, report)
+    jsd = functools.partial(megatron_lce.linear_jsd, hidden, uneven, hidden, uneven, tp_group=group, backend="torch")
+    check_disagreements(jsd, start, odd, group, report)
+    check_refusal(jsd, {}, "vocab_start must be given on every rank where shards differ", report)
+    check_refusal(jsd, start | {"workspace_bytes": 1}, too_small, report)

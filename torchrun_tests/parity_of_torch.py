@@ -86,29 +86,26 @@ def run_dtensors(backend: str, group: ProcessGroup, device: torch.device, report
     mesh = DeviceMesh.from_group(group, device.type)
     ranks = dist.get_world_size(group)
     for placement in (Replicate(), Shard(0)):
+        title = f"{backend}: DTensor, hidden {placement}"
         smaller = Case(shards=lambda n: [20] * (n - 1) + [19])  # one rank's shard is
         problem = Share(smaller, Ranks(backend, group, device))
         hidden, weight = (t.clone().requires_grad_() for t in (problem.hidden, problem.weight))
-        expected = with_gradients(fused_step(problem, backend=backend), (hidden, weight, problem.labels))
-        sharded = [
-            distribute_tensor(hidden.detach(), mesh, [placement]).requires_grad_(),
-            distribute_tensor(weight.detach(), mesh, [Shard(0)]).requires_grad_(),
-        ]
         step = fused_step(problem, backend=backend)
+        expected = with_gradients(step, (hidden, weight, problem.labels))
+        placed = (hidden, placement), (weight, Shard(0))
+        sharded = [distribute_tensor(t.detach(), mesh, [where]).requires_grad_() for t, where in placed]
         actual = with_gradients(step, (*sharded, problem.labels))
         if ranks == 2 and backend == "torch":  # of the kernels the compiler sees no more
             compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
             again = [local(t) for t in with_gradients(compiled, (*sharded, problem.labels))]
             same = same_bits(again, [local(t) for t in actual])
-            report.check(f"{backend}: DTensor, hidden {placement}: torch.compile", same)
+            report.check(f"{title}: torch.compile", same)
         names = ("loss", *DIFFERENTIABLE, "grad_hidden", "grad_weight")
         for name, one, other in zip(names, actual, expected, strict=True):
             whole = one.full_tensor() if isinstance(one, DTensor) else one
-            report.compare(f"{backend}: DTensor, hidden {placement}: {name}", whole, other, 1e-5)
+            report.compare(f"{title}: {name}", whole, other, 1e-5)
         for name, gradient, tensor in zip(names[-2:], actual[-2:], sharded, strict=True):
-            report.check(
-                f"{backend}: DTensor, hidden {placement}: placement of {name}", gradient.placements == tensor.placements
-            )
+            report.check(f"{title}: placement of {name}", gradient.placements == tensor.placements)
         sharded[1] = distribute_tensor(weight[: ranks - 1].detach(), mesh, [Shard(0)])
         call = dict(zip(("hidden", "weight", "labels"), (*sharded, problem.labels), strict=True))
         check_refusal(megatron_lce.linear_cross_entropy, call, f"weight must have rows for all {ranks} ranks", report)
@@ -165,9 +162,8 @@ def run_fsdp(group: ProcessGroup, device: torch.device, report: Report) -> None:
             model(tokens[rows], labels[rows], fused).backward()
         gathers.append(communication.get_comm_counts()[torch.ops.c10d._allgather_base_])
         for (name, parameter), reference in zip(model.named_parameters(), alone.parameters(), strict=True):
-            report.compare(
-                f"FSDP2, fused {fused}: gradient of {name}", parameter.grad.full_tensor(), reference.grad, 1e-5
-            )
+            whole = parameter.grad.full_tensor()
+            report.compare(f"FSDP2, fused {fused}: gradient of {name}", whole, reference.grad, 1e-5)
     check_fsdp_temperature(mesh, device, report)
     report.check("FSDP2: gathers, of logits and fused", gathers[0] == gathers[1] > 0, f"{gathers}")
 

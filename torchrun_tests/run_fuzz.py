@@ -197,10 +197,8 @@ def follow(setting: Setting, team: Team) -> None:
 
 def summary(settings: list[Setting], found: list[list[Tally]], seed: int) -> str:
     """What was run and what became of it, in Markdown; `found` has a list a team."""
-    total, failed = (
-        sum(count(tally) for tallies in found for tally in tallies)
-        for count in (lambda tally: tally.cases, lambda tally: bool(tally.failure))
-    )
+    everyones = [tally for tallies in found for tally in tallies]
+    total, failed = sum(tally.cases for tally in everyones), sum(bool(tally.failure) for tally in everyones)
     most_ranks = max(setting.ranks for setting in settings)
     lines = [
         "# Random calls against the oracles",
@@ -214,17 +212,14 @@ def summary(settings: list[Setting], found: list[list[Tally]], seed: int) -> str
         "| operation | backend | calls | in the smallest workspace that the error names | refused | failures |",
         "|---|---|---|---|---|---|",
     ]
-    on_all_ranks: dict[tuple[str, str], list[Tally]] = {}
+    counts: dict[tuple[str, str], Counter] = {}
     for setting, tallies in zip(settings, zip(*found, strict=True), strict=True):
-        on_all_ranks.setdefault((setting.operation, setting.backend), []).extend(tallies)
-    for names, tallies in on_all_ranks.items():
-        counts = (
-            sum(tally.cases for tally in tallies),
-            sum(tally.refused[SMALL_WORKSPACE] for tally in tallies),
-            sum(tally.refused[EXCLUSIVE] for tally in tallies),
-            sum(bool(tally.failure) for tally in tallies),
-        )
-        lines.append("| " + " | ".join(map(str, (*names, *counts))) + " |")
+        count = counts.setdefault((setting.operation, setting.backend), Counter())
+        for tally in tallies:
+            count += tally.refused + Counter(calls=tally.cases, failures=bool(tally.failure))
+    for names, count in counts.items():
+        row = *names, *(count[column] for column in ("calls", SMALL_WORKSPACE, EXCLUSIVE, "failures"))
+        lines.append("| " + " | ".join(map(str, row)) + " |")
     lines += ["", f"Refused: {EXCLUSIVE}.", ""]
     return "\n".join(lines)
 

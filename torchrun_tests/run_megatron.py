@@ -20,7 +20,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 from megatron_fsdp import ALONE, FSDP2_CASES, HEAD, MEGATRONS, MODEL, check_fsdp, check_fsdp_errors
-from megatron_heads import check_capture, check_captured_jsd, check_compat, check_logits
+from megatron_heads import check_capture, check_compat, check_logits
 from megatron_ranks import check_fallback, check_reasons_of_one_rank, check_refusal_on_one_rank
 from megatron_training import (
     LOSS_OF_HEAD,
@@ -63,13 +63,6 @@ SCALED = [
     cases.Case(sequence_parallel=True),
     cases.Case(tied=True, mtp=True, main_grad=True, overlap=True, masked=True, known=True),
 ]
-# What only `--combinations all` runs: the others hold the like.
-TRAINED_BY_ALL = [
-    cases.Case(tied=True, mtp=True, main_grad=True, overlap=True),
-    cases.Case(tied=True, main_grad=True, masked=True),
-    cases.Case(tensor_parallel=4, tied=True, sequence_parallel=True, mtp=True, known=True),
-]
-SCALED_BY_ALL = [cases.Case(), cases.Case(sequence_parallel=True, masked=True, known=True)]
 OTHER_MODEL_CASES = [cases.Case(), cases.Case(tied=True, sequence_parallel=True)]
 MUP = (("use_mup", True), ("mup_base_hidden_size", 16))
 SETTINGS = TransformerConfig.__dataclass_fields__
@@ -93,13 +86,12 @@ CAPTURED_CASES = [
 
 
 def checks(combinations: str, ranks: int) -> list[tuple[Callable, cases.Case]]:
-    training, in_bf16, in_fp16, scaled = cases.pairwise_combinations(), IN_BF16, IN_FP16, SCALED
+    training, in_bf16, in_fp16 = cases.pairwise_combinations(), IN_BF16, IN_FP16
     # Over two data-parallel ranks: on two ranks the cases without tensor parallelism, on four the others.
     of_fsdp = [(sharding, case) for sharding, case in FSDP_CASES if 2 * case.ranks == max(ranks, 2)]
     if combinations == "all":
-        training = cases.all_combinations() + TRAINED_BY_ALL
-        in_bf16, in_fp16, scaled = [*training, IN_BF16[-1]], [cases.Case(), *IN_FP16], SCALED + SCALED_BY_ALL
-        of_fsdp = FSDP_CASES
+        training, of_fsdp = cases.all_combinations(), FSDP_CASES
+        in_bf16, in_fp16 = [*training, IN_BF16[-1]], [cases.Case(), *IN_FP16]
     plain = [cases.Case(), cases.Case(tied=True, sequence_parallel=True)]
     groups = (
         (check_training, training + FURTHER_CASES),
@@ -108,10 +100,9 @@ def checks(combinations: str, ranks: int) -> list[tuple[Callable, cases.Case]]:
         (check_other_models, OTHER_MODEL_CASES),
         (check_16_bit, [cases.in_16_bit(case) for case in in_bf16]),
         (check_16_bit, [cases.in_16_bit(case, torch.float16) for case in in_fp16]),
-        (check_loss_scaler, [cases.in_16_bit(case, torch.float16) for case in scaled]),
+        (check_loss_scaler, [cases.in_16_bit(case, torch.float16) for case in SCALED]),
         (check_weighted_loss, [cases.Case(known=True), cases.Case(sequence_parallel=True, known=True)]),
-        (check_capture, plain),
-        (check_captured_jsd, [cases.Case(main_grad=True), cases.Case(tied=True, sequence_parallel=True)]),
+        (check_capture, [cases.Case(main_grad=True), cases.Case(tied=True, sequence_parallel=True)]),
         (check_logits, plain),
         (check_compat, [cases.Case()]),
         (check_reasons_of_one_rank, [cases.Case()]),

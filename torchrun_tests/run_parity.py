@@ -32,18 +32,10 @@ def run_two_heads(backend: str, group: ProcessGroup, device: torch.device, repor
     """Heads whose shards differ on the last rank alone, one after the other: the first ranks see nothing new."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     hidden, labels = torch.ones(4, 8, dtype=BF16, device=device), torch.tensor([0, 1, 2, -100], device=device)
+    keywords = {"tp_group": group, "vocab_start": 4 * rank, "skip_ignored": True, "logits_cache_bytes": 2**20}
     for last_rows in (304, 3, 520):
         weight = torch.ones(last_rows if rank == ranks - 1 else 4, 8, dtype=BF16, device=device).requires_grad_()
-        out = megatron_lce.linear_cross_entropy(
-            hidden,
-            weight,
-            labels,
-            tp_group=group,
-            vocab_start=4 * rank,
-            skip_ignored=True,
-            logits_cache_bytes=2**20,
-            backend=backend,
-        )
+        out = megatron_lce.linear_cross_entropy(hidden, weight, labels, backend=backend, **keywords)
         expected = torch.tensor([1.0, 1.0, 1.0, 0.0], device=device) * -math.log(4 * (ranks - 1) + last_rows)
         report.compare(f"{backend}: two heads, the last shard of {last_rows}", out.logprobs.detach(), expected, 2e-6)
 

@@ -6,7 +6,7 @@ import itertools
 import os
 import sys
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,6 +25,9 @@ VOCABULARY = 90
 COLUMNS = 96  # of the head: the vocabulary at make_vocab_size_divisible_by=16, as Megatron pads it for 1 rank and for 2
 ALLOWED = 1e-5  # norm over norm, fp32
 Outputs = Callable[[nn.Module], dict[str, Tensor]]
+TOKENS, LABELS = torch.randint(VOCABULARY, (2, 3, 12), generator=torch.Generator().manual_seed(0))
+POSITIONS = torch.arange(12)[None]
+MASK = (torch.arange(12) > 4).expand(3, -1).float()  # of the tokens that count
 
 _failures: list[str] = []
 
@@ -44,17 +47,21 @@ class Case:
 
     def build(self) -> nn.Module:
         """A GPT over all ranks, the same weights whenever it is built; padded rows are 0, as converters make them."""
-        options = megatron_runtime.GptOptions(
-            num_layers=1,
-            hidden_size=self.hidden_size,
-            vocab_size=COLUMNS,
-            tied=self.tied,
-            sequence_parallel=self.sequence_parallel,
-            mtp_layers=self.mtp_layers,
-        )
+        options = megatron_runtime.GptOptions(num_layers=1, vocab_size=COLUMNS, **asdict(self))
         model = megatron_runtime.build_gpt(options)
         clear_padding(model.shared_embedding_or_output_weight())
         return model
+
+
+class Wrapper(nn.Module):
+    """In place of DDP and of Float16Module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, **keywords: Any) -> Tensor:
+        return self.module(**keywords)
 
 
 def clear_padding(weight: Tensor) -> None:
@@ -65,6 +72,19 @@ def clear_padding(weight: Tensor) -> None:
 def cases() -> list[Case]:
     layouts = (False, True) if parallel_state.get_tensor_model_parallel_world_size() > 1 else (False,)
     return [Case(*choice) for choice in itertools.product((False, True), layouts)]
+
+
+def sharpened(model: nn.Module) -> nn.Module:
+    """A model other than it was, for a teacher or a reference."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    return model
+
+
+def loss_of(values: Tensor, mask: Tensor = MASK) -> dict[str, Tensor]:
+    """What trainers take of each token's loss."""
+    return {"losses": (values * mask).detach(), "loss": (values * mask).sum()[None]}
 
 
 def compare(name: str, case: Case, fused: Outputs, unfused: Outputs) -> None:

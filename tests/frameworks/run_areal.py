@@ -8,9 +8,8 @@ Stand-in: a flag for NPUs.
 import sys
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
-from comparing import VOCABULARY, cases, compare, main
+from comparing import LABELS, POSITIONS, TOKENS, cases, compare, main
 from stand_ins import packages_without_their_init, stand_in
 from torch import Tensor, nn
 
@@ -26,29 +25,27 @@ def program() -> None:
     from areal.models.mcore import vocab_parallel_head
     from areal.utils.functional import vocab_parallel
 
-    generator = torch.Generator().manual_seed(0)
-    tokens, labels = torch.randint(VOCABULARY, (2, 3, 12), generator=generator)
-    positions, group = torch.arange(12)[None], dist.group.WORLD
+    group = dist.group.WORLD
 
     def fused(model: nn.Module) -> dict[str, Tensor]:
         """What AReaL's engine does with the hidden states that its model returns."""
         vocab_parallel_head.replace_output_layer_with_areal_lm_head(model, fp32_output=True)
         with capture_lm_head(model) as head:
-            model(tokens, positions, None)
+            model(TOKENS, POSITIONS, None)
         out = vocab_parallel_head.chunked_lm_head_logprobs_entropy(
-            model.output_layer, head.hidden, head.weight, labels.T.contiguous(), temperature=TEMPERATURE, chunk_size=4
+            model.output_layer, head.hidden, head.weight, LABELS.T.contiguous(), temperature=TEMPERATURE, chunk_size=4
         )
         return {name: value.T for name, value in out._asdict().items()}
 
     def unfused(model: nn.Module) -> dict[str, Tensor]:
-        logits = model(tokens, positions, None)
+        logits = model(TOKENS, POSITIONS, None)
         smallest, largest = logits.detach().amin(-1), logits.detach().amax(-1)
         dist.all_reduce(smallest, dist.ReduceOp.MIN)
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         total, squares = logits.detach().sum(-1), logits.detach().square().sum(-1)
         for of_shard in (total, squares):
             dist.all_reduce(of_shard)
-        logprobs, entropy = vocab_parallel.gather_logprobs_entropy(logits, labels, TEMPERATURE, group)
+        logprobs, entropy = vocab_parallel.gather_logprobs_entropy(logits, LABELS, TEMPERATURE, group)
         return {
             "logprobs": logprobs,
             "entropy": entropy,

@@ -17,8 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from comparing import VOCABULARY, cases, compare, main
-from megatron.core import mpu
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from stand_ins import definitions, packages_without_their_init, stand_in
 from torch import Tensor, nn
 from torch.nn.functional import pad
@@ -53,16 +51,13 @@ def import_engine(folder: Path) -> Any:
     from areal.engine.megatron_utils import fused_lce_capture, packed_context_parallel
     from areal.utils.functional import vocab_parallel
 
-    (unpad_logits,) = definitions(folder / "areal/utils/data.py", "areal.utils.data", "unpad_logits", torch=torch)
+    (unpad_logits,) = definitions(folder / "areal/utils/data.py", "areal.utils.data", "unpad_logits")
     names = "forward_backward_batch", "_compute_packed_logprobs_entropy"
     known = {
         **vars(fused_lce_capture),
         **vars(packed_context_parallel),
         **vars(vocab_parallel),
         **vars(wrapper),
-        "functools": functools,
-        "get_forward_backward_func": get_forward_backward_func,
-        "mpu": mpu,
         "trace_scope": lambda name: contextlib.nullcontext(),
         "unpad_logits": unpad_logits,
     }
@@ -117,12 +112,8 @@ def program() -> None:
 
     for case in cases():
         case = dataclasses.replace(case, hidden_size=128)  # the engine's capture refuses smaller ones
-        compare(
-            f"AReaL's pull request 1322, {case.name}",
-            case,
-            functools.partial(run, fused=True),
-            functools.partial(run, fused=False),
-        )
+        fused, unfused = (functools.partial(run, fused=fused) for fused in (True, False))
+        compare(f"AReaL's pull request 1322, {case.name}", case, fused, unfused)
 
 
 if __name__ == "__main__":

@@ -7,10 +7,9 @@ Of the files, which want TransformerEngine, the classes and their softcap alone 
 
 import sys
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
-import torch
-from comparing import VOCABULARY, cases, compare, main
+from comparing import LABELS, POSITIONS, TOKENS, cases, compare, main
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from stand_ins import definitions
 from torch import Tensor, nn
@@ -24,13 +23,9 @@ HEADS = {
 
 
 def program() -> None:
-    tokens, labels = torch.randint(VOCABULARY, (2, 3, 12), generator=torch.Generator().manual_seed(0))
-    positions = torch.arange(12)[None]
-    known = {"torch": torch, "Optional": Optional, "ColumnParallelLinear": ColumnParallelLinear}
-
     for module, names in HEADS.items():
         file = Path(sys.argv[1], "megatron/bridge/models", *module.split(".")).with_suffix(".py")
-        head, _ = definitions(file, f"megatron.bridge.models.{module}", *names, **known)
+        head, _ = definitions(file, f"megatron.bridge.models.{module}", *names)
         if not issubclass(head, ColumnParallelLinear):  # a mixin, which Bridge puts in front
             head = type(names[0], (head, ColumnParallelLinear), {})
 
@@ -40,7 +35,7 @@ def program() -> None:
                 model.config.final_logit_softcapping = 0.5
                 if fused:
                     megatron_lce.enable_fused_linear_ce(model, on_unsupported="raise")
-                return {"loss": model(tokens, positions, None, labels=labels)}
+                return {"loss": model(TOKENS, POSITIONS, None, labels=LABELS)}
 
             return call
 

@@ -5,38 +5,29 @@
 Stand-ins: the state, the batch, process groups, and what counts FLOPs.
 """
 
-import abc
-import contextlib
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Generic, TypeVar, Union
+from typing import Any, TypeVar
 from unittest import mock
 
-import torch
-from comparing import VOCABULARY, cases, compare_with_plugin, main
-from stand_ins import definitions, module_with, packages_without_their_init
+from comparing import LABELS, MASK, POSITIONS, TOKENS, cases, compare_with_plugin, loss_of, main
+from stand_ins import Timer, definitions, module_with, packages_without_their_init
 from torch import Tensor, nn
 
 
 def provider(folder: Path) -> Any:
     """A model provider, whose hooks are the mixin's."""
-    known = {"abc": abc, "Generic": Generic, "ModelT": TypeVar("ModelT"), "Union": Union}
-    known |= {"Float16Module": None, "ModelType": mock.Mock()}  # defaults of arguments
     file = folder / "megatron/bridge/models/model_provider.py"
+    known = {"ModelT": TypeVar("ModelT")}
     (mixin,) = definitions(file, "megatron.bridge.models.model_provider", "ModelProviderMixin", **known)
     return type("Provider", (mixin,), {"provide": None, "finalize": None})()
 
 
 def forward_step(folder: Path, batch: tuple) -> Any:
-    def none(*_: Any, **__: Any) -> None:
-        return None
-
     known = {
-        "accumulate_flops_metadata": none,
+        **dict.fromkeys(("accumulate_flops_metadata", "get_model_chunk_vp_stage"), lambda *_, **__: None),
         "get_batch": lambda *_, **__: batch,
-        "get_model_chunk_vp_stage": none,
-        "get_model_config": lambda model: model.config,
         "get_pg_collection": lambda model: mock.MagicMock(),
     }
     packages_without_their_init(folder, "megatron.bridge", "megatron.bridge.training")
@@ -44,17 +35,10 @@ def forward_step(folder: Path, batch: tuple) -> Any:
     return module_with(file, "megatron.bridge.training.gpt_step", "_forward_step_common", **known)
 
 
-class Timer(contextlib.nullcontext):
-    def __call__(self, **_: Any) -> "Timer":
-        return self
-
-
 def program() -> None:
     folder = Path(sys.argv[1])
-    tokens, labels = torch.randint(VOCABULARY, (2, 3, 12), generator=torch.Generator().manual_seed(0))
-    mask = (torch.arange(12) > 4).expand(3, -1).float()
     state = SimpleNamespace(timers=mock.MagicMock(), straggler_timer=Timer(), cfg=None)
-    training = forward_step(folder, (tokens, labels, mask, None, torch.arange(12)[None], None))
+    training = forward_step(folder, (TOKENS, LABELS, MASK, None, POSITIONS, None))
     from megatron_lce.plugins import bridge
 
     def with_hook(model: nn.Module) -> dict[str, Tensor]:
@@ -64,8 +48,7 @@ def program() -> None:
         return losses(model)
 
     def losses(model: nn.Module) -> dict[str, Tensor]:
-        values, loss_mask = training._forward_step_common(state, None, model)
-        return {"losses": (values * loss_mask).detach(), "loss": (values * loss_mask).sum()[None]}
+        return loss_of(*training._forward_step_common(state, None, model))
 
     for case in cases():
         compare_with_plugin(f"Megatron-Bridge's training, {case.name}", case, bridge, with_hook, losses)

@@ -11,9 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-from comparing import VOCABULARY, cases, compare, main
-from megatron.core.models.gpt import GPTModel
+from comparing import LABELS, MASK, POSITIONS, TOKENS, cases, compare, loss_of, main
 from stand_ins import definitions, packages_without_their_init, stand_in
 from torch import Tensor, nn
 
@@ -26,8 +24,8 @@ def import_adapter(folder: Path) -> tuple[type, Any, Any, Any]:
     """The model's class, the hook on its head, and ROLL's logprobs and entropy of logits."""
     models = folder / "mcore_adapter/src/mcore_adapter/models"
     names = "_McaLoraLogitsHelper", "_mca_lora_logits_postprocess", "mca_lora_logits_postprocess_hook"
-    *_, hook = definitions(models / "model_utils.py", "mcore_adapter.models.model_utils", *names, torch=torch)
-    known = {"GPTModel": GPTModel, "PretrainedModel": nn.Module, "McaModelConfig": None, "torch": torch}
+    *_, hook = definitions(models / "model_utils.py", "mcore_adapter.models.model_utils", *names)
+    known = {"PretrainedModel": nn.Module, "McaModelConfig": None}
     (kind,) = definitions(models / "model_factory.py", "mcore_adapter.models.model_factory", "McaGPTModel", **known)
     packages_without_their_init(folder / "mcore_adapter/src", "mcore_adapter", "mcore_adapter.parallel_functions")
     packages_without_their_init(folder, "roll", "roll.third_party", "roll.third_party.megatron", "roll.utils")
@@ -41,9 +39,6 @@ def import_adapter(folder: Path) -> tuple[type, Any, Any, Any]:
 
 def program() -> None:
     kind, hook, logprobs_of, entropy_of = import_adapter(Path(sys.argv[1]))
-    tokens, labels = torch.randint(VOCABULARY, (2, 3, 12), generator=torch.Generator().manual_seed(0))
-    positions = torch.arange(12)[None]
-    mask = (torch.arange(12) > 4).expand(3, -1).float()  # of the tokens that count
 
     def adapted(model: nn.Module, fused: bool) -> nn.Module:
         model.__class__ = kind
@@ -55,26 +50,25 @@ def program() -> None:
     def flag(model: nn.Module) -> dict[str, Tensor]:
         model = adapted(model, True)
         megatron_lce.enable_fused_linear_ce(model, on_unsupported="raise", known_loss=True, skip_masked=True)
-        return loss_of(model)
+        return trained(model)
 
     def own_loss(model: nn.Module) -> dict[str, Tensor]:
-        return loss_of(adapted(model, False))
+        return trained(adapted(model, False))
 
-    def loss_of(model: nn.Module) -> dict[str, Tensor]:
+    def trained(model: nn.Module) -> dict[str, Tensor]:
         """What mcore_adapter's trainer and ROLL's SFT take."""
-        losses = model(tokens, positions, None, labels=labels, loss_mask=mask) * mask
-        return {"losses": losses.detach(), "loss": losses.sum()[None]}
+        return loss_of(model(TOKENS, POSITIONS, None, labels=LABELS, loss_mask=MASK))
 
     def captured(model: nn.Module) -> dict[str, Tensor]:
         with megatron_lce.capture_lm_head(adapted(model, True)) as head:
-            model(tokens, positions, None)
-        out = head.linear_cross_entropy(labels, TEMPERATURE)
+            model(TOKENS, POSITIONS, None)
+        out = head.linear_cross_entropy(LABELS, TEMPERATURE)
         return {"logprobs": out.logprobs, "entropy": out.entropy}
 
     def of_logits(model: nn.Module) -> dict[str, Tensor]:
-        logits = adapted(model, False)(tokens, positions, None) / TEMPERATURE
+        logits = adapted(model, False)(TOKENS, POSITIONS, None) / TEMPERATURE
         entropy = entropy_of(logits.clone(), use_fused_kernel=False)
-        return {"logprobs": logprobs_of(logits.clone(), labels, use_fused_kernel=False), "entropy": entropy}
+        return {"logprobs": logprobs_of(logits.clone(), LABELS, use_fused_kernel=False), "entropy": entropy}
 
     for case in cases():
         compare(f"mcore_adapter, flag, {case.name}", case, flag, own_loss)

@@ -7,7 +7,6 @@ has. Under context parallelism (`--context`) attention sees a rank's own tokens 
 """
 
 import contextlib
-import copy
 import sys
 from argparse import Namespace
 from collections.abc import Callable
@@ -17,13 +16,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn
 from comparing import VOCABULARY, cases, compare, main
 from megatron.core.packed_seq_params import PackedSeqParams
 from stand_ins import definitions
 from torch import Tensor, nn
-
-import megatron_lce
 
 LENGTH = 16
 
@@ -51,19 +47,14 @@ def get_logprobs(folder: str, context: bool) -> Callable[..., Tensor]:
     groups = SimpleNamespace(cp=dist.group.WORLD if context else alone, pp=alone)
     known = {
         "HAVE_TEX": True,
-        "PackedSeqParams": PackedSeqParams,
         "_CPScatterCache": SimpleNamespace,
-        "copy": copy,
         "get_args": lambda: Namespace(fp16=False, bf16=False),
         "get_attr_wrapped_model": lambda model, name: groups,
         "get_nvtx_range": lambda: lambda *_, **__: contextlib.nullcontext(),
         "is_batch_invariant_mode_enabled": lambda: False,
         "is_pp_last_stage": lambda group: True,
-        "megatron_lce": megatron_lce,
-        "nullcontext": contextlib.nullcontext,
         "set_model_config_attribute": lambda model, name, value: setattr(model.config, name, value),
         "tex": SimpleNamespace(thd_get_partitioned_indices=partitioned_indices),
-        "torch": torch,
     }
     names = "selective_log_softmax", "_build_cp_scatter_cache", "_scatter_for_context_parallel"
     file = Path(folder, "megatron/rl/rl_utils.py")

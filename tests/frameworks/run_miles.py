@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import torch
@@ -21,41 +22,35 @@ import torch.distributed as dist
 from comparing import cases, compare_with_plugin, main
 from megatron.core import tensor_parallel
 from megatron.core.fusions import fused_cross_entropy
-from run_slime import ARGUMENTS, LOADER, OFF, Chunk, first_step, make_batch
-from stand_ins import definitions, mocks, packages_without_their_init, stand_in
+from run_slime import ARGUMENTS, MEGATRONS_TRAINING, Chunk, first_step, make_batch
+from stand_ins import definitions, forget, mocks, packages_without_their_init, stand_in
 from torch import Tensor, nn
 
-SIZES = "seq_length", "micro_batch_size", "decoder_seq_length", "data_pad_size_multiplier"
 MEGATRON, TRAINING = "miles.backends.megatron_utils", "miles.backends.training_utils"
-IMPORTED = ["miles.backends.megatron_utils.ft", "miles.utils.audit_utils", "miles.utils.tracking_utils"]
-IMPORTED += ["miles.utils.test_utils", "miles.utils.audit_utils.witness"]
-IMPORTED += [
-    f"{MEGATRON}.{name}" for name in ("ft.indep_dp", "ft.types", "local_weight_checksum", "bridge_lora_helpers")
-]
-IMPORTED += [f"{MEGATRON}.{name}" for name in ("checkpoint", "ci_utils", "initialize", "lora_utils", "model_provider")]
-IMPORTED += [f"{TRAINING}.{name}" for name in ("ci_utils", "data", "log_utils", "loss")]
-IMPORTED += [f"miles.utils.audit_utils.witness.{name}" for name in ("allocator", "module")]
-IMPORTED += [f"miles.utils.{name}" for name in ("dumper_utils", "memory_utils", "test_utils.ft_test_actions", "misc")]
-IMPORTED += ["miles.utils.tracking_utils.structured_log", "megatron.core.optimizer.muon"]
+IMPORTED = {
+    MEGATRON: "ft ft.indep_dp ft.types local_weight_checksum bridge_lora_helpers checkpoint ci_utils initialize"
+    " lora_utils model_provider",
+    TRAINING: "ci_utils data log_utils loss",
+    "miles.utils": "audit_utils audit_utils.witness audit_utils.witness.allocator audit_utils.witness.module misc"
+    " tracking_utils tracking_utils.structured_log test_utils test_utils.ft_test_actions dumper_utils memory_utils",
+    "megatron": "core.optimizer.muon",
+}
 
 
 def import_miles(folder: Path, plugin: str) -> SimpleNamespace:
     """miles' module with the steps, its function with the logprobs, and the plugin, imported "before" or "after"."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == "miles"]:
-        del sys.modules[name]
-    sys.modules.pop("megatron_lce.plugins.miles", None)
+    forget("miles")
     packages = "miles", "miles.backends", MEGATRON, TRAINING, f"{TRAINING}.loss_hub", "miles.utils"
     packages_without_their_init(folder, *packages)
-    groups = {
-        name: SimpleNamespace(rank=0, size=1, group=None) for name in ("cp", "intra_dp", "intra_dp_cp", "indep_dp")
-    }
+    alone = SimpleNamespace(rank=0, size=1, group=None)
+    groups = dict.fromkeys(("cp", "intra_dp", "intra_dp_cp", "indep_dp"), alone)
     state = SimpleNamespace(**groups, tp=SimpleNamespace(group=dist.group.WORLD), is_ulysses_cp=False)
     stand_in(f"{TRAINING}.parallel", get_parallel_state=lambda: state)
     stand_in(f"{MEGATRON}.parallel", get_packed_seq_params=lambda batch, args: None)
     stand_in("miles.utils.replay_base", all_replay_managers=[])
     stand_in("miles.utils.multi_lora", is_multi_lora_enabled=lambda args: False)
-    mocks("megatron.training", "megatron.training.global_vars", "megatron.training.training", *IMPORTED)
-    (load,) = definitions(folder / "miles/utils/misc.py", "miles.utils.misc", "load_function", **LOADER)
+    mocks(*MEGATRONS_TRAINING, *(f"{package}.{name}" for package in IMPORTED for name in IMPORTED[package].split()))
+    (load,) = definitions(folder / "miles/utils/misc.py", "miles.utils.misc", "load_function", function_registry={})
     path = "megatron_lce.plugins.miles.install"  # --custom-megatron-init-path
     if plugin == "before":
         load(path)
@@ -74,20 +69,13 @@ def import_miles(folder: Path, plugin: str) -> SimpleNamespace:
 
 def steps(miles: SimpleNamespace) -> dict[str, Callable[[nn.Module], dict[str, Tensor]]]:
     batch, stub = make_batch(), mock.MagicMock()
-    args = Namespace(**ARGUMENTS, **dict.fromkeys(SIZES, 1), **dict.fromkeys(OFF), true_on_policy_mode=False)
-    args.use_rollout_entropy, args.qkv_format, args.enable_witness, args.loss_type, args.debug_disable_optimizer = (
-        True,
-        "thd",
-        False,
-        "sft_loss",
-        False,
-    )
+    off = dict.fromkeys(("true_on_policy_mode", "enable_witness", "debug_disable_optimizer"), False)
+    args = Namespace(**ARGUMENTS, **off, qkv_format="thd", loss_type="sft_loss")
     of_batch = {name: batch[name] for name in ("unconcat_tokens", "total_lengths", "response_lengths")}
 
     def forward_only(model: nn.Module) -> dict[str, Tensor]:
         run = partial(miles.actor.forward_only, miles.actor.log_probs, args, [Chunk(model)], [], [1], 0)
-        output, function = first_step(miles.model, batch, args, run)
-        return {name: torch.cat(parts) for name, parts in function(output).items()}
+        return outputs(run)
 
     def trained(model: nn.Module) -> dict[str, Tensor]:
         """What miles' losses ask for: logprobs, and entropy as a metric."""
@@ -100,6 +88,9 @@ def steps(miles: SimpleNamespace) -> dict[str, Callable[[nn.Module], dict[str, T
         counts = dict.fromkeys(("num_microbatches", "num_rollouts", "attempt"), 1)
         miles.model.loss_function = loss
         run = partial(miles.model.train_one_step, args, **arguments, **counts)
+        return outputs(run)
+
+    def outputs(run: Callable[..., Any]) -> dict[str, Tensor]:
         output, function = first_step(miles.model, batch, args, run)
         return {name: torch.cat(parts) for name, parts in function(output).items()}
 

@@ -8,41 +8,29 @@ Stand-ins: the batch's preparation, router replay, profiling, and what reduces m
 
 import contextlib
 import functools
-import hashlib
-import importlib
-import importlib.util
-import os
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any, Optional, Union
+from typing import Any
 from unittest import mock
 
 import torch
-from comparing import VOCABULARY, cases, compare_with_plugin, main
-from megatron.core import mpu
-from megatron.core.config_logger import has_config_logger_enabled
+from comparing import VOCABULARY, Wrapper, cases, compare_with_plugin, main, sharpened
 from megatron.core.models.gpt import GPTModel
-from megatron.core.utils import get_attr_wrapped_model
-from stand_ins import definitions, module_with, packages_without_their_init, stand_in
+from stand_ins import definitions, forget, module_with, packages_without_their_init, stand_in
 from torch import Tensor, nn
-
-import megatron_lce
 
 TEMPERATURE, PROMPT, LENGTH = 0.7, 5, 12
 TRAINERS = "swift.megatron.trainers"
-NO_REPLAY = SimpleNamespace(
-    is_replay_backward_action=lambda config: False,
-    is_replay_forward_action=lambda config: False,
-    is_r2_record_action=lambda config: False,
-)
+ACTIONS = "is_replay_backward_action", "is_replay_forward_action", "is_r2_record_action"
+NO_REPLAY = SimpleNamespace(**dict.fromkeys(ACTIONS, lambda *_, **__: False))
 
 
 def import_swift(folder: Path, plugin: bool = False) -> SimpleNamespace:
     """The functions that stand between a model and its logprobs or its divergence, the first two with the plugin."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == "swift"]:
-        del sys.modules[name]
+    forget("swift")
     packages_without_their_init(folder, "swift", "swift.megatron", TRAINERS, "swift.rlhf_trainers")
     stand_in("mcore_bridge", split_cp_inputs=None)
     from swift.megatron.trainers import gkd_utils, vocab_parallel_utils
@@ -51,27 +39,16 @@ def import_swift(folder: Path, plugin: bool = False) -> SimpleNamespace:
     imported = {**vars(gkd_utils), **vars(vocab_parallel_utils), **vars(gkd_loss)}
     known = {name: value for name, value in imported.items() if not name.startswith("__")}
     known |= {
-        "contextmanager": contextlib.contextmanager,
         "ContextManagers": lambda contexts: contextlib.nullcontext(),
-        "Optional": Optional,
-        "RouterReplayHelper": NO_REPLAY,
-        "get_attr_wrapped_model": get_attr_wrapped_model,
-        "megatron_lce": megatron_lce,
-        "mpu": mpu,
-        "nullcontext": contextlib.nullcontext,
-        "partial": functools.partial,
-        "prepare_batch": lambda args, batch: dict(batch),
-        "profiling_decorator": lambda method: method,
-    }
-    known |= {
         "GRPOSample": None,
         "MegatronRLHFTrainer": object,
         "MegatronRolloutMixin": type("Mixin", (), {}),
-        "Union": Union,
+        "RouterReplayHelper": NO_REPLAY,
+        "prepare_batch": lambda args, batch: dict(batch),
+        "profiling_decorator": lambda method: method,
     }
-    (helper,) = definitions(
-        folder / "swift/megatron/utils/utils.py", "swift.megatron.utils", "forward_step_helper", **known
-    )
+    file = folder / "swift/megatron/utils/utils.py"
+    (helper,) = definitions(file, "swift.megatron.utils", "forward_step_helper", **known)
     known["forward_step_helper"] = helper
     replay = dict.fromkeys(("get_local_topk_idx_for_current_rank", "get_router_replay_data", "set_router_replay_data"))
     stand_in("swift.megatron.utils", forward_step_helper=helper, RouterReplayHelper=NO_REPLAY, **replay)
@@ -98,30 +75,25 @@ def import_swift(folder: Path, plugin: bool = False) -> SimpleNamespace:
 
 def switch_on(folder: Path) -> None:
     """By `--external_plugins lce.py`, as ms-swift imports such a file."""
-    known = {"importlib": importlib, "os": os, "sys": sys, "hashlib": hashlib, "_external_files": []}
-    (load,) = definitions(folder / "swift/utils/utils.py", "swift.utils.utils", "import_external_file", **known)
+    file = folder / "swift/utils/utils.py"
+    (load,) = definitions(file, "swift.utils.utils", "import_external_file", _external_files=[])
     with tempfile.TemporaryDirectory() as into:
         Path(into, "lce.py").write_text("import megatron_lce.plugins.ms_swift\n")
         load(f"{into}/lce.py")
 
 
-def head_of_mcore_bridge(folder: Path) -> type:
-    """Megatron's GPTModel with mcore_bridge's way from hidden states to logits."""
+def head_of_mcore_bridge(folder: Path) -> Callable[[nn.Module], nn.Module]:
+    """Gives a GPTModel mcore_bridge's way from hidden states to logits."""
     names = "_postprocess", "_forward_output_layer", "get_input_tensor"
-    known = {"has_config_logger_enabled": has_config_logger_enabled, "Optional": Optional}
-    found = definitions(folder / "mcore_bridge/model/gpt_model.py", "mcore_bridge.model.gpt_model", *names, **known)
-    return type("BridgeModel", (GPTModel,), dict(zip(names, found, strict=True)))
+    found = definitions(folder / "mcore_bridge/model/gpt_model.py", "mcore_bridge.model.gpt_model", *names)
+    bridge = type("BridgeModel", (GPTModel,), dict(zip(names, found, strict=True)))
 
+    def bridged(model: nn.Module) -> nn.Module:
+        model.__class__ = bridge
+        model.config.task_type, model.config.is_multimodal = "causal_lm", False
+        return model
 
-class Wrapper(nn.Module):
-    """In place of DDP and of Float16Module."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, **keywords: Any) -> Tensor:
-        return self.module(**keywords)
+    return bridged
 
 
 def batch() -> dict[str, Tensor | None]:
@@ -133,9 +105,8 @@ def batch() -> dict[str, Tensor | None]:
 
 
 def trainer(**settings: Any) -> Any:
-    args = SimpleNamespace(context_parallel_size=1, padding_free=False)
     return SimpleNamespace(
-        args=args,
+        args=SimpleNamespace(context_parallel_size=1, padding_free=False),
         temperature=TEMPERATURE,
         enable_routing_replay=False,
         micro_batch_size=2,
@@ -177,18 +148,10 @@ def gkd(swift: SimpleNamespace, teacher: nn.Module, beta: float, model: nn.Modul
 
 def program() -> None:
     own, fused = import_swift(Path(sys.argv[1])), import_swift(Path(sys.argv[2]), plugin=True)
-    bridge = head_of_mcore_bridge(Path(sys.argv[3]))
-
-    def bridged(model: nn.Module) -> nn.Module:
-        model.__class__ = bridge
-        model.config.task_type, model.config.is_multimodal = "causal_lm", False
-        return model
+    bridged = head_of_mcore_bridge(Path(sys.argv[3]))
 
     for case in cases():
-        teacher = bridged(case.build())
-        with torch.no_grad():
-            for parameter in teacher.parameters():
-                parameter.mul_(1.5)
+        teacher = bridged(sharpened(case.build()))
         ways = {"GRPO": grpo, "logprobs": logprobs}
         ways |= {f"GKD, beta {beta}": functools.partial(gkd, teacher=teacher, beta=beta) for beta in (0, 0.5, 1)}
         for name, way in ways.items():

@@ -14,10 +14,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from comparing import Case, cases, compare, main
-from megatron.core import mpu
-from megatron.core.utils import get_attr_wrapped_model
-from run_ms_swift import TRAINERS, Wrapper, batch, head_of_mcore_bridge
+from comparing import Case, Wrapper, cases, compare, main, sharpened
+from run_ms_swift import TRAINERS, batch, head_of_mcore_bridge
 from stand_ins import definitions
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
@@ -43,17 +41,7 @@ def kto_loss(*logprobs: Tensor) -> tuple[Tensor, ...]:
 
 def import_trainers(folder: Path) -> tuple[type, type]:
     trainers = folder / "swift/megatron/trainers"
-    known = {
-        "Any": Any,
-        "BaseMegatronTrainer": object,
-        "ContextManagers": lambda contexts: contextlib.nullcontext(),
-        "contextmanager": contextlib.contextmanager,
-        "Dict": dict,
-        "get_attr_wrapped_model": get_attr_wrapped_model,
-        "mpu": mpu,
-        "partial": partial,
-        "torch": torch,
-    }
+    known = {"BaseMegatronTrainer": object, "ContextManagers": lambda contexts: contextlib.nullcontext()}
 
     def trainer(file: str, name: str) -> type:
         return definitions(trainers / f"{file}.py", f"{TRAINERS}.{file}", name, **known)[0]
@@ -97,20 +85,16 @@ def answers() -> tuple[dict[str, Any], dict[str, Any]]:
 
 def program() -> None:
     dpo, kto = import_trainers(Path(sys.argv[1]))
-    bridge = head_of_mcore_bridge(Path(sys.argv[2]))
+    as_bridge = head_of_mcore_bridge(Path(sys.argv[2]))
 
     def bridged(model: nn.Module, fused: bool) -> nn.Module:
-        model.__class__ = bridge
-        model.config.task_type, model.config.is_multimodal = "causal_lm", False
+        model = as_bridge(model)
         if fused:
             megatron_lce.enable_fused_linear_ce(model, on_unsupported="raise")
         return model
 
     def outputs(case: Case, fused: bool, kind: type, data: Callable[[], Any], **losses: Any) -> Any:
-        reference = bridged(case.build(), fused)
-        with torch.no_grad():
-            for parameter in reference.parameters():
-                parameter.mul_(1.5)
+        reference = bridged(sharpened(case.build()), fused)
         return lambda model: step(made(kind, reference, data(), **losses), bridged(model, fused))
 
     for case in cases():

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from comparing import COLUMNS, VOCABULARY, Case, cases, compare, main
+from comparing import COLUMNS, MASK, POSITIONS, TOKENS, Case, cases, compare, main, sharpened
 from megatron.core import tensor_parallel
 from stand_ins import definitions, packages_without_their_init
 from torch import Tensor, nn
@@ -23,19 +23,12 @@ from torch import Tensor, nn
 import megatron_lce
 from megatron_lce import capture_lm_head
 
-K, TEMPERATURE, POSITIONS = 8, 0.7, torch.arange(12)[None]
-MASK = (torch.arange(12) > 4).expand(2, -1).float()  # of the tokens that count, as labels of those before them
-
-
-def tokens_of() -> Tensor:
-    return torch.randint(VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(0))
+K, TEMPERATURE = 8, 0.7
 
 
 def losses_of(folder: Path, model_utils: Any) -> tuple[Any, type]:
     """The class whose `_direct_full_vocab_kl` is the divergence over the vocabulary, and DistillationLossFn."""
-    (mean,) = definitions(
-        folder / "nemo_rl/algorithms/utils.py", "nemo_rl.algorithms.utils", "masked_mean", torch=torch
-    )
+    (mean,) = definitions(folder / "nemo_rl/algorithms/utils.py", "nemo_rl.algorithms.utils", "masked_mean")
     known = {name: value for name, value in vars(model_utils).items() if not name.startswith("__")}
     known |= {"masked_mean": mean, "to_local_if_dtensor": lambda tensor: tensor, "LossFunction": object}
     known |= dict.fromkeys(("LossType", "LossInputType"), SimpleNamespace(TOKEN_LEVEL=None, DISTILLATION=None))
@@ -47,28 +40,19 @@ def losses_of(folder: Path, model_utils: Any) -> tuple[Any, type]:
 
 def captured(model: nn.Module) -> megatron_lce.CapturedHead:
     with capture_lm_head(model) as head:
-        model(tokens_of(), POSITIONS, None)
+        model(TOKENS, POSITIONS, None)
     return head
-
-
-def teacher_of(case: Case) -> nn.Module:
-    teacher = dataclasses.replace(case, hidden_size=64).build()
-    with torch.no_grad():
-        for parameter in teacher.parameters():
-            parameter.mul_(1.5)
-    return teacher
 
 
 def distil(case: Case, folder: Path, model_utils: Any) -> None:
     full, topk = losses_of(folder, model_utils)
     group, rank = dist.group.WORLD, dist.get_rank()
-    weights = nn.functional.pad(MASK[:, 1:], (0, 1))
+    weights = nn.functional.pad(MASK[:, 1:], (0, 1))  # of the tokens in front of those that count
     number = weights.sum()
+    teacher = sharpened(dataclasses.replace(case, hidden_size=64).build())
     with torch.no_grad():
-        teacher_head = captured(teacher_of(case))
-        logits = tensor_parallel.gather_from_tensor_model_parallel_region(
-            teacher_of(case)(tokens_of(), POSITIONS, None)
-        )
+        teacher_head = captured(teacher)
+        logits = tensor_parallel.gather_from_tensor_model_parallel_region(teacher(TOKENS, POSITIONS, None))
     top = logits.topk(K)
 
     def over_vocabulary(model: nn.Module, reverse: bool) -> dict[str, Tensor]:
@@ -78,12 +62,12 @@ def distil(case: Case, folder: Path, model_utils: Any) -> None:
     def own_over_vocabulary(model: nn.Module, reverse: bool) -> dict[str, Tensor]:
         own = full()
         own.temperature, own.reverse_kl = TEMPERATURE, reverse
-        align = SimpleNamespace(student_token_mask=MASK, sample_mask=torch.ones(2))
-        student = model(tokens_of(), POSITIONS, None)
+        align = SimpleNamespace(student_token_mask=MASK, sample_mask=torch.ones(len(TOKENS)))
+        student = model(TOKENS, POSITIONS, None)
         return {"loss": own._direct_full_vocab_kl(student, logits, align, number, tp_group=group, cp_group=None)[None]}
 
     def over_topk(model: nn.Module, kind: str, zero: bool) -> dict[str, Tensor]:
-        labels = tokens_of().masked_fill(weights == 0, -100)
+        labels = TOKENS.masked_fill(weights == 0, -100)
         out = captured(model).linear_cross_entropy(labels, candidates=top.indices, entropy=False, skip_ignored=True)
         target = top.values.log_softmax(-1)
         losses = megatron_lce.topk_divergence(
@@ -93,11 +77,11 @@ def distil(case: Case, folder: Path, model_utils: Any) -> None:
 
     def own_over_topk(model: nn.Module, kind: str, zero: bool) -> dict[str, Tensor]:
         own = topk(SimpleNamespace(kl_type=kind, mixed_kl_weight=0.5, zero_outside_topk=zero))
-        student = model(tokens_of(), POSITIONS, None)
+        student = model(TOKENS, POSITIONS, None)
         found = model_utils.get_distillation_topk_logprobs_from_logits(
             student, top.values, top.indices, zero, False, vocab_parallel_rank=rank, vocab_parallel_group=group
         )
-        data = {"token_mask": MASK, "sample_mask": torch.ones(2), "input_ids": tokens_of()}
+        data = {"token_mask": MASK, "sample_mask": torch.ones(len(TOKENS)), "input_ids": TOKENS}
         return {"loss": own(*found, data, None, number)[0][None]}
 
     for reverse in (False, True):
@@ -112,20 +96,20 @@ def program() -> None:
     packages_without_their_init(Path(sys.argv[1]), "nemo_rl", "nemo_rl.distributed", "nemo_rl.algorithms")
     from nemo_rl.distributed import model_utils
 
-    tokens, rank, ranks, group = tokens_of(), dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    rank, ranks, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     shard = {"vocab_start_index": COLUMNS // ranks * rank, "vocab_end_index": COLUMNS // ranks * (rank + 1)}
 
     def fused(model: nn.Module) -> dict[str, Tensor]:
         """NeMo-RL's own forward of GPTModel gives the function these; of which Megatron it is, is another matter."""
         head = captured(model)
         logprobs = model_utils.from_parallel_hidden_states_to_logprobs(
-            head.hidden, head.weight, None, tokens, tp_group=group, chunk_size=4, **shard
+            head.hidden, head.weight, None, TOKENS, tp_group=group, chunk_size=4, **shard
         )
         return {"logprobs": logprobs}
 
     def unfused(model: nn.Module) -> dict[str, Tensor]:
-        logits = model(tokens, POSITIONS, None)
-        return {"logprobs": model_utils.from_parallel_logits_to_logprobs(logits, tokens, tp_group=group, **shard)}
+        logits = model(TOKENS, POSITIONS, None)
+        return {"logprobs": model_utils.from_parallel_logits_to_logprobs(logits, TOKENS, tp_group=group, **shard)}
 
     for case in cases():
         compare(f"NeMo-RL, {case.name}", case, fused, unfused)

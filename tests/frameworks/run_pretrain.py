@@ -6,44 +6,28 @@ Stand-ins: arguments, timers, the batch and the loss function that the step retu
 """
 
 import ast
-import contextlib
 import sys
 from argparse import Namespace
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from comparing import VOCABULARY, cases, compare, main
-from megatron.core.models.gpt import GPTModel
-from megatron.core.utils import get_attr_wrapped_model
-from stand_ins import definitions
+from comparing import LABELS, MASK, POSITIONS, TOKENS, cases, compare, loss_of, main
+from stand_ins import Timer, definitions
 from torch import Tensor, nn
-
-import megatron_lce
-
-MASK = (torch.arange(12) > 4).expand(3, -1).float()  # of the tokens that count
-
-
-class Detector(contextlib.nullcontext):
-    def __call__(self, **_: Any) -> "Detector":
-        return self
 
 
 def forward_step(folder: str) -> Callable[[None, nn.Module], Any]:
     file = Path(folder, "pretrain_gpt.py")
-    tokens, labels = torch.randint(VOCABULARY, (2, 3, 12), generator=torch.Generator().manual_seed(0))
-    batch = {"tokens": tokens, "labels": labels, "position_ids": torch.arange(12)[None], "loss_mask": MASK}
+    batch = {"tokens": TOKENS, "labels": LABELS, "position_ids": POSITIONS, "loss_mask": MASK}
     known = {
         "get_args": lambda: Namespace(use_legacy_models=False, sft=True),
         "get_timers": lambda: lambda *_, **__: Namespace(start=lambda: None, stop=lambda: None),
         "get_batch": lambda *_: [batch.get(name) for name in names_of_batch(file)],
         "loss_func": lambda *_: None,
-        "stimer": Detector(),
+        "stimer": Timer(),
     }
-    known |= {"GPTModel": GPTModel, "get_attr_wrapped_model": get_attr_wrapped_model, "partial": partial}
-    return definitions(file, "pretrain_gpt", "forward_step", megatron_lce=megatron_lce, **known)[0]
+    return definitions(file, "pretrain_gpt", "forward_step", **known)[0]
 
 
 def names_of_batch(file: Path) -> list[str]:
@@ -63,7 +47,7 @@ def program() -> None:
             output, _ = step(None, model)
             assert hasattr(model, "fused_linear_ce") == (step is fused)
             assert step is own or model.fused_linear_ce.enabled
-            return {"losses": (output * MASK).detach(), "loss": (output * MASK).sum()[None]}
+            return loss_of(output)
 
         return call
 

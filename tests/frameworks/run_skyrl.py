@@ -42,7 +42,7 @@ def import_wrapper(folder: Path) -> tuple[type, ModuleType]:
     of_replay = dict.fromkeys(("setup_per_microbatch_replay_backward", "setup_per_microbatch_replay_forward"))
     stand_in(f"{ROOT}.utils.replay_utils", router_replay_schedule=lambda *_: contextlib.nullcontext(), **of_replay)
     file = folder / "skyrl/backends/skyrl_train/utils/torch_utils.py"
-    (masked_mean,) = definitions(file, f"{ROOT}.utils.torch_utils", "masked_mean", torch=torch)
+    (masked_mean,) = definitions(file, f"{ROOT}.utils.torch_utils", "masked_mean")
     stand_in(f"{ROOT}.utils.torch_utils", masked_mean=masked_mean)
     stand_in(f"{ROOT}.workers.worker_utils", compute_minibatch_rollout_logprob_diff_metrics=lambda *_: {})
     from skyrl.backends.skyrl_train.distributed.megatron import model_utils
@@ -52,17 +52,15 @@ def import_wrapper(folder: Path) -> tuple[type, ModuleType]:
 
 
 def configuration(fused: bool, packed: bool) -> Any:
-    algorithm = dict.fromkeys(("use_entropy_loss", "use_kl_loss"), False)
+    off = {"use_entropy_loss": False, "use_kl_loss": False, "entropy_loss_coef": 0.0, "kl_loss_coef": 0.0}
+    of_mtp = SimpleNamespace(mtp_loss_weight=0.0, mtp_loss_chunk_size=None, mtp_loss_topk=None)
+    chunks = {"logprobs_chunk_size": 4, "vocab_entropy_chunk_size": None, "vocab_entropy_chunk_memory_mb": None}
     return SimpleNamespace(
         fused_lm_head_logprob=fused,
         remove_microbatch_padding=packed,
-        logprobs_chunk_size=4,
-        vocab_entropy_chunk_size=None,
-        vocab_entropy_chunk_memory_mb=None,
-        policy=SimpleNamespace(
-            megatron_config=SimpleNamespace(mtp_loss_weight=0.0, mtp_loss_chunk_size=None, mtp_loss_topk=None)
-        ),
-        algorithm=SimpleNamespace(policy_loss_type="noted", entropy_loss_coef=0.0, kl_loss_coef=0.0, **algorithm),
+        **chunks,
+        policy=SimpleNamespace(megatron_config=of_mtp),
+        algorithm=SimpleNamespace(policy_loss_type="noted", **off),
     )
 
 

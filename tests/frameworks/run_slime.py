@@ -12,7 +12,6 @@ once more it is imported in front of them.
 
 import contextlib
 import gc
-import importlib
 import itertools
 import sys
 import weakref
@@ -26,21 +25,20 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from comparing import COLUMNS, VOCABULARY, Case, cases, compare_with_plugin, main
+from comparing import COLUMNS, VOCABULARY, Case, Wrapper, cases, compare_with_plugin, main
 from megatron.core import parallel_state
-from stand_ins import definitions, mocks, packages_without_their_init, stand_in
+from stand_ins import definitions, forget, mocks, packages_without_their_init, stand_in
 from torch import Tensor, nn
 
 CONTEXT, ALLGATHER = ("--context" in sys.argv), ("--allgather" in sys.argv)
 LENGTHS, RESPONSES = [7, 4, 9], [3, 2, 5]  # of the sequences, and of the answers that they end with
 ARGUMENTS = {"rollout_temperature": 0.7, "log_probs_chunk_size": -1, "allgather_cp": ALLGATHER, "entropy_coef": 0.1}
-OFF = (
-    "custom_megatron_before_log_prob_hook_path",
-    "custom_megatron_before_train_step_hook_path",
-    "enable_mtp_training",
-)
-OFF += ("save_debug_train_data", "recompute_loss_function", "ci_test", "use_tis")
-LOADER = {"cache": lambda function: function, "importlib": importlib, "function_registry": {}}
+ARGUMENTS |= {"use_rollout_entropy": True}
+ARGUMENTS |= dict.fromkeys(("seq_length", "micro_batch_size", "decoder_seq_length", "data_pad_size_multiplier"), 1)
+ARGUMENTS |= dict.fromkeys(f"custom_megatron_before_{step}_hook_path" for step in ("log_prob", "train_step"))
+OFF = "enable_mtp_training", "save_debug_train_data", "recompute_loss_function", "ci_test", "use_tis"
+ARGUMENTS |= dict.fromkeys(OFF)
+MEGATRONS_TRAINING = "megatron.training", "megatron.training.global_vars", "megatron.training.training"
 
 
 class Reached(Exception):
@@ -55,18 +53,15 @@ def own_loss(args: Namespace, batch: dict, logits: Tensor, mean: Any) -> tuple[T
 
 def import_slime(folder: Path, plugin: str) -> SimpleNamespace:
     """slime's modules with the losses and the steps, and the plugin, imported "before" or "after" them."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == "slime"]:
-        del sys.modules[name]
-    sys.modules.pop("megatron_lce.plugins.slime", None)
+    forget("slime")
     package = "slime.backends.megatron_utils"
     packages_without_their_init(folder, "slime", "slime.utils", "slime.backends", package)
-    mocks("megatron.training", "megatron.training.global_vars", "megatron.training.training", "tqdm")
-    mocks("slime.observability", "slime.utils.memory_utils", f"{package}.checkpoint", f"{package}.data")
-    mocks(f"{package}.model_provider", f"{package}.stateless_adam")
+    mocks(*MEGATRONS_TRAINING, "tqdm", "slime.observability", "slime.utils.memory_utils")
+    mocks(*(f"{package}.{name}" for name in ("checkpoint", "data", "model_provider", "stateless_adam")))
     stand_in("slime.utils.distributed_utils", distributed_masked_whiten=None)
     stand_in("slime.utils.misc", load_function=lambda path: own_loss)
     stand_in("slime.utils.types", RolloutBatch=dict)
-    (load,) = definitions(folder / "slime/utils/misc.py", "slime.utils.misc", "load_function", **LOADER)
+    (load,) = definitions(folder / "slime/utils/misc.py", "slime.utils.misc", "load_function", function_registry={})
     path = "megatron_lce.plugins.slime.install"  # --custom-megatron-init-path
     if plugin == "before":
         load(path)
@@ -124,12 +119,8 @@ def make_batch(slice_with_cp: Callable[[Tensor, int], Tensor] = lambda tokens, p
     }
 
 
-class Chunk(nn.Module):
-    """In place of DDP; gives the model the positions that its kind of embedding wants and slime's models do not."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
+class Chunk(Wrapper):
+    """Gives the model the positions that its kind of embedding wants and slime's models do not."""
 
     def forward(self, input_ids: Tensor, position_ids: None, **keywords: Any) -> Tensor:
         return self.module(input_ids, torch.arange(input_ids.shape[1])[None], **keywords)
@@ -156,24 +147,17 @@ def first_step(module: ModuleType, batch: dict, args: Namespace, run: Callable[.
 
 def steps(slime: SimpleNamespace) -> dict[str, Callable[[nn.Module], dict[str, Tensor]]]:
     batch, stub = make_batch(slime.loss.slice_with_cp), mock.MagicMock()
-    sizes = {
-        "seq_length": 1,
-        "micro_batch_size": 1,
-        "decoder_seq_length": 1,
-        "data_pad_size_multiplier": 1,
-        "use_rollout_entropy": True,
-    }
     more = {"custom_loss_function_path": "own", "calculate_per_token_loss": True, "rollout_top_p": 0.9}
 
     def logprobs(model: nn.Module, replay: bool) -> dict[str, Tensor]:
-        args = Namespace(**ARGUMENTS, **sizes, **more, **dict.fromkeys(OFF))
+        args = Namespace(**ARGUMENTS, **more)
         run = partial(slime.actor.forward_only, slime.actor.log_probs, args, [Chunk(model)], [], [1], "", replay)
         output, function = first_step(slime.model, batch, args, run)
         _, found = function(output)
         return {name: torch.cat(parts) for name, parts in found.items()}
 
     def trained(model: nn.Module, loss_type: str) -> dict[str, Tensor]:
-        args = Namespace(**ARGUMENTS, **sizes, **more, **dict.fromkeys(OFF), loss_type=loss_type)
+        args = Namespace(**ARGUMENTS, **more, loss_type=loss_type)
         run = partial(slime.model.train_one_step, args, 0, 0, [], [Chunk(model)], stub, stub, 1, 1)
         output, function = first_step(slime.model, batch, args, run)
         return {"loss": function(output)[0][None]}

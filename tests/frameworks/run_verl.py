@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from comparing import VOCABULARY, cases, compare_with_plugin, main
 from megatron.core.utils import unwrap_model
-from stand_ins import module_with, packages_without_their_init, stand_in
+from stand_ins import forget, module_with, packages_without_their_init, stand_in
 from torch import Tensor, nn
 
 from megatron_lce import capture_lm_head
@@ -31,9 +31,7 @@ class Output(SimpleNamespace):
 
 def import_verl(folder: Path, plugin: str = "") -> SimpleNamespace:
     """verl's functions, and the plugin if it is imported "before" or "after" the modules that it is about."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == "verl"]:
-        del sys.modules[name]
-    sys.modules.pop("megatron_lce.plugins.verl", None)
+    forget("verl")
     stand_ins_of_verl(folder)
     found = {"plugin": importlib.import_module("megatron_lce.plugins.verl")} if plugin == "before" else {}
     from verl.models.mcore import model_forward, model_forward_1f1b_overlap, model_forward_fused
@@ -71,7 +69,7 @@ def import_registry(folder: Path) -> ModuleType:
     """The function of verl's registry that the engine imports, which has imported the forward pass by its name."""
     from verl.models.mcore import model_forward
 
-    known = {"Callable": None, "gptmodel_forward_model_engine": model_forward.gptmodel_forward_model_engine}
+    known = {"gptmodel_forward_model_engine": model_forward.gptmodel_forward_model_engine}
     file, name = folder / "verl/models/mcore/registry.py", "get_mcore_engine_forward_fn"
     registry = module_with(file, "verl.models.mcore.registry", name, **known)
     sys.modules["verl.models.mcore"].get_mcore_engine_forward_fn = registry.get_mcore_engine_forward_fn
@@ -81,9 +79,11 @@ def import_registry(folder: Path) -> ModuleType:
 def batch() -> Tensor:
     """Sequences of several lengths, as verl's engine has them: a jagged nested tensor [b, j]."""
     generator = torch.Generator().manual_seed(0)
-    return torch.nested.nested_tensor(
-        [torch.randint(VOCABULARY, (length,), generator=generator) for length in LENGTHS], layout=torch.jagged
-    )
+    return jagged([torch.randint(VOCABULARY, (length,), generator=generator) for length in LENGTHS])
+
+
+def jagged(parts: list[Tensor]) -> Tensor:
+    return torch.nested.nested_tensor(parts, layout=torch.jagged)
 
 
 def lengths(tokens: Tensor) -> list[int]:
@@ -105,8 +105,7 @@ def unfused(verl: SimpleNamespace, model: nn.Module, tokens: Tensor) -> dict[str
             "log_probs": verl.parallel.vocab_parallel_log_probs_from_logits(logits, label),
         }
 
-    parts = [torch.full((n,), TEMPERATURE, device=tokens.device) for n in lengths(tokens)]
-    temperature = torch.nested.nested_tensor(parts, layout=torch.jagged)
+    temperature = jagged([torch.full((n,), TEMPERATURE, device=tokens.device) for n in lengths(tokens)])
     arguments = {"label": tokens, "temperature": temperature}
     return verl.unfused(model, tokens, {}, logits_processor=of_logits, logits_processor_args=arguments)
 

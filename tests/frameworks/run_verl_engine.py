@@ -8,7 +8,6 @@ verl's fused path refuses, or computes. Stand-ins: those of run_verl.py, TensorD
 
 import dataclasses
 import sys
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from comparing import VOCABULARY, cases, compare_with_plugin, main
 from megatron.core.utils import unwrap_model
-from run_verl import import_verl
+from run_verl import import_verl, jagged
 from stand_ins import definitions
 from torch import Tensor, nn
 
@@ -30,10 +29,6 @@ class Batch(dict):
 
     def to(self, device: object) -> "Batch":
         return self
-
-
-def jagged(parts: list[Tensor]) -> Tensor:
-    return torch.nested.nested_tensor(parts, layout=torch.jagged)
 
 
 def batch() -> Batch:
@@ -55,7 +50,7 @@ def counted() -> Tensor:
 def engine(folder: Path, verl: SimpleNamespace, mtp: bool) -> Any:
     """MegatronEngineWithLMHead without what its base class sets up."""
     file = folder / "verl/utils/torch_functional.py"
-    (expand,) = definitions(file, "verl.utils.torch_functional", "expand_as_nested", torch=torch)
+    (expand,) = definitions(file, "verl.utils.torch_functional", "expand_as_nested")
     no_replay = "is_replay_backward_action", "is_replay_forward_action", "is_r2_record_action"
     known = {name: value for name, value in vars(verl.parallel).items() if not name.startswith("__")}
     known |= {
@@ -65,8 +60,6 @@ def engine(folder: Path, verl: SimpleNamespace, mtp: bool) -> Any:
         "RouterReplayHelper": SimpleNamespace(**dict.fromkeys(no_replay, lambda *_, **__: False)),
         "extract_multi_modal_inputs": lambda inputs: {},
         "get_device_id": lambda: "cpu",
-        "partial": partial,
-        "torch": torch,
         "tu": SimpleNamespace(get_non_tensor_data=lambda data, key, default: data.get(key, default)),
         "unwrap_model": unwrap_model,
         "verl_F": SimpleNamespace(expand_as_nested=expand),

@@ -57,10 +57,8 @@ class HeadCase(Case):
 
 
 def _tensor_parallel() -> tuple[int, int]:
-    return (
-        parallel_state.get_tensor_model_parallel_world_size(),
-        parallel_state.get_tensor_model_parallel_rank(),
-    )
+    group = parallel_state.get_tensor_model_parallel_group()
+    return group.size(), group.rank()
 
 
 def head_cases(rows: int) -> list[HeadCase]:

@@ -3,25 +3,32 @@
 import __future__
 
 import ast
+import contextlib
+import copy
 import sys
+from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest import mock
 
+INSTALLED = tuple(f"{name}." for name in (*sys.stdlib_module_names, "torch", "megatron.core", "megatron_lce"))
+
 
 def packages_without_their_init(folder: Path, *names: str) -> None:
     """Makes these packages of `folder` importable, their `__init__`, which imports the whole project, not run."""
     for name in [name for name in names if name not in sys.modules]:
-        package = ModuleType(name)
-        package.__path__ = [str(folder / name.replace(".", "/"))]
+        package = stand_in(name, __path__=[str(folder / name.replace(".", "/"))])
         package.__spec__ = ModuleSpec(name, None, is_package=True)
         package.__spec__.submodule_search_locations = package.__path__
-        sys.modules[name] = package
-        parent, _, child = name.rpartition(".")
-        if parent in sys.modules:
-            setattr(sys.modules[parent], child, package)
+
+
+def forget(framework: str) -> None:
+    """A framework's modules and its plugin are imported anew."""
+    of_framework = [name for name in sys.modules if name.partition(".")[0] == framework]
+    for name in (*of_framework, f"megatron_lce.plugins.{framework}"):
+        sys.modules.pop(name, None)
 
 
 def stand_in(name: str, **contents: Any) -> ModuleType:
@@ -33,6 +40,13 @@ def stand_in(name: str, **contents: Any) -> ModuleType:
     if parent in sys.modules:
         setattr(sys.modules[parent], child, module)
     return module
+
+
+class Timer(contextlib.nullcontext):
+    """What a trainer measures its steps with, which may be called with options first."""
+
+    def __call__(self, **_: Any) -> "Timer":
+        return self
 
 
 def mocks(*names: str) -> None:
@@ -49,11 +63,30 @@ def module_with(file: Path, name: str, *names: str, **known: Any) -> ModuleType:
 
 
 def definitions(file: Path, module: str, *names: str, into: dict[str, Any] | None = None, **known: Any) -> list[Any]:
-    """These classes, functions and methods of a file that is not imported as a whole; `known`: what they refer to."""
-    nodes = ast.walk(ast.parse(file.read_text()))
+    """These classes, functions and methods of a file that is not imported as a whole.
+
+    `known`: what they refer to, beside what the file imports of Python, torch, Megatron-core and this package.
+    """
+    tree = ast.parse(file.read_text())
+    nodes = ast.walk(tree)
     found = [node for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name in names]
     assert len(found) == len(names), f"{file} has {[node.name for node in found]} of {names}"
     contents = {**known, "__name__": module} if into is None else into
+    used = {node.id for part in found for node in ast.walk(part) if isinstance(node, ast.Name)} - contents.keys()
+    for statement in _imports(tree, used):
+        with contextlib.suppress(ImportError):  # of another version of Megatron-core, for an annotation
+            exec(compile(ast.Module([statement], []), str(file), "exec"), contents)
     code = compile(ast.Module(found, []), str(file), "exec", flags=__future__.annotations.compiler_flag)
     exec(code, contents)
     return [contents[name] for name in names]
+
+
+def _imports(tree: ast.Module, names: set[str]) -> Iterator[ast.stmt]:
+    """The file's imports of these names from what is installed, each by itself."""
+    for node in tree.body:
+        for alias in node.names if isinstance(node, ast.Import | ast.ImportFrom) else []:
+            path = f"{'.' * node.level}{node.module}" if isinstance(node, ast.ImportFrom) else alias.name
+            if f"{path}.".startswith(INSTALLED) and (alias.asname or alias.name.partition(".")[0]) in names:
+                single = copy.copy(node)
+                single.names = [alias]
+                yield single
