@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 from torch import nn
 
+from megatron_lce.plugins.replacing import Plugin
 from tests.plugin_stand_ins import BY_NAME, FILES, PLUGIN_OF
 
 PLUGINS = pytest.mark.parametrize("framework", FILES)
@@ -236,6 +237,19 @@ def test_a_method_that_has_moved_raises(make):
     importlib.import_module("swift.megatron.trainers.grpo_trainer")
     with pytest.raises(RuntimeError, match=r"needs MegatronGRPOTrainer.forward_step in swift\S+: swift"):
         import_plugin("swift")
+
+
+def test_a_module_that_loads_without_a_method_is_left_alone(tmp_path, monkeypatch):
+    """Its source names the class, so that installing finds nothing amiss."""
+    (tmp_path / "late").mkdir()
+    (tmp_path / "late/model.py").write_text("def first():\n    pass\n\nclass Second:\n    pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    plugin = Plugin("late", {"late.model:first": print, "late.model:Second.run": print})
+    plugin.install()
+    with pytest.raises(RuntimeError, match=r"needs Second.run in late.model"):
+        importlib.import_module("late.model")
+    assert not plugin.replaced
+    plugin.uninstall()
 
 
 def test_a_method_that_is_inherited_is_replaced(make):

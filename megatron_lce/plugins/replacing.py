@@ -63,11 +63,10 @@ class Plugin:
         self._replace_in({module.__name__})
 
     def _replace_in(self, modules: Collection[str]) -> None:
-        for target, ours in self.replacements.items():
-            if target.partition(":")[0] in modules:
-                own = self._check(target)
-                self.replaced[target] = own, called_with(own, ours)
-                self._put(target, *self.replaced[target])
+        found = {target: self._check(target) for target in self.replacements if target.partition(":")[0] in modules}
+        for target, own in found.items():  # after all checks
+            self.replaced[target] = own, called_with(own, self.replacements[target])
+            self._put(target, *self.replaced[target])
 
     def _put(self, target: str, old: Any, new: Any) -> None:
         """Puts `new` in place of `old`, and in every module that imported it by name from the one that defines it."""
