@@ -261,7 +261,7 @@ def is_summed_in_front(hidden: Tensor, group: ProcessGroup | None) -> bool:
     seen = set(nodes)
     while nodes:
         node = nodes.pop()
-        kind = node.name().split("Backward")[0]  # "torch::autograd::CopySlices" has no such suffix
+        kind = node.name().split("Backward")[0]  # "CopySlices" ends without it
         summing = node.name() == "_CopyToModelParallelRegionBackward" or (
             # without the flag, its backward cuts this rank's part out of a whole gradient
             node.name() == "_GatherFromSequenceParallelRegionBackward" and node.tensor_parallel_output_grad
