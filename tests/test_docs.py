@@ -232,6 +232,11 @@ def test_sentences_beside_the_tables_hold():
     assert all(ratio <= 1.15 for name in publish.HEADS if name[:5] == "ours-" for ratio in ratios[name])
     errors = {x["provider"]: x["logprobs_max_error"] for x in heads["errors"] if x["mode"] == "rl"}
     assert 700 <= errors["compile"] / errors["ours"] <= 1500  # a thousand times
+    baseline, *others = publish.result("training_h200")["training"]
+    assert [x["run"] for x in others] == ["flag", "known", "native-again"]
+    for run in others:  # as close to the baseline as its second run
+        assert abs(run["held_out_loss"] - baseline["held_out_loss"]) <= 0.0003
+        assert max(abs(a - b) for a, b in zip(run["losses"], baseline["losses"], strict=True)) <= 0.004
     of_jsd = publish.result("jsd_h200")["jsd"]
     for beta in (0.5, 0.0, 1.0):
         ours, theirs = (
