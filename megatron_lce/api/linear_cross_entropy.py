@@ -67,7 +67,8 @@ def linear_cross_entropy(
         logits_scale: factor on the products (MuP).
         softcap: bound of the logits before the temperature, as in Gemma; `None`: no bound.
         ignore_index: label of ignored rows, whose outputs are 0 and which get no gradient.
-        vocab_start: first global id of this shard; `None`: rank * V_local. Uneven shards: give it on every rank.
+        vocab_start: first global id of this shard; `None`: rank * V_local. Uneven shards: give it on every rank; the
+            host then waits for an all-reduce in every call.
         vocab_size: true size of the vocabulary; columns from it on are padding, without probability or gradient.
             `None`: no padding.
         entropy: False: `entropy` is None and costs nothing.
@@ -89,8 +90,8 @@ def linear_cross_entropy(
         workspace_bytes: most memory of transient buffers, for any number of tokens. In addition, backward holds one
             fp32 accumulator: of the hidden-state gradient (4 N H bytes); or of the weight gradient (4 V_local H bytes;
             none with a sink), if the shard has fewer columns than there are tokens and the workspace holds its logits
-            of 4096 tokens. Under `sequence_parallel` both passes hold the gathered hidden, in the latter case of one
-            block.
+            of 4096 tokens. Under `sequence_parallel` both passes hold the gathered hidden: all of it, or two blocks if
+            backward sums the weight gradient.
         reduce_grad_hidden: False: the hidden-state gradient stays this rank's partial sum.
         backend: "triton", "torch", "reference" (one rank, materialised logits), or "auto": triton on a GPU that
             Triton supports, torch elsewhere. A named backend that cannot run raises.

@@ -70,10 +70,9 @@ def linear_jsd(
         labels: int64, one a token (under `sequence_parallel` the full [s, ...]): they say which rows are ignored
             (`None`: none), and `return_student` returns their logprobs.
         beta: weight of the teacher in the mixture, in [0, 1].
-        student_logits_scale, teacher_logits_scale, student_softcap, teacher_softcap: logits_scale and softcap of each
-            head.
+        student_logits_scale, teacher_logits_scale, student_softcap, teacher_softcap: as in `linear_cross_entropy`.
         token_weights: floating, of labels' shape, without gradient: the result is then the sum of weight times
-            divergence, and its gradients are computed in forward, which saves two products for each head. A token of
+            divergence, and its gradients are computed in forward, which saves one product of each head. A token of
             weight 0 is an ignored row, and `skip_ignored=True` does not wait in backward. In fp16 keep weights at about
             1 and divide the sum afterwards, because gradients are computed before a loss scale is known.
         teacher_temperature: temperature of the teacher's softmax alone, like `temperature`; `None`: `temperature`.

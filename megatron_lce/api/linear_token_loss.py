@@ -61,9 +61,9 @@ def linear_token_loss(
     `linear_cross_entropy`.
 
     Memory: the two gradients, `workspace_bytes`, and the fp32 sum of the weight gradient (4 V_local H bytes; none if
-    the logits of all tokens fit into workspace and sum). Only the gathered hidden of `sequence_parallel`, and its
-    gradient until it is scattered, grow with the tokens. Blocks also use the memory of the weight gradient, which is
-    written after the last one (not with a sink, whose buffer exists before).
+    the logits of all tokens fit into workspace and sum). Under `sequence_parallel` also the gathered hidden, and its
+    gradient until it is scattered. Blocks also use the memory of the weight gradient, which is written after the last
+    one (not with a sink, whose buffer exists before).
 
     Args:
         hidden, weight, labels: as in `linear_cross_entropy`, but no DTensors.

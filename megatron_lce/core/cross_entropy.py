@@ -1,9 +1,10 @@
 """The autograd function of `linear_cross_entropy`: the order of launches and collectives, and what is saved.
 
-Forward takes statistics block by block, fills the cache, and exchanges extremes, then sums; then all outputs at once.
-Backward goes block by block and slab by slab: cached logits first, then recomputed ones. A slab is added to the hidden
-gradient, then to the weight gradient; a block's hidden gradient is reduced over the group while the last product for
-the weight runs. `skip_ignored=True` takes a collective and a host wait in each pass.
+For each range of a block's tokens, forward takes statistics, fills the cache, and exchanges extremes, then sums; at the
+end it computes all outputs. Backward goes block by block and slab by slab: cached logits first, then recomputed ones.
+Each is added to the hidden gradient, then to the weight gradient. A block's hidden gradient is reduced over the group
+while its last product for the weight runs; backward returns when all are reduced. If rows are skipped, sequence shards
+are gathered and scattered whole; `skip_ignored=True` also takes a collective and a host wait in each pass.
 """
 
 from dataclasses import replace

@@ -7,7 +7,8 @@ Forward, for blocks of tokens with all columns:
 3. It reads them for the divergence, whose parts the ranks add up.
 4. With token weights the upstream gradient is known. The backend reads the logits for the student's gradient, and two
    products add it to the gradients of hidden and weight, which `known_loss` scales in backward. A block's hidden
-   gradient is reduced over the group while the second one runs.
+   gradient is reduced over the group while the second one runs; forward waits for it. If no block's gradients fit in
+   the workspace, all tokens are one block, whose products are recomputed for this step.
 
 Backward of a per-token loss recomputes the products for a range of columns, and continues with step 4.
 """

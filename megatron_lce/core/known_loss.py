@@ -1,4 +1,4 @@
-"""Losses whose gradients are computed in forward. Backward scales them by one number."""
+"""Losses whose gradients are computed and reduced in forward. Backward scales them, without collectives."""
 
 from typing import Any
 

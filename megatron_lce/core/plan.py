@@ -218,8 +218,7 @@ def plan_known_weights(
     """Return the tokens whose gradients are collected, and of how many products are in memory; None if none fit.
 
     Products and gradients share the memory of `kept_tokens`. Products get up to `WIDE_PRODUCTS` tokens and gradients
-    the rest, because each block of gradients reads and writes the sum of the weight gradient. What is left goes to
-    products.
+    the rest, because each block of gradients updates the sum of the weight gradient. What is left goes to products.
     """
     products, gradient = size.stats.per_token, slab_row_stride(size.columns) * size.itemsize + size.hidden_sum_token
     most = kept_tokens(num_tokens, workspace_bytes, products + gradient, size.weight_sum, single_is_sum=single_is_sum)
@@ -241,10 +240,10 @@ def plan_blocks(
     *,
     per_column_if_tokens_are_cut: int = 0,
 ) -> Blocks:
-    """Return the widest blocks within `workspace_bytes` that still gain from their width.
+    """Return the tokens and columns of a slab: as wide as `workspace_bytes` allows and as still gains.
 
-    A block has all tokens if slabs can then have `PREFERRED_COLUMNS`, about `SLAB_LOGITS` logits. Otherwise blocks
-    minimise the traffic of the fp32 sums of both gradients.
+    It has all tokens if `PREFERRED_COLUMNS` then fit, and about `SLAB_LOGITS` logits. Otherwise slabs minimise the
+    traffic of the fp32 sums of both gradients.
 
     Raises:
         ValueError: not even the smallest block fits.

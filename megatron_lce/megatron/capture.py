@@ -228,8 +228,7 @@ class capture_lm_head(contextlib.AbstractContextManager[CapturedHead, None]):
 
     Raises:
         TypeError: `model` neither is nor holds a megatron-core language model.
-        ValueError: hidden and weight do not determine the logits, for the reasons listed; or `model` holds several
-            heads.
+        ValueError: hidden and weight do not determine the logits, for the reasons listed; or there are several heads.
     """
 
     def __init__(self, model: nn.Module | Sequence[nn.Module]):

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class MainGradSink:
-    """A sink that adds each slab's weight gradient to `weight.main_grad`.
+    """A sink whose buffer is `weight.main_grad`: the core adds slabs to it, or a known loss once in backward.
 
     Autograd still receives a gradient, zeros, so that the hook of DistributedDataParallel fires when all uses of the
     weight are done. The hook adds autograd's sum to `main_grad`, or drops it if `weight.grad_added_to_main_grad` is
