@@ -97,21 +97,17 @@ def test_inputs_changed_in_place_before_backward_are_noticed(backend, device):
         out.logprobs.sum().backward()
 
 
-# What the triton backend promises of bits.
-
-
-def outputs_without_gradient(problem, rows=slice(None), **keywords):
-    hidden, labels = problem.hidden[rows], problem.labels[rows]
-    with torch.no_grad():
-        return megatron_lce.linear_cross_entropy(hidden, problem.weight, labels, backend="triton", **keywords)
-
-
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 @pytest.mark.parametrize("rows", [slice(0, 1), slice(149, 150), slice(3, 70), slice(64, 150, 2)], ids=str)
 def test_a_tokens_bits_do_not_depend_on_the_other_tokens(rows, dtype, device):
     pytest.importorskip("triton")
     problem = make_problem(150, 72, 600, device, dtype)
     ids = torch.arange(-1, 599, device=device).view(150, 4)
-    everyone = outputs_without_gradient(problem, telemetry=True, candidates=ids)
-    some = outputs_without_gradient(problem, rows, telemetry=True, candidates=ids[rows])
+
+    def outputs_of(rows):
+        inputs = problem.hidden[rows], problem.weight, problem.labels[rows]
+        keywords = {"candidates": ids[rows], "telemetry": True, "backend": "triton"}
+        return megatron_lce.linear_cross_entropy(*inputs, **keywords)
+
+    everyone, some = outputs_of(slice(None)), outputs_of(rows)
     assert all(torch.equal(a[rows], b) for a, b in zip(everyone, some, strict=True))

@@ -74,11 +74,7 @@ OF_TOKEN_LOSS = [
     ({"per_token": torch.ones(3)}, ValueError, "per_token[0] must have labels' shape first, (4,), got (3,)"),
     ({"per_token": 1.0}, TypeError, f"per_token[0] {TENSOR} float"),
     ({"per_token": torch.ones(4, requires_grad=True)}, ValueError, "per_token[0] must not require grad"),
-    (
-        {"logits_cache_bytes": 1},
-        TypeError,
-        "linear_token_loss has no keyword logits_cache_bytes: it keeps logits within workspace_bytes",
-    ),
+    ({"logits_cache_bytes": 1}, TypeError, "linear_token_loss has no keyword logits_cache_bytes: it keeps logits wi"),
     ({"backend": "reference"}, ValueError, "backend must be 'auto', 'triton' or 'torch' for linear_token_loss"),
 ]
 OF_IDS = [
@@ -110,7 +106,6 @@ OF_TOPK_DIVERGENCE = [
     ({"kind": "kl"}, ValueError, "kind must be 'forward', 'reverse' or 'jsd', got 'kl'"),
     ({"tail": ""}, ValueError, "tail must be 'drop', 'bin' or 'renormalise', got ''"),
     ({"beta": 2.0}, ValueError, "beta must lie in [0, 1], got 2.0"),
-    ({"kind": "jsd", "beta": -1}, ValueError, "beta must lie in [0, 1], got -1"),
     ({"kind": "jsd", "beta": math.nan}, ValueError, "beta must be finite, got nan"),
     ({"teacher_logprobs": zeros(2, 4)}, ValueError, "student_logprobs and teacher_logprobs must have one shape"),
 ]
@@ -135,9 +130,8 @@ ERRORS = [(name, *line) for name, lines in TABLES.items() for line in lines]
 @pytest.mark.parametrize(("name", "changes", "error", "message"), ERRORS, ids=[f"{e[0]}-{e[3][:40]}" for e in ERRORS])
 def test_errors_name_the_argument(name, changes, error, message):
     arguments = CALLS[name] | changes
-    by_place = [arguments.pop("per_token")] if "per_token" in arguments else []
-    if by_place:
-        by_place = [arguments.pop(key) for key in ("hidden", "weight", "labels", "loss")] + by_place
+    of_places = ("hidden", "weight", "labels", "loss", "per_token") if "per_token" in changes else ()
+    by_place = [arguments.pop(key) for key in of_places]
     with pytest.raises(error) as raised:
         getattr(megatron_lce, name)(*by_place, **arguments)
     assert str(raised.value).startswith(message)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_lce import linear_cross_entropy, linear_jsd, linear_token_loss
-from tests.oracle import evaluate, relative_error
+from tests.oracle import relative_error
 from tests.problems import make_problem, smallest_workspace
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -32,9 +32,9 @@ class Sink:
 def test_a_sink_gets_what_would_be_returned(dtype, workspace_bytes, logits_cache_bytes, backend, device):
     problem = make_problem(150, 16, 301, device, dtype)
     keywords = {"backend": backend, "workspace_bytes": workspace_bytes, "logits_cache_bytes": logits_cache_bytes}
-    returned = evaluate(linear_cross_entropy, *problem, **keywords)
+    returned = problem.run(**keywords)
     sink = Sink(problem.weight)
-    added = evaluate(linear_cross_entropy, *problem, **keywords, weight_grad_sink=sink)
+    added = problem.run(**keywords, weight_grad_sink=sink)
     assert sink.finished == 1
     assert added.grad_weight is None
     assert torch.equal(added.grad_hidden, returned.grad_hidden)
@@ -51,6 +51,10 @@ def test_a_sink_takes_no_rows_that_are_padded(device):
         linear_cross_entropy(*problem[:3], weight_grad_sink=Sink(problem.weight))
 
 
+def token_loss(problem, weight, **keywords):
+    return linear_token_loss(problem.hidden, weight, problem.labels, lambda out: -out.logprobs, **keywords).loss
+
+
 @pytest.mark.parametrize(("hidden_size", "first"), [(13, 0), (20, 8)])
 def test_odd_rows_that_start_at_16_bytes(hidden_size, first, backend, device):
     """What lies between the rows of a part of a wider hidden is not read."""
@@ -58,18 +62,12 @@ def test_odd_rows_that_start_at_16_bytes(hidden_size, first, backend, device):
     part = problem.hidden.new_full((150, 32), torch.nan)[:, first : first + hidden_size].copy_(problem.hidden)
 
     def gradients(hidden):
-        weight, keywords = problem.weight.clone().requires_grad_(), {"workspace_bytes": 2**17, "backend": backend}
-        loss = linear_token_loss(
-            hidden.requires_grad_(), weight, problem.labels, lambda o: -o.logprobs, **keywords
-        ).loss
-        return torch.autograd.grad(loss, (hidden, weight))
+        inputs = hidden.requires_grad_(), problem.weight.requires_grad_()
+        loss = token_loss(problem._replace(hidden=hidden), problem.weight, workspace_bytes=2**17, backend=backend)
+        return torch.autograd.grad(loss, inputs)
 
     for actual, expected in zip(gradients(part), gradients(problem.hidden), strict=True):
         torch.testing.assert_close(actual, expected)
-
-
-def token_loss(problem, weight, **keywords):
-    return linear_token_loss(problem.hidden, weight, problem.labels, lambda out: -out.logprobs, **keywords).loss
 
 
 def weighted_jsd(problem, weight, **keywords):

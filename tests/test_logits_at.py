@@ -4,49 +4,13 @@ import pytest
 import torch
 
 import megatron_lce
-from tests.oracle import relative_error
 from tests.problems import make_problem
-
-FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
-EPS = {dtype: torch.finfo(dtype).eps for dtype in (FP32, BF16, FP16)}
-
-
-def some_ids(shape, num_columns, width, generator, device):
-    """Ids with duplicates, padding, and the first and last column."""
-    ids = torch.randint(num_columns, (*shape, width), generator=generator)
-    ids[..., : width // 2] = ids[..., :1] if width > 1 else ids
-    ids.view(-1)[::5] = -1
-    ids.view(-1)[1:3] = torch.tensor([0, num_columns - 1])[: ids.numel() - 1]
-    return ids.to(device)
-
-
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_csr_equals_the_dense_form(backend, device, dtype):
-    problem = make_problem(6, 40, 70, device, dtype)
-    counts = torch.tensor([3, 0, 1, 150, 0, 2])
-    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]).to(device)
-    generator = torch.Generator().manual_seed(1)
-    ids = some_ids((), 70, int(counts.sum()), generator, device)
-    keywords = {"temperature": torch.linspace(0.5, 2.0, 6, device=device), "backend": backend}
-    padded = torch.full((6, 150), -1, device=device)
-    kept = torch.arange(150) < counts[:, None]
-    padded[kept] = ids
-    upstream = torch.randn(6, 150, generator=generator).to(device)
-
-    def run(upstream, *ids):
-        hidden, weight = (t.clone().requires_grad_() for t in problem[:2])
-        logits = megatron_lce.linear_logits_at(hidden, weight, *ids, **keywords)
-        return logits.detach(), torch.autograd.grad(logits, (hidden, weight), upstream)
-
-    (logits, grads), (dense, of_dense) = run(upstream[kept], ids, offsets), run(upstream, padded)
-    assert torch.equal(dense[kept], logits)
-    for one, other in zip(grads, of_dense, strict=True):
-        assert relative_error(one, other) <= 4 * EPS[dtype]
 
 
 def test_a_logit_does_not_depend_on_the_other_tokens_and_ids(backend, device):
-    problem = make_problem(4, 64, 50, device, BF16)
-    ids = some_ids((4,), 50, 20, torch.Generator().manual_seed(1), device)
+    problem = make_problem(4, 64, 50, device, torch.bfloat16)
+    ids = torch.randint(-1, 50, (4, 20), generator=torch.Generator().manual_seed(1)).to(device)
+    ids[1, 3:6] = 7
     logits = megatron_lce.linear_logits_at(*problem[:2], ids, backend=backend)
     alone = megatron_lce.linear_logits_at(problem.hidden[1:2], problem.weight, ids[1:2, 3:4], backend=backend)
     assert torch.equal(alone[0, 0], logits[1, 3])
@@ -66,7 +30,6 @@ def test_ids_of_nobody_and_rows_without_a_temperature_are_nan(backend, device):
     offsets = torch.tensor([1, 2, 2, 3], device=device)
     of_csr = megatron_lce.linear_logits_at(problem.hidden, problem.weight, ids.view(-1), offsets, backend=backend)
     assert of_csr.isnan().tolist() == [True, True, True, True, True, False]
-    assert megatron_lce.linear_logits_at(problem.hidden[:0], problem.weight, ids[:0], backend=backend).shape == (0, 2)
 
 
 @pytest.mark.parametrize("ids", [[3, -1, 40], [-1, 0]])
@@ -76,7 +39,7 @@ def test_no_tokens_beside_ids_and_offsets(ids, backend, device):
     hidden, weight = problem.hidden[:0].clone().requires_grad_(), problem.weight.clone().requires_grad_()
     ids, offsets = torch.tensor(ids, device=device), torch.zeros(1, dtype=torch.int64, device=device)
     logits = megatron_lce.linear_logits_at(hidden, weight, ids, offsets, backend=backend)
-    assert logits.dtype == FP32
+    assert logits.dtype == torch.float32
     assert torch.equal(logits.isnan(), ids >= 0)
     assert (logits[ids < 0] == 0).all()
     logprobs = megatron_lce.support_logprobs(hidden, weight, ids[:0], ids, offsets, backend=backend)
@@ -87,11 +50,11 @@ def test_no_tokens_beside_ids_and_offsets(ids, backend, device):
 
 def test_a_softcaps_tanh(backend, device):
     """Relative to tanh, however small or large it is: a softcap multiplies its error by a large number."""
-    x = torch.cat([torch.logspace(-8, 1, 400, dtype=FP32), torch.tensor([8.7, 8.8, 1e4, torch.inf])])
+    x = torch.cat([torch.logspace(-8, 1, 400), torch.tensor([8.7, 8.8, 1e4, torch.inf])])
     x = torch.cat([x, -x]).to(device)
-    one = torch.ones(1, 1, dtype=FP32, device=device)
+    one = torch.ones(1, 1, device=device)
     ids = torch.zeros(len(x), 1, dtype=torch.int64, device=device)
     found = megatron_lce.linear_logits_at(x[:, None], one, ids, softcap=1.0, backend=backend)[:, 0]
-    assert float((found / x.double().tanh() - 1).abs().max()) <= 8 * EPS[FP32]
+    assert float((found / x.double().tanh() - 1).abs().max()) <= 8 * torch.finfo(torch.float32).eps
     nan = megatron_lce.linear_logits_at(one * torch.nan, one, ids[:1], softcap=1.0, backend=backend)
     assert nan.isnan().all()

@@ -1,51 +1,39 @@
 """Labels within each sequence and never across two."""
 
-import itertools
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import megatron_lce
 from megatron_lce.api import shift_labels as packed
 from megatron_lce.api.shift_labels import shift_labels
-from tests.problems import make_problem
 
 IGNORED = -100
 TOKENS = torch.zeros(1, 8, dtype=torch.int64)
 
 
-def bounds_of(lengths, device="cpu"):
-    return torch.tensor([0, *lengths], device=device).cumsum(0).int()
+def bounds_of(lengths):
+    return torch.tensor([0, *lengths]).cumsum(0).int()
 
 
-def shifted_one_by_one(sequences):
-    """The definition, a sequence at a time, in Python."""
-    return [[*sequence[1:], IGNORED] if sequence else [] for sequence in sequences]
+@pytest.mark.parametrize("padded", [False, True])
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 4)), min_size=1, max_size=7), st.integers(0, 5))
+def test_sequences_shift_one_by_one(padded, sizes, rest):
+    """Packed, or padded at their ends, with tokens behind the last of them that belong to none."""
+    lengths, places = [length for length, _ in sizes], [length + padded * padding for length, padding in sizes]
+    tokens, expected = list(range(1, sum(places) + rest + 1)), []
+    for start, length, place in zip(bounds_of(places)[:-1].tolist(), lengths, places, strict=True):
+        own = tokens[start + 1 : start + length]
+        expected += own + [IGNORED] * (place - len(own))
+    bounds = {"cu_seqlens": bounds_of(lengths)}
+    if padded:
+        bounds["cu_seqlens_padded"] = bounds_of(places)
+    labels = shift_labels(torch.tensor([tokens], dtype=torch.int64), **bounds)
+    assert labels.tolist() == [expected + [IGNORED] * rest]
 
 
-def flat(lists):
-    return [value for values in lists for value in values]
-
-
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=7), st.integers(0, 5))
-def test_packed_sequences_shift_one_by_one(lengths, rest):
-    total = sum(lengths) + rest
-    tokens = list(range(1, total + 1))
-    bounds = bounds_of(lengths).tolist()
-    sequences = [tokens[a:b] for a, b in itertools.pairwise(bounds)]
-    labels = shift_labels(torch.tensor([tokens], dtype=torch.int64), cu_seqlens=bounds_of(lengths))
-    assert labels.tolist() == [flat(shifted_one_by_one(sequences)) + [IGNORED] * rest]
-
-
-@pytest.fixture
-def unseen(monkeypatch):
-    """Bounds as they are on a device, where nobody looks at them."""
-    monkeypatch.setattr(packed, "_on_host", lambda bounds: False)
-
-
-def test_unseen_bounds_never_take_a_label_from_elsewhere(unseen, device):
+def test_bounds_that_nobody_looks_at_never_take_a_label_from_elsewhere(device, monkeypatch):
+    monkeypatch.setattr(packed, "_on_host", lambda bounds: False)  # as if they were on a device
     tokens = torch.arange(1, 9, device=device)[None]
     no = IGNORED
     for bounds, padded, expected in (
@@ -63,20 +51,6 @@ def test_bounds_on_the_host_serve_tokens_on_any_device(device):
     assert torch.equal(labels.cpu(), shift_labels(tokens, cu_seqlens=bounds))
 
 
-@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 4)), min_size=1, max_size=6))
-def test_sequences_padded_at_their_ends(pairs):
-    lengths, padding = zip(*pairs, strict=True)
-    sequences = [list(range(10 * i + 1, 10 * i + 1 + n)) for i, n in enumerate(lengths)]
-    padded = [sequence + [0] * pad for sequence, pad in zip(sequences, padding, strict=True)]
-    expected = [s + [IGNORED] * pad for s, pad in zip(shifted_one_by_one(sequences), padding, strict=True)]
-    labels = shift_labels(
-        torch.tensor([flat(padded)], dtype=torch.int64),
-        cu_seqlens=bounds_of(lengths),
-        cu_seqlens_padded=bounds_of([len(p) for p in padded]),
-    )
-    assert labels.tolist() == [flat(expected)]
-
-
 def test_a_row_a_sequence(device):
     tokens = torch.tensor([[1, 2, 3], [4, 5, 6]], device=device)
     assert shift_labels(tokens).tolist() == [[2, 3, IGNORED], [5, 6, IGNORED]]
@@ -89,20 +63,6 @@ def test_left_and_right_padding(dtype, device):
     labels = shift_labels(tokens, mask=(tokens != 0).to(dtype))
     no = IGNORED
     assert labels.tolist() == [[no, no, 2, 3, no], [5, 6, no, no, no], [no, 8, no, no, no], [no] * 5]
-
-
-def test_packed_logprobs_are_those_of_each_sequence_alone(backend, device):
-    """What the labels are for: a packed batch trains as its sequences do, and their borders not at all."""
-    lengths = [5, 1, 9, 4]
-    problem = make_problem((1, sum(lengths)), 24, 70, device)
-    labels = shift_labels(problem.labels, cu_seqlens=bounds_of(lengths, device))
-    whole = megatron_lce.linear_cross_entropy(problem.hidden, problem.weight, labels, backend=backend)
-    ends = bounds_of(lengths).tolist()
-    for start, end in itertools.pairwise(ends):
-        hidden, tokens = problem.hidden[0, start : end - 1], problem.labels[0, start + 1 : end]
-        alone = megatron_lce.linear_cross_entropy(hidden, problem.weight, tokens, backend=backend)
-        torch.testing.assert_close(whole.logprobs[0, start : end - 1], alone.logprobs, rtol=1e-6, atol=1e-6)
-        assert whole.logprobs[0, end - 1] == 0
 
 
 BOUNDS = torch.tensor([0, 3, 8])

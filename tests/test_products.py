@@ -129,13 +129,9 @@ def test_a_gpu_whose_products_have_no_fp32_result(backend_on_gpu, device, monkey
 
 
 @pytest.mark.gpu
-def test_tf32_changes_nothing_on_gpu(backend, device):
+def test_tf32_changes_nothing_on_gpu(precision, backend, device):
     problem = make_problem(512, 512, 4096, device)
     plain = problem.run(backend)
-    before = torch.backends.cuda.matmul.fp32_precision
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
-    try:
-        assert all_equal(plain, problem.run(backend))
-        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
-    finally:
-        torch.backends.cuda.matmul.fp32_precision = before
+    precision.fp32_precision = "tf32"
+    assert all_equal(plain, problem.run(backend))
+    assert precision.fp32_precision == "tf32"

@@ -10,13 +10,6 @@ from tests.problems import make_problem
 FP32, BF16 = torch.float32, torch.bfloat16
 
 
-def test_shapes_and_no_gradient(backend, device):
-    problem = make_problem((3, 2), 24, 70, device)
-    found = megatron_lce.linear_topk(problem.hidden.requires_grad_(), problem.weight, 5, backend=backend)
-    assert [part.shape for part in found] == [(3, 2, 5), (3, 2, 5), (3, 2), (3, 2)]
-    assert not any(part.requires_grad for part in found)
-
-
 def test_ties_go_to_the_lowest_id(backend, device):
     """Values of three kinds, exact in any dtype, so that most are ties, in chunks and within one."""
     generator = torch.Generator().manual_seed(0)
@@ -31,9 +24,9 @@ def test_ties_go_to_the_lowest_id(backend, device):
 def test_fewer_ids_than_asked_for_padding_and_broken_rows(backend, device):
     problem = make_problem(3, 16, 20, device)
     temperature = torch.tensor([1.0, 0.0, 2.0], device=device)
-    found = megatron_lce.linear_topk(
-        problem.hidden, problem.weight, 8, vocab_size=5, temperature=temperature, backend=backend
-    )
+    hidden = problem.hidden.clone().requires_grad_()
+    found = megatron_lce.linear_topk(hidden, problem.weight, 8, vocab_size=5, temperature=temperature, backend=backend)
+    assert not any(part.requires_grad for part in found)
     assert found.ids[::2, :5].sort(-1).values.tolist() == [[0, 1, 2, 3, 4]] * 2
     assert (found.ids[::2, 5:] == -1).all()
     assert (found.logprobs[::2, 5:] == -torch.inf).all()
