@@ -11,11 +11,9 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent.parent / "megatron_lce"
 MODULES = sorted(PACKAGE.rglob("*.py"))
-INTEGRATION = PACKAGE / "megatron"
-COMMAND = PACKAGE / "command"
 PLUGINS = PACKAGE / "plugins"
-ON_TOP = [path for path in MODULES if path.parent in (INTEGRATION, PLUGINS, COMMAND) or path.name == "__main__.py"]
-CORE = [path for path in MODULES if path not in ON_TOP and path.name != "__init__.py"]
+ON_TOP = (PACKAGE / "megatron", PACKAGE / "command", PLUGINS)
+CORE = [path for path in MODULES if path.parent not in ON_TOP and path.name not in ("__init__.py", "__main__.py")]
 
 
 def name_of(path):
@@ -25,6 +23,11 @@ def name_of(path):
 @functools.cache
 def nodes(path):
     return list(ast.walk(ast.parse(path.read_text())))
+
+
+def every(kind, paths):
+    """(file, node) of a kind of the files' syntax."""
+    return [(path, node) for path in paths for node in nodes(path) if isinstance(node, kind)]
 
 
 @functools.cache
@@ -49,8 +52,10 @@ def imported(paths, packages):
     return {(name_of(path), name) for path in paths for name in imports(path) if is_from(name, packages)}
 
 
-def test_the_package_imports_nothing_that_is_not_installed_with_it():
-    assert not imported(MODULES, ("tests", "torchrun_tests", "scripts", "benchmark", "conftest", "harness"))
+def foreign(paths, *allowed):
+    """(file, name) of what the files import besides these packages, torch and the standard library."""
+    allowed = ("torch", *allowed, *sys.stdlib_module_names)
+    return {(name_of(path), name) for path in paths for name in imports(path) if not is_from(name, allowed)}
 
 
 def test_the_names_of_the_interface():
@@ -59,19 +64,16 @@ def test_the_names_of_the_interface():
     of_megatron = """accept_head capture_lm_head enable_fused_linear_ce explain fused_output_processor
         install_megatron_linear_cross_entropy"""
     types = "CapturedHead Explanation FusedLinearCE FusedOutputContext LinearCrossEntropyOutput TokenLoss TopK"
-    exported = [
-        alias for node in nodes(PACKAGE / "__init__.py") if isinstance(node, ast.ImportFrom) for alias in node.names
-    ]
+    exported = [alias for _, node in every(ast.ImportFrom, [PACKAGE / "__init__.py"]) for alias in node.names]
     assert {alias.name for alias in exported} == {*operations.split(), *of_megatron.split(), *types.split()}
     assert all(alias.name == alias.asname for alias in exported)
 
 
-def test_the_core_knows_no_integration():
-    assert not imported(CORE, ("megatron", "megatron_lce.megatron"))
-
-
 def test_who_imports_whom():
-    """A folder imports what stands below it: api, checks, backends, core."""
+    """Nobody what is not installed with the package, nor plugins; a folder what stands below it."""
+    assert not imported(MODULES, ("tests", "torchrun_tests", "scripts", "benchmark", "conftest", "harness"))
+    assert not imported([path for path in MODULES if path.parent != PLUGINS], ("megatron_lce.plugins",))
+    assert not imported(CORE, ("megatron", "megatron_lce.megatron"))
     order = ("core", "backends", "checks", "compat", "api", "megatron", "command")  # api may know compat
     for folder in ("core", "backends", "checks", "api"):
         packages = tuple(f"megatron_lce.{other}" for other in order[order.index(folder) + 1 :])
@@ -79,28 +81,22 @@ def test_who_imports_whom():
 
 
 def test_plugins_know_what_users_call():
-    allowed = ("torch", "megatron_lce.compat", "megatron_lce.plugins", *sys.stdlib_module_names)
-    for path in PLUGINS.glob("*.py"):
-        assert not [name for name in imports(path) - {"megatron_lce"} if not is_from(name, allowed)]
-
-
-def test_nothing_imports_plugins():
-    assert not imported([path for path in MODULES if path.parent != PLUGINS], ("megatron_lce.plugins",))
+    found = foreign(PLUGINS.glob("*.py"), "megatron_lce.compat", "megatron_lce.plugins")
+    assert {name for _, name in found} <= {"megatron_lce"}
 
 
 def test_kernels_know_torch_triton_and_plans_only():
     kernels = sorted(PACKAGE.glob("backends/triton/*.py"))
     of_core = "plan products statistics options logits_cache rows jsd_heads"
-    allowed = ("torch", "triton", "megatron_lce.backends.triton", *sys.stdlib_module_names)
-    allowed += tuple(f"megatron_lce.core.{name}" for name in of_core.split())
     assert kernels
-    assert not [(path.name, name) for path in kernels for name in imports(path) if not is_from(name, allowed)]
+    assert not foreign(
+        kernels, "triton", "megatron_lce.backends.triton", *(f"megatron_lce.core.{name}" for name in of_core.split())
+    )
     assert not imported(kernels, ("torch.distributed",))
 
 
 def test_the_reference_shares_no_code_with_the_backends():
-    allowed = ("torch", "megatron_lce.core.options", *sys.stdlib_module_names)
-    assert not [name for name in imports(PACKAGE / "backends" / "reference.py") if not is_from(name, allowed)]
+    assert not foreign([PACKAGE / "backends" / "reference.py"], "megatron_lce.core.options")
 
 
 def test_collectives_hold_the_only_distributed_calls():
@@ -111,18 +107,16 @@ def test_collectives_hold_the_only_distributed_calls():
 
 def test_no_environment_variables_and_no_broad_excepts():
     assert not imported(MODULES, ("os",))
-    handlers = [(path, node) for path in MODULES for node in nodes(path) if isinstance(node, ast.ExceptHandler)]
-    for path, handler in handlers:
+    for path, handler in every(ast.ExceptHandler, MODULES):
         assert handler.type is not None, path
         assert "Exception" not in ast.unparse(handler.type).split("."), path
 
 
 def test_no_host_synchronisation_by_name():
     """What looks at the data: `check_labels`, for `skip_ignored=True` `ComputedRows.where`, and once for a new loss."""
-    functions = [(path, node) for path in CORE for node in nodes(path) if isinstance(node, ast.FunctionDef)]
     calls = {
         (name_of(path), node.func.attr)
-        for path, function in functions
+        for path, function in every(ast.FunctionDef, CORE)
         if function.name not in ("check_labels", "where", "check_tokens_apart")
         for node in ast.walk(function)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
@@ -158,7 +152,7 @@ CREATION |= {"as_tensor", "empty_strided", "logspace", "normal", "range"}
 
 def test_every_tensor_is_made_with_a_dtype():
     """Without one it takes torch's default, which training programs change; so does a choice between two numbers."""
-    for path, node in [(module, node) for module in MODULES for node in nodes(module) if isinstance(node, ast.Call)]:
+    for path, node in every(ast.Call, MODULES):
         function = ast.unparse(node.func)
         if not function.startswith("torch."):
             continue
@@ -186,7 +180,7 @@ def test_works_with_neither_triton_nor_megatron():
     """Nor imports them or plugins. Every package imports, the operation runs, and what needs them says so."""
     program = """
         import importlib, sys
-        import torch
+        import pytest, torch
         import megatron_lce
         unused = ("megatron_lce.backends.triton.", "megatron_lce.plugins")
         assert not [name for name in sys.modules if name in ("triton", "megatron") or name.startswith(unused)]
@@ -198,19 +192,10 @@ def test_works_with_neither_triton_nor_megatron():
         out = megatron_lce.linear_cross_entropy(hidden, weight, labels)
         out.logprobs.sum().backward()
         assert hidden.grad.isfinite().all()
-        try:
+        with pytest.raises(ValueError, match="triton is not installed"):
             megatron_lce.linear_cross_entropy(hidden, weight, labels, backend="triton")
-        except ValueError as error:
-            assert "triton is not installed" in str(error), error
-        else:
-            raise AssertionError("backend='triton' ran")
-        try:
-            with megatron_lce.capture_lm_head(torch.nn.Linear(2, 2)):
-                pass
-        except ImportError as error:
-            assert "megatron" in str(error), error
-        else:
-            raise AssertionError("capture_lm_head ran")
+        with pytest.raises(ImportError, match="megatron"), megatron_lce.capture_lm_head(torch.nn.Linear(2, 2)):
+            pass
     """
     command = [sys.executable, "-c", textwrap.dedent(program)]
     result = subprocess.run(command, capture_output=True, text=True, cwd=PACKAGE.parent, timeout=300, check=False)

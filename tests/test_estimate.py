@@ -1,15 +1,15 @@
 """Estimated memory against measured memory: of committed GPU runs, of a GPU at hand, and of storages on a CPU."""
 
 import gc
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 import megatron_lce
 from benchmark import measure
+from benchmark.publish import result
+from benchmark.shapes import parse_shape
 from megatron_lce.command.estimate import estimate_table, largest_tokens, saved_mib, verdict
 from megatron_lce.command.head_memory import FUSED, HEADS, OURS, TE, UNFUSED, HeadStep, costs_on_a_gpu
 from megatron_lce.command.head_memory import KNOWN_LOSS as TOKEN_LOSS
@@ -17,16 +17,8 @@ from megatron_lce.core import plan
 from tests.live_bytes import peak_live_bytes
 from tests.problems import make_problem
 
-RESULTS = Path(__file__).resolve().parent.parent / "benchmark" / "results"
 ALLOWED = 0.05
 MIB = 2**20
-SHAPES = {"S1": (8192, 4096, 151936), "S2": (16384, 2048, 131072), "S3": (16384, 4096, 18992)}
-
-
-def load(name):
-    return json.loads((RESULTS / f"{name}.json").read_text())
-
-
 WAYS = {"ours": OURS, "ours-cached": OURS, "megatron": FUSED, "ours-token-640": TOKEN_LOSS}
 
 
@@ -36,8 +28,8 @@ def measured_steps(records):
         provider, mode = record["provider"], record["mode"]
         if record["status"] != "ok" or mode == "fwd" or provider not in WAYS:
             continue
-        tokens, hidden, vocab = SHAPES[record["shape"]]
-        step = HeadStep(record.get("tokens", tokens), hidden, vocab, entropy=mode == "rl")
+        shape = parse_shape(record["shape"])
+        step = HeadStep(record.get("tokens", shape.tokens), shape.hidden, shape.vocab, entropy=mode == "rl")
         if provider == "ours-cached":
             step = replace(step, logits_cache_bytes=step.everything)
         if provider == "ours-token-640":
@@ -46,9 +38,14 @@ def measured_steps(records):
 
 
 def test_heads_measured_on_one_gpu():
-    found = list(measured_steps(load("heads_h200")["times"] + load("memory_h200")["memory"]))
+    """Peaks, and times within 10 %, by the rate of the matmuls in the same run."""
+    times = result("heads_h200")["times"]
+    found = list(measured_steps(times + result("memory_h200")["memory"]))
     for record, estimate, step in found:
         assert estimate(step).peak_bytes / MIB == pytest.approx(record["peak_mib"], rel=ALLOWED), record
+        if record in times:
+            tflops = 3 * 2 * step.logits * step.hidden / (record["time_ms"] / record["over_products"]) / 1e9
+            assert estimate(step).time_ms(step, tflops, 4.8) == pytest.approx(record["time_ms"], rel=0.1), record
     assert len(found) > 20
 
 
@@ -63,7 +60,7 @@ def test_steps_of_a_megatron_gpt_measured_on_one_gpu(tokens):
         "ours": (OURS, plain),
         "ours-cached": (OURS, replace(plain, logits_cache_bytes=plain.everything)),
     }
-    records = [x for x in load("steps_h200")["steps"] if x["tokens"] == tokens and x["masked"] == 0]
+    records = [x for x in result("steps_h200")["steps"] if x["tokens"] == tokens and x["masked"] == 0]
     measured = {record["variant"]: record["peak_mib"] for record in records}
     estimated = {variant: HEADS[arguments[0]](arguments[1]).peak_bytes / MIB for variant, arguments in variants.items()}
     for variant in set(variants) - {"native"}:
@@ -85,7 +82,7 @@ class Sink:
         return self.weight.new_zeros(()).expand_as(self.weight)
 
 
-def call_of(step, device, backend="triton"):
+def call_of(step, way, device):
     """A real step of these sizes: forward and backward."""
     problem = make_problem(step.tokens, step.hidden, step.columns, device, step.dtype)
     hidden, weight = problem.hidden.requires_grad_(), problem.weight.requires_grad_()
@@ -93,7 +90,7 @@ def call_of(step, device, backend="triton"):
     labels[: step.tokens - round(step.tokens * (1 - step.ignored))] = -100
     upstream = [problem.upstream.logprobs, problem.upstream.entropy][: 1 + step.entropy]
     keywords = {"weight_grad_sink": Sink(weight)} if step.main_grad else {}
-    keywords |= {"entropy": step.entropy, "workspace_bytes": step.workspace_bytes, "backend": backend}
+    keywords |= {"entropy": step.entropy, "workspace_bytes": step.workspace_bytes, "backend": "triton"}
     keywords |= {"skip_ignored": step.computed if step.skip_ignored else False}
 
     def call():
@@ -108,7 +105,7 @@ def call_of(step, device, backend="triton"):
         given = hidden, weight, labels, loss, problem.upstream.logprobs
         return torch.autograd.grad(megatron_lce.linear_token_loss(*given, **keywords).loss, (hidden, weight))
 
-    return {OURS: call, TOKEN_LOSS: token_loss}
+    return call if way == OURS else token_loss
 
 
 def check_on_a_gpu(step, way, call, device):
@@ -160,7 +157,7 @@ CPU_CALLS |= {f"{TOKEN_LOSS}: {name}": (TOKEN_LOSS, step) for name, step in TOKE
 def test_storages_of_a_step_on_a_cpu(way, step, on_a_cpu, monkeypatch):
     if step.tokens == WIDE.tokens:
         monkeypatch.setattr(plan, "WIDE_BLOCK", 256)
-    peak, _ = peak_live_bytes(call_of(step, torch.device("cpu"))[way])
+    peak, _ = peak_live_bytes(call_of(step, way, torch.device("cpu")))
     assert HEADS[way](step).peak_bytes == pytest.approx(peak, rel=ALLOWED)
 
 
@@ -181,10 +178,9 @@ GPU_CALLS["a long token loss"] = TOKEN_LOSS, HeadStep(131072, 4096, 18992)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", GPU_CALLS)
-def test_peak_of_a_step_on_a_gpu(name, device, usual_torch):
-    way, step = GPU_CALLS[name]
-    check_on_a_gpu(step, way, call_of(step, device)[way], device)
+@pytest.mark.parametrize(("way", "step"), GPU_CALLS.values(), ids=list(GPU_CALLS))
+def test_peak_of_a_step_on_a_gpu(way, step, device, usual_torch):
+    check_on_a_gpu(step, way, call_of(step, way, device), device)
 
 
 @pytest.mark.gpu
@@ -220,25 +216,6 @@ def test_tiles_and_chunks_are_those_of_the_kernels(monkeypatch):
     monkeypatch.setattr(tiles, "speaks_ptx", lambda: True)
     for tensor in (torch.empty(1, 72, dtype=torch.bfloat16), torch.empty(1, 72, dtype=torch.float32)):
         assert tiles.costs(tensor, tensor, False) == costs_on_a_gpu(tensor.element_size(), 72)
-
-
-def test_matmuls_and_their_time():
-    step = HeadStep(8192, 4096, 151936)
-    assert HEADS[OURS](step).matmuls == 4
-    assert HEADS[OURS](replace(step, logits_cache_bytes=step.everything)).matmuls == 3
-    assert HEADS[OURS](replace(step, ignored=0.5, skip_ignored=True)).matmuls == 2
-    flop = 3 * 2 * 8192 * 4096 * 151936
-    moved = 40 * 8192 * 151936
-    assert HEADS[FUSED](step).time_ms(step, 700, 4.8) == pytest.approx(1e3 * (flop / 700e12 + moved / 4.8e12))
-
-
-def test_times_are_near_the_measured_ones():
-    """Within 10 % of the committed times of bf16 heads on one H200: Megatron's fused cross-entropy and ours."""
-    found = list(measured_steps(load("heads_h200")["times"]))
-    for record, estimate, step in found:
-        tflops = 3 * 2 * step.logits * step.hidden / (record["time_ms"] / record["over_products"]) / 1e9
-        assert estimate(step).time_ms(step, tflops, 4.8) == pytest.approx(record["time_ms"], rel=0.1), record
-    assert len(found) >= 10
 
 
 @pytest.mark.parametrize("way", [UNFUSED, FUSED, TE, OURS])

@@ -1,6 +1,6 @@
 """Planning: blocks cover everything once, stay in the budget, and are as wide as it allows."""
 
-import re
+from functools import partial
 
 import pytest
 from hypothesis import example, given
@@ -14,26 +14,20 @@ from megatron_lce.core.plan import (
     Costs,
     HeadSize,
     backward_tokens,
-    cut,
     cut_columns,
     kept_tokens,
     plan_blocks,
     plan_known_weights,
     products_tokens,
-    round_up,
     size_of_two_heads,
     slab_row_stride,
 )
+from tests.problems import smallest_workspace
 
 TOKENS = st.integers(1, 200_000)
 COLUMNS = st.integers(1, 300_000)
 BUDGET = st.integers(0, 2**33)
 BLOCK_BYTES = st.builds(BlockBytes, st.integers(1, 16), st.integers(0, 40_000), st.integers(0, 40_000))
-
-
-def bytes_of(blocks, num_tokens, block_bytes, per_column_if_tokens_are_cut):
-    cut_bytes = per_column_if_tokens_are_cut if blocks.tokens < num_tokens else 0
-    return block_bytes.of(*blocks) + blocks.columns * cut_bytes
 
 
 @given(BUDGET, st.integers(1, 40_000), BLOCK_BYTES)
@@ -45,72 +39,52 @@ def test_as_many_tokens_and_columns_as_fit(room, given, block_bytes):
         assert of(most) <= room < of(most + 1)
 
 
-def smallest_budget(num_tokens, num_columns, block_bytes, per_column_if_tokens_are_cut):
-    with pytest.raises(ValueError, match="workspace_bytes must be at least") as raised:
-        plan_blocks(num_tokens, num_columns, 0, block_bytes, per_column_if_tokens_are_cut=per_column_if_tokens_are_cut)
-    return int(re.search(r"at least (\d+) for this head, got 0", str(raised.value)).group(1))
-
-
 @given(TOKENS, COLUMNS, BUDGET, BLOCK_BYTES, st.integers(0, 40_000))
 @example(131_072, 151_936, 2**29, BlockBytes(2), 4 * 4096)
 @example(1, 1, 2**12, BlockBytes(16, 1, 1), 0)
 def test_a_plan_stays_within_its_budget_and_fits_the_problem(num_tokens, num_columns, budget, block_bytes, extra):
-    smallest = smallest_budget(num_tokens, num_columns, block_bytes, extra)
-    keywords = {"per_column_if_tokens_are_cut": extra}
-    if budget < smallest:
-        budget = smallest
-    blocks = plan_blocks(num_tokens, num_columns, budget, block_bytes, **keywords)
+    plan = partial(plan_blocks, num_tokens, num_columns, block_bytes=block_bytes, per_column_if_tokens_are_cut=extra)
+    budget = max(budget, smallest_workspace(plan))
+    blocks = plan(workspace_bytes=budget)
     assert 1 <= blocks.tokens <= num_tokens
     assert 1 <= blocks.columns <= num_columns
-    assert bytes_of(blocks, num_tokens, block_bytes, extra) <= budget
+    cut_bytes = blocks.columns * extra if blocks.tokens < num_tokens else 0
+    assert block_bytes.of(*blocks) + cut_bytes <= budget
     assert blocks.columns == num_columns or blocks.columns % COLUMN_STEP == 0
     assert blocks.tokens == num_tokens or blocks.tokens < MIN_TOKENS or blocks.tokens % MIN_TOKENS == 0
 
 
 @given(TOKENS, COLUMNS, BLOCK_BYTES)
 def test_with_room_for_everything_no_block_cuts_tokens(num_tokens, num_columns, block_bytes):
-    smallest = smallest_budget(num_tokens, num_columns, block_bytes, 0)
-    whole = max(block_bytes.of(num_tokens, num_columns), smallest)
-    blocks = plan_blocks(num_tokens, num_columns, whole * 512, block_bytes)
+    blocks = plan_blocks(num_tokens, num_columns, 512 * block_bytes.of(num_tokens, num_columns), block_bytes)
     assert blocks.tokens == num_tokens
     assert blocks.columns == num_columns or blocks.columns >= 16384 / 2
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "num_columns", "expected"),
+    ("num_tokens", "num_columns", "workspace_bytes", "expected"),
     [
-        (8192, 151_936, 16_896),  # 9 slabs and not the 5 that fit: the rest of the workspace is the model's
-        (8192, 37_984, 19_200),
-        (8192, 18_992, 18_992),  # one product, not two narrow ones
-        (16_384, 18_992, 9_728),  # more does not fit
-        (1024, 75_968, 75_968),
-        (3277, 75_968, 38_144),  # 40 % of 8,192 tokens: two slabs, where one would be larger than all tokens'
+        (8192, 151_936, 2**29, 16_896),  # 9 slabs and not the 5 that fit: the rest of the workspace is the model's
+        (8192, 37_984, 2**29, 19_200),
+        (8192, 18_992, 2**29, 18_992),  # one product, not two narrow ones
+        (16_384, 18_992, 2**29, 9_728),  # more does not fit
+        (1024, 75_968, 2**29, 75_968),
+        (3277, 75_968, 2**29, 38_144),  # 40 % of 8,192 tokens: two slabs, where one would be larger than all tokens'
+        (1024, 20_000, 1024 * 19_000 * 2, 10_240),  # two halves, not a wide slab and a rest
     ],
 )
-def test_slabs_are_wide_and_no_wider_than_gains_anything(num_tokens, num_columns, expected):
-    assert plan_blocks(num_tokens, num_columns, 2**29, BlockBytes(2)) == (num_tokens, expected)
-
-
-@given(st.integers(0, 5000), st.integers(1, 700))
-def test_cut_covers_everything_once(length, step):
-    pieces = list(cut(length, step))
-    assert [i for piece in pieces for i in range(piece.start, piece.stop)] == list(range(length))
-    assert all(0 < piece.stop - piece.start <= step for piece in pieces)
+def test_slabs_are_wide_and_no_wider_than_gains_anything(num_tokens, num_columns, workspace_bytes, expected):
+    assert plan_blocks(num_tokens, num_columns, workspace_bytes, BlockBytes(2)) == (num_tokens, expected)
 
 
 @given(st.integers(0, 5000), st.integers(1, 5), st.integers(0, 64))
-def test_an_odd_end_of_the_columns_is_a_slab_of_its_own(stop, tiles, start):
+def test_slabs_cover_everything_once_and_an_odd_end_is_its_own(stop, tiles, start):
     pieces = list(cut_columns(stop, tiles * COLUMN_STEP, start))
     assert [i for piece in pieces for i in range(piece.start, piece.stop)] == list(range(start, stop))
+    assert all(0 < piece.stop - piece.start <= tiles * COLUMN_STEP for piece in pieces)
     odd = [piece for piece in pieces if (piece.stop - piece.start) % ALIGNED_COLUMNS]
     assert odd in ([], pieces[-1:])
     assert all(piece.stop - piece.start < ALIGNED_COLUMNS for piece in odd)
-
-
-def test_slabs_are_cut_evenly():
-    """20,000 columns that do not fit at once come as two halves, not as a wide slab and a rest."""
-    blocks = plan_blocks(1024, 20_000, 1024 * 19_000 * 2, BlockBytes(2))
-    assert blocks == (1024, 10_240)
 
 
 def test_long_context_cuts_tokens_and_keeps_both_sides_wide():
@@ -180,8 +154,3 @@ def test_collected_gradients_and_their_products_fit(num_tokens, columns, hidden_
     single = tokens == num_tokens and not single_is_sum
     assert taken <= budget + size.weight_sum // (1 if single else 2)
     assert 1 <= of_products <= tokens <= num_tokens
-
-
-@pytest.mark.parametrize(("value", "step", "expected"), [(0, 8, 0), (1, 8, 8), (8, 8, 8), (9, 8, 16)])
-def test_round_up(value, step, expected):
-    assert round_up(value, step) == expected
