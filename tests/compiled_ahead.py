@@ -35,34 +35,26 @@ SOME += [(BF16, "fp32_weight")]
 PRODUCTS = [(BF16, "softcap"), (FP32, "")]
 
 
-class Driver:
+def driver(target: GPUTarget, shared_bytes: int) -> SimpleNamespace:
     """It answers what launchers ask of a GPU's driver, and forgets what it should launch."""
-
-    def __init__(self, target: GPUTarget, shared_bytes: int) -> None:
-        self._target = target
-        self.utils = SimpleNamespace(
-            get_device_properties=lambda device: {"max_shared_mem": shared_bytes},
-            load_binary=lambda *arguments: (1, 1, 0, 0, 1024),  # module, function, registers, spills, largest program
-        )
-
-    def get_current_target(self) -> GPUTarget:
-        return self._target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def launcher_cls(self, source: Any, metadata: Any) -> Any:
-        return lambda *arguments: None
+    utils = SimpleNamespace(
+        get_device_properties=lambda device: {"max_shared_mem": shared_bytes},
+        load_binary=lambda *arguments: (1, 1, 0, 0, 1024),  # module, function, registers, spills, largest program
+    )
+    return SimpleNamespace(
+        utils=utils,
+        get_current_target=lambda: target,
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+        launcher_cls=lambda source, metadata: lambda *arguments: None,
+    )
 
 
 def imitate(name: str) -> None:
     """Has torch and Triton answer, from now on, as if tensors of device "meta" were on that GPU."""
     amd = name.startswith("gfx")
     target = GPUTarget("hip", name, 64) if amd else GPUTarget("cuda", int(name), 32)
-    triton.runtime.driver.set_active(Driver(target, 1024 * SHARED_KIB[name]))
+    triton.runtime.driver.set_active(driver(target, 1024 * SHARED_KIB[name]))
     torch.version.hip = "of an imitation" if amd else None
     torch.cuda.get_device_capability = lambda device=None: divmod(int(name), 10)
     torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=132)
@@ -90,49 +82,33 @@ def run(dtype: torch.dtype, option: str) -> None:
     labels = torch.empty(256, dtype=torch.int64, device="meta")
     softcap = 30.0 if "softcap" in options else None
     if "jsd" in options:
-        loss = megatron_lce.linear_jsd(
-            hidden,
-            weight,
-            hidden.detach(),
-            weight.detach(),
-            beta=0.0 if "beta0" in options else 0.5,
-            student_softcap=softcap,
-            teacher_softcap=softcap,
-            token_weights=torch.empty(256, dtype=FP32, device="meta") if "weights" in options else None,
-            backend="triton",
-        )
-        loss.sum().backward()
+        keywords = {"student_softcap": softcap, "teacher_softcap": softcap, "backend": "triton"}
+        keywords |= {"beta": 0.0 if "beta0" in options else 0.5}
+        if "weights" in options:
+            keywords["token_weights"] = torch.empty(256, dtype=FP32, device="meta")
+        megatron_lce.linear_jsd(hidden, weight, hidden.detach(), weight.detach(), **keywords).sum().backward()
         return
     if "candidates" in options:  # rows 1032 and 2064 apart
         hidden, weight = (torch.empty(rows, 1032, dtype=dtype, device="meta") for rows in (256, 4000))
         ids = torch.empty(256, 4, dtype=torch.int64, device="meta")
         for step in (1, 2):
-            rows = hidden[::step].requires_grad_()
-            out = megatron_lce.linear_cross_entropy(
-                rows, weight, labels[::step], candidates=ids[::step], backend="triton"
-            )
+            rows, keywords = hidden[::step].requires_grad_(), {"candidates": ids[::step], "backend": "triton"}
+            out = megatron_lce.linear_cross_entropy(rows, weight, labels[::step], **keywords)
             out.candidate_logprobs.sum().backward()
         return
     if "ids" in options:
-        ids, offsets = labels.new_empty(900), labels.new_empty(257)
-        megatron_lce.support_logprobs(
-            hidden, weight, labels, ids, offsets, empty_rows=False, backend="triton"
-        ).sum().backward()
+        csr = labels.new_empty(900), labels.new_empty(257)
+        logprobs = megatron_lce.support_logprobs(hidden, weight, labels, *csr, empty_rows=False, backend="triton")
+        logprobs.sum().backward()
         megatron_lce.linear_topk(hidden, weight, 64, backend="triton")
         return
-    keywords: dict[str, Any] = {"softcap": softcap, "telemetry": "telemetry" in options, "backend": "triton"}
+    keywords = {"softcap": softcap, "telemetry": "telemetry" in options, "backend": "triton"}
     if "token_loss" in options:
         token_loss._seen.add(nll.__code__)  # the host looks at a new loss, and these tensors have no values
         megatron_lce.linear_token_loss(hidden, weight, labels, nll, **keywords).loss.backward()
         return
-    out = megatron_lce.linear_cross_entropy(
-        hidden,
-        weight,
-        labels,
-        entropy="no_entropy" not in options,
-        logits_cache_bytes=2**30 if "cache" in options else 0,
-        **keywords,
-    )
+    keywords |= {"entropy": "no_entropy" not in options, "logits_cache_bytes": 2**30 if "cache" in options else 0}
+    out = megatron_lce.linear_cross_entropy(hidden, weight, labels, **keywords)
     outputs = [output for output in (out.logprobs, out.entropy, out.mean_logit) if output is not None]
     torch.stack(outputs).sum().backward()
 

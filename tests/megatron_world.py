@@ -89,9 +89,9 @@ def inputs(device: torch.device) -> tuple[tuple[Tensor, Tensor, None], Tensor]:
     return (tokens, torch.arange(SEQUENCE, device=device).expand(BATCH, -1), None), labels
 
 
-def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+def gradients(model: nn.Module, loss: Tensor, retain_graph: bool = False) -> dict[str, Tensor]:
     """Every parameter's gradient of a loss; the model is left without gradients."""
-    loss.backward()
+    loss.backward(retain_graph=retain_graph)
     found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     model.zero_grad()
     return found

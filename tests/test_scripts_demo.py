@@ -30,9 +30,7 @@ def grpo_report(rewards: list[float], enabled: bool, ratio: float = 1.0) -> dict
     return {**sft_report([], enabled), "config": {"digits": 5}, "steps": steps}
 
 
-def run_demo(
-    monkeypatch, tmp_path, *, on: list[float], rewards: list[float], enabled: bool = True, ratio: float = 1.0
-) -> tuple[int, dict]:
+def run_demo(monkeypatch, tmp_path, *, on, rewards, enabled=True, ratio=1.0) -> tuple[int, dict]:
     reports = {
         "sft_off.json": sft_report([5.0, 4.0, 3.0], False),
         "sft_on.json": sft_report(on, enabled),

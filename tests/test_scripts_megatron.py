@@ -10,16 +10,8 @@ pytest.importorskip("megatron.core")
 from megatron.core.packed_seq_params import PackedSeqParams
 
 import megatron_lce
-from scripts import (
-    materialised_head,
-    megatron_layers,
-    megatron_runtime,
-    sft_data,
-    sorting_task,
-    train_grpo,
-    train_sft,
-    training,
-)
+from scripts import megatron_layers, megatron_runtime, sft_data, sorting_task, train_grpo, train_sft, training
+from scripts.materialised_head import logprobs_and_entropy
 from scripts.megatron_layers import SdpaAttention
 from scripts.rollout import sample
 
@@ -64,10 +56,8 @@ def test_packed_sequences_do_not_see_each_other(megatron):
     query, key, value = (torch.randn(7, heads, 16, generator=generator) for heads in (4, 2, 2))
     packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=torch.tensor([0, 3, 7], dtype=torch.int32))
     together = attention(query, key, value, None, packed_seq_params=packed)
-    apart = [
-        attention(*(tensor[part].unsqueeze(1) for tensor in (query, key, value)))[:, 0]
-        for part in (slice(0, 3), slice(3, 7))
-    ]
+    parts = zip(*(tensor.unsqueeze(1).split([3, 4]) for tensor in (query, key, value)), strict=True)
+    apart = [attention(*part)[:, 0] for part in parts]
     torch.testing.assert_close(together, torch.cat(apart))
 
 
@@ -89,12 +79,8 @@ def test_sft_is_the_same_with_a_loss_told_in_advance(megatron):
         model = megatron_runtime.build_gpt(options, device=megatron, ddp=True)
         optimizer = megatron_runtime.build_optimizer([model], lr=1e-2)
         megatron_lce.enable_fused_linear_ce(model, flag, skip_masked=True)
-        totals = [
-            float(report[0])
-            for row in rows
-            for report in training.train_step(model, optimizer, forward_step, iter([row]), 1)
-        ]
-        losses.append(totals)
+        reports = [training.train_step(model, optimizer, forward_step, iter([row]), 1) for row in rows]
+        losses.append([float(report[0]) for of_step in reports for report in of_step])
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
     assert losses[2] == pytest.approx(losses[0], rel=1e-6)
 
@@ -125,19 +111,14 @@ def test_grpo_is_the_same_with_a_loss_told_in_advance(megatron, level):
 def test_materialised_logprobs_and_entropy_are_those_of_a_softmax(megatron):
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(2, 3, 8, generator=generator).requires_grad_()
-    exact = logits.detach().double().requires_grad_()
     labels = torch.tensor([[0, 5, -100], [2, 1, 4]])
     upstream = torch.randn(2, 2, 3, generator=generator)
-    logprobs, entropy = materialised_head.logprobs_and_entropy(logits, labels, temperature=0.7, vocab_size=6)
-    (logprobs * upstream[0] + entropy * upstream[1]).sum().backward()
-    all_logprobs = (exact[..., :6] / 0.7).log_softmax(-1)
-    kept = labels >= 0
-    expected_logprobs = all_logprobs.gather(-1, labels.clamp(min=0)[..., None])[..., 0] * kept
-    expected_entropy = -(all_logprobs.exp() * all_logprobs).sum(-1) * kept
-    (expected_logprobs * upstream[0] + expected_entropy * upstream[1]).sum().backward()
-    torch.testing.assert_close(logprobs.double(), expected_logprobs, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(entropy.double(), expected_entropy, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(logits.grad.double(), exact.grad, rtol=1e-5, atol=1e-6)
+    out = torch.stack(logprobs_and_entropy(logits, labels, temperature=0.7, vocab_size=6))
+    distribution = torch.distributions.Categorical(logits=logits.double()[..., :6] / 0.7)
+    expected = torch.stack([distribution.log_prob(labels.clamp(min=0)), distribution.entropy()]) * (labels >= 0)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-6, atol=1e-6)
+    actual_gradient, gradient = (torch.autograd.grad((x * upstream).sum(), logits) for x in (out, expected))
+    torch.testing.assert_close(actual_gradient, gradient, rtol=1e-5, atol=1e-6)
 
 
 class _Countdown(torch.nn.Module):
@@ -151,17 +132,10 @@ class _Countdown(torch.nn.Module):
 
 
 def test_sampling_stops_at_the_end_of_text_and_leaves_padded_columns_alone(megatron):
-    tokens, logprobs, mask = sample(
-        _Countdown(),
-        torch.tensor([[9, 1], [9, 3]]),
-        4,
-        temperature=0.5,
-        vocab_size=sorting_task.VOCAB_SIZE,
-        eos=sorting_task.EOS,
-        pad=sorting_task.PAD,
-        generator=torch.Generator().manual_seed(0),
-    )
     eos, pad = sorting_task.EOS, sorting_task.PAD
+    ids = {"vocab_size": sorting_task.VOCAB_SIZE, "eos": eos, "pad": pad}
+    generator, prompts = torch.Generator().manual_seed(0), torch.tensor([[9, 1], [9, 3]])
+    tokens, logprobs, mask = sample(_Countdown(), prompts, 4, temperature=0.5, generator=generator, **ids)
     assert tokens.tolist() == [[0, eos, pad, pad], [2, 1, 0, eos]]
     assert mask.tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]]
     torch.testing.assert_close(logprobs, torch.zeros(2, 4))

@@ -28,9 +28,6 @@ def one_line(): """Only a docstring."""
 def test_function_pairs_split_after_the_docstring():
     pairs = sft_data.function_pairs(SOURCE)
     assert pairs == [('def greet(self, name):\n    """Greets."""\n', '    text = "hello " + name\n    return text\n')]
-
-
-def test_source_that_does_not_parse_has_no_pairs():
     assert sft_data.function_pairs("def broken(:") == []
 
 
@@ -54,9 +51,8 @@ def test_packed_rows_hold_every_example_and_cut_only_the_ones_longer_than_a_row(
 
 
 def test_examples_of_which_a_row_holds_the_prompt_alone_are_left_out(tmp_path):
-    (path := tmp_path / "examples.json").write_text(
-        json.dumps({"pad_id": 0, "examples": [[3, [1, 2, 3, 4]], [9, [1] * 12]]})
-    )
+    path = tmp_path / "examples.json"
+    path.write_text(json.dumps({"pad_id": 0, "examples": [[3, [1, 2, 3, 4]], [9, [1] * 12]]}))
     assert sft_data.load_examples(path, seed=1, row_length=3) == ([Example([1, 2, 3, 4], 3)], 0)
     with pytest.raises(ValueError, match="--row-length must be at least 3, the shortest prompt, got 2"):
         sft_data.load_examples(path, seed=1, row_length=2)

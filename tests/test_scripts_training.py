@@ -14,7 +14,9 @@ import torch
 
 pytest.importorskip("megatron.core")
 
-from scripts import sft_data
+from megatron.core import parallel_state
+
+from scripts import megatron_runtime, sft_data, train_sft, training
 from tests.ranks import run_ranks
 
 VOCAB_SIZE = 512
@@ -75,17 +77,11 @@ def test_the_mean_is_over_all_tokens_of_all_data_parallel_ranks(tmp_path):
 
 
 def _one_step(device: torch.device, path: str) -> None:
-    from megatron.core import parallel_state
-
-    from scripts import megatron_runtime, train_sft, training
-    from scripts.sft_data import Example, pack
-
     options = megatron_runtime.GptOptions(num_layers=1, vocab_size=32, config={"calculate_per_token_loss": True})
     model = megatron_runtime.build_gpt(options, device=device, ddp=True)
-    optimizer = megatron_runtime.build_optimizer(
-        [model], clip_grad=0.0, adam_eps=1.0
-    )  # so that a gradient's size counts
-    rows = [pack([Example(list(range(1, 12)), prompt)], 0, 12) for prompt in (10, 2)]
+    # With this epsilon a gradient's size counts.
+    optimizer = megatron_runtime.build_optimizer([model], clip_grad=0.0, adam_eps=1.0)
+    rows = [sft_data.pack([sft_data.Example(list(range(1, 12)), prompt)], 0, 12) for prompt in (10, 2)]
     mine = rows[parallel_state.get_data_parallel_rank() :: parallel_state.get_data_parallel_world_size()]
     training.train_step(model, optimizer, partial(train_sft.forward_step, device=device), iter(mine), len(mine))
     if torch.distributed.get_rank() == 0:
@@ -93,7 +89,5 @@ def _one_step(device: torch.device, path: str) -> None:
 
 
 if __name__ == "__main__":
-    from scripts import megatron_runtime
-
     _one_step(megatron_runtime.initialize(device="cpu"), sys.argv[1])
     megatron_runtime.teardown()

@@ -11,26 +11,19 @@ from tests.jsd_oracle import jsd_of_products
 from tests.megatron_world import BATCH, SEQUENCE, VOCAB_SIZE, assert_refused, captured, cross_entropy, state
 
 
-def test_hidden_is_the_very_tensor_and_weight_the_parameter(model, tensors):
+def test_hidden_is_the_very_tensor_and_weight_the_parameter_and_no_logits_are_made(model, tensors):
     given = []
     model.output_layer.register_forward_pre_hook(lambda module, args: given.append(args[0]))
-    head = captured(model, tensors)
+    with megatron_world.LogitsSpy() as spy, capture_lm_head(model) as head:
+        returned = model(*tensors)
+    assert spy.seen == []
+    assert tuple(returned.shape) == (BATCH, SEQUENCE, 0)
     assert head.hidden is given[0]
     assert tuple(head.hidden.shape) == (SEQUENCE, BATCH, 32)
     tied = model.share_embeddings_and_output_weights
     assert head.weight is (model.embedding.word_embeddings.weight if tied else model.output_layer.weight)
     assert head.tp_group.size() == 1
     assert head.sequence_parallel is False
-
-
-def test_no_logits_are_made(model, tensors):
-    with megatron_world.LogitsSpy() as spy:
-        model(*tensors)
-    assert spy.seen, "the spy must see Megatron's own logits"
-    with megatron_world.LogitsSpy() as spy, capture_lm_head(model):
-        returned = model(*tensors)
-    assert spy.seen == []
-    assert tuple(returned.shape) == (BATCH, SEQUENCE, 0)
 
 
 @pytest.fixture
@@ -65,45 +58,26 @@ def test_jsd_is_that_of_the_models_logits(model, teacher, device, beta, tensors,
 
 
 @pytest.mark.parametrize("enabled", [False, True])
-def test_an_exception_leaves_the_model_as_it_was(model, enabled, tensors, labels):
+@pytest.mark.parametrize("where", ["behind the pass", "in it"])
+def test_an_exception_leaves_the_model_as_it_was(model, enabled, where, tensors, labels):
     handle = enable_fused_linear_ce(model, use_fused_linear_ce=enabled, backend="torch")
     before = state(model)
     expected = model(*tensors, labels=labels)
-    heads = []
+    hook = model.output_layer.register_forward_pre_hook(lambda *_: {}["of a hook"]) if where == "in it" else None
 
     def interrupted():
-        with capture_lm_head(model) as head:
-            heads.append(head)
-            model(*tensors)
-            raise KeyError("from the caller")
+        model(*tensors)
+        raise KeyError("of the caller")
 
-    assert_refused(KeyError, "from the caller", interrupted)
+    with pytest.raises(KeyError), capture_lm_head(model) as head:
+        interrupted()
+    if hook is not None:
+        hook.remove()
+    else:
+        assert head.linear_cross_entropy(labels, backend="torch").logprobs.shape == labels.shape
     assert state(model) == before
     assert torch.equal(model(*tensors, labels=labels), expected)
     assert handle.enabled == enabled
-    assert heads[0].linear_cross_entropy(labels, backend="torch").logprobs.shape == labels.shape
-
-
-def test_an_exception_in_the_forward_pass_leaves_the_model_as_it_was(model, tensors):
-    before = dict(vars(model.output_layer))
-
-    def fail(module, args):
-        raise RuntimeError("from a hook")
-
-    hook = model.output_layer.register_forward_pre_hook(fail)
-    with pytest.raises(RuntimeError, match="from a hook"), capture_lm_head(model):
-        model(*tensors)
-    hook.remove()
-    assert dict(vars(model.output_layer)) == before
-    assert model(*tensors).shape == (BATCH, SEQUENCE, VOCAB_SIZE)
-
-
-def test_the_last_of_several_passes_is_kept(model, tensors, labels):
-    tokens, positions, mask = tensors
-    with capture_lm_head(model) as head:
-        model(*tensors)
-        model(tokens[:1], positions[:1], mask)
-    assert head.linear_cross_entropy(labels[:1], backend="torch").logprobs.shape == (1, SEQUENCE)
 
 
 def test_through_ddp_and_float16_module(device, tensors, labels):
@@ -114,16 +88,6 @@ def test_through_ddp_and_float16_module(device, tensors, labels):
     assert head.hidden.dtype == head.weight.dtype == torch.bfloat16
     expected = -cross_entropy(head.hidden.float() @ head.weight.float().T, labels).T
     torch.testing.assert_close(out.logprobs, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_mtp_losses_are_made_and_the_main_one_is_not(device, tensors, labels):
-    model = megatron_world.build(device, mtp_layers=2)
-    expected = megatron_world.gradients(model, model(*tensors, labels=labels).sum())
-    with capture_lm_head(model) as head:
-        returned = model(*tensors, labels=labels)
-    assert returned.numel() == 0
-    loss = -head.linear_cross_entropy(labels, backend="torch").logprobs.sum()
-    megatron_world.assert_gradients(model, loss, expected)
 
 
 def test_mtp_is_counted_anew_after_an_exception(device, tensors, labels):
@@ -205,12 +169,14 @@ def test_mtp_losses_of_a_capture_inside_an_enabled_model_are_its_own(device, ten
     megatron_world.assert_same_gradients(actual, expected)
 
 
-def test_a_head_whose_weight_changed_since_is_refused(untied, tensors, labels):
-    head = captured(untied, tensors)
-    with torch.no_grad():
-        untied.output_layer.weight.add_(1.0)
-    message = "the LM head's weight was changed in place after the forward pass"
-    assert_refused(RuntimeError, message, head.linear_cross_entropy, labels)
+def test_a_head_whose_weight_changed_or_was_freed_since_is_refused(untied, tensors, labels):
+    for change, message in (
+        (lambda weight: weight.detach().add_(1.0), "changed in place after the forward pass"),
+        (lambda weight: weight.untyped_storage().resize_(0), "freed, as by FSDP, after the forward pass"),
+    ):
+        head = captured(untied, tensors)
+        change(untied.output_layer.weight)
+        assert_refused(RuntimeError, f"the LM head's weight was {message}", head.linear_cross_entropy, labels)
 
 
 def test_what_a_captured_head_says_of_itself(untied, device, tensors):
@@ -225,9 +191,12 @@ def test_what_a_captured_head_says_of_itself(untied, device, tensors):
     )
 
 
+@pytest.mark.filterwarnings("error:fused linear cross-entropy")
 def test_a_stage_without_a_head(untied, tensors, labels):
     untied.post_process = False
     del untied.output_layer
+    handle = enable_fused_linear_ce(untied, on_unsupported="raise")
+    assert (handle.enabled, handle.reasons) == (False, ("this pipeline stage has no LM head",))
     with capture_lm_head(untied) as head:
         returned = untied(*tensors)
     assert tuple(returned.shape) == (SEQUENCE, BATCH, 32)

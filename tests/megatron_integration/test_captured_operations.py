@@ -10,79 +10,69 @@ from tests.megatron_world import VOCAB_SIZE, assert_refused, captured
 
 
 def exact_logits(head):
-    """[b, s, V] in fp64."""
-    return (head.hidden.double() @ head.weight.double().T).detach().transpose(0, 1)
+    """[b, s, V] in fp64, with the model's graph."""
+    return (head.hidden.double() @ head.weight.double().T).transpose(0, 1)
 
 
 def assert_within_rounding(actual, exact, logits):
     """Differences are a few roundings in fp32 of numbers as large as the largest logit."""
     allowed = 8 * torch.finfo(torch.float32).eps * (1 + float(logits.abs().max()))
-    torch.testing.assert_close(actual.detach().double(), exact, rtol=0.0, atol=allowed)
+    torch.testing.assert_close(actual.detach().double(), exact.detach(), rtol=0.0, atol=allowed)
+
+
+def assert_gradients(model, loss, exact_loss):
+    megatron_world.assert_gradients(model, loss, megatron_world.gradients(model, exact_loss, retain_graph=True))
 
 
 def test_outputs_are_those_of_the_models_logits(model, device, tensors, labels):
     temperature = torch.linspace(0.5, 2, labels.numel(), device=device).view_as(labels)
     head = captured(model, tensors)
     out = head.linear_cross_entropy(labels, temperature=temperature, telemetry=True, backend="torch")
-    logits = model(*tensors).double() / temperature.double().unsqueeze(-1)
-    logprobs = torch.log_softmax(logits, -1)
-    entropy = -(logprobs.exp() * logprobs).sum(-1)
-    picked = logprobs.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-    exact = exact_logits(head) / temperature.double().unsqueeze(-1)
-    exact_logprobs = exact.log_softmax(-1)
-    for value, expected in (
-        (out.logprobs, exact_logprobs.gather(-1, labels.unsqueeze(-1)).squeeze(-1)),
-        (out.entropy, -(exact_logprobs.exp() * exact_logprobs).sum(-1)),
-        (out.lse, exact.logsumexp(-1)),
-        (out.mean_logit, exact.mean(-1)),
-    ):
-        assert_within_rounding(value, expected, exact)
-    assert torch.equal(out.argmax, logits.argmax(-1))
+    logits = exact_logits(head) / temperature.double().unsqueeze(-1)
+    distribution = torch.distributions.Categorical(logits=logits)
+    logprobs, entropy, mean_logit = distribution.log_prob(labels), distribution.entropy(), logits.mean(-1)
+    assert_within_rounding(out.logprobs, logprobs, logits)
+    assert_within_rounding(out.entropy, entropy, logits)
+    assert_within_rounding(out.lse, logits.logsumexp(-1), logits)
+    assert_within_rounding(out.mean_logit, mean_logit, logits)
+    assert torch.equal(out.argmax, model(*tensors).argmax(-1))
 
     upstream = torch.cos(torch.arange(labels.numel(), device=device)).view_as(labels)
-    expected = megatron_world.gradients(model, (picked * upstream + entropy + logits.mean(-1)).sum())
     loss = (out.logprobs * upstream + out.entropy + out.mean_logit).sum()
-    megatron_world.assert_gradients(model, loss, expected)
+    assert_gradients(model, loss, (logprobs * upstream + entropy + mean_logit).sum())
 
 
 def test_some_ids_are_those_of_the_models_logits(model, device, tensors, labels):
     """[b, s] everywhere, three sequences beside one another, and offsets over the b * s tokens in that order."""
     head = captured(model, tensors)
     keywords = {"temperature": 0.7, "backend": "torch"}
-    logits = model(*tensors) / 0.7
+    logits = exact_logits(head) / 0.7
     logprobs = logits.log_softmax(-1)
-    exact = exact_logits(head) / 0.7
-    exact_logprobs = exact.log_softmax(-1)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(VOCAB_SIZE, (*labels.shape, 4), generator=generator).to(device)
-    at = head.linear_logits_at(ids, **keywords)
-    assert_within_rounding(at, exact.gather(-1, ids), exact)
-    out = head.linear_cross_entropy(labels, candidates=ids, **keywords)
-    assert_within_rounding(out.candidate_logprobs, exact_logprobs.gather(-1, ids), exact)
+    at_ids = head.linear_logits_at(ids, **keywords)
+    assert_within_rounding(at_ids, logits.gather(-1, ids), logits)
+    candidates = head.linear_cross_entropy(labels, candidates=ids, **keywords).candidate_logprobs
+    assert_within_rounding(candidates, logprobs.gather(-1, ids), logits)
     top = head.linear_topk(5, **keywords)
-    values, best = exact_logprobs.topk(5)
-    assert_within_rounding(top.logprobs, values, exact)
+    values, best = logprobs.topk(5)
+    assert_within_rounding(top.logprobs, values, logits)
     assert torch.equal(top.ids, best)
     counts = torch.randint(4, (labels.numel(),), generator=generator).to(device)
     offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     rows = torch.arange(labels.numel(), device=device).repeat_interleave(counts)
     kept = torch.randint(VOCAB_SIZE, rows.shape, generator=generator).to(device)
     kept[offsets[:-1][counts > 0]] = labels.view(-1)[counts > 0]
-    flat, flat_exact = logits.view(-1, logits.shape[-1]), exact.reshape(-1, exact.shape[-1])
-    at = head.linear_logits_at(kept, offsets, **keywords)
-    assert_within_rounding(at, flat_exact[rows, kept], exact)
-    mask = (counts == 0)[:, None].expand(-1, flat.shape[1]).clone()
-    mask[rows, kept] = True
-    of_kept, of_kept_exact = (
-        x.masked_fill(~mask, -torch.inf).log_softmax(-1).gather(1, labels.view(-1, 1)).view(labels.shape)
-        for x in (flat, flat_exact)
-    )
+    flat = logits.reshape(-1, VOCAB_SIZE)
+    assert_within_rounding(head.linear_logits_at(kept, offsets, **keywords), flat[rows, kept], logits)
+    left_out = (counts > 0)[:, None].repeat(1, VOCAB_SIZE)
+    left_out[rows, kept] = False
+    of_kept = flat.masked_fill(left_out, -torch.inf).log_softmax(-1).gather(1, labels.view(-1, 1)).view(labels.shape)
     found, entropy = head.support_logprobs(labels, kept, offsets, entropy=True, **keywords)
-    assert_within_rounding(found, of_kept_exact, exact)
-    assert_within_rounding(entropy, -(exact_logprobs.exp() * exact_logprobs).sum(-1), exact)
-    loss = found.sum() + out.candidate_logprobs.sum() + head.linear_logits_at(ids, **keywords).sum()
+    assert_within_rounding(found, of_kept, logits)
+    assert_within_rounding(entropy, -(logprobs.exp() * logprobs).sum(-1), logits)
     expected = of_kept.sum() + logprobs.gather(-1, ids).sum() + logits.gather(-1, ids).sum()
-    megatron_world.assert_gradients(model, loss, megatron_world.gradients(model, expected))
+    assert_gradients(model, found.sum() + candidates.sum() + at_ids.sum(), expected)
 
 
 def test_refusals_of_ids_name_them_as_the_caller_passed_them(model, device, tensors, labels):
@@ -103,7 +93,7 @@ def test_bf16_hidden_states_beside_a_weight_in_fp32_and_a_samplers_rounding(mode
     model.output_layer.register_forward_pre_hook(lambda module, args: (args[0].bfloat16(), *args[1:]))
     head = captured(model, tensors)
     assert (head.hidden.dtype, head.weight.dtype) == (torch.bfloat16, torch.float32)
-    logits = exact_logits(head)
+    logits = exact_logits(head).detach()
     largest = float(logits.abs().max())
     for dtype, allowed in ((None, 1e-6), (torch.bfloat16, 2**-8 * largest)):
         out = head.linear_cross_entropy(labels, logits_dtype=dtype, backend="torch")

@@ -82,13 +82,19 @@ def test_a_pass_of_another_model_with_the_same_output_layer_is_not_captured(unti
         assert head.hidden is hidden
 
 
-def test_an_output_layer_put_in_another_place_is_told(untied, device, tensors, labels):
+@pytest.mark.parametrize("kind", ["LoraLinear", "ColumnParallelLinear"])
+def test_an_output_layer_put_in_another_place_is_right_and_told(untied, kind, device, tensors, labels):
+    """Around the enabled head, as an adapter is, or another."""
+    own, other = untied.output_layer, megatron_world.build(device, seed=7).output_layer
+    new = other if kind == "ColumnParallelLinear" else megatron_world.LoraLinear(own).to(device)
+    untied.output_layer = new
+    expected = untied(*tensors, labels=labels)
+    untied.output_layer = own
     handle = enable(untied)
-    own = untied.output_layer
-    untied.output_layer = megatron_world.build(device, seed=7).output_layer
+    untied.output_layer = new
     assert (handle.enabled, handle.reasons) == (False, ("the model's output_layer was replaced",))
-    told = "not used: the model's output_layer was replaced by a ColumnParallelLinear"
+    told = f"fused linear cross-entropy is enabled but was not used: the model's output_layer was replaced by a {kind}"
     with pytest.warns(UserWarning, match=told):
-        untied(*tensors, labels=labels)
+        torch.testing.assert_close(untied(*tensors, labels=labels), expected)
     untied.output_layer = own
     assert handle.enabled

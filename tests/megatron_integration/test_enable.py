@@ -14,50 +14,38 @@ from tests.megatron_world import VOCAB_SIZE, assert_refused, cross_entropy, enab
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_loss_and_gradients_are_megatrons(model, training, device, tensors, labels):
+def test_loss_and_gradients_are_megatrons_without_logits(model, training, device, tensors, labels):
     model.train(training)
-    expected_loss = model(*tensors, labels=labels)
     upstream = torch.linspace(-1, 1, labels.numel(), device=device).view_as(labels)
-    expected = megatron_world.gradients(model, (expected_loss * upstream).sum())
-    handle = enable(model)
-    assert handle.enabled
-    assert handle.reasons == ()
-    loss = model(*tensors, labels=labels)
+
+    def run():
+        with megatron_world.LogitsSpy() as spy:
+            loss = model(*tensors, labels=labels)
+            return loss, megatron_world.gradients(model, (loss * upstream).sum()), spy.seen
+
+    expected_loss, expected, seen = run()
+    assert seen, "the spy must see Megatron's own logits"
+    handle = enable(model, workspace_bytes=megatron_world.SMALL_WORKSPACE)
+    assert (handle.enabled, handle.reasons) == (True, ())
+    loss, actual, seen = run()
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=1e-6)
-    megatron_world.assert_gradients(model, (loss * upstream).sum(), expected)
+    megatron_world.assert_same_gradients(actual, expected)
+    assert seen == []
     with torch.no_grad():
         without_gradient = model(*tensors, labels=labels)
     torch.testing.assert_close(without_gradient, expected_loss, rtol=1e-5, atol=1e-6)
     assert not without_gradient.requires_grad
 
 
-def test_no_logits_are_made_in_forward_or_backward(model, tensors, labels):
-    with megatron_world.LogitsSpy() as spy:
-        model(*tensors, labels=labels).sum().backward()
-    assert spy.seen, "the spy must see Megatron's own logits"
-    enable(model, workspace_bytes=megatron_world.SMALL_WORKSPACE)
-    with megatron_world.LogitsSpy() as spy:
-        model(*tensors, labels=labels).sum().backward()
-    assert spy.seen == []
-
-
-@pytest.mark.parametrize("gather", [None, True, False])
-@pytest.mark.filterwarnings("error::UserWarning:megatron_lce")
-def test_without_labels_the_logits_are_megatrons(model, gather, tensors):
-    model.eval()
-    expected = model(*tensors, runtime_gather_output=gather)
-    enable(model)
-    logits = model(*tensors, runtime_gather_output=gather)
-    assert type(logits) is torch.Tensor
-    assert torch.equal(logits, expected)
-
-
 def test_gradients_of_logits_in_training_are_megatrons_and_said_so_once(untied, tensors):
     expected = megatron_world.gradients(untied, untied(*tensors).square().sum())
     enable(untied)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        untied.eval()(*tensors)
     with pytest.warns(UserWarning, match="not used: the model was called without labels"):
-        logits = untied(*tensors)
+        logits = untied.train()(*tensors)
     actual = megatron_world.gradients(untied, logits.square().sum())
     assert all(torch.equal(actual[name], gradient) for name, gradient in expected.items())
     with warnings.catch_warnings():
@@ -75,17 +63,13 @@ def test_negative_labels_are_ignored_rows(untied, device, tensors, labels):
         megatron_world.assert_gradients(untied, loss.sum(), expected)
 
 
-def masked_sum(loss, loss_mask):
-    return (loss * loss_mask).sum()
-
-
 @pytest.mark.parametrize("mtp_layers", [0, 1])
 def test_masked_tokens_are_ignored_rows(device, mtp_layers, monkeypatch, tensors, labels):
     """Megatron's loss under its mask, and every gradient; the labels themselves are valid."""
     model = megatron_world.build(device, mtp_layers=mtp_layers)
     loss_mask = (torch.arange(labels.numel(), device=device) % 3 == 1).float().view_as(labels)
     expected_loss = model(*tensors, labels=labels, loss_mask=loss_mask)
-    expected = megatron_world.gradients(model, masked_sum(expected_loss, loss_mask))
+    expected = megatron_world.gradients(model, (expected_loss * loss_mask).sum())
     computed = []
     in_blocks = tokens.tokens_in_blocks
     monkeypatch.setattr(
@@ -96,12 +80,11 @@ def test_masked_tokens_are_ignored_rows(device, mtp_layers, monkeypatch, tensors
         computed.clear()
         loss = model(*tensors, *arguments, loss_mask=loss_mask, **keywords)
         torch.testing.assert_close(loss, expected_loss * loss_mask, rtol=1e-5, atol=1e-6)
-        megatron_world.assert_gradients(model, masked_sum(loss, loss_mask), expected)
+        megatron_world.assert_gradients(model, (loss * loss_mask).sum(), expected)
         # The shift for MTP ends each sequence with a label 0.
         assert max(computed) <= loss_mask.sum() + megatron_world.BATCH * mtp_layers
-    with pytest.warns(
-        UserWarning, match="only negative labels are skipped: GPTModel was called with labels and without loss_mask"
-    ):
+    told = "only negative labels are skipped: GPTModel was called with labels and without loss_mask"
+    with pytest.warns(UserWarning, match=told):
         unmasked = model(*tensors, labels=labels)
     assert torch.equal(unmasked == 0, labels < 0)  # without a mask all count
     with warnings.catch_warnings():

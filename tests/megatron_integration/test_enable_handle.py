@@ -1,6 +1,7 @@
 """The handle of `enable_fused_linear_ce`: what it tells, when it is refused, and what is left when it is gone."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch.distributed.tensor import Shard
 
 from megatron_lce import capture_lm_head, enable_fused_linear_ce
 from tests import megatron_world
-from tests.megatron_world import VOCAB_SIZE, assert_refused, enable, lora, state
+from tests.megatron_world import VOCAB_SIZE, assert_refused, enable, state
 
 REMOVED = ("it was removed, or the model was enabled once more",)
 
@@ -28,41 +29,11 @@ def test_enabling_twice_removing_and_enabling_again(model):
     assert state(model) == before
     third = enable(model)
     assert third.enabled
-    off = enable_fused_linear_ce(model, use_fused_linear_ce=False)
-    assert (third.enabled, off.enabled, off.reasons) == (False, False, ("use_fused_linear_ce is False",))
-    assert state(model) == before
-
-
-def test_the_flag_off_asks_nothing_of_the_model(untied):
-    before = state(untied)
-    handle = enable(untied)
-    for model in (nn.Linear(2, 2), [untied, untied]):
-        off = enable_fused_linear_ce(model, use_fused_linear_ce=False, on_unsupported="raise")
+    for unsupported in (nn.Linear(2, 2), [model, model]):  # the flag off asks nothing of a model
+        off = enable(unsupported, use_fused_linear_ce=False, on_unsupported="raise")
         assert (off.enabled, off.reasons) == (False, ("use_fused_linear_ce is False",))
-    assert not handle.enabled
-    assert state(untied) == before
-
-
-def test_an_adapter_put_around_an_enabled_head_is_right_and_told(untied, device, tensors, labels):
-    handle = enable(untied)
-    lora(untied)
-    assert (handle.enabled, handle.reasons) == (False, ("the model's output_layer was replaced",))
-    untied.output_layer.to(device)
-    with pytest.warns(
-        UserWarning, match="enabled but was not used: the model's output_layer was replaced by a LoraLinear"
-    ):
-        loss = untied(*tensors, labels=labels)
-    untied.output_layer.to_wrap.__dict__.pop("forward")
-    torch.testing.assert_close(loss, untied(*tensors, labels=labels))
-
-
-@pytest.mark.filterwarnings("error:fused linear cross-entropy")
-def test_a_stage_without_a_head_is_not_enabled_silently(untied):
-    untied.post_process = False
-    handle = enable(untied, on_unsupported="raise")
-    assert not handle.enabled
-    assert handle.reasons == ("this pipeline stage has no LM head",)
-    handle.remove()
+    assert not third.enabled
+    assert state(model) == before
 
 
 def test_errors(untied):
@@ -145,6 +116,22 @@ def test_a_copy_of_an_enabled_model_is_enabled_and_disabled_for_itself(untied, t
     assert handle.enabled
     handle.remove()
     assert state(untied) == before
+
+
+def test_a_deep_copy_of_an_enabled_model_is_its_own(untied, tensors, labels):
+    expected = untied(*tensors, labels=labels)
+    handle = enable(untied)
+    groups = torch.distributed.distributed_c10d._world.pg_map  # process groups cannot be copied
+    deep = copy.deepcopy(untied, {id(group): group for group in groups})
+    deep.output_layer.weight.data.zero_()
+    for disable in (False, True):
+        if disable:
+            enable(deep, use_fused_linear_ce=False)
+        loss = deep(*tensors, labels=labels)
+        torch.testing.assert_close(loss, torch.full_like(loss, math.log(VOCAB_SIZE)))
+        torch.testing.assert_close(untied(*tensors, labels=labels), expected)
+    assert handle.enabled
+    assert "forward" not in vars(deep.output_layer)
 
 
 def test_a_weight_that_is_a_dtensor_is_refused(untied, device):

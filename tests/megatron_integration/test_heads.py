@@ -115,23 +115,18 @@ def test_a_16_bit_temperature_is_not_rounded_by_the_factor_behind_a_softcap(unti
     assert torch.equal(rounded.logprobs, exact.logprobs)
 
 
-@pytest.mark.parametrize(
-    ("keywords", "error", "message"),
-    [
+def test_what_a_softcapped_head_divides_is_checked_first(untied, tensors, labels):
+    put_in_front(untied, Softcapped)
+    head = captured(untied, tensors)
+    for keywords, error, message in (
         ({"logits_scale": 0.0}, ValueError, "logits_scale must be positive and finite, got 0.0"),
         ({"logits_scale": -1.0}, ValueError, "logits_scale must be positive and finite, got -1.0"),
         ({"temperature": "a"}, TypeError, "temperature must be a float, got str"),
         ({"temperature": True}, TypeError, "temperature must be a float, got bool"),
         ({"temperature": 10**400}, ValueError, "temperature must be a number that fp32 holds"),
-        ({"temperature": "of labels"}, TypeError, "temperature must be a float or a floating"),
-    ],
-)
-def test_what_a_softcapped_head_divides_is_checked_first(keywords, error, message, untied, tensors, labels):
-    put_in_front(untied, Softcapped)
-    head = captured(untied, tensors)
-    if keywords.get("temperature") == "of labels":
-        keywords = {"temperature": torch.ones_like(labels)}
-    assert_refused(error, message, head.linear_cross_entropy, labels, **{"logits_scale": 2.0} | keywords)
+        ({"temperature": torch.ones_like(labels)}, TypeError, "temperature must be a float or a floating"),
+    ):
+        assert_refused(error, message, head.linear_cross_entropy, labels, **{"logits_scale": 2.0} | keywords)
 
 
 def test_a_softcap_beside_the_heads_own_is_refused(untied):
@@ -170,22 +165,13 @@ def test_a_head_that_is_asked_for_the_loss(reduction, untied, hidden, labels):
     labels[0, :4] = torch.tensor([-1, -100, 7, 7])
     counted = (labels >= 0) & (labels != 7)
     logits, _ = untied.output_layer(hidden)
-    targets = labels.where(counted, -100).T
-    expected = torch.nn.functional.cross_entropy(
-        logits.flatten(0, 1), targets.flatten(), reduction=reduction, ignore_index=-100
-    )
+    targets = labels.where(counted, -100).T.flatten()
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets, reduction=reduction)
     expected_gradients = gradients_of(expected, hidden, untied)
     untied.output_layer.__class__ = LinearCrossEntropyModule
     enable(untied)
-    loss = untied.output_layer(
-        input_=hidden,
-        weight=None,
-        runtime_gather_output=None,
-        output_cross_entropy_loss=True,
-        labels=labels,
-        reduction=reduction,
-        ignore_index=7,
-    )
+    of_loss = {"output_cross_entropy_loss": True, "labels": labels, "reduction": reduction, "ignore_index": 7}
+    loss = untied.output_layer(input_=hidden, weight=None, runtime_gather_output=None, **of_loss)
     expected = expected.view(SEQUENCE, BATCH).T if reduction == "none" else expected
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
     assert_same_gradients(gradients_of(loss, hidden, untied), expected_gradients)
@@ -211,7 +197,6 @@ def test_capture_of_a_head_that_is_asked_for_the_loss(untied, hidden, labels):
 
 @FUSED
 def test_a_function_in_place_of_the_product(untied, hidden, labels):
-
     def product(input, weight, **_):
         return input @ weight.T
 

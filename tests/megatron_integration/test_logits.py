@@ -64,13 +64,6 @@ def test_a_backward_hook_put_on_an_enabled_head_is_refused(untied, hook, tensors
     assert_refused(RuntimeError, REFUSED, untied, *tensors, labels=labels)
 
 
-def test_removing_the_flag_gives_the_logits_back(untied, tensors, labels):
-    enable(untied).remove()
-    with_loss(untied, lambda own, logits, labels: logits.square().sum())
-    expected = untied(*tensors).square().sum()
-    torch.testing.assert_close(untied(*tensors, labels=labels), expected)
-
-
 def test_logits_of_ones_own_have_megatrons_loss_and_are_told(untied, tensors, labels):
     logits = untied(*tensors).transpose(0, 1).contiguous() / 2
     expected = untied.compute_language_model_loss(labels, logits.clone())

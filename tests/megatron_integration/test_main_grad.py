@@ -22,15 +22,6 @@ def head(untied):
     return head
 
 
-def test_without_ddp_autograd_gets_no_gradient(head):
-    head.weight.main_grad += 1
-    sink = main_grad_sink(head.weight, head)
-    assert sink.buffer() is head.weight.main_grad
-    assert not sink.finish().any()
-    del head.weight.grad_added_to_main_grad
-    assert sink.finish() is None
-
-
 def test_no_sink_where_main_grad_must_not_be_written(head):
     assert main_grad_sink(head.weight, head) is not None
     head.weight.requires_grad_(False)
@@ -175,6 +166,9 @@ def test_zeros_that_no_hook_drops_are_zeros(head, untied, monkeypatch, tensors, 
         assert (weight.grad == expected).all()
         assert not weight.grad_added_to_main_grad
     assert weight.main_grad.any()
+    del weight.grad_added_to_main_grad, weight.grad
+    cross_entropy(captured(untied, tensors), None, labels).backward()
+    assert weight.grad is None
 
 
 def test_a_hook_may_put_main_grad_in_grads_place(head, untied, tensors, labels):

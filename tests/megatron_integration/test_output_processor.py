@@ -22,47 +22,38 @@ def process(model, tensors, labels, context, scale=1.0):
     keywords = {"output_processor": fused_output_processor, "output_processor_context": context}
     if IN_MODEL and scale == 1.0:
         return model(*tensors, labels=labels, **keywords)
-    head = captured(model, tensors)
+    return process_hidden(model, captured(model, tensors).hidden, labels, context, scale)
+
+
+def process_hidden(model, hidden, labels, context, scale=1.0):
     return fused_output_processor(
-        hidden_states=head.hidden,
+        hidden_states=hidden,
         output_layer=model.output_layer,
-        output_weight=head.weight if model.share_embeddings_and_output_weights else None,
+        output_weight=model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None,
         labels=labels,
-        loss_mask=None,
-        input_ids=tensors[0],
-        position_ids=tensors[1],
-        attention_mask=None,
-        decoder_input=None,
-        inference_context=None,
-        packed_seq_params=None,
-        runtime_gather_output=None,
         context=context,
-        compute_language_model_loss=model.compute_language_model_loss,
         scale_logits=lambda logits: logits if scale == 1.0 else logits * scale,
         config=model.config,
+        runtime_gather_output=None,  # and other arguments of the model's that it does not need
     )
 
 
 def torch_backend(**settings):
-    return FusedOutputContext(**settings, keywords={"backend": "torch"})
+    keywords = {"backend": "torch", "workspace_bytes": megatron_world.SMALL_WORKSPACE}
+    return FusedOutputContext(**settings, keywords=keywords)
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.5])
-def test_outputs_and_gradients_are_those_of_the_logits(scale, model, device, tensors, labels):
+def test_outputs_and_gradients_are_those_of_logits_that_are_not_made(scale, model, device, tensors, labels):
     temperature = torch.linspace(0.5, 2.0, labels.numel(), device=device).view_as(labels)
     distribution = torch.distributions.Categorical(logits=model(*tensors) * scale / temperature[..., None])
     expected = torch.stack([distribution.log_prob(labels), distribution.entropy()])
     expected_gradients = megatron_world.gradients(model, (expected[0] - 0.1 * expected[1]).sum())
-    out = process(model, tensors, labels.int(), torch_backend(temperature=temperature), scale)
-    torch.testing.assert_close(torch.stack(out[:2]), expected, rtol=1e-5, atol=1e-5)
-    megatron_world.assert_gradients(model, (out.logprobs - 0.1 * out.entropy).sum(), expected_gradients)
-
-
-def test_no_logits_are_made(model, tensors, labels):
-    keywords = {"backend": "torch", "workspace_bytes": megatron_world.SMALL_WORKSPACE}
     with megatron_world.LogitsSpy() as spy:
-        process(model, tensors, labels, FusedOutputContext(keywords=keywords)).logprobs.sum().backward()
+        out = process(model, tensors, labels.int(), torch_backend(temperature=temperature), scale)
+        megatron_world.assert_gradients(model, (out.logprobs - 0.1 * out.entropy).sum(), expected_gradients)
     assert spy.seen == []
+    torch.testing.assert_close(torch.stack(out[:2]), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_rows_that_do_not_count(model, device, tensors, labels):
@@ -108,13 +99,5 @@ def test_errors(model, device, tensors, labels):
         assert_refused(error, re.escape(message), process, model, tensors, labels, context)
     hidden = torch.zeros(2, 1, 32, device=device)
     model.output_layer.bias = torch.nn.Parameter(torch.zeros(megatron_world.VOCAB_SIZE, device=device))
-    with pytest.raises(ValueError, match="the LM head cannot be fused: output_layer has a bias"):
-        fused_output_processor(
-            hidden_states=hidden,
-            output_layer=model.output_layer,
-            output_weight=model.shared_embedding_or_output_weight(),
-            labels=labels,
-            context=None,
-            scale_logits=lambda logits: logits,
-            config=model.config,
-        )
+    message = "the LM head cannot be fused: output_layer has a bias"
+    assert_refused(ValueError, message, process_hidden, model, hidden, labels, None)

@@ -85,15 +85,6 @@ def test_what_cannot_be_fused_is_told(untied, change, monkeypatch):
     assert_refused(ValueError, message, enable, untied, on_unsupported="raise")
 
 
-def test_fallback_is_megatrons_own_path(untied, device, tensors, labels):
-    lora(untied)
-    untied.output_layer.to(device)
-    expected = untied(*tensors, labels=labels)
-    with pytest.warns(UserWarning, match="not used"):
-        enable(untied)
-    assert torch.equal(untied(*tensors, labels=labels), expected)
-
-
 def test_a_fallback_tells_which_options_are_lost(untied):
     untied.output_layer.bias = nn.Parameter(torch.zeros(VOCAB_SIZE))
     with pytest.warns(UserWarning, match="not used: output_layer has a bias; not applied: softcap, vocab_size"):
