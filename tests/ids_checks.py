@@ -24,7 +24,6 @@ class Exact(NamedTuple):
     logits: Tensor  # [..., V], NaN in rows without a usable temperature
     factor: Tensor  # from products to logits, but for the softcap
     usable: Tensor  # [...] bool
-    largest: float  # of the logits
     allowed: float  # error of an fp32 logit; random calls have other budgets
 
 
@@ -44,7 +43,7 @@ def exact_logits(share: Share, random: bool) -> Exact:
     largest = max([1.0, *logits.detach().nan_to_num().abs().flatten().tolist()])
     uncapped = float((products.detach() * factor).abs().max()) if products.numel() else 0.0
     allowed = 8 * EPS * (1 + uncapped) if random else 4 * EPS * largest
-    return Exact(leaves, products, logits, factor, usable, largest, allowed)
+    return Exact(leaves, products, logits, factor, usable, allowed)
 
 
 class Found(NamedTuple):
@@ -61,7 +60,7 @@ class Found(NamedTuple):
 def check_ids(share: Share, findings: Findings, floors: Floors | None) -> None:
     """`linear_logits_at`, `support_logprobs` over the first of the same ids, and `linear_topk`; with `floors`, in the
     budgets of random calls."""
-    labels, upstream, ids = share.whole.labels, share.whole.upstream, share.whole.keywords["candidates"]
+    labels, upstream, ids = share.labels, share.upstream, share.whole.keywords["candidates"]
     sets = {"ignore_index": share.whole.keywords.get("ignore_index", -100), "empty_rows": share.case.vocab_size is None}
     first = torch.arange(labels.numel(), device=ids.device).view(labels.shape) % (ids.shape[-1] + 1)
     of_sets = torch.arange(ids.shape[-1], device=ids.device) < first[..., None]  # of so many, none at times
@@ -115,7 +114,7 @@ def check_ids(share: Share, findings: Findings, floors: Floors | None) -> None:
 
 def run(share: Share, of_sets: Tensor, sets: dict[str, Any]) -> Found:
     """The operations with the case's layout and poison; each has leaves of its own, as `topk` has no gradient."""
-    drawn, labels, ids, case = share.drawn, share.whole.labels, share.whole.keywords["candidates"], share.case
+    drawn, labels, ids, case = share.drawn, share.labels, share.whole.keywords["candidates"], share.case
     keywords = drawn({n: v for n, v in share.keywords.items() if n not in ("candidates", "ignore_index")})
     leaves = [[tensor.clone().requires_grad_() for tensor in share.heads] for _ in range(2)]
     behind = torch.arange(case.tail, dtype=torch.int64, device=ids.device) % case.shards[0]

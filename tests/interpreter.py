@@ -1,7 +1,6 @@
 """Triton's interpreter at more than twice its speed for small kernels, and rounding as a GPU does.
 
-Of small tiles numpy computes in no time. The rest is Python that does the same again at every operation: here it is
-done once.
+Of small tiles numpy computes in no time; the rest is Python that does the same again at every operation.
 """
 
 import dataclasses
@@ -36,9 +35,7 @@ def hasten() -> None:
 
 
 def _prepare_modules_once(interpreter: Any) -> None:
-    """Hundreds of attributes of `triton.language` are replaced at every launch and call of a device function, and put
-    back after the launch. Nothing here compiles a kernel: they stay replaced.
-    """
+    """Attributes of `triton.language` are replaced at each launch and put back; nothing compiles here: they stay."""
     prepare = interpreter._patch_lang
     prepared: set[int] = set()
     nothing_to_restore = mock.Mock()

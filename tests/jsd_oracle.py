@@ -86,8 +86,7 @@ def evaluate_jsd(
 
 def materialised_jsd(*heads: Tensor, **keywords: Any) -> Tensor:
     """What a user writes in eager PyTorch: products in the inputs' dtype, the rest in fp32 (fp64 if they are)."""
-    student_hidden, student_weight, teacher_hidden, teacher_weight = heads
-    return jsd_of_products(student_hidden @ student_weight.T, teacher_hidden @ teacher_weight.T, **keywords)
+    return jsd_of_products(heads[0] @ heads[1].T, heads[2] @ heads[3].T, **keywords)
 
 
 def jsd_of_products(
@@ -148,12 +147,9 @@ def jsd_comparisons(
     weight_rows: slice = slice(None),
     **keywords: Any,
 ) -> Iterator[Comparison]:
-    """Each result's error beside what is allowed.
+    """Each result's error beside what is allowed, as in `tests.oracle.comparisons`; gradients in the student's dtype.
 
-    Loss: largest difference, allowed a multiple of what eager PyTorch makes in fp32 on these inputs, whatever their
-    dtype; of a weighted sum, that times the sum of the weights. Gradients: norm of the difference over the norm,
-    allowed a multiple of what eager makes in the student's dtype.
-    `weight_rows`, `hidden_rows`: the part of the oracle's gradients that `actual` holds.
+    Of a loss that is a weighted sum, what a token's is allowed times the sum of the weights.
     """
     expected = evaluate_jsd(materialised_jsd, inputs.to(torch.float64), **keywords)
     in_fp32 = evaluate_jsd(materialised_jsd, inputs.to(torch.float32), **keywords)
@@ -162,10 +158,11 @@ def jsd_comparisons(
     # Where eager happens to be exact: a rounding of the products and one of their base-2 form. The gradient holds their
     # difference too, and is rounded itself.
     floor = 2 * torch.finfo(torch.float32).eps * _largest_logit(inputs, **keywords)
-    eager_error = max(
-        largest_error(in_fp32.loss, expected.loss), *_errors_of_16_bit_products(inputs, expected.loss, keywords), 0.0
+    eager_errors = (
+        largest_error(in_fp32.loss, expected.loss),
+        *_errors_of_16_bit_products(inputs, expected.loss, keywords),
     )
-    allowed, exact_loss = TIMES_EAGER_FP32 * max(eager_error, floor), expected.loss
+    allowed, exact_loss = TIMES_EAGER_FP32 * max(*eager_errors, floor), expected.loss
     if actual.loss.dim() < exact_loss.dim():
         exact_loss = (inputs.upstream * exact_loss).sum()
         allowed *= 1.0 + float(inputs.upstream.abs().sum())

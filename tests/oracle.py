@@ -118,10 +118,7 @@ def comparisons(
     nudged = None
     if keywords.get("logits_dtype") is None:  # else ties would round the other way
         nudged = oracle(hidden, weight.double() * (1 + _EPS_FP32 / 2 * sign), labels, upstream, **keywords)
-    for name, part, dtype in (
-        ("grad_hidden", hidden_rows, hidden.dtype),
-        ("grad_weight", weight_rows, weight.dtype),
-    ):
+    for name, part, dtype in (("grad_hidden", hidden_rows, hidden.dtype), ("grad_weight", weight_rows, weight.dtype)):
         times = TIMES_EAGER_FP32 if dtype == torch.float32 else TIMES_EAGER_16_BIT
         value, exact, eager = (getattr(result, name) for result in (actual, expected, same_dtype))
         if value is None:

@@ -94,12 +94,10 @@ def with_gradients(
     return [tensor.detach().float() for tensor in (*returned, *(leaf.grad for leaf in leaves))]
 
 
-def logits_of(problem: Problem, temperature: float | Tensor = 1.0) -> Tensor:
+def logits_of(problem: Problem) -> Tensor:
     """[N, V] in fp64."""
     hidden = problem.hidden.double().reshape(-1, problem.hidden.shape[-1])
-    if isinstance(temperature, Tensor):
-        temperature = temperature.reshape(-1, 1)
-    return hidden @ problem.weight.double().T / temperature
+    return hidden @ problem.weight.double().T
 
 
 def smallest_workspace(call: Callable[..., Any]) -> int:

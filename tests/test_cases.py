@@ -37,8 +37,7 @@ IDS = [
     case("bf16, negative", **WIDE, shape=(3,), shards=(400,), candidates=3, logits_scale=-0.7, softcap=3.0),
     case("the whole vocabulary", **WIDE, shape=(2, 2), shards=(150,), candidates=150),
     case("fp16, odd rows", **AT, **ODD, dtype=FP16, workspace_bytes=1),
-    case("long sets", **AT, shape=(3,), hidden_size=40, shards=(70,), candidates=150, tail=3, dtype=BF16, **PER_TOKEN),
-    case("long sets, fp32", **AT, shape=(3,), hidden_size=40, shards=(70,), candidates=150, tail=3, **PER_TOKEN),
+    *each("long sets", **AT, shape=(3,), hidden_size=40, shards=(70,), candidates=150, tail=3, **PER_TOKEN),
     case("far from zero", **AT, shape=(4,), shards=(30,), candidates=30, logit_std=300.0),
     case("softcap", **AT, shape=(3, 2), hidden_size=40, shards=(90,), candidates=9, softcap=3.0, **PER_TOKEN),
     case("an fp32 weight", **AT, shape=(6,), hidden_size=40, shards=(70,), candidates=9, dtype=BF16, fp32_weight=True),
@@ -51,7 +50,7 @@ IDS = [
 
 
 BLOCKS = {"torch": 110_000, "triton": 170_000}
-LOSS, ROUNDED = {"operation": "linear_token_loss"}, {"logits_dtype": BF16}
+LOSS = {"operation": "linear_token_loss"}
 MASKED = {"shape": (70, 2), "hidden_size": 64, "shards": (300,), "ignored": 0.4}
 WIDE_LOSS = {"shape": (100, 2), "shards": (601,), "ignored": 0.25, **TELEMETRY, **PER_TOKEN}
 TOKEN_LOSSES = [
@@ -68,10 +67,8 @@ TOKEN_LOSSES = [
     case("loss of candidates, bf16", **LOSS, **MASKED, candidates=5, dtype=BF16, workspace_bytes=200_000),
     case("loss of candidates, skipped", **LOSS, **MASKED, candidates=5, dtype=BF16, skip_ignored=True),
     case("loss of candidates, softcap", **LOSS, **MASKED, candidates=5, dtype=BF16, softcap=5.0),
-    case("rounded", **LOSS, **ROUNDED, shape=(40,), shards=(300,)),
-    case("rounded, bf16", **LOSS, **ROUNDED, shape=(40,), shards=(300,), dtype=BF16),
-    case("an fp32 weight", **LOSS, shape=(40,), shards=(300,), dtype=BF16, fp32_weight=True, entropy=False),
-    case("an fp32 weight, fp16", **LOSS, shape=(40,), shards=(300,), dtype=FP16, fp32_weight=True, entropy=False),
+    *each("rounded", **LOSS, shape=(40,), shards=(300,), logits_dtype=BF16),
+    *each("an fp32 weight", BF16, FP16, **LOSS, shape=(40,), shards=(300,), fp32_weight=True, entropy=False),
 ]
 
 

@@ -65,9 +65,8 @@ def cases(draw: st.DrawFn, operation: str, ranks: int, team: int) -> Case:
     if tokens > MOST_TOKENS_ALONE:  # the smallest workspace holds a token at a time
         keywords["workspace_bytes"] = max(keywords["workspace_bytes"], 2**18)
     shards = draw(_shards(ranks, max(1, MOST_LOGITS // max(tokens, 1) // ranks)))
-    outputs = ["logprobs", "lse", *(["entropy"] if keywords.get("entropy", False) else [])]
-    outputs += ["mean_logit"] if keywords.get("telemetry", False) else []
-    outputs += ["candidate_logprobs"] if keywords.get("candidates") else []
+    asked = {"entropy": "entropy", "telemetry": "mean_logit", "candidates": "candidate_logprobs"}
+    outputs = ["logprobs", "lse", *(output for name, output in asked.items() if keywords.get(name))]
     shape = draw(st.sampled_from([(tokens,), (tokens, 1), (2, tokens // 2), (tokens // 3, 3)]))
     if keywords["sequence_parallel"]:
         shape = (-(-shape[0] // ranks) * ranks, *shape[1:])
@@ -133,7 +132,8 @@ def rounding(share: Share, expected: Any) -> dict[str, float]:
     factor = (abs(keywords.get("logits_scale", keywords.get("student_logits_scale", 1.0))) / temperature).nan_to_num(
         0, 0, 0
     )
-    (largest, spread), of_products = logits_range(share, temperature), product_rounding(share, temperature)
+    largest, spreads, of_products = zip(*logits_of_heads(share, temperature), strict=True)
+    spread = max(spreads)
     given = {
         name: gradient.double().abs() for name, gradient in whole.upstream._asdict().items() if gradient is not None
     }
@@ -167,21 +167,28 @@ def rounding(share: Share, expected: Any) -> dict[str, float]:
     return floors
 
 
-def product_rounding(share: Share, temperature: Tensor) -> list[float]:
-    """What the rounding of an fp32 product makes of a logit of each head, at most.
+def logits_of_heads(share: Share, temperature: Tensor) -> Iterator[tuple[float, float, float]]:
+    """Of each head the largest logit, the largest difference of two of a row, and what a product's rounding makes of a
+    logit in fp32, at most.
 
     The rounding is of the product's terms, which may be far larger than the product where they cancel: a sum of H terms
     of one size, each partial sum rounded, is wrong by eps sqrt(H) / 2 of their norm. Scale and softcap follow.
     """
-    rounding = []
-    for hidden, weight, scale, softcap in forms(share):
-        terms = (hidden.square() @ weight.square().T).sqrt() * abs(scale)
+    names = ("student_", "teacher_") if len(share.whole.heads) > 1 else ("",)
+    for head, name in zip(share.whole.heads, names, strict=True):
+        hidden, weight = (tensor.double() for tensor in head)
+        scale, softcap = share.keywords.get(f"{name}logits_scale", 1.0), share.keywords.get(f"{name}softcap")
+        products, terms = hidden @ weight.T, (hidden.square() @ weight.square().T).sqrt() * abs(scale)
         if softcap is not None:
-            terms *= 1 - (hidden @ weight.T * scale / softcap).tanh().square()
-        terms = (terms / (temperature[..., None] if temperature.dim() else temperature)).nan_to_num(0, 0, 0)
-        largest = float(terms.abs().max()) if terms.numel() else 0.0
-        rounding.append(torch.finfo(torch.float32).eps * hidden.shape[-1] ** 0.5 / 2 * largest)
-    return rounding
+            terms *= 1 - (products * scale / softcap).tanh().square()
+        divisor = temperature[..., None] if temperature.dim() else temperature
+        logits, terms = (z / divisor for z in (logits_of_products(products, scale, softcap), terms))
+        if not logits.numel():
+            yield 0.0, 0.0, 0.0
+            continue
+        logits, terms = logits.nan_to_num(0, 0, 0), terms.nan_to_num(0, 0, 0)
+        rounding = torch.finfo(torch.float32).eps * hidden.shape[-1] ** 0.5 / 2 * float(terms.abs().max())
+        yield float(logits.abs().max()), float((logits.amax(-1) - logits.amin(-1)).max()), rounding
 
 
 def loss_rounding(share: Share) -> Tensor:
@@ -192,23 +199,3 @@ def loss_rounding(share: Share) -> Tensor:
     of_each = zip(products, gradients, strict=True)
     terms = torch.cat([product.detach() * gradient for product, gradient in of_each], dim=-1)
     return torch.finfo(torch.float32).eps * terms.abs().nan_to_num(0, 0, 0).sum(-1)
-
-
-def logits_range(share: Share, temperature: Tensor) -> tuple[list[float], float]:
-    """The largest logit of each head, and the largest difference of two of a row."""
-    largest, spread = [0.0 for _ in share.whole.heads], 0.0
-    for i, (hidden, weight, *form) in enumerate(forms(share)):
-        logits = logits_of_products(hidden @ weight.T, *form)
-        logits = (logits / (temperature[..., None] if temperature.dim() else temperature)).nan_to_num(0, 0, 0)
-        if logits.numel():
-            largest[i] = float(logits.abs().max())
-            spread = max(spread, float((logits.amax(-1) - logits.amin(-1)).max()))
-    return largest, spread
-
-
-def forms(share: Share) -> Iterator[tuple[Tensor, Tensor, float, float | None]]:
-    """Of each head hidden and weight in fp64, the scale of its logits, and its softcap."""
-    names = ("student_", "teacher_") if len(share.whole.heads) > 1 else ("",)
-    for (hidden, weight), name in zip(share.whole.heads, names, strict=True):
-        scale, softcap = share.keywords.get(f"{name}logits_scale", 1.0), share.keywords.get(f"{name}softcap")
-        yield hidden.double(), weight.double(), scale, softcap

@@ -5,8 +5,7 @@ import gc
 import importlib.util
 import os
 import sys
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,8 +17,9 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `tests`, when started by hand from anywhere
 
 from scripts.arguments import HelpFormatter  # found through the path above
-from scripts.ranks import device_of_rank
 from tests import interpreter
+
+ALLOWED = 1e-5  # error, norm over norm, of fp32's tensors
 
 
 class Report:
@@ -30,12 +30,8 @@ class Report:
         self.failures: list[str] = []
 
     def compare(self, name: str, actual: Tensor, expected: Tensor, allowed: float) -> None:
-        """Error of `actual` against `expected`, norm over norm, NaN counting as failure."""
-        if actual.shape != expected.shape:
-            self.check(name, False, f"shape {tuple(actual.shape)}, expected {tuple(expected.shape)}")
-            return
-        difference = actual.double() - expected.double()
-        error = float(difference.norm() / expected.double().norm().clamp_min(1e-30))
+        """Error of `actual` against `expected`."""
+        error = relative_error(actual, expected) if actual.shape == expected.shape else float("inf")
         self.check(name, error <= allowed, f"error {error:.2e}, allowed {allowed:.1e}")
 
     def check(self, name: str, passed: bool, detail: str = "") -> None:
@@ -46,6 +42,11 @@ class Report:
         elif dist.get_rank() == 0:
             print(f"ok      {name}: {detail}", flush=True)
 
+    def refused(self, name: str, call: Callable[[], Any], start: str) -> None:
+        """How the message begins that the call is refused with."""
+        message = message_of(call)
+        self.check(name, message.startswith(start), message)
+
     def conclude(self) -> bool:
         """Whether anything failed on any rank; every rank calls it, at the end."""
         everywhere: list[list[str]] = [[]] * dist.get_world_size()
@@ -54,6 +55,35 @@ class Report:
         if dist.get_rank() == 0:
             print(f"{self.compared} compared, {len(failed)} failed on {dist.get_world_size()} ranks", flush=True)
         return bool(failed)
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Norm over norm; infinite for NaN, and for anything but zeros where zeros are expected."""
+    difference, scale = float((actual.double() - expected.double()).norm()), float(expected.double().norm())
+    if difference == 0:
+        return 0.0
+    return difference / scale if difference < float("inf") and scale > 0 else float("inf")
+
+
+def compare_all(report: Report, name: str, actual: dict, expected: dict) -> None:
+    """One line for a whole set of tensors."""
+    assert actual.keys() == expected.keys()
+    count, worst, error = worst_of_all_ranks({str(key): relative_error(actual[key], expected[key]) for key in expected})
+    report.check(name, error <= ALLOWED, f"{count} tensors, worst {worst}: error {error:.1e}, allowed {ALLOWED:.0e}")
+
+
+def compare_step(report: Report, name: str, found: Sequence[dict], expected: Sequence[dict]) -> None:
+    """Of a step the losses and the gradients."""
+    for what, actual, native in zip(("losses", "gradients"), found[:2], expected[:2], strict=True):
+        compare_all(report, f"{name}: {what}", actual, native)
+
+
+def worst_of_all_ranks(values: dict[str, float]) -> tuple[int, str, float]:
+    """How many there are on all ranks, and the largest with its name. Stages hold different ones."""
+    everywhere: list[dict[str, float]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everywhere, values)
+    name, largest = max((pair for rank in everywhere for pair in rank.items()), key=lambda pair: pair[1])
+    return sum(map(len, everywhere)), name, largest
 
 
 def message_of(call: Callable[[], Any]) -> str:
@@ -94,24 +124,9 @@ def start(device: torch.device) -> None:
     )
 
 
-def refuse_deprecated_collectives() -> None:
-    """For programs in which no one else, such as Megatron, calls collectives: torch's warning names no caller."""
-    warnings.filterwarnings("error", r"`torch\.distributed\.", FutureWarning)
-
-
 def end(failed: bool) -> NoReturn:
     """Ends the process group and the program."""
     gc.collect()  # a live autograd graph holds the group, and gloo aborts when it outlives the process
     dist.barrier()
     dist.destroy_process_group()
     sys.exit(1 if failed else 0)
-
-
-def main(program: Callable[[torch.device, Report], None]) -> None:
-    """Start the process group, run `program(device, report)`, and exit non-zero if a comparison failed."""
-    parser = argument_parser(sys.modules[program.__module__].__doc__)
-    device = device_of_rank(parser.parse_args().device)
-    start(device)
-    report = Report()
-    program(device, report)
-    end(report.conclude())

@@ -130,6 +130,8 @@ def enable(chunks: list[nn.Module], case: Case, fused: bool) -> FusedLinearCE:
 def train_captured(case: Case, device: torch.device) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Losses and gradients of a step whose loss is the captured head's."""
     chunks = build(case, device)
+    if case.main_grad:
+        set_main_grad_fusion(chunks)
     return train_step(chunks, captured_forward_step, microbatches(case, device)), gradients(chunks)
 
 
@@ -238,9 +240,3 @@ def gradients(chunks: list[nn.Module]) -> dict[str, Tensor]:
         for index, chunk in enumerate(chunks)
         for name, parameter in chunk.named_parameters()
     }
-
-
-def finished_gradients(chunks: list[nn.Module]) -> dict[str, Tensor]:
-    """The same after a plain backward, with the reductions that Megatron's schedules would end with."""
-    finalize_model_grads(chunks)
-    return gradients(chunks)

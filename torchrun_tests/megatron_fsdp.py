@@ -1,20 +1,21 @@
 """Megatron models under torch's FSDP2, around the model and around its head: the fused head on and off."""
 
 import dataclasses
+import functools
 import warnings
+from collections.abc import Callable
 from unittest import mock
 
 import harness
 import megatron_cases as cases
 import torch
-from harness import message_of
+from harness import compare_step, message_of
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallel
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer import TransformerLayer
 from megatron.core.transformer.module import Float16Module
-from megatron_comparisons import compare_step
 from megatron_training import check_errors
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -32,21 +33,17 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 class Sharding:
     """How FSDP2 is put around a model."""
 
+    name: str
     head: bool = True  # the output layer is a unit, as in TorchFullyShardedDataParallel; else the model has its weight
     reshard: bool = True
     policy: MixedPrecisionPolicy = dataclasses.field(default_factory=MixedPrecisionPolicy)
     megatrons: bool = False  # by Megatron's own wrapper
 
-    @property
-    def name(self) -> str:
-        words = ["Megatron's FSDP2" if self.megatrons else "FSDP2", "head" if self.head else "model"]
-        words += [] if self.reshard else ["without reshard"]
-        words += [str(self.policy.param_dtype).removeprefix("torch.")] if self.policy.param_dtype else []
-        return " ".join(words)
 
-
-HEAD, MODEL, MEGATRONS = Sharding(), Sharding(head=False), Sharding(megatrons=True)
-KEPT, MIXED = Sharding(reshard=False), Sharding(policy=BF16)
+HEAD, MODEL = Sharding("FSDP2 head"), Sharding("FSDP2 model", head=False)
+KEPT = Sharding("FSDP2 head without reshard", reshard=False)
+MIXED = Sharding("FSDP2 head bfloat16", policy=BF16)
+MEGATRONS = Sharding("Megatron's FSDP2 head", megatrons=True)
 ALONE = cases.Case(tensor_parallel=1)
 FSDP2_CASES = [
     (HEAD, ALONE),
@@ -114,24 +111,38 @@ def check_fsdp(sharding: Sharding, case: cases.Case, device: torch.device, repor
     name = f"{sharding.name}, {case.name}"
     batches = cases.microbatches(case, device)
     model = build(case, sharding, device)
-    losses, expected = train(model, batches, case.masked)
-    handle = cases.enable([model], case, fused=True)
-    report.check(f"{name}: enabled", handle.enabled and explain(model).can_fuse, repr(handle))
+    native = train(model, batches, case.masked)
+    exact = None
     if sharding.policy.param_dtype is not None:
         precise = dataclasses.replace(sharding, policy=MixedPrecisionPolicy())
         _, exact = train(build(case, precise, device), batches, case.masked)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # of a loss that is not fused
-        for step in ("first", "second"):
-            found = train(model, batches, case.masked)
-            if sharding.policy.param_dtype is not None:
-                check_errors(f"{name}: {step} step, gradients", found[1], expected, exact, report)
-            else:
-                compare_step(report, f"{name}: {step} step", found, (losses, expected))
-    handle.remove()
+        check_flag(name, model, case, native, exact, lambda: train(model, batches, case.masked), report)
     _, again = train(model, batches, case.masked)
-    same = all(torch.equal(again[key], gradient) for key, gradient in expected.items())
+    same = all(torch.equal(again[key], gradient) for key, gradient in native[1].items())
     report.check(f"{name}: removed, Megatron's bits", same)
+
+
+def check_flag(
+    name: str,
+    model: nn.Module,
+    case: cases.Case,
+    native: tuple[dict, dict],
+    exact: dict | None,
+    train: Callable[[], tuple[dict, dict]],
+    report: harness.Report,
+) -> None:
+    """The flag on in two steps; `exact`: what gradients that are rounded are compared with, as Megatron's own are."""
+    handle = cases.enable([model], case, fused=True)
+    report.check(f"{name}: enabled", handle.enabled and explain(model).can_fuse, repr(handle))
+    for step in ("first", "second"):
+        found = train()
+        if exact is None:
+            compare_step(report, f"{name}: {step} step", found, native)
+        else:
+            check_errors(f"{name}: {step} step, gradients", found[1], native[1], exact, report)
+    handle.remove()
 
 
 def check_fsdp_errors(case: cases.Case, device: torch.device, report: harness.Report) -> None:
@@ -148,21 +159,17 @@ def check_fsdp_errors(case: cases.Case, device: torch.device, report: harness.Re
 
     handle = enable_fused_linear_ce(model, skip_masked=True)
     language_model = find_language_model(model)
-    message = message_of(lambda: model(*inputs, labels=labels, loss_mask=batch["loss_mask"][:, 1:]))
-    report.check("FSDP2: an error in front of the head", message.startswith("loss_mask must have"), message)
-    wrong = labels[:, 1:].clone()
-    message = message_of(lambda: model(*inputs, labels=wrong))
-    report.check("FSDP2: an error in the head's call", message.startswith("labels must be [b, s]"), message)
+    call = functools.partial(model, *inputs, labels=labels)
+    narrow = functools.partial(call, loss_mask=batch["loss_mask"][:, 1:])
+    report.refused("FSDP2: an error in front of the head", narrow, "loss_mask must have")
+    wrong = functools.partial(call, labels=labels[:, 1:].clone())
+    report.refused("FSDP2: an error in the head's call", wrong, "labels must be [b, s]")
 
     fused = language_model.compute_language_model_loss
-    uses = {"logits are not computed": torch.square, "logits are not scaled": lambda logits: logits * 2}
-    for name, use in uses.items():
-        language_model.compute_language_model_loss = lambda labels, logits, use=use: fused(labels, use(logits))
-        message = message_of(lambda: model(*inputs, labels=labels))
-        report.check(f"FSDP2: {name}", message.startswith("the logits of an enabled model are not computed"), message)
+    language_model.compute_language_model_loss = lambda labels, logits: fused(labels, logits * 2)
+    report.refused("FSDP2: logits are not computed", call, "the logits of an enabled model are not computed")
     language_model.compute_language_model_loss = lambda labels, logits: fused(labels.clone(), logits)
-    message = message_of(lambda: model(*inputs, labels=labels))
-    report.check("FSDP2: other labels", message.startswith("labels must be the tensor that"), message)
+    report.refused("FSDP2: other labels", call, "labels must be the tensor that")
     del language_model.compute_language_model_loss
     handle.remove()
 
@@ -171,9 +178,3 @@ def check_fsdp_errors(case: cases.Case, device: torch.device, report: harness.Re
     with torch.no_grad():
         logits = model(*inputs)
     report.check("FSDP2: logits without labels", logits.shape == (*labels.shape, cases.VOCAB_SIZE), str(logits.shape))
-    model = build(dataclasses.replace(case, mtp=True), HEAD, device)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        handle = enable_fused_linear_ce(model)
-    left = len(handle.reasons) == 1 and handle.reasons[0].endswith("multi-token prediction shifts the labels")
-    report.check("FSDP2: MTP is left to Megatron", left, str(handle.reasons))

@@ -1,6 +1,7 @@
 """Megatron models other than GPTModel that hold an LM head: the hybrid (Mamba) family and a VLM."""
 
 import copy
+import dataclasses
 import importlib.util
 
 import torch
@@ -14,9 +15,13 @@ from scripts import megatron_layers, megatron_runtime
 IMAGE_TOKEN = -200  # LLaVA's own
 
 
-def hybrid_model(options: megatron_runtime.GptOptions) -> nn.Module:
-    """HybridModel, or MambaModel before megatron-core 0.18, of attention layers: Mamba's own need CUDA kernels."""
-    config = megatron_runtime.transformer_config(options)
+def hybrid_model(options: megatron_runtime.GptOptions, spec: ModuleSpec | None = None, layers: str = "*") -> nn.Module:
+    """HybridModel, or MambaModel before megatron-core 0.18, of attention layers: Mamba's own need CUDA kernels.
+
+    `layers`: by their letters, what each of the options' layers stands for; `spec`: of the stack that has them.
+    """
+    num_layers = len(layers) * options.num_layers
+    config = megatron_runtime.transformer_config(dataclasses.replace(options, num_layers=num_layers))
     layer = megatron_layers.gpt_layer_spec()
     if importlib.util.find_spec("megatron.core.models.hybrid") is not None:
         from megatron.core.models.hybrid.hybrid_block import HybridStack as Stack
@@ -31,9 +36,9 @@ def hybrid_model(options: megatron_runtime.GptOptions) -> nn.Module:
         from megatron.core.ssm.mamba_block import MambaStackSubmodules as Submodules
 
         spec_name, pattern_name, mtp = "mamba_stack_spec", "hybrid_override_pattern", {}
-    # The final norm of the stack is TransformerEngine's.
-    submodules = Submodules(attention_layer=layer, **mtp)
-    spec = ModuleSpec(Stack, params={"post_layer_norm": False}, submodules=submodules)
+    if spec is None:  # without the final norm of the stack, which is TransformerEngine's
+        submodules = Submodules(attention_layer=layer, **mtp)
+        spec = ModuleSpec(Stack, params={"post_layer_norm": False}, submodules=submodules)
     torch.manual_seed(options.seed)
     return Model(
         config=config,
@@ -41,7 +46,7 @@ def hybrid_model(options: megatron_runtime.GptOptions) -> nn.Module:
         max_sequence_length=options.max_sequence_length,
         share_embeddings_and_output_weights=options.tied,
         position_embedding_type="rope",
-        **{spec_name: spec, pattern_name: "*" * options.num_layers + "/*" * options.mtp_layers},
+        **{spec_name: spec, pattern_name: layers * options.num_layers + f"/{layers}" * options.mtp_layers},
     )
 
 

@@ -116,6 +116,7 @@ CASES = [
     case("candidates", candidates=6, **PER_TOKEN, **SKIPPED),
     case("candidates, uneven", shape=(12, 2), **PADDED, candidates=6, **PER_TOKEN),
     case("candidates, all padding", vocab_size=5, candidates=6, **PER_TOKEN, **SKIPPED, **SP),
+    case("pending tensors", pending=True, candidates=6, **PER_TOKEN),
     case("candidates, bf16", shape=WIDE, dtype=BF16, softcap=4.0, candidates=6, **PER_TOKEN, **SKIPPED, **SP),
 ]
 # Outputs are those of one rank to the last bit, and logprobs those without gradients.
@@ -131,6 +132,7 @@ OF_TOKEN_LOSS = [
     case("skipped", shape=(144,), shards=uneven, **PARTS, **SKIPPED),
     case("sequence parallel", shape=(72, 2), dtype=BF16, shards=uneven, **SP, **FEW),
     case("sequence parallel, skipped", shape=(72, 2), dtype=BF16, shards=uneven, **SP, **SKIPPED, **FEW),
+    case("pending tensors", pending=True, shape=(40,), **PER_TOKEN),
     case("a shard of padding", shape=(36,), vocab_size=5, workspace_bytes=120_000, **SP),
 ]
 OF_TOKEN_LOSS = [
@@ -140,6 +142,7 @@ OF_IDS = [
     case("even shards"),
     case("uneven, padded", shape=(3, 2), **PADDED, workspace_bytes=1),
     case("a shard that is all padding, sequence parallel", vocab_size=5, **SP),
+    case("pending tensors", pending=True, tail=2),
     case("bf16, sequence parallel", dtype=BF16, softcap=4.0, workspace_bytes=1, **SP),
 ]
 OF_IDS = [dataclasses.replace(c, operation=IDS, keywords=c.keywords | PER_TOKEN | {"candidates": 7}) for c in OF_IDS]
@@ -181,6 +184,7 @@ OF_JSD = [
     *jsd("known weights, SP, blocks, the student's outputs", 0, BETWEEN, **BLOCKS, **SP, **KNOWN, **STUDENT),
     *jsd("known weights, skipped", BETWEEN, workspace_bytes=2**14, **SP, **SOME, **COUNTED, **KNOWN),
     *jsd("known weights, all ignored", BETWEEN, ignored=1.0, **SP, **SKIPPED, **KNOWN),
+    *jsd("pending tensors", BETWEEN, pending=True, **PER_TOKEN, **KNOWN),
     *jsd("no tokens", BETWEEN, shape=(0, 3)),
     *jsd("no tokens, sequence parallel", 0, BETWEEN, shape=(0, 3), **SP),
     *jsd("blocks of tokens", BETWEEN, shape=(144,), shards=sizes(130), workspace_bytes=2**16),

@@ -20,35 +20,29 @@ from tests.findings import check_error
 from tests.oracle import Upstream, comparisons, evaluate, oracle
 
 
-def run_compat(group: ProcessGroup, device: torch.device, report: Report) -> None:
-    """The call of verl and AReaL sums hidden's gradient; what stands in front of it is run_megatron.py's."""
+def run_calls(group: ProcessGroup, device: torch.device, report: Report) -> None:
+    """The call of verl and AReaL, which sums hidden's gradient, and Megatron's, with and without sequence parallel.
 
-    def outputs(hidden: Tensor, weight: Tensor, labels: Tensor) -> LinearCrossEntropyOutput:
-        logprobs, entropy = compat.linear_cross_entropy(hidden, weight, labels, dist_process_group=group)
-        return LinearCrossEntropyOutput(logprobs.view_as(labels), entropy.view_as(labels), None)
+    What stands in front of the first is run_megatron.py's.
+    """
 
-    problem = Share(Case(), Ranks("auto", group, device))
-    check_call("compat.linear_cross_entropy", problem, problem.upstream._replace(lse=None), outputs, report)
+    def verls(*inputs: Tensor) -> LinearCrossEntropyOutput:
+        outputs = compat.linear_cross_entropy(*inputs, dist_process_group=group)
+        return LinearCrossEntropyOutput(*(output.view_as(inputs[2]) for output in outputs), None)
 
+    def megatrons(*inputs: Tensor, sequence_parallel: bool = False) -> LinearCrossEntropyOutput:
+        loss = compat.megatron_linear_cross_entropy(*inputs, group, "none", sequence_parallel=sequence_parallel)
+        return LinearCrossEntropyOutput(-loss.view_as(inputs[2]), None, None)
 
-def run_megatrons_call(group: ProcessGroup, device: torch.device, report: Report) -> None:
-    """`compat.megatron_linear_cross_entropy`, with and without sequence parallel."""
-    for sequence_parallel in (False, True):
-
-        def outputs(hidden: Tensor, weight: Tensor, labels: Tensor, sp: bool = sequence_parallel):
-            loss = compat.megatron_linear_cross_entropy(hidden, weight, labels, group, "none", sequence_parallel=sp)
-            return LinearCrossEntropyOutput(-loss.view_as(labels), None, None)
-
-        problem = Share(case(sequence_parallel=sequence_parallel), Ranks("auto", group, device))
-        name = f"compat.megatron_linear_cross_entropy, sequence_parallel={sequence_parallel}"
-        check_call(name, problem, Upstream(problem.upstream.logprobs), outputs, report)
-
-
-def check_call(name: str, share: Share, upstream: Upstream, call: Callable[..., Any], report: Report) -> None:
-    inputs = (share.hidden, share.weight, share.labels, upstream)
-    actual = evaluate(call, *share.heads, share.labels, upstream)
-    for result in comparisons(actual, oracle(*inputs), *inputs, **share.parts):
-        check_error(share, f"{name}: {result.name}", result.error, result.allowed, report)
+    for call, keywords in ((verls, {}), (megatrons, {}), (megatrons, {"sequence_parallel": True})):
+        share = Share(case(**keywords), Ranks("auto", group, device))
+        upstream = Upstream(share.upstream.logprobs, share.upstream.entropy if call is verls else None)
+        inputs = (share.hidden, share.weight, share.labels, upstream)
+        actual = evaluate(call, *share.heads, share.labels, upstream, **keywords)
+        for result in comparisons(actual, oracle(*inputs), *inputs, **share.parts):
+            check_error(
+                share, f"call of {call.__name__}, {keywords}: {result.name}", result.error, result.allowed, report
+            )
 
 
 def run_torchs_call(group: ProcessGroup, device: torch.device, report: Report) -> None:
@@ -57,18 +51,17 @@ def run_torchs_call(group: ProcessGroup, device: torch.device, report: Report) -
     shard = problem.columns
     factors = torch.linspace(0.5, 2.0, len(problem.weight), device=device)
 
-    def evaluated(function: Any, part: slice, *target: Tensor, **keywords: Any) -> list[Tensor]:
+    def evaluated(function: Any, part: slice, **keywords: Any) -> list[Tensor]:
         hidden, weight = (t.clone().requires_grad_() for t in (problem.hidden, problem.weight[part]))
-        loss = function(hidden, weight, *target, **keywords)
+        loss = function(hidden, weight, problem.labels, **keywords)
         return [loss.detach(), *torch.autograd.grad(loss, (hidden, weight))]
 
     def materialised(hidden: Tensor, head: Tensor, target: Tensor, **others: Any) -> Tensor:
         return torch.nn.functional.cross_entropy((hidden @ head.T).flatten(0, 1), target.flatten(), **others)
 
     for keyword, value in (("label_smoothing", 0.2), ("weight", factors)):
-        given: dict[str, Any] = {keyword: value}
-        actual = evaluated(compat.torch_linear_cross_entropy, shard, problem.labels, tp_group=group, **given)
-        expected = evaluated(materialised, slice(None), problem.labels, **given)
+        actual = evaluated(compat.torch_linear_cross_entropy, shard, tp_group=group, **{keyword: value})
+        expected = evaluated(materialised, slice(None), **{keyword: value})
         for name, one, other in zip(("loss", "grad_hidden", "grad_weight"), actual, expected, strict=True):
             other = other[shard] if name == "grad_weight" else other
             report.compare(f"torch's call with {keyword}: {name}", one, other, 1e-5)
@@ -82,8 +75,6 @@ def run_torchs_call(group: ProcessGroup, device: torch.device, report: Report) -
 def run_disagreements_of_compat(group: ProcessGroup, report: Report) -> None:
     """The same of the other projects' calls, whose own checks come before those of the operation."""
     ranks = dist.get_world_size(group)
-    if ranks == 1:
-        return
     hidden, weight, labels = torch.ones(6, 8), torch.ones(20, 8), torch.zeros(6, dtype=torch.int64)
     head = {"hidden": hidden, "weight": weight, "labels": labels}
     torchs_head = {"input": hidden, "linear_weight": weight, "target": labels}
@@ -120,7 +111,14 @@ def run_disagreements_of_compat(group: ProcessGroup, report: Report) -> None:
     check_disagreements(areals, head, of_max, group, report)
     check_disagreements(megatrons, head, of_a_head | of_ignored, group, report)
     check_disagreements(torchs, torchs_head, of_torchs, group, report)
-    count_exchanges(torchs, torchs_head, report)
+    # Ranks ask each other what they call with at the first call of a configuration only.
+    torchs(**torchs_head)
+    with mock.patch.object(dist, "all_gather_object", wraps=dist.all_gather_object) as exchange:
+        torchs(**torchs_head)
+        again = exchange.call_count
+        torchs(**torchs_head, label_smoothing=0.1)
+    report.check("a known configuration is not exchanged", again == 0, f"{again} exchanges")
+    report.check("a new configuration is exchanged", exchange.call_count > 0, f"{exchange.call_count} exchanges")
 
 
 class _CopyToModelParallelRegion(torch.autograd.Function):
@@ -134,17 +132,6 @@ class _CopyToModelParallelRegion(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         raise AssertionError("the call is refused")
-
-
-def count_exchanges(operation: Callable[..., Any], call: dict[str, Any], report: Report) -> None:
-    """Ranks ask each other what they call with at the first call of a configuration only."""
-    operation(**call)
-    with mock.patch.object(dist, "all_gather_object", wraps=dist.all_gather_object) as exchange:
-        operation(**call)
-        again = exchange.call_count
-        operation(**call, label_smoothing=0.1)
-    report.check("a known configuration is not exchanged", again == 0, f"{again} exchanges")
-    report.check("a new configuration is exchanged", exchange.call_count > 0, f"{exchange.call_count} exchanges")
 
 
 def check_disagreements(

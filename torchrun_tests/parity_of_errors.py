@@ -15,31 +15,24 @@ from tests.cases import SEQUENCE, Case, Ranks, Share
 
 def run_errors(group: ProcessGroup, device: torch.device, report: Report) -> None:
     """What cannot be over several ranks is refused, on all of them alike, before any of them communicates."""
-    if dist.get_world_size(group) == 1:
-        return
     problem = Share(Case(), Ranks("auto", group, device))
     shard = problem.hidden[: SEQUENCE // dist.get_world_size(group)]
-    refused = [
-        ({"backend": "reference"}, "tp_group must have one rank for backend='reference', got a larger group"),
-        (
-            {"sequence_parallel": True, "reduce_grad_hidden": False},
-            "reduce_grad_hidden must be True with sequence_parallel, got False",
-        ),
-        ({"sequence_parallel": True, "hidden": problem.hidden}, "labels must have hidden's shape without H gathered"),
-        ({"workspace_bytes": 8}, "workspace_bytes must be at least "),
-    ]
-    for keywords, expected in refused:
-        hidden = shard if keywords.get("sequence_parallel") else problem.hidden
-        inputs = {"hidden": hidden, "weight": problem.weight[:20], "labels": problem.labels}
-        operation = functools.partial(megatron_lce.linear_cross_entropy, tp_group=group)
+    alone = {"sequence_parallel": True, "reduce_grad_hidden": False}
+    refused = {
+        "tp_group must have one rank for backend='reference', got a larger group": {"backend": "reference"},
+        "reduce_grad_hidden must be True with sequence_parallel, got False": alone | {"hidden": shard},
+        "labels must have hidden's shape without H gathered": {"sequence_parallel": True},
+        "workspace_bytes must be at least ": {"workspace_bytes": 8},
+    }
+    inputs = {"hidden": problem.hidden, "weight": problem.weight[:20], "labels": problem.labels}
+    operation = functools.partial(megatron_lce.linear_cross_entropy, tp_group=group)
+    for expected, keywords in refused.items():
         check_refusal(operation, inputs | keywords, expected, report)
 
 
 def run_disagreements(group: ProcessGroup, report: Report) -> None:
     """What one rank alone calls otherwise is an error on all of them, and names the difference."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    if ranks == 1:
-        return
     hidden, weight, labels = torch.ones(6, 8), torch.ones(20, 8), torch.zeros(6, dtype=torch.int64)
     uneven = torch.ones(300 if rank == ranks - 1 else 20, 8)  # of the kernels' tiles: statistics that take workspace
     head = {"hidden": hidden, "weight": weight, "labels": labels}

@@ -17,8 +17,8 @@ import traceback
 from collections import Counter
 from dataclasses import dataclass, field
 from datetime import timedelta
-from itertools import combinations
-from pathlib import Path
+from itertools import combinations, product
+from typing import NamedTuple
 
 import fuzz_cases
 import harness
@@ -37,18 +37,12 @@ SMALL_WORKSPACE = "workspace_bytes too small"
 EXCLUSIVE = "reduce_grad_hidden must be True with sequence_parallel"
 
 
-@dataclass
-class Setting:
+class Setting(NamedTuple):
     """What cases are drawn for."""
 
     operation: str
     backend: str
     ranks: int
-    device: torch.device
-
-    @property
-    def name(self) -> str:
-        return f"{self.operation}, {self.backend}"
 
 
 class Findings(list[str]):
@@ -92,6 +86,7 @@ def verdict(case: Case, ranks: Ranks) -> tuple[str, str]:
 class Team:
     """Some ranks of the world."""
 
+    device: torch.device
     first: int
     size: int
     world: ProcessGroup | None  # all of them
@@ -108,7 +103,7 @@ class Team:
         return everyone
 
 
-def make_team(size: int) -> Team:
+def make_team(size: int, device: torch.device) -> Team:
     """This rank's, of so many; every rank makes the groups of all teams."""
     team = None
     # The groups of one to three ranks time out sooner than a team's: what a case does wrong is told over that.
@@ -121,12 +116,12 @@ def make_team(size: int) -> Team:
         if dist.get_rank() in ranks:
             mine = dist.get_rank() - first
             known = {chosen: group if mine in chosen else None for chosen, group in groups.items()}
-            team = Team(first, size, world, known)
+            team = Team(device, first, size, world, known)
     assert team is not None
     return team
 
 
-def shared_verdict(case: Case, backend: str, device: torch.device, team: Team) -> str:
+def shared_verdict(case: Case, backend: str, team: Team) -> str:
     """Whether the case is right, or why it is refused: the same on every rank of the team.
 
     Raises:
@@ -134,7 +129,7 @@ def shared_verdict(case: Case, backend: str, device: torch.device, team: Team) -
         SystemExit: they parted so that they wait for each other; the group is of no more use.
     """
     group = team.groups[case.members]
-    mine = verdict(case, Ranks(backend, group, device)) if group is not None else None
+    mine = verdict(case, Ranks(backend, group, team.device)) if group is not None else None
     found = [one for one in team.gather(mine) if one is not None]
     wrong = [f"rank {rank}: {message}" for rank, (kind, message) in enumerate(found) if kind == "wrong"]
     if any("Timed out waiting" in message for message in wrong):
@@ -167,7 +162,7 @@ def search(setting: Setting, team: Team, num_cases: int, deadline: float, seed: 
             raise OutOfTime
         team.broadcast(case)
         try:
-            found = shared_verdict(case, setting.backend, setting.device, team)
+            found = shared_verdict(case, setting.backend, team)
         except Failed as failed:
             tally.failure = f"{setting.backend}: {case}\n{failed}"
             raise
@@ -190,38 +185,21 @@ def follow(setting: Setting, team: Team) -> None:
     """On the others: what their first draws."""
     while (case := team.broadcast(None)) is not None:
         try:
-            shared_verdict(case, setting.backend, setting.device, team)
+            shared_verdict(case, setting.backend, team)
         except Failed:
             continue  # the first notes it
 
 
-def summary(settings: list[Setting], found: list[list[Tally]], seed: int) -> str:
-    """What was run and what became of it, in Markdown; `found` has a list a team."""
-    everyones = [tally for tallies in found for tally in tallies]
-    total, failed = sum(tally.cases for tally in everyones), sum(bool(tally.failure) for tally in everyones)
-    most_ranks = max(setting.ranks for setting in settings)
-    lines = [
-        "# Random calls against the oracles",
-        "",
-        f"`make fuzz`, seed {seed}, torch {torch.__version__}:"
-        f" {total} calls on 1 to {most_ranks} ranks, {failed} failures.",
-        "Hypothesis draws each call (`torchrun_tests/fuzz_cases.py`). Outputs and both gradients are held to the",
-        "tests' budgets against fp64, and outputs to the same bits on every rank, without gradients, and on one rank",
-        "(`tests/checks.py`).",
-        "",
-        "| operation | backend | calls | in the smallest workspace that the error names | refused | failures |",
-        "|---|---|---|---|---|---|",
-    ]
-    counts: dict[tuple[str, str], Counter] = {}
+def print_summary(settings: list[Setting], found: list[list[Tally]]) -> None:
+    """What became of the calls; `found` has a list a team."""
+    counts: dict[str, Counter] = {}
     for setting, tallies in zip(settings, zip(*found, strict=True), strict=True):
-        count = counts.setdefault((setting.operation, setting.backend), Counter())
+        count = counts.setdefault(f"{setting.operation}, {setting.backend}", Counter())
         for tally in tallies:
             count += tally.refused + Counter(calls=tally.cases, failures=bool(tally.failure))
-    for names, count in counts.items():
-        row = *names, *(count[column] for column in ("calls", SMALL_WORKSPACE, EXCLUSIVE, "failures"))
-        lines.append("| " + " | ".join(map(str, row)) + " |")
-    lines += ["", f"Refused: {EXCLUSIVE}.", ""]
-    return "\n".join(lines)
+    for name, count in [*counts.items(), ("all", sum(counts.values(), Counter()))]:
+        columns = ("calls", SMALL_WORKSPACE, EXCLUSIVE, "failures")
+        print(f"{name}: {', '.join(f'{column}: {count[column]}' for column in columns)}", flush=True)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -230,16 +208,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=math.inf, help="Time limit; each setting has an equal share.")
     parser.add_argument("--seed", type=int, default=0, help="Of the first team; each has its own.")
     parser.add_argument("--operations", default=",".join(OPERATIONS), help="Comma-separated.")
-    parser.add_argument("--write", type=Path, help="File for the summary; None: it is printed only.")
     parser.add_argument("--repeat", help="One case, as a failure prints it; None: a search.")
     return parser.parse_args()
 
 
-def repeat(text: str, team: Team, device: torch.device) -> bool:
+def repeat(text: str, team: Team) -> bool:
     """Run a printed case; whether it fails."""
     backend, _, arguments = text.partition(": ")
     try:
-        found = shared_verdict(eval(arguments), backend, device, team)
+        found = shared_verdict(eval(arguments), backend, team)
     except Failed as failed:
         found = str(failed)
     if dist.get_rank() == 0:
@@ -255,15 +232,11 @@ def main() -> None:
     num_teams, rest = divmod(dist.get_world_size(), size)
     if rest:
         raise SystemExit(f"run_fuzz.py needs a multiple of {size} ranks, got {dist.get_world_size()}")
-    team = make_team(size)
+    team = make_team(size, device)
     if arguments.repeat:
-        harness.end(repeat(arguments.repeat, team, device))
-    settings = [
-        Setting(operation, backend, ranks, device)
-        for operation in arguments.operations.split(",")
-        for backend in harness.available_backends()
-        for ranks in range(1, size + 1)
-    ]
+        harness.end(repeat(arguments.repeat, team))
+    choices = arguments.operations.split(","), harness.available_backends(), range(1, size + 1)
+    settings = [Setting(*chosen) for chosen in product(*choices)]
     cases = -(-arguments.cases // len(settings) // num_teams)
     tallies, started = [], time.monotonic()
     for number, setting in enumerate(settings):
@@ -273,15 +246,12 @@ def main() -> None:
         deadline = started + arguments.seconds * (number + 1) / len(settings)
         tally = search(setting, team, cases, deadline, arguments.seed + len(settings) * team.first + number)
         tallies.append(tally)
-        print(f"{setting.name}, {setting.ranks} ranks: {tally.cases} cases {tally.failure}", flush=True)
+        print(f"{', '.join(map(str, setting))} ranks: {tally.cases} cases {tally.failure}", flush=True)
     everyone: list[list[Tally]] = [[]] * dist.get_world_size()
     dist.all_gather_object(everyone, tallies)
     found = everyone[::size]
     if dist.get_rank() == 0:
-        text = summary(settings, found, arguments.seed)
-        print(text, flush=True)
-        if arguments.write:
-            arguments.write.write_text(text)
+        print_summary(settings, found)
     harness.end(any(tally.failure for tallies in found for tally in tallies))
 
 

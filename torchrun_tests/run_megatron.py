@@ -21,7 +21,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 from megatron_fsdp import ALONE, FSDP2_CASES, HEAD, MEGATRONS, MODEL, check_fsdp, check_fsdp_errors
 from megatron_heads import check_capture, check_compat, check_logits
-from megatron_ranks import check_fallback, check_reasons_of_one_rank, check_refusal_on_one_rank
+from megatron_ranks import check_reasons_of_one_rank, check_refusal_on_one_rank
 from megatron_training import (
     LOSS_OF_HEAD,
     check_16_bit,
@@ -42,8 +42,6 @@ FURTHER_CASES = [
     cases.Case(sequence_parallel=True, main_grad=True, overlap=True),
     cases.Case(sequence_parallel=True, mtp=True, masked=True),
     cases.Case(tied=True, sequence_parallel=True, main_grad=True, masked=True),
-]
-FURTHER_CASES += [
     cases.Case(known=True),
     cases.Case(tied=True, sequence_parallel=True, masked=True, known=True),
     cases.Case(sequence_parallel=True, mtp=True, masked=True, known=True),
@@ -58,9 +56,9 @@ IN_BF16 = [
     cases.Case(tied=True, mtp=True, pipeline=True, main_grad=True),
     cases.Case(sequence_parallel=True, known=True),
 ]
-IN_FP16 = [cases.Case(sequence_parallel=True, known=True), cases.Case(tied=True, mtp=True, known=True)]
-SCALED = [
+IN_FP16 = [
     cases.Case(sequence_parallel=True),
+    cases.Case(sequence_parallel=True, known=True),
     cases.Case(tied=True, mtp=True, main_grad=True, overlap=True, masked=True, known=True),
 ]
 OTHER_MODEL_CASES = [cases.Case(), cases.Case(tied=True, sequence_parallel=True)]
@@ -80,18 +78,18 @@ FSDP_CASES = [
     (MEGATRONS, cases.Case(sequence_parallel=True)),
 ]
 CAPTURED_CASES = [
-    cases.Case(mtp=True),
+    cases.Case(mtp=True, main_grad=True),
     cases.Case(tied=True, sequence_parallel=True, pipeline=True, virtual_pipeline=True),
 ]
 
 
 def checks(combinations: str, ranks: int) -> list[tuple[Callable, cases.Case]]:
-    training, in_bf16, in_fp16 = cases.pairwise_combinations(), IN_BF16, IN_FP16
+    training, in_bf16 = cases.pairwise_combinations(), IN_BF16
     # Over two data-parallel ranks: on two ranks the cases without tensor parallelism, on four the others.
     of_fsdp = [(sharding, case) for sharding, case in FSDP_CASES if 2 * case.ranks == max(ranks, 2)]
     if combinations == "all":
         training, of_fsdp = cases.all_combinations(), FSDP_CASES
-        in_bf16, in_fp16 = [*training, IN_BF16[-1]], [cases.Case(), *IN_FP16]
+        in_bf16 = [*training, IN_BF16[-1]]
     plain = [cases.Case(), cases.Case(tied=True, sequence_parallel=True)]
     groups = (
         (check_training, training + FURTHER_CASES),
@@ -99,15 +97,13 @@ def checks(combinations: str, ranks: int) -> list[tuple[Callable, cases.Case]]:
         (check_captured_training, CAPTURED_CASES),
         (check_other_models, OTHER_MODEL_CASES),
         (check_16_bit, [cases.in_16_bit(case) for case in in_bf16]),
-        (check_16_bit, [cases.in_16_bit(case, torch.float16) for case in in_fp16]),
-        (check_loss_scaler, [cases.in_16_bit(case, torch.float16) for case in SCALED]),
+        (check_loss_scaler, [cases.in_16_bit(case, torch.float16) for case in IN_FP16]),
         (check_weighted_loss, [cases.Case(known=True), cases.Case(sequence_parallel=True, known=True)]),
         (check_capture, [cases.Case(main_grad=True), cases.Case(tied=True, sequence_parallel=True)]),
         (check_logits, plain),
         (check_compat, [cases.Case()]),
-        (check_reasons_of_one_rank, [cases.Case()]),
+        (check_reasons_of_one_rank, [cases.Case(), cases.Case(pipeline=True)]),
         (check_refusal_on_one_rank, plain),
-        (check_fallback, [cases.Case(), cases.Case(pipeline=True)]),
         *((functools.partial(check_fsdp, sharding), [case]) for sharding, case in of_fsdp),
         (check_fsdp_errors, [case for sharding, case in of_fsdp if case == ALONE]),
     )

@@ -8,24 +8,23 @@ for the whole. Allowed errors are multiples of what eager PyTorch makes on the s
 
 import functools
 import math
+import warnings
 
+import harness
 import torch
 import torch.distributed as dist
-from harness import Report, available_backends, main, refuse_deprecated_collectives
+from harness import Report, available_backends
 from parity_cases import BITS, CASES, OF_IDS, OF_JSD, OF_TOKEN_LOSS
-from parity_of_compat import run_compat, run_disagreements_of_compat, run_megatrons_call, run_torchs_call
+from parity_of_compat import run_calls, run_disagreements_of_compat, run_torchs_call
 from parity_of_errors import run_disagreements, run_errors
-from parity_of_torch import run_async_tensors, run_compiled, run_cuda_graph, run_dtensors, run_fsdp
+from parity_of_torch import run_async_tensor, run_compiled, run_cuda_graph, run_dtensors, run_fsdp
 from torch.distributed import ProcessGroup
 
 import megatron_lce
-from tests.cases import BF16, Case, Ranks, case
+from scripts.ranks import device_of_rank
+from tests.cases import BF16, Ranks, case
 from tests.checks import check_case
 from tests.live_bytes import peak_live_bytes
-
-
-def run_case(case: Case, backend: str, group: ProcessGroup, device: torch.device, report: Report) -> None:
-    check_case(case, Ranks(backend, group, device), report)
 
 
 def run_two_heads(backend: str, group: ProcessGroup, device: torch.device, report: Report) -> None:
@@ -65,18 +64,23 @@ def subgroup_of_this_rank() -> ProcessGroup:
     return groups[dist.get_rank() // size]
 
 
-def program(device: torch.device, report: Report) -> None:
-    refuse_deprecated_collectives()
+def main() -> None:
+    device = device_of_rank(harness.argument_parser(__doc__).parse_args().device)
+    harness.start(device)
+    # No one else, such as Megatron, calls collectives here: torch's warning names no caller.
+    warnings.filterwarnings("error", r"`torch\.distributed\.", FutureWarning)
+    report = Report()
     world = dist.group.WORLD
     subgroup = subgroup_of_this_rank()
-    run_errors(world, device, report)
-    if device.type == "cpu":
+    if dist.get_world_size() > 1:
+        run_errors(world, device, report)
+    if dist.get_world_size() > 1 and device.type == "cpu":
         run_disagreements(world, report)
         run_disagreements_of_compat(world, report)
-    run_compat(world, device, report)
-    run_compat(subgroup, device, report)
-    run_megatrons_call(world, device, report)
+    run_calls(world, device, report)
+    run_calls(subgroup, device, report)
     run_torchs_call(world, device, report)
+    run_async_tensor(world, device, report)
     if device.type == "cuda":
         run_cuda_graph(world, device, report)
     if dist.get_world_size() == 2:
@@ -90,16 +94,16 @@ def program(device: torch.device, report: Report) -> None:
         run_memory_of_a_second_head(world, device, report)
     for backend in reversed(available_backends()):  # the kernels first, whatever stops the rest
         for one in cases:
-            run_case(one, backend, world, device, report)
+            check_case(one, Ranks(backend, world, device), report)
         for one in of_subgroup:
-            run_case(one, backend, subgroup, device, report)
+            check_case(one, Ranks(backend, subgroup, device), report)
         if everything or backend == "torch":
             run_two_heads(backend, world, device, report)
             run_dtensors(backend, world, device, report)
-            run_async_tensors(backend, world, device, report)
         if dist.get_world_size() == 2 and backend == available_backends()[-1]:  # no more is to be learnt of more
             run_compiled(backend, world, device, report)
+    harness.end(report.conclude())
 
 
 if __name__ == "__main__":
-    main(program)
+    main()
