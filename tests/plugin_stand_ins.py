@@ -1,5 +1,15 @@
 """Packages with the modules and names of frameworks, on which plugins are tried."""
 
+STEPS = """
+    import torch
+
+    @torch.no_grad()
+    def forward_only(f, args, model):
+        return model[0]()
+
+    def train_one_step(args, model):
+        return model[0]()
+"""
 # By framework: its files, and what each plugin replaces there.
 FILES = {
     "verl": {
@@ -18,8 +28,7 @@ FILES = {
                 return gptmodel_forward_model_engine
         """,
         "models/mcore/model_forward.py": """
-            def _build_mtp_loss_mask_nested():
-                pass
+            def _build_mtp_loss_mask_nested(): ...
 
             def gptmodel_forward_model_engine(*inputs, **keywords):
                 return "verl's own", inputs, keywords
@@ -30,25 +39,11 @@ FILES = {
     },
     "slime": {
         "backends/megatron_utils/loss.py": """
-            def get_responses():
-                pass
-
-            def _allgather_cp_redistribute():
-                pass
-
-            def get_log_probs_and_entropy():
-                pass
+            def get_responses(): ...
+            def _allgather_cp_redistribute(): ...
+            def get_log_probs_and_entropy(): ...
         """,
-        "backends/megatron_utils/model.py": """
-            import torch
-
-            @torch.no_grad()
-            def forward_only(f, args, model):
-                return model[0]()
-
-            def train_one_step(args, model):
-                return model[0]()
-        """,
+        "backends/megatron_utils/model.py": STEPS,
         "backends/megatron_utils/actor.py": """
             from slime.backends.megatron_utils.loss import get_log_probs_and_entropy
             from slime.backends.megatron_utils.model import forward_only
@@ -56,40 +51,24 @@ FILES = {
     },
     "miles": {
         "backends/training_utils/loss_hub/logit_processors.py": """
-            def get_responses():
-                pass
-
-            def get_log_probs_and_entropy():
-                pass
+            def get_responses(): ...
+            def get_log_probs_and_entropy(): ...
         """,
-        "backends/megatron_utils/model.py": """
-            def forward_only(f, args, model):
-                return model[0]()
-
-            def train_one_step(args, model):
-                return model[0]()
-        """,
+        "backends/megatron_utils/model.py": STEPS,
         "backends/megatron_utils/actor.py": """
             from miles.backends.training_utils.loss_hub.logit_processors import get_log_probs_and_entropy
             from miles.backends.megatron_utils.model import forward_only
         """,
     },
     "swift": {
-        "megatron/trainers/vocab_parallel_utils.py": """
-            def compute_logps_and_entropy_from_logits():
-                pass
-        """,
-        "megatron/trainers/utils.py": """
-            def compute_per_token_logps_fn():
-                pass
-        """,
+        "megatron/trainers/vocab_parallel_utils.py": "def compute_logps_and_entropy_from_logits(): ...",
+        "megatron/trainers/utils.py": "def compute_per_token_logps_fn(): ...",
         "megatron/trainers/rlhf_mixin.py": "from swift.megatron.trainers.utils import compute_per_token_logps_fn",
         "megatron/trainers/grpo_trainer.py": """
             from swift.megatron.trainers.vocab_parallel_utils import compute_logps_and_entropy_from_logits
 
             class MegatronGRPOTrainer:
-                def forward_step(self):
-                    pass
+                def forward_step(self): ...
         """,
     },
     "megatron.bridge": {

@@ -20,20 +20,18 @@ def project(request):
     return PROJECTS[request.param]
 
 
-def test_the_calls_have_their_projects_signatures():
-    def defaults(function):
-        parameters = inspect.signature(function).parameters
-        skip = parameters["skip_ignored"]
-        assert (skip.kind, skip.default) == (skip.KEYWORD_ONLY, False)
-        own = {name: p for name, p in parameters.items() if name != "skip_ignored"}
-        assert all(p.kind is p.POSITIONAL_OR_KEYWORD for p in own.values())
-        return {name: p.default for name, p in own.items() if name not in ("hidden", "weight", "labels")}
+OF_VERLS = "temperature=1.0, reduction='none', dist_process_group=None"
+SIGNATURES = {
+    compat.verl_linear_cross_entropy: OF_VERLS,
+    compat.areal_linear_cross_entropy: f"{OF_VERLS}, return_max_logits=False",
+    compat.megatron_linear_cross_entropy: "tp_group=None, reduction='mean', ignore_index=-100, sequence_parallel=False",
+}
 
-    verl = {"temperature": 1.0, "reduction": "none", "dist_process_group": None}
-    assert defaults(compat.verl_linear_cross_entropy) == verl
-    assert defaults(compat.areal_linear_cross_entropy) == verl | {"return_max_logits": False}
-    megatron = {"tp_group": None, "reduction": "mean", "ignore_index": -100, "sequence_parallel": False}
-    assert defaults(compat.megatron_linear_cross_entropy) == megatron
+
+@pytest.mark.parametrize(("call", "own"), SIGNATURES.items())
+def test_the_calls_have_their_projects_signatures(call, own):
+    parameters = [p.replace(annotation=p.empty) for p in inspect.signature(call).parameters.values()]
+    assert str(inspect.Signature(parameters)) == f"(hidden, weight, labels, {own}, *, skip_ignored=False)"
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -103,12 +101,12 @@ def test_areals_largest_logit_is_that_before_the_temperature(temperature, device
     assert not three[2].requires_grad
 
 
-def test_labels_in_another_order_are_refused(project, device):
+@pytest.mark.parametrize("call", [*PROJECTS.values(), compat.megatron_linear_cross_entropy])
+def test_labels_in_another_order_are_refused(call, device):
     problem = make_problem((7, 2), 24, 70, device)
-    with pytest.raises(ValueError, match=r"labels must have hidden's order of rows, \(7, 2\), got \(2, 7\)"):
-        project(problem.hidden, problem.weight, problem.labels.T)
-    with pytest.raises(ValueError, match=r"labels must have hidden's order of rows, \(7, 2\), got \(13,\)"):
-        project(problem.hidden, problem.weight, problem.labels.reshape(-1)[1:])
+    for labels, shape in ((problem.labels.T, r"\(2, 7\)"), (problem.labels.reshape(-1)[1:], r"\(13,\)")):
+        with pytest.raises(ValueError, match=rf"labels must have hidden's order of rows, \(7, 2\), got {shape}"):
+            call(problem.hidden, problem.weight, labels)
 
 
 @pytest.mark.parametrize("label", [-1, -100, -7])
@@ -124,7 +122,9 @@ CALLS = {
     "verl": compat.verl_linear_cross_entropy,
     "areal": functools.partial(compat.areal_linear_cross_entropy, return_max_logits=True),
     "megatron": functools.partial(compat.megatron_linear_cross_entropy, reduction="none"),
+    "megatron, SP": functools.partial(compat.megatron_linear_cross_entropy, reduction="none", sequence_parallel=True),
     "torch": functools.partial(compat.torch_linear_cross_entropy, reduction="none"),
+    "torch, smoothed": functools.partial(compat.torch_linear_cross_entropy, reduction="none", label_smoothing=0.1),
 }
 
 
@@ -147,6 +147,7 @@ def test_ignored_rows_are_skipped_and_nothing_else_changes(call, device):
 
 
 LONG = {"dtype": torch.int64}
+UNSUPPORTED = NotImplementedError
 OF_THE_HEAD = [  # argument, what is passed, the error, and what is said of it
     ("hidden", None, TypeError, "hidden must be a torch.Tensor, got NoneType"),
     ("hidden", [[1.0] * 24] * 7, TypeError, "hidden must be a torch.Tensor, got list"),
@@ -179,8 +180,21 @@ OF_TORCH = [
     ("target", zeros(7, dtype=torch.int32), TypeError, "target must be int64, got torch.int32"),
     ("target", zeros(6, **LONG), ValueError, r"target must have input's shape without H, \(7,\), got \(6,\) for input"),
     ("label_smoothing", "a", TypeError, "label_smoothing must be a float, got str"),
+    ("label_smoothing", 1.5, ValueError, r"label_smoothing must lie in \[0, 1\], got 1.5"),
     ("weight", [1.0] * 70, TypeError, "weight must be a torch.Tensor, got list"),
+    ("weight", zeros(69), ValueError, r"weight must be floating \[70\] on .* got torch.float32 \(69,\) on"),
+    ("weight", zeros(70).requires_grad_(), ValueError, "weight must not require grad: it gets no gradient; .*=True"),
+    ("linear_bias", zeros(70), UNSUPPORTED, "linear_bias must be None: the fused head does not support a bias"),
+    (
+        "options",
+        object(),
+        UNSUPPORTED,
+        "options must be None: this head does not chunk the batch; .* workspace_bytes of",
+    ),
+    ("target", zeros(7, 70), UNSUPPORTED, "target must be class ids: probabilities are not .*, got torch.float32"),
+    ("linear_weight", zeros(70, 2, 24), UNSUPPORTED, r"linear_weight must be \[V, H\]: .* got \(70, 2, 24\)"),
 ]
+SMOOTHED = ("weight", zeros(70), UNSUPPORTED, "weight must be None where label_smoothing is not 0")
 IN_TORCHS_WORDS = {"hidden": "input", "weight": "linear_weight", "labels": "target"}
 
 
@@ -192,23 +206,18 @@ def in_torchs_words(name, value, error, message):
 OF_CALLS = {"verl": OF_VERL, "areal": OF_AREAL, "megatron": OF_MEGATRON}
 BAD = [(call, *row) for call, rows in OF_CALLS.items() for row in [*OF_THE_HEAD, FLOATS, *rows]]
 BAD += [("torch", *row) for row in [*(in_torchs_words(*row) for row in OF_THE_HEAD), *OF_TORCH]]
+BAD += [("megatron, SP", *OF_GROUP[0]), ("torch, smoothed", *SMOOTHED)]
 
 
 @pytest.mark.parametrize(
     ("call", "name", "value", "error", "message"), BAD, ids=[f"{i}-{row[0]}-{row[1]}" for i, row in enumerate(BAD)]
 )
 def test_messages_name_the_arguments_of_the_call_that_was_made(call, name, value, error, message):
-    names = ("input", "linear_weight", "target") if call == "torch" else ("hidden", "weight", "labels")
+    names = ("input", "linear_weight", "target") if call.startswith("torch") else ("hidden", "weight", "labels")
     problem = make_problem(7, 24, 70, torch.device("cpu"))
     arguments = dict(zip(names, problem[:3], strict=True))
     with pytest.raises(error, match=f"^{message}"):
         CALLS[call](**arguments | {name: value})
-
-
-def test_a_group_that_is_none_is_refused_before_it_is_asked_for_its_size():
-    problem = make_problem(7, 24, 70, torch.device("cpu"))
-    with pytest.raises(TypeError, match=r"^tp_group must be a .*ProcessGroup or None, got int"):
-        compat.megatron_linear_cross_entropy(*problem[:3], 3, sequence_parallel=True)
 
 
 # Megatron-LM's own fused call
@@ -240,8 +249,6 @@ def test_shapes_as_megatron_passes_them(device):
     assert loss.shape == (15,)
     flat = compat.megatron_linear_cross_entropy(*problem[:2], problem.labels.reshape(-1), reduction="none")
     assert torch.equal(loss, flat)
-    with pytest.raises(ValueError, match=r"labels must have hidden's order of rows, \(5, 3\), got \(3, 5\)"):
-        compat.megatron_linear_cross_entropy(problem.hidden, problem.weight, problem.labels.T)
 
 
 # torch.nn.functional.linear_cross_entropy

@@ -72,30 +72,6 @@ def test_mean_in_bf16_is_rounded_once(label_smoothing, device):
     assert compat.torch_linear_cross_entropy(*problem[:3], label_smoothing=label_smoothing) == exact.to(BF16)
 
 
-UNSUPPORTED = [
-    ({"linear_bias": torch.zeros(31)}, "linear_bias must be None: the fused head does not support a bias"),
-    ({"weight": torch.ones(31), "label_smoothing": 0.1}, "weight must be None where label_smoothing is not 0"),
-    ({"options": object()}, "options must be None: this head does not chunk the batch; .* use workspace_bytes of"),
-    ({"target": torch.rand(9, 31)}, "target must be class ids: probabilities are not supported, got torch.float32"),
-    ({"linear_weight": torch.rand(31, 2, 24)}, r"linear_weight must be \[V, H\]: .* got \(31, 2, 24\)"),
-]
-WRONG = [
-    ({"label_smoothing": 1.5}, r"label_smoothing must lie in \[0, 1\], got 1.5"),
-    ({"weight": torch.ones(31, requires_grad=True)}, "weight must not require grad: it gets no gradient; got .*=True"),
-    ({"weight": torch.ones(30)}, r"weight must be floating \[31\] on .* got torch.float32 \(30,\) on"),
-]
-REFUSED = [*((NotImplementedError, *row) for row in UNSUPPORTED), *((ValueError, *row) for row in WRONG)]
-
-
-@pytest.mark.parametrize(("error", "overrides", "reason"), REFUSED, ids=[next(iter(row[1])) for row in REFUSED])
-def test_what_torch_has_and_this_has_not(error, overrides, reason, device):
-    problem = make_problem(9, 24, 31, device)
-    arguments = {"input": problem.hidden, "linear_weight": problem.weight, "target": problem.labels}
-    arguments |= {name: v.to(device) if isinstance(v, torch.Tensor) else v for name, v in overrides.items()}
-    with pytest.raises(error, match=reason):
-        compat.torch_linear_cross_entropy(**arguments)
-
-
 @needs_torch_lce
 def test_every_keyword_of_torch_is_known():
     ours = inspect.signature(compat.torch_linear_cross_entropy).parameters

@@ -14,10 +14,6 @@ FOLDER = Path(__file__).resolve().parents[2] / "docs" / "recipes"
 _HEADER = re.compile(r"^--- a/(\S+)\n\+\+\+ b/(\S+)\n", re.MULTILINE)
 
 
-def names() -> set[str]:
-    return {path.stem for path in FOLDER.glob("*.diff")}
-
-
 def adopt(name: str, checkout: Path, into: Path) -> None:
     """Copies the package or the file that a recipe is about to `into` and makes the recipe's changes in the copy."""
     text = (FOLDER / f"{name}.diff").read_text()

@@ -1,26 +1,20 @@
 """AReaL's logprobs from hidden states, with the diff of docs/recipes, against its own of logits.
 
-    torchrun --nproc-per-node 2 tests/frameworks/run_areal.py FOLDER      # FOLDER/areal: with the diff applied
-
-Stand-in: a flag for NPUs.
+torchrun --nproc-per-node 2 tests/frameworks/run.py areal FOLDER      # FOLDER/areal: with the diff applied
 """
 
-import sys
 from pathlib import Path
 
 import torch.distributed as dist
-from comparing import LABELS, POSITIONS, TOKENS, cases, compare, main
+from comparing import LABELS, POSITIONS, TEMPERATURE, TOKENS, cases, compare
 from stand_ins import packages_without_their_init, stand_in
 from torch import Tensor, nn
 
 from megatron_lce import capture_lm_head
 
-TEMPERATURE = 0.7
 
-
-def program() -> None:
-    names = "areal", "areal.infra", "areal.models", "areal.models.mcore", "areal.utils", "areal.utils.functional"
-    packages_without_their_init(Path(sys.argv[1]), *names)
+def program(folder: Path) -> None:
+    packages_without_their_init(folder, "areal.infra", "areal.models.mcore", "areal.utils.functional")
     stand_in("areal.infra.platforms", is_npu_available=False)
     from areal.models.mcore import vocab_parallel_head
     from areal.utils.functional import vocab_parallel
@@ -57,7 +51,3 @@ def program() -> None:
 
     for case in cases():
         compare(f"AReaL, {case.name}", case, fused, unfused)
-
-
-if __name__ == "__main__":
-    main(program)

@@ -1,6 +1,6 @@
 """The engine of AReaL's pull request 1322, with the diff of docs/recipes, against the same engine's logits.
 
-    torchrun --nproc-per-node 2 tests/frameworks/run_areal_pull.py FOLDER      # FOLDER/areal: with the diff applied
+    torchrun --nproc-per-node 2 tests/frameworks/run.py areal_pull FOLDER      # FOLDER/areal: with the diff applied
 
 Run are its forward step with the capture of hidden, its packed forward, and its logprobs and entropy. Stand-ins:
 logging, tracing, what tells images from tensors, and the answer to "is there a GPU", without which it takes the logits.
@@ -9,19 +9,17 @@ logging, tracing, what tells images from tensors, and the answer to "is there a 
 import contextlib
 import dataclasses
 import functools
-import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from comparing import VOCABULARY, cases, compare, main
+from comparing import TEMPERATURE, VOCABULARY, cases, compare
 from stand_ins import definitions, packages_without_their_init, stand_in
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-TEMPERATURE = 0.7
 LENGTHS, PADDED = (5, 9, 6), (6, 10, 6)
 NO_GPU = 'hidden.device.type != "cuda"'
 
@@ -43,8 +41,7 @@ def fused_wrapper(folder: Path) -> ModuleType:
 
 def import_engine(folder: Path) -> Any:
     """What of MegatronEngine stands between a microbatch and its logprobs, as functions of `self`."""
-    packages = "areal", "areal.engine", "areal.engine.megatron_utils", "areal.infra", "areal.utils"
-    packages_without_their_init(folder, *packages, "areal.utils.functional")
+    packages_without_their_init(folder, "areal.engine.megatron_utils", "areal.infra", "areal.utils.functional")
     wrapper = fused_wrapper(folder)
     stand_in("areal.infra.platforms", is_npu_available=False)
     stand_in("areal.utils.data", is_multi_modal_key=lambda key: False)
@@ -53,28 +50,20 @@ def import_engine(folder: Path) -> Any:
 
     (unpad_logits,) = definitions(folder / "areal/utils/data.py", "areal.utils.data", "unpad_logits")
     names = "forward_backward_batch", "_compute_packed_logprobs_entropy"
-    known = {
-        **vars(fused_lce_capture),
-        **vars(packed_context_parallel),
-        **vars(vocab_parallel),
-        **vars(wrapper),
-        "trace_scope": lambda name: contextlib.nullcontext(),
-        "unpad_logits": unpad_logits,
-    }
+    known = {**vars(fused_lce_capture), **vars(packed_context_parallel), **vars(vocab_parallel), **vars(wrapper)}
+    known |= {"trace_scope": lambda name: contextlib.nullcontext(), "unpad_logits": unpad_logits}
     return definitions(folder / "areal/engine/megatron_engine.py", "areal.engine.megatron_engine", *names, **known)
 
 
 def microbatch(sequences: list[Tensor]) -> SimpleNamespace:
     """Packed, and packed again with every sequence padded as the tensor-parallel size wants it."""
     padded = [pad(sequence, (0, length - len(sequence))) for sequence, length in zip(sequences, PADDED, strict=True)]
-    cu_seqlens, old_cu_seqlens = (
-        torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32) for lengths in (PADDED, LENGTHS)
-    )
+    ends, own_ends = (torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32) for lengths in (PADDED, LENGTHS))
     return SimpleNamespace(
-        padded_mb={"input_ids": torch.cat(padded), "cu_seqlens": cu_seqlens},
+        padded_mb={"input_ids": torch.cat(padded), "cu_seqlens": ends},
         orig_mb={"input_ids": torch.cat(sequences)},
         padding_length=0,
-        old_cu_seqlens=old_cu_seqlens,
+        old_cu_seqlens=own_ends,
     )
 
 
@@ -82,22 +71,16 @@ class MicroBatches(list):
     max_seqlen = max(PADDED)
 
 
-def program() -> None:
-    forward_backward_batch, logprobs_entropy = import_engine(Path(sys.argv[1]))
+def program(folder: Path) -> None:
+    forward_backward_batch, logprobs_entropy = import_engine(folder)
     generator = torch.Generator().manual_seed(0)
     sequences = [torch.randint(VOCABULARY, (length,), generator=generator) for length in LENGTHS]
 
     def run(model: nn.Module, fused: bool) -> dict[str, Tensor]:
-        engine = SimpleNamespace(
-            config=SimpleNamespace(
-                megatron=SimpleNamespace(use_fused_linear_ce=fused), is_critic=False, temperature=TEMPERATURE
-            ),
-            model=[model],
-            enable_tree_training=False,
-            is_vision_model=False,
-            use_padded_seq=False,
-            _ensure_ready=lambda: None,
-        )
+        megatron = SimpleNamespace(use_fused_linear_ce=fused)
+        config = SimpleNamespace(megatron=megatron, is_critic=False, temperature=TEMPERATURE)
+        off = dict.fromkeys(("enable_tree_training", "is_vision_model", "use_padded_seq"), False)
+        engine = SimpleNamespace(config=config, model=[model], _ensure_ready=lambda: None, **off)
         outputs: list[Any] = []
 
         def process(output: Tensor, inputs: dict[str, Any]) -> None:
@@ -114,7 +97,3 @@ def program() -> None:
         case = dataclasses.replace(case, hidden_size=128)  # the engine's capture refuses smaller ones
         fused, unfused = (functools.partial(run, fused=fused) for fused in (True, False))
         compare(f"AReaL's pull request 1322, {case.name}", case, fused, unfused)
-
-
-if __name__ == "__main__":
-    main(program)

@@ -1,15 +1,14 @@
 """Megatron-Bridge's output layers with a softcap, under the flag, against Megatron's loss of their logits.
 
-    torchrun --nproc-per-node 2 tests/frameworks/run_bridge.py FOLDER      # FOLDER/megatron/bridge
+    torchrun --nproc-per-node 2 tests/frameworks/run.py bridge FOLDER      # FOLDER/megatron/bridge
 
 Of the files, which want TransformerEngine, the classes and their softcap alone are taken.
 """
 
-import sys
 from pathlib import Path
 from typing import Any
 
-from comparing import LABELS, POSITIONS, TOKENS, cases, compare, main
+from comparing import LABELS, POSITIONS, TOKENS, cases, compare
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from stand_ins import definitions
 from torch import Tensor, nn
@@ -22,9 +21,9 @@ HEADS = {
 }
 
 
-def program() -> None:
+def program(folder: Path) -> None:
     for module, names in HEADS.items():
-        file = Path(sys.argv[1], "megatron/bridge/models", *module.split(".")).with_suffix(".py")
+        file = folder / f"megatron/bridge/models/{module.replace('.', '/')}.py"
         head, _ = definitions(file, f"megatron.bridge.models.{module}", *names)
         if not issubclass(head, ColumnParallelLinear):  # a mixin, which Bridge puts in front
             head = type(names[0], (head, ColumnParallelLinear), {})
@@ -41,7 +40,3 @@ def program() -> None:
 
         for case in cases():
             compare(f"Megatron-Bridge's {names[0]}, {case.name}", case, outputs(True), outputs(False))
-
-
-if __name__ == "__main__":
-    main(program)

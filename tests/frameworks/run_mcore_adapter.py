@@ -1,23 +1,20 @@
 """mcore_adapter's model (ROLL, LLaMA-Factory) under the flag and in a capture, against its own loss and logprobs.
 
-    torchrun --nproc-per-node 2 tests/frameworks/run_mcore_adapter.py FOLDER  # ROLL: FOLDER/mcore_adapter, FOLDER/roll
+    torchrun --nproc-per-node 2 tests/frameworks/run.py mcore_adapter FOLDER  # ROLL: FOLDER/mcore_adapter, FOLDER/roll
 
 Of the model's class, which wants transformers, its loss and the hook that its constructor puts on the head are taken.
 Its own losses change fp32 logits in place, which torch forbids behind the hook: beside them the hook gives a copy.
 """
 
-import logging
-import sys
+import functools
 from pathlib import Path
 from typing import Any
 
-from comparing import LABELS, MASK, POSITIONS, TOKENS, cases, compare, loss_of, main
-from stand_ins import definitions, packages_without_their_init, stand_in
+from comparing import LABELS, MASK, POSITIONS, TEMPERATURE, TOKENS, cases, compare, loss_of
+from stand_ins import definitions, mocks, packages_without_their_init
 from torch import Tensor, nn
 
 import megatron_lce
-
-TEMPERATURE = 0.7
 
 
 def import_adapter(folder: Path) -> tuple[type, Any, Any, Any]:
@@ -27,18 +24,17 @@ def import_adapter(folder: Path) -> tuple[type, Any, Any, Any]:
     *_, hook = definitions(models / "model_utils.py", "mcore_adapter.models.model_utils", *names)
     known = {"PretrainedModel": nn.Module, "McaModelConfig": None}
     (kind,) = definitions(models / "model_factory.py", "mcore_adapter.models.model_factory", "McaGPTModel", **known)
-    packages_without_their_init(folder / "mcore_adapter/src", "mcore_adapter", "mcore_adapter.parallel_functions")
-    packages_without_their_init(folder, "roll", "roll.third_party", "roll.third_party.megatron", "roll.utils")
-    stand_in("mcore_adapter.utils", divide=None, get_logger=logging.getLogger)
-    stand_in("roll.utils.logging", get_logger=logging.getLogger)
+    packages_without_their_init(folder / "mcore_adapter/src", "mcore_adapter.parallel_functions")
+    packages_without_their_init(folder, "roll.third_party.megatron", "roll.utils")
+    mocks("mcore_adapter.utils", "roll.utils.logging")
     from mcore_adapter.parallel_functions import vocab_parallel
     from roll.third_party.megatron import tensor_parallel
 
     return kind, hook, vocab_parallel.vocab_parallel_logprobs, tensor_parallel.vocab_parallel_entropy
 
 
-def program() -> None:
-    kind, hook, logprobs_of, entropy_of = import_adapter(Path(sys.argv[1]))
+def program(folder: Path) -> None:
+    kind, hook, logprobs_of, entropy_of = import_adapter(folder)
 
     def adapted(model: nn.Module, fused: bool) -> nn.Module:
         model.__class__ = kind
@@ -47,16 +43,11 @@ def program() -> None:
             model.output_layer.register_forward_hook(lambda head, args, output: (output[0].clone(), output[1]))
         return model
 
-    def flag(model: nn.Module) -> dict[str, Tensor]:
-        model = adapted(model, True)
-        megatron_lce.enable_fused_linear_ce(model, on_unsupported="raise", known_loss=True, skip_masked=True)
-        return trained(model)
-
-    def own_loss(model: nn.Module) -> dict[str, Tensor]:
-        return trained(adapted(model, False))
-
-    def trained(model: nn.Module) -> dict[str, Tensor]:
+    def trained(model: nn.Module, fused: bool) -> dict[str, Tensor]:
         """What mcore_adapter's trainer and ROLL's SFT take."""
+        model = adapted(model, fused)
+        if fused:
+            megatron_lce.enable_fused_linear_ce(model, on_unsupported="raise", known_loss=True, skip_masked=True)
         return loss_of(model(TOKENS, POSITIONS, None, labels=LABELS, loss_mask=MASK))
 
     def captured(model: nn.Module) -> dict[str, Tensor]:
@@ -71,9 +62,6 @@ def program() -> None:
         return {"logprobs": logprobs_of(logits.clone(), LABELS, use_fused_kernel=False), "entropy": entropy}
 
     for case in cases():
-        compare(f"mcore_adapter, flag, {case.name}", case, flag, own_loss)
+        ways = (functools.partial(trained, fused=fused) for fused in (True, False))
+        compare(f"mcore_adapter, flag, {case.name}", case, *ways)
         compare(f"ROLL, {case.name}", case, captured, of_logits)
-
-
-if __name__ == "__main__":
-    main(program)

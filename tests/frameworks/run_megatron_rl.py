@@ -1,6 +1,6 @@
 """Megatron-RL's logprobs, with the diff of docs/recipes, against its own of gathered logits; context-parallel too.
 
-    PYTHONPATH=OWN torchrun --nproc-per-node 2 tests/frameworks/run_megatron_rl.py OWN FUSED  # they have megatron/rl
+    PYTHONPATH=OWN torchrun --nproc-per-node 2 tests/frameworks/run.py megatron_rl OWN FUSED  # they have megatron/rl
 
 Stand-ins: arguments, timers, the precision wrapper, and the function of TransformerEngine that says which tokens a rank
 has. Under context parallelism (`--context`) attention sees a rank's own tokens only, as it does on both sides.
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from comparing import VOCABULARY, cases, compare, main
+from comparing import VOCABULARY, Wrapper, cases, compare
 from megatron.core.packed_seq_params import PackedSeqParams
 from stand_ins import definitions
 from torch import Tensor, nn
@@ -24,12 +24,8 @@ from torch import Tensor, nn
 LENGTH = 16
 
 
-class Precision(nn.Module):
-    """In place of Float16Module, which takes `fp32_output`; the attention of these tests knows no ranks of context."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module, self.config = module, module.config
+class Precision(Wrapper):
+    """Takes `fp32_output` as Float16Module does; the attention of these tests knows no ranks of context."""
 
     def forward(self, *args: Any, fp32_output: bool, packed_seq_params: PackedSeqParams, **keywords: Any) -> Tensor:
         packed = None if packed_seq_params.cp_group is not None else packed_seq_params
@@ -42,7 +38,7 @@ def partitioned_indices(_: Tensor, length: int, ranks: int, rank: int) -> Tensor
     return torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]])
 
 
-def get_logprobs(folder: str, context: bool) -> Callable[..., Tensor]:
+def get_logprobs(folder: Path, context: bool) -> Callable[..., Tensor]:
     alone = dist.new_subgroups(group_size=1)[0]
     groups = SimpleNamespace(cp=dist.group.WORLD if context else alone, pp=alone)
     known = {
@@ -57,24 +53,21 @@ def get_logprobs(folder: str, context: bool) -> Callable[..., Tensor]:
         "tex": SimpleNamespace(thd_get_partitioned_indices=partitioned_indices),
     }
     names = "selective_log_softmax", "_build_cp_scatter_cache", "_scatter_for_context_parallel"
-    file = Path(folder, "megatron/rl/rl_utils.py")
-    return definitions(file, "megatron.rl.rl_utils", *names, "get_logprobs", **known)[-1]
+    return definitions(folder / "megatron/rl/rl_utils.py", "megatron.rl.rl_utils", *names, "get_logprobs", **known)[-1]
 
 
-def program() -> None:
+def program(*folders: Path) -> None:
     context = "--context" in sys.argv
-    own, fused = (get_logprobs(folder, context) for folder in sys.argv[1:3])
+    own, fused = (get_logprobs(folder, context) for folder in folders)
     tokens = torch.randint(VOCABULARY, (1, LENGTH), generator=torch.Generator().manual_seed(0))
 
     def outputs(function: Callable[..., Tensor]) -> Any:
         def of(model: nn.Module) -> dict[str, Tensor]:
-            return {"logprobs": function(Precision(model), tokens, torch.arange(LENGTH)[None])}
+            precision = Precision(model)
+            precision.config = model.config
+            return {"logprobs": function(precision, tokens, torch.arange(LENGTH)[None])}
 
         return of
 
     for case in cases():
         compare(f"Megatron-RL{', context-parallel' * context}, {case.name}", case, outputs(fused), outputs(own))
-
-
-if __name__ == "__main__":
-    main(program, tensor_parallel=1 if "--context" in sys.argv else None)

@@ -1,11 +1,10 @@
 """miles' forward steps with the plugin, against the same without.
 
-    torchrun --nproc-per-node 2 tests/frameworks/run_miles.py FOLDER      # FOLDER/miles
+    torchrun --nproc-per-node 2 tests/frameworks/run.py miles FOLDER      # FOLDER/miles
 
 The two forward steps are those inside of model.py's `forward_only` and `train_one_step`, the latter with the call that
-miles' losses make. Stand-ins: those of run_slime.py, process groups, dumps, what replays routes, and Megatron's plain
-cross-entropy for its fused one, which rounds the gradient of fp32 logits to bf16. The plugin is switched on as miles'
-own loader of functions does it, behind miles' modules; once more it is imported in front of them.
+miles' losses make; the plugin is switched on as in run_slime.py. Stand-ins: those of run_slime.py, process groups, and
+Megatron's plain cross-entropy for its fused one, which rounds the gradient of fp32 logits to bf16.
 """
 
 import sys
@@ -19,7 +18,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from comparing import cases, compare_with_plugin, main
+from comparing import cases, compare_with_plugin
 from megatron.core import tensor_parallel
 from megatron.core.fusions import fused_cross_entropy
 from run_slime import ARGUMENTS, MEGATRONS_TRAINING, Chunk, first_step, make_batch
@@ -40,8 +39,7 @@ IMPORTED = {
 def import_miles(folder: Path, plugin: str) -> SimpleNamespace:
     """miles' module with the steps, its function with the logprobs, and the plugin, imported "before" or "after"."""
     forget("miles")
-    packages = "miles", "miles.backends", MEGATRON, TRAINING, f"{TRAINING}.loss_hub", "miles.utils"
-    packages_without_their_init(folder, *packages)
+    packages_without_their_init(folder, MEGATRON, f"{TRAINING}.loss_hub", "miles.utils")
     alone = SimpleNamespace(rank=0, size=1, group=None)
     groups = dict.fromkeys(("cp", "intra_dp", "intra_dp_cp", "indep_dp"), alone)
     state = SimpleNamespace(**groups, tp=SimpleNamespace(group=dist.group.WORLD), is_ulysses_cp=False)
@@ -61,9 +59,7 @@ def import_miles(folder: Path, plugin: str) -> SimpleNamespace:
     by_name = stand_in(f"{MEGATRON}.actor", **functions)
     if plugin == "after":
         load(path)(Namespace())
-    plain = mock.MagicMock()
-    plain.return_value.wrap_forward_step = lambda step: step
-    model.DumperMegatronUtil = plain
+    model.DumperMegatronUtil.return_value.wrap_forward_step = lambda step: step
     return SimpleNamespace(model=model, actor=by_name, plugin=sys.modules["megatron_lce.plugins.miles"])
 
 
@@ -97,19 +93,12 @@ def steps(miles: SimpleNamespace) -> dict[str, Callable[[nn.Module], dict[str, T
     return {"forward only": forward_only, "training": trained}
 
 
-def plain_cross_entropy(logits: Tensor, labels: Tensor, group: object) -> Tensor:
-    return tensor_parallel.vocab_parallel_cross_entropy(logits, labels)
-
-
-def program() -> None:
-    fused_cross_entropy.fused_vocab_parallel_cross_entropy = plain_cross_entropy
+def program(folder: Path) -> None:
+    plain = tensor_parallel.vocab_parallel_cross_entropy
+    fused_cross_entropy.fused_vocab_parallel_cross_entropy = lambda logits, labels, group: plain(logits, labels)
     for order in ("after", "before"):
-        miles = import_miles(Path(sys.argv[1]), order)
+        miles = import_miles(folder, order)
         for case in cases() if order == "after" else cases()[:1]:
             for name, way in steps(miles).items():
                 compare_with_plugin(f"miles, {name}, plugin {order}, {case.name}", case, miles.plugin, way, way)
         miles.plugin.uninstall()
-
-
-if __name__ == "__main__":
-    main(program)

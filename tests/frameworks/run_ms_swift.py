@@ -1,6 +1,6 @@
 """Megatron-SWIFT's GRPO step and logprobs with the plugin, GKD's with docs/recipes' diff, against its own of logits.
 
-    torchrun --nproc-per-node 2 tests/frameworks/run_ms_swift.py OWN FUSED BRIDGE
+    torchrun --nproc-per-node 2 tests/frameworks/run.py ms_swift OWN FUSED BRIDGE
 
 OWN/swift: as it is, FUSED/swift: with the diff, BRIDGE/mcore_bridge: whose model's way from hidden to logits is taken.
 Stand-ins: the batch's preparation, router replay, profiling, and what reduces metrics.
@@ -17,21 +17,19 @@ from typing import Any
 from unittest import mock
 
 import torch
-from comparing import VOCABULARY, Wrapper, cases, compare_with_plugin, main, sharpened
+from comparing import TEMPERATURE, VOCABULARY, Wrapper, cases, compare_with_plugin, sharpened
 from megatron.core.models.gpt import GPTModel
-from stand_ins import definitions, forget, module_with, packages_without_their_init, stand_in
+from stand_ins import NO_REPLAY, definitions, forget, module_with, packages_without_their_init, stand_in
 from torch import Tensor, nn
 
-TEMPERATURE, PROMPT, LENGTH = 0.7, 5, 12
+PROMPT, LENGTH = 5, 12
 TRAINERS = "swift.megatron.trainers"
-ACTIONS = "is_replay_backward_action", "is_replay_forward_action", "is_r2_record_action"
-NO_REPLAY = SimpleNamespace(**dict.fromkeys(ACTIONS, lambda *_, **__: False))
 
 
 def import_swift(folder: Path, plugin: bool = False) -> SimpleNamespace:
     """The functions that stand between a model and its logprobs or its divergence, the first two with the plugin."""
     forget("swift")
-    packages_without_their_init(folder, "swift", "swift.megatron", TRAINERS, "swift.rlhf_trainers")
+    packages_without_their_init(folder, TRAINERS, "swift.rlhf_trainers")
     stand_in("mcore_bridge", split_cp_inputs=None)
     from swift.megatron.trainers import gkd_utils, vocab_parallel_utils
     from swift.rlhf_trainers import gkd_loss
@@ -63,9 +61,8 @@ def import_swift(folder: Path, plugin: bool = False) -> SimpleNamespace:
     trainer, logprobs = module("grpo_trainer", "MegatronGRPOTrainer"), module("utils", "compute_per_token_logps_fn")
     if plugin:
         switch_on(folder)
-    found = {"plugin": sys.modules["megatron_lce.plugins.ms_swift"]} if plugin else {}
     return SimpleNamespace(
-        **found,
+        plugin=sys.modules.get("megatron_lce.plugins.ms_swift"),
         modules={name: module for name, module in sys.modules.items() if name.partition(".")[0] == "swift"},
         grpo=lambda *inputs: trainer.MegatronGRPOTrainer.forward_step(*inputs),
         logprobs=lambda *inputs, **keywords: logprobs.compute_per_token_logps_fn(*inputs, **keywords),
@@ -146,10 +143,9 @@ def gkd(swift: SimpleNamespace, teacher: nn.Module, beta: float, model: nn.Modul
     return {"divergence": total[None]}
 
 
-def program() -> None:
-    own, fused = import_swift(Path(sys.argv[1])), import_swift(Path(sys.argv[2]), plugin=True)
-    bridged = head_of_mcore_bridge(Path(sys.argv[3]))
-
+def program(own_folder: Path, changed_folder: Path, folder_of_bridge: Path) -> None:
+    own, fused = import_swift(own_folder), import_swift(changed_folder, plugin=True)
+    bridged = head_of_mcore_bridge(folder_of_bridge)
     for case in cases():
         teacher = bridged(sharpened(case.build()))
         ways = {"GRPO": grpo, "logprobs": logprobs}
@@ -164,7 +160,3 @@ def program() -> None:
                 return call
 
             compare_with_plugin(f"ms-swift, {name}, {case.name}", case, fused.plugin, outputs(fused), outputs(own))
-
-
-if __name__ == "__main__":
-    main(program)

@@ -1,12 +1,11 @@
 """Megatron-SWIFT's DPO and KTO steps, policy and reference under the flag, against the same steps without it.
 
-    torchrun --nproc-per-node 2 tests/frameworks/run_ms_swift_preference.py OWN BRIDGE  # OWN/swift, BRIDGE/mcore_bridge
+    torchrun --nproc-per-node 2 tests/frameworks/run.py ms_swift_preference OWN BRIDGE  # OWN/swift, BRIDGE/mcore_bridge
 
 No file changes. Stand-ins: the batch's preparation, what reduces metrics, and TRL's two loss functions.
 """
 
 import contextlib
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from comparing import Case, Wrapper, cases, compare, main, sharpened
+from comparing import Case, Wrapper, cases, compare, sharpened
 from run_ms_swift import TRAINERS, batch, head_of_mcore_bridge
 from stand_ins import definitions
 from torch import Tensor, nn
@@ -83,9 +82,9 @@ def answers() -> tuple[dict[str, Any], dict[str, Any]]:
     return batch() | {"label": [True, False]}, batch() | {"labels": batch()["labels"].roll(1, 0)}
 
 
-def program() -> None:
-    dpo, kto = import_trainers(Path(sys.argv[1]))
-    as_bridge = head_of_mcore_bridge(Path(sys.argv[2]))
+def program(folder: Path, folder_of_bridge: Path) -> None:
+    dpo, kto = import_trainers(folder)
+    as_bridge = head_of_mcore_bridge(folder_of_bridge)
 
     def bridged(model: nn.Module, fused: bool) -> nn.Module:
         model = as_bridge(model)
@@ -102,7 +101,3 @@ def program() -> None:
         ways["KTO"] = partial(outputs, case, kind=kto, data=answers, kto=kto_loss)
         for name, way in ways.items():
             compare(f"ms-swift, {name}, {case.name}", case, way(True), way(False))
-
-
-if __name__ == "__main__":
-    main(program)

@@ -1,6 +1,6 @@
 """NeMo-RL's logprobs from hidden states, with the diff of docs/recipes, and its distillation, against those of logits.
 
-    torchrun --nproc-per-node 2 tests/frameworks/run_nemo_rl.py FUSED OWN     # FUSED/nemo_rl: with the diff applied
+    torchrun --nproc-per-node 2 tests/frameworks/run.py nemo_rl FUSED OWN     # FUSED/nemo_rl: with the diff applied
 
 Distillation changes no file: its losses over a teacher's whole vocabulary and over its top-k are computed from captured
 heads, the teacher's being its hidden states and this rank's shard of its weight.
@@ -8,14 +8,13 @@ heads, the teacher's being its hidden states and this rank's shard of its weight
 
 import dataclasses
 import functools
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from comparing import COLUMNS, MASK, POSITIONS, TOKENS, Case, cases, compare, main, sharpened
+from comparing import COLUMNS, MASK, POSITIONS, TEMPERATURE, TOKENS, Case, cases, compare, sharpened
 from megatron.core import tensor_parallel
 from stand_ins import definitions, packages_without_their_init
 from torch import Tensor, nn
@@ -23,14 +22,14 @@ from torch import Tensor, nn
 import megatron_lce
 from megatron_lce import capture_lm_head
 
-K, TEMPERATURE = 8, 0.7
+K = 8
 
 
 def losses_of(folder: Path, model_utils: Any) -> tuple[Any, type]:
     """The class whose `_direct_full_vocab_kl` is the divergence over the vocabulary, and DistillationLossFn."""
     (mean,) = definitions(folder / "nemo_rl/algorithms/utils.py", "nemo_rl.algorithms.utils", "masked_mean")
-    known = {name: value for name, value in vars(model_utils).items() if not name.startswith("__")}
-    known |= {"masked_mean": mean, "to_local_if_dtensor": lambda tensor: tensor, "LossFunction": object}
+    known = {**vars(model_utils), "masked_mean": mean, "LossFunction": object}
+    known["to_local_if_dtensor"] = lambda tensor: tensor
     known |= dict.fromkeys(("LossType", "LossInputType"), SimpleNamespace(TOKEN_LEVEL=None, DISTILLATION=None))
     methods = "_direct_full_vocab_kl", "_same_vocab_masked_kl"
     file, module = folder / "nemo_rl/algorithms/loss/loss_functions.py", "nemo_rl.algorithms.loss.loss_functions"
@@ -70,9 +69,8 @@ def distil(case: Case, folder: Path, model_utils: Any) -> None:
         labels = TOKENS.masked_fill(weights == 0, -100)
         out = captured(model).linear_cross_entropy(labels, candidates=top.indices, entropy=False, skip_ignored=True)
         target = top.values.log_softmax(-1)
-        losses = megatron_lce.topk_divergence(
-            out.candidate_logprobs, target, kind, tail="drop" if zero else "renormalise"
-        )
+        tail = "drop" if zero else "renormalise"
+        losses = megatron_lce.topk_divergence(out.candidate_logprobs, target, kind, tail=tail)
         return {"loss": ((losses * weights).sum() / number)[None]}
 
     def own_over_topk(model: nn.Module, kind: str, zero: bool) -> dict[str, Tensor]:
@@ -92,8 +90,8 @@ def distil(case: Case, folder: Path, model_utils: Any) -> None:
         compare(f"NeMo-RL, top-k, {kind}{', zero outside' * zero}, {case.name}", case, *ways)
 
 
-def program() -> None:
-    packages_without_their_init(Path(sys.argv[1]), "nemo_rl", "nemo_rl.distributed", "nemo_rl.algorithms")
+def program(changed_folder: Path, own_folder: Path) -> None:
+    packages_without_their_init(changed_folder, "nemo_rl.distributed", "nemo_rl.algorithms")
     from nemo_rl.distributed import model_utils
 
     rank, ranks, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
@@ -113,8 +111,4 @@ def program() -> None:
 
     for case in cases():
         compare(f"NeMo-RL, {case.name}", case, fused, unfused)
-        distil(case, Path(sys.argv[2]), model_utils)
-
-
-if __name__ == "__main__":
-    main(program)
+        distil(case, own_folder, model_utils)

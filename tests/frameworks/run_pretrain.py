@@ -1,31 +1,31 @@
 """The forward step of Megatron-LM's pretrain_gpt.py, with the diff of docs/recipes, against the step as it is.
 
-    torchrun --nproc-per-node 2 tests/frameworks/run_pretrain.py OWN FUSED      # folders that have pretrain_gpt.py
+    torchrun --nproc-per-node 2 tests/frameworks/run.py pretrain OWN FUSED      # folders that have pretrain_gpt.py
 
 Stand-ins: arguments, timers, the batch and the loss function that the step returns.
 """
 
 import ast
-import sys
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-from comparing import LABELS, MASK, POSITIONS, TOKENS, cases, compare, loss_of, main
-from stand_ins import Timer, definitions
+from comparing import LABELS, MASK, POSITIONS, TOKENS, cases, compare, loss_of
+from stand_ins import definitions
 from torch import Tensor, nn
 
 
-def forward_step(folder: str) -> Callable[[None, nn.Module], Any]:
-    file = Path(folder, "pretrain_gpt.py")
+def forward_step(folder: Path) -> Callable[[None, nn.Module], Any]:
+    file = folder / "pretrain_gpt.py"
     batch = {"tokens": TOKENS, "labels": LABELS, "position_ids": POSITIONS, "loss_mask": MASK}
     known = {
         "get_args": lambda: Namespace(use_legacy_models=False, sft=True),
-        "get_timers": lambda: lambda *_, **__: Namespace(start=lambda: None, stop=lambda: None),
+        "get_timers": mock.MagicMock,
         "get_batch": lambda *_: [batch.get(name) for name in names_of_batch(file)],
         "loss_func": lambda *_: None,
-        "stimer": Timer(),
+        "stimer": mock.MagicMock(),
     }
     return definitions(file, "pretrain_gpt", "forward_step", **known)[0]
 
@@ -39,8 +39,8 @@ def names_of_batch(file: Path) -> list[str]:
     raise AssertionError(f"{file} unpacks no batch")
 
 
-def program() -> None:
-    own, fused = (forward_step(folder) for folder in sys.argv[1:])
+def program(*folders: Path) -> None:
+    own, fused = map(forward_step, folders)
 
     def outputs(step: Callable[[None, nn.Module], Any]) -> Any:
         def call(model: nn.Module) -> dict[str, Tensor]:
@@ -53,7 +53,3 @@ def program() -> None:
 
     for case in cases():
         compare(f"pretrain_gpt.py, {case.name}", case, outputs(fused), outputs(own))
-
-
-if __name__ == "__main__":
-    main(program)

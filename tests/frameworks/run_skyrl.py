@@ -1,46 +1,34 @@
 """SkyRL's forward passes with its fused head switched on and the diff of docs/recipes, against its logits.
 
-    PYTHONPATH=MEGATRON torchrun --nproc-per-node 2 tests/frameworks/run_skyrl.py FOLDER      # FOLDER/skyrl: adopted
+    PYTHONPATH=MEGATRON torchrun --nproc-per-node 2 tests/frameworks/run.py skyrl FOLDER      # FOLDER/skyrl: adopted
 
 Run are both forward passes of MegatronModelWrapper, for training and for inference, with the padding kept and removed.
-megatron-core must be 0.18 or newer. Stand-ins: the policy loss, which notes the logprobs that it gets, what belongs to
-MTP and to routing replay, logging, configuration classes, and metrics.
+megatron-core must be 0.18 or newer. Stand-ins: the policy loss, which notes its logprobs, MTP, routing replay, metrics.
 """
 
 import contextlib
-import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
-from comparing import VOCABULARY, cases, compare, main
-from stand_ins import definitions, packages_without_their_init, stand_in
+from comparing import TEMPERATURE, VOCABULARY, cases, compare
+from stand_ins import definitions, mocks, packages_without_their_init, stand_in
 from torch import Tensor, nn
 
-TEMPERATURE = 0.7
 LENGTHS, ACTIONS = (7, 12, 9), 5
 ROOT = "skyrl.backends.skyrl_train"
 
 
 def import_wrapper(folder: Path) -> tuple[type, ModuleType]:
     """MegatronModelWrapper, and the module with its logprobs."""
-    packages = "distributed", "distributed.megatron", "mtp", "utils", "workers", "workers.megatron"
-    names = ["skyrl", "skyrl.backends", ROOT, *(f"{ROOT}.{name}" for name in packages), "skyrl.train"]
-    packages_without_their_init(folder, *names)
-    stand_in("loguru", logger=None)
-    stand_in("omegaconf", OmegaConf=None)
-    stand_in("skyrl.train.config", TrainerConfig=None)
-    stand_in(f"{ROOT}.distributed.megatron.token_metadata", build_token_metadata_layout=None)
-    stand_in(f"{ROOT}.mtp.adapter", project_mtp_hidden_to_logits=None)
+    packages = "distributed.megatron", "mtp", "utils", "workers.megatron"
+    packages_without_their_init(folder, *(f"{ROOT}.{name}" for name in packages), "skyrl.train")
+    mocks("loguru", "omegaconf", "skyrl.train.config", f"{ROOT}.distributed.megatron.token_metadata")
+    mocks(*(f"{ROOT}.{name}" for name in ("mtp.adapter", "mtp.soft_ce", "utils.ppo_utils", "utils.replay_utils")))
     stand_in(f"{ROOT}.mtp.hidden_capture", maybe_capture_mtp_hidden=lambda *_: contextlib.nullcontext())
-    of_mtp = "build_teacher_logits", "draft_soft_ce", "draft_soft_ce_topk", "shift_mask_for_mtp"
-    stand_in(f"{ROOT}.mtp.soft_ce", **dict.fromkeys((*of_mtp, "unpadded_vocab_shard_width")))
     stand_in(f"{ROOT}.training_batch", TensorList=tuple)
-    stand_in(f"{ROOT}.utils.ppo_utils", PolicyLossRegistry=None, compute_approx_kl=None)
-    of_replay = dict.fromkeys(("setup_per_microbatch_replay_backward", "setup_per_microbatch_replay_forward"))
-    stand_in(f"{ROOT}.utils.replay_utils", router_replay_schedule=lambda *_: contextlib.nullcontext(), **of_replay)
     file = folder / "skyrl/backends/skyrl_train/utils/torch_utils.py"
     (masked_mean,) = definitions(file, f"{ROOT}.utils.torch_utils", "masked_mean")
     stand_in(f"{ROOT}.utils.torch_utils", masked_mean=masked_mean)
@@ -55,13 +43,9 @@ def configuration(fused: bool, packed: bool) -> Any:
     off = {"use_entropy_loss": False, "use_kl_loss": False, "entropy_loss_coef": 0.0, "kl_loss_coef": 0.0}
     of_mtp = SimpleNamespace(mtp_loss_weight=0.0, mtp_loss_chunk_size=None, mtp_loss_topk=None)
     chunks = {"logprobs_chunk_size": 4, "vocab_entropy_chunk_size": None, "vocab_entropy_chunk_memory_mb": None}
-    return SimpleNamespace(
-        fused_lm_head_logprob=fused,
-        remove_microbatch_padding=packed,
-        **chunks,
-        policy=SimpleNamespace(megatron_config=of_mtp),
-        algorithm=SimpleNamespace(policy_loss_type="noted", **off),
-    )
+    policy, algorithm = SimpleNamespace(megatron_config=of_mtp), SimpleNamespace(policy_loss_type="noted", **off)
+    own = {"fused_lm_head_logprob": fused, "remove_microbatch_padding": packed}
+    return SimpleNamespace(**own, **chunks, policy=policy, algorithm=algorithm)
 
 
 def microbatch() -> dict[str, Any]:
@@ -77,13 +61,12 @@ def microbatch() -> dict[str, Any]:
         "num_actions": ACTIONS,
         "loss_mask": torch.ones(len(LENGTHS), ACTIONS),
         "num_microbatches": 1,
-        "rollout_expert_indices": None,
-        **dict.fromkeys(names),
+        **dict.fromkeys((*names, "rollout_expert_indices")),
     }
 
 
-def program() -> None:
-    wrapper_class, model_utils = import_wrapper(Path(sys.argv[1]))
+def program(folder: Path) -> None:
+    wrapper_class, model_utils = import_wrapper(folder)
 
     def outputs(fused: bool, packed: bool) -> Any:
         def run(model: nn.Module) -> dict[str, Tensor]:
@@ -109,7 +92,3 @@ def program() -> None:
         for packed in (True, False):
             padding = "removed" if packed else "kept"
             compare(f"SkyRL, padding {padding}, {case.name}", case, outputs(True, packed), outputs(False, packed))
-
-
-if __name__ == "__main__":
-    main(program)

@@ -1,20 +1,16 @@
 """slime's forward steps and losses with the plugin, against the same without.
 
-    torchrun --nproc-per-node 2 tests/frameworks/run_slime.py FOLDER      # FOLDER/slime
+    torchrun --nproc-per-node 2 tests/frameworks/run.py slime FOLDER      # FOLDER/slime
 
 Under `--context` the ranks are those of context parallelism, whose attention sees a rank's own tokens only, on both
 sides. With `--allgather` as well, they have slime's `allgather_cp`. The forward steps are those inside of model.py's
-`forward_only` and `train_one_step`. Stand-ins: the schedule, the batch, an optimizer, a whitening of advantages, a
-loader of functions by name, a type that only annotates, and what model.py imports for checkpoints, logging and
-Megatron's training loop. The plugin is switched on as slime's own loader of functions does it, behind slime's modules;
-once more it is imported in front of them.
+`forward_only` and `train_one_step`. slime's own loader of functions switches the plugin on, behind slime's modules and
+once more in front of them. Stand-ins: the schedule, the batch, and what needs an optimizer, checkpoints or logging.
 """
 
 import contextlib
-import gc
 import itertools
 import sys
-import weakref
 from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
@@ -25,7 +21,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from comparing import COLUMNS, VOCABULARY, Case, Wrapper, cases, compare_with_plugin, main
+from comparing import COLUMNS, VOCABULARY, Wrapper, cases, compare_with_plugin
 from megatron.core import parallel_state
 from stand_ins import definitions, forget, mocks, packages_without_their_init, stand_in
 from torch import Tensor, nn
@@ -55,12 +51,11 @@ def import_slime(folder: Path, plugin: str) -> SimpleNamespace:
     """slime's modules with the losses and the steps, and the plugin, imported "before" or "after" them."""
     forget("slime")
     package = "slime.backends.megatron_utils"
-    packages_without_their_init(folder, "slime", "slime.utils", "slime.backends", package)
-    mocks(*MEGATRONS_TRAINING, "tqdm", "slime.observability", "slime.utils.memory_utils")
+    packages_without_their_init(folder, "slime.utils", package)
+    mocks(*MEGATRONS_TRAINING, "tqdm", "slime.observability")
+    mocks(*(f"slime.utils.{name}" for name in ("distributed_utils", "memory_utils", "types")))
     mocks(*(f"{package}.{name}" for name in ("checkpoint", "data", "model_provider", "stateless_adam")))
-    stand_in("slime.utils.distributed_utils", distributed_masked_whiten=None)
     stand_in("slime.utils.misc", load_function=lambda path: own_loss)
-    stand_in("slime.utils.types", RolloutBatch=dict)
     (load,) = definitions(folder / "slime/utils/misc.py", "slime.utils.misc", "load_function", function_registry={})
     path = "megatron_lce.plugins.slime.install"  # --custom-megatron-init-path
     if plugin == "before":
@@ -77,10 +72,9 @@ def import_slime(folder: Path, plugin: str) -> SimpleNamespace:
 
 def parallel_state_of_slime() -> Namespace:
     """Megatron's, and under `--context` ranks of context that the model's attention does not know."""
-    if not CONTEXT:
-        return Namespace(**vars(parallel_state))
     ranks = {"get_context_parallel_world_size": dist.get_world_size, "get_context_parallel_rank": dist.get_rank}
-    return Namespace(**vars(parallel_state) | ranks | {"get_context_parallel_group": lambda: dist.group.WORLD})
+    ranks["get_context_parallel_group"] = lambda: dist.group.WORLD
+    return Namespace(**vars(parallel_state) | (ranks if CONTEXT else {}))
 
 
 def kept_ids() -> tuple[list[list[int]], list[list[int]]]:
@@ -109,13 +103,11 @@ def make_batch(slice_with_cp: Callable[[Tensor, int], Tensor] = lambda tokens, p
         "tokens": of_rank,
         "rollout_top_p_token_ids": kept,
         "rollout_top_p_token_offsets": offsets,
-        "packed_seq_params": None,
         "total_lengths": LENGTHS,
         "response_lengths": RESPONSES,
         "loss_masks": masks,
         "rollout_mask_sums": [mask.sum() for mask in masks],
-        "full_loss_masks": None,
-        "multimodal_train_inputs": None,
+        **dict.fromkeys(("packed_seq_params", "full_loss_masks", "multimodal_train_inputs")),
     }
 
 
@@ -167,31 +159,12 @@ def steps(slime: SimpleNamespace) -> dict[str, Callable[[nn.Module], dict[str, T
     return {name: partial(logprobs, replay=replay) for name, replay in ways.items()} | losses
 
 
-def leaves_nothing_behind(case: Case) -> None:
-    """What a microbatch leaves behind goes without the collector."""
-    from megatron_lce.plugins.capturing import captured_if
-
-    inputs = {"input_ids": make_batch()["tokens"], "position_ids": None, "attention_mask": None}
-    model = Chunk(case.build())
-    gc.disable()
-    output = captured_if(lambda given: True)(lambda model: model(**inputs), model)
-    hidden = weakref.ref(output.lm_head.hidden)
-    del output
-    assert hidden() is None, "the captured hidden states outlive the microbatch"
-    gc.enable()
-
-
-def program() -> None:
-    leaves_nothing_behind(cases()[0])
+def program(folder: Path) -> None:
     for order in ("after", "before"):
-        slime = import_slime(Path(sys.argv[1]), order)
+        slime = import_slime(folder, order)
         for case in cases() if order == "after" else cases()[:1]:
             for name, way in steps(slime).items():
                 context = ", context-parallel" * CONTEXT + ", allgather_cp" * ALLGATHER
                 name = f"slime{context}, {name}, plugin {order}, {case.name}"
                 compare_with_plugin(name, case, slime.plugin, way, way, logits="custom_loss" in name)
         slime.plugin.uninstall()
-
-
-if __name__ == "__main__":
-    main(program, tensor_parallel=1 if CONTEXT else None)

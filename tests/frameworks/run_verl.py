@@ -1,6 +1,6 @@
 """verl's own fused forward files with the plugin, against verl's unfused path without, on any number of ranks.
 
-    torchrun --nproc-per-node 2 tests/frameworks/run_verl.py FOLDER      # FOLDER/verl
+    torchrun --nproc-per-node 2 tests/frameworks/run.py verl FOLDER      # FOLDER/verl
 
 The plugin is imported before verl's modules, and once more after them.
 Stand-ins: an output class that is a dataclass of transformers in verl, the unwrapping of DDP, what verl asks of a
@@ -14,19 +14,14 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from comparing import VOCABULARY, cases, compare_with_plugin, main
+from comparing import TEMPERATURE, VOCABULARY, cases, compare_with_plugin
 from megatron.core.utils import unwrap_model
 from stand_ins import forget, module_with, packages_without_their_init, stand_in
 from torch import Tensor, nn
 
 from megatron_lce import capture_lm_head
 
-TEMPERATURE = 0.7
 LENGTHS = (5, 9, 6)
-
-
-class Output(SimpleNamespace):
-    """verl's CausalLMOutputForPPO: fields."""
 
 
 def import_verl(folder: Path, plugin: str = "") -> SimpleNamespace:
@@ -50,9 +45,8 @@ def import_verl(folder: Path, plugin: str = "") -> SimpleNamespace:
 
 
 def stand_ins_of_verl(folder: Path) -> None:
-    names = "verl", "verl.models", "verl.models.mcore", "verl.utils", "verl.utils.megatron", "verl.workers"
-    packages_without_their_init(folder, *names)
-    stand_in("verl.utils.model", CausalLMOutputForPPO=Output)
+    packages_without_their_init(folder, "verl.models.mcore", "verl.utils.megatron", "verl.workers")
+    stand_in("verl.utils.model", CausalLMOutputForPPO=SimpleNamespace)
     stand_in(
         "verl.utils.device",
         is_npu_available=False,
@@ -128,18 +122,17 @@ def overlapped(verl: SimpleNamespace, model: nn.Module, tokens: Tensor) -> dict[
     del model.build_schedule_plan, model._postprocess
     with capture_lm_head(model) as head:
         model(plan.input_ids, None, None, packed_seq_params=plan.packed_seq_params)
-    names = ["input_ids", "position_ids", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin"]
-    rest: dict[str, Any] = dict.fromkeys(names)
+    rest = dict.fromkeys(("input_ids", "position_ids", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin"))
     (logprobs,) = postprocess(
         head.hidden, labels=plan.labels, attention_mask=mask, packed_seq_params=plan.packed_seq_params, **rest
     )
     return {"log_probs": logprobs[mask]}
 
 
-def program() -> None:
+def program(folder: Path) -> None:
     tokens = batch()
     for order in ("before", "after"):
-        verl = import_verl(Path(sys.argv[1]), order)
+        verl = import_verl(folder, order)
 
         def outputs(run: Any, verl: SimpleNamespace = verl) -> Any:
             def call(model: nn.Module) -> dict[str, Tensor]:
@@ -157,7 +150,3 @@ def program() -> None:
                 name = f"verl's {name}, plugin {order}, {case.name}"
                 compare_with_plugin(name, case, verl.plugin, outputs(way), outputs(unfused))
         verl.plugin.uninstall()
-
-
-if __name__ == "__main__":
-    main(program)

@@ -1,22 +1,21 @@
 """The forward step of verl's Megatron engine with the plugin, against the same step without.
 
-    torchrun --nproc-per-node 2 tests/frameworks/run_verl_engine.py FOLDER      # FOLDER/verl
+    torchrun --nproc-per-node 2 tests/frameworks/run.py verl_engine FOLDER      # FOLDER/verl
 
 With a temperature for each sample, sum_pi_squared, MTP, and tokens in prompts and answers that do not count: what
 verl's fused path refuses, or computes. Stand-ins: those of run_verl.py, TensorDict, configurations, router replay.
 """
 
 import dataclasses
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from comparing import VOCABULARY, cases, compare_with_plugin, main
+from comparing import VOCABULARY, cases, compare_with_plugin
 from megatron.core.utils import unwrap_model
 from run_verl import import_verl, jagged
-from stand_ins import definitions
+from stand_ins import NO_REPLAY, definitions
 from torch import Tensor, nn
 
 PROMPTS, LENGTHS = (4, 2, 3), (9, 6, 12)
@@ -51,13 +50,12 @@ def engine(folder: Path, verl: SimpleNamespace, mtp: bool) -> Any:
     """MegatronEngineWithLMHead without what its base class sets up."""
     file = folder / "verl/utils/torch_functional.py"
     (expand,) = definitions(file, "verl.utils.torch_functional", "expand_as_nested")
-    no_replay = "is_replay_backward_action", "is_replay_forward_action", "is_r2_record_action"
-    known = {name: value for name, value in vars(verl.parallel).items() if not name.startswith("__")}
-    known |= {
+    known = {
+        **vars(verl.parallel),
         "DatasetPadMode": PAD_MODE,
         "EngineRegistry": SimpleNamespace(register=lambda **_: lambda engine: engine),
         "MegatronEngine": object,
-        "RouterReplayHelper": SimpleNamespace(**dict.fromkeys(no_replay, lambda *_, **__: False)),
+        "RouterReplayHelper": NO_REPLAY,
         "extract_multi_modal_inputs": lambda inputs: {},
         "get_device_id": lambda: "cpu",
         "tu": SimpleNamespace(get_non_tensor_data=lambda data, key, default: data.get(key, default)),
@@ -69,19 +67,16 @@ def engine(folder: Path, verl: SimpleNamespace, mtp: bool) -> Any:
     own = kind()
     flags = "use_fused_kernels", "pad_to_length", "dynamic_context_parallel", "entropy_from_logits_with_chunking"
     own.engine_config = SimpleNamespace(**dict.fromkeys(flags, False), use_remove_padding=True)
-    own.model_config = SimpleNamespace(
-        hf_config=SimpleNamespace(architectures=[None]),
-        mtp=SimpleNamespace(enable=mtp, enable_train=mtp),
-        tokenizer=SimpleNamespace(pad_token_id=0),
-    )
+    of_mtp = SimpleNamespace(enable=mtp, enable_train=mtp)
+    hf_config, tokenizer = SimpleNamespace(architectures=[None]), SimpleNamespace(pad_token_id=0)
+    own.model_config = SimpleNamespace(hf_config=hf_config, mtp=of_mtp, tokenizer=tokenizer)
     own.tf_config = SimpleNamespace(calculate_per_token_loss=False)
     own.enable_routing_replay = False
     own._get_context_parallel_layout = lambda model: "zigzag"
     return own
 
 
-def program() -> None:
-    folder = Path(sys.argv[1])
+def program(folder: Path) -> None:
     for order, mtp in (("before", False), ("after", False), ("after", True)):
         verl = import_verl(folder, order)
         from verl.models.mcore import mtp_patch
@@ -100,7 +95,3 @@ def program() -> None:
             name = f"verl's engine, plugin {order}{', MTP' * mtp}, {case.name}"
             compare_with_plugin(name, case, verl.plugin, outputs, outputs)
         verl.plugin.uninstall()
-
-
-if __name__ == "__main__":
-    main(program)

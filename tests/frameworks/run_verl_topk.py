@@ -1,13 +1,12 @@
 """Candidates and `topk_divergence` against verl's forward_kl_topk, which takes the logits of a head.
 
-    torchrun --nproc-per-node 2 tests/frameworks/run_verl_topk.py FOLDER     # FOLDER/verl
+    torchrun --nproc-per-node 2 tests/frameworks/run.py verl_topk FOLDER     # FOLDER/verl
 
 The head is alone: its hidden states are a parameter, for their gradient. Stand-ins beside those of run_verl.py: types
 that only annotate, and Ulysses' sizes for verl's FSDP form, which one rank runs too.
 """
 
 import itertools
-import sys
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from comparing import COLUMNS, VOCABULARY, Case, cases, clear_padding, compare, main
-from megatron.core import parallel_state, tensor_parallel
+import torch.distributed as dist
+from comparing import COLUMNS, VOCABULARY, Case, cases, clear_padding, compare
+from megatron.core import tensor_parallel
 from run_verl import LENGTHS, batch, import_verl
 from stand_ins import packages_without_their_init, stand_in
 from torch import Tensor, nn
@@ -36,7 +36,7 @@ class HeadCase(Case):
         generator = torch.Generator().manual_seed(2)
         hidden = torch.randn(self.rows, self.hidden_size, generator=generator)
         weight = torch.randn(COLUMNS, self.hidden_size, generator=generator) * 0.4
-        ranks, rank = _tensor_parallel()
+        ranks, rank = dist.get_world_size(), dist.get_rank()
         head = nn.Module()
         head.hidden = nn.Parameter(hidden.chunk(ranks)[rank] if self.sequence_parallel else hidden)
         head.weight = nn.Parameter(weight.chunk(ranks)[rank].clone())
@@ -52,24 +52,13 @@ class HeadCase(Case):
         return (hidden @ head.weight.T)[None]
 
     def keywords(self) -> dict[str, Any]:
-        group = parallel_state.get_tensor_model_parallel_group()
-        return {"tp_group": group, "sequence_parallel": self.sequence_parallel}
-
-
-def _tensor_parallel() -> tuple[int, int]:
-    group = parallel_state.get_tensor_model_parallel_group()
-    return group.size(), group.rank()
-
-
-def head_cases(rows: int) -> list[HeadCase]:
-    return [HeadCase(False, case.sequence_parallel, rows=rows) for case in cases() if not case.tied]
+        return {"tp_group": dist.group.WORLD, "sequence_parallel": self.sequence_parallel}
 
 
 def import_topk(folder: Path) -> tuple[dict[str, Callable[..., dict[str, Tensor]]], Callable[..., Any]]:
     """verl's `compute_forward_kl_topk` of either engine, and what packs sequences as its Megatron engine does."""
     import_verl(folder)
-    names = ("verl.trainer", "verl.trainer.distillation")
-    packages_without_their_init(folder, *names, *(f"{names[1]}.{engine}" for engine in ("megatron", "fsdp")))
+    packages_without_their_init(folder, *(f"verl.trainer.distillation.{engine}" for engine in ("megatron", "fsdp")))
     stand_in("verl.workers.config", DistillationConfig=None, DistillationLossConfig=None)
     stand_in("verl.utils.ulysses", get_ulysses_sequence_parallel_world_size=lambda: 1, slice_input_tensor=None)
     from verl.models.mcore.util import preprocess_thd_engine
@@ -77,12 +66,12 @@ def import_topk(folder: Path) -> tuple[dict[str, Callable[..., dict[str, Tensor]
     from verl.trainer.distillation.megatron import losses as megatron
 
     engines = {"Megatron": megatron.compute_forward_kl_topk}
-    if _tensor_parallel()[0] == 1:
+    if dist.get_world_size() == 1:
         engines["FSDP"] = fsdp.compute_forward_kl_topk
     return engines, preprocess_thd_engine
 
 
-def verl(folder: Path) -> None:
+def program(folder: Path) -> None:
     engines, pack = import_topk(folder)
     tokens = batch()
     teacher = torch.randn(sum(LENGTHS), VOCABULARY, generator=torch.Generator().manual_seed(3)) * 2
@@ -111,10 +100,7 @@ def verl(folder: Path) -> None:
         found = engines[engine](case.logits(head), *jagged, config, "thd")
         return {name: values[0][counted] for name, values in found.items()}
 
-    for case, least, engine in itertools.product(head_cases(len(places)), (None, -5.0), engines):
+    heads = [HeadCase(False, case.sequence_parallel, rows=len(places)) for case in cases() if not case.tied]
+    for case, least, engine in itertools.product(heads, (None, -5.0), engines):
         name = f"verl, forward_kl_topk of {engine}, clamp {least}, {case.name}"
         compare(name, case, partial(fused, case, least), partial(unfused, engine, case, least))
-
-
-if __name__ == "__main__":
-    main(lambda: verl(Path(sys.argv[1])))

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import torch  # noqa: F401  # before the stand-ins
 from run_verl import import_registry, stand_ins_of_verl
-from stand_ins import packages_without_their_init, stand_in
+from stand_ins import stand_in
 
 PLUGIN = "megatron_lce.plugins.verl"
 
@@ -23,7 +23,7 @@ PLUGIN = "megatron_lce.plugins.verl"
 def engine_of_worker(folder: Path, external_lib: str | None) -> str:
     """The module whose code runs as the forward pass of verl's engine in this process."""
     sys.path.insert(0, str(folder))
-    packages_without_their_init(folder, "verl.utils")
+    stand_in("verl.utils", __path__=[str(folder / "verl/utils")])
     stand_in("verl.protocol", DataProto=None)
     stand_in("verl.utils.device", is_npu_available=False)
     importlib.import_module("verl")

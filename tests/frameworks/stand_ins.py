@@ -5,20 +5,24 @@ import __future__
 import ast
 import contextlib
 import copy
+import itertools
 import sys
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
+ACTIONS = "is_replay_backward_action", "is_replay_forward_action", "is_r2_record_action"
+NO_REPLAY = SimpleNamespace(**dict.fromkeys(ACTIONS, lambda *_, **__: False))  # of routers: RouterReplayHelper
 INSTALLED = tuple(f"{name}." for name in (*sys.stdlib_module_names, "torch", "megatron.core", "megatron_lce"))
 
 
 def packages_without_their_init(folder: Path, *names: str) -> None:
-    """Makes these packages of `folder` importable, their `__init__`, which imports the whole project, not run."""
-    for name in [name for name in names if name not in sys.modules]:
+    """Makes these packages of `folder` and their parents importable without `__init__`, which imports everything."""
+    paths = (itertools.accumulate(name.split("."), "{}.{}".format) for name in names)
+    for name in [name for name in itertools.chain(*paths) if name not in sys.modules]:
         package = stand_in(name, __path__=[str(folder / name.replace(".", "/"))])
         package.__spec__ = ModuleSpec(name, None, is_package=True)
         package.__spec__.submodule_search_locations = package.__path__
@@ -40,13 +44,6 @@ def stand_in(name: str, **contents: Any) -> ModuleType:
     if parent in sys.modules:
         setattr(sys.modules[parent], child, module)
     return module
-
-
-class Timer(contextlib.nullcontext):
-    """What a trainer measures its steps with, which may be called with options first."""
-
-    def __call__(self, **_: Any) -> "Timer":
-        return self
 
 
 def mocks(*names: str) -> None:

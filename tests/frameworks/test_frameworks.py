@@ -4,7 +4,6 @@
 """
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -19,9 +18,9 @@ ROOT = FOLDER.parents[1]
 ENVIRONMENT = {x: value for x, value in os.environ.items() if x not in ("TRITON_INTERPRET", "CUBLAS_WORKSPACE_CONFIG")}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 YOURS = os.environ.get("PYTHONPATH", "")
-INSTALLED = "0.16.1"  # of Megatron-core
+INSTALLED, NEWEST = "", "MEGATRON/0.19.2"  # Megatron-core: that of this Python, 0.16.1, and the newest release
 VERL = "FRAMEWORKS/verl-0.9.1", "VERL"
-SWIFT = RELEASED, MAIN = "FRAMEWORKS/ms_swift-4.6.0", "MS_SWIFT"
+RELEASED, MAIN = "FRAMEWORKS/ms_swift-4.6.0", "MS_SWIFT"
 BRIDGE = "FRAMEWORKS/mcore_bridge-1.6.5"
 
 
@@ -36,63 +35,69 @@ def folder_of(name: str) -> Path:
 
 
 def start(command: list[str], *path: object) -> subprocess.CompletedProcess:
-    environment = {
-        **ENVIRONMENT,
-        "PYTHONPATH": os.pathsep.join(filter(None, map(str, path))),
-        "CUDA_VISIBLE_DEVICES": "",
-    }
+    path_of_python = os.pathsep.join(filter(None, map(str, path)))
+    environment = {**ENVIRONMENT, "PYTHONPATH": path_of_python, "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
 
 
-def run(program: str, ranks: int, *arguments: object, path: object = YOURS, megatron: str = INSTALLED) -> None:
-    newer = () if megatron == INSTALLED else (folder_of(f"MEGATRON/{megatron}"),)
-    result = start([*TORCHRUN, str(ranks), str(FOLDER / program), *map(str, arguments)], *newer, ROOT, path)
+def run(ranks: int, program: str, *arguments: object, megatron: str = INSTALLED) -> None:
+    path = [folder_of(megatron)] if megatron else []
+    result = start([*TORCHRUN, str(ranks), str(FOLDER / program), *map(str, arguments)], *path, ROOT, YOURS)
     print(result.stdout)
     assert result.returncode == 0, f"{result.stdout[-4000:]}\n{result.stderr[-6000:]}"
     assert "ok " in result.stdout + result.stderr
 
 
-def adopted(recipe: str, checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    into = tmp_path_factory.mktemp(recipe)
-    recipes.adopt(recipe, checkout, into)
-    return into
-
-
-PROGRAMS = [  # a folder each, and the diff that is applied to it
-    ("run_areal.py", "AREAL", "areal"),
-    ("run_areal_pull.py", "AREAL_1322", "areal_1322"),
-    ("run_bridge.py", "MEGATRON_BRIDGE/src", None),
-    ("run_bridge_training.py", "MEGATRON_BRIDGE/src", None),
-    ("run_mcore_adapter.py", "ROLL", None),
-    ("run_miles.py", "MILES", None),
-    ("run_skyrl.py", "SKYRL", "skyrl"),
-    ("run_slime.py", "SLIME", None),
-    *((f"run_{name}.py", folder, None) for name in ("verl", "verl_engine", "verl_topk") for folder in VERL),
+PROGRAMS = [  # run_NAME.py, and its folders; behind a space: the diff that is applied to a copy
+    ("areal", "AREAL areal"),
+    ("areal_pull", "AREAL_1322 areal_1322"),
+    ("bridge", "MEGATRON_BRIDGE/src"),
+    ("bridge_training", "MEGATRON_BRIDGE/src"),
+    ("mcore_adapter", "ROLL"),
+    ("megatron_rl", "MEGATRON_LM", "MEGATRON_LM megatron_rl"),
+    ("miles", "MILES"),
+    ("ms_swift", RELEASED, f"{RELEASED} ms_swift", BRIDGE),
+    *(("ms_swift_preference", folder, BRIDGE) for folder in (RELEASED, MAIN)),
+    ("nemo_rl", "NEMO_RL nemo_rl", "NEMO_RL"),
+    ("pretrain", "MEGATRON_LM", "MEGATRON_LM megatron_lm"),
+    ("skyrl", "SKYRL skyrl"),
+    ("slime", "SLIME"),
+    *((name, folder) for name in ("verl", "verl_engine", "verl_topk") for folder in VERL),
 ]
 VERSIONS = {  # of Megatron-core, where that is not the installed one alone
-    "run_skyrl.py": ("0.19.2",),
-    "run_verl.py": ("0.14.0", INSTALLED, "0.19.2"),
-    "run_verl_engine.py": (INSTALLED, "0.19.2"),
+    "megatron_rl": ("MEGATRON_LM",),
+    "pretrain": ("MEGATRON_LM",),
+    "skyrl": (NEWEST,),
+    "verl": ("MEGATRON/0.14.0", INSTALLED, NEWEST),
+    "verl_engine": (INSTALLED, NEWEST),
 }
-CALLS = [(*row, megatron) for row in PROGRAMS for megatron in VERSIONS.get(row[0], (INSTALLED,))]
+CALLS = [
+    *((n, megatron, row) for row in PROGRAMS for megatron in VERSIONS.get(row[0], (INSTALLED,)) for n in (1, 2)),
+    (2, "MEGATRON_LM", ("megatron_rl", "MEGATRON_LM", "MEGATRON_LM megatron_rl", "--context")),
+    (2, INSTALLED, ("slime", "SLIME", "--context")),
+    (2, INSTALLED, ("slime", "SLIME", "--context", "--allgather")),
+    # At TP=2 the gradients of the main branch of August 2026 are wrong: the release is the judge.
+    (1, INSTALLED, ("ms_swift", MAIN, f"{MAIN} ms_swift", BRIDGE)),
+    (2, INSTALLED, ("ms_swift", RELEASED, f"{MAIN} ms_swift", BRIDGE)),
+]
 
 
 def test_every_recipe_is_run_here():
-    tests = Path(__file__).read_text()
-    run_here = {*re.findall(r'adopted\("(\w+)"', tests), *re.findall(r'\("run_\w+\.py", [^()]*"(\w+)"\)', tests)}
-    assert recipes.names() <= run_here
+    run_here = {folder.partition(" ")[2] for *_, row in CALLS for folder in row}
+    assert {path.stem for path in recipes.FOLDER.glob("*.diff")} <= run_here
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize(("program", "folder", "recipe", "megatron"), CALLS)
-def test_program(program, folder, recipe, megatron, ranks, tmp_path_factory):
-    path = adopted(recipe, folder_of(folder), tmp_path_factory) if recipe else folder_of(folder)
-    run(program, ranks, path, megatron=megatron)
+@pytest.mark.parametrize(("ranks", "megatron", "row"), CALLS, ids=str)
+def test_program(ranks, megatron, row, tmp_path_factory):
+    def prepared(argument):
+        name, _, recipe = argument.partition(" ")
+        if not recipe:
+            return name if name.startswith("--") else folder_of(name)
+        into = tmp_path_factory.mktemp(recipe)
+        recipes.adopt(recipe, folder_of(name), into)
+        return into
 
-
-@pytest.mark.parametrize("arguments", [("--context",), ("--context", "--allgather")])
-def test_slime_context_parallel(arguments):
-    run("run_slime.py", 2, folder_of("SLIME"), *arguments)
+    run(ranks, "run.py", row[0], *map(prepared, row[1:]), megatron=megatron)
 
 
 @pytest.mark.parametrize("version", VERL)
@@ -130,54 +135,18 @@ def test_a_version_in_which_a_function_has_moved(plugin, version, file, name, tm
 
 
 def test_timing_of_verl(tmp_path):
-    options = {"tokens": 64, "sequence-length": 16, "hidden": 256, "heads": 4, "vocab": 2048, "masked": 0.6}
-    options |= {"device": "cpu", "output": tmp_path / "time.json"}
-    arguments = [f"--{name}={value}" for name, value in options.items()]
-    run("time_verl.py", 2, folder_of(VERL[0]), *arguments, megatron="0.19.2")
+    options = "--tokens 64 --sequence-length 16 --hidden 256 --heads 4 --vocab 2048 --masked 0.6 --device cpu --output"
+    run(2, "time_verl.py", folder_of(VERL[0]), *options.split(), tmp_path / "time.json", megatron=NEWEST)
 
 
-# At TP=2 the gradients of the main branch of August 2026 are wrong: the release is the judge.
-@pytest.mark.parametrize(
-    ("own", "changed", "ranks"),
-    [(RELEASED, RELEASED, 1), (RELEASED, RELEASED, 2), (MAIN, MAIN, 1), (RELEASED, MAIN, 2)],
-)
-def test_ms_swift(own, changed, ranks, tmp_path_factory):
-    fused = adopted("ms_swift", folder_of(changed), tmp_path_factory)
-    run("run_ms_swift.py", ranks, folder_of(own), fused, folder_of(BRIDGE))
+ONE_RANK = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/megatron_integration"]
+TWO_RANKS = [*TORCHRUN, "2", "torchrun_tests/run_megatron.py", "--device", "cpu"]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("version", SWIFT)
-def test_ms_swift_preference(version, ranks):
-    run("run_ms_swift_preference.py", ranks, folder_of(version), folder_of(BRIDGE))
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_nemo_rl(ranks, tmp_path_factory):
-    own = folder_of("NEMO_RL")
-    run("run_nemo_rl.py", ranks, adopted("nemo_rl", own, tmp_path_factory), own)
-
-
-OF_MEGATRON = [("run_pretrain.py", "megatron_lm"), ("run_megatron_rl.py", "megatron_rl")]
-
-
-@pytest.mark.parametrize(
-    ("program", "recipe", "ranks", "arguments"),
-    [*((*one, ranks, ()) for one in OF_MEGATRON for ranks in (1, 2)), (*OF_MEGATRON[1], 2, ("--context",))],
-)
-def test_megatron(program, recipe, ranks, arguments, tmp_path_factory):
-    own = folder_of("MEGATRON_LM")
-    run(program, ranks, own, adopted(recipe, own, tmp_path_factory), *arguments, path=own)
-
-
-@pytest.mark.parametrize("what", ["one rank", "two ranks"])
-def test_megatron_of_a_checkout(what):
+@pytest.mark.parametrize("command", [ONE_RANK, TWO_RANKS], ids=["one rank", "two ranks"])
+def test_megatron_of_a_checkout(command):
     """This project's own integration tests, on a checkout of Megatron-LM: main, dev, or any other."""
-    command = ["-m", "pytest", "-p", "no:cacheprovider", "tests/megatron_integration"]
-    if what == "two ranks":
-        program = "torchrun_tests/run_megatron.py"
-        command = [*TORCHRUN[1:], "2", program, "--device", "cpu"]
     path = os.pathsep.join([str(folder_of("MEGATRON_LM")), str(ROOT)])
     environment = {**ENVIRONMENT, "PYTHONPATH": path}
-    result = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True)
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, f"{result.stdout[-6000:]}\n{result.stderr[-4000:]}"

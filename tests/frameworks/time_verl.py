@@ -13,17 +13,14 @@ are farther off than those of the unfused path in bf16 (`over_unfused_error`).
 import argparse
 import os
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from comparing import megatron_runtime
-from run_verl import TEMPERATURE, counted, fused, import_verl, unfused
+from comparing import TEMPERATURE, megatron_runtime
+from run_verl import counted, fused, import_verl, unfused
 from run_verl_engine import PAD_MODE, Batch, engine
 from torch import Tensor, nn
 
@@ -32,7 +29,6 @@ from benchmark.megatron_step import build, build_exact
 from benchmark.results import Results
 from scripts.arguments import HelpFormatter
 
-REPEATS = 1  # in a round, of which the forward is timed, too
 ALLOWED = 1.5  # times the unfused path's own error
 Forward = Callable[[SimpleNamespace, nn.Module, Tensor], dict[str, Tensor]]
 
@@ -44,8 +40,6 @@ class Step(measure.Timed):
         self, verl: SimpleNamespace, forward: Forward, plugin: bool, tokens: Tensor, counts: Tensor, model: nn.Module
     ) -> None:
         super().__init__(self.take, counts.device)
-        self.marks: list[Any] = []  # of the last step: in front of its forward and behind it
-        self.forward_times_ms: list[float] = []
         self.verl, self.forward, self.tokens, self.counts, self.model = verl, forward, tokens, counts, model
         self.plugin = plugin
         generator = torch.Generator().manual_seed(1)
@@ -55,10 +49,8 @@ class Step(measure.Timed):
     def take(self, model: nn.Module | None = None) -> dict[str, Tensor]:
         """Adds to the parameters' `main_grad`; logprobs and entropy of the tokens that count."""
         (self.verl.plugin.install if self.plugin else self.verl.plugin.uninstall)()
-        start = mark(self.device)
         outputs = self.forward(self.verl, model or self.model, self.tokens)
         outputs = {name: outputs[name].values() for name in self.upstream}
-        self.marks = [start, mark(self.device)]
         torch.autograd.backward(list(outputs.values()), list(self.upstream.values()))
         return {name: values.detach() for name, values in outputs.items()}
 
@@ -68,24 +60,6 @@ class Step(measure.Timed):
         model.zero_grad_buffer()
         outputs = {name: values[self.counts] for name, values in self.take(model).items()}
         return outputs | {name.rpartition("module.")[2]: p.main_grad.clone() for name, p in model.named_parameters()}
-
-    def round(self, **repeats: int) -> dict:
-        record = super().round(**repeats)
-        self.forward_times_ms.append(elapsed_ms(*self.marks))
-        return record | {"forward_ms": median(self.forward_times_ms), "times_ms": self.times_ms}
-
-
-def mark(device: torch.device) -> Any:
-    """A point in the device's time."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def elapsed_ms(start: Any, end: Any) -> float:
-    return (end - start) * 1e3 if isinstance(start, float) else start.elapsed_time(end)
 
 
 def step_of_engine(verl: SimpleNamespace, folder: Path, mask: Tensor) -> Forward:
@@ -144,7 +118,7 @@ def work(args: argparse.Namespace, device: torch.device) -> bool:
             results.unsupported("verl", shape | {"variant": way}, "verl's kernel runs on GPUs only")
         else:
             turns.append((shape | {"variant": way}, step))
-    results.take_turns("verl", turns, dist.barrier, repeats=REPEATS)
+    results.take_turns("verl", turns, dist.barrier, repeats=1)
     if path:
         title = "verl, forward and backward: slowest rank, peak memory over the resting state, errors against fp32"
         print(title, publish.as_table(results.section("verl")), sep="\n")

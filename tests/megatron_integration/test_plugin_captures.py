@@ -1,6 +1,8 @@
 """`plugins.capturing`: functions that call a model themselves get the captured head instead of logits."""
 
 import functools
+import gc
+import weakref
 
 import pytest
 import torch
@@ -39,6 +41,18 @@ def test_a_failing_step_leaves_the_model_as_it_was(untied, tensors):
         captured_if(lambda given: True)(failing, untied, tensors)
     assert type(untied) is kind
     assert untied(*tensors).shape[-1] > 0
+
+
+def test_hidden_goes_with_the_output(untied, tensors):
+    """Without the collector, which may come some microbatches later."""
+    gc.disable()
+    try:
+        output = captured_if(lambda given: True)(step, None, [untied], tensors)
+        hidden = weakref.ref(output.lm_head.hidden)
+        del output
+        assert hidden() is None
+    finally:
+        gc.enable()
 
 
 def get_responses(logits, *, unconcat_tokens, response_lengths):
