@@ -121,10 +121,10 @@ def rounding(share: Share, expected: Any) -> dict[str, float]:
     A probability is wrong by an eps of its logit, of either head's, and more by some of that logit's distance from the
     largest; a gradient by that, times what upstream and the other factor of its product amount to, however small the
     gradient is. A sum over ranks rounds each rank's part, and the roundings of a few numbers do not average. A logit
-    that is kept is wrong by an eps of the dtype, which is much beside a small softcap: the cap's derivative is taken of
-    it. And probabilities of kept logits do not sum to one. Gradients of logits, and results, that are subnormal in fp16
-    are rounded to multiples of one number, as eager's are. A softcap makes small logits of large products, whose
-    rounding stays.
+    that is kept is wrong by an eps of the dtype, and a candidate's by one of the log-sum-exp, to which its logprob is
+    added: much beside a small softcap, whose derivative is taken of it. And probabilities of kept logits do not sum to
+    one. Gradients of logits, and results, that are subnormal in fp16 are rounded to multiples of one number, as eager's
+    are. A softcap makes small logits of large products, whose rounding stays.
     """
     case, whole, keywords = share.case, share.whole, share.whole.keywords
     hidden, weight = (tensor.double() for tensor in whole.heads[0])
@@ -144,9 +144,11 @@ def rounding(share: Share, expected: Any) -> dict[str, float]:
     keeps = keeps and (keywords.get("logits_cache_bytes") or case.operation == "linear_token_loss")
     step = torch.finfo(case.dtype).smallest_normal * own_eps  # of subnormal numbers
     num_logits = whole.labels.numel() * len(weight)
-    of_cap = 0.0
-    if keeps and keywords.get("softcap") and temperature.numel():
-        of_cap = min(1.0, own_eps * 2 * float(temperature.nan_to_num(0, 0, 0).max()) / keywords["softcap"])
+    of_cap = own_eps * bool(keeps) + eps * (largest[0] + math.log(len(weight))) * bool(case.keywords.get("candidates"))
+    if keywords.get("softcap") and temperature.numel():
+        of_cap = min(1.0, of_cap * 2 * float(temperature.nan_to_num(0, 0, 0).max()) / keywords["softcap"])
+    else:
+        of_cap = 0.0
     floors = {}
     for name, other, part in (("grad_hidden", weight, share.rows), ("grad_weight", hidden, share.columns)):
         exact = getattr(expected, name)[part]
