@@ -240,7 +240,7 @@ def plan_blocks(
     *,
     per_column_if_tokens_are_cut: int = 0,
 ) -> Blocks:
-    """Return the tokens and columns of a slab: as wide as `workspace_bytes` allows and as still gains.
+    """Return the tokens and columns of a slab: the widest within `workspace_bytes` that still saves time.
 
     It has all tokens if `PREFERRED_COLUMNS` then fit, and about `SLAB_LOGITS` logits. Otherwise slabs minimise the
     traffic of the fp32 sums of both gradients.

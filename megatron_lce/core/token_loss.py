@@ -5,8 +5,8 @@
 3. Cached exponentials become gradients in place; two matrix products add them to the gradients of hidden and weight.
    The block's hidden gradient is reduced over the group while the second one runs; forward waits for it.
 
-If no block of exponentials fits in the workspace, all tokens are one block, whose logits are recomputed. At last the
-loss runs again on a sample, which the caller compares. `known_loss` scales the gradients in backward.
+If no block of exponentials fits in the workspace, all tokens are one block, whose logits are recomputed. Afterwards
+the loss runs again on a sample, which the caller compares. `known_loss` scales the gradients in backward.
 """
 
 from collections.abc import Callable, Sequence
