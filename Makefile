@@ -24,7 +24,7 @@ make test             lint, types, and every test that a CPU can run
 make test-all         the slow tests too, before a release
 make lint             ruff and mypy
 make fuzz             random calls against fp64: a quarter of an hour on two cores
-make test-matrix      the Megatron tests with other versions of megatron-core
+make test-matrix      tests with other versions of megatron-core, torch and Triton: gigabytes
 make test-frameworks  other projects' code with the patches in docs/recipes
 make bench            time and memory of heads on this machine
 make clean            remove $(VENV) and demo_out
