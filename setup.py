@@ -14,6 +14,7 @@ readme = re.sub(r"\[([^]]*)\]\((?!https?:)[^)]*\)", r"\1", readme)
 extras = {
     "triton": ["triton>=3.5"],
     "megatron": ["megatron-core>=0.14"],
+    "checkpoints": ["safetensors"],
     "scripts": ["matplotlib", "megatron-core>=0.14", "rich", "tokenizers", "tqdm"],  # make demo
     "benchmark": ["matplotlib"],
 }

@@ -9,6 +9,7 @@ from megatron_lce.api.linear_token_loss import TokenLoss as TokenLoss
 from megatron_lce.api.linear_token_loss import linear_token_loss as linear_token_loss
 from megatron_lce.api.linear_topk import TopK as TopK
 from megatron_lce.api.linear_topk import linear_topk as linear_topk
+from megatron_lce.api.load_head_shard import load_head_shard as load_head_shard
 from megatron_lce.api.shift_labels import shift_labels as shift_labels
 from megatron_lce.api.support_logprobs import support_logprobs as support_logprobs
 from megatron_lce.api.topk_divergence import topk_divergence as topk_divergence
