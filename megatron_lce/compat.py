@@ -20,6 +20,7 @@ from megatron_lce.api.linear_cross_entropy import outputs_of
 from megatron_lce.checks import validation
 from megatron_lce.checks.together import checked_together
 from megatron_lce.core import collectives
+from megatron_lce.core.eager import eager
 from megatron_lce.core.options import IGNORE_INDEX, Options
 
 Reduction = Literal["none", "sum", "mean"]
@@ -35,6 +36,7 @@ _KEEP_ELEMENTS = {
 _OF_PARTS = {"Cat", "IndexPut", "Stack", "torch::autograd::CopySlices"}  # take several tensors with a gradient
 
 
+@eager
 def linear_cross_entropy(
     hidden: Tensor,  # [..., H]
     weight: Tensor,  # [V_local, H]
@@ -72,6 +74,7 @@ def linear_cross_entropy(
 verl_linear_cross_entropy = linear_cross_entropy
 
 
+@eager
 def areal_linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -115,6 +118,7 @@ def areal_linear_cross_entropy(
     return *results, (out.max_logit * temperature).float().reshape(-1)
 
 
+@eager
 def megatron_linear_cross_entropy(
     hidden: Tensor,  # [..., H]
     weight: Tensor,  # [V_local, H]
@@ -150,6 +154,7 @@ def megatron_linear_cross_entropy(
     return reduced(-out.logprobs.reshape(-1), reduction, takes_part.reshape(-1))
 
 
+@eager
 def torch_linear_cross_entropy(
     input: Tensor,  # [..., H]
     linear_weight: Tensor,  # [V_local, H]

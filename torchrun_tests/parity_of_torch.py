@@ -1,4 +1,4 @@
-"""What `run_parity.py` runs of torch around the operation: its compiler, CUDA graphs, DTensors and FSDP2."""
+"""What `run_parity.py` runs of torch around the operation: CUDA graphs, DTensors and FSDP2."""
 
 import copy
 import functools
@@ -22,15 +22,6 @@ from tests.cases import BF16, Case, Ranks, Share, case
 from tests.oracle import differentiable
 
 HIDDEN_SIZE = 24
-
-
-def run_compiled(backend: str, group: ProcessGroup, device: torch.device, report: Report) -> None:
-    """torch.compile of a step makes one graph of it, with the bits of the step without."""
-    for one in (case("torch.compile"), case("torch.compile, bf16, SP", dtype=BF16, sequence_parallel=True)):
-        step, inputs = step_of(one, backend, group, device, logits_cache_bytes=1000)
-        compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-        same = same_bits(with_gradients(compiled, inputs), with_gradients(step, inputs))
-        report.check(f"{backend}: {one.name}", same)
 
 
 def run_cuda_graph(group: ProcessGroup, device: torch.device, report: Report) -> None:
@@ -95,11 +86,6 @@ def run_dtensors(backend: str, group: ProcessGroup, device: torch.device, report
         placed = (hidden, placement), (weight, Shard(0))
         sharded = [distribute_tensor(t.detach(), mesh, [where]).requires_grad_() for t, where in placed]
         actual = with_gradients(step, (*sharded, problem.labels))
-        if ranks == 2 and backend == "torch":  # of the kernels the compiler sees no more
-            compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-            again = [local(t) for t in with_gradients(compiled, (*sharded, problem.labels))]
-            same = same_bits(again, [local(t) for t in actual])
-            report.check(f"{title}: torch.compile", same)
         names = ("loss", *DIFFERENTIABLE, "grad_hidden", "grad_weight")
         for name, one, other in zip(names, actual, expected, strict=True):
             whole = one.full_tensor() if isinstance(one, DTensor) else one
@@ -109,10 +95,6 @@ def run_dtensors(backend: str, group: ProcessGroup, device: torch.device, report
         sharded[1] = distribute_tensor(weight[: ranks - 1].detach(), mesh, [Shard(0)])
         call = dict(zip(("hidden", "weight", "labels"), (*sharded, problem.labels), strict=True))
         check_refusal(megatron_lce.linear_cross_entropy, call, f"weight must have rows for all {ranks} ranks", report)
-
-
-def local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class TinyModel(nn.Module):

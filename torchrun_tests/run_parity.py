@@ -17,7 +17,7 @@ from harness import Report, available_backends
 from parity_cases import BITS, CASES, OF_IDS, OF_JSD, OF_TOKEN_LOSS
 from parity_of_compat import run_calls, run_disagreements_of_compat, run_torchs_call
 from parity_of_errors import run_disagreements, run_errors
-from parity_of_torch import run_async_tensor, run_compiled, run_cuda_graph, run_dtensors, run_fsdp
+from parity_of_torch import run_async_tensor, run_cuda_graph, run_dtensors, run_fsdp
 from torch.distributed import ProcessGroup
 
 import megatron_lce
@@ -100,8 +100,6 @@ def main() -> None:
         if everything or backend == "torch":
             run_two_heads(backend, world, device, report)
             run_dtensors(backend, world, device, report)
-        if dist.get_world_size() == 2 and backend == available_backends()[-1]:  # no more is to be learnt of more
-            run_compiled(backend, world, device, report)
     harness.end(report.conclude())
 
 

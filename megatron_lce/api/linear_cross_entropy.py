@@ -5,16 +5,17 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_map_only
 
-from megatron_lce.api.compiled import as_one_node
 from megatron_lce.backends.reference import reference_linear_cross_entropy
 from megatron_lce.checks.together import Checks, checked_together, shaped
 from megatron_lce.core.call import Call
 from megatron_lce.core.cross_entropy import linear_cross_entropy_autograd
+from megatron_lce.core.eager import eager
 from megatron_lce.core.options import WORKSPACE_BYTES, BackendName, LinearCrossEntropyOutput, Options, WeightGradSink
 
 _OF_REFERENCE = ("logits_scale", "softcap", "ignore_index", "entropy", "telemetry", "logits_dtype")
 
 
+@eager
 def linear_cross_entropy(
     hidden: Tensor,  # [..., H]
     weight: Tensor,  # [V_local, H]
@@ -133,8 +134,6 @@ def linear_cross_entropy(
 def outputs_of(checks: Checks) -> LinearCrossEntropyOutput:
     """Return the outputs of a call whose arguments are checked."""
     options = checks.options
-    if checks.is_traced and options.backend != "reference" and options.weight_grad_sink is None:
-        return as_one_node(checks.hidden, checks.weight, checks.labels, options)
     call = checks.call()
     return _reference(call) if options.backend == "reference" else linear_cross_entropy_autograd(call)
 

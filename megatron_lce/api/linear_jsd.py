@@ -19,12 +19,14 @@ from torch.distributed import ProcessGroup
 from megatron_lce.checks import validation
 from megatron_lce.checks.together import checked_together, shaped
 from megatron_lce.core.collectives import waited
+from megatron_lce.core.eager import eager
 from megatron_lce.core.jsd import find_divergences, jsd_with_gradient
 from megatron_lce.core.jsd_heads import Head, Heads
 from megatron_lce.core.options import WORKSPACE_BYTES, BackendName, LinearCrossEntropyOutput, Options, WeightGradSink
 from megatron_lce.core.products import laid_out, own_arithmetic, product
 
 
+@eager
 def linear_jsd(
     student_hidden: Tensor,  # [..., H_student]
     student_weight: Tensor,  # [V_local, H_student]

@@ -9,9 +9,11 @@ from megatron_lce.api.keywords import HeadGradientOptions
 from megatron_lce.checks import validation
 from megatron_lce.checks.together import check_keywords, checked_together, keyword_options
 from megatron_lce.core.collectives import waited
+from megatron_lce.core.eager import eager
 from megatron_lce.core.single_ids import LogitsAtFunction, ids_of_offsets, ids_of_rows
 
 
+@eager
 def linear_logits_at(
     hidden: Tensor,  # [..., H]
     weight: Tensor,  # [V_local, H]

@@ -17,6 +17,7 @@ from megatron_lce.checks.together import check_keywords, checked_together, keywo
 from megatron_lce.core.call import Call
 from megatron_lce.core.collectives import is_captured, waited
 from megatron_lce.core.cross_entropy import check_workspace
+from megatron_lce.core.eager import eager
 from megatron_lce.core.known_loss import LossesOfSum, Promise, with_gradients
 from megatron_lce.core.options import LinearCrossEntropyOutput, Options
 from megatron_lce.core.products import own_arithmetic
@@ -39,6 +40,7 @@ class TokenLoss(NamedTuple):
     metrics: Metrics
 
 
+@eager
 def linear_token_loss(
     hidden: Tensor,  # [..., H]
     weight: Tensor,  # [V_local, H]

@@ -17,6 +17,7 @@ from megatron_lce.checks.together import check_keywords, checked_together, keywo
 from megatron_lce.core import collectives
 from megatron_lce.core.call import Call
 from megatron_lce.core.computed_rows import ComputedRows
+from megatron_lce.core.eager import eager
 from megatron_lce.core.group_statistics import merged_over_group
 from megatron_lce.core.plan import MIN_TOKENS, cut, round_up
 from megatron_lce.core.products import copies_to_fp32, own_arithmetic, product
@@ -48,6 +49,7 @@ class TopK(NamedTuple):
     mass: Tensor
 
 
+@eager
 def linear_topk(
     hidden: Tensor,  # [..., H]
     weight: Tensor,  # [V_local, H]

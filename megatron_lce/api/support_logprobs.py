@@ -13,9 +13,11 @@ from megatron_lce.checks import validation
 from megatron_lce.checks.together import check_keywords, checked_together, keyword_options
 from megatron_lce.core.collectives import waited
 from megatron_lce.core.computed_rows import ComputedRows
+from megatron_lce.core.eager import eager
 from megatron_lce.core.single_ids import LogitsAtFunction, ids_of_offsets
 
 
+@eager
 def support_logprobs(
     hidden: Tensor,  # [..., H]
     weight: Tensor,  # [V_local, H]

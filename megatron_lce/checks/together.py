@@ -64,8 +64,7 @@ def checked_together(
     In a new configuration, ranks exchange it and their errors in one gather of small objects, which blocks the host. If
     one rank refuses its arguments, or they differ, all ranks raise. Later calls compare nothing. But with `vocab_start`
     and plain tensors, each call still all-reduces the largest shard size, which blocks the host. If one rank alone
-    changes its configuration, it hangs. While torch.compile traces, nothing is exchanged: the traced operator checks
-    its arguments when it runs.
+    changes its configuration, it hangs.
 
     Args:
         names: the operation's names for hidden, weight and labels.
@@ -81,9 +80,9 @@ def checked_together(
     if options.tp_group is not None and not isinstance(options.tp_group, ProcessGroup):
         got = type(options.tp_group).__name__
         raise TypeError(f"{group_name} must be a torch.distributed.ProcessGroup or None, got {got}")
-    ranks, is_traced = collectives.group_size(options.tp_group), torch.compiler.is_compiling()
-    checks = Checks(name, hidden, weight, labels, options, ranks, names, is_traced)
-    if is_traced or options.tp_group is None or ranks == 1:
+    ranks = collectives.group_size(options.tp_group)
+    checks = Checks(name, hidden, weight, labels, options, ranks, names)
+    if options.tp_group is None or ranks == 1:
         yield checks
         return
     own = own or {}  # listed twice: the first fixes the order, the last overrides an option of the same name
@@ -120,7 +119,6 @@ class Checks:
     options: Options
     ranks: int
     names: tuple[str, str, str] = HEAD
-    is_traced: bool = False
 
     def all(self) -> None:
         self.head()
@@ -129,13 +127,12 @@ class Checks:
     def head(self) -> tuple[int, ...]:
         """Check hidden and weight, and return the shape that labels must have."""
         (hidden_name, weight_name, _), options = self.names, self.options
-        if not self.is_traced:
-            if options.backend == "reference" and self.operation != "linear_cross_entropy":
-                raise ValueError(f"backend must be 'auto', 'triton' or 'torch' for {self.operation}, got 'reference'")
-            validation.check_flag("sequence_parallel", options.sequence_parallel)
-            validation.check_tensor(hidden_name, self.hidden)
-            validation.check_tensor(weight_name, self.weight)
-            validation.check_head(hidden_name, self.hidden, weight_name, self.weight)
+        if options.backend == "reference" and self.operation != "linear_cross_entropy":
+            raise ValueError(f"backend must be 'auto', 'triton' or 'torch' for {self.operation}, got 'reference'")
+        validation.check_flag("sequence_parallel", options.sequence_parallel)
+        validation.check_tensor(hidden_name, self.hidden)
+        validation.check_tensor(weight_name, self.weight)
+        validation.check_head(hidden_name, self.hidden, weight_name, self.weight)
         self.shards, self.shape = self.ranks if options.sequence_parallel else 1, tuple(self.hidden.shape[:-1])
         if self.shards > 1:
             require(len(self.shape) > 0, hidden_name, "be [s/tp, ..., H] under sequence_parallel", "one dimension")
@@ -146,8 +143,6 @@ class Checks:
         """Check labels and options, after `head`. Pass labels or options that the operation made itself."""
         self.labels = labels = self.labels if labels is None else labels
         self.options = options = self.options if options is None else options
-        if self.is_traced:
-            return
         ranks, hidden, rows, shards = self.ranks, self.hidden, self.weight.shape[0], self.shards
         hidden_name, _, labels_name = self.names
         for name in ("entropy", "telemetry", "reduce_grad_hidden"):

@@ -53,11 +53,6 @@ def group_rank(group: ProcessGroup | None) -> int:
     return 0 if group is None else dist.get_rank(group)
 
 
-def group_named(name: str) -> ProcessGroup:
-    """Return the group that has this `group_name`."""
-    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
-
-
 def same_ranks(one: ProcessGroup | None, other: ProcessGroup | None) -> bool:
     if one is None or other is None:
         return one is other

@@ -1,6 +1,5 @@
 """What an output layer returns in place of logits: uncomputed ones, which give the fused loss, or none at all."""
 
-import functools
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -12,6 +11,7 @@ from megatron_lce.api.linear_cross_entropy import linear_cross_entropy
 from megatron_lce.api.linear_token_loss import linear_token_losses
 from megatron_lce.checks.validation import as_int64, check_choice
 from megatron_lce.compat import Reduction, reduced
+from megatron_lce.core.eager import eager
 from megatron_lce.core.known_loss import Promise
 from megatron_lce.core.options import IGNORE_INDEX
 from megatron_lce.megatron.head_call import HeadCall, swap
@@ -23,12 +23,6 @@ _GET_BASE = Tensor._base.__get__  # type: ignore[attr-defined, union-attr]
 _OF_FSDP = {Tensor.view_as, Tensor.to}  # what its hooks do to any output
 # Functions that need no values; a tensor's attributes need none either.
 _ASKED = {Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, torch.is_floating_point}
-
-
-@functools.cache
-def uncompiled() -> Callable:
-    """Return a function that calls its first argument outside torch.compile. On demand: it imports the compiler."""
-    return torch.compiler.disable(lambda function, *args, **kwargs: function(*args, **kwargs))
 
 
 def _refuse(call: HeadCall) -> Tensor:
@@ -93,9 +87,10 @@ class UncomputedLogits(Tensor):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        return uncompiled()(cls._run, func, args, kwargs or {})
+        return cls._run(func, args, kwargs or {})
 
     @classmethod
+    @eager
     def _run(cls, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run a torch function that has such logits among its arguments."""
         logits = args[0] if args and isinstance(args[0], cls) else None

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from megatron_lce.core.eager import eager
 from megatron_lce.megatron.heads import is_hook_of_fsdp
-from megatron_lce.megatron.logits import UncomputedLogits, uncompiled
+from megatron_lce.megatron.logits import UncomputedLogits
 
 if TYPE_CHECKING:
     from megatron.core.models.common.language_module.language_module import LanguageModule
@@ -32,11 +33,11 @@ class MethodOverride:
         self.module, self.name = module, name
         self.owners: list[object] = []  # captures and fused losses
         self._before: Callable | None = vars(module).get(name)  # None: the class's
-        self._uncompiled = uncompiled()
         setattr(module, name, self.call)
 
+    @eager
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        return self._uncompiled(self._of(self.owners), *args, **kwargs)
+        return self._of(self.owners)(*args, **kwargs)
 
     def below(self, owner: object) -> Callable:
         """Return what the method was before this owner came."""
