@@ -1,34 +1,48 @@
-"""The command `megatron-lce`, also `python -m megatron_lce`: `doctor` and `estimate`."""
+"""The command `megatron-lce`, also `python -m megatron_lce`: `doctor` and `estimate`.
+
+Help and errors in arguments come without torch, whose import takes seconds: what needs it is imported where it runs.
+"""
 
 import argparse
+import difflib
 import json
 import math
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_lce import __version__
-from megatron_lce.command import doctor
-from megatron_lce.command.estimate import TERABYTES, estimate_table, format_estimates, verdict
-from megatron_lce.command.head_memory import DTYPES, HeadStep
 from megatron_lce.command.model_shapes import MODEL_SHAPES, find_model, read_config
-from megatron_lce.core.options import WORKSPACE_BYTES
 from megatron_lce.core.plan import ALIGNED_COLUMNS, ceil_div, round_up
 
 MIB, GIB = 2**20, 2**30
 MEGATRON_PADS_TO = 128  # columns of each rank: its --make-vocab-size-divisible-by
+TERABYTES = 3.35  # TB/s of an H100's memory
+WORKSPACE_MIB = 512  # the default of `workspace_bytes`, in a module that imports torch
+DTYPES = ("bf16", "fp16", "fp32")
 
 
-class Parser(argparse.ArgumentParser):  # its errors are one line
+class Parser(argparse.ArgumentParser):
+    """Prints errors in one line, and the nearest name of an unknown option."""
+
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        found, unknown = super().parse_known_args(args, namespace)
+        for option in (text.partition("=")[0] for text in unknown if text.startswith("-")):
+            similar = difflib.get_close_matches(option, self._option_string_actions, n=1)
+            hint = f"did you mean {similar[0]}?" if similar else f"{self.prog} --help lists the options"
+            self.error(f"unknown option {option}; {hint}")
+        return found, unknown
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="megatron-lce", description="Fused linear cross-entropy for Megatron-LM.")
     parser.add_argument("--version", action="version", version=f"megatron-lce {__version__}")
-    commands = parser.add_subparsers(required=True)
+    commands = parser.add_subparsers()
     text = (
         "Print the installed versions and which backend runs here, and compare that backend with fp64. The exit status "
         "is 1 if there is a problem."
@@ -48,9 +62,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_estimate(command: argparse.ArgumentParser) -> None:
     add, models = command.add_argument, command.add_mutually_exclusive_group().add_argument
-    count = _parsed_by(int, "a whole number, at least 1", lambda value: value >= 1)
-    tokens = _parsed_by(_thousands, "a whole number such as 8192 or 8k, at least 1", lambda value: value >= 1)
-    kept = _parsed_by(int, "a whole number, at least 0", lambda value: value >= 0)
+    count = _parsed_by(_whole, "a whole number such as 8192, 8,192 or 8k, at least 1", lambda value: value >= 1)
+    kept = _parsed_by(_whole, "a whole number, at least 0")
     share = _parsed_by(float, "a share, between 0 and 1", lambda value: 0 <= value <= 1)
     size = _parsed_by(float, "a number, positive and finite", lambda value: 0 < value < math.inf)
     gib = _parsed_by(float, f"a number of GiB, above 0 and at most {2**20}", lambda value: 0 < value <= 2**20)
@@ -61,14 +74,14 @@ def _add_estimate(command: argparse.ArgumentParser) -> None:
     add("--hidden", type=count, help=f"Hidden size, a multiple of {ALIGNED_COLUMNS}; with --vocab for any other model.")
     add("--vocab", type=count, help="Vocabulary of all ranks together, padding included (default: the model's own).")
     text = "Tokens of a microbatch, whole sequences; 16k is 16384 (default: %(default)s)."
-    add("--tokens", type=tokens, default=8192, help=text)
+    add("--tokens", type=count, default=8192, help=text)
     add("--tp", type=count, default=1, help="Tensor-parallel size (default: %(default)s).")
     add("--sequence-parallel", action="store_true", help="Hidden is sharded along the sequence.")
     add("--dtype", choices=DTYPES, default="bf16", help="Dtype of hidden and weight (default: %(default)s).")
     add("--main-grad", action="store_true", help="The head has gradient_accumulation_fusion set.")
     add("--no-entropy", action="store_true", help="Log-probabilities without entropy, as for a plain loss.")
     text = "The argument workspace_bytes (default: %(default)s MiB)."
-    add("--workspace-mib", type=count, default=WORKSPACE_BYTES // MIB, help=text)
+    add("--workspace-mib", type=count, default=WORKSPACE_MIB, help=text)
     add("--cache-mib", type=kept, help="Add a row with this logits_cache_bytes.")
     text = "Share of masked tokens: adds rows that skip them (default: %(default)s)."
     add("--ignored", type=share, default=0.0, help=text)
@@ -95,11 +108,16 @@ def _parsed_by(
     return parsed
 
 
-def _thousands(text: str) -> int:
-    return 1024 * int(text[:-1]) if text.lower().endswith("k") else int(text)
+def _whole(text: str) -> int:
+    """Return the value of 8192, 8,192 or 8k."""
+    if not (found := re.fullmatch(r"(\d+|\d{1,3}(?:,\d{3})+)(k?)", text, re.IGNORECASE | re.ASCII)):
+        raise ValueError
+    return int(found[1].replace(",", "")) * (1024 if found[2] else 1)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
+    from megatron_lce.command import doctor
+
     report = doctor.examine(arguments.device)
     print(json.dumps(report, indent=1) if arguments.json else doctor.format_report(report))
     return 1 if report["problems"] else 0
@@ -124,14 +142,17 @@ def _estimate(arguments: argparse.Namespace) -> int:
         arguments.fail(f"--cache-mib must be 0 with --dtype fp32, which keeps no logits, got {arguments.cache_mib}")
     if arguments.sequence_parallel and tokens % tp:
         arguments.fail(f"--tokens must be a multiple of --tp {tp} with --sequence-parallel, got {tokens}")
+    from megatron_lce.command.estimate import estimate_table, format_estimates, verdict
+    from megatron_lce.command.head_memory import DTYPES, HeadStep
+
     same = {name: getattr(arguments, name) for name in ("tp", "sequence_parallel", "main_grad", "ignored")}
     same |= {"entropy": not arguments.no_entropy, "workspace_bytes": arguments.workspace_mib * MIB}
     step = HeadStep(tokens, hidden, ceil_div(vocab, tp), dtype=DTYPES[arguments.dtype], **same)
     cache_bytes = None if arguments.cache_mib is None else arguments.cache_mib * MIB
     budget = None if arguments.head_budget_gib is None else int(arguments.head_budget_gib * GIB)
-    speeds = {"tflops": arguments.tflops, "terabytes": arguments.bandwidth}
+    speeds = None if arguments.tflops is None else (arguments.tflops, arguments.bandwidth)
     try:
-        rows = estimate_table(step, cache_bytes=cache_bytes, memory_bytes=budget, **speeds)
+        rows = estimate_table(step, cache_bytes=cache_bytes, memory_bytes=budget, speeds=speeds)
     except ValueError as error:  # the workspace is too small for the head
         arguments.fail(f"--workspace-mib {arguments.workspace_mib}: {error}")
     if arguments.json:
@@ -142,8 +163,12 @@ def _estimate(arguments: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = build_parser().parse_args(argv)
-    return arguments.run(arguments)
+    parser = build_parser()
+    arguments = parser.parse_args(argv)
+    if "run" in arguments:
+        return arguments.run(arguments)
+    parser.print_help()
+    return 0
 
 
 if __name__ == "__main__":

@@ -9,11 +9,19 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
+import megatron_lce
+
 PACKAGE = Path(__file__).resolve().parent.parent / "megatron_lce"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 PLUGINS = PACKAGE / "plugins"
 ON_TOP = (PACKAGE / "megatron", PACKAGE / "command", PLUGINS)
-CORE = [path for path in MODULES if path.parent not in ON_TOP and path.name not in ("__init__.py", "__main__.py")]
+CORE = [
+    path
+    for path in MODULES
+    if path.parent not in ON_TOP and path.name not in ("__init__.py", "__main__.py", "public.py")
+]
 
 
 def name_of(path):
@@ -64,9 +72,11 @@ def test_the_names_of_the_interface():
     of_megatron = """accept_head capture_lm_head enable_fused_linear_ce explain fused_output_processor
         install_megatron_linear_cross_entropy"""
     types = "CapturedHead Explanation FusedLinearCE FusedOutputContext LinearCrossEntropyOutput TokenLoss TopK"
-    exported = [alias for _, node in every(ast.ImportFrom, [PACKAGE / "__init__.py"]) for alias in node.names]
-    assert {alias.name for alias in exported} == {*operations.split(), *of_megatron.split(), *types.split()}
-    assert all(alias.name == alias.asname for alias in exported)
+    exported = {alias.name for _, node in every(ast.ImportFrom, [PACKAGE / "public.py"]) for alias in node.names}
+    assert exported == {*operations.split(), *of_megatron.split(), *types.split()}
+    assert set(megatron_lce.__all__) == exported <= set(dir(megatron_lce))
+    with pytest.raises(AttributeError, match="module 'megatron_lce' has no attribute 'linear_cross'"):
+        megatron_lce.linear_cross  # noqa: B018
 
 
 def test_who_imports_whom():
@@ -182,6 +192,7 @@ def test_works_with_neither_triton_nor_megatron():
         import importlib, sys
         import pytest, torch
         import megatron_lce
+        assert megatron_lce.__all__  # loads the interface
         unused = ("megatron_lce.backends.triton.", "megatron_lce.plugins")
         assert not [name for name in sys.modules if name in ("triton", "megatron") or name.startswith(unused)]
         sys.modules["triton"] = sys.modules["megatron"] = None  # as if not installed

@@ -1,7 +1,11 @@
 """`megatron-lce doctor` and `megatron-lce estimate`: what they print, and their exit status."""
 
 import json
+import pydoc
 import re
+import subprocess
+import sys
+import textwrap
 
 import pytest
 import torch
@@ -9,6 +13,7 @@ import torch
 import megatron_lce
 from megatron_lce import __main__ as commands
 from megatron_lce.command import doctor
+from megatron_lce.core.options import WORKSPACE_BYTES
 
 
 @pytest.fixture
@@ -16,6 +21,36 @@ def quick_self_test(monkeypatch):
     monkeypatch.setattr(
         doctor, "self_test", lambda device: {"failures": [], "errors": {"a": (1e-3, 2e-3)}, "seconds": 0.1}
     )
+
+
+def run_program(program):
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_help_and_wrong_arguments_answer_without_torch():
+    printed = run_program("""
+        import contextlib, sys
+        sys.modules["torch"] = None  # as if not installed
+        from megatron_lce.__main__ import main
+        assert main([]) == 0  # prints the help
+        sys.stderr = sys.stdout
+        for arguments in ("--version", "--help", "estimate --help", "estimate --model Llama-3-70B", "estimate --tp 2"):
+            with contextlib.suppress(SystemExit):
+                main(arguments.split())
+                raise AssertionError(arguments)
+    """)
+    assert printed.startswith("usage: megatron-lce ")
+    for text in (megatron_lce.__version__, "did you mean Llama-3.1-70B?", "--hidden and --vocab must be given"):
+        assert text in printed
+
+
+def test_the_interface_is_documented_and_has_the_commands_default():
+    text = pydoc.render_doc(megatron_lce, renderer=pydoc.plaintext)
+    assert all(f"\n    {name}(" in text for name in ("linear_cross_entropy", "linear_topk", "explain"))
+    assert commands.WORKSPACE_MIB * 2**20 == WORKSPACE_BYTES
 
 
 def test_a_healthy_machine(capsys, usual_torch):
@@ -103,7 +138,7 @@ def estimated(capsys, arguments):
 def test_an_estimate_of_a_public_model(capsys):
     sizes = "--tokens 16k --tp 2 --sequence-parallel --head-budget-gib 8"
     by_name = estimated(capsys, f"--model QWEN/qwen3-8b {sizes}")
-    by_size = estimated(capsys, f"--hidden 4096 --vocab 151936 {sizes.replace('16k', '16384')}")
+    by_size = estimated(capsys, f"--hidden 4K --vocab 151,936 {sizes.replace('16k', '16384')}")
     assert by_size["heads"] == by_name["heads"]
     assert by_name["step"] == (
         "Qwen/Qwen3-8B: one rank of TP=2 with sequence parallel, 16384 tokens x 4096 x 75968, bf16"
@@ -149,14 +184,20 @@ def test_a_known_loss_in_fp16_keeps_fp32_gradients(capsys):
         ("--model made-up", "--model: unknown model 'made-up'; use --hidden and --vocab"),
         ("--model qwen3-8b --hidden 64", "--hidden must not be given beside --model or --config, got 64"),
         ("--hidden 100 --vocab 64", "--hidden must be a multiple of 8 for an estimate, got 100"),
-        ("--hidden 64 --vocab 0", "--vocab: must be a whole number, at least 1, got 0"),
-        ("--hidden 64 --vocab 64 --tokens 8q", "--tokens: must be a whole number such as 8192 or 8k, .* got 8q"),
-        ("--hidden 64 --vocab 64 --tokens 0k", "--tokens: must be a whole number such as 8192 or 8k, .* got 0k"),
+        ("--hidden 64 --vocab 0", "--vocab: must be a whole number such as 8192, 8,192 or 8k, at least 1, got 0"),
+        ("--hidden 64 --vocab 64 --tokens 8q", "--tokens: must be a whole number such as .*, at least 1, got 8q"),
+        ("--hidden 64 --vocab 64 --tokens 0k", "--tokens: must be a whole number such as .*, at least 1, got 0k"),
+        ("--hidden 64 --vocab 6,40", "--vocab: must be a whole number such as .*, at least 1, got 6,40"),
+        (
+            "--hidden 64 --max-tokens 8",
+            "megatron-lce estimate: error: unknown option --max-tokens; did you mean --tokens[?]",
+        ),
+        ("--frobnicate=1", "unknown option --frobnicate; megatron-lce estimate --help lists the options"),
         (
             "--hidden 64 --vocab 64 --tokens 10 --tp 8 --sequence-parallel",
             "--tokens must be a multiple of --tp 8 with --sequence-parallel, got 10",
         ),
-        ("--hidden 64 --vocab 64 --tp 0", "--tp: must be a whole number, at least 1, got 0"),
+        ("--hidden 64 --vocab 64 --tp 0", "--tp: must be a whole number such as .*, at least 1, got 0"),
         ("--hidden 64 --vocab 64 --ignored 60", "--ignored: must be a share, between 0 and 1, got 60"),
         ("--hidden 64 --vocab 64 --cache-mib -1", "--cache-mib: must be a whole number, at least 0, got -1"),
         ("--hidden 64 --vocab 64 --tflops 0", "--tflops: must be a number, positive and finite, got 0"),
@@ -186,8 +227,11 @@ def test_a_config_of_the_hub(tmp_path, capsys):
     assert found["step"].endswith(" (tied head): 8192 tokens x 4096 x 151936, bf16")
     assert found["heads"] == estimated(capsys, "--model Qwen3-8B")["heads"]
     path.write_text("{}")
+    broken = tmp_path / "broken.json"
+    broken.write_text('{"tokens": 1,')
     for arguments, message in (
-        ([str(path)], "must hold hidden_size and vocab_size, got None and None"),
+        ([str(path)], f"{path} must hold hidden_size and vocab_size, got None and None"),
+        ([str(broken)], f"{broken} must be JSON, got Expecting property name"),
         ([str(tmp_path)], "Is a directory"),
         ([str(tmp_path / "config.json"), "--model", "Qwen3-8B"], "must hold"),
     ):

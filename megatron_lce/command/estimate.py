@@ -10,7 +10,6 @@ from typing import Any
 
 from megatron_lce.command.head_memory import FUSED, HEADS, KNOWN_LOSS, MOVED_BY_MEGATRON, OURS, TE, UNFUSED, HeadStep
 
-TERABYTES = 3.35  # TB/s of an H100's memory
 LITTLE_MIB = 1024  # a smaller saving matters little in a whole model
 
 
@@ -34,14 +33,13 @@ def estimate_table(
     step: HeadStep,
     *,
     cache_bytes: int | None = None,
-    tflops: float | None = None,
-    terabytes: float = TERABYTES,
+    speeds: tuple[float, float] | None = None,
     memory_bytes: int | None = None,
 ) -> list[dict[str, Any]]:
     """Return a row per implementation that runs this step: head, matmuls, kept_mib, peak_mib, and more on request.
 
-    `cache_bytes` adds a row with this `logits_cache_bytes`; `tflops` adds `time_ms`, with matmuls at this many TFLOP/s
-    and memory at `terabytes` TB/s; `memory_bytes` adds `most_tokens`, whose peak stays within it.
+    `cache_bytes` adds a row with this `logits_cache_bytes`; `speeds` adds `time_ms`, with matmuls at the first, in
+    TFLOP/s, and memory at the second, in TB/s; `memory_bytes` adds `most_tokens`, whose peak stays within it.
     """
     cached, everything = (replace(step, logits_cache_bytes=size) for size in (cache_bytes or 0, step.everything))
     skipped, masked = replace(step, skip_ignored=True), f"{step.ignored:.0%} masked and skipped"
@@ -62,8 +60,8 @@ def estimate_table(
         if (needs := HEADS[head](of_head)) is None:
             continue
         row: dict[str, Any] = {"head": title, "matmuls": round(float(needs.matmuls), 2)}
-        if tflops is not None:
-            row["time_ms"] = round(needs.time_ms(step, tflops, terabytes), 1)
+        if speeds is not None:
+            row["time_ms"] = round(needs.time_ms(step, *speeds), 1)
         row |= {"kept_mib": round(needs.kept_bytes / 2**20), "peak_mib": round(needs.peak_bytes / 2**20)}
         if memory_bytes is not None:
             row["most_tokens"] = largest_tokens(head, of_head, memory_bytes)
@@ -74,7 +72,11 @@ def estimate_table(
 def saved_mib(rows: Sequence[dict[str, Any]]) -> int:
     """Return how far the default peaks below the lowest of Megatron's losses."""
     peaks = {row["head"]: row["peak_mib"] for row in rows}
-    return min(peaks[loss] for loss in MOVED_BY_MEGATRON if loss in peaks) - peaks[OURS]
+    return peaks[_lowest_of_megatron(peaks)] - peaks[OURS]
+
+
+def _lowest_of_megatron(peaks: dict[str, int]) -> str:
+    return min((loss for loss in MOVED_BY_MEGATRON if loss in peaks), key=lambda loss: peaks[loss])
 
 
 def verdict(rows: list[dict[str, Any]], budget_bytes: int | None = None) -> str:
@@ -91,7 +93,9 @@ def verdict(rows: list[dict[str, Any]], budget_bytes: int | None = None) -> str:
     known = f", or to {_size(peaks[KNOWN_LOSS])} with known_loss=True" if KNOWN_LOSS in peaks else ""
     text = f"The head's peak falls from {native}) to {_size(peaks[OURS])}{known}."
     if saved <= 0:
-        text = f"Fusing hardly helps here: the head peaks at {_size(peaks[OURS])} instead of {native})."
+        lowest = _lowest_of_megatron(peaks)
+        text = f"Fusing saves no memory here: the head peaks at {_size(peaks[OURS])}, "
+        text += f"and at {_size(peaks[lowest])} without it ({lowest})."
     elif saved < LITTLE_MIB:
         text += f" Fusing helps little here: at best Megatron peaks {_size(saved)} higher."
     most = peaks[OURS] + max(saved, 0) if budget_bytes is None else budget_bytes / 2**20

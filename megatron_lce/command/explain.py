@@ -41,7 +41,7 @@ class Explanation:
     def __str__(self) -> str:
         verdict = "this head can be fused" if self.can_fuse else "this head cannot be fused:"
         if self.can_fuse and self.ways and saved_mib(self.ways) <= 0:
-            verdict += ", but that hardly helps in a step of this size"
+            verdict += ", but that saves no memory in a step of this size"
         lines = [verdict, *(f"- {reason}" for reason in self.reasons)]
         if not self.can_fuse and self.can_capture:
             lines.append("it can be captured: capture_lm_head works on this model")

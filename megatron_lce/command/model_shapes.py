@@ -46,7 +46,10 @@ def find_model(name: str) -> tuple[str, ModelShape]:
 
 def read_config(path: Path) -> tuple[str, ModelShape]:
     """Return a model's name and shape from its `config.json`; for a VLM, of its `text_config`."""
-    whole = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        whole = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} must be JSON, got {error}") from None
     config = whole.get("text_config", whole) if isinstance(whole, dict) else {}
     hidden, vocab = config.get("hidden_size"), config.get("vocab_size")
     if not (isinstance(hidden, int) and isinstance(vocab, int) and hidden > 0 and vocab > 0):

@@ -1,0 +1,49 @@
+"""The public interface: what `import megatron_lce` offers. Importing it imports torch, which takes seconds."""
+
+from megatron_lce import compat
+from megatron_lce.api.fused_linear_head import FusedLinearHead
+from megatron_lce.api.linear_cross_entropy import linear_cross_entropy
+from megatron_lce.api.linear_jsd import linear_jsd
+from megatron_lce.api.linear_logits_at import linear_logits_at
+from megatron_lce.api.linear_token_loss import TokenLoss, linear_token_loss
+from megatron_lce.api.linear_topk import TopK, linear_topk
+from megatron_lce.api.load_head_shard import load_head_shard
+from megatron_lce.api.shift_labels import shift_labels
+from megatron_lce.api.support_logprobs import support_logprobs
+from megatron_lce.api.topk_divergence import topk_divergence
+from megatron_lce.checks.validation import check_labels
+from megatron_lce.command.explain import Explanation, explain
+from megatron_lce.core.options import LinearCrossEntropyOutput
+from megatron_lce.megatron.capture import CapturedHead, capture_lm_head
+from megatron_lce.megatron.enable import FusedLinearCE, enable_fused_linear_ce
+from megatron_lce.megatron.heads import accept_head
+from megatron_lce.megatron.own_flag import install_megatron_linear_cross_entropy
+from megatron_lce.megatron.processor import FusedOutputContext, fused_output_processor
+
+__all__ = [
+    "CapturedHead",
+    "Explanation",
+    "FusedLinearCE",
+    "FusedLinearHead",
+    "FusedOutputContext",
+    "LinearCrossEntropyOutput",
+    "TokenLoss",
+    "TopK",
+    "accept_head",
+    "capture_lm_head",
+    "check_labels",
+    "compat",
+    "enable_fused_linear_ce",
+    "explain",
+    "fused_output_processor",
+    "install_megatron_linear_cross_entropy",
+    "linear_cross_entropy",
+    "linear_jsd",
+    "linear_logits_at",
+    "linear_token_loss",
+    "linear_topk",
+    "load_head_shard",
+    "shift_labels",
+    "support_logprobs",
+    "topk_divergence",
+]
