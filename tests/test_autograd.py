@@ -1,5 +1,7 @@
 """The autograd function: upstream gradients, what is computed for whom, and which bits depend on what."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -31,7 +33,7 @@ def test_entropy_costs_nothing_where_it_is_not_used(used, monkeypatch, device):
 
         def spy(*arguments, primitive=primitive, **keywords):
             options = next(argument for argument in arguments if isinstance(argument, Options))
-            asked.append(options.entropy)
+            asked.append(keywords.get("entropy", options.entropy))
             return primitive(*arguments, **keywords)
 
         monkeypatch.setattr(torch_backend, name, spy)
@@ -43,6 +45,31 @@ def test_entropy_costs_nothing_where_it_is_not_used(used, monkeypatch, device):
         asked.clear()
         problem.run("torch", entropy=False)
         assert asked == [False, False]
+
+
+@pytest.mark.parametrize("name", ["linear_cross_entropy", "linear_logits_at", "linear_jsd"])
+def test_a_node_keeps_no_tensor_but_those_that_are_saved(name, device):
+    """Hooks of saved tensors, as of CPU offload, see no others."""
+    problem, temperature = make_problem(4, 8, 24, device), torch.ones(4, device=device)
+    hidden, weight, labels = problem.hidden.requires_grad_(), problem.weight, problem.labels
+    inputs = {
+        "linear_cross_entropy": (hidden, weight, labels),
+        "linear_logits_at": (hidden, weight, labels[:, None]),
+        "linear_jsd": (hidden, weight, hidden.detach(), weight),
+    }
+    keywords = {"candidates": labels[:, None]} if name == "linear_cross_entropy" else {}
+    found = getattr(megatron_lce, name)(*inputs[name], temperature=temperature, **keywords)
+    node = found.grad_fn if isinstance(found, torch.Tensor) else found.logprobs.grad_fn
+    node = node if hasattr(node, "call") else node.next_functions[0][0]  # behind a view
+    assert not [tensor for tensor in tensors_in(node.call) if tensor.numel()]
+
+
+def tensors_in(value):
+    """Tensors in the fields of dataclasses and of tuples, to any depth."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    fields = value.__dict__.values() if dataclasses.is_dataclass(value) else value if isinstance(value, tuple) else ()
+    return [tensor for field in fields for tensor in tensors_in(field)]
 
 
 def test_sums_over_slabs_and_blocks_are_fp32(backend, device):

@@ -61,7 +61,8 @@ def test_nothing_behind_a_slab_is_written(columns, dtype, primitives, device):
     rows, terms = Rows(problem.labels.int(), *torch.ones(2, 9, device=device)), torch.zeros(6, 9, device=device)
     buffer = torch.full((9, 512), 7.0, device=device, dtype=dtype)
     slab = buffer[:, :width]
-    primitives.grad_logits(problem.hidden, weight, rows, terms, slab, Options(), first_column=columns.start)
+    where = {"first_column": columns.start, "entropy": True}
+    primitives.grad_logits(problem.hidden, weight, rows, terms, slab, Options(), **where)
     assert not slab.any()
     assert (buffer[:, round_up(width, 16 // dtype.itemsize) :] == 7.0).all()
 

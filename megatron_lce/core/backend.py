@@ -79,8 +79,10 @@ class Backend(Protocol):
         rows: Rows,
         terms: Tensor,  # [6 or 7, N], packed `RowTerms`
         out: Tensor,  # [N, C] of weight's dtype
-        options: Options,  # entropy: it has an upstream gradient
+        options: Options,
+        *,
         first_column: int,  # of the slab in the shard
+        entropy: bool,  # `terms.entropy_term` may be nonzero
     ) -> None:
         """Write the gradient of the products `hidden @ weight.T` to `out`, scale, softcap and temperature included."""
 
@@ -89,7 +91,9 @@ class Backend(Protocol):
         cache: LogitsCache,
         rows: Rows,
         terms: Tensor,  # [6 or 7, N], packed `RowTerms`
-        options: Options,  # entropy: it has an upstream gradient
+        options: Options,
+        *,
+        entropy: bool,  # `terms.entropy_term` may be nonzero
         factored: bool,
     ) -> Tensor | None:
         """Turn cached exponentials into the gradient of their products, in place; no `mean_term` under a softcap.

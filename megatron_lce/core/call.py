@@ -59,7 +59,7 @@ class Call:
     def without_tensors(self) -> Self:
         """Return a copy without tensors, which an autograd node saves separately."""
         nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
-        options = replace(self.options, candidates=None)
+        options = replace(self.options, temperature=1.0, candidates=None)
         return replace(self, hidden=nothing, weight=nothing, labels=nothing, temperature=1.0, options=options)
 
     def with_tensors(self, hidden: Tensor, weight: Tensor) -> Self:

@@ -1,7 +1,7 @@
 """Gradients of the logits of a block, slab by slab, from the logits cache or from recomputed products."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from megatron_lce.core.call import Call
 from megatron_lce.core.candidates import CandidateGradients, candidate_gradients
 from megatron_lce.core.head_gradients import Slab, computed_slabs, kept_slabs
 from megatron_lce.core.logits_cache import LogitsCache
-from megatron_lce.core.options import DIFFERENTIABLE, Options
+from megatron_lce.core.options import DIFFERENTIABLE
 from megatron_lce.core.rows import Rows, RowTerms, SoftmaxOfRow
 from megatron_lce.core.tokens import TokenBlock
 
@@ -23,7 +23,7 @@ class LogitGradients(NamedTuple):
     call: Call
     rows: Rows
     terms: Tensor  # [6 or 7, N] fp32, `RowTerms`
-    options: Options  # the call's, but entropy: it has an upstream gradient
+    entropy: bool  # it has an upstream gradient
     candidates: CandidateGradients | None = None  # they replace the gradients of the candidates' products
 
     def select(self, tokens: slice | Tensor) -> "LogitGradients":
@@ -34,7 +34,7 @@ class LogitGradients(NamedTuple):
         """Recompute these products and write their gradient to `grad`."""
         call, part = self.call, self.select(tokens)
         inputs = hidden[tokens], call.weight[columns], part.rows, part.terms
-        call.backend.grad_logits(*inputs, grad, self.options, first_column=columns.start)
+        call.backend.grad_logits(*inputs, grad, call.options, first_column=columns.start, entropy=self.entropy)
         if part.candidates is not None:
             call.backend.write_columns(grad, part.candidates.columns - columns.start, part.candidates.grad)
 
@@ -55,7 +55,7 @@ def gradient_inputs(
         upstream = {**upstream, "lse": of_lse - of_candidates.sum(dim=1)}
     differentiable = [upstream[name] for name in DIFFERENTIABLE]
     terms, counts = call.backend.row_terms(rows, softmax, differentiable, call.options)
-    gradients = LogitGradients(call, rows, terms, replace(call.options, entropy=upstream["entropy"] is not None))
+    gradients = LogitGradients(call, rows, terms, entropy=upstream["entropy"] is not None)
     if of_candidates is None or ids is None or log_p is None:
         return gradients, counts
     unknown = (log_p.isnan() & (ids >= 0)).any(dim=1)  # an id of no rank makes the gradient NaN, as a label does
@@ -99,8 +99,8 @@ def gradients_of_cache(
     # With an entropy, exponentials are relative to different references.
     factored = gradients.candidates is None and not call.options.entropy and num_columns == call.shard.columns
     factored = factored and scaled_hidden <= call.options.workspace_bytes
-    inputs = cache, gradients.rows, gradients.terms, gradients.options
-    factor = call.backend.grad_logits_from_cache(*inputs, factored=factored)
+    inputs = cache, gradients.rows, gradients.terms, call.options
+    factor = call.backend.grad_logits_from_cache(*inputs, entropy=gradients.entropy, factored=factored)
     if gradients.candidates is not None:
         call.backend.write_columns(cache.exp, *gradients.candidates)
     return CacheGradients(cache.exp, factor)

@@ -44,7 +44,7 @@ def costs(hidden: Tensor, weight: Tensor, telemetry: bool) -> Costs:
 
 
 def grad_logits_from_cache(
-    cache: LogitsCache, rows: Rows, terms: Tensor, options: Options, factored: bool
+    cache: LogitsCache, rows: Rows, terms: Tensor, options: Options, *, entropy: bool, factored: bool
 ) -> Tensor | None:
     raise AssertionError("`costs` allow no cache")
 
@@ -109,14 +109,22 @@ def sum_chunks(
 
 
 def grad_logits(
-    hidden: Tensor, weight: Tensor, rows: Rows, terms: Tensor, out: Tensor, options: Options, first_column: int
+    hidden: Tensor,
+    weight: Tensor,
+    rows: Rows,
+    terms: Tensor,
+    out: Tensor,
+    options: Options,
+    *,
+    first_column: int,
+    entropy: bool,
 ) -> None:
     each = RowTerms(*terms[:, :, None])
     logits = logits_base2(hidden, weight, rows.scale, options)
     tanh_squared = (logits / rows.scale[:, None]).square_() if options.softcap is not None else None
     log_p = logits.sub_(each.max_logit).sub_(each.log_sum)
     grad = log_p.exp2()
-    if options.entropy:
+    if entropy:
         grad.mul_(log_p.clamp_(min=LOWEST_LOG_P).mul_(-each.entropy_term).add_(each.p_term))
     else:
         grad.mul_(each.p_term)

@@ -31,7 +31,15 @@ _LOWEST_LOG_P = tl.constexpr(LOWEST_LOG_P)
 
 
 def grad_logits(
-    hidden: Tensor, weight: Tensor, rows: Rows, terms: Tensor, out: Tensor, options: Options, first_column: int
+    hidden: Tensor,
+    weight: Tensor,
+    rows: Rows,
+    terms: Tensor,
+    out: Tensor,
+    options: Options,
+    *,
+    first_column: int,
+    entropy: bool,
 ) -> None:
     tile = tiles.choose_tiles(hidden.dtype, weight.dtype, hidden.device)
     num_tokens, num_columns = out.shape
@@ -41,7 +49,7 @@ def grad_logits(
     hidden_rows = descriptor(hidden, tile.block_n, tile.block_h), hidden_power
     weight_rows = descriptor(weight, tile.block_v, tile.block_h), weight_power
     grad = descriptor(out, tile.block_n, tile.block_v // 2)
-    modes = {"ENTROPY": options.entropy, "MEAN": terms.shape[0] > NUM_TERMS, "GROUP_N": tiles.GROUP_N}
+    modes = {"ENTROPY": entropy, "MEAN": terms.shape[0] > NUM_TERMS, "GROUP_N": tiles.GROUP_N}
     # In fp32 not fused: z - max must be 0 at the largest z.
     fused, logits = out.dtype != torch.float32, (num_tokens, num_columns)
     launch = launch_over_tiles(_grad_logits_kernel, logits, tile, options, out, fused=fused)
@@ -49,14 +57,14 @@ def grad_logits(
 
 
 def grad_logits_from_cache(
-    cache: LogitsCache, rows: Rows, terms: Tensor, options: Options, factored: bool
+    cache: LogitsCache, rows: Rows, terms: Tensor, options: Options, *, entropy: bool, factored: bool
 ) -> Tensor | None:
     """As in `Backend`; in addition, padding past each row is written with finite numbers.
 
     The gradient at a label comes from its exact logprob. If `factored`, rows whose gradient is one number times the
     exponentials are left unchanged except at the label. The numbers are returned, [N] fp32, with 1 for the other rows.
     """
-    entropy, mean, softcap = options.entropy, terms.shape[0] > NUM_TERMS, options.softcap is not None
+    mean, softcap = terms.shape[0] > NUM_TERMS, options.softcap is not None
     assert not (softcap and mean)  # an exponential that underflowed to 0 no longer gives the tanh slope
     factored = factored and not (softcap or mean or entropy) and cache.exp.dtype == torch.bfloat16
     chunk = tiles.choose_tiles(cache.exp.dtype, cache.exp.dtype, cache.exp.device).chunk
