@@ -38,6 +38,15 @@ def test_argmax_is_the_lowest_id_on_ties(columns, backend, device):
     assert (result.outputs.argmax == columns[0]).all()
 
 
+@pytest.mark.parametrize("end", [2**24 + 320, 2**31])
+def test_argmax_has_every_digit_of_a_large_id(end, backend, device):
+    problem, start = make_problem(9, 16, 300, device), end - 300
+    here = problem.run(backend, telemetry=True)
+    there = problem._replace(labels=problem.labels + start).run(backend, vocab_start=start, telemetry=True)
+    assert torch.equal(there.outputs.argmax, here.outputs.argmax + start)
+    assert (there.outputs.argmax % 2 == 1).any()
+
+
 @pytest.mark.parametrize("logit_std", [0.0, 1e-25, 6.0])
 def test_statistics_keep_their_relative_precision(logit_std, backend, device):
     problem = make_problem(50, 64, 300, device, logit_std=logit_std)

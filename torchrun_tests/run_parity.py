@@ -39,6 +39,20 @@ def run_two_heads(backend: str, group: ProcessGroup, device: torch.device, repor
         report.compare(f"{backend}: two heads, the last shard of {last_rows}", out.logprobs.detach(), expected, 2e-6)
 
 
+def run_large_ids(backend: str, group: ProcessGroup, device: torch.device, report: Report) -> None:
+    """The last ids of the largest vocabulary keep every digit."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    generator, first = torch.Generator().manual_seed(0), 2**31 - 20 * ranks
+    hidden, weight = (torch.randn(rows, 8, generator=generator).to(device) for rows in (9, 20 * ranks))
+    expected = (hidden @ weight.T).argmax(dim=1) + first
+    inputs = hidden, weight[20 * rank :][:20]
+    keywords = {"tp_group": group, "vocab_start": first + 20 * rank, "backend": backend}
+    argmax = megatron_lce.linear_cross_entropy(*inputs, expected, telemetry=True, **keywords).argmax
+    best = megatron_lce.linear_topk(*inputs, 1, **keywords).ids[:, 0]
+    for name, ids in (("argmax", argmax), ("top-k", best)):
+        report.check(f"{backend}: {name} of large ids", torch.equal(ids, expected), f"{ids.tolist()}")
+
+
 def run_memory_of_a_second_head(group: ProcessGroup, device: torch.device, report: Report) -> None:
     """A head behind a small one of the same group and keywords stays within its workspace, too."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
@@ -99,6 +113,7 @@ def main() -> None:
             check_case(one, Ranks(backend, subgroup, device), report)
         if everything or backend == "torch":
             run_two_heads(backend, world, device, report)
+            run_large_ids(backend, world, device, report)
             run_dtensors(backend, world, device, report)
     harness.end(report.conclude())
 

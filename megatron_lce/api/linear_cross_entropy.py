@@ -68,8 +68,8 @@ def linear_cross_entropy(
         logits_scale: factor on the products (MuP).
         softcap: bound of the logits before the temperature, as in Gemma; `None`: no bound.
         ignore_index: label of ignored rows, whose outputs are 0 and which get no gradient.
-        vocab_start: first global id of this shard; `None`: rank * V_local. Uneven shards: give it on every rank. With
-            plain tensors, the host then waits for an all-reduce in every call.
+        vocab_start: first global id of this shard; `None`: rank * V_local. Ids end before 2^31. Uneven shards: give it
+            on every rank. With plain tensors, the host then waits for an all-reduce in every call.
         vocab_size: true size of the vocabulary; columns from it on are padding, without probability or gradient.
             `None`: no padding.
         entropy: False: `entropy` is None and costs nothing.

@@ -169,6 +169,8 @@ class Checks:
             start = collectives.group_rank(options.tp_group) * rows
         else:
             validation.check_integer("vocab_start", start, minimum=0)
+        last = validation.MAX_VOCABULARY - rows
+        require(start <= last, "vocab_start", f"be at most {last}, so that ids fit int32", start)
         # Until ranks compare theirs, the largest shard is this rank's own.
         self.shard = Shard(start, rows if vocab_size is None else min(max(vocab_size - start, 0), rows), rows)
         if options.vocab_start is None or ranks == 1:  # else the group compares its shards

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from megatron_lce.core.options import BackendName, Options
 
 _SMALLEST, _LARGEST = 1e-37, 1e38  # fp32 also holds the reciprocal, and log2 e times the number
+MAX_VOCABULARY = 2**31  # kernels hold ids in int32
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -33,6 +33,7 @@ LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 CHUNK_COLUMNS = 128
 LOWEST_LOGIT = float(torch.finfo(torch.float32).min)  # stands for -inf in 0 * -inf and -inf - -inf
+NO_ID = 2**31 - 1  # the argmax of no columns: no id is larger
 UNIT = 2.0**-36  # S and T are integers times this: 2^63 units are the sum of 2^27 equal logits
 
 
@@ -42,7 +43,7 @@ class Extremes(NamedTuple):
     max_logit: Tensor
     label_logit: Tensor  # -inf if the label is not among the columns
     min_logit: Tensor | None = None
-    argmax: Tensor | None = None  # global id, exact in fp32 up to 2^24
+    argmax: Tensor | None = None  # int32 global id, whose bits are packed
 
 
 def num_extremes(telemetry: bool) -> int:
@@ -62,7 +63,8 @@ def packed_rows(entropy: bool, telemetry: bool) -> int:
 
 def unpack_extremes(packed: Tensor, telemetry: bool) -> Extremes:
     """Return the extremes in the first rows of a tensor [..., E or more, N]."""
-    return Extremes(*packed.unbind(dim=-2)[: num_extremes(telemetry)])
+    rows = packed.unbind(dim=-2)[: num_extremes(telemetry)]
+    return Extremes(*rows[:3], *(row.view(torch.int32) for row in rows[3:]))
 
 
 def merge_extremes(parts: Tensor, telemetry: bool) -> Tensor:
@@ -70,13 +72,16 @@ def merge_extremes(parts: Tensor, telemetry: bool) -> Tensor:
     merged = parts[:, :2].amax(dim=0)  # NaN if any is
     if not telemetry:
         return merged
-    ids = torch.where(parts[:, 0] == merged[0], parts[:, 3], torch.inf)  # the lowest on ties
-    return torch.cat([merged, parts[:, 2].amin(dim=0, keepdim=True), ids.amin(dim=0, keepdim=True)])
+    ids = torch.where(parts[:, 0] == merged[0], parts[:, 3].view(torch.int32), NO_ID)
+    argmax = ids.amin(dim=0, keepdim=True).view(torch.float32)  # the lowest on ties
+    return torch.cat([merged, parts[:, 2].amin(dim=0, keepdim=True), argmax])
 
 
 def stats_of_nothing(num_tokens: int, entropy: bool, telemetry: bool, device: torch.device) -> Tensor:
     """Return statistics [1, K, N] of a chunk without columns, as of a shard that is all padding."""
     stats = torch.zeros(1, packed_rows(entropy, telemetry), num_tokens, dtype=torch.float32, device=device)
     stats[:, :2] = -torch.inf
-    stats[:, 2 : num_extremes(telemetry)] = torch.inf  # the smallest logit, and the id of the largest
+    if telemetry:
+        stats[:, 2] = torch.inf  # the smallest logit
+        stats[:, 3].view(torch.int32).fill_(NO_ID)
     return stats

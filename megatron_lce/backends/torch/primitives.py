@@ -175,7 +175,7 @@ def chunk_stats(logits: Tensor, labels: Tensor, first_id: int, entropy: bool, te
     max_logit = torch.where(sum_exp.isnan(), sum_exp, max_logit)
     stats = [max_logit, torch.where(in_chunk, label_logit, -torch.inf)]
     if telemetry:
-        stats += [logits.amin(dim=1), (argmax + first_id).float()]
+        stats += [logits.amin(dim=1), (argmax + first_id).int().view(torch.float32)]
     sum_exp_squared = [exp.square().sum(dim=1)] if telemetry else []
     stats.append(sum_exp)
     if entropy:

@@ -10,6 +10,7 @@ from megatron_lce.core.plan import ceil_div
 from megatron_lce.core.statistics import (
     CHUNK_COLUMNS,
     LOWEST_LOGIT,
+    NO_ID,
     UNIT,
     num_extremes,
     num_sums,
@@ -17,6 +18,7 @@ from megatron_lce.core.statistics import (
 )
 
 _UNITS = tl.constexpr(1 / UNIT)
+_NO_ID = tl.constexpr(NO_ID)
 _LOWEST_LOGIT = tl.constexpr(LOWEST_LOGIT)
 
 
@@ -118,16 +120,16 @@ def _sum_chunks_kernel(
     tl.store(merged, max_logit, token_mask)
     tl.store(merged + N, label_logit, token_mask)
     if TELEMETRY:
-        argmax = tl.full((BLOCK_N,), float("inf"), tl.float32)
+        argmax = tl.full((BLOCK_N,), _NO_ID, tl.int32)
         for start in range(0, num_sets, BLOCK_S):
             sets = start + tl.arange(0, BLOCK_S)
             mask = (sets < num_sets)[:, None] & token_mask[None, :]
             extremes = all_extremes_ptr + sets.to(tl.int64)[:, None] * set_stride + tokens[None, :]
             at_max = tl.load(extremes, mask, other=float("-inf")) == max_logit[None, :]
-            set_argmax = tl.load(extremes + 3 * N, mask, other=float("inf"))
-            argmax = tl.minimum(argmax, tl.min(tl.where(at_max, set_argmax, float("inf")), 0))
+            set_argmax = tl.load(extremes + 3 * N, mask, other=0.0).to(tl.int32, bitcast=True)
+            argmax = tl.minimum(argmax, tl.min(tl.where(at_max & mask, set_argmax, _NO_ID), 0))
         tl.store(merged + 2 * N, min_logit, token_mask)
-        tl.store(merged + 3 * N, argmax, token_mask)
+        tl.store(merged + 3 * N, argmax.to(tl.float32, bitcast=True), token_mask)
 
     max_logit = tl.where(token_mask, max_logit, 0.0)
     sum_exp = tl.zeros((BLOCK_N,), tl.int64)

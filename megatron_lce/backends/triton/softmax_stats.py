@@ -215,7 +215,7 @@ def _softmax_stats_kernel(
         max_logit = tl.maximum(tl.max(logits, 2), _LOWEST_LOGIT)  # [BLOCK_N, CHUNKS]; a chunk may be -inf throughout
         if TELEMETRY:
             argmax = tl.argmax(logits, 2) + (column + first_column + vocab_start + chunks * CHUNK)[None, :]
-            tl.store(stats + 3 * N, argmax.to(tl.float32), mask)
+            tl.store(stats + 3 * N, argmax.to(tl.float32, bitcast=True), mask)
         shifted = logits - max_logit[:, :, None]
         exp = tl.exp2(shifted)
         sum_exp = tl.sum(exp, 2)
