@@ -189,3 +189,42 @@ def test_no_tokens(shape, dtype, operation, device):
     assert not of_weight.any()
     if name in SUMS:
         assert returned[0] == 0
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_every_launch_enters_the_device_of_its_tensors(name, device, monkeypatch):
+    pytest.importorskip("triton")
+    from megatron_lce.backends.triton.scale import _scale_kernel
+
+    entered, launched, kernels = [], [], type(_scale_kernel)
+    run = kernels.run
+
+    @contextlib.contextmanager
+    def device_of(tensor):
+        entered.append(tensor.device)
+        yield
+        entered.pop()
+
+    def spy(kernel, *arguments, **keywords):
+        launched.append(list(entered))
+        return run(kernel, *arguments, **keywords)
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    monkeypatch.setattr(kernels, "run", spy)
+    inputs = head(device, BF16)
+    results(functools.partial(OPERATIONS[name], backend="triton"), inputs)
+    assert len(launched) > 2
+    assert all(devices == [inputs[0].device] for devices in launched)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_another_gpu_than_the_current_one(operation):
+    """Its results have the bits of the current GPU's, which stays the current one."""
+    name, call = operation
+    inputs = head(torch.device("cuda:0"), BF16)
+    moved = tuple(tensor.detach().to("cuda:1").requires_grad_(tensor.requires_grad) for tensor in inputs)
+    expected, actual = results(call, inputs), results(call, moved)
+    assert torch.cuda.current_device() == 0
+    assert {tensor.device for tensor in actual} == {torch.device("cuda:1")}
+    assert all(torch.equal(a.cpu(), e.cpu()) for a, e in zip(actual, expected, strict=True)), name

@@ -62,7 +62,7 @@ def _launch(kernel: Any, heads: Heads, products: Tensor, stats: Tensor, *own: An
     sizes = num_tokens, num_columns, products.stride(1), stats.stride(0)
     constants = {"BLOCK_N": block_n, "BLOCK_V": columns, "num_warps": max(1, WARPS * columns // COLUMNS)}
     # Not fused: a logit must have the same bits in every reading.
-    launch = tiles.launch(kernel, (ceil_div(num_tokens, block_n),), fused=False)
+    launch = tiles.launch(kernel, (ceil_div(num_tokens, block_n),), products, fused=False)
     launch(*both, stats, *sizes, *own, **constants)
 
 

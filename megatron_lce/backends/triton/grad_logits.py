@@ -79,7 +79,7 @@ def grad_logits_from_cache(
     sizes = num_tokens, stop, *strides, num_chunks, sharers
     modes = {"ENTROPY": entropy, "MEAN": mean, "SOFTCAP": softcap}
     constants = {"BLOCK_N": block_n, "CHUNK": chunk, "num_warps": 1 if factored else 2}
-    launch = tiles.launch(_grad_from_exp_kernel, (sharers * ceil_div(num_tokens, block_n),), fused=True)
+    launch = tiles.launch(_grad_from_exp_kernel, (sharers * ceil_div(num_tokens, block_n),), cache.exp, fused=True)
     launch(*cache, rows.labels, rows.scale, terms, factor, *sizes, **modes, **constants)
     return factor
 

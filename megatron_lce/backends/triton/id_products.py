@@ -20,7 +20,7 @@ def gathered_logits(
     block = tiles.rows_of_program(8, num_ids)
     sizes = num_ids, hidden.shape[1], hidden.stride(0), weight.stride(0), shard.start, shard.columns
     modes = {"SOFTCAP": cap is not None, "ROUND": options.logits_dtype is not None}
-    launch = tiles.launch(_gathered_logits_kernel, (ceil_div(num_ids, block),), fused=True)
+    launch = tiles.launch(_gathered_logits_kernel, (ceil_div(num_ids, block),), hidden, fused=True)
     launch(hidden, weight, tokens, ids, rows.scale, found, *sizes, cap or 0.0, **modes, BLOCK_M=block, BLOCK_H=512)
     return found
 
@@ -40,14 +40,14 @@ def gathered_sums(
     block = min(1024, triton.next_power_of_2(num_columns))
     first, num_places = (0, matrix.shape[0]) if shard is None else (shard.start, shard.columns)
     sizes = num_columns, matrix.stride(0), out.stride(0), first, num_places
-    launch = tiles.launch(_gathered_sums_kernel, (num_sums, ceil_div(num_columns, block)), fused=True)
+    launch = tiles.launch(_gathered_sums_kernel, (num_sums, ceil_div(num_columns, block)), matrix, fused=True)
     launch(matrix, places, factors, offsets, out, *sizes, ACCUMULATE=accumulate, BLOCK_M=4, BLOCK_H=block)
 
 
 def write_columns(matrix: Tensor, columns: Tensor, values: Tensor) -> None:
     block = 4096 if matrix.device.type == "cpu" else 512
     sizes = columns.numel(), columns.shape[1], matrix.shape[1], matrix.stride(0)
-    launch = tiles.launch(_write_columns_kernel, (ceil_div(columns.numel(), block),), fused=True)
+    launch = tiles.launch(_write_columns_kernel, (ceil_div(columns.numel(), block),), matrix, fused=True)
     launch(matrix, columns.contiguous(), values.contiguous(), *sizes, BLOCK=block)
 
 

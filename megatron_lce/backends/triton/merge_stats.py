@@ -28,7 +28,7 @@ def product_stats(products: Tensor, row_scale: Tensor) -> Tensor:
     stats = products.new_empty(num_chunks, packed_rows(False, False), num_tokens, dtype=torch.float32)
     rows = tiles.rows_of_program(4, num_tokens)
     grid, sizes = (ceil_div(num_tokens, rows), ceil_div(num_chunks, at_once)), (*products.shape, products.stride(0))
-    launch = tiles.launch(_product_stats_kernel, grid, fused=False)
+    launch = tiles.launch(_product_stats_kernel, grid, products, fused=False)
     launch(products, row_scale, stats, *sizes, BLOCK_N=rows, CHUNKS=at_once, CHUNK=CHUNK_COLUMNS)
     return stats
 
@@ -45,7 +45,7 @@ def sum_chunks(
     sizes = num_chunks, num_sets, num_tokens, *strides, num_extremes(telemetry), num_columns
     constants = {"ENTROPY": entropy, "TELEMETRY": telemetry, "BLOCK_S": 64, "BLOCK_N": block_n, "num_warps": 1}
     # Not fused: the same bits with and without the optional rows.
-    launch = tiles.launch(_sum_chunks_kernel, (ceil_div(num_tokens, block_n),), fused=False)
+    launch = tiles.launch(_sum_chunks_kernel, (ceil_div(num_tokens, block_n),), parts, fused=False)
     launch(parts, all_extremes, extremes, sums, *sizes, **constants)
     return extremes, sums
 

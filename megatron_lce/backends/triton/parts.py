@@ -64,7 +64,7 @@ def split(matrix: Tensor, number: int, dtype: torch.dtype = torch.float16) -> tu
         written = round_up(num_rows, COLUMN_STEP)
         powers = matrix.new_empty(written, dtype=torch.float32)
     rows, columns = tiles.rows_of_program(1, written), min(1024, triton.next_power_of_2(width))
-    launch = tiles.launch(_split_kernel, (ceil_div(written, rows),), fused=True)
+    launch = tiles.launch(_split_kernel, (ceil_div(written, rows),), matrix, fused=True)
     sizes = num_rows, num_columns, width, matrix.stride(0)
     launch(matrix, parts, powers, *sizes, PARTS=number, BLOCK_M=rows, BLOCK_K=columns)
     return parts, powers

@@ -33,7 +33,7 @@ def prepare_rows(labels: Tensor, temperature: Tensor | float, options: Options, 
     rows = Rows(*(torch.empty_like(labels, dtype=dtype) for dtype in (torch.int32, torch.float32, torch.float32)))
     of_rows, of_all = (temperature.contiguous(), 1.0) if isinstance(temperature, Tensor) else (None, temperature)
     numbers = of_all, logits_factor(options), options.ignore_index, shard.start, shard.columns
-    launch = tiles.launch(_prepare_rows_kernel, (ceil_div(labels.shape[0], BLOCK_N),), fused=True)
+    launch = tiles.launch(_prepare_rows_kernel, (ceil_div(labels.shape[0], BLOCK_N),), labels, fused=True)
     launch(labels.contiguous(), of_rows, rows, labels.shape[0], *numbers, BLOCK_N=BLOCK_N)
     return rows
 
@@ -46,7 +46,7 @@ def finish(
     softmax = SoftmaxOfRow(packed_extremes[0], *saved)  # type: ignore[arg-type]
     written = outputs._replace(candidate_logprobs=None), softmax  # `megatron_lce.core.candidates` makes them
     # Not fused: the same bits with and without the optional outputs.
-    launch = tiles.launch(_finish_kernel, (ceil_div(num_tokens, BLOCK_N),), fused=False)
+    launch = tiles.launch(_finish_kernel, (ceil_div(num_tokens, BLOCK_N),), packed_extremes, fused=False)
     modes = {"ENTROPY": entropy, "TELEMETRY": telemetry}
     launch(packed_extremes, sums, rows.to_nats, *written, num_tokens, **modes, BLOCK_N=BLOCK_N)
     return softmax
@@ -61,7 +61,7 @@ def row_terms(
     counts = rows.scale.new_empty(num_tokens, dtype=torch.bool)
     strides = (0 if grad is None else grad.stride(0) for grad in upstream)
     read = rows.scale, rows.to_nats, softmax, *upstream, *strides
-    launch = tiles.launch(_row_terms_kernel, (ceil_div(num_tokens, BLOCK_N),), fused=True)
+    launch = tiles.launch(_row_terms_kernel, (ceil_div(num_tokens, BLOCK_N),), terms, fused=True)
     launch(*read, terms, counts, num_tokens, inner_factor(options), BLOCK_N=BLOCK_N)
     return terms, counts
 

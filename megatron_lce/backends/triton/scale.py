@@ -14,7 +14,7 @@ def scale(matrix: Tensor, factor: Tensor, out: Tensor, *, accumulate: bool) -> N
     rows = tiles.rows_of_program(1, matrix.shape[0])
     sizes = *matrix.shape, *matrix.stride(), *out.stride()
     modes = {"PER_ROW": factor.dim() == 1, "UNLESS_ONE": in_place and factor.dim() == 0, "ACCUMULATE": accumulate}
-    launch = tiles.launch(_scale_kernel, (ceil_div(matrix.shape[0], rows),), fused=True)
+    launch = tiles.launch(_scale_kernel, (ceil_div(matrix.shape[0], rows),), matrix, fused=True)
     launch(matrix, factor, out, *sizes, **modes, BLOCK_M=rows, BLOCK_K=1024)
 
 

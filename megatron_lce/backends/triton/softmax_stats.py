@@ -77,7 +77,7 @@ def softmax_stats(
         weight_rows = weight if label_rows is None else descriptor(label_rows, block, tile.block_h)
         operands = descriptor(hidden[tokens], block, tile.block_h), power, weight_rows, label_power
         sizes = labels.shape[0], width, weight.stride(0)
-        launch = tiles.launch(_label_logits_kernel, (ceil_div(labels.shape[0], block),), fused=False)
+        launch = tiles.launch(_label_logits_kernel, (ceil_div(labels.shape[0], block),), hidden, fused=False)
         constants = shared_arguments(tile, options) | {"BLOCK_N": block}
         launch(*operands, labels, rows.scale[tokens], stats[0, 1, tokens], *sizes, **constants)
 

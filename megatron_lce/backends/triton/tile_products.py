@@ -181,7 +181,7 @@ def launch_over_tiles(
     """Return a kernel to be called for all tiles of logits of this shape, on the device of `like`."""
     num_tiles = ceil_div(logits[0], tile.block_n) * ceil_div(logits[1], tile.block_v)
     return partial(
-        tiles.launch(kernel, (tiles.num_programs(num_tiles, tile, like.device),), fused=fused),
+        tiles.launch(kernel, (tiles.num_programs(num_tiles, tile, like.device),), like, fused=fused),
         PERSISTENT=tiles.takes_descriptors(like.device),
         BLOCK_V=tile.block_v,
         **shared_arguments(tile, options),

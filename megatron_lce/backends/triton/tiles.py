@@ -1,7 +1,7 @@
 """The table of tiles, with the GPU on which each was chosen, and how kernels are launched."""
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -77,12 +77,17 @@ def _multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *, fused: bool) -> Callable[..., None]:
-    """Return a kernel to be called, or for an empty grid a function that does nothing.
+def launch(kernel: Any, grid: tuple[int, ...], like: torch.Tensor, *, fused: bool) -> Callable[..., None]:
+    """Return a kernel to be called on the device of `like`, or for an empty grid a function that does nothing.
 
     `fused` lets the compiler round a * b + c once. The default differs between versions of Triton.
     """
-    return partial(kernel[grid], enable_fp_fusion=fused) if all(grid) else lambda *arguments, **constants: None
+
+    def start(*arguments: Any, **constants: Any) -> None:
+        with torch.cuda.device_of(like):  # Triton launches on the current device
+            kernel[grid](*arguments, enable_fp_fusion=fused, **constants)
+
+    return start if all(grid) else lambda *arguments, **constants: None
 
 
 def interpreting() -> bool:
