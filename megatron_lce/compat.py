@@ -1,7 +1,7 @@
 """The calls of other projects, so that a changed import is enough to use this package.
 
-Each function replaces the one it is named after: `verl_`, `areal_`, `megatron_` and `torch_linear_cross_entropy`. They
-share these arguments; errors are those of `megatron_lce.linear_cross_entropy`.
+Each function replaces the one it is named after: `verl_`, `areal_` and `torch_linear_cross_entropy`. They share these
+arguments; errors are those of `megatron_lce.linear_cross_entropy`.
 
 hidden        [..., H], fp32, bf16 or fp16
 weight        [V_local, H] of hidden's dtype, this rank's rows of the vocabulary; all shards equal
@@ -116,42 +116,6 @@ def areal_linear_cross_entropy(
     if out.max_logit is None:
         return results
     return *results, (out.max_logit * temperature).float().reshape(-1)
-
-
-@eager
-def megatron_linear_cross_entropy(
-    hidden: Tensor,  # [..., H]
-    weight: Tensor,  # [V_local, H]
-    labels: Tensor,  # as many ids as hidden has rows on all ranks
-    tp_group: ProcessGroup | None = None,
-    reduction: Reduction = "mean",
-    ignore_index: int = -100,
-    sequence_parallel: bool = False,
-    *,
-    skip_ignored: bool | int = False,
-) -> Tensor:
-    """The fp32 loss: the call of Megatron-LM's own fused linear cross-entropy (dev branch).
-
-    `megatron_lce.install_megatron_linear_cross_entropy` installs it in Megatron. The hidden-state gradient is summed
-    over the group, or reduce-scattered under `sequence_parallel`.
-
-    Args:
-        tp_group, sequence_parallel: as in `megatron_lce.linear_cross_entropy`.
-        labels: of the whole sequence. Rows whose label is `ignore_index` are ignored, too.
-        reduction: "none": [N], flattened; "sum"; or "mean" over the rows that are not ignored (NaN if all are).
-    """
-    options = Options(tp_group, sequence_parallel, entropy=False, skip_ignored=skip_ignored)
-    own = {"reduction": reduction, "ignore_index": ignore_index, "rows of weight": validation.rows_of(weight)}
-    name = "megatron_linear_cross_entropy"
-    with checked_together(name, hidden, weight, labels, options, takes_dtensors=True, own=own) as checks:
-        shape = checks.head()
-        validation.check_choice("reduction", reduction, get_args(Reduction))
-        validation.check_integer("ignore_index", ignore_index)
-        ids = _checked_labels(checks.labels, shape)
-        takes_part = (ids >= 0) & (ids != ignore_index)
-        checks.rest(ids.where(takes_part, IGNORE_INDEX))
-    out = outputs_of(checks)
-    return reduced(-out.logprobs.reshape(-1), reduction, takes_part.reshape(-1))
 
 
 @eager

@@ -17,7 +17,6 @@ from megatron_lce.core.options import LinearCrossEntropyOutput
 from megatron_lce.megatron.capture import CapturedHead, capture_lm_head
 from megatron_lce.megatron.enable import FusedLinearCE, enable_fused_linear_ce
 from megatron_lce.megatron.heads import accept_head
-from megatron_lce.megatron.own_flag import install_megatron_linear_cross_entropy
 from megatron_lce.megatron.processor import FusedOutputContext, fused_output_processor
 
 __all__ = [
@@ -36,7 +35,6 @@ __all__ = [
     "enable_fused_linear_ce",
     "explain",
     "fused_output_processor",
-    "install_megatron_linear_cross_entropy",
     "linear_cross_entropy",
     "linear_jsd",
     "linear_logits_at",

@@ -69,8 +69,7 @@ def foreign(paths, *allowed):
 def test_the_names_of_the_interface():
     operations = """linear_cross_entropy linear_jsd linear_logits_at linear_token_loss linear_topk support_logprobs
         topk_divergence shift_labels check_labels load_head_shard FusedLinearHead compat"""
-    of_megatron = """accept_head capture_lm_head enable_fused_linear_ce explain fused_output_processor
-        install_megatron_linear_cross_entropy"""
+    of_megatron = """accept_head capture_lm_head enable_fused_linear_ce explain fused_output_processor"""
     types = "CapturedHead Explanation FusedLinearCE FusedOutputContext LinearCrossEntropyOutput TokenLoss TopK"
     exported = {alias.name for _, node in every(ast.ImportFrom, [PACKAGE / "public.py"]) for alias in node.names}
     assert exported == {*operations.split(), *of_megatron.split(), *types.split()}

@@ -24,7 +24,6 @@ OF_VERLS = "temperature=1.0, reduction='none', dist_process_group=None"
 SIGNATURES = {
     compat.verl_linear_cross_entropy: OF_VERLS,
     compat.areal_linear_cross_entropy: f"{OF_VERLS}, return_max_logits=False",
-    compat.megatron_linear_cross_entropy: "tp_group=None, reduction='mean', ignore_index=-100, sequence_parallel=False",
 }
 
 
@@ -101,7 +100,7 @@ def test_areals_largest_logit_is_that_before_the_temperature(temperature, device
     assert not three[2].requires_grad
 
 
-@pytest.mark.parametrize("call", [*PROJECTS.values(), compat.megatron_linear_cross_entropy])
+@pytest.mark.parametrize("call", PROJECTS.values())
 def test_labels_in_another_order_are_refused(call, device):
     problem = make_problem((7, 2), 24, 70, device)
     for labels, shape in ((problem.labels.T, r"\(2, 7\)"), (problem.labels.reshape(-1)[1:], r"\(13,\)")):
@@ -121,8 +120,6 @@ def test_negative_labels_are_ignored_rows(label, project, device):
 CALLS = {
     "verl": compat.verl_linear_cross_entropy,
     "areal": functools.partial(compat.areal_linear_cross_entropy, return_max_logits=True),
-    "megatron": functools.partial(compat.megatron_linear_cross_entropy, reduction="none"),
-    "megatron, SP": functools.partial(compat.megatron_linear_cross_entropy, reduction="none", sequence_parallel=True),
     "torch": functools.partial(compat.torch_linear_cross_entropy, reduction="none"),
     "torch, smoothed": functools.partial(compat.torch_linear_cross_entropy, reduction="none", label_smoothing=0.1),
 }
@@ -169,13 +166,9 @@ OF_VERL = [
     ("dist_process_group", "x", TypeError, "dist_process_group must be a .*ProcessGroup or None, got str"),
 ]
 OF_AREAL = [*OF_VERL, ("return_max_logits", 1, TypeError, "return_max_logits must be a bool")]
-OF_GROUP = [
+OF_TORCH = [
     ("tp_group", 3, TypeError, "tp_group must be a torch.distributed.ProcessGroup or None, got int"),
     ("ignore_index", "a", TypeError, "ignore_index must be an int, got str"),
-]
-OF_MEGATRON = [*OF_GROUP, ("sequence_parallel", 1, TypeError, "sequence_parallel must be a bool, got int")]
-OF_TORCH = [
-    *OF_GROUP,
     ("input", zeros(7, 23), ValueError, r"input and linear_weight must agree on H, got \(7, 23\) and \(70, 24\)"),
     ("target", zeros(7, dtype=torch.int32), TypeError, "target must be int64, got torch.int32"),
     ("target", zeros(6, **LONG), ValueError, r"target must have input's shape without H, \(7,\), got \(6,\) for input"),
@@ -203,10 +196,10 @@ def in_torchs_words(name, value, error, message):
     return IN_TORCHS_WORDS.get(name, name), value, error, renamed
 
 
-OF_CALLS = {"verl": OF_VERL, "areal": OF_AREAL, "megatron": OF_MEGATRON}
+OF_CALLS = {"verl": OF_VERL, "areal": OF_AREAL}
 BAD = [(call, *row) for call, rows in OF_CALLS.items() for row in [*OF_THE_HEAD, FLOATS, *rows]]
 BAD += [("torch", *row) for row in [*(in_torchs_words(*row) for row in OF_THE_HEAD), *OF_TORCH]]
-BAD += [("megatron, SP", *OF_GROUP[0]), ("torch, smoothed", *SMOOTHED)]
+BAD += [("torch, smoothed", *SMOOTHED)]
 
 
 @pytest.mark.parametrize(
@@ -218,37 +211,6 @@ def test_messages_name_the_arguments_of_the_call_that_was_made(call, name, value
     arguments = dict(zip(names, problem[:3], strict=True))
     with pytest.raises(error, match=f"^{message}"):
         CALLS[call](**arguments | {name: value})
-
-
-# Megatron-LM's own fused call
-
-
-@pytest.mark.parametrize("labels_dtype", [torch.int64, torch.int32], ids=str)
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_equals_the_loss_that_megatron_stands_for(reduction, labels_dtype, device):
-    problem = make_problem((5, 3), 24, 31, device)
-    labels = problem.labels.to(labels_dtype)
-    labels[0] = 7
-    labels[1, 0] = -1
-    targets = labels.long().where((labels != 7) & (labels >= 0), -100).reshape(-1)
-
-    def exact(hidden, weight):
-        return torch.nn.functional.cross_entropy(hidden.flatten(0, 1) @ weight.T, targets, reduction=reduction)
-
-    actual = with_gradients(
-        problem, lambda h, w: compat.megatron_linear_cross_entropy(h, w, labels, None, reduction, 7)
-    )
-    expected = with_gradients(problem, exact, torch.float64)
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_shapes_as_megatron_passes_them(device):
-    """hidden [s, b, H] beside labels [s, b] or flattened; the loss is flattened."""
-    problem = make_problem((5, 3), 24, 31, device)
-    loss = compat.megatron_linear_cross_entropy(*problem[:3], reduction="none")
-    assert loss.shape == (15,)
-    flat = compat.megatron_linear_cross_entropy(*problem[:2], problem.labels.reshape(-1), reduction="none")
-    assert torch.equal(loss, flat)
 
 
 # torch.nn.functional.linear_cross_entropy

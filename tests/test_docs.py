@@ -4,7 +4,7 @@ Each block runs by itself: it has its imports, and the names that a training pro
 """
 
 import contextlib
-import importlib.util
+import importlib
 import inspect
 import io
 import re
@@ -33,11 +33,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [*publish.pages(), *(ROOT / page for page in ("CHANGELOG.md", "CONTRIBUTING.md", "benchmark/README.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 TOKENS = 24
-ONLY_NEWER = {  # what a block speaks of, and whether this Megatron has it: from 0.18, and on its dev branch
+ONLY_NEWER = {  # what a block speaks of, and whether this Megatron has it: from 0.18
     "output_processor": "output_processor" in inspect.signature(GPTModel.forward).parameters,
-    "install_megatron_linear_cross_entropy": bool(
-        importlib.util.find_spec("megatron.core.transformer.linear_cross_entropy")
-    ),
 }
 TORCHRUN_PROGRAMS = ("run_parity.py", "run_megatron.py", "run_megatron_fsdp.py", "run_fuzz.py")
 

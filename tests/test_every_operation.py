@@ -82,7 +82,6 @@ CALLS = [
 COMPAT = {
     "verl": compat.linear_cross_entropy,
     "areal": lambda *head: compat.areal_linear_cross_entropy(*head, 0.7, return_max_logits=True),
-    "megatron": compat.megatron_linear_cross_entropy,
     "torch": lambda *head: compat.torch_linear_cross_entropy(*head, label_smoothing=0.1),
 }
 

@@ -21,28 +21,18 @@ from tests.oracle import Upstream, comparisons, evaluate, oracle
 
 
 def run_calls(group: ProcessGroup, device: torch.device, report: Report) -> None:
-    """The call of verl and AReaL, which sums hidden's gradient, and Megatron's, with and without sequence parallel.
-
-    What stands in front of the first is run_megatron.py's.
-    """
+    """The call of verl and AReaL, which sums hidden's gradient. What stands in front of it is run_megatron.py's."""
 
     def verls(*inputs: Tensor) -> LinearCrossEntropyOutput:
         outputs = compat.linear_cross_entropy(*inputs, dist_process_group=group)
         return LinearCrossEntropyOutput(*(output.view_as(inputs[2]) for output in outputs), None)
 
-    def megatrons(*inputs: Tensor, sequence_parallel: bool = False) -> LinearCrossEntropyOutput:
-        loss = compat.megatron_linear_cross_entropy(*inputs, group, "none", sequence_parallel=sequence_parallel)
-        return LinearCrossEntropyOutput(-loss.view_as(inputs[2]), None, None)
-
-    for call, keywords in ((verls, {}), (megatrons, {}), (megatrons, {"sequence_parallel": True})):
-        share = Share(case(**keywords), Ranks("auto", group, device))
-        upstream = Upstream(share.upstream.logprobs, share.upstream.entropy if call is verls else None)
-        inputs = (share.hidden, share.weight, share.labels, upstream)
-        actual = evaluate(call, *share.heads, share.labels, upstream, **keywords)
-        for result in comparisons(actual, oracle(*inputs), *inputs, **share.parts):
-            check_error(
-                share, f"call of {call.__name__}, {keywords}: {result.name}", result.error, result.allowed, report
-            )
+    share = Share(case(), Ranks("auto", group, device))
+    upstream = Upstream(share.upstream.logprobs, share.upstream.entropy)
+    inputs = (share.hidden, share.weight, share.labels, upstream)
+    actual = evaluate(verls, *share.heads, share.labels, upstream)
+    for result in comparisons(actual, oracle(*inputs), *inputs, **share.parts):
+        check_error(share, f"verl's call: {result.name}", result.error, result.allowed, report)
 
 
 def run_torchs_call(group: ProcessGroup, device: torch.device, report: Report) -> None:
@@ -90,7 +80,6 @@ def run_disagreements_of_compat(group: ProcessGroup, report: Report) -> None:
     partly = torch.cat([_CopyToModelParallelRegion.apply(whole[:3], group), whole[3:]])
     of_graphs = {"of dist_process_group refuses its arguments: hidden must come out of": {"hidden": partly}}
     of_max = {"return_max_logits must be the same on every rank of dist_process_group": {"return_max_logits": True}}
-    of_ignored = {"ignore_index must be the same on every rank of tp_group": {"ignore_index": 3}}
     of_torchs = {
         "refuses its arguments: reduction must be": {"reduction": "avg"},
         "refuses its arguments: linear_bias must be None": {"linear_bias": weight[:, 0]},
@@ -104,12 +93,10 @@ def run_disagreements_of_compat(group: ProcessGroup, report: Report) -> None:
     }
     verls = functools.partial(compat.linear_cross_entropy, dist_process_group=group)
     areals = functools.partial(compat.areal_linear_cross_entropy, dist_process_group=group)
-    megatrons = functools.partial(compat.megatron_linear_cross_entropy, tp_group=group)
     torchs = functools.partial(compat.torch_linear_cross_entropy, tp_group=group)
     check_disagreements(verls, head, of_a_head, group, report)
     check_disagreements(verls, head | {"hidden": whole}, of_graphs, group, report)
     check_disagreements(areals, head, of_max, group, report)
-    check_disagreements(megatrons, head, of_a_head | of_ignored, group, report)
     check_disagreements(torchs, torchs_head, of_torchs, group, report)
     # Ranks ask each other what they call with at the first call of a configuration only.
     torchs(**torchs_head)
