@@ -16,10 +16,10 @@ from typing import Any, Literal, get_args
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_lce.api.linear_cross_entropy import outputs_of
 from megatron_lce.checks import validation
 from megatron_lce.checks.together import checked_together
 from megatron_lce.core import collectives
+from megatron_lce.core.cross_entropy import linear_cross_entropy_autograd
 from megatron_lce.core.eager import eager
 from megatron_lce.core.options import IGNORE_INDEX, Options
 
@@ -110,7 +110,7 @@ def areal_linear_cross_entropy(
         summed = is_summed_in_front(hidden, dist_process_group)
         of_ids = replace(checks.options, temperature=temperature, reduce_grad_hidden=not summed)
         checks.rest(ids.where(ids >= 0, IGNORE_INDEX), of_ids)
-    out = outputs_of(checks)
+    out = linear_cross_entropy_autograd(checks.call())
     assert out.entropy is not None
     results = tuple(reduced(value.reshape(-1), reduction) for value in (out.logprobs, out.entropy))
     if out.max_logit is None:
@@ -189,7 +189,7 @@ def torch_linear_cross_entropy(
             validation.require(fits, "weight", wanted, f"{weight.dtype} {tuple(weight.shape)} on {weight.device}")
             validation.check_no_gradient("weight", weight)
         checks.rest()
-    out = outputs_of(checks)
+    out = linear_cross_entropy_autograd(checks.call())
     target = checks.labels
     takes_part, loss = target != ignored, -out.logprobs
     factors = takes_part.float()

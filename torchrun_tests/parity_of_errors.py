@@ -19,7 +19,6 @@ def run_errors(group: ProcessGroup, device: torch.device, report: Report) -> Non
     shard = problem.hidden[: SEQUENCE // dist.get_world_size(group)]
     alone = {"sequence_parallel": True, "reduce_grad_hidden": False}
     refused = {
-        "tp_group must have one rank for backend='reference', got a larger group": {"backend": "reference"},
         "reduce_grad_hidden must be True with sequence_parallel, got False": alone | {"hidden": shard},
         "labels must have hidden's shape without H gathered": {"sequence_parallel": True},
         "workspace_bytes must be at least ": {"workspace_bytes": 8},

@@ -3,16 +3,11 @@
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.utils._pytree import tree_map_only
 
-from megatron_lce.backends.reference import reference_linear_cross_entropy
-from megatron_lce.checks.together import Checks, checked_together, shaped
-from megatron_lce.core.call import Call
+from megatron_lce.checks.together import checked_together
 from megatron_lce.core.cross_entropy import linear_cross_entropy_autograd
 from megatron_lce.core.eager import eager
 from megatron_lce.core.options import WORKSPACE_BYTES, BackendName, LinearCrossEntropyOutput, Options, WeightGradSink
-
-_OF_REFERENCE = ("logits_scale", "softcap", "ignore_index", "entropy", "telemetry", "logits_dtype")
 
 
 @eager
@@ -94,8 +89,8 @@ def linear_cross_entropy(
             of 4096 tokens. Under `sequence_parallel` both passes hold the gathered hidden: all of it, or two blocks if
             backward sums the weight gradient.
         reduce_grad_hidden: False: the hidden-state gradient stays this rank's partial sum.
-        backend: "triton", "torch", "reference" (one rank, materialised logits), or "auto": triton on a GPU that
-            Triton supports, torch elsewhere. A named backend that cannot run raises.
+        backend: "triton", "torch", or "auto": triton on a GPU that Triton supports, torch elsewhere. A named backend
+            that cannot run raises.
         weight_grad_sink: a `megatron_lce.core.options.WeightGradSink`, for integrations: receives the weight gradient,
             which is then not returned.
 
@@ -128,28 +123,4 @@ def linear_cross_entropy(
     )
     with checked_together("linear_cross_entropy", hidden, weight, labels, options, takes_dtensors=True) as checks:
         checks.all()
-    return outputs_of(checks)
-
-
-def outputs_of(checks: Checks) -> LinearCrossEntropyOutput:
-    """Return the outputs of a call whose arguments are checked."""
-    options = checks.options
-    call = checks.call()
-    return _reference(call) if options.backend == "reference" else linear_cross_entropy_autograd(call)
-
-
-def _reference(call: Call) -> LinearCrossEntropyOutput:
-    options = call.options
-    with torch.autocast(call.hidden.device.type, enabled=False):
-        outputs = reference_linear_cross_entropy(
-            *(call.hidden, call.weight, call.labels, call.temperature),
-            vocab_size=call.shard.columns,
-            candidates=call.candidates,
-            **{name: getattr(options, name) for name in _OF_REFERENCE},
-        )
-    outputs = shaped(outputs, call.shape)
-    if isinstance(options.skip_ignored, bool):
-        return outputs
-    is_count = (call.labels != options.ignore_index).sum() == options.skip_ignored
-    unless_nan = is_count.new_ones((), dtype=torch.float32).masked_fill_(~is_count, torch.nan)
-    return tree_map_only(Tensor, lambda x: x * unless_nan if x.is_floating_point() else x.where(is_count, -1), outputs)
+    return linear_cross_entropy_autograd(checks.call())

@@ -81,8 +81,8 @@ def linear_jsd(
         return_student: True: also return the student's logprobs of `labels`, entropy and lse at `temperature`, without
             gradient and without further products.
         temperature, tp_group, sequence_parallel, ignore_index, vocab_start, vocab_size, skip_ignored, workspace_bytes,
-            backend (not "reference"), weight_grad_sink: as in `linear_cross_entropy`, for both heads; the sink is for
-            the student's weight. Backward holds both gathered hiddens and always accumulates the student's
+            backend, weight_grad_sink: as in `linear_cross_entropy`, for both heads; the sink is for the student's
+            weight. Backward holds both gathered hiddens and always accumulates the student's
             hidden-state gradient, unless there are `token_weights`.
 
     Returns:

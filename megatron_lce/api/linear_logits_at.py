@@ -34,7 +34,7 @@ def linear_logits_at(
         ids: int64 global ids, in any order, repeated or not; negative: padding. [..., K], tokens' shape first (under
             `sequence_parallel` the full [s, ...]); with `offsets` [M].
         offsets: int64 [N + 1] from 0 to M, ascending, for the N tokens in order; an id outside them is NaN.
-        options: as in `linear_cross_entropy`, but no reference backend.
+        options: as in `linear_cross_entropy`.
 
     Returns:
         fp32 logits of ids' shape, the same bits on every rank: 0 at padding, NaN (without gradient) at an id that no

@@ -79,7 +79,7 @@ def linear_token_loss(
             fp32 products in full fp32. In fp16 keep it at about 1 per token and divide the sum afterwards, because
             gradients are computed before a loss scale is known.
         per_token: tensors whose leading dimensions are the labels'.
-        options: as in `linear_cross_entropy`, but no logits_cache_bytes and no reference backend.
+        options: as in `linear_cross_entropy`, but no logits_cache_bytes.
 
     Raises:
         TypeError, ValueError: an argument, or a result of `loss`, is not as described; in the first call of its code

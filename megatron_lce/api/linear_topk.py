@@ -61,7 +61,7 @@ def linear_topk(
     Args:
         hidden, weight: as in `linear_cross_entropy`, but no DTensors.
         k: from 1 to 1,024.
-        options: as in `linear_cross_entropy`, but no reference backend.
+        options: as in `linear_cross_entropy`.
 
     Returns:
         `TopK`, the same bits on every rank.

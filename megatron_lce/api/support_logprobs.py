@@ -42,7 +42,7 @@ def support_logprobs(
             without ids takes the whole vocabulary.
         entropy: True: also return the entropy over the whole vocabulary, without gradient, for one more forward pass.
         empty_rows: True: some tokens may have no ids; the host waits once for their number. False: such a row is NaN.
-        ignore_index, options: as in `linear_cross_entropy`, but no reference backend.
+        ignore_index, options: as in `linear_cross_entropy`.
 
     Returns:
         fp32 logprobs of labels' shape, never positive, the same bits on every rank; 0 and without gradient if the label

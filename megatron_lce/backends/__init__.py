@@ -1,1 +1,1 @@
-"""The backends `torch` and `triton` supply the primitives of all operations; `reference` is the oracle."""
+"""The backends `torch` and `triton` supply the primitives of all operations; `reference` is the tests' oracle."""

@@ -12,8 +12,8 @@ from megatron_lce.core.options import BackendName
 
 
 def load_backend(backend: BackendName, device: torch.device) -> Backend:
-    """Return the module that supplies the primitives; for "reference" it is torch's."""
-    if backend in ("torch", "reference") or (backend == "auto" and device.type != "cuda"):
+    """Return the module that supplies the primitives."""
+    if backend == "torch" or (backend == "auto" and device.type != "cuda"):
         return torch_backend
     obstacle = triton_obstacle(backend, device)
     if obstacle is None:

@@ -127,8 +127,6 @@ class Checks:
     def head(self) -> tuple[int, ...]:
         """Check hidden and weight, and return the shape that labels must have."""
         (hidden_name, weight_name, _), options = self.names, self.options
-        if options.backend == "reference" and self.operation != "linear_cross_entropy":
-            raise ValueError(f"backend must be 'auto', 'triton' or 'torch' for {self.operation}, got 'reference'")
         validation.check_flag("sequence_parallel", options.sequence_parallel)
         validation.check_tensor(hidden_name, self.hidden)
         validation.check_tensor(weight_name, self.weight)
@@ -180,11 +178,6 @@ class Checks:
         sink, step = options.weight_grad_sink, 16 // hidden.element_size()
         is_aligned, wanted = self.weight.shape[1] % step == 0, f"be None where H is no multiple of {step}"
         require(sink is None or is_aligned, "weight_grad_sink", wanted, tuple(self.weight.shape))
-        if options.backend == "reference":
-            is_alone, kind = "for backend='reference'", f"a {type(sink).__name__}"
-            require(ranks == 1, "tp_group", f"have one rank {is_alone}", "a larger group")
-            require(self.shard.start == 0, "vocab_start", f"be 0 {is_alone}", self.shard.start)
-            require(sink is None, "weight_grad_sink", f"be None {is_alone}", kind)
         self.options = replace(options, tp_group=options.tp_group if ranks > 1 else None, sequence_parallel=shards > 1)
 
     def call(self) -> Call:

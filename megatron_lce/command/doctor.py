@@ -44,11 +44,7 @@ def examine(device: str | None = None) -> dict[str, Any]:
         return report
     torch_device = torch.device(kind)
     obstacle = triton_obstacle("auto", torch_device)
-    report["backends"] = {
-        "triton": triton_obstacle("triton", torch_device) or "can run",
-        "torch": "can run",
-        "reference": "can run on one rank, by materialising the logits",
-    }
+    report["backends"] = {"triton": triton_obstacle("triton", torch_device) or "can run", "torch": "can run"}
     report["auto"] = "triton" if kind == "cuda" and obstacle is None else "torch"
     if kind == "cuda" and obstacle is not None:
         report["problems"].append(f"the GPU runs the slower torch backend: {obstacle}")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-BackendName = Literal["auto", "triton", "torch", "reference"]
+BackendName = Literal["auto", "triton", "torch"]
 WORKSPACE_BYTES = 512 * 2**20  # the default cap on transient buffers
 IGNORE_INDEX = -100  # the label of an ignored row, as in torch
 

@@ -132,7 +132,6 @@ def enable_fused_linear_ce(
         check_flag(name, flag)
     if known_loss:
         require(not logits_cache_bytes, "logits_cache_bytes", "be 0 with known_loss", logits_cache_bytes)
-        require(backend != "reference", "backend", "be 'auto', 'triton' or 'torch' with known_loss", repr(backend))
     modules = modules_of(model)
     language_model, reasons = find_fusable_model(model) if use_fused_linear_ce else (None, (_OFF,))
     message = f"fused linear cross-entropy is not used: {'; '.join(reasons)}"

@@ -50,7 +50,7 @@ def test_errors(untied):
         ("vocab_size", 0, "vocab_size must be at least 1, got 0"),
         ("skip_masked", 1, "skip_masked must be a bool, got int"),
         ("use_fused_linear_ce", "False", "use_fused_linear_ce must be a bool, got str"),
-        ("backend", "tritom", "backend must be 'auto', 'triton', 'torch' or 'reference', got 'tritom'"),
+        ("backend", "tritom", "backend must be 'auto', 'triton' or 'torch', got 'tritom'"),
     ):
         assert_refused((TypeError, ValueError), message, enable_fused_linear_ce, untied, **{option: value})
 
