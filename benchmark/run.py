@@ -25,7 +25,7 @@ from scripts.ranks import device_of_rank
 
 VARIANTS = ("native", "native-fused", "te", "te-overwrite", "te-old", "ours", "ours-known", "ours-cached", "ours-skip")
 VARIANTS += ("ours-known-skip",)
-EXTRAS = {"megatron": "megatron", "tokenizers": "scripts"}  # where setup.py names a package
+EXTRAS = {"megatron": "megatron", "tokenizers": "scripts"}  # where pyproject.toml names a package
 
 
 class Run(NamedTuple):

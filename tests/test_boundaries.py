@@ -180,7 +180,7 @@ def is_number(node):
 
 
 def test_every_folder_of_code_is_a_package():
-    """What setup.py's find_packages needs, and the marker that ships the types."""
+    """What setuptools needs to find them, and the marker that ships the types."""
     assert all((path.parent / "__init__.py").exists() for path in MODULES)
     assert (PACKAGE / "py.typed").exists()
 
