@@ -1,11 +1,13 @@
 """`megatron-lce doctor` and `megatron-lce estimate`: what they print, and their exit status."""
 
 import json
+import os
 import pydoc
 import re
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +17,8 @@ from megatron_lce import __main__ as commands
 from megatron_lce.command import doctor
 from megatron_lce.core.options import WORKSPACE_BYTES
 
+ROOT = Path(__file__).resolve().parent.parent
+
 
 @pytest.fixture
 def quick_self_test(monkeypatch):
@@ -23,9 +27,10 @@ def quick_self_test(monkeypatch):
     )
 
 
-def run_program(program):
+def run_program(program, **environment):
     command = [sys.executable, "-c", textwrap.dedent(program)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    environment = {**os.environ, **environment}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -118,6 +123,37 @@ def test_a_gpu_that_torch_does_not_see_is_a_problem(monkeypatch, capsys, quick_s
 def test_versions_that_are_too_old_are_a_problem():
     found = {"torch": "2.8.1+cu128", "triton": None, "megatron-core": "0.14.0rc1"}
     assert doctor._judge(found)[0] == ["torch must be at least 2.9, got 2.8.1+cu128"]
+
+
+def test_what_is_imported_is_judged(tmp_path):
+    """A checkout in front of an installed package, a distribution of another name, and what cannot be imported."""
+    for folder, module, text in (
+        ("old", "megatron/core", "__version__ = '0.12.3'"),
+        ("old", "triton", "__version__ = '3.99.1'"),
+        ("broken", "megatron/core", "import an_extension"),
+    ):
+        (tmp_path / folder / module).mkdir(parents=True)
+        (tmp_path / folder / module / "__init__.py").write_text(text)
+    program = "from megatron_lce.command import doctor; print(doctor._judge(doctor.versions()))"
+    printed = run_program(program, PYTHONPATH=os.pathsep.join(map(str, (tmp_path / "old", ROOT))))
+    assert "megatron-core must be at least 0.14, got 0.12.3" in printed
+    assert "triton 3.99.1 is newer than any the tests ran with" in printed
+    printed = run_program(program, PYTHONPATH=os.pathsep.join(map(str, (tmp_path / "broken", ROOT))))
+    assert "megatron-core cannot be imported: ModuleNotFoundError: No module named 'an_extension'" in printed
+
+
+def test_tritons_interpreter_without_numpy_is_one_problem():
+    pytest.importorskip("triton")
+    program = """
+        import sys
+        sys.modules["numpy"] = None  # as if not installed
+        from megatron_lce.__main__ import main
+        assert main(["doctor", "--device", "cpu"]) == 1
+    """
+    printed = run_program(program, TRITON_INTERPRET="1")
+    assert "  triton     its interpreter needs numpy, which is not installed\n" in printed
+    assert "PROBLEM: triton cannot be imported: ModuleNotFoundError: " in printed
+    assert "self-test against fp64: passed" in printed
 
 
 def test_versions_that_nobody_ran_are_noted(monkeypatch, capsys, quick_self_test):

@@ -53,8 +53,10 @@ def triton_obstacle(backend: BackendName, device: torch.device) -> str | None:
         capability = torch.cuda.get_device_capability(device)
         return None if capability >= (8, 0) else f"Triton needs compute capability 8.0 or newer, this is {capability}"
     if device.type == "cpu":
-        import triton
-
+        try:
+            import triton
+        except ModuleNotFoundError as error:
+            return f"its interpreter needs {error.name}, which is not installed"
         return None if triton.knobs.runtime.interpret else "CPU tensors need Triton's interpreter (TRITON_INTERPRET=1)"
     return f"Triton does not run on device type {device.type!r}"
 

@@ -2,11 +2,11 @@
 
 import contextlib
 import importlib.metadata
-import importlib.util
 import platform
 import re
 import subprocess
 import time
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ from megatron_lce.core.known_loss import Promise
 
 # The oldest versions that work, and the newest that the tests ran with.
 TESTED = {"torch": ((2, 9), (2, 15)), "triton": ((3, 5), (3, 9)), "megatron-core": ((0, 14), (0, 19))}
+MODULES = {"torch": "torch", "triton": "triton", "megatron-core": "megatron.core"}
 OPTIONAL = ("transformer-engine", "apex")  # Megatron takes layers and kernels from them
 TOKENS, HIDDEN, VOCAB, PADDED_VOCAB = 48, 128, 1000, 1024
 OUTPUTS = ("logprobs", "entropy")
@@ -56,29 +57,39 @@ def examine(device: str | None = None) -> dict[str, Any]:
 def versions() -> dict[str, str | None]:
     """Return the versions of everything that decides what runs; None: not installed."""
     found: dict[str, str | None] = {"python": platform.python_version(), "megatron-lce": megatron_lce.__version__}
-    for package in (*TESTED, *OPTIONAL):
+    found |= {package: _imported_version(module) for package, module in MODULES.items()}
+    for package in OPTIONAL:
         found[package] = None
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
-    found["torch"] = torch.__version__  # with the name of its build
-    if found["megatron-core"] is None and importlib.util.find_spec("megatron") is not None:
-        with contextlib.suppress(ImportError):
-            found["megatron-core"] = importlib.import_module("megatron.core").__version__  # of a checkout
     return found
 
 
+def _imported_version(module: str) -> str | None:
+    """Return the version of what `import` finds, which need not be the installed one, or why it cannot be imported."""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # megatron-core names what it does without
+            return str(importlib.import_module(module).__version__)
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+        if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
+            return None
+        return f"cannot be imported: {type(error).__name__}: {error}"
+
+
 def _judge(found: dict[str, str | None]) -> tuple[list[str], list[str]]:
-    """Name the packages that are too old, and those newer than the tests'."""
-    too_old, too_new = [], []
+    """Name the packages that are too old or cannot be imported, and those newer than the tests'."""
+    problems, notes = [], []
     for package, (oldest, newest) in TESTED.items():
         version = found[package] or ""
         first_two = tuple(map(int, re.findall(r"\d+", version)[:2]))
-        if version and first_two < oldest:
-            too_old.append(f"{package} must be at least {'.'.join(map(str, oldest))}, got {version}")
-        if version and first_two > newest:
+        if version.startswith("cannot"):
+            problems.append(f"{package} {version}")
+        elif version and first_two < oldest:
+            problems.append(f"{package} must be at least {'.'.join(map(str, oldest))}, got {version}")
+        elif version and first_two > newest:
             tested = f"any the tests ran with, {'.'.join(map(str, newest))}"
-            too_new.append(f"{package} {version} is newer than {tested}: look at the self-test")
-    return too_old, too_new
+            notes.append(f"{package} {version} is newer than {tested}: look at the self-test")
+    return problems, notes
 
 
 def _describe_device(kind: str) -> dict[str, str]:
@@ -125,7 +136,7 @@ def self_test(device: torch.device) -> dict[str, Any]:
         "float32": linear_cross_entropy,
     }
     of_kernels: tuple[type[Exception], ...] = RuntimeError, ValueError
-    if importlib.util.find_spec("triton") is not None:
+    with contextlib.suppress(ImportError):
         from triton.errors import TritonError
 
         of_kernels = *of_kernels, TritonError
