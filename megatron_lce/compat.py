@@ -10,6 +10,7 @@ skip_ignored  by name only, as in `megatron_lce.linear_cross_entropy`
 """
 
 import math
+import re
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
@@ -30,10 +31,18 @@ _KEEP_ELEMENTS = {
     *("Alias", "AsStrided", "Expand", "MakeViewlessTensor", "Permute", "ReshapeAlias", "Select", "Slice", "Split"),
     *("SplitWithSizes", "Squeeze", "T", "Transpose", "Unbind", "UnsafeView", "Unsqueeze", "View"),
     *("Clone", "Gather", "Index", "IndexSelect", "MaskedSelect", "ToCopy", "torch::autograd::Copy"),
-    *("Cat", "ConstantPadNd", "IndexPut", "Stack", "torch::autograd::CopySlices"),
+    *("BackwardHookFunction", "Cat", "ConstantPadNd", "IndexPut", "Stack", "torch::autograd::CopySlices"),
     *("Add", "Div", "Mul"),
 }
-_OF_PARTS = {"Cat", "IndexPut", "Stack", "torch::autograd::CopySlices"}  # take several tensors with a gradient
+_OF_PARTS = {"BackwardHookFunction", "Cat", "IndexPut", "Stack", "torch::autograd::CopySlices"}  # take several tensors
+# Each is a whole region of a model: torch.compile's, recomputation's, a CUDA graph's.
+_OPAQUE = {
+    "CompiledFunction",
+    "CheckpointFunction",
+    "_CheckpointFunction",
+    "CheckpointWithoutOutputFunction",
+    "Graphed",
+}
 
 
 @eager
@@ -46,13 +55,13 @@ def linear_cross_entropy(
     dist_process_group: ProcessGroup | None = None,
     *,
     skip_ignored: bool | int = False,
+    reduce_grad_hidden: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Logprobs and entropy, fp32 and flattened to [N]: the fused head's call of verl and AReaL.
 
     The hidden-state gradient is summed over the group once. If autograd's graph shows Megatron's
     `gather_from_sequence_parallel_region` or `copy_to_tensor_model_parallel_region` on the path to hidden, their
-    backward sums it; otherwise this call does. If anything else in your model sums it, use
-    `megatron_lce.linear_cross_entropy` with `reduce_grad_hidden=False`.
+    backward sums it; otherwise this call does. If anything else in your model sums it, pass `reduce_grad_hidden=False`.
 
     Args:
         hidden: replicated on the group's ranks.
@@ -61,12 +70,18 @@ def linear_cross_entropy(
             ignored rows.
         reduction: "none"; "sum" or "mean" of both outputs over all rows, ignored ones included.
         dist_process_group: the ranks that the vocabulary is sharded over; `None`: the weight is whole.
+        reduce_grad_hidden: whether this call sums the hidden-state gradient over the group; `None`: as autograd's graph
+            shows.
 
     Raises:
-        ValueError: only a part of hidden comes out of an operation whose backward sums.
+        ValueError: only a part of hidden comes out of an operation whose backward sums; or `reduce_grad_hidden` is
+            `None`, and hidden comes out of a region that hides its graph: compiled, checkpointed with reentrant
+            autograd, or a CUDA graph.
     """
     logprobs, entropy = areal_linear_cross_entropy(
-        hidden, weight, labels, temperature, reduction, dist_process_group, skip_ignored=skip_ignored
+        *(hidden, weight, labels, temperature, reduction, dist_process_group),
+        skip_ignored=skip_ignored,
+        reduce_grad_hidden=reduce_grad_hidden,
     )
     return logprobs, entropy
 
@@ -85,6 +100,7 @@ def areal_linear_cross_entropy(
     return_max_logits: bool = False,
     *,
     skip_ignored: bool | int = False,
+    reduce_grad_hidden: bool | None = None,
 ) -> tuple[Tensor, ...]:
     """`linear_cross_entropy`; with `return_max_logits` a third result, the largest logit of each token.
 
@@ -93,7 +109,8 @@ def areal_linear_cross_entropy(
     options = Options(
         dist_process_group, temperature=temperature, telemetry=return_max_logits, skip_ignored=skip_ignored
     )
-    own = {"reduction": reduction, "return_max_logits": return_max_logits, "rows of weight": validation.rows_of(weight)}
+    own: dict[str, Any] = {"reduction": reduction, "return_max_logits": return_max_logits}
+    own |= {"reduce_grad_hidden": reduce_grad_hidden, "rows of weight": validation.rows_of(weight)}
     name = "areal_linear_cross_entropy"
     with checked_together(
         name, hidden, weight, labels, options, group_name="dist_process_group", takes_dtensors=True, own=own
@@ -107,8 +124,9 @@ def areal_linear_cross_entropy(
             temperature = temperature.expand(ids.numel()) if temperature.numel() == 1 else temperature
             validation.check_temperature(temperature, (ids.numel(),), ids.device)
             temperature = temperature.view(ids.shape).where(ids >= 0, 1.0)  # anything in ignored rows
-        summed = is_summed_in_front(hidden, dist_process_group)
-        of_ids = replace(checks.options, temperature=temperature, reduce_grad_hidden=not summed)
+        if reduce_grad_hidden is None:
+            reduce_grad_hidden = not is_summed_in_front(hidden, dist_process_group)
+        of_ids = replace(checks.options, temperature=temperature, reduce_grad_hidden=reduce_grad_hidden)
         checks.rest(ids.where(ids >= 0, IGNORE_INDEX), of_ids)
     out = linear_cross_entropy_autograd(checks.call())
     assert out.entropy is not None
@@ -230,12 +248,18 @@ def is_summed_in_front(hidden: Tensor, group: ProcessGroup | None) -> bool:
     seen = set(nodes)
     while nodes:
         node = nodes.pop()
-        kind = node.name().split("Backward")[0]  # "CopySlices" ends without it
+        kind = re.sub(r"Backward\d*$", "", node.name())  # "CopySlices" ends without it
         summing = node.name() == "_CopyToModelParallelRegionBackward" or (
             # without the flag, its backward cuts this rank's part out of a whole gradient
             node.name() == "_GatherFromSequenceParallelRegionBackward" and node.tensor_parallel_output_grad
         )
         inputs = [function for function, _ in node.next_functions if function is not None]
+        if kind in _OPAQUE and collectives.group_size(group) > 1:
+            raise ValueError(
+                "reduce_grad_hidden must be False or True where hidden comes out of a compiled, checkpointed or "
+                "graphed region: False if the hidden-state gradient is summed inside, which the graph does not show; "
+                f"got None behind {node.name()}"
+            )
         if summing and collectives.same_ranks(node.group, group):
             found.add(True)
         elif inputs and kind in _KEEP_ELEMENTS and (len(inputs) == 1 or kind in _OF_PARTS):

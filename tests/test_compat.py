@@ -30,7 +30,8 @@ SIGNATURES = {
 @pytest.mark.parametrize(("call", "own"), SIGNATURES.items())
 def test_the_calls_have_their_projects_signatures(call, own):
     parameters = [p.replace(annotation=p.empty) for p in inspect.signature(call).parameters.values()]
-    assert str(inspect.Signature(parameters)) == f"(hidden, weight, labels, {own}, *, skip_ignored=False)"
+    further = "*, skip_ignored=False, reduce_grad_hidden=None"
+    assert str(inspect.Signature(parameters)) == f"(hidden, weight, labels, {own}, {further})"
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -163,6 +164,7 @@ FLOATS = ("labels", zeros(7), TypeError, "labels must be int64, got torch.float3
 OF_VERL = [
     ("temperature", "1", TypeError, "temperature must be a float, got str"),
     ("temperature", zeros(7, **LONG), TypeError, "temperature must be a float or a floating tensor, got .*int64"),
+    ("reduce_grad_hidden", "x", TypeError, "reduce_grad_hidden must be a bool, got str"),
     ("dist_process_group", "x", TypeError, "dist_process_group must be a .*ProcessGroup or None, got str"),
 ]
 OF_AREAL = [*OF_VERL, ("return_max_logits", 1, TypeError, "return_max_logits must be a bool")]

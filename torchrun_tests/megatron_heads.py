@@ -7,6 +7,7 @@ from collections.abc import Callable
 import harness
 import megatron_cases as cases
 import torch
+import torch.utils.checkpoint
 from harness import compare_all, compare_step
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
@@ -71,6 +72,8 @@ def check_compat(case: cases.Case, device: torch.device, report: harness.Report)
     (distribution.log_prob(labels) - 0.5 * distribution.entropy()).sum().backward()
     gather, turned = mappings.gather_from_sequence_parallel_region, lambda x: x.transpose(0, 1).contiguous()
     copy, reduce = mappings.copy_to_tensor_model_parallel_region, mappings.reduce_from_tensor_model_parallel_region
+    hooked = nn.Identity()
+    hooked.register_full_backward_hook(lambda *_: None)
     part_of_eye = torch.eye(8, device=device).chunk(ranks)[rank]  # frozen layers whose ranks' parts sum to the identity
     ways: dict[str, tuple[Callable, int]] = {  # what stands in front, and how many parts hidden is in
         "replicated": (lambda x: x, 1),
@@ -80,13 +83,29 @@ def check_compat(case: cases.Case, device: torch.device, report: harness.Report)
         "gathered": (gather, ranks),
         "gathered, cast and turned twice": (lambda x: turned(turned(gather(x.double())).float()), ranks),
         "gathered, copied in parts": (lambda x: copied_in_parts(gather(x)), ranks),
+        "gathered under a hook": (lambda x: hooked(gather(x)), ranks),
         "gathered, put together": (lambda x: torch.cat([part + 0 for part in gather(x).split(5)]), ranks),
         "gathered, of whose gradient a part is taken": (lambda x: gather(x, tensor_parallel_output_grad=False), ranks),
     }
-    for name, (front, parts) in ways.items():
+    compiled = torch.compile(lambda x: 2 * (x / 2), backend="aot_eager")
+    checkpointed = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=True)
+    opaque: dict[str, tuple[Callable, int, bool]] = {  # and whether the call has to sum, which no graph shows
+        "compiled": (compiled, 1, True),
+        "gathered, compiled": (lambda x: compiled(gather(x)), ranks, False),
+        "gathered in a checkpoint": (lambda x: checkpointed(gather, x), ranks, False),
+    }
+    call = functools.partial(compat.linear_cross_entropy, dist_process_group=group)
+    for name, (front, parts, *sums) in (ways | opaque).items():
         part = whole.chunk(parts)[rank % parts].clone().requires_grad_()
         shard = weight.chunk(ranks)[rank].clone().requires_grad_()
-        logprobs, entropy = compat.linear_cross_entropy(front(part), shard, labels, dist_process_group=group)
+        hidden_in = front(part)
+        if sums:
+            message = "reduce_grad_hidden must be False or True where hidden comes out of a compiled, checkpointed"
+            report.refused(
+                f"compat, hidden {name}: refused", functools.partial(call, hidden_in, shard, labels), message
+            )
+        told = {"reduce_grad_hidden": sums[0]} if sums else {}
+        logprobs, entropy = call(hidden_in, shard, labels, **told)
         (logprobs - 0.5 * entropy).sum().backward()
         found = {"hidden": part.grad, "weight": shard.grad}
         expected = {"hidden": hidden.grad.chunk(parts)[rank % parts], "weight": head.grad.chunk(ranks)[rank]}
@@ -94,8 +113,9 @@ def check_compat(case: cases.Case, device: torch.device, report: harness.Report)
     part, shard = (x.chunk(ranks)[rank].clone().requires_grad_() for x in (whole, weight))
     both = torch.cat([gather(part), part])
     of_both = shard, labels.repeat(2, 1)[: len(both)]
-    call = functools.partial(compat.linear_cross_entropy, both, *of_both, dist_process_group=group)
-    report.refused("compat, half of hidden gathered: refused", call, "hidden must come out of")
+    report.refused(
+        "compat, half of hidden gathered: refused", functools.partial(call, both, *of_both), "hidden must come"
+    )
 
 
 def check_logits(case: cases.Case, device: torch.device, report: harness.Report) -> None:
