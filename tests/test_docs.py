@@ -9,6 +9,8 @@ import inspect
 import io
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
@@ -96,6 +98,28 @@ def test_python_blocks_run(page, names, usual_torch):
             continue
         with contextlib.redirect_stdout(io.StringIO()):
             exec(compile(block, f"{page.name}, block {number}", "exec"), dict(names))
+
+
+DECLARATIONS = """
+from types import SimpleNamespace
+from typing import Any
+import torch
+from torch import Tensor
+hidden: Tensor; weight: Tensor; labels: Tensor; input_ids: Tensor; position_ids: Tensor; response_mask: Tensor
+loss_mask: Tensor; old_logprobs: Tensor; advantages: Tensor
+model: torch.nn.Module; student: torch.nn.Module; teacher: torch.nn.Module
+tp_group: torch.distributed.ProcessGroup
+batch: dict[str, Tensor]; data_iterator: Any; attention_mask: None; hf_config: Any; packed_seq_params: Any
+"""
+
+
+def test_python_blocks_have_the_types_that_the_package_states(tmp_path):
+    for page in PAGES:
+        for number, block in enumerate(blocks(page, "python")):
+            (tmp_path / f"{page.stem.lower()}_{number}.py").write_text(DECLARATIONS + block)
+    command = [sys.executable, "-m", "mypy", *sorted(map(str, tmp_path.iterdir()))]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def run_block(page, text, names):

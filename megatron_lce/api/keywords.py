@@ -72,7 +72,6 @@ class CapturedJsdOptions(TypedDict, total=False):  # of linear_jsd
     teacher_softcap: float | None
     token_weights: Tensor | None
     teacher_temperature: float | Tensor | None
-    return_student: bool
     ignore_index: int
     vocab_size: int | None
     skip_ignored: bool | int

@@ -28,15 +28,15 @@ class LinearCrossEntropyOutput(NamedTuple):
     """
 
     logprobs: Tensor
-    entropy: Tensor | None
+    entropy: Tensor | Any  # `Any`: a type checker lets pass what was requested, which it cannot know
     lse: Tensor
-    max_logit: Tensor | None = None
-    min_logit: Tensor | None = None
-    argmax: Tensor | None = None
-    sum_pi_squared: Tensor | None = None
-    logits_norm: Tensor | None = None
-    mean_logit: Tensor | None = None
-    candidate_logprobs: Tensor | None = None
+    max_logit: Tensor | Any = None
+    min_logit: Tensor | Any = None
+    argmax: Tensor | Any = None
+    sum_pi_squared: Tensor | Any = None
+    logits_norm: Tensor | Any = None
+    mean_logit: Tensor | Any = None
+    candidate_logprobs: Tensor | Any = None
 
 
 DIFFERENTIABLE = ("logprobs", "entropy", "lse", "mean_logit")  # outputs of one number a token

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 from weakref import WeakSet
 
 import torch
@@ -96,8 +96,20 @@ class CapturedHead:
             parts = [call.sequence_first(f"per_token[{i}]", tensor) for i, tensor in enumerate(per_token)]
             return call.run(linear_token_loss, labels, loss, *parts, **options)
 
+    @overload
     def linear_jsd(
-        self, teacher_head: CapturedHead, **options: Unpack[kw.CapturedJsdOptions]
+        self, teacher_head: CapturedHead, *, return_student: Literal[True], **options: Unpack[kw.CapturedJsdOptions]
+    ) -> tuple[Tensor, LinearCrossEntropyOutput]: ...
+    @overload
+    def linear_jsd(
+        self,
+        teacher_head: CapturedHead,
+        *,
+        return_student: Literal[False] = False,
+        **options: Unpack[kw.CapturedJsdOptions],
+    ) -> Tensor: ...
+    def linear_jsd(
+        self, teacher_head: CapturedHead, *, return_student: bool = False, **options: Unpack[kw.CapturedJsdOptions]
     ) -> Tensor | tuple[Tensor, LinearCrossEntropyOutput]:
         """Return `megatron_lce.linear_jsd` of this captured head, the student's, and a teacher's.
 
@@ -117,7 +129,7 @@ class CapturedHead:
                 check_same("teacher_head", f"have the student's {words}", mine, its)
             teacher.check_unchanged()
             forms = student.form("student", options) | teacher.form("teacher", options)
-            given = student.call_keywords({**options, **forms})
+            given = student.call_keywords({**options, **forms, "return_student": return_student})
             return batch_first(linear_jsd(student.hidden, student.weight, teacher.hidden, teacher.weight, **given))
 
     def linear_logits_at(
