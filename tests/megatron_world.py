@@ -33,8 +33,9 @@ def cross_entropy(logits, labels):
 
 
 def state(model):
-    """What a patch of the model or its head would change."""
-    return [dict(vars(module)) for module in (model, model.output_layer)]
+    """What a patch of the model or its head would change, hooks among it."""
+    attributes = [vars(module).items() for module in (model, model.output_layer)]
+    return [{name: dict(x) if isinstance(x, dict) else x for name, x in module} for module in attributes]
 
 
 def with_loss(model, loss):

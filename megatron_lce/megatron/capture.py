@@ -20,12 +20,13 @@ from megatron_lce.api.linear_topk import TopK, linear_topk
 from megatron_lce.api.support_logprobs import support_logprobs
 from megatron_lce.backends.choice import describe_backend
 from megatron_lce.checks.validation import check_same
+from megatron_lce.core.eager import eager
 from megatron_lce.core.options import LinearCrossEntropyOutput
 from megatron_lce.megatron.head_call import HeadCall, batch_first, check_not_fixed, csr_sequence_first
 from megatron_lce.megatron.logits import NoLogits, UncomputedLogits
 from megatron_lce.megatron.loss import FusedLoss
 from megatron_lce.megatron.reasons import NO_HEAD, capturing_reasons, find_language_model, reasons_of_group
-from megatron_lce.megatron.replace import ReplacedHead
+from megatron_lce.megatron.replace import ReplacedHead, owners_on
 
 if TYPE_CHECKING:
     from megatron.core.models.common.language_module.language_module import LanguageModule
@@ -177,6 +178,8 @@ class CapturedHead:
 class CapturingHead(ReplacedHead):
     """A model's head and loss while a capture is open: they record the inputs of the logits."""
 
+    opened_by = "capture_lm_head"
+
     def __init__(self, language_model: LanguageModule):
         self.captured = CapturedHead()
         super().__init__(language_model)
@@ -186,24 +189,25 @@ class CapturingHead(ReplacedHead):
 
         torch.compile needs this, because it cannot trace a read of uncomputed logits.
         """
-        is_copy = self.in_pass is not self.language_model  # a shallow one, which has the original's hooks
-        if is_copy or given.get("labels") is not None or not takes_labels or self.mtp_layers:
+        if given.get("labels") is not None or not takes_labels or self.mtp_layers:
             return None
-        return torch.empty(0, dtype=torch.int64)
+        return torch.empty((0, 0), dtype=torch.int64)
 
+    @eager
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None, **of_loss: Any
     ) -> Tensor | tuple[Tensor, Tensor | None]:
-        if self.in_pass is not self.language_model:  # another model shares the output layer
-            return self.overrides[0].below(self)(input_, weight, runtime_gather_output, **of_loss)
+        if not self.in_pass:  # another model shares the output layer
+            return self.previous("forward")(input_, weight, runtime_gather_output, **of_loss)
         call = HeadCall(self.head, input_, weight)
         self.captured._record(call)
         logits = UncomputedLogits(call, self._capture)
         return self._loss(logits, **of_loss) if of_loss.pop("output_cross_entropy_loss", False) else (logits, None)
 
+    @eager
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         if not isinstance(logits, UncomputedLogits):  # the head was called outside a pass
-            return self.overrides[1].below(self)(labels, logits)
+            return self.previous("compute_language_model_loss")(labels, logits)
         return self._loss(logits, labels, telemetry=self.language_model.training)
 
     def _loss(self, logits: UncomputedLogits, labels: Tensor, **arguments: Any) -> Tensor:
@@ -211,8 +215,8 @@ class CapturingHead(ReplacedHead):
         if self.mtp_losses_left == 0:
             return self._capture(logits.call).transpose(0, 1)
         self.mtp_losses_left -= 1
-        enabled = [owner for owner in self.overrides[0].owners if isinstance(owner, FusedLoss)]
-        options = enabled[-1].options_now() if enabled else {}  # the MTP losses keep the softcap, say
+        enabled = [owner for owner in owners_on(self.language_model) if isinstance(owner, FusedLoss)]
+        options = enabled[0].options_now() if enabled else {}  # the MTP losses keep the softcap, say
         return logits.compute_loss(labels, **arguments, **options)
 
     def _capture(self, call: HeadCall) -> Tensor:
@@ -261,12 +265,18 @@ class capture_lm_head(contextlib.AbstractContextManager[CapturedHead, None]):
         _capturable.add(output_layer)
         head = CapturingHead(language_model)
         self._open.append(head)
+        head.open()
         return head.captured
 
     def __exit__(self, *raised: Any) -> None:
-        head = self._open.pop()
-        if head is not None:
+        if (head := self._open[-1]) is not None:
             head.close()
+        self._open.pop()
+
+    def __del__(self) -> None:  # an interrupt may come after `__enter__` and before `__exit__`
+        for head in reversed(vars(self).get("_open", ())):
+            if head is not None:
+                head.close()
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"a capture has no {name} before it is opened: `with capture_lm_head(model) as head:`")

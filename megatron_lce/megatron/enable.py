@@ -12,7 +12,7 @@ from megatron_lce.megatron.capture import CapturingHead
 from megatron_lce.megatron.heads import own_softcap
 from megatron_lce.megatron.loss import FusedLoss, not_applied
 from megatron_lce.megatron.reasons import find_fusable_model, modules_of, warn_on_one_rank
-from megatron_lce.megatron.replace import close_all, has_open
+from megatron_lce.megatron.replace import close_all, owners_on
 
 _OFF = "use_fused_linear_ce is False"
 
@@ -44,13 +44,13 @@ class FusedLinearCE:
         fused = self._fused
         if fused is None:
             return self._reasons
-        if not any(fused in override.owners for override in fused.overrides):
+        if not fused.is_open:
             return ("it was removed, or the model was enabled once more",)
         if fused.language_model.output_layer is not fused.head:
             return ("the model's output_layer was replaced",)
-        if all(override.is_answered_by(fused) for override in fused.overrides):
+        if fused.is_in_place():
             return ()
-        if has_open([fused.language_model, fused.head], CapturingHead):
+        if any(isinstance(owner, CapturingHead) for owner in owners_on(fused.language_model, fused.head)):
             return ("a capture of the model is open",)
         return ("the head's forward or the model's loss was replaced by other code",)
 
@@ -59,7 +59,11 @@ class FusedLinearCE:
         return not self.reasons
 
     def remove(self) -> None:
-        """Restore the model's own loss. An open capture stays open. A second call has no effect."""
+        """Restore the model's own loss. A second call has no effect.
+
+        Raises RuntimeError if a capture of the model is open, or if other code has replaced the loss or the head's
+        forward since: undo that first.
+        """
         if self._fused is not None:
             self._fused.close()
 
@@ -140,11 +144,13 @@ def enable_fused_linear_ce(
             raise ValueError(message)
         if not reasons:
             own_softcap(language_model.output_layer, softcap)
-        if has_open(modules, CapturingHead):
+        if any(isinstance(owner, CapturingHead) for owner in owners_on(*modules)):
             raise RuntimeError("capture_lm_head is open on this model: enable before or after it")
     close_all(modules, FusedLoss)  # after all checks: a refused call leaves the loss unchanged
     if language_model is not None and not reasons:
-        return FusedLinearCE((), FusedLoss(language_model, options, skip_masked, known_loss))
+        fused = FusedLoss(language_model, options, skip_masked, known_loss)
+        fused.open()
+        return FusedLinearCE((), fused)
     if language_model is not None:
         warn_on_one_rank(message + not_applied(options))
     return FusedLinearCE(reasons)

@@ -10,13 +10,14 @@ from torch import Tensor, nn
 
 from megatron_lce.checks.validation import check_same
 from megatron_lce.core.collectives import is_captured
+from megatron_lce.core.eager import eager
 from megatron_lce.core.known_loss import Promise
 from megatron_lce.core.options import IGNORE_INDEX
 from megatron_lce.megatron.head_call import HeadCall, version_of
 from megatron_lce.megatron.heads import freed_reasons, is_freed, weight_reasons
 from megatron_lce.megatron.logits import UncomputedLogits
 from megatron_lce.megatron.reasons import warn_on_one_rank
-from megatron_lce.megatron.replace import ReplacedHead
+from megatron_lce.megatron.replace import ReplacedHead, remove_hook
 
 if TYPE_CHECKING:
     from megatron.core.models.common.language_module.language_module import LanguageModule
@@ -27,6 +28,8 @@ _OTHER_LOGITS = "the logits were not made by the output_layer during the model's
 
 class FusedLoss(ReplacedHead):
     """A model's head and loss, fused with the options of `enable_fused_linear_ce` until `close`."""
+
+    opened_by = "enable_fused_linear_ce"
 
     def __init__(self, language_model: LanguageModule, options: dict[str, Any], skip_masked: bool, known_loss: bool):
         super().__init__(language_model)
@@ -44,14 +47,14 @@ class FusedLoss(ReplacedHead):
         """Return the loss's options; all rows while a CUDA graph is captured, which cannot wait for their number."""
         return self.options | {"skip_ignored": self.skip_masked and not is_captured()}
 
+    @eager
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None, **of_loss: Any
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         """Return uncomputed logits; the loss, if the call asks for it; or Megatron's own logits."""
         wants_loss = of_loss.get("output_cross_entropy_loss", False)
-        other = self.in_pass not in (None, self.language_model)  # models may share the head
-        if other or (self.in_pass is None and not wants_loss):
-            return self.overrides[0].below(self)(input_, weight, runtime_gather_output, **of_loss)
+        if not self.in_pass and not wants_loss:  # other models may share the head
+            return self.previous("forward")(input_, weight, runtime_gather_output, **of_loss)
         weight_used = self.head.weight if weight is None else weight
         self._not_used = reason = self._why_megatron(weight_used, wants_loss, runtime_gather_output)
         if reason is not None:
@@ -89,7 +92,9 @@ class FusedLoss(ReplacedHead):
         logits = UncomputedLogits(logits.call, loss=loss)
 
         def take_loss(head: nn.Module, _: Any, output: tuple[Tensor, Tensor]) -> None:
-            handle.remove()
+            remove_hook(head, take_loss)
+            if output[0] is not logits:  # an interrupt came before this hook
+                return
             if output[1].dtype != loss.dtype:
                 raise RuntimeError(
                     "the output_layer's MixedPrecisionPolicy must have an output_dtype of None or torch.float32, got "
@@ -98,7 +103,7 @@ class FusedLoss(ReplacedHead):
             logits.loss = output[1]
 
         if self.head._forward_hooks:  # else the call would run none; this one comes last
-            handle = self.head.register_forward_hook(take_loss)
+            self.head.register_forward_hook(take_loss)
         return logits, loss
 
     def _why_replaced(self) -> str | None:
@@ -106,6 +111,7 @@ class FusedLoss(ReplacedHead):
             return None
         return f"the model's output_layer was replaced by a {type(self.language_model.output_layer).__name__}"
 
+    @eager
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         if not isinstance(logits, UncomputedLogits):
             reason = self._not_used or self._why_replaced() or _OTHER_LOGITS
@@ -154,7 +160,7 @@ class FusedLoss(ReplacedHead):
             self._packed = {} if packed is None else {"packed_seq_params": packed}  # not in megatron-core 0.14
         if loss_mask is None:
             if self.skip_masked:
-                called = f"{type(self.in_pass).__name__} was called with labels and without loss_mask"
+                called = f"{type(self.language_model).__name__} was called with labels and without loss_mask"
                 self._warn_once(called, "skip_masked is True but only negative labels are skipped")
             return labels
         check_same("loss_mask", "have labels' shape", tuple(labels.shape), tuple(loss_mask.shape))

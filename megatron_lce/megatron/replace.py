@@ -1,17 +1,16 @@
-"""Replacement of a head's forward and a model's loss, and its removal."""
+"""Replacement of a head's forward and a model's loss, and its removal: the last one opened is closed first."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from megatron_lce.core.eager import eager
 from megatron_lce.megatron.heads import is_hook_of_fsdp
 from megatron_lce.megatron.logits import UncomputedLogits
 
@@ -19,63 +18,8 @@ if TYPE_CHECKING:
     from megatron.core.models.common.language_module.language_module import LanguageModule
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
+
 _METHODS = ("forward", "compute_language_model_loss")  # of the head, of the model
-
-
-class MethodOverride:
-    """One method of one module, answered by the last owner's method of the same name.
-
-    Owners come and go in any order; without one the module has what it had before. If another library has replaced the
-    method since, this stays underneath and passes calls on, so that the other library can still undo its replacement.
-    """
-
-    def __init__(self, module: nn.Module, name: str):
-        self.module, self.name = module, name
-        self.owners: list[object] = []  # captures and fused losses
-        self._before: Callable | None = vars(module).get(name)  # None: the class's
-        setattr(module, name, self.call)
-
-    @eager
-    def call(self, *args: Any, **kwargs: Any) -> Any:
-        return self._of(self.owners)(*args, **kwargs)
-
-    def below(self, owner: object) -> Callable:
-        """Return what the method was before this owner came."""
-        return self._of(self.owners[: self.owners.index(owner)])
-
-    def is_answered_by(self, owner: object) -> bool:
-        """Whether neither another owner nor another library's method hides this owner's."""
-        return override_of(self.module, self.name) is self and self.owners[-1] is owner
-
-    def close(self, owner: object) -> None:
-        if owner in self.owners:
-            self.owners.remove(owner)
-        if self.owners or override_of(self.module, self.name) is not self:
-            return
-        if self._before is None:
-            delattr(self.module, self.name)
-        else:
-            setattr(self.module, self.name, self._before)
-
-    def _of(self, owners: list[object]) -> Callable:
-        if owners:
-            return getattr(owners[-1], self.name)
-        return MethodType(getattr(type(self.module), self.name), self.module) if self._before is None else self._before
-
-
-def override_of(module: nn.Module, name: str) -> MethodOverride | None:
-    """Return the override in place, unless another library's method hides it."""
-    override = getattr(vars(module).get(name), "__self__", None)
-    return override if isinstance(override, MethodOverride) else None
-
-
-def open_override(module: nn.Module, name: str, owner: object) -> MethodOverride:
-    """Let this owner answer until it is closed."""
-    override = override_of(module, name)
-    if override is None or override.module is not module:  # a shallow copy's attribute is a copy of the original's
-        override = MethodOverride(module, name)
-    override.owners.append(owner)
-    return override
 
 
 class ReplacedHead:
@@ -86,34 +30,88 @@ class ReplacedHead:
     given there.
     """
 
+    opened_by: str  # the public function's name
+    forward: Callable
+    compute_language_model_loss: Callable
+
     def __init__(self, language_model: LanguageModule):
         self.language_model = language_model
         self.head: ColumnParallelLinear = language_model.output_layer
         self.mtp_layers: int = language_model.config.mtp_num_layers or 0
         self.mtp_losses_left = 0  # in this pass; they precede the main loss
-        self.in_pass: nn.Module | None = None  # the model whose forward runs; a shallow copy has the original's hooks
-        for place, hook in self.head._forward_hooks.items():
-            if getattr(hook, "func", None) is not _on_logits and not is_hook_of_fsdp(hook):
-                self.head._forward_hooks[place] = functools.partial(_on_logits, hook)
-        self._hooks = (
-            language_model.register_forward_pre_hook(self._start_pass, with_kwargs=True),
-            language_model.register_forward_hook(self._end_pass, always_call=True),
-        )
-        modules = (self.head, language_model)
-        self.overrides = [open_override(module, name, self) for module, name in zip(modules, _METHODS, strict=True)]
+        self.in_pass = False  # whether the model's forward runs
+        self.is_open = False
+        self._modules = dict(zip(_METHODS, (self.head, language_model), strict=True))
+        self._originals = {name: vars(module).get(name) for name, module in self._modules.items()}  # None: the class's
+
+    def open(self) -> None:
+        """Put both methods in place. If anything interrupts it, nothing stays behind."""
+        _refuse_shallow_copies([self.language_model, self.head])
+        try:
+            self.is_open = True
+            hooks = self.head._forward_hooks
+            for key, hook in list(hooks.items()):
+                if not is_hook_of_fsdp(hook):
+                    hooks[key] = functools.partial(self._on_real_logits, hook)
+            self.language_model.register_forward_pre_hook(self._start_pass, with_kwargs=True)
+            self.language_model.register_forward_hook(self._end_pass, always_call=True)
+            for name, module in self._modules.items():
+                setattr(module, name, getattr(self, name))
+        except BaseException:
+            self._undo()
+            raise
+
+    def previous(self, name: str) -> Callable:
+        """Return what the method of this name was before."""
+        module, original = self._modules[name], self._originals[name]
+        return MethodType(getattr(type(module), name), module) if original is None else original
+
+    def is_in_place(self) -> bool:
+        """Whether neither another replacement nor another library's method hides one of the two."""
+        return all(vars(module).get(name) == getattr(self, name) for name, module in self._modules.items())
 
     def close(self) -> None:
-        for override in self.overrides:
-            override.close(self)
-        for hook in self._hooks:
-            hook.remove()
+        """Restore both methods, and all hooks. A second call has no effect.
+
+        Raises RuntimeError, and changes nothing, if one of the methods was replaced again since.
+        """
+        if not self.is_open:
+            return
+        for name, module in self._modules.items():
+            now = vars(module).get(name)
+            if now is not None and now != getattr(self, name):
+                above = _owner_of(now)
+                by = getattr(now, "__module__", "other code") if above is None else above.opened_by
+                target = f"{type(module).__name__}.{name}"
+                raise RuntimeError(f"{by} has replaced {target} after {self.opened_by}: undo that first")
+        try:
+            self._undo()
+        finally:  # once more, if the first one was interrupted
+            self._undo()
+
+    def _undo(self) -> None:
+        """Take away what `open` put there, by what it is: an interrupt may have come before a handle was returned."""
+        for name, module in self._modules.items():
+            if vars(module).get(name) != getattr(self, name):
+                continue
+            if self._originals[name] is None:
+                delattr(module, name)
+            else:
+                setattr(module, name, self._originals[name])
+        remove_hook(self.language_model, self._start_pass)
+        remove_hook(self.language_model, self._end_pass)
+        hooks = self.head._forward_hooks
+        for key, hook in list(hooks.items()):
+            if isinstance(hook, functools.partial) and hook.func == self._on_real_logits:
+                hooks[key] = hook.args[0]
+        self.is_open = False
 
     def start_pass(self, given: dict[str, Any], takes_labels: bool) -> Tensor | None:
         """Called before the model's forward with the arguments `given`: return labels to replace its own, or None."""
 
     def _start_pass(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
         names = _argument_names(type(model).forward)
-        self.in_pass, self.mtp_losses_left = model, self.mtp_layers
+        self.in_pass, self.mtp_losses_left = True, self.mtp_layers
         labels = self.start_pass(dict(zip(names, args, strict=False)) | kwargs, "labels" in names)
         if labels is None:
             return None
@@ -121,32 +119,61 @@ class ReplacedHead:
         return args[:place], dict(zip(names[place:], args[place:], strict=False)) | kwargs | {"labels": labels}
 
     def _end_pass(self, *_: Any) -> None:
-        self.in_pass = None
+        self.in_pass = False
+
+    def _on_real_logits(self, hook: Callable, head: nn.Module, *arguments: Any) -> Any:
+        """Run a head's forward hook, unless its output is not computed."""
+        output = arguments[-1]
+        uncomputed = isinstance(output, tuple) and isinstance(output[0], UncomputedLogits)
+        return None if uncomputed else hook(head, *arguments)
 
 
-def _on_logits(hook: Callable, head: nn.Module, *arguments: Any) -> Any:
-    """Run a head's forward hook, on real logits only."""
-    output = arguments[-1]
-    uncomputed = isinstance(output, tuple) and isinstance(output[0], UncomputedLogits)
-    return None if uncomputed else hook(head, *arguments)
+def remove_hook(module: nn.Module, ours: Callable) -> None:
+    """Remove a forward hook or pre-hook without its handle, which an interrupted registration does not return."""
+    for hooks, further in (
+        (module._forward_pre_hooks, (module._forward_pre_hooks_with_kwargs,)),
+        (module._forward_hooks, (module._forward_hooks_with_kwargs, module._forward_hooks_always_called)),
+    ):
+        for key in [key for key, hook in hooks.items() if hook == ours]:
+            for flags in further:
+                flags.pop(key, None)
+            del hooks[key]  # last: another attempt finds the flags by it
 
 
-def has_open(modules: Sequence[nn.Module], kind: type[ReplacedHead]) -> bool:
-    """Whether a replacement of this kind is open on any of these modules."""
-    overrides = (override_of(module, name) for module, name in itertools.product(modules, _METHODS))
-    return any(isinstance(owner, kind) for override in overrides if override is not None for owner in override.owners)
+def _owner_of(method: Any) -> ReplacedHead | None:
+    owner = getattr(method, "__self__", None)
+    return owner if isinstance(owner, ReplacedHead) else None
+
+
+def owners_on(*modules: nn.Module) -> Iterator[ReplacedHead]:
+    """Yield who replaced methods of these modules, the last one first, down to another library's replacement."""
+    for module, name in itertools.product(modules, _METHODS):
+        owner = _owner_of(vars(module).get(name))
+        while owner is not None:
+            yield owner
+            owner = _owner_of(owner._originals[name])
 
 
 def close_all(modules: Sequence[nn.Module], kind: type[ReplacedHead]) -> None:
     """Close replacements of this kind whose model is among these modules."""
-    for module, name in itertools.product(modules, _METHODS):
-        override = override_of(module, name)
-        if override is not None and override.module is not module:  # a shallow copy's attribute is the original's
-            delattr(module, name)
-        elif override is not None:
-            for owner in list(override.owners):
-                if isinstance(owner, kind) and any(owner.language_model is one for one in modules):
-                    owner.close()
+    _refuse_shallow_copies(modules)
+    for owner in list(owners_on(*modules)):
+        if isinstance(owner, kind) and any(owner.language_model is module for module in modules):
+            owner.close()
+
+
+def _refuse_shallow_copies(modules: Sequence[nn.Module]) -> None:
+    """Raise RuntimeError if one of these modules is a copy that shares its hooks with a model of an open replacement.
+
+    They could not be removed from one of the two.
+    """
+    for module, owner in itertools.product(modules, list(owners_on(*modules))):
+        model = owner.language_model
+        if module is not model and module._forward_pre_hooks is model._forward_pre_hooks:
+            raise RuntimeError(
+                f"model is a shallow copy of a {type(model).__name__} for which {owner.opened_by} is in effect: pass "
+                "the original, or use copy.deepcopy"
+            )
 
 
 @functools.cache

@@ -1,7 +1,5 @@
 """`capture_lm_head` on one rank; what needs several is in torchrun_tests/run_megatron.py."""
 
-import itertools
-
 import pytest
 import torch
 
@@ -119,41 +117,46 @@ def test_hidden_without_its_graph_trains_nothing(model, teacher, tensors, labels
 
 
 @pytest.mark.parametrize("enabled", [False, True])
-@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
-def test_captures_are_closed_in_any_order(untied, enabled, order, tensors, labels):
-    """The last one opened that is open is the one that gets the pass; in the end the model is its own again."""
+def test_captures_are_closed_last_in_first_out(untied, enabled, tensors, labels):
+    """The last one opened gets the pass; in the end the model is its own again."""
     before = state(untied)
     handle = enable_fused_linear_ce(untied, use_fused_linear_ce=enabled, backend="torch")
     expected = untied(*tensors, labels=labels)
     captures = [capture_lm_head(untied) for _ in range(3)]
     heads = [capture.__enter__() for capture in captures]
-    is_open = [True, True, True]
-    for closed in order:
-        captures[closed].__exit__(None, None, None)
-        is_open[closed] = False
+    above = "capture_lm_head has replaced ColumnParallelLinear.forward after"
+    while captures:
         hidden = [head.hidden for head in heads]
-        returned = untied(*tensors, labels=labels)
+        assert untied(*tensors, labels=labels).numel() == 0
         got = [head.hidden is not old for head, old in zip(heads, hidden, strict=True)]
-        last = max((index for index in range(3) if is_open[index]), default=None)
-        assert got == [index == last for index in range(3)]
-        assert torch.equal(returned, expected) if last is None else returned.numel() == 0
+        assert got == [index == len(captures) - 1 for index in range(3)]
+        inside = state(untied)
+        for below in captures[:-1]:
+            assert_refused(RuntimeError, f"{above} capture_lm_head: undo that first", below.__exit__)
+        if enabled:
+            assert_refused(RuntimeError, f"{above} enable_fused_linear_ce: undo that first", handle.remove)
+        assert state(untied) == inside
+        captures.pop().__exit__()
+    assert torch.equal(untied(*tensors, labels=labels), expected)
     assert handle.enabled == enabled
     handle.remove()
     assert state(untied) == before
 
 
-def test_what_another_library_put_on_a_capture_outlives_it(untied, tensors, labels):
-    """Closed under it, the capture passes calls on; put back, it is gone."""
+def test_what_another_library_put_on_a_capture_is_undone_first(untied, tensors, labels):
+    before = state(untied)
     expected = untied(*tensors, labels=labels)
-    with capture_lm_head(untied):
-        ours = untied.output_layer.forward
-        untied.output_layer.forward = lambda *args, **kwargs: ours(*args, **kwargs)
-    assert torch.equal(untied(*tensors, labels=labels), expected)
+    capture = capture_lm_head(untied)
+    capture.__enter__()
+    ours = untied.output_layer.forward
+    untied.output_layer.forward = lambda *args, **kwargs: ours(*args, **kwargs)
+    message = r"tests\.\S*test_capture has replaced ColumnParallelLinear.forward after capture_lm_head: undo that first"
+    assert_refused(RuntimeError, message, capture.__exit__)
     untied.output_layer.forward = ours
+    assert untied(*tensors).numel() == 0
+    capture.__exit__()
     assert torch.equal(untied(*tensors, labels=labels), expected)
-    with capture_lm_head(untied):
-        assert untied(*tensors).numel() == 0
-    assert "forward" not in vars(untied.output_layer)
+    assert state(untied) == before
 
 
 def test_mtp_losses_of_a_capture_inside_an_enabled_model_are_its_own(device, tensors, labels):

@@ -9,7 +9,6 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from megatron_lce import capture_lm_head, enable_fused_linear_ce
-from tests import megatron_world
 from tests.megatron_world import VOCAB_SIZE, assert_refused, enable, state
 
 REMOVED = ("it was removed, or the model was enabled once more",)
@@ -57,8 +56,8 @@ def test_errors(untied):
 
 def test_a_call_that_is_refused_leaves_the_loss_as_it_was(untied):
     handle = enable(untied)
-    before = state(untied)
     untied.output_layer.bias = nn.Parameter(torch.zeros(VOCAB_SIZE))
+    before = state(untied)
     assert_refused(ValueError, "output_layer has a bias", enable, untied, on_unsupported="raise")
     assert state(untied) == before
     assert handle.enabled
@@ -77,45 +76,26 @@ def test_what_a_handle_says_of_itself(untied):
         assert repr(enable(untied)) == "FusedLinearCE(not enabled: output_layer has a bias)"
 
 
-def test_a_capture_is_closed_first_and_removing_is_always_possible(untied, tensors, labels):
+def test_a_capture_is_closed_first(untied, tensors, labels):
     before = state(untied)
     expected = untied(*tensors, labels=labels)
-    with capture_lm_head(untied) as head:
-        inside = state(untied)
-        message = "capture_lm_head is open on this model: enable before or after it"
-        assert_refused(RuntimeError, message, enable, untied)
-        assert state(untied) == inside
-    assert state(untied) == before
-    for remove in (lambda handle: handle.remove(), lambda handle: enable(untied, use_fused_linear_ce=False)):
-        handle = enable(untied)
+    for enabled in (False, True):
+        handle = enable(untied, use_fused_linear_ce=enabled)
         with capture_lm_head(untied) as head:
-            remove(handle)
+            inside = state(untied)
+            message = "capture_lm_head is open on this model: enable before or after it"
+            assert_refused(RuntimeError, message, enable, untied)
+            if enabled:
+                message = "capture_lm_head has replaced ColumnParallelLinear.forward after enable_fused_linear_ce: undo"
+                for remove in (handle.remove, lambda: enable(untied, use_fused_linear_ce=False)):
+                    assert_refused(RuntimeError, message, remove)
+            assert state(untied) == inside
             assert untied(*tensors, labels=labels).numel() == 0
         assert head.hidden is not None
-        assert not handle.enabled
+        assert handle.enabled == enabled
+        enable(untied, use_fused_linear_ce=False)
         assert state(untied) == before
     assert torch.equal(untied(*tensors, labels=labels), expected)
-
-
-def test_a_copy_of_an_enabled_model_is_enabled_and_disabled_for_itself(untied, tensors, labels):
-    """A shallow copy shares the head: disabled it has Megatron's logits and loss."""
-    expected = untied(*tensors, labels=labels)
-    expected_gradients = megatron_world.gradients(untied, expected.sum())
-    before = state(untied)
-    handle = enable(untied)
-    shallow = copy.copy(untied)
-    enable(shallow, use_fused_linear_ce=False)
-    assert handle.enabled
-    loss = shallow(*tensors, labels=labels)
-    torch.testing.assert_close(loss, expected)
-    megatron_world.assert_gradients(shallow, loss.sum(), expected_gradients)
-    own = enable(shallow)
-    assert (own.enabled, handle.enabled) == (True, False)
-    torch.testing.assert_close(untied(*tensors, labels=labels), expected)
-    own.remove()
-    assert handle.enabled
-    handle.remove()
-    assert state(untied) == before
 
 
 def test_a_deep_copy_of_an_enabled_model_is_its_own(untied, tensors, labels):
@@ -143,13 +123,20 @@ def test_a_weight_that_is_a_dtensor_is_refused(untied, device):
     assert_refused(ValueError, f"cannot be captured: {reason}", capture_lm_head(untied).__enter__)
 
 
-def test_a_loss_replaced_after_enabling_leaves_nothing_behind(untied):
+def test_a_loss_replaced_after_enabling_is_restored_first(untied):
     before = state(untied)
     handle = enable(untied)
-    untied.compute_language_model_loss = own = lambda labels, logits: logits
+    ours = untied.compute_language_model_loss
+    untied.compute_language_model_loss = other = lambda labels, logits: logits
     replaced = ("the head's forward or the model's loss was replaced by other code",)
     assert (handle.enabled, handle.reasons) == (False, replaced)
+    message = (
+        r"\S*test_enable_handle has replaced GPTModel.compute_language_model_loss after enable_fused_linear_ce: undo"
+    )
+    for remove in (handle.remove, lambda: enable(untied, use_fused_linear_ce=False)):
+        assert_refused(RuntimeError, message, remove)
+    assert untied.compute_language_model_loss is other
+    untied.compute_language_model_loss = ours
+    assert handle.enabled
     handle.remove()
-    assert untied.compute_language_model_loss is own
-    del untied.compute_language_model_loss
     assert state(untied) == before

@@ -245,6 +245,7 @@ def test_the_hook_and_the_loss_of_mcore_adapter(untied, tensors, labels):
     gradients = megatron_world.gradients(untied, expected.sum())
     # Behind the expected: Megatron changes fp32 logits in place, which such a hook forbids.
     seen = as_of_mcore_adapter(untied)
+    before = megatron_world.state(untied)
     handle = enable(untied)
     loss = untied(*tensors, labels=labels)
     actual = megatron_world.gradients(untied, loss.sum())
@@ -257,6 +258,7 @@ def test_the_hook_and_the_loss_of_mcore_adapter(untied, tensors, labels):
     handle.remove()
     assert torch.equal(untied.train()(*tensors, labels=labels), expected)
     assert seen == [torch.Tensor, torch.Tensor]
+    assert megatron_world.state(untied) == before, "the hook is what it was"
 
 
 def test_reasons(untied):
