@@ -4,14 +4,13 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_lce.core import plan
 from tests.cases import Case, Share
+from tests.problems import wide_blocks_of
 
 # What may be added to each result's budget: random calls find inputs that need it.
 Floors = Callable[[Share, Any], dict[str, float]]
@@ -58,7 +57,7 @@ def surroundings(case: Case) -> Iterator[None]:
     """What a call may not depend on."""
     torch.set_default_dtype(case.default_dtype)
     try:
-        with mock.patch.object(plan, "WIDE_BLOCK", case.wide_block or plan.WIDE_BLOCK):
+        with wide_blocks_of(case.wide_block):
             yield
     finally:
         torch.set_default_dtype(torch.float32)

@@ -1,8 +1,9 @@
 """Inputs of the tests, and the one assertion that most of them make."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 
 import megatron_lce
 from megatron_lce.backends.choice import load_backend
+from megatron_lce.core import plan
+from megatron_lce.core.call_plan import plan_cross_entropy
 from megatron_lce.core.plan import COLUMN_STEP, slab_row_stride
 from tests.jsd_oracle import JsdInputs
 from tests.oracle import Result, Upstream, assert_within, comparisons, evaluate, oracle, random_upstream
@@ -17,6 +20,15 @@ from tests.oracle import Result, Upstream, assert_within, comparisons, evaluate,
 BETAS = [0, 0.5, 1]  # both ends and between
 
 _USUAL = nullcontext()
+
+
+@contextmanager
+def wide_blocks_of(num_tokens: int | None) -> Iterator[None]:
+    """Plans with blocks of so many tokens where 4,096 are usual; None: as usual."""
+    plan_cross_entropy.cache_clear()  # plans are made once for a configuration
+    with mock.patch.object(plan, "WIDE_BLOCK", num_tokens or plan.WIDE_BLOCK):
+        yield
+    plan_cross_entropy.cache_clear()
 
 
 class Problem(NamedTuple):

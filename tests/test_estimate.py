@@ -13,9 +13,8 @@ from benchmark.shapes import parse_shape
 from megatron_lce.command.estimate import estimate_table, largest_tokens, saved_mib, verdict
 from megatron_lce.command.head_memory import FUSED, HEADS, OURS, TE, UNFUSED, HeadStep, costs_on_a_gpu
 from megatron_lce.command.head_memory import KNOWN_LOSS as TOKEN_LOSS
-from megatron_lce.core import plan
 from tests.live_bytes import peak_live_bytes
-from tests.problems import make_problem
+from tests.problems import make_problem, wide_blocks_of
 
 ALLOWED = 0.05
 MIB = 2**20
@@ -154,11 +153,10 @@ CPU_CALLS |= {f"{TOKEN_LOSS}: {name}": (TOKEN_LOSS, step) for name, step in TOKE
 
 
 @pytest.mark.parametrize(("way", "step"), CPU_CALLS.values(), ids=list(CPU_CALLS))
-def test_storages_of_a_step_on_a_cpu(way, step, on_a_cpu, monkeypatch):
-    if step.tokens == WIDE.tokens:
-        monkeypatch.setattr(plan, "WIDE_BLOCK", 256)
-    peak, _ = peak_live_bytes(call_of(step, way, torch.device("cpu")))
-    assert HEADS[way](step).peak_bytes == pytest.approx(peak, rel=ALLOWED)
+def test_storages_of_a_step_on_a_cpu(way, step, on_a_cpu):
+    with wide_blocks_of(256 if step.tokens == WIDE.tokens else None):
+        peak, _ = peak_live_bytes(call_of(step, way, torch.device("cpu")))
+        assert HEADS[way](step).peak_bytes == pytest.approx(peak, rel=ALLOWED)
 
 
 GPU_STEPS = {

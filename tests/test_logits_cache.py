@@ -39,7 +39,9 @@ def size_of(columns):
 @given(st.integers(1, 3000), st.integers(1, 3000), st.integers(0, 2**24))
 def test_a_cache_takes_no_more_than_it_may(num_tokens, num_columns, logits_cache_bytes):
     hidden = torch.empty(0, dtype=BF16)
-    cache = new_cache(size_of(num_columns), num_tokens, num_columns, logits_cache_bytes, hidden)
+    size = size_of(num_columns)
+    cached_columns = size.cache_columns(num_tokens, num_columns, logits_cache_bytes)
+    cache = new_cache(size, num_tokens, cached_columns, hidden)
     if cache is not None:
         assert 0 < cache.exp.shape[1] <= num_columns
         assert sum(tensor.untyped_storage().nbytes() for tensor in cache) <= logits_cache_bytes
@@ -47,7 +49,7 @@ def test_a_cache_takes_no_more_than_it_may(num_tokens, num_columns, logits_cache
 
 def test_what_lies_behind_a_row_is_zero(device):
     """Some products read it: torch's 16-bit one on a CPU with AMX, where NaN times nothing was NaN."""
-    cache = new_cache(size_of(600), 100, 600, 2**30, torch.empty(0, dtype=BF16, device=device))
+    cache = new_cache(size_of(600), 100, 600, torch.empty(0, dtype=BF16, device=device))
     behind = cache.exp.as_strided((100, 40), (640, 1), 600)
     assert cache.exp.stride() == (640, 1)
     assert (behind == 0).all()

@@ -4,11 +4,10 @@ import pytest
 import torch
 
 import megatron_lce
-from megatron_lce.core import plan
 from tests.jsd_oracle import make_inputs
 from tests.live_bytes import Products, parts_of_a_product
 from tests.oracle import Upstream
-from tests.problems import ignored_labels, ignoring, make_problem
+from tests.problems import ignored_labels, ignoring, make_problem, wide_blocks_of
 
 FP32, BF16 = torch.float32, torch.bfloat16
 SOME = slice(0, None, 3)
@@ -123,12 +122,12 @@ def test_no_gradient_at_all(backend, device):
     [(FP32, 24, False, 0), (BF16, 24, False, 0), (BF16, 13, False, 0), (BF16, 24, True, 2**30)],
     ids=str,
 )
-def test_blocks_of_tokens_outside(dtype, hidden_size, skip, logits_cache_bytes, backend, device, monkeypatch):
+def test_blocks_of_tokens_outside(dtype, hidden_size, skip, logits_cache_bytes, backend, device):
     """Where the shard has fewer columns than there are tokens, the weight's gradient is what accumulates."""
-    monkeypatch.setattr(plan, "WIDE_BLOCK", 16)
     problem = ignoring(make_problem(300, hidden_size, 140, device, dtype), slice(0, None, 9))
     only_here = {"skip_ignored": skip, "logits_cache_bytes": logits_cache_bytes, "workspace_bytes": 140_000}
-    problem.check(backend, only_here=only_here | {"within": (products := Products())})
+    with wide_blocks_of(16):
+        problem.check(backend, only_here=only_here | {"within": (products := Products())})
     count, padded = 266 if skip else 300, -(-hidden_size // 8) * 8 if dtype == BF16 else hidden_size
     parts = parts_of_a_product(dtype, backend, device)
     assert products.logits_in_gradients(padded, parts) == 2 * count * 140

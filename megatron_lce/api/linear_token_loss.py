@@ -16,7 +16,6 @@ from megatron_lce.checks import validation
 from megatron_lce.checks.together import check_keywords, checked_together, keyword_options, shaped
 from megatron_lce.core.call import Call
 from megatron_lce.core.collectives import is_captured, waited
-from megatron_lce.core.cross_entropy import check_workspace
 from megatron_lce.core.eager import eager
 from megatron_lce.core.known_loss import LossesOfSum, Promise, with_gradients
 from megatron_lce.core.options import LinearCrossEntropyOutput, Options
@@ -138,7 +137,6 @@ def _run(
 ) -> tuple[Tensor, TokenLossResults]:
     """Return the sum of the losses, with gradients if they are wanted, and per-token results."""
     with_gradient = torch.is_grad_enabled() and (call.hidden.requires_grad or call.weight.requires_grad)
-    check_workspace(call, with_gradient, call.weight.requires_grad)
     with own_arithmetic(call.hidden.device, name):
         results = summed_token_loss(call, loss, per_token, with_gradient)
     return with_gradients(results.total, results.gradients, call, name), results

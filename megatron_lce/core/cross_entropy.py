@@ -7,6 +7,7 @@ while its last product for the weight runs; backward returns when all are reduce
 are gathered and scattered whole; `skip_ignored=True` also takes a collective and a host wait in each pass.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,16 +15,16 @@ import torch
 from torch import Tensor
 
 from megatron_lce.core.call import Call, check_backward
+from megatron_lce.core.call_plan import Plan, plan_cross_entropy
 from megatron_lce.core.computed_rows import ComputedRows
 from megatron_lce.core.group_statistics import outputs_over_group
 from megatron_lce.core.head_gradients import HeadGradients
 from megatron_lce.core.logit_gradients import grad_logits_slabs, gradient_inputs, gradients_of_cache
 from megatron_lce.core.logits_cache import new_cache
 from megatron_lce.core.options import WITH_GRADIENT, LinearCrossEntropyOutput
-from megatron_lce.core.plan import backward_tokens, smallest_workspace
 from megatron_lce.core.products import own_arithmetic
 from megatron_lce.core.rows import Rows, SoftmaxOfRow
-from megatron_lce.core.tokens import Tokens, tokens_in_blocks
+from megatron_lce.core.tokens import tokens_in_blocks
 
 
 class LinearCrossEntropyFunction(torch.autograd.Function):
@@ -38,18 +39,18 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, call: Call, grad_enabled: bool) -> tuple[Tensor | None, ...]:
         options = call.options
         needs = ctx.needs_input_grad if grad_enabled else (False, False)
-        check_workspace(call, needs[0] or needs[1], needs[1])
         with own_arithmetic(hidden.device, "linear_cross_entropy forward"):
             in_order = ComputedRows.of(call.labels, options)
-            tokens = _tokens(call, in_order)
+            plan = _plan(call, in_order.count, needs, options.logits_cache_bytes)
+            tokens = tokens_in_blocks(hidden, in_order, plan.block_tokens, options)
             computed = tokens.computed  # in the order of the blocks
             rows = computed.select_rows(call.backend.prepare_rows(call.labels, call.temperature, options, call.shard))
             cache = None
             if grad_enabled:
-                cache = new_cache(call.size, computed.count, call.shard.columns, options.logits_cache_bytes, hidden)
+                cache = new_cache(call.size, computed.count, plan.cached_columns, hidden)
             ids = None if call.candidates is None else computed.select(call.candidates)
             labels = call.labels if ids is None else computed.select(call.labels)
-            outputs, softmax, log_p = outputs_over_group(tokens.blocks(), rows, labels, ids, call, cache)
+            outputs, softmax, log_p = outputs_over_group(tokens.blocks(), rows, labels, ids, call, plan, cache)
             outputs = computed.spread_outputs(outputs)
         for output in outputs:
             if output is not None:
@@ -57,7 +58,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         if grad_enabled:
             ctx.save_for_backward(hidden, weight, in_order.index, *rows, *softmax, call.candidates, log_p)
-            ctx.num_tokens, ctx.call = in_order.num_tokens, call.without_tensors()
+            ctx.num_tokens, ctx.call, ctx.plan = in_order.num_tokens, call.without_tensors(), plan
             ctx.cache, ctx.cached = cache, cache is not None
         others = (output for name, output in outputs._asdict().items() if name not in WITH_GRADIENT)
         ctx.mark_non_differentiable(*(output for output in others if output is not None))
@@ -76,25 +77,29 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         call = ctx.call.with_tensors(hidden, weight)
         cache, ctx.cache = ctx.cache, None
         with own_arithmetic(hidden.device, "linear_cross_entropy backward"):
-            num_tokens, dims = ctx.num_tokens, len(call.shape)
-            tokens = _tokens(call, ComputedRows(num_tokens, index))
+            num_tokens, dims, plan = ctx.num_tokens, len(call.shape), ctx.plan
+            tokens = tokens_in_blocks(hidden, ComputedRows(num_tokens, index), plan.block_tokens, call.options)
             computed = tokens.computed
             ids = None if ids is None else computed.select(ids)
             flat = (None if grad is None else grad.reshape(num_tokens, *grad.shape[dims:]) for grad in grad_outputs)
             selected = (None if grad is None else computed.select(grad) for grad in flat)
             upstream = dict(zip(LinearCrossEntropyOutput._fields, selected, strict=True))
             gradients, counts = gradient_inputs(call, rows, softmax, upstream, ids, log_p)
-            of_cache = None if cache is None else gradients_of_cache(gradients, cache)
+            of_cache = None if cache is None else gradients_of_cache(gradients, cache, plan)
             del cache
+            if ctx.cached and of_cache is None:
+                plan = _plan(call, computed.count, ctx.needs_input_grad)
             if call.options.skip_ignored is True:
                 with_gradient = ComputedRows.where(counts, call.options.tp_group).index
                 if with_gradient is not None:
-                    tokens = _tokens(call, computed.subset(with_gradient))
+                    computed = computed.subset(with_gradient)
                     gradients = gradients.select(with_gradient)
                     of_cache = None if of_cache is None else replace(of_cache, rows=with_gradient)
+                    plan = _plan(call, computed.count, ctx.needs_input_grad)
+                    tokens = tokens_in_blocks(hidden, computed, plan.block_tokens, call.options)
             grads = HeadGradients(tokens, call, ctx.needs_input_grad[:2])
             for block in tokens.blocks():
-                grads.add(block, grad_logits_slabs(gradients, block, grads.bytes_per_column, of_cache))
+                grads.add(block, grad_logits_slabs(gradients, block, plan, of_cache))
             return *grads.results(), None, None
 
 
@@ -104,14 +109,15 @@ def linear_cross_entropy_autograd(call: Call) -> LinearCrossEntropyOutput:
     return LinearCrossEntropyOutput(*LinearCrossEntropyFunction.apply(call.hidden, call.weight, call, grad_enabled))
 
 
-def check_workspace(call: Call, needs_grad: bool, needs_weight: bool) -> None:
-    """Raise ValueError if the workspace is too small for the smallest block of forward or backward."""
-    smallest, given = smallest_workspace(call.size, needs_grad, needs_weight), call.options.workspace_bytes
-    if given < smallest:
-        raise ValueError(f"workspace_bytes must be at least {smallest} for this head, got {given}")
-
-
-def _tokens(call: Call, computed: ComputedRows) -> Tokens:
-    """Return the computed rows in the blocks of the outer loop of backward."""
-    block_tokens = backward_tokens(call.size, computed.count, call.options.workspace_bytes)
-    return tokens_in_blocks(call.hidden, computed, block_tokens, call.options)
+def _plan(call: Call, num_tokens: int, needs: Sequence[bool], logits_cache_bytes: int = 0) -> Plan:
+    """`needs`: gradients of hidden and weight."""
+    needs_hidden, needs_weight, *_ = needs
+    return plan_cross_entropy(
+        call.size,
+        num_tokens,
+        call.shard.columns,
+        call.options.workspace_bytes,
+        logits_cache_bytes=logits_cache_bytes,
+        needs_grad=needs_hidden or needs_weight,
+        needs_weight=needs_weight,
+    )

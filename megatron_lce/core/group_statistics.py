@@ -7,10 +7,11 @@ from torch import Tensor
 
 from megatron_lce.core import collectives
 from megatron_lce.core.call import Call
+from megatron_lce.core.call_plan import Plan
 from megatron_lce.core.candidates import candidate_logprobs
 from megatron_lce.core.logits_cache import LogitsCache
 from megatron_lce.core.options import LinearCrossEntropyOutput, new_outputs
-from megatron_lce.core.plan import cut, stats_columns, stats_tokens
+from megatron_lce.core.plan import cut
 from megatron_lce.core.rows import Rows, SoftmaxOfRow
 from megatron_lce.core.single_ids import ids_of_rows, logits_over_group
 from megatron_lce.core.statistics import merge_extremes, stats_of_nothing
@@ -23,33 +24,41 @@ def outputs_over_group(
     labels: Tensor,  # [N] global; used with candidates
     ids: Tensor | None,  # [N, K] global, of candidates
     call: Call,
+    plan: Plan,
     cache: LogitsCache | None,
 ) -> tuple[LinearCrossEntropyOutput, SoftmaxOfRow, Tensor | None]:
     """Return outputs, softmaxes, and candidates' base-2 logprobs [N, K], if any; the same bits on every rank."""
-    options, shard, stats = call.options, call.shard, []
+    options, merged = call.options, []
     logits = None if ids is None else torch.empty_like(ids, dtype=torch.float32)
     for block in blocks:
-        hidden, of_block = block.hidden.wait(), rows.select(block.rows)
+        hidden, block_rows = block.hidden.wait(), rows.select(block.rows)
         block_cache = None if cache is None else cache.select(block.rows)
-        for tokens in cut(hidden.shape[0], stats_tokens(call.size, hidden.shape[0], options.workspace_bytes)):
-            own_cache = None if block_cache is None else block_cache.select(tokens)
-            inputs = hidden[tokens], call.weight[: shard.columns], of_block.select(tokens), options
-            most = stats_columns(call.size, tokens.stop - tokens.start, options.workspace_bytes)
-            parts = call.backend.softmax_stats(*inputs, vocab_start=shard.start, cache=own_cache, columns_at_once=most)
-            stats.append(merged_over_group(parts, call))
-            del parts  # freed before the next are allocated
+        for tokens in cut(hidden.shape[0], plan.stats_tokens):
+            part_cache = None if block_cache is None else block_cache.select(tokens)
+            merged.append(_merged_stats(hidden[tokens], block_rows.select(tokens), call, plan, part_cache))
         if ids is not None and logits is not None:
-            own_ids = ids_of_rows(ids[block.rows])
-            logits[block.rows] = logits_over_group(hidden, own_ids, of_block, call).view(-1, ids.shape[1])
-    if not stats:
+            block_ids = ids_of_rows(ids[block.rows])
+            logits[block.rows] = logits_over_group(hidden, block_ids, block_rows, call).view(-1, ids.shape[1])
+    if not merged:
         nothing = stats_of_nothing(0, options.entropy, options.telemetry, call.hidden.device)
-        stats = [call.backend.sum_chunks(nothing, nothing, 0, options.entropy, options.telemetry)]
-    extremes, sums = stats[0] if len(stats) == 1 else (torch.cat(each, dim=1) for each in zip(*stats, strict=True))
+        merged = [call.backend.sum_chunks(nothing, nothing, 0, options.entropy, options.telemetry)]
+    extremes, sums = merged[0] if len(merged) == 1 else (torch.cat(each, dim=1) for each in zip(*merged, strict=True))
     outputs = new_outputs(rows.labels.shape[0], options, call.hidden.device)
     softmax, log_p = call.backend.finish(extremes, sums, rows, options, outputs), None
     if ids is not None and logits is not None and outputs.candidate_logprobs is not None:
         log_p = candidate_logprobs(logits, ids, labels, rows, softmax, outputs.candidate_logprobs)
     return outputs, softmax, log_p
+
+
+def _merged_stats(
+    hidden: Tensor, rows: Rows, call: Call, plan: Plan, cache: LogitsCache | None
+) -> tuple[Tensor, Tensor]:
+    """Return extremes and sums of the vocabulary; the statistics of chunks are freed."""
+    weight, start = call.weight[: call.shard.columns], call.shard.start
+    stats = call.backend.softmax_stats(
+        hidden, weight, rows, call.options, vocab_start=start, cache=cache, columns_at_once=plan.stats_columns
+    )
+    return merged_over_group(stats, call)
 
 
 def merged_over_group(of_chunks: Tensor, call: Call) -> tuple[Tensor, Tensor]:

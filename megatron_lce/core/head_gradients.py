@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from megatron_lce.core.call import Call
-from megatron_lce.core.plan import BlockBytes, cut, cut_columns, plan_blocks, slab_row_stride
+from megatron_lce.core.call_plan import Plan
+from megatron_lce.core.plan import cut, cut_columns, slab_row_stride
 from megatron_lce.core.products import with_zeros_behind
 from megatron_lce.core.tokens import TokenBlock, Tokens
 
@@ -32,8 +33,6 @@ class HeadGradients:
         """`needs`: of hidden and weight. `weight_sum`: return the weight's gradient as its fp32 sum, [columns, H]."""
         self._tokens, self._call, (self._needs_hidden, needs_weight) = tokens, call, needs
         self._weight = _WeightGrad(call, tokens.num_blocks, weight_sum) if needs_weight else None
-        # Extra bytes per column for a partial fp32 sum, if tokens are cut; none if slabs go straight to the fp32 sum.
-        self.bytes_per_column = call.size.weight_sum_column if needs_weight and not weight_sum else 0
 
     def add(self, block: TokenBlock, slabs: Iterator[Slab]) -> None:
         """Add the slabs of a block, which together hold the gradient of all its products."""
@@ -85,21 +84,17 @@ def computed_slabs(
     like: Tensor,
     num_tokens: int,
     all_columns: slice,
-    workspace_bytes: int,
-    slab_bytes: BlockBytes,
-    bytes_per_column: int,  # of `HeadGradients`
+    plan: Plan,
     compute: Callable[[slice, slice, Tensor], None],
 ) -> Iterator[Slab]:
     """Yield slabs of `all_columns` that `compute(tokens, columns, grad)` fills, in one buffer of like's dtype."""
     if all_columns.start == all_columns.stop:
         return
-    stride = slab_row_stride(all_columns.stop - all_columns.start)
-    blocks = plan_blocks(num_tokens, stride, workspace_bytes, slab_bytes, per_column_if_tokens_are_cut=bytes_per_column)
-    buffer = like.new_empty(blocks.tokens * slab_row_stride(blocks.columns))
-    for columns in cut_columns(all_columns.stop, blocks.columns, start=all_columns.start):
+    buffer = like.new_empty(plan.slab_tokens * slab_row_stride(plan.slab_columns))
+    for columns in cut_columns(all_columns.stop, plan.slab_columns, start=all_columns.start):
         width = columns.stop - columns.start
         stride = slab_row_stride(width)
-        for tokens in cut(num_tokens, blocks.tokens):
+        for tokens in cut(num_tokens, plan.slab_tokens):
             length = tokens.stop - tokens.start
             grad = with_zeros_behind(buffer[: length * stride].view(length, stride), width)
             compute(tokens, columns, grad)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megatron_lce.core import collectives
 from megatron_lce.core.call import Call, check_backward
+from megatron_lce.core.call_plan import Plan, plan_divergence
 from megatron_lce.core.computed_rows import ComputedRows
 from megatron_lce.core.head_gradients import HeadGradients, Slab, computed_slabs, kept_slabs
 from megatron_lce.core.jsd_heads import (
@@ -33,17 +34,7 @@ from megatron_lce.core.jsd_heads import (
     student_outputs,
 )
 from megatron_lce.core.known_loss import scales_a_sum, unscaled_dtype, unscaled_gradients, with_gradients
-from megatron_lce.core.plan import (
-    COLUMN_STEP,
-    HeadSize,
-    cut,
-    cut_columns,
-    plan_known_weights,
-    products_tokens,
-    size_of_two_heads,
-    slab_row_stride,
-    smallest_workspace,
-)
+from megatron_lce.core.plan import COLUMN_STEP, cut, cut_columns, size_of_two_heads, slab_row_stride
 from megatron_lce.core.products import copies_to_fp32, own_arithmetic, product, with_zeros_behind
 from megatron_lce.core.tokens import tokens_in_blocks
 
@@ -73,10 +64,6 @@ def find_divergences(
     `_LinearJsd.forward` only saves the results.
     """
     options, prepare, labels = call.options, call.backend.prepare_rows, call.labels
-    size, workspace = _size_and_workspace(heads, call)
-    if workspace < (smallest := smallest_workspace(size, needs_grad=True, needs_weight=True)):
-        smallest += options.workspace_bytes - workspace
-        raise ValueError(f"workspace_bytes must be at least {smallest} for these heads, got {options.workspace_bytes}")
     if token_weights is not None:
         labels = labels.masked_fill(token_weights == 0, options.ignore_index)
     all_rows = prepare(labels, call.temperature, options, call.shard)
@@ -85,13 +72,9 @@ def find_divergences(
         teacher_scale = prepare(labels, teacher_temperature, options, call.shard).scale
     # A number given as `skip_ignored` is the number of labels, whatever the weights.
     computed = ComputedRows.of(labels if options.skip_ignored is True else call.labels, options)
-    plan, block_tokens = None, computed.count
-    if with_gradient:
-        size = size._replace(sums_weight=size.sums_weight and call.weight.requires_grad)
-        plan = plan_known_weights(size, block_tokens, workspace, single_is_sum=scales_a_sum(call))
-    block_tokens, at_once = plan or (block_tokens, products_tokens(size, block_tokens, workspace))
+    plan = _plan(heads, call, computed.count, call.weight.requires_grad, known=with_gradient)
     tokens, teacher_tokens = (
-        tokens_in_blocks(head.hidden, computed, block_tokens, options, unscaled_dtype(call)) for head in heads[:2]
+        tokens_in_blocks(head.hidden, computed, plan.block_tokens, options, unscaled_dtype(call)) for head in heads[:2]
     )
     computed = tokens.computed  # now in the order of the blocks
     all_rows, teacher_scale = computed.select_rows(all_rows), computed.select(teacher_scale)
@@ -113,12 +96,12 @@ def find_divergences(
             None if coefficient is None else coefficient[block.rows],
         )
         collected = None
-        if plan is not None:
+        if plan.cached_columns:
             stride = slab_row_stride(call.shard.columns)
             collected = with_zeros_behind(call.hidden.new_empty(stats.shape[1], stride), call.shard.columns)
-        _fill_stats(both, stats, call, at_once, collected)
+        _fill_stats(both, stats, call, plan.stats_tokens, collected)
         if gradients is not None:
-            recomputed = _recomputed_slabs(both, stats, call, gradients.bytes_per_column)
+            recomputed = _recomputed_slabs(both, stats, call, plan)
             slabs = recomputed if collected is None else kept_slabs(collected)
             del collected  # freed before the next block allocates
             gradients.add(block, slabs)
@@ -174,8 +157,10 @@ class _LinearJsd(torch.autograd.Function):
                     stats, coefficient = stats[:, with_gradient], coefficient[with_gradient]
                     scale, teacher_scale = scale[with_gradient], teacher_scale[with_gradient]
                     computed = computed.subset(with_gradient)
+            heads = Heads(student, teacher, ctx.beta)
+            plan = _plan(heads, call, computed.count, ctx.needs_input_grad[1])
             tokens, teacher_tokens = (
-                tokens_in_blocks(head.hidden, computed, computed.count, call.options) for head in (student, teacher)
+                tokens_in_blocks(head.hidden, computed, plan.block_tokens, call.options) for head in (student, teacher)
             )
             gradients = HeadGradients(tokens, call, ctx.needs_input_grad[:2])
             # Both gathers come first, as in forward.
@@ -183,7 +168,7 @@ class _LinearJsd(torch.autograd.Function):
                 student_rows = student.of_rows(block.hidden.wait(), scale)
                 teacher_rows = teacher.of_rows(of_teacher.hidden.wait(), teacher_scale)
                 heads = Heads(student_rows, teacher_rows, ctx.beta, None, coefficient)
-                gradients.add(block, _recomputed_slabs(heads, stats, call, gradients.bytes_per_column))
+                gradients.add(block, _recomputed_slabs(heads, stats, call, plan))
             return *gradients.results(), None, None
 
 
@@ -213,9 +198,8 @@ def _fill_stats(heads: Heads, stats: Tensor, call: Call, tokens_at_once: int, al
             backend.gradient_of_products(block, products, block_stats, all_gradients[tokens])
 
 
-def _recomputed_slabs(heads: Heads, stats: Tensor, call: Call, bytes_per_column: int) -> Iterator[Slab]:
+def _recomputed_slabs(heads: Heads, stats: Tensor, call: Call, plan: Plan) -> Iterator[Slab]:
     """Yield gradients of the student's products, slab by slab, from recomputed products of both heads."""
-    size, workspace = _size_and_workspace(heads, call)
     memory = heads.student.hidden.new_empty(0, dtype=torch.float32)
 
     def compute(tokens: slice, columns: slice, grad: Tensor) -> None:
@@ -223,9 +207,7 @@ def _recomputed_slabs(heads: Heads, stats: Tensor, call: Call, bytes_per_column:
         call.backend.gradient_of_products(block, _products(block, memory), stats[:, tokens], grad)
 
     columns = slice(0, call.shard.columns)
-    yield from computed_slabs(
-        heads.student.hidden, stats.shape[1], columns, workspace, size.slab, bytes_per_column, compute
-    )
+    yield from computed_slabs(heads.student.hidden, stats.shape[1], columns, plan, compute)
 
 
 def _products(heads: Heads, memory: Tensor) -> Tensor:
@@ -239,8 +221,24 @@ def _products(heads: Heads, memory: Tensor) -> Tensor:
     return products
 
 
-def _size_and_workspace(heads: Heads, call: Call) -> tuple[HeadSize, int]:
-    """Return the sizes for plans, and the workspace without fp32 copies of the weight, which products make on CPUs."""
+def _plan(heads: Heads, call: Call, num_tokens: int, needs_weight: bool, *, known: bool = False) -> Plan:
+    """Return the plan of these heads. fp32 copies of the weights, which products make on CPUs, have room beside it.
+
+    Raises:
+        ValueError: the workspace is too small for forward or backward.
+    """
     copied_row = max(4 * head.hidden.shape[1] * copies_to_fp32(head.hidden) for head in heads[:2])
     size = size_of_two_heads(call.size, call.backend.intermediate_bytes(call.shard.largest) + copied_row)
-    return size, call.options.workspace_bytes - COLUMN_STEP * copied_row
+    given, copied = call.options.workspace_bytes, COLUMN_STEP * copied_row
+    smallest = copied + size.smallest_workspace(needs_grad=True, needs_weight=True)
+    if given < smallest:
+        raise ValueError(f"workspace_bytes must be at least {smallest} for these heads, got {given}")
+    return plan_divergence(
+        size,
+        num_tokens,
+        call.shard.columns,
+        given - copied,
+        known=known,
+        needs_weight=needs_weight,
+        keeps_fp32_sum=known and scales_a_sum(call),
+    )

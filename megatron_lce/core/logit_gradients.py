@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_lce.core.call import Call
+from megatron_lce.core.call_plan import Plan
 from megatron_lce.core.candidates import CandidateGradients, candidate_gradients
 from megatron_lce.core.head_gradients import Slab, computed_slabs, kept_slabs
 from megatron_lce.core.logits_cache import LogitsCache
@@ -82,6 +83,7 @@ class CacheGradients:
 def gradients_of_cache(
     gradients: LogitGradients,
     cache: LogitsCache,
+    plan: Plan,
     hidden: Tensor | None = None,  # of the cache's rows
 ) -> CacheGradients | None:
     """Turn cached exponentials into gradients, in place.
@@ -95,10 +97,9 @@ def gradients_of_cache(
             return None
         gradients.compute(hidden, slice(0, num_tokens), slice(0, num_columns), cache.exp)
         return CacheGradients(cache.exp)
-    scaled_hidden = num_tokens * call.weight.shape[1] * call.weight.element_size()
     # With an entropy, exponentials are relative to different references.
     factored = gradients.candidates is None and not call.options.entropy and num_columns == call.shard.columns
-    factored = factored and scaled_hidden <= call.options.workspace_bytes
+    factored = factored and plan.scales_hidden
     inputs = cache, gradients.rows, gradients.terms, call.options
     factor = call.backend.grad_logits_from_cache(*inputs, entropy=gradients.entropy, factored=factored)
     if gradients.candidates is not None:
@@ -107,18 +108,16 @@ def gradients_of_cache(
 
 
 def grad_logits_slabs(
-    gradients: LogitGradients, block: TokenBlock, bytes_per_column: int, of_cache: CacheGradients | None
+    gradients: LogitGradients, block: TokenBlock, plan: Plan, of_cache: CacheGradients | None
 ) -> Iterator[Slab]:
     """Yield the gradients of a block: from the cache, if any, then from recomputed products in one reused buffer.
 
     Slabs of the cache are views or, if backward skips rows, copies.
     """
-    call, size = gradients.call, gradients.call.size.slab
-    num_tokens, first = block.rows.stop - block.rows.start, 0
+    call, num_tokens, first = gradients.call, block.rows.stop - block.rows.start, 0
 
     def filled(columns: slice, fill: Callable[[slice, slice, Tensor], None]) -> Iterator[Slab]:
-        room = call.options.workspace_bytes
-        return computed_slabs(call.weight, num_tokens, columns, room, size, bytes_per_column, fill)
+        return computed_slabs(call.weight, num_tokens, columns, plan, fill)
 
     if of_cache is not None:
         first = of_cache.grad.shape[1]

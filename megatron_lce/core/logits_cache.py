@@ -26,11 +26,10 @@ class LogitsCache(NamedTuple):
         return LogitsCache(self.exp[rows], self.reference[:, rows])
 
 
-def new_cache(size: HeadSize, num_tokens: int, num_columns: int, num_bytes: int, like: Tensor) -> LogitsCache | None:
-    """Allocate a cache of like's dtype, of as many columns as fit in `num_bytes`, or return None if none fit."""
-    columns = size.cache_columns(num_tokens, num_columns, num_bytes)
-    if columns == 0:
+def new_cache(size: HeadSize, num_tokens: int, num_columns: int, like: Tensor) -> LogitsCache | None:
+    """Allocate a cache of so many columns, of like's dtype; None for no columns."""
+    if num_columns == 0:
         return None
-    exp = with_zeros_behind(like.new_empty(num_tokens, slab_row_stride(columns)), columns)
-    num_chunks = ceil_div(columns, size.costs.chunk_columns)
+    exp = with_zeros_behind(like.new_empty(num_tokens, slab_row_stride(num_columns)), num_columns)
+    num_chunks = ceil_div(num_columns, size.costs.chunk_columns)
     return LogitsCache(exp, like.new_empty(num_chunks, num_tokens, dtype=torch.float32))

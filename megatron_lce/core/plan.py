@@ -124,6 +124,18 @@ class HeadSize(NamedTuple):
         tile_bytes = num_tokens * self.kept_token(self.costs.tile_columns)
         return logits_cache_bytes // tile_bytes * self.costs.tile_columns
 
+    def smallest_workspace(self, *, needs_grad: bool, needs_weight: bool) -> int:
+        """Return the bytes that every pass needs for its smallest block, one token of `COLUMN_STEP` columns."""
+        of_stats = self.stats.of(1, COLUMN_STEP)
+        sum_column = self.weight_sum_column if needs_weight else 0
+        return max(of_stats, self.slab.of(1, COLUMN_STEP) + COLUMN_STEP * sum_column) if needs_grad else of_stats
+
+    def check_workspace(self, workspace_bytes: int, *, needs_grad: bool, needs_weight: bool) -> None:
+        """Raise ValueError if the workspace is smaller than that."""
+        smallest = self.smallest_workspace(needs_grad=needs_grad, needs_weight=needs_weight)
+        if workspace_bytes < smallest:
+            raise ValueError(f"workspace_bytes must be at least {smallest} for this head, got {workspace_bytes}")
+
 
 def size_of_two_heads(student: HeadSize, reading_bytes: int) -> HeadSize:
     """Return the student's sizes with the products of both heads as the only intermediates.
@@ -134,13 +146,6 @@ def size_of_two_heads(student: HeadSize, reading_bytes: int) -> HeadSize:
     row_bytes = reading_bytes + slab_row_stride(student.columns) * logit
     costs = Costs(student.costs.chunk_columns, logit=logit, stats_token=row_bytes, slab_token=reading_bytes)
     return student._replace(stats_rows=0, costs=costs)
-
-
-def smallest_workspace(size: HeadSize, needs_grad: bool, needs_weight: bool) -> int:
-    """Return the bytes that every pass needs for its smallest block, one token of `COLUMN_STEP` columns."""
-    of_stats = size.stats.of(1, COLUMN_STEP)
-    column_sum = size.weight_sum_column if needs_weight else 0
-    return max(of_stats, size.slab.of(1, COLUMN_STEP) + COLUMN_STEP * column_sum) if needs_grad else of_stats
 
 
 def stats_tokens(size: HeadSize, num_tokens: int, workspace_bytes: int) -> int:

@@ -10,7 +10,6 @@ the loss runs again on a sample, which the caller compares. `known_loss` scales 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from megatron_lce.core.call import Call
+from megatron_lce.core.call_plan import plan_token_loss
 from megatron_lce.core.computed_rows import ComputedRows
 from megatron_lce.core.group_statistics import outputs_over_group
 from megatron_lce.core.head_gradients import HeadGradients
@@ -25,10 +25,8 @@ from megatron_lce.core.known_loss import scales_a_sum, unscaled_dtype, unscaled_
 from megatron_lce.core.logit_gradients import grad_logits_slabs, gradient_inputs, gradients_of_cache
 from megatron_lce.core.logits_cache import new_cache
 from megatron_lce.core.options import DIFFERENTIABLE, WITH_GRADIENT, LinearCrossEntropyOutput, new_outputs
-from megatron_lce.core.plan import plan_known_loss
 from megatron_lce.core.tokens import tokens_in_blocks
 
-_EVERYTHING = 2**62  # bytes of a cache that holds all columns
 _SAMPLE = 4096  # losses recomputed, at least, from 8192 tokens on; else half, and none of a single token
 
 Metrics = dict[str, Tensor]
@@ -54,15 +52,17 @@ def summed_token_loss(
 ) -> TokenLossResults:
     """Compute the statistics, the losses and, if requested, the gradients, block by block."""
     options, computed = call.options, ComputedRows.of(call.labels, call.options)
-    count, plan, cache = computed.count, None, None
-    if with_gradient:
-        size = call.size._replace(sums_weight=call.size.sums_weight and call.weight.requires_grad)
-        plan = plan_known_loss(size, count, options.workspace_bytes, single_is_sum=scales_a_sum(call))
-    block_tokens, workspace_bytes = (count, options.workspace_bytes) if plan is None else plan
-    if plan is not None:
-        cache = new_cache(call.size, min(block_tokens, count), call.shard.columns, _EVERYTHING, call.hidden)
-    block_call = replace(call, options=replace(options, workspace_bytes=workspace_bytes))
-    tokens = tokens_in_blocks(call.hidden, computed, block_tokens, options, unscaled_dtype(call))
+    plan = plan_token_loss(
+        call.size,
+        computed.count,
+        call.shard.columns,
+        options.workspace_bytes,
+        needs_grad=with_gradient,
+        needs_weight=call.weight.requires_grad,
+        keeps_fp32_sum=scales_a_sum(call),
+    )
+    cache = new_cache(call.size, min(plan.block_tokens, computed.count), plan.cached_columns, call.hidden)
+    tokens = tokens_in_blocks(call.hidden, computed, plan.block_tokens, options, unscaled_dtype(call))
     computed = tokens.computed
     all_rows = computed.select_rows(call.backend.prepare_rows(call.labels, call.temperature, options, call.shard))
     labels = computed.select(call.labels)
@@ -74,12 +74,14 @@ def summed_token_loss(
         whole, rows = block._replace(rows=slice(0, block.rows.stop - block.rows.start)), all_rows.select(block.rows)
         block_cache = None if cache is None else cache.select(whole.rows)
         own_labels, own_ids = labels[block.rows], None if ids is None else ids[block.rows]
-        outputs, softmax, log_p = outputs_over_group([whole], rows, own_labels, own_ids, block_call, block_cache)
+        outputs, softmax, log_p = outputs_over_group([whole], rows, own_labels, own_ids, call, plan, block_cache)
         upstream = losses.add(outputs, rows.ignored, block.rows)
         if gradients is not None:
-            logits_grad, _ = gradient_inputs(block_call, rows, softmax, upstream, own_ids, log_p)
-            ready = None if block_cache is None else gradients_of_cache(logits_grad, block_cache, block.hidden.wait())
-            gradients.add(block, grad_logits_slabs(logits_grad, whole, gradients.bytes_per_column, ready))
+            logits_grad, _ = gradient_inputs(call, rows, softmax, upstream, own_ids, log_p)
+            ready = None
+            if block_cache is not None:
+                ready = gradients_of_cache(logits_grad, block_cache, plan, block.hidden.wait())
+            gradients.add(block, grad_logits_slabs(logits_grad, whole, plan, ready))
     del cache
     outputs, metrics = losses.of_every_token(computed)
     return TokenLossResults(computed.nan_if_wrong(losses.total), gradients, outputs, metrics, losses.sample)

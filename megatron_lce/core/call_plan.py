@@ -1,0 +1,142 @@
+"""The one plan of a call: how its tokens and columns are cut. `core.plan` has the sizes and rules it follows."""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from megatron_lce.core.plan import (
+    HeadSize,
+    backward_tokens,
+    plan_blocks,
+    plan_known_loss,
+    plan_known_weights,
+    products_tokens,
+    slab_row_stride,
+    stats_columns,
+    stats_tokens,
+)
+
+
+class Plan(NamedTuple):
+    """How a call is cut. Made once for each configuration."""
+
+    block_tokens: int  # of the outer loop, which gathers hidden states and reduces their gradient
+    stats_tokens: int  # whose statistics are computed at once
+    stats_columns: int  # of the weight that statistics may copy at once
+    cached_columns: int  # the first columns, whose logits are kept until their gradient is computed: 0, some, or all
+    slab_tokens: int  # of the largest slab of the other columns
+    slab_columns: int  # 0: every column is cached, or there is no gradient
+    scales_hidden: bool  # there is room for a copy of a block's hidden states, see `Backend.grad_logits_from_cache`
+
+
+@lru_cache(maxsize=1024)
+def plan_cross_entropy(
+    size: HeadSize,
+    num_tokens: int,
+    num_columns: int,  # of this rank's shard
+    workspace_bytes: int,
+    *,
+    logits_cache_bytes: int = 0,
+    needs_grad: bool = True,
+    needs_weight: bool = True,
+) -> Plan:
+    """Return the plan of `linear_cross_entropy`. Its blocks are the same on every rank.
+
+    Raises:
+        ValueError: the workspace does not hold one token of `COLUMN_STEP` columns.
+    """
+    size.check_workspace(workspace_bytes, needs_grad=needs_grad, needs_weight=needs_weight)
+    cached_columns = size.cache_columns(num_tokens, num_columns, logits_cache_bytes)
+    return _plan(
+        size,
+        backward_tokens(size, num_tokens, workspace_bytes),
+        cached_columns,
+        num_columns - cached_columns if needs_grad else 0,
+        workspace_bytes,
+        sum_column=size.weight_sum_column if needs_weight else 0,
+    )
+
+
+@lru_cache(maxsize=1024)
+def plan_token_loss(
+    size: HeadSize,
+    num_tokens: int,
+    num_columns: int,
+    workspace_bytes: int,
+    *,
+    needs_grad: bool = True,
+    needs_weight: bool = True,
+    keeps_fp32_sum: bool = False,  # the weight gradient of a single block is an fp32 sum, too
+) -> Plan:
+    """Return the plan of `linear_token_loss`: blocks whose logits are cached until their gradients are computed.
+
+    If none fit, all tokens are one block without a cache.
+
+    Raises:
+        ValueError: as `plan_cross_entropy`.
+    """
+    size.check_workspace(workspace_bytes, needs_grad=needs_grad, needs_weight=needs_weight)
+    size = size._replace(sums_weight=size.sums_weight and needs_weight)
+    known = None
+    if needs_grad:
+        known = plan_known_loss(size, num_tokens, workspace_bytes, single_is_sum=keeps_fp32_sum)
+    block_tokens, workspace_bytes = known or (max(1, num_tokens), workspace_bytes)
+    return _plan(
+        size,
+        block_tokens,
+        num_columns if known else 0,
+        num_columns if needs_grad and not known else 0,
+        workspace_bytes,
+        sum_column=0 if keeps_fp32_sum else size.weight_sum_column,
+    )
+
+
+@lru_cache(maxsize=1024)
+def plan_divergence(
+    size: HeadSize,  # of two heads
+    num_tokens: int,
+    num_columns: int,
+    workspace_bytes: int,
+    *,
+    known: bool,  # gradients are computed in forward
+    needs_weight: bool = True,
+    keeps_fp32_sum: bool = False,
+) -> Plan:
+    """Return the plan of `linear_jsd`: `stats_tokens` are those whose logits of both heads are in memory at once.
+
+    If gradients are known, a block is as long as all its gradients can be kept, or all tokens if none fit.
+    """
+    size = size._replace(sums_weight=size.sums_weight and needs_weight)
+    blocks = None
+    if known:
+        blocks = plan_known_weights(size, num_tokens, workspace_bytes, single_is_sum=keeps_fp32_sum)
+    cached_columns = num_columns if blocks else 0
+    block_tokens, logits_tokens = blocks or (max(1, num_tokens), products_tokens(size, num_tokens, workspace_bytes))
+    sum_column = 0 if keeps_fp32_sum else size.weight_sum_column
+    plan = _plan(size, block_tokens, cached_columns, num_columns - cached_columns, workspace_bytes, sum_column)
+    return plan._replace(stats_tokens=logits_tokens)
+
+
+def _plan(
+    size: HeadSize,
+    block_tokens: int,
+    cached_columns: int,
+    other_columns: int,  # of which the gradient is recomputed in slabs
+    workspace_bytes: int,
+    sum_column: int,  # bytes per column of a partial fp32 sum of the weight gradient, if slabs cut tokens
+) -> Plan:
+    slab_tokens = slab_columns = 0
+    if other_columns > 0:
+        stride = slab_row_stride(other_columns)
+        slab_tokens, slab_columns = plan_blocks(
+            block_tokens, stride, workspace_bytes, size.slab, per_column_if_tokens_are_cut=sum_column
+        )
+    num_stats = stats_tokens(size, block_tokens, workspace_bytes)
+    return Plan(
+        block_tokens=block_tokens,
+        stats_tokens=num_stats,
+        stats_columns=stats_columns(size, num_stats, workspace_bytes),
+        cached_columns=cached_columns,
+        slab_tokens=slab_tokens,
+        slab_columns=slab_columns,
+        scales_hidden=block_tokens * size.hidden * size.itemsize <= workspace_bytes,
+    )
