@@ -2,14 +2,17 @@
 
 import functools
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from harness import Report
 from parity_of_compat import check_disagreements, check_refusal
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import megatron_lce
+from megatron_lce import compat
 from tests.cases import SEQUENCE, Case, Ranks, Share
 
 
@@ -38,6 +41,8 @@ def run_disagreements(group: ProcessGroup, report: Report) -> None:
     cross_entropy = functools.partial(megatron_lce.linear_cross_entropy, tp_group=group, backend="torch")
     odd = {  # what the last rank does otherwise
         "softcap must be the same on every rank": {"softcap": 2.0},
+        "logits_scale must be the same on every rank": {"logits_scale": 2.0},
+        "temperature must be the same on every rank": {"temperature": 2.0},
         "gradients must be the same on every rank": {"weight": torch.ones(20, 8, requires_grad=True)},
         "weight_grad_sink must be the same on every rank": {"weight_grad_sink": object()},
         "refuses its arguments: labels must be int64": {"labels": labels.int()},
@@ -72,3 +77,41 @@ def run_disagreements(group: ProcessGroup, report: Report) -> None:
     check_disagreements(jsd, start, odd, group, report)
     check_refusal(jsd, {}, "vocab_start must be given on every rank where shards differ", report)
     check_refusal(jsd, start | {"workspace_bytes": 1}, too_small, report)
+    run_exchanges(group, report)
+
+
+def run_exchanges(group: ProcessGroup, report: Report) -> None:
+    """Ranks exchange what they call with at the first call of a kind; what training changes makes no new kind."""
+    hidden, weight, labels = torch.ones(6, 4), torch.ones(20, 4), torch.zeros(6, dtype=torch.int64)
+    keywords = {"tp_group": group, "backend": "torch"}
+    cross_entropy = functools.partial(megatron_lce.linear_cross_entropy, hidden, weight, labels, **keywords)
+    jsd = functools.partial(megatron_lce.linear_jsd, hidden, weight, hidden, weight, **keywords)
+    at = functools.partial(megatron_lce.linear_logits_at, hidden, weight, **keywords)
+    torchs = functools.partial(compat.torch_linear_cross_entropy, hidden, weight, labels, tp_group=group)
+
+    def ids(width: int) -> Tensor:
+        return torch.zeros(6, width, dtype=torch.int64)
+
+    annealed = {  # a first call, and later ones
+        "temperature": (cross_entropy, [0.9, 0.8]),
+        "logits_scale": (cross_entropy, [2.0, 2.5]),
+        "softcap": (cross_entropy, [30.0, 20.0]),
+        "candidates": (cross_entropy, [ids(3), ids(2)]),
+        "skip_ignored": (cross_entropy, [6, 5]),
+        "student_logits_scale": (jsd, [2.0, 2.5]),
+        "teacher_softcap": (jsd, [30.0, 20.0]),
+        "teacher_temperature": (jsd, [0.9, 0.8]),
+        "beta": (jsd, [0.9, 0.8]),
+        "ids": (at, [ids(3), ids(2)]),
+        "label_smoothing": (torchs, [0.2, 0.1]),
+    }
+    for name, (operation, values) in annealed.items():
+        with mock.patch.object(dist, "all_gather_object", wraps=dist.all_gather_object) as exchange:
+            counts = []
+            for value in values:
+                operation(**{name: value})
+                counts.append(exchange.call_count)
+        report.check(f"another value of {name} is not exchanged", counts[1] == counts[0], f"{counts} exchanges")
+    with mock.patch.object(dist, "all_gather_object", wraps=dist.all_gather_object) as exchange:
+        jsd(beta=0.0)
+    report.check("a beta of another kind is exchanged", exchange.call_count == 1, f"{exchange.call_count} exchanges")

@@ -119,9 +119,9 @@ def linear_jsd(
         "teacher_weight": validation.kind_of(teacher_weight),
         "teacher_logits_scale": teacher_logits_scale,
         "teacher_softcap": teacher_softcap,
-        "beta": beta if isinstance(beta, int | float) and beta in (0, 1) else "between 0 and 1",
-        "token_weights": type(token_weights).__name__,
-        "teacher_temperature": type(teacher_temperature).__name__,
+        "beta": int(beta) if isinstance(beta, int | float) and beta in (0, 1) else beta,  # two kinds of their own
+        "token_weights": token_weights,
+        "teacher_temperature": teacher_temperature,
         "return_student": return_student,
     }
     names = ("student_hidden", "student_weight", "labels")

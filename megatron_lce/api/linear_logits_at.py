@@ -45,8 +45,7 @@ def linear_logits_at(
         RuntimeError: in backward with `create_graph=True`.
     """
     name, ids, offsets = "linear_logits_at", waited(ids), waited(offsets)
-    width = ids.shape[-1] if isinstance(ids, Tensor) and ids.dim() and offsets is None else None
-    own = {"ids": width, "offsets": type(offsets).__name__}
+    own = {"ids": ids, "offsets": type(offsets).__name__}
     call_options = keyword_options(options, HeadGradientOptions, entropy=False)
     with checked_together(name, hidden, weight, None, call_options, own=own) as checks:
         check_keywords(name, options, HeadGradientOptions)

@@ -23,9 +23,8 @@ from megatron_lce.core.products import laid_out
 T = TypeVar("T")
 HEAD = ("hidden", "weight", "labels")
 _OWN = ("tp_group", "vocab_start")  # may differ between ranks
-_BY_TYPE = ("temperature", "weight_grad_sink")  # may change from call to call, but not its type
 
-# For each group the configurations that its ranks have agreed on, and the columns of the largest shard under each.
+# For each group the kinds of calls that its ranks have agreed on, and the columns of the largest shard under each.
 # Ranks must agree whether a key is new. With vocab_start, shards may differ, so their size stays out of the key.
 _agreed: WeakKeyDictionary[ProcessGroup, dict[tuple[Any, int | None], int]] = WeakKeyDictionary()
 
@@ -53,7 +52,7 @@ def checked_together(
     takes_dtensors: bool = False,
     own: dict[str, Any] | None = None,
 ) -> Iterator["Checks"]:
-    """Check arguments inside. In a new configuration all ranks raise, or none; in a known one, a rank raises alone.
+    """Check arguments inside. In a call of a new kind all ranks raise, or none; of a known one, a rank raises alone.
 
         with checked_together("linear_topk", hidden, weight, None, options, own={"k": k}) as checks:
             shape = checks.head()
@@ -61,15 +60,18 @@ def checked_together(
             checks.rest(labels)
         call = checks.call()
 
-    In a new configuration, ranks exchange it and their errors in one gather of small objects, which blocks the host. If
-    one rank refuses its arguments, or they differ, all ranks raise. Later calls compare nothing. But with `vocab_start`
-    and plain tensors, each call still all-reduces the largest shard size, which blocks the host. If one rank alone
-    changes its configuration, it hangs.
+    In the first call of a kind, ranks exchange their arguments and errors in one gather of small objects, which blocks
+    the host. If one rank refuses its arguments, or they differ, all ranks raise. Later calls of the kind compare
+    nothing: a rank's own number is not noticed. But with `vocab_start` and plain tensors, each call still all-reduces
+    the largest shard size, which blocks the host. If one rank alone changes to another kind, it hangs.
+
+    The kind is what `_describe` and `own` list, without what may change from call to call: values of floats, and the
+    number of rows, of ids a row and of rows that are not ignored.
 
     Args:
         names: the operation's names for hidden, weight and labels.
         takes_dtensors: replace DTensors by this rank's own tensors, and options by what the placements imply.
-        own: further values that must be equal on every rank.
+        own: further values that must be equal on every rank, and tensors that must be alike.
     """
     largest = None
     if takes_dtensors:
@@ -88,16 +90,17 @@ def checked_together(
     own = own or {}  # listed twice: the first fixes the order, the last overrides an option of the same name
     described = {"operation": name, **own, **_describe(hidden, weight, labels, options, names), **own}
     described |= {"largest shard": largest}
-    configuration, error = tuple((key, repr(value)) for key, value in described.items()), None
+    kind, error = tuple((key, _lasting(value)) for key, value in described.items()), None
     try:
         yield checks
     except (TypeError, ValueError, NotImplementedError) as refusal:
         error = refusal
     group, start, rows = options.tp_group, options.vocab_start, validation.rows_of(weight)
-    known, key = _agreed.setdefault(group, {}), (configuration, rows if start is None else None)
+    known, key = _agreed.setdefault(group, {}), (kind, rows if start is None else None)
     if key not in known:
-        changing = f"the shape of {names[0]}", repr(validation.shape_of(hidden))  # compared, not remembered
-        mine = (*configuration, changing), rows, start, None if error is None else str(error)
+        described[f"the shape of {names[0]}"] = validation.shape_of(hidden)
+        arguments = [(key, _comparable(value)) for key, value in described.items()]
+        mine = arguments, rows, start, None if error is None else str(error)
         everyone = collectives.gather_objects(mine, group)
         if error is None:
             known[key] = _compare(everyone, group_name, options.vocab_size)
@@ -206,17 +209,28 @@ def shaped(results: T, shape: tuple[int, ...]) -> T:
 def _describe(
     hidden: Tensor, weight: Tensor, labels: Tensor | None, options: Options, names: tuple[str, str, str] = HEAD
 ) -> dict[str, Any]:
-    """Return the arguments that must be equal on every rank, in comparable form."""
-    values = {f.name: getattr(options, f.name) for f in fields(options) if f.name not in _OWN}
+    """Return the arguments that must be equal on every rank, and tensors that must be alike."""
     return {
         names[0]: validation.kind_of(hidden),
         names[1]: validation.kind_of(weight),
         names[2]: validation.kind_of(labels[..., None]) if isinstance(labels, Tensor) else type(labels),
         "gradients": (torch.is_grad_enabled(), *(getattr(x, "requires_grad", None) for x in (hidden, weight))),
-        **{name: type(value).__name__ if name in _BY_TYPE else value for name, value in values.items()},
+        **{f.name: getattr(options, f.name) for f in fields(options) if f.name not in _OWN},
         "skip_ignored": skip if isinstance(skip := options.skip_ignored, bool) else type(skip).__name__,
-        "candidates": validation.kind_of(options.candidates),
+        "weight_grad_sink": type(options.weight_grad_sink).__name__,
     }
+
+
+def _comparable(value: Any) -> str:
+    """Return what must be equal on every rank."""
+    return validation.kind_of(value) if isinstance(value, Tensor) else repr(value)
+
+
+def _lasting(value: Any) -> str:
+    """Return what must also be equal in every call of a kind: of floats and tensors their types alone."""
+    if isinstance(value, Tensor):
+        return f"{value.dtype} on {value.device.type}"
+    return type(value).__name__ if isinstance(value, float) else repr(value)
 
 
 def _compare(everyone: list[Any], group_name: str, vocab_size: int | None) -> int:
