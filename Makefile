@@ -103,7 +103,8 @@ test-matrix: $(INSTALLED) $(MEGATRON_VERSIONS:%=$(MEGATRON)/%/megatron) $(TORCH_
 # Other projects' own code with a plugin or a diff of docs/recipes: of released wheels, and of checkouts whose paths are given,
 # as in `make test-frameworks SLIME=../slime`. What is skipped says what it needs.
 FRAMEWORKS := $(VENV)/frameworks
-FRAMEWORK_WHEELS := verl-0.9.1 ms_swift-4.6.0 mcore_bridge-1.6.5
+FRAMEWORK_WHEELS := $(addprefix verl-,0.8.0 0.9.0 0.9.1) $(addprefix megatron_bridge-,0.3.1 0.4.2 0.5.1 0.6.0 0.6.2) \
+	ms_swift-4.6.0 mcore_bridge-1.6.5
 
 $(FRAMEWORKS)/%: $(INSTALLED)
 	$(BIN)/python -m pip download --quiet --no-deps --python-version 3.12 --only-binary=:all: \

@@ -28,10 +28,18 @@ FILES = {
                 return gptmodel_forward_model_engine
         """,
         "models/mcore/model_forward.py": """
-            def _build_mtp_loss_mask_nested(): ...
+            def _build_mtp_loss_mask_nested(response_mask, input_ids_lengths, response_attention_mask): ...
 
-            def gptmodel_forward_model_engine(*inputs, **keywords):
-                return "verl's own", inputs, keywords
+            def gptmodel_forward_model_engine(model, logits_processor=None, logits_processor_args=None, vision=False):
+                return "verl's own", model, logits_processor, logits_processor_args, vision
+        """,
+        "workers/engine/megatron/transformer_impl.py": """
+            class MegatronEngineWithLMHead:
+                def _lm_head_logits_processor(
+                    self, logits, label, temperature, *, calculate_sum_pi_squared, calculate_entropy,
+                    distillation_use_topk, distillation_only, logits_processor_func, batch, data_format
+                ):
+                    raise AssertionError("logits were asked for")
         """,
         "models/mcore/model_forward_fused.py": "from verl.kernel import linear_cross_entropy",
         "models/mcore/model_forward_1f1b_overlap.py": "from verl.kernel import linear_cross_entropy",
@@ -39,9 +47,14 @@ FILES = {
     },
     "slime": {
         "backends/megatron_utils/loss.py": """
-            def get_responses(): ...
-            def _allgather_cp_redistribute(): ...
-            def get_log_probs_and_entropy(): ...
+            def get_responses(
+                logits, *, args, unconcat_tokens, total_lengths, response_lengths, apply_temperature=True
+            ): ...
+            def _allgather_cp_redistribute(res, *, logits_local_len, total_lengths, response_lengths): ...
+            def get_log_probs_and_entropy(
+                logits, *, args, unconcat_tokens, total_lengths, response_lengths, with_entropy=False,
+                non_loss_data=True, top_p_token_ids=None, top_p_token_offsets=None
+            ): ...
         """,
         "backends/megatron_utils/model.py": STEPS,
         "backends/megatron_utils/actor.py": """
@@ -51,8 +64,11 @@ FILES = {
     },
     "miles": {
         "backends/training_utils/loss_hub/logit_processors.py": """
-            def get_responses(): ...
-            def get_log_probs_and_entropy(): ...
+            def get_responses(logits, *, args, unconcat_tokens, total_lengths, response_lengths, max_seq_lens=None): ...
+            def get_log_probs_and_entropy(
+                logits, *, args, unconcat_tokens, total_lengths, response_lengths, with_entropy=False,
+                entropy_requires_grad=True, non_loss_data=True, max_seq_lens=None
+            ): ...
         """,
         "backends/megatron_utils/model.py": STEPS,
         "backends/megatron_utils/actor.py": """
@@ -61,14 +77,18 @@ FILES = {
         """,
     },
     "swift": {
-        "megatron/trainers/vocab_parallel_utils.py": "def compute_logps_and_entropy_from_logits(): ...",
-        "megatron/trainers/utils.py": "def compute_per_token_logps_fn(): ...",
+        "megatron/trainers/vocab_parallel_utils.py": """
+            def compute_logps_and_entropy_from_logits(
+                logits, labels, compute_entropy=False, entropy_chunk_size=512
+            ): ...
+        """,
+        "megatron/trainers/utils.py": "def compute_per_token_logps_fn(model, args): ...",
         "megatron/trainers/rlhf_mixin.py": "from swift.megatron.trainers.utils import compute_per_token_logps_fn",
         "megatron/trainers/grpo_trainer.py": """
             from swift.megatron.trainers.vocab_parallel_utils import compute_logps_and_entropy_from_logits
 
             class MegatronGRPOTrainer:
-                def forward_step(self): ...
+                def forward_step(self, data_iterator, model): ...
         """,
     },
     "megatron.bridge": {

@@ -3,6 +3,7 @@
 What the plugins compute is compared with the frameworks' own code by `make test-frameworks`.
 """
 
+import contextlib
 import functools
 import importlib
 import logging
@@ -11,15 +12,23 @@ import operator
 import os
 import sys
 import textwrap
-from types import SimpleNamespace
+import threading
+import time
+from importlib.machinery import PathFinder
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from torch import nn
 
+from megatron_lce.plugins.functions import Function
 from megatron_lce.plugins.replacing import Plugin
 from tests.plugin_stand_ins import BY_NAME, FILES, PLUGIN_OF
 
 PLUGINS = pytest.mark.parametrize("framework", FILES)
+MODULES = {
+    framework: [f"{framework}.{file.removesuffix('.py').replace('/', '.')}" for file in files if "__" not in file]
+    for framework, files in FILES.items()
+}
 
 
 def forget(framework):
@@ -78,29 +87,38 @@ def test_replaces_in_any_order_of_imports(framework, order, make):
     plugin = import_plugin(framework)
     if order != "after":  # a worker that never trains does not import Megatron for the plugin's sake
         assert not [module for module in plugin.plugin.modules if module in sys.modules]
-    assert all(is_ours(get(target)) for target in plugin.plugin.replacements)
+    targets = [function.name for function in plugin.plugin.replacements]
+    assert all(map(is_ours, map(get, targets)))
     assert all(is_ours(get(f"{module}:{name}")) for module, name in BY_NAME[framework])
     if framework == "verl":
         assert is_ours(get("verl.models.mcore:get_mcore_engine_forward_fn")())
         assert not is_ours(get("verl.kernel:linear_cross_entropy"))  # which other engines use
     plugin.uninstall()
-    assert not any(is_ours(get(target)) for target in plugin.plugin.replacements)
+    assert not any(map(is_ours, map(get, targets)))
     assert not any(is_ours(get(f"{module}:{name}")) for module, name in BY_NAME[framework])
     plugin.install()
     assert all(is_ours(get(f"{module}:{name}")) for module, name in BY_NAME[framework])
 
 
 @PLUGINS
-def test_says_what_it_replaces_in_one_line(framework, make, caplog):
+def test_says_what_it_has_replaced_when_it_has(framework, make, caplog):
     make(framework)
     importlib.import_module(framework)
     with caplog.at_level(logging.WARNING):
         plugin = import_plugin(framework)
         plugin.install()  # again
+        for module in plugin.plugin.modules:
+            importlib.import_module(module)
+            start = f"megatron_lce has replaced in {framework} {'7.8.9' if framework == 'verl' else '('}"
+            assert all(line.startswith(start) for line in caplog.messages)
+            said = [name for line in caplog.messages for name in line.partition(": ")[2].split(", ")]
+            assert said == [function.name for function in plugin.plugin.replaced]
+    assert plugin.plugin.replaced.keys() == plugin.plugin.replacements.keys()
+    plugin.uninstall()
+    caplog.clear()
+    plugin.install()
     (line,) = caplog.messages
-    assert line.startswith(f"megatron_lce replaces in {framework} {'7.8.9' if framework == 'verl' else '('}")
-    assert all(target in line for target in plugin.plugin.replacements)
-    assert "\n" not in line
+    assert all(function.name in line for function in plugin.plugin.replacements)
 
 
 MOVED = {
@@ -113,19 +131,57 @@ MOVED = {
 
 
 MOVES = [(f, name, loaded) for f, names in MOVED.items() for name in names.split() for loaded in (False, True)]
-MOVES.append(("swift", "MegatronGRPOTrainer.forward_step", True))  # of a method a module's source would not say
+MOVES += [("swift", "MegatronGRPOTrainer.forward_step", loaded) for loaded in (False, True)]
+MOVES += [("verl", "MegatronEngineWithLMHead._lm_head_logits_processor", loaded) for loaded in (False, True)]
 
 
 @pytest.mark.parametrize(("framework", "moved", "loaded"), MOVES)
 def test_a_function_that_has_moved_raises(framework, moved, loaded, make):
     make(framework, **{moved.rpartition(".")[2]: "renamed"})
-    for name, _ in BY_NAME[framework] if loaded else ():
+    for name in MODULES[framework] if loaded else ():
         importlib.import_module(name)
     with pytest.raises(
         RuntimeError, match=rf"needs {moved}\S* in {framework}\.\S+: {framework} (7.8.9|\(version unknown\))"
     ):
         import_plugin(framework)
     assert not any(is_ours(getattr(sys.modules[module], "renamed", None)) for module, _ in BY_NAME[framework] if loaded)
+
+
+CHANGED = {  # a parameter that is renamed, and its function
+    "verl": "calculate_entropy _lm_head_logits_processor",
+    "slime": "top_p_token_ids get_log_probs_and_entropy",
+    "miles": "max_seq_lens get_log_probs_and_entropy",
+    "swift": "labels compute_logps_and_entropy_from_logits",
+    "megatron.bridge": "_get_batch_fn _forward_step_common",
+}
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+@PLUGINS
+def test_a_function_that_takes_other_arguments_raises(framework, loaded, make):
+    parameter, function = CHANGED[framework].split()
+    make(framework, **{parameter: "other"})
+    for name in MODULES[framework] if loaded else ():
+        importlib.import_module(name)
+    with pytest.raises(
+        RuntimeError, match=rf"needs \S*{function}\(.*{parameter}.*\) in {framework}\.\S+: .*has \(.*other.*\)"
+    ):
+        import_plugin(framework)
+
+
+@pytest.mark.parametrize(
+    ("needed", "found", "fits"),
+    [
+        ("", ("x",), True),
+        ("(x, y)", ("x", "y"), True),
+        ("(x, y)", ("x", "y", "z"), False),
+        ("(x, y)", ("y", "x"), False),
+        ("(x, ...)", ("y", "x", "z"), True),
+        ("(x, ...)", ("y",), False),
+    ],
+)
+def test_parameters_that_a_plugin_relies_on(needed, found, fits):
+    assert Function.of(f"module:function{needed}").fits(found) == fits
 
 
 @pytest.mark.parametrize("module", ["model_forward", "model_forward_fused"])
@@ -165,7 +221,7 @@ def test_what_another_has_replaced_is_left_alone(framework, wraps, make):
 def test_uninstall_refuses_where_another_has_replaced_ours(framework, make):
     make(framework)
     plugin = import_plugin(framework)
-    found = {target: get(target) for target in plugin.plugin.replacements}
+    found = {function.name: get(function.name) for function in plugin.plugin.replacements}
     module, _, name = next(iter(found)).partition(":")
     setattr(sys.modules[module], name, forget)
     with pytest.raises(RuntimeError, match=f"{__name__} has replaced {module}:{name} after megatron_lce"):
@@ -213,11 +269,8 @@ def test_verl_leaves_logits_to_top_k_and_values(forward):
         Processor()._lm_head_logits_processor, **SETTINGS, distillation_use_topk=True, distillation_only=False
     )
     for processor in (top_k, None):
-        own, inputs, keywords = forward(
-            "model", 1, logits_processor=processor, logits_processor_args={}, value_model=True
-        )
-        assert (own, inputs) == ("verl's own", ("model", 1))
-        assert keywords == {"logits_processor": processor, "logits_processor_args": {}, "value_model": True}
+        found = forward("model", logits_processor=processor, logits_processor_args={}, vision=True)
+        assert found == ("verl's own", "model", processor, {}, True)
 
 
 def test_verl_with_an_unknown_processor_raises(forward):
@@ -229,9 +282,9 @@ def test_verl_with_an_unknown_processor_raises(forward):
 
 
 def test_a_module_that_loads_without_a_method_is_left_alone(tmp_path, monkeypatch):
-    """Its source names the class, so that installing finds nothing amiss."""
+    """Its source defines the method, so that installing finds nothing amiss."""
     (tmp_path / "late").mkdir()
-    (tmp_path / "late/model.py").write_text("def first():\n    pass\n\nclass Second:\n    pass\n")
+    (tmp_path / "late/model.py").write_text("def first(): ...\nclass Second:\n    def run(self): ...\ndel Second.run\n")
     monkeypatch.syspath_prepend(tmp_path)
     plugin = Plugin("late", {"late.model:first": print, "late.model:Second.run": print})
     plugin.install()
@@ -241,14 +294,76 @@ def test_a_module_that_loads_without_a_method_is_left_alone(tmp_path, monkeypatc
     plugin.uninstall()
 
 
-def test_a_method_that_is_inherited_is_replaced(make):
-    inherited = "(self): ...\n\n            class MegatronGRPOTrainer(Base): ..."
-    make("swift", **{"class MegatronGRPOTrainer:": "class Base:", "(self): ...": inherited})
-    plugin = import_plugin("swift")
-    forward_step = "swift.megatron.trainers.grpo_trainer:MegatronGRPOTrainer.forward_step"
-    assert is_ours(get(forward_step))
+def test_code_outside_of_the_framework_that_took_a_function_by_name(make):
+    """As recipes and external files do. It gets ours, whenever it took it, and the framework's again."""
+    make("slime")
+    model, before, after = importlib.import_module("slime.backends.megatron_utils.model"), *map(ModuleType, "ba")
+    sys.modules |= {"recipe_before": before, "recipe_after": after}
+    before.step = own = model.train_one_step
+    plugin = import_plugin("slime")
+    after.renamed = model.train_one_step
+    assert is_ours(before.step)
     plugin.uninstall()
-    assert not is_ours(get(forward_step))
+    assert before.step is after.renamed is own
+    del sys.modules["recipe_before"], sys.modules["recipe_after"]
+
+
+class AnotherHook:
+    """A type checker's, as jaxtyping's and typeguard's: it loads modules itself."""
+
+    def find_spec(self, name, path=None, target=None):
+        spec = PathFinder.find_spec(name, path) if name.startswith("slime.") else None
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+            spec.loader.exec_module = lambda module: (execute(module), setattr(module, "checked", True))
+        return spec
+
+
+@pytest.mark.parametrize("first", ["plugin", "hook"])
+def test_beside_another_import_hook(first, make, monkeypatch, caplog):
+    make("slime")
+    monkeypatch.setattr(sys, "meta_path", [AnotherHook(), *sys.meta_path])
+    plugin = import_plugin("slime").plugin
+    if first == "hook":
+        sys.meta_path.insert(0, sys.meta_path.pop(1))
+    actor = importlib.import_module("slime.backends.megatron_utils.actor")
+    assert sys.modules["slime.backends.megatron_utils.loss"].checked
+    sys.modules.pop("this", None)
+    with contextlib.redirect_stdout(None):
+        import this  # noqa: F401  # any import that comes next
+    assert all(is_ours(get(function.name)) for function in plugin.replacements)
+    assert is_ours(actor.forward_only)
+    assert all(function.name in caplog.text for function in plugin.replacements)
+    plugin.uninstall()
+    assert not is_ours(actor.forward_only)
+
+
+def test_a_module_that_another_hook_loaded_without_a_function_raises_once(make, monkeypatch):
+    make("slime")
+    import_plugin("slime")
+    sys.modules["slime.backends.megatron_utils.model"] = ModuleType("model")
+    for name in ("this", "antigravity"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    with pytest.raises(RuntimeError, match=r"needs forward_only in slime\.\S+model: slime"):
+        importlib.import_module("this")
+    with contextlib.redirect_stdout(None):
+        importlib.import_module("this")
+
+
+def test_installing_in_several_threads_wraps_once(make, monkeypatch):
+    make("slime")
+    plugin, check = import_plugin("slime").plugin, Function.check
+    plugin.uninstall()
+    for function in plugin.replacements:
+        importlib.import_module(function.module)
+    monkeypatch.setattr(Function, "check", lambda *inputs: (check(*inputs), time.sleep(0.01))[0])
+    threads = [threading.Thread(target=plugin.install) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sys.meta_path.count(plugin) == 1
+    assert not any(is_ours(get(function.name).__wrapped__) for function in plugin.replacements)
 
 
 @pytest.mark.parametrize("own_batch", [False, True])

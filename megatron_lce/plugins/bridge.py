@@ -8,7 +8,8 @@ from typing import Any
 from torch import nn
 
 import megatron_lce
-from megatron_lce.plugins.replacing import Plugin, version_of
+from megatron_lce.plugins.functions import version_of
+from megatron_lce.plugins.replacing import Plugin
 
 
 def enable(chunks: list[nn.Module]) -> list[nn.Module]:
@@ -36,6 +37,7 @@ def step_with_mask(own: Any, state: Any, data_iterator: Any, model: nn.Module, *
     return output
 
 
-plugin = Plugin("megatron.bridge", {"megatron.bridge.training.gpt_step:_forward_step_common": step_with_mask})
+STEP = "megatron.bridge.training.gpt_step:_forward_step_common(state, data_iterator, model, _get_batch_fn, ...)"
+plugin = Plugin("megatron.bridge", {STEP: step_with_mask})
 install, uninstall = plugin.install, plugin.uninstall
 install()

@@ -27,8 +27,11 @@ def step(given: Any) -> bool:
     return reads_log_probs(given) and not (given["args"].true_on_policy_mode or given["args"].allgather_cp)
 
 
-replacements = {f"{MODEL}:forward_only": step, f"{MODEL}:train_one_step": step}
-replacements[f"{PROCESSORS}:get_log_probs_and_entropy"] = log_probs_and_entropy
-plugin = Plugin("miles", replacements, f"{PROCESSORS}:get_responses")
+BATCH = "args, unconcat_tokens, total_lengths, response_lengths"
+OPTIONS = "with_entropy, entropy_requires_grad, non_loss_data"
+replacements = {f"{MODEL}:forward_only(f, args, model, ...)": step, f"{MODEL}:train_one_step(args, model, ...)": step}
+of_logits = f"{PROCESSORS}:get_log_probs_and_entropy(logits, {BATCH}, {OPTIONS}, max_seq_lens)"
+replacements[of_logits] = log_probs_and_entropy
+plugin = Plugin("miles", replacements, f"{PROCESSORS}:get_responses(logits, {BATCH}, max_seq_lens)")
 install, uninstall = plugin.install, plugin.uninstall
 install()

@@ -23,9 +23,10 @@ def logps_and_entropy(own: Any, logits: Any, labels: Tensor, compute_entropy: bo
 
 
 step = captured_if(lambda given: True, instead=lambda hidden: torch.ones((), dtype=torch.float64, device="cpu"))
-replacements = {f"{TRAINERS}.utils:compute_per_token_logps_fn": step}
-replacements[f"{TRAINERS}.grpo_trainer:MegatronGRPOTrainer.forward_step"] = step
-replacements[f"{TRAINERS}.vocab_parallel_utils:compute_logps_and_entropy_from_logits"] = logps_and_entropy
+LOGPS = "compute_logps_and_entropy_from_logits(logits, labels, compute_entropy, entropy_chunk_size)"
+replacements = {f"{TRAINERS}.utils:compute_per_token_logps_fn(model, ...)": step}
+replacements[f"{TRAINERS}.grpo_trainer:MegatronGRPOTrainer.forward_step(self, data_iterator, model)"] = step
+replacements[f"{TRAINERS}.vocab_parallel_utils:{LOGPS}"] = logps_and_entropy
 plugin = Plugin("swift", replacements)
 install, uninstall = plugin.install, plugin.uninstall
 install()

@@ -54,8 +54,12 @@ def top_p_sets(responses: Responses, steps: list[Tensor], ids: Any, offsets: Any
 
 
 step = captured_if(reads_log_probs)
-replacements = {f"{MODEL}:forward_only": step, f"{MODEL}:train_one_step": step}
-replacements[f"{LOSS}:get_log_probs_and_entropy"] = log_probs_and_entropy
-plugin = Plugin("slime", replacements, f"{LOSS}:get_responses", f"{LOSS}:_allgather_cp_redistribute")
+BATCH = "args, unconcat_tokens, total_lengths, response_lengths"
+OPTIONS = "with_entropy, non_loss_data, top_p_token_ids, top_p_token_offsets"
+replacements = {f"{MODEL}:forward_only(f, args, model, ...)": step, f"{MODEL}:train_one_step(args, model, ...)": step}
+replacements[f"{LOSS}:get_log_probs_and_entropy(logits, {BATCH}, {OPTIONS})"] = log_probs_and_entropy
+needs = f"{LOSS}:get_responses(logits, {BATCH}, apply_temperature)"
+redistribute = f"{LOSS}:_allgather_cp_redistribute(res, logits_local_len, total_lengths, response_lengths)"
+plugin = Plugin("slime", replacements, needs, redistribute)
 install, uninstall = plugin.install, plugin.uninstall
 install()

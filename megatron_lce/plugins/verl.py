@@ -10,12 +10,14 @@ from torch import Tensor
 
 import megatron_lce
 from megatron_lce.compat import verl_linear_cross_entropy
-from megatron_lce.plugins.replacing import Plugin, version_of
+from megatron_lce.plugins.functions import version_of
+from megatron_lce.plugins.replacing import Plugin
 
 MCORE = "verl.models.mcore"
 MASK = "_build_mtp_loss_mask_nested"
-SETTINGS = {"calculate_sum_pi_squared", "calculate_entropy", "distillation_use_topk", "distillation_only"}
-SETTINGS |= {"logits_processor_func", "batch", "data_format"}  # keywords of the engine's `logits_processor`
+ENGINE = "verl.workers.engine.megatron.transformer_impl:MegatronEngineWithLMHead"
+SETTINGS = ["calculate_sum_pi_squared", "calculate_entropy", "distillation_use_topk", "distillation_only"]
+SETTINGS += ["logits_processor_func", "batch", "data_format"]  # keywords of the engine's `logits_processor`
 
 
 def engine_forward(own: Any, model: Any, *inputs: Any, logits_processor: Any = None, **keywords: Any) -> Any:
@@ -23,7 +25,7 @@ def engine_forward(own: Any, model: Any, *inputs: Any, logits_processor: Any = N
     settings = getattr(logits_processor, "keywords", {})
     if logits_processor is None or settings.get("distillation_use_topk") or settings.get("distillation_only"):
         return own(model, *inputs, logits_processor=logits_processor, **keywords)
-    if settings.keys() != SETTINGS:
+    if settings.keys() != {*SETTINGS}:
         named = f"{version_of('verl')} has {sorted(settings)}"
         raise RuntimeError(f"megatron_lce knows a logits_processor with {sorted(SETTINGS)}, {named}")
     given = {**keywords.pop("logits_processor_args")}
@@ -48,8 +50,11 @@ def kernel(own: Any, *inputs: Any, **keywords: Any) -> Any:
     return verl_linear_cross_entropy(*inputs, **keywords)
 
 
-replacements = {f"{MCORE}.model_forward:gptmodel_forward_model_engine": engine_forward}
+FORWARD = "gptmodel_forward_model_engine(model, logits_processor, logits_processor_args, ...)"
+replacements = {f"{MCORE}.model_forward:{FORWARD}": engine_forward}
 replacements |= {f"{MCORE}.model_forward_{way}:linear_cross_entropy": kernel for way in ("fused", "1f1b_overlap")}
-plugin = Plugin("verl", replacements, f"{MCORE}.model_forward:{MASK}")
+needs = [f"{MCORE}.model_forward:{MASK}(response_mask, input_ids_lengths, response_attention_mask)"]
+needs += [f"{ENGINE}._lm_head_logits_processor(self, logits, label, temperature, {', '.join(SETTINGS)})"]
+plugin = Plugin("verl", replacements, *needs)
 install, uninstall = plugin.install, plugin.uninstall
 install()

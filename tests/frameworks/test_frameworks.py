@@ -4,6 +4,7 @@
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,9 +20,10 @@ ENVIRONMENT = {x: value for x, value in os.environ.items() if x not in ("TRITON_
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 YOURS = os.environ.get("PYTHONPATH", "")
 INSTALLED, NEWEST = "", "MEGATRON/0.19.2"  # Megatron-core: that of this Python, 0.16.1, and the newest release
-VERL = "FRAMEWORKS/verl-0.9.1", "VERL"
+VERL = "FRAMEWORKS/verl-0.9.0", "FRAMEWORKS/verl-0.9.1", "VERL"
 RELEASED, MAIN = "FRAMEWORKS/ms_swift-4.6.0", "MS_SWIFT"
 BRIDGE = "FRAMEWORKS/mcore_bridge-1.6.5"
+MEGATRON_BRIDGE = "FRAMEWORKS/megatron_bridge-0.6.0", "FRAMEWORKS/megatron_bridge-0.6.2", "MEGATRON_BRIDGE/src"
 
 
 def folder_of(name: str) -> Path:
@@ -51,8 +53,7 @@ def run(ranks: int, program: str, *arguments: object, megatron: str = INSTALLED)
 PROGRAMS = [  # run_NAME.py, and its folders; behind a space: the diff that is applied to a copy
     ("areal", "AREAL areal"),
     ("areal_pull", "AREAL_1322 areal_1322"),
-    ("bridge", "MEGATRON_BRIDGE/src"),
-    ("bridge_training", "MEGATRON_BRIDGE/src"),
+    *((name, folder) for name in ("bridge", "bridge_training") for folder in MEGATRON_BRIDGE),
     ("mcore_adapter", "ROLL"),
     ("megatron_rl", "MEGATRON_LM", "MEGATRON_LM megatron_rl"),
     ("miles", "MILES"),
@@ -105,12 +106,12 @@ def test_verl_workers(version):
     result = start([sys.executable, str(FOLDER / "run_verl_workers.py"), str(folder_of(version))], ROOT)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("ok ") == 3
-    assert result.stderr.count("megatron_lce replaces in verl") == 4  # a line of each worker with the plugin
+    assert result.stderr.count("megatron_lce has replaced in verl") == 4  # a line of each worker with the plugin
 
 
 MOVED = [  # where each plugin looks for a function, and what it replaces there
     ("verl", VERL[0], "models/mcore/model_forward", "gptmodel_forward_model_engine"),
-    ("verl", VERL[1], "models/mcore/model_forward", "gptmodel_forward_model_engine"),
+    ("verl", VERL[2], "models/mcore/model_forward", "gptmodel_forward_model_engine"),
     ("slime", "SLIME", "backends/megatron_utils/loss", "get_log_probs_and_entropy"),
     ("slime", "SLIME", "backends/megatron_utils/model", "train_one_step"),
     ("miles", "MILES", "backends/training_utils/loss_hub/logit_processors", "get_log_probs_and_entropy"),
@@ -126,12 +127,32 @@ def test_a_version_in_which_a_function_has_moved(plugin, version, file, name, tm
     command = [sys.executable, "-c", f"import megatron_lce.plugins.{plugin}"]
     result = start(command, tmp_path, ROOT)
     assert result.returncode == 0, result.stderr
-    assert result.stderr.startswith(f"megatron_lce replaces in {framework} ")
     path = (tmp_path / framework / file).with_suffix(".py")
     path.write_text(path.read_text().replace(name.partition(".")[0], "renamed"))
     result = start(command, tmp_path, ROOT)
     module = f"{framework}/{file}".replace("/", ".")
     assert f"RuntimeError: megatron_lce needs {name} in {module}: {framework} " in result.stderr, result.stderr
+
+
+TOO_OLD = [  # plugin, folder of its framework's release, and what it lacks or has otherwise
+    ("verl", "verl-0.8.0", "needs MegatronEngineWithLMHead._lm_head_logits_processor in .*: verl 0.8.0 has none there"),
+    *(
+        (
+            "bridge",
+            f"megatron_bridge-{version}",
+            rf"needs .*_get_batch_fn.* in .*: megatron.bridge {version} has \(state",
+        )
+        for version in ("0.3.1", "0.4.2", "0.5.1")
+    ),
+]
+
+
+@pytest.mark.parametrize(("plugin", "release", "message"), TOO_OLD)
+def test_a_release_that_is_too_old(plugin, release, message):
+    result = start(
+        [sys.executable, "-c", f"import megatron_lce.plugins.{plugin}"], folder_of(f"FRAMEWORKS/{release}"), ROOT
+    )
+    assert re.search(f"RuntimeError: megatron_lce {message}", result.stderr), result.stderr
 
 
 def test_timing_of_verl(tmp_path):
