@@ -1,5 +1,7 @@
 """Training steps whose model stops at a captured head instead of logits; response tokens for slime and miles."""
 
+import contextlib
+import copy
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -26,21 +28,19 @@ def captured_if(
             return own(*inputs, **keywords)
         chunks = [given["model"]] if isinstance(given["model"], nn.Module) else given["model"]
 
-        def call(chunk: nn.Module, *inputs: Any, **keywords: Any) -> Any:
-            with megatron_lce.capture_lm_head(chunk) as head:
-                output = super(type(chunk), chunk).__call__(*inputs, **keywords)  # type: ignore[misc]
-            if head.hidden is not None:  # it is None on other pipeline stages
-                output = instead(head.hidden)
-                output.lm_head = head  # type: ignore[attr-defined]
+        def take(chunk: nn.Module, _: Any, output: Tensor) -> Tensor | None:
+            if head.hidden is None or output.shape[-1] > 0:  # a pipeline stage or a chunk without the head
+                return None
+            captured = copy.copy(head)  # which records the next microbatch
+            output = instead(head.hidden)
+            output.lm_head = captured  # type: ignore[attr-defined]
             return output
 
-        for chunk in chunks:  # by class: a capture opens before a chunk's hooks
-            chunk.__class__ = type(type(chunk).__name__, (type(chunk),), {"__call__": call})
-        try:
-            return own(*inputs, **keywords)
-        finally:
+        with contextlib.ExitStack() as opened:
+            head = opened.enter_context(megatron_lce.capture_lm_head(chunks))
             for chunk in chunks:
-                chunk.__class__ = type(chunk).__base__
+                opened.enter_context(chunk.register_forward_hook(take))
+            return own(*inputs, **keywords)
 
     return run
 

@@ -12,23 +12,32 @@ from tests import megatron_world
 
 
 def step(args, model, inputs):
-    return model[0](*inputs)
+    return model[-1](*inputs)
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("ddp", [False, True])
 def test_a_step_gets_the_head_instead_of_logits(ddp, tied, device, tensors, labels):
-    chunk = megatron_world.build(device, ddp=ddp, tied=tied)
+    """Of each microbatch, from the chunk that has it; the chunks' classes, which compiled code knows, stay."""
+    chunk, without_head = megatron_world.build(device, ddp=ddp, tied=tied), torch.nn.Identity()
     kind, logits = type(chunk), step(None, [chunk], tensors)
-    run = functools.partial(captured_if(lambda given: given["args"]), step)
-    output = run(True, [chunk], inputs=tensors)
-    head = output.lm_head
-    assert output.shape == head.hidden.shape
-    expected = logits.log_softmax(-1).gather(-1, labels[..., None])[..., 0]
-    found = head.linear_cross_entropy(labels, backend="torch").logprobs
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    assert type(chunk) is kind
-    torch.testing.assert_close(run(False, [chunk], tensors), logits)
+    flipped = (tensors[0].flip(0), *tensors[1:])
+
+    def two_microbatches(args, model, inputs):
+        assert type(model[1]) is kind
+        assert model[0](7) == 7
+        return [model[1](*given) for given in (inputs, flipped)]
+
+    run = functools.partial(captured_if(lambda given: given["args"]), two_microbatches)
+    outputs = run(True, [without_head, chunk], inputs=tensors)
+    for output, expected in zip(outputs, (logits, step(None, [chunk], flipped)), strict=True):
+        head = output.lm_head
+        assert output.shape == head.hidden.shape
+        expected = expected.log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+        found = head.linear_cross_entropy(labels, backend="torch").logprobs
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert not chunk._forward_hooks
+    torch.testing.assert_close(run(False, [without_head, chunk], tensors)[0], logits)
 
 
 def test_a_failing_step_leaves_the_model_as_it_was(untied, tensors):
@@ -36,10 +45,10 @@ def test_a_failing_step_leaves_the_model_as_it_was(untied, tensors):
         model(*inputs)
         raise ZeroDivisionError
 
-    kind = type(untied)
+    before = megatron_world.state(untied)
     with pytest.raises(ZeroDivisionError):
         captured_if(lambda given: True)(failing, untied, tensors)
-    assert type(untied) is kind
+    assert megatron_world.state(untied) == before
     assert untied(*tensors).shape[-1] > 0
 
 
