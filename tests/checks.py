@@ -16,9 +16,9 @@ from tests.findings import Findings, Floors, check_error, check_same_bits_on_eve
 from tests.ids_checks import check_ids
 from tests.jsd_oracle import (
     JsdInputs,
+    divergences_of_products,
     evaluate_jsd,
     jsd_comparisons,
-    jsd_of_products,
     logits_of_products,
     materialised_jsd,
 )
@@ -174,7 +174,7 @@ def check_jsd(share: Share, findings: Findings, floors: Floors | None) -> None:
 
     with surroundings(share.case):
         actual = evaluate_jsd(divergence, mine, weighted=share.case.weighted, labels=labels, **share.keywords)
-    options = taken_by(jsd_of_products, share.keywords | {"labels": labels})
+    options = taken_by(divergences_of_products, share.keywords | {"labels": labels})
     more = floors(share, evaluate_jsd(materialised_jsd, inputs.to(torch.float64), **options)) if floors else {}
     for name, error, allowed in jsd_comparisons(actual, inputs, **share.parts, **options):
         check_error(share, name, error, allowed + more.get(name, 0.0), findings)

@@ -89,7 +89,12 @@ def materialised_jsd(*heads: Tensor, **keywords: Any) -> Tensor:
     return jsd_of_products(heads[0] @ heads[1].T, heads[2] @ heads[3].T, **keywords)
 
 
-def jsd_of_products(
+def jsd_of_products(student: Tensor, teacher: Tensor, *, beta: float = 0.5, **keywords: Any) -> Tensor:
+    kind = {0: "forward_kl", 1: "reverse_kl"}.get(beta, "jsd")
+    return divergences_of_products(student, teacher, beta=beta, **keywords)[kind]
+
+
+def divergences_of_products(
     student: Tensor,  # [..., V] hidden @ weight.T
     teacher: Tensor,  # [..., V]
     *,
@@ -103,7 +108,8 @@ def jsd_of_products(
     teacher_softcap: float | None = None,
     ignore_index: int = -100,
     vocab_size: int | None = None,
-) -> Tensor:
+) -> dict[str, Tensor]:
+    """Each divergence by its definition, [...]; a jsd only between the ends."""
     ignored = torch.zeros((), dtype=torch.bool, device=student.device) if labels is None else labels == ignore_index
 
     def usable(temperature: float | Tensor) -> float | Tensor:
@@ -122,15 +128,13 @@ def jsd_of_products(
     def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
         return (log_p.exp() * (log_p - log_q)).sum(dim=-1)
 
-    if beta == 0:
-        loss = kl(log_t, log_s)
-    elif beta == 1:
-        loss = kl(log_s, log_t)
-    else:
+    found = {"forward_kl": kl(log_t, log_s), "reverse_kl": kl(log_s, log_t)}
+    found["tv"] = 0.5 * (log_s.exp() - log_t.exp()).abs().sum(dim=-1)
+    if 0 < beta < 1:
         log_weights = torch.tensor([beta, 1 - beta], dtype=torch.float64, device=log_s.device).log().to(log_s)
         log_m = torch.logaddexp(log_t + log_weights[0], log_s + log_weights[1])
-        loss = beta * kl(log_t, log_m) + (1 - beta) * kl(log_s, log_m)
-    return torch.where(ignored, 0.0, loss)
+        found["jsd"] = beta * kl(log_t, log_m) + (1 - beta) * kl(log_s, log_m)
+    return {kind: torch.where(ignored, 0.0, loss) for kind, loss in found.items()}
 
 
 def logits_of_products(products: Tensor, logits_scale: float, softcap: float | None) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.cases import BF16, FP32, SOMEWHERE, Case, Share
 from tests.checks import taken_by
-from tests.jsd_oracle import jsd_of_products, logits_of_products
+from tests.jsd_oracle import divergences_of_products, jsd_of_products, logits_of_products
 
 FP16 = torch.float16
 LAYOUTS = ("strided", "shifted", "sliced", "transposed")
@@ -195,7 +195,7 @@ def logits_of_heads(share: Share, temperature: Tensor) -> Iterator[tuple[float, 
 
 def loss_rounding(share: Share) -> Tensor:
     """What an fp32 rounding of every product makes of each token's loss: much where heads are far apart."""
-    options = taken_by(jsd_of_products, share.keywords | {"labels": share.whole.labels})
+    options = taken_by(divergences_of_products, share.keywords | {"labels": share.whole.labels})
     products = [(hidden.double() @ weight.double().T).requires_grad_() for hidden, weight in share.whole.heads]
     gradients = torch.autograd.grad(jsd_of_products(*products, **options).sum(), products)
     of_each = zip(products, gradients, strict=True)

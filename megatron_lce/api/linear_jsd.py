@@ -21,7 +21,7 @@ from megatron_lce.checks.together import checked_together, shaped
 from megatron_lce.core.collectives import waited
 from megatron_lce.core.eager import eager
 from megatron_lce.core.jsd import find_divergences, jsd_with_gradient
-from megatron_lce.core.jsd_heads import Head, Heads
+from megatron_lce.core.jsd_heads import Head, Heads, Kind
 from megatron_lce.core.options import WORKSPACE_BYTES, BackendName, LinearCrossEntropyOutput, Options, WeightGradSink
 from megatron_lce.core.products import laid_out, own_arithmetic, product
 
@@ -165,7 +165,8 @@ def linear_jsd(
     with_gradient = torch.is_grad_enabled() and (student_hidden.requires_grad or student_weight.requires_grad)
     with own_arithmetic(call.hidden.device, "linear_jsd forward"):
         with_sum = with_gradient and weights is not None
-        heads = Heads(student, teacher, float(beta))
+        kind: Kind = "forward_kl" if beta == 0 else "reverse_kl" if beta == 1 else "jsd"
+        heads = Heads(student, teacher, float(beta), (kind,))
         found = find_divergences(call, heads, teacher_temperature, return_student, weights, with_sum)
     loss = jsd_with_gradient(found, call)
     loss = loss if weights is not None else loss.view(call.shape)

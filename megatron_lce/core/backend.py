@@ -143,7 +143,7 @@ class Backend(Protocol):
         """Return the bytes per token that the next three functions allocate for products with so many columns."""
 
     # They read the products of student and teacher with C columns, [2, N, C] fp32, rows a multiple of `SLAB_ROW_STEP`
-    # apart. `stats` [6 or 9, N] is packed `JsdStats`.
+    # apart. `stats` [10 or 13, N] is packed `DivergenceStats`.
 
     def softmaxes_of_products(self, heads: Heads, products: Tensor, stats: Tensor) -> None:
         """Fill the first `SOFTMAX_ROWS` rows of `stats` for these columns."""

@@ -25,17 +25,21 @@ from megatron_lce.core.call_plan import Plan, plan_divergence
 from megatron_lce.core.computed_rows import ComputedRows
 from megatron_lce.core.head_gradients import HeadGradients, Slab, computed_slabs, kept_slabs
 from megatron_lce.core.jsd_heads import (
+    DIVERGENCE_ROWS,
+    LABEL_ROWS,
     SOFTMAX_ROWS,
     Head,
     Heads,
-    gradient_coefficient,
-    losses_in_nats,
+    Kind,
+    divergences_in_nats,
+    gradient_terms,
     merged_softmaxes,
     student_outputs,
 )
 from megatron_lce.core.known_loss import scales_a_sum, unscaled_dtype, unscaled_gradients, with_gradients
 from megatron_lce.core.plan import COLUMN_STEP, cut, cut_columns, size_of_two_heads, slab_row_stride
 from megatron_lce.core.products import copies_to_fp32, own_arithmetic, product, with_zeros_behind
+from megatron_lce.core.rows import Rows
 from megatron_lce.core.tokens import tokens_in_blocks
 
 
@@ -63,7 +67,7 @@ def find_divergences(
 
     `_LinearJsd.forward` only saves the results.
     """
-    options, prepare, labels = call.options, call.backend.prepare_rows, call.labels
+    options, prepare, labels, (kind,) = call.options, call.backend.prepare_rows, call.labels, heads.kinds
     if token_weights is not None:
         labels = labels.masked_fill(token_weights == 0, options.ignore_index)
     all_rows = prepare(labels, call.temperature, options, call.shard)
@@ -79,10 +83,7 @@ def find_divergences(
     computed = tokens.computed  # now in the order of the blocks
     all_rows, teacher_scale = computed.select_rows(all_rows), computed.select(teacher_scale)
     weights = None if token_weights is None else computed.select(token_weights).float()
-    coefficient = None
-    if weights is not None:
-        coefficient = gradient_coefficient(weights, all_rows.to_nats, all_rows.scale, heads.student, heads.beta)
-    all_stats = teacher_scale.new_empty(9 if return_student else 6, computed.count)  # see `JsdStats`
+    all_stats = teacher_scale.new_zeros(DIVERGENCE_ROWS + LABEL_ROWS * return_student, computed.count)
     gradients = unscaled_gradients(tokens, call) if with_gradient else None
     # Both gathers start first: ranks must run collectives in one order. A rank without columns skips products only, and
     # runs every collective.
@@ -92,21 +93,24 @@ def find_divergences(
             heads.student.of_rows(block.hidden.wait(), rows.scale),
             heads.teacher.of_rows(of_teacher.hidden.wait(), teacher_scale[block.rows]),
             heads.beta,
+            heads.kinds,
             rows.labels if return_student else None,
-            None if coefficient is None else coefficient[block.rows],
         )
         collected = None
         if plan.cached_columns:
             stride = slab_row_stride(call.shard.columns)
             collected = with_zeros_behind(call.hidden.new_empty(stats.shape[1], stride), call.shard.columns)
-        _fill_stats(both, stats, call, plan.stats_tokens, collected)
+        upstream = None if weights is None else {kind: weights[block.rows]}
+        _fill_stats(both, stats, call, plan.stats_tokens, collected, upstream, rows)
         if gradients is not None:
-            recomputed = _recomputed_slabs(both, stats, call, plan)
+            assert upstream is not None
+            terms = gradient_terms(upstream, stats, rows.to_nats, rows.scale, heads.student, heads.beta)
+            recomputed = _recomputed_slabs(both._replace(terms=terms), stats, call, plan)
             slabs = recomputed if collected is None else kept_slabs(collected)
             del collected  # freed before the next block allocates
             gradients.add(block, slabs)
-    losses, to_nats = losses_in_nats(all_stats, all_rows, heads.beta)
-    total = None
+    by_kind, to_nats = divergences_in_nats(all_stats, all_rows, heads.kinds, heads.beta)
+    losses, total = by_kind[kind], None
     if weights is not None:
         total = computed.nan_if_wrong(torch.where(all_rows.ignored, 0.0, weights * losses).sum())
     of_student = student_outputs(all_stats, all_rows) if return_student else ()
@@ -136,7 +140,8 @@ class _LinearJsd(torch.autograd.Function):
         ctx.inference = [t if t.is_inference() else None for t in teacher[:2]]
         saved = (None if t.is_inference() else t for t in teacher[:2])
         ctx.save_for_backward(hidden, weight, *saved, *found.per_row)
-        ctx.forms, ctx.beta, ctx.call = (student[2:4], teacher[2:4]), found.heads.beta, call.without_tensors()
+        ctx.forms, ctx.call = (student[2:4], teacher[2:4]), call.without_tensors()
+        ctx.beta, ctx.kinds = found.heads.beta, found.heads.kinds
         return found.losses.clone()
 
     @staticmethod
@@ -148,16 +153,16 @@ class _LinearJsd(torch.autograd.Function):
         call, computed = ctx.call.with_tensors(hidden, weight), ComputedRows(grad_loss.shape[0], index)
         with own_arithmetic(grad_loss.device, "linear_jsd backward"):
             upstream = computed.select(grad_loss.float())
-            coefficient = gradient_coefficient(upstream, to_nats, scale, student, ctx.beta)
+            terms = gradient_terms({ctx.kinds[0]: upstream}, stats, to_nats, scale, student, ctx.beta)
             if call.options.skip_ignored is True:
                 # The gradient of a broken row is NaN whatever the upstream gradient.
                 has_gradient = (upstream != 0) | to_nats.isnan()
                 with_gradient = ComputedRows.where(has_gradient, call.options.tp_group).index
                 if with_gradient is not None:
-                    stats, coefficient = stats[:, with_gradient], coefficient[with_gradient]
+                    stats, terms = stats[:, with_gradient], terms[:, with_gradient]
                     scale, teacher_scale = scale[with_gradient], teacher_scale[with_gradient]
                     computed = computed.subset(with_gradient)
-            heads = Heads(student, teacher, ctx.beta)
+            heads = Heads(student, teacher, ctx.beta, ctx.kinds)
             plan = _plan(heads, call, computed.count, ctx.needs_input_grad[1])
             tokens, teacher_tokens = (
                 tokens_in_blocks(head.hidden, computed, plan.block_tokens, call.options) for head in (student, teacher)
@@ -167,13 +172,21 @@ class _LinearJsd(torch.autograd.Function):
             for block, of_teacher in zip(tokens.blocks(), teacher_tokens.blocks(), strict=True):
                 student_rows = student.of_rows(block.hidden.wait(), scale)
                 teacher_rows = teacher.of_rows(of_teacher.hidden.wait(), teacher_scale)
-                heads = Heads(student_rows, teacher_rows, ctx.beta, None, coefficient)
+                heads = Heads(student_rows, teacher_rows, ctx.beta, ctx.kinds, terms=terms)
                 gradients.add(block, _recomputed_slabs(heads, stats, call, plan))
             return *gradients.results(), None, None
 
 
-def _fill_stats(heads: Heads, stats: Tensor, call: Call, tokens_at_once: int, all_gradients: Tensor | None) -> None:
-    """Fill `JsdStats`, [6, N] or [9, N], and gradients [N, C], if any, for some tokens at a time.
+def _fill_stats(
+    heads: Heads,
+    stats: Tensor,
+    call: Call,
+    tokens_at_once: int,
+    all_gradients: Tensor | None,
+    upstream: dict[Kind, Tensor] | None,
+    rows: Rows,
+) -> None:
+    """Fill `DivergenceStats`, [K, N], and gradients [N, C], if any, for some tokens at a time.
 
     For these tokens the ranks exchange both softmaxes, then the sums.
     """
@@ -194,7 +207,10 @@ def _fill_stats(heads: Heads, stats: Tensor, call: Call, tokens_at_once: int, al
             backend.divergence_of_products(block, products, block_stats)
         if group is not None:
             sums.copy_(collectives.stack_over_group(sums, group).sum(dim=0))
-        if products is not None and all_gradients is not None:
+        if products is not None and all_gradients is not None and upstream is not None:
+            some = {kind: gradient[tokens] for kind, gradient in upstream.items()}
+            inputs = block_stats, rows.to_nats[tokens], rows.scale[tokens], heads.student, heads.beta
+            block = block._replace(terms=gradient_terms(some, *inputs))
             backend.gradient_of_products(block, products, block_stats, all_gradients[tokens])
 
 

@@ -1,16 +1,20 @@
-"""Types of `linear_jsd` that core and backends share: two heads, each token's statistics, and their results.
+"""Types of divergences that core and backends share: two heads, each token's statistics, and the terms of the gradient.
 
 All logits are in base 2, as in `megatron_lce.core.statistics`.
 """
 
 import math
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from megatron_lce.core.rows import Rows
 from megatron_lce.core.statistics import LN_2
+
+Kind = Literal["forward_kl", "reverse_kl", "tv", "jsd"]  # jsd: with 0 < beta < 1
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 class Head(NamedTuple):
@@ -47,35 +51,60 @@ class Heads(NamedTuple):
     student: Head
     teacher: Head
     beta: float
+    kinds: tuple[Kind, ...]  # the divergences, or those with a gradient
     labels: Tensor | None = None  # [N] int32 columns; outside [0, C): not in this shard; None: no student outputs
-    coefficient: Tensor | None = None  # [N] fp32 factor of the gradient; 0: the gradient is 0; None: no gradient
+    terms: Tensor | None = None  # [5, N], packed `GradTerms`; None: no gradient
 
     def block(self, tokens: slice, columns: slice) -> "Heads":
         """Return both heads of some tokens and some columns."""
         student, teacher = (head.block(tokens, columns) for head in (self.student, self.teacher))
-        labels, coefficient = (None if each is None else each[tokens] for each in (self.labels, self.coefficient))
-        return Heads(student, teacher, self.beta, labels, coefficient)
+        labels = None if self.labels is None else self.labels[tokens]
+        terms = None if self.terms is None else self.terms[:, tokens]
+        return Heads(student, teacher, self.beta, self.kinds, labels, terms)
 
 
-class JsdStats(NamedTuple):
-    """Statistics of each token: rows of [6, N] fp32, base 2, with the same bits on every rank.
+class DivergenceStats(NamedTuple):
+    """Statistics of each token: rows of [10, N] fp32, base 2, with the same bits on every rank.
 
-    If a logit of the row is not finite, the sum of exponentials is NaN, and all that is derived from it.
+    If a logit of the row is not finite, the sum of exponentials is NaN, and all that is derived from it. Sums of
+    divergences that were not asked for are 0.
     """
 
     student_max: Tensor
     student_sum: Tensor  # sum of 2^(z - max); kept apart from max, so that log2 p keeps its last digits for any z
     teacher_max: Tensor
     teacher_sum: Tensor
-    divergence: Tensor
-    student_kl: Tensor  # KL(p_student || m); beta = 1: KL(p_student || p_teacher); beta = 0: unused
-    # With labels, [9, N].
-    expected: Tensor | None = None  # sum of p_student (z - max)
+    forward_kl: Tensor  # KL(p_t || p_s)
+    reverse_kl: Tensor  # KL(p_s || p_t)
+    tv: Tensor  # half the sum of |p_s - p_t|: one minus the sum of minima would lose the digits of a small one
+    tv_sign: Tensor  # sum of p_s sign(p_s - p_t)
+    jsd: Tensor  # beta KL(p_t || m) + (1 - beta) KL(p_s || m)
+    student_kl: Tensor  # KL(p_s || m)
+    # With labels, [13, N].
+    expected: Tensor | None = None  # sum of p_s (z - max)
     label_logit: Tensor | None = None  # z - max of the label
     label_owned: Tensor | None = None  # 1, or 0 if the label is not among the columns
 
 
-SOFTMAX_ROWS = 4  # the first rows of `JsdStats` describe both softmaxes; the others are sums
+SOFTMAX_ROWS = 4  # the first rows of `DivergenceStats` describe both softmaxes; the others are sums
+DIVERGENCE_ROWS, LABEL_ROWS = 10, 3  # all rows without labels, and what labels add
+
+
+class GradTerms(NamedTuple):
+    """Terms from which the gradient of any product x of the student follows: rows of [5, N] fp32.
+
+    With r = log2(p_t / p_s), and d logit / d product but for the tanh of a softcap in each term,
+
+        dx = forward_kl (p_s - p_t) + p_s (p_term + reverse_kl r + tv sign(p_s - p_t) + jsd log2(m / p_s))
+
+    If the terms of the divergences are 0, so is the gradient, whatever the logits are.
+    """
+
+    forward_kl: Tensor
+    reverse_kl: Tensor
+    tv: Tensor
+    jsd: Tensor
+    p_term: Tensor
 
 
 def merged_softmaxes(parts: Tensor) -> Tensor:
@@ -85,14 +114,24 @@ def merged_softmaxes(parts: Tensor) -> Tensor:
     return torch.stack([largest, (max_logits - largest).exp2_().mul_(sums).sum(dim=0)], dim=1).flatten(0, 1)
 
 
-def losses_in_nats(stats: Tensor, rows: Rows, beta: float) -> tuple[Tensor, Tensor]:
-    """Return the loss of each token in nats, [N], and to_nats, NaN if the loss is."""
-    divergence = JsdStats(*stats).divergence
-    # NaN in to_nats makes the gradient of a row NaN on every rank, even if all logits on a rank are finite.
-    to_nats = torch.where(divergence.isfinite() | rows.ignored, rows.to_nats, torch.nan)
-    # In bits, of two distributions without a common id. Rounding may exceed it. A clamp preserves NaN.
-    largest = math.inf if beta in (0, 1) else -beta * math.log2(beta) - (1 - beta) * math.log2(1 - beta)
-    return torch.where(rows.ignored, 0.0, divergence.clamp(0.0, largest) * to_nats), to_nats
+def divergences_in_nats(
+    stats: Tensor, rows: Rows, kinds: tuple[Kind, ...], beta: float
+) -> tuple[dict[Kind, Tensor], Tensor]:
+    """Return the divergences of each token, [N] each, in nats but for tv, and to_nats, NaN if one of them is."""
+    values, to_nats = DivergenceStats(*stats), rows.to_nats
+    for kind in kinds:
+        # NaN in to_nats makes the gradient of a row NaN on every rank, even if all logits on a rank are finite.
+        to_nats = torch.where(getattr(values, kind).isfinite() | rows.ignored, to_nats, torch.nan)
+    # Of two distributions without a common id. Rounding may exceed it. A clamp preserves NaN.
+    most = {"tv": 1.0}
+    if "jsd" in kinds:
+        most["jsd"] = -beta * math.log2(beta) - (1 - beta) * math.log2(1 - beta)
+    losses = {}
+    for kind in kinds:
+        factor = to_nats * (1 / LN_2) if kind == "tv" else to_nats
+        loss = getattr(values, kind).clamp(0.0, most.get(kind, math.inf)) * factor
+        losses[kind] = torch.where(rows.ignored, 0.0, loss)
+    return losses, to_nats
 
 
 def student_outputs(stats: Tensor, rows: Rows) -> Tensor:
@@ -103,11 +142,22 @@ def student_outputs(stats: Tensor, rows: Rows) -> Tensor:
     return torch.where(rows.ignored, 0.0, outputs * to_nats)
 
 
-def gradient_coefficient(upstream: Tensor, to_nats: Tensor, scale: Tensor, student: Head, beta: float) -> Tensor:
-    """Return the factor of each row's gradient, [N]: upstream, scale / temperature, and bits to nats."""
-    factor = upstream * to_nats * scale * student.logits_scale  # scale is log2 e / temperature
-    if beta > 0:  # the gradient contains a base-2 logarithm
-        factor = factor * LN_2
-    if beta < 1:
-        factor = factor * (1 - beta)
-    return torch.where(to_nats == 0, 0.0, factor)
+def gradient_terms(
+    upstream: Mapping[Kind, Tensor],  # [N] each
+    stats: Tensor,
+    to_nats: Tensor,
+    scale: Tensor,
+    student: Head,
+    beta: float,
+) -> Tensor:
+    """Return packed `GradTerms`, [5, N]."""
+    of_logits = to_nats * scale * student.logits_scale  # scale is log2 e / temperature
+    # In the order of `KINDS`; LN_2 where the gradient contains a base-2 logarithm.
+    factors = dict(zip(KINDS, (1.0, -LN_2, 0.5, -LN_2 * (1 - beta)), strict=True))
+    values, terms = DivergenceStats(*stats), torch.zeros_like(stats[: len(GradTerms._fields)])
+    rows = GradTerms(*terms)
+    for kind, gradient in upstream.items():
+        torch.mul(gradient * of_logits, factors[kind], out=getattr(rows, kind))
+    for term, mean in ((rows.reverse_kl, values.reverse_kl), (rows.tv, -values.tv_sign), (rows.jsd, values.student_kl)):
+        rows.p_term.addcmul_(term, mean)
+    return terms.masked_fill_(to_nats == 0, 0.0)

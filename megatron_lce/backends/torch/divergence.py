@@ -1,9 +1,9 @@
-"""The functions of `megatron_lce.api.linear_jsd` that read the products of both heads, a chunk of columns at a time."""
+"""The functions of divergences that read the products of both heads, a chunk of columns at a time."""
 
 import torch
 from torch import Tensor
 
-from megatron_lce.core.jsd_heads import SOFTMAX_ROWS, Head, Heads, JsdStats, merged_softmaxes
+from megatron_lce.core.jsd_heads import KINDS, SOFTMAX_ROWS, DivergenceStats, GradTerms, Head, Heads, merged_softmaxes
 from megatron_lce.core.plan import cut
 from megatron_lce.core.statistics import LN_2
 
@@ -24,7 +24,9 @@ def divergence_of_products(heads: Heads, products: Tensor, stats: Tensor) -> Non
     of_chunks = [
         _chunk_divergence(heads, products, columns, stats) for columns in cut(products.shape[2], _CHUNK_COLUMNS)
     ]
-    stats[SOFTMAX_ROWS:] = torch.stack(of_chunks).sum(dim=0)
+    rows = DivergenceStats(*stats)
+    for name in of_chunks[0]:
+        torch.sum(torch.stack([sums[name] for sums in of_chunks]), dim=0, out=getattr(rows, name))
 
 
 def gradient_of_products(heads: Heads, products: Tensor, stats: Tensor, gradient: Tensor) -> None:
@@ -52,52 +54,61 @@ def _chunk_stats(heads: Heads, products: Tensor) -> Tensor:
     return torch.stack(stats)
 
 
-def _chunk_divergence(heads: Heads, products: Tensor, columns: slice, stats: Tensor) -> Tensor:
-    """Return the sums of one chunk for rows of `JsdStats` behind the softmaxes, [2, N], with labels [5, N]."""
+def _chunk_divergence(heads: Heads, products: Tensor, columns: slice, stats: Tensor) -> dict[str, Tensor]:
+    """Return the sums of one chunk for rows of `DivergenceStats` behind the softmaxes, [N] each."""
     student, teacher = map(_logits, heads[:2], products[:, :, columns])
-    sums = _divergence_sums(student, teacher, stats, heads.beta)
+    p_s, p_t = _probability(student, *stats[:2]), _probability(teacher, *stats[2:4])
+    ratio = _log_ratio(student, teacher, stats)
+    sums: dict[str, Tensor] = {}
+    del teacher
     if heads.labels is not None:
         owned = (heads.labels >= columns.start) & (heads.labels < columns.stop)
         place = torch.where(owned, heads.labels - columns.start, 0).long()
         student.sub_(stats[0][:, None])
         label_logit = torch.where(owned, student.gather(1, place[:, None])[:, 0], 0.0)
-        expected = _probability(student, torch.zeros_like(label_logit), stats[1]).mul_(student).sum(dim=1)
-        sums += [expected, label_logit, owned.float()]
-    return torch.stack(sums)
-
-
-def _divergence_sums(student: Tensor, teacher: Tensor, stats: Tensor, beta: float) -> list[Tensor]:
-    """Return divergence and KL(p_student || m) of base-2 logits, [N] each."""
-    ratio = _log_ratio(student, teacher, stats)
-    if beta == 0:
-        kl = _probability(teacher, *stats[2:4]).mul_(ratio).sum(dim=1)
-        return [kl, kl]
-    ps = _probability(student, *stats[:2])
-    if beta == 1:
-        kl = ps.mul_(ratio.neg_()).sum(dim=1)
-        return [kl, kl]
-    student_over_m, teacher_over_m = _log_over_mixture(ratio, beta)
-    kl_s = student_over_m.mul_(ps)
-    kl_t = teacher_over_m.mul_(_probability(teacher, *stats[2:4]))
-    student_kl = kl_s.sum(dim=1)
-    return [kl_s.mul_(1 - beta).add_(kl_t, alpha=beta).sum(dim=1), student_kl]
+        expected = student.mul_(p_s).sum(dim=1)
+        sums |= {"expected": expected, "label_logit": label_logit, "label_owned": owned.float()}
+    del student
+    if "forward_kl" in heads.kinds:
+        sums["forward_kl"] = (p_t * ratio).sum(dim=1)
+    if "reverse_kl" in heads.kinds:
+        sums["reverse_kl"] = (p_s * ratio).sum(dim=1).neg_()
+    if "tv" in heads.kinds:
+        sign = ratio.sign().neg_()
+        sums["tv"] = (p_s - p_t).mul_(sign).sum(dim=1).mul_(0.5)
+        sums["tv_sign"] = sign.mul_(p_s).sum(dim=1)
+    if "jsd" in heads.kinds:
+        student_over_m, teacher_over_m = _log_over_mixture(ratio, heads.beta)
+        kl_s, kl_t = student_over_m.mul_(p_s), teacher_over_m.mul_(p_t)
+        sums["student_kl"] = kl_s.sum(dim=1)
+        sums["jsd"] = kl_s.mul_(1 - heads.beta).add_(kl_t, alpha=heads.beta).sum(dim=1)
+    return sums
 
 
 def _chunk_gradient(heads: Heads, products: Tensor, stats: Tensor, gradient: Tensor) -> None:
     """Write one chunk of the gradient of the student's products."""
-    assert heads.coefficient is not None
+    assert heads.terms is not None
     assert heads.student.scale is not None
-    coefficient, beta = heads.coefficient[:, None], heads.beta
+    terms = GradTerms(*heads.terms.unsqueeze(2))
     student, teacher = map(_logits, heads[:2], products)
-    if beta == 0:
-        grad = _probability(student, *stats[:2]).sub_(_probability(teacher, *stats[2:4]))
-    else:
-        ratio = _log_ratio(student, teacher, stats)
-        student_over_m = ratio.neg_() if beta == 1 else _log_over_mixture(ratio, beta)[0]
-        grad = student_over_m.sub_(stats[5][:, None]).mul_(_probability(student, *stats[:2]))
+    ratio = _log_ratio(student, teacher, stats)
+    p_s = _probability(student, *stats[:2])
+    difference = p_s - _probability(teacher, *stats[2:4]) if "forward_kl" in heads.kinds else None
+    del teacher
+    grad = terms.p_term.expand_as(ratio).clone()
+    if "reverse_kl" in heads.kinds:
+        grad.addcmul_(ratio, terms.reverse_kl)
+    if "tv" in heads.kinds:
+        grad.addcmul_(ratio.sign(), terms.tv, value=-1.0)
+    if "jsd" in heads.kinds:
+        grad.addcmul_(_log_over_mixture(ratio, heads.beta)[0], terms.jsd, value=-1.0)
+    grad.mul_(p_s)
+    if difference is not None:
+        grad.addcmul_(difference, terms.forward_kl)
     if heads.student.softcap_scale is not None:
         grad.mul_(student.div_(heads.student.scale[:, None]).square_().neg_().add_(1.0))
-    gradient.copy_(grad.mul_(coefficient).masked_fill_(coefficient == 0, 0.0))
+    nothing = (heads.terms[: len(KINDS)] == 0).all(dim=0)
+    gradient.copy_(grad.masked_fill_(nothing[:, None], 0.0))
 
 
 def _probability(logits: Tensor, max_logit: Tensor, total: Tensor) -> Tensor:
@@ -107,7 +118,7 @@ def _probability(logits: Tensor, max_logit: Tensor, total: Tensor) -> Tensor:
 
 def _log_ratio(student: Tensor, teacher: Tensor, stats: Tensor) -> Tensor:
     """Return log2(p_t / p_s), [N, C], for close heads more precise than log p_t - log p_s."""
-    rows = JsdStats(*stats.unsqueeze(2))
+    rows = DivergenceStats(*stats.unsqueeze(2))
     ratio = (teacher - rows.teacher_max).sub_(student - rows.student_max)
     return ratio.add_((rows.student_sum / rows.teacher_sum).log2())
 

@@ -1,7 +1,7 @@
-"""Kernels of `megatron_lce.api.linear_jsd`. Each reads the products of both heads once.
+"""Kernels of divergences. Each reads the products of both heads once.
 
     _softmaxes_kernel      -> student_max, student_sum, teacher_max, teacher_sum
-    _divergence_kernel     -> divergence, student_kl (, expected, label_logit, label_owned)
+    _divergence_kernel     -> the sums of `DivergenceStats` (, expected, label_logit, label_owned)
     _gradient_kernel       -> gradient of the student's products
 
 Between them the ranks merge the softmaxes, then the sums. All kernels are limited by memory bandwidth.
@@ -15,13 +15,18 @@ from torch import Tensor
 
 from megatron_lce.backends.triton import tiles
 from megatron_lce.backends.triton.tile_products import MASKED_LOGIT, fast_log2, tanh
-from megatron_lce.core.jsd_heads import Heads
+from megatron_lce.core.jsd_heads import KINDS, DivergenceStats, GradTerms, Heads
 from megatron_lce.core.plan import ceil_div
 
 # A program's constants, measured on Hopper at 151,936 columns.
 COLUMNS = 4096  # columns that it reads at a time
 WARPS = 16
 _NEIGHBOURS = tl.constexpr(4)  # columns that share a running maximum, as many as a thread loads at once
+
+# Rows of `DivergenceStats` and `GradTerms`.
+_S_MAX, _S_SUM, _T_MAX, _T_SUM, *_SUMS = map(tl.constexpr, range(len(DivergenceStats._fields)))
+_FORWARD_KL, _REVERSE_KL, _TV, _TV_SIGN, _JSD, _STUDENT_KL, _EXPECTED, _LABEL_LOGIT, _LABEL_OWNED = _SUMS
+_FORWARD_TERM, _REVERSE_TERM, _TV_TERM, _JSD_TERM, _P_TERM = map(tl.constexpr, range(len(GradTerms._fields)))
 
 
 class _Head(NamedTuple):
@@ -41,29 +46,46 @@ def softmaxes_of_products(heads: Heads, products: Tensor, stats: Tensor) -> None
 
 
 def divergence_of_products(heads: Heads, products: Tensor, stats: Tensor) -> None:
-    _launch(_divergence_kernel, heads, products, stats, heads.labels, *_mixture(heads.beta))
+    _launch(_divergence_kernel, heads, products, stats, label_ptr=heads.labels, **_formulas(heads))
 
 
 def gradient_of_products(heads: Heads, products: Tensor, stats: Tensor, gradient: Tensor) -> None:
     assert gradient.stride() == products.stride()[1:]
-    _launch(_gradient_kernel, heads, products, stats, heads.coefficient, gradient, *_mixture(heads.beta))
+    terms = heads.terms
+    assert terms is not None
+    of_rows = {"terms_ptr": terms, "terms_stride": terms.stride(0), "out_ptr": gradient}
+    _launch(_gradient_kernel, heads, products, stats, **of_rows, **_formulas(heads))
 
 
-def _mixture(beta: float) -> tuple[float, float, bool, bool, bool]:
-    """Return the weights of teacher and student, and the constants that select a formula."""
-    return float(beta), 1.0 - beta, beta == 0, beta == 1, beta <= 0.5  # 1 - beta would lose digits in fp32
+def _formulas(heads: Heads) -> dict[str, Any]:
+    """Return the weights of teacher and student in the mixture, and the constants that select formulas."""
+    beta = float(heads.beta)
+    weights = {"teacher_weight": beta, "student_weight": 1.0 - beta}  # 1 - beta would lose digits in fp32
+    return weights | {kind.upper(): kind in heads.kinds for kind in KINDS} | {"STUDENT_LEADS": beta <= 0.5}
 
 
-def _launch(kernel: Any, heads: Heads, products: Tensor, stats: Tensor, *own: Any) -> None:
+def _launch(kernel: Any, heads: Heads, products: Tensor, stats: Tensor, **own: Any) -> None:
     _, num_tokens, num_columns = products.shape
     block_n = tiles.rows_of_program(1, num_tokens)
     columns = min(COLUMNS, max(256, triton.next_power_of_2(num_columns)))  # a narrow shard fills fewer, and fewer warps
-    both = (_Head(own, head.scale, head.softcap_scale) for own, head in zip(products, heads[:2], strict=True))
-    sizes = num_tokens, num_columns, products.stride(1), stats.stride(0)
-    constants = {"BLOCK_N": block_n, "BLOCK_V": columns, "num_warps": max(1, WARPS * columns // COLUMNS)}
+    student, teacher = (
+        _Head(own, head.scale, head.softcap_scale) for own, head in zip(products, heads[:2], strict=True)
+    )
     # Not fused: a logit must have the same bits in every reading.
     launch = tiles.launch(kernel, (ceil_div(num_tokens, block_n),), products, fused=False)
-    launch(*both, stats, *sizes, *own, **constants)
+    launch(
+        student_head=student,
+        teacher_head=teacher,
+        stats_ptr=stats,
+        stats_stride=stats.stride(0),
+        N=num_tokens,
+        V=num_columns,
+        row_stride=products.stride(1),
+        BLOCK_N=block_n,
+        BLOCK_V=columns,
+        num_warps=max(1, WARPS * columns // COLUMNS),
+        **own,
+    )
 
 
 @triton.jit(do_not_specialize=["N", "V", "stats_stride"])
@@ -71,15 +93,16 @@ def _softmaxes_kernel(
     student_head,  # `_Head`
     teacher_head,
     stats_ptr,  # [4 or more, N] fp32 out, rows stats_stride apart
+    stats_stride,
     N,
     V,
     row_stride,
-    stats_stride,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
     """Largest logit and sum of exponentials of both heads."""
     rows, row_mask, first = _rows_of_program(N, row_stride, BLOCK_N)
+    stats = stats_ptr + rows
     student_scale, teacher_scale = tl.load(student_head.scale + rows), tl.load(teacher_head.scale + rows)
     nothing = tl.zeros((BLOCK_N, BLOCK_V // _NEIGHBOURS), tl.float32)
     student_max, student_sum = nothing + MASKED_LOGIT, nothing
@@ -92,37 +115,39 @@ def _softmaxes_kernel(
         teacher_max, teacher_sum = _with_more(teacher_max, teacher_sum, teacher)
     student_max, student_sum = _joined(student_max, student_sum)
     teacher_max, teacher_sum = _joined(teacher_max, teacher_sum)
-    stats = stats_ptr + rows
-    tl.store(stats, student_max, row_mask)
-    tl.store(stats + stats_stride, student_sum, row_mask)
-    tl.store(stats + 2 * stats_stride, teacher_max, row_mask)
-    tl.store(stats + 3 * stats_stride, teacher_sum, row_mask)
+    tl.store(stats + _S_MAX * stats_stride, student_max, row_mask)
+    tl.store(stats + _S_SUM * stats_stride, student_sum, row_mask)
+    tl.store(stats + _T_MAX * stats_stride, teacher_max, row_mask)
+    tl.store(stats + _T_SUM * stats_stride, teacher_sum, row_mask)
 
 
 @triton.jit(do_not_specialize=["N", "V", "stats_stride"])
 def _divergence_kernel(
     student_head,  # `_Head`
     teacher_head,
-    stats_ptr,  # [6, N] fp32, or [9, N] with labels, rows stats_stride apart; out from the fifth row on
+    stats_ptr,  # [10, N] fp32, or [13, N] with labels, rows stats_stride apart; out: the sums of these divergences
+    stats_stride,
     N,
     V,
     row_stride,
-    stats_stride,
     label_ptr,  # [N] int32, or None: no student's outputs
     teacher_weight,  # beta
     student_weight,  # 1 - beta
     FORWARD_KL: tl.constexpr,
     REVERSE_KL: tl.constexpr,
+    TV: tl.constexpr,
+    JSD: tl.constexpr,
     STUDENT_LEADS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """The part of these columns of the divergence, of KL(p_student || m), and of the student's outputs."""
+    """The part of these columns of the divergences, and of the student's outputs."""
     rows, row_mask, first = _rows_of_program(N, row_stride, BLOCK_N)
-    student_scale, teacher_scale = tl.load(student_head.scale + rows), tl.load(teacher_head.scale + rows)
     stats = stats_ptr + rows
-    student_max, student_sum, teacher_max, teacher_sum, log_sums, unless_nan = _softmaxes(stats, stats_stride)
+    student_scale, teacher_scale = tl.load(student_head.scale + rows), tl.load(teacher_head.scale + rows)
+    student_max, teacher_max, student_inverse, teacher_inverse, log_sums, unless_nan = _softmaxes(stats, stats_stride)
     nothing = tl.zeros((BLOCK_N, BLOCK_V // _NEIGHBOURS), tl.float32)
+    forward, reverse, apart, tv_sign = nothing, nothing, nothing, nothing
     over_student_sum, over_teacher_sum, expected, label_logit = nothing, nothing, nothing, nothing
     if label_ptr is not None:
         label = tl.load(label_ptr + rows)
@@ -133,78 +158,102 @@ def _divergence_kernel(
         student -= student_max
         teacher -= teacher_max
         ratio = teacher - student + log_sums
+        student_exp, teacher_exp = tl.exp2(student), tl.exp2(teacher)
         if label_ptr is not None:
-            expected += _neighbours_sum(tl.exp2(student) * student)
+            expected += _neighbours_sum(student_exp * student)
             of_label = wanted & (column + tl.arange(0, BLOCK_V)[None, :] == label)
             label_logit += _neighbours_sum(tl.where(of_label, student, 0.0))
         if FORWARD_KL:
-            over_teacher_sum += _neighbours_sum(tl.exp2(teacher) * -ratio)
-        elif REVERSE_KL:
-            over_student_sum += _neighbours_sum(tl.exp2(student) * ratio)
-        else:
+            forward += _neighbours_sum(teacher_exp * ratio)
+        if REVERSE_KL:
+            reverse += _neighbours_sum(student_exp * -ratio)
+        if TV:
+            p_s = student_exp * student_inverse
+            sign = _sign(-ratio)
+            apart += _neighbours_sum(sign * (p_s - teacher_exp * teacher_inverse))
+            tv_sign += _neighbours_sum(p_s * sign)
+        if JSD:
             over_student, over_teacher = _mixture_over_both(ratio, teacher_weight, student_weight, STUDENT_LEADS)
-            over_student_sum += _neighbours_sum(tl.exp2(student) * over_student)
-            over_teacher_sum += _neighbours_sum(tl.exp2(teacher) * over_teacher)
-    student_kl = tl.sum(over_student_sum, 1, keep_dims=True) * -(1.0 / student_sum) + unless_nan
-    teacher_kl = tl.sum(over_teacher_sum, 1, keep_dims=True) * -(1.0 / teacher_sum) + unless_nan
-    divergence = student_kl * student_weight + teacher_kl * teacher_weight
+            over_student_sum += _neighbours_sum(student_exp * over_student)
+            over_teacher_sum += _neighbours_sum(teacher_exp * over_teacher)
     if FORWARD_KL:
-        divergence = teacher_kl
-    elif REVERSE_KL:
-        divergence = student_kl
-    tl.store(stats + 4 * stats_stride, divergence, row_mask)
-    tl.store(stats + 5 * stats_stride, student_kl, row_mask)
+        forward = tl.sum(forward, 1, keep_dims=True) * teacher_inverse + unless_nan
+        tl.store(stats + _FORWARD_KL * stats_stride, forward, row_mask)
+    if REVERSE_KL:
+        reverse = tl.sum(reverse, 1, keep_dims=True) * student_inverse + unless_nan
+        tl.store(stats + _REVERSE_KL * stats_stride, reverse, row_mask)
+    if TV:
+        tl.store(stats + _TV * stats_stride, 0.5 * tl.sum(apart, 1, keep_dims=True) + unless_nan, row_mask)
+        tl.store(stats + _TV_SIGN * stats_stride, tl.sum(tv_sign, 1, keep_dims=True) + unless_nan, row_mask)
+    if JSD:
+        student_kl = tl.sum(over_student_sum, 1, keep_dims=True) * -student_inverse + unless_nan
+        teacher_kl = tl.sum(over_teacher_sum, 1, keep_dims=True) * -teacher_inverse + unless_nan
+        jsd = student_kl * student_weight + teacher_kl * teacher_weight
+        tl.store(stats + _JSD * stats_stride, jsd, row_mask)
+        tl.store(stats + _STUDENT_KL * stats_stride, student_kl, row_mask)
     if label_ptr is not None:
-        tl.store(stats + 6 * stats_stride, tl.sum(expected, 1, keep_dims=True) * (1.0 / student_sum), row_mask)
-        tl.store(stats + 7 * stats_stride, tl.sum(label_logit, 1, keep_dims=True), row_mask)
-        tl.store(stats + 8 * stats_stride, ((label >= 0) & (label < V)).to(tl.float32), row_mask)
+        tl.store(stats + _EXPECTED * stats_stride, tl.sum(expected, 1, keep_dims=True) * student_inverse, row_mask)
+        tl.store(stats + _LABEL_LOGIT * stats_stride, tl.sum(label_logit, 1, keep_dims=True), row_mask)
+        tl.store(stats + _LABEL_OWNED * stats_stride, ((label >= 0) & (label < V)).to(tl.float32), row_mask)
 
 
-@triton.jit(do_not_specialize=["N", "V", "stats_stride"])
+@triton.jit(do_not_specialize=["N", "V", "stats_stride", "terms_stride"])
 def _gradient_kernel(
     student_head,  # `_Head`
     teacher_head,
-    stats_ptr,  # [6 or more, N] fp32, rows stats_stride apart
+    stats_ptr,  # [10 or more, N] fp32, rows stats_stride apart
+    stats_stride,
     N,
     V,
     row_stride,
-    stats_stride,
-    coefficient_ptr,  # [N] fp32
+    terms_ptr,  # [5, N] fp32, rows terms_stride apart
+    terms_stride,
     out_ptr,  # [N, V] out, rows row_stride apart
     teacher_weight,  # beta
     student_weight,  # 1 - beta
     FORWARD_KL: tl.constexpr,
     REVERSE_KL: tl.constexpr,
+    TV: tl.constexpr,
+    JSD: tl.constexpr,
     STUDENT_LEADS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Gradient of the student's products; 0 in rows whose coefficient is 0."""
+    """Gradient of the student's products; 0 in rows whose terms are 0."""
     rows, row_mask, first = _rows_of_program(N, row_stride, BLOCK_N)
-    student_scale, teacher_scale = tl.load(student_head.scale + rows), tl.load(teacher_head.scale + rows)
     stats = stats_ptr + rows
-    student_max, student_sum, teacher_max, teacher_sum, log_sums, unless_nan = _softmaxes(stats, stats_stride)
-    student_inverse, teacher_inverse = 1.0 / student_sum, 1.0 / teacher_sum
-    student_kl = tl.load(stats + 5 * stats_stride)
-    coefficient = tl.load(coefficient_ptr + rows)
-    factor = (coefficient if FORWARD_KL else coefficient * -student_inverse) + unless_nan
+    student_scale, teacher_scale = tl.load(student_head.scale + rows), tl.load(teacher_head.scale + rows)
+    student_max, teacher_max, student_inverse, teacher_inverse, log_sums, unless_nan = _softmaxes(stats, stats_stride)
+    terms = terms_ptr + rows
+    forward_term = tl.load(terms + _FORWARD_TERM * terms_stride)
+    reverse_term = tl.load(terms + _REVERSE_TERM * terms_stride)
+    tv_term, jsd_term = tl.load(terms + _TV_TERM * terms_stride), tl.load(terms + _JSD_TERM * terms_stride)
+    has_gradient = (forward_term != 0) | (reverse_term != 0) | (tv_term != 0) | (jsd_term != 0)
+    p_term = tl.load(terms + _P_TERM * terms_stride) + unless_nan
     for column in range(0, V, BLOCK_V):
         places, stored, wanted = _places(first, column, V, row_stride, BLOCK_V)
         student, capped = _logits(student_head, student_scale, places, stored, wanted)
         teacher, _ = _logits(teacher_head, teacher_scale, places, stored, wanted)
         student -= student_max
         teacher -= teacher_max
+        ratio = teacher - student + log_sums
+        p_s = tl.exp2(student) * student_inverse
+        grad = tl.zeros_like(ratio)
+        if REVERSE_KL or TV or JSD:
+            per_p = grad + p_term
+            if REVERSE_KL:
+                per_p += ratio * reverse_term
+            if TV:
+                per_p += _sign(-ratio) * tv_term
+            if JSD:
+                over_student, _ = _mixture_over_both(ratio, teacher_weight, student_weight, STUDENT_LEADS)
+                per_p += over_student * jsd_term
+            grad = p_s * per_p
         if FORWARD_KL:
-            grad = tl.exp2(student) * student_inverse - tl.exp2(teacher) * teacher_inverse
-        else:
-            over_student = teacher - student + log_sums
-            if not REVERSE_KL:
-                over_student, _ = _mixture_over_both(over_student, teacher_weight, student_weight, STUDENT_LEADS)
-            grad = tl.exp2(student) * (over_student + student_kl)
-        grad *= factor
+            grad += (p_s - tl.exp2(teacher) * teacher_inverse) * forward_term
         if student_head.softcap_scale is not None:
             grad *= 1.0 - capped * capped
-        grad = tl.where(wanted & (coefficient != 0), grad, 0.0)
+        grad = tl.where(wanted & has_gradient, grad, 0.0)
         tl.store(out_ptr + places, grad.to(out_ptr.dtype.element_ty), stored & row_mask)
 
 
@@ -219,11 +268,16 @@ def _rows_of_program(N, row_stride, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _softmaxes(stats, stats_stride):
-    """Load student_max, student_sum, teacher_max, teacher_sum; also return log2 of the ratio of sums, and 0 or NaN."""
-    student_max, student_sum = tl.load(stats), tl.load(stats + stats_stride)
-    teacher_max, teacher_sum = tl.load(stats + 2 * stats_stride), tl.load(stats + 3 * stats_stride)
+    """Return both maxima, the inverses of both sums, log2 of the sums' ratio, and 0 or NaN."""
+    student_sum, teacher_sum = tl.load(stats + _S_SUM * stats_stride), tl.load(stats + _T_SUM * stats_stride)
     log_sums, unless_nan = tl.log2(student_sum / teacher_sum), (student_sum + teacher_sum) * 0.0
-    return student_max, student_sum, teacher_max, teacher_sum, log_sums, unless_nan
+    student_max, teacher_max = tl.load(stats + _S_MAX * stats_stride), tl.load(stats + _T_MAX * stats_stride)
+    return student_max, teacher_max, 1.0 / student_sum, 1.0 / teacher_sum, log_sums, unless_nan
+
+
+@triton.jit
+def _sign(x):
+    return tl.where(x > 0, 1.0, tl.where(x < 0, -1.0, 0.0))
 
 
 @triton.jit
