@@ -405,5 +405,5 @@ def test_steps_that_need_logits_get_them(framework, make):
     assert model.forward_only(print, args, [chunk]) == "logits"
     assert model.train_one_step(args, model=[chunk]) == "logits"
     args.loss_type = "sft_loss"
-    with pytest.raises(TypeError, match="model must be a torch.nn.Module"):  # is captured, which is none
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module"):  # is captured, which is none
         model.train_one_step(args, [chunk])
