@@ -74,3 +74,55 @@ def check_refusal_on_one_rank(case: cases.Case, device: torch.device, report: ha
         model.compute_language_model_loss = loss
         call = functools.partial(chunks[0], batch["tokens"], batch["positions"], None, **given)
         report.refused(f"{case.name}: logits {name} on one rank", call, expected)
+
+
+def check_arguments_of_one_rank(case: cases.Case, device: torch.device, report: harness.Report) -> None:
+    """What the last rank alone calls otherwise is an error on all, at the first call of its kind."""
+    batch = cases.microbatches(case, device)[0]
+    inputs, labels = (batch["tokens"], batch["positions"], None), batch["labels"].clamp(min=0)
+    short = torch.ones(cases.BATCH, cases.SEQUENCE - 1, device=device)
+    ids = torch.zeros(*labels.shape, 2, dtype=torch.int64, device=device)
+    group = parallel_state.get_tensor_model_parallel_group()
+    last = group.rank() == group.size() - 1
+    chunks = cases.build(case, device)
+
+    def check(call: Callable, given: dict, odd: dict, message: str, *, differs: bool = False) -> None:
+        """`differs`: no rank's arguments are wrong by themselves."""
+        if differs and group.size() == 1:
+            return
+        said = message if last or differs else f"rank {group.size() - 1} of tp_group refuses its arguments: {message}"
+        report.refused(f"{case.name}: one rank's {message}", lambda: call(**given | (odd if last else {})), said)
+
+    def token_loss(part: Tensor) -> object:
+        return head.linear_token_loss(labels, lambda out, factor: -out.logprobs * factor, part)
+
+    with capture_lm_head(chunks) as head:
+        chunks[0](*inputs)
+    given = {"labels": labels}
+    cross_entropy = head.linear_cross_entropy
+    check(cross_entropy, given, {"labels": short.long()}, "labels must be [b, s]")
+    check(
+        cross_entropy, given | {"temperature": short.new_ones(labels.shape)}, {"temperature": short}, "temperature must"
+    )
+    check(cross_entropy, given, {"logits_scale": "2"}, "logits_scale must be a float")
+    check(cross_entropy, given, {"vocab_start": 3}, "vocab_start must not be given")
+    check(cross_entropy, given | {"candidates": ids}, {"candidates": ids[:, 1:]}, "candidates must be [b, s, K]")
+    check(token_loss, {"part": torch.ones_like(labels)}, {"part": short}, "per_token[0] must be [b, s]")
+    check(head.linear_logits_at, {"ids": ids}, {"ids": ids[..., 0]}, "ids must be [b, s, K]")
+    weights = {"teacher_head": head, "token_weights": short.new_ones(labels.shape)}
+    check(head.linear_jsd, weights, {"token_weights": short}, "token_weights must be [b, s]")
+    out = cross_entropy(labels)
+    report.check(f"{case.name}: afterwards", bool(out.logprobs.isfinite().all()), str(out.logprobs.shape))
+
+    enable = functools.partial(enable_fused_linear_ce, chunks)
+    check(enable, {}, {"workspace_bytes": -1}, "workspace_bytes must be at least 0")
+    check(enable, {}, {"known_loss": 1}, "known_loss must be a bool")
+    check(enable, {}, {"softcap": 3.0}, "softcap must be the same on every rank of tp_group", differs=True)
+    off = {"use_fused_linear_ce": False}
+    check(enable, {}, off, "use_fused_linear_ce must be the same on every rank of tp_group", differs=True)
+    check(enable, off, {"skip_masked": True}, "skip_masked must be the same on every rank of tp_group", differs=True)
+    handle = enable(skip_masked=True)
+    call = functools.partial(chunks[0], *inputs, labels=labels)
+    mask = {"loss_mask": batch["loss_mask"]}
+    check(call, mask, {"loss_mask": short}, "loss_mask must have labels' shape")
+    report.check(f"{case.name}: loss afterwards", bool(call(**mask).isfinite().all()), str(handle))

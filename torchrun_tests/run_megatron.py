@@ -21,7 +21,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 from megatron_fsdp import ALONE, FSDP2_CASES, HEAD, MEGATRONS, MODEL, check_fsdp, check_fsdp_errors
 from megatron_heads import check_capture, check_compat, check_logits
-from megatron_ranks import check_reasons_of_one_rank, check_refusal_on_one_rank
+from megatron_ranks import check_arguments_of_one_rank, check_reasons_of_one_rank, check_refusal_on_one_rank
 from megatron_training import (
     LOSS_OF_HEAD,
     check_16_bit,
@@ -104,6 +104,7 @@ def checks(combinations: str, ranks: int) -> list[tuple[Callable, cases.Case]]:
         (check_compat, [cases.Case()]),
         (check_reasons_of_one_rank, [cases.Case(), cases.Case(pipeline=True)]),
         (check_refusal_on_one_rank, plain),
+        (check_arguments_of_one_rank, plain),
         *((functools.partial(check_fsdp, sharding), [case]) for sharding, case in of_fsdp),
         (check_fsdp_errors, [case for sharding, case in of_fsdp if case == ALONE]),
     )

@@ -27,6 +27,7 @@ _OWN = ("tp_group", "vocab_start")  # may differ between ranks
 # For each group the kinds of calls that its ranks have agreed on, and the columns of the largest shard under each.
 # Ranks must agree whether a key is new. With vocab_start, shards may differ, so their size stays out of the key.
 _agreed: WeakKeyDictionary[ProcessGroup, dict[tuple[Any, int | None], int]] = WeakKeyDictionary()
+_prepared: WeakKeyDictionary[ProcessGroup, set[Any]] = WeakKeyDictionary()  # the same of `prepared_together`
 
 
 def keyword_options(keywords: Mapping[str, Any], known: Any, **own: Any) -> Options:
@@ -90,7 +91,7 @@ def checked_together(
     own = own or {}  # listed twice: the first fixes the order, the last overrides an option of the same name
     described = {"operation": name, **own, **_describe(hidden, weight, labels, options, names), **own}
     described |= {"largest shard": largest}
-    kind, error = tuple((key, _lasting(value)) for key, value in described.items()), None
+    kind, error = _kind(described), None
     try:
         yield checks
     except (TypeError, ValueError, NotImplementedError) as refusal:
@@ -99,16 +100,53 @@ def checked_together(
     known, key = _agreed.setdefault(group, {}), (kind, rows if start is None else None)
     if key not in known:
         described[f"the shape of {names[0]}"] = validation.shape_of(hidden)
-        arguments = [(key, _comparable(value)) for key, value in described.items()]
-        mine = arguments, rows, start, None if error is None else str(error)
-        everyone = collectives.gather_objects(mine, group)
-        if error is None:
-            known[key] = _compare(everyone, group_name, options.vocab_size)
+        known[key] = _largest(agree(group, described, error, (rows, start), group_name), options.vocab_size)
     elif error is None and start is not None and largest is None and not collectives.is_captured():
         known[key] = collectives.largest_over_group(weight.shape[0], group, weight.device)
     if error is not None:
         raise error
     checks.shard = checks.shard._replace(largest=known[key] if largest is None else largest)
+
+
+@contextlib.contextmanager
+def prepared_together(group: ProcessGroup, arguments: Mapping[str, Any]) -> Iterator[None]:
+    """Prepare arguments inside for an operation. In the first call of a kind all ranks raise, or none."""
+    if collectives.group_size(group) == 1:
+        yield
+        return
+    error = None
+    try:
+        yield
+    except (TypeError, ValueError, RuntimeError) as refusal:
+        error = refusal
+    known, kind = _prepared.setdefault(group, set()), _kind(arguments)
+    if kind not in known:
+        agree(group, {}, error)
+        known.add(kind)
+    if error is not None:
+        raise error
+
+
+def agree(
+    group: ProcessGroup,
+    arguments: Mapping[str, Any],
+    error: Exception | None,
+    own: Any = None,
+    group_name: str = "tp_group",
+) -> list[Any]:
+    """Return every rank's `own`; all ranks raise if one refuses its arguments, with `error`, or if they differ."""
+    mine = [(name, _comparable(value)) for name, value in arguments.items()], None if error is None else str(error), own
+    everyone = collectives.gather_objects(mine, group)
+    if error is not None:
+        raise error
+    for rank, (_, refusal, _) in enumerate(everyone):
+        if refusal is not None:
+            raise ValueError(f"rank {rank} of {group_name} refuses its arguments: {refusal}")
+    for (name, first), *others in zip(*(given for given, _, _ in everyone), strict=True):
+        values = [first, *(value for _, value in others)]
+        if len(set(values)) > 1:
+            raise ValueError(f"{name} must be the same on every rank of {group_name}, got {', '.join(values)}")
+    return [of_rank for _, _, of_rank in everyone]
 
 
 @dataclass
@@ -216,7 +254,6 @@ def _describe(
         names[2]: validation.kind_of(labels[..., None]) if isinstance(labels, Tensor) else type(labels),
         "gradients": (torch.is_grad_enabled(), *(getattr(x, "requires_grad", None) for x in (hidden, weight))),
         **{f.name: getattr(options, f.name) for f in fields(options) if f.name not in _OWN},
-        "skip_ignored": skip if isinstance(skip := options.skip_ignored, bool) else type(skip).__name__,
         "weight_grad_sink": type(options.weight_grad_sink).__name__,
     }
 
@@ -226,26 +263,21 @@ def _comparable(value: Any) -> str:
     return validation.kind_of(value) if isinstance(value, Tensor) else repr(value)
 
 
-def _lasting(value: Any) -> str:
-    """Return what must also be equal in every call of a kind: of floats and tensors their types alone."""
-    if isinstance(value, Tensor):
-        return f"{value.dtype} on {value.device.type}"
-    return type(value).__name__ if isinstance(value, float) else repr(value)
+def _kind(arguments: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """Return what is equal in every call of a kind: of floats, tensors and a number of rows their types alone."""
+
+    def lasting(name: str, value: Any) -> str:
+        if isinstance(value, Tensor):
+            return f"{value.dtype} on {value.device.type}"
+        is_number = isinstance(value, float) or (name == "skip_ignored" and not isinstance(value, bool))
+        return type(value).__name__ if is_number else repr(value)
+
+    return tuple((name, lasting(name, value)) for name, value in arguments.items())
 
 
-def _compare(everyone: list[Any], group_name: str, vocab_size: int | None) -> int:
-    """Raise if a rank refuses its arguments or configurations differ, and return the largest shard's columns.
-
-    everyone: each rank's configuration, rows of the weight, vocab_start and refusal.
-    """
-    for rank, (*_, refusal) in enumerate(everyone):
-        if refusal is not None:
-            raise ValueError(f"rank {rank} of {group_name} refuses its arguments: {refusal}")
-    configurations, shards, starts, _ = zip(*everyone, strict=True)
-    for (name, first), *others in zip(*configurations, strict=True):
-        values = [first, *(value for _, value in others)]
-        if len(set(values)) > 1:
-            raise ValueError(f"{name} must be the same on every rank of {group_name}, got {', '.join(values)}")
+def _largest(everyone: list[tuple[int, int | None]], vocab_size: int | None) -> int:
+    """Return the columns of the largest of the shards, (rows, vocab_start) each; raise if they do not fit."""
+    shards, starts = zip(*everyone, strict=True)
     if None not in starts:
         end = 0
         for start, rows in sorted(zip(starts, shards, strict=True)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 from weakref import WeakSet
 
@@ -22,7 +22,7 @@ from megatron_lce.backends.choice import describe_backend
 from megatron_lce.checks.validation import check_same
 from megatron_lce.core.eager import eager
 from megatron_lce.core.options import LinearCrossEntropyOutput
-from megatron_lce.megatron.head_call import HeadCall, batch_first, check_not_fixed, csr_sequence_first
+from megatron_lce.megatron.head_call import HeadCall, batch_first, csr_sequence_first
 from megatron_lce.megatron.logits import NoLogits, UncomputedLogits
 from megatron_lce.megatron.loss import FusedLoss
 from megatron_lce.megatron.reasons import NO_HEAD, capturing_reasons, find_language_model, reasons_of_group
@@ -82,7 +82,7 @@ class CapturedHead:
         Only `ignore_index` is ignored, not every negative label as with `enable_fused_linear_ce`. Padded columns of the
         vocabulary take part, as in Megatron, unless `vocab_size` is given.
         """
-        with self._captured(options) as call:
+        with self._captured() as call:
             return call.run(linear_cross_entropy, labels, temperature=temperature, **options)
 
     def linear_token_loss(
@@ -93,9 +93,11 @@ class CapturedHead:
         **options: Unpack[kw.CapturedTokenLossOptions],
     ) -> TokenLoss:
         """Return `megatron_lce.linear_token_loss` of the captured head; `per_token`: tensors [b, s, ...]."""
-        with self._captured(options) as call:
-            parts = [call.sequence_first(f"per_token[{i}]", tensor) for i, tensor in enumerate(per_token)]
-            return call.run(linear_token_loss, labels, loss, *parts, **options)
+        with self._captured() as call:
+            with call.together("linear_token_loss", {"labels": labels, **options}):
+                parts = [call.sequence_first(f"per_token[{i}]", tensor) for i, tensor in enumerate(per_token)]
+                given, labels = call.keywords(options), call.sequence_first("labels", labels)
+            return batch_first(linear_token_loss(call.hidden, call.weight, labels, loss, *parts, **given))
 
     @overload
     def linear_jsd(
@@ -120,29 +122,33 @@ class CapturedHead:
             teacher_head: the capture of the teacher's forward pass over the same tokens, its vocabulary sharded over
                 the same ranks. It gets no gradient: run its forward pass under no_grad.
         """
-        with self._captured(options) as student:
-            if not isinstance(teacher_head, CapturedHead):
-                raise TypeError(f"teacher_head must be a captured head, got {type(teacher_head).__name__}")
-            teacher = teacher_head._captured_call(" of the teacher")
-            same = {"sequence_parallel": "sequence_parallel", "tokens": "tokens [b, s]", "ranks": "ranks in tp_group"}
-            for name, words in same.items():
-                mine, its = getattr(student, name), getattr(teacher, name)
-                check_same("teacher_head", f"have the student's {words}", mine, its)
-            teacher.check_unchanged()
-            forms = student.form("student", options) | teacher.form("teacher", options)
-            given = student.call_keywords({**options, **forms, "return_student": return_student})
+        with self._captured() as student:
+            with student.together("linear_jsd", {**options, "return_student": return_student}):
+                if not isinstance(teacher_head, CapturedHead):
+                    raise TypeError(f"teacher_head must be a captured head, got {type(teacher_head).__name__}")
+                teacher = teacher_head._captured_call(" of the teacher")
+                for words, mine, its in (
+                    ("sequence_parallel", student.sequence_parallel, teacher.sequence_parallel),
+                    ("tokens [b, s]", student.tokens, teacher.tokens),
+                    ("ranks in tp_group", student.ranks, teacher.ranks),
+                ):
+                    check_same("teacher_head", f"have the student's {words}", mine, its)
+                teacher.check_unchanged()
+                forms = student.form("student", options) | teacher.form("teacher", options)
+                given = student.call_keywords({**options, **forms, "return_student": return_student})
             return batch_first(linear_jsd(student.hidden, student.weight, teacher.hidden, teacher.weight, **given))
 
     def linear_logits_at(
         self, ids: Tensor, offsets: Tensor | None = None, **options: Unpack[kw.CapturedOptions]
     ) -> Tensor:
         """Return `megatron_lce.linear_logits_at` of the captured head: `ids` [b, s, K], or CSR over b * s tokens."""
-        with self._captured(options) as call:
-            given, places = call.keywords(options), None
-            if offsets is None:
-                ids = call.sequence_first("ids", ids)
-            else:
-                ids, offsets, places = csr_sequence_first(ids, offsets, call.tokens)
+        with self._captured() as call:
+            with call.together("linear_logits_at", options):
+                given, places = call.keywords(options), None
+                if offsets is None:
+                    ids = call.sequence_first("ids", ids)
+                else:
+                    ids, offsets, places = csr_sequence_first(ids, offsets, call.tokens)
             logits = linear_logits_at(call.hidden, call.weight, ids, offsets, **given)
             return batch_first(logits) if places is None else torch.empty_like(logits).index_copy(0, places, logits)
 
@@ -150,21 +156,21 @@ class CapturedHead:
         self, labels: Tensor, ids: Tensor, offsets: Tensor, **options: Unpack[kw.CapturedSupportOptions]
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return `megatron_lce.support_logprobs` of the captured head: labels [b, s], CSR over the b * s tokens."""
-        with self._captured(options) as call:
+        with self._captured() as call:
             ids, offsets, _ = csr_sequence_first(ids, offsets, call.tokens)
             return call.run(support_logprobs, labels, ids, offsets, **options)
 
     def linear_topk(self, k: int, **options: Unpack[kw.CapturedOptions]) -> TopK:
         """Return `megatron_lce.linear_topk` of the captured head: [b, s, K], and [b, s]."""
-        with self._captured(options) as call:
-            given = call.keywords(options)
+        with self._captured() as call:
+            with call.together("linear_topk", options):
+                given = call.keywords(options)
             del given["weight_grad_sink"]
             return batch_first(linear_topk(call.hidden, call.weight, k, **given))
 
     @contextlib.contextmanager
-    def _captured(self, keywords: Mapping[str, Any]) -> Iterator[HeadCall]:
+    def _captured(self) -> Iterator[HeadCall]:
         """Yield the call; without gradients if the pass kept no graph, because the head alone would train."""
-        check_not_fixed(keywords)
         call = self._captured_call()
         with torch.set_grad_enabled(torch.is_grad_enabled() and call.with_gradient):
             yield call

@@ -11,7 +11,14 @@ from megatron_lce.core.options import WORKSPACE_BYTES, BackendName, Options
 from megatron_lce.megatron.capture import CapturingHead
 from megatron_lce.megatron.heads import own_softcap
 from megatron_lce.megatron.loss import FusedLoss, not_applied
-from megatron_lce.megatron.reasons import find_fusable_model, modules_of, warn_on_one_rank
+from megatron_lce.megatron.reasons import (
+    NO_HEAD,
+    find_language_model,
+    fusing_reasons,
+    modules_of,
+    reasons_of_group,
+    warn_on_one_rank,
+)
 from megatron_lce.megatron.replace import close_all, owners_on
 
 _OFF = "use_fused_linear_ce is False"
@@ -116,13 +123,13 @@ def enable_fused_linear_ce(
     Raises:
         TypeError: `model` neither is nor holds a megatron-core language model, or an option has the wrong type.
         ValueError: an option is out of its range, `softcap` is given to a head that has its own, `model` holds several
-            heads, or the head is unsupported ("raise").
+            heads, the head is unsupported ("raise"), or another rank of the head's group has other arguments or refuses
+            its own.
         RuntimeError: a capture of the model is open, and the flag is on.
 
     The model's forward then raises ValueError for a `loss_mask` of another shape than labels' (`skip_masked`), and
     for what `megatron_lce.linear_cross_entropy` raises it; RuntimeError where code between head and loss reads logits.
     """
-    check_choice("on_unsupported", on_unsupported, ("fallback", "raise"))
     options: dict[str, Any] = {
         "logits_cache_bytes": logits_cache_bytes,
         "workspace_bytes": workspace_bytes,
@@ -130,22 +137,25 @@ def enable_fused_linear_ce(
         "softcap": softcap,
         "backend": backend,
     }
-    check_options(Options(**options))
-    flags = {"use_fused_linear_ce": use_fused_linear_ce, "skip_masked": skip_masked, "known_loss": known_loss}
-    for name, flag in flags.items():
-        check_flag(name, flag)
-    if known_loss:
-        require(not logits_cache_bytes, "logits_cache_bytes", "be 0 with known_loss", logits_cache_bytes)
+    settings: dict[str, Any] = {"use_fused_linear_ce": use_fused_linear_ce, "on_unsupported": on_unsupported}
+    settings |= {"skip_masked": skip_masked, "known_loss": known_loss, **options}
     modules = modules_of(model)
-    language_model, reasons = find_fusable_model(model) if use_fused_linear_ce else (None, (_OFF,))
+    error = _refusal(settings, modules)
+    language_model = find_language_model(model) if use_fused_linear_ce else _head_of_any_model(model)
+    reasons: tuple[str, ...] = (NO_HEAD,) if use_fused_linear_ce else (_OFF,)
+    if language_model is not None:
+        reasons = fusing_reasons(language_model, modules) if use_fused_linear_ce else reasons
+        reasons = reasons_of_group(language_model, reasons, settings, error)
+    elif error is not None:
+        raise error
+    if not use_fused_linear_ce:
+        language_model = None
     message = f"fused linear cross-entropy is not used: {'; '.join(reasons)}"
     if language_model is not None:
         if reasons and on_unsupported == "raise":
             raise ValueError(message)
         if not reasons:
             own_softcap(language_model.output_layer, softcap)
-        if any(isinstance(owner, CapturingHead) for owner in owners_on(*modules)):
-            raise RuntimeError("capture_lm_head is open on this model: enable before or after it")
     close_all(modules, FusedLoss)  # after all checks: a refused call leaves the loss unchanged
     if language_model is not None and not reasons:
         fused = FusedLoss(language_model, options, skip_masked, known_loss)
@@ -154,3 +164,30 @@ def enable_fused_linear_ce(
     if language_model is not None:
         warn_on_one_rank(message + not_applied(options))
     return FusedLinearCE(reasons)
+
+
+def _head_of_any_model(model: nn.Module | Sequence[nn.Module]) -> Any:
+    """Return the language model whose head other ranks may fuse, or None: where the flag is off, any model will do."""
+    try:
+        return find_language_model(model)
+    except (ImportError, TypeError, ValueError):
+        return None
+
+
+def _refusal(settings: dict[str, Any], modules: list[nn.Module]) -> Exception | None:
+    """Return the error that this rank's arguments call for."""
+    options = {name: value for name, value in settings.items() if name in Options.__dataclass_fields__}
+    try:
+        check_choice("on_unsupported", settings["on_unsupported"], ("fallback", "raise"))
+        check_options(Options(**options))
+        for name in ("use_fused_linear_ce", "skip_masked", "known_loss"):
+            check_flag(name, settings[name])
+        if settings["known_loss"]:
+            cache_bytes = settings["logits_cache_bytes"]
+            require(cache_bytes == 0, "logits_cache_bytes", "be 0 with known_loss", cache_bytes)
+        is_captured = any(isinstance(owner, CapturingHead) for owner in owners_on(*modules))
+        if settings["use_fused_linear_ce"] and is_captured:
+            raise RuntimeError("capture_lm_head is open on this model: enable before or after it")
+    except (TypeError, ValueError, RuntimeError) as error:
+        return error
+    return None

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from megatron_lce.checks.validation import check_number
+from megatron_lce.checks.together import prepared_together
+from megatron_lce.checks.validation import check_number, kind_of
 from megatron_lce.megatron.heads import own_softcap
 from megatron_lce.megatron.main_grad import main_grad_sink
 
@@ -46,9 +48,17 @@ class HeadCall:
     def ranks(self) -> list[int]:
         return torch.distributed.get_process_group_ranks(self.head.tp_group)
 
+    def together(self, operation: str, given: Mapping[str, Any]) -> AbstractContextManager[None]:
+        """Prepare arguments inside: in the first call of a kind all ranks raise, or none."""
+        # A kind that is known here must not be new to the operation: ranks would wait in different gathers.
+        tensors = [(kind_of(tensor), tensor.requires_grad) for tensor in (self.hidden, self.weight)]
+        head = *tensors, len(self.weight), torch.is_grad_enabled(), self.sequence_parallel
+        return prepared_together(self.head.tp_group, {"operation": operation, "head": head, **given})
+
     def run(self, operation: Callable[..., T], labels: Tensor, *others: Any, **keywords: Any) -> T:
         """Run an operation on this hidden and weight; labels, tensors per token and results are [b, s]."""
-        keywords, labels = self.keywords(keywords), self.sequence_first("labels", labels)
+        with self.together(operation.__name__, {"labels": labels, **keywords}):
+            keywords, labels = self.keywords(keywords), self.sequence_first("labels", labels)
         return batch_first(operation(self.hidden, self.weight, labels, *others, **keywords))
 
     def keywords(self, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -71,6 +81,9 @@ class HeadCall:
 
     def call_keywords(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the caller's keywords, with [b, s] tensors as [s, b], and the keywords that the head fixes."""
+        fixed_by_head = {"tp_group", "sequence_parallel", "vocab_start", "reduce_grad_hidden", "weight_grad_sink"}
+        if fixed := fixed_by_head & given.keys():
+            raise TypeError(f"{', '.join(sorted(fixed))} must not be given: the captured head fixes them")
         self.check_unchanged()
         keywords = {n: self.sequence_first(n, value) if n in _PER_TOKEN else value for n, value in given.items()}
         return keywords | {
@@ -109,14 +122,6 @@ class HeadCall:
 
 def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
-
-
-def check_not_fixed(keywords: Mapping[str, Any]) -> None:
-    """Raise TypeError for keywords that the head fixes."""
-    fixed_by_head = {"tp_group", "sequence_parallel", "vocab_start", "reduce_grad_hidden", "weight_grad_sink"}
-    fixed = fixed_by_head & keywords.keys()
-    if fixed:
-        raise TypeError(f"{', '.join(sorted(fixed))} must not be given: the captured head fixes them")
 
 
 def batch_first(result: T) -> T:

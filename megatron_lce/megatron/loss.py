@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from megatron_lce.checks.validation import check_same
 from megatron_lce.core.collectives import is_captured
 from megatron_lce.core.eager import eager
 from megatron_lce.core.known_loss import Promise
@@ -41,6 +40,7 @@ class FusedLoss(ReplacedHead):
         self._wants_logits = False  # the pass has no labels
         self._labels: Tensor | None = None  # [b, s] of this pass
         self._labels_version = 0
+        self._refused: ValueError | None = None  # what is wrong with this pass's mask: all ranks raise it with the loss
         self._not_used: str | None = None  # why the head last gave Megatron's logits although there are labels
 
     def options_now(self) -> dict[str, Any]:
@@ -128,6 +128,9 @@ class FusedLoss(ReplacedHead):
         return self._loss(logits, labels, telemetry=self.language_model.training and self.mtp_layers > 0)
 
     def _loss(self, logits: UncomputedLogits, labels: Tensor, **arguments: Any) -> Tensor:
+        with logits.call.together("loss_mask", self.options):
+            if self._refused is not None:
+                raise self._refused
         if self.mtp_losses_left > 0 and self._mtp_mask is not None:  # Megatron rolls tokens of weight 0 in
             from megatron.core.transformer.multi_token_prediction import roll_tensor
 
@@ -144,7 +147,7 @@ class FusedLoss(ReplacedHead):
 
         Megatron shifts labels and mask alike for its MTP losses.
         """
-        self._not_used = self._mtp_mask = None
+        self._not_used = self._mtp_mask = self._refused = None
         labels = self._masked_labels(given)
         self._wants_logits = labels is None and takes_labels
         self._labels, self._labels_version = labels, 0 if labels is None else version_of(labels)
@@ -153,6 +156,10 @@ class FusedLoss(ReplacedHead):
     def _masked_labels(self, given: dict[str, Any]) -> Tensor | None:
         labels, loss_mask = given.get("labels"), given.get("loss_mask")
         if labels is None or not (self.skip_masked or self.promise):
+            return labels
+        if loss_mask is not None and loss_mask.shape != labels.shape:
+            shapes = f"{tuple(labels.shape)}, got {tuple(loss_mask.shape)}"
+            self._refused = ValueError(f"loss_mask must have labels' shape, {shapes}")
             return labels
         if self.promise and self.mtp_layers:
             self._mtp_mask = torch.ones_like(labels) if loss_mask is None else (loss_mask != 0).long()
@@ -163,7 +170,6 @@ class FusedLoss(ReplacedHead):
                 called = f"{type(self.language_model).__name__} was called with labels and without loss_mask"
                 self._warn_once(called, "skip_masked is True but only negative labels are skipped")
             return labels
-        check_same("loss_mask", "have labels' shape", tuple(labels.shape), tuple(loss_mask.shape))
         return labels.masked_fill(loss_mask == 0, IGNORE_INDEX)
 
     def _warn_once(self, reason: str, what: str = "fused linear cross-entropy is enabled but was not used") -> None:

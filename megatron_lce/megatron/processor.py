@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_lce.api.linear_cross_entropy import linear_cross_entropy
 from megatron_lce.checks.validation import as_int64, check_tensor
 from megatron_lce.core.options import IGNORE_INDEX, LinearCrossEntropyOutput
-from megatron_lce.megatron.head_call import HeadCall, check_not_fixed
+from megatron_lce.megatron.head_call import HeadCall
 from megatron_lce.megatron.heads import product_reasons, reasons_after_call
 from megatron_lce.megatron.logits import UncomputedLogits
 
@@ -70,7 +70,6 @@ def fused_output_processor(
     context = FusedOutputContext() if context is None else context
     if not isinstance(context, FusedOutputContext):
         raise TypeError(f"output_processor_context must be a FusedOutputContext, got {type(context).__name__}")
-    check_not_fixed(context.keywords)
     if own := {"labels", "temperature", "ignore_index", "entropy"} & context.keywords.keys():
         raise TypeError(
             f"{', '.join(sorted(own))} must not be among a FusedOutputContext's keywords: see its attributes"
@@ -79,23 +78,25 @@ def fused_output_processor(
     reasons = (*product_reasons(output_layer, config), *reasons_after_call(output_layer, weight))
     if reasons:
         raise ValueError(f"the LM head cannot be fused: {'; '.join(reasons)}")
-    labels = labels if context.labels is None else context.labels
-    if labels is None:
-        raise ValueError("labels must be given to the model or in the FusedOutputContext, got None")
-    check_tensor("labels", labels)
-    labels = as_int64(labels)
-    counted = labels >= 0
-    if context.counted is not None:
-        check_tensor("counted", context.counted)
-        if context.counted.dtype != torch.bool or context.counted.shape != labels.shape:
-            kind = f"{context.counted.dtype} {tuple(context.counted.shape)}"
-            raise ValueError(f"counted must be bool of labels' shape, {tuple(labels.shape)}, got {kind}")
-        counted &= context.counted
+    call = HeadCall(output_layer, hidden_states, weight)
+    with call.together("fused_output_processor", context.keywords):
+        labels = labels if context.labels is None else context.labels
+        if labels is None:
+            raise ValueError("labels must be given to the model or in the FusedOutputContext, got None")
+        check_tensor("labels", labels)
+        labels = as_int64(labels)
+        counted = labels >= 0
+        if context.counted is not None:
+            check_tensor("counted", context.counted)
+            if context.counted.dtype != torch.bool or context.counted.shape != labels.shape:
+                kind = f"{context.counted.dtype} {tuple(context.counted.shape)}"
+                raise ValueError(f"counted must be bool of labels' shape, {tuple(labels.shape)}, got {kind}")
+            counted &= context.counted
     temperature = context.temperature
     if isinstance(temperature, Tensor) and temperature.shape == labels.shape:
         temperature = temperature.where(counted, 1.0)
     # Uncomputed logits remember the factor that Megatron applies between head and loss (MuP).
-    logits = scale_logits(UncomputedLogits(HeadCall(output_layer, hidden_states, weight)))
+    logits = scale_logits(UncomputedLogits(call))
     assert isinstance(logits, UncomputedLogits)
     outputs = logits.call.run(
         linear_cross_entropy,

@@ -7,29 +7,20 @@ Reasons come from configuration, types and shapes, which all ranks share, and fr
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from megatron_lce.core import collectives
+from megatron_lce.checks.together import agree
 from megatron_lce.megatron.heads import logits_reasons, loss_reasons, reasons_after_call, reasons_in_call, weight_of
 
 if TYPE_CHECKING:
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
 NO_HEAD = "this pipeline stage has no LM head"
-
-
-def find_fusable_model(model: nn.Module | Sequence[nn.Module]) -> tuple[LanguageModule | None, tuple[str, ...]]:
-    """Return the language model whose head makes the logits, and all ranks' reasons why its loss cannot be fused."""
-    language_model = find_language_model(model)
-    if language_model is None:
-        return None, (NO_HEAD,)
-    reasons = fusing_reasons(language_model, modules_of(model))
-    return language_model, reasons_of_group(language_model, reasons)
 
 
 def find_language_model(model: nn.Module | Sequence[nn.Module]) -> LanguageModule | None:
@@ -79,12 +70,23 @@ def fusing_reasons(language_model: LanguageModule, modules: list[nn.Module]) -> 
     return (*logits_reasons(language_model), *loss_reasons(language_model), *reasons_in_call(language_model, modules))
 
 
-def reasons_of_group(language_model: LanguageModule, reasons: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the union of the reasons of all ranks that share the head (a hook may exist on one rank only)."""
+def reasons_of_group(
+    language_model: LanguageModule,
+    reasons: tuple[str, ...],
+    arguments: Mapping[str, Any] | None = None,
+    error: Exception | None = None,
+) -> tuple[str, ...]:
+    """Return the union of the reasons of all ranks that share the head (a hook may exist on one rank only).
+
+    If a rank refuses its arguments, with `error`, or they differ, all ranks raise.
+    """
     group = getattr(language_model.output_layer, "tp_group", None)  # another class of head is so on every rank
-    if group is None or group.size() == 1:
-        return reasons
-    return tuple(dict.fromkeys(reason for of_rank in collectives.gather_objects(reasons, group) for reason in of_rank))
+    if group is not None and group.size() > 1:
+        everyone = agree(group, arguments or {}, error, reasons)
+        return tuple(dict.fromkeys(reason for of_rank in everyone for reason in of_rank))
+    if error is not None:
+        raise error
+    return reasons
 
 
 def warn_on_one_rank(message: str) -> None:
