@@ -20,7 +20,7 @@ from megatron_lce.checks import validation
 from megatron_lce.checks.together import checked_together, shaped
 from megatron_lce.core.collectives import waited
 from megatron_lce.core.eager import eager
-from megatron_lce.core.jsd import find_divergences, jsd_with_gradient
+from megatron_lce.core.jsd import jsd_forward, jsd_with_gradient
 from megatron_lce.core.jsd_heads import Head, Heads, Kind
 from megatron_lce.core.options import WORKSPACE_BYTES, BackendName, LinearCrossEntropyOutput, Options, WeightGradSink
 from megatron_lce.core.products import laid_out, own_arithmetic, product
@@ -167,7 +167,9 @@ def linear_jsd(
         with_sum = with_gradient and weights is not None
         kind: Kind = "forward_kl" if beta == 0 else "reverse_kl" if beta == 1 else "jsd"
         heads = Heads(student, teacher, float(beta), (kind,))
-        found = find_divergences(call, heads, teacher_temperature, return_student, weights, with_sum)
-    loss = jsd_with_gradient(found, call)
+        divergences = jsd_forward(call, heads, teacher_temperature, return_student, weights, with_sum)
+    loss = jsd_with_gradient(divergences, call)
     loss = loss if weights is not None else loss.view(call.shape)
-    return (loss, LinearCrossEntropyOutput(*shaped(found.student_outputs, call.shape))) if return_student else loss
+    if not return_student:
+        return loss
+    return loss, LinearCrossEntropyOutput(*shaped(divergences.student_outputs, call.shape))

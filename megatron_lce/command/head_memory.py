@@ -171,9 +171,12 @@ def known_loss(step: HeadStep) -> Needs | None:
     forward = made + widened * step.computed * step.hidden * step.dtype.itemsize + _inputs_of_a_block(step, block)
     logits = forward + block * size.kept_token(step.columns)
     odd_sum = 0 if fp16 else block * size.hidden_sum_token  # the last columns of an odd vocabulary: a further matmul
+    if odd_sum and block >= step.computed and step.tp == 1:  # cast when the logits are freed
+        logits -= step.computed * step.hidden * step.dtype.itemsize
     peak = max(
         logits + _statistics(left, block),
         logits + _hidden_with_factor(left, block, step.columns) + odd_sum,
+        forward + odd_sum,
         forward + widened * (_over_group(step) + step.skip_ignored * step.hidden_bytes),
         kept + (step.weight_bytes if summed else 0) + (step.own_hidden_bytes if fp16 else 0),
     )

@@ -8,7 +8,6 @@ are gathered and scattered whole; `skip_ignored=True` also takes a collective an
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from megatron_lce.core.call_plan import Plan, plan_cross_entropy
 from megatron_lce.core.computed_rows import ComputedRows
 from megatron_lce.core.group_statistics import outputs_over_group
 from megatron_lce.core.head_gradients import HeadGradients
-from megatron_lce.core.logit_gradients import grad_logits_slabs, gradient_inputs, gradients_of_cache
+from megatron_lce.core.logit_gradients import grad_logits_inputs
 from megatron_lce.core.logits_cache import new_cache
 from megatron_lce.core.options import WITH_GRADIENT, LinearCrossEntropyOutput
 from megatron_lce.core.products import own_arithmetic
@@ -74,39 +73,45 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             )
         hidden, weight, index, *per_row, ids, log_p = ctx.saved_tensors
         rows, softmax = Rows(*per_row[: len(Rows._fields)]), SoftmaxOfRow(*per_row[len(Rows._fields) :])
-        call = ctx.call.with_tensors(hidden, weight)
-        cache, ctx.cache = ctx.cache, None
+        call, plan, needs = ctx.call.with_tensors(hidden, weight), ctx.plan, ctx.needs_input_grad[:2]
         with own_arithmetic(hidden.device, "linear_cross_entropy backward"):
-            num_tokens, dims, plan = ctx.num_tokens, len(call.shape), ctx.plan
-            tokens = tokens_in_blocks(hidden, ComputedRows(num_tokens, index), plan.block_tokens, call.options)
-            computed = tokens.computed
-            ids = None if ids is None else computed.select(ids)
-            flat = (None if grad is None else grad.reshape(num_tokens, *grad.shape[dims:]) for grad in grad_outputs)
-            selected = (None if grad is None else computed.select(grad) for grad in flat)
-            upstream = dict(zip(LinearCrossEntropyOutput._fields, selected, strict=True))
-            gradients, counts = gradient_inputs(call, rows, softmax, upstream, ids, log_p)
-            of_cache = None if cache is None else gradients_of_cache(gradients, cache, plan)
-            del cache
-            if ctx.cached and of_cache is None:
-                plan = _plan(call, computed.count, ctx.needs_input_grad)
+            tokens = tokens_in_blocks(hidden, ComputedRows(ctx.num_tokens, index), plan.block_tokens, call.options)
+            upstream = _computed_upstream(grad_outputs, len(call.shape), tokens.computed)
+            ids = None if ids is None else tokens.computed.select(ids)
+            inputs, has_grad = grad_logits_inputs(call, rows, softmax, upstream, ids, log_p)
+            if ctx.cached:
+                inputs.use_cache(ctx.cache, plan)
+                ctx.cache = None
+                if inputs.cached is None:
+                    plan = _plan(call, tokens.computed.count, needs)
             if call.options.skip_ignored is True:
-                with_gradient = ComputedRows.where(counts, call.options.tp_group).index
-                if with_gradient is not None:
-                    computed = computed.subset(with_gradient)
-                    gradients = gradients.select(with_gradient)
-                    of_cache = None if of_cache is None else replace(of_cache, rows=with_gradient)
-                    plan = _plan(call, computed.count, ctx.needs_input_grad)
+                grad_index = ComputedRows.where(has_grad, call.options.tp_group).index
+                if grad_index is not None:
+                    inputs = inputs.subset(grad_index)
+                    computed = tokens.computed.subset(grad_index)
+                    plan = _plan(call, computed.count, needs)
                     tokens = tokens_in_blocks(hidden, computed, plan.block_tokens, call.options)
-            grads = HeadGradients(tokens, call, ctx.needs_input_grad[:2])
+            head_grads = HeadGradients(tokens, call, plan, needs)
             for block in tokens.blocks():
-                grads.add(block, grad_logits_slabs(gradients, block, plan, of_cache))
-            return *grads.results(), None, None
+                head_grads.add_block(block, inputs.of_block(block))
+            return *head_grads.results(), None, None
 
 
 def linear_cross_entropy_autograd(call: Call) -> LinearCrossEntropyOutput:
     """Return outputs of `call.shape` with a gradient."""
     grad_enabled = torch.is_grad_enabled() and (call.hidden.requires_grad or call.weight.requires_grad)
     return LinearCrossEntropyOutput(*LinearCrossEntropyFunction.apply(call.hidden, call.weight, call, grad_enabled))
+
+
+def _computed_upstream(
+    grad_outputs: Sequence[Tensor | None], dims: int, computed: ComputedRows
+) -> dict[str, Tensor | None]:
+    """Return the upstream gradients of the computed rows, [n, ...], by the names of the outputs."""
+    upstream: dict[str, Tensor | None] = dict.fromkeys(LinearCrossEntropyOutput._fields)
+    for name, grad in zip(upstream, grad_outputs, strict=True):
+        if grad is not None:
+            upstream[name] = computed.select(grad.reshape(computed.num_tokens, *grad.shape[dims:]))
+    return upstream
 
 
 def _plan(call: Call, num_tokens: int, needs: Sequence[bool], logits_cache_bytes: int = 0) -> Plan:

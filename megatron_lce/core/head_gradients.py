@@ -1,7 +1,7 @@
-"""Gradients of hidden and weight: two matrix products per slab of logit gradients."""
+"""Gradients of hidden and weight: two matrix products per slab of logit gradients, in one order for every operation."""
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -13,99 +13,116 @@ from megatron_lce.core.products import with_zeros_behind
 from megatron_lce.core.tokens import TokenBlock, Tokens
 
 
-class Slab(NamedTuple):
-    """Gradients of some logits of a block."""
+class CachedGradLogits(NamedTuple):
+    """Finished gradients of the logits of the first columns."""
 
-    columns: slice  # of the shard
-    tokens: slice  # of the block
-    grad: Tensor  # [tokens, columns] gradient of the products, in weight's dtype
-    factor: Tensor | None = None  # [tokens] fp32: the gradient is factor * grad; in all slabs of a token or in none
+    grad: Tensor  # [*, C], of the products, in weight's dtype
+    factor: Tensor | None = None  # [*] fp32: the gradient is factor * grad; only if C are all columns
+    row_index: Tensor | None = None  # [n] int64, the rows of `grad` that are needed, to be copied; None: all, in order
+
+
+class GradLogits(Protocol):
+    """The gradients of the logits of a block."""
+
+    cached: CachedGradLogits | None
+
+    def write(self, grad: Tensor, token_slice: slice, col_slice: slice) -> None:
+        """Write the gradients of these products to a slab [tokens, columns] of weight's dtype."""
 
 
 class HeadGradients:
-    """Sums of the hidden and weight gradients over slabs.
+    """Sums of the hidden and weight gradients over slabs and blocks."""
 
-    With a group, the hidden gradient of a block is reduced as soon as its last slab is added, while the last product
-    for the weight runs. Without a group, it is cast to its dtype after the memory of the slabs is freed.
-    """
+    def __init__(
+        self, tokens: Tokens, call: Call, plan: Plan, needs: Sequence[bool], *, keep_fp32_sum: bool = False
+    ) -> None:
+        """`needs`: of hidden and weight. `keep_fp32_sum`: return the weight gradient as its fp32 sum, [columns, H]."""
+        self._tokens, self._call, self._plan, (self._needs_hidden, needs_weight) = tokens, call, plan, needs
+        self._weight = _WeightGrad(call, tokens.num_blocks, keep_fp32_sum) if needs_weight else None
+        self._open_block: TokenBlock | None = None  # whose hidden gradient is not yet cast and reduced
+        self._hidden_acc: Tensor | None = None  # [n, H], the gradient of this block or its fp32 sum
+        self._buffer: Tensor | None = None  # of every slab, one after the other
 
-    def __init__(self, tokens: Tokens, call: Call, needs: Sequence[bool], *, weight_sum: bool = False) -> None:
-        """`needs`: of hidden and weight. `weight_sum`: return the weight's gradient as its fp32 sum, [columns, H]."""
-        self._tokens, self._call, (self._needs_hidden, needs_weight) = tokens, call, needs
-        self._weight = _WeightGrad(call, tokens.num_blocks, weight_sum) if needs_weight else None
-
-    def add(self, block: TokenBlock, slabs: Iterator[Slab]) -> None:
-        """Add the slabs of a block, which together hold the gradient of all its products."""
-        tokens, num_columns = self._tokens, self._call.shard.columns
-        total: Tensor | None = None  # of hidden
-        for slab in slabs:
-            if self._needs_hidden:
-                total = self._new_sum(block, slab) if total is None else total
-                self._add_hidden(slab, total[slab.tokens])
-                is_last = slab.tokens.stop == block.hidden.tensor.shape[0] and slab.columns.stop == num_columns
-                if is_last and tokens.reduces:
-                    total = self._of_grad_dtype(block, total)  # frees an fp32 sum before `reduce` allocates
-                    tokens.reduce(block, total)
-                    total = None
-            if self._weight is not None:
-                self._weight.add(slab, block.hidden.wait(), first_block=block.rows.start == 0)
-            del slab  # its memory is freed before the next buffer, or a sink's placeholder, is allocated
-        if self._needs_hidden and (not tokens.reduces or num_columns == 0):
-            tokens.reduce(block, self._of_grad_dtype(block, total))
+    def add_block(self, block: TokenBlock, grad_logits: GradLogits) -> None:
+        """Add the gradients of a block's logits: cached columns first, then slabs, columns outside, tokens inside."""
+        num_tokens, num_columns = block.num_tokens, self._call.shard.columns
+        self._open_block = block if self._needs_hidden else None
+        cached_columns = self._add_cached(block, grad_logits)
+        for col_slice in cut_columns(num_columns, max(self._plan.slab_columns, 1), start=cached_columns):
+            for token_slice in cut(num_tokens, self._plan.slab_tokens):
+                grad = self._slab(token_slice, col_slice)
+                grad_logits.write(grad, token_slice, col_slice)
+                self._add_slab(block, grad, token_slice, col_slice)
+        if self._tokens.reduces or self._tokens.num_blocks > 1:
+            self._finish_hidden()  # if not yet done: without columns there is no last slab
 
     def results(self) -> tuple[Tensor | None, Tensor | None]:
         """Return the gradients of hidden and weight, after all blocks."""
+        self._buffer = None  # its memory is free for casts
+        self._finish_hidden()
         grad_hidden = self._tokens.grad_hidden() if self._needs_hidden else None
         return grad_hidden, None if self._weight is None else self._weight.finish()
 
-    def _new_sum(self, block: TokenBlock, first: Slab) -> Tensor:
-        """Return the gradient itself for one product or an fp32 gradient, else an fp32 sum over slabs."""
-        weight, grad_dtype = self._call.weight, self._tokens.grad_dtype
-        one_product = first.columns == slice(0, self._call.shard.columns)
-        if grad_dtype == torch.float32 or (one_product and grad_dtype == weight.dtype):
-            return self._tokens.grad_rows(block)
-        return weight.new_empty(block.rows.stop - block.rows.start, weight.shape[1], dtype=torch.float32)
+    def _add_cached(self, block: TokenBlock, grad_logits: GradLogits) -> int:
+        """Add cached gradients that are not to be copied, free them, and return the number of their columns."""
+        if grad_logits.cached is None or grad_logits.cached.row_index is not None:
+            return 0
+        grad, factor, _ = grad_logits.cached
+        grad_logits.cached = None
+        for col_slice in cut_columns(grad.shape[1], max(grad.shape[1], 1)):
+            self._add_slab(block, grad[:, col_slice], slice(0, grad.shape[0]), col_slice, factor)
+        return grad.shape[1]
 
-    def _add_hidden(self, slab: Slab, rows: Tensor) -> None:
-        call = self._call
-        call.product(slab.grad, call.weight[slab.columns], rows, accumulate=slab.columns.start > 0)
-        if slab.factor is not None and slab.columns.stop == call.shard.columns:
-            call.backend.scale(rows, slab.factor, rows, accumulate=False)
+    def _add_slab(
+        self, block: TokenBlock, grad: Tensor, token_slice: slice, col_slice: slice, factor: Tensor | None = None
+    ) -> None:
+        """Add both products. The reduction of a block's hidden gradient runs under the last one for the weight."""
+        if self._needs_hidden:
+            self._add_hidden(block, grad, token_slice, col_slice, factor)
+            is_last = token_slice.stop == block.num_tokens
+            if is_last and col_slice.stop == self._call.shard.columns and self._tokens.reduces:
+                self._finish_hidden()
+        if self._weight is not None:
+            self._weight.add(block, grad, token_slice, col_slice, factor)
 
-    def _of_grad_dtype(self, block: TokenBlock, total: Tensor | None) -> Tensor:
-        """Return the gradient of a block, 0 without slabs."""
-        if total is not None and total.dtype == self._tokens.grad_dtype:
-            return total
+    def _add_hidden(
+        self, block: TokenBlock, grad: Tensor, token_slice: slice, col_slice: slice, factor: Tensor | None
+    ) -> None:
+        call, num_columns = self._call, self._call.shard.columns
+        if self._hidden_acc is None:
+            grad_dtype = self._tokens.grad_dtype
+            if grad_dtype == torch.float32 or (col_slice == slice(0, num_columns) and grad_dtype == grad.dtype):
+                self._hidden_acc = self._tokens.grad_rows(block)
+            else:
+                shape = block.num_tokens, call.weight.shape[1]
+                self._hidden_acc = call.weight.new_empty(shape, dtype=torch.float32)
+        acc = self._hidden_acc[token_slice]
+        call.product(grad, call.weight[col_slice], acc, accumulate=col_slice.start > 0)
+        if factor is not None and col_slice.stop == num_columns:
+            call.backend.scale(acc, factor, acc, accumulate=False)
+
+    def _finish_hidden(self) -> None:
+        """Cast the hidden gradient of the open block, 0 without slabs, and start reducing it."""
+        if self._open_block is not None:
+            self._tokens.reduce(self._open_block, self._of_grad_dtype(self._open_block))
+        self._open_block = None
+
+    def _of_grad_dtype(self, block: TokenBlock) -> Tensor:
+        """Return the hidden gradient of the block; an fp32 sum is freed before `reduce` allocates."""
+        acc, self._hidden_acc = self._hidden_acc, None
+        if acc is not None and acc.dtype == self._tokens.grad_dtype:
+            return acc
         grad = self._tokens.grad_rows(block)
-        return grad.zero_() if total is None else grad.copy_(total)
+        return grad.zero_() if acc is None else grad.copy_(acc)
 
-
-def computed_slabs(
-    like: Tensor,
-    num_tokens: int,
-    all_columns: slice,
-    plan: Plan,
-    compute: Callable[[slice, slice, Tensor], None],
-) -> Iterator[Slab]:
-    """Yield slabs of `all_columns` that `compute(tokens, columns, grad)` fills, in one buffer of like's dtype."""
-    if all_columns.start == all_columns.stop:
-        return
-    buffer = like.new_empty(plan.slab_tokens * slab_row_stride(plan.slab_columns))
-    for columns in cut_columns(all_columns.stop, plan.slab_columns, start=all_columns.start):
-        width = columns.stop - columns.start
-        stride = slab_row_stride(width)
-        for tokens in cut(num_tokens, plan.slab_tokens):
-            length = tokens.stop - tokens.start
-            grad = with_zeros_behind(buffer[: length * stride].view(length, stride), width)
-            compute(tokens, columns, grad)
-            yield Slab(columns, tokens, grad)
-
-
-def kept_slabs(grad: Tensor, factor: Tensor | None = None) -> Iterator[Slab]:
-    """Yield slabs of a finished gradient of the first C columns, factor * grad [N, C]."""
-    num_tokens, num_columns = grad.shape
-    for columns in cut_columns(num_columns, max(num_columns, 1)):
-        yield Slab(columns, slice(0, num_tokens), grad[:, columns], factor)
+    def _slab(self, token_slice: slice, col_slice: slice) -> Tensor:
+        """Return the memory of a slab, in the one buffer of all."""
+        plan, num_tokens = self._plan, token_slice.stop - token_slice.start
+        num_columns = col_slice.stop - col_slice.start
+        if self._buffer is None:
+            self._buffer = self._call.weight.new_empty(plan.slab_tokens * slab_row_stride(plan.slab_columns))
+        stride = slab_row_stride(num_columns)
+        return with_zeros_behind(self._buffer[: num_tokens * stride].view(num_tokens, stride), num_columns)
 
 
 class _WeightGrad:
@@ -124,22 +141,23 @@ class _WeightGrad:
         self._partial: Tensor | None = None  # fp32 sum of one slab's columns over the block's tokens
         self._is_empty = num_blocks == 0
 
-    def add(self, slab: Slab, hidden: Tensor, *, first_block: bool) -> None:
-        """Add a slab; `hidden` belongs to the whole block."""
-        is_first, is_last = slab.tokens.start == 0, slab.tokens.stop == hidden.shape[0]
-        hidden = hidden[slab.tokens]
-        if slab.factor is not None:  # the sum over tokens includes the factor
-            rows, hidden = hidden, torch.empty_like(hidden)
-            self._scale(rows, slab.factor, hidden, accumulate=False)
-        out = self._out[slab.columns]
+    def add(self, block: TokenBlock, grad: Tensor, token_slice: slice, col_slice: slice, factor: Tensor | None) -> None:
+        """Add a slab of the block."""
+        hidden = block.hidden.wait()
+        is_first, is_last = token_slice.start == 0, token_slice.stop == hidden.shape[0]
+        hidden = hidden[token_slice]
+        if factor is not None:  # the sum over tokens includes the factor
+            unscaled, hidden = hidden, torch.empty_like(hidden)
+            self._scale(unscaled, factor, hidden, accumulate=False)
+        out = self._out[col_slice]
         if out.dtype == torch.float32 or (is_first and is_last):
-            accumulate = self._sink is not None or not (first_block and is_first)
-            self._product(slab.grad.T, hidden, out, accumulate=accumulate)
+            accumulate = self._sink is not None or not (block.rows.start == 0 and is_first)
+            self._product(grad.T, hidden, out, accumulate=accumulate)
             return
         if is_first:
             self._partial = hidden.new_empty(out.shape, dtype=torch.float32)
         assert self._partial is not None
-        self._product(slab.grad.T, hidden, self._partial, accumulate=not is_first)
+        self._product(grad.T, hidden, self._partial, accumulate=not is_first)
         if is_last:
             out.copy_(self._partial)
             self._partial = None

@@ -13,7 +13,9 @@ Forward, for blocks of tokens with all columns:
 Backward of a per-token loss recomputes the products for a range of columns, and continues with step 4.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,11 +25,12 @@ from megatron_lce.core import collectives
 from megatron_lce.core.call import Call, check_backward
 from megatron_lce.core.call_plan import Plan, plan_divergence
 from megatron_lce.core.computed_rows import ComputedRows
-from megatron_lce.core.head_gradients import HeadGradients, Slab, computed_slabs, kept_slabs
+from megatron_lce.core.head_gradients import CachedGradLogits, HeadGradients
 from megatron_lce.core.jsd_heads import (
     DIVERGENCE_ROWS,
     LABEL_ROWS,
     SOFTMAX_ROWS,
+    GradTerms,
     Head,
     Heads,
     Kind,
@@ -48,22 +51,22 @@ class Divergences(NamedTuple):
 
     heads: Heads
     losses: Tensor  # [N] fp32 in nats; 0 in skipped rows
-    total: Tensor | None  # [] fp32, of weighted losses
-    gradients: HeadGradients | None  # of the total
+    loss_sum: Tensor | None  # [] fp32, of weighted losses
+    head_grads: HeadGradients | None  # of this sum
     student_outputs: list[Tensor]  # logprobs, entropy and lse, [N] each; empty: not requested
     per_row: tuple[Tensor | None, ...]  # of the computed rows, for backward: index, both scales, to_nats, statistics
 
 
 @torch.no_grad()
-def find_divergences(
+def jsd_forward(
     call: Call,  # the student's
     heads: Heads,  # hidden [N, H], under sequence parallel [N / tp, H]
     teacher_temperature: Tensor | float | None,  # [N] if a tensor; None: the student's
     return_student: bool,
-    token_weights: Tensor | None,  # [N]; rows of weight 0 are ignored; None: no total
-    with_gradient: bool,  # of the total
+    token_weights: Tensor | None,  # [N]; rows of weight 0 are ignored; None: no sum
+    with_gradient: bool,  # of the sum
 ) -> Divergences:
-    """Run all of forward, block by block: statistics, losses and, with `token_weights`, the total and its gradients.
+    """Run all of forward, block by block: statistics, losses and, with `token_weights`, their sum and its gradients.
 
     `_LinearJsd.forward` only saves the results.
     """
@@ -84,46 +87,44 @@ def find_divergences(
     all_rows, teacher_scale = computed.select_rows(all_rows), computed.select(teacher_scale)
     weights = None if token_weights is None else computed.select(token_weights).float()
     all_stats = teacher_scale.new_zeros(DIVERGENCE_ROWS + LABEL_ROWS * return_student, computed.count)
-    gradients = unscaled_gradients(tokens, call) if with_gradient else None
+    head_grads, grad_buffer = unscaled_gradients(tokens, call, plan) if with_gradient else None, None
+    if plan.cached_columns > 0:
+        shape = min(plan.block_tokens, computed.count), slab_row_stride(plan.cached_columns)
+        grad_buffer = with_zeros_behind(call.hidden.new_empty(shape), plan.cached_columns)
     # Both gathers start first: ranks must run collectives in one order. A rank without columns skips products only, and
     # runs every collective.
-    for block, of_teacher in zip(tokens.blocks(), teacher_tokens.blocks(), strict=True):
-        rows, stats = all_rows.select(block.rows), all_stats[:, block.rows]
-        both = Heads(
+    for block, teacher_block in zip(tokens.blocks(), teacher_tokens.blocks(), strict=True):
+        rows, stats, find_terms = all_rows.select(block.rows), all_stats[:, block.rows], None
+        block_heads = Heads(
             heads.student.of_rows(block.hidden.wait(), rows.scale),
-            heads.teacher.of_rows(of_teacher.hidden.wait(), teacher_scale[block.rows]),
+            heads.teacher.of_rows(teacher_block.hidden.wait(), teacher_scale[block.rows]),
             heads.beta,
             heads.kinds,
             rows.labels if return_student else None,
         )
-        collected = None
-        if plan.cached_columns:
-            stride = slab_row_stride(call.shard.columns)
-            collected = with_zeros_behind(call.hidden.new_empty(stats.shape[1], stride), call.shard.columns)
-        upstream = None if weights is None else {kind: weights[block.rows]}
-        _fill_stats(both, stats, call, plan.stats_tokens, collected, upstream, rows)
-        if gradients is not None:
-            assert upstream is not None
-            terms = gradient_terms(upstream, stats, rows.to_nats, rows.scale, heads.student, heads.beta)
-            recomputed = _recomputed_slabs(both._replace(terms=terms), stats, call, plan)
-            slabs = recomputed if collected is None else kept_slabs(collected)
-            del collected  # freed before the next block allocates
-            gradients.add(block, slabs)
+        grad_logits = TwoHeadGradLogits(call, block_heads, stats)
+        if grad_buffer is not None:
+            grad_logits.cached = CachedGradLogits(grad_buffer[: block.num_tokens])
+        if weights is not None and head_grads is not None:
+            find_terms = partial(_terms, {kind: weights[block.rows]}, rows, heads)
+        grad_logits.fill_stats(plan, find_terms)
+        if head_grads is not None:
+            head_grads.add_block(block, grad_logits)
     by_kind, to_nats = divergences_in_nats(all_stats, all_rows, heads.kinds, heads.beta)
-    losses, total = by_kind[kind], None
+    losses, loss_sum = by_kind[kind], None
     if weights is not None:
-        total = computed.nan_if_wrong(torch.where(all_rows.ignored, 0.0, weights * losses).sum())
-    of_student = student_outputs(all_stats, all_rows) if return_student else ()
-    losses, *outputs = computed.spread_outputs([losses, *of_student])
+        loss_sum = computed.nan_if_wrong(torch.where(all_rows.ignored, 0.0, weights * losses).sum())
+    student = student_outputs(all_stats, all_rows) if return_student else ()
+    losses, *outputs = computed.spread_outputs([losses, *student])
     per_row = computed.index, all_rows.scale, teacher_scale, to_nats, all_stats
-    return Divergences(heads, losses, total, gradients, outputs, per_row)
+    return Divergences(heads, losses, loss_sum, head_grads, outputs, per_row)
 
 
-def jsd_with_gradient(found: Divergences, call: Call) -> Tensor:
-    """Return the total, or the loss of each token, with a gradient."""
-    if found.total is not None:
-        return with_gradients(found.total, found.gradients, call, "linear_jsd")
-    return _LinearJsd.apply(call.hidden, call.weight, found, call)
+def jsd_with_gradient(divergences: Divergences, call: Call) -> Tensor:
+    """Return the sum, or the loss of each token, with a gradient."""
+    if divergences.loss_sum is not None:
+        return with_gradients(divergences.loss_sum, divergences.head_grads, call, "linear_jsd")
+    return _LinearJsd.apply(call.hidden, call.weight, divergences, call)
 
 
 class _LinearJsd(torch.autograd.Function):
@@ -134,107 +135,119 @@ class _LinearJsd(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, found: Divergences, call: Call) -> Tensor:
-        student, teacher = found.heads[:2]
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, divergences: Divergences, call: Call) -> Tensor:
+        student, teacher = divergences.heads[:2]
         # Autograd cannot save inference tensors, which do not change outside inference mode.
         ctx.inference = [t if t.is_inference() else None for t in teacher[:2]]
         saved = (None if t.is_inference() else t for t in teacher[:2])
-        ctx.save_for_backward(hidden, weight, *saved, *found.per_row)
-        ctx.forms, ctx.call = (student[2:4], teacher[2:4]), call.without_tensors()
-        ctx.beta, ctx.kinds = found.heads.beta, found.heads.kinds
-        return found.losses.clone()
+        ctx.save_for_backward(hidden, weight, *saved, *divergences.per_row)
+        ctx.softcaps, ctx.call = (student[2:4], teacher[2:4]), call.without_tensors()
+        ctx.beta, ctx.kinds = divergences.heads.beta, divergences.heads.kinds
+        return divergences.losses.clone()
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         check_backward("linear_jsd", grad_loss)
         hidden, weight, *saved, index, scale, teacher_scale, to_nats, stats = ctx.saved_tensors
         teacher_tensors = [one if other is None else other for one, other in zip(saved, ctx.inference, strict=True)]
-        student, teacher = Head(hidden, weight, *ctx.forms[0]), Head(*teacher_tensors, *ctx.forms[1])
+        student, teacher = Head(hidden, weight, *ctx.softcaps[0]), Head(*teacher_tensors, *ctx.softcaps[1])
         call, computed = ctx.call.with_tensors(hidden, weight), ComputedRows(grad_loss.shape[0], index)
         with own_arithmetic(grad_loss.device, "linear_jsd backward"):
             upstream = computed.select(grad_loss.float())
             terms = gradient_terms({ctx.kinds[0]: upstream}, stats, to_nats, scale, student, ctx.beta)
             if call.options.skip_ignored is True:
                 # The gradient of a broken row is NaN whatever the upstream gradient.
-                has_gradient = (upstream != 0) | to_nats.isnan()
-                with_gradient = ComputedRows.where(has_gradient, call.options.tp_group).index
-                if with_gradient is not None:
-                    stats, terms = stats[:, with_gradient], terms[:, with_gradient]
-                    scale, teacher_scale = scale[with_gradient], teacher_scale[with_gradient]
-                    computed = computed.subset(with_gradient)
-            heads = Heads(student, teacher, ctx.beta, ctx.kinds)
-            plan = _plan(heads, call, computed.count, ctx.needs_input_grad[1])
+                has_grad = (upstream != 0) | to_nats.isnan()
+                grad_index = ComputedRows.where(has_grad, call.options.tp_group).index
+                if grad_index is not None:
+                    stats, terms = stats[:, grad_index], terms[:, grad_index]
+                    scale, teacher_scale = scale[grad_index], teacher_scale[grad_index]
+                    computed = computed.subset(grad_index)
+            plan = _plan(Heads(student, teacher, ctx.beta, ctx.kinds), call, computed.count, ctx.needs_input_grad[1])
             tokens, teacher_tokens = (
                 tokens_in_blocks(head.hidden, computed, plan.block_tokens, call.options) for head in (student, teacher)
             )
-            gradients = HeadGradients(tokens, call, ctx.needs_input_grad[:2])
+            head_grads = HeadGradients(tokens, call, plan, ctx.needs_input_grad[:2])
             # Both gathers come first, as in forward.
-            for block, of_teacher in zip(tokens.blocks(), teacher_tokens.blocks(), strict=True):
-                student_rows = student.of_rows(block.hidden.wait(), scale)
-                teacher_rows = teacher.of_rows(of_teacher.hidden.wait(), teacher_scale)
-                heads = Heads(student_rows, teacher_rows, ctx.beta, ctx.kinds, terms=terms)
-                gradients.add(block, _recomputed_slabs(heads, stats, call, plan))
-            return *gradients.results(), None, None
+            for block, teacher_block in zip(tokens.blocks(), teacher_tokens.blocks(), strict=True):
+                block_heads = Heads(
+                    student.of_rows(block.hidden.wait(), scale),
+                    teacher.of_rows(teacher_block.hidden.wait(), teacher_scale),
+                    ctx.beta,
+                    ctx.kinds,
+                    terms=terms,
+                )
+                head_grads.add_block(block, TwoHeadGradLogits(call, block_heads, stats))
+            return *head_grads.results(), None, None
 
 
-def _fill_stats(
-    heads: Heads,
-    stats: Tensor,
-    call: Call,
-    tokens_at_once: int,
-    all_gradients: Tensor | None,
-    upstream: dict[Kind, Tensor] | None,
-    rows: Rows,
-) -> None:
-    """Fill `DivergenceStats`, [K, N], and gradients [N, C], if any, for some tokens at a time.
+@dataclass
+class TwoHeadGradLogits:
+    """The gradients of the student's logits of a block, and the statistics that they follow from."""
 
-    For these tokens the ranks exchange both softmaxes, then the sums.
-    """
-    group, backend, all_columns = call.options.tp_group, call.backend, slice(0, call.shard.columns)
-    memory = heads.student.hidden.new_empty(0, dtype=torch.float32)
-    for tokens in cut(stats.shape[1], tokens_at_once):
-        block, block_stats = heads.block(tokens, all_columns), stats[:, tokens]
-        softmaxes, sums = block_stats[:SOFTMAX_ROWS], block_stats[SOFTMAX_ROWS:]
-        products = _products(block, memory) if call.shard.columns > 0 else None
-        if products is not None:
-            backend.softmaxes_of_products(block, products, block_stats)
-        else:
-            block_stats.zero_()
-            softmaxes[::2] = -torch.inf  # the largest of no logits
-        if group is not None:
-            softmaxes.copy_(merged_softmaxes(collectives.stack_over_group(softmaxes, group)))
-        if products is not None:
-            backend.divergence_of_products(block, products, block_stats)
-        if group is not None:
-            sums.copy_(collectives.stack_over_group(sums, group).sum(dim=0))
-        if products is not None and all_gradients is not None and upstream is not None:
-            some = {kind: gradient[tokens] for kind, gradient in upstream.items()}
-            inputs = block_stats, rows.to_nats[tokens], rows.scale[tokens], heads.student, heads.beta
-            block = block._replace(terms=gradient_terms(some, *inputs))
-            backend.gradient_of_products(block, products, block_stats, all_gradients[tokens])
+    call: Call
+    heads: Heads  # of the block
+    stats: Tensor  # [10 or 13, N], `DivergenceStats`
+    cached: CachedGradLogits | None = None  # of all columns, filled with the statistics
+    _logits_buffer: Tensor | None = None
+
+    def fill_stats(self, plan: Plan, find_terms: Callable[[Tensor, slice], Tensor] | None) -> None:
+        """Fill statistics and cached gradients, for some tokens at a time with all their columns.
+
+        For these tokens the ranks exchange both softmaxes, then the sums. From their statistics and their places in the
+        block `find_terms` returns their `GradTerms`; None: no gradient.
+        """
+        if find_terms is not None:
+            self.heads = self.heads._replace(terms=self.stats.new_empty(len(GradTerms._fields), self.stats.shape[1]))
+        call, backend, group = self.call, self.call.backend, self.call.options.tp_group
+        all_columns, buffer = slice(0, call.shard.columns), self._new_buffer()
+        for token_slice in cut(self.stats.shape[1], plan.stats_tokens):
+            heads, stats = self.heads.block(token_slice, all_columns), self.stats[:, token_slice]
+            softmaxes, sums = stats[:SOFTMAX_ROWS], stats[SOFTMAX_ROWS:]
+            raw_logits = _raw_logits(heads, buffer) if call.shard.columns > 0 else None
+            if raw_logits is not None:
+                backend.softmaxes_of_products(heads, raw_logits, stats)
+            else:
+                stats.zero_()
+                softmaxes[::2] = -torch.inf  # the largest of no logits
+            if group is not None:
+                softmaxes.copy_(merged_softmaxes(collectives.stack_over_group(softmaxes, group)))
+            if raw_logits is not None:
+                backend.divergence_of_products(heads, raw_logits, stats)
+            if group is not None:
+                sums.copy_(collectives.stack_over_group(sums, group).sum(dim=0))
+            if find_terms is not None and heads.terms is not None:
+                heads.terms.copy_(find_terms(stats, token_slice))
+            if raw_logits is not None and self.cached is not None:
+                backend.gradient_of_products(heads, raw_logits, stats, self.cached.grad[token_slice])
+
+    def write(self, grad: Tensor, token_slice: slice, col_slice: slice) -> None:
+        """Recompute both heads' logits, and write the student's gradient to a slab."""
+        if self._logits_buffer is None:
+            self._logits_buffer = self._new_buffer()
+        heads = self.heads.block(token_slice, col_slice)
+        raw_logits = _raw_logits(heads, self._logits_buffer)
+        self.call.backend.gradient_of_products(heads, raw_logits, self.stats[:, token_slice], grad)
+
+    def _new_buffer(self) -> Tensor:
+        return self.call.hidden.new_empty(0, dtype=torch.float32)
 
 
-def _recomputed_slabs(heads: Heads, stats: Tensor, call: Call, plan: Plan) -> Iterator[Slab]:
-    """Yield gradients of the student's products, slab by slab, from recomputed products of both heads."""
-    memory = heads.student.hidden.new_empty(0, dtype=torch.float32)
-
-    def compute(tokens: slice, columns: slice, grad: Tensor) -> None:
-        block = heads.block(tokens, columns)
-        call.backend.gradient_of_products(block, _products(block, memory), stats[:, tokens], grad)
-
-    columns = slice(0, call.shard.columns)
-    yield from computed_slabs(heads.student.hidden, stats.shape[1], columns, plan, compute)
+def _terms(upstream: dict[Kind, Tensor], rows: Rows, heads: Heads, stats: Tensor, token_slice: slice) -> Tensor:
+    """Return the `GradTerms` of some tokens from the upstream gradients of their block and their statistics."""
+    part, some = rows.select(token_slice), {kind: gradient[token_slice] for kind, gradient in upstream.items()}
+    return gradient_terms(some, stats, part.to_nats, part.scale, heads.student, heads.beta)
 
 
-def _products(heads: Heads, memory: Tensor) -> Tensor:
-    """Return the products of both heads, [2, N, C], in this memory, which is empty the first time."""
+def _raw_logits(heads: Heads, buffer: Tensor) -> Tensor:
+    """Return the products of both heads, [2, N, C], in this buffer, which is empty the first time."""
     num_tokens, num_columns = heads.student.hidden.shape[0], heads.student.weight.shape[0]
-    products = memory.resize_(2, num_tokens, slab_row_stride(num_columns))[:, :, :num_columns]
+    raw_logits = buffer.resize_(2, num_tokens, slab_row_stride(num_columns))[:, :, :num_columns]
     step = COLUMN_STEP if any(copies_to_fp32(head.hidden) for head in heads[:2]) else num_columns
-    for head, values in zip(heads[:2], products, strict=True):
+    for head, logits in zip(heads[:2], raw_logits, strict=True):
         for columns in cut_columns(num_columns, step):
-            product(head.hidden, head.weight[columns].T, values[:, columns], accumulate=False)
-    return products
+            product(head.hidden, head.weight[columns].T, logits[:, columns], accumulate=False)
+    return raw_logits
 
 
 def _plan(heads: Heads, call: Call, num_tokens: int, needs_weight: bool, *, known: bool = False) -> Plan:

@@ -7,14 +7,15 @@ from torch import Tensor
 
 from megatron_lce.core import collectives
 from megatron_lce.core.call import Call, check_backward
+from megatron_lce.core.call_plan import Plan
 from megatron_lce.core.head_gradients import HeadGradients
 from megatron_lce.core.tokens import Tokens
 
 
-def unscaled_gradients(tokens: Tokens, call: Call) -> HeadGradients:
+def unscaled_gradients(tokens: Tokens, call: Call, plan: Plan) -> HeadGradients:
     """Return empty gradients, which backward will scale by the upstream gradient of the loss."""
     needs = call.hidden.requires_grad, call.weight.requires_grad
-    return HeadGradients(tokens, call, needs, weight_sum=scales_a_sum(call) or tokens.num_blocks > 1)
+    return HeadGradients(tokens, call, plan, needs, keep_fp32_sum=scales_a_sum(call) or tokens.num_blocks > 1)
 
 
 def unscaled_dtype(call: Call) -> torch.dtype:

@@ -22,7 +22,7 @@ from megatron_lce.core.computed_rows import ComputedRows
 from megatron_lce.core.group_statistics import outputs_over_group
 from megatron_lce.core.head_gradients import HeadGradients
 from megatron_lce.core.known_loss import scales_a_sum, unscaled_dtype, unscaled_gradients
-from megatron_lce.core.logit_gradients import grad_logits_slabs, gradient_inputs, gradients_of_cache
+from megatron_lce.core.logit_gradients import grad_logits_inputs
 from megatron_lce.core.logits_cache import new_cache
 from megatron_lce.core.options import DIFFERENTIABLE, WITH_GRADIENT, LinearCrossEntropyOutput, new_outputs
 from megatron_lce.core.tokens import tokens_in_blocks
@@ -68,23 +68,24 @@ def summed_token_loss(
     labels = computed.select(call.labels)
     ids = None if call.candidates is None else computed.select(call.candidates)
     losses = _Losses(loss, [computed.select(tensor) for tensor in per_token], call, with_gradient)
-    gradients = unscaled_gradients(tokens, call) if with_gradient else None
+    head_grads = unscaled_gradients(tokens, call, plan) if with_gradient else None
     for block in tokens.blocks():
-        # `block.rows` index all computed rows. `rows` and `ready` are this block's only, so `whole.rows` start at 0.
-        whole, rows = block._replace(rows=slice(0, block.rows.stop - block.rows.start)), all_rows.select(block.rows)
-        block_cache = None if cache is None else cache.select(whole.rows)
-        own_labels, own_ids = labels[block.rows], None if ids is None else ids[block.rows]
-        outputs, softmax, log_p = outputs_over_group([whole], rows, own_labels, own_ids, call, plan, block_cache)
+        # `block.rows` are of all computed rows; what is selected here is this block's, whose rows start at 0.
+        rows, local_block = all_rows.select(block.rows), block._replace(rows=slice(0, block.num_tokens))
+        block_cache = None if cache is None else cache.select(local_block.rows)
+        block_labels, block_ids = labels[block.rows], None if ids is None else ids[block.rows]
+        outputs, softmax, log_p = outputs_over_group(
+            [local_block], rows, block_labels, block_ids, call, plan, block_cache
+        )
         upstream = losses.add(outputs, rows.ignored, block.rows)
-        if gradients is not None:
-            logits_grad, _ = gradient_inputs(call, rows, softmax, upstream, own_ids, log_p)
-            ready = None
+        if head_grads is not None:
+            inputs, _ = grad_logits_inputs(call, rows, softmax, upstream, block_ids, log_p)
+            inputs.hidden = block.hidden
             if block_cache is not None:
-                ready = gradients_of_cache(logits_grad, block_cache, plan, block.hidden.wait())
-            gradients.add(block, grad_logits_slabs(logits_grad, whole, plan, ready))
-    del cache
+                inputs.use_cache(block_cache, plan)
+            head_grads.add_block(block, inputs)
     outputs, metrics = losses.of_every_token(computed)
-    return TokenLossResults(computed.nan_if_wrong(losses.total), gradients, outputs, metrics, losses.sample)
+    return TokenLossResults(computed.nan_if_wrong(losses.total), head_grads, outputs, metrics, losses.sample)
 
 
 class _Losses:

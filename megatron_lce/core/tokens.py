@@ -26,6 +26,10 @@ class TokenBlock(NamedTuple):
     rows: slice
     hidden: Pending  # [rows, H]
 
+    @property
+    def num_tokens(self) -> int:
+        return self.rows.stop - self.rows.start
+
 
 def tokens_in_blocks(
     hidden: Tensor,  # [N, H], under sequence parallel [N / tp, H]
