@@ -12,9 +12,12 @@ from harness import compare_all, compare_step
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.tensor_parallel import mappings
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from torch import Tensor, nn
 
 from megatron_lce import capture_lm_head, compat, enable_fused_linear_ce
+from megatron_lce.megatron.reasons import find_language_model
+from scripts import megatron_runtime
 from tests.jsd_oracle import jsd_of_products
 
 COLD = 0.1  # so small that the divergence of two models is not
@@ -50,6 +53,51 @@ def check_capture(case: cases.Case, device: torch.device, report: harness.Report
         finalize_model_grads(chunks)  # as Megatron's schedules end
         steps.append(({"divergence": losses.detach()}, cases.gradients(chunks)))
     compare_step(report, f"{case.name}: captured", steps[1], steps[0])
+
+
+def check_mtp_capture(case: cases.Case, device: torch.device, report: harness.Report) -> None:
+    """Two MTP heads taught by the main head, whose rows may lie on another rank, against Megatron's own logits."""
+    batch = cases.microbatches(case, device)[0]
+    inputs, labels = (batch["tokens"], batch["positions"], None), batch["labels"].clamp(min=-1)
+    options = dataclasses.replace(cases.gpt_options(case), mtp_layers=2)
+    MTPLossLoggingHelper.tracker.clear()  # sized for one layer
+
+    def of_heads(model: nn.Module) -> list[Tensor]:
+        with capture_lm_head(model, mtp="capture") as head:
+            model(*inputs)
+        return [one.linear_jsd(head, labels=labels, ignore_index=-1, temperature=COLD) for one in head.mtp_heads]
+
+    def of_logits(model: nn.Module) -> list[Tensor]:
+        seen: list[Tensor] = []
+
+        def record(labels: Tensor, logits: Tensor) -> Tensor:
+            whole = mappings.gather_from_tensor_model_parallel_region(logits).transpose(0, 1)
+            seen.append(whole.double() / COLD)
+            return torch.zeros(labels.shape, device=device)
+
+        find_language_model(model).compute_language_model_loss = record
+        model(*inputs, labels=labels.clamp(min=0))
+        *own, main = seen
+        divergences = []
+        for depth, logits in enumerate(own, 1):
+            later = (x.detach().roll(-depth, 1) for x in (main, labels))
+            teacher, of_rows = next(later), next(later)
+            of_rows[:, -depth:] = -1
+            divergences.append(jsd_of_products(logits, teacher, labels=of_rows, ignore_index=-1))
+        return divergences
+
+    steps = []
+    for divergences in (of_logits, of_heads):
+        model = megatron_runtime.build_gpt(options, device=device, ddp=True)
+        if case.main_grad and divergences is of_heads:
+            cases.set_main_grad_fusion([model])
+        model.config.finalize_model_grads_func = finalize_model_grads
+        losses = torch.stack(divergences(model))
+        (losses * torch.arange(losses.numel(), device=device).view_as(losses).cos()).sum().backward()
+        finalize_model_grads([model])
+        steps.append(({"divergences": losses.detach()}, cases.gradients([model])))
+    report.check(f"{case.name}: MTP's tracker", not MTPLossLoggingHelper.tracker.get("values", losses * 0).any(), "")
+    compare_step(report, f"{case.name}: MTP heads captured", steps[1], steps[0])
 
 
 def copied_in_parts(x: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 from megatron_fsdp import ALONE, FSDP2_CASES, HEAD, MEGATRONS, MODEL, check_fsdp, check_fsdp_errors
-from megatron_heads import check_capture, check_compat, check_logits
+from megatron_heads import check_capture, check_compat, check_logits, check_mtp_capture
 from megatron_ranks import check_arguments_of_one_rank, check_reasons_of_one_rank, check_refusal_on_one_rank
 from megatron_training import (
     LOSS_OF_HEAD,
@@ -81,6 +81,12 @@ CAPTURED_CASES = [
     cases.Case(mtp=True, main_grad=True),
     cases.Case(tied=True, sequence_parallel=True, pipeline=True, virtual_pipeline=True),
 ]
+MTP_CAPTURE_CASES = [
+    cases.Case(mtp=True, sequence_parallel=True),
+    cases.Case(mtp=True, tied=True, main_grad=True),
+]
+if "mtp_detach_heads" in SETTINGS:
+    MTP_CAPTURE_CASES.append(cases.Case(mtp=True, sequence_parallel=True, config=(("mtp_detach_heads", True),)))
 
 
 def checks(combinations: str, ranks: int) -> list[tuple[Callable, cases.Case]]:
@@ -100,6 +106,7 @@ def checks(combinations: str, ranks: int) -> list[tuple[Callable, cases.Case]]:
         (check_loss_scaler, [cases.in_16_bit(case, torch.float16) for case in IN_FP16]),
         (check_weighted_loss, [cases.Case(known=True), cases.Case(sequence_parallel=True, known=True)]),
         (check_capture, [cases.Case(main_grad=True), cases.Case(tied=True, sequence_parallel=True)]),
+        (check_mtp_capture, MTP_CAPTURE_CASES),
         (check_logits, plain),
         (check_compat, [cases.Case()]),
         (check_reasons_of_one_rank, [cases.Case(), cases.Case(pipeline=True)]),

@@ -19,12 +19,14 @@ from megatron_lce.api.linear_token_loss import TokenLoss, TokenLossFunction, lin
 from megatron_lce.api.linear_topk import TopK, linear_topk
 from megatron_lce.api.support_logprobs import support_logprobs
 from megatron_lce.backends.choice import describe_backend
+from megatron_lce.checks import validation
 from megatron_lce.checks.validation import check_same
 from megatron_lce.core.eager import eager
-from megatron_lce.core.options import LinearCrossEntropyOutput
+from megatron_lce.core.options import IGNORE_INDEX, LinearCrossEntropyOutput
 from megatron_lce.megatron.head_call import HeadCall, batch_first, csr_sequence_first
 from megatron_lce.megatron.logits import NoLogits, UncomputedLogits
 from megatron_lce.megatron.loss import FusedLoss
+from megatron_lce.megatron.mtp import discard_metrics, restore_metrics, sequence_ends
 from megatron_lce.megatron.reasons import NO_HEAD, capturing_reasons, find_language_model, reasons_of_group
 from megatron_lce.megatron.replace import ReplacedHead, owners_on
 
@@ -50,12 +52,20 @@ class CapturedHead:
     Attributes, None on a pipeline stage without a head, and before the forward pass:
         hidden: [s, b, H]; under sequence parallel this rank's [s/tp, b, H].
         weight: [V/tp, H], this rank's rows of the vocabulary; the embedding's weight if tied.
+
+    With `mtp="capture"`, `mtp_heads` holds a captured head for each depth of multi-token prediction. Row t of
+    `mtp_heads[d]` predicts the token that row t + d + 1 of the main head predicts, and takes that row's label: labels
+    are the main head's, other tensors per token and results its own. Rows without such a row in their sequence are
+    ignored.
+
+        loss = head.mtp_heads[0].linear_jsd(head, labels=labels, beta=0)  # row t with row t + 1 of the main head
     """
 
     hidden: Tensor | None = None
     weight: Tensor | None = None
     tp_group: ProcessGroup | None = None
     sequence_parallel = False
+    mtp_heads: tuple[CapturedHead, ...] = ()
 
     def __init__(self, why_nothing: str = "no forward pass has reached the head"):
         self._why_nothing = why_nothing
@@ -73,6 +83,20 @@ class CapturedHead:
     def _record(self, call: HeadCall) -> None:
         self._call, self.hidden, self.weight = call, call.hidden, call.weight
         self.tp_group, self.sequence_parallel = call.head.tp_group, call.sequence_parallel
+
+    def chain_mask(self, labels: Tensor | None = None, ignore_index: int = IGNORE_INDEX) -> Tensor:
+        """Return which tokens have a whole chain, bool [b, s]: a row of the main head for each of the `mtp_heads`.
+
+        With the main head's labels, none of the rows may be ignored, its own at the token included.
+        """
+        call = self._captured_call()
+        if labels is None:
+            labels = call.hidden.new_full(call.tokens, int(ignore_index == 0), dtype=torch.int64)
+        validation.check_label_tensor(labels)
+        validation.check_same("labels", "be [b, s]", call.tokens, tuple(labels.shape))
+        given = {"ignore_index": ignore_index}
+        rows = [call.labels_of_rows(labels, given, depth) for depth in range(len(self.mtp_heads) + 1)]
+        return (torch.stack(rows) != ignore_index).all(dim=0)
 
     def linear_cross_entropy(
         self, labels: Tensor, temperature: float | Tensor = 1.0, **options: Unpack[kw.CapturedCrossEntropyOptions]
@@ -135,8 +159,10 @@ class CapturedHead:
                     check_same("teacher_head", f"have the student's {words}", mine, its)
                 teacher.check_unchanged()
                 forms = student.form("student", options) | teacher.form("teacher", options)
+                options, shift = student.compared_with(teacher, options)
                 given = student.call_keywords({**options, **forms, "return_student": return_student})
-            return batch_first(linear_jsd(student.hidden, student.weight, teacher.hidden, teacher.weight, **given))
+            teacher_hidden = teacher.later_rows(shift)
+            return batch_first(linear_jsd(student.hidden, student.weight, teacher_hidden, teacher.weight, **given))
 
     def linear_logits_at(
         self, ids: Tensor, offsets: Tensor | None = None, **options: Unpack[kw.CapturedOptions]
@@ -186,8 +212,8 @@ class CapturingHead(ReplacedHead):
 
     opened_by = "capture_lm_head"
 
-    def __init__(self, language_model: LanguageModule):
-        self.captured = CapturedHead()
+    def __init__(self, language_model: LanguageModule, captures_mtp: bool):
+        self.captured, self._captures_mtp = CapturedHead(), captures_mtp
         super().__init__(language_model)
 
     def start_pass(self, given: dict[str, Any], takes_labels: bool) -> Tensor | None:
@@ -195,9 +221,22 @@ class CapturingHead(ReplacedHead):
 
         torch.compile needs this, because it cannot trace a read of uncomputed logits.
         """
-        if given.get("labels") is not None or not takes_labels or self.mtp_layers:
+        self.captured.mtp_heads, self._packed = (), given.get("packed_seq_params")
+        if self._captures_mtp:
+            discard_metrics()
+        if given.get("labels") is not None or not takes_labels:
             return None
-        return torch.empty((0, 0), dtype=torch.int64)
+        if self._captures_mtp and given.get("input_ids") is not None:
+            return torch.zeros_like(given["input_ids"])
+        return None if self.mtp_layers else torch.empty((0, 0), dtype=torch.int64)
+
+    def _end_pass(self, *_: Any) -> None:
+        super()._end_pass()
+        restore_metrics()
+
+    def close(self) -> None:
+        restore_metrics()  # an interrupt leaves the end of a pass out
+        super().close()
 
     @eager
     def forward(
@@ -206,7 +245,7 @@ class CapturingHead(ReplacedHead):
         if not self.in_pass:  # another model shares the output layer
             return self.previous("forward")(input_, weight, runtime_gather_output, **of_loss)
         call = HeadCall(self.head, input_, weight)
-        self.captured._record(call)
+        self._record(self.captured, call)
         logits = UncomputedLogits(call, self._capture)
         return self._loss(logits, **of_loss) if of_loss.pop("output_cross_entropy_loss", False) else (logits, None)
 
@@ -221,13 +260,30 @@ class CapturingHead(ReplacedHead):
         if self.mtp_losses_left == 0:
             return self._capture(logits.call).transpose(0, 1)
         self.mtp_losses_left -= 1
+        if self._captures_mtp:
+            return self._capture_mtp(logits)
         enabled = [owner for owner in owners_on(self.language_model) if isinstance(owner, FusedLoss)]
         options = enabled[0].options_now() if enabled else {}  # the MTP losses keep the softcap, say
         return logits.compute_loss(labels, **arguments, **options)
 
+    def _capture_mtp(self, logits: UncomputedLogits) -> Tensor:
+        """Record the inputs of an MTP head's logits; return losses [b, s] of 0, and largest logits for metrics."""
+        call, head = logits.call, CapturedHead()
+        nothing = torch.zeros(call.tokens, dtype=torch.float32, device=call.hidden.device)
+        logits.largest = nothing.T, nothing.T.long()
+        call.depth = len(self.captured.mtp_heads) + 1
+        self._record(head, call)
+        self.captured.mtp_heads += (head,)
+        return nothing
+
+    def _record(self, head: CapturedHead, call: HeadCall) -> None:
+        if self._captures_mtp:
+            call.ends = sequence_ends(self._packed, call.tokens[1], call.hidden.device)
+        head._record(call)
+
     def _capture(self, call: HeadCall) -> Tensor:
         """Record the inputs of the main head's logits, and return [s, b, 0] in their place, which takes no memory."""
-        self.captured._record(call)
+        self._record(self.captured, call)
         self.mtp_losses_left = self.mtp_layers
         batch, sequence = call.tokens
         return call.hidden.new_empty((sequence, batch, 0)).as_subclass(NoLogits)
@@ -247,14 +303,17 @@ class capture_lm_head(contextlib.AbstractContextManager[CapturedHead, None]):
 
     Args:
         model: as in `enable_fused_linear_ce`.
+        mtp: "capture": the MTP heads are captured as well (`CapturedHead.mtp_heads`), and the model's own MTP loss adds
+            nothing, neither to gradients nor to its metrics. Labels need not be passed.
 
     Raises:
         TypeError: `model` neither is nor holds a megatron-core language model.
         ValueError: hidden and weight do not determine the logits, for the reasons listed; or there are several heads.
     """
 
-    def __init__(self, model: nn.Module | Sequence[nn.Module]):
-        self._model = model
+    def __init__(self, model: nn.Module | Sequence[nn.Module], mtp: Literal["loss", "capture"] = "loss"):
+        validation.check_choice("mtp", mtp, ("loss", "capture"))
+        self._model, self._captures_mtp = model, mtp == "capture"
         self._open: list[CapturingHead | None] = []  # one for each `with`; None: the model has no head
 
     def __enter__(self) -> CapturedHead:
@@ -264,12 +323,14 @@ class capture_lm_head(contextlib.AbstractContextManager[CapturedHead, None]):
             return CapturedHead(NO_HEAD)
         # Ranks agree at a head's first capture only: the host waits for the answer.
         output_layer, reasons = language_model.output_layer, capturing_reasons(language_model)
+        if self._captures_mtp and language_model.config.context_parallel_size > 1:
+            reasons += ("with mtp='capture' rows of one sequence must not lie on several ranks of context parallelism",)
         if output_layer not in _capturable:
             reasons = reasons_of_group(language_model, reasons)
         if reasons:
             raise ValueError(f"the LM head cannot be captured: {'; '.join(reasons)}")
         _capturable.add(output_layer)
-        head = CapturingHead(language_model)
+        head = CapturingHead(language_model, self._captures_mtp)
         self._open.append(head)
         head.open()
         return head.captured

@@ -12,9 +12,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from megatron_lce.checks.together import prepared_together
-from megatron_lce.checks.validation import check_number, kind_of
+from megatron_lce.checks.validation import check_number, kind_of, require
+from megatron_lce.core.options import IGNORE_INDEX
 from megatron_lce.megatron.heads import own_softcap
 from megatron_lce.megatron.main_grad import main_grad_sink
+from megatron_lce.megatron.mtp import later_labels, later_rows
 
 if TYPE_CHECKING:
     from megatron.core.tensor_parallel import ColumnParallelLinear
@@ -38,6 +40,8 @@ class HeadCall:
         self.autocast_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         self.with_gradient = torch.is_grad_enabled()  # hidden may have a graph
         self.logits_scale = 1.0
+        self.depth = 0  # of multi-token prediction; 0: the main head
+        self.ends = torch.empty(0, dtype=torch.int64)  # [s], see `sequence_ends`, where MTP heads are captured
 
     def scaled(self, factor: float) -> HeadCall:
         call = copy.copy(self)
@@ -52,14 +56,41 @@ class HeadCall:
         """Prepare arguments inside: in the first call of a kind all ranks raise, or none."""
         # A kind that is known here must not be new to the operation: ranks would wait in different gathers.
         tensors = [(kind_of(tensor), tensor.requires_grad) for tensor in (self.hidden, self.weight)]
-        head = *tensors, len(self.weight), torch.is_grad_enabled(), self.sequence_parallel
+        head = *tensors, len(self.weight), torch.is_grad_enabled(), self.sequence_parallel, self.depth
         return prepared_together(self.head.tp_group, {"operation": operation, "head": head, **given})
 
     def run(self, operation: Callable[..., T], labels: Tensor, *others: Any, **keywords: Any) -> T:
         """Run an operation on this hidden and weight; labels, tensors per token and results are [b, s]."""
         with self.together(operation.__name__, {"labels": labels, **keywords}):
-            keywords, labels = self.keywords(keywords), self.sequence_first("labels", labels)
+            labels = self.sequence_first("labels", self.labels_of_rows(labels, keywords, self.depth))
+            keywords = self.keywords(keywords)
         return batch_first(operation(self.hidden, self.weight, labels, *others, **keywords))
+
+    def labels_of_rows(self, labels: Tensor, keywords: Mapping[str, Any], shift: int) -> Tensor:
+        """Return the labels [b, s] of the tokens that the rows predict, given those of rows `shift` further on."""
+        sound = isinstance(labels, Tensor) and tuple(labels.shape) == self.tokens  # others are refused later
+        if shift == 0 or not sound:
+            return labels
+        return later_labels(labels, self.ends, shift, keywords.get("ignore_index", IGNORE_INDEX))
+
+    def compared_with(self, teacher: HeadCall, options: Any) -> tuple[Any, int]:
+        """Return options whose labels are those of this head's tokens, and how much further on a teacher's rows are.
+
+        Rows without such a row of the teacher are ignored.
+        """
+        shift, labels = self.depth - teacher.depth, options.get("labels")
+        require(shift >= 0, "teacher_head", f"predict no later token than depth {self.depth}", f"depth {teacher.depth}")
+        if self.depth == 0:
+            return options, 0
+        further = self.depth
+        if labels is None:
+            ignores_none, further = int(options.get("ignore_index", IGNORE_INDEX) == 0), shift
+            labels = self.hidden.new_full(self.tokens, ignores_none, dtype=torch.int64)
+        return {**options, "labels": self.labels_of_rows(labels, options, further)}, shift
+
+    def later_rows(self, shift: int) -> Tensor:
+        """Return the hidden states of the rows `shift` further on."""
+        return later_rows(self.hidden.detach(), shift, self.head.tp_group if self.sequence_parallel else None)
 
     def keywords(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the caller's keywords combined with the head's scale and softcap, for an operation on one head."""

@@ -1,0 +1,70 @@
+"""Heads of multi-token prediction in a capture: rows that predict the same token, and Megatron's own MTP loss.
+
+Row t of depth d predicts the token that row t + d of the main head, depth 0, predicts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_lce.core.collectives import stack_over_group
+
+
+def sequence_ends(packed_seq_params: Any, num_tokens: int, device: torch.device) -> Tensor:
+    """Return the end of the sequence that holds each of the positions, [num_tokens] int64; of padding, its position."""
+    positions = torch.arange(num_tokens, dtype=torch.int64, device=device)
+    if packed_seq_params is None:
+        return torch.full_like(positions, num_tokens)
+    bounds = getattr(packed_seq_params, "cu_seqlens_q_padded", None)
+    bounds = (packed_seq_params.cu_seqlens_q if bounds is None else bounds).to(device=device, dtype=torch.int64)
+    number = torch.searchsorted(bounds, positions, right=True)
+    return torch.where(number < len(bounds), bounds[number.clamp(max=len(bounds) - 1)], positions)
+
+
+def has_later_row(ends: Tensor, shift: int) -> Tensor:
+    """Return which positions have a row `shift` further on in their sequence, [s] bool."""
+    return torch.arange(ends.shape[0], dtype=torch.int64, device=ends.device) + shift < ends
+
+
+def later_labels(labels: Tensor, ends: Tensor, shift: int, ignore_index: int) -> Tensor:
+    """Return the labels [b, s] of the rows `shift` further on; `ignore_index` where the sequence has none."""
+    return labels.roll(-shift, dims=1).masked_fill(~has_later_row(ends, shift), ignore_index)
+
+
+def later_rows(hidden: Tensor, shift: int, group: ProcessGroup | None) -> Tensor:
+    """Return the rows [s, b, H] `shift` further on, of the ranks after this one where a group shards the sequence.
+
+    Rows behind the end of a sequence have arbitrary finite values.
+    """
+    if group is None:
+        return hidden.roll(-shift, dims=0) if shift else hidden
+    for _ in range(shift):
+        firsts = stack_over_group(hidden[:1].contiguous(), group)
+        hidden = torch.cat([hidden[1:], firsts[(group.rank() + 1) % group.size()]])
+    return hidden
+
+
+class _Discarded(dict[str, Any]):
+    """Takes the place of the tracker in which Megatron logs its MTP losses."""
+
+    def __init__(self, tracker: dict[str, Any]) -> None:
+        self.tracker = tracker
+
+
+def discard_metrics() -> None:
+    """Keep what Megatron logs of its MTP losses out of its tracker until `restore_metrics`."""
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper as helper
+
+    if not isinstance(helper.tracker, _Discarded):  # of a capture around this one
+        helper.tracker = _Discarded(helper.tracker)
+
+
+def restore_metrics() -> None:
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper as helper
+
+    if isinstance(helper.tracker, _Discarded):
+        helper.tracker = helper.tracker.tracker
