@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 
-from megatron_lce.backends.choice import load_backend
+import megatron_lce
 from megatron_lce.core import products
 from megatron_lce.core.products import copies_to_fp32, full_fp32, product
 from tests.problems import all_equal, make_problem
@@ -27,13 +27,18 @@ def test_products_are_in_full_fp32_and_the_settings_are_put_back(precision, back
     problem = make_problem(5, 8, 24, device)
     seen = []
 
-    def spy(*arguments, **keywords):
-        seen.append([setting.fp32_precision for setting in settings])
-        if interrupt:
-            raise KeyboardInterrupt
-        product(*arguments, **keywords)
+    def spy_on(name, function):
+        def spy(*arguments, **keywords):
+            if arguments[-1].dtype == torch.float32:
+                seen.append([setting.fp32_precision for setting in settings])
+            if interrupt:
+                raise KeyboardInterrupt
+            return function(*arguments, **keywords)
 
-    monkeypatch.setattr(load_backend(backend, device), "product", spy)
+        monkeypatch.setattr(torch, name, spy)
+
+    spy_on("mm", torch.mm)
+    spy_on("addmm", torch.addmm)
     torch.set_float32_matmul_precision("medium")
     reduced = [setting.fp32_precision for setting in settings]
     for interrupt in (False, True):
@@ -44,6 +49,26 @@ def test_products_are_in_full_fp32_and_the_settings_are_put_back(precision, back
     # Logits of the torch backend, hidden's and weight's gradient, and the one that was interrupted.
     assert len(seen) >= 3
     assert all(precisions == ["ieee", "ieee"] for precisions in seen)
+
+
+def test_the_precision_changes_where_an_operand_is_fp32_only(precision, device, monkeypatch):
+    """Neither in the caller's loss nor in products of 16-bit matrices."""
+    torch.set_float32_matmul_precision("high")
+    reduced, seen, problem = precision.fp32_precision, [], make_problem(4, 8, 20, device)
+
+    def loss(out):
+        seen.append(precision.fp32_precision)
+        return -out.logprobs
+
+    megatron_lce.linear_token_loss(*problem[:3], loss)
+    monkeypatch.setattr(torch, "mm", lambda *_, **__: seen.append(precision.fp32_precision))
+    for dtype in (BF16, torch.float32):
+        a, b, out = (torch.empty(16, 16, dtype=dtype, device="meta") for _ in range(3))
+        product(a, b, out, accumulate=False)
+    *others, of_fp32 = seen
+    assert len(others) >= 2
+    assert set(others) == {reduced}
+    assert of_fp32 == "ieee"
 
 
 def test_two_threads_leave_the_precision_as_it_was(precision):

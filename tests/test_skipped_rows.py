@@ -132,3 +132,16 @@ def test_blocks_of_tokens_outside(dtype, hidden_size, skip, logits_cache_bytes, 
     parts = parts_of_a_product(dtype, backend, device)
     assert products.logits_in_gradients(padded, parts) == 2 * count * 140
     assert max(size for m, k, n in products.shapes if n == padded for size in (m, k)) < count  # of tokens, at a time
+
+
+@pytest.mark.parametrize("skip", [False, True, 3])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_hidden_state_that_is_not_finite_at_an_ignored_row(bad, skip, backend, device):
+    """As the docstring says: outputs are 0; the weight's gradient multiplies 0 with it, unless the row is left out."""
+    problem = ignoring(make_problem(4, 8, 20, device, BF16), slice(1, 2))
+    problem.hidden[1] = bad
+    result = problem.run(backend, skip_ignored=skip)
+    assert result.outputs.logprobs[1] == 0
+    assert bool(result.grad_weight.isnan().all()) == (skip is False)
+    if skip:
+        assert not result.grad_hidden[1].any()

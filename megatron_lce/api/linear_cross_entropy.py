@@ -62,7 +62,8 @@ def linear_cross_entropy(
             is not positive and finite is NaN.
         logits_scale: factor on the products (MuP).
         softcap: bound of the logits before the temperature, as in Gemma; `None`: no bound.
-        ignore_index: label of ignored rows, whose outputs are 0 and which get no gradient.
+        ignore_index: label of ignored rows, whose outputs are 0 and which get no gradient. A hidden state there that is
+            not finite makes the weight gradient NaN, as in eager PyTorch, and maybe its own; not with `skip_ignored`.
         vocab_start: first global id of this shard; `None`: rank * V_local. Ids end before 2^31. Uneven shards: give it
             on every rank. With plain tensors, the host then waits for an all-reduce in every call.
         vocab_size: true size of the vocabulary; columns from it on are padding, without probability or gradient.

@@ -74,9 +74,9 @@ def linear_token_loss(
             ratio of a sequence, no normalisation by the batch. Compute those first, under no_grad, and pass them per
             token; or use `linear_cross_entropy`. Each call recomputes the losses of some tokens apart from the others;
             if they differ, the sum and the gradients are NaN. Values for ignored rows have no effect. Only the outputs
-            may require grad; change neither them nor `per_token` in place. The loss runs without autocast, and with
-            fp32 products in full fp32. In fp16 keep it at about 1 per token and divide the sum afterwards, because
-            gradients are computed before a loss scale is known.
+            may require grad; change neither them nor `per_token` in place. The loss runs without autocast. In fp16 keep
+            it at about 1 per token and divide the sum afterwards, because gradients are computed before a loss scale is
+            known.
         per_token: tensors whose leading dimensions are the labels'.
         options: as in `linear_cross_entropy`, but no logits_cache_bytes.
 

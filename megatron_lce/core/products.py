@@ -4,40 +4,50 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
 _NO_RANGE = contextlib.nullcontext()
+# The setting for matrix products of each library that torch calls, and what the setting inherits.
+_PRECISIONS = (
+    (torch.backends.cuda.matmul, torch.backends.cudnn),
+    (torch.backends.mkldnn.matmul, torch.backends.mkldnn),  # type: ignore[attr-defined]
+)
 
 
 class _FullFp32:
     """Context in which products of fp32 matrices use full fp32, whatever TF32 setting the user trains with.
 
     The setting is global to the process. The first thread that enters changes it, if it is reduced, and the last thread
-    that leaves restores it.
+    that leaves restores it, as inherited ("none") if it equals what it inherits.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._inside = 0  # number of threads
-        self._to_restore: list[tuple[str, str]] = []
+        self._to_restore: list[tuple[Any, str]] = []
 
     def __enter__(self) -> None:
         with self._lock:
             if self._inside == 0:
-                self._to_restore = [(name, own) for name in ("cuda", "mkldnn") if (own := _reduced(name)) is not None]
-                for backend, _ in self._to_restore:
-                    torch._C._set_fp32_precision_setter(backend, "matmul", "ieee")
+                self._to_restore = [
+                    (setting, "none" if setting.fp32_precision == inherited.fp32_precision else setting.fp32_precision)
+                    for setting, inherited in _PRECISIONS
+                    if setting.fp32_precision not in ("none", "ieee")
+                ]
+                for setting, _ in self._to_restore:
+                    setting.fp32_precision = "ieee"
             self._inside += 1
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
             self._inside -= 1
             if self._inside == 0:
-                for backend, setting in self._to_restore:
-                    torch._C._set_fp32_precision_setter(backend, "matmul", setting)
+                for setting, before in self._to_restore:
+                    setting.fp32_precision = before
 
 
 full_fp32 = _FullFp32()
@@ -55,22 +65,11 @@ def trace_range(name: str) -> contextlib.AbstractContextManager[object]:
 
 @contextlib.contextmanager
 def own_arithmetic(device: torch.device, name: str) -> Iterator[None]:
-    """Context with autocast off and products in full fp32, traced under this name."""
+    """Context with autocast off, traced under this name."""
     autocast = torch.is_autocast_enabled(device.type)
     without = torch.autocast(device.type, enabled=False) if autocast else contextlib.nullcontext()
-    with without, full_fp32, trace_range(name):
+    with without, trace_range(name):
         yield
-
-
-def _reduced(backend: str) -> str | None:
-    """Return the setting for matrix products if it is less than fp32, "none" if it is inherited.
-
-    A setting that equals the inherited one cannot be told from it.
-    """
-    own, inherited = (torch._C._get_fp32_precision_getter(backend, operation) for operation in ("matmul", "all"))
-    if own in ("none", "ieee"):
-        return None
-    return "none" if own == inherited else own
 
 
 def product(
@@ -85,6 +84,11 @@ def product(
     # On CPUs with AMX, 16-bit products read past the end of a row.
     if a.device.type == "cpu" or a.dtype != b.dtype or (a.dtype != out.dtype and copies_to_fp32(a)):
         a, b = a.float(), b.float()
+    with full_fp32 if a.dtype == torch.float32 else contextlib.nullcontext():
+        _product(a, b, out, accumulate=accumulate)
+
+
+def _product(a: Tensor, b: Tensor, out: Tensor, *, accumulate: bool) -> None:
     if a.dtype == out.dtype:
         torch.addmm(out, a, b, out=out) if accumulate else torch.mm(a, b, out=out)
     elif out.dtype != torch.float32:
