@@ -120,7 +120,7 @@ class CapturedHead:
         with self._captured() as call:
             with call.together("linear_token_loss", {"labels": labels, **options}):
                 parts = [call.sequence_first(f"per_token[{i}]", tensor) for i, tensor in enumerate(per_token)]
-                given, labels = call.keywords(options), call.sequence_first("labels", labels)
+                given, labels = call.keywords(options), call.labels(labels, options)
             return batch_first(linear_token_loss(call.hidden, call.weight, labels, loss, *parts, **given))
 
     @overload

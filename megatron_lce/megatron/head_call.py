@@ -62,9 +62,12 @@ class HeadCall:
     def run(self, operation: Callable[..., T], labels: Tensor, *others: Any, **keywords: Any) -> T:
         """Run an operation on this hidden and weight; labels, tensors per token and results are [b, s]."""
         with self.together(operation.__name__, {"labels": labels, **keywords}):
-            labels = self.sequence_first("labels", self.labels_of_rows(labels, keywords, self.depth))
-            keywords = self.keywords(keywords)
+            keywords, labels = self.keywords(keywords), self.labels(labels, keywords)
         return batch_first(operation(self.hidden, self.weight, labels, *others, **keywords))
+
+    def labels(self, labels: Tensor, keywords: Mapping[str, Any]) -> Any:
+        """Return the main head's labels [b, s] as those of this head's rows, [s, b]."""
+        return self.sequence_first("labels", self.labels_of_rows(labels, keywords, self.depth))
 
     def labels_of_rows(self, labels: Tensor, keywords: Mapping[str, Any], shift: int) -> Tensor:
         """Return the labels [b, s] of the tokens that the rows predict, given those of rows `shift` further on."""
