@@ -4,15 +4,18 @@ import dataclasses
 import functools
 import importlib.util
 import math
+import os
 
 import harness
 import megatron_cases as cases
 import megatron_models as models
 import torch
 from harness import compare_all, compare_step, relative_error, worst_of_all_ranks
-from torch import nn
+from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
+from torch import Tensor, nn
 
 from megatron_lce import enable_fused_linear_ce
+from megatron_lce.megatron.reasons import find_language_model
 from scripts import megatron_runtime
 
 ALLOWED_16_BIT = 1.5  # times Megatron's own error, per parameter
@@ -141,6 +144,36 @@ def check_weighted_loss(case: cases.Case, device: torch.device, report: harness.
         else:
             broken = bool(cases.gradients(chunks)["0.output_layer.weight"].isnan().all())
             report.check(f"{case.name}: weighted later", message == "no error" and broken, message)
+
+
+def check_loss_terms(case: cases.Case, device: torch.device, report: harness.Report) -> None:
+    """z-loss and label smoothing over a vocabulary with padding, against a loss of gathered logits in fp64."""
+    z, e, size = 1e-2, 0.2, cases.VOCAB_SIZE - 3
+
+    def of_logits(labels: Tensor, logits: Tensor) -> Tensor:
+        whole = gather_from_tensor_model_parallel_region(logits)[..., :size].double()
+        picked = whole.log_softmax(-1).gather(-1, labels.T.clamp(min=0)[..., None])[..., 0]
+        losses = -(1 - e) * picked - e * whole.log_softmax(-1).mean(-1) + z * whole.logsumexp(-1) ** 2
+        return losses.T.float()
+
+    def step(backend: str | None) -> tuple[dict, dict]:
+        chunks = cases.build(case, device)
+        if backend is None:
+            find_language_model(chunks).compute_language_model_loss = of_logits
+        else:
+            options = {"vocab_size": size, "skip_masked": case.masked, "known_loss": case.known, "backend": backend}
+            enable_fused_linear_ce(chunks, on_unsupported="raise", z_loss=z, label_smoothing=e, **options)
+        batches = cases.microbatches(case, device)
+        for batch in batches:
+            batch["labels"] %= size  # also of masked ones, which Megatron computes
+        return cases.train_step(
+            chunks, functools.partial(cases.forward_step, masked=case.masked), batches
+        ), cases.gradients(chunks)
+
+    expected = step(None)
+    runs_triton = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"  # as the test sets it
+    for backend in ("torch", "triton") if runs_triton else ("torch",):
+        compare_step(report, f"{case.name}: loss terms, {backend}", step(backend), expected)
 
 
 def check_other_models(case: cases.Case, device: torch.device, report: harness.Report) -> None:

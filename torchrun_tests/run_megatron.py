@@ -27,6 +27,7 @@ from megatron_training import (
     check_16_bit,
     check_captured_training,
     check_loss_scaler,
+    check_loss_terms,
     check_other_models,
     check_own_flag,
     check_training,
@@ -61,6 +62,7 @@ IN_FP16 = [
     cases.Case(sequence_parallel=True, known=True),
     cases.Case(tied=True, mtp=True, main_grad=True, overlap=True, masked=True, known=True),
 ]
+LOSS_TERMS = cases.Case(sequence_parallel=True, mtp=True, masked=True, known=True)
 OTHER_MODEL_CASES = [cases.Case(), cases.Case(tied=True, sequence_parallel=True)]
 MUP = (("use_mup", True), ("mup_base_hidden_size", 16))
 SETTINGS = TransformerConfig.__dataclass_fields__
@@ -104,6 +106,7 @@ def checks(combinations: str, ranks: int) -> list[tuple[Callable, cases.Case]]:
         (check_other_models, OTHER_MODEL_CASES),
         (check_16_bit, [cases.in_16_bit(case) for case in in_bf16]),
         (check_loss_scaler, [cases.in_16_bit(case, torch.float16) for case in IN_FP16]),
+        (check_loss_terms, [plain[1], LOSS_TERMS]),
         (check_weighted_loss, [cases.Case(known=True), cases.Case(sequence_parallel=True, known=True)]),
         (check_capture, [cases.Case(main_grad=True), cases.Case(tied=True, sequence_parallel=True)]),
         (check_mtp_capture, MTP_CAPTURE_CASES),

@@ -4,7 +4,7 @@
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Unpack
 from weakref import WeakSet
 
@@ -111,9 +111,12 @@ def linear_token_losses(
     weight: Tensor,  # [V_local, H]
     labels: Tensor,  # [...]
     promise: Promise,
+    loss: Callable[[LinearCrossEntropyOutput], Tensor] = lambda out: -out.logprobs,
     **options: Unpack[TokenLossOptions],
 ) -> tuple[Tensor, LinearCrossEntropyOutput]:
-    """-log p(label) of each token, fp32 of labels' shape, in three products; and the outputs, without gradient.
+    """The loss of each token, fp32 of labels' shape, in three products; and the outputs, without gradient.
+
+    `loss` treats each token for itself, and is 0 at ignored rows, whose outputs are 0; by default it is -log p(label).
 
     Backward scales both gradients by the upstream gradient of the tokens that are not ignored, which must be one
     number. In the first backward passes, as many as `promise` says, the host checks it and raises; later ones return
@@ -126,9 +129,9 @@ def linear_token_losses(
     with checked_together(name, hidden, weight, labels, Options(**options)) as checks:
         checks.all()
     call = checks.call()
-    total, results = _run(name, call, lambda outputs: -outputs.logprobs, ())
+    total, results = _run(name, call, loss, ())
     takes_part = call.labels != call.options.ignore_index
-    losses = LossesOfSum.apply(total, -results.outputs.logprobs, takes_part, promise)
+    losses = LossesOfSum.apply(total, loss(results.outputs), takes_part, promise)
     return shaped((losses, results.outputs), call.shape)
 
 

@@ -6,11 +6,18 @@ from typing import Any, Literal
 from torch import nn
 
 from megatron_lce.backends.choice import describe_backend
-from megatron_lce.checks.validation import check_choice, check_flag, check_options, require
+from megatron_lce.checks.validation import (
+    check_choice,
+    check_flag,
+    check_fraction,
+    check_number,
+    check_options,
+    require,
+)
 from megatron_lce.core.options import WORKSPACE_BYTES, BackendName, Options
 from megatron_lce.megatron.capture import CapturingHead
 from megatron_lce.megatron.heads import own_softcap
-from megatron_lce.megatron.loss import FusedLoss, not_applied
+from megatron_lce.megatron.loss import FusedLoss, not_applied, terms_of
 from megatron_lce.megatron.reasons import (
     NO_HEAD,
     find_language_model,
@@ -42,7 +49,7 @@ class FusedLinearCE:
         options = dict(self._fused.options, skip_masked=self._fused.skip_masked, known_loss=known)
         device = next(self._fused.language_model.parameters()).device
         backend = describe_backend(options.pop("backend"), device)
-        asked = {name: value for name, value in options.items() if value is not None and value is not False}
+        asked = {name: value for name, value in options.items() if value or name.endswith("_bytes")}
         given = "".join(f", {name}={value}" for name, value in asked.items())
         return f"FusedLinearCE(enabled, backend: {backend}{given})"
 
@@ -86,6 +93,8 @@ def enable_fused_linear_ce(
     softcap: float | None = None,
     skip_masked: bool = False,
     known_loss: bool = False,
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
     backend: BackendName = "auto",
 ) -> FusedLinearCE:
     """Make `model(..., labels=labels)` compute its loss, and its MTP losses, without logits.
@@ -115,6 +124,12 @@ def enable_fused_linear_ce(
             MTP loss, holds the hidden-state gradient (2 N H bytes) and the weight gradient, or its fp32 sum (4 V H
             bytes for the V columns of a rank). An upstream that is not one number raises in the first backward pass,
             and makes the gradients NaN later. Takes no `logits_cache_bytes`.
+        z_loss, label_smoothing: z >= 0 and e in [0, 1] of the per-token loss, MTP's included,
+
+                (1 - e) (-log p(label)) + e (lse - mean_logit) + z lse^2
+
+            where lse - mean_logit is the mean of -log p over the vocabulary: pass `vocab_size` to leave padding columns
+            out. If the loss cannot be fused, which Megatron's has neither of, both raise, under "fallback" too.
 
     Returns:
         A handle: `enabled`, `reasons`, `remove()`. The decision is made here, once: all ranks of the head's
@@ -123,12 +138,13 @@ def enable_fused_linear_ce(
     Raises:
         TypeError: `model` neither is nor holds a megatron-core language model, or an option has the wrong type.
         ValueError: an option is out of its range, `softcap` is given to a head that has its own, `model` holds several
-            heads, the head is unsupported ("raise"), or another rank of the head's group has other arguments or refuses
-            its own.
+            heads, the head is unsupported ("raise", or `z_loss` or `label_smoothing` is not 0), or another rank of the
+            head's group has other arguments or refuses its own.
         RuntimeError: a capture of the model is open, and the flag is on.
 
     The model's forward then raises ValueError for a `loss_mask` of another shape than labels' (`skip_masked`), and
-    for what `megatron_lce.linear_cross_entropy` raises it; RuntimeError where code between head and loss reads logits.
+    for what `megatron_lce.linear_cross_entropy` raises it; RuntimeError where code between head and loss reads logits,
+    or where the loss is left to Megatron although `z_loss` or `label_smoothing` is not 0.
     """
     options: dict[str, Any] = {
         "logits_cache_bytes": logits_cache_bytes,
@@ -136,6 +152,8 @@ def enable_fused_linear_ce(
         "vocab_size": vocab_size,
         "softcap": softcap,
         "backend": backend,
+        "z_loss": z_loss,
+        "label_smoothing": label_smoothing,
     }
     settings: dict[str, Any] = {"use_fused_linear_ce": use_fused_linear_ce, "on_unsupported": on_unsupported}
     settings |= {"skip_masked": skip_masked, "known_loss": known_loss, **options}
@@ -152,6 +170,8 @@ def enable_fused_linear_ce(
         language_model = None
     message = f"fused linear cross-entropy is not used: {'; '.join(reasons)}"
     if language_model is not None:
+        if reasons and terms_of(options):
+            raise ValueError(f"{terms_of(options)} cannot be applied: {message}")
         if reasons and on_unsupported == "raise":
             raise ValueError(message)
         if not reasons:
@@ -185,6 +205,11 @@ def _refusal(settings: dict[str, Any], modules: list[nn.Module]) -> Exception | 
         if settings["known_loss"]:
             cache_bytes = settings["logits_cache_bytes"]
             require(cache_bytes == 0, "logits_cache_bytes", "be 0 with known_loss", cache_bytes)
+        check_number("z_loss", settings["z_loss"])
+        require(settings["z_loss"] >= 0, "z_loss", "be at least 0", settings["z_loss"])
+        check_fraction("label_smoothing", settings["label_smoothing"])
+        if terms_of(settings) and not settings["use_fused_linear_ce"]:
+            raise ValueError(f"{terms_of(settings)} must be 0 where {_OFF}: Megatron's own loss has no such term")
         is_captured = any(isinstance(owner, CapturingHead) for owner in owners_on(*modules))
         if settings["use_fused_linear_ce"] and is_captured:
             raise RuntimeError("capture_lm_head is open on this model: enable before or after it")

@@ -13,7 +13,7 @@ from megatron_lce.checks.validation import as_int64, check_choice
 from megatron_lce.compat import Reduction, reduced
 from megatron_lce.core.eager import eager
 from megatron_lce.core.known_loss import Promise
-from megatron_lce.core.options import IGNORE_INDEX
+from megatron_lce.core.options import IGNORE_INDEX, LinearCrossEntropyOutput
 from megatron_lce.megatron.head_call import HeadCall, swap
 from megatron_lce.megatron.heads import logits_dtype_of
 
@@ -64,24 +64,35 @@ class UncomputedLogits(Tensor):
         promise: Promise | None = None,
         reduction: Reduction = "none",
         ignore_index: int = IGNORE_INDEX,
+        z_loss: float = 0.0,
+        label_smoothing: float = 0.0,
         **options: Any,
     ) -> Tensor:
-        """Return the fp32 cross-entropy [b, s] of labels [b, s] of any integer dtype, its sum or its mean.
+        """Return the fp32 loss [b, s] of labels [b, s] of any integer dtype, its sum or its mean.
 
-        Rows whose label is negative or `ignore_index` are ignored. With a promise that all other losses share one
-        upstream gradient, gradients are computed here, and backward scales them.
+        It is the cross-entropy with the terms of `enable_fused_linear_ce`. Rows whose label is negative or
+        `ignore_index` are ignored. With a promise that all other losses share one upstream gradient, gradients are
+        computed here, and backward scales them.
         """
+
+        def loss(out: LinearCrossEntropyOutput) -> Tensor:
+            losses = -out.logprobs
+            if label_smoothing and out.mean_logit is not None:
+                losses = (1 - label_smoothing) * losses + label_smoothing * (out.lse - out.mean_logit)
+            return losses + z_loss * out.lse.square() if z_loss else losses
+
         check_choice("reduction", reduction, get_args(Reduction))
         labels = as_int64(labels)
         labels = labels.masked_fill((labels < 0) | (labels == ignore_index), IGNORE_INDEX)
-        options |= {"ignore_index": IGNORE_INDEX, "entropy": False, "telemetry": telemetry}
+        with_mean_logit = telemetry or label_smoothing > 0
+        options |= {"ignore_index": IGNORE_INDEX, "entropy": False, "telemetry": with_mean_logit}
         if promise is None or not torch.is_grad_enabled():
             out = self.call.run(linear_cross_entropy, labels, **options)
-            losses = -out.logprobs
+            losses = loss(out)
         else:
             del options["logits_cache_bytes"]
-            losses, out = self.call.run(linear_token_losses, labels, promise, **options)
-        if out.max_logit is not None and out.argmax is not None:
+            losses, out = self.call.run(linear_token_losses, labels, promise, loss, **options)
+        if telemetry and out.max_logit is not None and out.argmax is not None:
             self.largest = swap(out.max_logit), swap(out.argmax)
         return reduced(losses, reduction, labels != IGNORE_INDEX)
 

@@ -59,7 +59,7 @@ class FusedLoss(ReplacedHead):
         self._not_used = reason = self._why_megatron(weight_used, wants_loss, runtime_gather_output)
         if reason is not None:
             if wants_loss:
-                self._warn_once(reason + not_applied(self.options))
+                self._leave_to_megatron(reason)
             elif reason is _NO_LABELS and self.language_model.training and torch.is_grad_enabled():
                 self._warn_once(reason)
             return type(self.head).forward(self.head, input_, weight, runtime_gather_output, **of_loss)
@@ -115,7 +115,7 @@ class FusedLoss(ReplacedHead):
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         if not isinstance(logits, UncomputedLogits):
             reason = self._not_used or self._why_replaced() or _OTHER_LOGITS
-            self._warn_once(reason + not_applied(self.options))
+            self._leave_to_megatron(reason)
             return type(self.language_model).compute_language_model_loss(self.language_model, labels, logits)
         if logits.loss is not None:
             if labels is not self._labels or version_of(labels) != self._labels_version:
@@ -172,10 +172,21 @@ class FusedLoss(ReplacedHead):
             return labels
         return labels.masked_fill(loss_mask == 0, IGNORE_INDEX)
 
+    def _leave_to_megatron(self, reason: str) -> None:
+        """Warn once that Megatron's own loss runs; raise if it is another one than was asked for."""
+        if terms := terms_of(self.options):
+            raise RuntimeError(f"{terms} cannot be applied, because the loss is not fused: {reason}")
+        self._warn_once(reason + not_applied(self.options))
+
     def _warn_once(self, reason: str, what: str = "fused linear cross-entropy is enabled but was not used") -> None:
         if reason not in self._warned:
             self._warned.add(reason)
             warn_on_one_rank(f"{what}: {reason}")
+
+
+def terms_of(options: dict[str, Any]) -> str:
+    """Name the terms that the options add to Megatron's loss."""
+    return " and ".join(name for name in ("z_loss", "label_smoothing") if options[name])
 
 
 def not_applied(options: dict[str, Any]) -> str:
