@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 
+import megatron_lce
 from tests.problems import make_problem
 from tests.test_token_loss import KEPT_BYTES, run
 
@@ -51,18 +52,75 @@ WRAPPED = {
 
 
 @pytest.mark.parametrize("wrapped", WRAPPED)
-def test_a_loss_that_depends_on_other_tokens_is_nan_beside_one_of_the_same_code(wrapped, backend, device):
+def test_a_loss_that_depends_on_other_tokens_is_refused_beside_one_under_the_same_wrapper(wrapped, device):
+    problem = make_problem(6, 8, 40, device, FP32)
+    for _ in range(2):
+        assert run(problem, WRAPPED[wrapped](lambda out: -out.logprobs), ())[0].loss.isfinite()
+        with pytest.raises(ValueError, match="loss must treat each token for itself"):
+            run(problem, WRAPPED[wrapped](centred), ())
+
+
+def test_a_loss_that_depends_on_other_tokens_is_nan_beside_one_of_the_same_code(backend, device):
     """The host looks once at a code; the device looks at each call."""
+
+    def less(part):
+        return lambda out: part * out.logprobs.detach().mean() - out.logprobs
+
     problem = make_problem(300, 24, 40, device, BF16)
     problem.labels[:240] = -100  # with the triton backend the whole first block
     keywords = {"backend": backend, "workspace_bytes": 60_000}
-    result, found = run(problem, WRAPPED[wrapped](lambda out: -out.logprobs), (), **keywords)
+    result, found = run(problem, less(0.0), (), **keywords)
     assert result.loss.isfinite()
     assert found.grad_hidden.isfinite().all()
-    result, found = run(problem, WRAPPED[wrapped](centred), (), **keywords)
+    result, found = run(problem, less(1.0), (), **keywords)
     assert result.loss.isnan()
     assert found.grad_hidden.isnan().all()
     assert found.grad_weight.isnan().all()
+
+
+def masked(out, mask):
+    """Of the tokens in the mask, relative to the best of them."""
+    best = torch.where(mask, out.logprobs.detach(), -torch.inf).max()
+    return torch.where(mask, best - out.logprobs, 0.0)
+
+
+BY_CHANCE = {  # of these tokens half have the mean of all to 5.2e-5, and a part has the largest and the smallest value
+    "mean": lambda out, _: -out.logprobs / out.logprobs.detach().mean(),
+    "largest": lambda out, _: out.logprobs.detach().max() - out.logprobs,
+    "smallest": lambda out, _: out.logprobs.detach().min() - out.logprobs,
+    "small": lambda out, _: 1e-6 * centred(out),
+    "number": lambda out, _: -out.logprobs / out.logprobs.numel(),
+    "of a few": masked,
+    "factors": lambda out, factors: -out.logprobs * factors / factors.mean(),
+}
+
+
+@pytest.mark.parametrize("name", BY_CHANCE)
+@pytest.mark.parametrize("seed", [65, 316, 1450])
+def test_no_token_agrees_by_chance(name, seed, device):
+    problem = make_problem(40, 8, 40, device, FP32, seed=seed)
+    factors = torch.linspace(0.5, 1.5, 40, device=device)
+    if name == "of a few":
+        problem.labels[4:] = -100
+        factors = problem.labels != -100
+    with pytest.raises(ValueError, match="loss must treat each token for itself"):
+        run(problem, BY_CHANCE[name], (factors,))
+
+
+def test_rounding_is_taken_for_no_other_token(device):
+    """What is left of 1 after cancellation, and what runs in another place of a shorter tensor."""
+    problem = make_problem(4099, 8, 40, device, FP32)
+    old = megatron_lce.linear_cross_entropy(*problem[:3]).logprobs
+    old = old + 1e-5 * torch.linspace(-1, 1, 4099, device=device).sin()
+
+    def loss(out, old, counted):
+        difference = old - out.logprobs
+        k3 = difference.exp() - difference - 1
+        some = (out.logprobs[counted] - old[counted]).exp() - 1
+        return k3 + torch.zeros_like(k3).masked_scatter(counted, some)
+
+    result, _ = run(problem, loss, (old, problem.labels % 3 == 0))
+    assert result.loss.isfinite()
 
 
 @pytest.mark.parametrize("shape", [(2, 50), (50, 2), (12, 10), (10, 12)], ids=str)

@@ -6,7 +6,7 @@
    The block's hidden gradient is reduced over the group while the second one runs; forward waits for it.
 
 If no block of exponentials fits in the workspace, all tokens are one block, whose logits are recomputed. Afterwards
-the loss runs again on a sample, which the caller compares. `known_loss` scales the gradients in backward.
+the loss runs twice more on a sample, which the caller compares. `known_loss` scales the gradients in backward.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ from megatron_lce.core.logits_cache import new_cache
 from megatron_lce.core.options import DIFFERENTIABLE, WITH_GRADIENT, LinearCrossEntropyOutput, new_outputs
 from megatron_lce.core.tokens import tokens_in_blocks
 
-_SAMPLE = 4096  # losses recomputed, at least, from 8192 tokens on; else half, and none of a single token
+_SAMPLE = 2048  # the most tokens whose losses are compared
 
 Metrics = dict[str, Tensor]
 TokenLossFunction = Callable[..., Tensor | tuple[Tensor, Metrics]]
@@ -40,7 +40,7 @@ class TokenLossResults(NamedTuple):
     gradients: HeadGradients | None  # of the sum
     outputs: LinearCrossEntropyOutput  # [N, ...] each
     metrics: Metrics  # [N, ...] each
-    sample: Callable[[], tuple[Tensor, Tensor]]  # losses of some tokens: computed among all, and separately
+    sample: Callable[[], tuple[Tensor, Tensor, Tensor]]  # losses of some tokens among all, and twice among others
 
 
 @torch.no_grad()
@@ -95,6 +95,7 @@ class _Losses:
         self._loss, self._per_token, self._call, self._with_gradient = loss, per_token, call, with_gradient
         self.total = torch.zeros((), dtype=torch.float32, device=call.hidden.device)
         self._losses: list[Tensor] = []
+        self._ignored: list[Tensor] = []
         self._outputs: list[LinearCrossEntropyOutput] = []
         self._metrics: list[Metrics] = []
 
@@ -113,6 +114,7 @@ class _Losses:
             raise ValueError(f"loss must return the same metrics for any tokens, got {names_of_both}")
         self.total += total.detach()
         self._losses.append(losses.detach())
+        self._ignored.append(ignored)
         self._outputs.append(outputs)
         self._metrics.append(
             {name: m.detach().masked_fill(ignored.view(-1, *(1,) * (m.dim() - 1)), 0) for name, m in metrics.items()}
@@ -123,19 +125,32 @@ class _Losses:
         found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
         return dict.fromkeys(WITH_GRADIENT) | dict(zip(leaves, found, strict=True))
 
-    def sample(self) -> tuple[Tensor, Tensor]:
-        """Return the losses of some tokens, as computed and as the loss gives them for these tokens alone."""
-        losses = torch.cat(self._losses)
-        few = max(2, losses.shape[0] // _SAMPLE)
-        numbers = torch.arange(losses.shape[0] // few, dtype=torch.int64, device=losses.device)
-        # Evenly spaced tokens might all belong to one sequence, so one of every few is chosen by Fibonacci hashing.
-        chosen = numbers * few + (numbers * 2654435769 >> 16) % few
-        every_token = self._joined_outputs(), self._per_token
-        outputs, per_token = tree_map_only(Tensor, lambda x: x.index_select(0, chosen), every_token)
-        among_all = losses.index_select(0, chosen)
-        if not numbers.shape[0]:
-            return among_all, among_all
-        return among_all, checked_losses(self._loss(outputs, *per_token), numbers.shape[0])[0].detach()
+    def sample(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the losses of some tokens: as computed, and as the loss gives them beside other tokens, twice.
+
+        The others are tokens of the lower half of the logprobs, then of the upper half. The tokens themselves are
+        neither the lowest nor the highest. So no mean, maximum or minimum over the tokens is the same in both calls.
+        """
+        losses, outputs = torch.cat(self._losses), self._joined_outputs()
+        num_tokens = losses.shape[0]
+        if not num_tokens:
+            return losses, losses, losses
+        number = min((num_tokens + 1) // 2, _SAMPLE)
+        more = number + (2 * number == num_tokens)  # a loss may also depend on the number of tokens
+        # Ignored and NaN tokens come last, and take part only if there is no other.
+        usable = ~(torch.cat(self._ignored) | outputs.logprobs.isnan())
+        order, count = outputs.logprobs.where(usable, torch.inf).argsort(), usable.sum()
+        step = torch.arange(more, dtype=torch.int64, device=losses.device)
+        lower = step * ((count + 1) // 2) // more
+        ranks = 1 + step[:number] * (count - 2) // number, lower, count - 1 - lower
+        chosen, *others = (order.index_select(0, rank.clamp(0, num_tokens - 1)) for rank in ranks)
+
+        def among(other: Tensor) -> Tensor:
+            places, every_token = torch.cat([chosen, other]), (outputs, self._per_token)
+            sample, per_token = tree_map_only(Tensor, lambda x: x.index_select(0, places), every_token)
+            return checked_losses(self._loss(sample, *per_token), number + more)[0].detach()[:number]
+
+        return losses.index_select(0, chosen), among(others[0]), among(others[1])
 
     def _joined_outputs(self) -> LinearCrossEntropyOutput:
         parts = (None if part[0] is None else torch.cat(part) for part in zip(*self._outputs, strict=True))
