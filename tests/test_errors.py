@@ -56,6 +56,12 @@ OF_JSD = [
     ({"teacher_logits_scale": math.inf}, ValueError, "teacher_logits_scale must be finite, got inf"),
     ({"student_softcap": 0.0}, ValueError, f"student_softcap {POSITIVE} 0.0"),
     ({"teacher_softcap": True}, TypeError, "teacher_softcap must be a float, got bool"),
+    (
+        {"teacher_softcap": 1e38, "teacher_temperature": 0.3},
+        ValueError,
+        "teacher_softcap / teacher_temperature must be a number that fp32 holds, got 1e+38 / 0.3",
+    ),
+    ({"student_logits_scale": 1e38, "temperature": 0.3}, ValueError, "student_logits_scale / temperature must be"),
     ({"token_weights": 1.0}, TypeError, f"token_weights {TENSOR} float"),
     ({"token_weights": ids(4, 2)}, TypeError, "token_weights must be a floating tensor, got torch.int64"),
     ({"token_weights": zeros(8)}, ValueError, "token_weights must have labels' shape, (4, 2), got (8,)"),

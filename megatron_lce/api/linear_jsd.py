@@ -153,6 +153,12 @@ def linear_jsd(
         validation.require(labels is not None or not return_student, "labels", "be given for return_student", None)
         ignores_none = int(ignore_index == 0)
         checks.rest(checks.hidden.new_full(shape, ignores_none, dtype=torch.int64) if labels is None else None)
+        validation.check_quotients(student_logits_scale, student_softcap, temperature, "student_")
+        if teacher_temperature is None:
+            validation.check_quotients(teacher_logits_scale, teacher_softcap, temperature, "teacher_")
+        else:
+            given = teacher_logits_scale, teacher_softcap, teacher_temperature
+            validation.check_quotients(*given, "teacher_", "teacher_temperature")
     call = replace(checks.call(), product=product)
     student = Head(call.hidden, call.weight, float(student_logits_scale), student_softcap)
     step = 16 // teacher_hidden.element_size()

@@ -203,6 +203,7 @@ class Checks:
             within = f"be at least 0 and at most the number of rows, {labels.numel()}"
             require(0 <= skip <= labels.numel(), "skip_ignored", within, skip)
         validation.check_options(options)
+        validation.check_quotients(options.logits_scale, options.softcap, options.temperature)
         start, vocab_size = options.vocab_start, options.vocab_size
         if start is None:
             start = collectives.group_rank(options.tp_group) * rows

@@ -176,6 +176,18 @@ def check_number(name: str, value: object, *, positive: bool = False) -> None:
         raise ValueError(f"{name} must be a number that fp32 holds, got {value}")
 
 
+def check_quotients(
+    logits_scale: float, softcap: float | None, temperature: float | Tensor, whose: str = "", of: str = "temperature"
+) -> None:
+    """Check the quotients of a head's numbers, each of which is checked."""
+    outer, numerator = ("logits_scale", logits_scale) if softcap is None else ("softcap", softcap)
+    pairs = [] if isinstance(temperature, Tensor) else [(whose + outer, numerator, of, temperature)]
+    pairs += [] if softcap is None else [(f"{whose}logits_scale", logits_scale, f"{whose}softcap", softcap)]
+    for one, above, other, below in pairs:
+        holds = abs(above / below) <= _LARGEST
+        require(holds, f"{one} / {other}", "be a number that fp32 holds", f"{above} / {below}")
+
+
 def check_fraction(name: str, value: float) -> None:
     check_number(name, value)
     require(0 <= value <= 1, name, "lie in [0, 1]", value)
