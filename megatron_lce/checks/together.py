@@ -78,8 +78,9 @@ def checked_together(
     if takes_dtensors:
         hidden, weight, labels, options, largest = localised(hidden, weight, labels, options)
     hidden, weight, labels = (collectives.waited(tensor) for tensor in (hidden, weight, labels))
-    temperature, candidates = collectives.waited(options.temperature), collectives.waited(options.candidates)
-    options = replace(options, temperature=temperature, candidates=candidates)
+    if isinstance(options.temperature, Tensor) or isinstance(options.candidates, Tensor):
+        temperature, candidates = collectives.waited(options.temperature), collectives.waited(options.candidates)
+        options = replace(options, temperature=temperature, candidates=candidates)
     if options.tp_group is not None and not isinstance(options.tp_group, ProcessGroup):
         got = type(options.tp_group).__name__
         raise TypeError(f"{group_name} must be a torch.distributed.ProcessGroup or None, got {got}")
@@ -220,11 +221,13 @@ class Checks:
         sink, step = options.weight_grad_sink, 16 // hidden.element_size()
         is_aligned, wanted = self.weight.shape[1] % step == 0, f"be None where H is no multiple of {step}"
         require(sink is None or is_aligned, "weight_grad_sink", wanted, tuple(self.weight.shape))
-        self.options = replace(options, tp_group=options.tp_group if ranks > 1 else None, sequence_parallel=shards > 1)
+        self.temperature, self.candidates = options.temperature, options.candidates
+        group = options.tp_group if ranks > 1 else None
+        self.options = replace(options, tp_group=group, sequence_parallel=shards > 1, temperature=1.0, candidates=None)
 
     def call(self) -> Call:
         """Lay out the arguments as a `Call`. Only after the context is the largest shard known."""
-        hidden, labels, temperature = self.hidden, self.labels, self.options.temperature
+        hidden, labels, temperature, ids = self.hidden, self.labels, self.temperature, self.candidates
         step = 16 // hidden.element_size()
         backend = load_backend(self.options.backend, hidden.device)
         return Call(
@@ -232,6 +235,7 @@ class Checks:
             weight=laid_out(self.weight.contiguous(), step),
             labels=labels.reshape(-1),
             temperature=temperature.reshape(-1) if isinstance(temperature, Tensor) else float(temperature),
+            candidates=None if ids is None else ids.reshape(-1, ids.shape[-1]),
             options=self.options,
             shard=self.shard,
             backend=backend,

@@ -19,17 +19,19 @@ from megatron_lce.core.statistics import packed_rows
 class Call:
     """Tensors and options of one call, checked and compared over the group.
 
-    hidden   [N, H], under sequence parallel [N / tp, H]; rows start at 16 bytes and may be up to 7 zeros wider
-    weight   [V_local, H], hidden's dtype or fp32, rows as wide as hidden's
-    labels   [N] int64 global ids
-    options  tp_group is None on one rank; sequence_parallel is True only with a tp_group
-    shape    the caller's shape of labels, N elements
+    hidden      [N, H], under sequence parallel [N / tp, H]; rows start at 16 bytes and may be up to 7 zeros wider
+    weight      [V_local, H], hidden's dtype or fp32, rows as wide as hidden's
+    labels      [N] int64 global ids
+    candidates  [N, K] int64 global ids
+    options     without tensors; tp_group is None on one rank, sequence_parallel is True only with a tp_group
+    shape       the caller's shape of labels, N elements
     """
 
     hidden: Tensor
     weight: Tensor
     labels: Tensor
     temperature: float | Tensor  # [N] if a tensor
+    candidates: Tensor | None
     options: Options
     shard: Shard
     backend: Backend
@@ -50,17 +52,10 @@ class Call:
             even=not any(columns % ALIGNED_COLUMNS for columns in (self.shard.largest, options.vocab_size or 0)),
         )
 
-    @property
-    def candidates(self) -> Tensor | None:
-        """[N, K] int64 global ids, or None."""
-        ids = self.options.candidates
-        return None if ids is None else ids.reshape(-1, ids.shape[-1])
-
     def without_tensors(self) -> Self:
         """Return a copy without tensors, which an autograd node saves separately."""
         nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
-        options = replace(self.options, temperature=1.0, candidates=None)
-        return replace(self, hidden=nothing, weight=nothing, labels=nothing, temperature=1.0, options=options)
+        return replace(self, hidden=nothing, weight=nothing, labels=nothing, temperature=1.0, candidates=None)
 
     def with_tensors(self, hidden: Tensor, weight: Tensor) -> Self:
         """Return a copy with the tensors that an autograd node saved."""

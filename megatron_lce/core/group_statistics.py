@@ -43,7 +43,7 @@ def outputs_over_group(
         nothing = stats_of_nothing(0, options.entropy, options.telemetry, call.hidden.device)
         merged = [call.backend.sum_chunks(nothing, nothing, 0, options.entropy, options.telemetry)]
     extremes, sums = merged[0] if len(merged) == 1 else (torch.cat(each, dim=1) for each in zip(*merged, strict=True))
-    outputs = new_outputs(rows.labels.shape[0], options, call.hidden.device)
+    outputs = new_outputs(rows.labels.shape[0], options, call.hidden, ids)
     softmax, log_p = call.backend.finish(extremes, sums, rows, options, outputs), None
     if ids is not None and logits is not None and outputs.candidate_logprobs is not None:
         log_p = candidate_logprobs(logits, ids, labels, rows, softmax, outputs.candidate_logprobs)

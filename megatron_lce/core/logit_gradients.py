@@ -42,12 +42,12 @@ class GradLogitsInputs:
             cached = CachedGradLogits(cached.grad[rows], None if cached.factor is None else cached.factor[rows])
         if rows.stop == self.rows.labels.shape[0]:
             self.cached = None
-        return replace(self._select(rows, cached), hidden=block.hidden)
+        return self._select(rows, cached, block.hidden)
 
-    def _select(self, index: slice | Tensor, cached: CachedGradLogits | None) -> Self:
+    def _select(self, index: slice | Tensor, cached: CachedGradLogits | None, hidden: Pending | None = None) -> Self:
         candidates = None if self.candidates is None else self.candidates.select(index)
         rows, terms = self.rows.select(index), self.terms[:, index]
-        return replace(self, rows=rows, terms=terms, candidates=candidates, cached=cached)
+        return replace(self, rows=rows, terms=terms, candidates=candidates, cached=cached, hidden=hidden)
 
     def write(self, grad: Tensor, token_slice: slice, col_slice: slice) -> None:
         """Copy cached gradients to a slab; recompute the other logits, and write their gradients."""

@@ -55,7 +55,7 @@ class WeightGradSink(Protocol):
 
 @dataclass(frozen=True)
 class Options:
-    """Keywords of `linear_cross_entropy`, which documents them."""
+    """Keywords of `linear_cross_entropy`, which documents them. The tensors among them move to the `Call`."""
 
     tp_group: ProcessGroup | None = None
     sequence_parallel: bool = False
@@ -77,21 +77,15 @@ class Options:
     weight_grad_sink: WeightGradSink | None = None
 
 
-def outputs_asked_for(options: Options) -> list[str]:
-    """Return the names of the requested outputs, in order."""
-    asked = {"logprobs": True, "entropy": options.entropy, "lse": True}
-    asked["candidate_logprobs"] = options.candidates is not None
-    return [name for name in LinearCrossEntropyOutput._fields if asked.get(name, options.telemetry)]
-
-
-def new_outputs(num_rows: int, options: Options, device: torch.device) -> LinearCrossEntropyOutput:
-    """Allocate the requested outputs."""
+def new_outputs(num_rows: int, options: Options, like: Tensor, ids: Tensor | None) -> LinearCrossEntropyOutput:
+    """Allocate the requested outputs on like's device; `ids` [..., K] of candidates."""
     outputs: dict[str, Any] = {"entropy": None}
-    for name in outputs_asked_for(options):
-        dtype = torch.int64 if name == "argmax" else torch.float32
-        outputs[name] = torch.empty(num_rows, dtype=dtype, device=device)
-    if options.candidates is not None:
-        outputs["candidate_logprobs"] = outputs["logprobs"].new_empty(num_rows, options.candidates.shape[-1])
+    asked = {"logprobs": True, "entropy": options.entropy, "lse": True, "candidate_logprobs": False}
+    for name in LinearCrossEntropyOutput._fields:
+        if asked.get(name, options.telemetry):
+            outputs[name] = like.new_empty(num_rows, dtype=torch.int64 if name == "argmax" else torch.float32)
+    if ids is not None:
+        outputs["candidate_logprobs"] = like.new_empty(num_rows, ids.shape[-1], dtype=torch.float32)
     return LinearCrossEntropyOutput(**outputs)
 
 

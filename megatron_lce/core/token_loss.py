@@ -160,7 +160,7 @@ class _Losses:
         """Return the outputs and metrics of all blocks: 0 in skipped rows."""
         if not self._outputs:  # a call of the loss with no tokens gives the names of its metrics
             device = self._call.hidden.device
-            no_outputs = new_outputs(0, self._call.options, device)
+            no_outputs = new_outputs(0, self._call.options, self._call.hidden, self._call.candidates)
             self.add(no_outputs, torch.empty(0, dtype=torch.bool, device=device), slice(0, 0))
         outputs, names = computed.spread_outputs(self._joined_outputs()), self._metrics[0]
         return outputs, {name: computed.spread(torch.cat([part[name] for part in self._metrics])) for name in names}
