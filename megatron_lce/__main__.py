@@ -156,9 +156,10 @@ def _estimate(arguments: argparse.Namespace) -> int:
     except ValueError as error:  # the workspace is too small for the head
         arguments.fail(f"--workspace-mib {arguments.workspace_mib}: {error}")
     if arguments.json:
-        print(json.dumps({"step": f"{name}{step}", "heads": rows, "verdict": verdict(rows, budget)}, indent=1))
+        found = {"step": f"{name}{step}", "plan": step.plan._asdict(), "heads": rows, "verdict": verdict(rows, budget)}
+        print(json.dumps(found, indent=1))
     else:
-        print(format_estimates(f"{name}{step}", rows, budget, notes))
+        print(format_estimates(f"{name}{step}", rows, budget, [f"megatron-lce cuts it into {step.plan}.", *notes]))
     return 0
 
 

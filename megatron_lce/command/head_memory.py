@@ -12,6 +12,7 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from megatron_lce.core import plan
+from megatron_lce.core.call_plan import Plan, plan_cross_entropy
 from megatron_lce.core.options import WORKSPACE_BYTES
 from megatron_lce.core.statistics import num_extremes, num_sums, packed_rows
 
@@ -87,6 +88,12 @@ class HeadStep:
             sums_weight=self.dtype.itemsize == 2 and not self.main_grad,
             even=self.columns % plan.ALIGNED_COLUMNS == 0,
         )
+
+    @property
+    def plan(self) -> Plan:
+        """How `linear_cross_entropy` cuts the step."""
+        sizes = self.size, self.computed, self.columns, self.workspace_bytes
+        return plan_cross_entropy(*sizes, logits_cache_bytes=self.logits_cache_bytes)
 
 
 class Needs(NamedTuple):

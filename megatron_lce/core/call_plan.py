@@ -27,6 +27,12 @@ class Plan(NamedTuple):
     slab_columns: int  # 0: every column is cached, or there is no gradient
     scales_hidden: bool  # there is room for a copy of a block's hidden states, see `Backend.grad_logits_from_cache`
 
+    def __str__(self) -> str:
+        return (
+            f"blocks of {self.block_tokens:,} tokens, statistics of {self.stats_tokens:,} at once, "
+            f"{self.cached_columns:,} columns cached, slabs of {self.slab_tokens:,} x {self.slab_columns:,} logits"
+        )
+
 
 @lru_cache(maxsize=1024)
 def plan_cross_entropy(
