@@ -72,6 +72,23 @@ def test_a_small_tail_keeps_its_digits(kind, gap):
     check(kind, "bin", student, teacher)
 
 
+@pytest.mark.parametrize(("kind", "tail"), list(itertools.product(KINDS, TAILS)))
+def test_an_id_that_the_student_forbids(kind, tail):
+    """0 log 0 is 0, so that reverse KL and JSD are what they are of the least probability; forward KL is infinite."""
+    ids = torch.arange(9).expand(6, -1)
+    (_, student), (_, teacher) = logprobs_at(0, ids), logprobs_at(1, ids)
+    never, hardly = (student.clone() for _ in range(2))
+    never[:, 3], hardly[:, 3] = -torch.inf, -80.0
+    results = []
+    for logprobs in (never, hardly):
+        leaf = logprobs.float().requires_grad_()
+        found = megatron_lce.topk_divergence(leaf, teacher.float(), kind, tail=tail, beta=0.3)
+        results.append((found.detach(), *torch.autograd.grad(found.sum(), leaf)))
+    (value, grad), (of_hardly, grad_of_hardly) = results
+    torch.testing.assert_close(value, torch.full_like(value, torch.inf) if kind == "forward" else of_hardly)
+    torch.testing.assert_close(grad, grad_of_hardly, rtol=1e-6, atol=1e-12)
+
+
 @pytest.mark.parametrize("tail", TAILS)
 def test_ignored_tokens_of_the_recipe(tail, backend, device):
     """Masked, they count 0 and get no gradient; `linear_token_loss` leaves them out by itself."""

@@ -12,8 +12,9 @@ With logprobs t of the teacher and s of the student at the K ids, over the whole
     "bin"          one more id, of probability 1 - sum of p in each model: Megatron-LM's ghost token
     "renormalise"  left out, and both models renormalised over the K: ms-swift's `gkd_logits_topk`, NeMo-RL's default
 
-With "drop" divergences can be negative. Ids with a teacher logprob of -inf are padding. Candidates of an ignored token
-have logprobs of 0, which are no distribution: mask its divergence.
+With "drop" divergences can be negative. Ids with a teacher logprob of -inf are padding; a student logprob of -inf makes
+"forward" infinite, and is a probability of 0 in the others. Candidates of an ignored token have logprobs of 0, which
+are no distribution: mask its divergence.
 """
 
 from typing import Literal
@@ -55,13 +56,14 @@ def topk_divergence(
     counts = ~teacher_logprobs.isneginf()
     teacher, student = (_with_tail(one.float(), counts, tail) for one in (teacher_logprobs.detach(), student_logprobs))
     p_teacher, p_student = teacher.exp(), student.exp()
+    finite = student.masked_fill(student.isneginf(), 0.0)  # its factor p_student is 0 there, and 0 log 0 is 0
     if kind == "forward":
         terms = p_teacher * (teacher - student)
     elif kind == "reverse":
-        terms = p_student * (student - teacher)
+        terms = p_student * (finite - teacher)
     else:
         mixture = (beta * p_teacher + (1 - beta) * p_student).clamp(min=_LEAST).log()
-        terms = beta * p_teacher * (teacher - mixture) + (1 - beta) * p_student * (student - mixture)
+        terms = beta * p_teacher * (teacher - mixture) + (1 - beta) * p_student * (finite - mixture)
     if tail == "bin":
         counts = torch.nn.functional.pad(counts, (0, 1), value=True)
     return torch.where(counts, terms, 0.0).sum(dim=-1)
