@@ -4,12 +4,14 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_lce.checks import validation
 from megatron_lce.checks.together import checked_together
 from megatron_lce.core.cross_entropy import linear_cross_entropy_autograd
 from megatron_lce.core.eager import eager
 from megatron_lce.core.options import WORKSPACE_BYTES, BackendName, LinearCrossEntropyOutput, Options, WeightGradSink
 
 
+@validation.renamed("skip_ignored", "skip_masked")
 @eager
 def linear_cross_entropy(
     hidden: Tensor,  # [..., H]

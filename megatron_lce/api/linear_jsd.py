@@ -26,6 +26,7 @@ from megatron_lce.core.options import WORKSPACE_BYTES, BackendName, LinearCrossE
 from megatron_lce.core.products import laid_out, own_arithmetic, product
 
 
+@validation.renamed("skip_ignored", "skip_masked")
 @eager
 def linear_jsd(
     student_hidden: Tensor,  # [..., H_student]

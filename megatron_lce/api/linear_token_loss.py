@@ -40,6 +40,7 @@ class TokenLoss(NamedTuple):
     metrics: Metrics
 
 
+@validation.renamed("skip_ignored", "skip_masked")
 @eager
 def linear_token_loss(
     hidden: Tensor,  # [..., H]

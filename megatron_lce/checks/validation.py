@@ -1,7 +1,10 @@
 """Checks of single arguments: an error names the argument, what it must be and what it was."""
 
+import functools
 import math
-from typing import get_args
+import warnings
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -9,6 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from megatron_lce.core.options import BackendName, Options
 
+P = ParamSpec("P")
+R = TypeVar("R")
 _SMALLEST, _LARGEST = 1e-37, 1e38  # fp32 also holds the reciprocal, and log2 e times the number
 MAX_VOCABULARY = 2**31  # kernels hold ids in int32
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -33,6 +38,24 @@ def check_labels(labels: Tensor, vocab_size: int, ignore_index: int = -100) -> N
             f"labels must lie in [0, {vocab_size}) or equal ignore_index ({ignore_index}), got {count} that do not; "
             f"the first is {int(labels[position])} at {position}"
         )
+
+
+def renamed(name: str, other: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Let a function take a keyword by another name as well, with a warning that says which it is."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            if other in kwargs:
+                if name in kwargs:
+                    raise TypeError(f"{other} must not be given beside {name}, its name here")
+                warnings.warn(f"{other} is called {name} here", UserWarning, stacklevel=2)
+                kwargs[name] = kwargs.pop(other)
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate
 
 
 def require(holds: bool, name: str, requirement: str, got: object, error: type[Exception] = ValueError) -> None:

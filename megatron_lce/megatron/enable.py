@@ -12,6 +12,7 @@ from megatron_lce.checks.validation import (
     check_fraction,
     check_number,
     check_options,
+    renamed,
     require,
 )
 from megatron_lce.core.options import WORKSPACE_BYTES, BackendName, Options
@@ -82,6 +83,7 @@ class FusedLinearCE:
             self._fused.close()
 
 
+@renamed("skip_masked", "skip_ignored")
 def enable_fused_linear_ce(
     model: nn.Module | Sequence[nn.Module],
     use_fused_linear_ce: bool = True,

@@ -140,3 +140,19 @@ def test_a_loss_replaced_after_enabling_is_restored_first(untied):
     assert handle.enabled
     handle.remove()
     assert state(untied) == before
+
+
+def test_skipping_by_the_name_that_it_has_in_a_call(untied, tensors, labels):
+    with pytest.warns(UserWarning, match="^skip_ignored is called skip_masked here$"):
+        assert "skip_masked=True" in repr(enable(untied, skip_ignored=True))
+    both = {"skip_ignored": True, "skip_masked": True}
+    assert_refused(
+        TypeError, "skip_ignored must not be given beside skip_masked, its name here", enable, untied, **both
+    )
+    with capture_lm_head(untied) as head:
+        untied(*tensors)
+    labels[:, ::2] = -100
+    expected = head.linear_cross_entropy(labels, skip_ignored=True)
+    with pytest.warns(UserWarning, match="^skip_masked is called skip_ignored here$"):
+        found = head.linear_cross_entropy(labels, skip_masked=True)
+    assert torch.equal(found.logprobs, expected.logprobs)
