@@ -51,7 +51,10 @@ def summed_token_loss(
     with_gradient: bool,
 ) -> TokenLossResults:
     """Compute the statistics, the losses and, if requested, the gradients, block by block."""
-    options, computed = call.options, ComputedRows.of(call.labels, call.options)
+    options = call.options
+    # Launched before the host waits for the number of rows, if it does.
+    all_rows = call.backend.prepare_rows(call.labels, call.temperature, options, call.shard)
+    computed = ComputedRows.of(call.labels, options)
     plan = plan_token_loss(
         call.size,
         computed.count,
@@ -64,7 +67,7 @@ def summed_token_loss(
     cache = new_cache(call.size, min(plan.block_tokens, computed.count), plan.cached_columns, call.hidden)
     tokens = tokens_in_blocks(call.hidden, computed, plan.block_tokens, options, unscaled_dtype(call))
     computed = tokens.computed
-    all_rows = computed.select_rows(call.backend.prepare_rows(call.labels, call.temperature, options, call.shard))
+    all_rows = computed.select_rows(all_rows)
     labels = computed.select(call.labels)
     ids = None if call.candidates is None else computed.select(call.candidates)
     losses = _Losses(loss, [computed.select(tensor) for tensor in per_token], call, with_gradient)
