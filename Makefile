@@ -25,7 +25,7 @@ make test-all         the slow tests too, before a release
 make lint             ruff and mypy
 make fuzz             random calls against fp64: a quarter of an hour on two cores
 make test-matrix      tests with other versions of megatron-core, torch and Triton: gigabytes
-make test-frameworks  other projects' code with the patches in docs/recipes
+make test-frameworks  other projects' code with the plugins and lines of docs/integrations.md
 make bench            time and memory of heads on this machine
 make clean            remove $(VENV) and demo_out
 
@@ -100,11 +100,11 @@ test-matrix: $(INSTALLED) $(MEGATRON_VERSIONS:%=$(MEGATRON)/%/megatron) $(TORCH_
 		$(TORCH)/$$versions/bin/python -m pytest --numprocesses 2 --dist load --maxschedchunk 1 $(TORCH_TESTS); \
 	done
 
-# Other projects' own code with a plugin or a diff of docs/recipes: of released wheels, and of checkouts whose paths are given,
+# Other projects' own code with what docs/integrations.md shows: of released wheels, and of checkouts whose paths are given,
 # as in `make test-frameworks SLIME=../slime`. What is skipped says what it needs.
 FRAMEWORKS := $(VENV)/frameworks
 FRAMEWORK_WHEELS := $(addprefix verl-,0.8.0 0.9.0 0.9.1) $(addprefix megatron_bridge-,0.3.1 0.4.2 0.5.1 0.6.0 0.6.2) \
-	ms_swift-4.6.0 mcore_bridge-1.6.5
+	areal-1.0.4 ms_swift-4.6.0 mcore_bridge-1.6.5 skyrl-0.4.0
 
 $(FRAMEWORKS)/%: $(INSTALLED)
 	$(BIN)/python -m pip download --quiet --no-deps --python-version 3.12 --only-binary=:all: \

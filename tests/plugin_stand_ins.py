@@ -10,6 +10,7 @@ STEPS = """
     def train_one_step(args, model):
         return model[0]()
 """
+SKYRL = "skyrl.backends.skyrl_train.distributed.megatron.model_utils"
 # By framework: its files, and what each plugin replaces there.
 FILES = {
     "verl": {
@@ -84,6 +85,20 @@ FILES = {
         """,
         "megatron/trainers/utils.py": "def compute_per_token_logps_fn(model, args): ...",
         "megatron/trainers/rlhf_mixin.py": "from swift.megatron.trainers.utils import compute_per_token_logps_fn",
+        "rlhf_trainers/gkd_loss.py": """
+            def gkd_loss(
+                student_logits, teacher_output, labels, beta, temperature, gather_fn=None, log_softmax_fn=None,
+                kl_div_fn=None, chunk_size=512
+            ): ...
+        """,
+        "megatron/trainers/gkd_trainer.py": """
+            from swift.rlhf_trainers.gkd_loss import gkd_loss
+
+            class MegatronGKDTrainer:
+                def _compute_teacher_logits_local(self, encoded_batches, vp_stage=None): ...
+                def loss_func(self, output_tensor, *, labels, teacher_output, data_source=None): ...
+                def forward_step(self, data_iterator, model): ...
+        """,
         "megatron/trainers/grpo_trainer.py": """
             from swift.megatron.trainers.vocab_parallel_utils import compute_logps_and_entropy_from_logits
 
@@ -102,8 +117,53 @@ FILES = {
         """,
         "training/other_step.py": "from megatron.bridge.training.gpt_step import _forward_step_common",
     },
+    "nemo_rl": {
+        "distributed/model_utils.py": """
+            def from_parallel_hidden_states_to_logprobs(
+                tensor_parallel_hidden_states, output_weight_layer, runtime_gather_output, target, vocab_start_index,
+                vocab_end_index, tp_group, inference_only=False, cp_group=None, chunk_size=None
+            ): ...
+        """,
+        "train.py": "from nemo_rl.distributed.model_utils import from_parallel_hidden_states_to_logprobs",
+    },
+    "skyrl": {
+        "backends/skyrl_train/distributed/megatron/model_utils.py": """
+            def _fused_lm_head_logprob_apply(
+                backend, hidden, weight, target, vocab_start_index, vocab_end_index, chunk_size, tp_group,
+                inference_only
+            ): ...
+
+            def from_parallel_hidden_to_logprobs(
+                hidden, lm_head_weight, target, vocab_start_index, vocab_end_index, tp_group, inference_only=False,
+                cp_group=None, chunk_size=None, temperature=1.0, fused_backend="torch"
+            ): ...
+
+            def from_parallel_hidden_to_logprobs_packed_sequences(
+                hidden, lm_head_weight, target, cu_seqlens_padded, unpacked_seqlen, vocab_start_index, vocab_end_index,
+                group, inference_only=False, cp_group=None, chunk_size=None, attention_mask=None, sub_seq_lengths=None,
+                temperature=1.0, fused_backend="torch"
+            ): ...
+        """,
+        "worker.py": f"from {SKYRL} import from_parallel_hidden_to_logprobs",
+    },
+    "areal": {
+        "models/mcore/vocab_parallel_head.py": """
+            def chunked_lm_head_logprobs_entropy(
+                output_layer, hidden_states, weight, labels, *, temperature, chunk_size, logit_scale=1.0
+            ): ...
+        """,
+        "engine.py": "from areal.models.mcore.vocab_parallel_head import chunked_lm_head_logprobs_entropy",
+    },
+    "megatron.rl": {
+        "rl_utils.py": """
+            def selective_log_softmax(logits, index): ...
+            def get_logprobs(model, tokens, position_ids, no_grad=False): ...
+            def compute_logprobs_batch(model, data_loader, dtype, pp_group): ...
+        """,
+        "train.py": "from megatron.rl.rl_utils import get_logprobs",
+    },
 }
-PLUGIN_OF = {"swift": "ms_swift", "megatron.bridge": "bridge"}
+PLUGIN_OF = {"swift": "ms_swift", "megatron.bridge": "bridge", "megatron.rl": "megatron_rl"}
 BY_NAME = {  # modules that import a replaced function by its name
     "verl": [("verl.models.mcore.registry", "gptmodel_forward_model_engine")],
     "slime": [("slime.backends.megatron_utils.actor", name) for name in ("get_log_probs_and_entropy", "forward_only")],
@@ -113,4 +173,8 @@ BY_NAME = {  # modules that import a replaced function by its name
         ("swift.megatron.trainers.grpo_trainer", "compute_logps_and_entropy_from_logits"),
     ],
     "megatron.bridge": [("megatron.bridge.training.other_step", "_forward_step_common")],
+    "nemo_rl": [("nemo_rl.train", "from_parallel_hidden_states_to_logprobs")],
+    "skyrl": [("skyrl.worker", "from_parallel_hidden_to_logprobs")],
+    "areal": [("areal.engine", "chunked_lm_head_logprobs_entropy")],
+    "megatron.rl": [("megatron.rl.train", "get_logprobs")],
 }

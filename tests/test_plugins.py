@@ -125,8 +125,12 @@ MOVED = {
     "verl": "gptmodel_forward_model_engine _build_mtp_loss_mask_nested linear_cross_entropy",
     "slime": "get_log_probs_and_entropy get_responses _allgather_cp_redistribute forward_only train_one_step",
     "miles": "get_log_probs_and_entropy get_responses forward_only",
-    "swift": "compute_logps_and_entropy_from_logits compute_per_token_logps_fn MegatronGRPOTrainer",
+    "swift": "compute_logps_and_entropy_from_logits compute_per_token_logps_fn MegatronGRPOTrainer MegatronGKDTrainer",
     "megatron.bridge": "_forward_step_common",
+    "nemo_rl": "from_parallel_hidden_states_to_logprobs",
+    "skyrl": "_fused_lm_head_logprob_apply",
+    "areal": "chunked_lm_head_logprobs_entropy",
+    "megatron.rl": "selective_log_softmax",
 }
 
 
@@ -153,6 +157,10 @@ CHANGED = {  # a parameter that is renamed, and its function
     "miles": "max_seq_lens get_log_probs_and_entropy",
     "swift": "labels compute_logps_and_entropy_from_logits",
     "megatron.bridge": "_get_batch_fn _forward_step_common",
+    "nemo_rl": "runtime_gather_output from_parallel_hidden_states_to_logprobs",
+    "skyrl": "unpacked_seqlen from_parallel_hidden_to_logprobs_packed_sequences",
+    "areal": "chunk_size chunked_lm_head_logprobs_entropy",
+    "megatron.rl": "index selective_log_softmax",
 }
 
 

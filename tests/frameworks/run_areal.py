@@ -1,12 +1,12 @@
-"""AReaL's logprobs from hidden states, with the diff of docs/recipes, against its own of logits.
+"""AReaL's logprobs from hidden states with the plugin, against its own of logits.
 
-torchrun --nproc-per-node 2 tests/frameworks/run.py areal FOLDER      # FOLDER/areal: with the diff applied
+torchrun --nproc-per-node 2 tests/frameworks/run.py areal FOLDER      # FOLDER/areal
 """
 
 from pathlib import Path
 
 import torch.distributed as dist
-from comparing import LABELS, POSITIONS, TEMPERATURE, TOKENS, cases, compare
+from comparing import LABELS, POSITIONS, TEMPERATURE, TOKENS, cases, compare_with_plugin
 from stand_ins import packages_without_their_init, stand_in
 from torch import Tensor, nn
 
@@ -18,6 +18,8 @@ def program(folder: Path) -> None:
     stand_in("areal.infra.platforms", is_npu_available=False)
     from areal.models.mcore import vocab_parallel_head
     from areal.utils.functional import vocab_parallel
+
+    from megatron_lce.plugins import areal
 
     group = dist.group.WORLD
 
@@ -50,4 +52,4 @@ def program(folder: Path) -> None:
         }
 
     for case in cases():
-        compare(f"AReaL, {case.name}", case, fused, unfused)
+        compare_with_plugin(f"AReaL, {case.name}", case, areal, fused, unfused)

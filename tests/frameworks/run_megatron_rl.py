@@ -1,6 +1,6 @@
-"""Megatron-RL's logprobs, with the diff of docs/recipes, against its own of gathered logits; context-parallel too.
+"""Megatron-RL's logprobs with the plugin, against its own of gathered logits; context-parallel too.
 
-    PYTHONPATH=OWN torchrun --nproc-per-node 2 tests/frameworks/run.py megatron_rl OWN FUSED  # they have megatron/rl
+    PYTHONPATH=FOLDER torchrun --nproc-per-node 2 tests/frameworks/run.py megatron_rl FOLDER  # FOLDER/megatron/rl
 
 Stand-ins: arguments, timers, the precision wrapper, and the function of TransformerEngine that says which tokens a rank
 has. Under context parallelism (`--context`) attention sees a rank's own tokens only, as it does on both sides.
@@ -9,16 +9,15 @@ has. Under context parallelism (`--context`) attention sees a rank's own tokens 
 import contextlib
 import sys
 from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from comparing import VOCABULARY, Wrapper, cases, compare
+from comparing import VOCABULARY, Wrapper, cases, compare_with_plugin
 from megatron.core.packed_seq_params import PackedSeqParams
-from stand_ins import definitions
+from stand_ins import module_with
 from torch import Tensor, nn
 
 LENGTH = 16
@@ -38,7 +37,7 @@ def partitioned_indices(_: Tensor, length: int, ranks: int, rank: int) -> Tensor
     return torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]])
 
 
-def get_logprobs(folder: Path, context: bool) -> Callable[..., Tensor]:
+def import_utils(folder: Path, context: bool) -> ModuleType:
     alone = dist.new_subgroups(group_size=1)[0]
     groups = SimpleNamespace(cp=dist.group.WORLD if context else alone, pp=alone)
     known = {
@@ -52,22 +51,23 @@ def get_logprobs(folder: Path, context: bool) -> Callable[..., Tensor]:
         "set_model_config_attribute": lambda model, name, value: setattr(model.config, name, value),
         "tex": SimpleNamespace(thd_get_partitioned_indices=partitioned_indices),
     }
-    names = "selective_log_softmax", "_build_cp_scatter_cache", "_scatter_for_context_parallel"
-    return definitions(folder / "megatron/rl/rl_utils.py", "megatron.rl.rl_utils", *names, "get_logprobs", **known)[-1]
+    names = "selective_log_softmax", "_build_cp_scatter_cache", "_scatter_for_context_parallel", "get_logprobs"
+    file, name = folder / "megatron/rl/rl_utils.py", "megatron.rl.rl_utils"
+    return module_with(file, name, *names, "compute_logprobs_batch", **known)
 
 
-def program(*folders: Path) -> None:
+def program(folder: Path) -> None:
     context = "--context" in sys.argv
-    own, fused = (get_logprobs(folder, context) for folder in folders)
+    utils = import_utils(folder, context)
+    from megatron_lce.plugins import megatron_rl
+
     tokens = torch.randint(VOCABULARY, (1, LENGTH), generator=torch.Generator().manual_seed(0))
 
-    def outputs(function: Callable[..., Tensor]) -> Any:
-        def of(model: nn.Module) -> dict[str, Tensor]:
-            precision = Precision(model)
-            precision.config = model.config
-            return {"logprobs": function(precision, tokens, torch.arange(LENGTH)[None])}
-
-        return of
+    def outputs(model: nn.Module) -> dict[str, Tensor]:
+        precision = Precision(model)
+        precision.config = model.config
+        return {"logprobs": utils.get_logprobs(precision, tokens, torch.arange(LENGTH)[None])}
 
     for case in cases():
-        compare(f"Megatron-RL{', context-parallel' * context}, {case.name}", case, outputs(fused), outputs(own))
+        name = f"Megatron-RL{', context-parallel' * context}, {case.name}"
+        compare_with_plugin(name, case, megatron_rl, outputs, outputs)

@@ -1,8 +1,8 @@
-"""Megatron-SWIFT's GRPO step and logprobs with the plugin, GKD's with docs/recipes' diff, against its own of logits.
+"""Megatron-SWIFT's GRPO step, logprobs and GKD step with the plugin, against its own of logits.
 
     torchrun --nproc-per-node 2 tests/frameworks/run.py ms_swift OWN FUSED BRIDGE
 
-OWN/swift: as it is, FUSED/swift: with the diff, BRIDGE/mcore_bridge: whose model's way from hidden to logits is taken.
+OWN/swift: without the plugin, FUSED/swift: with, BRIDGE/mcore_bridge: its model's way from hidden to logits is taken.
 Stand-ins: the batch's preparation, router replay, profiling, and what reduces metrics.
 """
 
@@ -38,7 +38,7 @@ def import_swift(folder: Path, plugin: bool = False) -> SimpleNamespace:
     known = {name: value for name, value in imported.items() if not name.startswith("__")}
     known |= {
         "ContextManagers": lambda contexts: contextlib.nullcontext(),
-        "GRPOSample": None,
+        **dict.fromkeys(("GKDSample", "GRPOSample")),
         "MegatronRLHFTrainer": object,
         "MegatronRolloutMixin": type("Mixin", (), {}),
         "RouterReplayHelper": NO_REPLAY,
@@ -54,10 +54,7 @@ def import_swift(folder: Path, plugin: bool = False) -> SimpleNamespace:
     def module(name: str, *names: str) -> ModuleType:
         return module_with(folder / f"swift/megatron/trainers/{name}.py", f"{TRAINERS}.{name}", *names, **known)
 
-    with contextlib.suppress(AssertionError):  # of the diff only
-        known["fused_gkd_loss"] = module("gkd_trainer", "fused_gkd_loss").fused_gkd_loss
-    gkd = "forward_step", "loss_func", "_compute_teacher_logits_local"
-    of_gkd = module("gkd_trainer", *gkd)
+    of_gkd = module("gkd_trainer", "MegatronGKDTrainer")
     trainer, logprobs = module("grpo_trainer", "MegatronGRPOTrainer"), module("utils", "compute_per_token_logps_fn")
     if plugin:
         switch_on(folder)
@@ -66,7 +63,7 @@ def import_swift(folder: Path, plugin: bool = False) -> SimpleNamespace:
         modules={name: module for name, module in sys.modules.items() if name.partition(".")[0] == "swift"},
         grpo=lambda *inputs: trainer.MegatronGRPOTrainer.forward_step(*inputs),
         logprobs=lambda *inputs, **keywords: logprobs.compute_per_token_logps_fn(*inputs, **keywords),
-        gkd={name: getattr(of_gkd, name) for name in gkd},
+        gkd=of_gkd.MegatronGKDTrainer,
     )
 
 
@@ -133,10 +130,10 @@ def gkd(swift: SimpleNamespace, teacher: nn.Module, beta: float, model: nn.Modul
     settings = {"_is_self_distillation": False, "teacher_models": [teacher], "gkd_logits_topk": None, "beta": beta}
     own = trainer(use_teacher_api=False, sft_alpha=0.5, unwrapped_models=[model], **settings)
     own.load_teacher_model_context = contextlib.nullcontext
-    own.loss_func = functools.partial(swift.gkd["loss_func"], own)
+    own.loss_func = functools.partial(swift.gkd.loss_func, own)
     inputs: dict[str, Any] = batch() | {"teacher_model_inputs": batch()}
-    swift.gkd["_compute_teacher_logits_local"](own, [inputs])
-    output, loss = swift.gkd["forward_step"](own, iter([inputs]), Wrapper(Wrapper(model)))
+    swift.gkd._compute_teacher_logits_local(own, [inputs])
+    output, loss = swift.gkd.forward_step(own, iter([inputs]), Wrapper(Wrapper(model)))
     total, *number, _ = loss(output)
     if not number:  # of a version whose loss is a mean
         total = total * (inputs["labels"] != -100).sum()

@@ -1,8 +1,8 @@
-"""NeMo-RL's logprobs from hidden states, with the diff of docs/recipes, and its distillation, against those of logits.
+"""NeMo-RL's logprobs from hidden states with the plugin, and its distillation, against those of logits.
 
-    torchrun --nproc-per-node 2 tests/frameworks/run.py nemo_rl FUSED OWN     # FUSED/nemo_rl: with the diff applied
+    torchrun --nproc-per-node 2 tests/frameworks/run.py nemo_rl FOLDER     # FOLDER/nemo_rl
 
-Distillation changes no file: its losses over a teacher's whole vocabulary and over its top-k are computed from captured
+Distillation needs no plugin: its losses over a teacher's whole vocabulary and over its top-k are computed from captured
 heads, the teacher's being its hidden states and this rank's shard of its weight.
 """
 
@@ -14,7 +14,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from comparing import COLUMNS, MASK, POSITIONS, TEMPERATURE, TOKENS, Case, cases, compare, sharpened
+from comparing import (
+    COLUMNS,
+    MASK,
+    POSITIONS,
+    TEMPERATURE,
+    TOKENS,
+    Case,
+    cases,
+    compare,
+    compare_with_plugin,
+    sharpened,
+)
 from megatron.core import tensor_parallel
 from stand_ins import definitions, packages_without_their_init
 from torch import Tensor, nn
@@ -55,8 +66,8 @@ def distil(case: Case, folder: Path, model_utils: Any) -> None:
     top = logits.topk(K)
 
     def over_vocabulary(model: nn.Module, reverse: bool) -> dict[str, Tensor]:
-        options = {"beta": float(reverse), "temperature": TEMPERATURE, "token_weights": weights / number}
-        return {"loss": captured(model).linear_jsd(teacher_head, **options)[None] * TEMPERATURE**2}
+        losses = captured(model).linear_jsd(teacher_head, beta=float(reverse), temperature=TEMPERATURE)
+        return {"loss": (losses * weights / number).sum()[None] * TEMPERATURE**2}
 
     def own_over_vocabulary(model: nn.Module, reverse: bool) -> dict[str, Tensor]:
         own = full()
@@ -90,9 +101,11 @@ def distil(case: Case, folder: Path, model_utils: Any) -> None:
         compare(f"NeMo-RL, top-k, {kind}{', zero outside' * zero}, {case.name}", case, *ways)
 
 
-def program(changed_folder: Path, own_folder: Path) -> None:
-    packages_without_their_init(changed_folder, "nemo_rl.distributed", "nemo_rl.algorithms")
+def program(folder: Path) -> None:
+    packages_without_their_init(folder, "nemo_rl.distributed", "nemo_rl.algorithms")
     from nemo_rl.distributed import model_utils
+
+    from megatron_lce.plugins import nemo_rl
 
     rank, ranks, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     shard = {"vocab_start_index": COLUMNS // ranks * rank, "vocab_end_index": COLUMNS // ranks * (rank + 1)}
@@ -110,5 +123,5 @@ def program(changed_folder: Path, own_folder: Path) -> None:
         return {"logprobs": model_utils.from_parallel_logits_to_logprobs(logits, TOKENS, tp_group=group, **shard)}
 
     for case in cases():
-        compare(f"NeMo-RL, {case.name}", case, fused, unfused)
-        distil(case, own_folder, model_utils)
+        compare_with_plugin(f"NeMo-RL, {case.name}", case, nemo_rl, fused, unfused)
+        distil(case, folder, model_utils)

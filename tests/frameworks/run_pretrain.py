@@ -1,4 +1,4 @@
-"""The forward step of Megatron-LM's pretrain_gpt.py, with the diff of docs/recipes, against the step as it is.
+"""The forward step of Megatron-LM's pretrain_gpt.py, with the lines of docs/integrations.md, against the step as it is.
 
     torchrun --nproc-per-node 2 tests/frameworks/run.py pretrain OWN FUSED      # folders that have pretrain_gpt.py
 

@@ -1,4 +1,4 @@
-"""Other projects' own code with a plugin or a diff of docs/recipes, beside the same code as it is.
+"""Other projects' own code with what docs/integrations.md shows, beside the same code as it is.
 
 `make test-frameworks` says where the unpacked wheels lie (FRAMEWORKS, MEGATRON) and passes on the paths of checkouts.
 """
@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import recipes
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]
@@ -21,6 +20,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 YOURS = os.environ.get("PYTHONPATH", "")
 INSTALLED, NEWEST = "", "MEGATRON/0.19.2"  # Megatron-core: that of this Python, 0.16.1, and the newest release
 VERL = "FRAMEWORKS/verl-0.9.0", "FRAMEWORKS/verl-0.9.1", "VERL"
+SKYRL = "FRAMEWORKS/skyrl-0.4.0", "SKYRL"
 RELEASED, MAIN = "FRAMEWORKS/ms_swift-4.6.0", "MS_SWIFT"
 BRIDGE = "FRAMEWORKS/mcore_bridge-1.6.5"
 MEGATRON_BRIDGE = "FRAMEWORKS/megatron_bridge-0.6.0", "FRAMEWORKS/megatron_bridge-0.6.2", "MEGATRON_BRIDGE/src"
@@ -50,18 +50,17 @@ def run(ranks: int, program: str, *arguments: object, megatron: str = INSTALLED)
     assert "ok " in result.stdout + result.stderr
 
 
-PROGRAMS = [  # run_NAME.py, and its folders; behind a space: the diff that is applied to a copy
-    ("areal", "AREAL areal"),
-    ("areal_pull", "AREAL_1322 areal_1322"),
+PROGRAMS = [  # run_NAME.py, and its folders; behind a space: a file of it that gets the page's lines, in a copy
+    ("areal", "AREAL"),
     *((name, folder) for name in ("bridge", "bridge_training") for folder in MEGATRON_BRIDGE),
     ("mcore_adapter", "ROLL"),
-    ("megatron_rl", "MEGATRON_LM", "MEGATRON_LM megatron_rl"),
+    ("megatron_rl", "MEGATRON_LM"),
     ("miles", "MILES"),
-    ("ms_swift", RELEASED, f"{RELEASED} ms_swift", BRIDGE),
+    ("ms_swift", RELEASED, RELEASED, BRIDGE),
     *(("ms_swift_preference", folder, BRIDGE) for folder in (RELEASED, MAIN)),
-    ("nemo_rl", "NEMO_RL nemo_rl", "NEMO_RL"),
-    ("pretrain", "MEGATRON_LM", "MEGATRON_LM megatron_lm"),
-    ("skyrl", "SKYRL skyrl"),
+    ("nemo_rl", "NEMO_RL"),
+    ("pretrain", "MEGATRON_LM", "MEGATRON_LM pretrain_gpt.py"),
+    *(("skyrl", folder) for folder in SKYRL),
     ("slime", "SLIME"),
     *((name, folder) for name in ("verl", "verl_engine", "verl_topk") for folder in VERL),
 ]
@@ -74,28 +73,37 @@ VERSIONS = {  # of Megatron-core, where that is not the installed one alone
 }
 CALLS = [
     *((n, megatron, row) for row in PROGRAMS for megatron in VERSIONS.get(row[0], (INSTALLED,)) for n in (1, 2)),
-    (2, "MEGATRON_LM", ("megatron_rl", "MEGATRON_LM", "MEGATRON_LM megatron_rl", "--context")),
+    (2, "MEGATRON_LM", ("megatron_rl", "MEGATRON_LM", "--context")),
     (2, INSTALLED, ("slime", "SLIME", "--context")),
     (2, INSTALLED, ("slime", "SLIME", "--context", "--allgather")),
     # At TP=2 the gradients of the main branch of August 2026 are wrong: the release is the judge.
-    (1, INSTALLED, ("ms_swift", MAIN, f"{MAIN} ms_swift", BRIDGE)),
-    (2, INSTALLED, ("ms_swift", RELEASED, f"{MAIN} ms_swift", BRIDGE)),
+    (1, INSTALLED, ("ms_swift", MAIN, MAIN, BRIDGE)),
+    (2, INSTALLED, ("ms_swift", RELEASED, MAIN, BRIDGE)),
 ]
+PAGE = (ROOT / "docs" / "integrations.md").read_text()
+ADDED = {
+    file: (name, line) for name, file, line in re.findall(r"^\| (.+) \| `(\S+\.py)` \| `(import .*)` \|$", PAGE, re.M)
+}
+ANCHOR, LINES = re.search(r"^     (timers.*)\n((?:\+.*\n)+)", PAGE, re.M).groups()  # of pretrain_gpt.py
 
 
-def test_every_recipe_is_run_here():
-    run_here = {folder.partition(" ")[2] for *_, row in CALLS for folder in row}
-    assert {path.stem for path in recipes.FOLDER.glob("*.diff")} <= run_here
+def with_lines(file: Path, lines: str, after: str) -> None:
+    """Adds lines behind the one that a pattern matches first."""
+    text = file.read_text()
+    place = re.search(f"{after}.*\n", text, re.MULTILINE)
+    assert place, f"{file} has no {after}"
+    file.write_text(text[: place.end()] + lines + text[place.end() :])
 
 
 @pytest.mark.parametrize(("ranks", "megatron", "row"), CALLS, ids=str)
 def test_program(ranks, megatron, row, tmp_path_factory):
     def prepared(argument):
-        name, _, recipe = argument.partition(" ")
-        if not recipe:
+        name, _, file = argument.partition(" ")
+        if not file:
             return name if name.startswith("--") else folder_of(name)
-        into = tmp_path_factory.mktemp(recipe)
-        recipes.adopt(recipe, folder_of(name), into)
+        into = tmp_path_factory.mktemp("copy")
+        shutil.copy(folder_of(name) / file, into)
+        with_lines(into / file, LINES.replace("+", ""), re.escape(ANCHOR))
         return into
 
     run(ranks, "run.py", row[0], *map(prepared, row[1:]), megatron=megatron)
@@ -109,6 +117,32 @@ def test_verl_workers(version):
     assert result.stderr.count("megatron_lce has replaced in verl") == 4  # a line of each worker with the plugin
 
 
+WORKERS = [  # a folder, the file that gets the page's line, and megatron-core
+    ("NEMO_RL", "nemo_rl/models/policy/workers/megatron_policy_worker.py", "MEGATRON_LM"),
+    *((folder, "skyrl/backends/skyrl_train/workers/megatron/megatron_worker.py", NEWEST) for folder in SKYRL),
+    ("AREAL", "areal/engine/megatron_engine.py", NEWEST),
+    ("MEGATRON_LM", "train_rl.py", "MEGATRON_LM"),
+]
+
+
+def test_every_line_of_the_page_is_tried():
+    assert {file for _, file, _ in WORKERS} == ADDED.keys()
+
+
+@pytest.mark.parametrize(("version", "file", "megatron"), WORKERS)
+def test_workers_with_the_line(version, file, megatron, tmp_path):
+    folder, root = folder_of(version), file.partition("/")[0]
+    if (folder / root).is_dir():
+        shutil.copytree(folder / root, tmp_path / root)
+    else:
+        shutil.copy(folder / file, tmp_path)
+    with_lines(tmp_path / file, f"{ADDED[file][1]}\n", r"^(import|from) (?!__future__)")
+    result = start([sys.executable, str(FOLDER / "run_workers.py"), str(tmp_path), file], folder_of(megatron), ROOT)
+    assert result.returncode == 0, result.stderr[-6000:]
+    assert result.stdout.startswith(f"ok      {file}: ")
+    assert version == "MEGATRON_LM" or "logprob" in result.stdout  # rl_utils cannot be imported here
+
+
 MOVED = [  # where each plugin looks for a function, and what it replaces there
     ("verl", VERL[0], "models/mcore/model_forward", "gptmodel_forward_model_engine"),
     ("verl", VERL[2], "models/mcore/model_forward", "gptmodel_forward_model_engine"),
@@ -117,6 +151,13 @@ MOVED = [  # where each plugin looks for a function, and what it replaces there
     ("miles", "MILES", "backends/training_utils/loss_hub/logit_processors", "get_log_probs_and_entropy"),
     ("miles", "MILES", "backends/megatron_utils/model", "forward_only"),
     ("ms_swift", RELEASED, "megatron/trainers/grpo_trainer", "MegatronGRPOTrainer.forward_step"),
+    ("ms_swift", MAIN, "rlhf_trainers/gkd_loss", "gkd_loss"),
+    ("nemo_rl", "NEMO_RL", "distributed/model_utils", "from_parallel_hidden_states_to_logprobs"),
+    *(
+        ("skyrl", folder, "backends/skyrl_train/distributed/megatron/model_utils", "_fused_lm_head_logprob_apply")
+        for folder in SKYRL
+    ),
+    ("areal", "AREAL", "models/mcore/vocab_parallel_head", "chunked_lm_head_logprobs_entropy"),
 ]
 
 
@@ -144,6 +185,7 @@ TOO_OLD = [  # plugin, folder of its framework's release, and what it lacks or h
         )
         for version in ("0.3.1", "0.4.2", "0.5.1")
     ),
+    ("areal", "areal-1.0.4", "needs chunked_lm_head_logprobs_entropy in .*: areal 1.0.4 has none there"),
 ]
 
 
