@@ -182,6 +182,8 @@ def transformer_config(options: GptOptions) -> TransformerConfig:
         "use_cpu_initialization": True,
         "batch_p2p_sync": False,
     }
+    if "transformer_impl" in TransformerConfig.__dataclass_fields__:  # from 0.21 on it chooses the loss, too
+        settings["transformer_impl"] = options.transformer_impl
     return TransformerConfig(**{**settings, **options.config})
 
 

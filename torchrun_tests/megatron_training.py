@@ -177,15 +177,20 @@ def check_loss_terms(case: cases.Case, device: torch.device, report: harness.Rep
 
 
 def check_other_models(case: cases.Case, device: torch.device, report: harness.Report) -> None:
-    """Flag on against off for a hybrid model and, where it has what the case asks for, for LLaVA around a GPTModel."""
-    kinds = [("hybrid", models.hybrid_model, models.text_loss)]
-    kinds += [] if case.sequence_parallel or case.mtp else [("LLaVA", models.llava_model, models.image_loss)]
+    """Flag on against off for a hybrid model and, where it has what the case asks for, for LLaVA around a GPTModel.
+
+    The hybrid model with an output processor, too.
+    """
+    ways = {"hybrid": (models.hybrid_model, models.text_loss, models.text_loss)}
+    ways["hybrid, output processor"] = models.hybrid_model, models.text_loss, models.processed_loss
+    if not (case.sequence_parallel or case.mtp):
+        ways["LLaVA"] = models.llava_model, models.image_loss, models.image_loss
     batch = cases.microbatches(case, device)[0]
-    for kind, build, loss_of in kinds:
+    for name, (build, *losses_of) in ways.items():
         found = []
-        for fused in (False, True):
+        for loss_of, fused in zip(losses_of, (False, name != "hybrid, output processor"), strict=True):
             # HybridModel does not know Megatron's own flag, and ours does not mind it
-            own_flag = OWN_FLAG if fused and kind == "hybrid" and LOSS_OF_HEAD else ()
+            own_flag = OWN_FLAG if fused and name == "hybrid" and LOSS_OF_HEAD else ()
             options = cases.gpt_options(dataclasses.replace(case, config=(*case.config, *own_flag)))
             model = build(options).to(device)
             handle = enable_fused_linear_ce(model, use_fused_linear_ce=fused)
@@ -194,4 +199,4 @@ def check_other_models(case: cases.Case, device: torch.device, report: harness.R
             losses.sum().backward()
             gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
             found.append({"losses": losses.detach(), **gradients})
-        compare_all(report, f"{kind} {case.name}: losses and gradients", found[1], found[0])
+        compare_all(report, f"{name} {case.name}: losses and gradients", found[1], found[0])

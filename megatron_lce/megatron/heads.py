@@ -161,6 +161,11 @@ def loss_reasons(language_model: LanguageModule) -> tuple[str, ...]:
         f"{method} was replaced by another library": _is_replaced(language_model, method),
         f"LanguageModule.{method} was replaced by another library": _is_patched(plain, LanguageModule),
     }
+    # Chosen by the backend's spec provider when the model is built (Megatron-LM's main from September 2026 on).
+    chosen: Any = getattr(language_model, "vocab_parallel_cross_entropy", None)
+    if chosen is not None:
+        name = _name_of(getattr(chosen, "func", chosen))
+        reasons[f"the model was built with a cross-entropy of its own, {name}"] = not name.startswith("megatron.core.")
     return tuple(reason for reason, holds in reasons.items() if holds)
 
 
