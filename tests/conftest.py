@@ -2,6 +2,8 @@
 
 import gc
 import os
+import subprocess
+import sys
 
 import hypothesis
 import pytest
@@ -55,6 +57,15 @@ def backend(request):
     if request.param == "triton":
         pytest.importorskip("triton")
     return request.param
+
+
+@pytest.fixture(scope="session")
+def package_index(tmp_path_factory):
+    """What pip needs to build an archive in an environment."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--retries", "0", "--timeout", "20"]
+    where = ["--dest", str(tmp_path_factory.mktemp("index")), "setuptools>=77"]
+    if subprocess.run(command + where, capture_output=True, check=False).returncode:
+        pytest.skip("needs a package index")
 
 
 @pytest.fixture

@@ -114,6 +114,7 @@ batch: dict[str, Tensor]; data_iterator: Any; attention_mask: None; hf_config: A
 
 
 def test_python_blocks_have_the_types_that_the_package_states(tmp_path):
+    pytest.importorskip("mypy")
     for page in PAGES:
         for number, block in enumerate(blocks(page, "python")):
             (tmp_path / f"{page.stem.lower()}_{number}.py").write_text(DECLARATIONS + block)

@@ -32,7 +32,7 @@ def run(*command, **keywords):
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory):
+def built(tmp_path_factory, package_index):
     """An environment with an editable install of a copy of the tree, and the copy's sdist and wheel."""
     folder = tmp_path_factory.mktemp("built")
     clean = shutil.ignore_patterns(".*", "*.egg-info", "__pycache__", "build", "dist", "demo_out")

@@ -23,7 +23,7 @@ print(megatron_lce.__file__)
 
 
 @pytest.mark.slow
-def test_the_wheel_in_an_environment_with_torch_alone(tmp_path):
+def test_the_wheel_in_an_environment_with_torch_alone(tmp_path, package_index):
     def run(*command: object) -> str:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
         done = subprocess.run([*map(str, command)], cwd=tmp_path, env=environment, capture_output=True, text=True)

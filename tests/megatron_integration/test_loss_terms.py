@@ -94,7 +94,7 @@ def test_without_a_fused_loss_they_raise(untied, tensors, labels):
             untied.output_layer,
             LinearCrossEntropyModule(
                 32, VOCAB_SIZE, config=untied.config, init_method=untied.config.init_method, bias=False
-            ),
+            ).to(labels.device),
         )
         later = f"{name} cannot be applied, because the loss is not fused: the model's output_layer was replaced"
         assert_refused(RuntimeError, later, untied, *tensors, labels=labels)
