@@ -14,7 +14,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from tests.oracle import Upstream, random_upstream
 
-FP32, BF16 = torch.float32, torch.bfloat16
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 SEQUENCE = 12  # divisible by 1, 2, 3 and 4 ranks
 SOMEWHERE = ("per token", "per token, some unusable")  # temperatures
 
@@ -133,7 +133,12 @@ class Share:
         if self.whole.keywords.get("sequence_parallel"):
             self.rows = slice(ranks.rank * length, (ranks.rank + 1) * length)
         self.hidden, self.weight, self.labels, self.upstream = self.whole.inputs
-        self.parts = {"hidden_rows": self.rows, "weight_rows": self.columns}
+        self.parts: dict[str, Any] = {"hidden_rows": self.rows, "weight_rows": self.columns}
+        ends = zip(self.case.starts, self.case.shards, strict=True)
+        self.shards = [slice(start, start + size) for start, size in ends]  # of all ranks
+        in_fp32 = case.dtype == FP16 and (case.operation == "linear_token_loss" or case.weighted)
+        if ranks.number > 1 and case.dtype != FP32 and not in_fp32:
+            self.parts["shards"] = self.shards  # hidden's gradient is summed in 16 bits
         must_pass = case.pass_vocab_start or case.reversed or len(set(self.case.shards)) > 1
         self.keywords: dict[str, Any] = self.whole.keywords | {
             "tp_group": ranks.group,

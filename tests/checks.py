@@ -22,7 +22,7 @@ from tests.jsd_oracle import (
     logits_of_products,
     materialised_jsd,
 )
-from tests.oracle import Result, comparisons, evaluate, oracle
+from tests.oracle import Result, comparisons, error_of_sum, evaluate, oracle, part_comparisons, relative_error
 
 WIDE_WORKSPACE = 2**29  # bytes: every token at once
 BITS_ALIGNMENT = 128  # shards cut at multiples of it give the bits of the whole
@@ -77,6 +77,13 @@ def check_cross_entropy(share: Share, findings: Findings, floors: Floors | None)
             # A sum of H fp32 terms, about sqrt(H) roundings, and the few that follow it.
             allowed = (8 + hidden.shape[-1] ** 0.5) * torch.finfo(torch.float32).eps
         check_error(share, name, error, allowed + more.get(name, 0.0), findings)
+    if (
+        "shards" in share.parts
+        and keywords.get("reduce_grad_hidden", True)
+        and not floors
+        and run is not evaluate_token_loss
+    ):
+        check_sum(share, actual.grad_hidden, findings, **options)
     same_dtypes = actual.grad_hidden.dtype == hidden.dtype and actual.grad_weight.dtype == weight.dtype
     findings.check(title(share, "gradients have their inputs' dtypes"), same_dtypes)
     asked = {"entropy": keywords.get("entropy", True), "argmax": keywords.get("telemetry", False)}
@@ -93,6 +100,28 @@ def check_cross_entropy(share: Share, findings: Findings, floors: Floors | None)
         share.ranks.backend == "triton" or keywords.get("workspace_bytes", WIDE_WORKSPACE) == WIDE_WORKSPACE
     ):
         check_bits(share, actual.outputs, findings)
+
+
+def check_sum(share: Share, grad_hidden: Tensor, findings: Findings, **options: Any) -> None:
+    """Each rank's part of hidden's gradient, before it is summed in 16 bits, and the sum of these very parts.
+
+    Neither budget holds the other's roundings: an error in the size of what both may be is found in one of them.
+    """
+    whole, keywords = share.whole, share.keywords | {"sequence_parallel": False, "reduce_grad_hidden": False}
+    (hidden, weight), labels = whole.heads[0], whole.labels
+    heads = hidden, weight[share.columns]
+    part = evaluate(lambda *of: cross_entropy(share, *of, **keywords), *heads, labels, whole.poisoned).grad_hidden
+    for name, error, allowed in part_comparisons(part, share.columns, *whole.inputs, **options):
+        check_error(share, name, error, allowed, findings)
+    parts = [torch.empty_like(part) for _ in range(share.ranks.number)]
+    dist.all_gather(parts, part, group=share.ranks.group)
+    if grad_hidden.shape != part.shape:  # the rows of this rank
+        of_ranks = [torch.empty_like(grad_hidden) for _ in parts]
+        dist.all_gather(of_ranks, grad_hidden, group=share.ranks.group)
+        grad_hidden = torch.cat(of_ranks)
+    parts = [of_rank.double() for of_rank in parts]
+    error, allowed = relative_error(grad_hidden, sum(parts)), error_of_sum(parts, part.dtype, of_parts=False)
+    check_error(share, "sum of grad_hidden over the ranks", error, allowed, findings)
 
 
 def cross_entropy(share: Share, *inputs: Tensor, **keywords: Any) -> LinearCrossEntropyOutput:

@@ -1,6 +1,8 @@
 """`linear_jsd`'s inputs, and what it is held against: materialised logits in fp64, and eager PyTorch's own error."""
 
-from collections.abc import Callable, Iterator
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -8,7 +10,16 @@ import torch
 from torch import Tensor
 
 from megatron_lce import linear_jsd
-from tests.oracle import TIMES_EAGER_16_BIT, TIMES_EAGER_FP32, Comparison, assert_within, largest_error, relative_error
+from tests.oracle import (
+    TIMES_EAGER_16_BIT,
+    TIMES_EAGER_FP32,
+    Comparison,
+    assert_within,
+    error_of_sum,
+    largest_error,
+    parts_of_grad_hidden,
+    relative_error,
+)
 
 
 def make_inputs(
@@ -149,6 +160,7 @@ def jsd_comparisons(
     *,
     hidden_rows: slice = slice(None),
     weight_rows: slice = slice(None),
+    shards: Sequence[slice] = (),
     **keywords: Any,
 ) -> Iterator[Comparison]:
     """Each result's error beside what is allowed, as in `tests.oracle.comparisons`; gradients in the student's dtype.
@@ -175,7 +187,16 @@ def jsd_comparisons(
     for name, part in (("grad_hidden", hidden_rows), ("grad_weight", weight_rows)):
         value, exact, eager = (getattr(result, name) for result in (actual, expected, same_dtype))
         allowed = times * max(relative_error(eager, exact), floor, torch.finfo(dtype).eps / 4)
+        if name == "grad_hidden" and shards:
+            in_fp64 = inputs.to(torch.float64)
+            of_heads = functools.partial(_evaluate_of_student, in_fp64, **keywords)
+            of_ranks = parts_of_grad_hidden(of_heads, *in_fp64[:2], shards)
+            allowed = math.hypot(allowed, error_of_sum([of_rank[part] for of_rank in of_ranks], dtype))
         yield Comparison(name, relative_error(value, exact[part]), allowed)
+
+
+def _evaluate_of_student(inputs: JsdInputs, hidden: Tensor, weight: Tensor, **keywords: Any) -> JsdResult:
+    return evaluate_jsd(materialised_jsd, inputs._replace(student_hidden=hidden, student_weight=weight), **keywords)
 
 
 def _errors_of_16_bit_products(inputs: JsdInputs, exact: Tensor, keywords: dict[str, Any]) -> Iterator[float]:

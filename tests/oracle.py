@@ -1,7 +1,9 @@
 """What results are held against: the fp64 oracle, and the error that eager PyTorch makes on the same inputs."""
 
+import functools
+import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -86,13 +88,15 @@ def comparisons(
     *,
     weight_rows: slice = slice(None),
     hidden_rows: slice = slice(None),
+    shards: Sequence[slice] = (),
     **keywords: Any,
 ) -> Iterator[Comparison]:
     """Each result's error beside what is allowed.
 
     Outputs: largest difference, allowed a multiple of what eager PyTorch makes in fp32 on these inputs, whatever their
     dtype. Gradients: norm of the difference over the norm, allowed a multiple of what eager makes in the inputs' dtype.
-    `weight_rows`, `hidden_rows`: the part of the oracle's gradients that `actual` holds.
+    `weight_rows`, `hidden_rows`: the part of the oracle's gradients that `actual` holds. `shards`: each rank's rows of
+    the weight, if hidden's gradient was summed over the ranks in hidden's dtype.
     """
     in_fp32 = evaluate(
         _any_shape(eager_linear_cross_entropy), hidden.float(), weight.float(), labels, upstream, **keywords
@@ -131,7 +135,71 @@ def comparisons(
         # A part whose gradient is small beside the others' is judged by what eager makes of it.
         errors = (relative_error(like[of], exact[of]) for like in likes for of in (slice(None), part))
         allowed = times * max(floor, *errors)
+        if name == "grad_hidden" and shards:
+            exact_of = functools.partial(oracle, labels=labels, upstream=upstream, **keywords)
+            of_ranks = parts_of_grad_hidden(exact_of, hidden.double(), weight.double(), shards)
+            allowed = math.hypot(allowed, error_of_sum([of_rank[part] for of_rank in of_ranks], dtype))
         yield Comparison(name, relative_error(value, exact[part]), allowed)
+
+
+def part_comparisons(
+    value: Tensor,
+    rows: slice,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    upstream: Upstream,
+    **keywords: Any,
+) -> Iterator[Comparison]:
+    """The part of hidden's gradient that some rows of the weight give, beside what eager makes of it in 16 bits."""
+    functions = oracle, functools.partial(evaluate, _any_shape(eager_linear_cross_entropy))
+    inputs = (hidden.double(), weight.double()), (hidden, weight)
+    exact, eager = (
+        parts_of_grad_hidden(functools.partial(f, labels=labels, upstream=upstream, **keywords), *of, [rows])[0]
+        for f, of in zip(functions, inputs, strict=True)
+    )
+    valid = exact.isfinite() & value.isfinite()  # a rank whose columns are padding knows of no row that is NaN
+    exact, eager, value = (of[valid] for of in (exact, eager, value))
+    error = max(relative_error(eager, exact), torch.finfo(hidden.dtype).eps / 4)
+    yield Comparison("grad_hidden of this rank's columns", relative_error(value, exact), TIMES_EAGER_16_BIT * error)
+
+
+def parts_of_grad_hidden(
+    function: Callable[[Tensor, Tensor], Any], hidden: Tensor, weight: Tensor, shards: Sequence[slice]
+) -> list[Tensor]:
+    """What each shard's rows of the weight give of `function(hidden, weight).grad_hidden`."""
+    num_rows, hidden_size = weight.shape
+    nothing, identity = hidden.new_zeros(*hidden.shape[:-1], num_rows), torch.eye(num_rows).to(weight)
+    wider = torch.cat([hidden, nothing], dim=-1), torch.cat([weight, identity], dim=-1)  # with the same products
+    grad_products = function(*wider).grad_hidden[..., hidden_size:]
+    return [grad_products[..., rows].to(weight) @ weight[rows] for rows in shards]
+
+
+def error_of_sum(parts: Sequence[Tensor], dtype: torch.dtype, *, of_parts: bool = True) -> float:
+    """What rounding to `dtype` adds to the error of a sum over ranks, relative to the sum.
+
+    A rank rounds its part (`of_parts`), and each addition of a ring or a tree its result; the last addition is among
+    what one rank is allowed, unless the parts are exact (not `of_parts`). NCCL chooses the order: of so many parts the
+    sum with the largest roundings. A rounding is uniform within half a unit in the last place, roundings are
+    independent, and the norm of so many is rarely, at five standard deviations of its square, above this.
+    """
+    parts = [part.double().nan_to_num() for part in parts]
+    total, parts = sum(parts), [part for part in parts if part.any()]
+    norm = float(torch.as_tensor(total).norm())
+    if len(parts) < 2 or not norm:
+        return 0.0
+
+    def variance(rounded: Tensor) -> Tensor:
+        last_place = torch.finfo(dtype).eps * torch.ldexp(torch.ones_like(rounded), rounded.frexp().exponent - 1)
+        least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+        return torch.where(rounded == 0, 0.0, last_place.clamp(min=least) ** 2 / 12)
+
+    of_sums = [
+        max((variance(sum(some)) for some in itertools.combinations(parts, number)), key=torch.sum)
+        for number in range(2, len(parts) + (not of_parts))
+    ]
+    squares = sum([*of_sums, *(map(variance, parts) if of_parts else ())])
+    return float((squares.sum() + 5 * (2 * squares.square().sum()).sqrt()).sqrt()) / norm
 
 
 def assert_within(comparisons: Iterator[Comparison]) -> None:

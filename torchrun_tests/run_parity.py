@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from harness import Report, available_backends
 from parity_cases import BITS, CASES, OF_IDS, OF_JSD, OF_TOKEN_LOSS
+from parity_of_budgets import run_planted_errors
 from parity_of_compat import run_calls, run_disagreements_of_compat, run_torchs_call
 from parity_of_errors import run_disagreements, run_errors
 from parity_of_torch import run_async_tensor, run_cuda_graph, run_dtensors, run_fsdp
@@ -91,6 +92,8 @@ def main() -> None:
     if dist.get_world_size() > 1 and device.type == "cpu":
         run_disagreements(world, report)
         run_disagreements_of_compat(world, report)
+    if dist.get_world_size() > 1:
+        run_planted_errors(world, device, report)
     run_calls(world, device, report)
     run_calls(subgroup, device, report)
     run_torchs_call(world, device, report)
