@@ -18,9 +18,6 @@ from megatron_lce.backends.triton.tile_products import MASKED_LOGIT, fast_log2, 
 from megatron_lce.core.jsd_heads import KINDS, DivergenceStats, GradTerms, Heads
 from megatron_lce.core.plan import ceil_div
 
-# A program's constants, measured on Hopper at 151,936 columns.
-COLUMNS = 4096  # columns that it reads at a time
-WARPS = 16
 _NEIGHBOURS = tl.constexpr(4)  # columns that share a running maximum, as many as a thread loads at once
 
 # Rows of `DivergenceStats` and `GradTerms`.
@@ -66,24 +63,26 @@ def _formulas(heads: Heads) -> dict[str, Any]:
 
 def _launch(kernel: Any, heads: Heads, products: Tensor, stats: Tensor, **own: Any) -> None:
     _, num_tokens, num_columns = products.shape
-    block_n = tiles.rows_of_program(1, num_tokens)
-    columns = min(COLUMNS, max(256, triton.next_power_of_2(num_columns)))  # a narrow shard fills fewer, and fewer warps
+    programs = tiles.jsd_programs(num_columns)
+    block_n = tiles.rows_of_program(programs.block_n, num_tokens)
     student, teacher = (
         _Head(own, head.scale, head.softcap_scale) for own, head in zip(products, heads[:2], strict=True)
     )
-    # Not fused: a logit must have the same bits in every reading.
-    launch = tiles.launch(kernel, (ceil_div(num_tokens, block_n),), products, fused=False)
-    launch(
+    tiles.launch(
+        kernel,
+        (ceil_div(num_tokens, block_n),),
+        products,
+        fused=False,  # a logit must have the same bits in every reading
         student_head=student,
         teacher_head=teacher,
         stats_ptr=stats,
-        stats_stride=stats.stride(0),
         N=num_tokens,
         V=num_columns,
         row_stride=products.stride(1),
+        stats_stride=stats.stride(0),
         BLOCK_N=block_n,
-        BLOCK_V=columns,
-        num_warps=max(1, WARPS * columns // COLUMNS),
+        BLOCK_V=programs.block_v,
+        num_warps=programs.num_warps,
         **own,
     )
 

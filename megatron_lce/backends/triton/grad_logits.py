@@ -13,8 +13,8 @@ from megatron_lce.backends.triton.tile_products import (
     descriptor,
     fast_log2,
     halves,
-    launch_over_tiles,
     read_columns,
+    shared_arguments,
     tanh,
     tile_position,
     tile_products,
@@ -42,18 +42,34 @@ def grad_logits(
     entropy: bool,
 ) -> None:
     tile = tiles.choose_tiles(hidden.dtype, weight.dtype, hidden.device)
-    num_tokens, num_columns = out.shape
-    sizes = num_tokens, num_columns, hidden.shape[1], terms.stride(0), first_column
+    (num_tokens, num_columns), width = out.shape, hidden.shape[1]
     hidden, hidden_power = split(hidden, tile.hidden_parts)
     weight, weight_power = split(weight, tile.weight_parts)
-    hidden_rows = descriptor(hidden, tile.block_n, tile.block_h), hidden_power
-    weight_rows = descriptor(weight, tile.block_v, tile.block_h), weight_power
-    grad = descriptor(out, tile.block_n, tile.block_v // 2)
-    modes = {"ENTROPY": entropy, "MEAN": terms.shape[0] > NUM_TERMS, "GROUP_N": tiles.GROUP_N}
-    # In fp32 not fused: z - max must be 0 at the largest z.
-    fused, logits = out.dtype != torch.float32, (num_tokens, num_columns)
-    launch = launch_over_tiles(_grad_logits_kernel, logits, tile, options, out, fused=fused)
-    launch(*hidden_rows, *weight_rows, rows.labels, rows.scale, terms, grad, *sizes, **modes)
+    tiles.launch(
+        _grad_logits_kernel,
+        tiles.tile_grid(num_tokens, num_columns, tile, out.device),
+        out,
+        fused=out.dtype != torch.float32,  # in fp32 z - max must be 0 at the largest z
+        **shared_arguments(tile, options),
+        hidden_desc=descriptor(hidden, tile.block_n, tile.block_h),
+        hidden_power=hidden_power,
+        weight_desc=descriptor(weight, tile.block_v, tile.block_h),
+        weight_power=weight_power,
+        label_ptr=rows.labels,
+        row_scale_ptr=rows.scale,
+        terms_ptr=terms,
+        out_desc=descriptor(out, tile.block_n, tile.block_v // 2),
+        N=num_tokens,
+        C=num_columns,
+        H=width,
+        terms_stride=terms.stride(0),
+        first_column=first_column,
+        ENTROPY=entropy,
+        MEAN=terms.shape[0] > NUM_TERMS,
+        PERSISTENT=tiles.takes_descriptors(out.device),
+        BLOCK_V=tile.block_v,
+        GROUP_N=tiles.GROUP_N,
+    )
 
 
 def grad_logits_from_cache(
@@ -69,18 +85,34 @@ def grad_logits_from_cache(
     factored = factored and not (softcap or mean or entropy) and cache.exp.dtype == torch.bfloat16
     chunk = tiles.choose_tiles(cache.exp.dtype, cache.exp.dtype, cache.exp.device).chunk
     num_tokens, num_columns = cache.exp.shape
-    num_chunks = ceil_div(num_columns, chunk)
     factor = terms.new_empty(num_tokens) if factored else None
-    # Rows of a program, and programs that share a row. Unless factored, the kernel takes 4 % longer than a copy (H200).
-    block_n, sharers = (8, min(num_chunks, 4)) if factored else (4, ceil_div(num_chunks, 4))
-    block_n = tiles.rows_of_program(block_n, num_tokens)
-    stop = slab_row_stride(num_columns)  # the end of the stored row: Triton knows it to be a multiple of 16
-    strides = cache.exp.stride(0), cache.reference.stride(0), terms.stride(0)
-    sizes = num_tokens, stop, *strides, num_chunks, sharers
-    modes = {"ENTROPY": entropy, "MEAN": mean, "SOFTCAP": softcap}
-    constants = {"BLOCK_N": block_n, "CHUNK": chunk, "num_warps": 1 if factored else 2}
-    launch = tiles.launch(_grad_from_exp_kernel, (sharers * ceil_div(num_tokens, block_n),), cache.exp, fused=True)
-    launch(*cache, rows.labels, rows.scale, terms, factor, *sizes, **modes, **constants)
+    programs = tiles.exp_programs(num_columns, chunk, factored)
+    block_n = tiles.rows_of_program(programs.block_n, num_tokens)
+    tiles.launch(
+        _grad_from_exp_kernel,
+        (programs.per_row * ceil_div(num_tokens, block_n),),
+        cache.exp,
+        fused=True,
+        exp_ptr=cache.exp,
+        reference_ptr=cache.reference,
+        label_ptr=rows.labels,
+        row_scale_ptr=rows.scale,
+        terms_ptr=terms,
+        factor_ptr=factor,
+        N=num_tokens,
+        stop=slab_row_stride(num_columns),  # the end of the stored row: Triton knows it to be a multiple of 16
+        exp_stride=cache.exp.stride(0),
+        reference_stride=cache.reference.stride(0),
+        terms_stride=terms.stride(0),
+        num_chunks=ceil_div(num_columns, chunk),
+        sharers=programs.per_row,
+        ENTROPY=entropy,
+        MEAN=mean,
+        SOFTCAP=softcap,
+        BLOCK_N=block_n,
+        CHUNK=chunk,
+        num_warps=programs.num_warps,
+    )
     return factor
 
 

@@ -18,10 +18,29 @@ def gathered_logits(
     num_ids, cap = ids.shape[0], softcap_scale(options)
     found = hidden.new_empty(2, num_ids, dtype=torch.float32)
     block = tiles.rows_of_program(8, num_ids)
-    sizes = num_ids, hidden.shape[1], hidden.stride(0), weight.stride(0), shard.start, shard.columns
-    modes = {"SOFTCAP": cap is not None, "ROUND": options.logits_dtype is not None}
-    launch = tiles.launch(_gathered_logits_kernel, (ceil_div(num_ids, block),), hidden, fused=True)
-    launch(hidden, weight, tokens, ids, rows.scale, found, *sizes, cap or 0.0, **modes, BLOCK_M=block, BLOCK_H=512)
+    tiles.launch(
+        _gathered_logits_kernel,
+        (ceil_div(num_ids, block),),
+        hidden,
+        fused=True,
+        hidden_ptr=hidden,
+        weight_ptr=weight,
+        tokens_ptr=tokens,
+        ids_ptr=ids,
+        row_scale_ptr=rows.scale,
+        found_ptr=found,
+        M=num_ids,
+        H=hidden.shape[1],
+        hidden_stride=hidden.stride(0),
+        weight_stride=weight.stride(0),
+        first_id=shard.start,
+        num_columns=shard.columns,
+        softcap_scale=cap or 0.0,
+        SOFTCAP=cap is not None,
+        ROUND=options.logits_dtype is not None,
+        BLOCK_M=block,
+        BLOCK_H=512,
+    )
     return found
 
 
@@ -39,16 +58,43 @@ def gathered_sums(
     num_sums, num_columns = out.shape
     block = min(1024, triton.next_power_of_2(num_columns))
     first, num_places = (0, matrix.shape[0]) if shard is None else (shard.start, shard.columns)
-    sizes = num_columns, matrix.stride(0), out.stride(0), first, num_places
-    launch = tiles.launch(_gathered_sums_kernel, (num_sums, ceil_div(num_columns, block)), matrix, fused=True)
-    launch(matrix, places, factors, offsets, out, *sizes, ACCUMULATE=accumulate, BLOCK_M=4, BLOCK_H=block)
+    tiles.launch(
+        _gathered_sums_kernel,
+        (num_sums, ceil_div(num_columns, block)),
+        matrix,
+        fused=True,
+        matrix_ptr=matrix,
+        places_ptr=places,
+        factors_ptr=factors,
+        offsets_ptr=offsets,
+        out_ptr=out,
+        H=num_columns,
+        matrix_stride=matrix.stride(0),
+        out_stride=out.stride(0),
+        first_place=first,
+        num_places=num_places,
+        ACCUMULATE=accumulate,
+        BLOCK_M=4,
+        BLOCK_H=block,
+    )
 
 
 def write_columns(matrix: Tensor, columns: Tensor, values: Tensor) -> None:
     block = 4096 if matrix.device.type == "cpu" else 512
-    sizes = columns.numel(), columns.shape[1], matrix.shape[1], matrix.stride(0)
-    launch = tiles.launch(_write_columns_kernel, (ceil_div(columns.numel(), block),), matrix, fused=True)
-    launch(matrix, columns.contiguous(), values.contiguous(), *sizes, BLOCK=block)
+    tiles.launch(
+        _write_columns_kernel,
+        (ceil_div(columns.numel(), block),),
+        matrix,
+        fused=True,
+        matrix_ptr=matrix,
+        columns_ptr=columns.contiguous(),
+        values_ptr=values.contiguous(),
+        M=columns.numel(),
+        K=columns.shape[1],
+        C=matrix.shape[1],
+        matrix_stride=matrix.stride(0),
+        BLOCK=block,
+    )
 
 
 # Compiled once for all strides: other code would add in another order.

@@ -23,13 +23,25 @@ _LOWEST_LOGIT = tl.constexpr(LOWEST_LOGIT)
 
 
 def product_stats(products: Tensor, row_scale: Tensor) -> Tensor:
-    (num_tokens, num_columns), at_once = products.shape, 16  # chunks of a program
-    num_chunks = ceil_div(num_columns, CHUNK_COLUMNS)
+    num_tokens, num_columns = products.shape
+    num_chunks, at_once = ceil_div(num_columns, CHUNK_COLUMNS), 16  # chunks of a program
     stats = products.new_empty(num_chunks, packed_rows(False, False), num_tokens, dtype=torch.float32)
-    rows = tiles.rows_of_program(4, num_tokens)
-    grid, sizes = (ceil_div(num_tokens, rows), ceil_div(num_chunks, at_once)), (*products.shape, products.stride(0))
-    launch = tiles.launch(_product_stats_kernel, grid, products, fused=False)
-    launch(products, row_scale, stats, *sizes, BLOCK_N=rows, CHUNKS=at_once, CHUNK=CHUNK_COLUMNS)
+    block_n = tiles.rows_of_program(4, num_tokens)
+    tiles.launch(
+        _product_stats_kernel,
+        (ceil_div(num_tokens, block_n), ceil_div(num_chunks, at_once)),
+        products,
+        fused=False,
+        products_ptr=products,
+        row_scale_ptr=row_scale,
+        stats_ptr=stats,
+        N=num_tokens,
+        C=num_columns,
+        products_stride=products.stride(0),
+        BLOCK_N=block_n,
+        CHUNKS=at_once,
+        CHUNK=CHUNK_COLUMNS,
+    )
     return stats
 
 
@@ -37,16 +49,32 @@ def sum_chunks(
     parts: Tensor, all_extremes: Tensor, num_columns: int, entropy: bool, telemetry: bool
 ) -> tuple[Tensor, Tensor]:
     num_chunks, rows_of_part, num_tokens = parts.shape
+    num_sets, rows_of_set, _ = all_extremes.shape
     extremes = parts.new_empty(num_extremes(telemetry), num_tokens)
     sums = parts.new_empty(num_sums(entropy, telemetry), num_tokens, dtype=torch.int64)
     block_n = tiles.rows_of_program(8, num_tokens)  # of one warp: many small programs are fastest
-    num_sets, rows_of_set, _ = all_extremes.shape
-    strides = rows_of_part * num_tokens, rows_of_set * num_tokens
-    sizes = num_chunks, num_sets, num_tokens, *strides, num_extremes(telemetry), num_columns
-    constants = {"ENTROPY": entropy, "TELEMETRY": telemetry, "BLOCK_S": 64, "BLOCK_N": block_n, "num_warps": 1}
-    # Not fused: the same bits with and without the optional rows.
-    launch = tiles.launch(_sum_chunks_kernel, (ceil_div(num_tokens, block_n),), parts, fused=False)
-    launch(parts, all_extremes, extremes, sums, *sizes, **constants)
+    tiles.launch(
+        _sum_chunks_kernel,
+        (ceil_div(num_tokens, block_n),),
+        parts,
+        fused=False,  # the same bits with and without the optional rows
+        parts_ptr=parts,
+        all_extremes_ptr=all_extremes,
+        extremes_ptr=extremes,
+        out_ptr=sums,
+        S=num_chunks,
+        num_sets=num_sets,
+        N=num_tokens,
+        part_stride=rows_of_part * num_tokens,
+        set_stride=rows_of_set * num_tokens,
+        first_sum=num_extremes(telemetry),
+        num_columns=num_columns,
+        ENTROPY=entropy,
+        TELEMETRY=telemetry,
+        BLOCK_S=64,
+        BLOCK_N=block_n,
+        num_warps=1,
+    )
     return extremes, sums
 
 

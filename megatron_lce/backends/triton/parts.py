@@ -63,10 +63,23 @@ def split(matrix: Tensor, number: int, dtype: torch.dtype = torch.float16) -> tu
     if dtype == torch.float16:
         written = round_up(num_rows, COLUMN_STEP)
         powers = matrix.new_empty(written, dtype=torch.float32)
-    rows, columns = tiles.rows_of_program(1, written), min(1024, triton.next_power_of_2(width))
-    launch = tiles.launch(_split_kernel, (ceil_div(written, rows),), matrix, fused=True)
-    sizes = num_rows, num_columns, width, matrix.stride(0)
-    launch(matrix, parts, powers, *sizes, PARTS=number, BLOCK_M=rows, BLOCK_K=columns)
+    block_m = tiles.rows_of_program(1, written)
+    tiles.launch(
+        _split_kernel,
+        (ceil_div(written, block_m),),
+        matrix,
+        fused=True,
+        matrix_ptr=matrix,
+        parts_ptr=parts,
+        powers_ptr=powers,
+        M=num_rows,
+        K=num_columns,
+        width=width,
+        row_stride=matrix.stride(0),
+        PARTS=number,
+        BLOCK_M=block_m,
+        BLOCK_K=min(1024, triton.next_power_of_2(width)),
+    )
     return parts, powers
 
 

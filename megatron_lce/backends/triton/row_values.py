@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_lce.backends.triton import tiles
-from megatron_lce.core.options import DIFFERENTIABLE, LinearCrossEntropyOutput, Options, Shard
+from megatron_lce.core.options import LinearCrossEntropyOutput, Options, Shard
 from megatron_lce.core.plan import ceil_div
 from megatron_lce.core.rows import (
     LOG_SUM_OF_IGNORED_ROW,
@@ -21,7 +21,6 @@ from megatron_lce.core.rows import (
 )
 from megatron_lce.core.statistics import CHUNK_COLUMNS, LN_2, UNIT
 
-BLOCK_N = 128
 _LN_2 = tl.constexpr(LN_2)
 _UNIT = tl.constexpr(UNIT)
 _CHUNK_COLUMNS = tl.constexpr(CHUNK_COLUMNS)
@@ -32,9 +31,23 @@ _SCALE_OF_IGNORED_ROW = tl.constexpr(SCALE_OF_IGNORED_ROW)
 def prepare_rows(labels: Tensor, temperature: Tensor | float, options: Options, shard: Shard) -> Rows:
     rows = Rows(*(torch.empty_like(labels, dtype=dtype) for dtype in (torch.int32, torch.float32, torch.float32)))
     of_rows, of_all = (temperature.contiguous(), 1.0) if isinstance(temperature, Tensor) else (None, temperature)
-    numbers = of_all, logits_factor(options), options.ignore_index, shard.start, shard.columns
-    launch = tiles.launch(_prepare_rows_kernel, (ceil_div(labels.shape[0], BLOCK_N),), labels, fused=True)
-    launch(labels.contiguous(), of_rows, rows, labels.shape[0], *numbers, BLOCK_N=BLOCK_N)
+    num_tokens = labels.shape[0]
+    tiles.launch(
+        _prepare_rows_kernel,
+        (ceil_div(num_tokens, tiles.ROW_BLOCK),),
+        labels,
+        fused=True,
+        label_ptr=labels.contiguous(),
+        temperature_ptr=of_rows,
+        out=rows,
+        N=num_tokens,
+        temperature=of_all,
+        logits_factor=logits_factor(options),
+        ignore_index=options.ignore_index,
+        vocab_start=shard.start,
+        num_columns=shard.columns,
+        BLOCK_N=tiles.ROW_BLOCK,
+    )
     return rows
 
 
@@ -44,11 +57,21 @@ def finish(
     num_tokens, entropy, telemetry = rows.labels.shape[0], options.entropy, options.telemetry
     saved = (packed_extremes.new_empty(num_tokens) if wanted else None for wanted in (True, True, entropy, telemetry))
     softmax = SoftmaxOfRow(packed_extremes[0], *saved)  # type: ignore[arg-type]
-    written = outputs._replace(candidate_logprobs=None), softmax  # `megatron_lce.core.candidates` makes them
-    # Not fused: the same bits with and without the optional outputs.
-    launch = tiles.launch(_finish_kernel, (ceil_div(num_tokens, BLOCK_N),), packed_extremes, fused=False)
-    modes = {"ENTROPY": entropy, "TELEMETRY": telemetry}
-    launch(packed_extremes, sums, rows.to_nats, *written, num_tokens, **modes, BLOCK_N=BLOCK_N)
+    tiles.launch(
+        _finish_kernel,
+        (ceil_div(num_tokens, tiles.ROW_BLOCK),),
+        packed_extremes,
+        fused=False,  # the same bits with and without the optional outputs
+        extremes_ptr=packed_extremes,
+        sums_ptr=sums,
+        to_nats_ptr=rows.to_nats,
+        outputs=outputs._replace(candidate_logprobs=None),  # `megatron_lce.core.candidates` makes them
+        saved=softmax,
+        N=num_tokens,
+        ENTROPY=entropy,
+        TELEMETRY=telemetry,
+        BLOCK_N=tiles.ROW_BLOCK,
+    )
     return softmax
 
 
@@ -56,14 +79,36 @@ def row_terms(
     rows: Rows, softmax: SoftmaxOfRow, upstream: Sequence[Tensor | None], options: Options
 ) -> tuple[Tensor, Tensor]:
     num_tokens = rows.labels.shape[0]
-    with_mean = upstream[DIFFERENTIABLE.index("mean_logit")] is not None
-    terms = rows.scale.new_empty(NUM_TERMS + with_mean, num_tokens)
+    grad_logprobs, grad_entropy, grad_lse, grad_mean_logit = upstream
+    terms = rows.scale.new_empty(NUM_TERMS + (grad_mean_logit is not None), num_tokens)
     counts = rows.scale.new_empty(num_tokens, dtype=torch.bool)
-    strides = (0 if grad is None else grad.stride(0) for grad in upstream)
-    read = rows.scale, rows.to_nats, softmax, *upstream, *strides
-    launch = tiles.launch(_row_terms_kernel, (ceil_div(num_tokens, BLOCK_N),), terms, fused=True)
-    launch(*read, terms, counts, num_tokens, inner_factor(options), BLOCK_N=BLOCK_N)
+    tiles.launch(
+        _row_terms_kernel,
+        (ceil_div(num_tokens, tiles.ROW_BLOCK),),
+        terms,
+        fused=True,
+        scale_ptr=rows.scale,
+        to_nats_ptr=rows.to_nats,
+        saved=softmax,
+        grad_logprobs_ptr=grad_logprobs,
+        grad_entropy_ptr=grad_entropy,
+        grad_lse_ptr=grad_lse,
+        grad_mean_logit_ptr=grad_mean_logit,
+        grad_logprobs_stride=_stride(grad_logprobs),
+        grad_entropy_stride=_stride(grad_entropy),
+        grad_lse_stride=_stride(grad_lse),
+        grad_mean_logit_stride=_stride(grad_mean_logit),
+        terms_ptr=terms,
+        counts_ptr=counts,
+        N=num_tokens,
+        inner_factor=inner_factor(options),
+        BLOCK_N=tiles.ROW_BLOCK,
+    )
     return terms, counts
+
+
+def _stride(grad: Tensor | None) -> int:
+    return 0 if grad is None else grad.stride(0)
 
 
 @triton.jit(do_not_specialize=["N", "temperature", "logits_factor", "ignore_index", "vocab_start", "num_columns"])

@@ -11,7 +11,6 @@ from megatron_lce.backends.triton.tile_products import (
     as_descriptor,
     descriptor,
     halves,
-    launch_over_tiles,
     read_columns,
     shared_arguments,
     tanh,
@@ -22,11 +21,12 @@ from megatron_lce.core.logits_cache import LogitsCache
 from megatron_lce.core.options import Options
 from megatron_lce.core.plan import MIN_TOKENS, ceil_div, cut
 from megatron_lce.core.rows import Rows
-from megatron_lce.core.statistics import LOWEST_LOGIT, packed_rows
+from megatron_lce.core.statistics import LOWEST_LOGIT, Extremes, packed_rows
 
 # Base 2. In bf16 the reference of a chunk is 0 if the absolute value of its largest logit is at most this. bf16 reaches
 # 2^127, which leaves room for products.
 LARGEST_WITHOUT = 64.0
+_LABEL_LOGIT = Extremes._fields.index("label_logit")
 _LOWEST_LOGIT = tl.constexpr(LOWEST_LOGIT)
 
 
@@ -44,53 +44,90 @@ def softmax_stats(
     tile = tiles.choose_tiles(hidden.dtype, weight.dtype, hidden.device)
     num_rows = packed_rows(options.entropy, options.telemetry)
     stats = hidden.new_empty(ceil_div(num_columns, tile.chunk), num_rows, num_tokens, dtype=torch.float32)
+    if num_columns == 0:
+        return stats
     hidden, hidden_power = split(hidden, tile.hidden_parts)
+    takes_logarithm = options.entropy or options.softcap is not None
 
     def launch_stats(columns: slice, cache: LogitsCache | None) -> None:
-        """Fill the statistics of some columns, and their cache."""
-        logits = num_tokens, columns.stop - columns.start
-        group_n = 32 if width <= 2048 else 16  # larger groups read a wide slab less often (3 to 6 % on an H200)
+        """Fill the statistics of some columns, and their cache. On return the parts of these columns are freed."""
         slab, weight_power = split(weight[columns], tile.weight_parts)
-        hidden_rows = descriptor(hidden, tile.block_n, tile.block_h), hidden_power
-        weight_rows = descriptor(slab, tile.block_v, tile.block_h), weight_power
-        exp, reference, reference_stride = None, None, 0
-        if cache is not None:
-            exp, reference = descriptor(cache.exp, tile.block_n, tile.block_v // 2), cache.reference
-            reference_stride = reference.stride(0)
-        written = stats[columns.start // tile.chunk :], exp, reference
-        sizes = *logits, width, columns.start, vocab_start, reference_stride
-        takes_logarithm = options.entropy or options.softcap is not None
-        largest = LARGEST_WITHOUT if weight.dtype == torch.bfloat16 and not takes_logarithm else 0.0
-        modes = {"ENTROPY": options.entropy, "TELEMETRY": options.telemetry, "LARGEST_WITHOUT": largest}
-        # Not fused: logprobs must have the same bits for all constexprs.
-        launch = launch_over_tiles(_softmax_stats_kernel, logits, tile, options, hidden, fused=False)
-        inputs = *hidden_rows, *weight_rows, rows.scale
-        launch(*inputs, *written, *sizes, **modes, CHUNK=tile.chunk, GROUP_N=group_n)
+        exp, reference = (None, None) if cache is None else cache
+        tiles.launch(
+            _softmax_stats_kernel,
+            tiles.tile_grid(num_tokens, slab.shape[0], tile, hidden.device),
+            hidden,
+            fused=False,  # logprobs must have the same bits for all constexprs
+            **shared_arguments(tile, options),
+            hidden_desc=descriptor(hidden, tile.block_n, tile.block_h),
+            hidden_power=hidden_power,
+            weight_desc=descriptor(slab, tile.block_v, tile.block_h),
+            weight_power=weight_power,
+            row_scale_ptr=rows.scale,
+            stats_ptr=stats[columns.start // tile.chunk :],
+            exp_desc=None if exp is None else descriptor(exp, tile.block_n, tile.block_v // 2),
+            reference_ptr=reference,
+            N=num_tokens,
+            V=slab.shape[0],
+            H=width,
+            first_column=columns.start,
+            vocab_start=vocab_start,
+            reference_stride=0 if reference is None else reference.stride(0),
+            ENTROPY=options.entropy,
+            TELEMETRY=options.telemetry,
+            LARGEST_WITHOUT=LARGEST_WITHOUT if weight.dtype == torch.bfloat16 and not takes_logarithm else 0.0,
+            CHUNK=tile.chunk,
+            PERSISTENT=tiles.takes_descriptors(hidden.device),
+            BLOCK_V=tile.block_v,
+            GROUP_N=tiles.stats_group_n(width),
+        )
 
-    def launch_label_logits(tokens: slice) -> None:
-        """Write the label logits of some tokens to the first chunk."""
-        labels, label_rows, label_power = rows.labels[tokens], None, None
-        if tile.weight_parts:
-            label_rows, label_power = split(weight.index_select(0, labels.clamp(min=0)), tile.weight_parts)
-        block = min(tile.block_n, tile.block_v)  # its tile is square, and no larger than the others
-        power = None if hidden_power is None else hidden_power[tokens.start :]
-        weight_rows = weight if label_rows is None else descriptor(label_rows, block, tile.block_h)
-        operands = descriptor(hidden[tokens], block, tile.block_h), power, weight_rows, label_power
-        sizes = labels.shape[0], width, weight.stride(0)
-        launch = tiles.launch(_label_logits_kernel, (ceil_div(labels.shape[0], block),), hidden, fused=False)
-        constants = shared_arguments(tile, options) | {"BLOCK_N": block}
-        launch(*operands, labels, rows.scale[tokens], stats[0, 1, tokens], *sizes, **constants)
-
-    step = columns_at_once if tile.weight_parts and columns_at_once else max(num_columns, 1)
+    step = columns_at_once if tile.weight_parts and columns_at_once else num_columns
     kept = 0 if cache is None else cache.exp.shape[1]
     for columns in (*cut(kept, max(kept, 1)), *cut(num_columns, step, start=kept)):
         launch_stats(columns, cache if columns.stop <= kept else None)
-    # After the statistics kernel, which fills row 1 of the statistics with -inf. With an fp32 weight, the weight's row
-    # at the label is copied and then split, which takes as much memory as two columns.
-    most = max(MIN_TOKENS, step // 2 // MIN_TOKENS * MIN_TOKENS) if tile.weight_parts else max(num_tokens, 1)
-    for tokens in cut(num_tokens if num_columns else 0, most):
-        launch_label_logits(tokens)
+    out = stats[0, _LABEL_LOGIT]  # after the statistics kernel, which fills it with -inf
+    if hidden_power is None:
+        _label_logits(hidden, None, weight, rows, out, tile, options)
+        return stats
+    # The weight's row at the label is copied and then split, which takes as much memory as two columns.
+    for tokens in cut(num_tokens, max(MIN_TOKENS, step // 2 // MIN_TOKENS * MIN_TOKENS)):
+        inputs = hidden[tokens], hidden_power[tokens.start :], weight, rows.select(tokens)
+        _label_logits(*inputs, out[tokens], tile, options)
     return stats
+
+
+def _label_logits(
+    hidden: Tensor,
+    hidden_power: Tensor | None,
+    weight: Tensor,
+    rows: Rows,
+    out: Tensor,
+    tile: tiles.Tiles,
+    options: Options,
+) -> None:
+    """Write label logits to `out` [N]."""
+    label_rows, label_power = None, None
+    if tile.weight_parts:
+        label_rows, label_power = split(weight.index_select(0, rows.labels.clamp(min=0)), tile.weight_parts)
+    block = min(tile.block_n, tile.block_v)  # its tile is square, and no larger than the others
+    tiles.launch(
+        _label_logits_kernel,
+        (ceil_div(out.shape[0], block),),
+        hidden,
+        fused=False,
+        hidden_desc=descriptor(hidden, block, tile.block_h),
+        hidden_power=hidden_power,
+        weight=weight if label_rows is None else descriptor(label_rows, block, tile.block_h),
+        weight_power=label_power,
+        label_ptr=rows.labels,
+        row_scale_ptr=rows.scale,
+        out_ptr=out,
+        N=out.shape[0],
+        H=weight.shape[1],
+        weight_stride=weight.stride(0),
+        **shared_arguments(tile, options) | {"BLOCK_N": block},
+    )
 
 
 @triton.jit(do_not_specialize=["N"])

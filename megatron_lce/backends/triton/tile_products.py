@@ -1,7 +1,5 @@
-"""What the kernels over tiles share: their launch, the order of tiles, the products of a tile, and tanh."""
+"""What the kernels over tiles share: arguments, the order of tiles, the products of a tile, and tanh."""
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import triton
@@ -12,7 +10,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from megatron_lce.backends.triton import tiles
 from megatron_lce.backends.triton.parts import LOW_PART
 from megatron_lce.core.options import Options
-from megatron_lce.core.plan import SLAB_ROW_STEP, ceil_div
+from megatron_lce.core.plan import SLAB_ROW_STEP
 from megatron_lce.core.rows import softcap_scale
 
 INTERPRETED = tl.constexpr(tiles.interpreting())  # fixed at kernel definition, so read once here
@@ -175,21 +173,8 @@ def fast_log2(x):
     return tl.log2(x)
 
 
-def launch_over_tiles(
-    kernel: Any, logits: tuple[int, int], tile: tiles.Tiles, options: Options, like: Tensor, *, fused: bool
-) -> Callable[..., None]:
-    """Return a kernel to be called for all tiles of logits of this shape, on the device of `like`."""
-    num_tiles = ceil_div(logits[0], tile.block_n) * ceil_div(logits[1], tile.block_v)
-    return partial(
-        tiles.launch(kernel, (tiles.num_programs(num_tiles, tile, like.device),), like, fused=fused),
-        PERSISTENT=tiles.takes_descriptors(like.device),
-        BLOCK_V=tile.block_v,
-        **shared_arguments(tile, options),
-    )
-
-
 def shared_arguments(tile: tiles.Tiles, options: Options) -> dict[str, Any]:
-    """Return the keyword arguments of every kernel with `tile_products`."""
+    """Return the keyword arguments of every kernel over tiles."""
     cap = softcap_scale(options)
     return {
         "softcap_scale": 0.0 if cap is None else cap,
@@ -212,4 +197,4 @@ def descriptor(matrix: Tensor, block_rows: int, block_columns: int) -> TensorDes
         assert matrix.stride(1) == 1
         assert matrix.stride(0) * matrix.element_size() % 16 == 0
         return matrix, matrix.stride(0)
-    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [block_rows, block_columns])
+    return TensorDescriptor.from_tensor(matrix, [block_rows, block_columns])
