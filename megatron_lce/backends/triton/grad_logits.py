@@ -6,18 +6,21 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_lce.backends.triton import tiles
+from megatron_lce.backends.triton.packed import row_terms_at
 from megatron_lce.backends.triton.parts import split
 from megatron_lce.backends.triton.tile_products import (
     SMALLEST_NORMAL,
     as_descriptor,
     descriptor,
+    dot_parts,
+    dot_tile,
     fast_log2,
     halves,
     read_columns,
+    rounded_to_bf16,
     shared_arguments,
     tanh,
     tile_position,
-    tile_products,
 )
 from megatron_lce.core.logits_cache import LogitsCache
 from megatron_lce.core.options import Options
@@ -154,33 +157,39 @@ def _grad_logits_kernel(
         row = row_block * BLOCK_N
         column = column_tile * BLOCK_V
         rows = row + tl.arange(0, BLOCK_N)
-        products = tile_products(
-            hidden_desc, hidden_power, weight_desc, weight_power, row, column, H,
-            BLOCK_N, BLOCK_V, BLOCK_H, HIDDEN_PARTS, ROUND,
-        )  # fmt: skip
+        if HIDDEN_PARTS:
+            products = dot_parts(
+                hidden_desc, hidden_power, weight_desc, weight_power, row, column, H,
+                BLOCK_N, BLOCK_V, BLOCK_H, HIDDEN_PARTS,
+            )  # fmt: skip
+        else:
+            products = dot_tile(hidden_desc, weight_desc, row, column, H, BLOCK_N, BLOCK_V, BLOCK_H)
+        if ROUND:
+            products = rounded_to_bf16(products)
         # One half at a time, and row values loaded for each: more values at once spill registers.
         left, right = halves(products)
         for half in tl.static_range(2):
             part, first = left if half == 0 else right, column + half * (BLOCK_V // 2)
             first_id, mask = first_column + first, rows < N
+            terms = row_terms_at(terms_ptr + rows, terms_stride)
             label = tl.load(label_ptr + rows, mask=mask, other=-1) - first_id
             row_scale = tl.load(row_scale_ptr + rows, mask=mask, other=0.0)
-            max_logit = tl.load(terms_ptr + rows, mask=mask, other=0.0)
-            log_sum = tl.load(terms_ptr + terms_stride + rows, mask=mask, other=0.0)
-            p_term = tl.load(terms_ptr + 2 * terms_stride + rows, mask=mask, other=0.0)
-            label_term = tl.load(terms_ptr + 4 * terms_stride + rows, mask=mask, other=0.0)
+            max_logit = tl.load(terms.max_logit, mask=mask, other=0.0)
+            log_sum = tl.load(terms.log_sum, mask=mask, other=0.0)
+            p_term = tl.load(terms.p_term, mask=mask, other=0.0)
+            label_term = tl.load(terms.label_term, mask=mask, other=0.0)
             capped = tanh(part * softcap_scale) if SOFTCAP else part
             log_p = (capped * row_scale[:, None] - max_logit[:, None]) - log_sum[:, None]
             grad = tl.exp2(log_p)
             if ENTROPY:
-                entropy_term = tl.load(terms_ptr + 3 * terms_stride + rows, mask=mask, other=0.0)
+                entropy_term = tl.load(terms.entropy_term, mask=mask, other=0.0)
                 grad = grad * (p_term[:, None] - entropy_term[:, None] * tl.maximum(log_p, _LOWEST_LOG_P))
             else:
                 grad = grad * p_term[:, None]
             is_label = tl.arange(0, BLOCK_V // 2)[None, :] == label[:, None]
             grad = tl.where(is_label, grad + label_term[:, None], grad)
             if MEAN:
-                grad += tl.load(terms_ptr + 6 * terms_stride + rows, mask=mask, other=0.0)[:, None]
+                grad += tl.load(terms.mean_term, mask=mask, other=0.0)[:, None]
             if SOFTCAP:
                 grad *= 1.0 - capped * capped  # last: before the others it spills registers
             out_desc.store([row, first], grad.to(out_desc.dtype))
@@ -211,13 +220,14 @@ def _grad_from_exp_kernel(
     place = tl.program_id(0) % sharers
     rows = tl.program_id(0) // sharers * BLOCK_N + tl.arange(0, BLOCK_N)
     row_mask = rows < N
+    terms = row_terms_at(terms_ptr + rows, terms_stride)
     label = tl.load(label_ptr + rows, mask=row_mask, other=-1)
-    max_logit = tl.load(terms_ptr + rows, mask=row_mask, other=0.0)
-    log_sum = tl.load(terms_ptr + terms_stride + rows, mask=row_mask, other=0.0)
-    p_term = tl.load(terms_ptr + 2 * terms_stride + rows, mask=row_mask, other=0.0)
-    entropy_term = tl.load(terms_ptr + 3 * terms_stride + rows, mask=row_mask, other=0.0)
-    label_term = tl.load(terms_ptr + 4 * terms_stride + rows, mask=row_mask, other=0.0)
-    label_log_p = tl.load(terms_ptr + 5 * terms_stride + rows, mask=row_mask, other=0.0)
+    max_logit = tl.load(terms.max_logit, mask=row_mask, other=0.0)
+    log_sum = tl.load(terms.log_sum, mask=row_mask, other=0.0)
+    p_term = tl.load(terms.p_term, mask=row_mask, other=0.0)
+    entropy_term = tl.load(terms.entropy_term, mask=row_mask, other=0.0)
+    label_term = tl.load(terms.label_term, mask=row_mask, other=0.0)
+    label_log_p = tl.load(terms.label_logprob, mask=row_mask, other=0.0)
     label_grad = tl.exp2(label_log_p) * (p_term - entropy_term * label_log_p) + label_term
     row_ptrs = exp_ptr + rows.to(tl.int64) * exp_stride
 
@@ -257,7 +267,7 @@ def _grad_from_exp_kernel(
         is_label = columns[None, :] == label[:, None]
         grad = tl.where(is_label, label_grad[:, None], grad)
         if MEAN:
-            grad += tl.load(terms_ptr + 6 * terms_stride + rows, mask=row_mask, other=0.0)[:, None]
+            grad += tl.load(terms.mean_term, mask=row_mask, other=0.0)[:, None]
         if SOFTCAP:
             row_scale = tl.load(row_scale_ptr + rows, mask=row_mask, other=1.0)
             logits = (tl.where(is_label, label_log_p[:, None], log_p) + log_sum[:, None]) + max_logit[:, None]

@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_lce.backends.triton import tiles
+from megatron_lce.backends.triton.packed import extremes_at, sums_at
 from megatron_lce.core.plan import ceil_div
 from megatron_lce.core.statistics import (
     CHUNK_COLUMNS,
@@ -67,7 +68,6 @@ def sum_chunks(
         N=num_tokens,
         part_stride=rows_of_part * num_tokens,
         set_stride=rows_of_set * num_tokens,
-        first_sum=num_extremes(telemetry),
         num_columns=num_columns,
         ENTROPY=entropy,
         TELEMETRY=telemetry,
@@ -104,12 +104,13 @@ def _product_stats_kernel(
     max_logit = tl.where(sum_exp == sum_exp, max_logit, float("nan"))  # tl.max passes over a NaN
     out = stats_ptr + chunks.to(tl.int64)[None, :] * (3 * N) + rows[:, None]
     stored = (rows < N)[:, None] & (chunks * CHUNK < C)[None, :]
-    tl.store(out, max_logit, stored)
-    tl.store(out + N, tl.full((BLOCK_N, CHUNKS), float("-inf"), tl.float32), stored)
-    tl.store(out + 2 * N, sum_exp, stored)
+    extremes, sums = extremes_at(out, N), sums_at(out, N, False, 2)
+    tl.store(extremes.max_logit, max_logit, stored)
+    tl.store(extremes.label_logit, tl.full((BLOCK_N, CHUNKS), float("-inf"), tl.float32), stored)
+    tl.store(sums.sum_exp, sum_exp, stored)
 
 
-@triton.jit(do_not_specialize=["S", "num_sets", "N", "part_stride", "set_stride", "first_sum", "num_columns"])
+@triton.jit(do_not_specialize=["S", "num_sets", "N", "part_stride", "set_stride", "num_columns"])
 def _sum_chunks_kernel(
     parts_ptr,  # [S, K, N]
     all_extremes_ptr,  # [num_sets, >= E, N] of the whole vocabulary
@@ -120,7 +121,6 @@ def _sum_chunks_kernel(
     N,
     part_stride,
     set_stride,
-    first_sum,  # the row of a part where its sums start
     num_columns,
     ENTROPY: tl.constexpr,
     TELEMETRY: tl.constexpr,
@@ -136,28 +136,30 @@ def _sum_chunks_kernel(
     for start in range(0, num_sets, BLOCK_S):
         sets = start + tl.arange(0, BLOCK_S)
         mask = (sets < num_sets)[:, None] & token_mask[None, :]
-        extremes = all_extremes_ptr + sets.to(tl.int64)[:, None] * set_stride + tokens[None, :]  # [BLOCK_S, BLOCK_N]
-        logits = tl.load(extremes, mask, other=float("-inf"))
+        first_row = all_extremes_ptr + sets.to(tl.int64)[:, None] * set_stride + tokens[None, :]  # [BLOCK_S, BLOCK_N]
+        extremes = extremes_at(first_row, N)
+        logits = tl.load(extremes.max_logit, mask, other=float("-inf"))
         largest = tl.maximum(max_logit, tl.max(logits, 0), propagate_nan=tl.PropagateNan.ALL)
         any_nan = tl.max((logits != logits).to(tl.int32), 0) > 0  # tl.max ignores NaN
         max_logit = tl.where(any_nan, float("nan"), largest)
-        label_logit = tl.maximum(label_logit, tl.max(tl.load(extremes + N, mask, other=float("-inf")), 0))
+        label_logit = tl.maximum(label_logit, tl.max(tl.load(extremes.label_logit, mask, other=float("-inf")), 0))
         if TELEMETRY:
-            min_logit = tl.minimum(min_logit, tl.min(tl.load(extremes + 2 * N, mask, other=float("inf")), 0))
-    merged = extremes_ptr + tokens
-    tl.store(merged, max_logit, token_mask)
-    tl.store(merged + N, label_logit, token_mask)
+            min_logit = tl.minimum(min_logit, tl.min(tl.load(extremes.min_logit, mask, other=float("inf")), 0))
+    merged = extremes_at(extremes_ptr + tokens, N)
+    tl.store(merged.max_logit, max_logit, token_mask)
+    tl.store(merged.label_logit, label_logit, token_mask)
     if TELEMETRY:
         argmax = tl.full((BLOCK_N,), _NO_ID, tl.int32)
         for start in range(0, num_sets, BLOCK_S):
             sets = start + tl.arange(0, BLOCK_S)
             mask = (sets < num_sets)[:, None] & token_mask[None, :]
-            extremes = all_extremes_ptr + sets.to(tl.int64)[:, None] * set_stride + tokens[None, :]
-            at_max = tl.load(extremes, mask, other=float("-inf")) == max_logit[None, :]
-            set_argmax = tl.load(extremes + 3 * N, mask, other=0.0).to(tl.int32, bitcast=True)
+            first_row = all_extremes_ptr + sets.to(tl.int64)[:, None] * set_stride + tokens[None, :]
+            extremes = extremes_at(first_row, N)
+            at_max = tl.load(extremes.max_logit, mask, other=float("-inf")) == max_logit[None, :]
+            set_argmax = tl.load(extremes.argmax, mask, other=0.0).to(tl.int32, bitcast=True)
             argmax = tl.minimum(argmax, tl.min(tl.where(at_max & mask, set_argmax, _NO_ID), 0))
-        tl.store(merged + 2 * N, min_logit, token_mask)
-        tl.store(merged + 3 * N, argmax.to(tl.float32, bitcast=True), token_mask)
+        tl.store(merged.min_logit, min_logit, token_mask)
+        tl.store(merged.argmax, argmax.to(tl.float32, bitcast=True), token_mask)
 
     max_logit = tl.where(token_mask, max_logit, 0.0)
     sum_exp = tl.zeros((BLOCK_N,), tl.int64)
@@ -173,30 +175,29 @@ def _sum_chunks_kernel(
         splits = start + tl.arange(0, BLOCK_S)
         mask = (splits < S)[:, None] & token_mask[None, :]
         part = parts_ptr + splits.to(tl.int64)[:, None] * part_stride + tokens[None, :]
-        shift = tl.load(part, mask, other=float("-inf")) - max_logit[None, :]
+        sums = sums_at(part, N, ENTROPY, 2 + 2 * TELEMETRY)
+        shift = tl.load(extremes_at(part, N).max_logit, mask, other=float("-inf")) - max_logit[None, :]
         scale = tl.exp2(shift)
-        part_sum = tl.load(part + first_sum * N, mask, other=0.0)
+        part_sum = tl.load(sums.sum_exp, mask, other=0.0)
         sum_exp += tl.sum((scale * part_sum * _UNITS).to(tl.int64), 0)
         if ENTROPY:
-            part_sum_exp_logit = tl.load(part + (first_sum + 1) * N, mask, other=0.0)
+            part_sum_exp_logit = tl.load(sums.sum_exp_logit, mask, other=0.0)
             finite_shift = tl.where(scale > 0, shift, 0.0)
             terms = scale * (part_sum_exp_logit + part_sum * finite_shift)
             sum_exp_logit += tl.sum((terms * _UNITS).to(tl.int64), 0)
         if TELEMETRY:
-            part += (first_sum + 1 + ENTROPY) * N
-            terms = scale * scale * tl.load(part, mask, other=0.0)
+            terms = scale * scale * tl.load(sums.sum_exp_squared, mask, other=0.0)
             sum_exp_squared += tl.sum((terms * _UNITS).to(tl.int64), 0)
-            terms = tl.load(part + N, mask, other=0.0) / largest
+            terms = tl.load(sums.sum_logit, mask, other=0.0) / largest
             sum_logit += tl.sum((terms * _UNITS).to(tl.int64), 0)
-            terms = tl.load(part + 2 * N, mask, other=0.0) / largest / largest
+            terms = tl.load(sums.sum_logit_squared, mask, other=0.0) / largest / largest
             sum_logit_squared += tl.sum((terms * _UNITS).to(tl.int64), 0)
-    out = out_ptr + tokens
-    tl.store(out, sum_exp, token_mask)
+    total = sums_at(out_ptr + tokens, N, ENTROPY, 0)
+    tl.store(total.sum_exp, sum_exp, token_mask)
     if ENTROPY:
-        tl.store(out + N, sum_exp_logit, token_mask)
+        tl.store(total.sum_exp_logit, sum_exp_logit, token_mask)
     if TELEMETRY:
-        out += (1 + ENTROPY) * N
-        tl.store(out, sum_exp_squared, token_mask)
-        tl.store(out + N, sum_logit, token_mask)
-        tl.store(out + 2 * N, sum_logit_squared, token_mask)
-        tl.store(out + 3 * N, tl.zeros((BLOCK_N,), tl.int64) + num_columns, token_mask)
+        tl.store(total.sum_exp_squared, sum_exp_squared, token_mask)
+        tl.store(total.sum_logit, sum_logit, token_mask)
+        tl.store(total.sum_logit_squared, sum_logit_squared, token_mask)
+        tl.store(total.num_columns, tl.zeros((BLOCK_N,), tl.int64) + num_columns, token_mask)

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_lce.backends.triton import tiles
+from megatron_lce.backends.triton.packed import extremes_at, row_terms_at, sums_at
 from megatron_lce.core.options import LinearCrossEntropyOutput, Options, Shard
 from megatron_lce.core.plan import ceil_div
 from megatron_lce.core.rows import (
@@ -164,10 +165,10 @@ def _finish_kernel(
     """Write the outputs of BLOCK_N tokens, and what backward needs."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = rows < N
-    extremes = extremes_ptr + rows
-    max_logit = tl.load(extremes, mask=mask, other=0.0)
-    label_logit = tl.load(extremes + N, mask=mask, other=0.0)
-    sum_exp = tl.load(sums_ptr + rows, mask=mask, other=1).to(tl.float32) * _UNIT
+    extremes, sums = extremes_at(extremes_ptr + rows, N), sums_at(sums_ptr + rows, N, ENTROPY, 0)
+    max_logit = tl.load(extremes.max_logit, mask=mask, other=0.0)
+    label_logit = tl.load(extremes.label_logit, mask=mask, other=0.0)
+    sum_exp = tl.load(sums.sum_exp, mask=mask, other=1).to(tl.float32) * _UNIT
     to_nats = tl.load(to_nats_ptr + rows, mask=mask, other=0.0)
     # If the label's logit is -inf on every rank, no rank owns it: the row is NaN.
     to_nats = tl.where((label_logit == float("-inf")) & (to_nats != 0), float("nan"), to_nats)
@@ -181,22 +182,21 @@ def _finish_kernel(
     tl.store(outputs.lse + rows, _in_nats(max_logit + log_sum, to_nats), mask=mask)
     tl.store(outputs.logprobs + rows, _in_nats(label_logprob, to_nats), mask=mask)
     if ENTROPY:
-        sum_exp_logit = tl.load(sums_ptr + N + rows, mask=mask, other=0).to(tl.float32) * _UNIT
+        sum_exp_logit = tl.load(sums.sum_exp_logit, mask=mask, other=0).to(tl.float32) * _UNIT
         # Integer sums cannot be NaN; the largest logit is NaN if any logit is.
         entropy = log_sum - sum_exp_logit / sum_exp + max_logit * 0.0
         tl.store(saved.entropy + rows, entropy, mask=mask)
         tl.store(outputs.entropy + rows, _in_nats(entropy, to_nats), mask=mask)
     if TELEMETRY:
-        min_logit = tl.load(extremes + 2 * N, mask=mask, other=0.0)
+        min_logit = tl.load(extremes.min_logit, mask=mask, other=0.0)
         largest = tl.maximum(tl.abs(max_logit), tl.abs(min_logit))
         unless_nan = max_logit * 0.0
         # NaN if the sum of squares of a chunk overflows fp32.
         unless_huge = unless_nan + _CHUNK_COLUMNS * largest * largest * 0.0
-        sums = sums_ptr + (1 + ENTROPY) * N + rows
-        sum_exp_squared = tl.load(sums, mask=mask, other=0).to(tl.float32) * _UNIT
-        sum_logit = tl.load(sums + N, mask=mask, other=0).to(tl.float32) * _UNIT
-        sum_logit_squared = tl.load(sums + 2 * N, mask=mask, other=0).to(tl.float32) * _UNIT
-        num_columns = tl.load(sums + 3 * N, mask=mask, other=1).to(tl.float32)
+        sum_exp_squared = tl.load(sums.sum_exp_squared, mask=mask, other=0).to(tl.float32) * _UNIT
+        sum_logit = tl.load(sums.sum_logit, mask=mask, other=0).to(tl.float32) * _UNIT
+        sum_logit_squared = tl.load(sums.sum_logit_squared, mask=mask, other=0).to(tl.float32) * _UNIT
+        num_columns = tl.load(sums.num_columns, mask=mask, other=1).to(tl.float32)
         sum_pi_squared = sum_exp_squared / (sum_exp * sum_exp) + unless_nan + to_nats * 0.0
         tl.store(outputs.sum_pi_squared + rows, tl.where(to_nats == 0, 0.0, sum_pi_squared), mask=mask)
         logits_norm = largest * tl.sqrt(sum_logit_squared) + unless_huge
@@ -205,7 +205,7 @@ def _finish_kernel(
         tl.store(outputs.mean_logit + rows, _in_nats(mean_logit, to_nats), mask=mask)
         tl.store(saved.num_columns + rows, num_columns, mask=mask)
         max_logit = _in_nats(max_logit, to_nats)
-        argmax = tl.load(extremes + 3 * N, mask=mask, other=0.0).to(tl.int32, bitcast=True)
+        argmax = tl.load(extremes.argmax, mask=mask, other=0.0).to(tl.int32, bitcast=True)
         argmax = tl.where(to_nats == 0, 0, tl.where(max_logit != max_logit, -1, argmax))
         tl.store(outputs.max_logit + rows, max_logit, mask=mask)
         tl.store(outputs.min_logit + rows, _in_nats(min_logit, to_nats), mask=mask)
@@ -237,6 +237,7 @@ def _row_terms_kernel(
     """Write the `RowTerms` of BLOCK_N tokens, and which of them have a gradient."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = rows < N
+    terms = row_terms_at(terms_ptr + rows, N)
     places = rows.to(tl.int64)  # strides are arbitrary
     to_nats = tl.load(to_nats_ptr + rows, mask=mask, other=0.0)
     ignored = to_nats == 0
@@ -257,20 +258,20 @@ def _row_terms_kernel(
         p_term -= entropy_term * tl.load(saved.entropy + rows, mask=mask, other=0.0)
     max_logit = tl.load(saved.max_logit + rows, mask=mask, other=0.0)
     log_sum = tl.load(saved.log_sum + rows, mask=mask, other=0.0)
-    tl.store(terms_ptr + rows, tl.where(ignored, 0.0, max_logit), mask=mask)
-    tl.store(terms_ptr + N + rows, tl.where(ignored, _LOG_SUM_OF_IGNORED_ROW, log_sum), mask=mask)
+    tl.store(terms.max_logit, tl.where(ignored, 0.0, max_logit), mask=mask)
+    tl.store(terms.log_sum, tl.where(ignored, _LOG_SUM_OF_IGNORED_ROW, log_sum), mask=mask)
     p_term = tl.where(ignored, 0.0, p_term * factor)
     entropy_term = tl.where(ignored, 0.0, entropy_term * factor)
     label_term = tl.where(ignored, 0.0, label_term * factor)
     counts = (p_term != 0) | (entropy_term != 0) | (label_term != 0)
-    tl.store(terms_ptr + 2 * N + rows, p_term, mask=mask)
-    tl.store(terms_ptr + 3 * N + rows, entropy_term, mask=mask)
-    tl.store(terms_ptr + 4 * N + rows, label_term, mask=mask)
-    tl.store(terms_ptr + 5 * N + rows, label_logprob, mask=mask)
+    tl.store(terms.p_term, p_term, mask=mask)
+    tl.store(terms.entropy_term, entropy_term, mask=mask)
+    tl.store(terms.label_term, label_term, mask=mask)
+    tl.store(terms.label_logprob, label_logprob, mask=mask)
     if grad_mean_logit_ptr is not None:
         mean_term = tl.load(grad_mean_logit_ptr + places * grad_mean_logit_stride, mask=mask, other=0.0)
         mean_term = mean_term / tl.load(saved.num_columns + rows, mask=mask, other=1.0)
         mean_term = tl.where(ignored, 0.0, mean_term * factor)
         counts |= mean_term != 0
-        tl.store(terms_ptr + 6 * N + rows, mean_term, mask=mask)
+        tl.store(terms.mean_term, mean_term, mask=mask)
     tl.store(counts_ptr + rows, counts, mask=mask)

@@ -6,16 +6,20 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_lce.backends.triton import tiles
+from megatron_lce.backends.triton.packed import extremes_at, sums_at
 from megatron_lce.backends.triton.parts import split
 from megatron_lce.backends.triton.tile_products import (
     as_descriptor,
     descriptor,
+    dot_parts,
+    dot_rows,
+    dot_tile,
     halves,
     read_columns,
+    rounded_to_bf16,
     shared_arguments,
     tanh,
     tile_position,
-    tile_products,
 )
 from megatron_lce.core.logits_cache import LogitsCache
 from megatron_lce.core.options import Options
@@ -162,12 +166,14 @@ def _label_logits_kernel(
     row_scale = tl.load(row_scale_ptr + rows, mask=row_mask, other=0.0)
     if HIDDEN_PARTS:
         label_rows = as_descriptor(weight, N, read_columns(H, 2), BLOCK_N, BLOCK_H)
+        logits = dot_parts(
+            hidden_desc, hidden_power, label_rows, weight_power, row, row, H, BLOCK_N, BLOCK_N, BLOCK_H, HIDDEN_PARTS
+        )
     else:
         label_rows = weight + tl.where(label >= 0, label, 0).to(tl.int64)[:, None] * weight_stride
-    logits = tile_products(
-        hidden_desc, hidden_power, label_rows, weight_power, row, row, H,
-        BLOCK_N, BLOCK_N, BLOCK_H, HIDDEN_PARTS, ROUND,
-    )  # fmt: skip
+        logits = dot_rows(hidden_desc, label_rows, row, H, BLOCK_N, BLOCK_N, BLOCK_H)
+    if ROUND:
+        logits = rounded_to_bf16(logits)
     if SOFTCAP:
         logits = tanh(logits * softcap_scale)
     logits = logits * row_scale[:, None]
@@ -207,8 +213,8 @@ def _softmax_stats_kernel(
     GROUP_N: tl.constexpr,
 ):
     """Write statistics of each tile of logits, [BLOCK_N, BLOCK_V], which stays in registers (its exp may be cached)."""
-    FIRST_SUM: tl.constexpr = 2 + 2 * TELEMETRY
-    K: tl.constexpr = FIRST_SUM + 1 + ENTROPY + 3 * TELEMETRY
+    EXTREMES: tl.constexpr = 2 + 2 * TELEMETRY  # `num_extremes`
+    K: tl.constexpr = EXTREMES + 1 + ENTROPY + 3 * TELEMETRY  # `packed_rows`
     CHUNKS: tl.constexpr = BLOCK_V // CHUNK
     hidden_desc = as_descriptor(hidden_desc, N, read_columns(H, HIDDEN_PARTS), BLOCK_N, BLOCK_H)
     weight_desc = as_descriptor(weight_desc, V, read_columns(H, 2 if HIDDEN_PARTS else 0), BLOCK_V, BLOCK_H)
@@ -224,10 +230,15 @@ def _softmax_stats_kernel(
         row_mask = rows < N
         row_scale = tl.load(row_scale_ptr + rows, mask=row_mask, other=0.0)
 
-        logits = tile_products(
-            hidden_desc, hidden_power, weight_desc, weight_power, row, column, H,
-            BLOCK_N, BLOCK_V, BLOCK_H, HIDDEN_PARTS, ROUND,
-        )  # fmt: skip
+        if HIDDEN_PARTS:
+            logits = dot_parts(
+                hidden_desc, hidden_power, weight_desc, weight_power, row, column, H,
+                BLOCK_N, BLOCK_V, BLOCK_H, HIDDEN_PARTS,
+            )  # fmt: skip
+        else:
+            logits = dot_tile(hidden_desc, weight_desc, row, column, H, BLOCK_N, BLOCK_V, BLOCK_H)
+        if ROUND:
+            logits = rounded_to_bf16(logits)
         columns = column + tl.arange(0, BLOCK_V)
         if SOFTCAP:
             if TELEMETRY:  # inf * 0 gives NaN in columns past the end, which the telemetry sums include
@@ -236,15 +247,16 @@ def _softmax_stats_kernel(
         logits = logits * row_scale[:, None]  # [BLOCK_N, BLOCK_V]
 
         chunks = tl.arange(0, CHUNKS)
-        stats = stats_ptr + (column_tile * CHUNKS + chunks).to(tl.int64)[None, :] * (K * N) + rows[:, None]
+        first_row = stats_ptr + (column_tile * CHUNKS + chunks).to(tl.int64)[None, :] * (K * N) + rows[:, None]
+        extremes, sums = extremes_at(first_row, N), sums_at(first_row, N, ENTROPY, EXTREMES)
         mask = row_mask[:, None] & (column + chunks * CHUNK < V)[None, :]  # [BLOCK_N, CHUNKS]
         if TELEMETRY:
             # Products past the end of the vocabulary are zero. Sums first: in this order no register spills.
             zero_ended = tl.reshape(logits, (BLOCK_N, CHUNKS, CHUNK))
-            tl.store(stats + (K - 2) * N, tl.sum(zero_ended, 2), mask)
-            tl.store(stats + (K - 1) * N, tl.sum(zero_ended * zero_ended, 2), mask)
+            tl.store(sums.sum_logit, tl.sum(zero_ended, 2), mask)
+            tl.store(sums.sum_logit_squared, tl.sum(zero_ended * zero_ended, 2), mask)
             min_logit = tl.where((columns < V)[None, :], logits, float("inf"))
-            tl.store(stats + 2 * N, tl.min(tl.reshape(min_logit, (BLOCK_N, CHUNKS, CHUNK)), 2), mask)
+            tl.store(extremes.min_logit, tl.min(tl.reshape(min_logit, (BLOCK_N, CHUNKS, CHUNK)), 2), mask)
         if column + BLOCK_V > V:
             logits = tl.where((columns < V)[None, :], logits, _LOWEST_LOGIT)
 
@@ -252,21 +264,21 @@ def _softmax_stats_kernel(
         max_logit = tl.maximum(tl.max(logits, 2), _LOWEST_LOGIT)  # [BLOCK_N, CHUNKS]; a chunk may be -inf throughout
         if TELEMETRY:
             argmax = tl.argmax(logits, 2) + (column + first_column + vocab_start + chunks * CHUNK)[None, :]
-            tl.store(stats + 3 * N, argmax.to(tl.float32, bitcast=True), mask)
+            tl.store(extremes.argmax, argmax.to(tl.float32, bitcast=True), mask)
         shifted = logits - max_logit[:, :, None]
         exp = tl.exp2(shifted)
         sum_exp = tl.sum(exp, 2)
         if ENTROPY:
             # 0 times -inf must be 0. The maximum costs nothing; a branch for the chunks that need it costs 5 to 10 %.
             finite = tl.maximum(shifted, _LOWEST_LOGIT)
-            tl.store(stats + (FIRST_SUM + 1) * N, tl.sum(exp * finite, 2), mask)
+            tl.store(sums.sum_exp_logit, tl.sum(exp * finite, 2), mask)
         if TELEMETRY:
-            tl.store(stats + (K - 3) * N, tl.sum(exp * exp, 2), mask)
-        tl.store(stats + FIRST_SUM * N, sum_exp, mask)
+            tl.store(sums.sum_exp_squared, tl.sum(exp * exp, 2), mask)
+        tl.store(sums.sum_exp, sum_exp, mask)
         # tl.max ignores a NaN; a sum does not.
         max_logit = tl.where(sum_exp == sum_exp, max_logit, float("nan"))
-        tl.store(stats, max_logit, mask)
-        tl.store(stats + N, tl.full((BLOCK_N, CHUNKS), float("-inf"), tl.float32), mask)
+        tl.store(extremes.max_logit, max_logit, mask)
+        tl.store(extremes.label_logit, tl.full((BLOCK_N, CHUNKS), float("-inf"), tl.float32), mask)
         if exp_desc is not None:
             reference = max_logit
             if LARGEST_WITHOUT > 0:

@@ -1,4 +1,4 @@
-"""What the kernels over tiles share: arguments, the order of tiles, the products of a tile, and tanh."""
+"""What the kernels over tiles share: arguments, the order of tiles, the dot products of a tile, and tanh."""
 
 from typing import Any
 
@@ -53,11 +53,50 @@ def read_columns(H, PARTS: tl.constexpr):
 
 
 @triton.jit
-def tile_products(
-    hidden_desc,  # [N, H] or parts [N, HIDDEN_PARTS * width]
-    hidden_power,  # of parts, a pointer to [N]
-    weight,  # the descriptor of [V, H] or parts [V, 2 * width], or pointers [BLOCK_V, 1] to rows, without `column`
-    weight_power,  # of parts, a pointer to [V]
+def dot_tile(
+    hidden_desc,  # [N, H]
+    weight_desc,  # [V, H]
+    row,
+    column,
+    H,
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """Return a tile of hidden[row:] @ weight[column:].T in fp32; here and below, what is past the end is zero."""
+    products = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
+    for h in range(0, H, BLOCK_H):
+        products = _add_product(hidden_desc.load([row, h]), weight_desc.load([column, h]), products)
+    return products
+
+
+@triton.jit
+def dot_rows(
+    hidden_desc,  # [N, H]
+    weight_rows,  # pointers [BLOCK_V, 1] to rows of the weight
+    row,
+    H,
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """Return hidden[row:] times rows of the weight, each anywhere in memory."""
+    products = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
+    for h in range(0, H, BLOCK_H):
+        inner = h + tl.arange(0, BLOCK_H)
+        hidden = hidden_desc.load([row, h])
+        products = _add_product(
+            hidden, tl.load(weight_rows + inner[None, :], mask=(inner < H)[None, :], other=0.0), products
+        )
+    return products
+
+
+@triton.jit
+def dot_parts(
+    hidden_desc,  # parts [N, HIDDEN_PARTS * width]
+    hidden_power,  # a pointer to [N]
+    weight_desc,  # parts [V, 2 * width]
+    weight_power,  # a pointer to [V]
     row,
     column,
     H,
@@ -65,45 +104,32 @@ def tile_products(
     BLOCK_V: tl.constexpr,
     BLOCK_H: tl.constexpr,
     HIDDEN_PARTS: tl.constexpr,  # of `tiles.Tiles`
-    ROUND: tl.constexpr,  # to bf16
 ):
-    """Return a tile of hidden[row:] @ weight[column:].T in fp32; rows and columns past the end are zero."""
+    """Return what `dot_tile` does for matrices in parts."""
     products = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
-    if HIDDEN_PARTS:
-        width = tl.cdiv(H, ROW_STEP) * ROW_STEP
-        # Tensor cores truncate as they add, in proportion to the sum. So the larger parts are summed over SPLIT_SUM of
-        # H at a time, and the smaller parts separately.
-        small = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
-        for start in range(0, width, SPLIT_SUM):
-            partial = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
-            for h in range(start, min(start + SPLIT_SUM, width), BLOCK_H):
-                low, high = weight.load([column, h]), weight.load([column, width + h])
-                if HIDDEN_PARTS == 2:
-                    hidden_low, hidden = hidden_desc.load([row, h]), hidden_desc.load([row, width + h])
-                    small = _add_product(hidden_low, high, small)
-                else:
-                    hidden = hidden_desc.load([row, h])
-                small = _add_product(hidden, low, small)
-                partial = _add_product(hidden, high, partial)
-            products += partial
-        # `small` is non-finite only where an input is. `products` already shows it, so drop it here.
-        products += tl.where(tl.abs(small) < float("inf"), small * (1 / LOW_PART), 0.0)
-        column_power = tl.load(weight_power + column + tl.arange(0, BLOCK_V))
-        row_power = tl.load(hidden_power + row + tl.arange(0, BLOCK_N))[:, None]
-        # Apply the smaller factor first: the larger alone, or their product, can overflow or underflow.
-        products *= tl.minimum(row_power, column_power[None, :])
-        products *= tl.maximum(row_power, column_power[None, :])
-    else:
-        for h in range(0, H, BLOCK_H):
-            hidden = hidden_desc.load([row, h])
-            if weight.dtype.is_ptr():
-                inner = h + tl.arange(0, BLOCK_H)
-                weight_tile = tl.load(weight + inner[None, :], mask=(inner < H)[None, :], other=0.0)
+    width = tl.cdiv(H, ROW_STEP) * ROW_STEP
+    # Tensor cores truncate as they add, in proportion to the sum. So the larger parts are summed over SPLIT_SUM of H at
+    # a time, and the smaller parts separately.
+    small = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
+    for start in range(0, width, SPLIT_SUM):
+        partial = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
+        for h in range(start, min(start + SPLIT_SUM, width), BLOCK_H):
+            low, high = weight_desc.load([column, h]), weight_desc.load([column, width + h])
+            if HIDDEN_PARTS == 2:
+                hidden_low, hidden = hidden_desc.load([row, h]), hidden_desc.load([row, width + h])
+                small = _add_product(hidden_low, high, small)
             else:
-                weight_tile = weight.load([column, h])
-            products = _add_product(hidden, weight_tile, products)
-    if ROUND:
-        products = rounded_to_bf16(products)
+                hidden = hidden_desc.load([row, h])
+            small = _add_product(hidden, low, small)
+            partial = _add_product(hidden, high, partial)
+        products += partial
+    # `small` is non-finite only where an input is. `products` already shows it, so drop it here.
+    products += tl.where(tl.abs(small) < float("inf"), small * (1 / LOW_PART), 0.0)
+    column_power = tl.load(weight_power + column + tl.arange(0, BLOCK_V))
+    row_power = tl.load(hidden_power + row + tl.arange(0, BLOCK_N))[:, None]
+    # Apply the smaller factor first: the larger alone, or their product, can overflow or underflow.
+    products *= tl.minimum(row_power, column_power[None, :])
+    products *= tl.maximum(row_power, column_power[None, :])
     return products
 
 
