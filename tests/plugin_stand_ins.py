@@ -10,16 +10,19 @@ STEPS = """
     def train_one_step(args, model):
         return model[0]()
 """
+KERNEL = "verl.utils.kernel.linear_cross_entropy"
 SKYRL = "skyrl.backends.skyrl_train.distributed.megatron.model_utils"
 # By framework: its files, and what each plugin replaces there.
 FILES = {
     "verl": {
         "__init__.py": """
-            import importlib, os
+            import importlib.metadata, os
 
             __version__ = "7.8.9"
             for name in filter(None, os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",")):
                 importlib.import_module(name)
+            for entry in importlib.metadata.entry_points(group="verl.plugins"):
+                entry.load()
         """,
         "models/mcore/__init__.py": "from verl.models.mcore.registry import get_mcore_engine_forward_fn",
         "models/mcore/registry.py": """
@@ -42,9 +45,25 @@ FILES = {
                 ):
                     raise AssertionError("logits were asked for")
         """,
-        "models/mcore/model_forward_fused.py": "from verl.kernel import linear_cross_entropy",
-        "models/mcore/model_forward_1f1b_overlap.py": "from verl.kernel import linear_cross_entropy",
-        "kernel.py": "class Kernel:\n    apply = classmethod(len)\n\nlinear_cross_entropy = Kernel.apply",
+        "models/mcore/model_forward_fused.py": f"from {KERNEL} import linear_cross_entropy",
+        "utils/kernel/linear_cross_entropy.py": """
+            class LinearCrossEntropy:
+                apply = classmethod(len)
+
+                @staticmethod
+                def forward(
+                    ctx, hidden, weight, labels, temperature=1.0, reduction="none", dist_process_group=None
+                ): ...
+
+            linear_cross_entropy = LinearCrossEntropy.apply
+        """,
+        "trainer/distillation/megatron/losses.py": """
+            def preprocess_thd_engine(values, pre_process):
+                return values, None
+
+            def compute_forward_kl_topk(student_logits, teacher_topk_log_probs, teacher_topk_ids, config, data_format):
+                return "verl's own"
+        """,
     },
     "slime": {
         "backends/megatron_utils/loss.py": """

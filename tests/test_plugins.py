@@ -14,12 +14,16 @@ import sys
 import textwrap
 import threading
 import time
+import tomllib
 from importlib.machinery import PathFinder
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 from torch import nn
 
+import megatron_lce
 from megatron_lce.plugins.functions import Function
 from megatron_lce.plugins.replacing import Plugin
 from tests.plugin_stand_ins import BY_NAME, FILES, PLUGIN_OF
@@ -92,7 +96,7 @@ def test_replaces_in_any_order_of_imports(framework, order, make):
     assert all(is_ours(get(f"{module}:{name}")) for module, name in BY_NAME[framework])
     if framework == "verl":
         assert is_ours(get("verl.models.mcore:get_mcore_engine_forward_fn")())
-        assert not is_ours(get("verl.kernel:linear_cross_entropy"))  # which other engines use
+        assert is_ours(get("verl.models.mcore.model_forward_fused:linear_cross_entropy"))
     plugin.uninstall()
     assert not any(map(is_ours, map(get, targets)))
     assert not any(is_ours(get(f"{module}:{name}")) for module, name in BY_NAME[framework])
@@ -122,7 +126,7 @@ def test_says_what_it_has_replaced_when_it_has(framework, make, caplog):
 
 
 MOVED = {
-    "verl": "gptmodel_forward_model_engine _build_mtp_loss_mask_nested linear_cross_entropy",
+    "verl": "gptmodel_forward_model_engine _build_mtp_loss_mask_nested LinearCrossEntropy compute_forward_kl_topk",
     "slime": "get_log_probs_and_entropy get_responses _allgather_cp_redistribute forward_only train_one_step",
     "miles": "get_log_probs_and_entropy get_responses forward_only",
     "swift": "compute_logps_and_entropy_from_logits compute_per_token_logps_fn MegatronGRPOTrainer MegatronGKDTrainer",
@@ -192,10 +196,11 @@ def test_parameters_that_a_plugin_relies_on(needed, found, fits):
     assert Function.of(f"module:function{needed}").fits(found) == fits
 
 
-@pytest.mark.parametrize("module", ["model_forward", "model_forward_fused"])
+@pytest.mark.parametrize("module", ["models.mcore.model_forward", "utils.kernel.linear_cross_entropy"])
 def test_a_module_that_has_moved_raises(module, make):
-    (make("verl") / "verl/models/mcore" / f"{module}.py").rename(make("verl") / "verl/models/mcore/moved.py")
-    with pytest.raises(RuntimeError, match=rf"in verl.models.mcore.{module}: verl"):
+    path = (make("verl") / "verl").joinpath(*module.split(".")).with_suffix(".py")
+    path.rename(path.with_name("moved.py"))
+    with pytest.raises(RuntimeError, match=rf"in verl.{module}: verl"):
         import_plugin("verl")
 
 
@@ -245,13 +250,34 @@ def verl_of_a_worker():
 
 
 def test_workers_of_verl_import_it_in_their_processes(make, monkeypatch):
-    """By verl's variable, which they inherit; this process has not imported verl."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(make("verl")), *sys.path]))
-    for value, expected in (("megatron_lce.plugins.verl", True), ("", False)):
-        monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", value)
+    """By verl's variables, which they inherit; this process has not imported verl."""
+    folder = make("verl")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), *sys.path]))
+    entries = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]["entry-points"]
+    (folder / "this-0.dist-info").mkdir()
+    lines = "".join(f"{name} = {value}\n" for name, value in entries["verl.plugins"].items())
+    (folder / "this-0.dist-info/entry_points.txt").write_text(f"[verl.plugins]\n{lines}")
+    modules, plugins = "VERL_USE_EXTERNAL_MODULES", "VERL_USE_EXTERNAL_PLUGINS"
+    for name, value, expected in (
+        (modules, "megatron_lce.plugins.verl", True),
+        (plugins, "auto", False),
+        (plugins, "other, megatron_lce", True),
+    ):
+        monkeypatch.delenv(modules, raising=False)
+        monkeypatch.setenv(name, value)
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             assert pool.apply(verl_of_a_worker) == expected
     assert "verl" not in sys.modules
+
+
+def test_an_entry_point_that_cannot_switch_on_says_so(make, monkeypatch, caplog):
+    """verl drops what it raises."""
+    make("verl", calculate_entropy="other")
+    monkeypatch.setenv("VERL_USE_EXTERNAL_PLUGINS", "megatron_lce")
+    monkeypatch.delitem(sys.modules, "megatron_lce.plugins.verl_entry", raising=False)
+    with pytest.raises(RuntimeError, match="needs"):
+        importlib.import_module("megatron_lce.plugins.verl_entry")
+    assert "megatron_lce is not in use: megatron_lce needs" in caplog.text
 
 
 class Processor:
@@ -272,13 +298,46 @@ def forward(make):
     return get("verl.models.mcore:get_mcore_engine_forward_fn")()
 
 
-def test_verl_leaves_logits_to_top_k_and_values(forward):
-    top_k = functools.partial(
-        Processor()._lm_head_logits_processor, **SETTINGS, distillation_use_topk=True, distillation_only=False
-    )
-    for processor in (top_k, None):
-        found = forward("model", logits_processor=processor, logits_processor_args={}, vision=True)
-        assert found == ("verl's own", "model", processor, {}, True)
+def test_verl_leaves_logits_to_values(forward):
+    found = forward("model", logits_processor=None, logits_processor_args={}, vision=True)
+    assert found == ("verl's own", "model", None, {}, True)
+
+
+@pytest.mark.parametrize("clamp", [None, -3.0])
+def test_verl_distils_at_a_teachers_ids(clamp, forward):
+    """Divergence, its gradient and verl's metrics against those of fp64 logits; logits go to verl's function."""
+    plugin, compute = import_plugin("verl"), get("verl.trainer.distillation.megatron.losses:compute_forward_kl_topk")
+    assert compute("logits", 1, 2, 3, "thd") == "verl's own"
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, logits = (torch.randn(n, 16, generator=generator) for n in (6, 24, 6))
+    target, ids = (values[None] for values in (logits @ weight.T).log_softmax(-1).topk(5))
+    labels = torch.tensor([[3, -100, 7, 1, 0, -100]])
+    losses = []
+    for dtype in (torch.float32, torch.float64):
+        own = hidden.to(dtype)[None].requires_grad_()
+        if dtype == torch.float32:
+            operations = {x: getattr(megatron_lce, x) for x in ("linear_cross_entropy", "linear_topk")}
+            head = SimpleNamespace(**{x: functools.partial(f, own, weight) for x, f in operations.items()})
+            given = SimpleNamespace(distillation_loss=SimpleNamespace(log_prob_min_clamp=clamp))
+            student = plugin.Student(head, labels, temperature=torch.full(labels.shape, 0.7))
+            teacher = {"teacher_topk_log_probs": target, "teacher_topk_ids": ids}
+            found = compute(student_logits=student, **teacher, config=given, data_format="thd")
+            assert {name for name, x in found.items() if x.requires_grad} == {"distillation_losses"}
+        else:
+            logprobs = (own @ weight.double().T / 0.7).log_softmax(-1)
+            p, q = target.double(), logprobs.gather(-1, ids)
+            p, q = (p, q) if clamp is None else (p.clamp_min(clamp), q.clamp_min(clamp))
+            shared = (ids[..., None] == logprobs.topk(5).indices[..., None, :]).any(-1)
+            found = {"distillation_losses": (p.exp() * (p - q)).sum(-1), "overlap_count": shared.sum(-1)}
+            found |= {"student_mass": q.exp().sum(-1), "teacher_mass": p.exp().sum(-1)}
+            advantage = (p.exp() * (q - p) * shared).sum(-1) / shared.sum(-1).clamp_min(1)
+            found = {name: x * (labels >= 0) for name, x in (found | {"overlap_token_advantage": advantage}).items()}
+            assert clamp is None or (q == clamp).any()
+        found["distillation_losses"].sum().backward()
+        losses.append(found | {"gradient": own.grad})
+    assert losses[0].keys() == losses[1].keys()
+    for name, expected in losses[1].items():
+        torch.testing.assert_close(losses[0][name].detach().double(), expected.detach().double(), rtol=1e-5, atol=1e-5)
 
 
 def test_verl_with_an_unknown_processor_raises(forward):

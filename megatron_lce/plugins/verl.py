@@ -1,4 +1,5 @@
-"""verl's Megatron engine: logprobs, entropy and the sum of squared probabilities of unmasked tokens, without logits.
+"""verl's Megatron engine, of unmasked tokens and without logits: logprobs, entropy, sum of squared probabilities, top-k
+distillation. Where verl's fused kernel is on, in any engine: that kernel.
 
 actor_rollout_ref.model.external_lib=megatron_lce.plugins.verl  # or VERL_USE_EXTERNAL_MODULES=...
 """
@@ -6,6 +7,7 @@ actor_rollout_ref.model.external_lib=megatron_lce.plugins.verl  # or VERL_USE_EX
 import functools
 from typing import Any
 
+import torch
 from torch import Tensor
 
 import megatron_lce
@@ -13,18 +15,20 @@ from megatron_lce.compat import verl_linear_cross_entropy
 from megatron_lce.plugins.functions import version_of
 from megatron_lce.plugins.replacing import Plugin
 
-MCORE = "verl.models.mcore"
-MASK = "_build_mtp_loss_mask_nested"
+FORWARD = "verl.models.mcore.model_forward"
+KERNEL = "verl.utils.kernel.linear_cross_entropy"
+TOP_K = "verl.trainer.distillation.megatron.losses"
 ENGINE = "verl.workers.engine.megatron.transformer_impl:MegatronEngineWithLMHead"
+MASK = "_build_mtp_loss_mask_nested"
 SETTINGS = ["calculate_sum_pi_squared", "calculate_entropy", "distillation_use_topk", "distillation_only"]
 SETTINGS += ["logits_processor_func", "batch", "data_format"]  # keywords of the engine's `logits_processor`
 
 
 def engine_forward(own: Any, model: Any, *inputs: Any, logits_processor: Any = None, **keywords: Any) -> Any:
     """verl's forward pass, whose `logits_processor` gets a captured head."""
+    if logits_processor is None:
+        return own(model, *inputs, **keywords)
     settings = getattr(logits_processor, "keywords", {})
-    if logits_processor is None or settings.get("distillation_use_topk") or settings.get("distillation_only"):
-        return own(model, *inputs, logits_processor=logits_processor, **keywords)
     if settings.keys() != {*SETTINGS}:
         named = f"{version_of('verl')} has {sorted(settings)}"
         raise RuntimeError(f"megatron_lce knows a logits_processor with {sorted(SETTINGS)}, {named}")
@@ -38,23 +42,67 @@ def engine_forward(own: Any, model: Any, *inputs: Any, logits_processor: Any = N
         return own(model, *inputs, logits_processor=processor, logits_processor_args=given, **keywords)
 
 
+class Student:
+    """A head in place of a student's logits. A teacher's top-k loss, if there is one, runs it on the teacher's ids."""
+
+    def __init__(self, head: megatron_lce.CapturedHead, labels: Tensor, temperature: Tensor, **wanted: Any) -> None:
+        self.shape = *labels.shape, 0  # of logits, as verl looks at it
+        self.head, self.labels = head, labels
+        self.compute: Any = functools.partial(
+            head.linear_cross_entropy, labels, temperature=temperature, skip_ignored=True, **wanted
+        )
+
+    def run(self, candidates: Tensor | None = None) -> megatron_lce.LinearCrossEntropyOutput:
+        self.out = self.compute(candidates=candidates)
+        return self.out
+
+
 def outputs(head: megatron_lce.CapturedHead, settings: dict, logits: Any, label: Tensor, temperature: Tensor) -> dict:
     wanted = {"entropy": settings["calculate_entropy"], "telemetry": settings["calculate_sum_pi_squared"]}
-    temperature = temperature.where(temperature > 0, 1.0)  # 0 in padding
-    out = head.linear_cross_entropy(label, temperature, skip_ignored=True, **wanted)
-    values = {"log_probs": out.logprobs, "entropy": out.entropy, "sum_pi_squared": out.sum_pi_squared}
+    student, values = Student(head, label, temperature.where(temperature > 0, 1.0), **wanted), {}  # 0 in padding
+    if settings["distillation_use_topk"]:
+        given = {"data": settings["batch"], "data_format": settings["data_format"]}
+        values = settings["logits_processor_func"](student_logits=student, **given)
+    out = student.out if values else student.run()
+    values |= {"entropy": out.entropy, "sum_pi_squared": out.sum_pi_squared}
+    values |= {} if settings["distillation_only"] else {"log_probs": out.logprobs}
     return {name: of_tokens for name, of_tokens in values.items() if of_tokens is not None}
+
+
+def forward_kl_topk(own: Any, student_logits: Any, *inputs: Any, **given: Any) -> dict[str, Tensor]:
+    """verl's divergence at a teacher's ids, and its metrics; 0 in ignored rows."""
+    if not isinstance(student_logits, Student):
+        return own(student_logits, *inputs, **given)
+    pack, least = own.__globals__[f"preprocess_{given['data_format']}_engine"], given["config"].distillation_loss
+    target, ids = (pack(given[f"teacher_topk_{name}"], pre_process=True)[0] for name in ("log_probs", "ids"))
+    target, student = target.float(), student_logits.run(ids.long()).candidate_logprobs  # [b, s, K]
+    assert student is not None
+    if least.log_prob_min_clamp is not None:
+        student, target = (logprobs.clamp_min(least.log_prob_min_clamp) for logprobs in (student, target))
+    values = {"distillation_losses": megatron_lce.topk_divergence(student, target, "forward", tail="drop")}
+    with torch.no_grad():
+        values |= {"student_mass": student.exp().sum(-1), "teacher_mass": target.exp().sum(-1)}
+        shared = (ids[..., None] == student_logits.head.linear_topk(ids.shape[-1]).ids[..., None, :]).any(-1)
+        advantage = (target.exp() * (student - target) * shared).sum(-1)
+        values |= {"overlap_count": shared.sum(-1), "overlap_token_advantage": advantage / shared.sum(-1).clamp_min(1)}
+    return {name: value.where(student_logits.labels >= 0, 0) for name, value in values.items()}
 
 
 def kernel(own: Any, *inputs: Any, **keywords: Any) -> Any:
     return verl_linear_cross_entropy(*inputs, **keywords)
 
 
-FORWARD = "gptmodel_forward_model_engine(model, logits_processor, logits_processor_args, ...)"
-replacements = {f"{MCORE}.model_forward:{FORWARD}": engine_forward}
-replacements |= {f"{MCORE}.model_forward_{way}:linear_cross_entropy": kernel for way in ("fused", "1f1b_overlap")}
-needs = [f"{MCORE}.model_forward:{MASK}(response_mask, input_ids_lengths, response_attention_mask)"]
+OF_TOP_K = "compute_forward_kl_topk(student_logits, teacher_topk_log_probs, teacher_topk_ids, config, data_format)"
+replacements: dict[str, Any] = {
+    f"{FORWARD}:gptmodel_forward_model_engine(model, logits_processor, logits_processor_args, ...)": engine_forward,
+    f"{TOP_K}:{OF_TOP_K}": forward_kl_topk,
+    f"{KERNEL}:linear_cross_entropy": kernel,
+}
+needs = [f"{FORWARD}:{MASK}(response_mask, input_ids_lengths, response_attention_mask)"]
 needs += [f"{ENGINE}._lm_head_logits_processor(self, logits, label, temperature, {', '.join(SETTINGS)})"]
+needs += [
+    f"{KERNEL}:LinearCrossEntropy.forward(ctx, hidden, weight, labels, temperature, reduction, dist_process_group)"
+]
 plugin = Plugin("verl", replacements, *needs)
 install, uninstall = plugin.install, plugin.uninstall
 install()

@@ -62,7 +62,7 @@ PROGRAMS = [  # run_NAME.py, and its folders; behind a space: a file of it that 
     ("pretrain", "MEGATRON_LM", "MEGATRON_LM pretrain_gpt.py"),
     *(("skyrl", folder) for folder in SKYRL),
     ("slime", "SLIME"),
-    *((name, folder) for name in ("verl", "verl_engine", "verl_topk") for folder in VERL),
+    *((name, folder) for name in ("verl", "verl_engine") for folder in VERL),
 ]
 VERSIONS = {  # of Megatron-core, where that is not the installed one alone
     "megatron_rl": ("MEGATRON_LM",),
@@ -145,6 +145,7 @@ def test_workers_with_the_line(version, file, megatron, tmp_path):
 
 MOVED = [  # where each plugin looks for a function, and what it replaces there
     ("verl", VERL[0], "models/mcore/model_forward", "gptmodel_forward_model_engine"),
+    ("verl", VERL[1], "trainer/distillation/megatron/losses", "compute_forward_kl_topk"),
     ("verl", VERL[2], "models/mcore/model_forward", "gptmodel_forward_model_engine"),
     ("slime", "SLIME", "backends/megatron_utils/loss", "get_log_probs_and_entropy"),
     ("slime", "SLIME", "backends/megatron_utils/model", "train_one_step"),
@@ -199,7 +200,7 @@ def test_a_release_that_is_too_old(plugin, release, message):
 
 def test_timing_of_verl(tmp_path):
     options = "--tokens 64 --sequence-length 16 --hidden 256 --heads 4 --vocab 2048 --masked 0.6 --device cpu --output"
-    run(2, "time_verl.py", folder_of(VERL[0]), *options.split(), tmp_path / "time.json", megatron=NEWEST)
+    run(2, "time_verl.py", folder_of(VERL[1]), *options.split(), tmp_path / "time.json", megatron=NEWEST)
 
 
 ONE_RANK = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/megatron_integration"]

@@ -1,9 +1,10 @@
-"""verl's forward and backward unfused, with verl's own fused kernel, and with ours: time, peak memory and errors.
+"""verl's forward and backward with logits, with verl's own fused kernel, and with ours: time, peak memory and errors.
 
     torchrun --nproc-per-node 2 tests/frameworks/time_verl.py FOLDER      # FOLDER/verl
 
-Ours is the plugin: in verl's fused forward, and in the engine, which leaves out the tokens that its loss mask leaves
-out (`--masked`, scattered). The others compute them; their gradients are 0 there.
+"unfused" is verl's forward with logits alone, "verl's engine" its default, with what the engine does to logits, "verl's
+kernel" its use_fused_kernels=True. Ours is the plugin: in verl's fused forward, and in the engine, which leaves out the
+tokens that its loss mask leaves out (`--masked`, scattered). The others compute them; their gradients are 0 there.
 
 One layer under DDP with fp32 gradients, sequence parallel: nearly all of it is the head. Logprobs, entropy and every
 parameter's gradient are compared with verl's unfused path in fp32, on the same weights; the exit status is 1 where ours
@@ -102,7 +103,8 @@ def work(args: argparse.Namespace, device: torch.device) -> bool:
     model = build(args, torch.bfloat16, device)
     verl = import_verl(args.folder, "after")
     ways = {"unfused": (unfused, False), "verl's kernel": (fused, False), "ours": (fused, True)}
-    ways["ours in the engine"] = (step_of_engine(verl, args.folder, mask), True)
+    in_engine = step_of_engine(verl, args.folder, mask)
+    ways |= {"verl's engine": (in_engine, False), "ours in the engine": (in_engine, True)}
     steps = {way: Step(verl, *ways[way], tokens, counts, model) for way in ways}
 
     exact = steps["unfused"].tensors(build_exact(args, model, device))
