@@ -19,7 +19,7 @@ from tests.megatron_world import enable, state
 
 
 def loss_by_what_is_kept(self, labels, logits):
-    return self.vocab_parallel_cross_entropy(logits, labels.T.contiguous(), self.tp_group).T.contiguous()
+    return self.vocab_parallel_cross_entropy(logits, labels.T.contiguous(), self.output_layer.tp_group).T.contiguous()
 
 
 @pytest.fixture(params=[0, 1], ids=["plain", "MTP"])
