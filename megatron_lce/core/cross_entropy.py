@@ -40,12 +40,12 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         needs = ctx.needs_input_grad if grad_enabled else (False, False)
         with own_arithmetic(hidden.device, "linear_cross_entropy forward"):
             # Launched before the host waits for the number of rows, if it does.
-            all_rows = call.backend.prepare_rows(call.labels, call.temperature, options, call.shard)
+            rows = call.backend.prepare_rows(call.labels, call.temperature, options, call.shard)
             in_order = ComputedRows.of(call.labels, options)
             plan = _plan(call, in_order.count, needs, options.logits_cache_bytes)
             tokens = tokens_in_blocks(hidden, in_order, plan.block_tokens, options)
             computed = tokens.computed  # in the order of the blocks
-            rows = computed.select_rows(all_rows)
+            rows = computed.select_rows(rows)
             cache = new_cache(call.size, computed.count, plan.cached_columns if grad_enabled else 0, hidden)
             ids = None if call.candidates is None else computed.select(call.candidates)
             labels = call.labels if ids is None else computed.select(call.labels)

@@ -50,27 +50,10 @@ class GradLogitsInputs:
         return replace(self, rows=rows, terms=terms, candidates=candidates, cached=cached, hidden=hidden)
 
     def write(self, grad: Tensor, token_slice: slice, col_slice: slice) -> None:
-        """Copy cached gradients to a slab; recompute the other logits, and write their gradients."""
-        num_copied = 0
-        if self.cached is not None:
-            num_copied = max(0, min(col_slice.stop, self.cached.grad.shape[1]) - col_slice.start)
-            if num_copied > 0:
-                self._copy(grad[:, :num_copied], token_slice, col_slice.start)
-            else:
-                self.cached = None  # all are copied
-        if num_copied < grad.shape[1]:
-            self._recompute(grad[:, num_copied:], token_slice, slice(col_slice.start + num_copied, col_slice.stop))
-
-    def _copy(self, grad: Tensor, token_slice: slice, start: int) -> None:
-        """Copy cached gradients of the columns from `start` on."""
-        assert self.cached is not None
-        assert self.cached.row_index is not None
-        cached, index = self.cached.grad[:, start : start + grad.shape[1]], self.cached.row_index[token_slice]
-        torch.index_select(cached, 0, index, out=grad)
-        if self.cached.factor is not None:
-            self.call.backend.scale(grad, self.cached.factor[index], grad, accumulate=False)
-
-    def _recompute(self, grad: Tensor, token_slice: slice, col_slice: slice) -> None:
+        """Copy cached gradients to a slab, recompute the logits of its other columns, and write their gradients."""
+        if (num_copied := self._copy_cached(grad, token_slice, col_slice)) == grad.shape[1]:
+            return
+        grad, col_slice = grad[:, num_copied:], slice(col_slice.start + num_copied, col_slice.stop)
         assert self.hidden is not None
         call, rows, terms = self.call, self.rows.select(token_slice), self.terms[:, token_slice]
         call.backend.grad_logits(
@@ -87,6 +70,21 @@ class GradLogitsInputs:
             candidates = self.candidates.select(token_slice)
             call.backend.write_columns(grad, candidates.columns - col_slice.start, candidates.grad)
 
+    def _copy_cached(self, grad: Tensor, token_slice: slice, col_slice: slice) -> int:
+        """Copy the first columns of a slab, and return their number. The cache is freed when no more will be copied."""
+        if self.cached is None:
+            return 0
+        assert self.cached.row_index is not None
+        cached, index = self.cached.grad[:, col_slice], self.cached.row_index[token_slice]
+        if cached.shape[1] == 0:
+            self.cached = None
+            return 0
+        copied = grad[:, : cached.shape[1]]
+        torch.index_select(cached, 0, index, out=copied)
+        if self.cached.factor is not None:
+            self.call.backend.scale(copied, self.cached.factor[index], copied, accumulate=False)
+        return cached.shape[1]
+
     def use_cache(self, cache: LogitsCache, plan: Plan) -> None:
         """Turn cached exponentials into gradients, in place.
 
@@ -96,7 +94,7 @@ class GradLogitsInputs:
         call, (num_tokens, num_columns) = self.call, cache.exp.shape
         if call.options.softcap is not None and RowTerms(*self.terms).mean_term is not None:
             if self.hidden is not None:
-                self._recompute(cache.exp, slice(0, num_tokens), slice(0, num_columns))
+                self.write(cache.exp, slice(0, num_tokens), slice(0, num_columns))
                 self.cached = CachedGradLogits(cache.exp)
             return
         # With an entropy, exponentials are relative to different references.
