@@ -49,8 +49,8 @@ def _chunk_stats(heads: Heads, products: Tensor) -> Tensor:
     """Return the largest logit and the sum of exponentials of one chunk for both heads, [4, N]."""
     stats = []
     for logits in map(_logits, heads[:2], products):
-        largest, unless_nan = logits.amax(dim=1), logits.amin(dim=1) * 0.0  # the sum of 2^-inf would be finite
-        stats += [largest, logits.sub_(largest[:, None]).exp2_().sum(dim=1) + unless_nan]
+        largest, zero_or_nan = logits.amax(dim=1), logits.amin(dim=1) * 0.0  # the sum of 2^-inf would be finite
+        stats += [largest, logits.sub_(largest[:, None]).exp2_().sum(dim=1) + zero_or_nan]
     return torch.stack(stats)
 
 

@@ -25,15 +25,15 @@ def prepare_rows(labels: Tensor, temperature: Tensor | float, options: Options, 
     if isinstance(temperature, Tensor):
         temperature = temperature.float()
         usable = (temperature > 0) & temperature.isfinite()
-        unless_nan = torch.ones_like(temperature).masked_fill_(~usable, torch.nan)
-        scale = logits_factor(options) / temperature * unless_nan
+        one_or_nan = torch.ones_like(temperature).masked_fill_(~usable, torch.nan)
+        scale = logits_factor(options) / temperature * one_or_nan
     else:
         scale = labels.new_full(labels.shape, logits_factor(options) / temperature, dtype=torch.float32)
-        unless_nan = torch.ones_like(scale)
+        one_or_nan = torch.ones_like(scale)
     return Rows(
         local.masked_fill(~owned, -1).int(),
         scale.masked_fill(ignored, SCALE_OF_IGNORED_ROW),
-        (LN_2 * unless_nan).masked_fill_(ignored, 0.0),
+        (LN_2 * one_or_nan).masked_fill_(ignored, 0.0),
     )
 
 
@@ -52,8 +52,8 @@ def finish(
     log_sum = sum_exp.log2()
     label_logprob = (extremes.label_logit - extremes.max_logit) - log_sum
     # Integer sums cannot be NaN; the largest logit is NaN if any logit is.
-    unless_nan = extremes.max_logit * 0.0
-    entropy = log_sum - others[0] / sum_exp + unless_nan if options.entropy else None
+    zero_or_nan = extremes.max_logit * 0.0
+    entropy = log_sum - others[0] / sum_exp + zero_or_nan if options.entropy else None
     results = LinearCrossEntropyOutput(
         in_nats(label_logprob), None if entropy is None else in_nats(entropy), in_nats(extremes.max_logit + log_sum)
     )
@@ -63,7 +63,7 @@ def finish(
         argmax = torch.where(max_logit.isnan(), -1, torch.where(ignored, 0, extremes.argmax))
         largest = torch.maximum(extremes.max_logit.abs(), extremes.min_logit.abs())
         # NaN if the sum of squares of a chunk overflows fp32.
-        unless_huge = unless_nan + CHUNK_COLUMNS * largest * largest * 0.0
+        zero_or_nan_if_huge = zero_or_nan + CHUNK_COLUMNS * largest * largest * 0.0
         sum_exp_squared, sum_logit, sum_logit_squared = others[-4:-1]
         num_columns = sums[-1].float()
         results = results._replace(
@@ -71,10 +71,10 @@ def finish(
             min_logit=in_nats(extremes.min_logit),
             argmax=argmax.long(),
             sum_pi_squared=torch.where(
-                ignored, 0.0, sum_exp_squared / (sum_exp * sum_exp) + unless_nan + to_nats * 0.0
+                ignored, 0.0, sum_exp_squared / (sum_exp * sum_exp) + zero_or_nan + to_nats * 0.0
             ),
-            logits_norm=in_nats(largest * sum_logit_squared.sqrt() + unless_huge),
-            mean_logit=in_nats(largest * (sum_logit / num_columns) + unless_huge),
+            logits_norm=in_nats(largest * sum_logit_squared.sqrt() + zero_or_nan_if_huge),
+            mean_logit=in_nats(largest * (sum_logit / num_columns) + zero_or_nan_if_huge),
         )
     for output, value in zip(outputs, results, strict=True):
         if output is not None and value is not None:

@@ -144,7 +144,7 @@ def _divergence_kernel(
     rows, row_mask, first = _rows_of_program(N, row_stride, BLOCK_N)
     stats = stats_ptr + rows
     student_scale, teacher_scale = tl.load(student_head.scale + rows), tl.load(teacher_head.scale + rows)
-    student_max, teacher_max, student_inverse, teacher_inverse, log_sums, unless_nan = _softmaxes(stats, stats_stride)
+    student_max, teacher_max, student_inverse, teacher_inverse, log_sums, zero_or_nan = _softmaxes(stats, stats_stride)
     nothing = tl.zeros((BLOCK_N, BLOCK_V // _NEIGHBOURS), tl.float32)
     forward, reverse, apart, tv_sign = nothing, nothing, nothing, nothing
     over_student_sum, over_teacher_sum, expected, label_logit = nothing, nothing, nothing, nothing
@@ -176,17 +176,17 @@ def _divergence_kernel(
             over_student_sum += _neighbours_sum(student_exp * over_student)
             over_teacher_sum += _neighbours_sum(teacher_exp * over_teacher)
     if FORWARD_KL:
-        forward = tl.sum(forward, 1, keep_dims=True) * teacher_inverse + unless_nan
+        forward = tl.sum(forward, 1, keep_dims=True) * teacher_inverse + zero_or_nan
         tl.store(stats + _FORWARD_KL * stats_stride, forward, row_mask)
     if REVERSE_KL:
-        reverse = tl.sum(reverse, 1, keep_dims=True) * student_inverse + unless_nan
+        reverse = tl.sum(reverse, 1, keep_dims=True) * student_inverse + zero_or_nan
         tl.store(stats + _REVERSE_KL * stats_stride, reverse, row_mask)
     if TV:
-        tl.store(stats + _TV * stats_stride, 0.5 * tl.sum(apart, 1, keep_dims=True) + unless_nan, row_mask)
-        tl.store(stats + _TV_SIGN * stats_stride, tl.sum(tv_sign, 1, keep_dims=True) + unless_nan, row_mask)
+        tl.store(stats + _TV * stats_stride, 0.5 * tl.sum(apart, 1, keep_dims=True) + zero_or_nan, row_mask)
+        tl.store(stats + _TV_SIGN * stats_stride, tl.sum(tv_sign, 1, keep_dims=True) + zero_or_nan, row_mask)
     if JSD:
-        student_kl = tl.sum(over_student_sum, 1, keep_dims=True) * -student_inverse + unless_nan
-        teacher_kl = tl.sum(over_teacher_sum, 1, keep_dims=True) * -teacher_inverse + unless_nan
+        student_kl = tl.sum(over_student_sum, 1, keep_dims=True) * -student_inverse + zero_or_nan
+        teacher_kl = tl.sum(over_teacher_sum, 1, keep_dims=True) * -teacher_inverse + zero_or_nan
         jsd = student_kl * student_weight + teacher_kl * teacher_weight
         tl.store(stats + _JSD * stats_stride, jsd, row_mask)
         tl.store(stats + _STUDENT_KL * stats_stride, student_kl, row_mask)
@@ -222,13 +222,13 @@ def _gradient_kernel(
     rows, row_mask, first = _rows_of_program(N, row_stride, BLOCK_N)
     stats = stats_ptr + rows
     student_scale, teacher_scale = tl.load(student_head.scale + rows), tl.load(teacher_head.scale + rows)
-    student_max, teacher_max, student_inverse, teacher_inverse, log_sums, unless_nan = _softmaxes(stats, stats_stride)
+    student_max, teacher_max, student_inverse, teacher_inverse, log_sums, zero_or_nan = _softmaxes(stats, stats_stride)
     terms = terms_ptr + rows
     forward_term = tl.load(terms + _FORWARD_TERM * terms_stride)
     reverse_term = tl.load(terms + _REVERSE_TERM * terms_stride)
     tv_term, jsd_term = tl.load(terms + _TV_TERM * terms_stride), tl.load(terms + _JSD_TERM * terms_stride)
     has_gradient = (forward_term != 0) | (reverse_term != 0) | (tv_term != 0) | (jsd_term != 0)
-    p_term = tl.load(terms + _P_TERM * terms_stride) + unless_nan
+    p_term = tl.load(terms + _P_TERM * terms_stride) + zero_or_nan
     for column in range(0, V, BLOCK_V):
         places, stored, wanted = _places(first, column, V, row_stride, BLOCK_V)
         student, capped = _logits(student_head, student_scale, places, stored, wanted)
@@ -269,9 +269,9 @@ def _rows_of_program(N, row_stride, BLOCK_N: tl.constexpr):
 def _softmaxes(stats, stats_stride):
     """Return both maxima, the inverses of both sums, log2 of the sums' ratio, and 0 or NaN."""
     student_sum, teacher_sum = tl.load(stats + _S_SUM * stats_stride), tl.load(stats + _T_SUM * stats_stride)
-    log_sums, unless_nan = tl.log2(student_sum / teacher_sum), (student_sum + teacher_sum) * 0.0
+    log_sums, zero_or_nan = tl.log2(student_sum / teacher_sum), (student_sum + teacher_sum) * 0.0
     student_max, teacher_max = tl.load(stats + _S_MAX * stats_stride), tl.load(stats + _T_MAX * stats_stride)
-    return student_max, teacher_max, 1.0 / student_sum, 1.0 / teacher_sum, log_sums, unless_nan
+    return student_max, teacher_max, 1.0 / student_sum, 1.0 / teacher_sum, log_sums, zero_or_nan
 
 
 @triton.jit

@@ -190,18 +190,18 @@ def _finish_kernel(
     if TELEMETRY:
         min_logit = tl.load(extremes.min_logit, mask=mask, other=0.0)
         largest = tl.maximum(tl.abs(max_logit), tl.abs(min_logit))
-        unless_nan = max_logit * 0.0
+        zero_or_nan = max_logit * 0.0
         # NaN if the sum of squares of a chunk overflows fp32.
-        unless_huge = unless_nan + _CHUNK_COLUMNS * largest * largest * 0.0
+        zero_or_nan_if_huge = zero_or_nan + _CHUNK_COLUMNS * largest * largest * 0.0
         sum_exp_squared = tl.load(sums.sum_exp_squared, mask=mask, other=0).to(tl.float32) * _UNIT
         sum_logit = tl.load(sums.sum_logit, mask=mask, other=0).to(tl.float32) * _UNIT
         sum_logit_squared = tl.load(sums.sum_logit_squared, mask=mask, other=0).to(tl.float32) * _UNIT
         num_columns = tl.load(sums.num_columns, mask=mask, other=1).to(tl.float32)
-        sum_pi_squared = sum_exp_squared / (sum_exp * sum_exp) + unless_nan + to_nats * 0.0
+        sum_pi_squared = sum_exp_squared / (sum_exp * sum_exp) + zero_or_nan + to_nats * 0.0
         tl.store(outputs.sum_pi_squared + rows, tl.where(to_nats == 0, 0.0, sum_pi_squared), mask=mask)
-        logits_norm = largest * tl.sqrt(sum_logit_squared) + unless_huge
+        logits_norm = largest * tl.sqrt(sum_logit_squared) + zero_or_nan_if_huge
         tl.store(outputs.logits_norm + rows, _in_nats(logits_norm, to_nats), mask=mask)
-        mean_logit = largest * (sum_logit / num_columns) + unless_huge
+        mean_logit = largest * (sum_logit / num_columns) + zero_or_nan_if_huge
         tl.store(outputs.mean_logit + rows, _in_nats(mean_logit, to_nats), mask=mask)
         tl.store(saved.num_columns + rows, num_columns, mask=mask)
         max_logit = _in_nats(max_logit, to_nats)
