@@ -32,8 +32,8 @@ def reference_linear_cross_entropy(
         logits = softcap * torch.tanh(logits / softcap)
 
     ignored = labels == ignore_index
-    unowned = (labels < 0) | (labels >= num_columns)
-    broken = unowned
+    off_vocab = (labels < 0) | (labels >= num_columns)
+    broken = off_vocab
     if isinstance(temperature, Tensor):
         usable = (temperature > 0) & temperature.isfinite()
         broken = broken | ~usable
@@ -42,7 +42,7 @@ def reference_linear_cross_entropy(
     nan_where_broken = torch.ones_like(labels, dtype=dtype).masked_fill(broken & ~ignored, torch.nan)
 
     lse = torch.logsumexp(logits, dim=-1)
-    label_logit = logits.gather(1, torch.where(unowned, 0, labels)[:, None])[:, 0]
+    label_logit = logits.gather(1, torch.where(off_vocab, 0, labels)[:, None])[:, 0]
     logprobs = label_logit - lse
     row_entropy = None
     if entropy:

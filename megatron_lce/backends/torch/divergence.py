@@ -62,12 +62,12 @@ def _chunk_divergence(heads: Heads, products: Tensor, columns: slice, stats: Ten
     sums: dict[str, Tensor] = {}
     del teacher
     if heads.labels is not None:
-        owned = (heads.labels >= columns.start) & (heads.labels < columns.stop)
-        place = torch.where(owned, heads.labels - columns.start, 0).long()
+        has_label = (heads.labels >= columns.start) & (heads.labels < columns.stop)
+        place = torch.where(has_label, heads.labels - columns.start, 0).long()
         student.sub_(stats[0][:, None])
-        label_logit = torch.where(owned, student.gather(1, place[:, None])[:, 0], 0.0)
+        label_logit = torch.where(has_label, student.gather(1, place[:, None])[:, 0], 0.0)
         expected = student.mul_(p_s).sum(dim=1)
-        sums |= {"expected": expected, "label_logit": label_logit, "label_owned": owned.float()}
+        sums |= {"expected": expected, "label_logit": label_logit, "label_owned": has_label.float()}
     del student
     if "forward_kl" in heads.kinds:
         sums["forward_kl"] = (p_t * ratio).sum(dim=1)

@@ -46,22 +46,22 @@ def gathered_sums(
     workspace_bytes: int,
 ) -> None:
     bytes_of_column = places.shape[0] * (matrix.element_size() + 2 * 4) + 2 * 4 * out.shape[0]
-    nothing = factors == 0
+    zero_mask = factors == 0
     if shard is not None:
         places, elsewhere = _local(places, shard)
-        nothing |= elsewhere
+        zero_mask |= elsewhere
     for columns in cut(out.shape[1], max(1, workspace_bytes // max(bytes_of_column, 1))):
         terms = matrix[:, columns].index_select(0, places).float().mul_(factors[:, None])
-        terms.masked_fill_(nothing[:, None], 0.0)
+        terms.masked_fill_(zero_mask[:, None], 0.0)
         sums = torch.segment_reduce(terms, "sum", offsets=offsets, unsafe=True)
         out[:, columns] = out[:, columns].float() + sums if accumulate else sums
 
 
 def write_columns(matrix: Tensor, columns: Tensor, values: Tensor) -> None:
     # Columns outside the matrix are redirected to one column of the row, to which they write the same value.
-    inside = (columns >= 0) & (columns < matrix.shape[1])
-    one = inside.to(torch.uint8).argmax(dim=1, keepdim=True)
-    any_inside = inside.gather(1, one)
+    col_mask = (columns >= 0) & (columns < matrix.shape[1])
+    one = col_mask.to(torch.uint8).argmax(dim=1, keepdim=True)
+    any_inside = col_mask.gather(1, one)
     column = torch.where(any_inside, columns.gather(1, one), 0)
     value = torch.where(any_inside, values.gather(1, one).to(matrix.dtype), matrix.gather(1, column))
-    matrix.scatter_(1, torch.where(inside, columns, column), torch.where(inside, values.to(matrix.dtype), value))
+    matrix.scatter_(1, torch.where(col_mask, columns, column), torch.where(col_mask, values.to(matrix.dtype), value))

@@ -21,7 +21,7 @@ from megatron_lce.core.statistics import CHUNK_COLUMNS, LN_2, UNIT, unpack_extre
 def prepare_rows(labels: Tensor, temperature: Tensor | float, options: Options, shard: Shard) -> Rows:
     local = labels - shard.start
     ignored = labels == options.ignore_index
-    owned = (local >= 0) & (local < shard.columns) & ~ignored
+    in_shard = (local >= 0) & (local < shard.columns) & ~ignored
     if isinstance(temperature, Tensor):
         temperature = temperature.float()
         usable = (temperature > 0) & temperature.isfinite()
@@ -31,7 +31,7 @@ def prepare_rows(labels: Tensor, temperature: Tensor | float, options: Options, 
         scale = labels.new_full(labels.shape, logits_factor(options) / temperature, dtype=torch.float32)
         one_or_nan = torch.ones_like(scale)
     return Rows(
-        local.masked_fill(~owned, -1).int(),
+        local.masked_fill(~in_shard, -1).int(),
         scale.masked_fill(ignored, SCALE_OF_IGNORED_ROW),
         (LN_2 * one_or_nan).masked_fill_(ignored, 0.0),
     )
@@ -113,5 +113,5 @@ def row_terms(
         mean_term=mean_term,
     )
     packed = torch.stack([values for values in terms if values is not None])
-    counts = packed[2:5].any(dim=0)
-    return packed, counts if terms.mean_term is None else counts | (terms.mean_term != 0)
+    has_grad = packed[2:5].any(dim=0)
+    return packed, has_grad if terms.mean_term is None else has_grad | (terms.mean_term != 0)

@@ -107,9 +107,9 @@ def _softmaxes_kernel(
     student_max, student_sum = nothing + MASKED_LOGIT, nothing
     teacher_max, teacher_sum = nothing + MASKED_LOGIT, nothing
     for column in range(0, V, BLOCK_V):
-        places, stored, wanted = _places(first, column, V, row_stride, BLOCK_V)
-        student, _ = _logits(student_head, student_scale, places, stored, wanted)
-        teacher, _ = _logits(teacher_head, teacher_scale, places, stored, wanted)
+        places, load_mask, col_mask = _places(first, column, V, row_stride, BLOCK_V)
+        student, _ = _logits(student_head, student_scale, places, load_mask, col_mask)
+        teacher, _ = _logits(teacher_head, teacher_scale, places, load_mask, col_mask)
         student_max, student_sum = _with_more(student_max, student_sum, student)
         teacher_max, teacher_sum = _with_more(teacher_max, teacher_sum, teacher)
     student_max, student_sum = _joined(student_max, student_sum)
@@ -151,17 +151,17 @@ def _divergence_kernel(
     if label_ptr is not None:
         label = tl.load(label_ptr + rows)
     for column in range(0, V, BLOCK_V):
-        places, stored, wanted = _places(first, column, V, row_stride, BLOCK_V)
-        student, _ = _logits(student_head, student_scale, places, stored, wanted)
-        teacher, _ = _logits(teacher_head, teacher_scale, places, stored, wanted)
+        places, load_mask, col_mask = _places(first, column, V, row_stride, BLOCK_V)
+        student, _ = _logits(student_head, student_scale, places, load_mask, col_mask)
+        teacher, _ = _logits(teacher_head, teacher_scale, places, load_mask, col_mask)
         student -= student_max
         teacher -= teacher_max
         ratio = teacher - student + log_sums
         student_exp, teacher_exp = tl.exp2(student), tl.exp2(teacher)
         if label_ptr is not None:
             expected += _neighbours_sum(student_exp * student)
-            of_label = wanted & (column + tl.arange(0, BLOCK_V)[None, :] == label)
-            label_logit += _neighbours_sum(tl.where(of_label, student, 0.0))
+            is_label = col_mask & (column + tl.arange(0, BLOCK_V)[None, :] == label)
+            label_logit += _neighbours_sum(tl.where(is_label, student, 0.0))
         if FORWARD_KL:
             forward += _neighbours_sum(teacher_exp * ratio)
         if REVERSE_KL:
@@ -230,9 +230,9 @@ def _gradient_kernel(
     has_gradient = (forward_term != 0) | (reverse_term != 0) | (tv_term != 0) | (jsd_term != 0)
     p_term = tl.load(terms + _P_TERM * terms_stride) + zero_or_nan
     for column in range(0, V, BLOCK_V):
-        places, stored, wanted = _places(first, column, V, row_stride, BLOCK_V)
-        student, capped = _logits(student_head, student_scale, places, stored, wanted)
-        teacher, _ = _logits(teacher_head, teacher_scale, places, stored, wanted)
+        places, load_mask, col_mask = _places(first, column, V, row_stride, BLOCK_V)
+        student, capped = _logits(student_head, student_scale, places, load_mask, col_mask)
+        teacher, _ = _logits(teacher_head, teacher_scale, places, load_mask, col_mask)
         student -= student_max
         teacher -= teacher_max
         ratio = teacher - student + log_sums
@@ -252,8 +252,8 @@ def _gradient_kernel(
             grad += (p_s - tl.exp2(teacher) * teacher_inverse) * forward_term
         if student_head.softcap_scale is not None:
             grad *= 1.0 - capped * capped
-        grad = tl.where(wanted & has_gradient, grad, 0.0)
-        tl.store(out_ptr + places, grad.to(out_ptr.dtype.element_ty), stored & row_mask)
+        grad = tl.where(col_mask & has_gradient, grad, 0.0)
+        tl.store(out_ptr + places, grad.to(out_ptr.dtype.element_ty), load_mask & row_mask)
 
 
 @triton.jit
@@ -290,12 +290,12 @@ def _places(first, column, V, row_stride, BLOCK_V: tl.constexpr):
 
 
 @triton.jit
-def _logits(head, scale, places, stored, wanted):
+def _logits(head, scale, places, load_mask, col_mask):
     """Return base-2 logits, masked past V, and the products or, under a softcap, their tanh."""
-    products = tl.load(head.products + places, stored, other=0.0)
+    products = tl.load(head.products + places, load_mask, other=0.0)
     if head.softcap_scale is not None:
         products = tanh(products * head.softcap_scale)
-    return tl.where(wanted, products * scale, MASKED_LOGIT), products
+    return tl.where(col_mask, products * scale, MASKED_LOGIT), products
 
 
 @triton.jit

@@ -120,21 +120,21 @@ def _gathered_logits_kernel(
 ):
     """Compute BLOCK_M logits. Each column of a block of H is summed separately, so that few roundings add up."""
     entries = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    inside = entries < M
-    ids = tl.load(ids_ptr + entries, mask=inside, other=-1)
-    tokens = tl.load(tokens_ptr + entries, mask=inside, other=0)
+    entry_mask = entries < M
+    ids = tl.load(ids_ptr + entries, mask=entry_mask, other=-1)
+    tokens = tl.load(tokens_ptr + entries, mask=entry_mask, other=0)
     columns = ids - first_id
-    here = inside & (columns >= 0) & (columns < num_columns)
+    in_shard = entry_mask & (columns >= 0) & (columns < num_columns)
     sums = tl.zeros((BLOCK_M, BLOCK_H), dtype=tl.float32)
     # Rows start at 16 bytes, which Triton must read in the code to load as many at once.
     hidden_step: tl.constexpr = 128 // hidden_ptr.dtype.element_ty.primitive_bitwidth
     weight_step: tl.constexpr = 128 // weight_ptr.dtype.element_ty.primitive_bitwidth
-    if tl.max(here.to(tl.int32), 0) > 0:
+    if tl.max(in_shard.to(tl.int32), 0) > 0:
         hidden_rows = hidden_ptr + tokens[:, None] * (hidden_stride // hidden_step * hidden_step)
         weight_rows = weight_ptr + columns[:, None] * (weight_stride // weight_step * weight_step)
         for start in range(0, H, BLOCK_H):
             inner = (start + tl.arange(0, BLOCK_H))[None, :]
-            mask = here[:, None] & (inner < H)
+            mask = in_shard[:, None] & (inner < H)
             hidden = tl.load(hidden_rows + inner, mask=mask, other=0.0).to(tl.float32)
             sums += hidden * tl.load(weight_rows + inner, mask=mask, other=0.0).to(tl.float32)
     logits = tl.sum(sums, 1)
@@ -142,9 +142,9 @@ def _gathered_logits_kernel(
         logits = rounded_to_bf16(logits)
     if SOFTCAP:
         logits = tanh(logits * softcap_scale)
-    logits *= tl.load(row_scale_ptr + tokens, mask=here, other=0.0)
-    tl.store(found_ptr + entries, tl.where(here & (logits != 0.0), logits, 0.0), mask=inside)  # -0.0 is 0.0
-    tl.store(found_ptr + M + entries, (here | (ids < 0)).to(tl.float32), mask=inside)
+    logits *= tl.load(row_scale_ptr + tokens, mask=in_shard, other=0.0)
+    tl.store(found_ptr + entries, tl.where(in_shard & (logits != 0.0), logits, 0.0), mask=entry_mask)  # -0.0 is 0.0
+    tl.store(found_ptr + M + entries, (in_shard | (ids < 0)).to(tl.float32), mask=entry_mask)
 
 
 @triton.jit
@@ -201,6 +201,6 @@ def _write_columns_kernel(
     """Write BLOCK values."""
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     columns = tl.load(columns_ptr + places, mask=places < M, other=-1)
-    inside = (columns >= 0) & (columns < C)
-    values = tl.load(values_ptr + places, mask=inside, other=0.0)
-    tl.store(matrix_ptr + places // K * matrix_stride + columns, values.to(matrix_ptr.dtype.element_ty), mask=inside)
+    col_mask = (columns >= 0) & (columns < C)
+    values = tl.load(values_ptr + places, mask=col_mask, other=0.0)
+    tl.store(matrix_ptr + places // K * matrix_stride + columns, values.to(matrix_ptr.dtype.element_ty), mask=col_mask)

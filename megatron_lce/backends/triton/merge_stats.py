@@ -103,11 +103,11 @@ def _product_stats_kernel(
     sum_exp = tl.sum(tl.exp2(logits - max_logit[:, :, None]), 2)
     max_logit = tl.where(sum_exp == sum_exp, max_logit, float("nan"))  # tl.max passes over a NaN
     out = stats_ptr + chunks.to(tl.int64)[None, :] * (3 * N) + rows[:, None]
-    stored = (rows < N)[:, None] & (chunks * CHUNK < C)[None, :]
+    out_mask = (rows < N)[:, None] & (chunks * CHUNK < C)[None, :]
     extremes, sums = extremes_at(out, N), sums_at(out, N, False, 2)
-    tl.store(extremes.max_logit, max_logit, stored)
-    tl.store(extremes.label_logit, tl.full((BLOCK_N, CHUNKS), float("-inf"), tl.float32), stored)
-    tl.store(sums.sum_exp, sum_exp, stored)
+    tl.store(extremes.max_logit, max_logit, out_mask)
+    tl.store(extremes.label_logit, tl.full((BLOCK_N, CHUNKS), float("-inf"), tl.float32), out_mask)
+    tl.store(sums.sum_exp, sum_exp, out_mask)
 
 
 @triton.jit(do_not_specialize=["S", "num_sets", "N", "part_stride", "set_stride", "num_columns"])

@@ -82,7 +82,7 @@ def row_terms(
     num_tokens = rows.labels.shape[0]
     grad_logprobs, grad_entropy, grad_lse, grad_mean_logit = upstream
     terms = rows.scale.new_empty(NUM_TERMS + (grad_mean_logit is not None), num_tokens)
-    counts = rows.scale.new_empty(num_tokens, dtype=torch.bool)
+    has_grad = rows.scale.new_empty(num_tokens, dtype=torch.bool)
     tiles.launch(
         _row_terms_kernel,
         (ceil_div(num_tokens, tiles.ROW_BLOCK),),
@@ -100,12 +100,12 @@ def row_terms(
         grad_lse_stride=_stride(grad_lse),
         grad_mean_logit_stride=_stride(grad_mean_logit),
         terms_ptr=terms,
-        counts_ptr=counts,
+        has_grad_ptr=has_grad,
         N=num_tokens,
         inner_factor=inner_factor(options),
         BLOCK_N=tiles.ROW_BLOCK,
     )
-    return terms, counts
+    return terms, has_grad
 
 
 def _stride(grad: Tensor | None) -> int:
@@ -131,8 +131,8 @@ def _prepare_rows_kernel(
     label = tl.load(label_ptr + rows, mask=mask, other=0)
     ignored = label == ignore_index
     local = label - vocab_start
-    owned = (local >= 0) & (local < num_columns) & (label != ignore_index)
-    tl.store(out.labels + rows, tl.where(owned, local, -1).to(tl.int32), mask=mask)
+    in_shard = (local >= 0) & (local < num_columns) & (label != ignore_index)
+    tl.store(out.labels + rows, tl.where(in_shard, local, -1).to(tl.int32), mask=mask)
     scale = tl.full((BLOCK_N,), logits_factor, tl.float32) / temperature
     to_nats = tl.full((BLOCK_N,), _LN_2, tl.float32)
     if temperature_ptr is not None:
@@ -229,7 +229,7 @@ def _row_terms_kernel(
     grad_lse_stride,
     grad_mean_logit_stride,
     terms_ptr,  # [6 or 7, N] out, `RowTerms`
-    counts_ptr,  # [N] bool out: the row has a gradient that is not zero
+    has_grad_ptr,  # [N] bool out: the row has a gradient that is not zero
     N,
     inner_factor,
     BLOCK_N: tl.constexpr,
@@ -263,7 +263,7 @@ def _row_terms_kernel(
     p_term = tl.where(ignored, 0.0, p_term * factor)
     entropy_term = tl.where(ignored, 0.0, entropy_term * factor)
     label_term = tl.where(ignored, 0.0, label_term * factor)
-    counts = (p_term != 0) | (entropy_term != 0) | (label_term != 0)
+    has_grad = (p_term != 0) | (entropy_term != 0) | (label_term != 0)
     tl.store(terms.p_term, p_term, mask=mask)
     tl.store(terms.entropy_term, entropy_term, mask=mask)
     tl.store(terms.label_term, label_term, mask=mask)
@@ -272,6 +272,6 @@ def _row_terms_kernel(
         mean_term = tl.load(grad_mean_logit_ptr + places * grad_mean_logit_stride, mask=mask, other=0.0)
         mean_term = mean_term / tl.load(saved.num_columns + rows, mask=mask, other=1.0)
         mean_term = tl.where(ignored, 0.0, mean_term * factor)
-        counts |= mean_term != 0
+        has_grad |= mean_term != 0
         tl.store(terms.mean_term, mean_term, mask=mask)
-    tl.store(counts_ptr + rows, counts, mask=mask)
+    tl.store(has_grad_ptr + rows, has_grad, mask=mask)
