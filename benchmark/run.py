@@ -112,6 +112,7 @@ OPTIONS = {  # how a text becomes a value, and what `--help` says; of a case's o
     "microbatches": (count, "Microbatches of a step."),
     "lr": (float, "Largest learning rate of Adam."),
     "sequence_length": (count, "Tokens of a sequence."),
+    "rows": (COUNTS, "Comma-separated numbers of rows of a sampler's step."),
     "vocab": (count, "Vocabulary of all ranks together."),
     "hidden": (count, "Hidden size."),
     "layers": (count, "Transformer layers."),
@@ -137,6 +138,9 @@ CASES = {
         "budget_ms": "150", "shape": ("8192x2048x4096x151936", "64x32x48x1000"), "betas": "0.5,0,1",
         "error_shape": ("1024x512x1024x32768", "64x32x48x1000"),
         "providers": ("ours,ours-weights-1024,compile", "ours,ours-weights-1024,eager"),
+    }),
+    "sampler": Case("Logprobs of a sampler's few rows, replayed beside the product.", "sampler.measure_case", TURNS | {
+        "rows": ("1,16,64,256,512", "1,5,16"), "hidden": ("4096", "128"), "vocab": ("151936", "1000"),
     }),
     "megatron_step": Case(
         "A whole training step of a Megatron GPT, with its own losses and with the flag.",

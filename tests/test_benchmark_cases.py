@@ -101,3 +101,14 @@ def test_jsd_run_measures_against_the_products_of_the_same_run(tmp_path):
     assert len(document["jsd_errors"]) == 9
     for record in document["jsd_errors"]:
         assert max(value for value in record.values() if isinstance(value, float) and value != record["beta"]) < 1e-5
+
+
+def test_a_samplers_rows_beside_the_product():
+    sizes = "sampler --dtype fp32 --rows 1,3,12 --hidden 32 --vocab 90 --rounds 1 --device cpu"
+    document = run.main(sizes.split())
+    records = [record for record in document["sampler"] if record["provider"] == "ours"]
+    assert [record["rows"] for record in records] == [1, 3, 12]
+    for record in records:
+        assert record["status"] == "ok"
+        assert record["over_product"] > 0
+        assert record["mismatch"] < 1e-5

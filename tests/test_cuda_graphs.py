@@ -63,3 +63,19 @@ def test_counting_on_the_device_is_refused_with_its_reason(device, usual_torch):
     _, run = make_run(make_problem(*SHAPE, device, torch.bfloat16), skip_ignored=True)
     with pytest.raises(RuntimeError, match="skip_ignored must be False or the number of counted rows while a CUDA"):
         capture(run)
+
+
+@torch.no_grad()
+def test_replays_of_a_samplers_rows_have_the_bits_of_all_rows(device, usual_torch):
+    """From 1 to 512 rows, as a sampler has them in a step; a trainer has all of them, with a gradient."""
+    problem = make_problem(512, 96, 1000, device, torch.bfloat16)
+    options = {"temperature": 0.8, "entropy": False, "backend": "triton"}
+    weight = problem.weight.clone().requires_grad_()
+    with torch.enable_grad():
+        expected = megatron_lce.linear_cross_entropy(problem.hidden, weight, problem.labels, **options)
+    for rows in (1, 2, 16, 77, 256, 512):
+        tensors = problem.hidden[:rows], weight, problem.labels[:rows]
+        graph, (replayed,) = capture(lambda x=tensors: [megatron_lce.linear_cross_entropy(*x, **options).logprobs])
+        replayed.zero_()
+        graph.replay()
+        assert torch.equal(replayed, expected.logprobs[:rows])
