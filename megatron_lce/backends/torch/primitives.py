@@ -88,10 +88,10 @@ def sum_chunks(
     packed_extremes = merge_extremes(all_extremes, telemetry)
     extremes = unpack_extremes(packed_extremes, telemetry)
     sums = torch.zeros(num_sums(entropy, telemetry), parts.shape[2], dtype=torch.int64, device=parts.device)
-    largest = None
+    max_abs_logit = None
     if extremes.min_logit is not None:
-        largest = torch.maximum(extremes.max_logit.abs(), extremes.min_logit.abs())
-        largest = torch.where(largest > 0, largest, 1.0)
+        max_abs_logit = torch.maximum(extremes.max_logit.abs(), extremes.min_logit.abs())
+        max_abs_logit = torch.where(max_abs_logit > 0, max_abs_logit, 1.0)
         sums[-1] = num_columns
     for part in parts:
         sum_exp, *others = part[num_extremes(telemetry) :]
@@ -100,9 +100,13 @@ def sum_chunks(
         terms = [factor * sum_exp]
         if entropy:
             terms.append(torch.where(factor > 0, factor * (others.pop(0) + sum_exp * shift), 0.0))
-        if largest is not None:
+        if max_abs_logit is not None:
             sum_exp_squared, sum_logit, sum_logit_squared = others
-            terms += [factor * factor * sum_exp_squared, sum_logit / largest, sum_logit_squared / largest / largest]
+            terms += [
+                factor * factor * sum_exp_squared,
+                sum_logit / max_abs_logit,
+                sum_logit_squared / max_abs_logit / max_abs_logit,
+            ]
         for total, term in zip(sums, terms, strict=False):
             total += (term / UNIT).long()
     return packed_extremes, sums

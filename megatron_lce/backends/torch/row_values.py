@@ -61,9 +61,9 @@ def finish(
     if extremes.min_logit is not None and extremes.argmax is not None:
         max_logit = in_nats(extremes.max_logit)
         argmax = torch.where(max_logit.isnan(), -1, torch.where(ignored, 0, extremes.argmax))
-        largest = torch.maximum(extremes.max_logit.abs(), extremes.min_logit.abs())
+        max_abs_logit = torch.maximum(extremes.max_logit.abs(), extremes.min_logit.abs())
         # NaN if the sum of squares of a chunk overflows fp32.
-        zero_or_nan_if_huge = zero_or_nan + CHUNK_COLUMNS * largest * largest * 0.0
+        zero_or_nan_if_huge = zero_or_nan + CHUNK_COLUMNS * max_abs_logit * max_abs_logit * 0.0
         sum_exp_squared, sum_logit, sum_logit_squared = others[-4:-1]
         num_columns = sums[-1].float()
         results = results._replace(
@@ -73,8 +73,8 @@ def finish(
             sum_pi_squared=torch.where(
                 ignored, 0.0, sum_exp_squared / (sum_exp * sum_exp) + zero_or_nan + to_nats * 0.0
             ),
-            logits_norm=in_nats(largest * sum_logit_squared.sqrt() + zero_or_nan_if_huge),
-            mean_logit=in_nats(largest * (sum_logit / num_columns) + zero_or_nan_if_huge),
+            logits_norm=in_nats(max_abs_logit * sum_logit_squared.sqrt() + zero_or_nan_if_huge),
+            mean_logit=in_nats(max_abs_logit * (sum_logit / num_columns) + zero_or_nan_if_huge),
         )
     for output, value in zip(outputs, results, strict=True):
         if output is not None and value is not None:

@@ -18,7 +18,7 @@ from megatron_lce.backends.triton.tile_products import MASKED_LOGIT, fast_log2, 
 from megatron_lce.core.jsd_heads import KINDS, DivergenceStats, GradTerms, Heads
 from megatron_lce.core.plan import ceil_div
 
-_NEIGHBOURS = tl.constexpr(4)  # columns that share a running maximum, as many as a thread loads at once
+_VEC = tl.constexpr(4)  # columns that share a running maximum, as many as a thread loads at once
 
 # Rows of `DivergenceStats` and `GradTerms`.
 _S_MAX, _S_SUM, _T_MAX, _T_SUM, *_SUMS = map(tl.constexpr, range(len(DivergenceStats._fields)))
@@ -58,7 +58,7 @@ def _formulas(heads: Heads) -> dict[str, Any]:
     """Return the weights of teacher and student in the mixture, and the constants that select formulas."""
     beta = float(heads.beta)
     weights = {"teacher_weight": beta, "student_weight": 1.0 - beta}  # 1 - beta would lose digits in fp32
-    return weights | {kind.upper(): kind in heads.kinds for kind in KINDS} | {"STUDENT_LEADS": beta <= 0.5}
+    return weights | {kind.upper(): kind in heads.kinds for kind in KINDS} | {"STUDENT_IS_HEAVIER": beta <= 0.5}
 
 
 def _launch(kernel: Any, heads: Heads, products: Tensor, stats: Tensor, **own: Any) -> None:
@@ -100,20 +100,20 @@ def _softmaxes_kernel(
     BLOCK_V: tl.constexpr,
 ):
     """Largest logit and sum of exponentials of both heads."""
-    rows, row_mask, first = _rows_of_program(N, row_stride, BLOCK_N)
-    stats = stats_ptr + rows
-    student_scale, teacher_scale = tl.load(student_head.scale + rows), tl.load(teacher_head.scale + rows)
-    nothing = tl.zeros((BLOCK_N, BLOCK_V // _NEIGHBOURS), tl.float32)
-    student_max, student_sum = nothing + MASKED_LOGIT, nothing
-    teacher_max, teacher_sum = nothing + MASKED_LOGIT, nothing
-    for column in range(0, V, BLOCK_V):
-        places, load_mask, col_mask = _places(first, column, V, row_stride, BLOCK_V)
-        student, _ = _logits(student_head, student_scale, places, load_mask, col_mask)
-        teacher, _ = _logits(teacher_head, teacher_scale, places, load_mask, col_mask)
-        student_max, student_sum = _with_more(student_max, student_sum, student)
-        teacher_max, teacher_sum = _with_more(teacher_max, teacher_sum, teacher)
-    student_max, student_sum = _joined(student_max, student_sum)
-    teacher_max, teacher_sum = _joined(teacher_max, teacher_sum)
+    offs_n, row_mask, first = _rows_of_program(N, row_stride, BLOCK_N)
+    stats = stats_ptr + offs_n
+    student_scale, teacher_scale = tl.load(student_head.scale + offs_n), tl.load(teacher_head.scale + offs_n)
+    zeros = tl.zeros((BLOCK_N, BLOCK_V // _VEC), tl.float32)
+    student_max, student_sum = zeros + MASKED_LOGIT, zeros
+    teacher_max, teacher_sum = zeros + MASKED_LOGIT, zeros
+    for col_start in range(0, V, BLOCK_V):
+        offs, load_mask, col_mask = _col_offsets(first, col_start, V, row_stride, BLOCK_V)
+        student, _ = _logits(student_head, student_scale, offs, load_mask, col_mask)
+        teacher, _ = _logits(teacher_head, teacher_scale, offs, load_mask, col_mask)
+        student_max, student_sum = _online_softmax_update(student_max, student_sum, student)
+        teacher_max, teacher_sum = _online_softmax_update(teacher_max, teacher_sum, teacher)
+    student_max, student_sum = _online_softmax_reduce(student_max, student_sum)
+    teacher_max, teacher_sum = _online_softmax_reduce(teacher_max, teacher_sum)
     tl.store(stats + _S_MAX * stats_stride, student_max, row_mask)
     tl.store(stats + _S_SUM * stats_stride, student_sum, row_mask)
     tl.store(stats + _T_MAX * stats_stride, teacher_max, row_mask)
@@ -136,45 +136,45 @@ def _divergence_kernel(
     REVERSE_KL: tl.constexpr,
     TV: tl.constexpr,
     JSD: tl.constexpr,
-    STUDENT_LEADS: tl.constexpr,
+    STUDENT_IS_HEAVIER: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
     """The part of these columns of the divergences, and of the student's outputs."""
-    rows, row_mask, first = _rows_of_program(N, row_stride, BLOCK_N)
-    stats = stats_ptr + rows
-    student_scale, teacher_scale = tl.load(student_head.scale + rows), tl.load(teacher_head.scale + rows)
+    offs_n, row_mask, first = _rows_of_program(N, row_stride, BLOCK_N)
+    stats = stats_ptr + offs_n
+    student_scale, teacher_scale = tl.load(student_head.scale + offs_n), tl.load(teacher_head.scale + offs_n)
     student_max, teacher_max, student_inverse, teacher_inverse, log_sums, zero_or_nan = _softmaxes(stats, stats_stride)
-    nothing = tl.zeros((BLOCK_N, BLOCK_V // _NEIGHBOURS), tl.float32)
-    forward, reverse, apart, tv_sign = nothing, nothing, nothing, nothing
-    over_student_sum, over_teacher_sum, expected, label_logit = nothing, nothing, nothing, nothing
+    zeros = tl.zeros((BLOCK_N, BLOCK_V // _VEC), tl.float32)
+    forward, reverse, apart, tv_sign = zeros, zeros, zeros, zeros
+    over_student_sum, over_teacher_sum, expected, label_logit = zeros, zeros, zeros, zeros
     if label_ptr is not None:
-        label = tl.load(label_ptr + rows)
-    for column in range(0, V, BLOCK_V):
-        places, load_mask, col_mask = _places(first, column, V, row_stride, BLOCK_V)
-        student, _ = _logits(student_head, student_scale, places, load_mask, col_mask)
-        teacher, _ = _logits(teacher_head, teacher_scale, places, load_mask, col_mask)
+        label = tl.load(label_ptr + offs_n)
+    for col_start in range(0, V, BLOCK_V):
+        offs, load_mask, col_mask = _col_offsets(first, col_start, V, row_stride, BLOCK_V)
+        student, _ = _logits(student_head, student_scale, offs, load_mask, col_mask)
+        teacher, _ = _logits(teacher_head, teacher_scale, offs, load_mask, col_mask)
         student -= student_max
         teacher -= teacher_max
         ratio = teacher - student + log_sums
         student_exp, teacher_exp = tl.exp2(student), tl.exp2(teacher)
         if label_ptr is not None:
-            expected += _neighbours_sum(student_exp * student)
-            is_label = col_mask & (column + tl.arange(0, BLOCK_V)[None, :] == label)
-            label_logit += _neighbours_sum(tl.where(is_label, student, 0.0))
+            expected += _vec_sum(student_exp * student)
+            is_label = col_mask & (col_start + tl.arange(0, BLOCK_V)[None, :] == label)
+            label_logit += _vec_sum(tl.where(is_label, student, 0.0))
         if FORWARD_KL:
-            forward += _neighbours_sum(teacher_exp * ratio)
+            forward += _vec_sum(teacher_exp * ratio)
         if REVERSE_KL:
-            reverse += _neighbours_sum(student_exp * -ratio)
+            reverse += _vec_sum(student_exp * -ratio)
         if TV:
             p_s = student_exp * student_inverse
             sign = _sign(-ratio)
-            apart += _neighbours_sum(sign * (p_s - teacher_exp * teacher_inverse))
-            tv_sign += _neighbours_sum(p_s * sign)
+            apart += _vec_sum(sign * (p_s - teacher_exp * teacher_inverse))
+            tv_sign += _vec_sum(p_s * sign)
         if JSD:
-            over_student, over_teacher = _mixture_over_both(ratio, teacher_weight, student_weight, STUDENT_LEADS)
-            over_student_sum += _neighbours_sum(student_exp * over_student)
-            over_teacher_sum += _neighbours_sum(teacher_exp * over_teacher)
+            over_student, over_teacher = _mixture_over_both(ratio, teacher_weight, student_weight, STUDENT_IS_HEAVIER)
+            over_student_sum += _vec_sum(student_exp * over_student)
+            over_teacher_sum += _vec_sum(teacher_exp * over_teacher)
     if FORWARD_KL:
         forward = tl.sum(forward, 1, keep_dims=True) * teacher_inverse + zero_or_nan
         tl.store(stats + _FORWARD_KL * stats_stride, forward, row_mask)
@@ -214,25 +214,25 @@ def _gradient_kernel(
     REVERSE_KL: tl.constexpr,
     TV: tl.constexpr,
     JSD: tl.constexpr,
-    STUDENT_LEADS: tl.constexpr,
+    STUDENT_IS_HEAVIER: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
     """Gradient of the student's products; 0 in rows whose terms are 0."""
-    rows, row_mask, first = _rows_of_program(N, row_stride, BLOCK_N)
-    stats = stats_ptr + rows
-    student_scale, teacher_scale = tl.load(student_head.scale + rows), tl.load(teacher_head.scale + rows)
+    offs_n, row_mask, first = _rows_of_program(N, row_stride, BLOCK_N)
+    stats = stats_ptr + offs_n
+    student_scale, teacher_scale = tl.load(student_head.scale + offs_n), tl.load(teacher_head.scale + offs_n)
     student_max, teacher_max, student_inverse, teacher_inverse, log_sums, zero_or_nan = _softmaxes(stats, stats_stride)
-    terms = terms_ptr + rows
+    terms = terms_ptr + offs_n
     forward_term = tl.load(terms + _FORWARD_TERM * terms_stride)
     reverse_term = tl.load(terms + _REVERSE_TERM * terms_stride)
     tv_term, jsd_term = tl.load(terms + _TV_TERM * terms_stride), tl.load(terms + _JSD_TERM * terms_stride)
     has_gradient = (forward_term != 0) | (reverse_term != 0) | (tv_term != 0) | (jsd_term != 0)
     p_term = tl.load(terms + _P_TERM * terms_stride) + zero_or_nan
-    for column in range(0, V, BLOCK_V):
-        places, load_mask, col_mask = _places(first, column, V, row_stride, BLOCK_V)
-        student, capped = _logits(student_head, student_scale, places, load_mask, col_mask)
-        teacher, _ = _logits(teacher_head, teacher_scale, places, load_mask, col_mask)
+    for col_start in range(0, V, BLOCK_V):
+        offs, load_mask, col_mask = _col_offsets(first, col_start, V, row_stride, BLOCK_V)
+        student, capped = _logits(student_head, student_scale, offs, load_mask, col_mask)
+        teacher, _ = _logits(teacher_head, teacher_scale, offs, load_mask, col_mask)
         student -= student_max
         teacher -= teacher_max
         ratio = teacher - student + log_sums
@@ -245,7 +245,7 @@ def _gradient_kernel(
             if TV:
                 per_p += _sign(-ratio) * tv_term
             if JSD:
-                over_student, _ = _mixture_over_both(ratio, teacher_weight, student_weight, STUDENT_LEADS)
+                over_student, _ = _mixture_over_both(ratio, teacher_weight, student_weight, STUDENT_IS_HEAVIER)
                 per_p += over_student * jsd_term
             grad = p_s * per_p
         if FORWARD_KL:
@@ -253,16 +253,16 @@ def _gradient_kernel(
         if student_head.softcap_scale is not None:
             grad *= 1.0 - capped * capped
         grad = tl.where(col_mask & has_gradient, grad, 0.0)
-        tl.store(out_ptr + places, grad.to(out_ptr.dtype.element_ty), load_mask & row_mask)
+        tl.store(out_ptr + offs, grad.to(out_ptr.dtype.element_ty), load_mask & row_mask)
 
 
 @triton.jit
 def _rows_of_program(N, row_stride, BLOCK_N: tl.constexpr):
     """Return the program's rows [BLOCK_N, 1], which of them exist, and where their products start."""
-    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
-    row_mask = rows < N
-    rows = tl.minimum(rows, N - 1)
-    return rows, row_mask, rows.to(tl.int64) * row_stride
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
+    row_mask = offs_n < N
+    offs_n = tl.minimum(offs_n, N - 1)
+    return offs_n, row_mask, offs_n.to(tl.int64) * row_stride
 
 
 @triton.jit
@@ -280,58 +280,58 @@ def _sign(x):
 
 
 @triton.jit
-def _places(first, column, V, row_stride, BLOCK_V: tl.constexpr):
-    """Return the places of the columns from this one on, which of them are stored, and which lie before V.
+def _col_offsets(first, col_start, V, row_stride, BLOCK_V: tl.constexpr):
+    """Return offsets of the columns from this one on, which of them are stored, and which lie before V.
 
     A row is stored up to row_stride. Triton knows that it is a multiple of 16, and reads and writes whole vectors.
     """
-    columns = column + tl.arange(0, BLOCK_V)[None, :]
+    columns = col_start + tl.arange(0, BLOCK_V)[None, :]
     return first + columns, columns < row_stride, columns < V
 
 
 @triton.jit
-def _logits(head, scale, places, load_mask, col_mask):
+def _logits(head, scale, offs, load_mask, col_mask):
     """Return base-2 logits, masked past V, and the products or, under a softcap, their tanh."""
-    products = tl.load(head.products + places, load_mask, other=0.0)
+    products = tl.load(head.products + offs, load_mask, other=0.0)
     if head.softcap_scale is not None:
         products = tanh(products * head.softcap_scale)
     return tl.where(col_mask, products * scale, MASKED_LOGIT), products
 
 
 @triton.jit
-def _with_more(max_logit, total, logits):
+def _online_softmax_update(max_logit, total, logits):
     """Add logits to running maxima and sums of 2^(z - maximum); a sum is NaN once a logit is not finite."""
-    logits = tl.reshape(logits, (logits.shape[0], logits.shape[1] // _NEIGHBOURS, _NEIGHBOURS))
+    logits = tl.reshape(logits, (logits.shape[0], logits.shape[1] // _VEC, _VEC))
     larger = tl.maximum(max_logit, tl.max(logits, 2))
     exps = tl.fma(logits, 0.0, tl.exp2(logits - larger[:, :, None]))
     return larger, total * tl.exp2(max_logit - larger) + tl.sum(exps, 2)
 
 
 @triton.jit
-def _joined(max_logit, total):
+def _online_softmax_reduce(max_logit, total):
     """Merge running maxima and sums to the row's, [BLOCK_N, 1] each."""
     largest = tl.max(max_logit, 1, keep_dims=True)
     return largest, tl.sum(total * tl.exp2(max_logit - largest), 1, keep_dims=True)
 
 
 @triton.jit
-def _neighbours_sum(values):
-    """Add up neighbours, [BLOCK_N, BLOCK_V] to [BLOCK_N, BLOCK_V / _NEIGHBOURS]."""
-    return tl.sum(tl.reshape(values, (values.shape[0], values.shape[1] // _NEIGHBOURS, _NEIGHBOURS)), 2)
+def _vec_sum(values):
+    """Add up neighbours, [BLOCK_N, BLOCK_V] to [BLOCK_N, BLOCK_V / _VEC]."""
+    return tl.sum(tl.reshape(values, (values.shape[0], values.shape[1] // _VEC, _VEC)), 2)
 
 
 @triton.jit
-def _mixture_over_both(ratio, teacher_weight, student_weight, STUDENT_LEADS: tl.constexpr):
+def _mixture_over_both(ratio, teacher_weight, student_weight, STUDENT_IS_HEAVIER: tl.constexpr):
     """Return log2(m / p_s) and log2(m / p_t) from log2(p_t / p_s), for 0 < beta < 1, finite even if that is not.
 
     For the head with the larger weight in m, which leads, it is log2(1 + w (q / p - 1)), where q and w are the
     probability and the weight of the other head; its error is relative. The ratio is clamped where p is negligible.
     """
-    to_other = tl.minimum(ratio if STUDENT_LEADS else -ratio, 126.0)
-    others_weight = tl.zeros_like(ratio) + (teacher_weight if STUDENT_LEADS else student_weight)
+    to_other = tl.minimum(ratio if STUDENT_IS_HEAVIER else -ratio, 126.0)
+    others_weight = tl.zeros_like(ratio) + (teacher_weight if STUDENT_IS_HEAVIER else student_weight)
     over_leading = _log2_of_1_plus(tl.fma(others_weight, tl.exp2(to_other), -others_weight))
     over_other = over_leading - to_other
-    if STUDENT_LEADS:
+    if STUDENT_IS_HEAVIER:
         return over_leading, over_other
     return over_other, over_leading
 

@@ -46,8 +46,8 @@ def grad_logits(
 ) -> None:
     tile = tiles.choose_tiles(hidden.dtype, weight.dtype, hidden.device)
     (num_tokens, num_columns), width = out.shape, hidden.shape[1]
-    hidden, hidden_power = split(hidden, tile.hidden_parts)
-    weight, weight_power = split(weight, tile.weight_parts)
+    hidden, hidden_pow2 = split(hidden, tile.hidden_parts)
+    weight, weight_pow2 = split(weight, tile.weight_parts)
     tiles.launch(
         _grad_logits_kernel,
         tiles.tile_grid(num_tokens, num_columns, tile, out.device),
@@ -55,9 +55,9 @@ def grad_logits(
         fused=out.dtype != torch.float32,  # in fp32 z - max must be 0 at the largest z
         **shared_arguments(tile, options),
         hidden_desc=descriptor(hidden, tile.block_n, tile.block_h),
-        hidden_power=hidden_power,
+        hidden_pow2=hidden_pow2,
         weight_desc=descriptor(weight, tile.block_v, tile.block_h),
-        weight_power=weight_power,
+        weight_pow2=weight_pow2,
         label_ptr=rows.labels,
         row_scale_ptr=rows.scale,
         terms_ptr=terms,
@@ -103,12 +103,12 @@ def grad_logits_from_cache(
         terms_ptr=terms,
         factor_ptr=factor,
         N=num_tokens,
-        stop=slab_row_stride(num_columns),  # the end of the stored row: Triton knows it to be a multiple of 16
+        row_end=slab_row_stride(num_columns),  # the end of the stored row: Triton knows it to be a multiple of 16
         exp_stride=cache.exp.stride(0),
         reference_stride=cache.reference.stride(0),
         terms_stride=terms.stride(0),
         num_chunks=ceil_div(num_columns, chunk),
-        sharers=programs.per_row,
+        programs_per_row=programs.per_row,
         ENTROPY=entropy,
         MEAN=mean,
         SOFTCAP=softcap,
@@ -122,9 +122,9 @@ def grad_logits_from_cache(
 @triton.jit(do_not_specialize=["N", "C", "terms_stride", "first_column"])
 def _grad_logits_kernel(
     hidden_desc,  # [N, H]
-    hidden_power,  # [N] fp32; None without parts, as weight_power
+    hidden_pow2,  # [N] fp32; None without parts, as weight_pow2
     weight_desc,  # [C, H]
-    weight_power,  # [C] fp32
+    weight_pow2,  # [C] fp32
     label_ptr,  # [N] int32; column + first_column is compared with it
     row_scale_ptr,  # [N] fp32
     terms_ptr,  # [6 + MEAN, N] fp32, rows terms_stride apart
@@ -152,33 +152,35 @@ def _grad_logits_kernel(
     out_desc = as_descriptor(out_desc, N, C, BLOCK_N, BLOCK_V // 2)
     num_row_blocks = tl.cdiv(N, BLOCK_N)
     num_column_tiles = tl.cdiv(C, BLOCK_V)
-    for tile in tl.range(tl.program_id(0), num_row_blocks * num_column_tiles, tl.num_programs(0), flatten=PERSISTENT):
-        row_block, column_tile = tile_position(tile, num_row_blocks, num_column_tiles, GROUP_N)
-        row = row_block * BLOCK_N
-        column = column_tile * BLOCK_V
-        rows = row + tl.arange(0, BLOCK_N)
+    for tile_id in tl.range(
+        tl.program_id(0), num_row_blocks * num_column_tiles, tl.num_programs(0), flatten=PERSISTENT
+    ):
+        row_block, column_tile = tile_position(tile_id, num_row_blocks, num_column_tiles, GROUP_N)
+        row_start = row_block * BLOCK_N
+        col_start = column_tile * BLOCK_V
+        offs_n = row_start + tl.arange(0, BLOCK_N)
         if HIDDEN_PARTS:
             products = dot_parts(
-                hidden_desc, hidden_power, weight_desc, weight_power, row, column, H,
+                hidden_desc, hidden_pow2, weight_desc, weight_pow2, row_start, col_start, H,
                 BLOCK_N, BLOCK_V, BLOCK_H, HIDDEN_PARTS,
             )  # fmt: skip
         else:
-            products = dot_tile(hidden_desc, weight_desc, row, column, H, BLOCK_N, BLOCK_V, BLOCK_H)
+            products = dot_tile(hidden_desc, weight_desc, row_start, col_start, H, BLOCK_N, BLOCK_V, BLOCK_H)
         if ROUND:
             products = rounded_to_bf16(products)
         # One half at a time, and row values loaded for each: more values at once spill registers.
         left, right = halves(products)
         for half in tl.static_range(2):
-            part, first = left if half == 0 else right, column + half * (BLOCK_V // 2)
-            first_id, mask = first_column + first, rows < N
-            terms = row_terms_at(terms_ptr + rows, terms_stride)
-            label = tl.load(label_ptr + rows, mask=mask, other=-1) - first_id
-            row_scale = tl.load(row_scale_ptr + rows, mask=mask, other=0.0)
+            acc_half, first = left if half == 0 else right, col_start + half * (BLOCK_V // 2)
+            first_id, mask = first_column + first, offs_n < N
+            terms = row_terms_at(terms_ptr + offs_n, terms_stride)
+            label = tl.load(label_ptr + offs_n, mask=mask, other=-1) - first_id
+            row_scale = tl.load(row_scale_ptr + offs_n, mask=mask, other=0.0)
             max_logit = tl.load(terms.max_logit, mask=mask, other=0.0)
             log_sum = tl.load(terms.log_sum, mask=mask, other=0.0)
             p_term = tl.load(terms.p_term, mask=mask, other=0.0)
             label_term = tl.load(terms.label_term, mask=mask, other=0.0)
-            capped = tanh(part * softcap_scale) if SOFTCAP else part
+            capped = tanh(acc_half * softcap_scale) if SOFTCAP else acc_half
             log_p = (capped * row_scale[:, None] - max_logit[:, None]) - log_sum[:, None]
             grad = tl.exp2(log_p)
             if ENTROPY:
@@ -192,24 +194,24 @@ def _grad_logits_kernel(
                 grad += tl.load(terms.mean_term, mask=mask, other=0.0)[:, None]
             if SOFTCAP:
                 grad *= 1.0 - capped * capped  # last: before the others it spills registers
-            out_desc.store([row, first], grad.to(out_desc.dtype))
+            out_desc.store([row_start, first], grad.to(out_desc.dtype))
 
 
-@triton.jit(do_not_specialize=["N", "reference_stride", "terms_stride", "num_chunks", "sharers"])
+@triton.jit(do_not_specialize=["N", "reference_stride", "terms_stride", "num_chunks", "programs_per_row"])
 def _grad_from_exp_kernel(
-    exp_ptr,  # [N, stop] 2^(z - reference), rows exp_stride apart; out: the gradient
+    exp_ptr,  # [N, row_end] 2^(z - reference), rows exp_stride apart; out: the gradient
     reference_ptr,  # [chunks, N] fp32, rows reference_stride apart
     label_ptr,  # [N] int32
     row_scale_ptr,  # [N] fp32
     terms_ptr,  # [6 + MEAN, N] fp32, rows terms_stride apart
     factor_ptr,  # [N] fp32 out, the gradient is factor * exp; None: the gradient is written
     N,
-    stop,
+    row_end,
     exp_stride,
     reference_stride,
     terms_stride,
     num_chunks,
-    sharers,  # programs that share a row
+    programs_per_row,
     ENTROPY: tl.constexpr,
     MEAN: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -217,11 +219,11 @@ def _grad_from_exp_kernel(
     CHUNK: tl.constexpr,
 ):
     """Write the same gradient from cached exponentials, and the column of the label from its exact logprob."""
-    place = tl.program_id(0) % sharers
-    rows = tl.program_id(0) // sharers * BLOCK_N + tl.arange(0, BLOCK_N)
-    row_mask = rows < N
-    terms = row_terms_at(terms_ptr + rows, terms_stride)
-    label = tl.load(label_ptr + rows, mask=row_mask, other=-1)
+    split_id = tl.program_id(0) % programs_per_row
+    offs_n = tl.program_id(0) // programs_per_row * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_mask = offs_n < N
+    terms = row_terms_at(terms_ptr + offs_n, terms_stride)
+    label = tl.load(label_ptr + offs_n, mask=row_mask, other=-1)
     max_logit = tl.load(terms.max_logit, mask=row_mask, other=0.0)
     log_sum = tl.load(terms.log_sum, mask=row_mask, other=0.0)
     p_term = tl.load(terms.p_term, mask=row_mask, other=0.0)
@@ -229,7 +231,7 @@ def _grad_from_exp_kernel(
     label_term = tl.load(terms.label_term, mask=row_mask, other=0.0)
     label_log_p = tl.load(terms.label_logprob, mask=row_mask, other=0.0)
     label_grad = tl.exp2(label_log_p) * (p_term - entropy_term * label_log_p) + label_term
-    row_ptrs = exp_ptr + rows.to(tl.int64) * exp_stride
+    row_ptrs = exp_ptr + offs_n.to(tl.int64) * exp_stride
 
     if factor_ptr is not None:
         factor = p_term * tl.exp2(-max_logit - log_sum)
@@ -240,36 +242,36 @@ def _grad_from_exp_kernel(
         factored = row_mask & (nothing | in_range)
         for start in range(0, num_chunks, 64):
             chunks = start + tl.arange(0, 64)
-            references = reference_ptr + chunks.to(tl.int64)[:, None] * reference_stride + rows[None, :]
+            references = reference_ptr + chunks.to(tl.int64)[:, None] * reference_stride + offs_n[None, :]
             reference = tl.load(references, (chunks < num_chunks)[:, None] & row_mask[None, :], other=0.0)
             factored &= tl.max((reference != 0).to(tl.int32), 0) == 0  # NaN is not 0
-        if place == 0:
-            tl.store(factor_ptr + rows, tl.where(factored, factor, 1.0), row_mask)
-            owned = factored & (label >= 0) & (label < stop)
+        if split_id == 0:
+            tl.store(factor_ptr + offs_n, tl.where(factored, factor, 1.0), row_mask)
+            owned = factored & (label >= 0) & (label < row_end)
             tl.store(row_ptrs + label, label_exp.to(exp_ptr.dtype.element_ty), owned)
         row_mask &= ~factored
         if tl.max(row_mask.to(tl.int32), 0) == 0:
             return
 
-    for chunk in range(place, num_chunks, sharers):
-        columns = chunk * CHUNK + tl.arange(0, CHUNK)
-        mask = row_mask[:, None] & (columns < stop)[None, :]
+    for chunk in range(split_id, num_chunks, programs_per_row):
+        offs_v = chunk * CHUNK + tl.arange(0, CHUNK)
+        mask = row_mask[:, None] & (offs_v < row_end)[None, :]
         reference = tl.load(
-            reference_ptr + tl.cast(chunk, tl.int64) * reference_stride + rows, mask=row_mask, other=0.0
+            reference_ptr + tl.cast(chunk, tl.int64) * reference_stride + offs_n, mask=row_mask, other=0.0
         )
-        shift = (reference - max_logit) - log_sum
-        exp_ptrs = row_ptrs[:, None] + columns[None, :]
+        log_scale = (reference - max_logit) - log_sum
+        exp_ptrs = row_ptrs[:, None] + offs_v[None, :]
         exp = tl.load(exp_ptrs, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_N, CHUNK]
-        grad = exp * tl.exp2(shift)[:, None]
+        grad = exp * tl.exp2(log_scale)[:, None]
         if ENTROPY or SOFTCAP:
-            log_p = fast_log2(tl.maximum(exp, SMALLEST_NORMAL)) + shift[:, None]  # -126 where nothing was kept
+            log_p = fast_log2(tl.maximum(exp, SMALLEST_NORMAL)) + log_scale[:, None]  # -126 where nothing was kept
         grad = grad * (p_term[:, None] - entropy_term[:, None] * log_p) if ENTROPY else grad * p_term[:, None]
-        is_label = columns[None, :] == label[:, None]
+        is_label = offs_v[None, :] == label[:, None]
         grad = tl.where(is_label, label_grad[:, None], grad)
         if MEAN:
             grad += tl.load(terms.mean_term, mask=row_mask, other=0.0)[:, None]
         if SOFTCAP:
-            row_scale = tl.load(row_scale_ptr + rows, mask=row_mask, other=1.0)
+            row_scale = tl.load(row_scale_ptr + offs_n, mask=row_mask, other=1.0)
             logits = (tl.where(is_label, label_log_p[:, None], log_p) + log_sum[:, None]) + max_logit[:, None]
             capped = logits / row_scale[:, None]
             grad = grad * (1.0 - capped * capped)

@@ -119,10 +119,10 @@ def _gathered_logits_kernel(
     BLOCK_H: tl.constexpr,
 ):
     """Compute BLOCK_M logits. Each column of a block of H is summed separately, so that few roundings add up."""
-    entries = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    entry_mask = entries < M
-    ids = tl.load(ids_ptr + entries, mask=entry_mask, other=-1)
-    tokens = tl.load(tokens_ptr + entries, mask=entry_mask, other=0)
+    offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    entry_mask = offs_m < M
+    ids = tl.load(ids_ptr + offs_m, mask=entry_mask, other=-1)
+    tokens = tl.load(tokens_ptr + offs_m, mask=entry_mask, other=0)
     columns = ids - first_id
     in_shard = entry_mask & (columns >= 0) & (columns < num_columns)
     sums = tl.zeros((BLOCK_M, BLOCK_H), dtype=tl.float32)
@@ -133,18 +133,18 @@ def _gathered_logits_kernel(
         hidden_rows = hidden_ptr + tokens[:, None] * (hidden_stride // hidden_step * hidden_step)
         weight_rows = weight_ptr + columns[:, None] * (weight_stride // weight_step * weight_step)
         for start in range(0, H, BLOCK_H):
-            inner = (start + tl.arange(0, BLOCK_H))[None, :]
-            mask = in_shard[:, None] & (inner < H)
-            hidden = tl.load(hidden_rows + inner, mask=mask, other=0.0).to(tl.float32)
-            sums += hidden * tl.load(weight_rows + inner, mask=mask, other=0.0).to(tl.float32)
+            offs_h = (start + tl.arange(0, BLOCK_H))[None, :]
+            mask = in_shard[:, None] & (offs_h < H)
+            hidden = tl.load(hidden_rows + offs_h, mask=mask, other=0.0).to(tl.float32)
+            sums += hidden * tl.load(weight_rows + offs_h, mask=mask, other=0.0).to(tl.float32)
     logits = tl.sum(sums, 1)
     if ROUND:
         logits = rounded_to_bf16(logits)
     if SOFTCAP:
         logits = tanh(logits * softcap_scale)
     logits *= tl.load(row_scale_ptr + tokens, mask=in_shard, other=0.0)
-    tl.store(found_ptr + entries, tl.where(in_shard & (logits != 0.0), logits, 0.0), mask=entry_mask)  # -0.0 is 0.0
-    tl.store(found_ptr + M + entries, (in_shard | (ids < 0)).to(tl.float32), mask=entry_mask)
+    tl.store(found_ptr + offs_m, tl.where(in_shard & (logits != 0.0), logits, 0.0), mask=entry_mask)  # -0.0 is 0.0
+    tl.store(found_ptr + M + offs_m, (in_shard | (ids < 0)).to(tl.float32), mask=entry_mask)
 
 
 @triton.jit
@@ -164,27 +164,27 @@ def _gathered_sums_kernel(
     BLOCK_H: tl.constexpr,
 ):
     """Sum one part's rows of the matrix, times their factors, BLOCK_M at a time."""
-    part = tl.program_id(0).to(tl.int64)
-    first = tl.load(offsets_ptr + part)
-    last = tl.load(offsets_ptr + part + 1)
-    inner = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H))[None, :]
+    sum_id = tl.program_id(0).to(tl.int64)
+    first = tl.load(offsets_ptr + sum_id)
+    last = tl.load(offsets_ptr + sum_id + 1)
+    offs_h = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H))[None, :]
     sums = tl.zeros((BLOCK_M, BLOCK_H), dtype=tl.float32)
-    out = out_ptr + part * out_stride + inner
+    out = out_ptr + sum_id * out_stride + offs_h
     if first >= last:  # so for most ids of a vocabulary
         if not ACCUMULATE:
-            tl.store(out, tl.zeros((1, BLOCK_H), dtype=out_ptr.dtype.element_ty), mask=inner < H)
+            tl.store(out, tl.zeros((1, BLOCK_H), dtype=out_ptr.dtype.element_ty), mask=offs_h < H)
         return
     for start in range(first, last, BLOCK_M):
-        entries = start + tl.arange(0, BLOCK_M)
-        places = tl.load(places_ptr + entries, mask=entries < last, other=-1) - first_place
-        factors = tl.load(factors_ptr + entries, mask=entries < last, other=0.0)
-        mask = ((places >= 0) & (places < num_places) & (factors != 0.0))[:, None] & (inner < H)
-        rows = tl.load(matrix_ptr + places[:, None] * matrix_stride + inner, mask=mask, other=0.0)
+        offs_m = start + tl.arange(0, BLOCK_M)
+        places = tl.load(places_ptr + offs_m, mask=offs_m < last, other=-1) - first_place
+        factors = tl.load(factors_ptr + offs_m, mask=offs_m < last, other=0.0)
+        mask = ((places >= 0) & (places < num_places) & (factors != 0.0))[:, None] & (offs_h < H)
+        rows = tl.load(matrix_ptr + places[:, None] * matrix_stride + offs_h, mask=mask, other=0.0)
         sums += tl.where(mask, factors[:, None] * rows.to(tl.float32), 0.0)
     total = tl.sum(sums, 0)[None, :]
     if ACCUMULATE:
-        total += tl.load(out, mask=inner < H, other=0.0).to(tl.float32)
-    tl.store(out, total.to(out_ptr.dtype.element_ty), mask=inner < H)
+        total += tl.load(out, mask=offs_h < H, other=0.0).to(tl.float32)
+    tl.store(out, total.to(out_ptr.dtype.element_ty), mask=offs_h < H)
 
 
 @triton.jit(do_not_specialize=["M", "K", "C"])
@@ -199,8 +199,8 @@ def _write_columns_kernel(
     BLOCK: tl.constexpr,
 ):
     """Write BLOCK values."""
-    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    columns = tl.load(columns_ptr + places, mask=places < M, other=-1)
+    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    columns = tl.load(columns_ptr + offs, mask=offs < M, other=-1)
     col_mask = (columns >= 0) & (columns < C)
-    values = tl.load(values_ptr + places, mask=col_mask, other=0.0)
-    tl.store(matrix_ptr + places // K * matrix_stride + columns, values.to(matrix_ptr.dtype.element_ty), mask=col_mask)
+    values = tl.load(values_ptr + offs, mask=col_mask, other=0.0)
+    tl.store(matrix_ptr + offs // K * matrix_stride + columns, values.to(matrix_ptr.dtype.element_ty), mask=col_mask)

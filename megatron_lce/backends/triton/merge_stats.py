@@ -25,12 +25,12 @@ _LOWEST_LOGIT = tl.constexpr(LOWEST_LOGIT)
 
 def product_stats(products: Tensor, row_scale: Tensor) -> Tensor:
     num_tokens, num_columns = products.shape
-    num_chunks, at_once = ceil_div(num_columns, CHUNK_COLUMNS), 16  # chunks of a program
+    num_chunks, chunks_per_program = ceil_div(num_columns, CHUNK_COLUMNS), 16  # chunks of a program
     stats = products.new_empty(num_chunks, packed_rows(False, False), num_tokens, dtype=torch.float32)
     block_n = tiles.rows_of_program(4, num_tokens)
     tiles.launch(
         _product_stats_kernel,
-        (ceil_div(num_tokens, block_n), ceil_div(num_chunks, at_once)),
+        (ceil_div(num_tokens, block_n), ceil_div(num_chunks, chunks_per_program)),
         products,
         fused=False,
         products_ptr=products,
@@ -40,7 +40,7 @@ def product_stats(products: Tensor, row_scale: Tensor) -> Tensor:
         C=num_columns,
         products_stride=products.stride(0),
         BLOCK_N=block_n,
-        CHUNKS=at_once,
+        CHUNKS=chunks_per_program,
         CHUNK=CHUNK_COLUMNS,
     )
     return stats
@@ -91,19 +91,19 @@ def _product_stats_kernel(
     CHUNK: tl.constexpr,
 ):
     """Write the largest logit, -inf for the label's, and the sum of exponentials of CHUNKS chunks of BLOCK_N rows."""
-    rows = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    offs_n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     chunks = tl.program_id(1) * CHUNKS + tl.arange(0, CHUNKS)
-    columns = tl.program_id(1) * (CHUNKS * CHUNK) + tl.arange(0, CHUNKS * CHUNK)
-    mask = (rows < N)[:, None] & (columns < C)[None, :]
-    scale = tl.load(row_scale_ptr + rows, mask=rows < N, other=0.0)
-    products = tl.load(products_ptr + rows[:, None] * products_stride + columns[None, :], mask=mask, other=0.0)
+    offs_v = tl.program_id(1) * (CHUNKS * CHUNK) + tl.arange(0, CHUNKS * CHUNK)
+    mask = (offs_n < N)[:, None] & (offs_v < C)[None, :]
+    scale = tl.load(row_scale_ptr + offs_n, mask=offs_n < N, other=0.0)
+    products = tl.load(products_ptr + offs_n[:, None] * products_stride + offs_v[None, :], mask=mask, other=0.0)
     logits = tl.where(mask, products * scale[:, None], float("-inf"))
     logits = tl.reshape(logits, (BLOCK_N, CHUNKS, CHUNK))
     max_logit = tl.maximum(tl.max(logits, 2), _LOWEST_LOGIT)
     sum_exp = tl.sum(tl.exp2(logits - max_logit[:, :, None]), 2)
     max_logit = tl.where(sum_exp == sum_exp, max_logit, float("nan"))  # tl.max passes over a NaN
-    out = stats_ptr + chunks.to(tl.int64)[None, :] * (3 * N) + rows[:, None]
-    out_mask = (rows < N)[:, None] & (chunks * CHUNK < C)[None, :]
+    out = stats_ptr + chunks.to(tl.int64)[None, :] * (3 * N) + offs_n[:, None]
+    out_mask = (offs_n < N)[:, None] & (chunks * CHUNK < C)[None, :]
     extremes, sums = extremes_at(out, N), sums_at(out, N, False, 2)
     tl.store(extremes.max_logit, max_logit, out_mask)
     tl.store(extremes.label_logit, tl.full((BLOCK_N, CHUNKS), float("-inf"), tl.float32), out_mask)
@@ -128,15 +128,15 @@ def _sum_chunks_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """Merge the extremes of the vocabulary, then add up the sums of the chunks relative to them, for BLOCK_N tokens."""
-    tokens = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    token_mask = tokens < N
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_mask = offs_n < N
     max_logit = tl.full((BLOCK_N,), float("-inf"), tl.float32)
     label_logit = tl.full((BLOCK_N,), float("-inf"), tl.float32)
     min_logit = tl.full((BLOCK_N,), float("inf"), tl.float32)
     for start in range(0, num_sets, BLOCK_S):
         sets = start + tl.arange(0, BLOCK_S)
-        mask = (sets < num_sets)[:, None] & token_mask[None, :]
-        first_row = all_extremes_ptr + sets.to(tl.int64)[:, None] * set_stride + tokens[None, :]  # [BLOCK_S, BLOCK_N]
+        mask = (sets < num_sets)[:, None] & row_mask[None, :]
+        first_row = all_extremes_ptr + sets.to(tl.int64)[:, None] * set_stride + offs_n[None, :]  # [BLOCK_S, BLOCK_N]
         extremes = extremes_at(first_row, N)
         logits = tl.load(extremes.max_logit, mask, other=float("-inf"))
         largest = tl.maximum(max_logit, tl.max(logits, 0), propagate_nan=tl.PropagateNan.ALL)
@@ -145,59 +145,59 @@ def _sum_chunks_kernel(
         label_logit = tl.maximum(label_logit, tl.max(tl.load(extremes.label_logit, mask, other=float("-inf")), 0))
         if TELEMETRY:
             min_logit = tl.minimum(min_logit, tl.min(tl.load(extremes.min_logit, mask, other=float("inf")), 0))
-    merged = extremes_at(extremes_ptr + tokens, N)
-    tl.store(merged.max_logit, max_logit, token_mask)
-    tl.store(merged.label_logit, label_logit, token_mask)
+    merged = extremes_at(extremes_ptr + offs_n, N)
+    tl.store(merged.max_logit, max_logit, row_mask)
+    tl.store(merged.label_logit, label_logit, row_mask)
     if TELEMETRY:
         argmax = tl.full((BLOCK_N,), _NO_ID, tl.int32)
         for start in range(0, num_sets, BLOCK_S):
             sets = start + tl.arange(0, BLOCK_S)
-            mask = (sets < num_sets)[:, None] & token_mask[None, :]
-            first_row = all_extremes_ptr + sets.to(tl.int64)[:, None] * set_stride + tokens[None, :]
+            mask = (sets < num_sets)[:, None] & row_mask[None, :]
+            first_row = all_extremes_ptr + sets.to(tl.int64)[:, None] * set_stride + offs_n[None, :]
             extremes = extremes_at(first_row, N)
             at_max = tl.load(extremes.max_logit, mask, other=float("-inf")) == max_logit[None, :]
             set_argmax = tl.load(extremes.argmax, mask, other=0.0).to(tl.int32, bitcast=True)
             argmax = tl.minimum(argmax, tl.min(tl.where(at_max & mask, set_argmax, _NO_ID), 0))
-        tl.store(merged.min_logit, min_logit, token_mask)
-        tl.store(merged.argmax, argmax.to(tl.float32, bitcast=True), token_mask)
+        tl.store(merged.min_logit, min_logit, row_mask)
+        tl.store(merged.argmax, argmax.to(tl.float32, bitcast=True), row_mask)
 
-    max_logit = tl.where(token_mask, max_logit, 0.0)
+    max_logit = tl.where(row_mask, max_logit, 0.0)
     sum_exp = tl.zeros((BLOCK_N,), tl.int64)
     sum_exp_logit = tl.zeros((BLOCK_N,), tl.int64)
     if TELEMETRY:
-        min_logit = tl.where(token_mask, min_logit, 0.0)
-        largest = tl.maximum(tl.abs(max_logit), tl.abs(min_logit))
-        largest = tl.where(largest > 0, largest, 1.0)[None, :]
+        min_logit = tl.where(row_mask, min_logit, 0.0)
+        max_abs_logit = tl.maximum(tl.abs(max_logit), tl.abs(min_logit))
+        max_abs_logit = tl.where(max_abs_logit > 0, max_abs_logit, 1.0)[None, :]
         sum_exp_squared = tl.zeros((BLOCK_N,), tl.int64)
         sum_logit = tl.zeros((BLOCK_N,), tl.int64)
         sum_logit_squared = tl.zeros((BLOCK_N,), tl.int64)
     for start in range(0, S, BLOCK_S):
-        splits = start + tl.arange(0, BLOCK_S)
-        mask = (splits < S)[:, None] & token_mask[None, :]
-        part = parts_ptr + splits.to(tl.int64)[:, None] * part_stride + tokens[None, :]
+        offs_s = start + tl.arange(0, BLOCK_S)
+        mask = (offs_s < S)[:, None] & row_mask[None, :]
+        part = parts_ptr + offs_s.to(tl.int64)[:, None] * part_stride + offs_n[None, :]
         sums = sums_at(part, N, ENTROPY, 2 + 2 * TELEMETRY)
         shift = tl.load(extremes_at(part, N).max_logit, mask, other=float("-inf")) - max_logit[None, :]
-        scale = tl.exp2(shift)
+        rescale = tl.exp2(shift)
         part_sum = tl.load(sums.sum_exp, mask, other=0.0)
-        sum_exp += tl.sum((scale * part_sum * _UNITS).to(tl.int64), 0)
+        sum_exp += tl.sum((rescale * part_sum * _UNITS).to(tl.int64), 0)
         if ENTROPY:
             part_sum_exp_logit = tl.load(sums.sum_exp_logit, mask, other=0.0)
-            finite_shift = tl.where(scale > 0, shift, 0.0)
-            terms = scale * (part_sum_exp_logit + part_sum * finite_shift)
+            finite_shift = tl.where(rescale > 0, shift, 0.0)
+            terms = rescale * (part_sum_exp_logit + part_sum * finite_shift)
             sum_exp_logit += tl.sum((terms * _UNITS).to(tl.int64), 0)
         if TELEMETRY:
-            terms = scale * scale * tl.load(sums.sum_exp_squared, mask, other=0.0)
+            terms = rescale * rescale * tl.load(sums.sum_exp_squared, mask, other=0.0)
             sum_exp_squared += tl.sum((terms * _UNITS).to(tl.int64), 0)
-            terms = tl.load(sums.sum_logit, mask, other=0.0) / largest
+            terms = tl.load(sums.sum_logit, mask, other=0.0) / max_abs_logit
             sum_logit += tl.sum((terms * _UNITS).to(tl.int64), 0)
-            terms = tl.load(sums.sum_logit_squared, mask, other=0.0) / largest / largest
+            terms = tl.load(sums.sum_logit_squared, mask, other=0.0) / max_abs_logit / max_abs_logit
             sum_logit_squared += tl.sum((terms * _UNITS).to(tl.int64), 0)
-    total = sums_at(out_ptr + tokens, N, ENTROPY, 0)
-    tl.store(total.sum_exp, sum_exp, token_mask)
+    total = sums_at(out_ptr + offs_n, N, ENTROPY, 0)
+    tl.store(total.sum_exp, sum_exp, row_mask)
     if ENTROPY:
-        tl.store(total.sum_exp_logit, sum_exp_logit, token_mask)
+        tl.store(total.sum_exp_logit, sum_exp_logit, row_mask)
     if TELEMETRY:
-        tl.store(total.sum_exp_squared, sum_exp_squared, token_mask)
-        tl.store(total.sum_logit, sum_logit, token_mask)
-        tl.store(total.sum_logit_squared, sum_logit_squared, token_mask)
-        tl.store(total.num_columns, tl.zeros((BLOCK_N,), tl.int64) + num_columns, token_mask)
+        tl.store(total.sum_exp_squared, sum_exp_squared, row_mask)
+        tl.store(total.sum_logit, sum_logit, row_mask)
+        tl.store(total.sum_logit_squared, sum_logit_squared, row_mask)
+        tl.store(total.num_columns, tl.zeros((BLOCK_N,), tl.int64) + num_columns, row_mask)

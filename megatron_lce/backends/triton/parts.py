@@ -97,28 +97,28 @@ def _split_kernel(
     BLOCK_K: tl.constexpr,
 ):
     """Write the parts of BLOCK_M rows; scaled rows are first read for their largest number."""
-    rows = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
-    inner, row_mask = tl.arange(0, BLOCK_K)[None, :], rows < M
-    matrix_rows = matrix_ptr + rows * row_stride
+    offs_m = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
+    inner, row_mask = tl.arange(0, BLOCK_K)[None, :], offs_m < M
+    matrix_rows = matrix_ptr + offs_m * row_stride
     if powers_ptr is not None:
-        largest = tl.zeros((BLOCK_M,), dtype=tl.int32)
+        max_abs_bits = tl.zeros((BLOCK_M,), dtype=tl.int32)
         for start in range(0, K, BLOCK_K):
-            columns = start + inner
-            x = tl.load(matrix_rows + columns, row_mask & (columns < K), other=0.0).to(tl.float32)
+            offs_k = start + inner
+            x = tl.load(matrix_rows + offs_k, row_mask & (offs_k < K), other=0.0).to(tl.float32)
             # The bits of |x| are ordered as the numbers are. Triton 3.6 would compare numbers that were bf16 in bf16,
             # which 8.0 cannot.
             bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-            largest = tl.maximum(largest, tl.max(tl.where(bits < 0x7F800000, bits, 0), 1))
+            max_abs_bits = tl.maximum(max_abs_bits, tl.max(tl.where(bits < 0x7F800000, bits, 0), 1))
         # Divided by this power, the largest finite number of the row is 2^14 to 2^15; fp16 reaches 2^16.
-        power_bits = ((tl.maximum(largest >> 23, 15) - 14) << 23)[:, None]
-        tl.store(powers_ptr + rows, power_bits.to(tl.float32, bitcast=True))
+        power_bits = ((tl.maximum(max_abs_bits >> 23, 15) - 14) << 23)[:, None]
+        tl.store(powers_ptr + offs_m, power_bits.to(tl.float32, bitcast=True))
         inverse = ((254 << 23) - power_bits).to(tl.float32, bitcast=True)
     for start in range(0, width, BLOCK_K):
-        columns = start + inner
-        rest = tl.load(matrix_rows + columns, row_mask & (columns < K), other=0.0).to(tl.float32)
+        offs_k = start + inner
+        rest = tl.load(matrix_rows + offs_k, row_mask & (offs_k < K), other=0.0).to(tl.float32)
         if powers_ptr is not None:
             rest *= inverse
-        parts, mask = parts_ptr + rows * (PARTS * width) + columns, row_mask & (columns < width)
+        parts, mask = parts_ptr + offs_m * (PARTS * width) + offs_k, row_mask & (offs_k < width)
         for place in tl.static_range(PARTS - 1, -1, -1):
             part = rest.to(parts_ptr.dtype.element_ty)
             tl.store(parts + place * width, part, mask)

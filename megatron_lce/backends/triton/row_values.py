@@ -56,7 +56,9 @@ def finish(
     packed_extremes: Tensor, sums: Tensor, rows: Rows, options: Options, outputs: LinearCrossEntropyOutput
 ) -> SoftmaxOfRow:
     num_tokens, entropy, telemetry = rows.labels.shape[0], options.entropy, options.telemetry
-    saved = (packed_extremes.new_empty(num_tokens) if wanted else None for wanted in (True, True, entropy, telemetry))
+    saved = (
+        packed_extremes.new_empty(num_tokens) if requested else None for requested in (True, True, entropy, telemetry)
+    )
     softmax = SoftmaxOfRow(packed_extremes[0], *saved)  # type: ignore[arg-type]
     tiles.launch(
         _finish_kernel,
@@ -126,22 +128,22 @@ def _prepare_rows_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """Write the `Rows` of BLOCK_N tokens."""
-    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask = rows < N
-    label = tl.load(label_ptr + rows, mask=mask, other=0)
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = offs_n < N
+    label = tl.load(label_ptr + offs_n, mask=mask, other=0)
     ignored = label == ignore_index
     local = label - vocab_start
     in_shard = (local >= 0) & (local < num_columns) & (label != ignore_index)
-    tl.store(out.labels + rows, tl.where(in_shard, local, -1).to(tl.int32), mask=mask)
+    tl.store(out.labels + offs_n, tl.where(in_shard, local, -1).to(tl.int32), mask=mask)
     scale = tl.full((BLOCK_N,), logits_factor, tl.float32) / temperature
     to_nats = tl.full((BLOCK_N,), _LN_2, tl.float32)
     if temperature_ptr is not None:
-        row_temperature = tl.load(temperature_ptr + rows, mask=mask, other=1.0).to(tl.float32)
+        row_temperature = tl.load(temperature_ptr + offs_n, mask=mask, other=1.0).to(tl.float32)
         usable = (row_temperature > 0) & (row_temperature < float("inf"))
         scale = tl.where(usable, logits_factor / row_temperature, float("nan"))
         to_nats = tl.where(usable, to_nats, float("nan"))
-    tl.store(out.scale + rows, tl.where(ignored, _SCALE_OF_IGNORED_ROW, scale), mask=mask)
-    tl.store(out.to_nats + rows, tl.where(ignored, 0.0, to_nats), mask=mask)
+    tl.store(out.scale + offs_n, tl.where(ignored, _SCALE_OF_IGNORED_ROW, scale), mask=mask)
+    tl.store(out.to_nats + offs_n, tl.where(ignored, 0.0, to_nats), mask=mask)
 
 
 @triton.jit
@@ -163,13 +165,13 @@ def _finish_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """Write the outputs of BLOCK_N tokens, and what backward needs."""
-    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask = rows < N
-    extremes, sums = extremes_at(extremes_ptr + rows, N), sums_at(sums_ptr + rows, N, ENTROPY, 0)
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = offs_n < N
+    extremes, sums = extremes_at(extremes_ptr + offs_n, N), sums_at(sums_ptr + offs_n, N, ENTROPY, 0)
     max_logit = tl.load(extremes.max_logit, mask=mask, other=0.0)
     label_logit = tl.load(extremes.label_logit, mask=mask, other=0.0)
     sum_exp = tl.load(sums.sum_exp, mask=mask, other=1).to(tl.float32) * _UNIT
-    to_nats = tl.load(to_nats_ptr + rows, mask=mask, other=0.0)
+    to_nats = tl.load(to_nats_ptr + offs_n, mask=mask, other=0.0)
     # If the label's logit is -inf on every rank, no rank owns it: the row is NaN.
     to_nats = tl.where((label_logit == float("-inf")) & (to_nats != 0), float("nan"), to_nats)
     log_sum = tl.log2(sum_exp)
@@ -177,39 +179,39 @@ def _finish_kernel(
     label_shift = label_logit - max_logit
     label_shift = tl.where(label_shift > 0, 0.0, label_shift)  # two kernels computed the two logits
     label_logprob = label_shift - log_sum
-    tl.store(saved.log_sum + rows, log_sum, mask=mask)
-    tl.store(saved.label_logprob + rows, label_logprob, mask=mask)
-    tl.store(outputs.lse + rows, _in_nats(max_logit + log_sum, to_nats), mask=mask)
-    tl.store(outputs.logprobs + rows, _in_nats(label_logprob, to_nats), mask=mask)
+    tl.store(saved.log_sum + offs_n, log_sum, mask=mask)
+    tl.store(saved.label_logprob + offs_n, label_logprob, mask=mask)
+    tl.store(outputs.lse + offs_n, _in_nats(max_logit + log_sum, to_nats), mask=mask)
+    tl.store(outputs.logprobs + offs_n, _in_nats(label_logprob, to_nats), mask=mask)
     if ENTROPY:
         sum_exp_logit = tl.load(sums.sum_exp_logit, mask=mask, other=0).to(tl.float32) * _UNIT
         # Integer sums cannot be NaN; the largest logit is NaN if any logit is.
         entropy = log_sum - sum_exp_logit / sum_exp + max_logit * 0.0
-        tl.store(saved.entropy + rows, entropy, mask=mask)
-        tl.store(outputs.entropy + rows, _in_nats(entropy, to_nats), mask=mask)
+        tl.store(saved.entropy + offs_n, entropy, mask=mask)
+        tl.store(outputs.entropy + offs_n, _in_nats(entropy, to_nats), mask=mask)
     if TELEMETRY:
         min_logit = tl.load(extremes.min_logit, mask=mask, other=0.0)
-        largest = tl.maximum(tl.abs(max_logit), tl.abs(min_logit))
+        max_abs_logit = tl.maximum(tl.abs(max_logit), tl.abs(min_logit))
         zero_or_nan = max_logit * 0.0
         # NaN if the sum of squares of a chunk overflows fp32.
-        zero_or_nan_if_huge = zero_or_nan + _CHUNK_COLUMNS * largest * largest * 0.0
+        zero_or_nan_if_huge = zero_or_nan + _CHUNK_COLUMNS * max_abs_logit * max_abs_logit * 0.0
         sum_exp_squared = tl.load(sums.sum_exp_squared, mask=mask, other=0).to(tl.float32) * _UNIT
         sum_logit = tl.load(sums.sum_logit, mask=mask, other=0).to(tl.float32) * _UNIT
         sum_logit_squared = tl.load(sums.sum_logit_squared, mask=mask, other=0).to(tl.float32) * _UNIT
         num_columns = tl.load(sums.num_columns, mask=mask, other=1).to(tl.float32)
         sum_pi_squared = sum_exp_squared / (sum_exp * sum_exp) + zero_or_nan + to_nats * 0.0
-        tl.store(outputs.sum_pi_squared + rows, tl.where(to_nats == 0, 0.0, sum_pi_squared), mask=mask)
-        logits_norm = largest * tl.sqrt(sum_logit_squared) + zero_or_nan_if_huge
-        tl.store(outputs.logits_norm + rows, _in_nats(logits_norm, to_nats), mask=mask)
-        mean_logit = largest * (sum_logit / num_columns) + zero_or_nan_if_huge
-        tl.store(outputs.mean_logit + rows, _in_nats(mean_logit, to_nats), mask=mask)
-        tl.store(saved.num_columns + rows, num_columns, mask=mask)
+        tl.store(outputs.sum_pi_squared + offs_n, tl.where(to_nats == 0, 0.0, sum_pi_squared), mask=mask)
+        logits_norm = max_abs_logit * tl.sqrt(sum_logit_squared) + zero_or_nan_if_huge
+        tl.store(outputs.logits_norm + offs_n, _in_nats(logits_norm, to_nats), mask=mask)
+        mean_logit = max_abs_logit * (sum_logit / num_columns) + zero_or_nan_if_huge
+        tl.store(outputs.mean_logit + offs_n, _in_nats(mean_logit, to_nats), mask=mask)
+        tl.store(saved.num_columns + offs_n, num_columns, mask=mask)
         max_logit = _in_nats(max_logit, to_nats)
         argmax = tl.load(extremes.argmax, mask=mask, other=0.0).to(tl.int32, bitcast=True)
         argmax = tl.where(to_nats == 0, 0, tl.where(max_logit != max_logit, -1, argmax))
-        tl.store(outputs.max_logit + rows, max_logit, mask=mask)
-        tl.store(outputs.min_logit + rows, _in_nats(min_logit, to_nats), mask=mask)
-        tl.store(outputs.argmax + rows, argmax.to(tl.int64), mask=mask)
+        tl.store(outputs.max_logit + offs_n, max_logit, mask=mask)
+        tl.store(outputs.min_logit + offs_n, _in_nats(min_logit, to_nats), mask=mask)
+        tl.store(outputs.argmax + offs_n, argmax.to(tl.int64), mask=mask)
 
 
 _STRIDES = ("grad_logprobs_stride", "grad_entropy_stride", "grad_lse_stride", "grad_mean_logit_stride")
@@ -235,29 +237,29 @@ def _row_terms_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """Write the `RowTerms` of BLOCK_N tokens, and which of them have a gradient."""
-    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask = rows < N
-    terms = row_terms_at(terms_ptr + rows, N)
-    places = rows.to(tl.int64)  # strides are arbitrary
-    to_nats = tl.load(to_nats_ptr + rows, mask=mask, other=0.0)
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = offs_n < N
+    terms = row_terms_at(terms_ptr + offs_n, N)
+    offs = offs_n.to(tl.int64)  # strides are arbitrary
+    to_nats = tl.load(to_nats_ptr + offs_n, mask=mask, other=0.0)
     ignored = to_nats == 0
-    label_logprob = tl.load(saved.label_logprob + rows, mask=mask, other=0.0)
+    label_logprob = tl.load(saved.label_logprob + offs_n, mask=mask, other=0.0)
     # A logprob that is not finite makes all terms NaN.
     factor = to_nats + label_logprob * 0.0
-    factor *= tl.load(scale_ptr + rows, mask=mask, other=0.0) * inner_factor
+    factor *= tl.load(scale_ptr + offs_n, mask=mask, other=0.0) * inner_factor
     label_term = tl.zeros((BLOCK_N,), tl.float32)
     if grad_logprobs_ptr is not None:
-        label_term = tl.load(grad_logprobs_ptr + places * grad_logprobs_stride, mask=mask, other=0.0)
+        label_term = tl.load(grad_logprobs_ptr + offs * grad_logprobs_stride, mask=mask, other=0.0)
     p_term = -label_term
     if grad_lse_ptr is not None:
-        p_term += tl.load(grad_lse_ptr + places * grad_lse_stride, mask=mask, other=0.0)
+        p_term += tl.load(grad_lse_ptr + offs * grad_lse_stride, mask=mask, other=0.0)
     entropy_term = tl.zeros((BLOCK_N,), tl.float32)
     if grad_entropy_ptr is not None:
-        grad_entropy = tl.load(grad_entropy_ptr + places * grad_entropy_stride, mask=mask, other=0.0)
+        grad_entropy = tl.load(grad_entropy_ptr + offs * grad_entropy_stride, mask=mask, other=0.0)
         entropy_term = grad_entropy * _LN_2
-        p_term -= entropy_term * tl.load(saved.entropy + rows, mask=mask, other=0.0)
-    max_logit = tl.load(saved.max_logit + rows, mask=mask, other=0.0)
-    log_sum = tl.load(saved.log_sum + rows, mask=mask, other=0.0)
+        p_term -= entropy_term * tl.load(saved.entropy + offs_n, mask=mask, other=0.0)
+    max_logit = tl.load(saved.max_logit + offs_n, mask=mask, other=0.0)
+    log_sum = tl.load(saved.log_sum + offs_n, mask=mask, other=0.0)
     tl.store(terms.max_logit, tl.where(ignored, 0.0, max_logit), mask=mask)
     tl.store(terms.log_sum, tl.where(ignored, _LOG_SUM_OF_IGNORED_ROW, log_sum), mask=mask)
     p_term = tl.where(ignored, 0.0, p_term * factor)
@@ -269,9 +271,9 @@ def _row_terms_kernel(
     tl.store(terms.label_term, label_term, mask=mask)
     tl.store(terms.label_logprob, label_logprob, mask=mask)
     if grad_mean_logit_ptr is not None:
-        mean_term = tl.load(grad_mean_logit_ptr + places * grad_mean_logit_stride, mask=mask, other=0.0)
-        mean_term = mean_term / tl.load(saved.num_columns + rows, mask=mask, other=1.0)
+        mean_term = tl.load(grad_mean_logit_ptr + offs * grad_mean_logit_stride, mask=mask, other=0.0)
+        mean_term = mean_term / tl.load(saved.num_columns + offs_n, mask=mask, other=1.0)
         mean_term = tl.where(ignored, 0.0, mean_term * factor)
         has_grad |= mean_term != 0
         tl.store(terms.mean_term, mean_term, mask=mask)
-    tl.store(has_grad_ptr + rows, has_grad, mask=mask)
+    tl.store(has_grad_ptr + offs_n, has_grad, mask=mask)

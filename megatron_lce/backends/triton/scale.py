@@ -52,16 +52,16 @@ def _scale_kernel(
     BLOCK_K: tl.constexpr,
 ):
     """Write factor * matrix to `out`, or add it, for BLOCK_M rows."""
-    rows = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
-    factor = tl.load(factor_ptr + rows, rows < M) if PER_ROW else tl.load(factor_ptr)
+    offs_m = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
+    factor = tl.load(factor_ptr + offs_m, offs_m < M) if PER_ROW else tl.load(factor_ptr)
     if UNLESS_ONE:  # noqa: SIM102 - the compiler decides this, the device the next
         if factor == 1.0:
             return
     for start in range(0, K, BLOCK_K):
-        columns = (start + tl.arange(0, BLOCK_K)).to(tl.int64)[None, :]
-        mask = (rows < M) & (columns < K)
-        scaled = tl.load(matrix_ptr + rows * row_stride + columns * column_stride, mask).to(tl.float32) * factor
-        out = out_ptr + rows * out_row_stride + columns * out_column_stride
+        offs_k = (start + tl.arange(0, BLOCK_K)).to(tl.int64)[None, :]
+        mask = (offs_m < M) & (offs_k < K)
+        scaled = tl.load(matrix_ptr + offs_m * row_stride + offs_k * column_stride, mask).to(tl.float32) * factor
+        out = out_ptr + offs_m * out_row_stride + offs_k * out_column_stride
         if ACCUMULATE:
             scaled += tl.load(out, mask).to(tl.float32)
         tl.store(out, scaled.to(out_ptr.dtype.element_ty), mask)

@@ -29,7 +29,7 @@ from megatron_lce.core.statistics import LOWEST_LOGIT, Extremes, packed_rows
 
 # Base 2. In bf16 the reference of a chunk is 0 if the absolute value of its largest logit is at most this. bf16 reaches
 # 2^127, which leaves room for products.
-LARGEST_WITHOUT = 64.0
+MAX_ABS_FOR_ZERO_SHIFT = 64.0
 _LABEL_LOGIT = Extremes._fields.index("label_logit")
 _LOWEST_LOGIT = tl.constexpr(LOWEST_LOGIT)
 
@@ -50,12 +50,12 @@ def softmax_stats(
     stats = hidden.new_empty(ceil_div(num_columns, tile.chunk), num_rows, num_tokens, dtype=torch.float32)
     if num_columns == 0:
         return stats
-    hidden, hidden_power = split(hidden, tile.hidden_parts)
+    hidden, hidden_pow2 = split(hidden, tile.hidden_parts)
     takes_logarithm = options.entropy or options.softcap is not None
 
     def launch_stats(columns: slice, cache: LogitsCache | None) -> None:
         """Fill the statistics of some columns, and their cache. On return the parts of these columns are freed."""
-        slab, weight_power = split(weight[columns], tile.weight_parts)
+        slab, weight_pow2 = split(weight[columns], tile.weight_parts)
         exp, reference = (None, None) if cache is None else cache
         tiles.launch(
             _softmax_stats_kernel,
@@ -64,9 +64,9 @@ def softmax_stats(
             fused=False,  # logprobs must have the same bits for all constexprs
             **shared_arguments(tile, options),
             hidden_desc=descriptor(hidden, tile.block_n, tile.block_h),
-            hidden_power=hidden_power,
+            hidden_pow2=hidden_pow2,
             weight_desc=descriptor(slab, tile.block_v, tile.block_h),
-            weight_power=weight_power,
+            weight_pow2=weight_pow2,
             row_scale_ptr=rows.scale,
             stats_ptr=stats[columns.start // tile.chunk :],
             exp_desc=None if exp is None else descriptor(exp, tile.block_n, tile.block_v // 2),
@@ -79,7 +79,9 @@ def softmax_stats(
             reference_stride=0 if reference is None else reference.stride(0),
             ENTROPY=options.entropy,
             TELEMETRY=options.telemetry,
-            LARGEST_WITHOUT=LARGEST_WITHOUT if weight.dtype == torch.bfloat16 and not takes_logarithm else 0.0,
+            MAX_ABS_FOR_ZERO_SHIFT=MAX_ABS_FOR_ZERO_SHIFT
+            if weight.dtype == torch.bfloat16 and not takes_logarithm
+            else 0.0,
             CHUNK=tile.chunk,
             PERSISTENT=tiles.takes_descriptors(hidden.device),
             BLOCK_V=tile.block_v,
@@ -87,23 +89,23 @@ def softmax_stats(
         )
 
     step = columns_at_once if tile.weight_parts and columns_at_once else num_columns
-    kept = 0 if cache is None else cache.exp.shape[1]
-    for columns in (*cut(kept, max(kept, 1)), *cut(num_columns, step, start=kept)):
-        launch_stats(columns, cache if columns.stop <= kept else None)
+    cached_columns = 0 if cache is None else cache.exp.shape[1]
+    for columns in (*cut(cached_columns, max(cached_columns, 1)), *cut(num_columns, step, start=cached_columns)):
+        launch_stats(columns, cache if columns.stop <= cached_columns else None)
     out = stats[0, _LABEL_LOGIT]  # after the statistics kernel, which fills it with -inf
-    if hidden_power is None:
+    if hidden_pow2 is None:
         _label_logits(hidden, None, weight, rows, out, tile, options)
         return stats
     # The weight's row at the label is copied and then split, which takes as much memory as two columns.
     for tokens in cut(num_tokens, max(MIN_TOKENS, step // 2 // MIN_TOKENS * MIN_TOKENS)):
-        inputs = hidden[tokens], hidden_power[tokens.start :], weight, rows.select(tokens)
+        inputs = hidden[tokens], hidden_pow2[tokens.start :], weight, rows.select(tokens)
         _label_logits(*inputs, out[tokens], tile, options)
     return stats
 
 
 def _label_logits(
     hidden: Tensor,
-    hidden_power: Tensor | None,
+    hidden_pow2: Tensor | None,
     weight: Tensor,
     rows: Rows,
     out: Tensor,
@@ -111,9 +113,9 @@ def _label_logits(
     options: Options,
 ) -> None:
     """Write label logits to `out` [N]."""
-    label_rows, label_power = None, None
+    label_rows, label_pow2 = None, None
     if tile.weight_parts:
-        label_rows, label_power = split(weight.index_select(0, rows.labels.clamp(min=0)), tile.weight_parts)
+        label_rows, label_pow2 = split(weight.index_select(0, rows.labels.clamp(min=0)), tile.weight_parts)
     block = min(tile.block_n, tile.block_v)  # its tile is square, and no larger than the others
     tiles.launch(
         _label_logits_kernel,
@@ -121,9 +123,9 @@ def _label_logits(
         hidden,
         fused=False,
         hidden_desc=descriptor(hidden, block, tile.block_h),
-        hidden_power=hidden_power,
+        hidden_pow2=hidden_pow2,
         weight=weight if label_rows is None else descriptor(label_rows, block, tile.block_h),
-        weight_power=label_power,
+        weight_pow2=label_pow2,
         label_ptr=rows.labels,
         row_scale_ptr=rows.scale,
         out_ptr=out,
@@ -137,9 +139,9 @@ def _label_logits(
 @triton.jit(do_not_specialize=["N"])
 def _label_logits_kernel(
     hidden_desc,  # [N, H]
-    hidden_power,  # [N] fp32; None without parts, as weight_power
+    hidden_pow2,  # [N] fp32; None without parts, as weight_pow2
     weight,  # a pointer to [V, H], or the descriptor of the parts of each label's row, [N, 2 * width]
-    weight_power,  # [N] fp32
+    weight_pow2,  # [N] fp32
     label_ptr,  # [N] int32; -1: not this shard's
     row_scale_ptr,  # [N] fp32
     out_ptr,  # [N] fp32 out; -inf for a label of -1
@@ -159,19 +161,20 @@ def _label_logits_kernel(
     tiles of the statistics would take 1 to 5 % of the forward.
     """
     hidden_desc = as_descriptor(hidden_desc, N, read_columns(H, HIDDEN_PARTS), BLOCK_N, BLOCK_H)
-    row = tl.program_id(0) * BLOCK_N
-    rows = row + tl.arange(0, BLOCK_N)
-    row_mask = rows < N
-    label = tl.load(label_ptr + rows, mask=row_mask, other=-1)
-    row_scale = tl.load(row_scale_ptr + rows, mask=row_mask, other=0.0)
+    row_start = tl.program_id(0) * BLOCK_N
+    offs_n = row_start + tl.arange(0, BLOCK_N)
+    row_mask = offs_n < N
+    label = tl.load(label_ptr + offs_n, mask=row_mask, other=-1)
+    row_scale = tl.load(row_scale_ptr + offs_n, mask=row_mask, other=0.0)
     if HIDDEN_PARTS:
         label_rows = as_descriptor(weight, N, read_columns(H, 2), BLOCK_N, BLOCK_H)
         logits = dot_parts(
-            hidden_desc, hidden_power, label_rows, weight_power, row, row, H, BLOCK_N, BLOCK_N, BLOCK_H, HIDDEN_PARTS
-        )
+            hidden_desc, hidden_pow2, label_rows, weight_pow2, row_start, row_start, H,
+            BLOCK_N, BLOCK_N, BLOCK_H, HIDDEN_PARTS,
+        )  # fmt: skip
     else:
         label_rows = weight + tl.where(label >= 0, label, 0).to(tl.int64)[:, None] * weight_stride
-        logits = dot_rows(hidden_desc, label_rows, row, H, BLOCK_N, BLOCK_N, BLOCK_H)
+        logits = dot_rows(hidden_desc, label_rows, row_start, H, BLOCK_N, BLOCK_N, BLOCK_H)
     if ROUND:
         logits = rounded_to_bf16(logits)
     if SOFTCAP:
@@ -179,15 +182,15 @@ def _label_logits_kernel(
     logits = logits * row_scale[:, None]
     diagonal = tl.arange(0, BLOCK_N)[:, None] == tl.arange(0, BLOCK_N)[None, :]
     label_logit = tl.sum(tl.where(diagonal, logits, 0.0), 1)
-    tl.store(out_ptr + rows, tl.where(label >= 0, label_logit, float("-inf")), row_mask)
+    tl.store(out_ptr + offs_n, tl.where(label >= 0, label_logit, float("-inf")), row_mask)
 
 
 @triton.jit(do_not_specialize=["N", "V", "first_column", "vocab_start", "reference_stride"])
 def _softmax_stats_kernel(
     hidden_desc,  # [N, H]
-    hidden_power,  # [N] fp32; None without parts, as weight_power
+    hidden_pow2,  # [N] fp32; None without parts, as weight_pow2
     weight_desc,  # [V, H]
-    weight_power,  # [V] fp32
+    weight_pow2,  # [V] fp32
     row_scale_ptr,  # [N] fp32
     stats_ptr,  # [chunks, K, N] fp32 out; row 1, the label logit, is -inf
     exp_desc,  # [N, V] out; None: no cache
@@ -201,7 +204,7 @@ def _softmax_stats_kernel(
     softcap_scale,
     ENTROPY: tl.constexpr,
     TELEMETRY: tl.constexpr,
-    LARGEST_WITHOUT: tl.constexpr,  # bound of |max_logit| of a chunk whose reference is 0; 0: no chunk's is
+    MAX_ABS_FOR_ZERO_SHIFT: tl.constexpr,  # bound of |max_logit| of a chunk whose reference is 0; 0: no chunk's is
     SOFTCAP: tl.constexpr,
     PERSISTENT: tl.constexpr,  # programs take one tile after the other
     HIDDEN_PARTS: tl.constexpr,
@@ -222,48 +225,50 @@ def _softmax_stats_kernel(
         exp_desc = as_descriptor(exp_desc, N, V, BLOCK_N, BLOCK_V // 2)
     num_row_blocks = tl.cdiv(N, BLOCK_N)
     num_column_tiles = tl.cdiv(V, BLOCK_V)
-    for tile in tl.range(tl.program_id(0), num_row_blocks * num_column_tiles, tl.num_programs(0), flatten=PERSISTENT):
-        row_block, column_tile = tile_position(tile, num_row_blocks, num_column_tiles, GROUP_N)
-        row = row_block * BLOCK_N
-        column = column_tile * BLOCK_V
-        rows = row + tl.arange(0, BLOCK_N)
-        row_mask = rows < N
-        row_scale = tl.load(row_scale_ptr + rows, mask=row_mask, other=0.0)
+    for tile_id in tl.range(
+        tl.program_id(0), num_row_blocks * num_column_tiles, tl.num_programs(0), flatten=PERSISTENT
+    ):
+        row_block, column_tile = tile_position(tile_id, num_row_blocks, num_column_tiles, GROUP_N)
+        row_start = row_block * BLOCK_N
+        col_start = column_tile * BLOCK_V
+        offs_n = row_start + tl.arange(0, BLOCK_N)
+        row_mask = offs_n < N
+        row_scale = tl.load(row_scale_ptr + offs_n, mask=row_mask, other=0.0)
 
         if HIDDEN_PARTS:
             logits = dot_parts(
-                hidden_desc, hidden_power, weight_desc, weight_power, row, column, H,
+                hidden_desc, hidden_pow2, weight_desc, weight_pow2, row_start, col_start, H,
                 BLOCK_N, BLOCK_V, BLOCK_H, HIDDEN_PARTS,
             )  # fmt: skip
         else:
-            logits = dot_tile(hidden_desc, weight_desc, row, column, H, BLOCK_N, BLOCK_V, BLOCK_H)
+            logits = dot_tile(hidden_desc, weight_desc, row_start, col_start, H, BLOCK_N, BLOCK_V, BLOCK_H)
         if ROUND:
             logits = rounded_to_bf16(logits)
-        columns = column + tl.arange(0, BLOCK_V)
+        offs_v = col_start + tl.arange(0, BLOCK_V)
         if SOFTCAP:
             if TELEMETRY:  # inf * 0 gives NaN in columns past the end, which the telemetry sums include
-                logits = tl.where((columns < V)[None, :], logits, 0.0)
+                logits = tl.where((offs_v < V)[None, :], logits, 0.0)
             logits = tanh(logits * softcap_scale)
         logits = logits * row_scale[:, None]  # [BLOCK_N, BLOCK_V]
 
         chunks = tl.arange(0, CHUNKS)
-        first_row = stats_ptr + (column_tile * CHUNKS + chunks).to(tl.int64)[None, :] * (K * N) + rows[:, None]
+        first_row = stats_ptr + (column_tile * CHUNKS + chunks).to(tl.int64)[None, :] * (K * N) + offs_n[:, None]
         extremes, sums = extremes_at(first_row, N), sums_at(first_row, N, ENTROPY, EXTREMES)
-        mask = row_mask[:, None] & (column + chunks * CHUNK < V)[None, :]  # [BLOCK_N, CHUNKS]
+        mask = row_mask[:, None] & (col_start + chunks * CHUNK < V)[None, :]  # [BLOCK_N, CHUNKS]
         if TELEMETRY:
             # Products past the end of the vocabulary are zero. Sums first: in this order no register spills.
             zero_ended = tl.reshape(logits, (BLOCK_N, CHUNKS, CHUNK))
             tl.store(sums.sum_logit, tl.sum(zero_ended, 2), mask)
             tl.store(sums.sum_logit_squared, tl.sum(zero_ended * zero_ended, 2), mask)
-            min_logit = tl.where((columns < V)[None, :], logits, float("inf"))
+            min_logit = tl.where((offs_v < V)[None, :], logits, float("inf"))
             tl.store(extremes.min_logit, tl.min(tl.reshape(min_logit, (BLOCK_N, CHUNKS, CHUNK)), 2), mask)
-        if column + BLOCK_V > V:
-            logits = tl.where((columns < V)[None, :], logits, _LOWEST_LOGIT)
+        if col_start + BLOCK_V > V:
+            logits = tl.where((offs_v < V)[None, :], logits, _LOWEST_LOGIT)
 
         logits = tl.reshape(logits, (BLOCK_N, CHUNKS, CHUNK))
         max_logit = tl.maximum(tl.max(logits, 2), _LOWEST_LOGIT)  # [BLOCK_N, CHUNKS]; a chunk may be -inf throughout
         if TELEMETRY:
-            argmax = tl.argmax(logits, 2) + (column + first_column + vocab_start + chunks * CHUNK)[None, :]
+            argmax = tl.argmax(logits, 2) + (col_start + first_column + vocab_start + chunks * CHUNK)[None, :]
             tl.store(extremes.argmax, argmax.to(tl.float32, bitcast=True), mask)
         shifted = logits - max_logit[:, :, None]
         exp = tl.exp2(shifted)
@@ -281,11 +286,11 @@ def _softmax_stats_kernel(
         tl.store(extremes.label_logit, tl.full((BLOCK_N, CHUNKS), float("-inf"), tl.float32), mask)
         if exp_desc is not None:
             reference = max_logit
-            if LARGEST_WITHOUT > 0:
-                reference = tl.where(tl.abs(max_logit) <= LARGEST_WITHOUT, 0.0, max_logit)
+            if MAX_ABS_FOR_ZERO_SHIFT > 0:
+                reference = tl.where(tl.abs(max_logit) <= MAX_ABS_FOR_ZERO_SHIFT, 0.0, max_logit)
                 exp = exp * tl.exp2(max_logit - reference)[:, :, None]
             chunk = (column_tile * CHUNKS + chunks).to(tl.int64)[None, :]
-            tl.store(reference_ptr + chunk * reference_stride + rows[:, None], reference, mask)
+            tl.store(reference_ptr + chunk * reference_stride + offs_n[:, None], reference, mask)
             left, right = halves(tl.reshape(exp, (BLOCK_N, BLOCK_V)).to(exp_desc.dtype))
-            exp_desc.store([row, column], left)
-            exp_desc.store([row, column + BLOCK_V // 2], right)
+            exp_desc.store([row_start, col_start], left)
+            exp_desc.store([row_start, col_start + BLOCK_V // 2], right)

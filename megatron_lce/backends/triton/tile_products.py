@@ -22,13 +22,13 @@ SMALLEST_NORMAL = tl.constexpr(1.1754943508222875e-38)
 
 
 @triton.jit
-def tile_position(tile, num_row_blocks, num_column_tiles, GROUP_N: tl.constexpr):
+def tile_position(tile_id, num_row_blocks, num_column_tiles, GROUP_N: tl.constexpr):
     """Return the row block and column tile of a tile's number: GROUP_N row blocks go through the columns together."""
     tiles_in_group = GROUP_N * num_column_tiles
-    group = tile // tiles_in_group
+    group = tile_id // tiles_in_group
     first_row_block = group * GROUP_N
     row_blocks = min(num_row_blocks - first_row_block, GROUP_N)
-    within = tile - group * tiles_in_group
+    within = tile_id - group * tiles_in_group
     return first_row_block + within % row_blocks, within // row_blocks
 
 
@@ -56,8 +56,8 @@ def read_columns(H, PARTS: tl.constexpr):
 def dot_tile(
     hidden_desc,  # [N, H]
     weight_desc,  # [V, H]
-    row,
-    column,
+    row_start,
+    col_start,
     H,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -66,7 +66,7 @@ def dot_tile(
     """Return a tile of hidden[row:] @ weight[column:].T in fp32; here and below, what is past the end is zero."""
     products = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
     for h in range(0, H, BLOCK_H):
-        products = _add_product(hidden_desc.load([row, h]), weight_desc.load([column, h]), products)
+        products = _add_product(hidden_desc.load([row_start, h]), weight_desc.load([col_start, h]), products)
     return products
 
 
@@ -74,7 +74,7 @@ def dot_tile(
 def dot_rows(
     hidden_desc,  # [N, H]
     weight_rows,  # pointers [BLOCK_V, 1] to rows of the weight
-    row,
+    row_start,
     H,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -83,10 +83,10 @@ def dot_rows(
     """Return hidden[row:] times rows of the weight, each anywhere in memory."""
     products = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
     for h in range(0, H, BLOCK_H):
-        inner = h + tl.arange(0, BLOCK_H)
-        hidden = hidden_desc.load([row, h])
+        offs_h = h + tl.arange(0, BLOCK_H)
+        hidden = hidden_desc.load([row_start, h])
         products = _add_product(
-            hidden, tl.load(weight_rows + inner[None, :], mask=(inner < H)[None, :], other=0.0), products
+            hidden, tl.load(weight_rows + offs_h[None, :], mask=(offs_h < H)[None, :], other=0.0), products
         )
     return products
 
@@ -94,11 +94,11 @@ def dot_rows(
 @triton.jit
 def dot_parts(
     hidden_desc,  # parts [N, HIDDEN_PARTS * width]
-    hidden_power,  # a pointer to [N]
+    hidden_pow2,  # a pointer to [N]
     weight_desc,  # parts [V, 2 * width]
-    weight_power,  # a pointer to [V]
-    row,
-    column,
+    weight_pow2,  # a pointer to [V]
+    row_start,
+    col_start,
     H,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -114,19 +114,19 @@ def dot_parts(
     for start in range(0, width, SPLIT_SUM):
         partial = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
         for h in range(start, min(start + SPLIT_SUM, width), BLOCK_H):
-            low, high = weight_desc.load([column, h]), weight_desc.load([column, width + h])
+            low, high = weight_desc.load([col_start, h]), weight_desc.load([col_start, width + h])
             if HIDDEN_PARTS == 2:
-                hidden_low, hidden = hidden_desc.load([row, h]), hidden_desc.load([row, width + h])
+                hidden_low, hidden = hidden_desc.load([row_start, h]), hidden_desc.load([row_start, width + h])
                 small = _add_product(hidden_low, high, small)
             else:
-                hidden = hidden_desc.load([row, h])
+                hidden = hidden_desc.load([row_start, h])
             small = _add_product(hidden, low, small)
             partial = _add_product(hidden, high, partial)
         products += partial
     # `small` is non-finite only where an input is. `products` already shows it, so drop it here.
     products += tl.where(tl.abs(small) < float("inf"), small * (1 / LOW_PART), 0.0)
-    column_power = tl.load(weight_power + column + tl.arange(0, BLOCK_V))
-    row_power = tl.load(hidden_power + row + tl.arange(0, BLOCK_N))[:, None]
+    column_power = tl.load(weight_pow2 + col_start + tl.arange(0, BLOCK_V))
+    row_power = tl.load(hidden_pow2 + row_start + tl.arange(0, BLOCK_N))[:, None]
     # Apply the smaller factor first: the larger alone, or their product, can overflow or underflow.
     products *= tl.minimum(row_power, column_power[None, :])
     products *= tl.maximum(row_power, column_power[None, :])
