@@ -1,13 +1,16 @@
 """Tables and pictures of README and docs, from committed results: `python -m benchmark.publish` writes all of them.
 
-A page has a table's place between `<!-- table: NAME -->` and `<!-- end -->`; NAME is an entry of `TABLES`. Pictures go
-to docs/images/NAME.png; NAME is an entry of `PICTURES`. Each entry names its file of benchmark/results. To publish a
-new measurement, commit its JSON and run this program; `tests/test_docs.py` fails if a page differs from its results.
+A page has a table's place between `<!-- table: NAME -->` and `<!-- end -->`; NAME is an entry of `TABLES`, or
+`commands`, those that made the results. Pictures go to docs/images/NAME.png; NAME is an entry of `PICTURES`. Each entry
+names its file of benchmark/results. To publish a new measurement, commit its JSON and run this program;
+`tests/test_docs.py` fails if a page differs from its results.
 """
 
 import argparse
 import itertools
 import re
+import shlex
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -220,14 +223,30 @@ def fill(page: str) -> str:
     """The page with its tables made anew."""
 
     def made(place: re.Match[str]) -> str:
-        file, make = TABLES[place[2]]
-        return f"{place[1]}\n{make(result(file))}\n{place[3]}"
+        file, make = TABLES.get(place[2], ("", None))
+        return f"{place[1]}\n{make(result(file)) if make else commands()}\n{place[3]}"
 
     return PLACE.sub(made, page)
 
 
+def commands() -> str:
+    """The commands that made the committed results, as these record them."""
+    lines = []
+    for path in sorted(RESULTS.glob("*.json")):
+        document = load(path)
+        settings = document.get("settings", {})
+        if text := document.get("text"):
+            size = f"--vocab {text['vocab']} --tokens {text['tokens']}"
+            lines.append(f"python -m benchmark.training_text tokens.bin {size}")
+        for run in (x for x in (settings, *settings.get("appended", [])) if "command" in x):
+            program = f"torchrun --nproc-per-node {run['ranks']}" if "ranks" in run else "python"
+            lines.append(f"{program} -m benchmark.run {shlex.join(run['command'])}")
+    wrap = partial(textwrap.wrap, width=116, subsequent_indent="    ", break_on_hyphens=False, break_long_words=False)
+    return "```bash\n" + "".join(" \\\n".join(wrap(line)) + "\n" for line in lines) + "```\n"
+
+
 def pages() -> list[Path]:
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmark" / "README.md"]
 
 
 # What tells records apart, in front of what was measured when a run prints its tables.

@@ -33,7 +33,7 @@ from scripts import megatron_runtime
 from tests import megatron_world
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [*publish.pages(), *(ROOT / page for page in ("CHANGELOG.md", "CONTRIBUTING.md", "benchmark/README.md"))]
+PAGES = [*publish.pages(), *(ROOT / page for page in ("CHANGELOG.md", "CONTRIBUTING.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 TOKENS = 24
 ONLY_NEWER = {  # what a block speaks of, and whether this Megatron has it: from 0.18
