@@ -1,5 +1,5 @@
-# `make demo` and `make test` need Python 3.11+ and nothing else; everything goes into $(VENV), in the versions of
-# constraints.txt. `make CONSTRAINTS= demo` lets pip choose them, for a GPU's torch.
+# `make demo` and `make test` need Linux and Python 3.11+, and nothing else; everything goes into $(VENV), in the versions
+# of constraints.txt. `make CONSTRAINTS= demo` lets pip choose them, for a GPU's torch.
 PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
@@ -13,6 +13,8 @@ export OMP_NUM_THREADS ?= 1
 
 $(INSTALLED): setup.py pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else f"Python 3.11 or newer is needed, this is {sys.version}")'
+	$(PYTHON) -c 'import sys; sys.exit(None if sys.platform == "linux" else "Linux is needed: Triton has no wheels for $(shell uname -s)")'
+	@echo "Installing torch, Triton, megatron-core and tools into $(VENV): 2 GB with a CPU build of torch; the CUDA libraries of PyPI's add several GB."
 	$(PYTHON) -m venv $(if $(filter-out $(INSTALLED),$(wildcard $(VENV)/.installed*)),--clear) $(VENV)
 	$(BIN)/python -m pip install --quiet $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) --editable ".[dev]"
 	touch $@
@@ -29,7 +31,8 @@ make test-frameworks  other projects' code with the plugins and lines of docs/in
 make bench            time and memory of heads on this machine
 make clean            remove $(VENV) and demo_out
 
-demo and test need Python 3.11 and make. The first run installs into $(VENV).
+demo and test need Linux, Python 3.11 and make. The first run installs into $(VENV): 2 GB with a CPU build of torch,
+several GB more with the CUDA libraries of PyPI's build.
 endef
 export HELP
 

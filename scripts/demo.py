@@ -93,7 +93,7 @@ def sft_table(off: dict[str, Any], on: dict[str, Any]) -> Table:
     for rank, of_rank in enumerate(zip(off["ranks"], on["ranks"], strict=True)):
         table.add_row(f"a step's peak over rest, rank {rank}", *(f"{over_rest(run):,.0f} MiB" for run in of_rank))
     table.caption = (
-        "Flag off: Megatron's logits; on: the fused head. Same weights, same data.\n"
+        "Flag off: Megatron's logits; on: enable_fused_linear_ce. Same weights, same data.\n"
         f"Losses may differ by rounding, at most {ALLOWED_DIFFERENCE:.0e}.\n"
         f"Peak: {off['memory_is']}; rest: the same before training."
     )
@@ -119,7 +119,10 @@ def grpo_table(off: dict[str, Any], on: dict[str, Any]) -> Table:
     shares = (reward_ends(run["steps"], "share_of_rows_computed")[1] for run in (off, on))
     table.add_row("share of tokens in the head", *(f"{share:.0%}" for share in shares))
     table.add_row("ms per step", *(f"{run['time_per_step_ms'] or float('nan'):.0f}" for run in (off, on)))
-    table.caption = "Start and end: means of the first and the last tenth of the steps."
+    table.caption = (
+        "Flag off: Megatron's logits; on: capture_lm_head. Start and end: means of the first and the last tenth of the "
+        "steps. Both runs start with the same numbers. Then rounding differs, so that other answers are sampled."
+    )
     return table
 
 

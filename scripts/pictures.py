@@ -18,10 +18,8 @@ def draw_sft(path: Path, off: list[float], on: list[float], allowed: float, peak
         2, 1, figsize=(8, 6), sharex=True, height_ratios=(2, 1), layout="constrained"
     )
     steps = range(1, len(off) + 1)
-    loss.plot(
-        steps, off, **_STYLE_OFF, label=f"use_fused_linear_ce off: a step's peak is {peaks_mib[0]:,.0f} MiB over rest"
-    )
-    loss.plot(steps, on, **_STYLE_ON, label=f"use_fused_linear_ce on: {peaks_mib[1]:,.0f} MiB")
+    loss.plot(steps, off, **_STYLE_OFF, label=f"flag off: a step's peak is {peaks_mib[0]:,.0f} MiB over rest")
+    loss.plot(steps, on, **_STYLE_ON, label=f"flag on: {peaks_mib[1]:,.0f} MiB")
     loss.set(title="SFT on the standard library, TP=2, fp32, one seed", ylabel="loss per token")
     loss.legend()
     differences = [abs(a - b) for a, b in zip(off, on, strict=True)]
@@ -47,7 +45,7 @@ def draw_grpo(path: Path, off: list[dict[str, float]], on: list[dict[str, float]
     for panel, (measure, title) in zip(axes, titles.items(), strict=True):
         for name, steps, style in (("off", off, _STYLE_OFF), ("on", on, _STYLE_ON)):
             values = [step[measure] for step in steps]
-            panel.plot(range(1, len(steps) + 1), values, **style, label=f"use_fused_linear_ce {name}")
+            panel.plot(range(1, len(steps) + 1), values, **style, label=f"flag {name}")
         panel.set(ylabel=title)
         panel.grid(alpha=0.3)
     axes[0].set(title="GRPO on sorting digits, TP=2, fp32, one seed", ylim=(0, 1))

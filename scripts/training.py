@@ -165,8 +165,9 @@ def write_report(
 
 def summary(path: Path, report: dict[str, Any]) -> str:
     """A program's last line: its report, whether the head was fused, and the peak."""
-    fused = report.get("fused", {"enabled": report["config"]["use_fused_linear_ce"], "reasons": []})
-    head = "fused" if fused["enabled"] else f"not fused ({'; '.join(fused['reasons']) or 'as asked for'})"
+    flag = report["config"]["use_fused_linear_ce"]
+    fused = report.get("fused", {"enabled": flag, "reasons": []})
+    head = "fused" if fused["enabled"] else f"not fused ({'; '.join(fused['reasons'])})" if flag else "Megatron's"
     peak = max(rank["peak_mib"] for rank in report["ranks"])
     layers = ""
     if report["config"].get("transformer_impl") == "transformer_engine":

@@ -1,5 +1,6 @@
 """What every test runs under: deterministic torch, uninitialised memory full of NaN, and a device."""
 
+import collections
 import gc
 import os
 import subprocess
@@ -38,6 +39,13 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_terminal_summary(terminalreporter):
+    skipped = terminalreporter.stats.get("skipped", [])
+    reasons = collections.Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
+    for reason, number in reasons.most_common():
+        terminalreporter.write_line(f"{number} skipped: {reason}")
 
 
 def pytest_collection_finish():

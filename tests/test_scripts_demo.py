@@ -59,6 +59,7 @@ def test_runs_that_agree_and_a_reward_that_rises_pass(monkeypatch, tmp_path, cap
     assert (report["reward_first_tenth"], report["reward_last_tenth"], report["failures"]) == (0.2, 0.6, [])
     printed = capsys.readouterr().out
     assert printed.startswith("CPU demo: it shows correctness and memory, not speed.")
+    assert "Both runs start with the same numbers. Then rounding differs" in " ".join(printed.split())
     assert re.search(r"largest difference in 3 steps +│ +│ +5e-05 │", printed)
     assert re.search(r"share of tokens in the head +│ +100% │ +25% │", printed)
     assert re.search(r"peak over rest, rank 1 +│ +200 MiB │ +200 MiB │", printed)
