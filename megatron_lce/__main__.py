@@ -87,7 +87,8 @@ def _add_estimate(command: argparse.ArgumentParser) -> None:
     add("--ignored", type=share, default=0.0, help=text)
     add("--tflops", type=size, help="TFLOP/s that the GPU's matmuls reach: adds the time in ms.")
     add("--bandwidth", type=size, default=TERABYTES, help="TB/s of its memory, for that time (default: %(default)s).")
-    add("--head-budget-gib", type=gib, help="Memory for the head: adds the largest number of tokens that fits in it.")
+    text = "Memory for the head: adds how many tokens fit in it, to 1 %%."
+    add("--head-budget-gib", type=gib, help=text)
     add("--json", action="store_true", help="Print one JSON object instead of a table.")
     command.set_defaults(run=_estimate, fail=command.error)
 

@@ -5,7 +5,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple, Unpack
 
@@ -15,13 +15,12 @@ from torch import Tensor
 from megatron_lce.api.keywords import TokenLossOptions
 from megatron_lce.checks import validation
 from megatron_lce.checks.together import check_keywords, checked_together, keyword_options, shaped
-from megatron_lce.core.call import Call
 from megatron_lce.core.collectives import is_captured, waited
 from megatron_lce.core.eager import eager
-from megatron_lce.core.known_loss import LossesOfSum, Promise, with_gradients
+from megatron_lce.core.known_loss import Promise
 from megatron_lce.core.options import LinearCrossEntropyOutput, Options
 from megatron_lce.core.products import own_arithmetic
-from megatron_lce.core.token_loss import Metrics, TokenLossFunction, TokenLossResults, summed_token_loss
+from megatron_lce.core.token_loss import Metrics, TokenLossFunction, known_losses, token_losses
 
 _seen: set[frozenset[Any]] = set()  # code of losses that the host has checked to be per-token
 
@@ -101,7 +100,7 @@ def linear_token_loss(
         checks.rest()
     call = checks.call()
     flat = [tensor.reshape(call.labels.shape[0], *tensor.shape[len(call.shape) :]) for tensor in per_token]
-    total, results = _run(name, call, loss, flat)
+    total, results = token_losses(name, call, loss, flat)
     with torch.no_grad(), own_arithmetic(hidden.device, name):
         unless_nan = check_tokens_apart(loss, *results.sample())
     # A factor of NaN makes the gradients NaN, too, because backward multiplies the upstream gradient by it.
@@ -131,20 +130,7 @@ def linear_token_losses(
     with checked_together(name, hidden, weight, labels, Options(**options)) as checks:
         checks.all()
     call = checks.call()
-    total, results = _run(name, call, loss, ())
-    takes_part = call.labels != call.options.ignore_index
-    losses = LossesOfSum.apply(total, loss(results.outputs), takes_part, promise)
-    return shaped((losses, results.outputs), call.shape)
-
-
-def _run(
-    name: str, call: Call, loss: TokenLossFunction, per_token: Sequence[Tensor]
-) -> tuple[Tensor, TokenLossResults]:
-    """Return the sum of the losses, with gradients if they are wanted, and per-token results."""
-    with_gradient = torch.is_grad_enabled() and (call.hidden.requires_grad or call.weight.requires_grad)
-    with own_arithmetic(call.hidden.device, name):
-        results = summed_token_loss(call, loss, per_token, with_gradient)
-    return with_gradients(results.total, results.gradients, call, name), results
+    return shaped(known_losses(name, call, loss, promise), call.shape)
 
 
 def check_tokens_apart(loss: TokenLossFunction, among_all: Tensor, among_some: Tensor, among_others: Tensor) -> Tensor:

@@ -3,30 +3,46 @@
 `megatron-lce estimate` and `megatron_lce.explain` print them.
 """
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 from megatron_lce.command.head_memory import FUSED, HEADS, KNOWN_LOSS, MOVED_BY_MEGATRON, OURS, TE, UNFUSED, HeadStep
 
+MOST_TOKENS = 2**18  # that `largest_tokens` looks for
 LITTLE_MIB = 1024  # a smaller saving matters little in a whole model
 
 
 def largest_tokens(head: str, step: HeadStep, memory_bytes: int) -> int:
-    """Return the largest number of tokens, a multiple of 128, whose step peaks within that memory; 0 if none does.
+    """Return how many tokens fit: the step peaks within that memory, and beyond it with 1 % more tokens.
 
-    Found by bisection. Larger numbers may fit, too, where blocks are cut anew.
+    A multiple of 128, at most `MOST_TOKENS`, 0 if not even 128 fit. Larger numbers may fit, too, where blocks are cut
+    anew.
     """
 
-    def exceeds(blocks: int) -> bool:
+    def peak(blocks: int) -> float:
         try:
             needs = HEADS[head](replace(step, tokens=128 * blocks))
         except ValueError:  # the workspace has no room for so many tokens
-            return True
-        return needs is None or needs.peak_bytes > memory_bytes
+            return inf
+        return inf if needs is None else needs.peak_bytes
 
-    return 128 * bisect_left(range(1, 2**24), True, key=exceeds)
+    most, fits, exceeds = MOST_TOKENS // 128, 0, 1
+    low, high = 0.0, peak(1)
+    while high <= memory_bytes:
+        if exceeds == most:
+            return MOST_TOKENS
+        fits, low, exceeds = exceeds, high, min(4 * exceeds, most)
+        high = peak(exceeds)
+    while exceeds - fits > max(1, fits // 100):  # the peak grows almost linearly with the tokens
+        share = 0.5 if high == inf else min(max((memory_bytes - low) / (high - low), 0.1), 0.9)
+        middle = min(max(fits + round(share * (exceeds - fits)), fits + 1), exceeds - 1)
+        if (found := peak(middle)) <= memory_bytes:
+            fits, low = middle, found
+        else:
+            exceeds, high = middle, found
+    return 128 * fits
 
 
 def estimate_table(
@@ -51,7 +67,7 @@ def estimate_table(
         (True, OURS, OURS, step),
         (True, KNOWN_LOSS, KNOWN_LOSS, step),
         (cache_bytes is not None, f"{OURS}, cache of {cached.logits_cache_bytes / 2**20:,.0f} MiB", OURS, cached),
-        (in_16_bits, f"{OURS}, all logits cached", OURS, everything),
+        (in_16_bits and step.backend == "triton", f"{OURS}, all logits cached", OURS, everything),
         (some_ignored, f"{OURS}, {masked}", OURS, skipped),
         (some_ignored, f"{KNOWN_LOSS}, {masked}", KNOWN_LOSS, skipped),
     ]
@@ -128,7 +144,9 @@ def format_estimates(
     }
     names = [name for name in headers if name in rows[0]]
     cells = [[headers[name] for name in names]]
-    cells += [[f"{row[name]:,}" if name != "head" else row[name] for name in names] for row in rows]
+    cells += [[row[name] if name == "head" else f"{row[name]:,}" for name in names] for row in rows]
+    if "most_tokens" in names:
+        cells = [[*row[:-1], row[-1] + "+" * (row[-1] == f"{MOST_TOKENS:,}")] for row in cells]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [title, ""]
     for head, *numbers in cells:

@@ -81,6 +81,7 @@ def explain(model: nn.Module | Sequence[nn.Module], tokens: int = 8192) -> Expla
         return found
     layer, tied = language_model.output_layer, bool(language_model.share_embeddings_and_output_weights)
     group = getattr(layer, "tp_group", None)
+    backend = describe_backend("auto", weight.device)
     step = HeadStep(
         tokens,
         hidden,
@@ -90,6 +91,7 @@ def explain(model: nn.Module | Sequence[nn.Module], tokens: int = 8192) -> Expla
         dtype=weight.dtype,
         main_grad=getattr(layer, "gradient_accumulation_fusion", False) and main_grad_sink(weight, layer) is not None,
         entropy=False,
+        backend="triton" if backend == "triton" else "torch",
     )
     head = f"{step}{', main_grad fusion' * step.main_grad}{', tied' * tied}"
-    return replace(found, backend=describe_backend("auto", weight.device), head=head, ways=tuple(estimate_table(step)))
+    return replace(found, backend=backend, head=head, ways=tuple(estimate_table(step)))

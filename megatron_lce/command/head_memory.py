@@ -1,24 +1,28 @@
-"""Matmuls and memory of one step of the head on one rank, by formula, for each implementation in `HEADS`.
+"""Matmuls and memory of one step of the head on one rank, for each implementation in `HEADS`.
 
-Peaks include both gradients and exclude hidden, weight and Megatron's `main_grad`. `tests/test_estimate.py` compares
-these formulas with measured peaks and times.
+Megatron's by formula; the package's own by a dry run of it. Peaks include both gradients and exclude hidden, weight and
+Megatron's `main_grad`. `tests/test_estimate.py` compares them with measured peaks and times.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
-from megatron_lce.core import plan
+from megatron_lce.backends.torch import primitives as torch_backend
+from megatron_lce.command.dry_run import AllocatingBackend, Counter, MetaSink, SizedGroup
+from megatron_lce.core.call import Call
 from megatron_lce.core.call_plan import Plan, plan_cross_entropy
-from megatron_lce.core.options import WORKSPACE_BYTES
-from megatron_lce.core.statistics import num_extremes, num_sums, packed_rows
+from megatron_lce.core.cross_entropy import linear_cross_entropy_autograd
+from megatron_lce.core.known_loss import Promise
+from megatron_lce.core.options import WORKSPACE_BYTES, Options, Shard
+from megatron_lce.core.plan import ceil_div
+from megatron_lce.core.token_loss import known_losses
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-PER_TOKEN_BYTES = 40  # labels, factors, outputs, and what backward needs of them
-TERMS_BYTES = 24  # row terms of a token in backward
 UNFUSED, FUSED = "Megatron", "Megatron, fused cross-entropy"
 TE = "Megatron, TransformerEngine's cross-entropy"
 OURS, KNOWN_LOSS = "megatron-lce", "megatron-lce, known_loss=True"
@@ -44,6 +48,7 @@ class HeadStep:
     skip_ignored: bool = False  # ignored rows are left out, by their number
     workspace_bytes: int = WORKSPACE_BYTES
     logits_cache_bytes: int = 0
+    backend: Literal["triton", "torch"] = "triton"  # on a Hopper GPU; peaks of torch are those on a GPU, too
     everything: ClassVar[int] = 2**62  # `logits_cache_bytes` that keeps the logits of any step
 
     def __str__(self) -> str:
@@ -77,22 +82,10 @@ class HeadStep:
         return max(1, round(self.tokens * (1 - self.ignored))) if self.skip_ignored else self.tokens
 
     @property
-    def size(self) -> plan.HeadSize:
-        """The head as the operation plans it."""
-        return plan.HeadSize(
-            hidden=self.hidden,
-            columns=self.columns,
-            itemsize=self.dtype.itemsize,
-            stats_rows=packed_rows(self.entropy, telemetry=False),
-            costs=costs_on_a_gpu(self.dtype.itemsize, self.hidden),
-            sums_weight=self.dtype.itemsize == 2 and not self.main_grad,
-            even=self.columns % plan.ALIGNED_COLUMNS == 0,
-        )
-
-    @property
     def plan(self) -> Plan:
         """How `linear_cross_entropy` cuts the step."""
-        sizes = self.size, self.computed, self.columns, self.workspace_bytes
+        call = _call(self, Counter())
+        sizes = call.size, self.computed, self.columns, self.workspace_bytes
         return plan_cross_entropy(*sizes, logits_cache_bytes=self.logits_cache_bytes)
 
 
@@ -109,11 +102,6 @@ class Needs(NamedTuple):
         return self.matmuls * 2 * step.logits * step.hidden / (tflops * 1e9) + self.moved_bytes / (terabytes * 1e9)
 
 
-def costs_on_a_gpu(itemsize: int, hidden: int) -> plan.Costs:
-    """Return the Triton backend's costs on a Hopper GPU."""
-    return plan.Costs(128, tile_columns=256) if itemsize == 2 else plan.costs_of_parts(hidden, 2, 128)
-
-
 def megatron(step: HeadStep, loss: str = UNFUSED) -> Needs:
     """Megatron's vocab-parallel cross-entropy: logits, and fp32 logits that become the softmax in place.
 
@@ -123,72 +111,74 @@ def megatron(step: HeadStep, loss: str = UNFUSED) -> Needs:
     logits, softmax = step.dtype.itemsize * step.logits, 4 * step.logits
     unfused = softmax + (logits if step.dtype.itemsize == 2 else 0)
     in_loss = {UNFUSED: unfused, FUSED: unfused + softmax, TE: 2 * logits}[loss]
-    backward = logits + (1 + step.gathers) * step.hidden_bytes + _over_group(step) + step.weight_bytes
+    backward = (
+        logits + (1 + step.gathers) * step.hidden_bytes + step.gathers * step.own_hidden_bytes + step.weight_bytes
+    )
     kept = logits if loss == TE else softmax
     return Needs(3, MOVED_BY_MEGATRON[loss] * step.logits, kept, max(in_loss, backward))
 
 
 def ours(step: HeadStep) -> Needs:
     """`linear_cross_entropy`."""
-    size, computed, block = step.size, step.computed, _tokens_of_a_block(step)
-    several = block < computed  # blocks of tokens, each in slabs of columns; else slabs alone
-    weight_sum = size.weight_sum if several else 0
-    kept_columns = size.cache_columns(computed, step.columns, step.logits_cache_bytes)
-    kept = computed * size.kept_token(kept_columns) if kept_columns else 0
-    per_token, inputs = PER_TOKEN_BYTES * step.tokens, _inputs_of_a_block(step, block)
-    backward = per_token + TERMS_BYTES * step.tokens + inputs
-    backward += 0 if step.main_grad else weight_sum or step.weight_bytes
-    whole = kept_columns == step.columns
-    width, slab = (kept_columns, 0) if whole else _slab(step, block, step.columns - kept_columns)
-    slab += kept if whole or several else 0
-    cast = grad_hidden = computed * step.hidden * step.dtype.itemsize
-    reduced = backward + grad_hidden + _over_group(step)
-    if step.dtype.itemsize == 2 and (width < step.columns or step.columns % plan.ALIGNED_COLUMNS):
-        hidden_sum = 4 * block * step.hidden
-        grad_hidden, cast = hidden_sum + (cast if several else 0), hidden_sum + cast
-        # On one rank the cast follows the last matmul, when the slab is free.
-        cast += slab if step.tp > 1 else 0
-    peak = max(
-        per_token + kept + inputs + _statistics(step, block),
-        backward + kept + grad_hidden + _hidden_with_factor(step, computed, kept_columns) if kept else 0,
-        backward + slab + grad_hidden,
-        backward + cast,
-        reduced + (slab if step.tp > 1 else 0),
-        reduced + step.skip_ignored * step.hidden_bytes + (step.weight_bytes if weight_sum else 0),
-        per_token + step.own_hidden_bytes + step.weight_bytes,
-    )
-    kept_share, rows_share = kept_columns / step.columns, computed / step.tokens
-    moved = (kept_share * MOVED_KEPT + (1 - kept_share) * MOVED_RECOMPUTED) * rows_share * step.logits
-    return Needs((4 - kept_share) * rows_share, moved, per_token + kept, peak)
+
+    def losses(call: Call) -> tuple[Tensor, ...]:
+        outputs = linear_cross_entropy_autograd(call)
+        return (outputs.logprobs, outputs.entropy) if step.entropy else (outputs.logprobs,)
+
+    return _dry_run(step, losses)
 
 
 def known_loss(step: HeadStep) -> Needs | None:
     """`known_loss` of the flag and `linear_token_loss`: gradients are computed in forward, and scaled in backward.
 
-    None: logits are computed twice, because inputs are fp32 or the workspace holds too few tokens.
+    None: it would compute logits twice, because inputs are fp32, the workspace holds too few tokens, or the backend
+    keeps no logits.
     """
-    size, fp16 = step.size, step.dtype == torch.float16  # gradients are fp32 then: unscaled, they may leave its range
-    blocks = plan.plan_known_loss(size, step.computed, step.workspace_bytes, single_is_sum=fp16 or step.main_grad)
-    if blocks is None:
-        return None
-    block, left = blocks[0], replace(step, workspace_bytes=blocks[1])
-    summed, widened = fp16 or step.main_grad or block < step.computed, 2 if fp16 else 1
-    made = PER_TOKEN_BYTES * step.tokens + (4 * step.columns * step.hidden if summed else step.weight_bytes)
-    kept = made + widened * step.own_hidden_bytes
-    forward = made + widened * step.computed * step.hidden * step.dtype.itemsize + _inputs_of_a_block(step, block)
-    logits = forward + block * size.kept_token(step.columns)
-    odd_sum = 0 if fp16 else block * size.hidden_sum_token  # the last columns of an odd vocabulary: a further matmul
-    if odd_sum and block >= step.computed and step.tp == 1:  # cast when the logits are freed
-        logits -= step.computed * step.hidden * step.dtype.itemsize
-    peak = max(
-        logits + _statistics(left, block),
-        logits + _hidden_with_factor(left, block, step.columns) + odd_sum,
-        forward + odd_sum,
-        forward + widened * (_over_group(step) + step.skip_ignored * step.hidden_bytes),
-        kept + (step.weight_bytes if summed else 0) + (step.own_hidden_bytes if fp16 else 0),
+
+    def losses(call: Call) -> tuple[Tensor]:
+        return (known_losses("known_loss", call, lambda outputs: -outputs.logprobs, Promise(0))[0],)
+
+    needs = _dry_run(step, losses)
+    return needs if needs.matmuls * step.tokens < 3.5 * step.computed else None
+
+
+def _call(step: HeadStep, counter: Counter) -> Call:
+    """Return the step's call on meta tensors."""
+    shards = step.tp if step.gathers else 1
+    backend: Any = AllocatingBackend(counter) if step.backend == "triton" else torch_backend
+    hidden, weight = (
+        torch.empty(rows, step.hidden, dtype=step.dtype, device="meta", requires_grad=True)
+        for rows in (ceil_div(step.tokens, shards), step.columns)
     )
-    share = step.computed / step.tokens
-    return Needs(3 * share, MOVED_KEPT * share * step.logits, kept, peak)
+    labels = torch.empty(hidden.shape[0] * shards, dtype=torch.int64, device="meta")
+    options = Options(
+        tp_group=SizedGroup(step.tp) if step.tp > 1 else None,
+        sequence_parallel=step.gathers,
+        entropy=step.entropy,
+        skip_ignored=step.computed if step.skip_ignored else False,
+        logits_cache_bytes=step.logits_cache_bytes,
+        workspace_bytes=step.workspace_bytes,
+        weight_grad_sink=MetaSink(weight) if step.main_grad else None,
+    )
+    shard = Shard(0, step.columns, step.columns)
+    return Call(hidden, weight, labels, 1.0, None, options, shard, backend, labels.shape, backend.product)
+
+
+@torch.inference_mode(False)
+@torch.enable_grad()
+def _dry_run(step: HeadStep, losses: Callable[[Call], tuple[Tensor, ...]]) -> Needs:
+    """Run forward and backward of the losses on meta tensors."""
+    counter = Counter()
+    call = _call(step, counter)
+    with counter:
+        outputs = losses(call)
+        kept_bytes = counter.live_bytes
+        upstream = [torch.empty_like(output) for output in outputs]
+        gradients = torch.autograd.grad(outputs, (call.hidden, call.weight), upstream)
+    del gradients
+    matmuls = counter.multiplications / (step.logits * step.hidden)
+    moved_bytes = MOVED_RECOMPUTED * counter.recomputed_logits + MOVED_KEPT * counter.cached_logits
+    return Needs(matmuls, moved_bytes, kept_bytes, counter.peak_bytes)
 
 
 HEADS: dict[str, Callable[[HeadStep], Needs | None]]
@@ -198,45 +188,3 @@ HEADS = {loss: partial(megatron, loss=loss) for loss in MOVED_BY_MEGATRON} | {OU
 def _over_group(step: HeadStep) -> int:
     """Output of the reduce-scatter of the hidden-state gradient; also its input if rows were left out."""
     return step.own_hidden_bytes + step.skip_ignored * step.hidden_bytes if step.gathers else 0
-
-
-def _tokens_of_a_block(step: HeadStep) -> int:
-    block = plan.backward_tokens(step.size, step.computed, step.workspace_bytes)
-    if block >= step.computed:  # also if ranks cannot share the tokens evenly
-        return step.computed
-    ranks = step.tp if step.gathers else 1
-    return block if step.skip_ignored else max(1, block // ranks) * ranks
-
-
-def _inputs_of_a_block(step: HeadStep, block: int) -> int:
-    """Gathered hidden, whole or two blocks at a time, and the rows selected from it."""
-    block_bytes, gathered = block * step.hidden * step.dtype.itemsize, step.gathers * step.hidden_bytes
-    if step.skip_ignored:
-        return gathered + block_bytes
-    return 2 * block_bytes if step.gathers and block < step.computed else gathered
-
-
-def _statistics(step: HeadStep, block: int) -> int:
-    """Statistics of each chunk for as many tokens as fit; merged ones of all tokens, on this rank and gathered."""
-    part = plan.stats_tokens(step.size, block, step.workspace_bytes)
-    extremes, sums = 4 * num_extremes(telemetry=False), 8 * num_sums(step.entropy, telemetry=False)
-    over_group = part * (2 + step.tp) * extremes if step.tp > 1 else 0
-    copies = plan.stats_columns(step.size, part, step.workspace_bytes) * step.size.stats.per_column
-    by_chunk = part * (step.size.stats.per_token + extremes + sums)
-    return by_chunk + copies + step.computed * (extremes + sums) + over_group
-
-
-def _hidden_with_factor(step: HeadStep, tokens: int, kept_columns: int) -> int:
-    """A copy of hidden for the weight's matmul, if all logits are cached and no entropy is wanted."""
-    size = tokens * step.hidden * step.dtype.itemsize
-    return size if not step.entropy and kept_columns == step.columns and size <= step.workspace_bytes else 0
-
-
-def _slab(step: HeadStep, block: int, columns: int) -> tuple[int, int]:
-    """Width of one slab of a block, and its bytes; if its tokens are cut, with the sum of the weight gradient."""
-    per_column, costs = step.size.weight_sum_column, step.size.costs
-    stride, room = plan.slab_row_stride(columns), step.workspace_bytes
-    slab = plan.plan_blocks(block, stride, room, step.size.slab, per_column_if_tokens_are_cut=per_column)
-    logits = slab.tokens * plan.slab_row_stride(slab.columns) * (step.dtype.itemsize + costs.logit)
-    parts = max(slab.tokens * costs.slab_token, slab.columns * costs.slab_column)
-    return slab.columns, logits + parts + (slab.columns * per_column if slab.tokens < block else 0)

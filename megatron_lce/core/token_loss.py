@@ -21,10 +21,18 @@ from megatron_lce.core.call_plan import plan_token_loss
 from megatron_lce.core.computed_rows import ComputedRows
 from megatron_lce.core.group_statistics import outputs_over_group
 from megatron_lce.core.head_gradients import HeadGradients
-from megatron_lce.core.known_loss import scales_a_sum, unscaled_dtype, unscaled_gradients
+from megatron_lce.core.known_loss import (
+    LossesOfSum,
+    Promise,
+    scales_a_sum,
+    unscaled_dtype,
+    unscaled_gradients,
+    with_gradients,
+)
 from megatron_lce.core.logit_gradients import grad_logits_inputs
 from megatron_lce.core.logits_cache import new_cache
 from megatron_lce.core.options import DIFFERENTIABLE, WITH_GRADIENT, LinearCrossEntropyOutput, new_outputs
+from megatron_lce.core.products import own_arithmetic
 from megatron_lce.core.tokens import tokens_in_blocks
 
 _SAMPLE = 2048  # the most tokens whose losses are compared
@@ -89,6 +97,25 @@ def summed_token_loss(
             head_grads.add_block(block, inputs)
     outputs, metrics = losses.of_every_token(computed)
     return TokenLossResults(computed.nan_if_wrong(losses.total), head_grads, outputs, metrics, losses.sample)
+
+
+def token_losses(
+    name: str, call: Call, loss: TokenLossFunction, per_token: Sequence[Tensor]
+) -> tuple[Tensor, TokenLossResults]:
+    """Return the sum of the losses, with gradients if they are wanted, and per-token results."""
+    with_gradient = torch.is_grad_enabled() and (call.hidden.requires_grad or call.weight.requires_grad)
+    with own_arithmetic(call.hidden.device, name):
+        results = summed_token_loss(call, loss, per_token, with_gradient)
+    return with_gradients(results.total, results.gradients, call, name), results
+
+
+def known_losses(
+    name: str, call: Call, loss: Callable[[LinearCrossEntropyOutput], Tensor], promise: Promise
+) -> tuple[Tensor, LinearCrossEntropyOutput]:
+    """Return the loss of each token, [N], with one upstream gradient for all, and the outputs, without gradient."""
+    total, results = token_losses(name, call, loss, ())
+    takes_part = call.labels != call.options.ignore_index
+    return LossesOfSum.apply(total, loss(results.outputs), takes_part, promise), results.outputs
 
 
 class _Losses:

@@ -21,6 +21,16 @@ def test_a_head_that_can_be_fused(device, tied):
     assert megatron_lce.explain(model).can_fuse  # also where it is enabled
 
 
+def test_the_numbers_are_those_of_the_backend_that_it_names(untied):
+    """On a CPU the torch backend, which computes logits twice for known losses, too, and keeps none."""
+    found = megatron_lce.explain(untied.bfloat16())
+    if found.backend == "torch":
+        assert {row["head"]: row["matmuls"] for row in found.ways if "lce" in row["head"]} == {"megatron-lce": 4}
+        assert "Recommended: megatron-lce, " not in str(found)
+    else:
+        assert "megatron-lce, known_loss=True" in [row["head"] for row in found.ways]
+
+
 def test_it_says_where_fusing_does_not_help(untied):
     few = str(megatron_lce.explain(untied, tokens=4096))
     assert few.startswith("this head can be fused, but that saves no memory in a step of this size\n")

@@ -1,0 +1,218 @@
+"""A step of the head without its arithmetic: the package runs on meta tensors, and live bytes and matmuls are counted.
+
+The group only has a size, and the backend allocates what Triton's allocates on a Hopper GPU. Neither Triton nor a GPU
+is needed.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from megatron_lce.core.logits_cache import LogitsCache
+from megatron_lce.core.options import DIFFERENTIABLE, LinearCrossEntropyOutput, Options, Shard
+from megatron_lce.core.plan import COLUMN_STEP, SLAB_ROW_STEP, Costs, ceil_div, costs_of_parts, round_up
+from megatron_lce.core.rows import NUM_TERMS, Rows, SoftmaxOfRow
+from megatron_lce.core.statistics import CHUNK_COLUMNS, num_extremes, num_sums, packed_rows
+
+FP32 = torch.float32
+
+
+class Counter(TorchDispatchMode):
+    """Counts bytes of the storages made inside, and multiplications of matrix products.
+
+    Memory that an operation of torch takes and gives back by itself is not seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._bytes = 0  # of these, some of which may be gone
+        self.peak_bytes = 0
+        self.multiplications = 0
+        self.recomputed_logits = self.cached_logits = 0  # whose gradients the kernels of `AllocatingBackend` compute
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler, for a second
+
+    @property
+    def live_bytes(self) -> int:
+        self._made = {key: (ref, size) for key, (ref, size) in self._made.items() if not ref.expired()}
+        self._bytes = sum(size for _, size in self._made.values())
+        return self._bytes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = list(_tensors((*args, *(kwargs or {}).values())))
+        out = _run(func, given, args, kwargs or {})
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+            a, b = args[:2] if func.overloadpacket is torch.ops.aten.mm else args[1:3]
+            self.multiplications += a.numel() * b.shape[1]
+        storages = {tensor.untyped_storage()._cdata for tensor in given}
+        for storage in (tensor.untyped_storage() for tensor in _tensors((out,))):
+            if storage._cdata not in storages:
+                _, replaced = self._made.get(storage._cdata, (None, 0))
+                self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+                self._bytes += storage.nbytes() - replaced
+        if self._bytes > self.peak_bytes:
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        return out
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+def _run(func: Any, given: list[Tensor], args: Any, kwargs: Any) -> Any:
+    """Run an operation; of few numbers on zeros, because torch's rules for meta tensors import its compiler."""
+    if func.namespace != "aten" or not _makes_tensors(func) or any(tensor.numel() > 2**20 for tensor in given):
+        return func(*args, **kwargs)
+    args, kwargs = tree_map_only(Tensor, lambda x: torch.zeros_like(x, device="cpu"), (args, kwargs))
+    return tree_map_only(Tensor, lambda x: torch.empty_like(x, device="meta"), func(*args, **kwargs))
+
+
+@cache
+def _makes_tensors(func: Any) -> bool:
+    """Return whether an operation neither writes to its arguments nor returns views of them."""
+    return all(value.alias_info is None for value in (*func._schema.arguments, *func._schema.returns))
+
+
+class _Done(dist._Work):
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+
+class SizedGroup(dist.ProcessGroup):
+    """A group of so many ranks whose collectives do nothing."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(0, size)  # type: ignore[call-arg]
+
+    def allreduce(self, *_: Any) -> Any:
+        return _Done()
+
+    _allgather_base = _reduce_scatter_base = allreduce  # type: ignore[assignment]
+    # Their names from torch 2.13 on.
+    all_gather_single = reduce_scatter_single = allreduce  # type: ignore[assignment]
+
+
+class MetaSink:
+    """A buffer such as Megatron's `main_grad`, made before the step."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight, self._buffer = weight, torch.empty_like(weight, dtype=FP32)
+
+    def buffer(self) -> Tensor:
+        return self._buffer
+
+    def finish(self) -> Tensor:
+        return self._weight.new_empty(()).expand_as(self._weight)
+
+
+class AllocatingBackend:
+    """The functions of `Backend` that `linear_cross_entropy` and `linear_token_loss` call."""
+
+    def __init__(self, counter: Counter) -> None:
+        self._counter = counter
+
+    def costs(self, hidden: Tensor, weight: Tensor, telemetry: bool) -> Costs:
+        if weight.dtype == FP32:
+            return costs_of_parts(weight.shape[1], 2, CHUNK_COLUMNS)
+        return Costs(CHUNK_COLUMNS, tile_columns=2 * CHUNK_COLUMNS)
+
+    def prepare_rows(self, labels: Tensor, temperature: Tensor | float, options: Options, shard: Shard) -> Rows:
+        return Rows(*(torch.empty_like(labels, dtype=dtype) for dtype in (torch.int32, FP32, FP32)))
+
+    def softmax_stats(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        rows: Rows,
+        options: Options,
+        *,
+        vocab_start: int,
+        cache: LogitsCache | None = None,
+        columns_at_once: int | None = None,
+    ) -> Tensor:
+        self._counter.multiplications += hidden.numel() * weight.shape[0]
+        stats_rows = packed_rows(options.entropy, options.telemetry)
+        stats = hidden.new_empty(ceil_div(weight.shape[0], CHUNK_COLUMNS), stats_rows, hidden.shape[0], dtype=FP32)
+        parts = _split(hidden), _split(weight[:columns_at_once])
+        del parts
+        return stats
+
+    def sum_chunks(
+        self, parts: Tensor, all_extremes: Tensor, num_columns: int, entropy: bool, telemetry: bool
+    ) -> tuple[Tensor, Tensor]:
+        num_tokens = parts.shape[2]
+        sums = parts.new_empty(num_sums(entropy, telemetry), num_tokens, dtype=torch.int64)
+        return parts.new_empty(num_extremes(telemetry), num_tokens), sums
+
+    def finish(
+        self,
+        packed_extremes: Tensor,
+        sums: Tensor,
+        rows: Rows,
+        options: Options,
+        outputs: LinearCrossEntropyOutput,
+    ) -> SoftmaxOfRow:
+        kept = (True, True, options.entropy, options.telemetry)
+        others: list[Any] = [torch.empty_like(rows.scale) if wanted else None for wanted in kept]
+        return SoftmaxOfRow(packed_extremes[0], *others)
+
+    def row_terms(
+        self, rows: Rows, softmax: SoftmaxOfRow, upstream: Sequence[Tensor | None], options: Options
+    ) -> tuple[Tensor, Tensor]:
+        num_tokens, with_mean = rows.scale.shape[0], upstream[DIFFERENTIABLE.index("mean_logit")] is not None
+        terms = rows.scale.new_empty(NUM_TERMS + with_mean, num_tokens)
+        return terms, torch.empty_like(rows.scale, dtype=torch.bool)
+
+    def grad_logits(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        rows: Rows,
+        terms: Tensor,
+        out: Tensor,
+        options: Options,
+        *,
+        first_column: int,
+        entropy: bool,
+    ) -> None:
+        self._counter.multiplications += hidden.numel() * weight.shape[0]
+        self._counter.recomputed_logits += out.numel()
+        parts = _split(hidden), _split(weight)
+        del parts
+
+    def grad_logits_from_cache(
+        self, cache: LogitsCache, rows: Rows, terms: Tensor, options: Options, *, entropy: bool, factored: bool
+    ) -> Tensor | None:
+        self._counter.cached_logits += cache.exp.numel()
+        factored = factored and not (options.softcap or terms.shape[0] > NUM_TERMS or entropy)
+        return torch.empty_like(rows.scale) if factored and cache.exp.dtype == torch.bfloat16 else None
+
+    def product(self, a: Tensor, b: Tensor, out: Tensor, *, accumulate: bool) -> None:
+        self._counter.multiplications += a.numel() * b.shape[1]
+        parts = _split(a, 3, torch.bfloat16), _split(b, 3, torch.bfloat16)
+        del parts
+
+    def scale(self, matrix: Tensor, factor: Tensor, out: Tensor, *, accumulate: bool) -> None:
+        pass
+
+
+def _split(matrix: Tensor, number: int = 2, dtype: torch.dtype = torch.float16) -> Any:
+    """Allocate the parts of an fp32 matrix and, of fp16 parts, the powers of its rows."""
+    if matrix.dtype != FP32:
+        return None
+    parts = matrix.new_empty(matrix.shape[0], number * round_up(matrix.shape[1], SLAB_ROW_STEP), dtype=dtype)
+    return parts, matrix.new_empty(round_up(matrix.shape[0], COLUMN_STEP)) if dtype == torch.float16 else None
