@@ -129,10 +129,14 @@ class Timed:
     def round(self, *, budget_ms: float = 0.0, **calls: int) -> dict:
         """Times of all rounds up to this one.
 
-        Ranks that communicate in the call must give `calls` of `time_ms`: what fits in a budget differs between them.
+        Ranks that communicate in the call make as many calls as the slowest fits in the budget.
         """
         with self.context():
-            self._calls = calls or self._calls or calls_of_a_turn(budget_ms, _once_ms(self.call, self.device))
+            if not calls and self._calls is None:
+                once = {"ms": _once_ms(self.call, self.device)}
+                once = slowest_rank(once) if dist.is_initialized() else once
+                self._calls = calls_of_a_turn(budget_ms, once["ms"])
+            self._calls = calls or self._calls
             self.times_ms += time_ms(self.call, self.device, **self._calls)
         times = {"time_ms": median(self.times_ms), "fastest_ms": min(self.times_ms), "slowest_ms": max(self.times_ms)}
         return times | {"repeats": len(self.times_ms)}
@@ -146,8 +150,9 @@ class Timed:
 def turn(
     record: dict, head: Head, inputs: Inputs, mode: str, after: Callable[[dict], dict] = lambda record: {}
 ) -> tuple[dict, Timed]:
-    """A head's step for `Results.take_turns`."""
+    """A head's step for `Results.take_turns`, of the slowest rank of several."""
     step = functools.partial(run_step, head, inputs, mode)
+    after = after if inputs.tp_group is None else slowest_rank
     timed = Timed(step, inputs.hidden.device, after=after)
     return record | {"gradients_mib": gradients_mib(inputs, mode)}, timed
 

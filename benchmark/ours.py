@@ -35,6 +35,7 @@ class Ours:
     def step(self, inputs: Inputs, mode: str) -> Step:
         keywords: dict[str, Any] = {"entropy": mode in ("fwd", "rl"), "workspace_bytes": self.workspace_bytes}
         keywords |= {"skip_ignored": self.skip_ignored}
+        keywords |= {"tp_group": inputs.tp_group, "sequence_parallel": inputs.tp_group is not None}
         tensors = inputs.hidden, inputs.weight, inputs.labels
         with torch.set_grad_enabled(mode != "fwd"):
             if self.token_loss:

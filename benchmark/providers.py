@@ -44,6 +44,7 @@ class Provider:
     modes         the modes it supports
     missing       why it does not support the others
     holds_logits  whether it keeps a tensor of N x V elements
+    parallel      whether it runs under tensor and sequence parallelism
     package       the distribution whose version is reported; None: torch alone
     """
 
@@ -52,6 +53,7 @@ class Provider:
     modes: tuple[str, ...] = MODES
     missing: str = ""
     holds_logits: bool = False
+    parallel: bool = False
     package: str | None = None
 
 
@@ -74,32 +76,39 @@ def _group_of_all() -> ProcessGroup:
     return dist.group.WORLD
 
 
+def _logits(hidden: Tensor, weight: Tensor, group: ProcessGroup) -> Tensor:
+    """By Megatron's product, which gathers hidden from the ranks of a sequence-parallel group."""
+    from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
+
+    return linear_with_grad_accumulation_and_async_allreduce(
+        input=hidden,
+        weight=weight,
+        bias=None,
+        gradient_accumulation_fusion=False,
+        allreduce_dgrad=False,
+        sequence_parallel=group.size() > 1,
+        tp_group=group,
+    )
+
+
 def _load_megatron() -> Head:
     from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
-    from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
 
     group = _group_of_all()
 
     def head(hidden: Tensor, weight: Tensor, labels: Tensor, mode: str) -> tuple[Tensor, ...]:
-        logits = linear_with_grad_accumulation_and_async_allreduce(
-            input=hidden,
-            weight=weight,
-            bias=None,
-            gradient_accumulation_fusion=False,
-            allreduce_dgrad=False,
-            sequence_parallel=False,
-            tp_group=group,
-        )
-        return as_mode(mode, -fused_vocab_parallel_cross_entropy(logits, labels, group), None)
+        losses = fused_vocab_parallel_cross_entropy(_logits(hidden, weight, group), labels, group)
+        return as_mode(mode, -losses, None)
 
     return head
 
 
-def _load_te() -> Head:
-    cross_entropy, group = te_loss.load(), _group_of_all()
+def _load_te(overwrite_input: bool = False) -> Head:
+    cross_entropy, group = te_loss.load(overwrite_input=overwrite_input), _group_of_all()
 
     def head(hidden: Tensor, weight: Tensor, labels: Tensor, mode: str) -> tuple[Tensor, ...]:
-        losses = cross_entropy((hidden @ weight.T)[None], labels[None], group)
+        logits = hidden @ weight.T if group.size() == 1 else _logits(hidden, weight, group)
+        losses = cross_entropy(logits[None], labels[None], group)
         return as_mode(mode, -losses.squeeze(0), None)
 
     return head
@@ -136,33 +145,41 @@ def load_verl_kernel() -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def _load_verl() -> Head:
-    kernel = load_verl_kernel()
+    kernel, group = load_verl_kernel(), dist.group.WORLD if dist.is_initialized() else None
+    parallel = group is not None and group.size() > 1
 
     def head(hidden: Tensor, weight: Tensor, labels: Tensor, mode: str) -> tuple[Tensor, ...]:
-        logprobs, entropy = kernel(hidden, weight, labels, 1.0, "none", None)
+        if parallel:  # the kernel leaves both sums over the group to its caller
+            from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+            hidden = gather_from_sequence_parallel_region(hidden, group=group)
+        logprobs, entropy = kernel(hidden, weight, labels, 1.0, "none", group if parallel else None)
         return as_mode(mode, logprobs, entropy if mode in ("fwd", "rl") else None)
 
     return head
 
 
 _GRADIENT = ("rl", "logprob", "sft")
-_KNOWN_LOSS = {"modes": _GRADIENT, "missing": "is about gradients"}
-_ONE_NUMBER = "is about one upstream gradient for all tokens"
+_KNOWN_LOSS = {"modes": _GRADIENT, "missing": "is about gradients", "parallel": True}
+_ONE_NUMBER = {"modes": ("sft",), "missing": "is about one upstream gradient for all tokens", "parallel": True}
+_CACHED = {"modes": _GRADIENT, "missing": "a cache is kept for backward only", "parallel": True, "holds_logits": True}
 _NO_ENTROPY = {"modes": ("logprob", "sft"), "missing": "gives no entropy"}
+_LOGITS = {**_NO_ENTROPY, "holds_logits": True, "parallel": True}
 
 PROVIDERS = {
     provider.name: provider
     for provider in (
-        Provider("ours", Ours),
-        Provider("ours-cached", partial(Ours, 1), _GRADIENT, "a cache is kept for backward only", holds_logits=True),
+        Provider("ours", Ours, parallel=True),
+        Provider("ours-cached", partial(Ours, 1), **_CACHED),
         Provider("ours-token-640", partial(Ours, workspace_bytes=640 * MIB, token_loss=True), **_KNOWN_LOSS),
-        Provider("ours-known-640", partial(Ours, workspace_bytes=640 * MIB, known_loss=True), ("sft",), _ONE_NUMBER),
+        Provider("ours-known-640", partial(Ours, workspace_bytes=640 * MIB, known_loss=True), **_ONE_NUMBER),
         Provider("eager", lambda: _eager_head, holds_logits=True),
         Provider("compile", lambda: torch.compile(_eager_head, dynamic=False), holds_logits=True),
-        Provider("megatron", _load_megatron, **_NO_ENTROPY, holds_logits=True, package="megatron-core"),
-        Provider("te", _load_te, **_NO_ENTROPY, holds_logits=True),
+        Provider("megatron", _load_megatron, **_LOGITS, package="megatron-core"),
+        Provider("te", _load_te, **_LOGITS),
+        Provider("te-overwrite", partial(_load_te, overwrite_input=True), **_LOGITS),
         Provider("liger", _load_liger, **_NO_ENTROPY, package="liger-kernel"),
-        Provider("verl", _load_verl, package="verl"),
+        Provider("verl", _load_verl, parallel=True, package="verl"),
     )
 }
 

@@ -124,7 +124,7 @@ HEAD = TURNS | {
     "shapes": ("S1,S2,S3", "64x128x1000"), "modes": "rl,sft",
     "providers": ("ours,ours-cached,ours-token-640,ours-known-640,megatron,te,compile", "ours,eager"),
     "error_shape": ("2048x1024x32768", "64x128x1000"),
-    "memory_tokens": "", "memory_modes": "",
+    "memory_tokens": "", "memory_modes": "", "tp": "1",
 }
 TRAINING = {
     "text": "tokens.bin", "steps": ("2000", "8"), "tokens": ("8192", "64"), "microbatches": "1", "lr": "3e-4",

@@ -3,10 +3,12 @@
 import argparse
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -70,11 +72,22 @@ def choose(what: str, text: str, allowed: Iterable[str]) -> list[str]:
 class Inputs:
     """One problem. hidden and weight require grad; the upstream gradients are those of modes `rl` and `logprob`."""
 
-    hidden: Tensor  # [N, H]
-    weight: Tensor  # [V, H]
+    hidden: Tensor  # [N, H], a rank's [N / tp, H]
+    weight: Tensor  # [V, H], a rank's [V / tp, H]
     labels: Tensor  # [N] int64
     grad_logprobs: Tensor  # [N] fp32
     grad_entropy: Tensor  # [N] fp32
+    tp_group: ProcessGroup | None = None
+
+    def of_rank(self, tp_group: ProcessGroup) -> "Inputs":
+        """This rank's part of the problem under sequence parallelism."""
+        part = partial(rows_of_rank, tp_group=tp_group)
+        hidden, weight = (part(x.detach()).clone().requires_grad_() for x in (self.hidden, self.weight))
+        return replace(self, hidden=hidden, weight=weight, tp_group=tp_group)
+
+
+def rows_of_rank(whole: Tensor, tp_group: ProcessGroup) -> Tensor:
+    return whole.chunk(tp_group.size())[tp_group.rank()]
 
 
 def make_inputs(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Inputs:

@@ -112,3 +112,24 @@ def test_a_samplers_rows_beside_the_product():
         assert record["status"] == "ok"
         assert record["over_product"] > 0
         assert record["mismatch"] < 1e-5
+
+
+@pytest.mark.torchrun
+def test_heads_of_two_ranks_are_right_and_take_turns(tmp_path):
+    pytest.importorskip("megatron.core")
+    output = tmp_path / "heads.json"
+    providers = "ours,ours-cached,ours-token-640,ours-known-640,megatron,te,eager"
+    arguments = "--tp 2 --shapes 16x8x64 --error-shape 16x8x64 --dtype fp32 --device cpu --rounds 1 --budget-ms 0"
+    run_ranks(2, "benchmark.run", "head", *arguments.split(), "--providers", providers, "--json", output)
+    document = json.loads(output.read_text())
+    errors = {record["provider"]: record for record in document["errors"]}
+    for provider, record in errors.items():
+        found = [value for value in record.values() if isinstance(value, float)]
+        assert len(found) >= 3, record
+        assert max(found) < (5e-3 if provider == "megatron" else 1e-5), record  # its gradient of logits is in bf16
+    times = {(record["provider"], record["mode"]): record for record in document["times"]}
+    assert times["ours", "rl"]["shape"] == "16x8x64 TP=2"
+    assert all(times[one, "sft"]["status"] == "ok" for one in {*errors, "megatron", "ours-known-640"})
+    loaded = {record["provider"]: record for record in document["providers"]}
+    assert loaded["eager"]["reason"] == "runs on one rank"
+    assert "eager" not in errors
