@@ -42,3 +42,10 @@ def test_program_as_the_readme_starts_it():
 def test_layers_over_transformer_engine_are_refused_without_it():
     with pytest.raises(AssertionError, match="transformer_impl is 'transformer_engine', which is not installed"):
         run_ranks(1, str(FOLDER / "run_megatron.py"), "--device", "cpu", "--transformer-impl", "transformer_engine")
+
+
+@pytest.mark.torchrun
+def test_other_ranks_end_with_an_error_where_one_fails():
+    command = [sys.executable, str(FOLDER / "run_failures.py"), "--device", "cpu", "--ranks", "3"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, f"{result.stdout[-6000:]}\n{result.stderr[-2000:]}"
