@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -43,24 +42,46 @@ class Case:
     hidden_size: int = 32
     transformer_impl: str = "local"
     config: tuple[tuple[str, Any], ...] = ()  # further TransformerConfig fields
+    context_parallel: int = 1
+    expert_parallel: int = 1  # of data- and context-parallel ranks, and of tensor-parallel ones beside ETP 1
+    expert_tensor_parallel: int | None = None  # None: as the rest
+    packed: str = ""  # sequences in one row, "packed", and with padding between them, "padded"
+    sequence: int = SEQUENCE  # tokens of a sequence, over all context-parallel ranks
 
     @property
     def name(self) -> str:
         flags = ("sequence_parallel", "mtp", "pipeline", "main_grad", "virtual_pipeline", "overlap", "masked", "known")
         words = [f"TP={self.tensor_parallel}"] if self.tensor_parallel != 2 else []
+        words += [f"CP={self.context_parallel}"] if self.context_parallel > 1 else []
+        words += [f"EP={self.expert_parallel}"] if self.expert_parallel > 1 else []
+        words += [f"ETP={self.expert_tensor_parallel}"] if self.expert_tensor_parallel else []
+        words += [self.packed] if self.packed else []
         words += ["tied" if self.tied else "untied", *(flag for flag in flags if getattr(self, flag))]
         words += [self.transformer_impl] if self.transformer_impl != "local" else []
         words += [str(self.dtype).removeprefix("torch.")] if self.dtype != torch.float32 else []
         return " ".join([*words, *(f"{key}={value}" for key, value in self.config)])
 
     @property
-    def layout(self) -> tuple[int, int, int | None]:
-        """Tensor, pipeline and virtual pipeline parallel sizes."""
-        return self.tensor_parallel, 2 if self.pipeline else 1, 2 if self.virtual_pipeline else None
+    def stages(self) -> int:
+        return 2 if self.pipeline else 1
+
+    @property
+    def layout(self) -> tuple[tuple[str, int | None], ...]:
+        """The sizes that `initialize_model_parallel` takes, by name."""
+        sizes = {
+            "tensor_model_parallel_size": self.tensor_parallel,
+            "pipeline_model_parallel_size": self.stages,
+            "virtual_pipeline_model_parallel_size": 2 if self.virtual_pipeline else None,
+            "context_parallel_size": self.context_parallel,
+            "expert_model_parallel_size": self.expert_parallel,
+            "expert_tensor_parallel_size": self.expert_tensor_parallel,
+        }
+        return tuple(sizes.items())
 
     @property
     def ranks(self) -> int:
-        return self.layout[0] * self.layout[1]
+        of_experts = self.expert_parallel * (self.expert_tensor_parallel or self.tensor_parallel)
+        return max(self.tensor_parallel * self.context_parallel, of_experts) * self.stages
 
 
 FACTORS = ("tied", "sequence_parallel", "mtp", "pipeline", "main_grad")
@@ -79,8 +100,12 @@ def pairwise_combinations() -> list[Case]:
 
 
 def gpt_options(case: Case) -> megatron_runtime.GptOptions:
+    further: dict[str, Any] = {"mtp_loss_scaling_factor": 0.1} if case.mtp else {}
+    if case.expert_parallel > 1:
+        further["expert_model_parallel_size"] = case.expert_parallel
+        further["expert_tensor_parallel_size"] = case.expert_tensor_parallel or case.tensor_parallel
     return megatron_runtime.GptOptions(
-        num_layers=math.prod(size or 1 for size in case.layout[1:]),  # one on each stage
+        num_layers=case.stages * (2 if case.virtual_pipeline else 1),  # one on each stage
         hidden_size=case.hidden_size,
         vocab_size=VOCAB_SIZE,
         tied=case.tied,
@@ -88,7 +113,7 @@ def gpt_options(case: Case) -> megatron_runtime.GptOptions:
         sequence_parallel=case.sequence_parallel,
         dtype=case.dtype,
         transformer_impl=case.transformer_impl,
-        config={**({"mtp_loss_scaling_factor": 0.1} if case.mtp else {}), **dict(case.config)},
+        config={**further, **dict(case.config)},
     )
 
 
@@ -166,12 +191,12 @@ def microbatches(case: Case, device: torch.device) -> list[dict[str, Tensor]]:
     """
     number = 4 if case.virtual_pipeline else 2
     generator = torch.Generator().manual_seed(parallel_state.get_data_parallel_rank())
-    shape = (number, BATCH, SEQUENCE)
+    shape = (number, BATCH, case.sequence)
     labels = torch.randint(0, VOCAB_SIZE, shape, generator=generator)
     loss_mask = (torch.rand(shape, generator=generator) > 0.25).float()
     labels = torch.where(loss_mask.bool(), labels, torch.randint(-100, 0, shape, generator=generator))
     tokens = torch.randint(0, VOCAB_SIZE, shape, generator=generator)
-    positions = torch.arange(SEQUENCE).expand(shape)
+    positions = torch.arange(case.sequence).expand(shape)
     parts = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, "positions": positions}
     return [{name: part[i].to(device) for name, part in parts.items()} for i in range(number)]
 
@@ -190,8 +215,8 @@ def train_step(chunks: list[nn.Module], forward_step: Any, batches: list[dict[st
         data_iterator=[iter(batches) for _ in chunks] if len(chunks) > 1 else iter(batches),
         model=chunks if len(chunks) > 1 else chunks[0],
         num_microbatches=len(batches),
-        seq_length=SEQUENCE,
-        micro_batch_size=BATCH,
+        seq_length=batches[0]["tokens"].shape[1] * parallel_state.get_context_parallel_world_size(),
+        micro_batch_size=batches[0]["tokens"].shape[0],
         forward_only=False,
     )
     logged = {name: value.clone() for name, value in MTPLossLoggingHelper.tracker.items() if isinstance(value, Tensor)}

@@ -1,5 +1,6 @@
-"""What holds on one rank of a group is everybody's: reasons against fusing, and what a hook does to logits."""
+"""What holds on one rank of a group is everybody's: reasons against fusing, a hook's use of logits; and the group."""
 
+import dataclasses
 import functools
 import warnings
 from collections.abc import Callable
@@ -8,11 +9,17 @@ import harness
 import megatron_cases as cases
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from harness import compare_step
 from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import mappings
 from torch import Tensor
 
 from megatron_lce import capture_lm_head, enable_fused_linear_ce
 from megatron_lce.megatron.reasons import find_language_model
+from scripts import megatron_layers, megatron_runtime
 
 
 def check_reasons_of_one_rank(case: cases.Case, device: torch.device, report: harness.Report) -> None:
@@ -126,3 +133,43 @@ def check_arguments_of_one_rank(case: cases.Case, device: torch.device, report: 
     mask = {"loss_mask": batch["loss_mask"]}
     check(call, mask, {"loss_mask": short}, "loss_mask must have labels' shape")
     report.check(f"{case.name}: loss afterwards", bool(call(**mask).isfinite().all()), str(handle))
+
+
+def check_own_groups(case: cases.Case, device: torch.device, report: harness.Report) -> None:
+    """A model whose collection has another tensor-parallel group than the global one: neighbours in place of pairs."""
+    ranks = dist.get_world_size()
+    pairs = [[rank, rank + ranks // 2] for rank in range(ranks // 2)]
+    group, _ = dist.new_subgroups_by_enumeration(pairs)
+    alone, _ = dist.new_subgroups(1)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    groups.tp, groups.tp_cp, groups.cp, groups.pp = group, group, alone, alone
+    options = cases.gpt_options(dataclasses.replace(case, config=(*case.config, ("tensor_model_parallel_size", 2))))
+    batch = cases.microbatches(case, device)[0]
+    labels, loss_mask = batch["labels"].clamp(min=0), batch["loss_mask"]
+    for part in (batch["tokens"], labels, loss_mask):  # the global groups have different ones on these ranks
+        dist.broadcast(part, 0)
+    results = []
+    for fused in (False, True):
+        config = megatron_runtime.transformer_config(options)
+        torch.manual_seed(options.seed)
+        model = GPTModel(
+            config=config,
+            transformer_layer_spec=megatron_layers.gpt_block_spec(config),
+            vocab_size=options.vocab_size,
+            max_sequence_length=options.max_sequence_length,
+            share_embeddings_and_output_weights=options.tied,
+            position_embedding_type="rope",
+            pg_collection=groups,
+        ).to(device)
+        handle = enable_fused_linear_ce(model, use_fused_linear_ce=fused, skip_masked=True)
+        assert handle.enabled == fused, handle.reasons
+        if fused:
+            losses = model(batch["tokens"], batch["positions"], None, labels=labels, loss_mask=loss_mask)
+        else:  # before 0.17 Megatron's loss takes the global group
+            logits = model(batch["tokens"], batch["positions"], None)
+            logits = mappings.gather_from_tensor_model_parallel_region(logits, group)
+            losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+        kept = losses * loss_mask
+        kept.sum().backward()
+        results.append(({"losses": kept.detach()}, {name: p.grad for name, p in model.named_parameters()}))
+    compare_step(report, f"own groups, {case.name}", results[1], results[0])

@@ -58,6 +58,10 @@ GPT = [
     in_te(tied=True, main_grad=True, config=DELAYED),
     in_te(main_grad=True, known=True, config=(*CURRENT, *RECOMPUTED)),
     in_te(tied=True, mtp=True, config=CURRENT),
+    in_te(tensor_parallel=4, sequence_parallel=True, known=True),
+    in_te(tensor_parallel=4, tied=True, mtp=True, main_grad=True, overlap=True),
+    in_te(tensor_parallel=4, sequence_parallel=True, masked=True, known=True, config=DELAYED),
+    in_te(tensor_parallel=4, tied=True, sequence_parallel=True, config=CURRENT),
 ]
 HYBRID = [in_te(), in_te(tied=True, mtp=True, known=True), in_te(main_grad=True, config=DELAYED)]
 
@@ -73,11 +77,11 @@ def checks() -> list[tuple[Callable, cases.Case]]:
     return [(check, case) for check, chosen in groups for case in chosen]
 
 
-def hybrid_model(case: cases.Case, device: torch.device) -> list[nn.Module]:
-    """Attention and MLPs by turns, as HybridModel's own spec has them; Mamba's layers need another extension."""
+def hybrid_model(case: cases.Case, device: torch.device, layers: str = "*-") -> list[nn.Module]:
+    """Attention and MLPs by turns, as HybridModel's own spec has them; Mamba's layers, M, need another extension."""
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 
-    model = models.hybrid_model(cases.gpt_options(case), hybrid_stack_spec, "*-").to(device)
+    model = models.hybrid_model(cases.gpt_options(case), hybrid_stack_spec, layers).to(device)
     config = model.config
     if config.bf16:
         model = Float16Module(config, model)

@@ -16,12 +16,18 @@ from collections.abc import Callable
 import harness
 import megatron_cases as cases
 import megatron_te
+import megatron_topologies as topologies
 import torch
 from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 from megatron_fsdp import ALONE, FSDP2_CASES, HEAD, MEGATRONS, MODEL, check_fsdp, check_fsdp_errors
 from megatron_heads import check_capture, check_compat, check_logits, check_mtp_capture
-from megatron_ranks import check_arguments_of_one_rank, check_reasons_of_one_rank, check_refusal_on_one_rank
+from megatron_ranks import (
+    check_arguments_of_one_rank,
+    check_own_groups,
+    check_reasons_of_one_rank,
+    check_refusal_on_one_rank,
+)
 from megatron_training import (
     LOSS_OF_HEAD,
     check_16_bit,
@@ -64,6 +70,7 @@ IN_FP16 = [
 ]
 LOSS_TERMS = cases.Case(sequence_parallel=True, mtp=True, masked=True, known=True)
 OTHER_MODEL_CASES = [cases.Case(), cases.Case(tied=True, sequence_parallel=True)]
+OWN_GROUPS = [cases.Case(tensor_parallel=1), cases.Case(tied=True)]
 MUP = (("use_mup", True), ("mup_base_hidden_size", 16))
 SETTINGS = TransformerConfig.__dataclass_fields__
 OWN_FLAG_CASES = [cases.Case(mtp=True), cases.Case(tied=True, sequence_parallel=True)] if LOSS_OF_HEAD else []
@@ -117,8 +124,13 @@ def checks(combinations: str, ranks: int) -> list[tuple[Callable, cases.Case]]:
         (check_arguments_of_one_rank, plain),
         *((functools.partial(check_fsdp, sharding), [case]) for sharding, case in of_fsdp),
         (check_fsdp_errors, [case for sharding, case in of_fsdp if case == ALONE]),
+        (check_own_groups, OWN_GROUPS[: ranks - 1]),
     )
     return [(check, case) for check, chosen in groups for case in chosen]
+
+
+def name_of(check: Callable) -> str:
+    return getattr(check, "func", check).__name__
 
 
 def on_one_rank(case: cases.Case) -> cases.Case:
@@ -139,15 +151,18 @@ def main() -> None:
         default="local",
         help="Layers: local, or Megatron's over TransformerEngine, in bf16 and fp8 on GPUs.",
     )
-    parser.add_argument("--checks", default="", help="Only the checks with this in their names, such as fsdp.")
+    parser.add_argument(
+        "--checks", default="", help="Only those with this in the name of check or case, such as fsdp, topology, CP=2."
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     report = harness.Report()
     ranks = int(os.environ["WORLD_SIZE"])
     over_te = arguments.transformer_impl == "transformer_engine"
-    found = megatron_te.checks() if over_te else checks(arguments.combinations, ranks)
+    of_te = [*megatron_te.checks(), *topologies.checks(ranks)] if over_te else []
+    found = of_te or checks(arguments.combinations, ranks)
     runnable = [(check, case) for check, case in found if case.ranks <= max(ranks, 2)]
-    runnable = [pair for pair in runnable if arguments.checks in getattr(pair[0], "func", pair[0]).__name__]
+    runnable = [pair for pair in runnable if arguments.checks in f"{name_of(pair[0])} {pair[1].name}"]
     if ranks == 1:
         runnable = list(dict.fromkeys((check, on_one_rank(case)) for check, case in runnable))
     uses_transformer_engine(arguments.transformer_impl)  # raises if it is not installed
@@ -155,7 +170,7 @@ def main() -> None:
     # Layout by layout, few changes: Megatron never destroys its process groups, and each one's gloo threads stay.
     for layout in sorted({case.layout for _, case in runnable}, key=str):
         parallel_state.destroy_model_parallel()
-        parallel_state.initialize_model_parallel(*layout)
+        parallel_state.initialize_model_parallel(**dict(layout))
         for check, case in runnable:
             if case.layout == layout:
                 check(case, device, report)
