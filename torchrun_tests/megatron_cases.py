@@ -45,6 +45,7 @@ class Case:
     context_parallel: int = 1
     expert_parallel: int = 1  # of data- and context-parallel ranks, and of tensor-parallel ones beside ETP 1
     expert_tensor_parallel: int | None = None  # None: as the rest
+    gtp: int = 1  # generalized tensor parallelism: parts of each rank's shard
     packed: str = ""  # sequences in one row, "packed", and with padding between them, "padded"
     sequence: int = SEQUENCE  # tokens of a sequence, over all context-parallel ranks
 
@@ -55,6 +56,7 @@ class Case:
         words += [f"CP={self.context_parallel}"] if self.context_parallel > 1 else []
         words += [f"EP={self.expert_parallel}"] if self.expert_parallel > 1 else []
         words += [f"ETP={self.expert_tensor_parallel}"] if self.expert_tensor_parallel else []
+        words += [f"GTP={self.gtp}"] if self.gtp > 1 else []
         words += [self.packed] if self.packed else []
         words += ["tied" if self.tied else "untied", *(flag for flag in flags if getattr(self, flag))]
         words += [self.transformer_impl] if self.transformer_impl != "local" else []
@@ -76,12 +78,12 @@ class Case:
             "expert_model_parallel_size": self.expert_parallel,
             "expert_tensor_parallel_size": self.expert_tensor_parallel,
         }
-        return tuple(sizes.items())
+        return (*sizes.items(), *([("gtp_remat_size", self.gtp)] if self.gtp > 1 else []))
 
     @property
     def ranks(self) -> int:
         of_experts = self.expert_parallel * (self.expert_tensor_parallel or self.tensor_parallel)
-        return max(self.tensor_parallel * self.context_parallel, of_experts) * self.stages
+        return max(self.tensor_parallel * self.context_parallel * self.gtp, of_experts) * self.stages
 
 
 FACTORS = ("tied", "sequence_parallel", "mtp", "pipeline", "main_grad")
@@ -104,6 +106,8 @@ def gpt_options(case: Case) -> megatron_runtime.GptOptions:
     if case.expert_parallel > 1:
         further["expert_model_parallel_size"] = case.expert_parallel
         further["expert_tensor_parallel_size"] = case.expert_tensor_parallel or case.tensor_parallel
+    if case.gtp > 1:
+        further["tensor_parallel_num_weight_shards"] = case.tensor_parallel * case.gtp
     return megatron_runtime.GptOptions(
         num_layers=case.stages * (2 if case.virtual_pipeline else 1),  # one on each stage
         hidden_size=case.hidden_size,

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 from megatron_lce.checks.together import prepared_together
 from megatron_lce.checks.validation import check_number, kind_of, require
 from megatron_lce.core.options import IGNORE_INDEX
+from megatron_lce.megatron.gtp import is_gtp_sharded, with_whole_weight
 from megatron_lce.megatron.heads import own_softcap
 from megatron_lce.megatron.main_grad import main_grad_sink
 from megatron_lce.megatron.mtp import later_labels, later_rows
@@ -63,7 +64,17 @@ class HeadCall:
         """Run an operation on this hidden and weight; labels, tensors per token and results are [b, s]."""
         with self.together(operation.__name__, {"labels": labels, **keywords}):
             keywords, labels = self.keywords(keywords), self.labels(labels, keywords)
-        return batch_first(operation(self.hidden, self.weight, labels, *others, **keywords))
+
+        def run_on(weight: Tensor) -> T:
+            return operation(self.hidden, weight, labels, *others, **keywords)
+
+        gathers = is_gtp_sharded(self.head)
+        return batch_first(with_whole_weight(self.weight, run_on) if gathers else run_on(self.weight))
+
+    @property
+    def columns(self) -> int:
+        """V/tp, also of a weight that is sharded further."""
+        return self.head.output_size_per_partition if is_gtp_sharded(self.head) else self.weight.shape[0]
 
     def labels(self, labels: Tensor, keywords: Mapping[str, Any]) -> Any:
         """Return the main head's labels [b, s] as those of this head's rows, [s, b]."""

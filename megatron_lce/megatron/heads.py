@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from megatron_lce.checks.validation import DTYPES, check_number
+from megatron_lce.megatron.gtp import is_gtp_sharded
 
 if TYPE_CHECKING:
     from megatron.core.models.common.language_module.language_module import LanguageModule
@@ -117,7 +118,6 @@ def product_reasons(head: nn.Module, config: TransformerConfig) -> tuple[str, ..
         "output_layer has forward or backward hooks, which expect logits": _has_unknown_hooks(head),
         "output_layer has a bias": head.bias is not None,
         "output_layer has disable_grad_reduce set": head.disable_grad_reduce,
-        "output_layer is sharded by generalized tensor parallelism": getattr(head, "gtp_remat_size", 1) > 1,
         "defer_embedding_wgrad_compute is set": config.defer_embedding_wgrad_compute,
         "config_logger_dir is set, which writes the logits to disk": bool(getattr(config, "config_logger_dir", "")),
     }
@@ -196,6 +196,9 @@ def weight_reasons(weight: Tensor | None) -> tuple[str, ...]:
 
 def reasons_after_call(head: nn.Module, weight: Tensor | None, freed_with_model: bool = False) -> tuple[str, ...]:
     """Return why this weight cannot be used after the head's call."""
+    if is_gtp_sharded(head):
+        why = "output_layer is sharded by generalized tensor parallelism, which gathers its weight for each product"
+        return (f"{why}: use enable_fused_linear_ce",)
     if not freed_with_model and not is_freed(head, weight):
         return weight_reasons(weight)
     return (

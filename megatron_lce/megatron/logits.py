@@ -44,7 +44,7 @@ class UncomputedLogits(Tensor):
         batch, sequence = call.tokens
         return Tensor._make_wrapper_subclass(
             cls,
-            (sequence, batch, call.weight.shape[0]),
+            (sequence, batch, call.columns),
             dtype=logits_dtype_of(call.head) or call.autocast_dtype or call.hidden.dtype,
             device=call.hidden.device,
             # for backward hooks, unless these are on the loss
@@ -130,7 +130,7 @@ class UncomputedLogits(Tensor):
 
     def _largest_of_shard(self, value: Tensor, argmax: Tensor) -> tuple[Tensor, Tensor]:
         """Return this shard's largest logit and its local id, [s, b]; -inf where another shard has the largest."""
-        columns = self.call.weight.shape[0]
+        columns = self.call.columns
         local = argmax - self.call.head.tp_group.rank() * columns
         owned = (local >= 0) & (local < columns)
         return value.masked_fill(~owned, -torch.inf), local.masked_fill(~owned, 0)

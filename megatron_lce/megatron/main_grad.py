@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from megatron_lce.megatron.gtp import is_gtp_sharded
+
 if TYPE_CHECKING:
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
@@ -85,9 +87,11 @@ def main_grad_sink(weight: Tensor, head: ColumnParallelLinear) -> MainGradSink |
     """Return a sink for the weight that `head` is called with; None: the gradient is returned, and DDP's hook adds it.
 
     There is none without `gradient_accumulation_fusion`; if `main_grad` is not fp32, as slabs are; if H is not a
-    multiple of 8, because the weight is then copied; and under Megatron-FSDP, which allocates `main_grad` anew in each
-    backward pass.
+    multiple of 8, because the weight is then copied; under Megatron-FSDP, which allocates `main_grad` anew in each
+    backward pass; and under GTP, whose `main_grad` is that of a shard.
     """
+    if is_gtp_sharded(head):
+        return None
     main_grad = getattr(weight, "main_grad", None)
     if not head.gradient_accumulation_fusion or not weight.requires_grad or hasattr(weight, "__fsdp_param__"):
         return None

@@ -51,7 +51,6 @@ SETTINGS = {  # by what is set: its value, and the reason
     "output_layer.gather_output": (True, r"output_layer gathers its output \(parallel_output=False\)"),
     "output_layer.bias": (nn.Parameter(torch.zeros(VOCAB_SIZE)), "output_layer has a bias"),
     "output_layer.disable_grad_reduce": (True, "output_layer has disable_grad_reduce set"),
-    "output_layer.gtp_remat_size": (2, "output_layer is sharded by generalized tensor parallelism"),
     "output_layer.forward": (lambda *_, **__: None, f"output_layer.forward {REPLACED}"),
     "output_layer._forward_impl": (lambda **_: None, "output_layer's _forward_impl was replaced"),
     "output_layer.__class__._forward_impl": (lambda *_, **__: None, f"ColumnParallelLinear._forward_impl {REPLACED}"),
