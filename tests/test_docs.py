@@ -39,7 +39,7 @@ TOKENS = 24
 ONLY_NEWER = {  # what a block speaks of, and whether this Megatron has it: from 0.18
     "output_processor": "output_processor" in inspect.signature(GPTModel.forward).parameters,
 }
-TORCHRUN_PROGRAMS = ("run_parity.py", "run_megatron.py", "run_megatron_fsdp.py", "run_fuzz.py")
+TORCHRUN_PROGRAMS = ("run_parity.py", "run_megatron.py", "run_megatron_fsdp.py", "run_failures.py", "run_fuzz.py")
 
 
 def blocks(page, language):
