@@ -101,9 +101,9 @@ def test_nothing_behind_hidden_and_weight_is_read(hidden_size, primitives, devic
 def test_descriptors_made_in_the_kernel_change_no_bit(options, dtype, device, monkeypatch):
     """As on a GPU without hardware for them. Whole vectors are stored past the 300 columns, within a row's storage."""
     tiles = pytest.importorskip("megatron_lce.backends.triton.tiles")
-    if device.type == "cuda" and tiles.takes_descriptors(device):
+    if device.type == "cuda" and tiles.has_tma(device):
         pytest.skip("descriptors made in the kernel want memory of an allocator there")
     problem = make_problem(150, 24, 300, device, dtype)
     plain = problem.run("triton", **options)
-    monkeypatch.setattr(tiles, "takes_descriptors", lambda device: False)
+    monkeypatch.setattr(tiles, "has_tma", lambda device: False)
     assert all_equal(plain, problem.run("triton", **options))

@@ -233,7 +233,7 @@ def test_peak_of_megatrons_own_losses_on_a_gpu(way, device, usual_torch):
 
 def test_costs_are_those_of_the_kernels(monkeypatch):
     tiles = pytest.importorskip("megatron_lce.backends.triton.tiles")
-    monkeypatch.setattr(tiles, "speaks_ptx", lambda: True)
+    monkeypatch.setattr(tiles, "has_ptx", lambda: True)
     for tensor in (torch.empty(1, 72, dtype=torch.bfloat16), torch.empty(1, 72, dtype=torch.float32)):
         assert tiles.costs(tensor, tensor, False) == AllocatingBackend(Counter()).costs(tensor, tensor, False)
 

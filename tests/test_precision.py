@@ -90,9 +90,9 @@ def test_scaled_parts_are_the_number(shape, device):
     matrix *= 2.0 ** torch.randint(-60, 1, (rows, columns), generator=generator)
     matrix[rows // 2] = 0.0
     for number, exact in ((2, matrix.to(device)), (1, matrix.bfloat16().to(device))):
-        split, factors = parts.split(exact, number)
+        split, factors = parts.split_fp32(exact, number)
         low, high = split.double().view(rows, number, -1)[:, [0, -1]].unbind(1)
-        low = low / parts.LOW_PART.value if number == 2 else torch.zeros_like(low)
+        low = low / parts.LO_SCALE.value if number == 2 else torch.zeros_like(low)
         error = (high + low)[:, :columns] * factors.double()[:rows, None] - exact.double()
         largest = exact.abs().amax(1, keepdim=True).double()
         allowed = 2.0**-50 * largest if number == 2 else 2.0**-39 * largest
@@ -104,7 +104,7 @@ def test_scaled_parts_are_the_number(shape, device):
 
 def test_an_infinity_is_its_first_part(device):
     parts = pytest.importorskip("megatron_lce.backends.triton.parts")
-    split, factors = parts.split(torch.tensor([[3.0, torch.inf, -torch.inf, torch.nan]], device=device), 2)
+    split, factors = parts.split_fp32(torch.tensor([[3.0, torch.inf, -torch.inf, torch.nan]], device=device), 2)
     low, high = split[0, :4].float(), split[0, 64:68].float()
     assert high[0] * factors[0] == 3.0
     assert low[:3].tolist() == [0.0, 0.0, 0.0]
@@ -126,8 +126,8 @@ def test_rows_of_every_size_beside_an_fp32_weight(dtype, backend, device):
 def test_products_of_parts_are_those_of_fp32(device, monkeypatch):
     """The arithmetic of a GPU's gradients, here with the CPU's products of the parts."""
     parts = pytest.importorskip("megatron_lce.backends.triton.parts")
-    monkeypatch.setattr(parts.tiles, "speaks_ptx", lambda: True)
-    monkeypatch.setattr(parts, "PIECE", 64)
+    monkeypatch.setattr(parts.tiles, "has_ptx", lambda: True)
+    monkeypatch.setattr(parts, "K_STEP", 64)
     generator = torch.Generator().manual_seed(0)
     a, b = torch.randn(300, 40, generator=generator).to(device).T, torch.randn(300, 24, generator=generator).to(device)
     for left, right in ((a, b), (a, b.bfloat16()), (a.half(), b), (a.bfloat16(), b)):

@@ -64,7 +64,7 @@ def _formulas(heads: Heads) -> dict[str, Any]:
 def _launch(kernel: Any, heads: Heads, products: Tensor, stats: Tensor, **own: Any) -> None:
     _, num_tokens, num_columns = products.shape
     programs = tiles.jsd_programs(num_columns)
-    block_n = tiles.rows_of_program(programs.block_n, num_tokens)
+    block_n = tiles.block_rows(programs.block_n, num_tokens)
     student, teacher = (
         _Head(own, head.scale, head.softcap_scale) for own, head in zip(products, heads[:2], strict=True)
     )
@@ -72,7 +72,7 @@ def _launch(kernel: Any, heads: Heads, products: Tensor, stats: Tensor, **own: A
         kernel,
         (ceil_div(num_tokens, block_n),),
         products,
-        fused=False,  # a logit must have the same bits in every reading
+        fp_fusion=False,  # a logit must have the same bits in every reading
         student_head=student,
         teacher_head=teacher,
         stats_ptr=stats,

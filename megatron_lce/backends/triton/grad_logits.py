@@ -7,16 +7,16 @@ from torch import Tensor
 
 from megatron_lce.backends.triton import tiles
 from megatron_lce.backends.triton.packed import row_terms_at
-from megatron_lce.backends.triton.parts import split
+from megatron_lce.backends.triton.parts import split_fp32
 from megatron_lce.backends.triton.tile_products import (
     SMALLEST_NORMAL,
-    as_descriptor,
-    descriptor,
+    device_descriptor,
     dot_parts,
     dot_tile,
     fast_log2,
     halves,
-    read_columns,
+    host_descriptor,
+    padded_h,
     rounded_to_bf16,
     shared_arguments,
     tanh,
@@ -46,22 +46,22 @@ def grad_logits(
 ) -> None:
     tile = tiles.choose_tiles(hidden.dtype, weight.dtype, hidden.device)
     (num_tokens, num_columns), width = out.shape, hidden.shape[1]
-    hidden, hidden_pow2 = split(hidden, tile.hidden_parts)
-    weight, weight_pow2 = split(weight, tile.weight_parts)
+    hidden, hidden_pow2 = split_fp32(hidden, tile.hidden_parts)
+    weight, weight_pow2 = split_fp32(weight, tile.weight_parts)
     tiles.launch(
         _grad_logits_kernel,
         tiles.tile_grid(num_tokens, num_columns, tile, out.device),
         out,
-        fused=out.dtype != torch.float32,  # in fp32 z - max must be 0 at the largest z
+        fp_fusion=out.dtype != torch.float32,  # in fp32 z - max must be 0 at the largest z
         **shared_arguments(tile, options),
-        hidden_desc=descriptor(hidden, tile.block_n, tile.block_h),
+        hidden_desc=host_descriptor(hidden, tile.block_n, tile.block_h),
         hidden_pow2=hidden_pow2,
-        weight_desc=descriptor(weight, tile.block_v, tile.block_h),
+        weight_desc=host_descriptor(weight, tile.block_v, tile.block_h),
         weight_pow2=weight_pow2,
         label_ptr=rows.labels,
         row_scale_ptr=rows.scale,
         terms_ptr=terms,
-        out_desc=descriptor(out, tile.block_n, tile.block_v // 2),
+        out_desc=host_descriptor(out, tile.block_n, tile.block_v // 2),
         N=num_tokens,
         C=num_columns,
         H=width,
@@ -69,7 +69,7 @@ def grad_logits(
         first_column=first_column,
         ENTROPY=entropy,
         MEAN=terms.shape[0] > NUM_TERMS,
-        PERSISTENT=tiles.takes_descriptors(out.device),
+        PERSISTENT=tiles.has_tma(out.device),
         BLOCK_V=tile.block_v,
         GROUP_N=tiles.GROUP_N,
     )
@@ -90,12 +90,12 @@ def grad_logits_from_cache(
     num_tokens, num_columns = cache.exp.shape
     factor = terms.new_empty(num_tokens) if factored else None
     programs = tiles.exp_programs(num_columns, chunk, factored)
-    block_n = tiles.rows_of_program(programs.block_n, num_tokens)
+    block_n = tiles.block_rows(programs.block_n, num_tokens)
     tiles.launch(
         _grad_from_exp_kernel,
         (programs.per_row * ceil_div(num_tokens, block_n),),
         cache.exp,
-        fused=True,
+        fp_fusion=True,
         exp_ptr=cache.exp,
         reference_ptr=cache.reference,
         label_ptr=rows.labels,
@@ -147,9 +147,9 @@ def _grad_logits_kernel(
     GROUP_N: tl.constexpr,
 ):
     """Write p (p_term - entropy_term log2 p) + 1[label] label_term + mean_term, times a softcap's slope."""
-    hidden_desc = as_descriptor(hidden_desc, N, read_columns(H, HIDDEN_PARTS), BLOCK_N, BLOCK_H)
-    weight_desc = as_descriptor(weight_desc, C, read_columns(H, 2 if HIDDEN_PARTS else 0), BLOCK_V, BLOCK_H)
-    out_desc = as_descriptor(out_desc, N, C, BLOCK_N, BLOCK_V // 2)
+    hidden_desc = device_descriptor(hidden_desc, N, padded_h(H, HIDDEN_PARTS), BLOCK_N, BLOCK_H)
+    weight_desc = device_descriptor(weight_desc, C, padded_h(H, 2 if HIDDEN_PARTS else 0), BLOCK_V, BLOCK_H)
+    out_desc = device_descriptor(out_desc, N, C, BLOCK_N, BLOCK_V // 2)
     num_row_blocks = tl.cdiv(N, BLOCK_N)
     num_column_tiles = tl.cdiv(C, BLOCK_V)
     for tile_id in tl.range(

@@ -17,12 +17,12 @@ def gathered_logits(
 ) -> Tensor:
     num_ids, cap = ids.shape[0], softcap_scale(options)
     found = hidden.new_empty(2, num_ids, dtype=torch.float32)
-    block = tiles.rows_of_program(8, num_ids)
+    block = tiles.block_rows(8, num_ids)
     tiles.launch(
         _gathered_logits_kernel,
         (ceil_div(num_ids, block),),
         hidden,
-        fused=True,
+        fp_fusion=True,
         hidden_ptr=hidden,
         weight_ptr=weight,
         tokens_ptr=tokens,
@@ -62,7 +62,7 @@ def gathered_sums(
         _gathered_sums_kernel,
         (num_sums, ceil_div(num_columns, block)),
         matrix,
-        fused=True,
+        fp_fusion=True,
         matrix_ptr=matrix,
         places_ptr=places,
         factors_ptr=factors,
@@ -85,7 +85,7 @@ def write_columns(matrix: Tensor, columns: Tensor, values: Tensor) -> None:
         _write_columns_kernel,
         (ceil_div(columns.numel(), block),),
         matrix,
-        fused=True,
+        fp_fusion=True,
         matrix_ptr=matrix,
         columns_ptr=columns.contiguous(),
         values_ptr=values.contiguous(),

@@ -27,12 +27,12 @@ def product_stats(products: Tensor, row_scale: Tensor) -> Tensor:
     num_tokens, num_columns = products.shape
     num_chunks, chunks_per_program = ceil_div(num_columns, CHUNK_COLUMNS), 16  # chunks of a program
     stats = products.new_empty(num_chunks, packed_rows(False, False), num_tokens, dtype=torch.float32)
-    block_n = tiles.rows_of_program(4, num_tokens)
+    block_n = tiles.block_rows(4, num_tokens)
     tiles.launch(
         _product_stats_kernel,
         (ceil_div(num_tokens, block_n), ceil_div(num_chunks, chunks_per_program)),
         products,
-        fused=False,
+        fp_fusion=False,
         products_ptr=products,
         row_scale_ptr=row_scale,
         stats_ptr=stats,
@@ -53,12 +53,12 @@ def sum_chunks(
     num_sets, rows_of_set, _ = all_extremes.shape
     extremes = parts.new_empty(num_extremes(telemetry), num_tokens)
     sums = parts.new_empty(num_sums(entropy, telemetry), num_tokens, dtype=torch.int64)
-    block_n = tiles.rows_of_program(8, num_tokens)  # of one warp: many small programs are fastest
+    block_n = tiles.block_rows(8, num_tokens)  # of one warp: many small programs are fastest
     tiles.launch(
         _sum_chunks_kernel,
         (ceil_div(num_tokens, block_n),),
         parts,
-        fused=False,  # the same bits with and without the optional rows
+        fp_fusion=False,  # the same bits with and without the optional rows
         parts_ptr=parts,
         all_extremes_ptr=all_extremes,
         extremes_ptr=extremes,

@@ -14,8 +14,8 @@ from megatron_lce.core.plan import COLUMN_STEP, SLAB_ROW_STEP, ceil_div, cut, ro
 
 # Tensor cores truncate as they add, so sums over this many rows are added up in fp32. Only the product of the largest
 # parts needs it. With 512 it takes 16 % more time; with 2048 the error doubles and exceeds the fp32 error of cuBLAS.
-PIECE = 1024
-LOW_PART = tl.constexpr(2.0**11)  # scales the smaller fp16 part, so that it is a normal number
+K_STEP = 1024
+LO_SCALE = tl.constexpr(2.0**11)  # scales the smaller fp16 part, so that it is a normal number
 
 
 def product(a: Tensor, b: Tensor, out: Tensor, *, accumulate: bool) -> None:
@@ -23,14 +23,14 @@ def product(a: Tensor, b: Tensor, out: Tensor, *, accumulate: bool) -> None:
 
     The three smallest of the nine products of parts are left out: each is below 2^-24 of the whole.
     """
-    if torch.float32 not in (a.dtype, b.dtype) or not tiles.speaks_ptx():
+    if torch.float32 not in (a.dtype, b.dtype) or not tiles.has_ptx():
         products.product(a, b, out, accumulate=accumulate)
         return
-    rows, columns, length = _bf16_parts(a), _bf16_parts(b), a.shape[1]
-    pairs = [(i, j) for i in range(len(rows)) for j in range(len(columns)) if i + j < 3]
+    a_parts, b_parts, length = _bf16_parts(a), _bf16_parts(b), a.shape[1]
+    pairs = [(i, j) for i in range(len(a_parts)) for j in range(len(b_parts)) if i + j < 3]
     for i, j in sorted(pairs, key=sum, reverse=True):  # small ones first
-        for piece in cut(length, length if i + j else PIECE):
-            products.product(rows[i][:, piece], columns[j][piece], out, accumulate=accumulate)
+        for piece in cut(length, length if i + j else K_STEP):
+            products.product(a_parts[i][:, piece], b_parts[j][piece], out, accumulate=accumulate)
             accumulate = True
 
 
@@ -40,18 +40,18 @@ def _bf16_parts(matrix: Tensor) -> list[Tensor]:
         return [matrix]
     if matrix.stride(1) != 1:
         return [part.T for part in _bf16_parts(matrix.T)]
-    parts, _ = split(matrix, 3, torch.bfloat16)
+    parts, _ = split_fp32(matrix, 3, torch.bfloat16)
     return [part[:, : matrix.shape[1]] for part in reversed(parts.chunk(3, 1))]
 
 
-def split(matrix: Tensor, number: int, dtype: torch.dtype = torch.float16) -> tuple[Tensor, Tensor | None]:
+def split_fp32(matrix: Tensor, number: int, dtype: torch.dtype = torch.float16) -> tuple[Tensor, Tensor | None]:
     """Return a matrix [M, K] in parts, [M, number * width], the smallest first, and the power of two of each row.
 
     The width is a multiple of `SLAB_ROW_STEP`, padded with zeros. With `number` 0 the matrix itself is returned.
 
     3 bf16 parts  their sum is the fp32 number; no powers
     2 fp16 parts  their sum times the power is x to 2^-23 |x|, or to 2^-50 of the largest in the row; the smaller part
-                  is stored `LOW_PART` times as large
+                  is stored `LO_SCALE` times as large
     1 fp16 part   all of a 16-bit x, or what is above 2^-39 of the largest in the row
 
     The powers, [M] fp32, go on to the end of a tile.
@@ -63,12 +63,12 @@ def split(matrix: Tensor, number: int, dtype: torch.dtype = torch.float16) -> tu
     if dtype == torch.float16:
         written = round_up(num_rows, COLUMN_STEP)
         powers = matrix.new_empty(written, dtype=torch.float32)
-    block_m = tiles.rows_of_program(1, written)
+    block_m = tiles.block_rows(1, written)
     tiles.launch(
         _split_kernel,
         (ceil_div(written, block_m),),
         matrix,
-        fused=True,
+        fp_fusion=True,
         matrix_ptr=matrix,
         parts_ptr=parts,
         powers_ptr=powers,
@@ -124,4 +124,4 @@ def _split_kernel(
             tl.store(parts + place * width, part, mask)
             rest = tl.where(part.to(tl.float32) == rest, 0.0, rest - part.to(tl.float32))  # an infinity leaves no rest
             if powers_ptr is not None:
-                rest *= LOW_PART
+                rest *= LO_SCALE

@@ -11,12 +11,12 @@ from megatron_lce.core.plan import ceil_div
 def scale(matrix: Tensor, factor: Tensor, out: Tensor, *, accumulate: bool) -> None:
     """One launch: torch would round the factor to 16 bits first, and reads at a fifth of the memory bandwidth."""
     in_place = out.data_ptr() == matrix.data_ptr() and not accumulate
-    block_m = tiles.rows_of_program(1, matrix.shape[0])
+    block_m = tiles.block_rows(1, matrix.shape[0])
     tiles.launch(
         _scale_kernel,
         (ceil_div(matrix.shape[0], block_m),),
         matrix,
-        fused=True,
+        fp_fusion=True,
         matrix_ptr=matrix,
         factor_ptr=factor,
         out_ptr=out,

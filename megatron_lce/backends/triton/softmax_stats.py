@@ -7,15 +7,15 @@ from torch import Tensor
 
 from megatron_lce.backends.triton import tiles
 from megatron_lce.backends.triton.packed import extremes_at, sums_at
-from megatron_lce.backends.triton.parts import split
+from megatron_lce.backends.triton.parts import split_fp32
 from megatron_lce.backends.triton.tile_products import (
-    as_descriptor,
-    descriptor,
+    device_descriptor,
     dot_parts,
     dot_rows,
     dot_tile,
     halves,
-    read_columns,
+    host_descriptor,
+    padded_h,
     rounded_to_bf16,
     shared_arguments,
     tanh,
@@ -50,26 +50,26 @@ def softmax_stats(
     stats = hidden.new_empty(ceil_div(num_columns, tile.chunk), num_rows, num_tokens, dtype=torch.float32)
     if num_columns == 0:
         return stats
-    hidden, hidden_pow2 = split(hidden, tile.hidden_parts)
+    hidden, hidden_pow2 = split_fp32(hidden, tile.hidden_parts)
     takes_logarithm = options.entropy or options.softcap is not None
 
     def launch_stats(columns: slice, cache: LogitsCache | None) -> None:
         """Fill the statistics of some columns, and their cache. On return the parts of these columns are freed."""
-        slab, weight_pow2 = split(weight[columns], tile.weight_parts)
+        slab, weight_pow2 = split_fp32(weight[columns], tile.weight_parts)
         exp, reference = (None, None) if cache is None else cache
         tiles.launch(
             _softmax_stats_kernel,
             tiles.tile_grid(num_tokens, slab.shape[0], tile, hidden.device),
             hidden,
-            fused=False,  # logprobs must have the same bits for all constexprs
+            fp_fusion=False,  # logprobs must have the same bits for all constexprs
             **shared_arguments(tile, options),
-            hidden_desc=descriptor(hidden, tile.block_n, tile.block_h),
+            hidden_desc=host_descriptor(hidden, tile.block_n, tile.block_h),
             hidden_pow2=hidden_pow2,
-            weight_desc=descriptor(slab, tile.block_v, tile.block_h),
+            weight_desc=host_descriptor(slab, tile.block_v, tile.block_h),
             weight_pow2=weight_pow2,
             row_scale_ptr=rows.scale,
             stats_ptr=stats[columns.start // tile.chunk :],
-            exp_desc=None if exp is None else descriptor(exp, tile.block_n, tile.block_v // 2),
+            exp_desc=None if exp is None else host_descriptor(exp, tile.block_n, tile.block_v // 2),
             reference_ptr=reference,
             N=num_tokens,
             V=slab.shape[0],
@@ -83,7 +83,7 @@ def softmax_stats(
             if weight.dtype == torch.bfloat16 and not takes_logarithm
             else 0.0,
             CHUNK=tile.chunk,
-            PERSISTENT=tiles.takes_descriptors(hidden.device),
+            PERSISTENT=tiles.has_tma(hidden.device),
             BLOCK_V=tile.block_v,
             GROUP_N=tiles.stats_group_n(width),
         )
@@ -115,16 +115,16 @@ def _label_logits(
     """Write label logits to `out` [N]."""
     label_rows, label_pow2 = None, None
     if tile.weight_parts:
-        label_rows, label_pow2 = split(weight.index_select(0, rows.labels.clamp(min=0)), tile.weight_parts)
+        label_rows, label_pow2 = split_fp32(weight.index_select(0, rows.labels.clamp(min=0)), tile.weight_parts)
     block = min(tile.block_n, tile.block_v)  # its tile is square, and no larger than the others
     tiles.launch(
         _label_logits_kernel,
         (ceil_div(out.shape[0], block),),
         hidden,
-        fused=False,
-        hidden_desc=descriptor(hidden, block, tile.block_h),
+        fp_fusion=False,
+        hidden_desc=host_descriptor(hidden, block, tile.block_h),
         hidden_pow2=hidden_pow2,
-        weight=weight if label_rows is None else descriptor(label_rows, block, tile.block_h),
+        weight=weight if label_rows is None else host_descriptor(label_rows, block, tile.block_h),
         weight_pow2=label_pow2,
         label_ptr=rows.labels,
         row_scale_ptr=rows.scale,
@@ -160,14 +160,14 @@ def _label_logits_kernel(
     They have the same bits as in the statistics, so that none exceeds the largest logit. Looking for the label in the
     tiles of the statistics would take 1 to 5 % of the forward.
     """
-    hidden_desc = as_descriptor(hidden_desc, N, read_columns(H, HIDDEN_PARTS), BLOCK_N, BLOCK_H)
+    hidden_desc = device_descriptor(hidden_desc, N, padded_h(H, HIDDEN_PARTS), BLOCK_N, BLOCK_H)
     row_start = tl.program_id(0) * BLOCK_N
     offs_n = row_start + tl.arange(0, BLOCK_N)
     row_mask = offs_n < N
     label = tl.load(label_ptr + offs_n, mask=row_mask, other=-1)
     row_scale = tl.load(row_scale_ptr + offs_n, mask=row_mask, other=0.0)
     if HIDDEN_PARTS:
-        label_rows = as_descriptor(weight, N, read_columns(H, 2), BLOCK_N, BLOCK_H)
+        label_rows = device_descriptor(weight, N, padded_h(H, 2), BLOCK_N, BLOCK_H)
         logits = dot_parts(
             hidden_desc, hidden_pow2, label_rows, weight_pow2, row_start, row_start, H,
             BLOCK_N, BLOCK_N, BLOCK_H, HIDDEN_PARTS,
@@ -219,10 +219,10 @@ def _softmax_stats_kernel(
     EXTREMES: tl.constexpr = 2 + 2 * TELEMETRY  # `num_extremes`
     K: tl.constexpr = EXTREMES + 1 + ENTROPY + 3 * TELEMETRY  # `packed_rows`
     CHUNKS: tl.constexpr = BLOCK_V // CHUNK
-    hidden_desc = as_descriptor(hidden_desc, N, read_columns(H, HIDDEN_PARTS), BLOCK_N, BLOCK_H)
-    weight_desc = as_descriptor(weight_desc, V, read_columns(H, 2 if HIDDEN_PARTS else 0), BLOCK_V, BLOCK_H)
+    hidden_desc = device_descriptor(hidden_desc, N, padded_h(H, HIDDEN_PARTS), BLOCK_N, BLOCK_H)
+    weight_desc = device_descriptor(weight_desc, V, padded_h(H, 2 if HIDDEN_PARTS else 0), BLOCK_V, BLOCK_H)
     if exp_desc is not None:
-        exp_desc = as_descriptor(exp_desc, N, V, BLOCK_N, BLOCK_V // 2)
+        exp_desc = device_descriptor(exp_desc, N, V, BLOCK_N, BLOCK_V // 2)
     num_row_blocks = tl.cdiv(N, BLOCK_N)
     num_column_tiles = tl.cdiv(V, BLOCK_V)
     for tile_id in tl.range(

@@ -8,14 +8,14 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_lce.backends.triton import tiles
-from megatron_lce.backends.triton.parts import LOW_PART
+from megatron_lce.backends.triton.parts import LO_SCALE
 from megatron_lce.core.options import Options
 from megatron_lce.core.plan import SLAB_ROW_STEP
 from megatron_lce.core.rows import softcap_scale
 
 INTERPRETED = tl.constexpr(tiles.interpreting())  # fixed at kernel definition, so read once here
-PTX = tl.constexpr(tiles.speaks_ptx())
-SPLIT_SUM = tl.constexpr(384)
+PTX = tl.constexpr(tiles.has_ptx())
+HI_SUM_STEP = tl.constexpr(384)
 ROW_STEP = tl.constexpr(SLAB_ROW_STEP)
 MASKED_LOGIT = tl.constexpr(-1e38)  # finite, so that 0 * (masked - max) is 0 instead of NaN
 SMALLEST_NORMAL = tl.constexpr(1.1754943508222875e-38)
@@ -33,8 +33,8 @@ def tile_position(tile_id, num_row_blocks, num_column_tiles, GROUP_N: tl.constex
 
 
 @triton.jit
-def as_descriptor(matrix, num_rows, num_columns, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
-    """Return the descriptor of a matrix [num_rows, num_columns], made here if `descriptor` made none.
+def device_descriptor(matrix, num_rows, num_columns, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
+    """Return the descriptor of a matrix [num_rows, num_columns], made here if `host_descriptor` made none.
 
     Rows start at multiples of 16 bytes and take a multiple of them. Triton moves 16 bytes at once only if it can tell.
     """
@@ -47,7 +47,7 @@ def as_descriptor(matrix, num_rows, num_columns, BLOCK_ROWS: tl.constexpr, BLOCK
 
 
 @triton.jit
-def read_columns(H, PARTS: tl.constexpr):
+def padded_h(H, PARTS: tl.constexpr):
     """Return the width of a matrix of H columns as the kernels read it: with its parts, if it is split."""
     return PARTS * (tl.cdiv(H, ROW_STEP) * ROW_STEP) if PARTS else H
 
@@ -64,10 +64,10 @@ def dot_tile(
     BLOCK_H: tl.constexpr,
 ):
     """Return a tile of hidden[row:] @ weight[column:].T in fp32; here and below, what is past the end is zero."""
-    products = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
+    acc = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
     for h in range(0, H, BLOCK_H):
-        products = _add_product(hidden_desc.load([row_start, h]), weight_desc.load([col_start, h]), products)
-    return products
+        acc = _add_product(hidden_desc.load([row_start, h]), weight_desc.load([col_start, h]), acc)
+    return acc
 
 
 @triton.jit
@@ -81,14 +81,12 @@ def dot_rows(
     BLOCK_H: tl.constexpr,
 ):
     """Return hidden[row:] times rows of the weight, each anywhere in memory."""
-    products = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
+    acc = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
     for h in range(0, H, BLOCK_H):
         offs_h = h + tl.arange(0, BLOCK_H)
         hidden = hidden_desc.load([row_start, h])
-        products = _add_product(
-            hidden, tl.load(weight_rows + offs_h[None, :], mask=(offs_h < H)[None, :], other=0.0), products
-        )
-    return products
+        acc = _add_product(hidden, tl.load(weight_rows + offs_h[None, :], mask=(offs_h < H)[None, :], other=0.0), acc)
+    return acc
 
 
 @triton.jit
@@ -106,40 +104,40 @@ def dot_parts(
     HIDDEN_PARTS: tl.constexpr,  # of `tiles.Tiles`
 ):
     """Return what `dot_tile` does for matrices in parts."""
-    products = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
+    acc = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
     width = tl.cdiv(H, ROW_STEP) * ROW_STEP
-    # Tensor cores truncate as they add, in proportion to the sum. So the larger parts are summed over SPLIT_SUM of H at
-    # a time, and the smaller parts separately.
-    small = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
-    for start in range(0, width, SPLIT_SUM):
-        partial = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
-        for h in range(start, min(start + SPLIT_SUM, width), BLOCK_H):
+    # Tensor cores truncate as they add, in proportion to the sum. So the larger parts are summed over HI_SUM_STEP of H
+    # at a time, and the smaller parts separately.
+    acc_lo = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
+    for start in range(0, width, HI_SUM_STEP):
+        acc_hi = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
+        for h in range(start, min(start + HI_SUM_STEP, width), BLOCK_H):
             low, high = weight_desc.load([col_start, h]), weight_desc.load([col_start, width + h])
             if HIDDEN_PARTS == 2:
                 hidden_low, hidden = hidden_desc.load([row_start, h]), hidden_desc.load([row_start, width + h])
-                small = _add_product(hidden_low, high, small)
+                acc_lo = _add_product(hidden_low, high, acc_lo)
             else:
                 hidden = hidden_desc.load([row_start, h])
-            small = _add_product(hidden, low, small)
-            partial = _add_product(hidden, high, partial)
-        products += partial
-    # `small` is non-finite only where an input is. `products` already shows it, so drop it here.
-    products += tl.where(tl.abs(small) < float("inf"), small * (1 / LOW_PART), 0.0)
+            acc_lo = _add_product(hidden, low, acc_lo)
+            acc_hi = _add_product(hidden, high, acc_hi)
+        acc += acc_hi
+    # `acc_lo` is non-finite only where an input is. `acc` already shows it, so drop it here.
+    acc += tl.where(tl.abs(acc_lo) < float("inf"), acc_lo * (1 / LO_SCALE), 0.0)
     column_power = tl.load(weight_pow2 + col_start + tl.arange(0, BLOCK_V))
     row_power = tl.load(hidden_pow2 + row_start + tl.arange(0, BLOCK_N))[:, None]
     # Apply the smaller factor first: the larger alone, or their product, can overflow or underflow.
-    products *= tl.minimum(row_power, column_power[None, :])
-    products *= tl.maximum(row_power, column_power[None, :])
-    return products
+    acc *= tl.minimum(row_power, column_power[None, :])
+    acc *= tl.maximum(row_power, column_power[None, :])
+    return acc
 
 
 @triton.jit
-def _add_product(hidden, weight_tile, products):
+def _add_product(hidden, weight_tile, acc):
     """Return products + hidden @ weight_tile.T of 16-bit tiles [BLOCK_N, BLOCK_H] and [BLOCK_V, BLOCK_H]."""
     if INTERPRETED:  # the interpreter computes bf16 products wrongly
         hidden = hidden.to(tl.float32)
         weight_tile = weight_tile.to(tl.float32)
-    return tl.dot(hidden, weight_tile.T, products)
+    return tl.dot(hidden, weight_tile.T, acc)
 
 
 @triton.jit
@@ -174,18 +172,20 @@ def tanh(x):
     """
     x = tl.clamp(x, -8.75, 8.75, propagate_nan=tl.PropagateNan.ALL)
     square = x * x
-    above = tl.fma(square, 1.93590228e-08, 2.93485446e-05)
-    above = tl.fma(square, above, 0.00492882403)
-    above = tl.fma(square, above, 0.187865704)
-    above = x * tl.fma(square, above, 1.40227246)
-    below = tl.fma(square, 1.1161286e-06, 0.000465175021)
-    below = tl.fma(square, below, 0.0363893323)
-    below = tl.fma(square, below, 0.65528965)
-    below = tl.fma(square, below, 1.40227246)
+    numerator = tl.fma(square, 1.93590228e-08, 2.93485446e-05)
+    numerator = tl.fma(square, numerator, 0.00492882403)
+    numerator = tl.fma(square, numerator, 0.187865704)
+    numerator = x * tl.fma(square, numerator, 1.40227246)
+    denominator = tl.fma(square, 1.1161286e-06, 0.000465175021)
+    denominator = tl.fma(square, denominator, 0.0363893323)
+    denominator = tl.fma(square, denominator, 0.65528965)
+    denominator = tl.fma(square, denominator, 1.40227246)
     if PTX:
         reciprocal: tl.constexpr = "rcp.approx.ftz.f32 $0, $1;"
-        return above * tl.inline_asm_elementwise(reciprocal, "=f,f", [below], tl.float32, is_pure=True, pack=1)
-    return above / below
+        return numerator * tl.inline_asm_elementwise(
+            reciprocal, "=f,f", [denominator], tl.float32, is_pure=True, pack=1
+        )
+    return numerator / denominator
 
 
 @triton.jit
@@ -214,12 +214,12 @@ def shared_arguments(tile: tiles.Tiles, options: Options) -> dict[str, Any]:
     }
 
 
-def descriptor(matrix: Tensor, block_rows: int, block_columns: int) -> TensorDescriptor | tuple[Tensor, int]:
-    """Return a descriptor. GPUs without tensor-memory hardware get the matrix and its row stride for `as_descriptor`.
+def host_descriptor(matrix: Tensor, block_rows: int, block_columns: int) -> TensorDescriptor | tuple[Tensor, int]:
+    """Return a descriptor. GPUs without tensor-memory hardware get a matrix and its row stride for `device_descriptor`.
 
     There Triton knows no alignment of descriptors from the host, and would load 2 bytes at a time.
     """
-    if not tiles.takes_descriptors(matrix.device):
+    if not tiles.has_tma(matrix.device):
         assert matrix.stride(1) == 1
         assert matrix.stride(0) * matrix.element_size() % 16 == 0
         return matrix, matrix.stride(0)

@@ -82,7 +82,7 @@ def jsd_programs(num_columns: int) -> RowPrograms:
     return RowPrograms(1, block_v, num_warps=max(1, block_v // 256))
 
 
-def rows_of_program(on_gpu: int, num_rows: int) -> int:
+def block_rows(on_gpu: int, num_rows: int) -> int:
     """Return the rows of a program: up to 128 in the interpreter, which runs Python code for each program."""
     return min(128, triton.next_power_of_2(max(num_rows, 1))) if interpreting() else on_gpu
 
@@ -97,7 +97,7 @@ def costs(hidden: torch.Tensor, weight: torch.Tensor, telemetry: bool) -> Costs:
 def tile_grid(num_tokens: int, num_columns: int, tile: Tiles, device: torch.device) -> tuple[int]:
     """Return a grid over tiles: one program per tile or, if persistent, 8 warps of programs per multiprocessor."""
     num_tiles = ceil_div(num_tokens, tile.block_n) * ceil_div(num_columns, tile.block_v)
-    if not takes_descriptors(device):  # nothing would load the next tile meanwhile
+    if not has_tma(device):  # nothing would load the next tile meanwhile
         return (num_tiles,)
     return (min(num_tiles, 2 if device.type == "cpu" else _multiprocessors(device) * (8 // tile.num_warps)),)
 
@@ -107,14 +107,14 @@ def _multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def launch(kernel: Any, grid: tuple[int, ...], like: torch.Tensor, *, fused: bool, **arguments: Any) -> None:
+def launch(kernel: Any, grid: tuple[int, ...], like: torch.Tensor, *, fp_fusion: bool, **arguments: Any) -> None:
     """Launch a kernel on the device of `like`; for an empty grid do nothing.
 
-    `fused` lets the compiler round a * b + c once. The default differs between versions of Triton.
+    `fp_fusion` lets the compiler round a * b + c once. The default differs between versions of Triton.
     """
     if all(grid):
         with torch.cuda.device_of(like):  # Triton launches on the current device
-            kernel[grid](enable_fp_fusion=fused, **arguments)
+            kernel[grid](enable_fp_fusion=fp_fusion, **arguments)
 
 
 def interpreting() -> bool:
@@ -122,12 +122,12 @@ def interpreting() -> bool:
     return triton.knobs.runtime.interpret
 
 
-def speaks_ptx() -> bool:
+def has_ptx() -> bool:
     """Return whether kernels are compiled for an NVIDIA GPU and may use PTX instructions."""
     return not interpreting() and torch.version.hip is None
 
 
-def takes_descriptors(device: torch.device) -> bool:
+def has_tma(device: torch.device) -> bool:
     """Return whether the GPU, or the interpreter, has tensor-memory descriptors."""
     return device.type == "cpu" or _capability(device) >= (9, 0)
 
