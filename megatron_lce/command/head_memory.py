@@ -183,8 +183,3 @@ def _dry_run(step: HeadStep, losses: Callable[[Call], tuple[Tensor, ...]]) -> Ne
 
 HEADS: dict[str, Callable[[HeadStep], Needs | None]]
 HEADS = {loss: partial(megatron, loss=loss) for loss in MOVED_BY_MEGATRON} | {OURS: ours, KNOWN_LOSS: known_loss}
-
-
-def _over_group(step: HeadStep) -> int:
-    """Output of the reduce-scatter of the hidden-state gradient; also its input if rows were left out."""
-    return step.own_hidden_bytes + step.skip_ignored * step.hidden_bytes if step.gathers else 0
