@@ -19,7 +19,7 @@ from megatron_lce.core.plan import ALIGNED_COLUMNS, ceil_div, round_up
 
 MIB, GIB = 2**20, 2**30
 MEGATRON_PADS_TO = 128  # columns of each rank: its --make-vocab-size-divisible-by
-TERABYTES = 3.35  # TB/s of an H100's memory
+HBM_TB_PER_S = 3.35  # TB/s of an H100's memory
 WORKSPACE_MIB = 512  # the default of `workspace_bytes`, in a module that imports torch
 DTYPES = ("bf16", "fp16", "fp32")
 
@@ -86,7 +86,9 @@ def _add_estimate(command: argparse.ArgumentParser) -> None:
     text = "Share of masked tokens: adds rows that skip them (default: %(default)s)."
     add("--ignored", type=share, default=0.0, help=text)
     add("--tflops", type=size, help="TFLOP/s that the GPU's matmuls reach: adds the time in ms.")
-    add("--bandwidth", type=size, default=TERABYTES, help="TB/s of its memory, for that time (default: %(default)s).")
+    add(
+        "--bandwidth", type=size, default=HBM_TB_PER_S, help="TB/s of its memory, for that time (default: %(default)s)."
+    )
     text = "Memory for the head: adds how many tokens fit in it, to 1 %%."
     add("--head-budget-gib", type=gib, help=text)
     add("--json", action="store_true", help="Print one JSON object instead of a table.")

@@ -12,7 +12,7 @@ from benchmark.publish import result
 from benchmark.shapes import parse_shape
 from megatron_lce.command.dry_run import AllocatingBackend, Counter
 from megatron_lce.command.estimate import estimate_table, largest_tokens, saved_mib, verdict
-from megatron_lce.command.head_memory import FUSED, HEADS, OURS, TE, UNFUSED, HeadStep
+from megatron_lce.command.head_memory import FUSED, HEADS, OURS, TE, UNFUSED, UNLIMITED_CACHE, HeadStep
 from megatron_lce.command.head_memory import KNOWN_LOSS as TOKEN_LOSS
 from tests.live_bytes import peak_live_bytes
 from tests.problems import make_problem
@@ -31,7 +31,7 @@ def measured_steps(records):
         shape = parse_shape(record["shape"])
         step = HeadStep(record.get("tokens", shape.tokens), shape.hidden, shape.vocab, entropy=mode == "rl")
         if provider == "ours-cached":
-            step = replace(step, logits_cache_bytes=step.everything)
+            step = replace(step, logits_cache_bytes=UNLIMITED_CACHE)
         if provider == "ours-token-640":
             step = replace(step, workspace_bytes=640 * MIB)
         yield record, HEADS[WAYS[provider]], step
@@ -44,7 +44,7 @@ def test_heads_measured_on_one_gpu():
     for record, estimate, step in found:
         assert estimate(step).peak_bytes / MIB == pytest.approx(record["peak_mib"], rel=ALLOWED), record
         if record in times:
-            tflops = 3 * 2 * step.logits * step.hidden / (record["time_ms"] / record["over_products"]) / 1e9
+            tflops = 3 * 2 * step.logits * step.hidden_size / (record["time_ms"] / record["over_products"]) / 1e9
             assert estimate(step).time_ms(step, tflops, 4.8) == pytest.approx(record["time_ms"], rel=0.1), record
     assert len(found) > 20
 
@@ -58,7 +58,7 @@ def test_steps_of_a_megatron_gpt_measured_on_one_gpu(tokens):
         "native-fused": (FUSED, plain),
         "te": (TE, plain),
         "ours": (OURS, plain),
-        "ours-cached": (OURS, replace(plain, logits_cache_bytes=plain.everything)),
+        "ours-cached": (OURS, replace(plain, logits_cache_bytes=UNLIMITED_CACHE)),
     }
     records = [x for x in result("steps_h200")["steps"] if x["tokens"] == tokens and x["masked"] == 0]
     measured = {record["variant"]: record["peak_mib"] for record in records}
@@ -84,14 +84,14 @@ class Sink:
 
 def call_of(step, way, device):
     """A real step of these sizes: forward and backward."""
-    problem = make_problem(step.tokens, step.hidden, step.columns, device, step.dtype)
+    problem = make_problem(step.tokens, step.hidden_size, step.columns, device, step.dtype)
     hidden, weight = problem.hidden.requires_grad_(), problem.weight.requires_grad_()
     labels = problem.labels.clone()
     labels[: step.tokens - round(step.tokens * (1 - step.ignored))] = -100
     upstream = [problem.upstream.logprobs, problem.upstream.entropy][: 1 + step.entropy]
     keywords = {"weight_grad_sink": Sink(weight)} if step.main_grad else {}
     keywords |= {"entropy": step.entropy, "workspace_bytes": step.workspace_bytes, "backend": "triton"}
-    keywords |= {"skip_ignored": step.computed if step.skip_ignored else False}
+    keywords |= {"skip_ignored": step.computed_tokens if step.skip_ignored else False}
 
     def call():
         cache = step.logits_cache_bytes
@@ -165,7 +165,7 @@ def test_the_documented_numbers_come_out():
     """Measured on an H200 to 0.1 %."""
     for step, mib in (
         (HeadStep(8192, 4096, 151936), 1580),
-        (HeadStep(16384, 4096, 18992, entropy=False, logits_cache_bytes=HeadStep.everything), 999),
+        (HeadStep(16384, 4096, 18992, entropy=False, logits_cache_bytes=UNLIMITED_CACHE), 999),
         (HeadStep(131072, 4096, 151936), 4268),
     ):
         assert HEADS[OURS](step).peak_bytes / MIB == pytest.approx(mib, abs=1)
@@ -175,7 +175,7 @@ def test_the_documented_numbers_come_out():
 
 def test_the_torch_backend_keeps_no_logits():
     """`explain` says what runs on this machine."""
-    step = replace(SLABS, backend="torch", logits_cache_bytes=HeadStep.everything)
+    step = replace(SLABS, backend="torch", logits_cache_bytes=UNLIMITED_CACHE)
     assert HEADS[OURS](step).matmuls == pytest.approx(4, abs=1e-3)
     assert HEADS[OURS](step).kept_bytes < 64 * step.tokens
     assert [row["head"] for row in estimate_table(step)] == [UNFUSED, FUSED, TE, OURS]
@@ -214,7 +214,7 @@ def test_peak_of_megatrons_own_losses_on_a_gpu(way, device, usual_torch):
     from tests import megatron_world
 
     step = HeadStep(4096, 2048, 65536)
-    problem = make_problem(step.tokens, step.hidden, step.columns, device, torch.bfloat16)
+    problem = make_problem(step.tokens, step.hidden_size, step.columns, device, torch.bfloat16)
     hidden, weight = problem.hidden.requires_grad_(), problem.weight.requires_grad_()
     with megatron_world.world():
         group = torch.distributed.group.WORLD

@@ -8,7 +8,17 @@ from dataclasses import replace
 from math import inf
 from typing import Any
 
-from megatron_lce.command.head_memory import FUSED, HEADS, KNOWN_LOSS, MOVED_BY_MEGATRON, OURS, TE, UNFUSED, HeadStep
+from megatron_lce.command.head_memory import (
+    FUSED,
+    HEADS,
+    KNOWN_LOSS,
+    MOVED_BY_MEGATRON,
+    OURS,
+    TE,
+    UNFUSED,
+    UNLIMITED_CACHE,
+    HeadStep,
+)
 
 MOST_TOKENS = 2**18  # that `largest_tokens` looks for
 LITTLE_MIB = 1024  # a smaller saving matters little in a whole model
@@ -23,10 +33,10 @@ def largest_tokens(head: str, step: HeadStep, memory_bytes: int) -> int:
 
     def peak(blocks: int) -> float:
         try:
-            needs = HEADS[head](replace(step, tokens=128 * blocks))
+            cost = HEADS[head](replace(step, tokens=128 * blocks))
         except ValueError:  # the workspace has no room for so many tokens
             return inf
-        return inf if needs is None else needs.peak_bytes
+        return inf if cost is None else cost.peak_bytes
 
     most, fits, exceeds = MOST_TOKENS // 128, 0, 1
     low, high = 0.0, peak(1)
@@ -57,7 +67,7 @@ def estimate_table(
     `cache_bytes` adds a row with this `logits_cache_bytes`; `speeds` adds `time_ms`, with matmuls at the first, in
     TFLOP/s, and memory at the second, in TB/s; `memory_bytes` adds `most_tokens`, whose peak stays within it.
     """
-    cached, everything = (replace(step, logits_cache_bytes=size) for size in (cache_bytes or 0, step.everything))
+    cached, all_cached = (replace(step, logits_cache_bytes=size) for size in (cache_bytes or 0, UNLIMITED_CACHE))
     skipped, masked = replace(step, skip_ignored=True), f"{step.ignored:.0%} masked and skipped"
     in_16_bits, some_ignored = step.dtype.itemsize == 2, step.ignored > 0
     cases = [
@@ -67,18 +77,18 @@ def estimate_table(
         (True, OURS, OURS, step),
         (True, KNOWN_LOSS, KNOWN_LOSS, step),
         (cache_bytes is not None, f"{OURS}, cache of {cached.logits_cache_bytes / 2**20:,.0f} MiB", OURS, cached),
-        (in_16_bits and step.backend == "triton", f"{OURS}, all logits cached", OURS, everything),
+        (in_16_bits and step.backend == "triton", f"{OURS}, all logits cached", OURS, all_cached),
         (some_ignored, f"{OURS}, {masked}", OURS, skipped),
         (some_ignored, f"{KNOWN_LOSS}, {masked}", KNOWN_LOSS, skipped),
     ]
     rows = []
     for _, title, head, of_head in (case for case in cases if case[0]):
-        if (needs := HEADS[head](of_head)) is None:
+        if (cost := HEADS[head](of_head)) is None:
             continue
-        row: dict[str, Any] = {"head": title, "matmuls": round(float(needs.matmuls), 2)}
+        row: dict[str, Any] = {"head": title, "matmuls": round(float(cost.matmuls), 2)}
         if speeds is not None:
-            row["time_ms"] = round(needs.time_ms(step, *speeds), 1)
-        row |= {"kept_mib": round(needs.kept_bytes / 2**20), "peak_mib": round(needs.peak_bytes / 2**20)}
+            row["time_ms"] = round(cost.time_ms(step, *speeds), 1)
+        row |= {"kept_mib": round(cost.kept_bytes / 2**20), "peak_mib": round(cost.peak_bytes / 2**20)}
         if memory_bytes is not None:
             row["most_tokens"] = largest_tokens(head, of_head, memory_bytes)
         rows.append(row)

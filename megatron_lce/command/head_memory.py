@@ -7,7 +7,7 @@ Megatron's `main_grad`. `tests/test_estimate.py` compares them with measured pea
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from megatron_lce.core.plan import ceil_div
 from megatron_lce.core.token_loss import known_losses
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+UNLIMITED_CACHE = 2**62  # `logits_cache_bytes` that keeps the logits of any step
 UNFUSED, FUSED = "Megatron", "Megatron, fused cross-entropy"
 TE = "Megatron, TransformerEngine's cross-entropy"
 OURS, KNOWN_LOSS = "megatron-lce", "megatron-lce, known_loss=True"
@@ -37,7 +38,7 @@ class HeadStep:
     """Forward and backward of one microbatch's head on one rank. The callers check the sizes."""
 
     tokens: int  # N, of the whole sequence: under sequence parallel each rank holds tokens / tp of hidden
-    hidden: int  # H, a multiple of `ALIGNED_COLUMNS`
+    hidden_size: int  # H, a multiple of `ALIGNED_COLUMNS`
     columns: int  # this rank's rows of the weight, V / tp
     tp: int = 1
     sequence_parallel: bool = False
@@ -49,12 +50,11 @@ class HeadStep:
     workspace_bytes: int = WORKSPACE_BYTES
     logits_cache_bytes: int = 0
     backend: Literal["triton", "torch"] = "triton"  # on a Hopper GPU; peaks of torch are those on a GPU, too
-    everything: ClassVar[int] = 2**62  # `logits_cache_bytes` that keeps the logits of any step
 
     def __str__(self) -> str:
         parallel = f"one rank of TP={self.tp}{' with sequence parallel' if self.gathers else ''}, "
         dtype = next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
-        return f"{parallel * (self.tp > 1)}{self.tokens} tokens x {self.hidden} x {self.columns}, {dtype}"
+        return f"{parallel * (self.tp > 1)}{self.tokens} tokens x {self.hidden_size} x {self.columns}, {dtype}"
 
     @property
     def logits(self) -> int:
@@ -62,11 +62,11 @@ class HeadStep:
 
     @property
     def hidden_bytes(self) -> int:
-        return self.tokens * self.hidden * self.dtype.itemsize
+        return self.tokens * self.hidden_size * self.dtype.itemsize
 
     @property
     def weight_bytes(self) -> int:
-        return self.columns * self.hidden * self.dtype.itemsize
+        return self.columns * self.hidden_size * self.dtype.itemsize
 
     @property
     def gathers(self) -> bool:
@@ -78,18 +78,18 @@ class HeadStep:
         return self.hidden_bytes // self.tp if self.gathers else self.hidden_bytes
 
     @property
-    def computed(self) -> int:
+    def computed_tokens(self) -> int:
         return max(1, round(self.tokens * (1 - self.ignored))) if self.skip_ignored else self.tokens
 
     @property
     def plan(self) -> Plan:
         """How `linear_cross_entropy` cuts the step."""
         call = _call(self, Counter())
-        sizes = call.size, self.computed, self.columns, self.workspace_bytes
+        sizes = call.size, self.computed_tokens, self.columns, self.workspace_bytes
         return plan_cross_entropy(*sizes, logits_cache_bytes=self.logits_cache_bytes)
 
 
-class Needs(NamedTuple):
+class HeadCost(NamedTuple):
     """Cost of one step."""
 
     matmuls: float  # of tokens x hidden x columns each; 3 is the minimum
@@ -99,10 +99,10 @@ class Needs(NamedTuple):
 
     def time_ms(self, step: HeadStep, tflops: float, terabytes: float) -> float:
         """Return the time of the matmuls, at TFLOP/s, plus the time of the passes over logits, at TB/s."""
-        return self.matmuls * 2 * step.logits * step.hidden / (tflops * 1e9) + self.moved_bytes / (terabytes * 1e9)
+        return self.matmuls * 2 * step.logits * step.hidden_size / (tflops * 1e9) + self.moved_bytes / (terabytes * 1e9)
 
 
-def megatron(step: HeadStep, loss: str = UNFUSED) -> Needs:
+def megatron(step: HeadStep, loss: str = UNFUSED) -> HeadCost:
     """Megatron's vocab-parallel cross-entropy: logits, and fp32 logits that become the softmax in place.
 
     `FUSED` (`cross_entropy_loss_fusion`) holds the fp32 logits and their exponentials at once. `TE`, of version 2.20,
@@ -115,10 +115,10 @@ def megatron(step: HeadStep, loss: str = UNFUSED) -> Needs:
         logits + (1 + step.gathers) * step.hidden_bytes + step.gathers * step.own_hidden_bytes + step.weight_bytes
     )
     kept = logits if loss == TE else softmax
-    return Needs(3, MOVED_BY_MEGATRON[loss] * step.logits, kept, max(in_loss, backward))
+    return HeadCost(3, MOVED_BY_MEGATRON[loss] * step.logits, kept, max(in_loss, backward))
 
 
-def ours(step: HeadStep) -> Needs:
+def default_cost(step: HeadStep) -> HeadCost:
     """`linear_cross_entropy`."""
 
     def losses(call: Call) -> tuple[Tensor, ...]:
@@ -128,7 +128,7 @@ def ours(step: HeadStep) -> Needs:
     return _dry_run(step, losses)
 
 
-def known_loss(step: HeadStep) -> Needs | None:
+def known_loss(step: HeadStep) -> HeadCost | None:
     """`known_loss` of the flag and `linear_token_loss`: gradients are computed in forward, and scaled in backward.
 
     None: it would compute logits twice, because inputs are fp32, the workspace holds too few tokens, or the backend
@@ -138,8 +138,8 @@ def known_loss(step: HeadStep) -> Needs | None:
     def losses(call: Call) -> tuple[Tensor]:
         return (known_losses("known_loss", call, lambda outputs: -outputs.logprobs, Promise(0))[0],)
 
-    needs = _dry_run(step, losses)
-    return needs if needs.matmuls * step.tokens < 3.5 * step.computed else None
+    cost = _dry_run(step, losses)
+    return cost if cost.matmuls * step.tokens < 3.5 * step.computed_tokens else None
 
 
 def _call(step: HeadStep, counter: Counter) -> Call:
@@ -147,7 +147,7 @@ def _call(step: HeadStep, counter: Counter) -> Call:
     shards = step.tp if step.gathers else 1
     backend: Any = AllocatingBackend(counter) if step.backend == "triton" else torch_backend
     hidden, weight = (
-        torch.empty(rows, step.hidden, dtype=step.dtype, device="meta", requires_grad=True)
+        torch.empty(rows, step.hidden_size, dtype=step.dtype, device="meta", requires_grad=True)
         for rows in (ceil_div(step.tokens, shards), step.columns)
     )
     labels = torch.empty(hidden.shape[0] * shards, dtype=torch.int64, device="meta")
@@ -155,7 +155,7 @@ def _call(step: HeadStep, counter: Counter) -> Call:
         tp_group=SizedGroup(step.tp) if step.tp > 1 else None,
         sequence_parallel=step.gathers,
         entropy=step.entropy,
-        skip_ignored=step.computed if step.skip_ignored else False,
+        skip_ignored=step.computed_tokens if step.skip_ignored else False,
         logits_cache_bytes=step.logits_cache_bytes,
         workspace_bytes=step.workspace_bytes,
         weight_grad_sink=MetaSink(weight) if step.main_grad else None,
@@ -166,7 +166,7 @@ def _call(step: HeadStep, counter: Counter) -> Call:
 
 @torch.inference_mode(False)
 @torch.enable_grad()
-def _dry_run(step: HeadStep, losses: Callable[[Call], tuple[Tensor, ...]]) -> Needs:
+def _dry_run(step: HeadStep, losses: Callable[[Call], tuple[Tensor, ...]]) -> HeadCost:
     """Run forward and backward of the losses on meta tensors."""
     counter = Counter()
     call = _call(step, counter)
@@ -176,10 +176,13 @@ def _dry_run(step: HeadStep, losses: Callable[[Call], tuple[Tensor, ...]]) -> Ne
         upstream = [torch.empty_like(output) for output in outputs]
         gradients = torch.autograd.grad(outputs, (call.hidden, call.weight), upstream)
     del gradients
-    matmuls = counter.multiplications / (step.logits * step.hidden)
+    matmuls = counter.multiplications / (step.logits * step.hidden_size)
     moved_bytes = MOVED_RECOMPUTED * counter.recomputed_logits + MOVED_KEPT * counter.cached_logits
-    return Needs(matmuls, moved_bytes, kept_bytes, counter.peak_bytes)
+    return HeadCost(matmuls, moved_bytes, kept_bytes, counter.peak_bytes)
 
 
-HEADS: dict[str, Callable[[HeadStep], Needs | None]]
-HEADS = {loss: partial(megatron, loss=loss) for loss in MOVED_BY_MEGATRON} | {OURS: ours, KNOWN_LOSS: known_loss}
+HEADS: dict[str, Callable[[HeadStep], HeadCost | None]]
+HEADS = {loss: partial(megatron, loss=loss) for loss in MOVED_BY_MEGATRON} | {
+    OURS: default_cost,
+    KNOWN_LOSS: known_loss,
+}
