@@ -259,6 +259,10 @@ def test_estimate_recommends_what_the_options_page_says(tokens_over_h, better, h
     assert better in verdict(estimate_table(step)).partition("Recommended: ")[2]
 
 
+def test_the_citation_has_the_version():
+    assert f"\nversion: {megatron_lce.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
 def test_an_index_shows_the_readme_without_pictures_and_paths():
     text = re.sub(r"^!\[[^]]*\]\(.*\)\n", "", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
     assert "](benchmark" not in text  # every picture stands in a line of its own, where setup.py takes it out
