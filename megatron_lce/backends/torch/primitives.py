@@ -133,9 +133,9 @@ def grad_logits(
     else:
         grad.mul_(each.p_term)
     labels = rows.labels - first_column
-    in_slab = (labels >= 0) & (labels < weight.shape[0])
-    column = torch.where(in_slab, labels, 0).long()[:, None]
-    grad.scatter_(1, column, grad.gather(1, column) + torch.where(in_slab[:, None], each.label_term, 0.0))
+    has_label = (labels >= 0) & (labels < weight.shape[0])
+    column = torch.where(has_label, labels, 0).long()[:, None]
+    grad.scatter_(1, column, grad.gather(1, column) + torch.where(has_label[:, None], each.label_term, 0.0))
     if each.mean_term is not None:
         grad.add_(each.mean_term)
     if tanh_squared is not None:
@@ -168,8 +168,8 @@ def upcast_row_bytes(matrix: Tensor, weight: torch.dtype) -> int:
 
 def chunk_stats(logits: Tensor, labels: Tensor, first_id: int, entropy: bool, telemetry: bool) -> Tensor:
     """Return statistics [K, N] of one chunk of base-2 logits [N, C], whose first column has this id."""
-    in_chunk = (labels >= 0) & (labels < logits.shape[1])
-    label_logit = logits.gather(1, torch.where(in_chunk, labels, 0).long()[:, None])[:, 0]
+    has_label = (labels >= 0) & (labels < logits.shape[1])
+    label_logit = logits.gather(1, torch.where(has_label, labels, 0).long()[:, None])[:, 0]
     max_logit, argmax = logits.max(dim=1)
     max_logit.clamp_(min=LOWEST_LOGIT)  # a chunk may be -inf throughout
     logit_sums = [logits.sum(dim=1), logits.square().sum(dim=1)] if telemetry else []
@@ -177,7 +177,7 @@ def chunk_stats(logits: Tensor, labels: Tensor, first_id: int, entropy: bool, te
     exp = shifted.exp2()
     sum_exp = exp.sum(dim=1)
     max_logit = torch.where(sum_exp.isnan(), sum_exp, max_logit)
-    stats = [max_logit, torch.where(in_chunk, label_logit, -torch.inf)]
+    stats = [max_logit, torch.where(has_label, label_logit, -torch.inf)]
     if telemetry:
         stats += [logits.amin(dim=1), (argmax + first_id).int().view(torch.float32)]
     sum_exp_squared = [exp.square().sum(dim=1)] if telemetry else []

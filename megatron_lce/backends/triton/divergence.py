@@ -50,8 +50,8 @@ def gradient_of_products(heads: Heads, products: Tensor, stats: Tensor, gradient
     assert gradient.stride() == products.stride()[1:]
     terms = heads.terms
     assert terms is not None
-    of_rows = {"terms_ptr": terms, "terms_stride": terms.stride(0), "out_ptr": gradient}
-    _launch(_gradient_kernel, heads, products, stats, **of_rows, **_formulas(heads))
+    per_row = {"terms_ptr": terms, "terms_stride": terms.stride(0), "out_ptr": gradient}
+    _launch(_gradient_kernel, heads, products, stats, **per_row, **_formulas(heads))
 
 
 def _formulas(heads: Heads) -> dict[str, Any]:
@@ -61,12 +61,12 @@ def _formulas(heads: Heads) -> dict[str, Any]:
     return weights | {kind.upper(): kind in heads.kinds for kind in KINDS} | {"STUDENT_IS_HEAVIER": beta <= 0.5}
 
 
-def _launch(kernel: Any, heads: Heads, products: Tensor, stats: Tensor, **own: Any) -> None:
+def _launch(kernel: Any, heads: Heads, products: Tensor, stats: Tensor, **extra: Any) -> None:
     _, num_tokens, num_columns = products.shape
     programs = tiles.jsd_programs(num_columns)
     block_n = tiles.block_rows(programs.block_n, num_tokens)
     student, teacher = (
-        _Head(own, head.scale, head.softcap_scale) for own, head in zip(products, heads[:2], strict=True)
+        _Head(raw, head.scale, head.softcap_scale) for raw, head in zip(products, heads[:2], strict=True)
     )
     tiles.launch(
         kernel,
@@ -83,7 +83,7 @@ def _launch(kernel: Any, heads: Heads, products: Tensor, stats: Tensor, **own: A
         BLOCK_N=block_n,
         BLOCK_V=programs.block_v,
         num_warps=programs.num_warps,
-        **own,
+        **extra,
     )
 
 
@@ -292,10 +292,10 @@ def _col_offsets(first, col_start, V, row_stride, BLOCK_V: tl.constexpr):
 @triton.jit
 def _logits(head, scale, offs, load_mask, col_mask):
     """Return base-2 logits, masked past V, and the products or, under a softcap, their tanh."""
-    products = tl.load(head.products + offs, load_mask, other=0.0)
+    raw_logits = tl.load(head.products + offs, load_mask, other=0.0)
     if head.softcap_scale is not None:
-        products = tanh(products * head.softcap_scale)
-    return tl.where(col_mask, products * scale, MASKED_LOGIT), products
+        raw_logits = tanh(raw_logits * head.softcap_scale)
+    return tl.where(col_mask, raw_logits * scale, MASKED_LOGIT), raw_logits
 
 
 @triton.jit

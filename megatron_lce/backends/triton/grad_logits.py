@@ -160,16 +160,16 @@ def _grad_logits_kernel(
         col_start = column_tile * BLOCK_V
         offs_n = row_start + tl.arange(0, BLOCK_N)
         if HIDDEN_PARTS:
-            products = dot_parts(
+            raw_logits = dot_parts(
                 hidden_desc, hidden_pow2, weight_desc, weight_pow2, row_start, col_start, H,
                 BLOCK_N, BLOCK_V, BLOCK_H, HIDDEN_PARTS,
             )  # fmt: skip
         else:
-            products = dot_tile(hidden_desc, weight_desc, row_start, col_start, H, BLOCK_N, BLOCK_V, BLOCK_H)
+            raw_logits = dot_tile(hidden_desc, weight_desc, row_start, col_start, H, BLOCK_N, BLOCK_V, BLOCK_H)
         if ROUND:
-            products = rounded_to_bf16(products)
+            raw_logits = rounded_to_bf16(raw_logits)
         # One half at a time, and row values loaded for each: more values at once spill registers.
-        left, right = halves(products)
+        left, right = halves(raw_logits)
         for half in tl.static_range(2):
             acc_half, first = left if half == 0 else right, col_start + half * (BLOCK_V // 2)
             first_id, mask = first_column + first, offs_n < N

@@ -33,12 +33,12 @@ def product_stats(products: Tensor, row_scale: Tensor) -> Tensor:
         (ceil_div(num_tokens, block_n), ceil_div(num_chunks, chunks_per_program)),
         products,
         fp_fusion=False,
-        products_ptr=products,
+        raw_logits_ptr=products,
         row_scale_ptr=row_scale,
         stats_ptr=stats,
         N=num_tokens,
         C=num_columns,
-        products_stride=products.stride(0),
+        raw_logits_stride=products.stride(0),
         BLOCK_N=block_n,
         CHUNKS=chunks_per_program,
         CHUNK=CHUNK_COLUMNS,
@@ -80,12 +80,12 @@ def sum_chunks(
 
 @triton.jit(do_not_specialize=["N"])
 def _product_stats_kernel(
-    products_ptr,  # [N, C] fp32, rows products_stride apart
+    raw_logits_ptr,  # [N, C] fp32, rows raw_logits_stride apart
     row_scale_ptr,  # [N] fp32
     stats_ptr,  # [chunks, 3, N] fp32 out
     N,
     C,
-    products_stride,
+    raw_logits_stride,
     BLOCK_N: tl.constexpr,
     CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -96,8 +96,8 @@ def _product_stats_kernel(
     offs_v = tl.program_id(1) * (CHUNKS * CHUNK) + tl.arange(0, CHUNKS * CHUNK)
     mask = (offs_n < N)[:, None] & (offs_v < C)[None, :]
     scale = tl.load(row_scale_ptr + offs_n, mask=offs_n < N, other=0.0)
-    products = tl.load(products_ptr + offs_n[:, None] * products_stride + offs_v[None, :], mask=mask, other=0.0)
-    logits = tl.where(mask, products * scale[:, None], float("-inf"))
+    raw_logits = tl.load(raw_logits_ptr + offs_n[:, None] * raw_logits_stride + offs_v[None, :], mask=mask, other=0.0)
+    logits = tl.where(mask, raw_logits * scale[:, None], float("-inf"))
     logits = tl.reshape(logits, (BLOCK_N, CHUNKS, CHUNK))
     max_logit = tl.maximum(tl.max(logits, 2), _LOWEST_LOGIT)
     sum_exp = tl.sum(tl.exp2(logits - max_logit[:, :, None]), 2)

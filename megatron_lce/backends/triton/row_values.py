@@ -31,7 +31,9 @@ _SCALE_OF_IGNORED_ROW = tl.constexpr(SCALE_OF_IGNORED_ROW)
 
 def prepare_rows(labels: Tensor, temperature: Tensor | float, options: Options, shard: Shard) -> Rows:
     rows = Rows(*(torch.empty_like(labels, dtype=dtype) for dtype in (torch.int32, torch.float32, torch.float32)))
-    of_rows, of_all = (temperature.contiguous(), 1.0) if isinstance(temperature, Tensor) else (None, temperature)
+    temperatures, temperature_scalar = (
+        (temperature.contiguous(), 1.0) if isinstance(temperature, Tensor) else (None, temperature)
+    )
     num_tokens = labels.shape[0]
     tiles.launch(
         _prepare_rows_kernel,
@@ -39,10 +41,10 @@ def prepare_rows(labels: Tensor, temperature: Tensor | float, options: Options, 
         labels,
         fp_fusion=True,
         label_ptr=labels.contiguous(),
-        temperature_ptr=of_rows,
+        temperature_ptr=temperatures,
         out=rows,
         N=num_tokens,
-        temperature=of_all,
+        temperature=temperature_scalar,
         logits_factor=logits_factor(options),
         ignore_index=options.ignore_index,
         vocab_start=shard.start,
