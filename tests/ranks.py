@@ -17,6 +17,8 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from unittest import mock
 
+import torch
+import torch._dynamo
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -79,6 +81,8 @@ def _run(command: list[str], environment: dict[str, str], output: str) -> None:
     for stream in (1, 2):
         os.dup2(descriptor, stream)
     os.environ.update(environment)
+    del os.environ["TORCHDYNAMO_DISABLE"]  # what the program itself compiles is compiled
+    torch._dynamo.config.disable = False
     os.chdir(ROOT)
     sys.argv = command
     if command[0].endswith(".py"):
