@@ -45,11 +45,9 @@ class Plugin:
     def uninstall(self) -> None:
         """Restores the framework's functions. If something else has replaced ours: RuntimeError, and no change."""
         with self.lock:
-            for function, (_, ours) in self.replaced.items():
-                if (now := function.loaded()) is not ours:
-                    raise RuntimeError(
-                        f"{origin(now)} has replaced {function.name} after megatron_lce: undo that first"
-                    )
+            for x, (_, ours) in self.replaced.items():
+                if (now := x.loaded()) is not ours:
+                    raise RuntimeError(f"{origin(now)} has replaced {x.name} after megatron_lce: undo that first")
             for function, (own, ours) in self.replaced.items():
                 put(function, ours, own)
             self.replaced.clear()
@@ -62,8 +60,8 @@ class Plugin:
         finders: list[Any] = [*sys.meta_path]
         if name not in self.modules or self not in finders:
             return None
-        others = finders[finders.index(self) + 1 :]
-        spec: Any = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
+        specs = (finder.find_spec(name, path, target) for finder in finders[finders.index(self) + 1 :])
+        spec: Any = next(filter(None, specs), None)
         if spec is not None:
             spec.loader.exec_module = functools.partial(self._load, spec.loader.exec_module)
         return spec
@@ -77,18 +75,16 @@ class Plugin:
         """Replaces functions of modules that another import hook has loaded without asking this one."""
         if self.lock.acquire(blocking=False):  # an import that waits for `install` could wait for ever
             try:
-                found = [(name, sys.modules.get(name, module), module) for name, module in self.modules.items()]
-                new = {name: now for name, now, before in found if now is not None and now is not before}
-                loaded = [name for name in new if not getattr(new[name].__spec__, "_initializing", False)]
+                now = {name: sys.modules.get(name) or module for name, module in self.modules.items()}
+                new = {x: module.__spec__ for x, module in now.items() if module and module is not self.modules[x]}
+                loaded = [name for name, spec in new.items() if not getattr(spec, "_initializing", False)]
                 self._replace_in(loaded if self in sys.meta_path else ())
             finally:
                 self.lock.release()
 
     def _replace_in(self, modules: Collection[str]) -> None:
         self.modules |= {name: sys.modules[name] for name in modules}
-        found = {
-            function: function.check(self.framework) for function in self.replacements if function.module in modules
-        }
+        found = {x: x.check(self.framework) for x in self.replacements if x.module in modules}
         for function, own in found.items():  # after all checks
             self.replaced[function] = own, called_with(own, self.replacements[function])
             put(function, *self.replaced[function])

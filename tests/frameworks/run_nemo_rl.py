@@ -36,6 +36,13 @@ from megatron_lce import capture_lm_head
 K = 8
 
 
+class Configuration(SimpleNamespace):
+    """With items too, as 0.7.0 reads it."""
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self, name)
+
+
 def losses_of(folder: Path, model_utils: Any) -> tuple[Any, type]:
     """The class whose `_direct_full_vocab_kl` is the divergence over the vocabulary, and DistillationLossFn."""
     (mean,) = definitions(folder / "nemo_rl/algorithms/utils.py", "nemo_rl.algorithms.utils", "masked_mean")
@@ -85,7 +92,7 @@ def distil(case: Case, folder: Path, model_utils: Any) -> None:
         return {"loss": ((losses * weights).sum() / number)[None]}
 
     def own_over_topk(model: nn.Module, kind: str, zero: bool) -> dict[str, Tensor]:
-        own = topk(SimpleNamespace(kl_type=kind, mixed_kl_weight=0.5, zero_outside_topk=zero))
+        own = topk(Configuration(kl_type=kind, mixed_kl_weight=0.5, zero_outside_topk=zero))
         student = model(TOKENS, POSITIONS, None)
         found = model_utils.get_distillation_topk_logprobs_from_logits(
             student, top.values, top.indices, zero, False, vocab_parallel_rank=rank, vocab_parallel_group=group
