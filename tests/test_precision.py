@@ -83,7 +83,7 @@ def test_logits_of_tiny_numbers_have_their_digits_where_a_scale_makes_them_large
 @pytest.mark.parametrize("shape", [(1, 1, 1), (5, 70, 90), (300, 3, 20)], ids=str)
 def test_scaled_parts_are_the_number(shape, device):
     """Rows of any size, with numbers of any size in them, an infinity and a row of zeros."""
-    parts = pytest.importorskip("megatron_lce.backends.triton.parts")
+    parts = pytest.importorskip("megatron_lce.backends.triton.fp32_split")
     rows, columns, exponent = shape
     generator = torch.Generator().manual_seed(0)
     matrix = torch.randn(rows, columns, generator=generator) * 2.0 ** torch.randint(-exponent, exponent, (rows, 1))
@@ -103,7 +103,7 @@ def test_scaled_parts_are_the_number(shape, device):
 
 
 def test_an_infinity_is_its_first_part(device):
-    parts = pytest.importorskip("megatron_lce.backends.triton.parts")
+    parts = pytest.importorskip("megatron_lce.backends.triton.fp32_split")
     split, factors = parts.split_fp32(torch.tensor([[3.0, torch.inf, -torch.inf, torch.nan]], device=device), 2)
     low, high = split[0, :4].float(), split[0, 64:68].float()
     assert high[0] * factors[0] == 3.0
@@ -125,7 +125,7 @@ def test_rows_of_every_size_beside_an_fp32_weight(dtype, backend, device):
 
 def test_products_of_parts_are_those_of_fp32(device, monkeypatch):
     """The arithmetic of a GPU's gradients, here with the CPU's products of the parts."""
-    parts = pytest.importorskip("megatron_lce.backends.triton.parts")
+    parts = pytest.importorskip("megatron_lce.backends.triton.fp32_split")
     monkeypatch.setattr(parts.tiles, "has_ptx", lambda: True)
     monkeypatch.setattr(parts, "K_STEP", 64)
     generator = torch.Generator().manual_seed(0)

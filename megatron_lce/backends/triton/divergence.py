@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_lce.backends.triton import tiles
-from megatron_lce.backends.triton.tile_products import MASKED_LOGIT, fast_log2, tanh
+from megatron_lce.backends.triton.dot_tile import MASKED_LOGIT, fast_log2, tanh
 from megatron_lce.core.jsd_heads import KINDS, DivergenceStats, GradTerms, Heads
 from megatron_lce.core.plan import ceil_div
 

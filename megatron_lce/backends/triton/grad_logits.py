@@ -6,9 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_lce.backends.triton import tiles
-from megatron_lce.backends.triton.packed import row_terms_at
-from megatron_lce.backends.triton.parts import split_fp32
-from megatron_lce.backends.triton.tile_products import (
+from megatron_lce.backends.triton.dot_tile import (
     SMALLEST_NORMAL,
     device_descriptor,
     dot_parts,
@@ -22,6 +20,8 @@ from megatron_lce.backends.triton.tile_products import (
     tanh,
     tile_position,
 )
+from megatron_lce.backends.triton.fp32_split import split_fp32
+from megatron_lce.backends.triton.packed import row_terms_at
 from megatron_lce.core.logits_cache import LogitsCache
 from megatron_lce.core.options import Options
 from megatron_lce.core.plan import ceil_div, slab_row_stride

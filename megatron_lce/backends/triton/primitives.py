@@ -6,10 +6,10 @@ from megatron_lce.backends.triton.divergence import (
     intermediate_bytes,
     softmaxes_of_products,
 )
+from megatron_lce.backends.triton.fp32_split import product
 from megatron_lce.backends.triton.grad_logits import grad_logits, grad_logits_from_cache
-from megatron_lce.backends.triton.id_products import gathered_logits, gathered_sums, write_columns
+from megatron_lce.backends.triton.indexed_dot import gathered_logits, gathered_sums, write_columns
 from megatron_lce.backends.triton.merge_stats import product_stats, sum_chunks
-from megatron_lce.backends.triton.parts import product
 from megatron_lce.backends.triton.row_values import finish, prepare_rows, row_terms
 from megatron_lce.backends.triton.scale import scale
 from megatron_lce.backends.triton.softmax_stats import softmax_stats

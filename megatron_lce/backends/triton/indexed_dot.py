@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_lce.backends.triton import tiles
-from megatron_lce.backends.triton.tile_products import rounded_to_bf16, tanh
+from megatron_lce.backends.triton.dot_tile import rounded_to_bf16, tanh
 from megatron_lce.core.options import Options, Shard
 from megatron_lce.core.plan import ceil_div
 from megatron_lce.core.rows import Rows, softcap_scale

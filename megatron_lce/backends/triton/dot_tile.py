@@ -8,7 +8,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_lce.backends.triton import tiles
-from megatron_lce.backends.triton.parts import LO_SCALE
+from megatron_lce.backends.triton.fp32_split import LO_SCALE
 from megatron_lce.core.options import Options
 from megatron_lce.core.plan import SLAB_ROW_STEP
 from megatron_lce.core.rows import softcap_scale
