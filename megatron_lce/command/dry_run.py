@@ -87,7 +87,7 @@ def _makes_tensors(func: Any) -> bool:
     return all(value.alias_info is None for value in (*func._schema.arguments, *func._schema.returns))
 
 
-class _Done(dist._Work):
+class _Done(dist.Work):
     def wait(self, timeout: Any = None) -> bool:
         return True
 
